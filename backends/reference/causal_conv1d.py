@@ -1,0 +1,69 @@
+"""y_t = bias + sum_j kernel[j] * x_{t-W+1+j}, one filter a channel, over the real tokens of a document.
+
+De et al. 2024, arXiv:2402.19427, section 2.3 (the temporal convolution before the recurrence).
+"""
+
+import numpy as np
+
+from keras_recurrent.backends.reference._common import PADDING, STARTS, prepare, token_kinds
+
+
+def causal_conv1d(
+    x, kernel, bias=None, initial_state=None, token_kind=None, dtype=np.float64
+):
+    """x: [B, T, D]; kernel: [W, D]; bias: [D]. Returns ([B, T, D], [B, W - 1, D])."""
+    x, kernel = prepare(dtype, x, kernel)
+    bias = 0 if bias is None else np.asarray(bias).astype(dtype)
+    window = _first_window(x, kernel, initial_state, dtype)
+    kind = token_kinds(x, token_kind)
+    output = np.empty_like(x)
+    for t in range(x.shape[1]):
+        window = _next_window(window, x[:, t], kind[:, t])
+        output[:, t] = bias + np.sum(kernel * window, axis=1)
+    return output, window[:, 1:]
+
+
+def causal_conv1d_gradient(
+    d_output,
+    d_final_state,
+    x,
+    kernel,
+    bias=None,
+    initial_state=None,
+    token_kind=None,
+    dtype=np.float64,
+):
+    """Returns the gradients of x, kernel, bias and initial_state. A padded output has none."""
+    x, kernel, d_output, d_final_state = prepare(dtype, x, kernel, d_output, d_final_state)
+    kind = token_kinds(x, token_kind)
+    windows = [_first_window(x, kernel, initial_state, dtype)]
+    for t in range(x.shape[1]):
+        windows.append(_next_window(windows[-1], x[:, t], kind[:, t]))
+
+    d_x, d_kernel, d_bias = np.zeros_like(x), np.zeros_like(kernel), np.zeros_like(kernel[0])
+    g = np.zeros_like(windows[0])  # of the window, seen from behind
+    g[:, 1:] = d_final_state
+    for t in reversed(range(x.shape[1])):
+        k = kind[:, t]
+        d_y = np.where(k == PADDING, 0, d_output[:, t])
+        d_kernel += np.sum(d_y[:, None] * windows[t + 1], axis=0)
+        d_bias += np.sum(d_y, axis=0)
+        g = g + kernel * d_y[:, None]
+        d_x[:, t] = np.where(k == PADDING, 0, g[:, -1])
+        k = k[:, None]
+        before = np.concatenate([np.zeros_like(g[:, :1]), g[:, :-1]], axis=1)
+        g = np.where(k == PADDING, g, np.where(k == STARTS, 0, before))
+    return d_x, d_kernel, d_bias, g[:, 1:]
+
+
+def _first_window(x, kernel, initial_state, dtype):
+    """The last W inputs, the oldest of which nothing will meet any more."""
+    window = np.zeros((x.shape[0], *kernel.shape), dtype)
+    if initial_state is not None:
+        window[:, 1:] = np.asarray(initial_state, dtype)
+    return window
+
+
+def _next_window(window, x, kind):
+    kept = np.where(kind[:, None] == STARTS, 0, window[:, 1:])
+    return np.where(kind[:, None] == PADDING, window, np.concatenate([kept, x[:, None]], axis=1))

@@ -1,0 +1,89 @@
+"""The real-gated linear recurrent unit.  De et al. 2024, arXiv:2402.19427, section 2.4.
+
+    r_t = sigmoid(gate_a_t)        i_t = sigmoid(gate_x_t)
+    log a_t = -8 softplus(-a_logit) r_t
+    h_t = a_t h_{t-1} + sqrt(1 - a_t^2) i_t x_t
+
+Equation 6 of the paper prints softplus(a_logit); a = sigmoid(a_logit) makes it softplus(-a_logit).
+"""
+
+import numpy as np
+
+from keras_recurrent.backends.reference._common import (
+    GOES_ON,
+    PADDING,
+    STARTS,
+    first_state,
+    prepare,
+    token_kinds,
+)
+
+C = 8.0
+# The square root's derivative is unbounded at 0, where a_t = 1; DeepMind's released code bounds it.
+MAX_SQRT_GRADIENT = 1000.0
+
+
+def rg_lru(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None, dtype=np.float64):
+    """x, gate_a, gate_x: [B, T, D]; a_logit: [D]. Returns ([B, T, D], [B, D])."""
+    x, gate_a, gate_x, a_logit = prepare(dtype, x, gate_a, gate_x, a_logit)
+    h = first_state(x, initial_state, dtype)
+    kind = token_kinds(x, token_kind)
+    output = np.empty_like(x)
+    for t in range(x.shape[1]):
+        k = kind[:, t]
+        log_a = -C * _softplus(-a_logit) * _sigmoid(gate_a[:, t])
+        gated = _sigmoid(gate_x[:, t]) * x[:, t]
+        going_on = np.exp(log_a) * h + np.sqrt(-np.expm1(2 * log_a)) * gated
+        h = np.where(k == PADDING, h, np.where(k == STARTS, gated, going_on))
+        output[:, t] = h
+    return output, h
+
+
+def rg_lru_gradient(
+    d_output,
+    d_final_state,
+    x,
+    gate_a,
+    gate_x,
+    a_logit,
+    initial_state=None,
+    token_kind=None,
+    dtype=np.float64,
+):
+    """Returns the gradients of x, gate_a, gate_x, a_logit and initial_state."""
+    h, _ = rg_lru(x, gate_a, gate_x, a_logit, initial_state, token_kind, dtype)
+    x, gate_a, gate_x, a_logit, d_output, g = prepare(
+        dtype, x, gate_a, gate_x, a_logit, d_output, d_final_state
+    )
+    first = first_state(x, initial_state, dtype)
+    kind = token_kinds(x, token_kind)
+    d_x, d_gate_a, d_gate_x = np.zeros_like(x), np.zeros_like(x), np.zeros_like(x)
+    d_a_logit = np.zeros_like(a_logit)
+    for t in reversed(range(x.shape[1])):
+        k = kind[:, t]
+        r, i = _sigmoid(gate_a[:, t]), _sigmoid(gate_x[:, t])
+        log_a = -C * _softplus(-a_logit) * r
+        a, z = np.exp(log_a), -np.expm1(2 * log_a)
+        g = g + d_output[:, t]
+
+        multiplier = np.where(k == STARTS, 1, np.sqrt(z))
+        d_x[:, t] = np.where(k == PADDING, 0, g * multiplier * i)
+        d_gate_x[:, t] = np.where(
+            k == PADDING, 0, g * multiplier * x[:, t] * i * _sigmoid(-gate_x[:, t])
+        )
+        d_sqrt = 1 / np.sqrt(np.maximum(4 * z, 1 / MAX_SQRT_GRADIENT**2))
+        d_log_a = g * a * (h[:, t - 1] if t else first) - g * i * x[:, t] * d_sqrt * 2 * a * a
+        d_log_a = np.where(k == GOES_ON, d_log_a, 0)
+        d_gate_a[:, t] = d_log_a * log_a * _sigmoid(-gate_a[:, t])
+        d_a_logit += np.sum(d_log_a * C * r * _sigmoid(-a_logit), axis=0)
+
+        g = np.where(k == PADDING, g, np.where(k == STARTS, 0, a * g))
+    return d_x, d_gate_a, d_gate_x, d_a_logit, g
+
+
+def _sigmoid(z):
+    return np.exp(-np.logaddexp(0, -z))
+
+
+def _softplus(z):
+    return np.logaddexp(0, z)

@@ -1,0 +1,127 @@
+"""Decide which implementation of an operation runs.
+
+A folder below `backends/` is an implementation, a file in it an operation. `PREFERENCE` says which
+folders serve a Keras backend, fastest first; the first that accepts the arguments runs. An
+implementation that is missing, or refuses (by its `unsupported`), says why, and the next is asked;
+one that raises is not covered up.
+"""
+
+import contextlib
+import contextvars
+import importlib
+import pkgutil
+from typing import NamedTuple
+
+import keras
+
+from keras_recurrent.backends import reference
+
+BACKEND = keras.config.backend()
+PREFERENCE = {
+    "jax": ("jax",),
+    "torch": ("torch",),
+    "tensorflow": ("tensorflow",),
+}
+if BACKEND not in PREFERENCE:
+    raise ImportError(
+        f"keras_recurrent runs on the Keras backends {', '.join(PREFERENCE)}, but Keras runs on "
+        f"{BACKEND!r}. Set the environment variable KERAS_BACKEND to one of them."
+    )
+
+
+def _operations(package):
+    """Every public module of a package: {operation: module}."""
+    names = [module.name for module in pkgutil.iter_modules(package.__path__)]
+    return {
+        name: importlib.import_module(f"{package.__name__}.{name}")
+        for name in names
+        if not name.startswith("_")
+    }
+
+
+# {operation: {implementation: its module, or the reason why there is none}}
+KERNELS: dict = {operation: {} for operation in _operations(reference)}
+for _name in PREFERENCE[BACKEND]:
+    _found = _operations(importlib.import_module(f"keras_recurrent.backends.{_name}"))
+    for _operation, _row in KERNELS.items():
+        _row[_name] = _found.get(_operation, f"there is no backends/{_name}/{_operation}.py")
+
+_chosen = contextvars.ContextVar("keras_recurrent.implementation", default=None)
+
+
+@contextlib.contextmanager
+def implementation(name):
+    """Run operations in one named implementation, and in no other, inside a `with` block.
+
+    The choice is made when an operation is called or traced: a function that was compiled
+    before keeps what it was compiled with.
+
+    Args:
+        name: string, a folder of `backends/` that serves the running Keras backend, such as
+            `"jax"`; None restores the automatic choice.
+
+    Raises:
+        ValueError: the name is unknown on this backend.
+
+    Example:
+
+    >>> import numpy as np, keras, keras_recurrent
+    >>> x = np.ones((1, 4, 2), "float32")
+    >>> with keras_recurrent.implementation(keras.config.backend()):
+    ...     h, state = keras_recurrent.ops.linear_scan(x, -x)
+    """
+    if name is not None:
+        _check(name)
+    token = _chosen.set(name)
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+class Choice(NamedTuple):
+    """Which implementation runs an operation, and why the ones before it do not."""
+
+    operation: str
+    implementation: str | None
+    refused: dict[str, str]
+
+    def __str__(self):
+        runs = (
+            f"backends/{self.implementation}/{self.operation}.py runs"
+            if self.implementation
+            else "nothing runs"
+        )
+        refused = "".join(f"\n  not {name}: {reason}" for name, reason in self.refused.items())
+        return f"`{self.operation}` on {BACKEND}: {runs}{refused}"
+
+
+def choose(operation, arguments, implementation=None):
+    """The `Choice` for native tensors, as the kernels take them (a dict of keyword arguments)."""
+    name = implementation or _chosen.get()
+    refused = {}
+    for candidate in (_check(name),) if name else PREFERENCE[BACKEND]:
+        module = KERNELS[operation][candidate]
+        reason = module if isinstance(module, str) else module.unsupported(**arguments)
+        if reason is None:
+            return Choice(operation, candidate, refused)
+        refused[candidate] = reason
+    return Choice(operation, None, refused)
+
+
+def run(operation, arguments, implementation=None):
+    """Call the kernel that `choose` names."""
+    choice = choose(operation, arguments, implementation)
+    if choice.implementation is None:
+        raise NotImplementedError(str(choice))
+    kernel = getattr(KERNELS[operation][choice.implementation], operation)
+    return kernel(**arguments)
+
+
+def _check(name):
+    if name not in PREFERENCE[BACKEND]:
+        raise ValueError(
+            f"`implementation` must be one of {', '.join(map(repr, PREFERENCE[BACKEND]))} on the "
+            f"Keras backend {BACKEND!r}; got {name!r}. KERAS_BACKEND changes the backend."
+        )
+    return name

@@ -1,0 +1,71 @@
+"""The causal depthwise convolution."""
+
+import keras
+
+from keras_recurrent.ops.operation import RecurrentOperation
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class CausalConv1DOperation(RecurrentOperation):
+    kernel = "causal_conv1d"
+    shapes = {"x": "B T D", "kernel": "W D", "bias": "D"}
+    state_shape = "B W-1 D"
+    optional = ("bias",)
+
+
+def causal_conv1d(
+    x,
+    kernel,
+    bias=None,
+    *,
+    initial_state=None,
+    mask=None,
+    segment_ids=None,
+    previous_segment_id=None,
+    reverse=False,
+    implementation=None,
+):
+    """A causal convolution over time, one filter a channel.
+
+    ```
+    y_t = bias + sum_j kernel[j] * x_{t-W+1+j},   j = 0 … W-1
+    ```
+
+    The temporal convolution before the recurrence of De et al. 2024 (arXiv:2402.19427, section
+    2.3). `kernel[W-1]` meets the current token. Padding is passed over: the filter sees the last
+    W real tokens of the document, those of the state included, and zeros before them.
+
+    Args:
+        x: `[B, T, D]`, float16, bfloat16, float32 or float64.
+        kernel: `[W, D]`, W at least 1.
+        bias: `[D]`, or None.
+        initial_state: `[B, W - 1, D]`, the last real inputs, the latest last; None: zeros.
+        mask, segment_ids, previous_segment_id, reverse, implementation: as in
+            `keras_recurrent.ops.linear_scan`.
+
+    Returns:
+        `(output, final_state)`: y as `[B, T, D]` in the dtype of `x`, 0 at padding, and the last
+        W - 1 real inputs of the document as `[B, W - 1, D]`. States and sums are float32, or
+        float64 if a tensor is. Both carry gradients.
+
+    Raises:
+        ValueError: a shape or dtype does not fit, or the implementation is unknown.
+        NotImplementedError: no implementation accepts the arguments; says why for each.
+
+    Example: the difference to the token before.
+
+    >>> import numpy as np
+    >>> x = np.array([[[1], [4], [9], [16]]], "float32")
+    >>> y, state = causal_conv1d(x, np.array([[-1], [1]], "float32"))
+    >>> np.array(y).ravel()
+    array([1., 3., 5., 7.], dtype=float32)
+    """
+    return CausalConv1DOperation.apply(
+        {"x": x, "kernel": kernel, "bias": bias},
+        reverse,
+        implementation,
+        initial_state=initial_state,
+        mask=mask,
+        segment_ids=segment_ids,
+        previous_segment_id=previous_segment_id,
+    )

@@ -1,0 +1,72 @@
+"""The diagonal linear recurrence on complex numbers."""
+
+import keras
+
+from keras_recurrent.ops.operation import RecurrentOperation
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class ComplexLinearScan(RecurrentOperation):
+    kernel = "complex_linear_scan"
+    shapes = {"x": "B T 2D", "log_a": "B T D", "phase": "B T D"}
+    state_shape = "B 2D"
+
+
+def complex_linear_scan(
+    x,
+    log_a,
+    phase,
+    *,
+    initial_state=None,
+    mask=None,
+    segment_ids=None,
+    previous_segment_id=None,
+    reverse=False,
+    implementation=None,
+):
+    """Every state of a diagonal linear recurrence on complex numbers.
+
+    ```
+    h_t = exp(log_a_t + i phase_t) * h_{t-1} + x_t
+    ```
+
+    The recurrence of the complex-gated unit of De et al. 2024 (arXiv:2402.19427, appendix B). A
+    complex vector of D numbers is a real one of 2D: the real parts, then the imaginary ones.
+
+    Args:
+        x: `[B, T, 2D]`, float16, bfloat16, float32 or float64.
+        log_a: `[B, T, D]`, the natural logarithm of the decays' magnitudes: at most 0, and -inf
+            forgets all.
+        phase: `[B, T, D]`, the decays' angles in radians.
+        initial_state: `[B, 2D]`, h before the first token; None: zeros.
+        mask, segment_ids, previous_segment_id, reverse, implementation: as in
+            `keras_recurrent.ops.linear_scan`.
+
+    Returns:
+        `(output, final_state)`: h as `[B, T, 2D]` in the dtype of `x`, and the last h as
+        `[B, 2D]`. States and sums are float32, or float64 if a tensor is. Both carry gradients.
+
+    Raises:
+        ValueError: a shape or dtype does not fit, or the implementation is unknown.
+        NotImplementedError: no implementation accepts the arguments; says why for each.
+
+    Example: a quarter turn a token.
+
+    >>> import numpy as np
+    >>> x = np.array([[[1, 0], [0, 0], [0, 0]]], "float32")
+    >>> quarter = np.full((1, 3, 1), np.pi / 2, "float32")
+    >>> h, state = complex_linear_scan(x, np.zeros((1, 3, 1), "float32"), quarter)
+    >>> np.array(h).round(3) + 0
+    array([[[ 1.,  0.],
+            [ 0.,  1.],
+            [-1.,  0.]]], dtype=float32)
+    """
+    return ComplexLinearScan.apply(
+        {"x": x, "log_a": log_a, "phase": phase},
+        reverse,
+        implementation,
+        initial_state=initial_state,
+        mask=mask,
+        segment_ids=segment_ids,
+        previous_segment_id=previous_segment_id,
+    )

@@ -1,0 +1,77 @@
+"""The diagonal linear recurrence."""
+
+import keras
+
+from keras_recurrent.ops.operation import RecurrentOperation
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class LinearScan(RecurrentOperation):
+    kernel = "linear_scan"
+    shapes = {"x": "B T D", "log_a": "B T D"}
+    state_shape = "B D"
+
+
+def linear_scan(
+    x,
+    log_a,
+    *,
+    initial_state=None,
+    mask=None,
+    segment_ids=None,
+    previous_segment_id=None,
+    reverse=False,
+    implementation=None,
+):
+    """Every state of a diagonal linear recurrence.
+
+    ```
+    h_t = exp(log_a_t) * h_{t-1} + x_t
+    ```
+
+    The recurrence of De et al. 2024 (arXiv:2402.19427, section 2.4) and of its relatives, with
+    whatever gates and multipliers the caller has put into `x` and `log_a`. All but the arguments
+    and the output is recomputed for the gradient.
+
+    Args:
+        x: `[B, T, D]`, float16, bfloat16, float32 or float64.
+        log_a: `[B, T, D]`, the natural logarithm of the decays: at most 0, and -inf forgets all.
+            May be float32 beside an `x` of 16 bits.
+        initial_state: `[B, D]`, h before the first token; None: zeros.
+        mask: boolean `[B, T]`, False at padding, which may stand anywhere in a row: a padded token
+            leaves the state as it was. None: every token is real.
+        segment_ids: integers `[B, T]`, at least 0: a token never sees one of another segment
+            (documents packed in a row). None: one document.
+        previous_segment_id: int32 `[B]`, the segment of the last real token before this row, -1
+            where there was none. None: -1 without an `initial_state`; with one, the first real
+            token goes on from it.
+        reverse: run from the last token to the first.
+        implementation: the name of the one implementation to run, a folder of `backends/`; None:
+            the fastest that accepts the arguments (`keras_recurrent.which_implementation`).
+
+    Returns:
+        `(output, final_state)`: h as `[B, T, D]` in the dtype of `x`, and the last h as `[B, D]`.
+        States and sums are float32, or float64 if a tensor is. Both carry gradients.
+
+    Raises:
+        ValueError: a shape or dtype does not fit, or the implementation is unknown.
+        NotImplementedError: no implementation accepts the arguments; says why for each.
+
+    Example:
+
+    >>> import numpy as np
+    >>> x = np.ones((1, 3, 1), "float32")
+    >>> log_a = np.full((1, 3, 1), np.log(0.5), "float32")
+    >>> h, state = linear_scan(x, log_a)
+    >>> np.array(h).ravel()
+    array([1.  , 1.5 , 1.75], dtype=float32)
+    """
+    return LinearScan.apply(
+        {"x": x, "log_a": log_a},
+        reverse,
+        implementation,
+        initial_state=initial_state,
+        mask=mask,
+        segment_ids=segment_ids,
+        previous_segment_id=previous_segment_id,
+    )

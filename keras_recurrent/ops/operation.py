@@ -1,0 +1,220 @@
+"""What the public operations share: checks, token kinds, direction, and the call to a kernel."""
+
+import keras
+from keras import ops, tree
+
+from keras_recurrent import dispatch
+from keras_recurrent.ops.token_kind import token_kind
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+class RecurrentOperation(keras.Operation):
+    """An operation over time, as a node of a Keras graph; `apply` is its way in.
+
+    A subclass names its kernel and the shapes of its tensors in letters (`B` batch, `T` time; a
+    letter may carry a factor, `2D`, or an offset, `W-1`). The first tensor gives the output its
+    shape and dtype; those with a `T` are turned around by `reverse`.
+    """
+
+    kernel: str
+    shapes: dict[str, str]
+    state_shape: str
+    optional: tuple[str, ...] = ()
+    # Whether a start afresh differs from going on from a state of zeros.
+    start_matters = False
+
+    def __init__(self, reverse=False, implementation=None, name=None):
+        super().__init__(name=name)
+        self.reverse = reverse
+        self.implementation = implementation
+
+    @classmethod
+    def apply(cls, tensors, reverse, implementation, **context):
+        """Run at once, or add a node to the graph when an argument is symbolic."""
+        tensors, context = _convert(tensors), _convert(context)
+        cls.check(tensors, context)
+        if any(isinstance(t, keras.KerasTensor) for t in (tensors | context).values()):
+            return cls(reverse, implementation).symbolic_call(**tensors, **context)
+        arguments = cls.lower(tensors, reverse, **context)
+        output, final_state = dispatch.run(cls.kernel, arguments, implementation)
+        return (ops.flip(output, axis=1) if reverse else output), final_state
+
+    def call(self, **arguments):
+        tensors = {name: arguments.pop(name) for name in self.shapes if name in arguments}
+        return self.apply(tensors, self.reverse, self.implementation, **arguments)
+
+    def compute_output_spec(self, **arguments):
+        tensors = {name: arguments[name] for name in self.shapes if name in arguments}
+        sizes = self.check(tensors, {k: v for k, v in arguments.items() if k not in tensors})
+        first = next(iter(tensors.values()))
+        state_shape = tuple(_size(dim, sizes) for dim in self.state_shape.split())
+        return (
+            keras.KerasTensor(first.shape, _dtype(first)),
+            keras.KerasTensor(state_shape, _accumulation_dtype(tensors)),
+        )
+
+    @classmethod
+    def lower(
+        cls, tensors, reverse, initial_state, mask, segment_ids, previous_segment_id
+    ):
+        """The kernel's keyword arguments."""
+        if initial_state is not None:
+            initial_state = ops.cast(initial_state, _accumulation_dtype(tensors))
+        if reverse:
+            tensors = {
+                name: ops.flip(t, axis=1) if t is not None and "T" in cls.shapes[name] else t
+                for name, t in tensors.items()
+            }
+            mask, segment_ids = (
+                None if t is None else ops.flip(t, axis=1) for t in (mask, segment_ids)
+            )
+        first = next(iter(tensors.values()))
+        context = (mask, segment_ids, previous_segment_id)
+        marks_start = cls.start_matters and initial_state is None
+        kind = None
+        if marks_start or any(c is not None for c in context):
+            kind = token_kind(first, *context, initial_state=initial_state)
+        return {**tensors, "initial_state": initial_state, "token_kind": kind}
+
+    @classmethod
+    def check(cls, tensors, context):
+        """Raise for what no kernel can take; return the sizes behind the letters."""
+        sizes: dict[str, int | None] = {}
+        letters = cls.shapes | {
+            "initial_state": cls.state_shape,
+            "mask": "B T",
+            "segment_ids": "B T",
+            "previous_segment_id": "B",
+        }
+        for name, tensor in (tensors | context).items():
+            if tensor is None:
+                if name in cls.shapes and name not in cls.optional:
+                    raise ValueError(f"`{cls.kernel}` needs the argument `{name}`; got None.")
+                continue
+            _check_shape(cls.kernel, name, tensor.shape, letters[name].split(), sizes)
+            _check_dtype(cls.kernel, name, _dtype(tensor))
+        if sizes["T"] == 0:
+            raise ValueError(f"`{cls.kernel}` needs at least one token; got a sequence of length 0.")
+        return sizes
+
+    def get_config(self):
+        return {
+            "name": self.name,
+            "reverse": self.reverse,
+            "implementation": self.implementation,
+        }
+
+
+def which_implementation(
+    operation,
+    *tensors,
+    initial_state=None,
+    mask=None,
+    segment_ids=None,
+    previous_segment_id=None,
+    reverse=False,
+    implementation=None,
+):
+    """Tell which implementation would run an operation, and why not the others.
+
+    Args:
+        operation: a function of `keras_recurrent.ops`, or its name.
+        *tensors: its tensors, in its order.
+        initial_state, mask, segment_ids, previous_segment_id, reverse, implementation: as the
+            operation takes them.
+
+    Returns:
+        A `Choice`: `.implementation` is the name of a folder of `backends/`, or None if nothing
+        would run, `.refused` is `{name: reason}` for those that were asked before. `str()` of it
+        is a sentence.
+
+    Raises:
+        ValueError: the operation or the implementation is unknown, or the operation would refuse
+            the arguments itself.
+
+    Example:
+
+    >>> import numpy as np, keras_recurrent
+    >>> x = np.ones((1, 4, 2), "float32")
+    >>> choice = keras_recurrent.which_implementation("linear_scan", x, -x)
+    >>> choice.implementation == keras.config.backend()
+    True
+    """
+    name = getattr(operation, "__name__", operation)
+    known = {cls.kernel: cls for cls in RecurrentOperation.__subclasses__()}
+    if name not in known:
+        raise ValueError(f"`operation` must be one of {', '.join(sorted(known))}; got {name!r}.")
+    cls = known[name]
+    named = _convert(dict(zip(cls.shapes, tensors, strict=False)))
+    context = _convert(
+        {
+            "initial_state": initial_state,
+            "mask": mask,
+            "segment_ids": segment_ids,
+            "previous_segment_id": previous_segment_id,
+        }
+    )
+    missing = {argument: None for argument in cls.shapes if argument not in named}
+    cls.check(named | missing, context)
+    if any(isinstance(t, keras.KerasTensor) for t in (named | context).values()):
+        raise ValueError(
+            "`which_implementation` needs tensors with values: the choice may depend on the "
+            "device they are on. Got a symbolic KerasTensor."
+        )
+    arguments = cls.lower(named | missing, reverse, **context)
+    return dispatch.choose(name, arguments, implementation)
+
+
+def _convert(tensors):
+    return {
+        name: t if t is None or isinstance(t, keras.KerasTensor) else ops.convert_to_tensor(t)
+        for name, t in tensors.items()
+    }
+
+
+def _dtype(tensor):
+    return keras.backend.standardize_dtype(tensor.dtype)
+
+
+def _accumulation_dtype(tensors):
+    dtypes = [_dtype(t) for t in tree.flatten(tensors) if t is not None]
+    return "float64" if "float64" in dtypes else "float32"
+
+
+def _check_shape(operation, name, shape, letters, sizes):
+    wanted = f"[{', '.join(letters)}]"
+    if len(shape) != len(letters):
+        raise ValueError(
+            f"`{operation}`: `{name}` must have the {len(letters)} dimensions {wanted}; got the "
+            f"shape {tuple(shape)}."
+        )
+    for letter, got in zip(letters, shape, strict=True):
+        if sizes.get(letter) is None and letter.isalpha():
+            sizes[letter] = got
+        expected = _size(letter, sizes)
+        if None not in (expected, got) and expected != got:
+            known = ", ".join(f"{k} = {v}" for k, v in sizes.items())
+            raise ValueError(
+                f"`{operation}`: `{name}` must have the shape {wanted}, with {known}; got the "
+                f"shape {tuple(shape)}: {letter} should be {expected}, not {got}."
+            )
+
+
+def _size(dim, sizes):
+    """The number that `B`, `2D` or `W-1` stands for; None if it is not known yet."""
+    letter = next(c for c in dim if c.isalpha())
+    factor, offset = dim.split(letter)
+    size = sizes.get(letter)
+    return None if size is None else int(factor or 1) * size + int(offset or 0)
+
+
+def _check_dtype(operation, name, dtype):
+    if name == "mask":
+        good, wanted = dtype == "bool" or "int" in dtype, "boolean, True at real tokens"
+    elif name in ("segment_ids", "previous_segment_id"):
+        good, wanted = "int" in dtype, "integers"
+    else:
+        good, wanted = dtype in FLOATS, f"one of {', '.join(FLOATS)}"
+    if not good:
+        raise ValueError(f"`{operation}`: `{name}` must be {wanted}; got {dtype}. Cast it first.")

@@ -1,0 +1,77 @@
+"""The real-gated linear recurrent unit, gates included."""
+
+import keras
+
+from keras_recurrent.ops.operation import RecurrentOperation
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class RGLRUOperation(RecurrentOperation):
+    kernel = "rg_lru"
+    shapes = {"x": "B T D", "gate_a": "B T D", "gate_x": "B T D", "a_logit": "D"}
+    state_shape = "B D"
+    start_matters = True  # the multiplier of the input is 1 there
+
+
+def rg_lru(
+    x,
+    gate_a,
+    gate_x,
+    a_logit,
+    *,
+    initial_state=None,
+    mask=None,
+    segment_ids=None,
+    previous_segment_id=None,
+    reverse=False,
+    implementation=None,
+):
+    """The real-gated linear recurrent unit, from the gates' pre-activations.
+
+    ```
+    r_t = sigmoid(gate_a_t)                          recurrence gate
+    i_t = sigmoid(gate_x_t)                          input gate
+    log a_t = -8 softplus(-a_logit) r_t              a_t = sigmoid(a_logit)^(8 r_t)
+    h_t = a_t h_{t-1} + sqrt(1 - a_t^2) (i_t x_t)
+    ```
+
+    De et al. 2024 (arXiv:2402.19427, section 2.4). Equation 6 there prints softplus(a_logit); with
+    a = sigmoid(a_logit) it must be softplus(-a_logit), and DeepMind's released code stores
+    -a_logit. Where nothing was seen before a token, h_t = i_t x_t, without the square root.
+    1 - a^2 is computed as -expm1(2 log a), which keeps its digits near a = 1; the root's
+    derivative, unbounded there, is held below 1000 as in the released code.
+
+    Args:
+        x: `[B, T, D]`, float16, bfloat16, float32 or float64.
+        gate_a: `[B, T, D]`, the recurrence gate before its sigmoid.
+        gate_x: `[B, T, D]`, the input gate before its sigmoid.
+        a_logit: `[D]`, the paper's Λ.
+        initial_state: `[B, D]`, h before the first token; None: nothing was seen.
+        mask, segment_ids, previous_segment_id, reverse, implementation: as in
+            `keras_recurrent.ops.linear_scan`.
+
+    Returns:
+        `(output, final_state)`: h as `[B, T, D]` in the dtype of `x`, and the last h as `[B, D]`.
+        States and sums are float32, or float64 if a tensor is. Both carry gradients.
+
+    Raises:
+        ValueError: a shape or dtype does not fit, or the implementation is unknown.
+        NotImplementedError: no implementation accepts the arguments; says why for each.
+
+    Example: open input gates, half-open recurrence gates and a = 1/2.
+
+    >>> import numpy as np
+    >>> x = np.ones((1, 2, 1), "float32")
+    >>> h, state = rg_lru(x, 0 * x, 100 * x, np.zeros(1, "float32"))
+    >>> np.array(h).ravel().round(4)
+    array([1.   , 1.0605], dtype=float32)
+    """
+    return RGLRUOperation.apply(
+        {"x": x, "gate_a": gate_a, "gate_x": gate_x, "a_logit": a_logit},
+        reverse,
+        implementation,
+        initial_state=initial_state,
+        mask=mask,
+        segment_ids=segment_ids,
+        previous_segment_id=previous_segment_id,
+    )

@@ -1,0 +1,74 @@
+"""Masks, packed documents and what came before, as one number a token."""
+
+from keras import ops
+
+GOES_ON, STARTS, PADDING = 0, 1, 2
+
+
+def token_kind(
+    like, mask=None, segment_ids=None, previous_segment_id=None, initial_state=None
+):
+    """What each token is to a recurrence: 0 goes on, 1 starts afresh, 2 is padding.
+
+    A token starts afresh when the real token before it belongs to another segment, or when there
+    is none and nothing was seen before the row. Kernels know of masks and segments only this.
+
+    Args:
+        like: a tensor `[B, T, ...]`: gives the shape.
+        mask: boolean `[B, T]`, False at padding; None: every token is real.
+        segment_ids: integers `[B, T]`, at least 0, one number a document; None: one document.
+        previous_segment_id: int32 `[B]`, the segment of the last real token before the row, -1
+            where nothing was seen. None: -1 if `initial_state` is None too, else the segment of
+            the row's first real token, which so goes on from the state.
+        initial_state: the state before the row; only whether it is None matters.
+
+    Returns:
+        int8 `[B, T]`.
+
+    Example:
+
+    >>> import numpy as np
+    >>> x = np.zeros((1, 5, 2))
+    >>> mask = np.array([[False, True, True, True, True]])
+    >>> np.array(token_kind(x, mask, segment_ids=np.array([[0, 0, 0, 1, 1]])))
+    array([[2, 1, 0, 1, 0]], dtype=int8)
+    """
+    batch, length = ops.shape(like)[:2]
+    place = ops.broadcast_to(ops.arange(length, dtype="int32")[None], (batch, length))
+    real = ops.ones((batch, length), "bool") if mask is None else ops.cast(mask, "bool")
+    nth = place if mask is None else ops.cumsum(ops.cast(real, "int32"), axis=1) - 1
+    first = ops.logical_and(real, ops.equal(nth, 0))
+
+    if previous_segment_id is None and initial_state is None:
+        previous_segment_id = -ops.ones((batch,), "int32")
+
+    if segment_ids is None:
+        # One document: at most its first real token starts.
+        if previous_segment_id is None:
+            starts = ops.zeros_like(first)
+        else:
+            unseen = ops.less(previous_segment_id, 0)
+            starts = ops.logical_and(first, unseen[:, None])
+    else:
+        segment_ids = ops.cast(segment_ids, "int32")
+        before = _segment_before(segment_ids, place, real, nth, mask is not None)
+        starts = ops.logical_and(ops.not_equal(segment_ids, before), ops.logical_not(first))
+        if previous_segment_id is not None:
+            previous = ops.cast(previous_segment_id, "int32")[:, None]
+            starts = ops.logical_or(
+                starts, ops.logical_and(first, ops.not_equal(segment_ids, previous))
+            )
+    kind = ops.where(starts, STARTS, GOES_ON)
+    return ops.cast(ops.where(real, kind, PADDING), "int8")
+
+
+def _segment_before(segment_ids, place, real, nth, padded):
+    """The segment of the real token before each; of no meaning at the first one."""
+    if padded:
+        # Real tokens to the front, in their order; there, the one before is the neighbour.
+        front = ops.argsort(ops.where(real, place, place + ops.shape(place)[1]), axis=1)
+        segment_ids = ops.take_along_axis(segment_ids, ops.cast(front, "int32"), axis=1)
+    before = ops.concatenate([segment_ids[:, :1], segment_ids[:, :-1]], axis=1)
+    if padded:
+        before = ops.take_along_axis(before, ops.maximum(nth, 0), axis=1)
+    return before
