@@ -1,4 +1,5 @@
-"""Plain JAX, on any device: a tree over time, fused by XLA, with its own backward (`jax.custom_vjp`).
+"""Plain JAX, on any device: a tree over time, fused by XLA.
 
-The backward keeps the arguments and the output, and recomputes the rest.
+Each operation has its own backward (`jax.custom_vjp`), which keeps the arguments and the output
+and recomputes the rest.
 """

@@ -1,4 +1,4 @@
-"""y_t = bias + sum_j kernel[j] * x_{t-W+1+j}, one filter a channel, over the real tokens of a document.
+"""y_t = bias + sum_j kernel[j] * x_{t-W+1+j}: one filter a channel, over a document's real tokens.
 
 De et al. 2024, arXiv:2402.19427, section 2.3 (the temporal convolution before the recurrence).
 
@@ -101,13 +101,11 @@ def _same_document(tokens, width):
     if tokens is None:
         return [True] * width
     documents, length = _documents(width, tokens), tokens.document.shape[1]
-    return [
-        (documents[:, j : j + length] == tokens.document)[:, :, None] for j in range(width)
-    ]
+    return [(documents[:, j : j + length] == tokens.document)[:, :, None] for j in range(width)]
 
 
 def _last(shape, width, tokens):
-    """Places [B, W - 1] of the last W - 1 real inputs, and whether they are of the last document."""
+    """Places [B, W - 1] of the last real inputs, and whether they are of the last document."""
     batch, length, _ = shape
     if tokens is None:
         return jnp.tile(jnp.arange(length, length + width - 1), (batch, 1)), True

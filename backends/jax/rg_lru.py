@@ -1,8 +1,8 @@
 """The real-gated linear recurrent unit.  De et al. 2024, arXiv:2402.19427, section 2.4.
 
-    r_t = sigmoid(gate_a_t)        i_t = sigmoid(gate_x_t)
-    log a_t = -8 softplus(-a_logit) r_t
-    h_t = a_t h_{t-1} + sqrt(1 - a_t^2) i_t x_t
+r_t = sigmoid(gate_a_t)        i_t = sigmoid(gate_x_t)
+log a_t = -8 softplus(-a_logit) r_t
+h_t = a_t h_{t-1} + sqrt(1 - a_t^2) i_t x_t
 """
 
 import jax
@@ -39,7 +39,7 @@ def rg_lru(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None):
 
 @jax.custom_vjp
 def _rg_lru(x, gate_a, gate_x, a_logit, initial_state, token_kind):
-    u, r, i, log_a, _ = _gates(x, gate_a, gate_x, a_logit, token_kind, initial_state.dtype)
+    u, _, i, log_a, _ = _gates(x, gate_a, gate_x, a_logit, token_kind, initial_state.dtype)
     a = effective_decay(token_kind, jnp.exp(log_a))
     h = scan(a, _multiplier(log_a, token_kind) * i * u, initial_state)
     return h.astype(x.dtype), h[:, -1]

@@ -1,4 +1,4 @@
-"""y_t = bias + sum_j kernel[j] * x_{t-W+1+j}, one filter a channel, over the real tokens of a document.
+"""y_t = bias + sum_j kernel[j] * x_{t-W+1+j}: one filter a channel, over a document's real tokens.
 
 De et al. 2024, arXiv:2402.19427, section 2.3 (the temporal convolution before the recurrence).
 """
@@ -8,9 +8,7 @@ import numpy as np
 from keras_recurrent.backends.reference._common import PADDING, STARTS, prepare, token_kinds
 
 
-def causal_conv1d(
-    x, kernel, bias=None, initial_state=None, token_kind=None, dtype=np.float64
-):
+def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None, dtype=np.float64):
     """x: [B, T, D]; kernel: [W, D]; bias: [D]. Returns ([B, T, D], [B, W - 1, D])."""
     x, kernel = prepare(dtype, x, kernel)
     bias = 0 if bias is None else np.asarray(bias).astype(dtype)

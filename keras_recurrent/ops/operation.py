@@ -55,9 +55,7 @@ class RecurrentOperation(keras.Operation):
         )
 
     @classmethod
-    def lower(
-        cls, tensors, reverse, initial_state, mask, segment_ids, previous_segment_id
-    ):
+    def lower(cls, tensors, reverse, initial_state, mask, segment_ids, previous_segment_id):
         """The kernel's keyword arguments."""
         if initial_state is not None:
             initial_state = ops.cast(initial_state, _accumulation_dtype(tensors))
@@ -87,15 +85,22 @@ class RecurrentOperation(keras.Operation):
             "segment_ids": "B T",
             "previous_segment_id": "B",
         }
+        given = {}
         for name, tensor in (tensors | context).items():
-            if tensor is None:
-                if name in cls.shapes and name not in cls.optional:
-                    raise ValueError(f"`{cls.kernel}` needs the argument `{name}`; got None.")
-                continue
-            _check_shape(cls.kernel, name, tensor.shape, letters[name].split(), sizes)
-            _check_dtype(cls.kernel, name, _dtype(tensor))
+            if tensor is not None:
+                given[name] = (tuple(tensor.shape), letters[name].split())
+                _check_dtype(cls.kernel, name, _dtype(tensor))
+            elif name in cls.shapes and name not in cls.optional:
+                raise ValueError(f"`{cls.kernel}` needs the argument `{name}`; got None.")
+        for name, (shape, dims) in given.items():
+            _check_rank(cls.kernel, name, shape, dims)
+            for dim, size in zip(dims, shape, strict=True):
+                if dim.isalpha() and sizes.get(dim) is None:
+                    sizes[dim] = size
+        for name, (shape, dims) in given.items():
+            _check_sizes(cls.kernel, name, shape, dims, sizes)
         if sizes["T"] == 0:
-            raise ValueError(f"`{cls.kernel}` needs at least one token; got a sequence of length 0.")
+            raise ValueError(f"`{cls.kernel}` needs at least one token; got a sequence of none.")
         return sizes
 
     def get_config(self):
@@ -182,22 +187,22 @@ def _accumulation_dtype(tensors):
     return "float64" if "float64" in dtypes else "float32"
 
 
-def _check_shape(operation, name, shape, letters, sizes):
-    wanted = f"[{', '.join(letters)}]"
-    if len(shape) != len(letters):
+def _check_rank(operation, name, shape, dims):
+    if len(shape) != len(dims):
         raise ValueError(
-            f"`{operation}`: `{name}` must have the {len(letters)} dimensions {wanted}; got the "
-            f"shape {tuple(shape)}."
+            f"`{operation}`: `{name}` must have the {len(dims)} dimensions [{', '.join(dims)}]; "
+            f"got the shape {shape}."
         )
-    for letter, got in zip(letters, shape, strict=True):
-        if sizes.get(letter) is None and letter.isalpha():
-            sizes[letter] = got
-        expected = _size(letter, sizes)
-        if None not in (expected, got) and expected != got:
-            known = ", ".join(f"{k} = {v}" for k, v in sizes.items())
+
+
+def _check_sizes(operation, name, shape, dims, sizes):
+    for dim, size in zip(dims, shape, strict=True):
+        expected = _size(dim, sizes)
+        if None not in (expected, size) and expected != size:
+            known = ", ".join(f"{letter} = {n}" for letter, n in sizes.items() if n is not None)
             raise ValueError(
-                f"`{operation}`: `{name}` must have the shape {wanted}, with {known}; got the "
-                f"shape {tuple(shape)}: {letter} should be {expected}, not {got}."
+                f"`{operation}`: `{name}` must have the shape [{', '.join(dims)}], with {known}; "
+                f"got the shape {shape}: {dim} should be {expected}, not {size}."
             )
 
 

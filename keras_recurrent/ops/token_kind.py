@@ -5,9 +5,7 @@ from keras import ops
 GOES_ON, STARTS, PADDING = 0, 1, 2
 
 
-def token_kind(
-    like, mask=None, segment_ids=None, previous_segment_id=None, initial_state=None
-):
+def token_kind(like, mask=None, segment_ids=None, previous_segment_id=None, initial_state=None):
     """What each token is to a recurrence: 0 goes on, 1 starts afresh, 2 is padding.
 
     A token starts afresh when the real token before it belongs to another segment, or when there

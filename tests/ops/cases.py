@@ -1,4 +1,4 @@
-"""What each operation is tried on: one row of `DRAW` an operation, one row of `CASES` a situation."""
+"""What operations are tried on: a row of `DRAW` for each, a row of `CASES` for each situation."""
 
 from typing import NamedTuple
 
@@ -99,8 +99,7 @@ def draw(operation, case, seed=0):
     rng = np.random.default_rng([seed, *operation.encode()])
     tensors, state_shape = DRAW[operation](rng, case)
     dtypes = {
-        name: (case.decay_dtype or case.dtype) if name in DECAYS else case.dtype
-        for name in tensors
+        name: (case.decay_dtype or case.dtype) if name in DECAYS else case.dtype for name in tensors
     }
     tensors = {name: round_to(dtypes[name], t) for name, t in tensors.items()}
     kind = None

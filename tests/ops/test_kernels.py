@@ -20,7 +20,7 @@ KERNELS = [
     for implementation, module in row.items()
     if not isinstance(module, str)
 ]
-every_kernel = pytest.mark.parametrize("operation, implementation", KERNELS)
+every_kernel = pytest.mark.parametrize(("operation", "implementation"), KERNELS)
 
 
 def test_all_operations_have_a_plain_implementation():
@@ -63,9 +63,7 @@ def test_rows_of_padding_alone(operation, implementation):
     drawn.d_output[0] = 0
     results = run(operation, implementation, drawn)
     np.testing.assert_array_equal(results["final_state"][0], drawn.initial_state[0])
-    np.testing.assert_array_equal(
-        results["gradient of initial_state"][0], drawn.d_final_state[0]
-    )
+    np.testing.assert_array_equal(results["gradient of initial_state"][0], drawn.d_final_state[0])
 
 
 @every_kernel

@@ -32,8 +32,6 @@ def test_gradients_are_the_slopes(operation, kinds):
         for index in np.ndindex(argument.shape):
             step = np.zeros_like(argument)
             step[index] = 1e-5
-            ahead, behind = (
-                loss(arguments | {name: argument + sign * step}) for sign in (1, -1)
-            )
+            ahead, behind = (loss(arguments | {name: argument + sign * step}) for sign in (1, -1))
             slopes[index] = (ahead - behind) / 2e-5
         np.testing.assert_allclose(gradient, slopes, rtol=1e-7, atol=1e-8, err_msg=name)

@@ -1,0 +1,140 @@
+"""The operations inside what a backend compiles, with lengths known and unknown."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_recurrent import dispatch, ops
+from tests.ops.cases import DRAW, Case, draw, unit
+
+BACKEND = keras.config.backend()
+every_operation = pytest.mark.parametrize("operation", DRAW)
+
+
+def arguments(operation, length):
+    drawn = draw(operation, Case(2, length, 3))
+    mask = np.random.default_rng(length).random((2, length)) < 0.8
+    segments = np.arange(length) // 5 * np.ones((2, 1), "int32")
+    context = {"mask": mask, "segment_ids": segments.astype("int32")}
+    return {n: t.astype("float32") for n, t in drawn.tensors.items()}, context
+
+
+def loss(operation, tensors, context):
+    output, state = getattr(ops, operation)(**tensors, **context)
+    keep = keras.ops.cast(context["mask"][:, :, None], output.dtype)
+    return keras.ops.sum(keras.ops.square(output * keep)) + keras.ops.sum(keras.ops.sin(state))
+
+
+def close(results, expected):
+    for name in expected:
+        e = keras.ops.convert_to_numpy(expected[name])
+        r = keras.ops.convert_to_numpy(results[name])
+        np.testing.assert_allclose(r, e, rtol=0, atol=32 * unit("float32", np.abs(e).max()))
+
+
+if BACKEND == "jax":
+    import jax
+
+    @every_operation
+    def test_jit(operation):
+        tensors, context = arguments(operation, 23)
+        gradients = jax.grad(lambda t: loss(operation, t, context))
+        close(jax.jit(gradients)(tensors), gradients(tensors))
+
+    @every_operation
+    def test_memory_is_linear_in_time(operation):
+        def temporary_bytes(length):
+            tensors, _ = arguments(operation, length)
+            gradients = jax.jit(jax.grad(lambda t: sum(map(keras.ops.sum, call(t)))))
+            return gradients.lower(tensors).compile().memory_analysis().temp_size_in_bytes
+
+        def call(tensors):
+            return getattr(ops, operation)(**tensors)
+
+        assert temporary_bytes(4096) < 2.5 * temporary_bytes(2048)
+
+elif BACKEND == "torch":
+    import torch
+
+    def gradients(operation, tensors, context):
+        tensors = {n: torch.tensor(t, requires_grad=True) for n, t in tensors.items()}
+        loss(operation, tensors, context).backward()
+        return {n: t.grad for n, t in tensors.items()}
+
+    @every_operation
+    def test_compile_without_graph_breaks(operation):
+        """The kernels, forward and backward: one graph, and one graph for every length."""
+        kernel = getattr(dispatch.KERNELS[operation]["torch"], operation)
+        graphs = []
+
+        def count(graph, example_inputs):
+            graphs.append(graph)
+            return graph.forward
+
+        compiled = torch.compile(kernel, fullgraph=True, dynamic=True, backend=count)
+        for length in (11, 23, 40):
+            tensors, _ = arguments(operation, length)
+            tensors = {n: torch.tensor(t) for n, t in tensors.items()}
+            for result, expected in zip(compiled(**tensors), kernel(**tensors), strict=True):
+                torch.testing.assert_close(result, expected, rtol=0, atol=0)
+        assert len(graphs) == 1
+
+    def test_compile_forward_and_backward_with_inductor():
+        compiled = torch.compile(ops.linear_scan, dynamic=True)
+        for length in (11, 23):
+            tensors, _ = arguments("linear_scan", length)
+            expected = [torch.tensor(t, requires_grad=True) for t in tensors.values()]
+            results = [torch.tensor(t, requires_grad=True) for t in tensors.values()]
+            ops.linear_scan(*expected)[0].square().sum().backward()
+            compiled(*results)[0].square().sum().backward()
+            close(*({"x": a.grad, "log_a": b.grad} for a, b in (results, expected)))
+
+    @every_operation
+    def test_only_arguments_and_output_are_kept(operation):
+        tensors, _ = arguments(operation, 64)
+        tensors = {n: torch.tensor(t, requires_grad=True) for n, t in tensors.items()}
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            output, state = getattr(ops, operation)(**tensors)
+        own = [*tensors.values(), output, state]
+        storages = {t.untyped_storage().data_ptr() for t in own}
+        extra = [t for t in kept if t.untyped_storage().data_ptr() not in storages]
+        assert sum(t.numel() for t in extra) <= state.numel() + 2 * 64
+
+else:
+    import tensorflow as tf
+
+    def gradients(operation, tensors, context):
+        with tf.GradientTape() as tape:
+            tape.watch(tensors)
+            value = loss(operation, tensors, context)
+        return tape.gradient(value, tensors)
+
+    @every_operation
+    @pytest.mark.parametrize("jit_compile", [False, True])
+    def test_function(operation, jit_compile):
+        def signature(array, timed):
+            shape = [None if axis < 2 and timed else n for axis, n in enumerate(array.shape)]
+            return tf.TensorSpec(shape, array.dtype)
+
+        traces = []
+
+        def traced(tensors, context):
+            traces.append(1)
+            return gradients(operation, tensors, context)
+
+        tensors, context = arguments(operation, 11)
+        timed = {n: t.ndim == 3 for n, t in tensors.items()}
+        function = tf.function(
+            traced,
+            jit_compile=jit_compile,
+            input_signature=(
+                {n: signature(t, timed[n]) for n, t in tensors.items()},
+                {n: signature(c, True) for n, c in context.items()},
+            ),
+        )
+        for length in (1, 23) if jit_compile else (1, 7, 23, 40):
+            tensors, context = arguments(operation, length)
+            feed = tf.nest.map_structure(tf.constant, (tensors, context))
+            close(function(*feed), gradients(operation, *feed))
+        assert len(traces) == 1  # one graph serves every length

@@ -1,0 +1,79 @@
+"""Which implementation runs, and how a user steers and asks."""
+
+import types
+
+import numpy as np
+import pytest
+
+import keras_recurrent
+from keras_recurrent import dispatch, ops
+
+X = np.ones((1, 4, 2), "float32")
+
+
+@pytest.fixture
+def picky(monkeypatch):
+    """A faster implementation of `linear_scan` that refuses odd lengths and says who ran."""
+
+    def unsupported(x, log_a, initial_state=None, token_kind=None):
+        return "needs an even length" if x.shape[1] % 2 else None
+
+    def linear_scan(x, log_a, initial_state=None, token_kind=None):
+        return "picky", "ran"
+
+    module = types.SimpleNamespace(unsupported=unsupported, linear_scan=linear_scan)
+    backend = dispatch.BACKEND
+    monkeypatch.setitem(dispatch.PREFERENCE, backend, ("picky", backend))
+    for operation, row in dispatch.KERNELS.items():
+        reason = f"there is no backends/picky/{operation}.py"
+        monkeypatch.setitem(row, "picky", module if operation == "linear_scan" else reason)
+
+
+def test_the_first_willing_one_runs(picky):
+    assert ops.linear_scan(X, -X) == ("picky", "ran")
+    assert ops.linear_scan(X[:, :3], -X[:, :3])[0].shape == (1, 3, 2)
+
+
+def test_a_named_one_runs_or_says_why_not(picky):
+    assert ops.linear_scan(X, -X, implementation=dispatch.BACKEND)[0].shape == (1, 4, 2)
+    with keras_recurrent.implementation(dispatch.BACKEND):
+        assert ops.linear_scan(X, -X)[0].shape == (1, 4, 2)
+        with keras_recurrent.implementation("picky"):
+            assert ops.linear_scan(X, -X) == ("picky", "ran")
+        assert ops.linear_scan(X, -X)[0].shape == (1, 4, 2)
+    with pytest.raises(NotImplementedError, match="not picky: needs an even length"):
+        ops.linear_scan(X[:, :3], -X[:, :3], implementation="picky")
+    with pytest.raises(NotImplementedError, match="there is no backends/picky/causal_conv1d"):
+        ops.causal_conv1d(X, X[0], implementation="picky")
+
+
+def test_an_error_inside_a_kernel_is_not_covered_up(picky, monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(dispatch.KERNELS["linear_scan"]["picky"], "linear_scan", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        ops.linear_scan(X, -X)
+
+
+def test_which_implementation_tells(picky):
+    choice = keras_recurrent.which_implementation("linear_scan", X[:, :3], -X[:, :3])
+    assert choice.implementation == dispatch.BACKEND
+    assert choice.refused == {"picky": "needs an even length"}
+    assert f"backends/{dispatch.BACKEND}/linear_scan.py runs" in str(choice)
+    assert "not picky: needs an even length" in str(choice)
+    assert keras_recurrent.which_implementation(ops.linear_scan, X, -X).implementation == "picky"
+    nothing = keras_recurrent.which_implementation(
+        "linear_scan", X[:, :3], -X[:, :3], implementation="picky"
+    )
+    assert nothing.implementation is None
+
+
+def test_unknown_names():
+    with (
+        pytest.raises(ValueError, match="`implementation` must be one of"),
+        keras_recurrent.implementation("cuda"),
+    ):
+        pass
+    with pytest.raises(ValueError, match="`operation` must be one of causal_conv1d"):
+        keras_recurrent.which_implementation("scan", X)

@@ -1,0 +1,50 @@
+"""Masks, segments and what came before, against a walk along the row."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_recurrent.ops import token_kind
+
+
+def walk(mask, segments, previous):
+    """previous: the segment before the row, -1 for none, None to go on."""
+    kinds = []
+    for real, segment in zip(mask, segments, strict=True):
+        if not real:
+            kinds.append(2)
+            continue
+        kinds.append(0 if previous is None or previous == segment else 1)
+        previous = segment
+    return kinds
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("before", ["nothing", "a state", "segments"])
+def test_as_a_walk_along_the_row(masked, packed, before):
+    rng = np.random.default_rng(0)
+    batch, length = 20, 9
+    mask = rng.random((batch, length)) < 0.6 if masked else None
+    segments = np.sort(rng.integers(0, 4, (batch, length)), axis=1) if packed else None
+    previous = rng.integers(-1, 2, batch).astype("int32") if before == "segments" else None
+    kinds = token_kind(
+        np.zeros((batch, length, 1)),
+        mask,
+        segments,
+        previous,
+        initial_state=None if before == "nothing" else np.zeros(batch),
+    )
+    assert keras.backend.standardize_dtype(kinds.dtype) == "int8"
+    for row, result in enumerate(keras.ops.convert_to_numpy(kinds)):
+        first = {"nothing": -1, "a state": None, "segments": None}[before]
+        if previous is not None:
+            first = previous[row]
+            if not packed and first >= 0:
+                first = 0  # without segments, a row goes on whatever its number was
+        expected = walk(
+            mask[row] if masked else [True] * length,
+            segments[row] if packed else [0] * length,
+            first,
+        )
+        np.testing.assert_array_equal(result, expected)
