@@ -1,0 +1,66 @@
+# Two commands for a new clone:
+#     make quickstart      a Hawk language model learns real text and writes
+#     make test            the whole suite, once for each backend
+# For people who change the code: make lint, make format, make test-jax.
+#
+# Everything is installed into .venv, with the versions of constraints.txt. On Linux a plain torch
+# is the one for NVIDIA GPUs, several gigabytes: where PIP_EXTRA_INDEX_URL names PyTorch's own index
+# of CPU wheels, pip takes the small one.
+
+PYTHON ?= python3
+VENV ?= .venv
+KERAS_BACKEND ?= jax
+PYTEST_ARGS ?= --numprocesses=auto
+
+BACKENDS := jax torch tensorflow
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+INSTALLED := pyproject.toml constraints.txt $(VENV)/.created
+
+.PHONY: help quickstart test lint format clean $(BACKENDS:%=test-%)
+
+help:
+	@echo "make quickstart   train Hawk on the text of Python's documentation (KERAS_BACKEND=$(KERAS_BACKEND))"
+	@echo "make test         run the tests on $(BACKENDS); make test-jax runs one of them"
+	@echo "make lint         ruff and mypy"
+	@echo "make format       let ruff mend what it can"
+	@echo "make clean        remove $(VENV) and what was built"
+
+quickstart: $(VENV)/.quickstart-$(KERAS_BACKEND)
+	KERAS_BACKEND=$(KERAS_BACKEND) $(BIN)/python guides/quickstart.py
+
+# Every backend is tried, also when one fails.
+test: $(VENV)/.test
+	$(MAKE) --keep-going --no-print-directory $(BACKENDS:%=test-%)
+
+$(BACKENDS:%=test-%): test-%: $(VENV)/.test
+	KERAS_BACKEND=$* $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+
+# Empty files remember what is installed; one that is older than its reasons is made again.
+$(VENV)/.created:
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || { \
+	  echo "Python 3.11 or newer is needed; name one: make PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.quickstart-%: $(INSTALLED)
+	@echo "Installing keras_recurrent and $* into $(VENV), once. This takes minutes."
+	$(PIP_INSTALL) --editable ".[$*,guides]"
+	@touch $@
+
+$(VENV)/.test: $(INSTALLED)
+	@echo "Installing keras_recurrent, the three backends and the test tools into $(VENV), once."
+	$(PIP_INSTALL) --editable ".[jax,torch,tensorflow,test]"
+	@touch $@
