@@ -1,0 +1,124 @@
+"""The causal depthwise convolution over time."""
+
+import keras
+
+from keras_recurrent import ops
+from keras_recurrent.layers.initializers import clone_initializer
+from keras_recurrent.layers.streaming import StreamingLayer, last_segment
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class CausalConv1D(StreamingLayer):
+    """A causal convolution over time with one filter a channel, which can be streamed.
+
+    ```
+    y_t = b + sum_j kernel[j] * x_{t-W+1+j},   j = 0 … W-1
+    ```
+
+    The temporal convolution of the recurrent block of De et al. 2024 (arXiv:2402.19427, section
+    2.3). `kernel[W-1]` meets the current token. Unlike `keras.layers.DepthwiseConv1D` it carries
+    a state, passes over padding and does not read across documents: the filter sees the last W
+    real tokens of the document, and zeros before them.
+
+    Args:
+        kernel_size: integer, W, at least 1.
+        use_bias: boolean.
+        kernel_initializer: of the kernel, with W as its fan-in.
+        bias_initializer: of the bias.
+        return_state: boolean, whether a call returns `(output, state)`.
+        **kwargs: `name`, `dtype`, `trainable`.
+
+    Call arguments:
+        inputs: `[B, T, D]`.
+        mask, segment_ids, initial_state, return_state: as in
+            `keras_recurrent.layers.StreamingLayer`.
+
+    Returns:
+        y as `[B, T, D]` in the compute dtype. With `return_state` also the state:
+        `{"inputs": [B, W - 1, D] float32, the last W - 1 real inputs, the latest last,
+        "segment": [B] int32}`.
+
+    Weights: `kernel` `[W, D]` and `bias` `[D]`, float32 also under a policy of 16 bits.
+
+    Raises:
+        ValueError: a `kernel_size` below 1, inputs that are not `[B, T, D]`, a state of another
+            structure or shape.
+
+    Example:
+
+    ```python
+    import keras
+    import numpy as np
+    from keras_recurrent.layers import CausalConv1D
+
+    layer = CausalConv1D(kernel_size=3, kernel_initializer="ones")
+    x = np.array([[[1], [2], [3], [4]]], "float32")
+    assert keras.ops.convert_to_numpy(layer(x)).ravel().tolist() == [1, 3, 6, 9]
+    ```
+    """
+
+    def __init__(
+        self,
+        kernel_size=4,
+        use_bias=True,
+        kernel_initializer="lecun_normal",
+        bias_initializer="zeros",
+        return_state=False,
+        **kwargs,
+    ):
+        if not isinstance(kernel_size, int) or kernel_size < 1:
+            raise ValueError(f"`kernel_size` must be an integer, at least 1; got {kernel_size!r}.")
+        super().__init__(return_state=return_state, **kwargs)
+        self.kernel_size = kernel_size
+        self.use_bias = use_bias
+        self.kernel_initializer = keras.initializers.get(kernel_initializer)
+        self.bias_initializer = keras.initializers.get(bias_initializer)
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        self.kernel = self.add_weight(
+            name="kernel",
+            shape=(self.kernel_size, self.width),
+            initializer=clone_initializer(self.kernel_initializer),
+            dtype=self.state_dtype,
+            autocast=False,
+        )
+        self.bias = None
+        if self.use_bias:
+            self.bias = self.add_weight(
+                name="bias",
+                shape=(self.width,),
+                initializer=clone_initializer(self.bias_initializer),
+                dtype=self.state_dtype,
+                autocast=False,
+            )
+
+    def stream(self, inputs, mask, segment_ids, state):
+        window, segment = (state["inputs"], state["segment"]) if state else (None, None)
+        output, window = ops.causal_conv1d(
+            inputs,
+            self.kernel,
+            self.bias,
+            initial_state=window,
+            mask=mask,
+            segment_ids=segment_ids,
+            previous_segment_id=segment,
+        )
+        segment = last_segment(inputs, mask, segment_ids, segment)
+        return output, {"inputs": window, "segment": segment}
+
+    def state_spec(self, batch_size=None):
+        self._check_built()
+        return {
+            "inputs": self.array_spec(batch_size, self.kernel_size - 1, self.width),
+            "segment": self.segment_spec(batch_size),
+        }
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "kernel_size": self.kernel_size,
+            "use_bias": self.use_bias,
+            "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
+            "bias_initializer": keras.initializers.serialize(self.bias_initializer),
+        }

@@ -1,0 +1,177 @@
+"""The complex-gated linear recurrent unit."""
+
+import math
+
+import keras
+from keras import ops
+
+from keras_recurrent.layers.block_diagonal import (
+    apply_blocks,
+    block_diagonal_dense,
+    check_num_blocks,
+)
+from keras_recurrent.layers.initializers import clone_initializer, get_decay_initializer
+from keras_recurrent.layers.streaming import StreamingLayer, last_segment
+from keras_recurrent.ops import complex_linear_scan, token_kind
+from keras_recurrent.ops.token_kind import STARTS
+
+C = 8.0
+MAX_SQRT_GRADIENT = 1000.0
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class CGLRU(StreamingLayer):
+    """The complex-gated linear recurrent unit (CG-LRU), Griffin's complex variant of the RG-LRU.
+
+    ```
+    u_t = the first half of x_t + i (its second half)
+    r_t = σ(W_a x_t + b_a)                            recurrence gate
+    i_t = σ(W_x x_t + b_x)                            input gate
+    ã_t = exp(8 r_t (log σ(Λ) + i θ))                 ã = σ(Λ) e^(iθ), ã_t = ã^(8 r_t)
+    h_t = ã_t h_{t-1} + sqrt(1 - |ã_t|^2) (i_t u_t)   h_t = i_t u_t where a document starts
+    y_t = the real parts of h_t, then the imaginary ones
+    ```
+
+    De et al. 2024 (arXiv:2402.19427, appendix B). u, r, i, Λ, θ and h have half the width of x;
+    W_a and W_x are block-diagonal, from the whole width to half of it. The paper does not say how
+    θ starts: here 8θ, the angle of a step with an open gate, is uniform in [0, 2π), as the phases
+    of the LRU are (Orvieto et al. 2023, arXiv:2303.06349). 1 - |ã_t|^2 is computed as
+    -expm1(2 log |ã_t|) in float32, and the root's derivative is held below 1000 as in DeepMind's
+    released code of the RG-LRU.
+
+    Args:
+        num_blocks: integer, blocks on the diagonal of W_a and W_x; must divide the width into
+            blocks of even width.
+        a_initializer: how Λ starts: `"griffin"`, `"recurrentgemma"`, or a Keras initializer of Λ;
+            see `keras_recurrent.layers.RGLRU`.
+        kernel_initializer: of W_a and W_x, with the width of a block as their fan-in.
+        bias_initializer: of b_a and b_x.
+        return_state: boolean, whether a call returns `(output, state)`.
+        **kwargs: `name`, `dtype`, `trainable`.
+
+    Call arguments:
+        inputs: `[B, T, D]`, D even.
+        mask, segment_ids, initial_state, return_state: as in
+            `keras_recurrent.layers.StreamingLayer`.
+
+    Returns:
+        y as `[B, T, D]` in the compute dtype. With `return_state` also the state:
+        `{"hidden": [B, D] float32 (real parts, then imaginary ones), "segment": [B] int32}`.
+
+    Weights: the gates' kernels `[num_blocks, D / num_blocks, D / num_blocks / 2]` and biases, in
+    `EinsumDense` sublayers `recurrence_gate` and `input_gate`; `a_logit`, Λ, and `theta`, θ in
+    radians, `[D / 2]`, float32 also under a policy of 16 bits.
+
+    Raises:
+        ValueError: inputs that are not `[B, T, D]`, an odd D, a `num_blocks` that does not divide
+            D into blocks of even width, an unknown `a_initializer`, a state of another structure
+            or shape.
+
+    Example:
+
+    ```python
+    import keras
+    import numpy as np
+    from keras_recurrent.layers import CGLRU
+
+    layer = CGLRU(num_blocks=2, return_state=True)
+    y, state = layer(np.random.normal(size=(2, 10, 8)))
+    assert y.shape == (2, 10, 8)
+    last, hidden = map(keras.ops.convert_to_numpy, (y[:, -1], state["hidden"]))
+    np.testing.assert_allclose(last, hidden, rtol=1e-5)
+    ```
+    """
+
+    def __init__(
+        self,
+        num_blocks=16,
+        a_initializer="griffin",
+        kernel_initializer="lecun_normal",
+        bias_initializer="zeros",
+        return_state=False,
+        **kwargs,
+    ):
+        super().__init__(return_state=return_state, **kwargs)
+        self.num_blocks = num_blocks
+        self.a_initializer = get_decay_initializer(a_initializer)
+        self.kernel_initializer = keras.initializers.get(kernel_initializer)
+        self.bias_initializer = keras.initializers.get(bias_initializer)
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        if self.width % 2:
+            raise ValueError(
+                "`CGLRU` reads its inputs as real parts and imaginary parts, so their width must "
+                f"be even; got {self.width}."
+            )
+        check_num_blocks(self.num_blocks, self.width)
+        block_width = self.width // self.num_blocks
+        if block_width % 2:
+            raise ValueError(
+                f"`num_blocks` must divide the width of the inputs, {self.width}, into blocks of "
+                f"even width; got {self.num_blocks}, blocks of width {block_width}."
+            )
+        self.recurrence_gate = block_diagonal_dense(self, "recurrence_gate", block_width // 2)
+        self.input_gate = block_diagonal_dense(self, "input_gate", block_width // 2)
+        self.a_logit = self.add_weight(
+            name="a_logit",
+            shape=(self.width // 2,),
+            initializer=clone_initializer(self.a_initializer),
+            dtype=self.state_dtype,
+            autocast=False,
+        )
+        self.theta = self.add_weight(
+            name="theta",
+            shape=(self.width // 2,),
+            initializer=keras.initializers.RandomUniform(0.0, 2 * math.pi / C),
+            dtype=self.state_dtype,
+            autocast=False,
+        )
+
+    def stream(self, inputs, mask, segment_ids, state):
+        hidden, segment = (state["hidden"], state["segment"]) if state else (None, None)
+        starts = ops.equal(token_kind(inputs, mask, segment_ids, segment, hidden), STARTS)
+
+        r = ops.sigmoid(ops.cast(apply_blocks(self.recurrence_gate, inputs), self.state_dtype))
+        i = ops.sigmoid(ops.cast(apply_blocks(self.input_gate, inputs), self.state_dtype))
+        log_a = -C * ops.softplus(-self.a_logit) * r
+        multiplier = ops.where(starts[..., None], 1.0, _sqrt(-ops.expm1(2 * log_a)))
+        scale = multiplier * i
+        u = ops.concatenate([scale, scale], axis=-1) * ops.cast(inputs, self.state_dtype)
+
+        output, hidden = complex_linear_scan(
+            u,
+            log_a,
+            C * self.theta * r,
+            initial_state=hidden,
+            mask=mask,
+            segment_ids=segment_ids,
+            previous_segment_id=segment,
+        )
+        segment = last_segment(inputs, mask, segment_ids, segment)
+        return ops.cast(output, self.compute_dtype), {"hidden": hidden, "segment": segment}
+
+    def state_spec(self, batch_size=None):
+        self._check_built()
+        return {
+            "hidden": self.array_spec(batch_size, self.width),
+            "segment": self.segment_spec(batch_size),
+        }
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "num_blocks": self.num_blocks,
+            "a_initializer": keras.initializers.serialize(self.a_initializer),
+            "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
+            "bias_initializer": keras.initializers.serialize(self.bias_initializer),
+        }
+
+
+def _sqrt(z):
+    """The square root, exactly, with its derivative 1 / sqrt(4z) held below MAX_SQRT_GRADIENT."""
+    derivative = ops.rsqrt(ops.maximum(4 * z, 1 / MAX_SQRT_GRADIENT**2))
+    # The difference is 0: it adds nothing to the value, and all there is to the gradient.
+    return ops.stop_gradient(ops.sqrt(z)) + ops.stop_gradient(derivative) * (
+        z - ops.stop_gradient(z)
+    )

@@ -1,0 +1,86 @@
+"""How decays start out."""
+
+import keras
+from keras import ops
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class DecayLogit(keras.initializers.RandomUniform):
+    """Draws Λ such that a = σ(Λ), raised to a power, is uniform between two bounds.
+
+    ```
+    u ~ U[minval, maxval)        a = u^(1/power)        Λ = log a - log(1 - a)
+    ```
+
+    De et al. 2024 (arXiv:2402.19427, section 2.4) draw a^8 from [0.9, 0.999]; DeepMind's released
+    code of RecurrentGemma draws a^2 from [0.9^2, 0.999^2], that is, a itself lies in
+    [0.9, 0.999], uniform by area in the unit disk (Orvieto et al. 2023, arXiv:2303.06349). The
+    first remembers about eight times as long. Layers know the two as
+    `a_initializer="griffin"` and `a_initializer="recurrentgemma"`.
+
+    1 - a is computed as -expm1(log(u) / power), which keeps its digits near a = 1, in float32
+    (float64 for a float64 weight).
+
+    Args:
+        minval: float, the lower bound of a^power, above 0.
+        maxval: float, its upper bound, below 1.
+        power: float.
+        seed: as in `keras.initializers.RandomUniform`.
+
+    Raises:
+        ValueError: not 0 < minval <= maxval < 1, or a power that is not above 0.
+
+    Example:
+
+    ```python
+    import keras
+    import numpy as np
+    from keras_recurrent.layers import DecayLogit
+
+    a_logit = keras.ops.convert_to_numpy(DecayLogit(0.9, 0.999, power=8)(shape=(1000,)))
+    a = 1 / (1 + np.exp(-a_logit))
+    assert 0.899 < (a**8).min() and (a**8).max() < 0.9991
+    ```
+    """
+
+    def __init__(self, minval=0.9, maxval=0.999, power=8.0, seed=None):
+        if not 0 < minval <= maxval < 1:
+            raise ValueError(
+                "`minval` and `maxval` bound a power of a decay, so 0 < minval <= maxval < 1 must "
+                f"hold; got minval={minval}, maxval={maxval}."
+            )
+        if not power > 0:
+            raise ValueError(f"`power` must be above 0; got {power}.")
+        super().__init__(minval, maxval, seed)
+        self.power = power
+
+    def __call__(self, shape, dtype=None):
+        dtype = keras.backend.standardize_dtype(dtype)
+        u = super().__call__(shape, dtype="float64" if dtype == "float64" else "float32")
+        log_a = ops.log(u) / self.power
+        return ops.cast(log_a - ops.log(-ops.expm1(log_a)), dtype)
+
+    def get_config(self):
+        return {**super().get_config(), "power": self.power}
+
+
+def get_decay_initializer(identifier):
+    """The initializer of Λ that an `a_initializer` argument means."""
+    if identifier == "griffin":
+        return DecayLogit(0.9, 0.999, power=8.0)
+    if identifier == "recurrentgemma":
+        return DecayLogit(0.9**2, 0.999**2, power=2.0)
+    try:
+        return keras.initializers.get(identifier)
+    except ValueError as error:
+        raise ValueError(
+            '`a_initializer` must be "griffin", "recurrentgemma" or a Keras initializer of Λ, such '
+            f"as keras_recurrent.layers.DecayLogit(0.9, 0.99); got {identifier!r}."
+        ) from error
+
+
+def clone_initializer(initializer):
+    """A copy that draws its own numbers: an instance draws the same ones each time it is asked."""
+    if isinstance(initializer, keras.initializers.Initializer):
+        return initializer.clone()
+    return initializer

@@ -1,0 +1,165 @@
+"""The recurrent block of Griffin and Hawk."""
+
+import keras
+from keras import ops
+
+from keras_recurrent.layers.causal_conv1d import CausalConv1D
+from keras_recurrent.layers.initializers import clone_initializer, get_decay_initializer
+from keras_recurrent.layers.rg_lru import RGLRU
+from keras_recurrent.layers.streaming import StreamingLayer
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class RecurrentBlock(StreamingLayer):
+    """The recurrent block of Griffin and Hawk: mixes tokens where a transformer has attention.
+
+    ```
+    y_t = W_out (RG-LRU(conv1d(W_x x_t + b_x)) * gelu(W_y x_t + b_y)) + b_out
+    ```
+
+    De et al. 2024 (arXiv:2402.19427, section 2.3), with the tanh-approximated gelu. Time and
+    memory grow linearly with the sequence, and the state has a fixed size.
+
+    Args:
+        lru_width: integer, the width inside, where convolution and recurrence run; about 4/3 of
+            the inputs' width in the paper.
+        kernel_size: integer, the tokens that the convolution sees.
+        num_blocks: integer, blocks of the RG-LRU's gates; must divide `lru_width`.
+        a_initializer: see `keras_recurrent.layers.RGLRU`.
+        kernel_initializer: of the three linear maps and of the gates.
+        bias_initializer: of all biases.
+        return_state: boolean, whether a call returns `(output, state)`.
+        **kwargs: `name`, `dtype`, `trainable`.
+
+    Call arguments:
+        inputs: `[B, T, D]`.
+        mask, segment_ids, initial_state, return_state: as in
+            `keras_recurrent.layers.StreamingLayer`.
+
+    Returns:
+        `[B, T, D]` in the compute dtype. With `return_state` also the state:
+        `{"conv1d": state of a CausalConv1D, "rg_lru": state of an RGLRU}`.
+
+    Sublayers: `linear_x`, `linear_y`, `conv1d`, `rg_lru`, `linear_out`.
+
+    Raises:
+        ValueError: inputs that are not `[B, T, D]`, a `num_blocks` that does not divide
+            `lru_width`, a bad `kernel_size`, an unknown `a_initializer`, a state of another
+            structure or shape.
+
+    Example: truncated backpropagation. A text is read 32 bytes at a time; the state is carried on
+    from one part to the next, the gradient is not.
+
+    ```python
+    import keras
+    import numpy as np
+    from keras_recurrent.layers import RecurrentBlock
+
+    class Reader(keras.Model):
+        def __init__(self, batch_size):
+            super().__init__()
+            self.embed = keras.layers.Embedding(256, 16)
+            self.mix = RecurrentBlock(32, num_blocks=4)
+            self.head = keras.layers.Dense(256)
+            self.mix.build((batch_size, None, 16))
+            self.state = keras.tree.map_structure(
+                lambda array: keras.Variable(array, dtype=array.dtype, trainable=False),
+                self.mix.get_initial_state(batch_size),
+            )
+
+        def call(self, text):
+            before = keras.tree.map_structure(keras.ops.copy, self.state)
+            x, after = self.mix(self.embed(text), initial_state=before, return_state=True)
+            keras.tree.map_structure(lambda kept, new: kept.assign(new), self.state, after)
+            return self.head(x)
+
+    text = np.frombuffer(b"All happy families are alike. " * 64, "uint8").astype("int32")
+    rows = text[: 4 * 321].reshape(4, 321)  # four readers, each at its own place
+    reader = Reader(batch_size=4)
+    reader.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    for start in range(0, 320, 32):
+        part = rows[:, start : start + 33]
+        loss = reader.train_on_batch(part[:, :-1], part[:, 1:])
+    ```
+    """
+
+    def __init__(
+        self,
+        lru_width,
+        kernel_size=4,
+        num_blocks=16,
+        a_initializer="griffin",
+        kernel_initializer="lecun_normal",
+        bias_initializer="zeros",
+        return_state=False,
+        **kwargs,
+    ):
+        super().__init__(return_state=return_state, **kwargs)
+        self.lru_width = lru_width
+        self.kernel_size = kernel_size
+        self.num_blocks = num_blocks
+        self.a_initializer = get_decay_initializer(a_initializer)
+        self.kernel_initializer = keras.initializers.get(kernel_initializer)
+        self.bias_initializer = keras.initializers.get(bias_initializer)
+        self.conv1d = CausalConv1D(
+            kernel_size,
+            bias_initializer=clone_initializer(self.bias_initializer),
+            dtype=self.dtype_policy,
+            name="conv1d",
+        )
+        self.rg_lru = RGLRU(
+            num_blocks,
+            a_initializer=clone_initializer(self.a_initializer),
+            kernel_initializer=clone_initializer(self.kernel_initializer),
+            bias_initializer=clone_initializer(self.bias_initializer),
+            dtype=self.dtype_policy,
+            name="rg_lru",
+        )
+        self.linear_x = self._dense(lru_width, "linear_x")
+        self.linear_y = self._dense(lru_width, "linear_y")
+
+    def _dense(self, units, name):
+        return keras.layers.Dense(
+            units,
+            kernel_initializer=clone_initializer(self.kernel_initializer),
+            bias_initializer=clone_initializer(self.bias_initializer),
+            dtype=self.dtype_policy,
+            name=name,
+        )
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        inner_shape = (*input_shape[:2], self.lru_width)
+        self.rg_lru.build(inner_shape)
+        self.conv1d.build(inner_shape)
+        self.linear_x.build(input_shape)
+        self.linear_y.build(input_shape)
+        self.linear_out = self._dense(self.width, "linear_out")
+        self.linear_out.build(inner_shape)
+
+    def stream(self, inputs, mask, segment_ids, state):
+        state = state or {"conv1d": None, "rg_lru": None}
+        tokens = {"mask": mask, "segment_ids": segment_ids, "return_state": True}
+        x = self.linear_x(inputs)
+        x, conv1d = self.conv1d(x, initial_state=state["conv1d"], **tokens)
+        x, rg_lru = self.rg_lru(x, initial_state=state["rg_lru"], **tokens)
+        y = ops.gelu(self.linear_y(inputs), approximate=True)
+        return self.linear_out(x * y), {"conv1d": conv1d, "rg_lru": rg_lru}
+
+    def state_spec(self, batch_size=None):
+        self._check_built()
+        return {
+            "conv1d": self.conv1d.state_spec(batch_size),
+            "rg_lru": self.rg_lru.state_spec(batch_size),
+        }
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "lru_width": self.lru_width,
+            "kernel_size": self.kernel_size,
+            "num_blocks": self.num_blocks,
+            "a_initializer": keras.initializers.serialize(self.a_initializer),
+            "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
+            "bias_initializer": keras.initializers.serialize(self.bias_initializer),
+        }

@@ -1,0 +1,132 @@
+"""The real-gated linear recurrent unit."""
+
+import keras
+
+from keras_recurrent import ops
+from keras_recurrent.layers.block_diagonal import (
+    apply_blocks,
+    block_diagonal_dense,
+    check_num_blocks,
+)
+from keras_recurrent.layers.initializers import clone_initializer, get_decay_initializer
+from keras_recurrent.layers.streaming import StreamingLayer, last_segment
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class RGLRU(StreamingLayer):
+    """The real-gated linear recurrent unit (RG-LRU) of Griffin and Hawk.
+
+    ```
+    r_t = σ(W_a x_t + b_a)                           recurrence gate
+    i_t = σ(W_x x_t + b_x)                           input gate
+    log a_t = -8 softplus(-Λ) r_t                    a = σ(Λ), a_t = a^(8 r_t)
+    h_t = a_t h_{t-1} + sqrt(1 - a_t^2) (i_t x_t)    h_t = i_t x_t where a document starts
+    ```
+
+    De et al. 2024 (arXiv:2402.19427, section 2.4). W_a and W_x are block-diagonal and see the
+    present token only, so that the recurrence is linear in h and runs in parallel over time.
+
+    Args:
+        num_blocks: integer, blocks on the diagonal of W_a and W_x; must divide the width. 16 in
+            the paper.
+        a_initializer: how Λ starts: `"griffin"` (the paper: a^8 uniform in [0.9, 0.999]),
+            `"recurrentgemma"` (the released code: a^2 uniform in [0.9^2, 0.999^2]), or a Keras
+            initializer of Λ.
+        kernel_initializer: of W_a and W_x, with the width of a block as their fan-in.
+        bias_initializer: of b_a and b_x.
+        return_state: boolean, whether a call returns `(output, state)`.
+        **kwargs: `name`, `dtype`, `trainable`.
+
+    Call arguments:
+        inputs: `[B, T, D]`.
+        mask, segment_ids, initial_state, return_state: as in
+            `keras_recurrent.layers.StreamingLayer`.
+
+    Returns:
+        h as `[B, T, D]` in the compute dtype. With `return_state` also the state:
+        `{"hidden": [B, D] float32, "segment": [B] int32}`.
+
+    Weights: the gates' kernels `[num_blocks, D / num_blocks, D / num_blocks]` and biases, in
+    `EinsumDense` sublayers `recurrence_gate` and `input_gate` (LoRA and quantization work on
+    them), and `a_logit`, Λ, `[D]`, float32 also under a policy of 16 bits.
+
+    Raises:
+        ValueError: inputs that are not `[B, T, D]`, a `num_blocks` that does not divide D, an
+            unknown `a_initializer`, a state of another structure or shape.
+
+    Example: a sequence in two parts.
+
+    ```python
+    import keras
+    import numpy as np
+    from keras_recurrent.layers import RGLRU
+
+    layer = RGLRU(num_blocks=4)
+    x = np.random.normal(size=(2, 10, 8)).astype("float32")
+    h = keras.ops.convert_to_numpy(layer(x))
+
+    left, state = layer(x[:, :6], return_state=True)
+    right = layer(x[:, 6:], initial_state=state)
+    np.testing.assert_allclose(keras.ops.convert_to_numpy(right), h[:, 6:], rtol=1e-4, atol=1e-5)
+    ```
+    """
+
+    def __init__(
+        self,
+        num_blocks=16,
+        a_initializer="griffin",
+        kernel_initializer="lecun_normal",
+        bias_initializer="zeros",
+        return_state=False,
+        **kwargs,
+    ):
+        super().__init__(return_state=return_state, **kwargs)
+        self.num_blocks = num_blocks
+        self.a_initializer = get_decay_initializer(a_initializer)
+        self.kernel_initializer = keras.initializers.get(kernel_initializer)
+        self.bias_initializer = keras.initializers.get(bias_initializer)
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        check_num_blocks(self.num_blocks, self.width)
+        block_width = self.width // self.num_blocks
+        self.recurrence_gate = block_diagonal_dense(self, "recurrence_gate", block_width)
+        self.input_gate = block_diagonal_dense(self, "input_gate", block_width)
+        self.a_logit = self.add_weight(
+            name="a_logit",
+            shape=(self.width,),
+            initializer=clone_initializer(self.a_initializer),
+            dtype=self.state_dtype,
+            autocast=False,
+        )
+
+    def stream(self, inputs, mask, segment_ids, state):
+        hidden, segment = (state["hidden"], state["segment"]) if state else (None, None)
+        output, hidden = ops.rg_lru(
+            inputs,
+            apply_blocks(self.recurrence_gate, inputs),
+            apply_blocks(self.input_gate, inputs),
+            self.a_logit,
+            initial_state=hidden,
+            mask=mask,
+            segment_ids=segment_ids,
+            previous_segment_id=segment,
+        )
+        segment = last_segment(inputs, mask, segment_ids, segment)
+        return output, {"hidden": hidden, "segment": segment}
+
+    def state_spec(self, batch_size=None):
+        self._check_built()
+        return {
+            "hidden": self.array_spec(batch_size, self.width),
+            "segment": self.segment_spec(batch_size),
+        }
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "num_blocks": self.num_blocks,
+            "a_initializer": keras.initializers.serialize(self.a_initializer),
+            "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
+            "bias_initializer": keras.initializers.serialize(self.bias_initializer),
+        }

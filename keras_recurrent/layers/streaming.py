@@ -1,0 +1,202 @@
+"""What layers with a state share: their call, the state's structure and checks, its segment."""
+
+import keras
+from keras import ops, tree
+
+
+class StreamingLayer(keras.layers.Layer):
+    """Base class of layers that carry a state along a sequence.
+
+    A sequence may be cut anywhere, also between two packed documents or inside padding, and
+    carried on from the state of the part before: the numbers are those of the whole sequence.
+
+    A state is a dict of tensors, batch first: float32 arrays (float64 under a float64 policy,
+    whatever the compute dtype) and int32 `segment [B]`, the segment of the last real token, -1
+    where nothing was seen. A composite layer's state is a dict of its sublayers' states. No state
+    and that of `get_initial_state` mean the same.
+
+    A subclass with a `build` of its own calls `super().build` first, and defines `state_spec` and
+    `stream`; its output has the shape of its input.
+
+    Args:
+        return_state: boolean, whether a call returns `(output, state)` or the output alone.
+        **kwargs: `name`, `dtype`, `trainable`, as in `keras.layers.Layer`.
+
+    Call arguments:
+        inputs: `[B, T, D]`, cast to the compute dtype.
+        mask: boolean `[B, T]`, False at padding, which may stand anywhere in a row: padding leaves
+            the state as it was, and the output there does not matter. Keras passes on the mask of
+            a layer before, such as `Embedding(mask_zero=True)`.
+        segment_ids: integers `[B, T]`, at least 0, one number a document: nothing passes from one
+            to the next. None: as the document before.
+        initial_state: the state to go on from; None: nothing was seen.
+        return_state: boolean; None: as in the constructor.
+        inputs_mask: filled by Keras, with the mask that comes with `inputs` when other tensors are
+            passed beside them. `mask` has precedence.
+    """
+
+    def __init__(self, return_state=False, **kwargs):
+        # Keras would cast a float32 state to the compute dtype of a mixed policy.
+        super().__init__(autocast=False, **kwargs)
+        self.return_state = return_state
+        self.supports_masking = True
+
+    def build(self, input_shape):
+        if len(input_shape) != 3 or input_shape[-1] is None:
+            raise ValueError(
+                f"`{type(self).__name__}` needs inputs of shape [batch, time, width] with a known "
+                f"width; got the shape {tuple(input_shape)}."
+            )
+        self.width = input_shape[-1]
+        self.input_spec = keras.layers.InputSpec(ndim=3, axes={-1: self.width})
+
+    def state_spec(self, batch_size=None):
+        """The state's structure, as `KerasTensor`s."""
+        raise NotImplementedError
+
+    def stream(self, inputs, mask, segment_ids, state):
+        """`(output, new state)`, from checked arguments in their dtypes; all but inputs may be None."""
+        raise NotImplementedError
+
+    def call(
+        self,
+        inputs,
+        mask=None,
+        segment_ids=None,
+        initial_state=None,
+        return_state=None,
+        inputs_mask=None,
+    ):
+        mask = inputs_mask if mask is None else mask
+        self._check(inputs, mask, segment_ids, initial_state)
+        if initial_state is not None:
+            initial_state = tree.map_structure(
+                lambda spec, array: ops.cast(array, spec.dtype), self.state_spec(), initial_state
+            )
+        output, state = self.stream(
+            ops.cast(inputs, self.compute_dtype), mask, segment_ids, initial_state
+        )
+        return (output, state) if self._returns_state(return_state) else output
+
+    def get_initial_state(self, batch_size):
+        """The state in which nothing was seen, for `batch_size` rows."""
+        return _initial(self.state_spec(), batch_size)
+
+    def compute_output_spec(
+        self,
+        inputs,
+        mask=None,
+        segment_ids=None,
+        initial_state=None,
+        return_state=None,
+        inputs_mask=None,
+    ):
+        self._check(inputs, inputs_mask if mask is None else mask, segment_ids, initial_state)
+        output = keras.KerasTensor(inputs.shape, dtype=self.compute_dtype)
+        if self._returns_state(return_state):
+            return output, self.state_spec(inputs.shape[0])
+        return output
+
+    def compute_output_shape(self, input_shape):
+        if self.return_state:
+            specs = self.state_spec(input_shape[0])
+            return tuple(input_shape), tree.map_structure(lambda spec: spec.shape, specs)
+        return tuple(input_shape)
+
+    def compute_mask(self, inputs, previous_mask):
+        return previous_mask
+
+    def get_config(self):
+        return {**super().get_config(), "return_state": self.return_state}
+
+    @property
+    def state_dtype(self):
+        """The dtype of states and of the weights that make decays: never below float32."""
+        return "float64" if self.compute_dtype == "float64" else "float32"
+
+    def array_spec(self, batch_size, *shape):
+        """An array of the state."""
+        self._check_built()
+        return keras.KerasTensor((batch_size, *shape), dtype=self.state_dtype)
+
+    def segment_spec(self, batch_size):
+        """The `segment` of the state."""
+        return keras.KerasTensor((batch_size,), dtype="int32")
+
+    def _returns_state(self, return_state):
+        return self.return_state if return_state is None else return_state
+
+    def _check_built(self):
+        if not self.built:
+            raise ValueError(
+                f"The state of `{type(self).__name__}` is as wide as its inputs, which are not "
+                "known yet. Call the layer first, or `layer.build((None, None, width))`."
+            )
+
+    def _check(self, inputs, mask, segment_ids, state):
+        batch, length = inputs.shape[:2]
+        for name, tensor in (("mask", mask), ("segment_ids", segment_ids)):
+            if tensor is not None and not _fits(tensor.shape, (batch, length)):
+                raise ValueError(
+                    f"`{name}` must have the shape [batch, time] of the inputs, "
+                    f"{(batch, length)}; got {tuple(tensor.shape)}."
+                )
+        if state is not None:
+            _check_state(state, self.state_spec(batch), "initial_state")
+
+
+def last_segment(inputs, mask, segment_ids, previous):
+    """The `segment` of the state after a block of tokens.
+
+    Args:
+        inputs: `[B, T, ...]`.
+        mask, segment_ids: as in `StreamingLayer`, or None.
+        previous: the `segment [B]` of the state before, or None.
+
+    Returns:
+        int32 `[B]`: the segment of each row's last real token; without `segment_ids` the previous
+        one goes on, or document 0 begins. `previous` (-1 if None) in a row without a real token.
+    """
+    batch, length = ops.shape(inputs)[:2]
+    if previous is None:
+        previous = ops.full((batch,), -1, dtype="int32")
+    if segment_ids is None:
+        seen = ops.maximum(previous, 0)
+        return seen if mask is None else ops.where(ops.any(mask, axis=1), seen, previous)
+    segment_ids = ops.cast(segment_ids, "int32")
+    if mask is None:
+        return segment_ids[:, -1]
+    places = ops.where(mask, ops.arange(length, dtype="int32")[None], -1)
+    last = ops.max(places, axis=1, keepdims=True)
+    segment = ops.take_along_axis(segment_ids, ops.maximum(last, 0), axis=1)
+    return ops.where(last < 0, previous[:, None], segment)[:, 0]
+
+
+def _initial(spec, batch_size, name=None):
+    if isinstance(spec, dict):
+        return {name: _initial(part, batch_size, name) for name, part in spec.items()}
+    value = -1 if name == "segment" else 0
+    return ops.full((batch_size, *spec.shape[1:]), value, dtype=spec.dtype)
+
+
+def _check_state(state, spec, path):
+    if isinstance(spec, dict):
+        if not isinstance(state, dict) or set(state) != set(spec):
+            got = f"a dict of {sorted(state)}" if isinstance(state, dict) else type(state).__name__
+            raise ValueError(
+                f"`{path}` must be a dict of {sorted(spec)}, as `return_state=True` and "
+                f"`get_initial_state(batch_size)` give it; got {got}."
+            )
+        for name, part in spec.items():
+            _check_state(state[name], part, f"{path}[{name!r}]")
+    elif not _fits(state.shape, spec.shape):
+        raise ValueError(
+            f"`{path}` must have the shape {tuple(spec.shape)}; got {tuple(state.shape)}. A state "
+            "belongs to the layer and the batch size that it came from."
+        )
+
+
+def _fits(shape, wanted):
+    return len(shape) == len(wanted) and all(
+        None in (a, b) or a == b for a, b in zip(shape, wanted, strict=True)
+    )
