@@ -1,0 +1,70 @@
+"""What the torch kernels share: dtypes, token kinds, states and cache-sized blocks."""
+
+import torch
+
+RESTART, PADDING = 1, 2
+
+
+def accumulation_dtype(*tensors):
+    """float64 if any tensor is float64, else float32."""
+    if any(t is not None and t.dtype == torch.float64 for t in tensors):
+        return torch.float64
+    return torch.float32
+
+
+def state_or_zeros(initial_state, shape, like, dtype):
+    """The initial state in `dtype`; None stands for zeros."""
+    if initial_state is None:
+        return like.new_zeros(shape, dtype=dtype)
+    return initial_state.to(dtype)
+
+
+def fresh(tensor, dtype):
+    """A contiguous copy that shares no memory, as an operator's output must be."""
+    return tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def slab_size(tensor):
+    """How many elements one launch should touch.
+
+    On a CPU as many as stay in the cache until the next one, elsewhere as many as hide the launch.
+    """
+    return 1 << 16 if tensor.device.type == "cpu" else 1 << 21
+
+
+def row_blocks(tensor):
+    """Slices of the time axis that cut [B, T, D] into slabs."""
+    batch, length, width = tensor.shape
+    step = max(1, slab_size(tensor) // max(1, batch * width))
+    return [slice(i, min(i + step, length)) for i in range(0, length, step)]
+
+
+def kind_masks(token_kind, rows=slice(None)):
+    """(restart, padding), boolean [B, T, 1], of some rows; None for both when every token goes on."""
+    if token_kind is None:
+        return None, None
+    token_kind = token_kind[:, rows].unsqueeze(-1)
+    return token_kind == RESTART, token_kind == PADDING
+
+
+def fill_(tensor, mask, value):
+    """Overwrites `tensor` with `value` where `mask` is set; no mask, no change."""
+    return tensor if mask is None else tensor.masked_fill_(mask, value)
+
+
+def register_gradient(forward, backward, keep_output=True):
+    """Lets `backward(d_output, d_final_state, [output,] *inputs)` differentiate the operator `forward`.
+
+    The last input is the token kinds, which have no gradient; neither has an input that is None.
+    """
+
+    def save(ctx, inputs, output):
+        ctx.save_for_backward(*output[:keep_output], *inputs)
+
+    def gradients(ctx, d_output, d_final_state):
+        *inputs, _ = ctx.saved_tensors[keep_output:]
+        found = backward(d_output, d_final_state, *ctx.saved_tensors)
+        given = (None if x is None else dx for x, dx in zip(inputs, found, strict=True))
+        return *given, None
+
+    forward.register_autograd(gradients, setup_context=save)

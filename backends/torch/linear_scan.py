@@ -1,0 +1,92 @@
+"""h_t = exp(log_a_t) * h_{t-1} + x_t.  De et al. 2024, arXiv:2402.19427, eq. 4.
+
+With a_t = exp(log_a_t) and g_t = dh_t + a_{t+1} g_{t+1} the gradients are dx_t = g_t, dlog_a_t = g_t a_t h_{t-1}.
+"""
+
+
+import torch
+from torch import Tensor
+
+from keras_recurrent.backends.torch._common import (
+    accumulation_dtype,
+    fill_,
+    fresh,
+    kind_masks,
+    register_gradient,
+    state_or_zeros,
+)
+from keras_recurrent.backends.torch._scan import adjoint_scan, scan_, times_previous_
+
+
+def unsupported(x, log_a, initial_state=None, token_kind=None) -> str | None:
+    """Why this kernel refuses these arguments; None if it accepts them."""
+    return None
+
+
+def linear_scan(x, log_a, initial_state=None, token_kind=None):
+    """x, log_a: [B, T, D], log_a <= 0. Returns ([B, T, D] in x's dtype, [B, D] float32 or float64)."""
+    return _forward(x, log_a, initial_state, token_kind)
+
+
+def _decay(log_a, token_kind, dtype):
+    restart, padding = kind_masks(token_kind)
+    a = torch.exp(log_a.to(dtype))
+    return fill_(fill_(a, restart, 0), padding, 1)
+
+
+@torch.library.custom_op("keras_recurrent::linear_scan", mutates_args=())
+def _forward(
+    x: Tensor, log_a: Tensor, initial_state: Tensor | None, token_kind: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    dtype = accumulation_dtype(x, log_a, initial_state)
+    state = state_or_zeros(initial_state, x[:, 0].shape, x, dtype)
+    _, padding = kind_masks(token_kind)
+    inputs = x.to(dtype)
+    if padding is not None:
+        inputs = inputs.masked_fill(padding, 0)
+    h = _decay(log_a, token_kind, dtype)
+    scan_(h, h, inputs, state)
+    return h.to(x.dtype), fresh(h[:, -1], dtype)
+
+
+@_forward.register_fake
+def _(x, log_a, initial_state, token_kind):
+    dtype = accumulation_dtype(x, log_a, initial_state)
+    return x.new_empty(x.shape), x.new_empty((x.shape[0], x.shape[2]), dtype=dtype)
+
+
+@torch.library.custom_op("keras_recurrent::linear_scan_backward", mutates_args=())
+def _backward(
+    dh: Tensor,
+    d_state: Tensor,
+    h: Tensor,
+    x: Tensor,
+    log_a: Tensor,
+    initial_state: Tensor | None,
+    token_kind: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = accumulation_dtype(x, log_a, initial_state)
+    state = state_or_zeros(initial_state, d_state.shape, x, dtype)
+    _, padding = kind_masks(token_kind)
+    a = _decay(log_a, token_kind, dtype)
+    g = adjoint_scan(a, dh.to(dtype), d_state)
+    d_log_a = a.mul_(g)
+    d_initial = fresh(d_log_a[:, 0], dtype)
+    times_previous_(d_log_a, h, state)
+    return (
+        fill_(g, padding, 0).to(x.dtype),
+        fill_(d_log_a, padding, 0).to(log_a.dtype),
+        d_initial,
+    )
+
+
+@_backward.register_fake
+def _(dh, d_state, h, x, log_a, initial_state, token_kind):
+    return (
+        x.new_empty(x.shape),
+        log_a.new_empty(log_a.shape),
+        d_state.new_empty(d_state.shape),
+    )
+
+
+register_gradient(_forward, _backward)

@@ -1,0 +1,152 @@
+"""The real-gated linear recurrent unit.  De et al. 2024, arXiv:2402.19427, §2.4.
+
+    r_t = σ(gate_a_t),  i_t = σ(gate_x_t),  log a_t = -8 softplus(-Λ) r_t
+    h_t = a_t h_{t-1} + s_t i_t x_t,  s_t = sqrt(1 - a_t²), but s_t = 1 and a_t = 0 where a segment starts
+
+With g_t = dh_t + a_{t+1} g_{t+1} the gradients are
+
+    dx = g s i,  di = g s x,  dlog a = a (g h_{t-1} - a g i x / s),  dr = dlog a · log a / r,  dΛ = 8 σ(-Λ) Σ r dlog a
+
+where the s in the denominator is bounded below as in the released code.
+"""
+
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from keras_recurrent.backends.torch._common import (
+    accumulation_dtype,
+    fill_,
+    fresh,
+    kind_masks,
+    register_gradient,
+    row_blocks,
+    state_or_zeros,
+)
+from keras_recurrent.backends.torch._scan import adjoint_scan, scan_, times_previous_
+
+_SCALE = 8.0
+# The derivative of sqrt(z) is taken as 1 / sqrt(max(4 z, 1e-6)).
+_SMALLEST_MULTIPLIER = 5e-4
+
+
+def unsupported(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None) -> str | None:
+    """Why this kernel refuses these arguments; None if it accepts them."""
+    return None
+
+
+def rg_lru(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None):
+    """x, gate_a, gate_x: [B, T, D]; a_logit: [D]. Returns ([B, T, D] in x's dtype, [B, D])."""
+    return _forward(x, gate_a, gate_x, a_logit, initial_state, token_kind)
+
+
+# Everything between the gates and the scan goes block by block, in place: the temporaries stay in the cache.
+
+
+def _log_decay(gate_a, log_a_max):
+    return torch.sigmoid(gate_a.to(log_a_max.dtype)).mul_(log_a_max)
+
+
+def _write_decay(a, log_a, restart, padding):
+    fill_(fill_(torch.exp(log_a, out=a), restart, 0), padding, 1)
+
+
+def _multiplier(log_a, restart):
+    return fill_((2 * log_a).expm1_().neg_().sqrt_(), restart, 1)
+
+
+@torch.library.custom_op("keras_recurrent::rg_lru", mutates_args=())
+def _forward(
+    x: Tensor,
+    gate_a: Tensor,
+    gate_x: Tensor,
+    a_logit: Tensor,
+    initial_state: Tensor | None,
+    token_kind: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    dtype = accumulation_dtype(x, gate_a, gate_x, a_logit, initial_state)
+    state = state_or_zeros(initial_state, x[:, 0].shape, x, dtype)
+    log_a_max = _SCALE * logsigmoid(a_logit.to(dtype))
+    a, h = (x.new_empty(x.shape, dtype=dtype) for _ in range(2))
+    for rows in row_blocks(x):
+        restart, padding = kind_masks(token_kind, rows)
+        log_a = _log_decay(gate_a[:, rows], log_a_max)
+        _write_decay(a[:, rows], log_a, restart, padding)
+        s_i = _multiplier(log_a, restart).mul_(gate_x[:, rows].to(dtype).sigmoid())
+        fill_(torch.mul(s_i, x[:, rows], out=h[:, rows]), padding, 0)
+    scan_(h, a, h, state)
+    return h.to(x.dtype), fresh(h[:, -1], dtype)
+
+
+@_forward.register_fake
+def _(x, gate_a, gate_x, a_logit, initial_state, token_kind):
+    dtype = accumulation_dtype(x, gate_a, gate_x, a_logit, initial_state)
+    return x.new_empty(x.shape), x.new_empty((x.shape[0], x.shape[2]), dtype=dtype)
+
+
+@torch.library.custom_op("keras_recurrent::rg_lru_backward", mutates_args=())
+def _backward(
+    dh: Tensor,
+    d_state: Tensor,
+    h: Tensor,
+    x: Tensor,
+    gate_a: Tensor,
+    gate_x: Tensor,
+    a_logit: Tensor,
+    initial_state: Tensor | None,
+    token_kind: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dtype = accumulation_dtype(x, gate_a, gate_x, a_logit, initial_state)
+    state = state_or_zeros(initial_state, d_state.shape, x, dtype)
+    logit = a_logit.to(dtype)
+    log_a_max = _SCALE * logsigmoid(logit)
+
+    a = x.new_empty(x.shape, dtype=dtype)
+    for rows in row_blocks(x):
+        log_a = _log_decay(gate_a[:, rows], log_a_max)
+        _write_decay(a[:, rows], log_a, *kind_masks(token_kind, rows))
+    g = adjoint_scan(a, dh.to(dtype), d_state)
+    d_initial = a[:, 0] * g[:, 0]
+
+    # The buffers of g and a become those of dx and d_gate_a where the dtype allows it.
+    dx = g if x.dtype == dtype else x.new_empty(x.shape)
+    d_gate_a = a if gate_a.dtype == dtype else gate_a.new_empty(x.shape)
+    d_gate_x = gate_x.new_empty(x.shape)
+    d_log_a_max = torch.zeros_like(log_a_max)
+    for rows in row_blocks(x):
+        restart, padding = kind_masks(token_kind, rows)
+        a_b, g_b = a[:, rows], g[:, rows]
+        u, v = gate_a[:, rows].to(dtype), gate_x[:, rows].to(dtype)
+        r, i = torch.sigmoid(u), torch.sigmoid(v)
+        log_a = r * log_a_max
+        s = _multiplier(log_a, restart)
+        entering = h[:, rows.start - 1] if rows.start else state
+        d_log_a = times_previous_(g_b.clone(), h[:, rows], entering)
+
+        gix = (g_b * x[:, rows]).mul_(i)
+        fill_(torch.mul(g_b, i.mul_(s), out=dx[:, rows]), padding, 0)
+        torch.mul(torch.sigmoid(v.neg()).mul_(s), gix, out=d_gate_x[:, rows])
+        fill_(d_gate_x[:, rows], padding, 0)
+
+        gix.mul_(a_b)
+        d_log_a.addcdiv_(gix, s.clamp_min_(_SMALLEST_MULTIPLIER), value=-1).mul_(a_b)
+        d_log_a_max += fill_(r.mul_(d_log_a), padding, 0).sum((0, 1))
+        torch.mul(torch.sigmoid(u.neg()).mul_(log_a), d_log_a, out=d_gate_a[:, rows])
+        fill_(d_gate_a[:, rows], padding, 0)
+    d_logit = d_log_a_max.mul_(_SCALE).mul_(torch.sigmoid(-logit))
+    return dx, d_gate_a, d_gate_x, d_logit.to(a_logit.dtype), d_initial
+
+
+@_backward.register_fake
+def _(dh, d_state, h, x, gate_a, gate_x, a_logit, initial_state, token_kind):
+    return (
+        x.new_empty(x.shape),
+        gate_a.new_empty(x.shape),
+        gate_x.new_empty(x.shape),
+        a_logit.new_empty(a_logit.shape),
+        d_state.new_empty(d_state.shape),
+    )
+
+
+register_gradient(_forward, _backward)
