@@ -1,0 +1,146 @@
+"""What is installed is the tree: from a wheel, an sdist and an editable install."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import zipfile
+
+import pytest
+
+import keras_recurrent
+
+pytestmark = pytest.mark.once
+
+ROOT = pathlib.Path(__file__).parents[1]
+TOP = {"keras_recurrent": "keras_recurrent"} | {
+    f"keras_recurrent/{name}": name for name in ("backends", "presets")
+}
+
+
+def tree(suffixes=(".py", ".typed")):
+    """{path in an installation: file of the tree}."""
+    return {
+        f"{installed}/{file.relative_to(ROOT / folder).as_posix()}": file
+        for installed, folder in TOP.items()
+        for file in walk(ROOT / folder)
+        if file.suffix in suffixes
+    }
+
+
+def walk(folder):
+    """Every file below a folder, links not followed."""
+    for path in sorted(folder.iterdir()):
+        if path.is_symlink() or path.name == "__pycache__":
+            continue
+        if path.is_dir():
+            yield from walk(path)
+        else:
+            yield path
+
+
+@pytest.fixture(scope="module")
+def project():
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """The tree somewhere else, so that building leaves nothing behind in this one."""
+    folder = tmp_path_factory.mktemp("project")
+    for name in ("keras_recurrent", "backends", "presets"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(copy):
+    """Built from an sdist, which therefore holds all that is needed."""
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", "dist"]
+    run(command, cwd=copy)
+    (path,) = (copy / "dist").glob("*.whl")
+    return path
+
+
+def run(command, **kwargs):
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, **kwargs)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def import_from(folder, code):
+    """Run code where `folder` is installed and an installation of this tree is not seen.
+
+    `-S` keeps the site-packages' .pth files from running; the packages themselves are wanted.
+    """
+    path = os.pathsep.join([str(folder), sysconfig.get_paths()["purelib"]])
+    return run(
+        [sys.executable, "-S", "-c", code], cwd=folder, env={**os.environ, "PYTHONPATH": path}
+    )
+
+
+WHERE = (
+    "import keras_recurrent as k, keras_recurrent.presets as p\n"
+    "import keras_recurrent.backends.reference.linear_scan as r\n"
+    "print(k.__file__, r.__file__, p.__file__, sep='\\n')"
+)
+
+
+def test_every_package_is_listed(project):
+    folders = {name.rpartition("/")[0] for name in tree(suffixes=(".py",))}
+    listed = project["tool"]["setuptools"]["packages"]
+    assert set(listed) == {name.replace("/", ".") for name in folders}
+    assert len(listed) == len(set(listed))
+
+
+def test_every_package_has_an_init():
+    names = tree()
+    folders = {name.rpartition("/")[0] for name in names}
+    assert [f for f in sorted(folders) if f"{f}/__init__.py" not in names] == []
+
+
+def test_wheel_holds_the_tree(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        built = {
+            name: archive.read(name)
+            for name in archive.namelist()
+            if ".dist-info/" not in name and not name.endswith("/")
+        }
+    assert built == {name: file.read_bytes() for name, file in tree().items()}
+
+
+def test_version_stands_in_one_place(wheel):
+    assert wheel.name.split("-")[1] == keras_recurrent.__version__
+    assert "version" not in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_wheel_imports(wheel, tmp_path):
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    files = import_from(tmp_path, WHERE).split()
+    assert [pathlib.Path(f).relative_to(tmp_path).as_posix() for f in files] == [
+        "keras_recurrent/__init__.py",
+        "keras_recurrent/backends/reference/linear_scan.py",
+        "keras_recurrent/presets/__init__.py",
+    ]
+
+
+def test_editable_install_imports_the_tree(copy, tmp_path):
+    """By setuptools' own hook, unpacked by hand: pip would want a network."""
+    code = f"import setuptools.build_meta as b; print(b.build_editable({str(tmp_path)!r}))"
+    name = run([sys.executable, "-c", code], cwd=copy).split()[-1]
+    with zipfile.ZipFile(tmp_path / name) as archive:
+        archive.extractall(tmp_path)
+    code = f"import site; site.addsitedir({str(tmp_path)!r})\n{WHERE}"
+    files = import_from(tmp_path, code).split()
+    assert [pathlib.Path(f).resolve() for f in files] == [
+        copy / "keras_recurrent/__init__.py",
+        copy / "backends/reference/linear_scan.py",
+        copy / "presets/__init__.py",
+    ]
