@@ -1,0 +1,60 @@
+"""Several documents a row."""
+
+import numpy as np
+
+# A row that stays open this long has little room left; the limit keeps packing linear in time.
+OPEN_ROWS = 32
+
+
+def pack_documents(documents, sequence_length, pad_token_id):
+    """Lays documents into as few rows as first-fit finds, each into the first row with room.
+
+    A document longer than a row is cut into pieces of a row. The token after the last one of a
+    piece is that token's label, so that every token but a document's first is a label just once.
+
+    Args:
+        documents: a list of integer arrays `[length]`.
+        sequence_length: integer, the tokens of a row.
+        pad_token_id: integer that fills what stays empty.
+
+    Returns:
+        Arrays `[rows, sequence_length]`: token ids (int32), True at tokens (bool), the number of
+        the document in its row counted from 1 and 0 at padding (int32), the token after each token
+        in its document (int32), and True where there is one (bool). At least one row.
+    """
+    pieces = []
+    for tokens in documents:
+        # Where only the last token is left over, it is a label already and needs no row.
+        for begin in range(0, max(len(tokens) - 1, min(len(tokens), 1)), sequence_length):
+            end = begin + sequence_length
+            pieces.append((tokens[begin:end], tokens[begin + 1 : end + 1]))
+
+    rows, open_rows = [[]], {0: sequence_length}
+    for inputs, labels in pieces:
+        row = next((r for r, room in open_rows.items() if room >= len(inputs)), None)
+        if row is None:
+            row = len(rows)
+            rows.append([])
+            open_rows[row] = sequence_length
+            if len(open_rows) > OPEN_ROWS:
+                del open_rows[min(open_rows)]
+        rows[row].append((inputs, labels))
+        open_rows[row] -= len(inputs)
+        if open_rows[row] == 0:
+            del open_rows[row]
+
+    shape = (len(rows), sequence_length)
+    token_ids, label_ids = (
+        np.full(shape, pad_token_id, "int32"),
+        np.full(shape, pad_token_id, "int32"),
+    )
+    segment_ids, has_label = np.zeros(shape, "int32"), np.zeros(shape, "bool")
+    for row, row_pieces in enumerate(rows):
+        at = 0
+        for segment, (inputs, labels) in enumerate(row_pieces, start=1):
+            token_ids[row, at : at + len(inputs)] = inputs
+            segment_ids[row, at : at + len(inputs)] = segment
+            label_ids[row, at : at + len(labels)] = labels
+            has_label[row, at : at + len(labels)] = True
+            at += len(inputs)
+    return token_ids, segment_ids > 0, segment_ids, label_ids, has_label

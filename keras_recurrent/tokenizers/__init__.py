@@ -1,0 +1,5 @@
+"""Tokenizers that need no file."""
+
+from keras_recurrent.tokenizers.byte_tokenizer import ByteTokenizer
+
+__all__ = ["ByteTokenizer"]

@@ -1,0 +1,130 @@
+"""Text as bytes, with start, end and padding tokens."""
+
+import keras
+import keras_hub
+import numpy as np
+
+from keras_recurrent import compat
+
+SPECIAL_TOKENS = ("<pad>", "<start>", "<end>")
+FIRST_BYTE = len(SPECIAL_TOKENS)
+VOCABULARY_SIZE = FIRST_BYTE + 256
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class ByteTokenizer(keras_hub.tokenizers.ByteTokenizer):
+    """Turns text into its UTF-8 bytes and back. It needs no file and knows every text.
+
+    Tokens are 0 for padding, 1 for the start and 2 for the end of a document, and 3 to 258 for the
+    bytes 0 to 255: `vocabulary_size()` is 259. Text is taken as it is, neither lowercased nor
+    normalized, so `detokenize(tokenize(text)) == text`. It runs with or without TensorFlow
+    installed, also inside `tf.data` and Grain pipelines.
+
+    Args:
+        errors: `"replace"`, `"ignore"` or `"strict"`: what `detokenize` does with bytes that are
+            not valid UTF-8, as a model may write them, and with ids of 259 and more. Defaults to
+            `"replace"`, which writes U+FFFD for them.
+        dtype: integer dtype of the tokens. Defaults to `"int32"`.
+        **kwargs: `name`, as for any layer.
+
+    Call arguments:
+        inputs: a string, or a list, array or tensor of strings.
+
+    Returns:
+        A list of tokens for every string, an array for a single string, a ragged tensor inside
+        `tf.data`. Start and end tokens are left to the preprocessor.
+
+    Raises:
+        ValueError: `dtype` is not an integer type, or `errors` is unknown; in `detokenize` with
+            `errors="strict"`, for bytes that are not valid UTF-8.
+
+    Example:
+
+    >>> from keras_recurrent.tokenizers import ByteTokenizer
+    >>> tokenizer = ByteTokenizer()
+    >>> tokenizer(["hi", "é"])
+    [[107, 108], [198, 172]]
+    >>> tokenizer.detokenize([[1, 107, 108, 2, 0], [198, 172]])
+    ['hi', 'é']
+    >>> tokenizer.start_token_id, tokenizer.end_token_id, tokenizer.pad_token_id
+    (1, 2, 0)
+    """
+
+    def __init__(self, errors="replace", dtype="int32", **kwargs):
+        self._add_special_token("<start>", "start_token")
+        self._add_special_token("<end>", "end_token")
+        self._add_special_token("<pad>", "pad_token")
+        super().__init__(lowercase=False, errors=errors, dtype=dtype, **kwargs)
+
+    def vocabulary_size(self):
+        """The number of tokens: 259."""
+        return VOCABULARY_SIZE
+
+    def get_vocabulary(self):
+        """A dictionary of all tokens and their ids; a byte goes by the character of its number."""
+        return {self.id_to_token(id): id for id in range(VOCABULARY_SIZE)}
+
+    def id_to_token(self, id):
+        """The token of an id: `"<pad>"`, `"<start>"`, `"<end>"`, or the byte as a character."""
+        if not 0 <= id < VOCABULARY_SIZE:
+            raise ValueError(f"`id` must be from 0 to {VOCABULARY_SIZE - 1}. Received: {id}")
+        return SPECIAL_TOKENS[id] if id < FIRST_BYTE else chr(id - FIRST_BYTE)
+
+    def token_to_id(self, token):
+        """The id of a token, see `id_to_token`."""
+        if token in SPECIAL_TOKENS:
+            return SPECIAL_TOKENS.index(token)
+        if len(token) != 1 or ord(token) > 255:
+            raise ValueError(
+                "`token` must be a special token or one character of the codes 0 to 255, which "
+                f"stands for a byte. Received: {token!r}"
+            )
+        return FIRST_BYTE + ord(token)
+
+    def tokenize(self, inputs):
+        return _shift(super().tokenize(inputs))
+
+    def _detokenize_python(self, inputs):
+        inputs, batched = compat.canonicalize_python_token_inputs(inputs)
+        texts = [self._decode(np.array(ids, "int64")) for ids in inputs]
+        return texts if batched else texts[0]
+
+    def _decode(self, ids):
+        # 255 is a byte that UTF-8 never uses, so `errors` decides about unknown ids, too.
+        codes = np.minimum(ids[ids >= FIRST_BYTE] - FIRST_BYTE, 255)
+        return codes.astype("uint8").tobytes().decode("utf-8", errors=self.errors)
+
+    @compat.preprocessing_function
+    def _detokenize_tf(self, inputs):
+        import tensorflow as tf
+
+        single = isinstance(inputs, tf.Tensor) and inputs.shape.rank == 1
+        ids = tf.expand_dims(inputs, 0) if single else inputs
+        ids = tf.ragged.boolean_mask(ids, ids >= FIRST_BYTE)
+        codes = tf.minimum(ids - FIRST_BYTE, 255)
+        texts = tf.strings.reduce_join(tf.gather([bytes([i]) for i in range(256)], codes), axis=-1)
+        texts = tf.strings.unicode_transcode(texts, "UTF-8", "UTF-8", errors=self.errors)
+        return tf.squeeze(texts, 0) if single else texts
+
+    def save_assets(self, dir_path):
+        """Nothing to save: the vocabulary is fixed."""
+
+    def load_assets(self, dir_path):
+        """Nothing to load: the vocabulary is fixed."""
+
+    def load_preset_assets(self, preset):
+        """Nothing to load: the vocabulary is fixed."""
+
+    def get_config(self):
+        config = super().get_config()
+        # What a byte tokenizer without loss has no use for.
+        for key in ("lowercase", "sequence_length", "normalization_form", "replacement_char"):
+            del config[key]
+        return config
+
+
+def _shift(tokens):
+    """Makes room for the special tokens, in nested lists, arrays and ragged tensors."""
+    if isinstance(tokens, list):
+        return [_shift(t) for t in tokens]
+    return tokens + FIRST_BYTE

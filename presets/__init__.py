@@ -1,0 +1,1 @@
+"""Sizes of the models, as the papers print them: one table a family."""
