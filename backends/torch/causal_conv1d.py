@@ -163,9 +163,11 @@ def _backward(
             d_inputs[:, tapped].addcmul_(cut, weights[tap])
             d_weights[tap] += (cut * inputs[:, tapped]).sum((0, 1))
 
-    dx = fresh(d_inputs[:, taps:], x.dtype)
-    if packing is not None:
-        dx = _move(dx, packing.moved).masked_fill_(packing.padding, 0)
+    dx = d_inputs[:, taps:]
+    if packing is None:
+        dx = fresh(dx, x.dtype)
+    else:
+        dx = _move(dx.to(x.dtype), packing.moved).masked_fill_(packing.padding, 0)
     return (
         dx,
         d_weights.to(kernel.dtype),

@@ -13,7 +13,6 @@ where the s in the denominator is bounded below as in the released code.
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 from keras_recurrent.backends.torch._common import (
     accumulation_dtype,
@@ -44,8 +43,13 @@ def rg_lru(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None):
 # Everything between the gates and the scan goes block by block, in place: the temporaries stay in the cache.
 
 
-def _log_decay(gate_a, log_a_max):
-    return torch.sigmoid(gate_a.to(log_a_max.dtype)).mul_(log_a_max)
+def _strongest_decay(a_logit):
+    """-8 softplus(-Λ)."""
+    return -_SCALE * torch.logaddexp(torch.zeros_like(a_logit), -a_logit)
+
+
+def _log_decay(gate_a, log_a_full):
+    return torch.sigmoid(gate_a.to(log_a_full.dtype)).mul_(log_a_full)
 
 
 def _write_decay(a, log_a, restart, padding):
@@ -67,11 +71,11 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     dtype = accumulation_dtype(x, gate_a, gate_x, a_logit, initial_state)
     state = state_or_zeros(initial_state, x[:, 0].shape, x, dtype)
-    log_a_max = _SCALE * logsigmoid(a_logit.to(dtype))
+    log_a_full = _strongest_decay(a_logit.to(dtype))
     a, h = (x.new_empty(x.shape, dtype=dtype) for _ in range(2))
     for rows in row_blocks(x):
         restart, padding = kind_masks(token_kind, rows)
-        log_a = _log_decay(gate_a[:, rows], log_a_max)
+        log_a = _log_decay(gate_a[:, rows], log_a_full)
         _write_decay(a[:, rows], log_a, restart, padding)
         s_i = _multiplier(log_a, restart).mul_(gate_x[:, rows].to(dtype).sigmoid())
         fill_(torch.mul(s_i, x[:, rows], out=h[:, rows]), padding, 0)
@@ -100,11 +104,11 @@ def _backward(
     dtype = accumulation_dtype(x, gate_a, gate_x, a_logit, initial_state)
     state = state_or_zeros(initial_state, d_state.shape, x, dtype)
     logit = a_logit.to(dtype)
-    log_a_max = _SCALE * logsigmoid(logit)
+    log_a_full = _strongest_decay(logit)
 
     a = x.new_empty(x.shape, dtype=dtype)
     for rows in row_blocks(x):
-        log_a = _log_decay(gate_a[:, rows], log_a_max)
+        log_a = _log_decay(gate_a[:, rows], log_a_full)
         _write_decay(a[:, rows], log_a, *kind_masks(token_kind, rows))
     g = adjoint_scan(a, dh.to(dtype), d_state)
     d_initial = a[:, 0] * g[:, 0]
@@ -113,13 +117,13 @@ def _backward(
     dx = g if x.dtype == dtype else x.new_empty(x.shape)
     d_gate_a = a if gate_a.dtype == dtype else gate_a.new_empty(x.shape)
     d_gate_x = gate_x.new_empty(x.shape)
-    d_log_a_max = torch.zeros_like(log_a_max)
+    d_log_a_full = torch.zeros_like(log_a_full)
     for rows in row_blocks(x):
         restart, padding = kind_masks(token_kind, rows)
         a_b, g_b = a[:, rows], g[:, rows]
         u, v = gate_a[:, rows].to(dtype), gate_x[:, rows].to(dtype)
         r, i = torch.sigmoid(u), torch.sigmoid(v)
-        log_a = r * log_a_max
+        log_a = r * log_a_full
         s = _multiplier(log_a, restart)
         entering = h[:, rows.start - 1] if rows.start else state
         d_log_a = times_previous_(g_b.clone(), h[:, rows], entering)
@@ -131,10 +135,10 @@ def _backward(
 
         gix.mul_(a_b)
         d_log_a.addcdiv_(gix, s.clamp_min_(_SMALLEST_MULTIPLIER), value=-1).mul_(a_b)
-        d_log_a_max += fill_(r.mul_(d_log_a), padding, 0).sum((0, 1))
+        d_log_a_full += fill_(r.mul_(d_log_a), padding, 0).sum((0, 1))
         torch.mul(torch.sigmoid(u.neg()).mul_(log_a), d_log_a, out=d_gate_a[:, rows])
         fill_(d_gate_a[:, rows], padding, 0)
-    d_logit = d_log_a_max.mul_(_SCALE).mul_(torch.sigmoid(-logit))
+    d_logit = d_log_a_full.mul_(_SCALE).mul_(torch.sigmoid(-logit))
     return dx, d_gate_a, d_gate_x, d_logit.to(a_logit.dtype), d_initial
 
 
