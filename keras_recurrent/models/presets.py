@@ -1,4 +1,4 @@
-"""`from_preset` by names whose sizes stand in a table, and with overrides that are never ignored."""
+"""`from_preset` by names whose sizes stand in a table; no override is ever ignored."""
 
 import difflib
 import inspect
@@ -69,7 +69,7 @@ def resolve_load_weights(preset, load_weights):
 
 
 def resolve_task_overrides(preset, cls, load_weights, kwargs):
-    """Arguments for KerasHub's `from_preset` that it honours: it ignores some that it should not."""
+    """Overrides in a form that KerasHub's `from_preset` honours: by itself it ignores some."""
     if isinstance(compat.get_preset_loader(preset), FreshPresetLoader):
         return kwargs  # that loader knows what to do with them
     task, backbone, preprocessor = split_overrides(preset, cls, kwargs)
@@ -87,7 +87,7 @@ def resolve_task_overrides(preset, cls, load_weights, kwargs):
 
 
 def split_overrides(preset, cls, kwargs):
-    """Shares arguments out to a task, its backbone and its preprocessor, the first that takes them."""
+    """Arguments for a task, its backbone and its preprocessor, each for the first that takes it."""
     classes = (cls, cls.backbone_cls, cls.preprocessor_cls)
     check_overrides(preset, classes, kwargs)
     shares = ({}, {}, {})

@@ -84,6 +84,17 @@ class ByteTokenizer(keras_hub.tokenizers.ByteTokenizer):
     def tokenize(self, inputs):
         return _shift(super().tokenize(inputs))
 
+    @compat.preprocessing_function
+    def _tokenize_tf(self, inputs):
+        # KerasHub's own fails on an empty string that stands alone.
+        import tensorflow as tf
+
+        single = inputs.shape.rank == 0
+        tokens = tf.strings.bytes_split(inputs[None] if single else inputs)
+        codes = tf.reshape(tf.io.decode_raw(tokens.flat_values, tf.uint8), [-1])
+        tokens = tokens.with_flat_values(tf.cast(codes, self.compute_dtype))
+        return tokens.flat_values if single else tokens
+
     def _detokenize_python(self, inputs):
         inputs, batched = compat.canonicalize_python_token_inputs(inputs)
         texts = [self._decode(np.array(ids, "int64")) for ids in inputs]

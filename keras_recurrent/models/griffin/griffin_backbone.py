@@ -92,6 +92,8 @@ class GriffinBackbone(SegmentsOptional, keras_hub.models.Backbone):
                 hidden_dim,
                 # Logits of about unit variance: the last norm leaves states of unit size.
                 embeddings_initializer=keras.initializers.RandomNormal(stddev=hidden_dim**-0.5),
+                # By itself, Keras computes logits in float32 inside a model, though not outside.
+                reverse_dtype=keras.dtype_policies.get(dtype).compute_dtype,
                 dtype=dtype,
                 name="token_embedding",
             )
@@ -114,7 +116,8 @@ class GriffinBackbone(SegmentsOptional, keras_hub.models.Backbone):
         mask = ops.cast(inputs["padding_mask"], "bool")
         x = self.token_embedding(inputs["token_ids"])
         for block in self.transformer_layers:
-            x = block(x, mask=mask, segment_ids=inputs["segment_ids"])
+            # Keras would attach a `mask` to all that follows, and rescale the loss by it.
+            x = block(x, inputs_mask=mask, segment_ids=inputs["segment_ids"])
         super().__init__(
             inputs=inputs, outputs=self.final_norm(x), dtype=dtype, name=name, trainable=trainable
         )
@@ -159,6 +162,69 @@ class GriffinBackbone(SegmentsOptional, keras_hub.models.Backbone):
     def default_lora_layer_names(self):
         """The linear maps of the recurrent blocks, for `enable_lora`."""
         return ["linear_x", "linear_y", "linear_out"]
+
+    @staticmethod
+    def get_layout_map(
+        device_mesh, model_parallel_dim_name="model", data_parallel_dim_name="batch"
+    ):
+        """How to lay the weights over devices, for `keras.distribution.ModelParallel`.
+
+        Inside a recurrent block every channel keeps to itself, and its gates to their blocks: the
+        `lru_width` and the MLP's `intermediate_dim` are split along the model axis, so that a
+        block communicates only where it returns to the residual stream. The width of the residual
+        stream is split along the data axis. Norms and the biases after such a return are copied.
+
+        Args:
+            device_mesh: a `keras.distribution.DeviceMesh`.
+            model_parallel_dim_name: string, its axis for the model; its size should divide
+                `lru_width`, `num_blocks` and `intermediate_dim`.
+            data_parallel_dim_name: string, its axis for the data.
+
+        Returns:
+            A `keras.distribution.LayoutMap`.
+
+        Raises:
+            ValueError: `device_mesh` is no mesh or lacks an axis of these names.
+
+        Example:
+
+        ```python
+        mesh = keras.distribution.DeviceMesh(
+            (1, 8), ("batch", "model"), keras.distribution.list_devices()
+        )
+        distribution = keras.distribution.ModelParallel(
+            layout_map=GriffinBackbone.get_layout_map(mesh), batch_dim_name="batch"
+        )
+        with distribution.scope():
+            model = GriffinCausalLM.from_preset("hawk_1.3b")
+        ```
+        """
+        if not isinstance(device_mesh, keras.distribution.DeviceMesh):
+            raise ValueError(
+                "`device_mesh` must be a `keras.distribution.DeviceMesh`. Received: "
+                f"{type(device_mesh).__name__}"
+            )
+        data, model = data_parallel_dim_name, model_parallel_dim_name
+        for argument, name in (
+            ("data_parallel_dim_name", data),
+            ("model_parallel_dim_name", model),
+        ):
+            if name not in device_mesh.axis_names:
+                raise ValueError(
+                    f"`{argument}` must be an axis of `device_mesh`, one of "
+                    f"{device_mesh.axis_names}. Received: {name!r}"
+                )
+        layout_map = keras.distribution.LayoutMap(device_mesh)
+        layout_map["token_embedding/embeddings"] = (model, data)
+        layout_map["block.*(linear_x|linear_y|gate_proj|up_proj)/kernel"] = (data, model)
+        layout_map["block.*(linear_x|linear_y|gate_proj|up_proj)/bias"] = (model,)
+        layout_map["block.*(linear_out|down_proj)/kernel"] = (model, data)
+        layout_map["block.*conv1d/kernel"] = (None, model)
+        layout_map["block.*conv1d/bias"] = (model,)
+        layout_map["block.*rg_lru/a_logit"] = (model,)
+        layout_map["block.*rg_lru/(recurrence_gate|input_gate)/kernel"] = (model, None, None)
+        layout_map["block.*rg_lru/(recurrence_gate|input_gate)/bias"] = (model, None)
+        return layout_map
 
     def get_config(self):
         return {

@@ -117,9 +117,9 @@ class GriffinCausalLM(SegmentsOptional, keras_hub.models.CausalLM):
         sampler = keras_hub.samplers.get(sampler)
         if isinstance(sampler, keras_hub.samplers.SpeculativeSampler):
             raise ValueError(
-                "`sampler`: the speculative sampler is not supported by `GriffinCausalLM`. It takes "
-                "back tokens that it tried, which a recurrent state cannot undo. Use another "
-                "sampler, such as 'top_k', 'top_p', 'greedy', 'random', 'beam' or 'contrastive'."
+                "`sampler`: `GriffinCausalLM` does not support the speculative sampler. It takes "
+                "back tokens that it tried, which a recurrent state cannot undo. Use 'top_k', "
+                "'top_p', 'random', 'greedy', 'beam' or 'contrastive'."
             )
         super().compile(
             optimizer, loss, weighted_metrics=weighted_metrics, sampler=sampler, **kwargs
@@ -202,7 +202,7 @@ class GriffinCausalLM(SegmentsOptional, keras_hub.models.CausalLM):
         x = self.backbone.token_embedding(token_ids)
         states = []
         for block, state in zip(self.backbone.transformer_layers, cache, strict=True):
-            x, state = block(x, mask=padding_mask, initial_state=state, return_state=True)
+            x, state = block(x, inputs_mask=padding_mask, initial_state=state, return_state=True)
             states.append(state)
         return self.backbone.final_norm(x), tuple(states)
 
@@ -317,7 +317,7 @@ class GriffinCausalLM(SegmentsOptional, keras_hub.models.CausalLM):
         mask = None if padding_mask is None else ops.cast(padding_mask, "bool")
         x = intercept(self.backbone.token_embedding(token_ids), -1)
         for i, block in enumerate(self.backbone.transformer_layers):
-            x = intercept(block(x, mask=mask), i)
+            x = intercept(block(x, inputs_mask=mask), i)
         logits = self.backbone.token_embedding(self.backbone.final_norm(x), reverse=True)
         if scoring_mode == "logits":
             return logits

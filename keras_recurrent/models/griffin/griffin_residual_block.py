@@ -69,7 +69,8 @@ class GriffinResidualBlock(StreamingLayer):
             self.channel_norm = self._norm("channel_norm")
             self.mlp = GatedMLP(self.intermediate_dim, dtype=self.dtype_policy, name="mlp")
             for layer in (self.temporal_norm, self.temporal_block, self.channel_norm, self.mlp):
-                layer.build(input_shape)
+                if not layer.built:
+                    layer.build(input_shape)
 
     def _norm(self, name):
         return RMSNorm(self.layer_norm_epsilon, dtype=self.dtype_policy, name=name)

@@ -1,0 +1,104 @@
+"""Generation without a cache: each new token costs a plain forward pass over the whole rows.
+
+Written apart from the samplers' loops, for the tests to compare with. Each function also returns
+the least margin of its decisions: where it is well above rounding, tokens must be equal.
+"""
+
+import keras
+import numpy as np
+
+from tests.models.tiny import forward
+
+
+def logits_before(model, prompt, index):
+    """The logits of the token at `index`, from the tokens before it."""
+    places = np.arange(prompt.shape[1])
+    real = np.broadcast_to(places < index, prompt.shape)
+    return forward(model, prompt, real)[:, index - 1]
+
+
+def log_softmax(logits):
+    logits = logits - logits.max(axis=-1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+
+
+def all_stopped(prompt, given, stop_ids):
+    return bool(stop_ids) and (np.isin(prompt, stop_ids) & ~given).any(axis=1).all()
+
+
+def sample(model, sampler, prompt, given, stop_ids=()):
+    """Greedy, top-k, top-p and random samplers: the sampler chooses from plain probabilities."""
+    prompt, margin = prompt.copy(), np.inf
+    for index in range(given.sum(axis=1).min(), prompt.shape[1]):
+        if all_stopped(prompt, given, stop_ids):
+            break
+        logits = logits_before(model, prompt, index)
+        probabilities = sampler.compute_probabilities(keras.ops.convert_to_tensor(logits))
+        token = keras.ops.convert_to_numpy(sampler.get_next_token(probabilities))
+        best = np.sort(logits, axis=-1)
+        margin = min(margin, (best[:, -1] - best[:, -2]).min())
+        prompt[:, index] = np.where(given[:, index], prompt[:, index], token)
+    return prompt, margin
+
+
+def beam(model, num_beams, prompt, given, stop_ids=()):
+    """Beam search; a given token is forced on every beam, whose score is its own choice's."""
+    batch, length = prompt.shape
+    beams = np.repeat(prompt[:, None], num_beams, axis=1)
+    scores = np.full((batch, num_beams), -1e9)
+    scores[:, 0] = 0
+    margin = np.inf
+    for index in range(given.sum(axis=1).min(), length):
+        flat = beams.reshape(-1, length)
+        if all_stopped(flat, np.repeat(given, num_beams, axis=0), stop_ids):
+            break
+        logits = logits_before(model, flat, index)
+        candidates = scores[..., None] + log_softmax(logits).reshape(batch, num_beams, -1)
+        vocabulary = candidates.shape[-1]
+        candidates = candidates.reshape(batch, -1)
+        order = np.argsort(-candidates, axis=1)
+        ranked = np.take_along_axis(candidates, order, axis=1)[:, : num_beams + 1]
+        margin = min(margin, -np.diff(ranked, axis=1).max())
+        chosen = order[:, :num_beams]
+        scores = np.take_along_axis(candidates, chosen, axis=1)
+        beams = np.take_along_axis(beams, (chosen // vocabulary)[..., None], axis=1)
+        token = np.where(given[:, None, index], beams[..., index], chosen % vocabulary)
+        beams[..., index] = token
+    best = scores.argmax(axis=1)
+    return beams[np.arange(batch), best], margin
+
+
+def contrastive(model, k, alpha, prompt, given, stop_ids=()):
+    """Contrastive search: probable tokens whose hidden state is unlike all those before."""
+    batch, length = prompt.shape
+    prompt, margin = prompt.copy(), np.inf
+    for index in range(given.sum(axis=1).min(), length):
+        if all_stopped(prompt, given, stop_ids):
+            break
+        log_probabilities = log_softmax(logits_before(model, prompt, index))
+        order = np.argsort(-log_probabilities, axis=1)
+        ranked = np.take_along_axis(log_probabilities, order, axis=1)
+        candidates = order[:, :k]
+        scores = np.empty((batch, k))
+        for j in range(k):
+            tried = prompt.copy()
+            tried[:, index] = np.where(given[:, index], prompt[:, index], candidates[:, j])
+            hidden = hidden_states(model, tried, index + 1)
+            hidden /= np.linalg.norm(hidden, axis=-1, keepdims=True)
+            likeness = np.einsum("bti,bi->bt", hidden[:, :index], hidden[:, index]).max(axis=1)
+            scores[:, j] = (1 - alpha) * np.exp(ranked[:, j]) - alpha * likeness
+        best = np.sort(scores, axis=1)
+        free = ~given[:, index]
+        if free.any():
+            gap = np.minimum(best[:, -1] - best[:, -2], ranked[:, k - 1] - ranked[:, k])
+            margin = min(margin, gap[free].min())
+        token = candidates[np.arange(batch), scores.argmax(axis=1)]
+        prompt[:, index] = np.where(given[:, index], prompt[:, index], token)
+    return prompt, margin
+
+
+def hidden_states(model, token_ids, length):
+    """The hidden states of the first `length` tokens of rows, by a plain call."""
+    real = np.broadcast_to(np.arange(token_ids.shape[1]) < length, token_ids.shape)
+    x = {"token_ids": token_ids.astype("int32"), "padding_mask": real.astype("int32")}
+    return keras.ops.convert_to_numpy(model.backbone.predict_on_batch(x)).astype("float64")
