@@ -56,11 +56,13 @@ elif BACKEND == "torch":
 
     import torch
 
+    DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # as Keras takes it
+
     def tensor(array, dtype):
-        return torch.tensor(array).to(getattr(torch, dtype))
+        return torch.tensor(array, device=DEVICE).to(getattr(torch, dtype))
 
     def to_numpy(t):
-        return t.detach().to(torch.float64).numpy()
+        return t.detach().to(torch.float64).cpu().numpy()
 
     def precision(dtype):
         return contextlib.nullcontext()

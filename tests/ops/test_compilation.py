@@ -56,8 +56,13 @@ if BACKEND == "jax":
 elif BACKEND == "torch":
     import torch
 
+    from tests.ops.native import tensor
+
+    def leaves(tensors):
+        return {n: tensor(t, "float32").requires_grad_() for n, t in tensors.items()}
+
     def gradients(operation, tensors, context):
-        tensors = {n: torch.tensor(t, requires_grad=True) for n, t in tensors.items()}
+        tensors = leaves(tensors)
         loss(operation, tensors, context).backward()
         return {n: t.grad for n, t in tensors.items()}
 
@@ -74,7 +79,7 @@ elif BACKEND == "torch":
         compiled = torch.compile(kernel, fullgraph=True, dynamic=True, backend=count)
         for length in (11, 23, 40):
             tensors, _ = arguments(operation, length)
-            tensors = {n: torch.tensor(t) for n, t in tensors.items()}
+            tensors = {n: tensor(t, "float32") for n, t in tensors.items()}
             for result, expected in zip(compiled(**tensors), kernel(**tensors), strict=True):
                 torch.testing.assert_close(result, expected, rtol=0, atol=0)
         assert len(graphs) == 1
@@ -83,16 +88,15 @@ elif BACKEND == "torch":
         compiled = torch.compile(ops.linear_scan, dynamic=True)
         for length in (11, 23):
             tensors, _ = arguments("linear_scan", length)
-            expected = [torch.tensor(t, requires_grad=True) for t in tensors.values()]
-            results = [torch.tensor(t, requires_grad=True) for t in tensors.values()]
-            ops.linear_scan(*expected)[0].square().sum().backward()
-            compiled(*results)[0].square().sum().backward()
-            close(*({"x": a.grad, "log_a": b.grad} for a, b in (results, expected)))
+            results, expected = leaves(tensors), leaves(tensors)
+            ops.linear_scan(**expected)[0].square().sum().backward()
+            compiled(**results)[0].square().sum().backward()
+            close(*({n: t.grad for n, t in which.items()} for which in (results, expected)))
 
     @every_operation
     def test_only_arguments_and_output_are_kept(operation):
         tensors, _ = arguments(operation, 64)
-        tensors = {n: torch.tensor(t, requires_grad=True) for n, t in tensors.items()}
+        tensors = leaves(tensors)
         kept = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
             output, state = getattr(ops, operation)(**tensors)
