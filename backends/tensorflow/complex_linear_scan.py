@@ -1,0 +1,68 @@
+"""h_t = exp(log_a_t + i phase_t) * h_{t-1} + x_t.  De et al. 2024, arXiv:2402.19427, App. B.
+
+In x and h the first half of the channels is the real part, the second half the imaginary part.
+With a_t = exp(log_a_t + i phase_t) and g_t = dh_t + conj(a_{t+1}) g_{t+1} the gradients are
+dx_t = g_t and dlog_a_t + i dphase_t = g_t conj(a_t h_{t-1}).
+"""
+
+import tensorflow as tf
+
+from keras_recurrent.backends.tensorflow._common import (
+    accumulation_dtype,
+    as_tensors,
+    dense,
+    filled,
+    kind_masks,
+    previous,
+    state_or_zeros,
+)
+from keras_recurrent.backends.tensorflow._scan import adjoint_scan, scan
+
+
+def unsupported(x, log_a, phase, initial_state=None, token_kind=None) -> str | None:
+    """Why this kernel refuses these arguments; None if it accepts them."""
+    return None
+
+
+def complex_linear_scan(x, log_a, phase, initial_state=None, token_kind=None):
+    """x: [B, T, 2D]; log_a, phase: [B, T, D], log_a <= 0.
+
+    Returns ([B, T, 2D] in x's dtype, [B, 2D] in float32, or float64 if an argument is float64).
+    """
+    x, log_a, phase, initial_state = as_tensors(x, log_a, phase, initial_state)
+    dtype = accumulation_dtype(x, log_a, phase, initial_state)
+    restart, padding = kind_masks(token_kind)
+
+    def to_complex(tensor):
+        return tf.complex(*tf.split(tf.cast(tensor, dtype), 2, axis=-1))
+
+    def decay(log_a, phase):
+        size, phase = tf.exp(tf.cast(log_a, dtype)), tf.cast(phase, dtype)
+        a = tf.complex(size * tf.cos(phase), size * tf.sin(phase))
+        return filled(filled(a, restart, 0), padding, 1)
+
+    @tf.custom_gradient
+    def run(x, log_a, phase, state):
+        h = scan(decay(log_a, phase), filled(to_complex(x), padding, 0), to_complex(state))
+        output = _to_real(h, x.dtype)
+
+        def gradient(dh, d_state):
+            conj_a = decay(log_a, -phase)
+            dh, d_state = to_complex(dense(dh, dtype)), to_complex(dense(d_state, dtype))
+            g, e = adjoint_scan(conj_a, dh, d_state)
+            d_exponent = e * tf.math.conj(previous(to_complex(output), to_complex(state)))
+            d_exponent = filled(d_exponent, padding, 0)
+            return (
+                _to_real(filled(g, padding, 0), x.dtype),
+                tf.cast(tf.math.real(d_exponent), log_a.dtype),
+                tf.cast(tf.math.imag(d_exponent), phase.dtype),
+                _to_real(e[:, 0], dtype),
+            )
+
+        return (output, _to_real(h[:, -1], dtype)), gradient
+
+    return run(x, log_a, phase, state_or_zeros(initial_state, x, dtype))
+
+
+def _to_real(tensor, dtype):
+    return tf.cast(tf.concat([tf.math.real(tensor), tf.math.imag(tensor)], axis=-1), dtype)

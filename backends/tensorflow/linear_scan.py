@@ -1,0 +1,54 @@
+"""h_t = exp(log_a_t) * h_{t-1} + x_t.  De et al. 2024, arXiv:2402.19427, eq. 4.
+
+With a_t = exp(log_a_t) and g_t = dh_t + a_{t+1} g_{t+1} the gradients are
+dx_t = g_t, dlog_a_t = g_t a_t h_{t-1}.
+"""
+
+import tensorflow as tf
+
+from keras_recurrent.backends.tensorflow._common import (
+    accumulation_dtype,
+    as_tensors,
+    dense,
+    filled,
+    kind_masks,
+    previous,
+    state_or_zeros,
+)
+from keras_recurrent.backends.tensorflow._scan import adjoint_scan, scan
+
+
+def unsupported(x, log_a, initial_state=None, token_kind=None) -> str | None:
+    """Why this kernel refuses these arguments; None if it accepts them."""
+    return None
+
+
+def linear_scan(x, log_a, initial_state=None, token_kind=None):
+    """x, log_a: [B, T, D], log_a <= 0.
+
+    Returns ([B, T, D] in x's dtype, [B, D] in float32, or float64 if an argument is float64).
+    """
+    x, log_a, initial_state = as_tensors(x, log_a, initial_state)
+    dtype = accumulation_dtype(x, log_a, initial_state)
+    restart, padding = kind_masks(token_kind)
+
+    def decay(log_a):
+        return filled(filled(tf.exp(tf.cast(log_a, dtype)), restart, 0), padding, 1)
+
+    @tf.custom_gradient
+    def run(x, log_a, state):
+        h = scan(decay(log_a), filled(tf.cast(x, dtype), padding, 0), state)
+        output = tf.cast(h, x.dtype)
+
+        def gradient(dh, d_state):
+            g, e = adjoint_scan(decay(log_a), dense(dh, dtype), dense(d_state, dtype))
+            d_log_a = e * previous(tf.cast(output, dtype), state)
+            return (
+                tf.cast(filled(g, padding, 0), x.dtype),
+                tf.cast(filled(d_log_a, padding, 0), log_a.dtype),
+                e[:, 0],
+            )
+
+        return (output, h[:, -1]), gradient
+
+    return run(x, log_a, state_or_zeros(initial_state, x, dtype))
