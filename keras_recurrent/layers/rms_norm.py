@@ -62,7 +62,9 @@ class RMSNorm(keras.layers.Layer):
     def call(self, inputs):
         dtype = "float64" if self.compute_dtype == "float64" else "float32"
         x = ops.cast(inputs, dtype)
-        x = x * ops.rsqrt(ops.mean(ops.square(x), axis=-1, keepdims=True) + self.epsilon)
+        # Not `ops.mean`, which takes float64 through float32.
+        mean_square = ops.sum(ops.square(x), axis=-1, keepdims=True) / x.shape[-1]
+        x = x * ops.rsqrt(mean_square + self.epsilon)
         return ops.cast(x * (1 + ops.cast(self.scale, dtype)), self.compute_dtype)
 
     def compute_output_shape(self, input_shape):

@@ -1,0 +1,45 @@
+"""The gradient of a function of tensors, on the current backend: NumPy in and out."""
+
+import keras
+
+from tests.layers.table import numpy
+
+BACKEND = keras.config.backend()
+
+
+def gradients(function, arrays):
+    """d function(arrays) / d arrays; `function` returns a scalar, `arrays` is nested float32."""
+    tensors = keras.tree.map_structure(lambda a: keras.ops.convert_to_tensor(a, "float32"), arrays)
+    return numpy(_gradients(function, tensors))
+
+
+def call_with(layer, values, *args, **kwargs):
+    """A layer's call with `values` in the place of its trainable weights."""
+    mapping = list(zip(layer.trainable_variables, values, strict=True))
+    with keras.StatelessScope(state_mapping=mapping):
+        return layer(*args, **kwargs)
+
+
+if BACKEND == "jax":
+    import jax
+
+    def _gradients(function, tensors):
+        return jax.jit(jax.grad(function))(tensors)
+
+elif BACKEND == "torch":
+    import torch
+
+    def _gradients(function, tensors):
+        flat = [t.detach().clone().requires_grad_() for t in keras.tree.flatten(tensors)]
+        value = function(keras.tree.pack_sequence_as(tensors, flat))
+        return keras.tree.pack_sequence_as(tensors, torch.autograd.grad(value, flat))
+
+else:
+    import tensorflow as tf
+
+    def _gradients(function, tensors):
+        flat = keras.tree.flatten(tensors)
+        with tf.GradientTape() as tape:
+            tape.watch(flat)
+            value = function(tensors)
+        return keras.tree.pack_sequence_as(tensors, tape.gradient(value, flat))

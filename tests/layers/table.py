@@ -1,0 +1,81 @@
+"""The layers under test, a row each; every body of tests runs for all rows it can."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import keras
+import numpy as np
+import pytest
+
+from keras_recurrent import layers
+
+
+class Row(NamedTuple):
+    make: Callable[..., keras.layers.Layer]  # keyword arguments of the layer → the layer
+    # The shapes of its state's arrays without their batch dimension; None: it has no state.
+    state: dict | None = None
+
+
+WIDTH = 8  # of all inputs: layers that share their shapes share what XLA compiles
+ROWS = {
+    "RGLRU": Row(
+        lambda **kwargs: layers.RGLRU(num_blocks=4, **kwargs),
+        state={"hidden": (8,), "segment": ()},
+    ),
+    "CGLRU": Row(
+        lambda **kwargs: layers.CGLRU(num_blocks=2, **kwargs),
+        state={"hidden": (8,), "segment": ()},
+    ),
+    "CausalConv1D": Row(
+        lambda **kwargs: layers.CausalConv1D(kernel_size=4, **kwargs),
+        state={"inputs": (3, 8), "segment": ()},
+    ),
+    "CausalConv1D of one token": Row(
+        lambda **kwargs: layers.CausalConv1D(kernel_size=1, use_bias=False, **kwargs),
+        state={"inputs": (0, 8), "segment": ()},
+    ),
+    "RecurrentBlock": Row(
+        lambda **kwargs: layers.RecurrentBlock(12, kernel_size=3, num_blocks=4, **kwargs),
+        state={
+            "conv1d": {"inputs": (2, 12), "segment": ()},
+            "rg_lru": {"hidden": (12,), "segment": ()},
+        },
+    ),
+    "GatedMLP": Row(lambda **kwargs: layers.GatedMLP(12, **kwargs)),
+    "RMSNorm": Row(lambda **kwargs: layers.RMSNorm(**kwargs)),
+}
+STREAMING = [name for name, row in ROWS.items() if row.state]
+WITH_SUBLAYERS = ["RGLRU", "CGLRU", "RecurrentBlock", "GatedMLP"]
+
+any_layer = pytest.mark.parametrize("name", ROWS)
+streaming_layer = pytest.mark.parametrize("name", STREAMING)
+layer_with_sublayers = pytest.mark.parametrize("name", WITH_SUBLAYERS)
+
+
+def built(name, **kwargs):
+    """The layer of a row, built, with weights that are all at work: no bias is left at 0."""
+    layer = ROWS[name].make(**kwargs)
+    layer.build((None, None, WIDTH))
+    rng = np.random.default_rng(0)
+    for weight in layer.weights:
+        weight.assign(keras.ops.convert_to_numpy(weight.value) + 0.3 * rng.normal(size=weight.shape))
+    return layer
+
+
+def inputs(batch=3, length=12, seed=1):
+    return np.random.default_rng(seed).normal(size=(batch, length, WIDTH)).astype("float32")
+
+
+def numpy(x):
+    """Tensors, nested or not, as arrays."""
+    return keras.tree.map_structure(keras.ops.convert_to_numpy, x)
+
+
+def assert_close(got, wanted, where=None):
+    """Equal to float32's last digits, on numbers around 1; `where` selects `[B, T]`."""
+    got, wanted = numpy(got), numpy(wanted)
+    keras.tree.assert_same_structure(got, wanted)
+    for g, w in zip(keras.tree.flatten(got), keras.tree.flatten(wanted), strict=True):
+        if where is not None:
+            g, w = g[where], w[where]
+        np.testing.assert_allclose(g, w, rtol=1e-5, atol=3e-6)

@@ -1,0 +1,133 @@
+"""What every layer must do to be a Keras layer."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+
+from tests.layers import loops
+from tests.layers.gradients import call_with, gradients
+from tests.layers.table import ROWS, WIDTH, any_layer, assert_close, built, inputs, numpy
+from tests.ops.native import precision
+
+POLICIES = ["float32", "bfloat16", "mixed_bfloat16", "mixed_float16", "float64"]
+
+
+@any_layer
+def test_shapes(name):
+    layer = ROWS[name].make()
+    symbolic = layer(keras.Input((None, WIDTH)))
+    assert symbolic.shape == (None, None, WIDTH)
+    assert symbolic.dtype == "float32"
+    assert layer.compute_output_shape((2, None, WIDTH)) == (2, None, WIDTH)
+    assert tuple(layer(inputs()).shape) == (3, 12, WIDTH)
+    assert tuple(layer(inputs(length=1)).shape) == (3, 1, WIDTH)
+
+
+@any_layer
+def test_equals_a_loop(name):
+    layer, x = built(name), inputs()
+    assert_close(layer(x), loops.run(loops.unit(layer), x))
+
+
+@any_layer
+def test_config(name):
+    layer = ROWS[name].make(name="one", dtype="mixed_bfloat16", trainable=False)
+    config = layer.get_config()
+    json.dumps(config)
+    again = type(layer).from_config(config)
+    assert again.get_config() == config
+    assert keras.saving.deserialize_keras_object(
+        keras.saving.serialize_keras_object(layer)
+    ).get_config() == config
+
+
+@any_layer
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+def test_saved_model(name, policy, tmp_path):
+    sequence = keras.Input((None, WIDTH))
+    model = keras.Model(sequence, built(name, dtype=policy)(sequence))
+    model.save(tmp_path / "model.keras")
+    again = keras.models.load_model(tmp_path / "model.keras")
+    x = inputs()
+    np.testing.assert_array_equal(numpy(model(x)), numpy(again(x)))
+
+
+@any_layer
+def test_in_a_sequential_model_and_in_a_subclassed_one(name):
+    layer, x = built(name), inputs()
+
+    class Subclassed(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.inner = layer
+
+        def call(self, x):
+            return self.inner(x)
+
+    assert_close(keras.Sequential([layer])(x), layer(x))
+    assert_close(Subclassed()(x), layer(x))
+
+
+@any_layer
+def test_passes_the_mask_on(name):
+    tokens = np.array([[3, 1, 2, 0, 0], [0, 1, 2, 0, 4]])
+    embedding = keras.layers.Embedding(5, WIDTH, mask_zero=True)
+    output = built(name)(embedding(tokens))
+    mask = keras.src.backend.get_keras_mask(output)
+    np.testing.assert_array_equal(numpy(mask), tokens != 0)
+
+
+@any_layer
+@pytest.mark.parametrize("policy", POLICIES)
+def test_policies(name, policy):
+    with precision(policy):
+        check_policy(name, policy)
+
+
+def check_policy(name, policy):
+    layer, x = built(name, dtype=policy), inputs()
+    compute_dtype = policy.removeprefix("mixed_")
+    y = layer(x)
+    assert keras.backend.standardize_dtype(y.dtype) == compute_dtype
+    assert layer(keras.Input((None, WIDTH))).dtype == compute_dtype
+    wanted = loops.run(loops.unit(layer), x)
+    torch_dense = keras.config.backend() == "torch" and name in ("RecurrentBlock", "GatedMLP")
+    if policy == "float64" and torch_dense:
+        # Keras multiplies matrices of float64 in float32 there.
+        np.testing.assert_allclose(numpy(y), wanted, rtol=1e-5, atol=1e-6)
+    elif policy == "float64":
+        np.testing.assert_allclose(numpy(y), wanted, rtol=1e-12, atol=1e-12)
+    else:
+        # Roundings of inputs, weights and the steps between linear maps.
+        roundings = {"float32": 1e-6, "float16": 2**-11, "bfloat16": 2**-8}[compute_dtype]
+        error = np.abs(numpy(y).astype("float64") - wanted)
+        assert error.max() < 8 * roundings * np.abs(wanted).max()
+
+
+@any_layer
+def test_gradients_reach_every_weight(name):
+    layer, x = built(name), inputs()
+    weights = numpy([weight.value for weight in layer.trainable_variables])
+
+    def loss(values):
+        return keras.ops.sum(keras.ops.square(call_with(layer, values, x)))
+
+    assert weights
+    for weight, gradient in zip(layer.trainable_variables, gradients(loss, weights), strict=True):
+        assert np.isfinite(gradient).all(), weight.path
+        assert (gradient != 0).all(), weight.path
+
+
+def test_fit_lowers_the_loss():
+    tokens = np.random.default_rng(0).integers(1, 7, (8, 12))
+    embedding = keras.layers.Embedding(7, WIDTH, mask_zero=True)
+    rows = [row.make() for row in ROWS.values()]
+    model = keras.Sequential([embedding, *rows, keras.layers.Dense(7)])
+    # XLA and torch.compile take their time; the operations' own tests compile.
+    jit = "auto" if keras.config.backend() == "jax" else False
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(0.03), loss, jit_compile=jit)
+    history = model.fit(tokens, tokens, batch_size=4, epochs=20, verbose=0)
+    assert history.history["loss"][-1] < 0.9 * history.history["loss"][0]
