@@ -1,5 +1,7 @@
 """Hawk and Griffin as language models: train, score, write."""
 
+import functools
+
 import keras
 import keras_hub
 import numpy as np
@@ -128,17 +130,30 @@ class GriffinCausalLM(SegmentsOptional, keras_hub.models.CausalLM):
     # === Training ===
 
     def fit(
-        self, x=None, y=None, batch_size=None, sample_weight=None, validation_data=None, **kwargs
+        self,
+        x=None,
+        y=None,
+        batch_size=None,
+        sample_weight=None,
+        validation_data=None,
+        **kwargs,
     ):
-        """As in Keras, from strings or tokens.
+        """As in Keras, from strings or from the tokens that the preprocessor makes of them.
 
-        With a packing preprocessor, lists and arrays of strings are packed as a whole: `batch_size`
-        and `validation_split` then count rows. See `GriffinCausalLMPreprocessor`.
+        With a packing preprocessor, lists and arrays of strings are packed as a whole, and
+        `batch_size`, `validation_split` and `shuffle` mean rows. See `GriffinCausalLMPreprocessor`.
         """
-        x, y, sample_weight = self._pack(x, y, sample_weight)
+        x, y, sample_weight = self._packed(x, y, sample_weight)
+        if _is_strings(validation_data):
+            validation_data = (validation_data,)
         if isinstance(validation_data, (tuple, list)):
-            validation_data = self._pack(*keras.utils.unpack_x_y_sample_weight(validation_data))
-        return super().fit(
+            held_out = keras.utils.unpack_x_y_sample_weight(tuple(validation_data))
+            validation_data = self._packed(*held_out)
+        # KerasHub makes a dataset to preprocess step by step, which Keras cannot shuffle.
+        held_out_x = validation_data[0] if isinstance(validation_data, tuple) else validation_data
+        ready = _is_tokens(x) and (held_out_x is None or _is_tokens(held_out_x))
+        fit = functools.partial(keras.Model.fit, self) if ready else super().fit
+        return fit(
             x=x,
             y=y,
             batch_size=batch_size,
@@ -149,20 +164,20 @@ class GriffinCausalLM(SegmentsOptional, keras_hub.models.CausalLM):
 
     def evaluate(self, x=None, y=None, batch_size=None, sample_weight=None, **kwargs):
         """As in Keras, from strings or tokens; strings are packed as in `fit`."""
-        x, y, sample_weight = self._pack(x, y, sample_weight)
-        return super().evaluate(
-            x=x, y=y, batch_size=batch_size, sample_weight=sample_weight, **kwargs
-        )
+        x, y, sample_weight = self._packed(x, y, sample_weight)
+        evaluate = functools.partial(keras.Model.evaluate, self)
+        evaluate = evaluate if _is_tokens(x) else super().evaluate
+        return evaluate(x=x, y=y, batch_size=batch_size, sample_weight=sample_weight, **kwargs)
 
-    def _pack(self, x, y=None, sample_weight=None):
-        in_memory = isinstance(x, (list, tuple, np.ndarray))
-        if in_memory and getattr(self.preprocessor, "packed", False):
-            packed = self.preprocessor(list(x), y=y, sample_weight=sample_weight)
-            return keras.tree.map_structure(ops.convert_to_numpy, packed)
-        return x, y, sample_weight
+    def _packed(self, x, y=None, sample_weight=None):
+        """Strings in memory as packed rows of tokens; all else as it is."""
+        if not (_is_strings(x) and getattr(self.preprocessor, "packed", False)):
+            return x, y, sample_weight
+        rows = self.preprocessor(list(x), y=y, sample_weight=sample_weight)
+        return keras.tree.map_structure(ops.convert_to_numpy, rows)
 
     def preprocess_samples(self, x, y=None, sample_weight=None):
-        if isinstance(x, dict) and "token_ids" in x:  # tokens already
+        if _is_tokens(x):
             return keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
         return super().preprocess_samples(x, y, sample_weight)
 
@@ -322,6 +337,14 @@ class GriffinCausalLM(SegmentsOptional, keras_hub.models.CausalLM):
         if scoring_mode == "logits":
             return logits
         return ops.sparse_categorical_crossentropy(target_ids, logits, from_logits=True)
+
+
+def _is_strings(x):
+    return isinstance(x, (list, tuple, np.ndarray)) and len(x) and isinstance(x[0], (str, bytes))
+
+
+def _is_tokens(x):
+    return isinstance(x, dict) and "token_ids" in x
 
 
 def _check_vocabulary(backbone, preprocessor):

@@ -1,0 +1,158 @@
+"""Training on strings and tokens, scores, and what generation asks of its prompts."""
+
+import keras
+import keras_hub
+import numpy as np
+import pytest
+
+from keras_recurrent.models import GriffinBackbone, GriffinCausalLM, GriffinCausalLMPreprocessor
+from keras_recurrent.tokenizers import ByteTokenizer
+from tests.models.tiny import SIZES, forward, tiny_causal_lm
+
+TEXTS = ["tick tock ", "tick tock tick", "tock"] * 4
+
+
+def language_model(packed=False, sequence_length=16, **kwargs):
+    preprocessor = GriffinCausalLMPreprocessor(
+        ByteTokenizer(), sequence_length=sequence_length, packed=packed
+    )
+    sizes = {**SIZES, "vocabulary_size": 259, "num_layers": 1, **kwargs}
+    model = GriffinCausalLM(GriffinBackbone(**sizes), preprocessor)
+    model.compile(keras.optimizers.Adam(0.01), sampler="greedy")
+    return model
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_it_learns_strings_and_writes_them(packed):
+    model = language_model(packed)
+    arguments = {"batch_size": 3, "epochs": 8, "verbose": 0, "shuffle": packed}
+    history = model.fit(TEXTS, validation_data=(TEXTS[:4],), **arguments)
+    losses = history.history["loss"], history.history["val_loss"]
+    assert all(loss[-1] < 0.6 * loss[0] for loss in losses)
+    rows = len(model.preprocessor(TEXTS)[1])
+    assert rows == (10 if packed else 12)
+    assert int(model.optimizer.iterations) == 8 * 4
+    loss = model.evaluate(TEXTS[:4], batch_size=3, verbose=0, return_dict=True)["loss"]
+    np.testing.assert_allclose(loss, losses[1][-1], rtol=1e-3)
+
+    written = model.generate(["tick", "t"], max_length=12)
+    assert written[0].startswith("tick")
+    assert model.generate("tick", max_length=12) == written[0]
+    assert model.generate("tick", max_length=12, strip_prompt=True) == written[0][4:]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_tensorflow_datasets_of_strings(packed):
+    tf = pytest.importorskip("tensorflow")
+    model = language_model(packed)
+    texts = tf.data.Dataset.from_tensor_slices(TEXTS).batch(len(TEXTS))
+    loss = model.evaluate(texts, verbose=0, return_dict=True)["loss"]
+    wanted = model.evaluate(TEXTS, batch_size=len(TEXTS), verbose=0, return_dict=True)["loss"]
+    np.testing.assert_allclose(loss, wanted, rtol=1e-4)
+    model.fit(texts, shuffle=False, verbose=0)
+    if packed:
+        rows = texts.map(model.preprocessor).unbatch().batch(2)
+        model.fit(rows, steps_per_epoch=2, shuffle=False, verbose=0)
+
+
+def test_token_arrays_with_and_without_a_preprocessor():
+    model = language_model()
+    x, y, weight = keras.tree.map_structure(keras.ops.convert_to_numpy, model.preprocessor(TEXTS))
+    rows = {"sample_weight": weight, "batch_size": 6, "verbose": 0}
+    wanted = model.evaluate(TEXTS, batch_size=6, verbose=0)
+    np.testing.assert_allclose(model.evaluate(x, y, **rows), wanted, rtol=1e-4)
+    logits = model.predict(x, batch_size=6, verbose=0)
+    np.testing.assert_allclose(
+        logits, model.predict(TEXTS, batch_size=6, verbose=0), rtol=1e-4, atol=1e-5
+    )
+    model.preprocessor = None
+    np.testing.assert_allclose(model.evaluate(x, y, **rows), wanted, rtol=1e-4)
+    history = model.fit(x, y, epochs=3, validation_split=0.5, **rows).history
+    assert history["loss"][-1] < history["loss"][0]
+
+
+def test_a_packed_step_is_a_padded_step():
+    """The same documents give the same loss, however they are laid out."""
+    padded, packed = language_model(sequence_length=32), language_model(True, 32)
+    for model in (padded, packed):
+        model.compile(
+            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
+        )
+    packed.set_weights(padded.get_weights())
+    losses = [m.test_on_batch(TEXTS) for m in (padded, packed)]
+    losses = [loss[0] if isinstance(loss, (list, tuple)) else loss for loss in losses]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
+
+
+def test_scores_are_the_models_logits_and_losses():
+    model = tiny_causal_lm()
+    token_ids = np.random.default_rng(0).integers(3, 61, (2, 9)).astype("int32")
+    real = np.ones_like(token_ids)
+    real[0, 6:] = 0
+    wanted = forward(model, token_ids, real)
+    logits = keras.ops.convert_to_numpy(model.score(token_ids, real))
+    np.testing.assert_allclose(logits, wanted, rtol=1e-4, atol=1e-4)
+
+    targets = np.roll(token_ids, -1, axis=1)
+    losses = model.score(token_ids, real, scoring_mode="loss", target_ids=targets)
+    probabilities = np.exp(wanted) / np.exp(wanted).sum(-1, keepdims=True)
+    chosen = np.take_along_axis(probabilities, targets[..., None], axis=-1)[..., 0]
+    np.testing.assert_allclose(
+        keras.ops.convert_to_numpy(losses), -np.log(chosen), rtol=1e-4, atol=1e-4
+    )
+
+    seen = []
+
+    def intercept(x, i):
+        seen.append(i)
+        return x * 0 if i == 1 else x
+
+    silenced = model.score(token_ids, layer_intercept_fn=intercept)
+    assert seen == [-1, 0, 1]
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(silenced), 0)
+
+
+def test_scores_ask_for_what_they_need():
+    model = tiny_causal_lm(num_layers=1)
+    with pytest.raises(ValueError, match="'logits' or 'loss'"):
+        model.score(np.ones((1, 3), "int32"), scoring_mode="perplexity")
+    with pytest.raises(ValueError, match="`target_ids`"):
+        model.score(np.ones((1, 3), "int32"), scoring_mode="loss")
+
+
+def test_speculative_sampling_is_refused_by_name():
+    model = tiny_causal_lm(num_layers=1)
+    for sampler in ("speculative", keras_hub.samplers.SpeculativeSampler()):
+        with pytest.raises(ValueError, match="speculative"):
+            model.compile(sampler=sampler)
+
+
+def test_prompts_need_a_token_and_no_gaps():
+    model = tiny_causal_lm(num_layers=1)
+    token_ids = np.full((2, 5), 7, "int32")
+    for real, match in [
+        ([[1, 1, 0, 0, 0], [0, 0, 0, 0, 0]], "row 1 has none"),
+        ([[1, 1, 0, 0, 0], [0, 1, 1, 0, 0]], "at the left"),
+        ([[1, 1, 0, 1, 0], [1, 1, 1, 0, 0]], "at the left"),
+    ]:
+        prompt = {"token_ids": token_ids, "padding_mask": np.array(real)}
+        with pytest.raises(ValueError, match=match):
+            model.generate(prompt, stop_token_ids=None)
+
+
+def test_an_empty_string_is_a_prompt():
+    model = language_model()
+    assert isinstance(model.generate("", max_length=4), str)
+    model.preprocessor.add_start_token = False
+    assert isinstance(model.generate("", max_length=4), str)
+
+
+def test_the_tokenizer_must_fit_the_vocabulary():
+    preprocessor = GriffinCausalLMPreprocessor(ByteTokenizer())
+    with pytest.raises(ValueError, match="259 tokens, the backbone knows 61"):
+        GriffinCausalLM(GriffinBackbone(**SIZES), preprocessor)
+
+
+def test_unknown_arguments_are_errors():
+    with pytest.raises(TypeError, match="tokenizer"):
+        GriffinCausalLM(GriffinBackbone(**SIZES), tokenizer=None)
