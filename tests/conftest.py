@@ -10,6 +10,8 @@ INSTALLED = [name for name in BACKENDS if importlib.util.find_spec(name)]
 
 # Keras would look into the user's configuration file, and take TensorFlow without one.
 os.environ.setdefault("KERAS_BACKEND", INSTALLED[0])
+# On a GPU, JAX takes float32 matrix products in TF32, whose error would hide all others.
+os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
 
 
 def pytest_report_header():

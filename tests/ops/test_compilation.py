@@ -51,7 +51,7 @@ if BACKEND == "jax":
         def call(tensors):
             return getattr(ops, operation)(**tensors)
 
-        assert temporary_bytes(4096) < 2.5 * temporary_bytes(2048)
+        assert temporary_bytes(16384) < 5 * temporary_bytes(4096)
 
 elif BACKEND == "torch":
     import torch
