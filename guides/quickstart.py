@@ -178,7 +178,6 @@ def main():
         batch_size=BATCH_SIZE,
         epochs=arguments.epochs,
         callbacks=[report],
-        shuffle=False,  # the rows are read as they are packed
     )
     print(f"\nAfter training it writes:\n{model.generate(PROMPT, max_length=300)}\n")
 

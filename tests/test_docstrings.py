@@ -1,0 +1,59 @@
+"""The examples in public docstrings run."""
+
+import doctest
+import importlib
+import inspect
+import pkgutil
+import re
+import textwrap
+
+import keras
+import numpy as np
+import pytest
+
+import keras_recurrent
+
+# Two styles: `>>>` with what comes out, and a fenced program. Without imports it is a fragment.
+BLOCK = re.compile(r"```python\n(\s*(?:import|from) .*?)```", re.DOTALL)
+
+
+def documented():
+    """{name: docstring} of what the modules define and show to users."""
+    found = {}
+    for info in pkgutil.walk_packages(keras_recurrent.__path__, "keras_recurrent."):
+        if not info.name.startswith("keras_recurrent.backends"):
+            for name, item in vars(importlib.import_module(info.name)).items():
+                if getattr(item, "__module__", None) == info.name and not name.startswith("_"):
+                    found |= docstrings(f"{info.name}:{name}", item)
+    return found
+
+
+def docstrings(name, item):
+    found = {name: item.__doc__ or ""}
+    if inspect.isclass(item):
+        for key, value in vars(item).items():
+            function = getattr(value, "__func__", getattr(value, "fget", value))
+            if inspect.isfunction(function) and not key.startswith("_"):
+                found[f"{name}.{key}"] = function.__doc__ or ""
+    return found
+
+
+EXAMPLES = {
+    name.removeprefix("keras_recurrent."): text
+    for name, text in documented().items()
+    if ">>>" in text or BLOCK.search(text)
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example(name):
+    text = inspect.cleandoc(EXAMPLES[name])
+    module = importlib.import_module("keras_recurrent." + name.partition(":")[0])
+    known = {"keras": keras, "np": np, "keras_recurrent": keras_recurrent, **vars(module)}
+    test = doctest.DocTestParser().get_doctest(text, known, name, None, 0)
+    report = []
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    doctest.DocTestRunner(optionflags=flags).run(test, out=report.append)
+    assert not report, "".join(report)
+    for block in BLOCK.findall(text):
+        exec(textwrap.dedent(block), {})
