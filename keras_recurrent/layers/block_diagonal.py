@@ -31,13 +31,3 @@ def apply_blocks(dense, inputs):
     num_blocks, units = dense.bias.shape
     blocks = ops.reshape(inputs, (batch, length, num_blocks, width // num_blocks))
     return ops.reshape(dense(blocks), (batch, length, num_blocks * units))
-
-
-def check_num_blocks(num_blocks, width):
-    if width % num_blocks:
-        fitting = [n for n in range(1, width + 1) if width % n == 0]
-        nearest = min(fitting, key=lambda n: abs(n - num_blocks))
-        raise ValueError(
-            f"`num_blocks` must divide the width of the inputs, {width}; got {num_blocks}. "
-            f"The nearest that does is {nearest}."
-        )

@@ -3,6 +3,7 @@
 import keras
 
 from keras_recurrent import ops
+from keras_recurrent.layers.checks import check_positive_integer
 from keras_recurrent.layers.initializers import clone_initializer
 from keras_recurrent.layers.streaming import StreamingLayer, last_segment
 
@@ -66,9 +67,8 @@ class CausalConv1D(StreamingLayer):
         return_state=False,
         **kwargs,
     ):
-        if not isinstance(kernel_size, int) or kernel_size < 1:
-            raise ValueError(f"`kernel_size` must be an integer, at least 1; got {kernel_size!r}.")
         super().__init__(return_state=return_state, **kwargs)
+        check_positive_integer("kernel_size", kernel_size)
         self.kernel_size = kernel_size
         self.use_bias = use_bias
         self.kernel_initializer = keras.initializers.get(kernel_initializer)

@@ -5,11 +5,8 @@ import math
 import keras
 from keras import ops
 
-from keras_recurrent.layers.block_diagonal import (
-    apply_blocks,
-    block_diagonal_dense,
-    check_num_blocks,
-)
+from keras_recurrent.layers.block_diagonal import apply_blocks, block_diagonal_dense
+from keras_recurrent.layers.checks import check_num_blocks, check_positive_integer
 from keras_recurrent.layers.initializers import clone_initializer, get_decay_initializer
 from keras_recurrent.layers.streaming import StreamingLayer, last_segment
 from keras_recurrent.ops import complex_linear_scan, token_kind
@@ -92,6 +89,7 @@ class CGLRU(StreamingLayer):
         **kwargs,
     ):
         super().__init__(return_state=return_state, **kwargs)
+        check_positive_integer("num_blocks", num_blocks)
         self.num_blocks = num_blocks
         self.a_initializer = get_decay_initializer(a_initializer)
         self.kernel_initializer = keras.initializers.get(kernel_initializer)

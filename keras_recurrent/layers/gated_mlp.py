@@ -3,6 +3,7 @@
 import keras
 from keras import ops
 
+from keras_recurrent.layers.checks import check_positive_integer, check_width_known
 from keras_recurrent.layers.initializers import clone_initializer
 
 
@@ -31,7 +32,7 @@ class GatedMLP(keras.layers.Layer):
     Sublayers: `gate_proj`, `up_proj`, `down_proj`, all `Dense`.
 
     Raises:
-        ValueError: the width of the inputs is not known.
+        ValueError: an `intermediate_dim` below 1, or inputs whose width is not known.
 
     Example:
 
@@ -44,9 +45,14 @@ class GatedMLP(keras.layers.Layer):
     """
 
     def __init__(
-        self, intermediate_dim, kernel_initializer="lecun_normal", bias_initializer="zeros", **kwargs
+        self,
+        intermediate_dim,
+        kernel_initializer="lecun_normal",
+        bias_initializer="zeros",
+        **kwargs,
     ):
         super().__init__(**kwargs)
+        check_positive_integer("intermediate_dim", intermediate_dim)
         self.intermediate_dim = intermediate_dim
         self.kernel_initializer = keras.initializers.get(kernel_initializer)
         self.bias_initializer = keras.initializers.get(bias_initializer)
@@ -64,11 +70,7 @@ class GatedMLP(keras.layers.Layer):
         )
 
     def build(self, input_shape):
-        if input_shape[-1] is None:
-            raise ValueError(
-                "`GatedMLP` needs inputs whose last dimension, the width, is known; got the shape "
-                f"{tuple(input_shape)}."
-            )
+        check_width_known(self, input_shape)
         self.gate_proj.build(input_shape)
         self.up_proj.build(input_shape)
         self.down_proj = self._dense(input_shape[-1], "down_proj")

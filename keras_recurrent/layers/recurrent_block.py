@@ -4,6 +4,7 @@ import keras
 from keras import ops
 
 from keras_recurrent.layers.causal_conv1d import CausalConv1D
+from keras_recurrent.layers.checks import check_num_blocks, check_positive_integer
 from keras_recurrent.layers.initializers import clone_initializer, get_decay_initializer
 from keras_recurrent.layers.rg_lru import RGLRU
 from keras_recurrent.layers.streaming import StreamingLayer
@@ -62,15 +63,18 @@ class RecurrentBlock(StreamingLayer):
             self.mix = RecurrentBlock(32, num_blocks=4)
             self.head = keras.layers.Dense(256)
             self.mix.build((batch_size, None, 16))
-            self.state = keras.tree.map_structure(
-                lambda array: keras.Variable(array, dtype=array.dtype, trainable=False),
-                self.mix.get_initial_state(batch_size),
-            )
+            self.state = [
+                keras.Variable(array, dtype=array.dtype, trainable=False)
+                for array in keras.tree.flatten(self.mix.get_initial_state(batch_size))
+            ]
 
         def call(self, text):
-            before = keras.tree.map_structure(keras.ops.copy, self.state)
+            before = keras.tree.pack_sequence_as(
+                self.mix.state_spec(), [keras.ops.copy(array) for array in self.state]
+            )
             x, after = self.mix(self.embed(text), initial_state=before, return_state=True)
-            keras.tree.map_structure(lambda kept, new: kept.assign(new), self.state, after)
+            for array, new in zip(self.state, keras.tree.flatten(after)):
+                array.assign(new)
             return self.head(x)
 
     text = np.frombuffer(b"All happy families are alike. " * 64, "uint8").astype("int32")
@@ -95,6 +99,9 @@ class RecurrentBlock(StreamingLayer):
         **kwargs,
     ):
         super().__init__(return_state=return_state, **kwargs)
+        check_positive_integer("lru_width", lru_width)
+        check_positive_integer("num_blocks", num_blocks)
+        check_num_blocks(num_blocks, lru_width)
         self.lru_width = lru_width
         self.kernel_size = kernel_size
         self.num_blocks = num_blocks

@@ -3,6 +3,8 @@
 import keras
 from keras import ops
 
+from keras_recurrent.layers.checks import check_width_known
+
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class RMSNorm(keras.layers.Layer):
@@ -28,7 +30,7 @@ class RMSNorm(keras.layers.Layer):
         `[..., D]` in the compute dtype.
 
     Raises:
-        ValueError: the width of the inputs is not known, or an `epsilon` below 0.
+        ValueError: inputs whose width is not known, or an `epsilon` below 0.
 
     Example:
 
@@ -50,11 +52,7 @@ class RMSNorm(keras.layers.Layer):
         self.supports_masking = True
 
     def build(self, input_shape):
-        if input_shape[-1] is None:
-            raise ValueError(
-                "`RMSNorm` needs inputs whose last dimension, the width, is known; got the shape "
-                f"{tuple(input_shape)}."
-            )
+        check_width_known(self, input_shape)
         self.scale = self.add_weight(
             name="scale", shape=(input_shape[-1],), initializer="zeros", autocast=False
         )

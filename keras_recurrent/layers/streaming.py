@@ -55,7 +55,7 @@ class StreamingLayer(keras.layers.Layer):
         raise NotImplementedError
 
     def stream(self, inputs, mask, segment_ids, state):
-        """`(output, new state)`, from checked arguments in their dtypes; all but inputs may be None."""
+        """`(output, new state)`, from checked arguments; all but `inputs` may be None."""
         raise NotImplementedError
 
     def call(
@@ -70,9 +70,7 @@ class StreamingLayer(keras.layers.Layer):
         mask = inputs_mask if mask is None else mask
         self._check(inputs, mask, segment_ids, initial_state)
         if initial_state is not None:
-            initial_state = tree.map_structure(
-                lambda spec, array: ops.cast(array, spec.dtype), self.state_spec(), initial_state
-            )
+            initial_state = _cast(initial_state, self.state_spec())
         output, state = self.stream(
             ops.cast(inputs, self.compute_dtype), mask, segment_ids, initial_state
         )
@@ -177,6 +175,13 @@ def _initial(spec, batch_size, name=None):
         return {name: _initial(part, batch_size, name) for name, part in spec.items()}
     value = -1 if name == "segment" else 0
     return ops.full((batch_size, *spec.shape[1:]), value, dtype=spec.dtype)
+
+
+def _cast(state, spec):
+    # Not `tree.map_structure`: a state kept as a layer's attribute is no plain dict any more.
+    if isinstance(spec, dict):
+        return {name: _cast(state[name], part) for name, part in spec.items()}
+    return ops.cast(state, spec.dtype)
 
 
 def _check_state(state, spec, path):

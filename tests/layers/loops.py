@@ -103,11 +103,15 @@ class RMSNorm:
         return x / np.sqrt((x**2).mean() + 1e-6) * (1 + self.w["scale"])
 
 
-UNITS = {cls.__name__: cls for cls in (RGLRU, CGLRU, CausalConv1D, RecurrentBlock, GatedMLP, RMSNorm)}
+UNITS = {
+    cls.__name__: cls for cls in (RGLRU, CGLRU, CausalConv1D, RecurrentBlock, GatedMLP, RMSNorm)
+}
 
 
 def below(weights, name):
-    return {path.removeprefix(f"{name}/"): w for path, w in weights.items() if path.startswith(name)}
+    return {
+        path.removeprefix(f"{name}/"): w for path, w in weights.items() if path.startswith(name)
+    }
 
 
 def linear(weights, name, x):

@@ -58,11 +58,13 @@ def built(name, **kwargs):
     layer.build((None, None, WIDTH))
     rng = np.random.default_rng(0)
     for weight in layer.weights:
-        weight.assign(keras.ops.convert_to_numpy(weight.value) + 0.3 * rng.normal(size=weight.shape))
+        weight.assign(
+            keras.ops.convert_to_numpy(weight.value) + 0.3 * rng.normal(size=weight.shape)
+        )
     return layer
 
 
-def inputs(batch=3, length=12, seed=1):
+def inputs(batch=3, length=8, seed=1):
     return np.random.default_rng(seed).normal(size=(batch, length, WIDTH)).astype("float32")
 
 

@@ -21,7 +21,7 @@ def test_shapes(name):
     assert symbolic.shape == (None, None, WIDTH)
     assert symbolic.dtype == "float32"
     assert layer.compute_output_shape((2, None, WIDTH)) == (2, None, WIDTH)
-    assert tuple(layer(inputs()).shape) == (3, 12, WIDTH)
+    assert tuple(layer(inputs()).shape) == (3, 8, WIDTH)
     assert tuple(layer(inputs(length=1)).shape) == (3, 1, WIDTH)
 
 
@@ -38,9 +38,12 @@ def test_config(name):
     json.dumps(config)
     again = type(layer).from_config(config)
     assert again.get_config() == config
-    assert keras.saving.deserialize_keras_object(
-        keras.saving.serialize_keras_object(layer)
-    ).get_config() == config
+    assert (
+        keras.saving.deserialize_keras_object(
+            keras.saving.serialize_keras_object(layer)
+        ).get_config()
+        == config
+    )
 
 
 @any_layer
@@ -87,15 +90,14 @@ def test_policies(name, policy):
 
 
 def check_policy(name, policy):
-    layer, x = built(name, dtype=policy), inputs()
+    layer, x = built(name, dtype=policy), inputs(length=4)
     compute_dtype = policy.removeprefix("mixed_")
     y = layer(x)
     assert keras.backend.standardize_dtype(y.dtype) == compute_dtype
     assert layer(keras.Input((None, WIDTH))).dtype == compute_dtype
     wanted = loops.run(loops.unit(layer), x)
-    torch_dense = keras.config.backend() == "torch" and name in ("RecurrentBlock", "GatedMLP")
-    if policy == "float64" and torch_dense:
-        # Keras multiplies matrices of float64 in float32 there.
+    if policy == "float64" and name in ("RecurrentBlock", "GatedMLP"):
+        # Keras takes float64 through float32: in matrix products on torch, in gelu on TensorFlow.
         np.testing.assert_allclose(numpy(y), wanted, rtol=1e-5, atol=1e-6)
     elif policy == "float64":
         np.testing.assert_allclose(numpy(y), wanted, rtol=1e-12, atol=1e-12)
@@ -121,7 +123,7 @@ def test_gradients_reach_every_weight(name):
 
 
 def test_fit_lowers_the_loss():
-    tokens = np.random.default_rng(0).integers(1, 7, (8, 12))
+    tokens = np.random.default_rng(0).integers(1, 7, (8, 8))
     embedding = keras.layers.Embedding(7, WIDTH, mask_zero=True)
     rows = [row.make() for row in ROWS.values()]
     model = keras.Sequential([embedding, *rows, keras.layers.Dense(7)])

@@ -1,0 +1,97 @@
+"""What cannot work is refused with the argument's name and the mend, before any work."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_recurrent import layers
+from tests.layers.table import WIDTH, built, inputs, streaming_layer
+
+
+@streaming_layer
+@pytest.mark.parametrize("shape", [(8,), (2, 8), (2, 3, 4, 8), (2, 3, None)])
+def test_wrong_rank(name, shape):
+    layer = type(built(name)).from_config(built(name).get_config())
+    with pytest.raises(ValueError, match=r"needs inputs of shape \[batch, time, width\]"):
+        layer.build(shape)
+
+
+@streaming_layer
+def test_wrong_width(name):
+    with pytest.raises(ValueError, match="expected axis -1 of input shape to have value 8"):
+        built(name)(np.zeros((2, 3, 6), "float32"))
+
+
+@pytest.mark.parametrize(
+    ("make", "width", "message"),
+    [
+        (lambda: layers.RGLRU(num_blocks=5), 8, r"`num_blocks` must divide .*, 8; got 5.*is 4"),
+        (lambda: layers.RGLRU(), 8, r"`num_blocks` must divide .*, 8; got 16.*is 8"),
+        (lambda: layers.CGLRU(num_blocks=3), 8, r"`num_blocks` must divide"),
+        (lambda: layers.CGLRU(num_blocks=8), 8, r"into blocks of even width; got 8"),
+        (lambda: layers.CGLRU(num_blocks=1), 7, r"must be even; got 7"),
+        (lambda: layers.RecurrentBlock(10, num_blocks=4), 8, r"`num_blocks` must divide"),
+        (lambda: layers.RGLRU(num_blocks=0), 8, r"`num_blocks` must be .*at least 1; got 0"),
+        (lambda: layers.RGLRU(num_blocks=2.0), 8, r"`num_blocks` must be an integer"),
+        (lambda: layers.CausalConv1D(0), 8, r"`kernel_size` must be .*at least 1; got 0"),
+        (lambda: layers.CausalConv1D((4,)), 8, r"`kernel_size` must be an integer"),
+        (
+            lambda: layers.RecurrentBlock(8, kernel_size=-1, num_blocks=2),
+            8,
+            r"`kernel_size` must be",
+        ),
+        (lambda: layers.RecurrentBlock(0), 8, r"`lru_width` must be .*at least 1; got 0"),
+        (lambda: layers.GatedMLP(0), 8, r"`intermediate_dim` must be .*at least 1; got 0"),
+        (lambda: layers.GatedMLP(8), None, r"width, is known"),
+        (lambda: layers.RMSNorm(), None, r"width, is known"),
+        (lambda: layers.RMSNorm(epsilon=-1.0), 8, r"`epsilon` must not be below 0"),
+        (lambda: layers.RGLRU(a_initializer="hawk"), 8, r"`a_initializer` must be \"griffin\""),
+        (lambda: layers.CGLRU(a_initializer="hawk"), 8, r"`a_initializer` must be \"griffin\""),
+    ],
+)
+def test_bad_arguments(make, width, message):
+    with pytest.raises(ValueError, match=message):
+        make().build((None, None, width))
+
+
+@streaming_layer
+def test_a_state_before_the_width_is_known(name):
+    layer = type(built(name)).from_config(built(name).get_config())
+    with pytest.raises(ValueError, match=r"layer.build\(\(None, None, width\)\)"):
+        layer.get_initial_state(2)
+
+
+@streaming_layer
+def test_wrong_states(name):
+    layer, x = built(name), inputs()
+    state = layer.get_initial_state(3)
+    symbolic = keras.Input((None, WIDTH))
+
+    def refuses(state, message):
+        for sequence in (x, symbolic):
+            with pytest.raises(ValueError, match=message):
+                layer(sequence, initial_state=state)
+
+    refuses({}, r"`initial_state` must be a dict of")
+    refuses(keras.tree.flatten(state), r"`initial_state` must be a dict of .*got list")
+    refuses({**state, "more": x}, r"`initial_state` must be a dict of")
+    with pytest.raises(ValueError, match=r"`initial_state\[.*must have the shape \(3"):
+        layer(x, initial_state=layer.get_initial_state(2))
+    refuses(
+        keras.tree.map_structure(lambda a: keras.ops.concatenate([a, a], axis=-1), state)
+        if name != "CausalConv1D of one token"
+        else {**state, "inputs": x},
+        r"`initial_state\[.*must have the shape",
+    )
+
+
+@streaming_layer
+def test_masks_and_segments_of_another_shape(name):
+    layer, x = built(name), inputs()
+    for bad in (np.ones((3, 7), "int32"), np.ones((3, 8, 1), "int32"), np.ones(3, "int32")):
+        with pytest.raises(ValueError, match=r"`mask` must have the shape \[batch, time\]"):
+            layer(x, mask=bad.astype("bool"))
+        with pytest.raises(ValueError, match=r"`segment_ids` must have the shape \[batch, time\]"):
+            layer(x, segment_ids=bad)
+    with pytest.raises(ValueError, match=r"`segment_ids` must be integers"):
+        layer(x, segment_ids=np.ones((3, 8), "float32"))

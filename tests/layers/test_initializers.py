@@ -1,0 +1,102 @@
+"""How weights start out."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_recurrent import layers
+from tests.layers.table import numpy
+
+
+def decay(a_logit):
+    return 1 / (1 + np.exp(-np.asarray(a_logit, "float64")))
+
+
+@pytest.mark.parametrize(
+    ("identifier", "power", "low", "high"),
+    [("griffin", 8, 0.9, 0.999), ("recurrentgemma", 2, 0.9**2, 0.999**2)],
+)
+@pytest.mark.parametrize("layer_class", [layers.RGLRU, layers.CGLRU])
+def test_decays_are_uniform(layer_class, identifier, power, low, high):
+    layer = layer_class(num_blocks=512, a_initializer=identifier)
+    layer.build((None, None, 8192))
+    u = np.sort(decay(numpy(layer.a_logit.value)) ** power)
+    assert low - 1e-6 < u[0] < low + 0.005 * (high - low)
+    assert high - 0.005 * (high - low) < u[-1] < high + 1e-6
+    # Kolmogorov-Smirnov: a uniform sample strays this far in one of 10^5 cases.
+    strays = np.abs((u - low) / (high - low) - (np.arange(len(u)) + 0.5) / len(u)).max()
+    assert strays < 2.5 / np.sqrt(len(u))
+
+
+def test_decays_near_one_keep_their_digits():
+    """a^8 = 0.999 exactly: 1 - a as a difference would lose three digits of it."""
+    a_logit = numpy(layers.DecayLogit(0.999, 0.999, power=8.0)((4,)))
+    a = np.float64(np.float32(0.999)) ** (1 / 8)
+    np.testing.assert_allclose(a_logit, np.log(a) - np.log1p(-a), rtol=3e-7)
+
+
+def test_phases_are_uniform():
+    layer = layers.CGLRU(num_blocks=512)
+    layer.build((None, None, 8192))
+    turn = np.sort(8 * numpy(layer.theta.value)) / (2 * np.pi)
+    assert turn[0] >= 0
+    assert turn[-1] < 1
+    strays = np.abs(turn - (np.arange(len(turn)) + 0.5) / len(turn)).max()
+    assert strays < 2.5 / np.sqrt(len(turn))
+
+
+@pytest.mark.parametrize("layer_class", [layers.RGLRU, layers.CGLRU])
+def test_gates_have_the_fan_in_of_a_block(layer_class):
+    layer = layer_class(num_blocks=16)
+    layer.build((None, None, 1024))
+    kernels = [numpy(gate.kernel.value) for gate in (layer.recurrence_gate, layer.input_gate)]
+    for kernel in kernels:
+        assert kernel.shape[:2] == (16, 64)
+        np.testing.assert_allclose(kernel.var(), 1 / 64, rtol=0.03)
+        np.testing.assert_allclose(kernel.var(axis=(1, 2)), 1 / 64, rtol=0.2)
+    assert not np.allclose(*kernels)
+    for gate in (layer.recurrence_gate, layer.input_gate):
+        np.testing.assert_array_equal(numpy(gate.bias.value), 0)
+
+
+def test_a_convolution_has_the_fan_in_of_its_filter():
+    layer = layers.CausalConv1D(kernel_size=4)
+    layer.build((None, None, 4096))
+    np.testing.assert_allclose(numpy(layer.kernel.value).var(), 1 / 4, rtol=0.05)
+
+
+def test_linear_maps_of_a_block_differ():
+    layer = layers.RecurrentBlock(8, num_blocks=2)
+    layer.build((None, None, 8))
+    kernels = [numpy(inner.kernel.value) for inner in (layer.linear_x, layer.linear_y)]
+    assert not np.allclose(*kernels)
+
+
+@pytest.mark.parametrize("layer_class", [layers.RGLRU, layers.CGLRU])
+def test_any_keras_initializer_of_decays(layer_class):
+    for identifier in ("zeros", keras.initializers.Constant(2.0), layers.DecayLogit(0.5, 0.6, 1.0)):
+        layer = layer_class(num_blocks=2, a_initializer=identifier)
+        again = layer_class.from_config(layer.get_config())
+        again.build((None, None, 8))
+        a = decay(numpy(again.a_logit.value))
+        low, high = {"zeros": (0.5, 0.5)}.get(
+            identifier,
+            (0.5, 0.6) if isinstance(identifier, layers.DecayLogit) else (decay(2), decay(2)),
+        )
+        assert (low - 1e-6 <= a).all()
+        assert (a <= high + 1e-6).all()
+
+
+def test_an_initializer_can_be_saved():
+    initializer = layers.DecayLogit(0.2, 0.3, power=4.0, seed=7)
+    again = keras.initializers.deserialize(keras.initializers.serialize(initializer))
+    np.testing.assert_array_equal(numpy(initializer((5,))), numpy(again((5,))))
+    assert numpy(initializer((5,), dtype="float16")).dtype == "float16"
+
+
+@pytest.mark.parametrize(
+    "arguments", [(0.0, 0.5), (0.9, 1.0), (0.9, 0.8), (0.9, 0.99, 0.0), (0.9, 0.99, -1.0)]
+)
+def test_bounds_that_make_no_decay(arguments):
+    with pytest.raises(ValueError, match=r"`minval`|`power`"):
+        layers.DecayLogit(*arguments)

@@ -1,0 +1,91 @@
+"""Low-rank adapters and quantization reach the linear maps, block-diagonal ones included."""
+
+import keras
+import numpy as np
+import pytest
+
+from tests.layers.table import WIDTH, assert_close, built, inputs, layer_with_sublayers, numpy
+
+LINEAR = (keras.layers.Dense, keras.layers.EinsumDense)
+# Keras tells of each layer without weights to quantize, an input layer for one.
+quiet = pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method")
+
+
+def linear_maps(layer):
+    return [inner for inner in layer._flatten_layers() if isinstance(inner, LINEAR)]
+
+
+def model_of(layer):
+    sequence = keras.Input((None, WIDTH))
+    return keras.Model(sequence, layer(sequence))
+
+
+@layer_with_sublayers
+def test_lora_trains_its_own_weights_alone(name):
+    layer, x = built(name), inputs()
+    before = numpy(layer(x))
+    for weight in layer.weights:
+        weight.trainable = False
+    for inner in linear_maps(layer):
+        inner.enable_lora(2)
+    assert_close(layer(x), before)
+    trained = [weight.path for weight in layer.trainable_variables]
+    assert len(trained) == 2 * len(linear_maps(layer))
+    assert all("lora_kernel" in path for path in trained)
+
+    kept = numpy([weight.value for weight in layer.non_trainable_variables])
+    model = model_of(layer)
+    jit = "auto" if keras.config.backend() == "jax" else False
+    model.compile(keras.optimizers.Adam(0.03), "mse", jit_compile=jit)
+    history = model.fit(x, before + 1, epochs=10, verbose=0).history["loss"]
+    assert history[-1] < 0.98 * history[0]
+    assert_close(numpy([weight.value for weight in layer.non_trainable_variables]), kept)
+
+
+@quiet
+@layer_with_sublayers
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+def test_int8_stays_near(name, policy):
+    layer, x = built(name, dtype=policy), inputs()
+    model = model_of(layer)
+    before = numpy(model(x)).astype("float32")
+    model.quantize("int8")
+    for inner in linear_maps(layer):
+        assert keras.backend.standardize_dtype(inner._kernel.dtype) == "int8"
+    after = numpy(model(x)).astype("float32")
+    assert 0 < np.abs(after - before).max() < 0.05 * np.abs(before).max()
+
+
+@quiet
+@layer_with_sublayers
+def test_int8_of_each_block_has_its_own_scale(name):
+    """A block of tiny weights beside a block of large ones loses nothing."""
+    layer, x = built(name), inputs()
+    for inner in linear_maps(layer):
+        if isinstance(inner, keras.layers.EinsumDense):
+            kernel = numpy(inner.kernel.value)
+            kernel[0] *= 1e-3
+            inner.kernel.assign(kernel)
+    model = model_of(layer)
+    model.quantize("int8")
+    for inner in linear_maps(layer):
+        if isinstance(inner, keras.layers.EinsumDense):
+            codes = numpy(inner._kernel.value)
+            assert (np.abs(codes.astype("int32")).max(axis=1) == 127).all()
+    assert np.isfinite(numpy(model(x))).all()
+
+
+@quiet
+@layer_with_sublayers
+def test_lora_trains_on_int8(name):
+    """Quantize, then adapt: the order of fine-tuning a large model on a small device."""
+    layer, x = built(name), inputs()
+    model = model_of(layer)
+    model.quantize("int8")
+    for inner in linear_maps(layer):
+        inner.enable_lora(2)
+    target = numpy(model(x)) + 1
+    jit = "auto" if keras.config.backend() == "jax" else False
+    model.compile(keras.optimizers.Adam(0.03), "mse", jit_compile=jit)
+    history = model.fit(x, target, epochs=10, verbose=0).history["loss"]
+    assert history[-1] < 0.98 * history[0]
