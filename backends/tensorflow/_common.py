@@ -16,9 +16,11 @@ def as_tensors(*tensors):
     return [None if t is None else tf.convert_to_tensor(t) for t in tensors]
 
 
-def dense(gradient, dtype):
-    """An incoming gradient in `dtype`; it may be sparse when the output was gathered from."""
-    return tf.cast(tf.convert_to_tensor(gradient), dtype)
+def dense(gradient, output, dtype):
+    """The gradient of an output, in `dtype`: it may come sparse or without its shape."""
+    gradient = tf.cast(tf.convert_to_tensor(gradient), dtype)
+    gradient.set_shape(output.shape)
+    return gradient
 
 
 def length_of(tensor):
@@ -44,7 +46,11 @@ def kind_masks(token_kind):
 
 def filled(tensor, mask, value):
     """`tensor` with `value` where `mask` is set; no mask, no change."""
-    return tensor if mask is None else tf.where(mask, tf.constant(value, tensor.dtype), tensor)
+    if mask is None:
+        return tensor
+    result = tf.where(mask, tf.constant(value, tensor.dtype), tensor)
+    result.set_shape(tensor.shape)  # which tf.where forgets where the batch is unknown
+    return result
 
 
 def previous(tensor, first):
@@ -55,3 +61,19 @@ def previous(tensor, first):
 def following(tensor, last):
     """tensor_{t+1}, with `last` after the last token."""
     return tf.concat([tensor[:, 1:], last[:, None]], axis=1)
+
+
+def chunked(tensor, size, filler):
+    """[B, T, D] as [B, T / size, size, D]; the last chunk is filled up."""
+    missing = -length_of(tensor) % size
+    if tensor.shape[1] is None or missing:
+        filler = tf.constant(filler, tensor.dtype)
+        tensor = tf.pad(tensor, [[0, 0], [0, missing], [0, 0]], constant_values=filler)
+    return tf.reshape(
+        tensor, [tf.shape(tensor)[0], length_of(tensor) // size, size, tensor.shape[2]]
+    )
+
+
+def total(tensor):
+    """The sum over batch and time, in two stages: in one, TensorFlow adds up token by token."""
+    return tf.reduce_sum(tf.reduce_sum(chunked(tensor, 32, 0), axis=2), axis=[0, 1])

@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from keras_recurrent.backends.tensorflow._common import following, length_of, previous
+from keras_recurrent.backends.tensorflow._common import chunked, following, length_of, previous
 
 # XLA fuses a chunk into one kernel, and from 16 positions on recomputes more than it saves.
 _CHUNK = 8
@@ -18,11 +18,14 @@ def scan(a, x, state, reverse=False, levels=_LEVELS_OF_UNKNOWN_LENGTH):
     same recurrence over these totals gives the state that enters each chunk; then for good.
     """
     if a.shape[1] is not None and a.shape[1] <= _CHUNK:
-        return tf.stack(_steps(tf.unstack(a, axis=1), tf.unstack(x, axis=1), state, reverse), axis=1)
+        return tf.stack(
+            _steps(tf.unstack(a, axis=1), tf.unstack(x, axis=1), state, reverse), axis=1
+        )
     if a.shape[1] is None and levels == 0:
         return _loop(a, x, state, reverse)
 
-    a_chunks, x_chunks = _chunks(a, 1), _chunks(x, 0)
+    a_chunks = tf.unstack(chunked(a, _CHUNK, 1), axis=2)
+    x_chunks = tf.unstack(chunked(x, _CHUNK, 0), axis=2)
     totals = _steps(a_chunks, x_chunks, tf.zeros_like(x_chunks[0]), reverse)[0 if reverse else -1]
     decays = a_chunks[0]
     for a_c in a_chunks[1:]:
@@ -41,16 +44,6 @@ def _steps(a, x, state, reverse):
         state = a_t * state + x_t
         out.append(state)
     return out[::-1] if reverse else out
-
-
-def _chunks(tensor, filler):
-    """[B, T, D] as eight [B, T / 8, D], one for each position; the last chunk is filled up."""
-    missing = -length_of(tensor) % _CHUNK
-    if not (isinstance(missing, int) and missing == 0):
-        filler = tf.constant(filler, tensor.dtype)
-        tensor = tf.pad(tensor, [[0, 0], [0, missing], [0, 0]], constant_values=filler)
-    chunks = tf.reshape(tensor, [tf.shape(tensor)[0], length_of(tensor) // _CHUNK, _CHUNK, tensor.shape[2]])
-    return tf.unstack(chunks, axis=2)
 
 
 def _loop(a, x, state, reverse):

@@ -17,6 +17,7 @@ from keras_recurrent.backends.tensorflow._common import (
     kind_masks,
     length_of,
     state_or_zeros,
+    total,
 )
 
 
@@ -70,7 +71,7 @@ def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None):
             final_state = filled(_move(inputs, packing.last), packing.outdated, 0)
 
         def gradient(dy, d_state):
-            dy, d_state = dense(dy, dtype), dense(d_state, dtype)
+            dy, d_state = dense(dy, y, dtype), dense(d_state, final_state, dtype)
             inputs = inputs_of(x, state)
             if packing is None:
                 d_inputs = tf.pad(d_state, [[0, 0], [length, 0], [0, 0]])
@@ -80,12 +81,12 @@ def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None):
             d_weights = []
             for tap in range(taps + 1):
                 d_inputs += weights[tap] * mirrored(dy, tap)
-                d_weights.append(tf.reduce_sum(dy * tapped(inputs, tap), axis=[0, 1]))
+                d_weights.append(total(dy * tapped(inputs, tap)))
             dx = tf.cast(d_inputs[:, taps:], x.dtype)
             return (
                 dx if packing is None else _move(dx, packing.place),
                 tf.cast(tf.stack(d_weights), kernel.dtype),
-                tf.cast(tf.reduce_sum(dy, axis=[0, 1]), bias.dtype),
+                tf.cast(total(dy), bias.dtype),
                 d_inputs[:, :taps],
             )
 
@@ -129,7 +130,9 @@ def _pack(token_kind, taps):
 
 def _move(tensor, index):
     """tensor[b, index[b, t]]."""
-    return tf.gather(tensor, index, batch_dims=1)
+    moved = tf.gather(tensor, index, batch_dims=1)
+    moved.set_shape(index.shape + tensor.shape[2:])  # lost where the batch is unknown
+    return moved
 
 
 def _place(tensor, index, length):

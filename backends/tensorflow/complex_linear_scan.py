@@ -37,29 +37,31 @@ def complex_linear_scan(x, log_a, phase, initial_state=None, token_kind=None):
         return tf.complex(*tf.split(tf.cast(tensor, dtype), 2, axis=-1))
 
     def decay(log_a, phase):
-        size, phase = tf.exp(tf.cast(log_a, dtype)), tf.cast(phase, dtype)
-        a = tf.complex(size * tf.cos(phase), size * tf.sin(phase))
-        return filled(filled(a, restart, 0), padding, 1)
+        size = filled(filled(tf.exp(tf.cast(log_a, dtype)), restart, 0), padding, 1)
+        phase = filled(tf.cast(phase, dtype), padding, 0)
+        return tf.complex(size * tf.cos(phase), size * tf.sin(phase))
 
     @tf.custom_gradient
     def run(x, log_a, phase, state):
-        h = scan(decay(log_a, phase), filled(to_complex(x), padding, 0), to_complex(state))
-        output = _to_real(h, x.dtype)
+        h = scan(decay(log_a, phase), to_complex(filled(x, padding, 0)), to_complex(state))
+        output, final_state = _to_real(h, x.dtype), _to_real(h[:, -1], dtype)
 
         def gradient(dh, d_state):
             conj_a = decay(log_a, -phase)
-            dh, d_state = to_complex(dense(dh, dtype)), to_complex(dense(d_state, dtype))
+            dh, d_state = (
+                to_complex(dense(dh, output, dtype)),
+                to_complex(dense(d_state, final_state, dtype)),
+            )
             g, e = adjoint_scan(conj_a, dh, d_state)
             d_exponent = e * tf.math.conj(previous(to_complex(output), to_complex(state)))
-            d_exponent = filled(d_exponent, padding, 0)
             return (
-                _to_real(filled(g, padding, 0), x.dtype),
-                tf.cast(tf.math.real(d_exponent), log_a.dtype),
-                tf.cast(tf.math.imag(d_exponent), phase.dtype),
+                filled(_to_real(g, x.dtype), padding, 0),
+                tf.cast(filled(tf.math.real(d_exponent), padding, 0), log_a.dtype),
+                tf.cast(filled(tf.math.imag(d_exponent), padding, 0), phase.dtype),
                 _to_real(e[:, 0], dtype),
             )
 
-        return (output, _to_real(h[:, -1], dtype)), gradient
+        return (output, final_state), gradient
 
     return run(x, log_a, phase, state_or_zeros(initial_state, x, dtype))
 

@@ -38,10 +38,12 @@ def linear_scan(x, log_a, initial_state=None, token_kind=None):
     @tf.custom_gradient
     def run(x, log_a, state):
         h = scan(decay(log_a), filled(tf.cast(x, dtype), padding, 0), state)
-        output = tf.cast(h, x.dtype)
+        output, final_state = tf.cast(h, x.dtype), h[:, -1]
 
         def gradient(dh, d_state):
-            g, e = adjoint_scan(decay(log_a), dense(dh, dtype), dense(d_state, dtype))
+            g, e = adjoint_scan(
+                decay(log_a), dense(dh, output, dtype), dense(d_state, final_state, dtype)
+            )
             d_log_a = e * previous(tf.cast(output, dtype), state)
             return (
                 tf.cast(filled(g, padding, 0), x.dtype),
@@ -49,6 +51,6 @@ def linear_scan(x, log_a, initial_state=None, token_kind=None):
                 e[:, 0],
             )
 
-        return (output, h[:, -1]), gradient
+        return (output, final_state), gradient
 
     return run(x, log_a, state_or_zeros(initial_state, x, dtype))

@@ -21,6 +21,7 @@ from keras_recurrent.backends.tensorflow._common import (
     kind_masks,
     previous,
     state_or_zeros,
+    total,
 )
 from keras_recurrent.backends.tensorflow._scan import adjoint_scan, scan
 
@@ -45,34 +46,35 @@ def rg_lru(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None):
     dtype = accumulation_dtype(x, gate_a, gate_x, a_logit, initial_state)
     restart, padding = kind_masks(token_kind)
 
-    def full_decay(a_logit):
-        return -_SCALE * tf.math.softplus(-tf.cast(a_logit, dtype))
-
     def gates(gate_a, gate_x, a_logit):
-        """r, i, log a, a, s."""
-        r, i = tf.sigmoid(tf.cast(gate_a, dtype)), tf.sigmoid(tf.cast(gate_x, dtype))
-        log_a = r * full_decay(a_logit)
+        """exp(-gate_a), exp(-gate_x), r, i, log a, a, s."""
+        # In float32 tf.sigmoid is up to six units in the last place off on a CPU, and tf.softplus
+        # four: σ by hand stays below two, and the softplus of D numbers costs nothing in float64.
+        exp_a, exp_x = tf.exp(-tf.cast(gate_a, dtype)), tf.exp(-tf.cast(gate_x, dtype))
+        r, i = 1 / (1 + exp_a), 1 / (1 + exp_x)
+        softplus = tf.math.softplus(-tf.cast(a_logit, tf.float64))
+        log_a = r * tf.cast(-_SCALE * softplus, dtype)
         a = filled(filled(tf.exp(log_a), restart, 0), padding, 1)
         s = filled(tf.sqrt(-tf.math.expm1(2 * log_a)), restart, 1)
-        return r, i, log_a, a, s
+        return exp_a, exp_x, r, i, log_a, a, s
 
     @tf.custom_gradient
     def run(x, gate_a, gate_x, a_logit, state):
-        _, i, _, a, s = gates(gate_a, gate_x, a_logit)
+        *_, i, _, a, s = gates(gate_a, gate_x, a_logit)
         h = scan(a, filled(s * i * tf.cast(x, dtype), padding, 0), state)
-        output = tf.cast(h, x.dtype)
+        output, final_state = tf.cast(h, x.dtype), h[:, -1]
 
         def gradient(dh, d_state):
-            r, i, log_a, a, s = gates(gate_a, gate_x, a_logit)
-            g, e = adjoint_scan(a, dense(dh, dtype), dense(d_state, dtype))
+            exp_a, exp_x, r, i, log_a, a, s = gates(gate_a, gate_x, a_logit)
+            g, e = adjoint_scan(a, dense(dh, output, dtype), dense(d_state, final_state, dtype))
             gi, inputs = g * i, tf.cast(x, dtype)
             dx = gi * s
-            d_gate_x = dx * inputs * tf.sigmoid(-tf.cast(gate_x, dtype))
+            d_gate_x = dx * inputs / (1 + 1 / exp_x)
             d_log_a = e * previous(tf.cast(output, dtype), state)
             d_log_a -= gi * inputs * a * a / tf.maximum(s, _SMALLEST_MULTIPLIER)
-            d_gate_a = d_log_a * log_a * tf.sigmoid(-tf.cast(gate_a, dtype))
-            d_full_decay = tf.reduce_sum(filled(d_log_a * r, padding, 0), axis=[0, 1])
-            d_logit = _SCALE * d_full_decay * tf.sigmoid(-tf.cast(a_logit, dtype))
+            d_gate_a = d_log_a * log_a / (1 + 1 / exp_a)
+            d_softplus = total(filled(d_log_a * r, padding, 0))
+            d_logit = _SCALE * d_softplus * tf.sigmoid(-tf.cast(a_logit, dtype))
             return (
                 tf.cast(filled(dx, padding, 0), x.dtype),
                 tf.cast(filled(d_gate_a, padding, 0), gate_a.dtype),
@@ -81,6 +83,6 @@ def rg_lru(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None):
                 e[:, 0],
             )
 
-        return (output, h[:, -1]), gradient
+        return (output, final_state), gradient
 
     return run(x, gate_a, gate_x, a_logit, state_or_zeros(initial_state, x, dtype))

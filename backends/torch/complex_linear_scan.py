@@ -5,7 +5,6 @@ a_t = exp(log_a_t + i phase_t) and g_t = dh_t + conj(a_{t+1}) g_{t+1} the gradie
 dlog_a_t + i dphase_t = g_t conj(a_t h_{t-1}).
 """
 
-
 import torch
 from torch import Tensor
 

@@ -3,7 +3,6 @@
 With a_t = exp(log_a_t) and g_t = dh_t + a_{t+1} g_{t+1} the gradients are dx_t = g_t, dlog_a_t = g_t a_t h_{t-1}.
 """
 
-
 import torch
 from torch import Tensor
 

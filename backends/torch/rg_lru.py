@@ -10,7 +10,6 @@ With g_t = dh_t + a_{t+1} g_{t+1} the gradients are
 where the s in the denominator is bounded below as in the released code.
 """
 
-
 import torch
 from torch import Tensor
 
