@@ -151,6 +151,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--topics", type=int, help="read only so many topics of the documentation")
+    parser.add_argument("--sample", type=int, default=300, help="length of a sample, in bytes")
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("build/quickstart"))
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
@@ -169,7 +170,7 @@ def main():
 
     rows = len(model.preprocessor(training)[1])
     compile_for_training(model, steps=arguments.epochs * math.ceil(rows / BATCH_SIZE))
-    print(f"Before training it writes:\n{model.generate(PROMPT, max_length=300)}\n")
+    print(f"Before training it writes:\n{model.generate(PROMPT, max_length=arguments.sample)}\n")
 
     report = Report(unigram, bigram)
     model.fit(
@@ -177,9 +178,9 @@ def main():
         validation_data=(validation,),
         batch_size=BATCH_SIZE,
         epochs=arguments.epochs,
-        callbacks=[report],
+        callbacks=[keras.callbacks.ProgbarLogger(), report],  # the bar, then our line below it
     )
-    print(f"\nAfter training it writes:\n{model.generate(PROMPT, max_length=300)}\n")
+    print(f"\nAfter training it writes:\n{model.generate(PROMPT, max_length=arguments.sample)}\n")
 
     picture = arguments.output / "loss.png"
     draw(report, unigram, bigram, picture)

@@ -13,6 +13,10 @@ os.environ.setdefault("KERAS_BACKEND", INSTALLED[0])
 # On a GPU, JAX takes float32 matrix products in TF32, whose error would hide all others.
 os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
 
+# Tests that run side by side take one thread each: torch's threads wait by spinning.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 def pytest_report_header():
     return f"KERAS_BACKEND={os.environ['KERAS_BACKEND']}"

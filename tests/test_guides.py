@@ -37,7 +37,7 @@ def quickstart():
 
 
 def test_quickstart(tmp_path):
-    written = run("--epochs", 2, "--topics", 3, "--output", tmp_path)
+    written = run("--epochs", 2, "--topics", 2, "--sample", 20, "--output", tmp_path)
     assert len(re.findall(BITS, written)) == 2
     assert "Before training it writes:\nThe statement" in written
     assert "After training it writes:\nThe statement" in written
