@@ -9,13 +9,15 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-KERAS_BACKEND ?= jax
+KERAS_BACKEND := $(or $(KERAS_BACKEND),jax)
 PYTEST_ARGS ?= --numprocesses=auto
 
 BACKENDS := jax torch tensorflow
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 INSTALLED := pyproject.toml constraints.txt $(VENV)/.created
+
+MAKEFLAGS += --no-builtin-rules
 
 .PHONY: help quickstart test lint format clean $(BACKENDS:%=test-%)
 
@@ -56,6 +58,7 @@ $(VENV)/.created:
 	@touch $@
 
 $(VENV)/.quickstart-%: $(INSTALLED)
+	$(if $(filter $*,$(BACKENDS)),,$(error KERAS_BACKEND must be one of $(BACKENDS); got "$*"))
 	@echo "Installing keras_recurrent and $* into $(VENV), once. This takes minutes."
 	$(PIP_INSTALL) --editable ".[$*,guides]"
 	@touch $@
