@@ -44,8 +44,8 @@ def machine():
     if cpuinfo.exists():
         names = [row for row in cpuinfo.read_text().splitlines() if row.startswith("model name")]
         processor = names[0].partition(": ")[2] if names else processor
-    names = ("keras", "jax", "tensorflow", "torch", "keras-recurrent")
-    versions = ", ".join(f"{name} {version(name)}" for name in names)
+    packages = ("keras", "jax", "tensorflow", "torch", "keras-recurrent")
+    versions = ", ".join(f"{package} {version(package)}" for package in packages)
     today = datetime.date.today().isoformat()
     return f"{processor}, {os.cpu_count()} cores, {platform.system()}, {today}.\n{versions}."
 

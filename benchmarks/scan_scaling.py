@@ -79,7 +79,8 @@ def measure(length):
 
 def status(field):
     with open("/proc/self/status") as file:
-        return 1024 * int(re.search(rf"{field}:\s+(\d+) kB", file.read())[1])
+        (kilobytes,) = re.findall(rf"{field}:\s+(\d+) kB", file.read())
+    return 1024 * int(kilobytes)
 
 
 def main():
