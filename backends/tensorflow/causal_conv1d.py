@@ -29,7 +29,8 @@ def unsupported(x, kernel, bias=None, initial_state=None, token_kind=None) -> st
 def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None):
     """x: [B, T, D]; kernel: [W, D]; bias: [D].
 
-    Returns ([B, T, D] in x's dtype, [B, W - 1, D] in float32, or float64 if an argument is float64).
+    Returns ([B, T, D] in x's dtype, [B, W - 1, D] in float32, or float64 if an argument is
+    float64).
     """
     x, kernel, bias, initial_state = as_tensors(x, kernel, bias, initial_state)
     dtype = accumulation_dtype(x, kernel, bias, initial_state)
@@ -110,11 +111,12 @@ class _Packing(NamedTuple):
 
 def _pack(token_kind, taps):
     restart, padding = (mask[:, :, 0] for mask in kind_masks(token_kind))
-    token = tf.range(length_of(token_kind))
+    length = length_of(token_kind)
+    token = tf.range(length)
     real = tf.cumsum(tf.cast(~padding, tf.int32), axis=1)
     number = real[:, -1:]
     place = tf.where(padding, number + token - real, real - 1)
-    order = tf.argsort(place, axis=1)
+    order = _place(tf.broadcast_to(token, tf.shape(place)), place, length)
     restarts = tf.cumsum(tf.cast(restart, tf.int32), axis=1)
     document = tf.pad(tf.gather(restarts, order, batch_dims=1), [[0, 0], [taps, 0]])
     last = number + tf.range(taps)
@@ -139,5 +141,5 @@ def _place(tensor, index, length):
     """The inverse: tensor[b, t] at index[b, t], and zeros elsewhere."""
     batch = tf.shape(tensor)[0]
     row = tf.broadcast_to(tf.range(batch)[:, None], tf.shape(index))
-    shape = [batch, length, tensor.shape[2]]
+    shape = [batch, length, *tensor.shape[2:]]
     return tf.scatter_nd(tf.stack([row, index], axis=-1), tensor, shape)

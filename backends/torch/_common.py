@@ -29,7 +29,7 @@ def slab_size(tensor):
 
     On a CPU as many as stay in the cache until the next one, elsewhere as many as hide the launch.
     """
-    return 1 << 16 if tensor.device.type == "cpu" else 1 << 21
+    return 1 << 16 if tensor.device.type == "cpu" else 1 << 22
 
 
 def row_blocks(tensor):
@@ -40,7 +40,7 @@ def row_blocks(tensor):
 
 
 def kind_masks(token_kind, rows=slice(None)):
-    """(restart, padding), boolean [B, T, 1], of some rows; None for both when every token goes on."""
+    """(restart, padding) of some rows, boolean [B, T, 1]; both None when every token goes on."""
     if token_kind is None:
         return None, None
     token_kind = token_kind[:, rows].unsqueeze(-1)
@@ -53,9 +53,11 @@ def fill_(tensor, mask, value):
 
 
 def register_gradient(forward, backward, keep_output=True):
-    """Lets `backward(d_output, d_final_state, [output,] *inputs)` differentiate the operator `forward`.
+    """Makes `backward` the gradient of the operator `forward(*inputs) -> (output, final_state)`.
 
-    The last input is the token kinds, which have no gradient; neither has an input that is None.
+    `backward(d_output, d_final_state, output, *inputs)`, without `output` unless that is kept,
+    returns a gradient for each input but the last one, the token kinds. What it returns for an
+    input that is None is dropped.
     """
 
     def save(ctx, inputs, output):

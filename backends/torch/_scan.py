@@ -1,4 +1,4 @@
-"""The recurrence out_t = a_t * out_{t-1} + x_t and its adjoint, for all recurrent kernels of this folder."""
+"""The recurrence out_t = a_t * out_{t-1} + x_t and its adjoint, for all recurrent kernels here."""
 
 import torch
 
@@ -12,10 +12,10 @@ def scan_(out, a, x, state, reverse=False):
 
     out, a, x: [B, T, D], state [B, D], all of one dtype. `out` may be `a` or `x` itself.
 
-    The tokens are cut into M chunks of C, and all chunks advance together, one position a launch. A first pass finds
-    where each chunk would end had it begun at zero, and the product of its decays; the same recurrence over these
-    totals gives the state that enters each chunk; a second pass writes `out`. Rows c, c + C, c + 2C, ... are
-    position c of every chunk, so nothing is padded or copied.
+    The tokens are cut into M chunks of C, and all chunks advance together, one position a launch:
+    first to find where each would end had it begun at zero, and the product of its decays; the
+    same recurrence over these totals gives the state that enters each chunk; then for good. Rows
+    c, c + C, c + 2C, ... are position c of every chunk, so nothing is padded or copied.
     """
     batch, length, width = x.shape
     if length == 0:
@@ -28,7 +28,7 @@ def scan_(out, a, x, state, reverse=False):
 
     entering = x.new_empty(batch, num_chunks, width)
     entering[:, -1 if reverse else 0] = state
-    if num_chunks > 1:  # the totals of all chunks but the last one in the order of the scan
+    if num_chunks > 1:  # nothing follows the last chunk of the scan: its total is not needed
         whole = slice(1 - num_chunks, None) if reverse else slice(num_chunks - 1)
         totals = entering[:, :-1] if reverse else entering[:, 1:]
         totals.copy_(x_rows[0][:, whole])
@@ -47,7 +47,7 @@ def scan_(out, a, x, state, reverse=False):
 
 
 def adjoint_scan(a, d_out, d_state):
-    """g_t = d_out_t + a_{t+1} * g_{t+1}; the last token also receives the gradient of the final state."""
+    """g_t = d_out_t + a_{t+1} * g_{t+1}, and g_T = d_out_T + d_state."""
     g = torch.empty_like(a)
     torch.add(d_out[:, -1], d_state, out=g[:, -1])
     scan_(g[:, :-1], a[:, 1:], d_out[:, :-1], g[:, -1], reverse=True)

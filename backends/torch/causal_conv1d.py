@@ -1,8 +1,8 @@
-"""y_t = bias + sum_j kernel[j] * x_{t-W+1+j}, channel by channel.  De et al. 2024, arXiv:2402.19427, §2.3.
+"""y_t = bias + sum_j kernel[j] * x_{t-W+1+j}, per channel.  De et al. 2024, arXiv:2402.19427, §2.3.
 
-Padding may stand anywhere, so the real tokens of each row are first moved together, behind the W-1 of the state; then
-every tap is a shifted slice, which counts only where it lies in the same document. The gradient is the mirror
-image: the same slices, shifted the other way.
+Padding may stand anywhere, so the real tokens of each row first move together, behind the W - 1
+of the state, which leaves padding last; then every tap is a shifted slice, and counts only where
+it lies in the same document. The gradient goes back through the same slices.
 """
 
 from typing import NamedTuple
@@ -26,19 +26,23 @@ def unsupported(x, kernel, bias=None, initial_state=None, token_kind=None) -> st
 
 
 def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None):
-    """x: [B, T, D]; kernel: [W, D]; bias: [D]. Returns ([B, T, D] in x's dtype, [B, W - 1, D])."""
+    """x: [B, T, D]; kernel: [W, D]; bias: [D].
+
+    Returns ([B, T, D] in x's dtype, [B, W - 1, D] in float32, or float64 if an argument is
+    float64).
+    """
     return _forward(x, kernel, bias, initial_state, token_kind)
 
 
 class _Packing(NamedTuple):
-    """Where the real tokens of each row go when they move together. A place counts the state's slots, too."""
+    """How the tokens of each row move; place W - 1 is the first one after the state."""
 
-    order: Tensor  # [B, T]: the token that moves to place W - 1 + t; real ones come first
-    moved: Tensor  # [B, T]: where token t went, less W - 1; padding shares the place of the token before it
-    padding: Tensor  # [B, T, 1]: of token t
-    empty: Tensor  # [B, T, 1]: whether padding lies at place W - 1 + t
+    place: Tensor  # [B, T]: token t moves to place W - 1 + place[t], padding behind the others
+    order: Tensor  # [B, T]: the inverse permutation
+    empty: Tensor  # [B, T, 1]: whether padding moved to place W - 1 + t
     document: Tensor  # [B, W - 1 + T, 1]: the number of restarts up to a place
     last: Tensor  # [B, W - 1, 1]: the places of the final state
+    outdated: Tensor  # [B, W - 1, 1]: whether they lie before the last restart
 
 
 def _pack(token_kind, taps):
@@ -46,23 +50,27 @@ def _pack(token_kind, taps):
         return None
     restart, padding = kind_masks(token_kind)
     batch, length = token_kind.shape
-    order = torch.argsort(padding.squeeze(-1).to(torch.int8), dim=1, stable=True)
-    count = torch.cumsum(~padding, dim=1)
-    number = count[:, -1:]
-    place = torch.arange(length + taps, device=token_kind.device).unsqueeze(-1)
-    document = torch.cumsum(restart, dim=1).gather(1, order.unsqueeze(-1))
+    token = torch.arange(length, device=token_kind.device).view(1, -1, 1)
+    real = torch.cumsum(~padding, dim=1)
+    number = real[:, -1:]
+    place = torch.where(padding, number + token - real, real - 1)
+    order = torch.empty_like(place).scatter_(1, place, token.expand_as(place))
+    restarts = torch.cumsum(restart, dim=1)
+    before = restarts.new_zeros(batch, taps, 1)
+    document = torch.cat((before, restarts.gather(1, order)), dim=1)
+    last = number + torch.arange(taps, device=token_kind.device).view(1, -1, 1)
     return _Packing(
-        order=order,
-        moved=(count - 1).clamp_(min=0).squeeze(-1),
-        padding=padding,
-        empty=place[:length] >= number,
-        document=torch.cat((document.new_zeros(batch, taps, 1), document), dim=1),
-        last=number + place[:taps],
+        place=place.squeeze(-1),
+        order=order.squeeze(-1),
+        empty=token >= number,
+        document=document,
+        last=last,
+        outdated=document.gather(1, last) != restarts[:, -1:],
     )
 
 
 def _move(tensor, index):
-    """[B, T, D]: row index[b, t] of tensor[b]. Whole rows, hence faster than an element-wise gather."""
+    """tensor[b, index[b, t]], [B, T, D]: whole rows at once, unlike torch.gather."""
     batch, length, width = tensor.shape
     index = index + length * torch.arange(batch, device=index.device).unsqueeze(1)
     return tensor.reshape(-1, width).index_select(0, index.flatten()).view(batch, -1, width)
@@ -78,12 +86,6 @@ def _cut(tensor, packing, rows, tap, taps):
         return tensor
     document = packing.document
     return tensor.masked_fill(document[:, _shift(rows, tap)] != document[:, _shift(rows, taps)], 0)
-
-
-def _cut_state(state, packing):
-    """Zeroes the slots of the final state that lie before the last restart."""
-    document = packing.document
-    return state.masked_fill(document.gather(1, packing.last) != document.amax(1, keepdim=True), 0)
 
 
 def _inputs(x, initial_state, packing, taps, dtype):
@@ -108,7 +110,7 @@ def _forward(
     inputs = _inputs(x, initial_state, packing, taps, dtype)
     weights = kernel.to(dtype)
 
-    y = torch.empty_like(inputs[:, taps:])
+    y = inputs.new_empty(x.shape)
     for rows in row_blocks(x):
         y_b = torch.mul(inputs[:, _shift(rows, taps)], weights[taps], out=y[:, rows])
         for tap in range(taps):
@@ -120,7 +122,7 @@ def _forward(
     if packing is None:
         return y, fresh(inputs[:, length:], dtype)
     final_state = inputs.gather(1, packing.last.expand(-1, -1, x.shape[2]))
-    return _move(y, packing.moved), _cut_state(final_state, packing)
+    return _move(y, packing.place), final_state.masked_fill_(packing.outdated, 0)
 
 
 @_forward.register_fake
@@ -151,7 +153,7 @@ def _backward(
     else:
         dy = _move(dy, packing.order).masked_fill_(packing.empty, 0)
         last = packing.last.expand_as(d_state)
-        d_inputs.scatter_(1, last, _cut_state(d_state, packing))
+        d_inputs.scatter_(1, last, d_state.masked_fill(packing.outdated, 0))
 
     d_weights = torch.zeros_like(weights)
     d_bias = weights.new_zeros(x.shape[2])
@@ -164,10 +166,7 @@ def _backward(
             d_weights[tap] += (cut * inputs[:, tapped]).sum((0, 1))
 
     dx = d_inputs[:, taps:]
-    if packing is None:
-        dx = fresh(dx, x.dtype)
-    else:
-        dx = _move(dx.to(x.dtype), packing.moved).masked_fill_(packing.padding, 0)
+    dx = fresh(dx, x.dtype) if packing is None else _move(dx.to(x.dtype), packing.place)
     return (
         dx,
         d_weights.to(kernel.dtype),

@@ -1,8 +1,8 @@
 """h_t = exp(log_a_t + i phase_t) * h_{t-1} + x_t.  De et al. 2024, arXiv:2402.19427, App. B.
 
-In x and h the first half of the channels is the real part, the second half the imaginary part. With
-a_t = exp(log_a_t + i phase_t) and g_t = dh_t + conj(a_{t+1}) g_{t+1} the gradients are dx_t = g_t and
-dlog_a_t + i dphase_t = g_t conj(a_t h_{t-1}).
+In x and h the first half of the channels is the real part, the second half the imaginary part.
+With a_t = exp(log_a_t + i phase_t) and g_t = dh_t + conj(a_{t+1}) g_{t+1} the gradients are
+dx_t = g_t and dlog_a_t + i dphase_t = g_t conj(a_t h_{t-1}).
 """
 
 import torch
@@ -25,7 +25,10 @@ def unsupported(x, log_a, phase, initial_state=None, token_kind=None) -> str | N
 
 
 def complex_linear_scan(x, log_a, phase, initial_state=None, token_kind=None):
-    """x: [B, T, 2D]; log_a, phase: [B, T, D], log_a <= 0. Returns ([B, T, 2D] in x's dtype, [B, 2D])."""
+    """x: [B, T, 2D]; log_a, phase: [B, T, D], log_a <= 0.
+
+    Returns ([B, T, 2D] in x's dtype, [B, 2D] in float32, or float64 if an argument is float64).
+    """
     return _forward(x, log_a, phase, initial_state, token_kind)
 
 
@@ -40,7 +43,7 @@ def _to_real(tensor, dtype):
 
 def _decay(log_a, phase, token_kind, dtype):
     restart, padding = kind_masks(token_kind)
-    a = torch.polar(torch.exp(log_a.to(dtype)), phase.to(dtype))
+    a = torch.polar(torch.exp(log_a.to(dtype)), phase.to(dtype)).contiguous()
     return fill_(fill_(a, restart, 0), padding, 1)
 
 

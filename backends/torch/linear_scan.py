@@ -1,6 +1,7 @@
 """h_t = exp(log_a_t) * h_{t-1} + x_t.  De et al. 2024, arXiv:2402.19427, eq. 4.
 
-With a_t = exp(log_a_t) and g_t = dh_t + a_{t+1} g_{t+1} the gradients are dx_t = g_t, dlog_a_t = g_t a_t h_{t-1}.
+With a_t = exp(log_a_t) and g_t = dh_t + a_{t+1} g_{t+1} the gradients are
+dx_t = g_t, dlog_a_t = g_t a_t h_{t-1}.
 """
 
 import torch
@@ -23,13 +24,17 @@ def unsupported(x, log_a, initial_state=None, token_kind=None) -> str | None:
 
 
 def linear_scan(x, log_a, initial_state=None, token_kind=None):
-    """x, log_a: [B, T, D], log_a <= 0. Returns ([B, T, D] in x's dtype, [B, D] float32 or float64)."""
+    """x, log_a: [B, T, D], log_a <= 0.
+
+    Returns ([B, T, D] in x's dtype, [B, D] in float32, or float64 if an argument is float64).
+    """
     return _forward(x, log_a, initial_state, token_kind)
 
 
 def _decay(log_a, token_kind, dtype):
     restart, padding = kind_masks(token_kind)
-    a = torch.exp(log_a.to(dtype))
+    a = log_a.new_empty(log_a.shape, dtype=dtype)  # contiguous, whatever log_a is
+    torch.exp(log_a.to(dtype), out=a)
     return fill_(fill_(a, restart, 0), padding, 1)
 
 

@@ -1,13 +1,14 @@
 """The real-gated linear recurrent unit.  De et al. 2024, arXiv:2402.19427, §2.4.
 
     r_t = σ(gate_a_t),  i_t = σ(gate_x_t),  log a_t = -8 softplus(-Λ) r_t
-    h_t = a_t h_{t-1} + s_t i_t x_t,  s_t = sqrt(1 - a_t²), but s_t = 1 and a_t = 0 where a segment starts
+    h_t = a_t h_{t-1} + s_t i_t x_t,  s_t = sqrt(1 - a_t²); a_t = 0, s_t = 1 at a restart
 
 With g_t = dh_t + a_{t+1} g_{t+1} the gradients are
 
-    dx = g s i,  di = g s x,  dlog a = a (g h_{t-1} - a g i x / s),  dr = dlog a · log a / r,  dΛ = 8 σ(-Λ) Σ r dlog a
+    dx = g s i,  di = g s x,  dlog a = a (g h_{t-1} - a g i x / s)
+    dr = -8 softplus(-Λ) dlog a,  dΛ = 8 σ(-Λ) Σ r dlog a
 
-where the s in the denominator is bounded below as in the released code.
+where the s that divides is bounded below as in the released code.
 """
 
 import torch
@@ -35,11 +36,14 @@ def unsupported(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None)
 
 
 def rg_lru(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None):
-    """x, gate_a, gate_x: [B, T, D]; a_logit: [D]. Returns ([B, T, D] in x's dtype, [B, D])."""
+    """x, gate_a, gate_x: [B, T, D]; a_logit: [D].
+
+    Returns ([B, T, D] in x's dtype, [B, D] in float32, or float64 if an argument is float64).
+    """
     return _forward(x, gate_a, gate_x, a_logit, initial_state, token_kind)
 
 
-# Everything between the gates and the scan goes block by block, in place: the temporaries stay in the cache.
+# All but the scan goes block by block and in place: the temporaries stay in the cache.
 
 
 def _strongest_decay(a_logit):
