@@ -55,6 +55,8 @@ class ByteTokenizer(keras_hub.tokenizers.ByteTokenizer):
         self._add_special_token("<end>", "end_token")
         self._add_special_token("<pad>", "pad_token")
         super().__init__(lowercase=False, errors=errors, dtype=dtype, **kwargs)
+        # Without weights it is ready, but a model would refuse to quantize a layer not built.
+        self.built = True
 
     def vocabulary_size(self):
         """The number of tokens: 259."""

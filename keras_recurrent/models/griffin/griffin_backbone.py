@@ -163,6 +163,14 @@ class GriffinBackbone(SegmentsOptional, keras_hub.models.Backbone):
         """The linear maps of the recurrent blocks, for `enable_lora`."""
         return ["linear_x", "linear_y", "linear_out"]
 
+    def enable_lora(self, rank, target_layer_names=None):
+        """Freezes all weights but new low-rank ones beside some kernels, as in KerasHub."""
+        super().enable_lora(rank, target_layer_names)
+        # KerasHub leaves the biases beside those kernels to train, but never saves them.
+        for layer in self._flatten_layers(include_self=False):
+            if getattr(layer, "lora_enabled", False) and layer.bias is not None:
+                layer.bias.trainable = False
+
     @staticmethod
     def get_layout_map(
         device_mesh, model_parallel_dim_name="model", data_parallel_dim_name="batch"

@@ -127,6 +127,22 @@ class GriffinCausalLM(SegmentsOptional, keras_hub.models.CausalLM):
             optimizer, loss, weighted_metrics=weighted_metrics, sampler=sampler, **kwargs
         )
 
+    def get_compile_config(self):
+        config = super().get_compile_config()
+        if config:
+            config["sampler"] = keras_hub.samplers.serialize(self.sampler)
+            config["optimizer_built"] = self.optimizer.built
+        return config
+
+    def compile_from_config(self, config):
+        # Keras leaves this to models with a `compile` of their own. With it, a `.keras` file keeps
+        # the optimizer and its state, and training goes on.
+        config = keras.saving.deserialize_keras_object(config)
+        optimizer_built = config.pop("optimizer_built")
+        self.compile(**config)
+        if optimizer_built:
+            self.optimizer.build(self.trainable_variables)
+
     # === Training ===
 
     def fit(

@@ -86,6 +86,10 @@ class GriffinCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
         )
         self.packed = packed
 
+    def build(self, input_shape):
+        super().build(input_shape)
+        self.packer.built = True  # or the model would refuse to quantize
+
     def call(self, x, y=None, sample_weight=None, sequence_length=None):
         if not self.packed:
             return super().call(x, y, sample_weight, sequence_length=sequence_length)
