@@ -16,7 +16,8 @@ def scan(a, x, initial, reverse=False):
     """
     # The tree reads its arguments several times; without the barrier XLA would fuse the gates
     # and exponentials behind them into every reading.
-    return _tree(*jax.lax.optimization_barrier((a, x)), initial, reverse)
+    a, x = jax.lax.optimization_barrier((a, x))
+    return _tree(a, x, initial, reverse)
 
 
 def _tree(a, x, initial, reverse):

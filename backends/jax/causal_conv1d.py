@@ -74,8 +74,13 @@ def _backward(arguments, d_outputs):
     if tokens is not None:
         d_x = tokens.back(d_x)
     d_bias = None if bias is None else jnp.sum(d_output, axis=(0, 1)).astype(bias.dtype)
-    d_kernel = jnp.stack(d_kernel).astype(kernel.dtype)
-    return d_x.astype(x.dtype), d_kernel, d_bias, d_inputs[:, : width - 1], None
+    return (
+        d_x.astype(x.dtype),
+        jnp.stack(d_kernel).astype(kernel.dtype),
+        d_bias,
+        d_inputs[:, : width - 1],
+        None,
+    )
 
 
 _causal_conv1d.defvjp(_forward, _backward)

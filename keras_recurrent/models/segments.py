@@ -13,10 +13,12 @@ class SegmentsOptional:
     """
 
     def __call__(self, inputs, *args, **kwargs):
-        return super().__call__(_with_segments(inputs), *args, **kwargs)
+        inputs = _with_segments(inputs)
+        return super().__call__(inputs, *args, **kwargs)  # type: ignore[misc]
 
     def call(self, inputs, training=None, mask=None):
-        return super().call(_with_segments(inputs), training=training, mask=mask)
+        inputs = _with_segments(inputs)
+        return super().call(inputs, training=training, mask=mask)  # type: ignore[misc]
 
 
 def _with_segments(inputs):

@@ -44,8 +44,8 @@ def causal_conv1d(
             `keras_recurrent.ops.linear_scan`.
 
     Returns:
-        `(output, final_state)`: y as `[B, T, D]` in the dtype of `x`, 0 at padding, and the last
-        W - 1 real inputs of the document as `[B, W - 1, D]`. States and sums are float32, or
+        `(output, final_state)`: y as `[B, T, D]` in the dtype of `x`, and the last W - 1 real
+        inputs of the document as `[B, W - 1, D]`. States and sums are float32, or
         float64 if a tensor is. Both carry gradients.
 
     Raises:

@@ -239,7 +239,7 @@ class GriffinCausalLM(SegmentsOptional, keras_hub.models.CausalLM):
 
     def make_generate_function(self):
         """The generation of one batch of tokens, compiled, behind a check of the prompts."""
-        if self.generate_function is None:
+        if self.generate_function is None:  # type: ignore[has-type]
             generate = super().make_generate_function()
 
             def checked_generate(inputs, stop_token_ids=None):
