@@ -12,15 +12,17 @@ def block_diagonal_dense(layer, name, units):
     An `EinsumDense`, so that LoRA and quantization reach it. A kernel of shape
     `[num_blocks, block width, units]` is drawn with the block width as its fan-in.
     """
-    dense = keras.layers.EinsumDense(
-        "bthi,hij->bthj",
-        output_shape=(None, layer.num_blocks, units),
-        bias_axes="hj",
-        kernel_initializer=clone_initializer(layer.kernel_initializer),
-        bias_initializer=clone_initializer(layer.bias_initializer),
-        dtype=layer.dtype_policy,
-        name=name,
-    )
+    # Recomputed with its layer, if at all, not a second time by itself.
+    with keras.RematScope(mode=None):
+        dense = keras.layers.EinsumDense(
+            "bthi,hij->bthj",
+            output_shape=(None, layer.num_blocks, units),
+            bias_axes="hj",
+            kernel_initializer=clone_initializer(layer.kernel_initializer),
+            bias_initializer=clone_initializer(layer.bias_initializer),
+            dtype=layer.dtype_policy,
+            name=name,
+        )
     dense.build((None, None, layer.num_blocks, layer.width // layer.num_blocks))
     return dense
 

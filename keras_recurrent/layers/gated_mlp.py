@@ -61,13 +61,15 @@ class GatedMLP(keras.layers.Layer):
         self.up_proj = self._dense(intermediate_dim, "up_proj")
 
     def _dense(self, units, name):
-        return keras.layers.Dense(
-            units,
-            kernel_initializer=clone_initializer(self.kernel_initializer),
-            bias_initializer=clone_initializer(self.bias_initializer),
-            dtype=self.dtype_policy,
-            name=name,
-        )
+        # Recomputed with this layer, if at all, not a second time by itself.
+        with keras.RematScope(mode=None):
+            return keras.layers.Dense(
+                units,
+                kernel_initializer=clone_initializer(self.kernel_initializer),
+                bias_initializer=clone_initializer(self.bias_initializer),
+                dtype=self.dtype_policy,
+                name=name,
+            )
 
     def build(self, input_shape):
         check_width_known(self, input_shape)
@@ -78,7 +80,7 @@ class GatedMLP(keras.layers.Layer):
 
     def call(self, inputs):
         gate = ops.gelu(self.gate_proj(inputs), approximate=True)
-        return self.down_proj(gate * self.up_proj(inputs))
+        return self.down_proj(ops.multiply(gate, self.up_proj(inputs)))
 
     def compute_output_shape(self, input_shape):
         return tuple(input_shape)

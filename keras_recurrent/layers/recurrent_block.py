@@ -108,22 +108,24 @@ class RecurrentBlock(StreamingLayer):
         self.a_initializer = get_decay_initializer(a_initializer)
         self.kernel_initializer = keras.initializers.get(kernel_initializer)
         self.bias_initializer = keras.initializers.get(bias_initializer)
-        self.conv1d = CausalConv1D(
-            kernel_size,
-            bias_initializer=clone_initializer(self.bias_initializer),
-            dtype=self.dtype_policy,
-            name="conv1d",
-        )
-        self.rg_lru = RGLRU(
-            num_blocks,
-            a_initializer=clone_initializer(self.a_initializer),
-            kernel_initializer=clone_initializer(self.kernel_initializer),
-            bias_initializer=clone_initializer(self.bias_initializer),
-            dtype=self.dtype_policy,
-            name="rg_lru",
-        )
-        self.linear_x = self._dense(lru_width, "linear_x")
-        self.linear_y = self._dense(lru_width, "linear_y")
+        # Recomputed with this layer, if at all, not a second time by themselves.
+        with keras.RematScope(mode=None):
+            self.conv1d = CausalConv1D(
+                kernel_size,
+                bias_initializer=clone_initializer(self.bias_initializer),
+                dtype=self.dtype_policy,
+                name="conv1d",
+            )
+            self.rg_lru = RGLRU(
+                num_blocks,
+                a_initializer=clone_initializer(self.a_initializer),
+                kernel_initializer=clone_initializer(self.kernel_initializer),
+                bias_initializer=clone_initializer(self.bias_initializer),
+                dtype=self.dtype_policy,
+                name="rg_lru",
+            )
+            self.linear_x = self._dense(lru_width, "linear_x")
+            self.linear_y = self._dense(lru_width, "linear_y")
 
     def _dense(self, units, name):
         return keras.layers.Dense(
@@ -141,7 +143,8 @@ class RecurrentBlock(StreamingLayer):
         self.conv1d.build(inner_shape)
         self.linear_x.build(input_shape)
         self.linear_y.build(input_shape)
-        self.linear_out = self._dense(self.width, "linear_out")
+        with keras.RematScope(mode=None):
+            self.linear_out = self._dense(self.width, "linear_out")
         self.linear_out.build(inner_shape)
 
     def stream(self, inputs, mask, segment_ids, state):
@@ -151,7 +154,7 @@ class RecurrentBlock(StreamingLayer):
         x, conv1d = self.conv1d(x, initial_state=state["conv1d"], **tokens)
         x, rg_lru = self.rg_lru(x, initial_state=state["rg_lru"], **tokens)
         y = ops.gelu(self.linear_y(inputs), approximate=True)
-        return self.linear_out(x * y), {"conv1d": conv1d, "rg_lru": rg_lru}
+        return self.linear_out(ops.multiply(x, y)), {"conv1d": conv1d, "rg_lru": rg_lru}
 
     def state_spec(self, batch_size=None):
         self._check_built()

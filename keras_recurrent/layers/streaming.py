@@ -3,6 +3,8 @@
 import keras
 from keras import ops, tree
 
+from keras_recurrent.layers.remat import recompute
+
 
 class StreamingLayer(keras.layers.Layer):
     """Base class of layers that carry a state along a sequence.
@@ -101,6 +103,11 @@ class StreamingLayer(keras.layers.Layer):
             return tuple(input_shape), tree.map_structure(lambda spec: spec.shape, specs)
         return tuple(input_shape)
 
+    def rematerialized_call(self, layer_call, *args, **kwargs):
+        if super().rematerialized_call(layer_call, *args, **kwargs) is layer_call:
+            return layer_call  # the `keras.RematScope` does not ask for this layer
+        return recompute(layer_call)
+
     def compute_mask(self, inputs, previous_mask):
         return previous_mask
 
@@ -114,7 +121,6 @@ class StreamingLayer(keras.layers.Layer):
 
     def array_spec(self, batch_size, *shape):
         """An array of the state."""
-        self._check_built()
         return keras.KerasTensor((batch_size, *shape), dtype=self.state_dtype)
 
     def segment_spec(self, batch_size):

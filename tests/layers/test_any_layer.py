@@ -75,11 +75,16 @@ def test_in_a_sequential_model_and_in_a_subclassed_one(name):
 
 @any_layer
 def test_passes_the_mask_on(name):
+    class Next(keras.layers.Layer):
+        def call(self, x, mask=None):
+            self.seen = mask
+            return x
+
     tokens = np.array([[3, 1, 2, 0, 0, 0, 0, 0], [0, 1, 2, 0, 4, 4, 4, 4], [1] * 8])
-    embedding = keras.layers.Embedding(5, WIDTH, mask_zero=True)
-    output = built(name)(embedding(tokens))
-    mask = keras.src.backend.get_keras_mask(output)
-    np.testing.assert_array_equal(numpy(mask), tokens != 0)
+    embedding, after = keras.layers.Embedding(5, WIDTH, mask_zero=True), Next()
+    after.supports_masking = True
+    after(built(name)(embedding(tokens)))
+    np.testing.assert_array_equal(numpy(after.seen), tokens != 0)
 
 
 @any_layer
@@ -120,6 +125,26 @@ def test_gradients_reach_every_weight(name):
     for weight, gradient in zip(layer.trainable_variables, gradients(loss, weights), strict=True):
         assert np.isfinite(gradient).all(), weight.path
         assert (gradient != 0).all(), weight.path
+
+
+@pytest.mark.parametrize("name", ["RecurrentBlock", "GatedMLP"])
+def test_recomputing_changes_no_gradient(name):
+    """`keras.RematScope`, which upstream serves calls with one positional tensor alone."""
+    x, ids = inputs(length=2), np.zeros((3, 2), "int32")
+    start = numpy([weight.value for weight in built(name).weights])
+    trained = []
+    for mode in (None, "full"):
+        with keras.RematScope(mode=mode):
+            layer = built(name)
+        layer.set_weights(start)
+        sequence, segment_ids = keras.Input((None, WIDTH)), keras.Input((None,), dtype="int32")
+        others = {"segment_ids": segment_ids} if ROWS[name].state else {}
+        model = keras.Model([sequence, segment_ids], layer(sequence, **others))
+        jit = "auto" if keras.config.backend() == "jax" else False
+        model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=jit)
+        model.train_on_batch([x, ids], x)
+        trained.append(numpy([weight.value for weight in layer.weights]))
+    assert_close(*trained)
 
 
 def test_fit_lowers_the_loss():

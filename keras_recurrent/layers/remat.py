@@ -1,0 +1,32 @@
+"""Recomputing a layer in the backward pass instead of keeping what is inside it."""
+
+import keras
+from keras import tree
+
+
+def recompute(layer_call):
+    """`layer_call`, recomputed in the backward pass, whatever it is called with.
+
+    `keras.remat` alone serves calls with positional tensors: TensorFlow refuses keywords, JAX
+    would trace flags and refuses strings. So float tensors, which carry the gradients, go in by
+    position, and all else is closed over.
+    """
+
+    def call(*args, **kwargs):
+        leaves = tree.flatten((args, kwargs))
+        floats = [place for place, leaf in enumerate(leaves) if _carries_gradient(leaf)]
+
+        def of_floats(*tensors):
+            filled = list(leaves)
+            for place, tensor in zip(floats, tensors, strict=True):
+                filled[place] = tensor
+            args_again, kwargs_again = tree.pack_sequence_as((args, kwargs), filled)
+            return layer_call(*args_again, **kwargs_again)
+
+        return keras.remat(of_floats)(*(leaves[place] for place in floats))
+
+    return call
+
+
+def _carries_gradient(leaf):
+    return keras.ops.is_tensor(leaf) and keras.backend.is_float_dtype(leaf.dtype)
