@@ -64,8 +64,9 @@ def register_gradient(forward, backward, keep_output=True):
         ctx.save_for_backward(*output[:keep_output], *inputs)
 
     def gradients(ctx, d_output, d_final_state):
-        *inputs, _ = ctx.saved_tensors[keep_output:]
-        found = backward(d_output, d_final_state, *ctx.saved_tensors)
+        saved = ctx.saved_tensors  # once: a checkpoint recomputes what is asked for again
+        found = backward(d_output, d_final_state, *saved)
+        *inputs, _ = saved[keep_output:]
         given = (None if x is None else dx for x, dx in zip(inputs, found, strict=True))
         return *given, None
 
