@@ -24,11 +24,13 @@ def run(make, x, mask=None, segment_ids=None):
     return output
 
 
-def unit(layer):
-    """A function that makes the unit of a layer, with its weights."""
+def unit(layer, values=None):
+    """A function that makes the unit of a layer, with its weights or with the values given."""
+    if values is None:
+        values = [keras.ops.convert_to_numpy(weight.value) for weight in layer.weights]
     weights = {
-        weight.path.split("/", 1)[1]: keras.ops.convert_to_numpy(weight.value).astype("float64")
-        for weight in layer.weights
+        weight.path.split("/", 1)[1]: np.asarray(value).astype("float64")
+        for weight, value in zip(layer.weights, values, strict=True)
     }
     return lambda: UNITS[type(layer).__name__](weights)
 

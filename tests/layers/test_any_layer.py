@@ -114,17 +114,32 @@ def check_policy(name, policy):
 
 
 @any_layer
-def test_gradients_reach_every_weight(name):
-    layer, x = built(name), inputs()
-    weights = numpy([weight.value for weight in layer.trainable_variables])
+def test_gradients(name):
+    """They reach every weight, and are those of the loop by finite differences in float64."""
+    layer, x = built(name), inputs(length=4)
+    values = [*numpy([weight.value for weight in layer.trainable_variables]), x]
 
-    def loss(values):
-        return keras.ops.sum(keras.ops.square(call_with(layer, values, x)))
+    def loss(tensors):
+        *weights, x = tensors
+        return keras.ops.sum(keras.ops.sin(call_with(layer, weights, x)))
 
-    assert weights
-    for weight, gradient in zip(layer.trainable_variables, gradients(loss, weights), strict=True):
-        assert np.isfinite(gradient).all(), weight.path
-        assert (gradient != 0).all(), weight.path
+    def loss_of_loop(values):
+        return np.sin(loops.run(loops.unit(layer, values[:-1]), values[-1])).sum()
+
+    assert len(values) > 1
+    rng = np.random.default_rng(0)
+    paths = [*(weight.path for weight in layer.trainable_variables), "inputs"]
+    for place, (path, got) in enumerate(zip(paths, gradients(loss, values), strict=True)):
+        assert (got != 0).all(), path
+        for _ in range(3):
+            index = tuple(rng.integers(got.shape))
+            sides = []
+            for step in (1e-5, -1e-5):
+                moved = [value.astype("float64") for value in values]
+                moved[place][index] += step
+                sides.append(loss_of_loop(moved))
+            wanted = (sides[0] - sides[1]) / 2e-5
+            np.testing.assert_allclose(got[index], wanted, rtol=2e-5, atol=1e-5, err_msg=path)
 
 
 @pytest.mark.parametrize("name", ["RecurrentBlock", "GatedMLP"])

@@ -1,0 +1,35 @@
+"""What only the complex-gated unit does by itself: the multiplier and its derivative."""
+
+import keras
+import numpy as np
+import pytest
+
+from tests.layers.gradients import call_with, gradients
+from tests.layers.table import built, inputs, numpy
+
+
+@pytest.mark.parametrize("a_logit", [-100.0, 0.0, 10.0, 14.0, 20.0, 100.0])
+def test_decays_from_zero_to_one(a_logit):
+    """1 - |a|^2 keeps its digits, and the root's derivative stays finite at |a| = 1 exactly."""
+    layer, x = built("CGLRU"), inputs(length=4)
+    layer.a_logit.assign(np.full(4, a_logit))
+    weights = numpy([weight.value for weight in layer.trainable_variables])
+
+    def loss(weights):
+        return keras.ops.sum(keras.ops.sin(call_with(layer, weights, x)))
+
+    assert all(np.isfinite(gradient).all() for gradient in gradients(loss, weights))
+
+    # With one input alone that is not 0, the gates and the multiplier are what is left of it.
+    # At 100 the decay is within 1e-43 of 1, where float32 ends.
+    alone = np.zeros_like(x)
+    alone[:, 2] = x[:, 2]
+    gates = [numpy(gate(alone[:, 2].reshape(3, 1, 2, 4))) for gate in linear_maps(layer)]
+    r, i = (1 / (1 + np.exp(-gate.reshape(3, 4).astype("float64"))) for gate in gates)
+    multiplier = np.sqrt(-np.expm1(-16 * np.logaddexp(0, -a_logit) * r))
+    wanted = np.tile(multiplier * i, 2) * alone[:, 2]
+    np.testing.assert_allclose(numpy(layer(alone))[:, 2], wanted, rtol=1e-5, atol=1e-20)
+
+
+def linear_maps(layer):
+    return layer.recurrence_gate, layer.input_gate
