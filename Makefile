@@ -10,7 +10,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 KERAS_BACKEND := $(or $(KERAS_BACKEND),jax)
-PYTEST_ARGS ?= --numprocesses=auto
+PYTEST_ARGS ?= --numprocesses=auto --maxprocesses=8
 
 BACKENDS := jax torch tensorflow
 BIN := $(VENV)/bin
