@@ -42,9 +42,12 @@ def _causal_conv1d(x, kernel, bias, initial_state, token_kind):
         output = output + bias.astype(dtype)
     if tokens is not None:
         output = tokens.back(output)
-    last, met = _last(x.shape, kernel.shape[0], tokens)
-    final_state = jnp.where(met, rows(inputs, last), 0)
-    return output.astype(x.dtype), final_state
+    # What reads the output several times should not convolve each time.
+    output = jax.lax.optimization_barrier(output.astype(x.dtype))
+    if tokens is None:
+        return output, inputs[:, x.shape[1] :]
+    last, met = _last(kernel.shape[0], tokens)
+    return output, jnp.where(met, rows(inputs, last), 0)
 
 
 def _forward(*arguments):
@@ -61,14 +64,17 @@ def _backward(arguments, d_outputs):
     if tokens is not None:
         d_output = tokens.together(d_output)
 
-    d_inputs = jnp.zeros_like(inputs)
+    if tokens is None:
+        d_inputs = jnp.pad(d_final, ((0, 0), (length, 0), (0, 0)))
+    else:
+        last, met = _last(width, tokens)
+        add = jax.vmap(lambda d, i, g: d.at[i].add(g))
+        d_inputs = add(jnp.zeros_like(inputs), last, jnp.where(met, d_final, 0))
     d_kernel = []
     for j, met in enumerate(_same_document(tokens, width)):
         d_y = jnp.where(met, d_output, 0)
         d_kernel.append(jnp.sum(d_y * inputs[:, j : j + length], axis=(0, 1)))
         d_inputs = d_inputs.at[:, j : j + length].add(window[j] * d_y)
-    last, met = _last(x.shape, width, tokens)
-    d_inputs = jax.vmap(lambda d, i, g: d.at[i].add(g))(d_inputs, last, jnp.where(met, d_final, 0))
 
     d_x = d_inputs[:, width - 1 :]
     if tokens is not None:
@@ -109,11 +115,8 @@ def _same_document(tokens, width):
     return [(documents[:, j : j + length] == tokens.document)[:, :, None] for j in range(width)]
 
 
-def _last(shape, width, tokens):
+def _last(width, tokens):
     """Places [B, W - 1] of the last real inputs, and whether they are of the last document."""
-    batch, length, _ = shape
-    if tokens is None:
-        return jnp.tile(jnp.arange(length, length + width - 1), (batch, 1)), True
     last = tokens.count + jnp.arange(width - 1)
     document = jnp.take_along_axis(_documents(width, tokens), last, axis=1)
     return last, (document == tokens.document[:, -1:])[:, :, None]

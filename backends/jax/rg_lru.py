@@ -72,20 +72,17 @@ def _backward(saved, d_outputs):
     )
     d_gate_a = d_log_a * log_a * one_minus_r
     d_a_logit = jnp.sum(d_log_a * r, axis=(0, 1)) * C * jax.nn.sigmoid(-a_logit.astype(dtype))
-    return (
-        d_x.astype(x.dtype),
-        d_gate_a.astype(gate_a.dtype),
-        d_gate_x.astype(gate_x.dtype),
-        d_a_logit.astype(a_logit.dtype),
-        d_initial,
-        None,
+    d_x, d_gate_a, d_gate_x = jax.lax.optimization_barrier(
+        (d_x.astype(x.dtype), d_gate_a.astype(gate_a.dtype), d_gate_x.astype(gate_x.dtype))
     )
+    return d_x, d_gate_a, d_gate_x, d_a_logit.astype(a_logit.dtype), d_initial, None
 
 
 _rg_lru.defvjp(_forward, _backward)
 
 
 def _gates(x, gate_a, gate_x, a_logit, token_kind, dtype):
+    x, gate_a, gate_x = jax.lax.optimization_barrier((x, gate_a, gate_x))
     u, gate_a, gate_x = drop_padding(
         token_kind, x.astype(dtype), gate_a.astype(dtype), gate_x.astype(dtype)
     )

@@ -15,21 +15,26 @@ def block_diagonal_dense(layer, name, units):
     # Recomputed with its layer, if at all, not a second time by itself.
     with keras.RematScope(mode=None):
         dense = keras.layers.EinsumDense(
-            "bthi,hij->bthj",
-            output_shape=(None, layer.num_blocks, units),
+            "hni,hij->hnj",
+            output_shape=(None, units),
             bias_axes="hj",
             kernel_initializer=clone_initializer(layer.kernel_initializer),
             bias_initializer=clone_initializer(layer.bias_initializer),
             dtype=layer.dtype_policy,
             name=name,
         )
-    dense.build((None, None, layer.num_blocks, layer.width // layer.num_blocks))
+    dense.build((layer.num_blocks, None, layer.width // layer.num_blocks))
     return dense
 
 
 def apply_blocks(dense, inputs):
-    """`[B, T, D]` through a block-diagonal map, blocks side by side again."""
-    batch, length, width = ops.shape(inputs)
-    num_blocks, units = dense.bias.shape
-    blocks = ops.reshape(inputs, (batch, length, num_blocks, width // num_blocks))
-    return ops.reshape(dense(blocks), (batch, length, num_blocks * units))
+    """`[B, T, D]` through a block-diagonal map, blocks side by side again.
+
+    Blocks go first, tokens follow: left to itself, XLA would put the tokens last and read all that
+    comes after across them.
+    """
+    num_blocks, _, units = dense.bias.shape
+    width = inputs.shape[-1] // num_blocks
+    blocks = ops.transpose(ops.reshape(inputs, (-1, num_blocks, width)), (1, 0, 2))
+    outputs = ops.transpose(dense(blocks), (1, 0, 2))
+    return ops.reshape(outputs, (*ops.shape(inputs)[:2], num_blocks * units))

@@ -73,9 +73,10 @@ class StreamingLayer(keras.layers.Layer):
         self._check(inputs, mask, segment_ids, initial_state)
         if initial_state is not None:
             initial_state = _cast(initial_state, self.state_spec())
-        output, state = self.stream(
-            ops.cast(inputs, self.compute_dtype), mask, segment_ids, initial_state
-        )
+        if mask is not None:
+            mask = ops.cast(mask, "bool")
+        inputs = ops.cast(inputs, self.compute_dtype)
+        output, state = self.stream(inputs, mask, segment_ids, initial_state)
         return (output, state) if self._returns_state(return_state) else output
 
     def get_initial_state(self, batch_size):

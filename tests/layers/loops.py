@@ -123,6 +123,7 @@ def linear(weights, name, x):
 def gate(weights, name, x):
     kernel, bias = weights[f"{name}/kernel"], weights[f"{name}/bias"]
     parts = np.split(x, len(kernel))
+    bias = np.reshape(bias, (len(kernel), -1))
     return np.concatenate([p @ k + b for p, k, b in zip(parts, kernel, bias, strict=True)])
 
 

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 
+from keras_recurrent.layers.block_diagonal import apply_blocks
 from tests.layers.gradients import call_with, gradients
 from tests.layers.table import built, inputs, numpy
 
@@ -24,7 +25,7 @@ def test_decays_from_zero_to_one(a_logit):
     # At 100 the decay is within 1e-43 of 1, where float32 ends.
     alone = np.zeros_like(x)
     alone[:, 2] = x[:, 2]
-    gates = [numpy(gate(alone[:, 2].reshape(3, 1, 2, 4))) for gate in linear_maps(layer)]
+    gates = [numpy(apply_blocks(gate, alone[:, 2:3])) for gate in linear_maps(layer)]
     r, i = (1 / (1 + np.exp(-gate.reshape(3, 4).astype("float64"))) for gate in gates)
     multiplier = np.sqrt(-np.expm1(-16 * np.logaddexp(0, -a_logit) * r))
     wanted = np.tile(multiplier * i, 2) * alone[:, 2]

@@ -242,6 +242,15 @@ def test_keras_masks_arrive(name, packed):
 
 
 @streaming_layer
+def test_a_mask_of_integers(name):
+    layer, x, mask = built(name), inputs(), MASKS["padding anywhere"]
+    ids = SEGMENTS["documents"]
+    for others in ({}, {"segment_ids": ids}):
+        wanted = layer(x, mask=mask, return_state=True, **others)
+        assert_close(layer(x, mask=mask.astype("int32"), return_state=True, **others), wanted)
+
+
+@streaming_layer
 def test_an_explicit_mask_goes_first(name):
     layer = built(name)
     tokens = np.array([[0, 1, 2, 3] * 2] * 3)

@@ -70,7 +70,7 @@ def rg_lru(w, x):
 
 def block_diagonal(w, x):
     blocks = x.reshape(len(x), len(w["kernel"]), -1)
-    return (np.einsum("thi,hij->thj", blocks, w["kernel"]) + w["bias"]).reshape(len(x), -1)
+    return np.einsum("thi,hij->thj", blocks, w["kernel"]).reshape(len(x), -1) + w["bias"].ravel()
 
 
 def linear(w, x):

@@ -1,15 +1,16 @@
 """Cached generation writes what plain repeated forward passes write."""
 
+import keras
 import keras_hub
 import numpy as np
 import pytest
 
 from tests.models import plain_generation
-from tests.models.tiny import VOCABULARY, tiny_causal_lm
+from tests.models.tiny import VOCABULARY, forward, tiny_causal_lm
 
 LENGTH = 14
-# Rounding moves these models' logits by less than 1e-4.
-MARGIN = 1e-3
+# Rounding moves these models' logits by about 1e-5.
+MARGIN = 5e-4
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +71,50 @@ def test_beam_search_with_cache_writes_what_it_writes_without(model, plain):
 
 
 def test_contrastive_search_with_cache_writes_what_it_writes_without(model, plain):
+    """Likeness counts for most here, and the last hidden state before the first token with it."""
     for lengths in PROMPTS.values():
-        prompt, given = ragged(*lengths)
-        sampler = keras_hub.samplers.ContrastiveSampler(k=4, alpha=0.6)
+        prompt, given = ragged(*lengths, seed=11)
+        sampler = keras_hub.samplers.ContrastiveSampler(k=4, alpha=0.9)
         written = generate(model, sampler, prompt, given)["token_ids"]
-        wanted, margin = plain_generation.contrastive(plain, 4, 0.6, prompt, given)
+        wanted, margin = plain_generation.contrastive(plain, 4, 0.9, prompt, given)
         assert margin > MARGIN
         np.testing.assert_array_equal(written, wanted)
+
+
+def test_generation_ends_where_every_row_has_stopped(model, plain):
+    prompt, given = ragged(*PROMPTS["longer"])
+    free, _ = plain_generation.sample(plain, SAMPLERS["greedy"](), prompt, given)
+    stop_ids = (int(free[0, 6]), int(free[1, 10]), int(free[2, 8]))
+    written = generate(model, "greedy", prompt, given, stop_ids)
+    wanted, _ = plain_generation.sample(plain, SAMPLERS["greedy"](), prompt, given, stop_ids)
+    np.testing.assert_array_equal(written["token_ids"], wanted)
+    for row in range(3):
+        new = np.isin(wanted[row], stop_ids) & ~given[row]
+        upto = np.argmax(new) + 1 if new.any() else LENGTH
+        np.testing.assert_array_equal(written["padding_mask"][row], np.arange(LENGTH) < upto)
+    assert (wanted[:, -1] == 0).any()  # it did end early
+
+
+@pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*The use of `x.T` on tensors:UserWarning")
+def test_a_quantized_model_writes_what_its_own_plain_passes_write():
+    model = tiny_causal_lm(num_layers=1)
+    model.quantize("int8")
+    prompt, given = ragged(*PROMPTS["longer"])
+    wanted, margin = plain_generation.sample(model, SAMPLERS["greedy"](), prompt, given)
+    assert margin > 10 * MARGIN  # activations round to 8 bits, either way where they are between
+    np.testing.assert_array_equal(generate(model, "greedy", prompt, given)["token_ids"], wanted)
+
+
+def test_the_cache_has_one_size_and_takes_tokens_in_any_portions(model, plain):
+    prompt, _ = ragged(LENGTH, LENGTH)
+    wanted = forward(plain, prompt, np.ones_like(prompt))
+    cache = model.backbone.get_initial_state(2)
+    shapes = keras.tree.map_structure(lambda array: tuple(array.shape), cache)
+    logits = []
+    for begin, end in [(0, 1), (1, 2), (2, 9), (9, LENGTH)]:
+        some, hidden_states, cache = model.call_with_cache(prompt[:, begin:end], cache)
+        assert tuple(hidden_states.shape) == (2, end - begin, 16)
+        assert keras.tree.map_structure(lambda array: tuple(array.shape), cache) == shapes
+        logits.append(keras.ops.convert_to_numpy(some))
+    np.testing.assert_allclose(np.concatenate(logits, axis=1), wanted, rtol=1e-4, atol=1e-4)

@@ -40,8 +40,8 @@ def draw(rng, path, shape):
         return noise
     if path.endswith("a_logit"):
         return 2.0 + noise  # memories of a few to a hundred tokens
-    if len(shape) == 1:
-        return 0.3 * noise  # biases, scales of norms
+    if path.endswith(("bias", "scale")):
+        return 0.3 * noise
     return noise / np.sqrt(shape[-2])
 
 

@@ -180,7 +180,7 @@ class GriffinBackbone(SegmentsOptional, keras_hub.models.Backbone):
         Inside a recurrent block every channel keeps to itself, and its gates to their blocks: the
         `lru_width` and the MLP's `intermediate_dim` are split along the model axis, so that a
         block communicates only where it returns to the residual stream. The width of the residual
-        stream is split along the data axis. Norms and the biases after such a return are copied.
+        stream is split along the data axis. Small weights, such as norms, are copied.
 
         Args:
             device_mesh: a `keras.distribution.DeviceMesh`.
@@ -231,7 +231,6 @@ class GriffinBackbone(SegmentsOptional, keras_hub.models.Backbone):
         layout_map["block.*conv1d/bias"] = (model,)
         layout_map["block.*rg_lru/a_logit"] = (model,)
         layout_map["block.*rg_lru/(recurrence_gate|input_gate)/kernel"] = (model, None, None)
-        layout_map["block.*rg_lru/(recurrence_gate|input_gate)/bias"] = (model, None)
         return layout_map
 
     def get_config(self):

@@ -1,7 +1,6 @@
 """The residual block of Griffin and Hawk."""
 
 import keras
-from keras import tree
 
 from keras_recurrent.layers import GatedMLP, RMSNorm, StreamingLayer
 
@@ -89,11 +88,6 @@ class GriffinResidualBlock(StreamingLayer):
     def state_spec(self, batch_size=None):
         return self.temporal_block.state_spec(batch_size)
 
-    def rematerialized_call(self, layer_call, *args, **kwargs):
-        if super().rematerialized_call(layer_call, *args, **kwargs) is layer_call:
-            return layer_call  # the scope does not ask for this block
-        return _recompute(layer_call)
-
     def get_config(self):
         return {
             **super().get_config(),
@@ -106,31 +100,3 @@ class GriffinResidualBlock(StreamingLayer):
     def from_config(cls, config):
         temporal_block = keras.layers.deserialize(config["temporal_block"])
         return cls(**{**config, "temporal_block": temporal_block})
-
-
-def _recompute(layer_call):
-    """`layer_call`, recomputed in the backward pass, whatever it is called with.
-
-    Backends take gradients only of positional tensors: TensorFlow refuses keywords, JAX would
-    trace flags and refuses strings. So float tensors go in by position, and all else is closed
-    over.
-    """
-
-    def call(*args, **kwargs):
-        leaves = tree.flatten((args, kwargs))
-        floats = [i for i, leaf in enumerate(leaves) if _is_float_tensor(leaf)]
-
-        def of_floats(*tensors):
-            filled = list(leaves)
-            for i, tensor in zip(floats, tensors, strict=True):
-                filled[i] = tensor
-            filled_args, filled_kwargs = tree.pack_sequence_as((args, kwargs), filled)
-            return layer_call(*filled_args, **filled_kwargs)
-
-        return keras.remat(of_floats)(*(leaves[i] for i in floats))
-
-    return call
-
-
-def _is_float_tensor(leaf):
-    return keras.ops.is_tensor(leaf) and keras.backend.is_float_dtype(leaf.dtype)

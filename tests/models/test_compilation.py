@@ -1,0 +1,101 @@
+"""Training steps compiled as a whole, and laid over several devices."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+
+from tests.models.tiny import VOCABULARY, tiny_causal_lm
+
+BACKEND = keras.config.backend()
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def test_a_compiled_step_is_a_plain_step():
+    """On torch, `compile` takes by far the most time of all; two blocks would take twice that."""
+    rng = np.random.default_rng(0)
+    token_ids = rng.integers(3, VOCABULARY, (2, 9)).astype("int32")
+    x = {"token_ids": token_ids[:, :-1], "padding_mask": np.ones((2, 8), "int32")}
+    weights = []
+    for how in ({"jit_compile": True}, {"run_eagerly": True}):
+        model = tiny_causal_lm(num_layers=1)
+        model.compile(keras.optimizers.SGD(0.1), **how)
+        model.fit(x, token_ids[:, 1:], batch_size=2, verbose=0)
+        weights.append(model.get_weights())
+    for compiled, plain in zip(*weights, strict=True):
+        np.testing.assert_allclose(compiled, plain, rtol=1e-3, atol=1e-4)
+
+
+MODEL_PARALLEL = """
+import keras
+import numpy as np
+from keras_recurrent.models import GriffinBackbone
+from tests.models.tiny import tiny_causal_lm, forward
+
+token_ids = np.random.default_rng(0).integers(3, 61, (4, 9)).astype("int32")
+real = np.ones_like(token_ids)
+wanted = forward(tiny_causal_lm(), token_ids, real)
+
+mesh = keras.distribution.DeviceMesh((2, 2), ("batch", "model"), keras.distribution.list_devices())
+layout_map = GriffinBackbone.get_layout_map(mesh)
+distribution = keras.distribution.ModelParallel(layout_map=layout_map, batch_dim_name="batch")
+with distribution.scope():
+    model = tiny_causal_lm()
+    split = {str(w.value.sharding.spec) for w in model.weights if "linear_x/kernel" in w.path}
+    assert split == {"PartitionSpec('batch', 'model')"}, split
+    np.testing.assert_allclose(forward(model, token_ids, real), wanted, rtol=1e-4, atol=1e-4)
+    x = {"token_ids": token_ids, "padding_mask": real}
+    model.compile("sgd", sampler="greedy")
+    model.train_on_batch(x, token_ids)
+    x = {"token_ids": token_ids, "padding_mask": np.arange(9) < np.array([[3], [4], [5], [6]])}
+    written = model.generate(x, stop_token_ids=None)["token_ids"]
+    assert (written[:, :3] == token_ids[:, :3]).all()
+print("done")
+"""
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="Keras splits models over devices on JAX alone")
+def test_a_model_over_four_devices_computes_the_same():
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "PYTHONPATH": str(ROOT),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", MODEL_PARALLEL],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.stdout.endswith("done\n"), done.stderr
+
+
+WITHOUT_TENSORFLOW = """
+import sys
+sys.modules["tensorflow"] = sys.modules["tensorflow_text"] = None
+from tests.models.test_causal_lm import TEXTS, language_model
+
+for packed in (False, True):
+    model = language_model(packed)
+    model.fit(TEXTS, batch_size=6, verbose=0, validation_data=(TEXTS,))
+    text = model.generate(["tick", ""], max_length=12)
+    assert text[0].startswith("tick"), text
+print("done")
+"""
+
+
+@pytest.mark.skipif(BACKEND == "tensorflow", reason="it is TensorFlow's absence that is tested")
+def test_strings_need_no_tensorflow():
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TENSORFLOW],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.stdout.endswith("done\n"), done.stderr

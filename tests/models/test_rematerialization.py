@@ -1,0 +1,104 @@
+"""`keras.RematScope`: blocks recompute, and the numbers stay what they were."""
+
+import keras
+import numpy as np
+import pytest
+
+from tests.models.tiny import VOCABULARY, tiny_causal_lm
+
+BACKEND = keras.config.backend()
+
+
+def model_in(mode, **kwargs):
+    with keras.RematScope(mode=mode):
+        return tiny_causal_lm(**kwargs)
+
+
+def batch(length):
+    rng = np.random.default_rng(0)
+    token_ids = rng.integers(3, VOCABULARY, (2, length + 1)).astype("int32")
+    segment_ids = np.repeat([[0, 1]], length // 2, axis=1).repeat(2, axis=0).astype("int32")
+    real = np.ones((2, length), "int32")
+    real[0, -3:] = 0
+    x = {"token_ids": token_ids[:, :-1], "padding_mask": real, "segment_ids": segment_ids}
+    return x, token_ids[:, 1:]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("mixed_bfloat16", 5e-2)])
+def test_a_training_step_is_the_same(dtype, tolerance):
+    x, y = batch(length=8)
+    models = [tiny_causal_lm(dtype=dtype), *(model_in(m, dtype=dtype) for m in (None, "full"))]
+    for model in models[1:]:
+        model.compile(keras.optimizers.SGD(0.1))
+        model.train_on_batch(x, y)
+    for before, *after in zip(*(model.get_weights() for model in models), strict=True):
+        plain, recomputed = (weight - before for weight in after)
+        assert np.linalg.norm(recomputed - plain) < tolerance * np.linalg.norm(plain)
+
+
+def test_the_scope_chooses_blocks_by_name():
+    with keras.RematScope(mode="list_of_layers", layer_names=["block_1"]):
+        model = tiny_causal_lm()
+    blocks = model.backbone.transformer_layers
+    plain = [block.rematerialized_call(block.call) == block.call for block in blocks]
+    assert plain == [True, False]
+    assert model.rematerialized_call(model.call) == model.call
+
+
+def test_nothing_inside_a_block_recomputes_by_itself():
+    model = model_in("full")
+    modes = {
+        layer.name: layer._remat_mode.mode if layer._remat_mode else None
+        for layer in model.backbone.transformer_layers[0]._flatten_layers(include_self=False)
+    }
+    assert set(modes.values()) == {None}, modes
+
+
+def test_generation_and_scores_go_on():
+    plain, recomputing = tiny_causal_lm(), model_in("full")
+    token_ids = np.array([[5, 7, 9, 0, 0, 0], [8, 0, 0, 0, 0, 0]], "int32")
+    prompt = {"token_ids": token_ids, "padding_mask": token_ids > 0}
+    written = []
+    for model in (plain, recomputing):
+        model.compile(sampler="greedy")
+        written.append(model.generate(dict(prompt), stop_token_ids=None)["token_ids"])
+    np.testing.assert_array_equal(*written)
+
+
+def held_between_passes(model, x, y):
+    """Bytes that the forward pass leaves for the backward pass."""
+    if BACKEND == "jax":
+        import jax
+
+        def loss(weights):
+            logits, _ = model.stateless_call(weights, [], x)
+            return keras.ops.mean(
+                keras.losses.sparse_categorical_crossentropy(y, logits, from_logits=True)
+            )
+
+        def held(weights):
+            return jax.vjp(loss, weights)[1]
+
+        # Not the memory of a compiled step: XLA makes one of equal computations on a CPU.
+        leaves = jax.tree.leaves(jax.eval_shape(held, [w.value for w in model.trainable_variables]))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    import torch
+
+    held = {}
+
+    def pack(tensor):
+        held[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(x)
+    return sum(held.values())
+
+
+@pytest.mark.skipif(BACKEND == "tensorflow", reason="TensorFlow does not tell what it holds")
+def test_less_is_held_between_forward_and_backward_pass():
+    x, y = batch(length=512)
+    plain, recomputing = (
+        held_between_passes(model_in(mode, num_layers=4), x, y) for mode in (None, "full")
+    )
+    assert recomputing < 0.2 * plain
