@@ -120,8 +120,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS)
     backends = parser.parse_args().backends
-    parts = [f"# CPU\n\n{machine()}", training_steps(backends), scans(backends)]
-    print("\n\n".join(parts))
+    print(f"# CPU\n\n{machine()}\n")
+    print(training_steps(backends), end="\n\n", flush=True)
+    print(scans(backends))
 
 
 if __name__ == "__main__":
