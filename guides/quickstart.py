@@ -16,8 +16,6 @@ import pydoc_data.topics
 
 # Keras reads this once, when it is imported. "torch" and "tensorflow" do as well.
 os.environ.setdefault("KERAS_BACKEND", "jax")
-# KerasHub loads TensorFlow where it is installed, which has much to say about missing GPUs.
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import keras
 import keras_hub
