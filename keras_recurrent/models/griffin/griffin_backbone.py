@@ -184,9 +184,10 @@ class GriffinBackbone(SegmentsOptional, keras_hub.models.Backbone):
 
         Args:
             device_mesh: a `keras.distribution.DeviceMesh`.
-            model_parallel_dim_name: string, its axis for the model; its size should divide
-                `lru_width`, `num_blocks` and `intermediate_dim`.
-            data_parallel_dim_name: string, its axis for the data.
+            model_parallel_dim_name: string, its axis for the model. Its size must divide
+                `vocabulary_size`, `lru_width`, `num_blocks` and `intermediate_dim`.
+            data_parallel_dim_name: string, its axis for the data. Its size must divide
+                `hidden_dim`.
 
         Returns:
             A `keras.distribution.LayoutMap`.
