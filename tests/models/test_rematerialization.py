@@ -24,16 +24,28 @@ def batch(length):
     return x, token_ids[:, 1:]
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("mixed_bfloat16", 5e-2)])
-def test_a_training_step_is_the_same(dtype, tolerance):
-    x, y = batch(length=8)
-    models = [tiny_causal_lm(dtype=dtype), *(model_in(m, dtype=dtype) for m in (None, "full"))]
-    for model in models[1:]:
-        model.compile(keras.optimizers.SGD(0.1))
-        model.train_on_batch(x, y)
-    for before, *after in zip(*(model.get_weights() for model in models), strict=True):
-        plain, recomputed = (weight - before for weight in after)
-        assert np.linalg.norm(recomputed - plain) < tolerance * np.linalg.norm(plain)
+def training_step(mode, dtype):
+    """All that one step adds to the weights, as one vector."""
+    model = model_in(mode, dtype=dtype)
+    before = model.get_weights()
+    model.compile(keras.optimizers.SGD(0.1))
+    model.train_on_batch(*batch(length=8))
+    steps = [a - b for a, b in zip(model.get_weights(), before, strict=True)]
+    return np.concatenate([step.ravel() for step in steps])
+
+
+def test_a_training_step_is_the_same():
+    plain, recomputed = (training_step(mode, "float32") for mode in (None, "full"))
+    assert np.linalg.norm(recomputed - plain) < 1e-5 * np.linalg.norm(plain)
+
+
+def test_a_training_step_in_bfloat16_is_as_exact():
+    """XLA rounds the two programs in different places: each is compared with float32."""
+    exact = training_step(None, "float32")
+    plain, recomputed = (
+        np.linalg.norm(training_step(mode, "mixed_bfloat16") - exact) for mode in (None, "full")
+    )
+    assert recomputed < 2 * plain < 0.1 * np.linalg.norm(exact)
 
 
 def test_the_scope_chooses_blocks_by_name():
