@@ -28,6 +28,7 @@ __all__ = [
     "preprocessing_function",
     "preset_has_weights",
     "register_presets",
+    "saved_dtype",
     "serve_preset",
 ]
 
@@ -61,3 +62,12 @@ def preset_has_weights(preset):
     """Whether the directory `preset` holds the weights of a backbone."""
     files = (preset_utils.MODEL_WEIGHTS_FILE, preset_utils.SHARDED_MODEL_WEIGHTS_CONFIG_FILE)
     return any(preset_utils.check_file_exists(preset, file) for file in files)
+
+
+def saved_dtype(preset):
+    """The dtype of the models in the directory `preset`: as saved if quantized, else Keras's own.
+
+    KerasHub looks it up for tasks, but not for backbones, which then cannot take in int8 weights.
+    """
+    loader = get_preset_loader(preset)
+    return loader._resolve_dtype(loader.config, {})

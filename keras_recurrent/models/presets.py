@@ -68,6 +68,12 @@ def resolve_load_weights(preset, load_weights):
     return compat.preset_has_weights(preset) if load_weights is None else load_weights
 
 
+def resolve_backbone_overrides(preset, kwargs):
+    """Overrides with the dtype of a saved backbone, where nothing is said about it."""
+    fresh = isinstance(compat.get_preset_loader(preset), FreshPresetLoader)
+    return kwargs if fresh else {"dtype": compat.saved_dtype(preset), **kwargs}
+
+
 def resolve_task_overrides(preset, cls, load_weights, kwargs):
     """Overrides in a form that KerasHub's `from_preset` honours: by itself it ignores some."""
     if isinstance(compat.get_preset_loader(preset), FreshPresetLoader):

@@ -120,8 +120,10 @@ def test_scores_ask_for_what_they_need():
         model.score(np.ones((1, 3), "int32"), scoring_mode="loss")
 
 
-def test_speculative_sampling_is_refused_by_name():
+def test_samplers_that_cannot_serve_are_refused_by_name():
     model = tiny_causal_lm(num_layers=1)
+    with pytest.raises(ValueError, match="return_all_beams"):
+        model.compile(sampler=keras_hub.samplers.BeamSampler(return_all_beams=True))
     for sampler in ("speculative", keras_hub.samplers.SpeculativeSampler()):
         with pytest.raises(ValueError, match="speculative"):
             model.compile(sampler=sampler)

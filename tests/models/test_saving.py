@@ -154,6 +154,9 @@ def test_int8_saves_and_stays_near(tmp_path):
     model.save_to_preset(str(tmp_path / "hawk"))
     again = GriffinCausalLM.from_preset(str(tmp_path / "hawk"))
     np.testing.assert_allclose(logits(again), logits(model), rtol=1e-4, atol=1e-4)
+    backbone = GriffinBackbone.from_preset(str(tmp_path / "hawk"))
+    for a, b in zip(backbone.get_weights(), model.backbone.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
     model.save(tmp_path / "hawk.keras")
     again = keras.saving.load_model(tmp_path / "hawk.keras")
     np.testing.assert_allclose(logits(again), logits(model), rtol=1e-4, atol=1e-4)

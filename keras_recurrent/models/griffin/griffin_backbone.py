@@ -147,6 +147,7 @@ class GriffinBackbone(SegmentsOptional, keras_hub.models.Backbone):
         """
         presets.check_overrides(preset, [cls], kwargs)
         load_weights = presets.resolve_load_weights(preset, load_weights)
+        kwargs = presets.resolve_backbone_overrides(preset, kwargs)
         return super().from_preset(preset, load_weights, **kwargs)
 
     def get_initial_state(self, batch_size):

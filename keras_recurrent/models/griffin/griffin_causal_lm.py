@@ -113,8 +113,8 @@ class GriffinCausalLM(SegmentsOptional, keras_hub.models.CausalLM):
         """Sets how the model trains and samples; see `keras_hub.models.CausalLM.compile`.
 
         Raises:
-            ValueError: the sampler is speculative. It writes several tokens and takes some back,
-                which a recurrent state cannot.
+            ValueError: the sampler is speculative, which takes back tokens that it tried, as a
+                recurrent state cannot; or it returns several beams for a prompt.
         """
         sampler = keras_hub.samplers.get(sampler)
         if isinstance(sampler, keras_hub.samplers.SpeculativeSampler):
@@ -122,6 +122,10 @@ class GriffinCausalLM(SegmentsOptional, keras_hub.models.CausalLM):
                 "`sampler`: `GriffinCausalLM` does not support the speculative sampler. It takes "
                 "back tokens that it tried, which a recurrent state cannot undo. Use 'top_k', "
                 "'top_p', 'random', 'greedy', 'beam' or 'contrastive'."
+            )
+        if getattr(sampler, "return_all_beams", False):
+            raise ValueError(
+                "`sampler`: `generate` has one text for a prompt. Leave out `return_all_beams`."
             )
         super().compile(
             optimizer, loss, weighted_metrics=weighted_metrics, sampler=sampler, **kwargs

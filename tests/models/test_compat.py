@@ -1,0 +1,41 @@
+"""What this package takes from the inside of KerasHub is there, and in one file."""
+
+import pathlib
+
+import keras_hub
+import pytest
+
+import keras_recurrent
+from keras_recurrent import compat
+from keras_recurrent.tokenizers import ByteTokenizer
+
+
+def test_one_file_looks_inside():
+    package = pathlib.Path(keras_recurrent.__file__).parent
+    files = [f for f in package.rglob("*.py") if "keras_hub.src" in f.read_text()]
+    assert [file.name for file in files] == ["compat.py"]
+
+
+def test_every_class_with_presets_asks_our_loader():
+    for cls in (
+        keras_hub.models.Backbone,
+        keras_hub.models.Task,
+        keras_hub.models.Preprocessor,
+        keras_hub.tokenizers.Tokenizer,
+    ):
+        known = cls.from_preset.__func__.__globals__
+        assert known["get_preset_loader"] is compat.get_preset_loader, cls
+
+
+def test_other_presets_are_kerashubs_business(tmp_path):
+    with pytest.raises(ValueError, match=r"has no config.json"):
+        keras_hub.models.CausalLM.from_preset(str(tmp_path))
+    # A near name that is a directory is a directory.
+    (tmp_path / "hawk_10m").mkdir()
+    with pytest.raises(ValueError, match=r"has no config.json"):
+        compat.get_preset_loader(str(tmp_path / "hawk_10m"))
+
+
+def test_the_hooks_of_kerashubs_tokenizer_are_its_own():
+    for hook in ("_tokenize_tf", "_detokenize_tf", "_detokenize_python"):
+        assert getattr(ByteTokenizer, hook) is not getattr(keras_hub.tokenizers.ByteTokenizer, hook)
