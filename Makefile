@@ -1,6 +1,6 @@
 # Two commands for a new clone:
 #     make quickstart      a Hawk language model learns real text and writes
-#     make test            the whole suite, once for each backend
+#     make test            the tests, once for each backend
 # For people who change the code: make lint, make format, make test-jax.
 #
 # Everything is installed into .venv, with the versions of constraints.txt. On Linux a plain torch
@@ -19,11 +19,12 @@ INSTALLED := pyproject.toml constraints.txt $(VENV)/.created
 
 MAKEFLAGS += --no-builtin-rules
 
-.PHONY: help quickstart test lint format clean $(BACKENDS:%=test-%)
+.PHONY: help quickstart test test-slow lint format clean $(BACKENDS:%=test-%)
 
 help:
 	@echo "make quickstart   train Hawk on the text of Python's documentation (KERAS_BACKEND=$(KERAS_BACKEND))"
 	@echo "make test         run the tests on $(BACKENDS); make test-jax runs one of them"
+	@echo "make test-slow    the tests of the TPU kernels in full, in JAX's interpreter and compiler"
 	@echo "make lint         ruff and mypy"
 	@echo "make format       let ruff mend what it can"
 	@echo "make clean        remove $(VENV) and what was built"
@@ -37,6 +38,9 @@ test: $(VENV)/.test
 
 $(BACKENDS:%=test-%): test-%: $(VENV)/.test
 	KERAS_BACKEND=$* $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-slow: $(VENV)/.test
+	KERAS_BACKEND=jax $(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -7,11 +7,20 @@ import pytest
 
 BACKENDS = ("jax", "torch", "tensorflow")
 INSTALLED = [name for name in BACKENDS if importlib.util.find_spec(name)]
+# Where a test needs no backend of its own, that one runs it which compiles nothing.
+ONCE = "torch" if "torch" in INSTALLED else INSTALLED[0]
 
 # Keras would look into the user's configuration file, and take TensorFlow without one.
 os.environ.setdefault("KERAS_BACKEND", INSTALLED[0])
 # On a GPU, JAX takes float32 matrix products in TF32, whose error would hide all others.
 os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
+
+# Without a GPU, the Triton kernels run in Triton's interpreter. Triton reads this when imported.
+if os.environ["KERAS_BACKEND"] == "torch":
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Tests that run side by side take one thread each: torch's threads wait by spinning.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -23,9 +32,9 @@ def pytest_report_header():
 
 
 def pytest_collection_modifyitems(items):
-    if os.environ["KERAS_BACKEND"] == INSTALLED[0]:
+    if os.environ["KERAS_BACKEND"] == ONCE:
         return
-    reason = f"does not depend on the backend, runs on {INSTALLED[0]}"
+    reason = f"does not depend on the backend, runs on {ONCE}"
     for item in items:
         if item.get_closest_marker("once"):
             item.add_marker(pytest.mark.skip(reason=reason))

@@ -1,30 +1,98 @@
-"""A Hawk of a few thousand weights, whose numbers are the same on every backend."""
+"""A model of a few thousand weights for each family, whose numbers are the same on every backend.
+
+Tests of `any_family` hold for each row of `FAMILIES`; what a family adds has tests of its own.
+Tests of `shared_by_families` are about code that the families have in common: every family meets
+them on torch, which compiles nothing, and one family on JAX and on TensorFlow, which compile each
+model anew, for most of a minute.
+"""
+
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
+import pytest
 
-from keras_recurrent.models import GriffinBackbone, GriffinCausalLM
+from keras_recurrent import models
 
 VOCABULARY = 61
-SIZES = {
-    "vocabulary_size": VOCABULARY,
-    "num_layers": 2,
-    "hidden_dim": 16,
-    "lru_width": 24,
-    "intermediate_dim": 40,
-    "num_blocks": 4,
+
+
+class Family(NamedTuple):
+    backbone: type
+    causal_lm: type
+    preprocessor: type
+    tokenizer: type
+    sizes: dict[str, Any]  # the arguments of the backbone
+
+
+FAMILIES = {
+    "griffin": Family(
+        models.GriffinBackbone,
+        models.GriffinCausalLM,
+        models.GriffinCausalLMPreprocessor,
+        models.GriffinTokenizer,
+        # One block of every type, so that all that holds for models is shown for all of them.
+        {
+            "vocabulary_size": VOCABULARY,
+            "num_layers": 3,
+            "hidden_dim": 16,
+            "intermediate_dim": 40,
+            "lru_width": 24,
+            "num_blocks": 4,
+            "block_types": ("recurrent", "local_attention", "global_attention"),
+            "num_query_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "sliding_window": 4,
+            "partial_rotary_factor": 0.5,
+        },
+    ),
+    "hgrn2": Family(
+        models.HGRN2Backbone,
+        models.HGRN2CausalLM,
+        models.HGRN2CausalLMPreprocessor,
+        models.HGRN2Tokenizer,
+        {
+            "vocabulary_size": VOCABULARY,
+            "num_layers": 2,
+            "hidden_dim": 16,
+            "intermediate_dim": 20,
+            "expand_ratio": 4,
+        },
+    ),
+    "transnormer": Family(
+        models.TransNormerBackbone,
+        models.TransNormerCausalLM,
+        models.TransNormerCausalLMPreprocessor,
+        models.TransNormerTokenizer,
+        {
+            "vocabulary_size": VOCABULARY,
+            "num_layers": 2,
+            "hidden_dim": 16,
+            "intermediate_dim": 24,
+            "num_heads": 3,
+            "head_dim": 4,
+        },
+    ),
 }
+SIZES = FAMILIES["griffin"].sizes
+
+any_family = pytest.mark.parametrize("family", FAMILIES)
+SHARED = {"jax": ["griffin"], "tensorflow": ["hgrn2"], "torch": list(FAMILIES)}
+SHARED = SHARED[keras.backend.backend()]
+shared_by_families = pytest.mark.parametrize("family", SHARED)
 
 
-def tiny_backbone(seed=0, **kwargs):
+def tiny_backbone(seed=0, family="griffin", **kwargs):
     """A backbone with weights from NumPy, large enough that logits differ by more than rounding."""
-    backbone = GriffinBackbone(**{**SIZES, **kwargs})
+    cls, sizes = FAMILIES[family].backbone, FAMILIES[family].sizes
+    backbone = cls(**{**sizes, **kwargs})
     set_weights(backbone, seed)
     return backbone
 
 
-def tiny_causal_lm(seed=0, preprocessor=None, **kwargs):
-    return GriffinCausalLM(tiny_backbone(seed, **kwargs), preprocessor)
+def tiny_causal_lm(seed=0, preprocessor=None, family="griffin", **kwargs):
+    return FAMILIES[family].causal_lm(tiny_backbone(seed, family, **kwargs), preprocessor)
 
 
 def set_weights(model, seed):
