@@ -1,0 +1,230 @@
+"""S_t = diag(exp(log_f_t)) S_{t-1} + k_t v_t^T,  o_t = S_t^T q_t,  in every head.
+
+Qin et al. 2024, arXiv:2404.07904, section 3 (HGRN2, where k_t = 1 - exp(log_f_t)); Yang et al.
+2023, arXiv:2312.06635, section 4 (gated linear attention).
+
+Between chunks the state carries what was seen. Inside a chunk, token u meets an earlier s with the
+weight a_us = sum_k q_u f_{s+1} ... f_u k_s; for a matrix product the decays must be shared out
+between q_u and k_s. So the chunk is halved again and again: where u lies in a right half and s in
+the left half beside it, q_u takes the decays from the boundary to u, and k_s those from s to the
+boundary. Only products of decays are formed, never quotients, which makes any decay safe; neither
+0 nor a restart, which is one, needs a case of its own.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from keras_recurrent.backends.jax._gradient import with_gradient
+from keras_recurrent.backends.jax._linear_attention import (
+    chunked,
+    grouped,
+    inner_products,
+    plan,
+    product,
+    states,
+    transposed,
+    unchunked,
+    ungrouped,
+)
+from keras_recurrent.backends.jax._tokens import PADDING, STARTS, accumulate, first_state
+
+CHUNK = 64
+
+
+def unsupported(q, k, v, log_f, initial_state=None, token_kind=None):
+    return None
+
+
+def forward(q, k, v, log_f, initial_state, token_kind):
+    if q.shape[1] == 1:
+        return _one_token(q, k, v, log_f, initial_state, token_kind)
+    cut = plan(q, v, CHUNK)
+
+    def group(state, tokens):
+        q, k, v, f = (chunked(x, cut) for x in _prepared(state.dtype, *tokens))
+        levels, from_start, to_end = _decays(f)
+        before, state = states(_total(from_start), product(transposed(k * to_end), v), state)
+        output = product(q * from_start, before) + product(_weights(q, k, levels), v)
+        return state, unchunked(output).astype(tokens[2].dtype)
+
+    tokens = grouped((q, k, v, log_f, token_kind), cut)
+    final_state, output = jax.lax.scan(group, initial_state, tokens)
+    return ungrouped(output, q.shape[1]), final_state
+
+
+def _one_token(q, k, v, log_f, state, token_kind):
+    q, k, w, f = (x[:, 0, :, :, None] for x in _prepared(state.dtype, q, k, v, log_f, token_kind))
+    state = f * state + k * transposed(w)
+    return jnp.sum(q * state, axis=2)[:, None].astype(v.dtype), state
+
+
+def backward(q, k, v, log_f, initial_state, token_kind, _, d_output, d_final):
+    cut = plan(q, v, CHUNK)
+    tokens = grouped((q, k, v, log_f, token_kind), cut)
+
+    def after(state, tokens):
+        _, k, v, f = (chunked(x, cut) for x in _prepared(state.dtype, *tokens))
+        _, from_start, to_end = _decays(f)
+        added = product(transposed(k * to_end), v)
+        return states(_total(from_start), added, state)[1], state
+
+    _, before = jax.lax.scan(after, initial_state, tokens)
+
+    def group(g, tokens):
+        *tokens, state, d_output = tokens
+        inputs = [chunked(x, cut) for x in _prepared(g.dtype, *tokens)]
+        d_output = chunked(d_output.astype(g.dtype), cut)
+        *gradients, g = _group_gradient(state, d_output, g, *inputs)
+        d_q, d_k, d_v, d_log_f = (unchunked(d) for d in gradients)
+        q, k, v, log_f, token_kind = tokens
+        if k is None:
+            d_log_f -= d_k * jnp.exp(log_f.astype(g.dtype))
+        found = [d_q.astype(q.dtype), d_v.astype(v.dtype), d_log_f.astype(log_f.dtype)]
+        if k is not None:
+            found.append(d_k.astype(k.dtype))
+        return g, _drop_padding(token_kind, *found)
+
+    d_initial, gradients = jax.lax.scan(
+        group, d_final, (*tokens, before, *grouped((d_output,), cut)), reverse=True
+    )
+    d_q, d_v, d_log_f, *d_k = (ungrouped(d, q.shape[1]) for d in gradients)
+    return d_q, d_k[0] if d_k else None, d_v, d_log_f, d_initial, None
+
+
+def operation(forward, backward):
+    """The operation made of two functions: those of this file, or others with their arguments."""
+    run = with_gradient(forward, backward, with_output=False)
+
+    @jax.jit
+    def gated_linear_attention(q, k, v, log_f, initial_state=None, token_kind=None):
+        """q, k, log_f: [B, T, H, K]; v: [B, T, H, V]; k None: 1 - exp(log_f).
+
+        Returns ([B, T, H, V] in v's dtype, [B, H, K, V] in float32).
+        """
+        dtype = accumulate(q, v, log_f, *([] if k is None else [k]))
+        batch, _, *sizes = q.shape
+        initial_state = first_state(initial_state, (batch, *sizes, v.shape[3]), dtype)
+        return run(q, k, v, log_f, initial_state, token_kind)
+
+    return gated_linear_attention
+
+
+gated_linear_attention = operation(forward, backward)
+
+
+def _prepared(dtype, q, k, v, log_f, token_kind):
+    """q, k, v and f of some tokens, [B, T, H, ...]: at padding 0, 0, 0 and 1; f is 0 at a start."""
+    q, v, log_f = (x.astype(dtype) for x in (q, v, log_f))
+    k = -jnp.expm1(log_f) if k is None else k.astype(dtype)
+    f = jnp.exp(log_f)
+    if token_kind is None:
+        return q, k, v, f
+    kind = token_kind[:, :, None, None]
+    f = jnp.where(kind == PADDING, 1, jnp.where(kind == STARTS, 0, f))
+    return *_drop_padding(token_kind, q, k, v), f
+
+
+def _drop_padding(token_kind, *tensors):
+    if token_kind is None:
+        return tensors
+    padding = (token_kind == PADDING)[:, :, None, None]
+    return tuple(jnp.where(padding, jnp.zeros_like(t), t) for t in tensors)
+
+
+# Below, tensors are [B, H, chunks, C, K or V].
+
+
+def _decays(f):
+    """Products of decays, for halves of 1, 2, 4 ... tokens and for the chunk.
+
+    Returns [(those from the boundary to u, for the right halves, those from s to the boundary, for
+    the left ones), ...], and those from the start of the chunk and to its end. A product from s is
+    without f_s, as s itself is not decayed any more.
+    """
+    from_start, to_end = f, jnp.ones_like(f)
+    levels, half = [], 1
+    while half < f.shape[-2]:
+        p_left, p_right = _halves(from_start, half)
+        s_left, s_right = _halves(to_end, half)
+        levels.append((p_right, s_left))
+        from_start = _joined(p_left, p_left[..., -1:, :] * p_right)
+        to_end = _joined(s_left * p_right[..., -1:, :], s_right)
+        half *= 2
+    return levels, from_start, to_end
+
+
+def _total(from_start):
+    """The product of a chunk's decays, beside its state: [..., K, 1]."""
+    return from_start[..., -1, :, None]
+
+
+def _halves(x, half):
+    """The left and the right halves [..., C / (2 half), half, K] of x: [..., C, K]."""
+    x = x.reshape(*x.shape[:-2], -1, 2, half, x.shape[-1])
+    return x[..., 0, :, :], x[..., 1, :, :]
+
+
+def _joined(left, right):
+    """The inverse of `_halves`."""
+    x = jnp.stack([left, right], axis=-3)
+    return x.reshape(*x.shape[:-4], -1, x.shape[-1])
+
+
+def _weights(q, k, levels):
+    """a_us for s <= u, [..., C, C]: from blocks of one token to a block of C."""
+    weights = jnp.sum(q * k, axis=-1)[..., None, None]
+    for from_boundary, to_boundary in levels:
+        half = from_boundary.shape[-2]
+        right, left = _halves(q, half)[1] * from_boundary, _halves(k, half)[0] * to_boundary
+        weights = weights.reshape(*weights.shape[:-3], -1, 2, half, half)
+        above = jnp.concatenate([weights[..., 0, :, :], jnp.zeros_like(weights[..., 0, :, :])], -1)
+        below = jnp.concatenate([product(right, transposed(left)), weights[..., 1, :, :]], -1)
+        weights = jnp.concatenate([above, below], axis=-2)
+    return weights[..., 0, :, :]
+
+
+def _group_gradient(state, d_output, g, q, k, v, f):
+    """Gradients of q, k, v and log f of a group, and of the state before it; g: of that after it.
+
+    The gradient of log f_t is the sum, over all pairs s < t <= u that it stands between, of what
+    they gain from each other. The pairs that meet at a boundary give each f between the boundary
+    and u a sum over later u, and each f between s and the boundary a sum over earlier s: nothing
+    is subtracted, so that it is as exact as the gradients of q and k.
+    """
+    levels, from_start, to_end = _decays(f)
+    total, q_in, k_out = _total(from_start), q * from_start, k * to_end
+    before, _ = states(total, product(transposed(k_out), v), state)
+    after, d_state = states(total, product(transposed(q_in), d_output), g, reverse=True)
+
+    d_v = product(k_out, after) + product(transposed(_weights(q, k, levels)), d_output)
+    d_q = product(d_output, transposed(before)) * from_start
+    d_k = product(v, transposed(after)) * to_end
+    # Of log f: `crossing` belongs to every token of a block, `later` also to the tokens before its
+    # own in the block, `earlier` to those after its own.
+    crossing = jnp.sum(total * before * after, axis=-1)[..., None, :]
+    later, earlier = q * d_q, k * d_k
+
+    d_weights = inner_products(d_output, v)[..., None, :, :]
+    for from_boundary, to_boundary in reversed(levels):
+        half = from_boundary.shape[-2]
+        (k_left, _), (_, q_right) = _halves(k, half), _halves(q, half)
+        d_meeting = d_weights[..., half:, :half]
+        d_right = product(d_meeting, k_left * to_boundary) * from_boundary
+        d_left = product(transposed(d_meeting), q_right * from_boundary) * to_boundary
+        d_q += _joined(jnp.zeros_like(d_right), d_right)
+        d_k += _joined(d_left, jnp.zeros_like(d_left))
+
+        later_left, later_right = _halves(later, half)
+        earlier_left, earlier_right = _halves(earlier, half)
+        crossing = jnp.stack(
+            [crossing + jnp.sum(later_right, axis=-2), crossing + jnp.sum(earlier_left, axis=-2)],
+            axis=-2,
+        ).reshape(*crossing.shape[:-2], -1, crossing.shape[-1])
+        later = _joined(later_left, later_right + q_right * d_right)
+        earlier = _joined(earlier_left + k_left * d_left, earlier_right)
+        d_weights = jnp.stack(
+            [d_weights[..., :half, :half], d_weights[..., half:, half:]], axis=-3
+        ).reshape(*d_weights.shape[:-3], -1, half, half)
+
+    d_own = d_weights[..., 0]  # a token and itself: no decay is between
+    return d_q + d_own * k, d_k + d_own * q, d_v, later + crossing, d_state

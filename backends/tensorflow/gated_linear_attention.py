@@ -1,0 +1,233 @@
+"""S_t = diag(exp(log_f_t)) S_{t-1} + k_t v_t^T,  o_t = S_t^T q_t,  in every head.
+
+Qin et al. 2024, arXiv:2404.07904, section 3 (HGRN2, where k_t = 1 - exp(log_f_t)); Yang et al.
+2023, arXiv:2312.06635, section 4 (gated linear attention).
+
+Between chunks the state carries what was seen. Inside a chunk, token u meets an earlier s with the
+weight a_us = sum_k q_u f_{s+1} ... f_u k_s; for a matrix product the decays must be shared out
+between q_u and k_s. So the chunk is halved again and again: where u lies in a right half and s in
+the left half beside it, q_u takes the decays from the boundary to u, and k_s those from s to the
+boundary. Only products of decays are formed, never quotients, which makes any decay safe; neither
+0 nor a restart, which is one, needs a case of its own.
+"""
+
+import tensorflow as tf
+
+from keras_recurrent.backends.tensorflow._common import (
+    accumulation_dtype,
+    as_tensors,
+    dense,
+    filled,
+)
+from keras_recurrent.backends.tensorflow._linear_attention import (
+    chunked,
+    grouped,
+    inner_products,
+    kind_masks,
+    over_groups,
+    plan,
+    states,
+    unchunked,
+    ungrouped,
+)
+
+_CHUNK = 64
+
+
+def unsupported(q, k, v, log_f, initial_state=None, token_kind=None) -> str | None:
+    """Why this kernel refuses these arguments; None if it accepts them."""
+    return None
+
+
+def gated_linear_attention(q, k, v, log_f, initial_state=None, token_kind=None):
+    """q, k, log_f: [B, T, H, K]; v: [B, T, H, V]; log_f <= 0; k None: 1 - exp(log_f).
+
+    Returns ([B, T, H, V] in v's dtype, [B, H, K, V] in float32, or float64 if an argument is
+    float64).
+    """
+    q, k, v, log_f, initial_state = as_tensors(q, k, v, log_f, initial_state)
+    dtype = accumulation_dtype(q, k, v, log_f, initial_state)
+    cut, (heads, key_size), value_size = plan(q, v, _CHUNK), q.shape[2:], v.shape[3]
+
+    def prepared(q, k, v, log_f, token_kind):
+        """Of some tokens: q, k, v and f, at padding 0, 0, 0 and 1; f is 0 at a restart."""
+        restart, padding = kind_masks(token_kind)
+        q, v, log_f = (tf.cast(x, dtype) for x in (q, v, log_f))
+        k = -tf.math.expm1(log_f) if k is None else tf.cast(k, dtype)
+        f = filled(filled(tf.exp(log_f), restart, 0), padding, 1)
+        return *(filled(x, padding, 0) for x in (q, k, v)), f
+
+    def in_chunks(*tokens):
+        return [chunked(x, cut) for x in prepared(*tokens)]
+
+    def groups(q, k, v, log_f):
+        return [grouped(x, cut) for x in (q, k, v, log_f, token_kind)]
+
+    def flat(state):
+        return tf.reshape(state, [-1, key_size, value_size])
+
+    def unflat(state):
+        return tf.reshape(state, [-1, heads, key_size, value_size])
+
+    def one_token(q, k, v, log_f, state):
+        q, k, w, f = (x[:, 0, :, :, None] for x in prepared(q, k, v, log_f, token_kind))
+        state = f * state + k * tf.linalg.matrix_transpose(w)
+        return tf.cast(tf.reduce_sum(q * state, axis=2)[:, None], v.dtype), state
+
+    def all_tokens(q, k, v, log_f, state):
+        def step(state, *tokens):
+            q, k, w, f = in_chunks(*tokens)
+            levels, from_start, to_end = _decays(f)
+            added = tf.matmul(k * to_end, w, transpose_a=True)
+            before, state = states(_total(from_start), added, state, cut)
+            output = tf.matmul(q * from_start, before) + tf.matmul(_weights(q, k, levels), w)
+            return state, [tf.cast(unchunked(output, heads, cut), v.dtype)]
+
+        state, (output,) = over_groups(step, flat(state), groups(q, k, v, log_f), cut, [v.dtype])
+        return ungrouped(output, v), unflat(state)
+
+    @tf.custom_gradient
+    def run(state, q, v, log_f, *keys):
+        k = keys[0] if keys else None
+        forward = one_token if q.shape[1] == 1 else all_tokens
+        output, final_state = forward(q, k, v, log_f, state)
+
+        def gradient(d_output, d_final_state):
+            inputs = groups(q, k, v, log_f)
+
+            def entering(state, *tokens):
+                _, k, w, f = in_chunks(*tokens)
+                _, from_start, to_end = _decays(f)
+                added = tf.matmul(k * to_end, w, transpose_a=True)
+                return states(_total(from_start), added, state, cut)[1], [state]
+
+            def step(g, *tokens):
+                *inputs, state, d_output = tokens
+                d_output = chunked(d_output, cut)
+                *found, g = _group_gradient(cut, state, d_output, g, *in_chunks(*inputs))
+                d_q, d_k, d_v, d_log_f = (unchunked(d, heads, cut) for d in found)
+                if not keys:
+                    d_log_f -= d_k * tf.exp(tf.cast(inputs[3], dtype))
+                _, padding = kind_masks(inputs[4])
+                found = [d_q, d_v, d_log_f, *([d_k] if keys else [])]
+                return g, [
+                    tf.cast(filled(d, padding, 0), x.dtype)
+                    for d, x in zip(found, (q, v, log_f, *keys), strict=True)
+                ]
+
+            _, (before,) = over_groups(entering, flat(state), inputs, cut, [dtype])
+            inputs.append(tf.transpose(before, [1, 0, 2, 3]))
+            inputs.append(grouped(dense(d_output, output, dtype), cut))
+            g = flat(dense(d_final_state, final_state, dtype))
+            dtypes = [x.dtype for x in (q, v, log_f, *keys)]
+            g, found = over_groups(step, g, inputs, cut, dtypes, reverse=True)
+            found = [ungrouped(d, x) for d, x in zip(found, (q, v, log_f, *keys), strict=True)]
+            return unflat(g), *found
+
+        return (output, final_state), gradient
+
+    if initial_state is None:
+        initial_state = tf.zeros([tf.shape(q)[0], heads, key_size, value_size], dtype)
+    keys = [] if k is None else [k]
+    return run(tf.cast(initial_state, dtype), q, v, log_f, *keys)
+
+
+# Below, tensors are [B * H * chunks, C, K or V].
+
+
+def _decays(f):
+    """Products of decays, for halves of 1, 2, 4 ... tokens and for the chunk.
+
+    Returns [(those from the boundary to u, for the right halves, those from s to the boundary, for
+    the left ones), ...], and those from the start of the chunk and to its end. A product from s is
+    without f_s, as s itself is not decayed any more.
+    """
+    from_start, to_end = f, tf.ones_like(f)
+    levels, half = [], 1
+    while half < f.shape[1]:
+        p_left, p_right = _halves(from_start, half)
+        s_left, s_right = _halves(to_end, half)
+        levels.append((p_right, s_left))
+        from_start = _joined(p_left, p_left[:, :, -1:] * p_right)
+        to_end = _joined(s_left * p_right[:, :, -1:], s_right)
+        half *= 2
+    return levels, from_start, to_end
+
+
+def _total(from_start):
+    """The product of a chunk's decays, beside its state: [..., K, 1]."""
+    return from_start[:, -1, :, None]
+
+
+def _halves(x, half):
+    """The left and the right halves, [..., C / (2 half), half, K], of x: [..., C, K]."""
+    _, length, width = x.shape
+    return tf.unstack(tf.reshape(x, [-1, length // (2 * half), 2, half, width]), axis=2)
+
+
+def _joined(left, right):
+    """The inverse of `_halves`."""
+    _, blocks, half, width = left.shape
+    return tf.reshape(tf.stack([left, right], axis=2), [-1, 2 * blocks * half, width])
+
+
+def _weights(q, k, levels):
+    """a_us for s <= u, [..., C, C]: from blocks of one token to a block of C."""
+    weights = tf.reduce_sum(q * k, axis=-1)[:, :, None, None]
+    for from_boundary, to_boundary in levels:
+        half = from_boundary.shape[2]
+        (k_left, _), (_, q_right) = _halves(k, half), _halves(q, half)
+        meeting = tf.matmul(q_right * from_boundary, k_left * to_boundary, transpose_b=True)
+        left, right = weights[:, ::2], weights[:, 1::2]
+        above = tf.concat([left, tf.zeros_like(left)], axis=-1)
+        weights = tf.concat([above, tf.concat([meeting, right], axis=-1)], axis=-2)
+    return weights[:, 0]
+
+
+def _group_gradient(cut, state, d_output, g, q, k, v, f):
+    """Gradients of q, k, v and log f of a group, and of the state before it; g: of that after it.
+
+    The gradient of log f_t is the sum, over all pairs s < t <= u that it stands between, of what
+    they gain from each other. The pairs that meet at a boundary give each f between the boundary
+    and u a sum over later u, and each f between s and the boundary a sum over earlier s: nothing
+    is subtracted, so that it is as exact as the gradients of q and k.
+    """
+    levels, from_start, to_end = _decays(f)
+    total, q_in, k_out = _total(from_start), q * from_start, k * to_end
+    before, _ = states(total, tf.matmul(k_out, v, transpose_a=True), state, cut)
+    d_added = tf.matmul(q_in, d_output, transpose_a=True)
+    after, d_state = states(total, d_added, g, cut, reverse=True)
+
+    d_v = tf.matmul(_weights(q, k, levels), d_output, transpose_a=True) + tf.matmul(k_out, after)
+    d_q = tf.matmul(d_output, before, transpose_b=True) * from_start
+    d_k = tf.matmul(v, after, transpose_b=True) * to_end
+    # Of log f: `crossing` belongs to every token of a block, `later` also to the tokens before its
+    # own in the block, `earlier` to those after its own.
+    crossing = tf.reduce_sum(total * before * after, axis=-1)[:, None]
+    later, earlier = q * d_q, k * d_k
+
+    d_weights = inner_products(d_output, v)[:, None]
+    for from_boundary, to_boundary in reversed(levels):
+        half = from_boundary.shape[2]
+        (k_left, _), (_, q_right) = _halves(k, half), _halves(q, half)
+        d_meeting = d_weights[:, :, half:, :half]
+        d_right = tf.matmul(d_meeting, k_left * to_boundary) * from_boundary
+        d_left = tf.matmul(d_meeting, q_right * from_boundary, transpose_a=True) * to_boundary
+        d_q += _joined(tf.zeros_like(d_right), d_right)
+        d_k += _joined(d_left, tf.zeros_like(d_left))
+
+        later_left, later_right = _halves(later, half)
+        earlier_left, earlier_right = _halves(earlier, half)
+        beyond = tf.stack([tf.reduce_sum(x, axis=2) for x in (later_right, earlier_left)], axis=2)
+        crossing = tf.reshape(crossing[:, :, None] + beyond, [-1, *_twice(crossing)])
+        later = _joined(later_left, later_right + q_right * d_right)
+        earlier = _joined(earlier_left + k_left * d_left, earlier_right)
+        inside = [d_weights[:, :, :half, :half], d_weights[:, :, half:, half:]]
+        d_weights = tf.reshape(tf.stack(inside, axis=2), [-1, 2 * d_weights.shape[1], half, half])
+
+    d_own = d_weights[:, :, 0]  # a token and itself: no decay is between
+    return d_q + d_own * k, d_k + d_own * q, d_v, later + crossing, d_state
+
+
+def _twice(blocks):
+    return 2 * blocks.shape[1], blocks.shape[2]
