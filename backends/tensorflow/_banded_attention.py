@@ -1,0 +1,200 @@
+"""Softmax attention of a row of queries to the keys before them, block by block.
+
+Queries stand at the end of their keys: of S keys and T queries, query t is at the place of key
+S - T + t. It sees that key and those before it, `window` in all (None: every one; else S - T is
+`window` - 1), if they are of its own document. A block of queries meets the keys that some query
+of it sees, so time grows as T times the window, and memory as T.
+
+q: [B, G, T, R, K], where R heads share a key; k: [B, G, S, K]; v: [B, G, S, V]; documents: numbers
+of the queries [B, T] and of the keys [B, S].
+"""
+
+import itertools
+
+import tensorflow as tf
+
+BLOCK = 64
+# Without a window the keys of a block end where its span of blocks ends: with four spans a
+# quarter of the work is on keys that nothing sees, with one half of it.
+SPANS = 4
+
+
+def forward(q, k, v, documents, window):
+    """Returns [B, G, T, R, V] and the logarithms of the softmax's sums [B, G, T, R, 1]."""
+    blocks = _Blocks(q, k, documents, window)
+    q, k, v = blocks.queries(q), blocks.keys(k), blocks.keys(v)
+
+    def attend(block, carry):
+        logits = block.hide(tf.matmul(block.of(q), block.seen(k), transpose_b=True))
+        highest = tf.reduce_max(logits, axis=-1, keepdims=True)
+        weights = tf.exp(logits - highest)
+        total = tf.reduce_sum(weights, axis=-1, keepdims=True)
+        return carry, [tf.matmul(weights, block.seen(v)) / total, tf.math.log(total) + highest]
+
+    _, results = blocks.walk(attend, [], [v.shape[-1], 1], v.dtype)
+    return [blocks.side_by_side(r, blocks.heads)[:, :, : blocks.length] for r in results]
+
+
+def backward(d_output, log_total, q, k, v, documents, window):
+    """Returns the gradients of q, k and v."""
+    blocks = _Blocks(q, k, documents, window)
+    q, d_output, log_total = map(blocks.queries, (q, d_output, log_total))
+    num_keys = tf.shape(k)[2]
+    k, v = blocks.keys(k), blocks.keys(v)
+
+    def attend(block, carry):
+        q_b, k_b, v_b, d_o = block.of(q), block.seen(k), block.seen(v), block.of(d_output)
+        logits = tf.matmul(q_b, k_b, transpose_b=True) - block.of(log_total)
+        weights = tf.exp(block.hide(logits))
+        d_logits = weights * tf.matmul(d_o, v_b, transpose_b=True)
+        # The sum could be had from the output, too, but that has been rounded.
+        d_logits -= weights * tf.reduce_sum(d_logits, axis=-1, keepdims=True)
+        d_keys = [
+            tf.matmul(d_logits, q_b, transpose_a=True),
+            tf.matmul(weights, d_o, transpose_a=True),
+        ]
+        carry, done = block.add(carry, d_keys)
+        return carry, [tf.matmul(d_logits, k_b), *done]
+
+    sizes = [k.shape[-1], v.shape[-1]]
+    carry = [tf.zeros_like(x[:, :, : blocks.overlap]) for x in (k, v)]
+    sizes_of_results = [q.shape[-1], *(sizes if window else [])]
+    carry, (d_q, *done) = blocks.walk(attend, carry, sizes_of_results, q.dtype)
+    if window:
+        done = [blocks.side_by_side(d, 1)[:, :, :, 0] for d in done]
+        carry = [tf.concat(pair, axis=2) for pair in zip(done, carry, strict=True)]
+    d_q = blocks.side_by_side(d_q, blocks.heads)[:, :, : blocks.length]
+    return d_q, *(d[:, :, :num_keys] for d in carry)
+
+
+class _Blocks:
+    """How queries and keys are cut. Any size but those of heads may be a tensor."""
+
+    def __init__(self, q, k, documents, window):
+        self.batch, self.groups, self.length = tf.shape(q)[0], q.shape[1], _size(q, 2)
+        self.heads, self.window = q.shape[3], window
+        self.before = _size(k, 2) - self.length
+        self.size = BLOCK
+        while self.size > 8 and (
+            (isinstance(self.length, int) and self.size >= 2 * self.length)
+            or (window and self.size > window)
+        ):
+            self.size //= 2
+        self.count = -(-self.length // self.size)
+        self.missing = self.count * self.size - self.length
+        # The places of keys that a block leaves to the next.
+        self.overlap = window - 1 if window else 0
+        # What fills up the last block sees itself: it is a document of its own.
+        self.documents = [
+            tf.pad(d, [[0, 0], [0, self.missing]], constant_values=-1) for d in documents
+        ]
+
+    def queries(self, x):
+        """[B, G, T, R, ...] as [B, G, blocks * size * R, ...]."""
+        x = tf.pad(x, [[0, 0], [0, 0], [0, self.missing], [0, 0], [0, 0]])
+        return tf.reshape(x, [self.batch, self.groups, -1, x.shape[4]])
+
+    def keys(self, x):
+        return tf.pad(x, [[0, 0], [0, 0], [0, self.missing], [0, 0]])
+
+    def side_by_side(self, results, heads):
+        """[blocks, B, G, size * heads, K] as [B, G, blocks * size, heads, K]."""
+        rows = tf.transpose(results, [1, 2, 0, 3, 4])
+        return tf.reshape(rows, [self.batch, self.groups, -1, heads, results.shape[4]])
+
+    def walk(self, step, carry, sizes, dtype):
+        """`step(block, carry) -> (carry, results)` for all blocks, one after another.
+
+        Returns the last carry and the results, stacked; `sizes` are those of their last dimension.
+        """
+        edges = [0, self.count]
+        # A span without blocks has nothing to stack, and where the time is not known, each may be.
+        if not self.window and isinstance(self.count, int):
+            edges = sorted({-(-self.count * i // SPANS) for i in range(SPANS + 1)})
+        parts = []
+        for first, end in itertools.pairwise(edges):
+            width = self.overlap + self.size if self.window else self.before + end * self.size
+            if not self.window:
+                carry = [_lengthened(x, width) for x in carry]
+            carry, results = self._walk_span(step, carry, first, end, width, sizes, dtype)
+            parts.append(results)
+        return carry, [tf.concat(part, axis=0) for part in zip(*parts, strict=True)]
+
+    def _walk_span(self, step, carry, first, end, width, sizes, dtype):
+        if isinstance(first, int) and isinstance(end, int) and end - first == 1:
+            carry, results = step(_Block(self, first, width), carry)
+            return carry, [r[None] for r in results]
+
+        shapes = [x.shape for x in carry]
+
+        def body(number, carry, arrays):
+            carry, results = step(_Block(self, number, width), carry)
+            for x, shape in zip(carry, shapes, strict=True):
+                x.set_shape(shape)  # lost where sizes are tensors
+            arrays = [a.write(number - first, r) for a, r in zip(arrays, results, strict=True)]
+            return number + 1, carry, arrays
+
+        arrays = [
+            tf.TensorArray(dtype, end - first, element_shape=[None, self.groups, None, size])
+            for size in sizes
+        ]
+        _, carry, arrays = tf.while_loop(
+            lambda number, *_: number < end,
+            body,
+            (tf.convert_to_tensor(first), carry, arrays),
+            shape_invariants=(tf.TensorShape([]), shapes, [None] * len(arrays)),
+        )
+        return carry, [a.stack() for a in arrays]
+
+
+class _Block:
+    """A block of queries, and the keys that one or the other of them sees."""
+
+    def __init__(self, blocks, number, width):
+        self.blocks, self.width = blocks, width
+        self.start = number * blocks.size
+        self.first = self.start if blocks.window else 0
+
+    def of(self, x):
+        rows = self.blocks.size * self.blocks.heads
+        return self._slice(x, self.start * self.blocks.heads, rows)
+
+    def seen(self, x):
+        return self._slice(x, self.first, self.width)
+
+    def _slice(self, x, start, size):
+        sizes = [self.blocks.batch, self.blocks.groups, size, x.shape[3]]
+        return tf.slice(x, [0, 0, start, 0], sizes)
+
+    def hide(self, logits):
+        """The logits [B, G, size * R, width], at their lowest where nothing is seen."""
+        b = self.blocks
+        place = b.before + self.start + tf.range(b.size)[:, None]
+        distance = place - (self.first + tf.range(self.width))
+        near = distance >= 0
+        if b.window:
+            near &= distance < b.window
+        of_queries, of_keys = b.documents
+        of_queries = tf.slice(of_queries, [0, self.start], [b.batch, b.size])
+        of_keys = tf.slice(of_keys, [0, self.first], [b.batch, self.width])
+        visible = near & (of_queries[:, :, None] == of_keys[:, None])
+        shape = tf.shape(logits)
+        logits = tf.reshape(logits, [b.batch, b.groups, b.size, b.heads, self.width])
+        hidden = tf.where(visible[:, None, :, None], logits, logits.dtype.min)
+        return tf.reshape(hidden, shape)
+
+    def add(self, carry, d_keys):
+        """(what later blocks add to, what none does): with a window, the end and the rest."""
+        if not self.blocks.window:
+            return [c + d for c, d in zip(carry, d_keys, strict=True)], []
+        size = self.blocks.size
+        totals = [_lengthened(c, self.width) + d for c, d in zip(carry, d_keys, strict=True)]
+        return [t[:, :, size:] for t in totals], [t[:, :, :size] for t in totals]
+
+
+def _lengthened(x, length):
+    return tf.pad(x, [[0, 0], [0, 0], [0, length - _size(x, 2)], [0, 0]])
+
+
+def _size(x, axis):
+    return tf.shape(x)[axis] if x.shape[axis] is None else x.shape[axis]

@@ -1,0 +1,44 @@
+"""A ring of a document's last tokens: the one at position p lies in slot p mod C.
+
+`position` [B] is that of the token to come: slots that no token has reached hold nothing.
+"""
+
+import torch
+
+
+def to_row(ring, position, end, length):
+    """The tokens of ring [B, C, ...] in a row [B, length, ...], the last at place `end` - 1.
+
+    What else the row holds is 0. The transpose of `to_ring`.
+    """
+    capacity = ring.shape[1]
+    if capacity == 0:
+        return ring.new_zeros(ring.shape[0], length, *ring.shape[2:])
+    age = end[:, None] - 1 - torch.arange(length, device=ring.device)
+    position = position[:, None]
+    kept = (age >= 0) & (age < position.clamp_max(capacity))
+    return take(ring, (position - 1 - age) % capacity, kept)
+
+
+def to_ring(row, position, end, capacity):
+    """The ring [B, capacity, ...] after the tokens of `row` that stand before place `end`."""
+    if capacity == 0:
+        return row.new_empty(row.shape[0], 0, *row.shape[2:])
+    age = ages(position, capacity)
+    return take(row, (end[:, None] - 1 - age).clamp_min(0), age < position[:, None])
+
+
+def ages(position, capacity):
+    """How many tokens came after that of each slot, [B, C]; `position` or more: it is empty."""
+    if capacity == 0:
+        return position.new_empty(position.shape[0], 0)
+    return (position[:, None] - 1 - torch.arange(capacity, device=position.device)) % capacity
+
+
+def take(x, index, valid):
+    """x[b, index[b, i]] where `valid`, else 0; x [B, T, ...], index and valid [B, I]."""
+    batch, length = x.shape[:2]
+    index = index + length * torch.arange(batch, device=x.device)[:, None]
+    taken = x.reshape(batch * length, -1).index_select(0, index.flatten())
+    taken = taken.masked_fill_(~valid.reshape(-1, 1), 0)
+    return taken.view(*index.shape, *x.shape[2:])

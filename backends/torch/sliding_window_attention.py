@@ -1,0 +1,253 @@
+"""o_t = sum_s softmax_s(q_t · k_s) v_s over a window of keys.  De et al. 2024, arXiv:2402.19427.
+
+Padding may stand anywhere in a row: the real tokens of a row are first moved together, behind
+those of the state, where a window is a band, and the outputs are moved back.
+"""
+
+import torch
+from torch import Tensor
+
+from keras_recurrent.backends.torch import _banded_attention, _ring
+from keras_recurrent.backends.torch._common import PADDING, STARTS, accumulation_dtype
+
+
+def unsupported(
+    q, k, v, sliding_window=None, initial_state=None, token_kind=None, capacity=None
+) -> str | None:
+    """Why this kernel refuses these arguments; None if it accepts them."""
+    return None
+
+
+def sliding_window_attention(
+    q, k, v, sliding_window=None, initial_state=None, token_kind=None, capacity=None
+):
+    """q: [B, T, H, K]; k: [B, T, G, K]; v: [B, T, G, V].
+
+    Returns ([B, T, H, V] in q's dtype, {"key": [B, C, G, K], "value": [B, C, G, V], "position":
+    int32 [B]}, keys and values in their dtypes). C is that of the initial state, else `capacity`,
+    else `sliding_window` - 1; without any of them the state is an empty dict.
+    """
+    state = initial_state or {"key": None, "value": None, "position": None}
+    if initial_state is not None:
+        capacity = state["key"].shape[1]
+    elif capacity is None and sliding_window is not None:
+        capacity = sliding_window - 1
+    keeps = capacity is not None
+    output, key, value, position = _forward(
+        q,
+        k,
+        v,
+        state["key"],
+        state["value"],
+        state["position"],
+        token_kind,
+        sliding_window,
+        capacity if keeps else 0,
+    )
+    return output, {"key": key, "value": value, "position": position} if keeps else {}
+
+
+class _Row:
+    """What was seen before and then the real tokens, side by side."""
+
+    def __init__(self, q, k, v, key, value, position, token_kind, window):
+        self.q, self.k, self.v, self.state = q, k, v, (key, value)
+        self.dtype = accumulation_dtype(q, k, v, key, value)
+        batch, self.length = q.shape[:2]
+        self.kept = 0 if key is None else key.shape[1]
+        self.position = (
+            q.new_zeros(batch, dtype=torch.int64) if position is None else position.long()
+        )
+        # A window as long as the row is none.
+        self.window = window if window and window < self.kept + self.length else None
+        self.token_kind, self.order, self.documents = token_kind, None, None
+        count, start = (
+            torch.full_like(self.position, self.length),
+            torch.full_like(self.position, -1),
+        )
+        of_queries = self.position.new_zeros(batch, self.length)
+        if token_kind is not None:
+            real = token_kind != PADDING
+            place = torch.arange(self.length, device=q.device)
+            nth = real.cumsum(1) - 1
+            count = nth[:, -1] + 1
+            # Padding goes behind the real tokens, so that each has a place of its own.
+            self.place = torch.where(real, nth, count[:, None] + place - 1 - nth)
+            self.order = torch.empty_like(self.place).scatter_(1, self.place, place.expand_as(nth))
+            self.in_front, self.real = place < count[:, None], real
+            restart = token_kind == STARTS
+            start = torch.where(restart, nth, -1).amax(1)
+            of_queries = restart.cumsum(1).gather(1, self.order)
+        if token_kind is not None or self.kept:
+            age = self.kept - 1 - torch.arange(self.kept, device=q.device)
+            before = torch.where(age < self.position[:, None], 0, -1)
+            self.documents = (of_queries, torch.cat((before, of_queries), dim=1))
+        self.end = self.kept + count
+        self.next_position = torch.where(start < 0, self.position + count, count - start)
+
+    def together(self, x):
+        """[B, T, ...] with its real tokens first, then zeros."""
+        return x if self.order is None else _ring.take(x, self.order, self.in_front)
+
+    def back(self, x):
+        """The opposite, and the transpose, of `together`."""
+        return x if self.order is None else _ring.take(x, self.place, self.real)
+
+    def keys_and_values(self):
+        """[B, kept + T, G, ...], in their dtypes."""
+        rows = []
+        for ring, x in zip(self.state, (self.k, self.v), strict=True):
+            row = self.together(x)
+            if ring is not None:
+                end = torch.full_like(self.position, self.kept)
+                before = _ring.to_row(ring, self.position, end, self.kept)
+                row = torch.cat((before.to(x.dtype), row), dim=1)
+            rows.append(row)
+        return rows
+
+    def grouped(self, x):
+        """[B, T, H, ...] together, as [B, G, T, H / G, ...]."""
+        x = self.together(x).to(self.dtype)
+        return x.unflatten(2, (self.k.shape[2], -1)).transpose(1, 2).contiguous()
+
+    def by_head(self, row):
+        """[B, S, G, ...] as [B, G, S, ...]."""
+        return row.to(self.dtype).transpose(1, 2).contiguous()
+
+
+@torch.library.custom_op("keras_recurrent::sliding_window_attention", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    position: Tensor | None,
+    token_kind: Tensor | None,
+    window: int | None,
+    capacity: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if key is not None and q.shape[1] == 1:
+        return _one_token(q, k, v, key, value, position, token_kind, window)
+    row = _Row(q, k, v, key, value, position, token_kind, window)
+    keys, values = row.keys_and_values()
+    output = _banded_attention.forward(
+        row.grouped(q), row.by_head(keys), row.by_head(values), row.documents, row.window
+    )
+    output = row.back(output.transpose(1, 2).flatten(2, 3)).contiguous()
+    rings = (_ring.to_ring(x, row.next_position, row.end, capacity) for x in (keys, values))
+    return output.to(q.dtype), *rings, row.next_position.int()
+
+
+@_forward.register_fake
+def _(q, k, v, key, value, position, token_kind, window, capacity):
+    batch, length, heads, _ = q.shape
+    groups = k.shape[2]
+    return (
+        q.new_empty(batch, length, heads, v.shape[3]),
+        k.new_empty(batch, capacity, groups, k.shape[3]),
+        v.new_empty(batch, capacity, groups, v.shape[3]),
+        q.new_empty(batch, dtype=torch.int32),
+    )
+
+
+@torch.library.custom_op("keras_recurrent::sliding_window_attention_backward", mutates_args=())
+def _backward(
+    d_output: Tensor,
+    d_key: Tensor,
+    d_value: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    position: Tensor | None,
+    token_kind: Tensor | None,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    row = _Row(q, k, v, key, value, position, token_kind, window)
+    keys, values = row.keys_and_values()
+    d_q, *d_rows = _banded_attention.backward(
+        row.grouped(d_output),
+        row.grouped(q),
+        row.by_head(keys),
+        row.by_head(values),
+        row.documents,
+        row.window,
+    )
+    results = [row.back(d_q.transpose(1, 2).flatten(2, 3)).contiguous().to(q.dtype)]
+    of_state = []
+    for d_row, d_ring, x in zip(d_rows, (d_key, d_value), (k, v), strict=True):
+        d_row = d_row.transpose(1, 2)
+        d_row = d_row + _ring.to_row(d_ring, row.next_position, row.end, d_row.shape[1])
+        results.append(row.back(d_row[:, row.kept :]).contiguous().to(x.dtype))
+        end = torch.full_like(row.position, row.kept)
+        before = d_row[:, : row.kept]
+        of_state.append(_ring.to_ring(before, row.position, end, row.kept).to(x.dtype))
+    return *results, *of_state
+
+
+@_backward.register_fake
+def _(d_output, d_key, d_value, q, k, v, key, value, position, kind, window):
+    kept = 0 if key is None else key.shape[1]
+    return (
+        q.new_empty(q.shape),
+        k.new_empty(k.shape),
+        v.new_empty(v.shape),
+        k.new_empty(k.shape[0], kept, *k.shape[2:]),
+        v.new_empty(v.shape[0], kept, *v.shape[2:]),
+    )
+
+
+def _save(ctx, inputs, output):
+    *tensors, ctx.window, _ = inputs
+    ctx.mark_non_differentiable(output[-1])
+    ctx.save_for_backward(*tensors)
+
+
+def _gradients(ctx, d_output, d_key, d_value, _):
+    saved = ctx.saved_tensors  # once: a checkpoint recomputes what is asked for again
+    *found, d_key, d_value = _backward(d_output, d_key, d_value, *saved, ctx.window)
+    given = saved[3] is not None
+    return *found, *((d_key, d_value) if given else (None, None)), None, None, None, None
+
+
+_forward.register_autograd(_gradients, setup_context=_save)
+
+
+def _one_token(q, k, v, key, value, position, token_kind, window):
+    """A step of generation: the ring is read as it lies, and one slot written."""
+    dtype = accumulation_dtype(q, k, v, key, value)
+    batch, _, heads, _ = q.shape
+    groups, capacity = k.shape[2], key.shape[1]
+    at = position.long()
+    real = torch.ones_like(at, dtype=torch.bool)
+    if token_kind is not None:
+        real = token_kind[:, 0] != PADDING
+        at = at.masked_fill(token_kind[:, 0] == STARTS, 0)
+        q, k, v = (x.masked_fill(~real[:, None, None, None], 0) for x in (q, k, v))
+    age = _ring.ages(at, capacity)
+    filled = age < at[:, None]
+    keys, values = (
+        ring.masked_fill(~filled[:, :, None, None], 0).to(x.dtype)
+        for ring, x in ((key, k), (value, v))
+    )
+
+    seen = filled if window is None else filled & (age < window - 1)
+    grouped = q.reshape(batch, groups, heads // groups, -1).to(dtype)
+    own_key, own_value = k.transpose(1, 2).to(dtype), v.transpose(1, 2).to(dtype)
+    logits = grouped @ keys.permute(0, 2, 3, 1).to(dtype)
+    logits.masked_fill_(~seen[:, None, None], float("-inf"))
+    logits = torch.cat((logits, grouped @ own_key.transpose(2, 3)), dim=-1)
+    weights = logits.softmax(-1)
+    output = weights[..., :capacity] @ values.transpose(1, 2).to(dtype)
+    output = output + weights[..., capacity:] * own_value
+
+    if capacity:
+        slot = (at % capacity)[:, None, None, None]
+        for ring, x in ((keys, k), (values, v)):
+            index = slot.expand_as(x)
+            old = ring.gather(1, index)
+            ring.scatter_(1, index, torch.where(real[:, None, None, None], x, old))
+    output = output.view(batch, 1, heads, -1).to(q.dtype)
+    return output, keys, values, (at + real).int()

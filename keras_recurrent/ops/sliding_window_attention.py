@@ -1,0 +1,148 @@
+"""Causal softmax attention to a window of the tokens before, or to all of them."""
+
+import keras
+from keras import ops
+
+from keras_recurrent.ops.operation import RecurrentOperation, shape_of
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class SlidingWindowAttentionOperation(RecurrentOperation):
+    kernel = "sliding_window_attention"
+    shapes = {"q": "B T H K", "k": "B T G K", "v": "B T G V"}
+    state_shape = {"key": "B C G K", "value": "B C G V", "position": "B"}
+    output_like = "q"
+
+    def output_spec(self, tensors, sizes):
+        q, k, v = tensors.values()
+        output = keras.KerasTensor((*q.shape[:3], v.shape[3]), q.dtype)
+        sizes.setdefault("C", capacity(**self.options))
+        if sizes["C"] is None:
+            return output, {}
+        dtypes = {"key": k.dtype, "value": v.dtype, "position": "int32"}
+        return output, {
+            name: keras.KerasTensor(shape_of(dims, sizes), dtypes[name])
+            for name, dims in self.state_shape.items()
+        }
+
+    @classmethod
+    def cast_state(cls, state, tensors):
+        return {
+            "key": ops.cast(state["key"], tensors["k"].dtype),
+            "value": ops.cast(state["value"], tensors["v"].dtype),
+            "position": ops.cast(state["position"], "int32"),
+        }
+
+    @classmethod
+    def lower(cls, *arguments, sliding_window=None, max_length=None, **context):
+        return {
+            **super().lower(*arguments, **context),
+            "sliding_window": sliding_window,
+            "capacity": capacity(sliding_window, max_length),
+        }
+
+    @classmethod
+    def check(cls, tensors, context, sliding_window=None, max_length=None):
+        for name, number in (("sliding_window", sliding_window), ("max_length", max_length)):
+            if number is not None and (type(number) is not int or number < 1):
+                raise ValueError(
+                    f"`{cls.kernel}`: `{name}` must be an integer, at least 1, or None; got "
+                    f"{number!r}."
+                )
+        sizes = super().check(tensors, context)
+        heads, groups = sizes["H"], sizes["G"]
+        if heads % groups:
+            raise ValueError(
+                f"`{cls.kernel}`: the {groups} heads of `k` and `v` must divide the {heads} heads "
+                "of `q`, an equal number of which share each."
+            )
+        return sizes
+
+
+def capacity(sliding_window, max_length):
+    """How many tokens a new state has room for; None: nothing bounds them."""
+    bounds = [max_length, None if sliding_window is None else sliding_window - 1]
+    return min((bound for bound in bounds if bound is not None), default=None)
+
+
+def sliding_window_attention(
+    q,
+    k,
+    v,
+    sliding_window=None,
+    *,
+    max_length=None,
+    initial_state=None,
+    mask=None,
+    segment_ids=None,
+    previous_segment_id=None,
+    reverse=False,
+    implementation=None,
+):
+    """Causal softmax attention to a window of the tokens before, or to all of them.
+
+    ```
+    o_t = sum_s p_ts v_s,   p_ts = softmax over s of q_t · k_s,   t - sliding_window < s <= t
+    ```
+
+    The local attention of De et al. 2024 (arXiv:2402.19427, section 2.3) and, without a window,
+    the usual one. Queries come in H heads, keys and values in G of them, each shared by H / G
+    consecutive heads of queries: with G = 1 it is multi-query attention (Shazeer 2019,
+    arXiv:1911.02150), between 1 and H grouped-query attention (Ainslie et al. 2023,
+    arXiv:2305.13245). Queries are not scaled here.
+
+    t and s count the real tokens of a document: padding and other documents are not seen, and
+    take no room in the window. Time grows as T times the window, memory as T.
+
+    The state is a ring of the document's last C tokens. The one at position p of its document,
+    from 0 on, is in slot p mod C; slots without a token are zero. A new document empties it.
+    Keys and values keep their dtype: what was computed in bfloat16 gains nothing in float32.
+
+    Args:
+        q: `[B, T, H, K]`, float16, bfloat16, float32 or float64.
+        k: `[B, T, G, K]`; G divides H.
+        v: `[B, T, G, V]`.
+        sliding_window: integer, how many tokens each sees, itself included; None: all before it.
+        max_length: integer, the tokens of a document that the returned state has room for. A
+            window needs no more than `sliding_window - 1`, and without `max_length` gets them.
+            Where neither is given, nor an `initial_state`, the state returned is an empty dict,
+            from which nothing can go on. Once a document is longer than its state, the state
+            keeps its last tokens.
+        initial_state: a state `{"key": [B, C, G, K], "value": [B, C, G, V], "position": [B]}`;
+            `position` is that of the token to come. The one returned has the same C. None:
+            nothing was seen.
+        mask, segment_ids, previous_segment_id, reverse, implementation: as in
+            `keras_recurrent.ops.linear_scan`.
+
+    Returns:
+        `(output, final_state)`: o as `[B, T, H, V]` in the dtype of `q`, and the state, `key` and
+        `value` in the dtypes of `k` and `v`, `position` int32. Logits and sums are float32, or
+        float64 if a tensor is. Gradients flow through the output and the state's keys and values.
+
+    Raises:
+        ValueError: a shape or dtype does not fit, G does not divide H, `sliding_window` or
+            `max_length` is no integer from 1 on, or the implementation is unknown.
+        NotImplementedError: no implementation accepts the arguments; says why for each.
+
+    Example: equal keys, so each token sees the mean of itself and the one before.
+
+    >>> import numpy as np
+    >>> from keras_recurrent.ops import sliding_window_attention
+    >>> q = k = np.ones((1, 4, 1, 2), "float32")
+    >>> v = np.array([[[[1]], [[3]], [[5]], [[9]]]], "float32")
+    >>> o, state = sliding_window_attention(q, k, v, sliding_window=2)
+    >>> np.array(o).ravel()
+    array([1., 2., 4., 7.], dtype=float32)
+    >>> np.array(state["value"]).ravel(), np.array(state["position"])
+    (array([9.], dtype=float32), array([4], dtype=int32))
+    """
+    return SlidingWindowAttentionOperation.apply(
+        {"q": q, "k": k, "v": v},
+        reverse,
+        implementation,
+        {"sliding_window": sliding_window, "max_length": max_length},
+        initial_state=initial_state,
+        mask=mask,
+        segment_ids=segment_ids,
+        previous_segment_id=previous_segment_id,
+    )
