@@ -1,0 +1,85 @@
+"""Exponentials and what is made of them, one instruction each where the GPU has one.
+
+Those instructions are off by two units in the last place at most, and take numbers below 1e-38
+for 0. FINE, for float32 tensors, mends what the change of base adds to that. Triton's interpreter
+has no instructions: it takes the plain formulas.
+"""
+
+import triton
+import triton.language as tl
+
+_PLAIN = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def exp(z, FINE: tl.constexpr):
+    if _PLAIN:
+        e = tl.exp(z)
+    else:
+        if FINE:
+            z = tl.maximum(z, -100.0)  # not -inf; the result is 0 all the same
+        power = z * 1.4426950408889634
+        e = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [power], dtype=tl.float32, is_pure=True, pack=1
+        )
+        if FINE:
+            rest = tl.fma(z, 1.4426950408889634, -power)
+            rest = tl.fma(z, 1.925963033500779e-08, rest)
+            e = tl.fma(e * rest, 0.6931471805599453, e)
+    return e
+
+
+@triton.jit
+def _reciprocal(z):
+    if _PLAIN:
+        r = 1.0 / z
+    else:
+        r = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [z], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return r
+
+
+@triton.jit
+def sigmoid(z, FINE: tl.constexpr):
+    """σ(z) and σ(-z), each with all its digits."""
+    e = exp(tl.minimum(-z, 80.0), FINE)
+    s = _reciprocal(1.0 + e)
+    return s, e * s
+
+
+@triton.jit
+def softplus(z):
+    """log(1 + exp(z)) = max(z, 0) + log(1 + e), by the series of 2 artanh(y), y = e / (2 + e).
+
+    Its first term is 2 y = e - e y: so rounding touches only what is added to e.
+    """
+    e = exp(-tl.abs(z), True)
+    y = e / (2.0 + e)
+    y2 = y * y
+    tail = y * 0.0 + 1.0 / 17
+    for n in tl.static_range(7):
+        tail = tail * y2 + 1.0 / (15 - 2 * n)
+    return tl.maximum(z, 0.0) + (e - y * (e - 2.0 * y2 * tail))
+
+
+@triton.jit
+def decay(log_a, FINE: tl.constexpr):
+    """a = exp(log_a) and 1 - a² = (1 - a)(1 + a).
+
+    Near 1, where the difference cancels, 1 - a is a series in log_a. FINE takes a from there, too:
+    a small bias of the instruction would add up over as many tokens as such a decay lets through.
+    """
+    near_1 = log_a > -0.35
+    z = tl.maximum(log_a, -0.35)
+    series = z * (1.0 / 5040) + 1.0 / 720
+    series = series * z + 1.0 / 120
+    series = series * z + 1.0 / 24
+    series = series * z + 1.0 / 6
+    series = series * z + 0.5
+    series = series * z + 1.0
+    difference = -z * series
+    a = exp(log_a, FINE)
+    if FINE:
+        a = tl.where(near_1, 1.0 - difference, a)
+    return a, tl.where(near_1, difference * (2.0 - difference), 1.0 - a * a)

@@ -1,0 +1,341 @@
+"""y_t = bias + sum_j kernel[j] * x_{t-W+1+j}, per channel.  De et al. 2024, arXiv:2402.19427, §2.3.
+
+Taps skip padding, and padding may stand anywhere: so tokens go by their place among the real ones
+of their row. The tokens of the state have the places -W+1 to -1 and belong to document 0; padding
+takes the places that are left. A small kernel notes who is where. A program walks along places
+with the last W inputs at hand, and the backward with the gradients of the next W outputs.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from keras_recurrent.backends.torch._common import fresh, register_gradient
+from keras_recurrent.backends.triton._common import MAX_REGISTERS, Tiling, on_device_of, refusal
+
+_MAX_WIDTH = 16
+_PLACES_BLOCK = 4096
+_ROWS = 4  # tokens a thread walks along
+_STEPS = 8  # how many tiles share the sum over their tokens in the backward
+
+
+def unsupported(x, kernel, bias=None, initial_state=None, token_kind=None) -> str | None:
+    """Why this kernel refuses these arguments; None if it accepts them."""
+    if kernel.shape[0] > _MAX_WIDTH:
+        return f"holds up to {_MAX_WIDTH} taps, got a kernel of {kernel.shape[0]}"
+    return refusal(x, kernel, bias, initial_state, token_kind)
+
+
+def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None):
+    """x: [B, T, D]; kernel: [W, D]; bias: [D].
+
+    Returns ([B, T, D] in x's dtype, [B, W - 1, D] in float32).
+    """
+    return _forward(x, kernel, bias, initial_state, token_kind)
+
+
+@triton.jit
+def _places_kernel(token_kind, token, document, count, documents, T, BLOCK: tl.constexpr):
+    """Of one row: token and document [B, T], by place; how many are real, and documents [B]."""
+    b = tl.program_id(0)
+    num_real = 0
+    num_restarts = 0
+    for start in range(0, T, BLOCK):
+        t = start + tl.arange(0, BLOCK)
+        kind = tl.load(token_kind + b * T + t, t < T, other=2)
+        real = (kind != 2).to(tl.int32)
+        restart = (kind == 1).to(tl.int32)
+        num_real_t = num_real + tl.cumsum(real, 0)
+        place = tl.where(kind != 2, num_real_t - 1, T - 1 - (t - num_real_t))
+        tl.store(token + b * T + place, t, t < T)
+        tl.store(document + b * T + place, num_restarts + tl.cumsum(restart, 0), t < T)
+        num_real += tl.sum(real, 0)
+        num_restarts += tl.sum(restart, 0)
+    tl.store(count + b, num_real)
+    tl.store(documents + b, num_restarts)
+
+
+@triton.jit
+def _who(place, row, T, token, document):
+    """The token and the document at a place of a row."""
+    t, own = place, place * 0
+    if token is not None:
+        there = (place >= 0) & (place < T)
+        t = tl.load(token + row + place, there, other=0)
+        own = tl.load(document + row + place, there, other=0)
+    return t, own
+
+
+@triton.jit
+def _row_sizes(b, T, count, documents):
+    """How many real tokens there are, and the number of the last document."""
+    num_real, last_document = T, 0
+    if count is not None:
+        num_real, last_document = tl.load(count + b), tl.load(documents + b)
+    return num_real, last_document
+
+
+@triton.jit
+def _forward_kernel(
+    x,
+    kernel,
+    bias,
+    first,
+    token,
+    document,
+    count,
+    documents,
+    y,
+    last,
+    T,
+    D,
+    W: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    b = tl.program_id(2)
+    row = b * T
+    d = (tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D))[None, :]
+    inside = d < D
+    x += row.to(tl.int64) * D
+    y += row.to(tl.int64) * D
+    state = b * (W - 1) * D + d
+    num_real, last_document = _row_sizes(b, T, count, documents)
+    tile_begin = tl.program_id(1) * (GROUPS * ROWS) - (W - 1)
+    begin = tile_begin + tl.arange(0, GROUPS)[:, None] * ROWS
+
+    weights = ()
+    for k in tl.static_range(W):
+        weights = weights + (tl.load(kernel + (W - 1 - k) * D + d, inside, other=0.0),)
+    offset = tl.zeros((1, BLOCK_D), tl.float32)
+    if bias is not None:
+        offset = tl.load(bias + d, inside, other=0.0).to(tl.float32)
+
+    values = ()
+    owners = ()
+    for j in tl.static_range(ROWS + W - 1):
+        place = begin + j - (W - 1)
+        t, own = _who(place, row, T, token, document)
+        at = t.to(tl.int64) * D + d
+        real = (place >= 0) & (place < num_real)
+        value = tl.load(x + at, real & inside, other=0.0).to(tl.float32)
+        if first is not None:
+            before = (place < 0) & (place > -W) & inside
+            value += tl.load(first + state + (place + W - 1) * D, before, other=0.0)
+        values = values + (value,)
+        owners = owners + (own,)
+        if j >= W - 1:
+            total = offset
+            for k in tl.static_range(W):
+                tap = values[j - k]
+                if token is not None:
+                    tap = tl.where(owners[j - k] == own, tap, 0.0)
+                total += weights[k].to(tl.float32) * tap
+            tl.store(y + at, total, (place >= 0) & (place < T) & inside)
+            if tile_begin + GROUPS * ROWS > num_real - (W - 1):
+                slot = place - num_real + W - 1
+                kept = (slot >= 0) & (slot < W - 1) & inside
+                value = tl.where(own == last_document, value, 0.0)
+                tl.store(last + state + slot * D, value, kept)
+
+
+@triton.jit
+def _backward_kernel(
+    dy,
+    d_last,
+    x,
+    kernel,
+    first,
+    token,
+    document,
+    count,
+    documents,
+    dx,
+    d_parameters,
+    d_first,
+    T,
+    D,
+    W: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """A program goes through STEPS tiles, and leaves one sum over them for each parameter.
+
+    d_parameters: [programs, B, W + 1, D], the last for the bias.
+    """
+    b = tl.program_id(2)
+    row = b * T
+    d = (tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D))[None, :]
+    inside = d < D
+    x += row.to(tl.int64) * D
+    dy += row.to(tl.int64) * D
+    dx += row.to(tl.int64) * D
+    state = b * (W - 1) * D + d
+    num_real, last_document = _row_sizes(b, T, count, documents)
+
+    weights = ()
+    sums = ()
+    for k in tl.static_range(W):
+        weights = weights + (tl.load(kernel + (W - 1 - k) * D + d, inside, other=0.0),)
+        sums = sums + (tl.zeros((GROUPS, BLOCK_D), tl.float32),)
+    d_bias = tl.zeros((GROUPS, BLOCK_D), tl.float32)
+
+    for step in range(STEPS):
+        tile_begin = (tl.program_id(1) * STEPS + step) * (GROUPS * ROWS) - (W - 1)
+        begin = tile_begin + tl.arange(0, GROUPS)[:, None] * ROWS
+        gradients = ()
+        tokens = ()
+        owners = ()
+        for j in tl.static_range(ROWS + W - 1):
+            place = begin + j
+            t, own = _who(place, row, T, token, document)
+            real = (place >= 0) & (place < num_real)
+            gradients = gradients + (
+                tl.load(dy + t.to(tl.int64) * D + d, real & inside, other=0.0).to(tl.float32),
+            )
+            tokens = tokens + (t,)
+            owners = owners + (own,)
+            if j >= W - 1:
+                place = begin + j - (W - 1)
+                own = owners[j - (W - 1)]
+                at = tokens[j - (W - 1)].to(tl.int64) * D + d
+                real = (place >= 0) & (place < num_real)
+                value = tl.load(x + at, real & inside, other=0.0).to(tl.float32)
+                if first is not None:
+                    before = (place < 0) & inside
+                    value += tl.load(first + state + (place + W - 1) * D, before, other=0.0)
+                slot = place - num_real + W - 1
+                kept = (slot >= 0) & (slot < W - 1) & (own == last_document) & inside
+                d_value = tl.load(d_last + state + slot * D, kept, other=0.0)
+                added = ()
+                for k in tl.static_range(W):
+                    gradient = gradients[j - (W - 1) + k]
+                    if token is not None:
+                        gradient = tl.where(owners[j - (W - 1) + k] == own, gradient, 0.0)
+                    d_value += weights[k].to(tl.float32) * gradient
+                    added = added + (sums[k] + value * gradient,)
+                sums = added
+                d_bias += gradients[j - (W - 1)]
+                tl.store(dx + at, d_value, (place >= 0) & (place < T) & inside)
+                if tile_begin < 0:
+                    tl.store(d_first + state + (place + W - 1) * D, d_value, (place < 0) & inside)
+
+    at = (tl.program_id(1) * tl.num_programs(2) + b).to(tl.int64) * (W + 1)
+    for k in tl.static_range(W):
+        tl.store(d_parameters + (at + W - 1 - k) * D + d, tl.sum(sums[k], 0)[None, :], inside)
+    tl.store(d_parameters + (at + W) * D + d, tl.sum(d_bias, 0)[None, :], inside)
+
+
+def _tiling(length, width):
+    block_d = min(64, max(16, triton.next_power_of_2(width)))
+    groups = min(8, triton.next_power_of_2(triton.cdiv(length, _ROWS)))
+    return Tiling(block_d, groups, _ROWS, num_warps=4)
+
+
+def _places(token_kind):
+    """What `_places_kernel` finds; Nones where every token goes on."""
+    if token_kind is None:
+        return (None,) * 4
+    batch, length = token_kind.shape
+    by_place = (token_kind.new_empty((batch, length), dtype=torch.int32) for _ in range(2))
+    by_row = (token_kind.new_empty(batch, dtype=torch.int32) for _ in range(2))
+    found = (*by_place, *by_row)
+    block = min(_PLACES_BLOCK, triton.next_power_of_2(length))
+    _places_kernel[(batch,)](token_kind.contiguous(), *found, length, BLOCK=block)
+    return found
+
+
+@torch.library.custom_op("keras_recurrent::triton_causal_conv1d", mutates_args=())
+def _forward(
+    x: Tensor,
+    kernel: Tensor,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    token_kind: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    batch, length, width = x.shape
+    taps = kernel.shape[0]
+    tile = _tiling(length + taps - 1, width)
+    tiles = triton.cdiv(length + taps - 1, tile.tokens)
+    y = x.new_empty(x.shape)
+    last = x.new_empty((batch, taps - 1, width), dtype=torch.float32)
+    with on_device_of(x):
+        _forward_kernel[(triton.cdiv(width, tile.BLOCK_D), tiles, batch)](
+            x.contiguous(),
+            kernel.contiguous(),
+            None if bias is None else bias.contiguous(),
+            None if initial_state is None else initial_state.contiguous(),
+            *_places(token_kind),
+            y,
+            last,
+            length,
+            width,
+            W=taps,
+            **tile._asdict(),
+        )
+    return y, last
+
+
+@_forward.register_fake
+def _(x, kernel, bias, initial_state, token_kind):
+    state_shape = (x.shape[0], kernel.shape[0] - 1, x.shape[2])
+    return x.new_empty(x.shape), x.new_empty(state_shape, dtype=torch.float32)
+
+
+@torch.library.custom_op("keras_recurrent::triton_causal_conv1d_backward", mutates_args=())
+def _backward(
+    dy: Tensor,
+    d_state: Tensor,
+    x: Tensor,
+    kernel: Tensor,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    token_kind: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    batch, length, width = x.shape
+    taps = kernel.shape[0]
+    tile = _tiling(length + taps - 1, width)
+    steps = min(_STEPS, triton.next_power_of_2(triton.cdiv(length + taps - 1, tile.tokens)))
+    programs = triton.cdiv(length + taps - 1, steps * tile.tokens)
+    dx = x.new_empty(x.shape)
+    d_parameters = x.new_empty((programs * batch, taps + 1, width), dtype=torch.float32)
+    d_initial = d_state.new_empty(d_state.shape)
+    with on_device_of(x):
+        _backward_kernel[(triton.cdiv(width, tile.BLOCK_D), programs, batch)](
+            dy.contiguous(),
+            d_state.contiguous(),
+            x.contiguous(),
+            kernel.contiguous(),
+            None if initial_state is None else initial_state.contiguous(),
+            *_places(token_kind),
+            dx,
+            d_parameters,
+            d_initial,
+            length,
+            width,
+            W=taps,
+            STEPS=steps,
+            maxnreg=MAX_REGISTERS,
+            **tile._asdict(),
+        )
+    d_parameters = d_parameters.sum(0)
+    d_kernel = fresh(d_parameters[:taps], kernel.dtype)
+    d_bias = fresh(d_parameters[taps], x.dtype if bias is None else bias.dtype)
+    return dx, d_kernel, d_bias, d_initial
+
+
+@_backward.register_fake
+def _(dy, d_state, x, kernel, bias, initial_state, token_kind):
+    return (
+        x.new_empty(x.shape),
+        kernel.new_empty(kernel.shape),
+        kernel.new_empty(x.shape[2:], dtype=x.dtype if bias is None else bias.dtype),
+        d_state.new_empty(d_state.shape),
+    )
+
+
+register_gradient(_forward, _backward, keep_output=False)

@@ -1,0 +1,124 @@
+"""What is special to the Triton kernels; that they compute what they should is in tests/ops."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import keras
+import pytest
+
+if keras.config.backend() != "torch":
+    pytest.skip("runs on torch", allow_module_level=True)
+
+import torch
+
+import keras_recurrent
+from keras_recurrent import dispatch, ops
+from tests.ops import native, test_kernels
+from tests.ops.cases import Case, draw
+from tests.triton.hopper import KERNELS
+
+ROOT = pathlib.Path(__file__).parents[2]
+OPERATIONS = [o for o, row in dispatch.KERNELS.items() if not isinstance(row["triton"], str)]
+every_operation = pytest.mark.parametrize("operation", OPERATIONS)
+ON_GPU = torch.cuda.is_available()
+
+
+def arguments(operation, length, dtype="float32"):
+    drawn = draw(operation, Case(2, length, 6, dtype))
+    return {n: native.tensor(t, drawn.dtypes[n]) for n, t in drawn.tensors.items()}
+
+
+def test_compiled_for_hopper_without_a_gpu(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.triton.hopper"],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    sizes = json.loads(done.stdout.splitlines()[-1])
+    assert set(sizes) == set(KERNELS)
+    assert min(sizes.values()) > 0
+
+
+def test_taken_on_cuda_and_on_request():
+    x = native.tensor([[[1.0, 2.0]]], "float32")
+    choice = keras_recurrent.which_implementation("linear_scan", x, -x)
+    assert choice.implementation == ("triton" if ON_GPU else "torch")
+    for name in ("triton", "torch"):
+        choice = keras_recurrent.which_implementation("linear_scan", x, -x, implementation=name)
+        assert choice.implementation == name
+
+
+@every_operation
+def test_what_is_refused(operation, monkeypatch):
+    unsupported = dispatch.KERNELS[operation]["triton"].unsupported
+    for dtype in ("float16", "bfloat16", "float32"):
+        assert unsupported(**arguments(operation, 5, dtype)) is None
+    assert "float64" in unsupported(**arguments(operation, 5, "float64"))
+    monkeypatch.setattr("keras_recurrent.backends.triton._common.INTERPRETED", False)
+    tensors = {n: t.cpu() for n, t in arguments(operation, 5).items()}
+    assert "needs CUDA tensors, got one on cpu" in unsupported(**tensors)
+
+
+def test_a_long_kernel_is_refused():
+    x = native.tensor([[[1.0]] * 40], "float32")
+    choice = keras_recurrent.which_implementation(
+        ops.causal_conv1d, x, x[0, :17], implementation="triton"
+    )
+    assert "up to 16 taps, got a kernel of 17" in str(choice)
+
+
+@every_operation
+@pytest.mark.parametrize("length", [1, 150])
+def test_tiles_that_are_not_full(operation, length):
+    """Two blocks of channels, the second one short, and up to two tiles of a chain."""
+    case = Case(1, length, 70, kinds=True, state=True)
+    test_kernels.check(operation, "triton", draw(operation, case))
+
+
+@every_operation
+def test_layouts_in_memory_do_not_matter(operation):
+    kernel = getattr(dispatch.KERNELS[operation]["triton"], operation)
+    tensors = arguments(operation, 20)
+    expected = kernel(**tensors)
+    scattered = {n: t.mT.contiguous().mT if t.ndim > 1 else t for n, t in tensors.items()}
+    for result, e in zip(kernel(**scattered), expected, strict=True):
+        torch.testing.assert_close(result, e, rtol=0, atol=0)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="programs run at the same time on a GPU only")
+@every_operation
+def test_the_same_bits_again(operation):
+    drawn = draw(operation, Case(2, 7001, 700, kinds=True))
+    once, again = (test_kernels.run(operation, "triton", drawn) for _ in range(2))
+    for name in once:
+        assert (once[name] == again[name]).all(), name
+
+
+@every_operation
+def test_compiled_without_graph_breaks(operation):
+    """Forward and backward: one graph each, whatever the length."""
+    kernel = getattr(dispatch.KERNELS[operation]["triton"], operation)
+    graphs = []
+
+    def count(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(kernel, fullgraph=True, dynamic=True, backend=count)
+    for length in (11, 23, 40):
+        tensors = {n: t.requires_grad_() for n, t in arguments(operation, length).items()}
+        results = []
+        for function in (compiled, kernel):
+            output, state = function(**tensors)
+            loss = output.square().sum() + state.sin().sum()
+            results.append((output, state, *torch.autograd.grad(loss, list(tensors.values()))))
+        for result, expected in zip(*results, strict=True):
+            torch.testing.assert_close(result, expected, rtol=0, atol=0)
+    assert len(graphs) == 1
