@@ -1,0 +1,28 @@
+"""Functions that Mosaic lacks, or computes with fewer digits than float32 has."""
+
+import jax.numpy as jnp
+
+
+def sigmoids(z):
+    """σ(z) and σ(-z), each with all its digits."""
+    e = jnp.exp(-jnp.abs(z))
+    larger = 1 / (1 + e)
+    smaller = e * larger
+    return jnp.where(z < 0, smaller, larger), jnp.where(z < 0, larger, smaller)
+
+
+def decay_and_rest(log_a):
+    """a = exp(log_a) and 1 - a² = (1 - a)(1 + a).
+
+    Near 1, where the difference cancels, 1 - a is a series in log_a, and a is made of it: a small
+    bias of `exp` would add up over as many tokens as such a decay lets through.
+    """
+    z = jnp.maximum(log_a, -0.35)
+    series = z * (1 / 5040) + 1 / 720
+    for factor in (1 / 120, 1 / 24, 1 / 6, 1 / 2, 1):
+        series = series * z + factor
+    difference = -z * series
+    far = jnp.exp(log_a)
+    near_1 = log_a > -0.35
+    a = jnp.where(near_1, 1 - difference, far)
+    return a, jnp.where(near_1, difference * (2 - difference), 1 - far * far)

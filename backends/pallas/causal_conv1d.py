@@ -1,0 +1,223 @@
+"""y_t = bias + sum_j kernel[j] * x_{t-W+1+j}: one filter a channel, over a document's real tokens.
+
+De et al. 2024, arXiv:2402.19427, section 2.3 (the temporal convolution before the recurrence).
+
+The filter passes over padding. The j-th input before a token is the one before it of what the
+token before it had there, and so on: each j is a shift by one token, where padding holds what was
+before, and a start lets nothing through. Backwards in time the same brings each input the
+gradients of the j-th outputs after it, so that one pass gives the gradients of inputs and filter.
+Only blocks with padding take the time for it.
+"""
+
+import functools
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from keras_recurrent.backends.jax import causal_conv1d as plain
+from keras_recurrent.backends.pallas._common import GOES_ON, PADDING, ROWS, STARTS, refusal
+from keras_recurrent.backends.pallas._platform import per_shard
+from keras_recurrent.backends.pallas._streaming import F32, blocks, hold, real, shift, stream
+
+MOST_TAPS = 16
+
+
+def unsupported(x, kernel, bias=None, initial_state=None, token_kind=None) -> str | None:
+    """Why this kernel refuses these arguments; None if it accepts them."""
+    if not 2 <= kernel.shape[0] <= MOST_TAPS:
+        return f"needs a kernel of 2 to {MOST_TAPS} taps, got one of {kernel.shape[0]}"
+    return refusal(x, kernel, bias, initial_state)
+
+
+def forward(x, kernel, bias, initial_state, token_kind):
+    weights, bias = _filter(x, kernel, bias)
+    return _forward(x, weights, bias, initial_state, token_kind)
+
+
+def backward(x, kernel, bias, initial_state, token_kind, _, d_output, d_final):
+    place = _place_from_end(x, kernel, token_kind)
+    weights, row = _filter(x, kernel, bias)
+    d_x, d_filter, d_initial = _backward(x, weights, row, initial_state, place, d_output, d_final)
+    d_filter = jnp.sum(d_filter, axis=0)
+    d_kernel, d_bias = d_filter[:-1].astype(kernel.dtype), d_filter[-1]
+    d_initial = d_initial + _state_kept(d_final, token_kind, x.shape[1])
+    return d_x, d_kernel, None if bias is None else d_bias.astype(bias.dtype), d_initial, None
+
+
+def _filter(x, kernel, bias):
+    """The filter in float32, its last weight first, and the bias [1, D]."""
+    bias = jnp.zeros(x.shape[2], F32) if bias is None else bias.astype(F32)
+    return kernel[::-1].astype(F32), bias[None]
+
+
+def _place_from_end(x, kernel, token_kind):
+    """A number [B, T] for each token: its kind, and 4 times how many of its document follow it.
+
+    The second is for those that end in the final state; for all others it is the number of taps.
+    """
+    if token_kind is None:
+        token_kind = jnp.zeros(x.shape[:2], jnp.int32)
+    kind = token_kind.astype(jnp.int32)
+    follow = functools.partial(jnp.cumsum, axis=1)
+    after = (follow((kind != PADDING)[:, ::-1]) - (kind != PADDING)[:, ::-1])[:, ::-1]
+    starts_after = (follow((kind == STARTS)[:, ::-1]) - (kind == STARTS)[:, ::-1])[:, ::-1]
+    most = kernel.shape[0]
+    return kind + 4 * jnp.where(starts_after > 0, most, jnp.minimum(after, most))
+
+
+def _state_kept(d_final, token_kind, length):
+    """The part of d_final that belongs to the initial state: its inputs that no token displaced."""
+    if token_kind is None:
+        token_kind = jnp.zeros((d_final.shape[0], length), jnp.int8)
+    real_tokens = jnp.sum(token_kind != PADDING, axis=1)
+    displaced = jnp.where(jnp.any(token_kind == STARTS, axis=1), d_final.shape[1], real_tokens)
+    source = jnp.arange(d_final.shape[1]) - displaced[:, None]
+    kept = jnp.take_along_axis(d_final, jnp.maximum(source, 0)[:, :, None], axis=1)
+    return jnp.where((source >= 0)[:, :, None], kept, 0)
+
+
+def _forward_kernel(here, x, weights, bias, initial, y, final, state):
+    @pl.when(here.first)
+    def _():
+        state[...] = initial[...]
+
+    taps = weights.shape[0]
+
+    def tile(padded, i, rows, kind, before):
+        (value,) = real(kind, x[rows, :].astype(F32))
+        total = bias[...] + weights[:1, :] * value
+        after = []
+        for j in range(1, taps):
+            held, last = _held(padded, kind, value, before[j - 1])
+            value = shift(held, before[j - 1])
+            if kind is not None:
+                value = jnp.where(kind == GOES_ON, value, 0)
+            total = total + weights[j : j + 1, :] * value
+            after.append(last)
+        y[rows, :] = total.astype(y.dtype)
+        return tuple(after)
+
+    _run(here, tile, lambda kind: kind == PADDING, state)
+
+    @pl.when(here.last)
+    def _():
+        final[...] = state[...]
+
+
+def _run(here, tile, special, state):
+    """Over the tiles, with the slower way of `tile` in blocks where a token is special.
+
+    The state has the newest input last, and `tile` gets it first.
+    """
+    count = state.shape[0]
+
+    def over(padded):
+        newest_first = tuple(state[j : j + 1, :] for j in reversed(range(count)))
+        rows = here.over_tiles(functools.partial(tile, padded), newest_first)
+        for j, row in enumerate(rows):
+            state[count - 1 - j : count - j, :] = row
+
+    if here.kinds is None:
+        over(False)
+        return
+    some = jnp.max(jnp.where(special(here.kinds[...]), 1.0, 0.0)) > 0
+    pl.when(some)(functools.partial(over, True))
+    pl.when(~some)(functools.partial(over, False))
+
+
+def _held(padded, kind, value, before, reverse=False):
+    """What there is after each token, which padding leaves as it was, and after the last one."""
+    if padded:
+        return hold(jnp.where(kind == PADDING, 1.0, 0.0), value, before, reverse)
+    return value, value[:1] if reverse else value[ROWS - 1 :]
+
+
+def _forward(x, weights, bias, initial_state, token_kind):
+    taps, width = weights.shape
+    cut = blocks(x, [x, x])
+    inputs = [
+        (x, cut.sequence()),
+        (weights, cut.shared(taps)),
+        (bias, cut.shared()),
+        (initial_state, cut.row(taps - 1)),
+    ]
+    outputs = [
+        (x.shape, x.dtype, cut.sequence()),
+        ((x.shape[0], taps - 1, width), F32, cut.row(taps - 1)),
+    ]
+    return stream(_forward_kernel, cut, token_kind, inputs, outputs, carried=taps - 1)
+
+
+def _backward_kernel(here, x, weights, bias, initial, dy, d_final, dx, d_filter, d_initial, state):
+    """The state has the gradients of the outputs after a token, the next of them last."""
+    taps = weights.shape[0]
+
+    @pl.when(here.first)
+    def _():
+        state[...] = jnp.zeros_like(state)
+        d_filter[...] = jnp.zeros_like(d_filter)
+
+    def tile(special, i, rows, place, after):
+        kind = place & 3
+        u, value = real(kind, x[rows, :].astype(F32), dy[rows, :].astype(F32))
+        total = weights[:1, :] * value
+        sums = [u * value]
+        d_bias, before = value, []
+        for j in range(1, taps):
+            passed = jnp.where(kind == STARTS, 0, value)
+            held, last = _held(special, kind, passed, after[j - 1], reverse=True)
+            (value,) = real(kind, shift(held, after[j - 1], reverse=True))
+            total = total + weights[j : j + 1, :] * value
+            sums.append(u * value)
+            before.append(last)
+        if special:
+            for j in range(1, taps):
+                ends_there = (place >> 2 == j - 1) & (kind != PADDING)
+                d_last = d_final[taps - 1 - j : taps - j, :]
+                total = total + jnp.where(ends_there, d_last, 0)
+        dx[rows, :] = total.astype(dx.dtype)
+        for j, product in enumerate((*sums, d_bias)):
+            at = slice(taps - 1 - j, taps - j) if j < taps else slice(taps, taps + 1)
+            d_filter[at, :] += jnp.sum(product, axis=0, keepdims=True)
+        return tuple(before)
+
+    _run(here, tile, lambda place: (place & 3 == PADDING) | (place >> 2 < taps - 1), state)
+
+    @pl.when(here.last)
+    def _():
+        # Before the first token stand the inputs of the initial state: number i meets the j-th
+        # output after it at weight j, if j >= i.
+        for i in range(1, taps):
+            total = jnp.zeros_like(state[:1, :])
+            for j in range(i, taps):
+                d_y = state[taps - 2 - (j - i) : taps - 1 - (j - i), :]
+                given = initial[taps - 1 - i : taps - i, :]
+                total = total + weights[j : j + 1, :] * d_y
+                d_filter[taps - 1 - j : taps - j, :] += given * d_y
+            d_initial[taps - 1 - i : taps - i, :] = total
+
+
+def _backward(x, weights, bias, initial_state, place, dy, d_final):
+    taps, width = weights.shape
+    cut = blocks(x, [x, dy, x], reverse=True)
+    inputs = [
+        (x, cut.sequence()),
+        (weights, cut.shared(taps)),
+        (bias, cut.shared()),
+        (initial_state, cut.row(taps - 1)),
+        (dy, cut.sequence()),
+        (d_final, cut.row(taps - 1)),
+    ]
+    outputs = [
+        (x.shape, x.dtype, cut.sequence()),
+        ((x.shape[0], taps + 1, width), F32, cut.row(taps + 1)),
+        ((x.shape[0], taps - 1, width), F32, cut.row(taps - 1)),
+    ]
+    return stream(_backward_kernel, cut, place, inputs, outputs, carried=taps - 1)
+
+
+_ARGUMENTS = ("b t d", "w d", "o d", "b s d", "b t")
+_forward = per_shard(_forward, _ARGUMENTS, ("b t d", "b s d"))
+_backward = per_shard(_backward, (*_ARGUMENTS, "b t d", "b s d"), ("b t d", "b f d", "b s d"))
+
+causal_conv1d = plain.operation(forward, backward)

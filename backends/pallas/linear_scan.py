@@ -1,0 +1,119 @@
+"""h_t = exp(log_a_t) * h_{t-1} + x_t.  De et al. 2024, arXiv:2402.19427, section 2.4.
+
+The backward goes from the last token to the first, with the state c_t = a_t g_t:
+
+    g_t = dh_t + c_{t+1},  dx_t = g_t,  dlog_a_t = c_t h_{t-1}
+"""
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from keras_recurrent.backends.jax import linear_scan as plain
+from keras_recurrent.backends.pallas._common import GOES_ON, refusal
+from keras_recurrent.backends.pallas._platform import per_shard
+from keras_recurrent.backends.pallas._streaming import (
+    F32,
+    blocks,
+    effective,
+    output_before,
+    real,
+    scan,
+    shift,
+    stream,
+)
+
+
+def unsupported(x, log_a, initial_state=None, token_kind=None) -> str | None:
+    """Why this kernel refuses these arguments; None if it accepts them."""
+    return refusal(x, log_a, initial_state)
+
+
+def forward(x, log_a, initial_state, token_kind):
+    return _forward(x, log_a, initial_state, token_kind)
+
+
+def backward(_, log_a, initial_state, token_kind, output, d_output, d_final):
+    tensors = (log_a, initial_state, token_kind, output, d_output, d_final)
+    return *_backward(*tensors), None
+
+
+def _forward_kernel(here, x, log_a, initial, h, final, state):
+    @pl.when(here.first)
+    def _():
+        state[...] = initial[...]
+
+    def tile(i, rows, kind, state):
+        (u,) = real(kind, x[rows, :].astype(F32))
+        tile, state = scan(effective(kind, jnp.exp(log_a[rows, :].astype(F32))), u, state)
+        h[rows, :] = tile.astype(h.dtype)
+        return state
+
+    state[...] = here.over_tiles(tile, state[...])
+
+    @pl.when(here.last)
+    def _():
+        final[...] = state[...]
+
+
+def _forward(x, log_a, initial_state, token_kind):
+    cut = blocks(x, [x, log_a, x])
+    inputs = [(x, cut.sequence()), (log_a, cut.sequence()), (initial_state[:, None], cut.row())]
+    outputs = [
+        (x.shape, x.dtype, cut.sequence()),
+        (cut.row_shape, F32, cut.row()),
+    ]
+    h, final = stream(_forward_kernel, cut, token_kind, inputs, outputs)
+    return h, final[:, 0]
+
+
+def _backward_kernel(
+    here, log_a, h, rows_before, initial, dh, d_final, dx, d_log_a, d_initial, state
+):
+    @pl.when(here.first)
+    def _():
+        state[...] = d_final[...]
+
+    def tile(i, rows, kind, after):
+        (d,) = real(kind, dh[rows, :].astype(F32))
+        a = effective(kind, jnp.exp(log_a[rows, :].astype(F32)))
+        c, state = scan(a, a * d, after, reverse=True)
+        (g,) = real(kind, d + shift(c, after, reverse=True))
+        before = shift(h[rows, :].astype(F32), output_before(here, i, rows_before, h, initial))
+        d_decay = c * before
+        if kind is not None:
+            d_decay = jnp.where(kind == GOES_ON, d_decay, 0)
+        dx[rows, :] = g.astype(dx.dtype)
+        d_log_a[rows, :] = d_decay.astype(d_log_a.dtype)
+        return state
+
+    state[...] = here.over_tiles(tile, state[...])
+
+    @pl.when(here.last)
+    def _():
+        d_initial[...] = state[...]
+
+
+def _backward(log_a, initial_state, token_kind, h, dh, d_final):
+    cut = blocks(h, [log_a, h, dh, h, log_a], reverse=True)
+    inputs = [
+        (log_a, cut.sequence()),
+        (h, cut.sequence()),
+        (h, cut.rows_before()),
+        (initial_state[:, None], cut.row()),
+        (dh, cut.sequence()),
+        (d_final[:, None], cut.row()),
+    ]
+    outputs = [
+        (h.shape, h.dtype, cut.sequence()),
+        (log_a.shape, log_a.dtype, cut.sequence()),
+        (cut.row_shape, F32, cut.row()),
+    ]
+    dx, d_log_a, d_initial = stream(_backward_kernel, cut, token_kind, inputs, outputs)
+    return dx, d_log_a, d_initial[:, 0]
+
+
+_TBD = "b t d"
+_forward = per_shard(_forward, (_TBD, _TBD, "b d", "b t"), (_TBD, "b d"))
+_backward = per_shard(_backward, (_TBD, "b d", "b t", _TBD, _TBD, "b d"), (_TBD, _TBD, "b d"))
+
+linear_scan = plain.operation(forward, backward)

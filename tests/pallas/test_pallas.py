@@ -1,0 +1,157 @@
+"""What is special to the Pallas kernels; that they compute what they should is in tests/ops."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import keras
+import pytest
+
+if keras.config.backend() != "jax":
+    pytest.skip("runs on JAX", allow_module_level=True)
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import keras_recurrent
+from keras_recurrent import dispatch, ops
+from tests.ops import native
+from tests.ops.cases import Case, draw
+
+ROOT = pathlib.Path(__file__).parents[2]
+OPERATIONS = [o for o, row in dispatch.KERNELS.items() if not isinstance(row["pallas"], str)]
+# What attention refuses depends on more than dtypes, and is in test_attention.py.
+OPERATIONS.remove("sliding_window_attention")
+RECURRENCES = ("linear_scan", "rg_lru", "causal_conv1d")
+TOPOLOGIES = ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
+compiler = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="`libtpu` is not installed"
+)
+
+
+def tensors(operation, length=5, dtype="float32"):
+    drawn = draw(operation, Case(2, length, 6, dtype))
+    return {n: native.tensor(t, drawn.dtypes[n]) for n, t in drawn.tensors.items()}
+
+
+def process(*command, **environment):
+    """The JSON that a fresh process prints last."""
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_compiled_for_tpu_without_a_tpu(topology):
+    """At the sizes of hawk_1.3b, hgrn2_1b and tnl_1b. What does not fit VMEM does not compile."""
+    reports = process("-m", "tests.pallas.targets", topology, "1")
+    for name, report in reports.items():
+        assert report["kernels"] >= 1, name
+        assert report["temporary"] <= 0.05 * report["moved"], name
+
+
+@compiler
+@pytest.mark.slow
+def test_compiled_for_eight_chips_without_gathering():
+    reports = process("-m", "tests.pallas.targets", "v5e:2x4", "8")
+    for name, report in reports.items():
+        moved = [report[c] for c in ("all-gather", "all-to-all", "collective-permute")]
+        assert report["kernels"] >= 1, name
+        assert moved == [0, 0, 0], name
+
+
+@pytest.mark.slow
+def test_shards_of_eight_devices():
+    """Under `keras.distribution`, in the interpreter: as on one device, and nothing is gathered."""
+    flags = "--xla_force_host_platform_device_count=8"
+    reports = process("-m", "tests.pallas.shards", XLA_FLAGS=flags, JAX_PLATFORMS="cpu")
+    for name, report in reports.items():
+        assert report["gathers"] == 0, name
+        assert report["error"] < 1e-5, name
+    assert reports["data"]["shard"] == [1, 20, 256]
+    assert reports["model"]["shard"] == [2, 20, 128]
+
+
+def test_plain_runs_on_a_cpu_and_says_so():
+    x = native.tensor([[[1.0, 2.0]]], "float32")
+    choice = keras_recurrent.which_implementation("linear_scan", x, -x)
+    assert choice.implementation == "jax"
+    assert "lowered for TPU; these tensors are on cpu" in choice.refused["pallas"]
+    named = keras_recurrent.which_implementation("linear_scan", x, -x, implementation="pallas")
+    assert named.implementation == "pallas"
+
+
+def test_one_program_serves_a_cpu_and_a_tpu():
+    """Traced once, and lowered for both: the kernels are in one of them only."""
+    x = np.ones((2, 40, 6), "float32")
+
+    def loss(x):
+        return jnp.sum(ops.linear_scan(x, -x)[0])
+
+    traced = jax.jit(jax.grad(loss)).trace(x)
+    texts = {p: traced.lower(lowering_platforms=(p,)).as_text() for p in ("cpu", "tpu")}
+    assert texts["tpu"].count("tpu_custom_call") >= 2
+    assert "tpu_custom_call" not in texts["cpu"]
+
+
+def test_a_named_kernel_is_not_replaced():
+    x = np.ones((2, 40, 6), "float32")
+    with pytest.raises(ValueError, match="interpret mode"):
+        jax.jit(lambda x: ops.linear_scan(x, -x, implementation="pallas"))(x)
+
+
+def test_transformed():
+    """`vmap` and `jax.checkpoint`, where both kernels are traced and the plain one runs."""
+    x = np.random.default_rng(0).normal(size=(3, 2, 40, 6)).astype("float32")
+
+    def loss(x, implementation=None):
+        return jnp.sum(ops.linear_scan(x, -x * x, implementation=implementation)[0] ** 2)
+
+    expected = [jax.grad(loss)(row, "jax") for row in x]
+    result = jax.jit(jax.vmap(jax.grad(jax.checkpoint(loss))))(x)
+    np.testing.assert_allclose(result, np.stack(expected), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("operation", [o for o in OPERATIONS if "window" not in o])
+def test_what_is_refused(operation):
+    unsupported = dispatch.KERNELS[operation]["pallas"].unsupported
+    for dtype in ("bfloat16", "float32"):
+        assert unsupported(**tensors(operation, dtype=dtype)) is None
+    assert "float16" in unsupported(**tensors(operation, dtype="float16"))
+    with jax.enable_x64(True):
+        assert "float64" in unsupported(**tensors(operation, dtype="float64"))
+
+
+def test_what_is_refused_by_size():
+    unsupported = dispatch.KERNELS["causal_conv1d"]["pallas"].unsupported
+    x = jnp.ones((1, 40, 2))
+    for taps in (1, 17):
+        assert f"2 to 16 taps, got one of {taps}" in unsupported(x, x[0, :taps])
+    length, *_ = jax.export.symbolic_shape("t")
+    symbolic = jax.ShapeDtypeStruct((1, length, 2), "float32")
+    reason = dispatch.KERNELS["linear_scan"]["pallas"].unsupported(symbolic, symbolic)
+    assert "known when a program is traced" in reason
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operation", RECURRENCES)
+def test_several_blocks(operation):
+    """Two blocks of channels, the second one short, and of tokens, with padding in one of them."""
+    from tests.ops.test_kernels import check
+
+    drawn = draw(operation, Case(1, 1100, 600, kinds=True, state=True))
+    drawn.token_kind[:, :1024] = 0
+    check(operation, "pallas", drawn)
