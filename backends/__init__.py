@@ -5,8 +5,9 @@ no kernel knows which layer called it; `keras_recurrent/dispatch.py` chooses. `r
 NumPy, one loop over time: the definition of every operation, by which the others are judged.
 
 The letters, also those of shapes: B batch, T time (tokens), D channels of an element-wise
-recurrence, H heads, K and V the size of a key and of a value in a head, W the width of a causal
-convolution.
+recurrence, H heads, G heads of keys and values that heads of queries share, K and V the size of a
+key and of a value in a head, W the width of a causal convolution, C the tokens that attention's
+state has room for.
 
 A kernel is a function, named as its file, that takes tensors of its framework and returns
 `(output, final_state)`. Beside it stands `unsupported`, with the same arguments:
@@ -23,7 +24,8 @@ What every kernel keeps to:
   nothing came before; 2 is padding, the identity: it leaves the state as it is, its output is
   finite but means nothing, and its inputs, even NaN, get gradients of exactly 0.
 - `initial_state` None means zeros. The states and all arithmetic are float32, or float64 if one
-  of the tensors is; the output has x's dtype, a gradient the dtype of its tensor.
+  of the tensors is; the output has x's dtype, a gradient the dtype of its tensor. The keys and
+  values that attention keeps have the dtypes in which they came.
 - Decays come as logarithms; -inf is one of 0. There are products of decays, never quotients.
 - Gradients reach every tensor and both states. The backward keeps the inputs and the output, and
   recomputes the rest. Memory and time are linear in T.

@@ -3,12 +3,19 @@
 A folder below `backends/` is an implementation, a file in it an operation. `PREFERENCE` says which
 folders serve a Keras backend, fastest first; the first that accepts the arguments runs. An
 implementation that is missing, or refuses (by its `unsupported`), says why, and the next is asked;
-one that raises is not covered up.
+one that raises is not covered up. Neither is an error in the import of a folder: it is left out
+only where the package that it needs is not installed.
+
+JAX traces a program before it is known where it runs. There the automatic choice between Pallas
+and plain JAX is made by the arguments' shapes and dtypes, and by the platform once the program is
+lowered: both are traced, one is compiled.
 """
 
 import contextlib
 import contextvars
 import importlib
+import importlib.util
+import os
 import pkgutil
 from typing import NamedTuple
 
@@ -18,10 +25,15 @@ from keras_recurrent.backends import reference
 
 BACKEND = keras.config.backend()
 PREFERENCE = {
-    "jax": ("jax",),
-    "torch": ("torch",),
+    "jax": ("pallas", "jax"),
+    "torch": ("triton", "torch"),
     "tensorflow": ("tensorflow",),
 }
+if os.environ.get("TRITON_INTERPRET") == "1":
+    # Its kernels then run in NumPy, on any device: the slowest of all, and only when asked for.
+    PREFERENCE["torch"] = ("torch", "triton")
+# What an implementation needs beside the framework of its backend.
+REQUIRES = {"triton": "triton"}
 if BACKEND not in PREFERENCE:
     raise ImportError(
         f"keras_recurrent runs on the Keras backends {', '.join(PREFERENCE)}, but Keras runs on "
@@ -39,12 +51,23 @@ def _operations(package):
     }
 
 
+def _implementation(name, operations):
+    """{operation: its module in a folder of backends/, or the reason why there is none}."""
+    needed = REQUIRES.get(name)
+    if needed and importlib.util.find_spec(needed) is None:
+        return dict.fromkeys(operations, f"the package `{needed}` is not installed")
+    found = _operations(importlib.import_module(f"keras_recurrent.backends.{name}"))
+    return {o: found.get(o, f"there is no backends/{name}/{o}.py") for o in operations}
+
+
 # {operation: {implementation: its module, or the reason why there is none}}
 KERNELS: dict = {operation: {} for operation in _operations(reference)}
 for _name in PREFERENCE[BACKEND]:
-    _found = _operations(importlib.import_module(f"keras_recurrent.backends.{_name}"))
-    for _operation, _row in KERNELS.items():
-        _row[_name] = _found.get(_operation, f"there is no backends/{_name}/{_operation}.py")
+    for _operation, _module in _implementation(_name, KERNELS).items():
+        KERNELS[_operation][_name] = _module
+
+if "pallas" in PREFERENCE[BACKEND]:
+    from keras_recurrent.backends.pallas import _platform
 
 _chosen = contextvars.ContextVar("keras_recurrent.implementation", default=None)
 
@@ -103,6 +126,8 @@ def choose(operation, arguments, implementation=None):
     for candidate in (_check(name),) if name else PREFERENCE[BACKEND]:
         module = KERNELS[operation][candidate]
         reason = module if isinstance(module, str) else module.unsupported(**arguments)
+        if reason is None and candidate == "pallas" and not name:
+            reason = _platform.elsewhere(arguments)
         if reason is None:
             return Choice(operation, candidate, refused)
         refused[candidate] = reason
@@ -115,7 +140,20 @@ def run(operation, arguments, implementation=None):
     if choice.implementation is None:
         raise NotImplementedError(str(choice))
     kernel = getattr(KERNELS[operation][choice.implementation], operation)
-    return kernel(**arguments)
+    if choice.implementation != "pallas":
+        return kernel(**arguments)
+    if not (implementation or _chosen.get()):
+        kernel = _platform.either(*(KERNELS[operation][name] for name in ("pallas", "jax")))
+    with _mesh():
+        return kernel(**arguments)
+
+
+def _mesh():
+    """The devices of `keras.distribution`, on whose shards the kernels run."""
+    distribution = keras.distribution.distribution()
+    if distribution is None:
+        return contextlib.nullcontext()
+    return _platform.over(distribution.device_mesh.backend_mesh)
 
 
 def _check(name):

@@ -14,13 +14,6 @@ def scan(a, x, initial, reverse=False):
     From the last token to the first when `reverse`. Only products of decays are formed, never
     their quotients, so that any decay, 0 included, is safe.
     """
-    # The tree reads its arguments several times; without the barrier XLA would fuse the gates
-    # and exponentials behind them into every reading.
-    a, x = jax.lax.optimization_barrier((a, x))
-    return _tree(a, x, initial, reverse)
-
-
-def _tree(a, x, initial, reverse):
     batch, length, channels = x.shape
     if length <= RADIX:
         return _steps(a, x, initial, reverse, axis=1)
@@ -34,7 +27,7 @@ def _tree(a, x, initial, reverse):
     decay, total = jnp.ones_like(a[:, :, 0]), jnp.zeros_like(x[:, :, 0])
     for j in _order(RADIX, reverse):
         decay, total = a[:, :, j] * decay, a[:, :, j] * total + x[:, :, j]
-    after = _tree(decay, total, initial, reverse)
+    after = scan(decay, total, initial, reverse)
     before = shift(after, initial, reverse)
     return _steps(a, x, before, reverse, axis=2).reshape(batch, -1, channels)[:, :length]
 

@@ -9,114 +9,134 @@ first moved together, where the filter is a sum of shifts, and its outputs are m
 import jax
 import jax.numpy as jnp
 
+from keras_recurrent.backends.jax._gradient import with_gradient
 from keras_recurrent.backends.jax._real_tokens import RealTokens, rows
-from keras_recurrent.backends.jax._tokens import accumulate, first_state
+from keras_recurrent.backends.jax._time_chunks import before, over_chunks
+from keras_recurrent.backends.jax._tokens import accumulate, first_state, sum_over_tokens
 
 
 def unsupported(x, kernel, bias=None, initial_state=None, token_kind=None):
     return None
 
 
-@jax.jit
-def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None):
-    """x: [B, T, D]; kernel: [W, D]; bias: [D].
-
-    Returns ([B, T, D] in x's dtype, the last W - 1 real inputs [B, W - 1, D] in float32).
-    """
-    dtype = accumulate(x, kernel, *([] if bias is None else [bias]))
-    state_shape = (x.shape[0], kernel.shape[0] - 1, x.shape[2])
-    initial_state = first_state(initial_state, state_shape, dtype)
-    return _causal_conv1d(x, kernel, bias, initial_state, token_kind)
-
-
-@jax.custom_vjp
-def _causal_conv1d(x, kernel, bias, initial_state, token_kind):
+def forward(x, kernel, bias, initial_state, token_kind):
     dtype = initial_state.dtype
-    tokens = _tokens(token_kind)
-    inputs, window = _inputs(x, initial_state, tokens), kernel.astype(dtype)
-    output = sum(
-        window[j] * jnp.where(met, inputs[:, j : j + x.shape[1]], 0)
-        for j, met in enumerate(_same_document(tokens, kernel.shape[0]))
+    tokens, window = _tokens(token_kind), kernel.astype(dtype)
+    together, document = _together(x, tokens)
+
+    def step(carry, start, x_chunk, document_chunk):
+        inputs = _inputs(together, x_chunk, start, initial_state)
+        output = sum(
+            window[j] * jnp.where(met, inputs[:, j : j + x_chunk.shape[1]], 0)
+            for j, met in enumerate(_meets(document, document_chunk, start, window.shape[0]))
+        )
+        if bias is not None:
+            output = output + bias.astype(dtype)
+        return carry, (output.astype(x.dtype),)
+
+    _, (output,) = over_chunks(step, (), (together, document), least=window.shape[0])
+    if tokens is None:
+        whole = jnp.concatenate([initial_state, x[:, -window.shape[0] :].astype(dtype)], axis=1)
+        return output, whole[:, whole.shape[1] - initial_state.shape[1] :]
+    last, met = _last(window.shape[0], tokens)
+    whole = jnp.concatenate([initial_state, together.astype(dtype)], axis=1)
+    return tokens.back(output), jnp.where(met, rows(whole, last), 0)
+
+
+def backward(x, kernel, bias, initial_state, token_kind, _, d_output, d_final):
+    dtype, width = initial_state.dtype, kernel.shape[0]
+    tokens, window = _tokens(token_kind), kernel.astype(dtype)
+    together, document = _together(x, tokens)
+    d_together, _ = _together(d_output, tokens)
+
+    def step(carry, start, x_chunk, document_chunk, d_y):
+        d_after, d_window, d_bias = carry  # d_after: of the last inputs, from the chunk after
+        length, d_y = x_chunk.shape[1], d_y.astype(dtype)
+        inputs = _inputs(together, x_chunk, start, initial_state)
+        d_inputs = jnp.pad(d_after, ((0, 0), (length, 0), (0, 0)))
+        d_taps = []
+        for j, met in enumerate(_meets(document, document_chunk, start, width)):
+            d_met = jnp.where(met, d_y, 0)
+            d_taps.append(sum_over_tokens(d_met * inputs[:, j : j + length]))
+            d_inputs += jnp.pad(window[j] * d_met, ((0, 0), (j, width - 1 - j), (0, 0)))
+        carry = (
+            d_inputs[:, : width - 1],
+            d_window + jnp.stack(d_taps),
+            d_bias + sum_over_tokens(d_y),
+        )
+        return carry, (d_inputs[:, width - 1 :].astype(x.dtype),)
+
+    d_after = d_final if tokens is None else jnp.zeros_like(d_final)
+    carry = d_after, jnp.zeros_like(window), jnp.zeros(x.shape[2], dtype)
+    (d_initial, d_window, d_bias), (d_x,) = over_chunks(
+        step, carry, (together, document, d_together), reverse=True, least=width
     )
-    if bias is not None:
-        output = output + bias.astype(dtype)
     if tokens is not None:
-        output = tokens.back(output)
-    # What reads the output several times should not convolve each time.
-    output = jax.lax.optimization_barrier(output.astype(x.dtype))
-    if tokens is None:
-        return output, inputs[:, x.shape[1] :]
-    last, met = _last(kernel.shape[0], tokens)
-    return output, jnp.where(met, rows(inputs, last), 0)
-
-
-def _forward(*arguments):
-    return _causal_conv1d(*arguments), arguments
-
-
-def _backward(arguments, d_outputs):
-    x, kernel, bias, initial_state, token_kind = arguments
-    dtype, width, length = initial_state.dtype, kernel.shape[0], x.shape[1]
-    tokens = _tokens(token_kind)
-    inputs, window = _inputs(x, initial_state, tokens), kernel.astype(dtype)
-    d_output, d_final = d_outputs
-    d_output = d_output.astype(dtype)
-    if tokens is not None:
-        d_output = tokens.together(d_output)
-
-    if tokens is None:
-        d_inputs = jnp.pad(d_final, ((0, 0), (length, 0), (0, 0)))
-    else:
         last, met = _last(width, tokens)
         add = jax.vmap(lambda d, i, g: d.at[i].add(g))
-        d_inputs = add(jnp.zeros_like(inputs), last, jnp.where(met, d_final, 0))
-    d_kernel = []
-    for j, met in enumerate(_same_document(tokens, width)):
-        d_y = jnp.where(met, d_output, 0)
-        d_kernel.append(jnp.sum(d_y * inputs[:, j : j + length], axis=(0, 1)))
-        d_inputs = d_inputs.at[:, j : j + length].add(window[j] * d_y)
-
-    d_x = d_inputs[:, width - 1 :]
-    if tokens is not None:
-        d_x = tokens.back(d_x)
-    d_bias = None if bias is None else jnp.sum(d_output, axis=(0, 1)).astype(bias.dtype)
+        d_inputs = jnp.concatenate([d_initial, d_x.astype(dtype)], axis=1)
+        d_inputs = add(d_inputs, last, jnp.where(met, d_final, 0))
+        d_initial, d_x = d_inputs[:, : width - 1], tokens.back(d_inputs[:, width - 1 :])
     return (
         d_x.astype(x.dtype),
-        jnp.stack(d_kernel).astype(kernel.dtype),
-        d_bias,
-        d_inputs[:, : width - 1],
+        d_window.astype(kernel.dtype),
+        None if bias is None else d_bias.astype(bias.dtype),
+        d_initial,
         None,
     )
 
 
-_causal_conv1d.defvjp(_forward, _backward)
+def operation(forward, backward):
+    """The operation made of two functions: those of this file, or others with their arguments."""
+    run = with_gradient(forward, backward, with_output=False)
+
+    @jax.jit
+    def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None):
+        """x: [B, T, D]; kernel: [W, D]; bias: [D].
+
+        Returns ([B, T, D] in x's dtype, the last W - 1 real inputs [B, W - 1, D] in float32).
+        """
+        dtype = accumulate(x, kernel, *([] if bias is None else [bias]))
+        state_shape = (x.shape[0], kernel.shape[0] - 1, x.shape[2])
+        initial_state = first_state(initial_state, state_shape, dtype)
+        return run(x, kernel, bias, initial_state, token_kind)
+
+    return causal_conv1d
+
+
+causal_conv1d = operation(forward, backward)
 
 
 def _tokens(token_kind):
     return None if token_kind is None else RealTokens(token_kind)
 
 
-def _inputs(x, initial_state, tokens):
-    """[B, W - 1 + T, D]: what came before, then the real tokens."""
-    x = x.astype(initial_state.dtype)
-    return jnp.concatenate([initial_state, x if tokens is None else tokens.together(x)], axis=1)
+def _together(x, tokens):
+    """x with its real tokens first, and the document [B, T] of each."""
+    return (x, None) if tokens is None else (tokens.together(x), tokens.document)
 
 
-def _documents(width, tokens):
-    """The document of each of the inputs [B, W - 1 + T]; what came before is of document 0."""
-    return jnp.pad(tokens.document, ((0, 0), (width - 1, 0)))
+def _inputs(x, chunk, start, initial_state):
+    """[B, W - 1 + C, D]: a chunk of x, after what came before it."""
+    chunk = chunk.astype(initial_state.dtype)
+    return jnp.concatenate([before(x, start, initial_state), chunk], axis=1)
 
 
-def _same_document(tokens, width):
-    """For each weight, whether it meets an input of the token's own document."""
-    if tokens is None:
+def _meets(document, chunk, start, width):
+    """For each weight, whether it meets an input of the token's own document.
+
+    What came before the first chunk is of document 0.
+    """
+    if document is None:
         return [True] * width
-    documents, length = _documents(width, tokens), tokens.document.shape[1]
-    return [(documents[:, j : j + length] == tokens.document)[:, :, None] for j in range(width)]
+    first = jnp.zeros((chunk.shape[0], width - 1), chunk.dtype)
+    met = jnp.concatenate([before(document, start, first), chunk], axis=1)
+    return [(met[:, j : j + chunk.shape[1]] == chunk)[:, :, None] for j in range(width)]
 
 
 def _last(width, tokens):
     """Places [B, W - 1] of the last real inputs, and whether they are of the last document."""
     last = tokens.count + jnp.arange(width - 1)
-    document = jnp.take_along_axis(_documents(width, tokens), last, axis=1)
+    documents = jnp.pad(tokens.document, ((0, 0), (width - 1, 0)))
+    document = jnp.take_along_axis(documents, last, axis=1)
     return last, (document == tokens.document[:, -1:])[:, :, None]

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from keras_recurrent.backends.jax._scan import gradient, scan, shift
+from keras_recurrent.backends.jax._time_chunks import before, over_chunks
 from keras_recurrent.backends.jax._tokens import (
     accumulate,
     drop_padding,
@@ -30,10 +31,16 @@ def complex_linear_scan(x, log_a, phase, initial_state=None, token_kind=None):
 
 @jax.custom_vjp
 def _complex_linear_scan(x, log_a, phase, initial_state, token_kind):
-    (u,) = drop_padding(token_kind, x.astype(initial_state.dtype))
-    a = _decay(log_a, phase, token_kind, initial_state.dtype)
-    h = _real(scan(a, _complex(u), _complex(initial_state)))
-    return h.astype(x.dtype), h[:, -1]
+    dtype = initial_state.dtype
+
+    def step(state, start, x, log_a, phase, token_kind):
+        (u,) = drop_padding(token_kind, x.astype(dtype))
+        a = _decay(log_a, phase, token_kind, dtype)
+        h = _real(scan(a, _complex(u), _complex(state)))
+        return h[:, -1], (h.astype(x.dtype),)
+
+    final_state, (output,) = over_chunks(step, initial_state, (x, log_a, phase, token_kind))
+    return output, final_state
 
 
 def _forward(x, log_a, phase, initial_state, token_kind):
@@ -46,18 +53,24 @@ def _backward(saved, d_outputs):
     log_a, phase, initial_state, token_kind, output = saved
     dtype = initial_state.dtype
     d_output, d_final = d_outputs
-    a = _decay(log_a, phase, token_kind, dtype)
-    h = _complex(output.astype(dtype))
-    g, d_initial = gradient(jnp.conj(a), _complex(d_output.astype(dtype)), _complex(d_final))
-    product = where_going_on(token_kind, jnp.conj(g) * a * shift(h, _complex(initial_state)))
-    (d_x,) = drop_padding(token_kind, _real(g))
-    return (
-        d_x.astype(output.dtype),
-        product.real.astype(log_a.dtype),
-        -product.imag.astype(phase.dtype),
-        _real(d_initial),
-        None,
-    )
+
+    def step(d_state, start, d_y, log_a, phase, token_kind, h):
+        a = _decay(log_a, phase, token_kind, dtype)
+        d_y, d_state = _complex(d_y.astype(dtype)), _complex(d_state)
+        g, d_state = gradient(jnp.conj(a), d_y, d_state)
+        state = before(output, start, initial_state[:, None])[:, 0]
+        h = shift(_complex(h.astype(dtype)), _complex(state))
+        product = where_going_on(token_kind, jnp.conj(g) * a * h)
+        (d_x,) = drop_padding(token_kind, _real(g))
+        return _real(d_state), (
+            d_x.astype(output.dtype),
+            product.real.astype(log_a.dtype),
+            -product.imag.astype(phase.dtype),
+        )
+
+    tensors = (d_output, log_a, phase, token_kind, output)
+    d_initial, d_tensors = over_chunks(step, d_final, tensors, reverse=True)
+    return *d_tensors, d_initial, None
 
 
 _complex_linear_scan.defvjp(_forward, _backward)

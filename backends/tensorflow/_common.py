@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-RESTART, PADDING = 1, 2
+STARTS, PADDING = 1, 2
 
 
 def accumulation_dtype(*tensors):
@@ -41,7 +41,7 @@ def kind_masks(token_kind):
     if token_kind is None:
         return None, None
     token_kind = token_kind[:, :, None]
-    return token_kind == RESTART, token_kind == PADDING
+    return token_kind == STARTS, token_kind == PADDING
 
 
 def filled(tensor, mask, value):

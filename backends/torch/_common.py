@@ -2,7 +2,7 @@
 
 import torch
 
-RESTART, PADDING = 1, 2
+STARTS, PADDING = 1, 2
 
 
 def accumulation_dtype(*tensors):
@@ -44,7 +44,7 @@ def kind_masks(token_kind, rows=slice(None)):
     if token_kind is None:
         return None, None
     token_kind = token_kind[:, rows].unsqueeze(-1)
-    return token_kind == RESTART, token_kind == PADDING
+    return token_kind == STARTS, token_kind == PADDING
 
 
 def fill_(tensor, mask, value):

@@ -55,6 +55,7 @@ def causal_conv1d(
     Example: the difference to the token before.
 
     >>> import numpy as np
+    >>> from keras_recurrent.ops import causal_conv1d
     >>> x = np.array([[[1], [4], [9], [16]]], "float32")
     >>> y, state = causal_conv1d(x, np.array([[-1], [1]], "float32"))
     >>> np.array(y).ravel()

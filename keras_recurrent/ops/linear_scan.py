@@ -60,6 +60,7 @@ def linear_scan(
     Example:
 
     >>> import numpy as np
+    >>> from keras_recurrent.ops import linear_scan
     >>> x = np.ones((1, 3, 1), "float32")
     >>> log_a = np.full((1, 3, 1), np.log(0.5), "float32")
     >>> h, state = linear_scan(x, log_a)

@@ -2,6 +2,8 @@
 
 from keras import ops
 
+from keras_recurrent.ops.shapes import fits
+
 GOES_ON, STARTS, PADDING = 0, 1, 2
 
 
@@ -23,14 +25,21 @@ def token_kind(like, mask=None, segment_ids=None, previous_segment_id=None, init
     Returns:
         int8 `[B, T]`.
 
+    Raises:
+        ValueError: `like` has no time, or an argument not its batch and time.
+
     Example:
 
     >>> import numpy as np
+    >>> from keras_recurrent.ops import token_kind
     >>> x = np.zeros((1, 5, 2))
     >>> mask = np.array([[False, True, True, True, True]])
     >>> np.array(token_kind(x, mask, segment_ids=np.array([[0, 0, 0, 1, 1]])))
     array([[2, 1, 0, 1, 0]], dtype=int8)
     """
+    _check("mask", mask, like, 2)
+    _check("segment_ids", segment_ids, like, 2)
+    _check("previous_segment_id", previous_segment_id, like, 1)
     batch, length = ops.shape(like)[:2]
     place = ops.broadcast_to(ops.arange(length, dtype="int32")[None], (batch, length))
     real = ops.ones((batch, length), "bool") if mask is None else ops.cast(mask, "bool")
@@ -58,6 +67,20 @@ def token_kind(like, mask=None, segment_ids=None, previous_segment_id=None, init
             )
     kind = ops.where(starts, STARTS, GOES_ON)
     return ops.cast(ops.where(real, kind, PADDING), "int8")
+
+
+def _check(name, tensor, like, rank):
+    if len(like.shape) < 2:
+        raise ValueError(
+            f"`token_kind`: `like` must have the shape [B, T, ...]; got {tuple(like.shape)}."
+        )
+    if tensor is None:
+        return
+    shape, wanted = tuple(tensor.shape), tuple(like.shape[:rank])
+    if not fits(shape, wanted):
+        raise ValueError(
+            f"`token_kind`: `{name}` must have the shape {wanted}, as `like` begins; got {shape}."
+        )
 
 
 def _segment_before(segment_ids, place, real, nth, padded):

@@ -8,30 +8,36 @@ import numpy as np
 class Case(NamedTuple):
     batch: int
     length: int
-    channels: int
+    channels: int  # of a head, where there are heads
     dtype: str = "float32"
     decay_dtype: str | None = None  # None: as dtype
     kinds: bool = False  # token kinds of all three sorts
     state: bool = False  # an initial state
     decays: str = "mixed"
+    tied: bool = False  # keys made of decays, where there are keys
+    heads: tuple = (4, 2)  # of queries and of keys, where they may differ
+    window: int | None = 6  # where there is one
 
 
 CASES = {
     "one token": Case(2, 1, 5),
     "one token, state": Case(3, 1, 5, kinds=True, state=True),
     "prime sizes": Case(2, 97, 5, kinds=True, state=True, decays="extreme"),
-    "even sizes": Case(1, 64, 128, state=True),
+    "even sizes": Case(1, 128, 128, state=True),
     "near one": Case(2, 1031, 3, kinds=True, decays="near one"),
-    "bfloat16": Case(2, 97, 5, "bfloat16", kinds=True, state=True),
+    "all but forgotten": Case(1, 67, 3, kinds=True, state=True, decays="near zero", tied=True),
+    "bfloat16": Case(2, 97, 5, "bfloat16", kinds=True, state=True, tied=True),
     "bfloat16, decays in float32": Case(2, 61, 1, "bfloat16", "float32", state=True),
     "float16": Case(2, 33, 4, "float16", kinds=True),
-    "float64": Case(2, 33, 4, "float64", kinds=True, state=True, decays="extreme"),
+    "float64": Case(2, 33, 4, "float64", kinds=True, state=True, decays="extreme", tied=True),
 }
 
 
 def log_decays(rng, shape, decays):
-    """Logarithms of decays: around a half; within 1e-6 of 1; or from 0 exactly to 1 exactly."""
+    """Logarithms of decays: around a half; near 1 or 0, by 1e-6; or from 0 to 1 exactly."""
     log_a = -np.abs(rng.normal(size=shape))
+    if decays == "near zero":
+        log_a -= 14
     if decays == "near one":
         log_a *= 1e-6
     if decays == "extreme":
@@ -82,43 +88,147 @@ def causal_conv1d(rng, case):
     return tensors, (case.batch, 3, case.channels)
 
 
-DRAW = {f.__name__: f for f in (linear_scan, complex_linear_scan, rg_lru, causal_conv1d)}
-DECAYS = ("log_a", "gate_a", "a_logit", "phase")
+def gated_linear_attention(rng, case):
+    heads, value_size = 2, case.channels + 2
+    keys = (case.batch, case.length, heads, case.channels)
+    tensors = {
+        "q": rng.normal(size=keys),
+        "k": None if case.tied else rng.normal(size=keys),
+        "v": rng.normal(size=(*keys[:3], value_size)),
+        "log_f": log_decays(rng, keys, case.decays),
+    }
+    return tensors, (case.batch, heads, case.channels, value_size)
+
+
+def lightning_attention(rng, case):
+    heads, value_size = 3, case.channels + 2
+    keys = (case.batch, case.length, heads, case.channels)
+    tensors = {
+        "q": rng.normal(size=keys),
+        "k": rng.normal(size=keys),
+        "v": rng.normal(size=(*keys[:3], value_size)),
+        "log_decay": np.array([0, -0.1, -1e4])
+        if case.decays == "extreme"
+        else log_decays(rng, heads, case.decays),
+    }
+    return tensors, (case.batch, heads, case.channels, value_size)
+
+
+def sliding_window_attention(rng, case):
+    heads, groups = case.heads
+    room = 7 if case.window is None else case.window - 1
+    tensors = {
+        "q": rng.normal(size=(case.batch, case.length, heads, case.channels)) * case.channels**-0.5,
+        "k": rng.normal(size=(case.batch, case.length, groups, case.channels)),
+        "v": rng.normal(size=(case.batch, case.length, groups, case.channels + 2)),
+    }
+    return tensors, {
+        "key": (case.batch, room, groups, case.channels),
+        "value": (case.batch, room, groups, case.channels + 2),
+    }
+
+
+OPERATIONS = (
+    linear_scan,
+    complex_linear_scan,
+    rg_lru,
+    causal_conv1d,
+    gated_linear_attention,
+    lightning_attention,
+    sliding_window_attention,
+)
+DRAW = {operation.__name__: operation for operation in OPERATIONS}
+DECAYS = ("log_a", "gate_a", "a_logit", "phase", "log_f", "log_decay")
+CONSTANTS = ("log_decay",)  # what has no gradient, or one of zeros
+OUTPUT = {  # the tensor whose dtype the output has, and whose shape but for the heads
+    "gated_linear_attention": "v",
+    "lightning_attention": "v",
+    "sliding_window_attention": "v",
+}
+PARTS = {"key": "k", "value": "v"}  # of a state of several arrays: the tensors they are like
 
 
 class Drawn(NamedTuple):
     tensors: dict  # float64 arrays that hold numbers of the case's dtypes
-    initial_state: np.ndarray | None
+    initial_state: np.ndarray | dict | None
     token_kind: np.ndarray | None
     d_output: np.ndarray
-    d_final_state: np.ndarray
-    dtypes: dict  # of the tensors
+    d_final_state: np.ndarray | dict
+    dtypes: dict  # of the tensors, and of the state or its parts, by their names
+    output: str  # the tensor that the output is like
+    options: dict
 
 
 def draw(operation, case, seed=0):
     rng = np.random.default_rng([seed, *operation.encode()])
     tensors, state_shape = DRAW[operation](rng, case)
     dtypes = {
-        name: (case.decay_dtype or case.dtype) if name in DECAYS else case.dtype for name in tensors
+        name: (case.decay_dtype or case.dtype) if name in DECAYS else case.dtype
+        for name, t in tensors.items()
+        if t is not None
     }
-    tensors = {name: round_to(dtypes[name], t) for name, t in tensors.items()}
+    tensors = {n: t if t is None else round_to(dtypes[n], t) for n, t in tensors.items()}
     kind = None
     if case.kinds:
         kind = rng.choice([0, 1, 2], p=[0.7, 0.1, 0.2], size=(case.batch, case.length))
         kind = kind.astype("int8")
     accumulation = "float64" if "float64" in dtypes.values() else "float32"
-    state = rng.normal(size=state_shape) if case.state else None
-    d_output = round_to(case.dtype, rng.normal(size=tensors["x"].shape))
+    output, options = OUTPUT.get(operation, "x"), {}
+    output_shape = tensors[output].shape
+    if isinstance(state_shape, dict):
+        dtypes |= {f"state {part}": dtypes[PARTS[part]] for part in state_shape}
+        options = {"sliding_window": case.window}
+        if case.window is None:
+            options["capacity"] = state_shape["key"][1]
+        output_shape = (*tensors["q"].shape[:3], output_shape[3])
+    else:
+        dtypes["state"] = accumulation
+
+    def draw_state():
+        drawn = {n: rng.normal(size=shape) for n, shape in named("state", state_shape).items()}
+        return {name: round_to(dtypes[name], array) for name, array in drawn.items()}
+
+    state = None
+    if case.state:
+        state = unnamed("state", draw_state())
+        if isinstance(state, dict):
+            fill_ring(rng, state)
+    d_output = round_to(case.dtype, rng.normal(size=output_shape))
     if kind is not None:  # the output at padding does not matter
-        d_output = np.where(kind[:, :, None] == 2, 0, d_output)
+        d_output = np.where(beside(d_output, kind) == 2, 0, d_output)
     return Drawn(
-        tensors,
-        None if state is None else round_to(accumulation, state),
-        kind,
-        d_output,
-        round_to(accumulation, rng.normal(size=state_shape)),
-        dtypes,
+        tensors, state, kind, d_output, unnamed("state", draw_state()), dtypes, output, options
     )
+
+
+def fill_ring(rng, state):
+    """The first row of a ring is full, the others perhaps not, and empty slots are zero."""
+    batch, room = state["key"].shape[:2]
+    position = rng.integers(0, 2 * room + 1, batch)
+    position[0] = room + 3
+    empty = np.arange(room) >= position[:, None]
+    for part in state.values():
+        part[empty] = 0
+    state["position"] = position
+
+
+def named(name, state):
+    """A state, or the parts of one, by their names."""
+    if isinstance(state, dict):
+        return {f"{name} {part}": value for part, value in state.items()}
+    return {} if state is None else {name: state}
+
+
+def unnamed(name, parts):
+    """The opposite of `named`."""
+    if name in parts:
+        return parts[name]
+    return {part.removeprefix(f"{name} "): value for part, value in parts.items()}
+
+
+def beside(tensor, kind):
+    """What is [B, T], with as many dimensions as the tensor."""
+    return kind.reshape(*kind.shape, *[1] * (tensor.ndim - 2))
 
 
 def round_to(dtype, array):

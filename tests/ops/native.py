@@ -1,30 +1,55 @@
 """Run a kernel on native tensors of the current backend, with its gradients: NumPy in and out."""
 
+import contextlib
+
 import keras
 import numpy as np
+
+from tests.ops.cases import named, unnamed
 
 BACKEND = keras.config.backend()
 
 
-def run(kernel, drawn, token_kind="drawn"):
-    """Returns {name: float64 array}: output, final_state and the gradient of every argument."""
-    arguments = dict(drawn.tensors)
-    dtypes = dict(drawn.dtypes)
-    accumulation = "float64" if "float64" in dtypes.values() else "float32"
-    if drawn.initial_state is not None:
-        arguments["initial_state"] = drawn.initial_state
-        dtypes["initial_state"] = accumulation
+def run(kernel, drawn):
+    """Returns {name: float64 array}: output, final_state and the gradient of every argument.
+
+    Where a state has several arrays, their names follow: "final_state key".
+    """
+    arguments = {name: t for name, t in drawn.tensors.items() if t is not None}
+    absent = {name: None for name in drawn.tensors if name not in arguments}
+    dtypes = {name.replace("state", "initial_state"): d for name, d in drawn.dtypes.items()}
+    arguments |= named("initial_state", drawn.initial_state)
+    position = arguments.pop("initial_state position", None)
     arguments = {name: tensor(a, dtypes[name]) for name, a in arguments.items()}
-    cotangents = (tensor(drawn.d_output, dtypes["x"]), tensor(drawn.d_final_state, accumulation))
+    dtypes = {name: dtypes[name] for name in arguments}
+    state_dtypes = {name: d for name, d in drawn.dtypes.items() if name.startswith("state")}
+    cotangents = [
+        tensor(drawn.d_output, drawn.dtypes[drawn.output]),
+        *(tensor(d, state_dtypes[n]) for n, d in named("state", drawn.d_final_state).items()),
+    ]
     kind = None if drawn.token_kind is None else tensor(drawn.token_kind, "int8")
 
     def call(arguments):
-        return kernel(**arguments, token_kind=kind)
+        """What has gradients, and what has none."""
+        parts = {n: a for n, a in arguments.items() if n.startswith("initial_state")}
+        if position is not None:
+            parts["initial_state position"] = tensor(position, "int32")
+        tensors = {n: a for n, a in arguments.items() if n not in parts}
+        state = unnamed("initial_state", parts) if drawn.initial_state is not None else None
+        output, final = kernel(
+            **absent, **tensors, **drawn.options, initial_state=state, token_kind=kind
+        )
+        final = named("final_state", final)
+        integers = {n: final.pop(n) for n in ("final_state position",) if n in final}
+        return [output, *final.values()], integers
 
-    outputs, gradients = _gradients(call, arguments, cotangents)
-    assert [dtype(o) for o in outputs] == [dtypes["x"], accumulation]
+    names = ["output", *(n.replace("state", "final_state") for n in state_dtypes)]
+    outputs, integers, gradients = _gradients(call, arguments, cotangents)
+    wanted = [drawn.dtypes[drawn.output], *state_dtypes.values()]
+    assert [dtype(o) for o in outputs] == wanted
     assert {name: dtype(g) for name, g in gradients.items()} == dtypes
-    results = {"output": outputs[0], "final_state": outputs[1]}
+    assert {dtype(i) for i in integers.values()} <= {"int32"}
+    results = dict(zip(names, outputs, strict=True)) | integers
     results |= {f"gradient of {name}": g for name, g in gradients.items()}
     return {name: to_numpy(r) for name, r in results.items()}
 
@@ -36,6 +61,8 @@ def dtype(t):
 if BACKEND == "jax":
     import jax
     import jax.numpy as jnp
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
+    from jax.experimental.pallas import tpu as pltpu
 
     def tensor(array, dtype):
         return jnp.asarray(array, dtype)
@@ -47,13 +74,22 @@ if BACKEND == "jax":
         """float64 is off in JAX unless one asks for it."""
         return jax.enable_x64(dtype == "float64")
 
+    @contextlib.contextmanager
+    def interpreted(implementation):
+        """Kernels for TPU run in JAX's interpreter of them, which finds races, too."""
+        if implementation != "pallas":
+            yield
+            return
+        pltpu.reset_tpu_interpret_mode_state()
+        with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True)):
+            yield
+        assert interpreter.races is None or not interpreter.races.races_found
+
     def _gradients(call, arguments, cotangents):
-        outputs, pull_back = jax.vjp(call, arguments)
-        return outputs, pull_back(cotangents)[0]
+        outputs, pull_back, integers = jax.vjp(call, arguments, has_aux=True)
+        return outputs, integers, pull_back(cotangents)[0]
 
 elif BACKEND == "torch":
-    import contextlib
-
     import torch
 
     DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # as Keras takes it
@@ -67,16 +103,17 @@ elif BACKEND == "torch":
     def precision(dtype):
         return contextlib.nullcontext()
 
+    def interpreted(implementation):
+        return contextlib.nullcontext()
+
     def _gradients(call, arguments, cotangents):
         for a in arguments.values():
             a.requires_grad_()
-        outputs = call(arguments)
+        outputs, integers = call(arguments)
         gradients = torch.autograd.grad(outputs, list(arguments.values()), cotangents)
-        return outputs, dict(zip(arguments, gradients, strict=True))
+        return outputs, integers, dict(zip(arguments, gradients, strict=True))
 
 else:
-    import contextlib
-
     import tensorflow as tf
 
     def tensor(array, dtype):
@@ -88,8 +125,12 @@ else:
     def precision(dtype):
         return contextlib.nullcontext()
 
+    def interpreted(implementation):
+        return contextlib.nullcontext()
+
     def _gradients(call, arguments, cotangents):
         with tf.GradientTape() as tape:
             tape.watch(arguments)
-            outputs = call(arguments)
-        return outputs, tape.gradient(outputs, arguments, output_gradients=list(cotangents))
+            outputs, integers = call(arguments)
+        gradients = tape.gradient(outputs, arguments, output_gradients=cotangents)
+        return outputs, integers, gradients

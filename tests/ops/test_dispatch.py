@@ -77,3 +77,19 @@ def test_unknown_names():
         pass
     with pytest.raises(ValueError, match="`operation` must be one of causal_conv1d"):
         keras_recurrent.which_implementation("scan", X)
+    with pytest.raises(ValueError, match="takes 2 tensors, x, log_a; got 3"):
+        keras_recurrent.which_implementation("linear_scan", X, -X, X)
+    with pytest.raises(ValueError, match="takes no argument 'sliding_window'"):
+        keras_recurrent.which_implementation("linear_scan", X, -X, sliding_window=3)
+
+
+def test_a_missing_package_is_a_reason(monkeypatch):
+    monkeypatch.setitem(dispatch.REQUIRES, "picky", "no_such_package")
+    row = dispatch._implementation("picky", ["linear_scan"])
+    assert row == {"linear_scan": "the package `no_such_package` is not installed"}
+
+
+def test_an_error_in_an_import_is_not_covered_up(monkeypatch):
+    monkeypatch.setitem(dispatch.REQUIRES, "picky", "keras")
+    with pytest.raises(ModuleNotFoundError, match="picky"):
+        dispatch._implementation("picky", ["linear_scan"])

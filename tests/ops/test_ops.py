@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from keras_recurrent import ops
-from tests.ops.cases import DRAW, Case, draw, unit
+from tests.ops.cases import DRAW, Case, beside, draw, named, unit
 from tests.ops.test_kernels import reference
 
 TIMED = {  # the tensors with a time axis
@@ -13,14 +13,19 @@ TIMED = {  # the tensors with a time axis
     "complex_linear_scan": ("x", "log_a", "phase"),
     "rg_lru": ("x", "gate_a", "gate_x"),
     "causal_conv1d": ("x",),
+    "gated_linear_attention": ("q", "k", "v", "log_f"),
+    "lightning_attention": ("q", "k", "v"),
+    "sliding_window_attention": ("q", "k", "v"),
 }
+OPTIONS = {"sliding_window_attention": {"sliding_window": 6}}
 every_operation = pytest.mark.parametrize("operation", DRAW)
 
 
 def call(operation, tensors, **context):
     tensors = {name: t.astype("float32") for name, t in tensors.items()}
-    output, state = getattr(ops, operation)(**tensors, **context)
-    return keras.ops.convert_to_numpy(output), keras.ops.convert_to_numpy(state)
+    options = OPTIONS.get(operation, {})
+    output, state = getattr(ops, operation)(**tensors, **options, **context)
+    return keras.tree.map_structure(keras.ops.convert_to_numpy, (output, state))
 
 
 def tokens(operation, tensors, where):
@@ -28,13 +33,18 @@ def tokens(operation, tensors, where):
     if isinstance(where, slice):
         return {n: t[:, where] if n in TIMED[operation] else t for n, t in tensors.items()}
     return {
-        n: np.take_along_axis(t, where[:, :, None], axis=1) if n in TIMED[operation] else t
+        n: np.take_along_axis(t, beside(t, where), axis=1) if n in TIMED[operation] else t
         for n, t in tensors.items()
     }
 
 
 def close(result, expected, message=""):
     """Equal but for the rounding of two float32 computations of the same numbers."""
+    if isinstance(expected, dict):
+        assert set(result) == set(expected)
+        for name in expected:
+            close(result[name], expected[name], f"{message} {name}")
+        return
     bound = 16 * unit("float32", np.abs(expected).max(initial=1))
     np.testing.assert_allclose(result, expected, rtol=0, atol=bound, err_msg=message)
 
@@ -73,7 +83,8 @@ def test_whole_is_left_and_right(operation, rng):
             previous_segment_id=last_segment(mask[:, :cut], segments[:, :cut]),
         )
         both = np.concatenate([left, right], axis=1)
-        close(np.where(mask[..., None], both, 0), np.where(mask[..., None], whole, 0), f"cut {cut}")
+        real = beside(whole, mask)
+        close(np.where(real, both, 0), np.where(real, whole, 0), f"cut {cut}")
         close(last, final, f"cut {cut}")
 
 
@@ -107,19 +118,20 @@ def test_padding_changes_nothing(operation, rng):
         where = np.flatnonzero(mask[row])
         alone, state = call(operation, tokens(operation, tensors, np.array([where, where])))
         close(padded[row, where], alone[row])
-        close(padded_state[row], state[row])
+        for name, part in named("state", state).items():
+            close(named("state", padded_state)[name][row], part[row], name)
 
 
 @every_operation
 def test_without_a_state_the_row_starts_afresh(operation):
     tensors = draw(operation, Case(2, 5, 3)).tensors
     output, state = call(operation, tensors)
-    zeros = np.zeros_like(state)
+    zeros = keras.tree.map_structure(np.zeros_like, state)
     seen_nothing, _ = call(
         operation, tensors, initial_state=zeros, previous_segment_id=np.array([-1, -1])
     )
     close(seen_nothing, output)
-    noise = np.ones_like(state)
+    noise = keras.tree.map_structure(np.ones_like, state)
     overwritten, _ = call(
         operation, tensors, initial_state=noise, previous_segment_id=np.array([-1, -1])
     )
@@ -145,12 +157,13 @@ def test_reverse_is_forward_on_a_reversed_row(operation, rng):
 @every_operation
 def test_agrees_with_the_definition(operation):
     drawn = draw(operation, Case(2, 13, 3))
-    output, state = call(
-        operation, drawn.tensors, initial_state=np.zeros(drawn.d_final_state.shape, "float32")
-    )
+    _, state = call(operation, drawn.tensors)
+    zeros = keras.tree.map_structure(np.zeros_like, state)
+    output, state = call(operation, drawn.tensors, initial_state=zeros)
     truth = reference(operation, drawn, "float64")
     close(output, truth["output"])
-    close(state, truth["final_state"])
+    for name, part in named("final_state", state).items():
+        close(part, truth[name], name)
 
 
 @every_operation
@@ -160,26 +173,28 @@ def test_in_a_symbolic_graph(operation, tmp_path, rng):
     tensors = {name: t.astype("float32") for name, t in drawn.tensors.items()}
     inputs = {
         name: keras.Input(
-            (None, t.shape[-1]) if name in TIMED[operation] else t.shape[1:],
+            (None, *t.shape[2:]) if name in TIMED[operation] else t.shape[1:],
             batch_size=None if name in TIMED[operation] else t.shape[0],
             name=name,
         )
         for name, t in tensors.items()
     }
     mask = keras.Input((None,), dtype="bool", name="mask")
-    output, state = getattr(ops, operation)(**inputs, mask=mask, reverse=True)
-    assert output.shape == (None, None, tensors["x"].shape[-1]) or output.shape[1] is None
-    assert state.shape[1:] == drawn.d_final_state.shape[1:]
+    options = OPTIONS.get(operation, {})
+    output, state = getattr(ops, operation)(**inputs, **options, mask=mask, reverse=True)
+    assert output.shape == (None, None, *drawn.d_output.shape[2:])
+    for name, part in named("state", drawn.d_final_state).items():
+        assert named("state", state)[name].shape[1:] == part.shape[1:]
     model = keras.Model({**inputs, "mask": mask}, [output, state])
     keep = rng.random((2, 6)) < 0.7
     expected = call(operation, tensors, mask=keep, reverse=True)
     feed = {**tensors, "mask": keep}
     for result, e in zip(model(feed), expected, strict=True):
-        close(keras.ops.convert_to_numpy(result), e)
+        close(keras.tree.map_structure(keras.ops.convert_to_numpy, result), e)
     model.save(tmp_path / "model.keras")
     again = keras.models.load_model(tmp_path / "model.keras")
     for result, e in zip(again(feed), expected, strict=True):
-        close(keras.ops.convert_to_numpy(result), e)
+        close(keras.tree.map_structure(keras.ops.convert_to_numpy, result), e)
 
 
 BAD = {
@@ -189,6 +204,11 @@ BAD = {
         {"x": np.zeros((2, 0, 3), "float32"), "log_a": np.zeros((2, 0, 3), "float32")},
         {},
         "at least one token",
+    ),
+    "no rows": (
+        {"x": np.zeros((0, 4, 3), "float32"), "log_a": np.zeros((0, 4, 3), "float32")},
+        {},
+        r"`x` must have no empty dimension; got the shape \(0, 4, 3\)",
     ),
     "dtype": ({"x": np.zeros((2, 4, 3), "int32")}, {}, "`x` must be one of float16"),
     "none": ({"log_a": None}, {}, "needs the argument `log_a`"),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from keras_recurrent import dispatch
-from tests.ops.cases import DRAW, Case, draw
+from tests.ops.cases import CONSTANTS, DRAW, Case, draw, named, unnamed
 
 
 def test_every_operation_is_drawn():
@@ -16,18 +16,42 @@ def test_every_operation_is_drawn():
 @pytest.mark.parametrize("operation", DRAW)
 @pytest.mark.parametrize("kinds", [False, True])
 def test_gradients_are_the_slopes(operation, kinds):
+    check_slopes(operation, Case(2, 7, 2, "float64", kinds=kinds, state=True))
+
+
+def test_gradients_are_the_slopes_where_decays_make_the_keys():
+    case = Case(2, 7, 2, "float64", kinds=True, state=True, tied=True)
+    check_slopes("gated_linear_attention", case)
+
+
+def check_slopes(operation, case):
     module = importlib.import_module(f"keras_recurrent.backends.reference.{operation}")
-    drawn = draw(operation, Case(2, 7, 2, "float64", kinds=kinds, state=True), seed=1)
-    arguments = drawn.tensors | {"initial_state": drawn.initial_state}
+    drawn = draw(operation, case, seed=1)
+    options = {**drawn.options, "token_kind": drawn.token_kind}
+    arguments = drawn.tensors | named("initial_state", drawn.initial_state)
+
+    def with_state(arguments):
+        parts = {n: a for n, a in arguments.items() if n.startswith("initial_state")}
+        tensors = {n: a for n, a in arguments.items() if n not in parts}
+        return tensors | {"initial_state": unnamed("initial_state", parts)}
 
     def loss(arguments):
-        output, final_state = getattr(module, operation)(**arguments, token_kind=drawn.token_kind)
-        return np.sum(output * drawn.d_output) + np.sum(final_state * drawn.d_final_state)
+        output, final = getattr(module, operation)(**with_state(arguments), **options)
+        final, d_final = (named("", state) for state in (final, drawn.d_final_state))
+        return np.sum(output * drawn.d_output) + sum(np.sum(final[n] * d_final[n]) for n in d_final)
 
-    gradients = getattr(module, f"{operation}_gradient")(
-        drawn.d_output, drawn.d_final_state, **arguments, token_kind=drawn.token_kind
+    *gradients, d_state = getattr(module, f"{operation}_gradient")(
+        drawn.d_output, drawn.d_final_state, **with_state(arguments), **options
     )
-    for (name, argument), gradient in zip(arguments.items(), gradients, strict=True):
+    gradients = dict(zip(drawn.tensors, gradients, strict=True)) | named("initial_state", d_state)
+    for name, gradient in gradients.items():
+        argument = arguments[name]
+        if argument is None:
+            assert gradient is None
+            continue
+        if name in CONSTANTS:
+            assert not gradient.any()
+            continue
         slopes = np.empty_like(argument)
         for index in np.ndindex(argument.shape):
             step = np.zeros_like(argument)

@@ -48,3 +48,12 @@ def test_as_a_walk_along_the_row(masked, packed, before):
             first,
         )
         np.testing.assert_array_equal(result, expected)
+
+
+def test_what_does_not_fit_is_said():
+    x = np.zeros((2, 5, 3), "float32")
+    for name, shape in [("mask", (2, 3)), ("segment_ids", (5,)), ("previous_segment_id", (3,))]:
+        with pytest.raises(ValueError, match=f"`token_kind`: `{name}` must have the shape"):
+            token_kind(x, **{name: np.ones(shape, "int32")})
+    with pytest.raises(ValueError, match=r"`like` must have the shape \[B, T, ...\]; got \(5,\)"):
+        token_kind(np.zeros(5))

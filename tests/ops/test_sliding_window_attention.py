@@ -1,0 +1,173 @@
+"""What is special to attention: heads that share keys, windows of any size, rings of any room."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_recurrent import ops
+from tests.ops.cases import Case, draw
+from tests.ops.test_kernels import check, every_implementation
+from tests.ops.test_ops import close
+
+CASES = {
+    "every query has keys of its own": Case(2, 19, 3, heads=(3, 3), kinds=True, state=True),
+    "one key for all, a window of one": Case(2, 19, 3, heads=(4, 1), window=1, state=True),
+    "a window longer than the row": Case(2, 11, 3, heads=(6, 2), window=50, state=True),
+    "no window": Case(2, 19, 3, window=None, kinds=True, state=True),
+    "no window, several blocks": Case(1, 300, 2, heads=(2, 1), window=None, kinds=True),
+    "a window of several blocks": Case(1, 300, 2, heads=(2, 1), window=150, kinds=True, state=True),
+    "one token, no window": Case(3, 1, 3, window=None, kinds=True, state=True),
+    "one token, bfloat16": Case(3, 1, 16, "bfloat16", heads=(4, 1), kinds=True, state=True),
+    "bfloat16, no window": Case(2, 40, 16, "bfloat16", window=None, state=True),
+    "bfloat16, whole blocks": Case(2, 128, 16, "bfloat16", kinds=True, window=40),
+}
+
+
+@every_implementation("sliding_window_attention")
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_forward_and_gradients(implementation, case):
+    check("sliding_window_attention", implementation, draw("sliding_window_attention", case))
+
+
+def drawn(length, batch=2):
+    tensors = draw("sliding_window_attention", Case(batch, length, 3)).tensors
+    return {name: t.astype("float32") for name, t in tensors.items()}
+
+
+def at(tensors, where):
+    return {name: t[:, where] for name, t in tensors.items()}
+
+
+@pytest.mark.parametrize("room", [3, 5, 9])
+def test_a_ring_of_any_room(room):
+    """What fits into it is seen later, and no more; one larger than the window costs nothing."""
+    tensors, window = drawn(20), 6
+    state = {
+        "key": np.zeros((2, room, 2, 3), "float32"),
+        "value": np.zeros((2, room, 2, 5), "float32"),
+        "position": np.zeros(2, "int32"),
+    }
+    whole, _ = ops.sliding_window_attention(**tensors, sliding_window=min(window, room + 1))
+    outputs = []
+    for t in range(20):
+        output, state = ops.sliding_window_attention(
+            **at(tensors, slice(t, t + 1)), sliding_window=window, initial_state=state
+        )
+        outputs.append(keras.ops.convert_to_numpy(output))
+    close(np.concatenate(outputs, axis=1), keras.ops.convert_to_numpy(whole))
+    assert state["key"].shape[1] == room
+
+
+def test_where_each_token_lies():
+    tensors = drawn(10, batch=1)
+    _, state = ops.sliding_window_attention(**tensors, max_length=4)
+    state = keras.tree.map_structure(keras.ops.convert_to_numpy, state)
+    np.testing.assert_array_equal(state["key"], tensors["k"][:, [8, 9, 6, 7]])
+    np.testing.assert_array_equal(state["value"], tensors["v"][:, [8, 9, 6, 7]])
+    np.testing.assert_array_equal(state["position"], [10])
+    segments = np.array([[0] * 8 + [1] * 2])
+    _, state = ops.sliding_window_attention(**tensors, max_length=4, segment_ids=segments)
+    state = keras.tree.map_structure(keras.ops.convert_to_numpy, state)
+    np.testing.assert_array_equal(state["key"][:, :2], tensors["k"][:, 8:])
+    np.testing.assert_array_equal(state["key"][:, 2:], 0)
+    np.testing.assert_array_equal(state["position"], [2])
+
+
+def test_room_of_a_new_state():
+    q, k, v = (keras.Input((None, heads, 3)) for heads in (4, 2, 2))
+
+    def room(**options):
+        _, state = ops.sliding_window_attention(q, k, v, **options)
+        return state["key"].shape[1]
+
+    assert room(sliding_window=6) == 5
+    assert room(sliding_window=6, max_length=3) == 3
+    assert room(sliding_window=6, max_length=100) == 5
+    assert room(max_length=100) == 100
+    assert room(sliding_window=1) == 0
+    assert ops.sliding_window_attention(q, k, v)[1] == {}
+    assert ops.sliding_window_attention(**drawn(4))[1] == {}
+
+
+def test_a_state_keeps_its_dtypes():
+    tensors = drawn(4)
+    k, v = (keras.ops.cast(tensors[name], "bfloat16") for name in ("k", "v"))
+    _, state = ops.sliding_window_attention(tensors["q"], k, v, sliding_window=3)
+    dtypes = {n: keras.backend.standardize_dtype(t.dtype) for n, t in state.items()}
+    assert dtypes == {"key": "bfloat16", "value": "bfloat16", "position": "int32"}
+    _, again = ops.sliding_window_attention(**tensors, sliding_window=3, initial_state=state)
+    assert keras.backend.standardize_dtype(again["key"].dtype) == "float32"
+
+
+BAD = {
+    "heads": ({"q": np.zeros((2, 4, 3, 3), "float32")}, "2 heads of `k` and `v` must divide the 3"),
+    "window": ({"sliding_window": 0}, "`sliding_window` must be an integer, at least 1"),
+    "window dtype": ({"sliding_window": 4.0}, "`sliding_window` must be an integer"),
+    "length": ({"max_length": -1}, "`max_length` must be an integer, at least 1"),
+    "state": ({"initial_state": np.zeros(2, "float32")}, "must be a dict of .*got"),
+    "parts": ({"initial_state": {}}, r"must be a dict of \['key', 'position', 'value'\]"),
+    "room": (
+        {
+            "initial_state": {
+                "key": np.zeros((2, 5, 2, 3), "float32"),
+                "value": np.zeros((2, 4, 2, 5), "float32"),
+                "position": np.zeros(2, "int32"),
+            }
+        },
+        r"initial_state\['value'\]. must have the shape .*C should be 5, not 4",
+    ),
+    "position": (
+        {
+            "initial_state": {
+                "key": np.zeros((2, 5, 2, 3), "float32"),
+                "value": np.zeros((2, 5, 2, 5), "float32"),
+                "position": np.zeros(2, "float32"),
+            }
+        },
+        r"initial_state\['position'\]. must be integers",
+    ),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD.values(), ids=BAD.keys())
+def test_bad_arguments_name_themselves(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ops.sliding_window_attention(**(drawn(4) | arguments))
+
+
+@pytest.mark.skipif(keras.config.backend() != "tensorflow", reason="shapes in a graph")
+@pytest.mark.parametrize("window", [40, None])
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_several_blocks_in_a_graph(window, jit_compile):
+    import tensorflow as tf
+
+    tensors = tf.nest.map_structure(tf.constant, drawn(300, batch=1))
+
+    def gradients(tensors):
+        with tf.GradientTape() as tape:
+            tape.watch(tensors)
+            output, _ = ops.sliding_window_attention(**tensors, sliding_window=window)
+            value = tf.reduce_sum(tf.sin(output))
+        return tape.gradient(value, tensors)
+
+    expected = gradients(tensors)
+    unknown = {n: tf.TensorSpec([None, None, *t.shape[2:]]) for n, t in tensors.items()}
+    for signature in (None, [unknown]):
+        function = tf.function(gradients, jit_compile=jit_compile, input_signature=signature)
+        close(tf.nest.map_structure(np.array, function(tensors)), expected)
+
+
+@pytest.mark.skipif(keras.config.backend() != "jax", reason="JAX tells what a program needs")
+def test_cost_grows_with_the_window_not_with_the_square():
+    import jax
+
+    def cost(length, window):
+        tensors = drawn(length, batch=1)
+        function = jax.grad(
+            lambda t: ops.sliding_window_attention(**t, sliding_window=window)[0].sum()
+        )
+        return jax.jit(function).lower(tensors).compile().memory_analysis().temp_size_in_bytes
+
+    assert cost(16384, 256) < 2.5 * cost(8192, 256)
+    # Without a window only a block of queries meets all keys at a time.
+    assert cost(16384, None) < 2.5 * cost(8192, None)
