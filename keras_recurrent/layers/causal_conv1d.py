@@ -35,9 +35,9 @@ class CausalConv1D(StreamingLayer):
             `keras_recurrent.layers.StreamingLayer`.
 
     Returns:
-        y as `[B, T, D]` in the compute dtype. With `return_state` also the state:
-        `{"inputs": [B, W - 1, D] float32, the last W - 1 real inputs, the latest last,
-        "segment": [B] int32}`.
+        y as `[B, T, D]` in the compute dtype; sums are float32 (float64 under a float64 policy).
+        With `return_state` also the state: `{"inputs": [B, W - 1, D] float32, the last W - 1 real
+        inputs, the latest last, "segment": [B] int32}`.
 
     Weights: `kernel` `[W, D]` and `bias` `[D]`, float32 also under a policy of 16 bits.
 

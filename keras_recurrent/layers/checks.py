@@ -1,8 +1,11 @@
 """Checks of arguments that several layers share."""
 
+import numbers
+
 
 def check_positive_integer(name, value):
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    # NumPy's integers are welcome: sizes are often counted with it.
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
         raise ValueError(f"`{name}` must be an integer, at least 1; got {value!r}.")
 
 
@@ -15,10 +18,22 @@ def check_width_known(layer, input_shape):
 
 
 def check_num_blocks(num_blocks, width):
-    if width % num_blocks:
+    check_divides("num_blocks", num_blocks, "the width that the gates work on", width)
+
+
+def check_divides(name, number, what, width):
+    if width % number:
         fitting = [n for n in range(1, width + 1) if width % n == 0]
-        nearest = min(fitting, key=lambda n: abs(n - num_blocks))
+        nearest = min(fitting, key=lambda n: abs(n - number))
         raise ValueError(
-            f"`num_blocks` must divide the width that the gates work on, {width}; got "
-            f"{num_blocks}. The nearest that does is {nearest}."
+            f"`{name}` must divide {what}, {width}; got {number}. The nearest that does is "
+            f"{nearest}."
+        )
+
+
+def check_tensor(name, value):
+    if not hasattr(value, "shape"):
+        raise ValueError(
+            f"`{name}` must be a tensor or an array; got a {type(value).__name__}. "
+            "`numpy.asarray` makes one of lists."
         )

@@ -3,12 +3,11 @@
 import keras
 from keras import ops
 
-from keras_recurrent.layers.checks import check_positive_integer, check_width_known
-from keras_recurrent.layers.initializers import clone_initializer
+from keras_recurrent.layers.gated_linear_unit import GatedLinearUnit
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-class GatedMLP(keras.layers.Layer):
+class GatedMLP(GatedLinearUnit):
     """The gated multilayer perceptron (GeGLU) of Griffin and Hawk.
 
     ```
@@ -44,51 +43,13 @@ class GatedMLP(keras.layers.Layer):
     ```
     """
 
-    def __init__(
-        self,
-        intermediate_dim,
-        kernel_initializer="lecun_normal",
-        bias_initializer="zeros",
-        **kwargs,
-    ):
-        super().__init__(**kwargs)
-        check_positive_integer("intermediate_dim", intermediate_dim)
-        self.intermediate_dim = intermediate_dim
-        self.kernel_initializer = keras.initializers.get(kernel_initializer)
-        self.bias_initializer = keras.initializers.get(bias_initializer)
-        self.supports_masking = True
-        self.gate_proj = self._dense(intermediate_dim, "gate_proj")
-        self.up_proj = self._dense(intermediate_dim, "up_proj")
+    use_bias = True
 
-    def _dense(self, units, name):
-        # Recomputed with this layer, if at all, not a second time by itself.
-        with keras.RematScope(mode=None):
-            return keras.layers.Dense(
-                units,
-                kernel_initializer=clone_initializer(self.kernel_initializer),
-                bias_initializer=clone_initializer(self.bias_initializer),
-                dtype=self.dtype_policy,
-                name=name,
-            )
-
-    def build(self, input_shape):
-        check_width_known(self, input_shape)
-        self.gate_proj.build(input_shape)
-        self.up_proj.build(input_shape)
-        self.down_proj = self._dense(input_shape[-1], "down_proj")
-        self.down_proj.build((*input_shape[:-1], self.intermediate_dim))
-
-    def call(self, inputs):
-        gate = ops.gelu(self.gate_proj(inputs), approximate=True)
-        return self.down_proj(ops.multiply(gate, self.up_proj(inputs)))
-
-    def compute_output_shape(self, input_shape):
-        return tuple(input_shape)
+    def activate(self, x):
+        return ops.gelu(x, approximate=True)
 
     def get_config(self):
         return {
             **super().get_config(),
-            "intermediate_dim": self.intermediate_dim,
-            "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
             "bias_initializer": keras.initializers.serialize(self.bias_initializer),
         }

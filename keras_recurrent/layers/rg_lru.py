@@ -40,7 +40,8 @@ class RGLRU(StreamingLayer):
             `keras_recurrent.layers.StreamingLayer`.
 
     Returns:
-        h as `[B, T, D]` in the compute dtype. With `return_state` also the state:
+        h as `[B, T, D]` in the compute dtype; all behind the gates' linear maps is computed in
+        float32 (float64 under a float64 policy). With `return_state` also the state:
         `{"hidden": [B, D] float32, "segment": [B] int32}`.
 
     Weights: the gates' kernels `[num_blocks, D / num_blocks, D / num_blocks]` and biases, in

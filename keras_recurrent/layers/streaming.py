@@ -3,7 +3,10 @@
 import keras
 from keras import ops, tree
 
+from keras_recurrent.layers.checks import check_tensor
 from keras_recurrent.layers.remat import recompute
+from keras_recurrent.ops.operation import check_dtype
+from keras_recurrent.ops.shapes import fits
 
 
 class StreamingLayer(keras.layers.Layer):
@@ -13,8 +16,9 @@ class StreamingLayer(keras.layers.Layer):
     carried on from the state of the part before: the numbers are those of the whole sequence.
 
     A state is a dict of tensors, batch first: float32 arrays (float64 under a float64 policy,
-    whatever the compute dtype) and int32 `segment [B]`, the segment of the last real token, -1
-    where nothing was seen. A composite layer's state is a dict of its sublayers' states. No state
+    whatever the compute dtype; only keys and values that attention keeps are in the compute
+    dtype) and int32 `segment [B]`, the segment of the last real token, -1 where nothing was seen.
+    A composite layer's state is a dict of its sublayers' states. No state
     and that of `get_initial_state` mean the same.
 
     A subclass with a `build` of its own calls `super().build` first, and defines `state_spec` and
@@ -35,6 +39,14 @@ class StreamingLayer(keras.layers.Layer):
         return_state: boolean; None: as in the constructor.
         inputs_mask: filled by Keras, with the mask that comes with `inputs` when other tensors are
             passed beside them. `mask` has precedence.
+
+    Returns:
+        `[B, T, D]` in the compute dtype, or with `return_state` a pair of it and the state after
+        the last token.
+
+    Raises:
+        ValueError: inputs that are not `[B, T, D]` or have no token, a mask or segments that are
+            not `[B, T]` or of another dtype, a state of another structure or shape.
     """
 
     def __init__(self, return_state=False, **kwargs):
@@ -69,18 +81,35 @@ class StreamingLayer(keras.layers.Layer):
         return_state=None,
         inputs_mask=None,
     ):
+        return self._call(inputs, mask, segment_ids, initial_state, return_state, inputs_mask)
+
+    def _call(
+        self,
+        inputs,
+        mask,
+        segment_ids,
+        initial_state,
+        return_state,
+        inputs_mask,
+        **further,
+    ):
+        """`call`, with the further arguments of a subclass, which `stream` gets as they are."""
         mask = inputs_mask if mask is None else mask
-        self._check(inputs, mask, segment_ids, initial_state)
+        self._check(inputs, mask, segment_ids, initial_state, return_state)
         if initial_state is not None:
             initial_state = _cast(initial_state, self.state_spec())
         if mask is not None:
             mask = ops.cast(mask, "bool")
         inputs = ops.cast(inputs, self.compute_dtype)
-        output, state = self.stream(inputs, mask, segment_ids, initial_state)
+        output, state = self.stream(inputs, mask, segment_ids, initial_state, **further)
         return (output, state) if self._returns_state(return_state) else output
 
-    def get_initial_state(self, batch_size):
-        """The state in which nothing was seen, for `batch_size` rows."""
+    def get_initial_state(self, batch_size, max_length=None):
+        """The state in which nothing was seen, for `batch_size` rows.
+
+        `max_length` is the number of tokens that a row will have at most, for layers that keep
+        all they have seen; where the state has one size it makes no difference.
+        """
         return _initial(self.state_spec(), batch_size)
 
     def compute_output_spec(
@@ -92,7 +121,8 @@ class StreamingLayer(keras.layers.Layer):
         return_state=None,
         inputs_mask=None,
     ):
-        self._check(inputs, inputs_mask if mask is None else mask, segment_ids, initial_state)
+        mask = inputs_mask if mask is None else mask
+        self._check(inputs, mask, segment_ids, initial_state, return_state)
         output = keras.KerasTensor(inputs.shape, dtype=self.compute_dtype)
         if self._returns_state(return_state):
             return output, self.state_spec(inputs.shape[0])
@@ -138,14 +168,35 @@ class StreamingLayer(keras.layers.Layer):
                 "known yet. Call the layer first, or `layer.build((None, None, width))`."
             )
 
-    def _check(self, inputs, mask, segment_ids, state):
+    @property
+    def keeps_state(self):
+        """Whether a state can be returned where none was given; if not, the size must be told."""
+        return True
+
+    def no_bound(self):
+        """The error where a state is asked for whose size is not known."""
+        return ValueError(
+            f"The state of `{type(self).__name__}` keeps all of a document, and needs to know how "
+            "much room to make. Give the layer a `max_length`, in tokens, or start from "
+            "`get_initial_state(batch_size, max_length=...)`."
+        )
+
+    def _check(self, inputs, mask, segment_ids, state, return_state):
         batch, length = inputs.shape[:2]
+        if state is None and self._returns_state(return_state) and not self.keeps_state:
+            raise self.no_bound()
         for name, tensor in (("mask", mask), ("segment_ids", segment_ids)):
-            if tensor is not None and not _fits(tensor.shape, (batch, length)):
+            if tensor is None:
+                continue
+            check_tensor(name, tensor)
+            if not fits(tensor.shape, (batch, length)):
                 raise ValueError(
                     f"`{name}` must have the shape [batch, time] of the inputs, "
                     f"{(batch, length)}; got {tuple(tensor.shape)}."
                 )
+            # A mask of numbers to add, 0 and -inf, would mean the contrary as a boolean.
+            dtype = keras.backend.standardize_dtype(tensor.dtype)
+            check_dtype(type(self).__name__, name, dtype)
         if state is not None:
             _check_state(state, self.state_spec(batch), "initial_state")
 
@@ -201,14 +252,10 @@ def _check_state(state, spec, path):
             )
         for name, part in spec.items():
             _check_state(state[name], part, f"{path}[{name!r}]")
-    elif not _fits(state.shape, spec.shape):
+        return
+    check_tensor(path, state)
+    if not fits(state.shape, spec.shape):
         raise ValueError(
             f"`{path}` must have the shape {tuple(spec.shape)}; got {tuple(state.shape)}. A state "
             "belongs to the layer and the batch size that it came from."
         )
-
-
-def _fits(shape, wanted):
-    return len(shape) == len(wanted) and all(
-        None in (a, b) or a == b for a, b in zip(shape, wanted, strict=True)
-    )

@@ -32,7 +32,10 @@ def unit(layer, values=None):
         weight.path.split("/", 1)[1]: np.asarray(value).astype("float64")
         for weight, value in zip(layer.weights, values, strict=True)
     }
-    return lambda: UNITS[type(layer).__name__](weights)
+    config = layer.get_config()
+    make = UNITS[type(layer).__name__]
+    options = [config[name] for name in OPTIONS.get(make, ())]
+    return lambda: make(weights, *options)
 
 
 class RGLRU:
@@ -88,6 +91,104 @@ class RecurrentBlock:
         return linear(self.w, "linear_out", recurrent * gelu(linear(self.w, "linear_y", x)))
 
 
+ATTENTION_CONFIG = (
+    "num_query_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "sliding_window",
+    "rope_max_wavelength",
+    "partial_rotary_factor",
+)
+
+
+class LocalAttention:
+    def __init__(self, weights, heads, groups, head_dim, window, wavelength, rotary_factor):
+        self.w, self.keys, self.values = weights, [], []
+        self.heads, self.groups, self.window = heads, groups, window
+        turning = int(head_dim * rotary_factor)
+        self.turn = wavelength ** (-np.arange(0, turning, 2) / max(turning, 1))
+
+    def step(self, x):
+        w, t = self.w, len(self.keys)
+        queries = np.split(x @ w["q_proj/kernel"], self.heads)
+        self.keys.append(
+            [self.rotated(k, t) for k in np.split(x @ w["k_proj/kernel"], self.groups)]
+        )
+        self.values.append(np.split(x @ w["v_proj/kernel"], self.groups))
+        outputs = []
+        for head, q in enumerate(queries):
+            group = head * self.groups // self.heads
+            seen = range(max(0, t + 1 - (self.window or t + 1)), t + 1)
+            logits = [self.rotated(q, t) @ self.keys[s][group] / np.sqrt(len(q)) for s in seen]
+            p = np.exp(logits - np.max(logits))
+            outputs.append(p / p.sum() @ [self.values[s][group] for s in seen])
+        return linear(w, "o_proj", np.concatenate(outputs))
+
+    def rotated(self, x, t):
+        """Complex numbers that turn: a pair's parts lie half the turning channels apart."""
+        half = len(self.turn)
+        z = (x[:half] + 1j * x[half : 2 * half]) * np.exp(1j * self.turn * t)
+        return np.concatenate([z.real, z.imag, x[2 * half :]])
+
+
+class HGRN2:
+    def __init__(self, weights, size, gate_activation, input_activation):
+        self.w, self.size, self.s = weights, size, 0
+        self.activations = ACTIVATIONS[gate_activation], ACTIVATIONS[input_activation]
+        self.convolutions = {
+            name: CausalConv1D(below(weights, f"{name}_conv1d"))
+            for name in "qfi"
+            if f"{name}_conv1d/kernel" in weights
+        }
+
+    def step(self, x):
+        maps = {name: x @ self.w[f"{name}_proj/kernel"] for name in "qfi"}
+        for name, convolution in self.convolutions.items():
+            maps[name] = convolution.step(maps[name])
+        gate, activate = self.activations
+        q, f, v = (
+            np.reshape(part, (-1, self.size))
+            for part in (gate(maps["q"]), sigmoid(maps["f"]), activate(maps["i"]))
+        )
+        self.s = f[..., None] * self.s + (1 - f)[..., None] * v[:, None]
+        o = np.einsum("hkv,hk->hv", self.s, q).ravel() / np.sqrt(self.size)
+        o = o / np.sqrt((o**2).mean() + 1e-5) * self.w["norm/scale"]
+        return o @ self.w["o_proj/kernel"]
+
+
+class HGRN:
+    def __init__(self, weights):
+        self.w, self.h = weights, 0
+
+    def step(self, x):
+        f, i, o = (x @ self.w[f"{name}_proj/kernel"] for name in "fio")
+        self.h = sigmoid(f) * self.h + (1 - sigmoid(f)) * silu(i)
+        return self.h * sigmoid(o)
+
+
+class LightningAttention:
+    def __init__(self, weights, size, schedule, layer, layers, heads):
+        self.w, self.size, self.s, self.t = weights, size, 0, 0
+        # The two schedules, for heads that are a power of two.
+        h = np.arange(1, heads + 1)
+        if schedule == "paper":
+            log_decay = -(8 * h / heads) * (1 - layer / layers)
+        else:
+            log_decay = -(2.0 ** (-8 * h / heads)) * (1 - layer / (layers - 1) + 1e-5)
+        self.decay = np.exp(log_decay)[:, None, None]
+
+    def step(self, x):
+        q, k, v, u = (x @ self.w[f"{name}_proj/kernel"] for name in "qkvu")
+        q, k, v = (np.reshape(part, (-1, self.size)) for part in (silu(q), silu(k), v))
+        if "lrpe/theta" in self.w:
+            angle = self.w["lrpe/theta"] * self.t
+            turn = np.concatenate([np.cos(angle), np.sin(angle)], axis=-1)
+            q, k = np.tile(q, 2) * turn, np.tile(k, 2) * turn
+        self.s, self.t = self.decay * self.s + k[..., None] * v[:, None], self.t + 1
+        o = np.einsum("hkv,hk->hv", self.s, q).ravel()
+        return u * o / np.sqrt((o**2).mean() + 1e-6) @ self.w["o_proj/kernel"]
+
+
 class GatedMLP:
     def __init__(self, weights):
         self.w = weights
@@ -97,16 +198,53 @@ class GatedMLP:
         return linear(self.w, "down_proj", inside)
 
 
-class RMSNorm:
+class SwiGLU:
     def __init__(self, weights):
         self.w = weights
 
     def step(self, x):
-        return x / np.sqrt((x**2).mean() + 1e-6) * (1 + self.w["scale"])
+        gate, up = x @ self.w["gate_proj/kernel"], x @ self.w["up_proj/kernel"]
+        return silu(gate) * up @ self.w["down_proj/kernel"]
+
+
+class SGLU:
+    def __init__(self, weights):
+        self.w = weights
+
+    def step(self, x):
+        gate, up = x @ self.w["gate_proj/kernel"], x @ self.w["up_proj/kernel"]
+        return gate * up @ self.w["down_proj/kernel"]
+
+
+class SimpleRMSNorm:
+    def __init__(self, weights):
+        assert not weights
+
+    def step(self, x):
+        return x / np.sqrt((x**2).mean() + 1e-6)
+
+
+class RMSNorm:
+    def __init__(self, weights, zero_centered):
+        self.scale = weights["scale"] + zero_centered
+
+    def step(self, x):
+        return x / np.sqrt((x**2).mean() + 1e-6) * self.scale
 
 
 UNITS = {
-    cls.__name__: cls for cls in (RGLRU, CGLRU, CausalConv1D, RecurrentBlock, GatedMLP, RMSNorm)
+    cls.__name__: cls
+    for cls in (
+        *(RGLRU, CGLRU, CausalConv1D, RecurrentBlock, LocalAttention),
+        *(HGRN2, HGRN, GatedMLP, SwiGLU, RMSNorm),
+        *(LightningAttention, SGLU, SimpleRMSNorm),
+    )
+}
+OPTIONS = {
+    LocalAttention: ATTENTION_CONFIG,
+    HGRN2: ("expand_ratio", "gate_activation", "input_activation"),
+    RMSNorm: ("zero_centered",),
+    LightningAttention: ("head_dim", "decay_schedule", "layer_index", "num_layers", "num_heads"),
 }
 
 
@@ -129,6 +267,13 @@ def gate(weights, name, x):
 
 def sigmoid(z):
     return 1 / (1 + np.exp(-z))
+
+
+def silu(z):
+    return z * sigmoid(z)
+
+
+ACTIVATIONS = {"sigmoid": sigmoid, "silu": silu, "linear": lambda z: z}
 
 
 def gelu(z):

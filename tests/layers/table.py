@@ -41,11 +41,56 @@ ROWS = {
             "rg_lru": {"hidden": (12,), "segment": ()},
         },
     ),
+    "LocalAttention": Row(
+        lambda **kwargs: layers.LocalAttention(
+            4, 2, head_dim=4, sliding_window=4, partial_rotary_factor=0.5, **kwargs
+        ),
+        state={"key": (3, 2, 4), "value": (3, 2, 4), "position": (), "segment": ()},
+    ),
+    "LocalAttention to all": Row(
+        lambda **kwargs: layers.LocalAttention(2, head_dim=4, max_length=12, **kwargs),
+        state={"key": (12, 1, 4), "value": (12, 1, 4), "position": (), "segment": ()},
+    ),
+    "HGRN2": Row(
+        lambda **kwargs: layers.HGRN2(expand_ratio=4, **kwargs),
+        state={"memory": (2, 4, 4), "segment": ()},
+    ),
+    "HGRN2 of the paper, with convolutions": Row(
+        lambda **kwargs: layers.HGRN2(2, "sigmoid", "silu", conv_size=3, **kwargs),
+        state={
+            "memory": (4, 2, 2),
+            "segment": (),
+            **{f"{name}_conv1d": {"inputs": (2, 8), "segment": ()} for name in "qfi"},
+        },
+    ),
+    "HGRN": Row(
+        lambda **kwargs: layers.HGRN(**kwargs),
+        state={"hidden": (8,), "segment": ()},
+    ),
+    "LightningAttention": Row(
+        # With positions; the models have layers without.
+        lambda **kwargs: layers.LightningAttention(
+            4, 2, layer_index=1, num_layers=3, use_lrpe=True, **kwargs
+        ),
+        state={"memory": (4, 4, 2), "segment": (), "position": ()},
+    ),
     "GatedMLP": Row(lambda **kwargs: layers.GatedMLP(12, **kwargs)),
+    "SwiGLU": Row(lambda **kwargs: layers.SwiGLU(12, **kwargs)),
+    "SGLU": Row(lambda **kwargs: layers.SGLU(12, **kwargs)),
+    "SimpleRMSNorm": Row(lambda **kwargs: layers.SimpleRMSNorm(**kwargs)),
     "RMSNorm": Row(lambda **kwargs: layers.RMSNorm(**kwargs)),
+    "RMSNorm around 0": Row(lambda **kwargs: layers.RMSNorm(zero_centered=False, **kwargs)),
 }
 STREAMING = [name for name, row in ROWS.items() if row.state]
-WITH_SUBLAYERS = ["RGLRU", "CGLRU", "RecurrentBlock", "GatedMLP"]
+ATTENTION = [
+    *("LocalAttention", "LocalAttention to all"),
+    "LightningAttention",
+]
+WITH_SUBLAYERS = [
+    *("RGLRU", "CGLRU", "RecurrentBlock", "LocalAttention"),
+    *("HGRN2", "HGRN", "GatedMLP", "SwiGLU"),
+    *("LightningAttention", "SGLU"),
+]
 
 any_layer = pytest.mark.parametrize("name", ROWS)
 streaming_layer = pytest.mark.parametrize("name", STREAMING)

@@ -8,9 +8,14 @@ import pytest
 
 from tests.layers import loops
 from tests.layers.gradients import call_with, gradients
-from tests.layers.table import ROWS, WIDTH, any_layer, assert_close, built, inputs, numpy
+from tests.layers.table import ATTENTION, ROWS, WIDTH, any_layer, assert_close, built, inputs, numpy
 from tests.ops.native import precision
 
+# Keras takes float64 through float32: in matrix products on torch, in gelu on TensorFlow.
+THROUGH_FLOAT32 = [
+    *("RecurrentBlock", "GatedMLP", "SwiGLU", "HGRN", "HGRN2"),
+    *("HGRN2 of the paper, with convolutions", "SGLU", *ATTENTION),
+]
 POLICIES = ["float32", "bfloat16", "mixed_bfloat16", "mixed_float16", "float64"]
 
 
@@ -101,8 +106,7 @@ def check_policy(name, policy):
     assert keras.backend.standardize_dtype(y.dtype) == compute_dtype
     assert layer(keras.Input((None, WIDTH))).dtype == compute_dtype
     wanted = loops.run(loops.unit(layer), x)
-    if policy == "float64" and name in ("RecurrentBlock", "GatedMLP"):
-        # Keras takes float64 through float32: in matrix products on torch, in gelu on TensorFlow.
+    if policy == "float64" and name in THROUGH_FLOAT32:
         np.testing.assert_allclose(numpy(y), wanted, rtol=1e-5, atol=1e-6)
     elif policy == "float64":
         np.testing.assert_allclose(numpy(y), wanted, rtol=1e-12, atol=1e-12)
@@ -110,7 +114,10 @@ def check_policy(name, policy):
         # Roundings of inputs, weights and the steps between linear maps.
         roundings = {"float32": 1e-6, "float16": 2**-11, "bfloat16": 2**-8}[compute_dtype]
         error = np.abs(numpy(y).astype("float64") - wanted)
-        assert error.max() < 8 * roundings * np.abs(wanted).max()
+        # HGRN2's norm magnifies what rounding inputs and weights does, where its heads cancel.
+        *values, rounded = numpy([keras.ops.cast(v, compute_dtype) for v in [*layer.weights, x]])
+        inevitable = np.abs(loops.run(loops.unit(layer, values), rounded) - wanted)
+        assert error.max() < max(8 * roundings * np.abs(wanted).max(), 2 * inevitable.max())
 
 
 @any_layer
@@ -126,7 +133,7 @@ def test_gradients(name):
     def loss_of_loop(values):
         return np.sin(loops.run(loops.unit(layer, values[:-1]), values[-1])).sum()
 
-    assert len(values) > 1
+    assert len(values) > 1 or name == "SimpleRMSNorm"
     rng = np.random.default_rng(0)
     paths = [*(weight.path for weight in layer.trainable_variables), "inputs"]
     for place, (path, got) in enumerate(zip(paths, gradients(loss, values), strict=True)):
@@ -165,9 +172,10 @@ def test_recomputing_changes_no_gradient(name):
 
 def test_fit_lowers_the_loss():
     tokens = np.random.default_rng(0).integers(1, 7, (8, 8))
-    embedding = keras.layers.Embedding(7, WIDTH, mask_zero=True)
-    rows = [row.make() for row in ROWS.values()]
-    model = keras.Sequential([embedding, *rows, keras.layers.Dense(7)])
+    sequence = keras.Input((None,), dtype="int32")
+    x = keras.layers.Embedding(7, WIDTH, mask_zero=True)(sequence)
+    x = keras.layers.average([row.make()(x) for row in ROWS.values()])
+    model = keras.Model(sequence, keras.layers.Dense(7)(x))
     # XLA and torch.compile take their time; the operations' own tests compile.
     jit = "auto" if keras.config.backend() == "jax" else False
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)

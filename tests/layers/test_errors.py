@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from keras_recurrent import layers
-from tests.layers.table import WIDTH, built, inputs, streaming_layer
+from tests.layers.table import ATTENTION, STREAMING, WIDTH, built, inputs, streaming_layer
 
 
 @streaming_layer
@@ -41,10 +41,45 @@ def test_wrong_width(name):
             r"`kernel_size` must be",
         ),
         (lambda: layers.RecurrentBlock(0), 8, r"`lru_width` must be .*at least 1; got 0"),
+        (lambda: layers.HGRN2(3), 8, r"`expand_ratio` must divide the width .*, 8; got 3.*is 2"),
+        (lambda: layers.HGRN2(0), 8, r"`expand_ratio` must be .*at least 1; got 0"),
+        (lambda: layers.HGRN2(4, conv_size=0), 8, r"`conv_size` must be .*at least 1; got 0"),
+        (lambda: layers.LowerBounds(0), 8, r"`num_layers` must be .*at least 1; got 0"),
+        (lambda: layers.LowerBounds(1), 8, r"`num_layers` must be at least 2"),
+        (lambda: layers.LowerBounds(2), None, r"width, is known"),
+        (lambda: layers.SwiGLU(0), 8, r"`intermediate_dim` must be .*at least 1; got 0"),
+        (lambda: layers.LocalAttention(0), 8, r"`num_query_heads` must be .*at least 1; got 0"),
+        (
+            lambda: layers.LocalAttention(4, 3),
+            8,
+            r"`num_key_value_heads` must divide .*got 3 for 4",
+        ),
+        (lambda: layers.LocalAttention(4, sliding_window=0), 8, r"`sliding_window` must be"),
+        (lambda: layers.LocalAttention(4, max_length=2.5), 8, r"`max_length` must be an integer"),
+        (
+            lambda: layers.LocalAttention(4, head_dim=6, partial_rotary_factor=0.5),
+            8,
+            r"even number",
+        ),
+        (lambda: layers.LocalAttention(4, partial_rotary_factor=1.5), 8, r"between 0 and 1"),
+        (lambda: layers.LocalAttention(4, partial_rotary_factor="half"), 8, r"got 'half'"),
+        (lambda: layers.LocalAttention(4, rope_max_wavelength=0), 8, r"must be above 0; got 0"),
         (lambda: layers.GatedMLP(0), 8, r"`intermediate_dim` must be .*at least 1; got 0"),
         (lambda: layers.GatedMLP(8), None, r"width, is known"),
         (lambda: layers.RMSNorm(), None, r"width, is known"),
         (lambda: layers.RMSNorm(epsilon=-1.0), 8, r"`epsilon` must not be below 0"),
+        (lambda: layers.SimpleRMSNorm(epsilon=-1.0), 8, r"`epsilon` must not be below 0"),
+        (lambda: layers.SGLU(0), 8, r"`intermediate_dim` must be .*at least 1; got 0"),
+        (lambda: layers.LightningAttention(0), 8, r"`num_heads` must be .*at least 1; got 0"),
+        (lambda: layers.LightningAttention(2, head_dim=0), 8, r"`head_dim` must be"),
+        (lambda: layers.LightningAttention(2, 4, "alibi"), 8, r"`decay_schedule` must be .*'alibi"),
+        (
+            lambda: layers.LightningAttention(2, 4, layer_index=3, num_layers=3),
+            8,
+            r"to .*, 2; got 3",
+        ),
+        (lambda: layers.LightningAttention(2, 4, layer_index=0.5), 8, r"integer from 0.*got 0.5"),
+        (lambda: layers.LRPE(), 8, r"needs inputs of shape \[batch, time, heads, head size\]"),
         (lambda: layers.RGLRU(a_initializer="hawk"), 8, r"`a_initializer` must be \"griffin\""),
         (lambda: layers.CGLRU(a_initializer="hawk"), 8, r"`a_initializer` must be \"griffin\""),
     ],
@@ -54,7 +89,7 @@ def test_bad_arguments(make, width, message):
         make().build((None, None, width))
 
 
-@streaming_layer
+@pytest.mark.parametrize("name", [name for name in STREAMING if name not in ATTENTION])
 def test_a_state_before_the_width_is_known(name):
     layer = type(built(name)).from_config(built(name).get_config())
     with pytest.raises(ValueError, match=r"layer.build\(\(None, None, width\)\)"):
@@ -95,3 +130,14 @@ def test_masks_and_segments_of_another_shape(name):
             layer(x, segment_ids=bad)
     with pytest.raises(ValueError, match=r"`segment_ids` must be integers"):
         layer(x, segment_ids=np.ones((3, 8), "float32"))
+    with pytest.raises(ValueError, match=r"`mask` must be boolean.*got float32"):
+        layer(x, mask=np.zeros((3, 8), "float32"))  # to be added to logits, as elsewhere
+    with pytest.raises(ValueError, match=r"`mask` must be a tensor or an array; got a list"):
+        layer(x, mask=[[True] * 8] * 3)
+
+
+def test_bounds_and_positions_of_another_shape():
+    with pytest.raises(ValueError, match=r"`lower_bound` must be a tensor or an array; got a floa"):
+        layers.HGRN2(4)(inputs(), lower_bound=0.5)
+    with pytest.raises(ValueError, match=r"`positions` must have the shape .*\(2, 5\); got \(2, 4"):
+        layers.LRPE()(np.zeros((2, 5, 1, 4), "float32"), positions=np.zeros((2, 4), "int32"))

@@ -151,7 +151,7 @@ def test_a_document_goes_on_without_ids(name):
 
 @streaming_layer
 @pytest.mark.parametrize("policy", ["float32", "bfloat16", "mixed_bfloat16", "mixed_float16"])
-def test_states_are_float32(name, policy):
+def test_dtypes_of_states(name, policy):
     layer = built(name, dtype=policy, return_state=True)
     spec = layer(keras.Input((None, WIDTH)))[1]
     _, state = layer(inputs(length=2))
@@ -160,8 +160,11 @@ def test_states_are_float32(name, policy):
     for found in (spec, state, initial):
         keras.tree.assert_same_structure(found, spec)
         for path, array in keras.tree.flatten_with_path(found):
-            wanted = "int32" if path[-1] == "segment" else "float32"
-            assert keras.backend.standardize_dtype(array.dtype) == wanted, path
+            # What keys and values were computed in; integers; and float32 for all that adds up.
+            wanted = {"key": layer.compute_dtype, "value": layer.compute_dtype}
+            wanted |= {"segment": "int32", "position": "int32"}
+            dtype = keras.backend.standardize_dtype(array.dtype)
+            assert dtype == wanted.get(path[-1], "float32"), path
     for array, drawn in zip(keras.tree.flatten(initial), keras.tree.flatten(state), strict=True):
         assert tuple(array.shape) == tuple(drawn.shape)
 

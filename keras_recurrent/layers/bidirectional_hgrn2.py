@@ -1,0 +1,103 @@
+"""HGRN2 in both directions, for what is no text."""
+
+import keras
+from keras import ops
+
+from keras_recurrent.layers.hgrn2 import HGRN2
+from keras_recurrent.layers.lower_bounds import check_lower_bound
+from keras_recurrent.layers.remat import recompute
+from keras_recurrent.ops import gated_linear_attention
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class BidirectionalHGRN2(keras.layers.Layer):
+    """HGRN2 from the first token and from the last, with the same gates.
+
+    ```
+    o_t = S_t^T q_t + R_t^T q_t        S_t runs forward, R_t = diag(f_t) R_{t+1} + (1 - f_t) v_t^T
+    y_t = W_o RMSNorm(o_t)
+    ```
+
+    Every token sees all others, as the patches of an image should (Qin et al. 2024,
+    arXiv:2404.07904, section 4). Queries, gates and values are those of
+    `keras_recurrent.layers.HGRN2`, made once and used for both; there is no state.
+
+    Args:
+        expand_ratio, gate_activation, input_activation, kernel_initializer: as in
+            `keras_recurrent.layers.HGRN2`.
+        **kwargs: `name`, `dtype`, `trainable`.
+
+    Call arguments:
+        inputs: `[B, T, D]`.
+        lower_bound: `[2, D]`, as in `keras_recurrent.layers.HGRN2`; None: β is 0.
+        mask: boolean `[B, T]`, False at padding, which changes nothing for other tokens.
+
+    Returns:
+        y as `[B, T, D]` in the compute dtype.
+
+    Sublayers: `hgrn2`, an `HGRN2`.
+
+    Raises:
+        ValueError: as `keras_recurrent.layers.HGRN2`.
+
+    Example: the order of tokens may be turned around.
+
+    ```python
+    import keras
+    import numpy as np
+    from keras_recurrent.layers import BidirectionalHGRN2
+
+    layer = BidirectionalHGRN2(expand_ratio=4)
+    x = np.random.normal(size=(2, 10, 8)).astype("float32")
+    y, turned = (keras.ops.convert_to_numpy(layer(x)) for x in (x, x[:, ::-1]))
+    np.testing.assert_allclose(y, turned[:, ::-1], rtol=1e-4, atol=1e-5)
+    ```
+    """
+
+    def __init__(
+        self,
+        expand_ratio=128,
+        gate_activation="silu",
+        input_activation="linear",
+        kernel_initializer="lecun_normal",
+        **kwargs,
+    ):
+        super().__init__(autocast=False, **kwargs)
+        self.supports_masking = True
+        self.hgrn2 = HGRN2(
+            expand_ratio,
+            gate_activation,
+            input_activation,
+            kernel_initializer=kernel_initializer,
+            dtype=self.dtype_policy,
+            name="hgrn2",
+        )
+
+    def build(self, input_shape):
+        self.hgrn2.build(input_shape)
+
+    def call(self, inputs, lower_bound=None, mask=None):
+        check_lower_bound(lower_bound, inputs.shape[-1])
+        layer = self.hgrn2
+        inputs = ops.cast(inputs, self.compute_dtype)
+        q, f, i = layer.q_proj(inputs), layer.f_proj(inputs), layer.i_proj(inputs)
+        q, v, log_f = layer.gates(q, f, i, lower_bound)
+        forward, backward = (
+            gated_linear_attention(q, None, v, log_f, mask=mask, reverse=reverse)[0]
+            for reverse in (False, True)
+        )
+        return layer.output_of(forward + backward)
+
+    def compute_output_spec(self, inputs, lower_bound=None, mask=None):
+        check_lower_bound(lower_bound, inputs.shape[-1])
+        return keras.KerasTensor(inputs.shape, dtype=self.compute_dtype)
+
+    def rematerialized_call(self, layer_call, *args, **kwargs):
+        if super().rematerialized_call(layer_call, *args, **kwargs) is layer_call:
+            return layer_call  # the `keras.RematScope` does not ask for this layer
+        return recompute(layer_call)
+
+    def get_config(self):
+        config = self.hgrn2.get_config()
+        shared = ("expand_ratio", "gate_activation", "input_activation", "kernel_initializer")
+        return {**super().get_config(), **{name: config[name] for name in shared}}

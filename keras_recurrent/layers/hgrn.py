@@ -1,0 +1,110 @@
+"""The first HGRN's layer that mixes tokens: a gated linear recurrence, channel by channel."""
+
+import keras
+from keras import ops
+
+from keras_recurrent.layers.initializers import clone_initializer
+from keras_recurrent.layers.lower_bounds import BoundedLayer, log_forget_gate
+from keras_recurrent.layers.streaming import last_segment
+from keras_recurrent.ops import linear_scan
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class HGRN(BoundedLayer):
+    """The hierarchically gated linear recurrence of HGRN, version 1.
+
+    ```
+    f_t = β + (1 - β) σ(W_f x_t)                           forget gate, β the layer's lower bound
+    h_t = f_t * h_{t-1} + (1 - f_t) * silu(W_i x_t)
+    y_t = h_t * σ(W_o x_t)                                 output gate
+    ```
+
+    Qin et al. 2023 (arXiv:2311.04823), in the real-valued form that HGRN2 is compared with (Qin et
+    al. 2024, arXiv:2404.07904, section 2). Its state has one number a channel, where that of
+    `HGRN2` has `expand_ratio`.
+
+    Args:
+        kernel_initializer: of the three kernels.
+        return_state: boolean, whether a call returns `(output, state)`.
+        **kwargs: `name`, `dtype`, `trainable`.
+
+    Call arguments:
+        inputs: `[B, T, D]`.
+        lower_bound: `[2, D]`, log β and log(1 - β), a row of what
+            `keras_recurrent.layers.LowerBounds` returns; None: β is 0.
+        mask, segment_ids, initial_state, return_state: as in
+            `keras_recurrent.layers.StreamingLayer`.
+
+    Returns:
+        y as `[B, T, D]` in the compute dtype. With `return_state` also the state:
+        `{"hidden": [B, D] float32, "segment": [B] int32}`.
+
+    Sublayers: `f_proj`, `i_proj`, `o_proj`, all `Dense` without bias. Forget gates and the
+    recurrence are computed in float32 also under a policy of 16 bits.
+
+    Raises:
+        ValueError: inputs that are not `[B, T, D]`, a lower bound or a state of another structure
+            or shape.
+
+    Example:
+
+    ```python
+    import numpy as np
+    from keras_recurrent.layers import HGRN
+
+    y, state = HGRN(return_state=True)(np.ones((2, 5, 8), "float32"))
+    assert y.shape == (2, 5, 8) and state["hidden"].shape == (2, 8)
+    ```
+    """
+
+    def __init__(self, kernel_initializer="lecun_normal", return_state=False, **kwargs):
+        super().__init__(return_state=return_state, **kwargs)
+        self.kernel_initializer = keras.initializers.get(kernel_initializer)
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        # Recomputed with this layer, if at all, not a second time by themselves.
+        with keras.RematScope(mode=None):
+            self.f_proj = self._dense("f_proj")
+            self.i_proj = self._dense("i_proj")
+            self.o_proj = self._dense("o_proj")
+
+    def _dense(self, name):
+        dense = keras.layers.Dense(
+            self.width,
+            use_bias=False,
+            kernel_initializer=clone_initializer(self.kernel_initializer),
+            dtype=self.dtype_policy,
+            name=name,
+        )
+        dense.build((None, None, self.width))
+        return dense
+
+    def stream(self, inputs, mask, segment_ids, state, lower_bound=None):
+        hidden, segment = (state["hidden"], state["segment"]) if state else (None, None)
+        logits = ops.cast(self.f_proj(inputs), self.state_dtype)
+        log_f = log_forget_gate(logits, lower_bound)
+        kept = ops.cast(ops.silu(self.i_proj(inputs)), self.state_dtype)
+        h, hidden = linear_scan(
+            *(-ops.expm1(log_f) * kept, log_f),
+            initial_state=hidden,
+            mask=mask,
+            segment_ids=segment_ids,
+            previous_segment_id=segment,
+        )
+        y = ops.cast(h, self.compute_dtype) * ops.sigmoid(self.o_proj(inputs))
+        segment = last_segment(inputs, mask, segment_ids, segment)
+        return y, {"hidden": hidden, "segment": segment}
+
+    def state_spec(self, batch_size=None):
+        self._check_built()
+        return {
+            "hidden": self.array_spec(batch_size, self.width),
+            "segment": self.segment_spec(batch_size),
+        }
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
+        }

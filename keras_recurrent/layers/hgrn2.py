@@ -1,0 +1,197 @@
+"""HGRN2's layer that mixes tokens: a gated linear recurrence whose state is a matrix."""
+
+import keras
+from keras import ops
+
+from keras_recurrent.layers.causal_conv1d import CausalConv1D
+from keras_recurrent.layers.checks import check_divides, check_positive_integer
+from keras_recurrent.layers.initializers import clone_initializer
+from keras_recurrent.layers.lower_bounds import BoundedLayer, log_forget_gate
+from keras_recurrent.layers.rms_norm import RMSNorm
+from keras_recurrent.layers.streaming import last_segment
+from keras_recurrent.ops import gated_linear_attention
+
+NORM_EPSILON = 1e-5
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class HGRN2(BoundedLayer):
+    """The gated linear recurrence of HGRN2: an HGRN whose state is expanded to a matrix a head.
+
+    ```
+    q_t = silu(W_q x_t)                          output gate
+    f_t = β + (1 - β) σ(W_f x_t)                 forget gate, β the layer's lower bound
+    v_t = W_i x_t                                input
+    S_t = diag(f_t) S_{t-1} + (1 - f_t) v_t^T    in each head, K x K
+    o_t = S_t^T q_t K^(-1/2)
+    y_t = W_o RMSNorm(o_t)                       the norm over all heads, ε = 1e-5
+    ```
+
+    Qin et al. 2024 (arXiv:2404.07904, section 3). It is linear attention whose keys are what the
+    gates forget: they have no weights of their own. The paper prints a sigmoid for the output gate
+    and silu for the input; the published checkpoints have silu and nothing, and are the default.
+
+    Args:
+        expand_ratio: integer, K, the size of a head, of which the width is a multiple: how much
+            larger than that of an `HGRN` the state is. 128 in the paper.
+        gate_activation: of the output gate; `"silu"`, in the paper `"sigmoid"`.
+        input_activation: of the input; `"linear"`, in the paper `"silu"`.
+        conv_size: integer, the tokens that short causal convolutions see, one each behind W_q, W_f
+            and W_i; None: there are none.
+        kernel_initializer: of all kernels.
+        return_state: boolean, whether a call returns `(output, state)`.
+        **kwargs: `name`, `dtype`, `trainable`.
+
+    Call arguments:
+        inputs: `[B, T, D]`.
+        lower_bound: `[2, D]`, log β and log(1 - β), a row of what
+            `keras_recurrent.layers.LowerBounds` returns; None: β is 0.
+        mask, segment_ids, initial_state, return_state: as in
+            `keras_recurrent.layers.StreamingLayer`.
+
+    Returns:
+        y as `[B, T, D]` in the compute dtype. With `return_state` also the state:
+        `{"memory": [B, D / K, K, K] float32, "segment": [B] int32}`, and with `conv_size` the
+        states of three `CausalConv1D`, `"q_conv1d"`, `"f_conv1d"` and `"i_conv1d"`.
+
+    Sublayers: `q_proj`, `f_proj`, `i_proj`, `o_proj`, all `Dense` without bias, `norm`, and with
+    `conv_size` the convolutions. Forget gates and the memory are computed in float32 also under a
+    policy of 16 bits.
+
+    Raises:
+        ValueError: inputs that are not `[B, T, D]`, an `expand_ratio` that does not divide D, a
+            bad `conv_size`, a lower bound or a state of another structure or shape.
+
+    Example: a sequence in two parts.
+
+    ```python
+    import keras
+    import numpy as np
+    from keras_recurrent.layers import HGRN2
+
+    layer = HGRN2(expand_ratio=4)
+    x = np.random.normal(size=(2, 10, 8)).astype("float32")
+    y = keras.ops.convert_to_numpy(layer(x))
+
+    left, state = layer(x[:, :6], return_state=True)
+    right = layer(x[:, 6:], initial_state=state)
+    np.testing.assert_allclose(keras.ops.convert_to_numpy(right), y[:, 6:], rtol=1e-4, atol=1e-5)
+    ```
+    """
+
+    def __init__(
+        self,
+        expand_ratio=128,
+        gate_activation="silu",
+        input_activation="linear",
+        conv_size=None,
+        kernel_initializer="lecun_normal",
+        return_state=False,
+        **kwargs,
+    ):
+        super().__init__(return_state=return_state, **kwargs)
+        check_positive_integer("expand_ratio", expand_ratio)
+        if conv_size is not None:
+            check_positive_integer("conv_size", conv_size)
+        self.expand_ratio = expand_ratio
+        self.gate_activation = keras.activations.get(gate_activation)
+        self.input_activation = keras.activations.get(input_activation)
+        self.conv_size = conv_size
+        self.kernel_initializer = keras.initializers.get(kernel_initializer)
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        check_divides("expand_ratio", self.expand_ratio, "the width of the inputs", self.width)
+        # Recomputed with this layer, if at all, not a second time by themselves.
+        with keras.RematScope(mode=None):
+            self.q_proj = self._dense("q_proj")
+            self.f_proj = self._dense("f_proj")
+            self.i_proj = self._dense("i_proj")
+            self.o_proj = self._dense("o_proj")
+            self.norm = RMSNorm(
+                NORM_EPSILON, zero_centered=False, dtype=self.dtype_policy, name="norm"
+            )
+            self.norm.build(input_shape)
+            self.convolutions = {}
+            if self.conv_size is not None:
+                self.q_conv1d = self._convolution("q_conv1d")
+                self.f_conv1d = self._convolution("f_conv1d")
+                self.i_conv1d = self._convolution("i_conv1d")
+
+    def _dense(self, name):
+        dense = keras.layers.Dense(
+            self.width,
+            use_bias=False,
+            kernel_initializer=clone_initializer(self.kernel_initializer),
+            dtype=self.dtype_policy,
+            name=name,
+        )
+        dense.build((None, None, self.width))
+        return dense
+
+    def _convolution(self, name):
+        convolution = CausalConv1D(
+            self.conv_size,
+            use_bias=False,
+            kernel_initializer=clone_initializer(self.kernel_initializer),
+            return_state=True,
+            dtype=self.dtype_policy,
+            name=name,
+        )
+        convolution.build((None, None, self.width))
+        self.convolutions[name] = convolution
+        return convolution
+
+    def stream(self, inputs, mask, segment_ids, state, lower_bound=None):
+        state = state or {}
+        maps = {"q": self.q_proj(inputs), "f": self.f_proj(inputs), "i": self.i_proj(inputs)}
+        after = {}
+        for name, convolution in self.convolutions.items():
+            maps[name[0]], after[name] = convolution(
+                maps[name[0]], mask=mask, segment_ids=segment_ids, initial_state=state.get(name)
+            )
+        q, v, log_f = self.gates(**maps, lower_bound=lower_bound)
+        o, after["memory"] = gated_linear_attention(
+            *(q, None, v, log_f),
+            initial_state=state.get("memory"),
+            mask=mask,
+            segment_ids=segment_ids,
+            previous_segment_id=state.get("segment"),
+        )
+        after["segment"] = last_segment(inputs, mask, segment_ids, state.get("segment"))
+        # `keras.tree` goes through a dict by its keys on one backend, by its order on another.
+        return self.output_of(o), dict(sorted(after.items()))
+
+    def gates(self, q, f, i, lower_bound):
+        """Queries, values and log forget gates, heads apart, from the three linear maps."""
+        q = self.gate_activation(q) * self.expand_ratio**-0.5
+        log_f = log_forget_gate(ops.cast(f, self.state_dtype), lower_bound)
+        v = self.input_activation(i)
+        batch, length = ops.shape(v)[:2]
+        heads = (batch, length, self.width // self.expand_ratio, self.expand_ratio)
+        return tuple(ops.reshape(x, heads) for x in (q, v, log_f))
+
+    def output_of(self, o):
+        """The layer's output from what its heads recall."""
+        y = self.o_proj(self.norm(ops.reshape(o, (*ops.shape(o)[:2], self.width))))
+        return ops.cast(y, self.compute_dtype)  # Keras on torch multiplies float64 as float32
+
+    def state_spec(self, batch_size=None):
+        self._check_built()
+        num_heads = self.width // self.expand_ratio
+        spec = {
+            "memory": self.array_spec(batch_size, num_heads, self.expand_ratio, self.expand_ratio),
+            "segment": self.segment_spec(batch_size),
+            **{name: conv.state_spec(batch_size) for name, conv in self.convolutions.items()},
+        }
+        return dict(sorted(spec.items()))
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "expand_ratio": self.expand_ratio,
+            "gate_activation": keras.activations.serialize(self.gate_activation),
+            "input_activation": keras.activations.serialize(self.input_activation),
+            "conv_size": self.conv_size,
+            "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
+        }

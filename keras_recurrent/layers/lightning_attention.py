@@ -1,0 +1,229 @@
+"""The layer that mixes tokens in TransNormerLLM: linear attention with a decay a head."""
+
+import keras
+from keras import ops as keras_ops
+
+from keras_recurrent import ops
+from keras_recurrent.layers.checks import check_positive_integer
+from keras_recurrent.layers.initializers import clone_initializer
+from keras_recurrent.layers.lrpe import LRPE
+from keras_recurrent.layers.rotary import positions
+from keras_recurrent.layers.simple_rms_norm import SimpleRMSNorm
+from keras_recurrent.layers.streaming import StreamingLayer, last_segment
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class LightningAttention(StreamingLayer):
+    """Linear attention with a constant decay a head: one speed at every length, fixed memory.
+
+    ```
+    q_t, k_t = silu(W_q x_t), silu(W_k x_t);   v_t, u_t = W_v x_t, W_u x_t
+    S_t = λ S_{t-1} + k_t v_t^T;   o_t = S_t^T q_t               in each head, not scaled
+    y_t = W_o (u_t * SimpleRMSNorm(o_t))                         the norm over all heads
+    ```
+
+    Qin et al. 2024 (arXiv:2405.17381) and 2023 (arXiv:2307.14995). Time grows as the length, and
+    the state has one size. With `use_lrpe`, as in TransNormerLLM's first layer, queries and keys
+    also know their distance (see `keras_recurrent.layers.LRPE`), and heads of them are twice as
+    wide; positions count the real tokens of a document, and begin at 0 in each.
+
+    λ is a constant of head h = 1..H and layer l = 0..L-1. The higher its layer, the longer a head
+    remembers.
+
+    ```
+    "checkpoints"   λ = exp(-s_h (1 - l / (L - 1) + 1e-5))      exp(-s_h (1 + 1e-5)) where L is 1
+    "paper"         λ = exp(-(8 h / H) (1 - l / L))
+    ```
+
+    "paper" is what the papers print; its first head remembers the longest. "checkpoints" is what
+    the published models compute, with the slopes s_h of ALiBi (Press et al. 2021,
+    arXiv:2108.12409); its last head remembers the longest. Where H is a power of two, s_h =
+    2^(-8 h / H). Otherwise, with n the largest power of two below H, the slopes of n heads are
+    followed by every second one of 2 n heads, from the first on.
+
+    Args:
+        num_heads: integer, H.
+        head_dim: integer, the size of a head; 128 in the published models.
+        decay_schedule: `"checkpoints"` or `"paper"`.
+        layer_index: integer, l, the layer's place in its network, from 0.
+        num_layers: integer, L, the number of such layers.
+        use_lrpe: boolean, whether queries and keys get positions.
+        kernel_initializer: of the five linear maps.
+        return_state: boolean, whether a call returns `(output, state)`.
+        **kwargs: `name`, `dtype`, `trainable`.
+
+    Call arguments:
+        inputs: `[B, T, D]`.
+        mask, segment_ids, initial_state, return_state: as in
+            `keras_recurrent.layers.StreamingLayer`.
+
+    Returns:
+        y as `[B, T, D]` in the compute dtype; the memory and its sums are float32 (float64 under a
+        float64 policy). With `return_state` also the state: `{"memory": [B, num_heads, head_dim,
+        head_dim] float32, "segment": [B] int32}`. With `use_lrpe`, `memory`
+        is `[B, num_heads, 2 * head_dim, head_dim]`, and there is `"position": [B] int32`, that of
+        the token to come.
+
+    Sublayers: `q_proj`, `k_proj`, `v_proj`, `u_proj` and `o_proj`, all `Dense` without bias, with
+    kernels `[D, num_heads * head_dim]`, and `[num_heads * head_dim, D]` in `o_proj`; `norm`, and
+    with `use_lrpe` the `lrpe` that queries and keys share.
+
+    Raises:
+        ValueError: inputs that are not `[B, T, D]`, an unknown `decay_schedule`, a `layer_index`
+            that is not below `num_layers`, a state of another structure or shape.
+
+    Example: a sequence in two parts.
+
+    ```python
+    import keras
+    import numpy as np
+    from keras_recurrent.layers import LightningAttention
+
+    layer = LightningAttention(num_heads=2, head_dim=4, use_lrpe=True)
+    x = np.random.normal(size=(2, 10, 8)).astype("float32")
+    y = keras.ops.convert_to_numpy(layer(x))
+
+    left, state = layer(x[:, :6], return_state=True)
+    right = layer(x[:, 6:], initial_state=state)
+    np.testing.assert_allclose(keras.ops.convert_to_numpy(right), y[:, 6:], rtol=1e-4, atol=1e-5)
+    ```
+    """
+
+    def __init__(
+        self,
+        num_heads,
+        head_dim=128,
+        decay_schedule="checkpoints",
+        layer_index=0,
+        num_layers=1,
+        use_lrpe=False,
+        kernel_initializer="lecun_normal",
+        return_state=False,
+        **kwargs,
+    ):
+        super().__init__(return_state=return_state, **kwargs)
+        check_positive_integer("num_heads", num_heads)
+        check_positive_integer("head_dim", head_dim)
+        check_positive_integer("num_layers", num_layers)
+        self.log_decay = log_decay(decay_schedule, num_heads, layer_index, num_layers)
+        self.num_heads = num_heads
+        self.head_dim = head_dim
+        self.decay_schedule = decay_schedule
+        self.layer_index = layer_index
+        self.num_layers = num_layers
+        self.use_lrpe = use_lrpe
+        self.kernel_initializer = keras.initializers.get(kernel_initializer)
+        inner = num_heads * head_dim
+        # Recomputed with this layer, if at all, not a second time by themselves.
+        with keras.RematScope(mode=None):
+            self.q_proj = self._dense(inner, "q_proj")
+            self.k_proj = self._dense(inner, "k_proj")
+            self.v_proj = self._dense(inner, "v_proj")
+            self.u_proj = self._dense(inner, "u_proj")
+            self.norm = SimpleRMSNorm(dtype=self.dtype_policy, name="norm")
+            self.lrpe = LRPE(dtype=self.dtype_policy, name="lrpe") if use_lrpe else None
+
+    def _dense(self, units, name):
+        return keras.layers.Dense(
+            units,
+            use_bias=False,
+            kernel_initializer=clone_initializer(self.kernel_initializer),
+            dtype=self.dtype_policy,
+            name=name,
+        )
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        for projection in (self.q_proj, self.k_proj, self.v_proj, self.u_proj):
+            projection.build(input_shape)
+        inner_shape = (*input_shape[:2], self.num_heads * self.head_dim)
+        self.norm.build(inner_shape)
+        if self.lrpe:
+            self.lrpe.build((*input_shape[:2], self.num_heads, self.head_dim))
+        with keras.RematScope(mode=None):
+            self.o_proj = self._dense(self.width, "o_proj")
+        self.o_proj.build(inner_shape)
+
+    def stream(self, inputs, mask, segment_ids, state):
+        state, after = state or {}, {}
+        segment = state.get("segment")
+        q = self._heads(keras_ops.silu(self.q_proj(inputs)))
+        k = self._heads(keras_ops.silu(self.k_proj(inputs)))
+        if self.lrpe:
+            at = self._positions(inputs, mask, segment_ids, state)
+            q, k = self.lrpe(q, at), self.lrpe(k, at)
+            after["position"] = at[:, -1] + 1
+        o, after["memory"] = ops.lightning_attention(
+            *(q, k, self._heads(self.v_proj(inputs))),
+            keras_ops.convert_to_tensor(self.log_decay, self.state_dtype),
+            initial_state=state.get("memory"),
+            mask=mask,
+            segment_ids=segment_ids,
+            previous_segment_id=segment,
+        )
+        after["segment"] = last_segment(inputs, mask, segment_ids, segment)
+        o = keras_ops.reshape(o, (*keras_ops.shape(o)[:2], self.num_heads * self.head_dim))
+        y = self.o_proj(keras_ops.multiply(self.u_proj(inputs), self.norm(o)))
+        # Keras on torch multiplies float64 as float32.
+        return keras_ops.cast(y, self.compute_dtype), after
+
+    def _heads(self, x):
+        return keras_ops.reshape(x, (*keras_ops.shape(x)[:2], self.num_heads, self.head_dim))
+
+    def _positions(self, inputs, mask, segment_ids, state):
+        kind = ops.token_kind(
+            inputs, mask, segment_ids, state.get("segment"), initial_state=state or None
+        )
+        first = state.get("position")
+        return positions(
+            kind, keras_ops.zeros_like(kind[:, 0], "int32") if first is None else first
+        )
+
+    def state_spec(self, batch_size=None):
+        keys = 2 * self.head_dim if self.use_lrpe else self.head_dim
+        spec = {
+            "memory": self.array_spec(batch_size, self.num_heads, keys, self.head_dim),
+            "segment": self.segment_spec(batch_size),
+        }
+        if self.use_lrpe:
+            spec["position"] = keras.KerasTensor((batch_size,), dtype="int32")
+        return spec
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "num_heads": self.num_heads,
+            "head_dim": self.head_dim,
+            "decay_schedule": self.decay_schedule,
+            "layer_index": self.layer_index,
+            "num_layers": self.num_layers,
+            "use_lrpe": self.use_lrpe,
+            "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
+        }
+
+
+def log_decay(schedule, num_heads, layer_index, num_layers):
+    """log λ of each head, a list of `num_heads` numbers below 0; see `LightningAttention`."""
+    if not isinstance(layer_index, int) or not 0 <= layer_index < num_layers:
+        raise ValueError(
+            f"`layer_index` must be an integer from 0 to `num_layers` - 1, {num_layers - 1}; got "
+            f"{layer_index!r}."
+        )
+    if schedule == "paper":
+        slopes = [8 * h / num_heads for h in range(1, num_heads + 1)]
+        factor = 1 - layer_index / num_layers
+    elif schedule == "checkpoints":
+        slopes = alibi_slopes(num_heads)
+        factor = 1 - layer_index / max(num_layers - 1, 1) + 1e-5
+    else:
+        raise ValueError(f'`decay_schedule` must be "checkpoints" or "paper"; got {schedule!r}.')
+    return [-slope * factor for slope in slopes]
+
+
+def alibi_slopes(num_heads):
+    """The slopes of ALiBi (Press et al. 2021, arXiv:2108.12409), one a head."""
+    power = 1 << (num_heads.bit_length() - 1)
+    slopes = [2 ** (-8 * h / power) for h in range(1, power + 1)]
+    return (
+        slopes + alibi_slopes(2 * power)[::2][: num_heads - power] if power < num_heads else slopes
+    )

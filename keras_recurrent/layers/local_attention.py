@@ -1,0 +1,250 @@
+"""Attention to a window of the tokens before, or to all of them, as Griffin has it."""
+
+import keras
+from keras import ops as keras_ops
+
+from keras_recurrent import ops
+from keras_recurrent.layers.checks import check_positive_integer
+from keras_recurrent.layers.initializers import clone_initializer
+from keras_recurrent.layers.rotary import positions, rotate
+from keras_recurrent.layers.streaming import StreamingLayer, last_segment
+from keras_recurrent.ops.sliding_window_attention import capacity
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class LocalAttention(StreamingLayer):
+    """Causal attention with shared keys and values and rotary positions, which can be streamed.
+
+    ```
+    q_t, k_t = rotate(W_q x_t, t) / sqrt(head_dim), rotate(W_k x_t, t);   v_t = W_v x_t
+    o_t = sum_s softmax_s(q_t · k_s) v_s                t - sliding_window < s <= t
+    y_t = W_o o_t + b_o
+    ```
+
+    The attention block of De et al. 2024 (arXiv:2402.19427, section 2.3): local with a window, in
+    Griffin; global without one, in the Transformer that the paper compares with. Keys and values
+    have fewer heads than queries: one in multi-query attention (Shazeer 2019, arXiv:1911.02150),
+    more in grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245). The positions are
+    rotary (Su et al. 2021, arXiv:2104.09864).
+
+    t and s count the real tokens of a document: positions begin at 0 in each, and padding takes
+    no room in the window. Time grows as T times the window. The state keeps the keys and values
+    of the document's last tokens, as many as the window reaches, so a step of generation costs
+    the same at every length.
+
+    Args:
+        num_query_heads: integer, heads of queries.
+        num_key_value_heads: integer, heads of keys and values; must divide `num_query_heads`.
+        head_dim: integer, the size of a head.
+        sliding_window: integer, how many tokens each sees, itself included; None: all before it.
+        max_length: integer, how many tokens of a document a state has room for. Needed to stream
+            without a window, here or in `get_initial_state`; with one, a state needs no more than
+            `sliding_window - 1`. In a document that is longer, the oldest are forgotten.
+        rope_max_wavelength: number; channel pair j turns by its power -2j / r in radians a token,
+            where r is the number of channels that turn.
+        partial_rotary_factor: float, the part of a head's channels that turn, the first ones; 0:
+            no positions.
+        kernel_initializer: of the four linear maps.
+        bias_initializer: of b_o.
+        return_state: boolean, whether a call returns `(output, state)`.
+        **kwargs: `name`, `dtype`, `trainable`.
+
+    Call arguments:
+        inputs: `[B, T, D]`.
+        mask, segment_ids, initial_state, return_state: as in
+            `keras_recurrent.layers.StreamingLayer`.
+
+    Returns:
+        y as `[B, T, D]` in the compute dtype. With `return_state` also the state: `{"key",
+        "value": [B, C, num_key_value_heads, head_dim] in the compute dtype, "position": [B] int32,
+        the position of the token to come, "segment": [B] int32}`. The token at position p is in
+        slot p mod C. Logits and sums are float32 under a policy of 16 bits.
+
+    Sublayers: `q_proj`, `k_proj`, `v_proj`, without bias, and `o_proj`, all `Dense`, with kernels
+    `[D, heads * head_dim]`, and `[num_query_heads * head_dim, D]` in `o_proj`.
+
+    Raises:
+        ValueError: inputs that are not `[B, T, D]`, a `num_key_value_heads` that does not divide
+            `num_query_heads`, a `partial_rotary_factor` not between 0 and 1 or that leaves an odd
+            number of channels to turn, a state of another structure or shape, or a state asked
+            for where neither `sliding_window` nor `max_length` bounds it.
+
+    Example: a text longer than the window, in parts.
+
+    ```python
+    import keras
+    import numpy as np
+    from keras_recurrent.layers import LocalAttention
+
+    layer = LocalAttention(num_query_heads=4, head_dim=8, sliding_window=16)
+    x = np.random.normal(size=(2, 50, 32)).astype("float32")
+    whole = keras.ops.convert_to_numpy(layer(x))
+
+    state = layer.get_initial_state(batch_size=2)
+    for part in np.split(x, 5, axis=1):
+        output, state = layer(part, initial_state=state, return_state=True)
+    np.testing.assert_allclose(
+        keras.ops.convert_to_numpy(output), whole[:, -10:], rtol=1e-4, atol=1e-5
+    )
+    assert tuple(state["key"].shape) == (2, 15, 1, 8)
+    ```
+    """
+
+    def __init__(
+        self,
+        num_query_heads,
+        num_key_value_heads=1,
+        head_dim=128,
+        sliding_window=None,
+        max_length=None,
+        rope_max_wavelength=10_000,
+        partial_rotary_factor=1.0,
+        kernel_initializer="lecun_normal",
+        bias_initializer="zeros",
+        return_state=False,
+        **kwargs,
+    ):
+        super().__init__(return_state=return_state, **kwargs)
+        check_positive_integer("num_query_heads", num_query_heads)
+        check_positive_integer("num_key_value_heads", num_key_value_heads)
+        check_positive_integer("head_dim", head_dim)
+        if sliding_window is not None:
+            check_positive_integer("sliding_window", sliding_window)
+            sliding_window = int(sliding_window)
+        if max_length is not None:
+            check_positive_integer("max_length", max_length)
+            max_length = int(max_length)
+        if num_query_heads % num_key_value_heads:
+            raise ValueError(
+                "`num_key_value_heads` must divide `num_query_heads`, an equal number of which "
+                f"share each; got {num_key_value_heads} for {num_query_heads}."
+            )
+        in_bounds = isinstance(partial_rotary_factor, (int, float)) and (
+            0 <= partial_rotary_factor <= 1
+        )
+        self.rotary_dim = int(partial_rotary_factor * head_dim) if in_bounds else 0
+        if not in_bounds or self.rotary_dim % 2:
+            raise ValueError(
+                "`partial_rotary_factor` must be between 0 and 1, and its part of `head_dim`, "
+                f"{head_dim}, an even number of channels; got {partial_rotary_factor!r}."
+            )
+        if not rope_max_wavelength > 0:
+            raise ValueError(f"`rope_max_wavelength` must be above 0; got {rope_max_wavelength}.")
+        self.num_query_heads = num_query_heads
+        self.num_key_value_heads = num_key_value_heads
+        self.head_dim = head_dim
+        self.sliding_window = sliding_window
+        self.max_length = max_length
+        self.rope_max_wavelength = rope_max_wavelength
+        self.partial_rotary_factor = partial_rotary_factor
+        self.kernel_initializer = keras.initializers.get(kernel_initializer)
+        self.bias_initializer = keras.initializers.get(bias_initializer)
+        self.q_proj = self._dense(num_query_heads * head_dim, "q_proj", use_bias=False)
+        self.k_proj = self._dense(num_key_value_heads * head_dim, "k_proj", use_bias=False)
+        self.v_proj = self._dense(num_key_value_heads * head_dim, "v_proj", use_bias=False)
+
+    def _dense(self, units, name, use_bias):
+        # Recomputed with this layer, if at all, not a second time by itself.
+        with keras.RematScope(mode=None):
+            return keras.layers.Dense(
+                units,
+                use_bias=use_bias,
+                kernel_initializer=clone_initializer(self.kernel_initializer),
+                bias_initializer=clone_initializer(self.bias_initializer),
+                dtype=self.dtype_policy,
+                name=name,
+            )
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        for projection in (self.q_proj, self.k_proj, self.v_proj):
+            projection.build(input_shape)
+        self.o_proj = self._dense(self.width, "o_proj", use_bias=True)
+        self.o_proj.build((*input_shape[:2], self.num_query_heads * self.head_dim))
+
+    def stream(self, inputs, mask, segment_ids, state):
+        state = dict(state) if state else None
+        segment = state.pop("segment") if state else None
+        at = self._positions(inputs, mask, segment_ids, state, segment)
+        q = self._turned(self.q_proj(inputs), at, scale=self.head_dim**-0.5)
+        output, state = ops.sliding_window_attention(
+            q,
+            self._turned(self.k_proj(inputs), at),
+            self._heads(self.v_proj(inputs)),
+            self.sliding_window,
+            max_length=self.max_length,
+            initial_state=state,
+            mask=mask,
+            segment_ids=segment_ids,
+            previous_segment_id=segment,
+        )
+        inner = self.num_query_heads * self.head_dim
+        output = keras_ops.reshape(output, (*keras_ops.shape(q)[:2], inner))
+        segment = last_segment(inputs, mask, segment_ids, segment)
+        return self.o_proj(output), {**state, "segment": segment}
+
+    def _positions(self, inputs, mask, segment_ids, state, segment):
+        batch, length = keras_ops.shape(inputs)[:2]
+        first = state["position"] if state else keras_ops.zeros((batch,), "int32")
+        if segment_ids is not None:
+            kind = ops.token_kind(inputs, mask, segment_ids, segment, initial_state=state)
+            return positions(kind, first)
+        # The document before goes on, or the first one begins, with `first` at 0.
+        if mask is None:
+            return first[:, None] + keras_ops.arange(length, dtype="int32")
+        return first[:, None] + keras_ops.cumsum(keras_ops.cast(mask, "int32"), axis=1) - 1
+
+    def _heads(self, x):
+        # Not -1: TensorFlow would not know it where it does not know the time.
+        heads = x.shape[-1] // self.head_dim
+        return keras_ops.reshape(x, (*keras_ops.shape(x)[:2], heads, self.head_dim))
+
+    def _turned(self, x, at, scale=1.0):
+        x = keras_ops.cast(self._heads(x), self.state_dtype)
+        x = rotate(x, at, self.rope_max_wavelength, self.rotary_dim)
+        return keras_ops.cast(x * scale, self.compute_dtype)
+
+    @property
+    def keeps_state(self):
+        return self.sliding_window is not None or self.max_length is not None
+
+    def state_spec(self, batch_size=None):
+        # The room of a state is its own, not the layer's: short rows need little of a window.
+        shape = (batch_size, None, self.num_key_value_heads, self.head_dim)
+        return {
+            "key": keras.KerasTensor(shape, dtype=self.compute_dtype),
+            "value": keras.KerasTensor(shape, dtype=self.compute_dtype),
+            "position": keras.KerasTensor((batch_size,), dtype="int32"),
+            "segment": self.segment_spec(batch_size),
+        }
+
+    def get_initial_state(self, batch_size, max_length=None):
+        """The state in which nothing was seen, for `batch_size` rows.
+
+        It has room for `max_length` tokens of a document (None: as the layer says), or for those
+        that a window reaches where they are fewer.
+        """
+        room = capacity(self.sliding_window, self.max_length if max_length is None else max_length)
+        if room is None:
+            raise self.no_bound()
+        shape = (batch_size, room, self.num_key_value_heads, self.head_dim)
+        return {
+            "key": keras_ops.zeros(shape, self.compute_dtype),
+            "value": keras_ops.zeros(shape, self.compute_dtype),
+            "position": keras_ops.zeros((batch_size,), "int32"),
+            "segment": keras_ops.full((batch_size,), -1, "int32"),
+        }
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "num_query_heads": self.num_query_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "head_dim": self.head_dim,
+            "sliding_window": self.sliding_window,
+            "max_length": self.max_length,
+            "rope_max_wavelength": self.rope_max_wavelength,
+            "partial_rotary_factor": self.partial_rotary_factor,
+            "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
+            "bias_initializer": keras.initializers.serialize(self.bias_initializer),
+        }

@@ -1,0 +1,156 @@
+"""Lower bounds of forget gates: one learned table for all layers of a network."""
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_recurrent.layers.checks import check_positive_integer, check_tensor, check_width_known
+from keras_recurrent.layers.streaming import StreamingLayer
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class LowerBounds(keras.layers.Layer):
+    """How much each layer of HGRN and HGRN2 remembers at least: the higher a layer, the more.
+
+    ```
+    β = cumsum(softmax(P, axis=0), axis=0) - its first row      P, β: [L, D]
+    ```
+
+    Qin et al. 2023 (arXiv:2311.04823, section 3.2) and 2024 (arXiv:2404.07904). β of a layer is at
+    least that of the layer below; that of the first layer is 0, and is left out.
+
+    The layer has no use for the values of its inputs: it takes them so that Keras sees its weight
+    in a model. Call it on the embeddings.
+
+    Args:
+        num_layers: integer, L, at least 2: a layer by itself has no bound.
+        **kwargs: `name`, `dtype`, `trainable`.
+
+    Call arguments:
+        inputs: `[..., D]`.
+
+    Returns:
+        `[L - 1, 2, D]` in float32 (float64 under a float64 policy) whatever the compute dtype:
+        log β and log(1 - β) of the second layer, the third and so on, each from a sum of
+        exponentials, so that neither loses digits where the other is near 0. One row is the
+        `lower_bound` of an `HGRN2` or `HGRN`.
+
+    Weights: `logits`, P, `[L, D]`, zeros at first, by which β rises evenly.
+
+    Raises:
+        ValueError: a `num_layers` below 2, or inputs whose width is not known.
+
+    Example: three layers.
+
+    ```python
+    import keras
+    import numpy as np
+    from keras_recurrent.layers import HGRN2, LowerBounds
+
+    x = keras.random.normal((2, 10, 8))
+    bounds = LowerBounds(num_layers=3)(x)
+    beta = np.exp(keras.ops.convert_to_numpy(bounds)[:, 0, 0])
+    np.testing.assert_allclose(beta, [1 / 3, 2 / 3], rtol=1e-5)
+
+    x = x + HGRN2(expand_ratio=4)(x)
+    x = x + HGRN2(expand_ratio=4)(x, lower_bound=bounds[0])
+    x = x + HGRN2(expand_ratio=4)(x, lower_bound=bounds[1])
+    ```
+    """
+
+    def __init__(self, num_layers, **kwargs):
+        super().__init__(autocast=False, **kwargs)
+        check_positive_integer("num_layers", num_layers)
+        if num_layers < 2:
+            raise ValueError(
+                "`num_layers` must be at least 2; got 1. The first layer's bound is 0: call it "
+                "without a `lower_bound`."
+            )
+        self.num_layers = num_layers
+
+    def build(self, input_shape):
+        check_width_known(self, input_shape)
+        self.width = input_shape[-1]
+        self.logits = self.add_weight(
+            name="logits",
+            shape=(self.num_layers, self.width),
+            initializer="zeros",
+            dtype=self._bounds_dtype,
+            autocast=False,
+        )
+
+    def call(self, inputs):
+        # Above layer 0, layer i has the shares of layers 1 to i as β and all others as 1 - β.
+        layer, share = np.mgrid[1 : self.num_layers, : self.num_layers]
+        inside = (share >= 1) & (share <= layer)
+        logits = ops.convert_to_tensor(self.logits)
+        total = ops.logsumexp(logits, axis=0)
+        parts = [
+            ops.logsumexp(ops.where(part[..., None], logits, -np.inf), axis=1)
+            for part in (inside, ~inside)
+        ]
+        return ops.stack(parts, axis=1) - total
+
+    def compute_output_spec(self, inputs):
+        check_width_known(self, inputs.shape)
+        shape = (self.num_layers - 1, 2, inputs.shape[-1])
+        return keras.KerasTensor(shape, dtype=self._bounds_dtype)
+
+    @property
+    def _bounds_dtype(self):
+        return "float64" if self.compute_dtype == "float64" else "float32"
+
+    def get_config(self):
+        return {**super().get_config(), "num_layers": self.num_layers}
+
+
+class BoundedLayer(StreamingLayer):
+    """Base class of streaming layers whose forget gates have a lower bound.
+
+    Call arguments:
+        lower_bound: `[2, D]`, log β and log(1 - β), a row of what `LowerBounds` returns; None: 0.
+        inputs, mask, segment_ids, initial_state, return_state, inputs_mask: as in
+            `keras_recurrent.layers.StreamingLayer`.
+    """
+
+    def call(
+        self,
+        inputs,
+        mask=None,
+        segment_ids=None,
+        initial_state=None,
+        return_state=None,
+        inputs_mask=None,
+        lower_bound=None,
+    ):
+        check_lower_bound(lower_bound, inputs.shape[-1])
+        return self._call(
+            *(inputs, mask, segment_ids, initial_state, return_state, inputs_mask),
+            lower_bound=lower_bound,
+        )
+
+    def compute_output_spec(self, inputs, *args, lower_bound=None, **kwargs):
+        check_lower_bound(lower_bound, inputs.shape[-1])
+        return super().compute_output_spec(inputs, *args, **kwargs)
+
+
+def check_lower_bound(lower_bound, width):
+    if lower_bound is None:
+        return
+    check_tensor("lower_bound", lower_bound)
+    if tuple(lower_bound.shape) != (2, width):
+        raise ValueError(
+            f"`lower_bound` must have the shape (2, {width}), log β and log(1 - β) of the layer's "
+            f"channels; got {tuple(lower_bound.shape)}. Pass a row of what "
+            "`keras_recurrent.layers.LowerBounds` returns."
+        )
+
+
+def log_forget_gate(logits, lower_bound):
+    """log f, with f = β + (1 - β) σ(logits)."""
+    log_f = ops.log_sigmoid(logits)
+    if lower_bound is None:
+        return log_f
+    log_bound, log_rest = ops.unstack(ops.cast(lower_bound, logits.dtype))
+    # Near 0 the sum's rounding may be above it.
+    return ops.minimum(ops.logaddexp(log_bound, log_rest + log_f), 0.0)

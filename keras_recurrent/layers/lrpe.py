@@ -1,0 +1,95 @@
+"""The positions of TransNormerLLM's first layer."""
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_recurrent.ops.shapes import fits
+
+MAX_WAVELENGTH = 10_000
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class LRPE(keras.layers.Layer):
+    """Linearized relative positions with learned frequencies: each channel becomes two.
+
+    ```
+    y_t = [x_t cos(θ t), x_t sin(θ t)]
+    ```
+
+    for queries and keys alike, so that y_t · y_s is the sum of x_t x_s cos(θ (t - s)) over the
+    channels: only the distance counts. Qin et al. 2023 (arXiv:2307.14995, section 3.1, LRPE);
+    TransNormerLLM has it in its first layer alone. All is computed in float32 (float64 under a
+    float64 policy), as an angle of many tokens has no digits left in 16 bits.
+
+    Args:
+        **kwargs: `name`, `dtype`, `trainable`.
+
+    Call arguments:
+        inputs: `[B, T, H, K]`, queries or keys by heads.
+        positions: integers `[B, T]`, t: the place of each token in its document.
+
+    Returns:
+        `[B, T, H, 2 K]` in the compute dtype.
+
+    Weights: `theta`, θ, `[H, K]`, never below float32; at first `10000^(-2 j / (H K))`, j counting
+    the channels of all heads.
+
+    Raises:
+        ValueError: inputs that are not `[B, T, H, K]` with known H and K, or positions that are not
+            `[B, T]`.
+
+    Example: the second position, with a frequency of 1.
+
+    ```python
+    import keras
+    import numpy as np
+    from keras_recurrent.layers import LRPE
+
+    x = np.ones((1, 2, 1, 1), "float32")
+    y = keras.ops.convert_to_numpy(LRPE()(x, positions=np.array([[0, 1]])))
+    np.testing.assert_allclose(y[0, :, 0], [[1, 0], [np.cos(1), np.sin(1)]], rtol=1e-6)
+    ```
+    """
+
+    def __init__(self, **kwargs):
+        super().__init__(autocast=False, **kwargs)
+
+    def build(self, input_shape):
+        if len(input_shape) != 4 or None in input_shape[2:]:
+            raise ValueError(
+                "`LRPE` needs inputs of shape [batch, time, heads, head size], the last two known; "
+                f"got the shape {tuple(input_shape)}."
+            )
+        self.theta = self.add_weight(
+            name="theta",
+            shape=input_shape[2:],
+            initializer=_frequencies,
+            dtype=self._angle_dtype,
+            autocast=False,
+        )
+
+    def call(self, inputs, positions):
+        if not fits(positions.shape, inputs.shape[:2]):
+            raise ValueError(
+                "`positions` must have the shape [batch, time] of the inputs, "
+                f"{tuple(inputs.shape[:2])}; got {tuple(positions.shape)}."
+            )
+        x = ops.cast(inputs, self._angle_dtype)
+        angle = ops.cast(positions, self._angle_dtype)[:, :, None, None] * self.theta
+        turned = ops.concatenate([x * ops.cos(angle), x * ops.sin(angle)], axis=-1)
+        return ops.cast(turned, self.compute_dtype)
+
+    @property
+    def _angle_dtype(self):
+        return "float64" if self.compute_dtype == "float64" else "float32"
+
+    def compute_output_spec(self, inputs, positions):
+        *shape, channels = inputs.shape
+        return keras.KerasTensor((*shape, 2 * channels), dtype=self.compute_dtype)
+
+
+def _frequencies(shape, dtype):
+    count = np.prod(shape)
+    exponents = -2 * np.arange(count) / count
+    return ops.convert_to_tensor(np.power(MAX_WAVELENGTH, exponents).reshape(shape), dtype)

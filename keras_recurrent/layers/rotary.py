@@ -1,0 +1,47 @@
+"""Rotary positions, and the positions that they need: of real tokens, in their document."""
+
+from keras import ops
+
+from keras_recurrent.ops.token_kind import PADDING, STARTS
+
+
+def rotate(x, positions, max_wavelength, rotary_dim):
+    """Turns pairs of channels by angles that grow with the position (RoPE, arXiv:2104.09864).
+
+    Channel j below r / 2 and channel j + r / 2 are turned by position * max_wavelength^(-2j / r),
+    where r is `rotary_dim`; channels from r on stay as they are.
+
+    Args:
+        x: `[B, T, heads, head_dim]`, float32 or float64, as the angles then are.
+        positions: integers `[B, T]`.
+        max_wavelength: number.
+        rotary_dim: integer, even, at most head_dim.
+    """
+    half = rotary_dim // 2
+    frequency = ops.power(
+        ops.cast(max_wavelength, x.dtype), -ops.arange(half, dtype=x.dtype) / max(half, 1)
+    )
+    angle = ops.cast(positions, x.dtype)[:, :, None, None] * frequency
+    cos, sin = ops.cos(angle), ops.sin(angle)
+    a, b, rest = x[..., :half], x[..., half:rotary_dim], x[..., rotary_dim:]
+    return ops.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
+
+
+def positions(kind, first):
+    """The place of each real token in its document, int32 `[B, T]`; of no meaning at padding.
+
+    Args:
+        kind: int8 `[B, T]`, as `keras_recurrent.ops.token_kind` gives it.
+        first: int32 `[B]`, the place of a first token that goes on.
+    """
+    length = ops.shape(kind)[1]
+    starts = ops.equal(kind, STARTS)
+    nth = ops.cumsum(ops.cast(ops.not_equal(kind, PADDING), "int32"), axis=1) - 1
+    document = ops.cumsum(ops.cast(starts, "int32"), axis=1)
+    place = ops.arange(length, dtype="int32")[None]
+    # The starts to the front, in their order; so the d-th is at place d - 1.
+    order = ops.cast(ops.argsort(ops.where(starts, place, place + length), axis=1), "int32")
+    start = ops.take_along_axis(
+        ops.take_along_axis(nth, order, axis=1), ops.maximum(document - 1, 0), axis=1
+    )
+    return ops.where(ops.equal(document, 0), first[:, None] + nth, nth - start)

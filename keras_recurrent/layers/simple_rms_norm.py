@@ -1,0 +1,63 @@
+"""Root mean square normalization without a weight."""
+
+import keras
+
+from keras_recurrent.layers.rms_norm import normalize
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class SimpleRMSNorm(keras.layers.Layer):
+    """Root mean square normalization without a weight, as TransNormerLLM has it.
+
+    ```
+    y = x / sqrt(mean(x^2) + ε)
+    ```
+
+    Qin et al. 2023 (arXiv:2307.14995, SRMSNorm), where ε is not printed; the published models have
+    1e-6. The mean runs over the last axis; all is computed in float32 (float64 for float64
+    inputs). `keras.layers.RMSNormalization` always has a weight, which a checkpoint then lacks.
+
+    Args:
+        epsilon: float, ε.
+        **kwargs: `name`, `dtype`, `trainable`.
+
+    Call arguments:
+        inputs: `[..., D]`.
+
+    Returns:
+        `[..., D]` in the compute dtype.
+
+    Raises:
+        ValueError: an `epsilon` below 0.
+
+    Example:
+
+    ```python
+    import keras
+    import numpy as np
+    from keras_recurrent.layers import SimpleRMSNorm
+
+    layer = SimpleRMSNorm()
+    y = keras.ops.convert_to_numpy(layer(np.array([[3.0, 4.0]])))
+    np.testing.assert_allclose((y**2).mean(), 1, rtol=1e-5)
+    assert not layer.weights
+    ```
+    """
+
+    def __init__(self, epsilon=1e-6, **kwargs):
+        super().__init__(**kwargs)
+        if epsilon < 0:
+            raise ValueError(f"`epsilon` must not be below 0; got {epsilon}.")
+        self.epsilon = epsilon
+        self.supports_masking = True
+
+    def call(self, inputs):
+        return keras.ops.cast(
+            normalize(inputs, self.epsilon, self.compute_dtype), self.compute_dtype
+        )
+
+    def compute_output_shape(self, input_shape):
+        return tuple(input_shape)
+
+    def get_config(self):
+        return {**super().get_config(), "epsilon": self.epsilon}

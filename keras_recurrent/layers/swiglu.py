@@ -1,0 +1,51 @@
+"""The gated multilayer perceptron of HGRN2."""
+
+import keras
+from keras import ops
+
+from keras_recurrent.layers.gated_linear_unit import GatedLinearUnit
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class SwiGLU(GatedLinearUnit):
+    """The gated multilayer perceptron (SwiGLU) that mixes channels in HGRN2.
+
+    ```
+    y = W_down (silu(W_gate x) * W_up x)
+    ```
+
+    Shazeer 2020 (arXiv:2002.05202), without biases.
+
+    Args:
+        intermediate_dim: integer, the width inside; about 8/3 of that of the inputs in HGRN2.
+        kernel_initializer: of the three kernels.
+        **kwargs: `name`, `dtype`, `trainable`.
+
+    Call arguments:
+        inputs: `[..., D]`.
+
+    Returns:
+        `[..., D]` in the compute dtype.
+
+    Sublayers: `gate_proj`, `up_proj`, `down_proj`, all `Dense`.
+
+    Raises:
+        ValueError: an `intermediate_dim` below 1, or inputs whose width is not known.
+
+    Example:
+
+    ```python
+    import numpy as np
+    from keras_recurrent.layers import SwiGLU
+
+    assert SwiGLU(24)(np.ones((2, 5, 8))).shape == (2, 5, 8)
+    ```
+    """
+
+    use_bias = False
+
+    def __init__(self, intermediate_dim, kernel_initializer="lecun_normal", **kwargs):
+        super().__init__(intermediate_dim, kernel_initializer, **kwargs)
+
+    def activate(self, x):
+        return ops.silu(x)

@@ -1,0 +1,75 @@
+"""The decays and positions of TransNormerLLM, by themselves."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_recurrent.layers import LRPE, LightningAttention
+from tests.layers.table import numpy
+
+
+def decays(num_heads, **kwargs):
+    return np.exp(LightningAttention(num_heads, head_dim=2, **kwargs).log_decay)
+
+
+@pytest.mark.once
+def test_decays_of_the_paper():
+    """exp(-(8 h / H) (1 - l / L)), h from 1, l from 0."""
+    found = decays(3, decay_schedule="paper", layer_index=2, num_layers=4)
+    np.testing.assert_allclose(found, np.exp([-4 / 3, -8 / 3, -4]))
+    found = decays(2, decay_schedule="paper", layer_index=0, num_layers=1)
+    np.testing.assert_allclose(found, np.exp([-4, -8]))
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("num_heads", "slopes"),
+    [
+        (1, [2**-8]),
+        (4, [2**-2, 2**-4, 2**-6, 2**-8]),
+        # Those of two heads, then the first of the first, third ... of four.
+        (3, [2**-4, 2**-8, 2**-2]),
+        (6, [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3]),
+    ],
+)
+def test_decays_of_the_checkpoints(num_heads, slopes):
+    slopes = np.array(slopes)
+    for layer, factor in [(0, 1.00001), (1, 0.50001), (2, 0.00001)]:
+        found = decays(num_heads, layer_index=layer, num_layers=3)
+        np.testing.assert_allclose(-np.log(found), slopes * factor, rtol=1e-6)
+    np.testing.assert_allclose(-np.log(decays(num_heads)), slopes * 1.00001, rtol=1e-6)
+
+
+@pytest.mark.once
+def test_forty_heads():
+    """Those of TransNormerLLM-15B: 32 slopes, and 8 of those of 64 heads."""
+    slopes = -np.log(decays(40)) / 1.00001
+    np.testing.assert_allclose(slopes[:32], 2.0 ** (-np.arange(1, 33) / 4))
+    np.testing.assert_allclose(slopes[32:], 2.0 ** (-np.arange(1, 17, 2) / 8))
+
+
+def test_positions_tell_the_distance_alone():
+    layer = LRPE()
+    rng = np.random.default_rng(0)
+    q, k = (np.tile(rng.normal(size=(1, 1, 2, 3)), (1, 2, 1, 1)) for _ in range(2))
+    # The same distance of 5, early and late.
+    turned_q = numpy(layer(q, positions=np.array([[5, 105]])))
+    turned_k = numpy(layer(k, positions=np.array([[0, 100]])))
+    products = (turned_q * turned_k).sum(-1)
+    theta = numpy(layer.theta)
+    np.testing.assert_allclose(products[0, 0], products[0, 1], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(products[0, 0], (q * k * np.cos(5 * theta)).sum(-1)[0, 0], atol=1e-5)
+    # Over all heads, as published.
+    np.testing.assert_allclose(theta.ravel(), 10_000.0 ** (-np.arange(6) / 3), rtol=1e-6)
+
+
+def test_positions_keep_their_digits_in_16_bits():
+    layer = LRPE(dtype="bfloat16")
+    x = np.ones((1, 1, 1, 4), "float32")
+    turned = layer(x, positions=np.array([[1001]]))
+    assert keras.backend.standardize_dtype(turned.dtype) == "bfloat16"
+    assert layer(keras.Input((5, 1, 4)), keras.Input((5,), dtype="int32")).dtype == "bfloat16"
+    angle = 1001 * 10_000.0 ** (-np.arange(4) / 2)
+    wanted = np.concatenate([np.cos(angle), np.sin(angle)])
+    found = numpy(keras.ops.cast(turned, "float32")).ravel()
+    np.testing.assert_allclose(found, wanted, atol=2**-8)
