@@ -1,9 +1,18 @@
 """Gated linear recurrent layers and language models for Keras 3, on JAX, torch and TensorFlow."""
 
-from keras_recurrent import layers, models, ops, tokenizers
+from keras_recurrent import conversion, datasets, layers, models, ops, tokenizers
 from keras_recurrent.dispatch import implementation
 from keras_recurrent.ops.operation import which_implementation
 
 __version__ = "0.1.0"
 
-__all__ = ["implementation", "layers", "models", "ops", "tokenizers", "which_implementation"]
+__all__ = [
+    "conversion",
+    "datasets",
+    "implementation",
+    "layers",
+    "models",
+    "ops",
+    "tokenizers",
+    "which_implementation",
+]

@@ -1,4 +1,4 @@
-"""Language models in KerasHub's shape."""
+"""Language models, and an image classifier, in KerasHub's shape."""
 
 from keras_recurrent.models.griffin.griffin_backbone import GriffinBackbone
 from keras_recurrent.models.griffin.griffin_causal_lm import GriffinCausalLM
@@ -7,6 +7,21 @@ from keras_recurrent.models.griffin.griffin_causal_lm_preprocessor import (
 )
 from keras_recurrent.models.griffin.griffin_residual_block import GriffinResidualBlock
 from keras_recurrent.models.griffin.griffin_tokenizer import GriffinTokenizer
+from keras_recurrent.models.hgrn2.hgrn2_backbone import HGRN2Backbone
+from keras_recurrent.models.hgrn2.hgrn2_causal_lm import HGRN2CausalLM
+from keras_recurrent.models.hgrn2.hgrn2_causal_lm_preprocessor import HGRN2CausalLMPreprocessor
+from keras_recurrent.models.hgrn2.hgrn2_image_classifier import HGRN2ImageClassifier
+from keras_recurrent.models.hgrn2.hgrn2_residual_block import HGRN2ResidualBlock
+from keras_recurrent.models.hgrn2.hgrn2_tokenizer import HGRN2Tokenizer
+from keras_recurrent.models.hgrn2.hgrn2_vision_backbone import HGRN2VisionBackbone
+from keras_recurrent.models.memory import MemorySizes, memory_sizes
+from keras_recurrent.models.transnormer.transnormer_backbone import TransNormerBackbone
+from keras_recurrent.models.transnormer.transnormer_causal_lm import TransNormerCausalLM
+from keras_recurrent.models.transnormer.transnormer_causal_lm_preprocessor import (
+    TransNormerCausalLMPreprocessor,
+)
+from keras_recurrent.models.transnormer.transnormer_residual_block import TransNormerResidualBlock
+from keras_recurrent.models.transnormer.transnormer_tokenizer import TransNormerTokenizer
 
 __all__ = [
     "GriffinBackbone",
@@ -14,4 +29,18 @@ __all__ = [
     "GriffinCausalLMPreprocessor",
     "GriffinResidualBlock",
     "GriffinTokenizer",
+    "HGRN2Backbone",
+    "HGRN2CausalLM",
+    "HGRN2CausalLMPreprocessor",
+    "HGRN2ImageClassifier",
+    "HGRN2ResidualBlock",
+    "HGRN2Tokenizer",
+    "HGRN2VisionBackbone",
+    "MemorySizes",
+    "TransNormerBackbone",
+    "TransNormerCausalLM",
+    "TransNormerCausalLMPreprocessor",
+    "TransNormerResidualBlock",
+    "TransNormerTokenizer",
+    "memory_sizes",
 ]

@@ -1,12 +1,22 @@
 """What the network computes, and what it takes."""
 
+import importlib
+
 import keras
 import numpy as np
 import pytest
 
-from keras_recurrent.models import GriffinBackbone, GriffinResidualBlock
-from tests.models import numpy_hawk
-from tests.models.tiny import SIZES, VOCABULARY, forward, tiny_backbone, tiny_causal_lm, weights_of
+from keras_recurrent.models import GriffinBackbone
+from tests.models import numpy_griffin
+from tests.models.tiny import (
+    FAMILIES,
+    SIZES,
+    VOCABULARY,
+    any_family,
+    forward,
+    tiny_backbone,
+    tiny_causal_lm,
+)
 
 LENGTH = 11
 
@@ -16,31 +26,40 @@ def model():
     return tiny_causal_lm()
 
 
+@pytest.fixture(scope="module", params=FAMILIES)
+def model_and_reference(request):
+    """A model of each family, and its logits in NumPy."""
+    reference = importlib.import_module(f"tests.models.numpy_{request.param}")
+    return tiny_causal_lm(family=request.param), reference.logits
+
+
 def tokens(batch=3, seed=0):
     return np.random.default_rng(seed).integers(3, VOCABULARY, (batch, LENGTH)).astype("int32")
 
 
-def test_the_numbers_are_those_of_the_paper(model):
+def test_the_numbers_are_those_of_the_paper(model_and_reference):
     """Weights and inputs are the same on every backend, so this also compares the backends."""
+    model, reference = model_and_reference
     token_ids = tokens()
     real = np.ones_like(token_ids)
     real[0, 7:] = 0  # padding at the end,
     real[1, :2] = 0  # at the beginning
     real[2, [3, 4, 8]] = 0  # and in the middle
     logits = forward(model, token_ids, real)
-    wanted = numpy_hawk.logits(weights_of(model), token_ids, 2, real)
+    wanted = reference(model, token_ids, real)
     np.testing.assert_allclose(logits[real > 0], wanted[real > 0], rtol=1e-4, atol=1e-4)
     assert np.isfinite(logits).all()
 
 
-def test_packed_documents_know_nothing_of_each_other(model):
+def test_packed_documents_know_nothing_of_each_other(model_and_reference):
+    model, reference = model_and_reference
     token_ids = tokens()
     segment_ids = np.array([[1] * 4 + [2] * 1 + [3] * 6, [1] * 11, [5] * 3 + [0] * 6 + [0] * 2])
     real = np.ones_like(token_ids)
     real[2, 9:] = 0
     x = {"token_ids": token_ids, "padding_mask": real, "segment_ids": segment_ids.astype("int32")}
     packed = keras.ops.convert_to_numpy(model.predict_on_batch(x))
-    wanted = numpy_hawk.logits(weights_of(model), token_ids, 2, real, segment_ids)
+    wanted = reference(model, token_ids, real, segment_ids)
     np.testing.assert_allclose(packed[real > 0], wanted[real > 0], rtol=1e-4, atol=1e-4)
     alone = forward(model, np.tile(token_ids[:1, 5:], (3, 1)), np.ones((3, 6)))
     np.testing.assert_allclose(packed[0, 5:], alone[0], rtol=1e-4, atol=1e-4)
@@ -66,34 +85,101 @@ def test_nothing_of_the_mask_sticks_to_the_outputs(model):
         assert getattr(output, "_keras_mask", None) is None
 
 
+def test_positions_scales_and_caps_are_those_of_the_paper_and_of_recurrentgemma():
+    """NoPE and rotary positions on whole heads, and what RecurrentGemma computes differently."""
+    for kwargs in (
+        {"partial_rotary_factor": 0.0},
+        {"partial_rotary_factor": 1.0, "rope_max_wavelength": 100.0},
+        {"embedding_scale": 3.0, "final_logit_soft_cap": 2.0},
+    ):
+        model = tiny_causal_lm(num_layers=2, block_types=("global_attention",), **kwargs)
+        token_ids = tokens()
+        logits = forward(model, token_ids, np.ones_like(token_ids))
+        wanted = numpy_griffin.logits(model, token_ids)
+        np.testing.assert_allclose(logits, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.once
 def test_block_types_are_a_pattern_of_what_there_is():
-    for pattern in [("local_attention",), ("recurrent", "global_attention"), ()]:
+    for pattern in [("attention",), ("recurrent", "linear_attention"), ()]:
         with pytest.raises(ValueError, match="`block_types` must be a pattern of 'recurrent'"):
             GriffinBackbone(**{**SIZES, "block_types": pattern})
-    backbone = GriffinBackbone(**{**SIZES, "num_layers": 3, "block_types": ["recurrent"] * 2})
-    assert len(backbone.transformer_layers) == 3
+    for pattern in (["recurrent"] * 2, "recurrent"):
+        backbone = GriffinBackbone(**{**SIZES, "num_layers": 3, "block_types": pattern})
+        assert set(backbone.block_types) == {"recurrent"}
+        assert len(backbone.transformer_layers) == 3
 
 
-def test_unknown_arguments_are_errors():
+@pytest.mark.once
+def test_blocks_ask_for_what_they_need_and_for_nothing_else():
+    for block_type, name in [
+        ("recurrent", "lru_width"),
+        ("local_attention", "num_query_heads"),
+        ("local_attention", "sliding_window"),
+        ("global_attention", "num_query_heads"),
+    ]:
+        sizes = {**SIZES, "num_layers": 1, "block_types": (block_type,)}
+        del sizes[name]
+        with pytest.raises(ValueError, match=f"`{name}` is needed for the '{block_type}' blocks"):
+            GriffinBackbone(**sizes)
+    of_attention = ("num_query_heads", "num_key_value_heads", "head_dim", "sliding_window")
+    hawk = {key: size for key, size in SIZES.items() if key not in of_attention}
+    assert GriffinBackbone(**{**hawk, "num_layers": 1}).num_query_heads is None
+    transformer = {**SIZES, "lru_width": None, "sliding_window": None, "num_layers": 1}
+    assert GriffinBackbone(**{**transformer, "block_types": ("global_attention",)}).built
+
+
+@pytest.mark.once
+def test_unknown_and_bad_arguments_are_errors():
     with pytest.raises(TypeError, match="num_head"):
         GriffinBackbone(**SIZES, num_head=4)
-    with pytest.raises(ValueError, match="num_blocks"):
-        GriffinBackbone(**{**SIZES, "num_blocks": 7})
+    for name, value in [
+        ("num_blocks", 7),
+        ("num_key_value_heads", 3),
+        ("sliding_window", 0),
+        ("partial_rotary_factor", 1.5),
+    ]:
+        with pytest.raises(ValueError, match=f"`{name}`"):
+            GriffinBackbone(**{**SIZES, name: value})
 
 
-def test_the_configuration_makes_the_same_backbone():
-    backbone = tiny_backbone(dtype="mixed_bfloat16", name="hawk", layer_norm_epsilon=1e-5)
-    again = GriffinBackbone.from_config(backbone.get_config())
+@pytest.mark.once
+@any_family
+def test_sizes_are_integers_from_1_on(family):
+    for name in ("vocabulary_size", "num_layers", "hidden_dim", "intermediate_dim"):
+        for value in (0, -1, "8", 1.5, None):
+            with pytest.raises(ValueError, match=f"`{name}` must be an integer, at least 1"):
+                tiny_backbone(family=family, **{name: value})
+    with pytest.raises(ValueError, match="`final_logit_soft_cap` must be above 0"):
+        GriffinBackbone(**{**SIZES, "final_logit_soft_cap": 0.0})
+
+
+@any_family
+def test_the_configuration_makes_the_same_backbone(family):
+    others = {
+        "griffin": {"a_initializer": "zeros"},
+        "hgrn2": {"conv_size": 2, "tie_word_embeddings": True},
+        "transnormer": {"decay_schedule": "paper", "tie_word_embeddings": True},
+    }
+    backbone = tiny_backbone(
+        family=family,
+        dtype="mixed_bfloat16",
+        name="one",
+        layer_norm_epsilon=1e-5,
+        **others.get(family, {}),
+    )
+    again = type(backbone).from_config(backbone.get_config())
     assert again.get_config() == backbone.get_config()
-    assert again.name == "hawk"
+    assert again.name == "one"
     assert again.dtype_policy.name == "mixed_bfloat16"
     assert [w.shape for w in again.weights] == [w.shape for w in backbone.weights]
 
 
-def test_a_residual_block_serializes_and_streams():
-    backbone = tiny_backbone(num_layers=1)
+@any_family
+def test_a_residual_block_serializes_and_streams(family):
+    backbone = tiny_backbone(family=family, num_layers=1)
     block = backbone.transformer_layers[0]
-    again = GriffinResidualBlock.from_config(block.get_config())
+    again = type(block).from_config(block.get_config())
     again.build((None, None, 16))
     for weight, value in zip(again.weights, block.get_weights(), strict=True):
         weight.assign(value)
@@ -105,29 +191,37 @@ def test_a_residual_block_serializes_and_streams():
     np.testing.assert_allclose(parts, whole, rtol=1e-4, atol=1e-5)
 
 
-def test_mixed_precision_computes_in_bfloat16_and_remembers_in_float32():
-    model = tiny_causal_lm(dtype="mixed_bfloat16")
+@any_family
+def test_mixed_precision_computes_in_bfloat16_and_remembers_in_float32(family):
+    model = tiny_causal_lm(family=family, dtype="mixed_bfloat16")
     token_ids = tokens()
     x = {"token_ids": token_ids, "padding_mask": token_ids > 0}
     logits = model(x)
     assert keras.backend.standardize_dtype(logits.dtype) == "bfloat16"
     assert {weight.dtype for weight in model.weights} == {"float32"}
-    wanted = numpy_hawk.logits(weights_of(model), token_ids, 2)
+    wanted = importlib.import_module(f"tests.models.numpy_{family}").logits(model, token_ids)
     error = keras.ops.convert_to_numpy(keras.ops.cast(logits, "float32")) - wanted
     assert np.sqrt((error**2).mean()) < 0.02 * np.sqrt((wanted**2).mean())
-    _, _, cache = model.call_with_cache(token_ids, model.backbone.get_initial_state(3))
-    floats = [a for a in keras.tree.flatten(cache) if "int" not in str(a.dtype)]
-    assert {keras.backend.standardize_dtype(a.dtype) for a in floats} == {"float32"}
+    _, _, cache = model.call_with_cache(token_ids, model.backbone.get_initial_state(3, LENGTH))
+    exceptions = {"segment": "int32", "position": "int32"}
+    exceptions |= {"key": "bfloat16", "value": "bfloat16"}  # what attention computes with
+    for path, array in keras.tree.flatten_with_path(cache):
+        dtype = keras.backend.standardize_dtype(array.dtype)
+        assert dtype == exceptions.get(path[-1], "float32"), path
 
 
-def test_the_layout_map_covers_the_large_weights(model):
+@any_family
+def test_the_layout_map_covers_the_large_weights(family):
     pytest.importorskip("jax")
     mesh = keras.distribution.DeviceMesh((1, 1), ("batch", "model"), ["cpu:0"])
-    layout = GriffinBackbone.get_layout_map(mesh)
-    for weight in model.weights:
+    layout = FAMILIES[family].backbone.get_layout_map(mesh)
+    for weight in tiny_backbone(family=family).weights:
         axes = layout[weight.path]
-        if len(weight.shape) > 1 and "bias" not in weight.path:
+        small = "bias" in weight.path or "lower_bounds" in weight.path
+        if len(weight.shape) > 1 and not small:
             assert len(axes.axes) == len(weight.shape), weight.path
-            assert "model" in axes.axes, weight.path
+            # Keys and values of grouped queries.
+            shared = family == "griffin" and ("k_proj" in weight.path or "v_proj" in weight.path)
+            assert ("model" in axes.axes) != shared, weight.path
     with pytest.raises(ValueError, match="`model_parallel_dim_name`"):
-        GriffinBackbone.get_layout_map(mesh, model_parallel_dim_name="heads")
+        FAMILIES[family].backbone.get_layout_map(mesh, model_parallel_dim_name="heads")

@@ -7,24 +7,24 @@ import pytest
 
 from keras_recurrent.models import GriffinBackbone, GriffinCausalLM, GriffinCausalLMPreprocessor
 from keras_recurrent.tokenizers import ByteTokenizer
-from tests.models.tiny import SIZES, forward, tiny_causal_lm
+from tests.models.tiny import FAMILIES, SIZES, forward, shared_by_families, tiny_causal_lm
 
 TEXTS = ["tick tock ", "tick tock tick", "tock"] * 4
 
 
-def language_model(packed=False, sequence_length=16, **kwargs):
-    preprocessor = GriffinCausalLMPreprocessor(
-        ByteTokenizer(), sequence_length=sequence_length, packed=packed
-    )
-    sizes = {**SIZES, "vocabulary_size": 259, "num_layers": 1, **kwargs}
-    model = GriffinCausalLM(GriffinBackbone(**sizes), preprocessor)
+def language_model(packed=False, sequence_length=16, family="griffin", **kwargs):
+    cls = FAMILIES[family]
+    preprocessor = cls.preprocessor(ByteTokenizer(), sequence_length=sequence_length, packed=packed)
+    sizes = {**cls.sizes, "vocabulary_size": 259, "num_layers": 1, **kwargs}
+    model = cls.causal_lm(cls.backbone(**sizes), preprocessor)
     model.compile(keras.optimizers.Adam(0.01), sampler="greedy")
     return model
 
 
+@shared_by_families
 @pytest.mark.parametrize("packed", [False, True])
-def test_it_learns_strings_and_writes_them(packed):
-    model = language_model(packed)
+def test_it_learns_strings_and_writes_them(family, packed):
+    model = language_model(packed, family=family)
     arguments = {"batch_size": 3, "epochs": 8, "verbose": 0, "shuffle": packed}
     history = model.fit(TEXTS, validation_data=(TEXTS[:4],), **arguments)
     losses = history.history["loss"], history.history["val_loss"]
@@ -84,8 +84,9 @@ def test_a_packed_step_is_a_padded_step():
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
 
 
-def test_scores_are_the_models_logits_and_losses():
-    model = tiny_causal_lm()
+@shared_by_families
+def test_scores_are_the_models_logits_and_losses(family):
+    model = tiny_causal_lm(family=family)
     token_ids = np.random.default_rng(0).integers(3, 61, (2, 9)).astype("int32")
     real = np.ones_like(token_ids)
     real[0, 6:] = 0
@@ -101,14 +102,14 @@ def test_scores_are_the_models_logits_and_losses():
         keras.ops.convert_to_numpy(losses), -np.log(chosen), rtol=1e-4, atol=1e-4
     )
 
-    seen = []
+    seen, last = [], len(model.backbone.transformer_layers) - 1
 
     def intercept(x, i):
         seen.append(i)
-        return x * 0 if i == 1 else x
+        return x * 0 if i == last else x
 
     silenced = model.score(token_ids, layer_intercept_fn=intercept)
-    assert seen == [-1, 0, 1]
+    assert seen == [-1, *range(last + 1)]
     np.testing.assert_array_equal(keras.ops.convert_to_numpy(silenced), 0)
 
 
@@ -118,6 +119,16 @@ def test_scores_ask_for_what_they_need():
         model.score(np.ones((1, 3), "int32"), scoring_mode="perplexity")
     with pytest.raises(ValueError, match="`target_ids`"):
         model.score(np.ones((1, 3), "int32"), scoring_mode="loss")
+    with pytest.raises(ValueError, match=r"`target_ids` must have .*\(1, 3\); got \(1, 2"):
+        model.score([[1, 2, 3]], scoring_mode="loss", target_ids=[[2, 3]])
+
+
+@pytest.mark.once
+def test_a_cache_has_a_state_for_each_block():
+    model = tiny_causal_lm()
+    cache = model.backbone.get_initial_state(1, max_length=4)
+    with pytest.raises(ValueError, match=r"`cache` must hold a state for each of 3 blocks.*got 2"):
+        model.call_with_cache(np.ones((1, 1), "int32"), cache[:2])
 
 
 def test_samplers_that_cannot_serve_are_refused_by_name():
@@ -127,6 +138,8 @@ def test_samplers_that_cannot_serve_are_refused_by_name():
     for sampler in ("speculative", keras_hub.samplers.SpeculativeSampler()):
         with pytest.raises(ValueError, match="speculative"):
             model.compile(sampler=sampler)
+    with pytest.raises(ValueError, match=r"`sampler` must be 'top_k'.*got 'gredy'"):
+        model.compile(sampler="gredy")
 
 
 def test_prompts_need_a_token_and_no_gaps():
@@ -140,6 +153,50 @@ def test_prompts_need_a_token_and_no_gaps():
         prompt = {"token_ids": token_ids, "padding_mask": np.array(real)}
         with pytest.raises(ValueError, match=match):
             model.generate(prompt, stop_token_ids=None)
+    real = np.ones((2, 5), "int32")
+    for prompt, match in [
+        ("tick", "dictionary of `token_ids` and `padding_mask`.*got str"),
+        ({"token_ids": token_ids}, r"got \['token_ids'\]"),
+        ({"token_ids": token_ids, "padding_mask": real, "segment_ids": real}, "one document a row"),
+        ({"token_ids": token_ids, "padding_mask": real[:, :3]}, r"got \(2, 5\) and \(2, 3\)"),
+        ({"token_ids": token_ids[:0], "padding_mask": real[:0]}, "at least one prompt"),
+        ({"token_ids": token_ids + 0.5, "padding_mask": real}, "must be integers; got float64"),
+        ({"token_ids": token_ids[0], "padding_mask": real[0]}, r"got \(5,\) and \(5,\)"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            model.generate(prompt, stop_token_ids=None)
+
+
+def test_no_prompts_and_no_length_are_errors():
+    model = language_model()
+    with pytest.raises(ValueError, match="at least one prompt"):
+        model.generate([])
+    for length in (0, -1, "12", 12.0):
+        with pytest.raises(ValueError, match="`max_length` must be an integer, at least 1"):
+            model.generate("tick", max_length=length)
+        with pytest.raises(ValueError, match="`max_length` must be an integer, at least 1"):
+            model.backbone.get_initial_state(1, max_length=length)
+    prompt = {"token_ids": np.full((1, 3), 7), "padding_mask": np.array([[1, 1, 0]])}
+    for ids in ([], 2, "end"):
+        with pytest.raises(ValueError, match="`stop_token_ids` must be a tuple"):
+            tiny_causal_lm(num_layers=1).generate(prompt, stop_token_ids=ids)
+
+
+@pytest.mark.once
+def test_text_needs_a_preprocessor():
+    with pytest.raises(ValueError, match="`x` is text, and the model has no preprocessor"):
+        tiny_causal_lm(num_layers=1).fit(TEXTS, verbose=0)
+    with pytest.raises(ValueError, match="`x` holds nothing to train on"):
+        language_model().fit([], verbose=0)
+
+
+@pytest.mark.once
+def test_parts_of_another_kind_are_errors():
+    backbone = GriffinBackbone(**SIZES)
+    with pytest.raises(ValueError, match="`backbone` must be a `HGRN2Backbone`; got a `Griffin"):
+        FAMILIES["hgrn2"].causal_lm(backbone)
+    with pytest.raises(ValueError, match=r"must be a `Griffin.*got a `ByteTokenizer"):
+        GriffinCausalLM(backbone, ByteTokenizer())
 
 
 def test_an_empty_string_is_a_prompt():

@@ -7,7 +7,7 @@ import pytest
 
 import keras_recurrent
 from keras_recurrent import compat
-from keras_recurrent.tokenizers import ByteTokenizer
+from keras_recurrent.tokenizers import ByteTokenizer, SentencePieceTokenizer
 
 
 def test_one_file_looks_inside():
@@ -36,6 +36,13 @@ def test_other_presets_are_kerashubs_business(tmp_path):
         compat.get_preset_loader(str(tmp_path / "hawk_10m"))
 
 
-def test_the_hooks_of_kerashubs_tokenizer_are_its_own():
+def test_the_hooks_of_kerashubs_tokenizers_are_its_own():
     for hook in ("_tokenize_tf", "_detokenize_tf", "_detokenize_python"):
         assert getattr(ByteTokenizer, hook) is not getattr(keras_hub.tokenizers.ByteTokenizer, hook)
+    of_kerashub = keras_hub.tokenizers.SentencePieceTokenizer
+    for hook in (
+        "_update_special_token_ids",
+        "_canonicalize_detokenize_spm_inputs",
+        "_detokenize_tf",
+    ):
+        assert getattr(SentencePieceTokenizer, hook) is not getattr(of_kerashub, hook)

@@ -6,22 +6,34 @@ import numpy as np
 import pytest
 
 from tests.models import plain_generation
-from tests.models.tiny import VOCABULARY, forward, tiny_causal_lm
+from tests.models.tiny import (
+    FAMILIES,
+    SHARED,
+    VOCABULARY,
+    forward,
+    shared_by_families,
+    tiny_causal_lm,
+)
 
 LENGTH = 14
 # Rounding moves these models' logits by about 1e-5.
 MARGIN = 5e-4
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny_causal_lm()
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request):
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def plain():
+def model(family):
+    return tiny_causal_lm(family=family)
+
+
+@pytest.fixture(scope="module")
+def plain(family):
     """The same model, never compiled anew, so that its forward pass is compiled once."""
-    return tiny_causal_lm()
+    return tiny_causal_lm(family=family)
 
 
 def ragged(*lengths, seed=4):
@@ -33,11 +45,29 @@ def ragged(*lengths, seed=4):
 
 PROMPTS = {"one token, and a full row": (1, 4, LENGTH), "longer": (5, 9, 6)}
 
+
+def prompt_lengths(family):
+    """All of them for one family; each makes XLA compile every sampler anew."""
+    return list(PROMPTS.values()) if family == "griffin" else [PROMPTS["longer"]]
+
+
+def every_sampler(names):
+    """On torch, and for one family. What others add is a state: one sampler walks on in it.
+
+    Beam search, which moves states from row to row, and contrastive search, which looks at hidden
+    states, have tests of their own, for all.
+    """
+    return pytest.mark.parametrize(
+        ("family", "name"),
+        [(f, n) for f in FAMILIES for n in names if f in SHARED or n == "greedy"],
+        indirect=["family"],
+        scope="module",
+    )
+
+
 SAMPLERS = {
     "greedy": lambda: keras_hub.samplers.GreedySampler(),
-    "top_k of 1": lambda: keras_hub.samplers.TopKSampler(k=1, seed=1),
     "top_k": lambda: keras_hub.samplers.TopKSampler(k=5, seed=1, temperature=3.0),
-    "top_p of little": lambda: keras_hub.samplers.TopPSampler(p=1e-6, seed=1),
     "top_p": lambda: keras_hub.samplers.TopPSampler(p=0.9, k=20, seed=1, temperature=3.0),
     "random": lambda: keras_hub.samplers.RandomSampler(seed=1, temperature=3.0),
 }
@@ -49,9 +79,9 @@ def generate(model, sampler, prompt, given, stop_ids=None):
     return model.generate(x, stop_token_ids=stop_ids)
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_samplers_with_cache_write_what_they_write_without(model, plain, name):
-    for lengths in PROMPTS.values():
+@every_sampler(SAMPLERS)
+def test_samplers_with_cache_write_what_they_write_without(family, model, plain, name):
+    for lengths in prompt_lengths(family):
         prompt, given = ragged(*lengths)
         written = generate(model, SAMPLERS[name](), prompt, given)["token_ids"]
         wanted, margin = plain_generation.sample(plain, SAMPLERS[name](), prompt, given)
@@ -60,8 +90,8 @@ def test_samplers_with_cache_write_what_they_write_without(model, plain, name):
         np.testing.assert_array_equal(written[given], prompt[given])
 
 
-def test_beam_search_with_cache_writes_what_it_writes_without(model, plain):
-    for lengths in PROMPTS.values():
+def test_beam_search_with_cache_writes_what_it_writes_without(family, model, plain):
+    for lengths in prompt_lengths(family):
         prompt, given = ragged(*lengths)
         sampler = keras_hub.samplers.BeamSampler(num_beams=3)
         written = generate(model, sampler, prompt, given)["token_ids"]
@@ -70,9 +100,9 @@ def test_beam_search_with_cache_writes_what_it_writes_without(model, plain):
         np.testing.assert_array_equal(written, wanted)
 
 
-def test_contrastive_search_with_cache_writes_what_it_writes_without(model, plain):
+def test_contrastive_search_with_cache_writes_what_it_writes_without(family, model, plain):
     """Likeness counts for most here, and the last hidden state before the first token with it."""
-    for lengths in PROMPTS.values():
+    for lengths in prompt_lengths(family):
         prompt, given = ragged(*lengths, seed=11)
         sampler = keras_hub.samplers.ContrastiveSampler(k=4, alpha=0.9)
         written = generate(model, sampler, prompt, given)["token_ids"]
@@ -81,7 +111,8 @@ def test_contrastive_search_with_cache_writes_what_it_writes_without(model, plai
         np.testing.assert_array_equal(written, wanted)
 
 
-def test_generation_ends_where_every_row_has_stopped(model, plain):
+@pytest.mark.parametrize("family", SHARED, indirect=True)
+def test_generation_ends_where_every_row_has_stopped(family, model, plain):
     prompt, given = ragged(*PROMPTS["longer"])
     free, _ = plain_generation.sample(plain, SAMPLERS["greedy"](), prompt, given)
     stop_ids = (int(free[0, 6]), int(free[1, 10]), int(free[2, 8]))
@@ -97,8 +128,9 @@ def test_generation_ends_where_every_row_has_stopped(model, plain):
 
 @pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*The use of `x.T` on tensors:UserWarning")
-def test_a_quantized_model_writes_what_its_own_plain_passes_write():
-    model = tiny_causal_lm(num_layers=1)
+@shared_by_families
+def test_a_quantized_model_writes_what_its_own_plain_passes_write(family):
+    model = tiny_causal_lm(family=family, num_layers=1)
     model.quantize("int8")
     prompt, given = ragged(*PROMPTS["longer"])
     wanted, margin = plain_generation.sample(model, SAMPLERS["greedy"](), prompt, given)
@@ -109,7 +141,7 @@ def test_a_quantized_model_writes_what_its_own_plain_passes_write():
 def test_the_cache_has_one_size_and_takes_tokens_in_any_portions(model, plain):
     prompt, _ = ragged(LENGTH, LENGTH)
     wanted = forward(plain, prompt, np.ones_like(prompt))
-    cache = model.backbone.get_initial_state(2)
+    cache = model.backbone.get_initial_state(2, max_length=LENGTH)
     shapes = keras.tree.map_structure(lambda array: tuple(array.shape), cache)
     logits = []
     for begin, end in [(0, 1), (1, 2), (2, 9), (9, LENGTH)]:

@@ -6,8 +6,7 @@ import keras_hub
 import numpy as np
 import pytest
 
-from keras_recurrent.models import GriffinCausalLMPreprocessor
-from keras_recurrent.models.griffin import packing
+from keras_recurrent.models import GriffinCausalLMPreprocessor, packing
 from keras_recurrent.tokenizers import ByteTokenizer
 
 PAD, START, END = 0, 1, 2
@@ -149,3 +148,20 @@ def test_it_serializes():
     again = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(process))
     assert again.packed
     assert_same(again(texts()), process(texts()))
+
+
+@pytest.mark.once
+def test_rows_without_tokens_are_errors():
+    for length in (0, -1, "8", 2.5, None):
+        with pytest.raises(ValueError, match="`sequence_length` must be an integer, at least 1"):
+            GriffinCausalLMPreprocessor(ByteTokenizer(), sequence_length=length)
+    preprocessor = GriffinCausalLMPreprocessor(ByteTokenizer(), sequence_length=8, packed=True)
+    with pytest.raises(ValueError, match="`sequence_length` must be an integer, at least 1; got 0"):
+        preprocessor(["tick"], sequence_length=0)
+
+
+@pytest.mark.once
+def test_labels_beside_strings_to_pack_are_errors():
+    packs = preprocessor(packed=True)
+    with pytest.raises(ValueError, match="`y` and `sample_weight` are made here"):
+        packs(["tick"], y=[1])

@@ -1,6 +1,7 @@
 """Names and sizes, and what may be said beside them."""
 
 import logging
+import pathlib
 
 import keras
 import keras_hub
@@ -13,63 +14,113 @@ from keras_recurrent.models import (
     GriffinCausalLM,
     GriffinCausalLMPreprocessor,
     GriffinTokenizer,
-    presets,
+    preset_loaders,
 )
 from tests.models.tiny import VOCABULARY
 
-# Griffin, appendix C: D, D_rnn and depth; M is 3 throughout.
+# Griffin, appendix C: D, D_rnn, depth and heads; M is 3 throughout.
 PAPER = {
-    "hawk_100m": (768, 1024, 12),
-    "hawk_200m": (1024, 1536, 12),
-    "hawk_400m": (1536, 2048, 12),
-    "hawk_1.3b": (2048, 2560, 24),
-    "hawk_3b": (3072, 4096, 24),
-    "hawk_7b": (4096, 5632, 32),
+    "100m": (768, 1024, 12, 6),
+    "200m": (1024, 1536, 12, 8),
+    "400m": (1536, 2048, 12, 12),
+    "1.3b": (2048, 2560, 24, 16),
+    "3b": (3072, 4096, 24, 24),
+    "7b": (4096, 5632, 32, 32),
+    "14b": (5120, 8192, 40, 40),
 }
-NAMES = ["hawk_tiny", *PAPER]
+TINY = (128, 176, 4, 4)
+GEMMA = {"2b": (2560, 2560, 26, 10), "9b": (4096, 4096, 38, 16)}
+PATTERNS = {"hawk": "r", "griffin": "rra", "mqa": "a", "recurrentgemma": "rra"}
+NAMES = [
+    *(f"hawk_{size}" for size in ("tiny", *PAPER) if size != "14b"),
+    *(f"griffin_{size}" for size in ("tiny", *PAPER)),
+    *(f"mqa_{size}" for size in ("tiny", *PAPER) if size != "14b"),
+    *(f"recurrentgemma_{size}" for size in ("2b", "2b_it", "9b", "9b_it")),
+]
 
 
-def parameters(d, d_rnn, depth, vocabulary, m=3, blocks=16, width=4):
+def parameters(name):
     """Counted off the paper: section 2 (blocks), 2.4 and appendix A (RG-LRU), C (sizes)."""
-    norm = d
+    kind, size = name.removesuffix("_it").split("_")
+    if kind == "recurrentgemma":
+        d, d_rnn, depth, heads = GEMMA[size]
+        vocabulary, head, blocks = 256_000, 256, heads
+    else:
+        d, d_rnn, depth, heads = PAPER.get(size, TINY)
+        vocabulary, head, blocks = (259, 32, 16) if size == "tiny" else (32_000, 128, 16)
+    norm, m, taps = d, 3, 4
     gate = blocks * (d_rnn // blocks) ** 2 + d_rnn
     rg_lru = 2 * gate + d_rnn
-    convolution = (width + 1) * d_rnn
-    recurrent = 2 * (d * d_rnn + d_rnn) + convolution + rg_lru + (d_rnn * d + d)
+    convolution = (taps + 1) * d_rnn
+    mixers = {
+        "r": 2 * (d * d_rnn + d_rnn) + convolution + rg_lru + (d_rnn * d + d),
+        "a": d * heads * head + 2 * d * head + (heads * head * d + d),
+    }
     mlp = 2 * (d * m * d + m * d) + (m * d * d + d)
-    return vocabulary * d + depth * (2 * norm + recurrent + mlp) + norm
+    pattern = PATTERNS[kind]
+    mixing = sum(mixers[pattern[i % len(pattern)]] for i in range(depth))
+    return vocabulary * d + mixing + depth * (2 * norm + mlp) + norm
 
 
-def count_without_memory(name, **kwargs):
+def count_without_memory(name, cls=GriffinBackbone, **kwargs):
     """Builds a model whose weights have shapes but no values."""
     with keras.StatelessScope(initialize_variables=False):
-        backbone = GriffinBackbone.from_preset(name, **kwargs)
-        parameters = sum(int(np.prod(weight.shape)) for weight in backbone.weights)
+        model = cls.from_preset(name, **kwargs)
+        parameters = sum(int(np.prod(weight.shape)) for weight in model.weights)
     # Keras would still give them values at the end of the next scope.
     keras.utils.clear_session(free_memory=False)
     return parameters
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", NAMES)
 def test_parameters_are_those_of_the_paper(name):
     listed = GriffinCausalLM.presets[name]["metadata"]["params"]
-    if name in PAPER:
-        d, d_rnn, depth = PAPER[name]
-        assert listed == parameters(d, d_rnn, depth, vocabulary=32_000)
-    else:
-        assert listed == parameters(128, 176, 4, vocabulary=259)
-    assert count_without_memory(name) == listed
+    assert listed == parameters(name)
+    assert count_without_memory(name, load_weights=False) == listed
 
 
-def test_the_named_size_of_the_paper():
-    assert round(GriffinCausalLM.presets["hawk_1.3b"]["metadata"]["params"] / 1e6, 1) == 1369.8
+@pytest.mark.once
+def test_named_sizes():
+    listed = {name: row["metadata"]["params"] for name, row in GriffinCausalLM.presets.items()}
+    assert round(listed["hawk_1.3b"] / 1e6, 1) == 1369.8
+    assert round(listed["griffin_1.3b"] / 1e6, 1) == 1308.5
+    assert round(listed["mqa_1.3b"] / 1e6, 1) == 1185.9
+    assert listed["recurrentgemma_2b"] == listed["recurrentgemma_2b_it"] == 2_682_862_080
+    assert listed["recurrentgemma_9b"] == listed["recurrentgemma_9b_it"] == 8_579_977_216
+
+
+@pytest.mark.once
+def test_patterns_windows_and_positions():
+    def config(name, **kwargs):
+        with keras.StatelessScope(initialize_variables=False):
+            small = {"num_layers": 3, "vocabulary_size": 300, **kwargs}
+            backbone = GriffinBackbone.from_preset(name, load_weights=False, **small)
+        keras.utils.clear_session(free_memory=False)
+        return backbone.get_config()
+
+    griffin = config("griffin_1.3b")
+    assert griffin["block_types"] == ("recurrent", "recurrent", "local_attention")
+    assert griffin["sliding_window"] == 1024
+    assert griffin["num_query_heads"] * griffin["head_dim"] == griffin["hidden_dim"] == 2048
+    assert (griffin["num_key_value_heads"], griffin["partial_rotary_factor"]) == (1, 1.0)
+    assert griffin["embedding_scale"] is griffin["final_logit_soft_cap"] is None
+    assert config("mqa_100m")["block_types"] == ("global_attention",)
+    assert config("mqa_100m", partial_rotary_factor=0)["partial_rotary_factor"] == 0
+    gemma = config("recurrentgemma_2b")
+    assert (gemma["sliding_window"], gemma["head_dim"], gemma["num_blocks"]) == (2049, 256, 10)
+    assert (gemma["embedding_scale"], gemma["final_logit_soft_cap"]) == (50.5, 30.0)
 
 
 def test_names_are_listed_everywhere():
     for cls in (GriffinCausalLM, GriffinBackbone, GriffinTokenizer, GriffinCausalLMPreprocessor):
         assert list(cls.presets) == NAMES
     assert set(NAMES) < set(keras_hub.models.CausalLM.presets)
-    assert "no weights" in GriffinCausalLM.presets["hawk_7b"]["metadata"]["description"]
+    descriptions = {
+        name: row["metadata"]["description"] for name, row in GriffinCausalLM.presets.items()
+    }
+    assert "no weights" in descriptions["hawk_7b"]
+    assert "hf://google/recurrentgemma-9b-it" in descriptions["recurrentgemma_9b_it"]
 
 
 def test_a_name_gives_the_same_model_through_kerashub():
@@ -89,7 +140,7 @@ def test_a_name_gives_the_same_model_through_kerashub():
 
 
 def test_fresh_initialization_is_said_once(caplog, monkeypatch):
-    monkeypatch.setattr(presets, "_announced", set())
+    monkeypatch.setattr(preset_loaders, "_announced", set())
     with caplog.at_level(logging.WARNING, "keras_recurrent"):
         for _ in range(2):
             GriffinBackbone.from_preset("hawk_tiny", num_layers=1)
@@ -157,6 +208,8 @@ def test_unknown_names_list_near_ones():
             load("hawk_10m")
         with pytest.raises(ValueError, match=r"[Uu]nknown preset"):
             load("something_else")
+        with pytest.raises(ValueError, match=r"`preset` must be a string.*`str\(path\)`"):
+            load(pathlib.Path("something"))
 
 
 def test_a_paper_size_trains_on_strings_out_of_the_box():

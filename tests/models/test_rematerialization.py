@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from tests.models.tiny import VOCABULARY, tiny_causal_lm
+from tests.models.tiny import VOCABULARY, any_family, shared_by_families, tiny_causal_lm
 
 BACKEND = keras.config.backend()
 
@@ -24,9 +24,9 @@ def batch(length):
     return x, token_ids[:, 1:]
 
 
-def training_step(mode, dtype):
+def training_step(mode, dtype, family="griffin"):
     """All that one step adds to the weights, as one vector."""
-    model = model_in(mode, dtype=dtype)
+    model = model_in(mode, dtype=dtype, family=family)
     before = model.get_weights()
     model.compile(keras.optimizers.SGD(0.1))
     model.train_on_batch(*batch(length=8))
@@ -34,8 +34,9 @@ def training_step(mode, dtype):
     return np.concatenate([step.ravel() for step in steps])
 
 
-def test_a_training_step_is_the_same():
-    plain, recomputed = (training_step(mode, "float32") for mode in (None, "full"))
+@shared_by_families
+def test_a_training_step_is_the_same(family):
+    plain, recomputed = (training_step(mode, "float32", family) for mode in (None, "full"))
     assert np.linalg.norm(recomputed - plain) < 1e-5 * np.linalg.norm(plain)
 
 
@@ -53,12 +54,13 @@ def test_the_scope_chooses_blocks_by_name():
         model = tiny_causal_lm()
     blocks = model.backbone.transformer_layers
     plain = [block.rematerialized_call(block.call) == block.call for block in blocks]
-    assert plain == [True, False]
+    assert plain == [True, False, True]
     assert model.rematerialized_call(model.call) == model.call
 
 
-def test_nothing_inside_a_block_recomputes_by_itself():
-    model = model_in("full")
+@any_family
+def test_nothing_inside_a_block_recomputes_by_itself(family):
+    model = model_in("full", family=family)
     modes = {
         layer.name: layer._remat_mode.mode if layer._remat_mode else None
         for layer in model.backbone.transformer_layers[0]._flatten_layers(include_self=False)
@@ -108,9 +110,11 @@ def held_between_passes(model, x, y):
 
 
 @pytest.mark.skipif(BACKEND == "tensorflow", reason="TensorFlow does not tell what it holds")
-def test_less_is_held_between_forward_and_backward_pass():
+@any_family
+def test_less_is_held_between_forward_and_backward_pass(family):
     x, y = batch(length=512)
     plain, recomputing = (
-        held_between_passes(model_in(mode, num_layers=4), x, y) for mode in (None, "full")
+        held_between_passes(model_in(mode, num_layers=4, family=family), x, y)
+        for mode in (None, "full")
     )
     assert recomputing < 0.2 * plain

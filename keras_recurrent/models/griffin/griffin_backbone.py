@@ -1,37 +1,67 @@
-"""The network of Hawk and Griffin, from tokens to hidden states."""
+"""The network of Hawk, Griffin and the Transformer beside them, from tokens to hidden states."""
 
 import keras
-import keras_hub
-from keras import ops
 
-from keras_recurrent.layers import RecurrentBlock, RMSNorm
-from keras_recurrent.models import presets
+from keras_recurrent.layers import LocalAttention, RecurrentBlock, RMSNorm
 from keras_recurrent.models.griffin.griffin_residual_block import GriffinResidualBlock
-from keras_recurrent.models.segments import SegmentsOptional
+from keras_recurrent.models.recurrent_backbone import (
+    RecurrentBackbone,
+    check_sizes,
+    layout_map_with_axes,
+    reversible_embedding,
+)
+
+# What a block type cannot do without, beside what all of them share.
+NEEDS = {
+    "recurrent": ("lru_width",),
+    "local_attention": ("num_query_heads", "sliding_window"),
+    "global_attention": ("num_query_heads",),
+}
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-class GriffinBackbone(SegmentsOptional, keras_hub.models.Backbone):
-    """The network of Hawk and Griffin: token ids in, the hidden states before the logits out.
+class GriffinBackbone(RecurrentBackbone):
+    """The network of Hawk, Griffin and the MQA Transformer: tokens in, hidden states out.
 
     Residual blocks (see `GriffinResidualBlock`) between an embedding, whose weights are also those
     of the logits, and a last RMSNorm. De et al. 2024, arXiv:2402.19427, section 2. `block_types`
-    says what mixes the tokens: Hawk is all `"recurrent"`.
+    says what mixes the tokens: Hawk is all `"recurrent"`, Griffin repeats `("recurrent",
+    "recurrent", "local_attention")`, and the Transformer that the paper compares with is all
+    `"global_attention"`. Arguments of blocks that the pattern does not have are not used.
+
+    RecurrentGemma (Botev et al. 2024, arXiv:2404.07839) is Griffin with an `embedding_scale` of
+    sqrt(D), a `final_logit_soft_cap` of 30 and a `partial_rotary_factor` of 0.5.
 
     Args:
         vocabulary_size: integer, the number of tokens.
         num_layers: integer, the number of residual blocks, the paper's depth.
         hidden_dim: integer, the width D of the residual stream.
-        lru_width: integer, the width D_rnn inside the recurrent blocks, near 4 D / 3.
         intermediate_dim: integer, the width inside the gated MLP: 3 D in the paper.
+        lru_width: integer, the width D_rnn inside the recurrent blocks, near 4 D / 3.
         num_blocks: integer, blocks of the RG-LRU's block-diagonal gates; must divide `lru_width`.
             Defaults to 16.
-        block_types: a pattern of `"recurrent"`, repeated and cut at `num_layers`.
+        block_types: a pattern of `"recurrent"`, `"local_attention"` and `"global_attention"`,
+            repeated and cut at `num_layers`; or one of these names, for all blocks.
+        num_query_heads: integer, heads of queries in the blocks of attention.
+        num_key_value_heads: integer, heads of keys and values, which must divide
+            `num_query_heads`. Defaults to 1.
+        head_dim: integer, the size of a head. Defaults to 128.
+        sliding_window: integer, how many tokens a token sees in local attention, itself included:
+            1024 in the paper.
+        rope_max_wavelength: number, the base of the rotary positions' wavelengths.
+        partial_rotary_factor: float, the part of each head that rotary positions turn; 0: none
+            (NoPE).
+        embedding_scale: float that multiplies the embeddings; None: 1.
+        final_logit_soft_cap: float, s in logits `s tanh(z / s)`; None: z as it is.
+        a_initializer: how the recurrences' decays start; see `keras_recurrent.layers.RGLRU`.
         layer_norm_epsilon: float, ε of all RMSNorms.
         dtype: a dtype, policy or its name; `"mixed_bfloat16"` computes in bfloat16 but keeps
             weights, recurrences and their states in float32.
         name: string.
         trainable: boolean.
+
+    Linear maps and convolutions start LeCun-normal with biases of 0, also where RecurrentGemma's
+    released code starts some of them smaller.
 
     Call arguments:
         inputs: a dictionary of `token_ids` `[B, T]`, `padding_mask` `[B, T]` (True or 1 at real
@@ -43,19 +73,25 @@ class GriffinBackbone(SegmentsOptional, keras_hub.models.Backbone):
         `[B, T, hidden_dim]`, in the compute dtype.
 
     Raises:
-        ValueError: an unknown block type, an empty pattern, or a `num_blocks` that does not divide
-            `lru_width`.
+        ValueError: a size below 1, an unknown block type, an empty pattern, a pattern with blocks
+            whose arguments are missing, a `num_blocks` that does not divide `lru_width`, a
+            `num_key_value_heads` that does not divide `num_query_heads`, or a
+            `final_logit_soft_cap` not above 0.
 
-    Example:
+    Example: a small Griffin.
 
     >>> import numpy as np
     >>> import keras_recurrent
     >>> backbone = keras_recurrent.models.GriffinBackbone(
     ...     vocabulary_size=259,
-    ...     num_layers=2,
+    ...     num_layers=3,
     ...     hidden_dim=24,
-    ...     lru_width=32,
     ...     intermediate_dim=72,
+    ...     lru_width=32,
+    ...     block_types=("recurrent", "recurrent", "local_attention"),
+    ...     num_query_heads=3,
+    ...     head_dim=8,
+    ...     sliding_window=16,
     ... )
     >>> token_ids = np.array([[1, 100, 101, 102, 0]])
     >>> tuple(backbone({"token_ids": token_ids, "padding_mask": token_ids > 0}).shape)
@@ -67,110 +103,116 @@ class GriffinBackbone(SegmentsOptional, keras_hub.models.Backbone):
         vocabulary_size,
         num_layers,
         hidden_dim,
-        lru_width,
         intermediate_dim,
+        lru_width=None,
         num_blocks=16,
         block_types=("recurrent",),
+        num_query_heads=None,
+        num_key_value_heads=1,
+        head_dim=128,
+        sliding_window=None,
+        rope_max_wavelength=10_000,
+        partial_rotary_factor=1.0,
+        embedding_scale=None,
+        final_logit_soft_cap=None,
+        a_initializer="griffin",
         layer_norm_epsilon=1e-6,
         dtype=None,
         name=None,
         trainable=True,
     ):
-        temporal_blocks = {
-            "recurrent": lambda: RecurrentBlock(
-                lru_width, num_blocks=num_blocks, dtype=dtype, name="temporal_block"
-            ),
-        }
-        block_types = tuple(block_types)
-        _check_block_types(block_types, supported=tuple(temporal_blocks))
+        check_sizes(
+            vocabulary_size=vocabulary_size,
+            num_layers=num_layers,
+            hidden_dim=hidden_dim,
+            intermediate_dim=intermediate_dim,
+        )
+        if final_logit_soft_cap is not None and not final_logit_soft_cap > 0:
+            raise ValueError(
+                "`final_logit_soft_cap` must be above 0, or None for logits as they are; got "
+                f"{final_logit_soft_cap}."
+            )
 
-        # === Layers ===
+        def recurrent():
+            return RecurrentBlock(
+                lru_width,
+                num_blocks=num_blocks,
+                a_initializer=a_initializer,
+                dtype=dtype,
+                name="temporal_block",
+            )
+
+        def attention(window):
+            return LocalAttention(
+                num_query_heads,
+                num_key_value_heads,
+                head_dim,
+                sliding_window=window,
+                rope_max_wavelength=rope_max_wavelength,
+                partial_rotary_factor=partial_rotary_factor,
+                dtype=dtype,
+                name="temporal_block",
+            )
+
+        make = {
+            "recurrent": recurrent,
+            "local_attention": lambda: attention(sliding_window),
+            "global_attention": lambda: attention(None),
+        }
+        # A name alone is no pattern: its letters would be.
+        block_types = (block_types,) if isinstance(block_types, str) else tuple(block_types)
+        _check_block_types(
+            block_types,
+            num_layers,
+            lru_width=lru_width,
+            num_query_heads=num_query_heads,
+            sliding_window=sliding_window,
+        )
+
         # Only blocks recompute under `keras.RematScope`: the logits call the embedding with a flag.
         with keras.RematScope(mode=None):
-            self.token_embedding = keras.layers.ReversibleEmbedding(
-                vocabulary_size,
-                hidden_dim,
-                # Logits of about unit variance: the last norm leaves states of unit size.
-                embeddings_initializer=keras.initializers.RandomNormal(stddev=hidden_dim**-0.5),
-                # By itself, Keras computes logits in float32 inside a model, though not outside.
-                reverse_dtype=keras.dtype_policies.get(dtype).compute_dtype,
-                dtype=dtype,
-                name="token_embedding",
+            token_embedding = reversible_embedding(
+                vocabulary_size, hidden_dim, logit_soft_cap=final_logit_soft_cap, dtype=dtype
             )
-            mixers = [
-                temporal_blocks[block_types[i % len(block_types)]]() for i in range(num_layers)
-            ]
-            self.final_norm = RMSNorm(layer_norm_epsilon, dtype=dtype, name="final_norm")
-        self.transformer_layers = [
+            mixers = [make[block_types[i % len(block_types)]]() for i in range(num_layers)]
+            final_norm = RMSNorm(layer_norm_epsilon, dtype=dtype, name="final_norm")
+        blocks = [
             GriffinResidualBlock(
                 mixer, intermediate_dim, layer_norm_epsilon, dtype=dtype, name=f"block_{i}"
             )
             for i, mixer in enumerate(mixers)
         ]
-
-        # === Functional model ===
-        inputs = {
-            key: keras.Input((None,), dtype="int32", name=key)
-            for key in ("token_ids", "padding_mask", "segment_ids")
-        }
-        mask = ops.cast(inputs["padding_mask"], "bool")
-        x = self.token_embedding(inputs["token_ids"])
-        for block in self.transformer_layers:
-            # Keras would attach a `mask` to all that follows, and rescale the loss by it.
-            x = block(x, inputs_mask=mask, segment_ids=inputs["segment_ids"])
         super().__init__(
-            inputs=inputs, outputs=self.final_norm(x), dtype=dtype, name=name, trainable=trainable
+            token_embedding,
+            blocks,
+            final_norm,
+            embedding_scale=embedding_scale,
+            dtype=dtype,
+            name=name,
+            trainable=trainable,
         )
 
         # === Config ===
         self.vocabulary_size = vocabulary_size
         self.num_layers = num_layers
         self.hidden_dim = hidden_dim
-        self.lru_width = lru_width
         self.intermediate_dim = intermediate_dim
+        self.lru_width = lru_width
         self.num_blocks = num_blocks
         self.block_types = block_types
+        self.num_query_heads = num_query_heads
+        self.num_key_value_heads = num_key_value_heads
+        self.head_dim = head_dim
+        self.sliding_window = sliding_window
+        self.rope_max_wavelength = rope_max_wavelength
+        self.partial_rotary_factor = partial_rotary_factor
+        self.final_logit_soft_cap = final_logit_soft_cap
+        self.a_initializer = a_initializer
         self.layer_norm_epsilon = layer_norm_epsilon
 
-    @classmethod
-    def from_preset(cls, preset, load_weights=None, **kwargs):
-        """A backbone by the name of its sizes, or from a directory of `save_to_preset`.
-
-        As in `GriffinCausalLM.from_preset`, with the backbone's arguments alone.
-
-        Example:
-
-        >>> import keras_recurrent
-        >>> backbone = keras_recurrent.models.GriffinBackbone.from_preset("hawk_tiny")
-        >>> backbone.count_params()
-        921088
-        """
-        presets.check_overrides(preset, [cls], kwargs)
-        load_weights = presets.resolve_load_weights(preset, load_weights)
-        kwargs = presets.resolve_backbone_overrides(preset, kwargs)
-        return super().from_preset(preset, load_weights, **kwargs)
-
-    def get_initial_state(self, batch_size):
-        """The generation cache in which nothing was seen: a tuple of the blocks' states.
-
-        Its size depends on the batch and the model alone, not on the length of the text.
-        """
-        return tuple(block.get_initial_state(batch_size) for block in self.transformer_layers)
-
-    def rematerialized_call(self, layer_call, *args, **kwargs):
-        return layer_call  # its blocks recompute, the whole would keep nothing
-
     def default_lora_layer_names(self):
-        """The linear maps of the recurrent blocks, for `enable_lora`."""
-        return ["linear_x", "linear_y", "linear_out"]
-
-    def enable_lora(self, rank, target_layer_names=None):
-        """Freezes all weights but new low-rank ones beside some kernels, as in KerasHub."""
-        super().enable_lora(rank, target_layer_names)
-        # KerasHub leaves the biases beside those kernels to train, but never saves them.
-        for layer in self._flatten_layers(include_self=False):
-            if getattr(layer, "lora_enabled", False) and layer.bias is not None:
-                layer.bias.trainable = False
+        """The linear maps of the blocks that mix tokens, for `enable_lora`."""
+        return ["linear_x", "linear_y", "linear_out", "q_proj", "k_proj", "v_proj", "o_proj"]
 
     @staticmethod
     def get_layout_map(
@@ -180,13 +222,15 @@ class GriffinBackbone(SegmentsOptional, keras_hub.models.Backbone):
 
         Inside a recurrent block every channel keeps to itself, and its gates to their blocks: the
         `lru_width` and the MLP's `intermediate_dim` are split along the model axis, so that a
-        block communicates only where it returns to the residual stream. The width of the residual
+        block communicates only where it returns to the residual stream. So are the heads of
+        queries; keys and values, which all of them share, are not. The width of the residual
         stream is split along the data axis. Small weights, such as norms, are copied.
 
         Args:
             device_mesh: a `keras.distribution.DeviceMesh`.
             model_parallel_dim_name: string, its axis for the model. Its size must divide
-                `vocabulary_size`, `lru_width`, `num_blocks` and `intermediate_dim`.
+                `vocabulary_size`, `lru_width`, `num_blocks`, `num_query_heads` and
+                `intermediate_dim`.
             data_parallel_dim_name: string, its axis for the data. Its size must divide
                 `hidden_dim`.
 
@@ -209,26 +253,13 @@ class GriffinBackbone(SegmentsOptional, keras_hub.models.Backbone):
             model = GriffinCausalLM.from_preset("hawk_1.3b")
         ```
         """
-        if not isinstance(device_mesh, keras.distribution.DeviceMesh):
-            raise ValueError(
-                "`device_mesh` must be a `keras.distribution.DeviceMesh`. Received: "
-                f"{type(device_mesh).__name__}"
-            )
         data, model = data_parallel_dim_name, model_parallel_dim_name
-        for argument, name in (
-            ("data_parallel_dim_name", data),
-            ("model_parallel_dim_name", model),
-        ):
-            if name not in device_mesh.axis_names:
-                raise ValueError(
-                    f"`{argument}` must be an axis of `device_mesh`, one of "
-                    f"{device_mesh.axis_names}. Received: {name!r}"
-                )
-        layout_map = keras.distribution.LayoutMap(device_mesh)
+        layout_map = layout_map_with_axes(device_mesh, model, data)
         layout_map["token_embedding/embeddings"] = (model, data)
-        layout_map["block.*(linear_x|linear_y|gate_proj|up_proj)/kernel"] = (data, model)
+        layout_map["block.*(linear_x|linear_y|q_proj|gate_proj|up_proj)/kernel"] = (data, model)
         layout_map["block.*(linear_x|linear_y|gate_proj|up_proj)/bias"] = (model,)
-        layout_map["block.*(linear_out|down_proj)/kernel"] = (model, data)
+        layout_map["block.*(k_proj|v_proj)/kernel"] = (data, None)
+        layout_map["block.*(linear_out|o_proj|down_proj)/kernel"] = (model, data)
         layout_map["block.*conv1d/kernel"] = (None, model)
         layout_map["block.*conv1d/bias"] = (model,)
         layout_map["block.*rg_lru/a_logit"] = (model,)
@@ -241,17 +272,31 @@ class GriffinBackbone(SegmentsOptional, keras_hub.models.Backbone):
             "vocabulary_size": self.vocabulary_size,
             "num_layers": self.num_layers,
             "hidden_dim": self.hidden_dim,
-            "lru_width": self.lru_width,
             "intermediate_dim": self.intermediate_dim,
+            "lru_width": self.lru_width,
             "num_blocks": self.num_blocks,
             "block_types": self.block_types,
+            "num_query_heads": self.num_query_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "head_dim": self.head_dim,
+            "sliding_window": self.sliding_window,
+            "rope_max_wavelength": self.rope_max_wavelength,
+            "partial_rotary_factor": self.partial_rotary_factor,
+            "embedding_scale": self.embedding_scale,
+            "final_logit_soft_cap": self.final_logit_soft_cap,
+            "a_initializer": keras.saving.serialize_keras_object(self.a_initializer),
             "layer_norm_epsilon": self.layer_norm_epsilon,
         }
 
 
-def _check_block_types(block_types, supported):
-    if not block_types or not set(block_types) <= set(supported):
-        raise ValueError(
-            f"`block_types` must be a pattern of {', '.join(map(repr, supported))}: this version "
-            f"has no other blocks. Received: {block_types}"
-        )
+def _check_block_types(block_types, num_layers, **arguments):
+    known = ", ".join(map(repr, NEEDS))
+    if not block_types or not set(block_types) <= set(NEEDS):
+        raise ValueError(f"`block_types` must be a pattern of {known}. Received: {block_types}")
+    for block_type in block_types[:num_layers]:
+        for name in NEEDS[block_type]:
+            if arguments[name] is None:
+                raise ValueError(
+                    f"`{name}` is needed for the {block_type!r} blocks of `block_types`, "
+                    f"{block_types}. Received: None"
+                )

@@ -1,29 +1,24 @@
-"""Hawk and Griffin as language models: train, score, write."""
-
-import functools
+"""Hawk and Griffin as language models."""
 
 import keras
-import keras_hub
-import numpy as np
-from keras import ops
 
-from keras_recurrent.models import presets
 from keras_recurrent.models.griffin.griffin_backbone import GriffinBackbone
 from keras_recurrent.models.griffin.griffin_causal_lm_preprocessor import (
     GriffinCausalLMPreprocessor,
 )
-from keras_recurrent.models.segments import SegmentsOptional
+from keras_recurrent.models.recurrent_causal_lm import RecurrentCausalLM
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-class GriffinCausalLM(SegmentsOptional, keras_hub.models.CausalLM):
+class GriffinCausalLM(RecurrentCausalLM):
     """Hawk and Griffin as language models.
 
     A `GriffinBackbone`, and the logits of the next token from its embedding's own weights.
     De et al. 2024, arXiv:2402.19427. It does what a KerasHub causal language model does: `fit` and
     `evaluate` on strings or tokens, `generate`, `score`, `save_to_preset`, LoRA through
-    `backbone.enable_lora`, `quantize("int8")`. A step of generation takes the same time and memory
-    at every length of text.
+    `backbone.enable_lora`, `quantize("int8")`. With recurrent blocks and local attention, a step of
+    generation takes the same time and memory at every length of text; global attention keeps the
+    keys and values of all of it.
 
     Args:
         backbone: a `GriffinBackbone`.
@@ -41,11 +36,12 @@ class GriffinCausalLM(SegmentsOptional, keras_hub.models.CausalLM):
         Logits `[B, T, vocabulary_size]`, in the compute dtype.
 
     Raises:
-        ValueError: the preprocessor's tokenizer has tokens that the backbone does not know.
+        ValueError: a backbone or preprocessor of another kind, or a tokenizer with tokens that the
+            backbone does not know.
 
     Example: a small Hawk learns a text and goes on with it.
 
-    >>> import keras_recurrent
+    >>> import keras, keras_recurrent
     >>> model = keras_recurrent.models.GriffinCausalLM.from_preset("hawk_tiny", num_layers=1)
     >>> model.compile(keras.optimizers.Adam(1e-3), model.loss, sampler="greedy")
     >>> history = model.fit(["All happy families are alike."] * 4, batch_size=2, verbose=0)
@@ -55,6 +51,7 @@ class GriffinCausalLM(SegmentsOptional, keras_hub.models.CausalLM):
 
     Without a preprocessor, a prompt is a row of tokens with room for more, all at its left:
 
+    >>> import numpy as np
     >>> model = keras_recurrent.models.GriffinCausalLM(model.backbone)
     >>> token_ids = np.array([[1, 68, 111, 0, 0, 0]])
     >>> prompt = {"token_ids": token_ids, "padding_mask": token_ids > 0}
@@ -64,338 +61,3 @@ class GriffinCausalLM(SegmentsOptional, keras_hub.models.CausalLM):
 
     backbone_cls = GriffinBackbone
     preprocessor_cls = GriffinCausalLMPreprocessor
-
-    def __init__(self, backbone, preprocessor=None, compile=True, name=None, trainable=True):
-        _check_vocabulary(backbone, preprocessor)
-        self.backbone = backbone
-        self.preprocessor = preprocessor
-        inputs = backbone.input
-        outputs = backbone.token_embedding(backbone(inputs), reverse=True)
-        super().__init__(
-            inputs=inputs, outputs=outputs, compile=compile, name=name, trainable=trainable
-        )
-
-    @classmethod
-    def from_preset(cls, preset, load_weights=None, **kwargs):
-        """A model by the name of its sizes, or from a directory of `save_to_preset`.
-
-        `GriffinCausalLM.presets` lists the names. None of them has published weights: they start
-        from fresh initialization, and say so once.
-
-        Args:
-            preset: string, a name or a directory.
-            load_weights: None, the default, loads weights where there are any. True insists on
-                them, False leaves them alone.
-            **kwargs: whatever the backbone (`vocabulary_size=`, `dtype=`), the preprocessor
-                (`sequence_length=`, `packed=`) and the model (`preprocessor=`, `compile=`) take,
-                in place of what the preset says.
-
-        Raises:
-            ValueError: an unknown name, `load_weights=True` where there are none, or an argument
-                that nothing understands.
-
-        Example:
-
-        >>> import keras_recurrent
-        >>> model = keras_recurrent.models.GriffinCausalLM.from_preset(
-        ...     "hawk_tiny", num_layers=2, dtype="mixed_bfloat16", sequence_length=64, packed=True
-        ... )
-        >>> model.backbone.num_layers, model.preprocessor.sequence_length
-        (2, 64)
-        """
-        load_weights = presets.resolve_load_weights(preset, load_weights)
-        kwargs = presets.resolve_task_overrides(preset, cls, load_weights, kwargs)
-        return super().from_preset(preset, load_weights, **kwargs)
-
-    def compile(
-        self, optimizer="auto", loss="auto", *, weighted_metrics="auto", sampler="top_k", **kwargs
-    ):
-        """Sets how the model trains and samples; see `keras_hub.models.CausalLM.compile`.
-
-        Raises:
-            ValueError: the sampler is speculative, which takes back tokens that it tried, as a
-                recurrent state cannot; or it returns several beams for a prompt.
-        """
-        sampler = keras_hub.samplers.get(sampler)
-        if isinstance(sampler, keras_hub.samplers.SpeculativeSampler):
-            raise ValueError(
-                "`sampler`: `GriffinCausalLM` does not support the speculative sampler. It takes "
-                "back tokens that it tried, which a recurrent state cannot undo. Use 'top_k', "
-                "'top_p', 'random', 'greedy', 'beam' or 'contrastive'."
-            )
-        if getattr(sampler, "return_all_beams", False):
-            raise ValueError(
-                "`sampler`: `generate` has one text for a prompt. Leave out `return_all_beams`."
-            )
-        super().compile(
-            optimizer, loss, weighted_metrics=weighted_metrics, sampler=sampler, **kwargs
-        )
-
-    def get_compile_config(self):
-        config = super().get_compile_config()
-        if config:
-            config["sampler"] = keras_hub.samplers.serialize(self.sampler)
-            config["optimizer_built"] = self.optimizer.built
-        return config
-
-    def compile_from_config(self, config):
-        # Keras leaves this to models with a `compile` of their own. With it, a `.keras` file keeps
-        # the optimizer and its state, and training goes on.
-        config = keras.saving.deserialize_keras_object(config)
-        optimizer_built = config.pop("optimizer_built")
-        self.compile(**config)
-        if optimizer_built:
-            self.optimizer.build(self.trainable_variables)
-
-    # === Training ===
-
-    def fit(
-        self,
-        x=None,
-        y=None,
-        batch_size=None,
-        sample_weight=None,
-        validation_data=None,
-        **kwargs,
-    ):
-        """As in Keras, from strings or from the tokens that the preprocessor makes of them.
-
-        With a packing preprocessor, lists and arrays of strings are packed as a whole, and
-        `batch_size`, `validation_split` and `shuffle` mean rows. See `GriffinCausalLMPreprocessor`.
-        """
-        x, y, sample_weight = self._packed(x, y, sample_weight)
-        if _is_strings(validation_data):
-            validation_data = (validation_data,)
-        if isinstance(validation_data, (tuple, list)):
-            held_out = keras.utils.unpack_x_y_sample_weight(tuple(validation_data))
-            validation_data = self._packed(*held_out)
-        # KerasHub makes a dataset to preprocess step by step, which Keras cannot shuffle.
-        held_out_x = validation_data[0] if isinstance(validation_data, tuple) else validation_data
-        ready = _is_tokens(x) and (held_out_x is None or _is_tokens(held_out_x))
-        fit = functools.partial(keras.Model.fit, self) if ready else super().fit
-        return fit(
-            x=x,
-            y=y,
-            batch_size=batch_size,
-            sample_weight=sample_weight,
-            validation_data=validation_data,
-            **kwargs,
-        )
-
-    def evaluate(self, x=None, y=None, batch_size=None, sample_weight=None, **kwargs):
-        """As in Keras, from strings or tokens; strings are packed as in `fit`."""
-        x, y, sample_weight = self._packed(x, y, sample_weight)
-        evaluate = functools.partial(keras.Model.evaluate, self)
-        evaluate = evaluate if _is_tokens(x) else super().evaluate
-        return evaluate(x=x, y=y, batch_size=batch_size, sample_weight=sample_weight, **kwargs)
-
-    def _packed(self, x, y=None, sample_weight=None):
-        """Strings in memory as packed rows of tokens; all else as it is."""
-        if not (_is_strings(x) and getattr(self.preprocessor, "packed", False)):
-            return x, y, sample_weight
-        rows = self.preprocessor(list(x), y=y, sample_weight=sample_weight)
-        return keras.tree.map_structure(ops.convert_to_numpy, rows)
-
-    def preprocess_samples(self, x, y=None, sample_weight=None):
-        if _is_tokens(x):
-            return keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
-        return super().preprocess_samples(x, y, sample_weight)
-
-    def rematerialized_call(self, layer_call, *args, **kwargs):
-        return layer_call  # the backbone's blocks recompute, the whole would keep nothing
-
-    # === Generation ===
-
-    def call_with_cache(self, token_ids, cache, cache_update_index=None, padding_mask=None):
-        """The logits of a few more tokens, and the cache after them.
-
-        Args:
-            token_ids: integers `[B, T]`, the tokens that follow on what the cache has seen.
-            cache: a tuple of the blocks' states, from a call before or from
-                `backbone.get_initial_state(batch_size)`.
-            cache_update_index: taken for KerasHub's signature; a state needs no place.
-            padding_mask: boolean `[B, T]`, False at tokens to leave out; None: all count.
-
-        Returns:
-            `(logits [B, T, vocabulary_size], hidden_states [B, T, hidden_dim], cache)`.
-
-        Example:
-
-        >>> import keras_recurrent
-        >>> model = keras_recurrent.models.GriffinCausalLM.from_preset("hawk_tiny", num_layers=1)
-        >>> cache = model.backbone.get_initial_state(batch_size=1)
-        >>> logits, _, cache = model.call_with_cache(np.array([[1, 100]]), cache)
-        >>> logits, _, cache = model.call_with_cache(np.array([[101]]), cache)
-        >>> tuple(logits.shape)
-        (1, 1, 259)
-        """
-        hidden_states, cache = self._hidden_with_cache(token_ids, cache, padding_mask)
-        logits = self.backbone.token_embedding(hidden_states, reverse=True)
-        return logits, hidden_states, cache
-
-    def _hidden_with_cache(self, token_ids, cache, padding_mask=None):
-        x = self.backbone.token_embedding(token_ids)
-        states = []
-        for block, state in zip(self.backbone.transformer_layers, cache, strict=True):
-            x, state = block(x, inputs_mask=padding_mask, initial_state=state, return_state=True)
-            states.append(state)
-        return self.backbone.final_norm(x), tuple(states)
-
-    def make_generate_function(self):
-        """The generation of one batch of tokens, compiled, behind a check of the prompts."""
-        if self.generate_function is None:  # type: ignore[has-type]
-            generate = super().make_generate_function()
-
-            def checked_generate(inputs, stop_token_ids=None):
-                _check_prompts(ops.convert_to_numpy(inputs["padding_mask"]))
-                return generate(inputs, stop_token_ids=stop_token_ids)
-
-            self.generate_function = checked_generate
-        return self.generate_function
-
-    def generate_step(self, inputs, stop_token_ids=None):
-        """Writes into one batch of tokens; compiled by `generate`, which users call.
-
-        Args:
-            inputs: a dictionary of `token_ids` and `padding_mask` `[B, T]`, every row with a
-                prompt of at least one token at its left and room for new tokens after it.
-            stop_token_ids: a tuple of token ids; once every row has a new one of them, generation
-                ends. None: it fills all rows.
-
-        Returns:
-            A dictionary of `token_ids` and `padding_mask`, the latter True up to and with the
-            first new stop token.
-        """
-        token_ids = inputs["token_ids"]
-        padding_mask = ops.cast(inputs["padding_mask"], "bool")
-        index = ops.min(ops.sum(ops.cast(padding_mask, "int32"), axis=-1))
-
-        def next_token(prompt, cache, index):
-            last = ops.slice(prompt, [0, index - 1], [ops.shape(prompt)[0], 1])
-            logits, hidden_states, cache = self.call_with_cache(last, cache)
-            return ops.squeeze(logits, axis=1), ops.squeeze(hidden_states, axis=1), cache
-
-        # A sampler begins by feeding the token at `index - 1` and then forces the rest of longer
-        # prompts. A state cannot take a token twice, so the cache begins before that one.
-        places = ops.arange(ops.shape(token_ids)[1], dtype="int32")
-        seen = ops.broadcast_to(places < index - 1, ops.shape(token_ids))
-        cache = self.backbone.get_initial_state(ops.shape(token_ids)[0])
-        hidden_states, cache = self._hidden_with_cache(token_ids, cache, seen)
-        if isinstance(self.sampler, keras_hub.samplers.ContrastiveSampler):
-            # It compares with all hidden states before `index`, the last of which is missing.
-            _, last, _ = next_token(token_ids, cache, index)
-            hidden_states = ops.slice_update(hidden_states, [0, index - 1, 0], last[:, None])
-
-        token_ids = self.sampler(
-            next=next_token,
-            prompt=token_ids,
-            cache=cache,
-            index=index,
-            mask=padding_mask,
-            stop_token_ids=stop_token_ids,
-            hidden_states=hidden_states,
-            model=self,
-        )
-        return {
-            "token_ids": token_ids,
-            "padding_mask": _written(token_ids, padding_mask, stop_token_ids),
-        }
-
-    # === Scores ===
-
-    def score(
-        self,
-        token_ids,
-        padding_mask=None,
-        scoring_mode="logits",
-        layer_intercept_fn=None,
-        target_ids=None,
-    ):
-        """The model's opinion of given tokens, with a look inside.
-
-        Args:
-            token_ids: integers `[B, T]`.
-            padding_mask: boolean `[B, T]`, False at padding; None: all tokens are real.
-            scoring_mode: `"logits"` or `"loss"`.
-            layer_intercept_fn: a function of activations `[B, T, hidden_dim]` and a number, -1 for
-                the embeddings and i for the output of block i; the model goes on with what it
-                returns.
-            target_ids: integers `[B, T]`, the tokens that should follow; needed for `"loss"`.
-
-        Returns:
-            Logits `[B, T, vocabulary_size]`, or the cross-entropy of each target in nats `[B, T]`.
-
-        Raises:
-            ValueError: an unknown `scoring_mode`, or `"loss"` without `target_ids`.
-
-        Example:
-
-        >>> import keras_recurrent
-        >>> model = keras_recurrent.models.GriffinCausalLM.from_preset("hawk_tiny", num_layers=1)
-        >>> token_ids = np.array([[1, 100, 101, 102]])
-        >>> loss = model.score(
-        ...     token_ids[:, :-1], scoring_mode="loss", target_ids=token_ids[:, 1:]
-        ... )
-        >>> tuple(loss.shape)
-        (1, 3)
-        """
-        if scoring_mode not in ("logits", "loss"):
-            raise ValueError(
-                f"`scoring_mode` must be 'logits' or 'loss'. Received: {scoring_mode!r}"
-            )
-        if scoring_mode == "loss" and target_ids is None:
-            raise ValueError(
-                "`target_ids` is needed for `scoring_mode='loss'`: the tokens that should follow, "
-                "such as `keras.ops.roll(token_ids, -1, axis=1)`."
-            )
-        intercept = layer_intercept_fn or (lambda x, i: x)
-        mask = None if padding_mask is None else ops.cast(padding_mask, "bool")
-        x = intercept(self.backbone.token_embedding(token_ids), -1)
-        for i, block in enumerate(self.backbone.transformer_layers):
-            x = intercept(block(x, inputs_mask=mask), i)
-        logits = self.backbone.token_embedding(self.backbone.final_norm(x), reverse=True)
-        if scoring_mode == "logits":
-            return logits
-        return ops.sparse_categorical_crossentropy(target_ids, logits, from_logits=True)
-
-
-def _is_strings(x):
-    return isinstance(x, (list, tuple, np.ndarray)) and len(x) and isinstance(x[0], (str, bytes))
-
-
-def _is_tokens(x):
-    return isinstance(x, dict) and "token_ids" in x
-
-
-def _check_vocabulary(backbone, preprocessor):
-    tokenizer = getattr(preprocessor, "tokenizer", None)
-    if tokenizer is not None and tokenizer.vocabulary_size() > backbone.vocabulary_size:
-        raise ValueError(
-            f"`preprocessor`: its tokenizer has {tokenizer.vocabulary_size()} tokens, the backbone "
-            f"knows {backbone.vocabulary_size}. Give the backbone a larger `vocabulary_size`, or "
-            "pass `preprocessor=None` and train on tokens of your own."
-        )
-
-
-def _check_prompts(padding_mask):
-    real = padding_mask.astype("bool")
-    if not real.any(axis=1).all():
-        raise ValueError(
-            "Every prompt needs at least one token to go on from; row "
-            f"{int(np.argmin(real.any(axis=1)))} has none. A preprocessor with "
-            "`add_start_token=True` gives it one, also for an empty string."
-        )
-    if (real[:, 1:] > real[:, :-1]).any():
-        raise ValueError(
-            "`padding_mask`: prompts must stand at the left of their rows, without gaps. Move the "
-            "padding to the right; new tokens are written there."
-        )
-
-
-def _written(token_ids, padding_mask, stop_token_ids):
-    """True up to and with the first new stop token, everywhere if there is none."""
-    if stop_token_ids is None:
-        return ops.ones_like(token_ids, dtype="bool")
-    stops = ops.any(ops.stack([ops.equal(token_ids, i) for i in stop_token_ids]), axis=0)
-    stops = ops.cast(ops.logical_and(stops, ops.logical_not(padding_mask)), "int32")
-    return ops.equal(ops.cumsum(stops, axis=-1) - stops, 0)

@@ -1,0 +1,120 @@
+"""Multi-query associative recall: pairs of keys and values, then keys alone."""
+
+import numbers
+
+import numpy as np
+
+
+def associative_recall(
+    num_examples,
+    num_pairs,
+    sequence_length,
+    vocabulary_size,
+    num_queries=None,
+    power=0.01,
+    seed=0,
+):
+    """Examples of multi-query associative recall (MQAR), ready for `fit`.
+
+    ```
+    tokens    5 13  2 11  7  8  0  0  2  0  0  0  7  0  5  0
+    labels    .  .  .  .  .  .  .  . 11  .  .  .  8  . 13  .
+    ```
+
+    Arora et al. 2023 (arXiv:2312.04927, section 4). A row begins with pairs of a key and its value;
+    then keys come up again, and at each the model should say its value. Between them stands the
+    token 0. A model must keep all pairs of a row at once: how many it can is the measure of its
+    state.
+
+    No key comes twice among the pairs of a row or among its queries, nor does a value among the
+    pairs. Tokens from 1 up to half the vocabulary are keys, those of the other half are values.
+
+    Args:
+        num_examples: integer, rows.
+        num_pairs: integer, pairs in a row.
+        sequence_length: integer, tokens in a row.
+        vocabulary_size: integer, tokens there are.
+        num_queries: integer, how many of a row's keys come up again; None: all.
+        power: float, a: queries stand at even distances 2 g behind the pairs, drawn with a
+            probability in proportion to g^(a - 1). 1 is uniform; the less, the more of them are
+            near the pairs.
+        seed: integer, of NumPy's generator: the same examples for the same arguments.
+
+    Returns:
+        `(tokens, labels, weights)`, each `[num_examples, sequence_length]`: int32 tokens, int32
+        labels, 0 where there is nothing to say, and float32 weights, 1 at queries and 0 elsewhere:
+        the `x`, `y` and `sample_weight` of `fit`.
+
+    Raises:
+        ValueError: a number that is no integer from 1 on; a `power` not above 0; more pairs than
+            the vocabulary has keys; more queries than pairs; a row too short for its pairs and
+            queries.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_recurrent.datasets import associative_recall
+    >>> tokens, labels, weights = associative_recall(
+    ...     num_examples=1, num_pairs=3, sequence_length=16, vocabulary_size=16, power=1.0
+    ... )
+    >>> pairs = dict(zip(tokens[0, :6:2], tokens[0, 1:6:2]))
+    >>> queries = np.flatnonzero(weights[0])
+    >>> [pairs[key] for key in tokens[0, queries]] == list(labels[0, queries])
+    True
+    """
+    num_queries = num_pairs if num_queries is None else num_queries
+    _check(num_examples, num_pairs, num_queries, sequence_length, vocabulary_size, power)
+    slots = (sequence_length - 2 * num_pairs) // 2
+    rng = np.random.default_rng(seed)
+    half = vocabulary_size // 2
+    keys = 1 + _distinct(rng, num_examples, np.zeros(half - 1), num_pairs)
+    values = half + _distinct(rng, num_examples, np.zeros(vocabulary_size - half), num_pairs)
+
+    tokens = np.zeros((num_examples, sequence_length), "int32")
+    labels, weights = np.zeros_like(tokens), np.zeros(tokens.shape, "float32")
+    tokens[:, : 2 * num_pairs : 2] = keys
+    tokens[:, 1 : 2 * num_pairs : 2] = values
+    asked = _distinct(rng, num_examples, np.zeros(num_pairs), num_queries)
+    near_first = (power - 1) * np.log(np.arange(1, slots + 1))
+    distance = _distinct(rng, num_examples, near_first, num_queries)
+    places = 2 * (num_pairs + distance)
+    np.put_along_axis(tokens, places, np.take_along_axis(keys, asked, axis=1), axis=1)
+    np.put_along_axis(labels, places, np.take_along_axis(values, asked, axis=1), axis=1)
+    np.put_along_axis(weights, places, 1.0, axis=1)
+    return tokens, labels, weights
+
+
+def _distinct(rng, num_examples, log_weights, count):
+    """`[num_examples, count]` places of `log_weights`, none twice in a row, likely ones first."""
+    # The largest of Gumbel noise added to logarithms are draws without replacement.
+    noise = rng.gumbel(size=(num_examples, len(log_weights)))
+    return np.argsort(-(log_weights + noise), axis=1)[:, :count]
+
+
+def _check(num_examples, num_pairs, num_queries, sequence_length, vocabulary_size, power):
+    for name, number in (
+        ("num_examples", num_examples),
+        ("num_pairs", num_pairs),
+        ("num_queries", num_queries),
+        ("sequence_length", sequence_length),
+        ("vocabulary_size", vocabulary_size),
+    ):
+        if not isinstance(number, numbers.Integral) or number < 1:
+            raise ValueError(f"`{name}` must be an integer, at least 1; got {number!r}.")
+    if not power > 0:
+        raise ValueError(f"`power` must be above 0; got {power}.")
+    if vocabulary_size // 2 - 1 < num_pairs:
+        raise ValueError(
+            f"`vocabulary_size` must be at least {2 * num_pairs + 2}, for {num_pairs} keys, at "
+            f"least as many values and the token 0; got {vocabulary_size}."
+        )
+    if num_queries > num_pairs:
+        raise ValueError(
+            f"`num_queries` must be at most `num_pairs`, {num_pairs}: a key comes up again once; "
+            f"got {num_queries}."
+        )
+    if sequence_length // 2 < num_pairs + num_queries:
+        raise ValueError(
+            f"`sequence_length` must be at least {2 * (num_pairs + num_queries)}, two tokens for "
+            f"each of {num_pairs} pairs and {num_queries} queries; got {sequence_length}."
+        )

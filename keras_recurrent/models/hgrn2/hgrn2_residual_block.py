@@ -1,0 +1,57 @@
+"""The residual block of HGRN2."""
+
+import keras
+
+from keras_recurrent.layers import RMSNorm, SwiGLU
+from keras_recurrent.layers.lower_bounds import BoundedLayer
+from keras_recurrent.models.residual_block import ResidualBlock
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class HGRN2ResidualBlock(BoundedLayer, ResidualBlock):
+    """The residual block of HGRN2: tokens are mixed, then channels.
+
+    ```
+    x = x + temporal_block(RMSNorm(x))
+    x = x + SwiGLU(RMSNorm(x))
+    ```
+
+    Qin et al. 2024 (arXiv:2404.07904, section 3).
+
+    With `keras.RematScope` around its making, the block keeps only its inputs for the backward
+    pass and computes the rest once more; what is inside the block never does so by itself.
+
+    Args:
+        temporal_block: the layer that mixes tokens, a `keras_recurrent.layers.HGRN2` or `HGRN`.
+        intermediate_dim: integer, the width inside the SwiGLU.
+        layer_norm_epsilon: float, ε of the norms.
+        return_state: boolean, whether a call returns `(output, state)`.
+        **kwargs: `name`, `dtype`, `trainable`.
+
+    Call arguments:
+        inputs: `[B, T, D]`.
+        lower_bound: `[2, D]`, log β and log(1 - β), a row of what
+            `keras_recurrent.layers.LowerBounds` returns; None: β is 0.
+        mask, segment_ids, initial_state, return_state: as in
+            `keras_recurrent.layers.StreamingLayer`.
+
+    Returns:
+        `[B, T, D]` in the compute dtype. With `return_state` also the temporal block's state.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_recurrent.layers import HGRN2
+    >>> from keras_recurrent.models import HGRN2ResidualBlock
+    >>> block = HGRN2ResidualBlock(HGRN2(expand_ratio=4), intermediate_dim=24)
+    >>> tuple(block(np.ones((2, 5, 8))).shape)
+    (2, 5, 8)
+    """
+
+    def make_norm(self, name):
+        return RMSNorm(
+            self.layer_norm_epsilon, zero_centered=False, dtype=self.dtype_policy, name=name
+        )
+
+    def make_mlp(self, name):
+        return SwiGLU(self.intermediate_dim, dtype=self.dtype_policy, name=name)

@@ -1,0 +1,166 @@
+"""The network of HGRN2 for images, from pixels to a hidden state for each patch."""
+
+import keras
+import keras_hub
+
+from keras_recurrent.layers import BidirectionalHGRN2, LowerBounds, RMSNorm, SwiGLU
+from keras_recurrent.models import overrides, presets
+from keras_recurrent.models.recurrent_backbone import check_sizes
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class HGRN2VisionBackbone(keras_hub.models.Backbone):
+    """The network of HGRN2 for images: patches are tokens, mixed in both directions.
+
+    ```
+    x = W patch + position                      one token for each patch, row by row
+    x = x + BidirectionalHGRN2(RMSNorm(x))      with lower bounds that rise from block to block
+    x = x + SwiGLU(RMSNorm(x))
+    ```
+
+    Qin et al. 2024 (arXiv:2404.07904, section 4), whose image models have the scale of DeiT
+    (Touvron et al. 2020, arXiv:2012.12877), with its patches and learned positions.
+
+    Args:
+        image_shape: `(height, width, channels)` in pixels, both sides multiples of `patch_size`.
+        patch_size: integer, pixels.
+        num_layers: integer, the number of blocks.
+        hidden_dim: integer, the width D.
+        intermediate_dim: integer, the width inside the SwiGLU, 3 D in the paper's sizes.
+        expand_ratio: integer, the size of a head, of which D is a multiple. Defaults to 64.
+        layer_norm_epsilon: float, ε of the norms.
+        dtype: a dtype, policy or its name.
+        name: string.
+        trainable: boolean.
+
+    Call arguments:
+        inputs: images `[B, height, width, channels]`, as floats around 0, channels last.
+
+    Returns:
+        `[B, height / patch_size, width / patch_size, hidden_dim]`, in the compute dtype.
+
+    Raises:
+        ValueError: a size below 1, an `image_shape` that patches do not fill, or an `expand_ratio`
+            that does not divide `hidden_dim`.
+
+    Example:
+
+    >>> import numpy as np
+    >>> import keras_recurrent
+    >>> backbone = keras_recurrent.models.HGRN2VisionBackbone(
+    ...     image_shape=(8, 12, 1),
+    ...     patch_size=4,
+    ...     num_layers=2,
+    ...     hidden_dim=16,
+    ...     intermediate_dim=48,
+    ...     expand_ratio=8,
+    ... )
+    >>> tuple(backbone(np.zeros((5, 8, 12, 1))).shape)
+    (5, 2, 3, 16)
+    """
+
+    def __init__(
+        self,
+        image_shape,
+        patch_size,
+        num_layers,
+        hidden_dim,
+        intermediate_dim,
+        expand_ratio=64,
+        layer_norm_epsilon=1e-6,
+        dtype=None,
+        name=None,
+        trainable=True,
+    ):
+        if not isinstance(image_shape, (tuple, list)) or len(image_shape) != 3:
+            raise ValueError(
+                f"`image_shape` must be (height, width, channels) in pixels; got {image_shape}."
+            )
+        height, width, channels = image_shape
+        check_sizes(
+            **{"image_shape[0]": height, "image_shape[1]": width, "image_shape[2]": channels},
+            patch_size=patch_size,
+            num_layers=num_layers,
+            hidden_dim=hidden_dim,
+            intermediate_dim=intermediate_dim,
+        )
+        if height % patch_size or width % patch_size:
+            raise ValueError(
+                f"`image_shape` must be filled by patches of `patch_size` = {patch_size} pixels; "
+                f"got {tuple(image_shape)}. Resize or crop the images first."
+            )
+        rows, columns = height // patch_size, width // patch_size
+
+        def norm(name):
+            return RMSNorm(layer_norm_epsilon, zero_centered=False, dtype=dtype, name=name)
+
+        # === Functional model ===
+        inputs = keras.Input((height, width, channels), name="images")
+        x = keras.layers.Conv2D(
+            hidden_dim,
+            patch_size,
+            strides=patch_size,
+            data_format="channels_last",
+            dtype=dtype,
+            name="patch_embedding",
+        )(inputs)
+        x = keras.layers.Reshape((rows * columns, hidden_dim), dtype=dtype, name="tokens")(x)
+        positions = keras_hub.layers.PositionEmbedding(
+            rows * columns, dtype=dtype, name="position_embedding"
+        )
+        x = keras.ops.add(x, positions(x))
+        bounds = [None]  # the first block's is 0
+        if num_layers > 1:
+            table = LowerBounds(num_layers, dtype=dtype, name="lower_bounds")(x)
+            bounds += [table[i] for i in range(num_layers - 1)]
+        for i in range(num_layers):
+            y = norm(f"block_{i}_temporal_norm")(x)
+            y = BidirectionalHGRN2(expand_ratio, dtype=dtype, name=f"block_{i}_temporal_block")(
+                y, lower_bound=bounds[i]
+            )
+            x = keras.ops.add(x, y)
+            y = norm(f"block_{i}_channel_norm")(x)
+            y = SwiGLU(intermediate_dim, dtype=dtype, name=f"block_{i}_mlp")(y)
+            x = keras.ops.add(x, y)
+        x = norm("final_norm")(x)
+        x = keras.layers.Reshape((rows, columns, hidden_dim), dtype=dtype, name="patches")(x)
+        super().__init__(inputs=inputs, outputs=x, dtype=dtype, name=name, trainable=trainable)
+
+        # === Config ===
+        self.image_shape = tuple(image_shape)
+        self.patch_size = patch_size
+        self.num_layers = num_layers
+        self.hidden_dim = hidden_dim
+        self.intermediate_dim = intermediate_dim
+        self.expand_ratio = expand_ratio
+        self.layer_norm_epsilon = layer_norm_epsilon
+        self.data_format = "channels_last"  # of the outputs, for KerasHub's tasks
+
+    @classmethod
+    def from_preset(cls, preset, load_weights=None, **kwargs):
+        """A network by the name of its sizes, or from a directory of `save_to_preset`.
+
+        Example:
+
+        >>> import keras_recurrent
+        >>> keras_recurrent.models.HGRN2VisionBackbone.from_preset(
+        ...     "hgrn2_vision_tiny", num_layers=1
+        ... ).output_shape
+        (None, 14, 14, 192)
+        """
+        overrides.check_overrides(preset, [cls], kwargs)
+        load_weights = presets.resolve_load_weights(preset, load_weights)
+        kwargs = presets.resolve_backbone_overrides(preset, kwargs)
+        return super().from_preset(preset, load_weights, **kwargs)
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "image_shape": self.image_shape,
+            "patch_size": self.patch_size,
+            "num_layers": self.num_layers,
+            "hidden_dim": self.hidden_dim,
+            "intermediate_dim": self.intermediate_dim,
+            "expand_ratio": self.expand_ratio,
+            "layer_norm_epsilon": self.layer_norm_epsilon,
+        }

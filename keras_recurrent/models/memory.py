@@ -1,0 +1,100 @@
+"""What a model keeps in memory while it writes."""
+
+from typing import NamedTuple
+
+import numpy as np
+from keras import backend, tree
+
+from keras_recurrent.layers.checks import check_positive_integer
+from keras_recurrent.models.recurrent_backbone import RecurrentBackbone
+
+# States tell by their names what they are; see the layers. All others are recurrences.
+PARTS = {
+    "key": "keys_and_values",
+    "value": "keys_and_values",
+    "inputs": "convolution_state",
+    "position": "places",
+    "segment": "places",
+}
+
+
+class MemorySizes(NamedTuple):
+    """Bytes of a model and of its generation cache; see `memory_sizes`."""
+
+    parameters: int
+    recurrent_state: int
+    convolution_state: int
+    keys_and_values: int
+    places: int
+
+    @property
+    def cache(self):
+        """Bytes of the whole cache."""
+        return sum(self[1:])
+
+    @property
+    def total(self):
+        """Bytes of parameters and cache."""
+        return sum(self)
+
+
+def memory_sizes(model, batch_size, length):
+    """The bytes that a model takes while it writes, beside those of passing activations.
+
+    A step of generation reads all of it once, which is what it costs on hardware that is bound by
+    its memory. De et al. 2024 (arXiv:2402.19427, appendix F) count, for each row of a batch:
+
+    ```
+    recurrent block      D_rnn + (W - 1) D_rnn                    at every length
+    local attention      2 G head_dim min(length, window - 1)     the token itself is not kept
+    global attention     2 G head_dim length
+    ```
+
+    numbers, with W the taps of the convolution and G the heads of keys and values. Recurrences and
+    inputs of convolutions are float32, keys and values have the compute dtype.
+
+    Args:
+        model: a language model or a backbone.
+        batch_size: integer, rows.
+        length: integer, tokens a row, prompt and answer together.
+
+    Returns:
+        A `MemorySizes` of bytes: `parameters`, `recurrent_state`, `convolution_state`,
+        `keys_and_values`, and `places`, the few integers that say where each row is; with their
+        sums `cache` and `total`. They are those of the arrays.
+
+    Raises:
+        ValueError: `batch_size` or `length` is no integer from 1 on, or the model is not one of
+            these.
+
+    Example:
+
+    >>> from keras_recurrent.models import GriffinBackbone, memory_sizes
+    >>> backbone = GriffinBackbone.from_preset("griffin_tiny")
+    >>> short, long = (memory_sizes(backbone, batch_size=1, length=n) for n in (1_000, 100_000))
+    >>> short.cache == long.cache
+    True
+    >>> long.recurrent_state == 3 * 176 * 4  # three recurrent blocks
+    True
+    """
+    for name, number in (("batch_size", batch_size), ("length", length)):
+        check_positive_integer(name, number)
+    backbone = getattr(model, "backbone", model)
+    if not isinstance(backbone, RecurrentBackbone):
+        raise ValueError(
+            "`model` must be a language model of `keras_recurrent.models`, or its backbone; got a "
+            f"`{type(backbone).__name__}`, which keeps no state."
+        )
+    sizes = dict.fromkeys(MemorySizes._fields, 0)
+    sizes["parameters"] = sum(_bytes(weight) for weight in backbone.weights)
+    for block in backbone.transformer_layers:
+        # One row of one block at a time: rows are alike, and a large cache may not fit.
+        state = block.get_initial_state(1, length)
+        for path, array in tree.flatten_with_path(state):
+            sizes[PARTS.get(path[-1], "recurrent_state")] += batch_size * _bytes(array)
+    return MemorySizes(**sizes)
+
+
+def _bytes(array):
+    itemsize = np.dtype(backend.standardize_dtype(array.dtype)).itemsize
+    return int(np.prod(array.shape)) * itemsize

@@ -1,0 +1,51 @@
+"""No argument of `from_preset` is ever ignored: each reaches what takes it, or is an error."""
+
+import difflib
+import inspect
+
+
+def split_overrides(preset, cls, kwargs):
+    """Arguments for a task, its backbone and its preprocessor, each for the first that takes it."""
+    classes = (cls, cls.backbone_cls, cls.preprocessor_cls)
+    check_overrides(preset, classes, kwargs)
+    shares = ({}, {}, {})
+    for key, value in kwargs.items():
+        taker = next(i for i, c in enumerate(classes) if key in _parameters(c))
+        shares[taker][key] = value
+    for given, share in zip(("backbone", "preprocessor"), shares[1:], strict=True):
+        if given in shares[0] and share:
+            raise ValueError(
+                f"{', '.join(map(repr, share))}: belongs to the {given}, which is given as "
+                f"`{given}=`. Say it where you make that."
+            )
+    return shares
+
+
+def check_overrides(preset, classes, kwargs):
+    """Raises for the arguments that none of `classes` takes."""
+    known = [key for c in classes for key in _parameters(c)]
+    for key in kwargs:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ValueError(
+                f"`from_preset({preset!r})` got {key!r}, which nothing takes.{hint} Known: "
+                f"{', '.join(sorted(set(known)))}"
+            )
+
+
+def _parameters(cls):
+    if cls is None:  # a task without a preprocessor
+        return []
+    parameters = inspect.signature(cls).parameters.values()
+    return [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+
+
+def check_weights_fit(preset, overrides):
+    """Raises where weights would meet a backbone of another shape; they may change their dtype."""
+    changed = sorted(overrides.keys() - {"dtype"})
+    if changed:
+        raise ValueError(
+            f"{', '.join(map(repr, changed))}: the weights in {preset!r} fit only the backbone "
+            "they were saved from. Pass `load_weights=False` for fresh weights in another."
+        )

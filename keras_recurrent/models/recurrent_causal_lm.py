@@ -1,0 +1,475 @@
+"""What the language models of all families share: train, score, write."""
+
+import functools
+
+import keras
+import keras_hub
+import numpy as np
+from keras import ops
+
+from keras_recurrent.conversion.export import export
+from keras_recurrent.models import presets
+from keras_recurrent.models.saved_training import SavedTraining
+from keras_recurrent.models.segments import SegmentsOptional
+
+
+class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.CausalLM):
+    """Base class of the language models: a `RecurrentBackbone`, and logits from its embedding.
+
+    A family says `backbone_cls` and `preprocessor_cls`, and registers its class with Keras.
+
+    Args:
+        backbone: a `RecurrentBackbone`.
+        preprocessor: a `RecurrentCausalLMPreprocessor`; None: inputs are tokens.
+        compile: whether to compile with KerasHub's defaults. They suit fine-tuning (Adam at 2e-5):
+            compile with an optimizer of your own to train from the start.
+        name: string.
+        trainable: boolean.
+
+    Call arguments:
+        inputs: a dictionary of `token_ids`, `padding_mask` and optionally `segment_ids`, all
+            `[B, T]`, as `RecurrentBackbone` takes them.
+
+    Returns:
+        Logits `[B, T, vocabulary_size]`, in the compute dtype.
+
+    Raises:
+        ValueError: a backbone or preprocessor of another kind, or a tokenizer with tokens that the
+            backbone does not know.
+    """
+
+    def __init__(self, backbone, preprocessor=None, compile=True, name=None, trainable=True):
+        self._check_parts(backbone, preprocessor)
+        _check_vocabulary(backbone, preprocessor)
+        self.backbone = backbone
+        self.preprocessor = preprocessor
+        inputs = backbone.input
+        outputs = backbone.token_embedding(backbone(inputs), reverse=True)
+        super().__init__(
+            inputs=inputs, outputs=outputs, compile=compile, name=name, trainable=trainable
+        )
+
+    @classmethod
+    def _check_parts(cls, backbone, preprocessor):
+        if not isinstance(backbone, cls.backbone_cls):
+            raise ValueError(
+                f"`backbone` must be a `{cls.backbone_cls.__name__}`; got a "
+                f"`{type(backbone).__name__}`."
+            )
+        kind = keras_hub.models.CausalLMPreprocessor
+        if preprocessor is not None and not isinstance(preprocessor, kind):
+            raise ValueError(
+                f"`preprocessor` must be a `{cls.preprocessor_cls.__name__}`, or None where inputs "
+                f"are tokens; got a `{type(preprocessor).__name__}`."
+            )
+
+    @classmethod
+    def from_preset(cls, preset, load_weights=None, **kwargs):
+        """A model by name, from a checkpoint, or from a directory of `save_to_preset`.
+
+        `presets` of the class lists the names. Those without published weights start from fresh
+        initialization, and say so once; the others fetch theirs from the Hugging Face Hub.
+
+        A checkpoint is a directory of `config.json` and `.safetensors` files as transformers
+        saves them, or the name of one on the Hub, such as `"hf://google/recurrentgemma-2b"`
+        (`pip install 'keras-recurrent[huggingface]'`). Its `tokenizer.model` makes the
+        preprocessor; without one, `preprocessor` is None and the model takes tokens. Weights get
+        the dtype of the Keras policy or of `dtype=`, one tensor at a time: `dtype="bfloat16"`
+        never holds more of the model than that.
+
+        Args:
+            preset: string, a name, a directory, or `hf://owner/repository`.
+            load_weights: None, the default, loads weights where there are any. True insists on
+                them, False leaves them alone.
+            **kwargs: whatever the backbone (`vocabulary_size=`, `dtype=`), the preprocessor
+                (`sequence_length=`, `packed=`) and the model (`preprocessor=`, `compile=`) take,
+                in place of what the preset says.
+
+        Raises:
+            ValueError: an unknown name, `load_weights=True` where there are none, or an argument
+                that nothing understands; a checkpoint whose configuration this version does not
+                serve, or whose tensors are missing, too many, misshapen or damaged. All of this is
+                known before a model is built.
+            FileNotFoundError: a directory without `.safetensors` files; pickled weights are not
+                read.
+
+        Example:
+
+        >>> import keras_recurrent
+        >>> model = keras_recurrent.models.GriffinCausalLM.from_preset(
+        ...     "hawk_tiny", num_layers=2, dtype="mixed_bfloat16", sequence_length=64, packed=True
+        ... )
+        >>> model.backbone.num_layers, model.preprocessor.sequence_length
+        (2, 64)
+        """
+        load_weights = presets.resolve_load_weights(preset, load_weights)
+        kwargs = presets.resolve_task_overrides(preset, cls, load_weights, kwargs)
+        return super().from_preset(preset, load_weights, **kwargs)
+
+    def compile(
+        self, optimizer="auto", loss="auto", *, weighted_metrics="auto", sampler="top_k", **kwargs
+    ):
+        """Sets how the model trains and samples; see `keras_hub.models.CausalLM.compile`.
+
+        Raises:
+            ValueError: the sampler is unknown; it is speculative, which takes back tokens that it
+                tried, as a recurrent state cannot; or it returns several beams for a prompt.
+        """
+        sampler = keras_hub.samplers.get(sampler)
+        if isinstance(sampler, str):  # KerasHub hands back a name that it does not know
+            raise ValueError(
+                "`sampler` must be 'top_k', 'top_p', 'random', 'greedy', 'beam', 'contrastive' or "
+                f"a sampler of KerasHub; got {sampler!r}."
+            )
+        if isinstance(sampler, keras_hub.samplers.SpeculativeSampler):
+            raise ValueError(
+                f"`sampler`: `{type(self).__name__}` does not support the speculative sampler. It "
+                "takes back tokens that it tried, which a recurrent state cannot undo. Use "
+                "'top_k', 'top_p', 'random', 'greedy', 'beam' or 'contrastive'."
+            )
+        if getattr(sampler, "return_all_beams", False):
+            raise ValueError(
+                "`sampler`: `generate` has one text for a prompt. Leave out `return_all_beams`."
+            )
+        super().compile(
+            optimizer, loss, weighted_metrics=weighted_metrics, sampler=sampler, **kwargs
+        )
+
+    def get_compile_config(self):
+        config = super().get_compile_config()
+        if config:
+            config["sampler"] = keras_hub.samplers.serialize(self.sampler)
+        return config
+
+    def export_to_transformers(self, path, dtype=None, max_shard_size=5):
+        """Writes the model as a checkpoint that transformers and `from_preset` read.
+
+        `config.json`, the tensors in `.safetensors` files, and `tokenizer.model` if the
+        preprocessor has a `SentencePieceTokenizer` (a `ByteTokenizer` leaves no file). Low-rank
+        weights are merged in. What appears at `path` is complete: all is written beside it first.
+
+        Args:
+            path: string, a directory that does not exist yet or is empty.
+            dtype: `"float32"`, `"bfloat16"` or `"float16"`; None: the dtype of the weights, in
+                which a checkpoint read in its own dtype comes back bit for bit.
+            max_shard_size: number, gigabytes a file at most, if no tensor alone is larger.
+
+        Raises:
+            ValueError: checkpoints of this family cannot hold the model, it is quantized, `dtype`
+                is none of these, or `max_shard_size` is not above 0.
+            FileExistsError: there is something at `path`.
+
+        Example:
+
+        >>> import pathlib, tempfile
+        >>> from keras_recurrent.models import HGRN2CausalLM
+        >>> model = HGRN2CausalLM.from_preset("hgrn2_tiny", num_layers=1)
+        >>> with tempfile.TemporaryDirectory() as parent:
+        ...     path = pathlib.Path(parent, "checkpoint")
+        ...     model.export_to_transformers(path)
+        ...     again = HGRN2CausalLM.from_preset(str(path))
+        ...     print(sorted(file.name for file in path.iterdir()))
+        ['config.json', 'model.safetensors']
+        >>> again.count_params() == model.count_params()
+        True
+        """
+        tokenizer = getattr(self.preprocessor, "tokenizer", None)
+        export(self.backbone, path, tokenizer, dtype, max_shard_size)
+
+    # === Training ===
+
+    def fit(
+        self,
+        x=None,
+        y=None,
+        batch_size=None,
+        sample_weight=None,
+        validation_data=None,
+        **kwargs,
+    ):
+        """As in Keras, from strings or from the tokens that the preprocessor makes of them.
+
+        With a packing preprocessor, lists and arrays of strings are packed as a whole, and
+        `batch_size`, `validation_split` and `shuffle` mean rows. See
+        `RecurrentCausalLMPreprocessor`.
+
+        Raises:
+            ValueError: no strings at all, or strings where the model has no preprocessor.
+        """
+        if isinstance(x, (list, tuple)) and not x:
+            raise ValueError("`x` holds nothing to train on; got no strings at all.")
+        if _is_strings(x) and self.preprocessor is None:
+            raise ValueError(
+                "`x` is text, and the model has no preprocessor to make tokens of it. Pass a "
+                f"`preprocessor=` where you make the model, such as a "
+                f"`{self.preprocessor_cls.__name__}`, or train on tokens."
+            )
+        x, y, sample_weight = self._packed(x, y, sample_weight)
+        if _is_strings(validation_data):
+            validation_data = (validation_data,)
+        if isinstance(validation_data, (tuple, list)):
+            held_out = keras.utils.unpack_x_y_sample_weight(tuple(validation_data))
+            validation_data = self._packed(*held_out)
+        # KerasHub makes a dataset to preprocess step by step, which Keras cannot shuffle.
+        held_out_x = validation_data[0] if isinstance(validation_data, tuple) else validation_data
+        ready = _is_tokens(x) and (held_out_x is None or _is_tokens(held_out_x))
+        fit = functools.partial(keras.Model.fit, self) if ready else super().fit
+        return fit(
+            x=x,
+            y=y,
+            batch_size=batch_size,
+            sample_weight=sample_weight,
+            validation_data=validation_data,
+            **kwargs,
+        )
+
+    def evaluate(self, x=None, y=None, batch_size=None, sample_weight=None, **kwargs):
+        """As in Keras, from strings or tokens; strings are packed as in `fit`."""
+        x, y, sample_weight = self._packed(x, y, sample_weight)
+        evaluate = functools.partial(keras.Model.evaluate, self)
+        evaluate = evaluate if _is_tokens(x) else super().evaluate
+        return evaluate(x=x, y=y, batch_size=batch_size, sample_weight=sample_weight, **kwargs)
+
+    def _packed(self, x, y=None, sample_weight=None):
+        """Strings in memory as packed rows of tokens; all else as it is."""
+        if not (_is_strings(x) and getattr(self.preprocessor, "packed", False)):
+            return x, y, sample_weight
+        rows = self.preprocessor(list(x), y=y, sample_weight=sample_weight)
+        return keras.tree.map_structure(ops.convert_to_numpy, rows)
+
+    def preprocess_samples(self, x, y=None, sample_weight=None):
+        if _is_tokens(x):
+            return keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
+        return super().preprocess_samples(x, y, sample_weight)
+
+    def rematerialized_call(self, layer_call, *args, **kwargs):
+        return layer_call  # the backbone's blocks recompute, the whole would keep nothing
+
+    # === Generation ===
+
+    def call_with_cache(self, token_ids, cache, cache_update_index=None, padding_mask=None):
+        """The logits of a few more tokens, and the cache after them.
+
+        Args:
+            token_ids: integers `[B, T]`, the tokens that follow on what the cache has seen.
+            cache: a tuple of the blocks' states, from a call before or from
+                `backbone.get_initial_state(batch_size)`.
+            cache_update_index: taken for KerasHub's signature; a state needs no place.
+            padding_mask: boolean `[B, T]`, False at tokens to leave out; None: all count.
+
+        Returns:
+            `(logits [B, T, vocabulary_size], hidden_states [B, T, hidden_dim], cache)`.
+
+        Example:
+
+        >>> import numpy as np
+        >>> import keras_recurrent
+        >>> model = keras_recurrent.models.GriffinCausalLM.from_preset("hawk_tiny", num_layers=1)
+        >>> cache = model.backbone.get_initial_state(batch_size=1)
+        >>> logits, _, cache = model.call_with_cache(np.array([[1, 100]]), cache)
+        >>> logits, _, cache = model.call_with_cache(np.array([[101]]), cache)
+        >>> tuple(logits.shape)
+        (1, 1, 259)
+        """
+        hidden_states, cache = self.backbone.hidden_states(token_ids, padding_mask, cache=cache)
+        logits = self.backbone.token_embedding(hidden_states, reverse=True)
+        return logits, hidden_states, cache
+
+    def make_generate_function(self):
+        """The generation of one batch of tokens, compiled, behind a check of the prompts."""
+        if self.generate_function is None:  # type: ignore[has-type]
+            generate = super().make_generate_function()
+
+            def checked_generate(inputs, stop_token_ids=None):
+                _check_prompts(inputs)
+                _check_stop_tokens(stop_token_ids)
+                return generate(inputs, stop_token_ids=stop_token_ids)
+
+            self.generate_function = checked_generate
+        return self.generate_function
+
+    def generate_step(self, inputs, stop_token_ids=None):
+        """Writes into one batch of tokens; compiled by `generate`, which users call.
+
+        Args:
+            inputs: a dictionary of `token_ids` and `padding_mask` `[B, T]`, every row with a
+                prompt of at least one token at its left and room for new tokens after it.
+            stop_token_ids: a tuple of token ids; once every row has a new one of them, generation
+                ends. None: it fills all rows.
+
+        Returns:
+            A dictionary of `token_ids` and `padding_mask`, the latter True up to and with the
+            first new stop token.
+        """
+        token_ids = inputs["token_ids"]
+        padding_mask = ops.cast(inputs["padding_mask"], "bool")
+        index = ops.min(ops.sum(ops.cast(padding_mask, "int32"), axis=-1))
+
+        def next_token(prompt, cache, index):
+            last = ops.slice(prompt, [0, index - 1], [ops.shape(prompt)[0], 1])
+            logits, hidden_states, cache = self.call_with_cache(last, cache)
+            return ops.squeeze(logits, axis=1), ops.squeeze(hidden_states, axis=1), cache
+
+        # A sampler begins by feeding the token at `index - 1` and then forces the rest of longer
+        # prompts. A state cannot take a token twice, so the cache begins before that one.
+        batch_size, length = ops.shape(token_ids)
+        seen = ops.broadcast_to(ops.arange(length, dtype="int32") < index - 1, ops.shape(token_ids))
+        cache = self.backbone.get_initial_state(batch_size, max_length=length)
+        hidden_states, cache = self.backbone.hidden_states(token_ids, seen, cache=cache)
+        if isinstance(self.sampler, keras_hub.samplers.ContrastiveSampler):
+            # It compares with all hidden states before `index`, the last of which is missing.
+            _, last, _ = next_token(token_ids, cache, index)
+            hidden_states = ops.slice_update(hidden_states, [0, index - 1, 0], last[:, None])
+
+        token_ids = self.sampler(
+            next=next_token,
+            prompt=token_ids,
+            cache=cache,
+            index=index,
+            mask=padding_mask,
+            stop_token_ids=stop_token_ids,
+            hidden_states=hidden_states,
+            model=self,
+        )
+        return {
+            "token_ids": token_ids,
+            "padding_mask": _written(token_ids, padding_mask, stop_token_ids),
+        }
+
+    # === Scores ===
+
+    def score(
+        self,
+        token_ids,
+        padding_mask=None,
+        scoring_mode="logits",
+        layer_intercept_fn=None,
+        target_ids=None,
+    ):
+        """The model's opinion of given tokens, with a look inside.
+
+        Args:
+            token_ids: integers `[B, T]`.
+            padding_mask: boolean `[B, T]`, False at padding; None: all tokens are real.
+            scoring_mode: `"logits"` or `"loss"`.
+            layer_intercept_fn: a function of activations `[B, T, hidden_dim]` and a number, -1 for
+                the embeddings and i for the output of block i; the model goes on with what it
+                returns.
+            target_ids: integers `[B, T]`, the tokens that should follow; needed for `"loss"`.
+
+        Returns:
+            Logits `[B, T, vocabulary_size]`, or the cross-entropy of each target in nats `[B, T]`.
+
+        Raises:
+            ValueError: an unknown `scoring_mode`, `"loss"` without `target_ids`, or targets of
+                another shape.
+
+        Example:
+
+        >>> import numpy as np
+        >>> import keras_recurrent
+        >>> model = keras_recurrent.models.GriffinCausalLM.from_preset("hawk_tiny", num_layers=1)
+        >>> token_ids = np.array([[1, 100, 101, 102]])
+        >>> loss = model.score(
+        ...     token_ids[:, :-1], scoring_mode="loss", target_ids=token_ids[:, 1:]
+        ... )
+        >>> tuple(loss.shape)
+        (1, 3)
+        """
+        if scoring_mode not in ("logits", "loss"):
+            raise ValueError(
+                f"`scoring_mode` must be 'logits' or 'loss'. Received: {scoring_mode!r}"
+            )
+        if scoring_mode == "loss" and target_ids is None:
+            raise ValueError(
+                "`target_ids` is needed for `scoring_mode='loss'`: the tokens that should follow, "
+                "such as `keras.ops.roll(token_ids, -1, axis=1)`."
+            )
+        token_ids = ops.convert_to_tensor(token_ids)
+        if target_ids is not None:
+            target_ids = ops.convert_to_tensor(target_ids)
+            if tuple(target_ids.shape) != tuple(token_ids.shape):
+                raise ValueError(
+                    "`target_ids` must have the shape of `token_ids`, "
+                    f"{tuple(token_ids.shape)}; got {tuple(target_ids.shape)}. Leave out the last "
+                    "token, which nothing follows, or give it a target."
+                )
+        mask = None if padding_mask is None else ops.cast(padding_mask, "bool")
+        hidden_states, _ = self.backbone.hidden_states(
+            token_ids, mask, intercept=layer_intercept_fn
+        )
+        logits = self.backbone.token_embedding(hidden_states, reverse=True)
+        if scoring_mode == "logits":
+            return logits
+        return ops.sparse_categorical_crossentropy(target_ids, logits, from_logits=True)
+
+
+def _is_strings(x):
+    return isinstance(x, (list, tuple, np.ndarray)) and len(x) and isinstance(x[0], (str, bytes))
+
+
+def _is_tokens(x):
+    return isinstance(x, dict) and "token_ids" in x
+
+
+def _check_vocabulary(backbone, preprocessor):
+    tokenizer = getattr(preprocessor, "tokenizer", None)
+    if tokenizer is None:
+        return
+    try:
+        size = tokenizer.vocabulary_size()
+    except ValueError:
+        return  # a saved one, whose file comes after the model
+    if size > backbone.vocabulary_size:
+        raise ValueError(
+            f"`preprocessor`: its tokenizer has {size} tokens, the backbone knows "
+            f"{backbone.vocabulary_size}. Give the backbone a larger `vocabulary_size`, or pass "
+            "`preprocessor=None` and train on tokens of your own."
+        )
+
+
+def _check_prompts(inputs):
+    if not isinstance(inputs, dict) or set(inputs) != {"token_ids", "padding_mask"}:
+        got = sorted(inputs) if isinstance(inputs, dict) else type(inputs).__name__
+        raise ValueError(
+            "Without a preprocessor, prompts are a dictionary of `token_ids` and `padding_mask`, "
+            f"each [batch, time], one document a row; got {got}."
+        )
+    dtype = keras.backend.standardize_dtype(inputs["token_ids"].dtype)
+    if "int" not in dtype:
+        raise ValueError(f"`token_ids` must be integers; got {dtype}. Cast them first.")
+    real = ops.convert_to_numpy(inputs["padding_mask"]).astype("bool")
+    shapes = [tuple(ops.shape(inputs["token_ids"])), real.shape]
+    if shapes[0] != shapes[1] or len(shapes[0]) != 2 or not shapes[0][0]:
+        raise ValueError(
+            "`token_ids` and `padding_mask` must both have the shape [batch, time], with at least "
+            f"one prompt; got {shapes[0]} and {shapes[1]}."
+        )
+    if not real.any(axis=1).all():
+        raise ValueError(
+            "Every prompt needs at least one token to go on from; row "
+            f"{int(np.argmin(real.any(axis=1)))} has none. A preprocessor with "
+            "`add_start_token=True` gives it one, also for an empty string."
+        )
+    if (real[:, 1:] > real[:, :-1]).any():
+        raise ValueError(
+            "`padding_mask`: prompts must stand at the left of their rows, without gaps. Move the "
+            "padding to the right; new tokens are written there."
+        )
+
+
+def _check_stop_tokens(ids):
+    if ids is not None and (not isinstance(ids, (tuple, list)) or not ids):
+        raise ValueError(
+            "`stop_token_ids` must be a tuple of one or more token ids, or None to fill all rows; "
+            f"got {ids!r}."
+        )
+
+
+def _written(token_ids, padding_mask, stop_token_ids):
+    """True up to and with the first new stop token, everywhere if there is none."""
+    if stop_token_ids is None:
+        return ops.ones_like(token_ids, dtype="bool")
+    stops = ops.any(ops.stack([ops.equal(token_ids, i) for i in stop_token_ids]), axis=0)
+    stops = ops.cast(ops.logical_and(stops, ops.logical_not(padding_mask)), "int32")
+    return ops.equal(ops.cumsum(stops, axis=-1) - stops, 0)

@@ -1,0 +1,108 @@
+"""The residual block that families share: tokens are mixed, then channels."""
+
+import keras
+
+from keras_recurrent.layers import StreamingLayer
+
+
+class ResidualBlock(StreamingLayer):
+    """Base class of residual blocks: tokens are mixed, then channels, each behind a norm.
+
+    ```
+    x = x + temporal_block(norm(x))
+    x = x + mlp(norm(x))
+    ```
+
+    A family says `make_norm` and `make_mlp`, and registers its class with Keras. Further call
+    arguments of a family's block (see `StreamingLayer._call`) go to the layer that mixes tokens.
+
+    With `keras.RematScope` around its making, the block keeps only its inputs for the backward
+    pass and computes the rest once more; what is inside the block never does so by itself.
+
+    Args:
+        temporal_block: the layer that mixes tokens: any `StreamingLayer` whose output has the
+            shape of its input.
+        intermediate_dim: integer, the width inside the layer that mixes channels.
+        layer_norm_epsilon: float, ε of the norms.
+        return_state: boolean, whether a call returns `(output, state)`.
+        **kwargs: `name`, `dtype`, `trainable`.
+
+    Call arguments:
+        inputs: `[B, T, D]`.
+        mask, segment_ids, initial_state, return_state: as in
+            `keras_recurrent.layers.StreamingLayer`.
+
+    Returns:
+        `[B, T, D]` in the compute dtype. With `return_state` also the temporal block's state.
+    """
+
+    def __init__(
+        self,
+        temporal_block,
+        intermediate_dim,
+        layer_norm_epsilon=1e-6,
+        return_state=False,
+        **kwargs,
+    ):
+        super().__init__(return_state=return_state, **kwargs)
+        self.temporal_block = temporal_block
+        self.intermediate_dim = intermediate_dim
+        self.layer_norm_epsilon = layer_norm_epsilon
+
+    def make_norm(self, name):
+        """One of the two norms."""
+        raise NotImplementedError
+
+    def make_mlp(self, name):
+        """The layer that mixes channels."""
+        raise NotImplementedError
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        # A layer takes up the scope in which it is made: without this one, each sublayer would
+        # recompute by itself inside the block, which does so already.
+        with keras.RematScope(mode=None):
+            self.temporal_norm = self.make_norm("temporal_norm")
+            self.channel_norm = self.make_norm("channel_norm")
+            self.mlp = self.make_mlp("mlp")
+            for layer in (self.temporal_norm, self.temporal_block, self.channel_norm, self.mlp):
+                if not layer.built:
+                    layer.build(input_shape)
+
+    def stream(self, inputs, mask, segment_ids, state, **further):
+        # Global attention has no state where nobody said how long it may become.
+        with_state = state is not None or self.keeps_state
+        x = self.temporal_block(
+            self.temporal_norm(inputs),
+            mask=mask,
+            segment_ids=segment_ids,
+            initial_state=state,
+            return_state=with_state,
+            **further,
+        )
+        x, state = x if with_state else (x, None)
+        x = inputs + x
+        return x + self.mlp(self.channel_norm(x)), state
+
+    @property
+    def keeps_state(self):
+        return self.temporal_block.keeps_state
+
+    def state_spec(self, batch_size=None):
+        return self.temporal_block.state_spec(batch_size)
+
+    def get_initial_state(self, batch_size, max_length=None):
+        return self.temporal_block.get_initial_state(batch_size, max_length)
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "temporal_block": keras.layers.serialize(self.temporal_block),
+            "intermediate_dim": self.intermediate_dim,
+            "layer_norm_epsilon": self.layer_norm_epsilon,
+        }
+
+    @classmethod
+    def from_config(cls, config):
+        temporal_block = keras.layers.deserialize(config["temporal_block"])
+        return cls(**{**config, "temporal_block": temporal_block})

@@ -1,0 +1,202 @@
+"""The network of TransNormerLLM, from tokens to hidden states."""
+
+import keras
+
+from keras_recurrent.layers import LightningAttention, SimpleRMSNorm
+from keras_recurrent.models.recurrent_backbone import (
+    RecurrentBackbone,
+    check_sizes,
+    layout_map_with_axes,
+    reversible_embedding,
+)
+from keras_recurrent.models.transnormer.transnormer_residual_block import TransNormerResidualBlock
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class TransNormerBackbone(RecurrentBackbone):
+    """The network of TransNormerLLM: tokens in, hidden states out.
+
+    Residual blocks of Lightning Attention (see `TransNormerResidualBlock`) between an embedding,
+    multiplied by sqrt(D), and a last SimpleRMSNorm. The first block alone has positions, by LRPE;
+    decays fall with the layers. Qin et al. 2023 (arXiv:2307.14995) and 2024 (arXiv:2405.17381).
+    Training takes the same time a token at every length, and so does writing.
+
+    Args:
+        vocabulary_size: integer, the number of tokens.
+        num_layers: integer, the number of residual blocks.
+        hidden_dim: integer, the width D of the residual stream.
+        intermediate_dim: integer, the width inside the SGLU.
+        num_heads: integer, heads of Lightning Attention.
+        head_dim: integer, the size of a head; `hidden_dim / num_heads` in the published models.
+            Defaults to 128.
+        decay_schedule: `"checkpoints"`, as the published models compute, or `"paper"`; see
+            `keras_recurrent.layers.LightningAttention`.
+        tie_word_embeddings: whether the logits come from the embedding's weights. Defaults to
+            False: from weights of their own, as in the published models.
+        layer_norm_epsilon: float, ε of the norms of the residual stream.
+        dtype: a dtype, policy or its name; `"mixed_bfloat16"` computes in bfloat16 but keeps
+            weights and states in float32.
+        name: string.
+        trainable: boolean.
+
+    All linear maps start LeCun-normal, embeddings so that their products with sqrt(D), and the
+    logits, have about unit variance.
+
+    Call arguments:
+        inputs: a dictionary of `token_ids` `[B, T]`, `padding_mask` `[B, T]` (True or 1 at real
+            tokens; padding may stand anywhere in a row and changes nothing), and optionally
+            `segment_ids` `[B, T]`, at least 0, one number for each of several documents in a row,
+            which then know nothing of each other.
+
+    Returns:
+        `[B, T, hidden_dim]`, in the compute dtype.
+
+    Raises:
+        ValueError: an unknown `decay_schedule`, or a size below 1.
+
+    Example: a small TransNormerLLM.
+
+    >>> import numpy as np
+    >>> import keras_recurrent
+    >>> backbone = keras_recurrent.models.TransNormerBackbone(
+    ...     vocabulary_size=259,
+    ...     num_layers=3,
+    ...     hidden_dim=24,
+    ...     intermediate_dim=64,
+    ...     num_heads=3,
+    ...     head_dim=8,
+    ... )
+    >>> token_ids = np.array([[1, 100, 101, 102, 0]])
+    >>> tuple(backbone({"token_ids": token_ids, "padding_mask": token_ids > 0}).shape)
+    (1, 5, 24)
+    """
+
+    def __init__(
+        self,
+        vocabulary_size,
+        num_layers,
+        hidden_dim,
+        intermediate_dim,
+        num_heads,
+        head_dim=128,
+        decay_schedule="checkpoints",
+        tie_word_embeddings=False,
+        layer_norm_epsilon=1e-6,
+        dtype=None,
+        name=None,
+        trainable=True,
+    ):
+        check_sizes(
+            vocabulary_size=vocabulary_size,
+            num_layers=num_layers,
+            hidden_dim=hidden_dim,
+            intermediate_dim=intermediate_dim,
+        )
+        # Only blocks recompute under `keras.RematScope`: the logits call the embedding with a flag.
+        with keras.RematScope(mode=None):
+            token_embedding = reversible_embedding(
+                vocabulary_size, hidden_dim, tie_word_embeddings, dtype=dtype
+            )
+            mixers = [
+                LightningAttention(
+                    num_heads,
+                    head_dim,
+                    decay_schedule,
+                    layer_index=i,
+                    num_layers=num_layers,
+                    use_lrpe=i == 0,
+                    dtype=dtype,
+                    name="temporal_block",
+                )
+                for i in range(num_layers)
+            ]
+            final_norm = SimpleRMSNorm(layer_norm_epsilon, dtype=dtype, name="final_norm")
+        blocks = [
+            TransNormerResidualBlock(
+                mixer, intermediate_dim, layer_norm_epsilon, dtype=dtype, name=f"block_{i}"
+            )
+            for i, mixer in enumerate(mixers)
+        ]
+        super().__init__(
+            token_embedding,
+            blocks,
+            final_norm,
+            embedding_scale=hidden_dim**0.5,
+            dtype=dtype,
+            name=name,
+            trainable=trainable,
+        )
+
+        # === Config ===
+        self.vocabulary_size = vocabulary_size
+        self.num_layers = num_layers
+        self.hidden_dim = hidden_dim
+        self.intermediate_dim = intermediate_dim
+        self.num_heads = num_heads
+        self.head_dim = head_dim
+        self.decay_schedule = decay_schedule
+        self.tie_word_embeddings = tie_word_embeddings
+        self.layer_norm_epsilon = layer_norm_epsilon
+
+    def default_lora_layer_names(self):
+        """The linear maps of the blocks that mix tokens, for `enable_lora`."""
+        return ["q_proj", "k_proj", "v_proj", "u_proj", "o_proj"]
+
+    @staticmethod
+    def get_layout_map(
+        device_mesh, model_parallel_dim_name="model", data_parallel_dim_name="batch"
+    ):
+        """How to lay the weights over devices, for `keras.distribution.ModelParallel`.
+
+        Heads keep to themselves up to the norm before the output: they, and the SGLU's
+        `intermediate_dim`, are split along the model axis. The width of the residual stream is
+        split along the data axis.
+
+        Args:
+            device_mesh: a `keras.distribution.DeviceMesh`.
+            model_parallel_dim_name: string, its axis for the model. Its size must divide
+                `vocabulary_size`, `num_heads` and `intermediate_dim`.
+            data_parallel_dim_name: string, its axis for the data. Its size must divide
+                `hidden_dim`.
+
+        Returns:
+            A `keras.distribution.LayoutMap`.
+
+        Raises:
+            ValueError: `device_mesh` is no mesh or lacks an axis of these names.
+
+        Example:
+
+        ```python
+        mesh = keras.distribution.DeviceMesh(
+            (1, 8), ("batch", "model"), keras.distribution.list_devices()
+        )
+        distribution = keras.distribution.ModelParallel(
+            layout_map=TransNormerBackbone.get_layout_map(mesh), batch_dim_name="batch"
+        )
+        with distribution.scope():
+            model = TransNormerCausalLM.from_preset("tnl_7b", load_weights=False)
+        ```
+        """
+        data, model = data_parallel_dim_name, model_parallel_dim_name
+        layout_map = layout_map_with_axes(device_mesh, model, data)
+        layout_map["token_embedding/embeddings"] = (model, data)
+        layout_map["token_embedding/reverse_embeddings"] = (data, model)
+        layout_map["block.*(q_proj|k_proj|v_proj|u_proj|gate_proj|up_proj)/kernel"] = (data, model)
+        layout_map["block.*(o_proj|down_proj)/kernel"] = (model, data)
+        layout_map["block.*lrpe/theta"] = (model, None)
+        return layout_map
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "vocabulary_size": self.vocabulary_size,
+            "num_layers": self.num_layers,
+            "hidden_dim": self.hidden_dim,
+            "intermediate_dim": self.intermediate_dim,
+            "num_heads": self.num_heads,
+            "head_dim": self.head_dim,
+            "decay_schedule": self.decay_schedule,
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "layer_norm_epsilon": self.layer_norm_epsilon,
+        }

@@ -1,0 +1,53 @@
+"""The residual block of TransNormerLLM."""
+
+import keras
+
+from keras_recurrent.layers import SGLU, SimpleRMSNorm
+from keras_recurrent.models.residual_block import ResidualBlock
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class TransNormerResidualBlock(ResidualBlock):
+    """The residual block of TransNormerLLM: tokens are mixed, then channels.
+
+    ```
+    x = x + temporal_block(SimpleRMSNorm(x))
+    x = x + SGLU(SimpleRMSNorm(x))
+    ```
+
+    Qin et al. 2023 (arXiv:2307.14995, section 3.1).
+
+    With `keras.RematScope` around its making, the block keeps only its inputs for the backward
+    pass and computes the rest once more; what is inside the block never does so by itself.
+
+    Args:
+        temporal_block: the layer that mixes tokens, a `keras_recurrent.layers.LightningAttention`
+            in TransNormerLLM: any `StreamingLayer` whose output has the shape of its input.
+        intermediate_dim: integer, the width inside the SGLU.
+        layer_norm_epsilon: float, ε of the norms.
+        return_state: boolean, whether a call returns `(output, state)`.
+        **kwargs: `name`, `dtype`, `trainable`.
+
+    Call arguments:
+        inputs: `[B, T, D]`.
+        mask, segment_ids, initial_state, return_state: as in
+            `keras_recurrent.layers.StreamingLayer`.
+
+    Returns:
+        `[B, T, D]` in the compute dtype. With `return_state` also the temporal block's state.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_recurrent.layers import LightningAttention
+    >>> from keras_recurrent.models import TransNormerResidualBlock
+    >>> block = TransNormerResidualBlock(LightningAttention(2, head_dim=4), intermediate_dim=24)
+    >>> tuple(block(np.ones((2, 5, 8))).shape)
+    (2, 5, 8)
+    """
+
+    def make_norm(self, name):
+        return SimpleRMSNorm(self.layer_norm_epsilon, dtype=self.dtype_policy, name=name)
+
+    def make_mlp(self, name):
+        return SGLU(self.intermediate_dim, dtype=self.dtype_policy, name=name)

@@ -1,0 +1,26 @@
+"""The tokenizer of the TransNormerLLM presets."""
+
+import keras
+
+from keras_recurrent.models.transnormer.transnormer_backbone import TransNormerBackbone
+from keras_recurrent.tokenizers.byte_tokenizer import ByteTokenizer
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class TransNormerTokenizer(ByteTokenizer):
+    """The `ByteTokenizer` by the name that KerasHub finds for a TransNormerLLM preset.
+
+    KerasHub looks tokenizers up by their backbone, so every family of models has a class of its
+    own. A `ByteTokenizer` serves as well wherever one is passed by hand, and a checkpoint brings
+    its own (see `keras_recurrent.tokenizers.SentencePieceTokenizer`).
+
+    Example:
+
+    >>> import keras_hub
+    >>> import keras_recurrent
+    >>> tokenizer = keras_hub.tokenizers.Tokenizer.from_preset("tnl_tiny")
+    >>> tokenizer("hi")
+    array([107, 108], dtype=int32)
+    """
+
+    backbone_cls = TransNormerBackbone

@@ -1,0 +1,129 @@
+"""SentencePiece, with start, end and padding tokens by their ids."""
+
+import os
+
+import keras
+import keras_hub
+
+from keras_recurrent import compat
+
+SPECIAL_TOKENS = ("start_token", "end_token", "pad_token")
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class SentencePieceTokenizer(keras_hub.tokenizers.SentencePieceTokenizer):
+    """A SentencePiece tokenizer for any family of models, as checkpoints bring it.
+
+    KerasHub's tokenizers know their special tokens by name, one class a family. Here they are ids,
+    as `config.json` of a checkpoint and the SentencePiece file itself have them.
+
+    Args:
+        proto: the path or the bytes of a SentencePiece file; None: it is loaded later.
+        start_token_id, end_token_id, pad_token_id: integers; None: as the file says, where a file
+            without padding pads with its end token.
+        dtype: integer dtype of the tokens. Defaults to `"int32"`.
+        **kwargs: as in `keras_hub.tokenizers.SentencePieceTokenizer`.
+
+    Call arguments:
+        inputs: a string, or a list, array or tensor of strings.
+
+    Returns:
+        A list of tokens for every string, an array for a single string, a ragged tensor inside
+        `tf.data`. Start and end tokens are left to the preprocessor.
+
+    Raises:
+        ValueError: the file has no start or end token and none is given, or an id is not in it.
+
+    Example:
+
+    >>> import io, sentencepiece
+    >>> from keras_recurrent.tokenizers import SentencePieceTokenizer
+    >>> file = io.BytesIO()
+    >>> sentencepiece.SentencePieceTrainer.train(
+    ...     sentence_iterator=iter(["all happy families are alike"]), model_writer=file,
+    ...     vocab_size=30, hard_vocab_limit=False, pad_id=0, eos_id=1, bos_id=2, unk_id=3,
+    ...     minloglevel=2,
+    ... )
+    >>> tokenizer = SentencePieceTokenizer(file.getvalue())
+    >>> tokenizer.detokenize(tokenizer(["happy families"]))
+    ['happy families']
+    >>> tokenizer.start_token_id, tokenizer.end_token_id, tokenizer.pad_token_id
+    (2, 1, 0)
+    """
+
+    def __init__(
+        self,
+        proto=None,
+        start_token_id=None,
+        end_token_id=None,
+        pad_token_id=None,
+        dtype="int32",
+        **kwargs,
+    ):
+        self._given_start_token_id = start_token_id
+        self._given_end_token_id = end_token_id
+        self._given_pad_token_id = pad_token_id
+        self._special_token_attrs = list(SPECIAL_TOKENS)
+        super().__init__(proto=proto, dtype=dtype, **kwargs)
+        # Without weights it is ready, but a model would refuse to quantize a layer not built.
+        self.built = True
+
+    @classmethod
+    def from_preset(cls, preset, **kwargs):
+        """The tokenizer of a checkpoint or a directory of `save_to_preset`.
+
+        Raises:
+            ValueError: the tokenizer there is another one, or there is none.
+        """
+        tokenizer = compat.get_preset_loader(preset).load_tokenizer(cls, **kwargs)
+        if not isinstance(tokenizer, cls):
+            raise ValueError(f"The tokenizer of {preset!r} is a `{type(tokenizer).__name__}`.")
+        if tokenizer.proto is None:
+            raise ValueError(
+                f"{preset!r} brings no SentencePiece file. Pass one of your own as `proto`."
+            )
+        return tokenizer
+
+    def load_assets(self, dir_path):
+        (name,) = self.file_assets
+        with open(os.path.join(dir_path, name), "rb") as file:
+            self.set_proto(file.read())  # by its path, KerasHub leaves the file open
+
+    def _update_special_token_ids(self):
+        # KerasHub calls this once the file is there.
+        file = self._sentence_piece_spm
+        of_file = {
+            "start_token": file.bos_id(),
+            "end_token": file.eos_id(),
+            "pad_token": file.pad_id() if file.pad_id() >= 0 else file.eos_id(),
+        }
+        for name in SPECIAL_TOKENS:
+            given = getattr(self, f"_given_{name}_id")
+            id = of_file[name] if given is None else given
+            if not 0 <= id < self.vocabulary_size():
+                raise ValueError(
+                    f"`{name}_id` must be from 0 to {self.vocabulary_size() - 1}, the tokens of "
+                    f"the SentencePiece file; got {given}, where the file says {of_file[name]}."
+                )
+            setattr(self, f"{name}_id", id)
+            setattr(self, name, self.id_to_token(id))
+
+    # A model may have room for more tokens than the file has, and write them: they are unknown.
+
+    def _canonicalize_detokenize_spm_inputs(self, inputs):
+        rows, batched = super()._canonicalize_detokenize_spm_inputs(inputs)
+        size, unknown = self.vocabulary_size(), self._unk_token_id
+        return [[id if id < size else unknown for id in row] for row in rows], batched
+
+    @compat.preprocessing_function
+    def _detokenize_tf(self, inputs):
+        import tensorflow as tf
+
+        def known(ids):
+            return tf.where(ids < self.vocabulary_size(), ids, self._unk_token_id)
+
+        return super()._detokenize_tf(tf.ragged.map_flat_values(known, inputs))
+
+    def get_config(self):
+        given = {f"{name}_id": getattr(self, f"_given_{name}_id") for name in SPECIAL_TOKENS}
+        return {**super().get_config(), **given}

@@ -1,0 +1,40 @@
+"""Sizes of TransNormerLLM.
+
+Qin et al. 2023, arXiv:2307.14995, and 2024, arXiv:2405.17381. The paper's tables leave out the
+depth of 1B and 7B and the SGLU's width from 1B on: these follow from parameter counts, as do all
+sizes of 44M (WikiText-103). The vocabulary of 15B is said to be about 100,000. Where weights are
+published, sizes are read from their files.
+
+A row is one preset. Heads are as wide as `hidden_dim / heads`. `parameters` is what the row makes,
+and what a test counts. A name is the paper's label, not a count.
+"""
+
+from typing import NamedTuple
+
+
+class Size(NamedTuple):
+    """One row of the table."""
+
+    hidden_dim: int  # D
+    num_layers: int
+    heads: int
+    intermediate_dim: int  # inside the SGLU
+    vocabulary_size: int
+    tied: bool  # whether the logits come from the embedding
+    sequence_length: int  # tokens a row of the preprocessor
+    parameters: int
+    weights: str | None = None  # where they are published
+
+
+SIZES = {
+    # name          D  depth heads   SGLU vocabulary   tied  tokens      parameters
+    "tnl_tiny": Size( 128,  4,  4,    352,     259, False,  256,        934_784),
+    "tnl_44m":  Size( 512,  6,  8,  1_152,  50_265,  True,  512,     44_217_344),
+    "tnl_385m": Size(1024, 24,  8,  2_816,  64_000, False, 1024,    464_520_192,
+        weights="hf://OpenNLPLab/TransNormerLLM-385M"),
+    "tnl_1b":   Size(2048, 16, 16,  5_632,  64_000, False, 1024,  1_151_338_496,
+        weights="hf://OpenNLPLab/TransNormerLLM-1B"),
+    "tnl_7b":   Size(4096, 30, 32, 11_264,  64_000, False, 1024,  7_193_235_456,
+        weights="hf://OpenNLPLab/TransNormerLLM-7B"),
+    "tnl_15b":  Size(5120, 42, 40, 13_824, 100_000, False, 1024, 15_447_168_000),
+}  # fmt: skip

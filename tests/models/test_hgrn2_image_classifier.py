@@ -1,0 +1,144 @@
+"""HGRN2 on images."""
+
+import keras
+import keras_hub
+import numpy as np
+import pytest
+
+from keras_recurrent.models import HGRN2ImageClassifier, HGRN2VisionBackbone
+from keras_recurrent.presets.hgrn2 import VISION_SIZES
+from tests.models.test_presets import count_without_memory
+from tests.models.tiny import set_weights
+
+SIZES = {
+    "image_shape": (10, 8, 1),
+    "patch_size": 2,
+    "num_layers": 2,
+    "hidden_dim": 16,
+    "intermediate_dim": 32,
+    "expand_ratio": 8,
+}
+# The segments of a clock's digits: top, upper left, upper right, middle, lower left, lower right,
+# bottom.
+SEGMENTS = (
+    *("1110111", "0010010", "1011101", "1011011", "0111010"),
+    *("1101011", "1101111", "1010010", "1111111", "1111011"),
+)
+
+
+def digits(count, seed):
+    """Images of a clock's digits, here and there in noise, and what they show."""
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(10, size=count)
+    images = rng.normal(size=(count, 10, 8, 1)).astype("float32") * 0.2
+    for image, label in zip(images[..., 0], labels, strict=True):
+        y, x = rng.integers(2, size=2)
+        digit = image[y : y + 9, x : x + 6]
+        top, upper_left, upper_right, middle, lower_left, lower_right, bottom = (
+            float(segment) for segment in SEGMENTS[label]
+        )
+        digit[0, 1:5] += top
+        digit[1:4, 0] += upper_left
+        digit[1:4, 5] += upper_right
+        digit[4, 1:5] += middle
+        digit[5:8, 0] += lower_left
+        digit[5:8, 5] += lower_right
+        digit[8, 1:5] += bottom
+    return images, labels
+
+
+def classifier(**kwargs):
+    return HGRN2ImageClassifier(HGRN2VisionBackbone(**{**SIZES, **kwargs}), num_classes=10)
+
+
+def test_it_learns_digits():
+    model = classifier()
+    model.compile(
+        keras.optimizers.Adam(1e-2), model.loss, metrics=["accuracy"], jit_compile=jit_compile()
+    )
+    model.fit(*digits(1000, seed=0), batch_size=50, epochs=5, verbose=0)
+    _, accuracy = model.evaluate(*digits(200, seed=1), batch_size=50, verbose=0)
+    assert accuracy > 0.9
+
+
+def jit_compile():
+    # XLA and torch.compile take longer than the training.
+    return "auto" if keras.config.backend() == "jax" else False
+
+
+def test_every_patch_sees_every_other():
+    """The derivative of each output by each patch, by moving the patch."""
+    backbone = HGRN2VisionBackbone(**SIZES)
+    set_weights(backbone, seed=0)
+    image = digits(1, seed=0)[0]
+    moved = np.repeat(image, 20, axis=0)
+    for i in range(20):
+        row, column = divmod(i, 4)
+        moved[i, 2 * row : 2 * row + 2, 2 * column : 2 * column + 2] += 1.0
+    outputs = keras.ops.convert_to_numpy(backbone(np.concatenate([image, moved])))
+    assert outputs.shape == (21, 5, 4, 16)
+    change = np.abs(outputs[1:] - outputs[0]).max(axis=-1)
+    assert (change > 1e-5).all()
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(("name", "millions"), [("tiny", 6.1), ("small", 23.8)])
+def test_parameters_are_those_of_the_paper(name, millions):
+    size = VISION_SIZES[f"hgrn2_vision_{name}"]
+    d, m = size.hidden_dim, size.intermediate_dim
+    patches = (size.image_size // size.patch_size) ** 2
+    embedding = size.patch_size**2 * 3 * d + d + patches * d
+    block = 4 * d * d + 3 * d * m + 3 * d
+    bounds, norm, head = size.num_layers * d, d, 1000 * d + 1000
+    counted = embedding + size.num_layers * block + bounds + norm + head
+    assert size.parameters == counted
+    assert round(counted / 1e6, 1) == millions
+    listed = HGRN2ImageClassifier.presets[f"hgrn2_vision_{name}"]["metadata"]["params"]
+    assert listed == counted
+    found = count_without_memory(f"hgrn2_vision_{name}", HGRN2ImageClassifier, compile=False)
+    assert found == counted
+
+
+def test_names_load_through_our_class_and_kerashubs():
+    kwargs = {"num_layers": 1, "image_shape": (32, 32, 3), "num_classes": 7}
+    for cls in (HGRN2ImageClassifier, keras_hub.models.ImageClassifier):
+        model = cls.from_preset("hgrn2_vision_tiny", **kwargs)
+        assert type(model) is HGRN2ImageClassifier
+        assert model.output_shape == (None, 7)
+        assert model.backbone.output_shape == (None, 2, 2, 192)
+    with pytest.raises(ValueError, match="'image_size', which nothing takes"):
+        HGRN2ImageClassifier.from_preset("hgrn2_vision_tiny", image_size=32)
+    with pytest.raises(ValueError, match="no published weights"):
+        HGRN2ImageClassifier.from_preset("hgrn2_vision_tiny", load_weights=True)
+
+
+def test_it_saves(tmp_path):
+    images, _ = digits(3, seed=2)
+    for dtype, name in [("float32", "preset"), ("mixed_bfloat16", "model.keras")]:
+        model = classifier(dtype=dtype)
+        set_weights(model, seed=0)
+        if name == "preset":
+            model.save_to_preset(str(tmp_path / name))
+            again = HGRN2ImageClassifier.from_preset(str(tmp_path / name))
+        else:
+            model.save(tmp_path / name)
+            again = keras.saving.load_model(tmp_path / name)
+        assert again.backbone.get_config() == model.backbone.get_config()
+        wanted, found = (
+            keras.ops.convert_to_numpy(m.predict_on_batch(images)) for m in (model, again)
+        )
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.once
+def test_bad_sizes():
+    for name, value, match in [
+        ("image_shape", (9, 8, 1), "`image_shape` must be filled by patches"),
+        ("image_shape", (8, 8), "`image_shape` must be "),
+        ("image_shape", (None, 8, 1), r"`image_shape\[0\]` must be an integer"),
+        ("patch_size", 0, "`patch_size` must be an integer, at least 1; got 0"),
+        ("num_layers", 0, "`num_layers` must be an integer, at least 1; got 0"),
+        ("expand_ratio", 5, "`expand_ratio` must divide"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            HGRN2VisionBackbone(**{**SIZES, name: value})

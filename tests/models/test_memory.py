@@ -1,0 +1,70 @@
+"""The bytes that are told are those of the arrays."""
+
+import keras
+import pytest
+
+from keras_recurrent.models import GriffinBackbone, GriffinCausalLM, memory_sizes
+from tests.models.tiny import SIZES, tiny_causal_lm
+
+
+def nbytes(arrays):
+    return sum(keras.ops.convert_to_numpy(array).nbytes for array in keras.tree.flatten(arrays))
+
+
+@pytest.mark.parametrize(("dtype", "length"), [("float16", 1), ("float32", 3), ("float32", 50)])
+def test_sizes_are_those_of_the_arrays(dtype, length):
+    model = tiny_causal_lm(dtype=dtype)
+    sizes = memory_sizes(model, batch_size=3, length=length)
+    cache = model.backbone.get_initial_state(3, max_length=length)
+    assert sizes.parameters == nbytes(model.weights)
+    assert sizes.cache == nbytes(cache)
+    assert sizes.total == sizes.parameters + sizes.cache
+    assert sizes.recurrent_state == nbytes(cache[0]["rg_lru"]["hidden"])
+    assert sizes.convolution_state == nbytes(cache[0]["conv1d"]["inputs"])
+    attention = [{key: state[key] for key in ("key", "value")} for state in cache[1:]]
+    assert sizes.keys_and_values == nbytes(attention)
+
+
+@pytest.mark.once
+def test_appendix_f_of_the_paper():
+    """Elements a row, of four bytes here, by block type and length."""
+
+    def sizes(block_type, length):
+        backbone = GriffinBackbone(**{**SIZES, "num_layers": 5, "block_types": (block_type,)})
+        return memory_sizes(backbone, batch_size=2, length=length)
+
+    rows, layers, bytes_ = 2, 5, 4
+    for length in (10, 1000):
+        recurrent = sizes("recurrent", length)
+        assert recurrent.recurrent_state == rows * layers * bytes_ * 24
+        assert recurrent.convolution_state == rows * layers * bytes_ * 3 * 24
+        assert recurrent.keys_and_values == 0
+        heads, head_dim = 2, 8
+        local = sizes("local_attention", length).keys_and_values
+        assert local == rows * layers * bytes_ * 2 * heads * head_dim * (
+            SIZES["sliding_window"] - 1
+        )
+        everything = sizes("global_attention", length).keys_and_values
+        assert everything == rows * layers * bytes_ * 2 * heads * head_dim * length
+
+
+@pytest.mark.once
+def test_the_order_of_the_papers_models():
+    """At 32 thousand tokens the keys and values of the Transformer outgrow the other caches."""
+    caches = [
+        memory_sizes(GriffinCausalLM.from_preset(name), 16, 32_768).cache
+        for name in ("hawk_tiny", "griffin_tiny", "mqa_tiny")
+    ]
+    assert 100 * caches[0] < caches[2]
+    assert 100 * caches[1] < caches[2]
+
+
+@pytest.mark.once
+def test_sizes_of_nothing_are_errors():
+    model = tiny_causal_lm()
+    for name in ("batch_size", "length"):
+        for number in (0, 1.5, "1"):
+            with pytest.raises(ValueError, match=f"`{name}` must be an integer, at least 1"):
+                memory_sizes(model, **{"batch_size": 1, "length": 1, name: number})
+    with pytest.raises(ValueError, match="`Sequential`, which keeps no state"):
+        memory_sizes(keras.Sequential(), batch_size=1, length=1)
