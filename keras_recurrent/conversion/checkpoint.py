@@ -1,0 +1,113 @@
+"""The tensors of a checkpoint in `.safetensors` files: what is there, and one after the other."""
+
+import os
+from typing import NamedTuple
+
+from keras_recurrent.conversion import files
+
+ONE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+# Names of the safetensors format, and of NumPy with ml_dtypes.
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+class Header(NamedTuple):
+    """What a file says of one of its tensors."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Checkpoint:
+    """The tensors of a preset: one `model.safetensors`, or several files with an index.
+
+    Only headers are read at first. Values come one tensor at a time, in the dtype of the file.
+    Nothing but safetensors is ever opened: pickled weights may run code when they are loaded.
+
+    Args:
+        preset: string, a directory or `hf://owner/repository`.
+
+    Attributes:
+        tensors: `{name: Header}`.
+
+    Raises:
+        FileNotFoundError: there are no such files, or one that the index names is missing.
+        ValueError: a file is damaged, or the files do not hold what the index says.
+        ImportError: safetensors is not installed.
+    """
+
+    def __init__(self, preset):
+        self.preset = preset
+        self._open = files.require("safetensors", "Reading a checkpoint").safe_open
+        self._damage = files.require("safetensors", "Reading a checkpoint").SafetensorError
+        self.tensors = {}
+        listings = self._files()
+        paths = {name: files.fetch(preset, name) for name in listings}
+        for name, listed in listings.items():
+            headers = self._headers(paths[name])
+            if listed is not None and set(headers) != listed:
+                strange = sorted(set(headers) ^ listed)[0]
+                here = "is not there" if strange in listed else "is there unasked"
+                raise ValueError(
+                    f"{INDEX_FILE} of {preset!r} does not tell what is in {name}: {strange!r} "
+                    f"{here}. The files are not of one checkpoint; fetch them all again."
+                )
+            self.tensors |= headers
+
+    def read(self, name):
+        """The values of a tensor, a NumPy array."""
+        with self._open(self.tensors[name].path, "np") as file:
+            return file.get_tensor(name)
+
+    def _files(self):
+        """`{file: the set of its tensors, or None where no index tells}`."""
+        try:
+            index = files.read_json(self.preset, INDEX_FILE)
+        except FileNotFoundError:
+            if files.exists(self.preset, ONE_FILE):
+                return {ONE_FILE: None}
+            raise FileNotFoundError(_nothing_to_read(self.preset)) from None
+        weight_map = index.get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ValueError(f"{INDEX_FILE} of {self.preset!r} has no 'weight_map'.")
+        listed = {}
+        for name, file in weight_map.items():
+            listed.setdefault(file, set()).add(name)
+        for file in listed:
+            if os.path.basename(file) != file or not file.endswith(".safetensors"):
+                raise ValueError(
+                    f"{INDEX_FILE} of {self.preset!r} names {file!r}. Tensors are read from "
+                    ".safetensors files beside the index alone."
+                )
+        return dict(sorted(listed.items()))
+
+    def _headers(self, path):
+        try:
+            with self._open(path, "np") as file:
+                slices = {key: file.get_slice(key) for key in list(file.keys())}
+                return {
+                    key: Header(path, tuple(part.get_shape()), part.get_dtype())
+                    for key, part in slices.items()
+                }
+        except self._damage as error:
+            raise ValueError(f"{path} is damaged or cut off ({error}). Fetch it again.") from error
+
+
+def _nothing_to_read(preset):
+    message = (
+        f"{preset!r} has neither {ONE_FILE} nor {INDEX_FILE}. `load_weights=False` makes a model "
+        "of its sizes with fresh weights."
+    )
+    pickled = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+    if any(os.path.exists(os.path.join(preset, name)) for name in pickled):
+        message += " It has pytorch_model.bin, which is pickled"
+    elif preset.startswith(files.HUB):
+        # Asking for a pickled file would fetch it.
+        message += " If it has pytorch_model.bin, that is pickled"
+    else:
+        return message
+    return (
+        f"{message} and never read: loading it may run code. Save the model anew as safetensors, "
+        "with the library that it came from, and load that directory."
+    )

@@ -1,0 +1,102 @@
+"""A `config.json`, read key by key, so that none of it is overlooked."""
+
+_REQUIRED = object()
+
+# Keys that libraries write into any configuration, and that do not change what a model computes.
+UNUSED_ANYWHERE = (
+    *("architectures", "auto_map", "_name_or_path", "transformers_version"),
+    *("torch_dtype", "dtype", "use_cache", "initializer_range", "init_std"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings"),
+    *("output_attentions", "output_hidden_states", "return_dict"),
+)
+
+
+class ConfigReader:
+    """Reads the keys of a configuration, each with what may stand there.
+
+    A key with a default may be missing or null. Whatever is left unread at `done` is an error: a
+    key that is not known may change what the model computes.
+
+    Args:
+        config: a dictionary.
+        where: string, the file, for the errors.
+
+    Raises:
+        ValueError: in all methods, for a key that is missing or a value that is not served.
+    """
+
+    def __init__(self, config, where):
+        self.config = config
+        self.where = where
+        self.unread = set(config)
+
+    def integer(self, key, default=_REQUIRED, multiple_of=1):
+        """An integer of at least 1."""
+        value = self._value(key, default)
+        fits = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        if not fits or value % multiple_of:
+            what = "an integer" if multiple_of == 1 else f"a multiple of {multiple_of}"
+            raise self._unsupported(key, value, f"{what}, at least {multiple_of}")
+        return value
+
+    def number(self, key, default=_REQUIRED):
+        """A number above 0, as a float."""
+        value = self._value(key, default)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
+            raise self._unsupported(key, value, "a number above 0")
+        return float(value)
+
+    def flag(self, key, default=_REQUIRED):
+        """True or False."""
+        value = self._value(key, default)
+        if not isinstance(value, bool):
+            raise self._unsupported(key, value, "true or false")
+        return value
+
+    def list_of(self, key, choices, default=_REQUIRED):
+        """A list of some of the names in `choices`, not empty."""
+        value = self._value(key, default)
+        names = isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value)
+        if not names or not value or not set(value) <= set(choices):
+            wanted = f"a list of {' and '.join(map(repr, choices))}"
+            raise self._unsupported(key, value, wanted)
+        return tuple(value)
+
+    def only(self, key, *values):
+        """A key that may be missing, or one of the values: the model computes nothing else."""
+        value = self._value(key, values[0])
+        if value not in values or isinstance(value, bool) != isinstance(values[0], bool):
+            raise self._unsupported(key, value, " or ".join(map(repr, values)))
+        return value
+
+    def section(self, key):
+        """A reader of the dictionary at `key`, which may be missing."""
+        value = self._value(key, {})
+        if not isinstance(value, dict):
+            raise self._unsupported(key, value, "an object")
+        return ConfigReader(value, f"{key!r} of {self.where}")
+
+    def unused(self, *keys):
+        """Keys that change nothing here."""
+        self.unread -= set(keys)
+
+    def done(self):
+        """Raises for keys that nothing has read."""
+        if self.unread:
+            keys = ", ".join(map(repr, sorted(self.unread)))
+            raise ValueError(
+                f"{self.where} has {keys}, which this version does not know and so cannot honor. "
+                "If it changes nothing in what the model computes, take it out of the file."
+            )
+
+    def _value(self, key, default):
+        self.unread.discard(key)
+        value = self.config.get(key)
+        if value is not None:
+            return value
+        if default is _REQUIRED:
+            raise ValueError(f"{self.where} says nothing of {key!r}, which the model needs.")
+        return default
+
+    def _unsupported(self, key, value, wanted):
+        return ValueError(f"{key!r} is {value!r} in {self.where}; this version serves {wanted}.")

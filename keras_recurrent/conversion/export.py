@@ -1,0 +1,141 @@
+"""A model as a checkpoint in the layout of the Hugging Face Hub."""
+
+import json
+import os
+import tempfile
+
+import numpy as np
+from keras import ops
+
+from keras_recurrent.conversion import files, layout
+from keras_recurrent.conversion.checkpoint import DTYPES, INDEX_FILE, ONE_FILE
+
+GIGABYTE = 1024**3
+TOKENIZER_FILE = "tokenizer.model"
+
+
+def export(backbone, path, tokenizer=None, dtype=None, max_shard_size=5):
+    """Writes `config.json`, the tensors and the tokenizer's file into a new directory.
+
+    All is written beside `path` first and moved there at the end: what stands at `path` is whole.
+
+    Args:
+        backbone: a backbone whose family has a `Layout`.
+        path: string, a directory that does not exist yet or is empty.
+        tokenizer: a `keras_recurrent.tokenizers.SentencePieceTokenizer`, or another one or None,
+            which leave no file.
+        dtype: `"float32"`, `"bfloat16"` or `"float16"`, of all tensors; None: as the weights are.
+        max_shard_size: number, gigabytes a file at most, if no tensor alone is larger.
+
+    Raises:
+        ValueError: the layout cannot hold the model, it is quantized, the dtype is not one of
+            these, or `max_shard_size` is not above 0.
+        FileExistsError: there is something at `path`.
+    """
+    path = os.path.abspath(os.fspath(path))
+    if os.path.exists(path) and (not os.path.isdir(path) or os.listdir(path)):
+        raise FileExistsError(f"{path!r} is there and not empty. Name a new directory.")
+    if not isinstance(max_shard_size, (int, float)) or not max_shard_size > 0:
+        raise ValueError(
+            f"`max_shard_size` must be a number of gigabytes above 0; got {max_shard_size!r}."
+        )
+    family = layout.of_backbone(backbone)
+    arguments = backbone.get_config()
+    config = family.config(arguments)
+    weights = _weights(backbone)
+    dtype = dtype or backbone.dtype_policy.variable_dtype
+    if dtype not in DTYPES.values():
+        raise ValueError(f"`dtype` must be one of {', '.join(DTYPES.values())}; got {dtype!r}.")
+    config["dtype"] = dtype
+    save_file = files.require("safetensors.numpy", "Writing a checkpoint").save_file
+
+    def values(tensor):
+        arrays = [ops.convert_to_numpy(weights[weight]()) for weight in tensor.weights]
+        return np.ascontiguousarray(tensor.transform.to_tensor(*arrays).astype(dtype))
+
+    parent = os.path.dirname(path)
+    os.makedirs(parent, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=parent, prefix=".export-") as temporary:
+        folder = os.path.join(temporary, "checkpoint")
+        os.mkdir(folder)
+        shards = _shards(family.tensors(arguments), np.dtype(dtype), max_shard_size * GIGABYTE)
+        for name, tensors in shards.items():
+            content = {tensor.name: values(tensor) for tensor in tensors}
+            save_file(content, os.path.join(folder, name), metadata={"format": "pt"})
+        if len(shards) > 1:
+            _write_json(folder, INDEX_FILE, _index(shards, np.dtype(dtype)))
+        config |= _write_tokenizer(folder, tokenizer, family)
+        _write_json(folder, files.CONFIG_FILE, config)
+        if os.path.isdir(path):
+            os.rmdir(path)  # not every system moves a directory onto an empty one
+        os.rename(folder, path)
+
+
+def _weights(backbone):
+    """`{path: a function that gives the values}`, with low-rank weights merged in."""
+    weights = {}
+    for layer in backbone._flatten_layers(include_self=False):
+        if getattr(layer, "quantization_mode", None):
+            raise ValueError(
+                f"The model is quantized ({layer.name!r} to {layer.quantization_mode}), and its "
+                "weights are not what they were. Export it before `quantize`."
+            )
+        for variable in layer._trainable_variables:
+            if not variable.name.startswith("lora_"):
+                name = variable.name
+                weights[variable.path] = lambda layer=layer, name=name: getattr(layer, name)
+    return weights
+
+
+def _shards(tensors, dtype, most):
+    """`{file: [Tensor, ...]}`, in order, a new file where one would grow above `most` bytes."""
+    groups, size = [[]], 0
+    for tensor in tensors:
+        bytes_ = int(np.prod(tensor.shape)) * dtype.itemsize
+        if groups[-1] and size + bytes_ > most:
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += bytes_
+    if len(groups) == 1:
+        return {ONE_FILE: groups[0]}
+    return {
+        f"model-{i:05}-of-{len(groups):05}.safetensors": group
+        for i, group in enumerate(groups, start=1)
+    }
+
+
+def _index(shards, dtype):
+    weight_map = {tensor.name: name for name, tensors in shards.items() for tensor in tensors}
+    parameters = sum(int(np.prod(t.shape)) for tensors in shards.values() for t in tensors)
+    return {
+        "metadata": {
+            "total_parameters": parameters,
+            "total_size": parameters * dtype.itemsize,
+        },
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+
+
+def _write_tokenizer(folder, tokenizer, family):
+    """Writes a SentencePiece tokenizer; returns the special tokens for `config.json`."""
+    proto = getattr(tokenizer, "proto", None)
+    if proto is None:
+        return {}
+    with open(os.path.join(folder, TOKENIZER_FILE), "wb") as file:
+        file.write(proto)
+    ids = {
+        "bos": tokenizer.start_token_id,
+        "eos": tokenizer.end_token_id,
+        "pad": tokenizer.pad_token_id,
+    }
+    tokens = {f"{name}_token": tokenizer.id_to_token(id) for name, id in ids.items()}
+    content = {"tokenizer_class": family.tokenizer_class, **tokens}
+    _write_json(folder, "tokenizer_config.json", content)
+    return {f"{name}_token_id": int(id) for name, id in ids.items()}
+
+
+def _write_json(folder, name, content):
+    with open(os.path.join(folder, name), "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2, sort_keys=True)
+        file.write("\n")

@@ -1,0 +1,86 @@
+"""One file of a checkpoint, from a directory or from the Hugging Face Hub."""
+
+import importlib
+import json
+import os
+
+HUB = "hf://"
+CONFIG_FILE = "config.json"
+
+
+def require(package, why):
+    """A package of the extra `huggingface`, or an error that says how to get it."""
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name != package.partition(".")[0]:
+            raise
+        raise ImportError(
+            f"{why} takes the package {error.name!r}: pip install 'keras-recurrent[huggingface]'"
+        ) from error
+
+
+def fetch(preset, name):
+    """The local path of the file `name` of a preset: a directory, or `hf://owner/repository`.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ConnectionError: the Hub cannot be reached, and the file was not fetched before.
+        PermissionError: the repository is open only to those who accepted its terms.
+        ValueError: the Hub knows no such repository.
+    """
+    if not preset.startswith(HUB):
+        path = os.path.join(preset, name)
+        if not os.path.isfile(path):
+            raise FileNotFoundError(f"There is no {name} in {preset!r}.")
+        return path
+    hub = require("huggingface_hub", f"{preset!r}")
+    errors = require("huggingface_hub.errors", f"{preset!r}")
+    repository = preset.removeprefix(HUB)
+    try:
+        return hub.hf_hub_download(repo_id=repository, filename=name)
+    except errors.LocalEntryNotFoundError as error:
+        raise ConnectionError(
+            f"{preset!r}: {name} was not fetched before, and the Hugging Face Hub cannot be "
+            "reached. A name with `load_weights=False` needs no network."
+        ) from error
+    except errors.EntryNotFoundError as error:
+        raise FileNotFoundError(f"There is no {name} in {preset!r}.") from error
+    except errors.GatedRepoError as error:
+        raise PermissionError(
+            f"{preset!r} is open to those who accepted its terms. Accept them on its page of the "
+            "Hugging Face Hub, then log in on this machine with `hf auth login`."
+        ) from error
+    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
+        raise ValueError(
+            f"The Hugging Face Hub shows no repository {repository!r}. The form is "
+            "'hf://owner/repository', such as 'hf://google/recurrentgemma-2b'; a private one "
+            "needs `hf auth login`."
+        ) from error
+
+
+def exists(preset, name):
+    """Whether the preset has a file `name`; on the Hub, by fetching it."""
+    try:
+        fetch(preset, name)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def read_json(preset, name):
+    """The content of a JSON file of a preset, which must be an object.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is not JSON, or not an object.
+    """
+    path = fetch(preset, name)
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}. Fetch it again.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object; it holds a {type(content).__name__}.")
+    return content

@@ -1,0 +1,338 @@
+"""Grouped-query stand-ins for the attention layers that KerasHub's models keep caches of.
+
+Each is called as the layer whose place it takes, and its cache is [B, 2, S, G, K] instead of
+[B, 2, S, N, K]: smaller by N / G. `num_key_value_heads` is G.
+"""
+
+import keras
+import keras_hub
+from keras import ops
+
+from keras_recurrent.compat import T5MultiHeadAttention
+from keras_recurrent.conversion.gqa.grouping import (
+    fold_mask,
+    fold_queries,
+    mix_values,
+    read_cache,
+    scores_of_heads,
+    unfold_outputs,
+)
+from keras_recurrent.conversion.gqa.surgery import replace_layer
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class CachedGroupedQueryAttention(keras_hub.layers.CachedMultiHeadAttention):
+    """For `keras_hub.layers.CachedMultiHeadAttention`: GPT-2, OPT, BART, `TransformerDecoder`."""
+
+    def __init__(self, num_heads, key_dim, *, num_key_value_heads, **kwargs):
+        super().__init__(num_heads, key_dim, **kwargs)
+        self.num_key_value_heads = num_key_value_heads
+
+    def build(self, query_shape, value_shape, key_shape=None):
+        key_shape = value_shape if key_shape is None else key_shape
+        heads, groups = self.num_heads, self.num_key_value_heads
+        self._query_dense = self._projection("query", heads, self.key_dim, query_shape)
+        self._key_dense = self._projection("key", groups, self.key_dim, key_shape)
+        self._value_dense = self._projection("value", groups, self.value_dim, value_shape)
+        self._build_attention(4)
+        self._output_dense = keras.layers.EinsumDense(
+            "btnv,nvd->btd",
+            output_shape=(None, *(self._output_shape or query_shape[-1:])),
+            bias_axes="d" if self.use_bias else None,
+            name="attention_output",
+            **self._get_common_kwargs_for_sublayer(),
+        )
+        self._output_dense.build((None, None, heads, self.value_dim))
+
+    def _projection(self, name, heads, size, input_shape):
+        layer = keras.layers.EinsumDense(
+            "btd,dnk->btnk",
+            output_shape=(None, heads, size),
+            bias_axes="nk" if self.use_bias else None,
+            name=name,
+            **self._get_common_kwargs_for_sublayer(),
+        )
+        layer.build(input_shape)
+        return layer
+
+    def _compute_attention(
+        self,
+        query,
+        key,
+        value,
+        attention_mask=None,
+        training=None,
+        return_attention_scores=False,
+    ):
+        repeats = self.num_heads // self.num_key_value_heads
+        output, scores = super()._compute_attention(
+            fold_queries(query, self.num_key_value_heads),
+            key,
+            value,
+            attention_mask=fold_mask(attention_mask, repeats),
+            training=training,
+            return_attention_scores=return_attention_scores,
+        )
+        if scores is not None:
+            # [B, G, T · repeats, S]: the time axis goes where `unfold_outputs` has it.
+            scores = ops.transpose(scores, (0, 2, 1, 3))
+            scores = ops.transpose(unfold_outputs(scores, self.num_heads), (0, 2, 1, 3))
+        return unfold_outputs(output, self.num_heads), scores
+
+    def get_config(self):
+        return super().get_config() | {"num_key_value_heads": self.num_key_value_heads}
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class GroupedBloomAttention(keras.layers.Layer):
+    """For the attention of Bloom: linear biases (ALiBi, arXiv:2108.12409), one a query head."""
+
+    def __init__(
+        self,
+        num_heads,
+        num_key_value_heads,
+        dropout=0.0,
+        kernel_initializer="glorot_uniform",
+        bias_initializer="zeros",
+        **kwargs,
+    ):
+        super().__init__(**kwargs)
+        self.num_heads = num_heads
+        self.num_key_value_heads = num_key_value_heads
+        self.dropout = dropout
+        self.kernel_initializer = keras.initializers.get(kernel_initializer)
+        self.bias_initializer = keras.initializers.get(bias_initializer)
+
+    def build(self, inputs_shape):
+        hidden_dim = inputs_shape[-1]
+        self._head_dim = hidden_dim // self.num_heads
+        groups = self.num_key_value_heads
+        self._query_dense = self._projection("query_dense", self.num_heads, inputs_shape)
+        self._key_dense = self._projection("key_dense", groups, inputs_shape)
+        self._value_dense = self._projection("value_dense", groups, inputs_shape)
+        self._alibi_layer = keras_hub.layers.AlibiBias(dtype=self.dtype_policy)
+        self._output_dense = keras.layers.Dense(
+            hidden_dim,
+            kernel_initializer=fresh(self.kernel_initializer),
+            bias_initializer=fresh(self.bias_initializer),
+            dtype=self.dtype_policy,
+            name="output_dense",
+        )
+        self._output_dense.build(inputs_shape)
+        self._dropout_layer = keras.layers.Dropout(
+            self.dropout, dtype=self.dtype_policy, name="dropout"
+        )
+        self._softmax = keras.layers.Softmax(dtype="float32", name="softmax")
+
+    def _projection(self, name, heads, input_shape):
+        layer = keras.layers.EinsumDense(
+            "btd,dnk->btnk",
+            output_shape=(None, heads, self._head_dim),
+            bias_axes="nk",
+            kernel_initializer=fresh(self.kernel_initializer),
+            bias_initializer=fresh(self.bias_initializer),
+            dtype=self.dtype_policy,
+            name=name,
+        )
+        layer.build(input_shape)
+        return layer
+
+    def call(self, hidden_states, attention_mask=None, cache=None, cache_update_index=None):
+        batch, length, hidden_dim = ops.shape(hidden_states)
+        query = self._query_dense(hidden_states)
+        key, value, cache = read_cache(
+            cache,
+            cache_update_index,
+            lambda: (self._key_dense(hidden_states), self._value_dense(hidden_states)),
+        )
+        scores = self._alibi_layer(scores_of_heads(query, key) * self._head_dim**-0.5)
+        mask = None if attention_mask is None else ops.expand_dims(attention_mask, 1)
+        weights = ops.cast(self._dropout_layer(self._softmax(scores, mask)), self.compute_dtype)
+        output = ops.reshape(mix_values(weights, value), (batch, length, hidden_dim))
+        output = self._dropout_layer(self._output_dense(output))
+        return output if cache is None else (output, cache)
+
+    def get_config(self):
+        return super().get_config() | {
+            "num_heads": self.num_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "dropout": self.dropout,
+            "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
+            "bias_initializer": keras.initializers.serialize(self.bias_initializer),
+        }
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class GroupedGPTNeoXAttention(keras.layers.Layer):
+    """For the attention of GPT-NeoX: rotary positions on the first part of each head.
+
+    The query, key and value kernels of GPT-NeoX are one; here the queries have one of their own.
+    """
+
+    def __init__(
+        self,
+        num_heads,
+        num_key_value_heads,
+        hidden_dim,
+        dropout=0.0,
+        rotary_percentage=0.25,
+        rotary_max_wavelength=10000,
+        kernel_initializer="glorot_uniform",
+        bias_initializer="zeros",
+        **kwargs,
+    ):
+        super().__init__(**kwargs)
+        self.num_heads = num_heads
+        self.num_key_value_heads = num_key_value_heads
+        self.hidden_dim = hidden_dim
+        self.dropout = dropout
+        self.rotary_percentage = rotary_percentage
+        self.rotary_max_wavelength = rotary_max_wavelength
+        self.kernel_initializer = keras.initializers.get(kernel_initializer)
+        self.bias_initializer = keras.initializers.get(bias_initializer)
+        self._head_dim = hidden_dim // num_heads
+        self._rotary_dim = int(self._head_dim * rotary_percentage)
+        self._rotary = keras_hub.layers.RotaryEmbedding(
+            max_wavelength=rotary_max_wavelength, dtype=self.dtype_policy
+        )
+
+    def build(self, input_shape):
+        groups, size = self.num_key_value_heads, self._head_dim
+        self._query_dense = self._dense("query", "btd,dnk->btnk", (self.num_heads, size))
+        self._query_dense.build(input_shape)
+        self._key_value_dense = self._dense("key_value", "btd,dnk->btnk", (groups, 2 * size))
+        self._key_value_dense.build(input_shape)
+        self._output_dense = self._dense("attention_output", "btd,dk->btk", (self.hidden_dim,))
+        self._output_dense.build(input_shape)
+        self._softmax = keras.layers.Softmax(dtype="float32", name="attention_softmax")
+        self._dropout_layer = keras.layers.Dropout(
+            self.dropout, dtype=self.dtype_policy, name="attention_dropout"
+        )
+
+    def _dense(self, name, equation, output_shape):
+        return keras.layers.EinsumDense(
+            equation,
+            output_shape=(None, *output_shape),
+            bias_axes="nk" if len(output_shape) > 1 else "k",
+            kernel_initializer=fresh(self.kernel_initializer),
+            bias_initializer=fresh(self.bias_initializer),
+            dtype=self.dtype_policy,
+            name=name,
+        )
+
+    def call(
+        self,
+        hidden_states,
+        attention_mask=None,
+        cache=None,
+        cache_update_index=None,
+        training=None,
+    ):
+        batch, length, _ = ops.shape(hidden_states)
+        start = 0 if cache_update_index is None else cache_update_index
+        query = self._rotate(self._query_dense(hidden_states), start)
+        key, value, cache = read_cache(
+            cache,
+            cache_update_index,
+            lambda: ops.split(self._key_value_dense(hidden_states), 2, axis=-1),
+        )
+        # As in KerasHub the cache has keys before rotation: the first is at position 0.
+        scores = scores_of_heads(query, self._rotate(key, 0)) * self._head_dim**-0.5
+        mask = None if attention_mask is None else ops.expand_dims(attention_mask, 1)
+        weights = self._dropout_layer(self._softmax(scores, mask), training=training)
+        output = mix_values(ops.cast(weights, self.compute_dtype), value)
+        output = self._output_dense(ops.reshape(output, (batch, length, self.hidden_dim)))
+        return output, cache
+
+    def _rotate(self, x, start):
+        rotated = self._rotary(x[..., : self._rotary_dim], start_index=start)
+        return ops.concatenate((rotated, x[..., self._rotary_dim :]), axis=-1)
+
+    def split_fused(self, kernel):
+        """Queries, and keys with values, of a fused kernel or bias [..., N, 3 K]."""
+        return kernel[..., : self._head_dim], kernel[..., self._head_dim :]
+
+    def get_config(self):
+        return super().get_config() | {
+            "num_heads": self.num_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "hidden_dim": self.hidden_dim,
+            "dropout": self.dropout,
+            "rotary_percentage": self.rotary_percentage,
+            "rotary_max_wavelength": self.rotary_max_wavelength,
+            "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
+            "bias_initializer": keras.initializers.serialize(self.bias_initializer),
+        }
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class GroupedT5Attention(T5MultiHeadAttention):
+    """For the attention of T5's decoder, to itself or to the encoder: relative positions."""
+
+    def __init__(self, *, num_key_value_heads, **kwargs):
+        super().__init__(**kwargs)
+        self.num_key_value_heads = num_key_value_heads
+        for name in ("key_projector", "value_projector"):
+            projector = getattr(self, name)
+            config = projector.get_config()
+            config["units"] = num_key_value_heads * self.key_value_dim
+            replace_layer(self, projector, keras.layers.Dense.from_config(config))
+
+    def call(
+        self,
+        hidden_states,
+        mask=None,
+        key_value_states=None,
+        position_bias=None,
+        cache=None,
+        cache_update_index=None,
+        training=False,
+    ):
+        batch, length, _ = ops.shape(hidden_states)
+        source = hidden_states if key_value_states is None else key_value_states
+
+        def heads_of(states, heads):
+            return ops.reshape(states, (batch, -1, heads, self.key_value_dim))
+
+        query = heads_of(self.query_projector(hidden_states), self.num_heads)
+        key, value, cache = read_cache(
+            cache,
+            cache_update_index,
+            lambda: (
+                heads_of(self.key_projector(source), self.num_key_value_heads),
+                heads_of(self.value_projector(source), self.num_key_value_heads),
+            ),
+        )
+        # T5 does not scale. The first layer of a stack makes the bias, with the mask in it.
+        scores = scores_of_heads(query, key)
+        if position_bias is None:
+            position_bias = self._bias(length, ops.shape(key)[1], cache_update_index)
+            if mask is not None:
+                mask = ops.cast(ops.expand_dims(mask, 1), position_bias.dtype)
+                position_bias = position_bias + (1.0 - mask) * -1e9
+        weights = ops.softmax(scores + ops.cast(position_bias, scores.dtype), axis=-1)
+        output = mix_values(self.dropout_layer(weights, training=training), value)
+        output = self.output_projector(ops.reshape(output, (batch, length, self.inner_dim)))
+        return output, position_bias, cache
+
+    def _bias(self, query_length, key_length, start):
+        if not self.use_relative_attention_bias:
+            shape = (1, self.num_heads, query_length, key_length)
+            return ops.zeros(shape, self.compute_dtype)
+        return self.compute_bias(query_length, key_length, 0 if start is None else start)
+
+    def get_config(self):
+        return super().get_config() | {
+            "is_decoder": self.is_decoder,
+            "hidden_dim": self.hidden_dim,
+            "key_value_dim": self.key_value_dim,
+            "num_heads": self.num_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "dropout": self.dropout_layer.rate,
+            "use_relative_attention_bias": self.use_relative_attention_bias,
+        }
+
+
+def fresh(initializer):
+    """An initializer of the same kind: one object for two weights draws the same numbers."""
+    return type(initializer).from_config(initializer.get_config())

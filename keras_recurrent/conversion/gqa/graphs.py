@@ -1,0 +1,78 @@
+"""Keras models: functional, sequential, models inside them, and layers that hold attention."""
+
+import keras
+
+from keras_recurrent.conversion.gqa import sites as attention
+from keras_recurrent.conversion.gqa.pooling import transfer
+from keras_recurrent.conversion.gqa.regroup import regroup, regroup_built
+from keras_recurrent.conversion.gqa.surgery import replace_layer
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class GroupedModel(keras.Model):
+    """A functional model where layers of other classes hold grouped attention layers.
+
+    Their configurations do not say so: that of this model has the multi-head model, and how many
+    key and value heads each of its attention layers got.
+    """
+
+    def __init__(self, inputs, outputs, multi_head, groups, name=None):
+        super().__init__(inputs, outputs, name=name)
+        self._multi_head = multi_head
+        self._groups = groups
+
+    def get_config(self):
+        # Keys of a JSON object are strings.
+        groups = {str(i): heads for i, heads in self._groups.items()}
+        return {"multi_head": self._multi_head, "groups": groups}
+
+    @classmethod
+    def from_config(cls, config, custom_objects=None):
+        model = keras.saving.deserialize_keras_object(config["multi_head"], custom_objects)
+        groups = {int(i): heads for i, heads in config["groups"].items()}
+        return _rebuild(model, groups, config["multi_head"])
+
+
+def convert_graph(model, pooling, where):
+    """A model like the functional or sequential `model`, with grouped attention."""
+    attention.check_classes(model, GroupedModel)
+    sites = attention.find_sites(model)
+    chosen = dict.fromkeys(attention.choose(sites, pooling.groups, where), pooling.groups)
+    attention.check_state(model)
+    if isinstance(model, GroupedModel):
+        new = _rebuild(model, model._groups | chosen, model._multi_head)
+    else:
+        multi_head = keras.saving.serialize_keras_object(model)
+        multi_head.pop("compile_config", None)
+        new = _rebuild(model, chosen, multi_head)
+    transfer(model, new, pooling)
+    return new
+
+
+def _rebuild(model, groups, multi_head):
+    """A model of the layers of `model`, with `groups` ({position of an attention layer: heads}).
+
+    Layers come from their configurations. So those that hold attention hold it with all heads
+    again, even in a `GroupedModel`, until all of `groups` is done to them.
+    """
+    sites = attention.find_sites(model)
+    in_graph = {id(sites[i].layer): heads for i, heads in groups.items() if not sites[i].held}
+
+    def clone(layer):
+        if id(layer) in in_graph:
+            return regroup(layer, in_graph[id(layer)])
+        return type(layer).from_config(layer.get_config())
+
+    new = keras.models.clone_model(model, clone_function=clone, recursive=True)
+    held = {i: heads for i, heads in groups.items() if sites[i].held}
+    if not held:
+        return new
+    new_sites = attention.find_sites(new)
+    for i, heads in held.items():
+        layer = new_sites[i].layer
+        replace_layer(new, layer, regroup_built(layer, heads))
+    graph = attention.graph_of(new)
+    grouped = GroupedModel(graph.input, graph.output, multi_head, groups, name=model.name)
+    if model.compiled:
+        grouped.compile_from_config(model.get_compile_config())
+    return grouped

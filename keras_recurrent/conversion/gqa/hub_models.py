@@ -1,0 +1,159 @@
+"""KerasHub's models with multi-head attention and a cache, with grouped-query attention."""
+
+from typing import Any
+
+import keras
+import keras_hub
+from keras import ops
+
+from keras_recurrent.conversion.gqa.regroup import regroup_built
+from keras_recurrent.conversion.gqa.surgery import replace_layer
+
+Mixin: Any = object  # for type checkers: what these are mixed into has the rest
+
+
+class GroupedBackbone(Mixin):
+    """Mixed into a backbone: its decoder's attention layers get fewer key and value heads.
+
+    Args:
+        num_key_value_heads: int, of the self-attention of the decoder.
+        cross_num_key_value_heads: int, of its attention to the encoder, if it has one.
+    """
+
+    decoder = "transformer_layers"
+    self_attention = "_self_attention_layer"
+    cross_attention: str | None = None
+
+    def __init__(self, *, num_key_value_heads, cross_num_key_value_heads=None, **kwargs):
+        super().__init__(**kwargs)
+        self.num_key_value_heads = num_key_value_heads
+        self.cross_num_key_value_heads = cross_num_key_value_heads
+        for layer in getattr(self, self.decoder):
+            self._regroup(layer, self.self_attention, num_key_value_heads)
+            if self.cross_attention:
+                self._regroup(layer, self.cross_attention, cross_num_key_value_heads)
+
+    def _regroup(self, layer, name, groups):
+        attention = getattr(layer, name)
+        replace_layer(self, attention, regroup_built(attention, groups))
+
+    def get_config(self):
+        config = super().get_config() | {"num_key_value_heads": self.num_key_value_heads}
+        if self.cross_attention:
+            config["cross_num_key_value_heads"] = self.cross_num_key_value_heads
+        return config
+
+
+class GroupedCausalLM(Mixin):
+    """Mixed into a causal language model: its cache has the heads that keys and values have."""
+
+    def _build_cache(self, token_ids):
+        backbone = self.backbone
+        batch, length = ops.shape(token_ids)
+        head_dim = backbone.hidden_dim // backbone.num_heads
+        shape = (batch, backbone.num_layers, 2, length, backbone.num_key_value_heads, head_dim)
+        cache = ops.zeros(shape, dtype=self.compute_dtype)
+        _, hidden_states, cache = self.call_with_cache(token_ids, cache, 0)
+        return hidden_states, cache
+
+
+class GroupedSeq2SeqLM(Mixin):
+    """Mixed into an encoder-decoder model: both caches have the heads of keys and values."""
+
+    def _initialize_cache(self, encoder_token_ids, decoder_token_ids):
+        backbone = self.backbone
+        head_dim = getattr(backbone, "key_value_dim", None)
+        head_dim = head_dim or backbone.hidden_dim // backbone.num_heads
+        batch, encoder_length = ops.shape(encoder_token_ids)
+        decoder_length = ops.shape(decoder_token_ids)[1]
+
+        def zeros(length, heads):
+            shape = (batch, backbone.num_layers, 2, length, heads, head_dim)
+            return ops.zeros(shape, dtype=self.compute_dtype)
+
+        return (
+            zeros(decoder_length, backbone.num_key_value_heads),
+            zeros(encoder_length, backbone.cross_num_key_value_heads),
+        )
+
+
+serializable = keras.saving.register_keras_serializable(package="keras_recurrent")
+
+
+@serializable
+class GroupedGPT2Backbone(GroupedBackbone, keras_hub.models.GPT2Backbone):
+    preprocessed_as = keras_hub.models.GPT2Backbone
+
+
+@serializable
+class GroupedOPTBackbone(GroupedBackbone, keras_hub.models.OPTBackbone):
+    preprocessed_as = keras_hub.models.OPTBackbone
+
+
+@serializable
+class GroupedGPTNeoXBackbone(GroupedBackbone, keras_hub.models.GPTNeoXBackbone):
+    preprocessed_as = keras_hub.models.GPTNeoXBackbone
+
+
+@serializable
+class GroupedBloomBackbone(GroupedBackbone, keras_hub.models.BloomBackbone):
+    preprocessed_as = keras_hub.models.BloomBackbone
+
+
+@serializable
+class GroupedBartBackbone(GroupedBackbone, keras_hub.models.BartBackbone):
+    preprocessed_as = keras_hub.models.BartBackbone
+    decoder = "decoder_transformer_layers"
+    cross_attention = "_cross_attention_layer"
+
+
+@serializable
+class GroupedT5Backbone(GroupedBackbone, keras_hub.models.T5Backbone):
+    preprocessed_as = keras_hub.models.T5Backbone
+    decoder = "decoder_transformer_layers"
+    self_attention = "self_attention"
+    cross_attention = "cross_attention"
+
+
+@serializable
+class GroupedGPT2CausalLM(GroupedCausalLM, keras_hub.models.GPT2CausalLM):
+    backbone_cls = GroupedGPT2Backbone
+
+
+@serializable
+class GroupedOPTCausalLM(GroupedCausalLM, keras_hub.models.OPTCausalLM):
+    backbone_cls = GroupedOPTBackbone
+
+
+@serializable
+class GroupedGPTNeoXCausalLM(GroupedCausalLM, keras_hub.models.GPTNeoXCausalLM):
+    backbone_cls = GroupedGPTNeoXBackbone
+
+
+@serializable
+class GroupedBloomCausalLM(GroupedCausalLM, keras_hub.models.BloomCausalLM):
+    backbone_cls = GroupedBloomBackbone
+
+
+@serializable
+class GroupedBartSeq2SeqLM(GroupedSeq2SeqLM, keras_hub.models.BartSeq2SeqLM):
+    backbone_cls = GroupedBartBackbone
+
+
+@serializable
+class GroupedT5Seq2SeqLM(GroupedSeq2SeqLM, keras_hub.models.T5Seq2SeqLM):
+    backbone_cls = GroupedT5Backbone
+
+
+# A multi-head model and what it becomes, for backbones and for the tasks that generate.
+GROUPED_MODELS: dict[Any, Any] = {
+    grouped.__bases__[1]: grouped
+    for grouped in (
+        *(GroupedGPT2Backbone, GroupedGPT2CausalLM),
+        *(GroupedOPTBackbone, GroupedOPTCausalLM),
+        *(GroupedGPTNeoXBackbone, GroupedGPTNeoXCausalLM),
+        *(GroupedBloomBackbone, GroupedBloomCausalLM),
+        *(GroupedBartBackbone, GroupedBartSeq2SeqLM),
+        *(GroupedT5Backbone, GroupedT5Seq2SeqLM),
+    )
+}

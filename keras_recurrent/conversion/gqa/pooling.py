@@ -1,0 +1,100 @@
+"""Weights of H key and value heads, as weights of G.  Ainslie et al. 2023, arXiv:2305.13245, §2.1.
+
+Heads are consecutive: head g of the new ones stands for heads g·H/G to (g+1)·H/G − 1.
+"""
+
+import numpy as np
+from keras import ops
+
+POOLINGS = ("mean", "first", "random")
+
+
+class Pooling:
+    """How heads become fewer: their mean, the first of each group, or new ones from scratch.
+
+    Args:
+        name: "mean", "first" or "random".
+        num_key_value_heads: int, G.
+        seed: int, for "random": heads are drawn as the layer's own initializer draws them.
+    """
+
+    def __init__(self, name, num_key_value_heads, seed):
+        self.name = name
+        self.groups = num_key_value_heads
+        self._seeds = np.random.default_rng(seed)
+
+    def pool(self, values, axis, size):
+        """`values` with `axis` made `size` long; along it lie the heads, each G-th of `size`."""
+        values = np.moveaxis(np.asarray(values), axis, 0)
+        repeats = values.shape[0] // size
+        grouped = values.reshape(self.groups, repeats, size // self.groups, *values.shape[1:])
+        pooled = grouped[:, 0] if self.name == "first" else grouped.mean(axis=1)
+        return np.moveaxis(pooled.reshape(size, *values.shape[1:]), 0, axis)
+
+    def draw(self, variable, initializer):
+        """Values for a variable from its initializer, with a seed of ours if it takes one."""
+        config = initializer.get_config()
+        if "seed" in config:
+            config["seed"] = int(self._seeds.integers(2**31))
+        return type(initializer).from_config(config)(variable.shape, dtype="float32")
+
+
+def transfer(old, new, pooling):
+    """Assigns all weights of `old` to `new`, which is built alike but for fewer heads.
+
+    Layers are met in the order of both models. A weight that has another shape differs along one
+    axis, that of the heads, and is pooled there.
+    """
+    _transfer(old, new, pooling, set())
+
+
+def _transfer(old, new, pooling, seen):
+    if old is new or id(old) in seen:
+        return
+    seen.add(id(old))
+    if old.trainable != new.trainable:
+        new.trainable = old.trainable
+    if hasattr(new, "split_fused") and not hasattr(old, "split_fused"):
+        _transfer_fused(old, new, pooling)
+        return
+    variables = zip(_own_variables(old), _own_variables(new), strict=True)
+    for before, after in variables:
+        _assign(before, after, pooling, new)
+    for before, after in zip(old._layers, new._layers, strict=True):
+        _transfer(before, after, pooling, seen)
+
+
+def _own_variables(layer):
+    return [*layer._trainable_variables, *layer._non_trainable_variables]
+
+
+def _assign(before, after, pooling, owner):
+    if before.shape == after.shape:
+        # JAX would share the array, and training one model would take it from the other.
+        after.assign(ops.copy(before))
+        return
+    _assign_pooled(_float32(before), after, pooling, owner)
+
+
+def _assign_pooled(values, after, pooling, owner):
+    axes = [i for i, n in enumerate(after.shape) if n != values.shape[i]]
+    if not axes:
+        after.assign(values)
+    elif pooling.name == "random":
+        after.assign(pooling.draw(after, getattr(owner, f"{after.name}_initializer")))
+    else:
+        after.assign(pooling.pool(values, axes[0], after.shape[axes[0]]))
+
+
+def _transfer_fused(old, new, pooling):
+    """One kernel for queries, keys and values to one for queries and one for the others."""
+    for name in ("kernel", "bias"):
+        query, key_value = new.split_fused(_float32(getattr(old._qkv_dense, name)))
+        getattr(new._query_dense, name).assign(query)
+        owner = new._key_value_dense
+        _assign_pooled(key_value, getattr(owner, name), pooling, owner)
+        getattr(new._output_dense, name).assign(ops.copy(getattr(old._output_dense, name)))
+
+
+def _float32(variable):
+    return ops.convert_to_numpy(ops.cast(variable, "float32"))

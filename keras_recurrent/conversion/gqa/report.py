@@ -1,0 +1,87 @@
+"""What a conversion saves, as a table."""
+
+import keras
+import keras_hub
+import ml_dtypes
+import numpy as np
+
+from keras_recurrent.conversion.gqa import sites as attention
+from keras_recurrent.conversion.gqa.hub import decoder_sites, is_hub
+from keras_recurrent.conversion.gqa.hub_support import CONFIGURABLE
+from keras_recurrent.conversion.gqa.regroup import head_dims, num_key_value_heads
+
+
+def gqa_report(before, after, context_length=4096):
+    """A Markdown table of parameters and of the keys and values kept, before and after.
+
+    A layer with G key and value heads of sizes K and V keeps G (K + V) numbers a token, in the
+    compute dtype. Counted are the layers whose keys and values a decoder keeps: not those of
+    encoders. Cross-attention keeps those of the tokens of the encoder; both are taken to have
+    `context_length` tokens.
+
+    Args:
+        before: the model that was given to `convert_to_gqa`.
+        after: the model that came back.
+        context_length: int, tokens.
+
+    Returns:
+        A string of several lines.
+
+    Example:
+
+    >>> import keras
+    >>> from keras_recurrent.conversion import convert_to_gqa, gqa_report
+    >>> inputs = keras.Input((None, 32))
+    >>> attention = keras.layers.MultiHeadAttention(num_heads=8, key_dim=4)
+    >>> model = keras.Model(inputs, attention(inputs, inputs, use_causal_mask=True))
+    >>> print(gqa_report(model, convert_to_gqa(model, 2), context_length=1024))
+    |  | before | after | after / before |
+    | --- | ---: | ---: | ---: |
+    | parameters | 4,224 | 2,640 | 0.625 |
+    | key-value bytes a token | 256 | 64 | 0.250 |
+    | key-value bytes at 1,024 tokens | 262,144 | 65,536 | 0.250 |
+    """
+    tokens = [key_value_bytes(model) for model in (before, after)]
+    rows = {
+        "parameters": [before.count_params(), after.count_params()],
+        "key-value bytes a token": tokens,
+        f"key-value bytes at {context_length:,} tokens": [n * context_length for n in tokens],
+    }
+    lines = ["|  | before | after | after / before |", "| --- | ---: | ---: | ---: |"]
+    for name, (old, new) in rows.items():
+        lines.append(f"| {name} | {old:,} | {new:,} | {new / old:.3f} |")
+    return "\n".join(lines)
+
+
+def key_value_bytes(model):
+    """Bytes of keys and values that a decoder keeps for one token."""
+    if isinstance(model, keras_hub.models.Task):
+        model = model.backbone
+    if type(model) in CONFIGURABLE:
+        configured = CONFIGURABLE[type(model)]
+        layers = configured.decoder_layers(model)
+        return configured.caches * sum(_projected_bytes(layer) for layer in layers)
+    sites = decoder_sites(model) if is_hub(model) else attention.find_sites(model)
+    return sum(_site_bytes(site.layer) for site in sites if site.kind != attention.ENCODER)
+
+
+def _site_bytes(layer):
+    return num_key_value_heads(layer) * sum(head_dims(layer)) * _bytes_of(layer.compute_dtype)
+
+
+def _projected_bytes(decoder):
+    """Of keys, and of values of the same size, that KerasHub's decoder layer makes of a token."""
+    if getattr(decoder, "is_kv_shared_layer", False):  # it reads those of a layer below
+        return 0
+    keys = [layer for layer in decoder._flatten_layers() if layer.name in ("key", "k_proj")]
+    return sum(2 * _output_size(key) * _bytes_of(key.compute_dtype) for key in keys)
+
+
+def _output_size(dense):
+    if isinstance(dense, keras.layers.Dense):
+        return dense.units
+    return int(np.prod(dense.partial_output_shape[1:]))
+
+
+def _bytes_of(dtype):
+    return int(np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype).itemsize)

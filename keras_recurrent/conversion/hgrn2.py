@@ -1,0 +1,110 @@
+"""HGRN2's checkpoints, as flash-linear-attention writes them.
+
+The norm inside a layer that mixes tokens has ε = 1e-5 there whatever `norm_eps` says, and silu and
+nothing where the paper (Qin et al. 2024, arXiv:2404.07904) prints a sigmoid and silu.
+"""
+
+import numpy as np
+
+from keras_recurrent.conversion.layout import Layout
+from keras_recurrent.conversion.tensor_table import DEPTHWISE, SAME, TRANSPOSED, Tensor, Transform
+
+
+class HGRN2Layout(Layout):
+    """`HGRN2Backbone` from and to flash-linear-attention's `HGRN2ForCausalLM`."""
+
+    model_type = "hgrn2"
+    architecture = "HGRN2ForCausalLM"
+    tokenizer_class = "LlamaTokenizer"
+    # How that library computes, not what.
+    unused = (
+        *("attn_mode", "fuse_norm", "fuse_swiglu", "fuse_cross_entropy"),
+        *("fuse_linear_cross_entropy", "use_l2warp"),
+    )
+
+    def read_config(self, config):
+        hidden_dim = config.integer("hidden_size")
+        # Heads by their number or by their size, of which the latter has precedence.
+        num_heads = config.integer("num_heads", default=max(1, hidden_dim // 128))
+        expand_ratio = config.integer("expand_ratio", default=hidden_dim // num_heads)
+        hidden_ratio = config.integer("hidden_ratio", default=4)
+        third = int(hidden_dim * hidden_ratio * 2 / 3)
+        has_convolutions = config.flag("use_short_conv", default=False)
+        conv_size = config.integer("conv_size", default=4)
+        # An early version could share one convolution between the three maps.
+        config.only("share_conv_kernel", *([False] if has_convolutions else [False, True]))
+        arguments = {
+            "vocabulary_size": config.integer("vocab_size"),
+            "num_layers": config.integer("num_hidden_layers"),
+            "hidden_dim": hidden_dim,
+            "intermediate_dim": config.integer("intermediate_size", default=-(-third // 256) * 256),
+            "expand_ratio": expand_ratio,
+            "conv_size": conv_size if has_convolutions else None,
+            "use_lower_bounds": config.flag("use_lower_bound", default=True),
+            "tie_word_embeddings": config.flag("tie_word_embeddings", default=False),
+            "gate_activation": "silu",
+            "input_activation": "linear",
+            "layer_norm_epsilon": config.number("norm_eps", default=1e-6),
+        }
+        config.only("hidden_act", "swish", "silu")
+        config.only("elementwise_affine", True)
+        config.only("attn", None)  # blocks of softmax attention in between
+        return arguments
+
+    def write_config(self, arguments):
+        return {
+            "vocab_size": arguments["vocabulary_size"],
+            "num_hidden_layers": arguments["num_layers"],
+            "hidden_size": arguments["hidden_dim"],
+            "intermediate_size": arguments["intermediate_dim"],
+            "expand_ratio": arguments["expand_ratio"],
+            "num_heads": arguments["hidden_dim"] // arguments["expand_ratio"],
+            "use_short_conv": arguments["conv_size"] is not None,
+            "conv_size": arguments["conv_size"] or 4,
+            "use_lower_bound": arguments["use_lower_bounds"],
+            "tie_word_embeddings": arguments["tie_word_embeddings"],
+            "norm_eps": arguments["layer_norm_epsilon"],
+            "hidden_act": "swish",
+            "elementwise_affine": True,
+        }
+
+    def tensors(self, arguments):
+        v, d = arguments["vocabulary_size"], arguments["hidden_dim"]
+        layers, embedding = arguments["num_layers"], "token_embedding"
+        tensors = [Tensor("model.embeddings.weight", (v, d), (f"{embedding}/embeddings",))]
+        if arguments["use_lower_bounds"]:
+            # A block alone has the bound 0 whatever stands here, and no weight for it.
+            nothing = Transform(lambda tensor: (), lambda: np.zeros((1, d), "float32"))
+            weights, transform = (("lower_bounds/logits",), SAME) if layers > 1 else ((), nothing)
+            tensors.append(Tensor("model.lower_bounds", (layers, d), weights, transform))
+        for i in range(layers):
+            tensors.extend(_block(i, arguments))
+        tensors.append(Tensor("model.norm.weight", (d,), ("final_norm/scale",)))
+        if not arguments["tie_word_embeddings"]:
+            weights = (f"{embedding}/reverse_embeddings",)
+            tensors.append(Tensor("lm_head.weight", (v, d), weights, TRANSPOSED))
+        return tensors
+
+
+def _block(i, arguments):
+    """The tensors of a residual block: `{theirs} {shape} {ours}`."""
+    d, m, taps = arguments["hidden_dim"], arguments["intermediate_dim"], arguments["conv_size"]
+
+    def tensor(name, shape, weight, transform=SAME):
+        return Tensor(f"model.layers.{i}.{name}", shape, (f"block_{i}/{weight}",), transform)
+
+    def linear(name, inputs, outputs, layer):
+        return tensor(f"{name}.weight", (outputs, inputs), f"{layer}/kernel", TRANSPOSED)
+
+    yield tensor("attn_norm.weight", (d,), "temporal_norm/scale")
+    for name in ("q_proj", "f_proj", "i_proj", "o_proj"):
+        yield linear(f"attn.{name}", d, d, f"temporal_block/{name}")
+    if taps is not None:
+        for name in ("q_conv1d", "f_conv1d", "i_conv1d"):
+            ours = f"temporal_block/{name}/kernel"
+            yield tensor(f"attn.{name}.weight", (d, 1, taps), ours, DEPTHWISE)
+    yield tensor("attn.g_norm.weight", (d,), "temporal_block/norm/scale")
+    yield tensor("mlp_norm.weight", (d,), "channel_norm/scale")
+    yield linear("mlp.gate_proj", d, m, "mlp/gate_proj")
+    yield linear("mlp.up_proj", d, m, "mlp/up_proj")
+    yield linear("mlp.down_proj", m, d, "mlp/down_proj")

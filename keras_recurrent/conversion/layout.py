@@ -1,0 +1,95 @@
+"""What a family says of its published checkpoints, and which family reads which."""
+
+from keras_recurrent.conversion.config_reader import UNUSED_ANYWHERE, ConfigReader
+from keras_recurrent.conversion.files import CONFIG_FILE
+
+
+class Layout:
+    """The layout of one family's checkpoints on the Hugging Face Hub.
+
+    A family defines the attributes, `read_config`, `write_config` and `tensors`; reading, writing
+    and their checks are the same for all.
+
+    Attributes:
+        model_type: string, of `config.json`.
+        architecture: string, the class that transformers loads.
+        tokenizer_class: string, the same for a SentencePiece tokenizer.
+        unused: keys of `config.json` that do not change what the model computes, beside
+            `UNUSED_ANYWHERE`.
+    """
+
+    model_type: str
+    architecture: str
+    tokenizer_class: str
+    unused: tuple[str, ...] = ()
+
+    def read_config(self, config):
+        """The backbone's arguments, from a `ConfigReader`."""
+        raise NotImplementedError
+
+    def write_config(self, arguments):
+        """The dictionary of `config.json`, from the backbone's arguments."""
+        raise NotImplementedError
+
+    def tensors(self, arguments):
+        """A list of `Tensor`, all that a checkpoint of such a backbone holds."""
+        raise NotImplementedError
+
+    def backbone_arguments(self, config, where):
+        """The backbone's arguments, from a dictionary; every key is accounted for.
+
+        Raises:
+            ValueError: a key is missing, unknown, or has a value that this version does not serve.
+        """
+        reader = ConfigReader(config, where)
+        reader.only("model_type", self.model_type)
+        reader.unused(*UNUSED_ANYWHERE, *self.unused)
+        arguments = self.read_config(reader)
+        reader.done()
+        return arguments
+
+    def config(self, arguments):
+        """The dictionary of `config.json`, which read again gives `arguments`.
+
+        Raises:
+            ValueError: the layout has no way to say one of the arguments.
+        """
+        config = {
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+            **self.write_config(arguments),
+        }
+        for name, said in self.backbone_arguments(config, CONFIG_FILE).items():
+            if said != arguments[name]:
+                raise self.cannot_hold(name, arguments[name], repr(said))
+        return config
+
+    def cannot_hold(self, name, value, wanted):
+        """The error for an argument of the backbone that the layout has no way to say."""
+        return ValueError(
+            f"A checkpoint of the type {self.model_type!r} cannot hold this model: its `{name}` is "
+            f"{value!r}, and there must be {wanted}. Save it with `save_to_preset` instead."
+        )
+
+
+_LAYOUTS = {}
+
+
+def register(backbone_cls, layout):
+    """Lets models of a backbone be read from and written to a layout."""
+    _LAYOUTS[layout.model_type] = (backbone_cls, layout)
+
+
+def of_backbone(backbone):
+    """The `Layout` of a backbone.
+
+    Raises:
+        ValueError: its family has no published layout.
+    """
+    for backbone_cls, layout in _LAYOUTS.values():
+        if type(backbone) is backbone_cls:
+            return layout
+    raise ValueError(
+        f"`{type(backbone).__name__}` has no layout on the Hugging Face Hub. Save it with "
+        "`save_to_preset`."
+    )

@@ -1,0 +1,176 @@
+"""RecurrentGemma's checkpoints: Griffin with a few things computed differently.
+
+Botev et al. 2024, arXiv:2404.07839. The file's words are not quite ours: its window counts the
+tokens before the current one, ours the current one, too; its `intermediate_size` counts both
+branches of the gated MLP; its `recurrent_param` is -Λ.
+"""
+
+import ml_dtypes
+
+from keras_recurrent.conversion.layout import Layout
+from keras_recurrent.conversion.tensor_table import (
+    BLOCK_BIAS,
+    DEPTHWISE,
+    NEGATED,
+    SAME,
+    TRANSPOSED,
+    Tensor,
+)
+
+BLOCK_TYPES = {"recurrent": "recurrent", "attention": "local_attention"}
+TAPS = 4  # of the temporal convolution
+
+
+def embedding_scale(hidden_dim):
+    """sqrt(D) rounded to bfloat16, as the models were trained."""
+    return float(ml_dtypes.bfloat16(hidden_dim**0.5))
+
+
+class RecurrentGemma(Layout):
+    """`GriffinBackbone` from and to transformers' `RecurrentGemmaForCausalLM`."""
+
+    model_type = "recurrent_gemma"
+    architecture = "RecurrentGemmaForCausalLM"
+    tokenizer_class = "GemmaTokenizer"
+    unused = ("w_init_variance_scale", "final_w_init_variance_scale")  # of fresh weights
+
+    def read_config(self, config):
+        hidden_dim = config.integer("hidden_size")
+        num_query_heads = config.integer("num_attention_heads")
+        rope = config.section("rope_parameters")
+        rope.only("rope_type", "default")
+        pattern = config.list_of(
+            "block_types", BLOCK_TYPES, default=("recurrent", "recurrent", "attention")
+        )
+        config.only("_block_types", list(pattern))  # the same once more
+        arguments = {
+            "vocabulary_size": config.integer("vocab_size"),
+            "num_layers": config.integer("num_hidden_layers"),
+            "hidden_dim": hidden_dim,
+            "intermediate_dim": config.integer("intermediate_size", multiple_of=2) // 2,
+            "lru_width": config.integer("lru_width", default=hidden_dim),
+            "num_blocks": num_query_heads,
+            "block_types": tuple(BLOCK_TYPES[name] for name in pattern),
+            "num_query_heads": num_query_heads,
+            # transformers takes a missing number as that of the queries; the files mean 1.
+            "num_key_value_heads": config.integer("num_key_value_heads", default=1),
+            "head_dim": config.integer("head_dim", default=hidden_dim // num_query_heads),
+            "sliding_window": config.integer("attention_window_size", default=2048) + 1,
+            "rope_max_wavelength": _either(config, rope, "rope_theta", 10_000.0),
+            "partial_rotary_factor": _either(config, rope, "partial_rotary_factor", 0.5),
+            "embedding_scale": embedding_scale(hidden_dim),
+            "final_logit_soft_cap": config.number("logits_soft_cap", default=30.0),
+            "layer_norm_epsilon": config.number("rms_norm_eps", default=1e-6),
+        }
+        config.only("hidden_activation", "gelu_pytorch_tanh")
+        config.only("conv1d_width", TAPS)
+        config.only("attention_bias", False)
+        config.only("attention_dropout", 0.0, 0)
+        config.only("tie_word_embeddings", True)
+        config.only("embeddings_scale_by_sqrt_dim", True)
+        config.only("rope_scaling", None)
+        rope.done()
+        return arguments
+
+    def write_config(self, arguments):
+        for name in ("lru_width", "num_query_heads", "sliding_window"):
+            if arguments[name] is None:
+                raise self.cannot_hold(name, None, "a number")
+        names = {ours: theirs for theirs, ours in BLOCK_TYPES.items()}
+        if not set(arguments["block_types"]) <= set(names):
+            raise self.cannot_hold("block_types", arguments["block_types"], f"of {list(names)}")
+        rope = {
+            "rope_theta": arguments["rope_max_wavelength"],
+            "partial_rotary_factor": arguments["partial_rotary_factor"],
+        }
+        return {
+            "vocab_size": arguments["vocabulary_size"],
+            "num_hidden_layers": arguments["num_layers"],
+            "hidden_size": arguments["hidden_dim"],
+            "intermediate_size": 2 * arguments["intermediate_dim"],
+            "lru_width": arguments["lru_width"],
+            "block_types": [names[name] for name in arguments["block_types"]],
+            "num_attention_heads": arguments["num_query_heads"],
+            "num_key_value_heads": arguments["num_key_value_heads"],
+            "head_dim": arguments["head_dim"],
+            "attention_window_size": arguments["sliding_window"] - 1,
+            "logits_soft_cap": arguments["final_logit_soft_cap"],
+            "rms_norm_eps": arguments["layer_norm_epsilon"],
+            # transformers 5 reads the one, earlier versions the other.
+            "rope_parameters": {"rope_type": "default", **rope},
+            **rope,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "conv1d_width": TAPS,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+        }
+
+    def tensors(self, arguments):
+        d = arguments["hidden_dim"]
+        pattern = arguments["block_types"]
+        blocks = [
+            _block(i, pattern[i % len(pattern)], arguments) for i in range(arguments["num_layers"])
+        ]
+        return [
+            Tensor(
+                "model.embed_tokens.weight",
+                (arguments["vocabulary_size"], d),
+                ("token_embedding/embeddings",),
+            ),
+            *(tensor for block in blocks for tensor in block),
+            Tensor("model.final_norm.weight", (d,), ("final_norm/scale",)),
+        ]
+
+
+def _block(i, block_type, arguments):
+    """The tensors of a residual block: `{theirs} {shape} {ours}`, as the paper's section 2."""
+    d, m = arguments["hidden_dim"], arguments["intermediate_dim"]
+
+    def tensor(name, shape, weight, transform=SAME):
+        return Tensor(f"model.layers.{i}.{name}", shape, (f"block_{i}/{weight}",), transform)
+
+    def linear(name, inputs, outputs, layer, bias=True):
+        yield tensor(f"{name}.weight", (outputs, inputs), f"{layer}/kernel", TRANSPOSED)
+        if bias:
+            yield tensor(f"{name}.bias", (outputs,), f"{layer}/bias")
+
+    def recurrent():
+        r, n = arguments["lru_width"], arguments["num_blocks"]
+        yield from linear("temporal_block.linear_x", d, r, "temporal_block/linear_x")
+        yield from linear("temporal_block.linear_y", d, r, "temporal_block/linear_y")
+        conv = "temporal_block/conv1d"
+        yield tensor("temporal_block.conv_1d.weight", (r, 1, TAPS), f"{conv}/kernel", DEPTHWISE)
+        yield tensor("temporal_block.conv_1d.bias", (r,), f"{conv}/bias")
+        ours, theirs = "temporal_block/rg_lru", "temporal_block.rg_lru"
+        yield tensor(f"{theirs}.recurrent_param", (r,), f"{ours}/a_logit", NEGATED)
+        for gate, layer in (("recurrent", "recurrence"), ("input", "input")):
+            name, layer = f"{theirs}.{gate}_gate", f"{ours}/{layer}_gate"
+            yield tensor(f"{name}_weight", (n, r // n, r // n), f"{layer}/kernel")
+            yield tensor(f"{name}_bias", (n, r // n), f"{layer}/bias", BLOCK_BIAS)
+        yield from linear("temporal_block.linear_out", r, d, "temporal_block/linear_out")
+
+    def attention():
+        queries = arguments["num_query_heads"] * arguments["head_dim"]
+        keys = arguments["num_key_value_heads"] * arguments["head_dim"]
+        for name, size in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
+            yield from linear(f"temporal_block.{name}", d, size, f"temporal_block/{name}", False)
+        yield from linear("temporal_block.o_proj", queries, d, "temporal_block/o_proj")
+
+    yield tensor("temporal_pre_norm.weight", (d,), "temporal_norm/scale")
+    yield from recurrent() if block_type == "recurrent" else attention()
+    yield tensor("channel_pre_norm.weight", (d,), "channel_norm/scale")
+    yield from linear("mlp_block.gate_proj", d, m, "mlp/gate_proj")
+    yield from linear("mlp_block.up_proj", d, m, "mlp/up_proj")
+    yield from linear("mlp_block.down_proj", m, d, "mlp/down_proj")
+
+
+def _either(config, rope, key, default):
+    """A number that stands in the section of rotary positions, or beside it in older files."""
+    outside = config.number(key, default=default)
+    inside = rope.number(key, default=outside)
+    if key in config.config and inside != outside:
+        raise ValueError(
+            f"{key!r} is {outside} in {config.where}, but {inside} in {rope.where}. Take out the "
+            "one that does not hold."
+        )
+    return inside

@@ -1,0 +1,91 @@
+"""How tensors of a file become weights of a model, and back."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from keras_recurrent.conversion.checkpoint import DTYPES
+
+
+class Transform(NamedTuple):
+    """A tensor of a file to the values of one or more weights, and back, bit for bit."""
+
+    to_weights: Callable[[Any], tuple]
+    to_tensor: Callable[..., Any]
+
+
+# As it stands.
+SAME = Transform(lambda tensor: (tensor,), lambda weight: weight)
+# [outputs, inputs] in torch's linear layers, [inputs, outputs] in Keras's.
+TRANSPOSED = Transform(lambda tensor: (tensor.T,), lambda weight: weight.T)
+NEGATED = Transform(lambda tensor: (-tensor,), lambda weight: -weight)
+# [channels, 1, taps] in torch's depthwise convolutions, [taps, channels] here.
+DEPTHWISE = Transform(lambda tensor: (tensor[:, 0].T,), lambda weight: weight.T[:, None])
+# [blocks, units] to the [blocks, 1, units] of an `EinsumDense`.
+BLOCK_BIAS = Transform(lambda tensor: (tensor[:, None],), lambda weight: weight[:, 0])
+
+
+def stacked(count):
+    """`count` matrices of one size, one below the other in the file, transposed in the model."""
+    return Transform(
+        lambda tensor: tuple(part.T for part in np.split(tensor, count)),
+        lambda *weights: np.concatenate([weight.T for weight in weights]),
+    )
+
+
+class Tensor(NamedTuple):
+    """A tensor of a checkpoint: its name and shape there, and the weights that it makes."""
+
+    name: str
+    shape: tuple[int, ...]
+    weights: tuple[str, ...]  # paths in the backbone, such as "block_0/mlp/up_proj/kernel"
+    transform: Transform = SAME
+
+
+def check(checkpoint, tensors):
+    """Compares what a checkpoint holds with what a model needs, before anything is read.
+
+    Raises:
+        ValueError: tensors are missing, too many, of another shape or of a dtype that is not
+            read. All of them are counted, the first few named.
+    """
+    wanted = {tensor.name: tensor.shape for tensor in tensors}
+    found = checkpoint.tensors
+    faults = {
+        "missing": [repr(name) for name in wanted if name not in found],
+        "unknown": [repr(name) for name in sorted(found) if name not in wanted],
+        "of another shape": [
+            f"{name!r} {list(found[name].shape)} instead of {list(shape)}"
+            for name, shape in wanted.items()
+            if name in found and found[name].shape != tuple(shape)
+        ],
+        f"of a dtype other than {', '.join(DTYPES)}": [
+            f"{name!r} {found[name].dtype}"
+            for name in wanted
+            if name in found and found[name].dtype not in DTYPES
+        ],
+    }
+    lines = [f"{len(names)} {what}: {_some(names)}" for what, names in faults.items() if names]
+    if lines:
+        raise ValueError(
+            f"The tensors of {checkpoint.preset!r} are not those of the model in its config.json. "
+            + "; ".join(lines)
+            + ". The two files may be of different models, or weights of a part of the model "
+            "alone, such as adapters."
+        )
+
+
+def assign(backbone, checkpoint, tensors):
+    """Reads the tensors one by one into the weights of a backbone."""
+    variables = {variable.path: variable for variable in backbone.variables}
+    for tensor in tensors:
+        values = tensor.transform.to_weights(checkpoint.read(tensor.name))
+        for path, value in zip(tensor.weights, values, strict=True):
+            variable = variables[path]
+            variable.assign(value.astype(variable.dtype))
+
+
+def _some(names, most=4):
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest

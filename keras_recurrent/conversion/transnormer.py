@@ -1,0 +1,115 @@
+"""TransNormerLLM's checkpoints.
+
+Qin et al. 2023, arXiv:2307.14995. One tensor holds the maps to queries, keys, values and gates,
+one below the other; the first layer's θ has an axis of tokens between heads and channels.
+"""
+
+from keras_recurrent.conversion.layout import Layout
+from keras_recurrent.conversion.tensor_table import SAME, TRANSPOSED, Tensor, Transform, stacked
+
+# [heads, 1, channels] in the files.
+OF_ALL_TOKENS = Transform(lambda tensor: (tensor[:, 0],), lambda weight: weight[:, None])
+SGLU = {"l1": "gate_proj", "l2": "up_proj", "l3": "down_proj"}
+
+
+class TransNormer(Layout):
+    """`TransNormerBackbone` from and to the published `TransnormerForCausalLM`."""
+
+    model_type = "transnormer"
+    architecture = "TransnormerForCausalLM"
+    tokenizer_class = "LlamaTokenizer"
+    unused = ("add_bos_token",)  # of training
+
+    def read_config(self, config):
+        hidden_dim = config.integer("decoder_embed_dim")
+        num_layers = config.integer("decoder_layers")
+        num_heads = config.integer("decoder_attention_heads")
+        inner = config.integer("hidden_dim", default=hidden_dim, multiple_of=num_heads)
+        config.only("linear_use_lrpe_list", _first_of(num_layers))
+        config.only("linear_act_fun", "silu", "swish")
+        config.only("norm_type", "simplermsnorm")
+        config.only("no_scale_embedding", False)
+        config.only("bias", False)
+        config.only("tie_word_embeddings", False)
+        if config.config.get("glu_dim") == -1:
+            config.only("glu_dim", -1)
+            intermediate_dim = hidden_dim
+        else:
+            intermediate_dim = config.integer("glu_dim")
+        return {
+            "vocabulary_size": config.integer("vocab_size"),
+            "num_layers": num_layers,
+            "hidden_dim": hidden_dim,
+            "intermediate_dim": intermediate_dim,
+            "num_heads": num_heads,
+            "head_dim": inner // num_heads,
+            "decay_schedule": "checkpoints",
+            "tie_word_embeddings": False,
+            "layer_norm_epsilon": 1e-6,
+        }
+
+    def write_config(self, arguments):
+        return {
+            "vocab_size": arguments["vocabulary_size"],
+            "decoder_embed_dim": arguments["hidden_dim"],
+            "decoder_layers": arguments["num_layers"],
+            "decoder_attention_heads": arguments["num_heads"],
+            "hidden_dim": arguments["num_heads"] * arguments["head_dim"],
+            "glu_dim": arguments["intermediate_dim"],
+            "linear_act_fun": "silu",
+            "linear_use_lrpe_list": _first_of(arguments["num_layers"]),
+            "norm_type": "simplermsnorm",
+            "no_scale_embedding": False,
+            "bias": False,
+            "tie_word_embeddings": False,
+        }
+
+    def tensors(self, arguments):
+        v, d = arguments["vocabulary_size"], arguments["hidden_dim"]
+        blocks = [_block(i, arguments) for i in range(arguments["num_layers"])]
+        return [
+            Tensor("model.embed_tokens.weight", (v, d), ("token_embedding/embeddings",)),
+            *(tensor for block in blocks for tensor in block),
+            Tensor("lm_head.weight", (v, d), ("token_embedding/reverse_embeddings",), TRANSPOSED),
+        ]
+
+
+def _first_of(num_layers):
+    """1 for the first layer, which alone has positions, and 0 for the others."""
+    return [1] + [0] * (num_layers - 1)
+
+
+def _block(i, arguments):
+    """The tensors of a residual block: `{theirs} {shape} {ours}`."""
+    d, m = arguments["hidden_dim"], arguments["intermediate_dim"]
+    heads, head_dim = arguments["num_heads"], arguments["head_dim"]
+    inner = heads * head_dim
+
+    def tensor(name, shape, *weights, transform=SAME):
+        paths = tuple(f"block_{i}/{weight}" for weight in weights)
+        return Tensor(f"model.layers.{i}.{name}", shape, paths, transform)
+
+    yield tensor(
+        "token_mixer.qkvu_proj.weight",
+        (4 * inner, d),
+        *(f"temporal_block/{name}_proj/kernel" for name in "qkvu"),
+        transform=stacked(4),
+    )
+    yield tensor(
+        "token_mixer.out_proj.weight",
+        (d, inner),
+        "temporal_block/o_proj/kernel",
+        transform=TRANSPOSED,
+    )
+    if i == 0:
+        yield tensor(
+            "token_mixer.lrpe.theta",
+            (heads, 1, head_dim),
+            "temporal_block/lrpe/theta",
+            transform=OF_ALL_TOKENS,
+        )
+    for theirs, ours in SGLU.items():
+        shape = (d, m) if theirs == "l3" else (m, d)
+        yield tensor(
+            f"channel_mixer.{theirs}.weight", shape, f"mlp/{ours}/kernel", transform=TRANSPOSED
+        )

@@ -1,0 +1,184 @@
+"""A published HGRN2 gives the numbers that an independent program computes from it.
+
+`golden.npz` holds the recurrence, token by token in float64; flash-linear-attention 0.6.0 agrees
+on a GPU.
+"""
+
+import json
+import pathlib
+
+import keras
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from keras_recurrent.conversion.hgrn2 import HGRN2Layout
+from keras_recurrent.models import HGRN2Backbone, HGRN2CausalLM
+from keras_recurrent.models.hgrn2 import hgrn2_presets
+from keras_recurrent.presets.hgrn2 import SIZES
+from tests.conversion import golden
+from tests.models.tiny import tiny_backbone
+
+PATH = pathlib.Path(__file__).parents[1] / "data" / "hgrn2_tiny"
+CONFIG = json.loads((PATH / "config.json").read_text())
+SAME = 1e-6
+
+
+@pytest.fixture(scope="module")
+def model():
+    return HGRN2CausalLM.from_preset(str(PATH))
+
+
+@pytest.fixture(scope="module")
+def wanted():
+    with np.load(PATH / "golden.npz") as file:
+        return dict(file)
+
+
+def test_logits_and_loss(model, wanted):
+    token_ids = wanted["token_ids"]
+    logits = golden.logits(model, token_ids)
+    assert golden.relative(logits, wanted["logits"]) < SAME
+    z = logits[:, :-1].astype("float64")
+    log_p = z - np.log(np.exp(z).sum(axis=-1, keepdims=True))
+    loss = -np.take_along_axis(log_p, token_ids[:, 1:, None], axis=-1).mean()
+    np.testing.assert_allclose(loss, wanted["loss"], rtol=SAME)
+
+
+def test_greedy_continuation(model, wanted):
+    written, prompt_length = wanted["greedy_token_ids"], int(wanted["greedy_prompt_length"])
+    given = np.broadcast_to(np.arange(written.shape[1]) < prompt_length, written.shape)
+    model.compile(sampler="greedy")
+    prompt = {"token_ids": np.where(given, written, 0), "padding_mask": given}
+    found = model.generate(prompt, stop_token_ids=None)["token_ids"]
+    np.testing.assert_array_equal(found, written)
+
+
+def tensors_of(path):
+    return load_file(path / "model.safetensors")
+
+
+def assert_same_bits(found, wanted):
+    assert set(found) == set(wanted)
+    for name, array in wanted.items():
+        assert found[name].dtype == array.dtype, name
+        assert found[name].tobytes() == array.tobytes(), name
+
+
+def test_a_round_trip_keeps_every_bit(model, tmp_path):
+    model.export_to_transformers(tmp_path / "export")
+    assert_same_bits(tensors_of(tmp_path / "export"), tensors_of(PATH))
+    config = json.loads((tmp_path / "export" / "config.json").read_text())
+    assert {key: config[key] for key in config if key in CONFIG and key != "torch_dtype"} == {
+        key: CONFIG[key] for key in CONFIG if key in config and key != "torch_dtype"
+    }
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        {"conv_size": 3, "tie_word_embeddings": True},
+        {"num_layers": 1},
+        {"num_layers": 1, "use_lower_bounds": False},
+    ],
+    ids=["short convolutions, tied", "one block", "no lower bounds"],
+)
+def test_variants_come_back_as_they_were(variant, tmp_path):
+    backbone = tiny_backbone(family="hgrn2", **variant)
+    backbone.export_to_transformers(tmp_path / "export")
+    tensors = tensors_of(tmp_path / "export")
+    assert ("lm_head.weight" in tensors) != backbone.tie_word_embeddings
+    assert ("model.lower_bounds" in tensors) == backbone.use_lower_bounds
+    if backbone.conv_size:
+        shape = tensors["model.layers.1.attn.f_conv1d.weight"].shape
+        assert shape == (backbone.hidden_dim, 1, backbone.conv_size)
+    again = HGRN2Backbone.from_preset(str(tmp_path / "export"))
+    assert again.get_config() | {"name": ""} == backbone.get_config() | {"name": ""}
+    for a, b in zip(again.get_weights(), backbone.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.once
+def test_every_weight_has_its_tensor():
+    for variant in ({}, {"conv_size": 3, "tie_word_embeddings": True}, {"num_layers": 1}):
+        backbone = tiny_backbone(family="hgrn2", **variant)
+        tensors = HGRN2Layout().tensors(backbone.get_config())
+        shapes = {weight.path: tuple(weight.shape) for weight in backbone.weights}
+        assert sorted(path for tensor in tensors for path in tensor.weights) == sorted(shapes)
+        for tensor in tensors:
+            values = tensor.transform.to_weights(np.zeros(tensor.shape))
+            assert [value.shape for value in values] == [shapes[path] for path in tensor.weights]
+
+
+@pytest.mark.once
+def test_configurations():
+    def arguments(**changes):
+        config = {key: value for key, value in (CONFIG | changes).items() if value != "missing"}
+        return HGRN2Layout().backbone_arguments(config, "config.json")
+
+    assert arguments()["intermediate_dim"] == 96
+    assert arguments()["conv_size"] is None
+    assert arguments(use_short_conv=True)["conv_size"] == 4
+    for width, inside in [(64, 256), (768, 2048), (1024, 2816), (2560, 6912)]:
+        sizes = {"hidden_size": width, "intermediate_size": None}
+        assert arguments(**sizes)["intermediate_dim"] == inside
+    assert (
+        arguments(hidden_size=768, intermediate_size=None, hidden_ratio=8)["intermediate_dim"]
+        == 4096
+    )
+    # Heads by their size, which goes first, or by their number.
+    assert arguments()["expand_ratio"] == 32
+    assert arguments(expand_ratio=None)["expand_ratio"] == 32
+    assert arguments(expand_ratio=16)["expand_ratio"] == 16
+    assert arguments(expand_ratio="missing", num_heads="missing")["expand_ratio"] == 64
+    assert arguments(fuse_norm=True, share_conv_kernel=True)["hidden_dim"] == 64
+    for changes, key in [
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"attn": {"layers": [1], "num_heads": 2}}, "attn"),
+        ({"use_short_conv": True, "share_conv_kernel": True}, "share_conv_kernel"),
+        ({"elementwise_affine": False}, "elementwise_affine"),
+        ({"hidden_size": "missing"}, "hidden_size"),
+        ({"rotary": True}, "rotary"),
+    ]:
+        with pytest.raises(ValueError, match=f"'{key}'"):
+            arguments(**changes)
+
+
+@pytest.mark.once
+def test_the_published_configurations_are_the_presets():
+    """As the files on the Hub say it: by the size of heads, and no width inside."""
+    for name, hidden_size, layers in [("1.3b", 2048, 24), ("2.7b", 2560, 32)]:
+        config = CONFIG | {
+            "hidden_size": hidden_size,
+            "num_hidden_layers": layers,
+            "expand_ratio": 128,
+            "num_heads": hidden_size // 128,
+            "intermediate_size": None,
+            "vocab_size": 32000,
+        }
+        arguments = HGRN2Layout().backbone_arguments(config, "config.json")
+        size = SIZES[f"hgrn2_{name}_100b"]
+        preset = hgrn2_presets.backbone_config(size)
+        assert {key: preset.get(key, arguments[key]) for key in arguments} == arguments
+        tensors = HGRN2Layout().tensors(arguments)
+        assert sum(int(np.prod(tensor.shape)) for tensor in tensors) == size.parameters
+
+
+@pytest.mark.once
+def test_activations_of_the_paper_have_no_place_in_the_layout(tmp_path):
+    for name, value in [("gate_activation", "sigmoid"), ("input_activation", "silu")]:
+        backbone = tiny_backbone(family="hgrn2", num_layers=1, **{name: value})
+        with pytest.raises(ValueError, match=f"(?s)`{name}` is '{value}'.*save_to_preset"):
+            backbone.export_to_transformers(tmp_path / "export")
+    assert not list(tmp_path.iterdir())
+
+
+def test_bfloat16_loads_as_it_is(tmp_path):
+    """Weights of 16 bits, but for the table of bounds."""
+    backbone = HGRN2Backbone.from_preset(str(PATH), dtype="bfloat16")
+    stored = {keras.backend.standardize_dtype(weight.dtype) for weight in backbone.weights}
+    assert stored == {"bfloat16", "float32"}
+    assert backbone.lower_bounds.logits.dtype == "float32"
+    backbone.export_to_transformers(tmp_path / "export")
+    for name, array in tensors_of(tmp_path / "export").items():
+        assert array.dtype == "bfloat16", name
