@@ -1,0 +1,239 @@
+"""One command, one table: `python benchmarks/gpu.py > benchmarks/results/gpu.md`, on a CUDA GPU.
+
+Each operation in `backends/triton` beside the plain one in `backends/torch` and, where installed,
+flash-linear-attention (`pip install flash-linear-attention`), in bfloat16. The floor is the time
+in which the same GPU, in the same run, copies what must be read and written once.
+"""
+
+import datetime
+import importlib.metadata
+import importlib.util
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+os.environ.setdefault("KERAS_BACKEND", "torch")
+
+import torch
+
+from keras_recurrent import dispatch
+
+HAS_FLA = importlib.util.find_spec("fla") is not None
+SCANS = [(8, 2048, 2560), (4, 8192, 2560), (1, 65536, 2560)]
+
+
+def normal(*shape, dtype=torch.bfloat16):
+    return torch.randn(shape, device="cuda").to(dtype)
+
+
+def decays(*shape):
+    """Logarithms, from hardly any decay in the first channels to quick decay in the last."""
+    spread = torch.logspace(-4, 1, shape[-1], device="cuda")
+    return (-normal(*shape, dtype=torch.float32).abs() * spread).to(torch.bfloat16)
+
+
+def fla_scan(x, log_a):
+    from fla.ops.hgrn import chunk_hgrn
+
+    return chunk_hgrn(x, log_a)[0]
+
+
+def fla_rg_lru(x, gate_a, gate_x, a_logit):
+    """Gates and square root as one would write them in torch, around the peer's scan."""
+    softplus = torch.nn.functional.softplus(-a_logit)
+    log_a = -8 * softplus * torch.sigmoid(gate_a.float())
+    multiplier = torch.sqrt(-torch.expm1(2 * log_a))
+    inputs = multiplier * torch.sigmoid(gate_x.float()) * x
+    return fla_scan(inputs.to(x.dtype), log_a.to(x.dtype))
+
+
+def fla_conv(x, kernel, bias):
+    from fla.modules.causal_conv1d import causal_conv1d
+
+    return causal_conv1d(x, weight=kernel.T.contiguous(), bias=bias)[0]
+
+
+class Work(NamedTuple):
+    """What is measured of an operation."""
+
+    shapes: list
+    tensors: Callable  # of a shape: the arguments
+    peer: Callable  # of the arguments: the output, by flash-linear-attention
+    bytes: Callable  # of a shape: what the forward and the backward must move
+
+
+WORK = {
+    "linear_scan": Work(
+        SCANS,
+        lambda b, t, d: [normal(b, t, d), decays(b, t, d)],
+        fla_scan,
+        lambda b, t, d: (3 * 2 * b * t * d, 5 * 2 * b * t * d),
+    ),
+    "rg_lru": Work(
+        SCANS,
+        lambda b, t, d: [
+            *(normal(b, t, d) for _ in range(3)),
+            torch.linspace(2, 9, d, device="cuda"),
+        ],
+        fla_rg_lru,
+        lambda b, t, d: (4 * 2 * b * t * d, 8 * 2 * b * t * d),
+    ),
+    "causal_conv1d": Work(
+        SCANS[:1],
+        lambda b, t, d: [
+            normal(b, t, d),
+            normal(4, d, dtype=torch.float32),
+            normal(d, dtype=torch.float32),
+        ],
+        fla_conv,
+        lambda b, t, d: (2 * 2 * b * t * d, 3 * 2 * b * t * d),
+    ),
+}
+
+
+def device_ms(call, target_ms=30):
+    """Of one call, on the GPU alone: the calls queue up behind a wait."""
+    call()
+    call()
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    call()
+    stop.record()
+    torch.cuda.synchronize()
+    repeats = max(1, min(20, int(target_ms / start.elapsed_time(stop))))
+    times = []
+    for _ in range(7):
+        torch.cuda._sleep(3_000_000 * repeats)
+        start.record()
+        for _ in range(repeats):
+            call()
+        stop.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(stop) / repeats)
+    return statistics.median(times)
+
+
+def wall_ms(call, repeats=10):
+    """Of one call as a user meets it: Python, launches and the GPU."""
+    times = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) / repeats)
+    return 1000 * statistics.median(times)
+
+
+def peak_mib(call):
+    """Above what was held before, the results included."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - held) / 2**20
+
+
+def bytes_a_second():
+    source = normal(2**29, dtype=torch.float32)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / (device_ms(lambda: target.copy_(source)) / 1000)
+
+
+def measure(function, tensors):
+    """The figures of one implementation: a function of the tensors that returns the output."""
+    leaves = [t.detach().requires_grad_() for t in tensors]
+
+    def forward():
+        with torch.no_grad():
+            return function(*tensors)
+
+    d_output = torch.randn_like(forward())
+
+    def both():
+        return torch.autograd.grad(function(*leaves), leaves, d_output)
+
+    start = time.perf_counter()
+    both()
+    torch.cuda.synchronize()
+    first = time.perf_counter() - start
+    return {
+        "forward": device_ms(forward),
+        "both": device_ms(both),
+        "wall": wall_ms(both),
+        "peak": peak_mib(both),
+        "first": first,
+    }
+
+
+def rows(operation, work, rate):
+    kernels = {
+        name: getattr(dispatch.KERNELS[operation][name], operation) for name in ("triton", "torch")
+    }
+    functions = {name: lambda *a, k=k: k(*a)[0] for name, k in kernels.items()}
+    if HAS_FLA:
+        functions["FLA"] = work.peer
+    for shape in work.shapes:
+        tensors = work.tensors(*shape)
+        moved = work.bytes(*shape)
+        floors = (1000 * moved[0] / rate, 1000 * sum(moved) / rate)
+        found = {name: measure(function, tensors) for name, function in functions.items()}
+        for name, figures in found.items():
+            yield [
+                operation,
+                "×".join(map(str, shape)),
+                name,
+                *cells(figures["forward"], floors[0], found["triton"]["forward"]),
+                *cells(figures["both"], floors[1], found["triton"]["both"]),
+                f"{figures['wall']:.3f}",
+                f"{figures['peak']:.0f}",
+                f"{figures['first']:.1f}",
+            ]
+
+
+def cells(milliseconds, floor, ours):
+    return f"{milliseconds:.3f}", f"{milliseconds / floor:.2f}", f"{milliseconds / ours:.1f}"
+
+
+HEADER = [
+    "operation",
+    "B×T×D",
+    "by",
+    "forward ms",
+    "× floor",
+    "× ours",
+    "forward + backward ms",
+] + [
+    "× floor",
+    "× ours",
+    "eager wall ms",
+    "peak MiB",
+    "first call s",
+]
+
+
+def line(cells):
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def main():
+    packages = ("torch", "triton", "flash-linear-attention", "keras")
+    installed = {d.metadata["Name"] for d in importlib.metadata.distributions()}
+    versions = [f"{p} {importlib.metadata.version(p)}" for p in packages if p in installed]
+    rate = bytes_a_second()
+    print(f"# GPU\n\n{torch.cuda.get_device_name()}, {datetime.date.today().isoformat()}.")
+    print(f"{', '.join(versions)}.\nA copy in device memory moves {rate / 1e12:.2f} TB/s.\n")
+    print(line(HEADER))
+    print(line(["---"] * 3 + ["---:"] * (len(HEADER) - 3)), flush=True)
+    for operation, work in WORK.items():
+        for row in rows(operation, work, rate):
+            print(line(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""One command: `python benchmarks/linear_attention.py > benchmarks/results/linear_attention.md`.
+
+Gated linear attention and lightning attention beside a loop over tokens of the same backend, then
+as the sequence grows; every backend in a process of its own. Let the machine rest meanwhile. It
+takes about fifteen minutes.
+"""
+
+import argparse
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+from benchmarks.cpu import BACKENDS, machine, run, table
+
+TARGETS = {  # times the loop, by shape: batch, tokens, heads, K = V
+    "jax": {
+        "gated": {(4, 2048, 4, 64): 5, (1, 2048, 4, 64): 8, (1, 2048, 4, 128): 15},
+        "lightning": {(4, 2048, 4, 64): 5, (1, 2048, 4, 64): 5, (1, 2048, 4, 128): 10},
+    },
+}
+TARGET = 10  # elsewhere
+
+
+def against_loops(results):
+    rows = []
+    for backend, result in results.items():
+        for row in result["ratios"]:
+            shape = tuple(row["shape"])
+            target = TARGETS.get(backend, {}).get(row["operation"], {}).get(shape, TARGET)
+            rows.append(
+                [
+                    backend + row["mode"],
+                    row["operation"],
+                    "×".join(map(str, shape)),
+                    f"{1000 * row['ours']:.1f}",
+                    f"{1000 * row['loop']:.0f}",
+                    f"{row['loop'] / row['ours']:.1f}× (target {target}×)",
+                ]
+            )
+    return "\n".join(
+        [
+            "## Against a loop over tokens\n",
+            "Forward and backward, float32, median, milliseconds; the sizes are batch × tokens × "
+            "heads × K, and V = K.\nBoth are compiled alike: `jax.jit`, `tf.function` (with XLA "
+            "where it says so), nothing on torch.\n",
+            table(["backend", "operation", "B×T×H×K", "ours", "loop", "ratio"], rows),
+        ]
+    )
+
+
+def by_length(results):
+    rows = [
+        [
+            backend,
+            row["operation"],
+            row["length"],
+            f"{1000 * row['seconds']:.1f}",
+            f"{1e6 * row['seconds'] / row['length']:.2f}",
+            f"{row['bytes'] / 2**20:.0f}",
+            f"{row['bytes'] / 2**10 / row['length']:.1f}",
+        ]
+        for backend, result in results.items()
+        for row in result["lengths"]
+    ]
+    header = ["backend", "operation", "T", "ms", "µs a token", "peak MiB", "KiB a token"]
+    return "\n".join(
+        [
+            "## As the sequence grows, 1×T×4×64\n",
+            "Forward and backward, float32, with XLA on TensorFlow. Peak memory of the process "
+            "above what it held before,\nthe arguments and their gradients included: 8 KiB a "
+            "token (gated) or 6 already.\n",
+            table(header, rows),
+        ]
+    )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS)
+    backends = parser.parse_args().backends
+    print(f"# Linear attention on a CPU\n\n{machine()}\n", flush=True)
+    results = {backend: run("linear_attention_times", backend) for backend in backends}
+    print(against_loops(results), by_length(results), sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Bytes that the kernels for TPU move, over the least there could be. Compiled, not run.
+
+    python -m benchmarks.tpu_bytes > benchmarks/results/tpu_bytes.md
+
+The floor is each tensor read once and each result written once. What a kernel moves is counted by
+walking its grid through its index maps: a block that stays is not fetched again. What XLA moves
+around the call is read from the compiled program. Beside that stands what XLA says that other
+programs for the same operation move.
+"""
+
+import math
+import re
+
+from tests.pallas import targets  # isort: skip  (sets the compiler's environment)
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+
+from keras_recurrent import dispatch
+
+TOPOLOGY = "v5e:2x2"
+DTYPES = ("bfloat16", "float32")
+FREE = ("parameter", "constant", "bitcast", "get-tuple-element", "tuple", "custom-call")
+BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
+
+
+def kernels(jaxpr):
+    """Every call of a Pallas kernel in a program."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "pallas_call":
+            yield equation
+            continue
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from kernels(inner)
+
+
+def walked(equation):
+    """Bytes between memory and VMEM."""
+    mapping = equation.params["grid_mapping"]
+    steps = [axis.ravel() for axis in jnp.meshgrid(*map(jnp.arange, mapping.grid), indexing="ij")]
+    total = 0
+    for block in mapping.block_mappings:
+        places = jax.vmap(jax.extend.core.jaxpr_as_fun(block.index_map_jaxpr))(*steps)
+        places = list(zip(*(p.tolist() for p in places), strict=True))
+        array = block.array_aval
+        sizes = [getattr(size, "block_size", 1) for size in block.block_shape]
+        for before, place in zip([None, *places], places, strict=False):
+            if place != before:
+                ends = zip(place, sizes, array.shape, strict=True)
+                numbers = math.prod(min(size, whole - at * size) for at, size, whole in ends)
+                total += numbers * array.dtype.itemsize
+    return total
+
+
+def around(text):
+    """Bytes that a compiled program reads and writes outside its kernels."""
+    sizes, total = {}, 0
+    for line in text[text.index("\nENTRY") :].splitlines():
+        found = re.match(r"\s+(?:ROOT )?%(\S+) = (.*?) ([\w-]+)\((.*?)\)", line)
+        if not found:
+            continue
+        name, shapes, kind, operands = found.groups()
+        sizes[name] = sum(
+            BYTES[dtype] * math.prod(map(int, filter(None, dims.split(","))))
+            for dtype, dims in re.findall(r"\b([a-z]+\d*)\[([\d,]*)\]", shapes)
+        )
+        if kind not in FREE and not kind.endswith("-done"):
+            total += sizes[name] + sum(sizes.get(o, 0) for o in re.findall(r"%([\w.-]+)", operands))
+    return total
+
+
+def row(operation, direction, dtype, mesh):
+    shapes = targets.arguments(operation, mesh, dtype)[direction == "backward"]
+    traced = jax.jit(targets.program(operation, direction, mesh)).trace(*shapes)
+    executable = traced.lower().compile()
+    memory = executable.memory_analysis()
+    floor = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    inside = sum(map(walked, kernels(traced.jaxpr.jaxpr)))
+    outside = around(executable.as_text())
+    plain = targets.headed(operation, getattr(dispatch.KERNELS[operation]["jax"], direction))
+    other = accessed(jax.jit(plain).lower(*shapes).compile())
+    return floor, inside, outside, other
+
+
+def accessed(compiled):
+    """Bytes that XLA says a program reads and writes."""
+    return (compiled.cost_analysis() or {})["bytes accessed"]
+
+
+def others(mesh):
+    """What XLA says of JAX's own ways to write the recurrence, in float32."""
+
+    def associative(x, log_a):
+        def join(left, right):
+            return left[0] * right[0], left[1] * right[0] + right[1]
+
+        return jax.lax.associative_scan(join, (jnp.exp(log_a), x), axis=1)[1]
+
+    def sequential(x, log_a):
+        def step(h, token):
+            h = jnp.exp(token[1]) * h + token[0]
+            return h, h
+
+        timed = jnp.swapaxes(x, 0, 1), jnp.swapaxes(log_a, 0, 1)
+        return jnp.swapaxes(jax.lax.scan(step, jnp.zeros_like(x[:, 0]), timed)[1], 0, 1)
+
+    shapes = targets.arguments("linear_scan", mesh, "float32")[0][:2]
+    floor = 3 * math.prod(shapes[0].shape) * 4
+    for name, function in (("associative_scan", associative), ("scan", sequential)):
+        compiled = jax.jit(function).lower(*shapes).compile()
+        yield name, accessed(compiled) / floor
+
+
+def main():
+    mesh = targets.mesh(TOPOLOGY, 1)
+    print("# Bytes moved on TPU\n")
+    print(f"Compiled for {TOPOLOGY}, not run: no TPU was at hand. B, T = {targets.B}, {targets.T};")
+    print("hawk_1.3b's width, the heads of hgrn2_1b and tnl_1b; made by benchmarks/tpu_bytes.py.\n")
+    print("Times the floor, which is every tensor read once and every result written once. The")
+    print("kernel's bytes are counted along its grid; those around it, and the plain version's,")
+    print("are XLA's.\n")
+    print("| operation | pass | dtype | floor, MiB | kernel | around it | sum | plain |")
+    print("| --- | --- | --- | ---: | ---: | ---: | ---: | ---: |")
+    for operation in targets.SHAPES:
+        for direction in ("forward", "backward"):
+            for dtype in DTYPES:
+                floor, *moved = row(operation, direction, dtype, mesh)
+                inside, outside, plain = (bytes_ / floor for bytes_ in moved)
+                numbers = (inside, outside, inside + outside, plain)
+                cells = " | ".join(f"{n:.3f}" for n in numbers)
+                line = f"| `{operation}` | {direction} | {dtype} | {floor / 2**20:.0f} | {cells} |"
+                print(line, flush=True)
+    print("\nJAX's own ways to write `linear_scan`'s forward, in float32, as XLA counts them:\n")
+    for name, times in others(mesh):
+        print(f"- `jax.lax.{name}`: {times:.1f} times the floor")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""HGRN2 remembers what HGRN cannot: a state that is a matrix, at the same width.
+
+    KERAS_BACKEND=jax python guides/associative_recall.py
+
+A model reads pairs of a key and its value, then keys alone, and must say the value of each: it has
+to keep all pairs at once (multi-query associative recall, Arora et al. 2023, arXiv:2312.04927). An
+HGRN has one number a channel to do so. An HGRN2 expands the state of each head to a matrix, without
+a weight more for it, and looks values up in it by their keys (Qin et al. 2024, arXiv:2404.07904).
+"""
+
+import argparse
+import math
+import os
+import pathlib
+
+# Keras reads this once, when it is imported. "torch" and "tensorflow" do as well.
+os.environ.setdefault("KERAS_BACKEND", "jax")
+
+import keras
+import matplotlib.figure
+
+from keras_recurrent.datasets import associative_recall
+from keras_recurrent.layers import HGRN, HGRN2, CausalConv1D, LowerBounds, RMSNorm
+from keras_recurrent.models import HGRN2ResidualBlock
+
+VOCABULARY = 64
+WIDTH = 64
+HEAD = 32  # channels a head of HGRN2: its state is so many times as large as that of HGRN
+LAYERS = 2
+BATCH_SIZE = 64
+LEARNING_RATE = 5e-3
+
+MIXERS = {"HGRN": HGRN, "HGRN2": lambda: HGRN2(expand_ratio=HEAD)}
+
+
+# --- 1. Two models that differ in nothing but their state ---
+
+
+def build(name):
+    """Embedding, a short convolution, residual blocks, logits."""
+    tokens = keras.Input((None,), dtype="int32")
+    x = keras.layers.Embedding(VOCABULARY, WIDTH)(tokens)
+    x = keras.layers.add([x, CausalConv1D(3)(x)])  # a value learns which key stands before it
+    bounds = LowerBounds(LAYERS)(x)
+    for i in range(LAYERS):
+        block = HGRN2ResidualBlock(MIXERS[name](), intermediate_dim=2 * WIDTH)
+        x = block(x, lower_bound=bounds[i - 1] if i else None)
+    logits = keras.layers.Dense(VOCABULARY)(RMSNorm()(x))
+    return keras.Model(tokens, logits, name=name)
+
+
+def state_size(model):
+    """The numbers that a row's state has in all blocks."""
+    blocks = [layer for layer in model.layers if isinstance(layer, HGRN2ResidualBlock)]
+    specs = keras.tree.flatten([block.state_spec(batch_size=1) for block in blocks])
+    return sum(math.prod(spec.shape) for spec in specs if spec.dtype != "int32")
+
+
+# --- 2. Training, by `fit` ---
+
+
+class Report(keras.callbacks.Callback):
+    """Says after each epoch how many of the values a model knows, and keeps the numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.accuracy = []
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.accuracy.append(logs["val_accuracy"])
+        print(f"{self.model.name}, epoch {epoch + 1}: {self.accuracy[-1]:.1%} right", flush=True)
+
+
+def train(name, training, validation, epochs):
+    """A report of the model's accuracy on held-out rows, epoch by epoch."""
+    keras.utils.set_random_seed(0)
+    model = build(name)
+    parameters, state = model.count_params(), state_size(model)
+    print(f"\n{name}: {parameters:,} parameters, {state:,} numbers in its state")
+    tokens, labels, weights = training
+    steps = epochs * -(-len(tokens) // BATCH_SIZE)
+    rate = keras.optimizers.schedules.CosineDecay(
+        0.0, steps, warmup_target=LEARNING_RATE, warmup_steps=max(1, steps // 10)
+    )
+    model.compile(
+        optimizer=keras.optimizers.AdamW(rate, weight_decay=0.01, clipnorm=1.0),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        weighted_metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
+    )
+    report = Report()
+    model.fit(
+        tokens,
+        labels,
+        sample_weight=weights,  # only what follows a query counts
+        validation_data=validation,
+        batch_size=BATCH_SIZE,
+        epochs=epochs,
+        callbacks=[report],
+        verbose=0,
+    )
+    return report
+
+
+def draw(reports, pairs, path):
+    figure = matplotlib.figure.Figure(figsize=(6, 3.5), layout="constrained")
+    axes = figure.subplots()
+    for name, report in reports.items():
+        epochs = range(1, len(report.accuracy) + 1)
+        axes.plot(epochs, [100 * a for a in report.accuracy], "o-", label=name)
+    axes.axhline(100 / pairs, color="gray", linestyle="--", label="one of the values seen")
+    axes.set(xlabel="epoch", ylabel="values recalled, %", title=f"{pairs} pairs, width {WIDTH}")
+    axes.set_ylim(0, 104)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+# --- 3. All of it, in order ---
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--pairs", type=int, default=8)
+    parser.add_argument("--length", type=int, default=48, help="tokens of a row")
+    parser.add_argument("--rows", type=int, default=6400, help="rows to train on")
+    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("build/recall"))
+    arguments = parser.parse_args()
+    arguments.output.mkdir(parents=True, exist_ok=True)
+
+    task = (arguments.pairs, arguments.length, VOCABULARY)
+    training = associative_recall(arguments.rows, *task, seed=0)
+    validation = associative_recall(1024, *task, seed=1)
+    print(f"{arguments.pairs} pairs in {arguments.length} tokens, on {keras.backend.backend()}")
+    reports = {name: train(name, training, validation, arguments.epochs) for name in MIXERS}
+
+    picture = arguments.output / "accuracy.png"
+    draw(reports, arguments.pairs, picture)
+    print(f"\nThe accuracy is drawn in {picture}")
+
+
+if __name__ == "__main__":
+    main()

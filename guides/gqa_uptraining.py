@@ -1,0 +1,182 @@
+"""A multi-head model becomes a grouped-query one, and learns what it lost in 5% of its training.
+
+    KERAS_BACKEND=jax python guides/gqa_uptraining.py
+
+Grouped-query attention keeps fewer key and value heads than there are query heads, so that decoding
+reads less memory a token. A model need not be trained anew for it: its heads are pooled, and it is
+trained on for a little (Ainslie et al. 2023, arXiv:2305.13245). Which pooling is best, and how many
+heads may go? The paper's figures 4 and 5 ask that of T5; this guide asks a small model of bytes.
+"""
+
+import argparse
+import math
+import os
+import pathlib
+
+# Keras reads this once, when it is imported. "torch" and "tensorflow" do as well.
+os.environ.setdefault("KERAS_BACKEND", "jax")
+
+import keras
+import keras_hub
+import matplotlib.figure
+import numpy as np
+from quickstart import load_documents
+
+from keras_recurrent.conversion import convert_to_gqa, gqa_report, uptraining
+
+POOLINGS = ("mean", "first", "random")
+HEADS = 8
+LENGTH = 128  # bytes of a row
+BATCH_SIZE = 16
+LEARNING_RATE = 2e-3
+
+
+# --- 1. The text, in rows of bytes ---
+
+
+def rows_of(documents, count, rng):
+    """`count` rows from random places, and for each byte the one that follows it."""
+    text = np.frombuffer("\n".join(documents).encode(), "uint8").astype("int32")
+    starts = rng.integers(0, len(text) - LENGTH, size=count)
+    rows = text[starts[:, None] + np.arange(LENGTH + 1)]
+    return rows[:, :-1], rows[:, 1:]
+
+
+# --- 2. The multi-head model, of Keras's own layers ---
+
+
+def multi_head_model(width, layers):
+    tokens = keras.Input((LENGTH,), dtype="int32")
+    x = keras.layers.Embedding(256, width)(tokens)
+    x = x + keras_hub.layers.PositionEmbedding(LENGTH)(x)
+    for _ in range(layers):
+        y = keras.layers.LayerNormalization()(x)
+        attention = keras.layers.MultiHeadAttention(HEADS, width // HEADS)
+        x = x + attention(y, y, use_causal_mask=True)
+        y = keras.layers.LayerNormalization()(x)
+        y = keras.layers.Dense(3 * width, activation="gelu")(y)
+        x = x + keras.layers.Dense(width)(y)
+    x = keras.layers.LayerNormalization()(x)
+    return keras.Model(tokens, keras.layers.Dense(256)(x))
+
+
+def compile_for_training(model, learning_rate):
+    model.compile(
+        optimizer=keras.optimizers.AdamW(learning_rate, weight_decay=0.01, clipnorm=1.0),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    )
+
+
+def bits_per_byte(model, validation):
+    return model.evaluate(*validation, batch_size=BATCH_SIZE, verbose=0) / math.log(2)
+
+
+# --- 3. Convert, look, train on, look again ---
+
+
+def train_on(model, rows, plan, validation):
+    """`fit` with what `uptraining` says: `[(steps, bits per byte), ...]` before and along it."""
+    compile_for_training(model, plan.learning_rate)
+    curve = [(0, bits_per_byte(model, validation))]
+    every = max(1, plan.steps // 4)  # an epoch here, for the sake of its validation
+    history = model.fit(
+        *rows,
+        batch_size=BATCH_SIZE,
+        steps_per_epoch=every,
+        epochs=math.ceil(plan.steps / every),
+        validation_data=validation,
+        callbacks=plan.callbacks,
+        verbose=0,
+    ).history
+    for i, loss in enumerate(history["val_loss"], start=1):
+        curve.append((min(i * every, plan.steps), loss / math.log(2)))
+    return curve
+
+
+def one_seed(seed, arguments, training, validation):
+    """`{(groups, pooling): losses}`, and under (None, None) those of the multi-head model."""
+    keras.utils.set_random_seed(seed)
+    rng = np.random.default_rng(seed)
+    model = multi_head_model(arguments.width, arguments.layers)
+    compile_for_training(model, LEARNING_RATE)
+    rows = rows_of(training, arguments.steps * BATCH_SIZE, rng)
+    model.fit(*rows, batch_size=BATCH_SIZE, verbose=0)
+    print(f"seed {seed}: multi-head, {bits_per_byte(model, validation):.3f} bits per byte")
+
+    curves: dict = {}
+    more = rows_of(training, arguments.steps * BATCH_SIZE, rng)
+    for groups in arguments.groups:
+        for pooling in POOLINGS:
+            grouped = convert_to_gqa(model, groups, pooling=pooling, seed=seed)
+            plan = uptraining(arguments.steps, LEARNING_RATE)
+            curve = train_on(grouped, more, plan, validation)
+            curves[groups, pooling] = curve
+            print(f"  {groups} groups, {pooling}: {curve[0][1]:.3f} → {curve[-1][1]:.3f}")
+        if seed == 0 and groups == arguments.groups[0]:
+            print(gqa_report(model, grouped, context_length=4096))
+    # The model itself, trained on as long: what all of this is measured by. `fit` changes it.
+    plan = uptraining(arguments.steps, LEARNING_RATE)
+    curves[None, None] = train_on(model, more, plan, validation)
+    return curves
+
+
+# --- 4. A table and a picture ---
+
+
+def table(results, all_groups):
+    def cell(key, at):
+        losses = [curves[key][at][1] for curves in results]
+        return f"{np.mean(losses):.3f} ± {np.std(losses):.3f}"
+
+    lines = [
+        "| groups | pooling | after conversion | after uptraining |",
+        "| ---: | --- |" + 2 * " ---: |",
+    ]
+    lines.append(f"| {HEADS} | (multi-head) | {cell((None, None), 0)} | {cell((None, None), -1)} |")
+    for key in ((groups, pooling) for groups in all_groups for pooling in POOLINGS):
+        lines.append(f"| {key[0]} | {key[1]} | {cell(key, 0)} | {cell(key, -1)} |")
+    return "\n".join(lines)
+
+
+def draw(results, all_groups, path):
+    figure = matplotlib.figure.Figure(figsize=(9, 3.2), layout="constrained")
+    panels = figure.subplots(1, len(all_groups), sharey=True, squeeze=False)[0]
+    for axes, groups in zip(panels, all_groups, strict=True):
+        for pooling, color in zip(POOLINGS, ("tab:blue", "tab:orange", "tab:green"), strict=True):
+            for i, curves in enumerate(results):
+                label = pooling if i == 0 else None
+                axes.plot(*zip(*curves[groups, pooling], strict=True), color=color, label=label)
+        for i, curves in enumerate(results):
+            label = "multi-head" if i == 0 else None
+            axes.plot(*zip(*curves[None, None], strict=True), "--", color="gray", label=label)
+        axes.set(xlabel="steps of uptraining", title=f"{groups} of {HEADS} key-value heads")
+    panels[0].set_ylabel("bits per byte, validation")
+    panels[-1].legend()
+    figure.savefig(path, dpi=120)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=800, help="of the multi-head training")
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--groups", type=int, nargs="+", default=(4, 2, 1))
+    parser.add_argument("--topics", type=int, help="read only so many topics of the documentation")
+    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("build/gqa_uptraining"))
+    arguments = parser.parse_args()
+    arguments.output.mkdir(parents=True, exist_ok=True)
+
+    training, held_out = load_documents(arguments.topics)
+    validation = rows_of(held_out, 8 * BATCH_SIZE, np.random.default_rng(0))
+    results = [one_seed(i, arguments, training, validation) for i in range(arguments.seeds)]
+
+    print(f"\nBits per byte, mean ± standard deviation of {arguments.seeds} seeds:\n")
+    print(table(results, arguments.groups))
+    picture = arguments.output / "loss.png"
+    draw(results, arguments.groups, picture)
+    print(f"\nThe losses are drawn in {picture}")
+
+
+if __name__ == "__main__":
+    main()
