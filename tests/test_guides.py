@@ -27,13 +27,22 @@ def run(*arguments):
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def quickstart():
+def load(name):
     pytest.importorskip("matplotlib")
-    spec = importlib.util.spec_from_file_location("quickstart", QUICKSTART)
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"guides/{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def quickstart():
+    return load("quickstart")
+
+
+@pytest.fixture(scope="module")
+def constant_speed():
+    return load("constant_speed")
 
 
 def test_quickstart(tmp_path):
@@ -64,3 +73,52 @@ def test_quickstart_counts_as_by_hand(quickstart):
     assert unigram == pytest.approx(-(np.log2(a) + np.log2(b)) / 2)
     first, second = (2 + 1 * a) / (2 + 1), (1 + 2 * b) / (2 + 2)
     assert bigram == pytest.approx(-(np.log2(first) + np.log2(second)) / 2)
+
+
+def test_constant_speed(constant_speed, tmp_path, monkeypatch, capsys):
+    arguments = ("--tokens", 128, "--shortest", 64, "--width", 16, "--output", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["constant_speed", *map(str, arguments)])
+    constant_speed.main()
+    written = capsys.readouterr().out
+    for name in ("Lightning Attention", "softmax attention"):
+        for length in (64, 128):
+            assert re.search(rf"^{name}, {length} tokens a row: [\d,]+ a second", written, re.M)
+    assert re.search(r"^At 128 tokens a row: [\d.]+ times the speed$", written, re.M)
+    assert (tmp_path / "speed.png").stat().st_size > 0
+
+
+@pytest.mark.once
+def test_constant_speed_goes_on_while_there_is_time_and_room(constant_speed, monkeypatch):
+    """A step that takes a second and 100 bytes at 64 tokens a row, in proportion at others."""
+    monkeypatch.setattr(constant_speed, "language_model", lambda mixer, width: None)
+    monkeypatch.setattr(
+        constant_speed, "measure", lambda model, length, tokens: (length / 64, 100 * length // 64)
+    )
+
+    def lengths(limit, room):
+        monkeypatch.setattr(constant_speed, "room", lambda: room)
+        results = constant_speed.run([64, 128, 256, 512], 512, 16, limit)
+        return [point[0] for point in results["softmax attention"]]
+
+    assert lengths(limit=100, room=1e9) == [64, 128, 256, 512]
+    assert lengths(limit=4, room=1e9) == [64, 128, 256]
+    assert lengths(limit=100, room=200) == [64, 128]
+
+
+@pytest.mark.once
+def test_constant_speed_fits_the_machine(constant_speed, monkeypatch):
+    for speed, tokens in [(1e6, 4096), (3e10, 16_384), (1e15, 131_072)]:
+        monkeypatch.setattr(constant_speed, "multiplications_a_second", lambda s=speed: s)
+        assert constant_speed.tokens_a_batch(256) == tokens
+
+
+def test_associative_recall(tmp_path, monkeypatch, capsys):
+    guide = load("associative_recall")
+    arguments = ("--pairs", 2, "--length", 8, "--rows", 128, "--epochs", 2, "--output", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["associative_recall", *map(str, arguments)])
+    guide.main()
+    written = capsys.readouterr().out
+    for name, state in (("HGRN", "128"), ("HGRN2", "4,096")):
+        assert f"parameters, {state} numbers in its state" in written
+        assert len(re.findall(rf"^{name}, epoch [12]: [\d.]+% right$", written, re.M)) == 2
+    assert (tmp_path / "accuracy.png").stat().st_size > 0

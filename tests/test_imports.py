@@ -60,7 +60,8 @@ def test_import_adds_no_framework_and_little_time():
         "print(json.dumps([*tops, seconds]))"
     )
     added = set(after) - set(before) - set(sys.stdlib_module_names)
-    assert added == {"keras_recurrent"}
+    optional = {"triton"} if BACKEND == "torch" else set()
+    assert added - optional == {"keras_recurrent"}
     assert seconds < 1
 
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from keras_recurrent.models import GriffinCausalLM
+from keras_recurrent.models import GriffinCausalLM, HGRN2CausalLM, TransNormerCausalLM
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -33,10 +33,17 @@ def test_support_matrix():
 
 
 @pytest.mark.once
-def test_presets():
-    said = {name: int(parameters.replace(",", "")) for name, *_, parameters in rows("preset")[1:]}
-    presets = GriffinCausalLM.presets
-    assert said == {name: preset["metadata"]["params"] for name, preset in presets.items()}
+@pytest.mark.parametrize(
+    ("table", "cls"),
+    [
+        ("preset", GriffinCausalLM),
+        ("HGRN2 preset", HGRN2CausalLM),
+        ("TransNormerLLM preset", TransNormerCausalLM),
+    ],
+)
+def test_presets(table, cls):
+    said = {name: int(parameters.replace(",", "")) for name, *_, parameters in rows(table)[1:]}
+    assert said == {name: row["metadata"]["params"] for name, row in cls.presets.items()}
 
 
 @pytest.mark.parametrize("example", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
