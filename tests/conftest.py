@@ -1,5 +1,6 @@
 """What every test stands on: a backend, its seeds, and tests that need no backend at all."""
 
+import gc
 import importlib.util
 import os
 
@@ -14,6 +15,9 @@ ONCE = "torch" if "torch" in INSTALLED else INSTALLED[0]
 os.environ.setdefault("KERAS_BACKEND", INSTALLED[0])
 # On a GPU, JAX takes float32 matrix products in TF32, whose error would hide all others.
 os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
+
+# Most of a test's time is compilation: LLVM need not make it fast. It computes the same.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 # Without a GPU, the Triton kernels run in Triton's interpreter. Triton reads this when imported.
 if os.environ["KERAS_BACKEND"] == "torch":
@@ -38,6 +42,16 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("once"):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _garbage():
+    """What has been loaded and compiled stays: no garbage collection need look through it again.
+
+    Keras collects garbage for each layer that it quantizes.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
