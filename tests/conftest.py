@@ -19,16 +19,17 @@ os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
 # Most of a test's time is compilation: LLVM need not make it fast. It computes the same.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
+# Tests that run side by side take one thread each: torch's threads wait by spinning. It reads
+# this when imported, which comes next.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Without a GPU, the Triton kernels run in Triton's interpreter. Triton reads this when imported.
 if os.environ["KERAS_BACKEND"] == "torch":
     import torch
 
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
-
-# Tests that run side by side take one thread each: torch's threads wait by spinning.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_report_header():
