@@ -1,5 +1,6 @@
 """What every test stands on: a backend, its seeds, and tests that need no backend at all."""
 
+import gc
 import importlib.util
 import os
 
@@ -15,16 +16,20 @@ os.environ.setdefault("KERAS_BACKEND", INSTALLED[0])
 # On a GPU, JAX takes float32 matrix products in TF32, whose error would hide all others.
 os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
 
+# Most of a test's time is compilation: LLVM need not make it fast. It computes the same.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+
+# Tests that run side by side take one thread each: torch's threads wait by spinning. It reads
+# this when imported, which comes next.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Without a GPU, the Triton kernels run in Triton's interpreter. Triton reads this when imported.
 if os.environ["KERAS_BACKEND"] == "torch":
     import torch
 
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
-
-# Tests that run side by side take one thread each: torch's threads wait by spinning.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_report_header():
@@ -38,6 +43,16 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("once"):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _garbage():
+    """What has been loaded and compiled stays: no garbage collection need look through it again.
+
+    Keras collects garbage for each layer that it quantizes.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

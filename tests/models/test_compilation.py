@@ -62,7 +62,7 @@ print("done")
 def test_a_model_over_four_devices_computes_the_same():
     environment = {
         **os.environ,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4",
         "PYTHONPATH": str(ROOT),
     }
     done = subprocess.run(

@@ -76,7 +76,7 @@ def test_compiled_for_eight_chips_without_gathering():
 @pytest.mark.slow
 def test_shards_of_eight_devices():
     """Under `keras.distribution`, in the interpreter: as on one device, and nothing is gathered."""
-    flags = "--xla_force_host_platform_device_count=8"
+    flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=8"
     reports = process("-m", "tests.pallas.shards", XLA_FLAGS=flags, JAX_PLATFORMS="cpu")
     for name, report in reports.items():
         assert report["gathers"] == 0, name
