@@ -1,0 +1,207 @@
+"""Chunks of gated linear attention.
+
+Inside a chunk, token u meets an earlier s with the weight sum_k q_u f_{s+1} ... f_u k_s; for a
+matrix product the decays must be shared out between q_u and k_s. As in `backends/torch`, the chunk
+is halved again and again: where u lies in a right half and s in the left half beside it, q_u takes
+the decays from the boundary to u, and k_s those from s to the boundary. The logarithm of either is
+a sum along the tokens of one half, so at each level
+
+    X = W log f,  Y = exp(X) * (q in right halves, k in left ones),  Y Y^T
+
+where W is made of 0 and 1, and of the last product the pairs of that level are kept. These are
+products of decays only, never quotients, so any decay is safe. Backwards, the pairs' gradients Z
+give R = exp(X) * (Z Y), to q in right halves and to k in left ones, and W^T (R * (q or k)) to
+log f: sums of what pairs gain, without a subtraction, as exact as the gradients of q and k.
+"""
+
+import triton
+import triton.language as tl
+
+from keras_recurrent.backends.triton._linear_attention import (
+    applied,
+    place,
+    read,
+    real_tokens,
+)
+from keras_recurrent.backends.triton._math import exp, one_minus_exp
+from keras_recurrent.backends.triton._products import operand, product, sums
+
+
+@triton.jit
+def _halves(row, level):
+    """Whether a token is in a right half of 2^level, and which pairs share a half."""
+    right = (row >> level) % 2 == 1
+    return right, (row[:, None] >> level) == (row[None, :] >> level)
+
+
+@triton.jit
+def _meet(row, level):
+    """The pairs of tokens in two halves beside each other."""
+    return (row[:, None] ^ row[None, :]) >> level == 1
+
+
+@triton.jit
+def _read_chunk(
+    q, k, log_f, token, row, real, starts, d, K, H, SHORT: tl.constexpr
+):  # fmt: skip
+    """q, k, log f as given, and the logarithms of the decays applied: [CHUNK, BLOCK_K]."""
+    query = read(q + token * K, row, real, d, K, H)
+    logarithm = read(log_f + token * K, row, real, d, K, H)
+    if k is None:
+        key = one_minus_exp(logarithm, not SHORT)
+    else:
+        key = read(k + token * K, row, real, d, K, H)
+    return query, key, logarithm, applied(logarithm, starts[:, None])
+
+
+@triton.jit
+def attend_kernel(
+    q,
+    k,
+    v,
+    log_f,
+    token_kind,
+    states,
+    output,
+    T,
+    H,
+    K,
+    V,
+    chunks,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LEVELS: tl.constexpr,
+    SHORT: tl.constexpr,
+    PARTS: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
+    """The output, or, if REVERSE, the gradient of the values, from that of the output as v."""
+    tile, chunk, head, b, token = place(T, H, chunks, tl.cdiv(V, BLOCK_V), CHUNK)
+    row = tl.arange(0, CHUNK)
+    e = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+    real, starts = real_tokens(chunk, token_kind, b, T, CHUNK)
+    own = row[:, None] == row[None, :]
+    states += (head * chunks + chunk).to(tl.int64) * K * V
+    weights = tl.zeros((CHUNK, CHUNK), tl.float32)
+    recalled = tl.zeros((CHUNK, BLOCK_V), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        d = start + tl.arange(0, BLOCK_K)
+        query, key, _, logarithm = _read_chunk(
+            q, k, log_f, token, row, real, starts, d, K, H, SHORT
+        )
+        inside = (d < K)[:, None] & (e < V)[None, :]
+        state = tl.load(states + d[:, None] * V + e[None, :], inside, other=0.0)
+        if REVERSE:
+            across = key * exp(sums(row[:, None] < row[None, :], logarithm, PARTS), not SHORT)
+        else:
+            across = query * exp(sums(row[:, None] >= row[None, :], logarithm, PARTS), not SHORT)
+        recalled = product(across, state, recalled, SHORT)
+        weights += tl.where(own, tl.sum(query * key, 1)[:, None], 0.0)
+        for level in range(LEVELS):
+            right, same = _halves(row, level)
+            reach = same & tl.where(
+                right[:, None], row[:, None] >= row[None, :], row[:, None] < row[None, :]
+            )
+            y = tl.where(right[:, None], query, key) * exp(sums(reach, logarithm, PARTS), not SHORT)
+            y = operand(y, SHORT)
+            pairs = product(y, tl.trans(y), tl.zeros((CHUNK, CHUNK), tl.float32), SHORT)
+            weights += tl.where(_meet(row, level) & (right[:, None] != REVERSE), pairs, 0.0)
+    value = read(v + token * V, row, real, e, V, H)
+    recalled = product(weights, value, recalled, SHORT)
+    there = (chunk * CHUNK + row < T)[:, None] & (e < V)[None, :]
+    tl.store(output + token * V + row[:, None] * (H * V) + e[None, :], recalled, there)
+
+
+@triton.jit
+def gradient_kernel(
+    q,
+    k,
+    v,
+    log_f,
+    token_kind,
+    d_output,
+    states,
+    d_states,
+    d_q,
+    d_k,
+    d_log_f,
+    T,
+    H,
+    K,
+    V,
+    chunks,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LEVELS: tl.constexpr,
+    SHORT: tl.constexpr,
+    PARTS: tl.constexpr,
+    GAIN_PARTS: tl.constexpr,
+):
+    """The gradients of q, k and log f for some channels of the keys."""
+    tile, chunk, head, b, token = place(T, H, chunks, tl.cdiv(K, BLOCK_K), CHUNK)
+    row = tl.arange(0, CHUNK)
+    d = tile * BLOCK_K + tl.arange(0, BLOCK_K)
+    real, starts = real_tokens(chunk, token_kind, b, T, CHUNK)
+    earlier, later = row[:, None] >= row[None, :], row[:, None] < row[None, :]
+    states += (head * chunks + chunk).to(tl.int64) * K * V
+    d_states += (head * chunks + chunk).to(tl.int64) * K * V
+
+    # Of the pair of tokens (u, s), in both triangles of a square.
+    of_later = tl.zeros((CHUNK, CHUNK), tl.float32)
+    of_earlier = tl.zeros((CHUNK, CHUNK), tl.float32)
+    d_query = tl.zeros((CHUNK, BLOCK_K), tl.float32)
+    d_key = tl.zeros((CHUNK, BLOCK_K), tl.float32)
+    crossing = tl.zeros((BLOCK_K,), tl.float32)
+    for start in range(0, V, BLOCK_V):
+        e = start + tl.arange(0, BLOCK_V)
+        value = operand(read(v + token * V, row, real, e, V, H), SHORT)
+        gradient = operand(read(d_output + token * V, row, real, e, V, H), SHORT)
+        inside = (d < K)[:, None] & (e < V)[None, :]
+        at = d[:, None] * V + e[None, :]
+        state = tl.load(states + at, inside, other=0.0)
+        d_state = tl.load(d_states + at, inside, other=0.0)
+        of_later = product(gradient, tl.trans(value), of_later, SHORT)
+        of_earlier = product(value, tl.trans(gradient), of_earlier, SHORT)
+        d_query = product(gradient, tl.trans(state), d_query, SHORT)
+        d_key = product(value, tl.trans(d_state), d_key, SHORT)
+        crossing += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1)
+    d_pairs = tl.where(earlier, of_later, of_earlier)
+    d_own = tl.sum(tl.where(row[:, None] == row[None, :], d_pairs, 0.0), 1)[:, None]
+
+    query, key, given, logarithm = _read_chunk(
+        q, k, log_f, token, row, real, starts, d, K, H, SHORT
+    )
+    d_query *= exp(sums(earlier, logarithm, PARTS), not SHORT)
+    d_key *= exp(sums(later, logarithm, PARTS), not SHORT)
+    crossing *= exp(tl.sum(logarithm, 0), not SHORT)
+    d_logarithm = sums(row[:, None] <= row[None, :], query * d_query, GAIN_PARTS)
+    d_logarithm += sums(row[:, None] > row[None, :], key * d_key, GAIN_PARTS)
+    d_logarithm += crossing[None, :]
+    for level in range(LEVELS):
+        right, same = _halves(row, level)
+        to_right = right[:, None]
+        reach = same & tl.where(to_right, earlier, later)
+        decay = exp(sums(reach, logarithm, PARTS), not SHORT)
+        mine = tl.where(to_right, query, key)
+        level_pairs = tl.where(_meet(row, level), d_pairs, 0.0)
+        d_mine = tl.zeros((CHUNK, BLOCK_K), tl.float32)
+        d_mine = decay * product(level_pairs, mine * decay, d_mine, SHORT)
+        d_query += tl.where(to_right, d_mine, 0.0)
+        d_key += tl.where(to_right, 0.0, d_mine)
+        reached = same & tl.where(
+            to_right, row[:, None] <= row[None, :], row[:, None] > row[None, :]
+        )
+        d_logarithm += sums(reached, mine * d_mine, GAIN_PARTS)
+    d_query += d_own * key
+    d_key += d_own * query
+
+    at = row[:, None] * (H * K) + d[None, :]
+    there = (chunk * CHUNK + row < T)[:, None] & (d < K)[None, :]
+    tl.store(d_q + token * K + at, d_query, there)
+    if k is None:
+        d_logarithm -= d_key * exp(given, not SHORT)
+    else:
+        tl.store(d_k + token * K + at, d_key, there)
+    tl.store(d_log_f + token * K + at, tl.where(real[:, None], d_logarithm, 0.0), there)
