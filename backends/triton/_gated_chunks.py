@@ -28,16 +28,23 @@ from keras_recurrent.backends.triton._products import operand, product, sums
 
 
 @triton.jit
-def _halves(row, level):
-    """Whether a token is in a right half of 2^level, and which pairs share a half."""
-    right = (row >> level) % 2 == 1
-    return right, (row[:, None] >> level) == (row[None, :] >> level)
+def _between(row, low, high):
+    """[CHUNK, CHUNK]: whether a column is from `low` of its row on, and below `high`."""
+    return (row[None, :] >= low[:, None]) & (row[None, :] < high[:, None])
 
 
 @triton.jit
-def _meet(row, level):
+def _halves(row, level):
+    """Of each token: whether it is in a right half of 2^level, the half's begin and its end."""
+    begin = row >> level << level
+    return (row >> level) % 2 == 1, begin, begin + (1 << level)
+
+
+@triton.jit
+def _beside(row, level):
     """The pairs of tokens in two halves beside each other."""
-    return (row[:, None] ^ row[None, :]) >> level == 1
+    begin = ((row >> level) ^ 1) << level
+    return _between(row, begin, begin + (1 << level))
 
 
 @triton.jit
@@ -99,14 +106,14 @@ def attend_kernel(
         recalled = product(across, state, recalled, SHORT)
         weights += tl.where(own, tl.sum(query * key, 1)[:, None], 0.0)
         for level in range(LEVELS):
-            right, same = _halves(row, level)
-            reach = same & tl.where(
-                right[:, None], row[:, None] >= row[None, :], row[:, None] < row[None, :]
-            )
-            y = tl.where(right[:, None], query, key) * exp(sums(reach, logarithm, PARTS), not SHORT)
+            right, begin, end = _halves(row, level)
+            y = tl.where(right[:, None], query, key)
+            reach = _between(row, tl.where(right, begin, row + 1), tl.where(right, row + 1, end))
+            y *= exp(sums(reach, logarithm, PARTS), not SHORT)
             y = operand(y, SHORT)
             pairs = product(y, tl.trans(y), tl.zeros((CHUNK, CHUNK), tl.float32), SHORT)
-            weights += tl.where(_meet(row, level) & (right[:, None] != REVERSE), pairs, 0.0)
+            seen = _beside(row, level) & (right != REVERSE)[:, None]
+            weights += tl.where(seen, pairs, 0.0)
     value = read(v + token * V, row, real, e, V, H)
     recalled = product(weights, value, recalled, SHORT)
     there = (chunk * CHUNK + row < T)[:, None] & (e < V)[None, :]
@@ -169,6 +176,7 @@ def gradient_kernel(
         crossing += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1)
     d_pairs = tl.where(earlier, of_later, of_earlier)
     d_own = tl.sum(tl.where(row[:, None] == row[None, :], d_pairs, 0.0), 1)[:, None]
+    d_pairs = operand(d_pairs, SHORT)
 
     query, key, given, logarithm = _read_chunk(
         q, k, log_f, token, row, real, starts, d, K, H, SHORT
@@ -179,23 +187,21 @@ def gradient_kernel(
     d_logarithm = sums(row[:, None] <= row[None, :], query * d_query, GAIN_PARTS)
     d_logarithm += sums(row[:, None] > row[None, :], key * d_key, GAIN_PARTS)
     d_logarithm += crossing[None, :]
-    for level in range(LEVELS):
-        right, same = _halves(row, level)
-        to_right = right[:, None]
-        reach = same & tl.where(to_right, earlier, later)
-        decay = exp(sums(reach, logarithm, PARTS), not SHORT)
-        mine = tl.where(to_right, query, key)
-        level_pairs = tl.where(_meet(row, level), d_pairs, 0.0)
-        d_mine = tl.zeros((CHUNK, BLOCK_K), tl.float32)
-        d_mine = decay * product(level_pairs, mine * decay, d_mine, SHORT)
-        d_query += tl.where(to_right, d_mine, 0.0)
-        d_key += tl.where(to_right, 0.0, d_mine)
-        reached = same & tl.where(
-            to_right, row[:, None] <= row[None, :], row[:, None] > row[None, :]
-        )
-        d_logarithm += sums(reached, mine * d_mine, GAIN_PARTS)
     d_query += d_own * key
     d_key += d_own * query
+    for level in range(LEVELS):
+        right, begin, end = _halves(row, level)
+        to_right = right[:, None]
+        reach = _between(row, tl.where(right, begin, row + 1), tl.where(right, row + 1, end))
+        decay = exp(sums(reach, logarithm, PARTS), not SHORT)
+        mine = tl.where(to_right, query, key)
+        pairs = tl.where(_beside(row, level), d_pairs, 0.0)
+        d_mine = product(pairs, mine * decay, tl.zeros((CHUNK, BLOCK_K), tl.float32), SHORT)
+        d_mine *= decay
+        d_query += tl.where(to_right, d_mine, 0.0)
+        d_key += tl.where(to_right, 0.0, d_mine)
+        reached = _between(row, tl.where(right, row, begin), tl.where(right, end, row))
+        d_logarithm += sums(reached, mine * d_mine, GAIN_PARTS)
 
     at = row[:, None] * (H * K) + d[None, :]
     there = (chunk * CHUNK + row < T)[:, None] & (d < K)[None, :]
