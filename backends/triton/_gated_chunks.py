@@ -24,7 +24,7 @@ from keras_recurrent.backends.triton._linear_attention import (
     real_tokens,
 )
 from keras_recurrent.backends.triton._math import exp, one_minus_exp
-from keras_recurrent.backends.triton._products import operand, product, sums
+from keras_recurrent.backends.triton._products import ones, operand, product, sums
 
 
 @triton.jit
@@ -88,34 +88,45 @@ def attend_kernel(
     row = tl.arange(0, CHUNK)
     e = tile * BLOCK_V + tl.arange(0, BLOCK_V)
     real, starts = real_tokens(chunk, token_kind, b, T, CHUNK)
-    own = row[:, None] == row[None, :]
-    states += (head * chunks + chunk).to(tl.int64) * K * V
     weights = tl.zeros((CHUNK, CHUNK), tl.float32)
-    recalled = tl.zeros((CHUNK, BLOCK_V), tl.float32)
     for start in range(0, K, BLOCK_K):
         d = start + tl.arange(0, BLOCK_K)
         query, key, _, logarithm = _read_chunk(
             q, k, log_f, token, row, real, starts, d, K, H, SHORT
         )
-        inside = (d < K)[:, None] & (e < V)[None, :]
-        state = tl.load(states + d[:, None] * V + e[None, :], inside, other=0.0)
-        if REVERSE:
-            across = key * exp(sums(row[:, None] < row[None, :], logarithm, PARTS), not SHORT)
-        else:
-            across = query * exp(sums(row[:, None] >= row[None, :], logarithm, PARTS), not SHORT)
-        recalled = product(across, state, recalled, SHORT)
+        one = ones(weights)
+        own = row[:, None] == row[None, :]
         weights += tl.where(own, tl.sum(query * key, 1)[:, None], 0.0)
         for level in range(LEVELS):
             right, begin, end = _halves(row, level)
             y = tl.where(right[:, None], query, key)
             reach = _between(row, tl.where(right, begin, row + 1), tl.where(right, row + 1, end))
-            y *= exp(sums(reach, logarithm, PARTS), not SHORT)
+            y *= exp(sums(reach, one, logarithm, PARTS), not SHORT)
             y = operand(y, SHORT)
             pairs = product(y, tl.trans(y), tl.zeros((CHUNK, CHUNK), tl.float32), SHORT)
             seen = _beside(row, level) & (right != REVERSE)[:, None]
             weights += tl.where(seen, pairs, 0.0)
+
     value = read(v + token * V, row, real, e, V, H)
+    recalled = tl.zeros((CHUNK, BLOCK_V), tl.float32)
     recalled = product(weights, value, recalled, SHORT)
+    one = ones(weights)
+    states += (head * chunks + chunk).to(tl.int64) * K * V
+    for start in range(0, K, BLOCK_K):
+        d = start + tl.arange(0, BLOCK_K)
+        query, key, _, logarithm = _read_chunk(
+            q, k, log_f, token, row, real, starts, d, K, H, SHORT
+        )
+        if REVERSE:
+            reach = row[:, None] < row[None, :]
+            across = key
+        else:
+            reach = row[:, None] >= row[None, :]
+            across = query
+        across *= exp(sums(reach, one, logarithm, PARTS), not SHORT)
+        inside = (d < K)[:, None] & (e < V)[None, :]
+        state = tl.load(states + d[:, None] * V + e[None, :], inside, other=0.0)
+        recalled = product(across, state, recalled, SHORT)
     there = (chunk * CHUNK + row < T)[:, None] & (e < V)[None, :]
     tl.store(output + token * V + row[:, None] * (H * V) + e[None, :], recalled, there)
 
@@ -176,16 +187,17 @@ def gradient_kernel(
         crossing += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1)
     d_pairs = tl.where(earlier, of_later, of_earlier)
     d_own = tl.sum(tl.where(row[:, None] == row[None, :], d_pairs, 0.0), 1)[:, None]
+    one = ones(d_pairs)
     d_pairs = operand(d_pairs, SHORT)
 
     query, key, given, logarithm = _read_chunk(
         q, k, log_f, token, row, real, starts, d, K, H, SHORT
     )
-    d_query *= exp(sums(earlier, logarithm, PARTS), not SHORT)
-    d_key *= exp(sums(later, logarithm, PARTS), not SHORT)
+    d_query *= exp(sums(earlier, one, logarithm, PARTS), not SHORT)
+    d_key *= exp(sums(later, one, logarithm, PARTS), not SHORT)
     crossing *= exp(tl.sum(logarithm, 0), not SHORT)
-    d_logarithm = sums(row[:, None] <= row[None, :], query * d_query, GAIN_PARTS)
-    d_logarithm += sums(row[:, None] > row[None, :], key * d_key, GAIN_PARTS)
+    d_logarithm = sums(row[:, None] <= row[None, :], one, query * d_query, GAIN_PARTS)
+    d_logarithm += sums(row[:, None] > row[None, :], one, key * d_key, GAIN_PARTS)
     d_logarithm += crossing[None, :]
     d_query += d_own * key
     d_key += d_own * query
@@ -193,7 +205,7 @@ def gradient_kernel(
         right, begin, end = _halves(row, level)
         to_right = right[:, None]
         reach = _between(row, tl.where(right, begin, row + 1), tl.where(right, row + 1, end))
-        decay = exp(sums(reach, logarithm, PARTS), not SHORT)
+        decay = exp(sums(reach, one, logarithm, PARTS), not SHORT)
         mine = tl.where(to_right, query, key)
         pairs = tl.where(_beside(row, level), d_pairs, 0.0)
         d_mine = product(pairs, mine * decay, tl.zeros((CHUNK, BLOCK_K), tl.float32), SHORT)
@@ -201,7 +213,7 @@ def gradient_kernel(
         d_query += tl.where(to_right, d_mine, 0.0)
         d_key += tl.where(to_right, 0.0, d_mine)
         reached = _between(row, tl.where(right, row, begin), tl.where(right, end, row))
-        d_logarithm += sums(reached, mine * d_mine, GAIN_PARTS)
+        d_logarithm += sums(reached, one, mine * d_mine, GAIN_PARTS)
 
     at = row[:, None] * (H * K) + d[None, :]
     there = (chunk * CHUNK + row < T)[:, None] & (d < K)[None, :]

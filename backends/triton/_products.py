@@ -40,12 +40,22 @@ def product(a, b, total, SHORT: tl.constexpr):
 
 
 @triton.jit
-def sums(which, x, PARTS: tl.constexpr):
-    """which x: for each row of `which`, the sum of those rows of x that it names.
+def ones(square):
+    """1 for each row of what a product made.
+
+    The compiler does not see that, and lays out what is made of them as it laid out the product:
+    a first operand then is made in the registers where the next product takes it.
+    """
+    return tl.sum(square, 1) * 0.0 + 1.0
+
+
+@triton.jit
+def sums(which, one, x, PARTS: tl.constexpr):
+    """which x: for each row of `which`, the sum of those rows of x that it names; one: `ones`.
 
     x is the sum of PARTS numbers of bfloat16, 8 bits each: 1 if it is bfloat16, 3 for all its bits.
     """
-    which = operand(tl.where(which, 1.0, 0.0), True)
+    which = operand(tl.where(which, one[:, None], 0.0), True)
     part = operand(x, True)
     total = tl.dot(which, part)
     for _ in tl.static_range(PARTS - 1):
