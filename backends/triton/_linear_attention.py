@@ -65,13 +65,34 @@ class Heads(NamedTuple):
         return self.batch, self.heads, self.keys, self.values
 
     @property
-    def rows(self):
-        return self.batch * self.heads
+    def programs(self):
+        """One for each chunk of each head."""
+        return self.batch * self.heads * self.chunks
+
+    @property
+    def numbers(self):
+        """As the kernels take them."""
+        return self.length, self.heads, self.keys, self.values
 
 
 def heads_of(q, k, v):
     short = all(x is None or x.dtype == torch.bfloat16 for x in (q, k, v))
     return Heads(*q.shape, v.shape[3], short)
+
+
+def launch_options(sizes, keys, values):
+    """Tiles [CHUNK, BLOCK_K] and [CHUNK, BLOCK_V] that leave room for two programs of 128 threads.
+
+    All of their registers and the shared memory of a multiprocessor are then in use on Hopper.
+    """
+    return {
+        "BLOCK_K": block(keys, 64 if sizes.short else 32),
+        "BLOCK_V": block(values, 128 if sizes.short else 64),
+        "CHUNK": CHUNK,
+        "SHORT": sizes.short,
+        "num_warps": 4,
+        "num_stages": 2 if sizes.short else 1,
+    }
 
 
 def block(size, largest):
@@ -248,10 +269,9 @@ def walk(
     shape = (sizes.batch, sizes.heads, sizes.chunks, sizes.keys, sizes.values)
     states = v.new_empty(shape, dtype=torch.bfloat16 if sizes.short else torch.float32)
     last = v.new_empty(sizes.state_shape, dtype=torch.float32)
-    block_k = block(sizes.keys, 64)
-    block_v = block(sizes.values, 128 if sizes.short else 64)
+    block_k, block_v = block(sizes.keys, 64), block(sizes.values, 128 if sizes.short else 32)
     tiles = triton.cdiv(sizes.keys, block_k) * triton.cdiv(sizes.values, block_v)
-    programs = sizes.rows * tiles
+    programs = sizes.batch * sizes.heads * tiles
     segments = max(1, min(_MANY_PROGRAMS // programs, sizes.chunks // _SHORTEST_SEGMENT))
     each = triton.cdiv(sizes.chunks, segments)
     segments = triton.cdiv(sizes.chunks, each)
@@ -259,7 +279,6 @@ def walk(
     if segments > 1:
         totals = last.new_empty((segments - 1, *sizes.state_shape))
         decays = last.new_empty((segments - 1, *sizes.state_shape[:3]))
-
     inputs = [given(x) for x in (k, v, log_f, log_decay, token_kind, first)]
 
     def launch(segments, states, last):
@@ -269,10 +288,7 @@ def walk(
             last,
             totals,
             decays,
-            sizes.length,
-            sizes.heads,
-            sizes.keys,
-            sizes.values,
+            *sizes.numbers,
             sizes.chunks,
             each,
             BLOCK_K=block_k,
@@ -282,6 +298,7 @@ def walk(
             PARTS=parts,
             REVERSE=reverse,
             num_warps=4,
+            num_stages=3,
         )
 
     if segments > 1:

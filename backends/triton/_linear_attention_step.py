@@ -69,13 +69,11 @@ def step(sizes, q, k, v, first, *, token_kind, log_f=None, log_decay=None):
     output = v.new_empty(v.shape)
     last = v.new_empty(sizes.state_shape, dtype=torch.float32)
     block_v = block(sizes.values, 32)
-    _step_kernel[(sizes.rows * triton.cdiv(sizes.values, block_v),)](
+    _step_kernel[(sizes.batch * sizes.heads * triton.cdiv(sizes.values, block_v),)](
         *(given(x) for x in (q, k, v, log_f, log_decay, token_kind, first)),
         output,
         last,
-        sizes.heads,
-        sizes.keys,
-        sizes.values,
+        *sizes.numbers[1:],
         BLOCK_K=triton.next_power_of_2(sizes.keys),
         BLOCK_V=block_v,
         num_warps=4,

@@ -20,12 +20,13 @@ from keras_recurrent.backends.triton._linear_attention import (
     block,
     given,
     heads_of,
+    launch_options,
     refusal,
     walk,
 )
 from keras_recurrent.backends.triton._linear_attention_step import step
 
-_LEVELS = CHUNK.bit_length() - 1  # halves of 1, 2, 4 ... tokens
+LEVELS = CHUNK.bit_length() - 1  # halves of 1, 2, 4 ... tokens
 
 
 def unsupported(q, k, v, log_f, initial_state=None, token_kind=None) -> str | None:
@@ -48,27 +49,45 @@ def _parts(sizes, log_f):
     return 1 if log_f.dtype == torch.bfloat16 else 2
 
 
-def _attend(sizes, q, k, v, log_f, token_kind, states, output, reverse=False):
-    block_v = block(sizes.values, 128 if sizes.short else 64)
-    attend_kernel[(sizes.rows * sizes.chunks * triton.cdiv(sizes.values, block_v),)](
+def _attend(sizes, q, k, v, states, output, *, log_f, token_kind, parts, reverse=False):
+    options = launch_options(sizes, sizes.keys, sizes.values)
+    attend_kernel[(sizes.programs * triton.cdiv(sizes.values, options["BLOCK_V"]),)](
         *(given(x) for x in (q, k, v, log_f, token_kind)),
         states,
         output,
-        sizes.length,
-        sizes.heads,
-        sizes.keys,
-        sizes.values,
+        *sizes.numbers,
         sizes.chunks,
-        BLOCK_K=block(sizes.keys, 64 if sizes.short else 32),
-        BLOCK_V=block_v,
-        CHUNK=CHUNK,
-        LEVELS=_LEVELS,
-        SHORT=sizes.short,
-        PARTS=_parts(sizes, log_f),
+        LEVELS=LEVELS,
+        PARTS=parts,
         REVERSE=reverse,
-        num_warps=4,
+        **options,
     )
     return output
+
+
+def _differentiate(
+    sizes, q, k, v, d_output, states, d_states, found, *, log_f, token_kind, parts
+):  # fmt: skip
+    """Writes what is found: the gradients of q, k and log_f."""
+    # Three accumulators and what they are made of: half the tile of `_attend` takes the registers.
+    block_k = block(sizes.keys, 32 if sizes.short else 16)
+    gradient_kernel[(sizes.programs * triton.cdiv(sizes.keys, block_k),)](
+        *(given(x) for x in (q, k, v, log_f, token_kind, d_output)),
+        states,
+        d_states,
+        *found,
+        *sizes.numbers,
+        sizes.chunks,
+        BLOCK_K=block_k,
+        BLOCK_V=block(sizes.values, 32),
+        CHUNK=CHUNK,
+        LEVELS=LEVELS,
+        SHORT=sizes.short,
+        PARTS=parts,
+        GAIN_PARTS=1 if sizes.short else 3,
+        num_warps=4,
+        num_stages=1,
+    )
 
 
 @torch.library.custom_op("keras_recurrent::triton_gated_linear_attention", mutates_args=())
@@ -81,15 +100,13 @@ def _forward(
     token_kind: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     sizes = heads_of(q, k, v)
+    decays = {"log_f": log_f, "token_kind": token_kind}
     with on_device_of(q):
         if sizes.length == 1:
-            return step(sizes, q, k, v, initial_state, log_f=log_f, token_kind=token_kind)
-        parts = _parts(sizes, log_f)
-        states, last = walk(
-            sizes, k, v, initial_state, log_f=log_f, token_kind=token_kind, parts=parts
-        )
-        output = v.new_empty(v.shape)
-        return _attend(sizes, q, k, v, log_f, token_kind, states, output), last
+            return step(sizes, q, k, v, initial_state, **decays)
+        decays["parts"] = _parts(sizes, log_f)
+        states, last = walk(sizes, k, v, initial_state, **decays)
+        return _attend(sizes, q, k, v, states, v.new_empty(v.shape), **decays), last
 
 
 @_forward.register_fake
@@ -110,36 +127,15 @@ def _backward(
     token_kind: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     sizes = heads_of(q, k, v)
-    parts = _parts(sizes, log_f)
-    decays = {"log_f": log_f, "token_kind": token_kind, "parts": parts}
+    decays = {"log_f": log_f, "token_kind": token_kind, "parts": _parts(sizes, log_f)}
     d_q, d_v, d_log_f = (x.new_empty(x.shape) for x in (q, v, log_f))
     d_k = q.new_empty(0) if k is None else k.new_empty(k.shape)
     with on_device_of(q):
         states, _ = walk(sizes, k, v, initial_state, **decays)
         d_states, d_initial = walk(sizes, q, d_output, d_final_state, **decays, reverse=True)
-        _attend(sizes, q, k, d_output, log_f, token_kind, d_states, d_v, reverse=True)
-        block_k = block(sizes.keys, 64 if sizes.short else 32)
-        gradient_kernel[(sizes.rows * sizes.chunks * triton.cdiv(sizes.keys, block_k),)](
-            *(given(x) for x in (q, k, v, log_f, token_kind, d_output)),
-            states,
-            d_states,
-            d_q,
-            d_k,
-            d_log_f,
-            sizes.length,
-            sizes.heads,
-            sizes.keys,
-            sizes.values,
-            sizes.chunks,
-            BLOCK_K=block_k,
-            BLOCK_V=block(sizes.values, 64),
-            CHUNK=CHUNK,
-            LEVELS=_LEVELS,
-            SHORT=sizes.short,
-            PARTS=parts,
-            GAIN_PARTS=1 if sizes.short else 3,
-            num_warps=4,
-        )
+        _attend(sizes, q, k, d_output, d_states, d_v, **decays, reverse=True)
+        found = d_q, d_k, d_log_f
+        _differentiate(sizes, q, k, v, d_output, states, d_states, found, **decays)
     return d_q, d_k, d_v, d_log_f, d_initial
 
 

@@ -17,11 +17,10 @@ from torch import Tensor
 from keras_recurrent.backends.torch._common import register_gradient
 from keras_recurrent.backends.triton._common import on_device_of
 from keras_recurrent.backends.triton._linear_attention import (
-    CHUNK,
-    block,
     counts,
     given,
     heads_of,
+    launch_options,
     place,
     power,
     read,
@@ -110,8 +109,8 @@ def _attend(
     """[B, T, H, V], in the dtype of `like`. `transposed`: states are [.., V, K]."""
     output = like.new_empty(v.shape)
     keys, values = q.shape[3], v.shape[3]
-    block_v = block(values, 128 if sizes.short else 64)
-    _attend_kernel[(sizes.rows * sizes.chunks * triton.cdiv(values, block_v),)](
+    options = launch_options(sizes, keys, values)
+    _attend_kernel[(sizes.programs * triton.cdiv(values, options["BLOCK_V"]),)](
         *(given(x) for x in (q, k, v, log_decay, token_kind)),
         states,
         output,
@@ -121,12 +120,8 @@ def _attend(
         values,
         *((1, keys) if transposed else (values, 1)),
         sizes.chunks,
-        BLOCK_K=block(keys, 64),
-        BLOCK_V=block_v,
-        CHUNK=CHUNK,
-        SHORT=sizes.short,
         REVERSE=reverse,
-        num_warps=4,
+        **options,
     )
     return output
 
