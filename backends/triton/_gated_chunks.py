@@ -61,7 +61,7 @@ def _read_chunk(
     return query, key, logarithm, applied(logarithm, starts[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "chunks"])
 def attend_kernel(
     q,
     k,
@@ -131,7 +131,7 @@ def attend_kernel(
     tl.store(output + token * V + row[:, None] * (H * V) + e[None, :], recalled, there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "chunks"])
 def gradient_kernel(
     q,
     k,

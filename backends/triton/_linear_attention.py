@@ -41,9 +41,9 @@ def refusal(*tensors):
     return None
 
 
-def given(tensor):
-    """As the kernels read it: contiguous, or None."""
-    return None if tensor is None else tensor.contiguous()
+def contiguous(*tensors):
+    """As the kernels read them (or Nones)."""
+    return [None if x is None else x.contiguous() for x in tensors]
 
 
 class Heads(NamedTuple):
@@ -77,7 +77,8 @@ class Heads(NamedTuple):
 
 def heads_of(q, k, v):
     short = all(x is None or x.dtype == torch.bfloat16 for x in (q, k, v))
-    return Heads(*q.shape, v.shape[3], short)
+    batch, length, heads, keys = q.shape
+    return Heads(batch, length, heads, keys, v.shape[3], short)
 
 
 def launch_options(sizes, keys, values):
@@ -157,7 +158,7 @@ def counts(real, starts):
     return count, document, tl.max(count, 0), tl.max(document, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "chunks", "each"])
 def _walk_kernel(
     k,
     v,
@@ -223,13 +224,12 @@ def _walk_kernel(
         if states is not None:
             slot = states + (head * chunks + chunk).to(tl.int64) * K * V
             tl.store(slot + at, operand(state, SHORT), inside)
-        if k is None:
-            logarithm = read_columns(log_f + token * K, row, real, d, K, H)
-            key = one_minus_exp(logarithm, not SHORT)
-        else:
-            key = read_columns(k + token * K, row, real, d, K, H)
         if log_f is not None:
             logarithm = read_columns(log_f + token * K, row, real, d, K, H)
+            if k is None:
+                key = one_minus_exp(logarithm, not SHORT)
+            else:
+                key = read_columns(k + token * K, row, real, d, K, H)
             logarithm = applied(logarithm, starts[None, :])
             if REVERSE:
                 reach = row[:, None] <= row[None, :]
@@ -238,6 +238,7 @@ def _walk_kernel(
             key *= exp(sums_of_columns(logarithm, reach, PARTS), not SHORT)
             over = exp(tl.sum(logarithm, 1), not SHORT)
         else:
+            key = read_columns(k + token * K, row, real, d, K, H)
             count, document, whole, latest = counts(real, starts)
             if REVERSE:
                 scale = tl.where(document == 0, power(count, rate, not SHORT), 0.0)
@@ -279,11 +280,15 @@ def walk(
     if segments > 1:
         totals = last.new_empty((segments - 1, *sizes.state_shape))
         decays = last.new_empty((segments - 1, *sizes.state_shape[:3]))
-    inputs = [given(x) for x in (k, v, log_f, log_decay, token_kind, first)]
 
     def launch(segments, states, last):
         _walk_kernel[(programs * segments,)](
-            *inputs,
+            k,
+            v,
+            log_f,
+            log_decay,
+            token_kind,
+            first,
             states,
             last,
             totals,

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from keras_recurrent.backends.triton._linear_attention import block, given
+from keras_recurrent.backends.triton._linear_attention import block
 from keras_recurrent.backends.triton._math import exp, one_minus_exp
 
 
@@ -70,7 +70,13 @@ def step(sizes, q, k, v, first, *, token_kind, log_f=None, log_decay=None):
     last = v.new_empty(sizes.state_shape, dtype=torch.float32)
     block_v = block(sizes.values, 32)
     _step_kernel[(sizes.batch * sizes.heads * triton.cdiv(sizes.values, block_v),)](
-        *(given(x) for x in (q, k, v, log_f, log_decay, token_kind, first)),
+        q,
+        k,
+        v,
+        log_f,
+        log_decay,
+        token_kind,
+        first,
         output,
         last,
         *sizes.numbers[1:],

@@ -18,7 +18,7 @@ from keras_recurrent.backends.triton._gated_chunks import attend_kernel, gradien
 from keras_recurrent.backends.triton._linear_attention import (
     CHUNK,
     block,
-    given,
+    contiguous,
     heads_of,
     launch_options,
     refusal,
@@ -52,7 +52,11 @@ def _parts(sizes, log_f):
 def _attend(sizes, q, k, v, states, output, *, log_f, token_kind, parts, reverse=False):
     options = launch_options(sizes, sizes.keys, sizes.values)
     attend_kernel[(sizes.programs * triton.cdiv(sizes.values, options["BLOCK_V"]),)](
-        *(given(x) for x in (q, k, v, log_f, token_kind)),
+        q,
+        k,
+        v,
+        log_f,
+        token_kind,
         states,
         output,
         *sizes.numbers,
@@ -72,7 +76,12 @@ def _differentiate(
     # Three accumulators and what they are made of: half the tile of `_attend` takes the registers.
     block_k = block(sizes.keys, 32 if sizes.short else 16)
     gradient_kernel[(sizes.programs * triton.cdiv(sizes.keys, block_k),)](
-        *(given(x) for x in (q, k, v, log_f, token_kind, d_output)),
+        q,
+        k,
+        v,
+        log_f,
+        token_kind,
+        d_output,
         states,
         d_states,
         *found,
@@ -100,6 +109,9 @@ def _forward(
     token_kind: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     sizes = heads_of(q, k, v)
+    q, k, v, log_f, initial_state, token_kind = contiguous(
+        q, k, v, log_f, initial_state, token_kind
+    )
     decays = {"log_f": log_f, "token_kind": token_kind}
     with on_device_of(q):
         if sizes.length == 1:
@@ -127,6 +139,9 @@ def _backward(
     token_kind: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     sizes = heads_of(q, k, v)
+    q, k, v, log_f, initial_state, token_kind, d_output, d_final_state = contiguous(
+        q, k, v, log_f, initial_state, token_kind, d_output, d_final_state
+    )
     decays = {"log_f": log_f, "token_kind": token_kind, "parts": _parts(sizes, log_f)}
     d_q, d_v, d_log_f = (x.new_empty(x.shape) for x in (q, v, log_f))
     d_k = q.new_empty(0) if k is None else k.new_empty(k.shape)

@@ -17,8 +17,8 @@ from torch import Tensor
 from keras_recurrent.backends.torch._common import register_gradient
 from keras_recurrent.backends.triton._common import on_device_of
 from keras_recurrent.backends.triton._linear_attention import (
+    contiguous,
     counts,
-    given,
     heads_of,
     launch_options,
     place,
@@ -45,7 +45,7 @@ def lightning_attention(q, k, v, log_decay, initial_state=None, token_kind=None)
     return _forward(q, k, v, log_decay, initial_state, token_kind)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "chunks"])
 def _attend_kernel(
     q,
     k,
@@ -111,7 +111,11 @@ def _attend(
     keys, values = q.shape[3], v.shape[3]
     options = launch_options(sizes, keys, values)
     _attend_kernel[(sizes.programs * triton.cdiv(values, options["BLOCK_V"]),)](
-        *(given(x) for x in (q, k, v, log_decay, token_kind)),
+        q,
+        k,
+        v,
+        log_decay,
+        token_kind,
         states,
         output,
         sizes.length,
@@ -136,6 +140,9 @@ def _forward(
     token_kind: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     sizes = heads_of(q, k, v)
+    q, k, v, initial_state, log_decay, token_kind = contiguous(
+        q, k, v, initial_state, log_decay, token_kind
+    )
     decays = {"log_decay": log_decay, "token_kind": token_kind}
     with on_device_of(q):
         if sizes.length == 1:
@@ -162,10 +169,14 @@ def _backward(
     token_kind: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     sizes = heads_of(q, k, v)
+    q, k, v, initial_state, log_decay, token_kind, d_output, d_final_state = contiguous(
+        q, k, v, initial_state, log_decay, token_kind, d_output, d_final_state
+    )
     decays = {"log_decay": log_decay, "token_kind": token_kind}
     with on_device_of(q):
         states, _ = walk(sizes, k, v, initial_state, **decays)
         d_q = _attend(sizes, d_output, v, k, states, q, **decays, transposed=True)
+        del states  # before those of the other direction
         states, d_initial = walk(sizes, q, d_output, d_final_state, **decays, reverse=True)
         mirrored = {**decays, "reverse": True}
         d_v = _attend(sizes, k, q, d_output, states, v, **mirrored)
