@@ -22,6 +22,7 @@ from keras_recurrent.backends.triton._products import operand, product, sums_of_
 
 CHUNK = 64  # tokens: the rows that a tensor core multiplies at a time
 _LARGEST_HEAD = 256
+_SMALLEST_TILE = 32  # channels; what is larger may have a tail (flash-linear-attention, #1241)
 _MANY_PROGRAMS = 256  # about two for each multiprocessor of a large GPU
 _SHORTEST_SEGMENT = 8  # chunks
 _GONE = tl.constexpr(-1e4)  # the logarithm of 0; sums of it stay finite
@@ -36,8 +37,8 @@ def refusal(*tensors):
         size = tensor.shape[3]
         if size > _LARGEST_HEAD:
             return f"takes heads of up to {_LARGEST_HEAD} channels, got {size}"
-        if size > CHUNK and size % 2 and tensor.element_size() == 2:
-            return f"Triton compiles tails of odd rows of 16 bits wrongly on Hopper, got {size}"
+        if size > _SMALLEST_TILE and size % 2 and tensor.element_size() == 2:
+            return f"Triton compiles odd tails of 16 bits wrongly on Hopper, got heads of {size}"
     return None
 
 

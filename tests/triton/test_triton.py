@@ -23,6 +23,9 @@ from tests.triton.hopper import KERNELS
 ROOT = pathlib.Path(__file__).parents[2]
 OPERATIONS = [o for o, row in dispatch.KERNELS.items() if not isinstance(row["triton"], str)]
 every_operation = pytest.mark.parametrize("operation", OPERATIONS)
+linear_attention = pytest.mark.parametrize(
+    "operation", ["gated_linear_attention", "lightning_attention"]
+)
 ON_GPU = torch.cuda.is_available()
 
 
@@ -79,6 +82,29 @@ def test_a_long_kernel_is_refused():
         ops.causal_conv1d, x, x[0, :17], implementation="triton"
     )
     assert "up to 16 taps, got a kernel of 17" in str(choice)
+
+
+@linear_attention
+@pytest.mark.parametrize(
+    ("channels", "dtype", "reason"),
+    [
+        (257, "float32", "up to 256 channels, got 257"),
+        (33, "bfloat16", "odd tails of 16 bits wrongly on Hopper, got heads of 33"),
+        (33, "float32", None),
+    ],
+)
+def test_heads_that_are_refused(operation, channels, dtype, reason):
+    drawn = draw(operation, Case(1, 2, channels, dtype))
+    tensors = {n: native.tensor(t, drawn.dtypes[n]) for n, t in drawn.tensors.items()}
+    refused = dispatch.KERNELS[operation]["triton"].unsupported(**tensors)
+    assert refused is None if reason is None else reason in refused
+
+
+@linear_attention
+def test_heads_of_several_tiles(operation):
+    """Tiles of bfloat16 are larger than those of float32; decays are float32, as in HGRN2."""
+    case = Case(1, 70, 130, "bfloat16", "float32", kinds=True, state=True)
+    test_kernels.check(operation, "triton", draw(operation, case))
 
 
 @every_operation
