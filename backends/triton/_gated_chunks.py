@@ -23,7 +23,7 @@ from keras_recurrent.backends.triton._linear_attention import (
     read,
     real_tokens,
 )
-from keras_recurrent.backends.triton._math import exp, one_minus_exp
+from keras_recurrent.backends.triton._math import exp_of_decays, one_minus_exp
 from keras_recurrent.backends.triton._products import ones, operand, product, sums
 
 
@@ -101,7 +101,7 @@ def attend_kernel(
             right, begin, end = _halves(row, level)
             y = tl.where(right[:, None], query, key)
             reach = _between(row, tl.where(right, begin, row + 1), tl.where(right, row + 1, end))
-            y *= exp(sums(reach, one, logarithm, PARTS), not SHORT)
+            y *= exp_of_decays(sums(reach, one, logarithm, PARTS), not SHORT)
             y = operand(y, SHORT)
             pairs = product(y, tl.trans(y), tl.zeros((CHUNK, CHUNK), tl.float32), SHORT)
             seen = _beside(row, level) & (right != REVERSE)[:, None]
@@ -123,7 +123,7 @@ def attend_kernel(
         else:
             reach = row[:, None] >= row[None, :]
             across = query
-        across *= exp(sums(reach, one, logarithm, PARTS), not SHORT)
+        across *= exp_of_decays(sums(reach, one, logarithm, PARTS), not SHORT)
         inside = (d < K)[:, None] & (e < V)[None, :]
         state = tl.load(states + d[:, None] * V + e[None, :], inside, other=0.0)
         recalled = product(across, state, recalled, SHORT)
@@ -193,9 +193,9 @@ def gradient_kernel(
     query, key, given, logarithm = _read_chunk(
         q, k, log_f, token, row, real, starts, d, K, H, SHORT
     )
-    d_query *= exp(sums(earlier, one, logarithm, PARTS), not SHORT)
-    d_key *= exp(sums(later, one, logarithm, PARTS), not SHORT)
-    crossing *= exp(tl.sum(logarithm, 0), not SHORT)
+    d_query *= exp_of_decays(sums(earlier, one, logarithm, PARTS), not SHORT)
+    d_key *= exp_of_decays(sums(later, one, logarithm, PARTS), not SHORT)
+    crossing *= exp_of_decays(tl.sum(logarithm, 0), not SHORT)
     d_logarithm = sums(row[:, None] <= row[None, :], one, query * d_query, GAIN_PARTS)
     d_logarithm += sums(row[:, None] > row[None, :], one, key * d_key, GAIN_PARTS)
     d_logarithm += crossing[None, :]
@@ -205,7 +205,7 @@ def gradient_kernel(
         right, begin, end = _halves(row, level)
         to_right = right[:, None]
         reach = _between(row, tl.where(right, begin, row + 1), tl.where(right, row + 1, end))
-        decay = exp(sums(reach, one, logarithm, PARTS), not SHORT)
+        decay = exp_of_decays(sums(reach, one, logarithm, PARTS), not SHORT)
         mine = tl.where(to_right, query, key)
         pairs = tl.where(_beside(row, level), d_pairs, 0.0)
         d_mine = product(pairs, mine * decay, tl.zeros((CHUNK, BLOCK_K), tl.float32), SHORT)
@@ -219,7 +219,7 @@ def gradient_kernel(
     there = (chunk * CHUNK + row < T)[:, None] & (d < K)[None, :]
     tl.store(d_q + token * K + at, d_query, there)
     if k is None:
-        d_logarithm -= d_key * exp(given, not SHORT)
+        d_logarithm -= d_key * exp_of_decays(given, not SHORT)
     else:
         tl.store(d_k + token * K + at, d_key, there)
     tl.store(d_log_f + token * K + at, tl.where(real[:, None], d_logarithm, 0.0), there)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from keras_recurrent.backends.triton import _common
-from keras_recurrent.backends.triton._math import exp, one_minus_exp
+from keras_recurrent.backends.triton._math import exp_of_decays, one_minus_exp
 from keras_recurrent.backends.triton._products import operand, product, sums_of_columns
 
 CHUNK = 64  # tokens: the rows that a tensor core multiplies at a time
@@ -149,7 +149,7 @@ def place(T, H, chunks, tiles, CHUNK: tl.constexpr):
 @triton.jit
 def power(ticks, log_decay, FINE: tl.constexpr):
     """decay to the power of ticks; not 0 * log_decay, which is not a number if the decay is 0."""
-    return exp(tl.where(ticks == 0, 0.0, ticks * log_decay), FINE)
+    return exp_of_decays(tl.where(ticks == 0, 0.0, ticks * log_decay), FINE)
 
 
 @triton.jit
@@ -208,9 +208,8 @@ def _walk_kernel(
         rate = tl.load(log_decay + head % H).to(tl.float32)
     if states is not None:
         if first is not None:
-            state = tl.load(first + head.to(tl.int64) * K * V + at, inside, other=0.0).to(
-                tl.float32
-            )
+            of = head.to(tl.int64) * K * V
+            state = tl.load(first + of + at, inside, other=0.0).to(tl.float32)
         if totals is not None:
             for s in range(segment):
                 of = (s * heads + head).to(tl.int64) * K
@@ -236,8 +235,8 @@ def _walk_kernel(
                 reach = row[:, None] <= row[None, :]
             else:
                 reach = row[:, None] > row[None, :]
-            key *= exp(sums_of_columns(logarithm, reach, PARTS), not SHORT)
-            over = exp(tl.sum(logarithm, 1), not SHORT)
+            key *= exp_of_decays(sums_of_columns(logarithm, reach, PARTS), not SHORT)
+            over = exp_of_decays(tl.sum(logarithm, 1), not SHORT)
         else:
             key = read_columns(k + token * K, row, real, d, K, H)
             count, document, whole, latest = counts(real, starts)

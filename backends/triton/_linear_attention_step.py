@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from keras_recurrent.backends.triton._linear_attention import block
-from keras_recurrent.backends.triton._math import exp, one_minus_exp
+from keras_recurrent.backends.triton._math import exp_of_decays, one_minus_exp
 
 
 @triton.jit
@@ -45,10 +45,10 @@ def _step_kernel(
 
     if log_f is not None:
         logarithm = _read(log_f, head * K + d, key)
-        f = exp(logarithm, True)
+        f = exp_of_decays(logarithm, True)
     else:
         logarithm = tl.load(log_decay + head % H).to(tl.float32)
-        f = exp(tl.where(d >= 0, logarithm, 0.0), True)
+        f = exp_of_decays(tl.where(d >= 0, logarithm, 0.0), True)
     if k is None:
         key_of = tl.where(key, one_minus_exp(logarithm, True), 0.0)
     else:

@@ -83,6 +83,15 @@ def one_minus_exp(z, FINE: tl.constexpr):
 
 
 @triton.jit
+def exp_of_decays(z, FINE: tl.constexpr):
+    """exp(z) for z <= 0. FINE: near 0 by the series, as in `decay`, where a bias would add up."""
+    e = exp(z, FINE)
+    if FINE:
+        e = tl.where(z > -0.35, 1.0 - _small_difference(z), e)
+    return e
+
+
+@triton.jit
 def decay(log_a, FINE: tl.constexpr):
     """a = exp(log_a) and 1 - a² = (1 - a)(1 + a).
 

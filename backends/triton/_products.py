@@ -2,8 +2,8 @@
 
 SHORT, for bfloat16 tensors: operands in bfloat16, what was computed from them rounded to it, sums
 in float32. Other operands are float32 and meet as "tf32x3", three TF32 products of their leading
-and trailing parts, which keep the digits of float32; "ieee" would keep them off the tensor cores,
-and takes the compiler a minute. float16 goes there, too: a state may lie beyond its range.
+and trailing parts, which keep the digits of float32 on tensor cores, as "ieee" would off them.
+float16 goes there, too: a state may lie beyond its range.
 
 Triton's compiler got dot(x.T, y) wrong on Hopper where x had been computed by another dot (Triton
 issue 6124, flash-linear-attention issues 640 and 984). Here a first operand is never the transpose

@@ -75,16 +75,6 @@ def _attend_kernel(
     row = tl.arange(0, CHUNK)
     e = tile * BLOCK_V + tl.arange(0, BLOCK_V)
     real, starts = real_tokens(chunk, token_kind, b, T, CHUNK)
-    rate = tl.load(log_decay + head % H).to(tl.float32)
-    count, document, whole, latest = counts(real, starts)
-    if REVERSE:
-        reaches = (row[:, None] <= row[None, :]) & (document[:, None] == document[None, :])
-        across = tl.where(document == latest, power(whole - count, rate, not SHORT), 0.0)
-    else:
-        reaches = (row[:, None] >= row[None, :]) & (document[:, None] == document[None, :])
-        across = tl.where(document == 0, power(count, rate, not SHORT), 0.0)
-    between = power(tl.abs(count[:, None] - count[None, :]), rate, not SHORT)
-
     states += (head * chunks + chunk).to(tl.int64) * K * V
     weights = tl.zeros((CHUNK, CHUNK), tl.float32)
     recalled = tl.zeros((CHUNK, BLOCK_V), tl.float32)
@@ -96,6 +86,16 @@ def _attend_kernel(
         state = tl.load(states + d[:, None] * state_k + e[None, :] * state_v, inside, other=0.0)
         weights = product(query, tl.trans(key), weights, SHORT)
         recalled = product(query, state, recalled, SHORT)
+
+    rate = tl.load(log_decay + head % H).to(tl.float32)
+    count, document, whole, latest = counts(real, starts)
+    if REVERSE:
+        reaches = (row[:, None] <= row[None, :]) & (document[:, None] == document[None, :])
+        across = tl.where(document == latest, power(whole - count, rate, not SHORT), 0.0)
+    else:
+        reaches = (row[:, None] >= row[None, :]) & (document[:, None] == document[None, :])
+        across = tl.where(document == 0, power(count, rate, not SHORT), 0.0)
+    between = power(tl.abs(count[:, None] - count[None, :]), rate, not SHORT)
     weights = tl.where(reaches, weights * between, 0.0)
     value = read(v + token * V, row, real, e, V, H)
     recalled = product(weights, value, recalled * across[:, None], SHORT)
