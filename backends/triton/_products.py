@@ -55,7 +55,9 @@ def sums(which, one, x, PARTS: tl.constexpr):
 
     x is the sum of PARTS numbers of bfloat16, 8 bits each: 1 if it is bfloat16, 3 for all its bits.
     """
-    which = operand(tl.where(which, one[:, None], 0.0), True)
+    which = tl.where(which, one[:, None], 0.0)
+    if not _PLAIN:
+        which = which.to(tl.bfloat16)
     part = operand(x, True)
     total = tl.dot(which, part)
     for _ in tl.static_range(PARTS - 1):
@@ -68,7 +70,9 @@ def sums(which, one, x, PARTS: tl.constexpr):
 @triton.jit
 def sums_of_columns(x, which, PARTS: tl.constexpr):
     """x which: for each column of `which`, the sum of those columns of x that it names."""
-    which = operand(tl.where(which, 1.0, 0.0), True)
+    which = tl.where(which, 1.0, 0.0)
+    if not _PLAIN:
+        which = which.to(tl.bfloat16)
     part = operand(x, True)
     total = tl.dot(part, which)
     for _ in tl.static_range(PARTS - 1):
