@@ -8,6 +8,7 @@ in which the same GPU, in the same run, copies what must be read and written onc
 import datetime
 import importlib.metadata
 import importlib.util
+import math
 import os
 import statistics
 import time
@@ -22,6 +23,7 @@ from keras_recurrent import dispatch
 
 HAS_FLA = importlib.util.find_spec("fla") is not None
 SCANS = [(8, 2048, 2560), (4, 8192, 2560), (1, 65536, 2560)]
+HEADS = [(8, 2048, 16, 128), (4, 8192, 16, 128), (1, 65536, 16, 128)]
 
 
 def normal(*shape, dtype=torch.bfloat16):
@@ -55,32 +57,64 @@ def fla_conv(x, kernel, bias):
     return causal_conv1d(x, weight=kernel.T.contiguous(), bias=bias)[0]
 
 
+def fla_gated(q, k, v, log_f):
+    from fla.ops.gla import chunk_gla
+
+    return chunk_gla(q, k, v, log_f, scale=1.0)[0]
+
+
+def fla_tied(q, v, log_f):
+    """The keys in device memory, as the peer's HGRN2 layer makes them."""
+    return fla_gated(q, 1 - log_f.exp(), v, log_f)
+
+
+def fla_lightning(q, k, v, log_decay):
+    """Its decays are those of a first layer."""
+    from fla.ops.lightning_attn import chunk_lightning_attn
+
+    return chunk_lightning_attn(q, k, v, layer_idx=0, num_layers=16, scale=1.0)[0]
+
+
+def between_heads(b, t, h, k):
+    return [normal(b, t, h, k) for _ in range(3)]
+
+
+def two_bytes(forward, backward):
+    """Of a shape: what so many bfloat16 tensors take."""
+    return lambda *shape: tuple(2 * n * math.prod(shape) for n in (forward, backward))
+
+
 class Work(NamedTuple):
     """What is measured of an operation."""
 
+    operation: str
     shapes: list
     tensors: Callable  # of a shape: the arguments
     peer: Callable  # of the arguments: the output, by flash-linear-attention
     bytes: Callable  # of a shape: what the forward and the backward must move
+    tied: bool = False  # whether the second argument is None
 
 
 WORK = {
     "linear_scan": Work(
+        "linear_scan",
         SCANS,
         lambda b, t, d: [normal(b, t, d), decays(b, t, d)],
         fla_scan,
-        lambda b, t, d: (3 * 2 * b * t * d, 5 * 2 * b * t * d),
+        two_bytes(3, 5),
     ),
     "rg_lru": Work(
+        "rg_lru",
         SCANS,
         lambda b, t, d: [
             *(normal(b, t, d) for _ in range(3)),
             torch.linspace(2, 9, d, device="cuda"),
         ],
         fla_rg_lru,
-        lambda b, t, d: (4 * 2 * b * t * d, 8 * 2 * b * t * d),
+        two_bytes(4, 8),
     ),
     "causal_conv1d": Work(
+        "causal_conv1d",
         SCANS[:1],
         lambda b, t, d: [
             normal(b, t, d),
@@ -88,7 +122,29 @@ WORK = {
             normal(d, dtype=torch.float32),
         ],
         fla_conv,
-        lambda b, t, d: (2 * 2 * b * t * d, 3 * 2 * b * t * d),
+        two_bytes(2, 3),
+    ),
+    "gated_linear_attention": Work(
+        "gated_linear_attention",
+        HEADS,
+        lambda *shape: [*between_heads(*shape), decays(*shape)],
+        fla_gated,
+        two_bytes(5, 9),
+    ),
+    "gated_linear_attention, k=None": Work(
+        "gated_linear_attention",
+        HEADS,
+        lambda *shape: [*between_heads(*shape)[:2], decays(*shape)],
+        fla_tied,
+        two_bytes(4, 7),
+        tied=True,
+    ),
+    "lightning_attention": Work(
+        "lightning_attention",
+        HEADS,
+        lambda b, t, h, k: [*between_heads(b, t, h, k), -8 / h * torch.arange(h, device="cuda")],
+        fla_lightning,
+        two_bytes(4, 7),
     ),
 }
 
@@ -156,7 +212,8 @@ def measure(function, tensors):
     d_output = torch.randn_like(forward())
 
     def both():
-        return torch.autograd.grad(function(*leaves), leaves, d_output)
+        # A peer's decays may be its own.
+        return torch.autograd.grad(function(*leaves), leaves, d_output, allow_unused=True)
 
     start = time.perf_counter()
     both()
@@ -171,11 +228,15 @@ def measure(function, tensors):
     }
 
 
-def rows(operation, work, rate):
-    kernels = {
-        name: getattr(dispatch.KERNELS[operation][name], operation) for name in ("triton", "torch")
-    }
-    functions = {name: lambda *a, k=k: k(*a)[0] for name, k in kernels.items()}
+def output_of(operation, implementation, tied):
+    kernel = getattr(dispatch.KERNELS[operation][implementation], operation)
+    if tied:
+        return lambda q, *tensors: kernel(q, None, *tensors)[0]
+    return lambda *tensors: kernel(*tensors)[0]
+
+
+def rows(label, work, rate):
+    functions = {n: output_of(work.operation, n, work.tied) for n in ("triton", "torch")}
     if HAS_FLA:
         functions["FLA"] = work.peer
     for shape in work.shapes:
@@ -185,7 +246,7 @@ def rows(operation, work, rate):
         found = {name: measure(function, tensors) for name, function in functions.items()}
         for name, figures in found.items():
             yield [
-                operation,
+                label,
                 "×".join(map(str, shape)),
                 name,
                 *cells(figures["forward"], floors[0], found["triton"]["forward"]),
@@ -202,7 +263,7 @@ def cells(milliseconds, floor, ours):
 
 HEADER = [
     "operation",
-    "B×T×D",
+    "B×T×D, or B×T×H×K",
     "by",
     "forward ms",
     "× floor",
@@ -230,8 +291,8 @@ def main():
     print(f"{', '.join(versions)}.\nA copy in device memory moves {rate / 1e12:.2f} TB/s.\n")
     print(line(HEADER))
     print(line(["---"] * 3 + ["---:"] * (len(HEADER) - 3)), flush=True)
-    for operation, work in WORK.items():
-        for row in rows(operation, work, rate):
+    for name, work in WORK.items():
+        for row in rows(name, work, rate):
             print(line(row), flush=True)
 
 

@@ -64,6 +64,34 @@ def softplus(z):
 
 
 @triton.jit
+def _small_difference(z):
+    """1 - exp(z) by its series, for z from -0.35 to 0."""
+    z = tl.maximum(z, -0.35)
+    series = z * (1.0 / 5040) + 1.0 / 720
+    series = series * z + 1.0 / 120
+    series = series * z + 1.0 / 24
+    series = series * z + 1.0 / 6
+    series = series * z + 0.5
+    series = series * z + 1.0
+    return -z * series
+
+
+@triton.jit
+def one_minus_exp(z, FINE: tl.constexpr):
+    """1 - exp(z) for z <= 0, without loss where exp(z) is near 1."""
+    return tl.where(z > -0.35, _small_difference(z), 1.0 - exp(z, FINE))
+
+
+@triton.jit
+def exp_of_decays(z, FINE: tl.constexpr):
+    """exp(z) for z <= 0. FINE: near 0 by the series, as in `decay`, where a bias would add up."""
+    e = exp(z, FINE)
+    if FINE:
+        e = tl.where(z > -0.35, 1.0 - _small_difference(z), e)
+    return e
+
+
+@triton.jit
 def decay(log_a, FINE: tl.constexpr):
     """a = exp(log_a) and 1 - a² = (1 - a)(1 + a).
 
@@ -71,14 +99,7 @@ def decay(log_a, FINE: tl.constexpr):
     a small bias of the instruction would add up over as many tokens as such a decay lets through.
     """
     near_1 = log_a > -0.35
-    z = tl.maximum(log_a, -0.35)
-    series = z * (1.0 / 5040) + 1.0 / 720
-    series = series * z + 1.0 / 120
-    series = series * z + 1.0 / 24
-    series = series * z + 1.0 / 6
-    series = series * z + 0.5
-    series = series * z + 1.0
-    difference = -z * series
+    difference = _small_difference(log_a)
     a = exp(log_a, FINE)
     if FINE:
         a = tl.where(near_1, 1.0 - difference, a)

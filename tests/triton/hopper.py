@@ -4,52 +4,132 @@ A process of its own: with the interpreter chosen, Triton compiles nothing.
 """
 
 import json
+import re
+import subprocess
+import tempfile
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from keras_recurrent.backends.triton import causal_conv1d, linear_scan, rg_lru
+from keras_recurrent.backends.triton import (
+    _gated_chunks,
+    _linear_attention,
+    _linear_attention_step,
+    causal_conv1d,
+    gated_linear_attention,
+    lightning_attention,
+    linear_scan,
+    rg_lru,
+)
 from keras_recurrent.backends.triton._common import MAX_REGISTERS
 
 HOPPER = GPUTarget("cuda", 90, 32)
-SIZES = ("B", "T", "D", "tiles")
-STATES = ("first", "last", "d_first", "d_last", "d_logit", "d_parameters", "a_logit")
+SIZES = ("B", "T", "D", "H", "K", "V", "tiles", "chunks", "each", "state_k", "state_v")
+MULTIPLES_OF_16 = ("T", "D", "K", "V", "state_k", "state_v")
+FLOATS = ("first", "last", "d_first", "d_last", "d_logit", "d_parameters", "a_logit")
+FLOATS += ("totals", "decays", "log_decay", "log_f")
 INTEGERS = ("carry", "token", "document", "count", "documents")
+
 TILE = {"BLOCK_D": 64, "GROUPS": 16, "ROWS": 4}
+SCAN = {"num_warps": 4, "maxnreg": MAX_REGISTERS}
+# Heads of 128 channels, as in hgrn2_1b and tnl_1b: bfloat16, and log f in float32.
+CHUNKS = {"BLOCK_K": 64, "BLOCK_V": 128, "CHUNK": _linear_attention.CHUNK, "SHORT": True}
+WALK = {**CHUNKS, "token_kind": None, "totals": None, "decays": None}
+LEVELS = {"LEVELS": gated_linear_attention.LEVELS, "PARTS": 2}
+TIED = {**CHUNKS, **LEVELS, "k": None}
+GRADIENT = {**CHUNKS, **LEVELS, "BLOCK_K": 32, "BLOCK_V": 32, "GAIN_PARTS": 1}
+EXACT = {"BLOCK_K": 32, "BLOCK_V": 64, "SHORT": False}
+EXACT_GRADIENT = {**EXACT, "BLOCK_K": 16, "BLOCK_V": 32, "PARTS": 3, "GAIN_PARTS": 3}
+TWO_STAGES, ONE_STAGE = ({"num_warps": 4, "num_stages": n} for n in (2, 1))
+STEP = {"BLOCK_K": 128, "BLOCK_V": 32}
+
+walk = _linear_attention._walk_kernel
+gated = _gated_chunks.attend_kernel
+gradient = _gated_chunks.gradient_kernel
+lightning = lightning_attention._attend_kernel
+step = _linear_attention_step._step_kernel
 KERNELS = {
-    "linear_scan forward": (linear_scan._forward_kernel, TILE),
-    "linear_scan backward": (linear_scan._backward_kernel, TILE),
-    "rg_lru forward": (rg_lru._forward_kernel, TILE),
-    "rg_lru backward": (rg_lru._backward_kernel, TILE),
-    "causal_conv1d places": (causal_conv1d._places_kernel, {"BLOCK": 1024}),
-    "causal_conv1d forward": (causal_conv1d._forward_kernel, {**TILE, "W": 4}),
-    "causal_conv1d backward": (causal_conv1d._backward_kernel, {**TILE, "W": 4, "STEPS": 8}),
+    "linear_scan forward": (linear_scan._forward_kernel, TILE, SCAN),
+    "linear_scan backward": (linear_scan._backward_kernel, TILE, SCAN),
+    "rg_lru forward": (rg_lru._forward_kernel, TILE, SCAN),
+    "rg_lru backward": (rg_lru._backward_kernel, TILE, SCAN),
+    "causal_conv1d places": (causal_conv1d._places_kernel, {"BLOCK": 1024}, SCAN),
+    "causal_conv1d forward": (causal_conv1d._forward_kernel, {**TILE, "W": 4}, SCAN),
+    "causal_conv1d backward": (
+        causal_conv1d._backward_kernel,
+        {**TILE, "W": 4, "STEPS": 8},
+        SCAN,
+    ),
+    "gated walk": (walk, {**WALK, "log_decay": None, "k": None, "PARTS": 2, "REVERSE": False}, {}),
+    "gated walk back": (walk, {**WALK, "log_decay": None, "PARTS": 2, "REVERSE": True}, {}),
+    "gated segments": (
+        walk,
+        {**CHUNKS, "log_decay": None, "states": None, "PARTS": 2, "REVERSE": False},
+        {},
+    ),
+    "gated output": (gated, {**TIED, "token_kind": None, "REVERSE": False}, TWO_STAGES),
+    "gated d_v": (gated, {**TIED, "REVERSE": True}, TWO_STAGES),
+    "gated gradients": (gradient, {**GRADIENT, "k": None}, ONE_STAGE),
+    "gated gradients, float32": (gradient, {**GRADIENT, **EXACT_GRADIENT}, ONE_STAGE),
+    "gated step": (step, {**STEP, "k": None, "log_decay": None}, {}),
+    "lightning walk": (walk, {**WALK, "log_f": None, "PARTS": 1, "REVERSE": False}, {}),
+    "lightning walk back": (walk, {**WALK, "log_f": None, "PARTS": 1, "REVERSE": True}, {}),
+    "lightning output": (
+        lightning,
+        {**CHUNKS, "token_kind": None, "state_v": 1, "REVERSE": False},
+        TWO_STAGES,
+    ),
+    "lightning d_k": (lightning, {**CHUNKS, "state_k": 1, "REVERSE": True}, TWO_STAGES),
+    "lightning output, float32": (
+        lightning,
+        {**CHUNKS, **EXACT, "state_v": 1, "REVERSE": False},
+        ONE_STAGE,
+    ),
+    "lightning step": (step, {**STEP, "log_f": None}, {}),
 }
 
 
-def dtype(argument):
+def dtype(argument, name):
     if argument in SIZES:
         return "i32"
-    if argument in STATES:
+    if argument in FLOATS or name.endswith("float32"):
         return "*fp32"
     if argument in INTEGERS:
         return "*i32"
     return "*i8" if argument == "token_kind" else "*bf16"
 
 
-def compile_for_hopper(kernel, constants):
-    signature = {a: "constexpr" if a in constants else dtype(a) for a in kernel.arg_names}
+def compile_for_hopper(name, kernel, constants, options):
+    constants = {n: c for n, c in constants.items() if n in kernel.arg_names}
+    signature = {a: "constexpr" if a in constants else dtype(a, name) for a in kernel.arg_names}
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, argument in enumerate(kernel.arg_names)
-        if signature[argument].startswith("*") or argument in ("T", "D")
+        if signature[argument].startswith("*")
+        or (argument in MULTIPLES_OF_16 and argument not in constants)
     }
     source = ASTSource(kernel, signature, constants, aligned)
-    options = {"num_warps": 4, "maxnreg": MAX_REGISTERS}
     return triton.compile(source, target=HOPPER, options=options)
 
 
+def resources(compiled):
+    """What a program takes: registers a thread, bytes of them that do not fit, shared memory."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", report).groups()
+    return {
+        "registers": int(registers),
+        "spilled": int(stack),
+        "shared": compiled.metadata.shared,
+        "transposed": compiled.asm["ttgir"].count("tt.trans "),
+        "tensor cores": compiled.asm["ptx"].count("wgmma.mma_async"),
+    }
+
+
 if __name__ == "__main__":
-    compiled = {name: compile_for_hopper(*kernel) for name, kernel in KERNELS.items()}
-    print(json.dumps({name: len(k.asm["cubin"]) for name, k in compiled.items()}))
+    compiled = {name: compile_for_hopper(name, *kernel) for name, kernel in KERNELS.items()}
+    print(json.dumps({name: resources(kernel) for name, kernel in compiled.items()}))

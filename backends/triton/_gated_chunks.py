@@ -1,0 +1,225 @@
+"""Chunks of gated linear attention.
+
+Inside a chunk, token u meets an earlier s with the weight sum_k q_u f_{s+1} ... f_u k_s; for a
+matrix product the decays must be shared out between q_u and k_s. As in `backends/torch`, the chunk
+is halved again and again: where u lies in a right half and s in the left half beside it, q_u takes
+the decays from the boundary to u, and k_s those from s to the boundary. The logarithm of either is
+a sum along the tokens of one half, so at each level
+
+    X = W log f,  Y = exp(X) * (q in right halves, k in left ones),  Y Y^T
+
+where W is made of 0 and 1, and of the last product the pairs of that level are kept. These are
+products of decays only, never quotients, so any decay is safe. Backwards, the pairs' gradients Z
+give R = exp(X) * (Z Y), to q in right halves and to k in left ones, and W^T (R * (q or k)) to
+log f: sums of what pairs gain, without a subtraction, as exact as the gradients of q and k.
+"""
+
+import triton
+import triton.language as tl
+
+from keras_recurrent.backends.triton._linear_attention import (
+    applied,
+    place,
+    read,
+    real_tokens,
+)
+from keras_recurrent.backends.triton._math import exp_of_decays, one_minus_exp
+from keras_recurrent.backends.triton._products import ones, operand, product, sums
+
+
+@triton.jit
+def _between(row, low, high):
+    """[CHUNK, CHUNK]: whether a column is from `low` of its row on, and below `high`."""
+    return (row[None, :] >= low[:, None]) & (row[None, :] < high[:, None])
+
+
+@triton.jit
+def _halves(row, level):
+    """Of each token: whether it is in a right half of 2^level, the half's begin and its end."""
+    begin = row >> level << level
+    return (row >> level) % 2 == 1, begin, begin + (1 << level)
+
+
+@triton.jit
+def _beside(row, level):
+    """The pairs of tokens in two halves beside each other."""
+    begin = ((row >> level) ^ 1) << level
+    return _between(row, begin, begin + (1 << level))
+
+
+@triton.jit
+def _read_chunk(
+    q, k, log_f, token, row, real, starts, d, K, H, SHORT: tl.constexpr
+):  # fmt: skip
+    """q, k, log f as given, and the logarithms of the decays applied: [CHUNK, BLOCK_K]."""
+    query = read(q + token * K, row, real, d, K, H)
+    logarithm = read(log_f + token * K, row, real, d, K, H)
+    if k is None:
+        key = one_minus_exp(logarithm, not SHORT)
+    else:
+        key = read(k + token * K, row, real, d, K, H)
+    return query, key, logarithm, applied(logarithm, starts[:, None])
+
+
+@triton.jit(do_not_specialize=["T", "chunks"])
+def attend_kernel(
+    q,
+    k,
+    v,
+    log_f,
+    token_kind,
+    states,
+    output,
+    T,
+    H,
+    K,
+    V,
+    chunks,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LEVELS: tl.constexpr,
+    SHORT: tl.constexpr,
+    PARTS: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
+    """The output, or, if REVERSE, the gradient of the values, from that of the output as v."""
+    tile, chunk, head, b, token = place(T, H, chunks, tl.cdiv(V, BLOCK_V), CHUNK)
+    row = tl.arange(0, CHUNK)
+    e = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+    real, starts = real_tokens(chunk, token_kind, b, T, CHUNK)
+    weights = tl.zeros((CHUNK, CHUNK), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        d = start + tl.arange(0, BLOCK_K)
+        query, key, _, logarithm = _read_chunk(
+            q, k, log_f, token, row, real, starts, d, K, H, SHORT
+        )
+        one = ones(weights)
+        own = row[:, None] == row[None, :]
+        weights += tl.where(own, tl.sum(query * key, 1)[:, None], 0.0)
+        for level in range(LEVELS):
+            right, begin, end = _halves(row, level)
+            y = tl.where(right[:, None], query, key)
+            reach = _between(row, tl.where(right, begin, row + 1), tl.where(right, row + 1, end))
+            y *= exp_of_decays(sums(reach, one, logarithm, PARTS), not SHORT)
+            y = operand(y, SHORT)
+            pairs = product(y, tl.trans(y), tl.zeros((CHUNK, CHUNK), tl.float32), SHORT)
+            seen = _beside(row, level) & (right != REVERSE)[:, None]
+            weights += tl.where(seen, pairs, 0.0)
+
+    value = read(v + token * V, row, real, e, V, H)
+    recalled = tl.zeros((CHUNK, BLOCK_V), tl.float32)
+    recalled = product(weights, value, recalled, SHORT)
+    one = ones(weights)
+    states += (head * chunks + chunk).to(tl.int64) * K * V
+    for start in range(0, K, BLOCK_K):
+        d = start + tl.arange(0, BLOCK_K)
+        query, key, _, logarithm = _read_chunk(
+            q, k, log_f, token, row, real, starts, d, K, H, SHORT
+        )
+        if REVERSE:
+            reach = row[:, None] < row[None, :]
+            across = key
+        else:
+            reach = row[:, None] >= row[None, :]
+            across = query
+        across *= exp_of_decays(sums(reach, one, logarithm, PARTS), not SHORT)
+        inside = (d < K)[:, None] & (e < V)[None, :]
+        state = tl.load(states + d[:, None] * V + e[None, :], inside, other=0.0)
+        recalled = product(across, state, recalled, SHORT)
+    there = (chunk * CHUNK + row < T)[:, None] & (e < V)[None, :]
+    tl.store(output + token * V + row[:, None] * (H * V) + e[None, :], recalled, there)
+
+
+@triton.jit(do_not_specialize=["T", "chunks"])
+def gradient_kernel(
+    q,
+    k,
+    v,
+    log_f,
+    token_kind,
+    d_output,
+    states,
+    d_states,
+    d_q,
+    d_k,
+    d_log_f,
+    T,
+    H,
+    K,
+    V,
+    chunks,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LEVELS: tl.constexpr,
+    SHORT: tl.constexpr,
+    PARTS: tl.constexpr,
+    GAIN_PARTS: tl.constexpr,
+):
+    """The gradients of q, k and log f for some channels of the keys."""
+    tile, chunk, head, b, token = place(T, H, chunks, tl.cdiv(K, BLOCK_K), CHUNK)
+    row = tl.arange(0, CHUNK)
+    d = tile * BLOCK_K + tl.arange(0, BLOCK_K)
+    real, starts = real_tokens(chunk, token_kind, b, T, CHUNK)
+    earlier, later = row[:, None] >= row[None, :], row[:, None] < row[None, :]
+    states += (head * chunks + chunk).to(tl.int64) * K * V
+    d_states += (head * chunks + chunk).to(tl.int64) * K * V
+
+    # Of the pair of tokens (u, s), in both triangles of a square.
+    of_later = tl.zeros((CHUNK, CHUNK), tl.float32)
+    of_earlier = tl.zeros((CHUNK, CHUNK), tl.float32)
+    d_query = tl.zeros((CHUNK, BLOCK_K), tl.float32)
+    d_key = tl.zeros((CHUNK, BLOCK_K), tl.float32)
+    crossing = tl.zeros((BLOCK_K,), tl.float32)
+    for start in range(0, V, BLOCK_V):
+        e = start + tl.arange(0, BLOCK_V)
+        value = operand(read(v + token * V, row, real, e, V, H), SHORT)
+        gradient = operand(read(d_output + token * V, row, real, e, V, H), SHORT)
+        inside = (d < K)[:, None] & (e < V)[None, :]
+        at = d[:, None] * V + e[None, :]
+        state = tl.load(states + at, inside, other=0.0)
+        d_state = tl.load(d_states + at, inside, other=0.0)
+        of_later = product(gradient, tl.trans(value), of_later, SHORT)
+        of_earlier = product(value, tl.trans(gradient), of_earlier, SHORT)
+        d_query = product(gradient, tl.trans(state), d_query, SHORT)
+        d_key = product(value, tl.trans(d_state), d_key, SHORT)
+        crossing += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1)
+    d_pairs = tl.where(earlier, of_later, of_earlier)
+    d_own = tl.sum(tl.where(row[:, None] == row[None, :], d_pairs, 0.0), 1)[:, None]
+    one = ones(d_pairs)
+    d_pairs = operand(d_pairs, SHORT)
+
+    query, key, given, logarithm = _read_chunk(
+        q, k, log_f, token, row, real, starts, d, K, H, SHORT
+    )
+    d_query *= exp_of_decays(sums(earlier, one, logarithm, PARTS), not SHORT)
+    d_key *= exp_of_decays(sums(later, one, logarithm, PARTS), not SHORT)
+    crossing *= exp_of_decays(tl.sum(logarithm, 0), not SHORT)
+    d_logarithm = sums(row[:, None] <= row[None, :], one, query * d_query, GAIN_PARTS)
+    d_logarithm += sums(row[:, None] > row[None, :], one, key * d_key, GAIN_PARTS)
+    d_logarithm += crossing[None, :]
+    d_query += d_own * key
+    d_key += d_own * query
+    for level in range(LEVELS):
+        right, begin, end = _halves(row, level)
+        to_right = right[:, None]
+        reach = _between(row, tl.where(right, begin, row + 1), tl.where(right, row + 1, end))
+        decay = exp_of_decays(sums(reach, one, logarithm, PARTS), not SHORT)
+        mine = tl.where(to_right, query, key)
+        pairs = tl.where(_beside(row, level), d_pairs, 0.0)
+        d_mine = product(pairs, mine * decay, tl.zeros((CHUNK, BLOCK_K), tl.float32), SHORT)
+        d_mine *= decay
+        d_query += tl.where(to_right, d_mine, 0.0)
+        d_key += tl.where(to_right, 0.0, d_mine)
+        reached = _between(row, tl.where(right, row, begin), tl.where(right, end, row))
+        d_logarithm += sums(reached, one, mine * d_mine, GAIN_PARTS)
+
+    at = row[:, None] * (H * K) + d[None, :]
+    there = (chunk * CHUNK + row < T)[:, None] & (d < K)[None, :]
+    tl.store(d_q + token * K + at, d_query, there)
+    if k is None:
+        d_logarithm -= d_key * exp_of_decays(given, not SHORT)
+    else:
+        tl.store(d_k + token * K + at, d_key, there)
+    tl.store(d_log_f + token * K + at, tl.where(real[:, None], d_logarithm, 0.0), there)

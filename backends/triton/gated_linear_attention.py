@@ -1,0 +1,168 @@
+"""S_t = diag(exp(log_f_t)) S_{t-1} + k_t v_t^T,  o_t = S_t^T q_t,  in every head.
+
+Qin et al. 2024, arXiv:2404.07904, section 3 (HGRN2, where k_t = 1 - exp(log_f_t)); Yang et al.
+2023, arXiv:2312.06635, section 4 (gated linear attention).
+
+The states between chunks go to device memory, then all chunks are worked on at once; the backward
+makes the states again, and the gradients of states from the last chunk on. Keys that are made of
+decays are made in registers, and not even their gradients are stored.
+"""
+
+import torch
+import triton
+from torch import Tensor
+
+from keras_recurrent.backends.torch._common import register_gradient
+from keras_recurrent.backends.triton._common import on_device_of
+from keras_recurrent.backends.triton._gated_chunks import attend_kernel, gradient_kernel
+from keras_recurrent.backends.triton._linear_attention import (
+    CHUNK,
+    block,
+    contiguous,
+    heads_of,
+    launch_options,
+    refusal,
+    walk,
+)
+from keras_recurrent.backends.triton._linear_attention_step import step
+
+LEVELS = CHUNK.bit_length() - 1  # halves of 1, 2, 4 ... tokens
+
+
+def unsupported(q, k, v, log_f, initial_state=None, token_kind=None) -> str | None:
+    """Why this kernel refuses these arguments; None if it accepts them."""
+    return refusal(q, k, v, log_f, initial_state, token_kind)
+
+
+def gated_linear_attention(q, k, v, log_f, initial_state=None, token_kind=None):
+    """q, k, log_f: [B, T, H, K]; v: [B, T, H, V]; log_f <= 0; k None: 1 - exp(log_f).
+
+    Returns ([B, T, H, V] in v's dtype, [B, H, K, V] in float32).
+    """
+    return _forward(q, k, v, log_f, initial_state, token_kind)
+
+
+def _parts(sizes, log_f):
+    """Numbers of bfloat16 that stand for a logarithm of a decay, beside tensors of `sizes`."""
+    if not sizes.short:
+        return 3
+    return 1 if log_f.dtype == torch.bfloat16 else 2
+
+
+def _attend(sizes, q, k, v, states, output, *, log_f, token_kind, parts, reverse=False):
+    options = launch_options(sizes, sizes.keys, sizes.values)
+    attend_kernel[(sizes.programs * triton.cdiv(sizes.values, options["BLOCK_V"]),)](
+        q,
+        k,
+        v,
+        log_f,
+        token_kind,
+        states,
+        output,
+        *sizes.numbers,
+        sizes.chunks,
+        LEVELS=LEVELS,
+        PARTS=parts,
+        REVERSE=reverse,
+        **options,
+    )
+    return output
+
+
+def _differentiate(
+    sizes, q, k, v, d_output, states, d_states, found, *, log_f, token_kind, parts
+):  # fmt: skip
+    """Writes what is found: the gradients of q, k and log_f."""
+    # Three accumulators and what they are made of: half the tile of `_attend` takes the registers.
+    block_k = block(sizes.keys, 32 if sizes.short else 16)
+    gradient_kernel[(sizes.programs * triton.cdiv(sizes.keys, block_k),)](
+        q,
+        k,
+        v,
+        log_f,
+        token_kind,
+        d_output,
+        states,
+        d_states,
+        *found,
+        *sizes.numbers,
+        sizes.chunks,
+        BLOCK_K=block_k,
+        BLOCK_V=block(sizes.values, 32),
+        CHUNK=CHUNK,
+        LEVELS=LEVELS,
+        SHORT=sizes.short,
+        PARTS=parts,
+        GAIN_PARTS=1 if sizes.short else 3,
+        num_warps=4,
+        num_stages=1,
+    )
+
+
+@torch.library.custom_op("keras_recurrent::triton_gated_linear_attention", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor,
+    log_f: Tensor,
+    initial_state: Tensor | None,
+    token_kind: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    sizes = heads_of(q, k, v)
+    q, k, v, log_f, initial_state, token_kind = contiguous(
+        q, k, v, log_f, initial_state, token_kind
+    )
+    decays = {"log_f": log_f, "token_kind": token_kind}
+    with on_device_of(q):
+        if sizes.length == 1:
+            return step(sizes, q, k, v, initial_state, **decays)
+        decays["parts"] = _parts(sizes, log_f)
+        states, last = walk(sizes, k, v, initial_state, **decays)
+        return _attend(sizes, q, k, v, states, v.new_empty(v.shape), **decays), last
+
+
+@_forward.register_fake
+def _(q, k, v, log_f, initial_state, token_kind):
+    state = q.shape[0], q.shape[2], q.shape[3], v.shape[3]
+    return v.new_empty(v.shape), v.new_empty(state, dtype=torch.float32)
+
+
+@torch.library.custom_op("keras_recurrent::triton_gated_linear_attention_backward", mutates_args=())
+def _backward(
+    d_output: Tensor,
+    d_final_state: Tensor,
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor,
+    log_f: Tensor,
+    initial_state: Tensor | None,
+    token_kind: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    sizes = heads_of(q, k, v)
+    q, k, v, log_f, initial_state, token_kind, d_output, d_final_state = contiguous(
+        q, k, v, log_f, initial_state, token_kind, d_output, d_final_state
+    )
+    decays = {"log_f": log_f, "token_kind": token_kind, "parts": _parts(sizes, log_f)}
+    d_q, d_v, d_log_f = (x.new_empty(x.shape) for x in (q, v, log_f))
+    d_k = q.new_empty(0) if k is None else k.new_empty(k.shape)
+    with on_device_of(q):
+        states, _ = walk(sizes, k, v, initial_state, **decays)
+        d_states, d_initial = walk(sizes, q, d_output, d_final_state, **decays, reverse=True)
+        _attend(sizes, q, k, d_output, d_states, d_v, **decays, reverse=True)
+        found = d_q, d_k, d_log_f
+        _differentiate(sizes, q, k, v, d_output, states, d_states, found, **decays)
+    return d_q, d_k, d_v, d_log_f, d_initial
+
+
+@_backward.register_fake
+def _(d_output, d_final_state, q, k, v, log_f, initial_state, token_kind):
+    return (
+        q.new_empty(q.shape),
+        q.new_empty(0) if k is None else k.new_empty(k.shape),
+        v.new_empty(v.shape),
+        log_f.new_empty(log_f.shape),
+        d_final_state.new_empty(d_final_state.shape),
+    )
+
+
+register_gradient(_forward, _backward, keep_output=False)
