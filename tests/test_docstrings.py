@@ -54,7 +54,13 @@ def test_every_public_name_has_an_example(room):
     assert set(without) <= {"StreamingLayer", "MemorySizes"}
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+def shared(name):
+    """XLA compiles each model anew, and they have tests of their own on every backend."""
+    once = name.startswith(("models.", "conversion."))
+    return pytest.param(name, marks=pytest.mark.once) if once else name
+
+
+@pytest.mark.parametrize("name", [shared(name) for name in EXAMPLES])
 def test_example(name):
     text = inspect.cleandoc(EXAMPLES[name])
     # No names but those that it imports itself: it is there to be copied.

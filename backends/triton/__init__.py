@@ -6,7 +6,7 @@ come from shapes by a fixed rule, so the same inputs give the same bits, and a n
 compilation a kernel. Arithmetic is float32. Matrix products, in linear attention alone, take
 bfloat16 tensors as they are and all others in more than one part, never in TF32 by itself
 (`_products.py`). The kernels of linear attention have been interpreted, and compiled for Hopper,
-but not yet run on a GPU.
+but not yet run on a GPU: dispatch takes them by name only.
 
 With TRITON_INTERPRET=1, set before the first import of triton, the same kernels run on a CPU, in
 NumPy and very slowly: that is for tests.
