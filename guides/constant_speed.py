@@ -30,6 +30,7 @@ BACKEND = keras.backend.backend()
 VOCABULARY, LAYERS, HEADS = 256, 2, 4
 SHORTEST = 512  # tokens a row, to begin with
 STEP = 5.0  # seconds that a training step may take without attention's share
+BYTES = 160  # that a training step takes for each token, block and channel, as measured here
 
 
 # --- 1. Two models: the same but for what mixes the tokens ---
@@ -76,14 +77,16 @@ def multiplications_a_second(n=1024):
 
 
 def tokens_a_batch(width):
-    """A power of two, of which this machine learns a batch in about `STEP` seconds.
+    """A power of two: a batch is learned in about `STEP` seconds, in an eighth of the memory.
 
     A weight is multiplied three times a token: forward, and for the two gradients. Half the speed
-    of a large product is what small ones reach.
+    of a large product is what small ones reach. Long rows of attention take the other memory.
     """
     weights = LAYERS * (5 + 3 * 11 / 4) * width**2 + VOCABULARY * width
-    tokens = STEP * 0.5 * multiplications_a_second() / (3 * weights)
-    return int(min(max(2 ** round(math.log2(tokens)), 8 * SHORTEST), 2**17))
+    in_time = STEP * 0.5 * multiplications_a_second() / (3 * weights)
+    in_memory = room() / 8 / (BYTES * LAYERS * width)
+    tokens = 2 ** int(math.log2(min(in_time, in_memory)))
+    return min(max(tokens, 8 * SHORTEST), 2**17)
 
 
 # --- 3. Time and memory of a training step ---

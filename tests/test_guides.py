@@ -1,6 +1,7 @@
 """The guides run, at tiny sizes."""
 
 import importlib.util
+import math
 import os
 import pathlib
 import re
@@ -106,10 +107,20 @@ def test_constant_speed_goes_on_while_there_is_time_and_room(constant_speed, mon
 
 
 @pytest.mark.once
-def test_constant_speed_fits_the_machine(constant_speed, monkeypatch):
-    for speed, tokens in [(1e6, 4096), (3e10, 16_384), (1e15, 131_072)]:
-        monkeypatch.setattr(constant_speed, "multiplications_a_second", lambda s=speed: s)
-        assert constant_speed.tokens_a_batch(256) == tokens
+@pytest.mark.parametrize(
+    ("speed", "room", "tokens"),
+    [
+        (1e6, math.inf, 4096),  # at least
+        (6e10, math.inf, 16_384),
+        (6e10, 8 * 2**30, 8192),
+        (1e15, 2**34, 16_384),
+        (1e15, math.inf, 131_072),  # at most
+    ],
+)
+def test_constant_speed_fits_the_machine(constant_speed, monkeypatch, speed, room, tokens):
+    monkeypatch.setattr(constant_speed, "multiplications_a_second", lambda: speed)
+    monkeypatch.setattr(constant_speed, "room", lambda: room)
+    assert constant_speed.tokens_a_batch(256) == tokens
 
 
 def test_associative_recall(tmp_path, monkeypatch, capsys):
