@@ -158,7 +158,7 @@ def draw(results, all_groups, path):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=800, help="of the multi-head training")
+    parser.add_argument("--steps", type=int, default=6000, help="of the multi-head training")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--groups", type=int, nargs="+", default=(4, 2, 1))
