@@ -5,7 +5,8 @@
 Grouped-query attention keeps fewer key and value heads than there are query heads, so that decoding
 reads less memory a token. A model need not be trained anew for it: its heads are pooled, and it is
 trained on for a little (Ainslie et al. 2023, arXiv:2305.13245). Which pooling is best, and how many
-heads may go? The paper's figures 4 and 5 ask that of T5; this guide asks a small model of bytes.
+heads may go? The paper's figures 4 and 5 ask that of T5; this guide asks a small model of bytes,
+for about half an hour on two CPU cores.
 """
 
 import argparse
