@@ -52,22 +52,24 @@ def fill_(tensor, mask, value):
     return tensor if mask is None else tensor.masked_fill_(mask, value)
 
 
-def register_gradient(forward, backward, keep_output=True):
+def register_gradient(forward, backward, keep_output=True, without=()):
     """Makes `backward` the gradient of the operator `forward(*inputs) -> (output, final_state)`.
 
     `backward(d_output, d_final_state, output, *inputs)`, without `output` unless that is kept,
     returns a gradient for each input but the last one, the token kinds. What it returns for an
-    input that is None is dropped.
+    input that needs none, as None does, is dropped. It is not handed the inputs whose positions
+    are in `without`, and nobody has to keep them.
     """
 
     def save(ctx, inputs, output):
-        ctx.save_for_backward(*output[:keep_output], *inputs)
+        kept = [x for i, x in enumerate(inputs) if i not in without]
+        ctx.save_for_backward(*output[:keep_output], *kept)
 
     def gradients(ctx, d_output, d_final_state):
         saved = ctx.saved_tensors  # once: a checkpoint recomputes what is asked for again
         found = backward(d_output, d_final_state, *saved)
-        *inputs, _ = saved[keep_output:]
-        given = (None if x is None else dx for x, dx in zip(inputs, found, strict=True))
+        needed = ctx.needs_input_grad[:-1]
+        given = (dx if need else None for need, dx in zip(needed, found, strict=True))
         return *given, None
 
     forward.register_autograd(gradients, setup_context=save)

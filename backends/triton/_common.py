@@ -23,6 +23,11 @@ def refusal(*tensors):
     return None
 
 
+def contiguous(*tensors):
+    """As the kernels read them (or Nones)."""
+    return [None if x is None else x.contiguous() for x in tensors]
+
+
 def on_device_of(tensor):
     """Triton launches on the current device, which need not be that of the tensors."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()

@@ -42,11 +42,6 @@ def refusal(*tensors):
     return None
 
 
-def contiguous(*tensors):
-    """As the kernels read them (or Nones)."""
-    return [None if x is None else x.contiguous() for x in tensors]
-
-
 class Heads(NamedTuple):
     """Sizes of q: [B, T, H, K] and v: [B, T, H, V], and how numbers meet in products."""
 

@@ -8,7 +8,9 @@ has no instructions: it takes the plain formulas.
 import triton
 import triton.language as tl
 
-_PLAIN = tl.constexpr(triton.knobs.runtime.interpret)
+from keras_recurrent.backends.triton._common import INTERPRETED
+
+_PLAIN = tl.constexpr(INTERPRETED)
 
 
 @triton.jit

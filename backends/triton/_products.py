@@ -13,7 +13,9 @@ of anything computed: its transpose is computed instead.
 import triton
 import triton.language as tl
 
-_PLAIN = tl.constexpr(triton.knobs.runtime.interpret)
+from keras_recurrent.backends.triton._common import INTERPRETED
+
+_PLAIN = tl.constexpr(INTERPRETED)
 
 
 @triton.jit

@@ -12,7 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 from keras_recurrent.backends.torch._common import fresh, register_gradient
-from keras_recurrent.backends.triton._common import MAX_REGISTERS, Tiling, on_device_of, refusal
+from keras_recurrent.backends.triton._common import (
+    MAX_REGISTERS,
+    Tiling,
+    contiguous,
+    on_device_of,
+    refusal,
+)
 
 _MAX_WIDTH = 16
 _PLACES_BLOCK = 4096
@@ -265,10 +271,7 @@ def _forward(
     last = x.new_empty((batch, taps - 1, width), dtype=torch.float32)
     with on_device_of(x):
         _forward_kernel[(triton.cdiv(width, tile.BLOCK_D), tiles, batch)](
-            x.contiguous(),
-            kernel.contiguous(),
-            None if bias is None else bias.contiguous(),
-            None if initial_state is None else initial_state.contiguous(),
+            *contiguous(x, kernel, bias, initial_state),
             *_places(token_kind),
             y,
             last,
@@ -306,11 +309,7 @@ def _backward(
     d_initial = d_state.new_empty(d_state.shape)
     with on_device_of(x):
         _backward_kernel[(triton.cdiv(width, tile.BLOCK_D), programs, batch)](
-            dy.contiguous(),
-            d_state.contiguous(),
-            x.contiguous(),
-            kernel.contiguous(),
-            None if initial_state is None else initial_state.contiguous(),
+            *contiguous(dy, d_state, x, kernel, initial_state),
             *_places(token_kind),
             dx,
             d_parameters,

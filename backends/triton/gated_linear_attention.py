@@ -13,12 +13,11 @@ import triton
 from torch import Tensor
 
 from keras_recurrent.backends.torch._common import register_gradient
-from keras_recurrent.backends.triton._common import on_device_of
+from keras_recurrent.backends.triton._common import contiguous, on_device_of
 from keras_recurrent.backends.triton._gated_chunks import attend_kernel, gradient_kernel
 from keras_recurrent.backends.triton._linear_attention import (
     CHUNK,
     block,
-    contiguous,
     heads_of,
     launch_options,
     refusal,
@@ -123,8 +122,8 @@ def _forward(
 
 @_forward.register_fake
 def _(q, k, v, log_f, initial_state, token_kind):
-    state = q.shape[0], q.shape[2], q.shape[3], v.shape[3]
-    return v.new_empty(v.shape), v.new_empty(state, dtype=torch.float32)
+    state_shape = heads_of(q, k, v).state_shape
+    return v.new_empty(v.shape), v.new_empty(state_shape, dtype=torch.float32)
 
 
 @torch.library.custom_op("keras_recurrent::triton_gated_linear_attention_backward", mutates_args=())

@@ -15,9 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from keras_recurrent.backends.torch._common import register_gradient
-from keras_recurrent.backends.triton._common import on_device_of
+from keras_recurrent.backends.triton._common import contiguous, on_device_of
 from keras_recurrent.backends.triton._linear_attention import (
-    contiguous,
     counts,
     heads_of,
     launch_options,
@@ -153,8 +152,8 @@ def _forward(
 
 @_forward.register_fake
 def _(q, k, v, log_decay, initial_state, token_kind):
-    state = q.shape[0], q.shape[2], q.shape[3], v.shape[3]
-    return v.new_empty(v.shape), v.new_empty(state, dtype=torch.float32)
+    state_shape = heads_of(q, k, v).state_shape
+    return v.new_empty(v.shape), v.new_empty(state_shape, dtype=torch.float32)
 
 
 @torch.library.custom_op("keras_recurrent::triton_lightning_attention_backward", mutates_args=())

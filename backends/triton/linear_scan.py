@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from keras_recurrent.backends.torch._common import register_gradient
 from keras_recurrent.backends.triton._chain import (
     carry_between,
     enter_next,
@@ -17,7 +18,7 @@ from keras_recurrent.backends.triton._chain import (
     place,
     read_kind,
 )
-from keras_recurrent.backends.triton._common import on_device_of, refusal, tiling
+from keras_recurrent.backends.triton._common import contiguous, on_device_of, refusal, tiling
 from keras_recurrent.backends.triton._math import decay as decay_of
 
 # Tokens a thread walks along: what it reads must stay in the cache until it is read again, but
@@ -181,10 +182,7 @@ def _forward(
     last = x.new_empty((batch, width), dtype=torch.float32)
     with on_device_of(x):
         _forward_kernel[(tiles * batch * triton.cdiv(width, tile.BLOCK_D),)](
-            x.contiguous(),
-            log_a.contiguous(),
-            None if initial_state is None else initial_state.contiguous(),
-            None if token_kind is None else token_kind.contiguous(),
+            *contiguous(x, log_a, initial_state, token_kind),
             h,
             last,
             carry_between(tiles, batch, width, x),
@@ -218,12 +216,7 @@ def _backward(
     d_initial = d_state.new_empty(d_state.shape)
     with on_device_of(h):
         _backward_kernel[(tiles * batch * triton.cdiv(width, tile.BLOCK_D),)](
-            dh.contiguous(),
-            log_a.contiguous(),
-            h.contiguous(),
-            None if initial_state is None else initial_state.contiguous(),
-            None if token_kind is None else token_kind.contiguous(),
-            d_state.contiguous(),
+            *contiguous(dh, log_a, h, initial_state, token_kind, d_state),
             dx,
             d_log_a,
             d_initial,
@@ -246,15 +239,4 @@ def _(dh, d_state, h, log_a, initial_state, token_kind):
     )
 
 
-def _save(ctx, inputs, output):
-    _, log_a, initial_state, token_kind = inputs
-    ctx.save_for_backward(output[0], log_a, initial_state, token_kind)
-
-
-def _gradients(ctx, dh, d_state):
-    h, log_a, initial_state, token_kind = ctx.saved_tensors
-    dx, d_log_a, d_initial = _backward(dh, d_state, h, log_a, initial_state, token_kind)
-    return dx, d_log_a, None if initial_state is None else d_initial, None
-
-
-_forward.register_autograd(_gradients, setup_context=_save)
+register_gradient(_forward, _backward, without=(0,))

@@ -26,7 +26,13 @@ from keras_recurrent.backends.triton._chain import (
     place,
     read_kind,
 )
-from keras_recurrent.backends.triton._common import MAX_REGISTERS, on_device_of, refusal, tiling
+from keras_recurrent.backends.triton._common import (
+    MAX_REGISTERS,
+    contiguous,
+    on_device_of,
+    refusal,
+    tiling,
+)
 from keras_recurrent.backends.triton._math import decay as decay_of
 from keras_recurrent.backends.triton._math import sigmoid, softplus
 
@@ -229,12 +235,7 @@ def _forward(
     last = x.new_empty((batch, width), dtype=torch.float32)
     with on_device_of(x):
         _forward_kernel[(tiles * batch * triton.cdiv(width, tile.BLOCK_D),)](
-            x.contiguous(),
-            gate_a.contiguous(),
-            gate_x.contiguous(),
-            a_logit.contiguous(),
-            None if initial_state is None else initial_state.contiguous(),
-            None if token_kind is None else token_kind.contiguous(),
+            *contiguous(x, gate_a, gate_x, a_logit, initial_state, token_kind),
             h,
             last,
             carry_between(tiles, batch, width, x),
@@ -273,15 +274,7 @@ def _backward(
     d_initial = d_state.new_empty(d_state.shape)
     with on_device_of(x):
         _backward_kernel[(tiles * batch * triton.cdiv(width, tile.BLOCK_D),)](
-            dh.contiguous(),
-            x.contiguous(),
-            gate_a.contiguous(),
-            gate_x.contiguous(),
-            a_logit.contiguous(),
-            h.contiguous(),
-            None if initial_state is None else initial_state.contiguous(),
-            None if token_kind is None else token_kind.contiguous(),
-            d_state.contiguous(),
+            *contiguous(dh, x, gate_a, gate_x, a_logit, h, initial_state, token_kind, d_state),
             dx,
             d_gate_a,
             d_gate_x,
