@@ -17,34 +17,63 @@ log f: sums of what pairs gain, without a subtraction, as exact as the gradients
 import triton
 import triton.language as tl
 
-from keras_recurrent.backends.triton._linear_attention import (
-    applied,
-    place,
-    read,
-    real_tokens,
-)
+from keras_recurrent.backends.triton import _common
+from keras_recurrent.backends.triton._gated_states import applied
+from keras_recurrent.backends.triton._linear_attention import read, real_tokens
 from keras_recurrent.backends.triton._math import exp_of_decays, one_minus_exp
 from keras_recurrent.backends.triton._products import ones, operand, product, sums
 
-
-@triton.jit
-def _between(row, low, high):
-    """[CHUNK, CHUNK]: whether a column is from `low` of its row on, and below `high`."""
-    return (row[None, :] >= low[:, None]) & (row[None, :] < high[:, None])
+INTERPRETED = tl.constexpr(_common.INTERPRETED)
 
 
 @triton.jit
-def _halves(row, level):
-    """Of each token: whether it is in a right half of 2^level, the half's begin and its end."""
-    begin = row >> level << level
-    return (row >> level) % 2 == 1, begin, begin + (1 << level)
+def _matrix(which, one):
+    """A matrix of 0 and 1 from one of False and True; one: `ones`."""
+    which = tl.where(which, one[:, None], 0.0)
+    if not INTERPRETED:
+        which = which.to(tl.bfloat16)
+    return which
+
+
+@triton.jit
+def _right(row, level):
+    """Whether a token is in a right half of 2^level."""
+    return (row >> level) % 2 == 1
+
+
+@triton.jit
+def _to_boundary(row, level, one):
+    """W: which tokens each reaches over, up to itself from the boundary, or on to the boundary."""
+    right, begin = _right(row, level), row >> level << level
+    low = tl.where(right, begin, row + 1)
+    high = tl.where(right, row + 1, begin + (1 << level))
+    return _matrix((row[None, :] >= low[:, None]) & (row[None, :] < high[:, None]), one)
+
+
+@triton.jit
+def _from_boundary(row, level, one):
+    """The transpose of W."""
+    right, begin = _right(row, level), row >> level << level
+    low = tl.where(right, row, begin)
+    high = tl.where(right, begin + (1 << level), row)
+    return _matrix((row[None, :] >= low[:, None]) & (row[None, :] < high[:, None]), one)
 
 
 @triton.jit
 def _beside(row, level):
     """The pairs of tokens in two halves beside each other."""
-    begin = ((row >> level) ^ 1) << level
-    return _between(row, begin, begin + (1 << level))
+    return (row[:, None] ^ row[None, :]) >> level == 1
+
+
+@triton.jit
+def _place(T, H, chunks, tiles, CHUNK: tl.constexpr):
+    """Of this program: the tile, chunk, number of the head, row of the batch, and first token."""
+    tile = tl.program_id(0) % tiles
+    chunk = tl.program_id(0) // tiles % chunks
+    head = tl.program_id(0) // tiles // chunks
+    b = head // H
+    token = (b.to(tl.int64) * T + chunk * CHUNK) * H + head % H
+    return tile, chunk, head, b, token
 
 
 @triton.jit
@@ -84,28 +113,31 @@ def attend_kernel(
     REVERSE: tl.constexpr,
 ):
     """The output, or, if REVERSE, the gradient of the values, from that of the output as v."""
-    tile, chunk, head, b, token = place(T, H, chunks, tl.cdiv(V, BLOCK_V), CHUNK)
+    tile, chunk, head, b, token = _place(T, H, chunks, tl.cdiv(V, BLOCK_V), CHUNK)
     row = tl.arange(0, CHUNK)
     e = tile * BLOCK_V + tl.arange(0, BLOCK_V)
     real, starts = real_tokens(chunk, token_kind, b, T, CHUNK)
     weights = tl.zeros((CHUNK, CHUNK), tl.float32)
+    own = tl.zeros((CHUNK,), tl.float32)
     for start in range(0, K, BLOCK_K):
         d = start + tl.arange(0, BLOCK_K)
         query, key, _, logarithm = _read_chunk(
             q, k, log_f, token, row, real, starts, d, K, H, SHORT
         )
+        own += tl.sum(query * key, 1)
         one = ones(weights)
-        own = row[:, None] == row[None, :]
-        weights += tl.where(own, tl.sum(query * key, 1)[:, None], 0.0)
         for level in range(LEVELS):
-            right, begin, end = _halves(row, level)
-            y = tl.where(right[:, None], query, key)
-            reach = _between(row, tl.where(right, begin, row + 1), tl.where(right, row + 1, end))
-            y *= exp_of_decays(sums(reach, one, logarithm, PARTS), not SHORT)
+            y = tl.where(_right(row, level)[:, None], query, key)
+            reach = _to_boundary(row, level, one)
+            y *= exp_of_decays(sums(reach, logarithm, PARTS), not SHORT)
             y = operand(y, SHORT)
             pairs = product(y, tl.trans(y), tl.zeros((CHUNK, CHUNK), tl.float32), SHORT)
-            seen = _beside(row, level) & (right != REVERSE)[:, None]
-            weights += tl.where(seen, pairs, 0.0)
+            weights += tl.where(_beside(row, level), pairs, 0.0)
+    weights = tl.where(row[:, None] == row[None, :], own[:, None], weights)
+    if REVERSE:
+        weights = tl.where(row[:, None] <= row[None, :], weights, 0.0)
+    else:
+        weights = tl.where(row[:, None] >= row[None, :], weights, 0.0)
 
     value = read(v + token * V, row, real, e, V, H)
     recalled = tl.zeros((CHUNK, BLOCK_V), tl.float32)
@@ -118,12 +150,12 @@ def attend_kernel(
             q, k, log_f, token, row, real, starts, d, K, H, SHORT
         )
         if REVERSE:
-            reach = row[:, None] < row[None, :]
             across = key
+            reach = _matrix(row[:, None] < row[None, :], one)
         else:
-            reach = row[:, None] >= row[None, :]
             across = query
-        across *= exp_of_decays(sums(reach, one, logarithm, PARTS), not SHORT)
+            reach = _matrix(row[:, None] >= row[None, :], one)
+        across *= exp_of_decays(sums(reach, logarithm, PARTS), not SHORT)
         inside = (d < K)[:, None] & (e < V)[None, :]
         state = tl.load(states + d[:, None] * V + e[None, :], inside, other=0.0)
         recalled = product(across, state, recalled, SHORT)
@@ -158,11 +190,10 @@ def gradient_kernel(
     GAIN_PARTS: tl.constexpr,
 ):
     """The gradients of q, k and log f for some channels of the keys."""
-    tile, chunk, head, b, token = place(T, H, chunks, tl.cdiv(K, BLOCK_K), CHUNK)
+    tile, chunk, head, b, token = _place(T, H, chunks, tl.cdiv(K, BLOCK_K), CHUNK)
     row = tl.arange(0, CHUNK)
     d = tile * BLOCK_K + tl.arange(0, BLOCK_K)
     real, starts = real_tokens(chunk, token_kind, b, T, CHUNK)
-    earlier, later = row[:, None] >= row[None, :], row[:, None] < row[None, :]
     states += (head * chunks + chunk).to(tl.int64) * K * V
     d_states += (head * chunks + chunk).to(tl.int64) * K * V
 
@@ -185,7 +216,7 @@ def gradient_kernel(
         d_query = product(gradient, tl.trans(state), d_query, SHORT)
         d_key = product(value, tl.trans(d_state), d_key, SHORT)
         crossing += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1)
-    d_pairs = tl.where(earlier, of_later, of_earlier)
+    d_pairs = tl.where(row[:, None] >= row[None, :], of_later, of_earlier)
     d_own = tl.sum(tl.where(row[:, None] == row[None, :], d_pairs, 0.0), 1)[:, None]
     one = ones(d_pairs)
     d_pairs = operand(d_pairs, SHORT)
@@ -193,27 +224,29 @@ def gradient_kernel(
     query, key, given, logarithm = _read_chunk(
         q, k, log_f, token, row, real, starts, d, K, H, SHORT
     )
-    d_query *= exp_of_decays(sums(earlier, one, logarithm, PARTS), not SHORT)
-    d_key *= exp_of_decays(sums(later, one, logarithm, PARTS), not SHORT)
+    reach = _matrix(row[:, None] >= row[None, :], one)
+    d_query *= exp_of_decays(sums(reach, logarithm, PARTS), not SHORT)
+    reach = _matrix(row[:, None] < row[None, :], one)
+    d_key *= exp_of_decays(sums(reach, logarithm, PARTS), not SHORT)
     crossing *= exp_of_decays(tl.sum(logarithm, 0), not SHORT)
-    d_logarithm = sums(row[:, None] <= row[None, :], one, query * d_query, GAIN_PARTS)
-    d_logarithm += sums(row[:, None] > row[None, :], one, key * d_key, GAIN_PARTS)
+    reached = _matrix(row[:, None] <= row[None, :], one)
+    d_logarithm = sums(reached, query * d_query, GAIN_PARTS)
+    reached = _matrix(row[:, None] > row[None, :], one)
+    d_logarithm += sums(reached, key * d_key, GAIN_PARTS)
     d_logarithm += crossing[None, :]
     d_query += d_own * key
     d_key += d_own * query
     for level in range(LEVELS):
-        right, begin, end = _halves(row, level)
-        to_right = right[:, None]
-        reach = _between(row, tl.where(right, begin, row + 1), tl.where(right, row + 1, end))
-        decay = exp_of_decays(sums(reach, one, logarithm, PARTS), not SHORT)
-        mine = tl.where(to_right, query, key)
+        right = _right(row, level)[:, None]
+        reach = _to_boundary(row, level, one)
+        decay = exp_of_decays(sums(reach, logarithm, PARTS), not SHORT)
+        mine = tl.where(right, query, key)
         pairs = tl.where(_beside(row, level), d_pairs, 0.0)
         d_mine = product(pairs, mine * decay, tl.zeros((CHUNK, BLOCK_K), tl.float32), SHORT)
         d_mine *= decay
-        d_query += tl.where(to_right, d_mine, 0.0)
-        d_key += tl.where(to_right, 0.0, d_mine)
-        reached = _between(row, tl.where(right, row, begin), tl.where(right, end, row))
-        d_logarithm += sums(reached, one, mine * d_mine, GAIN_PARTS)
+        d_query += tl.where(right, d_mine, 0.0)
+        d_key += tl.where(right, 0.0, d_mine)
+        d_logarithm += sums(_from_boundary(row, level, one), mine * d_mine, GAIN_PARTS)
 
     at = row[:, None] * (H * K) + d[None, :]
     there = (chunk * CHUNK + row < T)[:, None] & (d < K)[None, :]

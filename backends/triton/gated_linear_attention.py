@@ -15,17 +15,9 @@ from torch import Tensor
 from keras_recurrent.backends.torch._common import register_gradient
 from keras_recurrent.backends.triton._common import contiguous, on_device_of
 from keras_recurrent.backends.triton._gated_chunks import attend_kernel, gradient_kernel
-from keras_recurrent.backends.triton._linear_attention import (
-    CHUNK,
-    block,
-    heads_of,
-    launch_options,
-    refusal,
-    walk,
-)
+from keras_recurrent.backends.triton._gated_states import walk
+from keras_recurrent.backends.triton._linear_attention import block, heads_of, refusal
 from keras_recurrent.backends.triton._linear_attention_step import step
-
-LEVELS = CHUNK.bit_length() - 1  # halves of 1, 2, 4 ... tokens
 
 
 def unsupported(q, k, v, log_f, initial_state=None, token_kind=None) -> str | None:
@@ -49,8 +41,9 @@ def _parts(sizes, log_f):
 
 
 def _attend(sizes, q, k, v, states, output, *, log_f, token_kind, parts, reverse=False):
-    options = launch_options(sizes, sizes.keys, sizes.values)
-    attend_kernel[(sizes.programs * triton.cdiv(sizes.values, options["BLOCK_V"]),)](
+    # Two warps for 32 tokens, four for 64: a thread's registers hold its rows of all tiles.
+    block_v = block(sizes.values, 128 if sizes.short else 64)
+    attend_kernel[(sizes.programs * triton.cdiv(sizes.values, block_v),)](
         q,
         k,
         v,
@@ -60,10 +53,15 @@ def _attend(sizes, q, k, v, states, output, *, log_f, token_kind, parts, reverse
         output,
         *sizes.numbers,
         sizes.chunks,
-        LEVELS=LEVELS,
+        BLOCK_K=block(sizes.keys, 64 if sizes.short else 32),
+        BLOCK_V=block_v,
+        CHUNK=sizes.chunk,
+        LEVELS=sizes.levels,
+        SHORT=sizes.short,
         PARTS=parts,
         REVERSE=reverse,
-        **options,
+        num_warps=sizes.chunk // 16 if sizes.short else 4,
+        num_stages=1,
     )
     return output
 
@@ -72,8 +70,7 @@ def _differentiate(
     sizes, q, k, v, d_output, states, d_states, found, *, log_f, token_kind, parts
 ):  # fmt: skip
     """Writes what is found: the gradients of q, k and log_f."""
-    # Three accumulators and what they are made of: half the tile of `_attend` takes the registers.
-    block_k = block(sizes.keys, 32 if sizes.short else 16)
+    block_k = block(sizes.keys, 128 if sizes.short else 32)
     gradient_kernel[(sizes.programs * triton.cdiv(sizes.keys, block_k),)](
         q,
         k,
@@ -87,13 +84,13 @@ def _differentiate(
         *sizes.numbers,
         sizes.chunks,
         BLOCK_K=block_k,
-        BLOCK_V=block(sizes.values, 32),
-        CHUNK=CHUNK,
-        LEVELS=LEVELS,
+        BLOCK_V=block(sizes.values, 64 if sizes.short else 32),
+        CHUNK=sizes.chunk,
+        LEVELS=sizes.levels,
         SHORT=sizes.short,
         PARTS=parts,
         GAIN_PARTS=1 if sizes.short else 3,
-        num_warps=4,
+        num_warps=8 if sizes.short else 4,
         num_stages=1,
     )
 
@@ -137,7 +134,7 @@ def _backward(
     initial_state: Tensor | None,
     token_kind: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    sizes = heads_of(q, k, v)
+    sizes = heads_of(q, k, v, chunk=32)
     q, k, v, log_f, initial_state, token_kind, d_output, d_final_state = contiguous(
         q, k, v, log_f, initial_state, token_kind, d_output, d_final_state
     )

@@ -5,8 +5,11 @@ Qin et al. 2024, arXiv:2405.17381 (Lightning Attention), and 2023, arXiv:2307.14
 Padding does not tick the decay: M and its like are powers of it by the number of real tokens
 between two places, and 0 where a document begins between them.
 
-The gradients have that form, too, of d_O, V, K and S^T for Q, and mirrored in time of K, Q, d_O
-and G for V, and of V, d_O, Q and G^T for K: so there is one kernel besides that of the states.
+A program walks along the chunks of a head and keeps some columns of S in registers: no state goes
+to memory. The gradients have the same form, of d_O, V, K and S^T for Q, and mirrored in time of
+K, Q, d_O and G for V, and of V, d_O, Q and G^T for K: so there is one kernel for all of it. Where
+heads are too few to fill the GPU, time is cut into segments: what each adds to the state is found
+for all at once, and then each enters with what those before it added.
 """
 
 import torch
@@ -17,17 +20,15 @@ from torch import Tensor
 from keras_recurrent.backends.torch._common import register_gradient
 from keras_recurrent.backends.triton._common import contiguous, on_device_of
 from keras_recurrent.backends.triton._linear_attention import (
-    counts,
+    block,
     heads_of,
-    launch_options,
-    place,
-    power,
     read,
     real_tokens,
     refusal,
-    walk,
+    segments_of,
 )
 from keras_recurrent.backends.triton._linear_attention_step import step
+from keras_recurrent.backends.triton._math import exp_of_decays
 from keras_recurrent.backends.triton._products import operand, product
 
 
@@ -44,15 +45,39 @@ def lightning_attention(q, k, v, log_decay, initial_state=None, token_kind=None)
     return _forward(q, k, v, log_decay, initial_state, token_kind)
 
 
-@triton.jit(do_not_specialize=["T", "chunks"])
-def _attend_kernel(
+@triton.jit
+def _power(ticks, log_decay, FINE: tl.constexpr):
+    """decay to the power of ticks; not 0 * log_decay, which is not a number if the decay is 0."""
+    return exp_of_decays(tl.where(ticks == 0, 0.0, ticks * log_decay), FINE)
+
+
+@triton.jit
+def _counts(real, starts, row, there, token_kind):
+    """Up to and with each token, the real ones and those that start; and the whole of both.
+
+    there: how many tokens of the chunk there are. Of the others, without kinds, nothing is asked:
+    so the counts are those of every chunk, and stay where they are.
+    """
+    if token_kind is None:
+        count, document, whole, latest = row + 1, row * 0, there, 0
+    else:
+        count, document = tl.cumsum(real.to(tl.int32), 0), tl.cumsum(starts.to(tl.int32), 0)
+        whole, latest = tl.max(count, 0), tl.max(document, 0)
+    return count, document, whole, latest
+
+
+@triton.jit(do_not_specialize=["T", "chunks", "each"])
+def _walk_kernel(
     q,
     k,
     v,
     log_decay,
     token_kind,
-    states,
+    first,
     output,
+    last,
+    totals,
+    decays,
     T,
     H,
     K,
@@ -60,6 +85,7 @@ def _attend_kernel(
     state_k,
     state_v,
     chunks,
+    each,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -68,65 +94,130 @@ def _attend_kernel(
 ):
     """What every token takes from tokens up to it, or, if REVERSE, from it on.
 
-    state_k, state_v: the distances of elements of a state along K and along V.
+    state_k, state_v: the distances of elements of first and last along K and along V.
+    Without an output: the totals and decays of all segments but the last.
     """
-    tile, chunk, head, b, token = place(T, H, chunks, tl.cdiv(V, BLOCK_V), CHUNK)
+    tiles = tl.cdiv(V, BLOCK_V)
+    segments = tl.cdiv(chunks, each)
+    walked = segments
+    if output is None:
+        walked = segments - 1
+    segment = tl.program_id(0) // tiles % walked
+    head = tl.program_id(0) // tiles // walked
+    heads = tl.num_programs(0) // tiles // walked
+    b = head // H
     row = tl.arange(0, CHUNK)
-    e = tile * BLOCK_V + tl.arange(0, BLOCK_V)
-    real, starts = real_tokens(chunk, token_kind, b, T, CHUNK)
-    states += (head * chunks + chunk).to(tl.int64) * K * V
-    weights = tl.zeros((CHUNK, CHUNK), tl.float32)
-    recalled = tl.zeros((CHUNK, BLOCK_V), tl.float32)
-    for start in range(0, K, BLOCK_K):
-        d = start + tl.arange(0, BLOCK_K)
-        query = operand(read(q + token * K, row, real, d, K, H), SHORT)
-        key = operand(read(k + token * K, row, real, d, K, H), SHORT)
-        inside = (d < K)[:, None] & (e < V)[None, :]
-        state = tl.load(states + d[:, None] * state_k + e[None, :] * state_v, inside, other=0.0)
-        weights = product(query, tl.trans(key), weights, SHORT)
-        recalled = product(query, state, recalled, SHORT)
-
+    d = tl.arange(0, BLOCK_K)
+    e = tl.program_id(0) % tiles * BLOCK_V + tl.arange(0, BLOCK_V)
+    inside = (d < K)[:, None] & (e < V)[None, :]
+    at = d[:, None] * state_k + e[None, :] * state_v
     rate = tl.load(log_decay + head % H).to(tl.float32)
-    count, document, whole, latest = counts(real, starts)
-    if REVERSE:
-        reaches = (row[:, None] <= row[None, :]) & (document[:, None] == document[None, :])
-        across = tl.where(document == latest, power(whole - count, rate, not SHORT), 0.0)
-    else:
-        reaches = (row[:, None] >= row[None, :]) & (document[:, None] == document[None, :])
-        across = tl.where(document == 0, power(count, rate, not SHORT), 0.0)
-    between = power(tl.abs(count[:, None] - count[None, :]), rate, not SHORT)
-    weights = tl.where(reaches, weights * between, 0.0)
-    value = read(v + token * V, row, real, e, V, H)
-    recalled = product(weights, value, recalled * across[:, None], SHORT)
-    there = (chunk * CHUNK + row < T)[:, None] & (e < V)[None, :]
-    tl.store(output + token * V + row[:, None] * (H * V) + e[None, :], recalled, there)
+
+    state = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
+    decay = 1.0
+    if output is not None:
+        if first is not None:
+            state = tl.load(first + head.to(tl.int64) * K * V + at, inside, other=0.0)
+            state = state.to(tl.float32)
+        if totals is not None:
+            for s in range(segment):
+                of = s * heads + head
+                total = tl.load(totals + of.to(tl.int64) * K * V + at, inside, other=0.0)
+                state = tl.load(decays + of) * state + total
+
+    for i in range(segment * each, tl.minimum((segment + 1) * each, chunks)):
+        chunk = chunks - 1 - i if REVERSE else i
+        token = (b.to(tl.int64) * T + chunk * CHUNK) * H + head % H
+        real, starts = real_tokens(chunk, token_kind, b, T, CHUNK)
+        there = tl.minimum(T - chunk * CHUNK, CHUNK)
+        count, document, whole, latest = _counts(real, starts, row, there, token_kind)
+        from_begin = tl.where(document == 0, _power(count, rate, not SHORT), 0.0)
+        rest = tl.maximum(whole - count, 0)
+        to_end = tl.where(document == latest, _power(rest, rate, not SHORT), 0.0)
+        key = operand(read(k + token * K, row, real, d, K, H), SHORT)
+        value = operand(read(v + token * V, row, real, e, V, H), SHORT)
+        if output is not None:
+            query = operand(read(q + token * K, row, real, d, K, H), SHORT)
+            weights = tl.zeros((CHUNK, CHUNK), tl.float32)
+            weights = product(query, tl.trans(key), weights, SHORT)
+            reached = document[:, None] == document[None, :]
+            if REVERSE:
+                reached &= row[:, None] <= row[None, :]
+            else:
+                reached &= row[:, None] >= row[None, :]
+            ticks = tl.abs(count[:, None] - count[None, :])
+            weights = tl.where(reached, weights * _power(ticks, rate, not SHORT), 0.0)
+            recalled = tl.zeros((CHUNK, BLOCK_V), tl.float32)
+            recalled = product(query, state, recalled, SHORT)
+            recalled *= to_end[:, None] if REVERSE else from_begin[:, None]
+            recalled = product(weights, value, recalled, SHORT)
+            to = output + token * V + row[:, None] * (H * V) + e[None, :]
+            tl.store(to, recalled, (row < there)[:, None] & (e < V)[None, :])
+        left = from_begin if REVERSE else to_end
+        over = tl.where(latest == 0, _power(whole, rate, not SHORT), 0.0)
+        decay *= over
+        value = value.to(tl.float32) * left[:, None]
+        state = product(tl.trans(key), value, state * over, SHORT)
+
+    if output is None:
+        of = segment * heads + head
+        tl.store(totals + of.to(tl.int64) * K * V + at, state, inside)
+        tl.store(decays + of, decay)
+    elif segment == segments - 1:
+        tl.store(last + head.to(tl.int64) * K * V + at, state, inside)
 
 
-def _attend(
-    sizes, q, k, v, states, like, *, log_decay, token_kind, transposed=False, reverse=False
-):  # fmt: skip
-    """[B, T, H, V], in the dtype of `like`. `transposed`: states are [.., V, K]."""
+def _walk(q, k, v, first, like, *, log_decay, token_kind, transposed=False, reverse=False):
+    """The output in the dtype of `like`, and the last state.
+
+    transposed: the states, in and out, are [B, H, V, K].
+    """
+    block_k = max(16, triton.next_power_of_2(q.shape[3]))
+    wide = block_k > 128
+    # The state takes at most 64 of the registers of a thread. Float32 is multiplied in parts, which
+    # take so many that only short chunks leave room for them.
+    sizes = heads_of(q, k, v, chunk=32 if wide else 64, chunk_of_float32=16)
+    block_v = block(v.shape[3], 64 if sizes.short and not wide else 32)
+    batch, heads, keys, values = sizes.state_shape
     output = like.new_empty(v.shape)
-    keys, values = q.shape[3], v.shape[3]
-    options = launch_options(sizes, keys, values)
-    _attend_kernel[(sizes.programs * triton.cdiv(values, options["BLOCK_V"]),)](
-        q,
-        k,
-        v,
-        log_decay,
-        token_kind,
-        states,
-        output,
-        sizes.length,
-        sizes.heads,
-        keys,
-        values,
-        *((1, keys) if transposed else (values, 1)),
-        sizes.chunks,
-        REVERSE=reverse,
-        **options,
-    )
-    return output
+    state_shape = (batch, heads, values, keys) if transposed else sizes.state_shape
+    last = v.new_empty(state_shape, dtype=torch.float32)
+    programs = batch * heads * triton.cdiv(values, block_v)
+    segments, each = segments_of(programs, sizes.chunks)
+    totals = decays = None
+    if segments > 1:
+        totals = last.new_empty((segments - 1, *state_shape))
+        decays = last.new_empty((segments - 1, batch, heads))
+
+    def launch(segments, output):
+        _walk_kernel[(programs * segments,)](
+            q,
+            k,
+            v,
+            log_decay,
+            token_kind,
+            first,
+            output,
+            last,
+            totals,
+            decays,
+            *sizes.numbers,
+            *((1, keys) if transposed else (values, 1)),
+            sizes.chunks,
+            each,
+            BLOCK_K=block_k,
+            BLOCK_V=block_v,
+            CHUNK=sizes.chunk,
+            SHORT=sizes.short,
+            REVERSE=reverse,
+            num_warps=4 if sizes.short and not wide else 8,
+            num_stages=4 if sizes.short else 1,
+        )
+
+    if segments > 1:
+        launch(segments - 1, None)
+    launch(segments, output)
+    return output, last
 
 
 @torch.library.custom_op("keras_recurrent::triton_lightning_attention", mutates_args=())
@@ -138,16 +229,14 @@ def _forward(
     initial_state: Tensor | None,
     token_kind: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    sizes = heads_of(q, k, v)
     q, k, v, initial_state, log_decay, token_kind = contiguous(
         q, k, v, initial_state, log_decay, token_kind
     )
     decays = {"log_decay": log_decay, "token_kind": token_kind}
     with on_device_of(q):
-        if sizes.length == 1:
-            return step(sizes, q, k, v, initial_state, **decays)
-        states, last = walk(sizes, k, v, initial_state, **decays)
-        return _attend(sizes, q, k, v, states, v, **decays), last
+        if q.shape[1] == 1:
+            return step(heads_of(q, k, v), q, k, v, initial_state, **decays)
+        return _walk(q, k, v, initial_state, v, **decays)
 
 
 @_forward.register_fake
@@ -167,19 +256,15 @@ def _backward(
     initial_state: Tensor | None,
     token_kind: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    sizes = heads_of(q, k, v)
     q, k, v, initial_state, log_decay, token_kind, d_output, d_final_state = contiguous(
         q, k, v, initial_state, log_decay, token_kind, d_output, d_final_state
     )
     decays = {"log_decay": log_decay, "token_kind": token_kind}
+    mirrored = {**decays, "reverse": True}
     with on_device_of(q):
-        states, _ = walk(sizes, k, v, initial_state, **decays)
-        d_q = _attend(sizes, d_output, v, k, states, q, **decays, transposed=True)
-        del states  # before those of the other direction
-        states, d_initial = walk(sizes, q, d_output, d_final_state, **decays, reverse=True)
-        mirrored = {**decays, "reverse": True}
-        d_v = _attend(sizes, k, q, d_output, states, v, **mirrored)
-        d_k = _attend(sizes, v, d_output, q, states, k, **mirrored, transposed=True)
+        d_q, _ = _walk(d_output, v, k, initial_state, q, **decays, transposed=True)
+        d_v, d_initial = _walk(k, q, d_output, d_final_state, v, **mirrored)
+        d_k, _ = _walk(v, d_output, q, d_final_state, k, **mirrored, transposed=True)
     return d_q, d_k, d_v, torch.zeros_like(log_decay), d_initial
 
 

@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 
 from keras_recurrent.backends.triton import (
     _gated_chunks,
-    _linear_attention,
+    _gated_states,
     _linear_attention_step,
     causal_conv1d,
     gated_linear_attention,
@@ -34,20 +34,29 @@ INTEGERS = ("carry", "token", "document", "count", "documents")
 TILE = {"BLOCK_D": 64, "GROUPS": 16, "ROWS": 4}
 SCAN = {"num_warps": 4, "maxnreg": MAX_REGISTERS}
 # Heads of 128 channels, as in hgrn2_1b and tnl_1b: bfloat16, and log f in float32.
-CHUNKS = {"BLOCK_K": 64, "BLOCK_V": 128, "CHUNK": _linear_attention.CHUNK, "SHORT": True}
+CHUNKS = {"BLOCK_K": 64, "BLOCK_V": 128, "CHUNK": 64, "SHORT": True}
 WALK = {**CHUNKS, "token_kind": None, "totals": None, "decays": None}
-LEVELS = {"LEVELS": gated_linear_attention.LEVELS, "PARTS": 2}
+LEVELS = {"LEVELS": 6, "PARTS": 2}
 TIED = {**CHUNKS, **LEVELS, "k": None}
-GRADIENT = {**CHUNKS, **LEVELS, "BLOCK_K": 32, "BLOCK_V": 32, "GAIN_PARTS": 1}
-EXACT = {"BLOCK_K": 32, "BLOCK_V": 64, "SHORT": False}
-EXACT_GRADIENT = {**EXACT, "BLOCK_K": 16, "BLOCK_V": 32, "PARTS": 3, "GAIN_PARTS": 3}
-TWO_STAGES, ONE_STAGE = ({"num_warps": 4, "num_stages": n} for n in (2, 1))
+SHORTER = {"CHUNK": 32, "LEVELS": 5}
+GRADIENT = {**CHUNKS, **LEVELS, **SHORTER, "BLOCK_K": 128, "BLOCK_V": 64, "GAIN_PARTS": 1}
+EXACT = {**SHORTER, "BLOCK_K": 32, "BLOCK_V": 64, "SHORT": False}
+EXACT_GRADIENT = {**EXACT, "BLOCK_V": 32, "PARTS": 3, "GAIN_PARTS": 3}
+ONE_STAGE, FOUR_STAGES = ({"num_warps": 4, "num_stages": n} for n in (1, 4))
+STREAM = {
+    **CHUNKS,
+    "BLOCK_K": 128,
+    "BLOCK_V": 64,
+    "token_kind": None,
+    "totals": None,
+    "decays": None,
+}
 STEP = {"BLOCK_K": 128, "BLOCK_V": 32}
 
-walk = _linear_attention._walk_kernel
+walk = _gated_states._walk_kernel
 gated = _gated_chunks.attend_kernel
 gradient = _gated_chunks.gradient_kernel
-lightning = lightning_attention._attend_kernel
+lightning = lightning_attention._walk_kernel
 step = _linear_attention_step._step_kernel
 KERNELS = {
     "linear_scan forward": (linear_scan._forward_kernel, TILE, SCAN),
@@ -61,30 +70,31 @@ KERNELS = {
         {**TILE, "W": 4, "STEPS": 8},
         SCAN,
     ),
-    "gated walk": (walk, {**WALK, "log_decay": None, "k": None, "PARTS": 2, "REVERSE": False}, {}),
-    "gated walk back": (walk, {**WALK, "log_decay": None, "PARTS": 2, "REVERSE": True}, {}),
-    "gated segments": (
-        walk,
-        {**CHUNKS, "log_decay": None, "states": None, "PARTS": 2, "REVERSE": False},
-        {},
-    ),
-    "gated output": (gated, {**TIED, "token_kind": None, "REVERSE": False}, TWO_STAGES),
-    "gated d_v": (gated, {**TIED, "REVERSE": True}, TWO_STAGES),
-    "gated gradients": (gradient, {**GRADIENT, "k": None}, ONE_STAGE),
+    "gated walk": (walk, {**WALK, "k": None, "PARTS": 2, "REVERSE": False}, {}),
+    "gated walk back": (walk, {**WALK, **SHORTER, "PARTS": 2, "REVERSE": True}, {}),
+    "gated segments": (walk, {**CHUNKS, "states": None, "PARTS": 2, "REVERSE": False}, {}),
+    "gated output": (gated, {**TIED, "token_kind": None, "REVERSE": False}, ONE_STAGE),
+    "gated d_v": (gated, {**TIED, **SHORTER, "REVERSE": True}, {"num_warps": 2, "num_stages": 1}),
+    "gated output, float32": (gated, {**TIED, **EXACT, "PARTS": 3, "REVERSE": False}, ONE_STAGE),
+    "gated gradients": (gradient, {**GRADIENT, "k": None}, {"num_warps": 8, "num_stages": 1}),
     "gated gradients, float32": (gradient, {**GRADIENT, **EXACT_GRADIENT}, ONE_STAGE),
     "gated step": (step, {**STEP, "k": None, "log_decay": None}, {}),
-    "lightning walk": (walk, {**WALK, "log_f": None, "PARTS": 1, "REVERSE": False}, {}),
-    "lightning walk back": (walk, {**WALK, "log_f": None, "PARTS": 1, "REVERSE": True}, {}),
-    "lightning output": (
+    "lightning output": (lightning, {**STREAM, "state_v": 1, "REVERSE": False}, FOUR_STAGES),
+    "lightning d_k": (lightning, {**STREAM, "state_k": 1, "REVERSE": True}, FOUR_STAGES),
+    "lightning output, 256 channels": (
         lightning,
-        {**CHUNKS, "token_kind": None, "state_v": 1, "REVERSE": False},
-        TWO_STAGES,
+        {**STREAM, "BLOCK_K": 256, "BLOCK_V": 32, "CHUNK": 32, "state_v": 1, "REVERSE": False},
+        {"num_warps": 8, "num_stages": 4},
     ),
-    "lightning d_k": (lightning, {**CHUNKS, "state_k": 1, "REVERSE": True}, TWO_STAGES),
+    "lightning segments": (
+        lightning,
+        {**CHUNKS, "BLOCK_K": 128, "BLOCK_V": 64, "output": None, "state_v": 1, "REVERSE": False},
+        FOUR_STAGES,
+    ),
     "lightning output, float32": (
         lightning,
-        {**CHUNKS, **EXACT, "state_v": 1, "REVERSE": False},
-        ONE_STAGE,
+        {**STREAM, "BLOCK_V": 32, "CHUNK": 16, "SHORT": False, "state_v": 1, "REVERSE": False},
+        {"num_warps": 8, "num_stages": 1},
     ),
     "lightning step": (step, {**STEP, "log_f": None}, {}),
 }
