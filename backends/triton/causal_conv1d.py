@@ -3,7 +3,8 @@
 Taps skip padding, and padding may stand anywhere: so tokens go by their place among the real ones
 of their row. The tokens of the state have the places -W+1 to -1 and belong to document 0; padding
 takes the places that are left. A small kernel notes who is where. A program walks along places
-with the last W inputs at hand, and the backward with the gradients of the next W outputs.
+with the last W inputs at hand, and the backward with the gradients of the next W outputs. For the
+gradient of an activation it walks W - 1 places ahead of itself, and filters the inputs again.
 """
 
 import torch
@@ -19,6 +20,7 @@ from keras_recurrent.backends.triton._common import (
     on_device_of,
     refusal,
 )
+from keras_recurrent.backends.triton._math import sigmoid
 
 _MAX_WIDTH = 16
 _PLACES_BLOCK = 4096
@@ -26,19 +28,21 @@ _ROWS = 4  # tokens a thread walks along
 _STEPS = 8  # how many tiles share the sum over their tokens in the backward
 
 
-def unsupported(x, kernel, bias=None, initial_state=None, token_kind=None) -> str | None:
+def unsupported(
+    x, kernel, bias=None, initial_state=None, token_kind=None, activation=None
+) -> str | None:
     """Why this kernel refuses these arguments; None if it accepts them."""
     if kernel.shape[0] > _MAX_WIDTH:
         return f"holds up to {_MAX_WIDTH} taps, got a kernel of {kernel.shape[0]}"
     return refusal(x, kernel, bias, initial_state, token_kind)
 
 
-def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None):
-    """x: [B, T, D]; kernel: [W, D]; bias: [D].
+def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None, activation=None):
+    """x: [B, T, D]; kernel: [W, D]; bias: [D]; activation: None or "silu".
 
     Returns ([B, T, D] in x's dtype, [B, W - 1, D] in float32).
     """
-    return _forward(x, kernel, bias, initial_state, token_kind)
+    return _forward(x, kernel, bias, initial_state, token_kind, activation)
 
 
 @triton.jit
@@ -83,6 +87,41 @@ def _row_sizes(b, T, count, documents):
 
 
 @triton.jit
+def _parameters(kernel, bias, d, D, W: tl.constexpr):
+    """The filter's weights, that of the current token first, and the bias."""
+    weights = ()
+    for k in tl.static_range(W):
+        weights = weights + (tl.load(kernel + (W - 1 - k) * D + d, d < D, other=0.0),)
+    offset = tl.zeros(d.shape, tl.float32)
+    if bias is not None:
+        offset = tl.load(bias + d, d < D, other=0.0).to(tl.float32)
+    return weights, offset
+
+
+@triton.jit
+def _input(x, first, state, place, at, num_real, d, D, W: tl.constexpr):
+    """What stands at a place: 0 before the state, and behind the last real token."""
+    real = (place >= 0) & (place < num_real)
+    value = tl.load(x + at, real & (d < D), other=0.0).to(tl.float32)
+    if first is not None:
+        before = (place < 0) & (place > -W) & (d < D)
+        value += tl.load(first + state + (place + W - 1) * D, before, other=0.0)
+    return value
+
+
+@triton.jit
+def _filtered(values, owners, weights, offset, token, W: tl.constexpr):
+    """The filter on the last W of some places, without what is of another document."""
+    total = offset
+    for k in tl.static_range(W):
+        tap = values[-1 - k]
+        if token is not None:
+            tap = tl.where(owners[-1 - k] == owners[-1], tap, 0.0)
+        total += weights[k].to(tl.float32) * tap
+    return total
+
+
+@triton.jit
 def _forward_kernel(
     x,
     kernel,
@@ -97,10 +136,12 @@ def _forward_kernel(
     T,
     D,
     W: tl.constexpr,
+    SILU: tl.constexpr,
     BLOCK_D: tl.constexpr,
     GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
+    FINE: tl.constexpr = x.dtype.element_ty == tl.float32
     b = tl.program_id(2)
     row = b * T
     d = (tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D))[None, :]
@@ -112,12 +153,7 @@ def _forward_kernel(
     tile_begin = tl.program_id(1) * (GROUPS * ROWS) - (W - 1)
     begin = tile_begin + tl.arange(0, GROUPS)[:, None] * ROWS
 
-    weights = ()
-    for k in tl.static_range(W):
-        weights = weights + (tl.load(kernel + (W - 1 - k) * D + d, inside, other=0.0),)
-    offset = tl.zeros((1, BLOCK_D), tl.float32)
-    if bias is not None:
-        offset = tl.load(bias + d, inside, other=0.0).to(tl.float32)
+    weights, offset = _parameters(kernel, bias, d, D, W)
 
     values = ()
     owners = ()
@@ -125,20 +161,13 @@ def _forward_kernel(
         place = begin + j - (W - 1)
         t, own = _who(place, row, T, token, document)
         at = t.to(tl.int64) * D + d
-        real = (place >= 0) & (place < num_real)
-        value = tl.load(x + at, real & inside, other=0.0).to(tl.float32)
-        if first is not None:
-            before = (place < 0) & (place > -W) & inside
-            value += tl.load(first + state + (place + W - 1) * D, before, other=0.0)
+        value = _input(x, first, state, place, at, num_real, d, D, W)
         values = values + (value,)
         owners = owners + (own,)
         if j >= W - 1:
-            total = offset
-            for k in tl.static_range(W):
-                tap = values[j - k]
-                if token is not None:
-                    tap = tl.where(owners[j - k] == own, tap, 0.0)
-                total += weights[k].to(tl.float32) * tap
+            total = _filtered(values, owners, weights, offset, token, W)
+            if SILU:
+                total *= sigmoid(total, FINE)[0]
             tl.store(y + at, total, (place >= 0) & (place < T) & inside)
             if tile_begin + GROUPS * ROWS > num_real - (W - 1):
                 slot = place - num_real + W - 1
@@ -153,6 +182,7 @@ def _backward_kernel(
     d_last,
     x,
     kernel,
+    bias,
     first,
     token,
     document,
@@ -164,6 +194,7 @@ def _backward_kernel(
     T,
     D,
     W: tl.constexpr,
+    SILU: tl.constexpr,
     BLOCK_D: tl.constexpr,
     GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -173,6 +204,8 @@ def _backward_kernel(
 
     d_parameters: [programs, B, W + 1, D], the last for the bias.
     """
+    FINE: tl.constexpr = x.dtype.element_ty == tl.float32
+    AHEAD: tl.constexpr = W - 1 if SILU else 0  # inputs before the first output that is met
     b = tl.program_id(2)
     row = b * T
     d = (tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D))[None, :]
@@ -183,49 +216,55 @@ def _backward_kernel(
     state = b * (W - 1) * D + d
     num_real, last_document = _row_sizes(b, T, count, documents)
 
-    weights = ()
+    weights, offset = _parameters(kernel, bias, d, D, W)
     sums = ()
-    for k in tl.static_range(W):
-        weights = weights + (tl.load(kernel + (W - 1 - k) * D + d, inside, other=0.0),)
+    for _ in tl.static_range(W):
         sums = sums + (tl.zeros((GROUPS, BLOCK_D), tl.float32),)
     d_bias = tl.zeros((GROUPS, BLOCK_D), tl.float32)
 
     for step in range(STEPS):
         tile_begin = (tl.program_id(1) * STEPS + step) * (GROUPS * ROWS) - (W - 1)
         begin = tile_begin + tl.arange(0, GROUPS)[:, None] * ROWS
+        values = ()
         gradients = ()
         tokens = ()
         owners = ()
-        for j in tl.static_range(ROWS + W - 1):
-            place = begin + j
+        for j in tl.static_range(AHEAD + ROWS + W - 1):
+            place = begin + j - AHEAD
             t, own = _who(place, row, T, token, document)
-            real = (place >= 0) & (place < num_real)
-            gradients = gradients + (
-                tl.load(dy + t.to(tl.int64) * D + d, real & inside, other=0.0).to(tl.float32),
-            )
+            at = t.to(tl.int64) * D + d
             tokens = tokens + (t,)
             owners = owners + (own,)
-            if j >= W - 1:
-                place = begin + j - (W - 1)
-                own = owners[j - (W - 1)]
-                at = tokens[j - (W - 1)].to(tl.int64) * D + d
+            if SILU:
+                values = values + (_input(x, first, state, place, at, num_real, d, D, W),)
+            if j >= AHEAD:
                 real = (place >= 0) & (place < num_real)
-                value = tl.load(x + at, real & inside, other=0.0).to(tl.float32)
-                if first is not None:
-                    before = (place < 0) & inside
-                    value += tl.load(first + state + (place + W - 1) * D, before, other=0.0)
+                gradient = tl.load(dy + at, real & inside, other=0.0).to(tl.float32)
+                if SILU:
+                    z = _filtered(values, owners, weights, offset, token, W)
+                    s, rest = sigmoid(z, FINE)
+                    gradient *= s * (1.0 + z * rest)
+                gradients = gradients + (gradient,)
+            if j >= AHEAD + W - 1:
+                place -= W - 1
+                at = tokens[-W].to(tl.int64) * D + d
+                own = owners[-W]
+                if SILU:
+                    value = values[-W]
+                else:
+                    value = _input(x, first, state, place, at, num_real, d, D, W)
                 slot = place - num_real + W - 1
                 kept = (slot >= 0) & (slot < W - 1) & (own == last_document) & inside
                 d_value = tl.load(d_last + state + slot * D, kept, other=0.0)
                 added = ()
                 for k in tl.static_range(W):
-                    gradient = gradients[j - (W - 1) + k]
+                    gradient = gradients[k - W]
                     if token is not None:
-                        gradient = tl.where(owners[j - (W - 1) + k] == own, gradient, 0.0)
+                        gradient = tl.where(owners[k - W] == own, gradient, 0.0)
                     d_value += weights[k].to(tl.float32) * gradient
                     added = added + (sums[k] + value * gradient,)
                 sums = added
-                d_bias += gradients[j - (W - 1)]
+                d_bias += gradients[-W]
                 tl.store(dx + at, d_value, (place >= 0) & (place < T) & inside)
                 if tile_begin < 0:
                     tl.store(d_first + state + (place + W - 1) * D, d_value, (place < 0) & inside)
@@ -262,6 +301,7 @@ def _forward(
     bias: Tensor | None,
     initial_state: Tensor | None,
     token_kind: Tensor | None,
+    activation: str | None,
 ) -> tuple[Tensor, Tensor]:
     batch, length, width = x.shape
     taps = kernel.shape[0]
@@ -278,13 +318,14 @@ def _forward(
             length,
             width,
             W=taps,
+            SILU=activation == "silu",
             **tile._asdict(),
         )
     return y, last
 
 
 @_forward.register_fake
-def _(x, kernel, bias, initial_state, token_kind):
+def _(x, kernel, bias, initial_state, token_kind, activation):
     state_shape = (x.shape[0], kernel.shape[0] - 1, x.shape[2])
     return x.new_empty(x.shape), x.new_empty(state_shape, dtype=torch.float32)
 
@@ -298,6 +339,7 @@ def _backward(
     bias: Tensor | None,
     initial_state: Tensor | None,
     token_kind: Tensor | None,
+    activation: str | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, length, width = x.shape
     taps = kernel.shape[0]
@@ -309,7 +351,7 @@ def _backward(
     d_initial = d_state.new_empty(d_state.shape)
     with on_device_of(x):
         _backward_kernel[(triton.cdiv(width, tile.BLOCK_D), programs, batch)](
-            *contiguous(dy, d_state, x, kernel, initial_state),
+            *contiguous(dy, d_state, x, kernel, bias, initial_state),
             *_places(token_kind),
             dx,
             d_parameters,
@@ -317,6 +359,7 @@ def _backward(
             length,
             width,
             W=taps,
+            SILU=activation == "silu",
             STEPS=steps,
             maxnreg=MAX_REGISTERS,
             **tile._asdict(),
@@ -328,7 +371,7 @@ def _backward(
 
 
 @_backward.register_fake
-def _(dy, d_state, x, kernel, bias, initial_state, token_kind):
+def _(dy, d_state, x, kernel, bias, initial_state, token_kind, activation):
     return (
         x.new_empty(x.shape),
         kernel.new_empty(kernel.shape),
@@ -337,4 +380,4 @@ def _(dy, d_state, x, kernel, bias, initial_state, token_kind):
     )
 
 
-register_gradient(_forward, _backward, keep_output=False)
+register_gradient(_forward, _backward, keep_output=False, options=1)

@@ -1,5 +1,6 @@
 """What is special to the Triton kernels; that they compute what they should is in tests/ops."""
 
+import functools
 import json
 import os
 import pathlib
@@ -18,6 +19,7 @@ import keras_recurrent
 from keras_recurrent import dispatch, ops
 from tests.ops import native, test_kernels
 from tests.ops.cases import Case, draw
+from tests.ops.test_ops import OPTIONS
 from tests.triton.hopper import KERNELS
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -138,7 +140,9 @@ def test_the_same_bits_again(operation):
 @every_operation
 def test_compiled_without_graph_breaks(operation):
     """Forward and backward: one graph each, whatever the length."""
-    kernel = getattr(dispatch.KERNELS[operation]["triton"], operation)
+    kernel = functools.partial(
+        getattr(dispatch.KERNELS[operation]["triton"], operation), **OPTIONS.get(operation, {})
+    )
     graphs = []
 
     def count(graph, example_inputs):
