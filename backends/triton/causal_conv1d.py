@@ -4,7 +4,7 @@ Taps skip padding, and padding may stand anywhere: so tokens go by their place a
 of their row. The tokens of the state have the places -W+1 to -1 and belong to document 0; padding
 takes the places that are left. A small kernel notes who is where. A program walks along places
 with the last W inputs at hand, and the backward with the gradients of the next W outputs. For the
-gradient of an activation it walks W - 1 places ahead of itself, and filters the inputs again.
+gradient of an activation it starts W - 1 places before its own, and filters the inputs again.
 """
 
 import torch
@@ -25,7 +25,7 @@ from keras_recurrent.backends.triton._math import sigmoid
 _MAX_WIDTH = 16
 _PLACES_BLOCK = 4096
 _ROWS = 4  # tokens a thread walks along
-_STEPS = 8  # how many tiles share the sum over their tokens in the backward
+_STEPS = 8  # how often it does, in the backward, beside its way along the places of others
 
 
 def unsupported(
@@ -156,24 +156,28 @@ def _forward_kernel(
     weights, offset = _parameters(kernel, bias, d, D, W)
 
     values = ()
+    tokens = ()
     owners = ()
     for j in tl.static_range(ROWS + W - 1):
         place = begin + j - (W - 1)
         t, own = _who(place, row, T, token, document)
         at = t.to(tl.int64) * D + d
-        value = _input(x, first, state, place, at, num_real, d, D, W)
-        values = values + (value,)
+        values = values + (_input(x, first, state, place, at, num_real, d, D, W),)
+        tokens = tokens + (t,)
         owners = owners + (own,)
-        if j >= W - 1:
-            total = _filtered(values, owners, weights, offset, token, W)
-            if SILU:
-                total *= sigmoid(total, FINE)[0]
-            tl.store(y + at, total, (place >= 0) & (place < T) & inside)
-            if tile_begin + GROUPS * ROWS > num_real - (W - 1):
-                slot = place - num_real + W - 1
-                kept = (slot >= 0) & (slot < W - 1) & inside
-                value = tl.where(own == last_document, value, 0.0)
-                tl.store(last + state + slot * D, value, kept)
+    # The compiler moves no load ahead of a store: all loads come first.
+    for j in tl.static_range(ROWS):
+        place = begin + j
+        total = _filtered(values[j : j + W], owners[j : j + W], weights, offset, token, W)
+        if SILU:
+            total *= sigmoid(total, FINE)[0]
+        at = tokens[j + W - 1].to(tl.int64) * D + d
+        tl.store(y + at, total, (place >= 0) & (place < T) & inside)
+        if tile_begin + GROUPS * ROWS > num_real - (W - 1):
+            slot = place - num_real + W - 1
+            kept = (slot >= 0) & (slot < W - 1) & inside
+            value = tl.where(owners[j + W - 1] == last_document, values[j + W - 1], 0.0)
+            tl.store(last + state + slot * D, value, kept)
 
 
 @triton.jit
@@ -200,12 +204,15 @@ def _backward_kernel(
     ROWS: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """A program goes through STEPS tiles, and leaves one sum over them for each parameter.
+    """A group goes through STEPS times ROWS places, of which the first and last are of others too.
+
+    A program leaves one sum over its own places for each parameter.
 
     d_parameters: [programs, B, W + 1, D], the last for the bias.
     """
     FINE: tl.constexpr = x.dtype.element_ty == tl.float32
-    AHEAD: tl.constexpr = W - 1 if SILU else 0  # inputs before the first output that is met
+    AHEAD: tl.constexpr = W - 1 if SILU else 0
+    OWN: tl.constexpr = STEPS * ROWS - AHEAD - (W - 1)  # places whose inputs get their gradients
     b = tl.program_id(2)
     row = b * T
     d = (tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D))[None, :]
@@ -222,52 +229,59 @@ def _backward_kernel(
         sums = sums + (tl.zeros((GROUPS, BLOCK_D), tl.float32),)
     d_bias = tl.zeros((GROUPS, BLOCK_D), tl.float32)
 
+    begin = (tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)[:, None]) * OWN - (W - 1)
+    end = (tl.program_id(1) + 1) * (GROUPS * OWN) - (W - 1)
+    values = ()
+    gradients = ()
+    tokens = ()
+    owners = ()
+    for _ in tl.static_range(W - 1):
+        values = values + (tl.zeros((GROUPS, BLOCK_D), tl.float32),)
+        gradients = gradients + (tl.zeros((GROUPS, BLOCK_D), tl.float32),)
+        tokens = tokens + (begin * 0,)
+        owners = owners + (begin * 0,)
     for step in range(STEPS):
-        tile_begin = (tl.program_id(1) * STEPS + step) * (GROUPS * ROWS) - (W - 1)
-        begin = tile_begin + tl.arange(0, GROUPS)[:, None] * ROWS
-        values = ()
-        gradients = ()
-        tokens = ()
-        owners = ()
-        for j in tl.static_range(AHEAD + ROWS + W - 1):
-            place = begin + j - AHEAD
+        for j in tl.static_range(ROWS):
+            i = step * ROWS + j
+            place = begin + i - AHEAD
             t, own = _who(place, row, T, token, document)
             at = t.to(tl.int64) * D + d
+            values = values + (_input(x, first, state, place, at, num_real, d, D, W),)
             tokens = tokens + (t,)
             owners = owners + (own,)
+            met = (i >= AHEAD) & (place >= 0) & (place < num_real) & inside
+            gradient = tl.load(dy + at, met, other=0.0).to(tl.float32)
             if SILU:
-                values = values + (_input(x, first, state, place, at, num_real, d, D, W),)
-            if j >= AHEAD:
-                real = (place >= 0) & (place < num_real)
-                gradient = tl.load(dy + at, real & inside, other=0.0).to(tl.float32)
-                if SILU:
-                    z = _filtered(values, owners, weights, offset, token, W)
-                    s, rest = sigmoid(z, FINE)
-                    gradient *= s * (1.0 + z * rest)
-                gradients = gradients + (gradient,)
-            if j >= AHEAD + W - 1:
-                place -= W - 1
-                at = tokens[-W].to(tl.int64) * D + d
-                own = owners[-W]
-                if SILU:
-                    value = values[-W]
-                else:
-                    value = _input(x, first, state, place, at, num_real, d, D, W)
+                z = _filtered(values, owners, weights, offset, token, W)
+                s, rest = sigmoid(z, FINE)
+                gradient *= s * (1.0 + z * rest)
+            gradients = gradients + (gradient,)
+        # The compiler moves no load ahead of a store: all loads of a step come first.
+        for j in tl.static_range(ROWS):
+            i = step * ROWS + j - (W - 1)
+            place = begin + i - AHEAD
+            at = tokens[j].to(tl.int64) * D + d
+            value = tl.where(i >= AHEAD, values[j], 0.0)
+            d_value = tl.zeros((GROUPS, BLOCK_D), tl.float32)
+            if end > num_real - (W - 1):
                 slot = place - num_real + W - 1
-                kept = (slot >= 0) & (slot < W - 1) & (own == last_document) & inside
+                kept = (slot >= 0) & (slot < W - 1) & (owners[j] == last_document) & inside
                 d_value = tl.load(d_last + state + slot * D, kept, other=0.0)
-                added = ()
-                for k in tl.static_range(W):
-                    gradient = gradients[k - W]
-                    if token is not None:
-                        gradient = tl.where(owners[k - W] == own, gradient, 0.0)
-                    d_value += weights[k].to(tl.float32) * gradient
-                    added = added + (sums[k] + value * gradient,)
-                sums = added
-                d_bias += gradients[-W]
-                tl.store(dx + at, d_value, (place >= 0) & (place < T) & inside)
-                if tile_begin < 0:
-                    tl.store(d_first + state + (place + W - 1) * D, d_value, (place < 0) & inside)
+            added = ()
+            for k in tl.static_range(W):
+                gradient = gradients[j + k]
+                if token is not None:
+                    gradient = tl.where(owners[j + k] == owners[j], gradient, 0.0)
+                d_value += weights[k].to(tl.float32) * gradient
+                added = added + (sums[k] + value * gradient,)
+            sums = added
+            d_bias += gradients[j]
+            own_place = (i >= AHEAD) & inside
+            tl.store(dx + at, d_value, own_place & (place >= 0) & (place < T))
+            if tl.program_id(1) == 0:
+                tl.store(d_first + state + (place + W - 1) * D, d_value, own_place & (place < 0))
+        values, gradients = values[ROWS:], gradients[ROWS:]
+        tokens, owners = tokens[ROWS:], owners[ROWS:]
 
     at = (tl.program_id(1) * tl.num_programs(2) + b).to(tl.int64) * (W + 1)
     for k in tl.static_range(W):
@@ -344,8 +358,12 @@ def _backward(
     batch, length, width = x.shape
     taps = kernel.shape[0]
     tile = _tiling(length + taps - 1, width)
+    silu = activation == "silu"
+    shared = (taps - 1) * (2 if silu else 1)  # places of other groups that a group goes through
     steps = min(_STEPS, triton.next_power_of_2(triton.cdiv(length + taps - 1, tile.tokens)))
-    programs = triton.cdiv(length + taps - 1, steps * tile.tokens)
+    steps += triton.cdiv(shared, _ROWS)
+    own = tile.GROUPS * (steps * _ROWS - shared)
+    programs = triton.cdiv(length + taps - 1, own)
     dx = x.new_empty(x.shape)
     d_parameters = x.new_empty((programs * batch, taps + 1, width), dtype=torch.float32)
     d_initial = d_state.new_empty(d_state.shape)
@@ -359,7 +377,7 @@ def _backward(
             length,
             width,
             W=taps,
-            SILU=activation == "silu",
+            SILU=silu,
             STEPS=steps,
             maxnreg=MAX_REGISTERS,
             **tile._asdict(),

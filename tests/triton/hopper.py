@@ -32,7 +32,7 @@ FLOATS += ("totals", "decays", "log_decay", "log_f")
 INTEGERS = ("carry", "token", "document", "count", "documents")
 
 TILE = {"BLOCK_D": 64, "GROUPS": 16, "ROWS": 4}
-CONV = {**TILE, "GROUPS": 8, "W": 4, "SILU": False, "STEPS": 8}
+CONV = {**TILE, "GROUPS": 8, "W": 4, "SILU": False, "STEPS": 10}
 SCAN = {"num_warps": 4, "maxnreg": MAX_REGISTERS}
 # Heads of 128 channels, as in hgrn2_1b and tnl_1b: bfloat16, and log f in float32.
 CHUNKS = {"BLOCK_K": 64, "BLOCK_V": 128, "CHUNK": _linear_attention.CHUNK, "SHORT": True}
