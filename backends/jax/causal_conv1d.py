@@ -101,8 +101,11 @@ def operation(forward, backward):
         dtype = accumulate(x, kernel, *([] if bias is None else [bias]))
         state_shape = (x.shape[0], kernel.shape[0] - 1, x.shape[2])
         initial_state = first_state(initial_state, state_shape, dtype)
-        functions = (functools.partial(f, activation=activation) for f in (forward, backward))
-        run = with_gradient(*functions, with_output=False)
+        run = with_gradient(
+            functools.partial(forward, activation=activation),
+            functools.partial(backward, activation=activation),
+            with_output=False,
+        )
         return run(x, kernel, bias, initial_state, token_kind)
 
     return causal_conv1d
