@@ -6,6 +6,7 @@ in which the same GPU, in the same run, copies what must be read and written onc
 """
 
 import datetime
+import functools
 import importlib.metadata
 import importlib.util
 import math
@@ -51,10 +52,19 @@ def fla_rg_lru(x, gate_a, gate_x, a_logit):
     return fla_scan(inputs.to(x.dtype), log_a.to(x.dtype))
 
 
-def fla_conv(x, kernel, bias):
+def fla_conv(x, kernel, bias, activation=None):
     from fla.modules.causal_conv1d import causal_conv1d
 
-    return causal_conv1d(x, weight=kernel.T.contiguous(), bias=bias)[0]
+    return causal_conv1d(x, weight=kernel.T.contiguous(), bias=bias, activation=activation)[0]
+
+
+def conv_tensors(b, t, d):
+    """Parameters in float32, as the layer has them."""
+    return [
+        normal(b, t, d),
+        normal(4, d, dtype=torch.float32),
+        normal(d, dtype=torch.float32),
+    ]
 
 
 def fla_gated(q, k, v, log_f):
@@ -93,6 +103,7 @@ class Work(NamedTuple):
     peer: Callable  # of the arguments: the output, by flash-linear-attention
     bytes: Callable  # of a shape: what the forward and the backward must move
     tied: bool = False  # whether the second argument is None
+    options: dict = {}  # what the operation takes beside tensors
 
 
 WORK = {
@@ -116,13 +127,17 @@ WORK = {
     "causal_conv1d": Work(
         "causal_conv1d",
         SCANS[:1],
-        lambda b, t, d: [
-            normal(b, t, d),
-            normal(4, d, dtype=torch.float32),
-            normal(d, dtype=torch.float32),
-        ],
+        conv_tensors,
         fla_conv,
         two_bytes(2, 3),
+    ),
+    "causal_conv1d, silu": Work(
+        "causal_conv1d",
+        SCANS[:1],
+        conv_tensors,
+        functools.partial(fla_conv, activation="silu"),
+        two_bytes(2, 3),
+        options={"activation": "silu"},
     ),
     "gated_linear_attention": Work(
         "gated_linear_attention",
@@ -228,15 +243,15 @@ def measure(function, tensors):
     }
 
 
-def output_of(operation, implementation, tied):
-    kernel = getattr(dispatch.KERNELS[operation][implementation], operation)
-    if tied:
+def output_of(work, implementation):
+    kernel = getattr(dispatch.KERNELS[work.operation][implementation], work.operation)
+    if work.tied:
         return lambda q, *tensors: kernel(q, None, *tensors)[0]
-    return lambda *tensors: kernel(*tensors)[0]
+    return lambda *tensors: kernel(*tensors, **work.options)[0]
 
 
 def rows(label, work, rate):
-    functions = {n: output_of(work.operation, n, work.tied) for n in ("triton", "torch")}
+    functions = {n: output_of(work, n) for n in ("triton", "torch")}
     if HAS_FLA:
         functions["FLA"] = work.peer
     for shape in work.shapes:

@@ -3,8 +3,11 @@
 De et al. 2024, arXiv:2402.19427, section 2.3 (the temporal convolution before the recurrence).
 
 Padding may stand anywhere in a row, and the filter passes over it: the real tokens of a row are
-first moved together, where the filter is a sum of shifts, and its outputs are moved back.
+first moved together, where the filter is a sum of shifts, and its outputs are moved back. The
+backward computes again what the activation was applied to.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -15,23 +18,20 @@ from keras_recurrent.backends.jax._time_chunks import before, over_chunks
 from keras_recurrent.backends.jax._tokens import accumulate, first_state, sum_over_tokens
 
 
-def unsupported(x, kernel, bias=None, initial_state=None, token_kind=None):
+def unsupported(x, kernel, bias=None, initial_state=None, token_kind=None, activation=None):
     return None
 
 
-def forward(x, kernel, bias, initial_state, token_kind):
+def forward(x, kernel, bias, initial_state, token_kind, activation=None):
     dtype = initial_state.dtype
     tokens, window = _tokens(token_kind), kernel.astype(dtype)
     together, document = _together(x, tokens)
 
     def step(carry, start, x_chunk, document_chunk):
         inputs = _inputs(together, x_chunk, start, initial_state)
-        output = sum(
-            window[j] * jnp.where(met, inputs[:, j : j + x_chunk.shape[1]], 0)
-            for j, met in enumerate(_meets(document, document_chunk, start, window.shape[0]))
-        )
-        if bias is not None:
-            output = output + bias.astype(dtype)
+        output = _filtered(inputs, window, bias, _meets(document, document_chunk, start, window))
+        if activation == "silu":
+            output = jax.nn.silu(output)
         return carry, (output.astype(x.dtype),)
 
     _, (output,) = over_chunks(step, (), (together, document), least=window.shape[0])
@@ -43,7 +43,7 @@ def forward(x, kernel, bias, initial_state, token_kind):
     return tokens.back(output), jnp.where(met, rows(whole, last), 0)
 
 
-def backward(x, kernel, bias, initial_state, token_kind, _, d_output, d_final):
+def backward(x, kernel, bias, initial_state, token_kind, _, d_output, d_final, activation=None):
     dtype, width = initial_state.dtype, kernel.shape[0]
     tokens, window = _tokens(token_kind), kernel.astype(dtype)
     together, document = _together(x, tokens)
@@ -51,18 +51,21 @@ def backward(x, kernel, bias, initial_state, token_kind, _, d_output, d_final):
 
     def step(carry, start, x_chunk, document_chunk, d_y):
         d_after, d_window, d_bias = carry  # d_after: of the last inputs, from the chunk after
-        length, d_y = x_chunk.shape[1], d_y.astype(dtype)
+        length, d_z = x_chunk.shape[1], d_y.astype(dtype)
         inputs = _inputs(together, x_chunk, start, initial_state)
+        meets = _meets(document, document_chunk, start, window)
+        if activation == "silu":
+            d_z = _silu_gradient(d_z, _filtered(inputs, window, bias, meets))
         d_inputs = jnp.pad(d_after, ((0, 0), (length, 0), (0, 0)))
         d_taps = []
-        for j, met in enumerate(_meets(document, document_chunk, start, width)):
-            d_met = jnp.where(met, d_y, 0)
+        for j, met in enumerate(meets):
+            d_met = jnp.where(met, d_z, 0)
             d_taps.append(sum_over_tokens(d_met * inputs[:, j : j + length]))
             d_inputs += jnp.pad(window[j] * d_met, ((0, 0), (j, width - 1 - j), (0, 0)))
         carry = (
             d_inputs[:, : width - 1],
             d_window + jnp.stack(d_taps),
-            d_bias + sum_over_tokens(d_y),
+            d_bias + sum_over_tokens(d_z),
         )
         return carry, (d_inputs[:, width - 1 :].astype(x.dtype),)
 
@@ -88,17 +91,21 @@ def backward(x, kernel, bias, initial_state, token_kind, _, d_output, d_final):
 
 def operation(forward, backward):
     """The operation made of two functions: those of this file, or others with their arguments."""
-    run = with_gradient(forward, backward, with_output=False)
 
-    @jax.jit
-    def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None):
-        """x: [B, T, D]; kernel: [W, D]; bias: [D].
+    @functools.partial(jax.jit, static_argnames="activation")
+    def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None, activation=None):
+        """x: [B, T, D]; kernel: [W, D]; bias: [D]; activation: None or "silu".
 
         Returns ([B, T, D] in x's dtype, the last W - 1 real inputs [B, W - 1, D] in float32).
         """
         dtype = accumulate(x, kernel, *([] if bias is None else [bias]))
         state_shape = (x.shape[0], kernel.shape[0] - 1, x.shape[2])
         initial_state = first_state(initial_state, state_shape, dtype)
+        run = with_gradient(
+            functools.partial(forward, activation=activation),
+            functools.partial(backward, activation=activation),
+            with_output=False,
+        )
         return run(x, kernel, bias, initial_state, token_kind)
 
     return causal_conv1d
@@ -122,11 +129,27 @@ def _inputs(x, chunk, start, initial_state):
     return jnp.concatenate([before(x, start, initial_state), chunk], axis=1)
 
 
-def _meets(document, chunk, start, width):
+def _filtered(inputs, window, bias, meets):
+    """The filter on the chunk at the end of its inputs [B, W - 1 + C, D]."""
+    length = inputs.shape[1] - window.shape[0] + 1
+    output = sum(
+        window[j] * jnp.where(met, inputs[:, j : j + length], 0) for j, met in enumerate(meets)
+    )
+    return output if bias is None else output + bias.astype(window.dtype)
+
+
+def _silu_gradient(d_y, z):
+    """Of z, from that of y = z σ(z)."""
+    s = jax.nn.sigmoid(z)
+    return d_y * s * (1 + z * jax.nn.sigmoid(-z))
+
+
+def _meets(document, chunk, start, window):
     """For each weight, whether it meets an input of the token's own document.
 
     What came before the first chunk is of document 0.
     """
+    width = window.shape[0]
     if document is None:
         return [True] * width
     first = jnp.zeros((chunk.shape[0], width - 1), chunk.dtype)

@@ -7,36 +7,46 @@ token before it had there, and so on: each j is a shift by one token, where padd
 before, and a start lets nothing through. Backwards in time the same brings each input the
 gradients of the j-th outputs after it, so that one pass gives the gradients of inputs and filter.
 Only blocks with padding take the time for it.
+
+An activation is computed along with the filter. Its gradient, too, needs the inputs before each
+token: one more pass forward in time makes the gradients of what the filter gives.
 """
 
 import functools
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from keras_recurrent.backends.jax import causal_conv1d as plain
 from keras_recurrent.backends.pallas._common import GOES_ON, PADDING, ROWS, STARTS, refusal
+from keras_recurrent.backends.pallas._math import sigmoids
 from keras_recurrent.backends.pallas._platform import per_shard
 from keras_recurrent.backends.pallas._streaming import F32, blocks, hold, real, shift, stream
 
 MOST_TAPS = 16
 
 
-def unsupported(x, kernel, bias=None, initial_state=None, token_kind=None) -> str | None:
+def unsupported(
+    x, kernel, bias=None, initial_state=None, token_kind=None, activation=None
+) -> str | None:
     """Why this kernel refuses these arguments; None if it accepts them."""
     if not 2 <= kernel.shape[0] <= MOST_TAPS:
         return f"needs a kernel of 2 to {MOST_TAPS} taps, got one of {kernel.shape[0]}"
     return refusal(x, kernel, bias, initial_state)
 
 
-def forward(x, kernel, bias, initial_state, token_kind):
+def forward(x, kernel, bias, initial_state, token_kind, activation=None):
     weights, bias = _filter(x, kernel, bias)
-    return _forward(x, weights, bias, initial_state, token_kind)
+    run = _forward_with_silu if activation == "silu" else _forward
+    return run(x, weights, bias, initial_state, token_kind)
 
 
-def backward(x, kernel, bias, initial_state, token_kind, _, d_output, d_final):
+def backward(x, kernel, bias, initial_state, token_kind, _, d_output, d_final, activation=None):
     place = _place_from_end(x, kernel, token_kind)
     weights, row = _filter(x, kernel, bias)
+    if activation == "silu":
+        d_output, _ = _before_silu(x, weights, row, initial_state, token_kind, d_output)
     d_x, d_filter, d_initial = _backward(x, weights, row, initial_state, place, d_output, d_final)
     d_filter = jnp.sum(d_filter, axis=0)
     d_kernel, d_bias = d_filter[:-1].astype(kernel.dtype), d_filter[-1]
@@ -76,7 +86,9 @@ def _state_kept(d_final, token_kind, length):
     return jnp.where((source >= 0)[:, :, None], kept, 0)
 
 
-def _forward_kernel(here, x, weights, bias, initial, y, final, state):
+def _forward_kernel(finish, here, x, weights, bias, initial, *references):
+    *beside, y, final, state = references
+
     @pl.when(here.first)
     def _():
         state[...] = initial[...]
@@ -94,7 +106,7 @@ def _forward_kernel(here, x, weights, bias, initial, y, final, state):
                 value = jnp.where(kind == GOES_ON, value, 0)
             total = total + weights[j : j + 1, :] * value
             after.append(last)
-        y[rows, :] = total.astype(y.dtype)
+        y[rows, :] = finish(total, *(t[rows, :].astype(F32) for t in beside)).astype(y.dtype)
         return tuple(after)
 
     _run(here, tile, lambda kind: kind == PADDING, state)
@@ -132,20 +144,38 @@ def _held(padded, kind, value, before, reverse=False):
     return value, value[:1] if reverse else value[ROWS - 1 :]
 
 
-def _forward(x, weights, bias, initial_state, token_kind):
+def _as_it_is(z):
+    return z
+
+
+def _silu(z):
+    return z * sigmoids(z)[0]
+
+
+def _silu_gradient(z, dy):
+    s, rest = sigmoids(z)
+    return dy * s * (1 + z * rest)
+
+
+def _filtered(finish, x, weights, bias, initial_state, token_kind, *beside):
+    """`finish` of what the filter gives and of the tensors `beside`, and the final state."""
     taps, width = weights.shape
-    cut = blocks(x, [x, x])
+    y = jax.ShapeDtypeStruct(x.shape, F32 if beside else x.dtype)
+    cut = blocks(x, [x, *beside, y])
     inputs = [
         (x, cut.sequence()),
         (weights, cut.shared(taps)),
         (bias, cut.shared()),
         (initial_state, cut.row(taps - 1)),
+        *((t, cut.sequence()) for t in beside),
     ]
     outputs = [
-        (x.shape, x.dtype, cut.sequence()),
+        (y.shape, y.dtype, cut.sequence()),
         ((x.shape[0], taps - 1, width), F32, cut.row(taps - 1)),
     ]
-    return stream(_forward_kernel, cut, token_kind, inputs, outputs, carried=taps - 1)
+    kernel = functools.partial(_forward_kernel, finish)
+    functools.update_wrapper(kernel, _forward_kernel)
+    return stream(kernel, cut, token_kind, inputs, outputs, carried=taps - 1)
 
 
 def _backward_kernel(here, x, weights, bias, initial, dy, d_final, dx, d_filter, d_initial, state):
@@ -217,7 +247,12 @@ def _backward(x, weights, bias, initial_state, place, dy, d_final):
 
 
 _ARGUMENTS = ("b t d", "w d", "o d", "b s d", "b t")
-_forward = per_shard(_forward, _ARGUMENTS, ("b t d", "b s d"))
+_RESULTS = ("b t d", "b s d")
+_forward = per_shard(functools.partial(_filtered, _as_it_is), _ARGUMENTS, _RESULTS)
+_forward_with_silu = per_shard(functools.partial(_filtered, _silu), _ARGUMENTS, _RESULTS)
+_before_silu = per_shard(
+    functools.partial(_filtered, _silu_gradient), (*_ARGUMENTS, "b t d"), _RESULTS
+)
 _backward = per_shard(_backward, (*_ARGUMENTS, "b t d", "b s d"), ("b t d", "b f d", "b s d"))
 
 causal_conv1d = plain.operation(forward, backward)

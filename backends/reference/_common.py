@@ -22,3 +22,7 @@ def first_state(x, initial_state, dtype):
     if initial_state is None:
         return np.zeros((x.shape[0], x.shape[2]), dtype)
     return np.asarray(initial_state, dtype)
+
+
+def sigmoid(z):
+    return np.exp(-np.logaddexp(0, -z))

@@ -1,15 +1,33 @@
 """y_t = bias + sum_j kernel[j] * x_{t-W+1+j}: one filter a channel, over a document's real tokens.
 
 De et al. 2024, arXiv:2402.19427, section 2.3 (the temporal convolution before the recurrence).
+With the activation "silu", z_t σ(z_t) of what the filter gives, z_t.
 """
 
 import numpy as np
 
-from keras_recurrent.backends.reference._common import PADDING, STARTS, prepare, token_kinds
+from keras_recurrent.backends.reference._common import (
+    PADDING,
+    STARTS,
+    prepare,
+    sigmoid,
+    token_kinds,
+)
 
 
-def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None, dtype=np.float64):
-    """x: [B, T, D]; kernel: [W, D]; bias: [D]. Returns ([B, T, D], [B, W - 1, D])."""
+def causal_conv1d(
+    x,
+    kernel,
+    bias=None,
+    initial_state=None,
+    token_kind=None,
+    activation=None,
+    dtype=np.float64,
+):
+    """x: [B, T, D]; kernel: [W, D]; bias: [D]; activation: None or "silu".
+
+    Returns ([B, T, D], [B, W - 1, D]).
+    """
     x, kernel = prepare(dtype, x, kernel)
     bias = 0 if bias is None else np.asarray(bias).astype(dtype)
     window = _first_window(x, kernel, initial_state, dtype)
@@ -17,7 +35,8 @@ def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None, dty
     output = np.empty_like(x)
     for t in range(x.shape[1]):
         window = _next_window(window, x[:, t], kind[:, t])
-        output[:, t] = bias + np.sum(kernel * window, axis=1)
+        z = bias + np.sum(kernel * window, axis=1)
+        output[:, t] = z * sigmoid(z) if activation == "silu" else z
     return output, window[:, 1:]
 
 
@@ -29,10 +48,12 @@ def causal_conv1d_gradient(
     bias=None,
     initial_state=None,
     token_kind=None,
+    activation=None,
     dtype=np.float64,
 ):
     """Returns the gradients of x, kernel, bias and initial_state. A padded output has none."""
     x, kernel, d_output, d_final_state = prepare(dtype, x, kernel, d_output, d_final_state)
+    bias = 0 if bias is None else np.asarray(bias).astype(dtype)
     kind = token_kinds(x, token_kind)
     windows = [_first_window(x, kernel, initial_state, dtype)]
     for t in range(x.shape[1]):
@@ -43,10 +64,13 @@ def causal_conv1d_gradient(
     g[:, 1:] = d_final_state
     for t in reversed(range(x.shape[1])):
         k = kind[:, t]
-        d_y = np.where(k == PADDING, 0, d_output[:, t])
-        d_kernel += np.sum(d_y[:, None] * windows[t + 1], axis=0)
-        d_bias += np.sum(d_y, axis=0)
-        g = g + kernel * d_y[:, None]
+        d_z = np.where(k == PADDING, 0, d_output[:, t])
+        if activation == "silu":
+            z = bias + np.sum(kernel * windows[t + 1], axis=1)
+            d_z = d_z * sigmoid(z) * (1 + z * sigmoid(-z))
+        d_kernel += np.sum(d_z[:, None] * windows[t + 1], axis=0)
+        d_bias += np.sum(d_z, axis=0)
+        g = g + kernel * d_z[:, None]
         d_x[:, t] = np.where(k == PADDING, 0, g[:, -1])
         k = k[:, None]
         before = np.concatenate([np.zeros_like(g[:, :1]), g[:, :-1]], axis=1)

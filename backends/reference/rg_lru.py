@@ -15,6 +15,7 @@ from keras_recurrent.backends.reference._common import (
     STARTS,
     first_state,
     prepare,
+    sigmoid,
     token_kinds,
 )
 
@@ -31,8 +32,8 @@ def rg_lru(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None, dtyp
     output = np.empty_like(x)
     for t in range(x.shape[1]):
         k = kind[:, t]
-        log_a = -C * _softplus(-a_logit) * _sigmoid(gate_a[:, t])
-        gated = _sigmoid(gate_x[:, t]) * x[:, t]
+        log_a = -C * _softplus(-a_logit) * sigmoid(gate_a[:, t])
+        gated = sigmoid(gate_x[:, t]) * x[:, t]
         going_on = np.exp(log_a) * h + np.sqrt(-np.expm1(2 * log_a)) * gated
         h = np.where(k == PADDING, h, np.where(k == STARTS, gated, going_on))
         output[:, t] = h
@@ -61,7 +62,7 @@ def rg_lru_gradient(
     d_a_logit = np.zeros_like(a_logit)
     for t in reversed(range(x.shape[1])):
         k = kind[:, t]
-        r, i = _sigmoid(gate_a[:, t]), _sigmoid(gate_x[:, t])
+        r, i = sigmoid(gate_a[:, t]), sigmoid(gate_x[:, t])
         log_a = -C * _softplus(-a_logit) * r
         a, z = np.exp(log_a), -np.expm1(2 * log_a)
         g = g + d_output[:, t]
@@ -69,20 +70,16 @@ def rg_lru_gradient(
         multiplier = np.where(k == STARTS, 1, np.sqrt(z))
         d_x[:, t] = np.where(k == PADDING, 0, g * multiplier * i)
         d_gate_x[:, t] = np.where(
-            k == PADDING, 0, g * multiplier * x[:, t] * i * _sigmoid(-gate_x[:, t])
+            k == PADDING, 0, g * multiplier * x[:, t] * i * sigmoid(-gate_x[:, t])
         )
         d_sqrt = 1 / np.sqrt(np.maximum(4 * z, 1 / MAX_SQRT_GRADIENT**2))
         d_log_a = g * a * (h[:, t - 1] if t else first) - g * i * x[:, t] * d_sqrt * 2 * a * a
         d_log_a = np.where(k == GOES_ON, d_log_a, 0)
-        d_gate_a[:, t] = d_log_a * log_a * _sigmoid(-gate_a[:, t])
-        d_a_logit += np.sum(d_log_a * C * r * _sigmoid(-a_logit), axis=0)
+        d_gate_a[:, t] = d_log_a * log_a * sigmoid(-gate_a[:, t])
+        d_a_logit += np.sum(d_log_a * C * r * sigmoid(-a_logit), axis=0)
 
         g = np.where(k == PADDING, g, np.where(k == STARTS, 0, a * g))
     return d_x, d_gate_a, d_gate_x, d_a_logit, g
-
-
-def _sigmoid(z):
-    return np.exp(-np.logaddexp(0, -z))
 
 
 def _softplus(z):

@@ -2,7 +2,8 @@
 
 Padding may stand anywhere, so the real tokens of each row first move together, behind the W - 1
 of the state, which leaves padding last; then every tap is a shifted slice, and counts only where
-it lies in the same document. The gradient is the mirror image, shifted the other way.
+it lies in the same document. The gradient is the mirror image, shifted the other way; what the
+activation was applied to is computed again.
 """
 
 from typing import NamedTuple
@@ -21,13 +22,15 @@ from keras_recurrent.backends.tensorflow._common import (
 )
 
 
-def unsupported(x, kernel, bias=None, initial_state=None, token_kind=None) -> str | None:
+def unsupported(
+    x, kernel, bias=None, initial_state=None, token_kind=None, activation=None
+) -> str | None:
     """Why this kernel refuses these arguments; None if it accepts them."""
     return None
 
 
-def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None):
-    """x: [B, T, D]; kernel: [W, D]; bias: [D].
+def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None, activation=None):
+    """x: [B, T, D]; kernel: [W, D]; bias: [D]; activation: None or "silu".
 
     Returns ([B, T, D] in x's dtype, [B, W - 1, D] in float32, or float64 if an argument is
     float64).
@@ -60,11 +63,17 @@ def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None):
         document = tf.pad(packing.document[:, ahead:], [[0, 0], [0, ahead], [0, 0]])
         return filled(rows, document != packing.document, 0)
 
+    def filtered(inputs, weights, bias):
+        z = tf.add_n([weights[tap] * tapped(inputs, tap) for tap in range(taps + 1)])
+        return z + tf.cast(bias, dtype)
+
     @tf.custom_gradient
     def run(x, kernel, bias, state):
         inputs, weights = inputs_of(x, state), tf.cast(kernel, dtype)
-        y = tf.add_n([weights[tap] * tapped(inputs, tap) for tap in range(taps + 1)])
-        y = tf.cast(y + tf.cast(bias, dtype), x.dtype)
+        y = filtered(inputs, weights, bias)
+        if activation == "silu":
+            y = tf.nn.silu(y)
+        y = tf.cast(y, x.dtype)
         if packing is None:
             final_state = inputs[:, length:]
         else:
@@ -79,15 +88,18 @@ def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None):
             else:
                 dy = filled(_move(dy, packing.order), packing.empty, 0)
                 d_inputs = _place(filled(d_state, packing.outdated, 0), packing.last, taps + length)
-            d_weights = []
+            dz, d_weights = dy, []
+            if activation == "silu":
+                z = filtered(inputs, weights, bias)
+                dz = dy * tf.sigmoid(z) * (1 + z * tf.sigmoid(-z))
             for tap in range(taps + 1):
-                d_inputs += weights[tap] * mirrored(dy, tap)
-                d_weights.append(total(dy * tapped(inputs, tap)))
+                d_inputs += weights[tap] * mirrored(dz, tap)
+                d_weights.append(total(dz * tapped(inputs, tap)))
             dx = tf.cast(d_inputs[:, taps:], x.dtype)
             return (
                 dx if packing is None else _move(dx, packing.place),
                 tf.cast(tf.stack(d_weights), kernel.dtype),
-                tf.cast(total(dy), bias.dtype),
+                tf.cast(total(dz), bias.dtype),
                 d_inputs[:, :taps],
             )
 

@@ -52,24 +52,27 @@ def fill_(tensor, mask, value):
     return tensor if mask is None else tensor.masked_fill_(mask, value)
 
 
-def register_gradient(forward, backward, keep_output=True, without=()):
+def register_gradient(forward, backward, keep_output=True, without=(), options=0):
     """Makes `backward` the gradient of the operator `forward(*inputs) -> (output, final_state)`.
 
     `backward(d_output, d_final_state, output, *inputs)`, without `output` unless that is kept,
-    returns a gradient for each input but the last one, the token kinds. What it returns for an
-    input that needs none, as None does, is dropped. It is not handed the inputs whose positions
-    are in `without`, and nobody has to keep them.
+    returns a gradient for each input up to the token kinds. What it returns for an input that
+    needs none, as None does, is dropped. It is not handed the inputs whose positions are in
+    `without`, and nobody has to keep them. So many `options`, which are no tensors, follow the
+    token kinds.
     """
 
     def save(ctx, inputs, output):
-        kept = [x for i, x in enumerate(inputs) if i not in without]
+        tensors = inputs[: len(inputs) - options]
+        ctx.options = inputs[len(tensors) :]
+        kept = [x for i, x in enumerate(tensors) if i not in without]
         ctx.save_for_backward(*output[:keep_output], *kept)
 
     def gradients(ctx, d_output, d_final_state):
         saved = ctx.saved_tensors  # once: a checkpoint recomputes what is asked for again
-        found = backward(d_output, d_final_state, *saved)
-        needed = ctx.needs_input_grad[:-1]
+        found = backward(d_output, d_final_state, *saved, *ctx.options)
+        needed = ctx.needs_input_grad[: -1 - options]
         given = (dx if need else None for need, dx in zip(needed, found, strict=True))
-        return *given, None
+        return *given, *[None] * (1 + options)
 
     forward.register_autograd(gradients, setup_context=save)

@@ -2,7 +2,8 @@
 
 Padding may stand anywhere, so the real tokens of each row first move together, behind the W - 1
 of the state, which leaves padding last; then every tap is a shifted slice, and counts only where
-it lies in the same document. The gradient goes back through the same slices.
+it lies in the same document. The gradient goes back through the same slices; what the activation
+was applied to is computed again.
 """
 
 from typing import NamedTuple
@@ -20,18 +21,20 @@ from keras_recurrent.backends.torch._common import (
 )
 
 
-def unsupported(x, kernel, bias=None, initial_state=None, token_kind=None) -> str | None:
+def unsupported(
+    x, kernel, bias=None, initial_state=None, token_kind=None, activation=None
+) -> str | None:
     """Why this kernel refuses these arguments; None if it accepts them."""
     return None
 
 
-def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None):
-    """x: [B, T, D]; kernel: [W, D]; bias: [D].
+def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None, activation=None):
+    """x: [B, T, D]; kernel: [W, D]; bias: [D]; activation: None or "silu".
 
     Returns ([B, T, D] in x's dtype, [B, W - 1, D] in float32, or float64 if an argument is
     float64).
     """
-    return _forward(x, kernel, bias, initial_state, token_kind)
+    return _forward(x, kernel, bias, initial_state, token_kind, activation)
 
 
 class _Packing(NamedTuple):
@@ -96,6 +99,15 @@ def _inputs(x, initial_state, packing, taps, dtype):
     return torch.cat((state, x.to(dtype)), dim=1)
 
 
+def _filter(inputs, weights, bias, packing, rows, out=None):
+    """Some rows of the convolution, before any activation."""
+    taps = weights.shape[0] - 1
+    z = torch.mul(inputs[:, _shift(rows, taps)], weights[taps], out=out)
+    for tap in range(taps):
+        z.addcmul_(_cut(inputs[:, _shift(rows, tap)], packing, rows, tap, taps), weights[tap])
+    return z if bias is None else z.add_(bias)
+
+
 @torch.library.custom_op("keras_recurrent::causal_conv1d", mutates_args=())
 def _forward(
     x: Tensor,
@@ -103,6 +115,7 @@ def _forward(
     bias: Tensor | None,
     initial_state: Tensor | None,
     token_kind: Tensor | None,
+    activation: str | None,
 ) -> tuple[Tensor, Tensor]:
     dtype = accumulation_dtype(x, kernel, bias, initial_state)
     length, taps = x.shape[1], kernel.shape[0] - 1
@@ -112,12 +125,9 @@ def _forward(
 
     y = inputs.new_empty(x.shape)
     for rows in row_blocks(x):
-        y_b = torch.mul(inputs[:, _shift(rows, taps)], weights[taps], out=y[:, rows])
-        for tap in range(taps):
-            tapped = _cut(inputs[:, _shift(rows, tap)], packing, rows, tap, taps)
-            y_b.addcmul_(tapped, weights[tap])
-        if bias is not None:
-            y_b.add_(bias)
+        y_b = _filter(inputs, weights, bias, packing, rows, out=y[:, rows])
+        if activation == "silu":
+            torch.nn.functional.silu(y_b, inplace=True)
     y = y.to(x.dtype)
     if packing is None:
         return y, fresh(inputs[:, length:], dtype)
@@ -126,7 +136,7 @@ def _forward(
 
 
 @_forward.register_fake
-def _(x, kernel, bias, initial_state, token_kind):
+def _(x, kernel, bias, initial_state, token_kind, activation):
     dtype = accumulation_dtype(x, kernel, bias, initial_state)
     batch, _, width = x.shape
     return x.new_empty(x.shape), x.new_empty((batch, kernel.shape[0] - 1, width), dtype=dtype)
@@ -141,6 +151,7 @@ def _backward(
     bias: Tensor | None,
     initial_state: Tensor | None,
     token_kind: Tensor | None,
+    activation: str | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dtype = accumulation_dtype(x, kernel, bias, initial_state)
     length, taps = x.shape[1], kernel.shape[0] - 1
@@ -158,10 +169,13 @@ def _backward(
     d_weights = torch.zeros_like(weights)
     d_bias = weights.new_zeros(x.shape[2])
     for rows in row_blocks(x):
-        dy_b = dy[:, rows].to(dtype)
-        d_bias += dy_b.sum((0, 1))
+        dz_b = dy[:, rows].to(dtype)
+        if activation == "silu":
+            z_b = _filter(inputs, weights, bias, packing, rows)
+            dz_b = torch.ops.aten.silu_backward(dz_b, z_b)
+        d_bias += dz_b.sum((0, 1))
         for tap in range(taps + 1):
-            cut, tapped = _cut(dy_b, packing, rows, tap, taps), _shift(rows, tap)
+            cut, tapped = _cut(dz_b, packing, rows, tap, taps), _shift(rows, tap)
             d_inputs[:, tapped].addcmul_(cut, weights[tap])
             d_weights[tap] += (cut * inputs[:, tapped]).sum((0, 1))
 
@@ -176,7 +190,7 @@ def _backward(
 
 
 @_backward.register_fake
-def _(dy, d_state, x, kernel, bias, initial_state, token_kind):
+def _(dy, d_state, x, kernel, bias, initial_state, token_kind, activation):
     dtype = accumulation_dtype(x, kernel, bias, initial_state)
     return (
         x.new_empty(x.shape),
@@ -186,4 +200,4 @@ def _(dy, d_state, x, kernel, bias, initial_state, token_kind):
     )
 
 
-register_gradient(_forward, _backward, keep_output=False)
+register_gradient(_forward, _backward, keep_output=False, options=1)

@@ -64,13 +64,12 @@ def _backward(
     dh: Tensor,
     d_state: Tensor,
     h: Tensor,
-    x: Tensor,
     log_a: Tensor,
     initial_state: Tensor | None,
     token_kind: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = accumulation_dtype(x, log_a, initial_state)
-    state = state_or_zeros(initial_state, d_state.shape, x, dtype)
+    dtype = accumulation_dtype(h, log_a, initial_state)
+    state = state_or_zeros(initial_state, d_state.shape, h, dtype)
     _, padding = kind_masks(token_kind)
     a = _decay(log_a, token_kind, dtype)
     g = adjoint_scan(a, dh.to(dtype), d_state)
@@ -78,19 +77,19 @@ def _backward(
     d_initial = fresh(d_log_a[:, 0], dtype)
     times_previous_(d_log_a, h, state)
     return (
-        fill_(g, padding, 0).to(x.dtype),
+        fill_(g, padding, 0).to(h.dtype),
         fill_(d_log_a, padding, 0).to(log_a.dtype),
         d_initial,
     )
 
 
 @_backward.register_fake
-def _(dh, d_state, h, x, log_a, initial_state, token_kind):
+def _(dh, d_state, h, log_a, initial_state, token_kind):
     return (
-        x.new_empty(x.shape),
+        h.new_empty(h.shape),
         log_a.new_empty(log_a.shape),
         d_state.new_empty(d_state.shape),
     )
 
 
-register_gradient(_forward, _backward)
+register_gradient(_forward, _backward, without=(0,))

@@ -1,9 +1,9 @@
 """Matrix products of the Triton kernels, and their precision.
 
 SHORT, for bfloat16 tensors: operands in bfloat16, what was computed from them rounded to it, sums
-in float32. Other operands are float32 and meet as "bf16x6", six products of their parts of 8 bits, which
-keep the digits of float32 on tensor cores, as "ieee" would off them; the three of "tf32x3" take as
-long. float16 goes there, too: a state may lie beyond its range.
+in float32. Other operands are float32 and meet as "bf16x6", six products of their parts of 8 bits,
+which keep the digits of float32 on tensor cores, as "ieee" would off them. float16 goes there,
+too: a state may lie beyond its range.
 
 Where tiles have 64 rows, products are asynchronous ones, and each holds descriptors of what it
 reads in registers of their own. A kernel with more of them than there are is compiled wrongly for

@@ -3,7 +3,8 @@
 Taps skip padding, and padding may stand anywhere: so tokens go by their place among the real ones
 of their row. The tokens of the state have the places -W+1 to -1 and belong to document 0; padding
 takes the places that are left. A small kernel notes who is where. A program walks along places
-with the last W inputs at hand, and the backward with the gradients of the next W outputs.
+with the last W inputs at hand, and the backward with the gradients of the next W outputs. For the
+gradient of an activation it starts W - 1 places before its own, and filters the inputs again.
 """
 
 import torch
@@ -19,26 +20,29 @@ from keras_recurrent.backends.triton._common import (
     on_device_of,
     refusal,
 )
+from keras_recurrent.backends.triton._math import sigmoid
 
 _MAX_WIDTH = 16
 _PLACES_BLOCK = 4096
 _ROWS = 4  # tokens a thread walks along
-_STEPS = 8  # how many tiles share the sum over their tokens in the backward
+_STEPS = 8  # how often it does, in the backward, beside its way along the places of others
 
 
-def unsupported(x, kernel, bias=None, initial_state=None, token_kind=None) -> str | None:
+def unsupported(
+    x, kernel, bias=None, initial_state=None, token_kind=None, activation=None
+) -> str | None:
     """Why this kernel refuses these arguments; None if it accepts them."""
     if kernel.shape[0] > _MAX_WIDTH:
         return f"holds up to {_MAX_WIDTH} taps, got a kernel of {kernel.shape[0]}"
     return refusal(x, kernel, bias, initial_state, token_kind)
 
 
-def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None):
-    """x: [B, T, D]; kernel: [W, D]; bias: [D].
+def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None, activation=None):
+    """x: [B, T, D]; kernel: [W, D]; bias: [D]; activation: None or "silu".
 
     Returns ([B, T, D] in x's dtype, [B, W - 1, D] in float32).
     """
-    return _forward(x, kernel, bias, initial_state, token_kind)
+    return _forward(x, kernel, bias, initial_state, token_kind, activation)
 
 
 @triton.jit
@@ -83,6 +87,41 @@ def _row_sizes(b, T, count, documents):
 
 
 @triton.jit
+def _parameters(kernel, bias, d, D, W: tl.constexpr):
+    """The filter's weights, that of the current token first, and the bias."""
+    weights = ()
+    for k in tl.static_range(W):
+        weights = weights + (tl.load(kernel + (W - 1 - k) * D + d, d < D, other=0.0),)
+    offset = tl.zeros(d.shape, tl.float32)
+    if bias is not None:
+        offset = tl.load(bias + d, d < D, other=0.0).to(tl.float32)
+    return weights, offset
+
+
+@triton.jit
+def _input(x, first, state, place, at, num_real, d, D, W: tl.constexpr):
+    """What stands at a place: 0 before the state, and behind the last real token."""
+    real = (place >= 0) & (place < num_real)
+    value = tl.load(x + at, real & (d < D), other=0.0).to(tl.float32)
+    if first is not None:
+        before = (place < 0) & (place > -W) & (d < D)
+        value += tl.load(first + state + (place + W - 1) * D, before, other=0.0)
+    return value
+
+
+@triton.jit
+def _filtered(values, owners, weights, offset, token, W: tl.constexpr):
+    """The filter on the last W of some places, without what is of another document."""
+    total = offset
+    for k in tl.static_range(W):
+        tap = values[-1 - k]
+        if token is not None:
+            tap = tl.where(owners[-1 - k] == owners[-1], tap, 0.0)
+        total += weights[k].to(tl.float32) * tap
+    return total
+
+
+@triton.jit
 def _forward_kernel(
     x,
     kernel,
@@ -97,10 +136,12 @@ def _forward_kernel(
     T,
     D,
     W: tl.constexpr,
+    SILU: tl.constexpr,
     BLOCK_D: tl.constexpr,
     GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
+    FINE: tl.constexpr = x.dtype.element_ty == tl.float32
     b = tl.program_id(2)
     row = b * T
     d = (tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D))[None, :]
@@ -112,39 +153,31 @@ def _forward_kernel(
     tile_begin = tl.program_id(1) * (GROUPS * ROWS) - (W - 1)
     begin = tile_begin + tl.arange(0, GROUPS)[:, None] * ROWS
 
-    weights = ()
-    for k in tl.static_range(W):
-        weights = weights + (tl.load(kernel + (W - 1 - k) * D + d, inside, other=0.0),)
-    offset = tl.zeros((1, BLOCK_D), tl.float32)
-    if bias is not None:
-        offset = tl.load(bias + d, inside, other=0.0).to(tl.float32)
+    weights, offset = _parameters(kernel, bias, d, D, W)
 
     values = ()
+    tokens = ()
     owners = ()
     for j in tl.static_range(ROWS + W - 1):
         place = begin + j - (W - 1)
         t, own = _who(place, row, T, token, document)
         at = t.to(tl.int64) * D + d
-        real = (place >= 0) & (place < num_real)
-        value = tl.load(x + at, real & inside, other=0.0).to(tl.float32)
-        if first is not None:
-            before = (place < 0) & (place > -W) & inside
-            value += tl.load(first + state + (place + W - 1) * D, before, other=0.0)
-        values = values + (value,)
+        values = values + (_input(x, first, state, place, at, num_real, d, D, W),)
+        tokens = tokens + (t,)
         owners = owners + (own,)
-        if j >= W - 1:
-            total = offset
-            for k in tl.static_range(W):
-                tap = values[j - k]
-                if token is not None:
-                    tap = tl.where(owners[j - k] == own, tap, 0.0)
-                total += weights[k].to(tl.float32) * tap
-            tl.store(y + at, total, (place >= 0) & (place < T) & inside)
-            if tile_begin + GROUPS * ROWS > num_real - (W - 1):
-                slot = place - num_real + W - 1
-                kept = (slot >= 0) & (slot < W - 1) & inside
-                value = tl.where(own == last_document, value, 0.0)
-                tl.store(last + state + slot * D, value, kept)
+    # The compiler moves no load ahead of a store: all loads come first.
+    for j in tl.static_range(ROWS):
+        place = begin + j
+        total = _filtered(values[j : j + W], owners[j : j + W], weights, offset, token, W)
+        if SILU:
+            total *= sigmoid(total, FINE)[0]
+        at = tokens[j + W - 1].to(tl.int64) * D + d
+        tl.store(y + at, total, (place >= 0) & (place < T) & inside)
+        if tile_begin + GROUPS * ROWS > num_real - (W - 1):
+            slot = place - num_real + W - 1
+            kept = (slot >= 0) & (slot < W - 1) & inside
+            value = tl.where(owners[j + W - 1] == last_document, values[j + W - 1], 0.0)
+            tl.store(last + state + slot * D, value, kept)
 
 
 @triton.jit
@@ -153,6 +186,7 @@ def _backward_kernel(
     d_last,
     x,
     kernel,
+    bias,
     first,
     token,
     document,
@@ -164,15 +198,21 @@ def _backward_kernel(
     T,
     D,
     W: tl.constexpr,
+    SILU: tl.constexpr,
     BLOCK_D: tl.constexpr,
     GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """A program goes through STEPS tiles, and leaves one sum over them for each parameter.
+    """A group goes through STEPS times ROWS places, of which the first and last are of others too.
+
+    A program leaves one sum over its own places for each parameter.
 
     d_parameters: [programs, B, W + 1, D], the last for the bias.
     """
+    FINE: tl.constexpr = x.dtype.element_ty == tl.float32
+    AHEAD: tl.constexpr = W - 1 if SILU else 0
+    OWN: tl.constexpr = STEPS * ROWS - AHEAD - (W - 1)  # places whose inputs get their gradients
     b = tl.program_id(2)
     row = b * T
     d = (tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D))[None, :]
@@ -183,52 +223,65 @@ def _backward_kernel(
     state = b * (W - 1) * D + d
     num_real, last_document = _row_sizes(b, T, count, documents)
 
-    weights = ()
+    weights, offset = _parameters(kernel, bias, d, D, W)
     sums = ()
-    for k in tl.static_range(W):
-        weights = weights + (tl.load(kernel + (W - 1 - k) * D + d, inside, other=0.0),)
+    for _ in tl.static_range(W):
         sums = sums + (tl.zeros((GROUPS, BLOCK_D), tl.float32),)
     d_bias = tl.zeros((GROUPS, BLOCK_D), tl.float32)
 
+    begin = (tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)[:, None]) * OWN - (W - 1)
+    end = (tl.program_id(1) + 1) * (GROUPS * OWN) - (W - 1)
+    values = ()
+    gradients = ()
+    tokens = ()
+    owners = ()
+    for _ in tl.static_range(W - 1):
+        values = values + (tl.zeros((GROUPS, BLOCK_D), tl.float32),)
+        gradients = gradients + (tl.zeros((GROUPS, BLOCK_D), tl.float32),)
+        tokens = tokens + (begin * 0,)
+        owners = owners + (begin * 0,)
     for step in range(STEPS):
-        tile_begin = (tl.program_id(1) * STEPS + step) * (GROUPS * ROWS) - (W - 1)
-        begin = tile_begin + tl.arange(0, GROUPS)[:, None] * ROWS
-        gradients = ()
-        tokens = ()
-        owners = ()
-        for j in tl.static_range(ROWS + W - 1):
-            place = begin + j
+        for j in tl.static_range(ROWS):
+            i = step * ROWS + j
+            place = begin + i - AHEAD
             t, own = _who(place, row, T, token, document)
-            real = (place >= 0) & (place < num_real)
-            gradients = gradients + (
-                tl.load(dy + t.to(tl.int64) * D + d, real & inside, other=0.0).to(tl.float32),
-            )
+            at = t.to(tl.int64) * D + d
+            values = values + (_input(x, first, state, place, at, num_real, d, D, W),)
             tokens = tokens + (t,)
             owners = owners + (own,)
-            if j >= W - 1:
-                place = begin + j - (W - 1)
-                own = owners[j - (W - 1)]
-                at = tokens[j - (W - 1)].to(tl.int64) * D + d
-                real = (place >= 0) & (place < num_real)
-                value = tl.load(x + at, real & inside, other=0.0).to(tl.float32)
-                if first is not None:
-                    before = (place < 0) & inside
-                    value += tl.load(first + state + (place + W - 1) * D, before, other=0.0)
+            met = (i >= AHEAD) & (place >= 0) & (place < num_real) & inside
+            gradient = tl.load(dy + at, met, other=0.0).to(tl.float32)
+            if SILU:
+                z = _filtered(values, owners, weights, offset, token, W)
+                s, rest = sigmoid(z, FINE)
+                gradient *= s * (1.0 + z * rest)
+            gradients = gradients + (gradient,)
+        # The compiler moves no load ahead of a store: all loads of a step come first.
+        for j in tl.static_range(ROWS):
+            i = step * ROWS + j - (W - 1)
+            place = begin + i - AHEAD
+            at = tokens[j].to(tl.int64) * D + d
+            value = tl.where(i >= AHEAD, values[j], 0.0)
+            d_value = tl.zeros((GROUPS, BLOCK_D), tl.float32)
+            if end > num_real - (W - 1):
                 slot = place - num_real + W - 1
-                kept = (slot >= 0) & (slot < W - 1) & (own == last_document) & inside
+                kept = (slot >= 0) & (slot < W - 1) & (owners[j] == last_document) & inside
                 d_value = tl.load(d_last + state + slot * D, kept, other=0.0)
-                added = ()
-                for k in tl.static_range(W):
-                    gradient = gradients[j - (W - 1) + k]
-                    if token is not None:
-                        gradient = tl.where(owners[j - (W - 1) + k] == own, gradient, 0.0)
-                    d_value += weights[k].to(tl.float32) * gradient
-                    added = added + (sums[k] + value * gradient,)
-                sums = added
-                d_bias += gradients[j - (W - 1)]
-                tl.store(dx + at, d_value, (place >= 0) & (place < T) & inside)
-                if tile_begin < 0:
-                    tl.store(d_first + state + (place + W - 1) * D, d_value, (place < 0) & inside)
+            added = ()
+            for k in tl.static_range(W):
+                gradient = gradients[j + k]
+                if token is not None:
+                    gradient = tl.where(owners[j + k] == owners[j], gradient, 0.0)
+                d_value += weights[k].to(tl.float32) * gradient
+                added = added + (sums[k] + value * gradient,)
+            sums = added
+            d_bias += gradients[j]
+            own_place = (i >= AHEAD) & inside
+            tl.store(dx + at, d_value, own_place & (place >= 0) & (place < T))
+            if tl.program_id(1) == 0:
+                tl.store(d_first + state + (place + W - 1) * D, d_value, own_place & (place < 0))
+        values, gradients = values[ROWS:], gradients[ROWS:]
+        tokens, owners = tokens[ROWS:], owners[ROWS:]
 
     at = (tl.program_id(1) * tl.num_programs(2) + b).to(tl.int64) * (W + 1)
     for k in tl.static_range(W):
@@ -262,6 +315,7 @@ def _forward(
     bias: Tensor | None,
     initial_state: Tensor | None,
     token_kind: Tensor | None,
+    activation: str | None,
 ) -> tuple[Tensor, Tensor]:
     batch, length, width = x.shape
     taps = kernel.shape[0]
@@ -278,13 +332,14 @@ def _forward(
             length,
             width,
             W=taps,
+            SILU=activation == "silu",
             **tile._asdict(),
         )
     return y, last
 
 
 @_forward.register_fake
-def _(x, kernel, bias, initial_state, token_kind):
+def _(x, kernel, bias, initial_state, token_kind, activation):
     state_shape = (x.shape[0], kernel.shape[0] - 1, x.shape[2])
     return x.new_empty(x.shape), x.new_empty(state_shape, dtype=torch.float32)
 
@@ -298,18 +353,23 @@ def _backward(
     bias: Tensor | None,
     initial_state: Tensor | None,
     token_kind: Tensor | None,
+    activation: str | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, length, width = x.shape
     taps = kernel.shape[0]
     tile = _tiling(length + taps - 1, width)
+    silu = activation == "silu"
+    shared = (taps - 1) * (2 if silu else 1)  # places of other groups that a group goes through
     steps = min(_STEPS, triton.next_power_of_2(triton.cdiv(length + taps - 1, tile.tokens)))
-    programs = triton.cdiv(length + taps - 1, steps * tile.tokens)
+    steps += triton.cdiv(shared, _ROWS)
+    own = tile.GROUPS * (steps * _ROWS - shared)
+    programs = triton.cdiv(length + taps - 1, own)
     dx = x.new_empty(x.shape)
     d_parameters = x.new_empty((programs * batch, taps + 1, width), dtype=torch.float32)
     d_initial = d_state.new_empty(d_state.shape)
     with on_device_of(x):
         _backward_kernel[(triton.cdiv(width, tile.BLOCK_D), programs, batch)](
-            *contiguous(dy, d_state, x, kernel, initial_state),
+            *contiguous(dy, d_state, x, kernel, bias, initial_state),
             *_places(token_kind),
             dx,
             d_parameters,
@@ -317,6 +377,7 @@ def _backward(
             length,
             width,
             W=taps,
+            SILU=silu,
             STEPS=steps,
             maxnreg=MAX_REGISTERS,
             **tile._asdict(),
@@ -328,7 +389,7 @@ def _backward(
 
 
 @_backward.register_fake
-def _(dy, d_state, x, kernel, bias, initial_state, token_kind):
+def _(dy, d_state, x, kernel, bias, initial_state, token_kind, activation):
     return (
         x.new_empty(x.shape),
         kernel.new_empty(kernel.shape),
@@ -337,4 +398,4 @@ def _(dy, d_state, x, kernel, bias, initial_state, token_kind):
     )
 
 
-register_gradient(_forward, _backward, keep_output=False)
+register_gradient(_forward, _backward, keep_output=False, options=1)

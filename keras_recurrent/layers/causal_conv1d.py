@@ -6,6 +6,7 @@ from keras_recurrent import ops
 from keras_recurrent.layers.checks import check_positive_integer
 from keras_recurrent.layers.initializers import clone_initializer
 from keras_recurrent.layers.streaming import StreamingLayer, last_segment
+from keras_recurrent.ops.causal_conv1d import check_activation
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -13,7 +14,8 @@ class CausalConv1D(StreamingLayer):
     """A causal convolution over time with one filter a channel, which can be streamed.
 
     ```
-    y_t = b + sum_j kernel[j] * x_{t-W+1+j},   j = 0 … W-1
+    z_t = b + sum_j kernel[j] * x_{t-W+1+j},   j = 0 … W-1
+    y_t = z_t, or silu(z_t)
     ```
 
     The temporal convolution of the recurrent block of De et al. 2024 (arXiv:2402.19427, section
@@ -24,6 +26,7 @@ class CausalConv1D(StreamingLayer):
     Args:
         kernel_size: integer, W, at least 1.
         use_bias: boolean.
+        activation: None, or `"silu"`, computed along with the convolution.
         kernel_initializer: of the kernel, with W as its fan-in.
         bias_initializer: of the bias.
         return_state: boolean, whether a call returns `(output, state)`.
@@ -42,8 +45,8 @@ class CausalConv1D(StreamingLayer):
     Weights: `kernel` `[W, D]` and `bias` `[D]`, float32 also under a policy of 16 bits.
 
     Raises:
-        ValueError: a `kernel_size` below 1, inputs that are not `[B, T, D]`, a state of another
-            structure or shape.
+        ValueError: a `kernel_size` below 1, another `activation`, inputs that are not `[B, T, D]`,
+            a state of another structure or shape.
 
     Example:
 
@@ -62,6 +65,7 @@ class CausalConv1D(StreamingLayer):
         self,
         kernel_size=4,
         use_bias=True,
+        activation=None,
         kernel_initializer="lecun_normal",
         bias_initializer="zeros",
         return_state=False,
@@ -69,8 +73,10 @@ class CausalConv1D(StreamingLayer):
     ):
         super().__init__(return_state=return_state, **kwargs)
         check_positive_integer("kernel_size", kernel_size)
+        check_activation("CausalConv1D", activation)
         self.kernel_size = kernel_size
         self.use_bias = use_bias
+        self.activation = activation
         self.kernel_initializer = keras.initializers.get(kernel_initializer)
         self.bias_initializer = keras.initializers.get(bias_initializer)
 
@@ -99,6 +105,7 @@ class CausalConv1D(StreamingLayer):
             inputs,
             self.kernel,
             self.bias,
+            activation=self.activation,
             initial_state=window,
             mask=mask,
             segment_ids=segment_ids,
@@ -119,6 +126,7 @@ class CausalConv1D(StreamingLayer):
             **super().get_config(),
             "kernel_size": self.kernel_size,
             "use_bias": self.use_bias,
+            "activation": self.activation,
             "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
             "bias_initializer": keras.initializers.serialize(self.bias_initializer),
         }

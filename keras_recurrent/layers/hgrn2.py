@@ -114,9 +114,9 @@ class HGRN2(BoundedLayer):
             self.norm.build(input_shape)
             self.convolutions = {}
             if self.conv_size is not None:
-                self.q_conv1d = self._convolution("q_conv1d")
+                self.q_conv1d = self._convolution("q_conv1d", self.gate_activation)
                 self.f_conv1d = self._convolution("f_conv1d")
-                self.i_conv1d = self._convolution("i_conv1d")
+                self.i_conv1d = self._convolution("i_conv1d", self.input_activation)
 
     def _dense(self, name):
         dense = keras.layers.Dense(
@@ -129,10 +129,11 @@ class HGRN2(BoundedLayer):
         dense.build((None, None, self.width))
         return dense
 
-    def _convolution(self, name):
+    def _convolution(self, name, activation=None):
         convolution = CausalConv1D(
             self.conv_size,
             use_bias=False,
+            activation="silu" if activation is keras.activations.silu else None,
             kernel_initializer=clone_initializer(self.kernel_initializer),
             return_state=True,
             dtype=self.dtype_policy,
@@ -164,12 +165,17 @@ class HGRN2(BoundedLayer):
 
     def gates(self, q, f, i, lower_bound):
         """Queries, values and log forget gates, heads apart, from the three linear maps."""
-        q = self.gate_activation(q) * self.expand_ratio**-0.5
+        q = self._activated(q, self.gate_activation) * self.expand_ratio**-0.5
         log_f = log_forget_gate(ops.cast(f, self.state_dtype), lower_bound)
-        v = self.input_activation(i)
+        v = self._activated(i, self.input_activation)
         batch, length = ops.shape(v)[:2]
         heads = (batch, length, self.width // self.expand_ratio, self.expand_ratio)
         return tuple(ops.reshape(x, heads) for x in (q, v, log_f))
+
+    def _activated(self, x, activation):
+        """A convolution has applied silu itself."""
+        done = self.conv_size is not None and activation is keras.activations.silu
+        return x if done else activation(x)
 
     def output_of(self, o):
         """The layer's output from what its heads recall."""

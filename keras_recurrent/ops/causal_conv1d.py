@@ -12,12 +12,31 @@ class CausalConv1DOperation(RecurrentOperation):
     state_shape = "B W-1 D"
     optional = ("bias",)
 
+    @classmethod
+    def lower(cls, *arguments, activation=None, **context):
+        return {**super().lower(*arguments, **context), "activation": activation}
+
+    @classmethod
+    def check(cls, tensors, context, activation=None):
+        check_activation(cls.kernel, activation)
+        return super().check(tensors, context)
+
+
+def check_activation(where, activation):
+    """Raise for all but None and "silu", which kernels compute along with the convolution."""
+    if activation not in (None, "silu"):
+        raise ValueError(
+            f"`{where}`: `activation` must be None or 'silu'; got {activation!r}. Apply any other "
+            "to the output."
+        )
+
 
 def causal_conv1d(
     x,
     kernel,
     bias=None,
     *,
+    activation=None,
     initial_state=None,
     mask=None,
     segment_ids=None,
@@ -28,7 +47,8 @@ def causal_conv1d(
     """A causal convolution over time, one filter a channel.
 
     ```
-    y_t = bias + sum_j kernel[j] * x_{t-W+1+j},   j = 0 … W-1
+    z_t = bias + sum_j kernel[j] * x_{t-W+1+j},   j = 0 … W-1
+    y_t = z_t, or silu(z_t) = z_t σ(z_t)
     ```
 
     The temporal convolution before the recurrence of De et al. 2024 (arXiv:2402.19427, section
@@ -39,6 +59,8 @@ def causal_conv1d(
         x: `[B, T, D]`, float16, bfloat16, float32 or float64.
         kernel: `[W, D]`, W at least 1.
         bias: `[D]`, or None.
+        activation: None, or `"silu"`, computed along with the convolution: z is not kept for the
+            gradient, but made again.
         initial_state: `[B, W - 1, D]`, the last real inputs, the latest last; None: zeros.
         mask, segment_ids, previous_segment_id, reverse, implementation: as in
             `keras_recurrent.ops.linear_scan`.
@@ -49,7 +71,8 @@ def causal_conv1d(
         float64 if a tensor is. Both carry gradients.
 
     Raises:
-        ValueError: a shape or dtype does not fit, or the implementation is unknown.
+        ValueError: a shape or dtype does not fit, or the activation or the implementation is
+            unknown.
         NotImplementedError: no implementation accepts the arguments; says why for each.
 
     Example: the difference to the token before.
@@ -65,6 +88,7 @@ def causal_conv1d(
         {"x": x, "kernel": kernel, "bias": bias},
         reverse,
         implementation,
+        {"activation": activation},
         initial_state=initial_state,
         mask=mask,
         segment_ids=segment_ids,

@@ -68,8 +68,9 @@ class CGLRU:
 
 
 class CausalConv1D:
-    def __init__(self, weights):
+    def __init__(self, weights, activation=None):
         self.w, self.seen = weights, []
+        self.activation = ACTIVATIONS[activation or "linear"]
 
     def step(self, x):
         self.seen.append(x)
@@ -77,7 +78,7 @@ class CausalConv1D:
         for back, filter_weights in enumerate(self.w["kernel"][::-1]):
             if back < len(self.seen):
                 y = y + filter_weights * self.seen[-1 - back]
-        return y
+        return self.activation(y)
 
 
 class RecurrentBlock:
@@ -241,6 +242,7 @@ UNITS = {
     )
 }
 OPTIONS = {
+    CausalConv1D: ("activation",),
     LocalAttention: ATTENTION_CONFIG,
     HGRN2: ("expand_ratio", "gate_activation", "input_activation"),
     RMSNorm: ("zero_centered",),

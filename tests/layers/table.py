@@ -30,6 +30,10 @@ ROWS = {
         lambda **kwargs: layers.CausalConv1D(kernel_size=4, **kwargs),
         state={"inputs": (3, 8), "segment": ()},
     ),
+    "CausalConv1D with silu": Row(
+        lambda **kwargs: layers.CausalConv1D(kernel_size=4, activation="silu", **kwargs),
+        state={"inputs": (3, 8), "segment": ()},
+    ),
     "CausalConv1D of one token": Row(
         lambda **kwargs: layers.CausalConv1D(kernel_size=1, use_bias=False, **kwargs),
         state={"inputs": (0, 8), "segment": ()},

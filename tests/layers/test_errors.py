@@ -35,6 +35,7 @@ def test_wrong_width(name):
         (lambda: layers.RGLRU(num_blocks=2.0), 8, r"`num_blocks` must be an integer"),
         (lambda: layers.CausalConv1D(0), 8, r"`kernel_size` must be .*at least 1; got 0"),
         (lambda: layers.CausalConv1D((4,)), 8, r"`kernel_size` must be an integer"),
+        (lambda: layers.CausalConv1D(activation="relu"), 8, r"`activation` must be None or 'silu"),
         (
             lambda: layers.RecurrentBlock(8, kernel_size=-1, num_blocks=2),
             8,

@@ -17,17 +17,20 @@ class Case(NamedTuple):
     tied: bool = False  # keys made of decays, where there are keys
     heads: tuple = (4, 2)  # of queries and of keys, where they may differ
     window: int | None = 6  # where there is one
+    activation: str | None = "silu"  # where there may be one
 
 
 CASES = {
-    "one token": Case(2, 1, 5),
+    "one token": Case(2, 1, 5, activation=None),
     "one token, state": Case(3, 1, 5, kinds=True, state=True),
     "prime sizes": Case(2, 97, 5, kinds=True, state=True, decays="extreme"),
-    "even sizes": Case(1, 128, 128, state=True),
-    "near one": Case(2, 1031, 3, kinds=True, decays="near one"),
+    "even sizes": Case(1, 128, 128, state=True, activation=None),
+    "near one": Case(2, 1031, 3, kinds=True, decays="near one", activation=None),
     "all but forgotten": Case(1, 67, 3, kinds=True, state=True, decays="near zero", tied=True),
     "bfloat16": Case(2, 97, 5, "bfloat16", kinds=True, state=True, tied=True),
-    "bfloat16, decays in float32": Case(2, 61, 1, "bfloat16", "float32", state=True),
+    "bfloat16, decays in float32": Case(
+        2, 61, 1, "bfloat16", "float32", state=True, activation=None
+    ),
     "float16": Case(2, 33, 4, "float16", kinds=True),
     "float64": Case(2, 33, 4, "float64", kinds=True, state=True, decays="extreme", tied=True),
 }
@@ -174,6 +177,8 @@ def draw(operation, case, seed=0):
         kind = kind.astype("int8")
     accumulation = "float64" if "float64" in dtypes.values() else "float32"
     output, options = OUTPUT.get(operation, "x"), {}
+    if operation == "causal_conv1d":
+        options = {"activation": case.activation}
     output_shape = tensors[output].shape
     if isinstance(state_shape, dict):
         dtypes |= {f"state {part}": dtypes[PARTS[part]] for part in state_shape}

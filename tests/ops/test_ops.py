@@ -17,7 +17,10 @@ TIMED = {  # the tensors with a time axis
     "lightning_attention": ("q", "k", "v"),
     "sliding_window_attention": ("q", "k", "v"),
 }
-OPTIONS = {"sliding_window_attention": {"sliding_window": 6}}
+OPTIONS = {
+    "sliding_window_attention": {"sliding_window": 6},
+    "causal_conv1d": {"activation": "silu"},
+}
 every_operation = pytest.mark.parametrize("operation", DRAW)
 
 
@@ -235,3 +238,10 @@ def test_bad_shapes_in_a_graph():
         ops.complex_linear_scan(
             keras.Input((None, 8)), keras.Input((None, 5)), keras.Input((None, 5))
         )
+
+
+def test_an_unknown_activation():
+    kernel = np.ones((4, 3), "float32")
+    for x in (np.ones((2, 5, 3), "float32"), keras.Input((None, 3))):
+        with pytest.raises(ValueError, match="`activation` must be None or 'silu'; got 'relu'"):
+            ops.causal_conv1d(x, kernel, activation="relu")

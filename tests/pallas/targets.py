@@ -4,6 +4,7 @@ A process of its own, `python -m tests.pallas.targets v5e:2x2`: the compiler wan
 before JAX starts.
 """
 
+import functools
 import json
 import os
 import re
@@ -83,9 +84,10 @@ def headed(operation, function):
     return lambda *tensors: reshape(function(*reshape(tensors, flat, BTHK)), BTHK, flat)
 
 
-def program(operation, direction, mesh):
+def program(operation, direction, mesh, **options):
     """One kernel alone, on a mesh."""
     function = getattr(dispatch.KERNELS[operation]["pallas"], direction)
+    function = functools.partial(function, **options)
 
     def call(*tensors):
         with _platform.over(mesh):
@@ -94,10 +96,10 @@ def program(operation, direction, mesh):
     return call
 
 
-def compiled(operation, direction, mesh, dtype):
+def compiled(operation, direction, mesh, dtype, **options):
     forward, backward = arguments(operation, mesh, dtype)
     shapes = forward if direction == "forward" else backward
-    return jax.jit(program(operation, direction, mesh)).lower(*shapes).compile()
+    return jax.jit(program(operation, direction, mesh, **options)).lower(*shapes).compile()
 
 
 def report(executable):
@@ -118,9 +120,13 @@ def report(executable):
 def main(topology, devices):
     found = mesh(topology, int(devices))
     operations = [o for o in SHAPES if not isinstance(dispatch.KERNELS[o]["pallas"], str)]
+    variants = [(operation, operation, {}) for operation in operations]
+    variants.append(("causal_conv1d, silu", "causal_conv1d", {"activation": "silu"}))
     reports = {
-        f"{operation} {direction} {dtype}": report(compiled(operation, direction, found, dtype))
-        for operation in operations
+        f"{name} {direction} {dtype}": report(
+            compiled(operation, direction, found, dtype, **options)
+        )
+        for name, operation, options in variants
         for direction in ("forward", "backward")
         for dtype in (("bfloat16",) if int(devices) > 1 else ("bfloat16", "float32"))
     }

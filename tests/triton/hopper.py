@@ -17,7 +17,6 @@ from keras_recurrent.backends.triton import (
     _gated_states,
     _linear_attention_step,
     causal_conv1d,
-    gated_linear_attention,
     lightning_attention,
     linear_scan,
     rg_lru,
@@ -32,6 +31,7 @@ FLOATS += ("totals", "decays", "log_decay", "log_f")
 INTEGERS = ("carry", "token", "document", "count", "documents")
 
 TILE = {"BLOCK_D": 64, "GROUPS": 16, "ROWS": 4}
+CONV = {**TILE, "GROUPS": 8, "W": 4, "SILU": False, "STEPS": 10}
 SCAN = {"num_warps": 4, "maxnreg": MAX_REGISTERS}
 # Heads of 128 channels, as in hgrn2_1b and tnl_1b: bfloat16, and log f in float32.
 CHUNKS = {"BLOCK_K": 64, "BLOCK_V": 128, "CHUNK": 64, "SHORT": True}
@@ -64,12 +64,10 @@ KERNELS = {
     "rg_lru forward": (rg_lru._forward_kernel, TILE, SCAN),
     "rg_lru backward": (rg_lru._backward_kernel, TILE, SCAN),
     "causal_conv1d places": (causal_conv1d._places_kernel, {"BLOCK": 1024}, SCAN),
-    "causal_conv1d forward": (causal_conv1d._forward_kernel, {**TILE, "W": 4}, SCAN),
-    "causal_conv1d backward": (
-        causal_conv1d._backward_kernel,
-        {**TILE, "W": 4, "STEPS": 8},
-        SCAN,
-    ),
+    "causal_conv1d forward": (causal_conv1d._forward_kernel, CONV, SCAN),
+    "causal_conv1d backward": (causal_conv1d._backward_kernel, CONV, SCAN),
+    "causal_conv1d forward, silu": (causal_conv1d._forward_kernel, {**CONV, "SILU": True}, SCAN),
+    "causal_conv1d backward, silu": (causal_conv1d._backward_kernel, {**CONV, "SILU": True}, SCAN),
     "gated walk": (walk, {**WALK, "k": None, "PARTS": 2, "REVERSE": False}, {}),
     "gated walk back": (walk, {**WALK, **SHORTER, "PARTS": 2, "REVERSE": True}, {}),
     "gated segments": (walk, {**CHUNKS, "states": None, "PARTS": 2, "REVERSE": False}, {}),

@@ -18,6 +18,7 @@ import keras_recurrent
 from keras_recurrent import dispatch, ops
 from tests.ops import native, test_kernels
 from tests.ops.cases import Case, draw
+from tests.ops.test_ops import OPTIONS
 from tests.triton.hopper import KERNELS
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -150,7 +151,7 @@ def test_compiled_without_graph_breaks(operation):
         tensors = {n: t.requires_grad_() for n, t in arguments(operation, length).items()}
         results = []
         for function in (compiled, kernel):
-            output, state = function(**tensors)
+            output, state = function(**tensors, **OPTIONS.get(operation, {}))
             loss = output.square().sum() + state.sin().sum()
             results.append((output, state, *torch.autograd.grad(loss, list(tensors.values()))))
         for result, expected in zip(*results, strict=True):
