@@ -1,5 +1,6 @@
 """What is special to the Triton kernels; that they compute what they should is in tests/ops."""
 
+import functools
 import json
 import os
 import pathlib
@@ -18,11 +19,15 @@ import keras_recurrent
 from keras_recurrent import dispatch, ops
 from tests.ops import native, test_kernels
 from tests.ops.cases import Case, draw
+from tests.ops.test_ops import OPTIONS
 from tests.triton.hopper import KERNELS
 
 ROOT = pathlib.Path(__file__).parents[2]
 OPERATIONS = [o for o, row in dispatch.KERNELS.items() if not isinstance(row["triton"], str)]
 every_operation = pytest.mark.parametrize("operation", OPERATIONS)
+attention = pytest.mark.parametrize(
+    "operation", ["gated_linear_attention", "lightning_attention", "sliding_window_attention"]
+)
 linear_attention = pytest.mark.parametrize(
     "operation", ["gated_linear_attention", "lightning_attention"]
 )
@@ -54,6 +59,10 @@ def test_compiled_for_hopper_without_a_gpu(tmp_path):
             assert bool(kernel["tensor cores"]) == ("step" not in name), name
             # Not even by the compiler: it has got products of such transposes wrong.
             assert not kernel["transposed"] or "float32" in name, name
+        if name.startswith("attention") and "float32" not in name:
+            assert kernel["shared"] <= 227 * 1024, name  # one program a multiprocessor
+            assert kernel["tensor cores"], name
+            assert not kernel["transposed"], name
 
 
 def test_taken_on_cuda_and_on_request():
@@ -84,7 +93,7 @@ def test_a_long_kernel_is_refused():
     assert "up to 16 taps, got a kernel of 17" in str(choice)
 
 
-@linear_attention
+@attention
 @pytest.mark.parametrize(
     ("channels", "dtype", "reason"),
     [
@@ -138,7 +147,9 @@ def test_the_same_bits_again(operation):
 @every_operation
 def test_compiled_without_graph_breaks(operation):
     """Forward and backward: one graph each, whatever the length."""
-    kernel = getattr(dispatch.KERNELS[operation]["triton"], operation)
+    kernel = functools.partial(
+        getattr(dispatch.KERNELS[operation]["triton"], operation), **OPTIONS.get(operation, {})
+    )
     graphs = []
 
     def count(graph, example_inputs):
@@ -151,8 +162,9 @@ def test_compiled_without_graph_breaks(operation):
         results = []
         for function in (compiled, kernel):
             output, state = function(**tensors)
-            loss = output.square().sum() + state.sin().sum()
-            results.append((output, state, *torch.autograd.grad(loss, list(tensors.values()))))
+            parts = keras.tree.flatten(state)
+            loss = output.square().sum() + sum(p.sin().sum() for p in parts if p.requires_grad)
+            results.append((output, *parts, *torch.autograd.grad(loss, list(tensors.values()))))
         for result, expected in zip(*results, strict=True):
             torch.testing.assert_close(result, expected, rtol=0, atol=0)
     assert len(graphs) == 1
