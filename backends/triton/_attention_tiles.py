@@ -15,10 +15,14 @@ _PLAIN = tl.constexpr(INTERPRETED)
 
 @triton.jit
 def rows_of(begin, b, head, T, H, SHARE: tl.constexpr, ROWS: tl.constexpr):
-    """Of rows from `begin` on, in heads from `head` on: the first token, where they lie, tokens."""
-    row = begin % SHARE + tl.arange(0, ROWS)
-    token = (b.to(tl.int64) * T + begin // SHARE) * H + head
-    return token, row // SHARE * H + row % SHARE, begin // SHARE + row // SHARE
+    """Of rows from `begin` on, in heads from `head` on: where the first lies, the others, tokens.
+
+    Where no other heads lie between them, as the compiler sees, they follow each other.
+    """
+    row = tl.arange(0, ROWS)
+    later = (begin % SHARE + row) // SHARE
+    first = b.to(tl.int64) * T * H + head + begin + (begin // SHARE).to(tl.int64) * (H - SHARE)
+    return first, row + later * (H - SHARE), begin // SHARE + later
 
 
 @triton.jit

@@ -30,7 +30,7 @@ from keras_recurrent.backends.triton._attention_tiles import (
     sight_of,
     write,
 )
-from keras_recurrent.backends.triton._math import exp
+from keras_recurrent.backends.triton._math import exp_of_difference
 
 _LOWEST = tl.constexpr(-1e30)  # of no logits; unlike -inf it can be taken from itself
 _MANY_PROGRAMS = 256  # about two for each multiprocessor of a large GPU
@@ -122,8 +122,8 @@ def forward_kernel(
                 seen = (low[:, None] <= s[None, :]) & (s[None, :] <= high[:, None])
                 logits = tl.where(seen, logits, float("-inf"))
             highest = tl.maximum(peak, tl.max(logits, 1))
-            weights = exp(logits - highest[:, None], FINE)
-            shrink = exp(peak - highest, FINE)
+            weights = exp_of_difference(logits, highest[:, None], FINE)
+            shrink = exp_of_difference(peak, highest, FINE)
             total = total * shrink + tl.sum(weights, 1)
             value = read(v, at, key_row, there, V, BLOCK_V, TYPE)
             mean = product(weights, value, mean * shrink[:, None], TYPE)
@@ -185,7 +185,7 @@ def queries_kernel(
             if EDGE:
                 seen = (low[:, None] <= s[None, :]) & (s[None, :] <= high[:, None])
                 logits = tl.where(seen, logits, float("-inf"))
-            weights = exp(logits - logarithm[:, None], FINE)
+            weights = exp_of_difference(logits, logarithm[:, None], FINE)
             d_weights = product(gradient, tl.trans(value), tl.zeros_like(logits), TYPE)
             d_logits = weights * (d_weights - weighted[:, None])
             if EDGE:
@@ -254,17 +254,19 @@ def keys_kernel(
         for i in range(before + behind if EDGE else inside):
             row = start + block_number(i, before, inside, EDGE) * ROWS
             token, row, t = rows_of(row, b, head, T, G * parts * SHARE, SHARE, ROWS)
+            there = t < T if EDGE else None
             real = are_real(token_kind, t, b, T) if EDGE or token_kind is not None else None
             query = read(q, token, row, real, K, BLOCK_K, TYPE)
             gradient = read(d_output, token, row, real, V, BLOCK_V, TYPE)
-            logarithm = tl.load(log_total + token + row, t < T, other=0.0)
-            weighted = tl.load(slope + token + row, t < T, other=0.0)
+            none = 0.0 if EDGE else None
+            logarithm = tl.load(log_total + token + row, there, none)
+            weighted = tl.load(slope + token + row, there, none)
             logits = product(key, tl.trans(query), tl.zeros((KEYS, ROWS), tl.float32), TYPE)
             if EDGE:
                 low, high = sight_of(t, b, first_key, last_key, T, window)
                 seen = (low[None, :] <= s[:, None]) & (s[:, None] <= high[None, :])
                 logits = tl.where(seen, logits, float("-inf"))
-            weights = exp(logits - logarithm[None, :], FINE)
+            weights = exp_of_difference(logits, logarithm[None, :], FINE)
             d_value = product(weights, gradient, d_value, TYPE)
             d_weights = product(value, tl.trans(gradient), tl.zeros_like(logits), TYPE)
             d_logits = weights * (d_weights - weighted[None, :])
