@@ -17,6 +17,7 @@ import torch
 
 import keras_recurrent
 from keras_recurrent import dispatch, ops
+from keras_recurrent.backends.triton import _banded_attention
 from tests.ops import native, test_kernels
 from tests.ops.cases import Case, draw
 from tests.ops.test_ops import OPTIONS
@@ -114,6 +115,20 @@ def test_heads_of_several_tiles(operation):
     """Tiles of bfloat16 are larger than those of float32; decays are float32, as in HGRN2."""
     case = Case(1, 70, 130, "bfloat16", "float32", kinds=True, state=True)
     test_kernels.check(operation, "triton", draw(operation, case))
+
+
+@pytest.mark.parametrize("programs", [1, 256])
+def test_heads_that_share_keys(programs, monkeypatch):
+    """Gone through together, or apart where programs are few; some tiles are met without mask."""
+    monkeypatch.setattr(_banded_attention, "_MANY_PROGRAMS", programs)
+    drawn = draw(
+        "sliding_window_attention",
+        Case(1, 200, 18, "bfloat16", heads=(6, 2), window=150, kinds=True, state=True),
+    )
+    drawn.token_kind[:] = 0
+    drawn.token_kind[:, [20, 170]] = 2, 1
+    drawn.d_output[:, 20] = 0
+    test_kernels.check("sliding_window_attention", "triton", drawn)
 
 
 @every_operation
