@@ -96,12 +96,11 @@ class Row:
         """[B, S, G, ...] as [B, G, S, ...]."""
         return row.to(self.dtype).transpose(1, 2).contiguous()
 
-    def gradients(self, d_rows, d_rings):
-        """Those of k, v and both rings before, from those of `keys_and_values` and both after."""
+    def gradients(self, d_rows):
+        """Those of k, v and both rings of the state, from those of `keys_and_values`."""
         of_tokens, of_state = [], []
         start = torch.full_like(self.position, self.kept)
-        for d_row, d_ring, x in zip(d_rows, d_rings, (self.k, self.v), strict=True):
-            d_row = d_row + _ring.to_row(d_ring, self.next_position, self.end, d_row.shape[1])
+        for d_row, x in zip(d_rows, (self.k, self.v), strict=True):
             of_tokens.append(self.back(d_row[:, self.kept :]).contiguous().to(x.dtype))
             before = _ring.to_ring(d_row[:, : self.kept], self.position, start, self.kept)
             of_state.append(before.to(x.dtype))

@@ -109,7 +109,11 @@ def _backward(
         row.window,
     )
     d_q = row.back(d_q.transpose(1, 2).flatten(2, 3)).contiguous().to(q.dtype)
-    return d_q, *row.gradients([d.transpose(1, 2) for d in d_rows], (d_key, d_value))
+    d_rows = [
+        d_row.transpose(1, 2) + _ring.to_row(d_ring, row.next_position, row.end, keys.shape[1])
+        for d_row, d_ring in zip(d_rows, (d_key, d_value), strict=True)
+    ]
+    return d_q, *row.gradients(d_rows)
 
 
 @_backward.register_fake

@@ -31,6 +31,7 @@ from keras_recurrent.backends.triton._attention_tiles import (
     write,
 )
 from keras_recurrent.backends.triton._math import exp_of_difference
+from keras_recurrent.backends.triton._ring import kept_slots
 
 _LOWEST = tl.constexpr(-1e30)  # of no logits; unlike -inf it can be taken from itself
 _MANY_PROGRAMS = 256  # about two for each multiprocessor of a large GPU
@@ -194,7 +195,7 @@ def queries_kernel(
     write(d_q, token, row, t < T, d_query, K, BLOCK_K)
 
 
-@triton.jit(do_not_specialize=["T", "S", "window"])
+@triton.jit(do_not_specialize=["T", "S", "window", "C"])
 def keys_kernel(
     q,
     k,
@@ -207,12 +208,17 @@ def keys_kernel(
     log_total,
     d_output,
     slope,
+    d_key_ring,
+    d_value_ring,
+    position,
+    end,
     d_keys,
     d_values,
     T,
     S,
     G,
     window,
+    C,
     parts,
     SHARE: tl.constexpr,
     K: tl.constexpr,
@@ -223,7 +229,10 @@ def keys_kernel(
     KEYS: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    """d_keys, d_values: [parts, B, S, G, ..], each of SHARE of the heads that share a key."""
+    """d_keys, d_values: [parts, B, S, G, ..], each of SHARE of the heads that share a key.
+
+    d_key_ring, d_value_ring: [B, C, G, ..], those of what is kept after the row (`_ring.py`).
+    """
     FINE: tl.constexpr = TYPE.is_fp32()
     # Early keys, which most queries see, go first.
     tiles = tl.cdiv(S, KEYS)
@@ -231,16 +240,16 @@ def keys_kernel(
     part = tl.program_id(0) % parts
     b, g = tl.program_id(0) % heads // parts // G, tl.program_id(0) // parts % G
     begin = tl.program_id(0) // heads * KEYS
-    end = tl.minimum(begin + KEYS, S) - 1
+    latest = tl.minimum(begin + KEYS, S) - 1
     if seen_from is None:
-        start, whole = begin, end
-        whole_end, stop = tl.minimum(begin + window, T), tl.minimum(end + window, T)
+        start, whole = begin, latest
+        whole_end, stop = tl.minimum(begin + window, T), tl.minimum(latest + window, T)
     else:
         row_of_batch = b.to(tl.int64) * S
         start = tl.load(seen_from + row_of_batch + begin)
-        whole = tl.load(seen_from + row_of_batch + end)
+        whole = tl.load(seen_from + row_of_batch + latest)
         whole_end = tl.load(seen_to + row_of_batch + begin)
-        stop = tl.load(seen_to + row_of_batch + end)
+        stop = tl.load(seen_to + row_of_batch + latest)
     start *= SHARE
     before, inside, behind = blocks(start, whole * SHARE, whole_end * SHARE, stop * SHARE, ROWS)
 
@@ -273,6 +282,12 @@ def keys_kernel(
             if EDGE:
                 d_logits = tl.where((low == high)[None, :], 0.0, d_logits)
             d_key = product(d_logits, query, d_key, TYPE)
+    if C > 0:
+        slot, kept = kept_slots(s, b, position, end, C)
+        kept &= part == 0
+        ring = b.to(tl.int64) * C * G + g
+        d_key += read(d_key_ring, ring, slot * G, kept, K, BLOCK_K, tl.float32)
+        d_value += read(d_value_ring, ring, slot * G, kept, V, BLOCK_V, tl.float32)
     at += part.to(tl.int64) * (heads // parts) * S
     write(d_keys, at, key_row, s < S, d_key, K, BLOCK_K)
     write(d_values, at, key_row, s < S, d_value, V, BLOCK_V)
@@ -336,11 +351,46 @@ def forward(q, k, v, sight):
     return output, log_total
 
 
-def backward(d_output, output, log_total, q, k, v, sight):
-    """Returns the gradients of q, in its dtype, and of k and v, in float32."""
+def backward(d_output, d_rings, output, log_total, q, k, v, sight, position, end):
+    """Returns the gradients of q, k and v, the last two perhaps in float32.
+
+    d_rings: those of the keys and values [B, C, G, ...] that are kept; position, end: see `_ring`.
+    """
     d_q, slope = torch.empty_like(q), torch.empty_like(log_total)
     _by_queries(queries_kernel, q, k, v, sight, output, log_total, d_output, d_q, slope)
-    return d_q, *_by_keys(q, k, v, sight, log_total, d_output, slope)
+
+    length, heads = q.shape[1:3]
+    batch, places, groups, _ = k.shape
+    options = constants(keys_kernel, heads // groups, q.shape[3], v.shape[3], _dtype(q, k, v))
+    programs = batch * groups * triton.cdiv(places, options["KEYS"])
+    parts = _parts(heads // groups, programs)
+    options["SHARE"] //= parts
+    d_keys, d_values = (
+        x.new_empty(parts, *x.shape, dtype=torch.float32 if parts > 1 else x.dtype) for x in (k, v)
+    )
+    keys_kernel[(programs * parts,)](
+        q,
+        k,
+        v,
+        *sight[:3],
+        *sight.of_keys(places),
+        log_total,
+        d_output,
+        slope,
+        *d_rings,
+        position,
+        end,
+        d_keys,
+        d_values,
+        length,
+        places,
+        groups,
+        sight.window,
+        d_rings[0].shape[1],
+        parts,
+        **options,
+    )
+    return d_q, *(d.sum(0) if parts > 1 else d[0] for d in (d_keys, d_values))
 
 
 def _by_queries(kernel, q, k, v, sight, *tensors):
@@ -353,23 +403,7 @@ def _by_queries(kernel, q, k, v, sight, *tensors):
     kernel[grid](q, k, v, *sight[:3], *tensors, *numbers, **options)
 
 
-def _by_keys(q, k, v, sight, *tensors):
-    """Where tiles of keys are too few for the GPU, heads of queries are gone through apart."""
-    length, heads = q.shape[1:3]
-    batch, places, groups, _ = k.shape
-    options = constants(keys_kernel, heads // groups, q.shape[3], v.shape[3], _dtype(q, k, v))
-    programs = batch * groups * triton.cdiv(places, options["KEYS"])
-    parts = _parts(heads // groups, programs)
-    options["SHARE"] //= parts
-    gradients = [x.new_empty(parts, *x.shape, dtype=torch.float32) for x in (k, v)]
-    numbers = length, places, groups, sight.window, parts
-    keys_kernel[(programs * parts,)](
-        q, k, v, *sight[:3], *sight.of_keys(places), *tensors, *gradients, *numbers, **options
-    )
-    return [x.sum(0) if parts > 1 else x[0] for x in gradients]
-
-
 def _parts(share, programs):
-    """Into how many parts of the same size `share` heads go."""
-    few = (n for n in range(1, share) if share % n == 0 and n * programs >= _MANY_PROGRAMS)
-    return next(few, share)
+    """Into how many parts `share` heads go that share keys, where programs are too few."""
+    enough = (n for n in range(1, share) if share % n == 0 and n * programs >= _MANY_PROGRAMS)
+    return next(enough, share)

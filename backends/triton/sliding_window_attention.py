@@ -8,10 +8,9 @@ outputs stay where they are. A step of generation reads the ring as it lies, as 
 import torch
 from torch import Tensor
 
-from keras_recurrent.backends.torch import _ring
 from keras_recurrent.backends.torch import sliding_window_attention as plain
 from keras_recurrent.backends.torch._row import Row
-from keras_recurrent.backends.triton import _banded_attention, _linear_attention
+from keras_recurrent.backends.triton import _banded_attention, _linear_attention, _ring
 from keras_recurrent.backends.triton._common import contiguous, on_device_of
 
 
@@ -81,8 +80,9 @@ def _forward(
     row, keys, values, sight = _arranged(q, k, v, key, value, position, token_kind, window)
     with on_device_of(q):
         output, log_total = _banded_attention.forward(q, keys, values, sight)
-    rings = (_ring.to_ring(x, row.next_position, row.end, capacity) for x in (keys, values))
-    return output, *rings, row.next_position.int(), log_total
+        position = row.next_position.int()
+        rings = _ring.to_rings(keys, values, position, row.end.int(), capacity)
+    return output, *rings, position, log_total
 
 
 @_forward.register_fake
@@ -116,13 +116,24 @@ def _backward(
     token_kind: Tensor | None,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    q, k, v, token_kind, d_output = contiguous(q, k, v, token_kind, d_output)
+    q, k, v, token_kind, d_output, *d_rings = contiguous(
+        q, k, v, token_kind, d_output, d_key, d_value
+    )
     row, keys, values, sight = _arranged(q, k, v, key, value, position, token_kind, window)
     with on_device_of(q):
         d_q, *d_rows = _banded_attention.backward(
-            d_output, output, log_total, q, keys, values, sight
+            d_output,
+            d_rings,
+            output,
+            log_total,
+            q,
+            keys,
+            values,
+            sight,
+            row.next_position.int(),
+            row.end.int(),
         )
-    return d_q, *row.gradients(d_rows, (d_key, d_value))
+    return d_q, *row.gradients(d_rows)
 
 
 @_backward.register_fake

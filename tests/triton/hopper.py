@@ -18,6 +18,7 @@ from keras_recurrent.backends.triton import (
     _gated_chunks,
     _linear_attention,
     _linear_attention_step,
+    _ring,
     causal_conv1d,
     gated_linear_attention,
     lightning_attention,
@@ -28,12 +29,12 @@ from keras_recurrent.backends.triton._common import MAX_REGISTERS
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SIZES = ("B", "T", "D", "H", "K", "V", "tiles", "chunks", "each", "state_k", "state_v")
-SIZES += ("S", "G", "window", "parts")
+SIZES += ("S", "G", "C", "window", "parts")
 MULTIPLES_OF_16 = ("T", "D", "K", "V", "state_k", "state_v")
 FLOATS = ("first", "last", "d_first", "d_last", "d_logit", "d_parameters", "a_logit")
 FLOATS += ("totals", "decays", "log_decay", "log_f", "log_total", "slope", "d_keys", "d_values")
 INTEGERS = ("carry", "token", "document", "count", "documents")
-INTEGERS += ("first_key", "last_key", "seen_from", "seen_to")
+INTEGERS += ("first_key", "last_key", "seen_from", "seen_to", "position", "end")
 
 TILE = {"BLOCK_D": 64, "GROUPS": 16, "ROWS": 4}
 SCAN = {"num_warps": 4, "maxnreg": MAX_REGISTERS}
@@ -103,6 +104,11 @@ KERNELS = {
         ONE_STAGE,
     ),
     "lightning step": (step, {**STEP, "log_f": None}, {}),
+    "attention ring": (
+        _ring.to_rings_kernel,
+        {"G": 1, "K": 256, "V": 256, "BLOCK_K": 256, "BLOCK_V": 256, "SLOTS": _ring.SLOTS},
+        {},
+    ),
     "attention": attention(_banded_attention.forward_kernel, 256),
     "attention, kinds": attention(_banded_attention.forward_kernel, 256, kinds=True),
     "attention d_q": attention(_banded_attention.queries_kernel, 256),
@@ -120,11 +126,11 @@ KERNELS = {
 def dtype(argument, name):
     if argument in SIZES:
         return "i32"
-    if argument in FLOATS or name.endswith("float32"):
-        return "*fp32"
     if argument in INTEGERS:
         return "*i32"
-    return "*i8" if argument == "token_kind" else "*bf16"
+    if argument == "token_kind":
+        return "*i8"
+    return "*fp32" if argument in FLOATS or name.endswith("float32") else "*bf16"
 
 
 def compile_for_hopper(name, kernel, constants, options):
