@@ -17,7 +17,8 @@ def kept_slots(s, b, position, end, C):
     """In which slots the tokens at places s of a row lie, and which of them are kept at all."""
     to_come = tl.load(position + b)
     age = tl.load(end + b) - 1 - s
-    return (to_come - 1 - age) % C, (age >= 0) & (age < tl.minimum(to_come, C))
+    slot = (to_come - 1 - age) % C
+    return slot.to(tl.int64), (age >= 0) & (age < tl.minimum(to_come, C))
 
 
 @triton.jit(do_not_specialize=["S", "C"])
@@ -40,15 +41,16 @@ def to_rings_kernel(
     blocks = tl.cdiv(C, SLOTS)
     b, g = tl.program_id(0) // blocks // G, tl.program_id(0) // blocks % G
     slot = tl.program_id(0) % blocks * SLOTS + tl.arange(0, SLOTS)
+    at = slot.to(tl.int64) * G
     to_come = tl.load(position + b)
     age = (to_come - 1 - slot + C) % C
-    s = tl.load(end + b) - 1 - age
+    s = (tl.load(end + b) - 1 - age).to(tl.int64)
     filled = (age < to_come) & (slot < C)
     row, ring = b.to(tl.int64) * S * G + g, b.to(tl.int64) * C * G + g
     x = read(keys, row, s * G, filled, K, BLOCK_K, tl.float32)
-    write(key, ring, slot * G, slot < C, x, K, BLOCK_K)
+    write(key, ring, at, slot < C, x, K, BLOCK_K)
     x = read(values, row, s * G, filled, V, BLOCK_V, tl.float32)
-    write(value, ring, slot * G, slot < C, x, V, BLOCK_V)
+    write(value, ring, at, slot < C, x, V, BLOCK_V)
 
 
 def to_rings(keys, values, position, end, capacity):

@@ -14,6 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from keras_recurrent.backends.triton import (
+    _attention_kernels,
     _banded_attention,
     _gated_chunks,
     _linear_attention,
@@ -109,17 +110,18 @@ KERNELS = {
         {"G": 1, "K": 256, "V": 256, "BLOCK_K": 256, "BLOCK_V": 256, "SLOTS": _ring.SLOTS},
         {},
     ),
-    "attention": attention(_banded_attention.forward_kernel, 256),
-    "attention, kinds": attention(_banded_attention.forward_kernel, 256, kinds=True),
-    "attention d_q": attention(_banded_attention.queries_kernel, 256),
-    "attention d_k, d_v": attention(_banded_attention.keys_kernel, 256),
-    "attention d_k, d_v, kinds": attention(_banded_attention.keys_kernel, 256, kinds=True),
-    "attention of 128": attention(_banded_attention.forward_kernel, 128),
-    "attention of 128 d_q": attention(_banded_attention.queries_kernel, 128),
-    "attention of 128 d_k, d_v": attention(_banded_attention.keys_kernel, 128),
-    "attention, float32": attention(_banded_attention.forward_kernel, 128, tl.float32),
-    "attention d_q, float32": attention(_banded_attention.queries_kernel, 128, tl.float32),
-    "attention d_k, d_v, float32": attention(_banded_attention.keys_kernel, 128, tl.float32),
+    "attention": attention(_attention_kernels.forward_kernel, 256),
+    "attention, kinds": attention(_attention_kernels.forward_kernel, 256, kinds=True),
+    "attention d_q": attention(_attention_kernels.queries_kernel, 256),
+    "attention d_k, d_v": attention(_attention_kernels.keys_kernel, 256),
+    "attention d_k, d_v, kinds": attention(_attention_kernels.keys_kernel, 256, kinds=True),
+    "attention of 128": attention(_attention_kernels.forward_kernel, 128),
+    "attention of 128 d_q": attention(_attention_kernels.queries_kernel, 128),
+    "attention of 128 d_k, d_v": attention(_attention_kernels.keys_kernel, 128),
+    "attention, float32": attention(_attention_kernels.forward_kernel, 128, tl.float32),
+    "attention d_q, float32": attention(_attention_kernels.queries_kernel, 128, tl.float32),
+    "attention of 256 d_q, float32": attention(_attention_kernels.queries_kernel, 256, tl.float32),
+    "attention d_k, d_v, float32": attention(_attention_kernels.keys_kernel, 128, tl.float32),
 }
 
 
