@@ -1,8 +1,9 @@
 """One command, one table: `python benchmarks/gpu.py > benchmarks/results/gpu.md`, on a CUDA GPU.
 
 Each operation in `backends/triton` beside the plain one in `backends/torch` and, where installed,
-flash-linear-attention (`pip install flash-linear-attention`), in bfloat16. The floor is the time
-in which the same GPU, in the same run, copies what must be read and written once.
+flash-linear-attention (`pip install flash-linear-attention`), softmax attention beside torch's own,
+in bfloat16. The floor is the time in which the same GPU, in the same run, copies what must be read
+and written once, or multiplies matrices for as many operations as attention takes, if that is more.
 """
 
 import datetime
@@ -25,6 +26,9 @@ from keras_recurrent import dispatch
 HAS_FLA = importlib.util.find_spec("fla") is not None
 SCANS = [(8, 2048, 2560), (4, 8192, 2560), (1, 65536, 2560)]
 HEADS = [(8, 2048, 16, 128), (4, 8192, 16, 128), (1, 65536, 16, 128)]
+# Of recurrentgemma_2b, whose heads of queries share one of keys.
+SOFTMAX_HEADS = [(8, 2048, 10, 256), (1, 16384, 10, 256)]
+WINDOW = 2048
 
 
 def normal(*shape, dtype=torch.bfloat16):
@@ -85,6 +89,42 @@ def fla_lightning(q, k, v, log_decay):
     return chunk_lightning_attn(q, k, v, layer_idx=0, num_layers=16, scale=1.0)[0]
 
 
+def fla(function):
+    """The peer of every shape, where it is installed."""
+    return lambda *shape: {"FLA": function} if HAS_FLA else {}
+
+
+def attention_peers(b, t, h, k):
+    """flex_attention, compiled; and where the window hides nothing, the fused kernel of torch."""
+    from torch.nn.attention import flex_attention as flex
+
+    def seen(b, h, query, key):
+        return (query >= key) & (query - key < WINDOW)
+
+    mask = flex.create_block_mask(seen, None, None, t, t, device="cuda")
+    options = {"scale": 1.0, "enable_gqa": True}
+    compiled = functools.partial(torch.compile(flex.flex_attention), block_mask=mask)
+    peers = {"flex_attention": by_heads(compiled, **options)}
+    if t <= WINDOW:
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        peers["SDPA"] = by_heads(sdpa, is_causal=True, **options)
+    return peers
+
+
+def by_heads(function, **options):
+    """Of tensors [B, T, H, ...], a function that takes them as [B, H, T, ...]."""
+    return lambda *tensors: function(*(x.transpose(1, 2) for x in tensors), **options).transpose(
+        1, 2
+    )
+
+
+def attention_flops(b, t, h, k):
+    """Two products forward, five backward, of what is seen alone."""
+    hidden = max(0, t - WINDOW)
+    pairs = b * h * (t * (t + 1) - hidden * (hidden + 1)) // 2
+    return 4 * pairs * k, 10 * pairs * k
+
+
 def between_heads(b, t, h, k):
     return [normal(b, t, h, k) for _ in range(3)]
 
@@ -100,9 +140,10 @@ class Work(NamedTuple):
     operation: str
     shapes: list
     tensors: Callable  # of a shape: the arguments
-    peer: Callable  # of the arguments: the output, by flash-linear-attention
+    peers: Callable  # of a shape: {name: function of the arguments that returns the output}
     bytes: Callable  # of a shape: what the forward and the backward must move
     tied: bool = False  # whether the second argument is None
+    flops: Callable = lambda *shape: (0, 0)  # of a shape: those of the forward and the backward
     options: dict = {}  # what the operation takes beside tensors
 
 
@@ -111,7 +152,7 @@ WORK = {
         "linear_scan",
         SCANS,
         lambda b, t, d: [normal(b, t, d), decays(b, t, d)],
-        fla_scan,
+        fla(fla_scan),
         two_bytes(3, 5),
     ),
     "rg_lru": Work(
@@ -121,21 +162,21 @@ WORK = {
             *(normal(b, t, d) for _ in range(3)),
             torch.linspace(2, 9, d, device="cuda"),
         ],
-        fla_rg_lru,
+        fla(fla_rg_lru),
         two_bytes(4, 8),
     ),
     "causal_conv1d": Work(
         "causal_conv1d",
         SCANS[:1],
         conv_tensors,
-        fla_conv,
+        fla(fla_conv),
         two_bytes(2, 3),
     ),
     "causal_conv1d, silu": Work(
         "causal_conv1d",
         SCANS[:1],
         conv_tensors,
-        functools.partial(fla_conv, activation="silu"),
+        fla(functools.partial(fla_conv, activation="silu")),
         two_bytes(2, 3),
         options={"activation": "silu"},
     ),
@@ -143,14 +184,14 @@ WORK = {
         "gated_linear_attention",
         HEADS,
         lambda *shape: [*between_heads(*shape), decays(*shape)],
-        fla_gated,
+        fla(fla_gated),
         two_bytes(5, 9),
     ),
     "gated_linear_attention, k=None": Work(
         "gated_linear_attention",
         HEADS,
         lambda *shape: [*between_heads(*shape)[:2], decays(*shape)],
-        fla_tied,
+        fla(fla_tied),
         two_bytes(4, 7),
         tied=True,
     ),
@@ -158,8 +199,17 @@ WORK = {
         "lightning_attention",
         HEADS,
         lambda b, t, h, k: [*between_heads(b, t, h, k), -8 / h * torch.arange(h, device="cuda")],
-        fla_lightning,
+        fla(fla_lightning),
         two_bytes(4, 7),
+    ),
+    f"sliding_window_attention of {WINDOW}": Work(
+        "sliding_window_attention",
+        SOFTMAX_HEADS,
+        lambda b, t, h, k: [normal(b, t, h, k) / k**0.5, *(normal(b, t, 1, k) for _ in range(2))],
+        attention_peers,
+        lambda b, t, h, k: (2 * b * t * k * (2 * h + 2), 2 * b * t * k * (4 * h + 4)),
+        flops=attention_flops,
+        options={"sliding_window": WINDOW},
     ),
 }
 
@@ -216,6 +266,11 @@ def bytes_a_second():
     return 2 * source.nbytes / (device_ms(lambda: target.copy_(source)) / 1000)
 
 
+def flops_a_second():
+    a, b = (normal(8192, 8192) for _ in range(2))
+    return 2 * 8192**3 / (device_ms(lambda: a @ b) / 1000)
+
+
 def measure(function, tensors):
     """The figures of one implementation: a function of the tensors that returns the output."""
     leaves = [t.detach().requires_grad_() for t in tensors]
@@ -250,22 +305,30 @@ def output_of(work, implementation):
     return lambda *tensors: kernel(*tensors, **work.options)[0]
 
 
-def rows(label, work, rate):
-    functions = {n: output_of(work, n) for n in ("triton", "torch")}
-    if HAS_FLA:
-        functions["FLA"] = work.peer
+def floors(work, shape, bytes_rate, flops_rate):
+    """Milliseconds of the forward, and of both."""
+    moved, multiplied = work.bytes(*shape), work.flops(*shape)
+    forward, backward = (
+        1000 * max(m / bytes_rate, f / flops_rate) for m, f in zip(moved, multiplied, strict=True)
+    )
+    return forward, forward + backward
+
+
+def rows(label, work, rates):
     for shape in work.shapes:
+        functions = {n: output_of(work, n) for n in ("triton", "torch")} | work.peers(*shape)
         tensors = work.tensors(*shape)
-        moved = work.bytes(*shape)
-        floors = (1000 * moved[0] / rate, 1000 * sum(moved) / rate)
-        found = {name: measure(function, tensors) for name, function in functions.items()}
-        for name, figures in found.items():
+        floor = floors(work, shape, *rates)
+        ours = None
+        for name, function in functions.items():
+            figures = measure(function, tensors)
+            ours = ours or figures
             yield [
                 label,
                 "×".join(map(str, shape)),
                 name,
-                *cells(figures["forward"], floors[0], found["triton"]["forward"]),
-                *cells(figures["both"], floors[1], found["triton"]["both"]),
+                *cells(figures["forward"], floor[0], ours["forward"]),
+                *cells(figures["both"], floor[1], ours["both"]),
                 f"{figures['wall']:.3f}",
                 f"{figures['peak']:.0f}",
                 f"{figures['first']:.1f}",
@@ -301,13 +364,14 @@ def main():
     packages = ("torch", "triton", "flash-linear-attention", "keras")
     installed = {d.metadata["Name"] for d in importlib.metadata.distributions()}
     versions = [f"{p} {importlib.metadata.version(p)}" for p in packages if p in installed]
-    rate = bytes_a_second()
+    rates = bytes_a_second(), flops_a_second()
     print(f"# GPU\n\n{torch.cuda.get_device_name()}, {datetime.date.today().isoformat()}.")
-    print(f"{', '.join(versions)}.\nA copy in device memory moves {rate / 1e12:.2f} TB/s.\n")
+    print(f"{', '.join(versions)}.\nA copy in device memory moves {rates[0] / 1e12:.2f} TB/s,")
+    print(f"a product of matrices of bfloat16 takes {rates[1] / 1e12:.0f} TFLOP/s.\n")
     print(line(HEADER))
     print(line(["---"] * 3 + ["---:"] * (len(HEADER) - 3)), flush=True)
     for name, work in WORK.items():
-        for row in rows(name, work, rate):
+        for row in rows(name, work, rates):
             print(line(row), flush=True)
 
 

@@ -37,6 +37,7 @@ _NOT_RUN = "was interpreted and compiled, not yet run on a GPU; `implementation`
 BY_NAME_ONLY = {
     ("triton", "gated_linear_attention"): _NOT_RUN,
     ("triton", "lightning_attention"): _NOT_RUN,
+    ("triton", "sliding_window_attention"): _NOT_RUN,
 }
 # What an implementation needs beside the framework of its backend.
 REQUIRES = {"triton": "triton"}

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from keras_recurrent.backends.torch import _banded_attention, _ring
 from keras_recurrent.backends.torch._common import PADDING, STARTS, accumulation_dtype
+from keras_recurrent.backends.torch._row import Row
 
 
 def unsupported(
@@ -47,74 +48,6 @@ def sliding_window_attention(
     return output, {"key": key, "value": value, "position": position} if keeps else {}
 
 
-class _Row:
-    """What was seen before and then the real tokens, side by side."""
-
-    def __init__(self, q, k, v, key, value, position, token_kind, window):
-        self.q, self.k, self.v, self.state = q, k, v, (key, value)
-        self.dtype = accumulation_dtype(q, k, v, key, value)
-        batch, self.length = q.shape[:2]
-        self.kept = 0 if key is None else key.shape[1]
-        self.position = (
-            q.new_zeros(batch, dtype=torch.int64) if position is None else position.long()
-        )
-        # A window as long as the row is none.
-        self.window = window if window and window < self.kept + self.length else None
-        self.token_kind, self.order, self.documents = token_kind, None, None
-        count, start = (
-            torch.full_like(self.position, self.length),
-            torch.full_like(self.position, -1),
-        )
-        of_queries = self.position.new_zeros(batch, self.length)
-        if token_kind is not None:
-            real = token_kind != PADDING
-            place = torch.arange(self.length, device=q.device)
-            nth = real.cumsum(1) - 1
-            count = nth[:, -1] + 1
-            # Padding goes behind the real tokens, so that each has a place of its own.
-            self.place = torch.where(real, nth, count[:, None] + place - 1 - nth)
-            self.order = torch.empty_like(self.place).scatter_(1, self.place, place.expand_as(nth))
-            self.in_front, self.real = place < count[:, None], real
-            restart = token_kind == STARTS
-            start = torch.where(restart, nth, -1).amax(1)
-            of_queries = restart.cumsum(1).gather(1, self.order)
-        if token_kind is not None or self.kept:
-            age = self.kept - 1 - torch.arange(self.kept, device=q.device)
-            before = torch.where(age < self.position[:, None], 0, -1)
-            self.documents = (of_queries, torch.cat((before, of_queries), dim=1))
-        self.end = self.kept + count
-        self.next_position = torch.where(start < 0, self.position + count, count - start)
-
-    def together(self, x):
-        """[B, T, ...] with its real tokens first, then zeros."""
-        return x if self.order is None else _ring.take(x, self.order, self.in_front)
-
-    def back(self, x):
-        """The opposite, and the transpose, of `together`."""
-        return x if self.order is None else _ring.take(x, self.place, self.real)
-
-    def keys_and_values(self):
-        """[B, kept + T, G, ...], in their dtypes."""
-        rows = []
-        for ring, x in zip(self.state, (self.k, self.v), strict=True):
-            row = self.together(x)
-            if ring is not None:
-                end = torch.full_like(self.position, self.kept)
-                before = _ring.to_row(ring, self.position, end, self.kept)
-                row = torch.cat((before.to(x.dtype), row), dim=1)
-            rows.append(row)
-        return rows
-
-    def grouped(self, x):
-        """[B, T, H, ...] together, as [B, G, T, H / G, ...]."""
-        x = self.together(x).to(self.dtype)
-        return x.unflatten(2, (self.k.shape[2], -1)).transpose(1, 2).contiguous()
-
-    def by_head(self, row):
-        """[B, S, G, ...] as [B, G, S, ...]."""
-        return row.to(self.dtype).transpose(1, 2).contiguous()
-
-
 @torch.library.custom_op("keras_recurrent::sliding_window_attention", mutates_args=())
 def _forward(
     q: Tensor,
@@ -129,10 +62,10 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if key is not None and q.shape[1] == 1:
         return _one_token(q, k, v, key, value, position, token_kind, window)
-    row = _Row(q, k, v, key, value, position, token_kind, window)
+    row = Row(q, k, v, key, value, position, token_kind, window)
     keys, values = row.keys_and_values()
     output = _banded_attention.forward(
-        row.grouped(q), row.by_head(keys), row.by_head(values), row.documents, row.window
+        row.grouped(q), row.by_head(keys), row.by_head(values), row.documents(), row.window
     )
     output = row.back(output.transpose(1, 2).flatten(2, 3)).contiguous()
     rings = (_ring.to_ring(x, row.next_position, row.end, capacity) for x in (keys, values))
@@ -165,26 +98,22 @@ def _backward(
     token_kind: Tensor | None,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    row = _Row(q, k, v, key, value, position, token_kind, window)
+    row = Row(q, k, v, key, value, position, token_kind, window)
     keys, values = row.keys_and_values()
     d_q, *d_rows = _banded_attention.backward(
         row.grouped(d_output),
         row.grouped(q),
         row.by_head(keys),
         row.by_head(values),
-        row.documents,
+        row.documents(),
         row.window,
     )
-    results = [row.back(d_q.transpose(1, 2).flatten(2, 3)).contiguous().to(q.dtype)]
-    of_state = []
-    for d_row, d_ring, x in zip(d_rows, (d_key, d_value), (k, v), strict=True):
-        d_row = d_row.transpose(1, 2)
-        d_row = d_row + _ring.to_row(d_ring, row.next_position, row.end, d_row.shape[1])
-        results.append(row.back(d_row[:, row.kept :]).contiguous().to(x.dtype))
-        end = torch.full_like(row.position, row.kept)
-        before = d_row[:, : row.kept]
-        of_state.append(_ring.to_ring(before, row.position, end, row.kept).to(x.dtype))
-    return *results, *of_state
+    d_q = row.back(d_q.transpose(1, 2).flatten(2, 3)).contiguous().to(q.dtype)
+    d_rows = [
+        d_row.transpose(1, 2) + _ring.to_row(d_ring, row.next_position, row.end, keys.shape[1])
+        for d_row, d_ring in zip(d_rows, (d_key, d_value), strict=True)
+    ]
+    return d_q, *row.gradients(d_rows)
 
 
 @_backward.register_fake

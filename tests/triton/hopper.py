@@ -9,13 +9,17 @@ import subprocess
 import tempfile
 
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from keras_recurrent.backends.triton import (
+    _attention_kernels,
+    _banded_attention,
     _gated_chunks,
     _gated_states,
     _linear_attention_step,
+    _ring,
     causal_conv1d,
     lightning_attention,
     linear_scan,
@@ -25,10 +29,12 @@ from keras_recurrent.backends.triton._common import MAX_REGISTERS
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SIZES = ("B", "T", "D", "H", "K", "V", "tiles", "chunks", "each", "state_k", "state_v")
+SIZES += ("S", "G", "C", "window", "parts")
 MULTIPLES_OF_16 = ("T", "D", "K", "V", "state_k", "state_v")
 FLOATS = ("first", "last", "d_first", "d_last", "d_logit", "d_parameters", "a_logit")
-FLOATS += ("totals", "decays", "log_decay", "log_f")
+FLOATS += ("totals", "decays", "log_decay", "log_f", "log_total", "slope", "d_keys", "d_values")
 INTEGERS = ("carry", "token", "document", "count", "documents")
+INTEGERS += ("first_key", "last_key", "seen_from", "seen_to", "position", "end")
 
 TILE = {"BLOCK_D": 64, "GROUPS": 16, "ROWS": 4}
 CONV = {**TILE, "GROUPS": 8, "W": 4, "SILU": False, "STEPS": 10}
@@ -58,6 +64,18 @@ gated = _gated_chunks.attend_kernel
 gradient = _gated_chunks.gradient_kernel
 lightning = lightning_attention._walk_kernel
 step = _linear_attention_step._step_kernel
+
+
+def attention(kernel, size, dtype=tl.bfloat16, kinds=False):
+    """Ten heads of queries share one of keys, as in recurrentgemma_2b, whose heads are of 256."""
+    constants = _banded_attention.constants(kernel, 10, size, size, dtype)
+    options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+    constants |= {"G": 1, "parts": 1}
+    if not kinds:
+        constants |= dict.fromkeys(("token_kind", "first_key", "last_key", "seen_from", "seen_to"))
+    return kernel, constants, options
+
+
 KERNELS = {
     "linear_scan forward": (linear_scan._forward_kernel, TILE, SCAN),
     "linear_scan backward": (linear_scan._backward_kernel, TILE, SCAN),
@@ -95,17 +113,34 @@ KERNELS = {
         {"num_warps": 8, "num_stages": 1},
     ),
     "lightning step": (step, {**STEP, "log_f": None}, {}),
+    "attention ring": (
+        _ring.to_rings_kernel,
+        {"G": 1, "K": 256, "V": 256, "BLOCK_K": 256, "BLOCK_V": 256, "SLOTS": _ring.SLOTS},
+        {},
+    ),
+    "attention": attention(_attention_kernels.forward_kernel, 256),
+    "attention, kinds": attention(_attention_kernels.forward_kernel, 256, kinds=True),
+    "attention d_q": attention(_attention_kernels.queries_kernel, 256),
+    "attention d_k, d_v": attention(_attention_kernels.keys_kernel, 256),
+    "attention d_k, d_v, kinds": attention(_attention_kernels.keys_kernel, 256, kinds=True),
+    "attention of 128": attention(_attention_kernels.forward_kernel, 128),
+    "attention of 128 d_q": attention(_attention_kernels.queries_kernel, 128),
+    "attention of 128 d_k, d_v": attention(_attention_kernels.keys_kernel, 128),
+    "attention, float32": attention(_attention_kernels.forward_kernel, 128, tl.float32),
+    "attention d_q, float32": attention(_attention_kernels.queries_kernel, 128, tl.float32),
+    "attention of 256 d_q, float32": attention(_attention_kernels.queries_kernel, 256, tl.float32),
+    "attention d_k, d_v, float32": attention(_attention_kernels.keys_kernel, 128, tl.float32),
 }
 
 
 def dtype(argument, name):
     if argument in SIZES:
         return "i32"
-    if argument in FLOATS or name.endswith("float32"):
-        return "*fp32"
     if argument in INTEGERS:
         return "*i32"
-    return "*i8" if argument == "token_kind" else "*bf16"
+    if argument == "token_kind":
+        return "*i8"
+    return "*fp32" if argument in FLOATS or name.endswith("float32") else "*bf16"
 
 
 def compile_for_hopper(name, kernel, constants, options):

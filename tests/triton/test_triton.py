@@ -1,5 +1,6 @@
 """What is special to the Triton kernels; that they compute what they should is in tests/ops."""
 
+import functools
 import json
 import os
 import pathlib
@@ -16,6 +17,7 @@ import torch
 
 import keras_recurrent
 from keras_recurrent import dispatch, ops
+from keras_recurrent.backends.triton import _banded_attention
 from tests.ops import native, test_kernels
 from tests.ops.cases import Case, draw
 from tests.ops.test_ops import OPTIONS
@@ -24,6 +26,9 @@ from tests.triton.hopper import KERNELS
 ROOT = pathlib.Path(__file__).parents[2]
 OPERATIONS = [o for o, row in dispatch.KERNELS.items() if not isinstance(row["triton"], str)]
 every_operation = pytest.mark.parametrize("operation", OPERATIONS)
+attention = pytest.mark.parametrize(
+    "operation", ["gated_linear_attention", "lightning_attention", "sliding_window_attention"]
+)
 linear_attention = pytest.mark.parametrize(
     "operation", ["gated_linear_attention", "lightning_attention"]
 )
@@ -55,6 +60,10 @@ def test_compiled_for_hopper_without_a_gpu(tmp_path):
             assert bool(kernel["tensor cores"]) == ("step" not in name), name
             # Not even by the compiler: it has got products of such transposes wrong.
             assert not kernel["transposed"] or "float32" in name, name
+        if name.startswith("attention") and "float32" not in name:
+            assert kernel["shared"] <= 227 * 1024, name  # one program a multiprocessor
+            assert bool(kernel["tensor cores"]) == ("ring" not in name), name
+            assert not kernel["transposed"], name
 
 
 def test_taken_on_cuda_and_on_request():
@@ -85,7 +94,7 @@ def test_a_long_kernel_is_refused():
     assert "up to 16 taps, got a kernel of 17" in str(choice)
 
 
-@linear_attention
+@attention
 @pytest.mark.parametrize(
     ("channels", "dtype", "reason"),
     [
@@ -106,6 +115,20 @@ def test_heads_of_several_tiles(operation):
     """Tiles of bfloat16 are larger than those of float32; decays are float32, as in HGRN2."""
     case = Case(1, 70, 130, "bfloat16", "float32", kinds=True, state=True)
     test_kernels.check(operation, "triton", draw(operation, case))
+
+
+@pytest.mark.parametrize("programs", [1, 256])
+def test_heads_that_share_keys(programs, monkeypatch):
+    """Gone through together, or apart where programs are few; some tiles are met without mask."""
+    monkeypatch.setattr(_banded_attention, "_MANY_PROGRAMS", programs)
+    drawn = draw(
+        "sliding_window_attention",
+        Case(1, 200, 18, "bfloat16", heads=(6, 2), window=150, kinds=True, state=True),
+    )
+    drawn.token_kind[:] = 0
+    drawn.token_kind[:, [20, 170]] = 2, 1
+    drawn.d_output[:, 20] = 0
+    test_kernels.check("sliding_window_attention", "triton", drawn)
 
 
 @every_operation
@@ -139,7 +162,9 @@ def test_the_same_bits_again(operation):
 @every_operation
 def test_compiled_without_graph_breaks(operation):
     """Forward and backward: one graph each, whatever the length."""
-    kernel = getattr(dispatch.KERNELS[operation]["triton"], operation)
+    kernel = functools.partial(
+        getattr(dispatch.KERNELS[operation]["triton"], operation), **OPTIONS.get(operation, {})
+    )
     graphs = []
 
     def count(graph, example_inputs):
@@ -152,8 +177,9 @@ def test_compiled_without_graph_breaks(operation):
         results = []
         for function in (compiled, kernel):
             output, state = function(**tensors, **OPTIONS.get(operation, {}))
-            loss = output.square().sum() + state.sin().sum()
-            results.append((output, state, *torch.autograd.grad(loss, list(tensors.values()))))
+            parts = keras.tree.flatten(state)
+            loss = output.square().sum() + sum(p.sin().sum() for p in parts if p.requires_grad)
+            results.append((output, *parts, *torch.autograd.grad(loss, list(tensors.values()))))
         for result, expected in zip(*results, strict=True):
             torch.testing.assert_close(result, expected, rtol=0, atol=0)
     assert len(graphs) == 1
