@@ -32,13 +32,6 @@ PREFERENCE = {
 if os.environ.get("TRITON_INTERPRET") == "1":
     # Its kernels then run in NumPy, on any device: the slowest of all, and only when asked for.
     PREFERENCE["torch"] = ("torch", "triton")
-# Kernels that nobody has run yet where they are to run, and that no one should meet unasked.
-_NOT_RUN = "was interpreted and compiled, not yet run on a GPU; `implementation` takes it by name"
-BY_NAME_ONLY = {
-    ("triton", "gated_linear_attention"): _NOT_RUN,
-    ("triton", "lightning_attention"): _NOT_RUN,
-    ("triton", "sliding_window_attention"): _NOT_RUN,
-}
 # What an implementation needs beside the framework of its backend.
 REQUIRES = {"triton": "triton"}
 if BACKEND not in PREFERENCE:
@@ -133,8 +126,6 @@ def choose(operation, arguments, implementation=None):
     for candidate in (_check(name),) if name else PREFERENCE[BACKEND]:
         module = KERNELS[operation][candidate]
         reason = module if isinstance(module, str) else module.unsupported(**arguments)
-        if reason is None and not name:
-            reason = BY_NAME_ONLY.get((candidate, operation))
         if reason is None and candidate == "pallas" and not name:
             reason = _platform.elsewhere(arguments)
         if reason is None:

@@ -5,8 +5,7 @@ node for `torch.compile`, no graph breaks, the same limits. Nothing is tuned at 
 come from shapes by a fixed rule, so the same inputs give the same bits, and a new shape costs one
 compilation a kernel. Arithmetic is float32. Matrix products, in attention alone, take bfloat16
 tensors as they are, softmax attention float16, too, and all others in more than one part, never in
-TF32 by itself (`_products.py`). The kernels of attention, linear or not, have been interpreted, and
-compiled for Hopper, but not yet run on a GPU: dispatch takes them by name only.
+TF32 by itself (`_products.py`).
 
 With TRITON_INTERPRET=1, set before the first import of triton, the same kernels run on a CPU, in
 NumPy and very slowly: that is for tests.

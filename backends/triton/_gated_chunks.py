@@ -66,6 +66,14 @@ def _beside(row, level):
 
 
 @triton.jit
+def _meet(y, level, row, weights, SHORT: tl.constexpr):
+    """The weights, with those of pairs of tokens in two halves beside each other."""
+    y = operand(y, SHORT)
+    pairs = product(y, tl.trans(y), tl.zeros_like(weights), SHORT)
+    return weights + tl.where(_beside(row, level), pairs, 0.0)
+
+
+@triton.jit
 def _place(T, H, chunks, tiles, CHUNK: tl.constexpr):
     """Of this program: the tile, chunk, number of the head, row of the batch, and first token."""
     tile = tl.program_id(0) % tiles
@@ -126,13 +134,14 @@ def attend_kernel(
         )
         own += tl.sum(query * key, 1)
         one = ones(weights)
-        for level in range(LEVELS):
+        # Neighbours: the right one has its own decay, the left one none.
+        y = tl.where(_right(row, 0)[:, None], query * exp_of_decays(logarithm, not SHORT), key)
+        weights = _meet(y, 0, row, weights, SHORT)
+        for level in range(1, LEVELS):
             y = tl.where(_right(row, level)[:, None], query, key)
             reach = _to_boundary(row, level, one)
             y *= exp_of_decays(sums(reach, logarithm, PARTS), not SHORT)
-            y = operand(y, SHORT)
-            pairs = product(y, tl.trans(y), tl.zeros((CHUNK, CHUNK), tl.float32), SHORT)
-            weights += tl.where(_beside(row, level), pairs, 0.0)
+            weights = _meet(y, level, row, weights, SHORT)
     weights = tl.where(row[:, None] == row[None, :], own[:, None], weights)
     if REVERSE:
         weights = tl.where(row[:, None] <= row[None, :], weights, 0.0)

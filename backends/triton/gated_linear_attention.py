@@ -70,7 +70,7 @@ def _differentiate(
     sizes, q, k, v, d_output, states, d_states, found, *, log_f, token_kind, parts
 ):  # fmt: skip
     """Writes what is found: the gradients of q, k and log_f."""
-    block_k = block(sizes.keys, 128 if sizes.short else 32)
+    block_k = block(sizes.keys, 64 if sizes.short else 32)
     gradient_kernel[(sizes.programs * triton.cdiv(sizes.keys, block_k),)](
         q,
         k,
@@ -90,7 +90,7 @@ def _differentiate(
         SHORT=sizes.short,
         PARTS=parts,
         GAIN_PARTS=1 if sizes.short else 3,
-        num_warps=8 if sizes.short else 4,
+        num_warps=4,
         num_stages=1,
     )
 

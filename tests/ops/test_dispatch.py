@@ -69,14 +69,6 @@ def test_which_implementation_tells(picky):
     assert nothing.implementation is None
 
 
-def test_what_has_not_run_yet_is_taken_by_name_only(picky, monkeypatch):
-    monkeypatch.setitem(dispatch.BY_NAME_ONLY, ("picky", "linear_scan"), "nobody has run it")
-    assert ops.linear_scan(X, -X)[0].shape == (1, 4, 2)
-    choice = keras_recurrent.which_implementation("linear_scan", X, -X)
-    assert choice.refused == {"picky": "nobody has run it"}
-    assert ops.linear_scan(X, -X, implementation="picky") == ("picky", "ran")
-
-
 def test_unknown_names():
     with (
         pytest.raises(ValueError, match="`implementation` must be one of"),

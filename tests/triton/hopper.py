@@ -45,7 +45,7 @@ WALK = {**CHUNKS, "token_kind": None, "totals": None, "decays": None}
 LEVELS = {"LEVELS": 6, "PARTS": 2}
 TIED = {**CHUNKS, **LEVELS, "k": None}
 SHORTER = {"CHUNK": 32, "LEVELS": 5}
-GRADIENT = {**CHUNKS, **LEVELS, **SHORTER, "BLOCK_K": 128, "BLOCK_V": 64, "GAIN_PARTS": 1}
+GRADIENT = {**CHUNKS, **LEVELS, **SHORTER, "BLOCK_V": 64, "GAIN_PARTS": 1}
 EXACT = {**SHORTER, "BLOCK_K": 32, "BLOCK_V": 64, "SHORT": False}
 EXACT_GRADIENT = {**EXACT, "BLOCK_V": 32, "PARTS": 3, "GAIN_PARTS": 3}
 ONE_STAGE, FOUR_STAGES = ({"num_warps": 4, "num_stages": n} for n in (1, 4))
@@ -92,7 +92,7 @@ KERNELS = {
     "gated output": (gated, {**TIED, "token_kind": None, "REVERSE": False}, ONE_STAGE),
     "gated d_v": (gated, {**TIED, **SHORTER, "REVERSE": True}, {"num_warps": 2, "num_stages": 1}),
     "gated output, float32": (gated, {**TIED, **EXACT, "PARTS": 3, "REVERSE": False}, ONE_STAGE),
-    "gated gradients": (gradient, {**GRADIENT, "k": None}, {"num_warps": 8, "num_stages": 1}),
+    "gated gradients": (gradient, {**GRADIENT, "k": None}, ONE_STAGE),
     "gated gradients, float32": (gradient, {**GRADIENT, **EXACT_GRADIENT}, ONE_STAGE),
     "gated step": (step, {**STEP, "k": None, "log_decay": None}, {}),
     "lightning output": (lightning, {**STREAM, "state_v": 1, "REVERSE": False}, FOUR_STAGES),
@@ -169,7 +169,8 @@ def resources(compiled):
         "spilled": int(stack),
         "shared": compiled.metadata.shared,
         "transposed": compiled.asm["ttgir"].count("tt.trans "),
-        "tensor cores": compiled.asm["ptx"].count("wgmma.mma_async"),
+        "tensor cores": compiled.asm["ptx"].count("mma."),
+        "asynchronous": compiled.asm["ptx"].count("wgmma.mma_async"),
     }
 
 

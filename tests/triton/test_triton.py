@@ -56,10 +56,11 @@ def test_compiled_for_hopper_without_a_gpu(tmp_path):
         assert kernel["spilled"] <= 512, name
         if name.startswith(("gated", "lightning")):
             assert kernel["spilled"] <= 128, name
-            assert kernel["shared"] <= 227 * 1024 / 2, name  # two programs a multiprocessor
+            programs = 2 if name.startswith("gated") else 1  # at a time on a multiprocessor
+            assert kernel["shared"] <= 227 * 1024 / programs, name
             assert bool(kernel["tensor cores"]) == ("step" not in name), name
-            # Not even by the compiler: it has got products of such transposes wrong.
-            assert not kernel["transposed"] or "float32" in name, name
+            # More of them than uniform registers hold descriptors for are compiled wrongly.
+            assert kernel["asynchronous"] <= 32, name
         if name.startswith("attention") and "float32" not in name:
             assert kernel["shared"] <= 227 * 1024, name  # one program a multiprocessor
             assert bool(kernel["tensor cores"]) == ("ring" not in name), name

@@ -1,0 +1,132 @@
+"""Whole models on a CUDA GPU: `python benchmarks/gpu_models.py > benchmarks/results/gpu_models.md`.
+
+A training step, forward and backward, of HGRN2 beside flash-linear-attention's and of
+RecurrentGemma beside transformers' (`pip install flash-linear-attention transformers`): models of
+the same sizes in bfloat16, freshly initialised, on the same tokens.
+"""
+
+import datetime
+import importlib.metadata
+import os
+import time
+
+os.environ.setdefault("KERAS_BACKEND", "torch")
+
+import keras
+import torch
+
+from keras_recurrent.models import GriffinCausalLM, HGRN2CausalLM
+
+HGRN2 = {"batch": 8, "length": 2048, "repeats": 10}
+# A step of the peer takes 13 seconds.
+GEMMA = {"batch": 1, "length": 2048, "repeats": 1}
+
+
+def ours(family, preset):
+    return family.from_preset(preset, load_weights=False, preprocessor=None, dtype="bfloat16")
+
+
+def our_loss(model):
+    compute = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    def loss(token_ids):
+        mask = torch.ones_like(token_ids, dtype=torch.bool)
+        logits = model({"token_ids": token_ids, "padding_mask": mask}, training=True)
+        return compute(token_ids[:, 1:], logits[:, :-1])
+
+    return loss
+
+
+def fla_hgrn2(backbone):
+    """The peer of the same sizes."""
+    from fla.models import HGRN2Config, HGRN2ForCausalLM
+
+    config = HGRN2Config(
+        hidden_size=backbone.hidden_dim,
+        num_hidden_layers=backbone.num_layers,
+        expand_ratio=backbone.expand_ratio,
+        intermediate_size=backbone.intermediate_dim,
+        vocab_size=backbone.vocabulary_size,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+    return HGRN2ForCausalLM(config).to("cuda", torch.bfloat16).train()
+
+
+def transformers_gemma():
+    import transformers
+
+    config = transformers.RecurrentGemmaConfig(use_cache=False)
+    return transformers.RecurrentGemmaForCausalLM(config).to("cuda", torch.bfloat16).train()
+
+
+def their_loss(model):
+    return lambda token_ids: model(input_ids=token_ids, labels=token_ids).loss
+
+
+def weights_of(model):
+    if isinstance(model, keras.Model):
+        return [v.value for v in model.trainable_variables]
+    return list(model.parameters())
+
+
+def measure(name, model, loss, vocabulary, *, batch, length, repeats):
+    token_ids = torch.randint(vocabulary, (batch, length), device="cuda")
+    weights = weights_of(model)
+
+    def step():
+        for weight in weights:
+            weight.grad = None
+        loss(token_ids).backward()
+
+    start = time.perf_counter()
+    step()
+    torch.cuda.synchronize()
+    first = time.perf_counter() - start
+    torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        step()
+    torch.cuda.synchronize()
+    seconds = (time.perf_counter() - start) / repeats
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    cells = (
+        name,
+        f"{sum(w.numel() for w in weights):,}",
+        f"{batch}×{length}",
+        f"{batch * length / seconds:,.0f}",
+        f"{peak:.1f}",
+        f"{first:.1f}",
+    )
+    print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def main():
+    packages = ("torch", "triton", "flash-linear-attention", "transformers", "keras")
+    versions = ", ".join(f"{p} {importlib.metadata.version(p)}" for p in packages)
+    print(f"# Whole models on a GPU\n\n{torch.cuda.get_device_name()}, {datetime.date.today()}.")
+    print(f"{versions}.\nForward and backward, bfloat16.\n")
+    print("| model | parameters | batch×length | tokens/s | peak GiB | first step s |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: |", flush=True)
+
+    model = ours(HGRN2CausalLM, "hgrn2_1.3b_100b")
+    backbone = model.backbone
+    measure("HGRN2 1.3B", model, our_loss(model), backbone.vocabulary_size, **HGRN2)
+    peer = fla_hgrn2(backbone)
+    del model
+    torch.cuda.empty_cache()
+    measure("flash-linear-attention", peer, their_loss(peer), backbone.vocabulary_size, **HGRN2)
+    del peer, backbone
+    torch.cuda.empty_cache()
+
+    model = ours(GriffinCausalLM, "recurrentgemma_2b")
+    vocabulary = model.backbone.vocabulary_size
+    measure("RecurrentGemma 2B", model, our_loss(model), vocabulary, **GEMMA)
+    del model
+    torch.cuda.empty_cache()
+    peer = transformers_gemma()
+    measure("transformers", peer, their_loss(peer), vocabulary, **GEMMA)
+
+
+if __name__ == "__main__":
+    main()
