@@ -70,7 +70,10 @@ def over_groups(step, carry, tensors, outputs, plan, reverse=False):
             put = functools.partial(
                 jax.lax.dynamic_update_slice_in_dim, start_index=group * size, axis=1
             )
-            carry, found = step(carry, group, *jax.tree.map(tokens, (tensors, outputs)))
+            # At one place, before it is overwritten: a compiler that let several kernels read it
+            # would have to copy all of an output in every round.
+            held = jax.tree.map(lambda y: jax.lax.optimization_barrier(tokens(y)), outputs)
+            carry, found = step(carry, group, jax.tree.map(tokens, tensors), held)
             return carry, jax.tree.map(put, outputs, found)
 
         carry, outputs = jax.lax.fori_loop(0, plan.groups, body, (carry, outputs))
