@@ -4,13 +4,14 @@ All chunks of a group are worked on at once, by matrix products, and one group f
 the work of a group stays in the cache, and its temporaries do not grow with the sequence.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 # Numbers in the part of an argument that belongs to a group.
-GROUP_SIZE = 1 << 17
+GROUP_SIZE = 1 << 16
 
 
 class Plan(NamedTuple):
@@ -35,23 +36,69 @@ def plan(q, v, longest):
     return Plan(groups, -(-chunks // groups), size)
 
 
-def grouped(tensors, plan):
-    """Each [B, T, ...] as [groups, B, tokens of a group, ...], with a tail of zeros."""
-    return tuple(None if x is None else _grouped(x, plan) for x in tensors)
+def over_groups(step, carry, tensors, outputs, plan, reverse=False):
+    """Go through the groups, one after the other, and put what `step` makes of each into place.
+
+    A loop reads its group from the tensors as they lie, and writes into the outputs as they lie:
+    memory that is neither copied nor asked for is most of what a long sequence costs on a CPU.
+
+    Args:
+        step: a function of `carry`, the group's number, the group's tokens [B, N, ...] of the
+            tensors, and those of the outputs, which returns the next carry and what takes the
+            place of the latter.
+        carry: what the first step gets.
+        tensors: a tree of tensors [B, T, ...]. What T lacks is filled with zeros, here and below.
+        outputs: a tree of tensors [B, T, ...] to be overwritten, of the results' dtypes.
+        reverse: from the last group to the first.
+
+    Returns:
+        `(carry, outputs)`.
+    """
+    length = jax.tree.leaves(tensors)[0].shape[1]
+    tensors, outputs = jax.tree.map(lambda x: _filled(x, plan), (tensors, outputs))
+    if plan.groups == 1:
+        carry, outputs = step(carry, 0, tensors, outputs)
+    else:
+        size = plan.chunks * plan.size
+
+        def body(i, loop):
+            carry, outputs = loop
+            group = plan.groups - 1 - i if reverse else i
+            tokens = functools.partial(
+                jax.lax.dynamic_slice_in_dim, start_index=group * size, slice_size=size, axis=1
+            )
+            put = functools.partial(
+                jax.lax.dynamic_update_slice_in_dim, start_index=group * size, axis=1
+            )
+            # At one place, before it is overwritten: a compiler that let several kernels read it
+            # would have to copy all of an output in every round.
+            held = jax.tree.map(lambda y: jax.lax.optimization_barrier(tokens(y)), outputs)
+            carry, found = step(carry, group, jax.tree.map(tokens, tensors), held)
+            return carry, jax.tree.map(put, outputs, found)
+
+        carry, outputs = jax.lax.fori_loop(0, plan.groups, body, (carry, outputs))
+    return carry, jax.tree.map(lambda y: y[:, :length], outputs)
 
 
-def _grouped(x, plan):
+def before_groups(after, first, tensors, plan):
+    """The state before each group, [groups, ...], where `first` is that before all of them.
+
+    after: a function of the state before a group and of its tokens, the state after it.
+    """
+
+    def step(carry, group, tokens, _):
+        state, before = carry
+        before = jax.lax.dynamic_update_index_in_dim(before, state, group, axis=0)
+        return (after(state, tokens), before), ()
+
+    before = jnp.zeros((plan.groups, *first.shape), first.dtype)
+    (_, before), _ = over_groups(step, (first, before), tensors, (), plan)
+    return before
+
+
+def _filled(x, plan):
     missing = plan.tokens - x.shape[1]
-    if missing:
-        x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
-    x = x.reshape(x.shape[0], plan.groups, plan.chunks * plan.size, *x.shape[2:])
-    return jnp.moveaxis(x, 1, 0)
-
-
-def ungrouped(y, length):
-    """The inverse of `grouped`, for one tensor."""
-    y = jnp.moveaxis(y, 0, 1)
-    return y.reshape(y.shape[0], -1, *y.shape[3:])[:, :length]
+    return jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2)) if missing else x
 
 
 def chunked(x, plan):

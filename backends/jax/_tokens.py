@@ -15,11 +15,11 @@ def first_state(initial_state, shape, dtype):
 
 
 def drop_padding(token_kind, *tensors):
-    """The tensors [B, T, D] with zeros at padding, whatever stood there."""
+    """The tensors [B, T, ...] with zeros at padding, whatever stood there."""
     if token_kind is None:
         return tensors
-    padding = (token_kind == PADDING)[:, :, None]
-    return [jnp.where(padding, 0, t) for t in tensors]
+    padding = token_kind == PADDING
+    return [jnp.where(jnp.expand_dims(padding, range(2, t.ndim)), 0, t) for t in tensors]
 
 
 def effective_decay(token_kind, a):

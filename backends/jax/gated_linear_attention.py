@@ -16,17 +16,23 @@ import jax.numpy as jnp
 
 from keras_recurrent.backends.jax._gradient import with_gradient
 from keras_recurrent.backends.jax._linear_attention import (
+    before_groups,
     chunked,
-    grouped,
     inner_products,
+    over_groups,
     plan,
     product,
     states,
     transposed,
     unchunked,
-    ungrouped,
 )
-from keras_recurrent.backends.jax._tokens import PADDING, STARTS, accumulate, first_state
+from keras_recurrent.backends.jax._tokens import (
+    PADDING,
+    STARTS,
+    accumulate,
+    drop_padding,
+    first_state,
+)
 
 CHUNK = 64
 
@@ -40,16 +46,16 @@ def forward(q, k, v, log_f, initial_state, token_kind):
         return _one_token(q, k, v, log_f, initial_state, token_kind)
     cut = plan(q, v, CHUNK)
 
-    def group(state, tokens):
+    def group(state, _, tokens, __):
         q, k, v, f = (chunked(x, cut) for x in _prepared(state.dtype, *tokens))
         levels, from_start, to_end = _decays(f)
         before, state = states(_total(from_start), product(transposed(k * to_end), v), state)
         output = product(q * from_start, before) + product(_weights(q, k, levels), v)
         return state, unchunked(output).astype(tokens[2].dtype)
 
-    tokens = grouped((q, k, v, log_f, token_kind), cut)
-    final_state, output = jax.lax.scan(group, initial_state, tokens)
-    return ungrouped(output, q.shape[1]), final_state
+    tokens = q, k, v, log_f, token_kind
+    final_state, output = over_groups(group, initial_state, tokens, jnp.zeros_like(v), cut)
+    return output, final_state
 
 
 def _one_token(q, k, v, log_f, state, token_kind):
@@ -60,35 +66,33 @@ def _one_token(q, k, v, log_f, state, token_kind):
 
 def backward(q, k, v, log_f, initial_state, token_kind, _, d_output, d_final):
     cut = plan(q, v, CHUNK)
-    tokens = grouped((q, k, v, log_f, token_kind), cut)
+    tensors = q, k, v, log_f, token_kind
 
     def after(state, tokens):
         _, k, v, f = (chunked(x, cut) for x in _prepared(state.dtype, *tokens))
         _, from_start, to_end = _decays(f)
-        added = product(transposed(k * to_end), v)
-        return states(_total(from_start), added, state)[1], state
+        return states(_total(from_start), product(transposed(k * to_end), v), state)[1]
 
-    _, before = jax.lax.scan(after, initial_state, tokens)
+    before = before_groups(after, initial_state, tensors, cut)
 
-    def group(g, tokens):
-        *tokens, state, d_output = tokens
+    def group(g, group, tokens, held):
         inputs = [chunked(x, cut) for x in _prepared(g.dtype, *tokens)]
-        d_output = chunked(d_output.astype(g.dtype), cut)
+        d_output = chunked(held[2].astype(g.dtype), cut)
+        state = jax.lax.dynamic_index_in_dim(before, group, keepdims=False)
         *gradients, g = _group_gradient(state, d_output, g, *inputs)
         d_q, d_k, d_v, d_log_f = (unchunked(d) for d in gradients)
-        q, k, v, log_f, token_kind = tokens
+        _, k, _, log_f, token_kind = tokens
         if k is None:
             d_log_f -= d_k * jnp.exp(log_f.astype(g.dtype))
-        found = [d_q.astype(q.dtype), d_v.astype(v.dtype), d_log_f.astype(log_f.dtype)]
-        if k is not None:
-            found.append(d_k.astype(k.dtype))
-        return g, _drop_padding(token_kind, *found)
+            d_k = None
+        found = jax.tree.map(lambda d, x: d.astype(x.dtype), (d_q, d_k, d_v, d_log_f), held)
+        return g, jax.tree.map(lambda d: drop_padding(token_kind, d)[0], found)
 
-    d_initial, gradients = jax.lax.scan(
-        group, d_final, (*tokens, before, *grouped((d_output,), cut)), reverse=True
-    )
-    d_q, d_v, d_log_f, *d_k = (ungrouped(d, q.shape[1]) for d in gradients)
-    return d_q, d_k[0] if d_k else None, d_v, d_log_f, d_initial, None
+    # d_v takes the place of d_output, which nobody needs any more.
+    d_q, d_k, d_log_f = jax.tree.map(jnp.zeros_like, (q, k, log_f))
+    outputs = d_q, d_k, d_output, d_log_f
+    d_initial, gradients = over_groups(group, d_final, tensors, outputs, cut, reverse=True)
+    return *gradients, d_initial, None
 
 
 def operation(forward, backward):
@@ -121,14 +125,7 @@ def _prepared(dtype, q, k, v, log_f, token_kind):
         return q, k, v, f
     kind = token_kind[:, :, None, None]
     f = jnp.where(kind == PADDING, 1, jnp.where(kind == STARTS, 0, f))
-    return *_drop_padding(token_kind, q, k, v), f
-
-
-def _drop_padding(token_kind, *tensors):
-    if token_kind is None:
-        return tensors
-    padding = (token_kind == PADDING)[:, :, None, None]
-    return tuple(jnp.where(padding, jnp.zeros_like(t), t) for t in tensors)
+    return *drop_padding(token_kind, q, k, v), f
 
 
 # Below, tensors are [B, H, chunks, C, K or V].

@@ -11,17 +11,23 @@ import jax.numpy as jnp
 
 from keras_recurrent.backends.jax._gradient import with_gradient
 from keras_recurrent.backends.jax._linear_attention import (
+    before_groups,
     chunked,
-    grouped,
     inner_products,
+    over_groups,
     plan,
     product,
     states,
     transposed,
     unchunked,
-    ungrouped,
 )
-from keras_recurrent.backends.jax._tokens import PADDING, STARTS, accumulate, first_state
+from keras_recurrent.backends.jax._tokens import (
+    PADDING,
+    STARTS,
+    accumulate,
+    drop_padding,
+    first_state,
+)
 
 CHUNK = 64
 
@@ -33,9 +39,9 @@ def unsupported(q, k, v, log_decay, initial_state=None, token_kind=None):
 def forward(q, k, v, log_decay, initial_state, token_kind):
     if q.shape[1] == 1:
         return _one_token(q, k, v, log_decay, initial_state, token_kind)
-    cut, kinds = _cut(q, v, token_kind)
+    cut = plan(q, v, CHUNK)
 
-    def group(state, tokens):
+    def group(state, _, tokens, __):
         *tokens, kind = tokens
         between, from_start, to_end, total = _decays(log_decay, kind, cut, state.dtype)
         q, k, w = _in_chunks(tokens, kind, cut, state.dtype)
@@ -43,9 +49,9 @@ def forward(q, k, v, log_decay, initial_state, token_kind):
         output = product(q * from_start, before) + product(inner_products(q, k) * between, w)
         return state, unchunked(output).astype(v.dtype)
 
-    tokens = (*grouped((q, k, v), cut), kinds)
-    final_state, output = jax.lax.scan(group, initial_state, tokens)
-    return ungrouped(output, q.shape[1]), final_state
+    tensors = q, k, v, _kinds(token_kind, q, cut)
+    final_state, output = over_groups(group, initial_state, tensors, jnp.zeros_like(v), cut)
+    return output, final_state
 
 
 def _one_token(q, k, v, log_decay, state, token_kind):
@@ -57,29 +63,37 @@ def _one_token(q, k, v, log_decay, state, token_kind):
 
 
 def backward(q, k, v, log_decay, initial_state, token_kind, _, d_output, d_final):
-    dtype = initial_state.dtype
-    # The gradient of q is the same operation, that of k and v is its mirror image in time.
-    d_q, _ = forward(d_output, v, k.astype(dtype), log_decay, transposed(initial_state), token_kind)
-    cut, kinds = _cut(q, v, token_kind)
+    dtype, cut = initial_state.dtype, plan(q, v, CHUNK)
+    tensors = q, k, v, _kinds(token_kind, q, cut)
 
-    def group(g, tokens):
+    def after(state, tokens):
+        _, k, v, kind = tokens
+        *_, to_end, total = _decays(log_decay, kind, cut, dtype)
+        k, w = _in_chunks((k, v), kind, cut, dtype)
+        return states(total, product(transposed(k * to_end), w), state)[1]
+
+    before = before_groups(after, initial_state, tensors, cut)
+
+    def group(g, group, tokens, held):
         *tokens, kind = tokens
         between, from_start, to_end, total = _decays(log_decay, kind, cut, dtype)
-        q, k, w, d_output = _in_chunks(tokens, kind, cut, dtype)
-        after, g = states(total, product(transposed(q * from_start), d_output), g, reverse=True)
-        d_k = product(w, transposed(after)) * to_end
-        d_k += product(transposed(inner_products(d_output, w) * between), q)
-        d_v = product(k * to_end, after)
-        d_v += product(transposed(inner_products(q, k) * between), d_output)
-        return g, (unchunked(d_k).astype(tokens[1].dtype), unchunked(d_v).astype(v.dtype))
+        q, k, w, d_output = _in_chunks((*tokens, held[2]), kind, cut, dtype)
+        q_in, k_out = q * from_start, k * to_end
+        state = jax.lax.dynamic_index_in_dim(before, group, keepdims=False)
+        earlier, _ = states(total, product(transposed(k_out), w), state)
+        later, g = states(total, product(transposed(q_in), d_output), g, reverse=True)
 
-    tokens = (*grouped((q, k, v, d_output), cut), kinds)
-    d_initial, gradients = jax.lax.scan(group, d_final, tokens, reverse=True)
-    found = [d_q.astype(q.dtype), *(ungrouped(d, q.shape[1]) for d in gradients)]
-    if token_kind is not None:
-        padding = (token_kind == PADDING)[:, :, None, None]
-        found = [jnp.where(padding, jnp.zeros_like(d), d) for d in found]
-    return *found, jnp.zeros_like(log_decay), d_initial, None
+        weights, d_weights = inner_products(q, k) * between, inner_products(d_output, w) * between
+        d_q = product(d_output, transposed(earlier)) * from_start + product(d_weights, k)
+        d_k = product(w, transposed(later)) * to_end + product(transposed(d_weights), q)
+        d_v = product(k_out, later) + product(transposed(weights), d_output)
+        found = [unchunked(d).astype(x.dtype) for d, x in zip((d_q, d_k, d_v), held, strict=True)]
+        return g, tuple(drop_padding(kind, *found))
+
+    # d_v takes the place of d_output, which nobody needs any more.
+    outputs = jnp.zeros_like(q), jnp.zeros_like(k), d_output
+    d_initial, gradients = over_groups(group, d_final, tensors, outputs, cut, reverse=True)
+    return *gradients, jnp.zeros_like(log_decay), d_initial, None
 
 
 def operation(forward, backward):
@@ -103,24 +117,19 @@ def operation(forward, backward):
 lightning_attention = operation(forward, backward)
 
 
-def _cut(q, v, token_kind):
-    """How to cut time, and the kinds of all groups; None where every token goes on."""
-    cut, batch, length = plan(q, v, CHUNK), q.shape[0], q.shape[1]
-    missing = cut.tokens - length
+def _kinds(token_kind, q, cut):
+    """The kinds of all tokens and of the tail; None where every token goes on."""
+    missing = cut.tokens - q.shape[1]
     if missing and token_kind is None:
-        token_kind = jnp.zeros((batch, length), jnp.int8)
+        token_kind = jnp.zeros(q.shape[:2], jnp.int8)
     if missing:
         token_kind = jnp.pad(token_kind, [(0, 0), (0, missing)], constant_values=PADDING)
-    return cut, *grouped((token_kind,), cut)
+    return token_kind
 
 
 def _in_chunks(tensors, kind, cut, dtype):
     """Tensors of a group as [B, H, chunks, C, K], with zeros at padding."""
-    tensors = [x.astype(dtype) for x in tensors]
-    if kind is not None:
-        padding = (kind == PADDING)[:, :, None, None]
-        tensors = [jnp.where(padding, 0, x) for x in tensors]
-    return [chunked(x, cut) for x in tensors]
+    return [chunked(x, cut) for x in drop_padding(kind, *(x.astype(dtype) for x in tensors))]
 
 
 def _decays(log_decay, kind, cut, dtype):

@@ -5,6 +5,7 @@ from keras import ops
 
 from keras_recurrent.layers.causal_conv1d import CausalConv1D
 from keras_recurrent.layers.checks import check_num_blocks, check_positive_integer
+from keras_recurrent.layers.dense import apply_to_tokens
 from keras_recurrent.layers.initializers import clone_initializer, get_decay_initializer
 from keras_recurrent.layers.rg_lru import RGLRU
 from keras_recurrent.layers.streaming import StreamingLayer
@@ -150,11 +151,12 @@ class RecurrentBlock(StreamingLayer):
     def stream(self, inputs, mask, segment_ids, state):
         state = state or {"conv1d": None, "rg_lru": None}
         tokens = {"mask": mask, "segment_ids": segment_ids, "return_state": True}
-        x = self.linear_x(inputs)
+        x = apply_to_tokens(self.linear_x, inputs)
         x, conv1d = self.conv1d(x, initial_state=state["conv1d"], **tokens)
         x, rg_lru = self.rg_lru(x, initial_state=state["rg_lru"], **tokens)
-        y = ops.gelu(self.linear_y(inputs), approximate=True)
-        return self.linear_out(ops.multiply(x, y)), {"conv1d": conv1d, "rg_lru": rg_lru}
+        y = ops.gelu(apply_to_tokens(self.linear_y, inputs), approximate=True)
+        output = apply_to_tokens(self.linear_out, ops.multiply(x, y))
+        return output, {"conv1d": conv1d, "rg_lru": rg_lru}
 
     def state_spec(self, batch_size=None):
         self._check_built()
