@@ -44,7 +44,9 @@ def _forward_kernel(here, x, log_a, initial, h, final, state):
 
     def tile(i, rows, kind, state):
         (u,) = real(kind, x[rows, :].astype(F32))
-        tile, state = scan(effective(kind, jnp.exp(log_a[rows, :].astype(F32))), u, state)
+        a = jnp.exp(log_a[rows, :].astype(F32))
+        _, lost = effective(kind, a, 1 - a)
+        tile, state = scan(lost, u, state)
         h[rows, :] = tile.astype(h.dtype)
         return state
 
@@ -75,8 +77,9 @@ def _backward_kernel(
 
     def tile(i, rows, kind, after):
         (d,) = real(kind, dh[rows, :].astype(F32))
-        a = effective(kind, jnp.exp(log_a[rows, :].astype(F32)))
-        c, state = scan(a, a * d, after, reverse=True)
+        a = jnp.exp(log_a[rows, :].astype(F32))
+        applied, lost = effective(kind, a, 1 - a)
+        c, state = scan(lost, applied * d, after, reverse=True)
         (g,) = real(kind, d + shift(c, after, reverse=True))
         before = shift(h[rows, :].astype(F32), output_before(here, i, rows_before, h, initial))
         d_decay = c * before

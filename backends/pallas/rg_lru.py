@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 
 from keras_recurrent.backends.jax import rg_lru as plain
 from keras_recurrent.backends.pallas._common import GOES_ON, STARTS, refusal
-from keras_recurrent.backends.pallas._math import decay_and_rest, sigmoids
+from keras_recurrent.backends.pallas._math import decay, sigmoids
 from keras_recurrent.backends.pallas._platform import per_shard
 from keras_recurrent.backends.pallas._streaming import (
     F32,
@@ -62,9 +62,10 @@ def _forward_kernel(here, x, gate_a, gate_x, strongest, initial, h, final, state
 
     def tile(i, rows, kind, state):
         u, z_a, z_x = real(kind, *(t[rows, :].astype(F32) for t in (x, gate_a, gate_x)))
-        a, rest = decay_and_rest(strongest[...] * sigmoids(z_a)[0])
-        multiplier = _at_start(kind, jnp.sqrt(rest))
-        tile, state = scan(effective(kind, a), multiplier * sigmoids(z_x)[0] * u, state)
+        a, lost = decay(strongest[...] * sigmoids(z_a)[0])
+        multiplier = _at_start(kind, jnp.sqrt(_rest(lost)))
+        _, lost = effective(kind, a, lost)
+        tile, state = scan(lost, multiplier * sigmoids(z_x)[0] * u, state)
         h[rows, :] = tile.astype(h.dtype)
         return state
 
@@ -73,6 +74,11 @@ def _forward_kernel(here, x, gate_a, gate_x, strongest, initial, h, final, state
     @pl.when(here.last)
     def _():
         final[...] = state[...]
+
+
+def _rest(lost):
+    """1 - a² = (1 - a)(1 + a)."""
+    return lost * (2 - lost)
 
 
 def _at_start(kind, multiplier):
@@ -121,11 +127,12 @@ def _backward_kernel(
         u, z_a, z_x, d = real(kind, *(t[rows, :].astype(F32) for t in (x, gate_a, gate_x, dh)))
         (r, not_r), (gate, not_gate) = sigmoids(z_a), sigmoids(z_x)
         log_a = strongest[...] * r
-        a, rest = decay_and_rest(log_a)
+        a, lost = decay(log_a)
+        rest = _rest(lost)
         d_root = jax.lax.rsqrt(jnp.maximum(4 * rest, 1 / plain.MAX_SQRT_GRADIENT**2))
         multiplier = _at_start(kind, jnp.sqrt(rest))
-        applied = effective(kind, a)
-        c, state = scan(applied, applied * d, after, reverse=True)
+        applied, lost = effective(kind, a, lost)
+        c, state = scan(lost, applied * d, after, reverse=True)
         (g,) = real(kind, d + shift(c, after, reverse=True))
         before = shift(h[rows, :].astype(F32), output_before(here, i, rows_before, h, initial))
         g_i = g * gate
