@@ -160,6 +160,14 @@ class Here(NamedTuple):
 
         return jax.lax.fori_loop(0, tiles, tile, carry)
 
+    def inside(self, i, x):
+        """x [ROWS, channels], the rows of tile `i`, with zeros behind the end."""
+        if self.blocks.length % self.blocks.tokens == 0:
+            return x
+        row = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
+        left = self.blocks.length - self.time * self.blocks.tokens - i * ROWS
+        return jnp.where(row < left, x, 0)
+
 
 def scan(lost, x, state, reverse=False):
     """h_t = (1 - lost_t) h_{t-1} + x_t. lost, x: [ROWS, L]; state: [1, L].
@@ -168,6 +176,14 @@ def scan(lost, x, state, reverse=False):
     to 1 they would round to the same side again and again, (1 - b)(1 - c) to 1 - b - c.
     """
     return _tile_by_tile(_scan_tile, lost, x, state, reverse)
+
+
+def gradient(lost, d_output, after):
+    """g_t = d_output_t + (1 - lost_{t+1}) g_{t+1}; behind the last of the rows is `after` [1, L].
+
+    g, and not a_t g_t: of that all digits are needed, however small the decay.
+    """
+    return scan(shift(lost, 0, reverse=True), d_output, after, reverse=True)[0]
 
 
 def hold(keep, x, state, reverse=False):
@@ -220,7 +236,7 @@ def shift(h, first, reverse=False):
 
 
 def effective(kind, a, lost):
-    """The decay that each token applies, and 1 less that: 1 and 0 at padding, 0 and 1 at a start."""
+    """The decay that each token applies, and 1 - it: 1 and 0 at padding, 0 and 1 at a start."""
     if kind is None:
         return a, lost
     going_on, padding = kind == GOES_ON, kind == PADDING

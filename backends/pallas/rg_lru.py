@@ -25,6 +25,7 @@ from keras_recurrent.backends.pallas._streaming import (
     add,
     blocks,
     effective,
+    gradient,
     nothing,
     output_before,
     real,
@@ -124,7 +125,8 @@ def _backward_kernel(
 
     def tile(i, rows, kind, carry):
         after, d_sum = carry
-        u, z_a, z_x, d = real(kind, *(t[rows, :].astype(F32) for t in (x, gate_a, gate_x, dh)))
+        u, z_a, z_x = real(kind, *(t[rows, :].astype(F32) for t in (x, gate_a, gate_x)))
+        d = here.inside(i, dh[rows, :].astype(F32))
         (r, not_r), (gate, not_gate) = sigmoids(z_a), sigmoids(z_x)
         log_a = strongest[...] * r
         a, lost = decay(log_a)
@@ -132,17 +134,17 @@ def _backward_kernel(
         d_root = jax.lax.rsqrt(jnp.maximum(4 * rest, 1 / plain.MAX_SQRT_GRADIENT**2))
         multiplier = _at_start(kind, jnp.sqrt(rest))
         applied, lost = effective(kind, a, lost)
-        c, state = scan(lost, applied * d, after, reverse=True)
-        (g,) = real(kind, d + shift(c, after, reverse=True))
+        g = gradient(lost, d, after)
+        c = applied * g
         before = shift(h[rows, :].astype(F32), output_before(here, i, rows_before, h, initial))
-        g_i = g * gate
+        g_i = real(kind, g)[0] * gate
         d_log_a = c * before - g_i * u * d_root * 2 * a * a
         if kind is not None:
             d_log_a = jnp.where(kind == GOES_ON, d_log_a, 0)
         dx[rows, :] = (g_i * multiplier).astype(dx.dtype)
         d_gate_a[rows, :] = (d_log_a * log_a * not_r).astype(d_gate_a.dtype)
         d_gate_x[rows, :] = (g_i * multiplier * u * not_gate).astype(d_gate_x.dtype)
-        return state, add(d_sum, r * d_log_a)
+        return c[:1], add(d_sum, r * d_log_a)
 
     nothing_yet = nothing(here.blocks.channels)
     state[...], (d_sum, _) = here.over_tiles(tile, (state[...], nothing_yet))
