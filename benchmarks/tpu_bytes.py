@@ -11,7 +11,7 @@ programs for the same operation move.
 import math
 import re
 
-from tests.pallas import targets  # isort: skip  (sets the compiler's environment)
+from tests.pallas import targets, training  # isort: skip  (sets the compiler's environment)
 
 import jax
 import jax.extend
@@ -155,6 +155,12 @@ def main():
     print("version reads and writes the state once, and that is most of the floor.\n")
     for operation, times in one_token(mesh):
         print(f"- `{operation}`: {times:.2f} times the floor")
+    report = training.report()
+    variables, peak = (report[name] / 2**30 for name in ("variables", "peak"))
+    print(f"\nA whole training step of hawk_1.3b, {training.B}×{training.T} tokens, compiled for")
+    print(f"{training.TOPOLOGY}, not run: Adam, weights in float32, computed in bfloat16, blocks")
+    print(f"recompute. {report['kernels']} kernels are inside. Of a chip's 16 GiB, weights and")
+    print(f"moments take {variables:.2f}, and {peak:.2f} are the peak.")
 
 
 if __name__ == "__main__":
