@@ -156,7 +156,7 @@ def main():
     for operation, times in one_token(mesh):
         print(f"- `{operation}`: {times:.2f} times the floor")
     report = training.report()
-    variables, peak = (report[name] / 2**30 for name in ("variables", "peak"))
+    variables, peak = (report[name] / 2**30 for name in ("arguments", "peak"))
     print(f"\nA whole training step of hawk_1.3b, {training.B}×{training.T} tokens, compiled for")
     print(f"{training.TOPOLOGY}, not run: Adam, weights in float32, computed in bfloat16, blocks")
     print(f"recompute. {report['kernels']} kernels are inside. Of a chip's 16 GiB, weights and")
