@@ -22,7 +22,8 @@ What every kernel keeps to:
 
 - `token_kind`, int8 [B, T] or None, says what a token does: 0 goes on; 1 starts afresh, as if
   nothing came before; 2 is padding, the identity: it leaves the state as it is, its output is
-  finite but means nothing, and its inputs, even NaN, get gradients of exactly 0.
+  finite but means nothing, and its inputs, even NaN, get gradients of exactly 0. Where outputs are
+  states, the gradient of a padded one is that state's; elsewhere nothing takes it.
 - `initial_state` None means zeros. The states and all arithmetic are float32, or float64 if one
   of the tensors is; the output has x's dtype, a gradient the dtype of its tensor. The keys and
   values that attention keeps have the dtypes in which they came.

@@ -11,7 +11,7 @@ programs for the same operation move.
 import math
 import re
 
-from tests.pallas import targets  # isort: skip  (sets the compiler's environment)
+from tests.pallas import targets, training  # isort: skip  (sets the compiler's environment)
 
 import jax
 import jax.extend
@@ -112,6 +112,23 @@ def others(mesh):
         yield name, accessed(compiled) / floor
 
 
+def one_token(mesh):
+    """What XLA says of a step of generation, which the kernels of linear attention leave to it."""
+    everywhere = jax.NamedSharding(mesh, jax.P())
+    token, decay, state = (
+        jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)
+        for shape, dtype in (
+            ((targets.B, 1, targets.HEADS, targets.SIZE), "bfloat16"),
+            ((targets.HEADS,), "float32"),
+            ((targets.B, targets.HEADS, targets.SIZE, targets.SIZE), "float32"),
+        )
+    )
+    for operation, log_decay in (("gated_linear_attention", token), ("lightning_attention", decay)):
+        forward = dispatch.KERNELS[operation]["jax"].forward
+        compiled = jax.jit(forward).lower(token, token, token, log_decay, state, None).compile()
+        yield operation, accessed(compiled) / targets.report(compiled)["moved"]
+
+
 def main():
     mesh = targets.mesh(TOPOLOGY, 1)
     print("# Bytes moved on TPU\n")
@@ -134,6 +151,16 @@ def main():
     print("\nJAX's own ways to write `linear_scan`'s forward, in float32, as XLA counts them:\n")
     for name, times in others(mesh):
         print(f"- `jax.lax.{name}`: {times:.1f} times the floor")
+    print("\nOne token of linear attention, in bfloat16, which the kernels leave to XLA: the plain")
+    print("version reads and writes the state once, and that is most of the floor.\n")
+    for operation, times in one_token(mesh):
+        print(f"- `{operation}`: {times:.2f} times the floor")
+    report = training.report()
+    variables, peak = (report[name] / 2**30 for name in ("arguments", "peak"))
+    print(f"\nA whole training step of hawk_1.3b, {training.B}×{training.T} tokens, compiled for")
+    print(f"{training.TOPOLOGY}, not run: Adam, weights in float32, computed in bfloat16, blocks")
+    print(f"recompute. {report['kernels']} kernels are inside. Of a chip's 16 GiB, weights and")
+    print(f"moments take {variables:.2f}, and {peak:.2f} are the peak.")
 
 
 if __name__ == "__main__":

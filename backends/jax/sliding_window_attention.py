@@ -212,7 +212,8 @@ def _one_token(q, k, v, window, state, token_kind):
     weights = jax.nn.softmax(logits, axis=-1)
     output = product("bgrs,bsgv->bgrv", weights[..., :capacity], values)
     output = output + weights[..., capacity:] * v[:, 0, :, None].astype(dtype)
-    output = output.reshape(q.shape[0], 1, q.shape[2], v.shape[3]).astype(q.dtype)
+    output = output.reshape(q.shape[0], 1, q.shape[2], v.shape[3])
+    output = jnp.where(real, output, 0).astype(q.dtype)
 
     if capacity:
         here = (jnp.arange(capacity) == position[:, None] % capacity)[:, :, None, None] & real

@@ -7,6 +7,9 @@ to the first: it goes through the chunks forwards for the states between them, t
 the gradients. Only if a row has several blocks, a kernel before it collects the states with which
 they begin.
 
+One token, a step of generation, is refused: the plain version reads and writes the state once, too,
+and a chunk would multiply 128 tokens for it.
+
 An operation brings a class, a chunk of a head, whose `working_set` says how many arrays [C, C] or
 [C, K] it computes with at a time. It is made of `Tokens`, the head's number out of
 `per_head` if there are such, and the tensors, [C, K or V]. With states [V, K], it has the methods
@@ -34,7 +37,7 @@ def refusal(*tensors):
     """Why the kernels refuse q, k, v and others, by what is static; None if they accept them."""
     reason = _common.refusal(*tensors)
     if reason is None and tensors[0].shape[1] == 1:
-        return "needs more than one token: XLA reads and writes the state once for it, too"
+        return "needs more than one token: for one, XLA reads and writes the state once, too"
     return reason
 
 

@@ -11,8 +11,8 @@ def sigmoids(z):
     return jnp.where(z < 0, smaller, larger), jnp.where(z < 0, larger, smaller)
 
 
-def decay_and_rest(log_a):
-    """a = exp(log_a) and 1 - a² = (1 - a)(1 + a).
+def decay(log_a):
+    """a = exp(log_a) and 1 - a.
 
     Near 1, where the difference cancels, 1 - a is a series in log_a, and a is made of it: a small
     bias of `exp` would add up over as many tokens as such a decay lets through.
@@ -21,8 +21,6 @@ def decay_and_rest(log_a):
     series = z * (1 / 5040) + 1 / 720
     for factor in (1 / 120, 1 / 24, 1 / 6, 1 / 2, 1):
         series = series * z + factor
-    difference = -z * series
-    far = jnp.exp(log_a)
+    difference, far = -z * series, jnp.exp(log_a)
     near_1 = log_a > -0.35
-    a = jnp.where(near_1, 1 - difference, far)
-    return a, jnp.where(near_1, difference * (2 - difference), 1 - far * far)
+    return jnp.where(near_1, 1 - difference, far), jnp.where(near_1, difference, 1 - far)

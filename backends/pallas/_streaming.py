@@ -160,10 +160,30 @@ class Here(NamedTuple):
 
         return jax.lax.fori_loop(0, tiles, tile, carry)
 
+    def inside(self, i, x):
+        """x [ROWS, channels], the rows of tile `i`, with zeros behind the end."""
+        if self.blocks.length % self.blocks.tokens == 0:
+            return x
+        row = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
+        left = self.blocks.length - self.time * self.blocks.tokens - i * ROWS
+        return jnp.where(row < left, x, 0)
 
-def scan(a, x, state, reverse=False):
-    """h_t = a_t h_{t-1} + x_t. a, x: [ROWS, L]; state: [1, L]; returns h and the state after."""
-    return _tile_by_tile(_scan_tile, a, x, state, reverse)
+
+def scan(lost, x, state, reverse=False):
+    """h_t = (1 - lost_t) h_{t-1} + x_t. lost, x: [ROWS, L]; state: [1, L].
+
+    Returns h and the state after. Products of decays are made as what they lose: as they are, next
+    to 1 they would round to the same side again and again, (1 - b)(1 - c) to 1 - b - c.
+    """
+    return _tile_by_tile(_scan_tile, lost, x, state, reverse)
+
+
+def gradient(lost, d_output, after):
+    """g_t = d_output_t + (1 - lost_{t+1}) g_{t+1}; behind the last of the rows is `after` [1, L].
+
+    g, and not a_t g_t: of that all digits are needed, however small the decay.
+    """
+    return scan(shift(lost, 0, reverse=True), d_output, after, reverse=True)[0]
 
 
 def hold(keep, x, state, reverse=False):
@@ -171,21 +191,22 @@ def hold(keep, x, state, reverse=False):
     return _tile_by_tile(_hold_tile, keep, x, state, reverse)
 
 
-def _tile_by_tile(step, a, x, state, reverse):
+def _tile_by_tile(step, factor, x, state, reverse):
     tiles = []
     for start in sorted(range(0, ROWS, SUBLANES), reverse=reverse):
         tile = slice(start, start + SUBLANES)
-        h = step(a[tile], x[tile], state, reverse)
+        h = step(factor[tile], x[tile], state, reverse)
         state = h[:1] if reverse else h[SUBLANES - 1 :]
         tiles.append(h)
     return jnp.concatenate(tiles[::-1] if reverse else tiles), state
 
 
-def _scan_tile(a, x, state, reverse):
-    for there, before in _doubling(a.shape, reverse):
+def _scan_tile(lost, x, state, reverse):
+    for there, before in _doubling(x.shape, reverse):
+        a = 1 - lost
         x = x + a * jnp.where(there, before(x), 0)
-        a = a * jnp.where(there, before(a), 1)
-    return x + a * state
+        lost = lost + a * jnp.where(there, before(lost), 0)
+    return x + (1 - lost) * state
 
 
 def _hold_tile(keep, x, state, reverse):
@@ -214,11 +235,13 @@ def shift(h, first, reverse=False):
     return jnp.where(row == end, first, pltpu.roll(h, by, 0))
 
 
-def effective(kind, a):
-    """The decay that each token applies: none of the past at a start, all of it at padding."""
+def effective(kind, a, lost):
+    """The decay that each token applies, and 1 - it: 1 and 0 at padding, 0 and 1 at a start."""
     if kind is None:
-        return a
-    return jnp.where(kind == GOES_ON, a, jnp.where(kind == PADDING, 1.0, 0.0))
+        return a, lost
+    going_on, padding = kind == GOES_ON, kind == PADDING
+    a = jnp.where(going_on, a, jnp.where(padding, 1.0, 0.0))
+    return a, jnp.where(going_on, lost, jnp.where(padding, 0.0, 1.0))
 
 
 def real(kind, *tensors):

@@ -15,6 +15,7 @@ from keras_recurrent.backends.pallas._streaming import (
     F32,
     blocks,
     effective,
+    gradient,
     output_before,
     real,
     scan,
@@ -44,7 +45,9 @@ def _forward_kernel(here, x, log_a, initial, h, final, state):
 
     def tile(i, rows, kind, state):
         (u,) = real(kind, x[rows, :].astype(F32))
-        tile, state = scan(effective(kind, jnp.exp(log_a[rows, :].astype(F32))), u, state)
+        a = jnp.exp(log_a[rows, :].astype(F32))
+        _, lost = effective(kind, a, 1 - a)
+        tile, state = scan(lost, u, state)
         h[rows, :] = tile.astype(h.dtype)
         return state
 
@@ -74,17 +77,18 @@ def _backward_kernel(
         state[...] = d_final[...]
 
     def tile(i, rows, kind, after):
-        (d,) = real(kind, dh[rows, :].astype(F32))
-        a = effective(kind, jnp.exp(log_a[rows, :].astype(F32)))
-        c, state = scan(a, a * d, after, reverse=True)
-        (g,) = real(kind, d + shift(c, after, reverse=True))
+        d = here.inside(i, dh[rows, :].astype(F32))
+        a = jnp.exp(log_a[rows, :].astype(F32))
+        applied, lost = effective(kind, a, 1 - a)
+        g = gradient(lost, d, after)
+        c = applied * g
         before = shift(h[rows, :].astype(F32), output_before(here, i, rows_before, h, initial))
         d_decay = c * before
         if kind is not None:
             d_decay = jnp.where(kind == GOES_ON, d_decay, 0)
-        dx[rows, :] = g.astype(dx.dtype)
+        dx[rows, :] = real(kind, g)[0].astype(dx.dtype)
         d_log_a[rows, :] = d_decay.astype(d_log_a.dtype)
-        return state
+        return c[:1]
 
     state[...] = here.over_tiles(tile, state[...])
 

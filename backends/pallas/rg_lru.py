@@ -18,13 +18,14 @@ from jax.experimental import pallas as pl
 
 from keras_recurrent.backends.jax import rg_lru as plain
 from keras_recurrent.backends.pallas._common import GOES_ON, STARTS, refusal
-from keras_recurrent.backends.pallas._math import decay_and_rest, sigmoids
+from keras_recurrent.backends.pallas._math import decay, sigmoids
 from keras_recurrent.backends.pallas._platform import per_shard
 from keras_recurrent.backends.pallas._streaming import (
     F32,
     add,
     blocks,
     effective,
+    gradient,
     nothing,
     output_before,
     real,
@@ -62,9 +63,10 @@ def _forward_kernel(here, x, gate_a, gate_x, strongest, initial, h, final, state
 
     def tile(i, rows, kind, state):
         u, z_a, z_x = real(kind, *(t[rows, :].astype(F32) for t in (x, gate_a, gate_x)))
-        a, rest = decay_and_rest(strongest[...] * sigmoids(z_a)[0])
-        multiplier = _at_start(kind, jnp.sqrt(rest))
-        tile, state = scan(effective(kind, a), multiplier * sigmoids(z_x)[0] * u, state)
+        a, lost = decay(strongest[...] * sigmoids(z_a)[0])
+        multiplier = _at_start(kind, jnp.sqrt(_rest(lost)))
+        _, lost = effective(kind, a, lost)
+        tile, state = scan(lost, multiplier * sigmoids(z_x)[0] * u, state)
         h[rows, :] = tile.astype(h.dtype)
         return state
 
@@ -73,6 +75,11 @@ def _forward_kernel(here, x, gate_a, gate_x, strongest, initial, h, final, state
     @pl.when(here.last)
     def _():
         final[...] = state[...]
+
+
+def _rest(lost):
+    """1 - a² = (1 - a)(1 + a)."""
+    return lost * (2 - lost)
 
 
 def _at_start(kind, multiplier):
@@ -118,24 +125,26 @@ def _backward_kernel(
 
     def tile(i, rows, kind, carry):
         after, d_sum = carry
-        u, z_a, z_x, d = real(kind, *(t[rows, :].astype(F32) for t in (x, gate_a, gate_x, dh)))
+        u, z_a, z_x = real(kind, *(t[rows, :].astype(F32) for t in (x, gate_a, gate_x)))
+        d = here.inside(i, dh[rows, :].astype(F32))
         (r, not_r), (gate, not_gate) = sigmoids(z_a), sigmoids(z_x)
         log_a = strongest[...] * r
-        a, rest = decay_and_rest(log_a)
+        a, lost = decay(log_a)
+        rest = _rest(lost)
         d_root = jax.lax.rsqrt(jnp.maximum(4 * rest, 1 / plain.MAX_SQRT_GRADIENT**2))
         multiplier = _at_start(kind, jnp.sqrt(rest))
-        applied = effective(kind, a)
-        c, state = scan(applied, applied * d, after, reverse=True)
-        (g,) = real(kind, d + shift(c, after, reverse=True))
+        applied, lost = effective(kind, a, lost)
+        g = gradient(lost, d, after)
+        c = applied * g
         before = shift(h[rows, :].astype(F32), output_before(here, i, rows_before, h, initial))
-        g_i = g * gate
+        g_i = real(kind, g)[0] * gate
         d_log_a = c * before - g_i * u * d_root * 2 * a * a
         if kind is not None:
             d_log_a = jnp.where(kind == GOES_ON, d_log_a, 0)
         dx[rows, :] = (g_i * multiplier).astype(dx.dtype)
         d_gate_a[rows, :] = (d_log_a * log_a * not_r).astype(d_gate_a.dtype)
         d_gate_x[rows, :] = (g_i * multiplier * u * not_gate).astype(d_gate_x.dtype)
-        return state, add(d_sum, r * d_log_a)
+        return c[:1], add(d_sum, r * d_log_a)
 
     nothing_yet = nothing(here.blocks.channels)
     state[...], (d_sum, _) = here.over_tiles(tile, (state[...], nothing_yet))

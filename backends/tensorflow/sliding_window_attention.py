@@ -203,6 +203,7 @@ def _one_token(row, capacity, q, k, v, key, value):
     output = tf.einsum("bgrs,bsgv->bgrv", weights[..., :-1], tf.cast(values, dtype))
     output += weights[..., -1:] * own_value
     output = tf.reshape(output, [row.batch, 1, q.shape[2], v.shape[3]])
+    output = tf.where(real[:, None, None, None], output, 0)
 
     slot = at % tf.maximum(capacity, 1)
     here = (tf.range(capacity) == slot[:, None]) & real[:, None]

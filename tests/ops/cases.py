@@ -199,8 +199,6 @@ def draw(operation, case, seed=0):
         if isinstance(state, dict):
             fill_ring(rng, state)
     d_output = round_to(case.dtype, rng.normal(size=output_shape))
-    if kind is not None:  # the output at padding does not matter
-        d_output = np.where(beside(d_output, kind) == 2, 0, d_output)
     return Drawn(
         tensors, state, kind, d_output, unnamed("state", draw_state()), dtypes, output, options
     )

@@ -111,7 +111,9 @@ def report(executable):
     }
     return {
         "kernels": text.count('custom_call_target="tpu_custom_call"'),
+        "arguments": memory.argument_size_in_bytes,
         "temporary": memory.temp_size_in_bytes,
+        "peak": memory.peak_memory_in_bytes,
         "moved": memory.argument_size_in_bytes + memory.output_size_in_bytes,
         **count,
     }

@@ -19,6 +19,8 @@ import numpy as np
 
 import keras_recurrent
 from keras_recurrent import dispatch, ops
+from keras_recurrent.backends.pallas import _common
+from keras_recurrent.presets.griffin import SIZES
 from tests.ops import native
 from tests.ops.cases import Case, draw
 
@@ -28,6 +30,13 @@ OPERATIONS = [o for o, row in dispatch.KERNELS.items() if not isinstance(row["pa
 OPERATIONS.remove("sliding_window_attention")
 RECURRENCES = ("linear_scan", "rg_lru", "causal_conv1d")
 TOPOLOGIES = ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
+CHIPS = {
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU7x": "7x",
+}
 compiler = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="`libtpu` is not installed"
 )
@@ -75,6 +84,16 @@ def test_compiled_for_eight_chips_without_gathering():
         assert moved == [0, 0, 0], name
 
 
+@compiler
+@pytest.mark.slow
+def test_a_training_step_of_hawk_compiles():
+    """Two kernels a block, each forward, forward again where the block recomputes, and backward."""
+    report = process("-m", "tests.pallas.training")
+    assert report["parameters"] == SIZES["hawk_1.3b"].parameters
+    assert report["kernels"] == 6 * SIZES["hawk_1.3b"].num_layers
+    assert report["peak"] < 16 * 2**30
+
+
 @pytest.mark.slow
 def test_shards_of_eight_devices():
     """Under `keras.distribution`, in the interpreter: as on one device, and nothing is gathered."""
@@ -85,6 +104,16 @@ def test_shards_of_eight_devices():
         assert report["error"] < 1e-5, name
     assert reports["data"]["shard"] == [1, 20, 256]
     assert reports["model"]["shard"] == [2, 20, 128]
+
+
+@pytest.mark.parametrize("kind", CHIPS)
+def test_vmem_is_that_of_the_chip_or_as_one_says(kind, monkeypatch):
+    device = jax.sharding.AbstractDevice(kind, 1, platform="tpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("batch",), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert _common.vmem_bytes() == _common.VMEM[CHIPS[kind]] * 2**20
+        monkeypatch.setenv(_common.VMEM_OVERRIDE, "3")
+        assert _common.vmem_bytes() == 3 * 2**20
 
 
 def test_plain_runs_on_a_cpu_and_says_so():
