@@ -1,4 +1,7 @@
-"""What is special to attention in Pallas: how rows are cut, and what is refused."""
+"""What is special to attention in Pallas: its digits, how rows are cut, and what is refused."""
+
+import base64
+import re
 
 import keras
 import pytest
@@ -8,6 +11,8 @@ if keras.config.backend() != "jax":
 
 import jax
 import jax.numpy as jnp
+from jax._src.interpreters import mlir
+from jax._src.lib import tpu
 
 from keras_recurrent import dispatch
 from tests.ops.cases import Case, draw
@@ -27,20 +32,44 @@ def test_several_blocks(operation, monkeypatch):
 @pytest.mark.parametrize("operation", LINEAR)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_product_keeps_the_digits_of_its_operands(operation, dtype):
-    """The interpreter cannot show it: its products are exact."""
+    """The interpreter cannot show it: its products are exact. So what Mosaic compiles is read."""
     module = dispatch.KERNELS[operation]["pallas"]
     x, state = jnp.ones((1, 300, 1, 128), dtype), jnp.ones((1, 1, 128, 128))
     log_decay = -x if operation == "gated_linear_attention" else -jnp.ones(1)
     given = (x, x, x, log_decay, state, None)
+    wanted = {"float32": ("f32", "fp32"), "bfloat16": ("bf16", None)}[dtype]
     for function, arguments in (
         (module.forward, given),
         (module.backward, (*given, None, x, state)),
     ):
-        text = str(jax.make_jaxpr(function)(*arguments))
-        products = text.count("dot_general[")
-        precise = text.count("precision=(Precision.HIGHEST, Precision.HIGHEST)")
-        assert products >= 4
-        assert precise == (products if dtype == "float32" else 0)
+        found = products(mosaic(function, *arguments))
+        assert len(found) >= 4
+        assert set(found) == {wanted}
+
+
+def mosaic(function, *arguments):
+    """The text of the kernels in a program for TPU, as they go to their compiler."""
+    traced = jax.jit(function).trace(*arguments)
+    program = traced.lower(lowering_platforms=("tpu",)).as_text()
+    texts = []
+    for body in re.findall(r"\\22body\\22: \\22([\w+/=]+)", program):
+        context = mlir.make_ir_context()
+        context.allow_unregistered_dialects = True  # names of operations that last over versions
+        tpu.register_dialect(context)
+        with context:
+            texts.append(str(mlir.ir.Module.parse(base64.b64decode(body))))
+    return "".join(texts)
+
+
+def products(text):
+    """The dtype of both operands of each matrix product, and its precision where one is asked."""
+    found = []
+    for line in text.splitlines():
+        if "tpu.matmul" in line:
+            operands = re.search(r": \(vector<[\dx]+x(\w+)>, vector<[\dx]+x\1>,", line)
+            precision = re.search(r"#tpu.contract_precision<(\w+)>", line)
+            found.append((operands[1], precision and precision[1]))
+    return found
 
 
 def test_one_token_is_left_to_xla():
