@@ -150,11 +150,11 @@ class Step(NamedTuple):
         return jax.lax.fori_loop(0, jnp.minimum(self.number + 1, walk.kept), at, carry)
 
 
-def walk(q, k, v, window):
+def walk(q, k, v, window, keys_before):
     """Of q [B, T, ..., K], k [B, S, G, K], v [B, S, G, V]; None if VMEM has no room for it."""
     length, shared = q.shape[1], math.prod(q.shape[2:-1]) // k.shape[2]
     for block in BLOCKS:
-        before = pl.cdiv(k.shape[1] - length, block)
+        before = pl.cdiv(keys_before, block)
         kept = before + pl.cdiv(length, block)
         if window is not None:
             kept = min(kept, pl.cdiv(window - 1, block) + 1)

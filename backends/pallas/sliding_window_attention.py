@@ -9,6 +9,7 @@ queries, and write the sums of the softmax 128 times.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -24,18 +25,14 @@ def unsupported(
     q, k, v, sliding_window=None, initial_state=None, token_kind=None, capacity=None
 ) -> str | None:
     """Why this kernel refuses these arguments; None if it accepts them."""
-    kept = initial_state and initial_state["key"]
-    if reason := _common.refusal(q, k, v, kept):
+    if reason := _common.refusal(q, k, v):
         return reason
-    if kept is not None:
-        k, v = (
-            jax.ShapeDtypeStruct((x.shape[0], kept.shape[1] + x.shape[1], *x.shape[2:]), x.dtype)
-            for x in (k, v)
-        )
-    if _window.walk(q, k, v, sliding_window) is None:
+    before = 0 if initial_state is None else initial_state["key"].shape[1]
+    if _window.walk(q, k, v, sliding_window, before) is None:
+        seen = min(sliding_window or math.inf, before + k.shape[1])
         return (
-            f"keeps in VMEM what a token sees: there are {_common.vmem_bytes() // 2**20} MiB, too "
-            f"little for {min(k.shape[1], sliding_window or k.shape[1])} keys"
+            f"keeps in VMEM what a token sees: {_common.vmem_bytes() // 2**20} MiB are too little "
+            f"for {seen} keys of {k.shape[3]} and values of {v.shape[3]} in {k.dtype}"
         )
     return None
 
@@ -46,14 +43,19 @@ def forward(q, k, v, of_queries, of_keys, *, window, dtype):
 
 
 def backward(q, k, v, of_queries, of_keys, log_total, d_output, *, window, dtype):
-    given = (*_GIVEN, _SUMS, _OUTPUT)
-    run = _per_shard(functools.partial(_backward, window), k, given, _GIVEN[:3])
-    gradients = run(q, k, v, of_queries, of_keys, log_total, d_output)
-    return tuple(d.astype(dtype) for d in gradients)
+    run = _per_shard(
+        functools.partial(_backward, window),
+        k,
+        (*_GIVEN, _SUMS, _OUTPUT),
+        (_QUERY, _QUERY, _OUTPUT),
+    )
+    d_q, *d_shared = run(q, k, v, of_queries, of_keys, log_total, d_output)
+    # Shards of the heads that share a key each have a part of its gradient.
+    return d_q.astype(dtype), *(jnp.sum(d.astype(dtype), axis=3) for d in d_shared)
 
 
-_GIVEN = ("b t g r k", "b t g k", "b t g v", "b t", "b t")
-_OUTPUT, _SUMS = "b t g r v", "b t g r"
+_QUERY, _OUTPUT, _SUMS = "b t g r k", "b t g r v", "b t g r"
+_GIVEN = (_QUERY, "b t g k", "b t g v", "b t", "b t")
 
 
 def _per_shard(function, k, arguments, results):
@@ -62,7 +64,7 @@ def _per_shard(function, k, arguments, results):
 
 
 def _forward(window, q, k, v, of_queries, of_keys):
-    walk = _window.walk(q, k, v, window)
+    walk = _window.walk(q, k, v, window, k.shape[1] - q.shape[1])
     product = products((q, k, v))
 
     def attention(step, q, output, log_total):
@@ -97,7 +99,7 @@ def _forward(window, q, k, v, of_queries, of_keys):
 
 
 def _backward(window, q, k, v, of_queries, of_keys, log_total, d_output):
-    walk = _window.walk(q, k, v, window)
+    walk = _window.walk(q, k, v, window, k.shape[1] - q.shape[1])
     product = products((q, k, v))
 
     def attention_backward(step, q, log_total, d_output, d_q, d_k, d_v, d_keys, d_values):
@@ -153,8 +155,8 @@ def _backward(window, q, k, v, of_queries, of_keys, log_total, d_output):
         walk, attention_backward, k, v, of_queries, of_keys, inputs, outputs, sums, behind
     )
     d_k, d_v = (
-        _window.together(d, all_.shape)[:, all_.shape[1] - k.shape[1] :]
-        for d, all_ in zip(d, aligned, strict=True)
+        _window.together(d, x.shape)[:, x.shape[1] - k.shape[1] :, :, None]
+        for d, x in zip(d, aligned, strict=True)
     )
     return _window.together(d_q, q.shape), d_k, d_v
 
