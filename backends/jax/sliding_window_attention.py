@@ -62,12 +62,10 @@ def operation(forward, backward):
             output, log_total = forward(
                 queries, keys, values, *row.documents(), window=row.window, dtype=row.dtype
             )
-            state = ()
+            state = []
             if capacity is not None:
-                state = [
-                    _ring.to_ring(x, row.next_position, row.end, capacity) for x in (keys, values)
-                ]
-                state.append(row.next_position)
+                end = row.next_position, row.end
+                state = [*(_ring.to_ring(x, *end, capacity) for x in (keys, values)), end[0]]
             return row.back(output), state, log_total
 
         output, state, log_total = _in_front(attend, token_kind, q, k, v)

@@ -59,18 +59,19 @@ class Walk(NamedTuple):
         """x [B, T, ..., size], or its shape, as `apart` makes it; and blocks of one head of it."""
         size = x.shape[-1]
         x = jax.eval_shape(apart, x) if isinstance(x, jax.ShapeDtypeStruct) else apart(x)
-        if x.ndim == 4:
-            shape = (None, None, self.block, size)
-            return x, pl.BlockSpec(shape, lambda b, *at: (b, *place(*at)[::-1], 0))
-        return x, pl.BlockSpec((None, self.block, size), lambda b, *at: (b, *place(*at)))
+        if x.ndim == 3:
+            return x, pl.BlockSpec((None, self.block, size), lambda b, *at: (b, *place(*at)))
+        return x, pl.BlockSpec(
+            (None, None, self.block, size), lambda b, *at: (b, *place(*at)[::-1], 0)
+        )
 
     def row(self, x, place):
         """x [B, 1, T], a number for each token, or [B, H, 1, T], one in each head."""
-        if x.ndim == 4:
-            shape = (None, None, 1, self.block)
-            return x, pl.BlockSpec(shape, lambda b, *at: (b, place(*at)[1], 0, place(*at)[0]))
-        shape = (None, 1, self.block)
-        return x, pl.BlockSpec(shape, lambda b, *at: (b, 0, place(*at)[0]))
+        if x.ndim == 3:
+            return x, pl.BlockSpec((None, 1, self.block), lambda b, *at: (b, 0, place(*at)[0]))
+        return x, pl.BlockSpec(
+            (None, None, 1, self.block), lambda b, *at: (b, place(*at)[1], 0, place(*at)[0])
+        )
 
     def ring(self, rows, size, dtype):
         return pltpu.VMEM((self.kept, rows, size), dtype)
@@ -158,14 +159,15 @@ def walk(q, k, v, window, keys_before):
         kept = before + pl.cdiv(length, block)
         if window is not None:
             kept = min(kept, pl.cdiv(window - 1, block) + 1)
-        if _bytes(block, kept, k, v) <= vmem_bytes():
+        if _bytes(block, kept, q, k, v) <= vmem_bytes():
             return Walk(length, block, before, kept, window, shared)
     return None
 
 
-def _bytes(block, kept, k, v):
+def _bytes(block, kept, *tensors):
     """What the backward fills, which needs more than the forward."""
-    item = k.dtype.itemsize
+    _, k, v = tensors
+    item = max(x.dtype.itemsize for x in tensors)
     width = sum(rounded_up(x.shape[-1], LANES) for x in (k, v))
     # Of q, k, v, and what comes or goes beside them, a block is worked on, another on its way.
     rings, streams = kept * block * width * (item + 4), 2 * block * 4 * width * item

@@ -87,14 +87,13 @@ def _forward(window, q, k, v, of_queries, of_keys):
             output[...] = (values / total).astype(output.dtype)
             log_total[...] = _window.row(highest + jnp.log(total))
 
-    batch, length, groups, shared, _ = shape = q.shape
-    output = jax.ShapeDtypeStruct((*shape[:4], v.shape[3]), q.dtype)
+    batch, length, groups, shared, _ = q.shape
+    output = jax.ShapeDtypeStruct((*q.shape[:4], v.shape[3]), q.dtype)
     sums = jax.ShapeDtypeStruct((batch, groups * shared, 1, length), jnp.float32)
+    inputs = [walk.head(q, walk.queries)]
     outputs = [walk.head(output, walk.queries), walk.row(sums, walk.queries)]
-    values, log_total = _window.call(
-        walk, attention, k, v, of_queries, of_keys, [walk.head(q, walk.queries)], outputs
-    )
-    log_total = jnp.swapaxes(log_total[:, :, 0], 1, 2).reshape(shape[:4])
+    values, log_total = _window.call(walk, attention, k, v, of_queries, of_keys, inputs, outputs)
+    log_total = jnp.swapaxes(log_total[:, :, 0], 1, 2).reshape(q.shape[:4])
     return _window.together(values, output.shape), log_total
 
 
@@ -139,24 +138,31 @@ def _backward(window, q, k, v, of_queries, of_keys, log_total, d_output):
             d_k[...] = d_keys[step.slot(number)].astype(d_k.dtype)
             d_v[...] = d_values[step.slot(number)].astype(d_v.dtype)
 
-    sums = jnp.swapaxes(log_total.reshape(*q.shape[:2], -1), 1, 2)[:, :, None]
+    log_total = jnp.swapaxes(log_total.reshape(*q.shape[:2], -1), 1, 2)[:, :, None]
     inputs = [
         walk.head(q, walk.queries),
-        walk.row(sums, walk.queries),
+        walk.row(log_total, walk.queries),
         walk.head(d_output, walk.queries),
     ]
     aligned = [jax.eval_shape(walk.aligned, x) for x in (k, v)]
     outputs = [walk.head(jax.ShapeDtypeStruct(q.shape, q.dtype), walk.queries)]
     outputs += [walk.head(x, walk.keys_left) for x in aligned]
-    sums = (k.shape[3], v.shape[3])
-    # With a step for each head of queries, there is one for each block that is still in the rings.
-    behind = pl.cdiv(walk.kept - 1, walk.shared)
-    d_q, *d = _window.call(
-        walk, attention_backward, k, v, of_queries, of_keys, inputs, outputs, sums, behind
+    d_q, *d_aligned = _window.call(
+        walk,
+        attention_backward,
+        k,
+        v,
+        of_queries,
+        of_keys,
+        inputs,
+        outputs,
+        sums=(k.shape[3], v.shape[3]),
+        # Each has as many turns as heads share a key: one for each block still in the rings.
+        steps_behind=pl.cdiv(walk.kept - 1, walk.shared),
     )
     d_k, d_v = (
         _window.together(d, x.shape)[:, x.shape[1] - k.shape[1] :, :, None]
-        for d, x in zip(d, aligned, strict=True)
+        for d, x in zip(d_aligned, aligned, strict=True)
     )
     return _window.together(d_q, q.shape), d_k, d_v
 

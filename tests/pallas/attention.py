@@ -54,10 +54,10 @@ def function(name, direction, module):
         return flat(output), jnp.swapaxes(log_total[:, :, 0], 1, 2)
 
     def backward(*given):
-        *given, log_total, d_output = given
+        *tensors, log_total, d_output = given
         log_total = jnp.swapaxes(log_total, 1, 2)[:, :, None]
         d_output = d_output.reshape(*d_output.shape[:2], 1, heads, size)
-        gradients = module.backward(*parted(*given), log_total, d_output, **options)
+        gradients = module.backward(*parted(*tensors), log_total, d_output, **options)
         return [flat(d).astype(d_output.dtype) for d in gradients]
 
     def flat(x):

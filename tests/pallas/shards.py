@@ -43,8 +43,8 @@ def draw():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(B, T, D)).astype("float32")
     logit = rng.normal(size=D).astype("float32")
-    key = rng.normal(size=(B, T, D // 4)).astype("float32")
     mask = rng.random((B, T)) < 0.9
+    key = rng.normal(size=(B, T, D // 4)).astype("float32")
     of_x, of_mask = jax.P("batch", None, "model"), jax.P("batch")
     return {
         "rg_lru": (rg_lru, (x, logit, mask), (of_x, jax.P("model"), of_mask)),
