@@ -17,7 +17,7 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 
-from keras_recurrent import dispatch
+from tests.pallas import attention
 
 TOPOLOGY = "v5e:2x2"
 DTYPES = ("bfloat16", "float32")
@@ -78,7 +78,7 @@ def row(operation, direction, dtype, mesh):
     floor = memory.argument_size_in_bytes + memory.output_size_in_bytes
     inside = sum(map(walked, kernels(traced.jaxpr.jaxpr)))
     outside = around(executable.as_text())
-    plain = targets.headed(operation, getattr(dispatch.KERNELS[operation]["jax"], direction))
+    plain = targets.kernel(operation, direction, "jax")
     other = accessed(jax.jit(plain).lower(*shapes).compile())
     return floor, inside, outside, other
 
@@ -133,13 +133,15 @@ def main():
     mesh = targets.mesh(TOPOLOGY, 1)
     print("# Bytes moved on TPU\n")
     print(f"Compiled for {TOPOLOGY}, not run: no TPU was at hand. B, T = {targets.B}, {targets.T};")
-    print("hawk_1.3b's width, the heads of hgrn2_1b and tnl_1b; made by benchmarks/tpu_bytes.py.\n")
+    print("hawk_1.3b's width, the heads of hgrn2_1b and tnl_1b; made by benchmarks/tpu_bytes.py.")
+    print("As many tokens for attention, of two presets, all in front of the padding: rows with")
+    print("padding between them cost more, for XLA moves their tokens together first.\n")
     print("Times the floor, which is every tensor read once and every result written once. The")
     print("kernel's bytes are counted along its grid; those around it, and the plain version's,")
     print("are XLA's.\n")
     print("| operation | pass | dtype | floor, MiB | kernel | around it | sum | plain |")
     print("| --- | --- | --- | ---: | ---: | ---: | ---: | ---: |")
-    for operation in targets.SHAPES:
+    for operation in (*targets.SHAPES, *attention.ROWS):
         for direction in ("forward", "backward"):
             for dtype in DTYPES:
                 floor, *moved = row(operation, direction, dtype, mesh)

@@ -1,7 +1,8 @@
 """o_t = sum_s softmax_s(q_t · k_s) v_s over a window of keys.  De et al. 2024, arXiv:2402.19427.
 
-Padding may stand anywhere in a row: the real tokens of a row are first moved together, behind
-those of the state, where a window is a band, and the outputs are moved back.
+Padding may stand anywhere in a row: behind the real tokens of each row, as most often, it is left
+there; else those are first moved together, behind those of the state, where a window is a band,
+and the outputs are moved back.
 """
 
 import functools
@@ -24,7 +25,10 @@ def forward(q, k, v, of_queries, of_keys, *, window, dtype):
     q: [B, T, G, R, K], where R heads share a key; k: [B, S, G, K]; v: [B, S, G, V]; numbers of
     documents [B, T] and [B, S]; window: less than S, or None. Returns [B, T, G, R, V] in q's dtype
     and the logarithms of the softmax's sums [B, T, G, R].
+
+    Of document 0 is what is no token, and may hold anything; its output is 0.
     """
+    q, k, v = _there(of_queries, q), _there(of_keys, k), _there(of_keys, v)
     documents = of_queries, _banded(of_keys, q, window)
     k, v = (_banded(x, q, window) for x in (k, v))
     output, log_total = _banded_attention.forward(q, k, v, documents, window, dtype)
@@ -33,6 +37,8 @@ def forward(q, k, v, of_queries, of_keys, *, window, dtype):
 
 def backward(q, k, v, of_queries, of_keys, log_total, d_output, *, window, dtype):
     """Returns the gradients of q, k and v in `dtype`."""
+    q, k, v = _there(of_queries, q), _there(of_keys, k), _there(of_keys, v)
+    d_output = _there(of_queries, d_output)
     documents = of_queries, _banded(of_keys, q, window)
     keys, values = (_banded(x, q, window) for x in (k, v))
     d_output = d_output.astype(dtype)
@@ -50,47 +56,64 @@ def operation(forward, backward):
         return save(window, capacity, q, k, v, initial_state, token_kind)[0]
 
     def save(window, capacity, q, k, v, initial_state, token_kind):
-        row = _Row(window, q, k, v, initial_state, token_kind)
-        queries, keys, values = row.arranged()
-        output, log_total = forward(
-            queries, keys, values, *row.documents(), window=row.window, dtype=row.dtype
-        )
-        results = (row.back(output).reshape(*q.shape[:3], v.shape[3]),)
-        if capacity is not None:
-            ring = [_ring.to_ring(x, row.next_position, row.end, capacity) for x in (keys, values)]
-            results = (*results, *ring, row.next_position)
+        def attend(tokens, q, k, v):
+            row = _Row(window, q, k, v, initial_state, token_kind, tokens)
+            queries, keys, values = row.arranged()
+            output, log_total = forward(
+                queries, keys, values, *row.documents(), window=row.window, dtype=row.dtype
+            )
+            state = []
+            if capacity is not None:
+                end = row.next_position, row.end
+                state = [*(_ring.to_ring(x, *end, capacity) for x in (keys, values)), end[0]]
+            return row.back(output), state, log_total
+
+        output, state, log_total = _in_front(attend, token_kind, q, k, v)
+        results = (output.reshape(*q.shape[:3], v.shape[3]), *state)
         return results, (q, k, v, initial_state, token_kind, log_total)
 
     def gradients(window, capacity, saved, d_results):
         q, k, v, initial_state, token_kind, log_total = saved
-        row = _Row(window, q, k, v, initial_state, token_kind)
-        queries, keys, values = row.arranged()
-        d_queries, *d_rows = backward(
-            queries,
-            keys,
-            values,
-            *row.documents(),
-            log_total,
-            row.together(_grouped(d_results[0], k)),
-            window=row.window,
-            dtype=row.dtype,
-        )
-        if capacity is not None:
-            total = keys.shape[1]
-            d_rows = [
-                d + _ring.to_row(d_ring, row.next_position, row.end, total)
-                for d, d_ring in zip(d_rows, d_results[1:3], strict=True)
-            ]
-        d_k, d_v = (row.back(d[:, row.kept :]) for d in d_rows)
-        d_state = None
-        if initial_state is not None:
-            start = jnp.full_like(row.position, row.kept)
+
+        def attend(tokens, q, k, v, d_output):
+            row = _Row(window, q, k, v, initial_state, token_kind, tokens)
+            queries, keys, values = row.arranged()
+            d_queries, *d_rows = backward(
+                queries,
+                keys,
+                values,
+                *row.documents(),
+                log_total,
+                row.together(_grouped(d_output, k)),
+                window=row.window,
+                dtype=row.dtype,
+            )
+            if capacity is not None:
+                total = keys.shape[1]
+                d_rows = [
+                    d + _ring.to_row(d_ring, row.next_position, row.end, total)
+                    for d, d_ring in zip(d_rows, d_results[1:3], strict=True)
+                ]
+            d_state = None
+            if initial_state is not None:
+                start = jnp.full_like(row.position, row.kept)
+                d_state = {
+                    name: _ring.to_ring(d[:, : row.kept], row.position, start, row.kept)
+                    for name, d in zip(("key", "value"), d_rows, strict=True)
+                }
+            d_k, d_v = (row.back(d[:, row.kept :]) for d in d_rows)
+            d_q = row.back(d_queries)
+            return (d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype)), d_state
+
+        d_tensors, d_state = _in_front(attend, token_kind, q, k, v, d_results[0])
+        d_tensors = [d.reshape(x.shape) for d, x in zip(d_tensors, (q, k, v), strict=True)]
+        if d_state is not None:
             d_state = {
-                name: _ring.to_ring(d[:, : row.kept], row.position, start, row.kept).astype(t.dtype)
-                for name, t, d in (("key", k, d_rows[0]), ("value", v, d_rows[1]))
-            } | {"position": None}
-        d_q = row.back(d_queries).reshape(q.shape)
-        return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), d_state, None
+                "key": d_state["key"].astype(k.dtype),
+                "value": d_state["value"].astype(v.dtype),
+                "position": None,
+            }
+        return *d_tensors, d_state, None
 
     attention.defvjp(save, gradients)
 
@@ -119,14 +142,50 @@ def operation(forward, backward):
 sliding_window_attention = operation(forward, backward)
 
 
+def _in_front(attend, token_kind, *tensors):
+    """`attend(tokens, *tensors)` with the real tokens before all padding: where they are, if so.
+
+    Else they are moved, which reads and writes everything once more. What `attend` takes and
+    returns has its heads side by side on the way: apart, XLA would lay them out by a copy.
+    """
+    if token_kind is None:
+        return attend(None, *tensors)
+    there, flat = _LeftThere(token_kind), [_flat(x) for x in tensors]
+
+    def attend_to(tokens):
+        given = [
+            x.reshape(like.shape)
+            for x, like in zip(jax.lax.optimization_barrier(flat), tensors, strict=True)
+        ]
+        return attend(tokens, *given)
+
+    return jax.lax.cond(
+        there.in_front, lambda: attend_to(there), lambda: attend_to(RealTokens(token_kind))
+    )
+
+
+class _LeftThere:
+    """`RealTokens` that stand in front."""
+
+    def __init__(self, token_kind):
+        real = token_kind != PADDING
+        self.count = jnp.sum(real, axis=1, keepdims=True)
+        self.in_front = jnp.all(real == (jnp.arange(real.shape[1]) < self.count))
+        self.document = jnp.where(real, jnp.cumsum(token_kind == STARTS, axis=1), -1)
+
+    def together(self, x):
+        return x
+
+    back = together
+
+
 class _Row:
     """What was seen before and then the real tokens, side by side."""
 
-    def __init__(self, window, q, k, v, initial_state, token_kind):
-        self.q, self.k, self.v, self.state = q, k, v, initial_state
+    def __init__(self, window, q, k, v, initial_state, token_kind, tokens):
+        self.q, self.k, self.v, self.state, self.tokens = q, k, v, initial_state, tokens
         self.dtype = accumulate(q, k, v)
         batch, self.length = q.shape[:2]
-        self.tokens = None if token_kind is None else RealTokens(token_kind)
         self.kept, self.position = 0, jnp.zeros(batch, jnp.int32)
         if initial_state is not None:
             self.kept, self.position = initial_state["key"].shape[1], initial_state["position"]
@@ -155,13 +214,14 @@ class _Row:
         return self.together(_grouped(self.q, self.k)), keys, values
 
     def together(self, x):
-        return x if self.tokens is None else _flat(self.tokens.together, x)
+        return x if self.tokens is None else self.tokens.together(_flat(x)).reshape(x.shape)
 
     def back(self, x):
-        return x if self.tokens is None else _flat(self.tokens.back, x)
+        """Heads side by side: [B, T, ...] as [B, T, D]."""
+        return _flat(x) if self.tokens is None else self.tokens.back(_flat(x))
 
     def documents(self):
-        """Numbers of queries and of keys; 0 goes on from the state, -1 is a place without key."""
+        """Numbers of queries and of keys; 0 goes on from the state, -1 is a place without token."""
         of_queries = jnp.zeros((self.k.shape[0], self.length), jnp.int32)
         if self.tokens is not None:
             of_queries = self.tokens.document
@@ -170,6 +230,11 @@ class _Row:
         of_keys = jnp.concatenate([before, of_queries], axis=1)
         # Numbers from 1 on, so that the zeros that fill up a band are no document.
         return of_queries + 1, of_keys + 1
+
+
+def _there(documents, x):
+    """x [B, N, ...] with zeros where there is no token."""
+    return jnp.where((documents > 0).reshape(*documents.shape, *[1] * (x.ndim - 2)), x, 0)
 
 
 def _banded(x, q, window):
@@ -227,5 +292,5 @@ def _grouped(x, k):
     return x.reshape(*x.shape[:2], k.shape[2], -1, x.shape[3])
 
 
-def _flat(move, x):
-    return move(x.reshape(*x.shape[:2], -1)).reshape(x.shape)
+def _flat(x):
+    return x.reshape(*x.shape[:2], -1)

@@ -1,120 +1,170 @@
 """o_t = sum_s softmax_s(q_t · k_s) v_s over a window of keys.  De et al. 2024, arXiv:2402.19427.
 
-JAX's own kernel computes it, splash attention, which skips the blocks outside the window. It has no
-place for keys from before the sequence, none for a tail of a block, and multiplies in bfloat16.
+A block of queries meets the blocks of keys in its window, which are in VMEM, from its own to the
+oldest: so each query sees a key, its own, before it meets those that it does not see. What is no
+token, of document 0, is made zero, and sees such as itself.
+
+JAX's own kernel, splash attention, would fetch the window again for every head and every block of
+queries, and write the sums of the softmax 128 times.
 """
+
+import functools
+import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental.pallas.ops.tpu import splash_attention
+from jax.experimental import pallas as pl
 
 from keras_recurrent.backends.jax import sliding_window_attention as plain
-from keras_recurrent.backends.pallas._common import LANES, refusal
+from keras_recurrent.backends.pallas import _common, _window
+from keras_recurrent.backends.pallas._linear_attention import products
 from keras_recurrent.backends.pallas._platform import per_shard
-
-BLOCKS = (512, 256, LANES)  # tokens; the first that divides a row
 
 
 def unsupported(
     q, k, v, sliding_window=None, initial_state=None, token_kind=None, capacity=None
 ) -> str | None:
     """Why this kernel refuses these arguments; None if it accepts them."""
-    if reason := refusal(q, k, v):
+    if reason := _common.refusal(q, k, v):
         return reason
-    for tensor in (q, k, v):
-        if tensor.dtype != jnp.bfloat16:
-            return f"multiplies in bfloat16, got {tensor.dtype}"
-    if q.shape[1] % LANES:
-        return f"needs a multiple of {LANES} tokens, got {q.shape[1]}"
-    if initial_state is not None:
-        return "begins with the sequence: it has no place for the keys of a state"
+    before = 0 if initial_state is None else initial_state["key"].shape[1]
+    if _window.walk(q, k, v, sliding_window, before) is None:
+        seen = min(sliding_window or math.inf, before + k.shape[1])
+        return (
+            f"keeps in VMEM what a token sees: {_common.vmem_bytes() // 2**20} MiB are too little "
+            f"for {seen} keys of {k.shape[3]} and values of {v.shape[3]} in {k.dtype}"
+        )
     return None
 
 
 def forward(q, k, v, of_queries, of_keys, *, window, dtype):
-    def local(*tensors):
-        return _attention(*tensors, window=window, save_residuals=True)
-
-    run = _per_shard(local, k, (*_TENSORS, *_DOCUMENTS), (_OUTPUT, "b t g r"))
+    run = _per_shard(functools.partial(_forward, window), k, _GIVEN, (_OUTPUT, _SUMS))
     return run(q, k, v, of_queries, of_keys)
 
 
-def backward(q, k, v, of_queries, of_keys, _, d_output, *, window, dtype):
-    def local(q, k, v, of_queries, of_keys, d_output):
-        def attention(q, k, v):
-            return _attention(q, k, v, of_queries, of_keys, window=window, save_residuals=False)
-
-        # The kernel keeps its sums in a form of its own: it goes forward once more.
-        return jax.vjp(attention, q, k, v)[1](d_output)
-
-    run = _per_shard(local, k, (*_TENSORS, *_DOCUMENTS, _OUTPUT), _TENSORS)
-    gradients = run(q, k, v, of_queries, of_keys, d_output)
-    return tuple(d.astype(dtype) for d in gradients)
-
-
-_TENSORS, _DOCUMENTS, _OUTPUT = ("b t g r k", "b t g k", "b t g v"), ("b t", "b t"), "b t g r v"
+def backward(q, k, v, of_queries, of_keys, log_total, d_output, *, window, dtype):
+    run = _per_shard(
+        functools.partial(_backward, window),
+        k,
+        (*_GIVEN, _SUMS, _OUTPUT),
+        (_QUERY, _QUERY, _OUTPUT),
+    )
+    d_q, *d_shared = run(q, k, v, of_queries, of_keys, log_total, d_output)
+    # Shards of the heads that share a key each have a part of its gradient.
+    return d_q.astype(dtype), *(jnp.sum(d.astype(dtype), axis=3) for d in d_shared)
 
 
-def _per_shard(local, k, arguments, results):
+_QUERY, _OUTPUT, _SUMS = "b t g r k", "b t g r v", "b t g r"
+_GIVEN = (_QUERY, "b t g k", "b t g v", "b t", "b t")
+
+
+def _per_shard(function, k, arguments, results):
     """Heads of keys are split, or those of queries where all share one of keys."""
-    return per_shard(local, arguments, results, "r" if k.shape[2] == 1 else "g")
+    return per_shard(function, arguments, results, "r" if k.shape[2] == 1 else "g")
 
 
-def _attention(q, k, v, of_queries, of_keys, *, window, save_residuals):
-    """The kernel has one mask for all rows: so they follow each other as if they were one."""
+def _forward(window, q, k, v, of_queries, of_keys):
+    walk = _window.walk(q, k, v, window, k.shape[1] - q.shape[1])
+    product = products((q, k, v))
+
+    def attention(step, q, output, log_total):
+        @pl.when(step.asks)
+        def _():
+            queries = step.real(q)
+
+            def meet(slot, seen, sums):
+                highest, total, values = sums
+                logits = product(queries, step.keys[slot], over=(1, 1))
+                logits = jnp.where(seen, logits, -jnp.inf)
+                higher = jnp.maximum(highest, jnp.max(logits, axis=1, keepdims=True))
+                weights, fade = jnp.exp(logits - higher), jnp.exp(highest - higher)
+                total = fade * total + jnp.sum(weights, axis=1, keepdims=True)
+                return higher, total, fade * values + product(weights, step.values[slot])
+
+            nothing = jnp.zeros((walk.block, 1), jnp.float32)
+            start = nothing - jnp.inf, nothing, jnp.zeros(output.shape, jnp.float32)
+            highest, total, values = step.over_window(meet, start)
+            output[...] = (values / total).astype(output.dtype)
+            log_total[...] = _window.row(highest + jnp.log(total))
+
     batch, length, groups, shared, _ = q.shape
-    block = next(size for size in BLOCKS if length % size == 0)
-    kernel = splash_attention.make_splash_mha_single_device(
-        splash_attention.MultiHeadMask([_Rows(batch, length, window)] * (groups * shared)),
-        block_sizes=splash_attention.BlockSizes(
-            block_q=block,
-            block_kv=block,
-            block_q_dkv=block,
-            block_kv_dkv=block,
-            block_q_dq=block,
-            block_kv_dq=block,
-        ),
-        save_residuals=save_residuals,
+    output = jax.ShapeDtypeStruct((*q.shape[:4], v.shape[3]), q.dtype)
+    sums = jax.ShapeDtypeStruct((batch, groups * shared, 1, length), jnp.float32)
+    inputs = [walk.head(q, walk.queries)]
+    outputs = [walk.head(output, walk.queries), walk.row(sums, walk.queries)]
+    values, log_total = _window.call(walk, attention, k, v, of_queries, of_keys, inputs, outputs)
+    log_total = jnp.swapaxes(log_total[:, :, 0], 1, 2).reshape(q.shape[:4])
+    return _window.together(values, output.shape), log_total
+
+
+def _backward(window, q, k, v, of_queries, of_keys, log_total, d_output):
+    walk = _window.walk(q, k, v, window, k.shape[1] - q.shape[1])
+    product = products((q, k, v))
+
+    def attention_backward(step, q, log_total, d_output, d_q, d_k, d_v, d_keys, d_values):
+        @pl.when(step.begins)
+        def _():
+            for ring in (d_keys, d_values):
+                ring[step.slot(step.number)] = jnp.zeros(ring.shape[1:], jnp.float32)
+
+        @pl.when(step.asks)
+        def _():
+            queries, d_out = step.real(q), step.real(d_output)
+            log_sums = step.real_row(log_total)
+
+            def weigh(slot, seen):
+                logits = product(queries, step.keys[slot], over=(1, 1))
+                weights = jnp.exp(jnp.where(seen, logits - log_sums, -jnp.inf))
+                return weights, weights * product(d_out, step.values[slot], over=(1, 1))
+
+            def add(slot, seen, total):
+                return total + jnp.sum(weigh(slot, seen)[1], axis=1, keepdims=True)
+
+            def meet(slot, seen, d_queries):
+                weights, d_logits = weigh(slot, seen)
+                d_logits -= weights * total
+                d_values[slot] += product(weights, d_out, over=(0, 0))
+                d_keys[slot] += product(d_logits, queries, over=(0, 0))
+                return d_queries + product(d_logits, step.keys[slot])
+
+            # The sum could be had from the output, too, but that has been rounded.
+            total = step.over_window(add, jnp.zeros((walk.block, 1), jnp.float32))
+            d_queries = step.over_window(meet, jnp.zeros(d_q.shape, jnp.float32))
+            d_q[...] = d_queries.astype(d_q.dtype)
+
+        @pl.when(step.leaves)
+        def _():
+            number, _ = walk.keys_left(0, step.number, step.head)
+            d_k[...] = d_keys[step.slot(number)].astype(d_k.dtype)
+            d_v[...] = d_values[step.slot(number)].astype(d_v.dtype)
+
+    log_total = jnp.swapaxes(log_total.reshape(*q.shape[:2], -1), 1, 2)[:, :, None]
+    inputs = [
+        walk.head(q, walk.queries),
+        walk.row(log_total, walk.queries),
+        walk.head(d_output, walk.queries),
+    ]
+    aligned = [jax.eval_shape(walk.aligned, x) for x in (k, v)]
+    outputs = [walk.head(jax.ShapeDtypeStruct(q.shape, q.dtype), walk.queries)]
+    outputs += [walk.head(x, walk.keys_left) for x in aligned]
+    d_q, *d_aligned = _window.call(
+        walk,
+        attention_backward,
+        k,
+        v,
+        of_queries,
+        of_keys,
+        inputs,
+        outputs,
+        sums=(k.shape[3], v.shape[3]),
+        # Each has as many turns as heads share a key: one for each block still in the rings.
+        steps_behind=pl.cdiv(walk.kept - 1, walk.shared),
     )
-
-    def of_heads(x, heads):
-        return jnp.swapaxes(x.reshape(batch * length, heads, -1), 0, 1)
-
-    def beside_queries(x):
-        return jnp.swapaxes(x, 0, 1).reshape(batch, length, groups, shared, *x.shape[2:])
-
-    result = kernel(
-        of_heads(q, groups * shared),
-        of_heads(k, groups),
-        of_heads(v, groups),
-        splash_attention.SegmentIds(of_queries.reshape(-1), of_keys.reshape(-1)),
+    d_k, d_v = (
+        _window.together(d, x.shape)[:, x.shape[1] - k.shape[1] :, :, None]
+        for d, x in zip(d_aligned, aligned, strict=True)
     )
-    if not save_residuals:
-        return beside_queries(result)
-    output, (log_total,) = result
-    return beside_queries(output), beside_queries(log_total)
-
-
-class _Rows(splash_attention.LocalMask):
-    """A window in rows that follow each other; what lies in different ones is never asked for."""
-
-    def __init__(self, batch, length, window):
-        size = (None if window is None else window - 1, 0)
-        super().__init__((batch * length, batch * length), size, offset=0)
-        self.length = length
-
-    def __getitem__(self, block):
-        # A block of queries, and one of keys, is in one row.
-        queries, keys = (part.start // self.length for part in block)
-        seen = super().__getitem__(block)
-        return seen if queries == keys else np.zeros_like(seen)
-
-    def __eq__(self, other):
-        return super().__eq__(other) and self.length == other.length
-
-    def __hash__(self):
-        return hash((super().__hash__(), self.length))
+    return _window.together(d_q, q.shape), d_k, d_v
 
 
 sliding_window_attention = plain.operation(forward, backward)

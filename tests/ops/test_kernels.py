@@ -47,6 +47,7 @@ every_kernel_in_every_case = pytest.mark.parametrize(
 def every_implementation(operation):
     """Those of one operation."""
     names = [implementation for of, implementation in KERNELS if of == operation]
+    names = [pytest.param(name, marks=SLOW.get(name, ())) for name in names]
     return pytest.mark.parametrize("implementation", names)
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from keras_recurrent import ops
-from tests.ops.cases import Case, draw
+from tests.ops.cases import Case, beside, draw
 from tests.ops.test_kernels import check, every_implementation
 from tests.ops.test_ops import close
 
@@ -20,6 +20,7 @@ CASES = {
     "one token, bfloat16": Case(3, 1, 16, "bfloat16", heads=(4, 1), kinds=True, state=True),
     "bfloat16, no window": Case(2, 40, 16, "bfloat16", window=None, state=True),
     "bfloat16, whole blocks": Case(2, 128, 16, "bfloat16", kinds=True, window=40),
+    "bfloat16, heads of whole vectors": Case(1, 40, 126, "bfloat16", heads=(2, 1), kinds=True),
 }
 
 
@@ -27,6 +28,18 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_forward_and_gradients(implementation, case):
     check("sliding_window_attention", implementation, draw("sliding_window_attention", case))
+
+
+@every_implementation("sliding_window_attention")
+def test_padding_behind_the_tokens(implementation):
+    """Where it may be left, it may hold anything, too."""
+    case = draw("sliding_window_attention", Case(3, 40, 3, kinds=True, state=True))
+    padding = np.arange(40) >= np.array([[40], [17], [0]])
+    case = case._replace(
+        tensors={n: np.where(beside(t, padding), np.nan, t) for n, t in case.tensors.items()},
+        token_kind=np.where(padding, 2, case.token_kind == 1).astype("int8"),
+    )
+    check("sliding_window_attention", implementation, case)
 
 
 def drawn(length, batch=2):

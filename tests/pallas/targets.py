@@ -26,6 +26,7 @@ from jax.experimental import topologies
 
 from keras_recurrent import dispatch
 from keras_recurrent.backends.pallas import _platform
+from tests.pallas import attention
 
 TOPOLOGIES = ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
 B, T = 4, 2048
@@ -55,6 +56,8 @@ def mesh(topology, devices):
 
 def arguments(operation, mesh, dtype):
     """What forward takes, and what backward takes: shapes of tensors, flat as models make them."""
+    if operation in attention.ROWS:
+        return attention.arguments(operation, mesh, dtype)
     module = dispatch.KERNELS[operation]["pallas"]
     tensors, state_shape = SHAPES[operation]
 
@@ -72,8 +75,13 @@ def arguments(operation, mesh, dtype):
     return given, [*given, output, output, state]
 
 
-def headed(operation, function):
+def kernel(operation, direction, implementation, **options):
     """A function of tensors as models make them, with heads and their channels in one."""
+    if operation in attention.ROWS:
+        module = dispatch.KERNELS["sliding_window_attention"][implementation]
+        return attention.function(operation, direction, module)
+    function = getattr(dispatch.KERNELS[operation][implementation], direction)
+    function = functools.partial(function, **options)
     flat = (B, T, HEADS * SIZE)
 
     def reshape(tensors, shape, into):
@@ -86,12 +94,10 @@ def headed(operation, function):
 
 def program(operation, direction, mesh, **options):
     """One kernel alone, on a mesh."""
-    function = getattr(dispatch.KERNELS[operation]["pallas"], direction)
-    function = functools.partial(function, **options)
 
     def call(*tensors):
         with _platform.over(mesh):
-            return headed(operation, function)(*tensors)
+            return kernel(operation, direction, "pallas", **options)(*tensors)
 
     return call
 
@@ -122,6 +128,7 @@ def report(executable):
 def main(topology, devices):
     found = mesh(topology, int(devices))
     operations = [o for o in SHAPES if not isinstance(dispatch.KERNELS[o]["pallas"], str)]
+    operations += [name for name in attention.ROWS if attention.splits(name, found.shape["model"])]
     variants = [(operation, operation, {}) for operation in operations]
     variants.append(("causal_conv1d, silu", "causal_conv1d", {"activation": "silu"}))
     reports = {

@@ -1,6 +1,7 @@
 """What is special to attention in Pallas: its digits, how rows are cut, and what is refused."""
 
 import base64
+import functools
 import re
 
 import keras
@@ -80,10 +81,37 @@ def test_one_token_is_left_to_xla():
         )
 
 
-def test_what_splash_attention_cannot_do():
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("heads", [(1, 1), (6, 2)])
+def test_blocks_of_a_window(dtype, heads, monkeypatch):
+    """Four in the ring, of seven; behind the last, each head's step writes one that is left."""
+    monkeypatch.setattr("keras_recurrent.backends.pallas._window.BLOCKS", (128,))
+    case = Case(1, 390, 6, dtype, heads=heads, window=300, kinds=True, state=True)
+    check("sliding_window_attention", "pallas", draw("sliding_window_attention", case))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_product_of_attention_keeps_the_digits_of_its_operands(dtype):
+    module = dispatch.KERNELS["sliding_window_attention"]["pallas"]
+    q, k = jnp.ones((1, 300, 1, 2, 128), dtype), jnp.ones((1, 300, 1, 128), dtype)
+    documents, sums = jnp.ones((1, 300), "int32"), jnp.ones((1, 300, 1, 2))
+    given = (q, k, k, documents, documents)
+    wanted = {"float32": ("f32", "fp32"), "bfloat16": ("bf16", None)}[dtype]
+    for function, arguments in (
+        (module.forward, given),
+        (module.backward, (*given, sums, q)),
+    ):
+        attention = functools.partial(function, window=200, dtype=jnp.float32)
+        assert set(products(mosaic(attention, *arguments))) == {wanted}
+
+
+def test_a_window_must_fit_vmem():
     unsupported = dispatch.KERNELS["sliding_window_attention"]["pallas"].unsupported
-    x = jnp.ones((1, 128, 2, 4), "bfloat16")
-    assert unsupported(x, x, x, 6) is None
-    assert "multiplies in bfloat16, got float32" in unsupported(x, x, x.astype("float32"))
-    assert "a multiple of 128 tokens, got 5" in unsupported(*[x[:, :5]] * 3)
-    assert "no place for the keys" in unsupported(x, x, x, 6, {"key": x, "value": x})
+    x = jnp.ones((1, 50_000, 1, 128), "bfloat16")
+    assert unsupported(x, x, x, 2048) is None
+    assert "14 MiB are too little for 50000 keys of 128" in unsupported(x, x, x)
+    state = {"key": jnp.ones((1, 30_000, 1, 128), "bfloat16")}
+    x = x[:, :5]
+    assert unsupported(x, x, x, 2048, state) is None
+    assert "too little for 30005 keys" in unsupported(x, x, x, None, state)

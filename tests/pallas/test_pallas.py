@@ -65,7 +65,7 @@ def process(*command, **environment):
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_compiled_for_tpu_without_a_tpu(topology):
-    """At the sizes of hawk_1.3b, hgrn2_1b and tnl_1b. What does not fit VMEM does not compile."""
+    """At sizes of presets, such as hawk_1.3b. What does not fit VMEM does not compile."""
     reports = process("-m", "tests.pallas.targets", topology, "1")
     for name, report in reports.items():
         assert report["kernels"] >= 1, name
@@ -102,8 +102,7 @@ def test_shards_of_eight_devices():
     for name, report in reports.items():
         assert report["gathers"] == 0, name
         assert report["error"] < 1e-5, name
-    assert reports["data"]["shard"] == [1, 20, 256]
-    assert reports["model"]["shard"] == [2, 20, 128]
+        assert report["shard"] == ([1, 20, 256] if "data" in name else [2, 20, 128])
 
 
 @pytest.mark.parametrize("kind", CHIPS)
