@@ -169,44 +169,45 @@ class Here(NamedTuple):
         return jnp.where(row < left, x, 0)
 
 
-def scan(lost, x, state, reverse=False):
-    """h_t = (1 - lost_t) h_{t-1} + x_t. lost, x: [ROWS, L]; state: [1, L].
+def scan(a, lost, x, state, reverse=False):
+    """h_t = a_t h_{t-1} + x_t. a, lost = 1 - a, x: [ROWS, L]; state: [1, L].
 
-    Returns h and the state after. Products of decays are made as what they lose: as they are, next
-    to 1 they would round to the same side again and again, (1 - b)(1 - c) to 1 - b - c.
+    Returns h and the state after. Products of decays are made as what they lose, too: as they are,
+    next to 1 they would round to the same side again and again, (1 - b)(1 - c) to 1 - b - c.
     """
-    return _tile_by_tile(_scan_tile, lost, x, state, reverse)
+    return _tile_by_tile(_scan_tile, (a, lost), x, state, reverse)
 
 
-def gradient(lost, d_output, after):
-    """g_t = d_output_t + (1 - lost_{t+1}) g_{t+1}; behind the last of the rows is `after` [1, L].
+def gradient(a, lost, d_output, after):
+    """g_t = d_output_t + a_{t+1} g_{t+1}; behind the last of the rows is `after` [1, L].
 
     g, and not a_t g_t: of that all digits are needed, however small the decay.
     """
-    return scan(shift(lost, 0, reverse=True), d_output, after, reverse=True)[0]
+    a, lost = shift(a, 1, reverse=True), shift(lost, 0, reverse=True)
+    return scan(a, lost, d_output, after, reverse=True)[0]
 
 
 def hold(keep, x, state, reverse=False):
     """h_t = h_{t-1} where `keep` is 1, x_t where it is 0; otherwise as `scan`, but exact."""
-    return _tile_by_tile(_hold_tile, keep, x, state, reverse)
+    return _tile_by_tile(_hold_tile, (keep,), x, state, reverse)
 
 
-def _tile_by_tile(step, factor, x, state, reverse):
+def _tile_by_tile(step, factors, x, state, reverse):
     tiles = []
     for start in sorted(range(0, ROWS, SUBLANES), reverse=reverse):
         tile = slice(start, start + SUBLANES)
-        h = step(factor[tile], x[tile], state, reverse)
+        h = step(*(f[tile] for f in factors), x[tile], state, reverse)
         state = h[:1] if reverse else h[SUBLANES - 1 :]
         tiles.append(h)
     return jnp.concatenate(tiles[::-1] if reverse else tiles), state
 
 
-def _scan_tile(lost, x, state, reverse):
+def _scan_tile(a, lost, x, state, reverse):
     for there, before in _doubling(x.shape, reverse):
-        a = 1 - lost
         x = x + a * jnp.where(there, before(x), 0)
         lost = lost + a * jnp.where(there, before(lost), 0)
-    return x + (1 - lost) * state
+        a = jnp.where(lost < 0.5, 1 - lost, a * jnp.where(there, before(a), 1))
+    return x + a * state
 
 
 def _hold_tile(keep, x, state, reverse):

@@ -46,8 +46,7 @@ def _forward_kernel(here, x, log_a, initial, h, final, state):
     def tile(i, rows, kind, state):
         (u,) = real(kind, x[rows, :].astype(F32))
         a = jnp.exp(log_a[rows, :].astype(F32))
-        _, lost = effective(kind, a, 1 - a)
-        tile, state = scan(lost, u, state)
+        tile, state = scan(*effective(kind, a, 1 - a), u, state)
         h[rows, :] = tile.astype(h.dtype)
         return state
 
@@ -80,7 +79,7 @@ def _backward_kernel(
         d = here.inside(i, dh[rows, :].astype(F32))
         a = jnp.exp(log_a[rows, :].astype(F32))
         applied, lost = effective(kind, a, 1 - a)
-        g = gradient(lost, d, after)
+        g = gradient(applied, lost, d, after)
         c = applied * g
         before = shift(h[rows, :].astype(F32), output_before(here, i, rows_before, h, initial))
         d_decay = c * before

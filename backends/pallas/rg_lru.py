@@ -65,8 +65,8 @@ def _forward_kernel(here, x, gate_a, gate_x, strongest, initial, h, final, state
         u, z_a, z_x = real(kind, *(t[rows, :].astype(F32) for t in (x, gate_a, gate_x)))
         a, lost = decay(strongest[...] * sigmoids(z_a)[0])
         multiplier = _at_start(kind, jnp.sqrt(_rest(lost)))
-        _, lost = effective(kind, a, lost)
-        tile, state = scan(lost, multiplier * sigmoids(z_x)[0] * u, state)
+        gated = multiplier * sigmoids(z_x)[0] * u
+        tile, state = scan(*effective(kind, a, lost), gated, state)
         h[rows, :] = tile.astype(h.dtype)
         return state
 
@@ -134,7 +134,7 @@ def _backward_kernel(
         d_root = jax.lax.rsqrt(jnp.maximum(4 * rest, 1 / plain.MAX_SQRT_GRADIENT**2))
         multiplier = _at_start(kind, jnp.sqrt(rest))
         applied, lost = effective(kind, a, lost)
-        g = gradient(lost, d, after)
+        g = gradient(applied, lost, d, after)
         c = applied * g
         before = shift(h[rows, :].astype(F32), output_before(here, i, rows_before, h, initial))
         g_i = real(kind, g)[0] * gate
