@@ -17,6 +17,7 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 
+from keras_recurrent import dispatch
 from tests.pallas import attention
 
 TOPOLOGY = "v5e:2x2"

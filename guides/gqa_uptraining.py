@@ -8,8 +8,8 @@ trained on for a little (Ainslie et al. 2023, arXiv:2305.13245). Which pooling i
 heads may go? The paper's figures 4 and 5 ask that of T5; this guide asks a small model of bytes,
 for the better part of an hour on two CPU cores.
 
-Pooling asks that heads can stand in for each other. Weight decay and dropout see to that, as they do
-in large models; a small model without them has as many heads as it needs, each its own.
+Pooling asks that heads can stand in for each other. Weight decay and dropout see to that, as they
+do in large models; a small model without them has as many heads as it needs, each its own.
 """
 
 import argparse

@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import os
+import pathlib
 
 import pytest
 
@@ -18,6 +19,10 @@ os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
 
 # Most of a test's time is compilation: LLVM need not make it fast. It computes the same.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+
+# torch runs what it once compiled, though operators may have changed since: not beyond a checkout.
+_CACHE = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "torchinductor"
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_CACHE))
 
 # Tests that run side by side take one thread each: torch's threads wait by spinning. It reads
 # this when imported, which comes next.

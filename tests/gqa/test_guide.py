@@ -26,5 +26,5 @@ def test_guide(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     rows = re.findall(r"\| 2 \| (\w+) \| [\d.]+ ± 0.000 \| [\d.]+ ± 0.000 \|", done.stdout)
     assert rows == ["mean", "first", "random"]
-    assert "| key-value bytes a token | 128 | 32 | 0.250 |" in done.stdout
+    assert "| key-value bytes a token | 2,048 | 512 | 0.250 |" in done.stdout
     assert (tmp_path / "loss.png").stat().st_size > 0

@@ -1,6 +1,5 @@
 """What is special to the Triton kernels; that they compute what they should is in tests/ops."""
 
-import functools
 import json
 import os
 import pathlib
@@ -163,9 +162,7 @@ def test_the_same_bits_again(operation):
 @every_operation
 def test_compiled_without_graph_breaks(operation):
     """Forward and backward: one graph each, whatever the length."""
-    kernel = functools.partial(
-        getattr(dispatch.KERNELS[operation]["triton"], operation), **OPTIONS.get(operation, {})
-    )
+    kernel = getattr(dispatch.KERNELS[operation]["triton"], operation)
     graphs = []
 
     def count(graph, example_inputs):
