@@ -46,7 +46,8 @@ def _forward_kernel(here, x, log_a, initial, h, final, state):
     def tile(i, rows, kind, state):
         (u,) = real(kind, x[rows, :].astype(F32))
         a = jnp.exp(log_a[rows, :].astype(F32))
-        tile, state = scan(*effective(kind, a, 1 - a), u, state)
+        a, lost = effective(kind, a, 1 - a)
+        tile, state = scan(a, lost, u, state)
         h[rows, :] = tile.astype(h.dtype)
         return state
 

@@ -66,7 +66,8 @@ def _forward_kernel(here, x, gate_a, gate_x, strongest, initial, h, final, state
         a, lost = decay(strongest[...] * sigmoids(z_a)[0])
         multiplier = _at_start(kind, jnp.sqrt(_rest(lost)))
         gated = multiplier * sigmoids(z_x)[0] * u
-        tile, state = scan(*effective(kind, a, lost), gated, state)
+        a, lost = effective(kind, a, lost)
+        tile, state = scan(a, lost, gated, state)
         h[rows, :] = tile.astype(h.dtype)
         return state
 

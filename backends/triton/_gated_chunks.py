@@ -17,20 +17,20 @@ log f: sums of what pairs gain, without a subtraction, as exact as the gradients
 import triton
 import triton.language as tl
 
-from keras_recurrent.backends.triton import _common
+from keras_recurrent.backends.triton._common import INTERPRETED
 from keras_recurrent.backends.triton._gated_states import applied
 from keras_recurrent.backends.triton._linear_attention import read, real_tokens
 from keras_recurrent.backends.triton._math import exp_of_decays, one_minus_exp
 from keras_recurrent.backends.triton._products import ones, operand, product, sums
 
-INTERPRETED = tl.constexpr(_common.INTERPRETED)
+_PLAIN = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
 def _matrix(which, one):
     """A matrix of 0 and 1 from one of False and True; one: `ones`."""
     which = tl.where(which, one[:, None], 0.0)
-    if not INTERPRETED:
+    if not _PLAIN:
         which = which.to(tl.bfloat16)
     return which
 

@@ -64,6 +64,7 @@ class Heads(NamedTuple):
 
 
 def heads_of(q, k, v, chunk=64, chunk_of_float32=32):
+    """Tensors of bfloat16 take `chunk` tokens at a time, others as many as their parts allow."""
     short = all(x is None or x.dtype == torch.bfloat16 for x in (q, k, v))
     batch, length, heads, keys = q.shape
     return Heads(
