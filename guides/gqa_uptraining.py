@@ -6,7 +6,7 @@ Grouped-query attention keeps fewer key and value heads than there are query hea
 reads less memory a token. A model need not be trained anew for it: its heads are pooled, and it is
 trained on for a little (Ainslie et al. 2023, arXiv:2305.13245). Which pooling is best, and how many
 heads may go? The paper's figures 4 and 5 ask that of T5; this guide asks a small model of bytes,
-for the better part of an hour on two CPU cores.
+for about three quarters of an hour on two CPU cores.
 
 Pooling asks that heads can stand in for each other. Weight decay and dropout see to that, as they
 do in large models; a small model without them has as many heads as it needs, each its own.
