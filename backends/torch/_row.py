@@ -6,6 +6,52 @@ from keras_recurrent.backends.torch import _ring
 from keras_recurrent.backends.torch._common import PADDING, STARTS, accumulation_dtype
 
 
+def attend(forward, q, k, v, sliding_window, initial_state, token_kind, capacity):
+    """The output and the state, by an operator that takes and makes the state part by part."""
+    state = initial_state or {"key": None, "value": None, "position": None}
+    if initial_state is not None:
+        capacity = state["key"].shape[1]
+    elif capacity is None and sliding_window is not None:
+        capacity = sliding_window - 1
+    keeps = capacity is not None
+    output, key, value, position, *_ = forward(
+        q,
+        k,
+        v,
+        state["key"],
+        state["value"],
+        state["position"],
+        token_kind,
+        sliding_window,
+        capacity if keeps else 0,
+    )
+    return output, {"key": key, "value": value, "position": position} if keeps else {}
+
+
+def fake_results(q, k, v, capacity):
+    """What such an operator makes, without its values."""
+    batch, length, heads, _ = q.shape
+    groups = k.shape[2]
+    return (
+        q.new_empty(batch, length, heads, v.shape[3]),
+        k.new_empty(batch, capacity, groups, k.shape[3]),
+        v.new_empty(batch, capacity, groups, v.shape[3]),
+        q.new_empty(batch, dtype=torch.int32),
+    )
+
+
+def fake_gradients(q, k, v, key):
+    """What its backward makes, of q, k, v and the state's keys and values."""
+    kept = 0 if key is None else key.shape[1]
+    return (
+        q.new_empty(q.shape),
+        k.new_empty(k.shape),
+        v.new_empty(v.shape),
+        k.new_empty(k.shape[0], kept, *k.shape[2:]),
+        v.new_empty(v.shape[0], kept, *v.shape[2:]),
+    )
+
+
 class Row:
     """What was seen before and then the real tokens, side by side."""
 

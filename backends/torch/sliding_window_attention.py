@@ -9,7 +9,7 @@ from torch import Tensor
 
 from keras_recurrent.backends.torch import _banded_attention, _ring
 from keras_recurrent.backends.torch._common import PADDING, STARTS, accumulation_dtype
-from keras_recurrent.backends.torch._row import Row
+from keras_recurrent.backends.torch._row import Row, attend, fake_gradients, fake_results
 
 
 def unsupported(
@@ -28,24 +28,7 @@ def sliding_window_attention(
     int32 [B]}, keys and values in their dtypes). C is that of the initial state, else `capacity`,
     else `sliding_window` - 1; without any of them the state is an empty dict.
     """
-    state = initial_state or {"key": None, "value": None, "position": None}
-    if initial_state is not None:
-        capacity = state["key"].shape[1]
-    elif capacity is None and sliding_window is not None:
-        capacity = sliding_window - 1
-    keeps = capacity is not None
-    output, key, value, position = _forward(
-        q,
-        k,
-        v,
-        state["key"],
-        state["value"],
-        state["position"],
-        token_kind,
-        sliding_window,
-        capacity if keeps else 0,
-    )
-    return output, {"key": key, "value": value, "position": position} if keeps else {}
+    return attend(_forward, q, k, v, sliding_window, initial_state, token_kind, capacity)
 
 
 @torch.library.custom_op("keras_recurrent::sliding_window_attention", mutates_args=())
@@ -74,14 +57,7 @@ def _forward(
 
 @_forward.register_fake
 def _(q, k, v, key, value, position, token_kind, window, capacity):
-    batch, length, heads, _ = q.shape
-    groups = k.shape[2]
-    return (
-        q.new_empty(batch, length, heads, v.shape[3]),
-        k.new_empty(batch, capacity, groups, k.shape[3]),
-        v.new_empty(batch, capacity, groups, v.shape[3]),
-        q.new_empty(batch, dtype=torch.int32),
-    )
+    return fake_results(q, k, v, capacity)
 
 
 @torch.library.custom_op("keras_recurrent::sliding_window_attention_backward", mutates_args=())
@@ -118,14 +94,7 @@ def _backward(
 
 @_backward.register_fake
 def _(d_output, d_key, d_value, q, k, v, key, value, position, kind, window):
-    kept = 0 if key is None else key.shape[1]
-    return (
-        q.new_empty(q.shape),
-        k.new_empty(k.shape),
-        v.new_empty(v.shape),
-        k.new_empty(k.shape[0], kept, *k.shape[2:]),
-        v.new_empty(v.shape[0], kept, *v.shape[2:]),
-    )
+    return fake_gradients(q, k, v, key)
 
 
 def _save(ctx, inputs, output):

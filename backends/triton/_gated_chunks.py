@@ -36,6 +36,12 @@ def _matrix(which, one):
 
 
 @triton.jit
+def _between(row, low, high, one):
+    """1 where a column is from `low` of its row on, and below `high`."""
+    return _matrix((row[None, :] >= low[:, None]) & (row[None, :] < high[:, None]), one)
+
+
+@triton.jit
 def _right(row, level):
     """Whether a token is in a right half of 2^level."""
     return (row >> level) % 2 == 1
@@ -47,7 +53,7 @@ def _to_boundary(row, level, one):
     right, begin = _right(row, level), row >> level << level
     low = tl.where(right, begin, row + 1)
     high = tl.where(right, row + 1, begin + (1 << level))
-    return _matrix((row[None, :] >= low[:, None]) & (row[None, :] < high[:, None]), one)
+    return _between(row, low, high, one)
 
 
 @triton.jit
@@ -56,7 +62,7 @@ def _from_boundary(row, level, one):
     right, begin = _right(row, level), row >> level << level
     low = tl.where(right, row, begin)
     high = tl.where(right, begin + (1 << level), row)
-    return _matrix((row[None, :] >= low[:, None]) & (row[None, :] < high[:, None]), one)
+    return _between(row, low, high, one)
 
 
 @triton.jit

@@ -18,6 +18,7 @@ from keras_recurrent.backends.triton._linear_attention import (
     read,
     real_tokens,
     segments_of,
+    sums_of_segments,
 )
 from keras_recurrent.backends.triton._math import exp_of_decays, one_minus_exp
 from keras_recurrent.backends.triton._products import operand, product, sums_of_columns
@@ -136,10 +137,7 @@ def walk(sizes, k, v, first, *, log_f, token_kind, parts, reverse=False):
     tiles = triton.cdiv(sizes.keys, block_k) * triton.cdiv(sizes.values, block_v)
     programs = sizes.batch * sizes.heads * tiles
     segments, each = segments_of(programs, sizes.chunks)
-    totals = decays = None
-    if segments > 1:
-        totals = last.new_empty((segments - 1, *sizes.state_shape))
-        decays = last.new_empty((segments - 1, *sizes.state_shape[:3]))
+    totals, decays = sums_of_segments(segments, last, sizes.state_shape[:3])
 
     def launch(segments, states, last):
         _walk_kernel[(programs * segments,)](

@@ -86,6 +86,13 @@ def segments_of(programs, chunks):
     return triton.cdiv(chunks, each), each
 
 
+def sums_of_segments(segments, last, decays_shape):
+    """Memory for what each segment but the last does to a state: totals and decays, or Nones."""
+    if segments == 1:
+        return None, None
+    return (last.new_empty((segments - 1, *shape)) for shape in (last.shape, decays_shape))
+
+
 @triton.jit
 def real_tokens(chunk, token_kind, b, T, CHUNK: tl.constexpr):
     """Which tokens of a chunk are there and no padding, and which of them start afresh."""

@@ -26,6 +26,7 @@ from keras_recurrent.backends.triton._linear_attention import (
     real_tokens,
     refusal,
     segments_of,
+    sums_of_segments,
 )
 from keras_recurrent.backends.triton._linear_attention_step import step
 from keras_recurrent.backends.triton._math import exp_of_decays
@@ -184,10 +185,7 @@ def _walk(q, k, v, first, like, *, log_decay, token_kind, transposed=False, reve
     last = v.new_empty(state_shape, dtype=torch.float32)
     programs = batch * heads * triton.cdiv(values, block_v)
     segments, each = segments_of(programs, sizes.chunks)
-    totals = decays = None
-    if segments > 1:
-        totals = last.new_empty((segments - 1, *state_shape))
-        decays = last.new_empty((segments - 1, batch, heads))
+    totals, decays = sums_of_segments(segments, last, (batch, heads))
 
     def launch(segments, output):
         _walk_kernel[(programs * segments,)](

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from keras_recurrent.backends.torch import sliding_window_attention as plain
-from keras_recurrent.backends.torch._row import Row
+from keras_recurrent.backends.torch._row import Row, attend, fake_gradients, fake_results
 from keras_recurrent.backends.triton import _banded_attention, _linear_attention, _ring
 from keras_recurrent.backends.triton._common import contiguous, on_device_of
 
@@ -35,24 +35,7 @@ def sliding_window_attention(
         return plain.sliding_window_attention(
             q, k, v, sliding_window, initial_state, token_kind, capacity
         )
-    state = initial_state or {"key": None, "value": None, "position": None}
-    if initial_state is not None:
-        capacity = state["key"].shape[1]
-    elif capacity is None and sliding_window is not None:
-        capacity = sliding_window - 1
-    keeps = capacity is not None
-    output, key, value, position, _ = _forward(
-        q,
-        k,
-        v,
-        state["key"],
-        state["value"],
-        state["position"],
-        token_kind,
-        sliding_window,
-        capacity if keeps else 0,
-    )
-    return output, {"key": key, "value": value, "position": position} if keeps else {}
+    return attend(_forward, q, k, v, sliding_window, initial_state, token_kind, capacity)
 
 
 def _arranged(*arguments):
@@ -87,15 +70,8 @@ def _forward(
 
 @_forward.register_fake
 def _(q, k, v, key, value, position, token_kind, window, capacity):
-    batch, length, heads, _ = q.shape
-    groups = k.shape[2]
-    return (
-        q.new_empty(batch, length, heads, v.shape[3]),
-        k.new_empty(batch, capacity, groups, k.shape[3]),
-        v.new_empty(batch, capacity, groups, v.shape[3]),
-        q.new_empty(batch, dtype=torch.int32),
-        q.new_empty(batch, length, heads, dtype=torch.float32),
-    )
+    log_total = q.new_empty(q.shape[:3], dtype=torch.float32)
+    return *fake_results(q, k, v, capacity), log_total
 
 
 @torch.library.custom_op(
@@ -138,14 +114,7 @@ def _backward(
 
 @_backward.register_fake
 def _(d_output, d_key, d_value, output, log_total, q, k, v, key, value, position, kind, window):
-    kept = 0 if key is None else key.shape[1]
-    return (
-        q.new_empty(q.shape),
-        k.new_empty(k.shape),
-        v.new_empty(v.shape),
-        k.new_empty(k.shape[0], kept, *k.shape[2:]),
-        v.new_empty(v.shape[0], kept, *v.shape[2:]),
-    )
+    return fake_gradients(q, k, v, key)
 
 
 def _save(ctx, inputs, output):
