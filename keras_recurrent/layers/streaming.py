@@ -215,7 +215,8 @@ def last_segment(inputs, mask, segment_ids, previous):
     """
     batch, length = ops.shape(inputs)[:2]
     if previous is None:
-        previous = ops.full((batch,), -1, dtype="int32")
+        # Not `ops.full`: on torch it reads the value back from the device, and waits for that.
+        previous = -ops.ones((batch,), "int32")
     if segment_ids is None:
         seen = ops.maximum(previous, 0)
         return seen if mask is None else ops.where(ops.any(mask, axis=1), seen, previous)
