@@ -100,7 +100,6 @@ def compile_for_training(model, steps):
     )
     model.compile(
         optimizer=keras.optimizers.AdamW(rate, weight_decay=0.1, clipnorm=1.0),
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         weighted_metrics=[bits_per_byte],
         sampler=keras_hub.samplers.TopPSampler(p=0.9, temperature=0.8),
     )

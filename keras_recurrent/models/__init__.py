@@ -15,6 +15,7 @@ from keras_recurrent.models.hgrn2.hgrn2_residual_block import HGRN2ResidualBlock
 from keras_recurrent.models.hgrn2.hgrn2_tokenizer import HGRN2Tokenizer
 from keras_recurrent.models.hgrn2.hgrn2_vision_backbone import HGRN2VisionBackbone
 from keras_recurrent.models.memory import MemorySizes, memory_sizes
+from keras_recurrent.models.token_crossentropy import TokenCrossentropy
 from keras_recurrent.models.transnormer.transnormer_backbone import TransNormerBackbone
 from keras_recurrent.models.transnormer.transnormer_causal_lm import TransNormerCausalLM
 from keras_recurrent.models.transnormer.transnormer_causal_lm_preprocessor import (
@@ -37,6 +38,7 @@ __all__ = [
     "HGRN2Tokenizer",
     "HGRN2VisionBackbone",
     "MemorySizes",
+    "TokenCrossentropy",
     "TransNormerBackbone",
     "TransNormerCausalLM",
     "TransNormerCausalLMPreprocessor",

@@ -11,6 +11,7 @@ from keras_recurrent.conversion.export import export
 from keras_recurrent.models import presets
 from keras_recurrent.models.saved_training import SavedTraining
 from keras_recurrent.models.segments import SegmentsOptional
+from keras_recurrent.models.token_crossentropy import TokenCrossentropy
 
 
 class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.CausalLM):
@@ -111,6 +112,8 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
     ):
         """Sets how the model trains and samples; see `keras_hub.models.CausalLM.compile`.
 
+        The loss is a `keras_recurrent.models.TokenCrossentropy` where none is given.
+
         Raises:
             ValueError: the sampler is unknown; it is speculative, which takes back tokens that it
                 tried, as a recurrent state cannot; or it returns several beams for a prompt.
@@ -131,6 +134,8 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
             raise ValueError(
                 "`sampler`: `generate` has one text for a prompt. Leave out `return_all_beams`."
             )
+        if isinstance(loss, str) and loss == "auto":
+            loss = TokenCrossentropy()
         super().compile(
             optimizer, loss, weighted_metrics=weighted_metrics, sampler=sampler, **kwargs
         )

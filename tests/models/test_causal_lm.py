@@ -5,7 +5,12 @@ import keras_hub
 import numpy as np
 import pytest
 
-from keras_recurrent.models import GriffinBackbone, GriffinCausalLM, GriffinCausalLMPreprocessor
+from keras_recurrent.models import (
+    GriffinBackbone,
+    GriffinCausalLM,
+    GriffinCausalLMPreprocessor,
+    TokenCrossentropy,
+)
 from keras_recurrent.tokenizers import ByteTokenizer
 from tests.models.tiny import FAMILIES, SIZES, forward, shared_by_families, tiny_causal_lm
 
@@ -215,3 +220,24 @@ def test_the_tokenizer_must_fit_the_vocabulary():
 def test_unknown_arguments_are_errors():
     with pytest.raises(TypeError, match="tokenizer"):
         GriffinCausalLM(GriffinBackbone(**SIZES), tokenizer=None)
+
+
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum", None])
+def test_the_loss_is_that_of_keras(reduction):
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 7, (3, 5))
+    logits = rng.normal(size=(3, 5, 7))
+    weights = rng.integers(0, 2, (3, 5))
+    loss = TokenCrossentropy(reduction=reduction)
+    expected = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
+    for sample_weight in (None, weights):
+        found, wanted = (
+            keras.ops.convert_to_numpy(of(tokens, logits, sample_weight)) for of in (loss, expected)
+        )
+        np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    again = keras.losses.deserialize(keras.losses.serialize(loss))
+    assert again.reduction == loss.reduction
+
+
+def test_the_loss_where_none_is_given():
+    assert isinstance(language_model().loss, TokenCrossentropy)
