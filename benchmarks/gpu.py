@@ -1,6 +1,7 @@
-"""One command, one table: `python benchmarks/gpu.py > benchmarks/results/gpu.md`, on a CUDA GPU.
+"""One command, one table: `python -m benchmarks.gpu > benchmarks/results/gpu.md`, on a CUDA GPU.
 
-Each operation in `backends/triton` beside the plain one in `backends/torch` and, where installed,
+Names behind it, such as `rg_lru`, ask for those operations alone. Each operation in
+`backends/triton` beside the plain one in `backends/torch` and, where installed,
 flash-linear-attention (`pip install flash-linear-attention`), softmax attention beside torch's own,
 in bfloat16. The floor is the time in which the same GPU, in the same run, copies what must be read
 and written once, or multiplies matrices for as many operations as attention takes, if that is more.
@@ -13,6 +14,7 @@ import importlib.util
 import math
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -21,6 +23,7 @@ os.environ.setdefault("KERAS_BACKEND", "torch")
 
 import torch
 
+from benchmarks import peers
 from keras_recurrent import dispatch
 
 HAS_FLA = importlib.util.find_spec("fla") is not None
@@ -360,20 +363,25 @@ def line(cells):
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
-def main():
+def main(operations):
+    work = {n: w for n, w in WORK.items() if not operations or w.operation in operations}
+    unknown = set(operations) - {w.operation for w in work.values()}
+    if unknown:
+        sys.exit(f"no such operation: {', '.join(sorted(unknown))}")
     packages = ("torch", "triton", "flash-linear-attention", "keras")
     installed = {d.metadata["Name"] for d in importlib.metadata.distributions()}
     versions = [f"{p} {importlib.metadata.version(p)}" for p in packages if p in installed]
+    peers.compile_side_by_side()
     rates = bytes_a_second(), flops_a_second()
     print(f"# GPU\n\n{torch.cuda.get_device_name()}, {datetime.date.today().isoformat()}.")
     print(f"{', '.join(versions)}.\nA copy in device memory moves {rates[0] / 1e12:.2f} TB/s,")
     print(f"a product of matrices of bfloat16 takes {rates[1] / 1e12:.0f} TFLOP/s.\n")
     print(line(HEADER))
     print(line(["---"] * 3 + ["---:"] * (len(HEADER) - 3)), flush=True)
-    for name, work in WORK.items():
-        for row in rows(name, work, rates):
+    for name, of in work.items():
+        for row in rows(name, of, rates):
             print(line(row), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Whole models on a CUDA GPU: `python benchmarks/gpu_models.py > benchmarks/results/gpu_models.md`.
+"""Whole models on a CUDA GPU: `python -m benchmarks.gpu_models > benchmarks/results/gpu_models.md`.
 
 A training step, forward and backward, of HGRN2 beside flash-linear-attention's and of
 RecurrentGemma beside transformers' (`pip install flash-linear-attention transformers`): models of
@@ -15,7 +15,8 @@ os.environ.setdefault("KERAS_BACKEND", "torch")
 import keras
 import torch
 
-from keras_recurrent.models import GriffinCausalLM, HGRN2CausalLM
+from benchmarks import peers
+from keras_recurrent.models import GriffinCausalLM, HGRN2CausalLM, TokenCrossentropy
 
 HGRN2 = {"batch": 8, "length": 2048, "repeats": 10}
 # A step of the peer takes 13 seconds.
@@ -27,12 +28,13 @@ def ours(family, preset):
 
 
 def our_loss(model):
-    compute = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    compute = TokenCrossentropy()
 
     def loss(token_ids):
         mask = torch.ones_like(token_ids, dtype=torch.bool)
         logits = model({"token_ids": token_ids, "padding_mask": mask}, training=True)
-        return compute(token_ids[:, 1:], logits[:, :-1])
+        # The last token of a row has none to follow; as with packed rows, any will do.
+        return compute(token_ids.roll(-1, 1), logits)
 
     return loss
 
@@ -102,6 +104,7 @@ def measure(name, model, loss, vocabulary, *, batch, length, repeats):
 
 
 def main():
+    peers.compile_side_by_side()
     packages = ("torch", "triton", "flash-linear-attention", "transformers", "keras")
     versions = ", ".join(f"{p} {importlib.metadata.version(p)}" for p in packages)
     print(f"# Whole models on a GPU\n\n{torch.cuda.get_device_name()}, {datetime.date.today()}.")
