@@ -3,10 +3,12 @@
 from keras_recurrent import conversion, datasets, layers, models, ops, tokenizers
 from keras_recurrent.dispatch import implementation
 from keras_recurrent.ops.operation import which_implementation
+from keras_recurrent.tuning import autotune
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "autotune",
     "conversion",
     "datasets",
     "implementation",

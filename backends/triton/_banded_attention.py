@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from keras_recurrent.backends.triton import _search
 from keras_recurrent.backends.triton._attention_kernels import (
     forward_kernel,
     keys_kernel,
@@ -53,36 +54,68 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-# As much as fits into the registers and the shared memory of a multiprocessor of Hopper: for 16
-# bits and for float32, heads of up to 128 channels and wider ones.
+# What may be the fastest, the default first, which is as much as fits into the registers and the
+# shared memory of a multiprocessor of Hopper: for 16 bits and for float32, heads of up to 128
+# channels and wider ones.
 _TILES = {
     "forward_kernel": {
-        16: (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2)),
-        32: (Tiles(32, 32, 8, 1), Tiles(16, 32, 4, 1)),
+        16: (
+            (
+                Tiles(128, 64, 8, 3),
+                Tiles(128, 64, 8, 2),
+                Tiles(128, 128, 8, 2),
+                Tiles(64, 64, 4, 2),
+            ),
+            (Tiles(128, 64, 8, 2), Tiles(128, 32, 8, 3), Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2)),
+        ),
+        32: (
+            (Tiles(32, 32, 8, 1), Tiles(32, 32, 4, 1), Tiles(16, 32, 4, 1)),
+            (Tiles(16, 32, 4, 1), Tiles(16, 32, 8, 1), Tiles(16, 16, 4, 1)),
+        ),
     },
     "queries_kernel": {
-        16: (Tiles(128, 64, 8, 2), Tiles(128, 32, 8, 2)),
-        32: (Tiles(32, 32, 8, 1), Tiles(16, 32, 4, 1)),
+        16: (
+            (Tiles(128, 64, 8, 2), Tiles(128, 32, 8, 3), Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 3)),
+            (Tiles(128, 32, 8, 2), Tiles(128, 32, 8, 3), Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 3)),
+        ),
+        32: (
+            (Tiles(32, 32, 8, 1), Tiles(32, 32, 4, 1), Tiles(16, 32, 4, 1)),
+            (Tiles(16, 32, 4, 1), Tiles(16, 32, 8, 1), Tiles(16, 16, 8, 1)),
+        ),
     },
     "keys_kernel": {
-        16: (Tiles(64, 128, 8, 2), Tiles(64, 64, 8, 2)),
-        32: (Tiles(32, 32, 8, 1), Tiles(32, 16, 8, 1)),
+        16: (
+            (
+                Tiles(64, 128, 8, 2),
+                Tiles(32, 128, 8, 3),
+                Tiles(32, 128, 8, 2),
+                Tiles(64, 64, 4, 2),
+                Tiles(32, 64, 4, 3),
+            ),
+            (Tiles(64, 64, 8, 2), Tiles(32, 64, 8, 2), Tiles(32, 64, 8, 3)),
+        ),
+        32: (
+            (Tiles(32, 32, 8, 1), Tiles(16, 32, 4, 1), Tiles(32, 16, 4, 1)),
+            (Tiles(32, 16, 8, 1), Tiles(16, 16, 8, 1)),
+        ),
     },
 }
 
 
-def constants(kernel, share, keys, values, dtype):
-    """Sizes and options of a kernel, for `share` heads of queries in a tile."""
-    block_k, block_v = (max(16, triton.next_power_of_2(n)) for n in (keys, values))
-    chosen = _TILES[kernel.__name__][dtype.primitive_bitwidth][max(block_k, block_v) > 128]
+def candidates(kernel, keys, values, dtype):
+    """Those of a kernel for heads of `keys` and `values` channels."""
+    return _TILES[kernel.__name__][dtype.primitive_bitwidth][max(keys, values) > 128]
+
+
+def constants(share, keys, values, dtype):
+    """Those of all kernels, for `share` heads of queries in a tile."""
     return {
         "SHARE": share,
         "K": keys,
         "V": values,
-        "BLOCK_K": block_k,
-        "BLOCK_V": block_v,
+        "BLOCK_K": max(16, triton.next_power_of_2(keys)),
+        "BLOCK_V": max(16, triton.next_power_of_2(values)),
         "TYPE": dtype,
-        **chosen._asdict(),
     }
 
 
@@ -112,46 +145,77 @@ def backward(d_output, d_rings, output, log_total, q, k, v, sight, position, end
 
     length, heads = q.shape[1:3]
     batch, places, groups, _ = k.shape
-    options = constants(keys_kernel, heads // groups, q.shape[3], v.shape[3], _dtype(q, k, v))
-    programs = batch * groups * triton.cdiv(places, options["KEYS"])
-    parts = _parts(heads // groups, programs)
-    options["SHARE"] //= parts
-    d_keys, d_values = (
-        x.new_empty(parts, *x.shape, dtype=torch.float32 if parts > 1 else x.dtype) for x in (k, v)
-    )
-    keys_kernel[(programs * parts,)](
-        q,
-        k,
-        v,
-        *sight[:3],
-        *sight.of_keys(places),
-        log_total,
-        d_output,
-        slope,
-        *d_rings,
-        position,
-        end,
-        d_keys,
-        d_values,
-        length,
-        places,
-        groups,
-        sight.window,
-        d_rings[0].shape[1],
-        parts,
-        **options,
-    )
-    return d_q, *(d.sum(0) if parts > 1 else d[0] for d in (d_keys, d_values))
+    seen = sight.of_keys(places)
+
+    def launch(options):
+        programs = batch * groups * triton.cdiv(places, options["KEYS"])
+        parts = _parts(heads // groups, programs)
+        options["SHARE"] //= parts
+        d_keys, d_values = (
+            x.new_empty(parts, *x.shape, dtype=torch.float32 if parts > 1 else x.dtype)
+            for x in (k, v)
+        )
+        keys_kernel[(programs * parts,)](
+            q,
+            k,
+            v,
+            *sight[:3],
+            *seen,
+            log_total,
+            d_output,
+            slope,
+            *d_rings,
+            position,
+            end,
+            d_keys,
+            d_values,
+            length,
+            places,
+            groups,
+            sight.window,
+            d_rings[0].shape[1],
+            parts,
+            **options,
+        )
+        return [d.sum(0) if parts > 1 else d[0] for d in (d_keys, d_values)]
+
+    return d_q, *_run(keys_kernel, launch, q, k, v, sight)
 
 
 def _by_queries(kernel, q, k, v, sight, *tensors):
-    batch, length, heads, _ = q.shape
+    batch, length = q.shape[:2]
     places, groups = k.shape[1:3]
-    share = heads // groups
-    options = constants(kernel, share, q.shape[3], v.shape[3], _dtype(q, k, v))
-    grid = (batch * groups * triton.cdiv(length * share, options["ROWS"]),)
     numbers = length, places, groups, sight.window
-    kernel[grid](q, k, v, *sight[:3], *tensors, *numbers, **options)
+
+    def launch(options):
+        grid = (batch * groups * triton.cdiv(length * options["SHARE"], options["ROWS"]),)
+        kernel[grid](q, k, v, *sight[:3], *tensors, *numbers, **options)
+
+    _run(kernel, launch, q, k, v, sight)
+
+
+def _run(kernel, launch, q, k, v, sight):
+    """What `launch` returns, given the constants and options of a kernel."""
+    batch, length, heads, keys = q.shape
+    _, places, groups, values = v.shape
+    dtype = _dtype(q, k, v)
+    fixed = constants(heads // groups, keys, values, dtype)
+    return _search.run(
+        f"sliding_window_attention {kernel.__name__}",
+        candidates(kernel, keys, values, dtype),
+        lambda tiles: launch({**fixed, **tiles._asdict()}),
+        (q, k, v, sight.first_key, sight.token_kind),
+        {
+            "batch": batch,
+            "length": length,
+            "places": places,
+            "window": sight.window,
+            "heads": heads,
+            "groups": groups,
+            "keys": keys,
+            "values": values,
+        },
+    )
 
 
 def _parts(share, programs):

@@ -8,8 +8,6 @@ import triton
 
 INTERPRETED = triton.knobs.runtime.interpret
 _MANY_CHAINS = 128  # about one for each multiprocessor of a large GPU
-# With 128 registers, a multiprocessor holds 16 warps.
-MAX_REGISTERS = 128
 
 
 def refusal(*tensors):
@@ -37,30 +35,39 @@ class Tiling(NamedTuple):
     """How a program holds its tile: GROUPS of ROWS tokens each, for BLOCK_D channels.
 
     A thread has some channels of one group: it walks along ROWS tokens on its own, and only the
-    totals of the groups meet.
+    totals of the groups meet. 64 channels are 128 bytes in bfloat16, and eight of them a thread's.
+    With 128 registers a thread, a multiprocessor holds 16 warps.
     """
 
     BLOCK_D: int
     GROUPS: int
     ROWS: int
     num_warps: int
+    maxnreg: int | None = None
 
     @property
     def tokens(self):
         return self.GROUPS * self.ROWS
 
+    def fitted(self, length, width):
+        """Less where there is less."""
+        block_d = min(self.BLOCK_D, max(16, triton.next_power_of_2(width)))
+        groups = self.GROUPS
+        while groups > 1 and groups * self.ROWS >= 2 * length:
+            groups //= 2
+        return Tiling(block_d, groups, self.ROWS, self.num_warps, self.maxnreg)
 
-def tiling(batch, length, width, rows, rows_of_few_chains):
-    """64 channels, 128 bytes in bfloat16, and eight of them a thread; less where there is less.
+
+class Tilings(NamedTuple):
+    """What may be the fastest, the default first.
 
     The tiles of a chain wait for each other: where few chains have to fill the GPU, each should
     have few of them.
     """
-    block_d = min(64, max(16, triton.next_power_of_2(width)))
-    chains = batch * triton.cdiv(width, block_d)
-    num_warps = 4 if chains >= _MANY_CHAINS else 8
-    rows = rows if chains >= _MANY_CHAINS else rows_of_few_chains
-    groups = 4 * num_warps
-    while groups > 1 and groups * rows >= 2 * length:
-        groups //= 2
-    return Tiling(block_d, groups, rows, num_warps)
+
+    of_many_chains: tuple[Tiling, ...]
+    of_few_chains: tuple[Tiling, ...]
+
+    def of(self, batch, width):
+        many = batch * triton.cdiv(width, self.of_many_chains[0].BLOCK_D) >= _MANY_CHAINS
+        return self.of_many_chains if many else self.of_few_chains

@@ -13,8 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
+from keras_recurrent.backends.triton import _search
 from keras_recurrent.backends.triton._linear_attention import (
-    block,
+    Blocks,
     read,
     real_tokens,
     segments_of,
@@ -24,6 +25,15 @@ from keras_recurrent.backends.triton._math import exp_of_decays, one_minus_exp
 from keras_recurrent.backends.triton._products import operand, product, sums_of_columns
 
 _GONE = tl.constexpr(-1e4)  # the logarithm of 0; sums of it stay finite
+BLOCKS = {  # by `short`, the default first
+    True: (
+        Blocks(64, 128, 4, 3),
+        Blocks(64, 128, 4, 2),
+        Blocks(64, 64, 4, 3),
+        Blocks(128, 64, 8, 3),
+    ),
+    False: (Blocks(64, 32, 4, 2), Blocks(64, 32, 4, 1), Blocks(32, 32, 4, 2), Blocks(32, 64, 4, 2)),
+}
 
 
 @triton.jit
@@ -133,37 +143,39 @@ def walk(sizes, k, v, first, *, log_f, token_kind, parts, reverse=False):
     shape = (sizes.batch, sizes.heads, sizes.chunks, sizes.keys, sizes.values)
     states = v.new_empty(shape, dtype=torch.bfloat16 if sizes.short else torch.float32)
     last = v.new_empty(sizes.state_shape, dtype=torch.float32)
-    block_k, block_v = block(sizes.keys, 64), block(sizes.values, 128 if sizes.short else 32)
-    tiles = triton.cdiv(sizes.keys, block_k) * triton.cdiv(sizes.values, block_v)
-    programs = sizes.batch * sizes.heads * tiles
-    segments, each = segments_of(programs, sizes.chunks)
-    totals, decays = sums_of_segments(segments, last, sizes.state_shape[:3])
 
-    def launch(segments, states, last):
-        _walk_kernel[(programs * segments,)](
-            k,
-            v,
-            log_f,
-            token_kind,
-            first,
-            states,
-            last,
-            totals,
-            decays,
-            *sizes.numbers,
-            sizes.chunks,
-            each,
-            BLOCK_K=block_k,
-            BLOCK_V=block_v,
-            CHUNK=sizes.chunk,
-            SHORT=sizes.short,
-            PARTS=parts,
-            REVERSE=reverse,
-            num_warps=4,
-            num_stages=3 if sizes.short else 2,
-        )
+    def launch(blocks):
+        options = blocks.options(sizes)
+        programs = sizes.batch * sizes.heads * triton.cdiv(sizes.keys, options["BLOCK_K"])
+        programs *= triton.cdiv(sizes.values, options["BLOCK_V"])
+        segments, each = segments_of(programs, sizes.chunks)
+        totals, decays = sums_of_segments(segments, last, sizes.state_shape[:3])
 
-    if segments > 1:
-        launch(segments - 1, None, None)
-    launch(segments, states, last)
+        def walk_through(segments, states, last):
+            _walk_kernel[(programs * segments,)](
+                k,
+                v,
+                log_f,
+                token_kind,
+                first,
+                states,
+                last,
+                totals,
+                decays,
+                *sizes.numbers,
+                sizes.chunks,
+                each,
+                CHUNK=sizes.chunk,
+                SHORT=sizes.short,
+                PARTS=parts,
+                REVERSE=reverse,
+                **options,
+            )
+
+        if segments > 1:
+            walk_through(segments - 1, None, None)
+        walk_through(segments, states, last)
+
+    name = "gated_linear_attention states" + " backward" * reverse
+    _search.run(name, BLOCKS[sizes.short], launch, (v, k, log_f, first, token_kind), sizes)
     return states, last

@@ -63,6 +63,26 @@ class Heads(NamedTuple):
         return self.length, self.heads, self.keys, self.values
 
 
+class Blocks(NamedTuple):
+    """How many channels of keys and of values a program works on at a time, and its options."""
+
+    BLOCK_K: int
+    BLOCK_V: int
+    num_warps: int
+    num_stages: int = 1
+    maxnreg: int | None = None
+
+    def options(self, sizes):
+        """As a kernel takes them: less where there is less."""
+        return {
+            "BLOCK_K": block(sizes.keys, self.BLOCK_K),
+            "BLOCK_V": block(sizes.values, self.BLOCK_V),
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            "maxnreg": self.maxnreg,
+        }
+
+
 def heads_of(q, k, v, chunk=64, chunk_of_float32=32):
     """Tensors of bfloat16 take `chunk` tokens at a time, others as many as their parts allow."""
     short = all(x is None or x.dtype == torch.bfloat16 for x in (q, k, v))

@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from keras_recurrent.backends.torch._common import fresh, register_gradient
+from keras_recurrent.backends.triton import _search
 from keras_recurrent.backends.triton._common import (
-    MAX_REGISTERS,
     Tiling,
     contiguous,
     on_device_of,
@@ -24,8 +24,21 @@ from keras_recurrent.backends.triton._math import sigmoid
 
 _MAX_WIDTH = 16
 _PLACES_BLOCK = 4096
-_ROWS = 4  # tokens a thread walks along
-_STEPS = 8  # how often it does, in the backward, beside its way along the places of others
+_STEPS = 8  # how often a thread walks along its rows, in the backward, beside those of others
+TILINGS = (
+    Tiling(64, 8, 4, 4),
+    Tiling(64, 8, 8, 4),
+    Tiling(64, 16, 4, 4, 128),
+    Tiling(64, 16, 8, 4, 128),
+    Tiling(64, 4, 8, 2),
+)
+BACKWARD_TILINGS = (
+    Tiling(64, 8, 4, 4, 128),
+    Tiling(64, 8, 2, 4, 128),
+    Tiling(64, 4, 4, 2, 128),
+    Tiling(64, 16, 4, 8, 128),
+    Tiling(64, 8, 4, 4, 168),
+)
 
 
 def unsupported(
@@ -289,12 +302,6 @@ def _backward_kernel(
     tl.store(d_parameters + (at + W) * D + d, tl.sum(d_bias, 0)[None, :], inside)
 
 
-def _tiling(length, width):
-    block_d = min(64, max(16, triton.next_power_of_2(width)))
-    groups = min(8, triton.next_power_of_2(triton.cdiv(length, _ROWS)))
-    return Tiling(block_d, groups, _ROWS, num_warps=4)
-
-
 def _places(token_kind):
     """What `_places_kernel` finds; Nones where every token goes on."""
     if token_kind is None:
@@ -319,22 +326,30 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     batch, length, width = x.shape
     taps = kernel.shape[0]
-    tile = _tiling(length + taps - 1, width)
-    tiles = triton.cdiv(length + taps - 1, tile.tokens)
+    silu = activation == "silu"
+    tensors = contiguous(x, kernel, bias, initial_state)
     y = x.new_empty(x.shape)
     last = x.new_empty((batch, taps - 1, width), dtype=torch.float32)
-    with on_device_of(x):
+
+    def launch(tile):
+        tile = tile.fitted(length + taps - 1, width)
+        tiles = triton.cdiv(length + taps - 1, tile.tokens)
         _forward_kernel[(triton.cdiv(width, tile.BLOCK_D), tiles, batch)](
-            *contiguous(x, kernel, bias, initial_state),
-            *_places(token_kind),
+            *tensors,
+            *places,
             y,
             last,
             length,
             width,
             W=taps,
-            SILU=activation == "silu",
+            SILU=silu,
             **tile._asdict(),
         )
+
+    sizes = {"batch": batch, "length": length, "width": width, "taps": taps, "silu": silu}
+    with on_device_of(x):
+        places = _places(token_kind)
+        _search.run("causal_conv1d", TILINGS, launch, (*tensors, token_kind), sizes)
     return y, last
 
 
@@ -357,20 +372,22 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, length, width = x.shape
     taps = kernel.shape[0]
-    tile = _tiling(length + taps - 1, width)
     silu = activation == "silu"
     shared = (taps - 1) * (2 if silu else 1)  # places of other groups that a group goes through
-    steps = min(_STEPS, triton.next_power_of_2(triton.cdiv(length + taps - 1, tile.tokens)))
-    steps += triton.cdiv(shared, _ROWS)
-    own = tile.GROUPS * (steps * _ROWS - shared)
-    programs = triton.cdiv(length + taps - 1, own)
+    tensors = contiguous(dy, d_state, x, kernel, bias, initial_state)
     dx = x.new_empty(x.shape)
-    d_parameters = x.new_empty((programs * batch, taps + 1, width), dtype=torch.float32)
     d_initial = d_state.new_empty(d_state.shape)
-    with on_device_of(x):
+
+    def launch(tile):
+        tile = tile.fitted(length + taps - 1, width)
+        steps = min(_STEPS, triton.next_power_of_2(triton.cdiv(length + taps - 1, tile.tokens)))
+        steps += triton.cdiv(shared, tile.ROWS)
+        own = tile.GROUPS * (steps * tile.ROWS - shared)
+        programs = triton.cdiv(length + taps - 1, own)
+        d_parameters = x.new_empty((programs * batch, taps + 1, width), dtype=torch.float32)
         _backward_kernel[(triton.cdiv(width, tile.BLOCK_D), programs, batch)](
-            *contiguous(dy, d_state, x, kernel, bias, initial_state),
-            *_places(token_kind),
+            *tensors,
+            *places,
             dx,
             d_parameters,
             d_initial,
@@ -379,10 +396,16 @@ def _backward(
             W=taps,
             SILU=silu,
             STEPS=steps,
-            maxnreg=MAX_REGISTERS,
             **tile._asdict(),
         )
-    d_parameters = d_parameters.sum(0)
+        return d_parameters.sum(0)
+
+    sizes = {"batch": batch, "length": length, "width": width, "taps": taps, "silu": silu}
+    with on_device_of(x):
+        places = _places(token_kind)
+        d_parameters = _search.run(
+            "causal_conv1d backward", BACKWARD_TILINGS, launch, (*tensors, token_kind), sizes
+        )
     d_kernel = fresh(d_parameters[:taps], kernel.dtype)
     d_bias = fresh(d_parameters[taps], x.dtype if bias is None else bias.dtype)
     return dx, d_kernel, d_bias, d_initial

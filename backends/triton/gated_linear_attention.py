@@ -13,11 +13,43 @@ import triton
 from torch import Tensor
 
 from keras_recurrent.backends.torch._common import register_gradient
+from keras_recurrent.backends.triton import _search
 from keras_recurrent.backends.triton._common import contiguous, on_device_of
 from keras_recurrent.backends.triton._gated_chunks import attend_kernel, gradient_kernel
 from keras_recurrent.backends.triton._gated_states import walk
-from keras_recurrent.backends.triton._linear_attention import block, heads_of, refusal
+from keras_recurrent.backends.triton._linear_attention import Blocks, heads_of, refusal
 from keras_recurrent.backends.triton._linear_attention_step import step
+
+# By `short` and the tokens of a chunk, the default first. Two warps for 32 tokens, four for 64: a
+# thread's registers hold its rows of all tiles. With 64 tokens, more warps or 128 channels of keys
+# take more asynchronous products than are compiled rightly (`_products.py`).
+ATTEND_BLOCKS = {
+    (True, 64): (
+        Blocks(64, 128, 4),
+        Blocks(32, 128, 4),
+        Blocks(32, 128, 4, maxnreg=168),
+        Blocks(32, 128, 4, num_stages=2),
+        Blocks(64, 64, 4),
+    ),
+    (True, 32): (
+        Blocks(64, 128, 2),
+        Blocks(32, 128, 2),
+        Blocks(64, 64, 2),
+        Blocks(64, 128, 4),
+        Blocks(128, 128, 4),
+    ),
+    (False, 32): (Blocks(32, 64, 4), Blocks(64, 64, 4), Blocks(32, 64, 2), Blocks(32, 128, 8)),
+}
+GRADIENT_BLOCKS = {  # by `short`
+    True: (
+        Blocks(64, 64, 4),
+        Blocks(32, 64, 4),
+        Blocks(32, 64, 2),
+        Blocks(64, 32, 4),
+        Blocks(64, 64, 8),
+    ),
+    False: (Blocks(32, 32, 4), Blocks(16, 32, 4), Blocks(16, 16, 4), Blocks(32, 32, 8)),
+}
 
 
 def unsupported(q, k, v, log_f, initial_state=None, token_kind=None) -> str | None:
@@ -41,28 +73,29 @@ def _parts(sizes, log_f):
 
 
 def _attend(sizes, q, k, v, states, output, *, log_f, token_kind, parts, reverse=False):
-    # Two warps for 32 tokens, four for 64: a thread's registers hold its rows of all tiles.
-    block_v = block(sizes.values, 128 if sizes.short else 64)
-    attend_kernel[(sizes.programs * triton.cdiv(sizes.values, block_v),)](
-        q,
-        k,
-        v,
-        log_f,
-        token_kind,
-        states,
-        output,
-        *sizes.numbers,
-        sizes.chunks,
-        BLOCK_K=block(sizes.keys, 64 if sizes.short else 32),
-        BLOCK_V=block_v,
-        CHUNK=sizes.chunk,
-        LEVELS=sizes.levels,
-        SHORT=sizes.short,
-        PARTS=parts,
-        REVERSE=reverse,
-        num_warps=sizes.chunk // 16 if sizes.short else 4,
-        num_stages=1,
-    )
+    def launch(blocks):
+        options = blocks.options(sizes)
+        attend_kernel[(sizes.programs * triton.cdiv(sizes.values, options["BLOCK_V"]),)](
+            q,
+            k,
+            v,
+            log_f,
+            token_kind,
+            states,
+            output,
+            *sizes.numbers,
+            sizes.chunks,
+            CHUNK=sizes.chunk,
+            LEVELS=sizes.levels,
+            SHORT=sizes.short,
+            PARTS=parts,
+            REVERSE=reverse,
+            **options,
+        )
+
+    name = "gated_linear_attention " + ("gradient of v" if reverse else "output")
+    candidates = ATTEND_BLOCKS[sizes.short, sizes.chunk]
+    _search.run(name, candidates, launch, (q, k, v, log_f, token_kind), sizes)
     return output
 
 
@@ -70,29 +103,32 @@ def _differentiate(
     sizes, q, k, v, d_output, states, d_states, found, *, log_f, token_kind, parts
 ):  # fmt: skip
     """Writes what is found: the gradients of q, k and log_f."""
-    block_k = block(sizes.keys, 64 if sizes.short else 32)
-    gradient_kernel[(sizes.programs * triton.cdiv(sizes.keys, block_k),)](
-        q,
-        k,
-        v,
-        log_f,
-        token_kind,
-        d_output,
-        states,
-        d_states,
-        *found,
-        *sizes.numbers,
-        sizes.chunks,
-        BLOCK_K=block_k,
-        BLOCK_V=block(sizes.values, 64 if sizes.short else 32),
-        CHUNK=sizes.chunk,
-        LEVELS=sizes.levels,
-        SHORT=sizes.short,
-        PARTS=parts,
-        GAIN_PARTS=1 if sizes.short else 3,
-        num_warps=4,
-        num_stages=1,
-    )
+
+    def launch(blocks):
+        options = blocks.options(sizes)
+        gradient_kernel[(sizes.programs * triton.cdiv(sizes.keys, options["BLOCK_K"]),)](
+            q,
+            k,
+            v,
+            log_f,
+            token_kind,
+            d_output,
+            states,
+            d_states,
+            *found,
+            *sizes.numbers,
+            sizes.chunks,
+            CHUNK=sizes.chunk,
+            LEVELS=sizes.levels,
+            SHORT=sizes.short,
+            PARTS=parts,
+            GAIN_PARTS=1 if sizes.short else 3,
+            **options,
+        )
+
+    name = "gated_linear_attention gradients"
+    candidates = GRADIENT_BLOCKS[sizes.short]
+    _search.run(name, candidates, launch, (q, k, v, log_f, token_kind), sizes)
 
 
 @torch.library.custom_op("keras_recurrent::triton_gated_linear_attention", mutates_args=())

@@ -18,9 +18,10 @@ import triton.language as tl
 from torch import Tensor
 
 from keras_recurrent.backends.torch._common import register_gradient
+from keras_recurrent.backends.triton import _search
 from keras_recurrent.backends.triton._common import contiguous, on_device_of
 from keras_recurrent.backends.triton._linear_attention import (
-    block,
+    Blocks,
     heads_of,
     read,
     real_tokens,
@@ -31,6 +32,27 @@ from keras_recurrent.backends.triton._linear_attention import (
 from keras_recurrent.backends.triton._linear_attention_step import step
 from keras_recurrent.backends.triton._math import exp_of_decays
 from keras_recurrent.backends.triton._products import operand, product
+
+# By `short`, and whether heads are wider than 128 channels, the default first. The state,
+# [K, BLOCK_V], takes at most 64 of the registers of a thread. Float32 is multiplied in parts, which
+# take many of them, too: wide heads of it leave no choice.
+BLOCKS = {
+    (True, False): (
+        Blocks(128, 64, 4, 4),
+        Blocks(128, 64, 4, 3),
+        Blocks(128, 64, 4, 2),
+        Blocks(128, 32, 4, 4),
+        Blocks(128, 32, 4, 3),
+    ),
+    (True, True): (
+        Blocks(256, 32, 8, 4),
+        Blocks(256, 32, 8, 3),
+        Blocks(256, 32, 8, 2),
+        Blocks(256, 16, 8, 4),
+    ),
+    (False, False): (Blocks(128, 32, 8), Blocks(128, 16, 8), Blocks(128, 64, 8)),
+    (False, True): (Blocks(256, 32, 8),),
+}
 
 
 def unsupported(q, k, v, log_decay, initial_state=None, token_kind=None) -> str | None:
@@ -173,48 +195,49 @@ def _walk(q, k, v, first, like, *, log_decay, token_kind, transposed=False, reve
 
     transposed: the states, in and out, are [B, H, V, K].
     """
-    block_k = max(16, triton.next_power_of_2(q.shape[3]))
-    wide = block_k > 128
-    # The state takes at most 64 of the registers of a thread. Float32 is multiplied in parts, which
-    # take so many that only short chunks leave room for them.
+    wide = q.shape[3] > 128
+    # Float32 is multiplied in so many parts that only short chunks leave room for them.
     sizes = heads_of(q, k, v, chunk=32 if wide else 64, chunk_of_float32=16)
-    block_v = block(v.shape[3], 64 if sizes.short and not wide else 32)
     batch, heads, keys, values = sizes.state_shape
     output = like.new_empty(v.shape)
     state_shape = (batch, heads, values, keys) if transposed else sizes.state_shape
     last = v.new_empty(state_shape, dtype=torch.float32)
-    programs = batch * heads * triton.cdiv(values, block_v)
-    segments, each = segments_of(programs, sizes.chunks)
-    totals, decays = sums_of_segments(segments, last, (batch, heads))
 
-    def launch(segments, output):
-        _walk_kernel[(programs * segments,)](
-            q,
-            k,
-            v,
-            log_decay,
-            token_kind,
-            first,
-            output,
-            last,
-            totals,
-            decays,
-            *sizes.numbers,
-            *((1, keys) if transposed else (values, 1)),
-            sizes.chunks,
-            each,
-            BLOCK_K=block_k,
-            BLOCK_V=block_v,
-            CHUNK=sizes.chunk,
-            SHORT=sizes.short,
-            REVERSE=reverse,
-            num_warps=4 if sizes.short and not wide else 8,
-            num_stages=4 if sizes.short else 1,
-        )
+    def launch(blocks):
+        options = blocks.options(sizes)
+        programs = batch * heads * triton.cdiv(values, options["BLOCK_V"])
+        segments, each = segments_of(programs, sizes.chunks)
+        totals, decays = sums_of_segments(segments, last, (batch, heads))
 
-    if segments > 1:
-        launch(segments - 1, None)
-    launch(segments, output)
+        def walk(segments, output):
+            _walk_kernel[(programs * segments,)](
+                q,
+                k,
+                v,
+                log_decay,
+                token_kind,
+                first,
+                output,
+                last,
+                totals,
+                decays,
+                *sizes.numbers,
+                *((1, keys) if transposed else (values, 1)),
+                sizes.chunks,
+                each,
+                CHUNK=sizes.chunk,
+                SHORT=sizes.short,
+                REVERSE=reverse,
+                **options,
+            )
+
+        if segments > 1:
+            walk(segments - 1, None)
+        walk(segments, output)
+
+    name = "lightning_attention" + " transposed" * transposed + " backward" * reverse
+    tensors = q, k, v, log_decay, first, token_kind
+    _search.run(name, BLOCKS[sizes.short, wide], launch, tensors, sizes)
     return output, last
 
 

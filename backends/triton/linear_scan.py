@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from keras_recurrent.backends.torch._common import register_gradient
+from keras_recurrent.backends.triton import _search
 from keras_recurrent.backends.triton._chain import (
     carry_between,
     enter_next,
@@ -18,12 +19,21 @@ from keras_recurrent.backends.triton._chain import (
     place,
     read_kind,
 )
-from keras_recurrent.backends.triton._common import contiguous, on_device_of, refusal, tiling
+from keras_recurrent.backends.triton._common import (
+    Tiling,
+    Tilings,
+    contiguous,
+    on_device_of,
+    refusal,
+)
 from keras_recurrent.backends.triton._math import decay as decay_of
 
-# Tokens a thread walks along: what it reads must stay in the cache until it is read again, but
-# where few chains leave room in it, long tiles are fewer in a chain.
-_ROWS, _ROWS_OF_FEW_CHAINS = 4, 8
+# What a thread reads must stay in the cache until it is read again, but where few chains leave room
+# in it, long tiles are fewer in a chain.
+TILINGS = Tilings(
+    (Tiling(64, 16, 4, 4), Tiling(64, 8, 4, 2), Tiling(64, 32, 4, 8), Tiling(64, 16, 8, 4)),
+    (Tiling(64, 32, 8, 8), Tiling(64, 32, 4, 8), Tiling(64, 64, 4, 16), Tiling(64, 64, 8, 16)),
+)
 
 
 def unsupported(x, log_a, initial_state=None, token_kind=None) -> str | None:
@@ -176,13 +186,15 @@ def _forward(
     x: Tensor, log_a: Tensor, initial_state: Tensor | None, token_kind: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     batch, length, width = x.shape
-    tile = tiling(batch, length, width, _ROWS, _ROWS_OF_FEW_CHAINS)
-    tiles = triton.cdiv(length, tile.tokens)
+    tensors = contiguous(x, log_a, initial_state, token_kind)
     h = x.new_empty(x.shape)
     last = x.new_empty((batch, width), dtype=torch.float32)
-    with on_device_of(x):
+
+    def launch(tile):
+        tile = tile.fitted(length, width)
+        tiles = triton.cdiv(length, tile.tokens)
         _forward_kernel[(tiles * batch * triton.cdiv(width, tile.BLOCK_D),)](
-            *contiguous(x, log_a, initial_state, token_kind),
+            *tensors,
             h,
             last,
             carry_between(tiles, batch, width, x),
@@ -192,6 +204,10 @@ def _forward(
             tiles,
             **tile._asdict(),
         )
+
+    sizes = {"batch": batch, "length": length, "width": width}
+    with on_device_of(x):
+        _search.run("linear_scan", TILINGS.of(batch, width), launch, tensors, sizes)
     return h, last
 
 
@@ -210,13 +226,15 @@ def _backward(
     token_kind: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch, length, width = h.shape
-    tile = tiling(batch, length, width, _ROWS, _ROWS_OF_FEW_CHAINS)
-    tiles = triton.cdiv(length, tile.tokens)
+    tensors = contiguous(dh, log_a, h, initial_state, token_kind, d_state)
     dx, d_log_a = h.new_empty(h.shape), log_a.new_empty(log_a.shape)
     d_initial = d_state.new_empty(d_state.shape)
-    with on_device_of(h):
+
+    def launch(tile):
+        tile = tile.fitted(length, width)
+        tiles = triton.cdiv(length, tile.tokens)
         _backward_kernel[(tiles * batch * triton.cdiv(width, tile.BLOCK_D),)](
-            *contiguous(dh, log_a, h, initial_state, token_kind, d_state),
+            *tensors,
             dx,
             d_log_a,
             d_initial,
@@ -227,6 +245,10 @@ def _backward(
             tiles,
             **tile._asdict(),
         )
+
+    sizes = {"batch": batch, "length": length, "width": width}
+    with on_device_of(h):
+        _search.run("linear_scan backward", TILINGS.of(batch, width), launch, tensors, sizes)
     return dx, d_log_a, d_initial
 
 

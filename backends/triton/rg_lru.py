@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from keras_recurrent.backends.torch._common import register_gradient
+from keras_recurrent.backends.triton import _search
 from keras_recurrent.backends.triton._chain import (
     carry_between,
     enter,
@@ -27,16 +28,29 @@ from keras_recurrent.backends.triton._chain import (
     read_kind,
 )
 from keras_recurrent.backends.triton._common import (
-    MAX_REGISTERS,
+    Tiling,
+    Tilings,
     contiguous,
     on_device_of,
     refusal,
-    tiling,
 )
 from keras_recurrent.backends.triton._math import decay as decay_of
 from keras_recurrent.backends.triton._math import sigmoid, softplus
 
-_ROWS = 4  # tokens a thread walks along
+TILINGS = Tilings(
+    (
+        Tiling(64, 16, 4, 4, 128),
+        Tiling(64, 8, 4, 2, 128),
+        Tiling(64, 32, 2, 8, 128),
+        Tiling(64, 16, 4, 4, 168),
+    ),
+    (
+        Tiling(64, 32, 4, 8, 128),
+        Tiling(64, 64, 4, 16, 128),
+        Tiling(64, 32, 8, 8),
+        Tiling(64, 64, 2, 16, 128),
+    ),
+)
 
 
 def unsupported(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None) -> str | None:
@@ -229,13 +243,15 @@ def _forward(
     token_kind: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     batch, length, width = x.shape
-    tile = tiling(batch, length, width, _ROWS, _ROWS)
-    tiles = triton.cdiv(length, tile.tokens)
+    tensors = contiguous(x, gate_a, gate_x, a_logit, initial_state, token_kind)
     h = x.new_empty(x.shape)
     last = x.new_empty((batch, width), dtype=torch.float32)
-    with on_device_of(x):
+
+    def launch(tile):
+        tile = tile.fitted(length, width)
+        tiles = triton.cdiv(length, tile.tokens)
         _forward_kernel[(tiles * batch * triton.cdiv(width, tile.BLOCK_D),)](
-            *contiguous(x, gate_a, gate_x, a_logit, initial_state, token_kind),
+            *tensors,
             h,
             last,
             carry_between(tiles, batch, width, x),
@@ -243,9 +259,12 @@ def _forward(
             length,
             width,
             tiles,
-            maxnreg=MAX_REGISTERS,
             **tile._asdict(),
         )
+
+    sizes = {"batch": batch, "length": length, "width": width}
+    with on_device_of(x):
+        _search.run("rg_lru", TILINGS.of(batch, width), launch, tensors, sizes)
     return h, last
 
 
@@ -267,14 +286,16 @@ def _backward(
     token_kind: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     batch, length, width = x.shape
-    tile = tiling(batch, length, width, _ROWS, _ROWS)
-    tiles = triton.cdiv(length, tile.tokens)
+    tensors = contiguous(dh, x, gate_a, gate_x, a_logit, h, initial_state, token_kind, d_state)
     dx, d_gate_a, d_gate_x = (t.new_empty(t.shape) for t in (x, gate_a, gate_x))
-    d_logit = x.new_empty((tiles * batch, width), dtype=torch.float32)
     d_initial = d_state.new_empty(d_state.shape)
-    with on_device_of(x):
+
+    def launch(tile):
+        tile = tile.fitted(length, width)
+        tiles = triton.cdiv(length, tile.tokens)
+        d_logit = x.new_empty((tiles * batch, width), dtype=torch.float32)
         _backward_kernel[(tiles * batch * triton.cdiv(width, tile.BLOCK_D),)](
-            *contiguous(dh, x, gate_a, gate_x, a_logit, h, initial_state, token_kind, d_state),
+            *tensors,
             dx,
             d_gate_a,
             d_gate_x,
@@ -285,10 +306,14 @@ def _backward(
             length,
             width,
             tiles,
-            maxnreg=MAX_REGISTERS,
             **tile._asdict(),
         )
-    return dx, d_gate_a, d_gate_x, d_logit.sum(0).to(a_logit.dtype), d_initial
+        return d_logit.sum(0)
+
+    sizes = {"batch": batch, "length": length, "width": width}
+    with on_device_of(x):
+        d_logit = _search.run("rg_lru backward", TILINGS.of(batch, width), launch, tensors, sizes)
+    return dx, d_gate_a, d_gate_x, d_logit.to(a_logit.dtype), d_initial
 
 
 @_backward.register_fake

@@ -1,9 +1,13 @@
-"""Compile every Triton kernel for a Hopper GPU, which need not be there. Prints JSON.
+"""Compile every Triton kernel for a Hopper GPU, which need not be there, as a search may launch it.
+
+Prints JSON: for each kernel, what its configurations take.
 
 A process of its own: with the interpreter chosen, Triton compiles nothing.
 """
 
+import itertools
 import json
+import multiprocessing
 import re
 import subprocess
 import tempfile
@@ -21,11 +25,11 @@ from keras_recurrent.backends.triton import (
     _linear_attention_step,
     _ring,
     causal_conv1d,
+    gated_linear_attention,
     lightning_attention,
     linear_scan,
     rg_lru,
 )
-from keras_recurrent.backends.triton._common import MAX_REGISTERS
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SIZES = ("B", "T", "D", "H", "K", "V", "tiles", "chunks", "each", "state_k", "state_v")
@@ -36,27 +40,20 @@ FLOATS += ("totals", "decays", "log_decay", "log_f", "log_total", "slope", "d_ke
 INTEGERS = ("carry", "token", "document", "count", "documents")
 INTEGERS += ("first_key", "last_key", "seen_from", "seen_to", "position", "end")
 
-TILE = {"BLOCK_D": 64, "GROUPS": 16, "ROWS": 4}
-CONV = {**TILE, "GROUPS": 8, "W": 4, "SILU": False, "STEPS": 10}
-SCAN = {"num_warps": 4, "maxnreg": MAX_REGISTERS}
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
+
+CONV = {"W": 4, "SILU": False, "STEPS": 10}
+SILU = {**CONV, "SILU": True}
 # Heads of 128 channels, as in hgrn2_1b and tnl_1b: bfloat16, and log f in float32.
-CHUNKS = {"BLOCK_K": 64, "BLOCK_V": 128, "CHUNK": 64, "SHORT": True}
-WALK = {**CHUNKS, "token_kind": None, "totals": None, "decays": None}
+CHUNKS = {"CHUNK": 64, "SHORT": True, "REVERSE": False}
+ONE_SEGMENT = {"token_kind": None, "totals": None, "decays": None}
+WALK = {**CHUNKS, **ONE_SEGMENT, "PARTS": 2}
 LEVELS = {"LEVELS": 6, "PARTS": 2}
 TIED = {**CHUNKS, **LEVELS, "k": None}
 SHORTER = {"CHUNK": 32, "LEVELS": 5}
-GRADIENT = {**CHUNKS, **LEVELS, **SHORTER, "BLOCK_V": 64, "GAIN_PARTS": 1}
-EXACT = {**SHORTER, "BLOCK_K": 32, "BLOCK_V": 64, "SHORT": False}
-EXACT_GRADIENT = {**EXACT, "BLOCK_V": 32, "PARTS": 3, "GAIN_PARTS": 3}
-ONE_STAGE, FOUR_STAGES = ({"num_warps": 4, "num_stages": n} for n in (1, 4))
-STREAM = {
-    **CHUNKS,
-    "BLOCK_K": 128,
-    "BLOCK_V": 64,
-    "token_kind": None,
-    "totals": None,
-    "decays": None,
-}
+GRADIENT = {**CHUNKS, **LEVELS, **SHORTER, "GAIN_PARTS": 1}
+EXACT = {**SHORTER, "SHORT": False, "PARTS": 3, "GAIN_PARTS": 3}
+STREAM = {**CHUNKS, **ONE_SEGMENT}
 STEP = {"BLOCK_K": 128, "BLOCK_V": 32}
 
 walk = _gated_states._walk_kernel
@@ -66,57 +63,75 @@ lightning = lightning_attention._walk_kernel
 step = _linear_attention_step._step_kernel
 
 
+def every(*candidates):
+    """The configurations of some candidates, each once."""
+    return [c._asdict() for c in dict.fromkeys(itertools.chain(*candidates))]
+
+
 def attention(kernel, size, dtype=tl.bfloat16, kinds=False):
     """Ten heads of queries share one of keys, as in recurrentgemma_2b, whose heads are of 256."""
-    constants = _banded_attention.constants(kernel, 10, size, size, dtype)
-    options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
-    constants |= {"G": 1, "parts": 1}
+    constants = _banded_attention.constants(10, size, size, dtype) | {"G": 1, "parts": 1}
     if not kinds:
         constants |= dict.fromkeys(("token_kind", "first_key", "last_key", "seen_from", "seen_to"))
-    return kernel, constants, options
+    configurations = every(_banded_attention.candidates(kernel, size, size, dtype))
+    return kernel, constants, configurations[:1] if kinds else configurations
 
 
+SCANS = {"linear_scan": every(*linear_scan.TILINGS), "rg_lru": every(*rg_lru.TILINGS)}
+CONVS = every(causal_conv1d.TILINGS), every(causal_conv1d.BACKWARD_TILINGS)
+WALKS, EXACT_WALKS = (every(_gated_states.BLOCKS[short]) for short in (True, False))
+ATTEND = {of: every(blocks) for of, blocks in gated_linear_attention.ATTEND_BLOCKS.items()}
+GRADIENTS = {of: every(blocks) for of, blocks in gated_linear_attention.GRADIENT_BLOCKS.items()}
+LIGHTNING = {of: every(blocks) for of, blocks in lightning_attention.BLOCKS.items()}
+
+# {name: (kernel, constants, configurations)}, the default first, and alone where a kernel differs
+# little from another one that all of them are compiled for.
 KERNELS = {
-    "linear_scan forward": (linear_scan._forward_kernel, TILE, SCAN),
-    "linear_scan backward": (linear_scan._backward_kernel, TILE, SCAN),
-    "rg_lru forward": (rg_lru._forward_kernel, TILE, SCAN),
-    "rg_lru backward": (rg_lru._backward_kernel, TILE, SCAN),
-    "causal_conv1d places": (causal_conv1d._places_kernel, {"BLOCK": 1024}, SCAN),
-    "causal_conv1d forward": (causal_conv1d._forward_kernel, CONV, SCAN),
-    "causal_conv1d backward": (causal_conv1d._backward_kernel, CONV, SCAN),
-    "causal_conv1d forward, silu": (causal_conv1d._forward_kernel, {**CONV, "SILU": True}, SCAN),
-    "causal_conv1d backward, silu": (causal_conv1d._backward_kernel, {**CONV, "SILU": True}, SCAN),
-    "gated walk": (walk, {**WALK, "k": None, "PARTS": 2, "REVERSE": False}, {}),
-    "gated walk back": (walk, {**WALK, **SHORTER, "PARTS": 2, "REVERSE": True}, {}),
-    "gated segments": (walk, {**CHUNKS, "states": None, "PARTS": 2, "REVERSE": False}, {}),
-    "gated output": (gated, {**TIED, "token_kind": None, "REVERSE": False}, ONE_STAGE),
-    "gated d_v": (gated, {**TIED, **SHORTER, "REVERSE": True}, {"num_warps": 2, "num_stages": 1}),
-    "gated output, float32": (gated, {**TIED, **EXACT, "PARTS": 3, "REVERSE": False}, ONE_STAGE),
-    "gated gradients": (gradient, {**GRADIENT, "k": None}, ONE_STAGE),
-    "gated gradients, float32": (gradient, {**GRADIENT, **EXACT_GRADIENT}, ONE_STAGE),
-    "gated step": (step, {**STEP, "k": None, "log_decay": None}, {}),
-    "lightning output": (lightning, {**STREAM, "state_v": 1, "REVERSE": False}, FOUR_STAGES),
-    "lightning d_k": (lightning, {**STREAM, "state_k": 1, "REVERSE": True}, FOUR_STAGES),
+    "linear_scan forward": (linear_scan._forward_kernel, {}, SCANS["linear_scan"]),
+    "linear_scan backward": (linear_scan._backward_kernel, {}, SCANS["linear_scan"]),
+    "rg_lru forward": (rg_lru._forward_kernel, {}, SCANS["rg_lru"]),
+    "rg_lru backward": (rg_lru._backward_kernel, {}, SCANS["rg_lru"]),
+    "causal_conv1d places": (causal_conv1d._places_kernel, {"BLOCK": 1024}, [{}]),
+    "causal_conv1d forward": (causal_conv1d._forward_kernel, CONV, CONVS[0][:1]),
+    "causal_conv1d backward": (causal_conv1d._backward_kernel, CONV, CONVS[1][:1]),
+    "causal_conv1d forward, silu": (causal_conv1d._forward_kernel, SILU, CONVS[0]),
+    "causal_conv1d backward, silu": (causal_conv1d._backward_kernel, SILU, CONVS[1]),
+    "gated walk": (walk, {**WALK, "k": None}, WALKS),
+    "gated walk back": (walk, {**WALK, **SHORTER, "REVERSE": True}, WALKS),
+    "gated segments": (walk, {**CHUNKS, "states": None, "PARTS": 2}, WALKS),
+    "gated walk, float32": (walk, {**WALK, **EXACT}, EXACT_WALKS),
+    "gated output": (gated, {**TIED, "token_kind": None}, ATTEND[True, 64]),
+    "gated d_v": (gated, {**TIED, **SHORTER, "REVERSE": True}, ATTEND[True, 32]),
+    "gated output, float32": (gated, {**TIED, **EXACT}, ATTEND[False, 32]),
+    "gated gradients": (gradient, {**GRADIENT, "k": None}, GRADIENTS[True]),
+    "gated gradients, float32": (gradient, {**GRADIENT, **EXACT}, GRADIENTS[False]),
+    "gated step": (step, {**STEP, "k": None, "log_decay": None}, [{}]),
+    "lightning output": (lightning, {**STREAM, "state_v": 1}, LIGHTNING[True, False]),
+    "lightning d_k": (
+        lightning,
+        {**STREAM, "state_k": 1, "REVERSE": True},
+        LIGHTNING[True, False],
+    ),
     "lightning output, 256 channels": (
         lightning,
-        {**STREAM, "BLOCK_K": 256, "BLOCK_V": 32, "CHUNK": 32, "state_v": 1, "REVERSE": False},
-        {"num_warps": 8, "num_stages": 4},
+        {**STREAM, "CHUNK": 32, "state_v": 1},
+        LIGHTNING[True, True],
     ),
     "lightning segments": (
         lightning,
-        {**CHUNKS, "BLOCK_K": 128, "BLOCK_V": 64, "output": None, "state_v": 1, "REVERSE": False},
-        FOUR_STAGES,
+        {**CHUNKS, "output": None, "state_v": 1},
+        LIGHTNING[True, False][:1],
     ),
     "lightning output, float32": (
         lightning,
-        {**STREAM, "BLOCK_V": 32, "CHUNK": 16, "SHORT": False, "state_v": 1, "REVERSE": False},
-        {"num_warps": 8, "num_stages": 1},
+        {**STREAM, "CHUNK": 16, "SHORT": False, "state_v": 1},
+        LIGHTNING[False, False],
     ),
-    "lightning step": (step, {**STEP, "log_f": None}, {}),
+    "lightning step": (step, {**STEP, "log_f": None}, [{}]),
     "attention ring": (
         _ring.to_rings_kernel,
         {"G": 1, "K": 256, "V": 256, "BLOCK_K": 256, "BLOCK_V": 256, "SLOTS": _ring.SLOTS},
-        {},
+        [{}],
     ),
     "attention": attention(_attention_kernels.forward_kernel, 256),
     "attention, kinds": attention(_attention_kernels.forward_kernel, 256, kinds=True),
@@ -127,9 +142,13 @@ KERNELS = {
     "attention of 128 d_q": attention(_attention_kernels.queries_kernel, 128),
     "attention of 128 d_k, d_v": attention(_attention_kernels.keys_kernel, 128),
     "attention, float32": attention(_attention_kernels.forward_kernel, 128, tl.float32),
+    "attention of 256, float32": attention(_attention_kernels.forward_kernel, 256, tl.float32),
     "attention d_q, float32": attention(_attention_kernels.queries_kernel, 128, tl.float32),
     "attention of 256 d_q, float32": attention(_attention_kernels.queries_kernel, 256, tl.float32),
     "attention d_k, d_v, float32": attention(_attention_kernels.keys_kernel, 128, tl.float32),
+    "attention of 256 d_k, d_v, float32": attention(
+        _attention_kernels.keys_kernel, 256, tl.float32
+    ),
 }
 
 
@@ -140,10 +159,14 @@ def dtype(argument, name):
         return "*i32"
     if argument == "token_kind":
         return "*i8"
-    return "*fp32" if argument in FLOATS or name.endswith("float32") else "*bf16"
+    return "*fp32" if argument in FLOATS or "float32" in name else "*bf16"
 
 
-def compile_for_hopper(name, kernel, constants, options):
+def compile_for_hopper(name, number):
+    """A kernel with one of its configurations."""
+    kernel, constants, configurations = KERNELS[name]
+    constants = {**constants, **configurations[number]}
+    options = {n: constants[n] for n in OPTIONS if constants.get(n)}
     constants = {n: c for n, c in constants.items() if n in kernel.arg_names}
     signature = {a: "constexpr" if a in constants else dtype(a, name) for a in kernel.arg_names}
     aligned = {
@@ -174,6 +197,12 @@ def resources(compiled):
     }
 
 
+def report(name, number):
+    return resources(compile_for_hopper(name, number))
+
+
 if __name__ == "__main__":
-    compiled = {name: compile_for_hopper(name, *kernel) for name, kernel in KERNELS.items()}
-    print(json.dumps({name: resources(kernel) for name, kernel in compiled.items()}))
+    compiled = [(name, i) for name, row in KERNELS.items() for i in range(len(row[2]))]
+    with multiprocessing.Pool() as pool:
+        reports = iter(pool.starmap(report, compiled, chunksize=1))
+    print(json.dumps({name: [next(reports) for _ in row[2]] for name, row in KERNELS.items()}))

@@ -46,24 +46,31 @@ def test_compiled_for_hopper_without_a_gpu(tmp_path):
         env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     kernels = json.loads(done.stdout.splitlines()[-1])
     assert set(kernels) == set(KERNELS)
-    for name, kernel in kernels.items():
-        assert kernel["spilled"] <= 512, name
-        if name.startswith(("gated", "lightning")):
-            assert kernel["spilled"] <= 128, name
-            programs = 2 if name.startswith("gated") else 1  # at a time on a multiprocessor
-            assert kernel["shared"] <= 227 * 1024 / programs, name
-            assert bool(kernel["tensor cores"]) == ("step" not in name), name
-            # More of them than uniform registers hold descriptors for are compiled wrongly.
-            assert kernel["asynchronous"] <= 32, name
-        if name.startswith("attention") and "float32" not in name:
-            assert kernel["shared"] <= 227 * 1024, name  # one program a multiprocessor
-            assert bool(kernel["tensor cores"]) == ("ring" not in name), name
-            assert not kernel["transposed"], name
+    for name, configurations in kernels.items():
+        for kernel, given in zip(configurations, KERNELS[name][2], strict=True):
+            fits(name, kernel, configurations[0]["asynchronous"], f"{name}: {given}")
+
+
+def fits(name, kernel, asynchronous, says):
+    """asynchronous: the products of that kind of the default, which has run on a GPU."""
+    assert kernel["spilled"] <= 512, says
+    if name.startswith(("gated", "lightning")):
+        assert kernel["spilled"] <= 128, says
+        programs = 2 if name.startswith("gated") else 1  # at a time on a multiprocessor
+        assert kernel["shared"] <= 227 * 1024 / programs, says
+        assert bool(kernel["tensor cores"]) == ("step" not in name), says
+        # More of them than uniform registers hold descriptors for are compiled wrongly.
+        assert kernel["asynchronous"] <= 32, says
+    if name.startswith("attention"):
+        assert kernel["shared"] <= 227 * 1024, says  # one program a multiprocessor
+        assert bool(kernel["tensor cores"]) == ("ring" not in name), says
+        assert kernel["asynchronous"] <= max(32, asynchronous), says
+        assert "float32" in name or not kernel["transposed"], says
 
 
 def test_taken_on_cuda_and_on_request():

@@ -1,0 +1,34 @@
+"""Where a search for configurations of kernels is refused; tests/triton has the search itself."""
+
+import keras
+import pytest
+
+import keras_recurrent
+from keras_recurrent import dispatch
+
+
+def refused():
+    with pytest.raises(NotImplementedError) as error, keras_recurrent.autotune():
+        pass
+    return str(error.value)
+
+
+@pytest.mark.skipif(keras.config.backend() == "torch", reason="torch has kernels to search")
+def test_a_backend_without_kernels_to_search():
+    assert f"here Keras runs on {keras.config.backend()!r}" in refused()
+
+
+@pytest.mark.skipif(keras.config.backend() != "torch", reason="runs on torch")
+def test_nothing_to_time_on(monkeypatch):
+    import torch
+
+    from keras_recurrent.backends.triton import _search
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(_search, "INTERPRETED", True)
+    assert "here TRITON_INTERPRET=1 runs" in refused()
+    monkeypatch.setattr(_search, "INTERPRETED", False)
+    assert "here torch finds no NVIDIA GPU" in refused()
+    missing = "the package `triton` is not installed"
+    monkeypatch.setitem(dispatch.KERNELS["linear_scan"], "triton", missing)
+    assert f"here {missing}" in refused()

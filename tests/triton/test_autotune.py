@@ -1,0 +1,244 @@
+"""A search for the fastest configurations, by times that the tests make where there is no GPU."""
+
+import itertools
+import threading
+
+import keras
+import numpy as np
+import pytest
+
+if keras.config.backend() != "torch":
+    pytest.skip("runs on torch", allow_module_level=True)
+
+import torch
+from triton.runtime.errors import OutOfResources
+
+import keras_recurrent
+from keras_recurrent import dispatch
+from keras_recurrent.backends.triton import _chain, _common, _search
+from keras_recurrent.layers import RecurrentBlock
+from tests.ops import test_kernels
+from tests.ops.cases import Case, draw
+from tests.triton.hopper import OPTIONS
+from tests.triton.test_triton import ON_GPU, OPERATIONS, arguments, every_operation
+
+# Heads of several tiles, wide ones and others; several tiles a chain, of few chains and of many.
+CASES = [
+    ("linear_scan", Case(1, 300, 20, kinds=True, state=True)),
+    ("linear_scan", Case(2, 300, 20, kinds=True, state=True)),
+    ("rg_lru", Case(1, 150, 20, kinds=True, state=True)),
+    ("rg_lru", Case(2, 150, 20, kinds=True, state=True)),
+    ("causal_conv1d", Case(1, 150, 70, kinds=True, state=True)),
+    ("gated_linear_attention", Case(1, 66, 98, "bfloat16", "float32", kinds=True, state=True)),
+    ("gated_linear_attention", Case(1, 40, 70, kinds=True, state=True)),
+    ("lightning_attention", Case(1, 70, 130, "bfloat16", "float32", kinds=True, state=True)),
+    ("lightning_attention", Case(1, 70, 70, "bfloat16", kinds=True, state=True)),
+    ("lightning_attention", Case(1, 40, 70, kinds=True, state=True)),
+    ("sliding_window_attention", Case(1, 130, 130, "bfloat16", window=100, state=True)),
+    ("sliding_window_attention", Case(1, 130, 18, "bfloat16", heads=(6, 2), window=100)),
+    ("sliding_window_attention", Case(1, 70, 18, window=50)),
+    ("sliding_window_attention", Case(1, 40, 130, window=30)),
+]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_found_yet(monkeypatch):
+    monkeypatch.setattr(_search, "_kept", {})
+    monkeypatch.setattr(_search, "_reports", [])
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """What a candidate takes, by its number: times of a search, errors among them, are set here.
+
+    Each is really called, twice, as on a GPU.
+    """
+    times = [3.0, 1.0, 2.0]
+    turns = itertools.count()
+
+    def milliseconds(call):
+        time = times[next(turns) % len(times)]
+        if isinstance(time, Exception):
+            raise time
+        for _ in range(2):
+            call()
+        return time
+
+    monkeypatch.setattr(_search, "unavailable", lambda: None)
+    monkeypatch.setattr(_search, "milliseconds", milliseconds)
+    return times
+
+
+def scan(length=9, dtype="float32", **sizes):
+    """A kernel of three candidates that returns the one it is launched with."""
+    x = torch.zeros(2, length, 4, dtype=getattr(torch, dtype))
+    candidates = tuple(_common.Tiling(64, groups, 4, 4) for groups in (16, 8, 32))
+    sizes = {"batch": 2, "length": length, "width": 4, **sizes}
+    return _search.run("scan", candidates, lambda tile: tile.GROUPS, (x, None), sizes)
+
+
+def test_the_fastest_is_kept(clock):
+    assert scan() == 16
+    with keras_recurrent.autotune() as found:
+        assert scan() == 8
+        assert scan() == 8
+    assert scan() == 8
+    (search,) = found
+    assert search.fastest.milliseconds == 1.0
+    assert search.fastest.configuration["GROUPS"] == 8
+    assert [t.milliseconds for t in search.timings] == [3.0, 1.0, 2.0]
+    assert str(search) == (
+        "scan on cpu: batch <= 2, length <= 16, width 4 (float32, None)\n"
+        "    3.0000 ms  BLOCK_D=64 GROUPS=16 ROWS=4 num_warps=4\n"
+        "*   1.0000 ms  BLOCK_D=64 GROUPS=8 ROWS=4 num_warps=4\n"
+        "    2.0000 ms  BLOCK_D=64 GROUPS=32 ROWS=4 num_warps=4"
+    )
+
+
+def test_what_shares_a_search(clock):
+    with keras_recurrent.autotune() as found:
+        for length in (9, 16, 12):
+            scan(length)
+        assert len(found) == 1
+        scan(17)
+        scan(dtype="bfloat16")
+        scan(width=5)
+        scan(batch=3)
+        assert len(found) == 5
+    with keras_recurrent.autotune() as found:
+        scan(31)
+        assert not found
+        with keras_recurrent.autotune() as inner:
+            scan(33)
+        scan(65)
+    assert len(found) == 2
+    assert inner == found[:1]
+    assert scan(129) == 16  # not searched: no block is open
+
+
+def test_no_room_for_some(clock):
+    clock[:] = [OutOfResources(300_000, 200_000, "shared memory"), 2.0, 1.0]
+    with keras_recurrent.autotune() as found:
+        assert scan() == 32
+    assert [t.milliseconds for t in found[0].timings] == [None, 2.0, 1.0]
+    assert "no room  BLOCK_D=64 GROUPS=16" in str(found[0])
+
+
+@pytest.mark.parametrize("error", [OutOfResources(3, 2, "registers"), RuntimeError("a bug")])
+def test_an_error_is_not_covered_up(clock, error):
+    clock[:] = [error]
+    with keras_recurrent.autotune() as found, pytest.raises(type(error)):
+        scan()
+    assert not found
+    assert scan() == 16
+
+
+def test_a_graph_that_is_captured_waits_for_nothing(monkeypatch):
+    monkeypatch.setattr(_search, "unavailable", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with keras_recurrent.autotune(), pytest.raises(RuntimeError, match="before the capture"):
+        scan()
+
+
+@every_operation
+def test_every_operation_is_searched_forwards_and_backwards(operation, clock):
+    drawn = draw(operation, Case(1, 40, 20, "bfloat16", kinds=True, state=True))
+    with keras_recurrent.autotune() as found:
+        test_kernels.check(operation, "triton", drawn)
+    assert len(found) >= 2
+    assert all(search.kernel.startswith(operation) for search in found)
+    for search in found:
+        assert 3 <= len(search.timings) <= 5
+        assert None not in [t.milliseconds for t in search.timings]
+
+
+@pytest.mark.parametrize(("operation", "case"), CASES)
+def test_candidates_compute_the_same(operation, case, clock, monkeypatch):
+    """Those with different tiles: the interpreter knows no warps and no registers."""
+    monkeypatch.setattr(_common, "_MANY_CHAINS", 2)
+    most = 2  # different tiles of a kernel, as far as is known
+    number = 0  # the default's
+
+    def timed(launch, candidates):
+        nonlocal most
+        first = {}
+        for i, candidate in enumerate(candidates):
+            tiles = {n: v for n, v in candidate._asdict().items() if n not in OPTIONS}
+            first.setdefault(tuple(tiles.values()), i)
+        different = list(first.values())
+        most = max(most, len(different))
+        chosen = different[number % len(different)]
+        return [float(i != chosen) for i in range(len(candidates))]
+
+    monkeypatch.setattr(_search, "timed", timed)
+    while (number := number + 1) < most:
+        _search._kept.clear()
+        with keras_recurrent.autotune():
+            test_kernels.check(operation, "triton", draw(operation, case))
+
+
+@pytest.mark.parametrize("operation", ["linear_scan", "rg_lru"])
+def test_every_launch_makes_its_own_room(operation, clock, monkeypatch):
+    """What one leaves between tiles, another would take for its own, but on a GPU alone."""
+    made = []
+
+    def carry_between(*arguments):
+        made.append(_chain.carry_between(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(dispatch.KERNELS[operation]["triton"], "carry_between", carry_between)
+    with keras_recurrent.autotune() as found:
+        test_kernels.check(operation, "triton", draw(operation, Case(1, 20, 8)))
+    assert len(made) == sum(2 * len(search.timings) + 1 for search in found)
+
+
+def test_the_backward_in_another_thread(clock):
+    """As autograd runs it on a GPU."""
+    tensors = {n: t.requires_grad_() for n, t in arguments("rg_lru", 20).items()}
+    with keras_recurrent.autotune() as found:
+        output, _ = keras_recurrent.ops.rg_lru(**tensors, implementation="triton")
+        thread = threading.Thread(target=output.sum().backward)
+        thread.start()
+        thread.join()
+    assert [search.kernel for search in found] == ["rg_lru", "rg_lru backward"]
+
+
+def test_what_is_compiled_is_searched(clock):
+    def function(x, log_a):
+        return keras_recurrent.ops.linear_scan(x, log_a, implementation="triton")[0]
+
+    compiled = torch.compile(function, backend="eager")
+    tensors = arguments("linear_scan", 20)
+    expected = function(**tensors)
+    with keras_recurrent.autotune() as found:
+        result = compiled(**tensors)
+    assert [search.kernel for search in found] == ["linear_scan"]
+    torch.testing.assert_close(result, expected)
+
+
+def test_a_layer_that_is_fitted(clock):
+    model = keras.Sequential([RecurrentBlock(lru_width=16)])
+    model.compile("sgd", "mse", jit_compile=False)
+    x = np.ones((2, 6, 4), "float32")
+    with keras_recurrent.implementation("triton"), keras_recurrent.autotune() as found:
+        model.fit(x, x, epochs=2, verbose=0)
+    assert sorted(search.kernel for search in found) == [
+        "causal_conv1d",
+        "causal_conv1d backward",
+        "rg_lru",
+        "rg_lru backward",
+    ]
+
+
+@pytest.mark.skipif(not ON_GPU, reason="times on a GPU")
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_search_on_a_gpu(operation):
+    drawn = draw(operation, Case(2, 500, 64, "bfloat16", kinds=True, state=True))
+    with keras_recurrent.autotune() as found:
+        test_kernels.check(operation, "triton", drawn)
+    for search in found:
+        assert search.timings[0].milliseconds > 0
+        assert search.fastest.milliseconds <= search.timings[0].milliseconds
+    before = list(found)
+    test_kernels.check(operation, "triton", drawn)
+    assert found == before
