@@ -21,32 +21,18 @@ from keras_recurrent.backends.triton._linear_attention import Blocks, heads_of, 
 from keras_recurrent.backends.triton._linear_attention_step import step
 
 # By `short` and the tokens of a chunk, the default first. Two warps for 32 tokens, four for 64: a
-# thread's registers hold its rows of all tiles. With 64 tokens, more warps or 128 channels of keys
-# take more asynchronous products than are compiled rightly (`_products.py`).
+# thread's registers hold its rows of all tiles. With 64 tokens, products are asynchronous: more
+# warps, 128 channels of keys or fewer registers are not compiled rightly (`_products.py`).
 ATTEND_BLOCKS = {
-    (True, 64): (
-        Blocks(64, 128, 4),
-        Blocks(32, 128, 4),
-        Blocks(32, 128, 4, maxnreg=168),
-        Blocks(32, 128, 4, num_stages=2),
-        Blocks(64, 64, 4),
-    ),
-    (True, 32): (
-        Blocks(64, 128, 2),
-        Blocks(32, 128, 2),
-        Blocks(64, 64, 2),
-        Blocks(64, 128, 4),
-        Blocks(128, 128, 4),
-    ),
+    (True, 64): (Blocks(64, 128, 4), Blocks(64, 128, 4, num_stages=2), Blocks(32, 128, 4)),
+    (True, 32): (Blocks(64, 128, 2), Blocks(64, 128, 2, num_stages=2), Blocks(32, 128, 2)),
     (False, 32): (Blocks(32, 64, 4), Blocks(64, 64, 4), Blocks(32, 64, 2), Blocks(32, 128, 8)),
 }
 GRADIENT_BLOCKS = {  # by `short`
     True: (
+        Blocks(64, 64, 4, maxnreg=168),  # three programs a multiprocessor
         Blocks(64, 64, 4),
-        Blocks(32, 64, 4),
         Blocks(32, 64, 2),
-        Blocks(64, 32, 4),
-        Blocks(64, 64, 8),
     ),
     False: (Blocks(32, 32, 4), Blocks(16, 32, 4), Blocks(16, 16, 4), Blocks(32, 32, 8)),
 }

@@ -32,7 +32,7 @@ from keras_recurrent.backends.triton._math import decay as decay_of
 # in it, long tiles are fewer in a chain.
 TILINGS = Tilings(
     (Tiling(64, 16, 4, 4), Tiling(64, 8, 4, 2), Tiling(64, 32, 4, 8), Tiling(64, 16, 8, 4)),
-    (Tiling(64, 32, 8, 8), Tiling(64, 32, 4, 8), Tiling(64, 64, 4, 16), Tiling(64, 64, 8, 16)),
+    (Tiling(32, 64, 4, 8), Tiling(64, 32, 8, 8), Tiling(32, 64, 8, 8), Tiling(32, 32, 8, 4)),
 )
 
 

@@ -39,16 +39,15 @@ from keras_recurrent.backends.triton._math import sigmoid, softplus
 
 TILINGS = Tilings(
     (
-        Tiling(64, 16, 4, 4, 128),
         Tiling(64, 8, 4, 2, 128),
-        Tiling(64, 32, 2, 8, 128),
+        Tiling(64, 16, 4, 4, 128),
+        Tiling(32, 16, 4, 2, 128),
         Tiling(64, 16, 4, 4, 168),
     ),
     (
+        Tiling(32, 32, 4, 4, 128),
         Tiling(64, 32, 4, 8, 128),
-        Tiling(64, 64, 4, 16, 128),
-        Tiling(64, 32, 8, 8),
-        Tiling(64, 64, 2, 16, 128),
+        Tiling(32, 64, 4, 8, 128),
     ),
 )
 

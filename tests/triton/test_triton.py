@@ -53,19 +53,21 @@ def test_compiled_for_hopper_without_a_gpu(tmp_path):
     assert set(kernels) == set(KERNELS)
     for name, configurations in kernels.items():
         for kernel, given in zip(configurations, KERNELS[name][2], strict=True):
-            fits(name, kernel, configurations[0]["asynchronous"], f"{name}: {given}")
+            limited = given.get("maxnreg") is not None
+            fits(name, kernel, limited, configurations[0]["asynchronous"], f"{name}: {given}")
 
 
-def fits(name, kernel, asynchronous, says):
+def fits(name, kernel, limited, asynchronous, says):
     """asynchronous: the products of that kind of the default, which has run on a GPU."""
     assert kernel["spilled"] <= 512, says
     if name.startswith(("gated", "lightning")):
-        assert kernel["spilled"] <= 128, says
+        # Fewer registers, for more programs at a time, may be worth some spills.
+        assert kernel["spilled"] <= (256 if limited else 128), says
         programs = 2 if name.startswith("gated") else 1  # at a time on a multiprocessor
         assert kernel["shared"] <= 227 * 1024 / programs, says
         assert bool(kernel["tensor cores"]) == ("step" not in name), says
         # More of them than uniform registers hold descriptors for are compiled wrongly.
-        assert kernel["asynchronous"] <= 32, says
+        assert kernel["asynchronous"] <= (0 if limited else 32), says
     if name.startswith("attention"):
         assert kernel["shared"] <= 227 * 1024, says  # one program a multiprocessor
         assert bool(kernel["tensor cores"]) == ("ring" not in name), says
