@@ -6,6 +6,7 @@ A process of its own: with the interpreter chosen, Triton compiles nothing.
 import json
 import re
 import subprocess
+import sys
 import tempfile
 
 import triton
@@ -21,17 +22,21 @@ from keras_recurrent.backends.triton import (
     _linear_attention_step,
     _ring,
     causal_conv1d,
+    gated_linear_unit,
     lightning_attention,
     linear_scan,
+    log_forget_gate,
     rg_lru,
+    rms_norm,
 )
 from keras_recurrent.backends.triton._common import MAX_REGISTERS
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SIZES = ("B", "T", "D", "H", "K", "V", "tiles", "chunks", "each", "state_k", "state_v")
-SIZES += ("S", "G", "C", "window", "parts")
-MULTIPLES_OF_16 = ("T", "D", "K", "V", "state_k", "state_v")
+SIZES += ("S", "G", "C", "window", "parts", "rows", "n")
+MULTIPLES_OF_16 = ("T", "D", "n", "K", "V", "state_k", "state_v")
 FLOATS = ("first", "last", "d_first", "d_last", "d_logit", "d_parameters", "a_logit")
+FLOATS += ("scale", "d_scale", "lower_bound", "d_bound", "d_log_f")
 FLOATS += ("totals", "decays", "log_decay", "log_f", "log_total", "slope", "d_keys", "d_values")
 INTEGERS = ("carry", "token", "document", "count", "documents")
 INTEGERS += ("first_key", "last_key", "seen_from", "seen_to", "position", "end")
@@ -76,7 +81,44 @@ def attention(kernel, size, dtype=tl.bfloat16, kinds=False):
     return kernel, constants, options
 
 
+def of_rows(kernel, width, **constants):
+    """A kernel without a state, on rows of this width."""
+    tile = sys.modules[kernel.__module__]._tile(width)
+    constants |= {"D": width, "STAGES": rms_norm._stages(tile)}
+    return kernel, tile._asdict() | constants, {"num_warps": tile.num_warps}
+
+
+def of_numbers(kernel, gelu):
+    tile = gated_linear_unit._TILE
+    return kernel, {"GELU": gelu, "BLOCK": tile["BLOCK"]}, {"num_warps": tile["num_warps"]}
+
+
+TOKEN_WISE = {
+    f"{name}, {dtype}": kernel
+    for dtype in ("bfloat16", "float32")
+    for name, kernel in {
+        "rms_norm forward": of_rows(rms_norm._forward_kernel, 2048),
+        "rms_norm forward of 16384": of_rows(rms_norm._forward_kernel, 16384),
+        "rms_norm backward": of_rows(rms_norm._backward_kernel, 2048),
+        "rms_norm backward of 2560": of_rows(rms_norm._backward_kernel, 2560),
+        "rms_norm backward of 8192": of_rows(rms_norm._backward_kernel, 8192),
+        "rms_norm backward of 16384": of_rows(rms_norm._backward_kernel, 16384),
+        "rms_norm backward, no scale": of_rows(rms_norm._backward_kernel, 2048, scale=None),
+        "log_forget_gate forward": of_rows(log_forget_gate._forward_kernel, 2048),
+        "log_forget_gate backward": of_rows(log_forget_gate._backward_kernel, 2048),
+        "log_forget_gate backward of 1": of_rows(log_forget_gate._backward_kernel, 1),
+        "log_forget_gate backward, no bound": of_rows(
+            log_forget_gate._backward_kernel, 2048, lower_bound=None
+        ),
+        "gated_linear_unit forward, silu": of_numbers(gated_linear_unit._forward_kernel, False),
+        "gated_linear_unit forward, gelu": of_numbers(gated_linear_unit._forward_kernel, True),
+        "gated_linear_unit backward, silu": of_numbers(gated_linear_unit._backward_kernel, False),
+        "gated_linear_unit backward, gelu": of_numbers(gated_linear_unit._backward_kernel, True),
+    }.items()
+}
+
 KERNELS = {
+    **TOKEN_WISE,
     "linear_scan forward": (linear_scan._forward_kernel, TILE, SCAN),
     "linear_scan backward": (linear_scan._backward_kernel, TILE, SCAN),
     "rg_lru forward": (rg_lru._forward_kernel, TILE, SCAN),
@@ -136,6 +178,8 @@ KERNELS = {
 def dtype(argument, name):
     if argument in SIZES:
         return "i32"
+    if argument == "epsilon":
+        return "fp32"
     if argument in INTEGERS:
         return "*i32"
     if argument == "token_kind":

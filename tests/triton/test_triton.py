@@ -20,7 +20,7 @@ from keras_recurrent.backends.triton import _banded_attention
 from tests.ops import native, test_kernels
 from tests.ops.cases import Case, draw
 from tests.ops.test_ops import OPTIONS
-from tests.triton.hopper import KERNELS
+from tests.triton.hopper import KERNELS, TOKEN_WISE
 
 ROOT = pathlib.Path(__file__).parents[2]
 OPERATIONS = [o for o, row in dispatch.KERNELS.items() if not isinstance(row["triton"], str)]
@@ -53,6 +53,9 @@ def test_compiled_for_hopper_without_a_gpu(tmp_path):
     assert set(kernels) == set(KERNELS)
     for name, kernel in kernels.items():
         assert kernel["spilled"] <= 512, name
+        if name in TOKEN_WISE:
+            assert kernel["spilled"] <= (96 if "16384" in name else 0), name
+            assert kernel["shared"] <= 227 * 1024, name
         if name.startswith(("gated", "lightning")):
             assert kernel["spilled"] <= 128, name
             programs = 2 if name.startswith("gated") else 1  # at a time on a multiprocessor

@@ -1,0 +1,26 @@
+"""log f = log(β + (1 - β) σ(logits)).  Qin et al. 2023, arXiv:2311.04823, §3.2."""
+
+import jax
+import jax.numpy as jnp
+
+from keras_recurrent.backends.jax._tokens import accumulate
+
+
+def unsupported(logits, lower_bound=None):
+    return None
+
+
+@jax.jit
+def log_forget_gate(logits, lower_bound=None):
+    """logits: [..., D]; lower_bound: [2, D], log β and log(1 - β), or None, β = 0.
+
+    Returns [..., D] in float32, or float64 if an argument is float64.
+    """
+    dtype = accumulate(logits, lower_bound)
+    log_f = jax.nn.log_sigmoid(logits.astype(dtype))
+    if lower_bound is None:
+        return log_f
+    log_bound, log_rest = lower_bound.astype(dtype)
+    log_f = jnp.logaddexp(log_bound, log_rest + log_f)
+    # Rounding may be above 0; its gradient is that of the sum all the same.
+    return log_f - jax.lax.stop_gradient(jnp.maximum(log_f, 0))
