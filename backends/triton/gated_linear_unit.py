@@ -50,20 +50,20 @@ def _place(n, BLOCK: tl.constexpr):
 
 @triton.jit
 def _forward_kernel(gate, x, y, n, GELU: tl.constexpr, BLOCK: tl.constexpr):
-    FINE: tl.constexpr = gate.dtype.element_ty == tl.float32
+    SHORT: tl.constexpr = gate.dtype.element_ty != tl.float32 and x.dtype.element_ty != tl.float32
     start, at, there = _place(n, BLOCK)
     z = tl.load(gate + start + at, there, other=0.0).to(tl.float32)
-    s, _, _ = _sigmoids(z, GELU, FINE)
+    s, _, _ = _sigmoids(z, GELU, not SHORT)
     value = tl.load(x + start + at, there, other=0.0).to(tl.float32)
     tl.store(y + start + at, z * s * value, there)
 
 
 @triton.jit
 def _backward_kernel(dy, gate, x, d_gate, dx, n, GELU: tl.constexpr, BLOCK: tl.constexpr):
-    FINE: tl.constexpr = gate.dtype.element_ty == tl.float32
+    SHORT: tl.constexpr = gate.dtype.element_ty != tl.float32 and x.dtype.element_ty != tl.float32
     start, at, there = _place(n, BLOCK)
     z = tl.load(gate + start + at, there, other=0.0).to(tl.float32)
-    s, not_s, slope = _sigmoids(z, GELU, FINE)
+    s, not_s, slope = _sigmoids(z, GELU, not SHORT)
     g = tl.load(dy + start + at, there, other=0.0).to(tl.float32)
     value = tl.load(x + start + at, there, other=0.0).to(tl.float32)
     tl.store(d_gate + start + at, g * value * (s * (1.0 + slope * not_s)), there)

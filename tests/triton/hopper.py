@@ -6,7 +6,6 @@ A process of its own: with the interpreter chosen, Triton compiles nothing.
 import json
 import re
 import subprocess
-import sys
 import tempfile
 
 import triton
@@ -81,9 +80,10 @@ def attention(kernel, size, dtype=tl.bfloat16, kinds=False):
     return kernel, constants, options
 
 
-def of_rows(kernel, width, **constants):
+def of_rows(module, direction, width, **constants):
     """A kernel without a state, on rows of this width."""
-    tile = sys.modules[kernel.__module__]._tile(width)
+    kernel = getattr(module, f"_{direction}_kernel")
+    tile = module._tile(width)
     constants |= {"D": width, "STAGES": rms_norm._stages(tile)}
     return kernel, tile._asdict() | constants, {"num_warps": tile.num_warps}
 
@@ -97,18 +97,18 @@ TOKEN_WISE = {
     f"{name}, {dtype}": kernel
     for dtype in ("bfloat16", "float32")
     for name, kernel in {
-        "rms_norm forward": of_rows(rms_norm._forward_kernel, 2048),
-        "rms_norm forward of 16384": of_rows(rms_norm._forward_kernel, 16384),
-        "rms_norm backward": of_rows(rms_norm._backward_kernel, 2048),
-        "rms_norm backward of 2560": of_rows(rms_norm._backward_kernel, 2560),
-        "rms_norm backward of 8192": of_rows(rms_norm._backward_kernel, 8192),
-        "rms_norm backward of 16384": of_rows(rms_norm._backward_kernel, 16384),
-        "rms_norm backward, no scale": of_rows(rms_norm._backward_kernel, 2048, scale=None),
-        "log_forget_gate forward": of_rows(log_forget_gate._forward_kernel, 2048),
-        "log_forget_gate backward": of_rows(log_forget_gate._backward_kernel, 2048),
-        "log_forget_gate backward of 1": of_rows(log_forget_gate._backward_kernel, 1),
+        "rms_norm forward": of_rows(rms_norm, "forward", 2048),
+        "rms_norm forward of 16384": of_rows(rms_norm, "forward", 16384),
+        "rms_norm backward": of_rows(rms_norm, "backward", 2048),
+        "rms_norm backward of 2560": of_rows(rms_norm, "backward", 2560),
+        "rms_norm backward of 8192": of_rows(rms_norm, "backward", 8192),
+        "rms_norm backward of 16384": of_rows(rms_norm, "backward", 16384),
+        "rms_norm backward, no scale": of_rows(rms_norm, "backward", 2048, scale=None),
+        "log_forget_gate forward": of_rows(log_forget_gate, "forward", 2048),
+        "log_forget_gate backward": of_rows(log_forget_gate, "backward", 2048),
+        "log_forget_gate backward of 1": of_rows(log_forget_gate, "backward", 1),
         "log_forget_gate backward, no bound": of_rows(
-            log_forget_gate._backward_kernel, 2048, lower_bound=None
+            log_forget_gate, "backward", 2048, lower_bound=None
         ),
         "gated_linear_unit forward, silu": of_numbers(gated_linear_unit._forward_kernel, False),
         "gated_linear_unit forward, gelu": of_numbers(gated_linear_unit._forward_kernel, True),
