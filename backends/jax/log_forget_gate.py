@@ -21,6 +21,17 @@ def log_forget_gate(logits, lower_bound=None):
     if lower_bound is None:
         return log_f
     log_bound, log_rest = lower_bound.astype(dtype)
-    log_f = jnp.logaddexp(log_bound, log_rest + log_f)
-    # Rounding may be above 0; its gradient is that of the sum all the same.
-    return log_f - jax.lax.stop_gradient(jnp.maximum(log_f, 0))
+    return _log_of_sum(log_bound, log_rest + log_f)
+
+
+@jax.custom_jvp
+def _log_of_sum(a, b):
+    """log(exp(a) + exp(b)), which is not above 0."""
+    return jnp.minimum(jnp.logaddexp(a, b), 0)
+
+
+@_log_of_sum.defjvp
+def _(primals, tangents):
+    # Not exp(a - log f), whose exponent is rounded, nor 0 where rounding had to be undone.
+    (a, b), (d_a, d_b) = primals, tangents
+    return _log_of_sum(a, b), jax.nn.sigmoid(a - b) * d_a + jax.nn.sigmoid(b - a) * d_b

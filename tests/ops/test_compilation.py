@@ -37,12 +37,13 @@ def loss(operation, tensors, context):
     return keras.ops.sum(keras.ops.square(output * keep)) + ends
 
 
-def without_a_state(operation, length):
+def without_a_state(operation, length, where=ops):
     """Its tensors, and a loss of them."""
     drawn = token_wise.draw(operation, token_wise.Case((2, length, 8)))
+    function = getattr(where, operation)
 
     def loss(tensors):
-        return keras.ops.sum(keras.ops.sin(getattr(ops, operation)(**tensors, **drawn.options)))
+        return keras.ops.sum(keras.ops.sin(function(**tensors, **drawn.options)))
 
     return {n: t.astype("float32") for n, t in drawn.tensors.items()}, loss
 
@@ -115,7 +116,8 @@ elif BACKEND == "torch":
 
     @every_operation_without_a_state
     def test_compile_without_a_state(operation):
-        """The public operations, with their gradients: one graph for every length."""
+        """The kernels, forward and backward: one graph for every length."""
+        kernels = dispatch.KERNELS[operation]["torch"]
         graphs = []
 
         def count(graph, example_inputs):
@@ -124,7 +126,7 @@ elif BACKEND == "torch":
 
         compiled = None
         for length in (11, 23, 40):
-            tensors, loss = without_a_state(operation, length)
+            tensors, loss = without_a_state(operation, length, kernels)
             compiled = compiled or torch.compile(loss, fullgraph=True, dynamic=True, backend=count)
             results, expected = leaves(tensors), leaves(tensors)
             compiled(results).backward()
