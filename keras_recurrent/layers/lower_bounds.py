@@ -6,7 +6,7 @@ from keras import ops
 
 from keras_recurrent.layers.checks import check_positive_integer, check_tensor, check_width_known
 from keras_recurrent.layers.streaming import StreamingLayer
-from keras_recurrent.ops import log_forget_gate
+from keras_recurrent.ops.log_forget_gate import log_forget_gate
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")

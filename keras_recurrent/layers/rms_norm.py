@@ -4,7 +4,7 @@ import keras
 from keras import ops
 
 from keras_recurrent.layers.checks import check_width_known
-from keras_recurrent.ops import rms_norm
+from keras_recurrent.ops.rms_norm import rms_norm
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")

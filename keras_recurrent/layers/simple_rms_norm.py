@@ -2,7 +2,7 @@
 
 import keras
 
-from keras_recurrent.ops import rms_norm
+from keras_recurrent.ops.rms_norm import rms_norm
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")

@@ -3,7 +3,7 @@
 import keras
 
 from keras_recurrent.layers.gated_linear_unit import GatedLinearUnit
-from keras_recurrent.ops import gated_linear_unit
+from keras_recurrent.ops.gated_linear_unit import gated_linear_unit
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")

@@ -17,7 +17,7 @@ class RMSNormOperation(Operation):
     @classmethod
     def check(cls, tensors, context, options):
         epsilon = options["epsilon"]
-        if not isinstance(epsilon, numbers.Real) or not epsilon >= 0:
+        if not isinstance(epsilon, numbers.Real) or not float(epsilon) >= 0:
             raise ValueError(
                 f"`{cls.kernel}`: `epsilon` must be a number, at least 0; got {epsilon!r}."
             )
