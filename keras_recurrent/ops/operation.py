@@ -1,7 +1,7 @@
 """What the public operations share: their shapes and checks, graphs, and the call to a kernel."""
 
 import keras
-from keras import ops, tree
+from keras import ops
 
 from keras_recurrent import dispatch
 from keras_recurrent.ops.shapes import fits
@@ -168,8 +168,13 @@ def _convert_one(tensor):
     return ops.convert_to_tensor(tensor)
 
 
-def _symbolic(tensors, context):
-    return any(isinstance(t, keras.KerasTensor) for t in tree.flatten((tensors, context)))
+def _symbolic(*groups):
+    # Nor `tree.flatten`, which takes longer than all checks.
+    return any(
+        _symbolic(t) if isinstance(t, dict) else isinstance(t, keras.KerasTensor)
+        for tensors in groups
+        for t in tensors.values()
+    )
 
 
 def dtype_of(tensor):
@@ -177,7 +182,7 @@ def dtype_of(tensor):
 
 
 def accumulation_dtype(tensors):
-    dtypes = [dtype_of(t) for t in tree.flatten(tensors) if t is not None]
+    dtypes = [dtype_of(t) for t in tensors.values() if t is not None]
     return "float64" if "float64" in dtypes else "float32"
 
 
