@@ -18,6 +18,10 @@ A kernel is a function, named as its file, that takes tensors of its framework a
     def linear_scan(x, log_a, initial_state=None, token_kind=None):
         """x, log_a: [B, T, D]. Returns ([B, T, D] in x's dtype, [B, D] in float32)."""
 
+`rms_norm`, `gated_linear_unit` and `log_forget_gate` see one token at a time: they take neither
+`initial_state` nor `token_kind`, have any number of axes before the last, and return their output
+alone. That of `log_forget_gate` has the dtype of the arithmetic, the others' that of x.
+
 What every kernel keeps to:
 
 - `token_kind`, int8 [B, T] or None, says what a token does: 0 goes on; 1 starts afresh, as if

@@ -7,7 +7,8 @@ GOES_ON, STARTS, PADDING = 0, 1, 2
 
 def accumulate(*tensors):
     """The dtype of states and sums: float64 if any argument is, else float32."""
-    return jnp.float64 if any(t.dtype == jnp.float64 for t in tensors) else jnp.float32
+    given = [t for t in tensors if t is not None]
+    return jnp.float64 if any(t.dtype == jnp.float64 for t in given) else jnp.float32
 
 
 def first_state(initial_state, shape, dtype):

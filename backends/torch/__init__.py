@@ -1,7 +1,8 @@
 """Plain PyTorch kernels: chunked, differentiable, any device, no compiler needed.
 
-Each operation is an opaque operator (`torch.ops.keras_recurrent.<op>`) with a backward operator of
-its own, so `torch.compile` takes it as one node: no graph breaks, no unrolled loops, any length.
-The price: gradients of gradients and the transforms of `torch.func` (`grad`, `vmap`) raise;
-`loss.backward()` and `torch.autograd.grad` work.
+Each operation over time is an opaque operator (`torch.ops.keras_recurrent.<op>`) with a backward
+operator of its own, so `torch.compile` takes it as one node: no graph breaks, no unrolled loops,
+any length. The price: gradients of gradients and the transforms of `torch.func` (`grad`, `vmap`)
+raise; `loss.backward()` and `torch.autograd.grad` work. The operations without a state are plain
+torch.
 """

@@ -8,9 +8,9 @@ from keras_recurrent.layers.initializers import clone_initializer
 
 
 class GatedLinearUnit(keras.layers.Layer):
-    """Base class of the gated multilayer perceptrons: `W_down (activate(W_gate x) * W_up x)`.
+    """Base class of the gated multilayer perceptrons: `W_down gated(W_gate x, W_up x)`.
 
-    Shazeer 2020 (arXiv:2002.05202). A subclass says `activate`, and whether there are biases; the
+    Shazeer 2020 (arXiv:2002.05202). A subclass says `gated`, and whether there are biases; the
     sublayers are `gate_proj`, `up_proj` and `down_proj`, all `Dense`.
     """
 
@@ -32,8 +32,8 @@ class GatedLinearUnit(keras.layers.Layer):
         self.gate_proj = self._dense(intermediate_dim, "gate_proj")
         self.up_proj = self._dense(intermediate_dim, "up_proj")
 
-    def activate(self, x):
-        """The nonlinearity of the gate."""
+    def gated(self, gate, x):
+        """What the gate lets through."""
         raise NotImplementedError
 
     def _dense(self, units, name):
@@ -56,8 +56,7 @@ class GatedLinearUnit(keras.layers.Layer):
         self.down_proj.build((*input_shape[:-1], self.intermediate_dim))
 
     def call(self, inputs):
-        gate = self.activate(self.gate_proj(inputs))
-        y = self.down_proj(ops.multiply(gate, self.up_proj(inputs)))
+        y = self.down_proj(self.gated(self.gate_proj(inputs), self.up_proj(inputs)))
         return ops.cast(y, self.compute_dtype)  # Keras on torch multiplies float64 as float32
 
     def compute_output_shape(self, input_shape):

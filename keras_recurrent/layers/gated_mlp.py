@@ -1,9 +1,9 @@
 """The gated multilayer perceptron of Griffin and Hawk."""
 
 import keras
-from keras import ops
 
 from keras_recurrent.layers.gated_linear_unit import GatedLinearUnit
+from keras_recurrent.ops.gated_linear_unit import gated_linear_unit
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -45,8 +45,8 @@ class GatedMLP(GatedLinearUnit):
 
     use_bias = True
 
-    def activate(self, x):
-        return ops.gelu(x, approximate=True)
+    def gated(self, gate, x):
+        return gated_linear_unit(gate, x, activation="gelu")
 
     def get_config(self):
         return {

@@ -4,7 +4,7 @@ import keras
 from keras import ops
 
 from keras_recurrent.layers.initializers import clone_initializer
-from keras_recurrent.layers.lower_bounds import BoundedLayer, log_forget_gate
+from keras_recurrent.layers.lower_bounds import BoundedLayer
 from keras_recurrent.layers.streaming import last_segment
 from keras_recurrent.ops import linear_scan
 
@@ -82,8 +82,7 @@ class HGRN(BoundedLayer):
 
     def stream(self, inputs, mask, segment_ids, state, lower_bound=None):
         hidden, segment = (state["hidden"], state["segment"]) if state else (None, None)
-        logits = ops.cast(self.f_proj(inputs), self.state_dtype)
-        log_f = log_forget_gate(logits, lower_bound)
+        log_f = self.log_forget_gate(self.f_proj(inputs), lower_bound)
         kept = ops.cast(ops.silu(self.i_proj(inputs)), self.state_dtype)
         h, hidden = linear_scan(
             *(-ops.expm1(log_f) * kept, log_f),

@@ -6,7 +6,7 @@ from keras import ops
 from keras_recurrent.layers.causal_conv1d import CausalConv1D
 from keras_recurrent.layers.checks import check_divides, check_positive_integer
 from keras_recurrent.layers.initializers import clone_initializer
-from keras_recurrent.layers.lower_bounds import BoundedLayer, log_forget_gate
+from keras_recurrent.layers.lower_bounds import BoundedLayer
 from keras_recurrent.layers.rms_norm import RMSNorm
 from keras_recurrent.layers.streaming import last_segment
 from keras_recurrent.ops import gated_linear_attention
@@ -166,7 +166,7 @@ class HGRN2(BoundedLayer):
     def gates(self, q, f, i, lower_bound):
         """Queries, values and log forget gates, heads apart, from the three linear maps."""
         q = self._activated(q, self.gate_activation) * self.expand_ratio**-0.5
-        log_f = log_forget_gate(ops.cast(f, self.state_dtype), lower_bound)
+        log_f = self.log_forget_gate(f, lower_bound)
         v = self._activated(i, self.input_activation)
         batch, length = ops.shape(v)[:2]
         heads = (batch, length, self.width // self.expand_ratio, self.expand_ratio)

@@ -6,6 +6,7 @@ from keras import ops
 
 from keras_recurrent.layers.checks import check_positive_integer, check_tensor, check_width_known
 from keras_recurrent.layers.streaming import StreamingLayer
+from keras_recurrent.ops.log_forget_gate import log_forget_gate
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -129,6 +130,12 @@ class BoundedLayer(StreamingLayer):
             lower_bound=lower_bound,
         )
 
+    def log_forget_gate(self, logits, lower_bound):
+        """log f, with f = β + (1 - β) σ(logits), in the dtype of states."""
+        if lower_bound is not None:
+            lower_bound = ops.cast(lower_bound, self.state_dtype)
+        return log_forget_gate(ops.cast(logits, self.compute_dtype), lower_bound)
+
     def compute_output_spec(self, inputs, *args, lower_bound=None, **kwargs):
         check_lower_bound(lower_bound, inputs.shape[-1])
         return super().compute_output_spec(inputs, *args, **kwargs)
@@ -144,13 +151,3 @@ def check_lower_bound(lower_bound, width):
             f"channels; got {tuple(lower_bound.shape)}. Pass a row of what "
             "`keras_recurrent.layers.LowerBounds` returns."
         )
-
-
-def log_forget_gate(logits, lower_bound):
-    """log f, with f = β + (1 - β) σ(logits)."""
-    log_f = ops.log_sigmoid(logits)
-    if lower_bound is None:
-        return log_f
-    log_bound, log_rest = ops.unstack(ops.cast(lower_bound, logits.dtype))
-    # Near 0 the sum's rounding may be above it.
-    return ops.minimum(ops.logaddexp(log_bound, log_rest + log_f), 0.0)

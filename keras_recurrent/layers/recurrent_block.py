@@ -1,7 +1,6 @@
 """The recurrent block of Griffin and Hawk."""
 
 import keras
-from keras import ops
 
 from keras_recurrent.layers.causal_conv1d import CausalConv1D
 from keras_recurrent.layers.checks import check_num_blocks, check_positive_integer
@@ -9,6 +8,7 @@ from keras_recurrent.layers.dense import apply_to_tokens
 from keras_recurrent.layers.initializers import clone_initializer, get_decay_initializer
 from keras_recurrent.layers.rg_lru import RGLRU
 from keras_recurrent.layers.streaming import StreamingLayer
+from keras_recurrent.ops.gated_linear_unit import gated_linear_unit
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -154,8 +154,9 @@ class RecurrentBlock(StreamingLayer):
         x = apply_to_tokens(self.linear_x, inputs)
         x, conv1d = self.conv1d(x, initial_state=state["conv1d"], **tokens)
         x, rg_lru = self.rg_lru(x, initial_state=state["rg_lru"], **tokens)
-        y = ops.gelu(apply_to_tokens(self.linear_y, inputs), approximate=True)
-        output = apply_to_tokens(self.linear_out, ops.multiply(x, y))
+        gate = apply_to_tokens(self.linear_y, inputs)
+        x = gated_linear_unit(gate, x, activation="gelu")
+        output = apply_to_tokens(self.linear_out, x)
         return output, {"conv1d": conv1d, "rg_lru": rg_lru}
 
     def state_spec(self, batch_size=None):

@@ -4,6 +4,7 @@ import keras
 from keras import ops
 
 from keras_recurrent.layers.checks import check_width_known
+from keras_recurrent.ops.rms_norm import rms_norm
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -64,9 +65,12 @@ class RMSNorm(keras.layers.Layer):
         )
 
     def call(self, inputs):
-        x = normalize(inputs, self.epsilon, self.compute_dtype)
-        scale = ops.cast(self.scale, x.dtype)
-        return ops.cast(x * (1 + scale if self.zero_centered else scale), self.compute_dtype)
+        scale = ops.convert_to_tensor(self.scale)
+        if self.zero_centered:
+            # In 16 bits 1 + scale would lose what is stored.
+            float64 = self.compute_dtype == "float64"
+            scale = 1 + ops.cast(scale, "float64" if float64 else "float32")
+        return rms_norm(ops.cast(inputs, self.compute_dtype), scale, epsilon=self.epsilon)
 
     def compute_output_shape(self, input_shape):
         return tuple(input_shape)
@@ -77,11 +81,3 @@ class RMSNorm(keras.layers.Layer):
             "epsilon": self.epsilon,
             "zero_centered": self.zero_centered,
         }
-
-
-def normalize(x, epsilon, compute_dtype):
-    """x / sqrt(mean(x^2) + ε) over the last axis, in float32, or float64 if that is computed in."""
-    x = ops.cast(x, "float64" if compute_dtype == "float64" else "float32")
-    # Not `ops.mean`, which takes float64 through float32.
-    mean_square = ops.sum(ops.square(x), axis=-1, keepdims=True) / x.shape[-1]
-    return x * ops.rsqrt(mean_square + epsilon)

@@ -1,6 +1,7 @@
 """The gated linear unit of TransNormerLLM."""
 
 import keras
+from keras import ops
 
 from keras_recurrent.layers.gated_linear_unit import GatedLinearUnit
 
@@ -48,5 +49,5 @@ class SGLU(GatedLinearUnit):
     def __init__(self, intermediate_dim, kernel_initializer="lecun_normal", **kwargs):
         super().__init__(intermediate_dim, kernel_initializer, **kwargs)
 
-    def activate(self, x):
-        return x
+    def gated(self, gate, x):
+        return ops.multiply(gate, x)

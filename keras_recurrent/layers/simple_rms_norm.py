@@ -2,7 +2,7 @@
 
 import keras
 
-from keras_recurrent.layers.rms_norm import normalize
+from keras_recurrent.ops.rms_norm import rms_norm
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -52,9 +52,7 @@ class SimpleRMSNorm(keras.layers.Layer):
         self.supports_masking = True
 
     def call(self, inputs):
-        return keras.ops.cast(
-            normalize(inputs, self.epsilon, self.compute_dtype), self.compute_dtype
-        )
+        return rms_norm(keras.ops.cast(inputs, self.compute_dtype), epsilon=self.epsilon)
 
     def compute_output_shape(self, input_shape):
         return tuple(input_shape)

@@ -1,9 +1,9 @@
 """The gated multilayer perceptron of HGRN2."""
 
 import keras
-from keras import ops
 
 from keras_recurrent.layers.gated_linear_unit import GatedLinearUnit
+from keras_recurrent.ops.gated_linear_unit import gated_linear_unit
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -47,5 +47,5 @@ class SwiGLU(GatedLinearUnit):
     def __init__(self, intermediate_dim, kernel_initializer="lecun_normal", **kwargs):
         super().__init__(intermediate_dim, kernel_initializer, **kwargs)
 
-    def activate(self, x):
-        return ops.silu(x)
+    def gated(self, gate, x):
+        return gated_linear_unit(gate, x, activation="silu")

@@ -1,12 +1,19 @@
-"""Operations on tensors, on every Keras backend. Each returns `(output, final_state)`."""
+"""Operations on tensors, on every Keras backend.
+
+Those over time return `(output, final_state)`; `gated_linear_unit`, `log_forget_gate` and
+`rms_norm` see one token at a time, and return their output alone.
+"""
 
 from keras_recurrent.ops.causal_conv1d import causal_conv1d
 from keras_recurrent.ops.complex_linear_scan import complex_linear_scan
 from keras_recurrent.ops.gated_linear_attention import gated_linear_attention
+from keras_recurrent.ops.gated_linear_unit import gated_linear_unit
 from keras_recurrent.ops.lightning_attention import lightning_attention
 from keras_recurrent.ops.linear_scan import linear_scan
+from keras_recurrent.ops.log_forget_gate import log_forget_gate
 from keras_recurrent.ops.operation import which_implementation
 from keras_recurrent.ops.rg_lru import rg_lru
+from keras_recurrent.ops.rms_norm import rms_norm
 from keras_recurrent.ops.sliding_window_attention import sliding_window_attention
 from keras_recurrent.ops.token_kind import token_kind
 
@@ -14,9 +21,12 @@ __all__ = [
     "causal_conv1d",
     "complex_linear_scan",
     "gated_linear_attention",
+    "gated_linear_unit",
     "lightning_attention",
     "linear_scan",
+    "log_forget_gate",
     "rg_lru",
+    "rms_norm",
     "sliding_window_attention",
     "token_kind",
     "which_implementation",

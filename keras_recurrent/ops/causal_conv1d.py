@@ -2,7 +2,7 @@
 
 import keras
 
-from keras_recurrent.ops.operation import RecurrentOperation
+from keras_recurrent.ops.recurrent_operation import RecurrentOperation
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -11,15 +11,12 @@ class CausalConv1DOperation(RecurrentOperation):
     shapes = {"x": "B T D", "kernel": "W D", "bias": "D"}
     state_shape = "B W-1 D"
     optional = ("bias",)
+    options = RecurrentOperation.options | {"activation": None}
 
     @classmethod
-    def lower(cls, *arguments, activation=None, **context):
-        return {**super().lower(*arguments, **context), "activation": activation}
-
-    @classmethod
-    def check(cls, tensors, context, activation=None):
-        check_activation(cls.kernel, activation)
-        return super().check(tensors, context)
+    def check(cls, tensors, context, options):
+        check_activation(cls.kernel, options["activation"])
+        return super().check(tensors, context, options)
 
 
 def check_activation(where, activation):
@@ -86,9 +83,8 @@ def causal_conv1d(
     """
     return CausalConv1DOperation.apply(
         {"x": x, "kernel": kernel, "bias": bias},
-        reverse,
         implementation,
-        {"activation": activation},
+        {"reverse": reverse, "activation": activation},
         initial_state=initial_state,
         mask=mask,
         segment_ids=segment_ids,

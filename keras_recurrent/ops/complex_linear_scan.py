@@ -2,7 +2,7 @@
 
 import keras
 
-from keras_recurrent.ops.operation import RecurrentOperation
+from keras_recurrent.ops.recurrent_operation import RecurrentOperation
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -64,8 +64,8 @@ def complex_linear_scan(
     """
     return ComplexLinearScan.apply(
         {"x": x, "log_a": log_a, "phase": phase},
-        reverse,
         implementation,
+        {"reverse": reverse},
         initial_state=initial_state,
         mask=mask,
         segment_ids=segment_ids,

@@ -2,7 +2,7 @@
 
 import keras
 
-from keras_recurrent.ops.operation import RecurrentOperation
+from keras_recurrent.ops.recurrent_operation import RecurrentOperation
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -74,8 +74,8 @@ def gated_linear_attention(
     """
     return GatedLinearAttentionOperation.apply(
         {"q": q, "k": k, "v": v, "log_f": log_f},
-        reverse,
         implementation,
+        {"reverse": reverse},
         initial_state=initial_state,
         mask=mask,
         segment_ids=segment_ids,

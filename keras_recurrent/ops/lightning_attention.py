@@ -2,7 +2,7 @@
 
 import keras
 
-from keras_recurrent.ops.operation import RecurrentOperation
+from keras_recurrent.ops.recurrent_operation import RecurrentOperation
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -70,8 +70,8 @@ def lightning_attention(
     """
     return LightningAttentionOperation.apply(
         {"q": q, "k": k, "v": v, "log_decay": log_decay},
-        reverse,
         implementation,
+        {"reverse": reverse},
         initial_state=initial_state,
         mask=mask,
         segment_ids=segment_ids,

@@ -2,7 +2,7 @@
 
 import keras
 
-from keras_recurrent.ops.operation import RecurrentOperation
+from keras_recurrent.ops.recurrent_operation import RecurrentOperation
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -69,8 +69,8 @@ def linear_scan(
     """
     return LinearScan.apply(
         {"x": x, "log_a": log_a},
-        reverse,
         implementation,
+        {"reverse": reverse},
         initial_state=initial_state,
         mask=mask,
         segment_ids=segment_ids,

@@ -1,171 +1,110 @@
-"""What the public operations share: checks, token kinds, direction, and the call to a kernel."""
-
-import inspect
+"""What the public operations share: their shapes and checks, graphs, and the call to a kernel."""
 
 import keras
-from keras import ops, tree
+from keras import ops
 
 from keras_recurrent import dispatch
-from keras_recurrent.ops.token_kind import token_kind
+from keras_recurrent.ops.shapes import fits
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
+OPERATIONS: dict[str, type["Operation"]] = {}
 
 
-class RecurrentOperation(keras.Operation):
-    """An operation over time, as a node of a Keras graph; `apply` is its way in.
+class Operation(keras.Operation):
+    """An operation, as a node of a Keras graph; `apply` is its way in.
 
-    A subclass names its kernel and the shapes of its tensors in letters (`B` batch, `T` time; a
-    letter may carry a factor, `2D`, or an offset, `W-1`). The tensor `output_like` gives the
-    output its shape and dtype; those with a `T` are turned around by `reverse`. A state of several
-    arrays is a dict. `options` are what else the kernel takes, known when a graph is made.
+    A subclass names its kernel and the shapes of its tensors in letters (`D` channels; a letter may
+    carry a factor, `2D`, or an offset, `W-1`; `...` before them is any number of axes, and a number
+    is itself). The tensor `output_like` gives the output its shape and dtype. `options` are what
+    else the kernel takes, known when a graph is made, with what stands for each that is not given.
+    `context` names the tensors that the kernel does not take as they are.
     """
 
     kernel: str
     shapes: dict[str, str]
-    state_shape: str | dict[str, str]
     output_like: str = "x"  # not `output`, which is Keras's
     optional: tuple[str, ...] = ()
-    # Whether a start afresh differs from going on from a state of zeros.
-    start_matters = False
+    options: dict = {}
+    context: tuple[str, ...] = ()
 
-    def __init__(self, reverse=False, implementation=None, name=None, **options):
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        if "kernel" in vars(cls):
+            OPERATIONS[cls.kernel] = cls
+
+    def __init__(self, implementation=None, name=None, **options):
         super().__init__(name=name)
-        self.reverse = reverse
         self.implementation = implementation
-        self.options = options
+        self.options = type(self).options | options
 
     @classmethod
-    def apply(cls, tensors, reverse, implementation, options=None, **context):
+    def apply(cls, tensors, implementation, options=None, **context):
         """Run at once, or add a node to the graph when an argument is symbolic."""
         tensors, context, options = _convert(tensors), _convert(context), options or {}
-        cls.check(tensors, context, **options)
+        cls.check(tensors, context, options)
         if _symbolic(tensors, context):
-            return cls(reverse, implementation, **options).symbolic_call(**tensors, **context)
-        arguments = cls.lower(tensors, reverse, **context, **options)
-        output, final_state = dispatch.run(cls.kernel, arguments, implementation)
-        return (ops.flip(output, axis=1) if reverse else output), final_state
+            return cls(implementation, **options).symbolic_call(**tensors, **context)
+        return cls.run(tensors, context, options, implementation)
+
+    @classmethod
+    def run(cls, tensors, context, options, implementation):
+        return dispatch.run(cls.kernel, cls.lower(tensors, context, options), implementation)
+
+    @classmethod
+    def lower(cls, tensors, context, options):
+        """The kernel's keyword arguments."""
+        return {**tensors, **options}
 
     def call(self, **arguments):
         tensors = {name: arguments.pop(name) for name in self.shapes if name in arguments}
-        return self.apply(tensors, self.reverse, self.implementation, self.options, **arguments)
+        return self.apply(tensors, self.implementation, self.options, **arguments)
 
     def compute_output_spec(self, **arguments):
-        tensors = {name: arguments[name] for name in self.shapes if name in arguments}
-        context = {name: value for name, value in arguments.items() if name not in tensors}
-        return self.output_spec(tensors, self.check(tensors, context, **self.options))
+        tensors = {name: arguments.pop(name) for name in self.shapes if name in arguments}
+        return self.output_spec(tensors, self.check(tensors, arguments, self.options))
 
     def output_spec(self, tensors, sizes):
         """What is returned, as `KerasTensor`s, from what `check` returned."""
         like = tensors[self.output_like]
-        state_shape = shape_of(self.state_shape, sizes)
-        return (
-            keras.KerasTensor(like.shape, _dtype(like)),
-            keras.KerasTensor(state_shape, _accumulation_dtype(tensors)),
-        )
+        return keras.KerasTensor(like.shape, dtype_of(like))
 
     @classmethod
-    def cast_state(cls, state, tensors):
-        """The state in the dtype that the kernel takes."""
-        return ops.cast(state, _accumulation_dtype(tensors))
-
-    @classmethod
-    def lower(cls, tensors, reverse, initial_state, mask, segment_ids, previous_segment_id):
-        """The kernel's keyword arguments."""
-        if initial_state is not None:
-            initial_state = cls.cast_state(initial_state, tensors)
-        if reverse:
-            tensors = {
-                name: ops.flip(t, axis=1) if t is not None and "T" in cls.shapes[name] else t
-                for name, t in tensors.items()
-            }
-            mask, segment_ids = (
-                None if t is None else ops.flip(t, axis=1) for t in (mask, segment_ids)
-            )
-        context = (mask, segment_ids, previous_segment_id)
-        marks_start = cls.start_matters and initial_state is None
-        kind = None
-        if marks_start or any(c is not None for c in context):
-            kind = token_kind(tensors[cls.output_like], *context, initial_state=initial_state)
-        return {**tensors, "initial_state": initial_state, "token_kind": kind}
-
-    @classmethod
-    def check(cls, tensors, context):
+    def check(cls, tensors, context, options):
         """Raise for what no kernel can take; return the sizes behind the letters."""
-        sizes: dict[str, int | None] = {}
-        letters = cls.shapes | {"mask": "B T", "segment_ids": "B T", "previous_segment_id": "B"}
-        if isinstance(cls.state_shape, str):
-            letters["initial_state"] = cls.state_shape
-        elif context.get("initial_state") is not None:
-            context, of_state = cls._by_name(context, cls.state_shape)
-            letters |= of_state
+        return cls.check_tensors(tensors, cls.shapes)
+
+    @classmethod
+    def check_tensors(cls, tensors, letters):
+        sizes: dict[str, int | tuple | None] = {}
         given = {}
-        for name, tensor in (tensors | context).items():
+        for name, tensor in tensors.items():
             if tensor is not None:
                 given[name] = (tuple(tensor.shape), letters[name].split())
-                check_dtype(cls.kernel, name, _dtype(tensor))
+                check_dtype(cls.kernel, name, dtype_of(tensor))
             elif name in cls.shapes and name not in cls.optional:
                 raise ValueError(f"`{cls.kernel}` needs the argument `{name}`; got None.")
         for name, (shape, dims) in given.items():
             _check_rank(cls.kernel, name, shape, dims)
-            for dim, size in zip(dims, shape, strict=True):
-                if dim.isalpha() and sizes.get(dim) is None:
+            for dim, size in zip(dims, _parts(shape, dims), strict=True):
+                if (dim.isalpha() or dim == "...") and sizes.get(dim) is None:
                     sizes[dim] = size
         for name, (shape, dims) in given.items():
             _check_sizes(cls.kernel, name, shape, dims, sizes)
-        if sizes["T"] == 0:
-            raise ValueError(f"`{cls.kernel}` needs at least one token; got a sequence of none.")
-        for name, (shape, dims) in given.items():
-            # A state of attention to one token alone has no room, and a filter of one tap no past.
-            if 0 in shape and "C" not in dims and "W-1" not in dims:
-                raise ValueError(
-                    f"`{cls.kernel}`: `{name}` must have no empty dimension; got the shape "
-                    f"{shape} for [{', '.join(dims)}]. Leave out calls with nothing to compute."
-                )
         return sizes
 
-    @classmethod
-    def _by_name(cls, context, shapes):
-        """The arrays of a state as arguments by themselves, and their letters."""
-        state = context["initial_state"]
-        if not isinstance(state, dict) or set(state) != set(shapes):
-            got = f"a dict of {sorted(state)}" if isinstance(state, dict) else type(state).__name__
-            raise ValueError(
-                f"`{cls.kernel}`: `initial_state` must be a dict of {sorted(shapes)}, as the "
-                f"operation returns it; got {got}."
-            )
-        names = {name: f"initial_state[{name!r}]" for name in shapes}
-        parts = {names[name]: state[name] for name in shapes}
-        letters = {names[name]: shapes[name] for name in shapes}
-        return context | {"initial_state": None} | parts, letters
-
     def get_config(self):
-        return {
-            "name": self.name,
-            "reverse": self.reverse,
-            "implementation": self.implementation,
-            **self.options,
-        }
+        return {"name": self.name, "implementation": self.implementation, **self.options}
 
 
-def which_implementation(
-    operation,
-    *tensors,
-    initial_state=None,
-    mask=None,
-    segment_ids=None,
-    previous_segment_id=None,
-    reverse=False,
-    implementation=None,
-    **options,
-):
+def which_implementation(operation, *tensors, implementation=None, **arguments):
     """Tell which implementation would run an operation, and why not the others.
 
     Args:
         operation: a function of `keras_recurrent.ops`, or its name.
         *tensors: its tensors, in its order.
-        initial_state, mask, segment_ids, previous_segment_id, reverse, implementation: as the
-            operation takes them.
-        **options: what else the operation takes, such as `sliding_window`.
+        implementation: as the operation takes it.
+        **arguments: what else the operation takes, such as `initial_state`, `mask`, `segment_ids`,
+            `reverse` or `sliding_window`.
 
     Returns:
         A `Choice`: `.implementation` is the name of a folder of `backends/`, or None if nothing
@@ -185,36 +124,30 @@ def which_implementation(
     True
     """
     name = getattr(operation, "__name__", operation)
-    known = {cls.kernel: cls for cls in RecurrentOperation.__subclasses__()}
-    if name not in known:
-        raise ValueError(f"`operation` must be one of {', '.join(sorted(known))}; got {name!r}.")
-    cls = known[name]
+    if name not in OPERATIONS:
+        raise ValueError(
+            f"`operation` must be one of {', '.join(sorted(OPERATIONS))}; got {name!r}."
+        )
+    cls = OPERATIONS[name]
     if len(tensors) > len(cls.shapes):
         raise ValueError(
             f"`{name}` takes {len(cls.shapes)} tensors, {', '.join(cls.shapes)}; got "
             f"{len(tensors)}."
         )
-    unknown = sorted(options.keys() - inspect.signature(cls.check).parameters.keys())
+    unknown = sorted(arguments.keys() - {*cls.shapes, *cls.context, *cls.options})
     if unknown:
         raise ValueError(f"`{name}` takes no argument {', '.join(map(repr, unknown))}.")
-    named = _convert(dict(zip(cls.shapes, tensors, strict=False)))
-    context = _convert(
-        {
-            "initial_state": initial_state,
-            "mask": mask,
-            "segment_ids": segment_ids,
-            "previous_segment_id": previous_segment_id,
-        }
-    )
-    missing = {argument: None for argument in cls.shapes if argument not in named}
-    cls.check(named | missing, context, **options)
+    given = arguments | dict(zip(cls.shapes, tensors, strict=False))
+    named = _convert({argument: given.get(argument) for argument in cls.shapes})
+    context = _convert({argument: given.get(argument) for argument in cls.context})
+    options = {option: given.get(option, cls.options[option]) for option in cls.options}
+    cls.check(named, context, options)
     if _symbolic(named, context):
         raise ValueError(
             "`which_implementation` needs tensors with values: the choice may depend on the "
             "device they are on. Got a symbolic KerasTensor."
         )
-    arguments = cls.lower(named | missing, reverse, **context, **options)
-    return dispatch.choose(name, arguments, implementation)
+    return dispatch.choose(name, cls.lower(named, context, options), implementation)
 
 
 def shape_of(dims, sizes):
@@ -235,40 +168,66 @@ def _convert_one(tensor):
     return ops.convert_to_tensor(tensor)
 
 
-def _symbolic(tensors, context):
-    return any(isinstance(t, keras.KerasTensor) for t in tree.flatten((tensors, context)))
+def _symbolic(*groups):
+    # Nor `tree.flatten`, which takes longer than all checks.
+    return any(
+        _symbolic(t) if isinstance(t, dict) else isinstance(t, keras.KerasTensor)
+        for tensors in groups
+        for t in tensors.values()
+    )
 
 
-def _dtype(tensor):
+def dtype_of(tensor):
     return keras.backend.standardize_dtype(tensor.dtype)
 
 
-def _accumulation_dtype(tensors):
-    dtypes = [_dtype(t) for t in tree.flatten(tensors) if t is not None]
+def accumulation_dtype(tensors):
+    dtypes = [dtype_of(t) for t in tensors.values() if t is not None]
     return "float64" if "float64" in dtypes else "float32"
 
 
+def _parts(shape, dims):
+    """The sizes that the letters stand for; those of `...` are together."""
+    if dims[0] != "...":
+        return shape
+    leading = len(shape) - len(dims) + 1
+    return (shape[:leading], *shape[leading:])
+
+
 def _check_rank(operation, name, shape, dims):
-    if len(shape) != len(dims):
+    least = len(dims) - (dims[0] == "...")
+    if len(shape) < least or (len(shape) > least and dims[0] != "..."):
+        wanted = f"at least {least}" if dims[0] == "..." else f"the {least}"
         raise ValueError(
-            f"`{operation}`: `{name}` must have the {len(dims)} dimensions [{', '.join(dims)}]; "
+            f"`{operation}`: `{name}` must have {wanted} dimensions [{', '.join(dims)}]; "
             f"got the shape {shape}."
         )
 
 
 def _check_sizes(operation, name, shape, dims, sizes):
-    for dim, size in zip(dims, shape, strict=True):
+    for dim, size in zip(dims, _parts(shape, dims), strict=True):
         expected = _size(dim, sizes)
-        if None not in (expected, size) and expected != size:
+        if not _agree(expected, size):
             known = ", ".join(f"{letter} = {n}" for letter, n in sizes.items() if n is not None)
+            wanted = "" if dim.isdigit() else f": {dim} should be {expected}, not {size}"
             raise ValueError(
                 f"`{operation}`: `{name}` must have the shape [{', '.join(dims)}], with {known}; "
-                f"got the shape {shape}: {dim} should be {expected}, not {size}."
+                f"got the shape {shape}{wanted}."
             )
 
 
+def _agree(expected, size):
+    if isinstance(expected, tuple):
+        return fits(size, expected)
+    return None in (expected, size) or expected == size
+
+
 def _size(dim, sizes):
-    """The number that `B`, `2D` or `W-1` stands for; None if it is not known yet."""
+    """What `B`, `2D`, `W-1`, `2` or `...` stands for; None if it is not known yet."""
+    if dim == "...":
+        return sizes[dim]
+    if dim.isdigit():
+        return int(dim)
     letter = next(c for c in dim if c.isalpha())
     factor, offset = dim.split(letter)
     size = sizes.get(letter)

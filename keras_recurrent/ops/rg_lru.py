@@ -2,7 +2,7 @@
 
 import keras
 
-from keras_recurrent.ops.operation import RecurrentOperation
+from keras_recurrent.ops.recurrent_operation import RecurrentOperation
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -69,8 +69,8 @@ def rg_lru(
     """
     return RGLRUOperation.apply(
         {"x": x, "gate_a": gate_a, "gate_x": gate_x, "a_logit": a_logit},
-        reverse,
         implementation,
+        {"reverse": reverse},
         initial_state=initial_state,
         mask=mask,
         segment_ids=segment_ids,

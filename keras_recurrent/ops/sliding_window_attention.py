@@ -3,7 +3,8 @@
 import keras
 from keras import ops
 
-from keras_recurrent.ops.operation import RecurrentOperation, shape_of
+from keras_recurrent.ops.operation import shape_of
+from keras_recurrent.ops.recurrent_operation import RecurrentOperation
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -12,11 +13,12 @@ class SlidingWindowAttentionOperation(RecurrentOperation):
     shapes = {"q": "B T H K", "k": "B T G K", "v": "B T G V"}
     state_shape = {"key": "B C G K", "value": "B C G V", "position": "B"}
     output_like = "q"
+    options = RecurrentOperation.options | {"sliding_window": None, "max_length": None}
 
     def output_spec(self, tensors, sizes):
         q, k, v = tensors.values()
         output = keras.KerasTensor((*q.shape[:3], v.shape[3]), q.dtype)
-        sizes.setdefault("C", capacity(**self.options))
+        sizes.setdefault("C", self._room(self.options))
         if sizes["C"] is None:
             return output, {}
         dtypes = {"key": k.dtype, "value": v.dtype, "position": "int32"}
@@ -34,22 +36,25 @@ class SlidingWindowAttentionOperation(RecurrentOperation):
         }
 
     @classmethod
-    def lower(cls, *arguments, sliding_window=None, max_length=None, **context):
-        return {
-            **super().lower(*arguments, **context),
-            "sliding_window": sliding_window,
-            "capacity": capacity(sliding_window, max_length),
-        }
+    def lower(cls, tensors, context, options):
+        arguments = super().lower(tensors, context, options)
+        del arguments["max_length"]
+        return {**arguments, "capacity": cls._room(options)}
+
+    @staticmethod
+    def _room(options):
+        return capacity(options["sliding_window"], options["max_length"])
 
     @classmethod
-    def check(cls, tensors, context, sliding_window=None, max_length=None):
-        for name, number in (("sliding_window", sliding_window), ("max_length", max_length)):
+    def check(cls, tensors, context, options):
+        for name in ("sliding_window", "max_length"):
+            number = options[name]
             if number is not None and (type(number) is not int or number < 1):
                 raise ValueError(
                     f"`{cls.kernel}`: `{name}` must be an integer, at least 1, or None; got "
                     f"{number!r}."
                 )
-        sizes = super().check(tensors, context)
+        sizes = super().check(tensors, context, options)
         heads, groups = sizes["H"], sizes["G"]
         if heads % groups:
             raise ValueError(
@@ -138,9 +143,8 @@ def sliding_window_attention(
     """
     return SlidingWindowAttentionOperation.apply(
         {"q": q, "k": k, "v": v},
-        reverse,
         implementation,
-        {"sliding_window": sliding_window, "max_length": max_length},
+        {"reverse": reverse, "sliding_window": sliding_window, "max_length": max_length},
         initial_state=initial_state,
         mask=mask,
         segment_ids=segment_ids,

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from keras_recurrent import layers
-from keras_recurrent.layers.lower_bounds import log_forget_gate
+from keras_recurrent.ops import log_forget_gate
 from tests.layers import loops
 from tests.layers.gradients import call_with, gradients
 from tests.layers.table import WIDTH, assert_close, inputs, numpy

@@ -44,13 +44,13 @@ def run(kernel, drawn):
         return [output, *final.values()], integers
 
     names = ["output", *(n.replace("state", "final_state") for n in state_dtypes)]
-    outputs, integers, gradients = _gradients(call, arguments, cotangents)
+    outputs, integers, found = gradients(call, arguments, cotangents)
     wanted = [drawn.dtypes[drawn.output], *state_dtypes.values()]
     assert [dtype(o) for o in outputs] == wanted
-    assert {name: dtype(g) for name, g in gradients.items()} == dtypes
+    assert {name: dtype(g) for name, g in found.items()} == dtypes
     assert {dtype(i) for i in integers.values()} <= {"int32"}
     results = dict(zip(names, outputs, strict=True)) | integers
-    results |= {f"gradient of {name}": g for name, g in gradients.items()}
+    results |= {f"gradient of {name}": g for name, g in found.items()}
     return {name: to_numpy(r) for name, r in results.items()}
 
 
@@ -85,7 +85,7 @@ if BACKEND == "jax":
             yield
         assert interpreter.races is None or not interpreter.races.races_found
 
-    def _gradients(call, arguments, cotangents):
+    def gradients(call, arguments, cotangents):
         outputs, pull_back, integers = jax.vjp(call, arguments, has_aux=True)
         return outputs, integers, pull_back(cotangents)[0]
 
@@ -106,12 +106,12 @@ elif BACKEND == "torch":
     def interpreted(implementation):
         return contextlib.nullcontext()
 
-    def _gradients(call, arguments, cotangents):
+    def gradients(call, arguments, cotangents):
         for a in arguments.values():
             a.requires_grad_()
         outputs, integers = call(arguments)
-        gradients = torch.autograd.grad(outputs, list(arguments.values()), cotangents)
-        return outputs, integers, dict(zip(arguments, gradients, strict=True))
+        found = torch.autograd.grad(outputs, list(arguments.values()), cotangents)
+        return outputs, integers, dict(zip(arguments, found, strict=True))
 
 else:
     import tensorflow as tf
@@ -128,9 +128,9 @@ else:
     def interpreted(implementation):
         return contextlib.nullcontext()
 
-    def _gradients(call, arguments, cotangents):
+    def gradients(call, arguments, cotangents):
         with tf.GradientTape() as tape:
             tape.watch(arguments)
             outputs, integers = call(arguments)
-        gradients = tape.gradient(outputs, arguments, output_gradients=cotangents)
-        return outputs, integers, gradients
+        found = tape.gradient(outputs, arguments, output_gradients=cotangents)
+        return outputs, integers, found

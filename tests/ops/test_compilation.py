@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 
 from keras_recurrent import dispatch, ops
+from tests.ops import token_wise
 from tests.ops.cases import DRAW, Case, draw, unit
 from tests.ops.test_ops import OPTIONS
 
 BACKEND = keras.config.backend()
 every_operation = pytest.mark.parametrize("operation", DRAW)
+every_operation_without_a_state = pytest.mark.parametrize("operation", token_wise.DRAW)
 
 
 def arguments(operation, length):
@@ -35,6 +37,17 @@ def loss(operation, tensors, context):
     return keras.ops.sum(keras.ops.square(output * keep)) + ends
 
 
+def without_a_state(operation, length, where=ops):
+    """Its tensors, and a loss of them."""
+    drawn = token_wise.draw(operation, token_wise.Case((2, length, 8)))
+    function = getattr(where, operation)
+
+    def loss(tensors):
+        return keras.ops.sum(keras.ops.sin(function(**tensors, **drawn.options)))
+
+    return {n: t.astype("float32") for n, t in drawn.tensors.items()}, loss
+
+
 def close(results, expected):
     for name in expected:
         e = keras.ops.convert_to_numpy(expected[name])
@@ -50,6 +63,11 @@ if BACKEND == "jax":
         tensors, context = arguments(operation, 23)
         gradients = jax.grad(lambda t: loss(operation, t, context))
         close(jax.jit(gradients)(tensors), gradients(tensors))
+
+    @every_operation_without_a_state
+    def test_jit_without_a_state(operation):
+        tensors, loss = without_a_state(operation, 23)
+        close(jax.jit(jax.grad(loss))(tensors), jax.grad(loss)(tensors))
 
     @every_operation
     def test_memory_is_linear_in_time(operation):
@@ -94,6 +112,26 @@ elif BACKEND == "torch":
             tensors = {n: tensor(t, "float32") for n, t in tensors.items()}
             for result, expected in zip(compiled(**tensors), kernel(**tensors), strict=True):
                 torch.testing.assert_close(result, expected, rtol=0, atol=0)
+        assert len(graphs) == 1
+
+    @every_operation_without_a_state
+    def test_compile_without_a_state(operation):
+        """The kernels, forward and backward: one graph for every length."""
+        kernels = dispatch.KERNELS[operation]["torch"]
+        graphs = []
+
+        def count(graph, example_inputs):
+            graphs.append(graph)
+            return graph.forward
+
+        compiled = None
+        for length in (11, 23, 40):
+            tensors, loss = without_a_state(operation, length, kernels)
+            compiled = compiled or torch.compile(loss, fullgraph=True, dynamic=True, backend=count)
+            results, expected = leaves(tensors), leaves(tensors)
+            compiled(results).backward()
+            loss(expected).backward()
+            close(*({n: t.grad for n, t in which.items()} for which in (results, expected)))
         assert len(graphs) == 1
 
     def test_compile_forward_and_backward_with_inductor():
@@ -157,3 +195,21 @@ else:
             feed = tf.nest.map_structure(tf.constant, (tensors, context))
             close(function(*feed), gradients(operation, *feed))
         assert len(traces) == 1  # one graph serves every length
+
+    @every_operation_without_a_state
+    @pytest.mark.parametrize("jit_compile", [False, True])
+    def test_function_without_a_state(operation, jit_compile):
+        def gradients(tensors):
+            with tf.GradientTape() as tape:
+                tape.watch(tensors)
+                value = loss(tensors)
+            return tape.gradient(value, tensors)
+
+        tensors, loss = without_a_state(operation, 11)
+        unknown = {n: [None, None, 8] if t.ndim == 3 else t.shape for n, t in tensors.items()}
+        signature = [{n: tf.TensorSpec(shape) for n, shape in unknown.items()}]
+        function = tf.function(gradients, jit_compile=jit_compile, input_signature=signature)
+        for length in (1, 23):
+            tensors, _ = without_a_state(operation, length)
+            tensors = tf.nest.map_structure(tf.constant, tensors)
+            close(function(tensors), gradients(tensors))

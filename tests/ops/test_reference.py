@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from keras_recurrent import dispatch
+from tests.ops import token_wise
 from tests.ops.cases import CONSTANTS, DRAW, Case, beside, draw, named, unnamed
 
 # Their outputs at padding are states, too; those of others mean nothing, and have no gradient.
@@ -13,7 +14,7 @@ OUTPUTS_ARE_STATES = ("linear_scan", "complex_linear_scan", "rg_lru")
 
 
 def test_every_operation_is_drawn():
-    assert set(DRAW) == set(dispatch.KERNELS)
+    assert sorted([*DRAW, *token_wise.DRAW]) == sorted(dispatch.KERNELS)
 
 
 @pytest.mark.parametrize("operation", DRAW)
@@ -25,6 +26,23 @@ def test_gradients_are_the_slopes(operation, kinds):
 def test_gradients_are_the_slopes_where_decays_make_the_keys():
     case = Case(2, 7, 2, "float64", kinds=True, state=True, tied=True)
     check_slopes("gated_linear_attention", case)
+
+
+@pytest.mark.parametrize("operation", token_wise.DRAW)
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+@pytest.mark.parametrize("parameter", [True, False])
+def test_gradients_are_the_slopes_without_a_state(operation, activation, parameter):
+    case = token_wise.Case((2, 3, 4), "float64", parameter=parameter, activation=activation)
+    module = importlib.import_module(f"keras_recurrent.backends.reference.{operation}")
+    drawn = token_wise.draw(operation, case, seed=1)
+
+    def loss(arguments):
+        return np.sum(getattr(module, operation)(**arguments, **drawn.options) * drawn.d_output)
+
+    gradients = getattr(module, f"{operation}_gradient")(
+        drawn.d_output, **drawn.tensors, **drawn.options
+    )
+    check_differences(loss, drawn.tensors, dict(zip(drawn.tensors, gradients, strict=True)))
 
 
 def check_slopes(operation, case):
@@ -50,13 +68,17 @@ def check_slopes(operation, case):
         drawn.d_output, drawn.d_final_state, **with_state(arguments), **options
     )
     gradients = dict(zip(drawn.tensors, gradients, strict=True)) | named("initial_state", d_state)
+    for name in CONSTANTS:
+        if name in gradients:
+            assert not gradients.pop(name).any()
+    check_differences(loss, arguments, gradients)
+
+
+def check_differences(loss, arguments, gradients):
     for name, gradient in gradients.items():
         argument = arguments[name]
         if argument is None:
             assert gradient is None
-            continue
-        if name in CONSTANTS:
-            assert not gradient.any()
             continue
         slopes = np.empty_like(argument)
         for index in np.ndindex(argument.shape):

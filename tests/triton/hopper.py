@@ -26,16 +26,20 @@ from keras_recurrent.backends.triton import (
     _ring,
     causal_conv1d,
     gated_linear_attention,
+    gated_linear_unit,
     lightning_attention,
     linear_scan,
+    log_forget_gate,
     rg_lru,
+    rms_norm,
 )
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SIZES = ("B", "T", "D", "H", "K", "V", "tiles", "chunks", "each", "state_k", "state_v")
-SIZES += ("S", "G", "C", "window", "parts")
-MULTIPLES_OF_16 = ("T", "D", "K", "V", "state_k", "state_v")
+SIZES += ("S", "G", "C", "window", "parts", "rows", "n")
+MULTIPLES_OF_16 = ("T", "D", "n", "K", "V", "state_k", "state_v")
 FLOATS = ("first", "last", "d_first", "d_last", "d_logit", "d_parameters", "a_logit")
+FLOATS += ("scale", "d_scale", "lower_bound", "d_bound", "d_log_f")
 FLOATS += ("totals", "decays", "log_decay", "log_f", "log_total", "slope", "d_keys", "d_values")
 INTEGERS = ("carry", "token", "document", "count", "documents")
 INTEGERS += ("first_key", "last_key", "seen_from", "seen_to", "position", "end")
@@ -84,9 +88,48 @@ ATTEND = {of: every(blocks) for of, blocks in gated_linear_attention.ATTEND_BLOC
 GRADIENTS = {of: every(blocks) for of, blocks in gated_linear_attention.GRADIENT_BLOCKS.items()}
 LIGHTNING = {of: every(blocks) for of, blocks in lightning_attention.BLOCKS.items()}
 
+
+def of_rows(module, direction, width, **constants):
+    """A kernel without a state, on rows of this width."""
+    kernel = getattr(module, f"_{direction}_kernel")
+    tile = module._tile(width)
+    constants |= {"D": width, "STAGES": rms_norm._stages(tile)}
+    return kernel, tile._asdict() | constants, [{"num_warps": tile.num_warps}]
+
+
+def of_numbers(kernel, gelu):
+    tile = gated_linear_unit._TILE
+    return kernel, {"GELU": gelu}, [tile]
+
+
+TOKEN_WISE = {
+    f"{name}, {dtype}": kernel
+    for dtype in ("bfloat16", "float32")
+    for name, kernel in {
+        "rms_norm forward": of_rows(rms_norm, "forward", 2048),
+        "rms_norm forward of 16384": of_rows(rms_norm, "forward", 16384),
+        "rms_norm backward": of_rows(rms_norm, "backward", 2048),
+        "rms_norm backward of 2560": of_rows(rms_norm, "backward", 2560),
+        "rms_norm backward of 8192": of_rows(rms_norm, "backward", 8192),
+        "rms_norm backward of 16384": of_rows(rms_norm, "backward", 16384),
+        "rms_norm backward, no scale": of_rows(rms_norm, "backward", 2048, scale=None),
+        "log_forget_gate forward": of_rows(log_forget_gate, "forward", 2048),
+        "log_forget_gate backward": of_rows(log_forget_gate, "backward", 2048),
+        "log_forget_gate backward of 1": of_rows(log_forget_gate, "backward", 1),
+        "log_forget_gate backward, no bound": of_rows(
+            log_forget_gate, "backward", 2048, lower_bound=None
+        ),
+        "gated_linear_unit forward, silu": of_numbers(gated_linear_unit._forward_kernel, False),
+        "gated_linear_unit forward, gelu": of_numbers(gated_linear_unit._forward_kernel, True),
+        "gated_linear_unit backward, silu": of_numbers(gated_linear_unit._backward_kernel, False),
+        "gated_linear_unit backward, gelu": of_numbers(gated_linear_unit._backward_kernel, True),
+    }.items()
+}
+
 # {name: (kernel, constants, configurations)}, the default first, and alone where a kernel differs
 # little from another one that all of them are compiled for.
 KERNELS = {
+    **TOKEN_WISE,
     "linear_scan forward": (linear_scan._forward_kernel, {}, SCANS["linear_scan"]),
     "linear_scan backward": (linear_scan._backward_kernel, {}, SCANS["linear_scan"]),
     "rg_lru forward": (rg_lru._forward_kernel, {}, SCANS["rg_lru"]),
@@ -155,6 +198,8 @@ KERNELS = {
 def dtype(argument, name):
     if argument in SIZES:
         return "i32"
+    if argument == "epsilon":
+        return "fp32"
     if argument in INTEGERS:
         return "*i32"
     if argument == "token_kind":

@@ -1,5 +1,6 @@
 """What is special to the Triton kernels; that they compute what they should is in tests/ops."""
 
+import functools
 import json
 import os
 import pathlib
@@ -17,14 +18,15 @@ import torch
 import keras_recurrent
 from keras_recurrent import dispatch, ops
 from keras_recurrent.backends.triton import _banded_attention
-from tests.ops import native, test_kernels
-from tests.ops.cases import Case, draw
+from tests.ops import native, test_kernels, test_token_wise, token_wise
+from tests.ops.cases import DRAW, Case, draw
 from tests.ops.test_ops import OPTIONS
-from tests.triton.hopper import KERNELS
+from tests.triton.hopper import KERNELS, TOKEN_WISE
 
 ROOT = pathlib.Path(__file__).parents[2]
-OPERATIONS = [o for o, row in dispatch.KERNELS.items() if not isinstance(row["triton"], str)]
+OPERATIONS = [o for o in DRAW if not isinstance(dispatch.KERNELS[o]["triton"], str)]
 every_operation = pytest.mark.parametrize("operation", OPERATIONS)
+every_operation_without_a_state = pytest.mark.parametrize("operation", token_wise.DRAW)
 attention = pytest.mark.parametrize(
     "operation", ["gated_linear_attention", "lightning_attention", "sliding_window_attention"]
 )
@@ -60,7 +62,10 @@ def test_compiled_for_hopper_without_a_gpu(tmp_path):
 def fits(name, kernel, limited, asynchronous, says):
     """asynchronous: the products of that kind of the default, which has run on a GPU."""
     assert kernel["spilled"] <= 512, says
-    if name.startswith(("gated", "lightning")):
+    if name in TOKEN_WISE:
+        assert kernel["spilled"] <= (96 if "16384" in name else 0), says
+        assert kernel["shared"] <= 227 * 1024, says
+    elif name.startswith(("gated", "lightning")):
         # Fewer registers, for more programs at a time, may be worth some spills.
         assert kernel["spilled"] <= (256 if limited else 128), says
         programs = 2 if name.startswith("gated") else 1  # at a time on a multiprocessor
@@ -190,3 +195,97 @@ def test_compiled_without_graph_breaks(operation):
         for result, expected in zip(*results, strict=True):
             torch.testing.assert_close(result, expected, rtol=0, atol=0)
     assert len(graphs) == 1
+
+
+def without_a_state(operation, case):
+    """Its kernel, and its tensors."""
+    drawn = token_wise.draw(operation, case)
+    kernel = getattr(dispatch.KERNELS[operation]["triton"], operation)
+    tensors = {n: native.tensor(drawn.tensors[n], dtype) for n, dtype in drawn.dtypes.items()}
+    return functools.partial(kernel, **drawn.options), tensors
+
+
+@every_operation_without_a_state
+def test_what_is_refused_without_a_state(operation, monkeypatch):
+    unsupported = dispatch.KERNELS[operation]["triton"].unsupported
+    for dtypes in (("float32",), ("bfloat16", "float32"), ("float16", "bfloat16")):
+        _, tensors = without_a_state(operation, token_wise.Case((5, 4), *dtypes))
+        assert unsupported(**tensors) is None
+    _, tensors = without_a_state(operation, token_wise.Case((5, 4), "float32", "float64"))
+    assert "float64" in unsupported(**tensors)
+    monkeypatch.setattr("keras_recurrent.backends.triton._common.INTERPRETED", False)
+    _, tensors = without_a_state(operation, token_wise.Case((5, 4)))
+    assert "needs CUDA tensors" in unsupported(**{n: t.cpu() for n, t in tensors.items()})
+
+
+def test_long_rows_are_refused():
+    for width, reason in ((16384, None), (16385, "up to 16384 channels, got 16385")):
+        x = native.tensor([[0.0] * width], "float32")
+        refused = dispatch.KERNELS["rms_norm"]["triton"].unsupported(x, None, 1e-6)
+        assert refused is None if reason is None else reason in refused
+
+
+@every_operation_without_a_state
+@pytest.mark.parametrize("shape", [(3, 16384), (1100, 40), (300, 260)], ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_programs_that_walk(operation, shape, dtype, monkeypatch):
+    """Rows as long as they may be, and so few programs that each goes through several tiles."""
+    monkeypatch.setattr("keras_recurrent.backends.triton._token_wise._WARPS", 12)
+    drawn = token_wise.draw(operation, token_wise.Case(shape, dtype, "float32"))
+    test_token_wise.check(operation, "triton", drawn)
+
+
+@every_operation_without_a_state
+def test_layouts_in_memory_do_not_matter_without_a_state(operation):
+    kernel, tensors = without_a_state(operation, token_wise.Case((4, 5, 6)))
+    scattered = {n: t.mT.contiguous().mT if t.ndim > 1 else t for n, t in tensors.items()}
+    results = []
+    for given in (tensors, scattered):
+        given = {n: t.requires_grad_() for n, t in given.items()}
+        output = kernel(**given)
+        # The gradient of a sum is one number, expanded.
+        results.append((output, *torch.autograd.grad(output.sum(), list(given.values()))))
+    for result, expected in zip(*results, strict=True):
+        torch.testing.assert_close(result, expected, rtol=0, atol=0)
+
+
+@every_operation_without_a_state
+def test_only_arguments_are_kept(operation):
+    kernel, tensors = without_a_state(operation, token_wise.Case((4, 6)))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        kernel(**{n: t.requires_grad_() for n, t in tensors.items()})
+    assert {t.data_ptr() for t in kept} == {t.data_ptr() for t in tensors.values()}
+
+
+@every_operation_without_a_state
+@pytest.mark.parametrize("parameter", [True, False])
+def test_compiled_without_graph_breaks_without_a_state(operation, parameter):
+    graphs = []
+
+    def count(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    kernel, _ = without_a_state(operation, token_wise.Case((11, 6)))
+    compiled = torch.compile(kernel, fullgraph=True, dynamic=True, backend=count)
+    for length in (11, 23, 40):
+        _, tensors = without_a_state(operation, token_wise.Case((length, 6), parameter=parameter))
+        tensors = {n: t.requires_grad_() for n, t in tensors.items()}
+        results = []
+        for function in (compiled, kernel):
+            output = function(**tensors)
+            gradients = torch.autograd.grad(output.sin().sum(), list(tensors.values()))
+            results.append((output, *gradients))
+        for result, expected in zip(*results, strict=True):
+            torch.testing.assert_close(result, expected, rtol=0, atol=0)
+    assert len(graphs) == 1
+
+
+@pytest.mark.skipif(not ON_GPU, reason="programs run at the same time on a GPU only")
+@every_operation_without_a_state
+def test_the_same_bits_again_without_a_state(operation):
+    drawn = token_wise.draw(operation, token_wise.Case((9001, 700), "bfloat16", "float32"))
+    once, again = (test_token_wise.run(operation, "triton", drawn) for _ in range(2))
+    for name in once:
+        assert (once[name] == again[name]).all(), name

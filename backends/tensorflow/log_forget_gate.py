@@ -1,0 +1,28 @@
+"""log f = log(β + (1 - β) σ(logits)).  Qin et al. 2023, arXiv:2311.04823, §3.2."""
+
+import tensorflow as tf
+
+from keras_recurrent.backends.tensorflow._common import accumulation_dtype
+
+
+def unsupported(logits, lower_bound=None) -> str | None:
+    """Why this kernel refuses these arguments; None if it accepts them."""
+    return None
+
+
+def log_forget_gate(logits, lower_bound=None):
+    """logits: [..., D]; lower_bound: [2, D], log β and log(1 - β), or None, β = 0.
+
+    Returns [..., D] in float32, or float64 if an argument is float64.
+    """
+    dtype = accumulation_dtype(logits, lower_bound)
+    log_f = tf.math.log_sigmoid(tf.cast(logits, dtype))
+    if lower_bound is None:
+        return log_f
+    log_bound, log_rest = tf.unstack(tf.cast(lower_bound, dtype))
+    rest = log_rest + log_f
+    larger = tf.stop_gradient(tf.maximum(log_bound, rest))
+    log_f = larger + tf.math.log(tf.exp(log_bound - larger) + tf.exp(rest - larger))
+    # The gradient is that of this sum. The number keeps its digits near 0, and is not above.
+    exact = larger + tf.math.log1p(tf.exp(-tf.abs(log_bound - rest)))
+    return log_f + tf.stop_gradient(tf.minimum(exact, 0) - log_f)

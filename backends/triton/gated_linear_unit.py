@@ -1,0 +1,105 @@
+"""y = activation(gate) * x, activation(z) = z σ(u).  Shazeer 2020, arXiv:2002.05202.
+
+For silu u = z; for gelu, approximated by a tanh, u = sqrt(8 / π) (z + 0.044715 z³). Backward:
+
+    dx = dy z σ(u),  dgate = dy x σ(u) (1 + z u' σ(-u))
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from keras_recurrent.backends.triton._common import contiguous, on_device_of, refusal
+from keras_recurrent.backends.triton._math import sigmoid
+from keras_recurrent.backends.triton._token_wise import register_gradient
+
+# Two vectors of 16 bytes a thread of each tensor of 16 bits.
+_TILE = {"BLOCK": 2048, "num_warps": 4}
+
+
+def unsupported(gate, x, activation="silu") -> str | None:
+    """Why this kernel refuses these arguments; None if it accepts them."""
+    return refusal(gate, x)
+
+
+def gated_linear_unit(gate, x, activation="silu"):
+    """gate, x: the same shape; activation: "silu" or "gelu". Returns that shape in x's dtype."""
+    return _forward(gate, x, activation == "gelu")
+
+
+@triton.jit
+def _sigmoids(z, GELU: tl.constexpr, FINE: tl.constexpr):
+    """σ(u), σ(-u) and z u'. Far out, where σ is 0 or 1, the last is only finite."""
+    u, slope = z, z
+    if GELU:
+        z = tl.where(tl.abs(z) > 10.0, tl.where(z > 0.0, 10.0, -10.0), z)
+        u = 1.5957691216057308 * (z + 0.044715 * z * z * z)
+        slope = 1.5957691216057308 * (z + 0.134145 * z * z * z)
+    s, not_s = sigmoid(u, FINE)
+    return tl.where(u < -80.0, 0.0, s), not_s, slope
+
+
+@triton.jit
+def _place(n, BLOCK: tl.constexpr):
+    """Where a program's numbers begin, where they are from there, and which of them there are."""
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    at = tl.arange(0, BLOCK)
+    return start, at, at < n - start
+
+
+@triton.jit
+def _forward_kernel(gate, x, y, n, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    SHORT: tl.constexpr = gate.dtype.element_ty != tl.float32 and x.dtype.element_ty != tl.float32
+    start, at, there = _place(n, BLOCK)
+    z = tl.load(gate + start + at, there, other=0.0).to(tl.float32)
+    s, _, _ = _sigmoids(z, GELU, not SHORT)
+    value = tl.load(x + start + at, there, other=0.0).to(tl.float32)
+    tl.store(y + start + at, z * s * value, there)
+
+
+@triton.jit
+def _backward_kernel(dy, gate, x, d_gate, dx, n, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    SHORT: tl.constexpr = gate.dtype.element_ty != tl.float32 and x.dtype.element_ty != tl.float32
+    start, at, there = _place(n, BLOCK)
+    z = tl.load(gate + start + at, there, other=0.0).to(tl.float32)
+    s, not_s, slope = _sigmoids(z, GELU, not SHORT)
+    g = tl.load(dy + start + at, there, other=0.0).to(tl.float32)
+    value = tl.load(x + start + at, there, other=0.0).to(tl.float32)
+    tl.store(d_gate + start + at, g * value * (s * (1.0 + slope * not_s)), there)
+    tl.store(dx + start + at, g * (z * s), there)
+
+
+@torch.library.custom_op("keras_recurrent::triton_gated_linear_unit", mutates_args=())
+def _forward(gate: Tensor, x: Tensor, gelu: bool) -> Tensor:
+    y = x.new_empty(x.shape)
+    n = y.numel()
+    with on_device_of(x):
+        _forward_kernel[(triton.cdiv(n, _TILE["BLOCK"]),)](
+            *contiguous(gate, x), y, n, GELU=gelu, **_TILE
+        )
+    return y
+
+
+@_forward.register_fake
+def _(gate, x, gelu):
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("keras_recurrent::triton_gated_linear_unit_backward", mutates_args=())
+def _backward(dy: Tensor, gate: Tensor, x: Tensor, gelu: bool) -> tuple[Tensor, Tensor]:
+    d_gate, dx = gate.new_empty(gate.shape), x.new_empty(x.shape)
+    n = dx.numel()
+    with on_device_of(x):
+        _backward_kernel[(triton.cdiv(n, _TILE["BLOCK"]),)](
+            *contiguous(dy, gate, x), d_gate, dx, n, GELU=gelu, **_TILE
+        )
+    return d_gate, dx
+
+
+@_backward.register_fake
+def _(dy, gate, x, gelu):
+    return gate.new_empty(gate.shape), x.new_empty(x.shape)
+
+
+register_gradient(_forward, _backward, options=1)

@@ -1,0 +1,192 @@
+"""log f = log(β + (1 - β) σ(z)).  Qin et al. 2023, arXiv:2311.04823, §3.2.
+
+With a = log β and b = log(1 - β) + log σ(z) it is log(exp(a) + exp(b)), and the gradients are
+
+    dz = dlog f σ(b - a) σ(-z),  da = Σ dlog f σ(a - b),  dlog(1 - β) = Σ dlog f σ(b - a)
+
+which the backward makes of z alone.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from keras_recurrent.backends.triton._common import contiguous, on_device_of, refusal
+from keras_recurrent.backends.triton._math import exp, log1p, reciprocal, sigmoid
+from keras_recurrent.backends.triton._token_wise import Tile, register_gradient, rows_of
+
+_NUMBERS = 2048  # of a tile: two vectors of 16 bytes a thread of each tensor of 16 bits
+_FORWARD = 8  # so many times the programs, as they leave nothing behind to be summed
+
+
+def unsupported(logits, lower_bound=None) -> str | None:
+    """Why this kernel refuses these arguments; None if it accepts them."""
+    return refusal(logits, lower_bound)
+
+
+def log_forget_gate(logits, lower_bound=None):
+    """logits: [..., D]; lower_bound: [2, D], log β and log(1 - β), or None, β = 0.
+
+    Returns [..., D] in float32.
+    """
+    return _forward(logits, lower_bound)
+
+
+def _tile(width):
+    block_d = min(256, triton.next_power_of_2(max(1, width)))
+    return Tile(block_d, _NUMBERS // block_d, 4)
+
+
+@triton.jit
+def _place(D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr):
+    """The program, of how many; where its rows begin and how far they are apart; channels."""
+    blocks = tl.cdiv(D, BLOCK_D)
+    program, programs = tl.program_id(0) // blocks, tl.num_programs(0) // blocks
+    d = (tl.program_id(0) % blocks) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    return program, programs, program.to(tl.int64) * ROWS * D, programs.to(tl.int64) * ROWS * D, d
+
+
+@triton.jit
+def _bounds(lower_bound, d, D):
+    """log β and log(1 - β)."""
+    bound, rest = None, None
+    if lower_bound is not None:
+        bound = tl.load(lower_bound + d, d < D, other=0.0).to(tl.float32)
+        rest = tl.load(lower_bound + D + d, d < D, other=0.0).to(tl.float32)
+    return bound, rest
+
+
+@triton.jit
+def _log_sigmoid(z, FINE: tl.constexpr):
+    """log σ(z), and exp(-|z|)."""
+    e = exp(-tl.abs(z), FINE)
+    return tl.where(z > 0.0, 0.0, z) - log1p(e, FINE), e
+
+
+@triton.jit
+def _forward_kernel(
+    logits,
+    lower_bound,
+    log_f,
+    rows,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    FINE: tl.constexpr = logits.dtype.element_ty == tl.float32
+    program, programs, start, step, d = _place(D, BLOCK_D, ROWS)
+    logits += start
+    log_f += start
+    bound, rest = _bounds(lower_bound, d, D)
+    row = tl.arange(0, ROWS)[:, None]
+    at = row * D + d
+    for tile in range(program, tl.cdiv(rows, ROWS), programs):
+        there = (tile * ROWS + row < rows) & (d < D)
+        z = tl.load(logits + at, there, other=0.0).to(tl.float32)
+        log_s, _ = _log_sigmoid(z, FINE)
+        if bound is not None:
+            above = rest + log_s
+            larger = tl.where(bound > above, bound, above)
+            log_s = larger + log1p(exp(-tl.abs(above - bound), FINE), FINE)
+            log_s = tl.where(log_s > 0.0, 0.0, log_s)
+        tl.store(log_f + at, log_s, there)
+        logits += step
+        log_f += step
+
+
+@triton.jit
+def _backward_kernel(
+    d_log_f,
+    logits,
+    lower_bound,
+    d_logits,
+    d_bound,
+    rows,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    FINE: tl.constexpr = logits.dtype.element_ty == tl.float32
+    program, programs, start, step, d = _place(D, BLOCK_D, ROWS)
+    d_log_f += start
+    logits += start
+    d_logits += start
+    bound, rest = _bounds(lower_bound, d, D)
+    row = tl.arange(0, ROWS)[:, None]
+    at = row * D + d
+    d_below = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    d_above = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    for tile in range(program, tl.cdiv(rows, ROWS), programs):
+        there = (tile * ROWS + row < rows) & (d < D)
+        z = tl.load(logits + at, there, other=0.0).to(tl.float32)
+        g = tl.load(d_log_f + at, there, other=0.0)
+        log_s, e = _log_sigmoid(z, FINE)
+        if bound is not None:
+            above, below = sigmoid(rest + log_s - bound, FINE)
+            d_below += g * below
+            g *= above
+            d_above += g
+        tl.store(d_logits + at, g * (tl.where(z > 0.0, e, 1.0) * reciprocal(1.0 + e)), there)
+        d_log_f += step
+        logits += step
+        d_logits += step
+    if bound is not None:
+        line = d_bound + program.to(tl.int64) * 2 * D + d
+        tl.store(line, tl.sum(d_below, 0)[None, :], d < D)
+        tl.store(line + D, tl.sum(d_above, 0)[None, :], d < D)
+
+
+@torch.library.custom_op("keras_recurrent::triton_log_forget_gate", mutates_args=())
+def _forward(logits: Tensor, lower_bound: Tensor | None) -> Tensor:
+    tile, rows, blocks = _sizes(logits)
+    log_f = logits.new_empty(logits.shape, dtype=torch.float32)
+    programs = min(tile.tiles(rows), _FORWARD * tile.programs(rows, blocks))
+    with on_device_of(logits):
+        _forward_kernel[(programs * blocks,)](
+            *contiguous(logits, lower_bound), log_f, rows, D=logits.shape[-1], **tile._asdict()
+        )
+    return log_f
+
+
+def _sizes(logits):
+    """The tile, how many rows there are, and how many blocks of channels."""
+    tile = _tile(logits.shape[-1])
+    return tile, rows_of(logits), triton.cdiv(logits.shape[-1], tile.BLOCK_D)
+
+
+@_forward.register_fake
+def _(logits, lower_bound):
+    return logits.new_empty(logits.shape, dtype=torch.float32)
+
+
+@torch.library.custom_op("keras_recurrent::triton_log_forget_gate_backward", mutates_args=())
+def _backward(d_log_f: Tensor, logits: Tensor, lower_bound: Tensor | None) -> tuple[Tensor, Tensor]:
+    width = logits.shape[-1]
+    tile, rows, blocks = _sizes(logits)
+    programs = tile.programs(rows, blocks)
+    d_logits = logits.new_empty(logits.shape)
+    d_bound = logits.new_empty((programs, *_bound_shape(lower_bound)), dtype=torch.float32)
+    with on_device_of(logits):
+        _backward_kernel[(programs * blocks,)](
+            *contiguous(d_log_f, logits, lower_bound),
+            d_logits,
+            d_bound,
+            rows,
+            D=width,
+            **tile._asdict(),
+        )
+    return d_logits, d_bound.sum(0).to(logits.dtype if lower_bound is None else lower_bound.dtype)
+
+
+def _bound_shape(lower_bound):
+    return (0,) if lower_bound is None else lower_bound.shape
+
+
+@_backward.register_fake
+def _(d_log_f, logits, lower_bound):
+    like = logits if lower_bound is None else lower_bound
+    return logits.new_empty(logits.shape), like.new_empty(_bound_shape(lower_bound))
+
+
+register_gradient(_forward, _backward)

@@ -1,0 +1,95 @@
+"""What the operations over time share: states, token kinds and direction."""
+
+import keras
+from keras import ops
+
+from keras_recurrent.ops.operation import Operation, accumulation_dtype, shape_of
+from keras_recurrent.ops.token_kind import token_kind
+
+
+class RecurrentOperation(Operation):
+    """An operation over time: its kernel returns `(output, final_state)`.
+
+    `B` is batch and `T` time: tensors with a `T` are turned around by `reverse`. A state of several
+    arrays is a dict.
+    """
+
+    state_shape: str | dict[str, str]
+    options = {"reverse": False}
+    context = ("initial_state", "mask", "segment_ids", "previous_segment_id")
+    # Whether a start afresh differs from going on from a state of zeros.
+    start_matters = False
+
+    @classmethod
+    def run(cls, tensors, context, options, implementation):
+        output, final_state = super().run(tensors, context, options, implementation)
+        return (ops.flip(output, axis=1) if options["reverse"] else output), final_state
+
+    def output_spec(self, tensors, sizes):
+        state_shape = shape_of(self.state_shape, sizes)
+        state = keras.KerasTensor(state_shape, accumulation_dtype(tensors))
+        return super().output_spec(tensors, sizes), state
+
+    @classmethod
+    def cast_state(cls, state, tensors):
+        """The state in the dtype that the kernel takes."""
+        return ops.cast(state, accumulation_dtype(tensors))
+
+    @classmethod
+    def lower(cls, tensors, context, options):
+        initial_state, mask, segment_ids, previous = (context[name] for name in cls.context)
+        if initial_state is not None:
+            initial_state = cls.cast_state(initial_state, tensors)
+        options = dict(options)
+        if options.pop("reverse"):
+            tensors = {
+                name: ops.flip(t, axis=1) if t is not None and "T" in cls.shapes[name] else t
+                for name, t in tensors.items()
+            }
+            mask, segment_ids = (
+                None if t is None else ops.flip(t, axis=1) for t in (mask, segment_ids)
+            )
+        tokens = (mask, segment_ids, previous)
+        marks_start = cls.start_matters and initial_state is None
+        kind = None
+        if marks_start or any(t is not None for t in tokens):
+            kind = token_kind(tensors[cls.output_like], *tokens, initial_state=initial_state)
+        return {**tensors, "initial_state": initial_state, "token_kind": kind, **options}
+
+    @classmethod
+    def check(cls, tensors, context, options):
+        letters = cls.shapes | {"mask": "B T", "segment_ids": "B T", "previous_segment_id": "B"}
+        if isinstance(cls.state_shape, str):
+            letters["initial_state"] = cls.state_shape
+        elif context.get("initial_state") is not None:
+            context, of_state = cls._by_name(context, cls.state_shape)
+            letters |= of_state
+        given = tensors | context
+        sizes = cls.check_tensors(given, letters)
+        if sizes["T"] == 0:
+            raise ValueError(f"`{cls.kernel}` needs at least one token; got a sequence of none.")
+        for name, tensor in given.items():
+            # A state of attention to one token alone has no room, and a filter of one tap no past.
+            if tensor is None or 0 not in tensor.shape or {"C", "W-1"} & {*letters[name].split()}:
+                continue
+            raise ValueError(
+                f"`{cls.kernel}`: `{name}` must have no empty dimension; got the shape "
+                f"{tuple(tensor.shape)} for [{', '.join(letters[name].split())}]. Leave out calls "
+                "with nothing to compute."
+            )
+        return sizes
+
+    @classmethod
+    def _by_name(cls, context, shapes):
+        """The arrays of a state as arguments by themselves, and their letters."""
+        state = context["initial_state"]
+        if not isinstance(state, dict) or set(state) != set(shapes):
+            got = f"a dict of {sorted(state)}" if isinstance(state, dict) else type(state).__name__
+            raise ValueError(
+                f"`{cls.kernel}`: `initial_state` must be a dict of {sorted(shapes)}, as the "
+                f"operation returns it; got {got}."
+            )
+        names = {name: f"initial_state[{name!r}]" for name in shapes}
+        parts = {names[name]: state[name] for name in shapes}
+        letters = {names[name]: shapes[name] for name in shapes}
+        return context | {"initial_state": None} | parts, letters

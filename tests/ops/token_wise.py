@@ -1,0 +1,96 @@
+"""What operations without a state are tried on: a row of `DRAW` for each, and their cases."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from tests.ops.cases import round_to
+
+
+class Case(NamedTuple):
+    shape: tuple
+    dtype: str = "float32"
+    parameter_dtype: str | None = None  # None: as dtype
+    scale: str = "normal"  # of the numbers; "large", or "extreme", from tiny to so large
+    parameter: bool = True  # a scale or a bound, where there may be one
+    activation: str = "silu"  # where there is one
+
+
+CASES = {
+    "a vector": Case((7,)),
+    "one channel": Case((5, 1), activation="gelu"),
+    "prime sizes": Case((3, 11, 97), scale="extreme", activation="gelu"),
+    "four axes": Case((2, 3, 5, 16), parameter=False),
+    "many rows": Case((1031, 3), activation="gelu"),
+    "wide": Case((2, 2100), parameter=False, scale="large"),
+    "large": Case((4, 40), scale="large", activation="gelu"),
+    "bfloat16": Case((2, 13, 33), "bfloat16", activation="gelu"),
+    "bfloat16, float32": Case((2, 13, 64), "bfloat16", "float32", scale="extreme"),
+    "bfloat16, alone": Case((2, 13, 64), "bfloat16", parameter=False, scale="large"),
+    "float16": Case((6, 24), "float16", scale="extreme"),
+    "float32, bfloat16": Case((6, 24), "float32", "bfloat16"),
+    "float64": Case((6, 24), "float64", scale="extreme", activation="gelu"),
+    "float32, float64": Case((6, 24), "float32", "float64"),
+}
+
+
+def numbers(rng, case):
+    drawn = rng.normal(size=case.shape)
+    if case.scale == "large":
+        drawn *= 1e4
+    if case.scale == "extreme":
+        drawn *= rng.choice([1e-3, 1, 10, 100], size=case.shape)
+    return drawn
+
+
+def rms_norm(rng, case):
+    x = numbers(rng, case)
+    if case.scale == "extreme":
+        x[..., :1, :] *= 1e-3  # where ε is felt
+    scale = rng.normal(size=case.shape[-1]) if case.parameter else None
+    return {"x": x, "scale": scale}, {"epsilon": 1e-5}
+
+
+def gated_linear_unit(rng, case):
+    tensors = {"gate": numbers(rng, case), "x": rng.normal(size=case.shape)}
+    return tensors, {"activation": case.activation}
+
+
+def log_forget_gate(rng, case):
+    bound = None
+    if case.parameter:
+        beta = rng.uniform(size=case.shape[-1])
+        if case.scale == "extreme":
+            beta = rng.choice([0, 1e-20, 1e-3, 0.5, 1 - 1e-9], size=case.shape[-1])
+        with np.errstate(divide="ignore"):
+            bound = np.log(np.stack([beta, 1 - beta]))
+    return {"logits": numbers(rng, case), "lower_bound": bound}, {}
+
+
+OPERATIONS = (rms_norm, gated_linear_unit, log_forget_gate)
+DRAW = {operation.__name__: operation for operation in OPERATIONS}
+PARAMETERS = ("scale", "lower_bound", "gate")  # whose dtype may be another
+
+
+class Drawn(NamedTuple):
+    tensors: dict  # float64 arrays that hold numbers of the case's dtypes; None where one is absent
+    options: dict
+    d_output: np.ndarray
+    dtypes: dict  # of the tensors that there are
+    output_dtype: str
+
+
+def draw(operation, case, seed=0):
+    rng = np.random.default_rng([seed, *operation.encode()])
+    tensors, options = DRAW[operation](rng, case)
+    dtypes = {
+        name: (case.parameter_dtype or case.dtype) if name in PARAMETERS else case.dtype
+        for name, tensor in tensors.items()
+        if tensor is not None
+    }
+    tensors = {n: t if t is None else round_to(dtypes[n], t) for n, t in tensors.items()}
+    output_dtype = case.dtype
+    if operation == "log_forget_gate":
+        output_dtype = "float64" if "float64" in dtypes.values() else "float32"
+    d_output = round_to(output_dtype, rng.normal(size=case.shape))
+    return Drawn(tensors, options, d_output, dtypes, output_dtype)
