@@ -48,13 +48,9 @@ def _place(D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _bounds(lower_bound, d, D):
-    """log β and log(1 - β)."""
-    bound, rest = None, None
-    if lower_bound is not None:
-        bound = tl.load(lower_bound + d, d < D, other=0.0).to(tl.float32)
-        rest = tl.load(lower_bound + D + d, d < D, other=0.0).to(tl.float32)
-    return bound, rest
+def _bound(lower_bound, row, d, D):
+    """log β in row 0, log(1 - β) in row 1."""
+    return tl.load(lower_bound + row * D + d, d < D, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -78,14 +74,15 @@ def _forward_kernel(
     program, programs, start, step, d = _place(D, BLOCK_D, ROWS)
     logits += start
     log_f += start
-    bound, rest = _bounds(lower_bound, d, D)
+    if lower_bound is not None:
+        bound, rest = _bound(lower_bound, 0, d, D), _bound(lower_bound, 1, d, D)
     row = tl.arange(0, ROWS)[:, None]
     at = row * D + d
     for tile in range(program, tl.cdiv(rows, ROWS), programs):
         there = (tile * ROWS + row < rows) & (d < D)
         z = tl.load(logits + at, there, other=0.0).to(tl.float32)
         log_s, _ = _log_sigmoid(z, FINE)
-        if bound is not None:
+        if lower_bound is not None:
             above = rest + log_s
             larger = tl.where(bound > above, bound, above)
             log_s = larger + log1p(exp(-tl.abs(above - bound), FINE), FINE)
@@ -112,7 +109,8 @@ def _backward_kernel(
     d_log_f += start
     logits += start
     d_logits += start
-    bound, rest = _bounds(lower_bound, d, D)
+    if lower_bound is not None:
+        bound, rest = _bound(lower_bound, 0, d, D), _bound(lower_bound, 1, d, D)
     row = tl.arange(0, ROWS)[:, None]
     at = row * D + d
     d_below = tl.zeros((ROWS, BLOCK_D), tl.float32)
@@ -122,16 +120,18 @@ def _backward_kernel(
         z = tl.load(logits + at, there, other=0.0).to(tl.float32)
         g = tl.load(d_log_f + at, there, other=0.0)
         log_s, e = _log_sigmoid(z, FINE)
-        if bound is not None:
+        if lower_bound is not None:
             above, below = sigmoid(rest + log_s - bound, FINE)
             d_below += g * below
             g *= above
             d_above += g
-        tl.store(d_logits + at, g * (tl.where(z > 0.0, e, 1.0) * reciprocal(1.0 + e)), there)
+        # On a GPU what is NaN may have left e.
+        g *= tl.where(z == z, tl.where(z > 0.0, e, 1.0) * reciprocal(1.0 + e), z)
+        tl.store(d_logits + at, g, there)
         d_log_f += step
         logits += step
         d_logits += step
-    if bound is not None:
+    if lower_bound is not None:
         line = d_bound + program.to(tl.int64) * 2 * D + d
         tl.store(line, tl.sum(d_below, 0)[None, :], d < D)
         tl.store(line + D, tl.sum(d_above, 0)[None, :], d < D)

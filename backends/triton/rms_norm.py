@@ -40,6 +40,12 @@ def _stages(tile):
 
 
 @triton.jit
+def _reciprocal_root(x, epsilon, D):
+    """r of each row, rounded rightly: where a row has one channel, 1 - x² r² is all of dx."""
+    return tl.div_rn(1.0, tl.sqrt_rn(tl.sum(x * x, 1)[:, None] / D + epsilon))
+
+
+@triton.jit
 def _forward_kernel(
     x, scale, y, rows, epsilon, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr
 ):
@@ -48,7 +54,7 @@ def _forward_kernel(
     d = tl.arange(0, BLOCK_D)[None, :]
     there = (row < rows - first) & (d < D)
     value = tl.load(x + first * D + (row * D + d), there, other=0.0).to(tl.float32)
-    value *= 1.0 / tl.sqrt(tl.sum(value * value, 1)[:, None] / D + epsilon)
+    value *= _reciprocal_root(value, epsilon, D)
     if scale is not None:
         value *= tl.load(scale + d, d < D, other=0.0).to(tl.float32)
     tl.store(y + first * D + (row * D + d), value, there)
@@ -85,7 +91,7 @@ def _backward_kernel(
         there = real & (d < D)
         value = tl.load(x + at, there, other=0.0).to(tl.float32)
         g = tl.load(dy + at, there, other=0.0).to(tl.float32)
-        r = 1.0 / tl.sqrt(tl.sum(value * value, 1)[:, None] / D + epsilon)
+        r = _reciprocal_root(value, epsilon, D)
         value *= tl.where(real, r, 0.0)
         if scale is not None:
             total += g * value
