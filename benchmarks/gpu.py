@@ -240,17 +240,19 @@ def device_ms(call, target_ms=30):
     return statistics.median(times)
 
 
-def wall_ms(call, repeats=10):
+def wall_ms(call, target_ms=100):
     """Of one call as a user meets it: Python, launches and the GPU."""
-    times = []
-    for _ in range(5):
+
+    def seconds(repeats):
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(repeats):
             call()
         torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) / repeats)
-    return 1000 * statistics.median(times)
+        return (time.perf_counter() - start) / repeats
+
+    repeats = max(1, min(10, int(target_ms / (1000 * seconds(1)))))
+    return 1000 * statistics.median(seconds(repeats) for _ in range(5))
 
 
 def peak_mib(call):

@@ -1,6 +1,6 @@
 """Whole models on a CUDA GPU: `python -m benchmarks.gpu_models > benchmarks/results/gpu_models.md`.
 
-A training step, forward and backward, of HGRN2 beside flash-linear-attention's and of
+Names behind it, `hgrn2` or `recurrentgemma`, ask for that model alone. A training step, forward and backward, of HGRN2 beside flash-linear-attention's and of
 RecurrentGemma beside transformers' (`pip install flash-linear-attention transformers`): models of
 the same sizes in bfloat16, freshly initialised, on the same tokens.
 """
@@ -8,6 +8,7 @@ the same sizes in bfloat16, freshly initialised, on the same tokens.
 import datetime
 import importlib.metadata
 import os
+import sys
 import time
 
 os.environ.setdefault("KERAS_BACKEND", "torch")
@@ -103,15 +104,7 @@ def measure(name, model, loss, vocabulary, *, batch, length, repeats):
     print(f"| {' | '.join(cells)} |", flush=True)
 
 
-def main():
-    peers.compile_side_by_side()
-    packages = ("torch", "triton", "flash-linear-attention", "transformers", "keras")
-    versions = ", ".join(f"{p} {importlib.metadata.version(p)}" for p in packages)
-    print(f"# Whole models on a GPU\n\n{torch.cuda.get_device_name()}, {datetime.date.today()}.")
-    print(f"{versions}.\nForward and backward, bfloat16.\n")
-    print("| model | parameters | batch×length | tokens/s | peak GiB | first step s |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: |", flush=True)
-
+def hgrn2():
     model = ours(HGRN2CausalLM, "hgrn2_1.3b_100b")
     backbone = model.backbone
     measure("HGRN2 1.3B", model, our_loss(model), backbone.vocabulary_size, **HGRN2)
@@ -119,9 +112,9 @@ def main():
     del model
     torch.cuda.empty_cache()
     measure("flash-linear-attention", peer, their_loss(peer), backbone.vocabulary_size, **HGRN2)
-    del peer, backbone
-    torch.cuda.empty_cache()
 
+
+def recurrentgemma():
     model = ours(GriffinCausalLM, "recurrentgemma_2b")
     vocabulary = model.backbone.vocabulary_size
     measure("RecurrentGemma 2B", model, our_loss(model), vocabulary, **GEMMA)
@@ -131,5 +124,24 @@ def main():
     measure("transformers", peer, their_loss(peer), vocabulary, **GEMMA)
 
 
+MODELS = {"hgrn2": hgrn2, "recurrentgemma": recurrentgemma}
+
+
+def main(names):
+    unknown = set(names) - set(MODELS)
+    if unknown:
+        sys.exit(f"no such model: {', '.join(sorted(unknown))}; there are {', '.join(MODELS)}")
+    peers.compile_side_by_side()
+    packages = ("torch", "triton", "flash-linear-attention", "transformers", "keras")
+    versions = ", ".join(f"{p} {importlib.metadata.version(p)}" for p in packages)
+    print(f"# Whole models on a GPU\n\n{torch.cuda.get_device_name()}, {datetime.date.today()}.")
+    print(f"{versions}.\nForward and backward, bfloat16.\n")
+    print("| model | parameters | batch×length | tokens/s | peak GiB | first step s |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: |", flush=True)
+    for name in names or MODELS:
+        MODELS[name]()
+        torch.cuda.empty_cache()
+
+
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
