@@ -1,8 +1,9 @@
 """Whole models on a CUDA GPU: `python -m benchmarks.gpu_models > benchmarks/results/gpu_models.md`.
 
-Names behind it, `hgrn2` or `recurrentgemma`, ask for that model alone. A training step, forward and backward, of HGRN2 beside flash-linear-attention's and of
-RecurrentGemma beside transformers' (`pip install flash-linear-attention transformers`): models of
-the same sizes in bfloat16, freshly initialised, on the same tokens.
+Names behind it, `hgrn2` or `recurrentgemma`, ask for that model alone. A training step, forward
+and backward, of HGRN2 beside flash-linear-attention's and of RecurrentGemma beside transformers'
+(`pip install flash-linear-attention transformers`): models of the same sizes in bfloat16, freshly
+initialised, on the same tokens.
 """
 
 import datetime
