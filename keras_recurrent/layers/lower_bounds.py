@@ -1,7 +1,6 @@
 """Lower bounds of forget gates: one learned table for all layers of a network."""
 
 import keras
-import numpy as np
 from keras import ops
 
 from keras_recurrent.layers.checks import check_positive_integer, check_tensor, check_width_known
@@ -82,13 +81,14 @@ class LowerBounds(keras.layers.Layer):
 
     def call(self, inputs):
         # Above layer 0, layer i has the shares of layers 1 to i as β and all others as 1 - β.
-        layer, share = np.mgrid[1 : self.num_layers, : self.num_layers]
-        inside = (share >= 1) & (share <= layer)
+        layer = ops.arange(1, self.num_layers)[:, None, None]
+        share = ops.arange(self.num_layers)[None, :, None]
+        inside = ops.logical_and(share >= 1, share <= layer)
         logits = ops.convert_to_tensor(self.logits)
         total = ops.logsumexp(logits, axis=0)
         parts = [
-            ops.logsumexp(ops.where(part[..., None], logits, -np.inf), axis=1)
-            for part in (inside, ~inside)
+            ops.logsumexp(logits + ops.log(ops.cast(part, logits.dtype)), axis=1)
+            for part in (inside, ops.logical_not(inside))
         ]
         return ops.stack(parts, axis=1) - total
 

@@ -18,9 +18,7 @@ def rotate(x, positions, max_wavelength, rotary_dim):
         rotary_dim: integer, even, at most head_dim.
     """
     half = rotary_dim // 2
-    frequency = ops.power(
-        ops.cast(max_wavelength, x.dtype), -ops.arange(half, dtype=x.dtype) / max(half, 1)
-    )
+    frequency = max_wavelength ** (-ops.arange(half, dtype=x.dtype) / max(half, 1))
     angle = ops.cast(positions, x.dtype)[:, :, None, None] * frequency
     cos, sin = ops.cos(angle), ops.sin(angle)
     a, b, rest = x[..., :half], x[..., half:rotary_dim], x[..., rotary_dim:]
@@ -35,13 +33,14 @@ def positions(kind, first):
         first: int32 `[B]`, the place of a first token that goes on.
     """
     length = ops.shape(kind)[1]
-    starts = ops.equal(kind, STARTS)
-    nth = ops.cumsum(ops.cast(ops.not_equal(kind, PADDING), "int32"), axis=1) - 1
+    # Operators, not `ops`, where numbers meet tensors: see `token_kind`.
+    starts = kind == STARTS
+    nth = ops.cumsum(ops.cast(kind != PADDING, "int32"), axis=1) - 1
     document = ops.cumsum(ops.cast(starts, "int32"), axis=1)
     place = ops.arange(length, dtype="int32")[None]
     # The starts to the front, in their order; so the d-th is at place d - 1.
     order = ops.cast(ops.argsort(ops.where(starts, place, place + length), axis=1), "int32")
     start = ops.take_along_axis(
-        ops.take_along_axis(nth, order, axis=1), ops.maximum(document - 1, 0), axis=1
+        ops.take_along_axis(nth, order, axis=1), ops.relu(document - 1), axis=1
     )
-    return ops.where(ops.equal(document, 0), first[:, None] + nth, nth - start)
+    return ops.where(document == 0, first[:, None] + nth, nth - start)

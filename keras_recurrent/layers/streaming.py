@@ -218,15 +218,16 @@ def last_segment(inputs, mask, segment_ids, previous):
         # Not `ops.full`: on torch it reads the value back from the device, and waits for that.
         previous = -ops.ones((batch,), "int32")
     if segment_ids is None:
-        seen = ops.maximum(previous, 0)
+        seen = ops.relu(previous)
         return seen if mask is None else ops.where(ops.any(mask, axis=1), seen, previous)
     segment_ids = ops.cast(segment_ids, "int32")
     if mask is None:
         return segment_ids[:, -1]
-    places = ops.where(mask, ops.arange(length, dtype="int32")[None], -1)
-    last = ops.max(places, axis=1, keepdims=True)
-    segment = ops.take_along_axis(segment_ids, ops.maximum(last, 0), axis=1)
-    return ops.where(last < 0, previous[:, None], segment)[:, 0]
+    # No tensor is made of a number, which torch would copy to the GPU, and wait: see `token_kind`.
+    nth = ops.arange(1, length + 1, dtype="int32")[None] * ops.cast(mask, "int32")
+    last = ops.max(nth, axis=1, keepdims=True)
+    segment = ops.take_along_axis(segment_ids, ops.relu(last - 1), axis=1)
+    return ops.where(last == 0, previous[:, None], segment)[:, 0]
 
 
 def _initial(spec, batch_size, name=None):

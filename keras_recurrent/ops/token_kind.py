@@ -1,4 +1,8 @@
-"""Masks, packed documents and what came before, as one number a token."""
+"""Masks, packed documents and what came before, as one number a token.
+
+Numbers meet tensors by operators here: `ops` of Keras would, on torch, copy each number to the GPU
+and wait for all that the GPU has to do.
+"""
 
 from keras import ops
 
@@ -44,7 +48,7 @@ def token_kind(like, mask=None, segment_ids=None, previous_segment_id=None, init
     place = ops.broadcast_to(ops.arange(length, dtype="int32")[None], (batch, length))
     real = ops.ones((batch, length), "bool") if mask is None else ops.cast(mask, "bool")
     nth = place if mask is None else ops.cumsum(ops.cast(real, "int32"), axis=1) - 1
-    first = ops.logical_and(real, ops.equal(nth, 0))
+    first = ops.logical_and(real, nth == 0)
 
     if previous_segment_id is None and initial_state is None:
         previous_segment_id = -ops.ones((batch,), "int32")
@@ -54,7 +58,7 @@ def token_kind(like, mask=None, segment_ids=None, previous_segment_id=None, init
         if previous_segment_id is None:
             starts = ops.zeros_like(first)
         else:
-            unseen = ops.less(previous_segment_id, 0)
+            unseen = previous_segment_id < 0
             starts = ops.logical_and(first, unseen[:, None])
     else:
         segment_ids = ops.cast(segment_ids, "int32")
@@ -65,8 +69,8 @@ def token_kind(like, mask=None, segment_ids=None, previous_segment_id=None, init
             starts = ops.logical_or(
                 starts, ops.logical_and(first, ops.not_equal(segment_ids, previous))
             )
-    kind = ops.where(starts, STARTS, GOES_ON)
-    return ops.cast(ops.where(real, kind, PADDING), "int8")
+    starts = ops.cast(ops.logical_and(real, starts), "int8")
+    return starts * STARTS + ops.cast(ops.logical_not(real), "int8") * PADDING
 
 
 def _check(name, tensor, like, rank):
@@ -91,5 +95,5 @@ def _segment_before(segment_ids, place, real, nth, padded):
         segment_ids = ops.take_along_axis(segment_ids, ops.cast(front, "int32"), axis=1)
     before = ops.concatenate([segment_ids[:, :1], segment_ids[:, :-1]], axis=1)
     if padded:
-        before = ops.take_along_axis(before, ops.maximum(nth, 0), axis=1)
+        before = ops.take_along_axis(before, ops.relu(nth), axis=1)
     return before

@@ -225,3 +225,31 @@ def test_the_layout_map_covers_the_large_weights(family):
             assert ("model" in axes.axes) != shared, weight.path
     with pytest.raises(ValueError, match="`model_parallel_dim_name`"):
         FAMILIES[family].backbone.get_layout_map(mesh, model_parallel_dim_name="heads")
+
+
+@pytest.mark.skipif(keras.config.backend() != "torch", reason="JAX and TensorFlow compile a step")
+@pytest.mark.parametrize("family", ["griffin", "hgrn2"])
+def test_a_forward_pass_does_not_wait_for_the_gpu(family, monkeypatch):
+    """A number that becomes a tensor is copied when all that the GPU has to do is done."""
+    import torch
+
+    backbone = tiny_backbone(family=family)
+    token_ids = np.ones((2, 9), "int32")
+    inputs = {
+        name: keras.ops.convert_to_tensor(token_ids)
+        for name in ("token_ids", "padding_mask", "segment_ids")
+    }
+    made = []
+    for name in ("as_tensor", "tensor"):
+        make = getattr(torch, name)
+
+        def of(value, *args, make=make, **kwargs):
+            if not isinstance(value, torch.Tensor):
+                made.append(value)
+            return make(value, *args, **kwargs)
+
+        monkeypatch.setattr(torch, name, of)
+    keras.ops.maximum(inputs["token_ids"], 0)
+    assert made == [0]  # as Keras does it, which is what layers must do without
+    backbone(inputs, training=True)
+    assert made == [0]
