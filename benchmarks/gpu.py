@@ -10,7 +10,6 @@ and written once, or multiplies matrices for as many operations as attention tak
 import datetime
 import functools
 import importlib.metadata
-import importlib.util
 import math
 import os
 import statistics
@@ -26,12 +25,12 @@ import torch
 from benchmarks import peers
 from keras_recurrent import dispatch
 
-HAS_FLA = importlib.util.find_spec("fla") is not None
 SCANS = [(8, 2048, 2560), (4, 8192, 2560), (1, 65536, 2560)]
 HEADS = [(8, 2048, 16, 128), (4, 8192, 16, 128), (1, 65536, 16, 128)]
 # Of recurrentgemma_2b, whose heads of queries share one of keys.
 SOFTMAX_HEADS = [(8, 2048, 10, 256), (1, 16384, 10, 256)]
-WINDOW = 2048
+# Tokens and channels of hgrn2_1.3b_100b.
+CHANNELS, INNER_CHANNELS = [(16384, 2048)], [(16384, 5632)]
 
 
 def normal(*shape, dtype=torch.bfloat16):
@@ -44,27 +43,6 @@ def decays(*shape):
     return (-normal(*shape, dtype=torch.float32).abs() * spread).to(torch.bfloat16)
 
 
-def fla_scan(x, log_a):
-    from fla.ops.hgrn import chunk_hgrn
-
-    return chunk_hgrn(x, log_a)[0]
-
-
-def fla_rg_lru(x, gate_a, gate_x, a_logit):
-    """Gates and square root as one would write them in torch, around the peer's scan."""
-    softplus = torch.nn.functional.softplus(-a_logit)
-    log_a = -8 * softplus * torch.sigmoid(gate_a.float())
-    multiplier = torch.sqrt(-torch.expm1(2 * log_a))
-    inputs = multiplier * torch.sigmoid(gate_x.float()) * x
-    return fla_scan(inputs.to(x.dtype), log_a.to(x.dtype))
-
-
-def fla_conv(x, kernel, bias, activation=None):
-    from fla.modules.causal_conv1d import causal_conv1d
-
-    return causal_conv1d(x, weight=kernel.T.contiguous(), bias=bias, activation=activation)[0]
-
-
 def conv_tensors(b, t, d):
     """Parameters in float32, as the layer has them."""
     return [
@@ -74,56 +52,14 @@ def conv_tensors(b, t, d):
     ]
 
 
-def fla_gated(q, k, v, log_f):
-    from fla.ops.gla import chunk_gla
-
-    return chunk_gla(q, k, v, log_f, scale=1.0)[0]
-
-
-def fla_tied(q, v, log_f):
-    """The keys in device memory, as the peer's HGRN2 layer makes them."""
-    return fla_gated(q, 1 - log_f.exp(), v, log_f)
-
-
-def fla_lightning(q, k, v, log_decay):
-    """Its decays are those of a first layer."""
-    from fla.ops.lightning_attn import chunk_lightning_attn
-
-    return chunk_lightning_attn(q, k, v, layer_idx=0, num_layers=16, scale=1.0)[0]
-
-
-def fla(function):
-    """The peer of every shape, where it is installed."""
-    return lambda *shape: {"FLA": function} if HAS_FLA else {}
-
-
-def attention_peers(b, t, h, k):
-    """flex_attention, compiled; and where the window hides nothing, the fused kernel of torch."""
-    from torch.nn.attention import flex_attention as flex
-
-    def seen(b, h, query, key):
-        return (query >= key) & (query - key < WINDOW)
-
-    mask = flex.create_block_mask(seen, None, None, t, t, device="cuda")
-    options = {"scale": 1.0, "enable_gqa": True}
-    compiled = functools.partial(torch.compile(flex.flex_attention), block_mask=mask)
-    peers = {"flex_attention": by_heads(compiled, **options)}
-    if t <= WINDOW:
-        sdpa = torch.nn.functional.scaled_dot_product_attention
-        peers["SDPA"] = by_heads(sdpa, is_causal=True, **options)
-    return peers
-
-
-def by_heads(function, **options):
-    """Of tensors [B, T, H, ...], a function that takes them as [B, H, T, ...]."""
-    return lambda *tensors: function(*(x.transpose(1, 2) for x in tensors), **options).transpose(
-        1, 2
-    )
+def bounded_gates(tokens, d):
+    bound = torch.linspace(0.1, 0.9, d, device="cuda")
+    return [normal(tokens, d), torch.stack([bound.log(), (1 - bound).log()])]
 
 
 def attention_flops(b, t, h, k):
     """Two products forward, five backward, of what is seen alone."""
-    hidden = max(0, t - WINDOW)
+    hidden = max(0, t - peers.WINDOW)
     pairs = b * h * (t * (t + 1) - hidden * (hidden + 1)) // 2
     return 4 * pairs * k, 10 * pairs * k
 
@@ -155,7 +91,7 @@ WORK = {
         "linear_scan",
         SCANS,
         lambda b, t, d: [normal(b, t, d), decays(b, t, d)],
-        fla(fla_scan),
+        peers.fla(peers.fla_scan),
         two_bytes(3, 5),
     ),
     "rg_lru": Work(
@@ -165,36 +101,59 @@ WORK = {
             *(normal(b, t, d) for _ in range(3)),
             torch.linspace(2, 9, d, device="cuda"),
         ],
-        fla(fla_rg_lru),
+        peers.fla(peers.fla_rg_lru),
         two_bytes(4, 8),
     ),
     "causal_conv1d": Work(
         "causal_conv1d",
         SCANS[:1],
         conv_tensors,
-        fla(fla_conv),
+        peers.fla(peers.fla_conv),
         two_bytes(2, 3),
     ),
     "causal_conv1d, silu": Work(
         "causal_conv1d",
         SCANS[:1],
         conv_tensors,
-        fla(functools.partial(fla_conv, activation="silu")),
+        peers.fla(functools.partial(peers.fla_conv, activation="silu")),
         two_bytes(2, 3),
         options={"activation": "silu"},
+    ),
+    "rms_norm": Work(
+        "rms_norm",
+        CHANNELS,
+        lambda *shape: [normal(*shape), normal(shape[-1])],
+        lambda *shape: {"torch's own": peers.torch_rms_norm},
+        two_bytes(2, 3),
+        options={"epsilon": peers.EPSILON},
+    ),
+    "gated_linear_unit, silu": Work(
+        "gated_linear_unit",
+        INNER_CHANNELS,
+        lambda *shape: [normal(*shape), normal(*shape)],
+        peers.fla(peers.fla_swiglu),
+        two_bytes(3, 5),
+        options={"activation": "silu"},
+    ),
+    "log_forget_gate": Work(
+        "log_forget_gate",
+        CHANNELS,
+        bounded_gates,
+        lambda *shape: {},
+        two_bytes(3, 4),  # its result and the gradient of that are float32
     ),
     "gated_linear_attention": Work(
         "gated_linear_attention",
         HEADS,
         lambda *shape: [*between_heads(*shape), decays(*shape)],
-        fla(fla_gated),
+        peers.fla(peers.fla_gated),
         two_bytes(5, 9),
     ),
     "gated_linear_attention, k=None": Work(
         "gated_linear_attention",
         HEADS,
         lambda *shape: [*between_heads(*shape)[:2], decays(*shape)],
-        fla(fla_tied),
+        peers.fla(peers.fla_tied),
         two_bytes(4, 7),
         tied=True,
     ),
@@ -202,17 +161,17 @@ WORK = {
         "lightning_attention",
         HEADS,
         lambda b, t, h, k: [*between_heads(b, t, h, k), -8 / h * torch.arange(h, device="cuda")],
-        fla(fla_lightning),
+        peers.fla(peers.fla_lightning),
         two_bytes(4, 7),
     ),
-    f"sliding_window_attention of {WINDOW}": Work(
+    f"sliding_window_attention of {peers.WINDOW}": Work(
         "sliding_window_attention",
         SOFTMAX_HEADS,
         lambda b, t, h, k: [normal(b, t, h, k) / k**0.5, *(normal(b, t, 1, k) for _ in range(2))],
-        attention_peers,
+        peers.of_attention,
         lambda b, t, h, k: (2 * b * t * k * (2 * h + 2), 2 * b * t * k * (4 * h + 4)),
         flops=attention_flops,
-        options={"sliding_window": WINDOW},
+        options={"sliding_window": peers.WINDOW},
     ),
 }
 
@@ -305,9 +264,14 @@ def measure(function, tensors):
 
 def output_of(work, implementation):
     kernel = getattr(dispatch.KERNELS[work.operation][implementation], work.operation)
-    if work.tied:
-        return lambda q, *tensors: kernel(q, None, *tensors)[0]
-    return lambda *tensors: kernel(*tensors, **work.options)[0]
+
+    def output(*tensors):
+        if work.tied:
+            tensors = (tensors[0], None, *tensors[1:])
+        results = kernel(*tensors, **work.options)
+        return results[0] if isinstance(results, tuple) else results  # beside it a state
+
+    return output
 
 
 def floors(work, shape, bytes_rate, flops_rate):
@@ -346,7 +310,7 @@ def cells(milliseconds, floor, ours):
 
 HEADER = [
     "operation",
-    "B×T×D, or B×T×H×K",
+    "B×T×D, B×T×H×K or tokens×D",
     "by",
     "forward ms",
     "× floor",

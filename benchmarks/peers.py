@@ -1,9 +1,19 @@
-"""What the benchmarks on a GPU do for their peers."""
+"""Whom the operations are measured beside on a GPU, each as its own documentation calls it.
+
+Functions of the tensors that our kernels take, which return the output.
+"""
 
 import concurrent.futures
+import functools
+import importlib.util
 
+import torch
 from triton.runtime import Autotuner
 from triton.runtime._async_compile import AsyncCompileMode
+
+HAS_FLA = importlib.util.find_spec("fla") is not None
+WINDOW = 2048
+EPSILON = 1e-6
 
 
 def compile_side_by_side():
@@ -26,3 +36,81 @@ def compile_side_by_side():
         return configs
 
     Autotuner.prune_configs = prune_and_compile
+
+
+def fla_scan(x, log_a):
+    from fla.ops.hgrn import chunk_hgrn
+
+    return chunk_hgrn(x, log_a)[0]
+
+
+def fla_rg_lru(x, gate_a, gate_x, a_logit):
+    """Gates and square root as one would write them in torch, around the peer's scan."""
+    softplus = torch.nn.functional.softplus(-a_logit)
+    log_a = -8 * softplus * torch.sigmoid(gate_a.float())
+    multiplier = torch.sqrt(-torch.expm1(2 * log_a))
+    inputs = multiplier * torch.sigmoid(gate_x.float()) * x
+    return fla_scan(inputs.to(x.dtype), log_a.to(x.dtype))
+
+
+def fla_conv(x, kernel, bias, activation=None):
+    from fla.modules.causal_conv1d import causal_conv1d
+
+    return causal_conv1d(x, weight=kernel.T.contiguous(), bias=bias, activation=activation)[0]
+
+
+def fla_gated(q, k, v, log_f):
+    from fla.ops.gla import chunk_gla
+
+    return chunk_gla(q, k, v, log_f, scale=1.0)[0]
+
+
+def fla_tied(q, v, log_f):
+    """The keys in device memory, as the peer's HGRN2 layer makes them."""
+    return fla_gated(q, 1 - log_f.exp(), v, log_f)
+
+
+def fla_lightning(q, k, v, log_decay):
+    """Its decays are those of a first layer."""
+    from fla.ops.lightning_attn import chunk_lightning_attn
+
+    return chunk_lightning_attn(q, k, v, layer_idx=0, num_layers=16, scale=1.0)[0]
+
+
+def fla_swiglu(gate, x):
+    from fla.modules.activations import swiglu
+
+    return swiglu(gate, x)
+
+
+def torch_rms_norm(x, scale):
+    return torch.nn.functional.rms_norm(x, scale.shape, scale, EPSILON)
+
+
+def fla(function):
+    """The peer of every shape, where it is installed."""
+    return lambda *shape: {"FLA": function} if HAS_FLA else {}
+
+
+def of_attention(b, t, h, k):
+    """flex_attention, compiled; and where the window hides nothing, the fused kernel of torch."""
+    from torch.nn.attention import flex_attention as flex
+
+    def seen(b, h, query, key):
+        return (query >= key) & (query - key < WINDOW)
+
+    mask = flex.create_block_mask(seen, None, None, t, t, device="cuda")
+    options = {"scale": 1.0, "enable_gqa": True}
+    compiled = functools.partial(torch.compile(flex.flex_attention), block_mask=mask)
+    peers = {"flex_attention": by_heads(compiled, **options)}
+    if t <= WINDOW:
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        peers["SDPA"] = by_heads(sdpa, is_causal=True, **options)
+    return peers
+
+
+def by_heads(function, **options):
+    """Of tensors [B, T, H, ...], a function that takes them as [B, H, T, ...]."""
+    return lambda *tensors: function(*(x.transpose(1, 2) for x in tensors), **options).transpose(
+        1, 2
+    )
