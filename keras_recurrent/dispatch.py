@@ -12,11 +12,11 @@ lowered: both are traced, one is compiled.
 """
 
 import contextlib
-import contextvars
 import importlib
 import importlib.util
 import os
 import pkgutil
+import threading
 from typing import NamedTuple
 
 import keras
@@ -69,7 +69,7 @@ for _name in PREFERENCE[BACKEND]:
 if "pallas" in PREFERENCE[BACKEND]:
     from keras_recurrent.backends.pallas import _platform
 
-_chosen = contextvars.ContextVar("keras_recurrent.implementation", default=None)
+_chosen = threading.local()  # `name`; torch.compile sees through it, not through a ContextVar
 
 
 @contextlib.contextmanager
@@ -95,11 +95,16 @@ def implementation(name):
     """
     if name is not None:
         _check(name)
-    token = _chosen.set(name)
+    before = _chosen_name()
+    _chosen.name = name
     try:
         yield
     finally:
-        _chosen.reset(token)
+        _chosen.name = before
+
+
+def _chosen_name():
+    return getattr(_chosen, "name", None)
 
 
 class Choice(NamedTuple):
@@ -121,7 +126,7 @@ class Choice(NamedTuple):
 
 def choose(operation, arguments, implementation=None):
     """The `Choice` for native tensors, as the kernels take them (a dict of keyword arguments)."""
-    name = implementation or _chosen.get()
+    name = implementation or _chosen_name()
     refused = {}
     for candidate in (_check(name),) if name else PREFERENCE[BACKEND]:
         module = KERNELS[operation][candidate]
@@ -142,7 +147,7 @@ def run(operation, arguments, implementation=None):
     kernel = getattr(KERNELS[operation][choice.implementation], operation)
     if choice.implementation != "pallas":
         return kernel(**arguments)
-    if not (implementation or _chosen.get()):
+    if not (implementation or _chosen_name()):
         kernel = _platform.either(*(KERNELS[operation][name] for name in ("pallas", "jax")))
     with _mesh():
         return kernel(**arguments)

@@ -149,7 +149,10 @@ class HGRN2(BoundedLayer):
         after = {}
         for name, convolution in self.convolutions.items():
             maps[name[0]], after[name] = convolution(
-                maps[name[0]], mask=mask, segment_ids=segment_ids, initial_state=state.get(name)
+                maps[name[0]],
+                inputs_mask=mask,
+                segment_ids=segment_ids,
+                initial_state=state.get(name),
             )
         q, v, log_f = self.gates(**maps, lower_bound=lower_bound)
         o, after["memory"] = gated_linear_attention(
@@ -161,7 +164,7 @@ class HGRN2(BoundedLayer):
         )
         after["segment"] = last_segment(inputs, mask, segment_ids, state.get("segment"))
         # `keras.tree` goes through a dict by its keys on one backend, by its order on another.
-        return self.output_of(o), dict(sorted(after.items()))
+        return self.output_of(o), {name: after[name] for name in sorted(after)}
 
     def gates(self, q, f, i, lower_bound):
         """Queries, values and log forget gates, heads apart, from the three linear maps."""
@@ -190,7 +193,7 @@ class HGRN2(BoundedLayer):
             "segment": self.segment_spec(batch_size),
             **{name: conv.state_spec(batch_size) for name, conv in self.convolutions.items()},
         }
-        return dict(sorted(spec.items()))
+        return {name: spec[name] for name in sorted(spec)}
 
     def get_config(self):
         return {

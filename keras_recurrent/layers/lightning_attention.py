@@ -203,7 +203,7 @@ class LightningAttention(StreamingLayer):
 
 
 def log_decay(schedule, num_heads, layer_index, num_layers):
-    """log λ of each head, a list of `num_heads` numbers below 0; see `LightningAttention`."""
+    """log λ of each head, `num_heads` numbers below 0; see `LightningAttention`."""
     if not isinstance(layer_index, int) or not 0 <= layer_index < num_layers:
         raise ValueError(
             f"`layer_index` must be an integer from 0 to `num_layers` - 1, {num_layers - 1}; got "
@@ -217,7 +217,7 @@ def log_decay(schedule, num_heads, layer_index, num_layers):
         factor = 1 - layer_index / max(num_layers - 1, 1) + 1e-5
     else:
         raise ValueError(f'`decay_schedule` must be "checkpoints" or "paper"; got {schedule!r}.')
-    return [-slope * factor for slope in slopes]
+    return tuple(-slope * factor for slope in slopes)
 
 
 def alibi_slopes(num_heads):

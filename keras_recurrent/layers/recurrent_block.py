@@ -150,7 +150,7 @@ class RecurrentBlock(StreamingLayer):
 
     def stream(self, inputs, mask, segment_ids, state):
         state = state or {"conv1d": None, "rg_lru": None}
-        tokens = {"mask": mask, "segment_ids": segment_ids, "return_state": True}
+        tokens = {"inputs_mask": mask, "segment_ids": segment_ids, "return_state": True}
         x = apply_to_tokens(self.linear_x, inputs)
         x, conv1d = self.conv1d(x, initial_state=state["conv1d"], **tokens)
         x, rg_lru = self.rg_lru(x, initial_state=state["rg_lru"], **tokens)

@@ -38,7 +38,8 @@ class StreamingLayer(keras.layers.Layer):
         initial_state: the state to go on from; None: nothing was seen.
         return_state: boolean; None: as in the constructor.
         inputs_mask: filled by Keras, with the mask that comes with `inputs` when other tensors are
-            passed beside them. `mask` has precedence.
+            passed beside them. `mask` has precedence. A layer inside another gets its mask here:
+            Keras attaches a `mask` to the outputs, which breaks the graphs of torch.compile.
 
     Returns:
         `[B, T, D]` in the compute dtype, or with `return_state` a pair of it and the state after
@@ -223,11 +224,9 @@ def last_segment(inputs, mask, segment_ids, previous):
     segment_ids = ops.cast(segment_ids, "int32")
     if mask is None:
         return segment_ids[:, -1]
-    # No tensor is made of a number, which torch would copy to the GPU, and wait: see `token_kind`.
-    nth = ops.arange(1, length + 1, dtype="int32")[None] * ops.cast(mask, "int32")
-    last = ops.max(nth, axis=1, keepdims=True)
-    segment = ops.take_along_axis(segment_ids, ops.relu(last - 1), axis=1)
-    return ops.where(last == 0, previous[:, None], segment)[:, 0]
+    last = ops.argmax(ops.arange(length, dtype="int32")[None] * ops.cast(mask, "int32"), axis=1)
+    segment = ops.take_along_axis(segment_ids, last[:, None], axis=1)[:, 0]
+    return ops.where(ops.any(mask, axis=1), segment, previous)
 
 
 def _initial(spec, batch_size, name=None):

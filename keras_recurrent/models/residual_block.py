@@ -74,7 +74,7 @@ class ResidualBlock(StreamingLayer):
         with_state = state is not None or self.keeps_state
         x = self.temporal_block(
             self.temporal_norm(inputs),
-            mask=mask,
+            inputs_mask=mask,
             segment_ids=segment_ids,
             initial_state=state,
             return_state=with_state,

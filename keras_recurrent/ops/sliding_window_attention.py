@@ -66,8 +66,9 @@ class SlidingWindowAttentionOperation(RecurrentOperation):
 
 def capacity(sliding_window, max_length):
     """How many tokens a new state has room for; None: nothing bounds them."""
-    bounds = [max_length, None if sliding_window is None else sliding_window - 1]
-    return min((bound for bound in bounds if bound is not None), default=None)
+    if sliding_window is None:
+        return max_length
+    return sliding_window - 1 if max_length is None else min(max_length, sliding_window - 1)
 
 
 def sliding_window_attention(

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 
-from tests.models.tiny import VOCABULARY, tiny_causal_lm
+from tests.models.tiny import VOCABULARY, any_family, tiny_backbone, tiny_causal_lm
 
 BACKEND = keras.config.backend()
 ROOT = pathlib.Path(__file__).parents[2]
@@ -99,3 +99,17 @@ def test_strings_need_no_tensorflow():
         timeout=300,
     )
     assert done.stdout.endswith("done\n"), done.stderr
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="JAX and TensorFlow compile a step as one program")
+@any_family
+def test_torch_compiles_a_network_as_one_graph(family):
+    import torch
+
+    backbone = tiny_backbone(family=family, num_layers=3 if family == "griffin" else 1)
+    tokens = torch.ones((2, 9), dtype=torch.int32)
+    inputs = dict.fromkeys(("token_ids", "padding_mask", "segment_ids"), tokens)
+    expected = backbone(inputs)
+    torch.compiler.reset()
+    compiled = torch.compile(lambda inputs: backbone(inputs), fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(inputs), expected)

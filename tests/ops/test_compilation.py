@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 
+import keras_recurrent
 from keras_recurrent import dispatch, ops
 from tests.ops import token_wise
 from tests.ops.cases import DRAW, Case, draw, unit
@@ -37,10 +38,10 @@ def loss(operation, tensors, context):
     return keras.ops.sum(keras.ops.square(output * keep)) + ends
 
 
-def without_a_state(operation, length, where=ops):
+def without_a_state(operation, length):
     """Its tensors, and a loss of them."""
     drawn = token_wise.draw(operation, token_wise.Case((2, length, 8)))
-    function = getattr(where, operation)
+    function = getattr(ops, operation)
 
     def loss(tensors):
         return keras.ops.sum(keras.ops.sin(function(**tensors, **drawn.options)))
@@ -114,10 +115,27 @@ elif BACKEND == "torch":
                 torch.testing.assert_close(result, expected, rtol=0, atol=0)
         assert len(graphs) == 1
 
+    @every_operation
+    def test_compile_what_users_call_without_graph_breaks(operation):
+        """With masks and segments, an implementation chosen around it, and any length."""
+
+        def call(tensors, context):
+            return keras.tree.flatten(apply(operation, tensors, **context))
+
+        torch.compiler.reset()  # of other operations in the same code, at most eight
+        compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="eager")
+        for length in (11, 23):
+            tensors, context = arguments(operation, length)
+            tensors = {n: tensor(t, "float32") for n, t in tensors.items()}
+            context = {n: torch.from_numpy(c) for n, c in context.items()}
+            with keras_recurrent.implementation("torch"):
+                results = compiled(tensors, context)
+            for result, expected in zip(results, call(tensors, context), strict=True):
+                torch.testing.assert_close(result, expected, rtol=0, atol=0)
+
     @every_operation_without_a_state
     def test_compile_without_a_state(operation):
-        """The kernels, forward and backward: one graph for every length."""
-        kernels = dispatch.KERNELS[operation]["torch"]
+        """Forward and backward: one graph for every length."""
         graphs = []
 
         def count(graph, example_inputs):
@@ -126,7 +144,7 @@ elif BACKEND == "torch":
 
         compiled = None
         for length in (11, 23, 40):
-            tensors, loss = without_a_state(operation, length, kernels)
+            tensors, loss = without_a_state(operation, length)
             compiled = compiled or torch.compile(loss, fullgraph=True, dynamic=True, backend=count)
             results, expected = leaves(tensors), leaves(tensors)
             compiled(results).backward()
