@@ -107,6 +107,7 @@ elif BACKEND == "torch":
             graphs.append(graph)
             return graph.forward
 
+        torch.compiler.reset()  # of other kernels in the same code, at most eight
         compiled = torch.compile(kernel, fullgraph=True, dynamic=True, backend=count)
         for length in (11, 23, 40):
             tensors, _ = arguments(operation, length)
@@ -136,6 +137,7 @@ elif BACKEND == "torch":
     @every_operation_without_a_state
     def test_compile_without_a_state(operation):
         """Forward and backward: one graph for every length."""
+        torch.compiler.reset()
         graphs = []
 
         def count(graph, example_inputs):

@@ -183,6 +183,7 @@ def test_compiled_without_graph_breaks(operation):
         graphs.append(graph)
         return graph.forward
 
+    torch.compiler.reset()  # of other kernels in the same code, at most eight
     compiled = torch.compile(kernel, fullgraph=True, dynamic=True, backend=count)
     for length in (11, 23, 40):
         tensors = {n: t.requires_grad_() for n, t in arguments(operation, length).items()}
@@ -268,6 +269,7 @@ def test_compiled_without_graph_breaks_without_a_state(operation, parameter):
         return graph.forward
 
     kernel, _ = without_a_state(operation, token_wise.Case((11, 6)))
+    torch.compiler.reset()  # of other kernels in the same code, at most eight
     compiled = torch.compile(kernel, fullgraph=True, dynamic=True, backend=count)
     for length in (11, 23, 40):
         _, tensors = without_a_state(operation, token_wise.Case((length, 6), parameter=parameter))
