@@ -52,27 +52,30 @@ def fill_(tensor, mask, value):
     return tensor if mask is None else tensor.masked_fill_(mask, value)
 
 
-def register_gradient(forward, backward, keep_output=True, without=(), options=0):
+def register_gradient(
+    forward, backward, keep_output=True, without=(), token_kinds=True, options=0
+):  # fmt: skip
     """Makes `backward` the gradient of the operator `forward(*inputs) -> (output, final_state)`.
 
     `backward(d_output, d_final_state, output, *inputs)`, without `output` unless that is kept,
     returns a gradient for each input up to the token kinds. What it returns for an input that
     needs none, as None does, is dropped. It is not handed the inputs whose positions are in
     `without`, and nobody has to keep them. So many `options`, which are no tensors, follow the
-    token kinds.
+    token kinds. An operation without a state has no `token_kinds`, and one result.
     """
+    undifferentiated = token_kinds + options
 
     def save(ctx, inputs, output):
         tensors = inputs[: len(inputs) - options]
         ctx.options = inputs[len(tensors) :]
         kept = [x for i, x in enumerate(tensors) if i not in without]
-        ctx.save_for_backward(*output[:keep_output], *kept)
+        ctx.save_for_backward(*(output[:1] if keep_output else ()), *kept)
 
-    def gradients(ctx, d_output, d_final_state):
+    def gradients(ctx, *d_results):
         saved = ctx.saved_tensors  # once: a checkpoint recomputes what is asked for again
-        found = backward(d_output, d_final_state, *saved, *ctx.options)
-        needed = ctx.needs_input_grad[: -1 - options]
+        found = backward(*d_results, *saved, *ctx.options)
+        needed = ctx.needs_input_grad[: len(ctx.needs_input_grad) - undifferentiated]
         given = (dx if need else None for need, dx in zip(needed, found, strict=True))
-        return *given, *[None] * (1 + options)
+        return *given, *[None] * undifferentiated
 
     forward.register_autograd(gradients, setup_context=save)

@@ -34,25 +34,3 @@ def rows_of(x):
     """How many rows [..., D] has."""
     width = x.shape[-1]
     return x.numel() // width if width else 0
-
-
-def register_gradient(forward, backward, options=0):
-    """Makes `backward` the gradient of the operator `forward(*inputs) -> output`.
-
-    `backward(d_output, *inputs)` returns a gradient for each tensor of the inputs, whose last so
-    many `options` are no tensors. What it returns for an input that needs none, as None does, is
-    dropped.
-    """
-
-    def save(ctx, inputs, output):
-        tensors = inputs[: len(inputs) - options]
-        ctx.options = inputs[len(tensors) :]
-        ctx.save_for_backward(*tensors)
-
-    def gradients(ctx, d_output):
-        found = backward(d_output, *ctx.saved_tensors, *ctx.options)
-        needed = ctx.needs_input_grad[: len(found)]
-        given = (dx if need else None for need, dx in zip(needed, found, strict=True))
-        return *given, *[None] * options
-
-    forward.register_autograd(gradients, setup_context=save)

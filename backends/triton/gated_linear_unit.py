@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from keras_recurrent.backends.torch._common import register_gradient
 from keras_recurrent.backends.triton._common import contiguous, on_device_of, refusal
 from keras_recurrent.backends.triton._math import sigmoid
-from keras_recurrent.backends.triton._token_wise import register_gradient
 
 # Two vectors of 16 bytes a thread of each tensor of 16 bits.
 _TILE = {"BLOCK": 2048, "num_warps": 4}
@@ -102,4 +102,4 @@ def _(dy, gate, x, gelu):
     return gate.new_empty(gate.shape), x.new_empty(x.shape)
 
 
-register_gradient(_forward, _backward, options=1)
+register_gradient(_forward, _backward, keep_output=False, token_kinds=False, options=1)

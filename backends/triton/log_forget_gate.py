@@ -12,9 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from keras_recurrent.backends.torch._common import register_gradient
 from keras_recurrent.backends.triton._common import contiguous, on_device_of, refusal
 from keras_recurrent.backends.triton._math import exp, log1p, reciprocal, sigmoid
-from keras_recurrent.backends.triton._token_wise import Tile, register_gradient, rows_of
+from keras_recurrent.backends.triton._token_wise import Tile, rows_of
 
 _NUMBERS = 2048  # of a tile: two vectors of 16 bytes a thread of each tensor of 16 bits
 _FORWARD = 8  # so many times the programs, as they leave nothing behind to be summed
@@ -189,4 +190,4 @@ def _(d_log_f, logits, lower_bound):
     return logits.new_empty(logits.shape), like.new_empty(_bound_shape(lower_bound))
 
 
-register_gradient(_forward, _backward)
+register_gradient(_forward, _backward, keep_output=False, token_kinds=False)

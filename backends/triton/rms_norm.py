@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from keras_recurrent.backends.torch._common import register_gradient
 from keras_recurrent.backends.triton._common import contiguous, on_device_of, refusal
-from keras_recurrent.backends.triton._token_wise import Tile, register_gradient, rows_of
+from keras_recurrent.backends.triton._token_wise import Tile, rows_of
 
 _MAX_WIDTH = 16384  # a row is in the registers of one program
 _NUMBERS = 2048  # of a tile, where a row is not longer: 16 a thread
@@ -148,4 +149,4 @@ def _(dy, x, scale, epsilon):
     return x.new_empty(x.shape), x.new_empty(0) if scale is None else scale.new_empty(scale.shape)
 
 
-register_gradient(_forward, _backward, options=1)
+register_gradient(_forward, _backward, keep_output=False, token_kinds=False, options=1)

@@ -11,7 +11,7 @@ from keras_recurrent.conversion.export import export
 from keras_recurrent.models import presets
 from keras_recurrent.models.saved_training import SavedTraining
 from keras_recurrent.models.segments import SegmentsOptional
-from keras_recurrent.models.token_crossentropy import TokenCrossentropy
+from keras_recurrent.models.token_crossentropy import TokenCrossentropy, crossentropy
 
 
 class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.CausalLM):
@@ -406,7 +406,7 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
         logits = self.backbone.token_embedding(hidden_states, reverse=True)
         if scoring_mode == "logits":
             return logits
-        return ops.sparse_categorical_crossentropy(target_ids, logits, from_logits=True)
+        return crossentropy(target_ids, logits)
 
 
 def _is_strings(x):

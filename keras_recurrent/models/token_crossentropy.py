@@ -41,8 +41,13 @@ class TokenCrossentropy(keras.losses.Loss):
         super().__init__(name=name, reduction=reduction, dtype=dtype)
 
     def call(self, y_true, y_pred):
-        shape = ops.shape(y_pred)
-        tokens = ops.reshape(y_true, (-1,))
-        logits = ops.reshape(y_pred, (-1, shape[-1]))
-        losses = ops.sparse_categorical_crossentropy(tokens, logits, from_logits=True)
-        return ops.reshape(losses, shape[:-1])
+        return crossentropy(y_true, y_pred)
+
+
+def crossentropy(tokens, logits):
+    """The loss of each token, in the dtype of the logits."""
+    shape = ops.shape(logits)
+    losses = ops.sparse_categorical_crossentropy(
+        ops.reshape(tokens, (-1,)), ops.reshape(logits, (-1, shape[-1])), from_logits=True
+    )
+    return ops.reshape(losses, shape[:-1])

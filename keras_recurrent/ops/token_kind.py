@@ -8,7 +8,7 @@ from keras import ops
 
 from keras_recurrent.ops.shapes import fits
 
-GOES_ON, STARTS, PADDING = 0, 1, 2
+STARTS, PADDING = 1, 2  # and 0: goes on
 
 
 def token_kind(like, mask=None, segment_ids=None, previous_segment_id=None, initial_state=None):
