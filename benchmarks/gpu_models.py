@@ -7,10 +7,13 @@ initialised, on the same tokens.
 """
 
 import datetime
+import gc
 import importlib.metadata
 import os
 import sys
 import time
+from collections.abc import Callable
+from typing import NamedTuple
 
 os.environ.setdefault("KERAS_BACKEND", "torch")
 
@@ -41,23 +44,24 @@ def our_loss(model):
     return loss
 
 
-def fla_hgrn2(backbone):
+def fla_hgrn2(sizes):
     """The peer of the same sizes."""
     from fla.models import HGRN2Config, HGRN2ForCausalLM
 
     config = HGRN2Config(
-        hidden_size=backbone.hidden_dim,
-        num_hidden_layers=backbone.num_layers,
-        expand_ratio=backbone.expand_ratio,
-        intermediate_size=backbone.intermediate_dim,
-        vocab_size=backbone.vocabulary_size,
+        hidden_size=sizes["hidden_dim"],
+        num_hidden_layers=sizes["num_layers"],
+        expand_ratio=sizes["expand_ratio"],
+        intermediate_size=sizes["intermediate_dim"],
+        vocab_size=sizes["vocabulary_size"],
         tie_word_embeddings=False,
         use_cache=False,
     )
     return HGRN2ForCausalLM(config).to("cuda", torch.bfloat16).train()
 
 
-def transformers_gemma():
+def transformers_gemma(sizes):
+    """Its sizes are those of its default configuration."""
     import transformers
 
     config = transformers.RecurrentGemmaConfig(use_cache=False)
@@ -105,27 +109,45 @@ def measure(name, model, loss, vocabulary, *, batch, length, repeats):
     print(f"| {' | '.join(cells)} |", flush=True)
 
 
-def hgrn2():
-    model = ours(HGRN2CausalLM, "hgrn2_1.3b_100b")
-    backbone = model.backbone
-    measure("HGRN2 1.3B", model, our_loss(model), backbone.vocabulary_size, **HGRN2)
-    peer = fla_hgrn2(backbone)
+class Pair(NamedTuple):
+    """A model of ours, the peer of its sizes, and what both are measured on."""
+
+    name: str
+    family: type
+    preset: str
+    peer: str
+    make_peer: Callable  # of the configuration of our backbone
+    work: dict
+
+
+MODELS = {
+    "hgrn2": Pair(
+        *("HGRN2 1.3B", HGRN2CausalLM, "hgrn2_1.3b_100b"),
+        *("flash-linear-attention", fla_hgrn2, HGRN2),
+    ),
+    "recurrentgemma": Pair(
+        *("RecurrentGemma 2B", GriffinCausalLM, "recurrentgemma_2b"),
+        *("transformers", transformers_gemma, GEMMA),
+    ),
+}
+
+
+def compare(pair):
+    """One after the other: neither is in memory while the other is measured."""
+    model = ours(pair.family, pair.preset)
+    sizes = model.backbone.get_config()
+    vocabulary = sizes["vocabulary_size"]
+    measure(pair.name, model, our_loss(model), vocabulary, **pair.work)
     del model
+    release()
+    peer = pair.make_peer(sizes)
+    measure(pair.peer, peer, their_loss(peer), vocabulary, **pair.work)
+
+
+def release():
+    """Gives memory back; a Keras model goes with what refers to itself in circles."""
+    gc.collect()
     torch.cuda.empty_cache()
-    measure("flash-linear-attention", peer, their_loss(peer), backbone.vocabulary_size, **HGRN2)
-
-
-def recurrentgemma():
-    model = ours(GriffinCausalLM, "recurrentgemma_2b")
-    vocabulary = model.backbone.vocabulary_size
-    measure("RecurrentGemma 2B", model, our_loss(model), vocabulary, **GEMMA)
-    del model
-    torch.cuda.empty_cache()
-    peer = transformers_gemma()
-    measure("transformers", peer, their_loss(peer), vocabulary, **GEMMA)
-
-
-MODELS = {"hgrn2": hgrn2, "recurrentgemma": recurrentgemma}
 
 
 def main(names):
@@ -140,8 +162,8 @@ def main(names):
     print("| model | parameters | batch×length | tokens/s | peak GiB | first step s |")
     print("| --- | ---: | ---: | ---: | ---: | ---: |", flush=True)
     for name in names or MODELS:
-        MODELS[name]()
-        torch.cuda.empty_cache()
+        compare(MODELS[name])
+        release()
 
 
 if __name__ == "__main__":
