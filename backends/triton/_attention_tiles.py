@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from keras_recurrent.backends.triton._common import INTERPRETED
-from keras_recurrent.backends.triton._products import operand
+from keras_recurrent.backends.triton._products import PRECISION, operand
 
 _PLAIN = tl.constexpr(INTERPRETED)
 
@@ -107,7 +107,7 @@ def product(a, b, total, TYPE: tl.constexpr):
     if _PLAIN and TYPE.is_fp32():
         total += tl.dot(a.to(tl.float64), b.to(tl.float64)).to(tl.float32)
     else:
-        total = tl.dot(_as(a, TYPE), _as(b, TYPE), total, input_precision="tf32x3")
+        total = tl.dot(_as(a, TYPE), _as(b, TYPE), total, input_precision=PRECISION)
     return total
 
 

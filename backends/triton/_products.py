@@ -21,7 +21,7 @@ import triton.language as tl
 from keras_recurrent.backends.triton._common import INTERPRETED
 
 _PLAIN = tl.constexpr(INTERPRETED)
-_PRECISION = tl.constexpr("ieee" if INTERPRETED else "bf16x6")
+PRECISION = tl.constexpr("ieee" if INTERPRETED else "bf16x6")
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def product(a, b, total, SHORT: tl.constexpr):
     if SHORT:
         total = tl.dot(operand(a, True), operand(b, True), total)
     else:
-        total = tl.dot(a, b, total, input_precision=_PRECISION)
+        total = tl.dot(a, b, total, input_precision=PRECISION)
     return total
 
 

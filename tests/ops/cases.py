@@ -18,6 +18,11 @@ class Case(NamedTuple):
     heads: tuple = (4, 2)  # of queries and of keys, where they may differ
     window: int | None = 6  # where there is one
     activation: str | None = "silu"  # where there may be one
+    values: int | None = None  # channels of values, where there are heads; None: two more
+
+    @property
+    def value_size(self):
+        return self.channels + 2 if self.values is None else self.values
 
 
 CASES = {
@@ -92,7 +97,7 @@ def causal_conv1d(rng, case):
 
 
 def gated_linear_attention(rng, case):
-    heads, value_size = 2, case.channels + 2
+    heads, value_size = 2, case.value_size
     keys = (case.batch, case.length, heads, case.channels)
     tensors = {
         "q": rng.normal(size=keys),
@@ -104,7 +109,7 @@ def gated_linear_attention(rng, case):
 
 
 def lightning_attention(rng, case):
-    heads, value_size = 3, case.channels + 2
+    heads, value_size = 3, case.value_size
     keys = (case.batch, case.length, heads, case.channels)
     tensors = {
         "q": rng.normal(size=keys),
@@ -123,11 +128,11 @@ def sliding_window_attention(rng, case):
     tensors = {
         "q": rng.normal(size=(case.batch, case.length, heads, case.channels)) * case.channels**-0.5,
         "k": rng.normal(size=(case.batch, case.length, groups, case.channels)),
-        "v": rng.normal(size=(case.batch, case.length, groups, case.channels + 2)),
+        "v": rng.normal(size=(case.batch, case.length, groups, case.value_size)),
     }
     return tensors, {
         "key": (case.batch, room, groups, case.channels),
-        "value": (case.batch, room, groups, case.channels + 2),
+        "value": (case.batch, room, groups, case.value_size),
     }
 
 
