@@ -95,7 +95,7 @@ def run(kernel, candidates, launch, tensors, sizes):
 
     tensors (or Nones), sizes (a dict or named tuple): what decides which candidate is the fastest.
     """
-    if not (_kept or _reports):
+    if len(candidates) == 1 or not (_kept or _reports):
         return launch(candidates[0])
     sizes = sizes if isinstance(sizes, dict) else sizes._asdict()
     sizes = {n: triton.next_power_of_2(s) if n in _ROUNDED else s for n, s in sizes.items()}

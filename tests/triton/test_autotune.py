@@ -148,26 +148,30 @@ def test_every_operation_is_searched_forwards_and_backwards(operation, clock):
     assert len(found) >= 2
     assert all(search.kernel.startswith(operation) for search in found)
     for search in found:
-        assert 3 <= len(search.timings) <= 5
+        assert 2 <= len(search.timings) <= 5
         assert None not in [t.milliseconds for t in search.timings]
 
 
 @pytest.mark.parametrize(("operation", "case"), CASES)
 def test_candidates_compute_the_same(operation, case, clock, monkeypatch):
-    """Those with different tiles: the interpreter knows no warps and no registers."""
+    """Off a GPU those with different tiles: the interpreter knows no warps and no registers."""
     monkeypatch.setattr(_common, "_MANY_CHAINS", 2)
-    most = 2  # different tiles of a kernel, as far as is known
+    most = 2  # different candidates of a kernel, as far as is known
     number = 0  # the default's
 
     def timed(launch, candidates):
         nonlocal most
         first = {}
         for i, candidate in enumerate(candidates):
-            tiles = {n: v for n, v in candidate._asdict().items() if n not in OPTIONS}
+            tiles = {n: v for n, v in candidate._asdict().items() if ON_GPU or n not in OPTIONS}
             first.setdefault(tuple(tiles.values()), i)
         different = list(first.values())
         most = max(most, len(different))
         chosen = different[number % len(different)]
+        try:
+            launch(candidates[chosen])
+        except _search._NO_ROOM:  # a search on this GPU would not choose it
+            chosen = 0
         return [float(i != chosen) for i in range(len(candidates))]
 
     monkeypatch.setattr(_search, "timed", timed)
