@@ -16,15 +16,16 @@ from keras_recurrent.backends.torch._common import register_gradient
 from keras_recurrent.backends.triton import _search
 from keras_recurrent.backends.triton._common import contiguous, on_device_of
 from keras_recurrent.backends.triton._gated_chunks import attend_kernel, gradient_kernel
+from keras_recurrent.backends.triton._gated_output import output_kernel
 from keras_recurrent.backends.triton._gated_states import walk
 from keras_recurrent.backends.triton._linear_attention import Blocks, heads_of, refusal
 from keras_recurrent.backends.triton._linear_attention_step import step
 
 # By `short` and the tokens of a chunk, the default first. Two warps for 32 tokens, four for 64: a
 # thread's registers hold its rows of all tiles. With 64 tokens, products are asynchronous: more
-# warps, 128 channels of keys or fewer registers are not compiled rightly (`_products.py`).
+# warps, 32 or 128 channels of keys or fewer registers are not compiled rightly (`_products.py`).
 ATTEND_BLOCKS = {
-    (True, 64): (Blocks(64, 128, 4), Blocks(64, 128, 4, num_stages=2), Blocks(32, 128, 4)),
+    (True, 64): (Blocks(64, 128, 4),),
     (True, 32): (Blocks(64, 128, 2), Blocks(64, 128, 2, num_stages=2), Blocks(32, 128, 2)),
     (False, 32): (Blocks(32, 64, 4), Blocks(64, 64, 4), Blocks(32, 64, 2), Blocks(32, 128, 8)),
 }
@@ -59,9 +60,13 @@ def _parts(sizes, log_f):
 
 
 def _attend(sizes, q, k, v, states, output, *, log_f, token_kind, parts, reverse=False):
+    kernel, flags = attend_kernel, {"SHORT": sizes.short, "REVERSE": reverse}
+    if sizes.short and not reverse:
+        kernel, flags = output_kernel, {}
+
     def launch(blocks):
         options = blocks.options(sizes)
-        attend_kernel[(sizes.programs * triton.cdiv(sizes.values, options["BLOCK_V"]),)](
+        kernel[(sizes.programs * triton.cdiv(sizes.values, options["BLOCK_V"]),)](
             q,
             k,
             v,
@@ -73,9 +78,8 @@ def _attend(sizes, q, k, v, states, output, *, log_f, token_kind, parts, reverse
             sizes.chunks,
             CHUNK=sizes.chunk,
             LEVELS=sizes.levels,
-            SHORT=sizes.short,
             PARTS=parts,
-            REVERSE=reverse,
+            **flags,
             **options,
         )
 

@@ -35,8 +35,8 @@ from keras_recurrent.backends.triton._products import operand, product
 
 # By `short`, and whether heads are wider than 128 channels, the default first. The state,
 # [K, BLOCK_V], takes at most 64 of the registers of a thread. Float32 is multiplied in parts, which
-# take many of them, too: wide heads of it leave no choice. Tiles of 128×32 were compiled wrongly for
-# heads of 66 channels.
+# take many of them, too: wide heads of it leave no choice. Tiles of 128×32 were compiled wrongly
+# for heads of 66 channels.
 BLOCKS = {
     (True, False): (Blocks(128, 64, 4, 4), Blocks(128, 64, 4, 3), Blocks(128, 64, 4, 2)),
     (True, True): (

@@ -21,6 +21,7 @@ from keras_recurrent.backends.triton import (
     _attention_kernels,
     _banded_attention,
     _gated_chunks,
+    _gated_output,
     _gated_states,
     _linear_attention_step,
     _ring,
@@ -61,7 +62,8 @@ STREAM = {**CHUNKS, **ONE_SEGMENT}
 STEP = {"BLOCK_K": 128, "BLOCK_V": 32}
 
 walk = _gated_states._walk_kernel
-gated = _gated_chunks.attend_kernel
+gated = _gated_output.output_kernel
+attend = _gated_chunks.attend_kernel
 gradient = _gated_chunks.gradient_kernel
 lightning = lightning_attention._walk_kernel
 step = _linear_attention_step._step_kernel
@@ -144,8 +146,9 @@ KERNELS = {
     "gated segments": (walk, {**CHUNKS, "states": None, "PARTS": 2}, WALKS),
     "gated walk, float32": (walk, {**WALK, **EXACT}, EXACT_WALKS),
     "gated output": (gated, {**TIED, "token_kind": None}, ATTEND[True, 64]),
-    "gated d_v": (gated, {**TIED, **SHORTER, "REVERSE": True}, ATTEND[True, 32]),
-    "gated output, float32": (gated, {**TIED, **EXACT}, ATTEND[False, 32]),
+    "gated output, kinds": (gated, TIED, ATTEND[True, 64]),
+    "gated d_v": (attend, {**TIED, **SHORTER, "REVERSE": True}, ATTEND[True, 32]),
+    "gated output, float32": (attend, {**TIED, **EXACT}, ATTEND[False, 32]),
     "gated gradients": (gradient, {**GRADIENT, "k": None}, GRADIENTS[True]),
     "gated gradients, float32": (gradient, {**GRADIENT, **EXACT}, GRADIENTS[False]),
     "gated step": (step, {**STEP, "k": None, "log_decay": None}, [{}]),
