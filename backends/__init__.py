@@ -7,7 +7,7 @@ NumPy, one loop over time: the definition of every operation, by which the other
 The letters, also those of shapes: B batch, T time (tokens), D channels of an element-wise
 recurrence, H heads, G heads of keys and values that heads of queries share, K and V the size of a
 key and of a value in a head, W the width of a causal convolution, C the tokens that attention's
-state has room for.
+state has room for. Where there are no heads, V is the size of a vocabulary.
 
 A kernel is a function, named as its file, that takes tensors of its framework and returns
 `(output, final_state)`. Beside it stands `unsupported`, with the same arguments:
@@ -18,9 +18,10 @@ A kernel is a function, named as its file, that takes tensors of its framework a
     def linear_scan(x, log_a, initial_state=None, token_kind=None):
         """x, log_a: [B, T, D]. Returns ([B, T, D] in x's dtype, [B, D] in float32)."""
 
-`rms_norm`, `gated_linear_unit` and `log_forget_gate` see one token at a time: they take neither
-`initial_state` nor `token_kind`, have any number of axes before the last, and return their output
-alone. That of `log_forget_gate` has the dtype of the arithmetic, the others' that of x.
+`rms_norm`, `gated_linear_unit`, `log_forget_gate` and `token_crossentropy` see one token at a time:
+they take neither `initial_state` nor `token_kind`, have any number of axes before the last, and
+return their output alone. That of the last two has the dtype of the arithmetic, the others' that
+of x.
 
 What every kernel keeps to:
 

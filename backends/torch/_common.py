@@ -53,7 +53,7 @@ def fill_(tensor, mask, value):
 
 
 def register_gradient(
-    forward, backward, keep_output=True, without=(), token_kinds=True, options=0
+    forward, backward, keep_output=True, without=(), token_kinds=True, options=0, sums=0
 ):  # fmt: skip
     """Makes `backward` the gradient of the operator `forward(*inputs) -> (output, final_state)`.
 
@@ -61,7 +61,8 @@ def register_gradient(
     returns a gradient for each input up to the token kinds. What it returns for an input that
     needs none, as None does, is dropped. It is not handed the inputs whose positions are in
     `without`, and nobody has to keep them. So many `options`, which are no tensors, follow the
-    token kinds. An operation without a state has no `token_kinds`, and one result.
+    token kinds. An operation without a state has no `token_kinds`, and one result. The last so many
+    results, `sums`, are for the backward alone: it is handed them in place of their gradients.
     """
     undifferentiated = token_kinds + options
 
@@ -69,11 +70,14 @@ def register_gradient(
         tensors = inputs[: len(inputs) - options]
         ctx.options = inputs[len(tensors) :]
         kept = [x for i, x in enumerate(tensors) if i not in without]
-        ctx.save_for_backward(*(output[:1] if keep_output else ()), *kept)
+        found = output[-sums:] if sums else ()
+        ctx.mark_non_differentiable(*found)
+        ctx.save_for_backward(*found, *(output[:1] if keep_output else ()), *kept)
 
     def gradients(ctx, *d_results):
         saved = ctx.saved_tensors  # once: a checkpoint recomputes what is asked for again
-        found = backward(*d_results, *saved, *ctx.options)
+        found = backward(*d_results[: len(d_results) - sums], *saved, *ctx.options)
+        found = (found,) if isinstance(found, torch.Tensor) else found
         needed = ctx.needs_input_grad[: len(ctx.needs_input_grad) - undifferentiated]
         given = (dx if need else None for need, dx in zip(needed, found, strict=True))
         return *given, *[None] * undifferentiated

@@ -1,7 +1,7 @@
 """Operations on tensors, on every Keras backend.
 
-Those over time return `(output, final_state)`; `gated_linear_unit`, `log_forget_gate` and
-`rms_norm` see one token at a time, and return their output alone.
+Those over time return `(output, final_state)`; `gated_linear_unit`, `log_forget_gate`, `rms_norm`
+and `token_crossentropy` see one token at a time, and return their output alone.
 """
 
 from keras_recurrent.ops.causal_conv1d import causal_conv1d
@@ -15,6 +15,7 @@ from keras_recurrent.ops.operation import which_implementation
 from keras_recurrent.ops.rg_lru import rg_lru
 from keras_recurrent.ops.rms_norm import rms_norm
 from keras_recurrent.ops.sliding_window_attention import sliding_window_attention
+from keras_recurrent.ops.token_crossentropy import token_crossentropy
 from keras_recurrent.ops.token_kind import token_kind
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "rg_lru",
     "rms_norm",
     "sliding_window_attention",
+    "token_crossentropy",
     "token_kind",
     "which_implementation",
 ]

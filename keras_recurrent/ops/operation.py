@@ -237,7 +237,7 @@ def _size(dim, sizes):
 def check_dtype(operation, name, dtype):
     if name == "mask":
         good, wanted = dtype == "bool" or "int" in dtype, "boolean, True at real tokens"
-    elif name in ("segment_ids", "previous_segment_id", "initial_state['position']"):
+    elif name in ("segment_ids", "previous_segment_id", "initial_state['position']", "tokens"):
         good, wanted = "int" in dtype, "integers"
     else:
         good, wanted = dtype in FLOATS, f"one of {', '.join(FLOATS)}"

@@ -39,14 +39,16 @@ def loss(operation, tensors, context):
 
 
 def without_a_state(operation, length):
-    """Its tensors, and a loss of them."""
+    """Its tensors, those of integers among them, and a loss of both."""
     drawn = token_wise.draw(operation, token_wise.Case((2, length, 8)))
     function = getattr(ops, operation)
 
-    def loss(tensors):
-        return keras.ops.sum(keras.ops.sin(function(**tensors, **drawn.options)))
+    def loss(tensors, integers):
+        return keras.ops.sum(keras.ops.sin(function(**tensors, **integers, **drawn.options)))
 
-    return {n: t.astype("float32") for n, t in drawn.tensors.items()}, loss
+    arrays = {n: t.astype(drawn.dtypes[n]) for n, t in drawn.tensors.items()}
+    tensors = {n: arrays.pop(n) for n in drawn.differentiated}
+    return tensors, arrays, loss
 
 
 def close(results, expected):
@@ -67,8 +69,8 @@ if BACKEND == "jax":
 
     @every_operation_without_a_state
     def test_jit_without_a_state(operation):
-        tensors, loss = without_a_state(operation, 23)
-        close(jax.jit(jax.grad(loss))(tensors), jax.grad(loss)(tensors))
+        *arrays, loss = without_a_state(operation, 23)
+        close(jax.jit(jax.grad(loss))(*arrays), jax.grad(loss)(*arrays))
 
     @every_operation
     def test_memory_is_linear_in_time(operation):
@@ -81,6 +83,12 @@ if BACKEND == "jax":
             return keras.tree.flatten(apply(operation, tensors))
 
         assert temporary_bytes(16384) < 5 * temporary_bytes(4096)
+
+    def test_crossentropy_makes_nothing_of_the_logits_size_but_their_gradient():
+        logits, tokens = np.ones((256, 4096), "float32"), np.zeros(256, "int32")
+        gradient = jax.jit(jax.grad(lambda *t: keras.ops.sum(ops.token_crossentropy(*t))))
+        memory = gradient.lower(logits, tokens).compile().memory_analysis()
+        assert memory.temp_size_in_bytes < logits.nbytes / 64
 
 elif BACKEND == "torch":
     import torch
@@ -146,11 +154,12 @@ elif BACKEND == "torch":
 
         compiled = None
         for length in (11, 23, 40):
-            tensors, loss = without_a_state(operation, length)
+            tensors, integers, loss = without_a_state(operation, length)
+            integers = {n: tensor(t, "int32") for n, t in integers.items()}
             compiled = compiled or torch.compile(loss, fullgraph=True, dynamic=True, backend=count)
             results, expected = leaves(tensors), leaves(tensors)
-            compiled(results).backward()
-            loss(expected).backward()
+            compiled(results, integers).backward()
+            loss(expected, integers).backward()
             close(*({n: t.grad for n, t in which.items()} for which in (results, expected)))
         assert len(graphs) == 1
 
@@ -219,17 +228,20 @@ else:
     @every_operation_without_a_state
     @pytest.mark.parametrize("jit_compile", [False, True])
     def test_function_without_a_state(operation, jit_compile):
-        def gradients(tensors):
+        def gradients(tensors, integers):
             with tf.GradientTape() as tape:
                 tape.watch(tensors)
-                value = loss(tensors)
+                value = loss(tensors, integers)
             return tape.gradient(value, tensors)
 
-        tensors, loss = without_a_state(operation, 11)
-        unknown = {n: [None, None, 8] if t.ndim == 3 else t.shape for n, t in tensors.items()}
-        signature = [{n: tf.TensorSpec(shape) for n, shape in unknown.items()}]
+        def unknown(array):
+            shape = [None, None, *array.shape[2:]] if array.shape[:2] == (2, 11) else array.shape
+            return tf.TensorSpec(shape, array.dtype)
+
+        *arrays, loss = without_a_state(operation, 11)
+        signature = tf.nest.map_structure(unknown, arrays)
         function = tf.function(gradients, jit_compile=jit_compile, input_signature=signature)
         for length in (1, 23):
-            tensors, _ = without_a_state(operation, length)
-            tensors = tf.nest.map_structure(tf.constant, tensors)
-            close(function(tensors), gradients(tensors))
+            *arrays, _ = without_a_state(operation, length)
+            arrays = tf.nest.map_structure(tf.constant, arrays)
+            close(function(*arrays), gradients(*arrays))

@@ -51,7 +51,7 @@ def test_what_is_not_a_number_stays_so(operation, implementation):
     drawn.tensors[first][1, 7] = np.nan
     results = run(operation, implementation, drawn)
     for name in ("output", f"gradient of {first}"):
-        assert np.isnan(results[name][1, 7]), name
+        assert np.isnan(results[name][(1, 7)[: results[name].ndim]]), name
         assert np.isfinite(np.delete(results[name], 1, axis=0)).all(), name
 
 
@@ -71,6 +71,88 @@ def test_gates_that_are_shut_or_open(implementation, bounded):
     assert (results["output"] <= 0).all()
     # Where β is 0, a gate near 1 keeps its digits.
     np.testing.assert_allclose(results["output"][3, 0], -np.log1p(np.exp(-15)), rtol=1e-6)
+
+
+every_crossentropy = pytest.mark.parametrize(
+    "implementation", [i for o, i in KERNELS if o == "token_crossentropy"]
+)
+
+
+def crossentropy(logits, tokens, dtype="float32"):
+    """As `draw` makes it of what is given."""
+    drawn = draw("token_crossentropy", Case(logits.shape, dtype))
+    drawn.tensors.update(logits=round_to(dtype, logits), tokens=np.asarray(tokens))
+    return drawn
+
+
+@every_crossentropy
+def test_tokens_that_are_none(implementation):
+    """Neither read from elsewhere nor looked for before; the rows beside them do not feel it."""
+    logits = np.random.default_rng(0).normal(size=(8, 5))
+    drawn = crossentropy(logits, [0, -1, 4, 5, 6, -5, 2**31 - 1, -(2**31)])
+    none = [1, 3, 4, 5, 6, 7]
+    truth = reference("token_crossentropy", drawn, "float64")
+    for name, result in run("token_crossentropy", implementation, drawn).items():
+        assert np.isnan(result[none]).all(), name
+        assert np.isnan(truth[name][none]).all(), name
+        found, wanted = (np.delete(r, none, axis=0) for r in (result, truth[name]))
+        np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-7, err_msg=name)
+
+
+@every_crossentropy
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tokens_that_cannot_come(implementation, dtype):
+    """Whole tiles of them, before or behind the others; one that came all the same."""
+    logits = np.random.default_rng(0).normal(size=(4, 9000))
+    logits[0, :8200] = logits[1, 30:] = logits[2, ::2] = logits[3, 1:] = -np.inf
+    drawn = crossentropy(logits, [8500, 20, 7, 0], dtype)
+    results = run("token_crossentropy", implementation, drawn)
+    compare("token_crossentropy", implementation, drawn, results)
+    assert (results["gradient of logits"][np.isinf(logits)] == 0).all()
+    drawn.tensors["tokens"][2] = 8
+    results = run("token_crossentropy", implementation, drawn)
+    truth = reference("token_crossentropy", drawn, "float64")["gradient of logits"]
+    assert results["output"][2] == np.inf
+    tolerance = 2 * unit(dtype, np.abs(truth).max())
+    np.testing.assert_allclose(results["gradient of logits"], truth, rtol=0, atol=tolerance)
+
+
+@every_crossentropy
+@pytest.mark.parametrize("size", [-1e30, -1e4, 1e4, 1e30])
+def test_logits_far_from_zero(implementation, size):
+    """Where logits differ by less than their last place, they are the same."""
+    logits = np.full((3, 7), size)
+    logits[1, 2], logits[2, 2] = size * 2, -size
+    drawn = crossentropy(logits, [2, 2, 2])
+    check("token_crossentropy", implementation, drawn)
+    losses = run("token_crossentropy", implementation, drawn)["output"]
+    np.testing.assert_allclose(losses[0], np.log(7), rtol=1e-6)
+
+
+@every_crossentropy
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("vocabulary", [257, 50257, 50304])
+def test_vocabularies(implementation, vocabulary, dtype):
+    drawn = draw("token_crossentropy", Case((3, vocabulary), dtype, scale="extreme"))
+    check("token_crossentropy", implementation, drawn)
+
+
+@every_crossentropy
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "int64"])
+def test_tokens_of_any_integers(implementation, dtype):
+    """Also where the vocabulary's size is no such number."""
+    tensors = native.tensor(np.eye(3, 300), "float32"), np.array([0, 1, 5], dtype)
+    losses = ops.token_crossentropy(*tensors, implementation=implementation)
+    expected = np.log(299 + np.e) - [1, 1, 0]
+    np.testing.assert_allclose(numpy(losses), expected, rtol=1e-6)
+
+
+@pytest.mark.skipif(PLAIN != "torch", reason="only torch walks through rows in Python")
+def test_a_few_rows_at_a_time(monkeypatch):
+    module = dispatch.KERNELS["token_crossentropy"][PLAIN]
+    monkeypatch.setattr(module, "slab_size", lambda tensor: 100)
+    for shape in ((3, 11, 33), (5, 101)):
+        check("token_crossentropy", PLAIN, draw("token_crossentropy", Case(shape, "bfloat16")))
 
 
 @every_operation
@@ -95,7 +177,7 @@ def test_in_a_symbolic_graph(operation, parameter, tmp_path):
         if t is not None
     }
     output = getattr(ops, operation)(**inputs, **drawn.options)
-    assert output.shape == (None, None, 8)
+    assert output.shape == (None, None, 8)[: drawn.d_output.ndim]
     assert output.dtype == drawn.output_dtype
     model = keras.Model(inputs, output)
     model.save(tmp_path / "model.keras")
@@ -108,7 +190,7 @@ def test_in_a_symbolic_graph(operation, parameter, tmp_path):
 @every_operation
 def test_nothing_comes_of_nothing(operation):
     drawn = draw(operation, Case((0, 3, 8)))
-    assert call(operation, drawn).shape == (0, 3, 8)
+    assert call(operation, drawn).shape == drawn.d_output.shape
 
 
 @every_operation
@@ -145,6 +227,18 @@ BAD = {
     "bound": (
         lambda: ops.log_forget_gate(X, X[0]),
         r"`lower_bound` must have the shape \[2, D\], .*D = 8; got the shape \(3, 8\)",
+    ),
+    "tokens": (
+        lambda: ops.token_crossentropy(X, X[..., 0]),
+        "`tokens` must be integers; got float32",
+    ),
+    "token shapes": (
+        lambda: ops.token_crossentropy(X, np.zeros((2, 3, 1), "int32")),
+        r"`tokens` must have the shape \[...\], with ... = \(2, 3\).* got the shape \(2, 3, 1\)",
+    ),
+    "vocabulary": (
+        lambda: ops.token_crossentropy(X[..., :0], np.zeros((2, 3), "int32")),
+        r"a vocabulary of at least one token; got the shape \(2, 3, 0\)",
     ),
     "graph": (
         lambda: ops.gated_linear_unit(
@@ -183,19 +277,19 @@ def call(operation, drawn):
 def run(operation, implementation, drawn):
     """{name: float64 array}: the output, and the gradient of every tensor."""
     module = dispatch.KERNELS[operation][implementation]
-    tensors = {name: given(drawn, name) for name in drawn.dtypes}
-    absent = {name: None for name in drawn.tensors if name not in tensors}
-    reason = module.unsupported(**tensors, **absent, **drawn.options)
+    tensors = {name: given(drawn, name) for name in drawn.differentiated}
+    others = {name: given(drawn, name) for name in drawn.tensors if name not in tensors}
+    reason = module.unsupported(**tensors, **others, **drawn.options)
     if reason is not None:
         pytest.skip(f"{implementation} refuses: {reason}")
 
     def kernel(tensors):
-        return [getattr(module, operation)(**tensors, **absent, **drawn.options)], {}
+        return [getattr(module, operation)(**tensors, **others, **drawn.options)], {}
 
     cotangents = [native.tensor(drawn.d_output, drawn.output_dtype)]
     (output,), _, gradients = native.gradients(kernel, tensors, cotangents)
     assert native.dtype(output) == drawn.output_dtype
-    assert {name: native.dtype(g) for name, g in gradients.items()} == drawn.dtypes
+    assert {name: native.dtype(g) for name, g in gradients.items()} == drawn.differentiated
     results = {"output": output} | {f"gradient of {name}": g for name, g in gradients.items()}
     return {name: native.to_numpy(r) for name, r in results.items()}
 
@@ -234,7 +328,7 @@ def reference(operation, drawn, precision):
         gradients = getattr(module, f"{operation}_gradient")(drawn.d_output, **arguments)
     results = {"output": output}
     for name, gradient in zip(drawn.tensors, gradients, strict=True):
-        assert (gradient is None) == (drawn.tensors[name] is None)
+        assert (gradient is None) == (name not in drawn.differentiated)
         if gradient is not None:
             results[f"gradient of {name}"] = gradient
     if precision == "float64":

@@ -67,9 +67,21 @@ def log_forget_gate(rng, case):
     return {"logits": numbers(rng, case), "lower_bound": bound}, {}
 
 
-OPERATIONS = (rms_norm, gated_linear_unit, log_forget_gate)
+def token_crossentropy(rng, case):
+    """Where numbers are extreme, some tokens cannot come, and do not."""
+    logits = numbers(rng, case)
+    tokens = rng.integers(0, case.shape[-1], case.shape[:-1])
+    if case.scale == "extreme":
+        banned = rng.random(case.shape) < 0.2
+        np.put_along_axis(banned, tokens[..., None], False, -1)
+        logits[banned] = -np.inf
+    return {"logits": logits, "tokens": tokens}, {}
+
+
+OPERATIONS = (rms_norm, gated_linear_unit, log_forget_gate, token_crossentropy)
 DRAW = {operation.__name__: operation for operation in OPERATIONS}
 PARAMETERS = ("scale", "lower_bound", "gate")  # whose dtype may be another
+INTEGERS = ("tokens",)  # which have no gradient
 
 
 class Drawn(NamedTuple):
@@ -78,6 +90,11 @@ class Drawn(NamedTuple):
     d_output: np.ndarray
     dtypes: dict  # of the tensors that there are
     output_dtype: str
+
+    @property
+    def differentiated(self):
+        """The dtypes of those that have gradients."""
+        return {name: dtype for name, dtype in self.dtypes.items() if name not in INTEGERS}
 
 
 def draw(operation, case, seed=0):
@@ -88,9 +105,12 @@ def draw(operation, case, seed=0):
         for name, tensor in tensors.items()
         if tensor is not None
     }
+    dtypes |= {name: "int32" for name in dtypes if name in INTEGERS}
     tensors = {n: t if t is None else round_to(dtypes[n], t) for n, t in tensors.items()}
-    output_dtype = case.dtype
-    if operation == "log_forget_gate":
+    output_dtype, output_shape = case.dtype, case.shape
+    if operation in ("log_forget_gate", "token_crossentropy"):
         output_dtype = "float64" if "float64" in dtypes.values() else "float32"
-    d_output = round_to(output_dtype, rng.normal(size=case.shape))
+    if operation == "token_crossentropy":
+        output_shape = case.shape[:-1]
+    d_output = round_to(output_dtype, rng.normal(size=output_shape))
     return Drawn(tensors, options, d_output, dtypes, output_dtype)

@@ -33,6 +33,7 @@ from keras_recurrent.backends.triton import (
     log_forget_gate,
     rg_lru,
     rms_norm,
+    token_crossentropy,
 )
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -41,8 +42,9 @@ SIZES += ("S", "G", "C", "window", "parts", "rows", "n")
 MULTIPLES_OF_16 = ("T", "D", "n", "K", "V", "state_k", "state_v")
 FLOATS = ("first", "last", "d_first", "d_last", "d_logit", "d_parameters", "a_logit")
 FLOATS += ("scale", "d_scale", "lower_bound", "d_bound", "d_log_f")
+FLOATS += ("losses", "d_losses", "largest", "total")
 FLOATS += ("totals", "decays", "log_decay", "log_f", "log_total", "slope", "d_keys", "d_values")
-INTEGERS = ("carry", "token", "document", "count", "documents")
+INTEGERS = ("carry", "token", "document", "count", "documents", "tokens")
 INTEGERS += ("first_key", "last_key", "seen_from", "seen_to", "position", "end")
 
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
@@ -104,6 +106,16 @@ def of_numbers(kernel, gelu):
     return kernel, {"GELU": gelu}, [tile]
 
 
+def of_vocabulary(kernel, numbers, vocabulary):
+    tile = token_crossentropy._tile(vocabulary, numbers)
+    constants = {"V": vocabulary, "STAGES": token_crossentropy._STAGES}
+    return kernel, constants | {"EACH": token_crossentropy._EACH}, [tile]
+
+
+LOSSES = token_crossentropy._forward_kernel, token_crossentropy._NUMBERS
+D_LOGITS = token_crossentropy._backward_kernel, token_crossentropy._BACKWARD_NUMBERS
+
+
 TOKEN_WISE = {
     f"{name}, {dtype}": kernel
     for dtype in ("bfloat16", "float32")
@@ -125,6 +137,12 @@ TOKEN_WISE = {
         "gated_linear_unit forward, gelu": of_numbers(gated_linear_unit._forward_kernel, True),
         "gated_linear_unit backward, silu": of_numbers(gated_linear_unit._backward_kernel, False),
         "gated_linear_unit backward, gelu": of_numbers(gated_linear_unit._backward_kernel, True),
+        "token_crossentropy forward": of_vocabulary(*LOSSES, 50304),
+        "token_crossentropy forward of 50257": of_vocabulary(*LOSSES, 50257),
+        "token_crossentropy forward of 7": of_vocabulary(*LOSSES, 7),
+        "token_crossentropy backward": of_vocabulary(*D_LOGITS, 50304),
+        "token_crossentropy backward of 50257": of_vocabulary(*D_LOGITS, 50257),
+        "token_crossentropy backward of 7": of_vocabulary(*D_LOGITS, 7),
     }.items()
 }
 

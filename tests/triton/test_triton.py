@@ -199,11 +199,17 @@ def test_compiled_without_graph_breaks(operation):
 
 
 def without_a_state(operation, case):
-    """Its kernel, and its tensors."""
+    """Its kernel, and its tensors; those that are differentiated are leaves."""
     drawn = token_wise.draw(operation, case)
     kernel = getattr(dispatch.KERNELS[operation]["triton"], operation)
     tensors = {n: native.tensor(drawn.tensors[n], dtype) for n, dtype in drawn.dtypes.items()}
+    for name in drawn.differentiated:
+        tensors[name].requires_grad_()
     return functools.partial(kernel, **drawn.options), tensors
+
+
+def leaves(tensors):
+    return [t for t in tensors.values() if t.requires_grad]
 
 
 @every_operation_without_a_state
@@ -212,7 +218,7 @@ def test_what_is_refused_without_a_state(operation, monkeypatch):
     for dtypes in (("float32",), ("bfloat16", "float32"), ("float16", "bfloat16")):
         _, tensors = without_a_state(operation, token_wise.Case((5, 4), *dtypes))
         assert unsupported(**tensors) is None
-    _, tensors = without_a_state(operation, token_wise.Case((5, 4), "float32", "float64"))
+    _, tensors = without_a_state(operation, token_wise.Case((5, 4), "float64"))
     assert "float64" in unsupported(**tensors)
     monkeypatch.setattr("keras_recurrent.backends.triton._common.INTERPRETED", False)
     _, tensors = without_a_state(operation, token_wise.Case((5, 4)))
@@ -242,10 +248,9 @@ def test_layouts_in_memory_do_not_matter_without_a_state(operation):
     scattered = {n: t.mT.contiguous().mT if t.ndim > 1 else t for n, t in tensors.items()}
     results = []
     for given in (tensors, scattered):
-        given = {n: t.requires_grad_() for n, t in given.items()}
         output = kernel(**given)
         # The gradient of a sum is one number, expanded.
-        results.append((output, *torch.autograd.grad(output.sum(), list(given.values()))))
+        results.append((output, *torch.autograd.grad(output.sum(), leaves(given))))
     for result, expected in zip(*results, strict=True):
         torch.testing.assert_close(result, expected, rtol=0, atol=0)
 
@@ -255,8 +260,11 @@ def test_only_arguments_are_kept(operation):
     kernel, tensors = without_a_state(operation, token_wise.Case((4, 6)))
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        kernel(**{n: t.requires_grad_() for n, t in tensors.items()})
-    assert {t.data_ptr() for t in kept} == {t.data_ptr() for t in tensors.values()}
+        kernel(**tensors)
+    own = {t.data_ptr() for t in tensors.values()}
+    assert own <= {t.data_ptr() for t in kept}
+    # Beside them, at most two numbers a token.
+    assert [t.numel() for t in kept if t.data_ptr() not in own] in ([], [4, 4])
 
 
 @every_operation_without_a_state
@@ -273,11 +281,10 @@ def test_compiled_without_graph_breaks_without_a_state(operation, parameter):
     compiled = torch.compile(kernel, fullgraph=True, dynamic=True, backend=count)
     for length in (11, 23, 40):
         _, tensors = without_a_state(operation, token_wise.Case((length, 6), parameter=parameter))
-        tensors = {n: t.requires_grad_() for n, t in tensors.items()}
         results = []
         for function in (compiled, kernel):
             output = function(**tensors)
-            gradients = torch.autograd.grad(output.sin().sum(), list(tensors.values()))
+            gradients = torch.autograd.grad(output.sin().sum(), leaves(tensors))
             results.append((output, *gradients))
         for result, expected in zip(*results, strict=True):
             torch.testing.assert_close(result, expected, rtol=0, atol=0)

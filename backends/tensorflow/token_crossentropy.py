@@ -1,0 +1,51 @@
+"""loss = log Σ_v exp(logits_v) - logits_token.
+
+A backward of its own keeps the logits as they came, and the largest and the sum of each row. What
+lies between is of the logits' size, but by XLA (`jit_compile`, Keras's default), which fuses it.
+"""
+
+import tensorflow as tf
+
+from keras_recurrent.backends.tensorflow._common import accumulation_dtype, as_tensors, dense
+
+
+def unsupported(logits, tokens) -> str | None:
+    """Why this kernel refuses these arguments; None if it accepts them."""
+    return None
+
+
+def token_crossentropy(logits, tokens):
+    """logits: [..., V]; tokens: [...], integers.
+
+    Returns [...] in float32, or float64 if logits are float64; NaN for a token not in 0..V-1.
+    """
+    logits, tokens = as_tensors(logits, tokens)
+    return _losses(logits, tf.cast(tokens, tf.int64))
+
+
+@tf.custom_gradient
+def _losses(logits, tokens):
+    dtype = accumulation_dtype(logits)
+    size = tf.shape(logits, tf.int64)[-1]
+    known = (tokens >= 0) & (tokens < size)
+
+    def numbers():
+        """The logits in the dtype of sums; True at the token's logit."""
+        return tf.cast(logits, dtype), tf.range(size) == tokens[..., None]
+
+    def unless_unknown(losses):
+        return tf.where(known, losses, tf.constant(float("nan"), dtype))
+
+    z, is_own = numbers()
+    largest = tf.reduce_max(z, axis=-1)
+    total = tf.reduce_sum(tf.exp(z - largest[..., None]), axis=-1)
+    own = tf.reduce_sum(tf.where(is_own, z, tf.zeros((), dtype)), axis=-1)
+    losses = unless_unknown(tf.math.log(total) + (largest - own))
+
+    def gradients(d_losses):
+        z, is_own = numbers()
+        d_losses = unless_unknown(dense(d_losses, losses, dtype))[..., None]
+        softmax = tf.exp(z - largest[..., None]) / total[..., None]
+        return tf.cast((softmax - tf.cast(is_own, dtype)) * d_losses, logits.dtype), None
+
+    return losses, gradients

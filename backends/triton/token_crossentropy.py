@@ -1,0 +1,155 @@
+"""loss = log Σ_v exp(logits_v) - logits_token.
+
+Forward, a program walks along a row with the largest logit so far, and the sum beside it, in each
+of its lanes; the lanes meet at the end. Backward, with both at hand, each tile is for itself:
+
+    dlogits_v = (exp(logits_v - largest) / sum - [v = token]) dloss
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from keras_recurrent.backends.torch._common import register_gradient
+from keras_recurrent.backends.triton._common import contiguous, on_device_of, refusal
+from keras_recurrent.backends.triton._math import exp
+from keras_recurrent.backends.triton._token_wise import rows_of
+
+_EACH = 8  # logits of a lane: a vector of 16 bytes where they have 16 bits
+_NUMBERS, _BACKWARD_NUMBERS = 4096, 2048  # of a tile: two such vectors a thread
+_STAGES = 3  # tiles on their way to the shared memory of a program that walks
+
+
+def unsupported(logits, tokens) -> str | None:
+    """Why this kernel refuses these arguments; None if it accepts them."""
+    return refusal(logits, tokens)
+
+
+def token_crossentropy(logits, tokens):
+    """logits: [..., V]; tokens: [...], integers.
+
+    Returns [...] in float32; NaN for a token not in 0..V-1.
+    """
+    return _forward(logits, tokens)[0]
+
+
+def _tile(vocabulary, numbers):
+    """How many logits a program holds, and its warps."""
+    block = max(_EACH, min(numbers, triton.next_power_of_2(vocabulary)))
+    return {"BLOCK": block, "num_warps": max(1, block // 512)}
+
+
+@triton.jit
+def _exp(z, FINE: tl.constexpr):
+    """exp(z) for z <= 0 or NaN, which FINE alone would take for a number."""
+    e = exp(z, FINE)
+    if FINE:
+        e = tl.where(z == z, e, z)
+    return e
+
+
+@triton.jit
+def _finite(largest):
+    """0 in place of -inf, from which nothing can be taken."""
+    return tl.where(largest == float("-inf"), 0.0, largest)
+
+
+@triton.jit
+def _forward_kernel(
+    logits,
+    tokens,
+    losses,
+    largest,
+    total,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EACH: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    FINE: tl.constexpr = logits.dtype.element_ty == tl.float32
+    LANES: tl.constexpr = BLOCK // EACH
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * V
+    place = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    most = tl.full((LANES,), float("-inf"), tl.float32)
+    sums = tl.zeros((LANES,), tl.float32)
+    for start in tl.range(0, V, BLOCK, num_stages=STAGES):
+        v = start + place
+        z = tl.load(logits + v, v < V, other=float("-inf")).to(tl.float32)
+        before = most
+        most = tl.maximum(most, tl.max(z, 1))
+        origin = _finite(most)
+        sums = sums * _exp(before - origin, FINE) + tl.sum(_exp(z - origin[:, None], FINE), 1)
+    highest = tl.max(most, 0)
+    sums = tl.sum(sums * _exp(most - _finite(highest), FINE), 0)
+    token = tl.load(tokens + row).to(tl.int64)
+    known = (token >= 0) & (token < V)
+    own = tl.load(logits + token, known, other=float("nan")).to(tl.float32)
+    tl.store(losses + row, tl.log(sums) + (highest - own))
+    tl.store(largest + row, highest)
+    tl.store(total + row, sums)
+
+
+@triton.jit
+def _backward_kernel(
+    d_losses, largest, total, logits, tokens, d_logits, V: tl.constexpr, BLOCK: tl.constexpr
+):
+    FINE: tl.constexpr = logits.dtype.element_ty == tl.float32
+    tiles = tl.cdiv(V, BLOCK)
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    v = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
+    z = tl.load(logits + row * V + v, v < V, other=float("-inf")).to(tl.float32)
+    token = tl.load(tokens + row).to(tl.int64)
+    known = (token >= 0) & (token < V)
+    d_loss = tl.where(known, tl.load(d_losses + row), float("nan"))
+    softmax = _exp(z - tl.load(largest + row), FINE) * (1.0 / tl.load(total + row))
+    own = tl.where(v == token, 1.0, 0.0)
+    tl.store(d_logits + row * V + v, (softmax - own) * d_loss, v < V)
+
+
+@torch.library.custom_op("keras_recurrent::triton_token_crossentropy", mutates_args=())
+def _forward(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the losses; the largest of each row, and the sum of exp(logits - largest)."""
+    results = [logits.new_empty(tokens.shape, dtype=torch.float32) for _ in range(3)]
+    vocabulary = logits.shape[-1]
+    with on_device_of(logits):
+        _forward_kernel[(rows_of(logits),)](
+            *contiguous(logits, tokens),
+            *results,
+            V=vocabulary,
+            EACH=_EACH,
+            STAGES=_STAGES,
+            **_tile(vocabulary, _NUMBERS),
+        )
+    losses, largest, total = results
+    return losses, largest, total
+
+
+@_forward.register_fake
+def _(logits, tokens):
+    losses, largest, total = (logits.new_empty(tokens.shape, dtype=torch.float32) for _ in range(3))
+    return losses, largest, total
+
+
+@torch.library.custom_op("keras_recurrent::triton_token_crossentropy_backward", mutates_args=())
+def _backward(
+    d_losses: Tensor, largest: Tensor, total: Tensor, logits: Tensor, tokens: Tensor
+) -> Tensor:
+    d_logits = logits.new_empty(logits.shape)
+    vocabulary = logits.shape[-1]
+    tile = _tile(vocabulary, _BACKWARD_NUMBERS)
+    programs = rows_of(logits) * triton.cdiv(vocabulary, tile["BLOCK"])
+    with on_device_of(logits):
+        _backward_kernel[(programs,)](
+            *contiguous(d_losses, largest, total, logits, tokens), d_logits, V=vocabulary, **tile
+        )
+    return d_logits
+
+
+@_backward.register_fake
+def _(d_losses, largest, total, logits, tokens):
+    return logits.new_empty(logits.shape)
+
+
+register_gradient(_forward, _backward, keep_output=False, sums=2)
