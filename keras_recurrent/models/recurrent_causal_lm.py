@@ -11,7 +11,8 @@ from keras_recurrent.conversion.export import export
 from keras_recurrent.models import presets
 from keras_recurrent.models.saved_training import SavedTraining
 from keras_recurrent.models.segments import SegmentsOptional
-from keras_recurrent.models.token_crossentropy import TokenCrossentropy, crossentropy
+from keras_recurrent.models.token_crossentropy import TokenCrossentropy
+from keras_recurrent.ops.token_crossentropy import token_crossentropy
 
 
 class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.CausalLM):
@@ -363,7 +364,8 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
             target_ids: integers `[B, T]`, the tokens that should follow; needed for `"loss"`.
 
         Returns:
-            Logits `[B, T, vocabulary_size]`, or the cross-entropy of each target in nats `[B, T]`.
+            Logits `[B, T, vocabulary_size]`, or the cross-entropy of each target in nats `[B, T]`,
+            in float32, or float64 if the logits are.
 
         Raises:
             ValueError: an unknown `scoring_mode`, `"loss"` without `target_ids`, or targets of
@@ -406,7 +408,7 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
         logits = self.backbone.token_embedding(hidden_states, reverse=True)
         if scoring_mode == "logits":
             return logits
-        return crossentropy(target_ids, logits)
+        return token_crossentropy(logits, target_ids)
 
 
 def _is_strings(x):

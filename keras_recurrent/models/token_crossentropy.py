@@ -3,6 +3,8 @@
 import keras
 from keras import ops
 
+from keras_recurrent.ops.token_crossentropy import token_crossentropy
+
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class TokenCrossentropy(keras.losses.Loss):
@@ -12,17 +14,20 @@ class TokenCrossentropy(keras.losses.Loss):
     loss = -log softmax(y_pred)[y_true]
     ```
 
-    As `keras.losses.SparseCategoricalCrossentropy(from_logits=True)`, which on torch moves the
-    vocabulary of `[B, T, vocabulary]` before the tokens, and loses much time there on a GPU. Here
-    the tokens of all rows are one batch. The default `loss` of the language models' `compile`.
+    As `keras.losses.SparseCategoricalCrossentropy(from_logits=True)`, by the operation
+    `keras_recurrent.ops.token_crossentropy`: Keras would copy the logits to float32 first, and
+    some of its backends twice more, gigabytes where rows and vocabulary are large. The default
+    `loss` of the language models' `compile`.
 
     Args:
-        reduction, name, dtype: as in `keras.losses.Loss`. Logits are cast to `dtype`, by default
-            `keras.config.floatx()`.
+        reduction, name: as in `keras.losses.Loss`.
+        dtype: of the result; None: `keras.config.floatx()`. The losses of tokens are computed in
+            float32, or float64 if the logits are, and then cast to it.
 
     Call arguments:
-        y_true: integers `[B, T]`.
-        y_pred: logits `[B, T, vocabulary]`.
+        y_true: integers `[B, T]`. Where one is not in the vocabulary the loss is NaN, also if its
+            weight is 0.
+        y_pred: logits `[B, T, vocabulary]`, of any float dtype.
         sample_weight: `[B, T]`, 0 where a token does not count.
 
     Returns:
@@ -40,14 +45,10 @@ class TokenCrossentropy(keras.losses.Loss):
     def __init__(self, reduction="sum_over_batch_size", name="token_crossentropy", dtype=None):
         super().__init__(name=name, reduction=reduction, dtype=dtype)
 
+    @property
+    def dtype(self):
+        """None, to which Keras casts nothing: neither the logits nor the tokens."""
+        return None
+
     def call(self, y_true, y_pred):
-        return crossentropy(y_true, y_pred)
-
-
-def crossentropy(tokens, logits):
-    """The loss of each token, in the dtype of the logits."""
-    shape = ops.shape(logits)
-    losses = ops.sparse_categorical_crossentropy(
-        ops.reshape(tokens, (-1,)), ops.reshape(logits, (-1, shape[-1])), from_logits=True
-    )
-    return ops.reshape(losses, shape[:-1])
+        return ops.cast(token_crossentropy(y_pred, y_true), super().dtype)

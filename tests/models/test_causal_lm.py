@@ -239,5 +239,43 @@ def test_the_loss_is_that_of_keras(reduction):
     assert again.reduction == loss.reduction
 
 
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum", None])
+def test_the_loss_minds_the_masks_of_keras(reduction):
+    rng = np.random.default_rng(0)
+    tokens, weights = rng.integers(0, 7, (3, 5)), rng.random((3, 5))
+    logits = rng.normal(size=(3, 5, 7)).astype("float32")
+    logits[0, 3:] = 0
+    masked = keras.layers.Masking()(logits)
+    loss = TokenCrossentropy(reduction=reduction)
+    expected = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
+    for sample_weight in (None, weights):
+        found, wanted = (
+            keras.ops.convert_to_numpy(of(tokens, masked, sample_weight)) for of in (loss, expected)
+        )
+        np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [None, "float32", "bfloat16"])
+def test_the_loss_casts_neither_logits_nor_tokens(dtype):
+    """bfloat16 knows no 257; where it is the loss's dtype, the losses alone are rounded to it."""
+    tokens = np.array([[257, 299, 3]])
+    logits = np.random.default_rng(0).normal(size=(1, 3, 300)).astype("float32")
+    logits = keras.ops.cast(logits, "bfloat16")
+    wanted = keras.losses.sparse_categorical_crossentropy(
+        tokens, keras.ops.cast(logits, "float32"), from_logits=True
+    )
+    loss = TokenCrossentropy(dtype=dtype)
+    losses = loss.call(keras.ops.convert_to_tensor(tokens), logits)
+    assert keras.backend.standardize_dtype(losses.dtype) == (dtype or "float32")
+    mean = loss(tokens, logits)
+    assert keras.backend.standardize_dtype(mean.dtype) == (dtype or "float32")
+    tolerance = 2**-7 if dtype == "bfloat16" else 1e-6
+    for found, expected in ((losses, wanted), (mean, keras.ops.mean(wanted))):
+        found, expected = map(
+            keras.ops.convert_to_numpy, (keras.ops.cast(found, "float32"), expected)
+        )
+        np.testing.assert_allclose(found, expected, rtol=tolerance)
+
+
 def test_the_loss_where_none_is_given():
     assert isinstance(language_model().loss, TokenCrossentropy)
