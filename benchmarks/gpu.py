@@ -31,6 +31,8 @@ HEADS = [(8, 2048, 16, 128), (4, 8192, 16, 128), (1, 65536, 16, 128)]
 SOFTMAX_HEADS = [(8, 2048, 10, 256), (1, 16384, 10, 256)]
 # Tokens and channels of hgrn2_1.3b_100b.
 CHANNELS, INNER_CHANNELS = [(16384, 2048)], [(16384, 5632)]
+# As many tokens, and GPT-2's vocabulary, rounded up to a multiple of 64.
+VOCABULARY = [(16384, 50304)]
 
 
 def normal(*shape, dtype=torch.bfloat16):
@@ -142,6 +144,16 @@ WORK = {
         lambda *shape: {},
         two_bytes(3, 4),  # its result and the gradient of that are float32
     ),
+    "token_crossentropy": Work(
+        "token_crossentropy",
+        VOCABULARY,
+        lambda *shape: [normal(*shape), torch.randint(shape[1], shape[:1], device="cuda")],
+        lambda *shape: {
+            **peers.fla(peers.fla_crossentropy)(*shape),
+            "torch's own": peers.torch_crossentropy,
+        },
+        two_bytes(1, 2),
+    ),
     "gated_linear_attention": Work(
         "gated_linear_attention",
         HEADS,
@@ -237,7 +249,8 @@ def flops_a_second():
 
 def measure(function, tensors):
     """The figures of one implementation: a function of the tensors that returns the output."""
-    leaves = [t.detach().requires_grad_() for t in tensors]
+    tensors = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
+    leaves = [t for t in tensors if t.requires_grad]
 
     def forward():
         with torch.no_grad():
@@ -247,7 +260,7 @@ def measure(function, tensors):
 
     def both():
         # A peer's decays may be its own.
-        return torch.autograd.grad(function(*leaves), leaves, d_output, allow_unused=True)
+        return torch.autograd.grad(function(*tensors), leaves, d_output, allow_unused=True)
 
     start = time.perf_counter()
     both()

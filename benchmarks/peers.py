@@ -83,6 +83,18 @@ def fla_swiglu(gate, x):
     return swiglu(gate, x)
 
 
+def fla_crossentropy(logits, tokens):
+    """Its gradient is written beside the logits, as ours is; it could be written over them."""
+    from fla.modules.fused_cross_entropy import cross_entropy_loss
+
+    return cross_entropy_loss(logits, tokens)[0]
+
+
+def torch_crossentropy(logits, tokens):
+    """In the dtype of the logits, losses included."""
+    return torch.nn.functional.cross_entropy(logits, tokens, reduction="none")
+
+
 def torch_rms_norm(x, scale):
     return torch.nn.functional.rms_norm(x, scale.shape, scale, EPSILON)
 
