@@ -71,7 +71,11 @@ def _forward_kernel(
     LANES: tl.constexpr = BLOCK // EACH
     row = tl.program_id(0).to(tl.int64)
     logits += row * V
-    place = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    lane, each = tl.arange(0, LANES)[:, None], tl.arange(0, EACH)[None, :]
+    if V % EACH == 0:
+        place = lane * EACH + each
+    else:  # rows may begin anywhere: no vectors, but the lanes of a warp side by side
+        place = each * LANES + lane
     most = tl.full((LANES,), float("-inf"), tl.float32)
     sums = tl.zeros((LANES,), tl.float32)
     for start in tl.range(0, V, BLOCK, num_stages=STAGES):
