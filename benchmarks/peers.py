@@ -21,21 +21,25 @@ def compile_side_by_side():
 
     flash-linear-attention tries hundreds, for minutes; what it finds is the same.
     """
-    prune = Autotuner.prune_configs
+    prune, bench = Autotuner.prune_configs, Autotuner._bench
 
-    def prune_and_compile(tuner, options):
-        configs = prune(tuner, options)
-        arguments = tuner.nargs.values()
+    def prune_and_remember(tuner, options):
+        tuner.to_compile = prune(tuner, options)
+        return tuner.to_compile
+
+    def compile_and_bench(tuner, *arguments, config, **options):
+        """Not reached where Triton's cache has what an earlier run found."""
         with (
             concurrent.futures.ThreadPoolExecutor() as pool,
             AsyncCompileMode(pool, ignore_errors=True),  # the tuner meets them again
         ):
-            for config in configs:
-                chosen = {**options, **config.all_kwargs(), "warmup": True}
-                tuner.fn.run(*arguments, **chosen)
-        return configs
+            for each in tuner.to_compile:
+                tuner.fn.run(*arguments, **{**options, **each.all_kwargs(), "warmup": True})
+        tuner.to_compile = []
+        return bench(tuner, *arguments, config=config, **options)
 
-    Autotuner.prune_configs = prune_and_compile
+    Autotuner.prune_configs = prune_and_remember
+    Autotuner._bench = compile_and_bench
 
 
 def fla_scan(x, log_a):
