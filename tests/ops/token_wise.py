@@ -28,7 +28,7 @@ CASES = {
     "bfloat16, float32": Case((2, 13, 64), "bfloat16", "float32", scale="extreme"),
     "bfloat16, alone": Case((2, 13, 64), "bfloat16", parameter=False, scale="large"),
     "float16": Case((6, 24), "float16", scale="extreme"),
-    "float32, bfloat16": Case((6, 24), "float32", "bfloat16"),
+    "float32, bfloat16": Case((60, 24), "float32", "bfloat16"),
     "float64": Case((6, 24), "float64", scale="extreme", activation="gelu"),
     "float32, float64": Case((6, 24), "float32", "float64"),
 }
