@@ -45,32 +45,38 @@ def token_kind(like, mask=None, segment_ids=None, previous_segment_id=None, init
     _check("segment_ids", segment_ids, like, 2)
     _check("previous_segment_id", previous_segment_id, like, 1)
     batch, length = ops.shape(like)[:2]
-    place = ops.broadcast_to(ops.arange(length, dtype="int32")[None], (batch, length))
     real = ops.ones((batch, length), "bool") if mask is None else ops.cast(mask, "bool")
-    nth = place if mask is None else ops.cumsum(ops.cast(real, "int32"), axis=1) - 1
-    first = ops.logical_and(real, nth == 0)
-
-    if previous_segment_id is None and initial_state is None:
-        previous_segment_id = -ops.ones((batch,), "int32")
+    place = ops.arange(length, dtype="int32")[None]
+    ones = ops.cast(real, "int32")
+    # How many real tokens there are before each in its row.
+    nth = place if mask is None else ops.cumsum(ones, axis=1) - ones
+    unseen = previous_segment_id is None and initial_state is None
 
     if segment_ids is None:
         # One document: at most its first real token starts.
-        if previous_segment_id is None:
-            starts = ops.zeros_like(first)
-        else:
-            unseen = previous_segment_id < 0
-            starts = ops.logical_and(first, unseen[:, None])
-    else:
-        segment_ids = ops.cast(segment_ids, "int32")
-        before = _segment_before(segment_ids, place, real, nth, mask is not None)
-        starts = ops.logical_and(ops.not_equal(segment_ids, before), ops.logical_not(first))
+        starts = real & (nth == 0)
         if previous_segment_id is not None:
+            starts = starts & (ops.cast(previous_segment_id, "int32") < 0)[:, None]
+        elif not unseen:
+            starts = ops.zeros_like(starts)
+    else:
+        segments = segment_ids = ops.cast(segment_ids, "int32")
+        if mask is not None:
+            # Real tokens to the front, in their order.
+            front = ops.argsort(place - length * ones, axis=1)
+            segments = ops.take_along_axis(segments, front, axis=1)
+        if unseen:
+            previous = -ops.ones((batch, 1), "int32")
+        elif previous_segment_id is None:
+            previous = segments[:, :1]
+        else:
             previous = ops.cast(previous_segment_id, "int32")[:, None]
-            starts = ops.logical_or(
-                starts, ops.logical_and(first, ops.not_equal(segment_ids, previous))
-            )
-    starts = ops.cast(ops.logical_and(real, starts), "int8")
-    return starts * STARTS + ops.cast(ops.logical_not(real), "int8") * PADDING
+        # The segment of the real token before each.
+        before = ops.concatenate([previous, segments[:, :-1]], axis=1)
+        if mask is not None:
+            before = ops.take_along_axis(before, nth, axis=1)
+        starts = real & ops.not_equal(segment_ids, before)
+    return ops.cast(starts, "int8") * STARTS + ops.cast(~real, "int8") * PADDING
 
 
 def _check(name, tensor, like, rank):
@@ -85,15 +91,3 @@ def _check(name, tensor, like, rank):
         raise ValueError(
             f"`token_kind`: `{name}` must have the shape {wanted}, as `like` begins; got {shape}."
         )
-
-
-def _segment_before(segment_ids, place, real, nth, padded):
-    """The segment of the real token before each; of no meaning at the first one."""
-    if padded:
-        # Real tokens to the front, in their order; there, the one before is the neighbour.
-        front = ops.argsort(ops.where(real, place, place + ops.shape(place)[1]), axis=1)
-        segment_ids = ops.take_along_axis(segment_ids, ops.cast(front, "int32"), axis=1)
-    before = ops.concatenate([segment_ids[:, :1], segment_ids[:, :-1]], axis=1)
-    if padded:
-        before = ops.take_along_axis(before, ops.relu(nth), axis=1)
-    return before
