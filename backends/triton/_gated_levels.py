@@ -74,11 +74,16 @@ def is_right(row, level):
 
 
 @triton.jit
-def to_boundary(row, level, one):
-    """W: which tokens each reaches over, up to itself from the boundary, or on to the boundary."""
+def span(row, level):
+    """From and before which token each reaches: from the boundary up to itself, or on to there."""
     right, begin = is_right(row, level), row >> level << level
-    low = tl.where(right, begin, row + 1)
-    high = tl.where(right, row + 1, begin + (1 << level))
+    return tl.where(right, begin, row + 1), tl.where(right, row + 1, begin + (1 << level))
+
+
+@triton.jit
+def to_boundary(row, level, one):
+    """W: which tokens each reaches over."""
+    low, high = span(row, level)
     return _between(row, low, high, one)
 
 

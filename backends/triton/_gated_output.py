@@ -14,6 +14,7 @@ from keras_recurrent.backends.triton._gated_levels import (
     beside,
     is_right,
     place_of_program,
+    span,
     to_boundary,
 )
 from keras_recurrent.backends.triton._gated_states import applied
@@ -44,9 +45,7 @@ def _ones(squares):
 def _to_boundary(row, level):
     """W, of the tokens of each block, who reach no further at such a level; row: [blocks, 16]."""
     column = (row // 16 * 16)[:, :, None] + tl.arange(0, 16)[None, None, :]
-    right, begin = is_right(row, level), row >> level << level
-    low = tl.where(right, begin, row + 1)
-    high = tl.where(right, row + 1, begin + (1 << level))
+    low, high = span(row, level)
     reached = (column >= low[:, :, None]) & (column < high[:, :, None])
     return operand(tl.where(reached, 1.0, 0.0), True)
 
