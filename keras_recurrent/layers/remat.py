@@ -10,6 +10,10 @@ def recompute(layer_call):
     `keras.remat` alone serves calls with positional tensors: TensorFlow refuses keywords, JAX
     would trace flags and refuses strings. So float tensors, which carry the gradients, go in by
     position, and all else is closed over.
+
+    On TensorFlow without XLA (`jit_compile=False`, not eager) a step may train a weight before it
+    is read once more, and its gradients then are wrong. XLA, Keras's default there, and eager
+    steps are safe.
     """
 
     def call(*args, **kwargs):
