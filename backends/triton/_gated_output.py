@@ -13,6 +13,7 @@ from keras_recurrent.backends.triton._gated_chunks import recall
 from keras_recurrent.backends.triton._gated_levels import (
     beside,
     is_right,
+    laid_out,
     place_of_program,
     span,
     to_boundary,
@@ -33,12 +34,6 @@ def _blocks(x):
 def _chunk(x):
     """[blocks, 16, D] as [CHUNK, D]."""
     return tl.reshape(x, (x.shape[0] * 16, x.shape[2]))
-
-
-@triton.jit
-def _ones(squares):
-    """`ones`, of several squares."""
-    return tl.minimum(tl.maximum(tl.sum(squares, 2), 1.0), 1.0)
 
 
 @triton.jit
@@ -109,9 +104,8 @@ def output_kernel(
         first = operand(logarithm, True)
         second = operand(logarithm - first.to(tl.float32), True)
         firsts, seconds = _blocks(first), _blocks(second)
-        one = _ones(near)
-        # Laid out as products are, and so what is chosen by it.
-        laid_out = (rows * one).to(tl.int32)
+        one = ones(near)
+        place = laid_out(rows, one)
         own += tl.sum(query * one[:, :, None] * key, 2)
         for level in tl.static_range(LEVELS):
             if level <= 4:
@@ -119,7 +113,7 @@ def output_kernel(
             else:
                 reach = to_boundary(row, level, ones(weights))
                 reach = _blocks(_sums(reach, first, second, PARTS))
-            y = tl.where(is_right(laid_out, level)[:, :, None], query, key)
+            y = tl.where(is_right(place, level)[:, :, None], query, key)
             y = operand(y * exp_of_decays(reach, False), True)
             if level < 4:
                 pairs = product(y, tl.trans(y, 0, 2, 1), tl.zeros_like(near), True)

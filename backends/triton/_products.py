@@ -51,10 +51,11 @@ def product(a, b, total, SHORT: tl.constexpr):
 def ones(square):
     """1 for each row of what a product made, also where that is infinite or, on a GPU, NaN.
 
-    The compiler does not see that, and lays out what is made of them as it laid out the product:
-    a first operand then is made in the registers where the next product takes it.
+    There may be several products, in a batch. The compiler does not see what comes out, and lays
+    out what is made of it as it laid out the product: a first operand then is made in the registers
+    where the next product takes it.
     """
-    return tl.minimum(tl.maximum(tl.sum(square, 1), 1.0), 1.0)
+    return tl.minimum(tl.maximum(tl.sum(square, len(square.shape) - 1), 1.0), 1.0)
 
 
 @triton.jit
