@@ -5,7 +5,7 @@ import keras
 from keras_recurrent import ops
 from keras_recurrent.layers.checks import check_positive_integer
 from keras_recurrent.layers.initializers import clone_initializer
-from keras_recurrent.layers.streaming import StreamingLayer, last_segment
+from keras_recurrent.layers.streaming import StreamingLayer
 from keras_recurrent.ops.causal_conv1d import check_activation
 
 
@@ -99,20 +99,16 @@ class CausalConv1D(StreamingLayer):
                 autocast=False,
             )
 
-    def stream(self, inputs, mask, segment_ids, state):
-        window, segment = (state["inputs"], state["segment"]) if state else (None, None)
+    def stream(self, inputs, tokens, state, return_state):
         output, window = ops.causal_conv1d(
             inputs,
             self.kernel,
             self.bias,
             activation=self.activation,
-            initial_state=window,
-            mask=mask,
-            segment_ids=segment_ids,
-            previous_segment_id=segment,
+            initial_state=state["inputs"] if state else None,
+            token_kind=tokens.kind,
         )
-        segment = last_segment(inputs, mask, segment_ids, segment)
-        return output, {"inputs": window, "segment": segment}
+        return output, {"inputs": window}
 
     def state_spec(self, batch_size=None):
         self._check_built()

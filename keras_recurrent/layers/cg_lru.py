@@ -8,7 +8,7 @@ from keras import ops
 from keras_recurrent.layers.block_diagonal import apply_blocks, block_diagonal_dense
 from keras_recurrent.layers.checks import check_num_blocks, check_positive_integer
 from keras_recurrent.layers.initializers import clone_initializer, get_decay_initializer
-from keras_recurrent.layers.streaming import StreamingLayer, last_segment
+from keras_recurrent.layers.streaming import StreamingLayer
 from keras_recurrent.ops import complex_linear_scan, token_kind
 from keras_recurrent.ops.token_kind import STARTS
 
@@ -126,14 +126,14 @@ class CGLRU(StreamingLayer):
             autocast=False,
         )
 
-    def stream(self, inputs, mask, segment_ids, state):
-        hidden, segment = (state["hidden"], state["segment"]) if state else (None, None)
-        starts = ops.equal(token_kind(inputs, mask, segment_ids, segment, hidden), STARTS)
+    def stream(self, inputs, tokens, state, return_state):
+        kind = token_kind(inputs) if tokens.kind is None else tokens.kind
 
         r = ops.sigmoid(ops.cast(apply_blocks(self.recurrence_gate, inputs), self.state_dtype))
         i = ops.sigmoid(ops.cast(apply_blocks(self.input_gate, inputs), self.state_dtype))
         log_a = -C * ops.softplus(-self.a_logit) * r
-        multiplier = ops.where(starts[..., None], 1.0, _sqrt(-ops.expm1(2 * log_a)))
+        starts = ops.equal(kind, STARTS)[..., None]
+        multiplier = ops.where(starts, 1.0, _sqrt(-ops.expm1(2 * log_a)))
         scale = multiplier * i
         u = ops.concatenate([scale, scale], axis=-1) * ops.cast(inputs, self.state_dtype)
 
@@ -141,13 +141,10 @@ class CGLRU(StreamingLayer):
             u,
             log_a,
             C * self.theta * r,
-            initial_state=hidden,
-            mask=mask,
-            segment_ids=segment_ids,
-            previous_segment_id=segment,
+            initial_state=state["hidden"] if state else None,
+            token_kind=kind,
         )
-        segment = last_segment(inputs, mask, segment_ids, segment)
-        return ops.cast(output, self.compute_dtype), {"hidden": hidden, "segment": segment}
+        return ops.cast(output, self.compute_dtype), {"hidden": hidden}
 
     def state_spec(self, batch_size=None):
         self._check_built()

@@ -5,7 +5,6 @@ from keras import ops
 
 from keras_recurrent.layers.initializers import clone_initializer
 from keras_recurrent.layers.lower_bounds import BoundedLayer
-from keras_recurrent.layers.streaming import last_segment
 from keras_recurrent.ops import linear_scan
 
 
@@ -80,20 +79,16 @@ class HGRN(BoundedLayer):
         dense.build((None, None, self.width))
         return dense
 
-    def stream(self, inputs, mask, segment_ids, state, lower_bound=None):
-        hidden, segment = (state["hidden"], state["segment"]) if state else (None, None)
+    def stream(self, inputs, tokens, state, return_state, lower_bound=None):
         log_f = self.log_forget_gate(self.f_proj(inputs), lower_bound)
         kept = ops.cast(ops.silu(self.i_proj(inputs)), self.state_dtype)
         h, hidden = linear_scan(
             *(-ops.expm1(log_f) * kept, log_f),
-            initial_state=hidden,
-            mask=mask,
-            segment_ids=segment_ids,
-            previous_segment_id=segment,
+            initial_state=state["hidden"] if state else None,
+            token_kind=tokens.kind,
         )
         y = ops.cast(h, self.compute_dtype) * ops.sigmoid(self.o_proj(inputs))
-        segment = last_segment(inputs, mask, segment_ids, segment)
-        return y, {"hidden": hidden, "segment": segment}
+        return y, {"hidden": hidden}
 
     def state_spec(self, batch_size=None):
         self._check_built()

@@ -8,7 +8,6 @@ from keras_recurrent.layers.checks import check_divides, check_positive_integer
 from keras_recurrent.layers.initializers import clone_initializer
 from keras_recurrent.layers.lower_bounds import BoundedLayer
 from keras_recurrent.layers.rms_norm import RMSNorm
-from keras_recurrent.layers.streaming import last_segment
 from keras_recurrent.ops import gated_linear_attention
 
 NORM_EPSILON = 1e-5
@@ -135,7 +134,6 @@ class HGRN2(BoundedLayer):
             use_bias=False,
             activation="silu" if activation is keras.activations.silu else None,
             kernel_initializer=clone_initializer(self.kernel_initializer),
-            return_state=True,
             dtype=self.dtype_policy,
             name=name,
         )
@@ -143,28 +141,24 @@ class HGRN2(BoundedLayer):
         self.convolutions[name] = convolution
         return convolution
 
-    def stream(self, inputs, mask, segment_ids, state, lower_bound=None):
-        state = state or {}
+    def stream(self, inputs, tokens, state, return_state, lower_bound=None):
+        state, after = state or {}, {}
         maps = {"q": self.q_proj(inputs), "f": self.f_proj(inputs), "i": self.i_proj(inputs)}
-        after = {}
         for name, convolution in self.convolutions.items():
-            maps[name[0]], after[name] = convolution(
+            filtered = convolution(
                 maps[name[0]],
-                inputs_mask=mask,
-                segment_ids=segment_ids,
+                **tokens.of_sublayer(),
                 initial_state=state.get(name),
+                return_state=return_state,
             )
+            maps[name[0]], after[name] = filtered if return_state else (filtered, None)
         q, v, log_f = self.gates(**maps, lower_bound=lower_bound)
         o, after["memory"] = gated_linear_attention(
             *(q, None, v, log_f),
             initial_state=state.get("memory"),
-            mask=mask,
-            segment_ids=segment_ids,
-            previous_segment_id=state.get("segment"),
+            token_kind=tokens.kind,
         )
-        after["segment"] = last_segment(inputs, mask, segment_ids, state.get("segment"))
-        # `keras.tree` goes through a dict by its keys on one backend, by its order on another.
-        return self.output_of(o), {name: after[name] for name in sorted(after)}
+        return self.output_of(o), after
 
     def gates(self, q, f, i, lower_bound):
         """Queries, values and log forget gates, heads apart, from the three linear maps."""

@@ -9,7 +9,7 @@ from keras_recurrent.layers.initializers import clone_initializer
 from keras_recurrent.layers.lrpe import LRPE
 from keras_recurrent.layers.rotary import positions
 from keras_recurrent.layers.simple_rms_norm import SimpleRMSNorm
-from keras_recurrent.layers.streaming import StreamingLayer, last_segment
+from keras_recurrent.layers.streaming import StreamingLayer
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -144,24 +144,20 @@ class LightningAttention(StreamingLayer):
             self.o_proj = self._dense(self.width, "o_proj")
         self.o_proj.build(inner_shape)
 
-    def stream(self, inputs, mask, segment_ids, state):
+    def stream(self, inputs, tokens, state, return_state):
         state, after = state or {}, {}
-        segment = state.get("segment")
         q = self._heads(keras_ops.silu(self.q_proj(inputs)))
         k = self._heads(keras_ops.silu(self.k_proj(inputs)))
         if self.lrpe:
-            at = self._positions(inputs, mask, segment_ids, state)
+            at = self._positions(inputs, tokens, state)
             q, k = self.lrpe(q, at), self.lrpe(k, at)
             after["position"] = at[:, -1] + 1
         o, after["memory"] = ops.lightning_attention(
             *(q, k, self._heads(self.v_proj(inputs))),
             keras_ops.convert_to_tensor(self.log_decay, self.state_dtype),
             initial_state=state.get("memory"),
-            mask=mask,
-            segment_ids=segment_ids,
-            previous_segment_id=segment,
+            token_kind=tokens.kind,
         )
-        after["segment"] = last_segment(inputs, mask, segment_ids, segment)
         o = keras_ops.reshape(o, (*keras_ops.shape(o)[:2], self.num_heads * self.head_dim))
         y = self.o_proj(keras_ops.multiply(self.u_proj(inputs), self.norm(o)))
         # Keras on torch multiplies float64 as float32.
@@ -170,10 +166,8 @@ class LightningAttention(StreamingLayer):
     def _heads(self, x):
         return keras_ops.reshape(x, (*keras_ops.shape(x)[:2], self.num_heads, self.head_dim))
 
-    def _positions(self, inputs, mask, segment_ids, state):
-        kind = ops.token_kind(
-            inputs, mask, segment_ids, state.get("segment"), initial_state=state or None
-        )
+    def _positions(self, inputs, tokens, state):
+        kind = ops.token_kind(inputs) if tokens.kind is None else tokens.kind
         first = state.get("position")
         return positions(
             kind, keras_ops.zeros_like(kind[:, 0], "int32") if first is None else first

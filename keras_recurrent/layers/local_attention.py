@@ -7,7 +7,7 @@ from keras_recurrent import ops
 from keras_recurrent.layers.checks import check_positive_integer
 from keras_recurrent.layers.initializers import clone_initializer
 from keras_recurrent.layers.rotary import positions, rotate
-from keras_recurrent.layers.streaming import StreamingLayer, last_segment
+from keras_recurrent.layers.streaming import StreamingLayer
 from keras_recurrent.ops.sliding_window_attention import capacity
 
 
@@ -162,10 +162,10 @@ class LocalAttention(StreamingLayer):
         self.o_proj = self._dense(self.width, "o_proj", use_bias=True)
         self.o_proj.build((*input_shape[:2], self.num_query_heads * self.head_dim))
 
-    def stream(self, inputs, mask, segment_ids, state):
-        state = dict(state) if state else None
-        segment = state.pop("segment") if state else None
-        at = self._positions(inputs, mask, segment_ids, state, segment)
+    def stream(self, inputs, tokens, state, return_state):
+        at = self._positions(inputs, tokens, state)
+        if state:
+            state = {name: state[name] for name in ("key", "value", "position")}
         q = self._turned(self.q_proj(inputs), at, scale=self.head_dim**-0.5)
         output, state = ops.sliding_window_attention(
             q,
@@ -174,21 +174,18 @@ class LocalAttention(StreamingLayer):
             self.sliding_window,
             max_length=self.max_length,
             initial_state=state,
-            mask=mask,
-            segment_ids=segment_ids,
-            previous_segment_id=segment,
+            token_kind=tokens.kind,
         )
         inner = self.num_query_heads * self.head_dim
         output = keras_ops.reshape(output, (*keras_ops.shape(q)[:2], inner))
-        segment = last_segment(inputs, mask, segment_ids, segment)
-        return self.o_proj(output), {**state, "segment": segment}
+        return self.o_proj(output), state
 
-    def _positions(self, inputs, mask, segment_ids, state, segment):
+    def _positions(self, inputs, tokens, state):
         batch, length = keras_ops.shape(inputs)[:2]
+        mask = tokens.mask
         first = state["position"] if state else keras_ops.zeros((batch,), "int32")
-        if segment_ids is not None:
-            kind = ops.token_kind(inputs, mask, segment_ids, segment, initial_state=state)
-            return positions(kind, first)
+        if tokens.segment_ids is not None:
+            return positions(tokens.kind, first)
         # The document before goes on, or the first one begins, with `first` at 0.
         if mask is None:
             return first[:, None] + keras_ops.arange(length, dtype="int32")

@@ -4,7 +4,7 @@ import keras
 from keras import ops
 
 from keras_recurrent.layers.checks import check_positive_integer, check_tensor, check_width_known
-from keras_recurrent.layers.streaming import StreamingLayer
+from keras_recurrent.layers.streaming import StreamingLayer, Tokens
 from keras_recurrent.ops.log_forget_gate import log_forget_gate
 
 
@@ -110,7 +110,7 @@ class BoundedLayer(StreamingLayer):
 
     Call arguments:
         lower_bound: `[2, D]`, log β and log(1 - β), a row of what `LowerBounds` returns; None: 0.
-        inputs, mask, segment_ids, initial_state, return_state, inputs_mask: as in
+        inputs, mask, segment_ids, initial_state, return_state, token_kind, inputs_mask: as in
             `keras_recurrent.layers.StreamingLayer`.
     """
 
@@ -121,14 +121,13 @@ class BoundedLayer(StreamingLayer):
         segment_ids=None,
         initial_state=None,
         return_state=None,
+        token_kind=None,
         inputs_mask=None,
         lower_bound=None,
     ):
         check_lower_bound(lower_bound, inputs.shape[-1])
-        return self._call(
-            *(inputs, mask, segment_ids, initial_state, return_state, inputs_mask),
-            lower_bound=lower_bound,
-        )
+        tokens = Tokens(inputs_mask if mask is None else mask, segment_ids, token_kind)
+        return self._call(inputs, tokens, initial_state, return_state, lower_bound=lower_bound)
 
     def log_forget_gate(self, logits, lower_bound):
         """log f, with f = β + (1 - β) σ(logits), in the dtype of states."""

@@ -148,16 +148,25 @@ class RecurrentBlock(StreamingLayer):
             self.linear_out = self._dense(self.width, "linear_out")
         self.linear_out.build(inner_shape)
 
-    def stream(self, inputs, mask, segment_ids, state):
-        state = state or {"conv1d": None, "rg_lru": None}
-        tokens = {"inputs_mask": mask, "segment_ids": segment_ids, "return_state": True}
-        x = apply_to_tokens(self.linear_x, inputs)
-        x, conv1d = self.conv1d(x, initial_state=state["conv1d"], **tokens)
-        x, rg_lru = self.rg_lru(x, initial_state=state["rg_lru"], **tokens)
+    has_own_segment = False
+
+    def segment_of(self, state):
+        return self.rg_lru.segment_of(state["rg_lru"])
+
+    def stream(self, inputs, tokens, state, return_state):
+        x, after = apply_to_tokens(self.linear_x, inputs), {}
+        for name, layer in (("conv1d", self.conv1d), ("rg_lru", self.rg_lru)):
+            x = layer(
+                x,
+                **tokens.of_sublayer(),
+                initial_state=state[name] if state else None,
+                return_state=return_state,
+            )
+            x, after[name] = x if return_state else (x, None)
         gate = apply_to_tokens(self.linear_y, inputs)
         x = gated_linear_unit(gate, x, activation="gelu")
         output = apply_to_tokens(self.linear_out, x)
-        return output, {"conv1d": conv1d, "rg_lru": rg_lru}
+        return output, after
 
     def state_spec(self, batch_size=None):
         self._check_built()

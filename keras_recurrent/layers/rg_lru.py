@@ -6,7 +6,7 @@ from keras_recurrent import ops
 from keras_recurrent.layers.block_diagonal import apply_blocks, block_diagonal_dense
 from keras_recurrent.layers.checks import check_num_blocks, check_positive_integer
 from keras_recurrent.layers.initializers import clone_initializer, get_decay_initializer
-from keras_recurrent.layers.streaming import StreamingLayer, last_segment
+from keras_recurrent.layers.streaming import StreamingLayer
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -99,20 +99,16 @@ class RGLRU(StreamingLayer):
             autocast=False,
         )
 
-    def stream(self, inputs, mask, segment_ids, state):
-        hidden, segment = (state["hidden"], state["segment"]) if state else (None, None)
+    def stream(self, inputs, tokens, state, return_state):
         output, hidden = ops.rg_lru(
             inputs,
             apply_blocks(self.recurrence_gate, inputs),
             apply_blocks(self.input_gate, inputs),
             self.a_logit,
-            initial_state=hidden,
-            mask=mask,
-            segment_ids=segment_ids,
-            previous_segment_id=segment,
+            initial_state=state["hidden"] if state else None,
+            token_kind=tokens.kind,
         )
-        segment = last_segment(inputs, mask, segment_ids, segment)
-        return output, {"hidden": hidden, "segment": segment}
+        return output, {"hidden": hidden}
 
     def state_spec(self, batch_size=None):
         self._check_built()

@@ -1,5 +1,7 @@
 """What layers with a state share: their call, the state's structure and checks, its segment."""
 
+from typing import Any, NamedTuple
+
 import keras
 from keras import ops, tree
 
@@ -7,6 +9,26 @@ from keras_recurrent.layers.checks import check_tensor
 from keras_recurrent.layers.remat import recompute
 from keras_recurrent.ops.operation import check_dtype
 from keras_recurrent.ops.shapes import fits
+from keras_recurrent.ops.token_kind import token_kind
+
+
+class Tokens(NamedTuple):
+    """What a layer knows of its tokens beside their values: each `[B, T]`, or None.
+
+    `kind` says all that an operation needs; the others are for the segment of the state after.
+    """
+
+    mask: Any
+    segment_ids: Any
+    kind: Any
+
+    def of_sublayer(self):
+        """As the call arguments of a layer inside."""
+        return {
+            "segment_ids": self.segment_ids,
+            "token_kind": self.kind,
+            "inputs_mask": self.mask,
+        }
 
 
 class StreamingLayer(keras.layers.Layer):
@@ -22,7 +44,8 @@ class StreamingLayer(keras.layers.Layer):
     and that of `get_initial_state` mean the same.
 
     A subclass with a `build` of its own calls `super().build` first, and defines `state_spec` and
-    `stream`; its output has the shape of its input.
+    `stream`; its output has the shape of its input. One whose state has no `segment` beside those
+    of its sublayers' states says so by `has_own_segment`, and defines `segment_of`.
 
     Args:
         return_state: boolean, whether a call returns `(output, state)` or the output alone.
@@ -37,6 +60,8 @@ class StreamingLayer(keras.layers.Layer):
             to the next. None: as the document before.
         initial_state: the state to go on from; None: nothing was seen.
         return_state: boolean; None: as in the constructor.
+        token_kind: int8 `[B, T]`: what `keras_recurrent.ops.token_kind` makes of this mask, these
+            segments and this state, where several layers share it. None: the layer finds it.
         inputs_mask: filled by Keras, with the mask that comes with `inputs` when other tensors are
             passed beside them. `mask` has precedence. A layer inside another gets its mask here:
             Keras attaches a `mask` to the outputs, which breaks the graphs of torch.compile.
@@ -46,9 +71,11 @@ class StreamingLayer(keras.layers.Layer):
         the last token.
 
     Raises:
-        ValueError: inputs that are not `[B, T, D]` or have no token, a mask or segments that are
-            not `[B, T]` or of another dtype, a state of another structure or shape.
+        ValueError: inputs that are not `[B, T, D]` or have no token, a mask, segments or token
+            kinds that are not `[B, T]` or of another dtype, a state of another structure or shape.
     """
+
+    has_own_segment = True
 
     def __init__(self, return_state=False, **kwargs):
         # Keras would cast a float32 state to the compute dtype of a mixed policy.
@@ -69,9 +96,17 @@ class StreamingLayer(keras.layers.Layer):
         """The state's structure, as `KerasTensor`s."""
         raise NotImplementedError
 
-    def stream(self, inputs, mask, segment_ids, state):
-        """`(output, new state)`, from checked arguments; all but `inputs` may be None."""
+    def stream(self, inputs, tokens, state, return_state):
+        """`(output, new state)` from checked arguments, the state without a `segment` of its own.
+
+        `tokens` are `Tokens`, `state` may be None. Nobody looks at the new state unless
+        `return_state`.
+        """
         raise NotImplementedError
+
+    def segment_of(self, state):
+        """The segment before the tokens to come, which is one for all of a state."""
+        return state["segment"]
 
     def call(
         self,
@@ -80,30 +115,34 @@ class StreamingLayer(keras.layers.Layer):
         segment_ids=None,
         initial_state=None,
         return_state=None,
+        token_kind=None,
         inputs_mask=None,
     ):
-        return self._call(inputs, mask, segment_ids, initial_state, return_state, inputs_mask)
+        tokens = Tokens(inputs_mask if mask is None else mask, segment_ids, token_kind)
+        return self._call(inputs, tokens, initial_state, return_state)
 
-    def _call(
-        self,
-        inputs,
-        mask,
-        segment_ids,
-        initial_state,
-        return_state,
-        inputs_mask,
-        **further,
-    ):
+    def _call(self, inputs, tokens, state, return_state, **further):
         """`call`, with the further arguments of a subclass, which `stream` gets as they are."""
-        mask = inputs_mask if mask is None else mask
-        self._check(inputs, mask, segment_ids, initial_state, return_state)
-        if initial_state is not None:
-            initial_state = _cast(initial_state, self.state_spec())
+        self._check(inputs, tokens, state, return_state)
+        return_state = self._returns_state(return_state)
+        segment = None
+        if state is not None:
+            state = _cast(state, self.state_spec())
+            segment = self.segment_of(state)
+        mask, segment_ids, kind = tokens
         if mask is not None:
             mask = ops.cast(mask, "bool")
+        if kind is None and any(t is not None for t in (mask, segment_ids, state)):
+            kind = token_kind(inputs, mask, segment_ids, segment, initial_state=state)
         inputs = ops.cast(inputs, self.compute_dtype)
-        output, state = self.stream(inputs, mask, segment_ids, initial_state, **further)
-        return (output, state) if self._returns_state(return_state) else output
+        tokens = Tokens(mask, segment_ids, kind)
+        output, after = self.stream(inputs, tokens, state, return_state, **further)
+        if not return_state:
+            return output
+        if self.has_own_segment:
+            after["segment"] = last_segment(inputs, mask, segment_ids, segment)
+        # `keras.tree` goes through a dict by its keys on one backend, by its order on another.
+        return output, {name: after[name] for name in self.state_spec()}
 
     def get_initial_state(self, batch_size, max_length=None):
         """The state in which nothing was seen, for `batch_size` rows.
@@ -120,10 +159,11 @@ class StreamingLayer(keras.layers.Layer):
         segment_ids=None,
         initial_state=None,
         return_state=None,
+        token_kind=None,
         inputs_mask=None,
     ):
-        mask = inputs_mask if mask is None else mask
-        self._check(inputs, mask, segment_ids, initial_state, return_state)
+        tokens = Tokens(inputs_mask if mask is None else mask, segment_ids, token_kind)
+        self._check(inputs, tokens, initial_state, return_state)
         output = keras.KerasTensor(inputs.shape, dtype=self.compute_dtype)
         if self._returns_state(return_state):
             return output, self.state_spec(inputs.shape[0])
@@ -159,6 +199,10 @@ class StreamingLayer(keras.layers.Layer):
         """The `segment` of the state."""
         return keras.KerasTensor((batch_size,), dtype="int32")
 
+    def check_state(self, state, batch_size=None):
+        """Raise for a state of another structure or shape."""
+        _check_state(state, self.state_spec(batch_size), "initial_state")
+
     def _returns_state(self, return_state):
         return self.return_state if return_state is None else return_state
 
@@ -182,11 +226,12 @@ class StreamingLayer(keras.layers.Layer):
             "`get_initial_state(batch_size, max_length=...)`."
         )
 
-    def _check(self, inputs, mask, segment_ids, state, return_state):
+    def _check(self, inputs, tokens, state, return_state):
         batch, length = inputs.shape[:2]
         if state is None and self._returns_state(return_state) and not self.keeps_state:
             raise self.no_bound()
-        for name, tensor in (("mask", mask), ("segment_ids", segment_ids)):
+        names = ("mask", "segment_ids", "token_kind")
+        for name, tensor in zip(names, tokens, strict=True):
             if tensor is None:
                 continue
             check_tensor(name, tensor)
@@ -199,7 +244,7 @@ class StreamingLayer(keras.layers.Layer):
             dtype = keras.backend.standardize_dtype(tensor.dtype)
             check_dtype(type(self).__name__, name, dtype)
         if state is not None:
-            _check_state(state, self.state_spec(batch), "initial_state")
+            self.check_state(state, batch)
 
 
 def last_segment(inputs, mask, segment_ids, previous):

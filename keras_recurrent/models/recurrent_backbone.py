@@ -8,6 +8,7 @@ from keras_recurrent.conversion.export import export
 from keras_recurrent.layers.checks import check_positive_integer
 from keras_recurrent.models import overrides, presets
 from keras_recurrent.models.segments import SegmentsOptional
+from keras_recurrent.ops import token_kind
 
 
 class RecurrentBackbone(SegmentsOptional, keras_hub.models.Backbone):
@@ -113,9 +114,14 @@ class RecurrentBackbone(SegmentsOptional, keras_hub.models.Backbone):
         x = intercept(x, -1)
         states = []
         arguments = self.block_arguments(x)
+        kind = self._token_kind(token_ids, padding_mask, segment_ids, cache)
         for i, (block, further) in enumerate(zip(self.transformer_layers, arguments, strict=True)):
             # Keras would attach a `mask` to all that follows, and rescale the loss by it.
-            tokens = {"inputs_mask": padding_mask, "segment_ids": segment_ids}
+            tokens = {
+                "segment_ids": segment_ids,
+                "token_kind": kind,
+                "inputs_mask": padding_mask,
+            }
             if cache is None:
                 x = block(x, **tokens, **further)
             else:
@@ -123,6 +129,15 @@ class RecurrentBackbone(SegmentsOptional, keras_hub.models.Backbone):
                 states.append(state)
             x = intercept(x, i)
         return self.final_norm(x), None if cache is None else tuple(states)
+
+    def _token_kind(self, token_ids, padding_mask, segment_ids, cache):
+        """One for all blocks: their states are of the same tokens."""
+        state, segment = None, None
+        if cache is not None:
+            block, state = self.transformer_layers[0], cache[0]
+            block.check_state(state)
+            segment = block.segment_of(state)
+        return token_kind(token_ids, padding_mask, segment_ids, segment, initial_state=state)
 
     def block_arguments(self, embeddings):
         """A dictionary of further call arguments for each block: what a family's blocks share."""

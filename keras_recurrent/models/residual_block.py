@@ -69,20 +69,22 @@ class ResidualBlock(StreamingLayer):
                 if not layer.built:
                     layer.build(input_shape)
 
-    def stream(self, inputs, mask, segment_ids, state, **further):
-        # Global attention has no state where nobody said how long it may become.
-        with_state = state is not None or self.keeps_state
+    has_own_segment = False
+
+    def segment_of(self, state):
+        return self.temporal_block.segment_of(state)
+
+    def stream(self, inputs, tokens, state, return_state, **further):
         x = self.temporal_block(
             self.temporal_norm(inputs),
-            inputs_mask=mask,
-            segment_ids=segment_ids,
-            initial_state=state,
-            return_state=with_state,
+            **tokens.of_sublayer(),
             **further,
+            initial_state=state,
+            return_state=return_state,
         )
-        x, state = x if with_state else (x, None)
+        x, after = x if return_state else (x, None)
         x = inputs + x
-        return x + self.mlp(self.channel_norm(x)), state
+        return x + self.mlp(self.channel_norm(x)), after
 
     @property
     def keeps_state(self):

@@ -38,6 +38,7 @@ def causal_conv1d(
     mask=None,
     segment_ids=None,
     previous_segment_id=None,
+    token_kind=None,
     reverse=False,
     implementation=None,
 ):
@@ -59,7 +60,7 @@ def causal_conv1d(
         activation: None, or `"silu"`, computed along with the convolution: z is not kept for the
             gradient, but made again.
         initial_state: `[B, W - 1, D]`, the last real inputs, the latest last; None: zeros.
-        mask, segment_ids, previous_segment_id, reverse, implementation: as in
+        mask, segment_ids, previous_segment_id, token_kind, reverse, implementation: as in
             `keras_recurrent.ops.linear_scan`.
 
     Returns:
@@ -89,4 +90,5 @@ def causal_conv1d(
         mask=mask,
         segment_ids=segment_ids,
         previous_segment_id=previous_segment_id,
+        token_kind=token_kind,
     )

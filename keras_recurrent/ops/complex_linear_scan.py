@@ -21,6 +21,7 @@ def complex_linear_scan(
     mask=None,
     segment_ids=None,
     previous_segment_id=None,
+    token_kind=None,
     reverse=False,
     implementation=None,
 ):
@@ -39,7 +40,7 @@ def complex_linear_scan(
             forgets all.
         phase: `[B, T, D]`, the decays' angles in radians.
         initial_state: `[B, 2D]`, h before the first token; None: zeros.
-        mask, segment_ids, previous_segment_id, reverse, implementation: as in
+        mask, segment_ids, previous_segment_id, token_kind, reverse, implementation: as in
             `keras_recurrent.ops.linear_scan`.
 
     Returns:
@@ -70,4 +71,5 @@ def complex_linear_scan(
         mask=mask,
         segment_ids=segment_ids,
         previous_segment_id=previous_segment_id,
+        token_kind=token_kind,
     )

@@ -24,6 +24,7 @@ def gated_linear_attention(
     mask=None,
     segment_ids=None,
     previous_segment_id=None,
+    token_kind=None,
     reverse=False,
     implementation=None,
 ):
@@ -46,7 +47,7 @@ def gated_linear_attention(
         log_f: `[B, T, H, K]`, the natural logarithm of the decays: at most 0, and -inf forgets
             all. May be float32 beside tensors of 16 bits.
         initial_state: `[B, H, K, V]`, S before the first token; None: zeros.
-        mask, segment_ids, previous_segment_id, reverse, implementation: as in
+        mask, segment_ids, previous_segment_id, token_kind, reverse, implementation: as in
             `keras_recurrent.ops.linear_scan`.
 
     Returns:
@@ -80,4 +81,5 @@ def gated_linear_attention(
         mask=mask,
         segment_ids=segment_ids,
         previous_segment_id=previous_segment_id,
+        token_kind=token_kind,
     )

@@ -23,6 +23,7 @@ def lightning_attention(
     mask=None,
     segment_ids=None,
     previous_segment_id=None,
+    token_kind=None,
     reverse=False,
     implementation=None,
 ):
@@ -45,7 +46,7 @@ def lightning_attention(
         log_decay: `[H]`, the natural logarithm of each head's decay a token, at most 0. A
             constant: its gradient is 0.
         initial_state: `[B, H, K, V]`, S before the first token; None: zeros.
-        mask, segment_ids, previous_segment_id, reverse, implementation: as in
+        mask, segment_ids, previous_segment_id, token_kind, reverse, implementation: as in
             `keras_recurrent.ops.linear_scan`.
 
     Returns:
@@ -76,4 +77,5 @@ def lightning_attention(
         mask=mask,
         segment_ids=segment_ids,
         previous_segment_id=previous_segment_id,
+        token_kind=token_kind,
     )

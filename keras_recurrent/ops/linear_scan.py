@@ -20,6 +20,7 @@ def linear_scan(
     mask=None,
     segment_ids=None,
     previous_segment_id=None,
+    token_kind=None,
     reverse=False,
     implementation=None,
 ):
@@ -45,6 +46,8 @@ def linear_scan(
         previous_segment_id: int32 `[B]`, the segment of the last real token before this row, -1
             where there was none. None: -1 without an `initial_state`; with one, the first real
             token goes on from it.
+        token_kind: int8 `[B, T]`, in place of these three and without `reverse`: what
+            `keras_recurrent.ops.token_kind` makes of them, for operations that share it.
         reverse: run from the last token to the first.
         implementation: the name of the one implementation to run, a folder of `backends/`; None:
             the fastest that accepts the arguments (`keras_recurrent.which_implementation`).
@@ -75,4 +78,5 @@ def linear_scan(
         mask=mask,
         segment_ids=segment_ids,
         previous_segment_id=previous_segment_id,
+        token_kind=token_kind,
     )

@@ -237,6 +237,8 @@ def _size(dim, sizes):
 def check_dtype(operation, name, dtype):
     if name == "mask":
         good, wanted = dtype == "bool" or "int" in dtype, "boolean, True at real tokens"
+    elif name == "token_kind":
+        good, wanted = dtype == "int8", "int8, as `keras_recurrent.ops.token_kind` returns it"
     elif name in ("segment_ids", "previous_segment_id", "initial_state['position']", "tokens"):
         good, wanted = "int" in dtype, "integers"
     else:

@@ -16,7 +16,7 @@ class RecurrentOperation(Operation):
 
     state_shape: str | dict[str, str]
     options = {"reverse": False}
-    context = ("initial_state", "mask", "segment_ids", "previous_segment_id")
+    context = ("initial_state", "mask", "segment_ids", "previous_segment_id", "token_kind")
     # Whether a start afresh differs from going on from a state of zeros.
     start_matters = False
 
@@ -37,7 +37,7 @@ class RecurrentOperation(Operation):
 
     @classmethod
     def lower(cls, tensors, context, options):
-        initial_state, mask, segment_ids, previous = (context[name] for name in cls.context)
+        initial_state, mask, segment_ids, previous, kind = (context[name] for name in cls.context)
         if initial_state is not None:
             initial_state = cls.cast_state(initial_state, tensors)
         options = dict(options)
@@ -51,14 +51,17 @@ class RecurrentOperation(Operation):
             )
         tokens = (mask, segment_ids, previous)
         marks_start = cls.start_matters and initial_state is None
-        kind = None
-        if marks_start or any(t is not None for t in tokens):
+        if kind is None and (marks_start or any(t is not None for t in tokens)):
             kind = token_kind(tensors[cls.output_like], *tokens, initial_state=initial_state)
         return {**tensors, "initial_state": initial_state, "token_kind": kind, **options}
 
     @classmethod
     def check(cls, tensors, context, options):
-        letters = cls.shapes | {"mask": "B T", "segment_ids": "B T", "previous_segment_id": "B"}
+        cls._check_kind_alone(context, options)
+        letters = cls.shapes | {
+            **dict.fromkeys(("mask", "segment_ids", "token_kind"), "B T"),
+            "previous_segment_id": "B",
+        }
         if isinstance(cls.state_shape, str):
             letters["initial_state"] = cls.state_shape
         elif context.get("initial_state") is not None:
@@ -78,6 +81,19 @@ class RecurrentOperation(Operation):
                 "with nothing to compute."
             )
         return sizes
+
+    @classmethod
+    def _check_kind_alone(cls, context, options):
+        if context.get("token_kind") is None:
+            return
+        names = ("mask", "segment_ids", "previous_segment_id")
+        beside = [name for name in names if context.get(name) is not None]
+        beside += ["reverse"] if options["reverse"] else []
+        if beside:
+            raise ValueError(
+                f"`{cls.kernel}`: `token_kind` says all of mask, segments and what came before, "
+                f"first token first; got `{beside[0]}` beside it. Leave one of them out."
+            )
 
     @classmethod
     def _by_name(cls, context, shapes):

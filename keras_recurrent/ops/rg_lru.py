@@ -23,6 +23,7 @@ def rg_lru(
     mask=None,
     segment_ids=None,
     previous_segment_id=None,
+    token_kind=None,
     reverse=False,
     implementation=None,
 ):
@@ -47,7 +48,7 @@ def rg_lru(
         gate_x: `[B, T, D]`, the input gate before its sigmoid.
         a_logit: `[D]`, the paper's Λ.
         initial_state: `[B, D]`, h before the first token; None: nothing was seen.
-        mask, segment_ids, previous_segment_id, reverse, implementation: as in
+        mask, segment_ids, previous_segment_id, token_kind, reverse, implementation: as in
             `keras_recurrent.ops.linear_scan`.
 
     Returns:
@@ -75,4 +76,5 @@ def rg_lru(
         mask=mask,
         segment_ids=segment_ids,
         previous_segment_id=previous_segment_id,
+        token_kind=token_kind,
     )

@@ -82,6 +82,7 @@ def sliding_window_attention(
     mask=None,
     segment_ids=None,
     previous_segment_id=None,
+    token_kind=None,
     reverse=False,
     implementation=None,
 ):
@@ -117,7 +118,7 @@ def sliding_window_attention(
         initial_state: a state `{"key": [B, C, G, K], "value": [B, C, G, V], "position": [B]}`;
             `position` is that of the token to come. The one returned has the same C. None:
             nothing was seen.
-        mask, segment_ids, previous_segment_id, reverse, implementation: as in
+        mask, segment_ids, previous_segment_id, token_kind, reverse, implementation: as in
             `keras_recurrent.ops.linear_scan`.
 
     Returns:
@@ -150,4 +151,5 @@ def sliding_window_attention(
         mask=mask,
         segment_ids=segment_ids,
         previous_segment_id=previous_segment_id,
+        token_kind=token_kind,
     )

@@ -4,18 +4,31 @@ Numbers meet tensors by operators here: `ops` of Keras would, on torch, copy eac
 and wait for all that the GPU has to do.
 """
 
-from keras import ops
+import keras
+from keras import ops, tree
 
 from keras_recurrent.ops.shapes import fits
 
 STARTS, PADDING = 1, 2  # and 0: goes on
 
 
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class TokenKind(keras.Operation):
+    """`token_kind`, as a node of a Keras graph."""
+
+    def call(self, like, **tokens):
+        return token_kind(like, **tokens)
+
+    def compute_output_spec(self, like, **tokens):
+        return keras.KerasTensor(like.shape[:2], "int8")
+
+
 def token_kind(like, mask=None, segment_ids=None, previous_segment_id=None, initial_state=None):
     """What each token is to a recurrence: 0 goes on, 1 starts afresh, 2 is padding.
 
     A token starts afresh when the real token before it belongs to another segment, or when there
-    is none and nothing was seen before the row. Kernels know of masks and segments only this.
+    is none and nothing was seen before the row. Kernels know of masks and segments only this, and
+    operations and layers take it, so that those with the same tokens need to find it but once.
 
     Args:
         like: a tensor `[B, T, ...]`: gives the shape.
@@ -44,6 +57,14 @@ def token_kind(like, mask=None, segment_ids=None, previous_segment_id=None, init
     _check("mask", mask, like, 2)
     _check("segment_ids", segment_ids, like, 2)
     _check("previous_segment_id", previous_segment_id, like, 1)
+    tokens = {
+        "mask": mask,
+        "segment_ids": segment_ids,
+        "previous_segment_id": previous_segment_id,
+        "initial_state": initial_state,
+    }
+    if any(isinstance(t, keras.KerasTensor) for t in tree.flatten([like, tokens])):
+        return TokenKind().symbolic_call(like, **tokens)
     batch, length = ops.shape(like)[:2]
     real = ops.ones((batch, length), "bool") if mask is None else ops.cast(mask, "bool")
     place = ops.arange(length, dtype="int32")[None]

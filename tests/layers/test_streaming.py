@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 
+from keras_recurrent.ops import token_kind
 from tests.layers import loops
 from tests.layers.gradients import call_with, gradients
 from tests.layers.table import ROWS, WIDTH, assert_close, built, inputs, numpy, streaming_layer
@@ -64,6 +65,21 @@ def test_parts_equal_the_whole(name, mask, segment_ids):
         output, state = in_parts(layer, x, mask, segment_ids, cuts)
         assert_close(output, numpy(whole[0]), where=mask)
         assert_close(state, whole[1])
+
+
+@streaming_layer
+@segments
+def test_token_kinds_may_be_shared(name, segment_ids):
+    layer, x, mask = built(name), inputs(), MASKS["padding anywhere"]
+    tokens, state = {"mask": mask, "segment_ids": segment_ids}, None
+    for _ in range(2):
+        segment = None if state is None else layer.segment_of(state)
+        kind = token_kind(x, **tokens, previous_segment_id=segment, initial_state=state)
+        given = {**tokens, "initial_state": state, "return_state": True}
+        wanted = layer(x, **given)
+        shared = layer(x, **given, token_kind=kind)
+        keras.tree.map_structure(np.testing.assert_array_equal, numpy(shared), numpy(wanted))
+        state = wanted[1]
 
 
 @streaming_layer

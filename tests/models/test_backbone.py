@@ -19,6 +19,13 @@ from tests.models.tiny import (
 )
 
 LENGTH = 11
+FIND_TOKEN_KINDS = (
+    "models.recurrent_backbone",
+    "layers.streaming",
+    "layers.cg_lru",
+    "ops",  # of the layers that say `ops.token_kind`
+    "ops.recurrent_operation",
+)
 
 
 @pytest.fixture(scope="module")
@@ -225,6 +232,26 @@ def test_the_layout_map_covers_the_large_weights(family):
             assert ("model" in axes.axes) != shared, weight.path
     with pytest.raises(ValueError, match="`model_parallel_dim_name`"):
         FAMILIES[family].backbone.get_layout_map(mesh, model_parallel_dim_name="heads")
+
+
+@any_family
+def test_blocks_share_what_their_tokens_are(family, monkeypatch):
+    """With masks and segments it is a sort of each row, which no compiler spares in eager calls."""
+    modules = [importlib.import_module(f"keras_recurrent.{name}") for name in FIND_TOKEN_KINDS]
+    backbone, found = tiny_backbone(family=family), []
+    for module in modules:
+        find = module.token_kind
+
+        def counted(*args, find=find, **kwargs):
+            found.append(args)
+            return find(*args, **kwargs)
+
+        monkeypatch.setattr(module, "token_kind", counted)
+    cache = backbone.get_initial_state(3, LENGTH)
+    for before in (None, cache):
+        found.clear()
+        backbone.hidden_states(tokens(), tokens() > 4, tokens(), cache=before)
+        assert len(found) == 1
 
 
 @pytest.mark.skipif(keras.config.backend() != "torch", reason="JAX and TensorFlow compile a step")

@@ -147,6 +147,20 @@ def test_without_a_state_the_row_starts_afresh(operation):
 
 
 @every_operation
+def test_token_kinds_stand_for_masks_segments_and_what_came_before(operation, rng):
+    tensors = draw(operation, Case(2, 11, 3)).tensors
+    mask, segments = rng.random((2, 11)) < 0.7, packed(rng, 11)
+    before = np.array([0, 1], "int32")
+    _, state = call(operation, tensors)
+    for given in ({}, {"initial_state": state, "previous_segment_id": before}):
+        expected = call(operation, tensors, mask=mask, segment_ids=segments, **given)
+        kind = ops.token_kind(np.zeros((2, 11)), mask, segments, **given)
+        given.pop("previous_segment_id", None)
+        result = call(operation, tensors, token_kind=kind, **given)
+        keras.tree.map_structure(np.testing.assert_array_equal, result, expected)
+
+
+@every_operation
 def test_reverse_is_forward_on_a_reversed_row(operation, rng):
     tensors = draw(operation, Case(2, 11, 3)).tensors
     mask, segments = rng.random((2, 11)) < 0.7, packed(rng, 11)
@@ -220,6 +234,18 @@ BAD = {
     "mask dtype": ({}, {"mask": np.ones((2, 4), "float32")}, "`mask` must be boolean"),
     "segments": ({}, {"segment_ids": np.ones((2, 4), "float32")}, "`segment_ids` must be integers"),
     "previous": ({}, {"previous_segment_id": np.ones((3,), "int32")}, "`previous_segment_id`"),
+    "kinds": ({}, {"token_kind": np.zeros((2, 3), "int8")}, "`token_kind` must have the shape"),
+    "kinds' dtype": ({}, {"token_kind": np.zeros((2, 4), "int32")}, "`token_kind` must be int8"),
+    "kinds and a mask": (
+        {},
+        {"token_kind": np.zeros((2, 4), "int8"), "mask": np.ones((2, 4), "bool")},
+        "got `mask` beside it",
+    ),
+    "kinds and a direction": (
+        {},
+        {"token_kind": np.zeros((2, 4), "int8"), "reverse": True},
+        "got `reverse` beside it",
+    ),
     "name": ({}, {"implementation": "cuda"}, "`implementation` must be one of"),
 }
 

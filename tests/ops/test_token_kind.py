@@ -50,6 +50,17 @@ def test_as_a_walk_along_the_row(masked, packed, before):
         np.testing.assert_array_equal(result, expected)
 
 
+def test_in_a_symbolic_graph(tmp_path):
+    mask, segments = (keras.Input((None,), dtype=dtype) for dtype in ("bool", "int32"))
+    kinds = token_kind(segments, mask, segments)
+    assert kinds.shape == (None, None)
+    assert kinds.dtype == "int8"
+    keras.Model([mask, segments], kinds).save(tmp_path / "model.keras")
+    model = keras.models.load_model(tmp_path / "model.keras")
+    feed = np.array([[True, False, True]]), np.array([[0, 0, 1]], "int32")
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(model(feed)), [[1, 2, 1]])
+
+
 def test_what_does_not_fit_is_said():
     x = np.zeros((2, 5, 3), "float32")
     for name, shape in [("mask", (2, 3)), ("segment_ids", (5,)), ("previous_segment_id", (3,))]:
