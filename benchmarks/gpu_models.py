@@ -61,10 +61,20 @@ def fla_hgrn2(sizes):
 
 
 def transformers_gemma(sizes):
-    """Its sizes are those of its default configuration."""
+    """The peer of the same sizes, which its default configuration does not have."""
     import transformers
 
-    config = transformers.RecurrentGemmaConfig(use_cache=False)
+    config = transformers.RecurrentGemmaConfig(
+        num_hidden_layers=sizes["num_layers"],
+        vocab_size=sizes["vocabulary_size"],
+        hidden_size=sizes["hidden_dim"],
+        lru_width=sizes["lru_width"],
+        num_attention_heads=sizes["num_query_heads"],
+        num_key_value_heads=sizes["num_key_value_heads"],
+        intermediate_size=2 * sizes["intermediate_dim"],
+        attention_window_size=sizes["sliding_window"],
+        use_cache=False,
+    )
     return transformers.RecurrentGemmaForCausalLM(config).to("cuda", torch.bfloat16).train()
 
 
@@ -76,6 +86,10 @@ def weights_of(model):
     if isinstance(model, keras.Model):
         return [v.value for v in model.trainable_variables]
     return list(model.parameters())
+
+
+def count(model):
+    return sum(weight.numel() for weight in weights_of(model))
 
 
 def measure(name, model, loss, vocabulary, *, batch, length, repeats):
@@ -100,7 +114,7 @@ def measure(name, model, loss, vocabulary, *, batch, length, repeats):
     peak = torch.cuda.max_memory_allocated() / 2**30
     cells = (
         name,
-        f"{sum(w.numel() for w in weights):,}",
+        f"{count(model):,}",
         f"{batch}×{length}",
         f"{batch * length / seconds:,.0f}",
         f"{peak:.1f}",
@@ -138,9 +152,12 @@ def compare(pair):
     sizes = model.backbone.get_config()
     vocabulary = sizes["vocabulary_size"]
     measure(pair.name, model, our_loss(model), vocabulary, **pair.work)
+    parameters = count(model)
     del model
     release()
     peer = pair.make_peer(sizes)
+    if count(peer) != parameters:
+        sys.exit(f"{pair.peer}: {count(peer):,} parameters, not the {parameters:,} of ours")
     measure(pair.peer, peer, their_loss(peer), vocabulary, **pair.work)
 
 
