@@ -5,12 +5,12 @@ from keras import ops
 
 from keras_recurrent.layers.hgrn2 import HGRN2
 from keras_recurrent.layers.lower_bounds import check_lower_bound
-from keras_recurrent.layers.remat import recompute
+from keras_recurrent.layers.remat import RecomputableLayer
 from keras_recurrent.ops import gated_linear_attention
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-class BidirectionalHGRN2(keras.layers.Layer):
+class BidirectionalHGRN2(RecomputableLayer):
     """HGRN2 from the first token and from the last, with the same gates.
 
     ```
@@ -91,11 +91,6 @@ class BidirectionalHGRN2(keras.layers.Layer):
     def compute_output_spec(self, inputs, lower_bound=None, mask=None):
         check_lower_bound(lower_bound, inputs.shape[-1])
         return keras.KerasTensor(inputs.shape, dtype=self.compute_dtype)
-
-    def rematerialized_call(self, layer_call, *args, **kwargs):
-        if super().rematerialized_call(layer_call, *args, **kwargs) is layer_call:
-            return layer_call  # the `keras.RematScope` does not ask for this layer
-        return recompute(layer_call)
 
     def get_config(self):
         config = self.hgrn2.get_config()

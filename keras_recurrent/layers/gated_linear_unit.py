@@ -5,9 +5,10 @@ from keras import ops
 
 from keras_recurrent.layers.checks import check_positive_integer, check_width_known
 from keras_recurrent.layers.initializers import clone_initializer
+from keras_recurrent.layers.remat import RecomputableLayer
 
 
-class GatedLinearUnit(keras.layers.Layer):
+class GatedLinearUnit(RecomputableLayer):
     """Base class of the gated multilayer perceptrons: `W_down gated(W_gate x, W_up x)`.
 
     Shazeer 2020 (arXiv:2002.05202). A subclass says `gated`, and whether there are biases; the

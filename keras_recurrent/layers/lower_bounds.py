@@ -4,12 +4,13 @@ import keras
 from keras import ops
 
 from keras_recurrent.layers.checks import check_positive_integer, check_tensor, check_width_known
+from keras_recurrent.layers.remat import RecomputableLayer
 from keras_recurrent.layers.streaming import StreamingLayer, Tokens
 from keras_recurrent.ops.log_forget_gate import log_forget_gate
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-class LowerBounds(keras.layers.Layer):
+class LowerBounds(RecomputableLayer):
     """How much each layer of HGRN and HGRN2 remembers at least: the higher a layer, the more.
 
     ```

@@ -4,13 +4,14 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_recurrent.layers.remat import RecomputableLayer
 from keras_recurrent.ops.shapes import fits
 
 MAX_WAVELENGTH = 10_000
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-class LRPE(keras.layers.Layer):
+class LRPE(RecomputableLayer):
     """Linearized relative positions with learned frequencies: each channel becomes two.
 
     ```

@@ -4,6 +4,15 @@ import keras
 from keras import tree
 
 
+class RecomputableLayer(keras.layers.Layer):
+    """Base class of layers that `keras.RematScope` may recompute, by `recompute`."""
+
+    def rematerialized_call(self, layer_call, *args, **kwargs):
+        if super().rematerialized_call(layer_call, *args, **kwargs) is layer_call:
+            return layer_call  # the `keras.RematScope` does not ask for this layer
+        return recompute(layer_call)
+
+
 def recompute(layer_call):
     """`layer_call`, recomputed in the backward pass, whatever it is called with.
 

@@ -4,11 +4,12 @@ import keras
 from keras import ops
 
 from keras_recurrent.layers.checks import check_width_known
+from keras_recurrent.layers.remat import RecomputableLayer
 from keras_recurrent.ops.rms_norm import rms_norm
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-class RMSNorm(keras.layers.Layer):
+class RMSNorm(RecomputableLayer):
     """Root mean square normalization, with a weight stored as its distance from 1, or as it is.
 
     ```

@@ -2,11 +2,12 @@
 
 import keras
 
+from keras_recurrent.layers.remat import RecomputableLayer
 from keras_recurrent.ops.rms_norm import rms_norm
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-class SimpleRMSNorm(keras.layers.Layer):
+class SimpleRMSNorm(RecomputableLayer):
     """Root mean square normalization without a weight, as TransNormerLLM has it.
 
     ```

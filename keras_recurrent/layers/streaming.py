@@ -6,7 +6,7 @@ import keras
 from keras import ops, tree
 
 from keras_recurrent.layers.checks import check_tensor
-from keras_recurrent.layers.remat import recompute
+from keras_recurrent.layers.remat import RecomputableLayer
 from keras_recurrent.ops.operation import check_dtype
 from keras_recurrent.ops.shapes import fits
 from keras_recurrent.ops.token_kind import token_kind
@@ -31,7 +31,7 @@ class Tokens(NamedTuple):
         }
 
 
-class StreamingLayer(keras.layers.Layer):
+class StreamingLayer(RecomputableLayer):
     """Base class of layers that carry a state along a sequence.
 
     A sequence may be cut anywhere, also between two packed documents or inside padding, and
@@ -174,11 +174,6 @@ class StreamingLayer(keras.layers.Layer):
             specs = self.state_spec(input_shape[0])
             return tuple(input_shape), tree.map_structure(lambda spec: spec.shape, specs)
         return tuple(input_shape)
-
-    def rematerialized_call(self, layer_call, *args, **kwargs):
-        if super().rematerialized_call(layer_call, *args, **kwargs) is layer_call:
-            return layer_call  # the `keras.RematScope` does not ask for this layer
-        return recompute(layer_call)
 
     def compute_mask(self, inputs, previous_mask):
         return previous_mask
