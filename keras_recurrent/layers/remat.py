@@ -3,6 +3,11 @@
 import keras
 from keras import tree
 
+from keras_recurrent.dispatch import BACKEND
+
+if BACKEND == "tensorflow":
+    from keras_recurrent.backends.tensorflow import _recompute
+
 
 class RecomputableLayer(keras.layers.Layer):
     """Base class of layers that `keras.RematScope` may recompute, by `recompute`."""
@@ -18,11 +23,8 @@ def recompute(layer_call):
 
     `keras.remat` alone serves calls with positional tensors: TensorFlow refuses keywords, JAX
     would trace flags and refuses strings. So float tensors, which carry the gradients, go in by
-    position, and all else is closed over.
-
-    On TensorFlow without XLA (`jit_compile=False`, not eager) a step may train a weight before it
-    is read once more, and its gradients then are wrong. XLA, Keras's default there, and eager
-    steps are safe.
+    position, and all else is closed over. A graph of TensorFlow without XLA could train a weight
+    before it is read once more: there, gradients wait for all that is recomputed.
     """
 
     def call(*args, **kwargs):
@@ -34,7 +36,11 @@ def recompute(layer_call):
             for place, tensor in zip(floats, tensors, strict=True):
                 filled[place] = tensor
             args_again, kwargs_again = tree.pack_sequence_as((args, kwargs), filled)
-            return layer_call(*args_again, **kwargs_again)
+            outputs = layer_call(*args_again, **kwargs_again)
+            if BACKEND != "tensorflow":
+                return outputs
+            ordered = _recompute.gradients_after(*tree.flatten(outputs))
+            return tree.pack_sequence_as(outputs, ordered)
 
         return keras.remat(of_floats)(*(leaves[place] for place in floats))
 
