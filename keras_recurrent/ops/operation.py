@@ -59,6 +59,9 @@ class Operation(keras.Operation):
         tensors = {name: arguments.pop(name) for name in self.shapes if name in arguments}
         return self.apply(tensors, self.implementation, self.options, **arguments)
 
+    def rematerialized_call(self, call, *args, **kwargs):
+        return call  # kernels keep hardly more than their tensors; TensorFlow refuses keywords here
+
     def compute_output_spec(self, **arguments):
         tensors = {name: arguments.pop(name) for name in self.shapes if name in arguments}
         return self.output_spec(tensors, self.check(tensors, arguments, self.options))

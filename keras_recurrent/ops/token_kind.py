@@ -19,6 +19,9 @@ class TokenKind(keras.Operation):
     def call(self, like, **tokens):
         return token_kind(like, **tokens)
 
+    def rematerialized_call(self, call, *args, **kwargs):
+        return call  # it has no gradient
+
     def compute_output_spec(self, like, **tokens):
         return keras.KerasTensor(like.shape[:2], "int8")
 

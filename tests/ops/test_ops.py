@@ -214,6 +214,19 @@ def test_in_a_symbolic_graph(operation, tmp_path, rng):
         close(keras.tree.map_structure(keras.ops.convert_to_numpy, result), e)
 
 
+def test_a_graph_made_for_recomputing():
+    """Keras asks operations, as it does layers, and TensorFlow refuses keywords."""
+    x, mask = keras.Input((None, 3)), keras.Input((None,), dtype="bool")
+    with keras.RematScope("full"):
+        kind = ops.token_kind(x, mask)
+        output, _ = ops.linear_scan(x, -keras.ops.abs(x), token_kind=kind)
+    model = keras.Model([x, mask], output)
+    model.compile(jit_compile=False)
+    x, mask = np.ones((2, 5, 3), "float32"), np.arange(5) < [[5], [3]]
+    wanted, _ = call("linear_scan", {"x": x, "log_a": -x}, mask=mask)
+    close(model.predict_on_batch([x, mask]), wanted)
+
+
 BAD = {
     "rank": ({"x": np.zeros((2, 3), "float32")}, {}, "`x` must have the 3 dimensions"),
     "time": ({"log_a": np.zeros((2, 5, 3), "float32")}, {}, "`log_a` must have the shape"),
