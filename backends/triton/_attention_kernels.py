@@ -166,6 +166,17 @@ def queries_kernel(
     write(d_q, token, row, t < T, d_query, K, BLOCK_K)
 
 
+@triton.jit
+def _of_ring(d_ring, s, b, g, wanted, position, end, C, G, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The gradients [keys, BLOCK_D] of those of the keys that are kept after the row."""
+    d = tl.zeros((s.shape[0], BLOCK_D), tl.float32)
+    if C > 0:
+        slot, kept = kept_slots(s, b, position, end, C)
+        ring = b.to(tl.int64) * C * G + g
+        d = read(d_ring, ring, slot * G, kept & wanted, D, BLOCK_D, tl.float32)
+    return d
+
+
 @triton.jit(do_not_specialize=["T", "S", "window", "C"])
 def keys_kernel(
     q,
@@ -202,6 +213,8 @@ def keys_kernel(
 ):
     """d_keys, d_values: [parts, B, S, G, ..], each of SHARE of the heads that share a key.
 
+    One of them may be None: the sums of both take more registers than there are where heads are
+    wide, and the weights are made once more then.
     d_key_ring, d_value_ring: [B, C, G, ..], those of what is kept after the row (`_ring.py`).
     """
     FINE: tl.constexpr = TYPE.is_fp32()
@@ -226,9 +239,11 @@ def keys_kernel(
 
     at, key_row, s = keys_of(begin, b, g, S, G, KEYS)
     key = read(k, at, key_row, s < S, K, BLOCK_K, TYPE)
-    value = read(v, at, key_row, s < S, V, BLOCK_V, TYPE)
-    d_key = tl.zeros((KEYS, BLOCK_K), tl.float32)
-    d_value = tl.zeros((KEYS, BLOCK_V), tl.float32)
+    if d_keys is not None:
+        value = read(v, at, key_row, s < S, V, BLOCK_V, TYPE)
+        d_key = tl.zeros((KEYS, BLOCK_K), tl.float32)
+    if d_values is not None:
+        d_value = tl.zeros((KEYS, BLOCK_V), tl.float32)
     head = (g * parts + part) * SHARE
     for EDGE in tl.static_range(2):
         for i in range(before + behind if EDGE else inside):
@@ -240,25 +255,25 @@ def keys_kernel(
             gradient = read(d_output, token, row, real, V, BLOCK_V, TYPE)
             none = 0.0 if EDGE else None
             logarithm = tl.load(log_total + token + row, there, none)
-            weighted = tl.load(slope + token + row, there, none)
             logits = product(key, tl.trans(query), tl.zeros((KEYS, ROWS), tl.float32), TYPE)
             if EDGE:
                 low, high = sight_of(t, b, first_key, last_key, T, window)
                 seen = (low[None, :] <= s[:, None]) & (s[:, None] <= high[None, :])
                 logits = tl.where(seen, logits, float("-inf"))
             weights = exp_of_difference(logits, logarithm[None, :], FINE)
-            d_value = product(weights, gradient, d_value, TYPE)
-            d_weights = product(value, tl.trans(gradient), tl.zeros_like(logits), TYPE)
-            d_logits = weights * (d_weights - weighted[None, :])
-            if EDGE:
-                d_logits = tl.where((low == high)[None, :], 0.0, d_logits)
-            d_key = product(d_logits, query, d_key, TYPE)
-    if C > 0:
-        slot, kept = kept_slots(s, b, position, end, C)
-        kept &= part == 0
-        ring = b.to(tl.int64) * C * G + g
-        d_key += read(d_key_ring, ring, slot * G, kept, K, BLOCK_K, tl.float32)
-        d_value += read(d_value_ring, ring, slot * G, kept, V, BLOCK_V, tl.float32)
+            if d_values is not None:
+                d_value = product(weights, gradient, d_value, TYPE)
+            if d_keys is not None:
+                weighted = tl.load(slope + token + row, there, none)
+                d_weights = product(value, tl.trans(gradient), tl.zeros_like(logits), TYPE)
+                d_logits = weights * (d_weights - weighted[None, :])
+                if EDGE:
+                    d_logits = tl.where((low == high)[None, :], 0.0, d_logits)
+                d_key = product(d_logits, query, d_key, TYPE)
     at += part.to(tl.int64) * (heads // parts) * S
-    write(d_keys, at, key_row, s < S, d_key, K, BLOCK_K)
-    write(d_values, at, key_row, s < S, d_value, V, BLOCK_V)
+    if d_keys is not None:
+        d_key += _of_ring(d_key_ring, s, b, g, part == 0, position, end, C, G, K, BLOCK_K)
+        write(d_keys, at, key_row, s < S, d_key, K, BLOCK_K)
+    if d_values is not None:
+        d_value += _of_ring(d_value_ring, s, b, g, part == 0, position, end, C, G, V, BLOCK_V)
+        write(d_values, at, key_row, s < S, d_value, V, BLOCK_V)

@@ -9,6 +9,7 @@ few tokens meets each key once for all of them. Tiles of keys that no row of it 
 read.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -54,57 +55,70 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-# What may be the fastest, the default first, which is as much as fits into the registers and the
-# shared memory of a multiprocessor of Hopper: for 16 bits and for float32, heads of up to 128
-# channels and wider ones.
-_TILES = {
-    "forward_kernel": {
+# What may be the fastest for each result, the default first, which is as much as fits into the
+# registers and the shared memory of a multiprocessor of Hopper: for 16 bits, and for float32.
+_NARROW = {  # heads of up to 128 channels
+    "output": {
         16: (
-            (
-                Tiles(128, 64, 8, 3),
-                Tiles(128, 64, 8, 2),
-                Tiles(128, 128, 8, 2),
-                Tiles(64, 64, 4, 2),
-            ),
-            (Tiles(128, 64, 8, 2), Tiles(128, 32, 8, 3), Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2)),
+            *(Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2)),
+            *(Tiles(128, 128, 8, 2), Tiles(64, 64, 4, 2)),
         ),
-        32: (
-            (Tiles(32, 32, 8, 1), Tiles(32, 32, 4, 1), Tiles(16, 32, 4, 1)),
-            (Tiles(16, 32, 8, 1), Tiles(16, 32, 4, 1), Tiles(16, 16, 4, 1)),
-        ),
+        32: (Tiles(32, 32, 8, 1), Tiles(32, 32, 4, 1), Tiles(16, 32, 4, 1)),
     },
-    "queries_kernel": {
+    "d_q": {
         16: (
-            (Tiles(128, 64, 8, 2), Tiles(128, 32, 8, 3), Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 3)),
-            (Tiles(128, 32, 8, 2), Tiles(128, 32, 8, 3), Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 3)),
+            *(Tiles(128, 64, 8, 2), Tiles(128, 32, 8, 3)),
+            *(Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 3)),
         ),
-        32: (
-            (Tiles(16, 32, 4, 1), Tiles(32, 32, 8, 1), Tiles(32, 32, 4, 1)),
-            (Tiles(16, 16, 8, 1),),
-        ),
+        32: (Tiles(16, 32, 4, 1), Tiles(32, 32, 8, 1), Tiles(32, 32, 4, 1)),
     },
-    "keys_kernel": {
+    "d_k, d_v": {
         16: (
-            (
-                Tiles(64, 128, 8, 2),
-                Tiles(32, 128, 8, 3),
-                Tiles(32, 128, 8, 2),
-                Tiles(64, 64, 4, 2),
-                Tiles(32, 64, 4, 3),
-            ),
-            (Tiles(64, 64, 8, 2), Tiles(32, 64, 8, 2), Tiles(32, 64, 8, 3)),
+            *(Tiles(64, 128, 8, 2), Tiles(32, 128, 8, 3), Tiles(32, 128, 8, 2)),
+            *(Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 3)),
         ),
-        32: (
-            (Tiles(32, 32, 8, 1), Tiles(16, 32, 4, 1), Tiles(32, 16, 4, 1)),
-            (Tiles(16, 16, 8, 1), Tiles(32, 16, 8, 1)),
+        32: (Tiles(32, 32, 8, 1), Tiles(16, 32, 4, 1), Tiles(32, 16, 4, 1)),
+    },
+}
+_WIDE = {
+    "output": {
+        16: (
+            *(Tiles(128, 64, 8, 2), Tiles(128, 32, 8, 3)),
+            *(Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2)),
         ),
+        32: (Tiles(16, 32, 8, 1), Tiles(16, 32, 4, 1), Tiles(16, 16, 4, 1)),
+    },
+    "d_q": {
+        16: (
+            *(Tiles(128, 32, 8, 3), Tiles(128, 32, 8, 2)),
+            *(Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 2)),
+        ),
+        32: (Tiles(16, 16, 8, 1),),
+    },
+    "d_k": {
+        16: (Tiles(32, 128, 8, 3), Tiles(32, 128, 8, 2), Tiles(32, 64, 4, 2)),
+        32: (Tiles(16, 16, 8, 1), Tiles(32, 16, 8, 1)),
+    },
+    "d_v": {
+        16: (Tiles(32, 128, 8, 3),),
+        32: (Tiles(16, 16, 8, 1), Tiles(32, 16, 8, 1)),
     },
 }
 
 
-def candidates(kernel, keys, values, dtype):
-    """Those of a kernel for heads of `keys` and `values` channels."""
-    return _TILES[kernel.__name__][dtype.primitive_bitwidth][max(keys, values) > 128]
+def candidates(result, keys, values, dtype):
+    """Those for a result, of heads of `keys` and `values` channels."""
+    table = _WIDE if _is_wide(keys, values) else _NARROW
+    return table[result][dtype.primitive_bitwidth]
+
+
+def found_by_keys(keys, values):
+    """What `keys_kernel` finds in one go each."""
+    return ("d_k", "d_v") if _is_wide(keys, values) else ("d_k, d_v",)
+
+
+def _is_wide(keys, values):
+    return max(keys, values) > 128
 
 
 def constants(share, keys, values, dtype):
@@ -131,29 +145,32 @@ def forward(q, k, v, sight):
     """Returns [B, T, H, V] in q's dtype and the logarithms of the softmax's sums, [B, T, H]."""
     output = q.new_empty(*q.shape[:3], v.shape[3])
     log_total = q.new_empty(q.shape[:3], dtype=torch.float32)
-    _by_queries(forward_kernel, q, k, v, sight, output, log_total)
+    _by_queries("output", forward_kernel, q, k, v, sight, output, log_total)
     return output, log_total
 
 
 def backward(d_output, d_rings, output, log_total, q, k, v, sight, position, end):
-    """Returns the gradients of q, k and v, the last two perhaps in float32.
+    """Returns the gradients of q, k and v, in a list, the last two perhaps in float32.
 
     d_rings: those of the keys and values [B, C, G, ...] that are kept; position, end: see `_ring`.
     """
     d_q, slope = torch.empty_like(q), torch.empty_like(log_total)
-    _by_queries(queries_kernel, q, k, v, sight, output, log_total, d_output, d_q, slope)
+    _by_queries("d_q", queries_kernel, q, k, v, sight, output, log_total, d_output, d_q, slope)
 
+    d_q_k_v = [d_q]
     length, heads = q.shape[1:3]
     batch, places, groups, _ = k.shape
     seen = sight.of_keys(places)
 
-    def launch(options):
+    def launch(wanted, options):
         programs = batch * groups * triton.cdiv(places, options["KEYS"])
         parts = _parts(heads // groups, programs)
         options["SHARE"] //= parts
         d_keys, d_values = (
             x.new_empty(parts, *x.shape, dtype=torch.float32 if parts > 1 else x.dtype)
-            for x in (k, v)
+            if name in wanted
+            else None
+            for name, x in (("d_k", k), ("d_v", v))
         )
         keys_kernel[(programs * parts,)](
             q,
@@ -177,12 +194,15 @@ def backward(d_output, d_rings, output, log_total, q, k, v, sight, position, end
             parts,
             **options,
         )
-        return [d.sum(0) if parts > 1 else d[0] for d in (d_keys, d_values)]
+        found = (d for d in (d_keys, d_values) if d is not None)
+        return [d.sum(0) if parts > 1 else d[0] for d in found]
 
-    return d_q, *_run(keys_kernel, launch, q, k, v, sight)
+    for wanted in found_by_keys(k.shape[3], v.shape[3]):
+        d_q_k_v += _run(wanted, functools.partial(launch, wanted), q, k, v, sight)
+    return d_q_k_v
 
 
-def _by_queries(kernel, q, k, v, sight, *tensors):
+def _by_queries(result, kernel, q, k, v, sight, *tensors):
     batch, length = q.shape[:2]
     places, groups = k.shape[1:3]
     numbers = length, places, groups, sight.window
@@ -191,18 +211,18 @@ def _by_queries(kernel, q, k, v, sight, *tensors):
         grid = (batch * groups * triton.cdiv(length * options["SHARE"], options["ROWS"]),)
         kernel[grid](q, k, v, *sight[:3], *tensors, *numbers, **options)
 
-    _run(kernel, launch, q, k, v, sight)
+    _run(result, launch, q, k, v, sight)
 
 
-def _run(kernel, launch, q, k, v, sight):
-    """What `launch` returns, given the constants and options of a kernel."""
+def _run(result, launch, q, k, v, sight):
+    """What `launch` returns, given the constants and options of a kernel for a result."""
     batch, length, heads, keys = q.shape
     _, places, groups, values = v.shape
     dtype = _dtype(q, k, v)
     fixed = constants(heads // groups, keys, values, dtype)
     return _search.run(
-        f"sliding_window_attention {kernel.__name__}",
-        candidates(kernel, keys, values, dtype),
+        f"sliding_window_attention {result}",
+        candidates(result, keys, values, dtype),
         lambda tiles: launch({**fixed, **tiles._asdict()}),
         (q, k, v, sight.first_key, sight.token_kind),
         {

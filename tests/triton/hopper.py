@@ -76,12 +76,21 @@ def every(*candidates):
     return [c._asdict() for c in dict.fromkeys(itertools.chain(*candidates))]
 
 
-def attention(kernel, size, dtype=tl.bfloat16, kinds=False):
+ATTENTION = {
+    "output": _attention_kernels.forward_kernel,
+    "d_q": _attention_kernels.queries_kernel,
+}
+
+
+def attention(result, size, dtype=tl.bfloat16, kinds=False):
     """Ten heads of queries share one of keys, as in recurrentgemma_2b, whose heads are of 256."""
+    kernel = ATTENTION.get(result, _attention_kernels.keys_kernel)
     constants = _banded_attention.constants(10, size, size, dtype) | {"G": 1, "parts": 1}
+    absent = {"d_k": ("d_values",), "d_v": ("d_keys",)}
+    constants |= dict.fromkeys(absent.get(result, ()))
     if not kinds:
         constants |= dict.fromkeys(("token_kind", "first_key", "last_key", "seen_from", "seen_to"))
-    configurations = every(_banded_attention.candidates(kernel, size, size, dtype))
+    configurations = every(_banded_attention.candidates(result, size, size, dtype))
     return kernel, constants, configurations[:1] if kinds else configurations
 
 
@@ -197,22 +206,23 @@ KERNELS = {
         {"G": 1, "K": 256, "V": 256, "BLOCK_K": 256, "BLOCK_V": 256, "SLOTS": _ring.SLOTS},
         [{}],
     ),
-    "attention": attention(_attention_kernels.forward_kernel, 256),
-    "attention, kinds": attention(_attention_kernels.forward_kernel, 256, kinds=True),
-    "attention d_q": attention(_attention_kernels.queries_kernel, 256),
-    "attention d_k, d_v": attention(_attention_kernels.keys_kernel, 256),
-    "attention d_k, d_v, kinds": attention(_attention_kernels.keys_kernel, 256, kinds=True),
-    "attention of 128": attention(_attention_kernels.forward_kernel, 128),
-    "attention of 128 d_q": attention(_attention_kernels.queries_kernel, 128),
-    "attention of 128 d_k, d_v": attention(_attention_kernels.keys_kernel, 128),
-    "attention, float32": attention(_attention_kernels.forward_kernel, 128, tl.float32),
-    "attention of 256, float32": attention(_attention_kernels.forward_kernel, 256, tl.float32),
-    "attention d_q, float32": attention(_attention_kernels.queries_kernel, 128, tl.float32),
-    "attention of 256 d_q, float32": attention(_attention_kernels.queries_kernel, 256, tl.float32),
-    "attention d_k, d_v, float32": attention(_attention_kernels.keys_kernel, 128, tl.float32),
-    "attention of 256 d_k, d_v, float32": attention(
-        _attention_kernels.keys_kernel, 256, tl.float32
-    ),
+    "attention of 256": attention("output", 256),
+    "attention of 256, kinds": attention("output", 256, kinds=True),
+    "attention of 256 d_q": attention("d_q", 256),
+    "attention of 256 d_k": attention("d_k", 256),
+    "attention of 256 d_k, kinds": attention("d_k", 256, kinds=True),
+    "attention of 256 d_v": attention("d_v", 256),
+    "attention of 256 d_v, kinds": attention("d_v", 256, kinds=True),
+    "attention of 128": attention("output", 128),
+    "attention of 128 d_q": attention("d_q", 128),
+    "attention of 128 d_k, d_v": attention("d_k, d_v", 128),
+    "attention of 256, float32": attention("output", 256, tl.float32),
+    "attention of 256 d_q, float32": attention("d_q", 256, tl.float32),
+    "attention of 256 d_k, float32": attention("d_k", 256, tl.float32),
+    "attention of 256 d_v, float32": attention("d_v", 256, tl.float32),
+    "attention of 128, float32": attention("output", 128, tl.float32),
+    "attention of 128 d_q, float32": attention("d_q", 128, tl.float32),
+    "attention of 128 d_k, d_v, float32": attention("d_k, d_v", 128, tl.float32),
 }
 
 
