@@ -48,7 +48,7 @@ class CGLRU(StreamingLayer):
 
     Call arguments:
         inputs: `[B, T, D]`, D even.
-        mask, segment_ids, initial_state, return_state: as in
+        mask, segment_ids, initial_state, return_state, token_kind: as in
             `keras_recurrent.layers.StreamingLayer`.
 
     Returns:

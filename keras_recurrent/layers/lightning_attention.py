@@ -54,7 +54,7 @@ class LightningAttention(StreamingLayer):
 
     Call arguments:
         inputs: `[B, T, D]`.
-        mask, segment_ids, initial_state, return_state: as in
+        mask, segment_ids, initial_state, return_state, token_kind: as in
             `keras_recurrent.layers.StreamingLayer`.
 
     Returns:
@@ -149,7 +149,7 @@ class LightningAttention(StreamingLayer):
         q = self._heads(keras_ops.silu(self.q_proj(inputs)))
         k = self._heads(keras_ops.silu(self.k_proj(inputs)))
         if self.lrpe:
-            at = self._positions(inputs, tokens, state)
+            at = positions(inputs, tokens.kind, state.get("position"))
             q, k = self.lrpe(q, at), self.lrpe(k, at)
             after["position"] = at[:, -1] + 1
         o, after["memory"] = ops.lightning_attention(
@@ -165,13 +165,6 @@ class LightningAttention(StreamingLayer):
 
     def _heads(self, x):
         return keras_ops.reshape(x, (*keras_ops.shape(x)[:2], self.num_heads, self.head_dim))
-
-    def _positions(self, inputs, tokens, state):
-        kind = ops.token_kind(inputs) if tokens.kind is None else tokens.kind
-        first = state.get("position")
-        return positions(
-            kind, keras_ops.zeros_like(kind[:, 0], "int32") if first is None else first
-        )
 
     def state_spec(self, batch_size=None):
         keys = 2 * self.head_dim if self.use_lrpe else self.head_dim

@@ -51,7 +51,7 @@ class LocalAttention(StreamingLayer):
 
     Call arguments:
         inputs: `[B, T, D]`.
-        mask, segment_ids, initial_state, return_state: as in
+        mask, segment_ids, initial_state, return_state, token_kind: as in
             `keras_recurrent.layers.StreamingLayer`.
 
     Returns:
@@ -163,7 +163,7 @@ class LocalAttention(StreamingLayer):
         self.o_proj.build((*input_shape[:2], self.num_query_heads * self.head_dim))
 
     def stream(self, inputs, tokens, state, return_state):
-        at = self._positions(inputs, tokens, state)
+        at = positions(inputs, tokens.kind, state["position"] if state else None)
         if state:
             state = {name: state[name] for name in ("key", "value", "position")}
         q = self._turned(self.q_proj(inputs), at, scale=self.head_dim**-0.5)
@@ -179,17 +179,6 @@ class LocalAttention(StreamingLayer):
         inner = self.num_query_heads * self.head_dim
         output = keras_ops.reshape(output, (*keras_ops.shape(q)[:2], inner))
         return self.o_proj(output), state
-
-    def _positions(self, inputs, tokens, state):
-        batch, length = keras_ops.shape(inputs)[:2]
-        mask = tokens.mask
-        first = state["position"] if state else keras_ops.zeros((batch,), "int32")
-        if tokens.segment_ids is not None:
-            return positions(tokens.kind, first)
-        # The document before goes on, or the first one begins, with `first` at 0.
-        if mask is None:
-            return first[:, None] + keras_ops.arange(length, dtype="int32")
-        return first[:, None] + keras_ops.cumsum(keras_ops.cast(mask, "int32"), axis=1) - 1
 
     def _heads(self, x):
         # Not -1: TensorFlow would not know it where it does not know the time.

@@ -35,7 +35,7 @@ class RecurrentBlock(StreamingLayer):
 
     Call arguments:
         inputs: `[B, T, D]`.
-        mask, segment_ids, initial_state, return_state: as in
+        mask, segment_ids, initial_state, return_state, token_kind: as in
             `keras_recurrent.layers.StreamingLayer`.
 
     Returns:
@@ -147,11 +147,6 @@ class RecurrentBlock(StreamingLayer):
         with keras.RematScope(mode=None):
             self.linear_out = self._dense(self.width, "linear_out")
         self.linear_out.build(inner_shape)
-
-    has_own_segment = False
-
-    def segment_of(self, state):
-        return self.rg_lru.segment_of(state["rg_lru"])
 
     def stream(self, inputs, tokens, state, return_state):
         x, after = apply_to_tokens(self.linear_x, inputs), {}

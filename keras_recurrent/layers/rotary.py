@@ -25,14 +25,19 @@ def rotate(x, positions, max_wavelength, rotary_dim):
     return ops.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
 
 
-def positions(kind, first):
+def positions(inputs, kind, first):
     """The place of each real token in its document, int32 `[B, T]`; of no meaning at padding.
 
     Args:
-        kind: int8 `[B, T]`, as `keras_recurrent.ops.token_kind` gives it.
-        first: int32 `[B]`, the place of a first token that goes on.
+        inputs: `[B, T, ...]`.
+        kind: int8 `[B, T]`, as `keras_recurrent.ops.token_kind` gives it; None: all tokens are
+            real, and of one document.
+        first: int32 `[B]`, the place of a first token that goes on; None: 0.
     """
-    length = ops.shape(kind)[1]
+    batch, length = ops.shape(inputs)[:2]
+    first = ops.zeros((batch,), "int32") if first is None else first
+    if kind is None:
+        return first[:, None] + ops.arange(length, dtype="int32")
     # Operators, not `ops`, where numbers meet tensors: see `token_kind`.
     starts = kind == STARTS
     nth = ops.cumsum(ops.cast(kind != PADDING, "int32"), axis=1) - 1

@@ -15,7 +15,7 @@ from keras_recurrent.ops.token_kind import token_kind
 class Tokens(NamedTuple):
     """What a layer knows of its tokens beside their values: each `[B, T]`, or None.
 
-    `kind` says all that an operation needs; the others are for the segment of the state after.
+    `kind` says all that operations need; the others are for the segment of the state after.
     """
 
     mask: Any
@@ -23,7 +23,7 @@ class Tokens(NamedTuple):
     kind: Any
 
     def of_sublayer(self):
-        """As the call arguments of a layer inside."""
+        """As call arguments of a layer inside."""
         return {
             "segment_ids": self.segment_ids,
             "token_kind": self.kind,
@@ -44,8 +44,8 @@ class StreamingLayer(RecomputableLayer):
     and that of `get_initial_state` mean the same.
 
     A subclass with a `build` of its own calls `super().build` first, and defines `state_spec` and
-    `stream`; its output has the shape of its input. One whose state has no `segment` beside those
-    of its sublayers' states says so by `has_own_segment`, and defines `segment_of`.
+    `stream`; its output has the shape of its input. A composite one calls its sublayers with
+    `**tokens.of_sublayer()`, their part of the state as `initial_state`, and `return_state`.
 
     Args:
         return_state: boolean, whether a call returns `(output, state)` or the output alone.
@@ -61,7 +61,8 @@ class StreamingLayer(RecomputableLayer):
         initial_state: the state to go on from; None: nothing was seen.
         return_state: boolean; None: as in the constructor.
         token_kind: int8 `[B, T]`: what `keras_recurrent.ops.token_kind` makes of this mask, these
-            segments and this state, where several layers share it. None: the layer finds it.
+            segments and this state, beside which it is given, not in place of them, where several
+            layers share it. None: the layer finds it.
         inputs_mask: filled by Keras, with the mask that comes with `inputs` when other tensors are
             passed beside them. `mask` has precedence. A layer inside another gets its mask here:
             Keras attaches a `mask` to the outputs, which breaks the graphs of torch.compile.
@@ -74,8 +75,6 @@ class StreamingLayer(RecomputableLayer):
         ValueError: inputs that are not `[B, T, D]` or have no token, a mask, segments or token
             kinds that are not `[B, T]` or of another dtype, a state of another structure or shape.
     """
-
-    has_own_segment = True
 
     def __init__(self, return_state=False, **kwargs):
         # Keras would cast a float32 state to the compute dtype of a mixed policy.
@@ -99,14 +98,10 @@ class StreamingLayer(RecomputableLayer):
     def stream(self, inputs, tokens, state, return_state):
         """`(output, new state)` from checked arguments, the state without a `segment` of its own.
 
-        `tokens` are `Tokens`, `state` may be None. Nobody looks at the new state unless
-        `return_state`.
+        `tokens` has the `mask`, the `segment_ids` and their `kind`; these and `state` may be None.
+        Nobody looks at the new state unless `return_state`.
         """
         raise NotImplementedError
-
-    def segment_of(self, state):
-        """The segment before the tokens to come, which is one for all of a state."""
-        return state["segment"]
 
     def call(
         self,
@@ -128,7 +123,7 @@ class StreamingLayer(RecomputableLayer):
         segment = None
         if state is not None:
             state = _cast(state, self.state_spec())
-            segment = self.segment_of(state)
+            segment = segment_of(state)
         mask, segment_ids, kind = tokens
         if mask is not None:
             mask = ops.cast(mask, "bool")
@@ -139,10 +134,11 @@ class StreamingLayer(RecomputableLayer):
         output, after = self.stream(inputs, tokens, state, return_state, **further)
         if not return_state:
             return output
-        if self.has_own_segment:
+        spec = self.state_spec()
+        if "segment" in spec and "segment" not in after:
             after["segment"] = last_segment(inputs, mask, segment_ids, segment)
         # `keras.tree` goes through a dict by its keys on one backend, by its order on another.
-        return output, {name: after[name] for name in self.state_spec()}
+        return output, {name: after[name] for name in spec}
 
     def get_initial_state(self, batch_size, max_length=None):
         """The state in which nothing was seen, for `batch_size` rows.
@@ -240,6 +236,13 @@ class StreamingLayer(RecomputableLayer):
             check_dtype(type(self).__name__, name, dtype)
         if state is not None:
             self.check_state(state, batch)
+
+
+def segment_of(state):
+    """The segment before the tokens to come, which is one for all parts of a state."""
+    if "segment" in state:
+        return state["segment"]
+    return segment_of(next(part for part in state.values() if isinstance(part, dict)))
 
 
 def last_segment(inputs, mask, segment_ids, previous):

@@ -6,6 +6,7 @@ from keras import ops
 
 from keras_recurrent.conversion.export import export
 from keras_recurrent.layers.checks import check_positive_integer
+from keras_recurrent.layers.streaming import segment_of
 from keras_recurrent.models import overrides, presets
 from keras_recurrent.models.segments import SegmentsOptional
 from keras_recurrent.ops import token_kind
@@ -134,9 +135,9 @@ class RecurrentBackbone(SegmentsOptional, keras_hub.models.Backbone):
         """One for all blocks: their states are of the same tokens."""
         state, segment = None, None
         if cache is not None:
-            block, state = self.transformer_layers[0], cache[0]
-            block.check_state(state)
-            segment = block.segment_of(state)
+            state = cache[0]
+            self.transformer_layers[0].check_state(state, token_ids.shape[0])
+            segment = segment_of(state)
         return token_kind(token_ids, padding_mask, segment_ids, segment, initial_state=state)
 
     def block_arguments(self, embeddings):

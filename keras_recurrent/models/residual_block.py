@@ -29,7 +29,7 @@ class ResidualBlock(StreamingLayer):
 
     Call arguments:
         inputs: `[B, T, D]`.
-        mask, segment_ids, initial_state, return_state: as in
+        mask, segment_ids, initial_state, return_state, token_kind: as in
             `keras_recurrent.layers.StreamingLayer`.
 
     Returns:
@@ -68,11 +68,6 @@ class ResidualBlock(StreamingLayer):
             for layer in (self.temporal_norm, self.temporal_block, self.channel_norm, self.mlp):
                 if not layer.built:
                     layer.build(input_shape)
-
-    has_own_segment = False
-
-    def segment_of(self, state):
-        return self.temporal_block.segment_of(state)
 
     def stream(self, inputs, tokens, state, return_state, **further):
         x = self.temporal_block(

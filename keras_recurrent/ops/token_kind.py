@@ -7,6 +7,7 @@ and wait for all that the GPU has to do.
 import keras
 from keras import ops, tree
 
+from keras_recurrent.ops.operation import check_dtype, dtype_of
 from keras_recurrent.ops.shapes import fits
 
 STARTS, PADDING = 1, 2  # and 0: goes on
@@ -46,7 +47,7 @@ def token_kind(like, mask=None, segment_ids=None, previous_segment_id=None, init
         int8 `[B, T]`.
 
     Raises:
-        ValueError: `like` has no time, or an argument not its batch and time.
+        ValueError: `like` has no time, or an argument not its batch and time, or another dtype.
 
     Example:
 
@@ -57,9 +58,13 @@ def token_kind(like, mask=None, segment_ids=None, previous_segment_id=None, init
     >>> np.array(token_kind(x, mask, segment_ids=np.array([[0, 0, 0, 1, 1]])))
     array([[2, 1, 0, 1, 0]], dtype=int8)
     """
-    _check("mask", mask, like, 2)
-    _check("segment_ids", segment_ids, like, 2)
-    _check("previous_segment_id", previous_segment_id, like, 1)
+    if len(like.shape) < 2:
+        raise ValueError(
+            f"`token_kind`: `like` must have the shape [B, T, ...]; got {tuple(like.shape)}."
+        )
+    mask = _checked("mask", mask, like, 2)
+    segment_ids = _checked("segment_ids", segment_ids, like, 2)
+    previous_segment_id = _checked("previous_segment_id", previous_segment_id, like, 1)
     tokens = {
         "mask": mask,
         "segment_ids": segment_ids,
@@ -103,15 +108,16 @@ def token_kind(like, mask=None, segment_ids=None, previous_segment_id=None, init
     return ops.cast(starts, "int8") * STARTS + ops.cast(~real, "int8") * PADDING
 
 
-def _check(name, tensor, like, rank):
-    if len(like.shape) < 2:
-        raise ValueError(
-            f"`token_kind`: `like` must have the shape [B, T, ...]; got {tuple(like.shape)}."
-        )
+def _checked(name, tensor, like, rank):
+    """As a tensor."""
     if tensor is None:
-        return
+        return None
+    if not isinstance(tensor, keras.KerasTensor):
+        tensor = ops.convert_to_tensor(tensor)
+    check_dtype("token_kind", name, dtype_of(tensor))
     shape, wanted = tuple(tensor.shape), tuple(like.shape[:rank])
     if not fits(shape, wanted):
         raise ValueError(
             f"`token_kind`: `{name}` must have the shape {wanted}, as `like` begins; got {shape}."
         )
+    return tensor

@@ -172,7 +172,7 @@ def test_recomputing_changes_no_gradient(name, run_eagerly):
 
 
 @pytest.mark.skipif(keras.config.backend() != "tensorflow", reason="no graph of reads and updates")
-@pytest.mark.parametrize("name", ["RecurrentBlock", "GatedMLP", "RMSNorm"])
+@pytest.mark.parametrize("name", ["RecurrentBlock", "LocalAttention", "GatedMLP", "RMSNorm"])
 def test_recomputing_reads_no_trained_weight(name):
     """By the graph that runs: of steps whose order is left open most go well, or all."""
     from tensorflow.python.eager import context  # no public module tells what Grappler made

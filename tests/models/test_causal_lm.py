@@ -134,6 +134,8 @@ def test_a_cache_has_a_state_for_each_block():
     cache = model.backbone.get_initial_state(1, max_length=4)
     with pytest.raises(ValueError, match=r"`cache` must hold a state for each of 3 blocks.*got 2"):
         model.call_with_cache(np.ones((1, 1), "int32"), cache[:2])
+    with pytest.raises(ValueError, match=r"`initial_state.*must have the shape \(2, .*got \(1, "):
+        model.call_with_cache(np.ones((2, 1), "int32"), cache)
 
 
 def test_samplers_that_cannot_serve_are_refused_by_name():

@@ -61,10 +61,19 @@ def test_in_a_symbolic_graph(tmp_path):
     np.testing.assert_array_equal(keras.ops.convert_to_numpy(model(feed)), [[1, 2, 1]])
 
 
+def test_lists_are_taken():
+    kinds = token_kind(np.zeros((1, 3)), [[True, False, True]], [[0, 0, 1]], [0])
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(kinds), [[0, 2, 1]])
+
+
 def test_what_does_not_fit_is_said():
     x = np.zeros((2, 5, 3), "float32")
     for name, shape in [("mask", (2, 3)), ("segment_ids", (5,)), ("previous_segment_id", (3,))]:
         with pytest.raises(ValueError, match=f"`token_kind`: `{name}` must have the shape"):
             token_kind(x, **{name: np.ones(shape, "int32")})
+    for name in ("mask", "segment_ids", "previous_segment_id"):
+        shape = 2 if name == "previous_segment_id" else (2, 5)
+        with pytest.raises(ValueError, match=f"`token_kind`: `{name}` must be .*; got float32"):
+            token_kind(x, **{name: np.zeros(shape, "float32")})  # a mask to be added to logits
     with pytest.raises(ValueError, match=r"`like` must have the shape \[B, T, ...\]; got \(5,\)"):
         token_kind(np.zeros(5))

@@ -32,7 +32,7 @@ class HGRN2ResidualBlock(BoundedLayer, ResidualBlock):
         inputs: `[B, T, D]`.
         lower_bound: `[2, D]`, log β and log(1 - β), a row of what
             `keras_recurrent.layers.LowerBounds` returns; None: β is 0.
-        mask, segment_ids, initial_state, return_state: as in
+        mask, segment_ids, initial_state, return_state, token_kind: as in
             `keras_recurrent.layers.StreamingLayer`.
 
     Returns:

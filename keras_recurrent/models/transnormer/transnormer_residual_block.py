@@ -30,7 +30,7 @@ class TransNormerResidualBlock(ResidualBlock):
 
     Call arguments:
         inputs: `[B, T, D]`.
-        mask, segment_ids, initial_state, return_state: as in
+        mask, segment_ids, initial_state, return_state, token_kind: as in
             `keras_recurrent.layers.StreamingLayer`.
 
     Returns:
