@@ -112,7 +112,7 @@ def candidates(result, keys, values, dtype):
     return table[result][dtype.primitive_bitwidth]
 
 
-def found_by_keys(keys, values):
+def _found_by_keys(keys, values):
     """What `keys_kernel` finds in one go each."""
     return ("d_k", "d_v") if _is_wide(keys, values) else ("d_k, d_v",)
 
@@ -157,7 +157,6 @@ def backward(d_output, d_rings, output, log_total, q, k, v, sight, position, end
     d_q, slope = torch.empty_like(q), torch.empty_like(log_total)
     _by_queries("d_q", queries_kernel, q, k, v, sight, output, log_total, d_output, d_q, slope)
 
-    d_q_k_v = [d_q]
     length, heads = q.shape[1:3]
     batch, places, groups, _ = k.shape
     seen = sight.of_keys(places)
@@ -197,7 +196,8 @@ def backward(d_output, d_rings, output, log_total, q, k, v, sight, position, end
         found = (d for d in (d_keys, d_values) if d is not None)
         return [d.sum(0) if parts > 1 else d[0] for d in found]
 
-    for wanted in found_by_keys(k.shape[3], v.shape[3]):
+    d_q_k_v = [d_q]
+    for wanted in _found_by_keys(k.shape[3], v.shape[3]):
         d_q_k_v += _run(wanted, functools.partial(launch, wanted), q, k, v, sight)
     return d_q_k_v
 

@@ -120,9 +120,10 @@ class StreamingLayer(RecomputableLayer):
         """`call`, with the further arguments of a subclass, which `stream` gets as they are."""
         self._check(inputs, tokens, state, return_state)
         return_state = self._returns_state(return_state)
+        spec = self.state_spec() if return_state or state is not None else {}
         segment = None
         if state is not None:
-            state = _cast(state, self.state_spec())
+            state = _cast(state, spec)
             segment = segment_of(state)
         mask, segment_ids, kind = tokens
         if mask is not None:
@@ -134,7 +135,6 @@ class StreamingLayer(RecomputableLayer):
         output, after = self.stream(inputs, tokens, state, return_state, **further)
         if not return_state:
             return output
-        spec = self.state_spec()
         if "segment" in spec and "segment" not in after:
             after["segment"] = last_segment(inputs, mask, segment_ids, segment)
         # `keras.tree` goes through a dict by its keys on one backend, by its order on another.

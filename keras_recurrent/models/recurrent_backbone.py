@@ -6,7 +6,7 @@ from keras import ops
 
 from keras_recurrent.conversion.export import export
 from keras_recurrent.layers.checks import check_positive_integer
-from keras_recurrent.layers.streaming import segment_of
+from keras_recurrent.layers.streaming import Tokens, segment_of
 from keras_recurrent.models import overrides, presets
 from keras_recurrent.models.segments import SegmentsOptional
 from keras_recurrent.ops import token_kind
@@ -115,14 +115,11 @@ class RecurrentBackbone(SegmentsOptional, keras_hub.models.Backbone):
         x = intercept(x, -1)
         states = []
         arguments = self.block_arguments(x)
+        # As to layers inside one: Keras would attach a `mask` to all that follows, and rescale the
+        # loss by it.
         kind = self._token_kind(token_ids, padding_mask, segment_ids, cache)
+        tokens = Tokens(padding_mask, segment_ids, kind).of_sublayer()
         for i, (block, further) in enumerate(zip(self.transformer_layers, arguments, strict=True)):
-            # Keras would attach a `mask` to all that follows, and rescale the loss by it.
-            tokens = {
-                "segment_ids": segment_ids,
-                "token_kind": kind,
-                "inputs_mask": padding_mask,
-            }
             if cache is None:
                 x = block(x, **tokens, **further)
             else:

@@ -40,9 +40,9 @@ class Operation(keras.Operation):
     @classmethod
     def apply(cls, tensors, implementation, options=None, **context):
         """Run at once, or add a node to the graph when an argument is symbolic."""
-        tensors, context, options = _convert(tensors), _convert(context), options or {}
+        tensors, context, options = convert(tensors), convert(context), options or {}
         cls.check(tensors, context, options)
-        if _symbolic(tensors, context):
+        if symbolic(tensors, context):
             return cls(implementation, **options).symbolic_call(**tensors, **context)
         return cls.run(tensors, context, options, implementation)
 
@@ -141,11 +141,11 @@ def which_implementation(operation, *tensors, implementation=None, **arguments):
     if unknown:
         raise ValueError(f"`{name}` takes no argument {', '.join(map(repr, unknown))}.")
     given = arguments | dict(zip(cls.shapes, tensors, strict=False))
-    named = _convert({argument: given.get(argument) for argument in cls.shapes})
-    context = _convert({argument: given.get(argument) for argument in cls.context})
+    named = convert({argument: given.get(argument) for argument in cls.shapes})
+    context = convert({argument: given.get(argument) for argument in cls.context})
     options = {option: given.get(option, cls.options[option]) for option in cls.options}
     cls.check(named, context, options)
-    if _symbolic(named, context):
+    if symbolic(named, context):
         raise ValueError(
             "`which_implementation` needs tensors with values: the choice may depend on the "
             "device they are on. Got a symbolic KerasTensor."
@@ -158,23 +158,25 @@ def shape_of(dims, sizes):
     return tuple(_size(dim, sizes) for dim in dims.split())
 
 
-def _convert(tensors):
+def convert(tensors):
+    """As tensors, but for Nones and symbols."""
     # Not `tree.map_structure`: a state kept as a layer's attribute is no plain dict any more.
     return {name: _convert_one(t) for name, t in tensors.items()}
 
 
 def _convert_one(tensor):
     if isinstance(tensor, dict):
-        return _convert(tensor)
+        return convert(tensor)
     if tensor is None or isinstance(tensor, keras.KerasTensor):
         return tensor
     return ops.convert_to_tensor(tensor)
 
 
-def _symbolic(*groups):
+def symbolic(*groups):
+    """Whether a tensor is, in these dicts of them."""
     # Nor `tree.flatten`, which takes longer than all checks.
     return any(
-        _symbolic(t) if isinstance(t, dict) else isinstance(t, keras.KerasTensor)
+        symbolic(t) if isinstance(t, dict) else isinstance(t, keras.KerasTensor)
         for tensors in groups
         for t in tensors.values()
     )

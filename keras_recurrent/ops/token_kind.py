@@ -5,9 +5,9 @@ and wait for all that the GPU has to do.
 """
 
 import keras
-from keras import ops, tree
+from keras import ops
 
-from keras_recurrent.ops.operation import check_dtype, dtype_of
+from keras_recurrent.ops.operation import check_dtype, convert, dtype_of, symbolic
 from keras_recurrent.ops.shapes import fits
 
 STARTS, PADDING = 1, 2  # and 0: goes on
@@ -58,21 +58,13 @@ def token_kind(like, mask=None, segment_ids=None, previous_segment_id=None, init
     >>> np.array(token_kind(x, mask, segment_ids=np.array([[0, 0, 0, 1, 1]])))
     array([[2, 1, 0, 1, 0]], dtype=int8)
     """
-    if len(like.shape) < 2:
-        raise ValueError(
-            f"`token_kind`: `like` must have the shape [B, T, ...]; got {tuple(like.shape)}."
-        )
-    mask = _checked("mask", mask, like, 2)
-    segment_ids = _checked("segment_ids", segment_ids, like, 2)
-    previous_segment_id = _checked("previous_segment_id", previous_segment_id, like, 1)
-    tokens = {
-        "mask": mask,
-        "segment_ids": segment_ids,
-        "previous_segment_id": previous_segment_id,
-        "initial_state": initial_state,
-    }
-    if any(isinstance(t, keras.KerasTensor) for t in tree.flatten([like, tokens])):
-        return TokenKind().symbolic_call(like, **tokens)
+    tokens = convert(
+        {"mask": mask, "segment_ids": segment_ids, "previous_segment_id": previous_segment_id}
+    )
+    _check(tokens, like)
+    if symbolic({"like": like, "initial_state": initial_state}, tokens):
+        return TokenKind().symbolic_call(like, **tokens, initial_state=initial_state)
+    mask, segment_ids, previous_segment_id = tokens.values()
     batch, length = ops.shape(like)[:2]
     real = ops.ones((batch, length), "bool") if mask is None else ops.cast(mask, "bool")
     place = ops.arange(length, dtype="int32")[None]
@@ -108,16 +100,18 @@ def token_kind(like, mask=None, segment_ids=None, previous_segment_id=None, init
     return ops.cast(starts, "int8") * STARTS + ops.cast(~real, "int8") * PADDING
 
 
-def _checked(name, tensor, like, rank):
-    """As a tensor."""
-    if tensor is None:
-        return None
-    if not isinstance(tensor, keras.KerasTensor):
-        tensor = ops.convert_to_tensor(tensor)
-    check_dtype("token_kind", name, dtype_of(tensor))
-    shape, wanted = tuple(tensor.shape), tuple(like.shape[:rank])
-    if not fits(shape, wanted):
+def _check(tokens, like):
+    if len(like.shape) < 2:
         raise ValueError(
-            f"`token_kind`: `{name}` must have the shape {wanted}, as `like` begins; got {shape}."
+            f"`token_kind`: `like` must have the shape [B, T, ...]; got {tuple(like.shape)}."
         )
-    return tensor
+    for name, tensor in tokens.items():
+        if tensor is None:
+            continue
+        check_dtype("token_kind", name, dtype_of(tensor))
+        wanted = tuple(like.shape[: 1 if name == "previous_segment_id" else 2])
+        if not fits(tensor.shape, wanted):
+            raise ValueError(
+                f"`token_kind`: `{name}` must have the shape {wanted}, as `like` begins; got "
+                f"{tuple(tensor.shape)}."
+            )
