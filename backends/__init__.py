@@ -10,7 +10,7 @@ key and of a value in a head, W the width of a causal convolution, C the tokens 
 state has room for. Where there are no heads, V is the size of a vocabulary.
 
 A kernel is a function, named as its file, that takes tensors of its framework and returns
-`(output, final_state)`. Beside it stands `unsupported`, with the same arguments:
+`(output, final_state)`. One that does not take all arguments says so in `unsupported`, beside it:
 
     def unsupported(x, log_a, initial_state=None, token_kind=None) -> str | None:
         """Why this kernel refuses these arguments; None if it accepts them."""
@@ -25,7 +25,7 @@ of x.
 
 What every kernel keeps to:
 
-- `token_kind`, int8 [B, T] or None, says what a token does: 0 goes on; 1 starts afresh, as if
+- `token_kind`, int8 [B, T] or None, says what a token does (`constants.py`): 0 goes on; 1 starts afresh, as if
   nothing came before; 2 is padding, the identity: it leaves the state as it is, its output is
   finite but means nothing, and its inputs, even NaN, get gradients of exactly 0. Where outputs are
   states, the gradient of a padded one is that state's; elsewhere nothing takes it.

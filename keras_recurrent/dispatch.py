@@ -130,13 +130,19 @@ def choose(operation, arguments, implementation=None):
     refused = {}
     for candidate in (_check(name),) if name else PREFERENCE[BACKEND]:
         module = KERNELS[operation][candidate]
-        reason = module if isinstance(module, str) else module.unsupported(**arguments)
+        reason = module if isinstance(module, str) else _refusal(module, arguments)
         if reason is None and candidate == "pallas" and not name:
             reason = _platform.elsewhere(arguments)
         if reason is None:
             return Choice(operation, candidate, refused)
         refused[candidate] = reason
     return Choice(operation, None, refused)
+
+
+def _refusal(module, arguments):
+    """Why a module refuses these arguments; None if it takes them, as one without a rule does."""
+    unsupported = getattr(module, "unsupported", None)
+    return unsupported(**arguments) if unsupported else None
 
 
 def run(operation, arguments, implementation=None):
