@@ -25,7 +25,7 @@ of x.
 
 What every kernel keeps to:
 
-- `token_kind`, int8 [B, T] or None, says what a token does (`constants.py`): 0 goes on; 1 starts afresh, as if
+- `token_kind`, int8 [B, T] or None, says what a token does: 0 goes on; 1 starts afresh, as if
   nothing came before; 2 is padding, the identity: it leaves the state as it is, its output is
   finite but means nothing, and its inputs, even NaN, get gradients of exactly 0. Where outputs are
   states, the gradient of a padded one is that state's; elsewhere nothing takes it.

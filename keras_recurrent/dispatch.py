@@ -2,9 +2,11 @@
 
 A folder below `backends/` is an implementation, a file in it an operation. `PREFERENCE` says which
 folders serve a Keras backend, fastest first; the first that accepts the arguments runs. An
-implementation that is missing, or refuses (by its `unsupported`), says why, and the next is asked;
-one that raises is not covered up. Neither is an error in the import of a folder: it is left out
-only where the package that it needs is not installed.
+implementation that is missing, or refuses (by its `unsupported`), says why, and the next is asked.
+One that raises an error is not replaced by the next, and an error while a folder is imported is
+raised: a folder is left out only where it says by `unavailable` that something it needs is missing.
+On a Keras backend without a row in `PREFERENCE`, everything can be imported and layers can be
+made, but every operation refuses.
 
 JAX traces a program before it is known where it runs. There the automatic choice between Pallas
 and plain JAX is made by the arguments' shapes and dtypes, and by the platform once the program is
@@ -13,7 +15,6 @@ lowered: both are traced, one is compiled.
 
 import contextlib
 import importlib
-import importlib.util
 import os
 import pkgutil
 import threading
@@ -32,13 +33,7 @@ PREFERENCE = {
 if os.environ.get("TRITON_INTERPRET") == "1":
     # Its kernels then run in NumPy, on any device: the slowest of all, and only when asked for.
     PREFERENCE["torch"] = ("torch", "triton")
-# What an implementation needs beside the framework of its backend.
-REQUIRES = {"triton": "triton"}
-if BACKEND not in PREFERENCE:
-    raise ImportError(
-        f"keras_recurrent runs on the Keras backends {', '.join(PREFERENCE)}, but Keras runs on "
-        f"{BACKEND!r}. Set the environment variable KERAS_BACKEND to one of them."
-    )
+SERVING = PREFERENCE.get(BACKEND, ())
 
 
 def _operations(package):
@@ -53,20 +48,22 @@ def _operations(package):
 
 def _implementation(name, operations):
     """{operation: its module in a folder of backends/, or the reason why there is none}."""
-    needed = REQUIRES.get(name)
-    if needed and importlib.util.find_spec(needed) is None:
-        return dict.fromkeys(operations, f"the package `{needed}` is not installed")
-    found = _operations(importlib.import_module(f"keras_recurrent.backends.{name}"))
+    folder = importlib.import_module(f"keras_recurrent.backends.{name}")
+    unavailable = getattr(folder, "unavailable", None)
+    reason = unavailable() if unavailable else None
+    if reason:
+        return dict.fromkeys(operations, reason)
+    found = _operations(folder)
     return {o: found.get(o, f"there is no backends/{name}/{o}.py") for o in operations}
 
 
 # {operation: {implementation: its module, or the reason why there is none}}
 KERNELS: dict = {operation: {} for operation in _operations(reference)}
-for _name in PREFERENCE[BACKEND]:
+for _name in SERVING:
     for _operation, _module in _implementation(_name, KERNELS).items():
         KERNELS[_operation][_name] = _module
 
-if "pallas" in PREFERENCE[BACKEND]:
+if "pallas" in SERVING:
     from keras_recurrent.backends.pallas import _platform
 
 _chosen = threading.local()  # `name`; torch.compile sees through it, not through a ContextVar
@@ -115,20 +112,21 @@ class Choice(NamedTuple):
     refused: dict[str, str]
 
     def __str__(self):
-        runs = (
-            f"backends/{self.implementation}/{self.operation}.py runs"
-            if self.implementation
-            else "nothing runs"
-        )
+        runs = "nothing runs"
+        if self.implementation:
+            runs = f"backends/{self.implementation}/{self.operation}.py runs"
+        elif BACKEND not in PREFERENCE:
+            runs += f". keras_recurrent has implementations for {', '.join(PREFERENCE)}; the "
+            runs += "environment variable KERAS_BACKEND, set before Keras is imported, chooses"
         refused = "".join(f"\n  not {name}: {reason}" for name, reason in self.refused.items())
         return f"`{self.operation}` on {BACKEND}: {runs}{refused}"
 
 
 def choose(operation, arguments, implementation=None):
-    """The `Choice` for native tensors, as the kernels take them (a dict of keyword arguments)."""
+    """The `Choice` for native tensors, by the keyword arguments of an implementation (a dict)."""
     name = implementation or _chosen_name()
     refused = {}
-    for candidate in (_check(name),) if name else PREFERENCE[BACKEND]:
+    for candidate in (_check(name),) if name else PREFERENCE.get(BACKEND, ()):
         module = KERNELS[operation][candidate]
         reason = module if isinstance(module, str) else _refusal(module, arguments)
         if reason is None and candidate == "pallas" and not name:
@@ -146,21 +144,22 @@ def _refusal(module, arguments):
 
 
 def run(operation, arguments, implementation=None):
-    """Call the kernel that `choose` names."""
+    """Call the implementation that `choose` names."""
     choice = choose(operation, arguments, implementation)
-    if choice.implementation is None:
+    name = choice.implementation
+    if name is None:
         raise NotImplementedError(str(choice))
-    kernel = getattr(KERNELS[operation][choice.implementation], operation)
-    if choice.implementation != "pallas":
-        return kernel(**arguments)
+    function = getattr(KERNELS[operation][name], operation)
+    if name != "pallas":
+        return function(**arguments)
     if not (implementation or _chosen_name()):
-        kernel = _platform.either(*(KERNELS[operation][name] for name in ("pallas", "jax")))
+        function = _platform.either(*(KERNELS[operation][name] for name in ("pallas", "jax")))
     with _mesh():
-        return kernel(**arguments)
+        return function(**arguments)
 
 
 def _mesh():
-    """The devices of `keras.distribution`, on whose shards the kernels run."""
+    """The devices of `keras.distribution`, on whose shards the Pallas kernels run."""
     distribution = keras.distribution.distribution()
     if distribution is None:
         return contextlib.nullcontext()
@@ -168,9 +167,10 @@ def _mesh():
 
 
 def _check(name):
-    if name not in PREFERENCE[BACKEND]:
+    serving = PREFERENCE.get(BACKEND, ())
+    if name not in serving:
         raise ValueError(
-            f"`implementation` must be one of {', '.join(map(repr, PREFERENCE[BACKEND]))} on the "
+            f"`implementation` must be one of {', '.join(map(repr, serving)) or 'none'} on the "
             f"Keras backend {BACKEND!r}; got {name!r}. KERAS_BACKEND changes the backend."
         )
     return name

@@ -11,3 +11,12 @@ softmax attention float16, too, and all others in more than one part, never in T
 With TRITON_INTERPRET=1, set before the first import of triton, the same kernels run on a CPU, in
 NumPy and very slowly: that is for tests.
 """
+
+import importlib.util
+
+
+def unavailable():
+    """Why nothing in this folder can be imported; None if it can."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package `triton` is not installed"
+    return None

@@ -18,6 +18,7 @@ from keras_recurrent.layers.sglu import SGLU
 from keras_recurrent.layers.simple_rms_norm import SimpleRMSNorm
 from keras_recurrent.layers.streaming import StreamingLayer
 from keras_recurrent.layers.swiglu import SwiGLU
+from keras_recurrent.layers.tokens import Tokens
 
 __all__ = [
     "CGLRU",
@@ -38,4 +39,5 @@ __all__ = [
     "SimpleRMSNorm",
     "StreamingLayer",
     "SwiGLU",
+    "Tokens",
 ]

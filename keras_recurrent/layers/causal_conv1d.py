@@ -2,11 +2,10 @@
 
 import keras
 
-from keras_recurrent import ops
 from keras_recurrent.layers.checks import check_positive_integer
 from keras_recurrent.layers.initializers import clone_initializer
 from keras_recurrent.layers.streaming import StreamingLayer
-from keras_recurrent.ops.causal_conv1d import check_activation
+from keras_recurrent.ops.causal_conv1d import causal_conv1d, check_activation
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -34,7 +33,7 @@ class CausalConv1D(StreamingLayer):
 
     Call arguments:
         inputs: `[B, T, D]`.
-        mask, segment_ids, initial_state, return_state, token_kind: as in
+        mask, segment_ids, initial_state, return_state, tokens: as in
             `keras_recurrent.layers.StreamingLayer`.
 
     Returns:
@@ -99,23 +98,20 @@ class CausalConv1D(StreamingLayer):
                 autocast=False,
             )
 
-    def stream(self, inputs, tokens, state, return_state):
-        output, window = ops.causal_conv1d(
+    def stream(self, inputs, tokens, state):
+        output, window = causal_conv1d(
             inputs,
             self.kernel,
             self.bias,
             activation=self.activation,
-            initial_state=state["inputs"] if state else None,
+            initial_state=state.get("inputs"),
             token_kind=tokens.kind,
         )
         return output, {"inputs": window}
 
-    def state_spec(self, batch_size=None):
+    def own_state_spec(self, batch_size=None):
         self._check_built()
-        return {
-            "inputs": self.array_spec(batch_size, self.kernel_size - 1, self.width),
-            "segment": self.segment_spec(batch_size),
-        }
+        return {"inputs": self.array_spec(batch_size, self.kernel_size - 1, self.width)}
 
     def get_config(self):
         return {

@@ -5,15 +5,14 @@ import math
 import keras
 from keras import ops
 
+from keras_recurrent.backends.constants import MAX_SQRT_GRADIENT, STARTS
 from keras_recurrent.layers.block_diagonal import apply_blocks, block_diagonal_dense
 from keras_recurrent.layers.checks import check_num_blocks, check_positive_integer
 from keras_recurrent.layers.initializers import clone_initializer, get_decay_initializer
 from keras_recurrent.layers.streaming import StreamingLayer
 from keras_recurrent.ops import complex_linear_scan, token_kind
-from keras_recurrent.ops.token_kind import STARTS
 
 C = 8.0
-MAX_SQRT_GRADIENT = 1000.0
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -48,7 +47,7 @@ class CGLRU(StreamingLayer):
 
     Call arguments:
         inputs: `[B, T, D]`, D even.
-        mask, segment_ids, initial_state, return_state, token_kind: as in
+        mask, segment_ids, initial_state, return_state, tokens: as in
             `keras_recurrent.layers.StreamingLayer`.
 
     Returns:
@@ -126,7 +125,7 @@ class CGLRU(StreamingLayer):
             autocast=False,
         )
 
-    def stream(self, inputs, tokens, state, return_state):
+    def stream(self, inputs, tokens, state):
         kind = token_kind(inputs) if tokens.kind is None else tokens.kind
 
         r = ops.sigmoid(ops.cast(apply_blocks(self.recurrence_gate, inputs), self.state_dtype))
@@ -141,17 +140,14 @@ class CGLRU(StreamingLayer):
             u,
             log_a,
             C * self.theta * r,
-            initial_state=state["hidden"] if state else None,
+            initial_state=state.get("hidden"),
             token_kind=kind,
         )
         return ops.cast(output, self.compute_dtype), {"hidden": hidden}
 
-    def state_spec(self, batch_size=None):
+    def own_state_spec(self, batch_size=None):
         self._check_built()
-        return {
-            "hidden": self.array_spec(batch_size, self.width),
-            "segment": self.segment_spec(batch_size),
-        }
+        return {"hidden": self.array_spec(batch_size, self.width)}
 
     def get_config(self):
         return {

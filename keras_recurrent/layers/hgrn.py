@@ -31,7 +31,7 @@ class HGRN(BoundedLayer):
         inputs: `[B, T, D]`.
         lower_bound: `[2, D]`, log β and log(1 - β), a row of what
             `keras_recurrent.layers.LowerBounds` returns; None: β is 0.
-        mask, segment_ids, initial_state, return_state, token_kind: as in
+        mask, segment_ids, initial_state, return_state, tokens: as in
             `keras_recurrent.layers.StreamingLayer`.
 
     Returns:
@@ -79,23 +79,20 @@ class HGRN(BoundedLayer):
         dense.build((None, None, self.width))
         return dense
 
-    def stream(self, inputs, tokens, state, return_state, lower_bound=None):
+    def stream(self, inputs, tokens, state, lower_bound=None):
         log_f = self.log_forget_gate(self.f_proj(inputs), lower_bound)
         kept = ops.cast(ops.silu(self.i_proj(inputs)), self.state_dtype)
         h, hidden = linear_scan(
             *(-ops.expm1(log_f) * kept, log_f),
-            initial_state=state["hidden"] if state else None,
+            initial_state=state.get("hidden"),
             token_kind=tokens.kind,
         )
         y = ops.cast(h, self.compute_dtype) * ops.sigmoid(self.o_proj(inputs))
         return y, {"hidden": hidden}
 
-    def state_spec(self, batch_size=None):
+    def own_state_spec(self, batch_size=None):
         self._check_built()
-        return {
-            "hidden": self.array_spec(batch_size, self.width),
-            "segment": self.segment_spec(batch_size),
-        }
+        return {"hidden": self.array_spec(batch_size, self.width)}
 
     def get_config(self):
         return {

@@ -45,13 +45,14 @@ class HGRN2(BoundedLayer):
         inputs: `[B, T, D]`.
         lower_bound: `[2, D]`, log β and log(1 - β), a row of what
             `keras_recurrent.layers.LowerBounds` returns; None: β is 0.
-        mask, segment_ids, initial_state, return_state, token_kind: as in
+        mask, segment_ids, initial_state, return_state, tokens: as in
             `keras_recurrent.layers.StreamingLayer`.
 
     Returns:
         y as `[B, T, D]` in the compute dtype. With `return_state` also the state:
         `{"memory": [B, D / K, K, K] float32, "segment": [B] int32}`, and with `conv_size` the
-        states of three `CausalConv1D`, `"q_conv1d"`, `"f_conv1d"` and `"i_conv1d"`.
+        parts of three `CausalConv1D`, `"q_conv1d"`, `"f_conv1d"` and `"i_conv1d"`, each `{"inputs":
+        [B, conv_size - 1, D] float32}`.
 
     Sublayers: `q_proj`, `f_proj`, `i_proj`, `o_proj`, all `Dense` without bias, `norm`, and with
     `conv_size` the convolutions. Forget gates and the memory are computed in float32 also under a
@@ -97,6 +98,7 @@ class HGRN2(BoundedLayer):
         self.input_activation = keras.activations.get(input_activation)
         self.conv_size = conv_size
         self.kernel_initializer = keras.initializers.get(kernel_initializer)
+        self.convolutions = {}
 
     def build(self, input_shape):
         super().build(input_shape)
@@ -111,7 +113,6 @@ class HGRN2(BoundedLayer):
                 NORM_EPSILON, zero_centered=False, dtype=self.dtype_policy, name="norm"
             )
             self.norm.build(input_shape)
-            self.convolutions = {}
             if self.conv_size is not None:
                 self.q_conv1d = self._convolution("q_conv1d", self.gate_activation)
                 self.f_conv1d = self._convolution("f_conv1d")
@@ -141,17 +142,16 @@ class HGRN2(BoundedLayer):
         self.convolutions[name] = convolution
         return convolution
 
-    def stream(self, inputs, tokens, state, return_state, lower_bound=None):
-        state, after = state or {}, {}
+    def streaming_sublayers(self):
+        return self.convolutions
+
+    def stream(self, inputs, tokens, state, lower_bound=None):
+        after = {}
         maps = {"q": self.q_proj(inputs), "f": self.f_proj(inputs), "i": self.i_proj(inputs)}
         for name, convolution in self.convolutions.items():
-            filtered = convolution(
-                maps[name[0]],
-                **tokens.of_sublayer(),
-                initial_state=state.get(name),
-                return_state=return_state,
+            maps[name[0]], after[name] = convolution(
+                maps[name[0]], tokens=tokens, initial_state=state.get(name), return_state=True
             )
-            maps[name[0]], after[name] = filtered if return_state else (filtered, None)
         q, v, log_f = self.gates(**maps, lower_bound=lower_bound)
         o, after["memory"] = gated_linear_attention(
             *(q, None, v, log_f),
@@ -179,15 +179,10 @@ class HGRN2(BoundedLayer):
         y = self.o_proj(self.norm(ops.reshape(o, (*ops.shape(o)[:2], self.width))))
         return ops.cast(y, self.compute_dtype)  # Keras on torch multiplies float64 as float32
 
-    def state_spec(self, batch_size=None):
-        self._check_built()
-        num_heads = self.width // self.expand_ratio
-        spec = {
-            "memory": self.array_spec(batch_size, num_heads, self.expand_ratio, self.expand_ratio),
-            "segment": self.segment_spec(batch_size),
-            **{name: conv.state_spec(batch_size) for name, conv in self.convolutions.items()},
-        }
-        return {name: spec[name] for name in sorted(spec)}
+    def own_state_spec(self, batch_size=None):
+        of_convolutions = super().own_state_spec(batch_size)
+        heads, size = self.width // self.expand_ratio, self.expand_ratio
+        return {"memory": self.array_spec(batch_size, heads, size, size), **of_convolutions}
 
     def get_config(self):
         return {

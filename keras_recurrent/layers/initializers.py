@@ -3,6 +3,8 @@
 import keras
 from keras import ops
 
+from keras_recurrent.ops.operation import accumulation_dtype
+
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class DecayLogit(keras.initializers.RandomUniform):
@@ -56,7 +58,7 @@ class DecayLogit(keras.initializers.RandomUniform):
 
     def __call__(self, shape, dtype=None):
         dtype = keras.backend.standardize_dtype(dtype)
-        u = super().__call__(shape, dtype="float64" if dtype == "float64" else "float32")
+        u = super().__call__(shape, dtype=accumulation_dtype(dtype))
         log_a = ops.log(u) / self.power
         return ops.cast(log_a - ops.log(-ops.expm1(log_a)), dtype)
 

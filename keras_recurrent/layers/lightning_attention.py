@@ -1,15 +1,14 @@
 """The layer that mixes tokens in TransNormerLLM: linear attention with a decay a head."""
 
 import keras
-from keras import ops as keras_ops
+from keras import ops
 
-from keras_recurrent import ops
 from keras_recurrent.layers.checks import check_positive_integer
 from keras_recurrent.layers.initializers import clone_initializer
 from keras_recurrent.layers.lrpe import LRPE
-from keras_recurrent.layers.rotary import positions
 from keras_recurrent.layers.simple_rms_norm import SimpleRMSNorm
 from keras_recurrent.layers.streaming import StreamingLayer
+from keras_recurrent.ops import lightning_attention
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -54,7 +53,7 @@ class LightningAttention(StreamingLayer):
 
     Call arguments:
         inputs: `[B, T, D]`.
-        mask, segment_ids, initial_state, return_state, token_kind: as in
+        mask, segment_ids, initial_state, return_state, tokens: as in
             `keras_recurrent.layers.StreamingLayer`.
 
     Returns:
@@ -144,37 +143,32 @@ class LightningAttention(StreamingLayer):
             self.o_proj = self._dense(self.width, "o_proj")
         self.o_proj.build(inner_shape)
 
-    def stream(self, inputs, tokens, state, return_state):
-        state, after = state or {}, {}
-        q = self._heads(keras_ops.silu(self.q_proj(inputs)))
-        k = self._heads(keras_ops.silu(self.k_proj(inputs)))
+    @property
+    def uses_position(self):
+        return self.use_lrpe
+
+    def stream(self, inputs, tokens, state):
+        q = self._heads(ops.silu(self.q_proj(inputs)))
+        k = self._heads(ops.silu(self.k_proj(inputs)))
         if self.lrpe:
-            at = positions(inputs, tokens.kind, state.get("position"))
-            q, k = self.lrpe(q, at), self.lrpe(k, at)
-            after["position"] = at[:, -1] + 1
-        o, after["memory"] = ops.lightning_attention(
+            q, k = self.lrpe(q, tokens.position), self.lrpe(k, tokens.position)
+        o, memory = lightning_attention(
             *(q, k, self._heads(self.v_proj(inputs))),
-            keras_ops.convert_to_tensor(self.log_decay, self.state_dtype),
+            ops.convert_to_tensor(self.log_decay, self.state_dtype),
             initial_state=state.get("memory"),
             token_kind=tokens.kind,
         )
-        o = keras_ops.reshape(o, (*keras_ops.shape(o)[:2], self.num_heads * self.head_dim))
-        y = self.o_proj(keras_ops.multiply(self.u_proj(inputs), self.norm(o)))
+        o = ops.reshape(o, (*ops.shape(o)[:2], self.num_heads * self.head_dim))
+        y = self.o_proj(ops.multiply(self.u_proj(inputs), self.norm(o)))
         # Keras on torch multiplies float64 as float32.
-        return keras_ops.cast(y, self.compute_dtype), after
+        return ops.cast(y, self.compute_dtype), {"memory": memory}
 
     def _heads(self, x):
-        return keras_ops.reshape(x, (*keras_ops.shape(x)[:2], self.num_heads, self.head_dim))
+        return ops.reshape(x, (*ops.shape(x)[:2], self.num_heads, self.head_dim))
 
-    def state_spec(self, batch_size=None):
+    def own_state_spec(self, batch_size=None):
         keys = 2 * self.head_dim if self.use_lrpe else self.head_dim
-        spec = {
-            "memory": self.array_spec(batch_size, self.num_heads, keys, self.head_dim),
-            "segment": self.segment_spec(batch_size),
-        }
-        if self.use_lrpe:
-            spec["position"] = keras.KerasTensor((batch_size,), dtype="int32")
-        return spec
+        return {"memory": self.array_spec(batch_size, self.num_heads, keys, self.head_dim)}
 
     def get_config(self):
         return {

@@ -1,14 +1,13 @@
 """Attention to a window of the tokens before, or to all of them, as Griffin has it."""
 
 import keras
-from keras import ops as keras_ops
+from keras import ops
 
-from keras_recurrent import ops
 from keras_recurrent.layers.checks import check_positive_integer
 from keras_recurrent.layers.initializers import clone_initializer
-from keras_recurrent.layers.rotary import positions, rotate
+from keras_recurrent.layers.rotary import rotate
 from keras_recurrent.layers.streaming import StreamingLayer
-from keras_recurrent.ops.sliding_window_attention import capacity
+from keras_recurrent.ops.sliding_window_attention import capacity, sliding_window_attention
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -51,7 +50,7 @@ class LocalAttention(StreamingLayer):
 
     Call arguments:
         inputs: `[B, T, D]`.
-        mask, segment_ids, initial_state, return_state, token_kind: as in
+        mask, segment_ids, initial_state, return_state, tokens: as in
             `keras_recurrent.layers.StreamingLayer`.
 
     Returns:
@@ -162,50 +161,49 @@ class LocalAttention(StreamingLayer):
         self.o_proj = self._dense(self.width, "o_proj", use_bias=True)
         self.o_proj.build((*input_shape[:2], self.num_query_heads * self.head_dim))
 
-    def stream(self, inputs, tokens, state, return_state):
-        at = positions(inputs, tokens.kind, state["position"] if state else None)
-        if state:
-            state = {name: state[name] for name in ("key", "value", "position")}
-        q = self._turned(self.q_proj(inputs), at, scale=self.head_dim**-0.5)
-        output, state = ops.sliding_window_attention(
+    def stream(self, inputs, tokens, state):
+        q = self._rotated(self.q_proj(inputs), tokens.position, scale=self.head_dim**-0.5)
+        output, after = sliding_window_attention(
             q,
-            self._turned(self.k_proj(inputs), at),
+            self._rotated(self.k_proj(inputs), tokens.position),
             self._heads(self.v_proj(inputs)),
             self.sliding_window,
             max_length=self.max_length,
-            initial_state=state,
+            # A first token that starts a document sees nothing of the state, and is at position 0.
+            initial_state={**state, "position": tokens.position[:, 0]} if state else None,
             token_kind=tokens.kind,
         )
+        after.pop("position", None)  # it stands in the state of the outermost layer
         inner = self.num_query_heads * self.head_dim
-        output = keras_ops.reshape(output, (*keras_ops.shape(q)[:2], inner))
-        return self.o_proj(output), state
+        output = ops.reshape(output, (*ops.shape(q)[:2], inner))
+        return self.o_proj(output), after
 
     def _heads(self, x):
         # Not -1: TensorFlow would not know it where it does not know the time.
         heads = x.shape[-1] // self.head_dim
-        return keras_ops.reshape(x, (*keras_ops.shape(x)[:2], heads, self.head_dim))
+        return ops.reshape(x, (*ops.shape(x)[:2], heads, self.head_dim))
 
-    def _turned(self, x, at, scale=1.0):
-        x = keras_ops.cast(self._heads(x), self.state_dtype)
-        x = rotate(x, at, self.rope_max_wavelength, self.rotary_dim)
-        return keras_ops.cast(x * scale, self.compute_dtype)
+    def _rotated(self, x, position, scale=1.0):
+        x = ops.cast(self._heads(x), self.state_dtype)
+        x = rotate(x, position, self.rope_max_wavelength, self.rotary_dim)
+        return ops.cast(x * scale, self.compute_dtype)
+
+    uses_position = True
 
     @property
     def keeps_state(self):
         return self.sliding_window is not None or self.max_length is not None
 
-    def state_spec(self, batch_size=None):
+    def own_state_spec(self, batch_size=None):
         # The room of a state is its own, not the layer's: short rows need little of a window.
         shape = (batch_size, None, self.num_key_value_heads, self.head_dim)
         return {
             "key": keras.KerasTensor(shape, dtype=self.compute_dtype),
             "value": keras.KerasTensor(shape, dtype=self.compute_dtype),
-            "position": keras.KerasTensor((batch_size,), dtype="int32"),
-            "segment": self.segment_spec(batch_size),
         }
 
-    def get_initial_state(self, batch_size, max_length=None):
-        """The state in which nothing was seen, for `batch_size` rows.
+    def own_initial_state(self, batch_size, max_length=None):
+        """The layer's own part of `get_initial_state`.
 
         It has room for `max_length` tokens of a document (None: as the layer says), or for those
         that a window reaches where they are fewer.
@@ -215,10 +213,8 @@ class LocalAttention(StreamingLayer):
             raise self.no_bound()
         shape = (batch_size, room, self.num_key_value_heads, self.head_dim)
         return {
-            "key": keras_ops.zeros(shape, self.compute_dtype),
-            "value": keras_ops.zeros(shape, self.compute_dtype),
-            "position": keras_ops.zeros((batch_size,), "int32"),
-            "segment": keras_ops.full((batch_size,), -1, "int32"),
+            "key": ops.zeros(shape, self.compute_dtype),
+            "value": ops.zeros(shape, self.compute_dtype),
         }
 
     def get_config(self):

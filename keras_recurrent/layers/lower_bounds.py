@@ -5,8 +5,9 @@ from keras import ops
 
 from keras_recurrent.layers.checks import check_positive_integer, check_tensor, check_width_known
 from keras_recurrent.layers.remat import RecomputableLayer
-from keras_recurrent.layers.streaming import StreamingLayer, Tokens
+from keras_recurrent.layers.streaming import StreamingLayer
 from keras_recurrent.ops.log_forget_gate import log_forget_gate
+from keras_recurrent.ops.operation import accumulation_dtype
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -100,7 +101,7 @@ class LowerBounds(RecomputableLayer):
 
     @property
     def _bounds_dtype(self):
-        return "float64" if self.compute_dtype == "float64" else "float32"
+        return accumulation_dtype(self.compute_dtype)
 
     def get_config(self):
         return {**super().get_config(), "num_layers": self.num_layers}
@@ -111,34 +112,18 @@ class BoundedLayer(StreamingLayer):
 
     Call arguments:
         lower_bound: `[2, D]`, log β and log(1 - β), a row of what `LowerBounds` returns; None: 0.
-        inputs, mask, segment_ids, initial_state, return_state, token_kind, inputs_mask: as in
+        inputs, mask, segment_ids, initial_state, return_state, tokens: as in
             `keras_recurrent.layers.StreamingLayer`.
     """
 
-    def call(
-        self,
-        inputs,
-        mask=None,
-        segment_ids=None,
-        initial_state=None,
-        return_state=None,
-        token_kind=None,
-        inputs_mask=None,
-        lower_bound=None,
-    ):
+    def check_arguments(self, inputs, lower_bound=None):
         check_lower_bound(lower_bound, inputs.shape[-1])
-        tokens = Tokens(inputs_mask if mask is None else mask, segment_ids, token_kind)
-        return self._call(inputs, tokens, initial_state, return_state, lower_bound=lower_bound)
 
     def log_forget_gate(self, logits, lower_bound):
         """log f, with f = β + (1 - β) σ(logits), in the dtype of states."""
         if lower_bound is not None:
             lower_bound = ops.cast(lower_bound, self.state_dtype)
         return log_forget_gate(ops.cast(logits, self.compute_dtype), lower_bound)
-
-    def compute_output_spec(self, inputs, *args, lower_bound=None, **kwargs):
-        check_lower_bound(lower_bound, inputs.shape[-1])
-        return super().compute_output_spec(inputs, *args, **kwargs)
 
 
 def check_lower_bound(lower_bound, width):

@@ -5,6 +5,7 @@ import numpy as np
 from keras import ops
 
 from keras_recurrent.layers.remat import RecomputableLayer
+from keras_recurrent.ops.operation import accumulation_dtype
 from keras_recurrent.ops.shapes import fits
 
 MAX_WAVELENGTH = 10_000
@@ -83,7 +84,7 @@ class LRPE(RecomputableLayer):
 
     @property
     def _angle_dtype(self):
-        return "float64" if self.compute_dtype == "float64" else "float32"
+        return accumulation_dtype(self.compute_dtype)
 
     def compute_output_spec(self, inputs, positions):
         *shape, channels = inputs.shape

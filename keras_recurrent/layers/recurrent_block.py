@@ -35,12 +35,13 @@ class RecurrentBlock(StreamingLayer):
 
     Call arguments:
         inputs: `[B, T, D]`.
-        mask, segment_ids, initial_state, return_state, token_kind: as in
+        mask, segment_ids, initial_state, return_state, tokens: as in
             `keras_recurrent.layers.StreamingLayer`.
 
     Returns:
         `[B, T, D]` in the compute dtype. With `return_state` also the state:
-        `{"conv1d": state of a CausalConv1D, "rg_lru": state of an RGLRU}`.
+        `{"conv1d": {"inputs": [B, W - 1, lru_width] float32}, "rg_lru": {"hidden": [B, lru_width]
+        float32}, "segment": [B] int32}`, W the `kernel_size`.
 
     Sublayers: `linear_x`, `linear_y`, `conv1d`, `rg_lru`, `linear_out`.
 
@@ -148,27 +149,19 @@ class RecurrentBlock(StreamingLayer):
             self.linear_out = self._dense(self.width, "linear_out")
         self.linear_out.build(inner_shape)
 
-    def stream(self, inputs, tokens, state, return_state):
+    def streaming_sublayers(self):
+        return {"conv1d": self.conv1d, "rg_lru": self.rg_lru}
+
+    def stream(self, inputs, tokens, state):
         x, after = apply_to_tokens(self.linear_x, inputs), {}
-        for name, layer in (("conv1d", self.conv1d), ("rg_lru", self.rg_lru)):
-            x = layer(
-                x,
-                **tokens.of_sublayer(),
-                initial_state=state[name] if state else None,
-                return_state=return_state,
+        for name, layer in self.streaming_sublayers().items():
+            x, after[name] = layer(
+                x, tokens=tokens, initial_state=state.get(name), return_state=True
             )
-            x, after[name] = x if return_state else (x, None)
         gate = apply_to_tokens(self.linear_y, inputs)
         x = gated_linear_unit(gate, x, activation="gelu")
         output = apply_to_tokens(self.linear_out, x)
         return output, after
-
-    def state_spec(self, batch_size=None):
-        self._check_built()
-        return {
-            "conv1d": self.conv1d.state_spec(batch_size),
-            "rg_lru": self.rg_lru.state_spec(batch_size),
-        }
 
     def get_config(self):
         return {

@@ -2,11 +2,11 @@
 
 import keras
 
-from keras_recurrent import ops
 from keras_recurrent.layers.block_diagonal import apply_blocks, block_diagonal_dense
 from keras_recurrent.layers.checks import check_num_blocks, check_positive_integer
 from keras_recurrent.layers.initializers import clone_initializer, get_decay_initializer
 from keras_recurrent.layers.streaming import StreamingLayer
+from keras_recurrent.ops import rg_lru
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -36,7 +36,7 @@ class RGLRU(StreamingLayer):
 
     Call arguments:
         inputs: `[B, T, D]`.
-        mask, segment_ids, initial_state, return_state, token_kind: as in
+        mask, segment_ids, initial_state, return_state, tokens: as in
             `keras_recurrent.layers.StreamingLayer`.
 
     Returns:
@@ -99,23 +99,20 @@ class RGLRU(StreamingLayer):
             autocast=False,
         )
 
-    def stream(self, inputs, tokens, state, return_state):
-        output, hidden = ops.rg_lru(
+    def stream(self, inputs, tokens, state):
+        output, hidden = rg_lru(
             inputs,
             apply_blocks(self.recurrence_gate, inputs),
             apply_blocks(self.input_gate, inputs),
             self.a_logit,
-            initial_state=state["hidden"] if state else None,
+            initial_state=state.get("hidden"),
             token_kind=tokens.kind,
         )
         return output, {"hidden": hidden}
 
-    def state_spec(self, batch_size=None):
+    def own_state_spec(self, batch_size=None):
         self._check_built()
-        return {
-            "hidden": self.array_spec(batch_size, self.width),
-            "segment": self.segment_spec(batch_size),
-        }
+        return {"hidden": self.array_spec(batch_size, self.width)}
 
     def get_config(self):
         return {

@@ -5,6 +5,7 @@ from keras import ops
 
 from keras_recurrent.layers.checks import check_width_known
 from keras_recurrent.layers.remat import RecomputableLayer
+from keras_recurrent.ops.operation import accumulation_dtype
 from keras_recurrent.ops.rms_norm import rms_norm
 
 
@@ -69,8 +70,7 @@ class RMSNorm(RecomputableLayer):
         scale = ops.convert_to_tensor(self.scale)
         if self.zero_centered:
             # In 16 bits 1 + scale would lose what is stored.
-            float64 = self.compute_dtype == "float64"
-            scale = 1 + ops.cast(scale, "float64" if float64 else "float32")
+            scale = 1 + ops.cast(scale, accumulation_dtype(self.compute_dtype))
         return rms_norm(ops.cast(inputs, self.compute_dtype), scale, epsilon=self.epsilon)
 
     def compute_output_shape(self, input_shape):

@@ -1,34 +1,13 @@
-"""What layers with a state share: their call, the state's structure and checks, its segment."""
-
-from typing import Any, NamedTuple
+"""What layers with a state share: their call, the structure of a state, their checks."""
 
 import keras
 from keras import ops, tree
 
 from keras_recurrent.layers.checks import check_tensor
 from keras_recurrent.layers.remat import RecomputableLayer
-from keras_recurrent.ops.operation import check_dtype
+from keras_recurrent.layers.tokens import find_tokens, initial_places, place_specs
+from keras_recurrent.ops.operation import accumulation_dtype, check_dtype
 from keras_recurrent.ops.shapes import fits
-from keras_recurrent.ops.token_kind import token_kind
-
-
-class Tokens(NamedTuple):
-    """What a layer knows of its tokens beside their values: each `[B, T]`, or None.
-
-    `kind` says all that operations need; the others are for the segment of the state after.
-    """
-
-    mask: Any
-    segment_ids: Any
-    kind: Any
-
-    def of_sublayer(self):
-        """As call arguments of a layer inside."""
-        return {
-            "segment_ids": self.segment_ids,
-            "token_kind": self.kind,
-            "inputs_mask": self.mask,
-        }
 
 
 class StreamingLayer(RecomputableLayer):
@@ -37,15 +16,18 @@ class StreamingLayer(RecomputableLayer):
     A sequence may be cut anywhere, also between two packed documents or inside padding, and
     carried on from the state of the part before: the numbers are those of the whole sequence.
 
-    A state is a dict of tensors, batch first: float32 arrays (float64 under a float64 policy,
-    whatever the compute dtype; only keys and values that attention keeps are in the compute
-    dtype) and int32 `segment [B]`, the segment of the last real token, -1 where nothing was seen.
-    A composite layer's state is a dict of its sublayers' states. No state
-    and that of `get_initial_state` mean the same.
+    A state is a dict of arrays, batch first. Each layer has its own part: float32 arrays (float64
+    under a float64 policy, whatever the compute dtype; only the keys and values of attention are in
+    the compute dtype). That of a layer with streaming layers inside has a dict for each of these,
+    by its name. Beside the own part of the outermost layer stand, once, int32 `segment` `[B]`, the
+    segment of the last real token, -1 where nothing was seen, and, where a layer uses positions,
+    int32 `position` `[B]`, that of the next token of the document. No state and that of
+    `get_initial_state` mean the same.
 
-    A subclass with a `build` of its own calls `super().build` first, and defines `state_spec` and
-    `stream`; its output has the shape of its input. A composite one calls its sublayers with
-    `**tokens.of_sublayer()`, their part of the state as `initial_state`, and `return_state`.
+    A subclass with a `build` of its own calls `super().build` first. It defines `stream`, whose
+    output has the shape of its input, and `own_state_spec`. One with streaming layers inside names
+    them in `streaming_sublayers`, from which its state follows, and calls each with
+    `tokens=tokens`, its part of the state as `initial_state`, and `return_state=True`.
 
     Args:
         return_state: boolean, whether a call returns `(output, state)` or the output alone.
@@ -60,20 +42,54 @@ class StreamingLayer(RecomputableLayer):
             to the next. None: as the document before.
         initial_state: the state to go on from; None: nothing was seen.
         return_state: boolean; None: as in the constructor.
-        token_kind: int8 `[B, T]`: what `keras_recurrent.ops.token_kind` makes of this mask, these
-            segments and this state, beside which it is given, not in place of them, where several
-            layers share it. None: the layer finds it.
-        inputs_mask: filled by Keras, with the mask that comes with `inputs` when other tensors are
-            passed beside them. `mask` has precedence. A layer inside another gets its mask here:
-            Keras attaches a `mask` to the outputs, which breaks the graphs of torch.compile.
+        tokens: for a layer inside another one: the `keras_recurrent.layers.Tokens` that the
+            outermost layer has made of the mask, the segments and the state, and which stand in
+            place of these. `initial_state` and the state returned are then the layer's own part.
+        inputs_mask: filled in by Keras, with the mask that comes with `inputs` when other tensors
+            are passed beside them. `mask` has precedence.
 
     Returns:
         `[B, T, D]` in the compute dtype, or with `return_state` a pair of it and the state after
         the last token.
 
     Raises:
-        ValueError: inputs that are not `[B, T, D]` or have no token, a mask, segments or token
-            kinds that are not `[B, T]` or of another dtype, a state of another structure or shape.
+        ValueError: inputs that are not `[B, T, D]` or have no token, a mask or segments that are
+            not `[B, T]` or of another dtype, a state of another structure or shape.
+
+    Example: a layer of one's own around another.
+
+    ```python
+    import keras
+    import numpy as np
+    from keras_recurrent.layers import RGLRU, StreamingLayer
+
+    class ResidualRGLRU(StreamingLayer):
+        def __init__(self, num_blocks=4, **kwargs):
+            super().__init__(**kwargs)
+            self.num_blocks = num_blocks
+            self.rg_lru = RGLRU(num_blocks)
+
+        def build(self, input_shape):
+            super().build(input_shape)
+            self.rg_lru.build(input_shape)
+
+        def streaming_sublayers(self):
+            return {"rg_lru": self.rg_lru}
+
+        def stream(self, inputs, tokens, state):
+            x, after = self.rg_lru(
+                inputs, tokens=tokens, initial_state=state.get("rg_lru"), return_state=True
+            )
+            return inputs + x, {"rg_lru": after}
+
+        def get_config(self):
+            return {**super().get_config(), "num_blocks": self.num_blocks}
+
+    layer = ResidualRGLRU()
+    y, state = layer(np.ones((2, 5, 8), "float32"), return_state=True)
+    y, state = layer(np.ones((2, 5, 8), "float32"), initial_state=state, return_state=True)
+    assert list(state) == ["rg_lru", "segment"]
+    ```
     """
 
     def __init__(self, return_state=False, **kwargs):
@@ -81,6 +97,8 @@ class StreamingLayer(RecomputableLayer):
         super().__init__(autocast=False, **kwargs)
         self.return_state = return_state
         self.supports_masking = True
+
+    # === What a subclass defines ===
 
     def build(self, input_shape):
         if len(input_shape) != 3 or input_shape[-1] is None:
@@ -91,17 +109,53 @@ class StreamingLayer(RecomputableLayer):
         self.width = input_shape[-1]
         self.input_spec = keras.layers.InputSpec(ndim=3, axes={-1: self.width})
 
-    def state_spec(self, batch_size=None):
-        """The state's structure, as `KerasTensor`s."""
-        raise NotImplementedError
+    def stream(self, inputs, tokens, state):
+        """The output and the layer's own part of the state after the last token.
 
-    def stream(self, inputs, tokens, state, return_state):
-        """`(output, new state)` from checked arguments, the state without a `segment` of its own.
-
-        `tokens` has the `mask`, the `segment_ids` and their `kind`; these and `state` may be None.
-        Nobody looks at the new state unless `return_state`.
+        Args:
+            inputs: `[B, T, D]` in the compute dtype.
+            tokens: the `Tokens`.
+            state: the layer's own part of the state, an empty dict where nothing was seen.
         """
         raise NotImplementedError
+
+    def streaming_sublayers(self):
+        """`{name: layer}` of the streaming layers inside, whose states are parts of this one's."""
+        return {}
+
+    def own_state_spec(self, batch_size=None):
+        """The layer's own part of a state, as `KerasTensor`s: `segment` and `position` aside."""
+        self._check_built()
+        inside = self.streaming_sublayers()
+        return {name: layer.own_state_spec(batch_size) for name, layer in inside.items()}
+
+    def own_initial_state(self, batch_size, max_length=None):
+        """The layer's own part of `get_initial_state`."""
+        inside = self.streaming_sublayers()
+        return {
+            name: inside[name].own_initial_state(batch_size, max_length)
+            if name in inside
+            else ops.zeros((batch_size, *part.shape[1:]), part.dtype)
+            for name, part in self.own_state_spec().items()
+        }
+
+    @property
+    def uses_position(self):
+        """Whether `tokens.position` is needed, here or in a layer inside."""
+        return any(layer.uses_position for layer in self.streaming_sublayers().values())
+
+    @property
+    def keeps_state(self):
+        """Whether a state can be returned where none was given; if not, the size must be told."""
+        return all(layer.keeps_state for layer in self.streaming_sublayers().values())
+
+    def check_arguments(self, inputs):
+        """Raise for further call arguments that do not fit.
+
+        They are the keyword arguments of this method, and `stream` gets them, too.
+        """
+
+    # === The call ===
 
     def call(
         self,
@@ -110,43 +164,25 @@ class StreamingLayer(RecomputableLayer):
         segment_ids=None,
         initial_state=None,
         return_state=None,
-        token_kind=None,
+        tokens=None,
         inputs_mask=None,
+        **kwargs,
     ):
-        tokens = Tokens(inputs_mask if mask is None else mask, segment_ids, token_kind)
-        return self._call(inputs, tokens, initial_state, return_state)
-
-    def _call(self, inputs, tokens, state, return_state, **further):
-        """`call`, with the further arguments of a subclass, which `stream` gets as they are."""
-        self._check(inputs, tokens, state, return_state)
-        return_state = self._returns_state(return_state)
-        spec = self.state_spec() if return_state or state is not None else {}
-        segment = None
-        if state is not None:
-            state = _cast(state, spec)
-            segment = segment_of(state)
-        mask, segment_ids, kind = tokens
-        if mask is not None:
-            mask = ops.cast(mask, "bool")
-        if kind is None and any(t is not None for t in (mask, segment_ids, state)):
-            kind = token_kind(inputs, mask, segment_ids, segment, initial_state=state)
+        return_state, places = self._returns_state(return_state), {}
+        if tokens is not None:
+            self._check_tokens_alone(mask, segment_ids)
+        else:
+            mask = inputs_mask if mask is None else mask
+            self._check(inputs, mask, segment_ids, initial_state, return_state)
+            self.check_arguments(inputs, **kwargs)
+            tokens, places = find_tokens(
+                *(inputs, mask, segment_ids, initial_state),
+                uses_position=self.uses_position,
+                return_state=return_state,
+            )
         inputs = ops.cast(inputs, self.compute_dtype)
-        tokens = Tokens(mask, segment_ids, kind)
-        output, after = self.stream(inputs, tokens, state, return_state, **further)
-        if not return_state:
-            return output
-        if "segment" in spec and "segment" not in after:
-            after["segment"] = last_segment(inputs, mask, segment_ids, segment)
-        # `keras.tree` goes through a dict by its keys on one backend, by its order on another.
-        return output, {name: after[name] for name in spec}
-
-    def get_initial_state(self, batch_size, max_length=None):
-        """The state in which nothing was seen, for `batch_size` rows.
-
-        `max_length` is the number of tokens that a row will have at most, for layers that keep
-        all they have seen; where the state has one size it makes no difference.
-        """
-        return _initial(self.state_spec(), batch_size)
+        output, after = self.stream(inputs, tokens, initial_state or {}, **kwargs)
+        return (output, _sorted({**after, **places})) if return_state else output
 
     def compute_output_spec(
         self,
@@ -155,15 +191,22 @@ class StreamingLayer(RecomputableLayer):
         segment_ids=None,
         initial_state=None,
         return_state=None,
-        token_kind=None,
+        tokens=None,
         inputs_mask=None,
+        **kwargs,
     ):
-        tokens = Tokens(inputs_mask if mask is None else mask, segment_ids, token_kind)
-        self._check(inputs, tokens, initial_state, return_state)
+        return_state = self._returns_state(return_state)
+        if tokens is not None:
+            self._check_tokens_alone(mask, segment_ids)
+        else:
+            mask = inputs_mask if mask is None else mask
+            self._check(inputs, mask, segment_ids, initial_state, return_state)
+            self.check_arguments(inputs, **kwargs)
         output = keras.KerasTensor(inputs.shape, dtype=self.compute_dtype)
-        if self._returns_state(return_state):
-            return output, self.state_spec(inputs.shape[0])
-        return output
+        if not return_state:
+            return output
+        spec = self.state_spec if tokens is None else self.own_state_spec
+        return output, spec(inputs.shape[0])
 
     def compute_output_shape(self, input_shape):
         if self.return_state:
@@ -177,22 +220,38 @@ class StreamingLayer(RecomputableLayer):
     def get_config(self):
         return {**super().get_config(), "return_state": self.return_state}
 
+    # === States ===
+
+    def state_spec(self, batch_size=None):
+        """The state's structure, as `KerasTensor`s."""
+        spec = self.own_state_spec(batch_size)
+        return _sorted({**spec, **place_specs(batch_size, self.uses_position)})
+
+    def get_initial_state(self, batch_size, max_length=None):
+        """The state in which nothing was seen, for `batch_size` rows.
+
+        `max_length` is the number of tokens that a row will have at most, for layers that keep
+        all they have seen; where the state has one size it makes no difference.
+        """
+        state = self.own_initial_state(batch_size, max_length)
+        return _sorted({**state, **initial_places(batch_size, self.uses_position)})
+
     @property
     def state_dtype(self):
         """The dtype of states and of the weights that make decays: never below float32."""
-        return "float64" if self.compute_dtype == "float64" else "float32"
+        return accumulation_dtype(self.compute_dtype)
 
     def array_spec(self, batch_size, *shape):
         """An array of the state."""
         return keras.KerasTensor((batch_size, *shape), dtype=self.state_dtype)
 
-    def segment_spec(self, batch_size):
-        """The `segment` of the state."""
-        return keras.KerasTensor((batch_size,), dtype="int32")
-
-    def check_state(self, state, batch_size=None):
-        """Raise for a state of another structure or shape."""
-        _check_state(state, self.state_spec(batch_size), "initial_state")
+    def no_bound(self):
+        """The error where a state is asked for whose size is not known."""
+        return ValueError(
+            f"The state of `{type(self).__name__}` keeps all of a document, and needs to know how "
+            "much room to make. Give the layer a `max_length`, in tokens, or start from "
+            "`get_initial_state(batch_size, max_length=...)`."
+        )
 
     def _returns_state(self, return_state):
         return self.return_state if return_state is None else return_state
@@ -204,25 +263,19 @@ class StreamingLayer(RecomputableLayer):
                 "known yet. Call the layer first, or `layer.build((None, None, width))`."
             )
 
-    @property
-    def keeps_state(self):
-        """Whether a state can be returned where none was given; if not, the size must be told."""
-        return True
+    def _check_tokens_alone(self, mask, segment_ids):
+        for name, tensor in (("mask", mask), ("segment_ids", segment_ids)):
+            if tensor is not None:
+                raise ValueError(
+                    f"`{type(self).__name__}`: `tokens` say all of masks and segments; got "
+                    f"`{name}` beside them. Leave one of them out."
+                )
 
-    def no_bound(self):
-        """The error where a state is asked for whose size is not known."""
-        return ValueError(
-            f"The state of `{type(self).__name__}` keeps all of a document, and needs to know how "
-            "much room to make. Give the layer a `max_length`, in tokens, or start from "
-            "`get_initial_state(batch_size, max_length=...)`."
-        )
-
-    def _check(self, inputs, tokens, state, return_state):
+    def _check(self, inputs, mask, segment_ids, state, return_state):
         batch, length = inputs.shape[:2]
-        if state is None and self._returns_state(return_state) and not self.keeps_state:
+        if state is None and return_state and not self.keeps_state:
             raise self.no_bound()
-        names = ("mask", "segment_ids", "token_kind")
-        for name, tensor in zip(names, tokens, strict=True):
+        for name, tensor in (("mask", mask), ("segment_ids", segment_ids)):
             if tensor is None:
                 continue
             check_tensor(name, tensor)
@@ -235,67 +288,26 @@ class StreamingLayer(RecomputableLayer):
             dtype = keras.backend.standardize_dtype(tensor.dtype)
             check_dtype(type(self).__name__, name, dtype)
         if state is not None:
-            self.check_state(state, batch)
+            check_state(state, self.state_spec(batch), "initial_state")
 
 
-def segment_of(state):
-    """The segment before the tokens to come, which is one for all parts of a state."""
-    if "segment" in state:
-        return state["segment"]
-    return segment_of(next(part for part in state.values() if isinstance(part, dict)))
-
-
-def last_segment(inputs, mask, segment_ids, previous):
-    """The `segment` of the state after a block of tokens.
-
-    Args:
-        inputs: `[B, T, ...]`.
-        mask, segment_ids: as in `StreamingLayer`, or None.
-        previous: the `segment [B]` of the state before, or None.
-
-    Returns:
-        int32 `[B]`: the segment of each row's last real token; without `segment_ids` the previous
-        one goes on, or document 0 begins. `previous` (-1 if None) in a row without a real token.
-    """
-    batch, length = ops.shape(inputs)[:2]
-    if previous is None:
-        # Not `ops.full`: on torch it reads the value back from the device, and waits for that.
-        previous = -ops.ones((batch,), "int32")
-    if segment_ids is None:
-        seen = ops.relu(previous)
-        return seen if mask is None else ops.where(ops.any(mask, axis=1), seen, previous)
-    segment_ids = ops.cast(segment_ids, "int32")
-    if mask is None:
-        return segment_ids[:, -1]
-    last = ops.argmax(ops.arange(length, dtype="int32")[None] * ops.cast(mask, "int32"), axis=1)
-    segment = ops.take_along_axis(segment_ids, last[:, None], axis=1)[:, 0]
-    return ops.where(ops.any(mask, axis=1), segment, previous)
-
-
-def _initial(spec, batch_size, name=None):
-    if isinstance(spec, dict):
-        return {name: _initial(part, batch_size, name) for name, part in spec.items()}
-    value = -1 if name == "segment" else 0
-    return ops.full((batch_size, *spec.shape[1:]), value, dtype=spec.dtype)
-
-
-def _cast(state, spec):
-    # Not `tree.map_structure`: a state kept as a layer's attribute is no plain dict any more.
-    if isinstance(spec, dict):
-        return {name: _cast(state[name], part) for name, part in spec.items()}
-    return ops.cast(state, spec.dtype)
-
-
-def _check_state(state, spec, path):
+def check_state(state, spec, path):
+    """Raise for a state of another structure or shape than `spec`; `path` is its name in errors."""
+    if isinstance(spec, tuple):
+        if not isinstance(state, (tuple, list)) or len(state) != len(spec):
+            got = f"{len(state)} parts" if isinstance(state, (tuple, list)) else _kind(state)
+            raise ValueError(f"`{path}` must be a tuple of {len(spec)} parts; got {got}.")
+        for i, part in enumerate(spec):
+            check_state(state[i], part, f"{path}[{i}]")
+        return
     if isinstance(spec, dict):
         if not isinstance(state, dict) or set(state) != set(spec):
-            got = f"a dict of {sorted(state)}" if isinstance(state, dict) else type(state).__name__
             raise ValueError(
                 f"`{path}` must be a dict of {sorted(spec)}, as `return_state=True` and "
-                f"`get_initial_state(batch_size)` give it; got {got}."
+                f"`get_initial_state(batch_size)` give it; got {_kind(state)}."
             )
         for name, part in spec.items():
-            _check_state(state[name], part, f"{path}[{name!r}]")
+            check_state(state[name], part, f"{path}[{name!r}]")
         return
     check_tensor(path, state)
     if not fits(state.shape, spec.shape):
@@ -303,3 +315,12 @@ def _check_state(state, spec, path):
             f"`{path}` must have the shape {tuple(spec.shape)}; got {tuple(state.shape)}. A state "
             "belongs to the layer and the batch size that it came from."
         )
+
+
+def _kind(state):
+    return f"a dict of {sorted(state)}" if isinstance(state, dict) else type(state).__name__
+
+
+def _sorted(state):
+    """The order in which Keras goes through a dict, so that all states have the same."""
+    return {name: state[name] for name in sorted(state)}

@@ -6,6 +6,7 @@ import numpy as np
 from keras import backend, tree
 
 from keras_recurrent.layers.checks import check_positive_integer
+from keras_recurrent.layers.tokens import initial_places
 from keras_recurrent.models.recurrent_backbone import RecurrentBackbone
 
 # States tell by their names what they are; see the layers. All others are recurrences.
@@ -87,12 +88,17 @@ def memory_sizes(model, batch_size, length):
         )
     sizes = dict.fromkeys(MemorySizes._fields, 0)
     sizes["parameters"] = sum(_bytes(weight) for weight in backbone.weights)
-    for block in backbone.transformer_layers:
-        # One row of one block at a time: rows are alike, and a large cache may not fit.
-        state = block.get_initial_state(1, length)
-        for path, array in tree.flatten_with_path(state):
+    for part in _parts_of_one_row(backbone, length):
+        for path, array in tree.flatten_with_path(part):
             sizes[PARTS.get(path[-1], "recurrent_state")] += batch_size * _bytes(array)
     return MemorySizes(**sizes)
+
+
+def _parts_of_one_row(backbone, length):
+    """The parts of a cache one after the other, of one row: a large cache may not fit."""
+    yield initial_places(1, backbone.uses_position)
+    for block in backbone.transformer_layers:
+        yield block.own_initial_state(1, length)
 
 
 def _bytes(array):

@@ -6,10 +6,10 @@ from keras import ops
 
 from keras_recurrent.conversion.export import export
 from keras_recurrent.layers.checks import check_positive_integer
-from keras_recurrent.layers.streaming import Tokens, segment_of
+from keras_recurrent.layers.streaming import check_state
+from keras_recurrent.layers.tokens import find_tokens, initial_places, place_specs
 from keras_recurrent.models import overrides, presets
 from keras_recurrent.models.segments import SegmentsOptional
-from keras_recurrent.ops import token_kind
 
 
 class RecurrentBackbone(SegmentsOptional, keras_hub.models.Backbone):
@@ -51,6 +51,7 @@ class RecurrentBackbone(SegmentsOptional, keras_hub.models.Backbone):
         self.transformer_layers = transformer_layers
         self.final_norm = final_norm
         self.embedding_scale = embedding_scale
+        self.uses_position = any(block.uses_position for block in transformer_layers)
 
         # === Functional model ===
         inputs = {
@@ -93,7 +94,8 @@ class RecurrentBackbone(SegmentsOptional, keras_hub.models.Backbone):
             token_ids: integers `[B, T]`.
             padding_mask: boolean `[B, T]`; None: all tokens are real.
             segment_ids: integers `[B, T]`; None: one document a row, or the one before goes on.
-            cache: the blocks' states to go on from; None: nothing was seen, and no cache returns.
+            cache: the cache to go on from, as `get_initial_state` makes it; None: nothing was
+                seen, and no cache returns.
             intercept: a function of activations and a number, -1 for the embeddings and i for the
                 output of block i; the network goes on with what it returns.
 
@@ -101,13 +103,17 @@ class RecurrentBackbone(SegmentsOptional, keras_hub.models.Backbone):
             `(hidden states [B, T, hidden_dim], cache)`.
 
         Raises:
-            ValueError: a cache of another number of blocks, or of other shapes.
+            ValueError: a cache of another structure, or of other shapes.
         """
-        if cache is not None and len(cache) != len(self.transformer_layers):
-            raise ValueError(
-                f"`cache` must hold a state for each of {len(self.transformer_layers)} blocks, as "
-                f"`get_initial_state(batch_size)` makes it; got {len(cache)}."
-            )
+        if cache is not None:
+            check_state(cache, self.cache_spec(token_ids.shape[0]), "cache")
+        # Found once, for all blocks. They get no `mask`: Keras would attach it to all that follows,
+        # and rescale the loss by it.
+        tokens, places = find_tokens(
+            *(token_ids, padding_mask, segment_ids, cache),
+            uses_position=self.uses_position,
+            return_state=cache is not None,
+        )
         intercept = intercept or (lambda x, i: x)
         x = self.token_embedding(token_ids)
         if self.embedding_scale is not None:
@@ -115,34 +121,34 @@ class RecurrentBackbone(SegmentsOptional, keras_hub.models.Backbone):
         x = intercept(x, -1)
         states = []
         arguments = self.block_arguments(x)
-        # As to layers inside one: Keras would attach a `mask` to all that follows, and rescale the
-        # loss by it.
-        kind = self._token_kind(token_ids, padding_mask, segment_ids, cache)
-        tokens = Tokens(padding_mask, segment_ids, kind).of_sublayer()
         for i, (block, further) in enumerate(zip(self.transformer_layers, arguments, strict=True)):
             if cache is None:
-                x = block(x, **tokens, **further)
+                x = block(x, tokens=tokens, return_state=False, **further)
             else:
-                x, state = block(x, **tokens, **further, initial_state=cache[i], return_state=True)
+                state = cache["blocks"][i]
+                x, state = block(
+                    x, tokens=tokens, initial_state=state, return_state=True, **further
+                )
                 states.append(state)
             x = intercept(x, i)
-        return self.final_norm(x), None if cache is None else tuple(states)
-
-    def _token_kind(self, token_ids, padding_mask, segment_ids, cache):
-        """One for all blocks: their states are of the same tokens."""
-        state, segment = None, None
-        if cache is not None:
-            state = cache[0]
-            self.transformer_layers[0].check_state(state, token_ids.shape[0])
-            segment = segment_of(state)
-        return token_kind(token_ids, padding_mask, segment_ids, segment, initial_state=state)
+        x = self.final_norm(x)
+        return x, None if cache is None else {"blocks": tuple(states), **places}
 
     def block_arguments(self, embeddings):
         """A dictionary of further call arguments for each block: what a family's blocks share."""
         return [{} for _ in self.transformer_layers]
 
+    def cache_spec(self, batch_size=None):
+        """The structure of a generation cache, as `KerasTensor`s."""
+        blocks = tuple(block.own_state_spec(batch_size) for block in self.transformer_layers)
+        return {"blocks": blocks, **place_specs(batch_size, self.uses_position)}
+
     def get_initial_state(self, batch_size, max_length=None):
-        """The generation cache in which nothing was seen: a tuple of the blocks' states.
+        """The generation cache in which nothing was seen.
+
+        It is a dict of `blocks`, a tuple with the own part of each block's state, of `segment`
+        `[B]`, and of `position` `[B]` where a block uses positions. All arrays have the batch
+        first. See `keras_recurrent.layers.StreamingLayer`.
 
         Args:
             batch_size: integer, rows.
@@ -157,16 +163,19 @@ class RecurrentBackbone(SegmentsOptional, keras_hub.models.Backbone):
         for name, number in (("batch_size", batch_size), ("max_length", max_length)):
             if isinstance(number, (int, float, str)):  # not a tensor, as in a graph
                 check_positive_integer(name, number)
-        return tuple(
-            block.get_initial_state(batch_size, max_length) for block in self.transformer_layers
+        blocks = tuple(
+            block.own_initial_state(batch_size, max_length) for block in self.transformer_layers
         )
+        return {"blocks": blocks, **initial_places(batch_size, self.uses_position)}
 
     def export_to_transformers(self, path, dtype=None, max_shard_size=5):
         """Writes the network as a checkpoint; see the method of the language model."""
         export(self, path, dtype=dtype, max_shard_size=max_shard_size)
 
     def rematerialized_call(self, layer_call, *args, **kwargs):
-        return layer_call  # its blocks recompute, the whole would keep nothing
+        return (
+            layer_call  # only blocks are rematerialized; for the whole it would repeat everything
+        )
 
     def enable_lora(self, rank, target_layer_names=None):
         """Freezes all weights but new low-rank ones beside some kernels, as in KerasHub."""

@@ -249,7 +249,7 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
         return super().preprocess_samples(x, y, sample_weight)
 
     def rematerialized_call(self, layer_call, *args, **kwargs):
-        return layer_call  # the backbone's blocks recompute, the whole would keep nothing
+        return layer_call  # only the backbone's blocks are rematerialized
 
     # === Generation ===
 
@@ -258,8 +258,7 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
 
         Args:
             token_ids: integers `[B, T]`, the tokens that follow on what the cache has seen.
-            cache: a tuple of the blocks' states, from a call before or from
-                `backbone.get_initial_state(batch_size)`.
+            cache: a cache, from a call before or from `backbone.get_initial_state(batch_size)`.
             cache_update_index: taken for KerasHub's signature; a state needs no place.
             padding_mask: boolean `[B, T]`, False at tokens to leave out; None: all count.
 
@@ -352,7 +351,7 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
         layer_intercept_fn=None,
         target_ids=None,
     ):
-        """The model's opinion of given tokens, with a look inside.
+        """Logits or losses of given tokens; can intercept layer activations.
 
         Args:
             token_ids: integers `[B, T]`.

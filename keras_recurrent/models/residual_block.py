@@ -14,7 +14,7 @@ class ResidualBlock(StreamingLayer):
     ```
 
     A family says `make_norm` and `make_mlp`, and registers its class with Keras. Further call
-    arguments of a family's block (see `StreamingLayer._call`) go to the layer that mixes tokens.
+    arguments (see `StreamingLayer.check_arguments`) go to the layer that mixes tokens.
 
     With `keras.RematScope` around its making, the block keeps only its inputs for the backward
     pass and computes the rest once more; what is inside the block never does so by itself.
@@ -29,11 +29,12 @@ class ResidualBlock(StreamingLayer):
 
     Call arguments:
         inputs: `[B, T, D]`.
-        mask, segment_ids, initial_state, return_state, token_kind: as in
+        mask, segment_ids, initial_state, return_state, tokens: as in
             `keras_recurrent.layers.StreamingLayer`.
 
     Returns:
-        `[B, T, D]` in the compute dtype. With `return_state` also the temporal block's state.
+        `[B, T, D]` in the compute dtype. With `return_state` also the state:
+        `{"temporal_block": its part, "segment": [B] int32}`, with `"position"` if it has positions.
     """
 
     def __init__(
@@ -69,27 +70,19 @@ class ResidualBlock(StreamingLayer):
                 if not layer.built:
                     layer.build(input_shape)
 
-    def stream(self, inputs, tokens, state, return_state, **further):
-        x = self.temporal_block(
+    def streaming_sublayers(self):
+        return {"temporal_block": self.temporal_block}
+
+    def stream(self, inputs, tokens, state, **kwargs):
+        x, after = self.temporal_block(
             self.temporal_norm(inputs),
-            **tokens.of_sublayer(),
-            **further,
-            initial_state=state,
-            return_state=return_state,
+            tokens=tokens,
+            initial_state=state.get("temporal_block"),
+            return_state=True,
+            **kwargs,
         )
-        x, after = x if return_state else (x, None)
         x = inputs + x
-        return x + self.mlp(self.channel_norm(x)), after
-
-    @property
-    def keeps_state(self):
-        return self.temporal_block.keeps_state
-
-    def state_spec(self, batch_size=None):
-        return self.temporal_block.state_spec(batch_size)
-
-    def get_initial_state(self, batch_size, max_length=None):
-        return self.temporal_block.get_initial_state(batch_size, max_length)
+        return x + self.mlp(self.channel_norm(x)), {"temporal_block": after}
 
     def get_config(self):
         return {

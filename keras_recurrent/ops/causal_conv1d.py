@@ -7,7 +7,7 @@ from keras_recurrent.ops.recurrent_operation import RecurrentOperation
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class CausalConv1DOperation(RecurrentOperation):
-    kernel = "causal_conv1d"
+    function = "causal_conv1d"
     shapes = {"x": "B T D", "kernel": "W D", "bias": "D"}
     state_shape = "B W-1 D"
     optional = ("bias",)
@@ -15,7 +15,7 @@ class CausalConv1DOperation(RecurrentOperation):
 
     @classmethod
     def check(cls, tensors, context, options):
-        check_activation(cls.kernel, options["activation"])
+        check_activation(cls.function, options["activation"])
         return super().check(tensors, context, options)
 
 

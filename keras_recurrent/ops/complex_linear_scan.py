@@ -7,7 +7,7 @@ from keras_recurrent.ops.recurrent_operation import RecurrentOperation
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class ComplexLinearScan(RecurrentOperation):
-    kernel = "complex_linear_scan"
+    function = "complex_linear_scan"
     shapes = {"x": "B T 2D", "log_a": "B T D", "phase": "B T D"}
     state_shape = "B 2D"
 

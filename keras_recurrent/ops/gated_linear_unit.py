@@ -7,7 +7,7 @@ from keras_recurrent.ops.operation import Operation
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class GatedLinearUnitOperation(Operation):
-    kernel = "gated_linear_unit"
+    function = "gated_linear_unit"
     shapes = {"gate": "...", "x": "..."}
     options = {"activation": None}
 
@@ -16,8 +16,8 @@ class GatedLinearUnitOperation(Operation):
         activation = options["activation"]
         if activation not in ("silu", "gelu"):
             raise ValueError(
-                f"`{cls.kernel}`: `activation` must be 'silu' or 'gelu'; got {activation!r}. Apply "
-                "any other to the gate, and multiply."
+                f"`{cls.function}`: `activation` must be 'silu' or 'gelu'; got {activation!r}. "
+                "Apply any other to the gate, and multiply."
             )
         return super().check(tensors, context, options)
 

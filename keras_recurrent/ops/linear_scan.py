@@ -7,7 +7,7 @@ from keras_recurrent.ops.recurrent_operation import RecurrentOperation
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class LinearScan(RecurrentOperation):
-    kernel = "linear_scan"
+    function = "linear_scan"
     shapes = {"x": "B T D", "log_a": "B T D"}
     state_shape = "B D"
 

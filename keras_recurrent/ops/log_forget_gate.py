@@ -2,18 +2,18 @@
 
 import keras
 
-from keras_recurrent.ops.operation import Operation, accumulation_dtype
+from keras_recurrent.ops.operation import Operation, dtype_of_sums
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class LogForgetGateOperation(Operation):
-    kernel = "log_forget_gate"
+    function = "log_forget_gate"
     shapes = {"logits": "... D", "lower_bound": "2 D"}
     output_like = "logits"
     optional = ("lower_bound",)
 
     def output_spec(self, tensors, sizes):
-        return keras.KerasTensor(tensors["logits"].shape, accumulation_dtype(tensors))
+        return keras.KerasTensor(tensors["logits"].shape, dtype_of_sums(tensors))
 
 
 def log_forget_gate(logits, lower_bound=None, *, implementation=None):

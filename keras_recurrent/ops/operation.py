@@ -1,4 +1,4 @@
-"""What the public operations share: their shapes and checks, graphs, and the call to a kernel."""
+"""What the public operations share: their checks, their nodes in graphs, the way to dispatch."""
 
 import keras
 from keras import ops
@@ -11,16 +11,20 @@ OPERATIONS: dict[str, type["Operation"]] = {}
 
 
 class Operation(keras.Operation):
-    """An operation, as a node of a Keras graph; `apply` is its way in.
+    """An operation, which may be a node of a Keras graph. Its public function calls `apply`.
 
-    A subclass names its kernel and the shapes of its tensors in letters (`D` channels; a letter may
-    carry a factor, `2D`, or an offset, `W-1`; `...` before them is any number of axes, and a number
-    is itself). The tensor `output_like` gives the output its shape and dtype. `options` are what
-    else the kernel takes, known when a graph is made, with what stands for each that is not given.
-    `context` names the tensors that the kernel does not take as they are.
+    Class attributes:
+        function: the name of the public function, and of the files in `backends/`.
+        shapes: the shapes of its tensors in letters: `D` channels. A letter may carry a factor,
+            `2D`, or an offset, `W-1`; `...` at the front is any number of axes; a number is itself.
+        output_like: the tensor that gives the output its shape and dtype.
+        optional: the tensors that may be None.
+        options: `{name: default}` of further arguments of an implementation, which are no tensors
+            and are known when a graph is made.
+        context: the tensors that implementations take in another form, made by `lower`.
     """
 
-    kernel: str
+    function: str
     shapes: dict[str, str]
     output_like: str = "x"  # not `output`, which is Keras's
     optional: tuple[str, ...] = ()
@@ -29,8 +33,8 @@ class Operation(keras.Operation):
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
-        if "kernel" in vars(cls):
-            OPERATIONS[cls.kernel] = cls
+        if "function" in vars(cls):
+            OPERATIONS[cls.function] = cls
 
     def __init__(self, implementation=None, name=None, **options):
         super().__init__(name=name)
@@ -39,28 +43,31 @@ class Operation(keras.Operation):
 
     @classmethod
     def apply(cls, tensors, implementation, options=None, **context):
-        """Run at once, or add a node to the graph when an argument is symbolic."""
+        """Compute at once, or add a node to the graph where an argument is symbolic."""
         tensors, context, options = convert(tensors), convert(context), options or {}
         cls.check(tensors, context, options)
         if symbolic(tensors, context):
             return cls(implementation, **options).symbolic_call(**tensors, **context)
-        return cls.run(tensors, context, options, implementation)
-
-    @classmethod
-    def run(cls, tensors, context, options, implementation):
-        return dispatch.run(cls.kernel, cls.lower(tensors, context, options), implementation)
+        arguments = cls.lower(tensors, context, options)
+        return cls.finish(dispatch.run(cls.function, arguments, implementation), options)
 
     @classmethod
     def lower(cls, tensors, context, options):
-        """The kernel's keyword arguments."""
+        """The keyword arguments of an implementation."""
         return {**tensors, **options}
+
+    @classmethod
+    def finish(cls, results, options):
+        """What the public function returns, from the results of an implementation."""
+        return results
 
     def call(self, **arguments):
         tensors = {name: arguments.pop(name) for name in self.shapes if name in arguments}
         return self.apply(tensors, self.implementation, self.options, **arguments)
 
     def rematerialized_call(self, call, *args, **kwargs):
-        return call  # kernels keep hardly more than their tensors; TensorFlow refuses keywords here
+        # Implementations keep little more than their tensors; TensorFlow refuses keywords here.
+        return call
 
     def compute_output_spec(self, **arguments):
         tensors = {name: arguments.pop(name) for name in self.shapes if name in arguments}
@@ -73,7 +80,7 @@ class Operation(keras.Operation):
 
     @classmethod
     def check(cls, tensors, context, options):
-        """Raise for what no kernel can take; return the sizes behind the letters."""
+        """Raise for what no implementation can take; return the sizes behind the letters."""
         return cls.check_tensors(tensors, cls.shapes)
 
     @classmethod
@@ -83,16 +90,16 @@ class Operation(keras.Operation):
         for name, tensor in tensors.items():
             if tensor is not None:
                 given[name] = (tuple(tensor.shape), letters[name].split())
-                check_dtype(cls.kernel, name, dtype_of(tensor))
+                check_dtype(cls.function, name, dtype_of(tensor))
             elif name in cls.shapes and name not in cls.optional:
-                raise ValueError(f"`{cls.kernel}` needs the argument `{name}`; got None.")
+                raise ValueError(f"`{cls.function}` needs the argument `{name}`; got None.")
         for name, (shape, dims) in given.items():
-            _check_rank(cls.kernel, name, shape, dims)
+            _check_rank(cls.function, name, shape, dims)
             for dim, size in zip(dims, _parts(shape, dims), strict=True):
                 if (dim.isalpha() or dim == "...") and sizes.get(dim) is None:
                     sizes[dim] = size
         for name, (shape, dims) in given.items():
-            _check_sizes(cls.kernel, name, shape, dims, sizes)
+            _check_sizes(cls.function, name, shape, dims, sizes)
         return sizes
 
     def get_config(self):
@@ -186,9 +193,14 @@ def dtype_of(tensor):
     return keras.backend.standardize_dtype(tensor.dtype)
 
 
-def accumulation_dtype(tensors):
-    dtypes = [dtype_of(t) for t in tensors.values() if t is not None]
+def accumulation_dtype(*dtypes):
+    """The dtype of states and sums: float64 if any of these is, else float32."""
     return "float64" if "float64" in dtypes else "float32"
+
+
+def dtype_of_sums(tensors):
+    """The `accumulation_dtype` of a dict of tensors or Nones."""
+    return accumulation_dtype(*(dtype_of(t) for t in tensors.values() if t is not None))
 
 
 def _parts(shape, dims):

@@ -3,37 +3,41 @@
 import keras
 from keras import ops
 
-from keras_recurrent.ops.operation import Operation, accumulation_dtype, shape_of
+from keras_recurrent.ops.operation import Operation, dtype_of_sums, shape_of
 from keras_recurrent.ops.token_kind import token_kind
 
 
 class RecurrentOperation(Operation):
-    """An operation over time: its kernel returns `(output, final_state)`.
+    """An operation over time, which returns `(output, final_state)`.
 
-    `B` is batch and `T` time: tensors with a `T` are turned around by `reverse`. A state of several
+    `B` is batch and `T` time: `reverse` flips the tensors that have a `T`. A state of several
     arrays is a dict.
+
+    Class attributes:
+        state_shape: the shape of the state in letters, or a dict of those of its arrays.
+        start_matters: whether a token that starts a document computes something else than one that
+            goes on from a state of zeros.
     """
 
     state_shape: str | dict[str, str]
     options = {"reverse": False}
     context = ("initial_state", "mask", "segment_ids", "previous_segment_id", "token_kind")
-    # Whether a start afresh differs from going on from a state of zeros.
     start_matters = False
 
     @classmethod
-    def run(cls, tensors, context, options, implementation):
-        output, final_state = super().run(tensors, context, options, implementation)
+    def finish(cls, results, options):
+        output, final_state = results
         return (ops.flip(output, axis=1) if options["reverse"] else output), final_state
 
     def output_spec(self, tensors, sizes):
         state_shape = shape_of(self.state_shape, sizes)
-        state = keras.KerasTensor(state_shape, accumulation_dtype(tensors))
+        state = keras.KerasTensor(state_shape, dtype_of_sums(tensors))
         return super().output_spec(tensors, sizes), state
 
     @classmethod
     def cast_state(cls, state, tensors):
-        """The state in the dtype that the kernel takes."""
-        return ops.cast(state, accumulation_dtype(tensors))
+        """The state in the dtype that implementations take."""
+        return ops.cast(state, dtype_of_sums(tensors))
 
     @classmethod
     def lower(cls, tensors, context, options):
@@ -70,13 +74,13 @@ class RecurrentOperation(Operation):
         given = tensors | context
         sizes = cls.check_tensors(given, letters)
         if sizes["T"] == 0:
-            raise ValueError(f"`{cls.kernel}` needs at least one token; got a sequence of none.")
+            raise ValueError(f"`{cls.function}` needs at least one token; got a sequence of none.")
         for name, tensor in given.items():
             # A state of attention to one token alone has no room, and a filter of one tap no past.
             if tensor is None or 0 not in tensor.shape or {"C", "W-1"} & {*letters[name].split()}:
                 continue
             raise ValueError(
-                f"`{cls.kernel}`: `{name}` must have no empty dimension; got the shape "
+                f"`{cls.function}`: `{name}` must have no empty dimension; got the shape "
                 f"{tuple(tensor.shape)} for [{', '.join(letters[name].split())}]. Leave out calls "
                 "with nothing to compute."
             )
@@ -91,7 +95,7 @@ class RecurrentOperation(Operation):
         beside += ["reverse"] if options["reverse"] else []
         if beside:
             raise ValueError(
-                f"`{cls.kernel}`: `token_kind` says all of mask, segments and what came before, "
+                f"`{cls.function}`: `token_kind` says all of mask, segments and what came before, "
                 f"first token first; got `{beside[0]}` beside it. Leave one of them out."
             )
 
@@ -102,7 +106,7 @@ class RecurrentOperation(Operation):
         if not isinstance(state, dict) or set(state) != set(shapes):
             got = f"a dict of {sorted(state)}" if isinstance(state, dict) else type(state).__name__
             raise ValueError(
-                f"`{cls.kernel}`: `initial_state` must be a dict of {sorted(shapes)}, as the "
+                f"`{cls.function}`: `initial_state` must be a dict of {sorted(shapes)}, as the "
                 f"operation returns it; got {got}."
             )
         names = {name: f"initial_state[{name!r}]" for name in shapes}

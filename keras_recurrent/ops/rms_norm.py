@@ -9,7 +9,7 @@ from keras_recurrent.ops.operation import Operation
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class RMSNormOperation(Operation):
-    kernel = "rms_norm"
+    function = "rms_norm"
     shapes = {"x": "... D", "scale": "D"}
     optional = ("scale",)
     options = {"epsilon": None}
@@ -19,7 +19,7 @@ class RMSNormOperation(Operation):
         epsilon = options["epsilon"]
         if not isinstance(epsilon, numbers.Real) or not float(epsilon) >= 0:
             raise ValueError(
-                f"`{cls.kernel}`: `epsilon` must be a number, at least 0; got {epsilon!r}."
+                f"`{cls.function}`: `epsilon` must be a number, at least 0; got {epsilon!r}."
             )
         return super().check(tensors, context, options)
 

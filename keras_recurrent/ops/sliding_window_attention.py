@@ -9,7 +9,7 @@ from keras_recurrent.ops.recurrent_operation import RecurrentOperation
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class SlidingWindowAttentionOperation(RecurrentOperation):
-    kernel = "sliding_window_attention"
+    function = "sliding_window_attention"
     shapes = {"q": "B T H K", "k": "B T G K", "v": "B T G V"}
     state_shape = {"key": "B C G K", "value": "B C G V", "position": "B"}
     output_like = "q"
@@ -51,15 +51,15 @@ class SlidingWindowAttentionOperation(RecurrentOperation):
             number = options[name]
             if number is not None and (type(number) is not int or number < 1):
                 raise ValueError(
-                    f"`{cls.kernel}`: `{name}` must be an integer, at least 1, or None; got "
+                    f"`{cls.function}`: `{name}` must be an integer, at least 1, or None; got "
                     f"{number!r}."
                 )
         sizes = super().check(tensors, context, options)
         heads, groups = sizes["H"], sizes["G"]
         if heads % groups:
             raise ValueError(
-                f"`{cls.kernel}`: the {groups} heads of `k` and `v` must divide the {heads} heads "
-                "of `q`, an equal number of which share each."
+                f"`{cls.function}`: the {groups} heads of `k` and `v` must divide the {heads} "
+                "heads of `q`, an equal number of which share each."
             )
         return sizes
 

@@ -2,12 +2,12 @@
 
 import keras
 
-from keras_recurrent.ops.operation import Operation, accumulation_dtype
+from keras_recurrent.ops.operation import Operation, dtype_of_sums
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class TokenCrossentropyOperation(Operation):
-    kernel = "token_crossentropy"
+    function = "token_crossentropy"
     shapes = {"logits": "... V", "tokens": "..."}
 
     @classmethod
@@ -15,13 +15,13 @@ class TokenCrossentropyOperation(Operation):
         sizes = super().check(tensors, context, options)
         if sizes["V"] == 0:
             raise ValueError(
-                f"`{cls.kernel}`: `logits` must have a vocabulary of at least one token; got the "
+                f"`{cls.function}`: `logits` must have a vocabulary of at least one token; got the "
                 f"shape {tuple(tensors['logits'].shape)}."
             )
         return sizes
 
     def output_spec(self, tensors, sizes):
-        return keras.KerasTensor(sizes["..."], accumulation_dtype(tensors))
+        return keras.KerasTensor(sizes["..."], dtype_of_sums(tensors))
 
 
 def token_crossentropy(logits, tokens, *, implementation=None):

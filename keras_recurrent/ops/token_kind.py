@@ -7,10 +7,9 @@ and wait for all that the GPU has to do.
 import keras
 from keras import ops
 
+from keras_recurrent.backends.constants import PADDING, STARTS
 from keras_recurrent.ops.operation import check_dtype, convert, dtype_of, symbolic
 from keras_recurrent.ops.shapes import fits
-
-STARTS, PADDING = 1, 2  # and 0: goes on
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -28,11 +27,11 @@ class TokenKind(keras.Operation):
 
 
 def token_kind(like, mask=None, segment_ids=None, previous_segment_id=None, initial_state=None):
-    """What each token is to a recurrence: 0 goes on, 1 starts afresh, 2 is padding.
+    """What each token is to a recurrence: 0 goes on, 1 starts a document, 2 is padding.
 
-    A token starts afresh when the real token before it belongs to another segment, or when there
-    is none and nothing was seen before the row. Kernels know of masks and segments only this, and
-    operations and layers take it, so that those with the same tokens need to find it but once.
+    A token starts a document when the real token before it belongs to another segment, or when
+    there is none and nothing was seen before the row. Implementations know of masks and segments
+    only this. Operations take it in their place, so that several on the same tokens find it once.
 
     Args:
         like: a tensor `[B, T, ...]`: gives the shape.
@@ -64,39 +63,55 @@ def token_kind(like, mask=None, segment_ids=None, previous_segment_id=None, init
     _check(tokens, like)
     if symbolic({"like": like, "initial_state": initial_state}, tokens):
         return TokenKind().symbolic_call(like, **tokens, initial_state=initial_state)
-    mask, segment_ids, previous_segment_id = tokens.values()
-    batch, length = ops.shape(like)[:2]
-    real = ops.ones((batch, length), "bool") if mask is None else ops.cast(mask, "bool")
-    place = ops.arange(length, dtype="int32")[None]
-    ones = ops.cast(real, "int32")
-    # How many real tokens there are before each in its row.
-    nth = place if mask is None else ops.cumsum(ones, axis=1) - ones
-    unseen = previous_segment_id is None and initial_state is None
+    mask, segment_ids, previous = tokens.values()
+    batch = ops.shape(like)[0]
+    if previous is not None:
+        previous = ops.cast(previous, "int32")
+    elif initial_state is None:
+        previous = -ops.ones((batch,), "int32")
+    if segment_ids is not None:
+        return _kinds_by_segments(like, mask, ops.cast(segment_ids, "int32"), previous)
+    return _kinds_in_one_document(like, mask, previous)
 
-    if segment_ids is None:
-        # One document: at most its first real token starts.
-        starts = real & (nth == 0)
-        if previous_segment_id is not None:
-            starts = starts & (ops.cast(previous_segment_id, "int32") < 0)[:, None]
-        elif not unseen:
-            starts = ops.zeros_like(starts)
+
+def _kinds_in_one_document(like, mask, previous):
+    """Where there are no segments: at most the first real token of a row starts."""
+    batch, length = ops.shape(like)[:2]
+    starts = None if previous is None else previous < 0
+    if mask is None and starts is not None and like.shape[1] == 1:
+        return ops.cast(starts, "int8")[:, None]  # a step of generation: one comparison
+    if mask is None:
+        real = ops.ones((batch, length), "bool")
+        first = ops.arange(length, dtype="int32")[None] == 0
     else:
-        segments = segment_ids = ops.cast(segment_ids, "int32")
-        if mask is not None:
-            # Real tokens to the front, in their order.
-            front = ops.argsort(place - length * ones, axis=1)
-            segments = ops.take_along_axis(segments, front, axis=1)
-        if unseen:
-            previous = -ops.ones((batch, 1), "int32")
-        elif previous_segment_id is None:
-            previous = segments[:, :1]
-        else:
-            previous = ops.cast(previous_segment_id, "int32")[:, None]
-        # The segment of the real token before each.
-        before = ops.concatenate([previous, segments[:, :-1]], axis=1)
-        if mask is not None:
-            before = ops.take_along_axis(before, nth, axis=1)
-        starts = real & ops.not_equal(segment_ids, before)
+        real = ops.cast(mask, "bool")
+        first = ops.cumsum(ops.cast(real, "int32"), axis=1) == 1
+    starts = ops.zeros_like(real) if starts is None else real & first & starts[:, None]
+    return _kinds(starts, real)
+
+
+def _kinds_by_segments(like, mask, segment_ids, previous):
+    """A real token starts where the one before it is of another segment."""
+    batch, length = ops.shape(like)[:2]
+    segments = segment_ids
+    if mask is not None:
+        # Real tokens to the front, in their order.
+        real = ops.cast(mask, "bool")
+        place, ones = ops.arange(length, dtype="int32")[None], ops.cast(real, "int32")
+        front = ops.argsort(place - length * ones, axis=1)
+        segments = ops.take_along_axis(segments, front, axis=1)
+    else:
+        real = ops.ones((batch, length), "bool")
+    previous = segments[:, :1] if previous is None else previous[:, None]
+    # The segment of the real token before each.
+    before = ops.concatenate([previous, segments[:, :-1]], axis=1)
+    if mask is not None:
+        # The number of real tokens before each in its row tells which that is.
+        before = ops.take_along_axis(before, ops.cumsum(ones, axis=1) - ones, axis=1)
+    return _kinds(real & ops.not_equal(segment_ids, before), real)
+
+
+def _kinds(starts, real):
     return ops.cast(starts, "int8") * STARTS + ops.cast(~real, "int8") * PADDING
 
 

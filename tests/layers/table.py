@@ -41,8 +41,9 @@ ROWS = {
     "RecurrentBlock": Row(
         lambda **kwargs: layers.RecurrentBlock(12, kernel_size=3, num_blocks=4, **kwargs),
         state={
-            "conv1d": {"inputs": (2, 12), "segment": ()},
-            "rg_lru": {"hidden": (12,), "segment": ()},
+            "conv1d": {"inputs": (2, 12)},
+            "rg_lru": {"hidden": (12,)},
+            "segment": (),
         },
     ),
     "LocalAttention": Row(
@@ -64,7 +65,7 @@ ROWS = {
         state={
             "memory": (4, 2, 2),
             "segment": (),
-            **{f"{name}_conv1d": {"inputs": (2, 8), "segment": ()} for name in "qfi"},
+            **{f"{name}_conv1d": {"inputs": (2, 8)} for name in "qfi"},
         },
     ),
     "HGRN": Row(

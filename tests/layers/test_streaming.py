@@ -4,9 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_recurrent.layers import RGLRU, LocalAttention, StreamingLayer
-from keras_recurrent.layers.streaming import segment_of
-from keras_recurrent.ops import token_kind
+from keras_recurrent.layers.tokens import find_tokens
 from tests.layers import loops
 from tests.layers.gradients import call_with, gradients
 from tests.layers.table import ROWS, WIDTH, assert_close, built, inputs, numpy, streaming_layer
@@ -71,19 +69,23 @@ def test_parts_equal_the_whole(name, mask, segment_ids):
 
 @streaming_layer
 @segments
-def test_token_kinds_may_be_shared(name, segment_ids):
+def test_tokens_are_handed_down(name, segment_ids):
+    """A layer inside another gets its tokens and its own part of the state, and returns that."""
     layer, x, mask = built(name), inputs(), MASKS["padding anywhere"]
-    tokens, state = {"mask": mask, "segment_ids": segment_ids}, None
+    given, state, own = {"mask": mask, "segment_ids": segment_ids}, None, None
     for _ in range(2):
-        segment = None if state is None else segment_of(state)
-        kind = token_kind(x, **tokens, previous_segment_id=segment, initial_state=state)
-        given = {**tokens, "initial_state": state, "return_state": True}
-        wanted = layer(x, **given)
-        shared = layer(x, **given, token_kind=kind)
-        keras.tree.map_structure(np.testing.assert_array_equal, numpy(shared), numpy(wanted))
-        alone = layer(x, token_kind=kind, initial_state=state)
-        assert_close(alone, numpy(wanted[0]), where=mask)
-        state = wanted[1]
+        wanted = layer(x, **given, initial_state=state, return_state=True)
+        tokens, places = find_tokens(
+            x, **given, state=state, uses_position=layer.uses_position, return_state=True
+        )
+        output, own = layer(x, tokens=tokens, initial_state=own, return_state=True)
+        state = {**own, **places}
+        keras.tree.map_structure(
+            np.testing.assert_array_equal, numpy((output, state)), numpy(wanted)
+        )
+    for argument in ("mask", "segment_ids"):
+        with pytest.raises(ValueError, match=f"got `{argument}` beside them. Leave one of them"):
+            layer(x, tokens=tokens, **{argument: mask})
 
 
 @streaming_layer
@@ -321,45 +323,3 @@ def test_gradients_flow_through_states(name):
         assert np.isfinite(gradient).all()
         assert gradient.size == 0 or (gradient != 0).mean() > 0.5
     np.testing.assert_array_equal(whole[1][~mask], 0)
-
-
-class Composite(StreamingLayer):
-    """As a user would write one."""
-
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.inner = {
-            "attention": LocalAttention(2, head_dim=4, sliding_window=3),
-            "rg_lru": RGLRU(num_blocks=2),
-        }
-
-    def build(self, input_shape):
-        super().build(input_shape)
-        for layer in self.inner.values():
-            layer.build(input_shape)
-
-    def state_spec(self, batch_size=None):
-        return {name: layer.state_spec(batch_size) for name, layer in self.inner.items()}
-
-    def stream(self, inputs, tokens, state, return_state):
-        x, after = inputs, {}
-        for name, layer in self.inner.items():
-            x = layer(
-                x,
-                **tokens.of_sublayer(),
-                initial_state=state[name] if state else None,
-                return_state=return_state,
-            )
-            x, after[name] = x if return_state else (x, None)
-        return x, after
-
-
-def test_a_composite_layer_of_ones_own():
-    layer, x, mask = Composite(), inputs(), MASKS["padding anywhere"]
-    for segment_ids in SEGMENTS.values():
-        whole = layer(x, mask=mask, segment_ids=segment_ids, return_state=True)
-        output, state = in_parts(layer, x, mask, segment_ids, [4])
-        assert_close(output, numpy(whole[0]), where=mask)
-        assert_close(state, whole[1])
-        output = layer(x, mask=mask, segment_ids=segment_ids)
-        assert_close(output, numpy(whole[0]), where=mask)

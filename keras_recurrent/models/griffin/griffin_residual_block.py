@@ -31,11 +31,12 @@ class GriffinResidualBlock(ResidualBlock):
 
     Call arguments:
         inputs: `[B, T, D]`.
-        mask, segment_ids, initial_state, return_state, token_kind: as in
+        mask, segment_ids, initial_state, return_state, tokens: as in
             `keras_recurrent.layers.StreamingLayer`.
 
     Returns:
-        `[B, T, D]` in the compute dtype. With `return_state` also the temporal block's state.
+        `[B, T, D]` in the compute dtype. With `return_state` also the state:
+        `{"temporal_block": its part, "segment": [B] int32}`, with `"position"` if it has positions.
 
     Example:
 

@@ -32,11 +32,12 @@ class HGRN2ResidualBlock(BoundedLayer, ResidualBlock):
         inputs: `[B, T, D]`.
         lower_bound: `[2, D]`, log β and log(1 - β), a row of what
             `keras_recurrent.layers.LowerBounds` returns; None: β is 0.
-        mask, segment_ids, initial_state, return_state, token_kind: as in
+        mask, segment_ids, initial_state, return_state, tokens: as in
             `keras_recurrent.layers.StreamingLayer`.
 
     Returns:
-        `[B, T, D]` in the compute dtype. With `return_state` also the temporal block's state.
+        `[B, T, D]` in the compute dtype. With `return_state` also the state:
+        `{"temporal_block": its part, "segment": [B] int32}`, with `"position"` if it has positions.
 
     Example:
 

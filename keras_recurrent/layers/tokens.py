@@ -1,0 +1,182 @@
+"""What layers need to know of their tokens: found once, then handed down."""
+
+from typing import Any, NamedTuple
+
+import keras
+from keras import ops
+
+from keras_recurrent.backends.constants import PADDING, STARTS
+from keras_recurrent.ops.operation import symbolic
+from keras_recurrent.ops.token_kind import token_kind
+
+
+class Tokens(NamedTuple):
+    """What a layer needs to know of its tokens, beside their values.
+
+    The outermost layer or the network makes it from the mask, the segments and the state
+    (`find_tokens`), and each layer hands it to the layers inside.
+
+    Attributes:
+        kind: int8 `[B, T]`, as `keras_recurrent.ops.token_kind` returns it. None: there is no mask,
+            no segments and no state, so that every row is one document from its first token on.
+        position: int32 `[B, T]`, how many real tokens of its document come before each token. At
+            padding it counts those of the document before. None: no layer here asks for it.
+    """
+
+    kind: Any = None
+    position: Any = None
+
+
+def find_tokens(
+    inputs, mask=None, segment_ids=None, state=None, uses_position=False, return_state=False
+):
+    """The `Tokens` of a sequence, and what the state after it says of where each row is.
+
+    Args:
+        inputs: `[B, T, ...]`, for their shape.
+        mask, segment_ids: as in `StreamingLayer`, or None.
+        state: a state with `segment` and, if positions are used, `position`; None: nothing was
+            seen.
+        uses_position: boolean, whether to find positions.
+        return_state: boolean, whether to find what the state after holds.
+
+    Returns:
+        `(tokens, places)`: a `Tokens` and, with `return_state`, the dict of `segment` and, if
+        positions are used, `position`, as the state after the sequence has them; else an empty
+        dict.
+    """
+    state = state or {}
+    given = {
+        "mask": mask,
+        "segment_ids": segment_ids,
+        "segment": state.get("segment"),
+        "position": state.get("position"),
+    }
+    if symbolic({"inputs": inputs}, given):
+        found = FindTokens(uses_position, return_state).symbolic_call(inputs, **given)
+    else:
+        found = _find(inputs, **given, uses_position=uses_position, return_state=return_state)
+    tokens = Tokens(found.pop("kind", None), found.pop("position", None))
+    return tokens, {name.removeprefix("next_"): array for name, array in found.items()}
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class FindTokens(keras.Operation):
+    """`find_tokens`, as a node of a Keras graph."""
+
+    def __init__(self, uses_position=False, return_state=False, name=None):
+        super().__init__(name=name)
+        self.uses_position = uses_position
+        self.return_state = return_state
+
+    def call(self, inputs, **given):
+        return _find(inputs, **given, **self._wanted())
+
+    def compute_output_spec(self, inputs, **given):
+        batch, length = inputs.shape[:2]
+        spec = {}
+        if any(tensor is not None for tensor in given.values()):
+            spec["kind"] = keras.KerasTensor((batch, length), "int8")
+        if self.uses_position:
+            spec["position"] = keras.KerasTensor((batch, length), "int32")
+        if self.return_state:
+            places = place_specs(batch, self.uses_position)
+            spec |= {f"next_{name}": place for name, place in places.items()}
+        return spec
+
+    def rematerialized_call(self, call, *args, **kwargs):
+        return call  # it has no gradient
+
+    def _wanted(self):
+        return {"uses_position": self.uses_position, "return_state": self.return_state}
+
+    def get_config(self):
+        return {"name": self.name, **self._wanted()}
+
+
+def _find(inputs, mask, segment_ids, segment, position, uses_position, return_state):
+    """A dict: `kind` if anything is given, `position`, `next_segment` and `next_position`."""
+    found = {}
+    if mask is not None:
+        mask = ops.cast(mask, "bool")
+    if segment is not None:
+        segment = ops.cast(segment, "int32")
+    if any(tensor is not None for tensor in (mask, segment_ids, segment)):
+        found["kind"] = token_kind(inputs, mask, segment_ids, segment)
+    if uses_position:
+        one_document = mask is None and segment_ids is None
+        kind = None if one_document else found["kind"]
+        found["position"] = token_position(inputs, kind, position)
+    if return_state:
+        if uses_position:
+            last = found["position"][:, -1]
+            real = 1 if mask is None else ops.cast(mask[:, -1], "int32")
+            found["next_position"] = last + real
+        found["next_segment"] = last_segment(inputs, mask, segment_ids, segment)
+    return found
+
+
+def place_specs(batch_size, uses_position):
+    """What a state says of where each row is, beside the layers' own parts, as `KerasTensor`s."""
+    names = ("position", "segment") if uses_position else ("segment",)
+    return {name: keras.KerasTensor((batch_size,), "int32") for name in names}
+
+
+def initial_places(batch_size, uses_position):
+    """The same where nothing was seen."""
+    places = {"position": ops.zeros((batch_size,), "int32")} if uses_position else {}
+    return {**places, "segment": ops.full((batch_size,), -1, "int32")}
+
+
+def token_position(inputs, kind=None, first=None):
+    """How many real tokens of its document come before each token, int32 `[B, T]`.
+
+    Args:
+        inputs: `[B, T, ...]`, for their shape.
+        kind: int8 `[B, T]`; None: all tokens are real, and a row goes on with one document.
+        first: int32 `[B]`, the position of a first token that goes on; None: 0.
+    """
+    batch, length = ops.shape(inputs)[:2]
+    first = ops.zeros((batch,), "int32") if first is None else ops.cast(first, "int32")
+    if kind is None:
+        if inputs.shape[1] == 1:
+            return first[:, None]
+        return first[:, None] + ops.arange(length, dtype="int32")
+    # Operators, not `ops`, where numbers meet tensors: see `keras_recurrent.ops.token_kind`.
+    starts = kind == STARTS
+    real = ops.cast(kind != PADDING, "int32")
+    before = ops.cumsum(real, axis=1) - real  # real tokens of the row before each
+    document = ops.cumsum(ops.cast(starts, "int32"), axis=1)
+    place = ops.arange(length, dtype="int32")[None]
+    # The places where documents start, in front and in their order: the d-th is in column d - 1.
+    order = ops.cast(ops.argsort(ops.where(starts, place, place + length), axis=1), "int32")
+    start = ops.take_along_axis(
+        ops.take_along_axis(before, order, axis=1), ops.relu(document - 1), axis=1
+    )
+    return ops.where(document == 0, first[:, None] + before, before - start)
+
+
+def last_segment(inputs, mask, segment_ids, previous):
+    """The segment of each row's last real token, int32 `[B]`.
+
+    Without `segment_ids` the previous segment goes on, or document 0 begins. A row without a real
+    token keeps its `previous` segment: -1 where that is None.
+
+    Args:
+        inputs: `[B, T, ...]`, for their shape.
+        mask, segment_ids: as in `StreamingLayer`, or None.
+        previous: the `segment` `[B]` of the state before, or None.
+    """
+    batch, length = ops.shape(inputs)[:2]
+    if previous is None:
+        # Not `ops.full`: on torch it reads the value back from the device, and waits for that.
+        previous = -ops.ones((batch,), "int32")
+    if segment_ids is None:
+        seen = ops.relu(previous)
+        return seen if mask is None else ops.where(ops.any(mask, axis=1), seen, previous)
+    segment_ids = ops.cast(segment_ids, "int32")
+    if mask is None:
+        return segment_ids[:, -1]
+    last = ops.argmax(ops.arange(length, dtype="int32")[None] * ops.cast(mask, "int32"), axis=1)
+    segment = ops.take_along_axis(segment_ids, last[:, None], axis=1)[:, 0]
+    return ops.where(ops.any(mask, axis=1), segment, previous)
