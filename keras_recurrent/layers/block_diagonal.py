@@ -4,16 +4,16 @@ import keras
 from keras import ops
 
 from keras_recurrent.layers.initializers import clone_initializer
+from keras_recurrent.layers.remat import no_further_remat
 
 
 def block_diagonal_dense(layer, name, units):
-    """A gate of `layer`: `num_blocks` maps of their own, from blocks of its width to `units`.
+    """A gate of `layer`: `num_blocks` linear maps, each from one block of its width to `units`.
 
-    An `EinsumDense`, so that LoRA and quantization reach it. A kernel of shape
+    It is an `EinsumDense`, so that LoRA and quantization work on it. A kernel of shape
     `[num_blocks, block width, units]` is drawn with the block width as its fan-in.
     """
-    # Recomputed with its layer, if at all, not a second time by itself.
-    with keras.RematScope(mode=None):
+    with no_further_remat():
         dense = keras.layers.EinsumDense(
             "hni,hij->hnj",
             output_shape=(None, units),
@@ -28,10 +28,10 @@ def block_diagonal_dense(layer, name, units):
 
 
 def apply_blocks(dense, inputs):
-    """`[B, T, D]` through a block-diagonal map, blocks side by side again.
+    """Applies a block-diagonal map to `[B, T, D]`; returns `[B, T, num_blocks * units]`.
 
-    Blocks go first, tokens follow: left to itself, XLA would put the tokens last and read all that
-    comes after across them.
+    The product is made with the blocks as the first axis and the tokens as the second. XLA by
+    itself would put the tokens last, and all that follows would read memory across them.
     """
     num_blocks, _, units = dense.bias.shape
     width = inputs.shape[-1] // num_blocks

@@ -162,7 +162,7 @@ class CGLRU(StreamingLayer):
 def _sqrt(z):
     """The square root, exactly, with its derivative 1 / sqrt(4z) held below MAX_SQRT_GRADIENT."""
     derivative = ops.rsqrt(ops.maximum(4 * z, 1 / MAX_SQRT_GRADIENT**2))
-    # The difference is 0: it adds nothing to the value, and all there is to the gradient.
+    # z - stop_gradient(z) is 0: the value stays, and the gradient is the bounded derivative.
     return ops.stop_gradient(ops.sqrt(z)) + ops.stop_gradient(derivative) * (
         z - ops.stop_gradient(z)
     )

@@ -4,7 +4,7 @@ import numbers
 
 
 def check_positive_integer(name, value):
-    # NumPy's integers are welcome: sizes are often counted with it.
+    # NumPy's integers are accepted: sizes often come from its functions.
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
         raise ValueError(f"`{name}` must be an integer, at least 1; got {value!r}.")
 

@@ -5,7 +5,7 @@ from keras import ops
 
 from keras_recurrent.layers.checks import check_positive_integer, check_width_known
 from keras_recurrent.layers.initializers import clone_initializer
-from keras_recurrent.layers.remat import RecomputableLayer
+from keras_recurrent.layers.remat import RecomputableLayer, no_further_remat
 
 
 class GatedLinearUnit(RecomputableLayer):
@@ -38,8 +38,7 @@ class GatedLinearUnit(RecomputableLayer):
         raise NotImplementedError
 
     def _dense(self, units, name):
-        # Recomputed with this layer, if at all, not a second time by itself.
-        with keras.RematScope(mode=None):
+        with no_further_remat():
             return keras.layers.Dense(
                 units,
                 use_bias=self.use_bias,

@@ -5,6 +5,7 @@ from keras import ops
 
 from keras_recurrent.layers.initializers import clone_initializer
 from keras_recurrent.layers.lower_bounds import BoundedLayer
+from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.ops import linear_scan
 
 
@@ -62,8 +63,7 @@ class HGRN(BoundedLayer):
 
     def build(self, input_shape):
         super().build(input_shape)
-        # Recomputed with this layer, if at all, not a second time by themselves.
-        with keras.RematScope(mode=None):
+        with no_further_remat():
             self.f_proj = self._dense("f_proj")
             self.i_proj = self._dense("i_proj")
             self.o_proj = self._dense("o_proj")

@@ -7,6 +7,7 @@ from keras_recurrent.layers.causal_conv1d import CausalConv1D
 from keras_recurrent.layers.checks import check_divides, check_positive_integer
 from keras_recurrent.layers.initializers import clone_initializer
 from keras_recurrent.layers.lower_bounds import BoundedLayer
+from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.layers.rms_norm import RMSNorm
 from keras_recurrent.ops import gated_linear_attention
 
@@ -103,8 +104,7 @@ class HGRN2(BoundedLayer):
     def build(self, input_shape):
         super().build(input_shape)
         check_divides("expand_ratio", self.expand_ratio, "the width of the inputs", self.width)
-        # Recomputed with this layer, if at all, not a second time by themselves.
-        with keras.RematScope(mode=None):
+        with no_further_remat():
             self.q_proj = self._dense("q_proj")
             self.f_proj = self._dense("f_proj")
             self.i_proj = self._dense("i_proj")

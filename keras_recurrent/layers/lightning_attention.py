@@ -6,6 +6,7 @@ from keras import ops
 from keras_recurrent.layers.checks import check_positive_integer
 from keras_recurrent.layers.initializers import clone_initializer
 from keras_recurrent.layers.lrpe import LRPE
+from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.layers.simple_rms_norm import SimpleRMSNorm
 from keras_recurrent.layers.streaming import StreamingLayer
 from keras_recurrent.ops import lightning_attention
@@ -113,8 +114,7 @@ class LightningAttention(StreamingLayer):
         self.use_lrpe = use_lrpe
         self.kernel_initializer = keras.initializers.get(kernel_initializer)
         inner = num_heads * head_dim
-        # Recomputed with this layer, if at all, not a second time by themselves.
-        with keras.RematScope(mode=None):
+        with no_further_remat():
             self.q_proj = self._dense(inner, "q_proj")
             self.k_proj = self._dense(inner, "k_proj")
             self.v_proj = self._dense(inner, "v_proj")
@@ -139,7 +139,7 @@ class LightningAttention(StreamingLayer):
         self.norm.build(inner_shape)
         if self.lrpe:
             self.lrpe.build((*input_shape[:2], self.num_heads, self.head_dim))
-        with keras.RematScope(mode=None):
+        with no_further_remat():
             self.o_proj = self._dense(self.width, "o_proj")
         self.o_proj.build(inner_shape)
 

@@ -5,6 +5,7 @@ from keras import ops
 
 from keras_recurrent.layers.checks import check_positive_integer
 from keras_recurrent.layers.initializers import clone_initializer
+from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.layers.rotary import rotate
 from keras_recurrent.layers.streaming import StreamingLayer
 from keras_recurrent.ops.sliding_window_attention import capacity, sliding_window_attention
@@ -143,8 +144,7 @@ class LocalAttention(StreamingLayer):
         self.v_proj = self._dense(num_key_value_heads * head_dim, "v_proj", use_bias=False)
 
     def _dense(self, units, name, use_bias):
-        # Recomputed with this layer, if at all, not a second time by itself.
-        with keras.RematScope(mode=None):
+        with no_further_remat():
             return keras.layers.Dense(
                 units,
                 use_bias=use_bias,
@@ -173,13 +173,13 @@ class LocalAttention(StreamingLayer):
             initial_state={**state, "position": tokens.position[:, 0]} if state else None,
             token_kind=tokens.kind,
         )
-        after.pop("position", None)  # it stands in the state of the outermost layer
+        after.pop("position", None)  # the outermost layer keeps it
         inner = self.num_query_heads * self.head_dim
         output = ops.reshape(output, (*ops.shape(q)[:2], inner))
         return self.o_proj(output), after
 
     def _heads(self, x):
-        # Not -1: TensorFlow would not know it where it does not know the time.
+        # Not -1: TensorFlow would lose the static size where the time is not known.
         heads = x.shape[-1] // self.head_dim
         return ops.reshape(x, (*ops.shape(x)[:2], heads, self.head_dim))
 
@@ -195,7 +195,7 @@ class LocalAttention(StreamingLayer):
         return self.sliding_window is not None or self.max_length is not None
 
     def own_state_spec(self, batch_size=None):
-        # The room of a state is its own, not the layer's: short rows need little of a window.
+        # None: a state made for short rows has room for fewer tokens than the window.
         shape = (batch_size, None, self.num_key_value_heads, self.head_dim)
         return {
             "key": keras.KerasTensor(shape, dtype=self.compute_dtype),

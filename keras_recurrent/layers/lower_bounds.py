@@ -62,6 +62,7 @@ class LowerBounds(RecomputableLayer):
 
     def __init__(self, num_layers, **kwargs):
         super().__init__(autocast=False, **kwargs)
+        self.supports_masking = True  # inputs may have a mask, which the bounds have not
         check_positive_integer("num_layers", num_layers)
         if num_layers < 2:
             raise ValueError(
@@ -82,7 +83,7 @@ class LowerBounds(RecomputableLayer):
         )
 
     def call(self, inputs):
-        # Above layer 0, layer i has the shares of layers 1 to i as β and all others as 1 - β.
+        # β of layer i is the sum of the softmax over rows 1 to i, 1 - β that over all other rows.
         layer = ops.arange(1, self.num_layers)[:, None, None]
         share = ops.arange(self.num_layers)[None, :, None]
         inside = ops.logical_and(share >= 1, share <= layer)
@@ -93,6 +94,9 @@ class LowerBounds(RecomputableLayer):
             for part in (inside, ops.logical_not(inside))
         ]
         return ops.stack(parts, axis=1) - total
+
+    def compute_mask(self, inputs, previous_mask):
+        return None
 
     def compute_output_spec(self, inputs):
         check_width_known(self, inputs.shape)

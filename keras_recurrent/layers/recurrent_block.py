@@ -6,6 +6,7 @@ from keras_recurrent.layers.causal_conv1d import CausalConv1D
 from keras_recurrent.layers.checks import check_num_blocks, check_positive_integer
 from keras_recurrent.layers.dense import apply_to_tokens
 from keras_recurrent.layers.initializers import clone_initializer, get_decay_initializer
+from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.layers.rg_lru import RGLRU
 from keras_recurrent.layers.streaming import StreamingLayer
 from keras_recurrent.ops.gated_linear_unit import gated_linear_unit
@@ -110,8 +111,7 @@ class RecurrentBlock(StreamingLayer):
         self.a_initializer = get_decay_initializer(a_initializer)
         self.kernel_initializer = keras.initializers.get(kernel_initializer)
         self.bias_initializer = keras.initializers.get(bias_initializer)
-        # Recomputed with this layer, if at all, not a second time by themselves.
-        with keras.RematScope(mode=None):
+        with no_further_remat():
             self.conv1d = CausalConv1D(
                 kernel_size,
                 bias_initializer=clone_initializer(self.bias_initializer),
@@ -145,7 +145,7 @@ class RecurrentBlock(StreamingLayer):
         self.conv1d.build(inner_shape)
         self.linear_x.build(input_shape)
         self.linear_y.build(input_shape)
-        with keras.RematScope(mode=None):
+        with no_further_remat():
             self.linear_out = self._dense(self.width, "linear_out")
         self.linear_out.build(inner_shape)
 

@@ -14,17 +14,26 @@ class RecomputableLayer(keras.layers.Layer):
 
     def rematerialized_call(self, layer_call, *args, **kwargs):
         if super().rematerialized_call(layer_call, *args, **kwargs) is layer_call:
-            return layer_call  # the `keras.RematScope` does not ask for this layer
+            return layer_call  # made without a `keras.RematScope`, or one for other layers
         return recompute(layer_call)
 
 
+def no_further_remat():
+    """A scope in which a layer makes its sublayers, so that they keep what they compute.
+
+    A layer takes up the `keras.RematScope` in which it is made. Under one that recomputes the outer
+    layer, its sublayers would otherwise be recomputed a second time, each by itself.
+    """
+    return keras.RematScope(mode=None)
+
+
 def recompute(layer_call):
-    """`layer_call`, recomputed in the backward pass, whatever it is called with.
+    """A function that computes what `layer_call` does, and computes it again for the gradient.
 
     `keras.remat` alone serves calls with positional tensors: TensorFlow refuses keywords, JAX
     would trace flags and refuses strings. So float tensors, which carry the gradients, go in by
     position, and all else is closed over. A graph of TensorFlow without XLA could train a weight
-    before it is read once more: there, gradients wait for all that is recomputed.
+    before the recomputation reads it: there, gradients wait for all that is recomputed.
     """
 
     def call(*args, **kwargs):

@@ -69,7 +69,7 @@ class RMSNorm(RecomputableLayer):
     def call(self, inputs):
         scale = ops.convert_to_tensor(self.scale)
         if self.zero_centered:
-            # In 16 bits 1 + scale would lose what is stored.
+            # In 16 bits, 1 + scale would round small values of scale away.
             scale = 1 + ops.cast(scale, accumulation_dtype(self.compute_dtype))
         return rms_norm(ops.cast(inputs, self.compute_dtype), scale, epsilon=self.epsilon)
 

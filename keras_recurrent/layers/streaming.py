@@ -5,7 +5,7 @@ from keras import ops, tree
 
 from keras_recurrent.layers.checks import check_tensor
 from keras_recurrent.layers.remat import RecomputableLayer
-from keras_recurrent.layers.tokens import find_tokens, initial_places, place_specs
+from keras_recurrent.layers.tokens import find_tokens, initial_places, own_part, place_specs
 from keras_recurrent.ops.operation import accumulation_dtype, check_dtype
 from keras_recurrent.ops.shapes import fits
 
@@ -180,6 +180,7 @@ class StreamingLayer(RecomputableLayer):
                 uses_position=self.uses_position,
                 return_state=return_state,
             )
+            initial_state = own_part(initial_state)
         inputs = ops.cast(inputs, self.compute_dtype)
         output, after = self.stream(inputs, tokens, initial_state or {}, **kwargs)
         return (output, _sorted({**after, **places})) if return_state else output
@@ -296,7 +297,10 @@ def check_state(state, spec, path):
     if isinstance(spec, tuple):
         if not isinstance(state, (tuple, list)) or len(state) != len(spec):
             got = f"{len(state)} parts" if isinstance(state, (tuple, list)) else _kind(state)
-            raise ValueError(f"`{path}` must be a tuple of {len(spec)} parts; got {got}.")
+            raise ValueError(
+                f"`{path}` must be a tuple of {len(spec)} parts, as "
+                f"`get_initial_state(batch_size)` makes it; got {got}."
+            )
         for i, part in enumerate(spec):
             check_state(state[i], part, f"{path}[{i}]")
         return

@@ -116,14 +116,22 @@ def _find(inputs, mask, segment_ids, segment, position, uses_position, return_st
     return found
 
 
+PLACES = ("position", "segment")  # what a state says of where each row is, once, at its top
+
+
+def own_part(state):
+    """A layer's own part of its state: all but the places. None stays None."""
+    return state and {name: part for name, part in state.items() if name not in PLACES}
+
+
 def place_specs(batch_size, uses_position):
-    """What a state says of where each row is, beside the layers' own parts, as `KerasTensor`s."""
-    names = ("position", "segment") if uses_position else ("segment",)
+    """The places of a state, as `KerasTensor`s."""
+    names = PLACES if uses_position else ("segment",)
     return {name: keras.KerasTensor((batch_size,), "int32") for name in names}
 
 
 def initial_places(batch_size, uses_position):
-    """The same where nothing was seen."""
+    """The places where nothing was seen."""
     places = {"position": ops.zeros((batch_size,), "int32")} if uses_position else {}
     return {**places, "segment": ops.full((batch_size,), -1, "int32")}
 

@@ -1,4 +1,4 @@
-"""What a model keeps in memory while it writes."""
+"""The memory of a model and of its cache during generation."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from keras_recurrent.layers.checks import check_positive_integer
 from keras_recurrent.layers.tokens import initial_places
 from keras_recurrent.models.recurrent_backbone import RecurrentBackbone
 
-# States tell by their names what they are; see the layers. All others are recurrences.
+# Which field of `MemorySizes` counts an array, by its name in the cache; the others are recurrent.
 PARTS = {
     "key": "keys_and_values",
     "value": "keys_and_values",
@@ -40,7 +40,7 @@ class MemorySizes(NamedTuple):
 
 
 def memory_sizes(model, batch_size, length):
-    """The bytes that a model takes while it writes, beside those of passing activations.
+    """The bytes that a model takes during generation, activations not counted.
 
     A step of generation reads all of it once, which is what it costs on hardware that is bound by
     its memory. De et al. 2024 (arXiv:2402.19427, appendix F) count, for each row of a batch:
@@ -95,7 +95,7 @@ def memory_sizes(model, batch_size, length):
 
 
 def _parts_of_one_row(backbone, length):
-    """The parts of a cache one after the other, of one row: a large cache may not fit."""
+    """The parts of a cache of one row, one by one: a whole cache may not fit into memory."""
     yield initial_places(1, backbone.uses_position)
     for block in backbone.transformer_layers:
         yield block.own_initial_state(1, length)

@@ -1,4 +1,4 @@
-"""What the networks of all families share: from tokens to hidden states, and their cache."""
+"""What the networks of all families share: the way from tokens to hidden states, the cache."""
 
 import keras
 import keras_hub
@@ -135,7 +135,7 @@ class RecurrentBackbone(SegmentsOptional, keras_hub.models.Backbone):
         return x, None if cache is None else {"blocks": tuple(states), **places}
 
     def block_arguments(self, embeddings):
-        """A dictionary of further call arguments for each block: what a family's blocks share."""
+        """A dictionary of further call arguments for each block, such as its lower bound."""
         return [{} for _ in self.transformer_layers]
 
     def cache_spec(self, batch_size=None):
@@ -173,14 +173,13 @@ class RecurrentBackbone(SegmentsOptional, keras_hub.models.Backbone):
         export(self, path, dtype=dtype, max_shard_size=max_shard_size)
 
     def rematerialized_call(self, layer_call, *args, **kwargs):
-        return (
-            layer_call  # only blocks are rematerialized; for the whole it would repeat everything
-        )
+        # Only blocks are rematerialized; doing it for the whole model would recompute everything.
+        return layer_call
 
     def enable_lora(self, rank, target_layer_names=None):
         """Freezes all weights but new low-rank ones beside some kernels, as in KerasHub."""
         super().enable_lora(rank, target_layer_names)
-        # KerasHub leaves the biases beside those kernels to train, but never saves them.
+        # KerasHub lets the biases of these layers train, but does not save them.
         for layer in self._flatten_layers(include_self=False):
             if getattr(layer, "lora_enabled", False) and layer.bias is not None:
                 layer.bias.trainable = False
@@ -200,10 +199,10 @@ def reversible_embedding(
         vocabulary_size,
         hidden_dim,
         tie_weights=tie_weights,
-        # Logits of about unit variance: the last norm leaves states of unit size.
+        # So that logits have about unit variance: the last norm makes hidden states of unit size.
         embeddings_initializer=keras.initializers.RandomNormal(stddev=hidden_dim**-0.5),
         logit_soft_cap=logit_soft_cap,
-        # By itself, Keras computes logits in float32 inside a model, though not outside.
+        # Without this, Keras computes the logits in float32 inside a model, but not outside.
         reverse_dtype=keras.dtype_policies.get(dtype).compute_dtype,
         dtype=dtype,
         name="token_embedding",

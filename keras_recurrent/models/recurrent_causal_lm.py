@@ -1,4 +1,4 @@
-"""What the language models of all families share: train, score, write."""
+"""What the language models of all families share: training, scores, generation."""
 
 import functools
 
@@ -216,7 +216,7 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
         if isinstance(validation_data, (tuple, list)):
             held_out = keras.utils.unpack_x_y_sample_weight(tuple(validation_data))
             validation_data = self._packed(*held_out)
-        # KerasHub makes a dataset to preprocess step by step, which Keras cannot shuffle.
+        # KerasHub's `fit` would make a dataset of them, which Keras cannot shuffle.
         held_out_x = validation_data[0] if isinstance(validation_data, tuple) else validation_data
         ready = _is_tokens(x) and (held_out_x is None or _is_tokens(held_out_x))
         fit = functools.partial(keras.Model.fit, self) if ready else super().fit
@@ -315,14 +315,14 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
             logits, hidden_states, cache = self.call_with_cache(last, cache)
             return ops.squeeze(logits, axis=1), ops.squeeze(hidden_states, axis=1), cache
 
-        # A sampler begins by feeding the token at `index - 1` and then forces the rest of longer
-        # prompts. A state cannot take a token twice, so the cache begins before that one.
+        # A sampler begins by feeding the token at `index - 1`, and feeds the rest of longer prompts
+        # token by token. A state must not take a token twice, so the cache ends before that one.
         batch_size, length = ops.shape(token_ids)
         seen = ops.broadcast_to(ops.arange(length, dtype="int32") < index - 1, ops.shape(token_ids))
         cache = self.backbone.get_initial_state(batch_size, max_length=length)
         hidden_states, cache = self.backbone.hidden_states(token_ids, seen, cache=cache)
         if isinstance(self.sampler, keras_hub.samplers.ContrastiveSampler):
-            # It compares with all hidden states before `index`, the last of which is missing.
+            # It compares with all hidden states before `index`; the last is not computed yet.
             _, last, _ = next_token(token_ids, cache, index)
             hidden_states = ops.slice_update(hidden_states, [0, index - 1, 0], last[:, None])
 
@@ -425,7 +425,7 @@ def _check_vocabulary(backbone, preprocessor):
     try:
         size = tokenizer.vocabulary_size()
     except ValueError:
-        return  # a saved one, whose file comes after the model
+        return  # a saved tokenizer, which gets its file after the model is made
     if size > backbone.vocabulary_size:
         raise ValueError(
             f"`preprocessor`: its tokenizer has {size} tokens, the backbone knows "

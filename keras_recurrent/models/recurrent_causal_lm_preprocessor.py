@@ -90,7 +90,7 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
 
     def build(self, input_shape):
         super().build(input_shape)
-        self.packer.built = True  # or the model would refuse to quantize
+        self.packer.built = True  # a model with layers that are not built refuses to quantize
 
     def call(self, x, y=None, sample_weight=None, sequence_length=None):
         if sequence_length is not None:
@@ -106,8 +106,8 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
         return pack(x, sequence_length or self.sequence_length)
 
     def generate_preprocess(self, x, sequence_length=None):
-        # `generate` says its `max_length` so. KerasHub would cut a row at a negative one, from its
-        # end, and take 0 as none.
+        # It is the `max_length` of `generate`. KerasHub would take a negative one for a number of
+        # tokens to cut off at the end, and 0 for None.
         if sequence_length is not None:
             check_positive_integer("max_length", sequence_length)
         return super().generate_preprocess(x, sequence_length=sequence_length)

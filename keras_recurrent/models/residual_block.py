@@ -3,6 +3,7 @@
 import keras
 
 from keras_recurrent.layers import StreamingLayer
+from keras_recurrent.layers.remat import no_further_remat
 
 
 class ResidualBlock(StreamingLayer):
@@ -60,9 +61,7 @@ class ResidualBlock(StreamingLayer):
 
     def build(self, input_shape):
         super().build(input_shape)
-        # A layer takes up the scope in which it is made: without this one, each sublayer would
-        # recompute by itself inside the block, which does so already.
-        with keras.RematScope(mode=None):
+        with no_further_remat():
             self.temporal_norm = self.make_norm("temporal_norm")
             self.channel_norm = self.make_norm("channel_norm")
             self.mlp = self.make_mlp("mlp")

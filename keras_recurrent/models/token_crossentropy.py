@@ -47,7 +47,7 @@ class TokenCrossentropy(keras.losses.Loss):
 
     @property
     def dtype(self):
-        """None, to which Keras casts nothing: neither the logits nor the tokens."""
+        """None: Keras then casts neither the logits nor the tokens."""
         return None
 
     def call(self, y_true, y_pred):

@@ -167,7 +167,8 @@ def shape_of(dims, sizes):
 
 def convert(tensors):
     """As tensors, but for Nones and symbols."""
-    # Not `tree.map_structure`: a state kept as a layer's attribute is no plain dict any more.
+    # Not `tree.map_structure`: Keras replaces a dict that becomes an attribute of a layer by one
+    # of its own class.
     return {name: _convert_one(t) for name, t in tensors.items()}
 
 
@@ -181,7 +182,7 @@ def _convert_one(tensor):
 
 def symbolic(*groups):
     """Whether a tensor is, in these dicts of them."""
-    # Nor `tree.flatten`, which takes longer than all checks.
+    # Not `tree.flatten`, which takes longer than all checks together.
     return any(
         symbolic(t) if isinstance(t, dict) else isinstance(t, keras.KerasTensor)
         for tensors in groups

@@ -76,7 +76,7 @@ class RecurrentOperation(Operation):
         if sizes["T"] == 0:
             raise ValueError(f"`{cls.function}` needs at least one token; got a sequence of none.")
         for name, tensor in given.items():
-            # A state of attention to one token alone has no room, and a filter of one tap no past.
+            # Attention with a window of one token and a filter of one tap have empty states.
             if tensor is None or 0 not in tensor.shape or {"C", "W-1"} & {*letters[name].split()}:
                 continue
             raise ValueError(

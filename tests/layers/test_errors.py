@@ -129,10 +129,6 @@ def test_masks_and_segments_of_another_shape(name):
             layer(x, mask=bad.astype("bool"))
         with pytest.raises(ValueError, match=r"`segment_ids` must have the shape \[batch, time\]"):
             layer(x, segment_ids=bad)
-        with pytest.raises(ValueError, match=r"`token_kind` must have the shape \[batch, time\]"):
-            layer(x, token_kind=bad.astype("int8"))
-    with pytest.raises(ValueError, match=r"`token_kind` must be int8, as"):
-        layer(x, token_kind=np.ones((3, 8), "int32"))
     with pytest.raises(ValueError, match=r"`segment_ids` must be integers"):
         layer(x, segment_ids=np.ones((3, 8), "float32"))
     with pytest.raises(ValueError, match=r"`mask` must be boolean.*got float32"):

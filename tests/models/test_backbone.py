@@ -1,5 +1,6 @@
 """What the network computes, and what it takes."""
 
+import collections
 import importlib
 
 import keras
@@ -228,22 +229,67 @@ def test_the_layout_map_covers_the_large_weights(family):
 
 
 @any_family
-def test_blocks_share_what_their_tokens_are(family, monkeypatch):
+def test_tokens_are_found_once(family, monkeypatch):
     """With masks and segments it is a sort of each row, which no compiler spares in eager calls."""
     # Not by `import`, which gives the function of that name.
-    module = importlib.import_module("keras_recurrent.ops.token_kind")
-    backbone, found, check = tiny_backbone(family=family), [], module._check
-
-    def counted(*args):
-        found.append(args)
-        check(*args)
-
-    monkeypatch.setattr(module, "_check", counted)
+    modules = [
+        importlib.import_module(f"keras_recurrent.{name}")
+        for name in ("ops.token_kind", "layers.tokens", "models.recurrent_backbone")
+    ]
+    backbone, counts = tiny_backbone(family=family), collections.Counter()
+    for name in ("_check", "find_tokens", "token_kind", "token_position", "last_segment"):
+        for module in modules:
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, counted(counts, getattr(module, name)))
     cache = backbone.get_initial_state(3, LENGTH)
+    uses_position = family in ("griffin", "transnormer")
     for before in (None, cache):
-        found.clear()
-        backbone.hidden_states(tokens(), tokens() > 4, tokens(), cache=before)
-        assert len(found) == 1
+        for token_ids, *others in ((tokens(), tokens() > 4, tokens()), (tokens()[:, :1],)):
+            counts.clear()
+            backbone.hidden_states(token_ids, *others, cache=before)
+            assert counts["find_tokens"] == 1
+            assert counts["token_position"] == uses_position
+            assert counts["last_segment"] == (before is not None)
+            if others or before:
+                assert counts["_check"] == counts["token_kind"] == 1
+
+
+def counted(counts, function):
+    def counting(*args, **kwargs):
+        counts[function.__name__] += 1
+        return function(*args, **kwargs)
+
+    return counting
+
+
+@any_family
+def test_a_cache_says_once_where_its_rows_are(family):
+    cache = tiny_backbone(family=family).get_initial_state(3, LENGTH)
+    paths = [path for path, _ in keras.tree.flatten_with_path(cache)]
+    places = [path for path in paths if path[-1] in ("segment", "position")]
+    assert places == [("segment",)] if family == "hgrn2" else [("position",), ("segment",)]
+
+
+@any_family
+def test_the_next_token_needs_no_look_at_its_row(family, monkeypatch):
+    """One comparison tells whether a token is the first; nothing is sorted or summed for it."""
+    backbone, token_ids = tiny_backbone(family=family), tokens()[:, :3]
+    cache = backbone.get_initial_state(3, LENGTH)
+    whole, _ = backbone.hidden_states(token_ids, cache=cache)
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("one token has no order")
+
+    for name in ("argsort", "cumsum", "take_along_axis", "argmax"):
+        monkeypatch.setattr(keras.ops, name, refuse)
+    for t in range(3):
+        x, cache = backbone.hidden_states(token_ids[:, t : t + 1], cache=cache)
+        np.testing.assert_allclose(
+            keras.ops.convert_to_numpy(x)[:, 0],
+            keras.ops.convert_to_numpy(whole)[:, t],
+            rtol=1e-4,
+            atol=1e-5,
+        )
 
 
 @pytest.mark.skipif(keras.config.backend() != "torch", reason="JAX and TensorFlow compile a step")

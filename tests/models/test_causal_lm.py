@@ -132,9 +132,13 @@ def test_scores_ask_for_what_they_need():
 def test_a_cache_has_a_state_for_each_block():
     model = tiny_causal_lm()
     cache = model.backbone.get_initial_state(1, max_length=4)
-    with pytest.raises(ValueError, match=r"`cache` must hold a state for each of 3 blocks.*got 2"):
-        model.call_with_cache(np.ones((1, 1), "int32"), cache[:2])
-    with pytest.raises(ValueError, match=r"`initial_state.*must have the shape \(2, .*got \(1, "):
+    token = np.ones((1, 1), "int32")
+    fewer = {**cache, "blocks": cache["blocks"][:2]}
+    with pytest.raises(ValueError, match=r"`cache\['blocks'\]` must be a tuple of 3 .*got 2 parts"):
+        model.call_with_cache(token, fewer)
+    with pytest.raises(ValueError, match=r"`cache` must be a dict of \['blocks', .*got tuple"):
+        model.call_with_cache(token, cache["blocks"])
+    with pytest.raises(ValueError, match=r"`cache.*must have the shape \(2, .*got \(1, "):
         model.call_with_cache(np.ones((2, 1), "int32"), cache)
 
 

@@ -101,6 +101,31 @@ def test_strings_need_no_tensorflow():
     assert done.stdout.endswith("done\n"), done.stderr
 
 
+@pytest.mark.skipif(BACKEND != "torch", reason="JAX and TensorFlow trace what they compile")
+@any_family
+def test_torch_traces_a_step_of_generation(family):
+    """`torch.compile` stops in Keras's call of a layer that is given a dict; `make_fx` does not."""
+    import torch
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    backbone = tiny_backbone(family=family)
+    token_ids = torch.tensor([[5], [7]], dtype=torch.int32)
+    with torch.no_grad():
+        cache = backbone.get_initial_state(2, max_length=6)
+        _, cache = backbone.hidden_states(token_ids, cache=cache)
+        flat = keras.tree.flatten(cache)
+
+        def step(token_ids, *flat):
+            before = keras.tree.pack_sequence_as(cache, flat)
+            x, after = backbone.hidden_states(token_ids, cache=before)
+            return [x, *keras.tree.flatten(after)]
+
+        graph = make_fx(step)(token_ids, *flat)
+        token_ids = token_ids + 3
+        for traced, plain in zip(graph(token_ids, *flat), step(token_ids, *flat), strict=True):
+            torch.testing.assert_close(traced, plain)
+
+
 @pytest.mark.skipif(BACKEND != "torch", reason="JAX and TensorFlow compile a step as one program")
 @any_family
 def test_torch_compiles_a_network_as_one_graph(family):

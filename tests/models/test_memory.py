@@ -19,10 +19,11 @@ def test_sizes_are_those_of_the_arrays(dtype, length):
     assert sizes.parameters == nbytes(model.weights)
     assert sizes.cache == nbytes(cache)
     assert sizes.total == sizes.parameters + sizes.cache
-    assert sizes.recurrent_state == nbytes(cache[0]["rg_lru"]["hidden"])
-    assert sizes.convolution_state == nbytes(cache[0]["conv1d"]["inputs"])
-    attention = [{key: state[key] for key in ("key", "value")} for state in cache[1:]]
+    recurrent, *attention = cache["blocks"]
+    assert sizes.recurrent_state == nbytes(recurrent["temporal_block"]["rg_lru"])
+    assert sizes.convolution_state == nbytes(recurrent["temporal_block"]["conv1d"])
     assert sizes.keys_and_values == nbytes(attention)
+    assert sizes.places == 3 * 2 * 4  # a segment and a position a row
 
 
 @pytest.mark.once

@@ -1,5 +1,6 @@
 """Which implementation runs, and how a user steers and asks."""
 
+import sys
 import types
 
 import numpy as np
@@ -83,13 +84,42 @@ def test_unknown_names():
         keras_recurrent.which_implementation("linear_scan", X, -X, sliding_window=3)
 
 
-def test_a_missing_package_is_a_reason(monkeypatch):
-    monkeypatch.setitem(dispatch.REQUIRES, "picky", "no_such_package")
+@pytest.fixture
+def folder(monkeypatch):
+    """A folder of backends/ with one operation and nothing else."""
+    name = "keras_recurrent.backends.picky"
+    package = types.ModuleType(name)
+    package.__path__ = []
+    monkeypatch.setitem(sys.modules, name, package)
+    return package
+
+
+def test_what_a_folder_misses_is_a_reason(folder):
+    folder.unavailable = lambda: "the package `no_such_package` is not installed"
     row = dispatch._implementation("picky", ["linear_scan"])
     assert row == {"linear_scan": "the package `no_such_package` is not installed"}
+    folder.unavailable = lambda: None
+    row = dispatch._implementation("picky", ["linear_scan"])
+    assert row == {"linear_scan": "there is no backends/picky/linear_scan.py"}
 
 
-def test_an_error_in_an_import_is_not_covered_up(monkeypatch):
-    monkeypatch.setitem(dispatch.REQUIRES, "picky", "keras")
-    with pytest.raises(ModuleNotFoundError, match="picky"):
+def test_an_error_in_an_import_is_not_covered_up(folder, tmp_path):
+    (tmp_path / "linear_scan.py").write_text("import no_such_package")
+    folder.__path__ = [str(tmp_path)]
+    with pytest.raises(ModuleNotFoundError, match="no_such_package"):
         dispatch._implementation("picky", ["linear_scan"])
+
+
+def test_an_implementation_without_a_rule_takes_everything(picky, monkeypatch):
+    monkeypatch.delattr(dispatch.KERNELS["linear_scan"]["picky"], "unsupported")
+    assert ops.linear_scan(X[:, :3], -X[:, :3]) == ("picky", "ran")
+
+
+def test_a_backend_without_implementations_refuses(monkeypatch):
+    monkeypatch.setattr(dispatch, "BACKEND", "numpy")
+    with pytest.raises(
+        NotImplementedError, match=r"on numpy: nothing runs.* jax, torch, tensorflow"
+    ):
+        ops.linear_scan(X, -X)
+    with pytest.raises(ValueError, match="must be one of none on the Keras backend 'numpy'"):
+        ops.linear_scan(X, -X, implementation="torch")

@@ -3,6 +3,7 @@
 import keras
 
 from keras_recurrent.layers import LocalAttention, RecurrentBlock, RMSNorm
+from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.models.griffin.griffin_residual_block import GriffinResidualBlock
 from keras_recurrent.models.recurrent_backbone import (
     RecurrentBackbone,
@@ -11,7 +12,7 @@ from keras_recurrent.models.recurrent_backbone import (
     reversible_embedding,
 )
 
-# What a block type cannot do without, beside what all of them share.
+# The arguments that a block type needs, beside those that all of them need.
 NEEDS = {
     "recurrent": ("lru_width",),
     "local_attention": ("num_query_heads", "sliding_window"),
@@ -159,7 +160,7 @@ class GriffinBackbone(RecurrentBackbone):
             "local_attention": lambda: attention(sliding_window),
             "global_attention": lambda: attention(None),
         }
-        # A name alone is no pattern: its letters would be.
+        # A string would be read as a pattern of its letters.
         block_types = (block_types,) if isinstance(block_types, str) else tuple(block_types)
         _check_block_types(
             block_types,
@@ -169,8 +170,8 @@ class GriffinBackbone(RecurrentBackbone):
             sliding_window=sliding_window,
         )
 
-        # Only blocks recompute under `keras.RematScope`: the logits call the embedding with a flag.
-        with keras.RematScope(mode=None):
+        # Only blocks are recomputed under a `keras.RematScope`.
+        with no_further_remat():
             token_embedding = reversible_embedding(
                 vocabulary_size, hidden_dim, logit_soft_cap=final_logit_soft_cap, dtype=dtype
             )

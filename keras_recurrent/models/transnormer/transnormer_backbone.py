@@ -3,6 +3,7 @@
 import keras
 
 from keras_recurrent.layers import LightningAttention, SimpleRMSNorm
+from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.models.recurrent_backbone import (
     RecurrentBackbone,
     check_sizes,
@@ -92,8 +93,8 @@ class TransNormerBackbone(RecurrentBackbone):
             hidden_dim=hidden_dim,
             intermediate_dim=intermediate_dim,
         )
-        # Only blocks recompute under `keras.RematScope`: the logits call the embedding with a flag.
-        with keras.RematScope(mode=None):
+        # Only blocks are recomputed under a `keras.RematScope`.
+        with no_further_remat():
             token_embedding = reversible_embedding(
                 vocabulary_size, hidden_dim, tie_word_embeddings, dtype=dtype
             )

@@ -1,0 +1,37 @@
+"""Files of November 2026, when each layer kept a segment of its own, load and compute the same.
+
+`saved/` was made on torch: `layers.keras`, a functional model of layers over time, one of them with
+its state among inputs and outputs; `preset/`, a Griffin by `save_to_preset`; and what both gave.
+"""
+
+import pathlib
+
+import keras
+import keras_hub
+import numpy as np
+
+SAVED = pathlib.Path(__file__).parent / "saved"
+
+
+def test_a_functional_model_of_layers():
+    model = keras.models.load_model(SAVED / "layers.keras")
+    then = np.load(SAVED / "layers.npz")
+    before = {"hidden": then["hidden"], "segment": then["segment"]}
+    got = model({"ids": then["ids"], "documents": then["documents"], "before": before})
+    for name, array in (
+        ("y", got["y"]),
+        ("hidden_after", got["after"]["hidden"]),
+        ("segment_after", got["after"]["segment"]),
+    ):
+        array = keras.ops.convert_to_numpy(array)
+        np.testing.assert_allclose(array, then[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_preset():
+    model = keras_hub.models.CausalLM.from_preset(str(SAVED / "preset"))
+    then = np.load(SAVED / "preset.npz")
+    token_ids = then["token_ids"]
+    logits = model({"token_ids": token_ids, "padding_mask": np.ones_like(token_ids)})
+    np.testing.assert_allclose(
+        keras.ops.convert_to_numpy(logits), then["logits"], rtol=1e-4, atol=1e-4
+    )
