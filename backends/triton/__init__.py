@@ -1,15 +1,18 @@
-"""Triton kernels: PyTorch on NVIDIA GPUs. What is read is read once, what is written once.
+"""Triton kernels for PyTorch on NVIDIA GPUs; each reads and writes a tensor as few times as it can.
 
-Each operation is an operator of its own with a backward operator, as in `backends/torch`: one
-node for `torch.compile`, no graph breaks, the same limits. Nothing is tuned at run time unless a
-user asks for it by `keras_recurrent.autotune` (`_search.py`): sizes come from shapes by a fixed
-rule, so the same inputs give the same bits, and a new shape costs one compilation a kernel.
-Arithmetic is float32. Matrix products, in attention alone, take bfloat16 tensors as they are,
-softmax attention float16, too, and all others in more than one part, never in TF32 by itself
-(`_products.py`).
+In this folder a kernel is a GPU program, and the public function of a file is the implementation of
+an operation. As in `backends/torch`, each implementation is a custom operator of torch with a
+custom operator for its gradients: one node for `torch.compile`, no graph breaks, and the same
+limits. Tile sizes follow from shapes by a fixed rule, so the same inputs give the same bits, and a
+new shape costs one compilation a kernel. They are timed and chosen at run time only inside
+`keras_recurrent.autotune` (`_search.py`).
 
-With TRITON_INTERPRET=1, set before the first import of triton, the same kernels run on a CPU, in
-NumPy and very slowly: that is for tests.
+Arithmetic is float32. Matrix products in softmax attention take bfloat16 and float16 tensors as
+they are; those in linear attention take bfloat16 as it is. Float32 operands are split into bfloat16
+parts, and never rounded to TF32 (`_products.py`).
+
+With TRITON_INTERPRET=1, set before triton is first imported, the same kernels run in NumPy on a
+CPU. That is very slow and meant for tests.
 """
 
 import importlib.util

@@ -1,38 +1,38 @@
-"""The kernels of softmax attention, tile by tile; `_banded_attention` says what they take.
+"""The kernels of softmax attention; `_banded_attention` says what they take and launches them.
 
-The softmax is taken as the keys come, relative to the largest logit so far. The backward makes the
-weights again, from `log_total`, the logarithms of what they were divided by: once by queries, once
-by keys, so that every sum has one place and one order.
+The forward computes an online softmax, relative to the largest logit so far. The backward computes
+the weights again from `log_sum_exp`, once for each query and once for each key, so that every sum
+has one program and one order.
 
-Most tiles of keys are seen by all rows of the queries' tile: a first loop meets those, without a
-mask, and a second one those on the edges of what is seen.
+Most tiles of keys are visible to all rows of a tile of queries. A first loop goes through those,
+without a mask, and a second one through the tiles at the edges of what is visible.
 """
 
 import triton
 import triton.language as tl
 
 from keras_recurrent.backends.triton._attention_tiles import (
-    are_real,
     block_number,
-    blocks,
-    keys_of,
+    count_blocks,
+    key_rows,
+    load_rows,
     product,
-    read,
-    rows_of,
-    sight_of,
-    write,
+    query_rows,
+    real_queries,
+    store_rows,
+    visible_keys,
 )
 from keras_recurrent.backends.triton._math import exp, exp_of_difference
-from keras_recurrent.backends.triton._ring import kept_slots
+from keras_recurrent.backends.triton._ring import ring_slots
 
-_LOWEST = tl.constexpr(-1e30)  # of no logits; unlike -inf it can be taken from itself
+_LOWEST = tl.constexpr(-1e30)  # below any logit; finite, so that a difference of two is 0
 
 
 @triton.jit
-def _place(T, G, SHARE: tl.constexpr, ROWS: tl.constexpr):
-    """Of this program: its first row, the row of the batch, the head of keys.
+def _locate_program(T, G, SHARE: tl.constexpr, ROWS: tl.constexpr):
+    """The first row, the row of the batch and the head of keys of this program.
 
-    Late rows, which see the most keys, go first.
+    Longest rows first, for load balance.
     """
     tiles = tl.cdiv(T * SHARE, ROWS)
     heads = tl.num_programs(0) // tiles
@@ -41,10 +41,10 @@ def _place(T, G, SHARE: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _range_of(low, high, KEYS: tl.constexpr):
-    """Where the keys that rows see begin, and blocks: before what all of them see, that, behind."""
+def _key_blocks(low, high, KEYS: tl.constexpr):
+    """The first key that a row sees, and blocks: before, inside and behind what all rows see."""
     begin = tl.min(low, 0)
-    before, inside, behind = blocks(
+    before, inside, behind = count_blocks(
         begin, tl.max(low, 0), tl.min(high, 0) + 1, tl.max(high, 0) + 1, KEYS
     )
     return begin, before, inside, behind
@@ -59,7 +59,7 @@ def forward_kernel(
     first_key,
     last_key,
     output,
-    log_total,
+    log_sum_exp,
     T,
     S,
     G,
@@ -74,35 +74,35 @@ def forward_kernel(
     TYPE: tl.constexpr,
 ):
     FINE: tl.constexpr = TYPE.is_fp32()
-    begin, b, g = _place(T, G, SHARE, ROWS)
-    token, row, t = rows_of(begin, b, g * SHARE, T, G * SHARE, SHARE, ROWS)
-    low, high = sight_of(t, b, first_key, last_key, T, window)
-    query = read(q, token, row, are_real(token_kind, t, b, T), K, BLOCK_K, TYPE)
+    begin, b, g = _locate_program(T, G, SHARE, ROWS)
+    base, row, t = query_rows(begin, b, g * SHARE, T, G * SHARE, SHARE, ROWS)
+    low, high = visible_keys(t, b, first_key, last_key, T, window)
+    query = load_rows(q, base, row, real_queries(token_kind, t, b, T), K, BLOCK_K, TYPE)
 
     peak = tl.full((ROWS,), _LOWEST, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
-    mean = tl.zeros((ROWS, BLOCK_V), tl.float32)
-    start, before, inside, behind = _range_of(low, high, KEYS)
+    weighted_sum = tl.zeros((ROWS, BLOCK_V), tl.float32)
+    start, before, inside, behind = _key_blocks(low, high, KEYS)
     for EDGE in tl.static_range(2):
         for i in range(before + behind if EDGE else inside):
-            at = start + block_number(i, before, inside, EDGE) * KEYS
-            at, key_row, s = keys_of(at, b, g, S, G, KEYS)
-            there = s < S if EDGE else None
-            key = read(k, at, key_row, there, K, BLOCK_K, TYPE)
+            first = start + block_number(i, before, inside, EDGE) * KEYS
+            key_base, key_row, s = key_rows(first, b, g, S, G, KEYS)
+            valid = s < S if EDGE else None
+            key = load_rows(k, key_base, key_row, valid, K, BLOCK_K, TYPE)
             logits = product(query, tl.trans(key), tl.zeros((ROWS, KEYS), tl.float32), TYPE)
             if EDGE:
-                seen = (low[:, None] <= s[None, :]) & (s[None, :] <= high[:, None])
-                logits = tl.where(seen, logits, float("-inf"))
-            highest = tl.maximum(peak, tl.max(logits, 1))
-            weights = exp_of_difference(logits, highest[:, None], FINE)
-            shrink = exp(peak - highest, FINE)
+                visible = (low[:, None] <= s[None, :]) & (s[None, :] <= high[:, None])
+                logits = tl.where(visible, logits, float("-inf"))
+            new_peak = tl.maximum(peak, tl.max(logits, 1))
+            weights = exp_of_difference(logits, new_peak[:, None], FINE)
+            shrink = exp(peak - new_peak, FINE)
             total = total * shrink + tl.sum(weights, 1)
-            value = read(v, at, key_row, there, V, BLOCK_V, TYPE)
-            mean = product(weights, value, mean * shrink[:, None], TYPE)
-            peak = highest
-    total = tl.where(total == 0, 1.0, total)  # of a row that sees nothing
-    write(output, token, row, t < T, mean / total[:, None], V, BLOCK_V)
-    tl.store(log_total + token + row, peak + tl.log(total), t < T)
+            value = load_rows(v, key_base, key_row, valid, V, BLOCK_V, TYPE)
+            weighted_sum = product(weights, value, weighted_sum * shrink[:, None], TYPE)
+            peak = new_peak
+    total = tl.where(total == 0, 1.0, total)  # rows that see no key
+    store_rows(output, base, row, t < T, weighted_sum / total[:, None], V, BLOCK_V)
+    tl.store(log_sum_exp + base + row, peak + tl.log(total), t < T)
 
 
 @triton.jit(do_not_specialize=["T", "S", "window"])
@@ -114,10 +114,10 @@ def queries_kernel(
     first_key,
     last_key,
     output,
-    log_total,
+    log_sum_exp,
     d_output,
     d_q,
-    slope,
+    delta,
     T,
     S,
     G,
@@ -131,49 +131,51 @@ def queries_kernel(
     KEYS: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    """d_q, and for the other kernel `slope` [B, T, H], d_output times the output."""
+    """Stores d_q and, for `keys_kernel`, delta [B, T, H], the sum of d_output * output."""
     FINE: tl.constexpr = TYPE.is_fp32()
-    begin, b, g = _place(T, G, SHARE, ROWS)
-    token, row, t = rows_of(begin, b, g * SHARE, T, G * SHARE, SHARE, ROWS)
-    low, high = sight_of(t, b, first_key, last_key, T, window)
-    real = are_real(token_kind, t, b, T)
-    query = read(q, token, row, real, K, BLOCK_K, TYPE)
-    gradient = read(d_output, token, row, real, V, BLOCK_V, TYPE)
-    mean = read(output, token, row, real, V, BLOCK_V, tl.float32)
-    weighted = tl.sum(gradient.to(tl.float32) * mean, 1)
-    tl.store(slope + token + row, weighted, t < T)
-    logarithm = tl.load(log_total + token + row, t < T, other=0.0)
+    begin, b, g = _locate_program(T, G, SHARE, ROWS)
+    base, row, t = query_rows(begin, b, g * SHARE, T, G * SHARE, SHARE, ROWS)
+    low, high = visible_keys(t, b, first_key, last_key, T, window)
+    real = real_queries(token_kind, t, b, T)
+    query = load_rows(q, base, row, real, K, BLOCK_K, TYPE)
+    gradient = load_rows(d_output, base, row, real, V, BLOCK_V, TYPE)
+    result = load_rows(output, base, row, real, V, BLOCK_V, tl.float32)
+    row_delta = tl.sum(gradient.to(tl.float32) * result, 1)
+    tl.store(delta + base + row, row_delta, t < T)
+    row_log_sum_exp = tl.load(log_sum_exp + base + row, t < T, other=0.0)
 
     d_query = tl.zeros((ROWS, BLOCK_K), tl.float32)
-    start, before, inside, behind = _range_of(low, high, KEYS)
+    start, before, inside, behind = _key_blocks(low, high, KEYS)
     for EDGE in tl.static_range(2):
         for i in range(before + behind if EDGE else inside):
-            at = start + block_number(i, before, inside, EDGE) * KEYS
-            at, key_row, s = keys_of(at, b, g, S, G, KEYS)
-            there = s < S if EDGE else None
-            key = read(k, at, key_row, there, K, BLOCK_K, TYPE)
-            value = read(v, at, key_row, there, V, BLOCK_V, TYPE)
+            first = start + block_number(i, before, inside, EDGE) * KEYS
+            key_base, key_row, s = key_rows(first, b, g, S, G, KEYS)
+            valid = s < S if EDGE else None
+            key = load_rows(k, key_base, key_row, valid, K, BLOCK_K, TYPE)
+            value = load_rows(v, key_base, key_row, valid, V, BLOCK_V, TYPE)
             logits = product(query, tl.trans(key), tl.zeros((ROWS, KEYS), tl.float32), TYPE)
             if EDGE:
-                seen = (low[:, None] <= s[None, :]) & (s[None, :] <= high[:, None])
-                logits = tl.where(seen, logits, float("-inf"))
-            weights = exp_of_difference(logits, logarithm[:, None], FINE)
+                visible = (low[:, None] <= s[None, :]) & (s[None, :] <= high[:, None])
+                logits = tl.where(visible, logits, float("-inf"))
+            weights = exp_of_difference(logits, row_log_sum_exp[:, None], FINE)
             d_weights = product(gradient, tl.trans(value), tl.zeros_like(logits), TYPE)
-            d_logits = weights * (d_weights - weighted[:, None])
-            if EDGE:
+            d_logits = weights * (d_weights - row_delta[:, None])
+            if EDGE:  # a softmax over one key is constant: exactly 0, not rounding errors
                 d_logits = tl.where((low == high)[:, None], 0.0, d_logits)
             d_query = product(d_logits, key, d_query, TYPE)
-    write(d_q, token, row, t < T, d_query, K, BLOCK_K)
+    store_rows(d_q, base, row, t < T, d_query, K, BLOCK_K)
 
 
 @triton.jit
-def _of_ring(d_ring, s, b, g, wanted, position, end, C, G, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The gradients [keys, BLOCK_D] of those of the keys that are kept after the row."""
+def _ring_gradient(
+    d_ring, s, b, g, is_added, position, end, C, G, D: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """The gradients [keys, BLOCK_D] that keys (or values) at s get from the final state's ring."""
     d = tl.zeros((s.shape[0], BLOCK_D), tl.float32)
     if C > 0:
-        slot, kept = kept_slots(s, b, position, end, C)
+        slot, in_ring = ring_slots(s, b, position, end, C)
         ring = b.to(tl.int64) * C * G + g
-        d = read(d_ring, ring, slot * G, kept & wanted, D, BLOCK_D, tl.float32)
+        d = load_rows(d_ring, ring, slot * G, in_ring & is_added, D, BLOCK_D, tl.float32)
     return d
 
 
@@ -185,11 +187,11 @@ def keys_kernel(
     token_kind,
     first_key,
     last_key,
-    seen_from,
-    seen_to,
-    log_total,
+    first_query,
+    query_end,
+    log_sum_exp,
     d_output,
-    slope,
+    delta,
     d_key_ring,
     d_value_ring,
     position,
@@ -211,69 +213,71 @@ def keys_kernel(
     KEYS: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    """d_keys, d_values: [parts, B, S, G, ..], each of SHARE of the heads that share a key.
+    """Stores d_keys and d_values, [parts, B, S, G, ...]; a part sums over SHARE heads of queries.
 
-    One of them may be None: the sums of both take more registers than there are where heads are
-    wide, and the weights are made once more then.
-    d_key_ring, d_value_ring: [B, C, G, ..], those of what is kept after the row (`_ring.py`).
+    Either may be None: for wide heads the sums of both take more registers than a thread has, and
+    two launches compute the weights twice.
+    d_key_ring, d_value_ring: [B, C, G, ...], the gradients of the final state (`_ring.py`).
     """
     FINE: tl.constexpr = TYPE.is_fp32()
-    # Early keys, which most queries see, go first.
+    # Earliest keys first, for load balance: they are seen by the most queries.
     tiles = tl.cdiv(S, KEYS)
     heads = tl.num_programs(0) // tiles
     part = tl.program_id(0) % parts
     b, g = tl.program_id(0) % heads // parts // G, tl.program_id(0) // parts % G
     begin = tl.program_id(0) // heads * KEYS
     latest = tl.minimum(begin + KEYS, S) - 1
-    if seen_from is None:
-        start, whole = begin, latest
-        whole_end, stop = tl.minimum(begin + window, T), tl.minimum(latest + window, T)
+    if first_query is None:
+        start, inner_begin = begin, latest
+        inner_end, stop = tl.minimum(begin + window, T), tl.minimum(latest + window, T)
     else:
         row_of_batch = b.to(tl.int64) * S
-        start = tl.load(seen_from + row_of_batch + begin)
-        whole = tl.load(seen_from + row_of_batch + latest)
-        whole_end = tl.load(seen_to + row_of_batch + begin)
-        stop = tl.load(seen_to + row_of_batch + latest)
+        start = tl.load(first_query + row_of_batch + begin)
+        inner_begin = tl.load(first_query + row_of_batch + latest)
+        inner_end = tl.load(query_end + row_of_batch + begin)
+        stop = tl.load(query_end + row_of_batch + latest)
     start *= SHARE
-    before, inside, behind = blocks(start, whole * SHARE, whole_end * SHARE, stop * SHARE, ROWS)
+    before, inside, behind = count_blocks(
+        start, inner_begin * SHARE, inner_end * SHARE, stop * SHARE, ROWS
+    )
 
-    at, key_row, s = keys_of(begin, b, g, S, G, KEYS)
-    key = read(k, at, key_row, s < S, K, BLOCK_K, TYPE)
+    key_base, key_row, s = key_rows(begin, b, g, S, G, KEYS)
+    key = load_rows(k, key_base, key_row, s < S, K, BLOCK_K, TYPE)
     if d_keys is not None:
-        value = read(v, at, key_row, s < S, V, BLOCK_V, TYPE)
+        value = load_rows(v, key_base, key_row, s < S, V, BLOCK_V, TYPE)
         d_key = tl.zeros((KEYS, BLOCK_K), tl.float32)
     if d_values is not None:
         d_value = tl.zeros((KEYS, BLOCK_V), tl.float32)
     head = (g * parts + part) * SHARE
     for EDGE in tl.static_range(2):
         for i in range(before + behind if EDGE else inside):
-            row = start + block_number(i, before, inside, EDGE) * ROWS
-            token, row, t = rows_of(row, b, head, T, G * parts * SHARE, SHARE, ROWS)
-            there = t < T if EDGE else None
-            real = are_real(token_kind, t, b, T) if EDGE or token_kind is not None else None
-            query = read(q, token, row, real, K, BLOCK_K, TYPE)
-            gradient = read(d_output, token, row, real, V, BLOCK_V, TYPE)
-            none = 0.0 if EDGE else None
-            logarithm = tl.load(log_total + token + row, there, none)
+            first = start + block_number(i, before, inside, EDGE) * ROWS
+            base, row, t = query_rows(first, b, head, T, G * parts * SHARE, SHARE, ROWS)
+            valid = t < T if EDGE else None
+            other = 0.0 if EDGE else None
+            real = real_queries(token_kind, t, b, T) if EDGE or token_kind is not None else None
+            query = load_rows(q, base, row, real, K, BLOCK_K, TYPE)
+            gradient = load_rows(d_output, base, row, real, V, BLOCK_V, TYPE)
+            row_log_sum_exp = tl.load(log_sum_exp + base + row, valid, other)
             logits = product(key, tl.trans(query), tl.zeros((KEYS, ROWS), tl.float32), TYPE)
             if EDGE:
-                low, high = sight_of(t, b, first_key, last_key, T, window)
-                seen = (low[None, :] <= s[:, None]) & (s[:, None] <= high[None, :])
-                logits = tl.where(seen, logits, float("-inf"))
-            weights = exp_of_difference(logits, logarithm[None, :], FINE)
+                low, high = visible_keys(t, b, first_key, last_key, T, window)
+                visible = (low[None, :] <= s[:, None]) & (s[:, None] <= high[None, :])
+                logits = tl.where(visible, logits, float("-inf"))
+            weights = exp_of_difference(logits, row_log_sum_exp[None, :], FINE)
             if d_values is not None:
                 d_value = product(weights, gradient, d_value, TYPE)
             if d_keys is not None:
-                weighted = tl.load(slope + token + row, there, none)
+                row_delta = tl.load(delta + base + row, valid, other)
                 d_weights = product(value, tl.trans(gradient), tl.zeros_like(logits), TYPE)
-                d_logits = weights * (d_weights - weighted[None, :])
+                d_logits = weights * (d_weights - row_delta[None, :])
                 if EDGE:
                     d_logits = tl.where((low == high)[None, :], 0.0, d_logits)
                 d_key = product(d_logits, query, d_key, TYPE)
-    at += part.to(tl.int64) * (heads // parts) * S
+    key_base += part.to(tl.int64) * (heads // parts) * S
     if d_keys is not None:
-        d_key += _of_ring(d_key_ring, s, b, g, part == 0, position, end, C, G, K, BLOCK_K)
-        write(d_keys, at, key_row, s < S, d_key, K, BLOCK_K)
+        d_key += _ring_gradient(d_key_ring, s, b, g, part == 0, position, end, C, G, K, BLOCK_K)
+        store_rows(d_keys, key_base, key_row, s < S, d_key, K, BLOCK_K)
     if d_values is not None:
-        d_value += _of_ring(d_value_ring, s, b, g, part == 0, position, end, C, G, V, BLOCK_V)
-        write(d_values, at, key_row, s < S, d_value, V, BLOCK_V)
+        d_value += _ring_gradient(d_value_ring, s, b, g, part == 0, position, end, C, G, V, BLOCK_V)
+        store_rows(d_values, key_base, key_row, s < S, d_value, V, BLOCK_V)

@@ -1,70 +1,76 @@
-"""Tiles of queries and of keys: where they lie, which meet, and their products.
+"""Tiles of queries and keys in softmax attention: their addresses, which meet, and their products.
 
-A tile of queries is rows: SHARE heads of a token, then those of the next one. A tile of keys is
-keys of one head. Indices are int64 at the first row of a tile, and int32 from there on.
+A tile of queries is a matrix whose rows are the SHARE heads of one token that share a head of keys,
+then those of the next token. The rows of a tile of keys are tokens of one head of keys. Offsets of
+a tile are int64, those inside a tile int32.
 """
 
 import triton
 import triton.language as tl
 
-from keras_recurrent.backends.triton._common import INTERPRETED
+from keras_recurrent.backends.triton._common import IN_INTERPRETER
 from keras_recurrent.backends.triton._products import PRECISION, operand
-
-_PLAIN = tl.constexpr(INTERPRETED)
+from keras_recurrent.backends.triton._tokens import PADDING
 
 
 @triton.jit
-def rows_of(begin, b, head, T, H, SHARE: tl.constexpr, ROWS: tl.constexpr):
-    """Of rows from `begin` on, in heads from `head` on: where the first lies, the others, tokens.
+def query_rows(begin, b, head, T, H, SHARE: tl.constexpr, ROWS: tl.constexpr):
+    """The offset of row `begin` of the heads from `head` on, those of ROWS rows to it, and tokens.
 
-    Where no other heads lie between them, as the compiler sees, they follow each other.
+    Offsets count rows of [B, T, H, ...]. Where SHARE is H, the compiler sees that rows adjoin.
     """
     row = tl.arange(0, ROWS)
-    later = (begin % SHARE + row) // SHARE
-    first = b.to(tl.int64) * T * H + head + begin + (begin // SHARE).to(tl.int64) * (H - SHARE)
-    return first, row + later * (H - SHARE), begin // SHARE + later
+    later_tokens = (begin % SHARE + row) // SHARE
+    base = b.to(tl.int64) * T * H + head + begin + (begin // SHARE).to(tl.int64) * (H - SHARE)
+    return base, row + later_tokens * (H - SHARE), begin // SHARE + later_tokens
 
 
 @triton.jit
-def keys_of(begin, b, g, S, G, KEYS: tl.constexpr):
-    """Of keys from `begin` on: the first one, where they lie, and their places."""
+def key_rows(begin, b, g, S, G, KEYS: tl.constexpr):
+    """The offset of key `begin` of head g, those of KEYS keys to it, and the indices of the keys.
+
+    Offsets count rows of [B, S, G, ...].
+    """
     key = tl.arange(0, KEYS)
     return (b.to(tl.int64) * S + begin) * G + g, key * G, begin + key
 
 
 @triton.jit
-def are_real(token_kind, t, b, T):
-    """Which of the tokens are there and no padding."""
+def real_queries(token_kind, t, b, T):
+    """Which of the tokens t exist and are no padding."""
     real = t < T
     if token_kind is not None:
-        real = tl.load(token_kind + b.to(tl.int64) * T + t, real, other=2) != 2
+        real = tl.load(token_kind + b.to(tl.int64) * T + t, real, other=PADDING) != PADDING
     return real
 
 
 @triton.jit
-def sight_of(t, b, first_key, last_key, T, window):
+def visible_keys(t, b, first_key, last_key, T, window):
     """The first and the last key that each token sees."""
     t = tl.minimum(t, T - 1)
     if first_key is None:
         low, high = tl.maximum(t - window + 1, 0), t
     else:
-        at = b.to(tl.int64) * T + t
-        low, high = tl.load(first_key + at), tl.load(last_key + at)
+        offsets = b.to(tl.int64) * T + t
+        low, high = tl.load(first_key + offsets), tl.load(last_key + offsets)
     return low, high
 
 
 @triton.jit
-def blocks(begin, whole, whole_end, end, BLOCK: tl.constexpr):
-    """How many blocks of a range begin before a part of it, how many lie in it, how many follow."""
-    before = tl.cdiv(tl.maximum(tl.minimum(whole, end) - begin, 0), BLOCK)
-    inside = tl.maximum(whole_end - begin - before * BLOCK, 0) // BLOCK
+def count_blocks(begin, inner_begin, inner_end, end, BLOCK: tl.constexpr):
+    """How many blocks of a range, `begin` to `end`, lie before, inside and behind an inner range.
+
+    Blocks inside lie in the inner range as a whole; the others, at the edges, need a mask.
+    """
+    before = tl.cdiv(tl.maximum(tl.minimum(inner_begin, end) - begin, 0), BLOCK)
+    inside = tl.maximum(inner_end - begin - before * BLOCK, 0) // BLOCK
     behind = tl.cdiv(tl.maximum(end - begin - (before + inside) * BLOCK, 0), BLOCK)
     return before, inside, behind
 
 
 @triton.jit
 def block_number(i, before, inside, EDGE: tl.constexpr):
-    """Of the i-th block inside, or of the i-th one of all the others."""
+    """The number of the i-th block inside, or, for EDGE, of the i-th one of all others."""
     if EDGE:
         number = tl.where(i < before, i, i + inside)
     else:
@@ -73,46 +79,47 @@ def block_number(i, before, inside, EDGE: tl.constexpr):
 
 
 @triton.jit
-def _at(tensor, base, row, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def _pointers(tensor, base, row, D: tl.constexpr, BLOCK_D: tl.constexpr):
     return tensor + base * D + row[:, None] * D + tl.arange(0, BLOCK_D)[None, :]
 
 
 @triton.jit
-def read(tensor, base, row, there, D: tl.constexpr, BLOCK_D: tl.constexpr, TYPE: tl.constexpr):
-    """[rows, BLOCK_D] as operands, 0 where nothing is; `there` None: every row is."""
-    inside = tl.arange(0, BLOCK_D)[None, :] < D
-    at = _at(tensor, base, row, D, BLOCK_D)
-    if there is not None:
-        x = tl.load(at, there[:, None] & inside, other=0.0)
+def load_rows(tensor, base, row, valid, D: tl.constexpr, BLOCK_D: tl.constexpr, TYPE: tl.constexpr):
+    """Rows as operands [rows, BLOCK_D], 0 where `valid` is False; None: all rows are valid."""
+    d_valid = tl.arange(0, BLOCK_D)[None, :] < D
+    pointers = _pointers(tensor, base, row, D, BLOCK_D)
+    if valid is not None:
+        x = tl.load(pointers, valid[:, None] & d_valid, other=0.0)
     elif D == BLOCK_D:
-        x = tl.load(at)
+        x = tl.load(pointers)
     else:
-        x = tl.load(at, inside, other=0.0)
-    return _as(x.to(tl.float32), TYPE)
+        x = tl.load(pointers, d_valid, other=0.0)
+    return _cast(x.to(tl.float32), TYPE)
 
 
 @triton.jit
-def write(tensor, base, row, there, x, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    inside = tl.arange(0, BLOCK_D)[None, :] < D
-    tl.store(_at(tensor, base, row, D, BLOCK_D), x, there[:, None] & inside)
+def store_rows(tensor, base, row, valid, x, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    d_valid = tl.arange(0, BLOCK_D)[None, :] < D
+    tl.store(_pointers(tensor, base, row, D, BLOCK_D), x, valid[:, None] & d_valid)
 
 
 @triton.jit
 def product(a, b, total, TYPE: tl.constexpr):
-    """total + a b, in float32. TYPE is that of the operands; of float32, `_products` says how.
+    """total + a b in float32, of operands of TYPE; `_products` says how float32 is multiplied.
 
-    The backward makes logits again, and needs the same ones. Tensor cores add in one order; NumPy,
-    in the interpreter, in one for each place in a tile: there the sums are float64.
+    The backward computes logits again and must get the same ones. Tensor cores sum in a fixed
+    order. NumPy, in the interpreter, sums in an order that depends on the place in the tile: there
+    float32 operands are summed in float64.
     """
-    if _PLAIN and TYPE.is_fp32():
+    if IN_INTERPRETER and TYPE.is_fp32():
         total += tl.dot(a.to(tl.float64), b.to(tl.float64)).to(tl.float32)
     else:
-        total = tl.dot(_as(a, TYPE), _as(b, TYPE), total, input_precision=PRECISION)
+        total = tl.dot(_cast(a, TYPE), _cast(b, TYPE), total, input_precision=PRECISION)
     return total
 
 
 @triton.jit
-def _as(x, TYPE: tl.constexpr):
+def _cast(x, TYPE: tl.constexpr):
     if TYPE.is_bf16():
         x = operand(x, True)
     else:

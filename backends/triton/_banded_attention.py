@@ -1,12 +1,11 @@
-"""Softmax attention of a row of queries to the keys before them, tile by tile.
+"""Softmax attention of queries to a range of keys each, tile by tile: launches and their tiles.
 
 q: [B, T, H, K]; k: [B, S, G, K]; v: [B, S, G, V]. Query t sees the keys from first_key[t] to
-last_key[t], int32 [B, T], which rise along a row; where those are None, S is T, and it sees the
-`window` keys up to its own. Padding, by `token_kind`, is queries of 0, whatever they hold.
+last_key[t], int32 [B, T], neither of which decreases along a row. Where those are None, S is T, and
+a query sees the `window` keys up to its own. Queries that `token_kind` marks as padding count as 0.
 
-The heads of queries that share a head of keys are rows of one matrix, token after token: a tile of
-few tokens meets each key once for all of them. Tiles of keys that no row of it sees are not even
-read.
+The heads of queries that share a head of keys are rows of one matrix, token after token, so a tile
+loads each key once for all of them. Tiles of keys that no query of a tile sees are not loaded.
 """
 
 import functools
@@ -22,11 +21,12 @@ from keras_recurrent.backends.triton._attention_kernels import (
     keys_kernel,
     queries_kernel,
 )
+from keras_recurrent.backends.triton._common import MULTIPROCESSORS
 
-_MANY_PROGRAMS = 256  # about two for each multiprocessor of a large GPU
+_MANY_PROGRAMS = 2 * MULTIPROCESSORS
 
 
-class Sight(NamedTuple):
+class VisibleKeys(NamedTuple):
     """Which keys queries see: `window` of them, or those from `first_key` to `last_key`."""
 
     token_kind: torch.Tensor | None
@@ -34,8 +34,11 @@ class Sight(NamedTuple):
     last_key: torch.Tensor | None
     window: int
 
-    def of_keys(self, length):
-        """From which query on a key is seen, and before which no more; Nones if by the window."""
+    def queries_of_keys(self, length):
+        """The first query that sees each key, and the first behind it that does not, [B, length].
+
+        Nones if the window alone decides.
+        """
         if self.first_key is None or self.last_key is None:
             return None, None
         key = torch.arange(length, device=self.first_key.device, dtype=torch.int32)
@@ -47,7 +50,7 @@ class Sight(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """ROWS of queries meet KEYS."""
+    """Rows of queries and keys in the tiles of a program, and its launch options."""
 
     ROWS: int
     KEYS: int
@@ -55,8 +58,8 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-# What may be the fastest for each result, the default first, which is as much as fits into the
-# registers and the shared memory of a multiprocessor of Hopper: for 16 bits, and for float32.
+# Candidates for each result, by the bits of the dtype of products, the default first. That is what
+# just fits into the registers and the shared memory of a multiprocessor of Hopper.
 _NARROW = {  # heads of up to 128 channels
     "output": {
         16: (
@@ -107,13 +110,13 @@ _WIDE = {
 
 
 def candidates(result, keys, values, dtype):
-    """Those for a result, of heads of `keys` and `values` channels."""
+    """The candidates for a result, with heads of `keys` and `values` channels."""
     table = _WIDE if _is_wide(keys, values) else _NARROW
     return table[result][dtype.primitive_bitwidth]
 
 
-def _found_by_keys(keys, values):
-    """What `keys_kernel` finds in one go each."""
+def _results_of_keys(keys, values):
+    """The results of `keys_kernel`: for wide heads, two launches."""
     return ("d_k", "d_v") if _is_wide(keys, values) else ("d_k, d_v",)
 
 
@@ -122,7 +125,7 @@ def _is_wide(keys, values):
 
 
 def constants(share, keys, values, dtype):
-    """Those of all kernels, for `share` heads of queries in a tile."""
+    """The constants of all kernels, where `share` heads of queries share a head of keys."""
     return {
         "SHARE": share,
         "K": keys,
@@ -134,40 +137,41 @@ def constants(share, keys, values, dtype):
 
 
 def _dtype(*tensors):
-    """In which products are taken: that of the tensors if they share one of 16 bits."""
+    """The dtype of the operands of products: 16 bits if all tensors share one of those."""
     dtypes = {x.dtype for x in tensors}
     if dtypes == {torch.bfloat16}:
         return tl.bfloat16
     return tl.float16 if dtypes == {torch.float16} else tl.float32
 
 
-def forward(q, k, v, sight):
-    """Returns [B, T, H, V] in q's dtype and the logarithms of the softmax's sums, [B, T, H]."""
+def forward(q, k, v, visible):
+    """Returns [B, T, H, V] in q's dtype, and log_sum_exp [B, T, H], that of each query's logits."""
     output = q.new_empty(*q.shape[:3], v.shape[3])
-    log_total = q.new_empty(q.shape[:3], dtype=torch.float32)
-    _by_queries("output", forward_kernel, q, k, v, sight, output, log_total)
-    return output, log_total
+    log_sum_exp = q.new_empty(q.shape[:3], dtype=torch.float32)
+    _by_queries("output", forward_kernel, q, k, v, visible, output, log_sum_exp)
+    return output, log_sum_exp
 
 
-def backward(d_output, d_rings, output, log_total, q, k, v, sight, position, end):
+def backward(d_output, d_rings, output, log_sum_exp, q, k, v, visible, position, end):
     """Returns the gradients of q, k and v, in a list, the last two perhaps in float32.
 
-    d_rings: those of the keys and values [B, C, G, ...] that are kept; position, end: see `_ring`.
+    d_rings: the gradients of the final state's keys and values, [B, C, G, ...]. position, end: see
+    `_ring`.
     """
-    d_q, slope = torch.empty_like(q), torch.empty_like(log_total)
-    _by_queries("d_q", queries_kernel, q, k, v, sight, output, log_total, d_output, d_q, slope)
+    d_q, delta = torch.empty_like(q), torch.empty_like(log_sum_exp)
+    _by_queries("d_q", queries_kernel, q, k, v, visible, output, log_sum_exp, d_output, d_q, delta)
 
     length, heads = q.shape[1:3]
     batch, places, groups, _ = k.shape
-    seen = sight.of_keys(places)
+    queries = visible.queries_of_keys(places)
 
-    def launch(wanted, options):
+    def launch(results, options):
         programs = batch * groups * triton.cdiv(places, options["KEYS"])
         parts = _parts(heads // groups, programs)
         options["SHARE"] //= parts
         d_keys, d_values = (
             x.new_empty(parts, *x.shape, dtype=torch.float32 if parts > 1 else x.dtype)
-            if name in wanted
+            if name in results
             else None
             for name, x in (("d_k", k), ("d_v", v))
         )
@@ -175,11 +179,11 @@ def backward(d_output, d_rings, output, log_total, q, k, v, sight, position, end
             q,
             k,
             v,
-            *sight[:3],
-            *seen,
-            log_total,
+            *visible[:3],
+            *queries,
+            log_sum_exp,
             d_output,
-            slope,
+            delta,
             *d_rings,
             position,
             end,
@@ -188,34 +192,34 @@ def backward(d_output, d_rings, output, log_total, q, k, v, sight, position, end
             length,
             places,
             groups,
-            sight.window,
+            visible.window,
             d_rings[0].shape[1],
             parts,
             **options,
         )
-        found = (d for d in (d_keys, d_values) if d is not None)
-        return [d.sum(0) if parts > 1 else d[0] for d in found]
+        gradients = (d for d in (d_keys, d_values) if d is not None)
+        return [d.sum(0) if parts > 1 else d[0] for d in gradients]
 
     d_q_k_v = [d_q]
-    for wanted in _found_by_keys(k.shape[3], v.shape[3]):
-        d_q_k_v += _run(wanted, functools.partial(launch, wanted), q, k, v, sight)
+    for results in _results_of_keys(k.shape[3], v.shape[3]):
+        d_q_k_v += _run(results, functools.partial(launch, results), q, k, v, visible)
     return d_q_k_v
 
 
-def _by_queries(result, kernel, q, k, v, sight, *tensors):
+def _by_queries(result, kernel, q, k, v, visible, *tensors):
     batch, length = q.shape[:2]
     places, groups = k.shape[1:3]
-    numbers = length, places, groups, sight.window
+    numbers = length, places, groups, visible.window
 
     def launch(options):
         grid = (batch * groups * triton.cdiv(length * options["SHARE"], options["ROWS"]),)
-        kernel[grid](q, k, v, *sight[:3], *tensors, *numbers, **options)
+        kernel[grid](q, k, v, *visible[:3], *tensors, *numbers, **options)
 
-    _run(result, launch, q, k, v, sight)
+    _run(result, launch, q, k, v, visible)
 
 
-def _run(result, launch, q, k, v, sight):
-    """What `launch` returns, given the constants and options of a kernel for a result."""
+def _run(result, launch, q, k, v, visible):
+    """What `launch` returns, with the constants and options of the kernel for a result."""
     batch, length, heads, keys = q.shape
     _, places, groups, values = v.shape
     dtype = _dtype(q, k, v)
@@ -224,12 +228,12 @@ def _run(result, launch, q, k, v, sight):
         f"sliding_window_attention {result}",
         candidates(result, keys, values, dtype),
         lambda tiles: launch({**fixed, **tiles._asdict()}),
-        (q, k, v, sight.first_key, sight.token_kind),
+        (q, k, v, visible.first_key, visible.token_kind),
         {
             "batch": batch,
             "length": length,
             "places": places,
-            "window": sight.window,
+            "window": visible.window,
             "heads": heads,
             "groups": groups,
             "keys": keys,
@@ -239,6 +243,6 @@ def _run(result, launch, q, k, v, sight):
 
 
 def _parts(share, programs):
-    """Into how many parts `share` heads go that share keys, where programs are too few."""
+    """Into how many parts to split the `share` heads that share keys, so that programs suffice."""
     enough = (n for n in range(1, share) if share % n == 0 and n * programs >= _MANY_PROGRAMS)
     return next(enough, share)

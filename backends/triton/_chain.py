@@ -1,15 +1,20 @@
 """A linear recurrence over tiles that run at the same time, in one pass over memory.
 
-A program finds what its tile does to a state, the pair (decay, total) of
-`after = decay * before + total`, waits for the state that the tile before it leaves, leaves its
-own, and only then goes through its tokens for good: they are read from device memory once, and
-again from a cache. To a chain of tiles, each adds the time of a trip to the L2 cache.
+The tiles of some channels of a row, from the first token to the last, are a chain. A program
+computes what its tile does to a state, as the pair (decay, total) of
 
-States travel through `carry`, float32 numbers as int32, filled with EMPTY at first: a number is
-its own signal, and needs no fence. EMPTY is a NaN that no arithmetic makes.
+    state_after = decay * state_before + total,
 
-A tile waits only for programs of a smaller number. The GPU starts programs in the order of their
-numbers, so those run or have run. The order of all sums is fixed: the same inputs give the same
+waits for the state that the tile before it leaves, publishes its own, and only then computes the
+output of its tokens. They are read from device memory once, and again from a cache. Each tile adds
+the time of a trip to the L2 cache to its chain.
+
+States travel through the tensor `carry`, float32 numbers stored as int32, which is filled with
+_EMPTY at first. A number that is not _EMPTY has arrived: no flag and no memory fence is needed.
+_EMPTY are the bits of a NaN that arithmetic does not produce.
+
+A tile waits only for programs with smaller numbers. The GPU starts programs in the order of their
+numbers, so those are running or done. The order of all sums is fixed: the same inputs give the same
 bits.
 """
 
@@ -17,20 +22,56 @@ import torch
 import triton
 import triton.language as tl
 
+from keras_recurrent.backends.triton import _search
+from keras_recurrent.backends.triton._common import contiguous, on_device_of
+
 _EMPTY = tl.constexpr(-1)
 _NAN = tl.constexpr(0x7FC00000)
 
 
-def carry_between(tiles, batch, width, like):
-    """Room for the states between the tiles of each chain."""
+def launch_chains(name, kernel, tilings, tensors, outputs, channel_sums=False):
+    """Runs `kernel` once for each tile of each chain, with tiles from `tilings` (`_search.py`).
+
+    Its arguments are the tensors (or Nones), the outputs, of which the first is [B, T, D], the
+    scratch memory, B, T, D, the number of tiles in a chain, and the tile's sizes. Scratch memory is
+    `carry`, and before it, with `channel_sums`, float32 [tiles * B, D], where a tile stores one sum
+    for each channel. Returns their total [D], else None.
+    """
+    tensors = contiguous(*tensors)
+    batch, length, width = outputs[0].shape
+
+    def launch(tile):
+        tile = tile.fitted(length, width)
+        tiles = triton.cdiv(length, tile.tokens)
+        scratch = [new_carry(tiles, batch, width, outputs[0])]
+        if channel_sums:
+            scratch.insert(0, outputs[0].new_empty((tiles * batch, width), dtype=torch.float32))
+        kernel[(tiles * batch * triton.cdiv(width, tile.BLOCK_D),)](
+            *tensors, *outputs, *scratch, batch, length, width, tiles, **tile._asdict()
+        )
+        return scratch[0].sum(0) if channel_sums else None
+
+    sizes = {"batch": batch, "length": length, "width": width}
+    with on_device_of(outputs[0]):
+        return _search.run(name, tilings.candidates(batch, width), launch, tensors, sizes)
+
+
+def new_outputs(x):
+    """[B, T, D] in x's dtype for the outputs, and [B, D] in float32 for the final state."""
+    batch, _, width = x.shape
+    return x.new_empty(x.shape), x.new_empty((batch, width), dtype=torch.float32)
+
+
+def new_carry(tiles, batch, width, like):
+    """Room for the states between the tiles of each chain, all _EMPTY, on the device of `like`."""
     return torch.full(
         (tiles - 1, batch, width), _EMPTY.value, dtype=torch.int32, device=like.device
     )
 
 
 @triton.jit
-def place(B, D, BLOCK_D: tl.constexpr):
-    """Of this program: the tile, the row of the batch and the channels."""
+def locate_program(B, D, BLOCK_D: tl.constexpr):
+    """The tile, the row of the batch and the channels of this program."""
     blocks = tl.cdiv(D, BLOCK_D)
     chain = tl.program_id(0) % (B * blocks)
     d = chain % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -38,107 +79,109 @@ def place(B, D, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def read_kind(token_kind, row, there):
-    """The kinds of tokens, padding where there is none; None if all tokens go on."""
-    kind = None
-    if token_kind is not None:
-        kind = tl.load(token_kind + row, there, other=2)
-    return kind
-
-
-@triton.jit
 def _compose(decay, total, next_decay, next_total):
+    """One step after another, as one step."""
     return decay * next_decay, next_decay * total + next_total
 
 
 @triton.jit
 def _append(decay, total, last_decay, last_total, decay_2, total_2, last_decay_2, last_total_2):
-    """Runs of groups, each as all but its last group and that one: a scan that excludes it."""
+    """The operator of an exclusive scan over groups.
+
+    An operand is a run of groups: the step of all but its last group, and that of its last group.
+    """
     decay, total = _compose(decay, total, last_decay, last_total)
     decay, total = _compose(decay, total, decay_2, total_2)
     return decay, total, last_decay_2, last_total_2
 
 
 @triton.jit
-def _leave(pointers, state, where):
+def _publish(pointers, state, valid):
     bits = state.to(tl.int32, bitcast=True)
-    tl.store(pointers, tl.where(bits == _EMPTY, _NAN, bits), where)
+    tl.store(pointers, tl.where(bits == _EMPTY, _NAN, bits), valid)
 
 
 @triton.jit
-def _wait_for(pointers, inside):
-    """Every thread polls the numbers that it needs itself, and all wait until all have come.
+def _wait_for(pointers, valid):
+    """The published numbers, once all of them have arrived.
 
-    Each number has one thread: tiles that wait are full ones, which have more of them than threads.
-    Two threads that polled for the same one could leave with what they saw at different moments.
+    Each number must be polled by exactly one thread: of two that poll the same one, one may leave
+    before it arrived and the other after. That holds because tiles that wait are full ones, which
+    have more numbers than threads.
     """
-    bits = tl.load(pointers, inside, other=0, volatile=True)
+    bits = tl.load(pointers, valid, other=0, volatile=True)
     while tl.max(tl.max((bits == _EMPTY).to(tl.int32), 1), 0) != 0:
-        bits = tl.load(pointers, inside, other=0, volatile=True)
+        bits = tl.load(pointers, valid, other=0, volatile=True)
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _hand_over(
-    decay, total, first, last, carry, B, D, tile, tiles, b, d, GROUPS: tl.constexpr
+def _receive_and_publish(
+    decay, total, initial, final, carry, B, D, tile, tiles, b, d, GROUPS: tl.constexpr
 ):  # fmt: skip
-    """The state before the tile, and after each group, given all that is done to it by then.
+    """The states before the tile and after each group.
 
-    first, last: [B, D], the state before the first tile, or None, and after the last one.
+    decay, total: what the tile does to a state up to the end of each group.
+    initial, final: [B, D], the states before the first tile (or None) and after the last one.
     """
     group = tl.arange(0, GROUPS)[:, None]
-    end = group == GROUPS - 1
-    inside = (group >= 0) & (d < D)[None, :]
-    at = b * D + d[None, :] + group * 0
-    slot = carry + tile.to(tl.int64) * B * D + at  # of the state after this tile
+    is_last = group == GROUPS - 1
+    valid = (group >= 0) & (d < D)[None, :]
+    offsets = b * D + d[None, :] + group * 0
+    slot = carry + tile.to(tl.int64) * B * D + offsets  # of the state after this tile
     if tile > 0:
-        state = _wait_for(slot - B * D, inside)
-    elif first is not None:
-        state = tl.load(first + at, inside, other=0.0).to(tl.float32)
+        state_before = _wait_for(slot - B * D, valid)
+    elif initial is not None:
+        state_before = tl.load(initial + offsets, valid, other=0.0).to(tl.float32)
     else:
-        state = tl.zeros_like(total)
-    after = decay * state + total
+        state_before = tl.zeros_like(total)
+    state_after = decay * state_before + total
     if tile < tiles - 1:
-        _leave(slot, after, inside & end)
+        _publish(slot, state_after, valid & is_last)
     else:
-        tl.store(last + at, after, inside & end)
-    return state, after
+        tl.store(final + offsets, state_after, valid & is_last)
+    return state_before, state_after
 
 
 @triton.jit
-def enter(
-    decay, total, first, last, carry, B, D, tile, tiles, b, d, GROUPS: tl.constexpr
+def states_before_groups(
+    decay, total, initial, final, carry, B, D, tile, tiles, b, d, GROUPS: tl.constexpr
 ):  # fmt: skip
     """The state before each group, given what each group does to a state."""
     one, zero = tl.full(decay.shape, 1.0, tl.float32), tl.zeros_like(total)
-    before_decay, before_total, decay, total = tl.associative_scan(
+    decay_before, total_before, decay, total = tl.associative_scan(
         (one, zero, decay, total), 0, _append
     )
-    decay, total = _compose(before_decay, before_total, decay, total)
-    state, _ = _hand_over(decay, total, first, last, carry, B, D, tile, tiles, b, d, GROUPS)
-    return before_decay * state + before_total
+    decay, total = _compose(decay_before, total_before, decay, total)
+    state_before, _ = _receive_and_publish(
+        decay, total, initial, final, carry, B, D, tile, tiles, b, d, GROUPS
+    )
+    return decay_before * state_before + total_before
 
 
 @triton.jit
-def enter_next(
-    decay, total, first, last, carry, B, D, tile, tiles, b, d, GROUPS: tl.constexpr
+def states_before_next_groups(
+    decay, total, initial, final, carry, B, D, tile, tiles, b, d, GROUPS: tl.constexpr
 ):  # fmt: skip
-    """A group to go on with, and the state before it: the group that follows, or the first one.
+    """Returns the next group's index, so that a thread may go on there, and the state before it.
 
-    That takes half the work of `enter`; whoever reads its tokens again need not stay with them.
+    The last group's next one is the first. This scan takes half the work of that in
+    `states_before_groups`, which a thread needs that keeps its tokens in registers.
     """
     decay, total = tl.associative_scan((decay, total), 0, _compose)
-    state, after = _hand_over(decay, total, first, last, carry, B, D, tile, tiles, b, d, GROUPS)
+    state_before, state_after = _receive_and_publish(
+        decay, total, initial, final, carry, B, D, tile, tiles, b, d, GROUPS
+    )
     group = tl.arange(0, GROUPS)[:, None]
-    end = group == GROUPS - 1
-    return tl.where(end, 0, group + 1), tl.where(end, state, after)
+    is_last = group == GROUPS - 1
+    return tl.where(is_last, 0, group + 1), tl.where(is_last, state_before, state_after)
 
 
 @triton.jit
-def output_before(h, first, start, row, b, d, inside, D):
+def load_previous_output(h, initial, start, row, b, d, d_valid, D):
     """h_{t-1} of the token t = start + row, where h points at the token `start`."""
     t = start + row
-    before = tl.load(h + (row - 1) * D + d, (t > 0) & inside, other=0.0).to(tl.float32)
-    if first is not None:
-        before += tl.load(first + b * D + d + t * 0, (t == 0) & inside, other=0.0)
-    return before
+    previous = tl.load(h + (row - 1) * D + d, (t > 0) & d_valid, other=0.0).to(tl.float32)
+    if initial is not None:
+        previous += tl.load(initial + b * D + d + t * 0, (t == 0) & d_valid, other=0.0)
+    return previous

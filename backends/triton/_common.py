@@ -1,17 +1,20 @@
-"""What the Triton kernels share on the host: what they refuse, their tiles and their launch."""
+"""What every launch of a Triton kernel needs: which arguments are refused, tiles, the device."""
 
 import contextlib
 from typing import NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 
-INTERPRETED = triton.knobs.runtime.interpret
-_MANY_CHAINS = 128  # about one for each multiprocessor of a large GPU
+INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1
+IN_INTERPRETER = tl.constexpr(INTERPRETED)  # the same, for kernels
+MULTIPROCESSORS = 128  # about as many as a large GPU has
+_MANY_CHAINS = MULTIPROCESSORS
 
 
 def refusal(*tensors):
-    """Why none of the kernels here takes these tensors (or Nones); None if they do."""
+    """Why no Triton kernel takes these tensors, of which some may be None; None if they do."""
     given = [t for t in tensors if t is not None]
     for tensor in given:
         if tensor.dtype == torch.float64:
@@ -22,21 +25,26 @@ def refusal(*tensors):
 
 
 def contiguous(*tensors):
-    """As the kernels read them (or Nones)."""
+    """The tensors in the memory layout that kernels assume; None stays None."""
     return [None if x is None else x.contiguous() for x in tensors]
 
 
+def empty_like(*tensors):
+    """New contiguous tensors of the same shapes and dtypes."""
+    return tuple(x.new_empty(x.shape) for x in tensors)
+
+
 def on_device_of(tensor):
-    """Triton launches on the current device, which need not be that of the tensors."""
+    """A context in which Triton launches on the tensor's device, not on torch's current one."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
 class Tiling(NamedTuple):
-    """How a program holds its tile: GROUPS of ROWS tokens each, for BLOCK_D channels.
+    """The tile of a program, GROUPS * ROWS tokens of BLOCK_D channels, and its launch options.
 
-    A thread has some channels of one group: it walks along ROWS tokens on its own, and only the
-    totals of the groups meet. 64 channels are 128 bytes in bfloat16, and eight of them a thread's.
-    With 128 registers a thread, a multiprocessor holds 16 warps.
+    A thread computes some channels of one group, ROWS tokens one after the other. Only the results
+    of whole groups pass between threads. Of bfloat16, 64 channels are 128 bytes, of which a thread
+    loads 16 (8 channels) at once. With 128 registers a thread, 16 warps fit on a multiprocessor.
     """
 
     BLOCK_D: int
@@ -50,7 +58,7 @@ class Tiling(NamedTuple):
         return self.GROUPS * self.ROWS
 
     def fitted(self, length, width):
-        """Less where there is less."""
+        """Shrinks the tile for short sequences or few channels."""
         block_d = min(self.BLOCK_D, max(16, triton.next_power_of_2(width)))
         groups = self.GROUPS
         while groups > 1 and groups * self.ROWS >= 2 * length:
@@ -58,16 +66,16 @@ class Tiling(NamedTuple):
         return Tiling(block_d, groups, self.ROWS, self.num_warps, self.maxnreg)
 
 
-class Tilings(NamedTuple):
-    """What may be the fastest, the default first.
+class ChainTilings(NamedTuple):
+    """The candidates for the tiles of a chain (`_chain.py`), in each tuple the default first.
 
-    The tiles of a chain wait for each other: where few chains have to fill the GPU, each should
-    have few of them.
+    The tiles of a chain wait for each other. Where few chains have to fill a GPU, tiles have more
+    tokens, so that a chain has fewer of them.
     """
 
-    of_many_chains: tuple[Tiling, ...]
-    of_few_chains: tuple[Tiling, ...]
+    for_many_chains: tuple[Tiling, ...]
+    for_few_chains: tuple[Tiling, ...]
 
-    def of(self, batch, width):
-        many = batch * triton.cdiv(width, self.of_many_chains[0].BLOCK_D) >= _MANY_CHAINS
-        return self.of_many_chains if many else self.of_few_chains
+    def candidates(self, batch, width):
+        chains = batch * triton.cdiv(width, self.for_many_chains[0].BLOCK_D)
+        return self.for_many_chains if chains >= _MANY_CHAINS else self.for_few_chains

@@ -1,67 +1,71 @@
-"""Chunks of gated linear attention: what tokens take from each other and from the state before.
+"""Chunks of gated linear attention: outputs and gradients, given the states between chunks.
 
-`_gated_levels` says how pairs of tokens are weighted. Backwards, the pairs' gradients Z give
-R = exp(X) * (Z Y), to q in right halves and to k in left ones, and W^T (R * (q or k)) to log f:
-sums of what pairs gain, without a subtraction, as exact as the gradients of q and k.
+`_gated_levels` says how pairs of tokens inside a chunk are weighted. In the backward, with Z the
+gradients of the pairs' weights, a level computes R = exp(X) * (Z Y), the gradient of q in right
+halves and of k in left ones, and W^T (R * (q or k)), that of log f: sums without a subtraction,
+and so as exact as the gradients of q and k.
 """
 
 import triton
 import triton.language as tl
 
 from keras_recurrent.backends.triton._gated_levels import (
-    beside,
-    from_boundary,
-    is_right,
-    laid_out,
-    matrix,
-    place_of_program,
-    read_chunk,
-    to_boundary,
+    as_matrix,
+    in_adjacent_halves,
+    in_product_layout,
+    in_right_half,
+    load_chunk,
+    locate_program,
+    span_matrix,
+    span_matrix_transposed,
 )
-from keras_recurrent.backends.triton._linear_attention import read, real_tokens
+from keras_recurrent.backends.triton._linear_attention import load_tokens, real_tokens
 from keras_recurrent.backends.triton._math import exp_of_decays
-from keras_recurrent.backends.triton._products import ones, operand, product, sums
+from keras_recurrent.backends.triton._products import ones, operand, product, sum_rows
 
 
 @triton.jit
-def _meet(y, level, row, weights, SHORT: tl.constexpr):
-    """The weights, with those of pairs of tokens in two halves beside each other."""
+def _add_level(y, level, row, weights, SHORT: tl.constexpr):
+    """The weights with those of a level's pairs."""
     y = operand(y, SHORT)
     pairs = product(y, tl.trans(y), tl.zeros_like(weights), SHORT)
-    return weights + tl.where(beside(row, level), pairs, 0.0)
+    return weights + tl.where(in_adjacent_halves(row, level), pairs, 0.0)
 
 
 @triton.jit
-def recall(
+def store_output(
     weights, q, k, v, log_f, states, output, row, real, starts, e, token, head, chunk, T, H, K, V,
     chunks, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, SHORT: tl.constexpr, PARTS: tl.constexpr,
     REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Stores what the weights, of both triangles, take from a chunk, and what is in its state."""
+    """Stores the weights times v, plus what the chunk's tokens read from the state before it.
+
+    weights: of all pairs of tokens; only those up to a token count, or, if REVERSE, from it on.
+    """
     if REVERSE:
         weights = tl.where(row[:, None] <= row[None, :], weights, 0.0)
     else:
         weights = tl.where(row[:, None] >= row[None, :], weights, 0.0)
-    value = read(v + token * V, row, real, e, V, H)
-    recalled = tl.zeros((CHUNK, e.shape[0]), tl.float32)
-    recalled = product(weights, value, recalled, SHORT)
+    value = load_tokens(v + token * V, row, real, e, V, H)
+    result = tl.zeros((CHUNK, e.shape[0]), tl.float32)
+    result = product(weights, value, result, SHORT)
     one = ones(weights)
     states += (head * chunks + chunk).to(tl.int64) * K * V
     for start in range(0, K, BLOCK_K):
         d = start + tl.arange(0, BLOCK_K)
-        query, key, _, logarithm = read_chunk(q, k, log_f, token, row, real, starts, d, K, H, SHORT)
+        query, key, _, log_decay = load_chunk(q, k, log_f, token, row, real, starts, d, K, H, SHORT)
         if REVERSE:
-            across = key
-            reach = matrix(row[:, None] < row[None, :], one)
+            reader = key
+            span = as_matrix(row[:, None] < row[None, :], one)
         else:
-            across = query
-            reach = matrix(row[:, None] >= row[None, :], one)
-        across *= exp_of_decays(sums(reach, logarithm, PARTS), not SHORT)
-        inside = (d < K)[:, None] & (e < V)[None, :]
-        state = tl.load(states + d[:, None] * V + e[None, :], inside, other=0.0)
-        recalled = product(across, state, recalled, SHORT)
-    there = (chunk * CHUNK + row < T)[:, None] & (e < V)[None, :]
-    tl.store(output + token * V + row[:, None] * (H * V) + e[None, :], recalled, there)
+            reader = query
+            span = as_matrix(row[:, None] >= row[None, :], one)
+        reader *= exp_of_decays(sum_rows(span, log_decay, PARTS), not SHORT)
+        valid = (d < K)[:, None] & (e < V)[None, :]
+        state = tl.load(states + d[:, None] * V + e[None, :], valid, other=0.0)
+        result = product(reader, state, result, SHORT)
+    valid = (chunk * CHUNK + row < T)[:, None] & (e < V)[None, :]
+    tl.store(output + token * V + row[:, None] * (H * V) + e[None, :], result, valid)
 
 
 @triton.jit(do_not_specialize=["T", "chunks"])
@@ -86,29 +90,30 @@ def attend_kernel(
     PARTS: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
-    """The output, or, if REVERSE, the gradient of the values, from that of the output as v."""
-    tile, chunk, head, b, token = place_of_program(T, H, chunks, tl.cdiv(V, BLOCK_V), CHUNK)
+    """Stores the output, or, if REVERSE, the gradient of v, from that of the output as v."""
+    tile, chunk, head, b, token = locate_program(T, H, chunks, tl.cdiv(V, BLOCK_V), CHUNK)
     row = tl.arange(0, CHUNK)
     e = tile * BLOCK_V + tl.arange(0, BLOCK_V)
     real, starts = real_tokens(chunk, token_kind, b, T, CHUNK)
     weights = tl.zeros((CHUNK, CHUNK), tl.float32)
-    own = tl.zeros((CHUNK,), tl.float32)
+    diagonal = tl.zeros((CHUNK,), tl.float32)
     for start in range(0, K, BLOCK_K):
         d = start + tl.arange(0, BLOCK_K)
-        query, key, _, logarithm = read_chunk(q, k, log_f, token, row, real, starts, d, K, H, SHORT)
+        query, key, _, log_decay = load_chunk(q, k, log_f, token, row, real, starts, d, K, H, SHORT)
         one = ones(weights)
-        place = laid_out(row, one)
-        own += tl.sum(query * one[:, None] * key, 1)
-        # Neighbours: the right one has its own decay, the left one none.
-        y = tl.where(is_right(place, 0)[:, None], query * exp_of_decays(logarithm, not SHORT), key)
-        weights = _meet(y, 0, row, weights, SHORT)
+        product_row = in_product_layout(row, one)
+        diagonal += tl.sum(query * one[:, None] * key, 1)
+        # At level 0 halves are single tokens: the right one takes its own decay, the left one none.
+        decayed_query = query * exp_of_decays(log_decay, not SHORT)
+        y = tl.where(in_right_half(product_row, 0)[:, None], decayed_query, key)
+        weights = _add_level(y, 0, row, weights, SHORT)
         for level in range(1, LEVELS):
-            y = tl.where(is_right(place, level)[:, None], query, key)
-            reach = to_boundary(row, level, one)
-            y *= exp_of_decays(sums(reach, logarithm, PARTS), not SHORT)
-            weights = _meet(y, level, row, weights, SHORT)
-    weights = tl.where(row[:, None] == row[None, :], own[:, None], weights)
-    recall(
+            y = tl.where(in_right_half(product_row, level)[:, None], query, key)
+            span = span_matrix(row, level, one)
+            y *= exp_of_decays(sum_rows(span, log_decay, PARTS), not SHORT)
+            weights = _add_level(y, level, row, weights, SHORT)
+    weights = tl.where(row[:, None] == row[None, :], diagonal[:, None], weights)
+    store_output(
         weights, q, k, v, log_f, states, output, row, real, starts, e, token, head, chunk, T, H, K,
         V, chunks, BLOCK_K, CHUNK, SHORT, PARTS, REVERSE,
     )  # fmt: skip
@@ -140,68 +145,72 @@ def gradient_kernel(
     PARTS: tl.constexpr,
     GAIN_PARTS: tl.constexpr,
 ):
-    """The gradients of q, k and log f for some channels of the keys."""
-    tile, chunk, head, b, token = place_of_program(T, H, chunks, tl.cdiv(K, BLOCK_K), CHUNK)
+    """Stores the gradients of q, k and log f for some channels of the keys."""
+    tile, chunk, head, b, token = locate_program(T, H, chunks, tl.cdiv(K, BLOCK_K), CHUNK)
     row = tl.arange(0, CHUNK)
     d = tile * BLOCK_K + tl.arange(0, BLOCK_K)
     real, starts = real_tokens(chunk, token_kind, b, T, CHUNK)
     states += (head * chunks + chunk).to(tl.int64) * K * V
     d_states += (head * chunks + chunk).to(tl.int64) * K * V
 
-    # Of the pair of tokens (u, s), in both triangles of a square.
-    of_later = tl.zeros((CHUNK, CHUNK), tl.float32)
-    of_earlier = tl.zeros((CHUNK, CHUNK), tl.float32)
+    # The gradients of the weights, at [later token, earlier token] and transposed.
+    d_lower = tl.zeros((CHUNK, CHUNK), tl.float32)
+    d_upper = tl.zeros((CHUNK, CHUNK), tl.float32)
     d_query = tl.zeros((CHUNK, BLOCK_K), tl.float32)
     d_key = tl.zeros((CHUNK, BLOCK_K), tl.float32)
-    crossing = tl.zeros((BLOCK_K,), tl.float32)
+    d_chunk_decay = tl.zeros((BLOCK_K,), tl.float32)  # of the state before the chunk
     for start in range(0, V, BLOCK_V):
         e = start + tl.arange(0, BLOCK_V)
-        value = operand(read(v + token * V, row, real, e, V, H), SHORT)
-        gradient = operand(read(d_output + token * V, row, real, e, V, H), SHORT)
-        inside = (d < K)[:, None] & (e < V)[None, :]
-        at = d[:, None] * V + e[None, :]
-        state = tl.load(states + at, inside, other=0.0)
-        d_state = tl.load(d_states + at, inside, other=0.0)
-        of_later = product(gradient, tl.trans(value), of_later, SHORT)
-        of_earlier = product(value, tl.trans(gradient), of_earlier, SHORT)
+        value = operand(load_tokens(v + token * V, row, real, e, V, H), SHORT)
+        gradient = operand(load_tokens(d_output + token * V, row, real, e, V, H), SHORT)
+        valid = (d < K)[:, None] & (e < V)[None, :]
+        offsets = d[:, None] * V + e[None, :]
+        state = tl.load(states + offsets, valid, other=0.0)
+        d_state = tl.load(d_states + offsets, valid, other=0.0)
+        d_lower = product(gradient, tl.trans(value), d_lower, SHORT)
+        d_upper = product(value, tl.trans(gradient), d_upper, SHORT)
         d_query = product(gradient, tl.trans(state), d_query, SHORT)
         d_key = product(value, tl.trans(d_state), d_key, SHORT)
-        crossing += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1)
-    d_pairs = tl.where(row[:, None] >= row[None, :], of_later, of_earlier)
-    d_own = tl.sum(tl.where(row[:, None] == row[None, :], d_pairs, 0.0), 1)[:, None]
-    one = ones(d_pairs)
-    d_pairs = operand(d_pairs, SHORT)
+        d_chunk_decay += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1)
+    d_weights = tl.where(row[:, None] >= row[None, :], d_lower, d_upper)
+    d_diagonal = tl.sum(tl.where(row[:, None] == row[None, :], d_weights, 0.0), 1)[:, None]
+    one = ones(d_weights)
+    d_weights = operand(d_weights, SHORT)
 
-    query, key, given, logarithm = read_chunk(q, k, log_f, token, row, real, starts, d, K, H, SHORT)
-    reach = matrix(row[:, None] >= row[None, :], one)
-    d_query *= exp_of_decays(sums(reach, logarithm, PARTS), not SHORT)
-    reach = matrix(row[:, None] < row[None, :], one)
-    d_key *= exp_of_decays(sums(reach, logarithm, PARTS), not SHORT)
-    crossing *= exp_of_decays(tl.sum(logarithm, 0), not SHORT)
-    reached = matrix(row[:, None] <= row[None, :], one)
-    d_logarithm = sums(reached, query * d_query, GAIN_PARTS)
-    reached = matrix(row[:, None] > row[None, :], one)
-    d_logarithm += sums(reached, key * d_key, GAIN_PARTS)
-    d_logarithm += crossing[None, :]
-    d_query += d_own * key
-    d_key += d_own * query
+    query, key, given_log_f, log_decay = load_chunk(
+        q, k, log_f, token, row, real, starts, d, K, H, SHORT
+    )
+    span = as_matrix(row[:, None] >= row[None, :], one)
+    d_query *= exp_of_decays(sum_rows(span, log_decay, PARTS), not SHORT)
+    span = as_matrix(row[:, None] < row[None, :], one)
+    d_key *= exp_of_decays(sum_rows(span, log_decay, PARTS), not SHORT)
+    d_chunk_decay *= exp_of_decays(tl.sum(log_decay, 0), not SHORT)
+    takers = as_matrix(row[:, None] <= row[None, :], one)
+    d_log_decay = sum_rows(takers, query * d_query, GAIN_PARTS)
+    takers = as_matrix(row[:, None] > row[None, :], one)
+    d_log_decay += sum_rows(takers, key * d_key, GAIN_PARTS)
+    d_log_decay += d_chunk_decay[None, :]
+    d_query += d_diagonal * key
+    d_key += d_diagonal * query
     for level in range(LEVELS):
-        right = is_right(row, level)[:, None]
-        reach = to_boundary(row, level, one)
-        decay = exp_of_decays(sums(reach, logarithm, PARTS), not SHORT)
-        mine = tl.where(right, query, key)
-        pairs = tl.where(beside(row, level), d_pairs, 0.0)
-        d_mine = product(pairs, mine * decay, tl.zeros((CHUNK, BLOCK_K), tl.float32), SHORT)
-        d_mine *= decay
-        d_query += tl.where(right, d_mine, 0.0)
-        d_key += tl.where(right, 0.0, d_mine)
-        d_logarithm += sums(from_boundary(row, level, one), mine * d_mine, GAIN_PARTS)
+        right = in_right_half(row, level)[:, None]
+        span = span_matrix(row, level, one)
+        decay = exp_of_decays(sum_rows(span, log_decay, PARTS), not SHORT)
+        undecayed_y = tl.where(right, query, key)
+        pairs = tl.where(in_adjacent_halves(row, level), d_weights, 0.0)
+        zeros = tl.zeros((CHUNK, BLOCK_K), tl.float32)
+        d_y = product(pairs, undecayed_y * decay, zeros, SHORT)
+        d_y *= decay
+        d_query += tl.where(right, d_y, 0.0)
+        d_key += tl.where(right, 0.0, d_y)
+        takers = span_matrix_transposed(row, level, one)
+        d_log_decay += sum_rows(takers, undecayed_y * d_y, GAIN_PARTS)
 
-    at = row[:, None] * (H * K) + d[None, :]
-    there = (chunk * CHUNK + row < T)[:, None] & (d < K)[None, :]
-    tl.store(d_q + token * K + at, d_query, there)
+    offsets = row[:, None] * (H * K) + d[None, :]
+    valid = (chunk * CHUNK + row < T)[:, None] & (d < K)[None, :]
+    tl.store(d_q + token * K + offsets, d_query, valid)
     if k is None:
-        d_logarithm -= d_key * exp_of_decays(given, not SHORT)
+        d_log_decay -= d_key * exp_of_decays(given_log_f, not SHORT)
     else:
-        tl.store(d_k + token * K + at, d_key, there)
-    tl.store(d_log_f + token * K + at, tl.where(real[:, None], d_logarithm, 0.0), there)
+        tl.store(d_k + token * K + offsets, d_key, valid)
+    tl.store(d_log_f + token * K + offsets, tl.where(real[:, None], d_log_decay, 0.0), valid)

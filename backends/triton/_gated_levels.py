@@ -1,48 +1,46 @@
-"""The halves of a chunk of gated linear attention: which tokens meet at a level, and over what.
+"""The halves of a chunk of gated linear attention: which pairs of tokens each level computes.
 
-Inside a chunk, token u meets an earlier s with the weight sum_k q_u f_{s+1} ... f_u k_s; for a
-matrix product the decays must be shared out between q_u and k_s. As in `backends/torch`, the chunk
-is halved again and again: where u lies in a right half and s in the left half beside it, q_u takes
-the decays from the boundary to u, and k_s those from s to the boundary. The logarithm of either is
-a sum along the tokens of one half, so at each level
+Inside a chunk, the weight of an earlier token s for a token u is sum_k q_u f_{s+1} ... f_u k_s. For
+a matrix product the decays must be divided between q_u and k_s. As in `backends/torch`, the chunk
+is halved again and again, and level n has halves of 2^n tokens. Where u lies in a right half and s
+in the left half next to it, q_u takes the decays from the boundary to u, and k_s those from s to
+the boundary. The logarithm of either is a sum over tokens of one half, so at each level
 
     X = W log f,  Y = exp(X) * (q in right halves, k in left ones),  Y Y^T
 
-where W is made of 0 and 1, and of the last product the pairs of that level are kept. These are
-products of decays only, never quotients, so any decay is safe.
+where W is made of 0 and 1, and only that level's pairs of the last product are used. All of these
+are products of decays, never quotients, so any decay is safe.
 """
 
 import triton
 import triton.language as tl
 
-from keras_recurrent.backends.triton._common import INTERPRETED
-from keras_recurrent.backends.triton._gated_states import applied
-from keras_recurrent.backends.triton._linear_attention import read
+from keras_recurrent.backends.triton._common import IN_INTERPRETER
+from keras_recurrent.backends.triton._gated_states import applied_decays
+from keras_recurrent.backends.triton._linear_attention import load_tokens
 from keras_recurrent.backends.triton._math import one_minus_exp
 
-_PLAIN = tl.constexpr(INTERPRETED)
+
+@triton.jit
+def as_matrix(mask, one):
+    """0 and 1, as operands of products, from False and True. one: `ones`."""
+    matrix = tl.where(mask, one[:, None], 0.0)
+    if not IN_INTERPRETER:
+        matrix = matrix.to(tl.bfloat16)
+    return matrix
 
 
 @triton.jit
-def matrix(which, one):
-    """A matrix of 0 and 1 from one of False and True; one: `ones`."""
-    which = tl.where(which, one[:, None], 0.0)
-    if not _PLAIN:
-        which = which.to(tl.bfloat16)
-    return which
+def _interval_matrix(row, low, high, one):
+    """1 in the columns from `low` of their row on, and below `high`; else 0.
 
-
-@triton.jit
-def _between(row, low, high, one):
-    """1 where a column is from `low` of its row on, and below `high`.
-
-    That is min(1, relu(reach - |column - middle|)), exact in bfloat16 for up to 64 tokens, of which
-    a GPU computes two at once: half the instructions of two comparisons.
+    Computed as min(1, relu(radius - |column - middle|)), which is exact in bfloat16 for up to 64
+    tokens. A GPU computes two of those at once: half the instructions of two comparisons.
     """
-    if _PLAIN:
-        return matrix((row[None, :] >= low[:, None]) & (row[None, :] < high[:, None]), one)
+    if IN_INTERPRETER:
+        return as_matrix((row[None, :] >= low[:, None]) & (row[None, :] < high[:, None]), one)
     middle = (one * 0.5 * (low + high - 1)).to(tl.bfloat16)
-    reach = (one * 0.5 * (high - low + 1)).to(tl.bfloat16)
+    radius = (one * 0.5 * (high - low + 1)).to(tl.bfloat16)
     return tl.inline_asm_elementwise(
         """{
             .reg .b32 one, minus, off;
@@ -54,7 +52,7 @@ def _between(row, low, high, one):
             min.bf16x2 $0, off, one;
         }""",
         "=r,r,r,r",
-        [row.to(tl.bfloat16)[None, :], middle[:, None], reach[:, None]],
+        [row.to(tl.bfloat16)[None, :], middle[:, None], radius[:, None]],
         dtype=tl.bfloat16,
         is_pure=True,
         pack=2,
@@ -62,49 +60,54 @@ def _between(row, low, high, one):
 
 
 @triton.jit
-def laid_out(row, one):
-    """`row`, laid out as products are, and so what is chosen by it: not anew for each level."""
+def in_product_layout(row, one):
+    """`row` in the register layout of products, so that choices by it convert no layout."""
     return (row * one).to(tl.int32)
 
 
 @triton.jit
-def is_right(row, level):
-    """Whether a token is in a right half of 2^level."""
+def in_right_half(row, level):
+    """Whether each token lies in a right half at this level."""
     return (row >> level) % 2 == 1
 
 
 @triton.jit
-def span(row, level):
-    """From and before which token each reaches: from the boundary up to itself, or on to there."""
-    right, begin = is_right(row, level), row >> level << level
-    return tl.where(right, begin, row + 1), tl.where(right, row + 1, begin + (1 << level))
+def decay_span(row, level):
+    """The tokens whose decays each token takes: the first, and the one behind the last.
+
+    In a right half from the boundary to the token itself, in a left half those behind the token up
+    to the boundary.
+    """
+    right, half_begin = in_right_half(row, level), row >> level << level
+    begin = tl.where(right, half_begin, row + 1)
+    return begin, tl.where(right, row + 1, half_begin + (1 << level))
 
 
 @triton.jit
-def to_boundary(row, level, one):
-    """W: which tokens each reaches over."""
-    low, high = span(row, level)
-    return _between(row, low, high, one)
+def span_matrix(row, level, one):
+    """W: in each token's row, 1 for the tokens whose decays it takes."""
+    low, high = decay_span(row, level)
+    return _interval_matrix(row, low, high, one)
 
 
 @triton.jit
-def from_boundary(row, level, one):
+def span_matrix_transposed(row, level, one):
     """The transpose of W."""
-    right, begin = is_right(row, level), row >> level << level
-    low = tl.where(right, row, begin)
-    high = tl.where(right, begin + (1 << level), row)
-    return _between(row, low, high, one)
+    right, half_begin = in_right_half(row, level), row >> level << level
+    low = tl.where(right, row, half_begin)
+    high = tl.where(right, half_begin + (1 << level), row)
+    return _interval_matrix(row, low, high, one)
 
 
 @triton.jit
-def beside(row, level):
-    """The pairs of tokens in two halves beside each other."""
+def in_adjacent_halves(row, level):
+    """The pairs of tokens of this level, in both orders: one in each half beside a boundary."""
     return (row[:, None] ^ row[None, :]) & (-1 << level) == 1 << level
 
 
 @triton.jit
-def place_of_program(T, H, chunks, tiles, CHUNK: tl.constexpr):
-    """Of this program: the tile, chunk, number of the head, row of the batch, and first token."""
+def locate_program(T, H, chunks, tiles, CHUNK: tl.constexpr):
+    """This program's tile, chunk, head (of all rows), batch row, and its first token's offset."""
     tile = tl.program_id(0) % tiles
     chunk = tl.program_id(0) // tiles % chunks
     head = tl.program_id(0) // tiles // chunks
@@ -114,14 +117,14 @@ def place_of_program(T, H, chunks, tiles, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def read_chunk(
+def load_chunk(
     q, k, log_f, token, row, real, starts, d, K, H, SHORT: tl.constexpr
 ):  # fmt: skip
     """q, k, log f as given, and the logarithms of the decays applied: [CHUNK, BLOCK_K]."""
-    query = read(q + token * K, row, real, d, K, H)
-    logarithm = read(log_f + token * K, row, real, d, K, H)
+    query = load_tokens(q + token * K, row, real, d, K, H)
+    given_log_f = load_tokens(log_f + token * K, row, real, d, K, H)
     if k is None:
-        key = one_minus_exp(logarithm, not SHORT)
+        key = one_minus_exp(given_log_f, not SHORT)
     else:
-        key = read(k + token * K, row, real, d, K, H)
-    return query, key, logarithm, applied(logarithm, starts[:, None])
+        key = load_tokens(k + token * K, row, real, d, K, H)
+    return query, key, given_log_f, applied_decays(given_log_f, starts[:, None])

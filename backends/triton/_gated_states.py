@@ -1,12 +1,13 @@
-"""The states between chunks of gated linear attention, chunk after chunk, in device memory.
+"""The states between chunks of gated linear attention, computed chunk after chunk and stored.
 
-`walk` makes the states before each chunk, S, or, from the last chunk to the first, the gradients G
-of the states after each chunk:
+`walk` computes S, the states before each chunk, or, from the last chunk to the first, G, the
+gradients of the states after each chunk:
 
     S' = decay S + (decay to the end * k)^T v,  G' = decay G + (decay from the start * q)^T d_output
 
-Where heads are too few to fill the GPU, the walk is cut into segments: what each does to a state,
-a decay and a total, is computed for all at once, and then each enters with what those before it do.
+Where heads are too few to fill the GPU, time is cut into segments. A first launch computes for all
+segments at once what each does to a state, as a decay and a total. In a second one each segment
+starts from the state that the segments before it make.
 """
 
 import torch
@@ -16,16 +17,16 @@ import triton.language as tl
 from keras_recurrent.backends.triton import _search
 from keras_recurrent.backends.triton._linear_attention import (
     Blocks,
-    read,
+    load_tokens,
+    new_segment_sums,
     real_tokens,
     segments_of,
-    sums_of_segments,
 )
 from keras_recurrent.backends.triton._math import exp_of_decays, one_minus_exp
-from keras_recurrent.backends.triton._products import operand, product, sums_of_columns
+from keras_recurrent.backends.triton._products import operand, product, sum_columns
 
-_GONE = tl.constexpr(-1e4)  # the logarithm of 0; sums of it stay finite
-BLOCKS = {  # by `short`, the default first
+_LOG_ZERO = tl.constexpr(-1e4)  # its exponential is 0, and sums of it are finite
+BLOCKS = {  # candidates by `short`, the default first
     True: (
         Blocks(64, 128, 4, 3),
         Blocks(64, 128, 4, 2),
@@ -37,27 +38,27 @@ BLOCKS = {  # by `short`, the default first
 
 
 @triton.jit
-def applied(log_f, starts):
-    """The logarithms of the decays that tokens really apply, all finite."""
-    return tl.where(starts, _GONE, tl.maximum(log_f, _GONE))
+def applied_decays(log_f, starts):
+    """The logarithms of the decays applied to states, finite also where a document starts."""
+    return tl.where(starts, _LOG_ZERO, tl.maximum(log_f, _LOG_ZERO))
 
 
 @triton.jit
-def _read_columns(tensor, row, real, d, D, H):
-    """The transpose of `read`."""
-    at = row[None, :] * (H * D) + d[:, None]
-    return tl.load(tensor + at, real[None, :] & (d < D)[:, None], other=0.0).to(tl.float32)
+def _load_columns(tensor, row, real, d, D, H):
+    """The transpose of `load_tokens`."""
+    offsets = row[None, :] * (H * D) + d[:, None]
+    return tl.load(tensor + offsets, real[None, :] & (d < D)[:, None], other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["T", "chunks", "each"])
+@triton.jit(do_not_specialize=["T", "chunks", "segment_chunks"])
 def _walk_kernel(
     k,
     v,
     log_f,
     token_kind,
-    first,
+    initial,
     states,
-    last,
+    final,
     totals,
     decays,
     T,
@@ -65,7 +66,7 @@ def _walk_kernel(
     K,
     V,
     chunks,
-    each,
+    segment_chunks,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -73,98 +74,102 @@ def _walk_kernel(
     PARTS: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
-    """k: keys, or queries if REVERSE; v: values, or gradients. Without states: totals, decays."""
+    """Stores the states; if `states` is None, totals and decays of all segments but the last.
+
+    If REVERSE, k is the queries and v the gradient of the output.
+    """
     k_tiles = tl.cdiv(K, BLOCK_K)
     tiles = k_tiles * tl.cdiv(V, BLOCK_V)
-    segments = tl.cdiv(chunks, each)
-    walked = segments
+    segments = tl.cdiv(chunks, segment_chunks)
+    computed = segments
     if states is None:
-        walked = segments - 1
+        computed = segments - 1
     tile = tl.program_id(0) % tiles
-    segment = tl.program_id(0) // tiles % walked
-    head = tl.program_id(0) // tiles // walked
-    heads = tl.num_programs(0) // tiles // walked
+    segment = tl.program_id(0) // tiles % computed
+    head = tl.program_id(0) // tiles // computed
+    heads = tl.num_programs(0) // tiles // computed
     b = head // H
     d = tile % k_tiles * BLOCK_K + tl.arange(0, BLOCK_K)
     e = tile // k_tiles * BLOCK_V + tl.arange(0, BLOCK_V)
     row = tl.arange(0, CHUNK)
-    at = d[:, None] * V + e[None, :]
-    inside = (d < K)[:, None] & (e < V)[None, :]
+    offsets = d[:, None] * V + e[None, :]
+    valid = (d < K)[:, None] & (e < V)[None, :]
 
     state = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
     decay = tl.full((BLOCK_K,), 1.0, tl.float32)
     if states is not None:
-        if first is not None:
-            of = head.to(tl.int64) * K * V
-            state = tl.load(first + of + at, inside, other=0.0).to(tl.float32)
+        if initial is not None:
+            head_offset = head.to(tl.int64) * K * V
+            state = tl.load(initial + head_offset + offsets, valid, other=0.0).to(tl.float32)
         if totals is not None:
             for s in range(segment):
-                of = (s * heads + head).to(tl.int64) * K
-                over = tl.load(decays + of + d, d < K, other=0.0)
-                total = tl.load(totals + of * V + at, inside, other=0.0)
-                state = over[:, None] * state + total
+                line = (s * heads + head).to(tl.int64) * K
+                segment_decay = tl.load(decays + line + d, d < K, other=0.0)
+                total = tl.load(totals + line * V + offsets, valid, other=0.0)
+                state = segment_decay[:, None] * state + total
 
-    for i in range(segment * each, tl.minimum((segment + 1) * each, chunks)):
+    for i in range(segment * segment_chunks, tl.minimum((segment + 1) * segment_chunks, chunks)):
         chunk = chunks - 1 - i if REVERSE else i
         token = (b.to(tl.int64) * T + chunk * CHUNK) * H + head % H
         real, starts = real_tokens(chunk, token_kind, b, T, CHUNK)
         if states is not None:
             slot = states + (head * chunks + chunk).to(tl.int64) * K * V
-            tl.store(slot + at, operand(state, SHORT), inside)
-        logarithm = _read_columns(log_f + token * K, row, real, d, K, H)
+            tl.store(slot + offsets, operand(state, SHORT), valid)
+        given_log_f = _load_columns(log_f + token * K, row, real, d, K, H)
         if k is None:
-            key = one_minus_exp(logarithm, not SHORT)
+            key = one_minus_exp(given_log_f, not SHORT)
         else:
-            key = _read_columns(k + token * K, row, real, d, K, H)
-        logarithm = applied(logarithm, starts[None, :])
+            key = _load_columns(k + token * K, row, real, d, K, H)
+        log_decay = applied_decays(given_log_f, starts[None, :])
         if REVERSE:
-            reach = row[:, None] <= row[None, :]
+            span = row[:, None] <= row[None, :]
         else:
-            reach = row[:, None] > row[None, :]
-        key *= exp_of_decays(sums_of_columns(logarithm, reach, PARTS), not SHORT)
-        over = exp_of_decays(tl.sum(logarithm, 1), not SHORT)
-        decay *= over
-        value = read(v + token * V, row, real, e, V, H)
-        state = product(key, value, state * over[:, None], SHORT)
+            span = row[:, None] > row[None, :]
+        key *= exp_of_decays(sum_columns(log_decay, span, PARTS), not SHORT)
+        chunk_decay = exp_of_decays(tl.sum(log_decay, 1), not SHORT)
+        decay *= chunk_decay
+        value = load_tokens(v + token * V, row, real, e, V, H)
+        state = product(key, value, state * chunk_decay[:, None], SHORT)
 
     if states is None:
-        of = (segment * heads + head).to(tl.int64) * K
-        tl.store(totals + of * V + at, state, inside)
-        tl.store(decays + of + d, decay, d < K)
+        line = (segment * heads + head).to(tl.int64) * K
+        tl.store(totals + line * V + offsets, state, valid)
+        tl.store(decays + line + d, decay, d < K)
     elif segment == segments - 1:
-        tl.store(last + head.to(tl.int64) * K * V + at, state, inside)
+        tl.store(final + head.to(tl.int64) * K * V + offsets, state, valid)
 
 
-def walk(sizes, k, v, first, *, log_f, token_kind, parts, reverse=False):
-    """Returns the states [B, H, chunks, K, V], as products take them, and the last one in float32.
+def walk(sizes, k, v, initial, *, log_f, token_kind, parts, reverse=False):
+    """Returns the states [B, H, chunks, K, V], as products take them, and the final one in float32.
 
-    With `reverse`, k is q and v the gradient of the output, and these are gradients of states.
+    If `reverse`, k is q, v the gradient of the output, `initial` the gradient of the final state,
+    and the results are gradients of states.
     """
     shape = (sizes.batch, sizes.heads, sizes.chunks, sizes.keys, sizes.values)
     states = v.new_empty(shape, dtype=torch.bfloat16 if sizes.short else torch.float32)
-    last = v.new_empty(sizes.state_shape, dtype=torch.float32)
+    final = v.new_empty(sizes.state_shape, dtype=torch.float32)
 
     def launch(blocks):
         options = blocks.options(sizes)
         programs = sizes.batch * sizes.heads * triton.cdiv(sizes.keys, options["BLOCK_K"])
         programs *= triton.cdiv(sizes.values, options["BLOCK_V"])
-        segments, each = segments_of(programs, sizes.chunks)
-        totals, decays = sums_of_segments(segments, last, sizes.state_shape[:3])
+        segments, segment_chunks = segments_of(programs, sizes.chunks)
+        totals, decays = new_segment_sums(segments, final, sizes.state_shape[:3])
 
-        def walk_through(segments, states, last):
+        def walk_through(segments, states, final):
             _walk_kernel[(programs * segments,)](
                 k,
                 v,
                 log_f,
                 token_kind,
-                first,
+                initial,
                 states,
-                last,
+                final,
                 totals,
                 decays,
                 *sizes.numbers,
                 sizes.chunks,
-                each,
+                segment_chunks,
                 CHUNK=sizes.chunk,
                 SHORT=sizes.short,
                 PARTS=parts,
@@ -174,8 +179,8 @@ def walk(sizes, k, v, first, *, log_f, token_kind, parts, reverse=False):
 
         if segments > 1:
             walk_through(segments - 1, None, None)
-        walk_through(segments, states, last)
+        walk_through(segments, states, final)
 
     name = "gated_linear_attention states" + " backward" * reverse
-    _search.run(name, BLOCKS[sizes.short], launch, (v, k, log_f, first, token_kind), sizes)
-    return states, last
+    _search.run(name, BLOCKS[sizes.short], launch, (v, k, log_f, initial, token_kind), sizes)
+    return states, final

@@ -1,4 +1,4 @@
-"""What the Triton kernels of linear attention share: sizes, and how they read a chunk of time."""
+"""What the kernels of linear attention share: sizes, tiles, and how they load a chunk of tokens."""
 
 from typing import NamedTuple
 
@@ -7,15 +7,16 @@ import triton
 import triton.language as tl
 
 from keras_recurrent.backends.triton import _common
+from keras_recurrent.backends.triton._tokens import PADDING, STARTS
 
 _LARGEST_HEAD = 256
-_SMALLEST_TILE = 32  # channels; what is larger may have a tail (flash-linear-attention, #1241)
-_ENOUGH_PROGRAMS = 128  # about one for each multiprocessor of a large GPU
+_SMALLEST_TILE = 32  # channels; larger heads may end within a tile (flash-linear-attention, #1241)
+_ENOUGH_PROGRAMS = _common.MULTIPROCESSORS
 _SHORTEST_SEGMENT = 8  # chunks
 
 
 def refusal(*tensors):
-    """Why the kernels refuse q, k, v and others (or Nones); None if they accept them."""
+    """Why the kernels refuse tensors that begin with q, k, v; None if they accept them."""
     reason = _common.refusal(*tensors)
     if reason is not None:
         return reason
@@ -28,8 +29,8 @@ def refusal(*tensors):
     return None
 
 
-class Heads(NamedTuple):
-    """Sizes of q: [B, T, H, K] and v: [B, T, H, V], and how numbers meet in products."""
+class Sizes(NamedTuple):
+    """Those of q: [B, T, H, K] and v: [B, T, H, V], and `short`, the precision of products."""
 
     batch: int
     length: int
@@ -45,7 +46,7 @@ class Heads(NamedTuple):
 
     @property
     def levels(self):
-        """Halves of 1, 2, 4 ... tokens make up a chunk."""
+        """How often a chunk can be halved, down to single tokens."""
         return self.chunk.bit_length() - 1
 
     @property
@@ -54,17 +55,17 @@ class Heads(NamedTuple):
 
     @property
     def programs(self):
-        """One for each chunk of each head."""
+        """How many chunks all heads have, of which each is a program's."""
         return self.batch * self.heads * self.chunks
 
     @property
     def numbers(self):
-        """As the kernels take them."""
+        """T, H, K, V: the sizes in the order in which kernels take them."""
         return self.length, self.heads, self.keys, self.values
 
 
 class Blocks(NamedTuple):
-    """How many channels of keys and of values a program works on at a time, and its options."""
+    """How many channels of keys and of values a program takes at a time, and its launch options."""
 
     BLOCK_K: int
     BLOCK_V: int
@@ -73,7 +74,7 @@ class Blocks(NamedTuple):
     maxnreg: int | None = None
 
     def options(self, sizes):
-        """As a kernel takes them: less where there is less."""
+        """Arguments of a launch; blocks shrink for heads of few channels."""
         return {
             "BLOCK_K": block(sizes.keys, self.BLOCK_K),
             "BLOCK_V": block(sizes.values, self.BLOCK_V),
@@ -83,51 +84,60 @@ class Blocks(NamedTuple):
         }
 
 
-def heads_of(q, k, v, chunk=64, chunk_of_float32=32):
-    """Tensors of bfloat16 take `chunk` tokens at a time, others as many as their parts allow."""
+def sizes_of(q, k, v, chunk=64, chunk_of_float32=32):
+    """The `Sizes` of q, k (or None) and v. Only bfloat16 tensors are `short`.
+
+    Others get shorter chunks, as the parts that float32 is split into (`_products.py`) need room.
+    """
     short = all(x is None or x.dtype == torch.bfloat16 for x in (q, k, v))
     batch, length, heads, keys = q.shape
-    return Heads(
+    return Sizes(
         batch, length, heads, keys, v.shape[3], short, chunk if short else chunk_of_float32
     )
 
 
 def block(size, largest):
-    """A power of two that holds `size`, or the largest one."""
+    """The smallest power of two from 16 on that holds `size`, at most `largest`."""
     return min(largest, max(16, triton.next_power_of_2(size)))
 
 
 def segments_of(programs, chunks):
-    """Into how many segments of how many chunks each to cut time, so that all of a GPU works."""
+    """How many segments to cut time into, and the chunks of each, so that the whole GPU works."""
     segments = 1
     if programs < _ENOUGH_PROGRAMS:
         segments = max(1, min(2 * _ENOUGH_PROGRAMS // programs, chunks // _SHORTEST_SEGMENT))
-    each = triton.cdiv(chunks, segments)
-    return triton.cdiv(chunks, each), each
+    segment_chunks = triton.cdiv(chunks, segments)
+    return triton.cdiv(chunks, segment_chunks), segment_chunks
 
 
-def sums_of_segments(segments, last, decays_shape):
-    """Memory for what each segment but the last does to a state: totals and decays, or Nones."""
+def new_segment_sums(segments, final, decays_shape):
+    """Memory for what all segments but the last do to a state, as totals and decays; else Nones.
+
+    final: the final state, like which the totals are.
+    """
     if segments == 1:
         return None, None
-    return (last.new_empty((segments - 1, *shape)) for shape in (last.shape, decays_shape))
+    return (final.new_empty((segments - 1, *shape)) for shape in (final.shape, decays_shape))
 
 
 @triton.jit
 def real_tokens(chunk, token_kind, b, T, CHUNK: tl.constexpr):
-    """Which tokens of a chunk are there and no padding, and which of them start afresh."""
+    """Which tokens of a chunk exist and are no padding, and which of them start a document."""
     t = chunk * CHUNK + tl.arange(0, CHUNK)
     real = t < T
     starts = tl.full((CHUNK,), False, tl.int1)
     if token_kind is not None:
-        kind = tl.load(token_kind + b.to(tl.int64) * T + t, real, other=2)
-        real = kind != 2
-        starts = kind == 1
+        kind = tl.load(token_kind + b.to(tl.int64) * T + t, real, other=PADDING)
+        real = kind != PADDING
+        starts = kind == STARTS
     return real, starts
 
 
 @triton.jit
-def read(tensor, row, real, d, D, H):
-    """[CHUNK, BLOCK_D] as float32, of a tensor [.., H, D] from its first token on; else 0."""
-    at = row[:, None] * (H * D) + d[None, :]
-    return tl.load(tensor + at, real[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+def load_tokens(tensor, row, real, d, D, H):
+    """[CHUNK, BLOCK_D] in float32; 0 for padding and beyond the tensor.
+
+    tensor: a pointer into [B, T, H, D] to the chunk's first token.
+    """
+    offsets = row[:, None] * (H * D) + d[None, :]
+    return tl.load(tensor + offsets, real[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)

@@ -1,16 +1,17 @@
-"""Exponentials and what is made of them, one instruction each where the GPU has one.
+"""Exponentials and functions made of them, by the GPU's approximate instructions.
 
-Those instructions are off by two units in the last place at most, and take numbers below 1e-38
-for 0. FINE, for float32 tensors, mends what the change of base adds to that. Triton's interpreter
-has no instructions: it takes the plain formulas.
+These are off by two units in the last place at most, and flush numbers below 1e-38 to 0. FINE, for
+float32 tensors, corrects the further error of the change to base 2. Triton's interpreter runs no
+inline assembly: there the plain formulas stand in.
 """
 
 import triton
 import triton.language as tl
 
-from keras_recurrent.backends.triton._common import INTERPRETED
+from keras_recurrent.backends.triton._common import IN_INTERPRETER
 
-_PLAIN = tl.constexpr(INTERPRETED)
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_SERIES_FROM = tl.constexpr(-0.35)  # from here to 0, 1 - exp(z) is computed by its series
 
 
 @triton.jit
@@ -22,15 +23,16 @@ def _exp2(z):
 
 @triton.jit
 def exp(z, FINE: tl.constexpr):
-    if _PLAIN:
+    """exp(z), by the instruction for powers of 2."""
+    if IN_INTERPRETER:
         e = tl.exp(z)
     else:
         if FINE:
-            z = tl.maximum(z, -100.0)  # not -inf; the result is 0 all the same
-        power = z * 1.4426950408889634
+            z = tl.maximum(z, -100.0)  # -inf would make NaN below; exp(-100) is 0, too
+        power = z * _LOG2_E
         e = _exp2(power)
         if FINE:
-            rest = tl.fma(z, 1.4426950408889634, -power)
+            rest = tl.fma(z, _LOG2_E, -power)
             rest = tl.fma(z, 1.925963033500779e-08, rest)
             e = tl.fma(e * rest, 0.6931471805599453, e)
     return e
@@ -38,18 +40,18 @@ def exp(z, FINE: tl.constexpr):
 
 @triton.jit
 def exp_of_difference(z, origin, FINE: tl.constexpr):
-    """exp(z - origin), in one instruction before that of the exponential unless FINE."""
-    if _PLAIN or FINE:
+    """exp(z - origin); unless FINE, difference and change of base are one instruction."""
+    if IN_INTERPRETER or FINE:
         e = exp(z - origin, FINE)
     else:
-        power = tl.fma(z, 1.4426950408889634, origin * -1.4426950408889634)
+        power = tl.fma(z, _LOG2_E, origin * -_LOG2_E)
         e = _exp2(power)
     return e
 
 
 @triton.jit
 def reciprocal(z):
-    if _PLAIN:
+    if IN_INTERPRETER:
         r = 1.0 / z
     else:
         r = tl.inline_asm_elementwise(
@@ -60,7 +62,7 @@ def reciprocal(z):
 
 @triton.jit
 def sigmoid(z, FINE: tl.constexpr):
-    """σ(z) and σ(-z), each with all its digits."""
+    """σ(z) and σ(-z), both without cancellation."""
     e = exp(tl.minimum(-z, 80.0), FINE)
     s = reciprocal(1.0 + e)
     return s, e * s
@@ -70,8 +72,8 @@ def sigmoid(z, FINE: tl.constexpr):
 def log1p(e, FINE: tl.constexpr):
     """log(1 + e) for e from 0 to 1.
 
-    FINE: by the series of 2 artanh(y), y = e / (2 + e). Its first term is 2 y = e - e y: so
-    rounding touches only what is added to e. Else a polynomial, off by three units in the last
+    FINE: by the series of 2 artanh(y), y = e / (2 + e). Its first term is written as e - e y, so
+    only the correction of e is rounded. Otherwise a polynomial, off by three units in the last
     place at most.
     """
     if FINE:
@@ -99,9 +101,9 @@ def softplus(z):
 
 
 @triton.jit
-def _small_difference(z):
-    """1 - exp(z) by its series, for z from -0.35 to 0."""
-    z = tl.maximum(z, -0.35)
+def _one_minus_exp_near_0(z):
+    """1 - exp(z) by its series, for z from _SERIES_FROM to 0."""
+    z = tl.maximum(z, _SERIES_FROM)
     series = z * (1.0 / 5040) + 1.0 / 720
     series = series * z + 1.0 / 120
     series = series * z + 1.0 / 24
@@ -113,16 +115,16 @@ def _small_difference(z):
 
 @triton.jit
 def one_minus_exp(z, FINE: tl.constexpr):
-    """1 - exp(z) for z <= 0, without loss where exp(z) is near 1."""
-    return tl.where(z > -0.35, _small_difference(z), 1.0 - exp(z, FINE))
+    """1 - exp(z) for z <= 0, without cancellation where exp(z) is near 1."""
+    return tl.where(z > _SERIES_FROM, _one_minus_exp_near_0(z), 1.0 - exp(z, FINE))
 
 
 @triton.jit
 def exp_of_decays(z, FINE: tl.constexpr):
-    """exp(z) for z <= 0. FINE: near 0 by the series, as in `decay`, where a bias would add up."""
+    """exp(z) for z <= 0. FINE: near 0 by a series, for the reason given in `decay`."""
     e = exp(z, FINE)
     if FINE:
-        e = tl.where(z > -0.35, 1.0 - _small_difference(z), e)
+        e = tl.where(z > _SERIES_FROM, 1.0 - _one_minus_exp_near_0(z), e)
     return e
 
 
@@ -130,11 +132,12 @@ def exp_of_decays(z, FINE: tl.constexpr):
 def decay(log_a, FINE: tl.constexpr):
     """a = exp(log_a) and 1 - a² = (1 - a)(1 + a).
 
-    Near 1, where the difference cancels, 1 - a is a series in log_a. FINE takes a from there, too:
-    a small bias of the instruction would add up over as many tokens as such a decay lets through.
+    Where a is near 1, the difference would cancel, and 1 - a is a series in log_a. With FINE, a is
+    made of that series, too: such decays multiply over many tokens, and so would a small bias of
+    the instruction.
     """
-    near_1 = log_a > -0.35
-    difference = _small_difference(log_a)
+    near_1 = log_a > _SERIES_FROM
+    difference = _one_minus_exp_near_0(log_a)
     a = exp(log_a, FINE)
     if FINE:
         a = tl.where(near_1, 1.0 - difference, a)

@@ -1,34 +1,37 @@
 """Matrix products of the Triton kernels, and their precision.
 
-SHORT, for bfloat16 tensors: operands in bfloat16, what was computed from them rounded to it, sums
-in float32. Other operands are float32 and meet as "bf16x6", six products of their parts of 8 bits,
-which keep the digits of float32 on tensor cores, as "ieee" would off them. float16 goes there,
-too: a state may lie beyond its range.
+SHORT, for bfloat16 tensors: operands are bfloat16, or rounded to it where they were computed, and
+sums are float32. Otherwise operands are float32 and multiplied as "bf16x6": each is split into
+parts of bfloat16, and six products of parts have the precision of float32. They run on tensor
+cores, while "ieee" would not. float16 tensors go the same way, since a state may exceed the range
+of float16.
 
-Where tiles have 64 rows, products are asynchronous ones, and each holds descriptors of what it
-reads in registers of their own. A kernel with more of them than there are is compiled wrongly for
-Hopper by what Triton 3.6 and 3.7 bring along (ptxas 12.8): it read beyond its shared memory. Tiles
-of 32 rows, in the large kernels, need none.
+Products of tiles with 64 rows are asynchronous on Hopper, and each takes registers for descriptors
+of its operands. ptxas 12.8, which comes with Triton 3.6 and 3.7, compiles a kernel wrongly that has
+more descriptors than registers for them: it read beyond its shared memory. The large kernels take
+tiles of 32 rows, whose products are not asynchronous.
 
-Triton's compiler got dot(x.T, y) wrong on Hopper where x had been computed by another dot (Triton
-issue 6124, flash-linear-attention issues 640 and 984). Here a first operand is never the transpose
-of anything computed: its transpose is computed instead.
+Triton's compiler got dot(x.T, y) wrong on Hopper where x was the result of another dot (Triton
+issue 6124, flash-linear-attention issues 640 and 984). So the first operand of a product is never
+the transpose of a computed tensor: kernels compute the transpose itself.
 """
 
 import triton
 import triton.language as tl
 
-from keras_recurrent.backends.triton._common import INTERPRETED
+from keras_recurrent.backends.triton._common import IN_INTERPRETER, INTERPRETED
 
-_PLAIN = tl.constexpr(INTERPRETED)
 PRECISION = tl.constexpr("ieee" if INTERPRETED else "bf16x6")
 
 
 @triton.jit
 def operand(x, SHORT: tl.constexpr):
-    """x as products take it. The interpreter keeps bfloat16 in integers: there it is float32."""
+    """x in the dtype of operands.
+
+    The interpreter stores bfloat16 as integers: there x is float32, rounded to bfloat16.
+    """
     if SHORT:
-        if _PLAIN:
+        if IN_INTERPRETER:
             bits = x.to(tl.float32).to(tl.int32, bitcast=True)
             bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
             x = bits.to(tl.float32, bitcast=True)
@@ -49,40 +52,44 @@ def product(a, b, total, SHORT: tl.constexpr):
 
 @triton.jit
 def ones(square):
-    """1 for each row of what a product made, also where that is infinite or, on a GPU, NaN.
+    """Layout hint: ones that the compiler must derive from `square`, the result of products.
 
-    There may be several products, in a batch. The compiler does not see what comes out, and lays
-    out what is made of it as it laid out the product: a first operand then is made in the registers
-    where the next product takes it.
+    What is computed from them keeps the register layout of products, and needs no conversion to
+    become the first operand of the next one. Returns 1 for each row of `square` (which may be a
+    batch), also if it holds infinities or, on a GPU, NaN.
     """
     return tl.minimum(tl.maximum(tl.sum(square, len(square.shape) - 1), 1.0), 1.0)
 
 
 @triton.jit
-def sums(which, x, PARTS: tl.constexpr):
-    """which x: for each row of `which`, 0 or 1, the sum of those rows of x that it names.
+def sum_rows(mask, x, PARTS: tl.constexpr):
+    """mask x: for each row of `mask`, of 0 and 1, the sum of the rows of x at its ones.
 
-    x is the sum of PARTS numbers of bfloat16, 8 bits each: 1 if it is bfloat16, 3 for all its bits.
+    x is split into PARTS numbers of bfloat16, of 8 bits each: 1 is exact for bfloat16 and 3 for
+    float32.
     """
     part = operand(x, True)
-    total = tl.dot(which, part)
+    total = tl.dot(mask, part)
     for _ in tl.static_range(PARTS - 1):
         x = x - part.to(tl.float32)
         part = operand(x, True)
-        total = tl.dot(which, part, total)
+        total = tl.dot(mask, part, total)
     return total
 
 
 @triton.jit
-def sums_of_columns(x, which, PARTS: tl.constexpr):
-    """x which: for each column of `which`, True or False, the sum of the columns of x it names."""
-    which = tl.where(which, 1.0, 0.0)
-    if not _PLAIN:
-        which = which.to(tl.bfloat16)
+def sum_columns(x, mask, PARTS: tl.constexpr):
+    """x mask: for each column of `mask`, True or False, the sum of the columns of x that it marks.
+
+    PARTS: as in `sum_rows`.
+    """
+    mask = tl.where(mask, 1.0, 0.0)
+    if not IN_INTERPRETER:
+        mask = mask.to(tl.bfloat16)
     part = operand(x, True)
-    total = tl.dot(part, which)
+    total = tl.dot(part, mask)
     for _ in tl.static_range(PARTS - 1):
         x = x - part.to(tl.float32)
         part = operand(x, True)
-        total = tl.dot(part, which, total)
+        total = tl.dot(part, mask, total)
     return total

@@ -1,24 +1,24 @@
-"""The ring of a document's last tokens, as in `backends/torch/_ring.py`, in one go over both parts.
+"""Attention's state, a ring of each document's last keys and values, as `backends/torch/_ring.py`.
 
-The token at position p lies in slot p mod C. position, end: int32 [B], the position of the token to
-come, and the place in the row behind the last one.
+The token at position p of its document lies in slot p % C. position, end: int32 [B], the position
+of the next token to come, and the index in the row of keys behind its last token.
 """
 
 import triton
 import triton.language as tl
 
-from keras_recurrent.backends.triton._attention_tiles import read, write
+from keras_recurrent.backends.triton._attention_tiles import load_rows, store_rows
 
-SLOTS = 32
+SLOTS = 32  # of a program
 
 
 @triton.jit
-def kept_slots(s, b, position, end, C):
-    """In which slots the tokens at places s of a row lie, and which of them are kept at all."""
-    to_come = tl.load(position + b)
+def ring_slots(s, b, position, end, C):
+    """The slots of the tokens at indices s of row b, and which of these tokens are in the ring."""
+    next_position = tl.load(position + b)
     age = tl.load(end + b) - 1 - s
-    slot = (to_come - 1 - age) % C
-    return slot.to(tl.int64), (age >= 0) & (age < tl.minimum(to_come, C))
+    slot = (next_position - 1 - age) % C
+    return slot.to(tl.int64), (age >= 0) & (age < tl.minimum(next_position, C))
 
 
 @triton.jit(do_not_specialize=["S", "C"])
@@ -41,20 +41,20 @@ def to_rings_kernel(
     blocks = tl.cdiv(C, SLOTS)
     b, g = tl.program_id(0) // blocks // G, tl.program_id(0) // blocks % G
     slot = tl.program_id(0) % blocks * SLOTS + tl.arange(0, SLOTS)
-    at = slot.to(tl.int64) * G
-    to_come = tl.load(position + b)
-    age = (to_come - 1 - slot + C) % C
+    slot_rows = slot.to(tl.int64) * G
+    next_position = tl.load(position + b)
+    age = (next_position - 1 - slot + C) % C
     s = (tl.load(end + b) - 1 - age).to(tl.int64)
-    filled = (age < to_come) & (slot < C)
+    filled = (age < next_position) & (slot < C)
     row, ring = b.to(tl.int64) * S * G + g, b.to(tl.int64) * C * G + g
-    x = read(keys, row, s * G, filled, K, BLOCK_K, tl.float32)
-    write(key, ring, at, slot < C, x, K, BLOCK_K)
-    x = read(values, row, s * G, filled, V, BLOCK_V, tl.float32)
-    write(value, ring, at, slot < C, x, V, BLOCK_V)
+    x = load_rows(keys, row, s * G, filled, K, BLOCK_K, tl.float32)
+    store_rows(key, ring, slot_rows, slot < C, x, K, BLOCK_K)
+    x = load_rows(values, row, s * G, filled, V, BLOCK_V, tl.float32)
+    store_rows(value, ring, slot_rows, slot < C, x, V, BLOCK_V)
 
 
 def to_rings(keys, values, position, end, capacity):
-    """Of rows [B, S, G, ...], the rings [B, capacity, G, ...]."""
+    """The rings [B, capacity, G, ...] of rows [B, S, G, ...]; slots without a token hold 0."""
     batch, places, groups, _ = keys.shape
     rings = [x.new_empty(batch, capacity, *x.shape[2:]) for x in (keys, values)]
     sizes = keys.shape[3], values.shape[3]

@@ -1,12 +1,12 @@
-"""The configuration that a kernel is launched with: its default, or the fastest of a few.
+"""Chooses the configuration of a kernel's launch: its default, or the fastest of its candidates.
 
-Beside each kernel's launch stand `candidates`, tiles and options with which it is right for any
-arguments; the first is the default. Inside `autotune` the first call of a new key times them all,
-on the arguments at hand, and the fastest serves that key from then on. `launch` makes what a
-configuration needs, such as the room between the tiles of a chain, anew each time: a kernel may
-consume it, and making it takes time, too.
+Each kernel has `candidates`, tiles and launch options that are correct for any arguments; the first
+is the default. Inside `autotune`, the first call with a new key (kernel, device, dtypes, sizes)
+times them all on its own arguments, and from then on the fastest serves that key. `launch`
+allocates scratch memory at each call: a kernel may overwrite it, and allocating it takes time, too.
 
-All of this is of the process, not of a thread: autograd runs the backward in one of its own.
+Results are kept for the process, not for a thread, because autograd runs the backward in another
+thread.
 """
 
 import contextlib
@@ -18,36 +18,36 @@ import triton
 
 from keras_recurrent.backends.triton._common import INTERPRETED
 
-# Sizes that are no constants of a kernel: a winner serves all up to the next power of two.
+# Sizes that kernels are not compiled for: a key has them rounded up to the next power of two.
 _ROUNDED = ("batch", "length", "places", "window")
-# Milliseconds, of which `do_bench` makes as many calls as fit.
+# Milliseconds, in which `do_bench` makes as many calls as fit.
 _WARMUP, _REPETITION = 10, 50
-# What Triton raises where a device has no room for a configuration.
-_NO_ROOM = (
+# Errors of Triton where a configuration exceeds the device's registers or shared memory.
+_OUT_OF_RESOURCES = (
     triton.runtime.errors.OutOfResources,
     triton.runtime.errors.PTXASError,
     triton.compiler.errors.CompileTimeAssertionFailure,
 )
 
-_reports: list = []  # of the `autotune` blocks that are open
-_kept: dict = {}  # {key: configuration}
-_lock = threading.Lock()  # two searches at once would time each other
+_open_reports: list = []  # one for each `autotune` block that is running
+_fastest: dict = {}  # {key: configuration}
+_lock = threading.Lock()  # two searches at once would slow each other down
 
 
 class Timing(NamedTuple):
-    """What a configuration takes; None where the device has no room for it."""
+    """The time of a configuration; None if the device has no room for it."""
 
     configuration: dict
     milliseconds: float | None
 
     def __str__(self):
         time = "no room" if self.milliseconds is None else f"{self.milliseconds:.4f} ms"
-        given = {name: value for name, value in self.configuration.items() if value is not None}
-        return f"{time:>11}  {' '.join(f'{name}={value}' for name, value in given.items())}"
+        options = {name: value for name, value in self.configuration.items() if value is not None}
+        return f"{time:>11}  {' '.join(f'{name}={value}' for name, value in options.items())}"
 
 
 class Search(NamedTuple):
-    """What was timed for a kernel at some sizes, its default first."""
+    """The times of a kernel's candidates at some sizes, that of its default first."""
 
     kernel: str
     device: str
@@ -72,7 +72,7 @@ class Search(NamedTuple):
 
 
 def unavailable() -> str | None:
-    """Why nothing can be timed; None if it can."""
+    """Why kernels cannot be timed here; None if they can."""
     if INTERPRETED:
         return "TRITON_INTERPRET=1 runs the Triton kernels in NumPy"
     return None if torch.cuda.is_available() else "torch finds no NVIDIA GPU"
@@ -82,47 +82,48 @@ def unavailable() -> str | None:
 def autotune():
     """Yields a list that fills with a `Search` for each new key."""
     report: list[Search] = []
-    _reports.append(report)
+    _open_reports.append(report)
     try:
         yield report
     finally:
-        # By identity: an empty list equals any other.
-        _reports[:] = [other for other in _reports if other is not report]
+        # Compared by identity, since equal lists (such as empty ones) may belong to other blocks.
+        _open_reports[:] = [other for other in _open_reports if other is not report]
 
 
 def run(kernel, candidates, launch, tensors, sizes):
-    """What `launch` returns, given one of the candidates; kernel: its name in reports.
+    """Returns `launch(candidate)`, with the fastest one known for these sizes, else the default.
 
-    tensors (or Nones), sizes (a dict or named tuple): what decides which candidate is the fastest.
+    kernel: its name in reports. tensors (some may be None): their device and dtypes are part of the
+    key, as are the sizes (a dict or named tuple).
     """
-    if len(candidates) == 1 or not (_kept or _reports):
+    if len(candidates) == 1 or not (_fastest or _open_reports):
         return launch(candidates[0])
     sizes = sizes if isinstance(sizes, dict) else sizes._asdict()
     sizes = {n: triton.next_power_of_2(s) if n in _ROUNDED else s for n, s in sizes.items()}
     dtypes = tuple(None if t is None else t.dtype for t in tensors)
     device = tensors[0].device
     key = kernel, candidates, device, dtypes, *sizes.values()
-    if _reports and key not in _kept:
+    if _open_reports and key not in _fastest:
         with _lock:
-            if key not in _kept:  # no other thread was faster
+            if key not in _fastest:  # else another thread has searched meanwhile
                 name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
                 times = timed(launch, candidates)
                 timings = [Timing(c._asdict(), t) for c, t in zip(candidates, times, strict=True)]
-                found = Search(kernel, name, sizes, dtypes, timings)
-                _kept[key] = candidates[timings.index(found.fastest)]
-                for report in _reports:
-                    report.append(found)
-    return launch(_kept.get(key, candidates[0]))
+                search = Search(kernel, name, sizes, dtypes, timings)
+                _fastest[key] = candidates[timings.index(search.fastest)]
+                for report in _open_reports:
+                    report.append(search)
+    return launch(_fastest.get(key, candidates[0]))
 
 
 def timed(launch, candidates):
-    """The milliseconds of each candidate, None where there is no room for it."""
+    """The milliseconds of each candidate, None where the device has no room for it."""
     times = []
     reason = None
     for candidate in candidates:
         try:
             times.append(milliseconds(lambda candidate=candidate: launch(candidate)))
-        except _NO_ROOM as error:
+        except _OUT_OF_RESOURCES as error:
             times.append(None)
             reason = error
     if reason is not None and all(t is None for t in times):
@@ -131,7 +132,7 @@ def timed(launch, candidates):
 
 
 def milliseconds(call):
-    """The median on the device; its L2 cache holds nothing of the arguments before a call."""
+    """The median time of a call on the device, whose L2 cache is cleared before each call."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "`autotune` cannot time kernels while a CUDA graph is captured. Call the model once at "

@@ -1,36 +1,36 @@
 """What the kernels of operations without a state share.
 
-Programs walk over tiles of some rows of tokens, each for itself. What they find for a channel over
-all their rows they write down, one line a program, and these few lines are summed after them: so
-the same inputs give the same bits.
+Each program goes through several tiles of tokens on its own. Where it sums something over tokens
+for each channel, it stores its own sums as one line of a small tensor, and these lines are summed
+afterwards: so the same inputs give the same bits.
 """
 
 from typing import NamedTuple
 
 import triton
 
-# Sixteen for each multiprocessor of an H100 or H200, which then has room for 128 registers a
-# thread. Not asked of the device: a sum would depend on it.
+# Sixteen for each multiprocessor of an H100 or H200, which then has 128 registers for each thread.
+# A constant, not what the device has: the order of sums depends on it.
 _WARPS = 132 * 16
 
 
 class Tile(NamedTuple):
-    """What a program has at hand: so many rows of so many channels."""
+    """The tile of a program, ROWS tokens of BLOCK_D channels, and its warps."""
 
     BLOCK_D: int
     ROWS: int
     num_warps: int
 
     def tiles(self, rows):
-        """How many of them one below another cover all rows."""
+        """How many tiles, one below another, cover all rows."""
         return triton.cdiv(rows, self.ROWS)
 
     def programs(self, rows, blocks=1):
-        """How many programs go through the rows, in each block of channels."""
+        """How many programs share the rows, in each of so many blocks of channels."""
         return min(self.tiles(rows), max(1, _WARPS // (self.num_warps * blocks)))
 
 
-def rows_of(x):
+def num_rows(x):
     """How many rows [..., D] has."""
     width = x.shape[-1]
     return x.numel() // width if width else 0

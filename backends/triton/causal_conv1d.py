@@ -1,10 +1,12 @@
 """y_t = bias + sum_j kernel[j] * x_{t-W+1+j}, per channel.  De et al. 2024, arXiv:2402.19427, §2.3.
 
-Taps skip padding, and padding may stand anywhere: so tokens go by their place among the real ones
-of their row. The tokens of the state have the places -W+1 to -1 and belong to document 0; padding
-takes the places that are left. A small kernel notes who is where. A program walks along places
-with the last W inputs at hand, and the backward with the gradients of the next W outputs. For the
-gradient of an activation it starts W - 1 places before its own, and filters the inputs again.
+The filter skips padding, which may stand anywhere. So kernels work on positions, not on tokens: a
+real token's position is how many real tokens its row has before it. The state holds the positions
+-W+1 to -1 of document 0, and padding takes the positions behind the real tokens. A small kernel
+tabulates which token, of which document, each position has. A program of the forward goes along
+positions with the last W inputs in registers, one of the backward with the gradients of the next W
+outputs. For the gradient of an activation it starts W - 1 positions before its own, and computes
+the filter's results again.
 """
 
 import torch
@@ -21,10 +23,11 @@ from keras_recurrent.backends.triton._common import (
     refusal,
 )
 from keras_recurrent.backends.triton._math import sigmoid
+from keras_recurrent.backends.triton._tokens import PADDING, STARTS
 
 _MAX_WIDTH = 16
-_PLACES_BLOCK = 4096
-_STEPS = 8  # how often a thread walks along its rows, in the backward, beside those of others
+_POSITIONS_BLOCK = 4096
+_STEPS = 8  # in the backward, how often a thread goes through ROWS positions of its own
 TILINGS = (
     Tiling(64, 8, 4, 4),
     Tiling(64, 8, 8, 4),
@@ -44,7 +47,7 @@ BACKWARD_TILINGS = (
 def unsupported(
     x, kernel, bias=None, initial_state=None, token_kind=None, activation=None
 ) -> str | None:
-    """Why this kernel refuses these arguments; None if it accepts them."""
+    """Why this implementation refuses these arguments; None if it accepts them."""
     if kernel.shape[0] > _MAX_WIDTH:
         return f"holds up to {_MAX_WIDTH} taps, got a kernel of {kernel.shape[0]}"
     return refusal(x, kernel, bias, initial_state, token_kind)
@@ -59,43 +62,48 @@ def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None, act
 
 
 @triton.jit
-def _places_kernel(token_kind, token, document, count, documents, T, BLOCK: tl.constexpr):
-    """Of one row: token and document [B, T], by place; how many are real, and documents [B]."""
+def _positions_kernel(
+    token_kind, token_at, document_at, real_counts, start_counts, T, BLOCK: tl.constexpr
+):
+    """Stores for each position its token and document, [B, T], and for each row two counts, [B].
+
+    real_counts: real tokens. start_counts: tokens that start a document.
+    """
     b = tl.program_id(0)
     num_real = 0
-    num_restarts = 0
+    num_starts = 0
     for start in range(0, T, BLOCK):
         t = start + tl.arange(0, BLOCK)
-        kind = tl.load(token_kind + b * T + t, t < T, other=2)
-        real = (kind != 2).to(tl.int32)
-        restart = (kind == 1).to(tl.int32)
+        kind = tl.load(token_kind + b * T + t, t < T, other=PADDING)
+        real = (kind != PADDING).to(tl.int32)
+        starts = (kind == STARTS).to(tl.int32)
         num_real_t = num_real + tl.cumsum(real, 0)
-        place = tl.where(kind != 2, num_real_t - 1, T - 1 - (t - num_real_t))
-        tl.store(token + b * T + place, t, t < T)
-        tl.store(document + b * T + place, num_restarts + tl.cumsum(restart, 0), t < T)
+        position = tl.where(kind != PADDING, num_real_t - 1, T - 1 - (t - num_real_t))
+        tl.store(token_at + b * T + position, t, t < T)
+        tl.store(document_at + b * T + position, num_starts + tl.cumsum(starts, 0), t < T)
         num_real += tl.sum(real, 0)
-        num_restarts += tl.sum(restart, 0)
-    tl.store(count + b, num_real)
-    tl.store(documents + b, num_restarts)
+        num_starts += tl.sum(starts, 0)
+    tl.store(real_counts + b, num_real)
+    tl.store(start_counts + b, num_starts)
 
 
 @triton.jit
-def _who(place, row, T, token, document):
-    """The token and the document at a place of a row."""
-    t, own = place, place * 0
-    if token is not None:
-        there = (place >= 0) & (place < T)
-        t = tl.load(token + row + place, there, other=0)
-        own = tl.load(document + row + place, there, other=0)
-    return t, own
+def _token_and_document(position, row, T, token_at, document_at):
+    """The token and the document at each position of a row, of which `row` is the first token."""
+    t, document = position, position * 0
+    if token_at is not None:
+        valid = (position >= 0) & (position < T)
+        t = tl.load(token_at + row + position, valid, other=0)
+        document = tl.load(document_at + row + position, valid, other=0)
+    return t, document
 
 
 @triton.jit
-def _row_sizes(b, T, count, documents):
+def _row_sizes(b, T, real_counts, start_counts):
     """How many real tokens there are, and the number of the last document."""
     num_real, last_document = T, 0
-    if count is not None:
-        num_real, last_document = tl.load(count + b), tl.load(documents + b)
+    if real_counts is not None:
+        num_real, last_document = tl.load(real_counts + b), tl.load(start_counts + b)
     return num_real, last_document
 
 
@@ -112,24 +120,24 @@ def _parameters(kernel, bias, d, D, W: tl.constexpr):
 
 
 @triton.jit
-def _input(x, first, state, place, at, num_real, d, D, W: tl.constexpr):
-    """What stands at a place: 0 before the state, and behind the last real token."""
-    real = (place >= 0) & (place < num_real)
-    value = tl.load(x + at, real & (d < D), other=0.0).to(tl.float32)
-    if first is not None:
-        before = (place < 0) & (place > -W) & (d < D)
-        value += tl.load(first + state + (place + W - 1) * D, before, other=0.0)
+def _input(x, initial, state, position, offsets, num_real, d, D, W: tl.constexpr):
+    """The input at each position: 0 before the state, and behind the last real token."""
+    real = (position >= 0) & (position < num_real)
+    value = tl.load(x + offsets, real & (d < D), other=0.0).to(tl.float32)
+    if initial is not None:
+        in_state = (position < 0) & (position > -W) & (d < D)
+        value += tl.load(initial + state + (position + W - 1) * D, in_state, other=0.0)
     return value
 
 
 @triton.jit
-def _filtered(values, owners, weights, offset, token, W: tl.constexpr):
-    """The filter on the last W of some places, without what is of another document."""
+def _filtered(values, documents, weights, offset, token_at, W: tl.constexpr):
+    """The filter's result at the last of some positions, without inputs of other documents."""
     total = offset
     for k in tl.static_range(W):
         tap = values[-1 - k]
-        if token is not None:
-            tap = tl.where(owners[-1 - k] == owners[-1], tap, 0.0)
+        if token_at is not None:
+            tap = tl.where(documents[-1 - k] == documents[-1], tap, 0.0)
         total += weights[k].to(tl.float32) * tap
     return total
 
@@ -139,13 +147,13 @@ def _forward_kernel(
     x,
     kernel,
     bias,
-    first,
-    token,
-    document,
-    count,
-    documents,
+    initial,
+    token_at,
+    document_at,
+    real_counts,
+    start_counts,
     y,
-    last,
+    final,
     T,
     D,
     W: tl.constexpr,
@@ -158,11 +166,11 @@ def _forward_kernel(
     b = tl.program_id(2)
     row = b * T
     d = (tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D))[None, :]
-    inside = d < D
+    d_valid = d < D
     x += row.to(tl.int64) * D
     y += row.to(tl.int64) * D
     state = b * (W - 1) * D + d
-    num_real, last_document = _row_sizes(b, T, count, documents)
+    num_real, last_document = _row_sizes(b, T, real_counts, start_counts)
     tile_begin = tl.program_id(1) * (GROUPS * ROWS) - (W - 1)
     begin = tile_begin + tl.arange(0, GROUPS)[:, None] * ROWS
 
@@ -170,44 +178,44 @@ def _forward_kernel(
 
     values = ()
     tokens = ()
-    owners = ()
+    documents = ()
     for j in tl.static_range(ROWS + W - 1):
-        place = begin + j - (W - 1)
-        t, own = _who(place, row, T, token, document)
-        at = t.to(tl.int64) * D + d
-        values = values + (_input(x, first, state, place, at, num_real, d, D, W),)
+        position = begin + j - (W - 1)
+        t, document = _token_and_document(position, row, T, token_at, document_at)
+        offsets = t.to(tl.int64) * D + d
+        values = values + (_input(x, initial, state, position, offsets, num_real, d, D, W),)
         tokens = tokens + (t,)
-        owners = owners + (own,)
+        documents = documents + (document,)
     # The compiler moves no load ahead of a store: all loads come first.
     for j in tl.static_range(ROWS):
-        place = begin + j
-        total = _filtered(values[j : j + W], owners[j : j + W], weights, offset, token, W)
+        position = begin + j
+        total = _filtered(values[j : j + W], documents[j : j + W], weights, offset, token_at, W)
         if SILU:
             total *= sigmoid(total, FINE)[0]
-        at = tokens[j + W - 1].to(tl.int64) * D + d
-        tl.store(y + at, total, (place >= 0) & (place < T) & inside)
+        offsets = tokens[j + W - 1].to(tl.int64) * D + d
+        tl.store(y + offsets, total, (position >= 0) & (position < T) & d_valid)
         if tile_begin + GROUPS * ROWS > num_real - (W - 1):
-            slot = place - num_real + W - 1
-            kept = (slot >= 0) & (slot < W - 1) & inside
-            value = tl.where(owners[j + W - 1] == last_document, values[j + W - 1], 0.0)
-            tl.store(last + state + slot * D, value, kept)
+            slot = position - num_real + W - 1
+            in_state = (slot >= 0) & (slot < W - 1) & d_valid
+            value = tl.where(documents[j + W - 1] == last_document, values[j + W - 1], 0.0)
+            tl.store(final + state + slot * D, value, in_state)
 
 
 @triton.jit
 def _backward_kernel(
     dy,
-    d_last,
+    d_final,
     x,
     kernel,
     bias,
-    first,
-    token,
-    document,
-    count,
-    documents,
+    initial,
+    token_at,
+    document_at,
+    real_counts,
+    start_counts,
     dx,
     d_parameters,
-    d_first,
+    d_initial,
     T,
     D,
     W: tl.constexpr,
@@ -217,24 +225,24 @@ def _backward_kernel(
     ROWS: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """A group goes through STEPS times ROWS places, of which the first and last are of others too.
+    """Stores dx and d_initial, and each program's sums of the gradients of kernel and bias.
 
-    A program leaves one sum over its own places for each parameter.
-
-    d_parameters: [programs, B, W + 1, D], the last for the bias.
+    A group of a tile goes through STEPS * ROWS positions; the first and the last of them overlap
+    with other groups, which own them.
+    d_parameters: [programs, B, W + 1, D], W lines for the kernel and one for the bias.
     """
     FINE: tl.constexpr = x.dtype.element_ty == tl.float32
     AHEAD: tl.constexpr = W - 1 if SILU else 0
-    OWN: tl.constexpr = STEPS * ROWS - AHEAD - (W - 1)  # places whose inputs get their gradients
+    OWN: tl.constexpr = STEPS * ROWS - AHEAD - (W - 1)  # positions whose dx the group stores
     b = tl.program_id(2)
     row = b * T
     d = (tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D))[None, :]
-    inside = d < D
+    d_valid = d < D
     x += row.to(tl.int64) * D
     dy += row.to(tl.int64) * D
     dx += row.to(tl.int64) * D
     state = b * (W - 1) * D + d
-    num_real, last_document = _row_sizes(b, T, count, documents)
+    num_real, last_document = _row_sizes(b, T, real_counts, start_counts)
 
     weights, offset = _parameters(kernel, bias, d, D, W)
     sums = ()
@@ -247,72 +255,75 @@ def _backward_kernel(
     values = ()
     gradients = ()
     tokens = ()
-    owners = ()
+    documents = ()
     for _ in tl.static_range(W - 1):
         values = values + (tl.zeros((GROUPS, BLOCK_D), tl.float32),)
         gradients = gradients + (tl.zeros((GROUPS, BLOCK_D), tl.float32),)
         tokens = tokens + (begin * 0,)
-        owners = owners + (begin * 0,)
+        documents = documents + (begin * 0,)
     for step in range(STEPS):
         for j in tl.static_range(ROWS):
             i = step * ROWS + j
-            place = begin + i - AHEAD
-            t, own = _who(place, row, T, token, document)
-            at = t.to(tl.int64) * D + d
-            values = values + (_input(x, first, state, place, at, num_real, d, D, W),)
+            position = begin + i - AHEAD
+            t, document = _token_and_document(position, row, T, token_at, document_at)
+            offsets = t.to(tl.int64) * D + d
+            values = values + (_input(x, initial, state, position, offsets, num_real, d, D, W),)
             tokens = tokens + (t,)
-            owners = owners + (own,)
-            met = (i >= AHEAD) & (place >= 0) & (place < num_real) & inside
-            gradient = tl.load(dy + at, met, other=0.0).to(tl.float32)
+            documents = documents + (document,)
+            valid = (i >= AHEAD) & (position >= 0) & (position < num_real) & d_valid
+            gradient = tl.load(dy + offsets, valid, other=0.0).to(tl.float32)
             if SILU:
-                z = _filtered(values, owners, weights, offset, token, W)
+                z = _filtered(values, documents, weights, offset, token_at, W)
                 s, rest = sigmoid(z, FINE)
                 gradient *= s * (1.0 + z * rest)
             gradients = gradients + (gradient,)
         # The compiler moves no load ahead of a store: all loads of a step come first.
         for j in tl.static_range(ROWS):
             i = step * ROWS + j - (W - 1)
-            place = begin + i - AHEAD
-            at = tokens[j].to(tl.int64) * D + d
+            position = begin + i - AHEAD
+            offsets = tokens[j].to(tl.int64) * D + d
             value = tl.where(i >= AHEAD, values[j], 0.0)
             d_value = tl.zeros((GROUPS, BLOCK_D), tl.float32)
             if end > num_real - (W - 1):
-                slot = place - num_real + W - 1
-                kept = (slot >= 0) & (slot < W - 1) & (owners[j] == last_document) & inside
-                d_value = tl.load(d_last + state + slot * D, kept, other=0.0)
-            added = ()
+                slot = position - num_real + W - 1
+                in_state = (slot >= 0) & (slot < W - 1) & (documents[j] == last_document)
+                d_value = tl.load(d_final + state + slot * D, in_state & d_valid, other=0.0)
+            new_sums = ()
             for k in tl.static_range(W):
                 gradient = gradients[j + k]
-                if token is not None:
-                    gradient = tl.where(owners[j + k] == owners[j], gradient, 0.0)
+                if token_at is not None:
+                    gradient = tl.where(documents[j + k] == documents[j], gradient, 0.0)
                 d_value += weights[k].to(tl.float32) * gradient
-                added = added + (sums[k] + value * gradient,)
-            sums = added
+                new_sums = new_sums + (sums[k] + value * gradient,)
+            sums = new_sums
             d_bias += gradients[j]
-            own_place = (i >= AHEAD) & inside
-            tl.store(dx + at, d_value, own_place & (place >= 0) & (place < T))
+            own_position = (i >= AHEAD) & d_valid
+            tl.store(dx + offsets, d_value, own_position & (position >= 0) & (position < T))
             if tl.program_id(1) == 0:
-                tl.store(d_first + state + (place + W - 1) * D, d_value, own_place & (place < 0))
+                tl.store(
+                    d_initial + state + (position + W - 1) * D,
+                    d_value,
+                    own_position & (position < 0),
+                )
         values, gradients = values[ROWS:], gradients[ROWS:]
-        tokens, owners = tokens[ROWS:], owners[ROWS:]
+        tokens, documents = tokens[ROWS:], documents[ROWS:]
 
-    at = (tl.program_id(1) * tl.num_programs(2) + b).to(tl.int64) * (W + 1)
+    line = (tl.program_id(1) * tl.num_programs(2) + b).to(tl.int64) * (W + 1)
     for k in tl.static_range(W):
-        tl.store(d_parameters + (at + W - 1 - k) * D + d, tl.sum(sums[k], 0)[None, :], inside)
-    tl.store(d_parameters + (at + W) * D + d, tl.sum(d_bias, 0)[None, :], inside)
+        tl.store(d_parameters + (line + W - 1 - k) * D + d, tl.sum(sums[k], 0)[None, :], d_valid)
+    tl.store(d_parameters + (line + W) * D + d, tl.sum(d_bias, 0)[None, :], d_valid)
 
 
-def _places(token_kind):
-    """What `_places_kernel` finds; Nones where every token goes on."""
+def _positions(token_kind):
+    """The results of `_positions_kernel`; Nones where every token goes on."""
     if token_kind is None:
         return (None,) * 4
     batch, length = token_kind.shape
-    by_place = (token_kind.new_empty((batch, length), dtype=torch.int32) for _ in range(2))
-    by_row = (token_kind.new_empty(batch, dtype=torch.int32) for _ in range(2))
-    found = (*by_place, *by_row)
-    block = min(_PLACES_BLOCK, triton.next_power_of_2(length))
-    _places_kernel[(batch,)](token_kind.contiguous(), *found, length, BLOCK=block)
-    return found
+    shapes = [(batch, length)] * 2 + [(batch,)] * 2
+    results = tuple(token_kind.new_empty(shape, dtype=torch.int32) for shape in shapes)
+    block = min(_POSITIONS_BLOCK, triton.next_power_of_2(length))
+    _positions_kernel[(batch,)](token_kind.contiguous(), *results, length, BLOCK=block)
+    return results
 
 
 @torch.library.custom_op("keras_recurrent::triton_causal_conv1d", mutates_args=())
@@ -329,16 +340,16 @@ def _forward(
     silu = activation == "silu"
     tensors = contiguous(x, kernel, bias, initial_state)
     y = x.new_empty(x.shape)
-    last = x.new_empty((batch, taps - 1, width), dtype=torch.float32)
+    final = x.new_empty((batch, taps - 1, width), dtype=torch.float32)
 
     def launch(tile):
         tile = tile.fitted(length + taps - 1, width)
         tiles = triton.cdiv(length + taps - 1, tile.tokens)
         _forward_kernel[(triton.cdiv(width, tile.BLOCK_D), tiles, batch)](
             *tensors,
-            *places,
+            *positions,
             y,
-            last,
+            final,
             length,
             width,
             W=taps,
@@ -348,9 +359,9 @@ def _forward(
 
     sizes = {"batch": batch, "length": length, "width": width, "taps": taps, "silu": silu}
     with on_device_of(x):
-        places = _places(token_kind)
+        positions = _positions(token_kind)
         _search.run("causal_conv1d", TILINGS, launch, (*tensors, token_kind), sizes)
-    return y, last
+    return y, final
 
 
 @_forward.register_fake
@@ -373,7 +384,7 @@ def _backward(
     batch, length, width = x.shape
     taps = kernel.shape[0]
     silu = activation == "silu"
-    shared = (taps - 1) * (2 if silu else 1)  # places of other groups that a group goes through
+    overlap = (taps - 1) * (2 if silu else 1)  # positions of other groups that a group goes through
     tensors = contiguous(dy, d_state, x, kernel, bias, initial_state)
     dx = x.new_empty(x.shape)
     d_initial = d_state.new_empty(d_state.shape)
@@ -381,13 +392,13 @@ def _backward(
     def launch(tile):
         tile = tile.fitted(length + taps - 1, width)
         steps = min(_STEPS, triton.next_power_of_2(triton.cdiv(length + taps - 1, tile.tokens)))
-        steps += triton.cdiv(shared, tile.ROWS)
-        own = tile.GROUPS * (steps * tile.ROWS - shared)
-        programs = triton.cdiv(length + taps - 1, own)
+        steps += triton.cdiv(overlap, tile.ROWS)
+        document = tile.GROUPS * (steps * tile.ROWS - overlap)
+        programs = triton.cdiv(length + taps - 1, document)
         d_parameters = x.new_empty((programs * batch, taps + 1, width), dtype=torch.float32)
         _backward_kernel[(triton.cdiv(width, tile.BLOCK_D), programs, batch)](
             *tensors,
-            *places,
+            *positions,
             dx,
             d_parameters,
             d_initial,
@@ -402,7 +413,7 @@ def _backward(
 
     sizes = {"batch": batch, "length": length, "width": width, "taps": taps, "silu": silu}
     with on_device_of(x):
-        places = _places(token_kind)
+        positions = _positions(token_kind)
         d_parameters = _search.run(
             "causal_conv1d backward", BACKWARD_TILINGS, launch, (*tensors, token_kind), sizes
         )

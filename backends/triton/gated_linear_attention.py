@@ -3,9 +3,9 @@
 Qin et al. 2024, arXiv:2404.07904, section 3 (HGRN2, where k_t = 1 - exp(log_f_t)); Yang et al.
 2023, arXiv:2312.06635, section 4 (gated linear attention).
 
-The states between chunks go to device memory, then all chunks are worked on at once; the backward
-makes the states again, and the gradients of states from the last chunk on. Keys that are made of
-decays are made in registers, and not even their gradients are stored.
+The states between chunks are stored in device memory, then all chunks are computed at once. The
+backward computes the states again, and their gradients from the last chunk to the first. Where k is
+None, keys are computed in registers, and neither they nor their gradients are stored.
 """
 
 import torch
@@ -14,16 +14,17 @@ from torch import Tensor
 
 from keras_recurrent.backends.torch._common import register_gradient
 from keras_recurrent.backends.triton import _search
-from keras_recurrent.backends.triton._common import contiguous, on_device_of
+from keras_recurrent.backends.triton._common import contiguous, empty_like, on_device_of
 from keras_recurrent.backends.triton._gated_chunks import attend_kernel, gradient_kernel
 from keras_recurrent.backends.triton._gated_output import output_kernel
 from keras_recurrent.backends.triton._gated_states import walk
-from keras_recurrent.backends.triton._linear_attention import Blocks, heads_of, refusal
+from keras_recurrent.backends.triton._linear_attention import Blocks, refusal, sizes_of
 from keras_recurrent.backends.triton._linear_attention_step import step
 
-# By `short` and the tokens of a chunk, the default first. Two warps for 32 tokens, four for 64: a
-# thread's registers hold its rows of all tiles. With 64 tokens, products are asynchronous: more
-# warps, 32 or 128 channels of keys or fewer registers are not compiled rightly (`_products.py`).
+# Candidates by `short` and the tokens of a chunk, the default first. A thread keeps its rows of all
+# tiles in registers: two warps for 32 tokens, four for 64. With 64 tokens, products are
+# asynchronous, and a kernel with more warps, 32 or 128 channels of keys, or fewer registers is not
+# compiled correctly (`_products.py`).
 ATTEND_BLOCKS = {
     (True, 64): (Blocks(64, 128, 4),),
     (True, 32): (Blocks(64, 128, 2), Blocks(64, 128, 2, num_stages=2), Blocks(32, 128, 2)),
@@ -31,7 +32,7 @@ ATTEND_BLOCKS = {
 }
 GRADIENT_BLOCKS = {  # by `short`
     True: (
-        Blocks(64, 64, 4, maxnreg=168),  # three programs a multiprocessor
+        Blocks(64, 64, 4, maxnreg=168),  # three programs on a multiprocessor
         Blocks(64, 64, 4),
         Blocks(32, 64, 2),
     ),
@@ -40,12 +41,12 @@ GRADIENT_BLOCKS = {  # by `short`
 
 
 def unsupported(q, k, v, log_f, initial_state=None, token_kind=None) -> str | None:
-    """Why this kernel refuses these arguments; None if it accepts them."""
+    """Why this implementation refuses these arguments; None if it accepts them."""
     return refusal(q, k, v, log_f, initial_state, token_kind)
 
 
 def gated_linear_attention(q, k, v, log_f, initial_state=None, token_kind=None):
-    """q, k, log_f: [B, T, H, K]; v: [B, T, H, V]; log_f <= 0; k None: 1 - exp(log_f).
+    """q, k, log_f: [B, T, H, K]; v: [B, T, H, V]; log_f <= 0. k None stands for 1 - exp(log_f).
 
     Returns ([B, T, H, V] in v's dtype, [B, H, K, V] in float32).
     """
@@ -53,13 +54,14 @@ def gated_linear_attention(q, k, v, log_f, initial_state=None, token_kind=None):
 
 
 def _parts(sizes, log_f):
-    """Numbers of bfloat16 that stand for a logarithm of a decay, beside tensors of `sizes`."""
+    """How many numbers of bfloat16 a logarithm of a decay is split into (`_products.py`)."""
     if not sizes.short:
         return 3
     return 1 if log_f.dtype == torch.bfloat16 else 2
 
 
 def _attend(sizes, q, k, v, states, output, *, log_f, token_kind, parts, reverse=False):
+    """Fills and returns `output`; if `reverse`, the gradient of v, with that of the output as v."""
     kernel, flags = attend_kernel, {"SHORT": sizes.short, "REVERSE": reverse}
     if sizes.short and not reverse:
         kernel, flags = output_kernel, {}
@@ -90,9 +92,9 @@ def _attend(sizes, q, k, v, states, output, *, log_f, token_kind, parts, reverse
 
 
 def _differentiate(
-    sizes, q, k, v, d_output, states, d_states, found, *, log_f, token_kind, parts
+    sizes, q, k, v, d_output, states, d_states, gradients, *, log_f, token_kind, parts
 ):  # fmt: skip
-    """Writes what is found: the gradients of q, k and log_f."""
+    """Writes `gradients`, those of q, k and log_f."""
 
     def launch(blocks):
         options = blocks.options(sizes)
@@ -105,7 +107,7 @@ def _differentiate(
             d_output,
             states,
             d_states,
-            *found,
+            *gradients,
             *sizes.numbers,
             sizes.chunks,
             CHUNK=sizes.chunk,
@@ -130,7 +132,7 @@ def _forward(
     initial_state: Tensor | None,
     token_kind: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    sizes = heads_of(q, k, v)
+    sizes = sizes_of(q, k, v)
     q, k, v, log_f, initial_state, token_kind = contiguous(
         q, k, v, log_f, initial_state, token_kind
     )
@@ -139,13 +141,13 @@ def _forward(
         if sizes.length == 1:
             return step(sizes, q, k, v, initial_state, **decays)
         decays["parts"] = _parts(sizes, log_f)
-        states, last = walk(sizes, k, v, initial_state, **decays)
-        return _attend(sizes, q, k, v, states, v.new_empty(v.shape), **decays), last
+        states, final_state = walk(sizes, k, v, initial_state, **decays)
+        return _attend(sizes, q, k, v, states, v.new_empty(v.shape), **decays), final_state
 
 
 @_forward.register_fake
 def _(q, k, v, log_f, initial_state, token_kind):
-    state_shape = heads_of(q, k, v).state_shape
+    state_shape = sizes_of(q, k, v).state_shape
     return v.new_empty(v.shape), v.new_empty(state_shape, dtype=torch.float32)
 
 
@@ -160,19 +162,19 @@ def _backward(
     initial_state: Tensor | None,
     token_kind: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    sizes = heads_of(q, k, v, chunk=32)
+    sizes = sizes_of(q, k, v, chunk=32)
     q, k, v, log_f, initial_state, token_kind, d_output, d_final_state = contiguous(
         q, k, v, log_f, initial_state, token_kind, d_output, d_final_state
     )
     decays = {"log_f": log_f, "token_kind": token_kind, "parts": _parts(sizes, log_f)}
-    d_q, d_v, d_log_f = (x.new_empty(x.shape) for x in (q, v, log_f))
+    d_q, d_v, d_log_f = empty_like(q, v, log_f)
     d_k = q.new_empty(0) if k is None else k.new_empty(k.shape)
     with on_device_of(q):
         states, _ = walk(sizes, k, v, initial_state, **decays)
         d_states, d_initial = walk(sizes, q, d_output, d_final_state, **decays, reverse=True)
         _attend(sizes, q, k, d_output, d_states, d_v, **decays, reverse=True)
-        found = d_q, d_k, d_log_f
-        _differentiate(sizes, q, k, v, d_output, states, d_states, found, **decays)
+        gradients = d_q, d_k, d_log_f
+        _differentiate(sizes, q, k, v, d_output, states, d_states, gradients, **decays)
     return d_q, d_k, d_v, d_log_f, d_initial
 
 

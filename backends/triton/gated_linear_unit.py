@@ -14,12 +14,13 @@ from keras_recurrent.backends.torch._common import register_gradient
 from keras_recurrent.backends.triton._common import contiguous, on_device_of, refusal
 from keras_recurrent.backends.triton._math import sigmoid
 
-# Two vectors of 16 bytes a thread of each tensor of 16 bits.
+_SQRT_8_OVER_PI = tl.constexpr(1.5957691216057308)
+# Of a tensor of 16 bits, a thread loads two vectors of 16 bytes.
 _TILE = {"BLOCK": 2048, "num_warps": 4}
 
 
 def unsupported(gate, x, activation="silu") -> str | None:
-    """Why this kernel refuses these arguments; None if it accepts them."""
+    """Why this implementation refuses these arguments; None if it accepts them."""
     return refusal(gate, x)
 
 
@@ -30,44 +31,44 @@ def gated_linear_unit(gate, x, activation="silu"):
 
 @triton.jit
 def _sigmoids(z, GELU: tl.constexpr, FINE: tl.constexpr):
-    """σ(u), σ(-u) and z u'. Far out, where σ is 0 or 1, the last is only finite."""
+    """σ(u), σ(-u) and z u'. Where σ rounds to 0 or 1, z u' is not exact, but finite."""
     u, slope = z, z
     if GELU:
         z = tl.where(tl.abs(z) > 10.0, tl.where(z > 0.0, 10.0, -10.0), z)
-        u = 1.5957691216057308 * (z + 0.044715 * z * z * z)
-        slope = 1.5957691216057308 * (z + 0.134145 * z * z * z)
+        u = (z + 0.044715 * z * z * z) * _SQRT_8_OVER_PI
+        slope = (z + 0.134145 * z * z * z) * _SQRT_8_OVER_PI
     s, not_s = sigmoid(u, FINE)
     return tl.where(u < -80.0, 0.0, s), not_s, slope
 
 
 @triton.jit
-def _place(n, BLOCK: tl.constexpr):
-    """Where a program's numbers begin, where they are from there, and which of them there are."""
+def _locate_program(n, BLOCK: tl.constexpr):
+    """The offset of this program's first element, those of all from there, and which are valid."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
-    at = tl.arange(0, BLOCK)
-    return start, at, at < n - start
+    offsets = tl.arange(0, BLOCK)
+    return start, offsets, offsets < n - start
 
 
 @triton.jit
 def _forward_kernel(gate, x, y, n, GELU: tl.constexpr, BLOCK: tl.constexpr):
     SHORT: tl.constexpr = gate.dtype.element_ty != tl.float32 and x.dtype.element_ty != tl.float32
-    start, at, there = _place(n, BLOCK)
-    z = tl.load(gate + start + at, there, other=0.0).to(tl.float32)
+    start, offsets, valid = _locate_program(n, BLOCK)
+    z = tl.load(gate + start + offsets, valid, other=0.0).to(tl.float32)
     s, _, _ = _sigmoids(z, GELU, not SHORT)
-    value = tl.load(x + start + at, there, other=0.0).to(tl.float32)
-    tl.store(y + start + at, z * s * value, there)
+    value = tl.load(x + start + offsets, valid, other=0.0).to(tl.float32)
+    tl.store(y + start + offsets, z * s * value, valid)
 
 
 @triton.jit
 def _backward_kernel(dy, gate, x, d_gate, dx, n, GELU: tl.constexpr, BLOCK: tl.constexpr):
     SHORT: tl.constexpr = gate.dtype.element_ty != tl.float32 and x.dtype.element_ty != tl.float32
-    start, at, there = _place(n, BLOCK)
-    z = tl.load(gate + start + at, there, other=0.0).to(tl.float32)
+    start, offsets, valid = _locate_program(n, BLOCK)
+    z = tl.load(gate + start + offsets, valid, other=0.0).to(tl.float32)
     s, not_s, slope = _sigmoids(z, GELU, not SHORT)
-    g = tl.load(dy + start + at, there, other=0.0).to(tl.float32)
-    value = tl.load(x + start + at, there, other=0.0).to(tl.float32)
-    tl.store(d_gate + start + at, g * value * (s * (1.0 + slope * not_s)), there)
-    tl.store(dx + start + at, g * (z * s), there)
+    d_output = tl.load(dy + start + offsets, valid, other=0.0).to(tl.float32)
+    value = tl.load(x + start + offsets, valid, other=0.0).to(tl.float32)
+    tl.store(d_gate + start + offsets, d_output * value * (s * (1.0 + slope * not_s)), valid)
+    tl.store(dx + start + offsets, d_output * (z * s), valid)
 
 
 @torch.library.custom_op("keras_recurrent::triton_gated_linear_unit", mutates_args=())

@@ -2,14 +2,16 @@
 
 Qin et al. 2024, arXiv:2405.17381 (Lightning Attention), and 2023, arXiv:2307.14995
 (TransNormerLLM): inside a chunk (Q K^T * M) V with M_us = decay^(u - s), across chunks Q S.
-Padding does not tick the decay: M and its like are powers of it by the number of real tokens
-between two places, and 0 where a document begins between them.
+Padding does not decay the state: exponents, such as u - s in M, count the real tokens between two
+tokens, and M is 0 where a document starts between them.
 
-A program walks along the chunks of a head and keeps some columns of S in registers: no state goes
-to memory. The gradients have the same form, of d_O, V, K and S^T for Q, and mirrored in time of
-K, Q, d_O and G for V, and of V, d_O, Q and G^T for K: so there is one kernel for all of it. Where
-heads are too few to fill the GPU, time is cut into segments: what each adds to the state is found
-for all at once, and then each enters with what those before it added.
+A program computes the chunks of a head one after the other and keeps some columns of S in
+registers: no state is stored. The gradients have the same form, and the same kernel computes them,
+with (d_O, V, K, S^T) in place of (Q, K, V, S) for Q, and backwards in time, with G the gradient of
+the state, with (K, Q, d_O, G) for V and (V, d_O, Q, G^T) for K. Where heads are too few to fill the
+GPU, time is cut into segments: a first launch computes for all segments at once what each does to a
+state, as a decay and a total, and in a second one each segment starts from the state that the
+segments before it make.
 """
 
 import torch
@@ -19,24 +21,24 @@ from torch import Tensor
 
 from keras_recurrent.backends.torch._common import register_gradient
 from keras_recurrent.backends.triton import _search
-from keras_recurrent.backends.triton._common import contiguous, on_device_of
+from keras_recurrent.backends.triton._common import contiguous, empty_like, on_device_of
 from keras_recurrent.backends.triton._linear_attention import (
     Blocks,
-    heads_of,
-    read,
+    load_tokens,
+    new_segment_sums,
     real_tokens,
     refusal,
     segments_of,
-    sums_of_segments,
+    sizes_of,
 )
 from keras_recurrent.backends.triton._linear_attention_step import step
 from keras_recurrent.backends.triton._math import exp_of_decays
 from keras_recurrent.backends.triton._products import operand, product
 
-# By `short`, and whether heads are wider than 128 channels, the default first. The state,
-# [K, BLOCK_V], takes at most 64 of the registers of a thread. Float32 is multiplied in parts, which
-# take many of them, too: wide heads of it leave no choice. Tiles of 128×32 were compiled wrongly
-# for heads of 66 channels.
+# Candidates by `short` and by whether heads are wider than 128 channels, the default first. The
+# state, [K, BLOCK_V], takes at most 64 registers of a thread. The parts that float32 is split into
+# take many more, so for its wide heads there is one candidate. Tiles of 128×32 were compiled
+# wrongly for heads of 66 channels.
 BLOCKS = {
     (True, False): (Blocks(128, 64, 4, 4), Blocks(128, 64, 4, 3), Blocks(128, 64, 4, 2)),
     (True, True): (
@@ -51,7 +53,7 @@ BLOCKS = {
 
 
 def unsupported(q, k, v, log_decay, initial_state=None, token_kind=None) -> str | None:
-    """Why this kernel refuses these arguments; None if it accepts them."""
+    """Why this implementation refuses these arguments; None if it accepts them."""
     return refusal(q, k, v, log_decay, initial_state, token_kind)
 
 
@@ -64,36 +66,36 @@ def lightning_attention(q, k, v, log_decay, initial_state=None, token_kind=None)
 
 
 @triton.jit
-def _power(ticks, log_decay, FINE: tl.constexpr):
-    """decay to the power of ticks; not 0 * log_decay, which is not a number if the decay is 0."""
-    return exp_of_decays(tl.where(ticks == 0, 0.0, ticks * log_decay), FINE)
+def _power(exponent, log_decay, FINE: tl.constexpr):
+    """decay ** exponent, 1 if the exponent is 0: 0 * log_decay would be NaN for a decay of 0."""
+    return exp_of_decays(tl.where(exponent == 0, 0.0, exponent * log_decay), FINE)
 
 
 @triton.jit
-def _counts(real, starts, row, there, token_kind):
-    """Up to and with each token, the real ones and those that start; and the whole of both.
+def _count_tokens(real, starts, row, num_tokens, token_kind):
+    """For each token, how many real tokens and document starts there are up to it; and the totals.
 
-    there: how many tokens of the chunk there are. Of the others, without kinds, nothing is asked:
-    so the counts are those of every chunk, and stay where they are.
+    num_tokens: how many tokens the chunk has. Without kinds, the counts of each token are the same
+    for every chunk, and are computed once.
     """
     if token_kind is None:
-        count, document, whole, latest = row + 1, row * 0, there, 0
+        count, document, num_real, last_document = row + 1, row * 0, num_tokens, 0
     else:
         count, document = tl.cumsum(real.to(tl.int32), 0), tl.cumsum(starts.to(tl.int32), 0)
-        whole, latest = tl.max(count, 0), tl.max(document, 0)
-    return count, document, whole, latest
+        num_real, last_document = tl.max(count, 0), tl.max(document, 0)
+    return count, document, num_real, last_document
 
 
-@triton.jit(do_not_specialize=["T", "chunks", "each"])
+@triton.jit(do_not_specialize=["T", "chunks", "segment_chunks"])
 def _walk_kernel(
     q,
     k,
     v,
     log_decay,
     token_kind,
-    first,
+    initial,
     output,
-    last,
+    final,
     totals,
     decays,
     T,
@@ -103,106 +105,110 @@ def _walk_kernel(
     state_k,
     state_v,
     chunks,
-    each,
+    segment_chunks,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     CHUNK: tl.constexpr,
     SHORT: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
-    """What every token takes from tokens up to it, or, if REVERSE, from it on.
+    """Stores the output of each token, from the tokens up to it, or, if REVERSE, from it on.
 
-    state_k, state_v: the distances of elements of first and last along K and along V.
-    Without an output: the totals and decays of all segments but the last.
+    Where `output` is None, stores the totals and decays of all segments but the last.
+    state_k, state_v: the strides of `initial` and `final` along K and along V.
     """
     tiles = tl.cdiv(V, BLOCK_V)
-    segments = tl.cdiv(chunks, each)
-    walked = segments
+    segments = tl.cdiv(chunks, segment_chunks)
+    computed = segments
     if output is None:
-        walked = segments - 1
-    segment = tl.program_id(0) // tiles % walked
-    head = tl.program_id(0) // tiles // walked
-    heads = tl.num_programs(0) // tiles // walked
+        computed = segments - 1
+    segment = tl.program_id(0) // tiles % computed
+    head = tl.program_id(0) // tiles // computed
+    heads = tl.num_programs(0) // tiles // computed
     b = head // H
     row = tl.arange(0, CHUNK)
     d = tl.arange(0, BLOCK_K)
     e = tl.program_id(0) % tiles * BLOCK_V + tl.arange(0, BLOCK_V)
-    inside = (d < K)[:, None] & (e < V)[None, :]
-    at = d[:, None] * state_k + e[None, :] * state_v
-    rate = tl.load(log_decay + head % H).to(tl.float32)
+    valid = (d < K)[:, None] & (e < V)[None, :]
+    offsets = d[:, None] * state_k + e[None, :] * state_v
+    head_log_decay = tl.load(log_decay + head % H).to(tl.float32)
 
     state = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
     decay = 1.0
     if output is not None:
-        if first is not None:
-            state = tl.load(first + head.to(tl.int64) * K * V + at, inside, other=0.0)
+        if initial is not None:
+            state = tl.load(initial + head.to(tl.int64) * K * V + offsets, valid, other=0.0)
             state = state.to(tl.float32)
         if totals is not None:
             for s in range(segment):
-                of = s * heads + head
-                total = tl.load(totals + of.to(tl.int64) * K * V + at, inside, other=0.0)
-                state = tl.load(decays + of) * state + total
+                line = s * heads + head
+                total = tl.load(totals + line.to(tl.int64) * K * V + offsets, valid, other=0.0)
+                state = tl.load(decays + line) * state + total
 
-    for i in range(segment * each, tl.minimum((segment + 1) * each, chunks)):
+    for i in range(segment * segment_chunks, tl.minimum((segment + 1) * segment_chunks, chunks)):
         chunk = chunks - 1 - i if REVERSE else i
         token = (b.to(tl.int64) * T + chunk * CHUNK) * H + head % H
         real, starts = real_tokens(chunk, token_kind, b, T, CHUNK)
-        there = tl.minimum(T - chunk * CHUNK, CHUNK)
-        count, document, whole, latest = _counts(real, starts, row, there, token_kind)
-        from_begin = tl.where(document == 0, _power(count, rate, not SHORT), 0.0)
-        rest = tl.maximum(whole - count, 0)
-        to_end = tl.where(document == latest, _power(rest, rate, not SHORT), 0.0)
-        key = operand(read(k + token * K, row, real, d, K, H), SHORT)
-        value = operand(read(v + token * V, row, real, e, V, H), SHORT)
+        num_tokens = tl.minimum(T - chunk * CHUNK, CHUNK)
+        count, document, num_real, last_document = _count_tokens(
+            real, starts, row, num_tokens, token_kind
+        )
+        decay_from_start = tl.where(document == 0, _power(count, head_log_decay, not SHORT), 0.0)
+        num_later = tl.maximum(num_real - count, 0)
+        decay_to_end = tl.where(
+            document == last_document, _power(num_later, head_log_decay, not SHORT), 0.0
+        )
+        key = operand(load_tokens(k + token * K, row, real, d, K, H), SHORT)
+        value = operand(load_tokens(v + token * V, row, real, e, V, H), SHORT)
         if output is not None:
-            query = operand(read(q + token * K, row, real, d, K, H), SHORT)
+            query = operand(load_tokens(q + token * K, row, real, d, K, H), SHORT)
             weights = tl.zeros((CHUNK, CHUNK), tl.float32)
             weights = product(query, tl.trans(key), weights, SHORT)
-            reached = document[:, None] == document[None, :]
+            visible = document[:, None] == document[None, :]
             if REVERSE:
-                reached &= row[:, None] <= row[None, :]
+                visible &= row[:, None] <= row[None, :]
             else:
-                reached &= row[:, None] >= row[None, :]
-            ticks = tl.abs(count[:, None] - count[None, :])
-            weights = tl.where(reached, weights * _power(ticks, rate, not SHORT), 0.0)
-            recalled = tl.zeros((CHUNK, BLOCK_V), tl.float32)
-            recalled = product(query, state, recalled, SHORT)
-            recalled *= to_end[:, None] if REVERSE else from_begin[:, None]
-            recalled = product(weights, value, recalled, SHORT)
-            to = output + token * V + row[:, None] * (H * V) + e[None, :]
-            tl.store(to, recalled, (row < there)[:, None] & (e < V)[None, :])
-        left = from_begin if REVERSE else to_end
-        over = tl.where(latest == 0, _power(whole, rate, not SHORT), 0.0)
-        decay *= over
-        value = value.to(tl.float32) * left[:, None]
-        state = product(tl.trans(key), value, state * over, SHORT)
+                visible &= row[:, None] >= row[None, :]
+            distance = tl.abs(count[:, None] - count[None, :])
+            weights = tl.where(visible, weights * _power(distance, head_log_decay, not SHORT), 0.0)
+            result = tl.zeros((CHUNK, BLOCK_V), tl.float32)
+            result = product(query, state, result, SHORT)
+            result *= decay_to_end[:, None] if REVERSE else decay_from_start[:, None]
+            result = product(weights, value, result, SHORT)
+            pointers = output + token * V + row[:, None] * (H * V) + e[None, :]
+            tl.store(pointers, result, (row < num_tokens)[:, None] & (e < V)[None, :])
+        value_decay = decay_from_start if REVERSE else decay_to_end
+        chunk_decay = tl.where(last_document == 0, _power(num_real, head_log_decay, not SHORT), 0.0)
+        decay *= chunk_decay
+        value = value.to(tl.float32) * value_decay[:, None]
+        state = product(tl.trans(key), value, state * chunk_decay, SHORT)
 
     if output is None:
-        of = segment * heads + head
-        tl.store(totals + of.to(tl.int64) * K * V + at, state, inside)
-        tl.store(decays + of, decay)
+        line = segment * heads + head
+        tl.store(totals + line.to(tl.int64) * K * V + offsets, state, valid)
+        tl.store(decays + line, decay)
     elif segment == segments - 1:
-        tl.store(last + head.to(tl.int64) * K * V + at, state, inside)
+        tl.store(final + head.to(tl.int64) * K * V + offsets, state, valid)
 
 
-def _walk(q, k, v, first, like, *, log_decay, token_kind, transposed=False, reverse=False):
-    """The output in the dtype of `like`, and the last state.
+def _walk(q, k, v, initial, like, *, log_decay, token_kind, transposed=False, reverse=False):
+    """The output in the dtype of `like`, and the final state.
 
-    transposed: the states, in and out, are [B, H, V, K].
+    transposed: the initial and the final state are [B, H, V, K].
     """
     wide = q.shape[3] > 128
-    # Float32 is multiplied in so many parts that only short chunks leave room for them.
-    sizes = heads_of(q, k, v, chunk=32 if wide else 64, chunk_of_float32=16)
+    # Float32 is split into parts, which only short chunks leave registers for.
+    sizes = sizes_of(q, k, v, chunk=32 if wide else 64, chunk_of_float32=16)
     batch, heads, keys, values = sizes.state_shape
     output = like.new_empty(v.shape)
     state_shape = (batch, heads, values, keys) if transposed else sizes.state_shape
-    last = v.new_empty(state_shape, dtype=torch.float32)
+    final = v.new_empty(state_shape, dtype=torch.float32)
 
     def launch(blocks):
         options = blocks.options(sizes)
         programs = batch * heads * triton.cdiv(values, options["BLOCK_V"])
-        segments, each = segments_of(programs, sizes.chunks)
-        totals, decays = sums_of_segments(segments, last, (batch, heads))
+        segments, segment_chunks = segments_of(programs, sizes.chunks)
+        totals, decays = new_segment_sums(segments, final, (batch, heads))
 
         def walk(segments, output):
             _walk_kernel[(programs * segments,)](
@@ -211,15 +217,15 @@ def _walk(q, k, v, first, like, *, log_decay, token_kind, transposed=False, reve
                 v,
                 log_decay,
                 token_kind,
-                first,
+                initial,
                 output,
-                last,
+                final,
                 totals,
                 decays,
                 *sizes.numbers,
                 *((1, keys) if transposed else (values, 1)),
                 sizes.chunks,
-                each,
+                segment_chunks,
                 CHUNK=sizes.chunk,
                 SHORT=sizes.short,
                 REVERSE=reverse,
@@ -231,9 +237,9 @@ def _walk(q, k, v, first, like, *, log_decay, token_kind, transposed=False, reve
         walk(segments, output)
 
     name = "lightning_attention" + " transposed" * transposed + " backward" * reverse
-    tensors = q, k, v, log_decay, first, token_kind
+    tensors = q, k, v, log_decay, initial, token_kind
     _search.run(name, BLOCKS[sizes.short, wide], launch, tensors, sizes)
-    return output, last
+    return output, final
 
 
 @torch.library.custom_op("keras_recurrent::triton_lightning_attention", mutates_args=())
@@ -251,13 +257,13 @@ def _forward(
     decays = {"log_decay": log_decay, "token_kind": token_kind}
     with on_device_of(q):
         if q.shape[1] == 1:
-            return step(heads_of(q, k, v), q, k, v, initial_state, **decays)
+            return step(sizes_of(q, k, v), q, k, v, initial_state, **decays)
         return _walk(q, k, v, initial_state, v, **decays)
 
 
 @_forward.register_fake
 def _(q, k, v, log_decay, initial_state, token_kind):
-    state_shape = heads_of(q, k, v).state_shape
+    state_shape = sizes_of(q, k, v).state_shape
     return v.new_empty(v.shape), v.new_empty(state_shape, dtype=torch.float32)
 
 
@@ -286,8 +292,7 @@ def _backward(
 
 @_backward.register_fake
 def _(d_output, d_final_state, q, k, v, log_decay, initial_state, token_kind):
-    given = (q, k, v, log_decay, d_final_state)
-    return tuple(x.new_empty(x.shape) for x in given)
+    return empty_like(q, k, v, log_decay, d_final_state)
 
 
 register_gradient(_forward, _backward, keep_output=False)

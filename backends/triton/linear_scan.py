@@ -11,33 +11,27 @@ import triton.language as tl
 from torch import Tensor
 
 from keras_recurrent.backends.torch._common import register_gradient
-from keras_recurrent.backends.triton import _search
 from keras_recurrent.backends.triton._chain import (
-    carry_between,
-    enter_next,
-    output_before,
-    place,
-    read_kind,
+    launch_chains,
+    load_previous_output,
+    locate_program,
+    new_outputs,
+    states_before_next_groups,
 )
-from keras_recurrent.backends.triton._common import (
-    Tiling,
-    Tilings,
-    contiguous,
-    on_device_of,
-    refusal,
-)
+from keras_recurrent.backends.triton._common import ChainTilings, Tiling, empty_like, refusal
 from keras_recurrent.backends.triton._math import decay as decay_of
+from keras_recurrent.backends.triton._tokens import GOES_ON, PADDING, STARTS, read_kind
 
-# What a thread reads must stay in the cache until it is read again, but where few chains leave room
-# in it, long tiles are fewer in a chain.
-TILINGS = Tilings(
+# A thread reads its tokens twice, and they should be in the cache the second time: tiles are small.
+# Where chains are few, that leaves room in the cache for longer tiles, and a chain has fewer.
+TILINGS = ChainTilings(
     (Tiling(64, 16, 4, 4), Tiling(64, 8, 4, 2), Tiling(64, 32, 4, 8), Tiling(64, 16, 8, 4)),
     (Tiling(32, 64, 4, 8), Tiling(64, 32, 8, 8), Tiling(32, 64, 8, 8), Tiling(32, 32, 8, 4)),
 )
 
 
 def unsupported(x, log_a, initial_state=None, token_kind=None) -> str | None:
-    """Why this kernel refuses these arguments; None if it accepts them."""
+    """Why this implementation refuses these arguments; None if it accepts them."""
     return refusal(x, log_a, initial_state, token_kind)
 
 
@@ -48,25 +42,25 @@ def linear_scan(x, log_a, initial_state=None, token_kind=None):
 
 @triton.jit
 def _decay(log_a, kind):
-    """exp(log_a), 0 where the token starts afresh, 1 where it is padding."""
+    """exp(log_a), but 0 for a token that starts a document, and 1 for padding."""
     FINE: tl.constexpr = log_a.dtype == tl.float32
     log_a = log_a.to(tl.float32)
     if kind is None:
         a, _ = decay_of(log_a, FINE)
     else:
-        a, _ = decay_of(tl.where(kind == 2, 0.0, log_a), FINE)
-        a = tl.where(kind == 1, 0.0, a)
+        a, _ = decay_of(tl.where(kind == PADDING, 0.0, log_a), FINE)
+        a = tl.where(kind == STARTS, 0.0, a)
     return a
 
 
 @triton.jit
-def _read(x, log_a, token_kind, row, d, there, inside, D):
-    """x_t and a_t, the identity for a token that is padding or not there."""
-    x_t = tl.load(x + row * D + d, there & inside, other=0.0).to(tl.float32)
-    log_a_t = tl.load(log_a + row * D + d, there & inside, other=0.0)
-    kind = read_kind(token_kind, row, there)
+def _load_step(x, log_a, token_kind, row, d, t_valid, d_valid, D):
+    """x_t and a_t; 0 and 1, which change no state, for padding and behind the last token."""
+    x_t = tl.load(x + row * D + d, t_valid & d_valid, other=0.0).to(tl.float32)
+    log_a_t = tl.load(log_a + row * D + d, t_valid & d_valid, other=0.0)
+    kind = read_kind(token_kind, row, t_valid)
     if kind is not None:
-        x_t = tl.where(kind == 2, 0.0, x_t)
+        x_t = tl.where(kind == PADDING, 0.0, x_t)
     return x_t, _decay(log_a_t, kind)
 
 
@@ -74,10 +68,10 @@ def _read(x, log_a, token_kind, row, d, there, inside, D):
 def _forward_kernel(
     x,
     log_a,
-    first,
+    initial,
     token_kind,
     h,
-    last,
+    final,
     carry,
     B,
     T,
@@ -87,8 +81,8 @@ def _forward_kernel(
     GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    tile, b, d = place(B, D, BLOCK_D)
-    inside = (d < D)[None, :]
+    tile, b, d = locate_program(B, D, BLOCK_D)
+    d_valid = (d < D)[None, :]
     start = tile * (GROUPS * ROWS)
     token = b.to(tl.int64) * T + start
     x += token * D
@@ -102,18 +96,20 @@ def _forward_kernel(
     total = tl.zeros((GROUPS, BLOCK_D), tl.float32)
     for j in tl.static_range(ROWS):
         row = group * ROWS + j
-        there = start + row < T
-        x_t, a = _read(x, log_a, token_kind, row, d[None, :], there, inside, D)
+        t_valid = start + row < T
+        x_t, a = _load_step(x, log_a, token_kind, row, d[None, :], t_valid, d_valid, D)
         decay *= a
         total = a * total + x_t
 
-    group, state = enter_next(decay, total, first, last, carry, B, D, tile, tiles, b, d, GROUPS)
+    group, state = states_before_next_groups(
+        decay, total, initial, final, carry, B, D, tile, tiles, b, d, GROUPS
+    )
     for j in tl.static_range(ROWS):
         row = group * ROWS + j
-        there = start + row < T
-        x_t, a = _read(x, log_a, token_kind, row, d[None, :], there, inside, D)
+        t_valid = start + row < T
+        x_t, a = _load_step(x, log_a, token_kind, row, d[None, :], t_valid, d_valid, D)
         state = a * state + x_t
-        tl.store(h + row * D + d[None, :], state, there & inside)
+        tl.store(h + row * D + d[None, :], state, t_valid & d_valid)
 
 
 @triton.jit
@@ -121,12 +117,12 @@ def _backward_kernel(
     dh,
     log_a,
     h,
-    first,
+    initial,
     token_kind,
-    d_last,
+    d_final,
     dx,
     d_log_a,
-    d_first,
+    d_initial,
     carry,
     B,
     T,
@@ -136,8 +132,8 @@ def _backward_kernel(
     GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    tile, b, d = place(B, D, BLOCK_D)
-    inside = (d < D)[None, :]
+    tile, b, d = locate_program(B, D, BLOCK_D)
+    d_valid = (d < D)[None, :]
     start = T - 1 - tile * (GROUPS * ROWS)
     token = b.to(tl.int64) * T + start
     dh += token * D
@@ -153,67 +149,49 @@ def _backward_kernel(
     total = tl.zeros((GROUPS, BLOCK_D), tl.float32)
     for j in tl.static_range(ROWS):
         row = -(group * ROWS + j)
-        there = start + row >= 0
-        at = row * D + d[None, :]
-        log_a_t = tl.load(log_a + at, there & inside, other=0.0)
-        dh_t = tl.load(dh + at, there & inside, other=0.0).to(tl.float32)
-        kind = read_kind(token_kind, row, there)
+        t_valid = start + row >= 0
+        offsets = row * D + d[None, :]
+        log_a_t = tl.load(log_a + offsets, t_valid & d_valid, other=0.0)
+        dh_t = tl.load(dh + offsets, t_valid & d_valid, other=0.0).to(tl.float32)
+        kind = read_kind(token_kind, row, t_valid)
         a = _decay(log_a_t, kind)
         decay *= a
         total = a * (total + dh_t)
 
-    group, c = enter_next(decay, total, d_last, d_first, carry, B, D, tile, tiles, b, d, GROUPS)
+    group, c = states_before_next_groups(
+        decay, total, d_final, d_initial, carry, B, D, tile, tiles, b, d, GROUPS
+    )
     for j in tl.static_range(ROWS):
         row = -(group * ROWS + j)
-        there = start + row >= 0
-        at = row * D + d[None, :]
-        log_a_t = tl.load(log_a + at, there & inside, other=0.0)
-        dh_t = tl.load(dh + at, there & inside, other=0.0).to(tl.float32)
-        before = output_before(h, first, start, row, b, d[None, :], inside, D)
-        kind = read_kind(token_kind, row, there)
+        t_valid = start + row >= 0
+        offsets = row * D + d[None, :]
+        log_a_t = tl.load(log_a + offsets, t_valid & d_valid, other=0.0)
+        dh_t = tl.load(dh + offsets, t_valid & d_valid, other=0.0).to(tl.float32)
+        previous = load_previous_output(h, initial, start, row, b, d[None, :], d_valid, D)
+        kind = read_kind(token_kind, row, t_valid)
         g = dh_t + c
         c = _decay(log_a_t, kind) * g
-        d_log_a_t = c * before
+        d_log_a_t = c * previous
         if kind is not None:
-            g = tl.where(kind == 2, 0.0, g)
-            d_log_a_t = tl.where(kind == 0, d_log_a_t, 0.0)
-        tl.store(dx + at, g, there & inside)
-        tl.store(d_log_a + at, d_log_a_t, there & inside)
+            g = tl.where(kind == PADDING, 0.0, g)
+            d_log_a_t = tl.where(kind == GOES_ON, d_log_a_t, 0.0)
+        tl.store(dx + offsets, g, t_valid & d_valid)
+        tl.store(d_log_a + offsets, d_log_a_t, t_valid & d_valid)
 
 
 @torch.library.custom_op("keras_recurrent::triton_linear_scan", mutates_args=())
 def _forward(
     x: Tensor, log_a: Tensor, initial_state: Tensor | None, token_kind: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    batch, length, width = x.shape
-    tensors = contiguous(x, log_a, initial_state, token_kind)
-    h = x.new_empty(x.shape)
-    last = x.new_empty((batch, width), dtype=torch.float32)
-
-    def launch(tile):
-        tile = tile.fitted(length, width)
-        tiles = triton.cdiv(length, tile.tokens)
-        _forward_kernel[(tiles * batch * triton.cdiv(width, tile.BLOCK_D),)](
-            *tensors,
-            h,
-            last,
-            carry_between(tiles, batch, width, x),
-            batch,
-            length,
-            width,
-            tiles,
-            **tile._asdict(),
-        )
-
-    sizes = {"batch": batch, "length": length, "width": width}
-    with on_device_of(x):
-        _search.run("linear_scan", TILINGS.of(batch, width), launch, tensors, sizes)
-    return h, last
+    outputs = new_outputs(x)
+    tensors = x, log_a, initial_state, token_kind
+    launch_chains("linear_scan", _forward_kernel, TILINGS, tensors, outputs)
+    return outputs
 
 
 @_forward.register_fake
 def _(x, log_a, initial_state, token_kind):
-    return x.new_empty(x.shape), x.new_empty((x.shape[0], x.shape[2]), dtype=torch.float32)
+    return new_outputs(x)
 
 
 @torch.library.custom_op("keras_recurrent::triton_linear_scan_backward", mutates_args=())
@@ -225,40 +203,15 @@ def _backward(
     initial_state: Tensor | None,
     token_kind: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    batch, length, width = h.shape
-    tensors = contiguous(dh, log_a, h, initial_state, token_kind, d_state)
-    dx, d_log_a = h.new_empty(h.shape), log_a.new_empty(log_a.shape)
-    d_initial = d_state.new_empty(d_state.shape)
-
-    def launch(tile):
-        tile = tile.fitted(length, width)
-        tiles = triton.cdiv(length, tile.tokens)
-        _backward_kernel[(tiles * batch * triton.cdiv(width, tile.BLOCK_D),)](
-            *tensors,
-            dx,
-            d_log_a,
-            d_initial,
-            carry_between(tiles, batch, width, h),
-            batch,
-            length,
-            width,
-            tiles,
-            **tile._asdict(),
-        )
-
-    sizes = {"batch": batch, "length": length, "width": width}
-    with on_device_of(h):
-        _search.run("linear_scan backward", TILINGS.of(batch, width), launch, tensors, sizes)
-    return dx, d_log_a, d_initial
+    gradients = empty_like(h, log_a, d_state)
+    tensors = dh, log_a, h, initial_state, token_kind, d_state
+    launch_chains("linear_scan backward", _backward_kernel, TILINGS, tensors, gradients)
+    return gradients
 
 
 @_backward.register_fake
 def _(dh, d_state, h, log_a, initial_state, token_kind):
-    return (
-        h.new_empty(h.shape),
-        log_a.new_empty(log_a.shape),
-        d_state.new_empty(d_state.shape),
-    )
+    return empty_like(h, log_a, d_state)
 
 
 register_gradient(_forward, _backward, without=(0,))

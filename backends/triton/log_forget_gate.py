@@ -4,7 +4,7 @@ With a = log β and b = log(1 - β) + log σ(z) it is log(exp(a) + exp(b)), and 
 
     dz = dlog f σ(b - a) σ(-z),  da = Σ dlog f σ(a - b),  dlog(1 - β) = Σ dlog f σ(b - a)
 
-which the backward makes of z alone.
+for which the backward needs only z, β and the gradient of log f.
 """
 
 import torch
@@ -15,19 +15,20 @@ from torch import Tensor
 from keras_recurrent.backends.torch._common import register_gradient
 from keras_recurrent.backends.triton._common import contiguous, on_device_of, refusal
 from keras_recurrent.backends.triton._math import exp, log1p, reciprocal, sigmoid
-from keras_recurrent.backends.triton._token_wise import Tile, rows_of
+from keras_recurrent.backends.triton._token_wise import Tile, num_rows
 
-_NUMBERS = 2048  # of a tile: two vectors of 16 bytes a thread of each tensor of 16 bits
-_FORWARD = 8  # so many times the programs, as they leave nothing behind to be summed
+_TILE_SIZE = 2048  # elements; of a tensor of 16 bits, a thread loads two vectors of 16 bytes
+# The forward has so many times the programs of the backward, which each leave a line of sums.
+_FORWARD_PROGRAMS = 8
 
 
 def unsupported(logits, lower_bound=None) -> str | None:
-    """Why this kernel refuses these arguments; None if it accepts them."""
+    """Why this implementation refuses these arguments; None if it accepts them."""
     return refusal(logits, lower_bound)
 
 
 def log_forget_gate(logits, lower_bound=None):
-    """logits: [..., D]; lower_bound: [2, D], log β and log(1 - β), or None, β = 0.
+    """logits: [..., D]; lower_bound: [2, D], log β and log(1 - β); None stands for β = 0.
 
     Returns [..., D] in float32.
     """
@@ -36,12 +37,12 @@ def log_forget_gate(logits, lower_bound=None):
 
 def _tile(width):
     block_d = min(256, triton.next_power_of_2(max(1, width)))
-    return Tile(block_d, _NUMBERS // block_d, 4)
+    return Tile(block_d, _TILE_SIZE // block_d, 4)
 
 
 @triton.jit
-def _place(D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr):
-    """The program, of how many; where its rows begin and how far they are apart; channels."""
+def _locate_program(D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr):
+    """This program, how many there are, the offset of its first tile, the step to its next; d."""
     blocks = tl.cdiv(D, BLOCK_D)
     program, programs = tl.program_id(0) // blocks, tl.num_programs(0) // blocks
     d = (tl.program_id(0) % blocks) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
@@ -72,23 +73,23 @@ def _forward_kernel(
     ROWS: tl.constexpr,
 ):
     FINE: tl.constexpr = logits.dtype.element_ty == tl.float32
-    program, programs, start, step, d = _place(D, BLOCK_D, ROWS)
+    program, programs, start, step, d = _locate_program(D, BLOCK_D, ROWS)
     logits += start
     log_f += start
     if lower_bound is not None:
         bound, rest = _bound(lower_bound, 0, d, D), _bound(lower_bound, 1, d, D)
     row = tl.arange(0, ROWS)[:, None]
-    at = row * D + d
+    offsets = row * D + d
     for tile in range(program, tl.cdiv(rows, ROWS), programs):
-        there = (tile * ROWS + row < rows) & (d < D)
-        z = tl.load(logits + at, there, other=0.0).to(tl.float32)
+        valid = (tile * ROWS + row < rows) & (d < D)
+        z = tl.load(logits + offsets, valid, other=0.0).to(tl.float32)
         log_s, _ = _log_sigmoid(z, FINE)
         if lower_bound is not None:
             above = rest + log_s
             larger = tl.where(bound > above, bound, above)
             log_s = larger + log1p(exp(-tl.abs(above - bound), FINE), FINE)
             log_s = tl.where(log_s > 0.0, 0.0, log_s)
-        tl.store(log_f + at, log_s, there)
+        tl.store(log_f + offsets, log_s, valid)
         logits += step
         log_f += step
 
@@ -106,29 +107,29 @@ def _backward_kernel(
     ROWS: tl.constexpr,
 ):
     FINE: tl.constexpr = logits.dtype.element_ty == tl.float32
-    program, programs, start, step, d = _place(D, BLOCK_D, ROWS)
+    program, programs, start, step, d = _locate_program(D, BLOCK_D, ROWS)
     d_log_f += start
     logits += start
     d_logits += start
     if lower_bound is not None:
         bound, rest = _bound(lower_bound, 0, d, D), _bound(lower_bound, 1, d, D)
     row = tl.arange(0, ROWS)[:, None]
-    at = row * D + d
+    offsets = row * D + d
     d_below = tl.zeros((ROWS, BLOCK_D), tl.float32)
     d_above = tl.zeros((ROWS, BLOCK_D), tl.float32)
     for tile in range(program, tl.cdiv(rows, ROWS), programs):
-        there = (tile * ROWS + row < rows) & (d < D)
-        z = tl.load(logits + at, there, other=0.0).to(tl.float32)
-        g = tl.load(d_log_f + at, there, other=0.0)
+        valid = (tile * ROWS + row < rows) & (d < D)
+        z = tl.load(logits + offsets, valid, other=0.0).to(tl.float32)
+        gradient = tl.load(d_log_f + offsets, valid, other=0.0)
         log_s, e = _log_sigmoid(z, FINE)
         if lower_bound is not None:
             above, below = sigmoid(rest + log_s - bound, FINE)
-            d_below += g * below
-            g *= above
-            d_above += g
-        # On a GPU what is NaN may have left e.
-        g *= tl.where(z == z, tl.where(z > 0.0, e, 1.0) * reciprocal(1.0 + e), z)
-        tl.store(d_logits + at, g, there)
+            d_below += gradient * below
+            gradient *= above
+            d_above += gradient
+        # On a GPU, e need not be NaN where z is.
+        gradient *= tl.where(z == z, tl.where(z > 0.0, e, 1.0) * reciprocal(1.0 + e), z)
+        tl.store(d_logits + offsets, gradient, valid)
         d_log_f += step
         logits += step
         d_logits += step
@@ -142,7 +143,7 @@ def _backward_kernel(
 def _forward(logits: Tensor, lower_bound: Tensor | None) -> Tensor:
     tile, rows, blocks = _sizes(logits)
     log_f = logits.new_empty(logits.shape, dtype=torch.float32)
-    programs = min(tile.tiles(rows), _FORWARD * tile.programs(rows, blocks))
+    programs = min(tile.tiles(rows), _FORWARD_PROGRAMS * tile.programs(rows, blocks))
     with on_device_of(logits):
         _forward_kernel[(programs * blocks,)](
             *contiguous(logits, lower_bound), log_f, rows, D=logits.shape[-1], **tile._asdict()
@@ -153,7 +154,7 @@ def _forward(logits: Tensor, lower_bound: Tensor | None) -> Tensor:
 def _sizes(logits):
     """The tile, how many rows there are, and how many blocks of channels."""
     tile = _tile(logits.shape[-1])
-    return tile, rows_of(logits), triton.cdiv(logits.shape[-1], tile.BLOCK_D)
+    return tile, num_rows(logits), triton.cdiv(logits.shape[-1], tile.BLOCK_D)
 
 
 @_forward.register_fake

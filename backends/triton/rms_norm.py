@@ -1,6 +1,6 @@
 """y = x r * scale, r = 1 / sqrt(mean(x²) + ε).  Zhang and Sennrich 2019, arXiv:1910.07467.
 
-A row is read once and written once, forward and backward, which makes r again:
+Forward and backward read and write each row once. The backward computes r again:
 
     dx = r (dy scale - x r mean(dy scale x r)),  dscale = Σ dy x r
 """
@@ -12,14 +12,14 @@ from torch import Tensor
 
 from keras_recurrent.backends.torch._common import register_gradient
 from keras_recurrent.backends.triton._common import contiguous, on_device_of, refusal
-from keras_recurrent.backends.triton._token_wise import Tile, rows_of
+from keras_recurrent.backends.triton._token_wise import Tile, num_rows
 
-_MAX_WIDTH = 16384  # a row is in the registers of one program
-_NUMBERS = 2048  # of a tile, where a row is not longer: 16 a thread
+_MAX_WIDTH = 16384  # the registers of one program hold a row
+_TILE_SIZE = 2048  # elements, 16 a thread, unless a row is longer
 
 
 def unsupported(x, scale=None, epsilon=0.0) -> str | None:
-    """Why this kernel refuses these arguments; None if it accepts them."""
+    """Why this implementation refuses these arguments; None if it accepts them."""
     if x.shape[-1] > _MAX_WIDTH:
         return f"holds rows of up to {_MAX_WIDTH} channels, got {x.shape[-1]}"
     return refusal(x, scale)
@@ -32,17 +32,17 @@ def rms_norm(x, scale=None, epsilon=0.0):
 
 def _tile(width):
     block_d = triton.next_power_of_2(max(1, width))
-    return Tile(block_d, max(1, _NUMBERS // block_d), min(16, max(4, block_d // 512)))
+    return Tile(block_d, max(1, _TILE_SIZE // block_d), min(16, max(4, block_d // 512)))
 
 
 def _stages(tile):
-    """How many tiles are on their way to the shared memory of a program that walks."""
+    """How many tiles of a program are loaded ahead into shared memory."""
     return 3 if tile.BLOCK_D < _MAX_WIDTH else 2
 
 
 @triton.jit
 def _reciprocal_root(x, epsilon, D):
-    """r of each row, rounded rightly: where a row has one channel, 1 - x² r² is all of dx."""
+    """r of each row, correctly rounded: in a row of one channel dx is proportional to 1 - x² r²."""
     return tl.div_rn(1.0, tl.sqrt_rn(tl.sum(x * x, 1)[:, None] / D + epsilon))
 
 
@@ -53,12 +53,12 @@ def _forward_kernel(
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)[:, None]
     d = tl.arange(0, BLOCK_D)[None, :]
-    there = (row < rows - first) & (d < D)
-    value = tl.load(x + first * D + (row * D + d), there, other=0.0).to(tl.float32)
+    valid = (row < rows - first) & (d < D)
+    value = tl.load(x + first * D + (row * D + d), valid, other=0.0).to(tl.float32)
     value *= _reciprocal_root(value, epsilon, D)
     if scale is not None:
         value *= tl.load(scale + d, d < D, other=0.0).to(tl.float32)
-    tl.store(y + first * D + (row * D + d), value, there)
+    tl.store(y + first * D + (row * D + d), value, valid)
 
 
 @triton.jit
@@ -83,22 +83,22 @@ def _backward_kernel(
     dx += start
     row = tl.arange(0, ROWS)[:, None]
     d = tl.arange(0, BLOCK_D)[None, :]
-    at = row * D + d
+    offsets = row * D + d
     if scale is not None:
         weight = tl.load(scale + d, d < D, other=0.0).to(tl.float32)
     total = tl.zeros((ROWS, BLOCK_D), tl.float32)
     for tile in tl.range(program, tl.cdiv(rows, ROWS), programs, num_stages=STAGES):
         real = tile * ROWS + row < rows
-        there = real & (d < D)
-        value = tl.load(x + at, there, other=0.0).to(tl.float32)
-        g = tl.load(dy + at, there, other=0.0).to(tl.float32)
+        valid = real & (d < D)
+        value = tl.load(x + offsets, valid, other=0.0).to(tl.float32)
+        gradient = tl.load(dy + offsets, valid, other=0.0).to(tl.float32)
         r = _reciprocal_root(value, epsilon, D)
         value *= tl.where(real, r, 0.0)
         if scale is not None:
-            total += g * value
-            g *= weight
-        g -= value * (tl.sum(g * value, 1)[:, None] / D)
-        tl.store(dx + at, g * r, there)
+            total += gradient * value
+            gradient *= weight
+        gradient -= value * (tl.sum(gradient * value, 1)[:, None] / D)
+        tl.store(dx + offsets, gradient * r, valid)
         dy += step
         x += step
         dx += step
@@ -109,7 +109,7 @@ def _backward_kernel(
 
 @torch.library.custom_op("keras_recurrent::triton_rms_norm", mutates_args=())
 def _forward(x: Tensor, scale: Tensor | None, epsilon: float) -> Tensor:
-    tile, rows = _tile(x.shape[-1]), rows_of(x)
+    tile, rows = _tile(x.shape[-1]), num_rows(x)
     y = x.new_empty(x.shape)
     with on_device_of(x):
         _forward_kernel[(tile.tiles(rows),)](
@@ -126,7 +126,7 @@ def _(x, scale, epsilon):
 @torch.library.custom_op("keras_recurrent::triton_rms_norm_backward", mutates_args=())
 def _backward(dy: Tensor, x: Tensor, scale: Tensor | None, epsilon: float) -> tuple[Tensor, Tensor]:
     width = x.shape[-1]
-    tile, rows = _tile(width), rows_of(x)
+    tile, rows = _tile(width), num_rows(x)
     programs = tile.programs(rows)
     dx = x.new_empty(x.shape)
     d_scale = x.new_empty((programs, 0 if scale is None else width), dtype=torch.float32)

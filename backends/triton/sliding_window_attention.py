@@ -1,8 +1,9 @@
 """o_t = sum_s softmax_s(q_t · k_s) v_s over a window of keys.  De et al. 2024, arXiv:2402.19427.
 
-The keys and values of a row are arranged as in `backends/torch`: those of the state, then the real
-tokens. There each query sees a range of them. Queries, which are more where heads share keys, and
-outputs stay where they are. A step of generation reads the ring as it lies, as in `backends/torch`.
+As in `backends/torch`, a row of keys and values has those of the state first, then those of the
+real tokens, so that each query sees one range of it. Queries and outputs, which are larger where
+heads share keys, are not moved. One token of generation reads the ring in place, by the
+implementation in `backends/torch`.
 """
 
 import torch
@@ -17,7 +18,7 @@ from keras_recurrent.backends.triton._common import contiguous, on_device_of
 def unsupported(
     q, k, v, sliding_window=None, initial_state=None, token_kind=None, capacity=None
 ) -> str | None:
-    """Why this kernel refuses these arguments; None if it accepts them."""
+    """Why this implementation refuses these arguments; None if it accepts them."""
     state = (initial_state or {}).values()
     return _linear_attention.refusal(q, k, v, token_kind, *state)
 
@@ -38,13 +39,14 @@ def sliding_window_attention(
     return attend(_forward, q, k, v, sliding_window, initial_state, token_kind, capacity)
 
 
-def _arranged(*arguments):
-    """A row, its keys and values, and which of them queries see."""
+def _arrange(*arguments):
+    """A `Row`, its keys and values, and which of them its queries see."""
     row = Row(*arguments)
     keys, values = row.keys_and_values()
     window = row.window or keys.shape[1]
-    first, last = row.seen() or (None, None)
-    return row, keys, values, _banded_attention.Sight(row.token_kind, first, last, window)
+    first_key, last_key = row.seen() or (None, None)
+    visible = _banded_attention.VisibleKeys(row.token_kind, first_key, last_key, window)
+    return row, keys, values, visible
 
 
 @torch.library.custom_op("keras_recurrent::triton_sliding_window_attention", mutates_args=())
@@ -60,18 +62,18 @@ def _forward(
     capacity: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     q, k, v, token_kind = contiguous(q, k, v, token_kind)
-    row, keys, values, sight = _arranged(q, k, v, key, value, position, token_kind, window)
+    row, keys, values, visible = _arrange(q, k, v, key, value, position, token_kind, window)
     with on_device_of(q):
-        output, log_total = _banded_attention.forward(q, keys, values, sight)
+        output, log_sum_exp = _banded_attention.forward(q, keys, values, visible)
         position = row.next_position.int()
         rings = _ring.to_rings(keys, values, position, row.end.int(), capacity)
-    return output, *rings, position, log_total
+    return output, *rings, position, log_sum_exp
 
 
 @_forward.register_fake
 def _(q, k, v, key, value, position, token_kind, window, capacity):
-    log_total = q.new_empty(q.shape[:3], dtype=torch.float32)
-    return *fake_results(q, k, v, capacity), log_total
+    log_sum_exp = q.new_empty(q.shape[:3], dtype=torch.float32)
+    return *fake_results(q, k, v, capacity), log_sum_exp
 
 
 @torch.library.custom_op(
@@ -82,7 +84,7 @@ def _backward(
     d_key: Tensor,
     d_value: Tensor,
     output: Tensor,
-    log_total: Tensor,
+    log_sum_exp: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -95,17 +97,17 @@ def _backward(
     q, k, v, token_kind, d_output, *d_rings = contiguous(
         q, k, v, token_kind, d_output, d_key, d_value
     )
-    row, keys, values, sight = _arranged(q, k, v, key, value, position, token_kind, window)
+    row, keys, values, visible = _arrange(q, k, v, key, value, position, token_kind, window)
     with on_device_of(q):
         d_q, *d_rows = _banded_attention.backward(
             d_output,
             d_rings,
             output,
-            log_total,
+            log_sum_exp,
             q,
             keys,
             values,
-            sight,
+            visible,
             row.next_position.int(),
             row.end.int(),
         )
@@ -113,7 +115,7 @@ def _backward(
 
 
 @_backward.register_fake
-def _(d_output, d_key, d_value, output, log_total, q, k, v, key, value, position, kind, window):
+def _(d_output, d_key, d_value, output, log_sum_exp, q, k, v, key, value, position, kind, window):
     return fake_gradients(q, k, v, key)
 
 
@@ -124,10 +126,11 @@ def _save(ctx, inputs, output):
 
 
 def _gradients(ctx, d_output, d_key, d_value, *_):
-    saved = ctx.saved_tensors  # once: a checkpoint recomputes what is asked for again
-    *found, d_key, d_value = _backward(d_output, d_key, d_value, *saved, ctx.window)
-    given = saved[5] is not None
-    return *found, *((d_key, d_value) if given else (None, None)), None, None, None, None
+    saved = ctx.saved_tensors  # read once: each time, a checkpoint recomputes it
+    d_q, d_k, d_v, *d_state = _backward(d_output, d_key, d_value, *saved, ctx.window)
+    if saved[5] is None:  # no initial state
+        d_state = None, None
+    return d_q, d_k, d_v, *d_state, None, None, None, None
 
 
 _forward.register_autograd(_gradients, setup_context=_save)

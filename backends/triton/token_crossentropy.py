@@ -1,7 +1,8 @@
 """loss = log Σ_v exp(logits_v) - logits_token.
 
-Forward, a program walks along a row with the largest logit so far, and the sum beside it, in each
-of its lanes; the lanes meet at the end. Backward, with both at hand, each tile is for itself:
+In the forward a program goes through a row. Each of its lanes keeps the largest logit so far, and
+the sum of exponentials relative to it; lanes are combined at the end. The backward takes these of
+each row from the forward, and computes each tile on its own:
 
     dlogits_v = (exp(logits_v - largest) / sum - [v = token]) dloss
 """
@@ -14,15 +15,15 @@ from torch import Tensor
 from keras_recurrent.backends.torch._common import register_gradient
 from keras_recurrent.backends.triton._common import contiguous, on_device_of, refusal
 from keras_recurrent.backends.triton._math import exp
-from keras_recurrent.backends.triton._token_wise import rows_of
+from keras_recurrent.backends.triton._token_wise import num_rows
 
-_EACH = 8  # logits of a lane: a vector of 16 bytes where they have 16 bits
-_NUMBERS, _BACKWARD_NUMBERS = 4096, 2048  # of a tile: two such vectors a thread
-_STAGES = 3  # tiles on their way to the shared memory of a program that walks
+_LANE_SIZE = 8  # logits, a vector of 16 bytes where they have 16 bits
+_TILE_SIZE, _BACKWARD_TILE_SIZE = 4096, 2048  # logits, two such vectors a thread
+_STAGES = 3  # tiles that are loaded ahead into shared memory
 
 
 def unsupported(logits, tokens) -> str | None:
-    """Why this kernel refuses these arguments; None if it accepts them."""
+    """Why this implementation refuses these arguments; None if it accepts them."""
     return refusal(logits, tokens)
 
 
@@ -34,15 +35,15 @@ def token_crossentropy(logits, tokens):
     return _forward(logits, tokens)[0]
 
 
-def _tile(vocabulary, numbers):
-    """How many logits a program holds, and its warps."""
-    block = max(_EACH, min(numbers, triton.next_power_of_2(vocabulary)))
+def _tile(vocabulary, tile_size):
+    """How many logits a tile has, and the warps of a program."""
+    block = max(_LANE_SIZE, min(tile_size, triton.next_power_of_2(vocabulary)))
     return {"BLOCK": block, "num_warps": max(1, block // 512)}
 
 
 @triton.jit
 def _exp(z, FINE: tl.constexpr):
-    """exp(z) for z <= 0 or NaN, which FINE alone would take for a number."""
+    """exp(z) for z <= 0; NaN for NaN, from which `exp` makes a number if FINE."""
     e = exp(z, FINE)
     if FINE:
         e = tl.where(z == z, e, z)
@@ -51,7 +52,7 @@ def _exp(z, FINE: tl.constexpr):
 
 @triton.jit
 def _finite(largest):
-    """0 in place of -inf, from which nothing can be taken."""
+    """0 in place of -inf, as -inf - -inf would be NaN."""
     return tl.where(largest == float("-inf"), 0.0, largest)
 
 
@@ -64,29 +65,29 @@ def _forward_kernel(
     total,
     V: tl.constexpr,
     BLOCK: tl.constexpr,
-    EACH: tl.constexpr,
+    LANE_SIZE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     FINE: tl.constexpr = logits.dtype.element_ty == tl.float32
-    LANES: tl.constexpr = BLOCK // EACH
+    LANES: tl.constexpr = BLOCK // LANE_SIZE
     row = tl.program_id(0).to(tl.int64)
     logits += row * V
-    lane, each = tl.arange(0, LANES)[:, None], tl.arange(0, EACH)[None, :]
-    if V % EACH == 0:
-        place = lane * EACH + each
-    else:  # rows may begin anywhere: no vectors, but the lanes of a warp side by side
-        place = each * LANES + lane
-    most = tl.full((LANES,), float("-inf"), tl.float32)
+    lane, each = tl.arange(0, LANES)[:, None], tl.arange(0, LANE_SIZE)[None, :]
+    if V % LANE_SIZE == 0:
+        positions = lane * LANE_SIZE + each
+    else:  # rows are not aligned for vectors: adjacent lanes load adjacent logits
+        positions = each * LANES + lane
+    peaks = tl.full((LANES,), float("-inf"), tl.float32)
     sums = tl.zeros((LANES,), tl.float32)
     for start in tl.range(0, V, BLOCK, num_stages=STAGES):
-        v = start + place
+        v = start + positions
         z = tl.load(logits + v, v < V, other=float("-inf")).to(tl.float32)
-        before = most
-        most = tl.maximum(most, tl.max(z, 1))
-        origin = _finite(most)
-        sums = sums * _exp(before - origin, FINE) + tl.sum(_exp(z - origin[:, None], FINE), 1)
-    highest = tl.max(most, 0)
-    sums = tl.sum(sums * _exp(most - _finite(highest), FINE), 0)
+        old_peaks = peaks
+        peaks = tl.maximum(peaks, tl.max(z, 1))
+        origin = _finite(peaks)
+        sums = sums * _exp(old_peaks - origin, FINE) + tl.sum(_exp(z - origin[:, None], FINE), 1)
+    highest = tl.max(peaks, 0)
+    sums = tl.sum(sums * _exp(peaks - _finite(highest), FINE), 0)
     token = tl.load(tokens + row).to(tl.int64)
     known = (token >= 0) & (token < V)
     own = tl.load(logits + token, known, other=float("nan")).to(tl.float32)
@@ -114,24 +115,27 @@ def _backward_kernel(
 
 @torch.library.custom_op("keras_recurrent::triton_token_crossentropy", mutates_args=())
 def _forward(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the losses; the largest of each row, and the sum of exp(logits - largest)."""
-    results = [logits.new_empty(tokens.shape, dtype=torch.float32) for _ in range(3)]
+    """Returns the losses, and of each row the largest logit and the sum of exp(logit - largest)."""
+    results = _new_results(logits, tokens)
     vocabulary = logits.shape[-1]
     with on_device_of(logits):
-        _forward_kernel[(rows_of(logits),)](
+        _forward_kernel[(num_rows(logits),)](
             *contiguous(logits, tokens),
             *results,
             V=vocabulary,
-            EACH=_EACH,
+            LANE_SIZE=_LANE_SIZE,
             STAGES=_STAGES,
-            **_tile(vocabulary, _NUMBERS),
+            **_tile(vocabulary, _TILE_SIZE),
         )
-    losses, largest, total = results
-    return losses, largest, total
+    return results
 
 
 @_forward.register_fake
 def _(logits, tokens):
+    return _new_results(logits, tokens)
+
+
+def _new_results(logits, tokens):
     losses, largest, total = (logits.new_empty(tokens.shape, dtype=torch.float32) for _ in range(3))
     return losses, largest, total
 
@@ -142,8 +146,8 @@ def _backward(
 ) -> Tensor:
     d_logits = logits.new_empty(logits.shape)
     vocabulary = logits.shape[-1]
-    tile = _tile(vocabulary, _BACKWARD_NUMBERS)
-    programs = rows_of(logits) * triton.cdiv(vocabulary, tile["BLOCK"])
+    tile = _tile(vocabulary, _BACKWARD_TILE_SIZE)
+    programs = num_rows(logits) * triton.cdiv(vocabulary, tile["BLOCK"])
     with on_device_of(logits):
         _backward_kernel[(programs,)](
             *contiguous(d_losses, largest, total, logits, tokens), d_logits, V=vocabulary, **tile

@@ -1,8 +1,8 @@
-"""Compile every Triton kernel for a Hopper GPU, which need not be there, as a search may launch it.
+"""Compile every Triton kernel, in every configuration a search may launch, for a Hopper GPU.
 
-Prints JSON: for each kernel, what its configurations take.
+No GPU is needed. Prints JSON: for each kernel, the resources that its configurations take.
 
-A process of its own: with the interpreter chosen, Triton compiles nothing.
+This runs in a process of its own: where Triton's interpreter is on, Triton compiles nothing.
 """
 
 import itertools
@@ -37,15 +37,15 @@ from keras_recurrent.backends.triton import (
 )
 
 HOPPER = GPUTarget("cuda", 90, 32)
-SIZES = ("B", "T", "D", "H", "K", "V", "tiles", "chunks", "each", "state_k", "state_v")
+SIZES = ("B", "T", "D", "H", "K", "V", "tiles", "chunks", "segment_chunks", "state_k", "state_v")
 SIZES += ("S", "G", "C", "window", "parts", "rows", "n")
 MULTIPLES_OF_16 = ("T", "D", "n", "K", "V", "state_k", "state_v")
-FLOATS = ("first", "last", "d_first", "d_last", "d_logit", "d_parameters", "a_logit")
+FLOATS = ("initial", "final", "d_initial", "d_final", "d_logit", "d_parameters", "a_logit")
 FLOATS += ("scale", "d_scale", "lower_bound", "d_bound", "d_log_f")
 FLOATS += ("losses", "d_losses", "largest", "total")
-FLOATS += ("totals", "decays", "log_decay", "log_f", "log_total", "slope", "d_keys", "d_values")
-INTEGERS = ("carry", "token", "document", "count", "documents", "tokens")
-INTEGERS += ("first_key", "last_key", "seen_from", "seen_to", "position", "end")
+FLOATS += ("totals", "decays", "log_decay", "log_f", "log_sum_exp", "delta", "d_keys", "d_values")
+INTEGERS = ("carry", "token_at", "document_at", "real_counts", "start_counts", "tokens")
+INTEGERS += ("first_key", "last_key", "first_query", "query_end", "position", "end")
 
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
@@ -72,7 +72,7 @@ step = _linear_attention_step._step_kernel
 
 
 def every(*candidates):
-    """The configurations of some candidates, each once."""
+    """The configurations of several tuples of candidates, each once."""
     return [c._asdict() for c in dict.fromkeys(itertools.chain(*candidates))]
 
 
@@ -89,7 +89,9 @@ def attention(result, size, dtype=tl.bfloat16, kinds=False):
     absent = {"d_k": ("d_values",), "d_v": ("d_keys",)}
     constants |= dict.fromkeys(absent.get(result, ()))
     if not kinds:
-        constants |= dict.fromkeys(("token_kind", "first_key", "last_key", "seen_from", "seen_to"))
+        constants |= dict.fromkeys(
+            ("token_kind", "first_key", "last_key", "first_query", "query_end")
+        )
     configurations = every(_banded_attention.candidates(result, size, size, dtype))
     return kernel, constants, configurations[:1] if kinds else configurations
 
@@ -103,26 +105,26 @@ LIGHTNING = {of: every(blocks) for of, blocks in lightning_attention.BLOCKS.item
 
 
 def of_rows(module, direction, width, **constants):
-    """A kernel without a state, on rows of this width."""
+    """The kernel of an operation without a state, on rows of this width."""
     kernel = getattr(module, f"_{direction}_kernel")
     tile = module._tile(width)
     constants |= {"D": width, "STAGES": rms_norm._stages(tile)}
     return kernel, tile._asdict() | constants, [{"num_warps": tile.num_warps}]
 
 
-def of_numbers(kernel, gelu):
+def of_elements(kernel, gelu):
     tile = gated_linear_unit._TILE
     return kernel, {"GELU": gelu}, [tile]
 
 
-def of_vocabulary(kernel, numbers, vocabulary):
-    tile = token_crossentropy._tile(vocabulary, numbers)
+def of_vocabulary(kernel, tile_size, vocabulary):
+    tile = token_crossentropy._tile(vocabulary, tile_size)
     constants = {"V": vocabulary, "STAGES": token_crossentropy._STAGES}
-    return kernel, constants | {"EACH": token_crossentropy._EACH}, [tile]
+    return kernel, constants | {"LANE_SIZE": token_crossentropy._LANE_SIZE}, [tile]
 
 
-LOSSES = token_crossentropy._forward_kernel, token_crossentropy._NUMBERS
-D_LOGITS = token_crossentropy._backward_kernel, token_crossentropy._BACKWARD_NUMBERS
+LOSSES = token_crossentropy._forward_kernel, token_crossentropy._TILE_SIZE
+D_LOGITS = token_crossentropy._backward_kernel, token_crossentropy._BACKWARD_TILE_SIZE
 
 
 TOKEN_WISE = {
@@ -142,10 +144,10 @@ TOKEN_WISE = {
         "log_forget_gate backward, no bound": of_rows(
             log_forget_gate, "backward", 2048, lower_bound=None
         ),
-        "gated_linear_unit forward, silu": of_numbers(gated_linear_unit._forward_kernel, False),
-        "gated_linear_unit forward, gelu": of_numbers(gated_linear_unit._forward_kernel, True),
-        "gated_linear_unit backward, silu": of_numbers(gated_linear_unit._backward_kernel, False),
-        "gated_linear_unit backward, gelu": of_numbers(gated_linear_unit._backward_kernel, True),
+        "gated_linear_unit forward, silu": of_elements(gated_linear_unit._forward_kernel, False),
+        "gated_linear_unit forward, gelu": of_elements(gated_linear_unit._forward_kernel, True),
+        "gated_linear_unit backward, silu": of_elements(gated_linear_unit._backward_kernel, False),
+        "gated_linear_unit backward, gelu": of_elements(gated_linear_unit._backward_kernel, True),
         "token_crossentropy forward": of_vocabulary(*LOSSES, 50304),
         "token_crossentropy forward of 50257": of_vocabulary(*LOSSES, 50257),
         "token_crossentropy forward of 7": of_vocabulary(*LOSSES, 7),
@@ -155,15 +157,15 @@ TOKEN_WISE = {
     }.items()
 }
 
-# {name: (kernel, constants, configurations)}, the default first, and alone where a kernel differs
-# little from another one that all of them are compiled for.
+# {name: (kernel, constants, configurations)}, the default first. Where a kernel differs little from
+# another one that is compiled in all configurations, the default is the only one.
 KERNELS = {
     **TOKEN_WISE,
     "linear_scan forward": (linear_scan._forward_kernel, {}, SCANS["linear_scan"]),
     "linear_scan backward": (linear_scan._backward_kernel, {}, SCANS["linear_scan"]),
     "rg_lru forward": (rg_lru._forward_kernel, {}, SCANS["rg_lru"]),
     "rg_lru backward": (rg_lru._backward_kernel, {}, SCANS["rg_lru"]),
-    "causal_conv1d places": (causal_conv1d._places_kernel, {"BLOCK": 1024}, [{}]),
+    "causal_conv1d positions": (causal_conv1d._positions_kernel, {"BLOCK": 1024}, [{}]),
     "causal_conv1d forward": (causal_conv1d._forward_kernel, CONV, CONVS[0][:1]),
     "causal_conv1d backward": (causal_conv1d._backward_kernel, CONV, CONVS[1][:1]),
     "causal_conv1d forward, silu": (causal_conv1d._forward_kernel, SILU, CONVS[0]),
@@ -239,7 +241,7 @@ def dtype(argument, name):
 
 
 def compile_for_hopper(name, number):
-    """A kernel with one of its configurations."""
+    """Compiles a kernel of `KERNELS` in one of its configurations."""
     kernel, constants, configurations = KERNELS[name]
     constants = {**constants, **configurations[number]}
     options = {n: constants[n] for n in OPTIONS if constants.get(n)}
@@ -256,7 +258,7 @@ def compile_for_hopper(name, number):
 
 
 def resources(compiled):
-    """What a program takes: registers a thread, bytes of them that do not fit, shared memory."""
+    """What a program takes: registers and bytes spilled from them of a thread, shared memory."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()

@@ -1,4 +1,4 @@
-"""A search for the fastest configurations, by times that the tests make where there is no GPU."""
+"""A search for the fastest configurations; where there is no GPU, the tests make up the times."""
 
 import itertools
 import threading
@@ -14,7 +14,6 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 import keras_recurrent
-from keras_recurrent import dispatch
 from keras_recurrent.backends.triton import _chain, _common, _search
 from keras_recurrent.layers import RecurrentBlock
 from tests.ops import test_kernels
@@ -22,7 +21,7 @@ from tests.ops.cases import Case, draw
 from tests.triton.hopper import OPTIONS
 from tests.triton.test_triton import ON_GPU, OPERATIONS, arguments, every_operation
 
-# Heads of several tiles, wide ones and others; several tiles a chain, of few chains and of many.
+# Heads of one tile and of several; chains of several tiles, few chains and many.
 CASES = [
     ("linear_scan", Case(1, 300, 20, kinds=True, state=True)),
     ("linear_scan", Case(2, 300, 20, kinds=True, state=True)),
@@ -43,15 +42,15 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def _nothing_found_yet(monkeypatch):
-    monkeypatch.setattr(_search, "_kept", {})
-    monkeypatch.setattr(_search, "_reports", [])
+    monkeypatch.setattr(_search, "_fastest", {})
+    monkeypatch.setattr(_search, "_open_reports", [])
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    """What a candidate takes, by its number: times of a search, errors among them, are set here.
+    """The times that a search measures, by the number of the candidate; an exception is raised.
 
-    Each is really called, twice, as on a GPU.
+    Each candidate is called twice, as on a GPU it is called repeatedly.
     """
     times = [3.0, 1.0, 2.0]
     turns = itertools.count()
@@ -70,7 +69,7 @@ def clock(monkeypatch):
 
 
 def scan(length=9, dtype="float32", **sizes):
-    """A kernel of three candidates that returns the one it is launched with."""
+    """Launches a kernel with three candidates; returns the GROUPS of the one that is chosen."""
     x = torch.zeros(2, length, 4, dtype=getattr(torch, dtype))
     candidates = tuple(_common.Tiling(64, groups, 4, 4) for groups in (16, 8, 32))
     sizes = {"batch": 2, "length": length, "width": 4, **sizes}
@@ -154,10 +153,10 @@ def test_every_operation_is_searched_forwards_and_backwards(operation, clock):
 
 @pytest.mark.parametrize(("operation", "case"), CASES)
 def test_candidates_compute_the_same(operation, case, clock, monkeypatch):
-    """Off a GPU those with different tiles: the interpreter knows no warps and no registers."""
+    """In the interpreter, which ignores warps and registers, only those with different tiles."""
     monkeypatch.setattr(_common, "_MANY_CHAINS", 2)
-    most = 2  # different candidates of a kernel, as far as is known
-    number = 0  # the default's
+    most = 2  # different candidates of a kernel, as far as seen
+    number = 0  # of the candidate that is tried; 0 is the default
 
     def timed(launch, candidates):
         nonlocal most
@@ -170,27 +169,28 @@ def test_candidates_compute_the_same(operation, case, clock, monkeypatch):
         chosen = different[number % len(different)]
         try:
             launch(candidates[chosen])
-        except _search._NO_ROOM:  # a search on this GPU would not choose it
+        except _search._OUT_OF_RESOURCES:  # a search on this GPU would not choose it
             chosen = 0
         return [float(i != chosen) for i in range(len(candidates))]
 
     monkeypatch.setattr(_search, "timed", timed)
     while (number := number + 1) < most:
-        _search._kept.clear()
+        _search._fastest.clear()
         with keras_recurrent.autotune():
             test_kernels.check(operation, "triton", draw(operation, case))
 
 
 @pytest.mark.parametrize("operation", ["linear_scan", "rg_lru"])
-def test_every_launch_makes_its_own_room(operation, clock, monkeypatch):
-    """What one leaves between tiles, another would take for its own, but on a GPU alone."""
+def test_every_launch_makes_its_own_carry(operation, clock, monkeypatch):
+    """On a GPU, a launch would take states that an earlier one left there for its own."""
+    new_carry = _chain.new_carry
     made = []
 
-    def carry_between(*arguments):
-        made.append(_chain.carry_between(*arguments))
+    def counted(*arguments):
+        made.append(new_carry(*arguments))
         return made[-1]
 
-    monkeypatch.setattr(dispatch.KERNELS[operation]["triton"], "carry_between", carry_between)
+    monkeypatch.setattr(_chain, "new_carry", counted)
     with keras_recurrent.autotune() as found:
         test_kernels.check(operation, "triton", draw(operation, Case(1, 20, 8)))
     assert len(made) == sum(2 * len(search.timings) + 1 for search in found)

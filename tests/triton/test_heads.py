@@ -1,6 +1,6 @@
 """Heads of the sizes that models have, in every configuration that a search may choose.
 
-On a GPU alone: what is tested is whether they were compiled rightly.
+Only on a GPU: the tests show whether they are compiled correctly.
 """
 
 import keras
@@ -21,7 +21,7 @@ from tests.ops.cases import Case, draw
 HEADS = [(16, 16), (64, 64), (96, 96), (128, 128), (64, 128), (256, 256), (64, 66), (130, 136)]
 MOST_CANDIDATES = 5
 OPERATIONS = ["gated_linear_attention", "lightning_attention", "sliding_window_attention"]
-# Of the tensors and of their decays, and whether the tokens have kinds.
+# The dtypes of the tensors and of their decays, and whether the tokens have kinds.
 SITUATIONS = [
     ("bfloat16", "bfloat16", True),
     ("bfloat16", "bfloat16", False),
@@ -44,7 +44,7 @@ def test_heads(operation, heads, situation, number, monkeypatch):
         taken = max(taken, chosen)
         try:
             return launch(candidates[chosen])
-        except _search._NO_ROOM:  # a search would not choose it
+        except _search._OUT_OF_RESOURCES:  # a search would not choose it
             return launch(candidates[0])
 
     monkeypatch.setattr(_search, "run", run)

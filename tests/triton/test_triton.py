@@ -1,4 +1,4 @@
-"""What is special to the Triton kernels; that they compute what they should is in tests/ops."""
+"""What only the Triton implementations have; their results are tested in tests/ops."""
 
 import functools
 import json
@@ -17,6 +17,7 @@ import torch
 
 import keras_recurrent
 from keras_recurrent import dispatch, ops
+from keras_recurrent.backends.constants import GOES_ON, PADDING, STARTS
 from keras_recurrent.backends.triton import _banded_attention
 from tests.ops import native, test_kernels, test_token_wise, token_wise
 from tests.ops.cases import DRAW, Case, draw
@@ -59,25 +60,25 @@ def test_compiled_for_hopper_without_a_gpu(tmp_path):
             fits(name, kernel, limited, configurations[0]["asynchronous"], f"{name}: {given}")
 
 
-def fits(name, kernel, limited, asynchronous, says):
-    """asynchronous: the products of that kind of the default, which has run on a GPU."""
-    assert kernel["spilled"] <= 512, says
+def fits(name, kernel, limited, asynchronous, message):
+    """asynchronous: how many such products the default has, which was run on a GPU."""
+    assert kernel["spilled"] <= 512, message
     if name in TOKEN_WISE:
-        assert kernel["spilled"] <= (96 if "16384" in name else 0), says
-        assert kernel["shared"] <= 227 * 1024, says
+        assert kernel["spilled"] <= (96 if "16384" in name else 0), message
+        assert kernel["shared"] <= 227 * 1024, message
     elif name.startswith(("gated", "lightning")):
-        # Fewer registers, for more programs at a time, may be worth some spills.
-        assert kernel["spilled"] <= (256 if limited else 128), says
+        # With fewer registers, more programs run at a time, which may be worth some spills.
+        assert kernel["spilled"] <= (256 if limited else 128), message
         programs = 2 if name.startswith("gated") else 1  # at a time on a multiprocessor
-        assert kernel["shared"] <= 227 * 1024 / programs, says
-        assert bool(kernel["tensor cores"]) == ("step" not in name), says
-        # More of them than uniform registers hold descriptors for are compiled wrongly.
-        assert kernel["asynchronous"] <= (0 if limited else 32), says
+        assert kernel["shared"] <= 227 * 1024 / programs, message
+        assert bool(kernel["tensor cores"]) == ("step" not in name), message
+        # With more, their descriptors exceed the registers for them (`_products.py`).
+        assert kernel["asynchronous"] <= (0 if limited else 32), message
     if name.startswith("attention"):
-        assert kernel["shared"] <= 227 * 1024, says  # one program a multiprocessor
-        assert bool(kernel["tensor cores"]) == ("ring" not in name), says
-        assert kernel["asynchronous"] <= max(32, asynchronous), says
-        assert "float32" in name or not kernel["transposed"], says
+        assert kernel["shared"] <= 227 * 1024, message  # one program on a multiprocessor
+        assert bool(kernel["tensor cores"]) == ("ring" not in name), message
+        assert kernel["asynchronous"] <= max(32, asynchronous), message
+        assert "float32" in name or not kernel["transposed"], message
 
 
 def test_taken_on_cuda_and_on_request():
@@ -133,14 +134,14 @@ def test_heads_of_several_tiles(operation):
 
 @pytest.mark.parametrize("programs", [1, 256])
 def test_heads_that_share_keys(programs, monkeypatch):
-    """Gone through together, or apart where programs are few; some tiles are met without mask."""
+    """In one part or in several; some tiles of keys are seen by all rows, without a mask."""
     monkeypatch.setattr(_banded_attention, "_MANY_PROGRAMS", programs)
     drawn = draw(
         "sliding_window_attention",
         Case(1, 200, 18, "bfloat16", heads=(6, 2), window=150, kinds=True, state=True),
     )
-    drawn.token_kind[:] = 0
-    drawn.token_kind[:, [20, 170]] = 2, 1
+    drawn.token_kind[:] = GOES_ON
+    drawn.token_kind[:, [20, 170]] = PADDING, STARTS
     drawn.d_output[:, 20] = 0
     test_kernels.check("sliding_window_attention", "triton", drawn)
 
@@ -148,18 +149,18 @@ def test_heads_that_share_keys(programs, monkeypatch):
 @every_operation
 @pytest.mark.parametrize("length", [1, 150])
 def test_tiles_that_are_not_full(operation, length):
-    """Two blocks of channels, the second one short, and up to two tiles of a chain."""
+    """Two blocks of channels, the second one partial, and up to two tiles of a chain."""
     case = Case(1, length, 70, kinds=True, state=True)
     test_kernels.check(operation, "triton", draw(operation, case))
 
 
 @every_operation
 def test_layouts_in_memory_do_not_matter(operation):
-    kernel = getattr(dispatch.KERNELS[operation]["triton"], operation)
+    implementation = getattr(dispatch.KERNELS[operation]["triton"], operation)
     tensors = arguments(operation, 20)
-    expected = kernel(**tensors)
+    expected = implementation(**tensors)
     scattered = {n: t.mT.contiguous().mT if t.ndim > 1 else t for n, t in tensors.items()}
-    for result, e in zip(kernel(**scattered), expected, strict=True):
+    for result, e in zip(implementation(**scattered), expected, strict=True):
         torch.testing.assert_close(result, e, rtol=0, atol=0)
 
 
@@ -175,20 +176,20 @@ def test_the_same_bits_again(operation):
 
 @every_operation
 def test_compiled_without_graph_breaks(operation):
-    """Forward and backward: one graph each, whatever the length."""
-    kernel = getattr(dispatch.KERNELS[operation]["triton"], operation)
+    """Forward and backward are one graph each, for any length."""
+    implementation = getattr(dispatch.KERNELS[operation]["triton"], operation)
     graphs = []
 
     def count(graph, example_inputs):
         graphs.append(graph)
         return graph.forward
 
-    torch.compiler.reset()  # of other kernels in the same code, at most eight
-    compiled = torch.compile(kernel, fullgraph=True, dynamic=True, backend=count)
+    torch.compiler.reset()  # torch keeps at most eight compilations of the same code
+    compiled = torch.compile(implementation, fullgraph=True, dynamic=True, backend=count)
     for length in (11, 23, 40):
         tensors = {n: t.requires_grad_() for n, t in arguments(operation, length).items()}
         results = []
-        for function in (compiled, kernel):
+        for function in (compiled, implementation):
             output, state = function(**tensors, **OPTIONS.get(operation, {}))
             parts = keras.tree.flatten(state)
             loss = output.square().sum() + sum(p.sin().sum() for p in parts if p.requires_grad)
@@ -199,13 +200,13 @@ def test_compiled_without_graph_breaks(operation):
 
 
 def without_a_state(operation, case):
-    """Its kernel, and its tensors; those that are differentiated are leaves."""
+    """Its implementation, and its tensors; those that are differentiated are leaves."""
     drawn = token_wise.draw(operation, case)
-    kernel = getattr(dispatch.KERNELS[operation]["triton"], operation)
+    implementation = getattr(dispatch.KERNELS[operation]["triton"], operation)
     tensors = {n: native.tensor(drawn.tensors[n], dtype) for n, dtype in drawn.dtypes.items()}
     for name in drawn.differentiated:
         tensors[name].requires_grad_()
-    return functools.partial(kernel, **drawn.options), tensors
+    return functools.partial(implementation, **drawn.options), tensors
 
 
 def leaves(tensors):
@@ -236,7 +237,7 @@ def test_long_rows_are_refused():
 @pytest.mark.parametrize("shape", [(3, 16384), (1100, 40), (300, 260)], ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_programs_that_walk(operation, shape, dtype, monkeypatch):
-    """Rows as long as they may be, and so few programs that each goes through several tiles."""
+    """The longest rows, and so few programs that each goes through several tiles."""
     monkeypatch.setattr("keras_recurrent.backends.triton._token_wise._WARPS", 12)
     drawn = token_wise.draw(operation, token_wise.Case(shape, dtype, "float32"))
     test_token_wise.check(operation, "triton", drawn)
@@ -244,12 +245,12 @@ def test_programs_that_walk(operation, shape, dtype, monkeypatch):
 
 @every_operation_without_a_state
 def test_layouts_in_memory_do_not_matter_without_a_state(operation):
-    kernel, tensors = without_a_state(operation, token_wise.Case((4, 5, 6)))
+    implementation, tensors = without_a_state(operation, token_wise.Case((4, 5, 6)))
     scattered = {n: t.mT.contiguous().mT if t.ndim > 1 else t for n, t in tensors.items()}
     results = []
     for given in (tensors, scattered):
-        output = kernel(**given)
-        # The gradient of a sum is one number, expanded.
+        output = implementation(**given)
+        # Also the gradient is not contiguous: that of a sum is one number, expanded.
         results.append((output, *torch.autograd.grad(output.sum(), leaves(given))))
     for result, expected in zip(*results, strict=True):
         torch.testing.assert_close(result, expected, rtol=0, atol=0)
@@ -257,13 +258,13 @@ def test_layouts_in_memory_do_not_matter_without_a_state(operation):
 
 @every_operation_without_a_state
 def test_only_arguments_are_kept(operation):
-    kernel, tensors = without_a_state(operation, token_wise.Case((4, 6)))
+    implementation, tensors = without_a_state(operation, token_wise.Case((4, 6)))
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        kernel(**tensors)
+        implementation(**tensors)
     own = {t.data_ptr() for t in tensors.values()}
     assert own <= {t.data_ptr() for t in kept}
-    # Beside them, at most two numbers a token.
+    # Besides them, at most two numbers for each token.
     assert [t.numel() for t in kept if t.data_ptr() not in own] in ([], [4, 4])
 
 
@@ -276,13 +277,13 @@ def test_compiled_without_graph_breaks_without_a_state(operation, parameter):
         graphs.append(graph)
         return graph.forward
 
-    kernel, _ = without_a_state(operation, token_wise.Case((11, 6)))
-    torch.compiler.reset()  # of other kernels in the same code, at most eight
-    compiled = torch.compile(kernel, fullgraph=True, dynamic=True, backend=count)
+    implementation, _ = without_a_state(operation, token_wise.Case((11, 6)))
+    torch.compiler.reset()  # torch keeps at most eight compilations of the same code
+    compiled = torch.compile(implementation, fullgraph=True, dynamic=True, backend=count)
     for length in (11, 23, 40):
         _, tensors = without_a_state(operation, token_wise.Case((length, 6), parameter=parameter))
         results = []
-        for function in (compiled, kernel):
+        for function in (compiled, implementation):
             output = function(**tensors)
             gradients = torch.autograd.grad(output.sin().sum(), leaves(tensors))
             results.append((output, *gradients))
