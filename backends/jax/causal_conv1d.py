@@ -18,10 +18,6 @@ from keras_recurrent.backends.jax._time_chunks import before, over_chunks
 from keras_recurrent.backends.jax._tokens import accumulate, first_state, sum_over_tokens
 
 
-def unsupported(x, kernel, bias=None, initial_state=None, token_kind=None, activation=None):
-    return None
-
-
 def forward(x, kernel, bias, initial_state, token_kind, activation=None):
     dtype = initial_state.dtype
     tokens, window = _tokens(token_kind), kernel.astype(dtype)

@@ -14,10 +14,6 @@ from keras_recurrent.backends.jax._tokens import (
 )
 
 
-def unsupported(x, log_a, phase, initial_state=None, token_kind=None):
-    return None
-
-
 @jax.jit
 def complex_linear_scan(x, log_a, phase, initial_state=None, token_kind=None):
     """x: [B, T, 2D], real parts before imaginary ones; log_a, phase: [B, T, D].

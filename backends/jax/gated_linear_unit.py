@@ -8,10 +8,6 @@ import jax
 from keras_recurrent.backends.jax._tokens import accumulate
 
 
-def unsupported(gate, x, activation="silu"):
-    return None
-
-
 @functools.partial(jax.jit, static_argnames="activation")
 def gated_linear_unit(gate, x, activation="silu"):
     """gate, x: the same shape; activation: "silu" or "gelu". Returns that shape in x's dtype."""

@@ -32,10 +32,6 @@ from keras_recurrent.backends.jax._tokens import (
 CHUNK = 64
 
 
-def unsupported(q, k, v, log_decay, initial_state=None, token_kind=None):
-    return None
-
-
 def forward(q, k, v, log_decay, initial_state, token_kind):
     if q.shape[1] == 1:
         return _one_token(q, k, v, log_decay, initial_state, token_kind)

@@ -15,10 +15,6 @@ from keras_recurrent.backends.jax._tokens import (
 )
 
 
-def unsupported(x, log_a, initial_state=None, token_kind=None):
-    return None
-
-
 def forward(x, log_a, initial_state, token_kind):
     dtype = initial_state.dtype
 

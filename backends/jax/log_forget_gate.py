@@ -6,10 +6,6 @@ import jax.numpy as jnp
 from keras_recurrent.backends.jax._tokens import accumulate
 
 
-def unsupported(logits, lower_bound=None):
-    return None
-
-
 @jax.jit
 def log_forget_gate(logits, lower_bound=None):
     """logits: [..., D]; lower_bound: [2, D], log β and log(1 - β), or None, β = 0.

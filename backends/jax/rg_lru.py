@@ -25,10 +25,6 @@ C = 8.0
 MAX_SQRT_GRADIENT = 1000.0  # as DeepMind's released code bounds the root's derivative where a_t = 1
 
 
-def unsupported(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None):
-    return None
-
-
 def forward(x, gate_a, gate_x, a_logit, initial_state, token_kind):
     dtype = initial_state.dtype
 

@@ -8,10 +8,6 @@ import jax.numpy as jnp
 from keras_recurrent.backends.jax._tokens import accumulate
 
 
-def unsupported(x, scale=None, epsilon=0.0):
-    return None
-
-
 @functools.partial(jax.jit, static_argnames="epsilon")
 def rms_norm(x, scale=None, epsilon=0.0):
     """x: [..., D]; scale: [D] or None. Returns [..., D] in x's dtype."""

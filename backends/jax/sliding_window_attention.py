@@ -15,10 +15,6 @@ from keras_recurrent.backends.jax._real_tokens import RealTokens
 from keras_recurrent.backends.jax._tokens import PADDING, STARTS, accumulate
 
 
-def unsupported(q, k, v, sliding_window=None, initial_state=None, token_kind=None, capacity=None):
-    return None
-
-
 def forward(q, k, v, of_queries, of_keys, *, window, dtype):
     """Attention of queries that stand at the end of their keys, if both are of one document.
 

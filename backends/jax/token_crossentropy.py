@@ -11,10 +11,6 @@ import jax.numpy as jnp
 from keras_recurrent.backends.jax._tokens import accumulate
 
 
-def unsupported(logits, tokens):
-    return None
-
-
 @jax.jit
 def token_crossentropy(logits, tokens):
     """logits: [..., V]; tokens: [...], integers.

@@ -14,10 +14,10 @@ where the s that divides is bounded below as in the released code.
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
 from keras_recurrent.backends.jax import rg_lru as plain
 from keras_recurrent.backends.pallas._common import GOES_ON, STARTS, refusal
+from keras_recurrent.backends.pallas._lazy import pl
 from keras_recurrent.backends.pallas._math import decay, sigmoids
 from keras_recurrent.backends.pallas._platform import per_shard
 from keras_recurrent.backends.pallas._streaming import (

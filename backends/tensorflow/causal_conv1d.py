@@ -22,13 +22,6 @@ from keras_recurrent.backends.tensorflow._common import (
 )
 
 
-def unsupported(
-    x, kernel, bias=None, initial_state=None, token_kind=None, activation=None
-) -> str | None:
-    """Why this kernel refuses these arguments; None if it accepts them."""
-    return None
-
-
 def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None, activation=None):
     """x: [B, T, D]; kernel: [W, D]; bias: [D]; activation: None or "silu".
 

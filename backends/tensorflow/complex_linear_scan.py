@@ -19,11 +19,6 @@ from keras_recurrent.backends.tensorflow._common import (
 from keras_recurrent.backends.tensorflow._scan import adjoint_scan, scan
 
 
-def unsupported(x, log_a, phase, initial_state=None, token_kind=None) -> str | None:
-    """Why this kernel refuses these arguments; None if it accepts them."""
-    return None
-
-
 def complex_linear_scan(x, log_a, phase, initial_state=None, token_kind=None):
     """x: [B, T, 2D]; log_a, phase: [B, T, D], log_a <= 0.
 

@@ -32,11 +32,6 @@ from keras_recurrent.backends.tensorflow._linear_attention import (
 _CHUNK = 64
 
 
-def unsupported(q, k, v, log_decay, initial_state=None, token_kind=None) -> str | None:
-    """Why this kernel refuses these arguments; None if it accepts them."""
-    return None
-
-
 def lightning_attention(q, k, v, log_decay, initial_state=None, token_kind=None):
     """q, k: [B, T, H, K]; v: [B, T, H, V]; log_decay: [H], a constant, whose gradient is 0.
 

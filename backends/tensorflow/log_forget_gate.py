@@ -5,11 +5,6 @@ import tensorflow as tf
 from keras_recurrent.backends.tensorflow._common import accumulation_dtype
 
 
-def unsupported(logits, lower_bound=None) -> str | None:
-    """Why this kernel refuses these arguments; None if it accepts them."""
-    return None
-
-
 def log_forget_gate(logits, lower_bound=None):
     """logits: [..., D]; lower_bound: [2, D], log β and log(1 - β), or None, β = 0.
 

@@ -30,11 +30,6 @@ _SCALE = 8.0
 _SMALLEST_MULTIPLIER = 5e-4
 
 
-def unsupported(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None) -> str | None:
-    """Why this kernel refuses these arguments; None if it accepts them."""
-    return None
-
-
 def rg_lru(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None):
     """x, gate_a, gate_x: [B, T, D]; a_logit: [D].
 

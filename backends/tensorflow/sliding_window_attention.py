@@ -17,13 +17,6 @@ from keras_recurrent.backends.tensorflow._common import (
 )
 
 
-def unsupported(
-    q, k, v, sliding_window=None, initial_state=None, token_kind=None, capacity=None
-) -> str | None:
-    """Why this kernel refuses these arguments; None if it accepts them."""
-    return None
-
-
 def sliding_window_attention(
     q, k, v, sliding_window=None, initial_state=None, token_kind=None, capacity=None
 ):

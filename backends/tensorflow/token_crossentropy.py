@@ -9,11 +9,6 @@ import tensorflow as tf
 from keras_recurrent.backends.tensorflow._common import accumulation_dtype, as_tensors, dense
 
 
-def unsupported(logits, tokens) -> str | None:
-    """Why this kernel refuses these arguments; None if it accepts them."""
-    return None
-
-
 def token_crossentropy(logits, tokens):
     """logits: [..., V]; tokens: [...], integers.
 

@@ -35,11 +35,6 @@ from keras_recurrent.backends.torch._linear_attention import (
 _CHUNK = 64
 
 
-def unsupported(q, k, v, log_f, initial_state=None, token_kind=None) -> str | None:
-    """Why this kernel refuses these arguments; None if it accepts them."""
-    return None
-
-
 def gated_linear_attention(q, k, v, log_f, initial_state=None, token_kind=None):
     """q, k, log_f: [B, T, H, K]; v: [B, T, H, V]; log_f <= 0; k None: 1 - exp(log_f).
 

@@ -5,11 +5,6 @@ from torch.nn import functional as F
 from keras_recurrent.backends.torch._common import accumulation_dtype
 
 
-def unsupported(gate, x, activation="silu") -> str | None:
-    """Why this kernel refuses these arguments; None if it accepts them."""
-    return None
-
-
 def gated_linear_unit(gate, x, activation="silu"):
     """gate, x: the same shape; activation: "silu" or "gelu". Returns that shape in x's dtype."""
     dtype = accumulation_dtype(gate, x)

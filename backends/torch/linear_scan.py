@@ -18,11 +18,6 @@ from keras_recurrent.backends.torch._common import (
 from keras_recurrent.backends.torch._scan import adjoint_scan, scan_, times_previous_
 
 
-def unsupported(x, log_a, initial_state=None, token_kind=None) -> str | None:
-    """Why this kernel refuses these arguments; None if it accepts them."""
-    return None
-
-
 def linear_scan(x, log_a, initial_state=None, token_kind=None):
     """x, log_a: [B, T, D], log_a <= 0.
 

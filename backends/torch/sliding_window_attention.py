@@ -12,13 +12,6 @@ from keras_recurrent.backends.torch._common import PADDING, STARTS, accumulation
 from keras_recurrent.backends.torch._row import Row, attend, fake_gradients, fake_results
 
 
-def unsupported(
-    q, k, v, sliding_window=None, initial_state=None, token_kind=None, capacity=None
-) -> str | None:
-    """Why this kernel refuses these arguments; None if it accepts them."""
-    return None
-
-
 def sliding_window_attention(
     q, k, v, sliding_window=None, initial_state=None, token_kind=None, capacity=None
 ):

@@ -15,11 +15,6 @@ from keras_recurrent.backends.torch._common import (
 )
 
 
-def unsupported(logits, tokens) -> str | None:
-    """Why this kernel refuses these arguments; None if it accepts them."""
-    return None
-
-
 def token_crossentropy(logits, tokens):
     """logits: [..., V]; tokens: [...], integers.
 
