@@ -55,7 +55,7 @@ def run(kernel, drawn):
 
 
 def refusal(module, arguments):
-    """Why a module refuses arguments; None if it accepts them, as one without `unsupported` does."""
+    """Why a module refuses arguments; None if it accepts them or has no `unsupported`."""
     unsupported = getattr(module, "unsupported", None)
     return unsupported(**arguments) if unsupported else None
 
