@@ -1,43 +1,69 @@
-'''Kernels on native tensors: a folder is an implementation, a file an operation.
+'''What computes the operations: a folder is an implementation, a file in it an operation.
 
-`ls backends/*/linear_scan.py` shows who implements `linear_scan`. Nothing here imports Keras, and
-no kernel knows which layer called it; `keras_recurrent/dispatch.py` chooses. `reference/` is
-NumPy, one loop over time: the definition of every operation, by which the others are judged.
+`ls backends/*/linear_scan.py` shows which implementations there are of `linear_scan`:
 
-The letters, also those of shapes: B batch, T time (tokens), D channels of an element-wise
-recurrence, H heads, G heads of keys and values that heads of queries share, K and V the size of a
-key and of a value in a head, W the width of a causal convolution, C the tokens that attention's
-state has room for. Where there are no heads, V is the size of a vocabulary.
+- `reference/` is NumPy in float64, one loop over time: the definition of every operation, by which
+  the tests judge all other folders;
+- `jax/`, `torch/` and `tensorflow/` are written in the framework alone and run on any device;
+- `pallas/` has kernels for TPU, on JAX; `triton/` has kernels for NVIDIA GPUs, on torch.
 
-A kernel is a function, named as its file, that takes tensors of its framework and returns
-`(output, final_state)`. One that does not take all arguments says so in `unsupported`, beside it:
+Functions here take and return tensors of their framework. Nothing here imports Keras or knows of
+layers. `keras_recurrent/dispatch.py` chooses the folder that computes a call.
+
+Shapes are written with these letters:
+
+    B  batch
+    T  time, in tokens
+    D  channels of an element-wise recurrence
+    H  heads
+    G  heads of keys and values, each shared by H / G heads of queries
+    K  size of a key in a head
+    V  size of a value in a head; where there are no heads, size of the vocabulary
+    W  width of a causal convolution
+    C  tokens for which the state of attention has room
+
+## What a file contains
+
+A function of the file's name, which takes tensors and returns `(output, final_state)`, and, if it
+cannot take all arguments, a function `unsupported` with the same parameters:
 
     def unsupported(x, log_a, initial_state=None, token_kind=None) -> str | None:
-        """Why this kernel refuses these arguments; None if it accepts them."""
+        """Why this implementation refuses these arguments; None if it accepts them."""
 
     def linear_scan(x, log_a, initial_state=None, token_kind=None):
         """x, log_a: [B, T, D]. Returns ([B, T, D] in x's dtype, [B, D] in float32)."""
 
-`rms_norm`, `gated_linear_unit`, `log_forget_gate` and `token_crossentropy` see one token at a time:
-they take neither `initial_state` nor `token_kind`, have any number of axes before the last, and
-return their output alone. That of the last two has the dtype of the arithmetic, the others' that
-of x.
+`unsupported` looks at shapes, dtypes and devices, never at values. A call that it refuses goes to
+the next implementation; an exception in the function itself reaches the user.
 
-What every kernel keeps to:
+`rms_norm`, `gated_linear_unit`, `log_forget_gate` and `token_crossentropy` treat each token by
+itself: they have neither `initial_state` nor `token_kind`, take any number of axes before the last
+and return the output alone.
 
-- `token_kind`, int8 [B, T] or None, says what a token does: 0 goes on; 1 starts afresh, as if
-  nothing came before; 2 is padding, the identity: it leaves the state as it is, its output is
-  finite but means nothing, and its inputs, even NaN, get gradients of exactly 0. Where outputs are
-  states, the gradient of a padded one is that state's; elsewhere nothing takes it.
-- `initial_state` None means zeros. The states and all arithmetic are float32, or float64 if one
-  of the tensors is; the output has x's dtype, a gradient the dtype of its tensor. The keys and
-  values that attention keeps have the dtypes in which they came.
-- Decays come as logarithms; -inf is one of 0. There are products of decays, never quotients.
-- Gradients reach every tensor and both states. The backward keeps the inputs and the output, and
-  recomputes the rest. Memory and time are linear in T.
+## What every implementation does
 
-To add a kernel, write that one file. The tests find it by its name and hold it to the reference.
-To add an implementation, make its folder, name it in `PREFERENCE` of
-`keras_recurrent/dispatch.py` and list the package in pyproject.toml. Import kernels by the full
-name `keras_recurrent.backends.…`: `import backends` would load them a second time.
+- `token_kind` is int8 [B, T], or None if all tokens go on. `constants.py` names its values:
+  - GOES_ON: the token goes on from the state before it.
+  - STARTS: the token begins a document, as if nothing had come before it.
+  - PADDING: the token leaves the state as it is. Its inputs may be anything, NaN too, and get
+    gradients of exactly 0. Its output is finite and otherwise arbitrary.
+- The gradient that arrives at the output of a padded token is ignored. Only where outputs are
+  states, as in `linear_scan`, is it added to the gradient of the state that padding repeats.
+- `initial_state` None stands for zeros.
+- Sums, products and states are float32, or float64 if one of the tensors is. The output has the
+  dtype of x (of v or q in attention), but that of the sums in `log_forget_gate` and
+  `token_crossentropy`; a gradient has the dtype of its tensor. The keys and values in the state of
+  `sliding_window_attention` keep the dtypes in which they came.
+- Decays are given as logarithms; -inf is a decay of 0. Decays are multiplied, never divided by
+  one another, so that any of them is safe.
+- Every floating-point tensor, the initial state included, gets a gradient, from the output and
+  from the final state. For it, inputs and outputs are kept and everything else is computed again.
+- Memory and time grow linearly with T.
+
+## How to add one
+
+Write the file: the tests find it by its name and compare it with the reference. A new folder also
+has to be named in `PREFERENCE` of `keras_recurrent/dispatch.py` and among the packages in
+pyproject.toml. Import by the full name, `keras_recurrent.backends.…`: `import backends` would load
+every module a second time.
 '''

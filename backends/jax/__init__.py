@@ -1,6 +1,6 @@
-"""Plain JAX, on any device: a tree over time, fused by XLA.
+"""The operations in plain JAX, on any device.
 
-Each operation over time has its own backward (`jax.custom_vjp`), which keeps the arguments and the
-output and recomputes the rest. Those without a state are fused by XLA, and differentiated by JAX
-but for `token_crossentropy`.
+Operations over time have a backward of their own (`jax.custom_vjp`), for which the arguments and
+the output are kept and everything else is computed again; so has `token_crossentropy`. JAX
+differentiates the other operations without a state.
 """

@@ -1,7 +1,7 @@
-"""Time cut into chunks, chunks gathered into groups, for linear attention.
+"""How linear attention cuts time into chunks, and joins chunks into groups.
 
-All chunks of a group are worked on at once, by matrix products, and one group follows another: so
-the work of a group stays in the cache, and its temporaries do not grow with the sequence.
+All chunks of a group are computed together, by matrix products; the groups are computed one after
+another. So the temporaries of a group fit the cache, and do not grow with the sequence.
 """
 
 import functools
@@ -10,12 +10,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-# Numbers in the part of an argument that belongs to a group.
+# Elements of an argument in one group.
 GROUP_SIZE = 1 << 16
 
 
 class Plan(NamedTuple):
-    """groups * chunks * size tokens, at least as many as there are; size is a power of two."""
+    """groups * chunks * size tokens: at least those of the row. `size` is a power of two."""
 
     groups: int
     chunks: int
@@ -37,25 +37,26 @@ def plan(q, v, longest):
 
 
 def over_groups(step, carry, tensors, outputs, plan, reverse=False):
-    """Go through the groups, one after the other, and put what `step` makes of each into place.
+    """Call `step` for one group after another, and write its results into `outputs`.
 
-    A loop reads its group from the tensors as they lie, and writes into the outputs as they lie:
-    memory that is neither copied nor asked for is most of what a long sequence costs on a CPU.
+    A group is sliced from the tensors and written into the outputs without a copy of the whole:
+    copying and allocating memory would be most of the cost of a long sequence on a CPU.
 
     Args:
-        step: a function of `carry`, the group's number, the group's tokens [B, N, ...] of the
-            tensors, and those of the outputs, which returns the next carry and what takes the
-            place of the latter.
+        step: a function of `carry`, the number of the group, its tokens [B, N, ...] of the tensors
+            and its tokens of the outputs. It returns the next carry and the new values of the
+            latter.
         carry: what the first step gets.
-        tensors: a tree of tensors [B, T, ...]. What T lacks is filled with zeros, here and below.
-        outputs: a tree of tensors [B, T, ...] to be overwritten, of the results' dtypes.
+        tensors: a tree of tensors [B, T, ...]. They are padded with zeros to full groups.
+        outputs: a tree of tensors [B, T, ...] to be overwritten, of the results' dtypes; padded
+            likewise.
         reverse: from the last group to the first.
 
     Returns:
         `(carry, outputs)`.
     """
     length = jax.tree.leaves(tensors)[0].shape[1]
-    tensors, outputs = jax.tree.map(lambda x: _filled(x, plan), (tensors, outputs))
+    tensors, outputs = jax.tree.map(lambda x: _padded(x, plan), (tensors, outputs))
     if plan.groups == 1:
         carry, outputs = step(carry, 0, tensors, outputs)
     else:
@@ -70,33 +71,33 @@ def over_groups(step, carry, tensors, outputs, plan, reverse=False):
             put = functools.partial(
                 jax.lax.dynamic_update_slice_in_dim, start_index=group * size, axis=1
             )
-            # At one place, before it is overwritten: a compiler that let several kernels read it
-            # would have to copy all of an output in every round.
-            held = jax.tree.map(lambda y: jax.lax.optimization_barrier(tokens(y)), outputs)
-            carry, found = step(carry, group, jax.tree.map(tokens, tensors), held)
-            return carry, jax.tree.map(put, outputs, found)
+            # The barrier makes XLA read the old values once, before they are overwritten. If
+            # several kernels read them, it would copy the whole output in every iteration.
+            old = jax.tree.map(lambda y: jax.lax.optimization_barrier(tokens(y)), outputs)
+            carry, new = step(carry, group, jax.tree.map(tokens, tensors), old)
+            return carry, jax.tree.map(put, outputs, new)
 
         carry, outputs = jax.lax.fori_loop(0, plan.groups, body, (carry, outputs))
     return carry, jax.tree.map(lambda y: y[:, :length], outputs)
 
 
-def before_groups(after, first, tensors, plan):
-    """The state before each group, [groups, ...], where `first` is that before all of them.
+def states_before_groups(state_after, first, tensors, plan):
+    """The state before each group, [groups, ...]. `first` is the one before the first group.
 
-    after: a function of the state before a group and of its tokens, the state after it.
+    `state_after` is a function of the state before a group and of the group's tokens.
     """
 
     def step(carry, group, tokens, _):
         state, before = carry
         before = jax.lax.dynamic_update_index_in_dim(before, state, group, axis=0)
-        return (after(state, tokens), before), ()
+        return (state_after(state, tokens), before), ()
 
     before = jnp.zeros((plan.groups, *first.shape), first.dtype)
     (_, before), _ = over_groups(step, (first, before), tensors, (), plan)
     return before
 
 
-def _filled(x, plan):
+def _padded(x, plan):
     missing = plan.tokens - x.shape[1]
     return jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2)) if missing else x
 
@@ -120,7 +121,7 @@ def product(a, b):
 
 
 def inner_products(a, b):
-    """a b^T, added up in parts: one long row of additions rounds more than a loop's sums do."""
+    """a b^T, summed in parts of 64 terms: the sum of partial sums has a smaller rounding error."""
     parts = [slice(i, i + 64) for i in range(0, a.shape[-1], 64)]
     return sum(product(a[..., part], transposed(b[..., part])) for part in parts)
 
@@ -130,7 +131,7 @@ def transposed(a):
 
 
 def states(decay, added, first, reverse=False):
-    """S' = decay S + added, chunk by chunk, from the last one when `reverse`.
+    """S' = decay S + added, chunk by chunk, from the last one if `reverse`.
 
     decay: [B, H, chunks, K, 1], or what broadcasts to it; added: [B, H, chunks, K, V]; first:
     [B, H, K, V]. Returns the state before each chunk, [B, H, chunks, K, V], and the last one.

@@ -1,15 +1,15 @@
-"""The real tokens of each row moved together and back, for operations that look at neighbours."""
+"""The real tokens of each row moved to its front and back, for operations on neighbours."""
 
 import jax
 import jax.numpy as jnp
 
-from keras_recurrent.backends.jax._tokens import PADDING, STARTS
+from keras_recurrent.backends.constants import PADDING, STARTS
 
 
 class RealTokens:
-    """Where the real tokens of rows [B, T] stand once they are moved to the front.
+    """Where the real tokens of rows [B, T] are before and after they are moved to the front.
 
-    `together` and `back` are each other's transpose: the gradient of one is the other.
+    `to_front` and `put_back` are each other's transpose: the gradient of one is the other.
     """
 
     def __init__(self, token_kind):
@@ -18,22 +18,22 @@ class RealTokens:
         place = jnp.arange(length)
         self.real = real
         self.count = jnp.sum(real, axis=1, keepdims=True)
-        self._in_front = place < self.count
+        self._filled = place < self.count
         self._source = jnp.argsort(jnp.where(real, place, length + place), axis=1)
         self._target = jnp.maximum(jnp.cumsum(real, axis=1) - 1, 0)
         kind = jnp.take_along_axis(token_kind, self._source, axis=1)
-        # Counts the starts so far: tokens of one document share a number.
+        # The number of starts so far: tokens of one document have the same.
         self.document = jnp.cumsum(kind == STARTS, axis=1)
 
-    def together(self, x):
-        """x: [B, T, D], its real tokens first, then zeros."""
-        return jnp.where(self._in_front[:, :, None], rows(x, self._source), 0)
+    def to_front(self, x):
+        """x: [B, T, D]; returns its real tokens, then zeros."""
+        return jnp.where(self._filled[:, :, None], gather(x, self._source), 0)
 
-    def back(self, y):
-        """The opposite of `together`: zeros at padding."""
-        return jnp.where(self.real[:, :, None], rows(y, self._target), 0)
+    def put_back(self, y):
+        """The opposite of `to_front`: tokens where they came from, zeros at padding."""
+        return jnp.where(self.real[:, :, None], gather(y, self._target), 0)
 
 
-def rows(x, index):
-    """x: [B, T, D], index: [B, S]; returns [B, S, D]."""
+def gather(x, index):
+    """x[b, index[b, s]]; x: [B, T, D]; index: [B, S]."""
     return jax.vmap(lambda row, i: row[i])(x, index)

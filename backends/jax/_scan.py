@@ -1,4 +1,4 @@
-"""h_t = a_t * h_{t-1} + x_t as a tree: what the recurrences of this folder stand on."""
+"""The recurrence out_t = a_t * out_{t-1} + x_t and its adjoint, computed as a tree over time."""
 
 import jax
 import jax.numpy as jnp
@@ -8,15 +8,15 @@ import jax.numpy as jnp
 RADIX = 8
 
 
-def scan(a, x, initial, reverse=False):
-    """All the states of the recurrence. a, x: [B, T, D]; initial: [B, D]; returns [B, T, D].
+def scan(a, x, state, reverse=False):
+    """out_t = a_t * out_{t-1} + x_t (t+1 for t-1 if `reverse`), starting from `state`.
 
-    From the last token to the first when `reverse`. Only products of decays are formed, never
-    their quotients, so that any decay, 0 included, is safe.
+    a, x: [B, T, D]; state: [B, D], all of one dtype. Decays are only multiplied, never divided by
+    one another, so that any decay, 0 included, is safe.
     """
     batch, length, channels = x.shape
     if length <= RADIX:
-        return _steps(a, x, initial, reverse, axis=1)
+        return _steps(a, x, state, reverse, axis=1)
 
     nodes = -(-length // RADIX)
     tail = ((0, 0), (0, nodes * RADIX - length), (0, 0))
@@ -24,34 +24,41 @@ def scan(a, x, initial, reverse=False):
     a = jnp.pad(a, tail, constant_values=1).reshape(batch, nodes, RADIX, channels)
     x = jnp.pad(x, tail).reshape(batch, nodes, RADIX, channels)
 
-    decay, total = jnp.ones_like(a[:, :, 0]), jnp.zeros_like(x[:, :, 0])
+    decays, totals = jnp.ones_like(a[:, :, 0]), jnp.zeros_like(x[:, :, 0])
     for j in _order(RADIX, reverse):
-        decay, total = a[:, :, j] * decay, a[:, :, j] * total + x[:, :, j]
-    after = scan(decay, total, initial, reverse)
-    before = shift(after, initial, reverse)
-    return _steps(a, x, before, reverse, axis=2).reshape(batch, -1, channels)[:, :length]
+        decays, totals = a[:, :, j] * decays, a[:, :, j] * totals + x[:, :, j]
+    ends = scan(decays, totals, state, reverse)
+    entering = following(ends, state) if reverse else previous(ends, state)
+    return _steps(a, x, entering, reverse, axis=2).reshape(batch, -1, channels)[:, :length]
 
 
-def shift(h, first, reverse=False):
-    """What stood before each h_t: [B, T, D], `first` before the first of them."""
-    if reverse:
-        return jnp.concatenate([h[:, 1:], first[:, None]], axis=1)
-    return jnp.concatenate([first[:, None], h[:, :-1]], axis=1)
+def adjoint_scan(a, d_out, d_state):
+    """The gradients g_t = d_out_t + a_{t+1} * g_{t+1} of x_t, and that of the initial state.
 
-
-def gradient(a, d_output, d_final):
-    """g_t = d_output_t + a_{t+1} g_{t+1}, the gradient of x_t, and of what stood before h_1."""
-    next_a = shift(a, jnp.ones_like(a[:, 0]), reverse=True)
-    g = scan(next_a, d_output, d_final, reverse=True)
+    g_T = d_out_T + d_state.
+    """
+    g = scan(following(a, jnp.ones_like(a[:, 0])), d_out, d_state, reverse=True)
     return g, a[:, 0] * g[:, 0]
 
 
-def _steps(a, x, h, reverse, axis):
-    states = []
+def previous(tensor, first):
+    """tensor_{t-1}, with `first` before the first token."""
+    return jnp.concatenate([first[:, None], tensor[:, :-1]], axis=1)
+
+
+def following(tensor, last):
+    """tensor_{t+1}, with `last` after the last token."""
+    return jnp.concatenate([tensor[:, 1:], last[:, None]], axis=1)
+
+
+def _steps(a, x, state, reverse, axis):
+    """The recurrence step by step along an axis."""
+    out = []
     for j in _order(x.shape[axis], reverse):
-        h = jax.lax.index_in_dim(a, j, axis, False) * h + jax.lax.index_in_dim(x, j, axis, False)
-        states.append(h)
-    return jnp.stack(states[::-1] if reverse else states, axis)
+        a_j, x_j = (jax.lax.index_in_dim(t, j, axis, False) for t in (a, x))
+        state = a_j * state + x_j
+        out.append(state)
+    return jnp.stack(out[::-1] if reverse else out, axis)
 
 
 def _order(length, reverse):

@@ -1,7 +1,7 @@
-"""A long sequence in chunks, one after the other, so that what lies between them stays small.
+"""A long sequence cut into chunks that are computed one after another, to keep temporaries small.
 
-Left whole, every intermediate of an operation would be as large as its arguments: written to
-memory and read back, and on a CPU made of pages that the system first has to hand out.
+If it were computed at once, every temporary would be as large as the arguments: it would be
+written to memory and read back, and on a CPU its pages would first have to be allocated.
 """
 
 import functools
@@ -9,24 +9,24 @@ import functools
 import jax.numpy as jnp
 from jax import lax
 
-LEAST = 32  # tokens; a chunk of fewer would be all overhead
-# Of one tensor's chunk. On a CPU it is to stay in the second-level cache. On a GPU chunks cost time
-# (an H200 takes 0.30 ms for a scan of 8 x 2048 x 2560 at once, 0.62 ms in chunks of 2**22), and are
-# there to bound the memory of the longest sequences.
+LEAST = 32  # tokens; in a chunk of fewer, the overhead of a step would dominate
+# Elements of a tensor in a chunk. On a CPU the chunk should fit the second-level cache. On a GPU
+# chunks cost time (an H200 takes 0.30 ms for a scan of 8 x 2048 x 2560 at once, 0.62 ms in chunks
+# of 2**22), and only bound the memory of the longest sequences.
 ELEMENTS = {"cpu": 2**16, "default": 2**26}
 
 
 def over_chunks(step, carry, tensors, reverse=False, least=LEAST):
-    """Cut tensors along time, and join what `step` makes of each chunk.
+    """Cut tensors along time, call `step` for each chunk, and concatenate its outputs.
 
     Args:
         step: a function of `carry`, `start` and the chunks [B, C, ...] of the tensors, which
-            returns the next carry and a tuple of outputs [B, C, ...]. `start` is where the chunk
-            begins: 0, or an index that may be known at run time only.
+            returns the next carry and a tuple of outputs [B, C, ...]. `start` is the index of the
+            chunk's first token: the integer 0, or a traced integer.
         carry: what the first step gets.
-        tensors: a tuple of tensors [B, T, ...]; one may be None, and so are its chunks.
+        tensors: a tuple of tensors [B, T, ...], some of them None, whose chunks are None too.
         reverse: from the last chunk to the first.
-        least: tokens that a chunk must have at least, if there is more than one.
+        least: the least number of tokens in a chunk, if there are several.
 
     Returns:
         `(carry, outputs)`, the outputs [B, T, D].
@@ -40,8 +40,8 @@ def over_chunks(step, carry, tensors, reverse=False, least=LEAST):
     return lax.platform_dependent(carry, tensors, **runs)
 
 
-def before(x, start, first):
-    """The N elements of x [B, T, ...] before a chunk; `first` [B, N, ...] before the first one."""
+def elements_before(x, start, first):
+    """The last N elements of x [B, T, ...] before `start`; `first` [B, N, ...] if `start` is 0."""
     if isinstance(start, int) and start == 0:
         return first
     found = lax.dynamic_slice_in_dim(x, start - first.shape[1], first.shape[1], axis=1)
@@ -49,34 +49,35 @@ def before(x, start, first):
 
 
 def _tokens(tensors, elements):
+    """How many tokens of the first tensor have so many elements."""
     x = tensors[0]
     return elements // max(1, x.size // x.shape[1])
 
 
 def _run(step, reverse, size, carry, tensors):
     length = tensors[0].shape[1]
-    more = length // size - 1
-    if more < 1:
+    full_chunks = length // size - 1
+    if full_chunks < 1:
         return step(carry, 0, *tensors)
 
-    def at(carry, start, size):
+    def step_at(carry, start, size):
         cut = functools.partial(
             lax.dynamic_slice_in_dim, start_index=start, slice_size=size, axis=1
         )
         return step(carry, start, *[t if t is None else cut(t) for t in tensors])
 
-    # The first step takes what the division leaves over, too.
-    rest = length - more * size
+    # The first step also takes the tokens by which `length` exceeds a multiple of `size`.
+    rest = length - full_chunks * size
     start = length - rest if reverse else 0
-    carry, parts = at(carry, start, rest)
+    carry, parts = step_at(carry, start, rest)
     around = [(0, 0, 0), (start, length - rest - start, 0)]
     outputs = tuple(lax.pad(p, jnp.zeros((), p.dtype), [*around, (0, 0, 0)]) for p in parts)
 
     def body(k, loop):
         carry, outputs = loop
-        start = (more - 1 - k) * size if reverse else rest + k * size
-        carry, parts = at(carry, start, size)
+        start = (full_chunks - 1 - k) * size if reverse else rest + k * size
+        carry, parts = step_at(carry, start, size)
         put = functools.partial(lax.dynamic_update_slice_in_dim, start_index=start, axis=1)
         return carry, tuple(put(o, p) for o, p in zip(outputs, parts, strict=True))
 
-    return lax.fori_loop(0, more, body, (carry, outputs))
+    return lax.fori_loop(0, full_chunks, body, (carry, outputs))

@@ -2,9 +2,9 @@
 
 De et al. 2024, arXiv:2402.19427, section 2.3 (the temporal convolution before the recurrence).
 
-Padding may stand anywhere in a row, and the filter passes over it: the real tokens of a row are
-first moved together, where the filter is a sum of shifts, and its outputs are moved back. The
-backward computes again what the activation was applied to.
+Padding may be anywhere in a row, and the filter skips it. So the real tokens of a row are first
+moved to its front, where the filter is a sum of shifted rows, and the outputs are put back. The
+backward pass computes the argument of the activation again.
 """
 
 import functools
@@ -12,56 +12,59 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from keras_recurrent.backends.jax._gradient import with_gradient
-from keras_recurrent.backends.jax._real_tokens import RealTokens, rows
-from keras_recurrent.backends.jax._time_chunks import before, over_chunks
-from keras_recurrent.backends.jax._tokens import accumulate, first_state, sum_over_tokens
-
-
-def unsupported(x, kernel, bias=None, initial_state=None, token_kind=None, activation=None):
-    return None
+from keras_recurrent.backends.jax._common import (
+    accumulation_dtype,
+    state_or_zeros,
+    sum_over_tokens,
+    with_gradient,
+)
+from keras_recurrent.backends.jax._real_tokens import RealTokens, gather
+from keras_recurrent.backends.jax._time_chunks import elements_before, over_chunks
 
 
 def forward(x, kernel, bias, initial_state, token_kind, activation=None):
     dtype = initial_state.dtype
     tokens, window = _tokens(token_kind), kernel.astype(dtype)
-    together, document = _together(x, tokens)
+    in_front, document = _to_front(x, tokens)
 
     def step(carry, start, x_chunk, document_chunk):
-        inputs = _inputs(together, x_chunk, start, initial_state)
-        output = _filtered(inputs, window, bias, _meets(document, document_chunk, start, window))
+        inputs = _inputs(in_front, x_chunk, start, initial_state)
+        output = _filtered(
+            inputs, window, bias, _same_document(document, document_chunk, start, window)
+        )
         if activation == "silu":
             output = jax.nn.silu(output)
         return carry, (output.astype(x.dtype),)
 
-    _, (output,) = over_chunks(step, (), (together, document), least=window.shape[0])
+    _, (output,) = over_chunks(step, (), (in_front, document), least=window.shape[0])
     if tokens is None:
         whole = jnp.concatenate([initial_state, x[:, -window.shape[0] :].astype(dtype)], axis=1)
         return output, whole[:, whole.shape[1] - initial_state.shape[1] :]
-    last, met = _last(window.shape[0], tokens)
-    whole = jnp.concatenate([initial_state, together.astype(dtype)], axis=1)
-    return tokens.back(output), jnp.where(met, rows(whole, last), 0)
+    last, valid = _last_inputs(window.shape[0], tokens)
+    whole = jnp.concatenate([initial_state, in_front.astype(dtype)], axis=1)
+    return tokens.put_back(output), jnp.where(valid, gather(whole, last), 0)
 
 
 def backward(x, kernel, bias, initial_state, token_kind, _, d_output, d_final, activation=None):
     dtype, width = initial_state.dtype, kernel.shape[0]
     tokens, window = _tokens(token_kind), kernel.astype(dtype)
-    together, document = _together(x, tokens)
-    d_together, _ = _together(d_output, tokens)
+    in_front, document = _to_front(x, tokens)
+    d_in_front, _ = _to_front(d_output, tokens)
 
     def step(carry, start, x_chunk, document_chunk, d_y):
-        d_after, d_window, d_bias = carry  # d_after: of the last inputs, from the chunk after
+        # d_next: the gradient of the last inputs, from the chunk after this one.
+        d_next, d_window, d_bias = carry
         length, d_z = x_chunk.shape[1], d_y.astype(dtype)
-        inputs = _inputs(together, x_chunk, start, initial_state)
-        meets = _meets(document, document_chunk, start, window)
+        inputs = _inputs(in_front, x_chunk, start, initial_state)
+        same_document = _same_document(document, document_chunk, start, window)
         if activation == "silu":
-            d_z = _silu_gradient(d_z, _filtered(inputs, window, bias, meets))
-        d_inputs = jnp.pad(d_after, ((0, 0), (length, 0), (0, 0)))
+            d_z = _silu_gradient(d_z, _filtered(inputs, window, bias, same_document))
+        d_inputs = jnp.pad(d_next, ((0, 0), (length, 0), (0, 0)))
         d_taps = []
-        for j, met in enumerate(meets):
-            d_met = jnp.where(met, d_z, 0)
-            d_taps.append(sum_over_tokens(d_met * inputs[:, j : j + length]))
-            d_inputs += jnp.pad(window[j] * d_met, ((0, 0), (j, width - 1 - j), (0, 0)))
+        for j, same in enumerate(same_document):
+            d_tap = jnp.where(same, d_z, 0)
+            d_taps.append(sum_over_tokens(d_tap * inputs[:, j : j + length]))
+            d_inputs += jnp.pad(window[j] * d_tap, ((0, 0), (j, width - 1 - j), (0, 0)))
         carry = (
             d_inputs[:, : width - 1],
             d_window + jnp.stack(d_taps),
@@ -69,17 +72,17 @@ def backward(x, kernel, bias, initial_state, token_kind, _, d_output, d_final, a
         )
         return carry, (d_inputs[:, width - 1 :].astype(x.dtype),)
 
-    d_after = d_final if tokens is None else jnp.zeros_like(d_final)
-    carry = d_after, jnp.zeros_like(window), jnp.zeros(x.shape[2], dtype)
+    d_next = d_final if tokens is None else jnp.zeros_like(d_final)
+    carry = d_next, jnp.zeros_like(window), jnp.zeros(x.shape[2], dtype)
     (d_initial, d_window, d_bias), (d_x,) = over_chunks(
-        step, carry, (together, document, d_together), reverse=True, least=width
+        step, carry, (in_front, document, d_in_front), reverse=True, least=width
     )
     if tokens is not None:
-        last, met = _last(width, tokens)
+        last, valid = _last_inputs(width, tokens)
         add = jax.vmap(lambda d, i, g: d.at[i].add(g))
         d_inputs = jnp.concatenate([d_initial, d_x.astype(dtype)], axis=1)
-        d_inputs = add(d_inputs, last, jnp.where(met, d_final, 0))
-        d_initial, d_x = d_inputs[:, : width - 1], tokens.back(d_inputs[:, width - 1 :])
+        d_inputs = add(d_inputs, last, jnp.where(valid, d_final, 0))
+        d_initial, d_x = d_inputs[:, : width - 1], tokens.put_back(d_inputs[:, width - 1 :])
     return (
         d_x.astype(x.dtype),
         d_window.astype(kernel.dtype),
@@ -90,23 +93,24 @@ def backward(x, kernel, bias, initial_state, token_kind, _, d_output, d_final, a
 
 
 def operation(forward, backward):
-    """The operation made of two functions: those of this file, or others with their arguments."""
+    """The differentiable operation made of two functions with the parameters of those above."""
 
     @functools.partial(jax.jit, static_argnames="activation")
     def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None, activation=None):
         """x: [B, T, D]; kernel: [W, D]; bias: [D]; activation: None or "silu".
 
-        Returns ([B, T, D] in x's dtype, the last W - 1 real inputs [B, W - 1, D] in float32).
+        Returns ([B, T, D] in x's dtype, the last W - 1 real inputs [B, W - 1, D] in float32, or
+        float64 if an argument is float64).
         """
-        dtype = accumulate(x, kernel, *([] if bias is None else [bias]))
+        dtype = accumulation_dtype(x, kernel, bias, initial_state)
         state_shape = (x.shape[0], kernel.shape[0] - 1, x.shape[2])
-        initial_state = first_state(initial_state, state_shape, dtype)
+        state = state_or_zeros(initial_state, state_shape, dtype)
         run = with_gradient(
             functools.partial(forward, activation=activation),
             functools.partial(backward, activation=activation),
-            with_output=False,
+            keep_output=False,
         )
-        return run(x, kernel, bias, initial_state, token_kind)
+        return run(x, kernel, bias, state, token_kind)
 
     return causal_conv1d
 
@@ -118,47 +122,48 @@ def _tokens(token_kind):
     return None if token_kind is None else RealTokens(token_kind)
 
 
-def _together(x, tokens):
-    """x with its real tokens first, and the document [B, T] of each."""
-    return (x, None) if tokens is None else (tokens.together(x), tokens.document)
+def _to_front(x, tokens):
+    """x with its real tokens in front, and the number [B, T] of each token's document."""
+    return (x, None) if tokens is None else (tokens.to_front(x), tokens.document)
 
 
 def _inputs(x, chunk, start, initial_state):
-    """[B, W - 1 + C, D]: a chunk of x, after what came before it."""
+    """[B, W - 1 + C, D]: a chunk of x, preceded by the W - 1 tokens before it."""
     chunk = chunk.astype(initial_state.dtype)
-    return jnp.concatenate([before(x, start, initial_state), chunk], axis=1)
+    return jnp.concatenate([elements_before(x, start, initial_state), chunk], axis=1)
 
 
-def _filtered(inputs, window, bias, meets):
+def _filtered(inputs, window, bias, same_document):
     """The filter on the chunk at the end of its inputs [B, W - 1 + C, D]."""
     length = inputs.shape[1] - window.shape[0] + 1
     output = sum(
-        window[j] * jnp.where(met, inputs[:, j : j + length], 0) for j, met in enumerate(meets)
+        window[j] * jnp.where(same, inputs[:, j : j + length], 0)
+        for j, same in enumerate(same_document)
     )
     return output if bias is None else output + bias.astype(window.dtype)
 
 
 def _silu_gradient(d_y, z):
-    """Of z, from that of y = z σ(z)."""
+    """The gradient of z from that of y = z σ(z)."""
     s = jax.nn.sigmoid(z)
     return d_y * s * (1 + z * jax.nn.sigmoid(-z))
 
 
-def _meets(document, chunk, start, window):
-    """For each weight, whether it meets an input of the token's own document.
+def _same_document(document, chunk, start, window):
+    """For each weight, whether the input that it multiplies is of the token's own document.
 
-    What came before the first chunk is of document 0.
+    The inputs in the initial state are of document 0.
     """
     width = window.shape[0]
     if document is None:
         return [True] * width
     first = jnp.zeros((chunk.shape[0], width - 1), chunk.dtype)
-    met = jnp.concatenate([before(document, start, first), chunk], axis=1)
-    return [(met[:, j : j + chunk.shape[1]] == chunk)[:, :, None] for j in range(width)]
+    documents = jnp.concatenate([elements_before(document, start, first), chunk], axis=1)
+    return [(documents[:, j : j + chunk.shape[1]] == chunk)[:, :, None] for j in range(width)]
 
 
-def _last(width, tokens):
-    """Places [B, W - 1] of the last real inputs, and whether they are of the last document."""
+def _last_inputs(width, tokens):
+    """Indices [B, W - 1] of the last real inputs, and whether they are of the last document."""
     last = tokens.count + jnp.arange(width - 1)
     documents = jnp.pad(tokens.document, ((0, 0), (width - 1, 0)))
     document = jnp.take_along_axis(documents, last, axis=1)

@@ -1,71 +1,68 @@
-"""h_t = exp(log_a_t + i phase_t) * h_{t-1} + x_t.  De et al. 2024, arXiv:2402.19427, appendix B."""
+"""h_t = exp(log_a_t + i phase_t) * h_{t-1} + x_t.  De et al. 2024, arXiv:2402.19427, appendix B.
+
+In x and h the first half of the channels is the real part, the second half the imaginary part.
+With a_t = exp(log_a_t + i phase_t) and g_t = dh_t + conj(a_{t+1}) g_{t+1} the gradients are
+dx_t = g_t and dlog_a_t - i dphase_t = conj(g_t) a_t h_{t-1}.
+"""
 
 import jax
 import jax.numpy as jnp
 
-from keras_recurrent.backends.jax._scan import gradient, scan, shift
-from keras_recurrent.backends.jax._time_chunks import before, over_chunks
-from keras_recurrent.backends.jax._tokens import (
-    accumulate,
-    drop_padding,
-    effective_decay,
-    first_state,
-    where_going_on,
+from keras_recurrent.backends.jax._common import (
+    accumulation_dtype,
+    applied_decay,
+    filled,
+    kind_masks,
+    state_or_zeros,
+    with_gradient,
 )
-
-
-def unsupported(x, log_a, phase, initial_state=None, token_kind=None):
-    return None
+from keras_recurrent.backends.jax._scan import adjoint_scan, previous, scan
+from keras_recurrent.backends.jax._time_chunks import elements_before, over_chunks
 
 
 @jax.jit
 def complex_linear_scan(x, log_a, phase, initial_state=None, token_kind=None):
-    """x: [B, T, 2D], real parts before imaginary ones; log_a, phase: [B, T, D].
+    """x: [B, T, 2D]; log_a, phase: [B, T, D].
 
-    Returns ([B, T, 2D] in x's dtype, [B, 2D] in float32).
+    Returns ([B, T, 2D] in x's dtype, [B, 2D] in float32, or float64 if an argument is float64).
     """
-    dtype = accumulate(x, log_a, phase)
-    initial_state = first_state(initial_state, (x.shape[0], x.shape[2]), dtype)
-    return _complex_linear_scan(x, log_a, phase, initial_state, token_kind)
+    dtype = accumulation_dtype(x, log_a, phase, initial_state)
+    state = state_or_zeros(initial_state, (x.shape[0], x.shape[2]), dtype)
+    run = with_gradient(_forward, _backward, without=(0,))
+    return run(x, log_a, phase, state, token_kind)
 
 
-@jax.custom_vjp
-def _complex_linear_scan(x, log_a, phase, initial_state, token_kind):
+def _forward(x, log_a, phase, initial_state, token_kind):
     dtype = initial_state.dtype
 
     def step(state, start, x, log_a, phase, token_kind):
-        (u,) = drop_padding(token_kind, x.astype(dtype))
-        a = _decay(log_a, phase, token_kind, dtype)
-        h = _real(scan(a, _complex(u), _complex(state)))
+        starts, padding = kind_masks(token_kind)
+        a = applied_decay(_decay(log_a, phase, dtype), starts, padding)
+        inputs = filled(x.astype(dtype), padding, 0)
+        h = _to_real(scan(a, _to_complex(inputs), _to_complex(state)))
         return h[:, -1], (h.astype(x.dtype),)
 
     final_state, (output,) = over_chunks(step, initial_state, (x, log_a, phase, token_kind))
     return output, final_state
 
 
-def _forward(x, log_a, phase, initial_state, token_kind):
-    output, final_state = _complex_linear_scan(x, log_a, phase, initial_state, token_kind)
-    return (output, final_state), (log_a, phase, initial_state, token_kind, output)
-
-
-def _backward(saved, d_outputs):
+def _backward(_, log_a, phase, initial_state, token_kind, output, d_output, d_final):
     # A gradient g of complex numbers stands for d/d real + i d/d imaginary.
-    log_a, phase, initial_state, token_kind, output = saved
     dtype = initial_state.dtype
-    d_output, d_final = d_outputs
 
-    def step(d_state, start, d_y, log_a, phase, token_kind, h):
-        a = _decay(log_a, phase, token_kind, dtype)
-        d_y, d_state = _complex(d_y.astype(dtype)), _complex(d_state)
-        g, d_state = gradient(jnp.conj(a), d_y, d_state)
-        state = before(output, start, initial_state[:, None])[:, 0]
-        h = shift(_complex(h.astype(dtype)), _complex(state))
-        product = where_going_on(token_kind, jnp.conj(g) * a * h)
-        (d_x,) = drop_padding(token_kind, _real(g))
-        return _real(d_state), (
+    def step(d_state, start, dh, log_a, phase, token_kind, h):
+        starts, padding = kind_masks(token_kind)
+        a = applied_decay(_decay(log_a, phase, dtype), starts, padding)
+        dh, d_state = _to_complex(dh.astype(dtype)), _to_complex(d_state)
+        g, d_state = adjoint_scan(jnp.conj(a), dh, d_state)
+        state = elements_before(output, start, initial_state[:, None])[:, 0]
+        h = previous(_to_complex(h.astype(dtype)), _to_complex(state))
+        d_exponent = filled(filled(jnp.conj(g) * a * h, starts, 0), padding, 0)
+        d_x = filled(_to_real(g), padding, 0)
+        return _to_real(d_state), (
             d_x.astype(output.dtype),
-            product.real.astype(log_a.dtype),
-            -product.imag.astype(phase.dtype),
+            d_exponent.real.astype(log_a.dtype),
+            -d_exponent.imag.astype(phase.dtype),
         )
 
     tensors = (d_output, log_a, phase, token_kind, output)
@@ -73,18 +70,14 @@ def _backward(saved, d_outputs):
     return *d_tensors, d_initial, None
 
 
-_complex_linear_scan.defvjp(_forward, _backward)
-
-
-def _decay(log_a, phase, token_kind, dtype):
+def _decay(log_a, phase, dtype):
     magnitude, phase = jnp.exp(log_a.astype(dtype)), phase.astype(dtype)
-    a = jax.lax.complex(magnitude * jnp.cos(phase), magnitude * jnp.sin(phase))
-    return effective_decay(token_kind, a)
+    return jax.lax.complex(magnitude * jnp.cos(phase), magnitude * jnp.sin(phase))
 
 
-def _complex(x):
+def _to_complex(x):
     return jax.lax.complex(*jnp.split(x, 2, axis=-1))
 
 
-def _real(h):
+def _to_real(h):
     return jnp.concatenate([h.real, h.imag], axis=-1)

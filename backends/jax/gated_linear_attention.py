@@ -3,42 +3,38 @@
 Qin et al. 2024, arXiv:2404.07904, section 3 (HGRN2, where k_t = 1 - exp(log_f_t)); Yang et al.
 2023, arXiv:2312.06635, section 4 (gated linear attention).
 
-Between chunks the state carries what was seen. Inside a chunk, token u meets an earlier s with the
-weight a_us = sum_k q_u f_{s+1} ... f_u k_s; for a matrix product the decays must be shared out
-between q_u and k_s. So the chunk is halved again and again: where u lies in a right half and s in
-the left half beside it, q_u takes the decays from the boundary to u, and k_s those from s to the
-boundary. Only products of decays are formed, never quotients, which makes any decay safe; neither
-0 nor a restart, which is one, needs a case of its own.
+What came before a chunk reaches it through the state. Inside a chunk, token u attends to an earlier
+token s with the weight a_us = sum_k q_u f_{s+1} ... f_u k_s. To compute these weights as matrix
+products, the decays are split between q_u and k_s: the chunk is halved again and again, and where
+u is in a right half and s in the left half beside it, q_u is multiplied by the decays from the
+boundary to u and k_s by those from s to the boundary. Decays are only multiplied, never divided by
+one another, so any decay is safe. A start is a decay of 0, and 0 needs no case of its own.
 """
 
 import jax
 import jax.numpy as jnp
 
-from keras_recurrent.backends.jax._gradient import with_gradient
+from keras_recurrent.backends.jax._common import (
+    accumulation_dtype,
+    applied_decay,
+    filled,
+    kind_masks,
+    state_or_zeros,
+    with_gradient,
+)
 from keras_recurrent.backends.jax._linear_attention import (
-    before_groups,
     chunked,
     inner_products,
     over_groups,
     plan,
     product,
     states,
+    states_before_groups,
     transposed,
     unchunked,
 )
-from keras_recurrent.backends.jax._tokens import (
-    PADDING,
-    STARTS,
-    accumulate,
-    drop_padding,
-    first_state,
-)
 
 CHUNK = 64
-
-
-def unsupported(q, k, v, log_f, initial_state=None, token_kind=None):
-    return None
 
 
 def forward(q, k, v, log_f, initial_state, token_kind):
@@ -46,7 +42,7 @@ def forward(q, k, v, log_f, initial_state, token_kind):
         return _one_token(q, k, v, log_f, initial_state, token_kind)
     cut = plan(q, v, CHUNK)
 
-    def group(state, _, tokens, __):
+    def step(state, _, tokens, __):
         q, k, v, f = (chunked(x, cut) for x in _prepared(state.dtype, *tokens))
         levels, from_start, to_end = _decays(f)
         before, state = states(_total(from_start), product(transposed(k * to_end), v), state)
@@ -54,7 +50,7 @@ def forward(q, k, v, log_f, initial_state, token_kind):
         return state, unchunked(output).astype(tokens[2].dtype)
 
     tokens = q, k, v, log_f, token_kind
-    final_state, output = over_groups(group, initial_state, tokens, jnp.zeros_like(v), cut)
+    final_state, output = over_groups(step, initial_state, tokens, jnp.zeros_like(v), cut)
     return output, final_state
 
 
@@ -68,16 +64,16 @@ def backward(q, k, v, log_f, initial_state, token_kind, _, d_output, d_final):
     cut = plan(q, v, CHUNK)
     tensors = q, k, v, log_f, token_kind
 
-    def after(state, tokens):
+    def state_after(state, tokens):
         _, k, v, f = (chunked(x, cut) for x in _prepared(state.dtype, *tokens))
         _, from_start, to_end = _decays(f)
         return states(_total(from_start), product(transposed(k * to_end), v), state)[1]
 
-    before = before_groups(after, initial_state, tensors, cut)
+    before = states_before_groups(state_after, initial_state, tensors, cut)
 
-    def group(g, group, tokens, held):
+    def step(g, group, tokens, old):
         inputs = [chunked(x, cut) for x in _prepared(g.dtype, *tokens)]
-        d_output = chunked(held[2].astype(g.dtype), cut)
+        d_output = chunked(old[2].astype(g.dtype), cut)
         state = jax.lax.dynamic_index_in_dim(before, group, keepdims=False)
         *gradients, g = _group_gradient(state, d_output, g, *inputs)
         d_q, d_k, d_v, d_log_f = (unchunked(d) for d in gradients)
@@ -85,30 +81,32 @@ def backward(q, k, v, log_f, initial_state, token_kind, _, d_output, d_final):
         if k is None:
             d_log_f -= d_k * jnp.exp(log_f.astype(g.dtype))
             d_k = None
-        found = jax.tree.map(lambda d, x: d.astype(x.dtype), (d_q, d_k, d_v, d_log_f), held)
-        return g, jax.tree.map(lambda d: drop_padding(token_kind, d)[0], found)
+        found = jax.tree.map(lambda d, x: d.astype(x.dtype), (d_q, d_k, d_v, d_log_f), old)
+        _, padding = kind_masks(token_kind)
+        return g, jax.tree.map(lambda d: filled(d, padding, 0), found)
 
-    # d_v takes the place of d_output, which nobody needs any more.
+    # d_v overwrites d_output, which is not read after its group.
     d_q, d_k, d_log_f = jax.tree.map(jnp.zeros_like, (q, k, log_f))
     outputs = d_q, d_k, d_output, d_log_f
-    d_initial, gradients = over_groups(group, d_final, tensors, outputs, cut, reverse=True)
+    d_initial, gradients = over_groups(step, d_final, tensors, outputs, cut, reverse=True)
     return *gradients, d_initial, None
 
 
 def operation(forward, backward):
-    """The operation made of two functions: those of this file, or others with their arguments."""
-    run = with_gradient(forward, backward, with_output=False)
+    """The differentiable operation made of two functions with the parameters of those above."""
+    run = with_gradient(forward, backward, keep_output=False)
 
     @jax.jit
     def gated_linear_attention(q, k, v, log_f, initial_state=None, token_kind=None):
         """q, k, log_f: [B, T, H, K]; v: [B, T, H, V]; k None: 1 - exp(log_f).
 
-        Returns ([B, T, H, V] in v's dtype, [B, H, K, V] in float32).
+        Returns ([B, T, H, V] in v's dtype, [B, H, K, V] in float32, or float64 if an argument is
+        float64).
         """
-        dtype = accumulate(q, v, log_f, *([] if k is None else [k]))
+        dtype = accumulation_dtype(q, k, v, log_f, initial_state)
         batch, _, *sizes = q.shape
-        initial_state = first_state(initial_state, (batch, *sizes, v.shape[3]), dtype)
-        return run(q, k, v, log_f, initial_state, token_kind)
+        state = state_or_zeros(initial_state, (batch, *sizes, v.shape[3]), dtype)
+        return run(q, k, v, log_f, state, token_kind)
 
     return gated_linear_attention
 
@@ -117,15 +115,12 @@ gated_linear_attention = operation(forward, backward)
 
 
 def _prepared(dtype, q, k, v, log_f, token_kind):
-    """q, k, v and f of some tokens, [B, T, H, ...]: at padding 0, 0, 0 and 1; f is 0 at a start."""
+    """q, k, v and f of some tokens, [B, T, H, ...]; at padding 0, 0, 0 and 1; f is 0 at a start."""
+    starts, padding = kind_masks(token_kind)
     q, v, log_f = (x.astype(dtype) for x in (q, v, log_f))
     k = -jnp.expm1(log_f) if k is None else k.astype(dtype)
-    f = jnp.exp(log_f)
-    if token_kind is None:
-        return q, k, v, f
-    kind = token_kind[:, :, None, None]
-    f = jnp.where(kind == PADDING, 1, jnp.where(kind == STARTS, 0, f))
-    return *drop_padding(token_kind, q, k, v), f
+    f = applied_decay(jnp.exp(log_f), starts, padding)
+    return *(filled(x, padding, 0) for x in (q, k, v)), f
 
 
 # Below, tensors are [B, H, chunks, C, K or V].
@@ -134,9 +129,9 @@ def _prepared(dtype, q, k, v, log_f, token_kind):
 def _decays(f):
     """Products of decays, for halves of 1, 2, 4 ... tokens and for the chunk.
 
-    Returns [(those from the boundary to u, for the right halves, those from s to the boundary, for
-    the left ones), ...], and those from the start of the chunk and to its end. A product from s is
-    without f_s, as s itself is not decayed any more.
+    Returns [(those from the boundary to u, for right halves; those from s to the boundary, for left
+    halves), ...], those from the start of the chunk to u, and those from s to its end. A product
+    from s is without f_s: the decay of a token does not apply to what that token adds.
     """
     from_start, to_end = f, jnp.ones_like(f)
     levels, half = [], 1
@@ -151,7 +146,7 @@ def _decays(f):
 
 
 def _total(from_start):
-    """The product of a chunk's decays, beside its state: [..., K, 1]."""
+    """The product of a chunk's decays, to multiply its state [..., K, V]: [..., K, 1]."""
     return from_start[..., -1, :, None]
 
 
@@ -183,10 +178,10 @@ def _weights(q, k, levels):
 def _group_gradient(state, d_output, g, q, k, v, f):
     """Gradients of q, k, v and log f of a group, and of the state before it; g: of that after it.
 
-    The gradient of log f_t is the sum, over all pairs s < t <= u that it stands between, of what
-    they gain from each other. The pairs that meet at a boundary give each f between the boundary
-    and u a sum over later u, and each f between s and the boundary a sum over earlier s: nothing
-    is subtracted, so that it is as exact as the gradients of q and k.
+    The gradient of log f_t is, in each channel, the sum of q_u f_{s+1} ... f_u k_s da_us over all
+    pairs s < t <= u, of which f_t is a factor. The pairs that a boundary separates give each f
+    between the boundary and u a sum over later u, and each f between s and the boundary a sum over
+    earlier s. Nothing is subtracted, so the result is as exact as the gradients of q and k.
     """
     levels, from_start, to_end = _decays(f)
     total, q_in, k_out = _total(from_start), q * from_start, k * to_end
@@ -196,8 +191,8 @@ def _group_gradient(state, d_output, g, q, k, v, f):
     d_v = product(k_out, after) + product(transposed(_weights(q, k, levels)), d_output)
     d_q = product(d_output, transposed(before)) * from_start
     d_k = product(v, transposed(after)) * to_end
-    # Of log f: `crossing` belongs to every token of a block, `later` also to the tokens before its
-    # own in the block, `earlier` to those after its own.
+    # Parts of the gradient of log f: `crossing` counts for every token of a block, `later` for its
+    # own token and those before it in the block, `earlier` for those after its own.
     crossing = jnp.sum(total * before * after, axis=-1)[..., None, :]
     later, earlier = q * d_q, k * d_k
 
@@ -205,9 +200,9 @@ def _group_gradient(state, d_output, g, q, k, v, f):
     for from_boundary, to_boundary in reversed(levels):
         half = from_boundary.shape[-2]
         (k_left, _), (_, q_right) = _halves(k, half), _halves(q, half)
-        d_meeting = d_weights[..., half:, :half]
-        d_right = product(d_meeting, k_left * to_boundary) * from_boundary
-        d_left = product(transposed(d_meeting), q_right * from_boundary) * to_boundary
+        d_between = d_weights[..., half:, :half]
+        d_right = product(d_between, k_left * to_boundary) * from_boundary
+        d_left = product(transposed(d_between), q_right * from_boundary) * to_boundary
         d_q += _joined(jnp.zeros_like(d_right), d_right)
         d_k += _joined(d_left, jnp.zeros_like(d_left))
 
@@ -223,5 +218,5 @@ def _group_gradient(state, d_output, g, q, k, v, f):
             [d_weights[..., :half, :half], d_weights[..., half:, half:]], axis=-3
         ).reshape(*d_weights.shape[:-3], -1, half, half)
 
-    d_own = d_weights[..., 0]  # a token and itself: no decay is between
+    d_own = d_weights[..., 0]  # of a token and itself, without a decay
     return d_q + d_own * k, d_k + d_own * q, d_v, later + crossing, d_state

@@ -5,20 +5,16 @@ import math
 
 import jax
 
-from keras_recurrent.backends.jax._tokens import accumulate
-
-
-def unsupported(gate, x, activation="silu"):
-    return None
+from keras_recurrent.backends.jax._common import accumulation_dtype
 
 
 @functools.partial(jax.jit, static_argnames="activation")
 def gated_linear_unit(gate, x, activation="silu"):
-    """gate, x: the same shape; activation: "silu" or "gelu". Returns that shape in x's dtype."""
-    dtype = accumulate(gate, x)
+    """gate, x: of one shape; activation: "silu" or "gelu". Returns that shape in x's dtype."""
+    dtype = accumulation_dtype(gate, x)
     gate = z = gate.astype(dtype)
     if activation == "gelu":
-        # z σ(2 u), not z (1 + tanh(u)) / 2, which loses the digits of what is nearly shut.
+        # z σ(2 u), not z (1 + tanh(u)) / 2: that loses the digits of a gate that is nearly shut.
         z = math.sqrt(8 / math.pi) * (gate + 0.044715 * gate**3)
     return (gate * _sigmoid(z) * x.astype(dtype)).astype(x.dtype)
 
@@ -28,5 +24,5 @@ def _sigmoid(z):
     return jax.nn.sigmoid(z)
 
 
-# JAX takes σ(-z) as 1 - σ(z), which loses the digits of what is nearly open.
+# JAX would take 1 - σ(z) for σ(-z), which loses the digits of a gate that is nearly open.
 _sigmoid.defjvps(lambda d_z, s, z: d_z * s * jax.nn.sigmoid(-z))

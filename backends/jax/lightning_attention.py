@@ -2,38 +2,34 @@
 
 Qin et al. 2024, arXiv:2405.17381 (Lightning Attention), and 2023, arXiv:2307.14995
 (TransNormerLLM): inside a chunk (Q K^T * M) V with M_us = decay^(u - s), across chunks Q (K^T V).
-Padding does not tick the decay: M and its like are powers of it by the number of real tokens
-between two places, and 0 where a document begins between them.
+Padding does not decay the state: the exponent counts the real tokens between s and u, and M_us is 0
+where a document starts between them.
 """
 
 import jax
 import jax.numpy as jnp
 
-from keras_recurrent.backends.jax._gradient import with_gradient
+from keras_recurrent.backends.constants import GOES_ON, PADDING, STARTS
+from keras_recurrent.backends.jax._common import (
+    accumulation_dtype,
+    filled,
+    kind_masks,
+    state_or_zeros,
+    with_gradient,
+)
 from keras_recurrent.backends.jax._linear_attention import (
-    before_groups,
     chunked,
     inner_products,
     over_groups,
     plan,
     product,
     states,
+    states_before_groups,
     transposed,
     unchunked,
 )
-from keras_recurrent.backends.jax._tokens import (
-    PADDING,
-    STARTS,
-    accumulate,
-    drop_padding,
-    first_state,
-)
 
 CHUNK = 64
-
-
-def unsupported(q, k, v, log_decay, initial_state=None, token_kind=None):
-    return None
 
 
 def forward(q, k, v, log_decay, initial_state, token_kind):
@@ -41,7 +37,7 @@ def forward(q, k, v, log_decay, initial_state, token_kind):
         return _one_token(q, k, v, log_decay, initial_state, token_kind)
     cut = plan(q, v, CHUNK)
 
-    def group(state, _, tokens, __):
+    def step(state, _, tokens, __):
         *tokens, kind = tokens
         between, from_start, to_end, total = _decays(log_decay, kind, cut, state.dtype)
         q, k, w = _in_chunks(tokens, kind, cut, state.dtype)
@@ -50,7 +46,7 @@ def forward(q, k, v, log_decay, initial_state, token_kind):
         return state, unchunked(output).astype(v.dtype)
 
     tensors = q, k, v, _kinds(token_kind, q, cut)
-    final_state, output = over_groups(group, initial_state, tensors, jnp.zeros_like(v), cut)
+    final_state, output = over_groups(step, initial_state, tensors, jnp.zeros_like(v), cut)
     return output, final_state
 
 
@@ -66,18 +62,18 @@ def backward(q, k, v, log_decay, initial_state, token_kind, _, d_output, d_final
     dtype, cut = initial_state.dtype, plan(q, v, CHUNK)
     tensors = q, k, v, _kinds(token_kind, q, cut)
 
-    def after(state, tokens):
+    def state_after(state, tokens):
         _, k, v, kind = tokens
         *_, to_end, total = _decays(log_decay, kind, cut, dtype)
         k, w = _in_chunks((k, v), kind, cut, dtype)
         return states(total, product(transposed(k * to_end), w), state)[1]
 
-    before = before_groups(after, initial_state, tensors, cut)
+    before = states_before_groups(state_after, initial_state, tensors, cut)
 
-    def group(g, group, tokens, held):
+    def step(g, group, tokens, old):
         *tokens, kind = tokens
         between, from_start, to_end, total = _decays(log_decay, kind, cut, dtype)
-        q, k, w, d_output = _in_chunks((*tokens, held[2]), kind, cut, dtype)
+        q, k, w, d_output = _in_chunks((*tokens, old[2]), kind, cut, dtype)
         q_in, k_out = q * from_start, k * to_end
         state = jax.lax.dynamic_index_in_dim(before, group, keepdims=False)
         earlier, _ = states(total, product(transposed(k_out), w), state)
@@ -87,29 +83,31 @@ def backward(q, k, v, log_decay, initial_state, token_kind, _, d_output, d_final
         d_q = product(d_output, transposed(earlier)) * from_start + product(d_weights, k)
         d_k = product(w, transposed(later)) * to_end + product(transposed(d_weights), q)
         d_v = product(k_out, later) + product(transposed(weights), d_output)
-        found = [unchunked(d).astype(x.dtype) for d, x in zip((d_q, d_k, d_v), held, strict=True)]
-        return g, tuple(drop_padding(kind, *found))
+        found = [unchunked(d).astype(x.dtype) for d, x in zip((d_q, d_k, d_v), old, strict=True)]
+        _, padding = kind_masks(kind)
+        return g, tuple(filled(d, padding, 0) for d in found)
 
-    # d_v takes the place of d_output, which nobody needs any more.
+    # d_v overwrites d_output, which is not read after its group.
     outputs = jnp.zeros_like(q), jnp.zeros_like(k), d_output
-    d_initial, gradients = over_groups(group, d_final, tensors, outputs, cut, reverse=True)
+    d_initial, gradients = over_groups(step, d_final, tensors, outputs, cut, reverse=True)
     return *gradients, jnp.zeros_like(log_decay), d_initial, None
 
 
 def operation(forward, backward):
-    """The operation made of two functions: those of this file, or others with their arguments."""
-    run = with_gradient(forward, backward, with_output=False)
+    """The differentiable operation made of two functions with the parameters of those above."""
+    run = with_gradient(forward, backward, keep_output=False)
 
     @jax.jit
     def lightning_attention(q, k, v, log_decay, initial_state=None, token_kind=None):
         """q, k: [B, T, H, K]; v: [B, T, H, V]; log_decay: [H], a constant, whose gradient is 0.
 
-        Returns ([B, T, H, V] in v's dtype, [B, H, K, V] in float32).
+        Returns ([B, T, H, V] in v's dtype, [B, H, K, V] in float32, or float64 if an argument is
+        float64).
         """
-        dtype = accumulate(q, k, v, log_decay)
+        dtype = accumulation_dtype(q, k, v, log_decay, initial_state)
         batch, _, *sizes = q.shape
-        initial_state = first_state(initial_state, (batch, *sizes, v.shape[3]), dtype)
-        return run(q, k, v, log_decay, initial_state, token_kind)
+        state = state_or_zeros(initial_state, (batch, *sizes, v.shape[3]), dtype)
+        return run(q, k, v, log_decay, state, token_kind)
 
     return lightning_attention
 
@@ -118,10 +116,10 @@ lightning_attention = operation(forward, backward)
 
 
 def _kinds(token_kind, q, cut):
-    """The kinds of all tokens and of the tail; None where every token goes on."""
+    """The kinds of all tokens, the tail being padding; None if there is no tail and all go on."""
     missing = cut.tokens - q.shape[1]
     if missing and token_kind is None:
-        token_kind = jnp.zeros(q.shape[:2], jnp.int8)
+        token_kind = jnp.full(q.shape[:2], GOES_ON, jnp.int8)
     if missing:
         token_kind = jnp.pad(token_kind, [(0, 0), (0, missing)], constant_values=PADDING)
     return token_kind
@@ -129,7 +127,8 @@ def _kinds(token_kind, q, cut):
 
 def _in_chunks(tensors, kind, cut, dtype):
     """Tensors of a group as [B, H, chunks, C, K], with zeros at padding."""
-    return [chunked(x, cut) for x in drop_padding(kind, *(x.astype(dtype) for x in tensors))]
+    _, padding = kind_masks(kind)
+    return [chunked(filled(x.astype(dtype), padding, 0), cut) for x in tensors]
 
 
 def _decays(log_decay, kind, cut, dtype):
@@ -146,9 +145,9 @@ def _decays(log_decay, kind, cut, dtype):
         count = jnp.cumsum(kind != PADDING, axis=-2)
         document = jnp.cumsum(kind == STARTS, axis=-2)
 
-    def decay(ticks, reaches):
-        # Not 0 * log_decay, which is not a number if the decay is 0.
-        logarithm = jnp.where(ticks == 0, 0, ticks.astype(dtype) * log_decay)
+    def decay(steps, reaches):
+        # Not 0 * log_decay: that is NaN if the decay is 0.
+        logarithm = jnp.where(steps == 0, 0, steps.astype(dtype) * log_decay)
         return jnp.where(reaches, jnp.exp(logarithm), 0)
 
     whole, last = count[..., -1:, :], document[..., -1:, :]

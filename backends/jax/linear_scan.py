@@ -1,30 +1,31 @@
-"""h_t = exp(log_a_t) * h_{t-1} + x_t.  De et al. 2024, arXiv:2402.19427, section 2.4."""
+"""h_t = exp(log_a_t) * h_{t-1} + x_t.  De et al. 2024, arXiv:2402.19427, section 2.4.
+
+With a_t = exp(log_a_t) and g_t = dh_t + a_{t+1} g_{t+1} the gradients are
+dx_t = g_t, dlog_a_t = g_t a_t h_{t-1}.
+"""
 
 import jax
 import jax.numpy as jnp
 
-from keras_recurrent.backends.jax._gradient import with_gradient
-from keras_recurrent.backends.jax._scan import gradient, scan, shift
-from keras_recurrent.backends.jax._time_chunks import before, over_chunks
-from keras_recurrent.backends.jax._tokens import (
-    accumulate,
-    drop_padding,
-    effective_decay,
-    first_state,
-    where_going_on,
+from keras_recurrent.backends.jax._common import (
+    accumulation_dtype,
+    applied_decay,
+    filled,
+    kind_masks,
+    state_or_zeros,
+    with_gradient,
 )
-
-
-def unsupported(x, log_a, initial_state=None, token_kind=None):
-    return None
+from keras_recurrent.backends.jax._scan import adjoint_scan, previous, scan
+from keras_recurrent.backends.jax._time_chunks import elements_before, over_chunks
 
 
 def forward(x, log_a, initial_state, token_kind):
     dtype = initial_state.dtype
 
     def step(state, start, x, log_a, token_kind):
-        (u,) = drop_padding(token_kind, x.astype(dtype))
-        h = scan(_decay(log_a, token_kind, dtype), u, state)
+        starts, padding = kind_masks(token_kind)
+        a = applied_decay(jnp.exp(log_a.astype(dtype)), starts, padding)
+        h = scan(a, filled(x.astype(dtype), padding, 0), state)
         return h[:, -1], (h.astype(x.dtype),)
 
     final_state, (output,) = over_chunks(step, initial_state, (x, log_a, token_kind))
@@ -34,12 +35,14 @@ def forward(x, log_a, initial_state, token_kind):
 def backward(_, log_a, initial_state, token_kind, output, d_output, d_final):
     dtype = initial_state.dtype
 
-    def step(d_state, start, d_y, log_a, token_kind, h):
-        a = _decay(log_a, token_kind, dtype)
-        g, d_state = gradient(a, d_y.astype(dtype), d_state)
-        state = before(output, start, initial_state[:, None])[:, 0]
-        d_log_a = where_going_on(token_kind, g * a * shift(h.astype(dtype), state))
-        (d_x,) = drop_padding(token_kind, g)
+    def step(d_state, start, dh, log_a, token_kind, h):
+        starts, padding = kind_masks(token_kind)
+        a = applied_decay(jnp.exp(log_a.astype(dtype)), starts, padding)
+        g, d_state = adjoint_scan(a, dh.astype(dtype), d_state)
+        state = elements_before(output, start, initial_state[:, None])[:, 0]
+        d_log_a = g * a * previous(h.astype(dtype), state)
+        d_log_a = filled(filled(d_log_a, starts, 0), padding, 0)
+        d_x = filled(g, padding, 0)
         return d_state, (d_x.astype(output.dtype), d_log_a.astype(log_a.dtype))
 
     tensors = (d_output, log_a, token_kind, output)
@@ -48,21 +51,20 @@ def backward(_, log_a, initial_state, token_kind, output, d_output, d_final):
 
 
 def operation(forward, backward):
-    """The operation made of two functions: those of this file, or others with their arguments."""
+    """The differentiable operation made of two functions with the parameters of those above."""
     run = with_gradient(forward, backward, without=(0,))
 
     @jax.jit
     def linear_scan(x, log_a, initial_state=None, token_kind=None):
-        """x, log_a: [B, T, D]. Returns ([B, T, D] in x's dtype, [B, D] in float32)."""
-        dtype = accumulate(x, log_a)
-        initial_state = first_state(initial_state, (x.shape[0], x.shape[2]), dtype)
-        return run(x, log_a, initial_state, token_kind)
+        """x, log_a: [B, T, D].
+
+        Returns ([B, T, D] in x's dtype, [B, D] in float32, or float64 if an argument is float64).
+        """
+        dtype = accumulation_dtype(x, log_a, initial_state)
+        state = state_or_zeros(initial_state, (x.shape[0], x.shape[2]), dtype)
+        return run(x, log_a, state, token_kind)
 
     return linear_scan
 
 
 linear_scan = operation(forward, backward)
-
-
-def _decay(log_a, token_kind, dtype):
-    return effective_decay(token_kind, jnp.exp(log_a.astype(dtype)))

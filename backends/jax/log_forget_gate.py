@@ -1,13 +1,9 @@
-"""log f = log(β + (1 - β) σ(logits)).  Qin et al. 2023, arXiv:2311.04823, §3.2."""
+"""log f = log(β + (1 - β) σ(logits)).  Qin et al. 2023, arXiv:2311.04823, section 3.2."""
 
 import jax
 import jax.numpy as jnp
 
-from keras_recurrent.backends.jax._tokens import accumulate
-
-
-def unsupported(logits, lower_bound=None):
-    return None
+from keras_recurrent.backends.jax._common import accumulation_dtype
 
 
 @jax.jit
@@ -16,7 +12,7 @@ def log_forget_gate(logits, lower_bound=None):
 
     Returns [..., D] in float32, or float64 if an argument is float64.
     """
-    dtype = accumulate(logits, lower_bound)
+    dtype = accumulation_dtype(logits, lower_bound)
     log_f = jax.nn.log_sigmoid(logits.astype(dtype))
     if lower_bound is None:
         return log_f
@@ -26,12 +22,12 @@ def log_forget_gate(logits, lower_bound=None):
 
 @jax.custom_jvp
 def _log_of_sum(a, b):
-    """log(exp(a) + exp(b)), which is not above 0."""
+    """log(exp(a) + exp(b)), cut off at 0: rounding may take it above."""
     return jnp.minimum(jnp.logaddexp(a, b), 0)
 
 
 @_log_of_sum.defjvp
 def _(primals, tangents):
-    # Not exp(a - log f), whose exponent is rounded, nor 0 where rounding had to be undone.
+    # Not exp(a - log f), whose exponent is rounded; and not 0 where the sum was cut off.
     (a, b), (d_a, d_b) = primals, tangents
     return _log_of_sum(a, b), jax.nn.sigmoid(a - b) * d_a + jax.nn.sigmoid(b - a) * d_b

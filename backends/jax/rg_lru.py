@@ -1,41 +1,44 @@
 """The real-gated linear recurrent unit.  De et al. 2024, arXiv:2402.19427, section 2.4.
 
-r_t = sigmoid(gate_a_t)        i_t = sigmoid(gate_x_t)
-log a_t = -8 softplus(-a_logit) r_t
-h_t = a_t h_{t-1} + sqrt(1 - a_t^2) i_t x_t
+    r_t = σ(gate_a_t),  i_t = σ(gate_x_t),  log a_t = -8 softplus(-a_logit) r_t
+    h_t = a_t h_{t-1} + s_t i_t x_t,  s_t = sqrt(1 - a_t²); a_t = 0, s_t = 1 at a start
+
+With g_t = dh_t + a_{t+1} g_{t+1} the gradients are
+
+    dx = g s i,  di = g s x,  dlog a = a g h_{t-1} - a² g i x / s
+    dr = -8 softplus(-a_logit) dlog a,  da_logit = 8 σ(-a_logit) Σ r dlog a
+
+where 1 / s is bounded as `MAX_SQRT_GRADIENT` says.
 """
 
 import jax
 import jax.numpy as jnp
 
-from keras_recurrent.backends.jax._gradient import with_gradient
-from keras_recurrent.backends.jax._scan import gradient, scan, shift
-from keras_recurrent.backends.jax._time_chunks import before, over_chunks
-from keras_recurrent.backends.jax._tokens import (
-    STARTS,
-    accumulate,
-    drop_padding,
-    effective_decay,
-    first_state,
+from keras_recurrent.backends.constants import MAX_SQRT_GRADIENT
+from keras_recurrent.backends.jax._common import (
+    accumulation_dtype,
+    applied_decay,
+    filled,
+    kind_masks,
+    state_or_zeros,
     sum_over_tokens,
-    where_going_on,
+    with_gradient,
 )
+from keras_recurrent.backends.jax._scan import adjoint_scan, previous, scan
+from keras_recurrent.backends.jax._time_chunks import elements_before, over_chunks
 
-C = 8.0
-MAX_SQRT_GRADIENT = 1000.0  # as DeepMind's released code bounds the root's derivative where a_t = 1
-
-
-def unsupported(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None):
-    return None
+C = 8.0  # the paper's constant of this name
 
 
 def forward(x, gate_a, gate_x, a_logit, initial_state, token_kind):
     dtype = initial_state.dtype
 
     def step(state, start, x, gate_a, gate_x, token_kind):
-        u, _, i, log_a, _ = _gates(x, gate_a, gate_x, a_logit, token_kind, dtype)
-        a = effective_decay(token_kind, jnp.exp(log_a))
-        h = scan(a, _multiplier(log_a, token_kind) * i * u, state)
+        starts, padding = kind_masks(token_kind)
+        u, gate_a, gate_x = (filled(t.astype(dtype), padding, 0) for t in (x, gate_a, gate_x))
+        log_a, i = _log_decay(jax.nn.sigmoid(gate_a), a_logit), jax.nn.sigmoid(gate_x)
+        a = applied_decay(jnp.exp(log_a), starts, padding)
+        h = scan(a, _multiplier(log_a, starts) * i * u, state)
         return h[:, -1], (h.astype(x.dtype),)
 
     final_state, (output,) = over_chunks(step, initial_state, (x, gate_a, gate_x, token_kind))
@@ -45,24 +48,24 @@ def forward(x, gate_a, gate_x, a_logit, initial_state, token_kind):
 def backward(x, gate_a, gate_x, a_logit, initial_state, token_kind, output, d_output, d_final):
     dtype = initial_state.dtype
 
-    def step(carry, start, x, gate_a, gate_x, token_kind, h, d_y):
+    def step(carry, start, x, gate_a, gate_x, token_kind, h, dh):
         d_state, d_rate = carry
-        u, r, i, log_a, (one_minus_r, one_minus_i) = _gates(
-            x, gate_a, gate_x, a_logit, token_kind, dtype
-        )
-        a = effective_decay(token_kind, jnp.exp(log_a))
-        multiplier = _multiplier(log_a, token_kind)
-        g, d_state = gradient(a, d_y.astype(dtype), d_state)
+        starts, padding = kind_masks(token_kind)
+        u, z_a, z_x = (filled(t.astype(dtype), padding, 0) for t in (x, gate_a, gate_x))
+        r, i = jax.nn.sigmoid(z_a), jax.nn.sigmoid(z_x)
+        log_a = _log_decay(r, a_logit)
+        # Not 1 - r: that loses the digits of a gate that is nearly open.
+        one_minus_r, one_minus_i = jax.nn.sigmoid(-z_a), jax.nn.sigmoid(-z_x)
+        a = applied_decay(jnp.exp(log_a), starts, padding)
+        multiplier = _multiplier(log_a, starts)
+        g, d_state = adjoint_scan(a, dh.astype(dtype), d_state)
 
-        d_x, d_gate_x = drop_padding(
-            token_kind, g * multiplier * i, g * multiplier * u * i * one_minus_i
-        )
+        d_x = filled(g * multiplier * i, padding, 0)
+        d_gate_x = filled(g * multiplier * u * i * one_minus_i, padding, 0)
         d_sqrt = jax.lax.rsqrt(jnp.maximum(-4 * jnp.expm1(2 * log_a), 1 / MAX_SQRT_GRADIENT**2))
-        state = before(output, start, initial_state[:, None])[:, 0]
-        d_log_a = where_going_on(
-            token_kind,
-            g * a * shift(h.astype(dtype), state) - g * i * u * d_sqrt * 2 * a * a,
-        )
+        state = elements_before(output, start, initial_state[:, None])[:, 0]
+        d_log_a = g * a * previous(h.astype(dtype), state) - g * i * u * d_sqrt * 2 * a * a
+        d_log_a = filled(filled(d_log_a, starts, 0), padding, 0)
         d_rate = d_rate + sum_over_tokens(d_log_a * r)
         d_gate_a = d_log_a * log_a * one_minus_r
         return (d_state, d_rate), (
@@ -79,18 +82,18 @@ def backward(x, gate_a, gate_x, a_logit, initial_state, token_kind, output, d_ou
 
 
 def operation(forward, backward):
-    """The operation made of two functions: those of this file, or others with their arguments."""
+    """The differentiable operation made of two functions with the parameters of those above."""
     run = with_gradient(forward, backward)
 
     @jax.jit
     def rg_lru(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None):
         """x, gate_a, gate_x: [B, T, D]; a_logit: [D].
 
-        Returns ([B, T, D] in x's dtype, [B, D] in float32).
+        Returns ([B, T, D] in x's dtype, [B, D] in float32, or float64 if an argument is float64).
         """
-        dtype = accumulate(x, gate_a, gate_x, a_logit)
-        initial_state = first_state(initial_state, (x.shape[0], x.shape[2]), dtype)
-        return run(x, gate_a, gate_x, a_logit, initial_state, token_kind)
+        dtype = accumulation_dtype(x, gate_a, gate_x, a_logit, initial_state)
+        state = state_or_zeros(initial_state, (x.shape[0], x.shape[2]), dtype)
+        return run(x, gate_a, gate_x, a_logit, state, token_kind)
 
     return rg_lru
 
@@ -98,19 +101,11 @@ def operation(forward, backward):
 rg_lru = operation(forward, backward)
 
 
-def _gates(x, gate_a, gate_x, a_logit, token_kind, dtype):
-    u, gate_a, gate_x = drop_padding(
-        token_kind, x.astype(dtype), gate_a.astype(dtype), gate_x.astype(dtype)
-    )
-    r, i = jax.nn.sigmoid(gate_a), jax.nn.sigmoid(gate_x)
-    log_a = -C * jax.nn.softplus(-a_logit.astype(dtype)) * r
-    # Not 1 - r: that loses the digits of a gate that is nearly open.
-    return u, r, i, log_a, (jax.nn.sigmoid(-gate_a), jax.nn.sigmoid(-gate_x))
+def _log_decay(r, a_logit):
+    """log a where the recurrence gate is r."""
+    return -C * jax.nn.softplus(-a_logit.astype(r.dtype)) * r
 
 
-def _multiplier(log_a, token_kind):
-    """sqrt(1 - a^2), and 1 at a start."""
-    multiplier = jnp.sqrt(-jnp.expm1(2 * log_a))
-    if token_kind is None:
-        return multiplier
-    return jnp.where((token_kind == STARTS)[:, :, None], 1, multiplier)
+def _multiplier(log_a, starts):
+    """sqrt(1 - a²), and 1 at a start."""
+    return filled(jnp.sqrt(-jnp.expm1(2 * log_a)), starts, 1)

@@ -5,17 +5,13 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from keras_recurrent.backends.jax._tokens import accumulate
-
-
-def unsupported(x, scale=None, epsilon=0.0):
-    return None
+from keras_recurrent.backends.jax._common import accumulation_dtype
 
 
 @functools.partial(jax.jit, static_argnames="epsilon")
 def rms_norm(x, scale=None, epsilon=0.0):
     """x: [..., D]; scale: [D] or None. Returns [..., D] in x's dtype."""
-    dtype = accumulate(x, scale)
+    dtype = accumulation_dtype(x, scale)
     y = x.astype(dtype)
     y = y * _rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + epsilon)
     return (y if scale is None else y * scale.astype(dtype)).astype(x.dtype)
@@ -23,7 +19,7 @@ def rms_norm(x, scale=None, epsilon=0.0):
 
 @jax.custom_jvp
 def _rsqrt(z):
-    """One step of Newton's after XLA's, into which it turns 1 / sqrt(z), too."""
+    """1 / sqrt(z): XLA's approximation, which it also uses for the quotient, and a Newton step."""
     r = jax.lax.rsqrt(z)
     return r + r * (0.5 - 0.5 * z * r * r)
 

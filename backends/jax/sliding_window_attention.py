@@ -1,8 +1,8 @@
 """o_t = sum_s softmax_s(q_t · k_s) v_s over a window of keys.  De et al. 2024, arXiv:2402.19427.
 
-Padding may stand anywhere in a row: behind the real tokens of each row, as most often, it is left
-there; else those are first moved together, behind those of the state, where a window is a band,
-and the outputs are moved back.
+Padding may be anywhere in a row. The real tokens are first moved to the front, behind those in the
+state, where a window is a band of the logits; the outputs are put back. Where all padding is at
+the end of its row, as it mostly is, nothing is moved.
 """
 
 import functools
@@ -10,25 +10,26 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from keras_recurrent.backends.constants import PADDING, STARTS
 from keras_recurrent.backends.jax import _banded_attention, _ring
-from keras_recurrent.backends.jax._real_tokens import RealTokens
-from keras_recurrent.backends.jax._tokens import PADDING, STARTS, accumulate
-
-
-def unsupported(q, k, v, sliding_window=None, initial_state=None, token_kind=None, capacity=None):
-    return None
+from keras_recurrent.backends.jax._common import accumulation_dtype
+from keras_recurrent.backends.jax._row import Row, grouped, with_real_tokens_in_front
 
 
 def forward(q, k, v, of_queries, of_keys, *, window, dtype):
-    """Attention of queries that stand at the end of their keys, if both are of one document.
+    """Attention of queries that belong to the last of the keys, within documents.
 
-    q: [B, T, G, R, K], where R heads share a key; k: [B, S, G, K]; v: [B, S, G, V]; numbers of
-    documents [B, T] and [B, S]; window: less than S, or None. Returns [B, T, G, R, V] in q's dtype
-    and the logarithms of the softmax's sums [B, T, G, R].
+    q: [B, T, G, R, K], where R heads share a key; k: [B, S, G, K]; v: [B, S, G, V]; of_queries,
+    of_keys: numbers of documents, [B, T] and [B, S]; window: less than S, or None. Returns
+    [B, T, G, R, V] in q's dtype and the logarithms of the softmax's sums [B, T, G, R].
 
-    Of document 0 is what is no token, and may hold anything; its output is 0.
+    The number 0 marks a place without a token. It may hold anything; its output is 0.
     """
-    q, k, v = _there(of_queries, q), _there(of_keys, k), _there(of_keys, v)
+    q, k, v = (
+        _zero_without_token(of_queries, q),
+        _zero_without_token(of_keys, k),
+        _zero_without_token(of_keys, v),
+    )
     documents = of_queries, _banded(of_keys, q, window)
     k, v = (_banded(x, q, window) for x in (k, v))
     output, log_total = _banded_attention.forward(q, k, v, documents, window, dtype)
@@ -37,8 +38,12 @@ def forward(q, k, v, of_queries, of_keys, *, window, dtype):
 
 def backward(q, k, v, of_queries, of_keys, log_total, d_output, *, window, dtype):
     """Returns the gradients of q, k and v in `dtype`."""
-    q, k, v = _there(of_queries, q), _there(of_keys, k), _there(of_keys, v)
-    d_output = _there(of_queries, d_output)
+    q, k, v = (
+        _zero_without_token(of_queries, q),
+        _zero_without_token(of_keys, k),
+        _zero_without_token(of_keys, v),
+    )
+    d_output = _zero_without_token(of_queries, d_output)
     documents = of_queries, _banded(of_keys, q, window)
     keys, values = (_banded(x, q, window) for x in (k, v))
     d_output = d_output.astype(dtype)
@@ -49,7 +54,7 @@ def backward(q, k, v, of_queries, of_keys, log_total, d_output, *, window, dtype
 
 
 def operation(forward, backward):
-    """The operation made of two functions: those of this file, or others with their arguments."""
+    """The differentiable operation made of two functions with the parameters of those above."""
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
     def attention(window, capacity, q, k, v, initial_state, token_kind):
@@ -57,7 +62,7 @@ def operation(forward, backward):
 
     def save(window, capacity, q, k, v, initial_state, token_kind):
         def attend(tokens, q, k, v):
-            row = _Row(window, q, k, v, initial_state, token_kind, tokens)
+            row = Row(q, k, v, initial_state, token_kind, tokens, window)
             queries, keys, values = row.arranged()
             output, log_total = forward(
                 queries, keys, values, *row.documents(), window=row.window, dtype=row.dtype
@@ -66,9 +71,9 @@ def operation(forward, backward):
             if capacity is not None:
                 end = row.next_position, row.end
                 state = [*(_ring.to_ring(x, *end, capacity) for x in (keys, values)), end[0]]
-            return row.back(output), state, log_total
+            return row.put_back(output), state, log_total
 
-        output, state, log_total = _in_front(attend, token_kind, q, k, v)
+        output, state, log_total = with_real_tokens_in_front(attend, token_kind, q, k, v)
         results = (output.reshape(*q.shape[:3], v.shape[3]), *state)
         return results, (q, k, v, initial_state, token_kind, log_total)
 
@@ -76,7 +81,7 @@ def operation(forward, backward):
         q, k, v, initial_state, token_kind, log_total = saved
 
         def attend(tokens, q, k, v, d_output):
-            row = _Row(window, q, k, v, initial_state, token_kind, tokens)
+            row = Row(q, k, v, initial_state, token_kind, tokens, window)
             queries, keys, values = row.arranged()
             d_queries, *d_rows = backward(
                 queries,
@@ -84,7 +89,7 @@ def operation(forward, backward):
                 values,
                 *row.documents(),
                 log_total,
-                row.together(_grouped(d_output, k)),
+                row.to_front(grouped(d_output, k)),
                 window=row.window,
                 dtype=row.dtype,
             )
@@ -101,11 +106,11 @@ def operation(forward, backward):
                     name: _ring.to_ring(d[:, : row.kept], row.position, start, row.kept)
                     for name, d in zip(("key", "value"), d_rows, strict=True)
                 }
-            d_k, d_v = (row.back(d[:, row.kept :]) for d in d_rows)
-            d_q = row.back(d_queries)
+            d_k, d_v = (row.put_back(d[:, row.kept :]) for d in d_rows)
+            d_q = row.put_back(d_queries)
             return (d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype)), d_state
 
-        d_tensors, d_state = _in_front(attend, token_kind, q, k, v, d_results[0])
+        d_tensors, d_state = with_real_tokens_in_front(attend, token_kind, q, k, v, d_results[0])
         d_tensors = [d.reshape(x.shape) for d, x in zip(d_tensors, (q, k, v), strict=True)]
         if d_state is not None:
             d_state = {
@@ -142,103 +147,16 @@ def operation(forward, backward):
 sliding_window_attention = operation(forward, backward)
 
 
-def _in_front(attend, token_kind, *tensors):
-    """`attend(tokens, *tensors)` with the real tokens before all padding: where they are, if so.
-
-    Else they are moved, which reads and writes everything once more. What `attend` takes and
-    returns has its heads side by side on the way: apart, XLA would lay them out by a copy.
-    """
-    if token_kind is None:
-        return attend(None, *tensors)
-    there, flat = _LeftThere(token_kind), [_flat(x) for x in tensors]
-
-    def attend_to(tokens):
-        given = [
-            x.reshape(like.shape)
-            for x, like in zip(jax.lax.optimization_barrier(flat), tensors, strict=True)
-        ]
-        return attend(tokens, *given)
-
-    return jax.lax.cond(
-        there.in_front, lambda: attend_to(there), lambda: attend_to(RealTokens(token_kind))
-    )
-
-
-class _LeftThere:
-    """`RealTokens` that stand in front."""
-
-    def __init__(self, token_kind):
-        real = token_kind != PADDING
-        self.count = jnp.sum(real, axis=1, keepdims=True)
-        self.in_front = jnp.all(real == (jnp.arange(real.shape[1]) < self.count))
-        self.document = jnp.where(real, jnp.cumsum(token_kind == STARTS, axis=1), -1)
-
-    def together(self, x):
-        return x
-
-    back = together
-
-
-class _Row:
-    """What was seen before and then the real tokens, side by side."""
-
-    def __init__(self, window, q, k, v, initial_state, token_kind, tokens):
-        self.q, self.k, self.v, self.state, self.tokens = q, k, v, initial_state, tokens
-        self.dtype = accumulate(q, k, v)
-        batch, self.length = q.shape[:2]
-        self.kept, self.position = 0, jnp.zeros(batch, jnp.int32)
-        if initial_state is not None:
-            self.kept, self.position = initial_state["key"].shape[1], initial_state["position"]
-        # A window as long as the row is none.
-        self.window = window if window and window < self.kept + self.length else None
-
-        count, start = jnp.full(batch, self.length), jnp.full(batch, -1)
-        if self.tokens is not None:
-            count = self.tokens.count[:, 0]
-            nth = jnp.cumsum(token_kind != PADDING, axis=1) - 1
-            start = jnp.max(jnp.where(token_kind == STARTS, nth, -1), axis=1)
-        self.end = self.kept + count
-        self.next_position = jnp.where(start < 0, self.position + count, count - start)
-        self.next_position = self.next_position.astype(jnp.int32)
-
-    def arranged(self):
-        keys, values = self.together(self.k), self.together(self.v)
-        if self.state is not None:
-            end = jnp.full_like(self.position, self.kept)
-            keys, values = (
-                jnp.concatenate(
-                    [_ring.to_row(ring, self.position, end, self.kept).astype(x.dtype), x], axis=1
-                )
-                for ring, x in ((self.state["key"], keys), (self.state["value"], values))
-            )
-        return self.together(_grouped(self.q, self.k)), keys, values
-
-    def together(self, x):
-        return x if self.tokens is None else self.tokens.together(_flat(x)).reshape(x.shape)
-
-    def back(self, x):
-        """Heads side by side: [B, T, ...] as [B, T, D]."""
-        return _flat(x) if self.tokens is None else self.tokens.back(_flat(x))
-
-    def documents(self):
-        """Numbers of queries and of keys; 0 goes on from the state, -1 is a place without token."""
-        of_queries = jnp.zeros((self.k.shape[0], self.length), jnp.int32)
-        if self.tokens is not None:
-            of_queries = self.tokens.document
-        age = self.kept - 1 - jnp.arange(self.kept)
-        before = jnp.where(age < self.position[:, None], 0, -1)
-        of_keys = jnp.concatenate([before, of_queries], axis=1)
-        # Numbers from 1 on, so that the zeros that fill up a band are no document.
-        return of_queries + 1, of_keys + 1
-
-
-def _there(documents, x):
-    """x [B, N, ...] with zeros where there is no token."""
+def _zero_without_token(documents, x):
+    """x [B, N, ...] with zeros where the document is 0."""
     return jnp.where((documents > 0).reshape(*documents.shape, *[1] * (x.ndim - 2)), x, 0)
 
 
 def _banded(x, q, window):
-    """x [B, S, ...] with `window` - 1 places before the first query, if there is a window."""
+    """x [B, S, ...] of keys, without a window as it is.
+
+    With a window cut or padded, so that `window` - 1 keys come before that of the first query.
+    """
     if window is None:
         return x
     missing = window - 1 - (x.shape[1] - q.shape[1])
@@ -258,8 +176,8 @@ def _unbanded(d, x, q, window):
 
 
 def _one_token(q, k, v, window, state, token_kind):
-    """A step of generation: the ring is read as it lies, and one slot written."""
-    dtype = accumulate(q, k, v)
+    """A step of generation: the ring is read without reordering it, and one slot is written."""
+    dtype = accumulation_dtype(q, k, v)
     kind = jnp.zeros(q.shape[0], jnp.int8) if token_kind is None else token_kind[:, 0]
     real = (kind != PADDING)[:, None, None, None]
     q, k, v = (jnp.where(real, x, 0) for x in (q, k, v))
@@ -270,10 +188,10 @@ def _one_token(q, k, v, window, state, token_kind):
     keys, values = (jnp.where(filled, state[name], 0) for name in ("key", "value"))
 
     product = _banded_attention.product_of(q, k, v, dtype)
-    grouped = _grouped(q, k)[:, 0]
-    seen = age < (jnp.minimum(position[:, None], window - 1) if window else position[:, None])
-    logits = jnp.where(seen[:, None, None], product("bgrk,bsgk->bgrs", grouped, keys), -jnp.inf)
-    logits = jnp.concatenate([logits, product("bgrk,bsgk->bgrs", grouped, k)], axis=-1)
+    queries = grouped(q, k)[:, 0]
+    visible = age < (jnp.minimum(position[:, None], window - 1) if window else position[:, None])
+    logits = jnp.where(visible[:, None, None], product("bgrk,bsgk->bgrs", queries, keys), -jnp.inf)
+    logits = jnp.concatenate([logits, product("bgrk,bsgk->bgrs", queries, k)], axis=-1)
     weights = jax.nn.softmax(logits, axis=-1)
     output = product("bgrs,bsgv->bgrv", weights[..., :capacity], values)
     output = output + weights[..., capacity:] * v[:, 0, :, None].astype(dtype)
@@ -281,16 +199,7 @@ def _one_token(q, k, v, window, state, token_kind):
     output = jnp.where(real, output, 0).astype(q.dtype)
 
     if capacity:
-        here = (jnp.arange(capacity) == position[:, None] % capacity)[:, :, None, None] & real
-        keys, values = jnp.where(here, k, keys), jnp.where(here, v, values)
+        slot = (jnp.arange(capacity) == position[:, None] % capacity)[:, :, None, None] & real
+        keys, values = jnp.where(slot, k, keys), jnp.where(slot, v, values)
     position = position + (kind != PADDING).astype(jnp.int32)
     return output, {"key": keys, "value": values, "position": position}
-
-
-def _grouped(x, k):
-    """[B, T, H, ...] as [B, T, G, H / G, ...]."""
-    return x.reshape(*x.shape[:2], k.shape[2], -1, x.shape[3])
-
-
-def _flat(x):
-    return x.reshape(*x.shape[:2], -1)

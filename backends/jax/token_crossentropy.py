@@ -1,18 +1,14 @@
 """loss = log Σ_v exp(logits_v) - logits_token.
 
-A backward of its own keeps the logits as they came, and the largest and the sum of each row: JAX's
-would keep the softmax in float32. XLA casts where it reads, but for 16 bits on a CPU, and writes
-nothing of the logits' size but their gradient.
+For the backward pass the logits are kept in their own dtype, with the largest logit and the sum of
+each row; JAX's own derivative would keep the softmax in float32. XLA casts the logits as it reads
+them, so nothing of their size is written but their gradient (logits of 16 bits on a CPU excepted).
 """
 
 import jax
 import jax.numpy as jnp
 
-from keras_recurrent.backends.jax._tokens import accumulate
-
-
-def unsupported(logits, tokens):
-    return None
+from keras_recurrent.backends.jax._common import accumulation_dtype
 
 
 @jax.jit
@@ -30,19 +26,19 @@ def _losses(logits, tokens):
 
 
 def _forward(logits, tokens):
-    dtype = accumulate(logits)
+    dtype = accumulation_dtype(logits)
     largest = jnp.max(logits, axis=-1).astype(dtype)
     total = jnp.sum(jnp.exp(logits.astype(dtype) - largest[..., None]), axis=-1)
     place = jnp.clip(tokens, 0, logits.shape[-1] - 1)[..., None]
     own = jnp.take_along_axis(logits, place, axis=-1)[..., 0].astype(dtype)
-    losses = _unless_unknown(jnp.log(total) + (largest - own), logits, tokens)
+    losses = _nan_where_unknown(jnp.log(total) + (largest - own), logits, tokens)
     return losses, (logits, tokens, largest, total)
 
 
 def _backward(saved, d_losses):
-    # Behind a barrier: XLA would find the exponentials of the forward the same, and keep those.
+    # Without the barrier XLA would share the exponentials with the forward pass, and keep them.
     logits, tokens, largest, total = jax.lax.optimization_barrier(saved)
-    d_losses = _unless_unknown(d_losses, logits, tokens)[..., None]
+    d_losses = _nan_where_unknown(d_losses, logits, tokens)[..., None]
     softmax = jnp.exp(logits.astype(total.dtype) - largest[..., None]) / total[..., None]
     d_logits = (softmax - _own(logits, tokens)) * d_losses
     return d_logits.astype(logits.dtype), None
@@ -56,5 +52,5 @@ def _own(logits, tokens):
     return jnp.arange(logits.shape[-1]) == tokens[..., None]
 
 
-def _unless_unknown(losses, logits, tokens):
+def _nan_where_unknown(losses, logits, tokens):
     return jnp.where((tokens >= 0) & (tokens < logits.shape[-1]), losses, jnp.nan)

@@ -1,6 +1,9 @@
 """Pallas kernels for TPU, on JAX.
 
-Blocks of the sequence stream through VMEM from the first to the last, in the backward from the
-last to the first, and the state stays there; every tensor is read and written once. A file has
-the functions `forward` and `backward` of its operation in `backends/jax`, with their arguments.
+A kernel reads the sequence from HBM into VMEM, block by block, from the first to the last, and in
+the backward pass from the last to the first. The state stays in VMEM between blocks, and every
+tensor is read or written once.
+
+A file defines `forward` and `backward` with the parameters they have in the file of the same name
+in `backends/jax`. That file's `operation` makes the differentiable function of them.
 """

@@ -4,7 +4,8 @@ import os
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import tpu as pltpu
+
+from keras_recurrent.backends.pallas._lazy import pltpu
 
 LANES = 128
 ROWS = 16  # of a tile of 16-bit numbers, and of two tiles of 32-bit ones

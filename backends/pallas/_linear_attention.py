@@ -24,11 +24,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from keras_recurrent.backends.pallas import _common
 from keras_recurrent.backends.pallas._common import LANES, PADDING, STARTS, vmem_bytes
+from keras_recurrent.backends.pallas._lazy import pl, pltpu
 
 CHUNK = 128  # tokens: their pairs fill the matrix unit
 
@@ -111,7 +110,7 @@ class _Block(NamedTuple):
     """A tensor, or its shape and dtype, and which part of it a program has at a time."""
 
     tensor: jax.Array | jax.ShapeDtypeStruct
-    spec: pl.BlockSpec
+    spec: "pl.BlockSpec"
 
 
 class _Walk(NamedTuple):

@@ -1,13 +1,51 @@
-"""Where the kernels run: programs lowered for TPU, each shard of a tensor by itself."""
+"""Where the kernels run: with a JAX that has what they use, on TPU, on each shard by itself.
+
+`keras_recurrent/dispatch.py` imports this file whatever JAX has: it reads nothing of Pallas.
+"""
 
 import functools
+import importlib
 
 import jax
+
+# All that the files of this folder read of `jax.experimental.pallas`; a test keeps it complete.
+PALLAS_NAMES = (
+    "BlockSpec",
+    "cdiv",
+    "ds",
+    "multiple_of",
+    "pallas_call",
+    "program_id",
+    "tpu.CompilerParams",
+    "tpu.SMEM",
+    "tpu.VMEM",
+    "tpu.get_tpu_info",
+    "tpu.is_tpu_device",
+    "tpu.roll",
+    "when",
+)
+
+
+@functools.cache
+def unavailable():
+    """Why no kernel of this folder can be built with the installed JAX; None if they can."""
+    for name in PALLAS_NAMES:
+        module, _, attribute = f"jax.experimental.pallas.{name}".rpartition(".")
+        try:
+            found = hasattr(importlib.import_module(module), attribute)
+        except ImportError as error:
+            return f"JAX {jax.__version__} cannot import `{module}`: {error}"
+        if not found:
+            return f"needs `{module}.{attribute}`, which JAX {jax.__version__} does not have"
+    return None
 
 
 @functools.cache
 def either(pallas, plain):
-    """The operation of two modules: Pallas where a program is lowered for TPU, plain elsewhere."""
+    """An operation that runs `pallas` where it is lowered for TPU and `plain` elsewhere.
+
+    Both are modules with `forward` and `backward`.
+    """
     return plain.operation(
         _on_tpu(pallas.forward, plain.forward), _on_tpu(pallas.backward, plain.backward)
     )
@@ -25,9 +63,9 @@ def _on_tpu(kernel, plain):
 
 
 def elsewhere(arguments):
-    """Why a kernel for TPU cannot run on these tensors; None if it can, or if that is not known.
+    """Why a kernel for TPU cannot run on these tensors; None if it can or if that is unknown.
 
-    A tensor without a value, in a program that is traced, is on no device yet.
+    It is unknown of the tensors in a program that is being traced: they are on no device yet.
     """
     for tensor in jax.tree.leaves(arguments):
         if isinstance(tensor, jax.Array) and not isinstance(tensor, jax.core.Tracer):
@@ -38,23 +76,23 @@ def elsewhere(arguments):
 
 
 def over(mesh):
-    """A context in which the kernels run on the shards of a `jax.sharding.Mesh`."""
+    """A context in which each kernel runs on every shard of a `jax.sharding.Mesh`."""
     return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
 def per_shard(kernel, arguments, results, channels="d"):
-    """`kernel` on every shard by itself, where there is an ambient mesh.
+    """`kernel`, run on every shard by itself where a mesh is set (see `over`).
 
-    XLA cannot split a kernel, and JAX's `custom_partitioning` does not reach the compiler for
-    TPU (jax issue 38196): so the mesh has to be known. Its first axis splits the batch, as in
-    `keras.distribution`, and the others together split channels, or heads; a size that an axis
-    does not divide stays whole.
+    XLA cannot partition a kernel, and JAX's `custom_partitioning` does not reach the compiler for
+    TPU (jax issue 38196), so the mesh has to be known. Its first axis splits the batch, as in
+    `keras.distribution`; all other axes together split the channels or the heads. A dimension
+    that its axes do not divide stays whole.
 
     Args:
         kernel: a function of tensors, some of them None, that returns a tuple of tensors.
-        arguments: the letters of each tensor's dimensions, such as `"b t d"`.
-        results: those of each result.
-        channels: the letter of the dimension that may be split beside `b`.
+        arguments: a name for each dimension of each tensor, such as `"b t d"`.
+        results: the same for each result.
+        channels: the name of the dimension, other than `b`, that may be split.
     """
 
     def call(*tensors):

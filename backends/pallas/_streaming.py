@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from keras_recurrent.backends.pallas._common import (
     GOES_ON,
@@ -22,6 +20,7 @@ from keras_recurrent.backends.pallas._common import (
     rounded_up,
     vmem_bytes,
 )
+from keras_recurrent.backends.pallas._lazy import pl, pltpu
 
 F32 = jnp.float32
 SUBLANES = 8
@@ -140,7 +139,7 @@ class Here(NamedTuple):
     time: jax.Array  # the block's number, counted from the first token
     first: jax.Array  # whether it comes first: the first in time, or the last if `reverse`
     last: jax.Array
-    kinds: jax.Ref | None
+    kinds: "jax.Ref | None"
 
     def over_tiles(self, step, carry):
         """`carry = step(i, rows, kind, carry)` for one tile of `ROWS` tokens after another.

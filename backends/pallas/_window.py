@@ -12,10 +12,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from keras_recurrent.backends.pallas._common import LANES, rounded_up, vmem_bytes
+from keras_recurrent.backends.pallas._lazy import pl, pltpu
 
 BLOCKS = (256, 128)  # tokens; the longer, the more pairs are computed that the window leaves out
 
@@ -83,11 +82,11 @@ class Step(NamedTuple):
     walk: Walk
     number: jax.Array
     head: jax.Array
-    of_queries: jax.Ref
-    of_keys: jax.Ref
-    keys: jax.Ref
-    values: jax.Ref
-    documents: jax.Ref
+    of_queries: "jax.Ref"
+    of_keys: "jax.Ref"
+    keys: "jax.Ref"
+    values: "jax.Ref"
+    documents: "jax.Ref"
 
     @property
     def begins(self):

@@ -16,10 +16,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
 from keras_recurrent.backends.jax import causal_conv1d as plain
 from keras_recurrent.backends.pallas._common import GOES_ON, PADDING, ROWS, STARTS, refusal
+from keras_recurrent.backends.pallas._lazy import pl
 from keras_recurrent.backends.pallas._math import sigmoids
 from keras_recurrent.backends.pallas._platform import per_shard
 from keras_recurrent.backends.pallas._streaming import F32, blocks, hold, real, shift, stream

@@ -11,10 +11,10 @@ and nothing has to be moved in the vectors to cut them out.
 """
 
 import jax.numpy as jnp
-from jax.experimental.pallas import tpu as pltpu
 
 from keras_recurrent.backends.jax import gated_linear_attention as plain
 from keras_recurrent.backends.pallas import _linear_attention
+from keras_recurrent.backends.pallas._lazy import pltpu
 from keras_recurrent.backends.pallas._linear_attention import CHUNK, places
 from keras_recurrent.backends.pallas._platform import per_shard
 

@@ -6,10 +6,10 @@ The backward goes from the last token to the first, with the state c_t = a_t g_t
 """
 
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
 from keras_recurrent.backends.jax import linear_scan as plain
 from keras_recurrent.backends.pallas._common import GOES_ON, refusal
+from keras_recurrent.backends.pallas._lazy import pl
 from keras_recurrent.backends.pallas._platform import per_shard
 from keras_recurrent.backends.pallas._streaming import (
     F32,

@@ -14,10 +14,11 @@ where the s that divides is bounded below as in the released code.
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
+from keras_recurrent.backends.constants import GOES_ON, MAX_SQRT_GRADIENT, STARTS
 from keras_recurrent.backends.jax import rg_lru as plain
-from keras_recurrent.backends.pallas._common import GOES_ON, STARTS, refusal
+from keras_recurrent.backends.pallas._common import refusal
+from keras_recurrent.backends.pallas._lazy import pl
 from keras_recurrent.backends.pallas._math import decay, sigmoids
 from keras_recurrent.backends.pallas._platform import per_shard
 from keras_recurrent.backends.pallas._streaming import (
@@ -132,7 +133,7 @@ def _backward_kernel(
         log_a = strongest[...] * r
         a, lost = decay(log_a)
         rest = _rest(lost)
-        d_root = jax.lax.rsqrt(jnp.maximum(4 * rest, 1 / plain.MAX_SQRT_GRADIENT**2))
+        d_root = jax.lax.rsqrt(jnp.maximum(4 * rest, 1 / MAX_SQRT_GRADIENT**2))
         multiplier = _at_start(kind, jnp.sqrt(rest))
         applied, lost = effective(kind, a, lost)
         g = gradient(applied, lost, d, after)

@@ -13,10 +13,10 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
 from keras_recurrent.backends.jax import sliding_window_attention as plain
 from keras_recurrent.backends.pallas import _common, _window
+from keras_recurrent.backends.pallas._lazy import pl
 from keras_recurrent.backends.pallas._linear_attention import products
 from keras_recurrent.backends.pallas._platform import per_shard
 

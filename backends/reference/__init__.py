@@ -1,6 +1,6 @@
-"""The definition of every operation: NumPy, one loop over time if any, nothing clever.
+"""The definition of every operation in NumPy, with one loop over time where there is time.
 
-Each file holds the operation and its gradient, written out by hand. They are the oracle of the
-tests and the place to read what an operation computes. `dtype` is the precision of every step:
-float64 gives the truth, float32 the error that a careful loop in float32 makes.
+Each file has the operation and its gradient, derived by hand. Read here what an operation
+computes; the tests compare every implementation with it. `dtype` is the precision of every step:
+float64 gives the expected results, float32 the error that a token-by-token loop in float32 makes.
 """

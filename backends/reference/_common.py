@@ -1,26 +1,26 @@
-"""What the definitions share: the kinds of a token, and the precision of their arguments."""
+"""What the definitions share."""
 
 import numpy as np
 
-GOES_ON, STARTS, PADDING = 0, 1, 2
+from keras_recurrent.backends.constants import GOES_ON
 
 
-def prepare(dtype, *arrays):
+def cast(dtype, *arrays):
     """The arrays in the precision of the computation."""
     return [np.asarray(array).astype(dtype) for array in arrays]
 
 
-def token_kinds(x, token_kind):
-    """The kind of each token as [B, T, 1], beside x: [B, T, D]."""
+def kinds_or_goes_on(token_kind, like):
+    """The kind of each token as [B, T, 1, ...], with as many axes as `like` [B, T, ...]."""
     if token_kind is None:
-        return np.zeros((*x.shape[:2], 1), np.int8)
-    return np.asarray(token_kind)[:, :, None]
+        token_kind = np.full(like.shape[:2], GOES_ON, np.int8)
+    return np.expand_dims(token_kind, tuple(range(2, like.ndim)))
 
 
-def first_state(x, initial_state, dtype):
-    """The [B, D] before the first token of x: [B, T, D]; zeros when nothing is given."""
+def state_or_zeros(initial_state, shape, dtype):
+    """The initial state in `dtype`; None stands for zeros."""
     if initial_state is None:
-        return np.zeros((x.shape[0], x.shape[2]), dtype)
+        return np.zeros(shape, dtype)
     return np.asarray(initial_state, dtype)
 
 

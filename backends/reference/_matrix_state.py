@@ -1,12 +1,13 @@
-"""The states of linear attention, shared by its definitions: one matrix a head."""
+"""Linear attention with the decays f_t, shared by its definitions. Its state: a matrix a head."""
 
 import numpy as np
 
-from keras_recurrent.backends.reference._common import PADDING, STARTS
+from keras_recurrent.backends.constants import PADDING, STARTS
+from keras_recurrent.backends.reference._common import kinds_or_goes_on, state_or_zeros
 
 
 def forward(q, k, v, f, initial_state, token_kind):
-    """S_t = diag(f_t) S_{t-1} + k_t v_t^T, o_t = S_t^T q_t. Returns the outputs and the last S."""
+    """S_t = diag(f_t) S_{t-1} + k_t v_t^T, o_t = S_t^T q_t. Returns all o and the last S."""
     output = np.zeros_like(v)
     for t, state in _states(k, v, f, initial_state, token_kind):
         output[:, t] = np.sum(q[:, t, :, :, None] * state, axis=2)
@@ -16,11 +17,11 @@ def forward(q, k, v, f, initial_state, token_kind):
 def gradient(d_output, g, q, k, v, f, initial_state, token_kind):
     """The gradients of q, k, v, log f and the initial state; g is that of the final state.
 
-    A padded output has none.
+    The gradient that arrives at a padded output is ignored.
     """
     states = dict(_states(k, v, f, initial_state, token_kind))
-    states[-1] = _first_state(k, v, initial_state)
-    kind = kinds(v, token_kind)
+    states[-1] = _state_before(k, v, initial_state)
+    kind = kinds_or_goes_on(token_kind, v)
     d_q, d_k, d_v, d_log_f = (np.zeros_like(x) for x in (q, k, v, k))
     for t in reversed(range(v.shape[1])):
         padding, starts = kind[:, t] == PADDING, kind[:, t] == STARTS
@@ -35,25 +36,16 @@ def gradient(d_output, g, q, k, v, f, initial_state, token_kind):
     return d_q, d_k, d_v, d_log_f, g
 
 
-def kinds(v, token_kind):
-    """The kind of each token as [B, T, 1, 1], beside v: [B, T, H, V]."""
-    if token_kind is None:
-        return np.zeros((*v.shape[:2], 1, 1), np.int8)
-    return np.asarray(token_kind)[:, :, None, None]
-
-
-def _first_state(k, v, initial_state):
-    """The [B, H, K, V] before the first token; zeros when nothing is given."""
-    if initial_state is None:
-        return np.zeros((v.shape[0], *k.shape[2:], v.shape[3]), v.dtype)
-    return np.asarray(initial_state, v.dtype)
+def _state_before(k, v, initial_state):
+    """The state [B, H, K, V] before the first token."""
+    return state_or_zeros(initial_state, (v.shape[0], *k.shape[2:], v.shape[3]), v.dtype)
 
 
 def _states(k, v, f, initial_state, token_kind):
-    """Each token's number and the state after it."""
-    state, kind = _first_state(k, v, initial_state), kinds(v, token_kind)
+    """The number of each token, and the state after it."""
+    state, kind = _state_before(k, v, initial_state), kinds_or_goes_on(token_kind, v)
     for t in range(v.shape[1]):
-        before = np.where(kind[:, t, ..., None] == STARTS, 0, f[:, t, ..., None] * state)
-        after = before + k[:, t, ..., None] * v[:, t, :, None]
-        state = np.where(kind[:, t, ..., None] == PADDING, state, after)
+        decayed = np.where(kind[:, t, ..., None] == STARTS, 0, f[:, t, ..., None] * state)
+        updated = decayed + k[:, t, ..., None] * v[:, t, :, None]
+        state = np.where(kind[:, t, ..., None] == PADDING, state, updated)
         yield t, state

@@ -1,18 +1,13 @@
 """y_t = bias + sum_j kernel[j] * x_{t-W+1+j}: one filter a channel, over a document's real tokens.
 
 De et al. 2024, arXiv:2402.19427, section 2.3 (the temporal convolution before the recurrence).
-With the activation "silu", z_t σ(z_t) of what the filter gives, z_t.
+With the activation "silu" the output is y_t σ(y_t).
 """
 
 import numpy as np
 
-from keras_recurrent.backends.reference._common import (
-    PADDING,
-    STARTS,
-    prepare,
-    sigmoid,
-    token_kinds,
-)
+from keras_recurrent.backends.constants import PADDING, STARTS
+from keras_recurrent.backends.reference._common import cast, kinds_or_goes_on, sigmoid
 
 
 def causal_conv1d(
@@ -28,10 +23,10 @@ def causal_conv1d(
 
     Returns ([B, T, D], [B, W - 1, D]).
     """
-    x, kernel = prepare(dtype, x, kernel)
+    x, kernel = cast(dtype, x, kernel)
     bias = 0 if bias is None else np.asarray(bias).astype(dtype)
     window = _first_window(x, kernel, initial_state, dtype)
-    kind = token_kinds(x, token_kind)
+    kind = kinds_or_goes_on(token_kind, x)
     output = np.empty_like(x)
     for t in range(x.shape[1]):
         window = _next_window(window, x[:, t], kind[:, t])
@@ -51,16 +46,19 @@ def causal_conv1d_gradient(
     activation=None,
     dtype=np.float64,
 ):
-    """Returns the gradients of x, kernel, bias and initial_state. A padded output has none."""
-    x, kernel, d_output, d_final_state = prepare(dtype, x, kernel, d_output, d_final_state)
+    """Returns the gradients of x, kernel, bias and initial_state.
+
+    The gradient that arrives at a padded output is ignored.
+    """
+    x, kernel, d_output, d_final_state = cast(dtype, x, kernel, d_output, d_final_state)
     bias = 0 if bias is None else np.asarray(bias).astype(dtype)
-    kind = token_kinds(x, token_kind)
+    kind = kinds_or_goes_on(token_kind, x)
     windows = [_first_window(x, kernel, initial_state, dtype)]
     for t in range(x.shape[1]):
         windows.append(_next_window(windows[-1], x[:, t], kind[:, t]))
 
     d_x, d_kernel, d_bias = np.zeros_like(x), np.zeros_like(kernel), np.zeros_like(kernel[0])
-    g = np.zeros_like(windows[0])  # of the window, seen from behind
+    g = np.zeros_like(windows[0])  # the gradient of the window after token t
     g[:, 1:] = d_final_state
     for t in reversed(range(x.shape[1])):
         k = kind[:, t]
@@ -79,7 +77,7 @@ def causal_conv1d_gradient(
 
 
 def _first_window(x, kernel, initial_state, dtype):
-    """The last W inputs, the oldest of which nothing will meet any more."""
+    """The last W inputs before the first token. The oldest never meets a weight: it is 0."""
     window = np.zeros((x.shape[0], *kernel.shape), dtype)
     if initial_state is not None:
         window[:, 1:] = np.asarray(initial_state, dtype)

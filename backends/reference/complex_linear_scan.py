@@ -2,14 +2,8 @@
 
 import numpy as np
 
-from keras_recurrent.backends.reference._common import (
-    GOES_ON,
-    PADDING,
-    STARTS,
-    first_state,
-    prepare,
-    token_kinds,
-)
+from keras_recurrent.backends.constants import GOES_ON, PADDING, STARTS
+from keras_recurrent.backends.reference._common import cast, kinds_or_goes_on, state_or_zeros
 
 
 def complex_linear_scan(x, log_a, phase, initial_state=None, token_kind=None, dtype=np.float64):
@@ -17,9 +11,9 @@ def complex_linear_scan(x, log_a, phase, initial_state=None, token_kind=None, dt
 
     Returns ([B, T, 2D], [B, 2D]).
     """
-    x, log_a, phase = prepare(dtype, x, log_a, phase)
-    u, h = _complex(x), _complex(first_state(x, initial_state, dtype))
-    kind = token_kinds(x, token_kind)
+    x, log_a, phase = cast(dtype, x, log_a, phase)
+    u, h = _complex(x), _complex(state_or_zeros(initial_state, x[:, 0].shape, dtype))
+    kind = kinds_or_goes_on(token_kind, x)
     output = np.empty_like(x)
     for t in range(x.shape[1]):
         k = kind[:, t]
@@ -37,10 +31,10 @@ def complex_linear_scan_gradient(
     A gradient g of complex numbers stands for d/d real + i d/d imaginary.
     """
     h = _complex(complex_linear_scan(x, log_a, phase, initial_state, token_kind, dtype)[0])
-    x, log_a, phase, d_output, g = prepare(dtype, x, log_a, phase, d_output, d_final_state)
+    x, log_a, phase, d_output, g = cast(dtype, x, log_a, phase, d_output, d_final_state)
     d_output, g = _complex(d_output), _complex(g)
-    first = _complex(first_state(x, initial_state, dtype))
-    kind = token_kinds(x, token_kind)
+    first = _complex(state_or_zeros(initial_state, x[:, 0].shape, dtype))
+    kind = kinds_or_goes_on(token_kind, x)
     d_x, d_log_a, d_phase = np.zeros_like(x), np.zeros_like(log_a), np.zeros_like(phase)
     for t in reversed(range(x.shape[1])):
         k = kind[:, t]

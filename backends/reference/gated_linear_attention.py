@@ -6,8 +6,9 @@ Qin et al. 2024, arXiv:2404.07904, section 3 (HGRN2, where k_t = 1 - exp(log_f_t
 
 import numpy as np
 
-from keras_recurrent.backends.reference._common import PADDING, prepare
-from keras_recurrent.backends.reference._matrix_state import forward, gradient, kinds
+from keras_recurrent.backends.constants import PADDING
+from keras_recurrent.backends.reference._common import cast, kinds_or_goes_on
+from keras_recurrent.backends.reference._matrix_state import forward, gradient
 
 
 def gated_linear_attention(q, k, v, log_f, initial_state=None, token_kind=None, dtype=np.float64):
@@ -15,7 +16,7 @@ def gated_linear_attention(q, k, v, log_f, initial_state=None, token_kind=None, 
 
     Returns ([B, T, H, V], [B, H, K, V]).
     """
-    q, v, log_f = prepare(dtype, q, v, log_f)
+    q, v, log_f = cast(dtype, q, v, log_f)
     return forward(q, _keys(k, log_f), v, np.exp(log_f), initial_state, token_kind)
 
 
@@ -31,13 +32,13 @@ def gated_linear_attention_gradient(
     dtype=np.float64,
 ):
     """Returns the gradients of q, k (None where k is), v, log_f and initial_state."""
-    q, v, log_f, d_output, d_final_state = prepare(dtype, q, v, log_f, d_output, d_final_state)
+    q, v, log_f, d_output, d_final_state = cast(dtype, q, v, log_f, d_output, d_final_state)
     f = np.exp(log_f)
     d_q, d_k, d_v, d_log_f, d_initial = gradient(
         d_output, d_final_state, q, _keys(k, log_f), v, f, initial_state, token_kind
     )
     if k is None:
-        d_log_f -= np.where(kinds(v, token_kind) == PADDING, 0, d_k * f)
+        d_log_f -= np.where(kinds_or_goes_on(token_kind, v) == PADDING, 0, d_k * f)
         d_k = None
     return d_q, d_k, d_v, d_log_f, d_initial
 

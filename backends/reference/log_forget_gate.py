@@ -1,33 +1,35 @@
 """log f = log(β + (1 - β) σ(logits)).  Qin et al. 2023, arXiv:2311.04823, section 3.2.
 
-The lower bound comes as log β and log(1 - β), two numbers: rounding may take their sum above 1, and
-log f above 0, where it is cut off. The gradient knows nothing of that.
+The lower bound β is given as log β and log(1 - β). Rounded, the two may stand for numbers whose sum
+is above 1; log f is therefore cut off at 0. The gradient is that of log f before the cut.
 """
 
 import numpy as np
 
-from keras_recurrent.backends.reference._common import prepare, sigmoid
+from keras_recurrent.backends.reference._common import cast, sigmoid
 
 
 def log_forget_gate(logits, lower_bound=None, dtype=np.float64):
     """logits: [..., D]; lower_bound: [2, D] or None, β = 0. Returns [..., D]."""
-    (logits,) = prepare(dtype, logits)
+    (logits,) = cast(dtype, logits)
     log_s = -np.logaddexp(0, -logits)
     if lower_bound is None:
         return log_s
-    log_bound, log_rest = prepare(dtype, lower_bound)[0]
+    log_bound, log_rest = cast(dtype, lower_bound)[0]
     return np.minimum(np.logaddexp(log_bound, log_rest + log_s), 0)
 
 
 def log_forget_gate_gradient(d_output, logits, lower_bound=None, dtype=np.float64):
     """Returns the gradients of logits and lower_bound."""
-    logits, d_output = prepare(dtype, logits, d_output)
+    logits, d_output = cast(dtype, logits, d_output)
     if lower_bound is None:
         return d_output * sigmoid(-logits), None
-    log_bound, log_rest = prepare(dtype, lower_bound)[0]
-    above = sigmoid(log_rest - np.logaddexp(0, -logits) - log_bound)  # of f, what the gate adds
-    below = sigmoid(log_bound - log_rest + np.logaddexp(0, -logits))
+    log_bound, log_rest = cast(dtype, lower_bound)[0]
+    # The shares of f that come from the gate, (1 - β) σ(logits), and from the bound, β.
+    of_gate = sigmoid(log_rest - np.logaddexp(0, -logits) - log_bound)
+    of_bound = sigmoid(log_bound - log_rest + np.logaddexp(0, -logits))
     d_bound = [
-        np.sum((d_output * part).reshape(-1, logits.shape[-1]), axis=0) for part in (below, above)
+        np.sum((d_output * share).reshape(-1, logits.shape[-1]), axis=0)
+        for share in (of_bound, of_gate)
     ]
-    return d_output * above * sigmoid(-logits), np.stack(d_bound)
+    return d_output * of_gate * sigmoid(-logits), np.stack(d_bound)

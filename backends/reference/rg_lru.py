@@ -9,26 +9,22 @@ Equation 6 of the paper prints softplus(a_logit); a = sigmoid(a_logit) makes it 
 
 import numpy as np
 
+from keras_recurrent.backends.constants import GOES_ON, MAX_SQRT_GRADIENT, PADDING, STARTS
 from keras_recurrent.backends.reference._common import (
-    GOES_ON,
-    PADDING,
-    STARTS,
-    first_state,
-    prepare,
+    cast,
+    kinds_or_goes_on,
     sigmoid,
-    token_kinds,
+    state_or_zeros,
 )
 
 C = 8.0
-# The square root's derivative is unbounded at 0, where a_t = 1; DeepMind's released code bounds it.
-MAX_SQRT_GRADIENT = 1000.0
 
 
 def rg_lru(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None, dtype=np.float64):
     """x, gate_a, gate_x: [B, T, D]; a_logit: [D]. Returns ([B, T, D], [B, D])."""
-    x, gate_a, gate_x, a_logit = prepare(dtype, x, gate_a, gate_x, a_logit)
-    h = first_state(x, initial_state, dtype)
-    kind = token_kinds(x, token_kind)
+    x, gate_a, gate_x, a_logit = cast(dtype, x, gate_a, gate_x, a_logit)
+    h = state_or_zeros(initial_state, x[:, 0].shape, dtype)
+    kind = kinds_or_goes_on(token_kind, x)
     output = np.empty_like(x)
     for t in range(x.shape[1]):
         k = kind[:, t]
@@ -53,11 +49,11 @@ def rg_lru_gradient(
 ):
     """Returns the gradients of x, gate_a, gate_x, a_logit and initial_state."""
     h, _ = rg_lru(x, gate_a, gate_x, a_logit, initial_state, token_kind, dtype)
-    x, gate_a, gate_x, a_logit, d_output, g = prepare(
+    x, gate_a, gate_x, a_logit, d_output, g = cast(
         dtype, x, gate_a, gate_x, a_logit, d_output, d_final_state
     )
-    first = first_state(x, initial_state, dtype)
-    kind = token_kinds(x, token_kind)
+    first = state_or_zeros(initial_state, x[:, 0].shape, dtype)
+    kind = kinds_or_goes_on(token_kind, x)
     d_x, d_gate_a, d_gate_x = np.zeros_like(x), np.zeros_like(x), np.zeros_like(x)
     d_a_logit = np.zeros_like(a_logit)
     for t in reversed(range(x.shape[1])):

@@ -1,15 +1,17 @@
 """o_t = sum_s softmax_s(q_t · k_s) v_s over a window of keys.  De et al. 2024, arXiv:2402.19427.
 
-A token sees itself and the real tokens before it in its document, `sliding_window` of them in all
-(None: every one). H heads of queries share G heads of keys and values: head h meets h // (H / G).
+A token attends to itself and to the real tokens before it in its document, to `sliding_window` in
+all, or to every one if that is None. Head h of the queries uses head h // (H / G) of keys and
+values.
 
-The state is a ring: of the tokens that are kept, the one at position p of its document lies in
-slot p mod C; `position` [B] is that of the token to come, so it tells which slots are filled.
+The state is a ring buffer of C slots: the token at position p of its document is in slot p mod C.
+`position` [B] is the position of the next token; from it follows which slots are filled.
 """
 
 import numpy as np
 
-from keras_recurrent.backends.reference._common import PADDING, STARTS, prepare
+from keras_recurrent.backends.constants import PADDING, STARTS
+from keras_recurrent.backends.reference._common import cast
 
 
 def sliding_window_attention(
@@ -26,8 +28,8 @@ def sliding_window_attention(
 
     Returns ([B, T, H, V], {"key": [B, C, G, K], "value": [B, C, G, V], "position": [B]}).
     """
-    q, k, v = prepare(dtype, q, k, v)
-    keys, values, walks = _sources(k, v, sliding_window, initial_state, token_kind, capacity)
+    q, k, v = cast(dtype, q, k, v)
+    keys, values, walks = _keys_and_walks(k, v, sliding_window, initial_state, token_kind, capacity)
     output = np.zeros((*q.shape[:3], v.shape[3]), dtype)
     for row, (steps, _, _) in enumerate(walks):
         for t, seen in steps:
@@ -61,8 +63,8 @@ def sliding_window_attention_gradient(
     dtype=np.float64,
 ):
     """Returns the gradients of q, k, v and initial_state; of a state, those of key and value."""
-    q, k, v, d_output = prepare(dtype, q, k, v, d_output)
-    keys, values, walks = _sources(k, v, sliding_window, initial_state, token_kind, capacity)
+    q, k, v, d_output = cast(dtype, q, k, v, d_output)
+    keys, values, walks = _keys_and_walks(k, v, sliding_window, initial_state, token_kind, capacity)
     d_q, d_keys, d_values = np.zeros_like(q), np.zeros_like(keys), np.zeros_like(values)
     groups = k.shape[2]
     for row, (steps, ring, _) in enumerate(walks):
@@ -75,17 +77,17 @@ def sliding_window_attention_gradient(
             d_q[row, t] = np.einsum("ghn,ngk->ghk", d_logits, keys[row, seen]).reshape(q.shape[2:])
             grouped = q[row, t].reshape(groups, -1, q.shape[3])
             d_keys[row, seen] += np.einsum("ghn,ghk->ngk", d_logits, grouped)
-        for slot, source in enumerate(ring or []):
-            if source >= 0:
-                d_keys[row, source] += np.asarray(d_final_state["key"][row, slot], dtype)
-                d_values[row, source] += np.asarray(d_final_state["value"][row, slot], dtype)
+        for slot, key in enumerate(ring or []):
+            if key >= 0:
+                d_keys[row, key] += np.asarray(d_final_state["key"][row, slot], dtype)
+                d_values[row, key] += np.asarray(d_final_state["value"][row, slot], dtype)
     kept = keys.shape[1] - k.shape[1]
     d_state = {"key": d_keys[:, :kept], "value": d_values[:, :kept]}
     return d_q, d_keys[:, kept:], d_values[:, kept:], d_state
 
 
-def _sources(k, v, sliding_window, initial_state, token_kind, capacity):
-    """Keys and values of the state's slots and then of the row, and each row's walk over them."""
+def _keys_and_walks(k, v, sliding_window, initial_state, token_kind, capacity):
+    """The keys and the values, those in the state first, and the result of `_walk` for each row."""
     positions = np.zeros(k.shape[0], int)
     kept = 0
     if initial_state is not None:
@@ -108,9 +110,10 @@ def _sources(k, v, sliding_window, initial_state, token_kind, capacity):
 
 
 def _walk(kinds, position, kept, capacity, sliding_window):
-    """What each real token sees, what the ring holds at the end, and the position to come.
+    """Go through the tokens of a row. Keys are numbers: slots of the state, then tokens of the row.
 
-    A source is a slot of the state, or `kept` and more for a token of the row; -1 is an empty slot.
+    Returns the pairs (t, keys that token t attends to) of all real tokens; the keys in the ring
+    after the last token, -1 in an empty slot; and the position of the next token.
     """
     document = [p % kept for p in range(max(0, position - kept), position)]
     steps = []
@@ -125,8 +128,8 @@ def _walk(kinds, position, kept, capacity, sliding_window):
     if capacity is None:
         return steps, None, position
     ring = [-1] * capacity
-    for back, source in enumerate(document[: -capacity - 1 : -1]):
-        ring[(position - 1 - back) % capacity] = source
+    for age, key in enumerate(document[: -capacity - 1 : -1]):
+        ring[(position - 1 - age) % capacity] = key
     return steps, ring, position
 
 

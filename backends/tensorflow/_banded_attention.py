@@ -1,9 +1,9 @@
 """Softmax attention of a row of queries to the keys before them, block by block.
 
-Queries stand at the end of their keys: of S keys and T queries, query t is at the place of key
-S - T + t. It sees that key and those before it, `window` in all (None: every one; else S - T is
-`window` - 1), if they are of its own document. A block of queries meets the keys that some query
-of it sees, so time grows as T times the window, and memory as T.
+The T queries belong to the last T of the S keys: query t attends to key S - T + t and to the keys
+before it in the same document, to `window` in all. `window` None stands for all of them; else
+S - T is `window` - 1. A block of queries is multiplied with the keys that at least one of its
+queries attends to, so time grows with T times the window, and memory with T.
 
 q: [B, G, T, R, K], where R heads share a key; k: [B, G, S, K]; v: [B, G, S, V]; documents: numbers
 of the queries [B, T] and of the keys [B, S].
@@ -14,22 +14,23 @@ import itertools
 import tensorflow as tf
 
 BLOCK = 64
-# Without a window the keys of a block end where its span of blocks ends: with four spans a
-# quarter of the work is on keys that nothing sees, with one half of it.
+# Without a window the blocks are cut into so many spans. All blocks of a span are multiplied with
+# the keys up to the span's end. With four spans a quarter of the products are of keys that no query
+# attends to, with one span half of them.
 SPANS = 4
 
 
 def forward(q, k, v, documents, window):
     """Returns [B, G, T, R, V] and the logarithms of the softmax's sums [B, G, T, R, 1]."""
     blocks = _Blocks(q, k, documents, window)
-    q, k, v = blocks.queries(q), blocks.keys(k), blocks.keys(v)
+    q, k, v = blocks.padded_queries(q), blocks.padded_keys(k), blocks.padded_keys(v)
 
     def attend(block, carry):
-        logits = block.hide(tf.matmul(block.of(q), block.seen(k), transpose_b=True))
+        logits = block.hide(tf.matmul(block.queries(q), block.keys(k), transpose_b=True))
         highest = tf.reduce_max(logits, axis=-1, keepdims=True)
         weights = tf.exp(logits - highest)
         total = tf.reduce_sum(weights, axis=-1, keepdims=True)
-        return carry, [tf.matmul(weights, block.seen(v)) / total, tf.math.log(total) + highest]
+        return carry, [tf.matmul(weights, block.keys(v)) / total, tf.math.log(total) + highest]
 
     _, results = blocks.walk(attend, [], [v.shape[-1], 1], v.dtype)
     return [blocks.side_by_side(r, blocks.heads)[:, :, : blocks.length] for r in results]
@@ -38,16 +39,16 @@ def forward(q, k, v, documents, window):
 def backward(d_output, log_total, q, k, v, documents, window):
     """Returns the gradients of q, k and v."""
     blocks = _Blocks(q, k, documents, window)
-    q, d_output, log_total = map(blocks.queries, (q, d_output, log_total))
+    q, d_output, log_total = map(blocks.padded_queries, (q, d_output, log_total))
     num_keys = tf.shape(k)[2]
-    k, v = blocks.keys(k), blocks.keys(v)
+    k, v = blocks.padded_keys(k), blocks.padded_keys(v)
 
     def attend(block, carry):
-        q_b, k_b, v_b, d_o = block.of(q), block.seen(k), block.seen(v), block.of(d_output)
-        logits = tf.matmul(q_b, k_b, transpose_b=True) - block.of(log_total)
+        q_b, k_b, v_b, d_o = block.queries(q), block.keys(k), block.keys(v), block.queries(d_output)
+        logits = tf.matmul(q_b, k_b, transpose_b=True) - block.queries(log_total)
         weights = tf.exp(block.hide(logits))
         d_logits = weights * tf.matmul(d_o, v_b, transpose_b=True)
-        # The sum could be had from the output, too, but that has been rounded.
+        # The output would give the same sum, but it has been rounded.
         d_logits -= weights * tf.reduce_sum(d_logits, axis=-1, keepdims=True)
         d_keys = [
             tf.matmul(d_logits, q_b, transpose_a=True),
@@ -68,7 +69,7 @@ def backward(d_output, log_total, q, k, v, documents, window):
 
 
 class _Blocks:
-    """How queries and keys are cut. Any size but those of heads may be a tensor."""
+    """How queries and keys are cut into blocks. Any size but those of heads may be a tensor."""
 
     def __init__(self, q, k, documents, window):
         self.batch, self.groups, self.length = tf.shape(q)[0], q.shape[1], _size(q, 2)
@@ -82,19 +83,20 @@ class _Blocks:
             self.size //= 2
         self.count = -(-self.length // self.size)
         self.missing = self.count * self.size - self.length
-        # The places of keys that a block leaves to the next.
+        # How many keys of a block are also keys of the next one.
         self.overlap = window - 1 if window else 0
-        # What fills up the last block sees itself: it is a document of its own.
+        # The places that fill up the last block are a document of their own, so none has an empty
+        # sum.
         self.documents = [
             tf.pad(d, [[0, 0], [0, self.missing]], constant_values=-1) for d in documents
         ]
 
-    def queries(self, x):
+    def padded_queries(self, x):
         """[B, G, T, R, ...] as [B, G, blocks * size * R, ...]."""
         x = tf.pad(x, [[0, 0], [0, 0], [0, self.missing], [0, 0], [0, 0]])
         return tf.reshape(x, [self.batch, self.groups, -1, x.shape[4]])
 
-    def keys(self, x):
+    def padded_keys(self, x):
         return tf.pad(x, [[0, 0], [0, 0], [0, self.missing], [0, 0]])
 
     def side_by_side(self, results, heads):
@@ -103,12 +105,12 @@ class _Blocks:
         return tf.reshape(rows, [self.batch, self.groups, -1, heads, results.shape[4]])
 
     def walk(self, step, carry, sizes, dtype):
-        """`step(block, carry) -> (carry, results)` for all blocks, one after another.
+        """Call `step(block, carry) -> (carry, results)` for one block after another.
 
-        Returns the last carry and the results, stacked; `sizes` are those of their last dimension.
+        Returns the last carry and the results, stacked; `sizes` are those of their last axes.
         """
         edges = [0, self.count]
-        # A span without blocks has nothing to stack, and where the time is not known, each may be.
+        # Spans need a known length: otherwise one may be empty, and has no results to stack.
         if not self.window and isinstance(self.count, int):
             edges = sorted({-(-self.count * i // SPANS) for i in range(SPANS + 1)})
         parts = []
@@ -130,7 +132,7 @@ class _Blocks:
         def body(number, carry, arrays):
             carry, results = step(_Block(self, number, width), carry)
             for x, shape in zip(carry, shapes, strict=True):
-                x.set_shape(shape)  # lost where sizes are tensors
+                x.set_shape(shape)  # lost if sizes are tensors
             arrays = [a.write(number - first, r) for a, r in zip(arrays, results, strict=True)]
             return number + 1, carry, arrays
 
@@ -148,18 +150,18 @@ class _Blocks:
 
 
 class _Block:
-    """A block of queries, and the keys that one or the other of them sees."""
+    """A block of queries, and the keys that at least one of them attends to."""
 
     def __init__(self, blocks, number, width):
         self.blocks, self.width = blocks, width
         self.start = number * blocks.size
         self.first = self.start if blocks.window else 0
 
-    def of(self, x):
+    def queries(self, x):
         rows = self.blocks.size * self.blocks.heads
         return self._slice(x, self.start * self.blocks.heads, rows)
 
-    def seen(self, x):
+    def keys(self, x):
         return self._slice(x, self.first, self.width)
 
     def _slice(self, x, start, size):
@@ -167,24 +169,27 @@ class _Block:
         return tf.slice(x, [0, 0, start, 0], sizes)
 
     def hide(self, logits):
-        """The logits [B, G, size * R, width], at their lowest where nothing is seen."""
+        """The logits [B, G, size * R, width], masked where a query does not attend to a key."""
         b = self.blocks
-        place = b.before + self.start + tf.range(b.size)[:, None]
-        distance = place - (self.first + tf.range(self.width))
-        near = distance >= 0
+        index = b.before + self.start + tf.range(b.size)[:, None]
+        distance = index - (self.first + tf.range(self.width))
+        in_window = distance >= 0
         if b.window:
-            near &= distance < b.window
+            in_window &= distance < b.window
         of_queries, of_keys = b.documents
         of_queries = tf.slice(of_queries, [0, self.start], [b.batch, b.size])
         of_keys = tf.slice(of_keys, [0, self.first], [b.batch, self.width])
-        visible = near & (of_queries[:, :, None] == of_keys[:, None])
+        visible = in_window & (of_queries[:, :, None] == of_keys[:, None])
         shape = tf.shape(logits)
         logits = tf.reshape(logits, [b.batch, b.groups, b.size, b.heads, self.width])
         hidden = tf.where(visible[:, None, :, None], logits, logits.dtype.min)
         return tf.reshape(hidden, shape)
 
     def add(self, carry, d_keys):
-        """(what later blocks add to, what none does): with a window, the end and the rest."""
+        """The sums so far of the gradients of keys: (those that later blocks add to, the others).
+
+        Without a window later blocks add to all of them.
+        """
         if not self.blocks.window:
             return [c + d for c, d in zip(carry, d_keys, strict=True)], []
         size = self.blocks.size

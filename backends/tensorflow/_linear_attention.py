@@ -1,24 +1,24 @@
-"""Time cut into chunks, chunks gathered into groups, for linear attention.
+"""How linear attention cuts time into chunks, and joins chunks into groups.
 
-All chunks of a group are worked on at once, by matrix products, and one group follows another: so
-the work of a group stays in the cache, and its temporaries do not grow with the sequence.
+All chunks of a group are computed together, by matrix products; the groups are computed one after
+another. So the temporaries of a group fit the cache, and do not grow with the sequence.
 """
 
 from typing import NamedTuple
 
 import tensorflow as tf
 
-from keras_recurrent.backends.tensorflow._common import PADDING, STARTS, length_of
+from keras_recurrent.backends.tensorflow._common import length_of
 
-# Numbers in the part of an argument that belongs to a group.
+# Elements of an argument in one group.
 _GROUP_SIZE = 1 << 17
-# The chunks of a group follow one another in a loop that is rolled out.
+# Chunks of a group. The loop over them is unrolled.
 _MOST_CHUNKS = 8
 _CHUNKS_OF_UNKNOWN_BATCH = 2
 
 
 class Plan(NamedTuple):
-    """groups * chunks * size tokens, at least as many as there are; size is a power of two."""
+    """groups * chunks * size tokens: at least those of the row. `size` is a power of two."""
 
     groups: int | tf.Tensor
     chunks: int
@@ -40,7 +40,7 @@ def plan(q, v, longest):
 
 
 def grouped(x, plan):
-    """[B, T, ...] as [B, groups, tokens of a group, ...], with a tail of zeros."""
+    """[B, T, ...] as [B, groups, tokens of a group, ...], padded with zeros."""
     if x is None:
         return None
     tokens = plan.chunks * plan.size
@@ -51,7 +51,7 @@ def grouped(x, plan):
 
 
 def over_groups(step, state, inputs, plan, dtypes, reverse=False):
-    """`state, outputs = step(state, *inputs of a group)`, group by group.
+    """Call `step(state, *inputs of a group) -> (state, outputs)` for one group after another.
 
     Returns the last state and each output of all groups, [B, tokens, H, ...].
     """
@@ -69,7 +69,7 @@ def over_groups(step, state, inputs, plan, dtypes, reverse=False):
 
 
 def ungrouped(y, like):
-    """[groups, B, tokens, H, K] as [B, T, H, K], the shape of `like`."""
+    """[groups, B, tokens, H, K] as [B, T, H, K], in the shape of `like`."""
     y = tf.transpose(y, [1, 0, 2, 3, 4])
     y = tf.reshape(y, [tf.shape(y)[0], -1, *like.shape[2:]])[:, : length_of(like)]
     y.set_shape(like.shape)
@@ -90,16 +90,8 @@ def unchunked(y, heads, plan):
     return tf.reshape(y, [-1, plan.chunks * plan.size, heads, y.shape[-1]])
 
 
-def kind_masks(token_kind):
-    """(restart, padding), boolean [B, T, 1, 1]; None for both when every token goes on."""
-    if token_kind is None:
-        return None, None
-    token_kind = token_kind[:, :, None, None]
-    return token_kind == STARTS, token_kind == PADDING
-
-
 def inner_products(a, b):
-    """a b^T, added up in parts: one long row of additions rounds more than a loop's sums do."""
+    """a b^T, summed in parts of 64 terms: the sum of partial sums has a smaller rounding error."""
     parts = [slice(i, i + 64) for i in range(0, a.shape[-1], 64)]
     return tf.add_n([tf.matmul(a[..., p], b[..., p], transpose_b=True) for p in parts])
 

@@ -1,17 +1,18 @@
-"""What recomputing in the backward pass needs on TensorFlow: an order of reads and updates."""
+"""An order of reads and updates of weights, which recomputing a layer needs on TensorFlow."""
 
 import tensorflow as tf
 
 
 @tf.custom_gradient
 def gradients_after(*outputs):
-    """The outputs of a recomputed layer, as a list. Gradients wait until all of them are there.
+    """The outputs of a recomputed layer, as a list; their gradients wait until all are computed.
 
-    A weight must be trained after all reads of it. TensorFlow says so in the graph, but without XLA
-    its optimizer of graphs (Grappler) drops an order that a longer path implies, also a path from
-    one input of an `IdentityN` to another's output, and then takes the `IdentityN` apart and such
-    a path with it. All gradients go through one. So a weight that is read once more, only for the
-    gradients of others, could be trained first. Here its own gradient waits for that read too.
+    A weight must be updated after every read of it. The graph of TensorFlow has control edges for
+    this. Without XLA its graph optimizer (Grappler) first drops an edge that a longer path implies,
+    even a path from one input of an `IdentityN` to another output of it, and then splits the
+    `IdentityN` and thereby cuts this path. All gradients pass through one `IdentityN`. So a weight
+    that is read again, only to recompute the gradients of other weights, could be updated before
+    that read. Here its own gradient, and with it the update, waits for the read.
     """
 
     def gradient(*gradients):

@@ -1,31 +1,35 @@
-"""The recurrence out_t = a_t * out_{t-1} + x_t and its adjoint, for all recurrent kernels here."""
+"""The recurrence out_t = a_t * out_{t-1} + x_t and its adjoint, computed as a tree over time."""
 
 import tensorflow as tf
 
-from keras_recurrent.backends.tensorflow._common import chunked, following, length_of, previous
+from keras_recurrent.backends.tensorflow._common import in_chunks, length_of
 
-# XLA fuses a chunk into one kernel, and from 16 positions on recomputes more than it saves.
-_CHUNK = 8
-# Enough for most lengths; a loop over T / 8**3 steps ends the tree where T is unknown.
-_LEVELS_OF_UNKNOWN_LENGTH = 3
+# Tokens that one node of the tree joins. XLA fuses the steps of a node and computes its first ones
+# again for each output: with 16 that costs more than it saves.
+RADIX = 8
+# Levels of the tree where T is unknown. A loop over the T / 8**3 nodes of the last one follows.
+LEVELS_OF_UNKNOWN_LENGTH = 3
 
 
-def scan(a, x, state, reverse=False, levels=_LEVELS_OF_UNKNOWN_LENGTH):
+def scan(a, x, state, reverse=False, levels=LEVELS_OF_UNKNOWN_LENGTH):
     """out_t = a_t * out_{t-1} + x_t (t+1 for t-1 if `reverse`), starting from `state`.
 
-    a, x: [B, T, D], state [B, D], all of one dtype. All chunks of eight tokens advance together:
-    first to find where each would end had it begun at zero, and the product of its decays; the
-    same recurrence over these totals gives the state that enters each chunk; then for good.
+    a, x: [B, T, D]; state: [B, D], all of one dtype. Decays are only multiplied, never divided by
+    one another, so that any decay, 0 included, is safe.
+
+    All chunks of eight tokens are computed together. First from the state 0, which gives what a
+    chunk adds to the state, and the product of its decays. The same recurrence over these totals
+    gives the state before each chunk. Then all is computed from that.
     """
-    if a.shape[1] is not None and a.shape[1] <= _CHUNK:
+    if a.shape[1] is not None and a.shape[1] <= RADIX:
         return tf.stack(
             _steps(tf.unstack(a, axis=1), tf.unstack(x, axis=1), state, reverse), axis=1
         )
     if a.shape[1] is None and levels == 0:
         return _loop(a, x, state, reverse)
 
-    a_chunks = tf.unstack(chunked(a, _CHUNK, 1), axis=2)
-    x_chunks = tf.unstack(chunked(x, _CHUNK, 0), axis=2)
+    a_chunks = tf.unstack(in_chunks(a, RADIX, 1), axis=2)
+    x_chunks = tf.unstack(in_chunks(x, RADIX, 0), axis=2)
     totals = _steps(a_chunks, x_chunks, tf.zeros_like(x_chunks[0]), reverse)[0 if reverse else -1]
     decays = a_chunks[0]
     for a_c in a_chunks[1:]:
@@ -37,7 +41,7 @@ def scan(a, x, state, reverse=False, levels=_LEVELS_OF_UNKNOWN_LENGTH):
 
 
 def _steps(a, x, state, reverse):
-    """The recurrence over lists, in the order of time."""
+    """The recurrence over lists of tensors, one for each token."""
     steps = list(zip(a, x, strict=True))
     out = []
     for a_t, x_t in reversed(steps) if reverse else steps:
@@ -61,9 +65,20 @@ def _loop(a, x, state, reverse):
 
 
 def adjoint_scan(a, d_out, d_state):
-    """(g, e): the gradients g_t = d_out_t + e_{t+1} of x_t and e_t = a_t g_t of out_{t-1}.
+    """The gradients g_t = d_out_t + e_{t+1} of x_t, and e_t = a_t * g_t, the one of out_{t-1}.
 
-    e_{T+1} is the gradient of the final state.
+    e_{T+1} = d_state. All e_t are returned, since computing them first, and g from them, needs no
+    decays shifted by a token.
     """
     e = scan(a, a * d_out, d_state, reverse=True)
     return d_out + following(e, d_state), e
+
+
+def previous(tensor, first):
+    """tensor_{t-1}, with `first` before the first token."""
+    return tf.concat([first[:, None], tensor[:, :-1]], axis=1)
+
+
+def following(tensor, last):
+    """tensor_{t+1}, with `last` after the last token."""
+    return tf.concat([tensor[:, 1:], last[:, None]], axis=1)

@@ -1,9 +1,11 @@
-"""y_t = bias + sum_j kernel[j] * x_{t-W+1+j}, per channel.  De et al. 2024, arXiv:2402.19427, §2.3.
+"""y_t = bias + sum_j kernel[j] * x_{t-W+1+j}: one filter a channel, over a document's real tokens.
 
-Padding may stand anywhere, so the real tokens of each row first move together, behind the W - 1
-of the state, which leaves padding last; then every tap is a shifted slice, and counts only where
-it lies in the same document. The gradient is the mirror image, shifted the other way; what the
-activation was applied to is computed again.
+De et al. 2024, arXiv:2402.19427, section 2.3 (the temporal convolution before the recurrence).
+
+Padding may be anywhere in a row, and the filter skips it. So the real tokens of a row are first
+moved to its front, behind the W - 1 of the state, and padding to its end. Then the filter is a sum
+of shifted slices, one for each tap, of which only inputs of the token's own document count. The
+gradient is the same with the opposite shifts. The argument of the activation is computed again.
 """
 
 from typing import NamedTuple
@@ -13,20 +15,13 @@ import tensorflow as tf
 from keras_recurrent.backends.tensorflow._common import (
     accumulation_dtype,
     as_tensors,
-    dense,
+    dense_gradient,
     filled,
     kind_masks,
     length_of,
     state_or_zeros,
-    total,
+    sum_over_tokens,
 )
-
-
-def unsupported(
-    x, kernel, bias=None, initial_state=None, token_kind=None, activation=None
-) -> str | None:
-    """Why this kernel refuses these arguments; None if it accepts them."""
-    return None
 
 
 def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None, activation=None):
@@ -38,30 +33,30 @@ def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None, act
     x, kernel, bias, initial_state = as_tensors(x, kernel, bias, initial_state)
     dtype = accumulation_dtype(x, kernel, bias, initial_state)
     taps, length = kernel.shape[0] - 1, length_of(x)
-    packing = None if token_kind is None else _pack(token_kind, taps)
+    tokens = None if token_kind is None else _real_tokens(token_kind, taps)
 
     def inputs_of(x, state):
         """[B, W - 1 + T, D]: the state, then the real tokens, then zeros."""
-        if packing is not None:
-            x = filled(_move(x, packing.order), packing.empty, 0)
+        if tokens is not None:
+            x = filled(_move(x, tokens.order), tokens.empty, 0)
         return tf.concat([state, tf.cast(x, dtype)], axis=1)
 
     def tapped(inputs, tap):
-        """What a tap of each token meets."""
+        """The input that a tap multiplies, for each token; zeros if it is of another document."""
         rows = inputs[:, tap : tap + length]
-        if packing is None or tap == taps:
+        if tokens is None or tap == taps:
             return rows
-        document = packing.document
+        document = tokens.document
         return filled(rows, document[:, tap : tap + length] != document[:, taps:], 0)
 
     def mirrored(dy, tap):
-        """The gradient of the token that each input meets with a tap."""
+        """The transpose of `tapped`: for each input, dy of the token that a tap gives it to."""
         ahead = taps - tap
         rows = tf.pad(dy, [[0, 0], [tap, ahead], [0, 0]])
-        if packing is None or tap == taps:
+        if tokens is None or tap == taps:
             return rows
-        document = tf.pad(packing.document[:, ahead:], [[0, 0], [0, ahead], [0, 0]])
-        return filled(rows, document != packing.document, 0)
+        document = tf.pad(tokens.document[:, ahead:], [[0, 0], [0, ahead]])
+        return filled(rows, document != tokens.document, 0)
 
     def filtered(inputs, weights, bias):
         z = tf.add_n([weights[tap] * tapped(inputs, tap) for tap in range(taps + 1)])
@@ -74,32 +69,32 @@ def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None, act
         if activation == "silu":
             y = tf.nn.silu(y)
         y = tf.cast(y, x.dtype)
-        if packing is None:
+        if tokens is None:
             final_state = inputs[:, length:]
         else:
-            y = _move(y, packing.place)
-            final_state = filled(_move(inputs, packing.last), packing.outdated, 0)
+            y = _move(y, tokens.place)
+            final_state = filled(_move(inputs, tokens.last), tokens.outdated, 0)
 
         def gradient(dy, d_state):
-            dy, d_state = dense(dy, y, dtype), dense(d_state, final_state, dtype)
+            dy, d_state = dense_gradient(dy, y, dtype), dense_gradient(d_state, final_state, dtype)
             inputs = inputs_of(x, state)
-            if packing is None:
+            if tokens is None:
                 d_inputs = tf.pad(d_state, [[0, 0], [length, 0], [0, 0]])
             else:
-                dy = filled(_move(dy, packing.order), packing.empty, 0)
-                d_inputs = _place(filled(d_state, packing.outdated, 0), packing.last, taps + length)
+                dy = filled(_move(dy, tokens.order), tokens.empty, 0)
+                d_inputs = _place(filled(d_state, tokens.outdated, 0), tokens.last, taps + length)
             dz, d_weights = dy, []
             if activation == "silu":
                 z = filtered(inputs, weights, bias)
                 dz = dy * tf.sigmoid(z) * (1 + z * tf.sigmoid(-z))
             for tap in range(taps + 1):
                 d_inputs += weights[tap] * mirrored(dz, tap)
-                d_weights.append(total(dz * tapped(inputs, tap)))
+                d_weights.append(sum_over_tokens(dz * tapped(inputs, tap)))
             dx = tf.cast(d_inputs[:, taps:], x.dtype)
             return (
-                dx if packing is None else _move(dx, packing.place),
+                dx if tokens is None else _move(dx, tokens.place),
                 tf.cast(tf.stack(d_weights), kernel.dtype),
-                tf.cast(total(dz), bias.dtype),
+                tf.cast(sum_over_tokens(dz), bias.dtype),
                 d_inputs[:, :taps],
             )
 
@@ -107,50 +102,54 @@ def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None, act
 
     if bias is None:
         bias = tf.zeros(kernel.shape[1:], dtype)
-    return run(x, kernel, bias, state_or_zeros(initial_state, x, dtype, taps))
+    state = state_or_zeros(initial_state, [tf.shape(x)[0], taps, x.shape[2]], dtype)
+    return run(x, kernel, bias, state)
 
 
-class _Packing(NamedTuple):
-    """How the tokens of each row move; place W - 1 is the first one after the state."""
+class _RealTokens(NamedTuple):
+    """How the real tokens of each row are moved in front of its padding.
 
-    place: tf.Tensor  # [B, T]: token t moves to place W - 1 + place[t], padding behind the others
-    order: tf.Tensor  # [B, T]: the inverse permutation
-    empty: tf.Tensor  # [B, T, 1]: whether padding moved to place W - 1 + t
-    document: tf.Tensor  # [B, W - 1 + T, 1]: the number of restarts up to a place
-    last: tf.Tensor  # [B, W - 1]: the places of the final state
-    outdated: tf.Tensor  # [B, W - 1, 1]: whether they lie before the last restart
+    `document` and `last` count the W - 1 inputs of the state, too: they come before token 0.
+    """
+
+    place: tf.Tensor  # [B, T]: where token t is moved to
+    order: tf.Tensor  # [B, T]: which token is moved to place t, the inverse permutation
+    empty: tf.Tensor  # [B, T]: whether padding is moved to place t
+    document: tf.Tensor  # [B, W - 1 + T]: how many documents have started up to a place
+    last: tf.Tensor  # [B, W - 1]: the places of the last inputs, which are the final state
+    outdated: tf.Tensor  # [B, W - 1]: whether these are from before the last start
 
 
-def _pack(token_kind, taps):
-    restart, padding = (mask[:, :, 0] for mask in kind_masks(token_kind))
+def _real_tokens(token_kind, taps):
+    starts, padding = kind_masks(token_kind)
     length = length_of(token_kind)
     token = tf.range(length)
     real = tf.cumsum(tf.cast(~padding, tf.int32), axis=1)
     number = real[:, -1:]
     place = tf.where(padding, number + token - real, real - 1)
     order = _place(tf.broadcast_to(token, tf.shape(place)), place, length)
-    restarts = tf.cumsum(tf.cast(restart, tf.int32), axis=1)
-    document = tf.pad(tf.gather(restarts, order, batch_dims=1), [[0, 0], [taps, 0]])
+    starts_so_far = tf.cumsum(tf.cast(starts, tf.int32), axis=1)
+    document = tf.pad(tf.gather(starts_so_far, order, batch_dims=1), [[0, 0], [taps, 0]])
     last = number + tf.range(taps)
-    return _Packing(
+    return _RealTokens(
         place=place,
         order=order,
-        empty=(token >= number)[:, :, None],
-        document=document[:, :, None],
+        empty=token >= number,
+        document=document,
         last=last,
-        outdated=(_move(document, last) != restarts[:, -1:])[:, :, None],
+        outdated=_move(document, last) != starts_so_far[:, -1:],
     )
 
 
 def _move(tensor, index):
     """tensor[b, index[b, t]]."""
     moved = tf.gather(tensor, index, batch_dims=1)
-    moved.set_shape(index.shape + tensor.shape[2:])  # lost where the batch is unknown
+    moved.set_shape(index.shape + tensor.shape[2:])  # lost if the batch is unknown
     return moved
 
 
 def _place(tensor, index, length):
-    """The inverse: tensor[b, t] at index[b, t], and zeros elsewhere."""
+    """The inverse of `_move`: tensor[b, t] at index[b, t], and zeros elsewhere."""
     batch = tf.shape(tensor)[0]
     row = tf.broadcast_to(tf.range(batch)[:, None], tf.shape(index))
     shape = [batch, length, *tensor.shape[2:]]

@@ -1,4 +1,4 @@
-"""h_t = exp(log_a_t + i phase_t) * h_{t-1} + x_t.  De et al. 2024, arXiv:2402.19427, App. B.
+"""h_t = exp(log_a_t + i phase_t) * h_{t-1} + x_t.  De et al. 2024, arXiv:2402.19427, appendix B.
 
 In x and h the first half of the channels is the real part, the second half the imaginary part.
 With a_t = exp(log_a_t + i phase_t) and g_t = dh_t + conj(a_{t+1}) g_{t+1} the gradients are
@@ -9,19 +9,14 @@ import tensorflow as tf
 
 from keras_recurrent.backends.tensorflow._common import (
     accumulation_dtype,
+    applied_decay,
     as_tensors,
-    dense,
+    dense_gradient,
     filled,
     kind_masks,
-    previous,
     state_or_zeros,
 )
-from keras_recurrent.backends.tensorflow._scan import adjoint_scan, scan
-
-
-def unsupported(x, log_a, phase, initial_state=None, token_kind=None) -> str | None:
-    """Why this kernel refuses these arguments; None if it accepts them."""
-    return None
+from keras_recurrent.backends.tensorflow._scan import adjoint_scan, previous, scan
 
 
 def complex_linear_scan(x, log_a, phase, initial_state=None, token_kind=None):
@@ -31,13 +26,13 @@ def complex_linear_scan(x, log_a, phase, initial_state=None, token_kind=None):
     """
     x, log_a, phase, initial_state = as_tensors(x, log_a, phase, initial_state)
     dtype = accumulation_dtype(x, log_a, phase, initial_state)
-    restart, padding = kind_masks(token_kind)
+    starts, padding = kind_masks(token_kind)
 
     def to_complex(tensor):
         return tf.complex(*tf.split(tf.cast(tensor, dtype), 2, axis=-1))
 
     def decay(log_a, phase):
-        size = filled(filled(tf.exp(tf.cast(log_a, dtype)), restart, 0), padding, 1)
+        size = applied_decay(tf.exp(tf.cast(log_a, dtype)), starts, padding)
         phase = filled(tf.cast(phase, dtype), padding, 0)
         return tf.complex(size * tf.cos(phase), size * tf.sin(phase))
 
@@ -49,8 +44,8 @@ def complex_linear_scan(x, log_a, phase, initial_state=None, token_kind=None):
         def gradient(dh, d_state):
             conj_a = decay(log_a, -phase)
             dh, d_state = (
-                to_complex(dense(dh, output, dtype)),
-                to_complex(dense(d_state, final_state, dtype)),
+                to_complex(dense_gradient(dh, output, dtype)),
+                to_complex(dense_gradient(d_state, final_state, dtype)),
             )
             g, e = adjoint_scan(conj_a, dh, d_state)
             d_exponent = e * tf.math.conj(previous(to_complex(output), to_complex(state)))
@@ -63,7 +58,8 @@ def complex_linear_scan(x, log_a, phase, initial_state=None, token_kind=None):
 
         return (output, final_state), gradient
 
-    return run(x, log_a, phase, state_or_zeros(initial_state, x, dtype))
+    state = state_or_zeros(initial_state, [tf.shape(x)[0], x.shape[2]], dtype)
+    return run(x, log_a, phase, state)
 
 
 def _to_real(tensor, dtype):

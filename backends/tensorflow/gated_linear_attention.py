@@ -3,27 +3,29 @@
 Qin et al. 2024, arXiv:2404.07904, section 3 (HGRN2, where k_t = 1 - exp(log_f_t)); Yang et al.
 2023, arXiv:2312.06635, section 4 (gated linear attention).
 
-Between chunks the state carries what was seen. Inside a chunk, token u meets an earlier s with the
-weight a_us = sum_k q_u f_{s+1} ... f_u k_s; for a matrix product the decays must be shared out
-between q_u and k_s. So the chunk is halved again and again: where u lies in a right half and s in
-the left half beside it, q_u takes the decays from the boundary to u, and k_s those from s to the
-boundary. Only products of decays are formed, never quotients, which makes any decay safe; neither
-0 nor a restart, which is one, needs a case of its own.
+What came before a chunk reaches it through the state. Inside a chunk, token u attends to an earlier
+token s with the weight a_us = sum_k q_u f_{s+1} ... f_u k_s. To compute these weights as matrix
+products, the decays are split between q_u and k_s: the chunk is halved again and again, and where
+u is in a right half and s in the left half beside it, q_u is multiplied by the decays from the
+boundary to u and k_s by those from s to the boundary. Decays are only multiplied, never divided by
+one another, so any decay is safe. A start is a decay of 0, and 0 needs no case of its own.
 """
 
 import tensorflow as tf
 
 from keras_recurrent.backends.tensorflow._common import (
     accumulation_dtype,
+    applied_decay,
     as_tensors,
-    dense,
+    dense_gradient,
     filled,
+    kind_masks,
+    state_or_zeros,
 )
 from keras_recurrent.backends.tensorflow._linear_attention import (
     chunked,
     grouped,
     inner_products,
-    kind_masks,
     over_groups,
     plan,
     states,
@@ -31,12 +33,7 @@ from keras_recurrent.backends.tensorflow._linear_attention import (
     ungrouped,
 )
 
-_CHUNK = 64
-
-
-def unsupported(q, k, v, log_f, initial_state=None, token_kind=None) -> str | None:
-    """Why this kernel refuses these arguments; None if it accepts them."""
-    return None
+CHUNK = 64
 
 
 def gated_linear_attention(q, k, v, log_f, initial_state=None, token_kind=None):
@@ -47,14 +44,14 @@ def gated_linear_attention(q, k, v, log_f, initial_state=None, token_kind=None):
     """
     q, k, v, log_f, initial_state = as_tensors(q, k, v, log_f, initial_state)
     dtype = accumulation_dtype(q, k, v, log_f, initial_state)
-    cut, (heads, key_size), value_size = plan(q, v, _CHUNK), q.shape[2:], v.shape[3]
+    cut, (heads, key_size), value_size = plan(q, v, CHUNK), q.shape[2:], v.shape[3]
 
     def prepared(q, k, v, log_f, token_kind):
-        """Of some tokens: q, k, v and f, at padding 0, 0, 0 and 1; f is 0 at a restart."""
-        restart, padding = kind_masks(token_kind)
+        """q, k, v and f of some tokens; at padding 0, 0, 0 and 1; f is 0 at a start."""
+        starts, padding = kind_masks(token_kind)
         q, v, log_f = (tf.cast(x, dtype) for x in (q, v, log_f))
         k = -tf.math.expm1(log_f) if k is None else tf.cast(k, dtype)
-        f = filled(filled(tf.exp(log_f), restart, 0), padding, 1)
+        f = applied_decay(tf.exp(log_f), starts, padding)
         return *(filled(x, padding, 0) for x in (q, k, v)), f
 
     def in_chunks(*tokens):
@@ -95,7 +92,7 @@ def gated_linear_attention(q, k, v, log_f, initial_state=None, token_kind=None):
         def gradient(d_output, d_final_state):
             inputs = groups(q, k, v, log_f)
 
-            def entering(state, *tokens):
+            def state_before(state, *tokens):
                 _, k, w, f = in_chunks(*tokens)
                 _, from_start, to_end = _decays(f)
                 added = tf.matmul(k * to_end, w, transpose_a=True)
@@ -115,10 +112,10 @@ def gated_linear_attention(q, k, v, log_f, initial_state=None, token_kind=None):
                     for d, x in zip(found, (q, v, log_f, *keys), strict=True)
                 ]
 
-            _, (before,) = over_groups(entering, flat(state), inputs, cut, [dtype])
+            _, (before,) = over_groups(state_before, flat(state), inputs, cut, [dtype])
             inputs.append(tf.transpose(before, [1, 0, 2, 3]))
-            inputs.append(grouped(dense(d_output, output, dtype), cut))
-            g = flat(dense(d_final_state, final_state, dtype))
+            inputs.append(grouped(dense_gradient(d_output, output, dtype), cut))
+            g = flat(dense_gradient(d_final_state, final_state, dtype))
             dtypes = [x.dtype for x in (q, v, log_f, *keys)]
             g, found = over_groups(step, g, inputs, cut, dtypes, reverse=True)
             found = [ungrouped(d, x) for d, x in zip(found, (q, v, log_f, *keys), strict=True)]
@@ -126,10 +123,9 @@ def gated_linear_attention(q, k, v, log_f, initial_state=None, token_kind=None):
 
         return (output, final_state), gradient
 
-    if initial_state is None:
-        initial_state = tf.zeros([tf.shape(q)[0], heads, key_size, value_size], dtype)
+    state_shape = [tf.shape(q)[0], heads, key_size, value_size]
     keys = [] if k is None else [k]
-    return run(tf.cast(initial_state, dtype), q, v, log_f, *keys)
+    return run(state_or_zeros(initial_state, state_shape, dtype), q, v, log_f, *keys)
 
 
 # Below, tensors are [B * H * chunks, C, K or V].
@@ -138,9 +134,9 @@ def gated_linear_attention(q, k, v, log_f, initial_state=None, token_kind=None):
 def _decays(f):
     """Products of decays, for halves of 1, 2, 4 ... tokens and for the chunk.
 
-    Returns [(those from the boundary to u, for the right halves, those from s to the boundary, for
-    the left ones), ...], and those from the start of the chunk and to its end. A product from s is
-    without f_s, as s itself is not decayed any more.
+    Returns [(those from the boundary to u, for right halves; those from s to the boundary, for left
+    halves), ...], those from the start of the chunk to u, and those from s to its end. A product
+    from s is without f_s: the decay of a token does not apply to what that token adds.
     """
     from_start, to_end = f, tf.ones_like(f)
     levels, half = [], 1
@@ -155,7 +151,7 @@ def _decays(f):
 
 
 def _total(from_start):
-    """The product of a chunk's decays, beside its state: [..., K, 1]."""
+    """The product of a chunk's decays, to multiply its state [..., K, V]: [..., K, 1]."""
     return from_start[:, -1, :, None]
 
 
@@ -177,20 +173,20 @@ def _weights(q, k, levels):
     for from_boundary, to_boundary in levels:
         half = from_boundary.shape[2]
         (k_left, _), (_, q_right) = _halves(k, half), _halves(q, half)
-        meeting = tf.matmul(q_right * from_boundary, k_left * to_boundary, transpose_b=True)
+        between = tf.matmul(q_right * from_boundary, k_left * to_boundary, transpose_b=True)
         left, right = weights[:, ::2], weights[:, 1::2]
         above = tf.concat([left, tf.zeros_like(left)], axis=-1)
-        weights = tf.concat([above, tf.concat([meeting, right], axis=-1)], axis=-2)
+        weights = tf.concat([above, tf.concat([between, right], axis=-1)], axis=-2)
     return weights[:, 0]
 
 
 def _group_gradient(cut, state, d_output, g, q, k, v, f):
     """Gradients of q, k, v and log f of a group, and of the state before it; g: of that after it.
 
-    The gradient of log f_t is the sum, over all pairs s < t <= u that it stands between, of what
-    they gain from each other. The pairs that meet at a boundary give each f between the boundary
-    and u a sum over later u, and each f between s and the boundary a sum over earlier s: nothing
-    is subtracted, so that it is as exact as the gradients of q and k.
+    The gradient of log f_t is, in each channel, the sum of q_u f_{s+1} ... f_u k_s da_us over all
+    pairs s < t <= u, of which f_t is a factor. The pairs that a boundary separates give each f
+    between the boundary and u a sum over later u, and each f between s and the boundary a sum over
+    earlier s. Nothing is subtracted, so the result is as exact as the gradients of q and k.
     """
     levels, from_start, to_end = _decays(f)
     total, q_in, k_out = _total(from_start), q * from_start, k * to_end
@@ -201,8 +197,8 @@ def _group_gradient(cut, state, d_output, g, q, k, v, f):
     d_v = tf.matmul(_weights(q, k, levels), d_output, transpose_a=True) + tf.matmul(k_out, after)
     d_q = tf.matmul(d_output, before, transpose_b=True) * from_start
     d_k = tf.matmul(v, after, transpose_b=True) * to_end
-    # Of log f: `crossing` belongs to every token of a block, `later` also to the tokens before its
-    # own in the block, `earlier` to those after its own.
+    # Parts of the gradient of log f: `crossing` counts for every token of a block, `later` for its
+    # own token and those before it in the block, `earlier` for those after its own.
     crossing = tf.reduce_sum(total * before * after, axis=-1)[:, None]
     later, earlier = q * d_q, k * d_k
 
@@ -210,9 +206,9 @@ def _group_gradient(cut, state, d_output, g, q, k, v, f):
     for from_boundary, to_boundary in reversed(levels):
         half = from_boundary.shape[2]
         (k_left, _), (_, q_right) = _halves(k, half), _halves(q, half)
-        d_meeting = d_weights[:, :, half:, :half]
-        d_right = tf.matmul(d_meeting, k_left * to_boundary) * from_boundary
-        d_left = tf.matmul(d_meeting, q_right * from_boundary, transpose_a=True) * to_boundary
+        d_between = d_weights[:, :, half:, :half]
+        d_right = tf.matmul(d_between, k_left * to_boundary) * from_boundary
+        d_left = tf.matmul(d_between, q_right * from_boundary, transpose_a=True) * to_boundary
         d_q += _joined(tf.zeros_like(d_right), d_right)
         d_k += _joined(d_left, tf.zeros_like(d_left))
 
@@ -225,7 +221,7 @@ def _group_gradient(cut, state, d_output, g, q, k, v, f):
         inside = [d_weights[:, :, :half, :half], d_weights[:, :, half:, half:]]
         d_weights = tf.reshape(tf.stack(inside, axis=2), [-1, 2 * d_weights.shape[1], half, half])
 
-    d_own = d_weights[:, :, 0]  # a token and itself: no decay is between
+    d_own = d_weights[:, :, 0]  # of a token and itself, without a decay
     return d_q + d_own * k, d_k + d_own * q, d_v, later + crossing, d_state
 
 

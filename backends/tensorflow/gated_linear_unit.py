@@ -7,16 +7,11 @@ import tensorflow as tf
 from keras_recurrent.backends.tensorflow._common import accumulation_dtype
 
 
-def unsupported(gate, x, activation="silu") -> str | None:
-    """Why this kernel refuses these arguments; None if it accepts them."""
-    return None
-
-
 def gated_linear_unit(gate, x, activation="silu"):
-    """gate, x: the same shape; activation: "silu" or "gelu". Returns that shape in x's dtype."""
+    """gate, x: of one shape; activation: "silu" or "gelu". Returns that shape in x's dtype."""
     dtype = accumulation_dtype(gate, x)
     gate = z = tf.cast(gate, dtype)
     if activation == "gelu":
-        # z σ(2 u), not z (1 + tanh(u)) / 2, which loses the digits of what is nearly shut.
+        # z σ(2 u), not z (1 + tanh(u)) / 2: that loses the digits of a gate that is nearly shut.
         z = math.sqrt(8 / math.pi) * (gate + 0.044715 * gate**3)
     return tf.cast(gate * tf.sigmoid(z) * tf.cast(x, dtype), x.dtype)

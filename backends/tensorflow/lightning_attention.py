@@ -2,26 +2,26 @@
 
 Qin et al. 2024, arXiv:2405.17381 (Lightning Attention), and 2023, arXiv:2307.14995
 (TransNormerLLM): inside a chunk (Q K^T * M) V with M_us = decay^(u - s), across chunks Q (K^T V).
-Padding does not tick the decay: M and its like are powers of it by the number of real tokens
-between two places, and 0 where a document begins between them.
+Padding does not decay the state: the exponent counts the real tokens between s and u, and M_us is 0
+where a document starts between them.
 """
 
 import tensorflow as tf
 
+from keras_recurrent.backends.constants import GOES_ON, PADDING, STARTS
 from keras_recurrent.backends.tensorflow._common import (
-    PADDING,
-    STARTS,
     accumulation_dtype,
     as_tensors,
-    dense,
+    dense_gradient,
     filled,
+    kind_masks,
     length_of,
+    state_or_zeros,
 )
 from keras_recurrent.backends.tensorflow._linear_attention import (
     chunked,
     grouped,
     inner_products,
-    kind_masks,
     over_groups,
     plan,
     states,
@@ -29,12 +29,7 @@ from keras_recurrent.backends.tensorflow._linear_attention import (
     ungrouped,
 )
 
-_CHUNK = 64
-
-
-def unsupported(q, k, v, log_decay, initial_state=None, token_kind=None) -> str | None:
-    """Why this kernel refuses these arguments; None if it accepts them."""
-    return None
+CHUNK = 64
 
 
 def lightning_attention(q, k, v, log_decay, initial_state=None, token_kind=None):
@@ -45,7 +40,7 @@ def lightning_attention(q, k, v, log_decay, initial_state=None, token_kind=None)
     """
     q, k, v, log_decay, initial_state = as_tensors(q, k, v, log_decay, initial_state)
     dtype = accumulation_dtype(q, k, v, log_decay, initial_state)
-    cut, heads = plan(q, v, _CHUNK), q.shape[2]
+    cut, heads = plan(q, v, CHUNK), q.shape[2]
     kinds = _kinds(q, token_kind, cut)
     logarithm = tf.cast(log_decay, dtype)
 
@@ -90,8 +85,9 @@ def lightning_attention(q, k, v, log_decay, initial_state=None, token_kind=None)
         output = tf.cast(output, v.dtype)
 
         def gradient(d_output, d_final_state):
-            d_output = dense(d_output, output, dtype)
-            # The gradient of q is the same operation, that of k and v its mirror image in time.
+            d_output = dense_gradient(d_output, output, dtype)
+            # The gradient of q is this operation on other tensors, those of k and v are the same
+            # reversed.
             d_q, _ = all_tokens(d_output, v, k, tf.linalg.matrix_transpose(state))
 
             def step(g, *tokens):
@@ -107,7 +103,7 @@ def lightning_attention(q, k, v, log_decay, initial_state=None, token_kind=None)
                 return g, [unchunked(d, heads, cut) for d in (d_k, d_v)]
 
             sizes = final_state.shape[2:]
-            g = tf.reshape(dense(d_final_state, final_state, dtype), [-1, *sizes])
+            g = tf.reshape(dense_gradient(d_final_state, final_state, dtype), [-1, *sizes])
             inputs = [*(grouped(x, cut) for x in (q, k, v, d_output)), kinds]
             g, (d_k, d_v) = over_groups(step, g, inputs, cut, [dtype, dtype], reverse=True)
             _, padding = kind_masks(token_kind)
@@ -119,18 +115,17 @@ def lightning_attention(q, k, v, log_decay, initial_state=None, token_kind=None)
 
         return (output, final_state), gradient
 
-    if initial_state is None:
-        initial_state = tf.zeros([tf.shape(q)[0], *q.shape[2:], v.shape[3]], dtype)
-    return run(q, k, v, log_decay, tf.cast(initial_state, dtype))
+    state = state_or_zeros(initial_state, [tf.shape(q)[0], *q.shape[2:], v.shape[3]], dtype)
+    return run(q, k, v, log_decay, state)
 
 
 def _kinds(q, token_kind, cut):
-    """The kinds of all groups, [B, groups, tokens]; None where every token goes on."""
+    """The kinds in groups, [B, groups, tokens], the tail being padding; None if all go on."""
     missing = cut.groups * cut.chunks * cut.size - length_of(q)
     if q.shape[1] is not None and not missing:
         return grouped(token_kind, cut)
     if token_kind is None:
-        token_kind = tf.zeros(tf.shape(q)[:2], tf.int8)
+        token_kind = tf.fill(tf.shape(q)[:2], tf.constant(GOES_ON, tf.int8))
     filler = tf.constant(PADDING, token_kind.dtype)
     return grouped(tf.pad(token_kind, [[0, 0], [0, missing]], constant_values=filler), cut)
 
@@ -148,11 +143,11 @@ def _decays(log_decay, kind, batch, cut):
         count = tf.cumsum(tf.cast(kind != PADDING, tf.int32), axis=-2)
         document = tf.cumsum(tf.cast(kind == STARTS, tf.int32), axis=-2)
 
-    def decay(ticks, reaches):
-        rows, columns = ticks.shape[-2:]
-        ticks = tf.cast(ticks, log_decay.dtype)
-        # Not 0 * log_decay, which is not a number if the decay is 0.
-        logarithm = tf.math.multiply_no_nan(log_decay[:, None, None, None], ticks)
+    def decay(steps, reaches):
+        rows, columns = steps.shape[-2:]
+        steps = tf.cast(steps, log_decay.dtype)
+        # Not 0 * log_decay: that is NaN if the decay is 0.
+        logarithm = tf.math.multiply_no_nan(log_decay[:, None, None, None], steps)
         decay = filled(tf.exp(logarithm), ~reaches, 0)
         shape = [batch, log_decay.shape[0], cut.chunks, rows, columns]
         return tf.reshape(tf.broadcast_to(decay, shape), [-1, rows, columns])
@@ -160,9 +155,9 @@ def _decays(log_decay, kind, batch, cut):
     whole, last = count[..., -1:, :], document[..., -1:, :]
     place = tf.range(cut.size)
     earlier = place[:, None] >= place
-    ticks, same = (x - tf.linalg.matrix_transpose(x) for x in (count, document))
+    steps, documents_apart = (x - tf.linalg.matrix_transpose(x) for x in (count, document))
     return (
-        decay(tf.abs(ticks), earlier & (same == 0)),
+        decay(tf.abs(steps), earlier & (documents_apart == 0)),
         decay(count, document == 0),
         decay(whole - count, document == last),
         decay(whole, last == 0),

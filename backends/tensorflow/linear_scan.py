@@ -1,4 +1,4 @@
-"""h_t = exp(log_a_t) * h_{t-1} + x_t.  De et al. 2024, arXiv:2402.19427, eq. 4.
+"""h_t = exp(log_a_t) * h_{t-1} + x_t.  De et al. 2024, arXiv:2402.19427, section 2.4.
 
 With a_t = exp(log_a_t) and g_t = dh_t + a_{t+1} g_{t+1} the gradients are
 dx_t = g_t, dlog_a_t = g_t a_t h_{t-1}.
@@ -8,19 +8,14 @@ import tensorflow as tf
 
 from keras_recurrent.backends.tensorflow._common import (
     accumulation_dtype,
+    applied_decay,
     as_tensors,
-    dense,
+    dense_gradient,
     filled,
     kind_masks,
-    previous,
     state_or_zeros,
 )
-from keras_recurrent.backends.tensorflow._scan import adjoint_scan, scan
-
-
-def unsupported(x, log_a, initial_state=None, token_kind=None) -> str | None:
-    """Why this kernel refuses these arguments; None if it accepts them."""
-    return None
+from keras_recurrent.backends.tensorflow._scan import adjoint_scan, previous, scan
 
 
 def linear_scan(x, log_a, initial_state=None, token_kind=None):
@@ -30,10 +25,10 @@ def linear_scan(x, log_a, initial_state=None, token_kind=None):
     """
     x, log_a, initial_state = as_tensors(x, log_a, initial_state)
     dtype = accumulation_dtype(x, log_a, initial_state)
-    restart, padding = kind_masks(token_kind)
+    starts, padding = kind_masks(token_kind)
 
     def decay(log_a):
-        return filled(filled(tf.exp(tf.cast(log_a, dtype)), restart, 0), padding, 1)
+        return applied_decay(tf.exp(tf.cast(log_a, dtype)), starts, padding)
 
     @tf.custom_gradient
     def run(x, log_a, state):
@@ -42,7 +37,9 @@ def linear_scan(x, log_a, initial_state=None, token_kind=None):
 
         def gradient(dh, d_state):
             g, e = adjoint_scan(
-                decay(log_a), dense(dh, output, dtype), dense(d_state, final_state, dtype)
+                decay(log_a),
+                dense_gradient(dh, output, dtype),
+                dense_gradient(d_state, final_state, dtype),
             )
             d_log_a = e * previous(tf.cast(output, dtype), state)
             return (
@@ -53,4 +50,5 @@ def linear_scan(x, log_a, initial_state=None, token_kind=None):
 
         return (output, final_state), gradient
 
-    return run(x, log_a, state_or_zeros(initial_state, x, dtype))
+    state = state_or_zeros(initial_state, [tf.shape(x)[0], x.shape[2]], dtype)
+    return run(x, log_a, state)

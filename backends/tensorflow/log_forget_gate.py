@@ -1,13 +1,8 @@
-"""log f = log(β + (1 - β) σ(logits)).  Qin et al. 2023, arXiv:2311.04823, §3.2."""
+"""log f = log(β + (1 - β) σ(logits)).  Qin et al. 2023, arXiv:2311.04823, section 3.2."""
 
 import tensorflow as tf
 
 from keras_recurrent.backends.tensorflow._common import accumulation_dtype
-
-
-def unsupported(logits, lower_bound=None) -> str | None:
-    """Why this kernel refuses these arguments; None if it accepts them."""
-    return None
 
 
 def log_forget_gate(logits, lower_bound=None):
@@ -23,6 +18,6 @@ def log_forget_gate(logits, lower_bound=None):
     rest = log_rest + log_f
     larger = tf.stop_gradient(tf.maximum(log_bound, rest))
     log_f = larger + tf.math.log(tf.exp(log_bound - larger) + tf.exp(rest - larger))
-    # The gradient is that of this sum. The number keeps its digits near 0, and is not above.
+    # The gradient is that of this sum; the value is a more exact one, cut off at 0.
     exact = larger + tf.math.log1p(tf.exp(-tf.abs(log_bound - rest)))
     return log_f + tf.stop_gradient(tf.minimum(exact, 0) - log_f)

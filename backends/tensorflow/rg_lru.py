@@ -1,38 +1,34 @@
-"""The real-gated linear recurrent unit.  De et al. 2024, arXiv:2402.19427, §2.4.
+"""The real-gated linear recurrent unit.  De et al. 2024, arXiv:2402.19427, section 2.4.
 
-    r_t = σ(gate_a_t),  i_t = σ(gate_x_t),  log a_t = -8 softplus(-Λ) r_t
-    h_t = a_t h_{t-1} + s_t i_t x_t,  s_t = sqrt(1 - a_t²); a_t = 0, s_t = 1 at a restart
+    r_t = σ(gate_a_t),  i_t = σ(gate_x_t),  log a_t = -8 softplus(-a_logit) r_t
+    h_t = a_t h_{t-1} + s_t i_t x_t,  s_t = sqrt(1 - a_t²); a_t = 0, s_t = 1 at a start
 
 With g_t = dh_t + a_{t+1} g_{t+1} the gradients are
 
     dx = g s i,  di = g s x,  dlog a = a g h_{t-1} - a² g i x / s
-    dr = -8 softplus(-Λ) dlog a,  dΛ = 8 σ(-Λ) Σ r dlog a
+    dr = -8 softplus(-a_logit) dlog a,  da_logit = 8 σ(-a_logit) Σ r dlog a
 
-where the s that divides is bounded below as in the released code.
+where 1 / s is bounded as `MAX_SQRT_GRADIENT` says.
 """
 
 import tensorflow as tf
 
+from keras_recurrent.backends.constants import MAX_SQRT_GRADIENT
 from keras_recurrent.backends.tensorflow._common import (
     accumulation_dtype,
+    applied_decay,
     as_tensors,
-    dense,
+    dense_gradient,
     filled,
     kind_masks,
-    previous,
     state_or_zeros,
-    total,
+    sum_over_tokens,
 )
-from keras_recurrent.backends.tensorflow._scan import adjoint_scan, scan
+from keras_recurrent.backends.tensorflow._scan import adjoint_scan, previous, scan
 
-_SCALE = 8.0
-# The derivative of sqrt(z) is taken as 1 / sqrt(max(4 z, 1e-6)).
-_SMALLEST_MULTIPLIER = 5e-4
-
-
-def unsupported(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None) -> str | None:
-    """Why this kernel refuses these arguments; None if it accepts them."""
-    return None
+C = 8.0  # the paper's constant of this name
+# Where s divides, it is at least this: so the derivative of the root, 1 / (2 s), keeps its bound.
+SMALLEST_DIVISOR = 1 / (2 * MAX_SQRT_GRADIENT)
 
 
 def rg_lru(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None):
@@ -44,18 +40,19 @@ def rg_lru(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None):
         x, gate_a, gate_x, a_logit, initial_state
     )
     dtype = accumulation_dtype(x, gate_a, gate_x, a_logit, initial_state)
-    restart, padding = kind_masks(token_kind)
+    starts, padding = kind_masks(token_kind)
 
     def gates(gate_a, gate_x, a_logit):
         """exp(-gate_a), exp(-gate_x), r, i, log a, a, s."""
-        # In float32 tf.sigmoid is up to six units in the last place off on a CPU, and tf.softplus
-        # four: σ by hand stays below two, and the softplus of D numbers costs nothing in float64.
+        # On a CPU, in float32, tf.sigmoid is wrong by up to six units in the last place and
+        # tf.softplus by four. Computed like this σ is wrong by less than two, and the softplus of
+        # only D numbers costs little in float64.
         exp_a, exp_x = tf.exp(-tf.cast(gate_a, dtype)), tf.exp(-tf.cast(gate_x, dtype))
         r, i = 1 / (1 + exp_a), 1 / (1 + exp_x)
         softplus = tf.math.softplus(-tf.cast(a_logit, tf.float64))
-        log_a = r * tf.cast(-_SCALE * softplus, dtype)
-        a = filled(filled(tf.exp(log_a), restart, 0), padding, 1)
-        s = filled(tf.sqrt(-tf.math.expm1(2 * log_a)), restart, 1)
+        log_a = r * tf.cast(-C * softplus, dtype)
+        a = applied_decay(tf.exp(log_a), starts, padding)
+        s = filled(tf.sqrt(-tf.math.expm1(2 * log_a)), starts, 1)
         return exp_a, exp_x, r, i, log_a, a, s
 
     @tf.custom_gradient
@@ -66,15 +63,17 @@ def rg_lru(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None):
 
         def gradient(dh, d_state):
             exp_a, exp_x, r, i, log_a, a, s = gates(gate_a, gate_x, a_logit)
-            g, e = adjoint_scan(a, dense(dh, output, dtype), dense(d_state, final_state, dtype))
+            g, e = adjoint_scan(
+                a, dense_gradient(dh, output, dtype), dense_gradient(d_state, final_state, dtype)
+            )
             gi, inputs = g * i, tf.cast(x, dtype)
             dx = gi * s
             d_gate_x = dx * inputs / (1 + 1 / exp_x)
             d_log_a = e * previous(tf.cast(output, dtype), state)
-            d_log_a -= gi * inputs * a * a / tf.maximum(s, _SMALLEST_MULTIPLIER)
+            d_log_a -= gi * inputs * a * a / tf.maximum(s, SMALLEST_DIVISOR)
             d_gate_a = d_log_a * log_a / (1 + 1 / exp_a)
-            d_softplus = total(filled(d_log_a * r, padding, 0))
-            d_logit = _SCALE * d_softplus * tf.sigmoid(-tf.cast(a_logit, dtype))
+            d_softplus = sum_over_tokens(filled(d_log_a * r, padding, 0))
+            d_logit = C * d_softplus * tf.sigmoid(-tf.cast(a_logit, dtype))
             return (
                 tf.cast(filled(dx, padding, 0), x.dtype),
                 tf.cast(filled(d_gate_a, padding, 0), gate_a.dtype),
@@ -85,4 +84,10 @@ def rg_lru(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None):
 
         return (output, final_state), gradient
 
-    return run(x, gate_a, gate_x, a_logit, state_or_zeros(initial_state, x, dtype))
+    return run(
+        x,
+        gate_a,
+        gate_x,
+        a_logit,
+        state_or_zeros(initial_state, [tf.shape(x)[0], x.shape[2]], dtype),
+    )

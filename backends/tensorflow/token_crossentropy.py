@@ -1,17 +1,17 @@
 """loss = log Σ_v exp(logits_v) - logits_token.
 
-A backward of its own keeps the logits as they came, and the largest and the sum of each row. What
-lies between is of the logits' size, but by XLA (`jit_compile`, Keras's default), which fuses it.
+For the backward pass the logits are kept in their own dtype, with the largest logit and the sum of
+each row. XLA (`jit_compile`, Keras's default) fuses the steps between; without it they make
+temporaries of the logits' size.
 """
 
 import tensorflow as tf
 
-from keras_recurrent.backends.tensorflow._common import accumulation_dtype, as_tensors, dense
-
-
-def unsupported(logits, tokens) -> str | None:
-    """Why this kernel refuses these arguments; None if it accepts them."""
-    return None
+from keras_recurrent.backends.tensorflow._common import (
+    accumulation_dtype,
+    as_tensors,
+    dense_gradient,
+)
 
 
 def token_crossentropy(logits, tokens):
@@ -29,22 +29,22 @@ def _losses(logits, tokens):
     size = tf.shape(logits, tf.int64)[-1]
     known = (tokens >= 0) & (tokens < size)
 
-    def numbers():
-        """The logits in the dtype of sums; True at the token's logit."""
+    def logits_and_own():
+        """The logits in the dtype of sums, and a mask of the token's own logit."""
         return tf.cast(logits, dtype), tf.range(size) == tokens[..., None]
 
-    def unless_unknown(losses):
+    def nan_where_unknown(losses):
         return tf.where(known, losses, tf.constant(float("nan"), dtype))
 
-    z, is_own = numbers()
+    z, is_own = logits_and_own()
     largest = tf.reduce_max(z, axis=-1)
     total = tf.reduce_sum(tf.exp(z - largest[..., None]), axis=-1)
     own = tf.reduce_sum(tf.where(is_own, z, tf.zeros((), dtype)), axis=-1)
-    losses = unless_unknown(tf.math.log(total) + (largest - own))
+    losses = nan_where_unknown(tf.math.log(total) + (largest - own))
 
     def gradients(d_losses):
-        z, is_own = numbers()
-        d_losses = unless_unknown(dense(d_losses, losses, dtype))[..., None]
+        z, is_own = logits_and_own()
+        d_losses = nan_where_unknown(dense_gradient(d_losses, losses, dtype))[..., None]
         softmax = tf.exp(z - largest[..., None]) / total[..., None]
         return tf.cast((softmax - tf.cast(is_own, dtype)) * d_losses, logits.dtype), None
 

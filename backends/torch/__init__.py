@@ -1,8 +1,8 @@
-"""Plain PyTorch kernels: chunked, differentiable, any device, no compiler needed.
+"""The operations in plain torch, on any device, without a compiler.
 
-Each operation over time is an opaque operator (`torch.ops.keras_recurrent.<op>`) with a backward
-operator of its own, so `torch.compile` takes it as one node: no graph breaks, no unrolled loops,
-any length. The price: gradients of gradients and the transforms of `torch.func` (`grad`, `vmap`)
-raise; `loss.backward()` and `torch.autograd.grad` work. So is `token_crossentropy`, which walks
-through blocks of rows; the other operations without a state are plain torch.
+Each operation over time is a custom operator (`torch.ops.keras_recurrent.<operation>`) with a
+backward operator of its own, and so is `token_crossentropy`. `torch.compile` takes each as one
+node: no graph breaks, no unrolled loops, one graph for all lengths. In return `torch.func` (`grad`,
+`vmap`) and gradients of gradients raise an error; `loss.backward()` and `torch.autograd.grad` work.
+The other operations without a state are functions that torch differentiates.
 """

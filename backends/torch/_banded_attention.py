@@ -1,17 +1,18 @@
 """Softmax attention of a row of queries to the keys before them, block by block.
 
-Queries stand at the end of their keys: of S keys and T queries, query t is at the place of key
-S - T + t. It sees that key and those before it, `window` in all (None: every one), if they are of
-its own document. A block of queries meets the keys that some query of it sees, so time grows as T
-times the window, and memory as T.
+The T queries belong to the last T of the S keys: query t attends to key S - T + t and to the keys
+before it in the same document, to `window` in all, or to every one if that is None. A block of
+queries is multiplied with the keys that at least one of its queries attends to, so time grows with
+T times the window, and memory with T.
 
 q: [B, G, T, R, K], where R heads share a key; k: [B, G, S, K]; v: [B, G, S, V]; documents: numbers
-of the queries [B, T] and of the keys [B, S], or None where all are of one.
+of the queries [B, T] and of the keys [B, S], or None if all are of one.
 """
 
 import torch
 
-# Queries of a block, over all heads of a group: enough for a matrix product, few for the cache.
+# Queries of a block, times heads that share a key: enough for an efficient matrix product, and few
+# enough for the logits to stay in the cache.
 ROWS = 256
 
 
@@ -39,7 +40,7 @@ def backward(d_output, q, k, v, documents, window):
 
 
 def _blocks(q, k, window):
-    """Slices of the queries, and of the keys that they see."""
+    """Slices of the queries, and of the keys that they attend to."""
     length, before = q.shape[2], k.shape[2] - q.shape[2]
     size = max(16, ROWS // q.shape[3])
     if window is not None:
@@ -51,15 +52,15 @@ def _blocks(q, k, window):
 
 
 def _flat(x, queries):
-    """Some of [B, G, T, R, ...], as [B, G, rows, ...]."""
+    """The queries of [B, G, T, R, ...] as [B, G, queries * R, ...]."""
     return x[:, :, queries].flatten(2, 3)
 
 
 def _weights(queries, keys, q, k, documents, window):
     """The softmax [B, G, block * R, keys] of a block of queries."""
     logits = _flat(q, queries) @ k[:, :, keys].transpose(2, 3)
-    at = torch.arange(queries.start, queries.stop, device=q.device)[:, None]
-    distance = at + (k.shape[2] - q.shape[2]) - torch.arange(keys.start, keys.stop, device=q.device)
+    own_key = torch.arange(queries.start, queries.stop, device=q.device) + k.shape[2] - q.shape[2]
+    distance = own_key[:, None] - torch.arange(keys.start, keys.stop, device=q.device)
     hidden = distance < 0
     if window is not None:
         hidden |= distance >= window

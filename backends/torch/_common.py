@@ -1,55 +1,72 @@
-"""What the torch kernels share: dtypes, token kinds, states and cache-sized blocks."""
+"""What the operations of this folder share. Names that end in `_` change a tensor in place."""
 
 import torch
 
-STARTS, PADDING = 1, 2
+from keras_recurrent.backends.constants import PADDING, STARTS
 
 
 def accumulation_dtype(*tensors):
-    """float64 if any tensor is float64, else float32."""
-    if any(t is not None and t.dtype == torch.float64 for t in tensors):
-        return torch.float64
-    return torch.float32
+    """The dtype of states and sums: float64 if any tensor is float64, else float32."""
+    given = [t for t in tensors if t is not None]
+    return torch.float64 if any(t.dtype == torch.float64 for t in given) else torch.float32
 
 
-def state_or_zeros(initial_state, shape, like, dtype):
-    """The initial state in `dtype`; None stands for zeros."""
+def state_or_zeros(initial_state, shape, dtype, like):
+    """The initial state in `dtype`; None stands for zeros, on the device of `like`."""
     if initial_state is None:
         return like.new_zeros(shape, dtype=dtype)
     return initial_state.to(dtype)
 
 
 def fresh(tensor, dtype):
-    """A contiguous copy that shares no memory, as an operator's output must be."""
+    """A contiguous copy that shares no memory: what an operator returns must not be a view."""
     return tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-def slab_size(tensor):
-    """How many elements one launch should touch.
+def elements_per_launch(tensor):
+    """How many elements one torch call should process.
 
-    On a CPU as many as stay in the cache until the next one, elsewhere as many as hide the launch.
+    On a CPU so many as stay in the cache until the next call; on a GPU enough for the time of the
+    launch not to matter.
     """
     return 1 << 16 if tensor.device.type == "cpu" else 1 << 22
 
 
-def row_blocks(tensor):
-    """Slices of the time axis that cut [B, T, D] into slabs."""
+def spans(tensor):
+    """Slices of the time axis that cut [B, T, D] into parts of `elements_per_launch` elements."""
     batch, length, width = tensor.shape
-    step = max(1, slab_size(tensor) // max(1, batch * width))
+    step = max(1, elements_per_launch(tensor) // max(1, batch * width))
     return [slice(i, min(i + step, length)) for i in range(0, length, step)]
 
 
-def kind_masks(token_kind, rows=slice(None)):
-    """(restart, padding) of some rows, boolean [B, T, 1]; both None when every token goes on."""
+def kind_masks(token_kind, span=slice(None)):
+    """(starts, padding), boolean [B, T]: which tokens are of that kind; both None if all go on.
+
+    Of a span of the time axis alone, if one is given.
+    """
     if token_kind is None:
         return None, None
-    token_kind = token_kind[:, rows].unsqueeze(-1)
+    token_kind = token_kind[:, span]
     return token_kind == STARTS, token_kind == PADDING
 
 
+def filled(tensor, mask, value):
+    """`tensor` [B, T, ...] with `value` where `mask` [B, T] is set; mask None changes nothing."""
+    return tensor if mask is None else tensor.masked_fill(_with_axes_of(tensor, mask), value)
+
+
 def fill_(tensor, mask, value):
-    """Overwrites `tensor` with `value` where `mask` is set; no mask, no change."""
-    return tensor if mask is None else tensor.masked_fill_(mask, value)
+    """`filled`, in place."""
+    return tensor if mask is None else tensor.masked_fill_(_with_axes_of(tensor, mask), value)
+
+
+def _with_axes_of(tensor, mask):
+    return mask.reshape(*mask.shape, *[1] * (tensor.ndim - mask.ndim))
+
+
+def applied_decay_(a, starts, padding):
+    """a, in place, as a token applies it to the state: 0 at a start, 1 at padding."""
+    return fill_(fill_(a, starts, 0), padding, 1)
 
 
 def register_gradient(
@@ -57,12 +74,19 @@ def register_gradient(
 ):  # fmt: skip
     """Makes `backward` the gradient of the operator `forward(*inputs) -> (output, final_state)`.
 
-    `backward(d_output, d_final_state, output, *inputs)`, without `output` unless that is kept,
-    returns a gradient for each input up to the token kinds. What it returns for an input that
-    needs none, as None does, is dropped. It is not handed the inputs whose positions are in
-    `without`, and nobody has to keep them. So many `options`, which are no tensors, follow the
-    token kinds. An operation without a state has no `token_kinds`, and one result. The last so many
-    results, `sums`, are for the backward alone: it is handed them in place of their gradients.
+    For the backward pass the inputs and the output are kept. `backward` is called with the
+    gradients of the results, the output and the inputs. It returns a gradient for each input before
+    the token kinds; one for an input that needs none, or is None, is dropped.
+
+    Args:
+        forward: an operator. An operation without a state returns the output alone.
+        backward: a function `(d_output, d_final_state, output, *inputs)`.
+        keep_output: whether the output is kept; if not, `backward` does not take it.
+        without: positions of inputs that are not kept; `backward` does not take them.
+        token_kinds: whether `forward` takes token kinds, after all tensors that have gradients.
+        options: how many inputs follow the token kinds that are no tensors.
+        sums: how many of the last results are for the backward pass alone. `backward` takes them,
+            before the output, in place of their gradients.
     """
     undifferentiated = token_kinds + options
 
@@ -75,7 +99,8 @@ def register_gradient(
         ctx.save_for_backward(*found, *(output[:1] if keep_output else ()), *kept)
 
     def gradients(ctx, *d_results):
-        saved = ctx.saved_tensors  # once: a checkpoint recomputes what is asked for again
+        # Read once: inside a checkpoint, each access computes the forward pass again.
+        saved = ctx.saved_tensors
         found = backward(*d_results[: len(d_results) - sums], *saved, *ctx.options)
         found = (found,) if isinstance(found, torch.Tensor) else found
         needed = ctx.needs_input_grad[: len(ctx.needs_input_grad) - undifferentiated]

@@ -1,12 +1,12 @@
-"""Time cut into chunks, chunks gathered into groups, for linear attention.
+"""How linear attention cuts time into chunks, and joins chunks into groups.
 
-All chunks of a group are worked on at once, by matrix products, and one group follows another: so
-the work of a group stays in the cache, and its temporaries do not grow with the sequence.
+All chunks of a group are computed together, by matrix products; the groups are computed one after
+another. So the temporaries of a group fit the cache, and do not grow with the sequence.
 """
 
 import torch
 
-from keras_recurrent.backends.torch._common import PADDING, STARTS, slab_size
+from keras_recurrent.backends.torch._common import elements_per_launch, kind_masks
 
 
 def state_shape(q, v):
@@ -14,21 +14,21 @@ def state_shape(q, v):
 
 
 def chunk_size(length, longest):
-    """A power of two: `longest`, or what holds a short sequence."""
+    """Tokens of a chunk, a power of two: `longest`, or less if that holds the whole sequence."""
     return min(longest, 1 << (length - 1).bit_length())
 
 
 def groups_of(q, v, size):
-    """Slices of the time axis of q: [B, T, H, K] and v: [B, T, H, V], a few chunks long."""
+    """Slices of the time axis of q [B, T, H, K] and v [B, T, H, V], some chunks long."""
     batch, length, heads, width = q.shape
     chunk = batch * heads * size * max(width, v.shape[3])
-    step = size * max(1, 2 * slab_size(q) // chunk)
+    step = size * max(1, 2 * elements_per_launch(q) // chunk)
     return [slice(i, min(i + step, length)) for i in range(0, length, step)]
 
 
-def chunked(x, rows, size, dtype):
-    """Some rows of x: [B, T, H, K], as [B * H, chunks, size, K], with a tail of zeros."""
-    x = x[:, rows]
+def chunked(x, span, size, dtype):
+    """A span of x [B, T, H, K] as [B * H, chunks, size, K], padded with zeros."""
+    x = x[:, span]
     batch, length, heads, width = x.shape
     chunks = -(-length // size)
     shape = (batch, heads, chunks * size, width)
@@ -38,24 +38,23 @@ def chunked(x, rows, size, dtype):
     return out.view(batch * heads, chunks, size, width)
 
 
-def unchunk_(out, rows, y):
-    """Writes y: [B * H, chunks, size, K], into some rows of out: [B, T, H, K]."""
-    out = out[:, rows].transpose(1, 2)
+def unchunk_(out, span, y):
+    """Writes y [B * H, chunks, size, K] into a span of out [B, T, H, K], as `chunked` read it."""
+    out = out[:, span].transpose(1, 2)
     batch, heads, length, width = out.shape
     out.copy_(y.view(batch, heads, -1, width)[:, :, :length])
 
 
-def chunked_kinds(token_kind, rows, size, heads):
-    """(restart, padding) of some rows, [B * heads, chunks, size, 1]; both None if all go on."""
+def chunked_kinds(token_kind, span, size, heads):
+    """`kind_masks` of a span, [B * heads, chunks, size, 1]; both None if all go on."""
     if token_kind is None:
         return None, None
     kind = token_kind[:, :, None, None].expand(-1, -1, heads, -1)
-    kind = chunked(kind, rows, size, kind.dtype)
-    return kind == STARTS, kind == PADDING
+    return kind_masks(chunked(kind, span, size, kind.dtype))
 
 
 def inner_products(a, b):
-    """a b^T, added up in parts: one long row of additions rounds more than a loop's sums do."""
+    """a b^T, summed in parts of 64 terms: the sum of partial sums has a smaller rounding error."""
     parts = zip(a.split(64, -1), b.split(64, -1), strict=True)
     return sum(a_i @ b_i.mT for a_i, b_i in parts)
 

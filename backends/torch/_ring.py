@@ -1,15 +1,15 @@
-"""A ring of a document's last tokens: the one at position p lies in slot p mod C.
+"""Ring buffers of a document's last tokens: the token at position p is in slot p mod C.
 
-`position` [B] is that of the token to come: slots that no token has reached hold nothing.
+`position` [B] is the position of the next token. Slots that no token has reached hold nothing.
 """
 
 import torch
 
 
 def to_row(ring, position, end, length):
-    """The tokens of ring [B, C, ...] in a row [B, length, ...], the last at place `end` - 1.
+    """The tokens of ring [B, C, ...] in a row [B, length, ...], the last of them at `end` - 1.
 
-    What else the row holds is 0. The transpose of `to_ring`.
+    The row is 0 everywhere else. This is the transpose of `to_ring`.
     """
     capacity = ring.shape[1]
     if capacity == 0:
@@ -21,7 +21,7 @@ def to_row(ring, position, end, length):
 
 
 def to_ring(row, position, end, capacity):
-    """The ring [B, capacity, ...] after the tokens of `row` that stand before place `end`."""
+    """The ring [B, capacity, ...] that holds the last tokens of `row` before index `end`."""
     if capacity == 0:
         return row.new_empty(row.shape[0], 0, *row.shape[2:])
     age = ages(position, capacity)
@@ -29,14 +29,14 @@ def to_ring(row, position, end, capacity):
 
 
 def ages(position, capacity):
-    """How many tokens came after that of each slot, [B, C]; `position` or more: it is empty."""
+    """How many tokens came after the one in each slot, [B, C]; at least `position`: it is empty."""
     if capacity == 0:
         return position.new_empty(position.shape[0], 0)
     return (position[:, None] - 1 - torch.arange(capacity, device=position.device)) % capacity
 
 
 def take(x, index, valid):
-    """x[b, index[b, i]] where `valid`, else 0; x [B, T, ...], index and valid [B, I]."""
+    """x[b, index[b, i]] where `valid`, else 0; x: [B, T, ...]; index, valid: [B, I]."""
     batch, length = x.shape[:2]
     index = index + length * torch.arange(batch, device=x.device)[:, None]
     taken = x.reshape(batch * length, -1).index_select(0, index.flatten())

@@ -1,13 +1,14 @@
-"""A row of attention: what was seen before, and then the real tokens, side by side."""
+"""The keys, values and queries of attention, with the real tokens of each row in front."""
 
 import torch
 
+from keras_recurrent.backends.constants import PADDING, STARTS
 from keras_recurrent.backends.torch import _ring
-from keras_recurrent.backends.torch._common import PADDING, STARTS, accumulation_dtype
+from keras_recurrent.backends.torch._common import accumulation_dtype
 
 
 def attend(forward, q, k, v, sliding_window, initial_state, token_kind, capacity):
-    """The output and the state, by an operator that takes and makes the state part by part."""
+    """The output and the state, from an operator that takes and returns the parts of the state."""
     state = initial_state or {"key": None, "value": None, "position": None}
     if initial_state is not None:
         capacity = state["key"].shape[1]
@@ -29,7 +30,7 @@ def attend(forward, q, k, v, sliding_window, initial_state, token_kind, capacity
 
 
 def fake_results(q, k, v, capacity):
-    """What such an operator makes, without its values."""
+    """The results of such an operator, without their values."""
     batch, length, heads, _ = q.shape
     groups = k.shape[2]
     return (
@@ -41,7 +42,7 @@ def fake_results(q, k, v, capacity):
 
 
 def fake_gradients(q, k, v, key):
-    """What its backward makes, of q, k, v and the state's keys and values."""
+    """The gradients of q, k, v and the state's keys and values, without their values."""
     kept = 0 if key is None else key.shape[1]
     return (
         q.new_empty(q.shape),
@@ -53,7 +54,7 @@ def fake_gradients(q, k, v, key):
 
 
 class Row:
-    """What was seen before and then the real tokens, side by side."""
+    """The tokens in the state and then the real tokens of each row, side by side."""
 
     def __init__(self, q, k, v, key, value, position, token_kind, window):
         self.q, self.k, self.v, self.state = q, k, v, (key, value)
@@ -63,7 +64,7 @@ class Row:
         self.position = (
             q.new_zeros(batch, dtype=torch.int64) if position is None else position.long()
         )
-        # A window as long as the row is none.
+        # A window of at least the row's length excludes no key.
         self.window = window if window and window < self.kept + self.length else None
         self.token_kind, self.order, self.nth = token_kind, None, None
         count, start = (
@@ -75,17 +76,19 @@ class Row:
             place = torch.arange(self.length, device=q.device)
             nth = self.nth = real.cumsum(1) - 1
             count = nth[:, -1] + 1
-            # Padding goes behind the real tokens, so that each has a place of its own.
+            # Padding is moved behind the real tokens, so that this is a permutation.
             self.place = torch.where(real, nth, count[:, None] + place - 1 - nth)
             self.order = torch.empty_like(self.place).scatter_(1, self.place, place.expand_as(nth))
-            self.in_front, self.real = place < count[:, None], real
-            restart = token_kind == STARTS
-            start = torch.where(restart, nth, -1).amax(1)
+            self.filled, self.real = place < count[:, None], real
+            start = torch.where(token_kind == STARTS, nth, -1).amax(1)
         self.end = self.kept + count
         self.next_position = torch.where(start < 0, self.position + count, count - start)
 
     def documents(self):
-        """Numbers of queries and of keys, -1 where there is no key; None if all are of one."""
+        """Numbers of the documents of queries and of keys, -1 where there is no key.
+
+        None if all tokens are of one document.
+        """
         if self.token_kind is None and not self.kept:
             return None
         of_queries = self.position.new_zeros(self.position.shape[0], self.length)
@@ -96,9 +99,10 @@ class Row:
         return of_queries, torch.cat((before, of_queries), dim=1)
 
     def seen(self):
-        """The first and the last key that each query sees, int32 [B, T]; None: by the window alone.
+        """The first and the last key that each query attends to, int32 [B, T].
 
-        They rise along a row: padding sees what the real token before it sees.
+        None if all tokens are of one document: the window alone decides. Both numbers never fall
+        along a row: padding attends to what the real token before it attends to.
         """
         if self.token_kind is None and not self.kept:
             return None
@@ -113,19 +117,19 @@ class Row:
             first = torch.maximum(first, last - self.window + 1)
         return first.int().contiguous(), last.int().contiguous()
 
-    def together(self, x):
-        """[B, T, ...] with its real tokens first, then zeros."""
-        return x if self.order is None else _ring.take(x, self.order, self.in_front)
+    def to_front(self, x):
+        """[B, T, ...] with its real tokens in front, then zeros."""
+        return x if self.order is None else _ring.take(x, self.order, self.filled)
 
-    def back(self, x):
-        """The opposite, and the transpose, of `together`."""
+    def put_back(self, x):
+        """The opposite, and the transpose, of `to_front`."""
         return x if self.order is None else _ring.take(x, self.place, self.real)
 
     def keys_and_values(self):
-        """[B, kept + T, G, ...], in their dtypes."""
+        """[B, kept + T, G, ...], those in the state first, in the dtypes of k and v."""
         rows = []
         for ring, x in zip(self.state, (self.k, self.v), strict=True):
-            row = self.together(x)
+            row = self.to_front(x)
             if ring is not None:
                 end = torch.full_like(self.position, self.kept)
                 before = _ring.to_row(ring, self.position, end, self.kept)
@@ -134,8 +138,8 @@ class Row:
         return rows
 
     def grouped(self, x):
-        """[B, T, H, ...] together, as [B, G, T, H / G, ...]."""
-        x = self.together(x).to(self.dtype)
+        """[B, T, H, ...] with its real tokens in front, as [B, G, T, H / G, ...]."""
+        x = self.to_front(x).to(self.dtype)
         return x.unflatten(2, (self.k.shape[2], -1)).transpose(1, 2).contiguous()
 
     def by_head(self, row):
@@ -143,11 +147,11 @@ class Row:
         return row.to(self.dtype).transpose(1, 2).contiguous()
 
     def gradients(self, d_rows):
-        """Those of k, v and both rings of the state, from those of `keys_and_values`."""
+        """The gradients of k, v and the state's rings, from those of `keys_and_values`."""
         of_tokens, of_state = [], []
         start = torch.full_like(self.position, self.kept)
         for d_row, x in zip(d_rows, (self.k, self.v), strict=True):
-            of_tokens.append(self.back(d_row[:, self.kept :]).contiguous().to(x.dtype))
+            of_tokens.append(self.put_back(d_row[:, self.kept :]).contiguous().to(x.dtype))
             before = _ring.to_ring(d_row[:, : self.kept], self.position, start, self.kept)
             of_state.append(before.to(x.dtype))
         return *of_tokens, *of_state

@@ -1,9 +1,11 @@
-"""y_t = bias + sum_j kernel[j] * x_{t-W+1+j}, per channel.  De et al. 2024, arXiv:2402.19427, §2.3.
+"""y_t = bias + sum_j kernel[j] * x_{t-W+1+j}: one filter a channel, over a document's real tokens.
 
-Padding may stand anywhere, so the real tokens of each row first move together, behind the W - 1
-of the state, which leaves padding last; then every tap is a shifted slice, and counts only where
-it lies in the same document. The gradient goes back through the same slices; what the activation
-was applied to is computed again.
+De et al. 2024, arXiv:2402.19427, section 2.3 (the temporal convolution before the recurrence).
+
+Padding may be anywhere in a row, and the filter skips it. So the real tokens of a row are first
+moved to its front, behind the W - 1 of the state, and padding to its end. Then the filter is a sum
+of shifted slices, one for each tap, of which only inputs of the token's own document count. The
+gradient goes back through the same slices. The argument of the activation is computed again.
 """
 
 from typing import NamedTuple
@@ -13,19 +15,14 @@ from torch import Tensor
 
 from keras_recurrent.backends.torch._common import (
     accumulation_dtype,
+    fill_,
+    filled,
     fresh,
     kind_masks,
     register_gradient,
-    row_blocks,
+    spans,
     state_or_zeros,
 )
-
-
-def unsupported(
-    x, kernel, bias=None, initial_state=None, token_kind=None, activation=None
-) -> str | None:
-    """Why this kernel refuses these arguments; None if it accepts them."""
-    return None
 
 
 def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None, activation=None):
@@ -37,74 +34,79 @@ def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None, act
     return _forward(x, kernel, bias, initial_state, token_kind, activation)
 
 
-class _Packing(NamedTuple):
-    """How the tokens of each row move; place W - 1 is the first one after the state."""
+class _RealTokens(NamedTuple):
+    """How the real tokens of each row are moved in front of its padding.
 
-    place: Tensor  # [B, T]: token t moves to place W - 1 + place[t], padding behind the others
-    order: Tensor  # [B, T]: the inverse permutation
-    empty: Tensor  # [B, T, 1]: whether padding moved to place W - 1 + t
-    document: Tensor  # [B, W - 1 + T, 1]: the number of restarts up to a place
-    last: Tensor  # [B, W - 1, 1]: the places of the final state
-    outdated: Tensor  # [B, W - 1, 1]: whether they lie before the last restart
+    `document` and `last` count the W - 1 inputs of the state, too: they come before token 0.
+    """
+
+    place: Tensor  # [B, T]: where token t is moved to
+    order: Tensor  # [B, T]: which token is moved to place t, the inverse permutation
+    empty: Tensor  # [B, T]: whether padding is moved to place t
+    document: Tensor  # [B, W - 1 + T]: how many documents have started up to a place
+    last: Tensor  # [B, W - 1]: the places of the last inputs, which are the final state
+    outdated: Tensor  # [B, W - 1]: whether these are from before the last start
 
 
-def _pack(token_kind, taps):
+def _real_tokens(token_kind, taps):
     if token_kind is None:
         return None
-    restart, padding = kind_masks(token_kind)
+    starts, padding = kind_masks(token_kind)
     batch, length = token_kind.shape
-    token = torch.arange(length, device=token_kind.device).view(1, -1, 1)
+    token = torch.arange(length, device=token_kind.device)
     real = torch.cumsum(~padding, dim=1)
     number = real[:, -1:]
     place = torch.where(padding, number + token - real, real - 1)
     order = torch.empty_like(place).scatter_(1, place, token.expand_as(place))
-    restarts = torch.cumsum(restart, dim=1)
-    before = restarts.new_zeros(batch, taps, 1)
-    document = torch.cat((before, restarts.gather(1, order)), dim=1)
-    last = number + torch.arange(taps, device=token_kind.device).view(1, -1, 1)
-    return _Packing(
-        place=place.squeeze(-1),
-        order=order.squeeze(-1),
+    starts_so_far = torch.cumsum(starts, dim=1)
+    of_state = starts_so_far.new_zeros(batch, taps)
+    document = torch.cat((of_state, starts_so_far.gather(1, order)), dim=1)
+    last = number + torch.arange(taps, device=token_kind.device)
+    return _RealTokens(
+        place=place,
+        order=order,
         empty=token >= number,
         document=document,
         last=last,
-        outdated=document.gather(1, last) != restarts[:, -1:],
+        outdated=document.gather(1, last) != starts_so_far[:, -1:],
     )
 
 
 def _move(tensor, index):
-    """tensor[b, index[b, t]], [B, T, D]: whole rows at once, unlike torch.gather."""
+    """tensor[b, index[b, t]] of tensor [B, T, D]; faster than torch.gather, which moves numbers."""
     batch, length, width = tensor.shape
     index = index + length * torch.arange(batch, device=index.device).unsqueeze(1)
     return tensor.reshape(-1, width).index_select(0, index.flatten()).view(batch, -1, width)
 
 
-def _shift(rows, tap):
-    return slice(rows.start + tap, rows.stop + tap)
+def _shift(span, tap):
+    return slice(span.start + tap, span.stop + tap)
 
 
-def _cut(tensor, packing, rows, tap, taps):
-    """Zeroes the rows whose tap would reach across a restart."""
-    if packing is None or tap == taps:
+def _same_document(tensor, tokens, span, tap, taps):
+    """`tensor`, with zeros where the input that a tap multiplies is of an earlier document."""
+    if tokens is None or tap == taps:
         return tensor
-    document = packing.document
-    return tensor.masked_fill(document[:, _shift(rows, tap)] != document[:, _shift(rows, taps)], 0)
+    document = tokens.document
+    other = document[:, _shift(span, tap)] != document[:, _shift(span, taps)]
+    return filled(tensor, other, 0)
 
 
-def _inputs(x, initial_state, packing, taps, dtype):
+def _inputs(x, initial_state, tokens, taps, dtype):
     """[B, W - 1 + T, D]: the state, then the real tokens, then zeros."""
-    state = state_or_zeros(initial_state, (x.shape[0], taps, x.shape[2]), x, dtype)
-    if packing is not None:
-        x = _move(x, packing.order).masked_fill_(packing.empty, 0)
+    state = state_or_zeros(initial_state, (x.shape[0], taps, x.shape[2]), dtype, x)
+    if tokens is not None:
+        x = fill_(_move(x, tokens.order), tokens.empty, 0)
     return torch.cat((state, x.to(dtype)), dim=1)
 
 
-def _filter(inputs, weights, bias, packing, rows, out=None):
-    """Some rows of the convolution, before any activation."""
+def _filtered(inputs, weights, bias, tokens, span, out=None):
+    """The convolution of a span, before any activation."""
     taps = weights.shape[0] - 1
-    z = torch.mul(inputs[:, _shift(rows, taps)], weights[taps], out=out)
+    z = torch.mul(inputs[:, _shift(span, taps)], weights[taps], out=out)
     for tap in range(taps):
-        z.addcmul_(_cut(inputs[:, _shift(rows, tap)], packing, rows, tap, taps), weights[tap])
+        tapped = _same_document(inputs[:, _shift(span, tap)], tokens, span, tap, taps)
+        z.addcmul_(tapped, weights[tap])
     return z if bias is None else z.add_(bias)
 
 
@@ -119,20 +121,19 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     dtype = accumulation_dtype(x, kernel, bias, initial_state)
     length, taps = x.shape[1], kernel.shape[0] - 1
-    packing = _pack(token_kind, taps)
-    inputs = _inputs(x, initial_state, packing, taps, dtype)
+    tokens = _real_tokens(token_kind, taps)
+    inputs = _inputs(x, initial_state, tokens, taps, dtype)
     weights = kernel.to(dtype)
 
     y = inputs.new_empty(x.shape)
-    for rows in row_blocks(x):
-        y_b = _filter(inputs, weights, bias, packing, rows, out=y[:, rows])
+    for span in spans(x):
+        y_b = _filtered(inputs, weights, bias, tokens, span, out=y[:, span])
         if activation == "silu":
             torch.nn.functional.silu(y_b, inplace=True)
     y = y.to(x.dtype)
-    if packing is None:
+    if tokens is None:
         return y, fresh(inputs[:, length:], dtype)
-    final_state = inputs.gather(1, packing.last.expand(-1, -1, x.shape[2]))
-    return _move(y, packing.place), final_state.masked_fill_(packing.outdated, 0)
+    return _move(y, tokens.place), fill_(_move(inputs, tokens.last), tokens.outdated, 0)
 
 
 @_forward.register_fake
@@ -155,32 +156,32 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dtype = accumulation_dtype(x, kernel, bias, initial_state)
     length, taps = x.shape[1], kernel.shape[0] - 1
-    packing = _pack(token_kind, taps)
-    inputs = _inputs(x, initial_state, packing, taps, dtype)
+    tokens = _real_tokens(token_kind, taps)
+    inputs = _inputs(x, initial_state, tokens, taps, dtype)
     weights = kernel.to(dtype)
     d_inputs = torch.zeros_like(inputs)
-    if packing is None:
+    if tokens is None:
         d_inputs[:, length:] = d_state
     else:
-        dy = _move(dy, packing.order).masked_fill_(packing.empty, 0)
-        last = packing.last.expand_as(d_state)
-        d_inputs.scatter_(1, last, d_state.masked_fill(packing.outdated, 0))
+        dy = fill_(_move(dy, tokens.order), tokens.empty, 0)
+        last = tokens.last[:, :, None].expand_as(d_state)
+        d_inputs.scatter_(1, last, filled(d_state, tokens.outdated, 0))
 
     d_weights = torch.zeros_like(weights)
     d_bias = weights.new_zeros(x.shape[2])
-    for rows in row_blocks(x):
-        dz_b = dy[:, rows].to(dtype)
+    for span in spans(x):
+        dz_b = dy[:, span].to(dtype)
         if activation == "silu":
-            z_b = _filter(inputs, weights, bias, packing, rows)
+            z_b = _filtered(inputs, weights, bias, tokens, span)
             dz_b = torch.ops.aten.silu_backward(dz_b, z_b)
         d_bias += dz_b.sum((0, 1))
         for tap in range(taps + 1):
-            cut, tapped = _cut(dz_b, packing, rows, tap, taps), _shift(rows, tap)
-            d_inputs[:, tapped].addcmul_(cut, weights[tap])
-            d_weights[tap] += (cut * inputs[:, tapped]).sum((0, 1))
+            d_tap, tapped = _same_document(dz_b, tokens, span, tap, taps), _shift(span, tap)
+            d_inputs[:, tapped].addcmul_(d_tap, weights[tap])
+            d_weights[tap] += (d_tap * inputs[:, tapped]).sum((0, 1))
 
     dx = d_inputs[:, taps:]
-    dx = fresh(dx, x.dtype) if packing is None else _move(dx.to(x.dtype), packing.place)
+    dx = fresh(dx, x.dtype) if tokens is None else _move(dx.to(x.dtype), tokens.place)
     return (
         dx,
         d_weights.to(kernel.dtype),

@@ -1,4 +1,4 @@
-"""h_t = exp(log_a_t + i phase_t) * h_{t-1} + x_t.  De et al. 2024, arXiv:2402.19427, App. B.
+"""h_t = exp(log_a_t + i phase_t) * h_{t-1} + x_t.  De et al. 2024, arXiv:2402.19427, appendix B.
 
 In x and h the first half of the channels is the real part, the second half the imaginary part.
 With a_t = exp(log_a_t + i phase_t) and g_t = dh_t + conj(a_{t+1}) g_{t+1} the gradients are
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from keras_recurrent.backends.torch._common import (
     accumulation_dtype,
+    applied_decay_,
     fill_,
     fresh,
     kind_masks,
@@ -17,11 +18,6 @@ from keras_recurrent.backends.torch._common import (
     state_or_zeros,
 )
 from keras_recurrent.backends.torch._scan import adjoint_scan, scan_, times_previous_
-
-
-def unsupported(x, log_a, phase, initial_state=None, token_kind=None) -> str | None:
-    """Why this kernel refuses these arguments; None if it accepts them."""
-    return None
 
 
 def complex_linear_scan(x, log_a, phase, initial_state=None, token_kind=None):
@@ -42,9 +38,9 @@ def _to_real(tensor, dtype):
 
 
 def _decay(log_a, phase, token_kind, dtype):
-    restart, padding = kind_masks(token_kind)
+    starts, padding = kind_masks(token_kind)
     a = torch.polar(torch.exp(log_a.to(dtype)), phase.to(dtype)).contiguous()
-    return fill_(fill_(a, restart, 0), padding, 1)
+    return applied_decay_(a, starts, padding)
 
 
 @torch.library.custom_op("keras_recurrent::complex_linear_scan", mutates_args=())
@@ -56,11 +52,11 @@ def _forward(
     token_kind: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     dtype = accumulation_dtype(x, log_a, phase, initial_state)
-    state = state_or_zeros(initial_state, x[:, 0].shape, x, dtype)
+    state = state_or_zeros(initial_state, x[:, 0].shape, dtype, x)
     _, padding = kind_masks(token_kind)
     inputs = fill_(_to_complex(x, dtype), padding, 0)
     h = _decay(log_a, phase, token_kind, dtype)
-    scan_(h, h, inputs, _to_complex(state, dtype))
+    scan_(h, inputs, _to_complex(state, dtype), h)
     return _to_real(h, x.dtype), _to_real(h[:, -1], dtype)
 
 
@@ -82,7 +78,7 @@ def _backward(
     token_kind: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dtype = accumulation_dtype(x, log_a, phase, initial_state)
-    state = state_or_zeros(initial_state, d_state.shape, x, dtype)
+    state = state_or_zeros(initial_state, d_state.shape, dtype, x)
     _, padding = kind_masks(token_kind)
     conj_a = _decay(log_a, -phase, token_kind, dtype)
     g = adjoint_scan(conj_a, _to_complex(dh, dtype), _to_complex(d_state, dtype))

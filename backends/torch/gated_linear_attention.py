@@ -3,12 +3,12 @@
 Qin et al. 2024, arXiv:2404.07904, section 3 (HGRN2, where k_t = 1 - exp(log_f_t)); Yang et al.
 2023, arXiv:2312.06635, section 4 (gated linear attention).
 
-Between chunks the state carries what was seen. Inside a chunk, token u meets an earlier s with the
-weight a_us = sum_k q_u f_{s+1} ... f_u k_s; for a matrix product the decays must be shared out
-between q_u and k_s. So the chunk is halved again and again: where u lies in a right half and s in
-the left half beside it, q_u takes the decays from the boundary to u, and k_s those from s to the
-boundary. Only products of decays are formed, never quotients, which makes any decay safe; neither
-0 nor a restart, which is one, needs a case of its own.
+What came before a chunk reaches it through the state. Inside a chunk, token u attends to an earlier
+token s with the weight a_us = sum_k q_u f_{s+1} ... f_u k_s. To compute these weights as matrix
+products, the decays are split between q_u and k_s: the chunk is halved again and again, and where
+u is in a right half and s in the left half beside it, q_u is multiplied by the decays from the
+boundary to u and k_s by those from s to the boundary. Decays are only multiplied, never divided by
+one another, so any decay is safe. A start is a decay of 0, and 0 needs no case of its own.
 """
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from keras_recurrent.backends.torch._common import (
     accumulation_dtype,
+    applied_decay_,
     fill_,
     fresh,
     register_gradient,
@@ -32,12 +33,7 @@ from keras_recurrent.backends.torch._linear_attention import (
     unchunk_,
 )
 
-_CHUNK = 64
-
-
-def unsupported(q, k, v, log_f, initial_state=None, token_kind=None) -> str | None:
-    """Why this kernel refuses these arguments; None if it accepts them."""
-    return None
+CHUNK = 64
 
 
 def gated_linear_attention(q, k, v, log_f, initial_state=None, token_kind=None):
@@ -59,19 +55,19 @@ def _forward(
     token_kind: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     dtype = accumulation_dtype(q, k, v, log_f, initial_state)
-    state = state_or_zeros(initial_state, state_shape(q, v), v, dtype)
+    state = state_or_zeros(initial_state, state_shape(q, v), dtype, v)
     if q.shape[1] == 1:
         return _one_token(q, k, v, log_f, state, token_kind)
     state = state.flatten(0, 1)
     output = v.new_empty(v.shape)
-    size = chunk_size(q.shape[1], _CHUNK)
-    for rows in groups_of(q, v, size):
-        q_g, k_g, v_g, f = _prepared(q, k, v, log_f, token_kind, rows, size, dtype)
+    size = chunk_size(q.shape[1], CHUNK)
+    for span in groups_of(q, v, size):
+        q_g, k_g, v_g, f = _prepared(q, k, v, log_f, token_kind, span, size, dtype)
         levels, from_start, to_end = _decays(f)
         weights = _weights(q_g, k_g, levels)
         before = k_g.mul_(to_end).mT @ v_g
         state = states_(_total(from_start), before, state)
-        unchunk_(output, rows, q_g.mul_(from_start) @ before + weights @ v_g)
+        unchunk_(output, span, q_g.mul_(from_start) @ before + weights @ v_g)
     return output, fresh(state.view(state_shape(q, v)), dtype)
 
 
@@ -100,12 +96,12 @@ def _backward(
     token_kind: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     dtype = accumulation_dtype(q, k, v, log_f, initial_state)
-    size = chunk_size(q.shape[1], _CHUNK)
+    size = chunk_size(q.shape[1], CHUNK)
     groups = groups_of(q, v, size)
-    state = state_or_zeros(initial_state, state_shape(q, v), v, dtype).flatten(0, 1)
+    state = state_or_zeros(initial_state, state_shape(q, v), dtype, v).flatten(0, 1)
     entering = [state]
-    for rows in groups[:-1]:
-        _, k_g, v_g, f = _prepared(q, k, v, log_f, token_kind, rows, size, dtype)
+    for span in groups[:-1]:
+        _, k_g, v_g, f = _prepared(q, k, v, log_f, token_kind, span, size, dtype)
         _, from_start, to_end = _decays(f)
         added = k_g.mul_(to_end).mT @ v_g
         entering.append(states_(_total(from_start), added, entering[-1]))
@@ -113,17 +109,17 @@ def _backward(
     g = d_final_state.flatten(0, 1)
     d_q, d_v, d_log_f = (x.new_empty(x.shape) for x in (q, v, log_f))
     d_k = q.new_empty(0) if k is None else k.new_empty(k.shape)
-    for rows in reversed(groups):
-        inputs = _prepared(q, k, v, log_f, token_kind, rows, size, dtype)
-        d_output_g = chunked(d_output, rows, size, dtype)
+    for span in reversed(groups):
+        inputs = _prepared(q, k, v, log_f, token_kind, span, size, dtype)
+        d_output_g = chunked(d_output, span, size, dtype)
         *found, g = _group_gradient(entering.pop(), d_output_g, g, *inputs)
         if k is None:
             _, d_k_g, _, d_log_f_g = found
-            d_log_f_g.addcmul_(d_k_g, chunked(log_f, rows, size, dtype).exp_(), value=-1)
-        _, padding = chunked_kinds(token_kind, rows, size, q.shape[2])
+            d_log_f_g.addcmul_(d_k_g, chunked(log_f, span, size, dtype).exp_(), value=-1)
+        _, padding = chunked_kinds(token_kind, span, size, q.shape[2])
         for whole, part in zip((d_q, d_k, d_v, d_log_f), found, strict=True):
             if whole.numel():
-                unchunk_(whole, rows, fill_(part, padding, 0))
+                unchunk_(whole, span, fill_(part, padding, 0))
     return d_q, d_k, d_v, d_log_f, fresh(g.view(d_final_state.shape), dtype)
 
 
@@ -141,12 +137,12 @@ def _(d_output, d_final_state, q, k, v, log_f, initial_state, token_kind):
 register_gradient(_forward, _backward, keep_output=False)
 
 
-def _prepared(q, k, v, log_f, token_kind, rows, size, dtype):
-    """q, k, v and f of some rows, in chunks: at padding 0, 0, 0 and 1; f is 0 at a restart."""
-    restart, padding = chunked_kinds(token_kind, rows, size, q.shape[2])
-    q, v, log_f = (chunked(x, rows, size, dtype) for x in (q, v, log_f))
-    k = torch.expm1(log_f).neg_() if k is None else chunked(k, rows, size, dtype)
-    f = fill_(fill_(log_f.exp_(), restart, 0), padding, 1)
+def _prepared(q, k, v, log_f, token_kind, span, size, dtype):
+    """q, k, v and f of a span, in chunks; at padding 0, 0, 0 and 1; f is 0 at a start."""
+    starts, padding = chunked_kinds(token_kind, span, size, q.shape[2])
+    q, v, log_f = (chunked(x, span, size, dtype) for x in (q, v, log_f))
+    k = torch.expm1(log_f).neg_() if k is None else chunked(k, span, size, dtype)
+    f = applied_decay_(log_f.exp_(), starts, padding)
     return fill_(q, padding, 0), fill_(k, padding, 0), fill_(v, padding, 0), f
 
 
@@ -156,13 +152,13 @@ def _prepared(q, k, v, log_f, token_kind, rows, size, dtype):
 def _decays(f):
     """Products of decays, for halves of 1, 2, 4 ... tokens and for the chunk.
 
-    Returns [(those from the boundary to u, for the right halves, those from s to the boundary, for
-    the left ones), ...], and those from the start of the chunk and to its end. A product from s is
-    without f_s, as s itself is not decayed any more.
+    Returns [(those from the boundary to u, for right halves; those from s to the boundary, for left
+    halves), ...], those from the start of the chunk to u, and those from s to its end. A product
+    from s is without f_s: the decay of a token does not apply to what that token adds.
     """
     from_start, to_end = f, torch.ones_like(f)
-    # Nothing beside what one token brings. Left as it is, it would meet its like in numbers so
-    # small that a CPU takes several times as long over them.
+    # So small a decay adds nothing to what one token contributes. It is set to 0, since products of
+    # such decays are subnormal numbers, with which a CPU computes several times as slowly.
     negligible = torch.finfo(f.dtype).tiny ** 0.5
     levels, half = [], 1
     while half < f.shape[-2]:
@@ -176,7 +172,7 @@ def _decays(f):
 
 
 def _total(from_start):
-    """The product of a chunk's decays, beside its state: [..., K, 1]."""
+    """The product of a chunk's decays, to multiply its state [..., K, V]: [..., K, 1]."""
     return from_start[..., -1, :, None]
 
 
@@ -185,8 +181,8 @@ def _halves(x, half):
     return x.unflatten(-2, (-1, 2, half)).unbind(-3)
 
 
-def _meeting(weights, half):
-    """A view of where right halves meet the left ones: [..., C / (2 half), half, half]."""
+def _between_halves(weights, half):
+    """A view of the weights between right and left halves: [..., C / (2 half), half, half]."""
     blocks = weights.unflatten(-1, (-1, 2, half)).unflatten(-4, (-1, 2, half))
     return blocks[..., :, 1, :, :, 0, :].diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
@@ -197,17 +193,17 @@ def _weights(q, k, levels):
     for from_boundary, to_boundary in levels:
         half = from_boundary.shape[-2]
         (k_left, _), (_, q_right) = _halves(k, half), _halves(q, half)
-        _meeting(weights, half).copy_((q_right * from_boundary) @ (k_left * to_boundary).mT)
+        _between_halves(weights, half).copy_((q_right * from_boundary) @ (k_left * to_boundary).mT)
     return weights
 
 
 def _group_gradient(state, d_output, g, q, k, v, f):
     """Gradients of q, k, v and log f of a group, and of the state before it; g: of that after it.
 
-    The gradient of log f_t is the sum, over all pairs s < t <= u that it stands between, of what
-    they gain from each other. The pairs that meet at a boundary give each f between the boundary
-    and u a sum over later u, and each f between s and the boundary a sum over earlier s: nothing
-    is subtracted, so that it is as exact as the gradients of q and k.
+    The gradient of log f_t is, in each channel, the sum of q_u f_{s+1} ... f_u k_s da_us over all
+    pairs s < t <= u, of which f_t is a factor. The pairs that a boundary separates give each f
+    between the boundary and u a sum over later u, and each f between s and the boundary a sum over
+    earlier s. Nothing is subtracted, so the result is as exact as the gradients of q and k.
     """
     levels, from_start, to_end = _decays(f)
     total, q_in, k_out = _total(from_start), q * from_start, k * to_end
@@ -218,8 +214,8 @@ def _group_gradient(state, d_output, g, q, k, v, f):
     d_v = (k_out @ after).add_(_weights(q, k, levels).mT @ d_output)
     d_q = (d_output @ before.mT).mul_(from_start)
     d_k = (v @ after.mT).mul_(to_end)
-    # Of log f: `crossing` belongs to every token of a block, `later` also to the tokens before its
-    # own in the block, `earlier` to those after its own.
+    # Parts of the gradient of log f: `crossing` counts for every token of a block, `later` for its
+    # own token and those before it in the block, `earlier` for those after its own.
     crossing = before.mul_(after).sum(-1).mul_(total.squeeze(-1)).unsqueeze(-2)
     later, earlier = q * d_q, k * d_k
 
@@ -227,9 +223,9 @@ def _group_gradient(state, d_output, g, q, k, v, f):
     for from_boundary, to_boundary in reversed(levels):
         half = from_boundary.shape[-2]
         (k_left, _), (_, q_right) = _halves(k, half), _halves(q, half)
-        d_meeting = _meeting(d_weights, half)
-        d_right = (d_meeting @ (k_left * to_boundary)).mul_(from_boundary)
-        d_left = (d_meeting.mT @ (q_right * from_boundary)).mul_(to_boundary)
+        d_between = _between_halves(d_weights, half)
+        d_right = (d_between @ (k_left * to_boundary)).mul_(from_boundary)
+        d_left = (d_between.mT @ (q_right * from_boundary)).mul_(to_boundary)
         _halves(d_q, half)[1].add_(d_right)
         _halves(d_k, half)[0].add_(d_left)
 
@@ -239,7 +235,8 @@ def _group_gradient(state, d_output, g, q, k, v, f):
         later_right.addcmul_(q_right, d_right)
         earlier_left.addcmul_(k_left, d_left)
 
-    d_own = d_weights.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)  # no decay is between
+    # Of a token and itself, without a decay.
+    d_own = d_weights.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
     d_q.addcmul_(d_own, k)
     d_k.addcmul_(d_own, q)
     return d_q, d_k, d_v, later.add_(crossing), d_state

@@ -5,13 +5,8 @@ from torch.nn import functional as F
 from keras_recurrent.backends.torch._common import accumulation_dtype
 
 
-def unsupported(gate, x, activation="silu") -> str | None:
-    """Why this kernel refuses these arguments; None if it accepts them."""
-    return None
-
-
 def gated_linear_unit(gate, x, activation="silu"):
-    """gate, x: the same shape; activation: "silu" or "gelu". Returns that shape in x's dtype."""
+    """gate, x: of one shape; activation: "silu" or "gelu". Returns that shape in x's dtype."""
     dtype = accumulation_dtype(gate, x)
     gate = gate.to(dtype)
     gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")

@@ -2,18 +2,18 @@
 
 Qin et al. 2024, arXiv:2405.17381 (Lightning Attention), and 2023, arXiv:2307.14995
 (TransNormerLLM): inside a chunk (Q K^T * M) V with M_us = decay^(u - s), across chunks Q (K^T V).
-Padding does not tick the decay: M and its like are powers of it by the number of real tokens
-between two places, and 0 where a document begins between them.
+Padding does not decay the state: the exponent counts the real tokens between s and u, and M_us is 0
+where a document starts between them.
 """
 
 import torch
 from torch import Tensor
 
 from keras_recurrent.backends.torch._common import (
-    PADDING,
     accumulation_dtype,
     fill_,
     fresh,
+    kind_masks,
     register_gradient,
     state_or_zeros,
 )
@@ -28,12 +28,7 @@ from keras_recurrent.backends.torch._linear_attention import (
     unchunk_,
 )
 
-_CHUNK = 64
-
-
-def unsupported(q, k, v, log_decay, initial_state=None, token_kind=None) -> str | None:
-    """Why this kernel refuses these arguments; None if it accepts them."""
-    return None
+CHUNK = 64
 
 
 def lightning_attention(q, k, v, log_decay, initial_state=None, token_kind=None):
@@ -55,7 +50,7 @@ def _forward(
     token_kind: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     dtype = accumulation_dtype(q, k, v, log_decay, initial_state)
-    state = state_or_zeros(initial_state, state_shape(q, v), v, dtype)
+    state = state_or_zeros(initial_state, state_shape(q, v), dtype, v)
     if q.shape[1] == 1:
         return _one_token(q, k, v, log_decay, state, token_kind)
     output = v.new_empty(v.shape)
@@ -70,10 +65,10 @@ def _(q, k, v, log_decay, initial_state, token_kind):
 
 
 def _one_token(q, k, v, log_decay, state, token_kind):
-    rows, shape = slice(0, 1), state.shape
-    kinds = chunked_kinds(token_kind, rows, 1, q.shape[2])
-    *_, decay = _decays(log_decay, q, kinds, rows, 1, state.dtype)
-    q, k, w = _prepared((q, k, v), kinds, rows, 1, state.dtype)
+    span, shape = slice(0, 1), state.shape
+    kinds = chunked_kinds(token_kind, span, 1, q.shape[2])
+    *_, decay = _decays(log_decay, q, kinds, span, 1, state.dtype)
+    q, k, w = _prepared((q, k, v), kinds, span, 1, state.dtype)
     q, k, w = q.view(*shape[:3], 1), k.view(*shape[:3], 1), w.view(*shape[:2], 1, -1)
     state = (k * w).addcmul_(decay.view(*shape[:2], 1, 1), state)
     return (q * state).sum(2).unsqueeze(1).to(v.dtype), state
@@ -81,15 +76,15 @@ def _one_token(q, k, v, log_decay, state, token_kind):
 
 def _attend(output, q, k, v, log_decay, state, token_kind):
     """Writes the output and returns the last of the states [B * H, K, V]."""
-    size = chunk_size(q.shape[1], _CHUNK)
-    for rows in groups_of(q, v, size):
-        kinds = chunked_kinds(token_kind, rows, size, q.shape[2])
-        between, from_start, to_end, total = _decays(log_decay, q, kinds, rows, size, state.dtype)
-        q_g, k_g, v_g = _prepared((q, k, v), kinds, rows, size, state.dtype)
+    size = chunk_size(q.shape[1], CHUNK)
+    for span in groups_of(q, v, size):
+        kinds = chunked_kinds(token_kind, span, size, q.shape[2])
+        between, from_start, to_end, total = _decays(log_decay, q, kinds, span, size, state.dtype)
+        q_g, k_g, v_g = _prepared((q, k, v), kinds, span, size, state.dtype)
         output_g = inner_products(q_g, k_g).mul_(between) @ v_g
         before = k_g.mul_(to_end).mT @ v_g
         state = states_(total, before, state)
-        unchunk_(output, rows, output_g.add_(q_g.mul_(from_start) @ before))
+        unchunk_(output, span, output_g.add_(q_g.mul_(from_start) @ before))
     return state
 
 
@@ -105,29 +100,28 @@ def _backward(
     token_kind: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     dtype = accumulation_dtype(q, k, v, log_decay, initial_state)
-    state = state_or_zeros(initial_state, state_shape(q, v), v, dtype).flatten(0, 1)
+    state = state_or_zeros(initial_state, state_shape(q, v), dtype, v).flatten(0, 1)
     d_q, d_k, d_v = (x.new_empty(x.shape) for x in (q, k, v))
-    # The gradient of q is the same operation, that of k and v is its mirror image in time.
+    # The gradient of q is this operation on other tensors, those of k and v are the same reversed.
     _attend(d_q, d_output, v, k, log_decay, state.mT, token_kind)
 
     g = d_final_state.flatten(0, 1)
-    size = chunk_size(q.shape[1], _CHUNK)
-    for rows in reversed(groups_of(q, v, size)):
-        kinds = chunked_kinds(token_kind, rows, size, q.shape[2])
-        between, from_start, to_end, total = _decays(log_decay, q, kinds, rows, size, dtype)
-        q_g, k_g, v_g, d_output_g = _prepared((q, k, v, d_output), kinds, rows, size, dtype)
+    size = chunk_size(q.shape[1], CHUNK)
+    for span in reversed(groups_of(q, v, size)):
+        kinds = chunked_kinds(token_kind, span, size, q.shape[2])
+        between, from_start, to_end, total = _decays(log_decay, q, kinds, span, size, dtype)
+        q_g, k_g, v_g, d_output_g = _prepared((q, k, v, d_output), kinds, span, size, dtype)
         d_k_g = inner_products(d_output_g, v_g).mul_(between).mT @ q_g
         d_v_g = inner_products(q_g, k_g).mul_(between).mT @ d_output_g
         after = q_g.mul_(from_start).mT @ d_output_g
         g = states_(total, after, g, reverse=True)
         d_k_g.addcmul_(v_g @ after.mT, to_end)
         d_v_g.add_(k_g.mul_(to_end) @ after)
-        unchunk_(d_k, rows, d_k_g)
-        unchunk_(d_v, rows, d_v_g)
-    if token_kind is not None:
-        padding = (token_kind == PADDING)[:, :, None, None]
-        for d in (d_q, d_k, d_v):
-            d.masked_fill_(padding, 0)
+        unchunk_(d_k, span, d_k_g)
+        unchunk_(d_v, span, d_v_g)
+    _, padding = kind_masks(token_kind)
+    for d in (d_q, d_k, d_v):
+        fill_(d, padding, 0)
     return d_q, d_k, d_v, torch.zeros_like(log_decay), fresh(g.view(d_final_state.shape), dtype)
 
 
@@ -140,32 +134,35 @@ def _(d_output, d_final_state, q, k, v, log_decay, initial_state, token_kind):
 register_gradient(_forward, _backward, keep_output=False)
 
 
-def _prepared(tensors, kinds, rows, size, dtype):
-    """Some rows in chunks, [B * H, chunks, C, K], with zeros at padding."""
+def _prepared(tensors, kinds, span, size, dtype):
+    """Tensors of a span in chunks, [B * H, chunks, C, K], with zeros at padding."""
     _, padding = kinds
-    return [fill_(chunked(x, rows, size, dtype), padding, 0) for x in tensors]
+    return [fill_(chunked(x, span, size, dtype), padding, 0) for x in tensors]
 
 
-def _decays(log_decay, q, kinds, rows, size, dtype):
+def _decays(log_decay, q, kinds, span, size, dtype):
     """The decays of a group: from s to u, from the start of the chunk, to its end, and over it.
 
     [B * H, chunks, C, C], twice [B * H, chunks, C, 1] and [B * H, chunks, 1, 1].
     """
     log_decay = log_decay.to(dtype).repeat(q.shape[0])[:, None, None, None]
-    tokens = rows.stop - rows.start
-    alike = kinds[0] is None and tokens % size == 0  # then one chunk stands for all
-    last = size if alike else -(-tokens // size) * size
+    tokens = span.stop - span.start
+    all_alike = kinds[0] is None and tokens % size == 0  # one chunk then stands for all
+    last = size if all_alike else -(-tokens // size) * size
     place = torch.arange(1, last + 1, device=q.device).view(1, -1, size, 1)
-    real, starts = place <= tokens, torch.zeros_like(place, dtype=torch.bool)
-    restart, padding = kinds
-    if padding is not None:
-        real, starts = real & ~padding, restart
+    starts, padding = kinds
+    real = place <= tokens
+    if padding is None:
+        starts = torch.zeros_like(real)
+    else:
+        real = real & ~padding
     count, document = real.cumsum(-2), starts.cumsum(-2)
 
-    def decay(ticks, reaches):
-        # Not 0 * log_decay, which is not a number if the decay is 0.
-        logarithm = torch.mul(ticks, log_decay).masked_fill_(ticks == 0, 0)
-        # Less is nothing beside what one token brings, and numbers that small slow a CPU down.
+    def decay(steps, reaches):
+        # Not 0 * log_decay: that is NaN if the decay is 0.
+        logarithm = torch.mul(steps, log_decay).masked_fill_(steps == 0, 0)
+        # A smaller decay adds nothing to what one token contributes. It is set to 0, since products
+        # of such decays are subnormal numbers, with which a CPU computes slowly.
         negligible = torch.finfo(dtype).tiny ** 0.5
         return torch.threshold_(logarithm.exp_(), negligible, 0).masked_fill_(~reaches, 0)
 

@@ -1,4 +1,4 @@
-"""h_t = exp(log_a_t) * h_{t-1} + x_t.  De et al. 2024, arXiv:2402.19427, eq. 4.
+"""h_t = exp(log_a_t) * h_{t-1} + x_t.  De et al. 2024, arXiv:2402.19427, section 2.4.
 
 With a_t = exp(log_a_t) and g_t = dh_t + a_{t+1} g_{t+1} the gradients are
 dx_t = g_t, dlog_a_t = g_t a_t h_{t-1}.
@@ -9,18 +9,15 @@ from torch import Tensor
 
 from keras_recurrent.backends.torch._common import (
     accumulation_dtype,
+    applied_decay_,
     fill_,
+    filled,
     fresh,
     kind_masks,
     register_gradient,
     state_or_zeros,
 )
 from keras_recurrent.backends.torch._scan import adjoint_scan, scan_, times_previous_
-
-
-def unsupported(x, log_a, initial_state=None, token_kind=None) -> str | None:
-    """Why this kernel refuses these arguments; None if it accepts them."""
-    return None
 
 
 def linear_scan(x, log_a, initial_state=None, token_kind=None):
@@ -32,10 +29,10 @@ def linear_scan(x, log_a, initial_state=None, token_kind=None):
 
 
 def _decay(log_a, token_kind, dtype):
-    restart, padding = kind_masks(token_kind)
+    starts, padding = kind_masks(token_kind)
     a = log_a.new_empty(log_a.shape, dtype=dtype)  # contiguous, whatever log_a is
     torch.exp(log_a.to(dtype), out=a)
-    return fill_(fill_(a, restart, 0), padding, 1)
+    return applied_decay_(a, starts, padding)
 
 
 @torch.library.custom_op("keras_recurrent::linear_scan", mutates_args=())
@@ -43,13 +40,11 @@ def _forward(
     x: Tensor, log_a: Tensor, initial_state: Tensor | None, token_kind: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     dtype = accumulation_dtype(x, log_a, initial_state)
-    state = state_or_zeros(initial_state, x[:, 0].shape, x, dtype)
+    state = state_or_zeros(initial_state, x[:, 0].shape, dtype, x)
     _, padding = kind_masks(token_kind)
-    inputs = x.to(dtype)
-    if padding is not None:
-        inputs = inputs.masked_fill(padding, 0)
+    inputs = filled(x.to(dtype), padding, 0)
     h = _decay(log_a, token_kind, dtype)
-    scan_(h, h, inputs, state)
+    scan_(h, inputs, state, h)
     return h.to(x.dtype), fresh(h[:, -1], dtype)
 
 
@@ -69,7 +64,7 @@ def _backward(
     token_kind: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = accumulation_dtype(h, log_a, initial_state)
-    state = state_or_zeros(initial_state, d_state.shape, h, dtype)
+    state = state_or_zeros(initial_state, d_state.shape, dtype, h)
     _, padding = kind_masks(token_kind)
     a = _decay(log_a, token_kind, dtype)
     g = adjoint_scan(a, dh.to(dtype), d_state)

@@ -1,14 +1,9 @@
-"""log f = log(β + (1 - β) σ(logits)).  Qin et al. 2023, arXiv:2311.04823, §3.2."""
+"""log f = log(β + (1 - β) σ(logits)).  Qin et al. 2023, arXiv:2311.04823, section 3.2."""
 
 import torch
 from torch.nn import functional as F
 
 from keras_recurrent.backends.torch._common import accumulation_dtype
-
-
-def unsupported(logits, lower_bound=None) -> str | None:
-    """Why this kernel refuses these arguments; None if it accepts them."""
-    return None
 
 
 def log_forget_gate(logits, lower_bound=None):
@@ -22,5 +17,5 @@ def log_forget_gate(logits, lower_bound=None):
         return log_f
     log_bound, log_rest = lower_bound.to(dtype)
     log_f = torch.logaddexp(log_bound, log_rest + log_f)
-    # Rounding may be above 0; its gradient is that of the sum all the same.
+    # Rounding may take log f above 0. It is cut off there, but its gradient is not.
     return log_f - log_f.detach().clamp(min=0)

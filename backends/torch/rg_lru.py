@@ -1,38 +1,35 @@
-"""The real-gated linear recurrent unit.  De et al. 2024, arXiv:2402.19427, §2.4.
+"""The real-gated linear recurrent unit.  De et al. 2024, arXiv:2402.19427, section 2.4.
 
-    r_t = σ(gate_a_t),  i_t = σ(gate_x_t),  log a_t = -8 softplus(-Λ) r_t
-    h_t = a_t h_{t-1} + s_t i_t x_t,  s_t = sqrt(1 - a_t²); a_t = 0, s_t = 1 at a restart
+    r_t = σ(gate_a_t),  i_t = σ(gate_x_t),  log a_t = -8 softplus(-a_logit) r_t
+    h_t = a_t h_{t-1} + s_t i_t x_t,  s_t = sqrt(1 - a_t²); a_t = 0, s_t = 1 at a start
 
 With g_t = dh_t + a_{t+1} g_{t+1} the gradients are
 
     dx = g s i,  di = g s x,  dlog a = a (g h_{t-1} - a g i x / s)
-    dr = -8 softplus(-Λ) dlog a,  dΛ = 8 σ(-Λ) Σ r dlog a
+    dr = -8 softplus(-a_logit) dlog a,  da_logit = 8 σ(-a_logit) Σ r dlog a
 
-where the s that divides is bounded below as in the released code.
+where 1 / s is bounded as `MAX_SQRT_GRADIENT` says.
 """
 
 import torch
 from torch import Tensor
 
+from keras_recurrent.backends.constants import MAX_SQRT_GRADIENT
 from keras_recurrent.backends.torch._common import (
     accumulation_dtype,
+    applied_decay_,
     fill_,
     fresh,
     kind_masks,
     register_gradient,
-    row_blocks,
+    spans,
     state_or_zeros,
 )
 from keras_recurrent.backends.torch._scan import adjoint_scan, scan_, times_previous_
 
-_SCALE = 8.0
-# The derivative of sqrt(z) is taken as 1 / sqrt(max(4 z, 1e-6)).
-_SMALLEST_MULTIPLIER = 5e-4
-
-
-def unsupported(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None) -> str | None:
-    """Why this kernel refuses these arguments; None if it accepts them."""
-    return None
+C = 8.0  # the paper's constant of this name
+# Where s divides, it is at least this: so the derivative of the root, 1 / (2 s), keeps its bound.
+SMALLEST_DIVISOR = 1 / (2 * MAX_SQRT_GRADIENT)
 
 
 def rg_lru(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None):
@@ -43,24 +40,25 @@ def rg_lru(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None):
     return _forward(x, gate_a, gate_x, a_logit, initial_state, token_kind)
 
 
-# All but the scan goes block by block and in place: the temporaries stay in the cache.
+# Everything but the scan is computed span by span and in place: the temporaries stay in the cache.
 
 
-def _strongest_decay(a_logit):
-    """-8 softplus(-Λ)."""
-    return -_SCALE * torch.logaddexp(torch.zeros_like(a_logit), -a_logit)
+def _log_decay_of_open_gate(a_logit):
+    """log a where r = 1."""
+    return -C * torch.logaddexp(torch.zeros_like(a_logit), -a_logit)
 
 
-def _log_decay(gate_a, log_a_full):
-    return torch.sigmoid(gate_a.to(log_a_full.dtype)).mul_(log_a_full)
+def _log_decay(gate_a, log_a_open):
+    return torch.sigmoid(gate_a.to(log_a_open.dtype)).mul_(log_a_open)
 
 
-def _write_decay(a, log_a, restart, padding):
-    fill_(fill_(torch.exp(log_a, out=a), restart, 0), padding, 1)
+def _write_decay(a, log_a, starts, padding):
+    applied_decay_(torch.exp(log_a, out=a), starts, padding)
 
 
-def _multiplier(log_a, restart):
-    return fill_((2 * log_a).expm1_().neg_().sqrt_(), restart, 1)
+def _multiplier(log_a, starts):
+    """sqrt(1 - a²), and 1 at a start."""
+    return fill_((2 * log_a).expm1_().neg_().sqrt_(), starts, 1)
 
 
 @torch.library.custom_op("keras_recurrent::rg_lru", mutates_args=())
@@ -73,16 +71,16 @@ def _forward(
     token_kind: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     dtype = accumulation_dtype(x, gate_a, gate_x, a_logit, initial_state)
-    state = state_or_zeros(initial_state, x[:, 0].shape, x, dtype)
-    log_a_full = _strongest_decay(a_logit.to(dtype))
+    state = state_or_zeros(initial_state, x[:, 0].shape, dtype, x)
+    log_a_open = _log_decay_of_open_gate(a_logit.to(dtype))
     a, h = (x.new_empty(x.shape, dtype=dtype) for _ in range(2))
-    for rows in row_blocks(x):
-        restart, padding = kind_masks(token_kind, rows)
-        log_a = _log_decay(gate_a[:, rows], log_a_full)
-        _write_decay(a[:, rows], log_a, restart, padding)
-        s_i = _multiplier(log_a, restart).mul_(gate_x[:, rows].to(dtype).sigmoid())
-        fill_(torch.mul(s_i, x[:, rows], out=h[:, rows]), padding, 0)
-    scan_(h, a, h, state)
+    for span in spans(x):
+        starts, padding = kind_masks(token_kind, span)
+        log_a = _log_decay(gate_a[:, span], log_a_open)
+        _write_decay(a[:, span], log_a, starts, padding)
+        s_i = _multiplier(log_a, starts).mul_(gate_x[:, span].to(dtype).sigmoid())
+        fill_(torch.mul(s_i, x[:, span], out=h[:, span]), padding, 0)
+    scan_(a, h, state, h)
     return h.to(x.dtype), fresh(h[:, -1], dtype)
 
 
@@ -105,14 +103,14 @@ def _backward(
     token_kind: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     dtype = accumulation_dtype(x, gate_a, gate_x, a_logit, initial_state)
-    state = state_or_zeros(initial_state, d_state.shape, x, dtype)
+    state = state_or_zeros(initial_state, d_state.shape, dtype, x)
     logit = a_logit.to(dtype)
-    log_a_full = _strongest_decay(logit)
+    log_a_open = _log_decay_of_open_gate(logit)
 
     a = x.new_empty(x.shape, dtype=dtype)
-    for rows in row_blocks(x):
-        log_a = _log_decay(gate_a[:, rows], log_a_full)
-        _write_decay(a[:, rows], log_a, *kind_masks(token_kind, rows))
+    for span in spans(x):
+        log_a = _log_decay(gate_a[:, span], log_a_open)
+        _write_decay(a[:, span], log_a, *kind_masks(token_kind, span))
     g = adjoint_scan(a, dh.to(dtype), d_state)
     d_initial = a[:, 0] * g[:, 0]
 
@@ -120,28 +118,28 @@ def _backward(
     dx = g if x.dtype == dtype else x.new_empty(x.shape)
     d_gate_a = a if gate_a.dtype == dtype else gate_a.new_empty(x.shape)
     d_gate_x = gate_x.new_empty(x.shape)
-    d_log_a_full = torch.zeros_like(log_a_full)
-    for rows in row_blocks(x):
-        restart, padding = kind_masks(token_kind, rows)
-        a_b, g_b = a[:, rows], g[:, rows]
-        u, v = gate_a[:, rows].to(dtype), gate_x[:, rows].to(dtype)
+    d_log_a_open = torch.zeros_like(log_a_open)
+    for span in spans(x):
+        starts, padding = kind_masks(token_kind, span)
+        a_b, g_b = a[:, span], g[:, span]
+        u, v = gate_a[:, span].to(dtype), gate_x[:, span].to(dtype)
         r, i = torch.sigmoid(u), torch.sigmoid(v)
-        log_a = r * log_a_full
-        s = _multiplier(log_a, restart)
-        entering = h[:, rows.start - 1] if rows.start else state
-        d_log_a = times_previous_(g_b.clone(), h[:, rows], entering)
+        log_a = r * log_a_open
+        s = _multiplier(log_a, starts)
+        entering = h[:, span.start - 1] if span.start else state
+        d_log_a = times_previous_(g_b.clone(), h[:, span], entering)
 
-        gix = (g_b * x[:, rows]).mul_(i)
-        fill_(torch.mul(g_b, i.mul_(s), out=dx[:, rows]), padding, 0)
-        torch.mul(torch.sigmoid(v.neg()).mul_(s), gix, out=d_gate_x[:, rows])
-        fill_(d_gate_x[:, rows], padding, 0)
+        gix = (g_b * x[:, span]).mul_(i)
+        fill_(torch.mul(g_b, i.mul_(s), out=dx[:, span]), padding, 0)
+        torch.mul(torch.sigmoid(v.neg()).mul_(s), gix, out=d_gate_x[:, span])
+        fill_(d_gate_x[:, span], padding, 0)
 
         gix.mul_(a_b)
-        d_log_a.addcdiv_(gix, s.clamp_min_(_SMALLEST_MULTIPLIER), value=-1).mul_(a_b)
-        d_log_a_full += fill_(r.mul_(d_log_a), padding, 0).sum((0, 1))
-        torch.mul(torch.sigmoid(u.neg()).mul_(log_a), d_log_a, out=d_gate_a[:, rows])
-        fill_(d_gate_a[:, rows], padding, 0)
-    d_logit = d_log_a_full.mul_(_SCALE).mul_(torch.sigmoid(-logit))
+        d_log_a.addcdiv_(gix, s.clamp_min_(SMALLEST_DIVISOR), value=-1).mul_(a_b)
+        d_log_a_open += fill_(r.mul_(d_log_a), padding, 0).sum((0, 1))
+        torch.mul(torch.sigmoid(u.neg()).mul_(log_a), d_log_a, out=d_gate_a[:, span])
+        fill_(d_gate_a[:, span], padding, 0)
+    d_logit = d_log_a_open.mul_(C).mul_(torch.sigmoid(-logit))
     return dx, d_gate_a, d_gate_x, d_logit.to(a_logit.dtype), d_initial
 
 

@@ -3,11 +3,6 @@
 from keras_recurrent.backends.torch._common import accumulation_dtype
 
 
-def unsupported(x, scale=None, epsilon=0.0) -> str | None:
-    """Why this kernel refuses these arguments; None if it accepts them."""
-    return None
-
-
 def rms_norm(x, scale=None, epsilon=0.0):
     """x: [..., D]; scale: [D] or None. Returns [..., D] in x's dtype."""
     dtype = accumulation_dtype(x, scale)

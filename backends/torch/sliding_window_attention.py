@@ -1,22 +1,16 @@
 """o_t = sum_s softmax_s(q_t · k_s) v_s over a window of keys.  De et al. 2024, arXiv:2402.19427.
 
-Padding may stand anywhere in a row: the real tokens of a row are first moved together, behind
-those of the state, where a window is a band, and the outputs are moved back.
+Padding may be anywhere in a row. The real tokens are first moved to the front, behind those in the
+state, where a window is a band of the logits; the outputs are put back.
 """
 
 import torch
 from torch import Tensor
 
+from keras_recurrent.backends.constants import PADDING, STARTS
 from keras_recurrent.backends.torch import _banded_attention, _ring
-from keras_recurrent.backends.torch._common import PADDING, STARTS, accumulation_dtype
+from keras_recurrent.backends.torch._common import accumulation_dtype
 from keras_recurrent.backends.torch._row import Row, attend, fake_gradients, fake_results
-
-
-def unsupported(
-    q, k, v, sliding_window=None, initial_state=None, token_kind=None, capacity=None
-) -> str | None:
-    """Why this kernel refuses these arguments; None if it accepts them."""
-    return None
 
 
 def sliding_window_attention(
@@ -50,7 +44,7 @@ def _forward(
     output = _banded_attention.forward(
         row.grouped(q), row.by_head(keys), row.by_head(values), row.documents(), row.window
     )
-    output = row.back(output.transpose(1, 2).flatten(2, 3)).contiguous()
+    output = row.put_back(output.transpose(1, 2).flatten(2, 3)).contiguous()
     rings = (_ring.to_ring(x, row.next_position, row.end, capacity) for x in (keys, values))
     return output.to(q.dtype), *rings, row.next_position.int()
 
@@ -84,7 +78,7 @@ def _backward(
         row.documents(),
         row.window,
     )
-    d_q = row.back(d_q.transpose(1, 2).flatten(2, 3)).contiguous().to(q.dtype)
+    d_q = row.put_back(d_q.transpose(1, 2).flatten(2, 3)).contiguous().to(q.dtype)
     d_rows = [
         d_row.transpose(1, 2) + _ring.to_row(d_ring, row.next_position, row.end, keys.shape[1])
         for d_row, d_ring in zip(d_rows, (d_key, d_value), strict=True)
@@ -104,7 +98,8 @@ def _save(ctx, inputs, output):
 
 
 def _gradients(ctx, d_output, d_key, d_value, _):
-    saved = ctx.saved_tensors  # once: a checkpoint recomputes what is asked for again
+    # Read once: inside a checkpoint, each access computes the forward pass again.
+    saved = ctx.saved_tensors
     *found, d_key, d_value = _backward(d_output, d_key, d_value, *saved, ctx.window)
     given = saved[3] is not None
     return *found, *((d_key, d_value) if given else (None, None)), None, None, None, None
@@ -114,38 +109,38 @@ _forward.register_autograd(_gradients, setup_context=_save)
 
 
 def _one_token(q, k, v, key, value, position, token_kind, window):
-    """A step of generation: the ring is read as it lies, and one slot written."""
+    """A step of generation: the ring is read without reordering it, and one slot is written."""
     dtype = accumulation_dtype(q, k, v, key, value)
     batch, _, heads, _ = q.shape
     groups, capacity = k.shape[2], key.shape[1]
-    at = position.long()
-    real = torch.ones_like(at, dtype=torch.bool)
+    position = position.long()
+    real = torch.ones_like(position, dtype=torch.bool)
     if token_kind is not None:
         real = token_kind[:, 0] != PADDING
-        at = at.masked_fill(token_kind[:, 0] == STARTS, 0)
+        position = position.masked_fill(token_kind[:, 0] == STARTS, 0)
         q, k, v = (x.masked_fill(~real[:, None, None, None], 0) for x in (q, k, v))
-    age = _ring.ages(at, capacity)
-    filled = age < at[:, None]
+    age = _ring.ages(position, capacity)
+    filled = age < position[:, None]
     keys, values = (
         ring.masked_fill(~filled[:, :, None, None], 0).to(x.dtype)
         for ring, x in ((key, k), (value, v))
     )
 
-    seen = filled if window is None else filled & (age < window - 1)
+    visible = filled if window is None else filled & (age < window - 1)
     grouped = q.reshape(batch, groups, heads // groups, -1).to(dtype)
     own_key, own_value = k.transpose(1, 2).to(dtype), v.transpose(1, 2).to(dtype)
     logits = grouped @ keys.permute(0, 2, 3, 1).to(dtype)
-    logits.masked_fill_(~seen[:, None, None], float("-inf"))
+    logits.masked_fill_(~visible[:, None, None], float("-inf"))
     logits = torch.cat((logits, grouped @ own_key.transpose(2, 3)), dim=-1)
     weights = logits.softmax(-1)
     output = weights[..., :capacity] @ values.transpose(1, 2).to(dtype)
     output = output + weights[..., capacity:] * own_value
 
     if capacity:
-        slot = (at % capacity)[:, None, None, None]
+        slot = (position % capacity)[:, None, None, None]
         for ring, x in ((keys, k), (values, v)):
             index = slot.expand_as(x)
             old = ring.gather(1, index)
             ring.scatter_(1, index, torch.where(real[:, None, None, None], x, old))
     output = output.view(batch, 1, heads, -1).to(q.dtype)
-    return output, keys, values, (at + real).int()
+    return output, keys, values, (position + real).int()

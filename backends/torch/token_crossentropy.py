@@ -1,7 +1,7 @@
 """loss = log Σ_v exp(logits_v) - logits_token.
 
-An operator with a backward of its own: it keeps the logits as they came, and the largest and the
-sum of each row. Some rows at a time are cast, so nothing of the logits' size is made but their
+For the backward pass the logits are kept in their own dtype, with the largest logit and the sum of
+each row. Only some rows at a time are cast, so nothing of the logits' size is made but their
 gradient.
 """
 
@@ -10,14 +10,9 @@ from torch import Tensor
 
 from keras_recurrent.backends.torch._common import (
     accumulation_dtype,
+    elements_per_launch,
     register_gradient,
-    slab_size,
 )
-
-
-def unsupported(logits, tokens) -> str | None:
-    """Why this kernel refuses these arguments; None if it accepts them."""
-    return None
 
 
 def token_crossentropy(logits, tokens):
@@ -29,7 +24,7 @@ def token_crossentropy(logits, tokens):
 
 
 def _rows(logits, tokens):
-    """The logits [N, V], where each token's is in its row, [N, 1], and which are none, [N, 1]."""
+    """logits [N, V]; the index of each token's logit, [N, 1]; which tokens have none, [N, 1]."""
     size = logits.shape[-1]
     tokens = tokens.reshape(-1, 1).long()
     unknown = (tokens < 0) | (tokens >= size)
@@ -37,9 +32,9 @@ def _rows(logits, tokens):
 
 
 def _blocks(logits):
-    """Slices of rows, as many as one launch should touch."""
+    """Slices of rows with `elements_per_launch` elements each."""
     rows, size = logits.shape
-    step = max(1, slab_size(logits) // size)
+    step = max(1, elements_per_launch(logits) // size)
     return [slice(i, min(i + step, rows)) for i in range(0, rows, step)]
 
 

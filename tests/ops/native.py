@@ -54,6 +54,12 @@ def run(kernel, drawn):
     return {name: to_numpy(r) for name, r in results.items()}
 
 
+def refusal(module, arguments):
+    """Why a module refuses arguments; None if it accepts them or has no `unsupported`."""
+    unsupported = getattr(module, "unsupported", None)
+    return unsupported(**arguments) if unsupported else None
+
+
 def dtype(t):
     return keras.backend.standardize_dtype(t.dtype)
 

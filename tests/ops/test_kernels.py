@@ -125,7 +125,7 @@ def run(operation, implementation, drawn):
     module = dispatch.KERNELS[operation][implementation]
 
     def kernel(**arguments):
-        reason = module.unsupported(**arguments)
+        reason = native.refusal(module, arguments)
         if reason is not None:
             pytest.skip(f"{implementation} refuses: {reason}")
         return getattr(module, operation)(**arguments)

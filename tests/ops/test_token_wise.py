@@ -279,7 +279,7 @@ def run(operation, implementation, drawn):
     module = dispatch.KERNELS[operation][implementation]
     tensors = {name: given(drawn, name) for name in drawn.differentiated}
     others = {name: given(drawn, name) for name in drawn.tensors if name not in tensors}
-    reason = module.unsupported(**tensors, **others, **drawn.options)
+    reason = native.refusal(module, {**tensors, **others, **drawn.options})
     if reason is not None:
         pytest.skip(f"{implementation} refuses: {reason}")
 

@@ -1,0 +1,76 @@
+"""What the operations of this folder share."""
+
+import jax
+import jax.numpy as jnp
+
+from keras_recurrent.backends.constants import PADDING, STARTS
+
+
+def accumulation_dtype(*tensors):
+    """The dtype of states and sums: float64 if any tensor is float64, else float32."""
+    given = [t for t in tensors if t is not None]
+    return jnp.float64 if any(t.dtype == jnp.float64 for t in given) else jnp.float32
+
+
+def state_or_zeros(initial_state, shape, dtype):
+    """The initial state in `dtype`; None stands for zeros."""
+    return jnp.zeros(shape, dtype) if initial_state is None else initial_state.astype(dtype)
+
+
+def kind_masks(token_kind):
+    """(starts, padding), boolean [B, T]: which tokens are of that kind; both None if all go on."""
+    if token_kind is None:
+        return None, None
+    return token_kind == STARTS, token_kind == PADDING
+
+
+def filled(tensor, mask, value):
+    """`tensor` [B, T, ...] with `value` where `mask` [B, T] is set; mask None changes nothing."""
+    if mask is None:
+        return tensor
+    return jnp.where(jnp.expand_dims(mask, range(mask.ndim, tensor.ndim)), value, tensor)
+
+
+def applied_decay(a, starts, padding):
+    """a as a token applies it to the state: 0 at a start, 1 at padding."""
+    return filled(filled(a, starts, 0), padding, 1)
+
+
+def sum_over_tokens(x):
+    """The sum [D] of x [B, T, D], first by halves: XLA fuses those with what computes x."""
+    while x.shape[1] % 2 == 0 and x.shape[1] > 8:
+        x = x[:, : x.shape[1] // 2] + x[:, x.shape[1] // 2 :]
+    return jnp.sum(x, axis=(0, 1))
+
+
+def with_gradient(forward, backward, keep_output=True, without=()):
+    """A `jax.custom_vjp` of `forward` whose gradient is `backward`.
+
+    For the backward pass only arguments and the output are kept, nothing that `forward` computed on
+    the way. So two implementations with the same parameters can share one function: each pass
+    chooses between them when it is lowered for a platform, independently of the other pass.
+
+    Args:
+        forward: a function of positional tensors, some of them None, that returns
+            `(output, final_state)`.
+        backward: a function of the same tensors, the output and the gradients of both results. It
+            returns a gradient for each tensor, None for one that has none.
+        keep_output: whether the output is kept; if not, `backward` gets None in its place.
+        without: positions of arguments that are not kept; `backward` gets None in their place.
+    """
+
+    @jax.custom_vjp
+    def function(*arguments):
+        return forward(*arguments)
+
+    def save(*arguments):
+        output, final_state = forward(*arguments)
+        kept = tuple(None if i in without else a for i, a in enumerate(arguments))
+        return (output, final_state), (kept, output if keep_output else None)
+
+    def gradients(saved, d_results):
+        kept, output = saved
+        return backward(*kept, output, *d_results)
+
+    function.defvjp(save, gradients)
+    return function

@@ -1,0 +1,100 @@
+"""The keys, values and queries of attention, with the real tokens of each row in front."""
+
+import tensorflow as tf
+
+from keras_recurrent.backends.constants import PADDING, STARTS
+from keras_recurrent.backends.tensorflow import _ring
+from keras_recurrent.backends.tensorflow._common import accumulation_dtype, length_of
+
+
+class Row:
+    """The tokens in the state and then the real tokens of each row, side by side."""
+
+    def __init__(self, q, k, v, key, position, token_kind, window):
+        self.q, self.groups, self.position = q, k.shape[2], position
+        self.dtype = accumulation_dtype(q, k, v)
+        self.batch, self.length, self.kept = tf.shape(q)[0], length_of(q), length_of(key)
+        self.token_kind = token_kind
+        self.begin = tf.fill([self.batch], self.kept)
+        # A window of at least the row's length excludes no key.
+        total = self.kept + self.length
+        self.window = None if isinstance(total, int) and (window or total) >= total else window
+        count, start = tf.fill([self.batch], self.length), tf.fill([self.batch], -1)
+        of_queries = tf.zeros([self.batch, self.length], tf.int32)
+        if token_kind is not None:
+            self._arrange(token_kind)
+            count, start, of_queries = self.count, self.start, self.of_queries
+        self.end = self.kept + count
+        self.next_position = tf.where(start < 0, position + count, count - start)
+        age = self.kept - 1 - tf.range(self.kept)
+        of_state = tf.where(age < position[:, None], 0, -1)
+        # Numbers from 1 on: the zeros that pad a band are no document.
+        of_keys = tf.concat([of_state, of_queries], axis=1) + 1
+        self.documents = (of_queries + 1, self._band(of_keys))
+
+    def _arrange(self, token_kind):
+        self.real, starts = token_kind != PADDING, token_kind == STARTS
+        place = tf.range(self.length)
+        nth = tf.cumsum(tf.cast(self.real, tf.int32), axis=1) - 1
+        self.count = nth[:, -1] + 1
+        # Padding is moved behind the real tokens, so that this is a permutation.
+        self.place = tf.where(self.real, nth, self.count[:, None] + place - 1 - nth)
+        row = tf.broadcast_to(tf.range(self.batch)[:, None], tf.shape(nth))
+        self.order = tf.scatter_nd(
+            tf.stack([row, self.place], axis=-1),
+            tf.broadcast_to(place, tf.shape(nth)),
+            tf.shape(nth),
+        )
+        self.filled = place < self.count[:, None]
+        self.start = tf.reduce_max(tf.where(starts, nth, -1), axis=1)
+        starts_so_far = tf.cumsum(tf.cast(starts, tf.int32), axis=1)
+        self.of_queries = tf.gather(starts_so_far, self.order, batch_dims=1)
+
+    def to_front(self, x):
+        """[B, T, ...] with its real tokens in front, then zeros."""
+        return x if self.token_kind is None else _ring.take(x, self.order, self.filled)
+
+    def put_back(self, x):
+        """The opposite, and the transpose, of `to_front`."""
+        return x if self.token_kind is None else _ring.take(x, self.place, self.real)
+
+    def after_state(self, x, ring):
+        """[B, kept + T, G, ...]: the tokens of the ring, then those of x."""
+        before = _ring.to_row(ring, self.position, self.begin, self.kept)
+        return tf.concat([tf.cast(before, x.dtype), self.to_front(x)], axis=1)
+
+    def grouped(self, x):
+        """[B, T, H, K] with its real tokens in front, as [B, G, T, H / G, K]."""
+        x = tf.cast(self.to_front(x), self.dtype)
+        heads = x.shape[2] // self.groups
+        x = tf.reshape(x, [self.batch, self.length, self.groups, heads, x.shape[3]])
+        return tf.transpose(x, [0, 2, 1, 3, 4])
+
+    def ungrouped(self, x, dtype):
+        """The opposite of `grouped`."""
+        x = tf.transpose(x, [0, 2, 1, 3, 4])
+        x = tf.reshape(x, [self.batch, self.length, self.q.shape[2], x.shape[4]])
+        return tf.cast(self.put_back(x), dtype)
+
+    def banded(self, x):
+        """[B, S, G, K] as [B, G, S, K].
+
+        With a window cut or padded, so that `window` - 1 keys come before that of the first query.
+        """
+        return tf.transpose(self._band(tf.cast(x, self.dtype)), [0, 2, 1, 3])
+
+    def _band(self, x):
+        if self.window is None:
+            return x
+        missing = tf.maximum(self.window - 1 - self.kept, 0)
+        x = tf.pad(x, [[0, 0], [missing, 0]] + [[0, 0]] * (len(x.shape) - 2))
+        return x[:, tf.maximum(self.kept - self.window + 1, 0) :]
+
+    def unbanded(self, x):
+        """The transpose of `banded`."""
+        x = tf.transpose(x, [0, 2, 1, 3])
+        if self.window is None:
+            return x
+        missing = tf.maximum(self.kept - self.window + 1, 0)
+        x = tf.pad(x, [[0, 0], [missing, 0], [0, 0], [0, 0]])
+        return x[:, tf.maximum(self.window - 1 - self.kept, 0) :]
