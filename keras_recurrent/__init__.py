@@ -1,5 +1,9 @@
 """Gated linear recurrent layers and language models for Keras 3, on JAX, torch and TensorFlow."""
 
+from keras_recurrent.import_order import check_import_order
+
+check_import_order()  # before anything imports Keras
+
 from keras_recurrent import (
     conversion,
     datasets,
