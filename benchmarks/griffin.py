@@ -21,8 +21,8 @@ import numpy as np
 
 from benchmarks.cpu import machine, table
 from benchmarks.training_step import medians
-from keras_recurrent.conversion.recurrent_gemma import embedding_scale
 from keras_recurrent.models import GriffinBackbone, GriffinCausalLM, memory_sizes
+from keras_recurrent.presets.griffin import embedding_scale
 
 BATCH, LENGTH, WIDTH, LAYERS, WINDOW, VOCABULARY = 8, 512, 256, 6, 256, 256
 TARGET = 2.5  # times the tokens a second of transformers

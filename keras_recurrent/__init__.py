@@ -1,6 +1,18 @@
 """Gated linear recurrent layers and language models for Keras 3, on JAX, torch and TensorFlow."""
 
-from keras_recurrent import conversion, datasets, layers, models, ops, tokenizers
+from keras_recurrent.import_order import check_import_order
+
+check_import_order()  # before anything imports Keras
+
+from keras_recurrent import (
+    conversion,
+    datasets,
+    layers,
+    models,
+    ops,
+    saved_classes,  # noqa: F401, it registers classes with Keras
+    tokenizers,
+)
 from keras_recurrent.dispatch import implementation
 from keras_recurrent.ops.operation import which_implementation
 from keras_recurrent.tuning import autotune

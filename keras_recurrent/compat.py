@@ -1,117 +1,146 @@
-"""The only file that touches `keras_hub.src`: what KerasHub 0.32 does not export but needs of us.
+"""The private names of Keras and KerasHub that are used, and the hooks for presets in KerasHub.
 
-KerasHub finds presets by name in a closed dictionary and then loads files. `serve_preset` adds
-names with a loader of their own, as KerasHub itself has for other libraries' files, and
-`serve_checkpoints` the `config.json` files of a `model_type`, for `from_preset` of all models,
-tokenizers and preprocessors, KerasHub's base classes included. Preprocessors and tokenizers are
-looked up by the class of the backbone: one that changes nothing before the model says as what other
-class it is served, in `preprocessed_as`.
+The tables below have them all, and a test compares them with the code.
+
+KerasHub finds presets by name in a closed dictionary and then loads files. Its `get_preset_loader`
+is replaced here by one that also knows this package's names and checkpoints, for `from_preset` of
+all models, tokenizers and preprocessors, KerasHub's base classes included. Preprocessors and
+tokenizers are looked up by the class of the backbone. A backbone that differs from one of
+KerasHub's only inside the model names that class in its attribute `preprocessed_as`.
 """
 
-import difflib
-import os
+import importlib
 
-from keras_hub.src.models import backbone, preprocessor, task
-from keras_hub.src.models.bloom.bloom_attention import BloomAttention
-from keras_hub.src.models.gpt_neo_x.gpt_neo_x_attention import GPTNeoXAttention
-from keras_hub.src.models.t5.t5_multi_head_attention import T5MultiHeadAttention
-from keras_hub.src.tokenizers import tokenizer
-from keras_hub.src.utils import preset_utils
-from keras_hub.src.utils.preset_utils import PresetLoader, register_presets
-from keras_hub.src.utils.tensor_utils import (
-    canonicalize_python_token_inputs,
-    convert_preprocessing_outputs_python,
-    in_tf_function,
-    preprocessing_function,
-)
+# Names of KerasHub's own modules. Each module is imported when a name of it is first asked for.
+SOURCE_NAMES = {
+    "BUILTIN_PRESETS": "keras_hub.src.utils.preset_utils",
+    "BloomAttention": "keras_hub.src.models.bloom.bloom_attention",
+    "GPTNeoXAttention": "keras_hub.src.models.gpt_neo_x.gpt_neo_x_attention",
+    "KerasPresetLoader": "keras_hub.src.utils.preset_utils",
+    "MODEL_WEIGHTS_FILE": "keras_hub.src.utils.preset_utils",
+    "PresetLoader": "keras_hub.src.utils.preset_utils",
+    "SHARDED_MODEL_WEIGHTS_CONFIG_FILE": "keras_hub.src.utils.preset_utils",
+    "T5MultiHeadAttention": "keras_hub.src.models.t5.t5_multi_head_attention",
+    "canonicalize_python_token_inputs": "keras_hub.src.utils.tensor_utils",
+    "check_file_exists": "keras_hub.src.utils.preset_utils",
+    "convert_preprocessing_outputs_python": "keras_hub.src.utils.tensor_utils",
+    "find_subclass": "keras_hub.src.utils.preset_utils",
+    "get_preset_loader": "keras_hub.src.utils.preset_utils",
+    "in_tf_function": "keras_hub.src.utils.tensor_utils",
+    "preprocessing_function": "keras_hub.src.utils.tensor_utils",
+    "register_presets": "keras_hub.src.utils.preset_utils",
+}
 
-from keras_recurrent.conversion import files
+# Private attributes and methods that are read, called or overridden, and the classes that have
+# them. TorchLayer is part of `keras.Layer` where Keras runs on torch.
+PRIVATE_ATTRIBUTES = {
+    # Layers
+    "_flatten_layers": ("keras.Layer",),
+    "_layers": ("keras.Layer",),
+    "_non_trainable_variables": ("keras.Layer",),
+    "_torch_params": ("keras.src.backend.torch.layer.TorchLayer",),
+    "_track_variables": ("keras.src.backend.torch.layer.TorchLayer",),
+    "_tracker": ("keras.Layer",),
+    "_trainable_variables": ("keras.Layer",),
+    # Graphs
+    "_inbound_nodes": ("keras.Operation",),
+    "_keras_history": ("keras.src.ops.node.Node",),
+    "_nodes_by_depth": ("keras.src.ops.function.Function",),
+    # Attention
+    "_build_attention": ("keras.layers.MultiHeadAttention",),
+    "_compute_attention": ("keras.layers.MultiHeadAttention",),
+    "_cross_attention_layer": ("keras_hub.layers.TransformerDecoder",),
+    "_flash_attention": ("keras.layers.MultiHeadAttention", "keras.layers.GroupQueryAttention"),
+    "_get_common_kwargs_for_sublayer": ("keras.layers.MultiHeadAttention",),
+    "_key_dense": ("keras.layers.MultiHeadAttention", "keras.layers.GroupQueryAttention"),
+    "_output_dense": (
+        "keras.layers.MultiHeadAttention",
+        "keras_hub.src.models.bloom.bloom_attention.BloomAttention",
+        "keras_hub.src.models.gpt_neo_x.gpt_neo_x_attention.GPTNeoXAttention",
+    ),
+    "_output_shape": ("keras.layers.MultiHeadAttention",),
+    "_qkv_dense": ("keras_hub.src.models.gpt_neo_x.gpt_neo_x_attention.GPTNeoXAttention",),
+    "_query_dense": (
+        "keras.layers.MultiHeadAttention",
+        "keras.layers.GroupQueryAttention",
+        "keras_hub.src.models.bloom.bloom_attention.BloomAttention",
+    ),
+    "_self_attention_layer": (
+        "keras_hub.layers.TransformerDecoder",
+        "keras_hub.src.models.bloom.bloom_decoder.BloomDecoder",
+        "keras_hub.src.models.gpt_neo_x.gpt_neo_x_decoder.GPTNeoXDecoder",
+    ),
+    "_value_dense": ("keras.layers.MultiHeadAttention", "keras.layers.GroupQueryAttention"),
+    # Generation
+    "_build_cache": (
+        "keras_hub.models.BloomCausalLM",
+        "keras_hub.models.GPT2CausalLM",
+        "keras_hub.models.GPTNeoXCausalLM",
+        "keras_hub.models.OPTCausalLM",
+    ),
+    "_initialize_cache": ("keras_hub.models.BartSeq2SeqLM", "keras_hub.models.T5Seq2SeqLM"),
+    # Tokenizers
+    "_add_special_token": ("keras_hub.tokenizers.Tokenizer",),
+    "_canonicalize_detokenize_spm_inputs": ("keras_hub.tokenizers.SentencePieceTokenizer",),
+    "_detokenize_python": ("keras_hub.tokenizers.ByteTokenizer",),
+    "_detokenize_tf": (
+        "keras_hub.tokenizers.ByteTokenizer",
+        "keras_hub.tokenizers.SentencePieceTokenizer",
+    ),
+    "_sentence_piece_spm": ("keras_hub.tokenizers.SentencePieceTokenizer",),
+    "_special_token_attrs": ("keras_hub.tokenizers.Tokenizer",),
+    "_tokenize_tf": ("keras_hub.tokenizers.ByteTokenizer",),
+    "_unk_token_id": ("keras_hub.tokenizers.SentencePieceTokenizer",),
+    "_update_special_token_ids": ("keras_hub.tokenizers.Tokenizer",),
+    # Presets
+    "_resolve_dtype": ("keras_hub.src.utils.preset_utils.KerasPresetLoader",),
+}
 
-__all__ = [
-    "BloomAttention",
-    "GPTNeoXAttention",
-    "PresetLoader",
-    "T5MultiHeadAttention",
-    "canonicalize_python_token_inputs",
-    "convert_preprocessing_outputs_python",
-    "find_preprocessing_class",
-    "get_preset_loader",
-    "in_tf_function",
-    "preprocessing_function",
-    "preset_has_weights",
-    "register_presets",
-    "saved_dtype",
-    "serve_checkpoints",
-    "serve_preset",
-]
 
-_LOADERS = {}
-_CHECKPOINT_LOADERS = {}
+def __getattr__(name):
+    if name not in SOURCE_NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(SOURCE_NAMES[name]), name)
 
 
-def serve_preset(name, loader):
-    """Lets `from_preset(name)` go through `loader`, a `PresetLoader`."""
-    _LOADERS[name] = loader
+def _get_preset_loader(preset):
+    from keras_recurrent.checkpoints import loading  # only when asked for: it reads files
+
+    return loading.get_loader(preset)
 
 
-def serve_checkpoints(model_type, make_loader):
-    """Lets `from_preset` go through `make_loader(preset, config)` where `config.json` says so."""
-    _CHECKPOINT_LOADERS[model_type] = make_loader
+def _find_task_class(preset, cls, backbone_cls):
+    return __getattr__("find_subclass")(_name_of(preset), cls, backbone_cls)
 
 
-def get_preset_loader(preset):
-    """The loader of a name or a directory, in place of KerasHub's function of that name."""
-    if not isinstance(preset, str):
-        raise ValueError(
-            "`preset` must be a string: a name, a directory or 'hf://owner/repository'; got "
-            f"{preset!r}. A path goes in as `str(path)`."
-        )
-    if preset in _LOADERS:
-        return _LOADERS[preset]
-    elsewhere = preset in preset_utils.BUILTIN_PRESETS or "://" in preset or os.path.exists(preset)
-    near = difflib.get_close_matches(preset, _LOADERS, n=4)
-    if near and not elsewhere:
-        raise ValueError(
-            f"Unknown preset {preset!r}: neither a name nor a directory. Near names: "
-            f"{', '.join(map(repr, near))}"
-        )
-    if preset.startswith(files.HUB) or os.path.isdir(preset):
-        config = files.read_json(preset, files.CONFIG_FILE) if _has_config(preset) else {}
-        if config.get("model_type") in _CHECKPOINT_LOADERS:
-            return _CHECKPOINT_LOADERS[config["model_type"]](preset, config)
-    return preset_utils.get_preset_loader(preset)
-
-
-def _has_config(preset):
-    return files.exists(preset, files.CONFIG_FILE)
-
-
-for module in (backbone, preprocessor, task, tokenizer):
-    module.get_preset_loader = get_preset_loader
-
-
-def find_preprocessing_class(preset, cls, backbone_cls):
-    """The subclass of `cls` for a backbone, in place of KerasHub's `find_subclass`."""
+def _find_preprocessing_class(preset, cls, backbone_cls):
     backbone_cls = getattr(backbone_cls, "preprocessed_as", backbone_cls)
     if cls.backbone_cls is backbone_cls:
         return cls
-    return preset_utils.find_subclass(preset, cls, backbone_cls)
+    return __getattr__("find_subclass")(_name_of(preset), cls, backbone_cls)
 
 
-for module in (preprocessor, tokenizer):
-    module.find_subclass = find_preprocessing_class
+def _name_of(preset):
+    """For errors. KerasHub's `from_preset` gets a loader where the loader is known already."""
+    return getattr(preset, "preset", preset)
 
 
-def preset_has_weights(preset):
-    """Whether the directory `preset` holds the weights of a backbone."""
-    names = (preset_utils.MODEL_WEIGHTS_FILE, preset_utils.SHARDED_MODEL_WEIGHTS_CONFIG_FILE)
-    return any(preset_utils.check_file_exists(preset, name) for name in names)
-
-
-def saved_dtype(preset):
-    """The dtype of the models in the directory `preset`: as saved if quantized, else Keras's own.
-
-    KerasHub looks it up for tasks, but not for backbones, which then cannot take in int8 weights.
-    """
-    loader = get_preset_loader(preset)
-    return loader._resolve_dtype(loader.config, {})
+# What is replaced in the modules of KerasHub that have a `from_preset`.
+REPLACED_NAMES = {
+    "keras_hub.src.models.backbone": {"get_preset_loader": _get_preset_loader},
+    "keras_hub.src.models.preprocessor": {
+        "get_preset_loader": _get_preset_loader,
+        "find_subclass": _find_preprocessing_class,
+    },
+    "keras_hub.src.models.task": {
+        "get_preset_loader": _get_preset_loader,
+        "find_subclass": _find_task_class,
+    },
+    "keras_hub.src.tokenizers.tokenizer": {
+        "get_preset_loader": _get_preset_loader,
+        "find_subclass": _find_preprocessing_class,
+    },
+}
+for _module, _replacements in REPLACED_NAMES.items():
+    for _name, _replacement in _replacements.items():
+        setattr(importlib.import_module(_module), _name, _replacement)

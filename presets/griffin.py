@@ -11,6 +11,15 @@ label, not a count.
 
 from typing import NamedTuple
 
+import ml_dtypes
+
+from keras_recurrent.presets import describe_language_model
+
+
+def embedding_scale(hidden_dim):
+    """sqrt(D) rounded to bfloat16, as RecurrentGemma was trained."""
+    return float(ml_dtypes.bfloat16(hidden_dim**0.5))
+
 
 class Kind(NamedTuple):
     """What several rows share."""
@@ -41,8 +50,33 @@ class Size(NamedTuple):
     weights: str | None = None  # where they are published
 
     @property
-    def sequence_length(self):
-        return self.kind.sequence_length
+    def description(self):
+        return describe_language_model(self.kind.label, self)
+
+    @property
+    def backbone_arguments(self):
+        """Those of all block types, so that another pattern needs one override."""
+        kind = self.kind
+        return {
+            "vocabulary_size": self.vocabulary_size,
+            "num_layers": self.num_layers,
+            "hidden_dim": self.hidden_dim,
+            "intermediate_dim": self.expansion * self.hidden_dim,
+            "lru_width": self.lru_width,
+            "num_blocks": kind.num_blocks or self.heads,
+            "block_types": kind.block_types,
+            "num_query_heads": self.heads,
+            "head_dim": kind.head_dim,
+            "sliding_window": kind.sliding_window,
+            "partial_rotary_factor": kind.partial_rotary_factor,
+            "embedding_scale": embedding_scale(self.hidden_dim) if kind.scaled_embeddings else None,
+            "final_logit_soft_cap": kind.final_logit_soft_cap,
+            "a_initializer": kind.a_initializer,
+        }
+
+    @property
+    def preprocessor_arguments(self):
+        return {"sequence_length": self.kind.sequence_length}
 
 
 HAWK = Kind("Hawk", ("recurrent",))

@@ -12,6 +12,8 @@ derived from the paper's counts.
 
 from typing import NamedTuple
 
+from keras_recurrent.presets import describe_language_model, describe_weights
+
 
 class Size(NamedTuple):
     """One language model."""
@@ -26,6 +28,25 @@ class Size(NamedTuple):
     weights: str | None = None  # where they are published
     sequence_length: int = 1024  # tokens a row of the preprocessor
 
+    @property
+    def description(self):
+        return describe_language_model("HGRN2", self)
+
+    @property
+    def backbone_arguments(self):
+        return {
+            "vocabulary_size": self.vocabulary_size,
+            "num_layers": self.num_layers,
+            "hidden_dim": self.hidden_dim,
+            "intermediate_dim": self.intermediate_dim,
+            "expand_ratio": self.expand_ratio,
+            "tie_word_embeddings": self.tied,
+        }
+
+    @property
+    def preprocessor_arguments(self):
+        return {"sequence_length": self.sequence_length}
+
 
 class VisionSize(NamedTuple):
     """One image classifier, of 1,000 classes."""
@@ -37,6 +58,30 @@ class VisionSize(NamedTuple):
     image_size: int  # pixels, each side
     patch_size: int
     parameters: int
+    weights: str | None = None  # where they are published
+
+    @property
+    def description(self):
+        return (
+            f"HGRN2 for images of {self.image_size} x {self.image_size} pixels and 1,000 classes, "
+            f"with {self.num_layers} blocks of width {self.hidden_dim}. "
+            f"{describe_weights(self.weights)}"
+        )
+
+    @property
+    def backbone_arguments(self):
+        return {
+            "image_shape": (self.image_size, self.image_size, 3),
+            "patch_size": self.patch_size,
+            "num_layers": self.num_layers,
+            "hidden_dim": self.hidden_dim,
+            "intermediate_dim": self.intermediate_dim,
+            "expand_ratio": self.expand_ratio,
+        }
+
+    @property
+    def preprocessor_arguments(self):
+        return {}
 
 
 SIZES = {

@@ -11,6 +11,8 @@ and what a test counts. A name is the paper's label, not a count.
 
 from typing import NamedTuple
 
+from keras_recurrent.presets import describe_language_model
+
 
 class Size(NamedTuple):
     """One row of the table."""
@@ -24,6 +26,26 @@ class Size(NamedTuple):
     sequence_length: int  # tokens a row of the preprocessor
     parameters: int
     weights: str | None = None  # where they are published
+
+    @property
+    def description(self):
+        return describe_language_model("TransNormerLLM", self)
+
+    @property
+    def backbone_arguments(self):
+        return {
+            "vocabulary_size": self.vocabulary_size,
+            "num_layers": self.num_layers,
+            "hidden_dim": self.hidden_dim,
+            "intermediate_dim": self.intermediate_dim,
+            "num_heads": self.heads,
+            "head_dim": self.hidden_dim // self.heads,
+            "tie_word_embeddings": self.tied,
+        }
+
+    @property
+    def preprocessor_arguments(self):
+        return {"sequence_length": self.sequence_length}
 
 
 SIZES = {

@@ -7,3 +7,5 @@ tensor is read or written once.
 A file defines `forward` and `backward` with the parameters they have in the file of the same name
 in `backends/jax`. That file's `operation` makes the differentiable function of them.
 """
+
+from keras_recurrent.backends.pallas._platform import unavailable as unavailable

@@ -4,11 +4,9 @@ import keras
 import keras_hub
 from keras import ops
 
-from keras_recurrent.conversion.export import export
 from keras_recurrent.layers.checks import check_positive_integer
 from keras_recurrent.layers.streaming import check_state
 from keras_recurrent.layers.tokens import find_tokens, initial_places, place_specs
-from keras_recurrent.models import overrides, presets
 from keras_recurrent.models.segments import SegmentsOptional
 
 
@@ -80,10 +78,10 @@ class RecurrentBackbone(SegmentsOptional, keras_hub.models.Backbone):
         >>> backbone.count_params()
         921088
         """
-        overrides.check_overrides(preset, [cls], kwargs)
-        load_weights = presets.resolve_load_weights(preset, load_weights)
-        kwargs = presets.resolve_backbone_overrides(preset, kwargs)
-        return super().from_preset(preset, load_weights, **kwargs)
+        from keras_recurrent.checkpoints import loading  # only when asked for
+
+        loader, load_weights, kwargs = loading.resolve_backbone(cls, preset, load_weights, kwargs)
+        return super().from_preset(loader, load_weights, **kwargs)
 
     def hidden_states(
         self, token_ids, padding_mask=None, segment_ids=None, cache=None, intercept=None
@@ -170,6 +168,8 @@ class RecurrentBackbone(SegmentsOptional, keras_hub.models.Backbone):
 
     def export_to_transformers(self, path, dtype=None, max_shard_size=5):
         """Writes the network as a checkpoint; see the method of the language model."""
+        from keras_recurrent.checkpoints.export import export  # only when asked for
+
         export(self, path, dtype=dtype, max_shard_size=max_shard_size)
 
     def rematerialized_call(self, layer_call, *args, **kwargs):

@@ -7,8 +7,6 @@ import keras_hub
 import numpy as np
 from keras import ops
 
-from keras_recurrent.conversion.export import export
-from keras_recurrent.models import presets
 from keras_recurrent.models.saved_training import SavedTraining
 from keras_recurrent.models.segments import SegmentsOptional
 from keras_recurrent.models.token_crossentropy import TokenCrossentropy
@@ -104,9 +102,10 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
         >>> model.backbone.num_layers, model.preprocessor.sequence_length
         (2, 64)
         """
-        load_weights = presets.resolve_load_weights(preset, load_weights)
-        kwargs = presets.resolve_task_overrides(preset, cls, load_weights, kwargs)
-        return super().from_preset(preset, load_weights, **kwargs)
+        from keras_recurrent.checkpoints import loading  # only when asked for
+
+        loader, load_weights, kwargs = loading.resolve_task(cls, preset, load_weights, kwargs)
+        return super().from_preset(loader, load_weights, **kwargs)
 
     def compile(
         self, optimizer="auto", loss="auto", *, weighted_metrics="auto", sampler="top_k", **kwargs
@@ -179,6 +178,8 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
         >>> again.count_params() == model.count_params()
         True
         """
+        from keras_recurrent.checkpoints.export import export  # only when asked for
+
         tokenizer = getattr(self.preprocessor, "tokenizer", None)
         export(self.backbone, path, tokenizer, dtype, max_shard_size)
 

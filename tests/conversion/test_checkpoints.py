@@ -1,5 +1,6 @@
 """Whatever is wrong with a checkpoint has an error that names it, before a model is made."""
 
+import importlib
 import json
 import shutil
 
@@ -11,7 +12,6 @@ import pytest
 from huggingface_hub import errors
 from safetensors.numpy import load_file, save_file
 
-from keras_recurrent.conversion import files
 from keras_recurrent.models import GriffinBackbone, GriffinCausalLM
 from keras_recurrent.tokenizers import ByteTokenizer, SentencePieceTokenizer
 from tests.conversion import golden
@@ -274,10 +274,15 @@ def test_what_the_hub_may_answer(monkeypatch, error, kind, match):
 
 
 def test_missing_packages_are_named(monkeypatch):
-    def missing(name):
-        raise ModuleNotFoundError(name=name.partition(".")[0])
+    import_module = importlib.import_module
 
-    monkeypatch.setattr(files.importlib, "import_module", missing)
+    def missing(name):
+        package = name.partition(".")[0]
+        if package in ("safetensors", "huggingface_hub"):
+            raise ModuleNotFoundError(name=package)
+        return import_module(name)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
     install = r"pip install 'keras-recurrent\[huggingface\]'"
     with pytest.raises(ImportError, match=f"takes the package 'safetensors': {install}"):
         golden.model()

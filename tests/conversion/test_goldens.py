@@ -13,7 +13,7 @@ import pytest
 from ml_dtypes import bfloat16
 from safetensors.numpy import load_file
 
-from keras_recurrent.conversion import layout
+from keras_recurrent.checkpoints import layout
 from tests.conversion import golden
 
 # The root mean square of float32's roundings, relative; mistakes show at 1e-4 and above.

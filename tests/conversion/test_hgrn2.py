@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from keras_recurrent.conversion.hgrn2 import HGRN2Layout
+from keras_recurrent.checkpoints.hgrn2 import HGRN2Layout
 from keras_recurrent.models import HGRN2Backbone, HGRN2CausalLM
-from keras_recurrent.models.hgrn2 import hgrn2_presets
 from keras_recurrent.presets.hgrn2 import SIZES
 from tests.conversion import golden
 from tests.models.tiny import tiny_backbone
@@ -158,7 +157,7 @@ def test_the_published_configurations_are_the_presets():
         }
         arguments = HGRN2Layout().backbone_arguments(config, "config.json")
         size = SIZES[f"hgrn2_{name}_100b"]
-        preset = hgrn2_presets.backbone_config(size)
+        preset = size.backbone_arguments
         assert {key: preset.get(key, arguments[key]) for key in arguments} == arguments
         tensors = HGRN2Layout().tensors(arguments)
         assert sum(int(np.prod(tensor.shape)) for tensor in tensors) == size.parameters

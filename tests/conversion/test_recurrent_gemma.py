@@ -10,10 +10,10 @@ import pytest
 from ml_dtypes import bfloat16
 from safetensors.numpy import load_file
 
-from keras_recurrent.conversion.recurrent_gemma import RecurrentGemma, embedding_scale
+from keras_recurrent.checkpoints.recurrent_gemma import RecurrentGemma
 from keras_recurrent.models import GriffinBackbone
-from keras_recurrent.models.griffin import griffin_presets
 from keras_recurrent.presets.griffin import SIZES as SIZES_OF_PRESETS
+from keras_recurrent.presets.griffin import embedding_scale
 from tests.conversion import golden
 from tests.models import plain_generation
 from tests.models.tiny import SIZES, tiny_causal_lm
@@ -296,7 +296,7 @@ def test_the_published_configurations_are_the_presets():
             "w_init_variance_scale": 0.01,
         }
         arguments = RecurrentGemma().backbone_arguments(config, "config.json")
-        preset = griffin_presets.backbone_config(SIZES_OF_PRESETS[f"recurrentgemma_{name}"])
+        preset = SIZES_OF_PRESETS[f"recurrentgemma_{name}"].backbone_arguments
         assert {key: preset.get(key, arguments[key]) for key in arguments} == arguments
         tensors = RecurrentGemma().tensors(arguments)
         count = sum(int(np.prod(tensor.shape)) for tensor in tensors)

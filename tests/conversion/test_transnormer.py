@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from keras_recurrent.conversion.transnormer import TransNormer
+from keras_recurrent.checkpoints.transnormer import TransNormer
 from keras_recurrent.models import TransNormerBackbone
-from keras_recurrent.models.transnormer import transnormer_presets
 from keras_recurrent.presets.transnormer import SIZES
 
 pytestmark = pytest.mark.once
@@ -46,7 +45,7 @@ CONFIG = published(SIZES["tnl_385m"])
 @pytest.mark.parametrize("name", ["tnl_385m", "tnl_1b", "tnl_7b"])
 def test_published_configurations_are_the_presets(name):
     arguments = TransNormer().backbone_arguments(published(SIZES[name]), "config.json")
-    preset = transnormer_presets.backbone_config(SIZES[name])
+    preset = SIZES[name].backbone_arguments
     assert {key: preset.get(key, arguments[key]) for key in arguments} == arguments
     tensors = TransNormer().tensors(arguments)
     assert sum(int(np.prod(tensor.shape)) for tensor in tensors) == SIZES[name].parameters

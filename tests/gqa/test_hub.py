@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from keras_recurrent.conversion import convert_to_gqa, gqa_report
-from keras_recurrent.conversion.gqa.hub import why_not
-from keras_recurrent.conversion.gqa.hub_models import GROUPED_MODELS
-from keras_recurrent.conversion.gqa.hub_support import CONFIGURABLE, REFUSED
+from keras_recurrent.gqa.hub import CONFIGURABLE, REFUSED, why_not
+from keras_recurrent.gqa.hub_models import GROUPED_MODELS
 from tests.gqa.families import CAUSAL, CONFIGURED, HEADS, POSITIONS, SEQ2SEQ, VOCABULARY
 from tests.gqa.oracle import assert_equal, numpy, set_weights, share, share_heads
 

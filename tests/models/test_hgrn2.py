@@ -131,7 +131,7 @@ def test_published_weights_load_by_default(monkeypatch):
         asked.append((preset, name))
         raise ConnectionError("no network in tests")
 
-    monkeypatch.setattr("keras_recurrent.conversion.files.fetch", fetch)
+    monkeypatch.setattr("keras_recurrent.checkpoints.files.fetch", fetch)
     with pytest.raises(ConnectionError, match="no network in tests"):
         HGRN2CausalLM.from_preset("hgrn2_1.3b_100b")
     assert asked[0] == ("hf://fla-hub/hgrn2-1.3B-100B", "config.json")

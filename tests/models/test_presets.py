@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import keras_recurrent
+from keras_recurrent.checkpoints import loaders
 from keras_recurrent.models import (
     GriffinBackbone,
     GriffinCausalLM,
     GriffinCausalLMPreprocessor,
     GriffinTokenizer,
-    preset_loaders,
 )
 from tests.models.tiny import VOCABULARY
 
@@ -140,7 +140,7 @@ def test_a_name_gives_the_same_model_through_kerashub():
 
 
 def test_fresh_initialization_is_said_once(caplog, monkeypatch):
-    monkeypatch.setattr(preset_loaders, "_announced", set())
+    monkeypatch.setattr(loaders, "_announced", set())
     with caplog.at_level(logging.WARNING, "keras_recurrent"):
         for _ in range(2):
             GriffinBackbone.from_preset("hawk_tiny", num_layers=1)

@@ -1,5 +1,7 @@
 """Hawk and Griffin."""
 
-from keras_recurrent.models.griffin import griffin_presets
+from keras_recurrent.checkpoints import names
+from keras_recurrent.models.griffin.griffin_backbone import GriffinBackbone
+from keras_recurrent.presets.griffin import SIZES
 
-griffin_presets.register()
+names.register(GriffinBackbone, SIZES)

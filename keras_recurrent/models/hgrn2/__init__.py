@@ -1,5 +1,9 @@
 """HGRN2."""
 
-from keras_recurrent.models.hgrn2 import hgrn2_presets
+from keras_recurrent.checkpoints import names
+from keras_recurrent.models.hgrn2.hgrn2_backbone import HGRN2Backbone
+from keras_recurrent.models.hgrn2.hgrn2_vision_backbone import HGRN2VisionBackbone
+from keras_recurrent.presets.hgrn2 import SIZES, VISION_SIZES
 
-hgrn2_presets.register()
+names.register(HGRN2Backbone, SIZES)
+names.register(HGRN2VisionBackbone, VISION_SIZES)

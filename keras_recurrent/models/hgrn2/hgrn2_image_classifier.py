@@ -3,7 +3,6 @@
 import keras
 import keras_hub
 
-from keras_recurrent.models import presets
 from keras_recurrent.models.hgrn2.hgrn2_vision_backbone import HGRN2VisionBackbone
 from keras_recurrent.models.saved_training import SavedTraining
 
@@ -92,6 +91,7 @@ class HGRN2ImageClassifier(SavedTraining, keras_hub.models.ImageClassifier):
             ValueError: an unknown name, `load_weights=True` where there are none, or an argument
                 that nothing understands.
         """
-        load_weights = presets.resolve_load_weights(preset, load_weights)
-        kwargs = presets.resolve_task_overrides(preset, cls, load_weights, kwargs)
-        return super().from_preset(preset, load_weights, **kwargs)
+        from keras_recurrent.checkpoints import loading  # only when asked for
+
+        loader, load_weights, kwargs = loading.resolve_task(cls, preset, load_weights, kwargs)
+        return super().from_preset(loader, load_weights, **kwargs)

@@ -4,7 +4,6 @@ import keras
 import keras_hub
 
 from keras_recurrent.layers import BidirectionalHGRN2, LowerBounds, RMSNorm, SwiGLU
-from keras_recurrent.models import overrides, presets
 from keras_recurrent.models.recurrent_backbone import check_sizes
 
 
@@ -148,10 +147,10 @@ class HGRN2VisionBackbone(keras_hub.models.Backbone):
         ... ).output_shape
         (None, 14, 14, 192)
         """
-        overrides.check_overrides(preset, [cls], kwargs)
-        load_weights = presets.resolve_load_weights(preset, load_weights)
-        kwargs = presets.resolve_backbone_overrides(preset, kwargs)
-        return super().from_preset(preset, load_weights, **kwargs)
+        from keras_recurrent.checkpoints import loading  # only when asked for
+
+        loader, load_weights, kwargs = loading.resolve_backbone(cls, preset, load_weights, kwargs)
+        return super().from_preset(loader, load_weights, **kwargs)
 
     def get_config(self):
         return {

@@ -1,5 +1,7 @@
 """TransNormerLLM."""
 
-from keras_recurrent.models.transnormer import transnormer_presets
+from keras_recurrent.checkpoints import names
+from keras_recurrent.models.transnormer.transnormer_backbone import TransNormerBackbone
+from keras_recurrent.presets.transnormer import SIZES
 
-transnormer_presets.register()
+names.register(TransNormerBackbone, SIZES)

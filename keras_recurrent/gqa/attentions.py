@@ -9,7 +9,7 @@ import keras_hub
 from keras import ops
 
 from keras_recurrent.compat import T5MultiHeadAttention
-from keras_recurrent.conversion.gqa.grouping import (
+from keras_recurrent.gqa.grouping import (
     fold_mask,
     fold_queries,
     mix_values,
@@ -17,7 +17,6 @@ from keras_recurrent.conversion.gqa.grouping import (
     scores_of_heads,
     unfold_outputs,
 )
-from keras_recurrent.conversion.gqa.surgery import replace_layer
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -272,11 +271,8 @@ class GroupedT5Attention(T5MultiHeadAttention):
     def __init__(self, *, num_key_value_heads, **kwargs):
         super().__init__(**kwargs)
         self.num_key_value_heads = num_key_value_heads
-        for name in ("key_projector", "value_projector"):
-            projector = getattr(self, name)
-            config = projector.get_config()
-            config["units"] = num_key_value_heads * self.key_value_dim
-            replace_layer(self, projector, keras.layers.Dense.from_config(config))
+        for projector in (self.key_projector, self.value_projector):  # neither is built yet
+            projector.units = num_key_value_heads * self.key_value_dim
 
     def call(
         self,

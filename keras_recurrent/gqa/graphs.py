@@ -2,35 +2,10 @@
 
 import keras
 
-from keras_recurrent.conversion.gqa import sites as attention
-from keras_recurrent.conversion.gqa.pooling import transfer
-from keras_recurrent.conversion.gqa.regroup import regroup, regroup_built
-from keras_recurrent.conversion.gqa.surgery import replace_layer
-
-
-@keras.saving.register_keras_serializable(package="keras_recurrent")
-class GroupedModel(keras.Model):
-    """A functional model where layers of other classes hold grouped attention layers.
-
-    Their configurations do not say so: that of this model has the multi-head model, and how many
-    key and value heads each of its attention layers got.
-    """
-
-    def __init__(self, inputs, outputs, multi_head, groups, name=None):
-        super().__init__(inputs, outputs, name=name)
-        self._multi_head = multi_head
-        self._groups = groups
-
-    def get_config(self):
-        # Keys of a JSON object are strings.
-        groups = {str(i): heads for i, heads in self._groups.items()}
-        return {"multi_head": self._multi_head, "groups": groups}
-
-    @classmethod
-    def from_config(cls, config, custom_objects=None):
-        model = keras.saving.deserialize_keras_object(config["multi_head"], custom_objects)
-        groups = {int(i): heads for i, heads in config["groups"].items()}
-        return _rebuild(model, groups, config["multi_head"])
+from keras_recurrent.gqa import sites as attention
+from keras_recurrent.gqa.pooling import transfer
+from keras_recurrent.gqa.regroup import regroup, regroup_built, replace_layer
+from keras_recurrent.saved_classes import GroupedModel
 
 
 def convert_graph(model, pooling, where):
@@ -40,16 +15,16 @@ def convert_graph(model, pooling, where):
     chosen = dict.fromkeys(attention.choose(sites, pooling.groups, where), pooling.groups)
     attention.check_state(model)
     if isinstance(model, GroupedModel):
-        new = _rebuild(model, model._groups | chosen, model._multi_head)
+        new = rebuild(model, model.groups | chosen, model.multi_head)
     else:
         multi_head = keras.saving.serialize_keras_object(model)
         multi_head.pop("compile_config", None)
-        new = _rebuild(model, chosen, multi_head)
+        new = rebuild(model, chosen, multi_head)
     transfer(model, new, pooling)
     return new
 
 
-def _rebuild(model, groups, multi_head):
+def rebuild(model, groups, multi_head):
     """A model of the layers of `model`, with `groups` ({position of an attention layer: heads}).
 
     Layers come from their configurations. So those that hold attention hold it with all heads

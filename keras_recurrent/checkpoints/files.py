@@ -1,4 +1,4 @@
-"""One file of a checkpoint, from a directory or from the Hugging Face Hub."""
+"""The files of a preset, from a directory or from the Hugging Face Hub."""
 
 import importlib
 import json
@@ -6,6 +6,7 @@ import os
 
 HUB = "hf://"
 CONFIG_FILE = "config.json"
+TOKENIZER_FILE = "tokenizer.model"
 
 
 def require(package, why):
@@ -32,7 +33,7 @@ def fetch(preset, name):
     if not preset.startswith(HUB):
         path = os.path.join(preset, name)
         if not os.path.isfile(path):
-            raise FileNotFoundError(f"There is no {name} in {preset!r}.")
+            raise FileNotFoundError(_no_file(preset, name))
         return path
     hub = require("huggingface_hub", f"{preset!r}")
     errors = require("huggingface_hub.errors", f"{preset!r}")
@@ -45,7 +46,7 @@ def fetch(preset, name):
             "reached. A name with `load_weights=False` needs no network."
         ) from error
     except errors.EntryNotFoundError as error:
-        raise FileNotFoundError(f"There is no {name} in {preset!r}.") from error
+        raise FileNotFoundError(_no_file(preset, name)) from error
     except errors.GatedRepoError as error:
         raise PermissionError(
             f"{preset!r} is open to those who accepted its terms. Accept them on its page of the "
@@ -59,28 +60,56 @@ def fetch(preset, name):
         ) from error
 
 
-def exists(preset, name):
-    """Whether the preset has a file `name`; on the Hub, by fetching it."""
-    try:
-        fetch(preset, name)
-    except FileNotFoundError:
-        return False
-    return True
+class PresetFiles:
+    """The files of one preset, each of which is fetched once in the life of this object.
 
-
-def read_json(preset, name):
-    """The content of a JSON file of a preset, which must be an object.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is not JSON, or not an object.
+    Args:
+        preset: string, a directory or `hf://owner/repository`.
     """
-    path = fetch(preset, name)
-    try:
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file)
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}. Fetch it again.") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object; it holds a {type(content).__name__}.")
-    return content
+
+    def __init__(self, preset):
+        self.preset = preset
+        self._paths = {}  # {name: path, or None: there is no such file}
+
+    def path(self, name):
+        """The local path of a file; raises what `fetch` raises."""
+        if name not in self._paths:
+            try:
+                self._paths[name] = fetch(self.preset, name)
+            except FileNotFoundError:
+                self._paths[name] = None
+                raise
+        if self._paths[name] is None:
+            raise FileNotFoundError(_no_file(self.preset, name))
+        return self._paths[name]
+
+    def exists(self, name):
+        """Whether there is a file `name`; on the Hub, by fetching it."""
+        try:
+            self.path(name)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def read_json(self, name):
+        """The content of a JSON file, which must be an object.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: it is not JSON, or not an object.
+        """
+        path = self.path(name)
+        try:
+            with open(path, encoding="utf-8") as file:
+                content = json.load(file)
+        except ValueError as error:
+            raise ValueError(f"{path} is not JSON: {error}. Fetch it again.") from error
+        if not isinstance(content, dict):
+            raise ValueError(
+                f"{path} must hold a JSON object; it holds a {type(content).__name__}."
+            )
+        return content
+
+
+def _no_file(preset, name):
+    return f"There is no {name} in {preset!r}."

@@ -5,10 +5,9 @@ import keras_hub
 import ml_dtypes
 import numpy as np
 
-from keras_recurrent.conversion.gqa import sites as attention
-from keras_recurrent.conversion.gqa.hub import decoder_sites, is_hub
-from keras_recurrent.conversion.gqa.hub_support import CONFIGURABLE
-from keras_recurrent.conversion.gqa.regroup import head_dims, num_key_value_heads
+from keras_recurrent.gqa import sites as attention
+from keras_recurrent.gqa.hub import CONFIGURABLE, decoder_sites, is_hub
+from keras_recurrent.gqa.regroup import head_dims, num_key_value_heads
 
 
 def gqa_report(before, after, context_length=4096):

@@ -2,10 +2,10 @@
 
 import keras
 
-from keras_recurrent.conversion.gqa.graphs import convert_graph
-from keras_recurrent.conversion.gqa.hub import convert_hub, is_hub
-from keras_recurrent.conversion.gqa.pooling import POOLINGS, Pooling
-from keras_recurrent.conversion.gqa.sites import check_groups, is_graph
+from keras_recurrent.gqa.graphs import convert_graph
+from keras_recurrent.gqa.hub import convert_hub, is_hub
+from keras_recurrent.gqa.pooling import POOLINGS, Pooling
+from keras_recurrent.gqa.sites import check_groups, is_graph
 
 
 def convert_to_gqa(model, num_key_value_heads, pooling="mean", where=None, seed=0):

@@ -3,7 +3,7 @@
 import os
 from typing import NamedTuple
 
-from keras_recurrent.conversion import files
+from keras_recurrent.checkpoints import files
 
 ONE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -42,8 +42,9 @@ class Checkpoint:
         self._open = files.require("safetensors", "Reading a checkpoint").safe_open
         self._damage = files.require("safetensors", "Reading a checkpoint").SafetensorError
         self.tensors = {}
-        listings = self._files()
-        paths = {name: files.fetch(preset, name) for name in listings}
+        self._files = files.PresetFiles(preset)
+        listings = self._listings()
+        paths = {name: self._files.path(name) for name in listings}
         for name, listed in listings.items():
             headers = self._headers(paths[name])
             if listed is not None and set(headers) != listed:
@@ -60,12 +61,12 @@ class Checkpoint:
         with self._open(self.tensors[name].path, "np") as file:
             return file.get_tensor(name)
 
-    def _files(self):
+    def _listings(self):
         """`{file: the set of its tensors, or None where no index tells}`."""
         try:
-            index = files.read_json(self.preset, INDEX_FILE)
+            index = self._files.read_json(INDEX_FILE)
         except FileNotFoundError:
-            if files.exists(self.preset, ONE_FILE):
+            if self._files.exists(ONE_FILE):
                 return {ONE_FILE: None}
             raise FileNotFoundError(_nothing_to_read(self.preset)) from None
         weight_map = index.get("weight_map")

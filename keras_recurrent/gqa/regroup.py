@@ -1,16 +1,17 @@
-"""One attention layer with fewer key and value heads: what can be, and the layer itself."""
+"""An attention layer with fewer key and value heads in the place of another one."""
+
+import contextlib
 
 import keras
 import keras_hub
 
 from keras_recurrent.compat import BloomAttention, GPTNeoXAttention, T5MultiHeadAttention
-from keras_recurrent.conversion.gqa.attentions import (
+from keras_recurrent.gqa.attentions import (
     CachedGroupedQueryAttention,
     GroupedBloomAttention,
     GroupedGPTNeoXAttention,
     GroupedT5Attention,
 )
-from keras_recurrent.conversion.gqa.surgery import build_in_place_of
 
 MULTI_HEAD = (
     keras.layers.MultiHeadAttention,
@@ -139,18 +140,56 @@ def regroup_built(layer, groups):
         for name in ("query", "key", "value", "output"):
             before = getattr(layer, f"{name}_projector")
             shape = (None, None, before.kernel.shape[0])
-            build_in_place_of(before, getattr(new, f"{name}_projector"), shape)
+            build_with_paths_of(before, getattr(new, f"{name}_projector"), shape)
         new.built = True
     elif isinstance(layer, (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)):
         names = ("_query_dense", "_value_dense", "_key_dense")
         shapes = [(None, None, _input_width(getattr(layer, name))) for name in names]
-        build_in_place_of(layer, new, *shapes)
+        build_with_paths_of(layer, new, *shapes)
     else:
         fused = hasattr(layer, "_qkv_dense")
         width = _input_width(layer._qkv_dense if fused else layer._query_dense)
-        build_in_place_of(layer, new, (None, None, width))
+        build_with_paths_of(layer, new, (None, None, width))
     return new
 
 
 def _input_width(dense):
     return dense.kernel.shape[0]
+
+
+def replace_layer(root, old, new):
+    """Puts `new` wherever `old` is held below `root`: attributes, lists, dictionaries.
+
+    The order of the layers stays, so files of weights and the order of `model.weights` fit those
+    of a model that was built with `new` from the start.
+    """
+    for holder in root._flatten_layers():
+        if not any(layer is old for layer in holder._layers):
+            continue
+        holder._tracker.replace_tracked_value("layers", old, new)
+        for name, value in list(vars(holder).items()):
+            if name == "_layers":  # the tracker's own list
+                continue
+            if value is old:
+                setattr(holder, name, new)
+            elif isinstance(value, list):
+                for i, entry in enumerate(value):
+                    if entry is old:
+                        list.__setitem__(value, i, new)
+            elif isinstance(value, dict):
+                for key, entry in value.items():
+                    if entry is old:
+                        dict.__setitem__(value, key, new)
+    if keras.backend.backend() == "torch":
+        # A built layer lists all parameters below it for torch: make those lists anew.
+        for layer in root._flatten_layers():
+            if hasattr(layer, "_torch_params"):
+                layer._track_variables()
+
+
+def build_with_paths_of(old, new, *args, **kwargs):
+    """Builds `new` under the names that `old` was built under, so its weights have those paths."""
+    with contextlib.ExitStack() as scopes:
+        for name in old.path.split("/")[:-1]:
+            scopes.enter_context(keras.name_scope(name))
+        new.build(*args, **kwargs)

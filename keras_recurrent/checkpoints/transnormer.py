@@ -4,8 +4,9 @@ Qin et al. 2023, arXiv:2307.14995. One tensor holds the maps to queries, keys, v
 one below the other; the first layer's θ has an axis of tokens between heads and channels.
 """
 
-from keras_recurrent.conversion.layout import Layout
-from keras_recurrent.conversion.tensor_table import SAME, TRANSPOSED, Tensor, Transform, stacked
+from keras_recurrent.checkpoints.layout import Layout, register
+from keras_recurrent.checkpoints.tensor_table import SAME, TRANSPOSED, Tensor, Transform, stacked
+from keras_recurrent.models.transnormer.transnormer_backbone import TransNormerBackbone
 
 # [heads, 1, channels] in the files.
 OF_ALL_TOKENS = Transform(lambda tensor: (tensor[:, 0],), lambda weight: weight[:, None])
@@ -72,6 +73,9 @@ class TransNormer(Layout):
             *(tensor for block in blocks for tensor in block),
             Tensor("lm_head.weight", (v, d), ("token_embedding/reverse_embeddings",), TRANSPOSED),
         ]
+
+
+register(TransNormerBackbone, TransNormer())
 
 
 def _first_of(num_layers):

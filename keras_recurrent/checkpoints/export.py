@@ -7,11 +7,10 @@ import tempfile
 import numpy as np
 from keras import ops
 
-from keras_recurrent.conversion import files, layout
-from keras_recurrent.conversion.checkpoint import DTYPES, INDEX_FILE, ONE_FILE
+from keras_recurrent.checkpoints import files, layout
+from keras_recurrent.checkpoints.checkpoint import DTYPES, INDEX_FILE, ONE_FILE
 
 GIGABYTE = 1024**3
-TOKENIZER_FILE = "tokenizer.model"
 
 
 def export(backbone, path, tokenizer=None, dtype=None, max_shard_size=5):
@@ -122,7 +121,7 @@ def _write_tokenizer(folder, tokenizer, family):
     proto = getattr(tokenizer, "proto", None)
     if proto is None:
         return {}
-    with open(os.path.join(folder, TOKENIZER_FILE), "wb") as file:
+    with open(os.path.join(folder, files.TOKENIZER_FILE), "wb") as file:
         file.write(proto)
     ids = {
         "bos": tokenizer.start_token_id,

@@ -10,7 +10,7 @@ import keras
 import keras_hub
 import numpy as np
 
-from keras_recurrent.conversion.gqa.regroup import is_attention, refusal
+from keras_recurrent.gqa.regroup import is_attention, refusal
 
 CAUSAL, CROSS, ENCODER, UNKNOWN = "causal", "cross", "encoder", "unknown"
 

@@ -6,8 +6,9 @@ nothing where the paper (Qin et al. 2024, arXiv:2404.07904) prints a sigmoid and
 
 import numpy as np
 
-from keras_recurrent.conversion.layout import Layout
-from keras_recurrent.conversion.tensor_table import DEPTHWISE, SAME, TRANSPOSED, Tensor, Transform
+from keras_recurrent.checkpoints.layout import Layout, register
+from keras_recurrent.checkpoints.tensor_table import DEPTHWISE, SAME, TRANSPOSED, Tensor, Transform
+from keras_recurrent.models.hgrn2.hgrn2_backbone import HGRN2Backbone
 
 
 class HGRN2Layout(Layout):
@@ -84,6 +85,9 @@ class HGRN2Layout(Layout):
             weights = (f"{embedding}/reverse_embeddings",)
             tensors.append(Tensor("lm_head.weight", (v, d), weights, TRANSPOSED))
         return tensors
+
+
+register(HGRN2Backbone, HGRN2Layout())
 
 
 def _block(i, arguments):

@@ -5,10 +5,8 @@ tokens before the current one, ours the current one, too; its `intermediate_size
 branches of the gated MLP; its `recurrent_param` is -Λ.
 """
 
-import ml_dtypes
-
-from keras_recurrent.conversion.layout import Layout
-from keras_recurrent.conversion.tensor_table import (
+from keras_recurrent.checkpoints.layout import Layout, register
+from keras_recurrent.checkpoints.tensor_table import (
     BLOCK_BIAS,
     DEPTHWISE,
     NEGATED,
@@ -16,14 +14,11 @@ from keras_recurrent.conversion.tensor_table import (
     TRANSPOSED,
     Tensor,
 )
+from keras_recurrent.models.griffin.griffin_backbone import GriffinBackbone
+from keras_recurrent.presets.griffin import embedding_scale
 
 BLOCK_TYPES = {"recurrent": "recurrent", "attention": "local_attention"}
 TAPS = 4  # of the temporal convolution
-
-
-def embedding_scale(hidden_dim):
-    """sqrt(D) rounded to bfloat16, as the models were trained."""
-    return float(ml_dtypes.bfloat16(hidden_dim**0.5))
 
 
 class RecurrentGemma(Layout):
@@ -120,6 +115,9 @@ class RecurrentGemma(Layout):
             *(tensor for block in blocks for tensor in block),
             Tensor("model.final_norm.weight", (d,), ("final_norm/scale",)),
         ]
+
+
+register(GriffinBackbone, RecurrentGemma())
 
 
 def _block(i, block_type, arguments):

@@ -1,7 +1,9 @@
 """What a family says of its published checkpoints, and which family reads which."""
 
-from keras_recurrent.conversion.config_reader import UNUSED_ANYWHERE, ConfigReader
-from keras_recurrent.conversion.files import CONFIG_FILE
+import importlib
+
+from keras_recurrent.checkpoints.config_reader import UNUSED_ANYWHERE, ConfigReader
+from keras_recurrent.checkpoints.files import CONFIG_FILE
 
 
 class Layout:
@@ -72,12 +74,27 @@ class Layout:
         )
 
 
-_LAYOUTS = {}
+# The modules of this package's layouts, which register them. They load with the first checkpoint.
+_MODULES = ("hgrn2", "recurrent_gemma", "transnormer")
+_LAYOUTS = {}  # {model_type: (class of the backbone, layout)}
 
 
 def register(backbone_cls, layout):
-    """Lets models of a backbone be read from and written to a layout."""
+    """Lets models of a backbone be read from and written to checkpoints of a layout.
+
+    `from_preset` then takes directories and repositories whose `config.json` has the layout's
+    `model_type`, and `export_to_transformers` writes them.
+
+    Args:
+        backbone_cls: a subclass of `keras_recurrent.models.recurrent_backbone.RecurrentBackbone`.
+        layout: a `Layout`.
+    """
     _LAYOUTS[layout.model_type] = (backbone_cls, layout)
+
+
+def of_model_type(model_type):
+    """`(class of the backbone, Layout)` of a `model_type` of `config.json`; None: not known."""
+    return _all_layouts().get(model_type)
 
 
 def of_backbone(backbone):
@@ -86,10 +103,16 @@ def of_backbone(backbone):
     Raises:
         ValueError: its family has no published layout.
     """
-    for backbone_cls, layout in _LAYOUTS.values():
+    for backbone_cls, layout in _all_layouts().values():
         if type(backbone) is backbone_cls:
             return layout
     raise ValueError(
         f"`{type(backbone).__name__}` has no layout on the Hugging Face Hub. Save it with "
         "`save_to_preset`."
     )
+
+
+def _all_layouts():
+    for module in _MODULES:
+        importlib.import_module(f"keras_recurrent.checkpoints.{module}")
+    return _LAYOUTS

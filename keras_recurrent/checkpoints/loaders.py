@@ -1,15 +1,21 @@
-"""What `from_preset` reads from: names in a table, and checkpoints of the Hugging Face Hub."""
+"""Loaders of models from a name in a table, and from checkpoints of the Hugging Face Hub.
 
+A loader serves one `from_preset`. What it read of a preset's files is forgotten with it.
+"""
+
+import functools
 import logging
 
 import keras
 
 from keras_recurrent import compat
-from keras_recurrent.conversion import checkpoint, files, tensor_table
-from keras_recurrent.models.overrides import check_overrides, check_weights_fit, split_overrides
+from keras_recurrent.checkpoints import checkpoint, files, tensor_table
+from keras_recurrent.checkpoints.overrides import (
+    check_overrides,
+    check_weights_fit,
+    split_overrides,
+)
 from keras_recurrent.tokenizers import SentencePieceTokenizer
-
-TOKENIZER_FILE = "tokenizer.model"
 
 logger = logging.getLogger("keras_recurrent")
 _announced = set()
@@ -50,70 +56,80 @@ class NamedPresetLoader(RecurrentPresetLoader):
     Args:
         name: string, the preset.
         backbone_cls: the class of its backbone.
-        backbone_config: a dictionary of the backbone's arguments.
-        preprocessor_config: a dictionary of the preprocessor's arguments, but for the tokenizer.
-        weights: string, the preset with the weights; None: there are none.
+        row: the row of its table in `keras_recurrent.presets`.
     """
 
-    def __init__(self, name, backbone_cls, backbone_config, preprocessor_config, weights=None):
+    def __init__(self, name, backbone_cls, row):
         super().__init__(name, {}, backbone_cls)
-        self.backbone_config = backbone_config
-        self.preprocessor_config = preprocessor_config
-        self.weights = weights
+        self.row = row
+
+    @functools.cached_property
+    def published(self):
+        """The loader of the published weights."""
+        from keras_recurrent.checkpoints import loading  # which imports this module
+
+        return loading.get_loader(self.row.weights)
 
     def has_weights(self):
-        return self.weights is not None
+        return self.row.weights is not None
 
     def load_backbone(self, cls, load_weights, **kwargs):
         check_overrides(self.preset, [cls], kwargs)
-        if load_weights and self.weights:
+        if load_weights and self.has_weights():
             check_weights_fit(self.preset, kwargs)
-            return compat.get_preset_loader(self.weights).load_backbone(cls, True, **kwargs)
-        if not self.weights and self.preset not in _announced:
+            return self.published.load_backbone(cls, True, **kwargs)
+        if not self.has_weights() and self.preset not in _announced:
             _announced.add(self.preset)
             logger.warning(
                 "%s has no published weights: it starts from fresh initialization.", self.preset
             )
-        return cls(**{**self.backbone_config, **kwargs})
+        return cls(**{**self.row.backbone_arguments, **kwargs})
 
     def load_tokenizer(self, cls, config_file=None, **kwargs):
-        if self.weights:
-            return compat.get_preset_loader(self.weights).load_tokenizer(cls, **kwargs)
+        if self.has_weights():
+            return self.published.load_tokenizer(cls, **kwargs)
         check_overrides(self.preset, [cls], kwargs)
         return cls(**kwargs)
 
     def load_preprocessor(self, cls, config_file=None, **kwargs):
         check_overrides(self.preset, [cls], kwargs)
-        return super().load_preprocessor(cls, **{**self.preprocessor_config, **kwargs})
+        return super().load_preprocessor(cls, **{**self.row.preprocessor_arguments, **kwargs})
 
     def make_preprocessor(self, cls, load_weights, **kwargs):
-        if self.weights and not load_weights and "tokenizer" not in kwargs:
-            # Fresh weights know no tokens yet; these need no network.
+        if self.has_weights() and "tokenizer" not in kwargs:
+            if load_weights:
+                return self._make_published_preprocessor(cls, kwargs)
+            # Fresh weights were trained with no tokenizer; this one needs no network.
             kwargs["tokenizer"] = cls.tokenizer_cls()
-        elif self.weights and "tokenizer" not in kwargs:
-            published = compat.get_preset_loader(self.weights)
-            if not kwargs and not files.exists(self.weights, TOKENIZER_FILE):
-                return None
-            return published.make_preprocessor(cls, True, **{**self.preprocessor_config, **kwargs})
         return self.load_preprocessor(cls, **kwargs)
+
+    def _make_published_preprocessor(self, cls, kwargs):
+        if not kwargs and not self.published.has_tokenizer():
+            return None
+        arguments = {**self.row.preprocessor_arguments, **kwargs}
+        return self.published.make_preprocessor(cls, True, **arguments)
 
 
 class CheckpointLoader(RecurrentPresetLoader):
-    """Reads a checkpoint: `config.json`, `.safetensors` files and, where it is, `tokenizer.model`.
+    """Reads a checkpoint: `config.json`, `.safetensors` files and, if present, `tokenizer.model`.
 
-    Configuration and tensors are compared with the model before one is built, and then read one
-    by one.
+    Configuration and tensors are compared with the model before one is built. Tensors are then
+    read one by one.
 
     Args:
-        preset: string, a directory or `hf://owner/repository`.
+        preset_files: the `PresetFiles` of a directory or of `hf://owner/repository`.
         config: the dictionary of its `config.json`.
         backbone_cls: the class of its backbone.
         layout: the family's `Layout`.
     """
 
-    def __init__(self, preset, config, backbone_cls, layout):
-        super().__init__(preset, config, backbone_cls)
+    def __init__(self, preset_files, config, backbone_cls, layout):
+        super().__init__(preset_files.preset, config, backbone_cls)
+        self.files = preset_files
         self.layout = layout
+
+    def has_tokenizer(self):
+        return self.files.exists(files.TOKENIZER_FILE)
 
     def load_backbone(self, cls, load_weights, **kwargs):
         check_overrides(self.preset, [cls], kwargs)
@@ -138,7 +154,7 @@ class CheckpointLoader(RecurrentPresetLoader):
         }
         # Where several tokens end a text, the first is the one that ends a document in training.
         ids = {name: id[0] if isinstance(id, list) else id for name, id in ids.items()}
-        with open(files.fetch(self.preset, TOKENIZER_FILE), "rb") as file:
+        with open(self.files.path(files.TOKENIZER_FILE), "rb") as file:
             return SentencePieceTokenizer(file.read(), **{**ids, **kwargs})
 
     def load_preprocessor(self, cls, config_file=None, **kwargs):
@@ -146,12 +162,13 @@ class CheckpointLoader(RecurrentPresetLoader):
         return super().load_preprocessor(cls, **kwargs)
 
     def make_preprocessor(self, cls, load_weights, **kwargs):
-        if "tokenizer" in kwargs or files.exists(self.preset, TOKENIZER_FILE):
+        if "tokenizer" in kwargs or self.has_tokenizer():
             return self.load_preprocessor(cls, **kwargs)
         if kwargs:
             raise ValueError(
-                f"{', '.join(map(repr, sorted(kwargs)))}: {self.preset!r} has no {TOKENIZER_FILE}, "
-                "so there is no preprocessor to take it. Pass a `tokenizer=` as well."
+                f"{', '.join(map(repr, sorted(kwargs)))}: {self.preset!r} has no "
+                f"{files.TOKENIZER_FILE}, so there is no preprocessor to take it. Pass a "
+                "`tokenizer=` as well."
             )
         return None
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from keras_recurrent.conversion.checkpoint import DTYPES
+from keras_recurrent.checkpoints.checkpoint import DTYPES
 
 
 class Transform(NamedTuple):

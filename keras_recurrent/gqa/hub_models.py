@@ -6,8 +6,7 @@ import keras
 import keras_hub
 from keras import ops
 
-from keras_recurrent.conversion.gqa.regroup import regroup_built
-from keras_recurrent.conversion.gqa.surgery import replace_layer
+from keras_recurrent.gqa.regroup import regroup_built, replace_layer
 
 Mixin: Any = object  # for type checkers: what these are mixed into has the rest
 

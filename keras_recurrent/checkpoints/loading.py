@@ -1,0 +1,122 @@
+"""`from_preset` by name, from a checkpoint, and from a directory of `save_to_preset`.
+
+A model's `from_preset` asks here for the loader and for arguments that KerasHub honors, and hands
+both to KerasHub's `from_preset`, which takes a loader in place of a preset's name.
+"""
+
+import difflib
+import os
+
+from keras_recurrent import compat, saved_classes
+from keras_recurrent.checkpoints import files, layout, names
+from keras_recurrent.checkpoints.loaders import (
+    CheckpointLoader,
+    NamedPresetLoader,
+    RecurrentPresetLoader,
+)
+from keras_recurrent.checkpoints.overrides import (
+    check_overrides,
+    check_weights_fit,
+    split_overrides,
+)
+
+
+def get_loader(preset):
+    """The loader of a name, a directory or a repository; a loader is its own.
+
+    Raises:
+        ValueError: `preset` is no string, or a name that is unknown but near to known ones; all
+            that KerasHub raises where a preset is not of this package.
+    """
+    if isinstance(preset, compat.PresetLoader):
+        return preset
+    if not isinstance(preset, str):
+        raise ValueError(
+            "`preset` must be a string: a name, a directory or 'hf://owner/repository'; got "
+            f"{preset!r}. A path goes in as `str(path)`."
+        )
+    if preset in names.PRESETS:
+        return NamedPresetLoader(preset, *names.PRESETS[preset])
+    elsewhere = preset in compat.BUILTIN_PRESETS or "://" in preset or os.path.exists(preset)
+    near = difflib.get_close_matches(preset, names.PRESETS, n=4)
+    if near and not elsewhere:
+        raise ValueError(
+            f"Unknown preset {preset!r}: neither a name nor a directory. Near names: "
+            f"{', '.join(map(repr, near))}"
+        )
+    if preset.startswith(files.HUB) or os.path.isdir(preset):
+        return _loader_of_files(preset)
+    return compat.get_preset_loader(preset)
+
+
+def _loader_of_files(preset):
+    preset_files = files.PresetFiles(preset)
+    if not preset_files.exists(files.CONFIG_FILE):
+        return compat.get_preset_loader(preset)  # which raises
+    config = preset_files.read_json(files.CONFIG_FILE)
+    found = layout.of_model_type(config.get("model_type"))
+    if found is not None:
+        return CheckpointLoader(preset_files, config, *found)
+    if "registered_name" in config:
+        # A class of ours that was not imported yet is only known to Keras by its name.
+        saved_classes.import_class(config["registered_name"])
+        return compat.KerasPresetLoader(preset, config)
+    return compat.get_preset_loader(preset)
+
+
+def resolve_task(cls, preset, load_weights, overrides):
+    """`(loader, load_weights, overrides)` for KerasHub's `from_preset` of a task.
+
+    KerasHub by itself ignores some overrides.
+
+    Args:
+        cls: the class of the task.
+        preset: string, or a loader.
+        load_weights: boolean; None: if there are any.
+        overrides: dictionary of what the task, its backbone and its preprocessor take.
+    """
+    loader = get_loader(preset)
+    load_weights = _resolve_load_weights(loader, load_weights)
+    if isinstance(loader, RecurrentPresetLoader):
+        return loader, load_weights, overrides  # it honors them all
+    task, backbone, preprocessor = split_overrides(loader.preset, cls, overrides)
+    if preprocessor:
+        task["preprocessor"] = cls.preprocessor_cls.from_preset(loader, **preprocessor)
+    if backbone.keys() <= {"dtype"}:
+        return loader, load_weights, {**task, **backbone}
+    if load_weights:
+        check_weights_fit(loader.preset, backbone)
+    task["backbone"] = cls.backbone_cls.from_preset(loader, load_weights=False, **backbone)
+    return loader, load_weights, task
+
+
+def resolve_backbone(cls, preset, load_weights, overrides):
+    """`(loader, load_weights, overrides)` for KerasHub's `from_preset` of a backbone."""
+    loader = get_loader(preset)
+    check_overrides(loader.preset, [cls], overrides)
+    load_weights = _resolve_load_weights(loader, load_weights)
+    if isinstance(loader, compat.KerasPresetLoader):
+        # KerasHub looks up the saved dtype for tasks, but not for backbones, which then cannot
+        # load int8 weights.
+        overrides = {"dtype": loader._resolve_dtype(loader.config, {}), **overrides}
+    return loader, load_weights, overrides
+
+
+def _resolve_load_weights(loader, load_weights):
+    """Whether to load the weights, where None means: if there are any."""
+    if load_weights is None:
+        ours = isinstance(loader, RecurrentPresetLoader)
+        return loader.has_weights() if ours else _has_keras_weights(loader.preset)
+    if load_weights and isinstance(loader, NamedPresetLoader) and not loader.has_weights():
+        raise ValueError(
+            f"`load_weights=True`: {loader.preset!r} has no published weights. Leave "
+            "`load_weights` out to start from fresh initialization, or pass the directory of a "
+            "model saved with `save_to_preset`."
+        )
+    return load_weights
+
+
+def _has_keras_weights(preset):
+    """Whether a preset that KerasHub saved has the weights of a backbone."""
+    weights = (compat.MODEL_WEIGHTS_FILE, compat.SHARDED_MODEL_WEIGHTS_CONFIG_FILE)
+    return any(compat.check_file_exists(preset, name) for name in weights)

@@ -1,0 +1,15 @@
+"""The names of presets, which `from_preset` knows as soon as `keras_recurrent` is imported."""
+
+from keras_recurrent import compat
+
+# {name: (class of the backbone, row of a table in `keras_recurrent.presets`)}
+PRESETS: dict = {}
+
+
+def register(backbone_cls, table):
+    """Makes a table, `{name: row}`, known to `from_preset` and `presets` of a backbone's models."""
+    family = backbone_cls.__name__.removesuffix("Backbone").lower()
+    for name, row in table.items():
+        PRESETS[name] = (backbone_cls, row)
+        metadata = {"description": row.description, "params": row.parameters, "path": family}
+        compat.register_presets({name: {"metadata": metadata}}, backbone_cls)
