@@ -116,8 +116,9 @@ def sliding_window_attention(
             from which nothing can go on. Once a document is longer than its state, the state
             keeps its last tokens.
         initial_state: a state `{"key": [B, C, G, K], "value": [B, C, G, V], "position": [B]}`;
-            `position` is that of the token to come. The one returned has the same C. None:
-            nothing was seen.
+            `position` is that of the token to come: it tells which slots are filled. (A layer's
+            state has it once, at the top, beside `segment`.) The state returned has the same C.
+            None: nothing was seen.
         mask, segment_ids, previous_segment_id, token_kind, reverse, implementation: as in
             `keras_recurrent.ops.linear_scan`.
 
