@@ -10,7 +10,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 KERAS_BACKEND := $(or $(KERAS_BACKEND),jax)
-PYTEST_ARGS ?= --numprocesses=auto --maxprocesses=8
+# A worker has neighbouring tests, which compile the same, until another has none left.
+PYTEST_ARGS ?= --numprocesses=auto --maxprocesses=8 --dist=worksteal
 
 BACKENDS := jax torch tensorflow
 BIN := $(VENV)/bin

@@ -17,12 +17,23 @@ os.environ.setdefault("KERAS_BACKEND", INSTALLED[0])
 # On a GPU, JAX takes float32 matrix products in TF32, whose error would hide all others.
 os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
 
-# Most of a test's time is compilation: LLVM need not make it fast. It computes the same.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+# Most of a test's time is compilation, not what is compiled: XLA need not make that fast, and its
+# older emitters and a single module for LLVM take less than half the time.
+_XLA_FLAGS = (
+    "--xla_backend_optimization_level=0",
+    "--xla_cpu_use_fusion_emitters=false",
+    "--xla_cpu_parallel_codegen_split_count=1",
+)
+os.environ.setdefault("XLA_FLAGS", " ".join(_XLA_FLAGS))
 
-# torch runs what it once compiled, though operators may have changed since: not beyond a checkout.
-_CACHE = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "torchinductor"
-os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_CACHE))
+# What was compiled is kept on disk, for the other modules and workers of a run and for the next run:
+# not beyond a checkout, as torch runs what it once compiled though operators may have changed since.
+_CACHE = pathlib.Path(__file__).parents[1] / ".pytest_cache"
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_CACHE / "torchinductor"))
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE / "jax"))
+# JAX would leave out what is small or quickly compiled, which is nearly all that tests compile.
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 # Tests that run side by side take one thread each: torch's threads wait by spinning. It reads
 # this when imported, which comes next.
@@ -35,6 +46,12 @@ if os.environ["KERAS_BACKEND"] == "torch":
 
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_configure(config):
+    # What another worker is still writing, or what was broken off, is compiled once more.
+    message = "Error reading persistent compilation cache entry"
+    config.addinivalue_line("filterwarnings", f"ignore:{message}:UserWarning")
 
 
 def pytest_report_header():
@@ -52,9 +69,10 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="module", autouse=True)
 def _memory():
-    """What a module compiled goes with it. What is loaded stays, and is never garbage.
+    """What a module compiled leaves memory with it. What is loaded stays, and is never garbage.
 
-    JAX would keep gigabytes of programs; Keras collects garbage for each layer that it quantizes.
+    JAX would keep gigabytes of programs; those that return are read from disk. Keras collects
+    garbage for each layer that it quantizes.
     """
     if os.environ["KERAS_BACKEND"] == "jax":
         import jax

@@ -16,7 +16,8 @@ THROUGH_FLOAT32 = [
     *("RecurrentBlock", "GatedMLP", "SwiGLU", "HGRN", "HGRN2"),
     *("HGRN2 of the paper, with convolutions", "SGLU", *ATTENTION),
 ]
-POLICIES = ["float32", "bfloat16", "mixed_bfloat16", "mixed_float16", "float64"]
+# Not float32, in which all else here is compared.
+POLICIES = ["bfloat16", "mixed_bfloat16", "mixed_float16", "float64"]
 
 
 @any_layer
@@ -112,7 +113,7 @@ def check_policy(name, policy):
         np.testing.assert_allclose(numpy(y), wanted, rtol=1e-12, atol=1e-12)
     else:
         # Roundings of inputs, weights and the steps between linear maps.
-        roundings = {"float32": 1e-6, "float16": 2**-11, "bfloat16": 2**-8}[compute_dtype]
+        roundings = {"float16": 2**-11, "bfloat16": 2**-8}[compute_dtype]
         error = np.abs(numpy(y).astype("float64") - wanted)
         # HGRN2's norm magnifies what rounding inputs and weights does, where its heads cancel.
         *values, rounded = numpy([keras.ops.cast(v, compute_dtype) for v in [*layer.weights, x]])

@@ -5,23 +5,26 @@ import numpy as np
 import pytest
 
 from keras_recurrent import layers
-from tests.layers.table import ATTENTION, STREAMING, WIDTH, built, inputs, streaming_layer
+from tests.layers.table import ATTENTION, ROWS, STREAMING, WIDTH, built, inputs, streaming_layer
 
 
+@pytest.mark.once
 @streaming_layer
 @pytest.mark.parametrize("shape", [(8,), (2, 8), (2, 3, 4, 8), (2, 3, None)])
 def test_wrong_rank(name, shape):
-    layer = type(built(name)).from_config(built(name).get_config())
+    layer = ROWS[name].make()
     with pytest.raises(ValueError, match=r"needs inputs of shape \[batch, time, width\]"):
         layer.build(shape)
 
 
+@pytest.mark.once
 @streaming_layer
 def test_wrong_width(name):
     with pytest.raises(ValueError, match="expected axis -1 of input shape to have value 8"):
         built(name)(np.zeros((2, 3, 6), "float32"))
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("make", "width", "message"),
     [
@@ -90,9 +93,10 @@ def test_bad_arguments(make, width, message):
         make().build((None, None, width))
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", [name for name in STREAMING if name not in ATTENTION])
 def test_a_state_before_the_width_is_known(name):
-    layer = type(built(name)).from_config(built(name).get_config())
+    layer = ROWS[name].make()
     with pytest.raises(ValueError, match=r"layer.build\(\(None, None, width\)\)"):
         layer.get_initial_state(2)
 

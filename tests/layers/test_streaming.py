@@ -10,12 +10,13 @@ from tests.layers.gradients import call_with, gradients
 from tests.layers.table import ROWS, WIDTH, assert_close, built, inputs, numpy, streaming_layer
 
 LENGTH = 8
-MASKS = {
+PLACE = np.arange(LENGTH)
+MASKS = {  # a row each of what the names tell
     "all real": None,
-    "padding at the end": np.arange(LENGTH) < np.array([[LENGTH], [5], [1]]),
-    "padding at the beginning": np.arange(LENGTH) >= np.array([[0], [5], [LENGTH - 1]]),
-    "padding in the middle": np.abs(np.arange(LENGTH) - 4) >= np.array([[1], [2], [3]]),
-    "a row of padding": np.array([[True], [False], [True]]) & np.ones(LENGTH, bool),
+    "padding at the end, at the beginning, in the middle": np.array(
+        [PLACE < 5, PLACE >= 5, np.abs(PLACE - 4) >= 2]
+    ),
+    "all real, padding alone, one token": np.array([PLACE >= 0, PLACE < 0, PLACE == LENGTH - 1]),
     "padding anywhere": np.random.default_rng(5).permuted([[0, 1] * 4] * 3, axis=1) > 0,
 }
 SEGMENTS = {
@@ -280,7 +281,7 @@ def test_an_explicit_mask_goes_first(name):
     layer = built(name)
     tokens = np.array([[0, 1, 2, 3] * 2] * 3)
     x = keras.layers.Embedding(4, WIDTH, mask_zero=True)(tokens)
-    mask = MASKS["padding in the middle"]
+    mask = MASKS["padding at the end, at the beginning, in the middle"]
     assert_close(layer(x, mask=mask), layer(numpy(x), mask=mask), where=mask)
 
 
