@@ -1,23 +1,23 @@
-"""What the kernels share: what is refused, the VMEM there is, and token kinds beside channels."""
+"""What the kernels share: tensors that they refuse, the chip's VMEM, blocks of token kinds."""
 
 import os
 
 import jax
 import jax.numpy as jnp
 
+from keras_recurrent.backends.constants import GOES_ON, PADDING
 from keras_recurrent.backends.pallas._lazy import pltpu
 
 LANES = 128
-ROWS = 16  # of a tile of 16-bit numbers, and of two tiles of 32-bit ones
-GOES_ON, STARTS, PADDING = 0, 1, 2
+ROWS = 16  # of a tile of 16-bit numbers, or of two tiles of 32-bit numbers
 
-# MiB of VMEM that a kernel may fill: what a core has, less what XLA keeps in it around a kernel.
+# MiB of VMEM that a kernel may use: that of a core, less what XLA uses of it around a kernel.
 VMEM = {"v4": 14, "v5e": 64, "v5p": 32, "v6e": 64, "7x": 32}
 VMEM_OVERRIDE = "KERAS_RECURRENT_TPU_VMEM_MIB"
 
 
 def refusal(*tensors):
-    """Why the kernels refuse tensors, by what is static; None if they accept them."""
+    """Why the kernels refuse tensors of these shapes and dtypes; None if they accept them."""
     for tensor in tensors:
         if tensor is None:
             continue
@@ -34,10 +34,10 @@ def refusal(*tensors):
 
 
 def vmem_bytes():
-    """VMEM for a kernel on the chip that a program is traced for, of `VMEM` or the environment.
+    """The VMEM that a kernel may use, from the environment variable or else from `VMEM`.
 
-    The chip is that of the ambient mesh, else the default device. Where neither is a TPU, as when
-    a CPU compiles for one, blocks fit the smallest.
+    The chip is that of the ambient mesh, else of the default device. If it is no TPU, as when a
+    CPU compiles for one, it is taken to be the chip with the least VMEM.
     """
     chip = str(pltpu.get_tpu_info().chip_version) if pltpu.is_tpu_device() else "v4"
     return int(os.environ.get(VMEM_OVERRIDE, VMEM.get(chip, VMEM["v4"]))) * 2**20
@@ -48,9 +48,10 @@ def rounded_up(size, multiple):
 
 
 def kinds_beside_channels(token_kind, start, length, size):
-    """A block of kinds, each in all lanes of its row [size, LANES]; beyond the end it is padding.
+    """The kinds of a block of tokens, each in all lanes of its row, [size, LANES].
 
-    token_kind: [1, size], or None where every token goes on.
+    The block begins at token `start`; places beyond the sequence's `length` count as padding.
+    token_kind: [1, size], or None if all tokens go on.
     """
     token = start + jax.lax.broadcasted_iota(jnp.int32, (size, LANES), 0)
     if token_kind is None:

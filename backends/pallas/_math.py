@@ -1,10 +1,10 @@
-"""Functions that Mosaic lacks, or computes with fewer digits than float32 has."""
+"""Functions that Mosaic, the compiler of the kernels, lacks or computes with too few digits."""
 
 import jax.numpy as jnp
 
 
 def sigmoids(z):
-    """σ(z) and σ(-z), each with all its digits."""
+    """σ(z) and σ(-z), each exact to float32."""
     e = jnp.exp(-jnp.abs(z))
     larger = 1 / (1 + e)
     smaller = e * larger
@@ -14,8 +14,9 @@ def sigmoids(z):
 def decay(log_a):
     """a = exp(log_a) and 1 - a.
 
-    Near 1, where the difference cancels, 1 - a is a series in log_a, and a is made of it: a small
-    bias of `exp` would add up over as many tokens as such a decay lets through.
+    Where a is near 1 the difference would cancel. There 1 - a is a power series in log_a, and a is
+    computed from it: even a small bias of `exp` would add up over the many tokens that such a
+    decay spans.
     """
     z = jnp.maximum(log_a, -0.35)
     series = z * (1 / 5040) + 1 / 720

@@ -1,8 +1,8 @@
-"""Blocks of an element-wise recurrence: [B, T, D] in VMEM, some tokens and channels at a time.
+"""How an element-wise recurrence passes [B, T, D] through VMEM, in blocks of tokens and channels.
 
-The grid is (B, blocks of D, blocks of T); the last goes in order, and the state stays in VMEM
-between its steps. Tokens lie in sublanes and channels in lanes, so that a tile of 8 tokens is
-joined by three rolls (`scan`), and channels do not meet.
+The grid is (B, blocks of D, blocks of T). Its last axis is sequential: the state stays in VMEM
+from one block to the next. Tokens are in sublanes and channels in lanes, so the recurrence of a
+tile of 8 tokens takes three rolls (`scan`), and channels are independent.
 """
 
 import functools
@@ -11,10 +11,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from keras_recurrent.backends.constants import GOES_ON, PADDING
 from keras_recurrent.backends.pallas._common import (
-    GOES_ON,
     LANES,
-    PADDING,
     ROWS,
     kinds_beside_channels,
     rounded_up,
@@ -24,11 +23,11 @@ from keras_recurrent.backends.pallas._lazy import pl, pltpu
 
 F32 = jnp.float32
 SUBLANES = 8
-MOST_TOKENS, MOST_CHANNELS = 1024, 512  # larger blocks hide no more of a grid step's overhead
+MOST_TOKENS, MOST_CHANNELS = 1024, 512  # larger blocks would not be faster
 
 
 class Blocks(NamedTuple):
-    """How [B, T, D] is cut: `tokens` times `channels` a block."""
+    """How [B, T, D] is cut into blocks of `tokens` times `channels`."""
 
     batch: int
     length: int
@@ -46,15 +45,16 @@ class Blocks(NamedTuple):
         return self.batch, 1, self.width
 
     def time(self, t):
+        """The number of the block of tokens in step t of the grid."""
         return self.grid[2] - 1 - t if self.reverse else t
 
     def sequence(self):
-        """Of [B, T, D]."""
+        """The blocks of a tensor [B, T, D]."""
         shape = (None, self.tokens, self.channels)
         return pl.BlockSpec(shape, lambda b, d, t: (b, self.time(t), d))
 
     def rows_before(self):
-        """Of [B, T, D]: the tile that ends where a block begins; any for the first block."""
+        """The tile of [B, T, D] that ends where a block begins; for the first block, any tile."""
 
         def place(b, d, t):
             return b, jnp.maximum(self.time(t) * (self.tokens // ROWS) - 1, 0), d
@@ -62,38 +62,39 @@ class Blocks(NamedTuple):
         return pl.BlockSpec((None, ROWS, self.channels), place)
 
     def kinds(self):
-        """Of [B, 1, T]."""
+        """The blocks of token kinds [B, 1, T]."""
         return pl.BlockSpec((None, 1, self.tokens), lambda b, d, t: (b, 0, self.time(t)))
 
     def row(self, rows=1):
-        """Of [B, N, D]: what a sequence has once."""
+        """The blocks of a tensor [B, N, D] without a time axis, such as a state."""
         return pl.BlockSpec((None, rows, self.channels), lambda b, d, t: (b, 0, d))
 
     def shared(self, rows=1):
-        """Of [N, D]: what all sequences share."""
+        """The blocks of a parameter [N, D]."""
         return pl.BlockSpec((rows, self.channels), lambda b, d, t: (0, d))
 
 
-def blocks(like, tensors, reverse=False):
-    """Blocks for as many bytes a channel of a token as there are in `tensors` [B, T, D]."""
+def blocks_for(like, tensors, reverse=False):
+    """`Blocks` of [B, T, D], the shape of `like`, that fit VMEM for a kernel with all `tensors`."""
     batch, length, width = like.shape
     counts = range(1, min(MOST_CHANNELS, rounded_up(width, LANES)) // LANES + 1)
     # Of the widths that cover the channels with the fewest lanes, the largest.
     channels = LANES * max(counts, key=lambda n: (-rounded_up(width, n * LANES), n))
-    each = 2 * sum(t.dtype.itemsize for t in tensors)  # a block is worked on, another on its way
+    # Bytes of a number in all tensors; twice, since the next block is fetched meanwhile.
+    each = 2 * sum(t.dtype.itemsize for t in tensors)
     tokens = MOST_TOKENS
-    # A quarter of VMEM is for what the kernel computes.
+    # A quarter of VMEM is left for the kernel's temporaries.
     while tokens > LANES and tokens * (channels * each + LANES * 4) > vmem_bytes() * 3 // 4:
         tokens //= 2
     return Blocks(batch, length, width, min(tokens, rounded_up(length, LANES)), channels, reverse)
 
 
 def stream(kernel, blocks, token_kind, inputs, outputs, carried=1):
-    """Call `kernel(here, *inputs, *outputs, state)` for one block after another.
+    """Call `kernel(block, *inputs, *outputs, state)` for one block after another.
 
     Args:
-        kernel: gets a `Here`, references to the blocks, and a float32 scratch [carried, channels]
-            that holds what it leaves there until the block after.
+        kernel: gets a `Block`, references to the blocks of all tensors, and a float32 scratch
+            [carried, channels] whose contents stay until the next block.
         token_kind: [B, T] or None.
         inputs: pairs of a tensor and its `pl.BlockSpec`.
         outputs: triples of a shape, a dtype and a `pl.BlockSpec`.
@@ -115,7 +116,7 @@ def stream(kernel, blocks, token_kind, inputs, outputs, carried=1):
                 given, references = references[0][...], references[1:]
             start = time * blocks.tokens
             kinds[...] = kinds_beside_channels(given, start, blocks.length, blocks.tokens)
-        kernel(Here(blocks, time, step == 0, step == blocks.grid[2] - 1, kinds), *references)
+        kernel(Block(blocks, time, step == 0, step == blocks.grid[2] - 1, kinds), *references)
 
     return pl.pallas_call(
         body,
@@ -132,20 +133,20 @@ def stream(kernel, blocks, token_kind, inputs, outputs, carried=1):
     )(*(tensor for tensor, _ in inputs))
 
 
-class Here(NamedTuple):
-    """Where a kernel stands."""
+class Block(NamedTuple):
+    """The block that a kernel computes."""
 
     blocks: Blocks
-    time: jax.Array  # the block's number, counted from the first token
-    first: jax.Array  # whether it comes first: the first in time, or the last if `reverse`
-    last: jax.Array
+    number: jax.Array  # in time: that of the first tokens is 0
+    first: jax.Array  # whether it is computed first: the last in time if `reverse`
+    last: jax.Array  # whether it is computed last
     kinds: "jax.Ref | None"
 
     def over_tiles(self, step, carry):
         """`carry = step(i, rows, kind, carry)` for one tile of `ROWS` tokens after another.
 
-        `rows` is the slice of tile `i`, `kind` its kinds [ROWS, channels], or None where all
-        tokens go on.
+        `rows` is the slice of tile `i`, `kind` its kinds [ROWS, channels], or None if all tokens
+        go on.
         """
         tiles = min(self.blocks.tokens, rounded_up(self.blocks.length, ROWS)) // ROWS
 
@@ -159,35 +160,35 @@ class Here(NamedTuple):
 
         return jax.lax.fori_loop(0, tiles, tile, carry)
 
-    def inside(self, i, x):
-        """x [ROWS, channels], the rows of tile `i`, with zeros behind the end."""
+    def zero_beyond_end(self, i, x):
+        """x [ROWS, channels], tile `i` of a tensor, with zeros beyond the end of the sequence."""
         if self.blocks.length % self.blocks.tokens == 0:
             return x
         row = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
-        left = self.blocks.length - self.time * self.blocks.tokens - i * ROWS
+        left = self.blocks.length - self.number * self.blocks.tokens - i * ROWS
         return jnp.where(row < left, x, 0)
 
 
-def scan(a, lost, x, state, reverse=False):
-    """h_t = a_t h_{t-1} + x_t. a, lost = 1 - a, x: [ROWS, L]; state: [1, L].
+def scan(a, one_minus_a, x, state, reverse=False):
+    """h_t = a_t h_{t-1} + x_t. a, one_minus_a, x: [ROWS, L]; state: [1, L].
 
-    Returns h and the state after. Products of decays are made as what they lose, too: as they are,
-    next to 1 they would round to the same side again and again, (1 - b)(1 - c) to 1 - b - c.
+    Returns h and the state after the last token. For products of decays the difference to 1 is
+    computed as well. Without it products near 1 would all be rounded in the same direction.
     """
-    return _tile_by_tile(_scan_tile, (a, lost), x, state, reverse)
+    return _tile_by_tile(_scan_tile, (a, one_minus_a), x, state, reverse)
 
 
-def gradient(a, lost, d_output, after):
-    """g_t = d_output_t + a_{t+1} g_{t+1}; behind the last of the rows is `after` [1, L].
+def adjoint_scan(a, one_minus_a, d_output, d_next):
+    """g_t = d_output_t + a_{t+1} g_{t+1}, where a g of the token after the last is `d_next` [1, L].
 
-    g, and not a_t g_t: of that all digits are needed, however small the decay.
+    g is computed and not a_t g_t, from which g would have to be found by a division.
     """
-    a, lost = shift(a, 1, reverse=True), shift(lost, 0, reverse=True)
-    return scan(a, lost, d_output, after, reverse=True)[0]
+    a, one_minus_a = following(a, 1), following(one_minus_a, 0)
+    return scan(a, one_minus_a, d_output, d_next, reverse=True)[0]
 
 
 def hold(keep, x, state, reverse=False):
-    """h_t = h_{t-1} where `keep` is 1, x_t where it is 0; otherwise as `scan`, but exact."""
+    """h_t = h_{t-1} where `keep` is 1, x_t where it is 0, without rounding; else like `scan`."""
     return _tile_by_tile(_hold_tile, (keep,), x, state, reverse)
 
 
@@ -201,78 +202,86 @@ def _tile_by_tile(step, factors, x, state, reverse):
     return jnp.concatenate(tiles[::-1] if reverse else tiles), state
 
 
-def _scan_tile(a, lost, x, state, reverse):
-    for there, before in _doubling(x.shape, reverse):
-        x = x + a * jnp.where(there, before(x), 0)
-        lost = lost + a * jnp.where(there, before(lost), 0)
-        a = jnp.where(lost < 0.5, 1 - lost, a * jnp.where(there, before(a), 1))
+def _scan_tile(a, one_minus_a, x, state, reverse):
+    for exists, earlier in _doubling(x.shape, reverse):
+        x = x + a * jnp.where(exists, earlier(x), 0)
+        one_minus_a = one_minus_a + a * jnp.where(exists, earlier(one_minus_a), 0)
+        a = jnp.where(one_minus_a < 0.5, 1 - one_minus_a, a * jnp.where(exists, earlier(a), 1))
     return x + a * state
 
 
 def _hold_tile(keep, x, state, reverse):
-    for there, before in _doubling(x.shape, reverse):
-        x = jnp.where(there & (keep > 0), before(x), x)
-        keep = keep * jnp.where(there, before(keep), 1)
+    for exists, earlier in _doubling(x.shape, reverse):
+        x = jnp.where(exists & (keep > 0), earlier(x), x)
+        keep = keep * jnp.where(exists, earlier(keep), 1)
     return jnp.where(keep > 0, state, x)
 
 
 def _doubling(shape, reverse):
-    """Steps after each of which a row stands for twice as many tokens as before.
+    """The steps of a scan by doubling: after each, a row has joined twice as many tokens.
 
-    Each is a mask of the rows that have one so many tokens before, and what brings that there.
+    A step joins a row with the one 1, 2 or 4 before it: a mask of the rows that have such a row,
+    and a function that rolls a tensor so that it is in their place.
     """
     row = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
     for distance in (1, 2, 4):
-        there = row < SUBLANES - distance if reverse else row >= distance
+        exists = row < SUBLANES - distance if reverse else row >= distance
         by = SUBLANES - distance if reverse else distance
-        yield there, functools.partial(pltpu.roll, shift=by, axis=0)
+        yield exists, functools.partial(pltpu.roll, shift=by, axis=0)
 
 
-def shift(h, first, reverse=False):
-    """What stood before each row of h [ROWS, L]; `first` [1, L] before the first of them."""
-    row = jax.lax.broadcasted_iota(jnp.int32, h.shape, 0)
-    end, by = (ROWS - 1, ROWS - 1) if reverse else (0, 1)
-    return jnp.where(row == end, first, pltpu.roll(h, by, 0))
+def previous(h, first):
+    """The row before each row of h [ROWS, L]; `first` [1, L] before the first of them."""
+    return jnp.where(_row_number(h) == 0, first, pltpu.roll(h, 1, 0))
 
 
-def effective(kind, a, lost):
-    """The decay that each token applies, and 1 - it: 1 and 0 at padding, 0 and 1 at a start."""
+def following(h, last):
+    """The row after each row of h [ROWS, L]; `last` [1, L] after the last of them."""
+    return jnp.where(_row_number(h) == ROWS - 1, last, pltpu.roll(h, ROWS - 1, 0))
+
+
+def _row_number(h):
+    return jax.lax.broadcasted_iota(jnp.int32, h.shape, 0)
+
+
+def applied_decay(kind, a, one_minus_a):
+    """a and 1 - a as a token applies them to the state: 0 and 1 at a start, 1 and 0 at padding."""
     if kind is None:
-        return a, lost
+        return a, one_minus_a
     going_on, padding = kind == GOES_ON, kind == PADDING
     a = jnp.where(going_on, a, jnp.where(padding, 1.0, 0.0))
-    return a, jnp.where(going_on, lost, jnp.where(padding, 0.0, 1.0))
+    return a, jnp.where(going_on, one_minus_a, jnp.where(padding, 0.0, 1.0))
 
 
-def real(kind, *tensors):
-    """Zeros at padding and behind the end, whatever stands there."""
+def without_padding(kind, *tensors):
+    """The tensors with zeros at padding and beyond the end of the sequence."""
     if kind is None:
         return tensors
     return tuple(jnp.where(kind == PADDING, 0, t) for t in tensors)
 
 
-def add(total, x):
-    """A sum and its rounding so far, each [SUBLANES, L], with the rows of x [ROWS, L] added.
+def kahan_add(total, x):
+    """Kahan summation: `total`, a sum and its rounding error, with the rows of x [ROWS, L] added.
 
-    As Kahan does it: a plain sum over all tokens of a long sequence would lose digits.
+    Both are [SUBLANES, L]. A plain sum over all tokens of a long sequence would lose digits.
     """
-    total, lost = total
-    x = x[:SUBLANES] + x[SUBLANES:] - lost
+    total, error = total
+    x = x[:SUBLANES] + x[SUBLANES:] - error
     larger = total + x
     return larger, (larger - total) - x
 
 
-def nothing(channels):
-    """The sum of nothing, for `add`."""
+def zero_sum(channels):
+    """The `total` with which `kahan_add` begins."""
     zeros = jnp.zeros((SUBLANES, channels), F32)
     return zeros, zeros
 
 
-def output_before(here, i, rows_before, output, initial):
-    """The state [1, L] before tile `i`, of the block's output or, at its edge, of the one before.
+def output_before(block, i, rows_before, output, initial):
+    """The state [1, L] before tile `i`: the last output before it, or the initial state.
 
-    Outputs behind the end are not asked for: the tile is one with a token.
+    The output before the first tile of a block is in `rows_before`.
     """
-    at_edge = jnp.where(here.time == 0, initial[...], rows_before[...][ROWS - 1 :].astype(F32))
-    previous = output[pl.ds(pl.multiple_of(jnp.maximum(i - 1, 0) * ROWS, ROWS), ROWS), :]
-    return jnp.where(i == 0, at_edge, previous[ROWS - 1 :].astype(F32))
+    at_edge = jnp.where(block.number == 0, initial[...], rows_before[...][ROWS - 1 :].astype(F32))
+    tile_before = output[pl.ds(pl.multiple_of(jnp.maximum(i - 1, 0) * ROWS, ROWS), ROWS), :]
+    return jnp.where(i == 0, at_edge, tile_before[ROWS - 1 :].astype(F32))

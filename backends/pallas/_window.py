@@ -1,10 +1,11 @@
-"""How attention streams: blocks of tokens through VMEM, where rings keep what a window reaches.
+"""How attention passes a row through VMEM: block by block, with the keys of the window in rings.
 
-The grid is (B, G, blocks of tokens, heads of queries that share a key). The blocks go in order,
-first those of keys from before the first query. A block of keys is put into its ring once, and met
-there by the queries of that block and of those after it, as far as the window reaches. Where
-gradients of keys are summed, the grid has steps behind the last block, in which the blocks that
-are still in the ring are written.
+The grid is (B, G, blocks of tokens, heads of queries that share a key). Its last two axes are
+sequential. Blocks go from the first to the last; those of keys before the first query have no
+queries. A block of keys and values is copied into ring buffers once, and stays there as long as
+queries attend to it. The sums of the gradients of keys are kept in rings as well. They are written
+when their block leaves the ring; for the blocks that are in the ring at the end, the grid has
+steps after the last block.
 """
 
 import math
@@ -16,16 +17,18 @@ import jax.numpy as jnp
 from keras_recurrent.backends.pallas._common import LANES, rounded_up, vmem_bytes
 from keras_recurrent.backends.pallas._lazy import pl, pltpu
 
-BLOCKS = (256, 128)  # tokens; the longer, the more pairs are computed that the window leaves out
+# Tokens of a block, the first that fits VMEM. Longer blocks would compute more logits in vain, for
+# keys that are outside the window of a query.
+BLOCKS = (256, 128)
 
 
-class Walk(NamedTuple):
-    """What is static about it."""
+class Grid(NamedTuple):
+    """How the tokens are cut, and how the grid goes through the blocks."""
 
     length: int  # queries
     block: int  # tokens
     before: int  # blocks of keys before the first query
-    kept: int  # blocks in a ring
+    ring_blocks: int
     window: int | None
     shared: int  # heads of queries that share one of keys
 
@@ -34,52 +37,58 @@ class Walk(NamedTuple):
         return self.before + pl.cdiv(self.length, self.block)
 
     def queries(self, g, s, r):
-        """The block of queries, and the head of them, that a step is for."""
+        """The block and the head of queries in a step (g, s, r) of the grid."""
         block = jnp.clip(s - self.before, 0, self.blocks - self.before - 1)
         head = jnp.where(s < self.before, 0, jnp.where(s < self.blocks, r, self.shared - 1))
         return block, g * self.shared + head
 
     def keys(self, g, s, r):
-        """The block of keys, and the head of them, that a step begins with."""
+        """The block and the head of keys in a step, which are copied into the rings."""
         return jnp.minimum(s, self.blocks - 1), g
 
-    def keys_left(self, g, s, r):
-        """The block of keys, and the head of them, that no query after this step sees."""
-        here = jnp.maximum(s - self.kept + 1, 0)
-        behind = self.blocks - self.kept + 1 + (s - self.blocks) * self.shared + r
-        return jnp.where(s < self.blocks, here, jnp.minimum(behind, self.blocks - 1)), g
+    def dropped_keys(self, g, s, r):
+        """The block and the head of keys to which no query attends after a step."""
+        oldest = jnp.maximum(s - self.ring_blocks + 1, 0)
+        # After the last block each step is for one of the blocks that are left in the ring.
+        left = self.blocks - self.ring_blocks + 1 + (s - self.blocks) * self.shared + r
+        return jnp.where(s < self.blocks, oldest, jnp.minimum(left, self.blocks - 1)), g
 
     def aligned(self, x):
-        """x [B, S, ...] with places before it, so that the first query begins a block."""
+        """x [B, S, ...] padded in front, so that the first query is at the beginning of a block."""
         missing = self.before * self.block + self.length - x.shape[1]
         return jnp.pad(x, [(0, 0), (missing, 0)] + [(0, 0)] * (x.ndim - 2))
 
-    def head(self, x, place):
-        """x [B, T, ..., size], or its shape, as `apart` makes it; and blocks of one head of it."""
+    def head(self, x, block_of):
+        """x [B, T, ..., size], or its shape and dtype, in the layout of `by_head`, and its blocks.
+
+        A block has one head; `block_of` gives the number of the block and of the head in a step.
+        """
         size = x.shape[-1]
-        x = jax.eval_shape(apart, x) if isinstance(x, jax.ShapeDtypeStruct) else apart(x)
+        x = jax.eval_shape(by_head, x) if isinstance(x, jax.ShapeDtypeStruct) else by_head(x)
         if x.ndim == 3:
-            return x, pl.BlockSpec((None, self.block, size), lambda b, *at: (b, *place(*at)))
+            return x, pl.BlockSpec((None, self.block, size), lambda b, *step: (b, *block_of(*step)))
         return x, pl.BlockSpec(
-            (None, None, self.block, size), lambda b, *at: (b, *place(*at)[::-1], 0)
+            (None, None, self.block, size), lambda b, *step: (b, *block_of(*step)[::-1], 0)
         )
 
-    def row(self, x, place):
-        """x [B, 1, T], a number for each token, or [B, H, 1, T], one in each head."""
-        if x.ndim == 3:
-            return x, pl.BlockSpec((None, 1, self.block), lambda b, *at: (b, 0, place(*at)[0]))
-        return x, pl.BlockSpec(
-            (None, None, 1, self.block), lambda b, *at: (b, place(*at)[1], 0, place(*at)[0])
-        )
+    def row(self, x, block_of):
+        """x, a number for each token, and its blocks. x: [B, 1, T], or by head [B, H, 1, T]."""
+
+        def index(b, *step):
+            block, head = block_of(*step)
+            return (b, 0, block) if x.ndim == 3 else (b, head, 0, block)
+
+        shape = (None, 1, self.block) if x.ndim == 3 else (None, None, 1, self.block)
+        return x, pl.BlockSpec(shape, index)
 
     def ring(self, rows, size, dtype):
-        return pltpu.VMEM((self.kept, rows, size), dtype)
+        return pltpu.VMEM((self.ring_blocks, rows, size), dtype)
 
 
 class Step(NamedTuple):
-    """Where a kernel stands, with the rings of keys, values and the documents that they are of."""
+    """A step of the grid, with the rings of keys, values and numbers of their documents."""
 
-    walk: Walk
+    grid: Grid
     number: jax.Array
     head: jax.Array
     of_queries: "jax.Ref"
@@ -89,106 +98,107 @@ class Step(NamedTuple):
     documents: "jax.Ref"
 
     @property
-    def begins(self):
-        """Whether a block of keys comes in with this step."""
-        return (self.head == 0) & (self.number < self.walk.blocks)
+    def has_new_keys(self):
+        """Whether a new block of keys is to be copied into the rings."""
+        return (self.head == 0) & (self.number < self.grid.blocks)
 
     @property
-    def asks(self):
-        """Whether there are queries."""
-        return (self.number >= self.walk.before) & (self.number < self.walk.blocks)
+    def has_queries(self):
+        """Whether there is a block of queries."""
+        return (self.number >= self.grid.before) & (self.number < self.grid.blocks)
 
     @property
-    def leaves(self):
-        """Whether a block of keys is seen no more after this step."""
-        last = (self.number >= self.walk.kept - 1) & (self.head == self.walk.shared - 1)
-        return (self.number >= self.walk.blocks) | last
+    def has_dropped_keys(self):
+        """Whether there is a block of keys to which no query attends after this step."""
+        last = (self.number >= self.grid.ring_blocks - 1) & (self.head == self.grid.shared - 1)
+        return (self.number >= self.grid.blocks) | last
 
     def slot(self, number):
-        """Where a block lies in a ring."""
-        return jax.lax.rem(number, self.walk.kept)
+        """The slot of a block in the rings."""
+        return jax.lax.rem(number, self.grid.ring_blocks)
 
     def put(self, k, v):
-        slot, document = self.slot(self.number), self._there(self.of_keys[...])
-        self.keys[slot] = _real(document, k[...])
-        self.values[slot] = _real(document, v[...])
+        """Copy the blocks of keys and values into the rings."""
+        slot, document = self.slot(self.number), self._documents(self.of_keys[...])
+        self.keys[slot] = _of_tokens(document, k[...])
+        self.values[slot] = _of_tokens(document, v[...])
         self.documents[slot] = document
 
-    def real(self, x):
-        """A block of what is beside queries, with zeros where there are none."""
-        return _real(self._there(self.of_queries[...]), x[...])
+    def of_tokens(self, x):
+        """x [N, size], a block with a row for each query, with zeros where there is no token."""
+        return _of_tokens(self._documents(self.of_queries[...]), x[...])
 
-    def real_row(self, x):
-        """The same of numbers for each query [1, N], as a column."""
-        return column(jnp.where(self._there(self.of_queries[...]) > 0, x[...], 0))
+    def column_of_tokens(self, x):
+        """x [1, N], a number for each query, as a column, with zeros where there is no token."""
+        return column(jnp.where(self._documents(self.of_queries[...]) > 0, x[...], 0))
 
-    def _there(self, document):
-        """The documents [1, N] of a block, 0 behind the end."""
-        place = jax.lax.broadcasted_iota(jnp.int32, document.shape, 1)
-        count = self.walk.length - (self.number - self.walk.before) * self.walk.block
-        return jnp.where(place < count, document, 0)
+    def _documents(self, document):
+        """The numbers of documents [1, N] of a block, 0 beyond the end of the sequence."""
+        number = jax.lax.broadcasted_iota(jnp.int32, document.shape, 1)
+        count = self.grid.length - (self.number - self.grid.before) * self.grid.block
+        return jnp.where(number < count, document, 0)
 
-    def over_window(self, meet, carry):
-        """`carry = meet(slot, seen, carry)` for the blocks in the window, from the newest on.
+    def over_window(self, attend, carry):
+        """`carry = attend(slot, visible, carry)` for the blocks of keys in the window, last first.
 
-        `slot` is that of the block of keys in the rings; `seen` [N, N] whether a query sees a key.
+        `slot` is the block's place in the rings, `visible` [N, N] whether a query attends to a key.
         """
-        walk, square = self.walk, (self.walk.block, self.walk.block)
-        of_queries = column(self._there(self.of_queries[...]))
-        newer = jax.lax.broadcasted_iota(jnp.int32, square, 0) - jax.lax.broadcasted_iota(
+        grid, square = self.grid, (self.grid.block, self.grid.block)
+        of_queries = column(self._documents(self.of_queries[...]))
+        own_distance = jax.lax.broadcasted_iota(jnp.int32, square, 0) - jax.lax.broadcasted_iota(
             jnp.int32, square, 1
         )
 
-        def at(back, carry):
-            slot = self.slot(self.number - back)
-            distance = newer + back * walk.block
-            seen = (distance >= 0) & (of_queries == self.documents[slot])
-            if walk.window is not None:
-                seen &= distance < walk.window
-            return meet(slot, seen, carry)
+        def step(age, carry):
+            slot = self.slot(self.number - age)
+            distance = own_distance + age * grid.block
+            visible = (distance >= 0) & (of_queries == self.documents[slot])
+            if grid.window is not None:
+                visible &= distance < grid.window
+            return attend(slot, visible, carry)
 
-        return jax.lax.fori_loop(0, jnp.minimum(self.number + 1, walk.kept), at, carry)
+        return jax.lax.fori_loop(0, jnp.minimum(self.number + 1, grid.ring_blocks), step, carry)
 
 
-def walk(q, k, v, window, keys_before):
-    """Of q [B, T, ..., K], k [B, S, G, K], v [B, S, G, V]; None if VMEM has no room for it."""
+def grid_for(q, k, v, window, keys_before):
+    """The `Grid` for q [B, T, ..., K], k [B, S, G, K], v [B, S, G, V]; None if none fits VMEM."""
     length, shared = q.shape[1], math.prod(q.shape[2:-1]) // k.shape[2]
     for block in BLOCKS:
         before = pl.cdiv(keys_before, block)
-        kept = before + pl.cdiv(length, block)
+        ring_blocks = before + pl.cdiv(length, block)
         if window is not None:
-            kept = min(kept, pl.cdiv(window - 1, block) + 1)
-        if _bytes(block, kept, q, k, v) <= vmem_bytes():
-            return Walk(length, block, before, kept, window, shared)
+            ring_blocks = min(ring_blocks, pl.cdiv(window - 1, block) + 1)
+        if _bytes(block, ring_blocks, q, k, v) <= vmem_bytes():
+            return Grid(length, block, before, ring_blocks, window, shared)
     return None
 
 
-def _bytes(block, kept, *tensors):
-    """What the backward fills, which needs more than the forward."""
+def _bytes(block, ring_blocks, *tensors):
+    """The VMEM that the backward needs, which is more than the forward does."""
     _, k, v = tensors
     item = max(x.dtype.itemsize for x in tensors)
     width = sum(rounded_up(x.shape[-1], LANES) for x in (k, v))
-    # Of q, k, v, and what comes or goes beside them, a block is worked on, another on its way.
-    rings, streams = kept * block * width * (item + 4), 2 * block * 4 * width * item
-    # A product of float32 takes its operands to pieces.
+    # Twice the blocks of q, k, v and of their gradients: the next ones are fetched meanwhile.
+    rings, streams = ring_blocks * block * width * (item + 4), 2 * block * 4 * width * item
+    # Products of float32 are split into several of bfloat16.
     working = 4 * block * (6 * block + 2 * width) * (1 if item == 2 else 2)
     return rings + streams + working
 
 
-def call(walk, kernel, k, v, of_queries, of_keys, inputs, outputs, sums=(), steps_behind=0):
-    """`kernel(step, *inputs, *outputs, *sums)` for one step of the walk after another.
+def call(grid, kernel, k, v, of_queries, of_keys, inputs, outputs, sums=(), steps_after=0):
+    """Call `kernel(step, *inputs, *outputs, *sums)` for one step of the grid after another.
 
     Args:
         inputs: pairs of a tensor and its blocks.
         outputs: pairs of a shape with its dtype and its blocks.
-        sums: sizes of a head, of which float32 rings are kept, too.
-        steps_behind: behind the last block.
+        sums: for each float32 ring that the kernel needs for sums, the size of a head.
+        steps_after: how many steps come after the last block.
     """
     given = [
-        walk.row(of_queries[:, None], walk.queries),
-        walk.row(walk.aligned(of_keys)[:, None], walk.keys),
-        walk.head(walk.aligned(k), walk.keys),
-        walk.head(walk.aligned(v), walk.keys),
+        grid.row(of_queries[:, None], grid.queries),
+        grid.row(grid.aligned(of_keys)[:, None], grid.keys),
+        grid.head(grid.aligned(k), grid.keys),
+        grid.head(grid.aligned(v), grid.keys),
         *inputs,
     ]
     streamed = len(inputs) + len(outputs)
@@ -199,9 +209,9 @@ def call(walk, kernel, k, v, of_queries, of_keys, inputs, outputs, sums=(), step
             references[streamed : streamed + 3],
             references[streamed + 3 :],
         )
-        step = Step(walk, pl.program_id(2), pl.program_id(3), of_queries, of_keys, *rings)
+        step = Step(grid, pl.program_id(2), pl.program_id(3), of_queries, of_keys, *rings)
 
-        @pl.when(step.begins)
+        @pl.when(step.has_new_keys)
         def _():
             step.put(k, v)
 
@@ -209,15 +219,15 @@ def call(walk, kernel, k, v, of_queries, of_keys, inputs, outputs, sums=(), step
 
     return pl.pallas_call(
         body,
-        grid=(k.shape[0], k.shape[2], walk.blocks + steps_behind, walk.shared),
+        grid=(k.shape[0], k.shape[2], grid.blocks + steps_after, grid.shared),
         in_specs=[spec for _, spec in given],
         out_specs=[spec for _, spec in outputs],
         out_shape=[shape for shape, _ in outputs],
         scratch_shapes=[
-            walk.ring(walk.block, k.shape[3], k.dtype),
-            walk.ring(walk.block, v.shape[3], v.dtype),
-            walk.ring(1, walk.block, jnp.int32),
-            *(walk.ring(walk.block, size, jnp.float32) for size in sums),
+            grid.ring(grid.block, k.shape[3], k.dtype),
+            grid.ring(grid.block, v.shape[3], v.dtype),
+            grid.ring(1, grid.block, jnp.int32),
+            *(grid.ring(grid.block, size, jnp.float32) for size in sums),
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"),
@@ -227,18 +237,19 @@ def call(walk, kernel, k, v, of_queries, of_keys, inputs, outputs, sums=(), step
     )(*(tensor for tensor, _ in given))
 
 
-def apart(x):
-    """x [B, T, ..., size] with its heads side by side, as layers make and take it.
+def by_head(x):
+    """x [B, T, ..., size] as kernels read one head of it.
 
-    Where a head fills no vectors, XLA brings its tokens together: [B, H, T, size].
+    [B, T, heads * size], as layers make and take it, if a head fills whole vectors. Else XLA
+    transposes it to [B, heads, T, size].
     """
     if x.shape[-1] % LANES == 0:
         return x.reshape(*x.shape[:2], -1)
     return jnp.swapaxes(x.reshape(*x.shape[:2], -1, x.shape[-1]), 1, 2)
 
 
-def together(x, shape):
-    """The opposite of `apart`."""
+def from_by_head(x, shape):
+    """The opposite of `by_head`."""
     return (x if x.ndim == 3 else jnp.swapaxes(x, 1, 2)).reshape(shape)
 
 
@@ -252,6 +263,6 @@ def row(column):
     return jnp.broadcast_to(column, (column.shape[0], LANES)).T[:1]
 
 
-def _real(document, x):
-    """x [N, size], and zeros where there is no token, whatever stood there."""
+def _of_tokens(document, x):
+    """x [N, size] with zeros where the document is 0."""
     return jnp.where(jnp.broadcast_to(column(document), x.shape) > 0, x, 0)

@@ -2,14 +2,14 @@
 
 De et al. 2024, arXiv:2402.19427, section 2.3 (the temporal convolution before the recurrence).
 
-The filter passes over padding. The j-th input before a token is the one before it of what the
-token before it had there, and so on: each j is a shift by one token, where padding holds what was
-before, and a start lets nothing through. Backwards in time the same brings each input the
-gradients of the j-th outputs after it, so that one pass gives the gradients of inputs and filter.
-Only blocks with padding take the time for it.
+The filter skips padding. The j-th real input before a token is found step by step: it is the
+(j-1)-th real input before the token's predecessor. So each j is a shift by one token, in which
+padding repeats the value before it and a start passes none on. In the backward pass the same
+shifts, backwards in time, give each input the gradients of the outputs after it, and one kernel
+computes the gradients of inputs and filter. Blocks without padding take a shorter way.
 
-An activation is computed along with the filter. Its gradient, too, needs the inputs before each
-token: one more pass forward in time makes the gradients of what the filter gives.
+An activation is part of the kernel. Its gradient needs the filter's output, so the backward pass
+begins with a kernel forward in time, for the gradient of that output.
 """
 
 import functools
@@ -17,12 +17,21 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from keras_recurrent.backends.constants import GOES_ON, PADDING, STARTS
 from keras_recurrent.backends.jax import causal_conv1d as plain
-from keras_recurrent.backends.pallas._common import GOES_ON, PADDING, ROWS, STARTS, refusal
+from keras_recurrent.backends.pallas._common import ROWS, refusal
 from keras_recurrent.backends.pallas._lazy import pl
 from keras_recurrent.backends.pallas._math import sigmoids
 from keras_recurrent.backends.pallas._platform import per_shard
-from keras_recurrent.backends.pallas._streaming import F32, blocks, hold, real, shift, stream
+from keras_recurrent.backends.pallas._streaming import (
+    F32,
+    blocks_for,
+    following,
+    hold,
+    previous,
+    stream,
+    without_padding,
+)
 
 MOST_TAPS = 16
 
@@ -30,7 +39,7 @@ MOST_TAPS = 16
 def unsupported(
     x, kernel, bias=None, initial_state=None, token_kind=None, activation=None
 ) -> str | None:
-    """Why this kernel refuses these arguments; None if it accepts them."""
+    """Why this implementation refuses these arguments; None if it accepts them."""
     if not 2 <= kernel.shape[0] <= MOST_TAPS:
         return f"needs a kernel of 2 to {MOST_TAPS} taps, got one of {kernel.shape[0]}"
     return refusal(x, kernel, bias, initial_state)
@@ -55,28 +64,32 @@ def backward(x, kernel, bias, initial_state, token_kind, _, d_output, d_final, a
 
 
 def _filter(x, kernel, bias):
-    """The filter in float32, its last weight first, and the bias [1, D]."""
+    """The weights in float32, the last first, and the bias [1, D]."""
     bias = jnp.zeros(x.shape[2], F32) if bias is None else bias.astype(F32)
     return kernel[::-1].astype(F32), bias[None]
 
 
 def _place_from_end(x, kernel, token_kind):
-    """A number [B, T] for each token: its kind, and 4 times how many of its document follow it.
+    """A number [B, T] for each token: its kind plus 4 times its place in the final state.
 
-    The second is for those that end in the final state; for all others it is the number of taps.
+    The place is how many real tokens follow, at most the number of taps. It is the number of taps
+    if a document starts after the token, whose input then is not in the final state.
     """
     if token_kind is None:
         token_kind = jnp.zeros(x.shape[:2], jnp.int32)
     kind = token_kind.astype(jnp.int32)
-    follow = functools.partial(jnp.cumsum, axis=1)
-    after = (follow((kind != PADDING)[:, ::-1]) - (kind != PADDING)[:, ::-1])[:, ::-1]
-    starts_after = (follow((kind == STARTS)[:, ::-1]) - (kind == STARTS)[:, ::-1])[:, ::-1]
-    most = kernel.shape[0]
-    return kind + 4 * jnp.where(starts_after > 0, most, jnp.minimum(after, most))
+
+    def count_after(mask):
+        reversed_mask = mask[:, ::-1]
+        return (jnp.cumsum(reversed_mask, axis=1) - reversed_mask)[:, ::-1]
+
+    real_after, starts_after = count_after(kind != PADDING), count_after(kind == STARTS)
+    taps = kernel.shape[0]
+    return kind + 4 * jnp.where(starts_after > 0, taps, jnp.minimum(real_after, taps))
 
 
 def _state_kept(d_final, token_kind, length):
-    """The part of d_final that belongs to the initial state: its inputs that no token displaced."""
+    """The gradient of the initial state's inputs that are still in the final state."""
     if token_kind is None:
         token_kind = jnp.zeros((d_final.shape[0], length), jnp.int8)
     real_tokens = jnp.sum(token_kind != PADDING, axis=1)
@@ -86,65 +99,66 @@ def _state_kept(d_final, token_kind, length):
     return jnp.where((source >= 0)[:, :, None], kept, 0)
 
 
-def _forward_kernel(finish, here, x, weights, bias, initial, *references):
-    *beside, y, final, state = references
+def _forward_kernel(finish, block, x, weights, bias, initial, *references):
+    *others, y, final, state = references
 
-    @pl.when(here.first)
+    @pl.when(block.first)
     def _():
         state[...] = initial[...]
 
     taps = weights.shape[0]
 
     def tile(padded, i, rows, kind, before):
-        (value,) = real(kind, x[rows, :].astype(F32))
+        (value,) = without_padding(kind, x[rows, :].astype(F32))
         total = bias[...] + weights[:1, :] * value
-        after = []
+        newest = []
         for j in range(1, taps):
             held, last = _held(padded, kind, value, before[j - 1])
-            value = shift(held, before[j - 1])
+            value = previous(held, before[j - 1])
             if kind is not None:
                 value = jnp.where(kind == GOES_ON, value, 0)
             total = total + weights[j : j + 1, :] * value
-            after.append(last)
-        y[rows, :] = finish(total, *(t[rows, :].astype(F32) for t in beside)).astype(y.dtype)
-        return tuple(after)
+            newest.append(last)
+        y[rows, :] = finish(total, *(t[rows, :].astype(F32) for t in others)).astype(y.dtype)
+        return tuple(newest)
 
-    _run(here, tile, lambda kind: kind == PADDING, state)
+    _run(block, tile, lambda kind: kind == PADDING, state)
 
-    @pl.when(here.last)
+    @pl.when(block.last)
     def _():
         final[...] = state[...]
 
 
-def _run(here, tile, special, state):
-    """Over the tiles, with the slower way of `tile` in blocks where a token is special.
+def _run(block, tile, special, state):
+    """Run `tile` over all tiles, and tell it whether `special` is true of a token of the block.
 
-    The state has the newest input last, and `tile` gets it first.
+    `tile(is_special, i, rows, kind, state)`: it gets and returns the rows of the state in a tuple,
+    the last row first.
     """
     count = state.shape[0]
 
     def over(padded):
         newest_first = tuple(state[j : j + 1, :] for j in reversed(range(count)))
-        rows = here.over_tiles(functools.partial(tile, padded), newest_first)
+        rows = block.over_tiles(functools.partial(tile, padded), newest_first)
         for j, row in enumerate(rows):
             state[count - 1 - j : count - j, :] = row
 
-    if here.kinds is None:
+    if block.kinds is None:
         over(False)
         return
-    some = jnp.max(jnp.where(special(here.kinds[...]), 1.0, 0.0)) > 0
+    some = jnp.max(jnp.where(special(block.kinds[...]), 1.0, 0.0)) > 0
     pl.when(some)(functools.partial(over, True))
     pl.when(~some)(functools.partial(over, False))
 
 
 def _held(padded, kind, value, before, reverse=False):
-    """What there is after each token, which padding leaves as it was, and after the last one."""
+    """`value`, in which padding repeats the token before it, and its last row."""
     if padded:
         return hold(jnp.where(kind == PADDING, 1.0, 0.0), value, before, reverse)
     return value, value[:1] if reverse else value[ROWS - 1 :]
 
 
-def _as_it_is(z):
+def _identity(z):
     return z
 
 
@@ -157,66 +171,66 @@ def _silu_gradient(z, dy):
     return dy * s * (1 + z * rest)
 
 
-def _filtered(finish, x, weights, bias, initial_state, token_kind, *beside):
-    """`finish` of what the filter gives and of the tensors `beside`, and the final state."""
+def _filtered(finish, x, weights, bias, initial_state, token_kind, *others):
+    """`finish(output of the filter, *others)`, and the final state."""
     taps, width = weights.shape
-    y = jax.ShapeDtypeStruct(x.shape, F32 if beside else x.dtype)
-    cut = blocks(x, [x, *beside, y])
+    y = jax.ShapeDtypeStruct(x.shape, F32 if others else x.dtype)
+    blocks = blocks_for(x, [x, *others, y])
     inputs = [
-        (x, cut.sequence()),
-        (weights, cut.shared(taps)),
-        (bias, cut.shared()),
-        (initial_state, cut.row(taps - 1)),
-        *((t, cut.sequence()) for t in beside),
+        (x, blocks.sequence()),
+        (weights, blocks.shared(taps)),
+        (bias, blocks.shared()),
+        (initial_state, blocks.row(taps - 1)),
+        *((t, blocks.sequence()) for t in others),
     ]
     outputs = [
-        (y.shape, y.dtype, cut.sequence()),
-        ((x.shape[0], taps - 1, width), F32, cut.row(taps - 1)),
+        (y.shape, y.dtype, blocks.sequence()),
+        ((x.shape[0], taps - 1, width), F32, blocks.row(taps - 1)),
     ]
     kernel = functools.partial(_forward_kernel, finish)
     functools.update_wrapper(kernel, _forward_kernel)
-    return stream(kernel, cut, token_kind, inputs, outputs, carried=taps - 1)
+    return stream(kernel, blocks, token_kind, inputs, outputs, carried=taps - 1)
 
 
-def _backward_kernel(here, x, weights, bias, initial, dy, d_final, dx, d_filter, d_initial, state):
-    """The state has the gradients of the outputs after a token, the next of them last."""
+def _backward_kernel(block, x, weights, bias, initial, dy, d_final, dx, d_filter, d_initial, state):
+    """The state has the gradients of the outputs after a token, that of the next token last."""
     taps = weights.shape[0]
 
-    @pl.when(here.first)
+    @pl.when(block.first)
     def _():
         state[...] = jnp.zeros_like(state)
         d_filter[...] = jnp.zeros_like(d_filter)
 
     def tile(special, i, rows, place, after):
         kind = place & 3
-        u, value = real(kind, x[rows, :].astype(F32), dy[rows, :].astype(F32))
+        u, value = without_padding(kind, x[rows, :].astype(F32), dy[rows, :].astype(F32))
         total = weights[:1, :] * value
         sums = [u * value]
         d_bias, before = value, []
         for j in range(1, taps):
             passed = jnp.where(kind == STARTS, 0, value)
             held, last = _held(special, kind, passed, after[j - 1], reverse=True)
-            (value,) = real(kind, shift(held, after[j - 1], reverse=True))
+            (value,) = without_padding(kind, following(held, after[j - 1]))
             total = total + weights[j : j + 1, :] * value
             sums.append(u * value)
             before.append(last)
         if special:
             for j in range(1, taps):
-                ends_there = (place >> 2 == j - 1) & (kind != PADDING)
+                in_state = (place >> 2 == j - 1) & (kind != PADDING)
                 d_last = d_final[taps - 1 - j : taps - j, :]
-                total = total + jnp.where(ends_there, d_last, 0)
+                total = total + jnp.where(in_state, d_last, 0)
         dx[rows, :] = total.astype(dx.dtype)
         for j, product in enumerate((*sums, d_bias)):
-            at = slice(taps - 1 - j, taps - j) if j < taps else slice(taps, taps + 1)
-            d_filter[at, :] += jnp.sum(product, axis=0, keepdims=True)
+            row = slice(taps - 1 - j, taps - j) if j < taps else slice(taps, taps + 1)
+            d_filter[row, :] += jnp.sum(product, axis=0, keepdims=True)
         return tuple(before)
 
-    _run(here, tile, lambda place: (place & 3 == PADDING) | (place >> 2 < taps - 1), state)
+    _run(block, tile, lambda place: (place & 3 == PADDING) | (place >> 2 < taps - 1), state)
 
-    @pl.when(here.last)
+    @pl.when(block.last)
     def _():
-        # Before the first token stand the inputs of the initial state: number i meets the j-th
-        # output after it at weight j, if j >= i.
+        # The inputs in the initial state come before the first token. The i-th from their end is
+        # multiplied by weight j >= i for the output of token j - i.
         for i in range(1, taps):
             total = jnp.zeros_like(state[:1, :])
             for j in range(i, taps):
@@ -229,26 +243,26 @@ def _backward_kernel(here, x, weights, bias, initial, dy, d_final, dx, d_filter,
 
 def _backward(x, weights, bias, initial_state, place, dy, d_final):
     taps, width = weights.shape
-    cut = blocks(x, [x, dy, x], reverse=True)
+    blocks = blocks_for(x, [x, dy, x], reverse=True)
     inputs = [
-        (x, cut.sequence()),
-        (weights, cut.shared(taps)),
-        (bias, cut.shared()),
-        (initial_state, cut.row(taps - 1)),
-        (dy, cut.sequence()),
-        (d_final, cut.row(taps - 1)),
+        (x, blocks.sequence()),
+        (weights, blocks.shared(taps)),
+        (bias, blocks.shared()),
+        (initial_state, blocks.row(taps - 1)),
+        (dy, blocks.sequence()),
+        (d_final, blocks.row(taps - 1)),
     ]
     outputs = [
-        (x.shape, x.dtype, cut.sequence()),
-        ((x.shape[0], taps + 1, width), F32, cut.row(taps + 1)),
-        ((x.shape[0], taps - 1, width), F32, cut.row(taps - 1)),
+        (x.shape, x.dtype, blocks.sequence()),
+        ((x.shape[0], taps + 1, width), F32, blocks.row(taps + 1)),
+        ((x.shape[0], taps - 1, width), F32, blocks.row(taps - 1)),
     ]
-    return stream(_backward_kernel, cut, place, inputs, outputs, carried=taps - 1)
+    return stream(_backward_kernel, blocks, place, inputs, outputs, carried=taps - 1)
 
 
 _ARGUMENTS = ("b t d", "w d", "o d", "b s d", "b t")
 _RESULTS = ("b t d", "b s d")
-_forward = per_shard(functools.partial(_filtered, _as_it_is), _ARGUMENTS, _RESULTS)
+_forward = per_shard(functools.partial(_filtered, _identity), _ARGUMENTS, _RESULTS)
 _forward_with_silu = per_shard(functools.partial(_filtered, _silu), _ARGUMENTS, _RESULTS)
 _before_silu = per_shard(
     functools.partial(_filtered, _silu_gradient), (*_ARGUMENTS, "b t d"), _RESULTS

@@ -3,11 +3,11 @@
 Qin et al. 2024, arXiv:2404.07904, section 3 (HGRN2, where k_t = 1 - exp(log_f_t)); Yang et al.
 2023, arXiv:2312.06635, section 4 (gated linear attention).
 
-As in `backends/jax`, a chunk is halved again and again: where token u lies in a right half and s in
-the left half beside it, q_u takes the decays from the boundary to u, and k_s those from s to the
-boundary, so that only products of decays are formed. Here each level is one product of the whole
-chunk, of which the pairs of that level are kept: the matrix unit takes as long for small pieces,
-and nothing has to be moved in the vectors to cut them out.
+As in `backends/jax`, a chunk is halved again and again: where u is in a right half and s in the
+left half beside it, q_u is multiplied by the decays from the boundary to u and k_s by those from s
+to the boundary. Here each level is a product of the whole chunk, of which only the weights between
+its halves are kept. The matrix unit would take as long for the halves alone, and cutting them out
+would move data between vectors.
 """
 
 import jax.numpy as jnp
@@ -15,14 +15,14 @@ import jax.numpy as jnp
 from keras_recurrent.backends.jax import gated_linear_attention as plain
 from keras_recurrent.backends.pallas import _linear_attention
 from keras_recurrent.backends.pallas._lazy import pltpu
-from keras_recurrent.backends.pallas._linear_attention import CHUNK, places
+from keras_recurrent.backends.pallas._linear_attention import CHUNK, row_and_column_numbers
 from keras_recurrent.backends.pallas._platform import per_shard
 
 HALVES = [2**level for level in range(CHUNK.bit_length() - 1)]  # tokens: 1, 2, 4 ...
 
 
 def unsupported(q, k, v, log_f, initial_state=None, token_kind=None) -> str | None:
-    """Why this kernel refuses these arguments; None if it accepts them."""
+    """Why this implementation refuses these arguments; None if it accepts them."""
     return _linear_attention.refusal(q, k, v, log_f, initial_state)
 
 
@@ -62,32 +62,32 @@ class _Chunk:
         self.product, self.tokens, self.tied = product, tokens, k is None
         self.log_f = log_f.astype(jnp.float32)
         k = _one_minus_exp(self.log_f) if k is None else k.astype(jnp.float32)
-        self.k, self.v = tokens.real(k), tokens.real(v)
-        f = tokens.where_going_on(jnp.exp(self.log_f))
-        self.later, self.earlier = places(CHUNK)
+        self.k, self.v = tokens.without_padding(k), tokens.without_padding(v)
+        f = tokens.applied_decay(jnp.exp(self.log_f))
+        self.later, self.earlier = row_and_column_numbers(CHUNK)
 
-        # Products of decays in blocks of 1, 2, 4 ... tokens: from a block's start to each token,
-        # from the token, whose own is not among them, to the block's end, and over the block.
+        # Products of decays in blocks of 1, 2, 4 ... tokens: from the start of the block to each
+        # token; from a token, without its own, to the end of the block; and over the block.
         from_start, to_end, total = f, jnp.ones_like(f), f
         self.levels = []
         for half in HALVES:
             self.levels.append((half, from_start, to_end))
-            beside, in_right = _beside(total, half), _in_right(f, half)
-            from_start = jnp.where(in_right, from_start * beside, from_start)
-            to_end = jnp.where(in_right, to_end, to_end * beside)
-            total = total * beside
+            other_half, in_right = _halves_exchanged(total, half), _in_right(f, half)
+            from_start = jnp.where(in_right, from_start * other_half, from_start)
+            to_end = jnp.where(in_right, to_end, to_end * other_half)
+            total = total * other_half
         self.k_out, self.from_start, self.to_end = self.k * to_end, from_start, to_end
         self.total = total[:1]
         if q is not None:
-            self.q = tokens.real(q.astype(jnp.float32))
+            self.q = tokens.without_padding(q.astype(jnp.float32))
             self.q_in = self.q * from_start
 
-    def after(self, state):
+    def next_state(self, state):
         return self.total * state + self.product(self.v, self.k_out, over=(0, 0))
 
     def forward(self, state):
         output = self.product(self.q_in, state, over=(1, 1)) + self.product(self.weights(), self.v)
-        return output, self.after(state)
+        return output, self.next_state(state)
 
     def weights(self):
         """a_us for s <= u, [C, C]."""
@@ -95,18 +95,18 @@ class _Chunk:
         weights = jnp.where(self.later == self.earlier, own, 0)
         for half, from_boundary, to_boundary in self.levels:
             pairs = self.product(self.q * from_boundary, self.k * to_boundary, over=(1, 1))
-            weights += jnp.where(self.meet(half), pairs, 0)
+            weights += jnp.where(self.between_halves(half), pairs, 0)
         return weights
 
-    def meet(self, half):
+    def between_halves(self, half):
         """[C, C]: whether u is in a right half and s in the left half beside it."""
-        # Their numbers differ in the bit of `half`, which u has set, and in no higher one.
+        # Then the highest bit in which their numbers differ is `half`, and u has it set.
         differ = self.later ^ self.earlier
         return (half <= differ) & (differ < 2 * half) & (self.later > self.earlier)
 
     def backward(self, state, g, d_output):
         product, q, k = self.product, self.q, self.k
-        d_output = self.tokens.real(d_output)
+        d_output = self.tokens.without_padding(d_output)
         d_weights = product(d_output, self.v, over=(1, 1))
         d_v = product(self.k_out, g, over=(1, 1))
         d_v += product(self.weights(), d_output, over=(0, 0))
@@ -114,20 +114,21 @@ class _Chunk:
         d_q = product(d_output, state) * self.from_start
         d_k = product(self.v, g) * self.to_end
 
-        # The gradient of log f_t is what all pairs s < t <= u that it stands between gain from each
-        # other. So what a product of decays gains goes to each of its factors: from the chunk down
-        # to blocks of one token, those of a block go to its halves, as the products were made.
-        # Nothing is subtracted, so that it is as exact as the gradients of q and k.
+        # The gradient of log f_t is a sum over all pairs s < t <= u, as in `backends/jax`: the
+        # gradient of the logarithm of a product of decays counts for each of its factors. So the
+        # gradients of a block are passed on to its halves, from the chunk down to single tokens,
+        # in reverse of how the products were made. Nothing is subtracted, so the result is as exact
+        # as the gradients of q and k.
         of_start, of_end = q * d_q, k * d_k
         of_total = jnp.where(
-            _linear_attention.token(q) == 0,
+            _linear_attention.token_number(q) == 0,
             jnp.sum(self.total * state * g, axis=0, keepdims=True),
             0,
         )
         for half, from_boundary, to_boundary in reversed(self.levels):
             in_right = _in_right(q, half)
-            of_total += _beside(of_total + jnp.where(in_right, of_start, of_end), half)
-            pairs = jnp.where(self.meet(half), d_weights, 0)
+            of_total += _halves_exchanged(of_total + jnp.where(in_right, of_start, of_end), half)
+            pairs = jnp.where(self.between_halves(half), d_weights, 0)
             d_right = product(pairs, k * to_boundary) * from_boundary
             d_left = product(pairs, q * from_boundary, over=(0, 0)) * to_boundary
             d_q, d_k = d_q + d_right, d_k + d_left
@@ -140,15 +141,15 @@ class _Chunk:
             found[2] -= d_k * jnp.exp(self.log_f)
         else:
             found.insert(1, d_k)
-        return [self.tokens.real(d) for d in found], g
+        return [self.tokens.without_padding(d) for d in found], g
 
 
 def _in_right(x, half):
     """Whether the tokens of x [C, K] are in the right half of 2 * `half`."""
-    return jnp.bitwise_and(_linear_attention.token(x), half) != 0
+    return jnp.bitwise_and(_linear_attention.token_number(x), half) != 0
 
 
-def _beside(x, half):
+def _halves_exchanged(x, half):
     """x [C, K], the two halves of every 2 * `half` tokens exchanged."""
     return jnp.where(
         _in_right(x, half), pltpu.roll(x, half, 0), pltpu.roll(x, x.shape[0] - half, 0)
@@ -156,7 +157,7 @@ def _beside(x, half):
 
 
 def _one_minus_exp(x):
-    """1 - exp(x) for x <= 0, with all digits also where exp(x) is near 1."""
+    """1 - exp(x) for x <= 0, exact to float32 also where exp(x) is near 1."""
     series = 1.0
     for n in range(10, 1, -1):
         series = 1 + x / n * series

@@ -3,20 +3,20 @@
 Qin et al. 2024, arXiv:2405.17381 (Lightning Attention), and 2023, arXiv:2307.14995
 (TransNormerLLM): inside a chunk (Q K^T * M) V with M_us = decay^(u - s), across chunks Q (K^T V).
 Padding does not tick the decay: M and its like are powers of it by the number of real tokens
-between two places, and 0 where a document begins between them.
+between two row_and_column_numbers, and 0 where a document begins between them.
 """
 
 import jax.numpy as jnp
 
+from keras_recurrent.backends.constants import PADDING, STARTS
 from keras_recurrent.backends.jax import lightning_attention as plain
 from keras_recurrent.backends.pallas import _linear_attention
-from keras_recurrent.backends.pallas._common import PADDING, STARTS
-from keras_recurrent.backends.pallas._linear_attention import places, row
+from keras_recurrent.backends.pallas._linear_attention import row, row_and_column_numbers
 from keras_recurrent.backends.pallas._platform import per_shard
 
 
 def unsupported(q, k, v, log_decay, initial_state=None, token_kind=None) -> str | None:
-    """Why this kernel refuses these arguments; None if it accepts them."""
+    """Why this implementation refuses these arguments; None if it accepts them."""
     return _linear_attention.refusal(q, k, v, log_decay, initial_state)
 
 
@@ -51,39 +51,41 @@ class _Chunk:
     working_set = 20
 
     def __init__(self, product, tokens, log_decay, q, k, v):
-        self.product, self.real = product, tokens.real
-        self.q, self.k, self.v = (None if x is None else tokens.real(x) for x in (q, k, v))
-        later, earlier = places(k.shape[0])
+        self.product, self.without_padding = product, tokens.without_padding
+        self.q, self.k, self.v = (
+            None if x is None else tokens.without_padding(x) for x in (q, k, v)
+        )
+        later, earlier = row_and_column_numbers(k.shape[0])
 
-        def so_far(tokens_that):
-            """How many of the tokens, up to and with each one: [C, 1]."""
-            here = jnp.broadcast_to(tokens_that.astype(jnp.float32), later.shape)
-            return jnp.sum(jnp.where(later >= earlier, here, 0), axis=1, keepdims=True)
+        def count(mask):
+            """How many tokens up to each one, itself included, are in a mask [1, C]: [C, 1]."""
+            ones = jnp.broadcast_to(mask.astype(jnp.float32), later.shape)
+            return jnp.sum(jnp.where(later >= earlier, ones, 0), axis=1, keepdims=True)
 
-        def decay(ticks, reaches):
-            # Not 0 * log_decay, which is not a number if the decay is 0.
-            logarithm = jnp.where(ticks == 0, 0, ticks * log_decay)
+        def decay(steps, reaches):
+            # Not 0 * log_decay: that is NaN if the decay is 0.
+            logarithm = jnp.where(steps == 0, 0, steps * log_decay)
             return jnp.where(reaches, jnp.exp(logarithm), 0)
 
-        count, document = so_far(tokens.row != PADDING), so_far(tokens.row == STARTS)
-        whole, last = count[-1:], document[-1:]
-        meet = (later >= earlier) & (document == row(document))
-        self.between = decay(jnp.maximum(count - row(count), 0), meet)
-        self.from_start = decay(count, document == 0)
-        self.to_end = decay(whole - count, document == last)
+        steps, document = count(tokens.row != PADDING), count(tokens.row == STARTS)
+        whole, last = steps[-1:], document[-1:]
+        visible = (later >= earlier) & (document == row(document))
+        self.between = decay(jnp.maximum(steps - row(steps), 0), visible)
+        self.from_start = decay(steps, document == 0)
+        self.to_end = decay(whole - steps, document == last)
         self.total = decay(whole, last == 0)
 
-    def after(self, state):
+    def next_state(self, state):
         return self.total * state + self.product(self.v, self.k * self.to_end, over=(0, 0))
 
     def forward(self, state):
         weights = self.product(self.q, self.k, over=(1, 1)) * self.between
         output = self.product(weights, self.v)
         output += self.product(self.q * self.from_start, state, over=(1, 1))
-        return output, self.after(state)
+        return output, self.next_state(state)
 
     def backward(self, state, g, d_output):
-        product, d_output = self.product, self.real(d_output)
+        product, d_output = self.product, self.without_padding(d_output)
         weights = product(self.q, self.k, over=(1, 1)) * self.between
         d_weights = product(d_output, self.v, over=(1, 1)) * self.between
         d_q = product(d_weights, self.k) + product(d_output, state) * self.from_start
@@ -92,7 +94,7 @@ class _Chunk:
             self.k * self.to_end, g, over=(1, 1)
         )
         g = self.total * g + product(d_output, self.q * self.from_start, over=(0, 0))
-        return [self.real(d) for d in (d_q, d_k, d_v)], g
+        return [self.without_padding(d) for d in (d_q, d_k, d_v)], g
 
 
 lightning_attention = plain.operation(forward, backward)

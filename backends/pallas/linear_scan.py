@@ -7,25 +7,26 @@ The backward goes from the last token to the first, with the state c_t = a_t g_t
 
 import jax.numpy as jnp
 
+from keras_recurrent.backends.constants import GOES_ON
 from keras_recurrent.backends.jax import linear_scan as plain
-from keras_recurrent.backends.pallas._common import GOES_ON, refusal
+from keras_recurrent.backends.pallas._common import refusal
 from keras_recurrent.backends.pallas._lazy import pl
 from keras_recurrent.backends.pallas._platform import per_shard
 from keras_recurrent.backends.pallas._streaming import (
     F32,
-    blocks,
-    effective,
-    gradient,
+    adjoint_scan,
+    applied_decay,
+    blocks_for,
     output_before,
-    real,
+    previous,
     scan,
-    shift,
     stream,
+    without_padding,
 )
 
 
 def unsupported(x, log_a, initial_state=None, token_kind=None) -> str | None:
-    """Why this kernel refuses these arguments; None if it accepts them."""
+    """Why this implementation refuses these arguments; None if it accepts them."""
     return refusal(x, log_a, initial_state)
 
 
@@ -38,81 +39,85 @@ def backward(_, log_a, initial_state, token_kind, output, d_output, d_final):
     return *_backward(*tensors), None
 
 
-def _forward_kernel(here, x, log_a, initial, h, final, state):
-    @pl.when(here.first)
+def _forward_kernel(block, x, log_a, initial, h, final, state):
+    @pl.when(block.first)
     def _():
         state[...] = initial[...]
 
     def tile(i, rows, kind, state):
-        (u,) = real(kind, x[rows, :].astype(F32))
+        (u,) = without_padding(kind, x[rows, :].astype(F32))
         a = jnp.exp(log_a[rows, :].astype(F32))
-        a, lost = effective(kind, a, 1 - a)
-        tile, state = scan(a, lost, u, state)
+        a, one_minus_a = applied_decay(kind, a, 1 - a)
+        tile, state = scan(a, one_minus_a, u, state)
         h[rows, :] = tile.astype(h.dtype)
         return state
 
-    state[...] = here.over_tiles(tile, state[...])
+    state[...] = block.over_tiles(tile, state[...])
 
-    @pl.when(here.last)
+    @pl.when(block.last)
     def _():
         final[...] = state[...]
 
 
 def _forward(x, log_a, initial_state, token_kind):
-    cut = blocks(x, [x, log_a, x])
-    inputs = [(x, cut.sequence()), (log_a, cut.sequence()), (initial_state[:, None], cut.row())]
-    outputs = [
-        (x.shape, x.dtype, cut.sequence()),
-        (cut.row_shape, F32, cut.row()),
+    blocks = blocks_for(x, [x, log_a, x])
+    inputs = [
+        (x, blocks.sequence()),
+        (log_a, blocks.sequence()),
+        (initial_state[:, None], blocks.row()),
     ]
-    h, final = stream(_forward_kernel, cut, token_kind, inputs, outputs)
+    outputs = [
+        (x.shape, x.dtype, blocks.sequence()),
+        (blocks.row_shape, F32, blocks.row()),
+    ]
+    h, final = stream(_forward_kernel, blocks, token_kind, inputs, outputs)
     return h, final[:, 0]
 
 
 def _backward_kernel(
-    here, log_a, h, rows_before, initial, dh, d_final, dx, d_log_a, d_initial, state
+    block, log_a, h, rows_before, initial, dh, d_final, dx, d_log_a, d_initial, state
 ):
-    @pl.when(here.first)
+    @pl.when(block.first)
     def _():
         state[...] = d_final[...]
 
-    def tile(i, rows, kind, after):
-        d = here.inside(i, dh[rows, :].astype(F32))
+    def tile(i, rows, kind, d_next):
+        d = block.zero_beyond_end(i, dh[rows, :].astype(F32))
         a = jnp.exp(log_a[rows, :].astype(F32))
-        applied, lost = effective(kind, a, 1 - a)
-        g = gradient(applied, lost, d, after)
+        applied, one_minus_a = applied_decay(kind, a, 1 - a)
+        g = adjoint_scan(applied, one_minus_a, d, d_next)
         c = applied * g
-        before = shift(h[rows, :].astype(F32), output_before(here, i, rows_before, h, initial))
+        before = previous(h[rows, :].astype(F32), output_before(block, i, rows_before, h, initial))
         d_decay = c * before
         if kind is not None:
             d_decay = jnp.where(kind == GOES_ON, d_decay, 0)
-        dx[rows, :] = real(kind, g)[0].astype(dx.dtype)
+        dx[rows, :] = without_padding(kind, g)[0].astype(dx.dtype)
         d_log_a[rows, :] = d_decay.astype(d_log_a.dtype)
         return c[:1]
 
-    state[...] = here.over_tiles(tile, state[...])
+    state[...] = block.over_tiles(tile, state[...])
 
-    @pl.when(here.last)
+    @pl.when(block.last)
     def _():
         d_initial[...] = state[...]
 
 
 def _backward(log_a, initial_state, token_kind, h, dh, d_final):
-    cut = blocks(h, [log_a, h, dh, h, log_a], reverse=True)
+    blocks = blocks_for(h, [log_a, h, dh, h, log_a], reverse=True)
     inputs = [
-        (log_a, cut.sequence()),
-        (h, cut.sequence()),
-        (h, cut.rows_before()),
-        (initial_state[:, None], cut.row()),
-        (dh, cut.sequence()),
-        (d_final[:, None], cut.row()),
+        (log_a, blocks.sequence()),
+        (h, blocks.sequence()),
+        (h, blocks.rows_before()),
+        (initial_state[:, None], blocks.row()),
+        (dh, blocks.sequence()),
+        (d_final[:, None], blocks.row()),
     ]
     outputs = [
-        (h.shape, h.dtype, cut.sequence()),
-        (log_a.shape, log_a.dtype, cut.sequence()),
-        (cut.row_shape, F32, cut.row()),
+        (h.shape, h.dtype, blocks.sequence()),
+        (log_a.shape, log_a.dtype, blocks.sequence()),
+        (blocks.row_shape, F32, blocks.row()),
     ]
-    dx, d_log_a, d_initial = stream(_backward_kernel, cut, token_kind, inputs, outputs)
+    dx, d_log_a, d_initial = stream(_backward_kernel, blocks, token_kind, inputs, outputs)
     return dx, d_log_a, d_initial[:, 0]
 
 

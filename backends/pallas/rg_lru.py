@@ -1,15 +1,15 @@
 """The real-gated linear recurrent unit.  De et al. 2024, arXiv:2402.19427, section 2.4.
 
-    r_t = σ(gate_a_t),  i_t = σ(gate_x_t),  log a_t = -8 softplus(-Λ) r_t
+    r_t = σ(gate_a_t),  i_t = σ(gate_x_t),  log a_t = -8 softplus(-a_logit) r_t
     h_t = a_t h_{t-1} + s_t i_t x_t,  s_t = sqrt(1 - a_t²); a_t = 0, s_t = 1 at a start
 
-Gates, square root and scan in one pass: three tensors are read and one is written. The backward
+Gates, square root and scan are one kernel, which reads three tensors and writes one. The backward
 goes from the last token to the first, with the state c_t = a_t g_t, g_t = dh_t + c_{t+1}:
 
     dx = g s i,  di = g s x,  dlog a = c h_{t-1} - g i x a² / s
-    dr = -8 softplus(-Λ) dlog a,  dΛ = 8 σ(-Λ) Σ r dlog a
+    dr = -8 softplus(-a_logit) dlog a,  da_logit = 8 σ(-a_logit) Σ r dlog a
 
-where the s that divides is bounded below as in the released code.
+where 1 / s is bounded as `MAX_SQRT_GRADIENT` says.
 """
 
 import jax
@@ -23,91 +23,91 @@ from keras_recurrent.backends.pallas._math import decay, sigmoids
 from keras_recurrent.backends.pallas._platform import per_shard
 from keras_recurrent.backends.pallas._streaming import (
     F32,
-    add,
-    blocks,
-    effective,
-    gradient,
-    nothing,
+    adjoint_scan,
+    applied_decay,
+    blocks_for,
+    kahan_add,
     output_before,
-    real,
+    previous,
     scan,
-    shift,
     stream,
+    without_padding,
+    zero_sum,
 )
 
 
 def unsupported(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None) -> str | None:
-    """Why this kernel refuses these arguments; None if it accepts them."""
+    """Why this implementation refuses these arguments; None if it accepts them."""
     return refusal(x, gate_a, gate_x, a_logit, initial_state)
 
 
 def forward(x, gate_a, gate_x, a_logit, initial_state, token_kind):
-    return _forward(x, gate_a, gate_x, _strongest(a_logit), initial_state, token_kind)
+    return _forward(x, gate_a, gate_x, _log_decay_of_open_gate(a_logit), initial_state, token_kind)
 
 
 def backward(x, gate_a, gate_x, a_logit, initial_state, token_kind, output, d_output, d_final):
-    tensors = (x, gate_a, gate_x, _strongest(a_logit), initial_state, token_kind)
+    tensors = (x, gate_a, gate_x, _log_decay_of_open_gate(a_logit), initial_state, token_kind)
     *d_tensors, d_rate, d_initial = _backward(*tensors, output, d_output, d_final)
     d_a_logit = jnp.sum(d_rate, axis=0) * plain.C * jax.nn.sigmoid(-a_logit.astype(F32))
     return *d_tensors, d_a_logit.astype(a_logit.dtype), d_initial, None
 
 
-def _strongest(a_logit):
-    """log a where the gate is open, [D]."""
+def _log_decay_of_open_gate(a_logit):
+    """log a where r = 1, [D]."""
     return -plain.C * jax.nn.softplus(-a_logit.astype(F32))
 
 
-def _forward_kernel(here, x, gate_a, gate_x, strongest, initial, h, final, state):
-    @pl.when(here.first)
+def _forward_kernel(block, x, gate_a, gate_x, log_a_open, initial, h, final, state):
+    @pl.when(block.first)
     def _():
         state[...] = initial[...]
 
     def tile(i, rows, kind, state):
-        u, z_a, z_x = real(kind, *(t[rows, :].astype(F32) for t in (x, gate_a, gate_x)))
-        a, lost = decay(strongest[...] * sigmoids(z_a)[0])
-        multiplier = _at_start(kind, jnp.sqrt(_rest(lost)))
+        u, z_a, z_x = without_padding(kind, *(t[rows, :].astype(F32) for t in (x, gate_a, gate_x)))
+        a, one_minus_a = decay(log_a_open[...] * sigmoids(z_a)[0])
+        multiplier = _one_at_start(kind, jnp.sqrt(_one_minus_a2(one_minus_a)))
         gated = multiplier * sigmoids(z_x)[0] * u
-        a, lost = effective(kind, a, lost)
-        tile, state = scan(a, lost, gated, state)
+        a, one_minus_a = applied_decay(kind, a, one_minus_a)
+        tile, state = scan(a, one_minus_a, gated, state)
         h[rows, :] = tile.astype(h.dtype)
         return state
 
-    state[...] = here.over_tiles(tile, state[...])
+    state[...] = block.over_tiles(tile, state[...])
 
-    @pl.when(here.last)
+    @pl.when(block.last)
     def _():
         final[...] = state[...]
 
 
-def _rest(lost):
+def _one_minus_a2(one_minus_a):
     """1 - a² = (1 - a)(1 + a)."""
-    return lost * (2 - lost)
+    return one_minus_a * (2 - one_minus_a)
 
 
-def _at_start(kind, multiplier):
+def _one_at_start(kind, multiplier):
     return multiplier if kind is None else jnp.where(kind == STARTS, 1.0, multiplier)
 
 
-def _forward(x, gate_a, gate_x, strongest, initial_state, token_kind):
-    cut = blocks(x, [x, gate_a, gate_x, x])
+def _forward(x, gate_a, gate_x, log_a_open, initial_state, token_kind):
+    blocks = blocks_for(x, [x, gate_a, gate_x, x])
     inputs = [
-        (x, cut.sequence()),
-        (gate_a, cut.sequence()),
-        (gate_x, cut.sequence()),
-        (strongest[None], cut.shared()),
-        (initial_state[:, None], cut.row()),
+        (x, blocks.sequence()),
+        (gate_a, blocks.sequence()),
+        (gate_x, blocks.sequence()),
+        (log_a_open[None], blocks.shared()),
+        (initial_state[:, None], blocks.row()),
     ]
-    outputs = [(x.shape, x.dtype, cut.sequence()), (cut.row_shape, F32, cut.row())]
-    h, final = stream(_forward_kernel, cut, token_kind, inputs, outputs)
+    outputs = [(x.shape, x.dtype, blocks.sequence()), (blocks.row_shape, F32, blocks.row())]
+    h, final = stream(_forward_kernel, blocks, token_kind, inputs, outputs)
     return h, final[:, 0]
 
 
 def _backward_kernel(
-    here,
+    block,
     x,
     gate_a,
     gate_x,
-    strongest,
+    log_a_open,
     h,
     rows_before,
     initial,
@@ -120,59 +120,59 @@ def _backward_kernel(
     d_initial,
     state,
 ):
-    @pl.when(here.first)
+    @pl.when(block.first)
     def _():
         state[...] = d_final[...]
         d_rate[...] = jnp.zeros_like(d_rate)
 
     def tile(i, rows, kind, carry):
-        after, d_sum = carry
-        u, z_a, z_x = real(kind, *(t[rows, :].astype(F32) for t in (x, gate_a, gate_x)))
-        d = here.inside(i, dh[rows, :].astype(F32))
+        d_next, d_sum = carry
+        u, z_a, z_x = without_padding(kind, *(t[rows, :].astype(F32) for t in (x, gate_a, gate_x)))
+        d = block.zero_beyond_end(i, dh[rows, :].astype(F32))
         (r, not_r), (gate, not_gate) = sigmoids(z_a), sigmoids(z_x)
-        log_a = strongest[...] * r
-        a, lost = decay(log_a)
-        rest = _rest(lost)
-        d_root = jax.lax.rsqrt(jnp.maximum(4 * rest, 1 / MAX_SQRT_GRADIENT**2))
-        multiplier = _at_start(kind, jnp.sqrt(rest))
-        applied, lost = effective(kind, a, lost)
-        g = gradient(applied, lost, d, after)
+        log_a = log_a_open[...] * r
+        a, one_minus_a = decay(log_a)
+        one_minus_a2 = _one_minus_a2(one_minus_a)
+        d_root = jax.lax.rsqrt(jnp.maximum(4 * one_minus_a2, 1 / MAX_SQRT_GRADIENT**2))
+        multiplier = _one_at_start(kind, jnp.sqrt(one_minus_a2))
+        applied, one_minus_a = applied_decay(kind, a, one_minus_a)
+        g = adjoint_scan(applied, one_minus_a, d, d_next)
         c = applied * g
-        before = shift(h[rows, :].astype(F32), output_before(here, i, rows_before, h, initial))
-        g_i = real(kind, g)[0] * gate
+        before = previous(h[rows, :].astype(F32), output_before(block, i, rows_before, h, initial))
+        g_i = without_padding(kind, g)[0] * gate
         d_log_a = c * before - g_i * u * d_root * 2 * a * a
         if kind is not None:
             d_log_a = jnp.where(kind == GOES_ON, d_log_a, 0)
         dx[rows, :] = (g_i * multiplier).astype(dx.dtype)
         d_gate_a[rows, :] = (d_log_a * log_a * not_r).astype(d_gate_a.dtype)
         d_gate_x[rows, :] = (g_i * multiplier * u * not_gate).astype(d_gate_x.dtype)
-        return c[:1], add(d_sum, r * d_log_a)
+        return c[:1], kahan_add(d_sum, r * d_log_a)
 
-    nothing_yet = nothing(here.blocks.channels)
-    state[...], (d_sum, _) = here.over_tiles(tile, (state[...], nothing_yet))
+    no_sum = zero_sum(block.blocks.channels)
+    state[...], (d_sum, _) = block.over_tiles(tile, (state[...], no_sum))
     d_rate[...] += jnp.sum(d_sum, axis=0, keepdims=True)
 
-    @pl.when(here.last)
+    @pl.when(block.last)
     def _():
         d_initial[...] = state[...]
 
 
-def _backward(x, gate_a, gate_x, strongest, initial_state, token_kind, h, dh, d_final):
-    cut = blocks(x, [x, gate_a, gate_x, h, dh, x, gate_a, gate_x], reverse=True)
+def _backward(x, gate_a, gate_x, log_a_open, initial_state, token_kind, h, dh, d_final):
+    blocks = blocks_for(x, [x, gate_a, gate_x, h, dh, x, gate_a, gate_x], reverse=True)
     inputs = [
-        (x, cut.sequence()),
-        (gate_a, cut.sequence()),
-        (gate_x, cut.sequence()),
-        (strongest[None], cut.shared()),
-        (h, cut.sequence()),
-        (h, cut.rows_before()),
-        (initial_state[:, None], cut.row()),
-        (dh, cut.sequence()),
-        (d_final[:, None], cut.row()),
+        (x, blocks.sequence()),
+        (gate_a, blocks.sequence()),
+        (gate_x, blocks.sequence()),
+        (log_a_open[None], blocks.shared()),
+        (h, blocks.sequence()),
+        (h, blocks.rows_before()),
+        (initial_state[:, None], blocks.row()),
+        (dh, blocks.sequence()),
+        (d_final[:, None], blocks.row()),
     ]
-    outputs = [(t.shape, t.dtype, cut.sequence()) for t in (x, gate_a, gate_x)]
-    outputs += [(cut.row_shape, F32, cut.row())] * 2
-    *d_tensors, d_rate, d_initial = stream(_backward_kernel, cut, token_kind, inputs, outputs)
+    outputs = [(t.shape, t.dtype, blocks.sequence()) for t in (x, gate_a, gate_x)]
+    outputs += [(blocks.row_shape, F32, blocks.row())] * 2
+    *d_tensors, d_rate, d_initial = stream(_backward_kernel, blocks, token_kind, inputs, outputs)
     return *d_tensors, d_rate[:, 0], d_initial[:, 0]
 
 

@@ -1,8 +1,9 @@
 """o_t = sum_s softmax_s(q_t · k_s) v_s over a window of keys.  De et al. 2024, arXiv:2402.19427.
 
-A block of queries meets the blocks of keys in its window, which are in VMEM, from its own to the
-oldest: so each query sees a key, its own, before it meets those that it does not see. What is no
-token, of document 0, is made zero, and sees such as itself.
+A block of queries attends to the blocks of keys in its window, which are in VMEM, from its own to
+the oldest. So the first logits of each query include its own key, and the running maximum of its
+softmax is finite from the start. Places without a token, whose document is 0, hold zeros and attend
+to one another.
 
 JAX's own kernel, splash attention, would fetch the window again for every head and every block of
 queries, and write the sums of the softmax 128 times.
@@ -24,15 +25,15 @@ from keras_recurrent.backends.pallas._platform import per_shard
 def unsupported(
     q, k, v, sliding_window=None, initial_state=None, token_kind=None, capacity=None
 ) -> str | None:
-    """Why this kernel refuses these arguments; None if it accepts them."""
+    """Why this implementation refuses these arguments; None if it accepts them."""
     if reason := _common.refusal(q, k, v):
         return reason
     before = 0 if initial_state is None else initial_state["key"].shape[1]
-    if _window.walk(q, k, v, sliding_window, before) is None:
-        seen = min(sliding_window or math.inf, before + k.shape[1])
+    if _window.grid_for(q, k, v, sliding_window, before) is None:
+        visible = min(sliding_window or math.inf, before + k.shape[1])
         return (
             f"keeps in VMEM what a token sees: {_common.vmem_bytes() // 2**20} MiB are too little "
-            f"for {seen} keys of {k.shape[3]} and values of {v.shape[3]} in {k.dtype}"
+            f"for {visible} keys of {k.shape[3]} and values of {v.shape[3]} in {k.dtype}"
         )
     return None
 
@@ -50,7 +51,7 @@ def backward(q, k, v, of_queries, of_keys, log_total, d_output, *, window, dtype
         (_QUERY, _QUERY, _OUTPUT),
     )
     d_q, *d_shared = run(q, k, v, of_queries, of_keys, log_total, d_output)
-    # Shards of the heads that share a key each have a part of its gradient.
+    # If the heads that share a key are split, each shard has a part of its gradient.
     return d_q.astype(dtype), *(jnp.sum(d.astype(dtype), axis=3) for d in d_shared)
 
 
@@ -59,96 +60,96 @@ _GIVEN = (_QUERY, "b t g k", "b t g v", "b t", "b t")
 
 
 def _per_shard(function, k, arguments, results):
-    """Heads of keys are split, or those of queries where all share one of keys."""
+    """`per_shard`: it splits the heads of keys, or those of queries if all share one of keys."""
     return per_shard(function, arguments, results, "r" if k.shape[2] == 1 else "g")
 
 
 def _forward(window, q, k, v, of_queries, of_keys):
-    walk = _window.walk(q, k, v, window, k.shape[1] - q.shape[1])
+    grid = _window.grid_for(q, k, v, window, k.shape[1] - q.shape[1])
     product = products((q, k, v))
 
     def attention(step, q, output, log_total):
-        @pl.when(step.asks)
+        @pl.when(step.has_queries)
         def _():
-            queries = step.real(q)
+            queries = step.of_tokens(q)
 
-            def meet(slot, seen, sums):
+            def attend(slot, visible, sums):
                 highest, total, values = sums
                 logits = product(queries, step.keys[slot], over=(1, 1))
-                logits = jnp.where(seen, logits, -jnp.inf)
+                logits = jnp.where(visible, logits, -jnp.inf)
                 higher = jnp.maximum(highest, jnp.max(logits, axis=1, keepdims=True))
                 weights, fade = jnp.exp(logits - higher), jnp.exp(highest - higher)
                 total = fade * total + jnp.sum(weights, axis=1, keepdims=True)
                 return higher, total, fade * values + product(weights, step.values[slot])
 
-            nothing = jnp.zeros((walk.block, 1), jnp.float32)
-            start = nothing - jnp.inf, nothing, jnp.zeros(output.shape, jnp.float32)
-            highest, total, values = step.over_window(meet, start)
+            zeros = jnp.zeros((grid.block, 1), jnp.float32)
+            start = zeros - jnp.inf, zeros, jnp.zeros(output.shape, jnp.float32)
+            highest, total, values = step.over_window(attend, start)
             output[...] = (values / total).astype(output.dtype)
             log_total[...] = _window.row(highest + jnp.log(total))
 
     batch, length, groups, shared, _ = q.shape
     output = jax.ShapeDtypeStruct((*q.shape[:4], v.shape[3]), q.dtype)
     sums = jax.ShapeDtypeStruct((batch, groups * shared, 1, length), jnp.float32)
-    inputs = [walk.head(q, walk.queries)]
-    outputs = [walk.head(output, walk.queries), walk.row(sums, walk.queries)]
-    values, log_total = _window.call(walk, attention, k, v, of_queries, of_keys, inputs, outputs)
+    inputs = [grid.head(q, grid.queries)]
+    outputs = [grid.head(output, grid.queries), grid.row(sums, grid.queries)]
+    values, log_total = _window.call(grid, attention, k, v, of_queries, of_keys, inputs, outputs)
     log_total = jnp.swapaxes(log_total[:, :, 0], 1, 2).reshape(q.shape[:4])
-    return _window.together(values, output.shape), log_total
+    return _window.from_by_head(values, output.shape), log_total
 
 
 def _backward(window, q, k, v, of_queries, of_keys, log_total, d_output):
-    walk = _window.walk(q, k, v, window, k.shape[1] - q.shape[1])
+    grid = _window.grid_for(q, k, v, window, k.shape[1] - q.shape[1])
     product = products((q, k, v))
 
     def attention_backward(step, q, log_total, d_output, d_q, d_k, d_v, d_keys, d_values):
-        @pl.when(step.begins)
+        @pl.when(step.has_new_keys)
         def _():
             for ring in (d_keys, d_values):
                 ring[step.slot(step.number)] = jnp.zeros(ring.shape[1:], jnp.float32)
 
-        @pl.when(step.asks)
+        @pl.when(step.has_queries)
         def _():
-            queries, d_out = step.real(q), step.real(d_output)
-            log_sums = step.real_row(log_total)
+            queries, d_out = step.of_tokens(q), step.of_tokens(d_output)
+            log_sums = step.column_of_tokens(log_total)
 
-            def weigh(slot, seen):
+            def weigh(slot, visible):
                 logits = product(queries, step.keys[slot], over=(1, 1))
-                weights = jnp.exp(jnp.where(seen, logits - log_sums, -jnp.inf))
+                weights = jnp.exp(jnp.where(visible, logits - log_sums, -jnp.inf))
                 return weights, weights * product(d_out, step.values[slot], over=(1, 1))
 
-            def add(slot, seen, total):
-                return total + jnp.sum(weigh(slot, seen)[1], axis=1, keepdims=True)
+            def add(slot, visible, total):
+                return total + jnp.sum(weigh(slot, visible)[1], axis=1, keepdims=True)
 
-            def meet(slot, seen, d_queries):
-                weights, d_logits = weigh(slot, seen)
+            def attend(slot, visible, d_queries):
+                weights, d_logits = weigh(slot, visible)
                 d_logits -= weights * total
                 d_values[slot] += product(weights, d_out, over=(0, 0))
                 d_keys[slot] += product(d_logits, queries, over=(0, 0))
                 return d_queries + product(d_logits, step.keys[slot])
 
-            # The sum could be had from the output, too, but that has been rounded.
-            total = step.over_window(add, jnp.zeros((walk.block, 1), jnp.float32))
-            d_queries = step.over_window(meet, jnp.zeros(d_q.shape, jnp.float32))
+            # The output would give the same sum, but it has been rounded.
+            total = step.over_window(add, jnp.zeros((grid.block, 1), jnp.float32))
+            d_queries = step.over_window(attend, jnp.zeros(d_q.shape, jnp.float32))
             d_q[...] = d_queries.astype(d_q.dtype)
 
-        @pl.when(step.leaves)
+        @pl.when(step.has_dropped_keys)
         def _():
-            number, _ = walk.keys_left(0, step.number, step.head)
+            number, _ = grid.dropped_keys(0, step.number, step.head)
             d_k[...] = d_keys[step.slot(number)].astype(d_k.dtype)
             d_v[...] = d_values[step.slot(number)].astype(d_v.dtype)
 
     log_total = jnp.swapaxes(log_total.reshape(*q.shape[:2], -1), 1, 2)[:, :, None]
     inputs = [
-        walk.head(q, walk.queries),
-        walk.row(log_total, walk.queries),
-        walk.head(d_output, walk.queries),
+        grid.head(q, grid.queries),
+        grid.row(log_total, grid.queries),
+        grid.head(d_output, grid.queries),
     ]
-    aligned = [jax.eval_shape(walk.aligned, x) for x in (k, v)]
-    outputs = [walk.head(jax.ShapeDtypeStruct(q.shape, q.dtype), walk.queries)]
-    outputs += [walk.head(x, walk.keys_left) for x in aligned]
+    aligned = [jax.eval_shape(grid.aligned, x) for x in (k, v)]
+    outputs = [grid.head(jax.ShapeDtypeStruct(q.shape, q.dtype), grid.queries)]
+    outputs += [grid.head(x, grid.dropped_keys) for x in aligned]
     d_q, *d_aligned = _window.call(
-        walk,
+        grid,
         attention_backward,
         k,
         v,
@@ -157,14 +158,14 @@ def _backward(window, q, k, v, of_queries, of_keys, log_total, d_output):
         inputs,
         outputs,
         sums=(k.shape[3], v.shape[3]),
-        # Each has as many turns as heads share a key: one for each block still in the rings.
-        steps_behind=pl.cdiv(walk.kept - 1, walk.shared),
+        # The grid adds `shared` times as many steps: one for each block still in the rings.
+        steps_after=pl.cdiv(grid.ring_blocks - 1, grid.shared),
     )
     d_k, d_v = (
-        _window.together(d, x.shape)[:, x.shape[1] - k.shape[1] :, :, None]
+        _window.from_by_head(d, x.shape)[:, x.shape[1] - k.shape[1] :, :, None]
         for d, x in zip(d_aligned, aligned, strict=True)
     )
-    return _window.together(d_q, q.shape), d_k, d_v
+    return _window.from_by_head(d_q, q.shape), d_k, d_v
 
 
 sliding_window_attention = plain.operation(forward, backward)
