@@ -21,6 +21,32 @@ class Tokens(NamedTuple):
             no segments and no state, so that every row is one document from its first token on.
         position: int32 `[B, T]`, how many real tokens of its document come before each token. At
             padding it counts those of the document before. None: no layer here asks for it.
+
+    Example: a layer of one's own that sums the tokens of each document.
+
+    ```python
+    import keras
+    import numpy as np
+    from keras_recurrent.layers import StreamingLayer
+    from keras_recurrent.ops import linear_scan
+
+    class DocumentSum(StreamingLayer):
+        def own_state_spec(self, batch_size=None):
+            return {"total": self.array_spec(batch_size, self.width)}
+
+        def stream(self, inputs, tokens, state):
+            sums, total = linear_scan(
+                inputs,
+                keras.ops.zeros_like(inputs),
+                initial_state=state.get("total"),
+                token_kind=tokens.kind,
+            )
+            return sums, {"total": total}
+
+    x = np.ones((1, 5, 1), "float32")
+    y = DocumentSum()(x, segment_ids=np.array([[0, 0, 0, 1, 1]]))
+    assert keras.ops.convert_to_numpy(y).ravel().tolist() == [1, 2, 3, 1, 2]
+    ```
     """
 
     kind: Any = None
