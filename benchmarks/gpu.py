@@ -1,10 +1,10 @@
-"""One command, one table: `python -m benchmarks.gpu > benchmarks/results/gpu.md`, on a CUDA GPU.
+"""Times each operation on a CUDA GPU: `python -m benchmarks.gpu > benchmarks/results/gpu.md`.
 
-Names behind it, such as `rg_lru`, ask for those operations alone. Each operation in
-`backends/triton` beside the plain one in `backends/torch` and, where installed,
-flash-linear-attention (`pip install flash-linear-attention`), softmax attention beside torch's own,
-in bfloat16. The floor is the time in which the same GPU, in the same run, copies what must be read
-and written once, or multiplies matrices for as many operations as attention takes, if that is more.
+Arguments, such as `rg_lru`, choose operations; without any, all are measured. Each operation of
+`backends/triton` is compared with `backends/torch` and, if installed, flash-linear-attention
+(`pip install flash-linear-attention`), and softmax attention with torch's own, in bfloat16. The
+floor is the time that the same GPU takes, in the same run, to copy what must be read and written
+once, or, if that is longer, for a matrix product with as many operations as attention has.
 """
 
 import datetime
@@ -27,11 +27,11 @@ from keras_recurrent import dispatch
 
 SCANS = [(8, 2048, 2560), (4, 8192, 2560), (1, 65536, 2560)]
 HEADS = [(8, 2048, 16, 128), (4, 8192, 16, 128), (1, 65536, 16, 128)]
-# Of recurrentgemma_2b, whose heads of queries share one of keys.
+# As in recurrentgemma_2b, where all heads of queries share one head of keys.
 SOFTMAX_HEADS = [(8, 2048, 10, 256), (1, 16384, 10, 256)]
-# Tokens and channels of hgrn2_1.3b_100b.
+# Tokens, and the channels of hgrn2_1.3b_100b.
 CHANNELS, INNER_CHANNELS = [(16384, 2048)], [(16384, 5632)]
-# As many tokens, and GPT-2's vocabulary, rounded up to a multiple of 64.
+# Tokens, and GPT-2's vocabulary, rounded up to a multiple of 64.
 VOCABULARY = [(16384, 50304)]
 
 
@@ -40,13 +40,13 @@ def normal(*shape, dtype=torch.bfloat16):
 
 
 def decays(*shape):
-    """Logarithms, from hardly any decay in the first channels to quick decay in the last."""
+    """Logarithms of decays, from slow decay in the first channels to quick decay in the last."""
     spread = torch.logspace(-4, 1, shape[-1], device="cuda")
     return (-normal(*shape, dtype=torch.float32).abs() * spread).to(torch.bfloat16)
 
 
 def conv_tensors(b, t, d):
-    """Parameters in float32, as the layer has them."""
+    """Parameters are float32, as in the layer."""
     return [
         normal(b, t, d),
         normal(4, d, dtype=torch.float32),
@@ -60,7 +60,7 @@ def bounded_gates(tokens, d):
 
 
 def attention_flops(b, t, h, k):
-    """Two products forward, five backward, of what is seen alone."""
+    """Two products forward and five backward, counting only visible pairs of queries and keys."""
     hidden = max(0, t - peers.WINDOW)
     pairs = b * h * (t * (t + 1) - hidden * (hidden + 1)) // 2
     return 4 * pairs * k, 10 * pairs * k
@@ -71,21 +71,21 @@ def between_heads(b, t, h, k):
 
 
 def two_bytes(forward, backward):
-    """Of a shape: what so many bfloat16 tensors take."""
+    """A function of a shape: the bytes of so many bfloat16 tensors of it."""
     return lambda *shape: tuple(2 * n * math.prod(shape) for n in (forward, backward))
 
 
 class Work(NamedTuple):
-    """What is measured of an operation."""
+    """One operation, and what it is measured on. Functions take one of the shapes."""
 
     operation: str
     shapes: list
-    tensors: Callable  # of a shape: the arguments
-    peers: Callable  # of a shape: {name: function of the arguments that returns the output}
-    bytes: Callable  # of a shape: what the forward and the backward must move
+    tensors: Callable  # the arguments
+    peers: Callable  # {name: function of the arguments that returns the output}
+    bytes: Callable  # what the forward and the backward must read and write
     tied: bool = False  # whether the second argument is None
-    flops: Callable = lambda *shape: (0, 0)  # of a shape: those of the forward and the backward
-    options: dict = {}  # what the operation takes beside tensors
+    flops: Callable = lambda *shape: (0, 0)  # of the forward and of the backward
+    options: dict = {}  # the operation's arguments that are not tensors
 
 
 WORK = {
@@ -189,7 +189,7 @@ WORK = {
 
 
 def device_ms(call, target_ms=30):
-    """Of one call, on the GPU alone: the calls queue up behind a wait."""
+    """The GPU's time for one call, without launches: calls queue up while the GPU is kept busy."""
     call()
     call()
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -212,7 +212,7 @@ def device_ms(call, target_ms=30):
 
 
 def wall_ms(call, target_ms=100):
-    """Of one call as a user meets it: Python, launches and the GPU."""
+    """The time of one call as a user sees it: Python, launches and the GPU."""
 
     def seconds(repeats):
         torch.cuda.synchronize()
@@ -227,7 +227,7 @@ def wall_ms(call, target_ms=100):
 
 
 def peak_mib(call):
-    """Above what was held before, the results included."""
+    """The peak of allocated memory in a call, less what was allocated before it."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()
@@ -248,7 +248,7 @@ def flops_a_second():
 
 
 def measure(function, tensors):
-    """The figures of one implementation: a function of the tensors that returns the output."""
+    """The figures of one implementation, a function of the tensors that returns the output."""
     tensors = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
     leaves = [t for t in tensors if t.requires_grad]
 
@@ -259,7 +259,7 @@ def measure(function, tensors):
     d_output = torch.randn_like(forward())
 
     def both():
-        # A peer's decays may be its own.
+        # Some peers ignore the decays, which then have no gradient.
         return torch.autograd.grad(function(*tensors), leaves, d_output, allow_unused=True)
 
     start = time.perf_counter()
@@ -282,13 +282,13 @@ def output_of(work, implementation):
         if work.tied:
             tensors = (tensors[0], None, *tensors[1:])
         results = kernel(*tensors, **work.options)
-        return results[0] if isinstance(results, tuple) else results  # beside it a state
+        return results[0] if isinstance(results, tuple) else results  # without the final state
 
     return output
 
 
 def floors(work, shape, bytes_rate, flops_rate):
-    """Milliseconds of the forward, and of both."""
+    """The milliseconds of the forward, and of forward and backward, at those rates."""
     moved, multiplied = work.bytes(*shape), work.flops(*shape)
     forward, backward = (
         1000 * max(m / bytes_rate, f / flops_rate) for m, f in zip(moved, multiplied, strict=True)

@@ -1,9 +1,9 @@
 """Whole models on a CUDA GPU: `python -m benchmarks.gpu_models > benchmarks/results/gpu_models.md`.
 
-Names behind it, `hgrn2` or `recurrentgemma`, ask for that model alone. A training step, forward
-and backward, of HGRN2 beside flash-linear-attention's and of RecurrentGemma beside transformers'
-(`pip install flash-linear-attention transformers`): models of the same sizes in bfloat16, freshly
-initialised, on the same tokens.
+Arguments, `hgrn2` or `recurrentgemma`, choose one model; without any, both are measured. A training
+step, forward and backward, of HGRN2 is compared with flash-linear-attention's and of RecurrentGemma
+with transformers' (`pip install flash-linear-attention transformers`): models of the same sizes in
+bfloat16, freshly initialised, on the same tokens.
 """
 
 import datetime
@@ -38,14 +38,14 @@ def our_loss(model):
     def loss(token_ids):
         mask = torch.ones_like(token_ids, dtype=torch.bool)
         logits = model({"token_ids": token_ids, "padding_mask": mask}, training=True)
-        # The last token of a row has none to follow; as with packed rows, any will do.
+        # No token follows the last one of a row; its label, the first token, changes no timing.
         return compute(token_ids.roll(-1, 1), logits)
 
     return loss
 
 
 def fla_hgrn2(sizes):
-    """The peer of the same sizes."""
+    """flash-linear-attention's HGRN2 of the same sizes."""
     from fla.models import HGRN2Config, HGRN2ForCausalLM
 
     config = HGRN2Config(
@@ -61,7 +61,7 @@ def fla_hgrn2(sizes):
 
 
 def transformers_gemma(sizes):
-    """The peer of the same sizes, which its default configuration does not have."""
+    """transformers' RecurrentGemma of the same sizes, which are not those of its defaults."""
     import transformers
 
     config = transformers.RecurrentGemmaConfig(
@@ -124,13 +124,13 @@ def measure(name, model, loss, vocabulary, *, batch, length, repeats):
 
 
 class Pair(NamedTuple):
-    """A model of ours, the peer of its sizes, and what both are measured on."""
+    """Our model, a peer of the same sizes, and the batches on which both are measured."""
 
     name: str
     family: type
     preset: str
     peer: str
-    make_peer: Callable  # of the configuration of our backbone
+    make_peer: Callable  # takes the configuration of our backbone
     work: dict
 
 
@@ -147,7 +147,7 @@ MODELS = {
 
 
 def compare(pair):
-    """One after the other: neither is in memory while the other is measured."""
+    """Measures one after the other; neither is in memory while the other is measured."""
     model = ours(pair.family, pair.preset)
     sizes = model.backbone.get_config()
     vocabulary = sizes["vocabulary_size"]
@@ -162,7 +162,7 @@ def compare(pair):
 
 
 def release():
-    """Gives memory back; a Keras model goes with what refers to itself in circles."""
+    """Frees memory. A Keras model has reference cycles, which only the garbage collector frees."""
     gc.collect()
     torch.cuda.empty_cache()
 

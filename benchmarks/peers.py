@@ -1,6 +1,6 @@
-"""Whom the operations are measured beside on a GPU, each as its own documentation calls it.
+"""Implementations of others that ours are compared with on a GPU, called as they document it.
 
-Functions of the tensors that our kernels take, which return the output.
+Functions take the tensors that our implementations take, and return the output.
 """
 
 import concurrent.futures
@@ -17,9 +17,9 @@ EPSILON = 1e-6
 
 
 def compile_side_by_side():
-    """Lets Triton compile all configurations of a kernel at once before it times them in turn.
+    """Makes Triton's autotuner compile all configurations of a kernel in parallel, then time them.
 
-    flash-linear-attention tries hundreds, for minutes; what it finds is the same.
+    flash-linear-attention tries hundreds, which takes minutes. The choice is the same.
     """
     prune, bench = Autotuner.prune_configs, Autotuner._bench
 
@@ -28,10 +28,10 @@ def compile_side_by_side():
         return tuner.to_compile
 
     def compile_and_bench(tuner, *arguments, config, **options):
-        """Not reached where Triton's cache has what an earlier run found."""
+        """Not called where Triton's cache has the choice of an earlier run."""
         with (
             concurrent.futures.ThreadPoolExecutor() as pool,
-            AsyncCompileMode(pool, ignore_errors=True),  # the tuner meets them again
+            AsyncCompileMode(pool, ignore_errors=True),  # timing raises them again
         ):
             for each in tuner.to_compile:
                 tuner.fn.run(*arguments, **{**options, **each.all_kwargs(), "warmup": True})
@@ -49,7 +49,7 @@ def fla_scan(x, log_a):
 
 
 def fla_rg_lru(x, gate_a, gate_x, a_logit):
-    """Gates and square root as one would write them in torch, around the peer's scan."""
+    """The peer's scan; gates and square root are written in plain torch."""
     softplus = torch.nn.functional.softplus(-a_logit)
     log_a = -8 * softplus * torch.sigmoid(gate_a.float())
     multiplier = torch.sqrt(-torch.expm1(2 * log_a))
@@ -70,12 +70,12 @@ def fla_gated(q, k, v, log_f):
 
 
 def fla_tied(q, v, log_f):
-    """The keys in device memory, as the peer's HGRN2 layer makes them."""
+    """Keys are computed from decays and stored, as in the peer's HGRN2 layer."""
     return fla_gated(q, 1 - log_f.exp(), v, log_f)
 
 
 def fla_lightning(q, k, v, log_decay):
-    """Its decays are those of a first layer."""
+    """The peer computes decays itself, here those of a model's first layer."""
     from fla.ops.lightning_attn import chunk_lightning_attn
 
     return chunk_lightning_attn(q, k, v, layer_idx=0, num_layers=16, scale=1.0)[0]
@@ -88,14 +88,14 @@ def fla_swiglu(gate, x):
 
 
 def fla_crossentropy(logits, tokens):
-    """Its gradient is written beside the logits, as ours is; it could be written over them."""
+    """The gradient gets memory of its own, as ours does; the peer could overwrite the logits."""
     from fla.modules.fused_cross_entropy import cross_entropy_loss
 
     return cross_entropy_loss(logits, tokens)[0]
 
 
 def torch_crossentropy(logits, tokens):
-    """In the dtype of the logits, losses included."""
+    """Arithmetic and losses have the dtype of the logits."""
     return torch.nn.functional.cross_entropy(logits, tokens, reduction="none")
 
 
@@ -104,12 +104,12 @@ def torch_rms_norm(x, scale):
 
 
 def fla(function):
-    """The peer of every shape, where it is installed."""
+    """flash-linear-attention's function as a peer for every shape, if it is installed."""
     return lambda *shape: {"FLA": function} if HAS_FLA else {}
 
 
 def of_attention(b, t, h, k):
-    """flex_attention, compiled; and where the window hides nothing, the fused kernel of torch."""
+    """Compiled flex_attention and, where the window hides no key, torch's fused attention."""
     from torch.nn.attention import flex_attention as flex
 
     def seen(b, h, query, key):
@@ -126,7 +126,7 @@ def of_attention(b, t, h, k):
 
 
 def by_heads(function, **options):
-    """Of tensors [B, T, H, ...], a function that takes them as [B, H, T, ...]."""
+    """A function of tensors [B, T, H, ...] from one of [B, H, T, ...]."""
     return lambda *tensors: function(*(x.transpose(1, 2) for x in tensors), **options).transpose(
         1, 2
     )

@@ -42,12 +42,12 @@ def _locate_program(T, G, SHARE: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _key_blocks(low, high, KEYS: tl.constexpr):
-    """The first key that a row sees, and blocks: before, inside and behind what all rows see."""
+    """The first key that any row sees, and `count_blocks` around the range that all rows see."""
     begin = tl.min(low, 0)
-    before, inside, behind = count_blocks(
+    num_before, num_inside, num_behind = count_blocks(
         begin, tl.max(low, 0), tl.min(high, 0) + 1, tl.max(high, 0) + 1, KEYS
     )
-    return begin, before, inside, behind
+    return begin, num_before, num_inside, num_behind
 
 
 @triton.jit(do_not_specialize=["T", "S", "window"])
@@ -82,10 +82,10 @@ def forward_kernel(
     peak = tl.full((ROWS,), _LOWEST, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     weighted_sum = tl.zeros((ROWS, BLOCK_V), tl.float32)
-    start, before, inside, behind = _key_blocks(low, high, KEYS)
+    start, num_before, num_inside, num_behind = _key_blocks(low, high, KEYS)
     for EDGE in tl.static_range(2):
-        for i in range(before + behind if EDGE else inside):
-            first = start + block_number(i, before, inside, EDGE) * KEYS
+        for i in range(num_before + num_behind if EDGE else num_inside):
+            first = start + block_number(i, num_before, num_inside, EDGE) * KEYS
             key_base, key_row, s = key_rows(first, b, g, S, G, KEYS)
             valid = s < S if EDGE else None
             key = load_rows(k, key_base, key_row, valid, K, BLOCK_K, TYPE)
@@ -145,10 +145,10 @@ def queries_kernel(
     row_log_sum_exp = tl.load(log_sum_exp + base + row, t < T, other=0.0)
 
     d_query = tl.zeros((ROWS, BLOCK_K), tl.float32)
-    start, before, inside, behind = _key_blocks(low, high, KEYS)
+    start, num_before, num_inside, num_behind = _key_blocks(low, high, KEYS)
     for EDGE in tl.static_range(2):
-        for i in range(before + behind if EDGE else inside):
-            first = start + block_number(i, before, inside, EDGE) * KEYS
+        for i in range(num_before + num_behind if EDGE else num_inside):
+            first = start + block_number(i, num_before, num_inside, EDGE) * KEYS
             key_base, key_row, s = key_rows(first, b, g, S, G, KEYS)
             valid = s < S if EDGE else None
             key = load_rows(k, key_base, key_row, valid, K, BLOCK_K, TYPE)
@@ -237,7 +237,7 @@ def keys_kernel(
         inner_end = tl.load(query_end + row_of_batch + begin)
         stop = tl.load(query_end + row_of_batch + latest)
     start *= SHARE
-    before, inside, behind = count_blocks(
+    num_before, num_inside, num_behind = count_blocks(
         start, inner_begin * SHARE, inner_end * SHARE, stop * SHARE, ROWS
     )
 
@@ -250,8 +250,8 @@ def keys_kernel(
         d_value = tl.zeros((KEYS, BLOCK_V), tl.float32)
     head = (g * parts + part) * SHARE
     for EDGE in tl.static_range(2):
-        for i in range(before + behind if EDGE else inside):
-            first = start + block_number(i, before, inside, EDGE) * ROWS
+        for i in range(num_before + num_behind if EDGE else num_inside):
+            first = start + block_number(i, num_before, num_inside, EDGE) * ROWS
             base, row, t = query_rows(first, b, head, T, G * parts * SHARE, SHARE, ROWS)
             valid = t < T if EDGE else None
             other = 0.0 if EDGE else None

@@ -1,4 +1,4 @@
-"""Tiles of queries and keys in softmax attention: their addresses, which meet, and their products.
+"""Tiles of queries and keys in softmax attention: addresses, visibility and products.
 
 A tile of queries is a matrix whose rows are the SHARE heads of one token that share a head of keys,
 then those of the next token. The rows of a tile of keys are tokens of one head of keys. Offsets of
@@ -62,19 +62,19 @@ def count_blocks(begin, inner_begin, inner_end, end, BLOCK: tl.constexpr):
 
     Blocks inside lie in the inner range as a whole; the others, at the edges, need a mask.
     """
-    before = tl.cdiv(tl.maximum(tl.minimum(inner_begin, end) - begin, 0), BLOCK)
-    inside = tl.maximum(inner_end - begin - before * BLOCK, 0) // BLOCK
-    behind = tl.cdiv(tl.maximum(end - begin - (before + inside) * BLOCK, 0), BLOCK)
-    return before, inside, behind
+    num_before = tl.cdiv(tl.maximum(tl.minimum(inner_begin, end) - begin, 0), BLOCK)
+    num_inside = tl.maximum(inner_end - begin - num_before * BLOCK, 0) // BLOCK
+    num_behind = tl.cdiv(tl.maximum(end - begin - (num_before + num_inside) * BLOCK, 0), BLOCK)
+    return num_before, num_inside, num_behind
 
 
 @triton.jit
-def block_number(i, before, inside, EDGE: tl.constexpr):
+def block_number(i, num_before, num_inside, EDGE: tl.constexpr):
     """The number of the i-th block inside, or, for EDGE, of the i-th one of all others."""
     if EDGE:
-        number = tl.where(i < before, i, i + inside)
+        number = tl.where(i < num_before, i, i + num_inside)
     else:
-        number = i + before
+        number = i + num_before
     return number
 
 

@@ -35,7 +35,7 @@ class VisibleKeys(NamedTuple):
     window: int
 
     def queries_of_keys(self, length):
-        """The first query that sees each key, and the first behind it that does not, [B, length].
+        """The first query that sees each key, and the first one after that which does not, [B, S].
 
         Nones if the window alone decides.
         """

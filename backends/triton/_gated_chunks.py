@@ -104,8 +104,8 @@ def attend_kernel(
         product_row = in_product_layout(row, one)
         diagonal += tl.sum(query * one[:, None] * key, 1)
         # At level 0 halves are single tokens: the right one takes its own decay, the left one none.
-        decayed_query = query * exp_of_decays(log_decay, not SHORT)
-        y = tl.where(in_right_half(product_row, 0)[:, None], decayed_query, key)
+        right = in_right_half(product_row, 0)[:, None]
+        y = tl.where(right, query * exp_of_decays(log_decay, not SHORT), key)
         weights = _add_level(y, 0, row, weights, SHORT)
         for level in range(1, LEVELS):
             y = tl.where(in_right_half(product_row, level)[:, None], query, key)

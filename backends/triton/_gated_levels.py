@@ -73,7 +73,7 @@ def in_right_half(row, level):
 
 @triton.jit
 def decay_span(row, level):
-    """The tokens whose decays each token takes: the first, and the one behind the last.
+    """The tokens whose decays each token takes, as the first one and the one after the last.
 
     In a right half from the boundary to the token itself, in a left half those behind the token up
     to the boundary.

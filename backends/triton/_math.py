@@ -32,9 +32,9 @@ def exp(z, FINE: tl.constexpr):
         power = z * _LOG2_E
         e = _exp2(power)
         if FINE:
-            rest = tl.fma(z, _LOG2_E, -power)
-            rest = tl.fma(z, 1.925963033500779e-08, rest)
-            e = tl.fma(e * rest, 0.6931471805599453, e)
+            remainder = tl.fma(z, _LOG2_E, -power)
+            remainder = tl.fma(z, 1.925963033500779e-08, remainder)
+            e = tl.fma(e * remainder, 0.6931471805599453, e)
     return e
 
 

@@ -113,15 +113,15 @@ def _parameters(kernel, bias, d, D, W: tl.constexpr):
     weights = ()
     for k in tl.static_range(W):
         weights = weights + (tl.load(kernel + (W - 1 - k) * D + d, d < D, other=0.0),)
-    offset = tl.zeros(d.shape, tl.float32)
+    bias_value = tl.zeros(d.shape, tl.float32)
     if bias is not None:
-        offset = tl.load(bias + d, d < D, other=0.0).to(tl.float32)
-    return weights, offset
+        bias_value = tl.load(bias + d, d < D, other=0.0).to(tl.float32)
+    return weights, bias_value
 
 
 @triton.jit
 def _input(x, initial, state, position, offsets, num_real, d, D, W: tl.constexpr):
-    """The input at each position: 0 before the state, and behind the last real token."""
+    """The input at each position: 0 before the state, and after the last real token."""
     real = (position >= 0) & (position < num_real)
     value = tl.load(x + offsets, real & (d < D), other=0.0).to(tl.float32)
     if initial is not None:
@@ -131,9 +131,9 @@ def _input(x, initial, state, position, offsets, num_real, d, D, W: tl.constexpr
 
 
 @triton.jit
-def _filtered(values, documents, weights, offset, token_at, W: tl.constexpr):
+def _filtered(values, documents, weights, bias_value, token_at, W: tl.constexpr):
     """The filter's result at the last of some positions, without inputs of other documents."""
-    total = offset
+    total = bias_value
     for k in tl.static_range(W):
         tap = values[-1 - k]
         if token_at is not None:
@@ -174,7 +174,7 @@ def _forward_kernel(
     tile_begin = tl.program_id(1) * (GROUPS * ROWS) - (W - 1)
     begin = tile_begin + tl.arange(0, GROUPS)[:, None] * ROWS
 
-    weights, offset = _parameters(kernel, bias, d, D, W)
+    weights, bias_value = _parameters(kernel, bias, d, D, W)
 
     values = ()
     tokens = ()
@@ -189,7 +189,7 @@ def _forward_kernel(
     # The compiler moves no load ahead of a store: all loads come first.
     for j in tl.static_range(ROWS):
         position = begin + j
-        total = _filtered(values[j : j + W], documents[j : j + W], weights, offset, token_at, W)
+        total = _filtered(values[j : j + W], documents[j : j + W], weights, bias_value, token_at, W)
         if SILU:
             total *= sigmoid(total, FINE)[0]
         offsets = tokens[j + W - 1].to(tl.int64) * D + d
@@ -244,7 +244,7 @@ def _backward_kernel(
     state = b * (W - 1) * D + d
     num_real, last_document = _row_sizes(b, T, real_counts, start_counts)
 
-    weights, offset = _parameters(kernel, bias, d, D, W)
+    weights, bias_value = _parameters(kernel, bias, d, D, W)
     sums = ()
     for _ in tl.static_range(W):
         sums = sums + (tl.zeros((GROUPS, BLOCK_D), tl.float32),)
@@ -273,9 +273,9 @@ def _backward_kernel(
             valid = (i >= AHEAD) & (position >= 0) & (position < num_real) & d_valid
             gradient = tl.load(dy + offsets, valid, other=0.0).to(tl.float32)
             if SILU:
-                z = _filtered(values, documents, weights, offset, token_at, W)
-                s, rest = sigmoid(z, FINE)
-                gradient *= s * (1.0 + z * rest)
+                z = _filtered(values, documents, weights, bias_value, token_at, W)
+                s, not_s = sigmoid(z, FINE)
+                gradient *= s * (1.0 + z * not_s)
             gradients = gradients + (gradient,)
         # The compiler moves no load ahead of a store: all loads of a step come first.
         for j in tl.static_range(ROWS):
@@ -286,8 +286,8 @@ def _backward_kernel(
             d_value = tl.zeros((GROUPS, BLOCK_D), tl.float32)
             if end > num_real - (W - 1):
                 slot = position - num_real + W - 1
-                in_state = (slot >= 0) & (slot < W - 1) & (documents[j] == last_document)
-                d_value = tl.load(d_final + state + slot * D, in_state & d_valid, other=0.0)
+                in_state = (slot >= 0) & (slot < W - 1) & (documents[j] == last_document) & d_valid
+                d_value = tl.load(d_final + state + slot * D, in_state, other=0.0)
             new_sums = ()
             for k in tl.static_range(W):
                 gradient = gradients[j + k]

@@ -55,7 +55,7 @@ def _decay(log_a, kind):
 
 @triton.jit
 def _load_step(x, log_a, token_kind, row, d, t_valid, d_valid, D):
-    """x_t and a_t; 0 and 1, which change no state, for padding and behind the last token."""
+    """x_t and a_t; 0 and 1, which change no state, for padding and after the last token."""
     x_t = tl.load(x + row * D + d, t_valid & d_valid, other=0.0).to(tl.float32)
     log_a_t = tl.load(log_a + row * D + d, t_valid & d_valid, other=0.0)
     kind = read_kind(token_kind, row, t_valid)

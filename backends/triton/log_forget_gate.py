@@ -77,7 +77,7 @@ def _forward_kernel(
     logits += start
     log_f += start
     if lower_bound is not None:
-        bound, rest = _bound(lower_bound, 0, d, D), _bound(lower_bound, 1, d, D)
+        log_beta, log_not_beta = _bound(lower_bound, 0, d, D), _bound(lower_bound, 1, d, D)
     row = tl.arange(0, ROWS)[:, None]
     offsets = row * D + d
     for tile in range(program, tl.cdiv(rows, ROWS), programs):
@@ -85,9 +85,9 @@ def _forward_kernel(
         z = tl.load(logits + offsets, valid, other=0.0).to(tl.float32)
         log_s, _ = _log_sigmoid(z, FINE)
         if lower_bound is not None:
-            above = rest + log_s
-            larger = tl.where(bound > above, bound, above)
-            log_s = larger + log1p(exp(-tl.abs(above - bound), FINE), FINE)
+            above = log_not_beta + log_s
+            larger = tl.where(log_beta > above, log_beta, above)
+            log_s = larger + log1p(exp(-tl.abs(above - log_beta), FINE), FINE)
             log_s = tl.where(log_s > 0.0, 0.0, log_s)
         tl.store(log_f + offsets, log_s, valid)
         logits += step
@@ -112,7 +112,7 @@ def _backward_kernel(
     logits += start
     d_logits += start
     if lower_bound is not None:
-        bound, rest = _bound(lower_bound, 0, d, D), _bound(lower_bound, 1, d, D)
+        log_beta, log_not_beta = _bound(lower_bound, 0, d, D), _bound(lower_bound, 1, d, D)
     row = tl.arange(0, ROWS)[:, None]
     offsets = row * D + d
     d_below = tl.zeros((ROWS, BLOCK_D), tl.float32)
@@ -123,7 +123,7 @@ def _backward_kernel(
         gradient = tl.load(d_log_f + offsets, valid, other=0.0)
         log_s, e = _log_sigmoid(z, FINE)
         if lower_bound is not None:
-            above, below = sigmoid(rest + log_s - bound, FINE)
+            above, below = sigmoid(log_not_beta + log_s - log_beta, FINE)
             d_below += gradient * below
             gradient *= above
             d_above += gradient

@@ -90,8 +90,8 @@ def _forward_kernel(
     sums = tl.sum(sums * _exp(peaks - _finite(highest), FINE), 0)
     token = tl.load(tokens + row).to(tl.int64)
     known = (token >= 0) & (token < V)
-    own = tl.load(logits + token, known, other=float("nan")).to(tl.float32)
-    tl.store(losses + row, tl.log(sums) + (highest - own))
+    token_logit = tl.load(logits + token, known, other=float("nan")).to(tl.float32)
+    tl.store(losses + row, tl.log(sums) + (highest - token_logit))
     tl.store(largest + row, highest)
     tl.store(total + row, sums)
 
@@ -109,8 +109,8 @@ def _backward_kernel(
     known = (token >= 0) & (token < V)
     d_loss = tl.where(known, tl.load(d_losses + row), float("nan"))
     softmax = _exp(z - tl.load(largest + row), FINE) * (1.0 / tl.load(total + row))
-    own = tl.where(v == token, 1.0, 0.0)
-    tl.store(d_logits + row * V + v, (softmax - own) * d_loss, v < V)
+    is_token = tl.where(v == token, 1.0, 0.0)
+    tl.store(d_logits + row * V + v, (softmax - is_token) * d_loss, v < V)
 
 
 @torch.library.custom_op("keras_recurrent::triton_token_crossentropy", mutates_args=())
