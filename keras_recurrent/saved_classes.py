@@ -53,10 +53,14 @@ class Placeholder(keras.Layer):
         return cls.import_class().from_config(config)
 
 
-for _module, _names in MODULES.items():
-    for _name in _names:
-        _placeholder = type(_name, (Placeholder,), {"module": _module})
-        keras.saving.register_keras_serializable(PACKAGE)(_placeholder)
+def _register_placeholders():
+    for module, names in MODULES.items():
+        for name in names:
+            placeholder = type(name, (Placeholder,), {"module": module})
+            keras.saving.register_keras_serializable(PACKAGE)(placeholder)
+
+
+_register_placeholders()
 
 
 def import_class(registered_name):

@@ -46,8 +46,7 @@ def rebuild(model, groups, multi_head):
     for i, heads in held.items():
         layer = new_sites[i].layer
         replace_layer(new, layer, regroup_built(layer, heads))
-    graph = attention.graph_of(new)
-    grouped = GroupedModel(graph.input, graph.output, multi_head, groups, name=model.name)
+    grouped = GroupedModel(new.input, new.output, multi_head, groups, name=model.name)
     if model.compiled:
         grouped.compile_from_config(model.get_compile_config())
     return grouped

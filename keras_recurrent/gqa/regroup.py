@@ -72,17 +72,18 @@ def refusal(layer, groups):
             f"`value_dim` is {layer.value_dim} and `key_dim` {layer.key_dim}, and "
             "keras.layers.GroupQueryAttention has one size for both"
         )
-    width = _input_width(layer._query_dense)
-    if layer._output_shape not in (None, (width,)):
+    query_width, value_width = _input_width(layer.query_dense), _input_width(layer.value_dense)
+    output_shape = layer.get_config()["output_shape"]
+    if output_shape not in (None, (query_width,)):
         return (
-            f"`output_shape` is {layer._output_shape}, and keras.layers.GroupQueryAttention "
-            f"gives back the width of the queries, {width}"
+            f"`output_shape` is {output_shape}, and keras.layers.GroupQueryAttention gives back "
+            f"the width of the queries, {query_width}"
         )
-    if len(layer._query_dense.equation.partition(",")[0]) != 3:
+    if len(layer.query_dense.equation.partition(",")[0]) != 3:
         return "it attends over more than one axis, or over one among others (`attention_axes`)"
-    if _input_width(layer._value_dense) != width:
+    if value_width != query_width:
         return (
-            f"queries have width {width} and values {_input_width(layer._value_dense)}, and "
+            f"queries have width {query_width} and values {value_width}, and "
             "keras.layers.GroupQueryAttention wants the same"
         )
     return None
@@ -143,8 +144,8 @@ def regroup_built(layer, groups):
             build_with_paths_of(before, getattr(new, f"{name}_projector"), shape)
         new.built = True
     elif isinstance(layer, (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)):
-        names = ("_query_dense", "_value_dense", "_key_dense")
-        shapes = [(None, None, _input_width(getattr(layer, name))) for name in names]
+        projections = (layer._query_dense, layer._value_dense, layer._key_dense)
+        shapes = [(None, None, _input_width(projection)) for projection in projections]
         build_with_paths_of(layer, new, *shapes)
     else:
         fused = hasattr(layer, "_qkv_dense")

@@ -126,11 +126,6 @@ def is_graph(model):
     )
 
 
-def graph_of(model):
-    """The functional model that `model` is, or that a sequential one has inside."""
-    return model._functional if isinstance(model, keras.Sequential) else model
-
-
 def check_classes(model, *served):
     """Raises if the graph alone does not make the model, or one inside it, what it is."""
     if not type(model).__module__.startswith("keras.") and not isinstance(model, served):
@@ -146,12 +141,14 @@ def check_classes(model, *served):
 
 def _calls(model):
     """`{id of a layer: [(args, kwargs), ...]}` of all calls in the graph and in graphs below it."""
-    calls, graph = {}, graph_of(model)
-    for nodes in graph._nodes_by_depth.values():
+    if isinstance(model, keras.Sequential):
+        model = keras.Model(model.input, model.output, name=model.name)
+    calls = {}
+    for nodes in model._nodes_by_depth.values():
         for node in nodes:
             call = (node.arguments.args, node.arguments.kwargs)
             calls.setdefault(id(node.operation), []).append(call)
-    for layer in graph._flatten_layers(include_self=False, recursive=False):
+    for layer in model._flatten_layers(include_self=False, recursive=False):
         if is_graph(layer):
             calls |= _calls(layer)
     return calls

@@ -1,20 +1,153 @@
-"""What this package takes from the inside of KerasHub is there, and in one file."""
+"""The private names of Keras and KerasHub that this package uses are those that `compat` lists."""
 
+import ast
+import functools
+import importlib
+import inspect
 import pathlib
+import pkgutil
+import sys
 
 import keras_hub
 import pytest
 
 import keras_recurrent
+from keras_recurrent import compat
 from keras_recurrent.checkpoints import loading
 from keras_recurrent.checkpoints.loaders import NamedPresetLoader
-from keras_recurrent.tokenizers import ByteTokenizer, SentencePieceTokenizer
+from keras_recurrent.models import GriffinCausalLM
+from keras_recurrent.tokenizers import ByteTokenizer
+
+PACKAGE = pathlib.Path(keras_recurrent.__file__).parent
+INSIDE = ("keras.src", "keras_hub.src")
+# Kernels use no Keras. They have a folder of their own.
+FILES = {
+    path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text())
+    for path in sorted(PACKAGE.rglob("*.py"))
+    if path.relative_to(PACKAGE).parts[0] != "backends"
+}
+OF_NAMED_TUPLES = {"_fields", "_replace"}
 
 
-def test_one_file_looks_inside():
-    package = pathlib.Path(keras_recurrent.__file__).parent
-    files = [f for f in package.rglob("*.py") if "keras_hub.src" in f.read_text()]
-    assert [file.name for file in files] == ["compat.py"]
+def private(names):
+    return {name for name in names if name.startswith("_") and not name.startswith("__")} - {"_"}
+
+
+def attributes(tree, stored=(True, False)):
+    """Private attributes in code, those of `getattr` and `hasattr` by a string included."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) in stored:
+            found.add(node.attr)
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr"):
+            name = getattr(node.args[1], "value", None)
+            if isinstance(name, str) and False in stored:
+                found.add(name)
+    return private(found)
+
+
+def definitions(tree):
+    """Private names that code gives to functions, classes, variables and attributes."""
+    found = attributes(tree, stored=(True,))
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.alias):
+            found.add((node.asname or node.name).rpartition(".")[2])
+    return private(found)
+
+
+def strings(tree):
+    values = (getattr(node, "value", None) for node in ast.walk(tree))
+    return {value for value in values if isinstance(value, str)}
+
+
+@functools.cache
+def classes_of(module):
+    """`{name: syntax tree}` of the classes of a module."""
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+
+
+@functools.cache
+def names_in(cls):
+    """Private names that a class defines, or uses anywhere in its code."""
+    tree = classes_of(cls.__module__).get(cls.__name__)
+    return attributes(tree) | definitions(tree) if tree else set()
+
+
+def package_of(cls):
+    return cls.__module__.partition(".")[0]
+
+
+def shared_with_keras():
+    """Private names of classes here that a class of Keras has on which they are built."""
+    shared = set()
+    for info in pkgutil.walk_packages([str(PACKAGE)], "keras_recurrent."):
+        if info.name.startswith("keras_recurrent.backends"):
+            continue
+        for cls in vars(importlib.import_module(info.name)).values():
+            if not inspect.isclass(cls) or cls.__module__ != info.name:
+                continue
+            ours = [names_in(c) for c in cls.__mro__ if package_of(c) == "keras_recurrent"]
+            keras = [names_in(c) for c in cls.__mro__ if package_of(c) in ("keras", "keras_hub")]
+            shared |= set().union(*ours) & set().union(*keras)
+    return shared
+
+
+@pytest.mark.once
+def test_private_attributes_are_listed():
+    """Those that are not defined here, or that are here and in a base class of Keras."""
+    listed = set(compat.PRIVATE_ATTRIBUTES)
+    used = set().union(*(attributes(tree) for tree in FILES.values()))
+    defined = set().union(*(definitions(tree) for tree in FILES.values()))
+    of_keras = (used - defined - OF_NAMED_TUPLES) | shared_with_keras()
+    assert sorted(of_keras - listed) == [], "used, but not in `compat.PRIVATE_ATTRIBUTES`"
+    # A class may say an attribute's name in a string.
+    said = set().union(*(strings(tree) for name, tree in FILES.items() if name != "compat.py"))
+    assert sorted(listed - of_keras - used - said) == [], "listed, but not used"
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("name", compat.PRIVATE_ATTRIBUTES)
+def test_private_attributes_exist(name):
+    for path in compat.PRIVATE_ATTRIBUTES[name]:
+        module, _, cls = path.rpartition(".")
+        cls = getattr(importlib.import_module(module), cls)
+        bases = [c for c in cls.__mro__ if package_of(c) in ("keras", "keras_hub")]
+        assert any(name in vars(c) or name in names_in(c) for c in bases), f"{path} has no {name}"
+
+
+@pytest.mark.once
+def test_one_file_imports_from_the_inside_and_only_what_it_lists():
+    inside = set()
+    for path, tree in FILES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                modules = [f"{node.module}.{alias.name}" for alias in node.names]
+            else:
+                modules = [getattr(node, "value", None)]  # as `importlib` takes it
+            if any(isinstance(m, str) and m.startswith(INSIDE) for m in modules):
+                inside.add(path)
+    assert inside == {"compat.py"}
+    asked = {
+        n.attr for tree in FILES.values() for n in ast.walk(tree) if isinstance(n, ast.Attribute)
+    }
+    for tree in FILES.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module == "keras_recurrent.compat":
+                asked |= {alias.name for alias in node.names}
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "__getattr__":
+                asked.add(node.args[0].value)
+    for name, module in compat.SOURCE_NAMES.items():
+        assert getattr(compat, name) is getattr(importlib.import_module(module), name)
+        assert name in asked, f"{name} is listed, but not used"
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = compat.nothing
 
 
 def test_every_class_with_presets_asks_our_loader():
@@ -25,8 +158,7 @@ def test_every_class_with_presets_asks_our_loader():
         keras_hub.tokenizers.Tokenizer,
     ):
         known = cls.from_preset.__func__.__globals__
-        loader = known["get_preset_loader"]("hawk_tiny")
-        assert isinstance(loader, NamedPresetLoader), cls
+        assert isinstance(known["get_preset_loader"]("hawk_tiny"), NamedPresetLoader), cls
 
 
 def test_other_presets_are_kerashubs_business(tmp_path):
@@ -38,13 +170,10 @@ def test_other_presets_are_kerashubs_business(tmp_path):
         loading.get_loader(str(tmp_path / "hawk_10m"))
 
 
-def test_the_hooks_of_kerashubs_tokenizers_are_its_own():
-    for hook in ("_tokenize_tf", "_detokenize_tf", "_detokenize_python"):
-        assert getattr(ByteTokenizer, hook) is not getattr(keras_hub.tokenizers.ByteTokenizer, hook)
-    of_kerashub = keras_hub.tokenizers.SentencePieceTokenizer
-    for hook in (
-        "_update_special_token_ids",
-        "_canonicalize_detokenize_spm_inputs",
-        "_detokenize_tf",
-    ):
-        assert getattr(SentencePieceTokenizer, hook) is not getattr(of_kerashub, hook)
+def test_errors_of_kerashub_name_the_preset():
+    """It gets a loader in place of the name."""
+    with pytest.raises(ValueError, match="found in preset 'hgrn2_tiny'"):
+        GriffinCausalLM.from_preset("hgrn2_tiny")
+    with pytest.raises(ValueError, match="found in preset 'hgrn2_tiny'"):
+        keras_hub.models.ImageClassifier.from_preset("hgrn2_tiny")
+    assert isinstance(keras_hub.tokenizers.Tokenizer.from_preset("hgrn2_tiny"), ByteTokenizer)
