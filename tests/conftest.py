@@ -26,8 +26,8 @@ _XLA_FLAGS = (
 )
 os.environ.setdefault("XLA_FLAGS", " ".join(_XLA_FLAGS))
 
-# What was compiled is kept on disk, for the other modules and workers of a run and for the next run:
-# not beyond a checkout, as torch runs what it once compiled though operators may have changed since.
+# What was compiled is kept on disk, for a run's other modules and workers and for the next run: not
+# beyond a checkout, as torch runs what it once compiled though operators may have changed since.
 _CACHE = pathlib.Path(__file__).parents[1] / ".pytest_cache"
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_CACHE / "torchinductor"))
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE / "jax"))

@@ -92,6 +92,7 @@ if BACKEND == "jax":
 
 elif BACKEND == "torch":
     import torch
+    from torch._subclasses import FakeTensorMode
 
     from tests.ops.native import tensor
 
@@ -141,6 +142,22 @@ elif BACKEND == "torch":
                 results, wanted = compiled(tensors, context), call(tensors, context)
             for result, expected in zip(results, wanted, strict=True):
                 torch.testing.assert_close(result, expected, rtol=0, atol=0)
+
+    @every_operation
+    @pytest.mark.parametrize("implementation", ["torch", "triton"])
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_compilers_are_told_the_shapes_and_dtypes_of_results(operation, implementation, dtype):
+        module = dispatch.KERNELS[operation][implementation]
+        if isinstance(module, str):
+            pytest.skip(module)
+        kernel = functools.partial(getattr(module, operation), **OPTIONS.get(operation, {}))
+        drawn = draw(operation, Case(2, 5, 3, dtype))
+        tensors = {n: tensor(t, drawn.dtypes[n]) for n, t in drawn.tensors.items()}
+        with FakeTensorMode() as mode:
+            told = kernel(**{n: mode.from_tensor(t) for n, t in tensors.items()})
+        found = kernel(**tensors)
+        for fake, result in zip(keras.tree.flatten(told), keras.tree.flatten(found), strict=True):
+            assert (fake.shape, fake.dtype) == (result.shape, result.dtype)
 
     @every_operation_without_a_state
     def test_compile_without_a_state(operation):
