@@ -10,6 +10,7 @@ KerasHub's only inside the model names that class in its attribute `preprocessed
 """
 
 import importlib
+from typing import Any
 
 # Names of KerasHub's own modules. Each module is imported when a name of it is first asked for.
 SOURCE_NAMES = {
@@ -126,7 +127,7 @@ def _name_of(preset):
 
 
 # What is replaced in the modules of KerasHub that have a `from_preset`.
-REPLACED_NAMES = {
+REPLACED_NAMES: dict[str, dict[str, Any]] = {
     "keras_hub.src.models.backbone": {"get_preset_loader": _get_preset_loader},
     "keras_hub.src.models.preprocessor": {
         "get_preset_loader": _get_preset_loader,

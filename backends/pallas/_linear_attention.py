@@ -19,7 +19,7 @@ number out of `per_head` (or None) and the tensors, [C, K or V]. Its methods tak
         state before the chunk, where g is the gradient of the state after it.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -110,7 +110,7 @@ class _Block(NamedTuple):
     """A tensor, or its shape and dtype, and which block of it each step of the grid has."""
 
     tensor: jax.Array | jax.ShapeDtypeStruct
-    spec: "pl.BlockSpec"
+    spec: Any  # a BlockSpec of Pallas
 
 
 class _Grid(NamedTuple):
