@@ -72,7 +72,7 @@ def over_groups(step, carry, tensors, outputs, plan, reverse=False):
                 jax.lax.dynamic_update_slice_in_dim, start_index=group * size, axis=1
             )
             # The barrier makes XLA read the old values once, before they are overwritten. If
-            # several kernels read them, it would copy the whole output in every iteration.
+            # several fused loops read them, it would copy the whole output in every iteration.
             old = jax.tree.map(lambda y: jax.lax.optimization_barrier(tokens(y)), outputs)
             carry, new = step(carry, group, jax.tree.map(tokens, tensors), old)
             return carry, jax.tree.map(put, outputs, new)

@@ -10,7 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from keras_recurrent.backends.constants import PADDING, STARTS
+from keras_recurrent.backends.constants import GOES_ON, PADDING, STARTS
 from keras_recurrent.backends.jax import _banded_attention, _ring
 from keras_recurrent.backends.jax._common import accumulation_dtype
 from keras_recurrent.backends.jax._row import Row, grouped, with_real_tokens_in_front
@@ -178,7 +178,7 @@ def _unbanded(d, x, q, window):
 def _one_token(q, k, v, window, state, token_kind):
     """A step of generation: the ring is read without reordering it, and one slot is written."""
     dtype = accumulation_dtype(q, k, v)
-    kind = jnp.zeros(q.shape[0], jnp.int8) if token_kind is None else token_kind[:, 0]
+    kind = jnp.full(q.shape[0], GOES_ON) if token_kind is None else token_kind[:, 0]
     real = (kind != PADDING)[:, None, None, None]
     q, k, v = (jnp.where(real, x, 0) for x in (q, k, v))
     position = jnp.where(kind == STARTS, 0, state["position"])

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from keras_recurrent.backends.constants import PADDING, STARTS
+from keras_recurrent.backends.constants import GOES_ON, PADDING, STARTS
 from keras_recurrent.backends.pallas import _common
 from keras_recurrent.backends.pallas._common import LANES, vmem_bytes
 from keras_recurrent.backends.pallas._lazy import pl, pltpu
@@ -110,7 +110,7 @@ class _Block(NamedTuple):
     """A tensor, or its shape and dtype, and which block of it each step of the grid has."""
 
     tensor: jax.Array | jax.ShapeDtypeStruct
-    spec: Any  # a BlockSpec of Pallas
+    spec: Any  # a `pl.BlockSpec`
 
 
 class _Grid(NamedTuple):
@@ -145,7 +145,7 @@ class _Grid(NamedTuple):
     def inputs(self, tensors, token_kind, per_head, block_of):
         """Blocks of token kinds, `per_head` and tensors: in step t the block `block_of(t)`."""
         if token_kind is None:
-            token_kind = jnp.zeros((self.batch, self.length), jnp.int32)
+            token_kind = jnp.full((self.batch, self.length), GOES_ON, jnp.int32)
         kind = token_kind.astype(jnp.int32)[:, None]
         spec = pl.BlockSpec((None, 1, self.block), lambda b, h, t: (b, 0, block_of(t)))
         if per_head is not None:

@@ -76,7 +76,7 @@ def _place_from_end(x, kernel, token_kind):
     if a document starts after the token, whose input then is not in the final state.
     """
     if token_kind is None:
-        token_kind = jnp.zeros(x.shape[:2], jnp.int32)
+        token_kind = jnp.full(x.shape[:2], GOES_ON, jnp.int32)
     kind = token_kind.astype(jnp.int32)
 
     def count_after(mask):
@@ -91,7 +91,7 @@ def _place_from_end(x, kernel, token_kind):
 def _state_kept(d_final, token_kind, length):
     """The gradient of the initial state's inputs that are still in the final state."""
     if token_kind is None:
-        token_kind = jnp.zeros((d_final.shape[0], length), jnp.int8)
+        token_kind = jnp.full((d_final.shape[0], length), GOES_ON, jnp.int8)
     real_tokens = jnp.sum(token_kind != PADDING, axis=1)
     displaced = jnp.where(jnp.any(token_kind == STARTS, axis=1), d_final.shape[1], real_tokens)
     source = jnp.arange(d_final.shape[1]) - displaced[:, None]
@@ -137,9 +137,9 @@ def _run(block, tile, special, state):
     """
     count = state.shape[0]
 
-    def over(padded):
+    def over(is_special):
         newest_first = tuple(state[j : j + 1, :] for j in reversed(range(count)))
-        rows = block.over_tiles(functools.partial(tile, padded), newest_first)
+        rows = block.over_tiles(functools.partial(tile, is_special), newest_first)
         for j, row in enumerate(rows):
             state[count - 1 - j : count - j, :] = row
 

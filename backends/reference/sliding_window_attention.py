@@ -10,7 +10,7 @@ The state is a ring buffer of C slots: the token at position p of its document i
 
 import numpy as np
 
-from keras_recurrent.backends.constants import PADDING, STARTS
+from keras_recurrent.backends.constants import GOES_ON, PADDING, STARTS
 from keras_recurrent.backends.reference._common import cast
 
 
@@ -101,9 +101,10 @@ def _keys_and_walks(k, v, sliding_window, initial_state, token_kind, capacity):
     elif capacity is None and sliding_window is not None:
         capacity = sliding_window - 1
     length = k.shape[1] - kept
-    kinds = np.zeros((k.shape[0], length), int) if token_kind is None else np.asarray(token_kind)
+    if token_kind is None:
+        token_kind = np.full((k.shape[0], length), GOES_ON)
     walks = [
-        _walk(kinds[row], int(positions[row]), kept, capacity, sliding_window)
+        _walk(token_kind[row], int(positions[row]), kept, capacity, sliding_window)
         for row in range(k.shape[0])
     ]
     return k, v, walks
