@@ -1,17 +1,22 @@
 """What an import costs, and that one framework is enough."""
 
+import importlib.metadata
+import importlib.util
 import json
 import os
 import pathlib
 import subprocess
 import sys
 import sysconfig
+import types
 
+import keras
 import keras_hub
 import keras_nlp
 import pytest
 
 import keras_recurrent
+from keras_recurrent import import_order
 
 ROOT = pathlib.Path(__file__).parents[1]
 BACKEND = os.environ["KERAS_BACKEND"]
@@ -23,16 +28,20 @@ FRAMEWORKS = {
 }
 
 
-def python(code, *options, path=()):
-    """The JSON that a fresh process prints last."""
+def run(code, *options, path=(), **environment):
     path = os.pathsep.join(map(str, [*path, ROOT]))
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, *options, "-c", code],
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path, **environment},
         capture_output=True,
         text=True,
         timeout=300,
     )
+
+
+def python(code, *options, path=(), **environment):
+    """The JSON that a fresh process prints last."""
+    done = run(code, *options, path=path, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -67,6 +76,106 @@ def test_import_adds_no_framework_and_little_time():
     optional = {"triton"} if BACKEND == "torch" else set()
     assert added - optional == {"keras_recurrent"}
     assert seconds < 1
+
+
+def test_what_is_not_asked_for_is_not_imported():
+    """Neither GQA nor what reads checkpoints; names of presets are known all the same."""
+    imported, public, listed, later = python(
+        "import json, sys\n"
+        "import keras_hub, keras_recurrent\n"
+        "from keras_recurrent import compat\n"
+        "rooms = ('checkpoints', 'gqa')\n"
+        "ours = lambda: sorted(m.removeprefix('keras_recurrent.') for m in sys.modules"
+        " if m.startswith(tuple(f'keras_recurrent.{room}.' for room in rooms)))\n"
+        "before = ours()\n"
+        "public = keras_recurrent.conversion.__all__\n"
+        "listed = [n in dir(keras_recurrent.conversion) for n in public]\n"
+        "assert before == ours()\n"
+        "for name in public: getattr(keras_recurrent.conversion, name)\n"
+        "later = ours()\n"
+        "causal_lm = keras_hub.models.CausalLM.from_preset('hawk_tiny', num_layers=1)\n"
+        "assert type(causal_lm).__name__ == 'GriffinCausalLM'\n"
+        "print(json.dumps([before, public, listed, later]))"
+    )
+    assert imported == ["checkpoints.names"]
+    assert all(listed)
+    assert {"convert_to_gqa", "gqa_report", "uptraining", "Checkpoint", "Layout"} < set(public)
+    assert {"checkpoints.checkpoint", "gqa.hub"} < set(later)
+    with pytest.raises(AttributeError, match=r"'keras_recurrent.conversion' has no .* 'nothing'"):
+        _ = keras_recurrent.conversion.nothing
+
+
+@pytest.fixture
+def crashes(monkeypatch):
+    """What `check_import_order` looks at, as it is where Keras on torch would crash."""
+    modules = {k: v for k, v in sys.modules.items() if k not in ("keras", "triton")}
+    modules["tensorflow"] = types.ModuleType("tensorflow")
+    monkeypatch.setattr(import_order.sys, "modules", modules)
+    monkeypatch.setenv("KERAS_BACKEND", "torch")
+    monkeypatch.setattr(import_order.importlib.metadata, "version", lambda package: "3.7.1")
+    return modules
+
+
+@pytest.mark.once
+def test_the_order_of_imports_that_crashes_is_an_error(crashes):
+    with pytest.raises(ImportError, match=r"triton 3.7.1.*Import keras_recurrent before tensorfl"):
+        import_order.check_import_order()
+
+
+def no_triton(package):
+    raise importlib.metadata.PackageNotFoundError(package)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda modules, patch: modules.pop("tensorflow"),
+        lambda modules, patch: modules.update(triton=types.ModuleType("triton")),
+        lambda modules, patch: patch.setenv("KERAS_BACKEND", "jax"),
+        lambda modules, patch: patch.setattr(importlib.metadata, "version", lambda p: "3.6.0"),
+        lambda modules, patch: patch.setattr(importlib.metadata, "version", no_triton),
+    ],
+    ids=["no tensorflow", "triton first", "another backend", "older triton", "no triton"],
+)
+def test_other_orders_of_imports_pass(crashes, monkeypatch, change):
+    change(crashes, monkeypatch)
+    import_order.check_import_order()
+
+
+@pytest.mark.once
+def test_the_backend_is_known_without_keras(crashes, monkeypatch, tmp_path):
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path))
+    assert import_order.keras_backend() == "torch"
+    monkeypatch.delenv("KERAS_BACKEND")
+    assert import_order.keras_backend() == "tensorflow"
+    for content, backend in [
+        ('{"backend": "jax"}', "jax"),
+        ("{}", "tensorflow"),
+        ("", "tensorflow"),
+    ]:
+        (tmp_path / "keras.json").write_text(content)
+        assert import_order.keras_backend() == backend
+    crashes["keras"] = keras  # as it runs, whatever is configured
+    assert import_order.keras_backend() == BACKEND
+
+
+on_torch_with_all = pytest.mark.skipif(
+    BACKEND != "torch" or not all(map(importlib.util.find_spec, ("tensorflow", "triton"))),
+    reason="shown on torch, with TensorFlow and triton installed",
+)
+
+
+@on_torch_with_all
+def test_tensorflow_before_this_package_on_torch():
+    """TensorFlow by itself imports Keras, and crashes on torch; not so with Keras 2 as its own."""
+    code = "import {}, keras_recurrent\nprint('imported')"
+    done = run(code.format("tensorflow"), TF_USE_LEGACY_KERAS="1")
+    assert done.returncode == 1
+    assert "ImportError: TensorFlow was imported before triton" in done.stderr.splitlines()[-1]
+    for first in ("triton, tensorflow", "keras_hub"):
+        done = run(code.format(first))
+        assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["imported"]), done.stderr
 
 
 def test_one_framework_is_enough(one_framework):

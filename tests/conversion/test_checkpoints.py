@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import shutil
 
 import huggingface_hub
@@ -12,7 +13,12 @@ import pytest
 from huggingface_hub import errors
 from safetensors.numpy import load_file, save_file
 
-from keras_recurrent.models import GriffinBackbone, GriffinCausalLM
+from keras_recurrent.checkpoints import files
+from keras_recurrent.models import (
+    GriffinBackbone,
+    GriffinCausalLM,
+    GriffinCausalLMPreprocessor,
+)
 from keras_recurrent.tokenizers import ByteTokenizer, SentencePieceTokenizer
 from tests.conversion import golden
 
@@ -235,6 +241,76 @@ def test_a_name_of_the_hub(hub):
         assert getattr(model, "preprocessor", None) is None
     with pytest.raises(ValueError, match="'num_layers': the weights in 'recurrentgemma_2b' fit"):
         GriffinCausalLM.from_preset("recurrentgemma_2b", num_layers=1)
+
+
+CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
+TOKENIZER = "tokenizer.model"
+NETWORK = (CONFIG, INDEX, WEIGHTS)  # the index is asked for, and is not there
+
+
+@pytest.mark.parametrize("preset", ["hf://google/recurrentgemma-2b", "recurrentgemma_2b"])
+@pytest.mark.parametrize(
+    ("load", "wanted"),
+    [
+        (GriffinCausalLM.from_preset, {*NETWORK, TOKENIZER}),
+        (keras_hub.models.CausalLM.from_preset, {*NETWORK, TOKENIZER}),
+        (GriffinBackbone.from_preset, {*NETWORK}),
+        (keras_hub.models.Backbone.from_preset, {*NETWORK}),
+        (GriffinCausalLMPreprocessor.from_preset, {CONFIG, TOKENIZER}),
+        (keras_hub.models.CausalLMPreprocessor.from_preset, {CONFIG, TOKENIZER}),
+        (SentencePieceTokenizer.from_preset, {CONFIG, TOKENIZER}),
+        (keras_hub.tokenizers.Tokenizer.from_preset, {CONFIG, TOKENIZER}),
+    ],
+    ids=lambda value: getattr(value, "__qualname__", ""),
+)
+@pytest.mark.parametrize("with_tokenizer", [True, False])
+def test_each_file_is_fetched_once(
+    hub, tmp_path, monkeypatch, sentence_piece, load, wanted, preset, with_tokenizer
+):
+    path = golden.copy(tmp_path / "once")
+    if with_tokenizer:
+        (path / TOKENIZER).write_bytes(sentence_piece)
+    monkeypatch.setattr(golden, "PATH", path)
+    opened = []
+
+    def counting_open(file, *args, **kwargs):
+        opened.append(os.path.basename(str(file)))
+        return open(file, *args, **kwargs)
+
+    monkeypatch.setattr(files, "open", counting_open, raising=False)
+    for _ in range(2):  # nothing is remembered from one call to the next
+        hub.clear()
+        opened.clear()
+        if with_tokenizer or NETWORK[2] in wanted:
+            load(preset)
+        else:
+            with pytest.raises(FileNotFoundError, match=r"There is no tokenizer.model"):
+                load(preset)
+        assert sorted(file for _, file in hub) == sorted(wanted)
+        assert opened == [CONFIG]
+
+
+def test_a_directory_of_keras_is_found_once(tmp_path, monkeypatch):
+    """KerasHub reads its own files of it as it likes, but for the configuration."""
+    GriffinCausalLM.from_preset("hawk_tiny", num_layers=1).save_to_preset(str(tmp_path))
+    fetched = []
+
+    def fetch(preset, name):
+        fetched.append(name)
+        return files_fetch(preset, name)
+
+    files_fetch = files.fetch
+    monkeypatch.setattr(files, "fetch", fetch)
+    for load, overrides in [
+        (GriffinCausalLM.from_preset, {}),
+        (GriffinCausalLM.from_preset, {"sequence_length": 8, "dtype": "bfloat16"}),
+        (GriffinCausalLM.from_preset, {"num_layers": 2, "load_weights": False}),
+        (GriffinBackbone.from_preset, {}),
+        (keras_hub.models.CausalLM.from_preset, {}),
+    ]:
+        fetched.clear()
+        load(str(tmp_path), **overrides)
+        assert fetched == [CONFIG]
 
 
 def test_pickled_weights_of_the_hub_are_not_even_fetched(hub, tmp_path, monkeypatch):

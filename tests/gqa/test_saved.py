@@ -1,0 +1,183 @@
+"""Saved models load where nothing but `import keras_recurrent` was done, those of before, too."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import keras
+import keras_hub
+import numpy as np
+import pytest
+
+from keras_recurrent import saved_classes
+from keras_recurrent.conversion import convert_to_gqa, uptraining
+from keras_recurrent.gqa import attentions, graphs, hub_models
+from keras_recurrent.gqa import uptraining as uptraining_module
+from tests.gqa.oracle import numpy, set_weights
+
+ROOT = pathlib.Path(__file__).parents[2]
+# Saved on JAX by version 0.1.0 before `keras_recurrent.conversion.gqa`, which both name as the
+# module of their classes, became `keras_recurrent.gqa`.
+BEFORE = pathlib.Path(__file__).parents[1] / "data" / "converted_models"
+SEQUENCE = np.linspace(-1, 1, 12, dtype="float32").reshape(1, 3, 4)
+TOKENS = {"token_ids": np.array([[1, 4, 2]]), "padding_mask": np.ones((1, 3), "int32")}
+
+# Loads each model of `argv`, and prints what it is and what it gives, before anything imports GQA.
+LOAD = """
+import json, sys
+import keras_recurrent
+import keras, keras_hub
+import numpy as np
+
+assert not [name for name in sys.modules if name.startswith("keras_recurrent.gqa")]
+arguments = json.loads(sys.argv[1])
+loaded = []
+for path, kind, inputs in arguments:
+    if kind == "keras":
+        model = keras.saving.load_model(path)
+    else:
+        model = getattr(keras_hub.models, kind).from_preset(path)
+    if inputs == "sequence":
+        inputs = np.linspace(-1, 1, 12, dtype="float32").reshape(1, 3, 4)
+    else:
+        inputs = {"token_ids": np.array([[1, 4, 2]]), "padding_mask": np.ones((1, 3), "int32")}
+    outputs = keras.ops.convert_to_numpy(model(inputs)).tolist()
+    schedule = None
+    rate = model.optimizer.get_config()["learning_rate"] if model.compiled else None
+    if isinstance(rate, dict):
+        schedule = [rate["registered_name"], int(model.optimizer.iterations)]
+    registered = keras.saving.get_registered_object(keras.saving.get_registered_name(type(model)))
+    loaded.append([type(model).__name__, outputs, schedule, registered in (None, type(model))])
+print(json.dumps(loaded))
+"""
+
+
+def load_in_new_process(arguments):
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, json.dumps(arguments)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def schedule_tail():
+    decay = keras.optimizers.schedules.PolynomialDecay(1.0, 10, 0.5)
+    return uptraining(10, decay, 0.2, tail=True).learning_rate
+
+
+def functional():
+    """Its attention stands in the graph, one layer of Keras and one of KerasHub."""
+    x = keras.Input((3, 4))
+    y = keras.layers.MultiHeadAttention(2, 2)(x, x, use_causal_mask=True)
+    mask = np.tril(np.ones((1, 3, 3), "bool"))
+    y = keras_hub.layers.CachedMultiHeadAttention(2, 2)(y, y, attention_mask=mask)
+    return keras.Model(x, y)
+
+
+def holding():
+    """Its attention is held by a layer."""
+    x = keras.Input((3, 4))
+    return keras.Model(x, keras_hub.layers.TransformerDecoder(2, 2)(x))
+
+
+def gpt2():
+    backbone = keras_hub.models.GPT2Backbone(5, 1, 2, 4, 2, max_sequence_length=3)
+    return keras_hub.models.GPT2CausalLM(backbone)
+
+
+def test_every_kind_of_converted_model_loads_after_importing_the_package(tmp_path):
+    arguments, wanted = [], []
+    for build in (functional, holding):
+        model = build()
+        set_weights(model)
+        grouped = convert_to_gqa(model, 1)
+        grouped.compile(keras.optimizers.SGD(schedule_tail()), "mse")
+        grouped.train_on_batch(SEQUENCE, SEQUENCE)
+        grouped.save(tmp_path / f"{build.__name__}.keras")
+        arguments.append([str(tmp_path / f"{build.__name__}.keras"), "keras", "sequence"])
+        tail = ["keras_recurrent>ScheduleTail", 1]
+        wanted.append([type(grouped).__name__, numpy(grouped(SEQUENCE)), tail])
+
+    task = gpt2()
+    set_weights(task)
+    grouped = convert_to_gqa(task, 1)
+    grouped.save(tmp_path / "task.keras")
+    grouped.save_to_preset(str(tmp_path / "preset"))
+    outputs = numpy(grouped(TOKENS))
+    arguments += [
+        [str(tmp_path / "preset"), "CausalLM", "tokens"],
+        [str(tmp_path / "preset"), "GPT2CausalLM", "tokens"],
+        [str(tmp_path / "task.keras"), "keras", "tokens"],
+        [str(tmp_path / "preset"), "Backbone", "tokens"],
+    ]
+    wanted += [["GroupedGPT2CausalLM", outputs, None]] * 3
+    wanted.append(["GroupedGPT2Backbone", numpy(grouped.backbone(TOKENS)), None])
+
+    found = load_in_new_process(arguments)
+    for (name, outputs, schedule, own), (kind, expected, tail) in zip(found, wanted, strict=True):
+        assert (name, schedule) == (kind, tail)
+        assert own  # Keras knows the class itself by now, and not its placeholder
+        np.testing.assert_allclose(np.array(outputs), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_files_of_before_load():
+    with np.load(BEFORE / "outputs.npz") as file:
+        wanted = dict(file)
+    found = load_in_new_process(
+        [
+            [str(BEFORE / "grouped_model.keras"), "keras", "sequence"],
+            [str(BEFORE / "gpt2_backbone.keras"), "keras", "tokens"],
+        ]
+    )
+    grouped, backbone = found
+    assert grouped[0] == "GroupedModel"
+    assert grouped[2] == ["keras_recurrent>ScheduleTail", 1]
+    assert backbone[0] == "GroupedGPT2Backbone"
+    for (_, outputs, _, _), name in zip(found, ("grouped_model", "gpt2_backbone"), strict=True):
+        np.testing.assert_allclose(np.array(outputs), wanted[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.once
+def test_every_registered_class_is_known_from_the_start():
+    registered = {
+        cls.__name__: module.__name__
+        for module in (attentions, graphs, hub_models, uptraining_module)
+        for cls in vars(module).values()
+        if isinstance(cls, type)
+        and cls.__module__ == module.__name__
+        and keras.saving.get_registered_name(cls) != cls.__name__
+    }
+    assert registered == {
+        name: module for module, names in saved_classes.MODULES.items() for name in names
+    }
+    for name in registered:
+        cls = keras.saving.get_registered_object(f"keras_recurrent>{name}")
+        assert not issubclass(cls, saved_classes.Placeholder)  # its module is imported here
+    assert graphs.GroupedModel is saved_classes.GroupedModel
+
+
+@pytest.mark.once
+def test_a_placeholder_makes_way_for_the_class():
+    """As in a process where its module was not imported."""
+    name = "keras_recurrent>GroupedBloomAttention"
+    layer = attentions.GroupedBloomAttention(4, 2, name="attention")
+    config = keras.saving.serialize_keras_object(layer)
+    objects = keras.saving.get_custom_objects()
+    placeholder = type(
+        "GroupedBloomAttention",
+        (saved_classes.Placeholder,),
+        {"module": attentions.__name__},
+    )
+    try:
+        objects[name] = placeholder
+        again = keras.saving.deserialize_keras_object(config)
+    finally:
+        objects[name] = attentions.GroupedBloomAttention
+    assert type(again) is attentions.GroupedBloomAttention
+    assert again.get_config() == layer.get_config()
