@@ -1,5 +1,6 @@
 """What every layer must do to be a Keras layer."""
 
+import inspect
 import json
 
 import keras
@@ -42,6 +43,8 @@ def test_config(name):
     layer = ROWS[name].make(name="one", dtype="mixed_bfloat16", trainable=False)
     config = layer.get_config()
     json.dumps(config)
+    parameters = inspect.signature(type(layer)).parameters.values()
+    assert {p.name for p in parameters if p.kind != p.VAR_KEYWORD} <= set(config)
     again = type(layer).from_config(config)
     assert again.get_config() == config
     assert (
