@@ -276,7 +276,7 @@ def measure(function, tensors):
 
 
 def output_of(work, implementation):
-    kernel = getattr(dispatch.KERNELS[work.operation][implementation], work.operation)
+    kernel = getattr(dispatch.IMPLEMENTATIONS[work.operation][implementation], work.operation)
 
     def output(*tensors):
         if work.tied:

@@ -125,7 +125,7 @@ def one_token(mesh):
         )
     )
     for operation, log_decay in (("gated_linear_attention", token), ("lightning_attention", decay)):
-        forward = dispatch.KERNELS[operation]["jax"].forward
+        forward = dispatch.IMPLEMENTATIONS[operation]["jax"].forward
         compiled = jax.jit(forward).lower(token, token, token, log_decay, state, None).compile()
         yield operation, accessed(compiled) / targets.report(compiled)["moved"]
 

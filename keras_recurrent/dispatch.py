@@ -58,10 +58,10 @@ def _implementation(name, operations):
 
 
 # {operation: {implementation: its module, or the reason why there is none}}
-KERNELS: dict = {operation: {} for operation in _operations(reference)}
+IMPLEMENTATIONS: dict = {operation: {} for operation in _operations(reference)}
 for _name in SERVING:
-    for _operation, _module in _implementation(_name, KERNELS).items():
-        KERNELS[_operation][_name] = _module
+    for _operation, _module in _implementation(_name, IMPLEMENTATIONS).items():
+        IMPLEMENTATIONS[_operation][_name] = _module
 
 if "pallas" in SERVING:
     from keras_recurrent.backends.pallas import _platform
@@ -127,7 +127,7 @@ def choose(operation, arguments, implementation=None):
     name = implementation or _chosen_name()
     refused = {}
     for candidate in (_check(name),) if name else PREFERENCE.get(BACKEND, ()):
-        module = KERNELS[operation][candidate]
+        module = IMPLEMENTATIONS[operation][candidate]
         reason = module if isinstance(module, str) else _refusal(module, arguments)
         if reason is None and candidate == "pallas" and not name:
             reason = _platform.elsewhere(arguments)
@@ -149,11 +149,13 @@ def run(operation, arguments, implementation=None):
     name = choice.implementation
     if name is None:
         raise NotImplementedError(str(choice))
-    function = getattr(KERNELS[operation][name], operation)
+    function = getattr(IMPLEMENTATIONS[operation][name], operation)
     if name != "pallas":
         return function(**arguments)
     if not (implementation or _chosen_name()):
-        function = _platform.either(*(KERNELS[operation][name] for name in ("pallas", "jax")))
+        function = _platform.either(
+            *(IMPLEMENTATIONS[operation][name] for name in ("pallas", "jax"))
+        )
     with _mesh():
         return function(**arguments)
 

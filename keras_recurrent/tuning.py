@@ -54,7 +54,7 @@ def _search():
     """The module that searches."""
     reason: str | None = f"Keras runs on {dispatch.BACKEND!r}, which has none"
     if "triton" in dispatch.PREFERENCE[dispatch.BACKEND]:
-        row = dispatch.KERNELS["linear_scan"]["triton"]
+        row = dispatch.IMPLEMENTATIONS["linear_scan"]["triton"]
         reason = row if isinstance(row, str) else None
     if reason is None:
         search = importlib.import_module("keras_recurrent.backends.triton._search")

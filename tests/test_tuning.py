@@ -30,5 +30,5 @@ def test_nothing_to_time_on(monkeypatch):
     monkeypatch.setattr(_search, "INTERPRETED", False)
     assert "here torch finds no NVIDIA GPU" in refused()
     missing = "the package `triton` is not installed"
-    monkeypatch.setitem(dispatch.KERNELS["linear_scan"], "triton", missing)
+    monkeypatch.setitem(dispatch.IMPLEMENTATIONS["linear_scan"], "triton", missing)
     assert f"here {missing}" in refused()

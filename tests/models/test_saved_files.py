@@ -1,6 +1,6 @@
 """Files of November 2026, when each layer kept a segment of its own, load and compute the same.
 
-`saved/` was made on torch: `layers.keras`, a functional model of layers over time, one of them with
+`tests/data/saved_models` was made on torch: `layers.keras`, a functional model of layers over time, one of them with
 its state among inputs and outputs; `preset/`, a Griffin by `save_to_preset`; and what both gave.
 """
 
@@ -10,7 +10,7 @@ import keras
 import keras_hub
 import numpy as np
 
-SAVED = pathlib.Path(__file__).parent / "saved"
+SAVED = pathlib.Path(__file__).parents[1] / "data" / "saved_models"
 
 
 def test_a_functional_model_of_layers():

@@ -108,7 +108,8 @@ elif BACKEND == "torch":
     def test_compile_without_graph_breaks(operation):
         """The kernels, forward and backward: one graph, and one graph for every length."""
         kernel = functools.partial(
-            getattr(dispatch.KERNELS[operation]["torch"], operation), **OPTIONS.get(operation, {})
+            getattr(dispatch.IMPLEMENTATIONS[operation]["torch"], operation),
+            **OPTIONS.get(operation, {}),
         )
         graphs = []
 
@@ -147,7 +148,7 @@ elif BACKEND == "torch":
     @pytest.mark.parametrize("implementation", ["torch", "triton"])
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_compilers_are_told_the_shapes_and_dtypes_of_results(operation, implementation, dtype):
-        module = dispatch.KERNELS[operation][implementation]
+        module = dispatch.IMPLEMENTATIONS[operation][implementation]
         if isinstance(module, str):
             pytest.skip(module)
         kernel = functools.partial(getattr(module, operation), **OPTIONS.get(operation, {}))

@@ -25,7 +25,7 @@ def picky(monkeypatch):
     module = types.SimpleNamespace(unsupported=unsupported, linear_scan=linear_scan)
     backend = dispatch.BACKEND
     monkeypatch.setitem(dispatch.PREFERENCE, backend, ("picky", backend))
-    for operation, row in dispatch.KERNELS.items():
+    for operation, row in dispatch.IMPLEMENTATIONS.items():
         reason = f"there is no backends/picky/{operation}.py"
         monkeypatch.setitem(row, "picky", module if operation == "linear_scan" else reason)
 
@@ -52,7 +52,7 @@ def test_an_error_inside_a_kernel_is_not_covered_up(picky, monkeypatch):
     def broken(*args, **kwargs):
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(dispatch.KERNELS["linear_scan"]["picky"], "linear_scan", broken)
+    monkeypatch.setattr(dispatch.IMPLEMENTATIONS["linear_scan"]["picky"], "linear_scan", broken)
     with pytest.raises(RuntimeError, match="a bug"):
         ops.linear_scan(X, -X)
 
@@ -111,7 +111,7 @@ def test_an_error_in_an_import_is_not_covered_up(folder, tmp_path):
 
 
 def test_an_implementation_without_a_rule_takes_everything(picky, monkeypatch):
-    monkeypatch.delattr(dispatch.KERNELS["linear_scan"]["picky"], "unsupported")
+    monkeypatch.delattr(dispatch.IMPLEMENTATIONS["linear_scan"]["picky"], "unsupported")
     assert ops.linear_scan(X[:, :3], -X[:, :3]) == ("picky", "ran")
 
 

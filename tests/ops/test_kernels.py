@@ -19,7 +19,7 @@ PLAIN = dispatch.BACKEND  # the folder of the plain implementation is named afte
 KERNELS = [
     (operation, implementation)
     for operation in DRAW
-    for implementation, module in dispatch.KERNELS[operation].items()
+    for implementation, module in dispatch.IMPLEMENTATIONS[operation].items()
     if not isinstance(module, str)
 ]
 # Where NumPy stands in for a GPU, it rounds a product before adding to it: as the loop does, not as
@@ -60,7 +60,9 @@ def every_implementation(operation):
 
 
 def test_all_operations_have_a_plain_implementation():
-    missing = [name for name, row in dispatch.KERNELS.items() if isinstance(row[PLAIN], str)]
+    missing = [
+        name for name, row in dispatch.IMPLEMENTATIONS.items() if isinstance(row[PLAIN], str)
+    ]
     assert not missing
 
 
@@ -129,7 +131,7 @@ def test_the_check_sees_a_wrong_result(operation, implementation):
 
 
 def run(operation, implementation, drawn):
-    module = dispatch.KERNELS[operation][implementation]
+    module = dispatch.IMPLEMENTATIONS[operation][implementation]
 
     def kernel(**arguments):
         reason = native.refusal(module, arguments)

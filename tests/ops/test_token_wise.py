@@ -20,7 +20,7 @@ from tests.ops.token_wise import CASES, DRAW, Case, draw
 KERNELS = [
     (operation, implementation)
     for operation in DRAW
-    for implementation, module in dispatch.KERNELS[operation].items()
+    for implementation, module in dispatch.IMPLEMENTATIONS[operation].items()
     if not isinstance(module, str)
 ]
 every_operation = pytest.mark.parametrize("operation", DRAW)
@@ -149,7 +149,7 @@ def test_tokens_of_any_integers(implementation, dtype):
 
 @pytest.mark.skipif(PLAIN != "torch", reason="only torch walks through rows in Python")
 def test_a_few_rows_at_a_time(monkeypatch):
-    module = dispatch.KERNELS["token_crossentropy"][PLAIN]
+    module = dispatch.IMPLEMENTATIONS["token_crossentropy"][PLAIN]
     monkeypatch.setattr(module, "slab_size", lambda tensor: 100)
     for shape in ((3, 11, 33), (5, 101)):
         check("token_crossentropy", PLAIN, draw("token_crossentropy", Case(shape, "bfloat16")))
@@ -276,7 +276,7 @@ def call(operation, drawn):
 
 def run(operation, implementation, drawn):
     """{name: float64 array}: the output, and the gradient of every tensor."""
-    module = dispatch.KERNELS[operation][implementation]
+    module = dispatch.IMPLEMENTATIONS[operation][implementation]
     tensors = {name: given(drawn, name) for name in drawn.differentiated}
     others = {name: given(drawn, name) for name in drawn.tensors if name not in tensors}
     reason = native.refusal(module, {**tensors, **others, **drawn.options})

@@ -58,7 +58,7 @@ def arguments(operation, mesh, dtype):
     """What forward takes, and what backward takes: shapes of tensors, flat as models make them."""
     if operation in attention.ROWS:
         return attention.arguments(operation, mesh, dtype)
-    module = dispatch.KERNELS[operation]["pallas"]
+    module = dispatch.IMPLEMENTATIONS[operation]["pallas"]
     tensors, state_shape = SHAPES[operation]
 
     def array(shape, dtype, specs):
@@ -78,9 +78,9 @@ def arguments(operation, mesh, dtype):
 def kernel(operation, direction, implementation, **options):
     """A function of tensors as models make them, with heads and their channels in one."""
     if operation in attention.ROWS:
-        module = dispatch.KERNELS["sliding_window_attention"][implementation]
+        module = dispatch.IMPLEMENTATIONS["sliding_window_attention"][implementation]
         return attention.function(operation, direction, module)
-    function = getattr(dispatch.KERNELS[operation][implementation], direction)
+    function = getattr(dispatch.IMPLEMENTATIONS[operation][implementation], direction)
     function = functools.partial(function, **options)
     flat = (B, T, HEADS * SIZE)
 
@@ -127,7 +127,7 @@ def report(executable):
 
 def main(topology, devices):
     found = mesh(topology, int(devices))
-    operations = [o for o in SHAPES if not isinstance(dispatch.KERNELS[o]["pallas"], str)]
+    operations = [o for o in SHAPES if not isinstance(dispatch.IMPLEMENTATIONS[o]["pallas"], str)]
     operations += [name for name in attention.ROWS if attention.splits(name, found.shape["model"])]
     variants = [(operation, operation, {}) for operation in operations]
     variants.append(("causal_conv1d, silu", "causal_conv1d", {"activation": "silu"}))

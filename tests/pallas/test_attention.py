@@ -34,7 +34,7 @@ def test_several_blocks(operation, monkeypatch):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_product_keeps_the_digits_of_its_operands(operation, dtype):
     """The interpreter cannot show it: its products are exact. So what Mosaic compiles is read."""
-    module = dispatch.KERNELS[operation]["pallas"]
+    module = dispatch.IMPLEMENTATIONS[operation]["pallas"]
     x, state = jnp.ones((1, 300, 1, 128), dtype), jnp.ones((1, 1, 128, 128))
     log_decay = -x if operation == "gated_linear_attention" else -jnp.ones(1)
     given = (x, x, x, log_decay, state, None)
@@ -76,7 +76,7 @@ def products(text):
 def test_one_token_is_left_to_xla():
     x = jnp.ones((1, 1, 2, 4))
     for operation in LINEAR:
-        assert "more than one token" in dispatch.KERNELS[operation]["pallas"].unsupported(
+        assert "more than one token" in dispatch.IMPLEMENTATIONS[operation]["pallas"].unsupported(
             x, x, x, x
         )
 
@@ -93,7 +93,7 @@ def test_blocks_of_a_window(dtype, heads, monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_product_of_attention_keeps_the_digits_of_its_operands(dtype):
-    module = dispatch.KERNELS["sliding_window_attention"]["pallas"]
+    module = dispatch.IMPLEMENTATIONS["sliding_window_attention"]["pallas"]
     q, k = jnp.ones((1, 300, 1, 2, 128), dtype), jnp.ones((1, 300, 1, 128), dtype)
     documents, sums = jnp.ones((1, 300), "int32"), jnp.ones((1, 300, 1, 2))
     given = (q, k, k, documents, documents)
@@ -107,7 +107,7 @@ def test_every_product_of_attention_keeps_the_digits_of_its_operands(dtype):
 
 
 def test_a_window_must_fit_vmem():
-    unsupported = dispatch.KERNELS["sliding_window_attention"]["pallas"].unsupported
+    unsupported = dispatch.IMPLEMENTATIONS["sliding_window_attention"]["pallas"].unsupported
     x = jnp.ones((1, 50_000, 1, 128), "bfloat16")
     assert unsupported(x, x, x, 2048) is None
     assert "14 MiB are too little for 50000 keys of 128" in unsupported(x, x, x)

@@ -25,7 +25,9 @@ from tests.ops import native
 from tests.ops.cases import Case, draw
 
 ROOT = pathlib.Path(__file__).parents[2]
-OPERATIONS = [o for o, row in dispatch.KERNELS.items() if not isinstance(row["pallas"], str)]
+OPERATIONS = [
+    o for o, row in dispatch.IMPLEMENTATIONS.items() if not isinstance(row["pallas"], str)
+]
 # What attention refuses depends on more than dtypes, and is in test_attention.py.
 OPERATIONS.remove("sliding_window_attention")
 RECURRENCES = ("linear_scan", "rg_lru", "causal_conv1d")
@@ -157,7 +159,7 @@ def test_transformed():
 
 @pytest.mark.parametrize("operation", [o for o in OPERATIONS if "window" not in o])
 def test_what_is_refused(operation):
-    unsupported = dispatch.KERNELS[operation]["pallas"].unsupported
+    unsupported = dispatch.IMPLEMENTATIONS[operation]["pallas"].unsupported
     for dtype in ("bfloat16", "float32"):
         assert unsupported(**tensors(operation, dtype=dtype)) is None
     assert "float16" in unsupported(**tensors(operation, dtype="float16"))
@@ -166,13 +168,13 @@ def test_what_is_refused(operation):
 
 
 def test_what_is_refused_by_size():
-    unsupported = dispatch.KERNELS["causal_conv1d"]["pallas"].unsupported
+    unsupported = dispatch.IMPLEMENTATIONS["causal_conv1d"]["pallas"].unsupported
     x = jnp.ones((1, 40, 2))
     for taps in (1, 17):
         assert f"2 to 16 taps, got one of {taps}" in unsupported(x, x[0, :taps])
     length, *_ = jax.export.symbolic_shape("t")
     symbolic = jax.ShapeDtypeStruct((1, length, 2), "float32")
-    reason = dispatch.KERNELS["linear_scan"]["pallas"].unsupported(symbolic, symbolic)
+    reason = dispatch.IMPLEMENTATIONS["linear_scan"]["pallas"].unsupported(symbolic, symbolic)
     assert "known when a program is traced" in reason
 
 

@@ -25,7 +25,7 @@ from tests.ops.test_ops import OPTIONS
 from tests.triton.hopper import KERNELS, TOKEN_WISE
 
 ROOT = pathlib.Path(__file__).parents[2]
-OPERATIONS = [o for o in DRAW if not isinstance(dispatch.KERNELS[o]["triton"], str)]
+OPERATIONS = [o for o in DRAW if not isinstance(dispatch.IMPLEMENTATIONS[o]["triton"], str)]
 every_operation = pytest.mark.parametrize("operation", OPERATIONS)
 every_operation_without_a_state = pytest.mark.parametrize("operation", token_wise.DRAW)
 attention = pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_taken_on_cuda_and_on_request():
 
 @every_operation
 def test_what_is_refused(operation, monkeypatch):
-    unsupported = dispatch.KERNELS[operation]["triton"].unsupported
+    unsupported = dispatch.IMPLEMENTATIONS[operation]["triton"].unsupported
     for dtype in ("float16", "bfloat16", "float32"):
         assert unsupported(**arguments(operation, 5, dtype)) is None
     assert "float64" in unsupported(**arguments(operation, 5, "float64"))
@@ -121,7 +121,7 @@ def test_a_long_kernel_is_refused():
 def test_heads_that_are_refused(operation, channels, dtype, reason):
     drawn = draw(operation, Case(1, 2, channels, dtype))
     tensors = {n: native.tensor(t, drawn.dtypes[n]) for n, t in drawn.tensors.items()}
-    refused = dispatch.KERNELS[operation]["triton"].unsupported(**tensors)
+    refused = dispatch.IMPLEMENTATIONS[operation]["triton"].unsupported(**tensors)
     assert refused is None if reason is None else reason in refused
 
 
@@ -156,7 +156,7 @@ def test_tiles_that_are_not_full(operation, length):
 
 @every_operation
 def test_layouts_in_memory_do_not_matter(operation):
-    implementation = getattr(dispatch.KERNELS[operation]["triton"], operation)
+    implementation = getattr(dispatch.IMPLEMENTATIONS[operation]["triton"], operation)
     tensors = arguments(operation, 20)
     expected = implementation(**tensors)
     scattered = {n: t.mT.contiguous().mT if t.ndim > 1 else t for n, t in tensors.items()}
@@ -177,7 +177,7 @@ def test_the_same_bits_again(operation):
 @every_operation
 def test_compiled_without_graph_breaks(operation):
     """Forward and backward are one graph each, for any length."""
-    implementation = getattr(dispatch.KERNELS[operation]["triton"], operation)
+    implementation = getattr(dispatch.IMPLEMENTATIONS[operation]["triton"], operation)
     graphs = []
 
     def count(graph, example_inputs):
@@ -202,7 +202,7 @@ def test_compiled_without_graph_breaks(operation):
 def without_a_state(operation, case):
     """Its implementation, and its tensors; those that are differentiated are leaves."""
     drawn = token_wise.draw(operation, case)
-    implementation = getattr(dispatch.KERNELS[operation]["triton"], operation)
+    implementation = getattr(dispatch.IMPLEMENTATIONS[operation]["triton"], operation)
     tensors = {n: native.tensor(drawn.tensors[n], dtype) for n, dtype in drawn.dtypes.items()}
     for name in drawn.differentiated:
         tensors[name].requires_grad_()
@@ -215,7 +215,7 @@ def leaves(tensors):
 
 @every_operation_without_a_state
 def test_what_is_refused_without_a_state(operation, monkeypatch):
-    unsupported = dispatch.KERNELS[operation]["triton"].unsupported
+    unsupported = dispatch.IMPLEMENTATIONS[operation]["triton"].unsupported
     for dtypes in (("float32",), ("bfloat16", "float32"), ("float16", "bfloat16")):
         _, tensors = without_a_state(operation, token_wise.Case((5, 4), *dtypes))
         assert unsupported(**tensors) is None
@@ -229,7 +229,7 @@ def test_what_is_refused_without_a_state(operation, monkeypatch):
 def test_long_rows_are_refused():
     for width, reason in ((16384, None), (16385, "up to 16384 channels, got 16385")):
         x = native.tensor([[0.0] * width], "float32")
-        refused = dispatch.KERNELS["rms_norm"]["triton"].unsupported(x, None, 1e-6)
+        refused = dispatch.IMPLEMENTATIONS["rms_norm"]["triton"].unsupported(x, None, 1e-6)
         assert refused is None if reason is None else reason in refused
 
 
