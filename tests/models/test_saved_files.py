@@ -1,7 +1,8 @@
 """Files of November 2026, when each layer kept a segment of its own, load and compute the same.
 
-`tests/data/saved_models` was made on torch: `layers.keras`, a functional model of layers over time, one of them with
-its state among inputs and outputs; `preset/`, a Griffin by `save_to_preset`; and what both gave.
+`tests/data/saved_models` was made on torch: `layers.keras`, a functional model of layers over time,
+one of them with its state among inputs and outputs; `preset/`, a Griffin by `save_to_preset`; and
+what both gave.
 """
 
 import pathlib
