@@ -39,7 +39,8 @@ class LocalAttention(StreamingLayer):
         sliding_window: integer, how many tokens each sees, itself included; None: all before it.
         max_length: integer, how many tokens of a document a state has room for. Needed to stream
             without a window, here or in `get_initial_state`; with one, a state needs no more than
-            `sliding_window - 1`. In a document that is longer, the oldest are forgotten.
+            `sliding_window - 1`. After each call, a state forgets the oldest tokens of a longer
+            document: which, then depends on where the sequence was cut.
         rope_max_wavelength: number; channel pair j turns by its power -2j / r in radians a token,
             where r is the number of channels that turn.
         partial_rotary_factor: float, the part of a head's channels that turn, the first ones; 0:
@@ -166,7 +167,8 @@ class LocalAttention(StreamingLayer):
         output, after = sliding_window_attention(
             q,
             self._rotated(self.k_proj(inputs), tokens.position),
-            self._heads(self.v_proj(inputs)),
+            # Keras on torch multiplies float64 as float32.
+            ops.cast(self._heads(self.v_proj(inputs)), self.compute_dtype),
             self.sliding_window,
             max_length=self.max_length,
             # A first token that starts a document sees nothing of the state, and is at position 0.

@@ -3,10 +3,16 @@
 import keras
 from keras import ops, tree
 
-from keras_recurrent.layers.checks import check_tensor
+from keras_recurrent.layers.checks import check_positive_integer, check_tensor
 from keras_recurrent.layers.remat import RecomputableLayer
-from keras_recurrent.layers.tokens import find_tokens, initial_places, own_part, place_specs
-from keras_recurrent.ops.operation import accumulation_dtype, check_dtype
+from keras_recurrent.layers.tokens import (
+    Tokens,
+    find_tokens,
+    initial_places,
+    own_part,
+    place_specs,
+)
+from keras_recurrent.ops.operation import accumulation_dtype, check_dtype, dtype_of
 from keras_recurrent.ops.shapes import fits
 
 
@@ -35,11 +41,12 @@ class StreamingLayer(RecomputableLayer):
 
     Call arguments:
         inputs: `[B, T, D]`, cast to the compute dtype.
-        mask: boolean `[B, T]`, False at padding, which may stand anywhere in a row: padding leaves
-            the state as it was, and the output there does not matter. Keras passes on the mask of
-            a layer before, such as `Embedding(mask_zero=True)`.
+        mask: boolean `[B, T]`, or integers, False or 0 at padding, which may stand anywhere in a
+            row: padding leaves the state as it was, and the output there does not matter. Keras
+            passes on the mask of a layer before, such as `Embedding(mask_zero=True)`.
         segment_ids: integers `[B, T]`, at least 0, one number a document: nothing passes from one
-            to the next. None: as the document before.
+            to the next. None: the document before goes on, or, where nothing was seen, document 0
+            begins.
         initial_state: the state to go on from; None: nothing was seen.
         return_state: boolean; None: as in the constructor.
         tokens: for a layer inside another one: the `keras_recurrent.layers.Tokens` that the
@@ -117,7 +124,10 @@ class StreamingLayer(RecomputableLayer):
             tokens: the `Tokens`.
             state: the layer's own part of the state, an empty dict where nothing was seen.
         """
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"`{type(self).__name__}` must define `stream(inputs, tokens, state)`, which returns "
+            "the output and the new state."
+        )
 
     def streaming_sublayers(self):
         """`{name: layer}` of the streaming layers inside, whose states are parts of this one's."""
@@ -170,7 +180,7 @@ class StreamingLayer(RecomputableLayer):
     ):
         return_state, places = self._returns_state(return_state), {}
         if tokens is not None:
-            self._check_tokens_alone(mask, segment_ids)
+            self._check_tokens(tokens, mask, segment_ids, initial_state)
         else:
             mask = inputs_mask if mask is None else mask
             self._check(inputs, mask, segment_ids, initial_state, return_state)
@@ -198,7 +208,7 @@ class StreamingLayer(RecomputableLayer):
     ):
         return_state = self._returns_state(return_state)
         if tokens is not None:
-            self._check_tokens_alone(mask, segment_ids)
+            self._check_tokens(tokens, mask, segment_ids, initial_state)
         else:
             mask = inputs_mask if mask is None else mask
             self._check(inputs, mask, segment_ids, initial_state, return_state)
@@ -233,7 +243,12 @@ class StreamingLayer(RecomputableLayer):
 
         `max_length` is the number of tokens that a row will have at most, for layers that keep
         all they have seen; where the state has one size it makes no difference.
+
+        Raises:
+            ValueError: a number that is no integer from 1 on, or no `max_length` where it is
+                needed.
         """
+        check_sizes_of_state(batch_size, max_length)
         state = self.own_initial_state(batch_size, max_length)
         return _sorted({**state, **initial_places(batch_size, self.uses_position)})
 
@@ -264,32 +279,60 @@ class StreamingLayer(RecomputableLayer):
                 "known yet. Call the layer first, or `layer.build((None, None, width))`."
             )
 
-    def _check_tokens_alone(self, mask, segment_ids):
-        for name, tensor in (("mask", mask), ("segment_ids", segment_ids)):
+    def _check_tokens(self, tokens, mask, segment_ids, own_state):
+        """Raise for what does not fit to the tokens that an outer layer hands down."""
+        name = type(self).__name__
+        if not isinstance(tokens, Tokens):
+            raise ValueError(
+                f"`{name}`: `tokens` must be the `Tokens` that the outer layer's `stream` got; got "
+                f"a {type(tokens).__name__}. A layer by itself takes `mask` and `segment_ids`."
+            )
+        if tokens.position is None and self.uses_position:
+            raise ValueError(
+                f"`{name}`: `tokens` have no `position`, which this layer uses. Name the layer in "
+                "the outer layer's `streaming_sublayers`, so that positions are found."
+            )
+        for argument, tensor in (("mask", mask), ("segment_ids", segment_ids)):
             if tensor is not None:
                 raise ValueError(
-                    f"`{type(self).__name__}`: `tokens` say all of masks and segments; got "
-                    f"`{name}` beside them. Leave one of them out."
+                    f"`{name}`: `tokens` say all of masks and segments; got `{argument}` beside "
+                    "them. Leave one of them out."
                 )
+        if own_state and "segment" in own_state:
+            raise ValueError(
+                f"`{name}`: beside `tokens`, `initial_state` is the layer's own part of a state; "
+                "got one with `segment`, which belongs to the outermost layer."
+            )
 
     def _check(self, inputs, mask, segment_ids, state, return_state):
         batch, length = inputs.shape[:2]
         if state is None and return_state and not self.keeps_state:
             raise self.no_bound()
         for name, tensor in (("mask", mask), ("segment_ids", segment_ids)):
-            if tensor is None:
-                continue
-            check_tensor(name, tensor)
-            if not fits(tensor.shape, (batch, length)):
-                raise ValueError(
-                    f"`{name}` must have the shape [batch, time] of the inputs, "
-                    f"{(batch, length)}; got {tuple(tensor.shape)}."
-                )
-            # A mask of numbers to add, 0 and -inf, would mean the contrary as a boolean.
-            dtype = keras.backend.standardize_dtype(tensor.dtype)
-            check_dtype(type(self).__name__, name, dtype)
+            check_per_token(type(self).__name__, name, tensor, (batch, length))
         if state is not None:
             check_state(state, self.state_spec(batch), "initial_state")
+
+
+def check_sizes_of_state(batch_size, max_length):
+    """Raise for numbers that are no integers from 1 on; tensors, as in a graph, are not checked."""
+    for name, number in (("batch_size", batch_size), ("max_length", max_length)):
+        if isinstance(number, (int, float, str)):
+            check_positive_integer(name, number)
+
+
+def check_per_token(owner, name, tensor, shape):
+    """Raise for a mask or for segments, if there are any, that are not one number a token."""
+    if tensor is None:
+        return
+    check_tensor(name, tensor)
+    if not fits(tensor.shape, shape):
+        raise ValueError(
+            f"`{name}` must have the shape [batch, time] of the inputs, {tuple(shape)}; got "
+            f"{tuple(tensor.shape)}."
+        )
+    # A mask of numbers to add, 0 and -inf, would mean the contrary as a boolean.
+    check_dtype(owner, "mask" if "mask" in name else name, dtype_of(tensor))
 
 
 def check_state(state, spec, path):
@@ -307,8 +350,8 @@ def check_state(state, spec, path):
     if isinstance(spec, dict):
         if not isinstance(state, dict) or set(state) != set(spec):
             raise ValueError(
-                f"`{path}` must be a dict of {sorted(spec)}, as `return_state=True` and "
-                f"`get_initial_state(batch_size)` give it; got {_kind(state)}."
+                f"`{path}` must be a dict of {sorted(spec)}, as `get_initial_state(batch_size)` "
+                f"makes it and a call returns it; got {_kind(state)}."
             )
         for name, part in spec.items():
             check_state(state[name], part, f"{path}[{name!r}]")

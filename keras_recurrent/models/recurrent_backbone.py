@@ -5,7 +5,11 @@ import keras_hub
 from keras import ops
 
 from keras_recurrent.layers.checks import check_positive_integer
-from keras_recurrent.layers.streaming import check_state
+from keras_recurrent.layers.streaming import (
+    check_per_token,
+    check_sizes_of_state,
+    check_state,
+)
 from keras_recurrent.layers.tokens import find_tokens, initial_places, place_specs
 from keras_recurrent.models.segments import SegmentsOptional
 
@@ -101,8 +105,11 @@ class RecurrentBackbone(SegmentsOptional, keras_hub.models.Backbone):
             `(hidden states [B, T, hidden_dim], cache)`.
 
         Raises:
-            ValueError: a cache of another structure, or of other shapes.
+            ValueError: a mask or segments that are not `[B, T]` or of another dtype, a cache of
+                another structure or of other shapes.
         """
+        for name, tensor in (("padding_mask", padding_mask), ("segment_ids", segment_ids)):
+            check_per_token(type(self).__name__, name, tensor, token_ids.shape)
         if cache is not None:
             check_state(cache, self.cache_spec(token_ids.shape[0]), "cache")
         # Found once, for all blocks. They get no `mask`: Keras would attach it to all that follows,
@@ -158,9 +165,7 @@ class RecurrentBackbone(SegmentsOptional, keras_hub.models.Backbone):
             ValueError: a number that is no integer from 1 on, or no `max_length` where a block
                 needs it.
         """
-        for name, number in (("batch_size", batch_size), ("max_length", max_length)):
-            if isinstance(number, (int, float, str)):  # not a tensor, as in a graph
-                check_positive_integer(name, number)
+        check_sizes_of_state(batch_size, max_length)
         blocks = tuple(
             block.own_initial_state(batch_size, max_length) for block in self.transformer_layers
         )

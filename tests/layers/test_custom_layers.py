@@ -4,7 +4,8 @@ import keras
 import numpy as np
 import pytest
 
-from keras_recurrent.layers import HGRN2, RGLRU, LocalAttention, StreamingLayer
+from keras_recurrent.layers import HGRN2, RGLRU, LocalAttention, StreamingLayer, Tokens
+from keras_recurrent.layers.tokens import find_tokens
 from keras_recurrent.ops import linear_scan
 from tests.layers import loops
 from tests.layers.table import WIDTH, assert_close, inputs, numpy
@@ -113,6 +114,26 @@ def test_a_layer_with_positions_and_arguments():
             layer(sequence, scale=-1.0)
         with pytest.raises(TypeError, match="unexpected keyword argument 'shift'"):
             layer(sequence, shift=1.0)
+
+
+def test_what_is_handed_down_is_checked():
+    layer, x = LocalAttention(2, head_dim=4, sliding_window=3), inputs()
+    tokens, _ = find_tokens(x, uses_position=True)
+    with pytest.raises(ValueError, match=r"`tokens` must be the `Tokens`.*got a ndarray|Tensor"):
+        layer(x, tokens=np.zeros((3, 8)))
+    with pytest.raises(ValueError, match=r"`tokens` have no `position`.*`streaming_sublayers`"):
+        layer(x, tokens=Tokens())
+    with pytest.raises(ValueError, match="`initial_state` is the layer's own part"):
+        layer(x, tokens=tokens, initial_state=layer.get_initial_state(3))
+    for sizes in ((0,), (-1,), (2, 0), (2, 1.5)):
+        with pytest.raises(ValueError, match="must be an integer, at least 1"):
+            layer.get_initial_state(*sizes)
+
+    class WithoutStream(StreamingLayer):
+        pass
+
+    with pytest.raises(NotImplementedError, match=r"must define `stream\(inputs, tokens, state\)`"):
+        WithoutStream()(x)
 
 
 def test_a_layer_without_a_part_of_its_own():

@@ -133,6 +133,8 @@ def test_a_cache_has_a_state_for_each_block():
     model = tiny_causal_lm()
     cache = model.backbone.get_initial_state(1, max_length=4)
     token = np.ones((1, 1), "int32")
+    with pytest.raises(ValueError, match=r"`padding_mask` must have the shape .*\(1, 1\); got \(2"):
+        model.call_with_cache(token, cache, padding_mask=np.ones((2, 1), "bool"))
     fewer = {**cache, "blocks": cache["blocks"][:2]}
     with pytest.raises(ValueError, match=r"`cache\['blocks'\]` must be a tuple of 3 .*got 2 parts"):
         model.call_with_cache(token, fewer)
