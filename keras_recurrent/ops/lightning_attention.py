@@ -37,7 +37,7 @@ def lightning_attention(
     Lightning Attention (Qin et al. 2024, arXiv:2405.17381) as TransNormerLLM has it (Qin et al.
     2023, arXiv:2307.14995). Queries are not scaled. Tokens are worked on in chunks, by matrix
     products: (Q K^T) V inside a chunk, Q (K^T V) across chunks; all but the arguments is
-    recomputed for the gradient. Padding does not tick the decay.
+    recomputed for the gradient. Padding does not decay the memory.
 
     Args:
         q: `[B, T, H, K]`, the queries: float16, bfloat16, float32 or float64.

@@ -150,7 +150,7 @@ def test_tokens_of_any_integers(implementation, dtype):
 @pytest.mark.skipif(PLAIN != "torch", reason="only torch walks through rows in Python")
 def test_a_few_rows_at_a_time(monkeypatch):
     module = dispatch.IMPLEMENTATIONS["token_crossentropy"][PLAIN]
-    monkeypatch.setattr(module, "slab_size", lambda tensor: 100)
+    monkeypatch.setattr(module, "elements_per_launch", lambda tensor: 100)
     for shape in ((3, 11, 33), (5, 101)):
         check("token_crossentropy", PLAIN, draw("token_crossentropy", Case(shape, "bfloat16")))
 
