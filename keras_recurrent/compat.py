@@ -126,7 +126,7 @@ def _name_of(preset):
 
 
 # What is replaced in the modules of KerasHub that have a `from_preset`.
-REPLACED_NAMES = {
+REPLACED_NAMES: dict[str, dict] = {
     "keras_hub.src.models.backbone": {"get_preset_loader": _get_preset_loader},
     "keras_hub.src.models.preprocessor": {
         "get_preset_loader": _get_preset_loader,

@@ -38,7 +38,7 @@ def check_import_order():
 def keras_backend():
     """The backend that Keras has or will have: as it runs, KERAS_BACKEND, or `keras.json`."""
     keras = sys.modules.get("keras")
-    if hasattr(keras, "config"):
+    if keras is not None and hasattr(keras, "config"):
         return keras.config.backend()
     if os.environ.get("KERAS_BACKEND"):
         return os.environ["KERAS_BACKEND"]

@@ -7,7 +7,7 @@ from keras import ops
 from keras_recurrent.layers.checks import check_positive_integer
 from keras_recurrent.layers.streaming import Tokens, segment_of
 from keras_recurrent.models.segments import SegmentsOptional
-from keras_recurrent.ops import token_kind
+from keras_recurrent.ops.token_kind import token_kind
 
 
 class RecurrentBackbone(SegmentsOptional, keras_hub.models.Backbone):
