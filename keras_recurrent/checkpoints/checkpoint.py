@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint in `.safetensors` files: what is there, and one after the other."""
+"""The tensors of a checkpoint in `.safetensors` files: headers first, values one by one."""
 
 import os
 from typing import NamedTuple
@@ -12,7 +12,7 @@ DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 class Header(NamedTuple):
-    """What a file says of one of its tensors."""
+    """What a file says about one of its tensors."""
 
     path: str
     shape: tuple[int, ...]
@@ -40,7 +40,7 @@ class Checkpoint:
     def __init__(self, preset):
         self.preset = preset
         self._open = files.require("safetensors", "Reading a checkpoint").safe_open
-        self._damage = files.require("safetensors", "Reading a checkpoint").SafetensorError
+        self._error_class = files.require("safetensors", "Reading a checkpoint").SafetensorError
         self.tensors = {}
         self._files = files.PresetFiles(preset)
         listings = self._listings()
@@ -48,11 +48,11 @@ class Checkpoint:
         for name, listed in listings.items():
             headers = self._headers(paths[name])
             if listed is not None and set(headers) != listed:
-                strange = sorted(set(headers) ^ listed)[0]
-                here = "is not there" if strange in listed else "is there unasked"
+                tensor = sorted(set(headers) ^ listed)[0]
+                where = "the index alone" if tensor in listed else "the file alone"
                 raise ValueError(
-                    f"{INDEX_FILE} of {preset!r} does not tell what is in {name}: {strange!r} "
-                    f"{here}. The files are not of one checkpoint; fetch them all again."
+                    f"{INDEX_FILE} of {preset!r} and {name} differ: {tensor!r} is in {where}. The "
+                    "files are not of one checkpoint; fetch them all again."
                 )
             self.tensors |= headers
 
@@ -68,7 +68,7 @@ class Checkpoint:
         except FileNotFoundError:
             if self._files.exists(ONE_FILE):
                 return {ONE_FILE: None}
-            raise FileNotFoundError(_nothing_to_read(self.preset)) from None
+            raise FileNotFoundError(_no_weights(self.preset)) from None
         weight_map = index.get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise ValueError(f"{INDEX_FILE} of {self.preset!r} has no 'weight_map'.")
@@ -91,11 +91,11 @@ class Checkpoint:
                     key: Header(path, tuple(part.get_shape()), part.get_dtype())
                     for key, part in slices.items()
                 }
-        except self._damage as error:
+        except self._error_class as error:
             raise ValueError(f"{path} is damaged or cut off ({error}). Fetch it again.") from error
 
 
-def _nothing_to_read(preset):
+def _no_weights(preset):
     message = (
         f"{preset!r} has neither {ONE_FILE} nor {INDEX_FILE}. `load_weights=False` makes a model "
         "of its sizes with fresh weights."

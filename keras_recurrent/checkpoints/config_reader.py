@@ -12,7 +12,7 @@ UNUSED_ANYWHERE = (
 
 
 class ConfigReader:
-    """Reads the keys of a configuration, each with what may stand there.
+    """Reads the keys of a configuration and checks their values.
 
     A key with a default may be missing or null. Whatever is left unread at `done` is an error: a
     key that is not known may change what the model computes.
@@ -63,7 +63,7 @@ class ConfigReader:
         return tuple(value)
 
     def only(self, key, *values):
-        """A key that may be missing, or one of the values: the model computes nothing else."""
+        """A key that must be missing or have one of the values: no other model is built here."""
         value = self._value(key, values[0])
         if value not in values or isinstance(value, bool) != isinstance(values[0], bool):
             raise self._unsupported(key, value, " or ".join(map(repr, values)))
@@ -77,11 +77,11 @@ class ConfigReader:
         return ConfigReader(value, f"{key!r} of {self.where}")
 
     def unused(self, *keys):
-        """Keys that change nothing here."""
+        """Marks keys as read that change nothing in the model."""
         self.unread -= set(keys)
 
     def done(self):
-        """Raises for keys that nothing has read."""
+        """Raises for keys that were not read."""
         if self.unread:
             keys = ", ".join(map(repr, sorted(self.unread)))
             raise ValueError(

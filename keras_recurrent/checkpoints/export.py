@@ -16,13 +16,13 @@ GIGABYTE = 1024**3
 def export(backbone, path, tokenizer=None, dtype=None, max_shard_size=5):
     """Writes `config.json`, the tensors and the tokenizer's file into a new directory.
 
-    All is written beside `path` first and moved there at the end: what stands at `path` is whole.
+    All is written beside `path` first and moved there at the end: `path` never holds a part.
 
     Args:
         backbone: a backbone whose family has a `Layout`.
         path: string, a directory that does not exist yet or is empty.
         tokenizer: a `keras_recurrent.tokenizers.SentencePieceTokenizer`, or another one or None,
-            which leave no file.
+            which leaves no file.
         dtype: `"float32"`, `"bfloat16"` or `"float16"`, of all tensors; None: as the weights are.
         max_shard_size: number, gigabytes a file at most, if no tensor alone is larger.
 
@@ -71,7 +71,7 @@ def export(backbone, path, tokenizer=None, dtype=None, max_shard_size=5):
 
 
 def _weights(backbone):
-    """`{path: a function that gives the values}`, with low-rank weights merged in."""
+    """`{path: function that returns the values}`, with low-rank weights merged in."""
     weights = {}
     for layer in backbone._flatten_layers(include_self=False):
         if getattr(layer, "quantization_mode", None):
@@ -86,12 +86,12 @@ def _weights(backbone):
     return weights
 
 
-def _shards(tensors, dtype, most):
-    """`{file: [Tensor, ...]}`, in order, a new file where one would grow above `most` bytes."""
+def _shards(tensors, dtype, max_bytes):
+    """`{file: [Tensor, ...]}`, in order, a new file where one would grow above `max_bytes`."""
     groups, size = [[]], 0
     for tensor in tensors:
         bytes_ = int(np.prod(tensor.shape)) * dtype.itemsize
-        if groups[-1] and size + bytes_ > most:
+        if groups[-1] and size + bytes_ > max_bytes:
             groups.append([])
             size = 0
         groups[-1].append(tensor)

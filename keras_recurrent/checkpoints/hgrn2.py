@@ -1,7 +1,8 @@
 """HGRN2's checkpoints, as flash-linear-attention writes them.
 
-The norm inside a layer that mixes tokens has ε = 1e-5 there whatever `norm_eps` says, and silu and
-nothing where the paper (Qin et al. 2024, arXiv:2404.07904) prints a sigmoid and silu.
+There, the norm inside a layer that mixes tokens has ε = 1e-5 whatever `norm_eps` says, the gate's
+activation is silu and the input has none. The paper (Qin et al. 2024, arXiv:2404.07904) prints a
+sigmoid for the gate and silu for the input.
 """
 
 import numpy as np
@@ -17,7 +18,7 @@ class HGRN2Layout(Layout):
     model_type = "hgrn2"
     architecture = "HGRN2ForCausalLM"
     tokenizer_class = "LlamaTokenizer"
-    # How that library computes, not what.
+    # They choose kernels of that library and change nothing in the model.
     unused = (
         *("attn_mode", "fuse_norm", "fuse_swiglu", "fuse_cross_entropy"),
         *("fuse_linear_cross_entropy", "use_l2warp"),
@@ -74,9 +75,9 @@ class HGRN2Layout(Layout):
         layers, embedding = arguments["num_layers"], "token_embedding"
         tensors = [Tensor("model.embeddings.weight", (v, d), (f"{embedding}/embeddings",))]
         if arguments["use_lower_bounds"]:
-            # A block alone has the bound 0 whatever stands here, and no weight for it.
-            nothing = Transform(lambda tensor: (), lambda: np.zeros((1, d), "float32"))
-            weights, transform = (("lower_bounds/logits",), SAME) if layers > 1 else ((), nothing)
+            # A model of one block has the bound 0, whatever the file says, and no weight for it.
+            unused = Transform(lambda tensor: (), lambda: np.zeros((1, d), "float32"))
+            weights, transform = (("lower_bounds/logits",), SAME) if layers > 1 else ((), unused)
             tensors.append(Tensor("model.lower_bounds", (layers, d), weights, transform))
         for i in range(layers):
             tensors.extend(_block(i, arguments))

@@ -1,4 +1,4 @@
-"""What a family says of its published checkpoints, and which family reads which."""
+"""What a family says about its published checkpoints, and the layouts of all families."""
 
 import importlib
 
@@ -38,7 +38,7 @@ class Layout:
         raise NotImplementedError
 
     def backbone_arguments(self, config, where):
-        """The backbone's arguments, from a dictionary; every key is accounted for.
+        """The backbone's arguments, from a dictionary; every key is read.
 
         Raises:
             ValueError: a key is missing, unknown, or has a value that this version does not serve.
@@ -54,20 +54,20 @@ class Layout:
         """The dictionary of `config.json`, which read again gives `arguments`.
 
         Raises:
-            ValueError: the layout has no way to say one of the arguments.
+            ValueError: the layout has no key for the value of an argument.
         """
         config = {
             "architectures": [self.architecture],
             "model_type": self.model_type,
             **self.write_config(arguments),
         }
-        for name, said in self.backbone_arguments(config, CONFIG_FILE).items():
-            if said != arguments[name]:
-                raise self.cannot_hold(name, arguments[name], repr(said))
+        for name, value in self.backbone_arguments(config, CONFIG_FILE).items():
+            if value != arguments[name]:
+                raise self.cannot_hold(name, arguments[name], repr(value))
         return config
 
     def cannot_hold(self, name, value, wanted):
-        """The error for an argument of the backbone that the layout has no way to say."""
+        """The error for an argument of the backbone that the layout has no key for."""
         return ValueError(
             f"A checkpoint of the type {self.model_type!r} cannot hold this model: its `{name}` is "
             f"{value!r}, and there must be {wanted}. Save it with `save_to_preset` instead."

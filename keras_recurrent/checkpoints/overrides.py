@@ -1,11 +1,11 @@
-"""No argument of `from_preset` is ever ignored: each reaches what takes it, or is an error."""
+"""Arguments of `from_preset` that change a preset. Each has an effect or is an error."""
 
 import difflib
 import inspect
 
 
 def split_overrides(preset, cls, kwargs):
-    """Arguments for a task, its backbone and its preprocessor, each for the first that takes it."""
+    """Three dictionaries: the arguments of a task, of its backbone and of its preprocessor."""
     classes = (cls, cls.backbone_cls, cls.preprocessor_cls)
     check_overrides(preset, classes, kwargs)
     shares = ({}, {}, {})
@@ -16,7 +16,7 @@ def split_overrides(preset, cls, kwargs):
         if given in shares[0] and share:
             raise ValueError(
                 f"{', '.join(map(repr, share))}: belongs to the {given}, which is given as "
-                f"`{given}=`. Say it where you make that."
+                f"`{given}=`. Pass it where you make the {given}."
             )
     return shares
 
@@ -42,7 +42,7 @@ def _parameters(cls):
 
 
 def check_weights_fit(preset, overrides):
-    """Raises where weights would meet a backbone of another shape; they may change their dtype."""
+    """Raises where overrides change the shape of a backbone that gets weights from a file."""
     changed = sorted(overrides.keys() - {"dtype"})
     if changed:
         raise ValueError(

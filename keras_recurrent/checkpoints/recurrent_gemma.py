@@ -1,8 +1,8 @@
 """RecurrentGemma's checkpoints: Griffin with a few things computed differently.
 
-Botev et al. 2024, arXiv:2404.07839. The file's words are not quite ours: its window counts the
-tokens before the current one, ours the current one, too; its `intermediate_size` counts both
-branches of the gated MLP; its `recurrent_param` is -Λ.
+Botev et al. 2024, arXiv:2404.07839. Numbers in the file and here differ: the file's window leaves
+out the current token, which is counted here; its `intermediate_size` counts both branches of the
+gated MLP; its `recurrent_param` is -Λ.
 """
 
 from keras_recurrent.checkpoints.layout import Layout, register
@@ -37,7 +37,7 @@ class RecurrentGemma(Layout):
         pattern = config.list_of(
             "block_types", BLOCK_TYPES, default=("recurrent", "recurrent", "attention")
         )
-        config.only("_block_types", list(pattern))  # the same once more
+        config.only("_block_types", list(pattern))  # a copy of `block_types`
         arguments = {
             "vocabulary_size": config.integer("vocab_size"),
             "num_layers": config.integer("num_hidden_layers"),
@@ -51,8 +51,8 @@ class RecurrentGemma(Layout):
             "num_key_value_heads": config.integer("num_key_value_heads", default=1),
             "head_dim": config.integer("head_dim", default=hidden_dim // num_query_heads),
             "sliding_window": config.integer("attention_window_size", default=2048) + 1,
-            "rope_max_wavelength": _either(config, rope, "rope_theta", 10_000.0),
-            "partial_rotary_factor": _either(config, rope, "partial_rotary_factor", 0.5),
+            "rope_max_wavelength": _rope_number(config, rope, "rope_theta", 10_000.0),
+            "partial_rotary_factor": _rope_number(config, rope, "partial_rotary_factor", 0.5),
             "embedding_scale": embedding_scale(hidden_dim),
             "final_logit_soft_cap": config.number("logits_soft_cap", default=30.0),
             "layer_norm_epsilon": config.number("rms_norm_eps", default=1e-6),
@@ -162,8 +162,8 @@ def _block(i, block_type, arguments):
     yield from linear("mlp_block.down_proj", m, d, "mlp/down_proj")
 
 
-def _either(config, rope, key, default):
-    """A number that stands in the section of rotary positions, or beside it in older files."""
+def _rope_number(config, rope, key, default):
+    """A number in the section of rotary positions, or outside of it in older files."""
     outside = config.number(key, default=default)
     inside = rope.number(key, default=outside)
     if key in config.config and inside != outside:

@@ -15,7 +15,7 @@ class Transform(NamedTuple):
     to_tensor: Callable[..., Any]
 
 
-# As it stands.
+# Unchanged.
 SAME = Transform(lambda tensor: (tensor,), lambda weight: weight)
 # [outputs, inputs] in torch's linear layers, [inputs, outputs] in Keras's.
 TRANSPOSED = Transform(lambda tensor: (tensor.T,), lambda weight: weight.T)
@@ -66,7 +66,7 @@ def check(checkpoint, tensors):
             if name in found and found[name].dtype not in DTYPES
         ],
     }
-    lines = [f"{len(names)} {what}: {_some(names)}" for what, names in faults.items() if names]
+    lines = [f"{len(names)} {what}: {_first(names)}" for what, names in faults.items() if names]
     if lines:
         raise ValueError(
             f"The tensors of {checkpoint.preset!r} are not those of the model in its config.json. "
@@ -86,6 +86,6 @@ def assign(backbone, checkpoint, tensors):
             variable.assign(value.astype(variable.dtype))
 
 
-def _some(names, most=4):
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + rest
+def _first(names, limit=4):
+    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + rest

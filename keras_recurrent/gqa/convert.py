@@ -74,8 +74,8 @@ def convert_to_gqa(model, num_key_value_heads, pooling="mean", where=None, seed=
         raise TypeError(f"`model` must be a Keras model; got a {type(model).__name__}.")
     if not is_graph(model):
         raise ValueError(
-            f"Nothing but code tells how a {type(model).__name__} calls its layers. Convert "
-            "`keras.Model(inputs, outputs)` of symbolic inputs and what the model makes of them."
+            f"A {type(model).__name__} has no graph that tells how it calls its layers. Convert "
+            "`keras.Model(inputs, outputs)` of symbolic inputs and the model's outputs for them."
         )
     if not model.built:
         raise ValueError("`model` has no weights yet. Call or build it first.")

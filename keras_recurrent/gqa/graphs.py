@@ -27,8 +27,8 @@ def convert_graph(model, pooling, where):
 def rebuild(model, groups, multi_head):
     """A model of the layers of `model`, with `groups` ({position of an attention layer: heads}).
 
-    Layers come from their configurations. So those that hold attention hold it with all heads
-    again, even in a `GroupedModel`, until all of `groups` is done to them.
+    Layers are made from their configurations, which do not say that attention inside of them was
+    grouped: also of a `GroupedModel`, `groups` has to name all of its layers.
     """
     sites = attention.find_sites(model)
     in_graph = {id(sites[i].layer): heads for i, heads in groups.items() if not sites[i].held}
@@ -46,7 +46,8 @@ def rebuild(model, groups, multi_head):
     for i, heads in held.items():
         layer = new_sites[i].layer
         replace_layer(new, layer, regroup_built(layer, heads))
-    grouped = GroupedModel(new.input, new.output, multi_head, groups, name=model.name)
+    inputs, outputs = attention.ends(new)
+    grouped = GroupedModel(inputs, outputs, multi_head, groups, name=model.name)
     if model.compiled:
         grouped.compile_from_config(model.get_compile_config())
     return grouped

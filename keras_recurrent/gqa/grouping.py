@@ -25,7 +25,7 @@ def fold_mask(mask, repeats):
 
 
 def unfold_outputs(output, heads):
-    """[B, T · N / G, G, V] → [B, T, N, V], what `fold_queries` did undone."""
+    """[B, T · N / G, G, V] → [B, T, N, V], the inverse of `fold_queries`."""
     batch, rows, groups, size = ops.shape(output)
     repeats = heads // groups
     output = ops.reshape(output, (batch, rows // repeats, repeats, groups, size))
@@ -52,7 +52,7 @@ def mix_values(weights, value):
 
 
 def read_cache(cache, index, project):
-    """Keys, values and the cache [B, 2, S, G, K] after what is new was written at `index`.
+    """Keys, values and the cache [B, 2, S, G, K] after new ones were written at `index`.
 
     Args:
         cache: the array, or None: keys and values are those of this call.

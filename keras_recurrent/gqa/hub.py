@@ -1,4 +1,4 @@
-"""KerasHub's backbones and tasks: those with a number of key and value heads, and the others."""
+"""KerasHub's backbones and tasks: which can be converted, and how."""
 
 import operator
 from typing import NamedTuple
@@ -15,8 +15,8 @@ class Configured(NamedTuple):
     """Where a backbone with a number of key and value heads has them.
 
     Attributes:
-        heads: the entries of its configuration that hold such numbers, of a decoder only. One may
-            be None: it is not in use.
+        heads: the entries of its configuration that hold such numbers, of a decoder only. An
+            entry that is None is not in use.
         decoder: the attribute with the list of its decoder layers.
         caches: how often a layer keeps what one projection gives.
     """
@@ -29,6 +29,7 @@ class Configured(NamedTuple):
         return operator.attrgetter(self.decoder)(backbone)
 
 
+# With `GROUPED_MODELS` in hub_models.py and `REFUSED` below, every backbone that KerasHub exports.
 CONFIGURABLE = {
     models.LlamaBackbone: Configured(),
     models.Llama3Backbone: Configured(),
@@ -129,7 +130,7 @@ def decoder_sites(backbone):
 def _plan(backbone, groups, where):
     """The class of the new backbone, and what changes in its configuration."""
     cls = type(backbone)
-    reason = why_not(cls)
+    reason = class_refusal(cls)
     if reason:
         raise ValueError(
             f"A {cls.__name__} cannot be converted: {reason}. These can be: {_SERVED}."
@@ -193,7 +194,7 @@ def _task_class(task, backbone_cls):
     return GROUPED_MODELS[cls]
 
 
-def why_not(cls):
+def class_refusal(cls):
     """Why backbones of this class cannot be converted; None if they can."""
     if cls in CONFIGURABLE or cls in GROUPED_MODELS or cls in GROUPED_CLASSES:
         return None

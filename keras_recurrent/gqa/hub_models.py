@@ -8,7 +8,7 @@ from keras import ops
 
 from keras_recurrent.gqa.regroup import regroup_built, replace_layer
 
-Mixin: Any = object  # for type checkers: what these are mixed into has the rest
+Mixin: Any = object  # for type checkers, which do not see the class that it is mixed into
 
 
 class GroupedBackbone(Mixin):

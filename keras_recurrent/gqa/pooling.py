@@ -40,7 +40,7 @@ class Pooling:
 
 
 def transfer(old, new, pooling):
-    """Assigns all weights of `old` to `new`, which is built alike but for fewer heads.
+    """Assigns all weights of `old` to `new`, which is built like it but has fewer heads.
 
     Layers are met in the order of both models. A weight that has another shape differs along one
     axis, that of the heads, and is pooled there.

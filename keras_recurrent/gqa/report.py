@@ -40,11 +40,13 @@ def gqa_report(before, after, context_length=4096):
     | key-value bytes a token | 256 | 64 | 0.250 |
     | key-value bytes at 1,024 tokens | 262,144 | 65,536 | 0.250 |
     """
-    tokens = [key_value_bytes(model) for model in (before, after)]
+    bytes_a_token = [key_value_bytes(model) for model in (before, after)]
     rows = {
         "parameters": [before.count_params(), after.count_params()],
-        "key-value bytes a token": tokens,
-        f"key-value bytes at {context_length:,} tokens": [n * context_length for n in tokens],
+        "key-value bytes a token": bytes_a_token,
+        f"key-value bytes at {context_length:,} tokens": [
+            n * context_length for n in bytes_a_token
+        ],
     }
     lines = ["|  | before | after | after / before |", "| --- | ---: | ---: | ---: |"]
     for name, (old, new) in rows.items():

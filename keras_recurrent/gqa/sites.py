@@ -23,9 +23,8 @@ class Site(NamedTuple):
 
     Attributes:
         layer: the layer.
-        kind: what it is there for: "causal", "cross", "encoder" or, where the graph cannot tell,
-            "unknown".
-        held: whether another layer holds it, rather than the graph of the model.
+        kind: "causal", "cross", "encoder" or, where the graph cannot tell, "unknown".
+        held: whether it is part of another layer, and no layer of the graph.
     """
 
     layer: Any
@@ -126,8 +125,15 @@ def is_graph(model):
     )
 
 
+def ends(model):
+    """The symbolic inputs and outputs of a functional or a sequential model."""
+    if isinstance(model, keras.Sequential):
+        return model.inputs[0], model.outputs[0]
+    return model.input, model.output
+
+
 def check_classes(model, *served):
-    """Raises if the graph alone does not make the model, or one inside it, what it is."""
+    """Raises for a model of a class that may compute more than its graph, also inside `model`."""
     if not type(model).__module__.startswith("keras.") and not isinstance(model, served):
         raise ValueError(
             f"{model.name!r} is a {type(model).__name__}, and what that class adds to its graph "
@@ -142,7 +148,7 @@ def check_classes(model, *served):
 def _calls(model):
     """`{id of a layer: [(args, kwargs), ...]}` of all calls in the graph and in graphs below it."""
     if isinstance(model, keras.Sequential):
-        model = keras.Model(model.input, model.output, name=model.name)
+        model = keras.Model(*ends(model), name=model.name)
     calls = {}
     for nodes in model._nodes_by_depth.values():
         for node in nodes:
@@ -169,7 +175,7 @@ def _kind_of_call(args, kwargs):
 
 
 def _is_causal(mask):
-    """Whether the graph, or a constant, shows that nothing above the diagonal is left."""
+    """Whether the graph, or a constant, shows that the mask is zero above the diagonal."""
     if not isinstance(mask, keras.KerasTensor):
         mask = keras.ops.convert_to_numpy(mask).astype(bool)
         return mask.shape[-1] > 1 and not np.triu(mask, 1).any()

@@ -96,8 +96,8 @@ def test_an_index_and_its_files(tmp_path):
     ("change", "match"),
     [
         (lambda index: index.update({NORM: "part2.safetensors"}), "no part2.safetensors"),
-        (lambda index: index.update({NORM: "part1.safetensors"}), f"'{NORM}' is there unasked"),
-        (lambda index: index.update(x="part1.safetensors"), "'x' is not there"),
+        (lambda index: index.update({NORM: "part1.safetensors"}), f"'{NORM}' is in the file alone"),
+        (lambda index: index.update(x="part1.safetensors"), "'x' is in the index alone"),
         (lambda index: index.update({NORM: "../part0.safetensors"}), "beside the index alone"),
         (lambda index: index.update({NORM: "part0.bin"}), "names 'part0.bin'"),
         (lambda index: index.clear(), "has no 'weight_map'"),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from keras_recurrent.conversion import convert_to_gqa, gqa_report
-from keras_recurrent.gqa.hub import CONFIGURABLE, REFUSED, why_not
+from keras_recurrent.gqa.hub import CONFIGURABLE, REFUSED, class_refusal
 from keras_recurrent.gqa.hub_models import GROUPED_MODELS
 from tests.gqa.families import CAUSAL, CONFIGURED, HEADS, POSITIONS, SEQ2SEQ, VOCABULARY
 from tests.gqa.oracle import assert_equal, numpy, set_weights, share, share_heads
@@ -184,7 +184,7 @@ def test_every_backbone_of_kerashub_is_converted_or_refused_with_a_reason():
     }
     grouped = {cls for cls in GROUPED_MODELS if issubclass(cls, hub.Backbone)}
     converted = grouped | set(CONFIGURABLE)
-    assert {cls for cls in exported if why_not(cls) is None} == converted
+    assert {cls for cls in exported if class_refusal(cls) is None} == converted
     assert {cls.__name__ for cls in exported - converted} == set(REFUSED)
     # Each of the converted ones is shown to be.
     shown = (*CAUSAL, *SEQ2SEQ, *CONFIGURED)

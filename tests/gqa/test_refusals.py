@@ -126,7 +126,7 @@ class OwnTask(hub.GPT2CausalLM):
         (OwnModel, 2, "what that class adds to its graph would be lost"),
         (lambda: nested(OwnModel), 2, "what that class adds to its graph would be lost"),
         (lambda: nested(lambda: keras.layers.Dense(2)), 2, "nothing to convert: of 0"),
-        (Code, 2, "Nothing but code tells how a Code calls its layers"),
+        (Code, 2, "A Code has no graph that tells how it calls its layers"),
         (holder, 2, "does not tell whether 'holder/held' attends causally"),
         (encoder, 2, "nothing to convert: of 1 attention layers none is causal"),
         (quantized, 2, "is quantized \\(int8\\)"),
