@@ -1,6 +1,7 @@
-"""Checkpoints in the layout of the Hugging Face Hub, and multi-head attention to grouped.
+"""Reads and writes checkpoints, and turns multi-head attention into grouped-query attention.
 
-What is named here loads when it is asked for: `import keras_recurrent` needs none of it.
+Each name is imported when it is first used, so that `import keras_recurrent` loads little. Models
+that were converted load again after `import keras_recurrent` alone.
 """
 
 import importlib

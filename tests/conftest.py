@@ -1,6 +1,7 @@
 """What every test stands on: a backend, its seeds, and tests that need no backend at all."""
 
 import gc
+import importlib.metadata
 import importlib.util
 import os
 import pathlib
@@ -18,12 +19,14 @@ os.environ.setdefault("KERAS_BACKEND", INSTALLED[0])
 os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
 
 # Most of a test's time is compilation, not what is compiled: XLA need not make that fast, and its
-# older emitters and a single module for LLVM take less than half the time.
-_XLA_FLAGS = (
-    "--xla_backend_optimization_level=0",
-    "--xla_cpu_use_fusion_emitters=false",
-    "--xla_cpu_parallel_codegen_split_count=1",
-)
+# older emitters and a single module for LLVM take less than half the time. XLA ends the process at
+# a flag that it does not know, so those of one version are given to that version alone.
+_XLA_FLAGS = ["--xla_backend_optimization_level=0"]
+if "jax" in INSTALLED and importlib.metadata.version("jax").startswith("0.10."):
+    _XLA_FLAGS += [
+        "--xla_cpu_use_fusion_emitters=false",
+        "--xla_cpu_parallel_codegen_split_count=1",
+    ]
 os.environ.setdefault("XLA_FLAGS", " ".join(_XLA_FLAGS))
 
 # What was compiled is kept on disk, for a run's other modules and workers and for the next run: not

@@ -120,7 +120,8 @@ class BoundedLayer(StreamingLayer):
             `keras_recurrent.layers.StreamingLayer`.
     """
 
-    def check_arguments(self, inputs, lower_bound=None):
+    def check_arguments(self, inputs, lower_bound=None, **kwargs):
+        super().check_arguments(inputs, **kwargs)
         check_lower_bound(lower_bound, inputs.shape[-1])
 
     def log_forget_gate(self, logits, lower_bound):

@@ -30,10 +30,11 @@ class StreamingLayer(RecomputableLayer):
     int32 `position` `[B]`, that of the next token of the document. No state and that of
     `get_initial_state` mean the same.
 
-    A subclass with a `build` of its own calls `super().build` first. It defines `stream`, whose
-    output has the shape of its input, and `own_state_spec`. One with streaming layers inside names
-    them in `streaming_sublayers`, from which its state follows, and calls each with
-    `tokens=tokens`, its part of the state as `initial_state`, and `return_state=True`.
+    A subclass with a `build` of its own calls `super().build` first, which sets `self.width`, D. It
+    defines `stream`, whose output has the shape of its input, and `own_state_spec`; where it reads
+    `tokens.position`, also `uses_position = True`. One with streaming layers inside names them in
+    `streaming_sublayers`, from which its state follows, and calls each with `tokens=tokens`, its
+    part of the state as `initial_state`, and `return_state=True`.
 
     Args:
         return_state: boolean, whether a call returns `(output, state)` or the output alone.
@@ -151,19 +152,29 @@ class StreamingLayer(RecomputableLayer):
 
     @property
     def uses_position(self):
-        """Whether `tokens.position` is needed, here or in a layer inside."""
+        """Whether this layer, or one inside, reads `tokens.position`. A subclass may set it."""
         return any(layer.uses_position for layer in self.streaming_sublayers().values())
 
     @property
     def keeps_state(self):
-        """Whether a state can be returned where none was given; if not, the size must be told."""
+        """Whether the layer can return a state where none was given.
+
+        Attention to all tokens cannot: nobody has said how many tokens its state has room for.
+        """
         return all(layer.keeps_state for layer in self.streaming_sublayers().values())
 
-    def check_arguments(self, inputs):
-        """Raise for further call arguments that do not fit.
+    def check_arguments(self, inputs, **kwargs):
+        """Raise for call arguments that a subclass takes beside those of `StreamingLayer`.
 
-        They are the keyword arguments of this method, and `stream` gets them, too.
+        A subclass with an argument `scale` defines `check_arguments(self, inputs, scale=1.0,
+        **kwargs)`, hands `**kwargs` to this method, and gets `scale` in its `stream`, too.
         """
+        if kwargs:
+            raise TypeError(
+                f"`{type(self).__name__}` got the call argument {next(iter(kwargs))!r}, which it "
+                "does not take. Every streaming layer takes `mask`, `segment_ids`, "
+                "`initial_state`, `return_state` and, inside another one, `tokens`."
+            )
 
     # === The call ===
 
@@ -192,7 +203,13 @@ class StreamingLayer(RecomputableLayer):
             )
             initial_state = own_part(initial_state)
         inputs = ops.cast(inputs, self.compute_dtype)
-        output, after = self.stream(inputs, tokens, initial_state or {}, **kwargs)
+        results = self.stream(inputs, tokens, initial_state or {}, **kwargs)
+        if not isinstance(results, tuple) or len(results) != 2:
+            raise TypeError(
+                f"`stream` of `{type(self).__name__}` must return a pair, the output and a dict of "
+                f"the layer's own part of the state; got a {type(results).__name__}."
+            )
+        output, after = results
         return (output, _sorted({**after, **places})) if return_state else output
 
     def compute_output_spec(

@@ -13,8 +13,8 @@ from keras_recurrent.ops.token_kind import token_kind
 class Tokens(NamedTuple):
     """What a layer needs to know of its tokens, beside their values.
 
-    The outermost layer or the network makes it from the mask, the segments and the state
-    (`find_tokens`), and each layer hands it to the layers inside.
+    The outermost layer or the network makes it from the mask, the segments and the state, and each
+    layer hands it to the layers inside.
 
     Attributes:
         kind: int8 `[B, T]`, as `keras_recurrent.ops.token_kind` returns it. None: there is no mask,

@@ -159,7 +159,8 @@ class RecurrentBackbone(SegmentsOptional, keras_hub.models.Backbone):
             batch_size: integer, rows.
             max_length: integer, the most tokens that a row will have. Blocks of attention keep the
                 keys and values of that many, or of their window where it is shorter, and need to
-                be told where there is no window. A recurrent block's state has one size.
+                be told where there is no window. A row that gets longer loses its oldest tokens
+                there. A recurrent block's state has one size.
 
         Raises:
             ValueError: a number that is no integer from 1 on, or no `max_length` where a block

@@ -47,7 +47,8 @@ class RunningMean(StreamingLayer):
 
     uses_position = True
 
-    def check_arguments(self, inputs, scale=1.0):
+    def check_arguments(self, inputs, scale=1.0, **kwargs):
+        super().check_arguments(inputs, **kwargs)
         if scale <= 0:
             raise ValueError(f"`scale` must be above 0; got {scale}.")
 
@@ -112,7 +113,7 @@ def test_a_layer_with_positions_and_arguments():
     for sequence in (x, keras.Input((None, WIDTH))):
         with pytest.raises(ValueError, match="`scale` must be above 0; got -1"):
             layer(sequence, scale=-1.0)
-        with pytest.raises(TypeError, match="unexpected keyword argument 'shift'"):
+        with pytest.raises(TypeError, match="`RunningMean` got the call argument 'shift'"):
             layer(sequence, shift=1.0)
 
 
@@ -128,6 +129,13 @@ def test_what_is_handed_down_is_checked():
     for sizes in ((0,), (-1,), (2, 0), (2, 1.5)):
         with pytest.raises(ValueError, match="must be an integer, at least 1"):
             layer.get_initial_state(*sizes)
+
+    class WithoutState(StreamingLayer):
+        def stream(self, inputs, tokens, state):
+            return inputs
+
+    with pytest.raises(TypeError, match="`stream` of `WithoutState` must return a pair"):
+        WithoutState()(x[:2])
 
     class WithoutStream(StreamingLayer):
         pass
