@@ -120,7 +120,7 @@ def test_a_layer_with_positions_and_arguments():
 def test_what_is_handed_down_is_checked():
     layer, x = LocalAttention(2, head_dim=4, sliding_window=3), inputs()
     tokens, _ = find_tokens(x, uses_position=True)
-    with pytest.raises(ValueError, match=r"`tokens` must be the `Tokens`.*got a ndarray|Tensor"):
+    with pytest.raises(ValueError, match="`tokens` must be the `Tokens` that the outer layer"):
         layer(x, tokens=np.zeros((3, 8)))
     with pytest.raises(ValueError, match=r"`tokens` have no `position`.*`streaming_sublayers`"):
         layer(x, tokens=Tokens())
