@@ -47,7 +47,8 @@ def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None, act
         if tokens is None or tap == taps:
             return rows
         document = tokens.document
-        return filled(rows, document[:, tap : tap + length] != document[:, taps:], 0)
+        other = tf.not_equal(document[:, tap : tap + length], document[:, taps:])
+        return filled(rows, other, 0)
 
     def mirrored(dy, tap):
         """The transpose of `tapped`: for each input, dy of the token that a tap gives it to."""
@@ -56,7 +57,7 @@ def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None, act
         if tokens is None or tap == taps:
             return rows
         document = tf.pad(tokens.document[:, ahead:], [[0, 0], [0, ahead]])
-        return filled(rows, document != tokens.document, 0)
+        return filled(rows, tf.not_equal(document, tokens.document), 0)
 
     def filtered(inputs, weights, bias):
         z = tf.add_n([weights[tap] * tapped(inputs, tap) for tap in range(taps + 1)])
@@ -120,6 +121,10 @@ class _RealTokens(NamedTuple):
     outdated: tf.Tensor  # [B, W - 1]: whether these are from before the last start
 
 
+# Documents are compared by `tf.not_equal`: where the batch is unknown, the result of `!=` may have
+# no known rank.
+
+
 def _real_tokens(token_kind, taps):
     starts, padding = kind_masks(token_kind)
     length = length_of(token_kind)
@@ -137,7 +142,7 @@ def _real_tokens(token_kind, taps):
         empty=token >= number,
         document=document,
         last=last,
-        outdated=_move(document, last) != starts_so_far[:, -1:],
+        outdated=tf.not_equal(_move(document, last), starts_so_far[:, -1:]),
     )
 
 

@@ -159,6 +159,6 @@ def _decays(log_decay, kind, batch, cut):
     return (
         decay(tf.abs(steps), earlier & (documents_apart == 0)),
         decay(count, document == 0),
-        decay(whole - count, document == last),
+        decay(whole - count, tf.equal(document, last)),
         decay(whole, last == 0),
     )
