@@ -107,7 +107,8 @@ def test_generation_far_past_the_window_is_that_of_plain_passes(model, wanted):
     written = model.generate({"token_ids": prompt, "padding_mask": given}, stop_token_ids=None)
     np.testing.assert_array_equal(written["token_ids"], expected)
     cache = model.backbone.get_initial_state(2, max_length=length)
-    assert cache["blocks"][2]["temporal_block"]["key"].shape[1] == 16  # the current token has its own key at hand
+    # The current token's own key is not kept.
+    assert cache["blocks"][2]["temporal_block"]["key"].shape[1] == 16
 
 
 def assert_same_tensors(path, wanted, dtype):
