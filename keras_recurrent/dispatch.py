@@ -33,7 +33,11 @@ PREFERENCE = {
 if os.environ.get("TRITON_INTERPRET") == "1":
     # Its kernels then run in NumPy, on any device: the slowest of all, and only when asked for.
     PREFERENCE["torch"] = ("torch", "triton")
-SERVING = PREFERENCE.get(BACKEND, ())
+
+
+def serving():
+    """The implementations that serve the running Keras backend, fastest first; perhaps none."""
+    return PREFERENCE.get(BACKEND, ())
 
 
 def _operations(package):
@@ -59,11 +63,11 @@ def _implementation(name, operations):
 
 # {operation: {implementation: its module, or the reason why there is none}}
 IMPLEMENTATIONS: dict = {operation: {} for operation in _operations(reference)}
-for _name in SERVING:
+for _name in serving():
     for _operation, _module in _implementation(_name, IMPLEMENTATIONS).items():
         IMPLEMENTATIONS[_operation][_name] = _module
 
-if "pallas" in SERVING:
+if "pallas" in serving():
     from keras_recurrent.backends.pallas import _platform
 
 _chosen = threading.local()  # `name`; torch.compile sees through it, not through a ContextVar
@@ -126,7 +130,7 @@ def choose(operation, arguments, implementation=None):
     """The `Choice` for native tensors, by the keyword arguments of an implementation (a dict)."""
     name = implementation or _chosen_name()
     refused = {}
-    for candidate in (_check(name),) if name else PREFERENCE.get(BACKEND, ()):
+    for candidate in (_check(name),) if name else serving():
         module = IMPLEMENTATIONS[operation][candidate]
         reason = module if isinstance(module, str) else _refusal(module, arguments)
         if reason is None and candidate == "pallas" and not name:
@@ -169,10 +173,9 @@ def _mesh():
 
 
 def _check(name):
-    serving = PREFERENCE.get(BACKEND, ())
-    if name not in serving:
+    if name not in serving():
         raise ValueError(
-            f"`implementation` must be one of {', '.join(map(repr, serving)) or 'none'} on the "
+            f"`implementation` must be one of {', '.join(map(repr, serving())) or 'none'} on the "
             f"Keras backend {BACKEND!r}; got {name!r}. KERAS_BACKEND changes the backend."
         )
     return name

@@ -53,7 +53,7 @@ def autotune():
 def _search():
     """The module that searches."""
     reason: str | None = f"Keras runs on {dispatch.BACKEND!r}, which has none"
-    if "triton" in dispatch.PREFERENCE[dispatch.BACKEND]:
+    if "triton" in dispatch.serving():
         row = dispatch.IMPLEMENTATIONS["linear_scan"]["triton"]
         reason = row if isinstance(row, str) else None
     if reason is None:
