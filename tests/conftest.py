@@ -1,4 +1,4 @@
-"""What every test stands on: a backend, its seeds, and tests that need no backend at all."""
+"""Set up for all tests: the backend, caches of compiled programs, seeds, and the marker `once`."""
 
 import gc
 import importlib.metadata
@@ -10,7 +10,7 @@ import pytest
 
 BACKENDS = ("jax", "torch", "tensorflow")
 INSTALLED = [name for name in BACKENDS if importlib.util.find_spec(name)]
-# Where a test needs no backend of its own, that one runs it which compiles nothing.
+# Tests marked `once` do not depend on the backend. They run on torch, which compiles least.
 ONCE = "torch" if "torch" in INSTALLED else INSTALLED[0]
 
 # Keras would look into the user's configuration file, and take TensorFlow without one.
@@ -72,7 +72,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="module", autouse=True)
 def _memory():
-    """What a module compiled leaves memory with it. What is loaded stays, and is never garbage.
+    """After each module, free the programs it compiled; do not scan loaded modules for garbage.
 
     JAX would keep gigabytes of programs; those that return are read from disk. Keras collects
     garbage for each layer that it quantizes.

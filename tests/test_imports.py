@@ -1,4 +1,4 @@
-"""What an import costs, and that one framework is enough."""
+"""`import keras_recurrent`: its time, what it loads, and that one framework suffices."""
 
 import importlib.metadata
 import importlib.util
@@ -58,7 +58,7 @@ def one_framework(tmp_path_factory):
 
 
 def test_import_adds_no_framework_and_little_time():
-    """Processor seconds, and the least of a few processes: the machine may be busy or slow."""
+    """Processor seconds of an import, the least of several processes: the machine may be busy."""
     for _ in range(5):
         before, after, seconds = python(
             "import json, sys, time\n"
@@ -79,7 +79,7 @@ def test_import_adds_no_framework_and_little_time():
 
 
 def test_what_is_not_asked_for_is_not_imported():
-    """Neither GQA nor what reads checkpoints; names of presets are known all the same."""
+    """GQA and checkpoint code are not loaded; presets are registered all the same."""
     imported, public, listed, later = python(
         "import json, sys\n"
         "import keras_hub, keras_recurrent\n"
@@ -107,7 +107,7 @@ def test_what_is_not_asked_for_is_not_imported():
 
 @pytest.fixture
 def crashes(monkeypatch):
-    """What `check_import_order` looks at, as it is where Keras on torch would crash."""
+    """Makes `check_import_order` see the situation in which Keras on torch would crash."""
     modules = {k: v for k, v in sys.modules.items() if k not in ("keras", "triton")}
     modules["tensorflow"] = types.ModuleType("tensorflow")
     monkeypatch.setattr(import_order.sys, "modules", modules)

@@ -1,4 +1,4 @@
-"""What is installed is the tree: from a wheel, an sdist and an editable install."""
+"""A wheel, an sdist and an editable install each contain the files of the source tree."""
 
 import os
 import pathlib
@@ -49,7 +49,7 @@ def project():
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """The tree somewhere else, so that building leaves nothing behind in this one."""
+    """A copy of the source tree, so that building leaves no files in the original."""
     folder = tmp_path_factory.mktemp("project")
     for name in ("keras_recurrent", "backends", "presets"):
         ignored = shutil.ignore_patterns("__pycache__")

@@ -1,4 +1,4 @@
-"""What the README says is so."""
+"""Statements and examples of the README hold."""
 
 import pathlib
 import re

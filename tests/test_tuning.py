@@ -1,4 +1,4 @@
-"""Where a search for configurations of kernels is refused; tests/triton has the search itself."""
+"""`autotune` refuses backends and devices without tunable kernels; its search: tests/triton."""
 
 import keras
 import pytest

@@ -14,7 +14,7 @@ where 1 / s is bounded as `MAX_SQRT_GRADIENT` says.
 import jax
 import jax.numpy as jnp
 
-from keras_recurrent.backends.constants import MAX_SQRT_GRADIENT
+from keras_recurrent.backends.constants import DECAY_EXPONENT, MAX_SQRT_GRADIENT
 from keras_recurrent.backends.jax._common import (
     accumulation_dtype,
     applied_decay,
@@ -26,8 +26,6 @@ from keras_recurrent.backends.jax._common import (
 )
 from keras_recurrent.backends.jax._scan import adjoint_scan, previous, scan
 from keras_recurrent.backends.jax._time_chunks import elements_before, over_chunks
-
-C = 8.0  # the paper's constant of this name
 
 
 def forward(x, gate_a, gate_x, a_logit, initial_state, token_kind):
@@ -77,7 +75,7 @@ def backward(x, gate_a, gate_x, a_logit, initial_state, token_kind, output, d_ou
     carry = d_final, jnp.zeros(a_logit.shape, dtype)
     tensors = (x, gate_a, gate_x, token_kind, output, d_output)
     (d_initial, d_rate), d_tensors = over_chunks(step, carry, tensors, reverse=True)
-    d_a_logit = d_rate * C * jax.nn.sigmoid(-a_logit.astype(dtype))
+    d_a_logit = d_rate * DECAY_EXPONENT * jax.nn.sigmoid(-a_logit.astype(dtype))
     return *d_tensors, d_a_logit.astype(a_logit.dtype), d_initial, None
 
 
@@ -103,7 +101,7 @@ rg_lru = operation(forward, backward)
 
 def _log_decay(r, a_logit):
     """log a where the recurrence gate is r."""
-    return -C * jax.nn.softplus(-a_logit.astype(r.dtype)) * r
+    return -DECAY_EXPONENT * jax.nn.softplus(-a_logit.astype(r.dtype)) * r
 
 
 def _multiplier(log_a, starts):

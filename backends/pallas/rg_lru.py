@@ -15,7 +15,7 @@ where 1 / s is bounded as `MAX_SQRT_GRADIENT` says.
 import jax
 import jax.numpy as jnp
 
-from keras_recurrent.backends.constants import GOES_ON, MAX_SQRT_GRADIENT, STARTS
+from keras_recurrent.backends.constants import DECAY_EXPONENT, GOES_ON, MAX_SQRT_GRADIENT, STARTS
 from keras_recurrent.backends.jax import rg_lru as plain
 from keras_recurrent.backends.pallas._common import refusal
 from keras_recurrent.backends.pallas._lazy import pl
@@ -48,13 +48,13 @@ def forward(x, gate_a, gate_x, a_logit, initial_state, token_kind):
 def backward(x, gate_a, gate_x, a_logit, initial_state, token_kind, output, d_output, d_final):
     tensors = (x, gate_a, gate_x, _log_decay_of_open_gate(a_logit), initial_state, token_kind)
     *d_tensors, d_rate, d_initial = _backward(*tensors, output, d_output, d_final)
-    d_a_logit = jnp.sum(d_rate, axis=0) * plain.C * jax.nn.sigmoid(-a_logit.astype(F32))
+    d_a_logit = jnp.sum(d_rate, axis=0) * DECAY_EXPONENT * jax.nn.sigmoid(-a_logit.astype(F32))
     return *d_tensors, d_a_logit.astype(a_logit.dtype), d_initial, None
 
 
 def _log_decay_of_open_gate(a_logit):
     """log a where r = 1, [D]."""
-    return -plain.C * jax.nn.softplus(-a_logit.astype(F32))
+    return -DECAY_EXPONENT * jax.nn.softplus(-a_logit.astype(F32))
 
 
 def _forward_kernel(block, x, gate_a, gate_x, log_a_open, initial, h, final, state):

@@ -9,15 +9,19 @@ Equation 6 of the paper prints softplus(a_logit); a = sigmoid(a_logit) makes it 
 
 import numpy as np
 
-from keras_recurrent.backends.constants import GOES_ON, MAX_SQRT_GRADIENT, PADDING, STARTS
+from keras_recurrent.backends.constants import (
+    DECAY_EXPONENT,
+    GOES_ON,
+    MAX_SQRT_GRADIENT,
+    PADDING,
+    STARTS,
+)
 from keras_recurrent.backends.reference._common import (
     cast,
     kinds_or_goes_on,
     sigmoid,
     state_or_zeros,
 )
-
-C = 8.0
 
 
 def rg_lru(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None, dtype=np.float64):
@@ -28,7 +32,7 @@ def rg_lru(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None, dtyp
     output = np.empty_like(x)
     for t in range(x.shape[1]):
         k = kind[:, t]
-        log_a = -C * _softplus(-a_logit) * sigmoid(gate_a[:, t])
+        log_a = -DECAY_EXPONENT * _softplus(-a_logit) * sigmoid(gate_a[:, t])
         gated = sigmoid(gate_x[:, t]) * x[:, t]
         going_on = np.exp(log_a) * h + np.sqrt(-np.expm1(2 * log_a)) * gated
         h = np.where(k == PADDING, h, np.where(k == STARTS, gated, going_on))
@@ -59,7 +63,7 @@ def rg_lru_gradient(
     for t in reversed(range(x.shape[1])):
         k = kind[:, t]
         r, i = sigmoid(gate_a[:, t]), sigmoid(gate_x[:, t])
-        log_a = -C * _softplus(-a_logit) * r
+        log_a = -DECAY_EXPONENT * _softplus(-a_logit) * r
         a, z = np.exp(log_a), -np.expm1(2 * log_a)
         g = g + d_output[:, t]
 
@@ -72,7 +76,7 @@ def rg_lru_gradient(
         d_log_a = g * a * (h[:, t - 1] if t else first) - g * i * x[:, t] * d_sqrt * 2 * a * a
         d_log_a = np.where(k == GOES_ON, d_log_a, 0)
         d_gate_a[:, t] = d_log_a * log_a * sigmoid(-gate_a[:, t])
-        d_a_logit += np.sum(d_log_a * C * r * sigmoid(-a_logit), axis=0)
+        d_a_logit += np.sum(d_log_a * DECAY_EXPONENT * r * sigmoid(-a_logit), axis=0)
 
         g = np.where(k == PADDING, g, np.where(k == STARTS, 0, a * g))
     return d_x, d_gate_a, d_gate_x, d_a_logit, g

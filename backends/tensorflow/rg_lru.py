@@ -13,7 +13,7 @@ where 1 / s is bounded as `MAX_SQRT_GRADIENT` says.
 
 import tensorflow as tf
 
-from keras_recurrent.backends.constants import MAX_SQRT_GRADIENT
+from keras_recurrent.backends.constants import DECAY_EXPONENT, MAX_SQRT_GRADIENT
 from keras_recurrent.backends.tensorflow._common import (
     accumulation_dtype,
     applied_decay,
@@ -26,7 +26,6 @@ from keras_recurrent.backends.tensorflow._common import (
 )
 from keras_recurrent.backends.tensorflow._scan import adjoint_scan, previous, scan
 
-C = 8.0  # the paper's constant of this name
 # Where s divides, it is at least this: so the derivative of the root, 1 / (2 s), keeps its bound.
 SMALLEST_DIVISOR = 1 / (2 * MAX_SQRT_GRADIENT)
 
@@ -50,7 +49,7 @@ def rg_lru(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None):
         exp_a, exp_x = tf.exp(-tf.cast(gate_a, dtype)), tf.exp(-tf.cast(gate_x, dtype))
         r, i = 1 / (1 + exp_a), 1 / (1 + exp_x)
         softplus = tf.math.softplus(-tf.cast(a_logit, tf.float64))
-        log_a = r * tf.cast(-C * softplus, dtype)
+        log_a = r * tf.cast(-DECAY_EXPONENT * softplus, dtype)
         a = applied_decay(tf.exp(log_a), starts, padding)
         s = filled(tf.sqrt(-tf.math.expm1(2 * log_a)), starts, 1)
         return exp_a, exp_x, r, i, log_a, a, s
@@ -73,7 +72,7 @@ def rg_lru(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None):
             d_log_a -= gi * inputs * a * a / tf.maximum(s, SMALLEST_DIVISOR)
             d_gate_a = d_log_a * log_a / (1 + 1 / exp_a)
             d_softplus = sum_over_tokens(filled(d_log_a * r, padding, 0))
-            d_logit = C * d_softplus * tf.sigmoid(-tf.cast(a_logit, dtype))
+            d_logit = DECAY_EXPONENT * d_softplus * tf.sigmoid(-tf.cast(a_logit, dtype))
             return (
                 tf.cast(filled(dx, padding, 0), x.dtype),
                 tf.cast(filled(d_gate_a, padding, 0), gate_a.dtype),

@@ -14,7 +14,7 @@ where 1 / s is bounded as `MAX_SQRT_GRADIENT` says.
 import torch
 from torch import Tensor
 
-from keras_recurrent.backends.constants import MAX_SQRT_GRADIENT
+from keras_recurrent.backends.constants import DECAY_EXPONENT, MAX_SQRT_GRADIENT
 from keras_recurrent.backends.torch._common import (
     accumulation_dtype,
     applied_decay_,
@@ -27,7 +27,6 @@ from keras_recurrent.backends.torch._common import (
 )
 from keras_recurrent.backends.torch._scan import adjoint_scan, scan_, times_previous_
 
-C = 8.0  # the paper's constant of this name
 # Where s divides, it is at least this: so the derivative of the root, 1 / (2 s), keeps its bound.
 SMALLEST_DIVISOR = 1 / (2 * MAX_SQRT_GRADIENT)
 
@@ -45,7 +44,7 @@ def rg_lru(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None):
 
 def _log_decay_of_open_gate(a_logit):
     """log a where r = 1."""
-    return -C * torch.logaddexp(torch.zeros_like(a_logit), -a_logit)
+    return -DECAY_EXPONENT * torch.logaddexp(torch.zeros_like(a_logit), -a_logit)
 
 
 def _log_decay(gate_a, log_a_open):
@@ -139,7 +138,7 @@ def _backward(
         d_log_a_open += fill_(r.mul_(d_log_a), padding, 0).sum((0, 1))
         torch.mul(torch.sigmoid(u.neg()).mul_(log_a), d_log_a, out=d_gate_a[:, span])
         fill_(d_gate_a[:, span], padding, 0)
-    d_logit = d_log_a_open.mul_(C).mul_(torch.sigmoid(-logit))
+    d_logit = d_log_a_open.mul_(DECAY_EXPONENT).mul_(torch.sigmoid(-logit))
     return dx, d_gate_a, d_gate_x, d_logit.to(a_logit.dtype), d_initial
 
 

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from keras_recurrent.backends.constants import MAX_SQRT_GRADIENT
+from keras_recurrent.backends.constants import DECAY_EXPONENT, MAX_SQRT_GRADIENT
 from keras_recurrent.backends.torch._common import register_gradient
 from keras_recurrent.backends.triton._chain import (
     launch_chains,
@@ -33,7 +33,7 @@ from keras_recurrent.backends.triton._math import decay as decay_of
 from keras_recurrent.backends.triton._math import sigmoid, softplus
 from keras_recurrent.backends.triton._tokens import GOES_ON, PADDING, STARTS, by_kind, read_kind
 
-_C = tl.constexpr(8.0)  # the paper's constant c
+_C = tl.constexpr(DECAY_EXPONENT)
 _MAX_INVERSE_ROOT = tl.constexpr(2 * MAX_SQRT_GRADIENT)
 TILINGS = ChainTilings(
     (

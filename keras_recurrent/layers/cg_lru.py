@@ -5,14 +5,12 @@ import math
 import keras
 from keras import ops
 
-from keras_recurrent.backends.constants import MAX_SQRT_GRADIENT, STARTS
+from keras_recurrent.backends.constants import DECAY_EXPONENT, MAX_SQRT_GRADIENT, STARTS
 from keras_recurrent.layers.block_diagonal import apply_blocks, block_diagonal_dense
 from keras_recurrent.layers.checks import check_num_blocks, check_positive_integer
 from keras_recurrent.layers.initializers import clone_initializer, get_decay_initializer
 from keras_recurrent.layers.streaming import StreamingLayer
 from keras_recurrent.ops import complex_linear_scan, token_kind
-
-C = 8.0
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -120,7 +118,7 @@ class CGLRU(StreamingLayer):
         self.theta = self.add_weight(
             name="theta",
             shape=(self.width // 2,),
-            initializer=keras.initializers.RandomUniform(0.0, 2 * math.pi / C),
+            initializer=keras.initializers.RandomUniform(0.0, 2 * math.pi / DECAY_EXPONENT),
             dtype=self.state_dtype,
             autocast=False,
         )
@@ -130,7 +128,7 @@ class CGLRU(StreamingLayer):
 
         r = ops.sigmoid(ops.cast(apply_blocks(self.recurrence_gate, inputs), self.state_dtype))
         i = ops.sigmoid(ops.cast(apply_blocks(self.input_gate, inputs), self.state_dtype))
-        log_a = -C * ops.softplus(-self.a_logit) * r
+        log_a = -DECAY_EXPONENT * ops.softplus(-self.a_logit) * r
         starts = ops.equal(kind, STARTS)[..., None]
         multiplier = ops.where(starts, 1.0, _sqrt(-ops.expm1(2 * log_a)))
         scale = multiplier * i
@@ -139,7 +137,7 @@ class CGLRU(StreamingLayer):
         output, hidden = complex_linear_scan(
             u,
             log_a,
-            C * self.theta * r,
+            DECAY_EXPONENT * self.theta * r,
             initial_state=state.get("hidden"),
             token_kind=kind,
         )

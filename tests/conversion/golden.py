@@ -1,4 +1,4 @@
-"""A tiny RecurrentGemma in the layout of the published checkpoints, and what others compute of it.
+"""A tiny RecurrentGemma in the published layout, with the outputs of independent programs.
 
 `golden.npz` was made with DeepMind's recurrentgemma 1.0.1 on torch, in float32.
 """

@@ -1,4 +1,4 @@
-"""Whatever is wrong with a checkpoint has an error that names it, before a model is made."""
+"""Faulty checkpoints raise an error that names the fault, before a model is built."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""Tiny checkpoints in the published layouts, against what independent programs compute of them.
+"""Tiny checkpoints in the published layouts, compared with outputs of independent programs.
 
 `golden.npz` holds logits, loss and a greedy continuation, from the recurrence in float64, token by
 token. RecurrentGemma, whose golden file has more, is in `test_recurrent_gemma.py`.

@@ -1,4 +1,4 @@
-"""The plan of the training that follows, and the table of what is saved."""
+"""`uptraining`, the training schedule after conversion, and `gqa_report`, the memory saved."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""The layers again, in NumPy and float64, token by token: written from the papers, not from us.
+"""The layers as loops over tokens in NumPy float64, written from the papers, not from our code.
 
 Each is a class with `step(x)` for one token of one row; a new object is a document's start.
 `run` feeds it the real tokens of a batch.

@@ -1,4 +1,4 @@
-"""The layers under test, a row each; every body of tests runs for all rows it can."""
+"""The layers under test, one row each; every test body runs for all rows it applies to."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -103,7 +103,7 @@ layer_with_sublayers = pytest.mark.parametrize("name", WITH_SUBLAYERS)
 
 
 def built(name, **kwargs):
-    """The layer of a row, built, with weights that are all at work: no bias is left at 0."""
+    """The built layer of a row, with random weights: zero-initialized biases included."""
     layer = ROWS[name].make(**kwargs)
     layer.build((None, None, WIDTH))
     rng = np.random.default_rng(0)

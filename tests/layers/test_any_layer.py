@@ -1,4 +1,4 @@
-"""What every layer must do to be a Keras layer."""
+"""What Keras expects of a layer, tested on every layer."""
 
 import inspect
 import json

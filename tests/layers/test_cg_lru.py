@@ -1,4 +1,4 @@
-"""What only the complex-gated unit does by itself: the multiplier and its derivative."""
+"""The complex-gated LRU's input multiplier and its derivative."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""What is special to the attention layer: its weights, its positions, the room of its states."""
+"""`LocalAttention`: its weights, its rotary positions, the sizes of its states."""
 
 import keras
 import numpy as np

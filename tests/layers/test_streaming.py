@@ -1,4 +1,4 @@
-"""What every layer with a state must do: a sequence in parts is the sequence."""
+"""Layers with a state: a sequence computed in parts equals the sequence computed at once."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""What the network computes, and what it takes."""
+"""Backbones: their logits, their inputs, and the work of one decoding step."""
 
 import collections
 import importlib

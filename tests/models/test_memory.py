@@ -1,4 +1,4 @@
-"""The bytes that are told are those of the arrays."""
+"""`memory_sizes` equals the bytes of the arrays."""
 
 import keras
 import pytest

@@ -1,4 +1,4 @@
-"""Names and sizes, and what may be said beside them."""
+"""Presets: names, published sizes, and the arguments that may be given with them."""
 
 import logging
 import pathlib

@@ -1,4 +1,4 @@
-"""`keras.RematScope`: blocks recompute, and the numbers stay what they were."""
+"""`keras.RematScope`: blocks are recomputed in the backward pass, with unchanged results."""
 
 import keras
 import numpy as np

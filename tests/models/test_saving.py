@@ -1,4 +1,4 @@
-"""Saved models come back as they were."""
+"""Saved models load with equal configuration, weights and outputs."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What TransNormerLLM has of its own: its sizes, its switches, and lengths never seen."""
+"""TransNormerLLM: its sizes, its options, and sequences longer than those trained on."""
 
 import keras
 import keras_hub

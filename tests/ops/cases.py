@@ -1,4 +1,4 @@
-"""What operations are tried on: a row of `DRAW` for each, a row of `CASES` for each situation."""
+"""Inputs for tests of operations: `DRAW` has a function per operation, `CASES` the situations."""
 
 from typing import NamedTuple
 
@@ -42,7 +42,7 @@ CASES = {
 
 
 def log_decays(rng, shape, decays):
-    """Logarithms of decays: around a half; near 1 or 0, by 1e-6; or from 0 to 1 exactly."""
+    """Logarithms of decays: around 0.5; within 1e-6 of 1 or 0; or including exactly 0 and 1."""
     log_a = -np.abs(rng.normal(size=shape))
     if decays == "near zero":
         log_a -= 14
@@ -228,14 +228,14 @@ def named(name, state):
 
 
 def unnamed(name, parts):
-    """The opposite of `named`."""
+    """The inverse of `named`."""
     if name in parts:
         return parts[name]
     return {part.removeprefix(f"{name} "): value for part, value in parts.items()}
 
 
 def beside(tensor, kind):
-    """What is [B, T], with as many dimensions as the tensor."""
+    """`[B, T]` with axes of length 1 appended, to broadcast against the tensor."""
     return kind.reshape(*kind.shape, *[1] * (tensor.ndim - 2))
 
 

@@ -30,7 +30,7 @@ def run(kernel, drawn):
     kind = None if drawn.token_kind is None else tensor(drawn.token_kind, "int8")
 
     def call(arguments):
-        """What has gradients, and what has none."""
+        """Splits arguments into those that are differentiated and the others."""
         parts = {n: a for n, a in arguments.items() if n.startswith("initial_state")}
         if position is not None:
             parts["initial_state position"] = tensor(position, "int32")

@@ -39,7 +39,7 @@ def loss(operation, tensors, context):
 
 
 def without_a_state(operation, length):
-    """Its tensors, those of integers among them, and a loss of both."""
+    """An operation's tensors, integer ones included, and a scalar loss of its outputs."""
     drawn = token_wise.draw(operation, token_wise.Case((2, length, 8)))
     function = getattr(ops, operation)
 
@@ -201,7 +201,7 @@ elif BACKEND == "torch":
         own = [*tensors.values(), output, *states]
         storages = {t.untyped_storage().data_ptr() for t in own}
         extra = [t for t in kept if t.untyped_storage().data_ptr() not in storages]
-        # Beside what depends on the state, a number for a head of a token.
+        # Besides what depends on the state, one number per head and token.
         heads = output.numel() // output.shape[-1]
         assert sum(t.numel() for t in extra) <= sum(s.numel() for s in states) + heads
 

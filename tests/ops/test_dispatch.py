@@ -86,7 +86,7 @@ def test_unknown_names():
 
 @pytest.fixture
 def folder(monkeypatch):
-    """A folder of backends/ with one operation and nothing else."""
+    """A folder of `backends/` that implements a single operation."""
     name = "keras_recurrent.backends.picky"
     package = types.ModuleType(name)
     package.__path__ = []

@@ -1,4 +1,4 @@
-"""What is special to attention: heads that share keys, windows of any size, rings of any room."""
+"""Attention's own features: grouped-query heads, any window, ring buffers of any capacity."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""Masks, segments and what came before, against a walk along the row."""
+"""`token_kind` from masks, segments and the previous segment, against a loop over the tokens."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""What operations without a state are tried on: a row of `DRAW` for each, and their cases."""
+"""Inputs for tests of operations without a state: a `DRAW` function for each, and the cases."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""What is special to attention in Pallas: its digits, how rows are cut, and what is refused."""
+"""Attention in Pallas: precision of its products, blocks of rows, and refused arguments."""
 
 import base64
 import functools

@@ -1,4 +1,4 @@
-"""What is special to the Pallas kernels; that they compute what they should is in tests/ops."""
+"""Properties of the Pallas kernels other than their results, which tests/ops checks."""
 
 import importlib.util
 import json

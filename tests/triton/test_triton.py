@@ -1,4 +1,4 @@
-"""What only the Triton implementations have; their results are tested in tests/ops."""
+"""Properties of the Triton kernels other than their results, which tests/ops checks."""
 
 import functools
 import json
