@@ -25,7 +25,7 @@ MAKEFLAGS += --no-builtin-rules
 help:
 	@echo "make quickstart   train Hawk on the text of Python's documentation (KERAS_BACKEND=$(KERAS_BACKEND))"
 	@echo "make test         run the tests on $(BACKENDS); make test-jax runs one of them"
-	@echo "make test-slow    the tests of the TPU kernels in full, in JAX's interpreter and compiler"
+	@echo "make test-slow    the tests of kernels that make test leaves out for their time"
 	@echo "make lint         ruff and mypy"
 	@echo "make format       let ruff mend what it can"
 	@echo "make clean        remove $(VENV) and what was built"
@@ -42,6 +42,7 @@ $(BACKENDS:%=test-%): test-%: $(VENV)/.test
 
 test-slow: $(VENV)/.test
 	KERAS_BACKEND=jax $(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+	KERAS_BACKEND=torch $(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

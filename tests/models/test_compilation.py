@@ -1,5 +1,6 @@
 """Training steps compiled as a whole, and laid over several devices."""
 
+import functools
 import os
 import pathlib
 import subprocess
@@ -15,8 +16,20 @@ BACKEND = keras.config.backend()
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def test_a_compiled_step_is_a_plain_step():
-    """On torch, `compile` takes by far the most time of all; two blocks would take twice that."""
+# On torch, Inductor takes a minute for its C++; up to there a step is compiled either way.
+COMPILERS = ["default"]
+if BACKEND == "torch":
+    COMPILERS = ["aot_eager", pytest.param("default", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_a_compiled_step_is_a_plain_step(compiler, monkeypatch):
+    if compiler != "default":
+        import torch
+
+        torch.compiler.reset()
+        with_compiler = functools.partial(torch.compile, backend=compiler)
+        monkeypatch.setattr(torch, "compile", with_compiler)
     rng = np.random.default_rng(0)
     token_ids = rng.integers(3, VOCABULARY, (2, 9)).astype("int32")
     x = {"token_ids": token_ids[:, :-1], "padding_mask": np.ones((2, 8), "int32")}
