@@ -70,14 +70,24 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def _memory_is_short():
+    """Whether this process has its share of half the machine's memory, or nobody can tell."""
+    try:
+        pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return True
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    return pages > os.sysconf("SC_PHYS_PAGES") / 2 / workers
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _memory():
-    """After each module, free the programs it compiled; do not scan loaded modules for garbage.
+    """Do not scan loaded modules for garbage, and drop JAX's programs where memory is short.
 
-    JAX would keep gigabytes of programs; those that return are read from disk. Keras collects
-    garbage for each layer that it quantizes.
+    JAX keeps gigabytes of programs; those that return are read from disk. Keras collects garbage
+    for each layer that it quantizes.
     """
-    if os.environ["KERAS_BACKEND"] == "jax":
+    if os.environ["KERAS_BACKEND"] == "jax" and _memory_is_short():
         import jax
 
         jax.clear_caches()

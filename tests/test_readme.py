@@ -46,7 +46,13 @@ def test_presets(table, cls):
     assert said == {name: row["metadata"]["params"] for name, row in cls.presets.items()}
 
 
-@pytest.mark.parametrize("example", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
+def examples():
+    """XLA takes long to compile training, and tests of models train on every backend."""
+    for example in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
+        yield pytest.param(example, marks=pytest.mark.once) if ".fit(" in example else example
+
+
+@pytest.mark.parametrize("example", examples())
 def test_examples(example):
     exec(example, {})
 

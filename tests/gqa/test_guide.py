@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 @pytest.mark.once
 def test_guide(tmp_path):
     pytest.importorskip("matplotlib")
-    sizes = {"seeds": 1, "steps": 20, "width": 16, "layers": 1, "topics": 8, "groups": 2}
+    sizes = {"seeds": 1, "steps": 10, "width": 16, "layers": 1, "topics": 4, "groups": 2}
     arguments = [f"--{name}={value}" for name, value in sizes.items()]
     done = subprocess.run(
         [sys.executable, ROOT / "guides/gqa_uptraining.py", *arguments, "--output", tmp_path],

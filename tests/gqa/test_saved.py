@@ -126,6 +126,7 @@ def test_every_kind_of_converted_model_loads_after_importing_the_package(tmp_pat
         np.testing.assert_allclose(np.array(outputs), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.once
 def test_files_of_before_load():
     with np.load(BEFORE / "outputs.npz") as file:
         wanted = dict(file)

@@ -209,6 +209,7 @@ def test_recomputing_reads_no_trained_weight(name):
         assert all(read.name in earlier for read in reads if read.input[0] == weight), weight
 
 
+@pytest.mark.once
 def test_fit_lowers_the_loss():
     tokens = np.random.default_rng(0).integers(1, 7, (8, 8))
     sequence = keras.Input((None,), dtype="int32")

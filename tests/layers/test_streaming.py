@@ -173,7 +173,11 @@ def test_a_document_goes_on_without_ids(name):
 
 
 @streaming_layer
-@pytest.mark.parametrize("policy", ["float32", "bfloat16", "mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize(
+    "policy",
+    ["float32", "mixed_bfloat16"]
+    + [pytest.param(policy, marks=pytest.mark.once) for policy in ("bfloat16", "mixed_float16")],
+)
 def test_dtypes_of_states(name, policy):
     layer = built(name, dtype=policy, return_state=True)
     spec = layer(keras.Input((None, WIDTH)))[1]

@@ -27,7 +27,7 @@ def language_model(packed=False, sequence_length=16, family="griffin", **kwargs)
 
 
 @shared_by_families
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.once)])
 def test_it_learns_strings_and_writes_them(family, packed):
     model = language_model(packed, family=family)
     arguments = {"batch_size": 3, "epochs": 8, "verbose": 0, "shuffle": packed}

@@ -48,7 +48,7 @@ PROMPTS = {"one token, and a full row": (1, 4, LENGTH), "longer": (5, 9, 6)}
 
 def prompt_lengths(family):
     """All of them for one family; each makes XLA compile every sampler anew."""
-    return list(PROMPTS.values()) if family == "griffin" else [PROMPTS["longer"]]
+    return list(PROMPTS.values()) if family == SHARED[0] else [PROMPTS["longer"]]
 
 
 def every_sampler(names):

@@ -51,6 +51,7 @@ def classifier(**kwargs):
     return HGRN2ImageClassifier(HGRN2VisionBackbone(**{**SIZES, **kwargs}), num_classes=10)
 
 
+@pytest.mark.once
 def test_it_learns_digits():
     model = classifier()
     model.compile(

@@ -34,7 +34,7 @@ every_kernel = pytest.mark.parametrize(
 
 def shortened(case, implementation):
     """NumPy walks through a kernel's tiles one by one: a few tiles do, where a GPU takes many."""
-    return case._replace(length=min(case.length, 331)) if implementation in INTERPRETED else case
+    return case._replace(length=min(case.length, 139)) if implementation in INTERPRETED else case
 
 
 every_kernel_in_every_case = pytest.mark.parametrize(

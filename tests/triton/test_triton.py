@@ -18,7 +18,12 @@ import torch
 import keras_recurrent
 from keras_recurrent import dispatch, ops
 from keras_recurrent.backends.constants import GOES_ON, PADDING, STARTS
-from keras_recurrent.backends.triton import _banded_attention
+from keras_recurrent.backends.triton import (
+    _banded_attention,
+    _gated_states,
+    _linear_attention,
+    lightning_attention,
+)
 from tests.ops import native, test_kernels, test_token_wise, token_wise
 from tests.ops.cases import DRAW, Case, draw
 from tests.ops.test_ops import OPTIONS
@@ -134,6 +139,23 @@ def test_heads_of_several_tiles(operation):
     test_kernels.check(operation, "triton", draw(operation, case))
 
 
+@linear_attention
+def test_segments_of_time(operation, monkeypatch):
+    """Few heads are cut along time, where rows are long; here, into segments of one chunk."""
+    monkeypatch.setattr(_linear_attention, "_SHORTEST_SEGMENT", 1)
+    launches = _gated_states if operation == "gated_linear_attention" else lightning_attention
+    cuts = []
+
+    def recorded(programs, chunks):
+        cuts.append(_linear_attention.segments_of(programs, chunks))
+        return cuts[-1]
+
+    monkeypatch.setattr(launches, "segments_of", recorded)
+    case = Case(1, 139, 3, kinds=True, state=True, decays="near one")
+    test_kernels.check(operation, "triton", draw(operation, case))
+    assert set(cuts) == {(5, 1)}
+
+
 @pytest.mark.parametrize("programs", [1, 256])
 def test_heads_that_share_keys(programs, monkeypatch):
     """In one part or in several; some tiles of keys are seen by all rows, without a mask."""
@@ -151,7 +173,9 @@ def test_heads_that_share_keys(programs, monkeypatch):
 @every_operation
 @pytest.mark.parametrize("length", [1, 150])
 def test_tiles_that_are_not_full(operation, length):
-    """Two blocks of channels, the second one partial, and up to two tiles of a chain."""
+    """Two blocks of channels, the second one partial; one token, or several tiles of time."""
+    if operation.endswith("attention"):
+        length = min(length, 70)  # three chunks
     case = Case(1, length, 70, kinds=True, state=True)
     test_kernels.check(operation, "triton", draw(operation, case))
 
@@ -188,7 +212,7 @@ def test_compiled_without_graph_breaks(operation):
 
     torch.compiler.reset()  # torch keeps at most eight compilations of the same code
     compiled = torch.compile(implementation, fullgraph=True, dynamic=True, backend=count)
-    for length in (11, 23, 40):
+    for length in (11, 23):
         tensors = {n: t.requires_grad_() for n, t in arguments(operation, length).items()}
         results = []
         for function in (compiled, implementation):
