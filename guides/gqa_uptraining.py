@@ -33,6 +33,7 @@ HEADS, HEAD_DIM = 8, 32
 DROPOUT = 0.1
 LENGTH = 128  # bytes of a row
 BATCH_SIZE = 16
+VALIDATION_BATCH_SIZE = 256
 LEARNING_RATE = 2e-3
 
 
@@ -74,7 +75,7 @@ def compile_for_training(model, learning_rate):
 
 
 def bits_per_byte(model, validation):
-    return model.evaluate(*validation, batch_size=BATCH_SIZE, verbose=0) / math.log(2)
+    return model.evaluate(*validation, batch_size=VALIDATION_BATCH_SIZE, verbose=0) / math.log(2)
 
 
 # --- 3. Convert, look, train on, look again ---
@@ -91,6 +92,7 @@ def train_on(model, rows, plan, validation):
         steps_per_epoch=every,
         epochs=math.ceil(plan.steps / every),
         validation_data=validation,
+        validation_batch_size=VALIDATION_BATCH_SIZE,
         callbacks=plan.callbacks,
         verbose=0,
     ).history
