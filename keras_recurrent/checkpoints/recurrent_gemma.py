@@ -71,6 +71,8 @@ class RecurrentGemma(Layout):
         for name in ("lru_width", "num_query_heads", "sliding_window"):
             if arguments[name] is None:
                 raise self.cannot_hold(name, None, "a number")
+        if arguments["scale_first_input"]:
+            raise self.cannot_hold("scale_first_input", True, "False")
         names = {ours: theirs for theirs, ours in BLOCK_TYPES.items()}
         if not set(arguments["block_types"]) <= set(names):
             raise self.cannot_hold("block_types", arguments["block_types"], f"of {list(names)}")

@@ -5,10 +5,11 @@ import math
 import keras
 from keras import ops
 
-from keras_recurrent.backends.constants import DECAY_EXPONENT, MAX_SQRT_GRADIENT, STARTS
+from keras_recurrent.backends.constants import DECAY_EXPONENT, STARTS
 from keras_recurrent.layers.block_diagonal import apply_blocks, block_diagonal_dense
 from keras_recurrent.layers.checks import check_num_blocks, check_positive_integer
 from keras_recurrent.layers.initializers import clone_initializer, get_decay_initializer
+from keras_recurrent.layers.lru import input_multiplier, log_decay
 from keras_recurrent.layers.streaming import StreamingLayer
 from keras_recurrent.ops import complex_linear_scan, token_kind
 
@@ -41,6 +42,8 @@ class CGLRU(StreamingLayer):
         kernel_initializer: of W_a and W_x, with the width of a block as their fan-in.
         bias_initializer: of b_a and b_x.
         return_state: boolean, whether a call returns `(output, state)`.
+        scale_first_input: boolean, whether the square root multiplies the input of a document's
+            first token as well; see `keras_recurrent.layers.RGLRU`.
         **kwargs: `name`, `dtype`, `trainable`.
 
     Call arguments:
@@ -83,6 +86,7 @@ class CGLRU(StreamingLayer):
         kernel_initializer="lecun_normal",
         bias_initializer="zeros",
         return_state=False,
+        scale_first_input=False,
         **kwargs,
     ):
         super().__init__(return_state=return_state, **kwargs)
@@ -91,6 +95,7 @@ class CGLRU(StreamingLayer):
         self.a_initializer = get_decay_initializer(a_initializer)
         self.kernel_initializer = keras.initializers.get(kernel_initializer)
         self.bias_initializer = keras.initializers.get(bias_initializer)
+        self.scale_first_input = scale_first_input
 
     def build(self, input_shape):
         super().build(input_shape)
@@ -128,9 +133,10 @@ class CGLRU(StreamingLayer):
 
         r = ops.sigmoid(ops.cast(apply_blocks(self.recurrence_gate, inputs), self.state_dtype))
         i = ops.sigmoid(ops.cast(apply_blocks(self.input_gate, inputs), self.state_dtype))
-        log_a = -DECAY_EXPONENT * ops.softplus(-self.a_logit) * r
-        starts = ops.equal(kind, STARTS)[..., None]
-        multiplier = ops.where(starts, 1.0, _sqrt(-ops.expm1(2 * log_a)))
+        log_a = log_decay(self.a_logit, r)
+        multiplier = input_multiplier(log_a)
+        if not self.scale_first_input:
+            multiplier = ops.where(ops.equal(kind, STARTS)[..., None], 1.0, multiplier)
         scale = multiplier * i
         u = ops.concatenate([scale, scale], axis=-1) * ops.cast(inputs, self.state_dtype)
 
@@ -151,16 +157,8 @@ class CGLRU(StreamingLayer):
         return {
             **super().get_config(),
             "num_blocks": self.num_blocks,
+            "scale_first_input": self.scale_first_input,
             "a_initializer": keras.initializers.serialize(self.a_initializer),
             "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
             "bias_initializer": keras.initializers.serialize(self.bias_initializer),
         }
-
-
-def _sqrt(z):
-    """The square root, exactly, with its derivative 1 / sqrt(4z) held below MAX_SQRT_GRADIENT."""
-    derivative = ops.rsqrt(ops.maximum(4 * z, 1 / MAX_SQRT_GRADIENT**2))
-    # z - stop_gradient(z) is 0: the value stays, and the gradient is the bounded derivative.
-    return ops.stop_gradient(ops.sqrt(z)) + ops.stop_gradient(derivative) * (
-        z - ops.stop_gradient(z)
-    )

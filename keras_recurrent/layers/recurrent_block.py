@@ -32,6 +32,7 @@ class RecurrentBlock(StreamingLayer):
         kernel_initializer: of the three linear maps and of the gates.
         bias_initializer: of all biases.
         return_state: boolean, whether a call returns `(output, state)`.
+        scale_first_input: boolean; see `keras_recurrent.layers.RGLRU`.
         **kwargs: `name`, `dtype`, `trainable`.
 
     Call arguments:
@@ -99,6 +100,7 @@ class RecurrentBlock(StreamingLayer):
         kernel_initializer="lecun_normal",
         bias_initializer="zeros",
         return_state=False,
+        scale_first_input=False,
         **kwargs,
     ):
         super().__init__(return_state=return_state, **kwargs)
@@ -111,6 +113,7 @@ class RecurrentBlock(StreamingLayer):
         self.a_initializer = get_decay_initializer(a_initializer)
         self.kernel_initializer = keras.initializers.get(kernel_initializer)
         self.bias_initializer = keras.initializers.get(bias_initializer)
+        self.scale_first_input = scale_first_input
         with no_further_remat():
             self.conv1d = CausalConv1D(
                 kernel_size,
@@ -123,6 +126,7 @@ class RecurrentBlock(StreamingLayer):
                 a_initializer=clone_initializer(self.a_initializer),
                 kernel_initializer=clone_initializer(self.kernel_initializer),
                 bias_initializer=clone_initializer(self.bias_initializer),
+                scale_first_input=scale_first_input,
                 dtype=self.dtype_policy,
                 name="rg_lru",
             )
@@ -169,6 +173,7 @@ class RecurrentBlock(StreamingLayer):
             "lru_width": self.lru_width,
             "kernel_size": self.kernel_size,
             "num_blocks": self.num_blocks,
+            "scale_first_input": self.scale_first_input,
             "a_initializer": keras.initializers.serialize(self.a_initializer),
             "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
             "bias_initializer": keras.initializers.serialize(self.bias_initializer),

@@ -1,12 +1,15 @@
 """The real-gated linear recurrent unit."""
 
 import keras
+from keras import ops
 
+from keras_recurrent.backends.constants import STARTS
 from keras_recurrent.layers.block_diagonal import apply_blocks, block_diagonal_dense
 from keras_recurrent.layers.checks import check_num_blocks, check_positive_integer
 from keras_recurrent.layers.initializers import clone_initializer, get_decay_initializer
+from keras_recurrent.layers.lru import input_multiplier, log_decay
 from keras_recurrent.layers.streaming import StreamingLayer
-from keras_recurrent.ops import rg_lru
+from keras_recurrent.ops import rg_lru, token_kind
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -17,7 +20,7 @@ class RGLRU(StreamingLayer):
     r_t = σ(W_a x_t + b_a)                           recurrence gate
     i_t = σ(W_x x_t + b_x)                           input gate
     log a_t = -8 softplus(-Λ) r_t                    a = σ(Λ), a_t = a^(8 r_t)
-    h_t = a_t h_{t-1} + sqrt(1 - a_t^2) (i_t x_t)    h_t = i_t x_t where a document starts
+    h_t = a_t h_{t-1} + sqrt(1 - a_t^2) (i_t x_t)    h_t = i_t x_t at a document's start
     ```
 
     De et al. 2024 (arXiv:2402.19427, section 2.4). W_a and W_x are block-diagonal and see the
@@ -32,6 +35,9 @@ class RGLRU(StreamingLayer):
         kernel_initializer: of W_a and W_x, with the width of a block as their fan-in.
         bias_initializer: of b_a and b_x.
         return_state: boolean, whether a call returns `(output, state)`.
+        scale_first_input: boolean, whether the square root multiplies the input of a document's
+            first token as well, as equation 4 of the paper has it. False: h = i x there, as in
+            DeepMind's released code, which RecurrentGemma was trained with.
         **kwargs: `name`, `dtype`, `trainable`.
 
     Call arguments:
@@ -76,6 +82,7 @@ class RGLRU(StreamingLayer):
         kernel_initializer="lecun_normal",
         bias_initializer="zeros",
         return_state=False,
+        scale_first_input=False,
         **kwargs,
     ):
         super().__init__(return_state=return_state, **kwargs)
@@ -84,6 +91,7 @@ class RGLRU(StreamingLayer):
         self.a_initializer = get_decay_initializer(a_initializer)
         self.kernel_initializer = keras.initializers.get(kernel_initializer)
         self.bias_initializer = keras.initializers.get(bias_initializer)
+        self.scale_first_input = scale_first_input
 
     def build(self, input_shape):
         super().build(input_shape)
@@ -100,15 +108,29 @@ class RGLRU(StreamingLayer):
         )
 
     def stream(self, inputs, tokens, state):
+        gate_a = apply_blocks(self.recurrence_gate, inputs)
+        gate_x = apply_blocks(self.input_gate, inputs)
+        if self.scale_first_input:
+            inputs = self._scaled_at_starts(inputs, gate_a, tokens)
         output, hidden = rg_lru(
             inputs,
-            apply_blocks(self.recurrence_gate, inputs),
-            apply_blocks(self.input_gate, inputs),
+            gate_a,
+            gate_x,
             self.a_logit,
             initial_state=state.get("hidden"),
             token_kind=tokens.kind,
         )
         return output, {"hidden": hidden}
+
+    def _scaled_at_starts(self, inputs, gate_a, tokens):
+        """The inputs, times the square root at tokens where `rg_lru` leaves it out."""
+        kind = token_kind(inputs) if tokens.kind is None else tokens.kind
+        starts = ops.equal(kind, STARTS)[..., None]
+        # Elsewhere zeros, since padding may hold NaN, which would reach gradients.
+        x, gate_a = (ops.where(starts, x, ops.zeros_like(x)) for x in (inputs, gate_a))
+        r = ops.sigmoid(ops.cast(gate_a, self.state_dtype))
+        scaled = input_multiplier(log_decay(self.a_logit, r)) * ops.cast(x, self.state_dtype)
+        return ops.where(starts, ops.cast(scaled, inputs.dtype), inputs)
 
     def own_state_spec(self, batch_size=None):
         self._check_built()
@@ -118,6 +140,7 @@ class RGLRU(StreamingLayer):
         return {
             **super().get_config(),
             "num_blocks": self.num_blocks,
+            "scale_first_input": self.scale_first_input,
             "a_initializer": keras.initializers.serialize(self.a_initializer),
             "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
             "bias_initializer": keras.initializers.serialize(self.bias_initializer),

@@ -39,31 +39,27 @@ def unit(layer, values=None):
 
 
 class RGLRU:
-    def __init__(self, weights):
-        self.w, self.h = weights, None
+    def __init__(self, weights, scale_first_input=False):
+        self.w, self.h, self.scale_first = weights, None, scale_first_input
 
     def step(self, x):
         r, i = sigmoid(gate(self.w, "recurrence_gate", x)), sigmoid(gate(self.w, "input_gate", x))
         a = sigmoid(self.w["a_logit"]) ** (8 * r)
-        if self.h is None:
-            self.h = i * x
-        else:
-            self.h = a * self.h + np.sqrt(1 - a**2) * i * x
+        scale = 1 if self.h is None and not self.scale_first else np.sqrt(1 - a**2)
+        self.h = scale * i * x + (0 if self.h is None else a * self.h)
         return self.h
 
 
 class CGLRU:
-    def __init__(self, weights):
-        self.w, self.h = weights, None
+    def __init__(self, weights, scale_first_input=False):
+        self.w, self.h, self.scale_first = weights, None, scale_first_input
 
     def step(self, x):
         r, i = sigmoid(gate(self.w, "recurrence_gate", x)), sigmoid(gate(self.w, "input_gate", x))
         u = x[: len(x) // 2] + 1j * x[len(x) // 2 :]
         a = sigmoid(self.w["a_logit"]) ** (8 * r) * np.exp(1j * self.w["theta"] * 8 * r)
-        if self.h is None:
-            self.h = i * u
-        else:
-            self.h = a * self.h + np.sqrt(1 - np.abs(a) ** 2) * i * u
+        scale = 1 if self.h is None and not self.scale_first else np.sqrt(1 - np.abs(a) ** 2)
+        self.h = scale * i * u + (0 if self.h is None else a * self.h)
         return np.concatenate([self.h.real, self.h.imag])
 
 
@@ -82,10 +78,10 @@ class CausalConv1D:
 
 
 class RecurrentBlock:
-    def __init__(self, weights):
+    def __init__(self, weights, scale_first_input=False):
         self.w = weights
         self.conv1d = CausalConv1D(below(weights, "conv1d"))
-        self.rg_lru = RGLRU(below(weights, "rg_lru"))
+        self.rg_lru = RGLRU(below(weights, "rg_lru"), scale_first_input)
 
     def step(self, x):
         recurrent = self.rg_lru.step(self.conv1d.step(linear(self.w, "linear_x", x)))
@@ -242,6 +238,9 @@ UNITS = {
     )
 }
 OPTIONS = {
+    RGLRU: ("scale_first_input",),
+    CGLRU: ("scale_first_input",),
+    RecurrentBlock: ("scale_first_input",),
     CausalConv1D: ("activation",),
     LocalAttention: ATTENTION_CONFIG,
     HGRN2: ("expand_ratio", "gate_activation", "input_activation"),

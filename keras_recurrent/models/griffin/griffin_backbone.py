@@ -56,6 +56,8 @@ class GriffinBackbone(RecurrentBackbone):
         final_logit_soft_cap: float, s in logits `s tanh(z / s)`; None: z as it is.
         a_initializer: how the recurrences' decays start; see `keras_recurrent.layers.RGLRU`.
         layer_norm_epsilon: float, ε of all RMSNorms.
+        scale_first_input: boolean, whether recurrences scale a document's first input as the
+            paper's equation 4 does; see `keras_recurrent.layers.RGLRU`. No preset does.
         dtype: a dtype, policy or its name; `"mixed_bfloat16"` computes in bfloat16 but keeps
             weights, recurrences and their states in float32.
         name: string.
@@ -118,6 +120,7 @@ class GriffinBackbone(RecurrentBackbone):
         final_logit_soft_cap=None,
         a_initializer="griffin",
         layer_norm_epsilon=1e-6,
+        scale_first_input=False,
         dtype=None,
         name=None,
         trainable=True,
@@ -139,6 +142,7 @@ class GriffinBackbone(RecurrentBackbone):
                 lru_width,
                 num_blocks=num_blocks,
                 a_initializer=a_initializer,
+                scale_first_input=scale_first_input,
                 dtype=dtype,
                 name="temporal_block",
             )
@@ -209,6 +213,7 @@ class GriffinBackbone(RecurrentBackbone):
         self.partial_rotary_factor = partial_rotary_factor
         self.final_logit_soft_cap = final_logit_soft_cap
         self.a_initializer = a_initializer
+        self.scale_first_input = scale_first_input
         self.layer_norm_epsilon = layer_norm_epsilon
 
     def default_lora_layer_names(self):
@@ -286,6 +291,7 @@ class GriffinBackbone(RecurrentBackbone):
             "embedding_scale": self.embedding_scale,
             "final_logit_soft_cap": self.final_logit_soft_cap,
             "a_initializer": keras.saving.serialize_keras_object(self.a_initializer),
+            "scale_first_input": self.scale_first_input,
             "layer_norm_epsilon": self.layer_norm_epsilon,
         }
 
