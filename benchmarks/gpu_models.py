@@ -1,9 +1,10 @@
 """Whole models on a CUDA GPU: `python -m benchmarks.gpu_models > benchmarks/results/gpu_models.md`.
 
 Arguments, `hgrn2` or `recurrentgemma`, choose one model; without any, both are measured. A training
-step, forward and backward, of HGRN2 is compared with flash-linear-attention's and of RecurrentGemma
+step, forward, backward and update, of HGRN2 is compared with flash-linear-attention's and of RecurrentGemma
 with transformers' (`pip install flash-linear-attention transformers`): models of the same sizes in
-bfloat16, freshly initialised, on the same tokens.
+bfloat16, freshly initialised, on the same tokens. Each is updated by the AdamW of its users, that of
+Keras or torch's own, fused, with slots in bfloat16.
 """
 
 import datetime
@@ -23,6 +24,7 @@ import torch
 from benchmarks import peers
 from keras_recurrent.models import GriffinCausalLM, HGRN2CausalLM, TokenCrossentropy
 
+RUNS = 3
 HGRN2 = {"batch": 8, "length": 2048, "repeats": 10}
 # A step of the peer takes 12 seconds.
 GEMMA = {"batch": 1, "length": 2048, "repeats": 1}
@@ -88,35 +90,53 @@ def weights_of(model):
     return list(model.parameters())
 
 
+def update_of(model):
+    """A function that updates the weights by their gradients."""
+    weights = weights_of(model)
+    if not isinstance(model, keras.Model):
+        return torch.optim.AdamW(weights, lr=1e-5, fused=True).step
+    optimizer = keras.optimizers.AdamW(1e-5)
+    optimizer.build(model.trainable_variables)
+
+    def update():
+        with torch.no_grad():
+            optimizer.apply([weight.grad for weight in weights])
+
+    return update
+
+
 def count(model):
     return sum(weight.numel() for weight in weights_of(model))
 
 
 def measure(name, model, loss, vocabulary, *, batch, length, repeats):
     token_ids = torch.randint(vocabulary, (batch, length), device="cuda")
-    weights = weights_of(model)
+    weights, update = weights_of(model), update_of(model)
 
     def step():
         for weight in weights:
             weight.grad = None
         loss(token_ids).backward()
+        update()
 
     start = time.perf_counter()
     step()
     torch.cuda.synchronize()
     first = time.perf_counter() - start
     torch.cuda.reset_peak_memory_stats()
-    start = time.perf_counter()
-    for _ in range(repeats):
-        step()
-    torch.cuda.synchronize()
-    seconds = (time.perf_counter() - start) / repeats
+    speeds = []
+    for _ in range(RUNS):
+        start = time.perf_counter()
+        for _ in range(repeats):
+            step()
+        torch.cuda.synchronize()
+        speeds.append(repeats * batch * length / (time.perf_counter() - start))
     peak = torch.cuda.max_memory_allocated() / 2**30
     cells = (
         name,
         f"{count(model):,}",
         f"{batch}×{length}",
-        f"{batch * length / seconds:,.0f}",
+        f"{min(speeds):,.0f} to {max(speeds):,.0f}",
         f"{peak:.1f}",
         f"{first:.1f}",
     )
@@ -175,7 +195,9 @@ def main(names):
     packages = ("torch", "triton", "flash-linear-attention", "transformers", "keras")
     versions = ", ".join(f"{p} {importlib.metadata.version(p)}" for p in packages)
     print(f"# Whole models on a GPU\n\n{torch.cuda.get_device_name()}, {datetime.date.today()}.")
-    print(f"{versions}.\nForward and backward, bfloat16.\n")
+    print(
+        f"{versions}.\nForward, backward and update, bfloat16; the least and the most of {RUNS} runs.\n"
+    )
     print("| model | parameters | batch×length | tokens/s | peak GiB | first step s |")
     print("| --- | ---: | ---: | ---: | ---: | ---: |", flush=True)
     for name in names or MODELS:

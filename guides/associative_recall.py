@@ -20,7 +20,7 @@ import keras
 import matplotlib.figure
 
 from keras_recurrent.datasets import associative_recall
-from keras_recurrent.layers import HGRN, HGRN2, CausalConv1D, LowerBounds, RMSNorm
+from keras_recurrent.layers import HGRN, HGRN2, CausalConv1D, LowerBounds, RMSNorm, StreamingLayer
 from keras_recurrent.models import HGRN2ResidualBlock
 
 VOCABULARY = 64
@@ -30,10 +30,42 @@ LAYERS = 2
 BATCH_SIZE = 64
 LEARNING_RATE = 5e-3
 
-MIXERS = {"HGRN": HGRN, "HGRN2": lambda: HGRN2(expand_ratio=HEAD)}
+
+# --- 1. Two models of the same maps and parameters, whose states differ ---
 
 
-# --- 1. Two models that differ in nothing but their state ---
+class ProjectedHGRN(StreamingLayer):
+    """HGRN with what HGRN2 has behind its recurrence as well: a norm and an output projection.
+
+    Both layers then have four kernels of the width squared: HGRN's output gate is HGRN2's query.
+    """
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        self.hgrn = HGRN(name="hgrn")
+        self.norm = RMSNorm(zero_centered=False, name="norm")
+        self.projection = keras.layers.Dense(self.width, use_bias=False, name="projection")
+        for layer in (self.hgrn, self.norm, self.projection):
+            layer.build(input_shape)
+
+    def streaming_sublayers(self):
+        return {"hgrn": self.hgrn}
+
+    def check_arguments(self, inputs, lower_bound=None, **kwargs):
+        super().check_arguments(inputs, **kwargs)
+
+    def stream(self, inputs, tokens, state, lower_bound=None):
+        h, after = self.hgrn(
+            inputs,
+            lower_bound=lower_bound,
+            tokens=tokens,
+            initial_state=state.get("hgrn"),
+            return_state=True,
+        )
+        return self.projection(self.norm(h)), {"hgrn": after}
+
+
+MIXERS = {"HGRN": ProjectedHGRN, "HGRN2": lambda: HGRN2(expand_ratio=HEAD)}
 
 
 def build(name):

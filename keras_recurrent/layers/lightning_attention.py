@@ -35,16 +35,19 @@ class LightningAttention(StreamingLayer):
     "paper"         λ = exp(-(8 h / H) (1 - l / L))
     ```
 
-    "paper" is what the papers print; its first head remembers the longest. "checkpoints" is what
-    the published models compute, with the slopes s_h of ALiBi (Press et al. 2021,
-    arXiv:2108.12409); its last head remembers the longest. Where H is a power of two, s_h =
+    "paper" is what the papers print. It forgets quickly: what a head remembers falls to 1 / e in
+    1 / ((8 h / H) (1 - l / L)) tokens, that is H / 8 in the first head of the first layer, H / 4
+    halfway up, H L / 8 in the last layer, and less than one token in half of all heads. It is there
+    to repeat the papers. "checkpoints" is what the published models compute, with the slopes s_h of
+    ALiBi (Press et al. 2021, arXiv:2108.12409); its last head remembers the longest, 256 tokens in
+    the first layer and more in each layer above. Where H is a power of two, s_h =
     2^(-8 h / H). Otherwise, with n the largest power of two below H, the slopes of n heads are
     followed by every second one of 2 n heads, from the first on.
 
     Args:
         num_heads: integer, H.
         head_dim: integer, the size of a head; 128 in the published models.
-        decay_schedule: `"checkpoints"` or `"paper"`.
+        decay_schedule: `"checkpoints"`, or `"paper"`, which forgets within a few tokens; see above.
         layer_index: integer, l, the layer's place in its network, from 0.
         num_layers: integer, L, the number of such layers.
         use_lrpe: boolean, whether queries and keys get positions.

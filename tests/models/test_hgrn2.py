@@ -108,7 +108,7 @@ PRESETS = {
 
 
 @pytest.mark.once
-def test_parameters_are_those_of_the_paper():
+def test_parameters_follow_from_the_sizes_in_the_paper():
     assert list(HGRN2CausalLM.presets) == list(HGRN2Backbone.presets) == list(PRESETS)
     for name, (layers, d, m, vocabulary, copies) in PRESETS.items():
         mixing, channels, norms, bound = 4 * d * d, 3 * d * m, 3 * d, d
@@ -121,6 +121,13 @@ def test_parameters_are_those_of_the_paper():
         said = published if name.endswith("_100b") else "no weights are published"
         assert said in listed["description"], name
     assert HGRN2CausalLM.presets["hgrn2_1.3b_100b"]["metadata"]["params"] == 1_364_396_032
+
+
+@pytest.mark.once
+def test_parameters_that_the_paper_prints():
+    """44.66 million on WikiText-103 (table 4), whose depth and widths it does not print."""
+    parameters = HGRN2CausalLM.presets["hgrn2_44m"]["metadata"]["params"]
+    assert parameters == pytest.approx(44.66e6, rel=2e-3)
 
 
 def test_published_weights_load_by_default(monkeypatch):

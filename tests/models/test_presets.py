@@ -74,7 +74,7 @@ def count_without_memory(name, cls=GriffinBackbone, **kwargs):
 
 @pytest.mark.once
 @pytest.mark.parametrize("name", NAMES)
-def test_parameters_are_those_of_the_paper(name):
+def test_parameters_follow_from_the_sizes_in_the_paper(name):
     listed = GriffinCausalLM.presets[name]["metadata"]["params"]
     assert listed == parameters(name)
     assert count_without_memory(name, load_weights=False) == listed

@@ -34,7 +34,7 @@ def parameters(name):
 
 @pytest.mark.once
 @pytest.mark.parametrize("name", SIZES)
-def test_parameters_are_those_of_the_paper(name):
+def test_parameters_follow_from_the_sizes_in_the_paper(name):
     listed = TransNormerCausalLM.presets[name]["metadata"]["params"]
     assert listed == parameters(name)
     with keras.StatelessScope(initialize_variables=False):

@@ -30,7 +30,8 @@ class TransNormerBackbone(RecurrentBackbone):
         num_heads: integer, heads of Lightning Attention.
         head_dim: integer, the size of a head; `hidden_dim / num_heads` in the published models.
             Defaults to 128.
-        decay_schedule: `"checkpoints"`, as the published models compute, or `"paper"`; see
+        decay_schedule: `"checkpoints"`, as the published models compute, or `"paper"`, with which
+            all but the last layers forget within a few tokens; see
             `keras_recurrent.layers.LightningAttention`.
         tie_word_embeddings: whether the logits come from the embedding's weights. Defaults to
             False: from weights of their own, as in the published models.
