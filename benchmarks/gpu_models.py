@@ -1,10 +1,10 @@
 """Whole models on a CUDA GPU: `python -m benchmarks.gpu_models > benchmarks/results/gpu_models.md`.
 
 Arguments, `hgrn2` or `recurrentgemma`, choose one model; without any, both are measured. A training
-step, forward, backward and update, of HGRN2 is compared with flash-linear-attention's and of RecurrentGemma
-with transformers' (`pip install flash-linear-attention transformers`): models of the same sizes in
-bfloat16, freshly initialised, on the same tokens. Each is updated by the AdamW of its users, that of
-Keras or torch's own, fused, with slots in bfloat16.
+step (forward, backward and update) of HGRN2 is compared with flash-linear-attention's and of
+RecurrentGemma with transformers' (`pip install flash-linear-attention transformers`): models of the
+same sizes in bfloat16, freshly initialised, on the same tokens. Each is updated by the AdamW of its
+users, that of Keras or torch's own, fused, with slots in bfloat16.
 """
 
 import datetime
@@ -195,9 +195,7 @@ def main(names):
     packages = ("torch", "triton", "flash-linear-attention", "transformers", "keras")
     versions = ", ".join(f"{p} {importlib.metadata.version(p)}" for p in packages)
     print(f"# Whole models on a GPU\n\n{torch.cuda.get_device_name()}, {datetime.date.today()}.")
-    print(
-        f"{versions}.\nForward, backward and update, bfloat16; the least and the most of {RUNS} runs.\n"
-    )
+    print(f"{versions}.\nForward, backward and update, bfloat16; each {RUNS} times.\n")
     print("| model | parameters | batch×length | tokens/s | peak GiB | first step s |")
     print("| --- | ---: | ---: | ---: | ---: | ---: |", flush=True)
     for name in names or MODELS:
