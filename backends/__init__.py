@@ -62,8 +62,15 @@ and return the output alone.
 
 ## How to add one
 
-Write the file: the tests find it by its name and compare it with the reference. A new folder also
-has to be named in `PREFERENCE` of `keras_recurrent/dispatch.py` and among the packages in
-pyproject.toml. Import by the full name, `keras_recurrent.backends.…`: `import backends` would load
-every module a second time.
+Write the file: the tests find it by its name and compare it with the reference. On torch,
+
+    KERAS_BACKEND=torch python -m pytest tests/ops -k "linear_scan and torch"
+
+runs them for one operation and implementation. Gradients are given in the framework's own way:
+`jax.custom_vjp`, `tf.custom_gradient`, or `register_gradient` of `torch/_common.py`.
+
+A new folder also has to be named in `PREFERENCE` of `keras_recurrent/dispatch.py` and among the
+packages in pyproject.toml. Where it needs a package or a device that may be missing, its
+`__init__.py` defines `unavailable()`, which returns the reason, or None. Import by the full name,
+`keras_recurrent.backends.…`: `import backends` would load every module a second time.
 '''

@@ -36,8 +36,8 @@ class HGRN2(BoundedLayer):
             larger than that of an `HGRN` the state is. 128 in the paper.
         gate_activation: of the output gate; `"silu"`, in the paper `"sigmoid"`.
         input_activation: of the input; `"linear"`, in the paper `"silu"`.
-        conv_size: integer, the tokens that short causal convolutions see, one each behind W_q, W_f
-            and W_i; None: there are none.
+        conv_size: integer, the tokens that short causal convolutions without bias see, one each
+            behind W_q, W_f and W_i, before the activations above; None: there are none.
         kernel_initializer: of all kernels.
         return_state: boolean, whether a call returns `(output, state)`.
         **kwargs: `name`, `dtype`, `trainable`.

@@ -19,7 +19,7 @@ class LightningAttention(StreamingLayer):
     ```
     q_t, k_t = silu(W_q x_t), silu(W_k x_t);   v_t, u_t = W_v x_t, W_u x_t
     S_t = λ S_{t-1} + k_t v_t^T;   o_t = S_t^T q_t               in each head, not scaled
-    y_t = W_o (u_t * SimpleRMSNorm(o_t))                         the norm over all heads
+    y_t = W_o (u_t * SimpleRMSNorm(o_t))                         the norm over all heads, ε = 1e-6
     ```
 
     Qin et al. 2024 (arXiv:2405.17381) and 2023 (arXiv:2307.14995). Time grows as the length, and

@@ -41,8 +41,8 @@ class LocalAttention(StreamingLayer):
             without a window, here or in `get_initial_state`; with one, a state needs no more than
             `sliding_window - 1`. After each call, a state forgets the oldest tokens of a longer
             document: which, then depends on where the sequence was cut.
-        rope_max_wavelength: number; channel pair j turns by its power -2j / r in radians a token,
-            where r is the number of channels that turn.
+        rope_max_wavelength: number; channels j and j + r / 2 are a pair, which turns by its power
+            -2j / r in radians a token, where r is the number of channels that turn.
         partial_rotary_factor: float, the part of a head's channels that turn, the first ones; 0:
             no positions.
         kernel_initializer: of the four linear maps.

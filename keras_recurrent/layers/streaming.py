@@ -190,12 +190,9 @@ class StreamingLayer(RecomputableLayer):
         **kwargs,
     ):
         return_state, places = self._returns_state(return_state), {}
-        if tokens is not None:
-            self._check_tokens(tokens, mask, segment_ids, initial_state)
-        else:
-            mask = inputs_mask if mask is None else mask
-            self._check(inputs, mask, segment_ids, initial_state, return_state)
-            self.check_arguments(inputs, **kwargs)
+        mask = inputs_mask if mask is None and tokens is None else mask
+        self._check(inputs, mask, segment_ids, initial_state, return_state, tokens, kwargs)
+        if tokens is None:
             tokens, places = find_tokens(
                 *(inputs, mask, segment_ids, initial_state),
                 uses_position=self.uses_position,
@@ -224,12 +221,8 @@ class StreamingLayer(RecomputableLayer):
         **kwargs,
     ):
         return_state = self._returns_state(return_state)
-        if tokens is not None:
-            self._check_tokens(tokens, mask, segment_ids, initial_state)
-        else:
-            mask = inputs_mask if mask is None else mask
-            self._check(inputs, mask, segment_ids, initial_state, return_state)
-            self.check_arguments(inputs, **kwargs)
+        mask = inputs_mask if mask is None and tokens is None else mask
+        self._check(inputs, mask, segment_ids, initial_state, return_state, tokens, kwargs)
         output = keras.KerasTensor(inputs.shape, dtype=self.compute_dtype)
         if not return_state:
             return output
@@ -321,7 +314,12 @@ class StreamingLayer(RecomputableLayer):
                 "got one with `segment`, which belongs to the outermost layer."
             )
 
-    def _check(self, inputs, mask, segment_ids, state, return_state):
+    def _check(self, inputs, mask, segment_ids, state, return_state, tokens, arguments):
+        """Raise for call arguments that do not fit. Inside another layer, that one has checked."""
+        if tokens is not None:
+            self._check_tokens(tokens, mask, segment_ids, state)
+            return
+        self.check_arguments(inputs, **arguments)
         batch, length = inputs.shape[:2]
         if state is None and return_state and not self.keeps_state:
             raise self.no_bound()

@@ -15,7 +15,8 @@ class GriffinResidualBlock(ResidualBlock):
     x = x + GatedMLP(RMSNorm(x))
     ```
 
-    De et al. 2024 (arXiv:2402.19427, section 2.1).
+    De et al. 2024 (arXiv:2402.19427, section 2.1). The norms multiply by 1 + `scale`, as in
+    DeepMind's released code.
 
     With `keras.RematScope` around its making, the block keeps only its inputs for the backward
     pass and computes the rest once more; what is inside the block never does so by itself.
