@@ -6,16 +6,14 @@ import keras
 from keras import ops
 
 from keras_recurrent.backends.constants import DECAY_EXPONENT, STARTS
-from keras_recurrent.layers.block_diagonal import apply_blocks, block_diagonal_dense
-from keras_recurrent.layers.checks import check_num_blocks, check_positive_integer
-from keras_recurrent.layers.initializers import clone_initializer, get_decay_initializer
-from keras_recurrent.layers.lru import input_multiplier, log_decay
-from keras_recurrent.layers.streaming import StreamingLayer
+from keras_recurrent.layers.block_diagonal import apply_blocks
+from keras_recurrent.layers.checks import check_num_blocks
+from keras_recurrent.layers.lru import GatedLRU, input_multiplier
 from keras_recurrent.ops import complex_linear_scan, token_kind
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-class CGLRU(StreamingLayer):
+class CGLRU(GatedLRU):
     """The complex-gated linear recurrent unit (CG-LRU), Griffin's complex variant of the RG-LRU.
 
     ```
@@ -79,24 +77,6 @@ class CGLRU(StreamingLayer):
     ```
     """
 
-    def __init__(
-        self,
-        num_blocks=16,
-        a_initializer="griffin",
-        kernel_initializer="lecun_normal",
-        bias_initializer="zeros",
-        return_state=False,
-        scale_first_input=False,
-        **kwargs,
-    ):
-        super().__init__(return_state=return_state, **kwargs)
-        check_positive_integer("num_blocks", num_blocks)
-        self.num_blocks = num_blocks
-        self.a_initializer = get_decay_initializer(a_initializer)
-        self.kernel_initializer = keras.initializers.get(kernel_initializer)
-        self.bias_initializer = keras.initializers.get(bias_initializer)
-        self.scale_first_input = scale_first_input
-
     def build(self, input_shape):
         super().build(input_shape)
         if self.width % 2:
@@ -111,15 +91,7 @@ class CGLRU(StreamingLayer):
                 f"`num_blocks` must divide the width of the inputs, {self.width}, into blocks of "
                 f"even width; got {self.num_blocks}, blocks of width {block_width}."
             )
-        self.recurrence_gate = block_diagonal_dense(self, "recurrence_gate", block_width // 2)
-        self.input_gate = block_diagonal_dense(self, "input_gate", block_width // 2)
-        self.a_logit = self.add_weight(
-            name="a_logit",
-            shape=(self.width // 2,),
-            initializer=clone_initializer(self.a_initializer),
-            dtype=self.state_dtype,
-            autocast=False,
-        )
+        self.add_gates_and_decays(self.width // 2)
         self.theta = self.add_weight(
             name="theta",
             shape=(self.width // 2,),
@@ -133,7 +105,7 @@ class CGLRU(StreamingLayer):
 
         r = ops.sigmoid(ops.cast(apply_blocks(self.recurrence_gate, inputs), self.state_dtype))
         i = ops.sigmoid(ops.cast(apply_blocks(self.input_gate, inputs), self.state_dtype))
-        log_a = log_decay(self.a_logit, r)
+        log_a = self.log_decay(r)
         multiplier = input_multiplier(log_a)
         if not self.scale_first_input:
             multiplier = ops.where(ops.equal(kind, STARTS)[..., None], 1.0, multiplier)
@@ -148,17 +120,3 @@ class CGLRU(StreamingLayer):
             token_kind=kind,
         )
         return ops.cast(output, self.compute_dtype), {"hidden": hidden}
-
-    def own_state_spec(self, batch_size=None):
-        self._check_built()
-        return {"hidden": self.array_spec(batch_size, self.width)}
-
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "num_blocks": self.num_blocks,
-            "scale_first_input": self.scale_first_input,
-            "a_initializer": keras.initializers.serialize(self.a_initializer),
-            "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
-            "bias_initializer": keras.initializers.serialize(self.bias_initializer),
-        }

@@ -1,13 +1,66 @@
 """What the real-gated and the complex-gated linear recurrent units have in common."""
 
+import keras
 from keras import ops
 
 from keras_recurrent.backends.constants import DECAY_EXPONENT, MAX_SQRT_GRADIENT
+from keras_recurrent.layers.block_diagonal import block_diagonal_dense
+from keras_recurrent.layers.checks import check_positive_integer
+from keras_recurrent.layers.initializers import clone_initializer, get_decay_initializer
+from keras_recurrent.layers.streaming import StreamingLayer
 
 
-def log_decay(a_logit, recurrence_gate):
-    """log |a_t| = -8 softplus(-Λ) r_t."""
-    return -DECAY_EXPONENT * ops.softplus(-a_logit) * recurrence_gate
+class GatedLRU(StreamingLayer):
+    """The arguments, gates, decays and state of `RGLRU` and `CGLRU`."""
+
+    def __init__(
+        self,
+        num_blocks=16,
+        a_initializer="griffin",
+        kernel_initializer="lecun_normal",
+        bias_initializer="zeros",
+        return_state=False,
+        scale_first_input=False,
+        **kwargs,
+    ):
+        super().__init__(return_state=return_state, **kwargs)
+        check_positive_integer("num_blocks", num_blocks)
+        self.num_blocks = num_blocks
+        self.a_initializer = get_decay_initializer(a_initializer)
+        self.kernel_initializer = keras.initializers.get(kernel_initializer)
+        self.bias_initializer = keras.initializers.get(bias_initializer)
+        self.scale_first_input = scale_first_input
+
+    def add_gates_and_decays(self, channels):
+        """The two gates, from the layer's width to `channels`, and Λ of each channel."""
+        block_width = channels // self.num_blocks
+        self.recurrence_gate = block_diagonal_dense(self, "recurrence_gate", block_width)
+        self.input_gate = block_diagonal_dense(self, "input_gate", block_width)
+        self.a_logit = self.add_weight(
+            name="a_logit",
+            shape=(channels,),
+            initializer=clone_initializer(self.a_initializer),
+            dtype=self.state_dtype,
+            autocast=False,
+        )
+
+    def log_decay(self, recurrence_gate):
+        """log |a_t| = -8 softplus(-Λ) r_t."""
+        return -DECAY_EXPONENT * ops.softplus(-self.a_logit) * recurrence_gate
+
+    def own_state_spec(self, batch_size=None):
+        self._check_built()
+        return {"hidden": self.array_spec(batch_size, self.width)}
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "num_blocks": self.num_blocks,
+            "a_initializer": keras.initializers.serialize(self.a_initializer),
+            "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
+            "bias_initializer": keras.initializers.serialize(self.bias_initializer),
+            "scale_first_input": self.scale_first_input,
+        }
 
 
 def input_multiplier(log_a):

@@ -4,16 +4,14 @@ import keras
 from keras import ops
 
 from keras_recurrent.backends.constants import STARTS
-from keras_recurrent.layers.block_diagonal import apply_blocks, block_diagonal_dense
-from keras_recurrent.layers.checks import check_num_blocks, check_positive_integer
-from keras_recurrent.layers.initializers import clone_initializer, get_decay_initializer
-from keras_recurrent.layers.lru import input_multiplier, log_decay
-from keras_recurrent.layers.streaming import StreamingLayer
+from keras_recurrent.layers.block_diagonal import apply_blocks
+from keras_recurrent.layers.checks import check_num_blocks
+from keras_recurrent.layers.lru import GatedLRU, input_multiplier
 from keras_recurrent.ops import rg_lru, token_kind
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-class RGLRU(StreamingLayer):
+class RGLRU(GatedLRU):
     """The real-gated linear recurrent unit (RG-LRU) of Griffin and Hawk.
 
     ```
@@ -75,37 +73,10 @@ class RGLRU(StreamingLayer):
     ```
     """
 
-    def __init__(
-        self,
-        num_blocks=16,
-        a_initializer="griffin",
-        kernel_initializer="lecun_normal",
-        bias_initializer="zeros",
-        return_state=False,
-        scale_first_input=False,
-        **kwargs,
-    ):
-        super().__init__(return_state=return_state, **kwargs)
-        check_positive_integer("num_blocks", num_blocks)
-        self.num_blocks = num_blocks
-        self.a_initializer = get_decay_initializer(a_initializer)
-        self.kernel_initializer = keras.initializers.get(kernel_initializer)
-        self.bias_initializer = keras.initializers.get(bias_initializer)
-        self.scale_first_input = scale_first_input
-
     def build(self, input_shape):
         super().build(input_shape)
         check_num_blocks(self.num_blocks, self.width)
-        block_width = self.width // self.num_blocks
-        self.recurrence_gate = block_diagonal_dense(self, "recurrence_gate", block_width)
-        self.input_gate = block_diagonal_dense(self, "input_gate", block_width)
-        self.a_logit = self.add_weight(
-            name="a_logit",
-            shape=(self.width,),
-            initializer=clone_initializer(self.a_initializer),
-            dtype=self.state_dtype,
-            autocast=False,
-        )
+        self.add_gates_and_decays(self.width)
 
     def stream(self, inputs, tokens, state):
         gate_a = apply_blocks(self.recurrence_gate, inputs)
@@ -129,19 +100,5 @@ class RGLRU(StreamingLayer):
         # Elsewhere zeros, since padding may hold NaN, which would reach gradients.
         x, gate_a = (ops.where(starts, x, ops.zeros_like(x)) for x in (inputs, gate_a))
         r = ops.sigmoid(ops.cast(gate_a, self.state_dtype))
-        scaled = input_multiplier(log_decay(self.a_logit, r)) * ops.cast(x, self.state_dtype)
+        scaled = input_multiplier(self.log_decay(r)) * ops.cast(x, self.state_dtype)
         return ops.where(starts, ops.cast(scaled, inputs.dtype), inputs)
-
-    def own_state_spec(self, batch_size=None):
-        self._check_built()
-        return {"hidden": self.array_spec(batch_size, self.width)}
-
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "num_blocks": self.num_blocks,
-            "scale_first_input": self.scale_first_input,
-            "a_initializer": keras.initializers.serialize(self.a_initializer),
-            "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
-            "bias_initializer": keras.initializers.serialize(self.bias_initializer),
-        }
