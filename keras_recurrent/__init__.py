@@ -1,8 +1,10 @@
 """Gated linear recurrent layers and language models for Keras 3, on JAX, torch and TensorFlow."""
 
-from keras_recurrent.import_order import check_import_order
+from keras_recurrent.import_order import check_backend, check_import_order
 
-check_import_order()  # before anything imports Keras
+# Before anything imports Keras.
+check_backend()
+check_import_order()
 
 from keras_recurrent import (
     conversion,

@@ -12,7 +12,7 @@ KerasHub's only inside the model names that class in its attribute `preprocessed
 import importlib
 from typing import Any
 
-# Names of KerasHub's own modules. Each module is imported when a name of it is first asked for.
+# Names of modules inside KerasHub and Keras, each imported when a name of it is first asked for.
 SOURCE_NAMES = {
     "BUILTIN_PRESETS": "keras_hub.src.utils.preset_utils",
     "BloomAttention": "keras_hub.src.models.bloom.bloom_attention",
@@ -21,13 +21,18 @@ SOURCE_NAMES = {
     "MODEL_WEIGHTS_FILE": "keras_hub.src.utils.preset_utils",
     "PresetLoader": "keras_hub.src.utils.preset_utils",
     "SHARDED_MODEL_WEIGHTS_CONFIG_FILE": "keras_hub.src.utils.preset_utils",
+    "TASK_CONFIG_FILE": "keras_hub.src.utils.preset_utils",
+    "TASK_WEIGHTS_FILE": "keras_hub.src.utils.preset_utils",
     "T5MultiHeadAttention": "keras_hub.src.models.t5.t5_multi_head_attention",
     "canonicalize_python_token_inputs": "keras_hub.src.utils.tensor_utils",
     "check_file_exists": "keras_hub.src.utils.preset_utils",
     "convert_preprocessing_outputs_python": "keras_hub.src.utils.tensor_utils",
     "find_subclass": "keras_hub.src.utils.preset_utils",
+    "get_keras_mask": "keras.src.backend.common.masking",
     "get_preset_loader": "keras_hub.src.utils.preset_utils",
+    "global_state": "keras.src.backend.common",
     "in_tf_function": "keras_hub.src.utils.tensor_utils",
+    "list_subclasses": "keras_hub.src.utils.preset_utils",
     "preprocessing_function": "keras_hub.src.utils.tensor_utils",
     "register_presets": "keras_hub.src.utils.preset_utils",
 }
@@ -110,7 +115,20 @@ def _get_preset_loader(preset):
     return loading.get_loader(preset)
 
 
-def _find_task_class(preset, cls, backbone_cls):
+def find_class(preset, cls, backbone_cls):
+    """The class, of those that are built on `cls`, for the backbone of a preset.
+
+    Raises:
+        ValueError: there is none; names the classes that do take the backbone.
+    """
+    root = next(c for c in cls.__mro__ if c.__module__ in REPLACED_NAMES)
+    fitting = [c for c in __getattr__("list_subclasses")(root) if c.backbone_cls == backbone_cls]
+    if not any(issubclass(c, cls) for c in fitting):
+        names = sorted({f"`{c.__name__}`" for c in fitting}) or [f"`{backbone_cls.__name__}`"]
+        raise ValueError(
+            f"{_name_of(preset)!r} is no preset of `{cls.__name__}`: its network is a "
+            f"`{backbone_cls.__name__}`. Call `from_preset` of {' or '.join(names)} instead."
+        )
     return __getattr__("find_subclass")(_name_of(preset), cls, backbone_cls)
 
 
@@ -118,7 +136,7 @@ def _find_preprocessing_class(preset, cls, backbone_cls):
     backbone_cls = getattr(backbone_cls, "preprocessed_as", backbone_cls)
     if cls.backbone_cls is backbone_cls:
         return cls
-    return __getattr__("find_subclass")(_name_of(preset), cls, backbone_cls)
+    return find_class(preset, cls, backbone_cls)
 
 
 def _name_of(preset):
@@ -135,7 +153,7 @@ REPLACED_NAMES: dict[str, dict[str, Any]] = {
     },
     "keras_hub.src.models.task": {
         "get_preset_loader": _get_preset_loader,
-        "find_subclass": _find_task_class,
+        "find_subclass": find_class,
     },
     "keras_hub.src.tokenizers.tokenizer": {
         "get_preset_loader": _get_preset_loader,

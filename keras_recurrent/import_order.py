@@ -1,4 +1,6 @@
-"""An error in place of the crash that TensorFlow and Triton end in when imported in that order.
+"""What is known before Keras is imported to end badly, as errors that say what to do.
+
+Keras takes its backend from the environment, and TensorFlow where nothing says another.
 
 TensorFlow loads its LLVM for all libraries of the process to see, and Triton 3.7 and later, loaded
 after it, ends in a segmentation fault (https://github.com/tensorflow/tensorflow/issues/124205).
@@ -6,12 +8,47 @@ Keras on torch imports Triton. Nothing here imports Keras.
 """
 
 import importlib.metadata
+import importlib.util
 import json
 import os
 import re
 import sys
 
 FIRST_BROKEN = (3, 7)  # of Triton
+
+
+FRAMEWORKS = ("jax", "torch", "tensorflow")
+OTHERS = ("numpy", "openvino")  # backends of Keras that nothing here is implemented for
+
+
+def check_backend():
+    """Raises where Keras would be imported for a framework that is not installed.
+
+    Raises:
+        ImportError: it is not installed, or Keras has no such backend.
+    """
+    if hasattr(sys.modules.get("keras"), "config"):
+        return  # it runs
+    backend = keras_backend()
+    if backend in OTHERS or (backend in FRAMEWORKS and _is_installed(backend)):
+        return
+    said = os.environ.get("KERAS_BACKEND")
+    source = f"KERAS_BACKEND is {said!r}" if said else "KERAS_BACKEND is not set"
+    fault = "is not installed" if backend in FRAMEWORKS else "is no backend of Keras"
+    installed = [name for name in FRAMEWORKS if _is_installed(name)]
+    if installed:
+        advice = (
+            f"Set the environment variable KERAS_BACKEND to {' or '.join(map(repr, installed))}, "
+            f"installed here, before Keras is imported: KERAS_BACKEND={installed[0]} python ..., "
+            f'or os.environ["KERAS_BACKEND"] = "{installed[0]}" at the top of the program.'
+        )
+    else:
+        advice = "Install one that is, such as pip install 'keras-recurrent[jax]'."
+    raise ImportError(f"Keras would run on {backend!r}, which {fault} ({source}). {advice}")
+
+
+def _is_installed(package):
+    return package in sys.modules or importlib.util.find_spec(package) is not None
 
 
 def check_import_order():

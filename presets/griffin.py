@@ -88,7 +88,7 @@ MQA_TINY = MQA._replace(head_dim=32, sequence_length=256)
 RGEMMA = Kind(
     "RecurrentGemma",
     GRIFFIN.block_types,
-    sliding_window=2049,  # "2048" in the files, which leave out the token itself
+    sliding_window=2049,  # "2048" in the files: tokens before the token itself
     head_dim=256,
     num_blocks=None,
     partial_rotary_factor=0.5,

@@ -160,6 +160,48 @@ def test_the_backend_is_known_without_keras(crashes, monkeypatch, tmp_path):
     assert import_order.keras_backend() == BACKEND
 
 
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("backend", "installed", "match"),
+    [
+        (
+            None,
+            ("jax", "torch"),
+            r"'tensorflow', which is not installed \(KERAS_BACKEND is not set",
+        ),
+        ("jax", ("torch",), r"'jax', which is not installed.*KERAS_BACKEND to 'torch', installed"),
+        ("pytorch", ("torch", "jax"), r"'pytorch', which is no backend.* to 'jax' or 'torch'"),
+        ("torch", (), r"'torch', which is not installed.*pip install 'keras-recurrent\[jax\]'"),
+        ("tensorflow", ("tensorflow",), None),
+        ("numpy", (), None),
+    ],
+)
+def test_a_backend_that_is_not_there(monkeypatch, tmp_path, backend, installed, match):
+    frameworks = (*import_order.FRAMEWORKS, "keras")
+    modules = {name: module for name, module in sys.modules.items() if name not in frameworks}
+    monkeypatch.setattr(import_order.sys, "modules", modules)
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path))
+    monkeypatch.delenv("KERAS_BACKEND")
+    if backend is not None:
+        monkeypatch.setenv("KERAS_BACKEND", backend)
+    found = {name: object() for name in installed}
+    monkeypatch.setattr(import_order.importlib.util, "find_spec", found.get)
+    if match is None:
+        import_order.check_backend()
+        return
+    with pytest.raises(ImportError, match=match):
+        import_order.check_backend()
+
+
+def test_the_backend_is_checked_before_keras_is_imported(one_framework):
+    missing = next(name for name in FRAMEWORKS if name != BACKEND)
+    done = run("import keras_recurrent", "-S", path=[one_framework], KERAS_BACKEND=missing)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"ImportError: Keras would run on {missing!r}, which is not installed")
+    assert f"Set the environment variable KERAS_BACKEND to {BACKEND!r}" in last
+
+
 on_torch_with_all = pytest.mark.skipif(
     BACKEND != "torch" or not all(map(importlib.util.find_spec, ("tensorflow", "triton"))),
     reason="shown on torch, with TensorFlow and triton installed",

@@ -4,6 +4,8 @@ import json
 import os
 import tempfile
 
+import keras
+import ml_dtypes
 import numpy as np
 from keras import ops
 
@@ -28,7 +30,7 @@ def export(backbone, path, tokenizer=None, dtype=None, max_shard_size=5):
 
     Raises:
         ValueError: the layout cannot hold the model, it is quantized, the dtype is not one of
-            these, or `max_shard_size` is not above 0.
+            these or too narrow for a weight, or `max_shard_size` is not above 0.
         FileExistsError: there is something at `path`.
     """
     path = os.path.abspath(os.fspath(path))
@@ -48,16 +50,20 @@ def export(backbone, path, tokenizer=None, dtype=None, max_shard_size=5):
     config["dtype"] = dtype
     save_file = files.require("safetensors.numpy", "Writing a checkpoint").save_file
 
+    tensors_of_model = family.tensors(arguments)
+
     def values(tensor):
         arrays = [ops.convert_to_numpy(weights[weight]()) for weight in tensor.weights]
         return np.ascontiguousarray(tensor.transform.to_tensor(*arrays).astype(dtype))
 
+    for tensor in tensors_of_model:
+        _check_range(tensor, weights, dtype)
     parent = os.path.dirname(path)
     os.makedirs(parent, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=parent, prefix=".export-") as temporary:
         folder = os.path.join(temporary, "checkpoint")
         os.mkdir(folder)
-        shards = _shards(family.tensors(arguments), np.dtype(dtype), max_shard_size * GIGABYTE)
+        shards = _shards(tensors_of_model, np.dtype(dtype), max_shard_size * GIGABYTE)
         for name, tensors in shards.items():
             content = {tensor.name: values(tensor) for tensor in tensors}
             save_file(content, os.path.join(folder, name), metadata={"format": "pt"})
@@ -84,6 +90,24 @@ def _weights(backbone):
                 name = variable.name
                 weights[variable.path] = lambda layer=layer, name=name: getattr(layer, name)
     return weights
+
+
+def _check_range(tensor, weights, dtype):
+    """Raises for a tensor with a finite number that would become inf in `dtype`."""
+    for path in tensor.weights:
+        weight = weights[path]()
+        if keras.backend.standardize_dtype(weight.dtype) == dtype:
+            continue
+        values = ops.convert_to_numpy(weight)
+        largest = np.max(np.abs(values), where=np.isfinite(values), initial=0)
+        with np.errstate(over="ignore"):
+            narrowed = largest.astype(dtype)
+        if np.isinf(narrowed):
+            raise ValueError(
+                f"`dtype`: {dtype} holds numbers up to {ml_dtypes.finfo(dtype).max}, and "
+                f"{tensor.name!r} (the weight {path!r}) has one of {largest:.6g}. Export in "
+                "the dtype of the weights."
+            )
 
 
 def _shards(tensors, dtype, max_bytes):

@@ -7,6 +7,8 @@ both to KerasHub's `from_preset`, which takes a loader in place of a preset's na
 import difflib
 import os
 
+import keras_hub
+
 from keras_recurrent import compat, saved_classes
 from keras_recurrent.checkpoints import files, layout, names
 from keras_recurrent.checkpoints.loaders import (
@@ -20,13 +22,19 @@ from keras_recurrent.checkpoints.overrides import (
     split_overrides,
 )
 
+HINT = (
+    "`presets` of a model's class lists its names; a model on the Hugging Face Hub is "
+    "'hf://owner/repository'."
+)
+FRESH = "`load_weights=False` makes a model of its sizes with fresh weights."
+
 
 def get_loader(preset):
     """The loader of a name, a directory or a repository; a loader is its own.
 
     Raises:
-        ValueError: `preset` is no string, or a name that is unknown but near to known ones; all
-            that KerasHub raises where a preset is not of this package.
+        ValueError: `preset` is no string, or neither a known name nor a directory; all that
+            KerasHub raises where a preset is not of this package.
     """
     if isinstance(preset, compat.PresetLoader):
         return preset
@@ -38,11 +46,12 @@ def get_loader(preset):
     if preset in names.PRESETS:
         return NamedPresetLoader(preset, *names.PRESETS[preset])
     elsewhere = preset in compat.BUILTIN_PRESETS or "://" in preset or os.path.exists(preset)
-    near = difflib.get_close_matches(preset, names.PRESETS, n=4)
-    if near and not elsewhere:
+    if not elsewhere:
+        near = difflib.get_close_matches(preset, names.PRESETS, n=4)
+        hint = f"Near names: {', '.join(map(repr, near))}" if near else HINT
         raise ValueError(
-            f"Unknown preset {preset!r}: neither a name nor a directory. Near names: "
-            f"{', '.join(map(repr, near))}"
+            f"Unknown preset {preset!r}: neither a name nor a directory, of which there is no "
+            f"{os.path.abspath(preset)!r}. {hint}"
         )
     if preset.startswith(files.HUB) or os.path.isdir(preset):
         return _loader_of_files(preset)
@@ -72,11 +81,16 @@ def resolve_task(cls, preset, load_weights, overrides):
     Args:
         cls: the class of the task.
         preset: string, or a loader.
-        load_weights: boolean; None: if there are any.
+        load_weights: boolean; None: if any belong to the preset.
         overrides: dictionary of what the task, its backbone and its preprocessor take.
     """
     loader = get_loader(preset)
+    backbone_cls = loader.check_backbone_class()
+    if cls.backbone_cls != backbone_cls:
+        compat.find_class(preset, cls, backbone_cls)  # raises where there is none
     load_weights = _resolve_load_weights(loader, load_weights)
+    if load_weights and "num_classes" not in overrides:
+        _check_weights_of_head(loader, cls)
     if isinstance(loader, RecurrentPresetLoader):
         return loader, load_weights, overrides  # it honors them all
     task, backbone, preprocessor = split_overrides(loader.preset, cls, overrides)
@@ -103,10 +117,12 @@ def resolve_backbone(cls, preset, load_weights, overrides):
 
 
 def _resolve_load_weights(loader, load_weights):
-    """Whether to load the weights, where None means: if there are any."""
+    """Whether to load the weights, where None means: if any belong to the preset."""
     if load_weights is None:
-        ours = isinstance(loader, RecurrentPresetLoader)
-        return loader.has_weights() if ours else _has_keras_weights(loader.preset)
+        # `save_to_preset` always writes them.
+        load_weights = not isinstance(loader, RecurrentPresetLoader) or loader.has_weights()
+    if load_weights and isinstance(loader, compat.KerasPresetLoader):
+        _check_keras_weights(loader.preset)
     if load_weights and isinstance(loader, NamedPresetLoader) and not loader.has_weights():
         raise ValueError(
             f"`load_weights=True`: {loader.preset!r} has no published weights. Leave "
@@ -116,7 +132,25 @@ def _resolve_load_weights(loader, load_weights):
     return load_weights
 
 
-def _has_keras_weights(preset):
-    """Whether a preset that KerasHub saved has the weights of a backbone."""
+def _check_keras_weights(preset):
+    """Raises where a preset that KerasHub saved lacks the weights of its backbone."""
     weights = (compat.MODEL_WEIGHTS_FILE, compat.SHARDED_MODEL_WEIGHTS_CONFIG_FILE)
-    return any(compat.check_file_exists(preset, name) for name in weights)
+    if not any(compat.check_file_exists(preset, name) for name in weights):
+        raise FileNotFoundError(
+            f"There is neither {weights[0]} nor {weights[1]} in {preset!r}, which `save_to_preset` "
+            f"writes. {FRESH}"
+        )
+
+
+def _check_weights_of_head(loader, cls):
+    """Raises where a classifier that KerasHub saved lacks the weights beside its backbone."""
+    if not issubclass(cls, keras_hub.models.ImageClassifier):
+        return  # language models have none
+    saved = isinstance(loader, compat.KerasPresetLoader) and compat.check_file_exists(
+        loader.preset, compat.TASK_CONFIG_FILE
+    )
+    if saved and not compat.check_file_exists(loader.preset, compat.TASK_WEIGHTS_FILE):
+        raise FileNotFoundError(
+            f"There is no {compat.TASK_WEIGHTS_FILE} in {loader.preset!r}, the weights of the "
+            f"classes. `num_classes=` makes fresh ones. {FRESH}"
+        )

@@ -1,8 +1,15 @@
 """RecurrentGemma's checkpoints: Griffin with a few things computed differently.
 
-Botev et al. 2024, arXiv:2404.07839. Numbers in the file and here differ: the file's window leaves
-out the current token, which is counted here; its `intermediate_size` counts both branches of the
-gated MLP; its `recurrent_param` is -Λ.
+Botev et al. 2024, arXiv:2404.07839. Numbers in the file and here differ: its `intermediate_size`
+counts both branches of the gated MLP; its `recurrent_param` is -Λ.
+
+`attention_window_size` means two things. The published models were trained with DeepMind's code,
+where a token with a window of 2048 sees 2048 tokens before itself, so 2049 with itself, the
+`sliding_window` here. transformers takes the same number, 2048, for all that a token sees: past the
+window it leaves out a token that the model was trained with. A published file is therefore read as
+it was trained. A file that is written here has the number with which transformers computes what the
+model does, and says so by `window_includes_current_token`, which transformers keeps and does not
+read. A model that was trained in transformers on texts longer than its window should get this key.
 """
 
 from keras_recurrent.checkpoints.layout import Layout, register
@@ -18,6 +25,7 @@ from keras_recurrent.models.griffin.griffin_backbone import GriffinBackbone
 from keras_recurrent.presets.griffin import embedding_scale
 
 BLOCK_TYPES = {"recurrent": "recurrent", "attention": "local_attention"}
+COUNTS_ITSELF = "window_includes_current_token"
 TAPS = 4  # of the temporal convolution
 
 
@@ -50,7 +58,8 @@ class RecurrentGemma(Layout):
             # transformers takes a missing number as that of the queries; the files mean 1.
             "num_key_value_heads": config.integer("num_key_value_heads", default=1),
             "head_dim": config.integer("head_dim", default=hidden_dim // num_query_heads),
-            "sliding_window": config.integer("attention_window_size", default=2048) + 1,
+            "sliding_window": config.integer("attention_window_size", default=2048)
+            + (0 if config.flag(COUNTS_ITSELF, default=False) else 1),
             "rope_max_wavelength": _rope_number(config, rope, "rope_theta", 10_000.0),
             "partial_rotary_factor": _rope_number(config, rope, "partial_rotary_factor", 0.5),
             "embedding_scale": embedding_scale(hidden_dim),
@@ -90,7 +99,8 @@ class RecurrentGemma(Layout):
             "num_attention_heads": arguments["num_query_heads"],
             "num_key_value_heads": arguments["num_key_value_heads"],
             "head_dim": arguments["head_dim"],
-            "attention_window_size": arguments["sliding_window"] - 1,
+            "attention_window_size": arguments["sliding_window"],
+            COUNTS_ITSELF: True,
             "logits_soft_cap": arguments["final_logit_soft_cap"],
             "rms_norm_eps": arguments["layer_norm_epsilon"],
             # transformers 5 reads the one, earlier versions the other.

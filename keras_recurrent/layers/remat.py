@@ -4,6 +4,7 @@ import keras
 from keras import tree
 
 from keras_recurrent.dispatch import BACKEND
+from keras_recurrent.ops.shapes import check_rank_known
 
 if BACKEND == "tensorflow":
     from keras_recurrent.backends.tensorflow import _recompute
@@ -11,6 +12,11 @@ if BACKEND == "tensorflow":
 
 class RecomputableLayer(keras.layers.Layer):
     """Base class of layers that `keras.RematScope` may recompute, by `recompute`."""
+
+    def __call__(self, *args, **kwargs):
+        if args:  # Keras itself would ask for the length of the shape
+            check_rank_known(type(self).__name__, "inputs", args[0])
+        return super().__call__(*args, **kwargs)
 
     def rematerialized_call(self, layer_call, *args, **kwargs):
         if super().rematerialized_call(layer_call, *args, **kwargs) is layer_call:

@@ -13,7 +13,7 @@ from keras_recurrent.layers.tokens import (
     place_specs,
 )
 from keras_recurrent.ops.operation import accumulation_dtype, check_dtype, dtype_of
-from keras_recurrent.ops.shapes import fits
+from keras_recurrent.ops.shapes import check_rank_known, fits
 
 
 class StreamingLayer(RecomputableLayer):
@@ -341,6 +341,7 @@ def check_per_token(owner, name, tensor, shape):
     if tensor is None:
         return
     check_tensor(name, tensor)
+    check_rank_known(owner, name, tensor)
     if not fits(tensor.shape, shape):
         raise ValueError(
             f"`{name}` must have the shape [batch, time] of the inputs, {tuple(shape)}; got "

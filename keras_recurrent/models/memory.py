@@ -2,9 +2,11 @@
 
 from typing import NamedTuple
 
+import keras
 import numpy as np
 from keras import backend, tree
 
+from keras_recurrent import compat
 from keras_recurrent.layers.checks import check_positive_integer
 from keras_recurrent.layers.tokens import initial_places
 from keras_recurrent.models.recurrent_backbone import RecurrentBackbone
@@ -55,7 +57,8 @@ def memory_sizes(model, batch_size, length):
     inputs of convolutions are float32, keys and values have the compute dtype.
 
     Args:
-        model: a language model or a backbone.
+        model: a language model or a backbone; or the name of a preset, which is then sized without
+            making its weights, in the dtype of the Keras policy.
         batch_size: integer, rows.
         length: integer, tokens a row, prompt and answer together.
 
@@ -65,8 +68,8 @@ def memory_sizes(model, batch_size, length):
         sums `cache` and `total`. They are those of the arrays.
 
     Raises:
-        ValueError: `batch_size` or `length` is no integer from 1 on, or the model is not one of
-            these.
+        ValueError: `batch_size` or `length` is no integer from 1 on, the model is not one of
+            these, or a name is unknown.
 
     Example:
 
@@ -77,14 +80,18 @@ def memory_sizes(model, batch_size, length):
     True
     >>> long.recurrent_state == 3 * 176 * 4  # three recurrent blocks
     True
+    >>> memory_sizes("griffin_7b", batch_size=1, length=1_000).parameters
+    27685019648
     """
     for name, number in (("batch_size", batch_size), ("length", length)):
         check_positive_integer(name, number)
+    if isinstance(model, str):
+        model = _without_weights(model)
     backbone = getattr(model, "backbone", model)
     if not isinstance(backbone, RecurrentBackbone):
         raise ValueError(
-            "`model` must be a language model of `keras_recurrent.models`, or its backbone; got a "
-            f"`{type(backbone).__name__}`, which keeps no state."
+            "`model` must be a language model of `keras_recurrent.models`, its backbone, or the "
+            f"name of a preset of one; got a `{type(backbone).__name__}`, which keeps no state."
         )
     sizes = dict.fromkeys(MemorySizes._fields, 0)
     sizes["parameters"] = sum(_bytes(weight) for weight in backbone.weights)
@@ -92,6 +99,24 @@ def memory_sizes(model, batch_size, length):
         for path, array in tree.flatten_with_path(part):
             sizes[PARTS.get(path[-1], "recurrent_state")] += batch_size * _bytes(array)
     return MemorySizes(**sizes)
+
+
+def _without_weights(preset):
+    """The network of a preset, whose weights have shapes but no values."""
+    from keras_recurrent.checkpoints import loading  # only when asked for
+
+    loader = loading.get_loader(preset)
+    cls = loader.check_backbone_class()
+    # Keras lists what has no values yet, and would make them at the end of the next scope.
+    waiting = compat.global_state.get_global_attribute("uninitialized_variables", [], True)
+    before = len(waiting)
+    with keras.StatelessScope(initialize_variables=False):
+        if isinstance(loader, loading.NamedPresetLoader):
+            backbone = cls(**loader.row.backbone_arguments)
+        else:
+            backbone = loader.load_backbone(cls, load_weights=False)
+    del waiting[before:]
+    return backbone
 
 
 def _parts_of_one_row(backbone, length):

@@ -12,6 +12,7 @@ from keras_recurrent.layers.streaming import (
 )
 from keras_recurrent.layers.tokens import find_tokens, initial_places, place_specs
 from keras_recurrent.models.segments import SegmentsOptional
+from keras_recurrent.ops.shapes import check_rank_known
 
 
 class RecurrentBackbone(SegmentsOptional, keras_hub.models.Backbone):
@@ -56,15 +57,8 @@ class RecurrentBackbone(SegmentsOptional, keras_hub.models.Backbone):
         self.uses_position = any(block.uses_position for block in transformer_layers)
 
         # === Functional model ===
-        inputs = {
-            key: keras.Input((None,), dtype="int32", name=key)
-            for key in ("token_ids", "padding_mask", "segment_ids")
-        }
-        outputs, _ = self.hidden_states(
-            inputs["token_ids"],
-            padding_mask=ops.cast(inputs["padding_mask"], "bool"),
-            segment_ids=inputs["segment_ids"],
-        )
+        inputs = {name: token_input(name) for name in ("token_ids", "padding_mask")}
+        outputs = self.call_with_segments(**inputs, segment_ids=None)
         super().__init__(
             inputs=inputs, outputs=outputs, dtype=dtype, name=name, trainable=trainable
         )
@@ -87,13 +81,29 @@ class RecurrentBackbone(SegmentsOptional, keras_hub.models.Backbone):
         loader, load_weights, kwargs = loading.resolve_backbone(cls, preset, load_weights, kwargs)
         return super().from_preset(loader, load_weights, **kwargs)
 
+    def call_with_segments(self, token_ids, padding_mask, segment_ids):
+        padding_mask = ops.cast(padding_mask, "bool")
+        return self.hidden_states(token_ids, padding_mask, segment_ids)[0]
+
+    def embed(self, token_ids):
+        """The inputs of the first block: the embeddings of tokens, scaled.
+
+        Args:
+            token_ids: integers `[B, T]`.
+
+        Returns:
+            `[B, T, hidden_dim]`, in the compute dtype.
+        """
+        x = self.token_embedding(token_ids)
+        return x if self.embedding_scale is None else ops.multiply(x, self.embedding_scale)
+
     def hidden_states(
         self, token_ids, padding_mask=None, segment_ids=None, cache=None, intercept=None
     ):
         """The hidden states of tokens, from embedding to last norm.
 
         Args:
-            token_ids: integers `[B, T]`.
+            token_ids: integers `[B, T]`, any at padding.
             padding_mask: boolean `[B, T]`; None: all tokens are real.
             segment_ids: integers `[B, T]`; None: one document a row, or the one before goes on.
             cache: the cache to go on from, as `get_initial_state` makes it; None: nothing was
@@ -108,6 +118,7 @@ class RecurrentBackbone(SegmentsOptional, keras_hub.models.Backbone):
             ValueError: a mask or segments that are not `[B, T]` or of another dtype, a cache of
                 another structure or of other shapes.
         """
+        check_rank_known(type(self).__name__, "token_ids", token_ids)
         for name, tensor in (("padding_mask", padding_mask), ("segment_ids", segment_ids)):
             check_per_token(type(self).__name__, name, tensor, token_ids.shape)
         if cache is not None:
@@ -120,10 +131,11 @@ class RecurrentBackbone(SegmentsOptional, keras_hub.models.Backbone):
             return_state=cache is not None,
         )
         intercept = intercept or (lambda x, i: x)
-        x = self.token_embedding(token_ids)
-        if self.embedding_scale is not None:
-            x = ops.multiply(x, self.embedding_scale)
-        x = intercept(x, -1)
+        if padding_mask is not None:
+            # Whatever stands at padding, such as -100, is then looked up like any other token.
+            real = ops.cast(padding_mask, "bool")
+            token_ids = ops.where(real, token_ids, ops.zeros_like(token_ids))
+        x = intercept(self.embed(token_ids), -1)
         states = []
         arguments = self.block_arguments(x)
         for i, (block, further) in enumerate(zip(self.transformer_layers, arguments, strict=True)):
@@ -185,10 +197,30 @@ class RecurrentBackbone(SegmentsOptional, keras_hub.models.Backbone):
     def enable_lora(self, rank, target_layer_names=None):
         """Freezes all weights but new low-rank ones beside some kernels, as in KerasHub."""
         super().enable_lora(rank, target_layer_names)
-        # KerasHub lets the biases of these layers train, but does not save them.
+        # KerasHub lets biases, and the weights of untied logits, train, but does not save them.
         for layer in self._flatten_layers(include_self=False):
-            if getattr(layer, "lora_enabled", False) and layer.bias is not None:
-                layer.bias.trainable = False
+            if getattr(layer, "lora_enabled", False):
+                for weight in layer.trainable_variables:
+                    weight.trainable = weight.name.startswith("lora_")
+
+    def save_lora_weights(self, filepath):
+        """Saves the low-rank weights beside linear maps, as in KerasHub.
+
+        Raises:
+            ValueError: an embedding has low-rank weights, for which the file has no place.
+        """
+        for layer in self._flatten_layers(include_self=False):
+            if getattr(layer, "lora_enabled", False) and isinstance(layer, keras.layers.Embedding):
+                raise ValueError(
+                    f"A file of `save_lora_weights` has no place for the low-rank weights of "
+                    f"{layer.name!r}. Save all weights, with `save_weights` or `save_to_preset`."
+                )
+        super().save_lora_weights(filepath)
+
+
+def token_input(name):
+    """An input of the functional model, integers `[B, T]`."""
+    return keras.Input((None,), dtype="int32", name=name)
 
 
 def check_sizes(**sizes):

@@ -7,9 +7,13 @@ import keras_hub
 import numpy as np
 from keras import ops
 
+from keras_recurrent.models.calibration import layer_structure
+from keras_recurrent.models.recurrent_backbone import token_input
 from keras_recurrent.models.saved_training import SavedTraining
 from keras_recurrent.models.segments import SegmentsOptional
 from keras_recurrent.models.token_crossentropy import TokenCrossentropy
+from keras_recurrent.models.token_ids import check_token_ids
+from keras_recurrent.ops.shapes import check_rank_known
 from keras_recurrent.ops.token_crossentropy import token_crossentropy
 
 
@@ -43,11 +47,19 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
         _check_vocabulary(backbone, preprocessor)
         self.backbone = backbone
         self.preprocessor = preprocessor
-        inputs = backbone.input
+        # The inputs are what the preprocessor makes.
+        packed = getattr(preprocessor, "packed", False)
+        inputs = dict(backbone.input)
+        if packed:
+            inputs["segment_ids"] = token_input("segment_ids")
         outputs = backbone.token_embedding(backbone(inputs), reverse=True)
         super().__init__(
             inputs=inputs, outputs=outputs, compile=compile, name=name, trainable=trainable
         )
+
+    def call_with_segments(self, token_ids, padding_mask, segment_ids):
+        hidden_states = self.backbone.call_with_segments(token_ids, padding_mask, segment_ids)
+        return self.backbone.token_embedding(hidden_states, reverse=True)
 
     @classmethod
     def _check_parts(cls, backbone, preprocessor):
@@ -79,19 +91,19 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
 
         Args:
             preset: string, a name, a directory, or `hf://owner/repository`.
-            load_weights: None, the default, loads weights where there are any. True insists on
-                them, False leaves them alone.
+            load_weights: None, the default, loads weights where they belong to the preset: all but
+                names without published ones. True insists on them, False leaves them alone.
             **kwargs: whatever the backbone (`vocabulary_size=`, `dtype=`), the preprocessor
                 (`sequence_length=`, `packed=`) and the model (`preprocessor=`, `compile=`) take,
                 in place of what the preset says.
 
         Raises:
-            ValueError: an unknown name, `load_weights=True` where there are none, or an argument
-                that nothing understands; a checkpoint whose configuration this version does not
-                serve, or whose tensors are missing, too many, misshapen or damaged. All of this is
-                known before a model is built.
-            FileNotFoundError: a directory without `.safetensors` files; pickled weights are not
-                read.
+            ValueError: an unknown name, one of another class, `load_weights=True` where there are
+                none, or an argument that nothing understands; a checkpoint whose configuration this
+                version does not serve, or whose tensors are missing, too many, misshapen or
+                damaged. All of this is known before a model is built.
+            FileNotFoundError: a checkpoint without `.safetensors` files, as pickled weights are not
+                read; a directory of `save_to_preset` without its `.weights.h5`.
 
         Example:
 
@@ -143,7 +155,7 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
     def get_compile_config(self):
         config = super().get_compile_config()
         if config:
-            config["sampler"] = keras_hub.samplers.serialize(self.sampler)
+            config["config"]["sampler"] = keras_hub.samplers.serialize(self.sampler)
         return config
 
     def export_to_transformers(self, path, dtype=None, max_shard_size=5):
@@ -161,7 +173,7 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
 
         Raises:
             ValueError: checkpoints of this family cannot hold the model, it is quantized, `dtype`
-                is none of these, or `max_shard_size` is not above 0.
+                is none of these or too narrow for a weight, or `max_shard_size` is not above 0.
             FileExistsError: there is something at `path`.
 
         Example:
@@ -200,8 +212,15 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
         `batch_size`, `validation_split` and `shuffle` mean rows. See
         `RecurrentCausalLMPreprocessor`.
 
+        Of tokens in NumPy arrays all ids are looked at first. Inside a step they are not: there,
+        negative ids count from the end of the vocabulary. Those beyond it are an error of torch,
+        and of TensorFlow on a CPU without XLA; elsewhere NaN, zeros or another token take their
+        place. At padding any id may stand.
+
         Raises:
-            ValueError: no strings at all, or strings where the model has no preprocessor.
+            ValueError: no strings at all, strings where the model has no preprocessor, or NumPy
+                arrays with a `token_ids` or, where its weight is not 0, a label that the
+                vocabulary lacks.
         """
         if isinstance(x, (list, tuple)) and not x:
             raise ValueError("`x` holds nothing to train on; got no strings at all.")
@@ -211,11 +230,13 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
                 f"`preprocessor=` where you make the model, such as a "
                 f"`{self.preprocessor_cls.__name__}`, or train on tokens."
             )
+        self._check_token_ids(x, y, sample_weight)
         x, y, sample_weight = self._packed(x, y, sample_weight)
         if _is_strings(validation_data):
             validation_data = (validation_data,)
         if isinstance(validation_data, (tuple, list)):
             held_out = keras.utils.unpack_x_y_sample_weight(tuple(validation_data))
+            self._check_token_ids(*held_out)
             validation_data = self._packed(*held_out)
         # KerasHub's `fit` would make a dataset of them, which Keras cannot shuffle.
         held_out_x = validation_data[0] if isinstance(validation_data, tuple) else validation_data
@@ -231,11 +252,22 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
         )
 
     def evaluate(self, x=None, y=None, batch_size=None, sample_weight=None, **kwargs):
-        """As in Keras, from strings or tokens; strings are packed as in `fit`."""
+        """As in Keras, from strings or tokens; strings are packed, and ids checked, as in `fit`."""
+        self._check_token_ids(x, y, sample_weight)
         x, y, sample_weight = self._packed(x, y, sample_weight)
         evaluate = functools.partial(keras.Model.evaluate, self)
         evaluate = evaluate if _is_tokens(x) else super().evaluate
         return evaluate(x=x, y=y, batch_size=batch_size, sample_weight=sample_weight, **kwargs)
+
+    def _check_token_ids(self, x, y=None, sample_weight=None):
+        """Raises for ids in NumPy arrays that the vocabulary lacks."""
+        if not _is_tokens(x):
+            return
+        size = self.backbone.vocabulary_size
+        check_token_ids("token_ids", x["token_ids"], size, x.get("padding_mask"))
+        if isinstance(self.loss, TokenCrossentropy):
+            hint = "Give labels that do not count a `sample_weight` of 0."
+            check_token_ids("y", y, size, sample_weight, hint)
 
     def _packed(self, x, y=None, sample_weight=None):
         """Strings in memory as packed rows of tokens; all else as it is."""
@@ -251,6 +283,16 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
 
     def rematerialized_call(self, layer_call, *args, **kwargs):
         return layer_call  # only the backbone's blocks are rematerialized
+
+    def get_quantization_layer_structure(self, mode):
+        """The parts of the network that GPTQ and AWQ calibrate one by one; None for other modes.
+
+        As the forward pass calls them: with scaled embeddings, and with the lower bound of each
+        block where a family has them.
+        """
+        if mode not in ("gptq", "awq"):
+            return None
+        return layer_structure(self.backbone, example=ops.zeros((1, 1), "int32"))
 
     # === Generation ===
 
@@ -287,7 +329,7 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
             generate = super().make_generate_function()
 
             def checked_generate(inputs, stop_token_ids=None):
-                _check_prompts(inputs)
+                _check_prompts(inputs, self.backbone.vocabulary_size)
                 _check_stop_tokens(stop_token_ids)
                 return generate(inputs, stop_token_ids=stop_token_ids)
 
@@ -361,15 +403,17 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
             layer_intercept_fn: a function of activations `[B, T, hidden_dim]` and a number, -1 for
                 the embeddings and i for the output of block i; the model goes on with what it
                 returns.
-            target_ids: integers `[B, T]`, the tokens that should follow; needed for `"loss"`.
+            target_ids: integers `[B, T]`, the tokens that should follow; needed for `"loss"`, which
+                is NaN where the vocabulary lacks one.
 
         Returns:
             Logits `[B, T, vocabulary_size]`, or the cross-entropy of each target in nats `[B, T]`,
             in float32, or float64 if the logits are.
 
         Raises:
-            ValueError: an unknown `scoring_mode`, `"loss"` without `target_ids`, or targets of
-                another shape.
+            ValueError: an unknown `scoring_mode`, `"loss"` without `target_ids`, targets of another
+                shape, `token_ids` that are no integers `[B, T]`, such as text, or a NumPy array or
+                list of them with an id that the vocabulary lacks.
 
         Example:
 
@@ -392,7 +436,7 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
                 "`target_ids` is needed for `scoring_mode='loss'`: the tokens that should follow, "
                 "such as `keras.ops.roll(token_ids, -1, axis=1)`."
             )
-        token_ids = ops.convert_to_tensor(token_ids)
+        token_ids = _as_token_ids(token_ids, padding_mask, self.backbone.vocabulary_size)
         if target_ids is not None:
             target_ids = ops.convert_to_tensor(target_ids)
             if tuple(target_ids.shape) != tuple(token_ids.shape):
@@ -419,6 +463,31 @@ def _is_tokens(x):
     return isinstance(x, dict) and "token_ids" in x
 
 
+def _as_token_ids(token_ids, padding_mask, vocabulary_size):
+    """The `token_ids` of `score` as a tensor."""
+    if isinstance(token_ids, (str, bytes, list, tuple)):
+        try:
+            token_ids = np.asarray(token_ids)
+        except ValueError:
+            raise ValueError(
+                "`token_ids` must be integers [batch, time]; got rows of several lengths. Pad "
+                "them, and say by `padding_mask` where."
+            ) from None
+    is_tensor = hasattr(token_ids, "dtype") and hasattr(token_ids, "shape")
+    text = not is_tensor or (isinstance(token_ids, np.ndarray) and token_ids.dtype.kind in "USO")
+    dtype = "text" if text else keras.backend.standardize_dtype(token_ids.dtype)
+    if not text:
+        check_rank_known("score", "token_ids", token_ids)
+    if "int" not in dtype or len(token_ids.shape) != 2:
+        got = dtype if text else f"{dtype} of shape {tuple(token_ids.shape)}"
+        raise ValueError(
+            f"`token_ids` must be integers [batch, time]; got {got}. "
+            "`preprocessor.generate_preprocess` makes `token_ids` and `padding_mask` of text."
+        )
+    check_token_ids("token_ids", token_ids, vocabulary_size, padding_mask)
+    return ops.convert_to_tensor(token_ids)
+
+
 def _check_vocabulary(backbone, preprocessor):
     tokenizer = getattr(preprocessor, "tokenizer", None)
     if tokenizer is None:
@@ -435,7 +504,7 @@ def _check_vocabulary(backbone, preprocessor):
         )
 
 
-def _check_prompts(inputs):
+def _check_prompts(inputs, vocabulary_size):
     if not isinstance(inputs, dict) or set(inputs) != {"token_ids", "padding_mask"}:
         got = sorted(inputs) if isinstance(inputs, dict) else type(inputs).__name__
         raise ValueError(
@@ -463,6 +532,8 @@ def _check_prompts(inputs):
             "`padding_mask`: prompts must stand at the left of their rows, without gaps. Move the "
             "padding to the right; new tokens are written there."
         )
+    token_ids = ops.convert_to_numpy(inputs["token_ids"])
+    check_token_ids("token_ids", token_ids, vocabulary_size, real)
 
 
 def _check_stop_tokens(ids):

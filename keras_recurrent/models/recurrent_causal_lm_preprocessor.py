@@ -1,5 +1,6 @@
 """Strings to rows of tokens, one document a row or several."""
 
+import keras
 import keras_hub
 import numpy as np
 
@@ -46,11 +47,12 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
         sequence_length: integer, tokens a row in this call.
 
     Generation takes its prompts from `generate_preprocess` and its text from
-    `generate_postprocess`; neither packs. A prompt longer than `max_length` is cut there.
+    `generate_postprocess`; neither packs.
 
     Raises:
         ValueError: a `sequence_length`, here or in a call, that is no integer from 1 on; labels or
-            weights beside strings to pack.
+            weights beside strings to pack; no prompts, or one that is longer than `max_length`,
+            or `sequence_length` where none is given. (In a `tf.data` pipeline it is cut instead.)
 
     Example:
 
@@ -110,7 +112,26 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
         # tokens to cut off at the end, and 0 for None.
         if sequence_length is not None:
             check_positive_integer("max_length", sequence_length)
-        return super().generate_preprocess(x, sequence_length=sequence_length)
+        if isinstance(x, (list, tuple)) and not x:
+            raise ValueError("`inputs` must hold at least one prompt; got none.")
+        inputs = super().generate_preprocess(x, sequence_length=sequence_length)
+        if not compat.in_tf_function():
+            limit = sequence_length or self.sequence_length
+            self._check_prompts_are_whole(x, inputs["padding_mask"], limit)
+        return inputs
+
+    def _check_prompts_are_whole(self, x, padding_mask, max_length):
+        """Raises for a prompt of which the end was cut off."""
+        single = isinstance(x, (str, bytes)) or getattr(x, "ndim", 1) == 0
+        full = np.atleast_2d(keras.ops.convert_to_numpy(padding_mask)).all(axis=1)
+        for row in np.flatnonzero(full):  # hardly ever any
+            tokens = self.tokenizer(x) if single else self.tokenizer(x[row : row + 1])[0]
+            length = 1 + len(tokens)
+            if length > max_length:
+                raise ValueError(
+                    f"`max_length` is {max_length} tokens, prompt and answer together, and prompt "
+                    f"{row} alone has {length}. Ask for a larger `max_length`, or cut the prompt."
+                )
 
     def _pack(self, x, sequence_length):
         tokens = self.tokenizer(x)

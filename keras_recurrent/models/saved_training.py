@@ -2,6 +2,9 @@
 
 import keras
 
+# What this package's models keep beside the arguments that every Keras model can be compiled with.
+OWN = ("sampler", "optimizer_built")
+
 
 class SavedTraining:
     """Lets a `.keras` file keep how a model was compiled, and its optimizer's state.
@@ -12,13 +15,37 @@ class SavedTraining:
 
     def get_compile_config(self):
         config = super().get_compile_config()  # type: ignore[misc]
-        if config:
-            config["optimizer_built"] = self.optimizer.built  # type: ignore[attr-defined]
-        return config
+        if not config:
+            return config
+        arguments = {**config, "optimizer_built": self.optimizer.built}  # type: ignore[attr-defined]
+        # As Keras writes an object, so that a model of another class can read it as well.
+        return keras.saving.serialize_keras_object(CompileArguments(arguments))
 
     def compile_from_config(self, config):
+        # Older files have the arguments by themselves.
+        config = config["config"] if config.get("class_name") == "CompileArguments" else config
         config = keras.saving.deserialize_keras_object(config)
         optimizer_built = config.pop("optimizer_built")
         self.compile(**config)  # type: ignore[attr-defined]
         if optimizer_built:
             self.optimizer.build(self.trainable_variables)  # type: ignore[attr-defined]
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class CompileArguments:
+    """The arguments of `compile` in a file, for a model without `SavedTraining`.
+
+    `keras.models.clone_model` makes such a model, a plain functional one, and compiles it as the
+    original. It generates nothing, and its `compile` takes no sampler.
+    """
+
+    def __init__(self, arguments):
+        self.arguments = arguments
+
+    def get_config(self):
+        return self.arguments
+
+    @classmethod
+    def from_config(cls, config):
+        config = {name: value for name, value in config.items() if name not in OWN}
+        return keras.saving.deserialize_keras_object(config)

@@ -3,6 +3,8 @@
 import keras
 from keras import ops
 
+from keras_recurrent import compat
+from keras_recurrent.ops.shapes import check_rank_known
 from keras_recurrent.ops.token_crossentropy import token_crossentropy
 
 
@@ -25,10 +27,12 @@ class TokenCrossentropy(keras.losses.Loss):
             float32, or float64 if the logits are, and then cast to it.
 
     Call arguments:
-        y_true: integers `[B, T]`. Where one is not in the vocabulary the loss is NaN, also if its
+        y_true: integers `[B, T]`. Where one is not in the vocabulary the loss is NaN, unless its
             weight is 0.
         y_pred: logits `[B, T, vocabulary]`, of any float dtype.
-        sample_weight: `[B, T]`, 0 where a token does not count.
+        sample_weight: `[B, T]`, 0 where a token does not count: any number may stand there, such
+            as -1 or -100, and its logits get no gradient. So it is where a Keras mask of `y_pred`
+            is False.
 
     Returns:
         A scalar in `dtype`, the mean over the tokens; `[B, T]` with `reduction=None`.
@@ -40,6 +44,14 @@ class TokenCrossentropy(keras.losses.Loss):
     >>> loss = TokenCrossentropy()(np.array([[0, 1]]), np.array([[[9.0, 0.0], [0.0, 0.0]]]))
     >>> print(f"{float(loss):.3f}")
     0.347
+
+    Labels that other libraries pad with -100:
+
+    >>> labels = np.array([[0, -100]])
+    >>> logits = np.array([[[9.0, 0.0], [0.0, 0.0]]])
+    >>> loss = TokenCrossentropy()(labels, logits, sample_weight=labels != -100)
+    >>> print(f"{float(loss):.5f}")
+    0.00006
     """
 
     def __init__(self, reduction="sum_over_batch_size", name="token_crossentropy", dtype=None):
@@ -49,6 +61,19 @@ class TokenCrossentropy(keras.losses.Loss):
     def dtype(self):
         """None: Keras then casts neither the logits nor the tokens."""
         return None
+
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        # A loss of NaN times a weight of 0 would still be NaN.
+        y_true = ops.convert_to_tensor(y_true)
+        for counts in (sample_weight, compat.get_keras_mask(y_pred)):
+            if counts is not None:
+                counts = ops.convert_to_tensor(counts)
+                check_rank_known(self.name, "sample_weight", counts)
+                check_rank_known(self.name, "y_true", y_true)
+                if len(counts.shape) == len(y_true.shape) + 1:
+                    counts = ops.squeeze(counts, -1)
+                y_true = ops.where(ops.cast(counts, "bool"), y_true, ops.zeros_like(y_true))
+        return super().__call__(y_true, y_pred, sample_weight)
 
     def call(self, y_true, y_pred):
         return ops.cast(token_crossentropy(y_pred, y_true), super().dtype)

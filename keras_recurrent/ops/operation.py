@@ -4,7 +4,7 @@ import keras
 from keras import ops
 
 from keras_recurrent import dispatch
-from keras_recurrent.ops.shapes import fits
+from keras_recurrent.ops.shapes import check_rank_known, fits
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 OPERATIONS: dict[str, type["Operation"]] = {}
@@ -89,6 +89,7 @@ class Operation(keras.Operation):
         given = {}
         for name, tensor in tensors.items():
             if tensor is not None:
+                check_rank_known(cls.function, name, tensor)
                 given[name] = (tuple(tensor.shape), letters[name].split())
                 check_dtype(cls.function, name, dtype_of(tensor))
             elif name in cls.shapes and name not in cls.optional:

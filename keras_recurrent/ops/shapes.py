@@ -6,3 +6,17 @@ def fits(shape, wanted):
     return len(shape) == len(wanted) and all(
         None in (a, b) or a == b for a, b in zip(shape, wanted, strict=True)
     )
+
+
+def check_rank_known(owner, name, tensor):
+    """Raises for a tensor of TensorFlow of which even the number of dimensions is not known.
+
+    Raises:
+        ValueError: names the argument.
+    """
+    if getattr(getattr(tensor, "shape", None), "rank", 0) is None:
+        raise ValueError(
+            f"`{owner}`: `{name}` must have a known number of dimensions, though not known sizes; "
+            "got a tensor of unknown shape. Give the `tf.TensorSpec` or the dataset a shape such "
+            "as [None, None], or call `set_shape` on the tensor."
+        )

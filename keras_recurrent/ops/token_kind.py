@@ -9,7 +9,7 @@ from keras import ops
 
 from keras_recurrent.backends.constants import PADDING, STARTS
 from keras_recurrent.ops.operation import check_dtype, convert, dtype_of, symbolic
-from keras_recurrent.ops.shapes import fits
+from keras_recurrent.ops.shapes import check_rank_known, fits
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -116,6 +116,8 @@ def _kinds(starts, real):
 
 
 def _check(tokens, like):
+    for name, tensor in {"like": like, **tokens}.items():
+        check_rank_known("token_kind", name, tensor)
     if len(like.shape) < 2:
         raise ValueError(
             f"`token_kind`: `like` must have the shape [B, T, ...]; got {tuple(like.shape)}."

@@ -11,7 +11,7 @@ from ml_dtypes import bfloat16
 from safetensors.numpy import load_file
 
 from keras_recurrent.checkpoints.recurrent_gemma import RecurrentGemma
-from keras_recurrent.models import GriffinBackbone
+from keras_recurrent.models import GriffinBackbone, GriffinCausalLM
 from keras_recurrent.presets.griffin import SIZES as SIZES_OF_PRESETS
 from keras_recurrent.presets.griffin import embedding_scale
 from tests.conversion import golden
@@ -210,15 +210,62 @@ def test_every_weight_has_its_tensor():
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_transformers_reads_an_export(model, tmp_path, wanted):
+    """Rows of 40 tokens, a window of 17. Releases before 5 have no window in a forward pass."""
     torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", minversion="5.0")
     model.export_to_transformers(tmp_path / "export")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export")
-    # As long as the window: their prefill has none.
-    token_ids = wanted["token_ids"][:, :16]
+    token_ids = torch.tensor(wanted["token_ids"], dtype=torch.long)
     with torch.no_grad():
-        logits = theirs(torch.tensor(token_ids, dtype=torch.long), use_cache=False).logits
-    assert golden.relative(logits.numpy(), wanted["logits"][:, :16]) < 10 * SAME
+        logits = theirs(token_ids, use_cache=False).logits
+    assert golden.relative(logits.numpy(), wanted["logits"]) < 10 * SAME
+
+
+@pytest.mark.once
+def test_an_export_counts_its_window_as_transformers_does(model, tmp_path, wanted):
+    """There, `attention_window_size` is how many tokens a token sees, itself included.
+
+    In the published files, as in the golden one, it is one less: how many come before it.
+    """
+    model.export_to_transformers(tmp_path / "export")
+    config = json.loads((tmp_path / "export" / "config.json").read_text())
+    token_ids, errors = wanted["token_ids"], []
+    original = json.loads((golden.PATH / "config.json").read_text())
+    for window in (config["attention_window_size"], original["attention_window_size"]):
+        backbone = GriffinBackbone(**{**model.backbone.get_config(), "sliding_window": window})
+        other = GriffinCausalLM(backbone)
+        other.set_weights(model.get_weights())
+        errors.append(golden.relative(golden.logits(other, token_ids), wanted["logits"]))
+    assert errors[0] < SAME
+    assert errors[1] > 0.01
+    # Read again, it is the same model, by this key; a published file has no such key.
+    again = RecurrentGemma().backbone_arguments(config, "the export")
+    assert again["sliding_window"] == model.backbone.sliding_window == 17
+    assert config.pop("window_includes_current_token") is True
+    assert RecurrentGemma().backbone_arguments(config, "without")["sliding_window"] == 18
+    wrong = {**config, "window_includes_current_token": 1}
+    with pytest.raises(ValueError, match=r"'window_includes_current_token' is 1 .*true or false"):
+        RecurrentGemma().backbone_arguments(wrong, "wrong")
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("dtype", "number", "said"),
+    [("float16", 1e6, r"1e\+06"), ("bfloat16", 3.4e38, r"3.4e\+38")],
+)
+def test_numbers_that_do_not_fit_are_said_before_anything_is_written(tmp_path, dtype, number, said):
+    model = golden.model()
+    kernel = model.backbone.transformer_layers[1].mlp.up_proj.kernel
+    values = keras.ops.convert_to_numpy(kernel).copy()
+    values[3, 5] = -number
+    kernel.assign(values)
+    name = r"'model\.layers\.1\.mlp_block\.up_proj\.weight'"
+    with pytest.raises(ValueError, match=f"{dtype} holds .*{name} .*has one of {said}"):
+        model.export_to_transformers(tmp_path / "new" / "export", dtype=dtype)
+    assert not list(tmp_path.iterdir())
+    values[3, 5] = 65504  # the largest of float16
+    kernel.assign(values)
+    model.export_to_transformers(tmp_path / "export", dtype=dtype)
 
 
 @pytest.mark.once

@@ -17,6 +17,22 @@ def test_wrong_rank(name, shape):
         layer.build(shape)
 
 
+@pytest.mark.skipif(keras.config.backend() != "tensorflow", reason="TensorFlow alone has them")
+@pytest.mark.parametrize("name", ROWS)
+def test_unknown_ranks(name):
+    import tensorflow as tf
+
+    def trace(call):
+        spec = tf.TensorSpec(None, "float32")
+        with pytest.raises(ValueError, match=r"must have a known number of dim.*`set_shape`"):
+            tf.function(call, autograph=False).get_concrete_function(spec)
+
+    trace(ROWS[name].make())
+    if name in STREAMING:
+        layer = built(name)
+        trace(lambda mask: layer(inputs(), mask=mask))
+
+
 @pytest.mark.once
 @streaming_layer
 def test_wrong_width(name):

@@ -34,6 +34,10 @@ def model_and_reference(request):
     return tiny_causal_lm(family=request.param), reference.logits
 
 
+def as_numpy(x):
+    return keras.ops.convert_to_numpy(x)
+
+
 def tokens(batch=3, seed=0):
     return np.random.default_rng(seed).integers(3, VOCABULARY, (batch, LENGTH)).astype("int32")
 
@@ -76,6 +80,36 @@ def test_a_plain_call_takes_arrays_tensors_and_symbols(model):
     for logits in (model(arrays), model(inputs=tensors), around(tensors)):
         np.testing.assert_allclose(keras.ops.convert_to_numpy(logits), wanted, rtol=1e-4, atol=1e-4)
     assert model.output.shape == (None, None, VOCABULARY)
+
+
+@pytest.mark.once
+@any_family
+def test_what_is_made_of_the_graph_takes_what_a_preprocessor_makes(family):
+    backbone = tiny_backbone(family=family)
+    x = {"token_ids": np.arange(6)[None], "padding_mask": np.ones((1, 6), "int32")}
+    wanted = as_numpy(backbone(x))
+    clone = keras.models.clone_model(backbone)
+    clone.set_weights(backbone.get_weights())
+    part = keras.Model(backbone.input, backbone.output)
+    for model in (clone, part):
+        assert type(model) is not type(backbone)
+        np.testing.assert_array_equal(as_numpy(model(x)), wanted)
+    np.testing.assert_array_equal(as_numpy(backbone({**x, "segment_ids": None})), wanted)
+
+
+@pytest.mark.once
+@any_family
+def test_segments_go_through_a_graph_that_asks_for_them(family):
+    backbone = tiny_backbone(family=family)
+    x = {"token_ids": np.arange(6)[None], "padding_mask": np.ones((1, 6), "int32")}
+    packed = {**x, "segment_ids": np.array([[1, 1, 2, 2, 2, 2]])}
+    wanted = as_numpy(backbone(packed))
+    alone = as_numpy(backbone({name: array[:, 2:] for name, array in x.items()}))
+    np.testing.assert_allclose(wanted[:, 2:], alone, rtol=1e-5, atol=1e-5)
+    assert np.abs(wanted - as_numpy(backbone(x))).max() > 1e-2
+    inputs = {name: keras.Input((None,), dtype="int32", name=name) for name in packed}
+    model = keras.Model(inputs, backbone(inputs))
+    np.testing.assert_allclose(as_numpy(model(packed)), wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_nothing_of_the_mask_sticks_to_the_outputs(model):

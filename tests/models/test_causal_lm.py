@@ -182,7 +182,7 @@ def test_prompts_need_a_token_and_no_gaps():
 
 def test_no_prompts_and_no_length_are_errors():
     model = language_model()
-    with pytest.raises(ValueError, match="at least one prompt"):
+    with pytest.raises(ValueError, match="`inputs` must hold at least one prompt; got none"):
         model.generate([])
     for length in (0, -1, "12", 12.0):
         with pytest.raises(ValueError, match="`max_length` must be an integer, at least 1"):
@@ -193,6 +193,64 @@ def test_no_prompts_and_no_length_are_errors():
     for ids in ([], 2, "end"):
         with pytest.raises(ValueError, match="`stop_token_ids` must be a tuple"):
             tiny_causal_lm(num_layers=1).generate(prompt, stop_token_ids=ids)
+
+
+@pytest.mark.once
+def test_a_prompt_that_does_not_fit_is_an_error():
+    model = language_model()
+    assert model.generate("tick", max_length=5) == "tick"
+    for prompts, row in [("tick", 0), (["t", "tick"], 1), (np.array(["t", "tick"]), 1)]:
+        with pytest.raises(ValueError, match=f"`max_length` is 4 .*prompt {row} alone has 5"):
+            model.generate(prompts, max_length=4)
+    with pytest.raises(ValueError, match=r"`max_length` is 16 .*prompt 0 alone has 18"):
+        model.generate("tick tock, tick t")
+
+
+@pytest.mark.once
+def test_token_ids_that_the_vocabulary_lacks_are_errors():
+    model = tiny_causal_lm(num_layers=1)
+    good, real = np.full((2, 3), 7), np.array([[1, 1, 0], [1, 1, 1]])
+    for bad in (-1, -100, 61):
+        match = rf"`token_ids` must be ids from 0 to 60, .*got {bad} at \[1, 2\]"
+        token_ids = good.copy()
+        token_ids[1, 2] = bad
+        x = {"token_ids": token_ids, "padding_mask": real}
+        with pytest.raises(ValueError, match=match):
+            model.generate(x, stop_token_ids=None)
+        for ids in (token_ids, token_ids.tolist()):
+            with pytest.raises(ValueError, match=match):
+                model.score(ids, real)
+        for use in (model.fit, model.evaluate):
+            with pytest.raises(ValueError, match=match):
+                use(x, good, verbose=0)
+        with pytest.raises(ValueError, match=match):
+            model.fit({"token_ids": good}, good, validation_data=(x, good), verbose=0)
+        with pytest.raises(ValueError, match=rf"`y` must be .*got {bad} at .*`sample_weight` of 0"):
+            model.fit({"token_ids": good}, token_ids, sample_weight=real, verbose=0)
+
+
+def test_any_id_may_stand_at_padding():
+    model = tiny_causal_lm(num_layers=1)
+    real = np.array([[1, 0, 1]])
+    wanted = forward(model, [[7, 8, 9]], real)
+    for bad in (-1, -100, 61):
+        found = forward(model, [[7, bad, 9]], real)
+        np.testing.assert_array_equal(found[:, ::2], wanted[:, ::2])
+
+
+@pytest.mark.once
+def test_scores_of_text_are_an_error():
+    model = language_model()
+    for text in ("tick", ["tick"], np.array(["tick"]), [["tick"]]):
+        with pytest.raises(ValueError, match=r"`token_ids` must be .*got text.*`preprocessor"):
+            model.score(text)
+    for ids, got in [
+        ([[1, 2], [3]], "rows of several lengths"),
+        (np.ones((1, 2)), "float64"),
+        ([1, 2], r"\(2,\)"),
+    ]:
+        with pytest.raises(ValueError, match=f"`token_ids` must be integers .*got .*{got}"):
+            model.score(ids)
 
 
 @pytest.mark.once
@@ -283,6 +341,28 @@ def test_the_loss_casts_neither_logits_nor_tokens(dtype):
             keras.ops.convert_to_numpy, (keras.ops.cast(found, "float32"), expected)
         )
         np.testing.assert_allclose(found, expected, rtol=tolerance)
+
+
+def test_a_label_without_weight_may_be_any_number():
+    """Other libraries pad labels with -100 or -1. They neither count nor have a gradient."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(2, 3, 4)).astype("float32")
+    y, weight = rng.integers(0, 7, (2, 3)), np.array([[1, 0, 0.5], [1, 1, 0]], "float32")
+    kernel = rng.normal(size=(4, 7))
+    results = {}
+    for label in (0, -1, -100, 7):
+        model = keras.Sequential([keras.Input((None, 4)), keras.layers.Dense(7, use_bias=False)])
+        model.set_weights([kernel])
+        jit = "auto" if keras.config.backend() == "jax" else False
+        model.compile(keras.optimizers.SGD(1.0), TokenCrossentropy(), jit_compile=jit)
+        labels = np.where(weight > 0, y, label)
+        loss = model.train_on_batch(x, labels, sample_weight=weight)
+        results[label] = [loss, *model.get_weights()]
+    for label in (-1, -100, 7):
+        for found, wanted in zip(results[label], results[0], strict=True):
+            np.testing.assert_array_equal(found, wanted)
+    counted = TokenCrossentropy()(np.array([[-100]]), x[:1, :1], np.array([[0.5]]))
+    assert np.isnan(keras.ops.convert_to_numpy(counted))
 
 
 def test_the_loss_where_none_is_given():

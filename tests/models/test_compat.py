@@ -12,10 +12,9 @@ import keras_hub
 import pytest
 
 import keras_recurrent
-from keras_recurrent import compat
+from keras_recurrent import compat, models
 from keras_recurrent.checkpoints import loading
 from keras_recurrent.checkpoints.loaders import NamedPresetLoader
-from keras_recurrent.models import GriffinCausalLM
 from keras_recurrent.tokenizers import ByteTokenizer
 
 PACKAGE = pathlib.Path(keras_recurrent.__file__).parent
@@ -170,10 +169,29 @@ def test_other_presets_are_kerashubs_business(tmp_path):
         loading.get_loader(str(tmp_path / "hawk_10m"))
 
 
-def test_errors_of_kerashub_name_the_preset():
-    """It gets a loader in place of the name."""
-    with pytest.raises(ValueError, match="found in preset 'hgrn2_tiny'"):
-        GriffinCausalLM.from_preset("hgrn2_tiny")
-    with pytest.raises(ValueError, match="found in preset 'hgrn2_tiny'"):
-        keras_hub.models.ImageClassifier.from_preset("hgrn2_tiny")
+LANGUAGE_MODELS = {"hawk_tiny": "Griffin", "hgrn2_tiny": "HGRN2", "tnl_tiny": "TransNormer"}
+CLASSES = {name: f"{family}CausalLM" for name, family in LANGUAGE_MODELS.items()} | {
+    "hgrn2_vision_tiny": "HGRN2ImageClassifier"
+}
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_preset_of_another_class_is_refused_by_naming_its_own(name):
+    wanted = f"'{name}' is no preset of .*Call `from_preset` of `{CLASSES[name]}"
+    for other in set(CLASSES.values()) - {CLASSES[name]}:
+        with pytest.raises(ValueError, match=f"{wanted}` instead"):
+            getattr(models, other).from_preset(name)
+    base = keras_hub.models.CausalLM if "vision" in name else keras_hub.models.ImageClassifier
+    with pytest.raises(ValueError, match=f"{wanted}` instead"):
+        base.from_preset(name)
+    if name in LANGUAGE_MODELS:
+        for family in set(LANGUAGE_MODELS.values()) - {LANGUAGE_MODELS[name]}:
+            with pytest.raises(ValueError, match=f"{wanted}Preprocessor`"):
+                getattr(models, f"{family}CausalLMPreprocessor").from_preset(name)
+            with pytest.raises(ValueError, match=f"of `{LANGUAGE_MODELS[name]}Tokenizer`"):
+                getattr(models, f"{family}Tokenizer").from_preset(name)
+
+
+def test_a_tokenizer_by_the_name_of_a_model():
     assert isinstance(keras_hub.tokenizers.Tokenizer.from_preset("hgrn2_tiny"), ByteTokenizer)

@@ -132,6 +132,27 @@ def test_it_saves(tmp_path):
 
 
 @pytest.mark.once
+def test_missing_weights_of_the_classes_are_an_error(tmp_path):
+    classifier().save_to_preset(str(tmp_path))
+    (tmp_path / "task.weights.h5").unlink()
+    with pytest.raises(FileNotFoundError, match=r"no task.weights.h5.*`num_classes=`"):
+        HGRN2ImageClassifier.from_preset(str(tmp_path))
+    assert HGRN2ImageClassifier.from_preset(str(tmp_path), num_classes=3).output_shape == (None, 3)
+    (tmp_path / "model.weights.h5").unlink()
+    with pytest.raises(FileNotFoundError, match=r"neither model.weights.h5"):
+        HGRN2ImageClassifier.from_preset(str(tmp_path), num_classes=3)
+
+
+@pytest.mark.once
+def test_a_clone_is_compiled_as_the_original():
+    model = classifier()
+    model.compile(keras.optimizers.SGD(0.5), model.loss)
+    clone = keras.models.clone_model(model)
+    assert clone.optimizer.get_config() == model.optimizer.get_config()
+    assert np.isfinite(clone.train_on_batch(*digits(2, seed=0))).all()
+
+
+@pytest.mark.once
 def test_bad_sizes():
     for name, value, match in [
         ("image_shape", (9, 8, 1), "`image_shape` must be filled by patches"),

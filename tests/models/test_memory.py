@@ -1,8 +1,10 @@
 """`memory_sizes` equals the bytes of the arrays."""
 
 import keras
+import keras_hub
 import pytest
 
+from keras_recurrent import compat
 from keras_recurrent.models import GriffinBackbone, GriffinCausalLM, memory_sizes
 from tests.models.tiny import SIZES, tiny_causal_lm
 
@@ -58,6 +60,25 @@ def test_the_order_of_the_papers_models():
     ]
     assert 100 * caches[0] < caches[2]
     assert 100 * caches[1] < caches[2]
+
+
+@pytest.mark.once
+def test_the_name_of_a_preset_stands_for_its_model():
+    for name in ("griffin_tiny", "hgrn2_tiny", "tnl_tiny"):
+        model = keras_hub.models.Backbone.from_preset(name)
+        assert memory_sizes(name, 2, 100) == memory_sizes(model, 2, 100)
+
+
+@pytest.mark.once
+def test_a_name_makes_no_weights():
+    """These would be 27 gigabytes, now or when Keras next makes what has no values yet."""
+    large = memory_sizes("griffin_7b", 1, 1000)
+    assert large.parameters == 4 * GriffinBackbone.presets["griffin_7b"]["metadata"]["params"]
+    assert not compat.global_state.get_global_attribute("uninitialized_variables")
+    with pytest.raises(ValueError, match="Near names: 'hawk_7b'"):
+        memory_sizes("hawk_8b", 1, 1)
+    with pytest.raises(ValueError, match="`HGRN2VisionBackbone`, which keeps no state"):
+        memory_sizes("hgrn2_vision_tiny", 1, 1)
 
 
 @pytest.mark.once

@@ -208,6 +208,9 @@ def test_unknown_names_list_near_ones():
             load("hawk_10m")
         with pytest.raises(ValueError, match=r"[Uu]nknown preset"):
             load("something_else")
+        with pytest.raises(ValueError, match=r"there is no '/.*nope'.*hf://owner") as error:
+            load("./nope")
+        assert "bert" not in str(error.value)
         with pytest.raises(ValueError, match=r"`preset` must be a string.*`str\(path\)`"):
             load(pathlib.Path("something"))
 

@@ -85,15 +85,18 @@ def test_overrides_of_a_preset_directory(saved):
         keras_hub.models.CausalLM.from_preset(path, num_layer=2)
 
 
-def test_weights_load_where_there_are_any(saved, tmp_path):
+@pytest.mark.once
+def test_missing_weights_are_an_error(saved, tmp_path):
     model, _ = saved
     for part in (model.backbone, model.preprocessor):
         part.save_to_preset(str(tmp_path))
     (tmp_path / "model.weights.h5").unlink()
-    again = type(model).from_preset(str(tmp_path))
-    assert again.backbone.count_params() == model.backbone.count_params()
-    with pytest.raises(FileNotFoundError):
-        type(model).from_preset(str(tmp_path), load_weights=True)
+    for cls in (type(model), type(model.backbone)):
+        for load_weights in (None, True):
+            with pytest.raises(FileNotFoundError, match=r"neither model.weights.h5.*load_weights="):
+                cls.from_preset(str(tmp_path), load_weights)
+    fresh = type(model).from_preset(str(tmp_path), load_weights=False)
+    assert fresh.backbone.count_params() == model.backbone.count_params()
 
 
 def test_keras_files_and_training_goes_on(tmp_path):
@@ -109,6 +112,38 @@ def test_keras_files_and_training_goes_on(tmp_path):
     for one in (model, again):
         one.train_on_batch(TEXTS)
     np.testing.assert_allclose(logits(again), logits(model), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.once
+def test_a_clone_is_compiled_as_the_original(tmp_path):
+    model = language_model()
+    model.compile(keras.optimizers.AdamW(0.01), sampler="greedy")
+    clone = keras.models.clone_model(model)
+    assert clone.optimizer.get_config() == model.optimizer.get_config()
+    assert type(clone.loss) is type(model.loss)
+    x, y, sample_weight = model.preprocessor(TEXTS)
+    assert np.isfinite(clone.train_on_batch(x, y, sample_weight)).all()
+    clone.save(tmp_path / "clone.keras")
+    keras.saving.load_model(tmp_path / "clone.keras")
+    # Files of before had the arguments by themselves.
+    again = type(model)(model.backbone)
+    again.compile_from_config(model.get_compile_config()["config"])
+    assert again.optimizer.get_config() == model.optimizer.get_config()
+    assert isinstance(again.sampler, keras_hub.samplers.GreedySampler)
+    assert not keras.models.clone_model(type(model)(model.backbone, compile=False)).compiled
+
+
+@pytest.mark.skipif(keras.config.backend() != "tensorflow", reason="a format of TensorFlow")
+def test_an_exported_program_takes_what_the_preprocessor_makes(tmp_path):
+    import tensorflow as tf
+
+    backbone = language_model("hgrn2", num_layers=1).backbone
+    cls = FAMILIES["hgrn2"]
+    model = cls.causal_lm(backbone, cls.preprocessor(cls.tokenizer(), sequence_length=8))
+    model.export(str(tmp_path), format="tf_saved_model", verbose=False)
+    x = {name: tf.cast(x, "int32") for name, x in model.preprocessor(TEXTS)[0].items()}
+    program = tf.saved_model.load(str(tmp_path))
+    np.testing.assert_allclose(program.serve(x), model(x), rtol=1e-5, atol=1e-5)
 
 
 def test_keras_files_of_a_backbone(saved, tmp_path):
@@ -145,6 +180,20 @@ def test_lora_trains_its_own_weights_alone_and_saves_them(family, tmp_path):
     again = language_model(family)
     again.backbone.load_lora_weights(str(tmp_path / "hawk.lora.h5"))
     np.testing.assert_allclose(logits(again), logits(model), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lora_beside_the_embedding(family, tmp_path):
+    model = language_model(family)
+    exact = logits(model)
+    model.backbone.enable_lora(2, target_layer_names=["token_embedding", "o_proj"])
+    np.testing.assert_allclose(logits(model), exact, rtol=1e-4, atol=1e-4)
+    trainable = {weight.path.rsplit("/", 1)[1] for weight in model.trainable_weights}
+    assert {"lora_embeddings_a", "lora_embeddings_b"} < trainable
+    assert all("lora" in name for name in trainable)
+    with pytest.raises(ValueError, match="no place for the low-rank weights of 'token_embedding'"):
+        model.backbone.save_lora_weights(str(tmp_path / "hawk.lora.h5"))
 
 
 # Keras warns of every layer without such weights, input layers included.

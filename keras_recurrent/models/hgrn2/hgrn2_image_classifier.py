@@ -82,14 +82,15 @@ class HGRN2ImageClassifier(SavedTraining, keras_hub.models.ImageClassifier):
 
         Args:
             preset: string, one of `presets` of the class, or a directory.
-            load_weights: None, the default, loads weights where there are any. True insists on
-                them, False leaves them alone.
+            load_weights: None, the default, loads weights where they belong to the preset: all but
+                names without published ones. True insists on them, False leaves them alone.
             **kwargs: whatever the backbone (`image_shape=`, `dtype=`) and the classifier
                 (`num_classes=`, `dropout=`) take, in place of what the preset says.
 
         Raises:
-            ValueError: an unknown name, `load_weights=True` where there are none, or an argument
-                that nothing understands.
+            ValueError: an unknown name, one of another class, `load_weights=True` where there are
+                none, or an argument that nothing understands.
+            FileNotFoundError: a directory of `save_to_preset` without its `.weights.h5` files.
         """
         from keras_recurrent.checkpoints import loading  # only when asked for
 
