@@ -57,7 +57,9 @@ and return the output alone.
 - Decays are given as logarithms; -inf is a decay of 0. Decays are multiplied, never divided by
   one another, so that any of them is safe.
 - Every floating-point tensor, the initial state included, gets a gradient, from the output and
-  from the final state. For it, inputs and outputs are kept and everything else is computed again.
+  from the final state. For it, inputs and outputs are kept and everything else is computed again;
+  only of each softmax are the largest logit and the sum kept, too, and in `triton/` of an output of
+  attention in 16 bits the next 8.
 - Memory and time grow linearly with T.
 
 ## How to add one

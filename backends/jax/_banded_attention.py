@@ -22,7 +22,11 @@ SPANS = 4
 
 
 def forward(q, k, v, documents, window, dtype):
-    """Returns [B, T, G, R, V] and the logarithms of the softmax's sums [B, T, G, R]."""
+    """Returns [B, T, G, R, V] and a pair of [B, T, G, R], by which `backward` finds the weights.
+
+    That is each query's largest logit, and the sum of exp(logit - largest). Their one logarithm,
+    largest + log(sum), would have no more digits behind the point than the largest logit has.
+    """
     length, before = q.shape[1], k.shape[1] - q.shape[1]
     q, k, v, documents = _padded(q, k, v, documents, _block_size(length, window))
     product = product_of(q, k, v, dtype)
@@ -33,29 +37,32 @@ def forward(q, k, v, documents, window, dtype):
         weights = jnp.exp(logits - highest[..., None])
         total = jnp.sum(weights, axis=-1)
         output = product("bglrs,bsgv->blgrv", weights, v) / _query_major(total)[..., None]
-        return carry, (output, _query_major(highest + jnp.log(total)))
+        return carry, (output, _query_major(highest), _query_major(total))
 
     def step(carry, block):
         return attend(
             carry, block.queries(q), block.keys(k), block.keys(v), block.visible(documents)
         )
 
-    _, (output, log_total) = _over_blocks(step, None, q.shape[1], before, window)
-    return output[:, :length], log_total[:, :length]
+    _, results = _over_blocks(step, None, q.shape[1], before, window)
+    output, *sums = (x[:, :length] for x in results)
+    return output, tuple(sums)
 
 
-def backward(d_output, log_total, q, k, v, documents, window, dtype):
-    """Returns the gradients of q, k and v in `dtype`."""
+def backward(d_output, sums, q, k, v, documents, window, dtype):
+    """Returns the gradients of q, k and v in `dtype`; `sums`: what `forward` returned."""
     length, before = q.shape[1], k.shape[1] - q.shape[1]
     size = _block_size(length, window)
-    d_output, log_total = (_fill(x, -length % size, 0) for x in (d_output, log_total))
+    d_output = _fill(d_output, -length % size, 0)
+    highest, total = (_fill(x, -length % size, 1) for x in sums)
     q, k, v, documents = _padded(q, k, v, documents, size)
     product = product_of(q, k, v, dtype)
 
     def step(gradients, block):
         q_b, k_b, v_b, d_o = block.queries(q), block.keys(k), block.keys(v), block.queries(d_output)
-        logits = product("blgrk,bsgk->bglrs", q_b, k_b) - _logit_major(block.queries(log_total))
+        logits = product("blgrk,bsgk->bglrs", q_b, k_b) - _logit_major(block.queries(highest))
         weights = jnp.exp(jnp.where(block.visible(documents), logits, -jnp.inf))
+        weights = weights / _logit_major(block.queries(total))
         d_logits = weights * product("blgrv,bsgv->bglrs", d_o, v_b)
         # The output would give the same sum, but it has been rounded.
         d_logits = d_logits - weights * jnp.sum(d_logits, axis=-1, keepdims=True)

@@ -12,16 +12,30 @@ from keras_recurrent.backends.jax._common import accumulation_dtype
 def rms_norm(x, scale=None, epsilon=0.0):
     """x: [..., D]; scale: [D] or None. Returns [..., D] in x's dtype."""
     dtype = accumulation_dtype(x, scale)
-    y = x.astype(dtype)
-    y = y * _rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + epsilon)
+    y = _normalized(x.astype(dtype), epsilon)
     return (y if scale is None else y * scale.astype(dtype)).astype(x.dtype)
 
 
-@jax.custom_jvp
-def _rsqrt(z):
-    """1 / sqrt(z): XLA's approximation, which it also uses for the quotient, and a Newton step."""
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _normalized(x, epsilon):
+    """x r, r = 1 / sqrt(mean(x²) + ε)."""
+    return x * _reciprocal_root(x, epsilon)
+
+
+@_normalized.defjvp
+def _(epsilon, arguments, tangents):
+    """dy = r (dx - y mean(y dx)): JAX's own derivative of r has r³, which leaves float32."""
+    (x,), (d_x,) = arguments, tangents
+    r = _reciprocal_root(x, epsilon)
+    y, d_y = x * r, d_x * r
+    return y, d_y - y * jnp.mean(y * d_y, axis=-1, keepdims=True)
+
+
+def _reciprocal_root(x, epsilon):
+    """r by XLA's approximation, which it also uses for the quotient, and a Newton step.
+
+    0 where the sum of squares is 0 or leaves the range of the dtype.
+    """
+    z = jnp.mean(jnp.square(x), axis=-1, keepdims=True) + epsilon
     r = jax.lax.rsqrt(z)
-    return r + r * (0.5 - 0.5 * z * r * r)
-
-
-_rsqrt.defjvps(lambda d_z, r, z: d_z * (-0.5 * r * r * r))
+    return jnp.where((z == 0) | (z == jnp.inf), 0, r + r * (0.5 - 0.5 * z * r * r))

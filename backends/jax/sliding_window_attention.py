@@ -21,7 +21,8 @@ def forward(q, k, v, of_queries, of_keys, *, window, dtype):
 
     q: [B, T, G, R, K], where R heads share a key; k: [B, S, G, K]; v: [B, S, G, V]; of_queries,
     of_keys: numbers of documents, [B, T] and [B, S]; window: less than S, or None. Returns
-    [B, T, G, R, V] in q's dtype and the logarithms of the softmax's sums [B, T, G, R].
+    [B, T, G, R, V] in q's dtype and two numbers for each query, a pair of [B, T, G, R]: its largest
+    logit, and the sum of exp(logit - largest).
 
     The number 0 marks a place without a token. It may hold anything; its output is 0.
     """
@@ -32,12 +33,12 @@ def forward(q, k, v, of_queries, of_keys, *, window, dtype):
     )
     documents = of_queries, _banded(of_keys, q, window)
     k, v = (_banded(x, q, window) for x in (k, v))
-    output, log_total = _banded_attention.forward(q, k, v, documents, window, dtype)
-    return output.astype(q.dtype), log_total
+    output, sums = _banded_attention.forward(q, k, v, documents, window, dtype)
+    return output.astype(q.dtype), sums
 
 
-def backward(q, k, v, of_queries, of_keys, log_total, d_output, *, window, dtype):
-    """Returns the gradients of q, k and v in `dtype`."""
+def backward(q, k, v, of_queries, of_keys, sums, d_output, *, window, dtype):
+    """Returns the gradients of q, k and v in `dtype`; `sums`: what `forward` returned."""
     q, k, v = (
         _zero_without_token(of_queries, q),
         _zero_without_token(of_keys, k),
@@ -48,7 +49,7 @@ def backward(q, k, v, of_queries, of_keys, log_total, d_output, *, window, dtype
     keys, values = (_banded(x, q, window) for x in (k, v))
     d_output = d_output.astype(dtype)
     d_q, *d_banded = _banded_attention.backward(
-        d_output, log_total, q, keys, values, documents, window, dtype
+        d_output, sums, q, keys, values, documents, window, dtype
     )
     return d_q, *(_unbanded(d, k, q, window) for d in d_banded)
 
@@ -64,21 +65,21 @@ def operation(forward, backward):
         def attend(tokens, q, k, v):
             row = Row(q, k, v, initial_state, token_kind, tokens, window)
             queries, keys, values = row.arranged()
-            output, log_total = forward(
+            output, sums = forward(
                 queries, keys, values, *row.documents(), window=row.window, dtype=row.dtype
             )
             state = []
             if capacity is not None:
                 end = row.next_position, row.end
                 state = [*(_ring.to_ring(x, *end, capacity) for x in (keys, values)), end[0]]
-            return row.put_back(output), state, log_total
+            return row.put_back(output), state, sums
 
-        output, state, log_total = with_real_tokens_in_front(attend, token_kind, q, k, v)
+        output, state, sums = with_real_tokens_in_front(attend, token_kind, q, k, v)
         results = (output.reshape(*q.shape[:3], v.shape[3]), *state)
-        return results, (q, k, v, initial_state, token_kind, log_total)
+        return results, (q, k, v, initial_state, token_kind, sums)
 
     def gradients(window, capacity, saved, d_results):
-        q, k, v, initial_state, token_kind, log_total = saved
+        q, k, v, initial_state, token_kind, sums = saved
 
         def attend(tokens, q, k, v, d_output):
             row = Row(q, k, v, initial_state, token_kind, tokens, window)
@@ -88,7 +89,7 @@ def operation(forward, backward):
                 keys,
                 values,
                 *row.documents(),
-                log_total,
+                sums,
                 row.to_front(grouped(d_output, k)),
                 window=row.window,
                 dtype=row.dtype,

@@ -39,18 +39,19 @@ def unsupported(
 
 
 def forward(q, k, v, of_queries, of_keys, *, window, dtype):
-    run = _per_shard(functools.partial(_forward, window), k, _GIVEN, (_OUTPUT, _SUMS))
-    return run(q, k, v, of_queries, of_keys)
+    run = _per_shard(functools.partial(_forward, window), k, _GIVEN, (_OUTPUT, _SUMS, _SUMS))
+    output, *sums = run(q, k, v, of_queries, of_keys)
+    return output, tuple(sums)
 
 
-def backward(q, k, v, of_queries, of_keys, log_total, d_output, *, window, dtype):
+def backward(q, k, v, of_queries, of_keys, sums, d_output, *, window, dtype):
     run = _per_shard(
         functools.partial(_backward, window),
         k,
-        (*_GIVEN, _SUMS, _OUTPUT),
+        (*_GIVEN, _SUMS, _SUMS, _OUTPUT),
         (_QUERY, _QUERY, _OUTPUT),
     )
-    d_q, *d_shared = run(q, k, v, of_queries, of_keys, log_total, d_output)
+    d_q, *d_shared = run(q, k, v, of_queries, of_keys, *sums, d_output)
     # If the heads that share a key are split, each shard has a part of its gradient.
     return d_q.astype(dtype), *(jnp.sum(d.astype(dtype), axis=3) for d in d_shared)
 
@@ -68,7 +69,7 @@ def _forward(window, q, k, v, of_queries, of_keys):
     grid = _window.grid_for(q, k, v, window, k.shape[1] - q.shape[1])
     product = products((q, k, v))
 
-    def attention(step, q, output, log_total):
+    def attention(step, q, output, largest, sum_at_largest):
         @pl.when(step.has_queries)
         def _():
             queries = step.of_tokens(q)
@@ -86,23 +87,25 @@ def _forward(window, q, k, v, of_queries, of_keys):
             start = zeros - jnp.inf, zeros, jnp.zeros(output.shape, jnp.float32)
             highest, total, values = step.over_window(attend, start)
             output[...] = (values / total).astype(output.dtype)
-            log_total[...] = _window.row(highest + jnp.log(total))
+            largest[...], sum_at_largest[...] = _window.row(highest), _window.row(total)
 
     batch, length, groups, shared, _ = q.shape
     output = jax.ShapeDtypeStruct((*q.shape[:4], v.shape[3]), q.dtype)
-    sums = jax.ShapeDtypeStruct((batch, groups * shared, 1, length), jnp.float32)
+    row = jax.ShapeDtypeStruct((batch, groups * shared, 1, length), jnp.float32)
     inputs = [grid.head(q, grid.queries)]
-    outputs = [grid.head(output, grid.queries), grid.row(sums, grid.queries)]
-    values, log_total = _window.call(grid, attention, k, v, of_queries, of_keys, inputs, outputs)
-    log_total = jnp.swapaxes(log_total[:, :, 0], 1, 2).reshape(q.shape[:4])
-    return _window.from_by_head(values, output.shape), log_total
+    outputs = [grid.head(output, grid.queries)] + 2 * [grid.row(row, grid.queries)]
+    values, *sums = _window.call(grid, attention, k, v, of_queries, of_keys, inputs, outputs)
+    by_token = (jnp.swapaxes(x[:, :, 0], 1, 2).reshape(q.shape[:4]) for x in sums)
+    return _window.from_by_head(values, output.shape), *by_token
 
 
-def _backward(window, q, k, v, of_queries, of_keys, log_total, d_output):
+def _backward(window, q, k, v, of_queries, of_keys, largest, sum_at_largest, d_output):
     grid = _window.grid_for(q, k, v, window, k.shape[1] - q.shape[1])
     product = products((q, k, v))
 
-    def attention_backward(step, q, log_total, d_output, d_q, d_k, d_v, d_keys, d_values):
+    def attention_backward(
+        step, q, largest, sum_at_largest, d_output, d_q, d_k, d_v, d_keys, d_values
+    ):
         @pl.when(step.has_new_keys)
         def _():
             for ring in (d_keys, d_values):
@@ -111,25 +114,30 @@ def _backward(window, q, k, v, of_queries, of_keys, log_total, d_output):
         @pl.when(step.has_queries)
         def _():
             queries, d_out = step.of_tokens(q), step.of_tokens(d_output)
-            log_sums = step.column_of_tokens(log_total)
+            highest = step.column_of_tokens(largest)
+            # Places without a token have the sum 0 here. That of a token is at least 1.
+            share = 1 / jnp.maximum(step.column_of_tokens(sum_at_largest), 1)
 
             def weigh(slot, visible):
+                """The weights before they are divided by their sum, and their gradients."""
                 logits = product(queries, step.keys[slot], over=(1, 1))
-                weights = jnp.exp(jnp.where(visible, logits - log_sums, -jnp.inf))
-                return weights, weights * product(d_out, step.values[slot], over=(1, 1))
+                weights = jnp.exp(jnp.where(visible, logits - highest, -jnp.inf))
+                return weights, product(d_out, step.values[slot], over=(1, 1))
 
             def add(slot, visible, total):
-                return total + jnp.sum(weigh(slot, visible)[1], axis=1, keepdims=True)
+                weights, d_weights = weigh(slot, visible)
+                return total + jnp.sum(weights * d_weights, axis=1, keepdims=True)
 
             def attend(slot, visible, d_queries):
-                weights, d_logits = weigh(slot, visible)
-                d_logits -= weights * total
+                weights, d_weights = weigh(slot, visible)
+                weights *= share
+                d_logits = weights * (d_weights - mean)
                 d_values[slot] += product(weights, d_out, over=(0, 0))
                 d_keys[slot] += product(d_logits, queries, over=(0, 0))
                 return d_queries + product(d_logits, step.keys[slot])
 
             # The output would give the same sum, but it has been rounded.
-            total = step.over_window(add, jnp.zeros((grid.block, 1), jnp.float32))
+            mean = share * step.over_window(add, jnp.zeros((grid.block, 1), jnp.float32))
             d_queries = step.over_window(attend, jnp.zeros(d_q.shape, jnp.float32))
             d_q[...] = d_queries.astype(d_q.dtype)
 
@@ -139,10 +147,13 @@ def _backward(window, q, k, v, of_queries, of_keys, log_total, d_output):
             d_k[...] = d_keys[step.slot(number)].astype(d_k.dtype)
             d_v[...] = d_values[step.slot(number)].astype(d_v.dtype)
 
-    log_total = jnp.swapaxes(log_total.reshape(*q.shape[:2], -1), 1, 2)[:, :, None]
+    sums = (
+        jnp.swapaxes(x.reshape(*q.shape[:2], -1), 1, 2)[:, :, None]
+        for x in (largest, sum_at_largest)
+    )
     inputs = [
         grid.head(q, grid.queries),
-        grid.row(log_total, grid.queries),
+        *(grid.row(x, grid.queries) for x in sums),
         grid.head(d_output, grid.queries),
     ]
     aligned = [jax.eval_shape(grid.aligned, x) for x in (k, v)]

@@ -8,6 +8,27 @@ from keras_recurrent.backends.tensorflow._common import accumulation_dtype
 def rms_norm(x, scale=None, epsilon=0.0):
     """x: [..., D]; scale: [D] or None. Returns [..., D] in x's dtype."""
     dtype = accumulation_dtype(x, scale)
-    y = tf.cast(x, dtype)
-    y *= tf.math.rsqrt(tf.reduce_mean(tf.square(y), axis=-1, keepdims=True) + epsilon)
+    y = _normalized(tf.cast(x, dtype), epsilon)
     return tf.cast(y if scale is None else y * tf.cast(scale, dtype), x.dtype)
+
+
+def _normalized(x, epsilon):
+    """x r, r = 1 / sqrt(mean(x²) + ε)."""
+
+    @tf.custom_gradient
+    def normalized(x):
+        def gradient(d_y):
+            """r (dy - y mean(y dy)): the derivative of r itself has r³, which leaves float32."""
+            r = _reciprocal_root(x, epsilon)
+            y = x * r
+            return r * (d_y - y * tf.reduce_mean(y * d_y, axis=-1, keepdims=True))
+
+        return x * _reciprocal_root(x, epsilon), gradient
+
+    return normalized(x)
+
+
+def _reciprocal_root(x, epsilon):
+    """r; 0 where the sum of squares is 0 or leaves the range of the dtype."""
+    z = tf.reduce_mean(tf.square(x), axis=-1, keepdims=True) + epsilon
+    return tf.where(z == 0, tf.zeros_like(z), tf.math.rsqrt(z))

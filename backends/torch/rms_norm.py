@@ -1,11 +1,51 @@
-"""y = x / sqrt(mean(x²) + ε) * scale.  Zhang and Sennrich 2019, arXiv:1910.07467."""
+"""y = x r * scale, r = 1 / sqrt(mean(x²) + ε).  Zhang and Sennrich 2019, arXiv:1910.07467.
+
+The gradients are
+
+    dx = r (dy scale - x r mean(dy scale x r)),  dscale = Σ dy x r
+
+since torch's own derivative of r has r³, which leaves float32. A function of autograd rather than
+an operator of its own: `torch.compile` joins it with what stands beside it.
+"""
+
+import torch
 
 from keras_recurrent.backends.torch._common import accumulation_dtype
 
 
 def rms_norm(x, scale=None, epsilon=0.0):
     """x: [..., D]; scale: [D] or None. Returns [..., D] in x's dtype."""
-    dtype = accumulation_dtype(x, scale)
-    y = x.to(dtype)
-    y = y * (y.square().mean(-1, keepdim=True) + epsilon).rsqrt()
-    return (y if scale is None else y * scale.to(dtype)).to(x.dtype)
+    return _RMSNorm.apply(x, scale, epsilon)
+
+
+class _RMSNorm(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, scale, epsilon):
+        y, _ = _normalized(x, scale, epsilon)
+        return (y if scale is None else y * scale.to(y.dtype)).to(x.dtype)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, scale, ctx.epsilon = inputs
+        ctx.save_for_backward(x, scale)
+
+    @staticmethod
+    def backward(ctx, d_output):
+        x, scale = ctx.saved_tensors
+        y, r = _normalized(x, scale, ctx.epsilon)
+        d_y, d_scale = d_output.to(y.dtype), None
+        if scale is not None:
+            d_scale = (d_y * y).reshape(-1, y.shape[-1]).sum(0).to(scale.dtype)
+            d_y = d_y * scale.to(y.dtype)
+        d_x = r * (d_y - y * (y * d_y).mean(-1, keepdim=True))
+        return d_x.to(x.dtype), d_scale, None
+
+
+def _normalized(x, scale, epsilon):
+    """x r and r; r is 0 where the sum of squares is 0 or leaves the range of the dtype."""
+    x = x.to(accumulation_dtype(x, scale))
+    z = x.square().mean(-1, keepdim=True) + epsilon
+    r = z.rsqrt().masked_fill(z == 0, 0)
+    return x * r, r

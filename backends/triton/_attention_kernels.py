@@ -1,8 +1,16 @@
 """The kernels of softmax attention; `_banded_attention` says what they take and launches them.
 
 The forward computes an online softmax, relative to the largest logit so far. The backward computes
-the weights again from `log_sum_exp`, once for each query and once for each key, so that every sum
-has one program and one order.
+the weights again, once for each query and once for each key, so that every sum has one program and
+one order. It finds them as exp(logit - origin) / total: `origin` is a query's largest logit, and
+`total` the sum of exp(logit - origin). With products of 16 bits there is no total, and `origin` is
+the logarithm of the sum of exp(logit): the weights then have as many digits as that number has
+behind the point, which is enough.
+
+The gradient of a logit is the difference of two numbers, of which the second is `delta`, the sum of
+d_output * output. Where a query attends to one key almost alone, they are all but equal, and an
+output of 16 bits would leave nothing but its rounding error. So the forward keeps the next 8 bits
+of such an output, too, in `rest`.
 
 Most tiles of keys are visible to all rows of a tile of queries. A first loop goes through those,
 without a mask, and a second one through the tiles at the edges of what is visible.
@@ -13,14 +21,17 @@ import triton.language as tl
 
 from keras_recurrent.backends.triton._attention_tiles import (
     block_number,
+    cast,
     count_blocks,
     key_rows,
     load_rows,
     product,
     query_rows,
     real_queries,
+    rest_of,
     store_rows,
     visible_keys,
+    with_rest,
 )
 from keras_recurrent.backends.triton._math import exp, exp_of_difference
 from keras_recurrent.backends.triton._ring import ring_slots
@@ -59,7 +70,9 @@ def forward_kernel(
     first_key,
     last_key,
     output,
-    log_sum_exp,
+    rest,
+    origin,
+    total,
     T,
     S,
     G,
@@ -80,7 +93,7 @@ def forward_kernel(
     query = load_rows(q, base, row, real_queries(token_kind, t, b, T), K, BLOCK_K, TYPE)
 
     peak = tl.full((ROWS,), _LOWEST, tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
+    row_total = tl.zeros((ROWS,), tl.float32)
     weighted_sum = tl.zeros((ROWS, BLOCK_V), tl.float32)
     start, num_before, num_inside, num_behind = _key_blocks(low, high, KEYS)
     for EDGE in tl.static_range(2):
@@ -96,13 +109,22 @@ def forward_kernel(
             new_peak = tl.maximum(peak, tl.max(logits, 1))
             weights = exp_of_difference(logits, new_peak[:, None], FINE)
             shrink = exp(peak - new_peak, FINE)
-            total = total * shrink + tl.sum(weights, 1)
+            row_total = row_total * shrink + tl.sum(weights, 1)
             value = load_rows(v, key_base, key_row, valid, V, BLOCK_V, TYPE)
             weighted_sum = product(weights, value, weighted_sum * shrink[:, None], TYPE)
             peak = new_peak
-    total = tl.where(total == 0, 1.0, total)  # rows that see no key
-    store_rows(output, base, row, t < T, weighted_sum / total[:, None], V, BLOCK_V)
-    tl.store(log_sum_exp + base + row, peak + tl.log(total), t < T)
+    row_total = tl.where(row_total == 0, 1.0, row_total)  # rows that see no key
+    result = weighted_sum / row_total[:, None]
+    rounded = cast(result, output.dtype.element_ty)
+    if rest is not None:  # before a store, which would keep the result in registers
+        bits = rest_of(result, rounded, output.dtype.element_ty)
+        store_rows(rest, base, row, t < T, bits, V, BLOCK_V)
+    store_rows(output, base, row, t < T, rounded, V, BLOCK_V)
+    if total is None:
+        peak += tl.log(row_total)
+    else:
+        tl.store(total + base + row, row_total, t < T)
+    tl.store(origin + base + row, peak, t < T)
 
 
 @triton.jit(do_not_specialize=["T", "S", "window"])
@@ -114,7 +136,9 @@ def queries_kernel(
     first_key,
     last_key,
     output,
-    log_sum_exp,
+    rest,
+    origin,
+    total,
     d_output,
     d_q,
     delta,
@@ -140,9 +164,12 @@ def queries_kernel(
     query = load_rows(q, base, row, real, K, BLOCK_K, TYPE)
     gradient = load_rows(d_output, base, row, real, V, BLOCK_V, TYPE)
     result = load_rows(output, base, row, real, V, BLOCK_V, tl.float32)
+    if rest is not None:
+        bits = load_rows(rest, base, row, real, V, BLOCK_V, tl.int32)
+        result = with_rest(result, bits, output.dtype.element_ty)
     row_delta = tl.sum(gradient.to(tl.float32) * result, 1)
     tl.store(delta + base + row, row_delta, t < T)
-    row_log_sum_exp = tl.load(log_sum_exp + base + row, t < T, other=0.0)
+    row_origin = tl.load(origin + base + row, t < T, other=0.0)
 
     d_query = tl.zeros((ROWS, BLOCK_K), tl.float32)
     start, num_before, num_inside, num_behind = _key_blocks(low, high, KEYS)
@@ -157,12 +184,14 @@ def queries_kernel(
             if EDGE:
                 visible = (low[:, None] <= s[None, :]) & (s[None, :] <= high[:, None])
                 logits = tl.where(visible, logits, float("-inf"))
-            weights = exp_of_difference(logits, row_log_sum_exp[:, None], FINE)
+            weights = exp_of_difference(logits, row_origin[:, None], FINE)
             d_weights = product(gradient, tl.trans(value), tl.zeros_like(logits), TYPE)
             d_logits = weights * (d_weights - row_delta[:, None])
             if EDGE:  # a softmax over one key is constant: exactly 0, not rounding errors
                 d_logits = tl.where((low == high)[:, None], 0.0, d_logits)
             d_query = product(d_logits, key, d_query, TYPE)
+    if total is not None:
+        d_query /= tl.load(total + base + row, t < T, other=1.0)[:, None]
     store_rows(d_q, base, row, t < T, d_query, K, BLOCK_K)
 
 
@@ -189,7 +218,8 @@ def keys_kernel(
     last_key,
     first_query,
     query_end,
-    log_sum_exp,
+    origin,
+    total,
     d_output,
     delta,
     d_key_ring,
@@ -258,13 +288,16 @@ def keys_kernel(
             real = real_queries(token_kind, t, b, T) if EDGE or token_kind is not None else None
             query = load_rows(q, base, row, real, K, BLOCK_K, TYPE)
             gradient = load_rows(d_output, base, row, real, V, BLOCK_V, TYPE)
-            row_log_sum_exp = tl.load(log_sum_exp + base + row, valid, other)
+            row_origin = tl.load(origin + base + row, valid, other)
             logits = product(key, tl.trans(query), tl.zeros((KEYS, ROWS), tl.float32), TYPE)
             if EDGE:
                 low, high = visible_keys(t, b, first_key, last_key, T, window)
                 visible = (low[None, :] <= s[:, None]) & (s[:, None] <= high[None, :])
                 logits = tl.where(visible, logits, float("-inf"))
-            weights = exp_of_difference(logits, row_log_sum_exp[None, :], FINE)
+            weights = exp_of_difference(logits, row_origin[None, :], FINE)
+            if total is not None:
+                row_total = tl.load(total + base + row, valid, 1.0 if EDGE else None)
+                weights *= (1.0 / row_total)[None, :]
             if d_values is not None:
                 d_value = product(weights, gradient, d_value, TYPE)
             if d_keys is not None:

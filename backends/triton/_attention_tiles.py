@@ -94,7 +94,7 @@ def load_rows(tensor, base, row, valid, D: tl.constexpr, BLOCK_D: tl.constexpr, 
         x = tl.load(pointers)
     else:
         x = tl.load(pointers, d_valid, other=0.0)
-    return _cast(x.to(tl.float32), TYPE)
+    return cast(x.to(tl.float32), TYPE)
 
 
 @triton.jit
@@ -114,12 +114,31 @@ def product(a, b, total, TYPE: tl.constexpr):
     if IN_INTERPRETER and TYPE.is_fp32():
         total += tl.dot(a.to(tl.float64), b.to(tl.float64)).to(tl.float32)
     else:
-        total = tl.dot(_cast(a, TYPE), _cast(b, TYPE), total, input_precision=PRECISION)
+        total = tl.dot(cast(a, TYPE), cast(b, TYPE), total, input_precision=PRECISION)
     return total
 
 
 @triton.jit
-def _cast(x, TYPE: tl.constexpr):
+def rest_of(x, rounded, TYPE: tl.constexpr):
+    """What x lost when it was rounded to TYPE, of 16 bits, in 8 bits: int8.
+
+    A number in float32 has 16 bits more than in bfloat16, and 13 more than in float16.
+    """
+    SHIFT: tl.constexpr = 8 if TYPE.is_bf16() else 5
+    bits = x.to(tl.int32, bitcast=True) - rounded.to(tl.float32).to(tl.int32, bitcast=True)
+    return tl.minimum(tl.maximum((bits + (1 << SHIFT) // 2) >> SHIFT, -128), 127).to(tl.int8)
+
+
+@triton.jit
+def with_rest(rounded, rest, TYPE: tl.constexpr):
+    """x from `rounded`, again in float32, and what `rest_of` returned."""
+    SHIFT: tl.constexpr = 8 if TYPE.is_bf16() else 5
+    bits = rounded.to(tl.int32, bitcast=True) + (rest << SHIFT)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def cast(x, TYPE: tl.constexpr):
     if TYPE.is_bf16():
         x = operand(x, True)
     else:

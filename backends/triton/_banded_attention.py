@@ -145,21 +145,43 @@ def _dtype(*tensors):
 
 
 def forward(q, k, v, visible):
-    """Returns [B, T, H, V] in q's dtype, and log_sum_exp [B, T, H], that of each query's logits."""
+    """Returns [B, T, H, V] in q's dtype, and what `backward` needs to know (`new_kept`)."""
     output = q.new_empty(*q.shape[:3], v.shape[3])
-    log_sum_exp = q.new_empty(q.shape[:3], dtype=torch.float32)
-    _by_queries("output", forward_kernel, q, k, v, visible, output, log_sum_exp)
-    return output, log_sum_exp
+    kept = new_kept(q, k, v)
+    _by_queries("output", forward_kernel, q, k, v, visible, output, *_nones_for_empty(kept))
+    return output, kept
 
 
-def backward(d_output, d_rings, output, log_sum_exp, q, k, v, visible, position, end):
+def new_kept(q, k, v):
+    """Room for `rest`, `origin` and `total`, which `_attention_kernels` explains.
+
+    The rest is empty if the output is float32, the total if products are of 16 bits.
+    """
+    queries = q.shape[:3]
+    rest = 0 if q.dtype == torch.float32 else (*queries, v.shape[3])
+    total = queries if _dtype(q, k, v).is_fp32() else 0
+    return (
+        q.new_empty(rest, dtype=torch.int8),
+        q.new_empty(queries, dtype=torch.float32),
+        q.new_empty(total, dtype=torch.float32),
+    )
+
+
+def _nones_for_empty(kept):
+    return [x if x.numel() else None for x in kept]
+
+
+def backward(d_output, d_rings, output, kept, q, k, v, visible, position, end):
     """Returns the gradients of q, k and v, in a list, the last two perhaps in float32.
 
+    kept: what `forward` returned with the output.
     d_rings: the gradients of the final state's keys and values, [B, C, G, ...]. position, end: see
     `_ring`.
     """
-    d_q, delta = torch.empty_like(q), torch.empty_like(log_sum_exp)
-    _by_queries("d_q", queries_kernel, q, k, v, visible, output, log_sum_exp, d_output, d_q, delta)
+    rest, origin, total = _nones_for_empty(kept)
+    d_q, delta = torch.empty_like(q), torch.empty_like(origin)
+    tensors = output, rest, origin, total, d_output, d_q, delta
+    _by_queries("d_q", queries_kernel, q, k, v, visible, *tensors)
 
     length, heads = q.shape[1:3]
     batch, places, groups, _ = k.shape
@@ -181,7 +203,8 @@ def backward(d_output, d_rings, output, log_sum_exp, q, k, v, visible, position,
             v,
             *visible[:3],
             *queries,
-            log_sum_exp,
+            origin,
+            total,
             d_output,
             delta,
             *d_rings,

@@ -42,8 +42,12 @@ def _stages(tile):
 
 @triton.jit
 def _reciprocal_root(x, epsilon, D):
-    """r of each row, correctly rounded: in a row of one channel dx is proportional to 1 - x² r²."""
-    return tl.div_rn(1.0, tl.sqrt_rn(tl.sum(x * x, 1)[:, None] / D + epsilon))
+    """r of each row, correctly rounded: in a row of one channel dx is proportional to 1 - x² r².
+
+    0 where the sum of squares is 0 or leaves the range of float32.
+    """
+    z = tl.sum(x * x, 1)[:, None] / D + epsilon
+    return tl.where(z == 0, 0.0, tl.div_rn(1.0, tl.sqrt_rn(z)))
 
 
 @triton.jit

@@ -60,20 +60,19 @@ def _forward(
     token_kind: Tensor | None,
     window: int | None,
     capacity: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     q, k, v, token_kind = contiguous(q, k, v, token_kind)
     row, keys, values, visible = _arrange(q, k, v, key, value, position, token_kind, window)
     with on_device_of(q):
-        output, log_sum_exp = _banded_attention.forward(q, keys, values, visible)
+        output, kept = _banded_attention.forward(q, keys, values, visible)
         position = row.next_position.int()
         rings = _ring.to_rings(keys, values, position, row.end.int(), capacity)
-    return output, *rings, position, log_sum_exp
+    return output, *rings, position, *kept
 
 
 @_forward.register_fake
 def _(q, k, v, key, value, position, token_kind, window, capacity):
-    log_sum_exp = q.new_empty(q.shape[:3], dtype=torch.float32)
-    return *fake_results(q, k, v, capacity), log_sum_exp
+    return *fake_results(q, k, v, capacity), *_banded_attention.new_kept(q, k, v)
 
 
 @torch.library.custom_op(
@@ -84,7 +83,9 @@ def _backward(
     d_key: Tensor,
     d_value: Tensor,
     output: Tensor,
-    log_sum_exp: Tensor,
+    rest: Tensor,
+    origin: Tensor,
+    total: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -103,7 +104,7 @@ def _backward(
             d_output,
             d_rings,
             output,
-            log_sum_exp,
+            (rest, origin, total),
             q,
             keys,
             values,
@@ -115,20 +116,21 @@ def _backward(
 
 
 @_backward.register_fake
-def _(d_output, d_key, d_value, output, log_sum_exp, q, k, v, key, value, position, kind, window):
+def _(d_output, d_key, d_value, output, rest, origin, total, q, k, v, key, *options):
     return fake_gradients(q, k, v, key)
 
 
 def _save(ctx, inputs, output):
     *tensors, ctx.window, _ = inputs
-    ctx.mark_non_differentiable(*output[-2:])
-    ctx.save_for_backward(output[0], output[-1], *tensors)
+    _, _, _, position, *kept = output
+    ctx.mark_non_differentiable(position, *kept)
+    ctx.save_for_backward(output[0], *kept, *tensors)
 
 
 def _gradients(ctx, d_output, d_key, d_value, *_):
     saved = ctx.saved_tensors  # read once: each time, a checkpoint recomputes it
     d_q, d_k, d_v, *d_state = _backward(d_output, d_key, d_value, *saved, ctx.window)
-    if saved[5] is None:  # no initial state
+    if saved[7] is None:  # no initial state
         d_state = None, None
     return d_q, d_k, d_v, *d_state, None, None, None, None
 

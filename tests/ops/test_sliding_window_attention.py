@@ -42,6 +42,33 @@ def test_padding_behind_the_tokens(implementation):
     check("sliding_window_attention", implementation, case)
 
 
+def on_a_grid(case, **scales):
+    """Queries and keys that are multiples of 1/16: logits are exact, as far as float32 has them."""
+    tensors = {
+        name: np.round(16 * t) / 16 * scales.get(name, 1) for name, t in case.tensors.items()
+    }
+    return case._replace(tensors=tensors)
+
+
+@every_implementation("sliding_window_attention")
+def test_logits_far_from_zero(implementation):
+    """A softmax depends on differences: with logits about 1024 it keeps all of its digits."""
+    case = draw("sliding_window_attention", Case(1, 40, 6, kinds=True, window=20))
+    for name in ("q", "k"):
+        case.tensors[name][..., 0] = 32
+    check("sliding_window_attention", implementation, on_a_grid(case))
+
+
+@every_implementation("sliding_window_attention")
+@pytest.mark.parametrize(
+    ("dtype", "large"), [("bfloat16", "q"), ("bfloat16", "k"), ("float16", "k")]
+)
+def test_queries_that_attend_to_one_key(implementation, dtype, large):
+    """The gradient of a logit is all but 0 there; a large query or key multiplies its error."""
+    case = draw("sliding_window_attention", Case(1, 40, 6, dtype, kinds=True, window=20))
+    check("sliding_window_attention", implementation, on_a_grid(case, **{large: 256}))
+
+
 def drawn(length, batch=2):
     tensors = draw("sliding_window_attention", Case(batch, length, 3)).tensors
     return {name: t.astype("float32") for name, t in tensors.items()}

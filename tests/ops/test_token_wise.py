@@ -55,6 +55,31 @@ def test_what_is_not_a_number_stays_so(operation, implementation):
         assert np.isfinite(np.delete(results[name], 1, axis=0)).all(), name
 
 
+@pytest.mark.parametrize("implementation", [i for o, i in KERNELS if o == "rms_norm"])
+def test_rows_of_any_size(implementation):
+    """With ε = 0: right where the sum of squares is a number of float32, and finite elsewhere."""
+    drawn = draw("rms_norm", Case((8, 12)))
+    sizes = np.array([1e-17, 1e-13, 1, 1e13, 1e18, 0, 1e-30, 1e30])
+    drawn = drawn._replace(options={"epsilon": 0.0})
+    drawn.tensors["x"][:] = round_to("float32", drawn.tensors["x"] * sizes[:, None])
+    drawn.d_output[5:] = 0  # of the gradient of the scale, too, only rows that are right
+    with np.errstate(all="ignore"):  # where NumPy stands in for a GPU
+        results = run("rms_norm", implementation, drawn)
+    right = {n: t[:5] if n != "scale" else t for n, t in drawn.tensors.items()}
+    right = drawn._replace(tensors=right, d_output=drawn.d_output[:5])
+    for name, truth in reference("rms_norm", right, "float64").items():
+        assert np.isfinite(results[name]).all(), name
+        found, largest = results[name][:5], np.abs(truth).max(-1, keepdims=True)
+        if name == "gradient of scale":
+            found = results[name]
+        np.testing.assert_allclose(found / largest, truth / largest, atol=1e-6, err_msg=name)
+    drawn.d_output[5:] = 1
+    with np.errstate(all="ignore"):
+        results = run("rms_norm", implementation, drawn)
+    for name, result in results.items():
+        assert np.isfinite(result).all(), name
+
+
 @pytest.mark.parametrize("implementation", [i for o, i in KERNELS if o == "log_forget_gate"])
 @pytest.mark.parametrize("bounded", [True, False])
 def test_gates_that_are_shut_or_open(implementation, bounded):

@@ -37,7 +37,7 @@ def arguments(name, mesh, dtype):
     k = v = array((length, size), dtype)
     documents = array((length,), "int32")
     given = [q, k, v, documents, documents]
-    return given, [*given, array((heads, length), "float32", "model"), q]
+    return given, [*given, *2 * [array((heads, length), "float32", "model")], q]
 
 
 def function(name, direction, module):
@@ -50,14 +50,14 @@ def function(name, direction, module):
         return q, k[:, :, None], v[:, :, None], *documents
 
     def forward(*given):
-        output, log_total = module.forward(*parted(*given), **options)
-        return flat(output), jnp.swapaxes(log_total[:, :, 0], 1, 2)
+        output, sums = module.forward(*parted(*given), **options)
+        return flat(output), *(jnp.swapaxes(x[:, :, 0], 1, 2) for x in sums)
 
     def backward(*given):
-        *tensors, log_total, d_output = given
-        log_total = jnp.swapaxes(log_total, 1, 2)[:, :, None]
+        *tensors, largest, sum_at_largest, d_output = given
+        sums = tuple(jnp.swapaxes(x, 1, 2)[:, :, None] for x in (largest, sum_at_largest))
         d_output = d_output.reshape(*d_output.shape[:2], 1, heads, size)
-        gradients = module.backward(*parted(*tensors), log_total, d_output, **options)
+        gradients = module.backward(*parted(*tensors), sums, d_output, **options)
         return [flat(d).astype(d_output.dtype) for d in gradients]
 
     def flat(x):

@@ -44,7 +44,7 @@ MULTIPLES_OF_16 = ("T", "D", "n", "K", "V", "state_k", "state_v")
 FLOATS = ("initial", "final", "d_initial", "d_final", "d_logit", "d_parameters", "a_logit")
 FLOATS += ("scale", "d_scale", "lower_bound", "d_bound", "d_log_f")
 FLOATS += ("losses", "d_losses", "largest", "total")
-FLOATS += ("totals", "decays", "log_decay", "log_f", "log_sum_exp", "delta", "d_keys", "d_values")
+FLOATS += ("totals", "decays", "log_decay", "log_f", "origin", "delta", "d_keys", "d_values")
 INTEGERS = ("carry", "token_at", "document_at", "real_counts", "start_counts", "tokens")
 INTEGERS += ("first_key", "last_key", "first_query", "query_end", "position", "end")
 
@@ -89,6 +89,7 @@ def attention(result, size, dtype=tl.bfloat16, kinds=False):
     constants = _banded_attention.constants(10, size, size, dtype) | {"G": 1, "parts": 1}
     absent = {"d_k": ("d_values",), "d_v": ("d_keys",)}
     constants |= dict.fromkeys(absent.get(result, ()))
+    constants["rest" if dtype == tl.float32 else "total"] = None
     if not kinds:
         constants |= dict.fromkeys(
             ("token_kind", "first_key", "last_key", "first_query", "query_end")
@@ -236,7 +237,7 @@ def dtype(argument, name):
         return "fp32"
     if argument in INTEGERS:
         return "*i32"
-    if argument == "token_kind":
+    if argument in ("token_kind", "rest"):
         return "*i8"
     return "*fp32" if argument in FLOATS or "float32" in name else "*bf16"
 
