@@ -3,6 +3,7 @@
 import torch
 
 from keras_recurrent.backends.constants import PADDING, STARTS
+from keras_recurrent.backends.torch._autograd import register_autograd
 
 
 def accumulation_dtype(*tensors):
@@ -80,7 +81,7 @@ def register_gradient(
 
     Args:
         forward: an operator. An operation without a state returns the output alone.
-        backward: a function `(d_output, d_final_state, output, *inputs)`.
+        backward: an operator `(d_output, d_final_state, output, *inputs)`.
         keep_output: whether the output is kept; if not, `backward` does not take it.
         without: positions of inputs that are not kept; `backward` does not take them.
         token_kinds: whether `forward` takes token kinds, after all tensors that have gradients.
@@ -107,4 +108,4 @@ def register_gradient(
         given = (dx if need else None for need, dx in zip(needed, found, strict=True))
         return *given, *[None] * undifferentiated
 
-    forward.register_autograd(gradients, setup_context=save)
+    register_autograd(forward, gradients, save, backward)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from keras_recurrent.backends.constants import PADDING, STARTS
 from keras_recurrent.backends.torch import _banded_attention, _ring
+from keras_recurrent.backends.torch._autograd import register_autograd
 from keras_recurrent.backends.torch._common import accumulation_dtype
 from keras_recurrent.backends.torch._row import Row, attend, fake_gradients, fake_results
 
@@ -105,7 +106,7 @@ def _gradients(ctx, d_output, d_key, d_value, _):
     return *found, *((d_key, d_value) if given else (None, None)), None, None, None, None
 
 
-_forward.register_autograd(_gradients, setup_context=_save)
+register_autograd(_forward, _gradients, _save, _backward)
 
 
 def _one_token(q, k, v, key, value, position, token_kind, window):

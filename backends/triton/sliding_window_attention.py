@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from keras_recurrent.backends.torch import sliding_window_attention as plain
+from keras_recurrent.backends.torch._autograd import register_autograd
 from keras_recurrent.backends.torch._row import Row, attend, fake_gradients, fake_results
 from keras_recurrent.backends.triton import _banded_attention, _linear_attention, _ring
 from keras_recurrent.backends.triton._common import contiguous, on_device_of
@@ -135,4 +136,4 @@ def _gradients(ctx, d_output, d_key, d_value, *_):
     return d_q, d_k, d_v, *d_state, None, None, None, None
 
 
-_forward.register_autograd(_gradients, setup_context=_save)
+register_autograd(_forward, _gradients, _save, _backward)

@@ -4,6 +4,7 @@ import os
 from typing import NamedTuple
 
 from keras_recurrent.checkpoints import files
+from keras_recurrent.checkpoints.messages import shown
 
 ONE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -51,8 +52,8 @@ class Checkpoint:
                 tensor = sorted(set(headers) ^ listed)[0]
                 where = "the index alone" if tensor in listed else "the file alone"
                 raise ValueError(
-                    f"{INDEX_FILE} of {preset!r} and {name} differ: {tensor!r} is in {where}. The "
-                    "files are not of one checkpoint; fetch them all again."
+                    f"{INDEX_FILE} of {preset!r} and {name} differ: {shown(tensor)} is in {where}. "
+                    "The files are not of one checkpoint; fetch them all again."
                 )
             self.tensors |= headers
 
@@ -74,25 +75,29 @@ class Checkpoint:
             raise ValueError(f"{INDEX_FILE} of {self.preset!r} has no 'weight_map'.")
         listed = {}
         for name, file in weight_map.items():
-            listed.setdefault(file, set()).add(name)
-        for file in listed:
-            if os.path.basename(file) != file or not file.endswith(".safetensors"):
+            beside = isinstance(file, str) and os.path.basename(file) == file
+            if not beside or not file.endswith(".safetensors"):
                 raise ValueError(
-                    f"{INDEX_FILE} of {self.preset!r} names {file!r}. Tensors are read from "
+                    f"{INDEX_FILE} of {self.preset!r} names {shown(file)}. Tensors are read from "
                     ".safetensors files beside the index alone."
                 )
+            listed.setdefault(file, set()).add(name)
         return dict(sorted(listed.items()))
 
     def _headers(self, path):
         try:
             with self._open(path, "np") as file:
                 slices = {key: file.get_slice(key) for key in list(file.keys())}
-                return {
+                headers = {
                     key: Header(path, tuple(part.get_shape()), part.get_dtype())
                     for key, part in slices.items()
                 }
         except self._error_class as error:
             raise ValueError(f"{path} is damaged or cut off ({error}). Fetch it again.") from error
+        # Of a name that stands there twice, the package takes one without a word.
+        with open(path, "rb") as file:
+            files.parse_json(file.read(int.from_bytes(file.read(8), "little")), path)
+        return headers
 
 
 def _no_weights(preset):

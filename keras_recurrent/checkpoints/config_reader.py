@@ -1,6 +1,13 @@
 """A `config.json`, read key by key, so that none of it is overlooked."""
 
+import numpy as np
+
+from keras_recurrent.checkpoints.messages import listed, shown
+
 _REQUIRED = object()
+# Above what any model has, and below what takes minutes to find out.
+MOST = 2**31 - 1
+MOST_LAYERS = 10_000
 
 # Keys that libraries write into any configuration, and that do not change what a model computes.
 UNUSED_ANYWHERE = (
@@ -30,27 +37,30 @@ class ConfigReader:
         self.where = where
         self.unread = set(config)
 
-    def integer(self, key, default=_REQUIRED, multiple_of=1):
-        """An integer of at least 1."""
+    def integer(self, key, default=_REQUIRED, multiple_of=1, most=MOST):
+        """An integer from 1 to `most`."""
         value = self._value(key, default)
-        fits = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        fits = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
         if not fits or value % multiple_of:
             what = "an integer" if multiple_of == 1 else f"a multiple of {multiple_of}"
-            raise self._unsupported(key, value, f"{what}, at least {multiple_of}")
+            raise self.unsupported(key, value, f"{what}, at least {multiple_of}, at most {most}")
         return value
 
-    def number(self, key, default=_REQUIRED):
-        """A number above 0, as a float."""
+    def number(self, key, default=_REQUIRED, most=None):
+        """A number above 0, at most `most`, as a float; not one that is 0 or inf in float32."""
         value = self._value(key, default)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
-            raise self._unsupported(key, value, "a number above 0")
+        least, largest = float(np.finfo("float32").tiny), float(np.finfo("float32").max)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not least <= value <= (most or largest):
+            wanted = "a number above 0, and " + (f"at most {most}" if most else "finite in float32")
+            raise self.unsupported(key, value, wanted)
         return float(value)
 
     def flag(self, key, default=_REQUIRED):
         """True or False."""
         value = self._value(key, default)
         if not isinstance(value, bool):
-            raise self._unsupported(key, value, "true or false")
+            raise self.unsupported(key, value, "true or false")
         return value
 
     def list_of(self, key, choices, default=_REQUIRED):
@@ -59,21 +69,21 @@ class ConfigReader:
         names = isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value)
         if not names or not value or not set(value) <= set(choices):
             wanted = f"a list of {' and '.join(map(repr, choices))}"
-            raise self._unsupported(key, value, wanted)
+            raise self.unsupported(key, value, wanted)
         return tuple(value)
 
     def only(self, key, *values):
         """A key that must be missing or have one of the values: no other model is built here."""
         value = self._value(key, values[0])
         if value not in values or isinstance(value, bool) != isinstance(values[0], bool):
-            raise self._unsupported(key, value, " or ".join(map(repr, values)))
+            raise self.unsupported(key, value, " or ".join(map(repr, values)))
         return value
 
     def section(self, key):
         """A reader of the dictionary at `key`, which may be missing."""
         value = self._value(key, {})
         if not isinstance(value, dict):
-            raise self._unsupported(key, value, "an object")
+            raise self.unsupported(key, value, "an object")
         return ConfigReader(value, f"{key!r} of {self.where}")
 
     def unused(self, *keys):
@@ -83,7 +93,7 @@ class ConfigReader:
     def done(self):
         """Raises for keys that were not read."""
         if self.unread:
-            keys = ", ".join(map(repr, sorted(self.unread)))
+            keys = listed([shown(key) for key in sorted(self.unread)])
             raise ValueError(
                 f"{self.where} has {keys}, which this version does not know and so cannot honor. "
                 "If it changes nothing in what the model computes, take it out of the file."
@@ -98,5 +108,8 @@ class ConfigReader:
             raise ValueError(f"{self.where} says nothing of {key!r}, which the model needs.")
         return default
 
-    def _unsupported(self, key, value, wanted):
-        return ValueError(f"{key!r} is {value!r} in {self.where}; this version serves {wanted}.")
+    def unsupported(self, key, value, wanted):
+        """The error for a value of a key."""
+        return ValueError(
+            f"{key!r} is {shown(value)} in {self.where}; this version serves {wanted}."
+        )

@@ -1,5 +1,6 @@
 """A model as a checkpoint in the layout of the Hugging Face Hub."""
 
+import errno
 import json
 import os
 import tempfile
@@ -18,7 +19,9 @@ GIGABYTE = 1024**3
 def export(backbone, path, tokenizer=None, dtype=None, max_shard_size=5):
     """Writes `config.json`, the tensors and the tokenizer's file into a new directory.
 
-    All is written beside `path` first and moved there at the end: `path` never holds a part.
+    All is written beside `path` first, in a folder `.export-*`, and moved there at the end: `path`
+    never holds a part. A process that is killed leaves that folder, which may be deleted once no
+    export into the same parent directory runs.
 
     Args:
         backbone: a backbone whose family has a `Layout`.
@@ -31,9 +34,14 @@ def export(backbone, path, tokenizer=None, dtype=None, max_shard_size=5):
     Raises:
         ValueError: the layout cannot hold the model, it is quantized, the dtype is not one of
             these or too narrow for a weight, or `max_shard_size` is not above 0.
-        FileExistsError: there is something at `path`.
+        FileExistsError: there is something at `path`, perhaps put there meanwhile by another
+            process.
     """
     path = os.path.abspath(os.fspath(path))
+    if os.path.islink(path):
+        raise FileExistsError(
+            f"{path!r} is a symbolic link. Name the directory that it leads to, or a new one."
+        )
     if os.path.exists(path) and (not os.path.isdir(path) or os.listdir(path)):
         raise FileExistsError(f"{path!r} is there and not empty. Name a new directory.")
     if not isinstance(max_shard_size, (int, float)) or not max_shard_size > 0:
@@ -71,9 +79,21 @@ def export(backbone, path, tokenizer=None, dtype=None, max_shard_size=5):
             _write_json(folder, INDEX_FILE, _index(shards, np.dtype(dtype)))
         config |= _write_tokenizer(folder, tokenizer, family)
         _write_json(folder, files.CONFIG_FILE, config)
+        _move(folder, path)
+
+
+def _move(folder, path):
+    try:
         if os.path.isdir(path):
             os.rmdir(path)  # not every system moves a directory onto an empty one
         os.rename(folder, path)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise
+        raise FileExistsError(
+            f"{path!r} was empty when this export began, and is not any more: another one may have "
+            "ended first. Nothing in it was changed. Name a new directory."
+        ) from error
 
 
 def _weights(backbone):

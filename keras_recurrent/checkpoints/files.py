@@ -1,12 +1,16 @@
 """The files of a preset, from a directory or from the Hugging Face Hub."""
 
+import collections
 import importlib
 import json
 import os
 
+from keras_recurrent.checkpoints.messages import shown
+
 HUB = "hf://"
 CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.model"
+MOST_BYTES_OF_JSON = 100_000_000  # as many as the safetensors format allows its headers
 
 
 def require(package, why):
@@ -96,19 +100,53 @@ class PresetFiles:
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: it is not JSON, or not an object.
+            ValueError: it is not JSON, not an object, or has a key twice.
         """
         path = self.path(name)
-        try:
-            with open(path, encoding="utf-8") as file:
-                content = json.load(file)
-        except ValueError as error:
-            raise ValueError(f"{path} is not JSON: {error}. Fetch it again.") from error
-        if not isinstance(content, dict):
+        size = os.path.getsize(path)
+        if size > MOST_BYTES_OF_JSON:
             raise ValueError(
-                f"{path} must hold a JSON object; it holds a {type(content).__name__}."
+                f"{path} has {size:,} bytes, and is not read: at most {MOST_BYTES_OF_JSON:,} are."
             )
+        with open(path, "rb") as file:
+            return parse_json(file.read(), path)
+
+
+def parse_json(text, where):
+    """The dictionary that a file's bytes say in JSON.
+
+    Args:
+        text: bytes.
+        where: string, the file, for the errors.
+
+    Raises:
+        ValueError: it is not JSON, not an object, or an object in it has a key twice.
+    """
+    repeated = []
+
+    def to_dict(pairs):
+        content = dict(pairs)
+        if len(content) < len(pairs):
+            left = collections.Counter(key for key, _ in pairs) - collections.Counter(
+                content.keys()
+            )
+            repeated.extend(left)
         return content
+
+    try:
+        content = json.loads(text.decode("utf-8"), object_pairs_hook=to_dict)
+    except RecursionError:
+        raise ValueError(f"{where} is nested too deeply to be read. Fetch it again.") from None
+    except ValueError as error:
+        raise ValueError(f"{where} is not JSON: {error}. Fetch it again.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{where} must hold a JSON object; it holds a {type(content).__name__}.")
+    if repeated:
+        raise ValueError(
+            f"{where} has the key {shown(repeated[0])} twice, of which only one can hold. Fetch it "
+            "again."
+        )
+    return content
 
 
 def _no_file(preset, name):

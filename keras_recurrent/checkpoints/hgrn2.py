@@ -7,6 +7,7 @@ sigmoid for the gate and silu for the input.
 
 import numpy as np
 
+from keras_recurrent.checkpoints.config_reader import MOST_LAYERS
 from keras_recurrent.checkpoints.layout import Layout, register
 from keras_recurrent.checkpoints.tensor_table import DEPTHWISE, SAME, TRANSPOSED, Tensor, Transform
 from keras_recurrent.models.hgrn2.hgrn2_backbone import HGRN2Backbone
@@ -29,6 +30,9 @@ class HGRN2Layout(Layout):
         # Heads by their number or by their size, of which the latter has precedence.
         num_heads = config.integer("num_heads", default=max(1, hidden_dim // 128))
         expand_ratio = config.integer("expand_ratio", default=hidden_dim // num_heads)
+        if hidden_dim % expand_ratio:
+            wanted = f"what divides 'hidden_size', {hidden_dim}"
+            raise config.unsupported("expand_ratio", expand_ratio, wanted)
         hidden_ratio = config.integer("hidden_ratio", default=4)
         third = int(hidden_dim * hidden_ratio * 2 / 3)
         has_convolutions = config.flag("use_short_conv", default=False)
@@ -37,7 +41,7 @@ class HGRN2Layout(Layout):
         config.only("share_conv_kernel", *([False] if has_convolutions else [False, True]))
         arguments = {
             "vocabulary_size": config.integer("vocab_size"),
-            "num_layers": config.integer("num_hidden_layers"),
+            "num_layers": config.integer("num_hidden_layers", most=MOST_LAYERS),
             "hidden_dim": hidden_dim,
             "intermediate_dim": config.integer("intermediate_size", default=-(-third // 256) * 256),
             "expand_ratio": expand_ratio,

@@ -4,18 +4,23 @@ A loader serves one `from_preset`. What it read of a preset's files is forgotten
 """
 
 import functools
+import glob
 import logging
+import os
 
+import h5py
 import keras
 
 from keras_recurrent import compat
 from keras_recurrent.checkpoints import checkpoint, files, tensor_table
+from keras_recurrent.checkpoints.messages import shown
 from keras_recurrent.checkpoints.overrides import (
     check_overrides,
     check_weights_fit,
     split_overrides,
 )
 from keras_recurrent.tokenizers import SentencePieceTokenizer
+from keras_recurrent.tokenizers.sentence_piece_tokenizer import faults_of
 
 logger = logging.getLogger("keras_recurrent")
 _announced = set()
@@ -41,12 +46,13 @@ class RecurrentPresetLoader(compat.PresetLoader):
 
     def load_task(self, cls, load_weights, load_task_weights, **kwargs):
         task, backbone, preprocessor = split_overrides(self.preset, cls, kwargs)
-        if "backbone" not in task:
-            task["backbone"] = self.load_backbone(cls.backbone_cls, load_weights, **backbone)
+        # First what is quickly read, so that its faults are found before weights are.
         if "preprocessor" not in task and cls.preprocessor_cls is not None:
             task["preprocessor"] = self.make_preprocessor(
                 cls.preprocessor_cls, load_weights, **preprocessor
             )
+        if "backbone" not in task:
+            task["backbone"] = self.load_backbone(cls.backbone_cls, load_weights, **backbone)
         return cls(**task)
 
 
@@ -140,6 +146,12 @@ class CheckpointLoader(RecurrentPresetLoader):
         check_weights_fit(self.preset, kwargs)
         _check_dtype(kwargs.get("dtype"))
         found = checkpoint.Checkpoint(self.preset)
+        # Each block has a tensor at least. So the table of tensors is not larger than the headers.
+        if arguments["num_layers"] > len(found.tensors):
+            raise ValueError(
+                f"{where} says {arguments['num_layers']} blocks, more than the weights have "
+                f"tensors, {len(found.tensors)}. The files are of different models."
+            )
         tensors = self.layout.tensors(arguments)
         tensor_table.check(found, tensors)
         backbone = cls(**arguments, **kwargs)
@@ -148,14 +160,26 @@ class CheckpointLoader(RecurrentPresetLoader):
 
     def load_tokenizer(self, cls, config_file=None, **kwargs):
         ids = {
-            "start_token_id": self.config.get("bos_token_id"),
-            "end_token_id": self.config.get("eos_token_id"),
-            "pad_token_id": self.config.get("pad_token_id"),
+            "start_token_id": self._token_id("bos_token_id"),
+            "end_token_id": self._token_id("eos_token_id"),
+            "pad_token_id": self._token_id("pad_token_id"),
         }
+        path = self.files.path(files.TOKENIZER_FILE)
+        with open(path, "rb") as file:
+            proto = file.read()
+        with faults_of(path):
+            return SentencePieceTokenizer(proto, **{**ids, **kwargs})
+
+    def _token_id(self, key):
+        id = self.config.get(key)
         # Where several tokens end a text, the first is the one that ends a document in training.
-        ids = {name: id[0] if isinstance(id, list) else id for name, id in ids.items()}
-        with open(self.files.path(files.TOKENIZER_FILE), "rb") as file:
-            return SentencePieceTokenizer(file.read(), **{**ids, **kwargs})
+        first = id[0] if isinstance(id, list) and id else id
+        if first is not None and (not isinstance(first, int) or isinstance(first, bool)):
+            raise ValueError(
+                f"{key!r} is {shown(id)} in {files.CONFIG_FILE} of {self.preset!r}; it must be an "
+                "integer, or a list of integers."
+            )
+        return first
 
     def load_preprocessor(self, cls, config_file=None, **kwargs):
         check_overrides(self.preset, [cls], kwargs)
@@ -171,6 +195,36 @@ class CheckpointLoader(RecurrentPresetLoader):
                 "`tokenizer=` as well."
             )
         return None
+
+
+class SavedPresetLoader(compat.KerasPresetLoader):
+    """KerasHub's loader of what `save_to_preset` wrote; it opens files of weights before a model.
+
+    Args:
+        preset: string, a directory or a repository.
+        config: the dictionary of its `config.json`.
+    """
+
+    def load_backbone(self, cls, load_weights, **kwargs):
+        if load_weights:
+            self._check_weights()
+        return super().load_backbone(cls, load_weights, **kwargs)
+
+    def load_task(self, cls, load_weights, load_task_weights, **kwargs):
+        if load_weights:
+            self._check_weights()
+        return super().load_task(cls, load_weights, load_task_weights, **kwargs)
+
+    def _check_weights(self):
+        """Raises for a file of weights in a directory that is damaged."""
+        for path in sorted(glob.glob(os.path.join(glob.escape(self.preset), "*.weights.h5"))):
+            try:
+                with h5py.File(path) as file:
+                    file.visititems(lambda name, item: None)
+            except (OSError, RuntimeError, KeyError, ValueError) as error:
+                raise ValueError(
+                    f"{path} is damaged or cut off ({error}). Fetch or save it again."
+                ) from error
 
 
 def _check_dtype(dtype):

@@ -15,7 +15,9 @@ from keras_recurrent.checkpoints.loaders import (
     CheckpointLoader,
     NamedPresetLoader,
     RecurrentPresetLoader,
+    SavedPresetLoader,
 )
+from keras_recurrent.checkpoints.messages import shown
 from keras_recurrent.checkpoints.overrides import (
     check_overrides,
     check_weights_fit,
@@ -63,13 +65,21 @@ def _loader_of_files(preset):
     if not preset_files.exists(files.CONFIG_FILE):
         return compat.get_preset_loader(preset)  # which raises
     config = preset_files.read_json(files.CONFIG_FILE)
+    for key in ("model_type", "registered_name"):
+        if not isinstance(config.get(key, ""), str):
+            raise ValueError(
+                f"{key!r} is {shown(config[key])} in {files.CONFIG_FILE} of {preset!r}; it must be "
+                "a string."
+            )
     found = layout.of_model_type(config.get("model_type"))
     if found is not None:
         return CheckpointLoader(preset_files, config, *found)
     if "registered_name" in config:
         # A class of ours that was not imported yet is only known to Keras by its name.
         saved_classes.import_class(config["registered_name"])
-        return compat.KerasPresetLoader(preset, config)
+        if not isinstance(config.get("config"), dict):
+            raise ValueError(f"{files.CONFIG_FILE} of {preset!r} has no 'config' of its class.")
+        return SavedPresetLoader(preset, config)
     return compat.get_preset_loader(preset)
 
 

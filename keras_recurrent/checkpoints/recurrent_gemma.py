@@ -12,6 +12,7 @@ model does, and says so by `window_includes_current_token`, which transformers k
 read. A model that was trained in transformers on texts longer than its window should get this key.
 """
 
+from keras_recurrent.checkpoints.config_reader import MOST_LAYERS
 from keras_recurrent.checkpoints.layout import Layout, register
 from keras_recurrent.checkpoints.tensor_table import (
     BLOCK_BIAS,
@@ -46,22 +47,38 @@ class RecurrentGemma(Layout):
             "block_types", BLOCK_TYPES, default=("recurrent", "recurrent", "attention")
         )
         config.only("_block_types", list(pattern))  # a copy of `block_types`
+        head_dim = config.integer("head_dim", default=hidden_dim // num_query_heads)
+        rotary = _rope_number(config, rope, "partial_rotary_factor", 0.5, most=1)
+        num_layers = config.integer("num_hidden_layers", most=MOST_LAYERS)
+        mixers = pattern[:num_layers]
+        if "attention" in mixers and int(rotary * head_dim) % 2:
+            wanted = f"parts of 'head_dim', {head_dim}, that are an even number of channels"
+            raise config.unsupported("partial_rotary_factor", rotary, wanted)
+        # transformers takes a missing number as that of the queries; the files mean 1.
+        num_key_value_heads = config.integer("num_key_value_heads", default=1)
+        if "attention" in mixers and num_query_heads % num_key_value_heads:
+            wanted = f"what divides 'num_attention_heads', {num_query_heads}"
+            raise config.unsupported("num_key_value_heads", num_key_value_heads, wanted)
+        lru_width = config.integer("lru_width", default=hidden_dim)
+        if "recurrent" in mixers and lru_width % num_query_heads:
+            # The gates have a block for each head.
+            wanted = f"a multiple of 'num_attention_heads', {num_query_heads}"
+            raise config.unsupported("lru_width", lru_width, wanted)
         arguments = {
             "vocabulary_size": config.integer("vocab_size"),
-            "num_layers": config.integer("num_hidden_layers"),
+            "num_layers": num_layers,
             "hidden_dim": hidden_dim,
             "intermediate_dim": config.integer("intermediate_size", multiple_of=2) // 2,
-            "lru_width": config.integer("lru_width", default=hidden_dim),
+            "lru_width": lru_width,
             "num_blocks": num_query_heads,
             "block_types": tuple(BLOCK_TYPES[name] for name in pattern),
             "num_query_heads": num_query_heads,
-            # transformers takes a missing number as that of the queries; the files mean 1.
-            "num_key_value_heads": config.integer("num_key_value_heads", default=1),
-            "head_dim": config.integer("head_dim", default=hidden_dim // num_query_heads),
+            "num_key_value_heads": num_key_value_heads,
+            "head_dim": head_dim,
             "sliding_window": config.integer("attention_window_size", default=2048)
             + (0 if config.flag(COUNTS_ITSELF, default=False) else 1),
             "rope_max_wavelength": _rope_number(config, rope, "rope_theta", 10_000.0),
-            "partial_rotary_factor": _rope_number(config, rope, "partial_rotary_factor", 0.5),
+            "partial_rotary_factor": rotary,
             "embedding_scale": embedding_scale(hidden_dim),
             "final_logit_soft_cap": config.number("logits_soft_cap", default=30.0),
             "layer_norm_epsilon": config.number("rms_norm_eps", default=1e-6),
@@ -174,10 +191,10 @@ def _block(i, block_type, arguments):
     yield from linear("mlp_block.down_proj", m, d, "mlp/down_proj")
 
 
-def _rope_number(config, rope, key, default):
+def _rope_number(config, rope, key, default, most=None):
     """A number in the section of rotary positions, or outside of it in older files."""
-    outside = config.number(key, default=default)
-    inside = rope.number(key, default=outside)
+    outside = config.number(key, default=default, most=most)
+    inside = rope.number(key, default=outside, most=most)
     if key in config.config and inside != outside:
         raise ValueError(
             f"{key!r} is {outside} in {config.where}, but {inside} in {rope.where}. Take out the "

@@ -1,11 +1,13 @@
 """How tensors of a file become weights of a model, and back."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from keras_recurrent.checkpoints.checkpoint import DTYPES
+from keras_recurrent.checkpoints.messages import listed, shown
 
 
 class Transform(NamedTuple):
@@ -54,9 +56,9 @@ def check(checkpoint, tensors):
     found = checkpoint.tensors
     faults = {
         "missing": [repr(name) for name in wanted if name not in found],
-        "unknown": [repr(name) for name in sorted(found) if name not in wanted],
+        "unknown": [shown(name) for name in sorted(found) if name not in wanted],
         "of another shape": [
-            f"{name!r} {list(found[name].shape)} instead of {list(shape)}"
+            f"{name!r} {shown(list(found[name].shape))} instead of {list(shape)}"
             for name, shape in wanted.items()
             if name in found and found[name].shape != tuple(shape)
         ],
@@ -66,7 +68,7 @@ def check(checkpoint, tensors):
             if name in found and found[name].dtype not in DTYPES
         ],
     }
-    lines = [f"{len(names)} {what}: {_first(names)}" for what, names in faults.items() if names]
+    lines = [f"{len(names)} {what}: {listed(names)}" for what, names in faults.items() if names]
     if lines:
         raise ValueError(
             f"The tensors of {checkpoint.preset!r} are not those of the model in its config.json. "
@@ -77,15 +79,33 @@ def check(checkpoint, tensors):
 
 
 def assign(backbone, checkpoint, tensors):
-    """Reads the tensors one by one into the weights of a backbone."""
+    """Reads the tensors one by one into the weights of a backbone; warns of NaN in them, once."""
     variables = {variable.path: variable for variable in backbone.variables}
+    with_nan = []
     for tensor in tensors:
-        values = tensor.transform.to_weights(checkpoint.read(tensor.name))
+        array = checkpoint.read(tensor.name)
+        if has_nan(array):
+            with_nan.append(repr(tensor.name))
+        values = tensor.transform.to_weights(array)
         for path, value in zip(tensor.weights, values, strict=True):
             variable = variables[path]
             variable.assign(value.astype(variable.dtype))
+    if with_nan:
+        warnings.warn(
+            f"Tensors of {checkpoint.preset!r} hold NaN, and so will what the model computes: "
+            f"{listed(with_nan, 1)}. The files are of a run that diverged, or damaged.",
+            stacklevel=2,
+        )
 
 
-def _first(names, limit=4):
-    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + rest
+def has_nan(array):
+    """Whether an array of floating-point numbers holds NaN; nothing of its size is made.
+
+    As integers, the bits of NaN are above those of infinity: unsigned, where its sign is set.
+    """
+    infinity, bits = np.array(np.inf, array.dtype), array.dtype.itemsize * 8
+    signed, unsigned = array.view(f"int{bits}"), array.view(f"uint{bits}")
+    return bool(
+        signed.max(initial=0) > infinity.view(f"int{bits}")
+        or unsigned.max(initial=0) > (-infinity).view(f"uint{bits}")
+    )

@@ -4,6 +4,7 @@ Qin et al. 2023, arXiv:2307.14995. One tensor holds the maps to queries, keys, v
 one below the other; the first layer's θ has an axis of tokens between heads and channels.
 """
 
+from keras_recurrent.checkpoints.config_reader import MOST_LAYERS
 from keras_recurrent.checkpoints.layout import Layout, register
 from keras_recurrent.checkpoints.tensor_table import SAME, TRANSPOSED, Tensor, Transform, stacked
 from keras_recurrent.models.transnormer.transnormer_backbone import TransNormerBackbone
@@ -23,7 +24,7 @@ class TransNormer(Layout):
 
     def read_config(self, config):
         hidden_dim = config.integer("decoder_embed_dim")
-        num_layers = config.integer("decoder_layers")
+        num_layers = config.integer("decoder_layers", most=MOST_LAYERS)
         num_heads = config.integer("decoder_attention_heads")
         inner = config.integer("hidden_dim", default=hidden_dim, multiple_of=num_heads)
         config.only("linear_use_lrpe_list", _first_of(num_layers))

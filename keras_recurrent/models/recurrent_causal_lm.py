@@ -163,7 +163,9 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
 
         `config.json`, the tensors in `.safetensors` files, and `tokenizer.model` if the
         preprocessor has a `SentencePieceTokenizer` (a `ByteTokenizer` leaves no file). Low-rank
-        weights are merged in. What appears at `path` is complete: all is written beside it first.
+        weights are merged in. What appears at `path` is complete: all is written beside it first,
+        in a folder `.export-*`. A process that is killed leaves that folder, which may be deleted
+        once no export into the same parent directory runs.
 
         Args:
             path: string, a directory that does not exist yet or is empty.
@@ -174,7 +176,8 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
         Raises:
             ValueError: checkpoints of this family cannot hold the model, it is quantized, `dtype`
                 is none of these or too narrow for a weight, or `max_shard_size` is not above 0.
-            FileExistsError: there is something at `path`.
+            FileExistsError: there is something at `path`, or a symbolic link, or another process
+                has put something there meanwhile.
 
         Example:
 

@@ -2,6 +2,11 @@
 
 Those over time return `(output, final_state)`; `gated_linear_unit`, `log_forget_gate`, `rms_norm`
 and `token_crossentropy` see one token at a time, and return their output alone.
+
+Gradients are of first order and in reverse mode on every backend. Second derivatives are to be had
+with the implementations `jax` and `tensorflow`, forward mode (tangents) with `tensorflow`; of
+`rms_norm`, `gated_linear_unit` and `log_forget_gate` both with `jax`, `torch` and `tensorflow`.
+Elsewhere they raise an error: on torch NotImplementedError, which names the operation.
 """
 
 from keras_recurrent.ops.causal_conv1d import causal_conv1d

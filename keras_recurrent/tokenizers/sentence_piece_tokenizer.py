@@ -1,5 +1,6 @@
 """SentencePiece, with start, end and padding tokens by their ids."""
 
+import contextlib
 import os
 
 import keras
@@ -8,6 +9,17 @@ import keras_hub
 from keras_recurrent import compat
 
 SPECIAL_TOKENS = ("start_token", "end_token", "pad_token")
+
+
+@contextlib.contextmanager
+def faults_of(path):
+    """Makes what goes wrong inside, in one of several packages, a ValueError that names a file."""
+    try:
+        yield
+    except ImportError:
+        raise
+    except Exception as error:
+        raise ValueError(f"No tokenizer can be made of {path}: {error}") from error
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -88,8 +100,11 @@ class SentencePieceTokenizer(keras_hub.tokenizers.SentencePieceTokenizer):
 
     def load_assets(self, dir_path):
         (name,) = self.file_assets
-        with open(os.path.join(dir_path, name), "rb") as file:
-            self.set_proto(file.read())  # by its path, KerasHub leaves the file open
+        path = os.path.join(dir_path, name)
+        with open(path, "rb") as file:
+            proto = file.read()
+        with faults_of(path):
+            self.set_proto(proto)  # by its path, KerasHub leaves the file open
 
     def _update_special_token_ids(self):
         # KerasHub calls this once the file is there.

@@ -13,7 +13,7 @@ import pytest
 from huggingface_hub import errors
 from safetensors.numpy import load_file, save_file
 
-from keras_recurrent.checkpoints import files
+from keras_recurrent.checkpoints import files, loaders
 from keras_recurrent.models import (
     GriffinBackbone,
     GriffinCausalLM,
@@ -100,6 +100,8 @@ def test_an_index_and_its_files(tmp_path):
         (lambda index: index.update(x="part1.safetensors"), "'x' is in the index alone"),
         (lambda index: index.update({NORM: "../part0.safetensors"}), "beside the index alone"),
         (lambda index: index.update({NORM: "part0.bin"}), "names 'part0.bin'"),
+        (lambda index: index.update({NORM: 3}), "names 3. Tensors are read"),
+        (lambda index: index.update({NORM: ["part0.safetensors"]}), "names .'part0.safetensors'."),
         (lambda index: index.clear(), "has no 'weight_map'"),
     ],
 )
@@ -109,6 +111,39 @@ def test_an_index_that_does_not_tell_what_is_there(tmp_path, nothing_built, chan
     write_index(tmp_path, weight_map)
     with pytest.raises((ValueError, FileNotFoundError), match=match):
         golden.model(tmp_path)
+
+
+def with_header(path, change):
+    """The golden checkpoint with another text in the header of its tensors' file."""
+    golden.copy(path)
+    file = path / "model.safetensors"
+    content = file.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = change(content[8:end].decode()).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + content[end:])
+    return path
+
+
+def test_a_header_with_a_name_twice(tmp_path, nothing_built):
+    def change(header):
+        entry = json.dumps(json.loads(header)[NORM])
+        return f'{{"{NORM}":{entry},{header[1:]}'
+
+    with pytest.raises(ValueError, match=f"model.safetensors has the key '{NORM}' twice"):
+        golden.model(with_header(tmp_path / "twice", change))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_weights_that_are_not_numbers_are_told_once(tmp_path, dtype):
+    nan = np.ones(96, dtype)
+    nan[5] = np.nan
+    path = golden.copy(tmp_path / "nan", tensors={BIAS: nan, NORM: -nan[:64]})
+    with pytest.warns(UserWarning, match="hold NaN.*: 'model.*' and 1 more") as warnings:
+        golden.model(path)
+    assert len(warnings) == 1
+    one = golden.copy(tmp_path / "one", tensors={BIAS: -nan, NORM: np.full(64, np.inf, dtype)})
+    with pytest.warns(UserWarning, match=f"hold NaN.*: '{BIAS}'. The files"):
+        golden.model(one)
 
 
 def test_pickled_weights_are_not_read(tmp_path, nothing_built):
@@ -137,7 +172,22 @@ def test_pickled_weights_are_not_read(tmp_path, nothing_built):
         ({"intermediate_size": 191}, "'intermediate_size' is 191 .* a multiple of 2"),
         ({"hidden_size": "64"}, "'hidden_size' is '64' .* an integer"),
         ({"num_hidden_layers": 0}, "'num_hidden_layers' is 0"),
+        ({"num_hidden_layers": 10**7}, "'num_hidden_layers' is 10000000 .* at most 10000"),
+        ({"hidden_size": 10**400}, r"'hidden_size' is 10+\.\.\.0+ in .* at most 2147483647"),
         ({"logits_soft_cap": -1}, "'logits_soft_cap' is -1 .* above 0"),
+        ({"logits_soft_cap": float("inf")}, "'logits_soft_cap' is inf .* finite in float32"),
+        ({"logits_soft_cap": 1e300}, "'logits_soft_cap' is 1e.300 .* finite in float32"),
+        ({"rms_norm_eps": float("inf")}, "'rms_norm_eps' is inf"),
+        ({"rms_norm_eps": float("nan")}, "'rms_norm_eps' is nan"),
+        ({"rms_norm_eps": 10**400}, "'rms_norm_eps' is 1000"),
+        ({"rms_norm_eps": 1e-60}, "'rms_norm_eps' is 1e-60 .* a number above 0"),
+        ({"rope_parameters": {**ROPE, "partial_rotary_factor": 1.5}}, "is 1.5 in .* at most 1"),
+        ({"rope_parameters": {**ROPE, "partial_rotary_factor": 0.2}}, "'head_dim', 16, .* even"),
+        ({"num_key_value_heads": 3}, "is 3 in .* divides 'num_attention_heads', 4"),
+        ({"lru_width": 66}, "is 66 in .* a multiple of 'num_attention_heads', 4"),
+        ({f"key{i:03}": i for i in range(500)}, "'key003' and 496 more, which this version"),
+        ({"model_type": ["recurrent_gemma"]}, "'model_type' is .'recurrent_gemma'. .* a string"),
+        ({"model_type": None, "registered_name": 3}, "'(model_type|registered_name)' is .* string"),
         ({"rope_parameters": {**ROPE, "rope_type": "yarn"}}, "'rope_type' is 'yarn' in 'rope_par"),
         ({"rope_parameters": {**ROPE, "factor": 8.0}}, "'rope_parameters' of .* has 'factor'"),
         ({"rope_parameters": ROPE, "rope_theta": 5e5}, "'rope_theta' is 500000.0 in"),
@@ -166,11 +216,34 @@ def test_what_a_configuration_may_leave_out(tmp_path):
 
 
 def test_configurations_that_cannot_be_read(tmp_path):
-    path = golden.copy(tmp_path / "broken")
-    for content, match in [("{", "is not JSON"), ("[1]", "must hold a JSON object")]:
-        (path / "config.json").write_text(content)
+    path = golden.copy(tmp_path / "broken", drop=("hidden_size",))
+    rest = "," + (path / "config.json").read_text()[1:]
+    for content, match in [
+        ("{", "is not JSON"),
+        ("[1]", "must hold a JSON object"),
+        (b"\xff", "config.json is not JSON"),
+        ('{"a": 1, "b": {"c": 1, "d": 2, "c": 3}}', "config.json has the key 'c' twice"),
+        ('{"a": ' * 5000 + "1" + "}" * 5000, "config.json is nested too deeply"),
+        ('{"model_type": "recurrent_gemma", "hidden_size": 1' + "0" * 5000 + "}", "is not JSON"),
+        ('{"hidden_size": ' + "[" * 300 + "]" * 300 + rest, "'hidden_size' is "),
+    ]:
+        content = content.encode() if isinstance(content, str) else content
+        (path / "config.json").write_bytes(content)
         with pytest.raises(ValueError, match=match):
             golden.model(path)
+
+
+def test_more_blocks_than_there_are_tensors(tmp_path, nothing_built):
+    path = golden.copy(tmp_path / "deep", config={"num_hidden_layers": 10_000})
+    with pytest.raises(ValueError, match=r"config.json of .* says 10000 blocks, more than the we"):
+        golden.model(path)
+
+
+def test_files_larger_than_any_configuration(tmp_path, monkeypatch):
+    path = golden.copy(tmp_path / "large")
+    monkeypatch.setattr(files, "MOST_BYTES_OF_JSON", 100)
+    with pytest.raises(ValueError, match=r"config.json has .* bytes, and is not read"):
+        golden.model(path)
 
 
 # === Arguments of from_preset ===
@@ -367,6 +440,22 @@ def test_missing_packages_are_named(monkeypatch):
 
 
 # === The tokenizer ===
+
+
+@pytest.mark.parametrize("ids", [{"eos_token_id": "1"}, {"bos_token_id": [[]]}, {}])
+def test_a_tokenizer_that_is_broken(tmp_path, monkeypatch, sentence_piece, ids):
+    """It is found before weights are read."""
+    path = golden.copy(tmp_path / "text", config=ids)
+    (path / "tokenizer.model").write_bytes(sentence_piece if ids else sentence_piece[:-200])
+    monkeypatch.setattr(loaders.RecurrentPresetLoader, "load_backbone", None)
+    match = f"'{next(iter(ids))}' is .* must be an integer" if ids else "made of .*tokenizer.model"
+    with pytest.raises(ValueError, match=match):
+        golden.model(path)
+    if not ids:
+        (path / "tokenizer.model").write_bytes(sentence_piece)
+        golden.copy(path, config={"pad_token_id": 10**6})
+        with pytest.raises(ValueError, match=r"made of .*tokenizer.model: `pad_token_id` must be"):
+            golden.model(path)
 
 
 def test_a_tokenizer_makes_the_preprocessor(tmp_path, sentence_piece):

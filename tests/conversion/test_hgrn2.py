@@ -138,6 +138,9 @@ def test_configurations():
         ({"elementwise_affine": False}, "elementwise_affine"),
         ({"hidden_size": "missing"}, "hidden_size"),
         ({"rotary": True}, "rotary"),
+        ({"expand_ratio": 48}, "expand_ratio"),
+        ({"num_hidden_layers": 10**7}, "num_hidden_layers"),
+        ({"norm_eps": float("inf")}, "norm_eps"),
     ]:
         with pytest.raises(ValueError, match=f"'{key}'"):
             arguments(**changes)

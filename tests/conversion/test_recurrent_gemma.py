@@ -10,6 +10,7 @@ import pytest
 from ml_dtypes import bfloat16
 from safetensors.numpy import load_file
 
+from keras_recurrent.checkpoints import export
 from keras_recurrent.checkpoints.recurrent_gemma import RecurrentGemma
 from keras_recurrent.models import GriffinBackbone, GriffinCausalLM
 from keras_recurrent.presets.griffin import SIZES as SIZES_OF_PRESETS
@@ -295,6 +296,30 @@ def test_what_the_layout_cannot_hold_is_said_before_anything_is_written(tmp_path
         with pytest.raises(ValueError, match="`max_shard_size` must be a number of gigabytes"):
             model.export_to_transformers(tmp_path / "other", max_shard_size=size)
     assert [folder.name for folder in tmp_path.iterdir()] == ["export"]
+
+
+@pytest.mark.once
+def test_an_export_leaves_what_is_not_an_empty_directory(tmp_path, monkeypatch):
+    model = golden.model()
+    links = tmp_path / "to a directory", tmp_path / "to nothing"
+    (tmp_path / "directory").mkdir()
+    links[0].symlink_to(tmp_path / "directory")
+    links[1].symlink_to(tmp_path / "nothing")
+    for path in links:
+        with pytest.raises(FileExistsError, match="is a symbolic link"):
+            model.export_to_transformers(path)
+    # Another process exports to the same place, and ends first.
+    write_tokenizer = export._write_tokenizer
+
+    def write_last(*arguments):
+        (tmp_path / "directory" / "config.json").write_text("{}")
+        return write_tokenizer(*arguments)
+
+    monkeypatch.setattr(export, "_write_tokenizer", write_last)
+    with pytest.raises(FileExistsError, match="was empty when this export began"):
+        model.export_to_transformers(tmp_path / "directory")
+    assert (tmp_path / "directory" / "config.json").read_text() == "{}"
+    assert not list(tmp_path.glob(".export-*"))
 
 
 @pytest.mark.once

@@ -6,10 +6,14 @@ what both gave.
 """
 
 import pathlib
+import shutil
 
 import keras
 import keras_hub
 import numpy as np
+import pytest
+
+from keras_recurrent.models import GriffinBackbone, GriffinCausalLM
 
 SAVED = pathlib.Path(__file__).parents[1] / "data" / "saved_models"
 
@@ -36,3 +40,35 @@ def test_a_preset():
     np.testing.assert_allclose(
         keras.ops.convert_to_numpy(logits), then["logits"], rtol=1e-4, atol=1e-4
     )
+
+
+@pytest.mark.once
+def test_a_preset_whose_weights_are_damaged(tmp_path, monkeypatch):
+    """The error names the file, and comes before a model is built."""
+    path = tmp_path / "damaged"
+    shutil.copytree(SAVED / "preset", path)
+    file = path / "model.weights.h5"
+    content = file.read_bytes()
+
+    def init(*args, **kwargs):
+        raise AssertionError("a model was built")
+
+    monkeypatch.setattr(GriffinBackbone, "__init__", init)
+    for damaged in (b"", content[:1000], content[:-1], content[:100] + bytes(len(content) - 100)):
+        file.write_bytes(damaged)
+        for load in (GriffinCausalLM.from_preset, GriffinBackbone.from_preset):
+            with pytest.raises(ValueError, match=r"model.weights.h5 is damaged or cut off"):
+                load(str(path))
+
+
+@pytest.mark.once
+def test_a_preset_whose_configuration_is_not_one(tmp_path):
+    path = tmp_path / "hostile"
+    path.mkdir()
+    for content in (
+        '{"registered_name": "keras_recurrent>GriffinBackbone"}',
+        '{"registered_name": 3}',
+    ):
+        (path / "config.json").write_text(content)
+        with pytest.raises(ValueError, match=r"config.json of .*hostile"):
+            GriffinBackbone.from_preset(str(path))

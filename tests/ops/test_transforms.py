@@ -1,0 +1,177 @@
+"""Transforms of functions and higher derivatives on torch: right, or an error that says the way."""
+
+import functools
+
+import keras
+import pytest
+
+from keras_recurrent import dispatch, ops
+from tests.ops import cases, token_wise
+from tests.ops.test_ops import OPTIONS
+
+if keras.config.backend() != "torch":
+    pytest.skip("transforms of torch", allow_module_level=True)
+
+import torch
+from torch.autograd import forward_ad
+
+from tests.ops.native import tensor
+
+KERNELS = [
+    (operation, implementation)
+    for operation, row in dispatch.IMPLEMENTATIONS.items()
+    for implementation, module in row.items()
+    if not isinstance(module, str)
+]
+# All are registered in one way. In Triton's interpreter most take seconds.
+CHEAP = [k for k in KERNELS if k[1] == "torch" or k[0] in (*token_wise.DRAW, "linear_scan")]
+every_kernel = pytest.mark.parametrize(("operation", "implementation"), KERNELS)
+every_cheap_kernel = pytest.mark.parametrize(("operation", "implementation"), CHEAP)
+
+# torch takes the rows of `vmap` one by one, and says so once.
+pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+
+
+def example(operation, implementation):
+    """A function of a dict of tensors with a number as its result, and such a dict."""
+    if operation in token_wise.DRAW:
+        drawn = token_wise.draw(operation, token_wise.Case((2, 5, 8)))
+        options, differentiated = drawn.options, drawn.differentiated
+    else:
+        drawn = cases.draw(operation, cases.Case(2, 5, 3))
+        options = OPTIONS.get(operation, {})
+        differentiated = [n for n in drawn.tensors if n not in cases.CONSTANTS]
+    given = {n: tensor(t, drawn.dtypes[n]) for n, t in drawn.tensors.items()}
+    others = {n: t for n, t in given.items() if n not in differentiated}
+    call = functools.partial(
+        getattr(ops, operation), **others, **options, implementation=implementation
+    )
+
+    def loss(tensors):
+        results = keras.tree.flatten(call(**tensors))
+        return sum(result.sin().sum() for result in results if result.is_floating_point())
+
+    return loss, {name: given[name] for name in differentiated}
+
+
+def gradients(loss, tensors, **kwargs):
+    leaves = {name: t.detach().requires_grad_() for name, t in tensors.items()}
+    found = torch.autograd.grad(loss(leaves), leaves.values(), **kwargs)
+    return dict(zip(leaves, found, strict=True))
+
+
+def dot(a, b):
+    return sum((a[name] * b[name]).sum() for name in a)
+
+
+@every_kernel
+def test_forward_mode_is_right_or_refused(operation, implementation):
+    loss, tensors = example(operation, implementation)
+    tangents = {name: torch.randn_like(t) for name, t in tensors.items()}
+
+    def dual():
+        with forward_ad.dual_level():
+            duals = {n: forward_ad.make_dual(t, tangents[n]) for n, t in tensors.items()}
+            return forward_ad.unpack_dual(loss(duals)).tangent
+
+    for derivative in (lambda: torch.func.jvp(loss, (tensors,), (tangents,))[1], dual):
+        if is_one_operator(operation, implementation):
+            with pytest.raises(NotImplementedError, match=f"`{operation}` .* Use reverse mode"):
+                derivative()
+        else:
+            wanted = dot(gradients(loss, tensors), tangents)
+            torch.testing.assert_close(derivative(), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_forward_mode_beside_an_operation_is_not_refused():
+    loss, tensors = example("linear_scan", "torch")
+    one = torch.ones(())
+    _, derivative = torch.func.jvp(lambda scale: scale * loss(tensors), (one,), (one,))
+    torch.testing.assert_close(derivative, loss(tensors))
+
+
+def is_one_operator(operation, implementation):
+    name = operation if implementation == "torch" else f"{implementation}_{operation}"
+    return hasattr(torch.ops.keras_recurrent, name)
+
+
+@every_cheap_kernel
+def test_gradients_of_functions(operation, implementation):
+    loss, tensors = example(operation, implementation)
+    wanted = gradients(loss, tensors)
+    torch.testing.assert_close(torch.func.grad(loss)(tensors), wanted)
+    value, pullback = torch.func.vjp(loss, tensors)
+    torch.testing.assert_close(pullback(torch.ones_like(value))[0], wanted)
+    # A gradient inside a gradient, where only one of them is the operation's.
+    scale = torch.tensor(2.0, requires_grad=True)
+
+    def inner(tensors):
+        return torch.func.grad(lambda scale: scale * loss(tensors))(scale)
+
+    torch.testing.assert_close(torch.func.grad(inner)(tensors), wanted)
+    torch.testing.assert_close(gradients(inner, tensors), wanted)
+
+
+@pytest.mark.parametrize("implementation", dispatch.serving())
+def test_gradients_row_by_row(implementation):
+    """One gradient for each of a batch of rows, and the Jacobian of their losses."""
+    loss, tensors = example("linear_scan", implementation)
+    rows = {name: t[:, None] for name, t in tensors.items()}
+    found = torch.func.vmap(torch.func.grad(loss))(rows)
+    wanted = gradients(loss, tensors)
+    torch.testing.assert_close({n: t[:, 0] for n, t in found.items()}, wanted)
+    jacobian = torch.func.jacrev(torch.func.vmap(loss))(rows)
+    for name, t in jacobian.items():
+        torch.testing.assert_close(t.sum(0)[:, 0], wanted[name])
+        assert not t[0, 1].any()
+
+
+@every_cheap_kernel
+def test_second_derivatives_are_right_or_refused(operation, implementation):
+    loss, tensors = example(operation, implementation)
+    one = {name: torch.ones_like(t) for name, t in tensors.items()}
+
+    def slope(tensors):
+        return dot(torch.func.grad(loss)(tensors), one)
+
+    def twice(tensors):
+        leaves = {name: t.detach().requires_grad_() for name, t in tensors.items()}
+        found = torch.autograd.grad(loss(leaves), leaves.values(), create_graph=True)
+        slope = sum(t.sum() for t in found)
+        return dict(zip(leaves, torch.autograd.grad(slope, leaves.values()), strict=True))
+
+    ways = torch.func.grad(slope), twice, torch.func.jacfwd(torch.func.grad(loss))
+    if is_one_operator(operation, implementation):
+        refusal = f"`{operation}` on torch has no (second derivatives|derivative in forward mode)"
+        for derivative in ways:
+            with pytest.raises(NotImplementedError, match=refusal):
+                derivative(tensors)
+        return
+    step = {name: t + 1e-2 for name, t in tensors.items()}
+    back = {name: t - 1e-2 for name, t in tensors.items()}
+    second = (slope(step) - slope(back)) / 2e-2
+    for derivative in ways[:2]:
+        torch.testing.assert_close(dot(derivative(tensors), one), second, rtol=1e-2, atol=1e-2)
+
+
+def test_what_has_no_rule_may_be_given_one():
+    """Inside a function with a forward rule of its own, nothing is refused."""
+
+    class Shifted(torch.autograd.Function):
+        @staticmethod
+        def forward(x, log_a):
+            return ops.linear_scan(x, log_a)[0]
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_forward(inputs[1])
+
+        @staticmethod
+        def jvp(ctx, dx, _):
+            return ops.linear_scan(dx, *ctx.saved_tensors)[0]
+
+    _, tensors = example("linear_scan", "torch")
+    x, log_a = tensors.values()
+    dx = torch.randn_like(x)
+    _, found = torch.func.jvp(lambda x: Shifted.apply(x, log_a), (x,), (dx,))
+    torch.testing.assert_close(found, ops.linear_scan(dx, log_a)[0])
