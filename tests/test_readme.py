@@ -52,7 +52,7 @@ def examples():
         yield pytest.param(example, marks=pytest.mark.once) if ".fit(" in example else example
 
 
-@pytest.mark.parametrize("example", examples())
+@pytest.mark.parametrize("example", list(examples()))
 def test_examples(example):
     exec(example, {})
 
