@@ -80,6 +80,16 @@ def test_gates_that_are_nearly_open(implementation, activation, dtype, request):
         check("gated_linear_unit", implementation, drawn)
 
 
+@pytest.mark.parametrize("implementation", [i for o, i in KERNELS if o == "log_forget_gate"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_slopes_of_gates_that_are_nearly_shut(implementation, dtype):
+    drawn = draw("log_forget_gate", Case((4, 40), dtype, parameter=False))
+    drawn.tensors["logits"][:] = round_to(dtype, np.linspace(-30, -1, 160).reshape(4, 40))
+    drawn.d_output[:] = 1
+    with native.precision(dtype):
+        check("log_forget_gate", implementation, drawn)
+
+
 every_crossentropy = pytest.mark.parametrize(
     "implementation", [i for o, i in KERNELS if o == "token_crossentropy"]
 )
