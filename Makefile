@@ -20,12 +20,14 @@ INSTALLED := pyproject.toml constraints.txt $(VENV)/.created
 
 MAKEFLAGS += --no-builtin-rules
 
-.PHONY: help quickstart test test-slow lint format clean $(BACKENDS:%=test-%)
+.PHONY: help quickstart test test-slow fuzz lint format clean
+.PHONY: $(BACKENDS:%=test-%) $(BACKENDS:%=fuzz-%)
 
 help:
 	@echo "make quickstart   train Hawk on the text of Python's documentation (KERAS_BACKEND=$(KERAS_BACKEND))"
 	@echo "make test         run the tests on $(BACKENDS); make test-jax runs one of them"
 	@echo "make test-slow    the tests of kernels that make test leaves out for their time"
+	@echo "make fuzz         operations on thousands of inputs, for hours; make fuzz-jax on one of them"
 	@echo "make lint         ruff and mypy"
 	@echo "make format       let ruff mend what it can"
 	@echo "make clean        remove $(VENV) and what was built"
@@ -43,6 +45,16 @@ $(BACKENDS:%=test-%): test-%: $(VENV)/.test
 test-slow: $(VENV)/.test
 	KERAS_BACKEND=jax $(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 	KERAS_BACKEND=torch $(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+# How many draws, and the first: make fuzz FUZZ="--draws 500 --start 2000"
+FUZZ ?= --draws many
+
+fuzz: $(VENV)/.test
+	$(MAKE) --keep-going --no-print-directory $(BACKENDS:%=fuzz-%)
+
+$(BACKENDS:%=fuzz-%): fuzz-%: $(VENV)/.test
+	KERAS_BACKEND=$* $(BIN)/python -m pytest tests/fuzz/test_operations.py -m "slow or not slow" \
+	  --tb=short $(PYTEST_ARGS) $(FUZZ)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -51,6 +51,12 @@ if os.environ["KERAS_BACKEND"] == "torch":
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def pytest_addoption(parser):
+    group = parser.getgroup("fuzz", "inputs that are drawn freely, in tests/fuzz")
+    group.addoption("--draws", default="few", help="a number for each test, few (default) or many")
+    group.addoption("--start", type=int, default=0, help="the number of the first draw")
+
+
 def pytest_configure(config):
     # What another worker is still writing, or what was broken off, is compiled once more.
     message = "Error reading persistent compilation cache entry"
@@ -70,7 +76,7 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def _memory_is_short():
+def memory_is_short():
     """Whether this process has its share of half the machine's memory, or nobody can tell."""
     try:
         pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
@@ -87,7 +93,7 @@ def _memory():
     JAX keeps gigabytes of programs; those that return are read from disk. Keras collects garbage
     for each layer that it quantizes.
     """
-    if os.environ["KERAS_BACKEND"] == "jax" and _memory_is_short():
+    if os.environ["KERAS_BACKEND"] == "jax" and memory_is_short():
         import jax
 
         jax.clear_caches()

@@ -13,11 +13,20 @@ def log_forget_gate(logits, lower_bound=None):
     Returns [..., D] in float32, or float64 if an argument is float64.
     """
     dtype = accumulation_dtype(logits, lower_bound)
-    log_f = jax.nn.log_sigmoid(logits.astype(dtype))
+    log_f = _log_sigmoid(logits.astype(dtype))
     if lower_bound is None:
         return log_f
     log_bound, log_rest = lower_bound.astype(dtype)
     return _log_of_sum(log_bound, log_rest + log_f)
+
+
+@jax.custom_jvp
+def _log_sigmoid(z):
+    return jax.nn.log_sigmoid(z)
+
+
+# JAX would take the exponential of a difference of two large numbers for σ(-z).
+_log_sigmoid.defjvps(lambda d_z, _, z: d_z * jax.nn.sigmoid(-z))
 
 
 @jax.custom_jvp

@@ -10,10 +10,11 @@ from tests.ops.cases import named, unnamed
 BACKEND = keras.config.backend()
 
 
-def run(kernel, drawn):
+def run(kernel, drawn, compiled=False):
     """Returns {name: float64 array}: output, final_state and the gradient of every argument.
 
-    Where a state has several arrays, their names follow: "final_state key".
+    Where a state has several arrays, their names follow: "final_state key". JAX may compile the
+    whole, once for inputs alike in shapes and dtypes; the other backends need no such thing.
     """
     arguments = {name: t for name, t in drawn.tensors.items() if t is not None}
     absent = {name: None for name in drawn.tensors if name not in arguments}
@@ -27,30 +28,51 @@ def run(kernel, drawn):
         tensor(drawn.d_output, drawn.dtypes[drawn.output]),
         *(tensor(d, state_dtypes[n]) for n, d in named("state", drawn.d_final_state).items()),
     ]
-    kind = None if drawn.token_kind is None else tensor(drawn.token_kind, "int8")
+    integers = {}
+    if drawn.token_kind is not None:
+        integers["token_kind"] = tensor(drawn.token_kind, "int8")
+    if position is not None:
+        integers["initial_state position"] = tensor(position, "int32")
 
-    def call(arguments):
-        """Splits arguments into those that are differentiated and the others."""
+    def call(arguments, integers):
+        arguments = {"token_kind": None, **arguments, **integers}
         parts = {n: a for n, a in arguments.items() if n.startswith("initial_state")}
-        if position is not None:
-            parts["initial_state position"] = tensor(position, "int32")
         tensors = {n: a for n, a in arguments.items() if n not in parts}
-        state = unnamed("initial_state", parts) if drawn.initial_state is not None else None
-        output, final = kernel(
-            **absent, **tensors, **drawn.options, initial_state=state, token_kind=kind
-        )
+        state = unnamed("initial_state", parts) if parts else None
+        output, final = kernel(**absent, **tensors, **drawn.options, initial_state=state)
         final = named("final_state", final)
         integers = {n: final.pop(n) for n in ("final_state position",) if n in final}
         return [output, *final.values()], integers
 
     names = ["output", *(n.replace("state", "final_state") for n in state_dtypes)]
-    outputs, integers, found = gradients(call, arguments, cotangents)
+    same = (kernel, *drawn.options.items(), *absent) if compiled else None
+    outputs, integers, found = gradients(call, arguments, integers, cotangents, same)
     wanted = [drawn.dtypes[drawn.output], *state_dtypes.values()]
     assert [dtype(o) for o in outputs] == wanted
     assert {name: dtype(g) for name, g in found.items()} == dtypes
     assert {dtype(i) for i in integers.values()} <= {"int32"}
     results = dict(zip(names, outputs, strict=True)) | integers
     results |= {f"gradient of {name}": g for name, g in found.items()}
+    return {name: to_numpy(r) for name, r in results.items()}
+
+
+def run_token_wise(kernel, drawn, compiled=False):
+    """Returns {name: float64 array}: the output, and the gradient of every tensor."""
+    tensors, others = {}, {}
+    for name, array in drawn.tensors.items():
+        given = None if array is None else tensor(array, drawn.dtypes[name])
+        (tensors if name in drawn.differentiated else others)[name] = given
+    absent = {name: others.pop(name) for name in list(others) if others[name] is None}
+
+    def call(tensors, others):
+        return [kernel(**tensors, **others, **absent, **drawn.options)], {}
+
+    cotangents = [tensor(drawn.d_output, drawn.output_dtype)]
+    same = (kernel, *drawn.options.items(), *absent) if compiled else None
+    (output,), _, found = gradients(call, tensors, others, cotangents, same)
+    assert dtype(output) == drawn.output_dtype
+    assert {name: dtype(g) for name, g in found.items()} == drawn.differentiated
+    results = {"output": output} | {f"gradient of {name}": g for name, g in found.items()}
     return {name: to_numpy(r) for name, r in results.items()}
 
 
@@ -91,9 +113,20 @@ if BACKEND == "jax":
             yield
         assert interpreter.races is None or not interpreter.races.races_found
 
-    def gradients(call, arguments, cotangents):
-        outputs, pull_back, integers = jax.vjp(call, arguments, has_aux=True)
-        return outputs, integers, pull_back(cotangents)[0]
+    PROGRAMS = {}
+
+    def gradients(call, arguments, integers, cotangents, same=None):
+        """same: calls with the same, if that is not None, share a program."""
+
+        def forward_and_backward(arguments, integers, cotangents):
+            outputs, pull_back, aside = jax.vjp(
+                lambda arguments: call(arguments, integers), arguments, has_aux=True
+            )
+            return outputs, aside, pull_back(cotangents)[0]
+
+        if same is not None:
+            forward_and_backward = PROGRAMS.setdefault(same, jax.jit(forward_and_backward))
+        return forward_and_backward(arguments, integers, cotangents)
 
 elif BACKEND == "torch":
     import torch
@@ -112,12 +145,12 @@ elif BACKEND == "torch":
     def interpreted(implementation):
         return contextlib.nullcontext()
 
-    def gradients(call, arguments, cotangents):
+    def gradients(call, arguments, integers, cotangents, same=None):
         for a in arguments.values():
             a.requires_grad_()
-        outputs, integers = call(arguments)
+        outputs, aside = call(arguments, integers)
         found = torch.autograd.grad(outputs, list(arguments.values()), cotangents)
-        return outputs, integers, dict(zip(arguments, found, strict=True))
+        return outputs, aside, dict(zip(arguments, found, strict=True))
 
 else:
     import tensorflow as tf
@@ -134,9 +167,9 @@ else:
     def interpreted(implementation):
         return contextlib.nullcontext()
 
-    def gradients(call, arguments, cotangents):
+    def gradients(call, arguments, integers, cotangents, same=None):
         with tf.GradientTape() as tape:
             tape.watch(arguments)
-            outputs, integers = call(arguments)
+            outputs, aside = call(arguments, integers)
         found = tape.gradient(outputs, arguments, output_gradients=cotangents)
-        return outputs, integers, found
+        return outputs, aside, found

@@ -1,30 +1,17 @@
 """Every operation over time in every implementation of this backend, against its definition.
 
-The definition is computed in float64. The plain implementation of a backend may be at most twice as
-wrong as the token-by-token loop in float32, plus two units in the last place; any other at most
-twice as wrong as the plain one.
+How wrong they may be is said and decided in `judge`.
 """
-
-import importlib
-import os
 
 import numpy as np
 import pytest
 
 from keras_recurrent import dispatch
 from tests.ops import native
-from tests.ops.cases import CASES, DRAW, PARTS, Case, Drawn, beside, draw, named, round_to, unit
+from tests.ops.cases import CASES, DRAW, Case, beside, draw, named, round_to
+from tests.ops.judge import INTERPRETED, PLAIN, check, compare, kernels, run
 
-PLAIN = dispatch.BACKEND  # the folder of the plain implementation is named after the backend
-KERNELS = [
-    (operation, implementation)
-    for operation in DRAW
-    for implementation, module in dispatch.IMPLEMENTATIONS[operation].items()
-    if not isinstance(module, str)
-]
-# Where NumPy stands in for a GPU, it rounds a product before adding to it: as the loop does, not as
-# the plain kernels, which like a GPU round once.
-INTERPRETED = ("triton",) if os.environ.get("TRITON_INTERPRET") == "1" else ()
+KERNELS = kernels(DRAW)
 # JAX's interpreter of TPU kernels takes up to a minute a case, so one case shows them by default.
 SLOW = {"pallas": pytest.mark.slow}
 every_kernel = pytest.mark.parametrize(
@@ -130,79 +117,13 @@ def test_the_check_sees_a_wrong_result(operation, implementation):
             compare(operation, implementation, drawn, broken)
 
 
-def run(operation, implementation, drawn):
-    module = dispatch.IMPLEMENTATIONS[operation][implementation]
-
-    def kernel(**arguments):
-        reason = native.refusal(module, arguments)
-        if reason is not None:
-            pytest.skip(f"{implementation} refuses: {reason}")
-        return getattr(module, operation)(**arguments)
-
-    with native.interpreted(implementation):
-        return native.run(kernel, drawn)
-
-
-def check(operation, implementation, drawn):
-    compare(operation, implementation, drawn, run(operation, implementation, drawn))
-
-
-def compare(operation, implementation, drawn, results):
-    truth = reference(operation, drawn, "float64")
-    if implementation == PLAIN or implementation in INTERPRETED:
-        yardstick = reference(operation, drawn, "float32")
-        if "float64" in drawn.dtypes.values():
-            yardstick = truth
-    else:
-        yardstick = run(operation, PLAIN, drawn)
-    coarsest = min(drawn.dtypes.values(), key=["bfloat16", "float16", "float32", "float64"].index)
-    # float64 is judged by its distance to the loop in float64: a few roundings a token.
-    units = 2 if coarsest != "float64" else 16
-
-    def error(results, name):
-        difference = np.abs(results[name] - truth[name])
-        if name == "output" and drawn.token_kind is not None:
-            difference = np.where(beside(difference, drawn.token_kind) == 2, 0, difference)
-        return difference.max(initial=0)
-
-    # A state is one point of a path: the whole path says how wrong it may be.
-    path = {"final_state": "output", "gradient of initial_state": f"gradient of {drawn.output}"}
-    path |= {f"gradient of initial_state {p}": f"gradient of {t}" for p, t in PARTS.items()}
-    for name, expected in truth.items():
-        if name == "final_state position":
-            np.testing.assert_array_equal(results[name], expected, err_msg=name)
-            continue
-        assert np.isfinite(results[name]).all(), f"{name}: not finite"
-        allowed = max(error(yardstick, name), error(yardstick, path.get(name, name)))
-        allowed = 2 * allowed + units * unit(coarsest, np.abs(expected).max(initial=0))
-        wrong = error(results, name)
-        assert wrong <= allowed, f"{name}: error {wrong:.3g}, allowed {allowed:.3g}"
-
-
-def reference(operation, drawn: Drawn, precision):
-    """What the definition computes in a precision, rounded to the dtypes that a kernel returns."""
-    module = importlib.import_module(f"keras_recurrent.backends.reference.{operation}")
-    context = {
-        "initial_state": drawn.initial_state,
-        "token_kind": drawn.token_kind,
-        "dtype": np.dtype(precision),
-        **drawn.options,
-    }
-    output, final_state = getattr(module, operation)(**drawn.tensors, **context)
-    gradients = getattr(module, f"{operation}_gradient")(
-        drawn.d_output, drawn.d_final_state, **drawn.tensors, **context
-    )
-    given = drawn.tensors | {"initial_state": drawn.initial_state}
-    results = {"output": output, **named("final_state", final_state)}
-    for (name, argument), gradient in zip(given.items(), gradients, strict=True):
-        if argument is not None:
-            results |= named(f"gradient of {name}", gradient)
-    if precision == "float64":
-        return results
-
-    def rounded(name, result):
-        name = name.removeprefix("gradient of ").replace("final_state", "initial_state")
-        name = drawn.output if name == "output" else name.replace("initial_state", "state")
-        return round_to(drawn.dtypes.get(name, precision), result)
-
-    return {name: rounded(name, result) for name, result in results.items()}
+@every_implementation("causal_conv1d")
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_silu_is_differentiated_exactly_where_it_is_nearly_its_argument(implementation, dtype):
+    drawn = draw("causal_conv1d", Case(2, 40, 8, dtype))
+    x, kernel, bias = drawn.tensors.values()
+    x[:] = round_to(dtype, np.linspace(5, 36, x.size).reshape(x.shape))
+    kernel[:], bias[:] = 0, 0
+    kernel[-1] = drawn.d_output[:] = 1
+    with native.precision(dtype):
+        check("causal_conv1d", implementation, drawn)

@@ -6,7 +6,7 @@ import pytest
 
 from keras_recurrent import ops
 from tests.ops.cases import DRAW, Case, beside, draw, named, unit
-from tests.ops.test_kernels import reference
+from tests.ops.judge import reference
 
 TIMED = {  # the tensors with a time axis
     "linear_scan": ("x", "log_a"),

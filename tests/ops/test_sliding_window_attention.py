@@ -6,7 +6,8 @@ import pytest
 
 from keras_recurrent import ops
 from tests.ops.cases import Case, beside, draw
-from tests.ops.test_kernels import check, every_implementation
+from tests.ops.judge import check
+from tests.ops.test_kernels import every_implementation
 from tests.ops.test_ops import close
 
 CASES = {

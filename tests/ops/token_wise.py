@@ -46,7 +46,7 @@ def numbers(rng, case):
 def rms_norm(rng, case):
     x = numbers(rng, case)
     if case.scale == "extreme":
-        x[..., :1, :] *= 1e-3  # where ε is felt
+        x.reshape(-1, case.shape[-1])[0] *= 1e-3  # where ε is felt
     scale = rng.normal(size=case.shape[-1]) if case.parameter else None
     return {"x": x, "scale": scale}, {"epsilon": 1e-5}
 

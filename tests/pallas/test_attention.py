@@ -17,7 +17,7 @@ from jax._src.lib import tpu
 
 from keras_recurrent import dispatch
 from tests.ops.cases import Case, draw
-from tests.ops.test_kernels import check
+from tests.ops.judge import check
 
 LINEAR = ("gated_linear_attention", "lightning_attention")
 

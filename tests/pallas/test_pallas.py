@@ -182,7 +182,7 @@ def test_what_is_refused_by_size():
 @pytest.mark.parametrize("operation", RECURRENCES)
 def test_several_blocks(operation):
     """Two blocks of channels, the second one short, and of tokens, with padding in one of them."""
-    from tests.ops.test_kernels import check
+    from tests.ops.judge import check
 
     drawn = draw(operation, Case(1, 1100, 600, kinds=True, state=True))
     drawn.token_kind[:, :1024] = 0

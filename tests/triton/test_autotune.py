@@ -16,7 +16,7 @@ from triton.runtime.errors import OutOfResources
 import keras_recurrent
 from keras_recurrent.backends.triton import _chain, _common, _search
 from keras_recurrent.layers import RecurrentBlock
-from tests.ops import test_kernels
+from tests.ops import judge
 from tests.ops.cases import Case, draw
 from tests.triton.hopper import OPTIONS
 from tests.triton.test_triton import ON_GPU, OPERATIONS, arguments, every_operation
@@ -160,7 +160,7 @@ def test_a_graph_that_is_captured_waits_for_nothing(monkeypatch):
 def test_every_operation_is_searched_forwards_and_backwards(operation, clock):
     drawn = draw(operation, Case(1, 40, 20, "bfloat16", kinds=True, state=True))
     with keras_recurrent.autotune() as found:
-        test_kernels.check(operation, "triton", drawn)
+        judge.check(operation, "triton", drawn)
     assert len(found) >= 2
     assert all(search.kernel.startswith(operation) for search in found)
     for search in found:
@@ -194,7 +194,7 @@ def test_candidates_compute_the_same(operation, case, clock, monkeypatch):
     while (number := number + 1) < most:
         _search._fastest.clear()
         with keras_recurrent.autotune():
-            test_kernels.check(operation, "triton", draw(operation, case))
+            judge.check(operation, "triton", draw(operation, case))
 
 
 @pytest.mark.parametrize("operation", ["linear_scan", "rg_lru"])
@@ -209,7 +209,7 @@ def test_every_launch_makes_its_own_carry(operation, clock, monkeypatch):
 
     monkeypatch.setattr(_chain, "new_carry", counted)
     with keras_recurrent.autotune() as found:
-        test_kernels.check(operation, "triton", draw(operation, Case(1, 20, 8)))
+        judge.check(operation, "triton", draw(operation, Case(1, 20, 8)))
     assert len(made) == sum(2 * len(search.timings) + 1 for search in found)
 
 
@@ -256,10 +256,10 @@ def test_a_layer_that_is_fitted(clock):
 def test_a_search_on_a_gpu(operation):
     drawn = draw(operation, Case(2, 500, 64, "bfloat16", kinds=True, state=True))
     with keras_recurrent.autotune() as found:
-        test_kernels.check(operation, "triton", drawn)
+        judge.check(operation, "triton", drawn)
     for search in found:
         assert search.timings[0].milliseconds > 0
         assert search.fastest.milliseconds <= search.timings[0].milliseconds
     before = list(found)
-    test_kernels.check(operation, "triton", drawn)
+    judge.check(operation, "triton", drawn)
     assert found == before

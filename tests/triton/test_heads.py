@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
     pytest.skip("compiles for a GPU", allow_module_level=True)
 
 from keras_recurrent.backends.triton import _search
-from tests.ops import test_kernels
+from tests.ops import judge
 from tests.ops.cases import Case, draw
 
 HEADS = [(16, 16), (64, 64), (96, 96), (128, 128), (64, 128), (256, 256), (64, 66), (130, 136)]
@@ -59,6 +59,6 @@ def test_heads(operation, heads, situation, number, monkeypatch):
         window=100,
         values=values,
     )
-    test_kernels.check(operation, "triton", draw(operation, case))
+    judge.check(operation, "triton", draw(operation, case))
     if taken < number:
         pytest.skip("no kernel has so many candidates")

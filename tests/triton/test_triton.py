@@ -24,7 +24,7 @@ from keras_recurrent.backends.triton import (
     _linear_attention,
     lightning_attention,
 )
-from tests.ops import native, test_kernels, test_token_wise, token_wise
+from tests.ops import judge, native, token_wise
 from tests.ops.cases import DRAW, Case, draw
 from tests.ops.test_ops import OPTIONS
 from tests.triton.hopper import KERNELS, TOKEN_WISE
@@ -136,7 +136,7 @@ def test_heads_that_are_refused(operation, channels, dtype, reason):
 def test_heads_of_several_tiles(operation):
     """Tiles of bfloat16 are larger than those of float32; decays are float32, as in HGRN2."""
     case = Case(1, 70, 130, "bfloat16", "float32", kinds=True, state=True)
-    test_kernels.check(operation, "triton", draw(operation, case))
+    judge.check(operation, "triton", draw(operation, case))
 
 
 @linear_attention
@@ -152,7 +152,7 @@ def test_segments_of_time(operation, monkeypatch):
 
     monkeypatch.setattr(launches, "segments_of", recorded)
     case = Case(1, 139, 3, kinds=True, state=True, decays="near one")
-    test_kernels.check(operation, "triton", draw(operation, case))
+    judge.check(operation, "triton", draw(operation, case))
     assert cuts
     assert all(segments > 1 for segments, _ in cuts)
 
@@ -168,7 +168,7 @@ def test_heads_that_share_keys(programs, monkeypatch):
     drawn.token_kind[:] = GOES_ON
     drawn.token_kind[:, [20, 170]] = PADDING, STARTS
     drawn.d_output[:, 20] = 0
-    test_kernels.check("sliding_window_attention", "triton", drawn)
+    judge.check("sliding_window_attention", "triton", drawn)
 
 
 @every_operation
@@ -178,7 +178,7 @@ def test_tiles_that_are_not_full(operation, length):
     if operation.endswith("attention"):
         length = min(length, 70)  # three chunks
     case = Case(1, length, 70, kinds=True, state=True)
-    test_kernels.check(operation, "triton", draw(operation, case))
+    judge.check(operation, "triton", draw(operation, case))
 
 
 @every_operation
@@ -196,7 +196,7 @@ def test_layouts_in_memory_do_not_matter(operation):
 def test_the_same_bits_again(operation):
     channels = 128 if operation.endswith("attention") else 700
     drawn = draw(operation, Case(2, 7001, channels, kinds=True))
-    once, again = (test_kernels.run(operation, "triton", drawn) for _ in range(2))
+    once, again = (judge.run(operation, "triton", drawn) for _ in range(2))
     for name in once:
         assert (once[name] == again[name]).all(), name
 
@@ -267,7 +267,7 @@ def test_programs_that_walk(operation, shape, dtype, monkeypatch):
     """The longest rows, and so few programs that each goes through several tiles."""
     monkeypatch.setattr("keras_recurrent.backends.triton._token_wise._WARPS", 12)
     drawn = token_wise.draw(operation, token_wise.Case(shape, dtype, "float32"))
-    test_token_wise.check(operation, "triton", drawn)
+    judge.check(operation, "triton", drawn)
 
 
 @every_operation_without_a_state
@@ -323,6 +323,6 @@ def test_compiled_without_graph_breaks_without_a_state(operation, parameter):
 @every_operation_without_a_state
 def test_the_same_bits_again_without_a_state(operation):
     drawn = token_wise.draw(operation, token_wise.Case((9001, 700), "bfloat16", "float32"))
-    once, again = (test_token_wise.run(operation, "triton", drawn) for _ in range(2))
+    once, again = (judge.run(operation, "triton", drawn) for _ in range(2))
     for name in once:
         assert (once[name] == again[name]).all(), name
