@@ -139,24 +139,35 @@ class CheckpointLoader(RecurrentPresetLoader):
 
     def load_backbone(self, cls, load_weights, **kwargs):
         check_overrides(self.preset, [cls], kwargs)
-        where = f"{files.CONFIG_FILE} of {self.preset!r}"
-        arguments = self.layout.backbone_arguments(self.config, where)
         if not load_weights:
-            return cls(**{**arguments, **kwargs})
+            return cls(**{**self.read_config(), **kwargs})
         check_weights_fit(self.preset, kwargs)
         _check_dtype(kwargs.get("dtype"))
+        arguments, found, tensors = self.read_headers()
+        backbone = cls(**arguments, **kwargs)
+        tensor_table.assign(backbone, found, tensors)
+        return backbone
+
+    def read_config(self):
+        """The backbone's arguments."""
+        return self.layout.backbone_arguments(self.config, self._where())
+
+    def read_headers(self):
+        """The backbone's arguments, the `Checkpoint`, and the list of its `Tensor`s, which fit."""
+        arguments = self.read_config()
         found = checkpoint.Checkpoint(self.preset)
         # Each block has a tensor at least. So the table of tensors is not larger than the headers.
         if arguments["num_layers"] > len(found.tensors):
             raise ValueError(
-                f"{where} says {arguments['num_layers']} blocks, more than the weights have "
-                f"tensors, {len(found.tensors)}. The files are of different models."
+                f"{self._where()} says {arguments['num_layers']} blocks, more than the weights "
+                f"have tensors, {len(found.tensors)}. The files are of different models."
             )
         tensors = self.layout.tensors(arguments)
         tensor_table.check(found, tensors)
-        backbone = cls(**arguments, **kwargs)
-        tensor_table.assign(backbone, found, tensors)
-        return backbone
+        return arguments, found, tensors
+
+    def _where(self):
+        return f"{files.CONFIG_FILE} of {self.preset!r}"
 
     def load_tokenizer(self, cls, config_file=None, **kwargs):
         ids = {
@@ -176,8 +187,8 @@ class CheckpointLoader(RecurrentPresetLoader):
         first = id[0] if isinstance(id, list) and id else id
         if first is not None and (not isinstance(first, int) or isinstance(first, bool)):
             raise ValueError(
-                f"{key!r} is {shown(id)} in {files.CONFIG_FILE} of {self.preset!r}; it must be an "
-                "integer, or a list of integers."
+                f"{key!r} is {shown(id)} in {self._where()}; it must be an integer, or a list of "
+                "integers."
             )
         return first
 

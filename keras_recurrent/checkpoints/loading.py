@@ -80,7 +80,12 @@ def _loader_of_files(preset):
         if not isinstance(config.get("config"), dict):
             raise ValueError(f"{files.CONFIG_FILE} of {preset!r} has no 'config' of its class.")
         return SavedPresetLoader(preset, config)
-    return compat.get_preset_loader(preset)
+    try:
+        return compat.get_preset_loader(preset)
+    except ValueError as error:
+        raise ValueError(
+            f"{files.CONFIG_FILE} of {preset!r} is of no model that is known: {error}"
+        ) from error
 
 
 def resolve_task(cls, preset, load_weights, overrides):

@@ -187,6 +187,7 @@ def test_pickled_weights_are_not_read(tmp_path, nothing_built):
         ({"lru_width": 66}, "is 66 in .* a multiple of 'num_attention_heads', 4"),
         ({f"key{i:03}": i for i in range(500)}, "'key003' and 496 more, which this version"),
         ({"model_type": ["recurrent_gemma"]}, "'model_type' is .'recurrent_gemma'. .* a string"),
+        ({"model_type": "mamba9"}, "config.json of .* is of no model that is known"),
         ({"model_type": None, "registered_name": 3}, "'(model_type|registered_name)' is .* string"),
         ({"rope_parameters": {**ROPE, "rope_type": "yarn"}}, "'rope_type' is 'yarn' in 'rope_par"),
         ({"rope_parameters": {**ROPE, "factor": 8.0}}, "'rope_parameters' of .* has 'factor'"),
