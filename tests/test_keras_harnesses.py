@@ -14,7 +14,7 @@ from keras_recurrent import layers, models
 from keras_recurrent.tokenizers import ByteTokenizer
 from tests.layers.table import ROWS, WIDTH
 from tests.models.test_hgrn2_image_classifier import SIZES as VISION_SIZES
-from tests.models.tiny import FAMILIES, any_family
+from tests.models.tiny import FAMILIES, shared_by_families
 
 BATCH, LENGTH = 2, 5
 
@@ -92,15 +92,7 @@ def harness(name):
     return getattr(TestCase(name), name)
 
 
-packed = pytest.mark.xfail(
-    reason="the functional model insists on `segment_ids`, which a caller may leave out",
-    raises=ValueError,
-    strict=False,
-)
-
-
-@packed
-@any_family
+@shared_by_families
 def test_backbone(family):
     row = FAMILIES[family]
     rng = np.random.default_rng(0)
@@ -136,8 +128,7 @@ task = pytest.mark.filterwarnings("ignore:The `check_types` argument is deprecat
 
 
 @task
-@packed
-@any_family
+@shared_by_families
 def test_causal_lm(family):
     row, tokenizer = FAMILIES[family], ByteTokenizer()
     vocabulary = tokenizer.vocabulary_size()

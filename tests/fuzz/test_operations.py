@@ -32,16 +32,11 @@ DRAWS_OF_A_FORM = 25  # on JAX, which compiles programs for each form
 
 
 LARGE_LOGITS = "attention's gradients lose digits where logits are large"
-THIRD_POWER = "the gradient forms the third power of the reciprocal root"
 KNOWN = {  # faults that are being mended
     ("sliding_window_attention", "jax"): LARGE_LOGITS,
     ("sliding_window_attention", "tensorflow"): LARGE_LOGITS,
     ("sliding_window_attention", "triton"): LARGE_LOGITS,
     ("sliding_window_attention", "pallas"): LARGE_LOGITS,
-    ("rms_norm", "jax"): THIRD_POWER,
-    ("rms_norm", "torch"): THIRD_POWER,
-    ("rms_norm", "tensorflow"): THIRD_POWER,
-    ("rms_norm", "triton"): THIRD_POWER,
     ("gated_linear_unit", "torch"): "digits are lost where gates are nearly open or shut",
     ("log_forget_gate", "triton"): "quick logarithms of 16 bits' logits show in a float32 result",
     ("rg_lru", "torch"): "the gradient of a_logit loses digits",
