@@ -22,7 +22,7 @@ SPANS = 4
 
 
 def forward(q, k, v, documents, window, dtype):
-    """Returns [B, T, G, R, V] and a pair of [B, T, G, R], by which `backward` finds the weights.
+    """Returns [B, T, G, R, V] and a pair of [B, T, G, R], which the kernels for TPU go back by.
 
     That is each query's largest logit, and the sum of exp(logit - largest). Their one logarithm,
     largest + log(sum), would have no more digits behind the point than the largest logit has.
@@ -49,20 +49,20 @@ def forward(q, k, v, documents, window, dtype):
     return output, tuple(sums)
 
 
-def backward(d_output, sums, q, k, v, documents, window, dtype):
-    """Returns the gradients of q, k and v in `dtype`; `sums`: what `forward` returned."""
+def backward(d_output, q, k, v, documents, window, dtype):
+    """Returns the gradients of q, k and v in `dtype`."""
     length, before = q.shape[1], k.shape[1] - q.shape[1]
     size = _block_size(length, window)
     d_output = _fill(d_output, -length % size, 0)
-    highest, total = (_fill(x, -length % size, 1) for x in sums)
     q, k, v, documents = _padded(q, k, v, documents, size)
     product = product_of(q, k, v, dtype)
 
     def step(gradients, block):
         q_b, k_b, v_b, d_o = block.queries(q), block.keys(k), block.keys(v), block.queries(d_output)
-        logits = product("blgrk,bsgk->bglrs", q_b, k_b) - _logit_major(block.queries(highest))
-        weights = jnp.exp(jnp.where(block.visible(documents), logits, -jnp.inf))
-        weights = weights / _logit_major(block.queries(total))
+        logits = product("blgrk,bsgk->bglrs", q_b, k_b)
+        # Not by the sums of the forward: another program rounds logits otherwise, which shows where
+        # they are large.
+        weights = jax.nn.softmax(jnp.where(block.visible(documents), logits, -jnp.inf), axis=-1)
         d_logits = weights * product("blgrv,bsgv->bglrs", d_o, v_b)
         # The output would give the same sum, but it has been rounded.
         d_logits = d_logits - weights * jnp.sum(d_logits, axis=-1, keepdims=True)
@@ -164,8 +164,3 @@ def product_of(q, k, v, dtype):
 def _query_major(x):
     """[B, G, T, R] as [B, T, G, R]."""
     return jnp.swapaxes(x, 1, 2)
-
-
-def _logit_major(x):
-    """[B, T, G, R] as [B, G, T, R, 1]."""
-    return jnp.swapaxes(x, 1, 2)[..., None]

@@ -38,7 +38,7 @@ def forward(q, k, v, of_queries, of_keys, *, window, dtype):
 
 
 def backward(q, k, v, of_queries, of_keys, sums, d_output, *, window, dtype):
-    """Returns the gradients of q, k and v in `dtype`; `sums`: what `forward` returned."""
+    """Returns the gradients of q, k and v in `dtype`; `sums`: what `forward` returned, not used."""
     q, k, v = (
         _zero_without_token(of_queries, q),
         _zero_without_token(of_keys, k),
@@ -48,9 +48,7 @@ def backward(q, k, v, of_queries, of_keys, sums, d_output, *, window, dtype):
     documents = of_queries, _banded(of_keys, q, window)
     keys, values = (_banded(x, q, window) for x in (k, v))
     d_output = d_output.astype(dtype)
-    d_q, *d_banded = _banded_attention.backward(
-        d_output, sums, q, keys, values, documents, window, dtype
-    )
+    d_q, *d_banded = _banded_attention.backward(d_output, q, keys, values, documents, window, dtype)
     return d_q, *(_unbanded(d, k, q, window) for d in d_banded)
 
 

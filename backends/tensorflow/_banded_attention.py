@@ -21,11 +21,7 @@ SPANS = 4
 
 
 def forward(q, k, v, documents, window):
-    """Returns [B, G, T, R, V], and twice [B, G, T, R, 1], by which `backward` finds the weights.
-
-    Those are each query's largest logit, and the sum of exp(logit - largest). Their one logarithm,
-    largest + log(sum), would have no more digits behind the point than the largest logit has.
-    """
+    """Returns [B, G, T, R, V]."""
     blocks = _Blocks(q, k, documents, window)
     q, k, v = blocks.padded_queries(q), blocks.padded_keys(k), blocks.padded_keys(v)
 
@@ -34,30 +30,27 @@ def forward(q, k, v, documents, window):
         highest = tf.reduce_max(logits, axis=-1, keepdims=True)
         weights = tf.exp(logits - highest)
         total = tf.reduce_sum(weights, axis=-1, keepdims=True)
-        return carry, [tf.matmul(weights, block.keys(v)) / total, highest, total]
+        return carry, [tf.matmul(weights, block.keys(v)) / total]
 
-    _, results = blocks.walk(attend, [], [v.shape[-1], 1, 1], v.dtype)
-    return [blocks.side_by_side(r, blocks.heads)[:, :, : blocks.length] for r in results]
+    _, (output,) = blocks.walk(attend, [], [v.shape[-1]], v.dtype)
+    return blocks.side_by_side(output, blocks.heads)[:, :, : blocks.length]
 
 
-def backward(d_output, sums, q, k, v, documents, window):
-    """Returns the gradients of q, k and v; sums: the two numbers that `forward` returned."""
-    blocks, (highest, total) = _Blocks(q, k, documents, window), sums
-    q, d_output, highest = map(blocks.padded_queries, (q, d_output, highest))
-    total = blocks.padded_queries(total, 1)
-    # Once, and in place of the weights, which are larger and would be divided block by block.
-    d_output /= total
+def backward(d_output, q, k, v, documents, window):
+    """Returns the gradients of q, k and v."""
+    blocks = _Blocks(q, k, documents, window)
+    q, d_output = map(blocks.padded_queries, (q, d_output))
     num_keys = tf.shape(k)[2]
     k, v = blocks.padded_keys(k), blocks.padded_keys(v)
 
     def attend(block, carry):
         q_b, k_b, v_b, d_o = block.queries(q), block.keys(k), block.keys(v), block.queries(d_output)
-        logits = tf.matmul(q_b, k_b, transpose_b=True) - block.queries(highest)
-        weights = tf.exp(block.hide(logits))
+        # Not by sums that the forward kept: logits of another program are rounded otherwise, which
+        # shows where they are large.
+        weights = tf.nn.softmax(block.hide(tf.matmul(q_b, k_b, transpose_b=True)))
         d_logits = weights * tf.matmul(d_o, v_b, transpose_b=True)
         # The output would give the same sum, but it has been rounded.
-        mean = tf.reduce_sum(d_logits, axis=-1, keepdims=True) / block.queries(total)
-        d_logits -= weights * mean
+        d_logits -= weights * tf.reduce_sum(d_logits, axis=-1, keepdims=True)
         d_keys = [
             tf.matmul(d_logits, q_b, transpose_a=True),
             tf.matmul(weights, d_o, transpose_a=True),
@@ -99,10 +92,9 @@ class _Blocks:
             tf.pad(d, [[0, 0], [0, self.missing]], constant_values=-1) for d in documents
         ]
 
-    def padded_queries(self, x, filler=0):
+    def padded_queries(self, x):
         """[B, G, T, R, ...] as [B, G, blocks * size * R, ...]."""
-        missing = [[0, 0], [0, 0], [0, self.missing], [0, 0], [0, 0]]
-        x = tf.pad(x, missing, constant_values=tf.constant(filler, x.dtype))
+        x = tf.pad(x, [[0, 0], [0, 0], [0, self.missing], [0, 0], [0, 0]])
         return tf.reshape(x, [self.batch, self.groups, -1, x.shape[4]])
 
     def padded_keys(self, x):

@@ -50,7 +50,7 @@ def _attend(row, capacity, q, k, v, key, value):
     def run(q, k, v, key, value):
         keys, values = row.after_state(k, key), row.after_state(v, value)
         arguments = (row.grouped(q), row.banded(keys), row.banded(values))
-        output, *sums = _banded_attention.forward(*arguments, row.documents, row.window)
+        output = _banded_attention.forward(*arguments, row.documents, row.window)
         output = row.ungrouped(output, q.dtype)
         rings = [_ring.to_ring(x, row.next_position, row.end, capacity) for x in (keys, values)]
 
@@ -58,7 +58,6 @@ def _attend(row, capacity, q, k, v, key, value):
             keys, values = row.after_state(k, key), row.after_state(v, value)
             d_q, *d_rows = _banded_attention.backward(
                 row.grouped(dense_gradient(d_output, output, row.dtype)),
-                sums,
                 row.grouped(q),
                 row.banded(keys),
                 row.banded(values),

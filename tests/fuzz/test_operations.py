@@ -33,8 +33,6 @@ DRAWS_OF_A_FORM = 25  # on JAX, which compiles programs for each form
 
 LARGE_LOGITS = "attention's gradients lose digits where logits are large"
 KNOWN = {  # faults that are being mended
-    ("sliding_window_attention", "jax"): LARGE_LOGITS,
-    ("sliding_window_attention", "tensorflow"): LARGE_LOGITS,
     ("sliding_window_attention", "triton"): LARGE_LOGITS,
     ("sliding_window_attention", "pallas"): LARGE_LOGITS,
     ("gated_linear_unit", "torch"): "digits are lost where gates are nearly open or shut",
