@@ -107,6 +107,27 @@ def test_padding_may_hold_anything(operation, implementation):
             assert not np.any(np.where(beside(expected, padding), expected, 0)), name
 
 
+@pytest.mark.parametrize(
+    ("operation", "implementation"),
+    [
+        pytest.param(*kernel, marks=SLOW.get(kernel[1], ()))
+        for kernel in KERNELS
+        if kernel[0] in ("gated_linear_attention", "lightning_attention")
+    ],
+)
+def test_a_state_that_has_all_but_decayed(operation, implementation):
+    """Without keys it is all there is: 1e-26 of a state is not 0."""
+    drawn = draw(operation, Case(1, 4, 3, state=True))
+    drawn.tensors["k"][:] = 0
+    drawn.tensors["log_f" if operation.startswith("gated") else "log_decay"][:] = -15
+    results = run(operation, implementation, drawn)
+    for name, truth in reference(operation, drawn, "float64").items():
+        if name in ("output", "final_state", "gradient of q", "gradient of initial_state"):
+            last = truth[:, -1] if name in ("output", "gradient of q") else truth
+            found = results[name][:, -1] if name in ("output", "gradient of q") else results[name]
+            np.testing.assert_allclose(found, last, rtol=1e-5, atol=1e-31, err_msg=name)
+
+
 @every_kernel
 def test_rows_of_padding_alone(operation, implementation):
     drawn = draw(operation, Case(2, 9, 3, kinds=True, state=True))

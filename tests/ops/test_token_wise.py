@@ -80,6 +80,16 @@ def test_rows_of_any_size(implementation):
         assert np.isfinite(result).all(), name
 
 
+@pytest.mark.parametrize("implementation", [i for o, i in KERNELS if o == "gated_linear_unit"])
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_gates_that_are_nearly_open(implementation, activation):
+    """There the derivative of the gate depends on the little by which it is not open."""
+    for seed, size in enumerate((3, 3, 3, 10, 10, 10)):
+        drawn = draw("gated_linear_unit", Case((50,), activation=activation), seed)
+        drawn.tensors["gate"][:] = round_to("float32", size * np.abs(drawn.tensors["gate"]))
+        check("gated_linear_unit", implementation, drawn)
+
+
 @pytest.mark.parametrize("implementation", [i for o, i in KERNELS if o == "log_forget_gate"])
 @pytest.mark.parametrize("bounded", [True, False])
 def test_gates_that_are_shut_or_open(implementation, bounded):
