@@ -53,6 +53,14 @@ def chunked_kinds(token_kind, span, size, heads):
     return kind_masks(chunked(kind, span, size, kind.dtype))
 
 
+def smallest_decay(dtype):
+    """Smaller decays are set to 0: times an input they may be subnormal, and a CPU slow with them.
+
+    1e-32 in float32, a million times its smallest normal number.
+    """
+    return torch.finfo(dtype).tiny * 2**20
+
+
 def inner_products(a, b):
     """a b^T, summed in parts of 64 terms: the sum of partial sums has a smaller rounding error."""
     parts = zip(a.split(64, -1), b.split(64, -1), strict=True)

@@ -28,6 +28,7 @@ from keras_recurrent.backends.torch._linear_attention import (
     chunked_kinds,
     groups_of,
     inner_products,
+    smallest_decay,
     state_shape,
     states_,
     unchunk_,
@@ -157,16 +158,18 @@ def _decays(f):
     from s is without f_s: the decay of a token does not apply to what that token adds.
     """
     from_start, to_end = f, torch.ones_like(f)
-    # So small a decay adds nothing to what one token contributes. It is set to 0, since products of
-    # such decays are subnormal numbers, with which a CPU computes several times as slowly.
-    negligible = torch.finfo(f.dtype).tiny ** 0.5
+    # With subnormal numbers a CPU computes several times as slowly. So the decays of right and left
+    # halves, which are multiplied with each other, are set to 0 below 1e-19. What one token
+    # contributes to another may be lost by that, if 1e-19 times as large, but not what the state
+    # does, whose decays are only multiplied with inputs.
+    least, least_of_two = smallest_decay(f.dtype), torch.finfo(f.dtype).tiny ** 0.5
     levels, half = [], 1
     while half < f.shape[-2]:
         p_left, p_right = _halves(from_start, half)
         s_left, _ = _halves(to_end, half)
-        levels.append((p_right.clone(), s_left.clone()))
-        torch.threshold_(s_left.mul_(p_right[..., -1:, :]), negligible, 0)
-        torch.threshold_(p_right.mul_(p_left[..., -1:, :]), negligible, 0)
+        levels.append([torch.threshold(x, least_of_two, 0) for x in (p_right, s_left)])
+        torch.threshold_(s_left.mul_(p_right[..., -1:, :]), least, 0)
+        torch.threshold_(p_right.mul_(p_left[..., -1:, :]), least, 0)
         half *= 2
     return levels, from_start, to_end
 

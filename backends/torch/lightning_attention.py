@@ -23,6 +23,7 @@ from keras_recurrent.backends.torch._linear_attention import (
     chunked_kinds,
     groups_of,
     inner_products,
+    smallest_decay,
     state_shape,
     states_,
     unchunk_,
@@ -161,10 +162,8 @@ def _decays(log_decay, q, kinds, span, size, dtype):
     def decay(steps, reaches):
         # Not 0 * log_decay: that is NaN if the decay is 0.
         logarithm = torch.mul(steps, log_decay).masked_fill_(steps == 0, 0)
-        # A smaller decay adds nothing to what one token contributes. It is set to 0, since products
-        # of such decays are subnormal numbers, with which a CPU computes slowly.
-        negligible = torch.finfo(dtype).tiny ** 0.5
-        return torch.threshold_(logarithm.exp_(), negligible, 0).masked_fill_(~reaches, 0)
+        least = smallest_decay(dtype)
+        return torch.threshold_(logarithm.exp_(), least, 0).masked_fill_(~reaches, 0)
 
     whole, last = count[..., -1:, :], document[..., -1:, :]
     earlier = place >= place.mT

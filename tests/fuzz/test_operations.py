@@ -31,13 +31,11 @@ INTERPRETED = ("triton", "pallas")  # so slowly that counterexamples are not sim
 DRAWS_OF_A_FORM = 25  # on JAX, which compiles programs for each form
 
 
-LARGE_LOGITS = "attention's gradients lose digits where logits are large"
-KNOWN = {  # faults that are being mended
-    ("sliding_window_attention", "triton"): LARGE_LOGITS,
-    ("sliding_window_attention", "pallas"): LARGE_LOGITS,
-    ("gated_linear_unit", "torch"): "digits are lost where gates are nearly open or shut",
+EXP = "TensorFlow's exp is wrong by a unit in the last place on CPUs, a tenth beyond the rule here"
+KNOWN = {  # what single draws show, and why it stays
+    ("sliding_window_attention", "tensorflow"): EXP,
+    ("rg_lru", "tensorflow"): EXP,
     ("log_forget_gate", "triton"): "quick logarithms of 16 bits' logits show in a float32 result",
-    ("rg_lru", "torch"): "the gradient of a_logit loses digits",
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 from keras_recurrent import dispatch
 from tests.ops import native
 from tests.ops.cases import CASES, DRAW, Case, beside, draw, named, round_to
-from tests.ops.judge import INTERPRETED, PLAIN, check, compare, kernels, run
+from tests.ops.judge import INTERPRETED, PLAIN, check, compare, kernels, reference, run
 
 KERNELS = kernels(DRAW)
 # JAX's interpreter of TPU kernels takes up to a minute a case, so one case shows them by default.
@@ -92,6 +92,27 @@ def test_padding_may_hold_anything(operation, implementation):
         np.testing.assert_array_equal(poisoned[name], expected, err_msg=name)
         if name.startswith("gradient") and expected.shape[:2] == padding.shape:
             assert not np.any(np.where(beside(expected, padding), expected, 0)), name
+
+
+@pytest.mark.parametrize(
+    ("operation", "implementation"),
+    [
+        pytest.param(*kernel, marks=SLOW.get(kernel[1], ()))
+        for kernel in KERNELS
+        if kernel[0] in ("gated_linear_attention", "lightning_attention")
+    ],
+)
+def test_a_state_that_has_all_but_decayed(operation, implementation):
+    """Without keys it is all there is: 1e-26 of a state is not 0."""
+    drawn = draw(operation, Case(1, 4, 3, state=True))
+    drawn.tensors["k"][:] = 0
+    drawn.tensors["log_f" if operation.startswith("gated") else "log_decay"][:] = -15
+    results = run(operation, implementation, drawn)
+    for name, truth in reference(operation, drawn, "float64").items():
+        if name in ("output", "final_state", "gradient of q", "gradient of initial_state"):
+            last = truth[:, -1] if name in ("output", "gradient of q") else truth
+            found = results[name][:, -1] if name in ("output", "gradient of q") else results[name]
+            np.testing.assert_allclose(found, last, rtol=1e-5, atol=1e-31, err_msg=name)
 
 
 @every_kernel

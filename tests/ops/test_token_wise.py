@@ -93,10 +93,8 @@ def test_gates_that_are_shut_or_open(implementation, bounded):
 @pytest.mark.parametrize("implementation", [i for o, i in KERNELS if o == "gated_linear_unit"])
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_gates_that_are_nearly_open(implementation, activation, dtype, request):
-    if implementation == "torch":
-        reason = "torch takes 1 - σ(z) for σ(-z), and 1 - tanh(u)² as it is"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=False))
+def test_gates_that_are_nearly_open(implementation, activation, dtype):
+    """There the derivative of the gate depends on the little by which it is not open."""
     drawn = draw("gated_linear_unit", Case((4, 40), dtype, activation=activation))
     far = 36 if activation == "silu" else 6
     drawn.tensors["gate"][:] = round_to(dtype, np.linspace(1, far, 160).reshape(4, 40))
