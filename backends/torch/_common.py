@@ -1,6 +1,7 @@
 """What the operations of this folder share. Names that end in `_` change a tensor in place."""
 
 import torch
+from torch.autograd import forward_ad
 
 from keras_recurrent.backends.constants import PADDING, STARTS
 from keras_recurrent.backends.torch._autograd import register_autograd
@@ -109,3 +110,12 @@ def register_gradient(
         return *given, *[None] * undifferentiated
 
     register_autograd(forward, gradients, save, backward)
+
+
+def in_forward_mode():
+    """Whether tangents may be on their way, for which a function of autograd has no rule.
+
+    torch's own operators then serve. The compiler, which refuses functions with such a rule, sees
+    no tangents.
+    """
+    return not torch.compiler.is_compiling() and forward_ad._current_level >= 0

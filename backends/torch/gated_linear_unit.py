@@ -12,26 +12,35 @@ stands beside it.
 import math
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from keras_recurrent.backends.torch._common import accumulation_dtype, elements_per_launch
+from keras_recurrent.backends.torch._common import (
+    accumulation_dtype,
+    elements_per_launch,
+    in_forward_mode,
+)
 
 _SQRT_8_OVER_PI = math.sqrt(8 / math.pi)
 
 
 def gated_linear_unit(gate, x, activation="silu"):
     """gate, x: of one shape; activation: "silu" or "gelu". Returns that shape in x's dtype."""
+    if in_forward_mode():
+        return _forward(gate, x, activation)
     return _GatedLinearUnit.apply(gate, x, activation)
 
 
+def _forward(gate, x, activation):
+    dtype = accumulation_dtype(gate, x)
+    gate = gate.to(dtype)
+    gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    return (gate * x.to(dtype)).to(x.dtype)
+
+
 class _GatedLinearUnit(torch.autograd.Function):
-    @staticmethod
-    def forward(gate, x, activation):
-        dtype = accumulation_dtype(gate, x)
-        gate = gate.to(dtype)
-        gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
-        return (gate * x.to(dtype)).to(x.dtype)
+    generate_vmap_rule = True
+
+    forward = staticmethod(_forward)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -39,9 +48,12 @@ class _GatedLinearUnit(torch.autograd.Function):
         ctx.save_for_backward(gate, x)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, d_output):
         gate, x = ctx.saved_tensors
+        if torch.is_grad_enabled():  # somebody differentiates what is computed here
+            value, slope = _activated(ctx.activation, gate.to(accumulation_dtype(gate, x)))
+            d_gate, d_x = slope * x * d_output, value * d_output
+            return d_gate.to(gate.dtype), d_x.to(x.dtype), None
         d_gate, d_x = gate.new_empty(gate.shape), x.new_empty(x.shape)
         # Block by block: the temporaries stay in the cache. The compiler needs no such help.
         size = x.numel() if torch.compiler.is_compiling() else elements_per_launch(x)
@@ -52,12 +64,17 @@ class _GatedLinearUnit(torch.autograd.Function):
 
 
 def _write_gradients(activation, gate, x, d_output, d_gate, d_x):
-    z = gate.to(accumulation_dtype(gate, x))
+    value, slope = _activated(activation, gate.to(accumulation_dtype(gate, x)))
+    torch.mul(value, d_output, out=d_x)
+    torch.mul(slope.mul_(x), d_output, out=d_gate)
+
+
+def _activated(activation, z):
+    """activation(z) = z σ(u) and its derivative σ(u) + z u' σ(u) σ(-u)."""
     u = slope = z  # slope: z u'
     if activation == "gelu":
-        scaled, square = z * _SQRT_8_OVER_PI, z * z
-        u = torch.addcmul(scaled, scaled, square, value=0.044715)
-        slope = square.mul_(scaled).mul_(3 * 0.044715).add_(scaled)
-    s, not_s = torch.sigmoid(u), torch.neg(u).sigmoid_()
-    torch.mul(z * s, d_output, out=d_x)
-    torch.mul(not_s.mul_(slope).mul_(s).add_(s).mul_(x), d_output, out=d_gate)
+        scaled = z * _SQRT_8_OVER_PI
+        u = torch.addcmul(scaled, scaled * z, z, value=0.044715)
+        slope = torch.addcmul(scaled, scaled * z, z, value=3 * 0.044715)
+    s = torch.sigmoid(u)
+    return z * s, torch.addcmul(s, slope * torch.sigmoid(torch.neg(u)), s)

@@ -10,21 +10,25 @@ an operator of its own: `torch.compile` joins it with what stands beside it.
 
 import torch
 
-from keras_recurrent.backends.torch._common import accumulation_dtype
+from keras_recurrent.backends.torch._common import accumulation_dtype, in_forward_mode
 
 
 def rms_norm(x, scale=None, epsilon=0.0):
     """x: [..., D]; scale: [D] or None. Returns [..., D] in x's dtype."""
+    if in_forward_mode():
+        return _forward(x, scale, epsilon)
     return _RMSNorm.apply(x, scale, epsilon)
+
+
+def _forward(x, scale, epsilon):
+    y, _ = _normalized(x, scale, epsilon)
+    return (y if scale is None else y * scale.to(y.dtype)).to(x.dtype)
 
 
 class _RMSNorm(torch.autograd.Function):
     generate_vmap_rule = True
 
-    @staticmethod
-    def forward(x, scale, epsilon):
-        y, _ = _normalized(x, scale, epsilon)
-        return (y if scale is None else y * scale.to(y.dtype)).to(x.dtype)
+    forward = staticmethod(_forward)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
