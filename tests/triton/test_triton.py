@@ -18,7 +18,7 @@ import torch
 import keras_recurrent
 from keras_recurrent import dispatch, ops
 from keras_recurrent.backends.constants import GOES_ON, PADDING, STARTS
-from keras_recurrent.backends.triton import _banded_attention
+from keras_recurrent.backends.triton import _banded_attention, causal_conv1d
 from tests.ops import native, test_kernels, test_token_wise, token_wise
 from tests.ops.cases import DRAW, Case, draw
 from tests.ops.test_ops import OPTIONS
@@ -154,6 +154,22 @@ def test_tiles_that_are_not_full(operation, length):
     """Two blocks of channels, the second one partial, and up to two tiles of a chain."""
     case = Case(1, length, 70, kinds=True, state=True)
     test_kernels.check(operation, "triton", draw(operation, case))
+
+
+@every_operation
+def test_programs_have_one_number(operation, monkeypatch):
+    """Of its second and third a GPU has no more than 65,535: fewer than rows or tiles of tokens."""
+    grids, kernel = [], type(causal_conv1d._forward_kernel)
+    launch = kernel.__getitem__
+
+    def seen(self, grid):
+        grids.append(grid)
+        return launch(self, grid)
+
+    monkeypatch.setattr(kernel, "__getitem__", seen)
+    test_kernels.run(operation, "triton", draw(operation, Case(2, 5, 3, kinds=True)))
+    assert grids
+    assert {len(grid) for grid in grids} == {1}
 
 
 @every_operation
