@@ -127,19 +127,20 @@ def _receive_and_publish(
     group = tl.arange(0, GROUPS)[:, None]
     is_last = group == GROUPS - 1
     valid = (group >= 0) & (d < D)[None, :]
-    offsets = b * D + d[None, :] + group * 0
-    slot = carry + tile.to(tl.int64) * B * D + offsets  # of the state after this tile
+    offsets = d[None, :] + group * 0
+    row = b.to(tl.int64) * D
+    slot = carry + tile.to(tl.int64) * B * D + row + offsets  # of the state after this tile
     if tile > 0:
-        state_before = _wait_for(slot - B * D, valid)
+        state_before = _wait_for(slot - B.to(tl.int64) * D, valid)
     elif initial is not None:
-        state_before = tl.load(initial + offsets, valid, other=0.0).to(tl.float32)
+        state_before = tl.load(initial + row + offsets, valid, other=0.0).to(tl.float32)
     else:
         state_before = tl.zeros_like(total)
     state_after = decay * state_before + total
     if tile < tiles - 1:
         _publish(slot, state_after, valid & is_last)
     else:
-        tl.store(final + offsets, state_after, valid & is_last)
+        tl.store(final + row + offsets, state_after, valid & is_last)
     return state_before, state_after
 
 
@@ -183,5 +184,5 @@ def load_previous_output(h, initial, start, row, b, d, d_valid, D):
     t = start + row
     previous = tl.load(h + (row - 1) * D + d, (t > 0) & d_valid, other=0.0).to(tl.float32)
     if initial is not None:
-        previous += tl.load(initial + b * D + d + t * 0, (t == 0) & d_valid, other=0.0)
+        previous += tl.load(initial + b.to(tl.int64) * D + d + t * 0, (t == 0) & d_valid, other=0.0)
     return previous

@@ -36,6 +36,7 @@ def _step_kernel(
 ):
     tiles = tl.cdiv(V, BLOCK_V)
     head = tl.program_id(0) // tiles
+    key_row, value_row = head.to(tl.int64) * K, head.to(tl.int64) * V
     d = tl.arange(0, BLOCK_K)
     e = tl.program_id(0) % tiles * BLOCK_V + tl.arange(0, BLOCK_V)
     k_valid, v_valid = d < K, e < V
@@ -45,7 +46,7 @@ def _step_kernel(
         k_valid, v_valid = k_valid & (kind != PADDING), v_valid & (kind != PADDING)
 
     if log_f is not None:
-        logarithm = _load(log_f, head * K + d, k_valid)
+        logarithm = _load(log_f, key_row + d, k_valid)
         f = exp_of_decays(logarithm, True)
     else:
         logarithm = tl.load(log_decay + head % H).to(tl.float32)
@@ -53,16 +54,16 @@ def _step_kernel(
     if k is None:
         key = tl.where(k_valid, one_minus_exp(logarithm, True), 0.0)
     else:
-        key = _load(k, head * K + d, k_valid)
+        key = _load(k, key_row + d, k_valid)
     f = by_kind(kind, f, 0.0, 1.0)
-    state = key[:, None] * _load(v, head * V + e, v_valid)[None, :]
-    offsets = head.to(tl.int64) * K * V + d[:, None] * V + e[None, :]
+    state = key[:, None] * _load(v, value_row + e, v_valid)[None, :]
+    offsets = key_row * V + d[:, None] * V + e[None, :]
     valid = (d < K)[:, None] & (e < V)[None, :]
     if initial is not None:
         state += f[:, None] * _load(initial, offsets, valid)
     tl.store(final + offsets, state, valid)
-    result = tl.sum(_load(q, head * K + d, k_valid)[:, None] * state, 0)
-    tl.store(output + head * V + e, result, e < V)
+    result = tl.sum(_load(q, key_row + d, k_valid)[:, None] * state, 0)
+    tl.store(output + value_row + e, result, e < V)
 
 
 def step(sizes, q, k, v, initial_state, *, token_kind, log_f=None, log_decay=None):

@@ -70,17 +70,18 @@ def _positions_kernel(
     real_counts: real tokens. start_counts: tokens that start a document.
     """
     b = tl.program_id(0)
+    row = b.to(tl.int64) * T
     num_real = 0
     num_starts = 0
     for start in range(0, T, BLOCK):
         t = start + tl.arange(0, BLOCK)
-        kind = tl.load(token_kind + b * T + t, t < T, other=PADDING)
+        kind = tl.load(token_kind + row + t, t < T, other=PADDING)
         real = (kind != PADDING).to(tl.int32)
         starts = (kind == STARTS).to(tl.int32)
         num_real_t = num_real + tl.cumsum(real, 0)
         position = tl.where(kind != PADDING, num_real_t - 1, T - 1 - (t - num_real_t))
-        tl.store(token_at + b * T + position, t, t < T)
-        tl.store(document_at + b * T + position, num_starts + tl.cumsum(starts, 0), t < T)
+        tl.store(token_at + row + position, t, t < T)
+        tl.store(document_at + row + position, num_starts + tl.cumsum(starts, 0), t < T)
         num_real += tl.sum(real, 0)
         num_starts += tl.sum(starts, 0)
     tl.store(real_counts + b, num_real)
@@ -88,13 +89,25 @@ def _positions_kernel(
 
 
 @triton.jit
-def _token_and_document(position, row, T, token_at, document_at):
-    """The token and the document at each position of a row, of which `row` is the first token."""
+def _locate_program(T, D, BLOCK_D: tl.constexpr, TILE: tl.constexpr, W: tl.constexpr):
+    """The tile of TILE positions, how many there are, the row of the batch, and the channels.
+
+    A launch has one dimension: the others of a GPU end at 65,535.
+    """
+    blocks, tiles = tl.cdiv(D, BLOCK_D), tl.cdiv(T + W - 1, TILE)
+    rest = tl.program_id(0) // blocks
+    d = (tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D))[None, :]
+    return rest % tiles, tiles, rest // tiles, d
+
+
+@triton.jit
+def _token_and_document(position, T, token_at, document_at):
+    """The token and the document at each position of a row, to which the pointers point."""
     t, document = position, position * 0
     if token_at is not None:
         valid = (position >= 0) & (position < T)
-        t = tl.load(token_at + row + position, valid, other=0)
-        document = tl.load(document_at + row + position, valid, other=0)
+        t = tl.load(token_at + position, valid, other=0)
+        document = tl.load(document_at + position, valid, other=0)
     return t, document
 
 
@@ -120,13 +133,16 @@ def _parameters(kernel, bias, d, D, W: tl.constexpr):
 
 
 @triton.jit
-def _input(x, initial, state, position, offsets, num_real, d, D, W: tl.constexpr):
-    """The input at each position: 0 before the state, and after the last real token."""
+def _input(x, initial, position, offsets, num_real, d, D, W: tl.constexpr):
+    """The input at each position: 0 before the state, and after the last real token.
+
+    x, initial: pointers to the row's inputs and state.
+    """
     real = (position >= 0) & (position < num_real)
     value = tl.load(x + offsets, real & (d < D), other=0.0).to(tl.float32)
     if initial is not None:
         in_state = (position < 0) & (position > -W) & (d < D)
-        value += tl.load(initial + state + (position + W - 1) * D, in_state, other=0.0)
+        value += tl.load(initial + ((position + W - 1) * D + d), in_state, other=0.0)
     return value
 
 
@@ -163,15 +179,19 @@ def _forward_kernel(
     ROWS: tl.constexpr,
 ):
     FINE: tl.constexpr = x.dtype.element_ty == tl.float32
-    b = tl.program_id(2)
-    row = b * T
-    d = (tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D))[None, :]
+    tile, _, b, d = _locate_program(T, D, BLOCK_D, GROUPS * ROWS, W)
     d_valid = d < D
-    x += row.to(tl.int64) * D
-    y += row.to(tl.int64) * D
-    state = b * (W - 1) * D + d
+    row, state = b.to(tl.int64) * T, b.to(tl.int64) * (W - 1) * D
+    x += row * D
+    y += row * D
+    final += state
+    if initial is not None:
+        initial += state
+    if token_at is not None:
+        token_at += row
+        document_at += row
     num_real, last_document = _row_sizes(b, T, real_counts, start_counts)
-    tile_begin = tl.program_id(1) * (GROUPS * ROWS) - (W - 1)
+    tile_begin = tile * (GROUPS * ROWS) - (W - 1)
     begin = tile_begin + tl.arange(0, GROUPS)[:, None] * ROWS
 
     weights, bias_value = _parameters(kernel, bias, d, D, W)
@@ -181,9 +201,9 @@ def _forward_kernel(
     documents = ()
     for j in tl.static_range(ROWS + W - 1):
         position = begin + j - (W - 1)
-        t, document = _token_and_document(position, row, T, token_at, document_at)
+        t, document = _token_and_document(position, T, token_at, document_at)
         offsets = t.to(tl.int64) * D + d
-        values = values + (_input(x, initial, state, position, offsets, num_real, d, D, W),)
+        values = values + (_input(x, initial, position, offsets, num_real, d, D, W),)
         tokens = tokens + (t,)
         documents = documents + (document,)
     # The compiler moves no load ahead of a store: all loads come first.
@@ -198,7 +218,7 @@ def _forward_kernel(
             slot = position - num_real + W - 1
             in_state = (slot >= 0) & (slot < W - 1) & d_valid
             value = tl.where(documents[j + W - 1] == last_document, values[j + W - 1], 0.0)
-            tl.store(final + state + slot * D, value, in_state)
+            tl.store(final + (slot * D + d), value, in_state)
 
 
 @triton.jit
@@ -229,19 +249,24 @@ def _backward_kernel(
 
     A group of a tile goes through STEPS * ROWS positions; the first and the last of them overlap
     with other groups, which own them.
-    d_parameters: [programs, B, W + 1, D], W lines for the kernel and one for the bias.
+    d_parameters: [B, tiles, W + 1, D], W lines for the kernel and one for the bias.
     """
     FINE: tl.constexpr = x.dtype.element_ty == tl.float32
     AHEAD: tl.constexpr = W - 1 if SILU else 0
     OWN: tl.constexpr = STEPS * ROWS - AHEAD - (W - 1)  # positions whose dx the group stores
-    b = tl.program_id(2)
-    row = b * T
-    d = (tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D))[None, :]
+    tile, tiles, b, d = _locate_program(T, D, BLOCK_D, GROUPS * OWN, W)
     d_valid = d < D
-    x += row.to(tl.int64) * D
-    dy += row.to(tl.int64) * D
-    dx += row.to(tl.int64) * D
-    state = b * (W - 1) * D + d
+    row, state = b.to(tl.int64) * T, b.to(tl.int64) * (W - 1) * D
+    x += row * D
+    dy += row * D
+    dx += row * D
+    d_final += state
+    d_initial += state
+    if initial is not None:
+        initial += state
+    if token_at is not None:
+        token_at += row
+        document_at += row
     num_real, last_document = _row_sizes(b, T, real_counts, start_counts)
 
     weights, bias_value = _parameters(kernel, bias, d, D, W)
@@ -250,8 +275,8 @@ def _backward_kernel(
         sums = sums + (tl.zeros((GROUPS, BLOCK_D), tl.float32),)
     d_bias = tl.zeros((GROUPS, BLOCK_D), tl.float32)
 
-    begin = (tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)[:, None]) * OWN - (W - 1)
-    end = (tl.program_id(1) + 1) * (GROUPS * OWN) - (W - 1)
+    begin = (tile * GROUPS + tl.arange(0, GROUPS)[:, None]) * OWN - (W - 1)
+    end = (tile + 1) * (GROUPS * OWN) - (W - 1)
     values = ()
     gradients = ()
     tokens = ()
@@ -265,9 +290,9 @@ def _backward_kernel(
         for j in tl.static_range(ROWS):
             i = step * ROWS + j
             position = begin + i - AHEAD
-            t, document = _token_and_document(position, row, T, token_at, document_at)
+            t, document = _token_and_document(position, T, token_at, document_at)
             offsets = t.to(tl.int64) * D + d
-            values = values + (_input(x, initial, state, position, offsets, num_real, d, D, W),)
+            values = values + (_input(x, initial, position, offsets, num_real, d, D, W),)
             tokens = tokens + (t,)
             documents = documents + (document,)
             valid = (i >= AHEAD) & (position >= 0) & (position < num_real) & d_valid
@@ -287,7 +312,7 @@ def _backward_kernel(
             if end > num_real - (W - 1):
                 slot = position - num_real + W - 1
                 in_state = (slot >= 0) & (slot < W - 1) & (documents[j] == last_document) & d_valid
-                d_value = tl.load(d_final + state + slot * D, in_state, other=0.0)
+                d_value = tl.load(d_final + (slot * D + d), in_state, other=0.0)
             new_sums = ()
             for k in tl.static_range(W):
                 gradient = gradients[j + k]
@@ -299,16 +324,16 @@ def _backward_kernel(
             d_bias += gradients[j]
             own_position = (i >= AHEAD) & d_valid
             tl.store(dx + offsets, d_value, own_position & (position >= 0) & (position < T))
-            if tl.program_id(1) == 0:
+            if tile == 0:
                 tl.store(
-                    d_initial + state + (position + W - 1) * D,
+                    d_initial + ((position + W - 1) * D + d),
                     d_value,
                     own_position & (position < 0),
                 )
         values, gradients = values[ROWS:], gradients[ROWS:]
         tokens, documents = tokens[ROWS:], documents[ROWS:]
 
-    line = (tl.program_id(1) * tl.num_programs(2) + b).to(tl.int64) * (W + 1)
+    line = (b.to(tl.int64) * tiles + tile) * (W + 1)
     for k in tl.static_range(W):
         tl.store(d_parameters + (line + W - 1 - k) * D + d, tl.sum(sums[k], 0)[None, :], d_valid)
     tl.store(d_parameters + (line + W) * D + d, tl.sum(d_bias, 0)[None, :], d_valid)
@@ -345,7 +370,7 @@ def _forward(
     def launch(tile):
         tile = tile.fitted(length + taps - 1, width)
         tiles = triton.cdiv(length + taps - 1, tile.tokens)
-        _forward_kernel[(triton.cdiv(width, tile.BLOCK_D), tiles, batch)](
+        _forward_kernel[(batch * tiles * triton.cdiv(width, tile.BLOCK_D),)](
             *tensors,
             *positions,
             y,
@@ -394,9 +419,9 @@ def _backward(
         steps = min(_STEPS, triton.next_power_of_2(triton.cdiv(length + taps - 1, tile.tokens)))
         steps += triton.cdiv(overlap, tile.ROWS)
         document = tile.GROUPS * (steps * tile.ROWS - overlap)
-        programs = triton.cdiv(length + taps - 1, document)
-        d_parameters = x.new_empty((programs * batch, taps + 1, width), dtype=torch.float32)
-        _backward_kernel[(triton.cdiv(width, tile.BLOCK_D), programs, batch)](
+        tiles = triton.cdiv(length + taps - 1, document)
+        d_parameters = x.new_empty((batch * tiles, taps + 1, width), dtype=torch.float32)
+        _backward_kernel[(batch * tiles * triton.cdiv(width, tile.BLOCK_D),)](
             *tensors,
             *positions,
             dx,

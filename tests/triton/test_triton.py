@@ -22,6 +22,7 @@ from keras_recurrent.backends.triton import (
     _banded_attention,
     _gated_states,
     _linear_attention,
+    causal_conv1d,
     lightning_attention,
 )
 from tests.ops import judge, native, token_wise
@@ -179,6 +180,22 @@ def test_tiles_that_are_not_full(operation, length):
         length = min(length, 70)  # three chunks
     case = Case(1, length, 70, kinds=True, state=True)
     judge.check(operation, "triton", draw(operation, case))
+
+
+@every_operation
+def test_programs_have_one_number(operation, monkeypatch):
+    """Of its second and third a GPU has no more than 65,535: fewer than rows or tiles of tokens."""
+    grids, kernel = [], type(causal_conv1d._forward_kernel)
+    launch = kernel.__getitem__
+
+    def seen(self, grid):
+        grids.append(grid)
+        return launch(self, grid)
+
+    monkeypatch.setattr(kernel, "__getitem__", seen)
+    judge.run(operation, "triton", draw(operation, Case(2, 5, 3, kinds=True)))
+    assert grids
+    assert {len(grid) for grid in grids} == {1}
 
 
 @every_operation
