@@ -42,7 +42,8 @@ def forward(q, k, v, log_decay, initial_state, token_kind):
         between, from_start, to_end, total = _decays(log_decay, kind, cut, state.dtype)
         q, k, w = _in_chunks(tokens, kind, cut, state.dtype)
         before, state = states(total, product(transposed(k * to_end), w), state)
-        output = product(q * from_start, before) + product(inner_products(q, k) * between, w)
+        weights = _decayed(inner_products(q, k), between)
+        output = product(q * from_start, before) + product(weights, w)
         return state, unchunked(output).astype(v.dtype)
 
     tensors = q, k, v, _kinds(token_kind, q, cut)
@@ -79,7 +80,9 @@ def backward(q, k, v, log_decay, initial_state, token_kind, _, d_output, d_final
         earlier, _ = states(total, product(transposed(k_out), w), state)
         later, g = states(total, product(transposed(q_in), d_output), g, reverse=True)
 
-        weights, d_weights = inner_products(q, k) * between, inner_products(d_output, w) * between
+        weights, d_weights = (
+            _decayed(inner_products(a, b), between) for a, b in ((q, k), (d_output, w))
+        )
         d_q = product(d_output, transposed(earlier)) * from_start + product(d_weights, k)
         d_k = product(w, transposed(later)) * to_end + product(transposed(d_weights), q)
         d_v = product(k_out, later) + product(transposed(weights), d_output)
@@ -129,6 +132,11 @@ def _in_chunks(tensors, kind, cut, dtype):
     """Tensors of a group as [B, H, chunks, C, K], with zeros at padding."""
     _, padding = kind_masks(kind)
     return [chunked(filled(x.astype(dtype), padding, 0), cut) for x in tensors]
+
+
+def _decayed(weights, between):
+    """Weights times their decays; where those are 0, so is the result, also of NaN."""
+    return jnp.where(between == 0, 0, weights * between)
 
 
 def _decays(log_decay, kind, cut, dtype):

@@ -40,7 +40,8 @@ BLOCKS = {  # candidates by `short`, the default first
 @triton.jit
 def applied_decays(log_f, starts):
     """The logarithms of the decays applied to states, finite also where a document starts."""
-    return tl.where(starts, _LOG_ZERO, tl.maximum(log_f, _LOG_ZERO))
+    log_f = tl.maximum(log_f, _LOG_ZERO, propagate_nan=tl.PropagateNan.ALL)
+    return tl.where(starts, _LOG_ZERO, log_f)
 
 
 @triton.jit

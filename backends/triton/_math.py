@@ -28,7 +28,8 @@ def exp(z, FINE: tl.constexpr):
         e = tl.exp(z)
     else:
         if FINE:
-            z = tl.maximum(z, -100.0)  # -inf would make NaN below; exp(-100) is 0, too
+            # -inf would make NaN below; exp(-100) is 0, too. NaN stays NaN.
+            z = tl.maximum(z, -100.0, propagate_nan=tl.PropagateNan.ALL)
         power = z * _LOG2_E
         e = _exp2(power)
         if FINE:
@@ -63,7 +64,7 @@ def reciprocal(z):
 @triton.jit
 def sigmoid(z, FINE: tl.constexpr):
     """σ(z) and σ(-z), both without cancellation."""
-    e = exp(tl.minimum(-z, 80.0), FINE)
+    e = exp(tl.minimum(-z, 80.0, propagate_nan=tl.PropagateNan.ALL), FINE)
     s = reciprocal(1.0 + e)
     return s, e * s
 

@@ -53,6 +53,9 @@ def causal_conv1d(
     2.3). `kernel[W-1]` meets the current token. Padding is passed over: the filter sees the last
     W real tokens of the document, those of the state included, and zeros before them.
 
+    A NaN or an infinity reaches the outputs of the W tokens that see it, and the gradients of the
+    inputs of those outputs and of its channel's filter and bias; nothing else.
+
     Args:
         x: `[B, T, D]`, float16, bfloat16, float32 or float64.
         kernel: `[W, D]`, W at least 1.

@@ -34,6 +34,8 @@ def complex_linear_scan(
     The recurrence of the complex-gated unit of De et al. 2024 (arXiv:2402.19427, appendix B). A
     complex vector of D numbers is a real one of 2D: the real parts, then the imaginary ones.
 
+    A NaN or an infinity reaches as far as in `keras_recurrent.ops.linear_scan`.
+
     Args:
         x: `[B, T, 2D]`, float16, bfloat16, float32 or float64.
         log_a: `[B, T, D]`, the natural logarithm of the decays' magnitudes: at most 0, and -inf

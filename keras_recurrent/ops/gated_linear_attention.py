@@ -40,6 +40,12 @@ def gated_linear_attention(
     Tokens are worked on in chunks, by matrix products; all but the arguments is recomputed for the
     gradient. Any decay is safe, from exactly 0 to exactly 1, and so is any product of them.
 
+    A NaN or an infinity in a token's query reaches the output of that token alone. In its key,
+    value or decay it reaches, within its row and head, the outputs of all later tokens, those of
+    later documents too, and of up to 127 tokens before it, in its chunk: it is multiplied with
+    weights of 0, and 0 times NaN is NaN. The gradients of the same row and head may all be lost.
+    Other rows and heads are not touched. Padding may hold anything.
+
     Args:
         q: `[B, T, H, K]`, the queries: float16, bfloat16, float32 or float64.
         k: `[B, T, H, K]`, the keys; None: `1 - exp(log_f)`, which is never stored.

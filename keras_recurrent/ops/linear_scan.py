@@ -34,6 +34,10 @@ def linear_scan(
     whatever gates and multipliers the caller has put into `x` and `log_a`. All but the arguments
     and the output is recomputed for the gradient.
 
+    A NaN or an infinity reaches the states of its own token and of all later ones in its row and
+    channel, those of later documents too, since 0 times NaN is NaN; the gradients of the same
+    channel may all be lost. Other rows and channels are not touched. Padding may hold anything.
+
     Args:
         x: `[B, T, D]`, float16, bfloat16, float32 or float64.
         log_a: `[B, T, D]`, the natural logarithm of the decays: at most 0, and -inf forgets all.

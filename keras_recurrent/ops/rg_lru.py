@@ -42,6 +42,9 @@ def rg_lru(
     1 - a^2 is computed as -expm1(2 log a), which keeps its digits near a = 1; the root's
     derivative, unbounded there, is held below 1000 as in the released code.
 
+    A NaN or an infinity reaches as far as in `keras_recurrent.ops.linear_scan`, and the gradient of
+    its channel's `a_logit`.
+
     Args:
         x: `[B, T, D]`, float16, bfloat16, float32 or float64.
         gate_a: `[B, T, D]`, the recurrence gate before its sigmoid.

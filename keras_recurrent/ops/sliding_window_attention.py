@@ -101,6 +101,12 @@ def sliding_window_attention(
     t and s count the real tokens of a document: padding and other documents are not seen, and
     take no room in the window. Time grows as T times the window, memory as T.
 
+    A NaN or an infinity in a query reaches the output of its own token alone, and in a key those of
+    the tokens that see it. In a value it may reach every output of its row and of the heads that
+    share it, also of earlier tokens and of other documents: blocks of tokens are multiplied at
+    once, and a weight of 0 times NaN is NaN. The gradients of the same row may all be lost. Other
+    rows are not touched. Padding may hold anything.
+
     The state is a ring of the document's last C tokens. The one at position p of its document,
     from 0 on, is in slot p mod C; slots without a token are zero. A new document empties it.
     Keys and values keep their dtype: what was computed in bfloat16 gains nothing in float32.

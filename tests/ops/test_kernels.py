@@ -115,6 +115,41 @@ def test_a_state_that_has_all_but_decayed(operation, implementation):
             np.testing.assert_allclose(found, last, rtol=1e-5, atol=1e-31, err_msg=name)
 
 
+# {tensors: (first, end) of the outputs that their token 10 of 24 may reach}. Token 13 starts a
+# document, and a window is 6.
+LATER, ANY = (10, 24), (0, 24)
+REACH = {
+    "linear_scan": {("x", "log_a"): LATER},
+    "complex_linear_scan": {("x", "log_a", "phase"): LATER},
+    "rg_lru": {("x", "gate_a", "gate_x"): LATER},
+    "causal_conv1d": {("x",): (10, 13)},
+    "gated_linear_attention": {("q",): (10, 11), ("k", "v", "log_f"): ANY},
+    "lightning_attention": {("q",): (10, 11), ("k", "v"): ANY},
+    "sliding_window_attention": {("q",): (10, 11), ("k",): (10, 13), ("v",): ANY},
+}
+
+
+@every_kernel
+def test_how_far_what_is_not_finite_reaches(operation, implementation):
+    """As the operations' docstrings have it, and never into another row."""
+    drawn = draw(operation, Case(2, 24, 3, activation=None))
+    drawn = drawn._replace(token_kind=np.zeros((2, 24), "int8"))
+    drawn.token_kind[:, 13] = 1
+    clean = run(operation, implementation, drawn)
+    for names, (first, end) in REACH[operation].items():
+        tensors = {name: t.copy() for name, t in drawn.tensors.items()}
+        for name in names:
+            tensors[name][0, 10] = np.nan
+        results = run(operation, implementation, drawn._replace(tensors=tensors))
+        assert np.isnan(results["output"][0, 10]).all(), names
+        for name, expected in clean.items():
+            if expected.shape[0] == 2:
+                np.testing.assert_array_equal(results[name][1], expected[1], err_msg=name)
+        for apart in (slice(0, first), slice(end, None)):
+            found, expected = (r["output"][0, apart] for r in (results, clean))
+            np.testing.assert_array_equal(found, expected, err_msg=str(names))
+
+
 @every_kernel
 def test_rows_of_padding_alone(operation, implementation):
     drawn = draw(operation, Case(2, 9, 3, kinds=True, state=True))
