@@ -129,9 +129,10 @@ def _receive_and_publish(
     valid = (group >= 0) & (d < D)[None, :]
     offsets = d[None, :] + group * 0
     row = b.to(tl.int64) * D
-    slot = carry + tile.to(tl.int64) * B * D + row + offsets  # of the state after this tile
+    states = carry + row + offsets
+    slot = states + tile.to(tl.int64) * B * D  # of the state after this tile
     if tile > 0:
-        state_before = _wait_for(slot - B.to(tl.int64) * D, valid)
+        state_before = _wait_for(states + (tile.to(tl.int64) - 1) * B * D, valid)
     elif initial is not None:
         state_before = tl.load(initial + row + offsets, valid, other=0.0).to(tl.float32)
     else:

@@ -192,7 +192,7 @@ def compare(operation, implementation, drawn, results, extra=None):
         implementation,
         drawn,
         results,
-        neighbors=8,
+        neighbors=32,
         floor=flushed(operation, drawn),
         extra=extra,
     )

@@ -31,14 +31,6 @@ INTERPRETED = ("triton", "pallas")  # so slowly that counterexamples are not sim
 DRAWS_OF_A_FORM = 25  # on JAX, which compiles programs for each form
 
 
-EXP = "TensorFlow's exp is wrong by a unit in the last place on CPUs, a tenth beyond the rule here"
-KNOWN = {  # what single draws show, and why it stays
-    ("sliding_window_attention", "tensorflow"): EXP,
-    ("rg_lru", "tensorflow"): EXP,
-    ("log_forget_gate", "triton"): "quick logarithms of 16 bits' logits show in a float32 result",
-}
-
-
 def pytest_generate_tests(metafunc):
     """One test for each block of draws."""
     if "implementation" not in metafunc.fixturenames:
@@ -51,9 +43,6 @@ def pytest_generate_tests(metafunc):
             block = (operation, implementation, first, min(BLOCK, end - first))
             name = f"{operation}-{implementation}-{first}"
             marks = [SLOW[implementation]] if implementation in SLOW else []
-            if (operation, implementation) in KNOWN:
-                reason = KNOWN[operation, implementation]
-                marks.append(pytest.mark.xfail(reason=reason, strict=False))
             blocks.append(pytest.param(*block, id=name, marks=marks))
     metafunc.parametrize(("operation", "implementation", "first", "number"), blocks)
 
