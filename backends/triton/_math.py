@@ -64,7 +64,8 @@ def reciprocal(z):
 @triton.jit
 def sigmoid(z, FINE: tl.constexpr):
     """σ(z) and σ(-z), both without cancellation."""
-    e = exp(tl.minimum(-z, 80.0, propagate_nan=tl.PropagateNan.ALL), FINE)
+    # At 87, 1 + e still has a reciprocal that is no subnormal number.
+    e = exp(tl.minimum(-z, 87.0, propagate_nan=tl.PropagateNan.ALL), FINE)
     s = reciprocal(1.0 + e)
     return s, e * s
 

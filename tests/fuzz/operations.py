@@ -18,8 +18,10 @@ OVER_TIME = list(DRAW)
 TOKEN_WISE = list(token_wise.DRAW)
 # Below them, in bfloat16 as in float32, numbers lose digits, and processors may take them for 0.
 SMALLEST_NORMAL = 2.0**-126
-# Of RG-LRU's log a, the root is taken.
-FLUSHED = {"rg_lru": (2 * SMALLEST_NORMAL) ** 0.5}
+FLUSHED = {
+    "rg_lru": (2 * SMALLEST_NORMAL) ** 0.5,  # the root is taken of log a
+    "log_forget_gate": 2 * SMALLEST_NORMAL,  # in Triton, a shut gate ends at exp(-87)
+}
 
 
 class Run(NamedTuple):
