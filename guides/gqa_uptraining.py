@@ -33,7 +33,7 @@ HEADS, HEAD_DIM = 8, 32
 DROPOUT = 0.1
 LENGTH = 128  # bytes of a row
 BATCH_SIZE = 16
-VALIDATION_BATCH_SIZE = 256
+VALIDATION_ROWS, VALIDATION_BATCH_SIZE = 1024, 256
 LEARNING_RATE = 2e-3
 
 
@@ -176,7 +176,7 @@ def main():
     arguments.output.mkdir(parents=True, exist_ok=True)
 
     training, held_out = load_documents(arguments.topics)
-    validation = rows_of(held_out, 64 * BATCH_SIZE, np.random.default_rng(0))
+    validation = rows_of(held_out, VALIDATION_ROWS, np.random.default_rng(0))
     unigram, bigram = unigram_and_bigram(training, held_out)
     print(f"counting: bigrams {bigram:.3f}, unigrams {unigram:.3f} bits per byte")
     results = [one_seed(i, arguments, training, validation) for i in range(arguments.seeds)]

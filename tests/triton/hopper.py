@@ -165,13 +165,12 @@ KERNELS = {
     **TOKEN_WISE,
     # Triton makes a size of 1 a constant, which lacks what a number in a register has.
     **{
-        f"{name} {direction}, one {size}": (kernel, {size: 1}, SCANS[name][:1])
+        f"{name} {direction}, one row": (kernel, {"B": 1}, SCANS[name][:1])
         for name, module in {"linear_scan": linear_scan, "rg_lru": rg_lru}.items()
         for direction, kernel in {
             "forward": module._forward_kernel,
             "backward": module._backward_kernel,
         }.items()
-        for size in ("B", "D", "tiles")
     },
     "linear_scan forward": (linear_scan._forward_kernel, {}, SCANS["linear_scan"]),
     "linear_scan backward": (linear_scan._backward_kernel, {}, SCANS["linear_scan"]),
