@@ -46,8 +46,7 @@ def constant_speed():
     return load("constant_speed")
 
 
-# On another backend it takes as long again, for what the tests of models show there.
-@pytest.mark.skipif(os.environ["KERAS_BACKEND"] != "jax", reason="it names JAX unless told")
+@pytest.mark.once
 def test_quickstart(tmp_path):
     written = run("--epochs", 2, "--topics", 2, "--sample", 20, "--output", tmp_path)
     assert len(re.findall(BITS, written)) == 2

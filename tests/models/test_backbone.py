@@ -15,6 +15,7 @@ from tests.models.tiny import (
     VOCABULARY,
     any_family,
     forward,
+    shared_by_families,
     tiny_backbone,
     tiny_causal_lm,
 )
@@ -210,7 +211,7 @@ def test_the_configuration_makes_the_same_backbone(family):
     assert [w.shape for w in again.weights] == [w.shape for w in backbone.weights]
 
 
-@any_family
+@shared_by_families
 def test_a_residual_block_serializes_and_streams(family):
     backbone = tiny_backbone(family=family, num_layers=1)
     block = backbone.transformer_layers[0]
@@ -262,7 +263,7 @@ def test_the_layout_map_covers_the_large_weights(family):
         FAMILIES[family].backbone.get_layout_map(mesh, model_parallel_dim_name="heads")
 
 
-@any_family
+@shared_by_families
 def test_tokens_are_found_once(family, monkeypatch):
     """With masks and segments it is a sort of each row, which no compiler spares in eager calls."""
     # Not by `import`, which gives the function of that name.

@@ -46,7 +46,7 @@ def test_it_learns_strings_and_writes_them(family, packed):
     assert model.generate("tick", max_length=12, strip_prompt=True) == written[0][4:]
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.once)])
 def test_tensorflow_datasets_of_strings(packed):
     tf = pytest.importorskip("tensorflow")
     model = language_model(packed)
