@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from keras_recurrent.checkpoints.hgrn2 import HGRN2Layout
 from keras_recurrent.models import HGRN2Backbone, HGRN2CausalLM
 from keras_recurrent.presets.hgrn2 import SIZES
-from tests.conversion import golden
+from tests.checkpoints import golden
 from tests.models.tiny import tiny_backbone
 
 PATH = pathlib.Path(__file__).parents[1] / "data" / "hgrn2_tiny"

@@ -20,7 +20,7 @@ from keras_recurrent.models import (
     GriffinCausalLMPreprocessor,
 )
 from keras_recurrent.tokenizers import ByteTokenizer, SentencePieceTokenizer
-from tests.conversion import golden
+from tests.checkpoints import golden
 
 NORM = "model.final_norm.weight"
 BIAS = "model.layers.0.mlp_block.up_proj.bias"

@@ -15,7 +15,7 @@ from keras_recurrent.checkpoints.recurrent_gemma import RecurrentGemma
 from keras_recurrent.models import GriffinBackbone, GriffinCausalLM
 from keras_recurrent.presets.griffin import SIZES as SIZES_OF_PRESETS
 from keras_recurrent.presets.griffin import embedding_scale
-from tests.conversion import golden
+from tests.checkpoints import golden
 from tests.models import plain_generation
 from tests.models.tiny import SIZES, tiny_causal_lm
 

@@ -14,7 +14,7 @@ from ml_dtypes import bfloat16
 from safetensors.numpy import load_file
 
 from keras_recurrent.checkpoints import layout
-from tests.conversion import golden
+from tests.checkpoints import golden
 
 # The root mean square of float32's roundings, relative; mistakes show at 1e-4 and above.
 ROUNDING = 1.5e-6
