@@ -15,8 +15,6 @@ import re
 import sys
 
 FIRST_BROKEN = (3, 7)  # of Triton
-
-
 FRAMEWORKS = ("jax", "torch", "tensorflow")
 OTHERS = ("numpy", "openvino")  # backends of Keras that nothing here is implemented for
 

@@ -112,6 +112,15 @@ def register_gradient(
     register_autograd(forward, gradients, save, backward)
 
 
+def slope_of_gated(s, u, z_du):
+    """The derivative of z σ(u), which is s + z u' s σ(-u), of s = σ(u), u and z u'.
+
+    torch's own derivatives take 1 - σ(u) for σ(-u), which loses the digits of a gate that is nearly
+    open.
+    """
+    return torch.addcmul(s, z_du * torch.sigmoid(torch.neg(u)), s)
+
+
 def in_forward_mode():
     """Whether tangents may be on their way, for which a function of autograd has no rule.
 

@@ -20,6 +20,7 @@ from keras_recurrent.backends.torch._common import (
     fresh,
     kind_masks,
     register_gradient,
+    slope_of_gated,
     spans,
     state_or_zeros,
 )
@@ -110,12 +111,6 @@ def _filtered(inputs, weights, bias, tokens, span, out=None):
     return z if bias is None else z.add_(bias)
 
 
-def _silu_gradient(dy, z):
-    """dy σ(z) (1 + z σ(-z)). Torch's own takes 1 - σ(z) for σ(-z), which loses digits above 0."""
-    s = torch.sigmoid(z)
-    return torch.addcmul(s, torch.sigmoid(-z).mul_(z), s).mul_(dy)
-
-
 @torch.library.custom_op("keras_recurrent::causal_conv1d", mutates_args=())
 def _forward(
     x: Tensor,
@@ -179,7 +174,7 @@ def _backward(
         dz_b = dy[:, span].to(dtype)
         if activation == "silu":
             z_b = _filtered(inputs, weights, bias, tokens, span)
-            dz_b = _silu_gradient(dz_b, z_b)
+            dz_b = slope_of_gated(torch.sigmoid(z_b), z_b, z_b).mul_(dz_b)
         d_bias += dz_b.sum((0, 1))
         for tap in range(taps + 1):
             d_tap, tapped = _same_document(dz_b, tokens, span, tap, taps), _shift(span, tap)

@@ -4,9 +4,8 @@ For silu u = z; for gelu, approximated by a tanh, u = sqrt(8 / π) (z + 0.044715
 
     dx = dy z σ(u),  dgate = dy x (σ(u) + z u' σ(u) σ(-u))
 
-torch's own derivatives take 1 - σ(u) for σ(-u), which loses the digits of a gate that is nearly
-open. A function of autograd rather than an operator of its own: `torch.compile` joins it with what
-stands beside it.
+torch's own derivatives lose digits (`slope_of_gated`). A function of autograd rather than an
+operator of its own: `torch.compile` joins it with what stands beside it.
 """
 
 import math
@@ -18,6 +17,7 @@ from keras_recurrent.backends.torch._common import (
     accumulation_dtype,
     elements_per_launch,
     in_forward_mode,
+    slope_of_gated,
 )
 
 _SQRT_8_OVER_PI = math.sqrt(8 / math.pi)
@@ -70,11 +70,11 @@ def _write_gradients(activation, gate, x, d_output, d_gate, d_x):
 
 
 def _activated(activation, z):
-    """activation(z) = z σ(u) and its derivative σ(u) + z u' σ(u) σ(-u)."""
-    u = slope = z  # slope: z u'
+    """activation(z) = z σ(u) and its derivative."""
+    u = z_du = z
     if activation == "gelu":
         scaled = z * _SQRT_8_OVER_PI
         u = torch.addcmul(scaled, scaled * z, z, value=0.044715)
-        slope = torch.addcmul(scaled, scaled * z, z, value=3 * 0.044715)
+        z_du = torch.addcmul(scaled, scaled * z, z, value=3 * 0.044715)
     s = torch.sigmoid(u)
-    return z * s, torch.addcmul(s, slope * torch.sigmoid(torch.neg(u)), s)
+    return z * s, slope_of_gated(s, u, z_du)

@@ -82,7 +82,6 @@ class RecurrentBackbone(SegmentsOptional, keras_hub.models.Backbone):
         return super().from_preset(loader, load_weights, **kwargs)
 
     def call_with_segments(self, token_ids, padding_mask, segment_ids):
-        padding_mask = ops.cast(padding_mask, "bool")
         return self.hidden_states(token_ids, padding_mask, segment_ids)[0]
 
     def embed(self, token_ids):
@@ -123,6 +122,10 @@ class RecurrentBackbone(SegmentsOptional, keras_hub.models.Backbone):
             check_per_token(type(self).__name__, name, tensor, token_ids.shape)
         if cache is not None:
             check_state(cache, self.cache_spec(token_ids.shape[0]), "cache")
+        if padding_mask is not None:
+            padding_mask = ops.cast(padding_mask, "bool")
+            # Whatever stands at padding, such as -100, is looked up like any other token.
+            token_ids = ops.where(padding_mask, token_ids, ops.zeros_like(token_ids))
         # Found once, for all blocks. They get no `mask`: Keras would attach it to all that follows,
         # and rescale the loss by it.
         tokens, places = find_tokens(
@@ -131,10 +134,6 @@ class RecurrentBackbone(SegmentsOptional, keras_hub.models.Backbone):
             return_state=cache is not None,
         )
         intercept = intercept or (lambda x, i: x)
-        if padding_mask is not None:
-            # Whatever stands at padding, such as -100, is then looked up like any other token.
-            real = ops.cast(padding_mask, "bool")
-            token_ids = ops.where(real, token_ids, ops.zeros_like(token_ids))
         x = intercept(self.embed(token_ids), -1)
         states = []
         arguments = self.block_arguments(x)

@@ -1,27 +1,12 @@
 """SentencePiece by ids."""
 
-import io
-
 import keras
 import numpy as np
 import pytest
-import sentencepiece
 
 from keras_recurrent.models import GriffinCausalLMPreprocessor
 from keras_recurrent.tokenizers import SentencePieceTokenizer
-
-
-def train(**ids):
-    file = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["all happy families are alike"] * 3),
-        model_writer=file,
-        vocab_size=30,
-        hard_vocab_limit=False,
-        minloglevel=2,
-        **ids,
-    )
-    return file.getvalue()
+from tests.tokenizers.sentence_piece import train
 
 
 def special(tokenizer):
