@@ -8,9 +8,9 @@ raised: a folder is left out only where it says by `unavailable` that something 
 On a Keras backend without a row in `PREFERENCE`, everything can be imported and layers can be
 made, but every operation refuses.
 
-JAX traces a program before it is known where it runs. There the automatic choice between Pallas
-and plain JAX is made by the arguments' shapes and dtypes, and by the platform once the program is
-lowered: both are traced, one is compiled.
+JAX traces a program before it is known where it runs. There the automatic choice between Pallas,
+Triton and plain JAX is made by the arguments' shapes and dtypes, and by the platform once the
+program is lowered: all that may serve are traced, one is compiled.
 """
 
 import contextlib
@@ -26,13 +26,14 @@ from keras_recurrent.backends import reference
 
 BACKEND = keras.config.backend()
 PREFERENCE = {
-    "jax": ("pallas", "jax"),
+    "jax": ("pallas", "triton", "jax"),
     "torch": ("triton", "torch"),
     "tensorflow": ("tensorflow",),
 }
 if os.environ.get("TRITON_INTERPRET") == "1":
     # Its kernels then run in NumPy, on any device: the slowest of all, and only when asked for.
     PREFERENCE["torch"] = ("torch", "triton")
+    PREFERENCE["jax"] = ("pallas", "jax", "triton")
 
 
 def serving():
@@ -67,8 +68,8 @@ for _name in serving():
     for _operation, _module in _implementation(_name, IMPLEMENTATIONS).items():
         IMPLEMENTATIONS[_operation][_name] = _module
 
-if "pallas" in serving():
-    from keras_recurrent.backends.pallas import _platform
+if BACKEND == "jax":
+    from keras_recurrent.backends.jax import _platforms, _shards
 
 _chosen = threading.local()  # `name`; torch.compile sees through it, not through a ContextVar
 
@@ -133,8 +134,8 @@ def choose(operation, arguments, implementation=None):
     for candidate in (_check(name),) if name else serving():
         module = IMPLEMENTATIONS[operation][candidate]
         reason = module if isinstance(module, str) else _refusal(module, arguments)
-        if reason is None and candidate == "pallas" and not name:
-            reason = _platform.elsewhere(arguments)
+        if reason is None and not name:
+            reason = _elsewhere(candidate, arguments)
         if reason is None:
             return Choice(operation, candidate, refused)
         refused[candidate] = reason
@@ -147,29 +148,45 @@ def _refusal(module, arguments):
     return unsupported(**arguments) if unsupported else None
 
 
+def _elsewhere(name, arguments):
+    """Why an implementation for one platform cannot run where these arguments are; else None."""
+    if BACKEND == "jax" and name in _platforms.PLATFORMS:
+        return _platforms.elsewhere(arguments, _platforms.PLATFORMS[name])
+    return None
+
+
 def run(operation, arguments, implementation=None):
     """Call the implementation that `choose` names."""
     choice = choose(operation, arguments, implementation)
     name = choice.implementation
     if name is None:
         raise NotImplementedError(str(choice))
-    function = getattr(IMPLEMENTATIONS[operation][name], operation)
-    if name != "pallas":
-        return function(**arguments)
+    row = IMPLEMENTATIONS[operation]
+    if BACKEND != "jax" or name == "jax":
+        return getattr(row[name], operation)(**arguments)
+    function = getattr(row[name], operation)
     if not (implementation or _chosen_name()):
-        function = _platform.either(
-            *(IMPLEMENTATIONS[operation][name] for name in ("pallas", "jax"))
+        accepting = (
+            name
+            for name in serving()
+            if name in _platforms.PLATFORMS and _accepts(operation, name, arguments)
         )
+        kernels = {_platforms.PLATFORMS[name]: row[name] for name in accepting}
+        function = _platforms.lowered(row["jax"], **kernels)
     with _mesh():
         return function(**arguments)
 
 
+def _accepts(operation, name, arguments):
+    return choose(operation, arguments, name).implementation and not _elsewhere(name, arguments)
+
+
 def _mesh():
-    """The devices of `keras.distribution`, on whose shards the Pallas kernels run."""
+    """The devices of `keras.distribution`, on whose shards the kernels run."""
     distribution = keras.distribution.distribution()
     if distribution is None:
         return contextlib.nullcontext()
-    return _platform.over(distribution.device_mesh.backend_mesh)
+    return _shards.over(distribution.device_mesh.backend_mesh)
 
 
 def _check(name):

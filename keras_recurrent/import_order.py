@@ -55,19 +55,25 @@ def check_import_order():
     Raises:
         ImportError: TensorFlow is imported, a Triton of 3.7 or later is not but will be.
     """
-    if "tensorflow" not in sys.modules or "triton" in sys.modules or keras_backend() != "torch":
+    if keras_backend() != "torch" or not triton_would_crash():
         return
-    try:
-        version = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return
-    if tuple(int(n) for n in re.findall(r"\d+", version)[:2]) < FIRST_BROKEN:
-        return
+    version = importlib.metadata.version("triton")
     raise ImportError(
         "TensorFlow was imported before triton, and Keras on torch, which imports triton, would "
         f"now end in a segmentation fault (tensorflow {_version('tensorflow')}, triton {version}). "
         "Import keras_recurrent before tensorflow, or begin the program with `import triton`."
     )
+
+
+def triton_would_crash():
+    """Whether TensorFlow is imported, and a Triton of 3.7 or later installed but not imported."""
+    if "tensorflow" not in sys.modules or "triton" in sys.modules:
+        return False
+    try:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return tuple(int(n) for n in re.findall(r"\d+", version)[:2]) >= FIRST_BROKEN
 
 
 def keras_backend():

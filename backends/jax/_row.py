@@ -92,6 +92,11 @@ class Row:
         """The opposite, and the transpose, of `to_front`; with the heads in one axis, [B, T, D]."""
         return flat_heads(x) if self.tokens is None else self.tokens.put_back(flat_heads(x))
 
+    def options(self):
+        """What is known of the row when a program is traced, as arguments of both passes."""
+        one_document = self.tokens is None and not self.kept
+        return {"window": self.window, "dtype": self.dtype, "one_document": one_document}
+
     def documents(self):
         """Numbers of the documents of queries and of keys, 0 where there is no token."""
         of_queries = jnp.zeros((self.k.shape[0], self.length), jnp.int32)

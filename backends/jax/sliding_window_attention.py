@@ -15,14 +15,17 @@ from keras_recurrent.backends.jax import _banded_attention, _ring
 from keras_recurrent.backends.jax._common import accumulation_dtype
 from keras_recurrent.backends.jax._row import Row, grouped, with_real_tokens_in_front
 
+KEEPS = True
 
-def forward(q, k, v, of_queries, of_keys, *, window, dtype):
+
+def forward(q, k, v, of_queries, of_keys, *, window, dtype, one_document):
     """Attention of queries that belong to the last of the keys, within documents.
 
     q: [B, T, G, R, K], where R heads share a key; k: [B, S, G, K]; v: [B, S, G, V]; of_queries,
-    of_keys: numbers of documents, [B, T] and [B, S]; window: less than S, or None. Returns
-    [B, T, G, R, V] in q's dtype and two numbers for each query, a pair of [B, T, G, R]: its largest
-    logit, and the sum of exp(logit - largest).
+    of_keys: numbers of documents, [B, T] and [B, S]; window: less than S, or None; one_document:
+    whether the shapes alone say that all tokens are real and of one document. Returns
+    [B, T, G, R, V] in q's dtype, and what the backward reads of the forward: here two numbers for
+    each query, a pair of [B, T, G, R]: its largest logit, and the sum of exp(logit - largest).
 
     The number 0 marks a place without a token. It may hold anything; its output is 0.
     """
@@ -37,8 +40,8 @@ def forward(q, k, v, of_queries, of_keys, *, window, dtype):
     return output.astype(q.dtype), sums
 
 
-def backward(q, k, v, of_queries, of_keys, sums, d_output, *, window, dtype):
-    """Returns the gradients of q, k and v in `dtype`; `sums`: what `forward` returned, not used."""
+def backward(q, k, v, of_queries, of_keys, kept, d_output, *, window, dtype, one_document):
+    """Returns the gradients of q, k and v in `dtype`; `kept`: what `forward` returned, not used."""
     q, k, v = (
         _zero_without_token(of_queries, q),
         _zero_without_token(of_keys, k),
@@ -63,21 +66,19 @@ def operation(forward, backward):
         def attend(tokens, q, k, v):
             row = Row(q, k, v, initial_state, token_kind, tokens, window)
             queries, keys, values = row.arranged()
-            output, sums = forward(
-                queries, keys, values, *row.documents(), window=row.window, dtype=row.dtype
-            )
+            output, kept = forward(queries, keys, values, *row.documents(), **row.options())
             state = []
             if capacity is not None:
                 end = row.next_position, row.end
                 state = [*(_ring.to_ring(x, *end, capacity) for x in (keys, values)), end[0]]
-            return row.put_back(output), state, sums
+            return row.put_back(output), state, kept
 
-        output, state, sums = with_real_tokens_in_front(attend, token_kind, q, k, v)
+        output, state, kept = with_real_tokens_in_front(attend, token_kind, q, k, v)
         results = (output.reshape(*q.shape[:3], v.shape[3]), *state)
-        return results, (q, k, v, initial_state, token_kind, sums)
+        return results, (q, k, v, initial_state, token_kind, kept)
 
     def gradients(window, capacity, saved, d_results):
-        q, k, v, initial_state, token_kind, sums = saved
+        q, k, v, initial_state, token_kind, kept = saved
 
         def attend(tokens, q, k, v, d_output):
             row = Row(q, k, v, initial_state, token_kind, tokens, window)
@@ -87,10 +88,9 @@ def operation(forward, backward):
                 keys,
                 values,
                 *row.documents(),
-                sums,
+                kept,
                 row.to_front(grouped(d_output, k)),
-                window=row.window,
-                dtype=row.dtype,
+                **row.options(),
             )
             if capacity is not None:
                 total = keys.shape[1]

@@ -19,10 +19,10 @@ import jax.numpy as jnp
 
 from keras_recurrent.backends.constants import GOES_ON, PADDING, STARTS
 from keras_recurrent.backends.jax import causal_conv1d as plain
+from keras_recurrent.backends.jax._shards import per_shard
 from keras_recurrent.backends.pallas._common import ROWS, refusal
 from keras_recurrent.backends.pallas._lazy import pl
 from keras_recurrent.backends.pallas._math import sigmoids
-from keras_recurrent.backends.pallas._platform import per_shard
 from keras_recurrent.backends.pallas._streaming import (
     F32,
     blocks_for,

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from keras_recurrent.backends.constants import PADDING, STARTS
 from keras_recurrent.backends.jax import lightning_attention as plain
+from keras_recurrent.backends.jax._shards import per_shard
 from keras_recurrent.backends.pallas import _linear_attention
 from keras_recurrent.backends.pallas._linear_attention import row, row_and_column_numbers
-from keras_recurrent.backends.pallas._platform import per_shard
 
 
 def unsupported(q, k, v, log_decay, initial_state=None, token_kind=None) -> str | None:

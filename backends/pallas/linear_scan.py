@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 from keras_recurrent.backends.constants import GOES_ON
 from keras_recurrent.backends.jax import linear_scan as plain
+from keras_recurrent.backends.jax._shards import per_shard
 from keras_recurrent.backends.pallas._common import refusal
 from keras_recurrent.backends.pallas._lazy import pl
-from keras_recurrent.backends.pallas._platform import per_shard
 from keras_recurrent.backends.pallas._streaming import (
     F32,
     adjoint_scan,

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 
 from keras_recurrent.backends.constants import DECAY_EXPONENT, GOES_ON, MAX_SQRT_GRADIENT, STARTS
 from keras_recurrent.backends.jax import rg_lru as plain
+from keras_recurrent.backends.jax._shards import per_shard
 from keras_recurrent.backends.pallas._common import refusal
 from keras_recurrent.backends.pallas._lazy import pl
 from keras_recurrent.backends.pallas._math import decay, sigmoids
-from keras_recurrent.backends.pallas._platform import per_shard
 from keras_recurrent.backends.pallas._streaming import (
     F32,
     adjoint_scan,

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from keras_recurrent.backends.jax import sliding_window_attention as plain
+from keras_recurrent.backends.jax._shards import per_shard
 from keras_recurrent.backends.pallas import _common, _window
 from keras_recurrent.backends.pallas._lazy import pl
 from keras_recurrent.backends.pallas._linear_attention import products
-from keras_recurrent.backends.pallas._platform import per_shard
 
 
 def unsupported(
@@ -38,13 +38,13 @@ def unsupported(
     return None
 
 
-def forward(q, k, v, of_queries, of_keys, *, window, dtype):
+def forward(q, k, v, of_queries, of_keys, *, window, **_):
     run = _per_shard(functools.partial(_forward, window), k, _GIVEN, (_OUTPUT, _SUMS, _SUMS))
     output, *sums = run(q, k, v, of_queries, of_keys)
     return output, tuple(sums)
 
 
-def backward(q, k, v, of_queries, of_keys, sums, d_output, *, window, dtype):
+def backward(q, k, v, of_queries, of_keys, sums, d_output, *, window, dtype, **_):
     run = _per_shard(
         functools.partial(_backward, window),
         k,

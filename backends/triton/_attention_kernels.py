@@ -247,7 +247,8 @@ def keys_kernel(
 
     Either may be None: for wide heads the sums of both take more registers than a thread has, and
     two launches compute the weights twice.
-    d_key_ring, d_value_ring: [B, C, G, ...], the gradients of the final state (`_ring.py`).
+    d_key_ring, d_value_ring: [B, C, G, ...], the gradients of the final state (`_ring.py`), or
+    None where they are added elsewhere.
     """
     FINE: tl.constexpr = TYPE.is_fp32()
     # Earliest keys first, for load balance: they are seen by the most queries.
@@ -309,8 +310,12 @@ def keys_kernel(
                 d_key = product(d_logits, query, d_key, TYPE)
     key_base += part.to(tl.int64) * (heads // parts) * S
     if d_keys is not None:
-        d_key += _ring_gradient(d_key_ring, s, b, g, part == 0, position, end, C, G, K, BLOCK_K)
+        if d_key_ring is not None:
+            d_key += _ring_gradient(d_key_ring, s, b, g, part == 0, position, end, C, G, K, BLOCK_K)
         store_rows(d_keys, key_base, key_row, s < S, d_key, K, BLOCK_K)
     if d_values is not None:
-        d_value += _ring_gradient(d_value_ring, s, b, g, part == 0, position, end, C, G, V, BLOCK_V)
+        if d_value_ring is not None:
+            d_value += _ring_gradient(
+                d_value_ring, s, b, g, part == 0, position, end, C, G, V, BLOCK_V
+            )
         store_rows(d_values, key_base, key_row, s < S, d_value, V, BLOCK_V)

@@ -9,9 +9,8 @@ loads each key once for all of them. Tiles of keys that no query of a tile sees 
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
@@ -22,6 +21,8 @@ from keras_recurrent.backends.triton._attention_kernels import (
     queries_kernel,
 )
 from keras_recurrent.backends.triton._common import MULTIPROCESSORS
+from keras_recurrent.backends.triton._framework import places_of_numbers, run
+from keras_recurrent.backends.triton._launch import Array, Launch, dtype_name, like
 
 _MANY_PROGRAMS = 2 * MULTIPROCESSORS
 
@@ -29,9 +30,9 @@ _MANY_PROGRAMS = 2 * MULTIPROCESSORS
 class VisibleKeys(NamedTuple):
     """Which keys queries see: `window` of them, or those from `first_key` to `last_key`."""
 
-    token_kind: torch.Tensor | None
-    first_key: torch.Tensor | None
-    last_key: torch.Tensor | None
+    token_kind: Any
+    first_key: Any
+    last_key: Any
     window: int
 
     def queries_of_keys(self, length):
@@ -41,11 +42,9 @@ class VisibleKeys(NamedTuple):
         """
         if self.first_key is None or self.last_key is None:
             return None, None
-        key = torch.arange(length, device=self.first_key.device, dtype=torch.int32)
-        key = key.expand(self.first_key.shape[0], length).contiguous()
         return (
-            torch.searchsorted(self.last_key, key, out_int32=True),
-            torch.searchsorted(self.first_key, key, right=True, out_int32=True),
+            places_of_numbers(self.last_key, length),
+            places_of_numbers(self.first_key, length, behind=True),
         )
 
 
@@ -138,89 +137,60 @@ def constants(share, keys, values, dtype):
 
 def _dtype(*tensors):
     """The dtype of the operands of products: 16 bits if all tensors share one of those."""
-    dtypes = {x.dtype for x in tensors}
-    if dtypes == {torch.bfloat16}:
+    dtypes = {dtype_name(x) for x in tensors}
+    if dtypes == {"bfloat16"}:
         return tl.bfloat16
-    return tl.float16 if dtypes == {torch.float16} else tl.float32
+    return tl.float16 if dtypes == {"float16"} else tl.float32
+
+
+def results(q, k, v):
+    """`Array`s of the output [B, T, H, V], and of the `rest`, `origin` and `total` of `backward`.
+
+    `_attention_kernels` explains these; the rest is None if the output is float32, the total if
+    products are of 16 bits.
+    """
+    queries = tuple(q.shape[:3])
+    output = Array((*queries, v.shape[3]), dtype_name(q))
+    sums = Array(queries, "float32")
+    rest = None if output.dtype == "float32" else output.with_dtype("int8")
+    return output, rest, sums, sums if _dtype(q, k, v).is_fp32() else None
 
 
 def forward(q, k, v, visible):
-    """Returns [B, T, H, V] in q's dtype, and what `backward` needs to know (`new_kept`)."""
-    output = q.new_empty(*q.shape[:3], v.shape[3])
-    kept = new_kept(q, k, v)
-    _by_queries("output", forward_kernel, q, k, v, visible, output, *_nones_for_empty(kept))
-    return output, kept
+    """Arrays for `results`."""
+    return _by_queries("output", forward_kernel, q, k, v, visible, (), results(q, k, v))
 
 
-def new_kept(q, k, v):
-    """Room for `rest`, `origin` and `total`, which `_attention_kernels` explains.
-
-    The rest is empty if the output is float32, the total if products are of 16 bits.
-    """
-    queries = q.shape[:3]
-    rest = 0 if q.dtype == torch.float32 else (*queries, v.shape[3])
-    total = queries if _dtype(q, k, v).is_fp32() else 0
-    return (
-        q.new_empty(rest, dtype=torch.int8),
-        q.new_empty(queries, dtype=torch.float32),
-        q.new_empty(total, dtype=torch.float32),
-    )
-
-
-def _nones_for_empty(kept):
-    return [x if x.numel() else None for x in kept]
-
-
-def backward(d_output, d_rings, output, kept, q, k, v, visible, position, end):
+def backward(d_output, d_rings, output, kept, q, k, v, visible, position=None, end=None):
     """Returns the gradients of q, k and v, in a list, the last two perhaps in float32.
 
     kept: what `forward` returned with the output.
-    d_rings: the gradients of the final state's keys and values, [B, C, G, ...]. position, end: see
-    `_ring`.
+    d_rings: the gradients of the final state's keys and values, [B, C, G, ...], or Nones. position,
+    end: see `_ring`.
     """
-    rest, origin, total = _nones_for_empty(kept)
-    d_q, delta = torch.empty_like(q), torch.empty_like(origin)
-    tensors = output, rest, origin, total, d_output, d_q, delta
-    _by_queries("d_q", queries_kernel, q, k, v, visible, *tensors)
+    _, origin, total = kept
+    inputs, outputs = (output, *kept, d_output), (like(q), like(origin))
+    d_q, delta = _by_queries("d_q", queries_kernel, q, k, v, visible, inputs, outputs)
 
     length, heads = q.shape[1:3]
     batch, places, groups, _ = k.shape
-    queries = visible.queries_of_keys(places)
+    inputs = *visible[:3], *visible.queries_of_keys(places), origin, total, d_output, delta
+    inputs = q, k, v, *inputs, *d_rings, position, end
+    capacity = 0 if d_rings[0] is None else d_rings[0].shape[1]
 
     def launch(results, options):
         programs = batch * groups * triton.cdiv(places, options["KEYS"])
         parts = _parts(heads // groups, programs)
         options["SHARE"] //= parts
-        d_keys, d_values = (
-            x.new_empty(parts, *x.shape, dtype=torch.float32 if parts > 1 else x.dtype)
+        outputs = [
+            Array((parts, *x.shape), "float32" if parts > 1 else dtype_name(x))
             if name in results
             else None
             for name, x in (("d_k", k), ("d_v", v))
-        )
-        keys_kernel[(programs * parts,)](
-            q,
-            k,
-            v,
-            *visible[:3],
-            *queries,
-            origin,
-            total,
-            d_output,
-            delta,
-            *d_rings,
-            position,
-            end,
-            d_keys,
-            d_values,
-            length,
-            places,
-            groups,
-            visible.window,
-            d_rings[0].shape[1],
-            parts,
-            **options,
-        )
-        gradients = (d for d in (d_keys, d_values) if d is not None)
+        ]
+        numbers = length, places, groups, visible.window, capacity, parts
+        found = run(Launch(keys_kernel, programs * parts, inputs, tuple(outputs), numbers, options))
+        gradients = (d for d in found if d is not None)
         return [d.sum(0) if parts > 1 else d[0] for d in gradients]
 
     d_q_k_v = [d_q]
@@ -229,16 +199,16 @@ def backward(d_output, d_rings, output, kept, q, k, v, visible, position, end):
     return d_q_k_v
 
 
-def _by_queries(result, kernel, q, k, v, visible, *tensors):
+def _by_queries(result, kernel, q, k, v, visible, inputs, outputs):
     batch, length = q.shape[:2]
     places, groups = k.shape[1:3]
-    numbers = length, places, groups, visible.window
+    inputs, numbers = (q, k, v, *visible[:3], *inputs), (length, places, groups, visible.window)
 
     def launch(options):
-        grid = (batch * groups * triton.cdiv(length * options["SHARE"], options["ROWS"]),)
-        kernel[grid](q, k, v, *visible[:3], *tensors, *numbers, **options)
+        programs = batch * groups * triton.cdiv(length * options["SHARE"], options["ROWS"])
+        return run(Launch(kernel, programs, inputs, outputs, numbers, options))
 
-    _run(result, launch, q, k, v, visible)
+    return _run(result, launch, q, k, v, visible)
 
 
 def _run(result, launch, q, k, v, visible):

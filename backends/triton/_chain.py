@@ -9,23 +9,23 @@ waits for the state that the tile before it leaves, publishes its own, and only 
 output of its tokens. They are read from device memory once, and again from a cache. Each tile adds
 the time of a trip to the L2 cache to its chain.
 
-States travel through the tensor `carry`, float32 numbers stored as int32, which is filled with
-_EMPTY at first. A number that is not _EMPTY has arrived: no flag and no memory fence is needed.
-_EMPTY are the bits of a NaN that arithmetic does not produce.
+States travel through the array `carry`, whose zeros say that nothing has arrived: no flag and no
+memory fence is needed. The bits of a float32 number are stored inverted. Those that would be zero
+then are of a NaN that arithmetic does not produce.
 
 A tile waits only for programs with smaller numbers. The GPU starts programs in the order of their
 numbers, so those are running or done. The order of all sums is fixed: the same inputs give the same
 bits.
 """
 
-import torch
 import triton
 import triton.language as tl
 
 from keras_recurrent.backends.triton import _search
-from keras_recurrent.backends.triton._common import contiguous, on_device_of
+from keras_recurrent.backends.triton._framework import run
+from keras_recurrent.backends.triton._launch import Array, Launch, like
 
-_EMPTY = tl.constexpr(-1)
+_EMPTY = tl.constexpr(0)
 _NAN = tl.constexpr(0x7FC00000)
 
 
@@ -35,38 +35,36 @@ def launch_chains(name, kernel, tilings, tensors, outputs, channel_sums=False):
     Its arguments are the tensors (or Nones), the outputs, of which the first is [B, T, D], the
     scratch memory, B, T, D, the number of tiles in a chain, and the tile's sizes. Scratch memory is
     `carry`, and before it, with `channel_sums`, float32 [tiles * B, D], where a tile stores one sum
-    for each channel. Returns their total [D], else None.
+    for each channel. Returns the outputs, and with `channel_sums` the total [D] of these sums.
     """
-    tensors = contiguous(*tensors)
     batch, length, width = outputs[0].shape
 
     def launch(tile):
         tile = tile.fitted(length, width)
         tiles = triton.cdiv(length, tile.tokens)
-        scratch = [new_carry(tiles, batch, width, outputs[0])]
-        if channel_sums:
-            scratch.insert(0, outputs[0].new_empty((tiles * batch, width), dtype=torch.float32))
-        kernel[(tiles * batch * triton.cdiv(width, tile.BLOCK_D),)](
-            *tensors, *outputs, *scratch, batch, length, width, tiles, **tile._asdict()
+        sums = [Array((tiles * batch, width), "float32")] if channel_sums else []
+        carry = Array((max(1, tiles - 1), batch, width), "int32", zeros=True)
+        programs = tiles * batch * triton.cdiv(width, tile.BLOCK_D)
+        *found, _ = run(
+            Launch(
+                kernel,
+                programs,
+                tensors,
+                (*outputs, *sums, carry),
+                (batch, length, width, tiles),
+                tile._asdict(),
+            )
         )
-        return scratch[0].sum(0) if channel_sums else None
+        return (*found[:-1], found[-1].sum(0)) if channel_sums else tuple(found)
 
     sizes = {"batch": batch, "length": length, "width": width}
-    with on_device_of(outputs[0]):
-        return _search.run(name, tilings.candidates(batch, width), launch, tensors, sizes)
+    return _search.run(name, tilings.candidates(batch, width), launch, tensors, sizes)
 
 
 def new_outputs(x):
     """[B, T, D] in x's dtype for the outputs, and [B, D] in float32 for the final state."""
     batch, _, width = x.shape
-    return x.new_empty(x.shape), x.new_empty((batch, width), dtype=torch.float32)
-
-
-def new_carry(tiles, batch, width, like):
-    """Room for the states between the tiles of each chain, all _EMPTY, on the device of `like`."""
-    return torch.full(
-        (tiles - 1, batch, width), _EMPTY.value, dtype=torch.int32, device=like.device
-    )
+    return like(x), Array((batch, width), "float32")
 
 
 @triton.jit
@@ -97,8 +95,8 @@ def _append(decay, total, last_decay, last_total, decay_2, total_2, last_decay_2
 
 @triton.jit
 def _publish(pointers, state, valid):
-    bits = state.to(tl.int32, bitcast=True)
-    tl.store(pointers, tl.where(bits == _EMPTY, _NAN, bits), valid)
+    bits = ~state.to(tl.int32, bitcast=True)
+    tl.store(pointers, tl.where(bits == _EMPTY, ~_NAN, bits), valid)
 
 
 @triton.jit
@@ -109,10 +107,10 @@ def _wait_for(pointers, valid):
     before it arrived and the other after. That holds because tiles that wait are full ones, which
     have more numbers than threads.
     """
-    bits = tl.load(pointers, valid, other=0, volatile=True)
+    bits = tl.load(pointers, valid, other=-1, volatile=True)
     while tl.max(tl.max((bits == _EMPTY).to(tl.int32), 1), 0) != 0:
-        bits = tl.load(pointers, valid, other=0, volatile=True)
-    return bits.to(tl.float32, bitcast=True)
+        bits = tl.load(pointers, valid, other=-1, volatile=True)
+    return (~bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit

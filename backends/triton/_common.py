@@ -1,9 +1,7 @@
-"""What every launch of a Triton kernel needs: which arguments are refused, tiles, the device."""
+"""The tiles of kernels, and whether Triton's interpreter runs them."""
 
-import contextlib
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
@@ -11,32 +9,6 @@ INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1
 IN_INTERPRETER = tl.constexpr(INTERPRETED)  # the same, for kernels
 MULTIPROCESSORS = 128  # about as many as a large GPU has
 _MANY_CHAINS = MULTIPROCESSORS
-
-
-def refusal(*tensors):
-    """Why no Triton kernel takes these tensors, of which some may be None; None if they do."""
-    given = [t for t in tensors if t is not None]
-    for tensor in given:
-        if tensor.dtype == torch.float64:
-            return "computes in float32, got a float64 tensor"
-        if not tensor.is_cuda and not (INTERPRETED and tensor.device.type == "cpu"):
-            return f"needs CUDA tensors, got one on {tensor.device}"
-    return None
-
-
-def contiguous(*tensors):
-    """The tensors in the memory layout that kernels assume; None stays None."""
-    return [None if x is None else x.contiguous() for x in tensors]
-
-
-def empty_like(*tensors):
-    """New contiguous tensors of the same shapes and dtypes."""
-    return tuple(x.new_empty(x.shape) for x in tensors)
-
-
-def on_device_of(tensor):
-    """A context in which Triton launches on the tensor's device, not on torch's current one."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
 class Tiling(NamedTuple):

@@ -10,17 +10,17 @@ segments at once what each does to a state, as a decay and a total. In a second 
 starts from the state that the segments before it make.
 """
 
-import torch
 import triton
 import triton.language as tl
 
 from keras_recurrent.backends.triton import _search
+from keras_recurrent.backends.triton._launch import Array
 from keras_recurrent.backends.triton._linear_attention import (
     Blocks,
     load_tokens,
-    new_segment_sums,
     real_tokens,
     segments_of,
+    walk_segments,
 )
 from keras_recurrent.backends.triton._math import exp_of_decays, one_minus_exp
 from keras_recurrent.backends.triton._products import operand, product, sum_columns
@@ -58,10 +58,10 @@ def _walk_kernel(
     log_f,
     token_kind,
     initial,
-    states,
-    final,
     totals,
     decays,
+    states,
+    final,
     T,
     H,
     K,
@@ -147,41 +147,21 @@ def walk(sizes, k, v, initial, *, log_f, token_kind, parts, reverse=False):
     and the results are gradients of states.
     """
     shape = (sizes.batch, sizes.heads, sizes.chunks, sizes.keys, sizes.values)
-    states = v.new_empty(shape, dtype=torch.bfloat16 if sizes.short else torch.float32)
-    final = v.new_empty(sizes.state_shape, dtype=torch.float32)
+    states = Array(shape, "bfloat16" if sizes.short else "float32")
+    outputs = states, Array(sizes.state_shape, "float32")
+    tensors = k, v, log_f, token_kind, initial
 
     def launch(blocks):
-        options = blocks.options(sizes)
+        options = {"CHUNK": sizes.chunk, "SHORT": sizes.short, "PARTS": parts, "REVERSE": reverse}
+        options |= blocks.options(sizes)
         programs = sizes.batch * sizes.heads * triton.cdiv(sizes.keys, options["BLOCK_K"])
         programs *= triton.cdiv(sizes.values, options["BLOCK_V"])
         segments, segment_chunks = segments_of(programs, sizes.chunks)
-        totals, decays = new_segment_sums(segments, final, sizes.state_shape[:3])
-
-        def walk_through(segments, states, final):
-            _walk_kernel[(programs * segments,)](
-                k,
-                v,
-                log_f,
-                token_kind,
-                initial,
-                states,
-                final,
-                totals,
-                decays,
-                *sizes.numbers,
-                sizes.chunks,
-                segment_chunks,
-                CHUNK=sizes.chunk,
-                SHORT=sizes.short,
-                PARTS=parts,
-                REVERSE=reverse,
-                **options,
-            )
-
-        if segments > 1:
-            walk_through(segments - 1, None, None)
-        walk_through(segments, states, final)
+        numbers = *sizes.numbers, sizes.chunks, segment_chunks
+        sums = sizes.state_shape, sizes.state_shape[:3]
+        return walk_segments(
+            _walk_kernel, segments, programs, tensors, outputs, sums, numbers, options
+        )
 
     name = "gated_linear_attention states" + " backward" * reverse
-    _search.run(name, BLOCKS[sizes.short], launch, (v, k, log_f, initial, token_kind), sizes)
-    return states, final
+    return _search.run(name, BLOCKS[sizes.short], launch, (v, k, log_f, initial, token_kind), sizes)

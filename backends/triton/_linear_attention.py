@@ -2,11 +2,12 @@
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
-from keras_recurrent.backends.triton import _common
+from keras_recurrent.backends.triton import _common, _framework
+from keras_recurrent.backends.triton._framework import run
+from keras_recurrent.backends.triton._launch import Array, Launch, dtype_name
 from keras_recurrent.backends.triton._tokens import PADDING, STARTS
 
 _LARGEST_HEAD = 256
@@ -17,14 +18,14 @@ _SHORTEST_SEGMENT = 8  # chunks
 
 def refusal(*tensors):
     """Why the kernels refuse tensors that begin with q, k, v; None if they accept them."""
-    reason = _common.refusal(*tensors)
+    reason = _framework.refusal(*tensors)
     if reason is not None:
         return reason
     for tensor in (tensors[0], tensors[2]):
         size = tensor.shape[3]
         if size > _LARGEST_HEAD:
             return f"takes heads of up to {_LARGEST_HEAD} channels, got {size}"
-        if size > _SMALLEST_TILE and size % 2 and tensor.element_size() == 2:
+        if size > _SMALLEST_TILE and size % 2 and tensor.dtype.itemsize == 2:
             return f"Triton compiles odd tails of 16 bits wrongly on Hopper, got heads of {size}"
     return None
 
@@ -89,7 +90,7 @@ def sizes_of(q, k, v, chunk=64, chunk_of_float32=32):
 
     Others get shorter chunks, as the parts that float32 is split into (`_products.py`) need room.
     """
-    short = all(x is None or x.dtype == torch.bfloat16 for x in (q, k, v))
+    short = all(x is None or dtype_name(x) == "bfloat16" for x in (q, k, v))
     batch, length, heads, keys = q.shape
     return Sizes(
         batch, length, heads, keys, v.shape[3], short, chunk if short else chunk_of_float32
@@ -110,14 +111,26 @@ def segments_of(programs, chunks):
     return triton.cdiv(chunks, segment_chunks), segment_chunks
 
 
-def new_segment_sums(segments, final, decays_shape):
-    """Memory for what all segments but the last do to a state, as totals and decays; else Nones.
+def walk_segments(kernel, segments, programs, tensors, outputs, sums, numbers, options):
+    """Runs a kernel that goes through the chunks of each segment; returns what it writes.
 
-    final: the final state, like which the totals are.
+    Its arguments are the tensors, a total and a decay of each segment but the last, the outputs,
+    and the numbers. With several segments, a first launch writes the totals and decays alone, from
+    which each segment of a second one finds the state that it starts from.
+
+    Args:
+        programs: how many programs go through a segment.
+        sums: the shapes of a segment's total and decay, for all heads.
     """
-    if segments == 1:
-        return None, None
-    return (final.new_empty((segments - 1, *shape)) for shape in (final.shape, decays_shape))
+
+    def walk(count, inputs, outputs):
+        return run(Launch(kernel, programs * count, inputs, outputs, numbers, options))
+
+    found = None, None
+    if segments > 1:
+        arrays = (Array((segments - 1, *shape), "float32") for shape in sums)
+        found = walk(segments - 1, tensors, (*arrays, *[None] * len(outputs)))[:2]
+    return walk(segments, (*tensors, *found), outputs)
 
 
 @triton.jit

@@ -3,10 +3,11 @@
 The state is read once and written once. All arithmetic is float32.
 """
 
-import torch
 import triton
 import triton.language as tl
 
+from keras_recurrent.backends.triton._framework import run
+from keras_recurrent.backends.triton._launch import Array, Launch, like
 from keras_recurrent.backends.triton._linear_attention import block
 from keras_recurrent.backends.triton._math import exp_of_decays, one_minus_exp
 from keras_recurrent.backends.triton._tokens import GOES_ON, PADDING, by_kind
@@ -68,22 +69,18 @@ def _step_kernel(
 
 def step(sizes, q, k, v, initial_state, *, token_kind, log_f=None, log_decay=None):
     """The output [B, 1, H, V] and the final state, with decays by either logarithm."""
-    output = v.new_empty(v.shape)
-    final_state = v.new_empty(sizes.state_shape, dtype=torch.float32)
     block_v = block(sizes.values, 32)
-    _step_kernel[(sizes.batch * sizes.heads * triton.cdiv(sizes.values, block_v),)](
-        q,
-        k,
-        v,
-        log_f,
-        log_decay,
-        token_kind,
-        initial_state,
-        output,
-        final_state,
-        *sizes.numbers[1:],
-        BLOCK_K=triton.next_power_of_2(sizes.keys),
-        BLOCK_V=block_v,
-        num_warps=4,
+    return run(
+        Launch(
+            _step_kernel,
+            sizes.batch * sizes.heads * triton.cdiv(sizes.values, block_v),
+            (q, k, v, log_f, log_decay, token_kind, initial_state),
+            (like(v), Array(sizes.state_shape, "float32")),
+            sizes.numbers[1:],
+            {
+                "BLOCK_K": triton.next_power_of_2(sizes.keys),
+                "BLOCK_V": block_v,
+                "num_warps": 4,
+            },
+        )
     )
-    return output, final_state

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 
 from keras_recurrent.backends.triton._attention_tiles import load_rows, store_rows
+from keras_recurrent.backends.triton._framework import run
+from keras_recurrent.backends.triton._launch import Array, Launch, dtype_name
 
 SLOTS = 32  # of a program
 
@@ -56,20 +58,10 @@ def to_rings_kernel(
 def to_rings(keys, values, position, end, capacity):
     """The rings [B, capacity, G, ...] of rows [B, S, G, ...]; slots without a token hold 0."""
     batch, places, groups, _ = keys.shape
-    rings = [x.new_empty(batch, capacity, *x.shape[2:]) for x in (keys, values)]
-    sizes = keys.shape[3], values.shape[3]
-    if capacity:
-        to_rings_kernel[(batch * groups * triton.cdiv(capacity, SLOTS),)](
-            keys,
-            values,
-            position,
-            end,
-            *rings,
-            places,
-            groups,
-            capacity,
-            *sizes,
-            *(triton.next_power_of_2(n) for n in sizes),
-            SLOTS=SLOTS,
-        )
-    return rings
+    rings = [Array((batch, capacity, *x.shape[2:]), dtype_name(x)) for x in (keys, values)]
+    programs = batch * groups * triton.cdiv(capacity, SLOTS)
+    options = {"K": keys.shape[3], "V": values.shape[3], "SLOTS": SLOTS}
+    options |= {f"BLOCK_{name}": triton.next_power_of_2(options[name]) for name in ("K", "V")}
+    numbers = places, groups, capacity
+    inputs = keys, values, position, end
+    return run(Launch(to_rings_kernel, programs, inputs, tuple(rings), numbers, options))

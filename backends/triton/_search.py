@@ -10,13 +10,14 @@ thread.
 """
 
 import contextlib
+import functools
 import threading
 from typing import NamedTuple
 
-import torch
 import triton
 
-from keras_recurrent.backends.triton._common import INTERPRETED
+from keras_recurrent.backends.triton._framework import framework
+from keras_recurrent.backends.triton._launch import dtype_name
 
 # Sizes that kernels are not compiled for: a key has them rounded up to the next power of two.
 _ROUNDED = ("batch", "length", "places", "window")
@@ -65,7 +66,7 @@ class Search(NamedTuple):
         sizes = ", ".join(
             f"{name} {'<= ' if name in _ROUNDED else ''}{size}" for name, size in self.sizes.items()
         )
-        dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
+        dtypes = ", ".join(map(str, self.dtypes))
         fastest = self.fastest
         lines = (f"{'*' if t is fastest else ' '} {t}" for t in self.timings)
         return "\n".join([f"{self.kernel} on {self.device}: {sizes} ({dtypes})", *lines])
@@ -73,9 +74,7 @@ class Search(NamedTuple):
 
 def unavailable() -> str | None:
     """Why kernels cannot be timed here; None if they can."""
-    if INTERPRETED:
-        return "TRITON_INTERPRET=1 runs the Triton kernels in NumPy"
-    return None if torch.cuda.is_available() else "torch finds no NVIDIA GPU"
+    return framework.no_search()
 
 
 @contextlib.contextmanager
@@ -100,16 +99,15 @@ def run(kernel, candidates, launch, tensors, sizes):
         return launch(candidates[0])
     sizes = sizes if isinstance(sizes, dict) else sizes._asdict()
     sizes = {n: triton.next_power_of_2(s) if n in _ROUNDED else s for n, s in sizes.items()}
-    dtypes = tuple(None if t is None else t.dtype for t in tensors)
-    device = tensors[0].device
+    dtypes = tuple(None if t is None else dtype_name(t) for t in tensors)
+    device = framework.device_name(tensors[0])
     key = kernel, candidates, device, dtypes, *sizes.values()
     if _open_reports and key not in _fastest:
         with _lock:
             if key not in _fastest:  # else another thread has searched meanwhile
-                name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
                 times = timed(launch, candidates)
                 timings = [Timing(c._asdict(), t) for c, t in zip(candidates, times, strict=True)]
-                search = Search(kernel, name, sizes, dtypes, timings)
+                search = Search(kernel, device, sizes, dtypes, timings)
                 _fastest[key] = candidates[timings.index(search.fastest)]
                 for report in _open_reports:
                     report.append(search)
@@ -122,7 +120,7 @@ def timed(launch, candidates):
     reason = None
     for candidate in candidates:
         try:
-            times.append(milliseconds(lambda candidate=candidate: launch(candidate)))
+            times.append(milliseconds(functools.partial(launch, candidate)))
         except _OUT_OF_RESOURCES as error:
             times.append(None)
             reason = error
@@ -133,9 +131,4 @@ def timed(launch, candidates):
 
 def milliseconds(call):
     """The median time of a call on the device, whose L2 cache is cleared before each call."""
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "`autotune` cannot time kernels while a CUDA graph is captured. Call the model once at "
-            "this batch size and length inside `autotune` before the capture."
-        )
-    return triton.testing.do_bench(call, _WARMUP, _REPETITION, return_mode="median")
+    return framework.milliseconds(call, _WARMUP, _REPETITION)

@@ -9,20 +9,15 @@ outputs. For the gradient of an activation it starts W - 1 positions before its 
 the filter's results again.
 """
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from keras_recurrent.backends.torch._common import fresh, register_gradient
 from keras_recurrent.backends.triton import _search
-from keras_recurrent.backends.triton._common import (
-    Tiling,
-    contiguous,
-    on_device_of,
-    refusal,
-)
+from keras_recurrent.backends.triton._common import Tiling
+from keras_recurrent.backends.triton._framework import cast, operation, refusal, run
+from keras_recurrent.backends.triton._launch import Array, Launch, dtype_name, like
 from keras_recurrent.backends.triton._math import sigmoid
+from keras_recurrent.backends.triton._operation import Operation
 from keras_recurrent.backends.triton._tokens import PADDING, STARTS
 
 _MAX_WIDTH = 16
@@ -58,7 +53,7 @@ def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None, act
 
     Returns ([B, T, D] in x's dtype, [B, W - 1, D] in float32).
     """
-    return _forward(x, kernel, bias, initial_state, token_kind, activation)
+    return kernels(x, kernel, bias, initial_state, token_kind, activation=activation)
 
 
 @triton.jit
@@ -345,116 +340,82 @@ def _positions(token_kind):
         return (None,) * 4
     batch, length = token_kind.shape
     shapes = [(batch, length)] * 2 + [(batch,)] * 2
-    results = tuple(token_kind.new_empty(shape, dtype=torch.int32) for shape in shapes)
-    block = min(_POSITIONS_BLOCK, triton.next_power_of_2(length))
-    _positions_kernel[(batch,)](token_kind.contiguous(), *results, length, BLOCK=block)
-    return results
+    outputs = tuple(Array(shape, "int32") for shape in shapes)
+    options = {"BLOCK": min(_POSITIONS_BLOCK, triton.next_power_of_2(length))}
+    return run(Launch(_positions_kernel, batch, (token_kind,), outputs, (length,), options))
 
 
-@torch.library.custom_op("keras_recurrent::triton_causal_conv1d", mutates_args=())
-def _forward(
-    x: Tensor,
-    kernel: Tensor,
-    bias: Tensor | None,
-    initial_state: Tensor | None,
-    token_kind: Tensor | None,
-    activation: str | None,
-) -> tuple[Tensor, Tensor]:
+def results(x, kernel, bias, initial_state, token_kind, *, activation: str | None):
+    state_shape = x.shape[0], kernel.shape[0] - 1, x.shape[2]
+    return like(x), Array(state_shape, "float32")
+
+
+def gradients(
+    x, kernel, bias, initial_state, token_kind, output, dy, d_final, *, activation: str | None
+):  # fmt: skip
+    d_bias = None if bias is None else like(bias)
+    return like(x), like(kernel), d_bias, like(d_final), None
+
+
+def forward(x, kernel, bias, initial_state, token_kind, *, activation: str | None):
     batch, length, width = x.shape
-    taps = kernel.shape[0]
-    silu = activation == "silu"
-    tensors = contiguous(x, kernel, bias, initial_state)
-    y = x.new_empty(x.shape)
-    final = x.new_empty((batch, taps - 1, width), dtype=torch.float32)
+    taps, silu = kernel.shape[0], activation == "silu"
+    tensors = x, kernel, bias, initial_state
+    inputs = *tensors, *_positions(token_kind)
+    outputs = results(x, kernel, bias, initial_state, token_kind, activation=activation)
 
     def launch(tile):
         tile = tile.fitted(length + taps - 1, width)
         tiles = triton.cdiv(length + taps - 1, tile.tokens)
-        _forward_kernel[(batch * tiles * triton.cdiv(width, tile.BLOCK_D),)](
-            *tensors,
-            *positions,
-            y,
-            final,
-            length,
-            width,
-            W=taps,
-            SILU=silu,
-            **tile._asdict(),
-        )
+        programs = batch * tiles * triton.cdiv(width, tile.BLOCK_D)
+        options = {"W": taps, "SILU": silu, **tile._asdict()}
+        return run(Launch(_forward_kernel, programs, inputs, outputs, (length, width), options))
 
     sizes = {"batch": batch, "length": length, "width": width, "taps": taps, "silu": silu}
-    with on_device_of(x):
-        positions = _positions(token_kind)
-        _search.run("causal_conv1d", TILINGS, launch, (*tensors, token_kind), sizes)
-    return y, final
+    return _search.run("causal_conv1d", TILINGS, launch, (*tensors, token_kind), sizes)
 
 
-@_forward.register_fake
-def _(x, kernel, bias, initial_state, token_kind, activation):
-    state_shape = (x.shape[0], kernel.shape[0] - 1, x.shape[2])
-    return x.new_empty(x.shape), x.new_empty(state_shape, dtype=torch.float32)
-
-
-@torch.library.custom_op("keras_recurrent::triton_causal_conv1d_backward", mutates_args=())
-def _backward(
-    dy: Tensor,
-    d_state: Tensor,
-    x: Tensor,
-    kernel: Tensor,
-    bias: Tensor | None,
-    initial_state: Tensor | None,
-    token_kind: Tensor | None,
-    activation: str | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def backward(
+    x, kernel, bias, initial_state, token_kind, output, dy, d_final, *, activation: str | None
+):  # fmt: skip
     batch, length, width = x.shape
-    taps = kernel.shape[0]
-    silu = activation == "silu"
+    taps, silu = kernel.shape[0], activation == "silu"
     overlap = (taps - 1) * (2 if silu else 1)  # positions of other groups that a group goes through
-    tensors = contiguous(dy, d_state, x, kernel, bias, initial_state)
-    dx = x.new_empty(x.shape)
-    d_initial = d_state.new_empty(d_state.shape)
+    tensors = dy, d_final, x, kernel, bias, initial_state
+    inputs = *tensors, *_positions(token_kind)
 
     def launch(tile):
         tile = tile.fitted(length + taps - 1, width)
         steps = min(_STEPS, triton.next_power_of_2(triton.cdiv(length + taps - 1, tile.tokens)))
         steps += triton.cdiv(overlap, tile.ROWS)
-        document = tile.GROUPS * (steps * tile.ROWS - overlap)
-        tiles = triton.cdiv(length + taps - 1, document)
-        d_parameters = x.new_empty((batch * tiles, taps + 1, width), dtype=torch.float32)
-        _backward_kernel[(batch * tiles * triton.cdiv(width, tile.BLOCK_D),)](
-            *tensors,
-            *positions,
-            dx,
-            d_parameters,
-            d_initial,
-            length,
-            width,
-            W=taps,
-            SILU=silu,
-            STEPS=steps,
-            **tile._asdict(),
+        own = tile.GROUPS * (steps * tile.ROWS - overlap)
+        tiles = triton.cdiv(length + taps - 1, own)
+        programs = batch * tiles * triton.cdiv(width, tile.BLOCK_D)
+        sums = Array((batch * tiles, taps + 1, width), "float32")
+        outputs = like(x), sums, like(d_final)
+        options = {"W": taps, "SILU": silu, "STEPS": steps, **tile._asdict()}
+        dx, d_parameters, d_initial = run(
+            Launch(_backward_kernel, programs, inputs, outputs, (length, width), options)
         )
-        return d_parameters.sum(0)
+        return dx, d_parameters.sum(0), d_initial
 
     sizes = {"batch": batch, "length": length, "width": width, "taps": taps, "silu": silu}
-    with on_device_of(x):
-        positions = _positions(token_kind)
-        d_parameters = _search.run(
-            "causal_conv1d backward", BACKWARD_TILINGS, launch, (*tensors, token_kind), sizes
-        )
-    d_kernel = fresh(d_parameters[:taps], kernel.dtype)
-    d_bias = fresh(d_parameters[taps], x.dtype if bias is None else bias.dtype)
-    return dx, d_kernel, d_bias, d_initial
-
-
-@_backward.register_fake
-def _(dy, d_state, x, kernel, bias, initial_state, token_kind, activation):
-    return (
-        x.new_empty(x.shape),
-        kernel.new_empty(kernel.shape),
-        kernel.new_empty(x.shape[2:], dtype=x.dtype if bias is None else bias.dtype),
-        d_state.new_empty(d_state.shape),
+    dx, d_parameters, d_initial = _search.run(
+        "causal_conv1d backward", BACKWARD_TILINGS, launch, (*tensors, token_kind), sizes
     )
+    d_kernel = cast(d_parameters[:taps], dtype_name(kernel))
+    d_bias = None if bias is None else cast(d_parameters[taps], dtype_name(bias))
+    return dx, d_kernel, d_bias, d_initial, None
 
 
-register_gradient(_forward, _backward, keep_output=False, options=1)
+kernels = operation(
+    Operation(
+        "causal_conv1d",
+        forward,
+        results,
+        backward,
+        gradients,
+        dimensions=("b t d", "w d", "d", "b s d", "b t"),
+        result_dimensions=("b t d", "b s d"),
+    )
+)

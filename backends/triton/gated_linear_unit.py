@@ -5,14 +5,15 @@ For silu u = z; for gelu, approximated by a tanh, u = sqrt(8 / π) (z + 0.044715
     dx = dy z σ(u),  dgate = dy x σ(u) (1 + z u' σ(-u))
 """
 
-import torch
+import math
+
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from keras_recurrent.backends.torch._common import register_gradient
-from keras_recurrent.backends.triton._common import contiguous, on_device_of, refusal
+from keras_recurrent.backends.triton._framework import operation, refusal_of_token_wise, run
+from keras_recurrent.backends.triton._launch import Launch, like
 from keras_recurrent.backends.triton._math import sigmoid
+from keras_recurrent.backends.triton._operation import Operation
 
 _SQRT_8_OVER_PI = tl.constexpr(1.5957691216057308)
 # Of a tensor of 16 bits, a thread loads two vectors of 16 bytes.
@@ -21,12 +22,12 @@ _TILE = {"BLOCK": 2048, "num_warps": 4}
 
 def unsupported(gate, x, activation="silu") -> str | None:
     """Why this implementation refuses these arguments; None if it accepts them."""
-    return refusal(gate, x)
+    return refusal_of_token_wise(gate, x)
 
 
 def gated_linear_unit(gate, x, activation="silu"):
     """gate, x: the same shape; activation: "silu" or "gelu". Returns that shape in x's dtype."""
-    return _forward(gate, x, activation == "gelu")
+    return kernels(gate, x, gelu=activation == "gelu")
 
 
 @triton.jit
@@ -71,36 +72,26 @@ def _backward_kernel(dy, gate, x, d_gate, dx, n, GELU: tl.constexpr, BLOCK: tl.c
     tl.store(dx + start + offsets, d_output * (z * s), valid)
 
 
-@torch.library.custom_op("keras_recurrent::triton_gated_linear_unit", mutates_args=())
-def _forward(gate: Tensor, x: Tensor, gelu: bool) -> Tensor:
-    y = x.new_empty(x.shape)
-    n = y.numel()
-    with on_device_of(x):
-        _forward_kernel[(triton.cdiv(n, _TILE["BLOCK"]),)](
-            *contiguous(gate, x), y, n, GELU=gelu, **_TILE
-        )
-    return y
+def results(gate, x, *, gelu: bool):
+    return (like(x),)
 
 
-@_forward.register_fake
-def _(gate, x, gelu):
-    return x.new_empty(x.shape)
+def gradients(gate, x, y, dy, *, gelu: bool):
+    return like(gate), like(x)
 
 
-@torch.library.custom_op("keras_recurrent::triton_gated_linear_unit_backward", mutates_args=())
-def _backward(dy: Tensor, gate: Tensor, x: Tensor, gelu: bool) -> tuple[Tensor, Tensor]:
-    d_gate, dx = gate.new_empty(gate.shape), x.new_empty(x.shape)
-    n = dx.numel()
-    with on_device_of(x):
-        _backward_kernel[(triton.cdiv(n, _TILE["BLOCK"]),)](
-            *contiguous(dy, gate, x), d_gate, dx, n, GELU=gelu, **_TILE
-        )
-    return d_gate, dx
+def forward(gate, x, *, gelu: bool):
+    return _launch(_forward_kernel, (gate, x), (like(x),), gelu)
 
 
-@_backward.register_fake
-def _(dy, gate, x, gelu):
-    return gate.new_empty(gate.shape), x.new_empty(x.shape)
+def backward(gate, x, y, dy, *, gelu: bool):
+    return _launch(_backward_kernel, (dy, gate, x), (like(gate), like(x)), gelu)
 
 
-register_gradient(_forward, _backward, keep_output=False, token_kinds=False, options=1)
+def _launch(kernel, tensors, outputs, gelu):
+    n = math.prod(outputs[0].shape)
+    programs = triton.cdiv(n, _TILE["BLOCK"])
+    return run(Launch(kernel, programs, tensors, outputs, (n,), {"GELU": gelu, **_TILE}))
+
+
+kernels = operation(Operation("gated_linear_unit", forward, results, backward, gradients))

@@ -14,25 +14,24 @@ state, as a decay and a total, and in a second one each segment starts from the 
 segments before it make.
 """
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from keras_recurrent.backends.torch._common import register_gradient
 from keras_recurrent.backends.triton import _search
-from keras_recurrent.backends.triton._common import contiguous, empty_like, on_device_of
+from keras_recurrent.backends.triton._framework import operation, zeros_like
+from keras_recurrent.backends.triton._launch import Array, dtype_name, like
 from keras_recurrent.backends.triton._linear_attention import (
     Blocks,
     load_tokens,
-    new_segment_sums,
     real_tokens,
     refusal,
     segments_of,
     sizes_of,
+    walk_segments,
 )
 from keras_recurrent.backends.triton._linear_attention_step import step
 from keras_recurrent.backends.triton._math import exp_of_decays
+from keras_recurrent.backends.triton._operation import Operation
 from keras_recurrent.backends.triton._products import operand, product
 
 # Candidates by `short` and by whether heads are wider than 128 channels, the default first. The
@@ -62,7 +61,7 @@ def lightning_attention(q, k, v, log_decay, initial_state=None, token_kind=None)
 
     Returns ([B, T, H, V] in v's dtype, [B, H, K, V] in float32).
     """
-    return _forward(q, k, v, log_decay, initial_state, token_kind)
+    return kernels(q, k, v, log_decay, initial_state, token_kind)
 
 
 @triton.jit
@@ -94,10 +93,10 @@ def _walk_kernel(
     log_decay,
     token_kind,
     initial,
-    output,
-    final,
     totals,
     decays,
+    output,
+    final,
     T,
     H,
     K,
@@ -191,8 +190,8 @@ def _walk_kernel(
         tl.store(final + head.to(tl.int64) * K * V + offsets, state, valid)
 
 
-def _walk(q, k, v, initial, like, *, log_decay, token_kind, transposed=False, reverse=False):
-    """The output in the dtype of `like`, and the final state.
+def _walk(q, k, v, initial, dtype, *, log_decay, token_kind, transposed=False, reverse=False):
+    """The output in `dtype`, and the final state.
 
     transposed: the initial and the final state are [B, H, V, K].
     """
@@ -200,99 +199,59 @@ def _walk(q, k, v, initial, like, *, log_decay, token_kind, transposed=False, re
     # Float32 is split into parts, which only short chunks leave registers for.
     sizes = sizes_of(q, k, v, chunk=32 if wide else 64, chunk_of_float32=16)
     batch, heads, keys, values = sizes.state_shape
-    output = like.new_empty(v.shape)
     state_shape = (batch, heads, values, keys) if transposed else sizes.state_shape
-    final = v.new_empty(state_shape, dtype=torch.float32)
+    tensors = q, k, v, log_decay, token_kind, initial
+    outputs = like(v).with_dtype(dtype), Array(state_shape, "float32")
 
     def launch(blocks):
-        options = blocks.options(sizes)
+        options = {"CHUNK": sizes.chunk, "SHORT": sizes.short, "REVERSE": reverse}
+        options |= blocks.options(sizes)
         programs = batch * heads * triton.cdiv(values, options["BLOCK_V"])
         segments, segment_chunks = segments_of(programs, sizes.chunks)
-        totals, decays = new_segment_sums(segments, final, (batch, heads))
-
-        def walk(segments, output):
-            _walk_kernel[(programs * segments,)](
-                q,
-                k,
-                v,
-                log_decay,
-                token_kind,
-                initial,
-                output,
-                final,
-                totals,
-                decays,
-                *sizes.numbers,
-                *((1, keys) if transposed else (values, 1)),
-                sizes.chunks,
-                segment_chunks,
-                CHUNK=sizes.chunk,
-                SHORT=sizes.short,
-                REVERSE=reverse,
-                **options,
-            )
-
-        if segments > 1:
-            walk(segments - 1, None)
-        walk(segments, output)
+        strides = (1, keys) if transposed else (values, 1)
+        numbers = *sizes.numbers, *strides, sizes.chunks, segment_chunks
+        sums = state_shape, (batch, heads)
+        return walk_segments(
+            _walk_kernel, segments, programs, tensors, outputs, sums, numbers, options
+        )
 
     name = "lightning_attention" + " transposed" * transposed + " backward" * reverse
-    tensors = q, k, v, log_decay, initial, token_kind
-    _search.run(name, BLOCKS[sizes.short, wide], launch, tensors, sizes)
-    return output, final
+    return _search.run(name, BLOCKS[sizes.short, wide], launch, tensors, sizes)
 
 
-@torch.library.custom_op("keras_recurrent::triton_lightning_attention", mutates_args=())
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    initial_state: Tensor | None,
-    token_kind: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    q, k, v, initial_state, log_decay, token_kind = contiguous(
-        q, k, v, initial_state, log_decay, token_kind
-    )
+def results(q, k, v, log_decay, initial_state, token_kind):
+    return like(v), Array(sizes_of(q, k, v).state_shape, "float32")
+
+
+def gradients(q, k, v, log_decay, initial_state, token_kind, output, d_output, d_final):
+    return like(q), like(k), like(v), like(log_decay), like(d_final), None
+
+
+def forward(q, k, v, log_decay, initial_state, token_kind):
     decays = {"log_decay": log_decay, "token_kind": token_kind}
-    with on_device_of(q):
-        if q.shape[1] == 1:
-            return step(sizes_of(q, k, v), q, k, v, initial_state, **decays)
-        return _walk(q, k, v, initial_state, v, **decays)
+    if q.shape[1] == 1:
+        return step(sizes_of(q, k, v), q, k, v, initial_state, **decays)
+    return _walk(q, k, v, initial_state, dtype_name(v), **decays)
 
 
-@_forward.register_fake
-def _(q, k, v, log_decay, initial_state, token_kind):
-    state_shape = sizes_of(q, k, v).state_shape
-    return v.new_empty(v.shape), v.new_empty(state_shape, dtype=torch.float32)
-
-
-@torch.library.custom_op("keras_recurrent::triton_lightning_attention_backward", mutates_args=())
-def _backward(
-    d_output: Tensor,
-    d_final_state: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    initial_state: Tensor | None,
-    token_kind: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    q, k, v, initial_state, log_decay, token_kind, d_output, d_final_state = contiguous(
-        q, k, v, initial_state, log_decay, token_kind, d_output, d_final_state
-    )
+def backward(q, k, v, log_decay, initial_state, token_kind, output, d_output, d_final):
     decays = {"log_decay": log_decay, "token_kind": token_kind}
     mirrored = {**decays, "reverse": True}
-    with on_device_of(q):
-        d_q, _ = _walk(d_output, v, k, initial_state, q, **decays, transposed=True)
-        d_v, d_initial = _walk(k, q, d_output, d_final_state, v, **mirrored)
-        d_k, _ = _walk(v, d_output, q, d_final_state, k, **mirrored, transposed=True)
-    return d_q, d_k, d_v, torch.zeros_like(log_decay), d_initial
+    d_q, _ = _walk(d_output, v, k, initial_state, dtype_name(q), **decays, transposed=True)
+    d_v, d_initial = _walk(k, q, d_output, d_final, dtype_name(v), **mirrored)
+    d_k, _ = _walk(v, d_output, q, d_final, dtype_name(k), **mirrored, transposed=True)
+    return d_q, d_k, d_v, zeros_like(log_decay), d_initial, None
 
 
-@_backward.register_fake
-def _(d_output, d_final_state, q, k, v, log_decay, initial_state, token_kind):
-    return empty_like(q, k, v, log_decay, d_final_state)
-
-
-register_gradient(_forward, _backward, keep_output=False)
+kernels = operation(
+    Operation(
+        "lightning_attention",
+        forward,
+        results,
+        backward,
+        gradients,
+        dimensions=("b t h k", "b t h k", "b t h v", "h", "b h k v", "b t"),
+        result_dimensions=("b t h v", "b h k v"),
+        channels="h",
+    )
+)

@@ -5,12 +5,9 @@ The backward goes from the last token to the first, with the state c_t = a_t g_t
     g_t = dh_t + c_{t+1},  dx_t = g_t,  dlog_a_t = c_t h_{t-1}
 """
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from keras_recurrent.backends.torch._common import register_gradient
 from keras_recurrent.backends.triton._chain import (
     launch_chains,
     load_previous_output,
@@ -18,8 +15,11 @@ from keras_recurrent.backends.triton._chain import (
     new_outputs,
     states_before_next_groups,
 )
-from keras_recurrent.backends.triton._common import ChainTilings, Tiling, empty_like, refusal
+from keras_recurrent.backends.triton._common import ChainTilings, Tiling
+from keras_recurrent.backends.triton._framework import operation, refusal
+from keras_recurrent.backends.triton._launch import like
 from keras_recurrent.backends.triton._math import decay as decay_of
+from keras_recurrent.backends.triton._operation import Operation
 from keras_recurrent.backends.triton._tokens import GOES_ON, PADDING, STARTS, read_kind
 
 # A thread reads its tokens twice, and they should be in the cache the second time: tiles are small.
@@ -37,7 +37,7 @@ def unsupported(x, log_a, initial_state=None, token_kind=None) -> str | None:
 
 def linear_scan(x, log_a, initial_state=None, token_kind=None):
     """x, log_a: [B, T, D], log_a <= 0. Returns ([B, T, D] in x's dtype, [B, D] in float32)."""
-    return _forward(x, log_a, initial_state, token_kind)
+    return kernels(x, log_a, initial_state, token_kind)
 
 
 @triton.jit
@@ -179,39 +179,36 @@ def _backward_kernel(
         tl.store(d_log_a + offsets, d_log_a_t, t_valid & d_valid)
 
 
-@torch.library.custom_op("keras_recurrent::triton_linear_scan", mutates_args=())
-def _forward(
-    x: Tensor, log_a: Tensor, initial_state: Tensor | None, token_kind: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    outputs = new_outputs(x)
-    tensors = x, log_a, initial_state, token_kind
-    launch_chains("linear_scan", _forward_kernel, TILINGS, tensors, outputs)
-    return outputs
+def gradients(x, log_a, initial_state, token_kind, h, dh, d_final):
+    return like(h), like(log_a), like(d_final), None
 
 
-@_forward.register_fake
-def _(x, log_a, initial_state, token_kind):
+def results(x, log_a, initial_state, token_kind):
     return new_outputs(x)
 
 
-@torch.library.custom_op("keras_recurrent::triton_linear_scan_backward", mutates_args=())
-def _backward(
-    dh: Tensor,
-    d_state: Tensor,
-    h: Tensor,
-    log_a: Tensor,
-    initial_state: Tensor | None,
-    token_kind: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    gradients = empty_like(h, log_a, d_state)
-    tensors = dh, log_a, h, initial_state, token_kind, d_state
-    launch_chains("linear_scan backward", _backward_kernel, TILINGS, tensors, gradients)
-    return gradients
+def forward(x, log_a, initial_state, token_kind):
+    tensors = x, log_a, initial_state, token_kind
+    return launch_chains("linear_scan", _forward_kernel, TILINGS, tensors, new_outputs(x))
 
 
-@_backward.register_fake
-def _(dh, d_state, h, log_a, initial_state, token_kind):
-    return empty_like(h, log_a, d_state)
+def backward(x, log_a, initial_state, token_kind, h, dh, d_final):
+    tensors = dh, log_a, h, initial_state, token_kind, d_final
+    gradients = like(h), like(log_a), like(d_final)
+    found = launch_chains("linear_scan backward", _backward_kernel, TILINGS, tensors, gradients)
+    return *found, None
 
 
-register_gradient(_forward, _backward, without=(0,))
+kernels = operation(
+    Operation(
+        "linear_scan",
+        forward,
+        results,
+        backward,
+        gradients,
+        dimensions=("b t d", "b t d", "b d", "b t"),
+        result_dimensions=("b t d", "b d"),
+        keeps_output=True,
+        without=("x",),
+    )
+)

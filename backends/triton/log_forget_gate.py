@@ -7,14 +7,13 @@ With a = log β and b = log(1 - β) + log σ(z) it is log(exp(a) + exp(b)), and 
 for which the backward needs only z, β and the gradient of log f.
 """
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from keras_recurrent.backends.torch._common import register_gradient
-from keras_recurrent.backends.triton._common import contiguous, on_device_of, refusal
+from keras_recurrent.backends.triton._framework import cast, operation, refusal_of_token_wise, run
+from keras_recurrent.backends.triton._launch import Array, Launch, dtype_name, like
 from keras_recurrent.backends.triton._math import exp, log1p, reciprocal, sigmoid
+from keras_recurrent.backends.triton._operation import Operation
 from keras_recurrent.backends.triton._token_wise import Tile, num_rows
 
 _TILE_SIZE = 2048  # elements; of a tensor of 16 bits, a thread loads two vectors of 16 bytes
@@ -24,7 +23,7 @@ _FORWARD_PROGRAMS = 8
 
 def unsupported(logits, lower_bound=None) -> str | None:
     """Why this implementation refuses these arguments; None if it accepts them."""
-    return refusal(logits, lower_bound)
+    return refusal_of_token_wise(logits, lower_bound)
 
 
 def log_forget_gate(logits, lower_bound=None):
@@ -32,7 +31,7 @@ def log_forget_gate(logits, lower_bound=None):
 
     Returns [..., D] in float32.
     """
-    return _forward(logits, lower_bound)
+    return kernels(logits, lower_bound)
 
 
 def _tile(width):
@@ -139,16 +138,32 @@ def _backward_kernel(
         tl.store(line + D, tl.sum(d_above, 0)[None, :], d < D)
 
 
-@torch.library.custom_op("keras_recurrent::triton_log_forget_gate", mutates_args=())
-def _forward(logits: Tensor, lower_bound: Tensor | None) -> Tensor:
+def results(logits, lower_bound):
+    return (like(logits).with_dtype("float32"),)
+
+
+def gradients(logits, lower_bound, log_f, d_log_f):
+    return like(logits), None if lower_bound is None else like(lower_bound)
+
+
+def forward(logits, lower_bound):
     tile, rows, blocks = _sizes(logits)
-    log_f = logits.new_empty(logits.shape, dtype=torch.float32)
     programs = min(tile.tiles(rows), _FORWARD_PROGRAMS * tile.programs(rows, blocks))
-    with on_device_of(logits):
-        _forward_kernel[(programs * blocks,)](
-            *contiguous(logits, lower_bound), log_f, rows, D=logits.shape[-1], **tile._asdict()
-        )
-    return log_f
+    log_f = like(logits).with_dtype("float32")
+    tensors, options = (logits, lower_bound), {"D": logits.shape[-1], **tile._asdict()}
+    return run(Launch(_forward_kernel, programs * blocks, tensors, (log_f,), (rows,), options))
+
+
+def backward(logits, lower_bound, log_f, d_log_f):
+    tile, rows, blocks = _sizes(logits)
+    programs = tile.programs(rows, blocks)
+    sums = None if lower_bound is None else Array((programs, *lower_bound.shape), "float32")
+    outputs = like(logits), sums
+    tensors, options = (d_log_f, logits, lower_bound), {"D": logits.shape[-1], **tile._asdict()}
+    d_logits, d_bound = run(
+        Launch(_backward_kernel, programs * blocks, tensors, outputs, (rows,), options)
+    )
+    return d_logits, None if lower_bound is None else cast(d_bound.sum(0), dtype_name(lower_bound))
 
 
 def _sizes(logits):
@@ -157,38 +172,4 @@ def _sizes(logits):
     return tile, num_rows(logits), triton.cdiv(logits.shape[-1], tile.BLOCK_D)
 
 
-@_forward.register_fake
-def _(logits, lower_bound):
-    return logits.new_empty(logits.shape, dtype=torch.float32)
-
-
-@torch.library.custom_op("keras_recurrent::triton_log_forget_gate_backward", mutates_args=())
-def _backward(d_log_f: Tensor, logits: Tensor, lower_bound: Tensor | None) -> tuple[Tensor, Tensor]:
-    width = logits.shape[-1]
-    tile, rows, blocks = _sizes(logits)
-    programs = tile.programs(rows, blocks)
-    d_logits = logits.new_empty(logits.shape)
-    d_bound = logits.new_empty((programs, *_bound_shape(lower_bound)), dtype=torch.float32)
-    with on_device_of(logits):
-        _backward_kernel[(programs * blocks,)](
-            *contiguous(d_log_f, logits, lower_bound),
-            d_logits,
-            d_bound,
-            rows,
-            D=width,
-            **tile._asdict(),
-        )
-    return d_logits, d_bound.sum(0).to(logits.dtype if lower_bound is None else lower_bound.dtype)
-
-
-def _bound_shape(lower_bound):
-    return (0,) if lower_bound is None else lower_bound.shape
-
-
-@_backward.register_fake
-def _(d_log_f, logits, lower_bound):
-    like = logits if lower_bound is None else lower_bound
-    return logits.new_empty(logits.shape), like.new_empty(_bound_shape(lower_bound))
-
-
-register_gradient(_forward, _backward, keep_output=False, token_kinds=False)
+kernels = operation(Operation("log_forget_gate", forward, results, backward, gradients))

@@ -13,13 +13,10 @@ with the state c_t = a_t g_t, g_t = dh_t + c_{t+1}:
 The derivative of the square root, 1 / (2 s), is held below MAX_SQRT_GRADIENT.
 """
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from keras_recurrent.backends.constants import DECAY_EXPONENT, MAX_SQRT_GRADIENT
-from keras_recurrent.backends.torch._common import register_gradient
 from keras_recurrent.backends.triton._chain import (
     launch_chains,
     load_previous_output,
@@ -28,9 +25,12 @@ from keras_recurrent.backends.triton._chain import (
     states_before_groups,
     states_before_next_groups,
 )
-from keras_recurrent.backends.triton._common import ChainTilings, Tiling, empty_like, refusal
+from keras_recurrent.backends.triton._common import ChainTilings, Tiling
+from keras_recurrent.backends.triton._framework import cast, operation, refusal
+from keras_recurrent.backends.triton._launch import dtype_name, like
 from keras_recurrent.backends.triton._math import decay as decay_of
 from keras_recurrent.backends.triton._math import sigmoid, softplus
+from keras_recurrent.backends.triton._operation import Operation
 from keras_recurrent.backends.triton._tokens import GOES_ON, PADDING, STARTS, by_kind, read_kind
 
 _C = tl.constexpr(DECAY_EXPONENT)
@@ -60,7 +60,7 @@ def rg_lru(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None):
 
     Returns ([B, T, D] in x's dtype, [B, D] in float32).
     """
-    return _forward(x, gate_a, gate_x, a_logit, initial_state, token_kind)
+    return kernels(x, gate_a, gate_x, a_logit, initial_state, token_kind)
 
 
 @triton.jit
@@ -234,50 +234,37 @@ def _backward_kernel(
     tl.store(d_logit + line, not_a * _C * tl.sum(d_strongest, 0), d < D)
 
 
-@torch.library.custom_op("keras_recurrent::triton_rg_lru", mutates_args=())
-def _forward(
-    x: Tensor,
-    gate_a: Tensor,
-    gate_x: Tensor,
-    a_logit: Tensor,
-    initial_state: Tensor | None,
-    token_kind: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    outputs = new_outputs(x)
-    tensors = x, gate_a, gate_x, a_logit, initial_state, token_kind
-    launch_chains("rg_lru", _forward_kernel, TILINGS, tensors, outputs)
-    return outputs
-
-
-@_forward.register_fake
-def _(x, gate_a, gate_x, a_logit, initial_state, token_kind):
+def results(x, gate_a, gate_x, a_logit, initial_state, token_kind):
     return new_outputs(x)
 
 
-@torch.library.custom_op("keras_recurrent::triton_rg_lru_backward", mutates_args=())
-def _backward(
-    dh: Tensor,
-    d_state: Tensor,
-    h: Tensor,
-    x: Tensor,
-    gate_a: Tensor,
-    gate_x: Tensor,
-    a_logit: Tensor,
-    initial_state: Tensor | None,
-    token_kind: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    gradients = empty_like(x, gate_a, gate_x, d_state)
-    tensors = dh, x, gate_a, gate_x, a_logit, h, initial_state, token_kind, d_state
-    d_logit = launch_chains(
+def gradients(x, gate_a, gate_x, a_logit, initial_state, token_kind, h, dh, d_final):
+    return like(x), like(gate_a), like(gate_x), like(a_logit), like(d_final), None
+
+
+def forward(x, gate_a, gate_x, a_logit, initial_state, token_kind):
+    tensors = x, gate_a, gate_x, a_logit, initial_state, token_kind
+    return launch_chains("rg_lru", _forward_kernel, TILINGS, tensors, new_outputs(x))
+
+
+def backward(x, gate_a, gate_x, a_logit, initial_state, token_kind, h, dh, d_final):
+    tensors = dh, x, gate_a, gate_x, a_logit, h, initial_state, token_kind, d_final
+    gradients = like(x), like(gate_a), like(gate_x), like(d_final)
+    *d_tensors, d_initial, d_logit = launch_chains(
         "rg_lru backward", _backward_kernel, TILINGS, tensors, gradients, channel_sums=True
     )
-    dx, d_gate_a, d_gate_x, d_initial = gradients
-    return dx, d_gate_a, d_gate_x, d_logit.to(a_logit.dtype), d_initial
+    return *d_tensors, cast(d_logit, dtype_name(a_logit)), d_initial, None
 
 
-@_backward.register_fake
-def _(dh, d_state, h, x, gate_a, gate_x, a_logit, initial_state, token_kind):
-    return empty_like(x, gate_a, gate_x, a_logit, d_state)
-
-
-register_gradient(_forward, _backward)
+kernels = operation(
+    Operation(
+        "rg_lru",
+        forward,
+        results,
+        backward,
+        gradients,
+        dimensions=("b t d", "b t d", "b t d", "d", "b d", "b t"),
+        result_dimensions=("b t d", "b d"),
+        keeps_output=True,
+    )
+)

@@ -5,13 +5,12 @@ Forward and backward read and write each row once. The backward computes r again
     dx = r (dy scale - x r mean(dy scale x r)),  dscale = Σ dy x r
 """
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from keras_recurrent.backends.torch._common import register_gradient
-from keras_recurrent.backends.triton._common import contiguous, on_device_of, refusal
+from keras_recurrent.backends.triton._framework import cast, operation, refusal_of_token_wise, run
+from keras_recurrent.backends.triton._launch import Array, Launch, dtype_name, like
+from keras_recurrent.backends.triton._operation import Operation
 from keras_recurrent.backends.triton._token_wise import Tile, num_rows
 
 _MAX_WIDTH = 16384  # the registers of one program hold a row
@@ -22,12 +21,12 @@ def unsupported(x, scale=None, epsilon=0.0) -> str | None:
     """Why this implementation refuses these arguments; None if it accepts them."""
     if x.shape[-1] > _MAX_WIDTH:
         return f"holds rows of up to {_MAX_WIDTH} channels, got {x.shape[-1]}"
-    return refusal(x, scale)
+    return refusal_of_token_wise(x, scale)
 
 
 def rms_norm(x, scale=None, epsilon=0.0):
     """x: [..., D]; scale: [D] or None. Returns [..., D] in x's dtype."""
-    return _forward(x, scale, float(epsilon))
+    return kernels(x, scale, epsilon=float(epsilon))
 
 
 def _tile(width):
@@ -111,46 +110,35 @@ def _backward_kernel(
         tl.store(d_scale + program.to(tl.int64) * D + d, total, d < D)
 
 
-@torch.library.custom_op("keras_recurrent::triton_rms_norm", mutates_args=())
-def _forward(x: Tensor, scale: Tensor | None, epsilon: float) -> Tensor:
-    tile, rows = _tile(x.shape[-1]), num_rows(x)
-    y = x.new_empty(x.shape)
-    with on_device_of(x):
-        _forward_kernel[(tile.tiles(rows),)](
-            *contiguous(x, scale), y, rows, epsilon, D=x.shape[-1], **tile._asdict()
-        )
-    return y
+def results(x, scale, *, epsilon: float):
+    return (like(x),)
 
 
-@_forward.register_fake
-def _(x, scale, epsilon):
-    return x.new_empty(x.shape)
+def gradients(x, scale, y, dy, *, epsilon: float):
+    return like(x), None if scale is None else like(scale)
 
 
-@torch.library.custom_op("keras_recurrent::triton_rms_norm_backward", mutates_args=())
-def _backward(dy: Tensor, x: Tensor, scale: Tensor | None, epsilon: float) -> tuple[Tensor, Tensor]:
+def forward(x, scale, *, epsilon: float):
+    width = x.shape[-1]
+    tile, rows = _tile(width), num_rows(x)
+    options = {"D": width, **tile._asdict()}
+    return run(
+        Launch(_forward_kernel, tile.tiles(rows), (x, scale), (like(x),), (rows, epsilon), options)
+    )
+
+
+def backward(x, scale, y, dy, *, epsilon: float):
     width = x.shape[-1]
     tile, rows = _tile(width), num_rows(x)
     programs = tile.programs(rows)
-    dx = x.new_empty(x.shape)
-    d_scale = x.new_empty((programs, 0 if scale is None else width), dtype=torch.float32)
-    with on_device_of(x):
-        _backward_kernel[(programs,)](
-            *contiguous(dy, x, scale),
-            dx,
-            d_scale,
-            rows,
-            epsilon,
-            D=width,
-            STAGES=_stages(tile),
-            **tile._asdict(),
+    sums = None if scale is None else Array((programs, width), "float32")
+    options = {"D": width, "STAGES": _stages(tile), **tile._asdict()}
+    dx, d_scale = run(
+        Launch(
+            _backward_kernel, programs, (dy, x, scale), (like(x), sums), (rows, epsilon), options
         )
-    return dx, d_scale.sum(0).to(x.dtype if scale is None else scale.dtype)
+    )
+    return dx, None if scale is None else cast(d_scale.sum(0), dtype_name(scale))
 
 
-@_backward.register_fake
-def _(dy, x, scale, epsilon):
-    return x.new_empty(x.shape), x.new_empty(0) if scale is None else scale.new_empty(scale.shape)
-
-
-register_gradient(_forward, _backward, keep_output=False, token_kinds=False, options=1)
+kernels = operation(Operation("rms_norm", forward, results, backward, gradients))

@@ -7,14 +7,13 @@ each row from the forward, and computes each tile on its own:
     dlogits_v = (exp(logits_v - largest) / sum - [v = token]) dloss
 """
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from keras_recurrent.backends.torch._common import register_gradient
-from keras_recurrent.backends.triton._common import contiguous, on_device_of, refusal
+from keras_recurrent.backends.triton._framework import operation, refusal_of_token_wise, run
+from keras_recurrent.backends.triton._launch import Array, Launch, like
 from keras_recurrent.backends.triton._math import exp
+from keras_recurrent.backends.triton._operation import Operation
 from keras_recurrent.backends.triton._token_wise import num_rows
 
 _LANE_SIZE = 8  # logits, a vector of 16 bytes where they have 16 bits
@@ -24,7 +23,7 @@ _STAGES = 3  # tiles that are loaded ahead into shared memory
 
 def unsupported(logits, tokens) -> str | None:
     """Why this implementation refuses these arguments; None if it accepts them."""
-    return refusal(logits, tokens)
+    return refusal_of_token_wise(logits, tokens)
 
 
 def token_crossentropy(logits, tokens):
@@ -32,7 +31,7 @@ def token_crossentropy(logits, tokens):
 
     Returns [...] in float32; NaN for a token not in 0..V-1.
     """
-    return _forward(logits, tokens)[0]
+    return kernels(logits, tokens)[0]
 
 
 def _tile(vocabulary, tile_size):
@@ -113,51 +112,28 @@ def _backward_kernel(
     tl.store(d_logits + row * V + v, (softmax - is_token) * d_loss, v < V)
 
 
-@torch.library.custom_op("keras_recurrent::triton_token_crossentropy", mutates_args=())
-def _forward(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the losses, and of each row the largest logit and the sum of exp(logit - largest)."""
-    results = _new_results(logits, tokens)
-    vocabulary = logits.shape[-1]
-    with on_device_of(logits):
-        _forward_kernel[(num_rows(logits),)](
-            *contiguous(logits, tokens),
-            *results,
-            V=vocabulary,
-            LANE_SIZE=_LANE_SIZE,
-            STAGES=_STAGES,
-            **_tile(vocabulary, _TILE_SIZE),
-        )
-    return results
+def results(logits, tokens):
+    """The losses, and of each row the largest logit and the sum of exp(logit - largest)."""
+    return (Array(tuple(tokens.shape), "float32"),) * 3
 
 
-@_forward.register_fake
-def _(logits, tokens):
-    return _new_results(logits, tokens)
+def gradients(logits, tokens, losses, largest, total, d_losses):
+    return like(logits), None
 
 
-def _new_results(logits, tokens):
-    losses, largest, total = (logits.new_empty(tokens.shape, dtype=torch.float32) for _ in range(3))
-    return losses, largest, total
+def forward(logits, tokens):
+    options = {"V": logits.shape[-1], "LANE_SIZE": _LANE_SIZE, "STAGES": _STAGES}
+    options |= _tile(logits.shape[-1], _TILE_SIZE)
+    outputs = results(logits, tokens)
+    return run(Launch(_forward_kernel, num_rows(logits), (logits, tokens), outputs, (), options))
 
 
-@torch.library.custom_op("keras_recurrent::triton_token_crossentropy_backward", mutates_args=())
-def _backward(
-    d_losses: Tensor, largest: Tensor, total: Tensor, logits: Tensor, tokens: Tensor
-) -> Tensor:
-    d_logits = logits.new_empty(logits.shape)
+def backward(logits, tokens, losses, largest, total, d_losses):
     vocabulary = logits.shape[-1]
     tile = _tile(vocabulary, _BACKWARD_TILE_SIZE)
     programs = num_rows(logits) * triton.cdiv(vocabulary, tile["BLOCK"])
-    with on_device_of(logits):
-        _backward_kernel[(programs,)](
-            *contiguous(d_losses, largest, total, logits, tokens), d_logits, V=vocabulary, **tile
-        )
-    return d_logits
+    tensors, options = (d_losses, largest, total, logits, tokens), {"V": vocabulary, **tile}
+    return *run(Launch(_backward_kernel, programs, tensors, (like(logits),), (), options)), None
 
 
-@_backward.register_fake
-def _(d_losses, largest, total, logits, tokens):
-    return logits.new_empty(logits.shape)
-
-
-register_gradient(_forward, _backward, keep_output=False, sums=2)
+kernels = operation(Operation("token_crossentropy", forward, results, backward, gradients, kept=2))

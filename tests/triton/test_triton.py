@@ -104,7 +104,7 @@ def test_what_is_refused(operation, monkeypatch):
     for dtype in ("float16", "bfloat16", "float32"):
         assert unsupported(**arguments(operation, 5, dtype)) is None
     assert "float64" in unsupported(**arguments(operation, 5, "float64"))
-    monkeypatch.setattr("keras_recurrent.backends.triton._common.INTERPRETED", False)
+    monkeypatch.setattr("keras_recurrent.backends.triton._torch.INTERPRETED", False)
     tensors = {n: t.cpu() for n, t in arguments(operation, 5).items()}
     assert "needs CUDA tensors, got one on cpu" in unsupported(**tensors)
 
@@ -265,7 +265,7 @@ def test_what_is_refused_without_a_state(operation, monkeypatch):
         assert unsupported(**tensors) is None
     _, tensors = without_a_state(operation, token_wise.Case((5, 4), "float64"))
     assert "float64" in unsupported(**tensors)
-    monkeypatch.setattr("keras_recurrent.backends.triton._common.INTERPRETED", False)
+    monkeypatch.setattr("keras_recurrent.backends.triton._torch.INTERPRETED", False)
     _, tensors = without_a_state(operation, token_wise.Case((5, 4)))
     assert "needs CUDA tensors" in unsupported(**{n: t.cpu() for n, t in tensors.items()})
 

@@ -1,0 +1,49 @@
+"""The NVIDIA GPU that JAX lowers for, and the part of its CUDA plugin that launches kernels."""
+
+import functools
+import importlib
+import os
+
+LOWEST = 80  # compute capability 8.0: products of bfloat16
+OVERRIDE = "KERAS_RECURRENT_CUDA_CAPABILITY"
+_NAMES = (  # all that is read of the plugin
+    "TritonKernel",
+    "TritonKernelCall",
+    "create_array_parameter",
+    "create_scalar_parameter",
+    "get_compute_capability",
+)
+
+
+def unavailable() -> str | None:
+    """Why launches cannot be put into programs of the installed JAX; None if they can."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return None  # they are called back from programs for the CPU
+    missing = [name for name in _NAMES if not hasattr(plugin(), name)]
+    if len(missing) == len(_NAMES):
+        return 'JAX has no CUDA plugin; `pip install "keras-recurrent[jax-cuda]"` installs it'
+    return f"JAX's CUDA plugin has no `{missing[0]}`" if missing else None
+
+
+def plugin():
+    """The part of JAX's CUDA plugin that launches Triton's kernels; it is private to JAX."""
+    return importlib.import_module("jaxlib.gpu_triton")
+
+
+@functools.cache
+def capability():
+    """The compute capability to compile for, 90 for 9.0: the variable's, that of GPU 0, or 80.
+
+    80 is for machines without a GPU. What is compiled for it runs on later GPUs, too.
+    """
+    given = os.environ.get(OVERRIDE)
+    if given:
+        return int(given)
+    try:
+        return plugin().get_compute_capability(0)
+    except Exception:
+        return LOWEST
+
+
+def suffices():
+    return capability() >= LOWEST

@@ -1,0 +1,139 @@
+"""Kernels on the shards of a mesh, and under `jax.vmap`, by the names of their dimensions.
+
+XLA can neither partition nor batch a kernel. Of the names of a tensor's dimensions, such as
+"b t d", `b` is the batch; another one, the channels or the heads, may be split or joined, too. All
+other dimensions stay whole.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+
+def over(mesh):
+    """A context in which each kernel runs on every shard of a `jax.sharding.Mesh`."""
+    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+
+
+def per_shard(kernel, arguments, results, channels="d"):
+    """`kernel`, run on every shard by itself where a mesh is set (see `over`).
+
+    JAX's `custom_partitioning` does not reach the compiler for TPU (jax issue 38196), so the mesh
+    has to be known. Its first axis splits the batch, as in `keras.distribution`; all other axes
+    together split the channels or the heads. A dimension that its axes do not divide stays whole.
+    A result that lacks a dimension which is split, such as the gradient of a weight, is summed
+    over the shards.
+
+    Args:
+        kernel: a function of tensors, some of them None, that returns a tuple of tensors.
+        arguments: the names of each tensor's dimensions.
+        results: the same for each result.
+        channels: the name of the dimension, other than `b`, that may be split.
+    """
+
+    def call(*tensors):
+        mesh = jax.sharding.get_abstract_mesh()
+        free = [name for name in mesh.axis_names if name not in mesh.manual_axes]
+        if not free:
+            return kernel(*tensors)
+        sizes = {}
+        for names, tensor in zip(arguments, tensors, strict=True):
+            if tensor is not None:
+                sizes |= zip(names.split(), tensor.shape, strict=True)
+        split = {
+            name: axes
+            for name, axes in (("b", free[:1]), (channels, free[1:]))
+            if axes and sizes[name] % _count(mesh, axes) == 0
+        }
+
+        def spec(names):
+            return jax.P(*(tuple(split.get(name, ())) or None for name in names.split()))
+
+        given = [i for i, tensor in enumerate(tensors) if tensor is not None]
+
+        def local(*shards):
+            found = dict(zip(given, shards, strict=True))
+            outputs = kernel(*map(found.get, range(len(arguments))))
+            return tuple(map(total, results, outputs))
+
+        def total(names, output):
+            missing = [axis for of in split.keys() - names.split() for axis in split[of]]
+            return jax.lax.psum(output, missing) if missing else output
+
+        on_shards = jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=tuple(spec(arguments[i]) for i in given),
+            out_specs=tuple(map(spec, results)),
+            axis_names=set(free),
+            check_vma=False,
+        )
+        return on_shards(*(tensors[i] for i in given))
+
+    return call
+
+
+def _count(mesh, axes):
+    count = 1
+    for name in axes:
+        count *= mesh.shape[name]
+    return count
+
+
+def under_vmap(kernel, arguments, results, channels="d"):
+    """`kernel`, run once for all members of an axis that `jax.vmap` maps, where that can be.
+
+    The axis becomes a part of the batch where all tensors that are mapped and all results have
+    one, else a part of the channels or heads where those have these, as with several seeds of a
+    model side by side. Otherwise the kernel runs for one member after another.
+
+    Args: those of `per_shard`.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def call(*tensors):
+        return kernel(*tensors)
+
+    @call.def_vmap
+    def _(size, mapped, *tensors):
+        mapped = [bool(jax.tree.leaves(m)) and m for m in mapped]
+        for name in ("b", channels):
+            of_mapped = (names for names, m in zip(arguments, mapped, strict=True) if m)
+            if all(name in names.split() for names in (*of_mapped, *results)):
+                joined = functools.partial(_joined, name, size)
+                given = map(joined, arguments, tensors, mapped)
+                found = call(*given)
+                found = map(functools.partial(_separated, name, size), results, found)
+                return tuple(found), (True,) * len(results)
+        moving = [x for x, m in zip(tensors, mapped, strict=True) if m]
+
+        def one(members):
+            members = iter(members)
+            given = (next(members) if m else x for x, m in zip(tensors, mapped, strict=True))
+            return call(*given)
+
+        return jax.lax.map(one, moving), (True,) * len(results)
+
+    return call
+
+
+def _joined(name, size, names, tensor, is_mapped):
+    """A tensor whose mapped axis, the first, is a part of the dimension `name`, if it has one."""
+    if tensor is None or name not in names.split():
+        return tensor
+    axis = names.split().index(name)
+    if is_mapped:
+        tensor = jnp.moveaxis(tensor, 0, axis)
+    else:
+        tensor = jnp.broadcast_to(
+            jnp.expand_dims(tensor, axis), (*tensor.shape[:axis], size, *tensor.shape[axis:])
+        )
+    return tensor.reshape(*tensor.shape[:axis], -1, *tensor.shape[axis + 2 :])
+
+
+def _separated(name, size, names, tensor):
+    """The inverse of `_joined`."""
+    axis = names.split().index(name)
+    shape = *tensor.shape[:axis], size, -1, *tensor.shape[axis + 1 :]
+    return jnp.moveaxis(tensor.reshape(shape), axis, 0)

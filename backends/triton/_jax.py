@@ -1,0 +1,267 @@
+"""Launches in programs of JAX, by the custom call `triton_kernel_call` that its CUDA plugin brings.
+
+A kernel is compiled by Triton to PTX when a program is lowered, for the GPU at hand, and by JAX's
+own assembler when the program first runs. Where Triton's interpreter is on, launches run in NumPy
+on the host, called back from programs for the CPU.
+
+JAX's plugin calls the module used here private. `jax-triton` does the same by names that are
+public, and needs JAX 0.11.
+"""
+
+import functools
+import importlib
+import zlib
+
+import jax
+import jax.numpy as jnp
+import triton
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+from triton.backends.compiler import GPUTarget
+
+from keras_recurrent.backends.jax import _gpu, _shards
+from keras_recurrent.backends.triton._common import INTERPRETED
+
+zeros_like = jnp.zeros_like
+_TYPES = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+    "int32": "i32",
+    "int64": "i64",
+    "int8": "i8",
+}
+_PTX_VERSION = 86  # what the oldest assembler understands that JAX takes (CUDA 12.6)
+_ALIGNED = ("tt.divisibility", 16)  # bytes of an address, or a number's factor
+
+
+def refusal(*tensors):
+    """Why no kernel takes tensors of these shapes and dtypes; None if they do."""
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if not all(isinstance(size, int) for size in tensor.shape):
+            return f"needs sizes that are known when a program is traced, got {tensor.shape}"
+        if 0 in tensor.shape:
+            return f"needs tensors that are not empty, got {tensor.shape}"
+        if tensor.dtype == jnp.float64:
+            return "computes in float32, got a float64 tensor"
+        if tensor.dtype.name not in _TYPES:
+            return f"takes no {tensor.dtype.name}"
+    return None
+
+
+def refusal_of_token_wise(*tensors):
+    return "XLA joins this operation with what stands around it"
+
+
+def cast(x, dtype):
+    return x.astype(dtype)
+
+
+def places_of_numbers(rows, count, behind=False):
+    """As `_torch.places_of_numbers`."""
+    find = functools.partial(jnp.searchsorted, v=jnp.arange(count), side=("left", "right")[behind])
+    return jax.vmap(find)(rows).astype(jnp.int32)
+
+
+def run(launch):
+    """The arrays that a launch writes, in the program that is being traced."""
+    given = [x for x in launch.inputs if x is not None]
+    static = launch._replace(
+        inputs=tuple(x is not None for x in launch.inputs),
+        options=tuple(sorted(launch.options.items())),
+    )
+    found = iter(_launch.bind(*given, launch=static))
+    return tuple(None if array is None else next(found) for array in launch.outputs)
+
+
+_launch = Primitive("keras_recurrent_triton")
+_launch.multiple_results = True
+
+
+def _written(launch):
+    return [array for array in launch.outputs if array is not None]
+
+
+@_launch.def_abstract_eval
+def _(*_, launch):
+    return [jax.core.ShapedArray(a.shape, jnp.dtype(a.dtype)) for a in _written(launch)]
+
+
+def _one_after_another(arrays, axes, *, launch):
+    """A launch for each member of an axis that `jax.vmap` maps."""
+    arrays = [x if a is None else jnp.moveaxis(x, a, 0) for x, a in zip(arrays, axes, strict=True)]
+
+    def one(mapped):
+        mapped = iter(mapped)
+        return _launch.bind(
+            *(x if a is None else next(mapped) for x, a in zip(arrays, axes, strict=True)),
+            launch=launch,
+        )
+
+    mapped = [x for x, a in zip(arrays, axes, strict=True) if a is not None]
+    return jax.lax.map(one, mapped), [0] * len(_written(launch))
+
+
+batching.primitive_batchers[_launch] = _one_after_another
+
+
+def _lower(ctx, *operands, launch):
+    compiled, arguments = compile_launch(
+        launch, ctx.avals_in, GPUTarget("cuda", _gpu.capability(), 32)
+    )
+    gpu = _gpu.plugin()
+    parameters = []
+    for kind, value in arguments:
+        if kind == "array":
+            parameters.append(gpu.create_array_parameter(value, _ALIGNED[1]))
+        else:
+            parameters.append(gpu.create_scalar_parameter(value, kind))
+    metadata = compiled.metadata
+    kernel = gpu.TritonKernel(
+        metadata.name,
+        metadata.num_warps,
+        metadata.num_ctas,
+        metadata.shared,
+        compiled.asm["ptx"],
+        "",
+        metadata.target.arch,
+    )
+    call = gpu.TritonKernelCall(kernel, launch.programs, 1, 1, parameters)
+    lowering = jax.ffi.ffi_lowering(
+        "triton_kernel_call",
+        api_version=2,
+        backend_config=zlib.compress(call.to_proto(metadata.name, b"")),
+    )
+    return lowering(ctx, *operands)
+
+
+def compile_launch(launch, inputs, target):
+    """A launch's kernel, compiled, and its arguments as pairs of a type and a value.
+
+    The value of an array, whose type is "array", is how many bytes of it to set to zero first.
+    inputs: shapes and dtypes of the arrays that are given, in their order.
+    """
+    inputs = iter(inputs)
+    arrays = [(next(inputs).dtype.name, 0) if given else None for given in launch.inputs]
+    for array in launch.outputs:
+        arrays.append(None if array is None else (array.dtype, _bytes(array) * array.zeros))
+    options = dict(launch.options)
+    names = launch.kernel.arg_names
+    values = dict(zip(names, [*arrays, *launch.numbers], strict=False))
+    unspecialized = {p.name for p in launch.kernel.params if p.do_not_specialize}
+    signature, aligned, constants, arguments = {}, {}, {}, []
+    for i, name in enumerate(names):
+        value = values[name] if name in values else options.pop(name)
+        if isinstance(value, tuple):
+            dtype, zeroed = value
+            signature[name] = f"*{_TYPES[dtype]}"
+            aligned[(i,)] = [list(_ALIGNED)]
+            arguments.append(("array", zeroed))
+        elif name not in values or value is None or (value == 1 and name not in unspecialized):
+            signature[name] = "constexpr"
+            constants[(i,)] = value
+        else:
+            signature[name] = _type_of(value)
+            if isinstance(value, int) and value % 16 == 0 and name not in unspecialized:
+                aligned[(i,)] = [list(_ALIGNED)]
+            arguments.append((signature[name], value))
+    key = tuple(signature.items()), tuple(constants.items()), tuple(aligned), tuple(options.items())
+    return _compiled(launch.kernel, *key, target), arguments
+
+
+def _bytes(array):
+    return int(jnp.dtype(array.dtype).itemsize * functools.reduce(int.__mul__, array.shape, 1))
+
+
+def _type_of(number):
+    if isinstance(number, float):
+        return "fp32"
+    return "i32" if -(2**31) <= number < 2**31 else "i64"
+
+
+@functools.cache
+def _compiled(kernel, signature, constants, aligned, options, target):
+    source = triton.compiler.ASTSource(
+        kernel, dict(signature), dict(constants), {i: [list(_ALIGNED)] for i in aligned}
+    )
+    options = {name: value for name, value in options if value is not None}
+    compiled = triton.compile(
+        source, target=target, options={"ptx_version": _PTX_VERSION, **options}
+    )
+    if compiled.metadata.global_scratch_size:
+        raise NotImplementedError(f"`{kernel.__name__}` needs memory that JAX does not give it")
+    return compiled
+
+
+def _interpret(ctx, *operands, launch):
+    from keras_recurrent.backends.triton import _interpreter
+
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in _written(launch)]
+
+    def call(*arrays):
+        return jax.pure_callback(
+            functools.partial(_interpreter.run, launch), shapes, *arrays, vmap_method="sequential"
+        )
+
+    return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
+
+
+mlir.register_lowering(_launch, _lower, platform="cuda")
+if INTERPRETED:
+    mlir.register_lowering(_launch, _interpret, platform="cpu")
+
+
+def operation(definition):
+    """The function of an `Operation`'s tensors and options; None where XLA serves it as well."""
+    return definition.dimensions and _Kernels(definition)
+
+
+class _Kernels:
+    """The passes of an operation, and the differentiable function made of them.
+
+    `forward` and `backward` have the parameters of those in the file of the same name in
+    `backends/jax`.
+    """
+
+    def __init__(self, definition):
+        self.forward, self.backward = _passes(definition)
+        plain = importlib.import_module(f"keras_recurrent.backends.jax.{definition.name}")
+        self._run = plain.operation(self.forward, self.backward)
+
+    def __call__(self, *tensors, **options):
+        return self._run(*tensors, **options)
+
+
+def _passes(definition):
+    """The forward and the backward of an `Operation`, on shards and under `jax.vmap`."""
+    tensors, results = definition.dimensions, definition.result_dimensions
+    output = results[:1] if definition.keeps_output else (None,)
+
+    def distributed(function, arguments, results):
+        """function: of the arguments, some of them None; it returns arrays."""
+
+        def call(*arrays, **options):
+            run = functools.partial(function, **options)
+            channels = definition.channels
+            run = _shards.under_vmap(run, arguments, results, channels)
+            return _shards.per_shard(run, arguments, results, channels)(*arrays)
+
+        return call
+
+    def backward(*arguments, **options):
+        given = zip(definition.differentiable, arguments, strict=False)
+        present = [x is not None or name in definition.without for name, x in given]
+
+        def gradients(*arguments, **options):
+            found = definition.backward(*arguments, **options)
+            return tuple(d for d, p in zip(found, present, strict=False) if p)
+
+        of_present = [t for t, p in zip(tensors, present, strict=False) if p]
+        run = distributed(gradients, (*tensors, *output, *results), of_present)
+        found = iter(run(*arguments, **options))
+        found = [next(found) if p else None for p in present]
+        return *found, *[None] * (len(tensors) - len(found))
+
+    return distributed(definition.forward, tensors, results), backward

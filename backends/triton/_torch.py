@@ -1,0 +1,191 @@
+"""Launches on torch, and the custom operators made of them.
+
+An operation is a custom operator of torch with a custom operator for its gradients: one node for
+`torch.compile`, no graph breaks, and the same limits as `backends/torch`.
+"""
+
+import contextlib
+
+import torch
+import triton
+
+from keras_recurrent.backends.torch._autograd import register_autograd
+from keras_recurrent.backends.triton._common import INTERPRETED
+
+_LOWEST_CAPABILITY = (8, 0)  # of a GPU, for products of bfloat16
+_SCHEMA_TYPES = {float: "float", bool: "bool", int: "int", str | None: "str?", int | None: "int?"}
+
+
+def refusal(*tensors):
+    """Why no kernel takes these tensors, of which some may be None; None if they do."""
+    given = [t for t in tensors if t is not None]
+    for tensor in given:
+        if tensor.dtype == torch.float64:
+            return "computes in float32, got a float64 tensor"
+        if tensor.is_cuda:
+            capability = _capability(tensor.device)
+            if capability < _LOWEST_CAPABILITY:
+                return (
+                    "needs a GPU of compute capability 8.0 or later, "
+                    f"got one of {'.'.join(map(str, capability))}"
+                )
+        elif not (INTERPRETED and tensor.device.type == "cpu"):
+            return f"needs CUDA tensors, got one on {tensor.device}"
+    return None
+
+
+refusal_of_token_wise = refusal
+
+
+def _capability(device):
+    return torch.cuda.get_device_capability(device)
+
+
+def run(launch):
+    """Runs a kernel on the device of its inputs; returns what it writes."""
+    first = _first(launch.inputs)
+    outputs = tuple(None if array is None else new(array, first) for array in launch.outputs)
+    launch.kernel[(launch.programs,)](*launch.inputs, *outputs, *launch.numbers, **launch.options)
+    return outputs
+
+
+def new(array, like):
+    """A tensor for an `Array`, on the device of `like`."""
+    make = like.new_zeros if array.zeros else like.new_empty
+    return make(array.shape, dtype=getattr(torch, array.dtype))
+
+
+def cast(x, dtype):
+    """A contiguous copy that shares no memory: what an operator returns must not be a view."""
+    return x.to(getattr(torch, dtype), copy=True, memory_format=torch.contiguous_format)
+
+
+zeros_like = torch.zeros_like
+
+
+def places_of_numbers(rows, count, behind=False):
+    """Where 0, 1, ... would be in each row, whose numbers never fall: int32 [B, count].
+
+    Of several places for a number the first, or, if `behind`, the one behind those that have it.
+    """
+    numbers = torch.arange(count, device=rows.device, dtype=torch.int32)
+    numbers = numbers.expand(rows.shape[0], count).contiguous()
+    return torch.searchsorted(rows, numbers, right=behind, out_int32=True)
+
+
+def no_search() -> str | None:
+    """Why kernels cannot be timed here; None if they can."""
+    if INTERPRETED:
+        return "TRITON_INTERPRET=1 runs the Triton kernels in NumPy"
+    return None if torch.cuda.is_available() else "torch finds no NVIDIA GPU"
+
+
+def device_name(tensor):
+    """The kind of the tensor's device, as reports name it."""
+    device = tensor.device
+    return torch.cuda.get_device_name(device) if tensor.is_cuda else device.type
+
+
+def milliseconds(call, warmup, repetition):
+    """The median time of a call on the device, whose L2 cache is cleared before each call."""
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "`autotune` cannot time kernels while a CUDA graph is captured. Call the model once at "
+            "this batch size and length inside `autotune` before the capture."
+        )
+    return triton.testing.do_bench(call, warmup, repetition, return_mode="median")
+
+
+def operation(definition):
+    """The function of an `Operation`'s tensors and options, as a custom operator."""
+    tensors, options = definition.tensors, definition.options
+    with_gradient = len(definition.differentiable)
+    num_results = 1 if definition.dimensions is None else len(definition.result_dimensions)
+    name = f"keras_recurrent::triton_{definition.name}"
+
+    def by_operator(function, fake, name, names, count):
+        """The custom operator of a function that returns `count` arrays, and of its `Array`s."""
+
+        def arguments_of(arguments):
+            given = arguments[: len(names)]
+            return given, dict(zip(options, arguments[len(names) :], strict=True))
+
+        def call(*arguments):
+            given, chosen = arguments_of(arguments)
+            with on_device_of(_first(given)):
+                found = function(*contiguous(*given), **chosen)[:count]
+                return _results(found, lambda x: x, given)
+
+        def call_fake(*arguments):
+            given, chosen = arguments_of(arguments)
+            found = fake(*given, **chosen)[:count]
+            return _results(found, lambda array: new(array, _first(given)), given)
+
+        inputs = [f"Tensor? {n}" for n in names]
+        inputs += [f"{_SCHEMA_TYPES[kind]} {option}" for option, kind in options.items()]
+        results = "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
+        schema = f"({', '.join(inputs)}) -> {results}"
+        operator = torch.library.custom_op(name, call, mutates_args=(), schema=schema)
+        operator.register_fake(call_fake)
+        return operator
+
+    kept = [f"kept_{i}" for i in range(definition.kept)]
+    d_results = [f"d_result_{i}" for i in range(num_results)]
+    forward = by_operator(
+        definition.forward, definition.results, name, tensors, num_results + len(kept)
+    )
+    backward = by_operator(
+        definition.backward,
+        definition.gradients,
+        f"{name}_backward",
+        [*tensors, "output", *kept, *d_results],
+        with_gradient,
+    )
+
+    def save(ctx, inputs, output):
+        results = output if isinstance(output, tuple) else (output,)
+        only_for_backward = results[num_results:]
+        ctx.options = inputs[len(tensors) :]
+        ctx.mark_non_differentiable(*only_for_backward)
+        read = zip(tensors, inputs, strict=False)
+        ctx.save_for_backward(
+            *(None if name in definition.without else x for name, x in read),
+            results[0] if definition.keeps_output else None,
+            *only_for_backward,
+        )
+
+    def gradients(ctx, *d_results):
+        # Read once: inside a checkpoint, each access computes the forward pass again.
+        saved = ctx.saved_tensors
+        found = backward(*saved, *d_results[:num_results], *ctx.options)
+        found = (found,) if isinstance(found, torch.Tensor) else found
+        needed = ctx.needs_input_grad[:with_gradient]
+        given = (dx if need else None for need, dx in zip(needed, found, strict=True))
+        return *given, *[None] * (len(tensors) - with_gradient + len(options))
+
+    register_autograd(forward, gradients, save, backward)
+
+    def call(*tensors, **chosen):
+        return forward(*tensors, *(chosen[name] for name in options))
+
+    return call
+
+
+def _first(tensors):
+    return next(x for x in tensors if x is not None)
+
+
+def contiguous(*tensors):
+    """The tensors in the memory layout that kernels assume; None stays None."""
+    return [None if x is None else x.contiguous() for x in tensors]
+
+
+def on_device_of(tensor):
+    """A context in which Triton launches on the tensor's device, not on torch's current one."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+def _results(found, tensor, given):
+    """What an operator returns: an empty tensor stands for the gradient of an absent one."""
+    found = tuple(_first(given).new_empty(0) if x is None else tensor(x) for x in found)
+    return found if len(found) > 1 else found[0]
