@@ -4,9 +4,7 @@ A program calls an operation several times, each time on what the last one retur
 is left out and none waits for the host; programs queue up. So the time of a call is the GPU's.
 """
 
-import functools
 import json
-import math
 import os
 import statistics
 import sys
@@ -17,12 +15,10 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
 import jax.numpy as jnp
-import keras
 
 from keras_recurrent import dispatch
 
 CALLS = 4  # of a program
-IMPLEMENTATIONS = ("triton", "jax")
 
 
 def tensors(given, key):
@@ -43,8 +39,8 @@ def tensors(given, key):
     return arrays
 
 
-def repeated(call, chained):
-    """A program of several calls; each takes the last one's result in place of one argument."""
+def repeated(call, replaced):
+    """A program of several calls: results go where arguments were, {argument: result}."""
 
     def program(*arguments):
         results = []
@@ -52,7 +48,8 @@ def repeated(call, chained):
             result = call(*arguments)
             results.append(result)
             arguments = list(arguments)
-            arguments[chained] = jax.tree.leaves(result)[0].astype(arguments[chained].dtype)
+            for argument, number in replaced.items():
+                arguments[argument] = result[number].astype(arguments[argument].dtype)
         return results
 
     return jax.jit(program)
@@ -79,22 +76,21 @@ def measure(operation, implementation, arrays, tied, options, chained):
     def forward(*arrays):
         if tied:
             arrays = (arrays[0], None, *arrays[1:])
-        return kernel(*arrays, **options)[0]
+        return kernel(*arrays, **options)[:1]
 
     def both(d_output, *arrays):
-        _, pull_back = jax.vjp(forward, *arrays)
-        gradients = list(pull_back(d_output))
-        return [gradients.pop(chained), *gradients]
+        (output,), pull_back = jax.vjp(forward, *arrays)
+        return output, *pull_back((d_output,))
 
-    d_output = jnp.ones_like(jax.eval_shape(forward, *arrays))
+    d_output = jnp.ones_like(jax.eval_shape(forward, *arrays)[0])
     start = time.perf_counter()
     compiled = jax.jit(both).lower(d_output, *arrays).compile()
     jax.block_until_ready(compiled(d_output, *arrays))
     first = time.perf_counter() - start
     memory = compiled.memory_analysis()
     return {
-        "forward": milliseconds(repeated(forward, chained), arrays),
-        "both": milliseconds(repeated(both, 0), [d_output, *arrays]),
+        "forward": milliseconds(repeated(forward, {chained: 0}), arrays),
+        "both": milliseconds(repeated(both, {0: 1 + chained, 1 + chained: 0}), [d_output, *arrays]),
         "peak": (memory.temp_size_in_bytes + memory.output_size_in_bytes) / 2**20,
         "first": first,
     }
@@ -105,9 +101,16 @@ def main():
         work = json.loads(line)
         arrays = tensors(work.pop("tensors"), jax.random.key(0))
         figures = {}
-        for implementation in IMPLEMENTATIONS:
+        for implementation in work["implementations"]:
             try:
-                figures[implementation] = measure(work["operation"], implementation, arrays, work["tied"], work["options"], work["chained"])
+                figures[implementation] = measure(
+                    work["operation"],
+                    implementation,
+                    arrays,
+                    work["tied"],
+                    work["options"],
+                    work["chained"],
+                )
             except Exception as error:
                 figures[implementation] = {"error": f"{type(error).__name__}: {error}"[:300]}
         print(json.dumps(figures), flush=True)

@@ -76,47 +76,46 @@ def _with_own(functions):
 
 
 def _by_platform(functions, arguments):
-    if "cuda" in functions:
-        functions["cuda"] = _where_capable(functions["cuda"], functions["default"])
-    return jax.lax.platform_dependent(*arguments, **functions)
+    """What the function for the platform returns; {platform: function}, "default" for others.
+
+    `jax.lax.platform_dependent` would do for one platform. A program that is exported for several
+    has all of its branches lowered for each of them, which a kernel cannot be.
+    """
+    shapes = jax.eval_shape(functions["default"], *arguments)
+    branches = tuple((of, jax.make_jaxpr(f)(*arguments)) for of, f in functions.items())
+    found = _chosen.bind(*jax.tree.leaves(arguments), branches=branches)
+    return jax.tree.unflatten(jax.tree.structure(shapes), found)
 
 
-def _where_capable(kernel, plain):
-    """`kernel` where a program is lowered for a GPU that has what kernels need, else `plain`."""
-
-    def call(*arguments):
-        kernel_jaxpr, shapes = jax.make_jaxpr(kernel, return_shape=True)(*arguments)
-        plain_jaxpr = jax.make_jaxpr(plain)(*arguments)
-        found = _capable.bind(*jax.tree.leaves(arguments), kernel=kernel_jaxpr, plain=plain_jaxpr)
-        return jax.tree.unflatten(jax.tree.structure(shapes), found)
-
-    return call
+_chosen = Primitive("keras_recurrent_by_platform")
+_chosen.multiple_results = True
 
 
-_capable = Primitive("keras_recurrent_where_capable")
-_capable.multiple_results = True
+@_chosen.def_abstract_eval
+def _(*_, branches):
+    return dict(branches)["default"].out_avals
 
 
-@_capable.def_abstract_eval
-def _(*_, kernel, plain):
-    return kernel.out_avals
-
-
-def _batched(arrays, axes, *, kernel, plain):
-    kernel, plain = (jax.vmap(jaxpr_as_fun(of), tuple(axes)) for of in (kernel, plain))
-    found = _where_capable(kernel, plain)(*arrays)
+def _batched(arrays, axes, *, branches):
+    functions = {of: jax.vmap(jaxpr_as_fun(jaxpr), tuple(axes)) for of, jaxpr in branches}
+    found = _by_platform(functions, arrays)
     return found, [0] * len(found)
 
 
-batching.primitive_batchers[_capable] = _batched
+batching.primitive_batchers[_chosen] = _batched
 
 
-def _lower(ctx, *operands, kernel, plain):
-    chosen = kernel if _gpu.suffices() else plain
+def _lower(platform, ctx, *operands, branches):
+    branches = dict(branches)
+    if platform == "cuda" and not _gpu.suffices():
+        platform = "default"
+    chosen = branches.get(platform, branches["default"])
     return mlir.lower_fun(jaxpr_as_fun(chosen), multiple_results=True)(ctx, *operands)
 
 
-mlir.register_lowering(_capable, _lower)
+mlir.register_lowering(_chosen, functools.partial(_lower, "default"))
+for _platform in PLATFORMS.values():
+    mlir.register_lowering(_chosen, functools.partial(_lower, _platform), platform=_platform)
 
 
 def elsewhere(arguments, platform):

@@ -1,6 +1,10 @@
 """Launches in Triton's interpreter, on NumPy arrays: slow, and meant for tests."""
 
+import threading
+
 import numpy as np
+
+_lock = threading.Lock()  # the interpreter keeps the program's number for the whole process
 
 
 class _Pointer:
@@ -44,7 +48,8 @@ def run(launch, *arrays):
     inputs = [np.ascontiguousarray(next(arrays)) if given else None for given in launch.inputs]
     outputs = [None if a is None else np.zeros(a.shape, _dtype(a.dtype)) for a in launch.outputs]
     tensors = [None if x is None else _Pointer(x) for x in (*inputs, *outputs)]
-    launch.kernel[(launch.programs,)](*tensors, *launch.numbers, **dict(launch.options))
+    with _lock:
+        launch.kernel[(launch.programs,)](*tensors, *launch.numbers, **dict(launch.options))
     return tuple(x for x in outputs if x is not None)
 
 

@@ -76,7 +76,8 @@ def run(launch):
     return tuple(None if array is None else next(found) for array in launch.outputs)
 
 
-_launch = Primitive("keras_recurrent_triton")
+NAME = "keras_recurrent_triton"  # of a launch, in a program
+_launch = Primitive(NAME)
 _launch.multiple_results = True
 
 

@@ -24,7 +24,7 @@ def forward(q, k, v, of_queries, of_keys, **options):
     results = [names for names, array in zip(_KEPT, arrays, strict=True) if array is not None]
 
     def launch(q, k, v, of_queries, of_keys):
-        visible = _visible(q, k, of_queries, of_keys, **options)
+        k, v, visible = _visible(q, k, v, of_queries, of_keys, **options)
         found = _banded_attention.forward(_flat(q), k, v, visible)
         return tuple(x.reshape(*q.shape[:4], *x.shape[3:]) for x in found if x is not None)
 
@@ -35,7 +35,7 @@ def forward(q, k, v, of_queries, of_keys, **options):
 
 def backward(q, k, v, of_queries, of_keys, kept, d_output, *, dtype, **options):
     def launch(q, k, v, of_queries, of_keys, *kept_and_gradient):
-        visible = _visible(q, k, of_queries, of_keys, **options)
+        k, v, visible = _visible(q, k, v, of_queries, of_keys, **options)
         *flat, d_output = (None if x is None else _flat(x) for x in kept_and_gradient)
         output, *sums = flat
         d_q, d_k, d_v = _banded_attention.backward(
@@ -59,15 +59,19 @@ def _flat(x):
     return x.reshape(*x.shape[:2], -1, *x.shape[4:])
 
 
-def _visible(q, k, of_queries, of_keys, *, window, one_document, **_):
-    """The keys that each query sees: those of its document, up to its own, within the window."""
+def _visible(q, k, v, of_queries, of_keys, *, window, one_document, **_):
+    """k, v, and which of them each query sees: those of its document in the window, up to its own.
+
+    Keys and values without a token, which may be anything, are 0: what is not seen counts 0 times.
+    """
     length, total = q.shape[1], k.shape[1]
     if one_document:
-        return _banded_attention.VisibleKeys(None, None, None, window or total)
+        return k, v, _banded_attention.VisibleKeys(None, None, None, window or total)
+    k, v = (jnp.where((of_keys > 0)[:, :, None, None], x, 0) for x in (k, v))
     place = jnp.arange(total)
     begins = jnp.diff(of_keys, axis=1, prepend=-1) != 0
     document_begin = jax.lax.cummax(jnp.where(begins, place, 0), axis=1)
-    # Padding sees what the last real token sees: what stands at padding itself may be anything.
+    # Padding sees what the last real token sees: first and last keys never fall along a row.
     count = jnp.sum(of_queries > 0, axis=1, keepdims=True)
     last = total - length + jnp.minimum(jnp.arange(length), count - 1)
     first = jnp.take_along_axis(document_begin, jnp.maximum(last, 0), axis=1)
@@ -75,7 +79,7 @@ def _visible(q, k, of_queries, of_keys, *, window, one_document, **_):
         first = jnp.maximum(first, last - window + 1)
     kind = jnp.where(of_queries > 0, GOES_ON, PADDING).astype(jnp.int8)
     first, last = first.astype(jnp.int32), last.astype(jnp.int32)
-    return _banded_attention.VisibleKeys(kind, first, last, window or total)
+    return k, v, _banded_attention.VisibleKeys(kind, first, last, window or total)
 
 
 attention = plain.operation(forward, backward)

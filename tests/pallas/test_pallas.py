@@ -1,11 +1,8 @@
 """Properties of the Pallas kernels other than their results, which tests/ops checks."""
 
 import importlib.util
-import json
 import os
 import pathlib
-import subprocess
-import sys
 
 import keras
 import pytest
@@ -23,6 +20,7 @@ from keras_recurrent.backends.pallas import _common
 from keras_recurrent.presets.griffin import SIZES
 from tests.ops import native
 from tests.ops.cases import Case, draw
+from tests.processes import fresh_process
 
 ROOT = pathlib.Path(__file__).parents[2]
 OPERATIONS = [
@@ -49,26 +47,12 @@ def tensors(operation, length=5, dtype="float32"):
     return {n: native.tensor(t, drawn.dtypes[n]) for n, t in drawn.tensors.items()}
 
 
-def process(*command, **environment):
-    """The JSON that a fresh process prints last."""
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 @compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_compiled_for_tpu_without_a_tpu(topology):
     """At sizes of presets, such as hawk_1.3b. What does not fit VMEM does not compile."""
-    reports = process("-m", "tests.pallas.targets", topology, "1")
+    reports = fresh_process("-m", "tests.pallas.targets", topology, "1")
     for name, report in reports.items():
         assert report["kernels"] >= 1, name
         # Before silu, the gradient is a tensor in float32: as bfloat16, two of the three moved.
@@ -79,7 +63,7 @@ def test_compiled_for_tpu_without_a_tpu(topology):
 @compiler
 @pytest.mark.slow
 def test_compiled_for_eight_chips_without_gathering():
-    reports = process("-m", "tests.pallas.targets", "v5e:2x4", "8")
+    reports = fresh_process("-m", "tests.pallas.targets", "v5e:2x4", "8")
     for name, report in reports.items():
         moved = [report[c] for c in ("all-gather", "all-to-all", "collective-permute")]
         assert report["kernels"] >= 1, name
@@ -90,7 +74,7 @@ def test_compiled_for_eight_chips_without_gathering():
 @pytest.mark.slow
 def test_a_training_step_of_hawk_compiles():
     """Two kernels a block, each forward, forward again where the block recomputes, and backward."""
-    report = process("-m", "tests.pallas.training")
+    report = fresh_process("-m", "tests.pallas.training")
     assert report["parameters"] == SIZES["hawk_1.3b"].parameters
     assert report["kernels"] == 6 * SIZES["hawk_1.3b"].num_layers
     assert report["peak"] < 16 * 2**30
@@ -100,7 +84,9 @@ def test_a_training_step_of_hawk_compiles():
 def test_shards_of_eight_devices():
     """Under `keras.distribution`, in the interpreter: as on one device, and nothing is gathered."""
     flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=8"
-    reports = process("-m", "tests.pallas.shards", XLA_FLAGS=flags, JAX_PLATFORMS="cpu")
+    reports = fresh_process(
+        "-m", "tests.ops.shards", "pallas", XLA_FLAGS=flags, JAX_PLATFORMS="cpu"
+    )
     for name, report in reports.items():
         assert report["gathers"] == 0, name
         assert report["error"] < 1e-5, name

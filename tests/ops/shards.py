@@ -1,11 +1,13 @@
-"""Layers' operations under `keras.distribution` on eight simulated devices. Prints JSON.
+"""Operations under `keras.distribution` on eight simulated devices. Prints JSON.
 
-A process of its own, for it has eight devices. The kernels run in Pallas's general interpreter:
-that for TPU makes its devices wait for each other, and has too few threads for it on two cores.
+A process of its own, for it has eight devices. Its arguments name the implementation, whose kernels
+are interpreted, and distributions. Those of Pallas run in its general interpreter: that for TPU
+makes its devices wait for each other, and has too few threads for it on two cores.
 """
 
 import functools
 import json
+import sys
 
 import jax
 import keras
@@ -52,16 +54,16 @@ def draw():
     }
 
 
-def main():
+def main(implementation, *distributions):
     drawn = draw()
     expected = {
         name: jax.grad(loss, (0, 1))(*given, "jax") for name, (loss, given, _) in drawn.items()
     }
     pl.pallas_call = functools.partial(pl.pallas_call, interpret=True)
     reports = {}
-    for name, make in DISTRIBUTIONS.items():
+    for name in distributions or DISTRIBUTIONS:
         device_mesh = keras.distribution.DeviceMesh((4, 2), ("batch", "model"))
-        distribution = make(device_mesh)
+        distribution = DISTRIBUTIONS[name](device_mesh)
         mesh = distribution.device_mesh.backend_mesh
         for operation, (loss, given, specs) in drawn.items():
             if name == "data":
@@ -70,13 +72,14 @@ def main():
                 jax.device_put(a, jax.NamedSharding(mesh, spec))
                 for a, spec in zip(given, specs, strict=True)
             ]
-            gradients = functools.partial(jax.grad(loss, (0, 1)), implementation="pallas")
+            gradients = functools.partial(jax.grad(loss, (0, 1)), implementation=implementation)
             keras.distribution.set_distribution(distribution)
             program = jax.jit(gradients).lower(*shards).compile()
             results = program(*shards)
             keras.distribution.set_distribution(None)
             errors = [
-                np.abs(r - e).max() for r, e in zip(results, expected[operation], strict=True)
+                np.abs(r - e).max() / np.abs(e).max()
+                for r, e in zip(results, expected[operation], strict=True)
             ]
             reports[f"{operation} {name}"] = {
                 "error": float(max(errors)),
@@ -87,4 +90,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -1,0 +1,93 @@
+"""Programs of JAX with Triton kernels, lowered for GPUs on a machine without one. Prints JSON.
+
+A process of its own: the variable that names the GPU is read once.
+"""
+
+import json
+
+import jax
+import jax.numpy as jnp
+from jax import export
+
+from keras_recurrent import ops
+from keras_recurrent.backends.jax import _gpu
+
+B, T, D, H, K = 2, 200, 64, 2, 64
+
+
+def array(*shape, dtype="bfloat16"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+X, HEADS, KEYS, MASK = (
+    array(B, T, D),
+    array(B, T, H, K),
+    array(B, T, 1, K),
+    array(B, T, dtype="bool"),
+)
+CHANNELS = array(D, dtype="float32")
+# {name: the operation and its tensors, those that are differentiated first}
+PROGRAMS = {
+    "linear_scan": (ops.linear_scan, (X, X)),
+    "rg_lru": (ops.rg_lru, (X, X, X, CHANNELS)),
+    "causal_conv1d": (
+        lambda *tensors, mask: ops.causal_conv1d(*tensors, activation="silu", mask=mask),
+        (X, array(4, D, dtype="float32"), CHANNELS),
+        {"mask": MASK},
+    ),
+    "gated_linear_attention": (
+        lambda q, v, log_f: ops.gated_linear_attention(q, None, v, log_f),
+        (HEADS, HEADS, HEADS),
+    ),
+    "lightning_attention": (
+        ops.lightning_attention,
+        (HEADS, HEADS, HEADS, array(H, dtype="float32")),
+    ),
+    "sliding_window_attention": (
+        lambda q, k, v: ops.sliding_window_attention(q, k, v, sliding_window=32),
+        (HEADS, KEYS, KEYS),
+    ),
+}
+
+
+def traced(operation, tensors, others=None):
+    def loss(tensors, others):
+        results = jax.tree.leaves(operation(*tensors, **others))
+        floats = (x for x in results if jnp.issubdtype(x.dtype, jnp.floating))
+        return sum(jnp.sum(x.astype("float32")) for x in floats)
+
+    return jax.jit(jax.value_and_grad(loss)).trace(tensors, others or {})
+
+
+def calls(program):
+    """How many kernels of Triton and of Pallas a program has."""
+    text = program.as_text()
+    return text.count("triton_kernel_call"), text.count("tpu_custom_call")
+
+
+def main():
+    reports = {}
+    for name, of in PROGRAMS.items():
+        program = traced(*of)
+        reports[name] = {
+            platform: calls(program.lower(lowering_platforms=(platform,)))
+            for platform in ("cpu", "cuda", "tpu")
+        }
+    program = jax.jit(lambda x: ops.linear_scan(x, x)[0])
+    allowed = [export.DisabledSafetyCheck.custom_call("triton_kernel_call")]
+    exported = export.export(program, platforms=("cpu", "cuda"), disabled_checks=allowed)(X)
+    exported = export.deserialize(exported.serialize())
+    x = -jnp.ones(X.shape, X.dtype)
+    difference = jnp.abs(exported.call(x) - program(x)).max()
+    reports["exported"] = {"platforms": exported.platforms, "difference": float(difference)}
+    _gpu.capability.cache_clear()
+    _gpu.OVERRIDE = "NO_SUCH_VARIABLE"
+    reports["without a GPU"] = _gpu.capability()
+    _gpu.capability = lambda: 75
+    older = traced(*PROGRAMS["linear_scan"]).lower(lowering_platforms=("cuda",))
+    reports["older"] = calls(older)
+    print(json.dumps(reports))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""The Triton kernels in programs of JAX, in Triton's interpreter. Prints JSON, {test: its error}.
+
+A process of its own: where Triton's interpreter is on, nothing can be lowered for a GPU.
+"""
+
+import functools
+import json
+import sys
+import traceback
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from keras_recurrent import dispatch
+from keras_recurrent.backends.triton import _jax
+from tests.ops import judge
+from tests.ops.cases import Case, draw
+
+CASES = {
+    "linear_scan": Case(2, 70, 5, kinds=True, state=True),
+    "rg_lru": Case(2, 40, 5, "bfloat16", "float32", kinds=True, state=True),
+    "causal_conv1d": Case(2, 21, 5, kinds=True, state=True),
+    "gated_linear_attention": Case(2, 40, 3, kinds=True, tied=True),
+    "lightning_attention": Case(2, 40, 3, "bfloat16", kinds=True, state=True),
+    "sliding_window_attention": Case(2, 21, 3, "bfloat16", kinds=True, state=True),
+}
+# Tensors of which several members are mapped side by side.
+MAPPED = {
+    "batch": ("rg_lru", ("x", "gate_a", "gate_x")),
+    "weights": ("rg_lru", ("x", "gate_a", "gate_x", "a_logit")),
+    "heads": ("lightning_attention", ("q", "k", "v", "log_decay")),
+    "filters": ("causal_conv1d", ("x", "kernel", "bias")),
+    "queries": ("sliding_window_attention", ("q", "k", "v")),
+}
+
+
+def gradients(operation, implementation, tensors, **options):
+    """Of a sum of all results, and the sum."""
+    function = getattr(dispatch.IMPLEMENTATIONS[operation][implementation], operation)
+
+    def loss(tensors):
+        results = jax.tree.leaves(function(**tensors, **options))
+        floats = (x for x in results if jnp.issubdtype(x.dtype, jnp.floating))
+        return sum(jnp.sum(jnp.sin(x)) for x in floats)
+
+    return jax.value_and_grad(loss)(tensors)
+
+
+def check_vmap(operation, mapped):
+    """All members are one launch: their axis is a part of the batch, or of channels or heads."""
+    rng = np.random.default_rng(0)
+    drawn = draw(operation, CASES[operation]._replace(dtype="float32", kinds=False, state=False))
+    given = {n: jnp.asarray(a, "float32") for n, a in drawn.tensors.items() if a is not None}
+    for name in mapped:
+        given[name] = given[name] * (1 + 0.1 * rng.normal(size=(3, *given[name].shape)))
+    axes = {name: 0 if name in mapped else None for name in given}
+    of = functools.partial(gradients, operation, **drawn.options)
+    by_members = jax.vmap(functools.partial(of, "triton"), (axes,))
+    results = by_members(given)
+    assert not launches_in_loops(jax.make_jaxpr(by_members)(given).jaxpr)
+    for i in range(3):
+        member = {n: x if axes[n] is None else x[i] for n, x in given.items()}
+        expected = jax.tree.leaves(of("jax", member))
+        for result, wanted in zip(jax.tree.leaves(results), expected, strict=True):
+            bound = 1e-5 * (1 + np.abs(wanted).max())
+            np.testing.assert_allclose(result[i], wanted, rtol=0, atol=bound)
+
+
+def launches_in_loops(jaxpr, in_loop=False):
+    """How many launches stand in loops."""
+    count = 0
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        count += in_loop and name == _jax.NAME
+        for value in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                count += launches_in_loops(inner, in_loop or name in ("scan", "while"))
+    return count
+
+
+def check_one_after_another():
+    """Kinds and weights both differ: neither the batch nor the channels can hold the members."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(3, 2, 9, 4)), "float32")
+    logit = jnp.asarray(rng.normal(size=(3, 4)), "float32")
+    kinds = rng.integers(0, 3, size=(3, 2, 9)).astype("int8")
+
+    def of(implementation, x, logit, kind):
+        tensors = {"x": x, "gate_a": x, "gate_x": -x, "a_logit": logit}
+        return gradients("rg_lru", implementation, tensors, token_kind=kind)[1]
+
+    by_members = jax.vmap(functools.partial(of, "triton"))
+    assert launches_in_loops(jax.make_jaxpr(by_members)(x, logit, kinds).jaxpr) == 2
+    results = by_members(x, logit, kinds)
+    for i in range(3):
+        for name, wanted in of("jax", x[i], logit[i], kinds[i]).items():
+            np.testing.assert_allclose(results[name][i], wanted, rtol=0, atol=1e-5)
+
+
+def check_operation(operation):
+    judge.check(operation, "triton", draw(operation, CASES[operation]))
+
+
+CHECKS = {
+    **{operation: functools.partial(check_operation, operation) for operation in CASES},
+    **{f"vmap over {name}": functools.partial(check_vmap, *of) for name, of in MAPPED.items()},
+    "vmap over kinds and weights": check_one_after_another,
+}
+
+
+def main(chosen):
+    errors = {}
+    for name in chosen or CHECKS:
+        try:
+            CHECKS[name]()
+            errors[name] = None
+        except Exception:
+            errors[name] = traceback.format_exc()
+    print(json.dumps(errors))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,108 @@
+"""The Triton kernels in programs of JAX: interpreted on a CPU, and lowered for GPUs without one."""
+
+import importlib.util
+import os
+
+import keras
+import pytest
+
+if keras.config.backend() != "jax":
+    pytest.skip("runs on JAX", allow_module_level=True)
+
+import numpy as np
+
+import keras_recurrent
+from keras_recurrent import dispatch
+from keras_recurrent.backends import triton
+from keras_recurrent.backends.jax import _gpu
+from tests.processes import fresh_process
+
+X = np.ones((1, 4, 2), "float32")
+with_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="`triton` is not installed"
+)
+with_plugin = pytest.mark.skipif(_gpu.unavailable() is not None, reason="JAX has no CUDA plugin")
+
+
+@with_triton
+def test_kernels_in_the_interpreter():
+    """Each operation with its gradients, and under `jax.vmap`."""
+    errors = fresh_process("-m", "tests.triton.on_jax", TRITON_INTERPRET="1", JAX_PLATFORMS="cpu")
+    assert len(errors) > 10
+    assert {name: error for name, error in errors.items() if error} == {}
+
+
+@with_triton
+def test_shards_of_eight_devices():
+    """Under `keras.distribution`, in the interpreter: as on one device, and nothing is gathered."""
+    reports = fresh_process(
+        *("-m", "tests.ops.shards", "triton", "model"),
+        XLA_FLAGS=os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=8",
+        JAX_PLATFORMS="cpu",
+        TRITON_INTERPRET="1",
+        NPROC="32",  # threads: calls of the host must not keep devices from meeting
+    )
+    assert len(reports) == 2
+    for name, report in reports.items():
+        assert report["gathers"] == 0, name
+        assert report["error"] < 1e-6, name
+        assert report["shard"] == [2, 20, 128]
+
+
+@with_triton
+@with_plugin
+def test_lowered_for_gpus():
+    """Each program is traced once and has the kernels of the platform that it is lowered for."""
+    reports = fresh_process("-m", "tests.triton.lowered", **{_gpu.OVERRIDE: "90"})
+    launches = {
+        "linear_scan": 2,
+        "rg_lru": 2,
+        "causal_conv1d": 4,
+        "gated_linear_attention": 6,
+        "lightning_attention": 4,
+        "sliding_window_attention": 3,
+    }
+    for name, count in launches.items():
+        assert reports[name]["cpu"] == [0, 0]
+        assert reports[name]["cuda"] == [count, 0]
+        assert reports[name]["tpu"][0] == 0 < reports[name]["tpu"][1]
+    assert reports["exported"] == {"platforms": ["cpu", "cuda"], "difference": 0.0}
+    assert reports["without a GPU"] == 80
+    assert reports["older"] == [0, 0]
+
+
+@with_triton
+@with_plugin
+def test_which_implementation_tells():
+    choice = keras_recurrent.which_implementation("linear_scan", X, -X)
+    assert choice.implementation == "jax"
+    assert "lowered for CUDA; these tensors are on cpu" in choice.refused["triton"]
+    choice = keras_recurrent.which_implementation("linear_scan", X, -X, implementation="triton")
+    assert choice.implementation == "triton"
+    choice = keras_recurrent.which_implementation(
+        "rms_norm", X[0], epsilon=1e-6, implementation="triton"
+    )
+    assert "XLA joins this operation with what stands around it" in str(choice)
+
+
+@with_triton
+@with_plugin
+def test_what_is_refused():
+    unsupported = dispatch.IMPLEMENTATIONS["linear_scan"]["triton"].unsupported
+    assert unsupported(X, X) is None
+    assert "not empty, got (1, 0, 2)" in unsupported(X[:, :0], X[:, :0])
+    assert "float64" in unsupported(X.astype("float64"), X)
+    assert "takes no complex64" in unsupported(X.astype("complex64"), X)
+
+
+def test_what_is_missing_is_a_reason(monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(_gpu, "plugin", lambda: None)
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: name == "triton" or find_spec(name)
+    )
+    assert 'pip install "keras-recurrent[jax-cuda]"' in triton.unavailable()
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "triton" else find_spec(name)
+    )
+    assert 'pip install "keras-recurrent[jax-cuda]"' in triton.unavailable()
