@@ -4,15 +4,19 @@ Arguments, such as `rg_lru`, choose operations; without any, all are measured. E
 `backends/triton` is compared with `backends/torch` and, if installed, flash-linear-attention
 (`pip install flash-linear-attention`), and softmax attention with torch's own, in bfloat16. The
 floor is the time that the same GPU takes, in the same run, to copy what must be read and written
-once, or, if that is longer, for a matrix product with as many operations as attention has.
+once, or, if that is longer, for a matrix product with as many operations as attention has. Where
+JAX is installed for CUDA, a process of its own times the operations on JAX as well.
 """
 
 import datetime
 import functools
 import importlib.metadata
+import importlib.util
+import json
 import math
 import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -287,6 +291,35 @@ def output_of(work, implementation):
     return output
 
 
+class OnJax:
+    """A process that times operations on JAX (`benchmarks.gpu_on_jax`)."""
+
+    def __init__(self):
+        self.process = None
+        if importlib.util.find_spec("jax_cuda12_plugin") or importlib.util.find_spec(
+            "jax_cuda13_plugin"
+        ):
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.gpu_on_jax"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+
+    def measure(self, work, tensors):
+        """{name: figures}, on tensors of the same shapes, dtypes and ranges."""
+        if self.process is None:
+            return {}
+        described = [
+            (list(t.shape), str(t.dtype).removeprefix("torch."), t.min().item(), t.max().item())
+            for t in tensors
+        ]
+        message = {"operation": work.operation, "tied": work.tied, "options": work.options}
+        print(json.dumps(message | {"tensors": described}), file=self.process.stdin, flush=True)
+        found = json.loads(self.process.stdout.readline())
+        return {f"{name} on JAX" if name == "triton" else "JAX": f for name, f in found.items()}
+
+
 def floors(work, shape, bytes_rate, flops_rate):
     """The milliseconds of the forward, and of forward and backward, at those rates."""
     moved, multiplied = work.bytes(*shape), work.flops(*shape)
@@ -296,14 +329,15 @@ def floors(work, shape, bytes_rate, flops_rate):
     return forward, forward + backward
 
 
-def rows(label, work, rates):
+def rows(label, work, rates, on_jax):
     for shape in work.shapes:
         functions = {n: output_of(work, n) for n in ("triton", "torch")} | work.peers(*shape)
         tensors = work.tensors(*shape)
         floor = floors(work, shape, *rates)
         ours = None
-        for name, function in functions.items():
-            figures = measure(function, tensors)
+        figures_of = {name: measure(function, tensors) for name, function in functions.items()}
+        figures_of |= on_jax.measure(work, tensors)
+        for name, figures in figures_of.items():
             ours = ours or figures
             yield [
                 label,
@@ -332,7 +366,7 @@ HEADER = [
 ] + [
     "× floor",
     "× ours",
-    "eager wall ms",
+    "wall ms",
     "peak MiB",
     "first call s",
 ]
@@ -347,7 +381,7 @@ def main(operations):
     unknown = set(operations) - {w.operation for w in work.values()}
     if unknown:
         sys.exit(f"no such operation: {', '.join(sorted(unknown))}")
-    packages = ("torch", "triton", "flash-linear-attention", "keras")
+    packages = ("torch", "triton", "jax", "flash-linear-attention", "keras")
     installed = {d.metadata["Name"] for d in importlib.metadata.distributions()}
     versions = [f"{p} {importlib.metadata.version(p)}" for p in packages if p in installed]
     peers.compile_side_by_side()
@@ -355,10 +389,11 @@ def main(operations):
     print(f"# GPU\n\n{torch.cuda.get_device_name()}, {datetime.date.today().isoformat()}.")
     print(f"{', '.join(versions)}.\nA copy in device memory moves {rates[0] / 1e12:.2f} TB/s,")
     print(f"a product of matrices of bfloat16 takes {rates[1] / 1e12:.0f} TFLOP/s.\n")
+    on_jax = OnJax()
     print(line(HEADER))
     print(line(["---"] * 3 + ["---:"] * (len(HEADER) - 3)), flush=True)
     for name, of in work.items():
-        for row in rows(name, of, rates):
+        for row in rows(name, of, rates, on_jax):
             print(line(row), flush=True)
 
 

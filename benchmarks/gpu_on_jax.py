@@ -1,13 +1,16 @@
-"""Times operations on a CUDA GPU on JAX, for `benchmarks.gpu`: prints a line of JSON for each.
+"""Times operations on a CUDA GPU on JAX, for `benchmarks.gpu`: a line of JSON in, one out.
 
-A program calls an operation several times, each time on what the last one returned, so that none
-is left out and none waits for the host; programs queue up. So the time of a call is the GPU's.
+JAX cannot time its work on a GPU by events, so its profiler does: the time of a call is the sum of
+what the GPU ran for it. A program calls an operation several times, each time on what the last one
+returned, so that none is left out.
 """
 
+import glob
 import json
 import os
 import statistics
 import sys
+import tempfile
 import time
 
 os.environ["KERAS_BACKEND"] = "jax"
@@ -18,25 +21,14 @@ import jax.numpy as jnp
 
 from keras_recurrent import dispatch
 
+IMPLEMENTATIONS = ("triton", "jax")
 CALLS = 4  # of a program
 
 
-def tensors(given, key):
-    """Arrays of the shapes, dtypes and kinds that `benchmarks.gpu` names."""
-    arrays = []
-    for shape, dtype, kind in given:
-        key, own = jax.random.split(key)
-        if kind == "decays":
-            spread = jnp.logspace(-4, 1, shape[-1])
-            array = -jnp.abs(jax.random.normal(own, shape)) * spread
-        elif kind == "slopes":
-            array = -8 / shape[0] * jnp.arange(shape[0])
-        elif kind == "logits of decays":
-            array = jnp.linspace(2, 9, shape[0])
-        else:
-            array = jax.random.normal(own, shape)
-        arrays.append(array.astype(dtype))
-    return arrays
+def draw(key, shape, dtype, low, high):
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jax.random.randint(key, shape, low, high + 1, dtype)
+    return jax.random.uniform(key, shape, "float32", low, high).astype(dtype)
 
 
 def repeated(call, replaced):
@@ -55,10 +47,29 @@ def repeated(call, replaced):
     return jax.jit(program)
 
 
-def milliseconds(program, arguments):
-    """The time of one of the calls of a program."""
+def device_ms(program, arguments):
+    """The GPU's time for one of the calls of a program."""
     jax.block_until_ready(program(*arguments))
 
+    def milliseconds():
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder):
+                jax.block_until_ready(program(*arguments))
+            (file,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
+            data = jax.profiler.ProfileData.from_file(file)
+            streams = (
+                line
+                for plane in data.planes
+                if "GPU" in plane.name
+                for line in plane.lines
+                if "Stream" in line.name
+            )
+            return sum(event.duration_ns for line in streams for event in line.events) / 1e6
+
+    return statistics.median(milliseconds() for _ in range(5)) / CALLS
+
+
+def wall_ms(program, *arguments):
     def seconds(repeats):
         start = time.perf_counter()
         for _ in range(repeats):
@@ -66,31 +77,37 @@ def milliseconds(program, arguments):
         jax.block_until_ready(results)
         return (time.perf_counter() - start) / repeats
 
-    repeats = max(2, min(20, int(0.05 / seconds(2))))
-    return 1000 / CALLS * statistics.median(seconds(repeats) for _ in range(5))
+    repeats = max(1, min(10, int(0.1 / seconds(1))))
+    return 1000 * statistics.median(seconds(repeats) for _ in range(5))
 
 
-def measure(operation, implementation, arrays, tied, options, chained):
+def measure(implementation, work, arrays):
+    operation = work["operation"]
     kernel = getattr(dispatch.IMPLEMENTATIONS[operation][implementation], operation)
 
     def forward(*arrays):
-        if tied:
+        if work["tied"]:
             arrays = (arrays[0], None, *arrays[1:])
-        return kernel(*arrays, **options)[:1]
+        results = kernel(*arrays, **work["options"])
+        return (results[0] if isinstance(results, tuple) else results,)
 
     def both(d_output, *arrays):
         (output,), pull_back = jax.vjp(forward, *arrays)
-        return output, *pull_back((d_output,))
+        gradients = pull_back((d_output,))
+        return output, *(g for g in gradients if g.dtype != jax.dtypes.float0)
 
-    d_output = jnp.ones_like(jax.eval_shape(forward, *arrays)[0])
+    (output,) = jax.eval_shape(forward, *arrays)
+    d_output = jnp.ones(output.shape, output.dtype)
+    same = next(i for i, x in enumerate(arrays) if x.shape == output.shape)
     start = time.perf_counter()
     compiled = jax.jit(both).lower(d_output, *arrays).compile()
     jax.block_until_ready(compiled(d_output, *arrays))
     first = time.perf_counter() - start
     memory = compiled.memory_analysis()
     return {
-        "forward": milliseconds(repeated(forward, {chained: 0}), arrays),
-        "both": milliseconds(repeated(both, {0: 1 + chained, 1 + chained: 0}), [d_output, *arrays]),
+        "forward": device_ms(repeated(forward, {same: 0}), arrays),
+        "both": device_ms(repeated(both, {0: 1 + same, 1 + same: 0}), [d_output, *arrays]),
+        "wall": wall_ms(compiled, d_output, *arrays),
         "peak": (memory.temp_size_in_bytes + memory.output_size_in_bytes) / 2**20,
         "first": first,
     }
@@ -99,21 +116,12 @@ def measure(operation, implementation, arrays, tied, options, chained):
 def main():
     for line in sys.stdin:
         work = json.loads(line)
-        arrays = tensors(work.pop("tensors"), jax.random.key(0))
-        figures = {}
-        for implementation in work["implementations"]:
-            try:
-                figures[implementation] = measure(
-                    work["operation"],
-                    implementation,
-                    arrays,
-                    work["tied"],
-                    work["options"],
-                    work["chained"],
-                )
-            except Exception as error:
-                figures[implementation] = {"error": f"{type(error).__name__}: {error}"[:300]}
-        print(json.dumps(figures), flush=True)
+        keys = jax.random.split(jax.random.key(0), len(work["tensors"]))
+        arrays = [draw(key, *of) for key, of in zip(keys, work["tensors"], strict=True)]
+        module = dispatch.IMPLEMENTATIONS[work["operation"]]["triton"]
+        refused = module.unsupported(*arrays, **work["options"]) if not work["tied"] else None
+        chosen = IMPLEMENTATIONS[bool(refused) :]
+        print(json.dumps({name: measure(name, work, arrays) for name in chosen}), flush=True)
 
 
 if __name__ == "__main__":

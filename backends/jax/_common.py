@@ -1,5 +1,7 @@
 """What the operations of this folder share."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -12,9 +14,45 @@ def accumulation_dtype(*tensors):
     return jnp.float64 if any(t.dtype == jnp.float64 for t in given) else jnp.float32
 
 
-def state_or_zeros(initial_state, shape, dtype):
-    """The initial state in `dtype`; None stands for zeros."""
-    return jnp.zeros(shape, dtype) if initial_state is None else initial_state.astype(dtype)
+def in_dtype_of_sums(initial_state, *tensors):
+    """The initial state in the dtype of sums with these tensors; None stays None."""
+    if initial_state is None:
+        return None
+    return initial_state.astype(accumulation_dtype(*tensors, initial_state))
+
+
+def from_zeros(state_shape):
+    """A decorator of a forward pass: an initial state that is None stands for zeros.
+
+    state_shape: a function of the tensors before the state. Kernels that start from nothing do not
+    need these zeros, so it is not the operation that makes them.
+    """
+
+    def decorate(forward):
+        @functools.wraps(forward)
+        def function(*arguments, **options):
+            *tensors, state, token_kind = arguments
+            if state is None:
+                state = jnp.zeros(state_shape(*tensors), accumulation_dtype(*tensors))
+            return forward(*tensors, state, token_kind, **options)
+
+        return function
+
+    return decorate
+
+
+def back_to_zeros(backward):
+    """A decorator of a backward pass, to go with `from_zeros`: such a state has no gradient."""
+
+    @functools.wraps(backward)
+    def function(*arguments, **options):
+        *tensors, state, token_kind, output, d_output, d_final = arguments
+        given = jnp.zeros_like(d_final) if state is None else state
+        rest = token_kind, output, d_output, d_final
+        *gradients, d_initial, _ = backward(*tensors, given, *rest, **options)
+        return *gradients, None if state is None else d_initial, None
+
+    return function
 
 
 def kind_masks(token_kind):

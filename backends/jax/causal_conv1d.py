@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from keras_recurrent.backends.jax._common import (
-    accumulation_dtype,
-    state_or_zeros,
+    back_to_zeros,
+    from_zeros,
+    in_dtype_of_sums,
     sum_over_tokens,
     with_gradient,
 )
@@ -22,6 +23,11 @@ from keras_recurrent.backends.jax._real_tokens import RealTokens, gather
 from keras_recurrent.backends.jax._time_chunks import elements_before, over_chunks
 
 
+def state_shape(x, kernel, bias):
+    return x.shape[0], kernel.shape[0] - 1, x.shape[2]
+
+
+@from_zeros(state_shape)
 def forward(x, kernel, bias, initial_state, token_kind, activation=None):
     dtype = initial_state.dtype
     tokens, window = _tokens(token_kind), kernel.astype(dtype)
@@ -45,6 +51,7 @@ def forward(x, kernel, bias, initial_state, token_kind, activation=None):
     return tokens.put_back(output), jnp.where(valid, gather(whole, last), 0)
 
 
+@back_to_zeros
 def backward(x, kernel, bias, initial_state, token_kind, _, d_output, d_final, activation=None):
     dtype, width = initial_state.dtype, kernel.shape[0]
     tokens, window = _tokens(token_kind), kernel.astype(dtype)
@@ -102,9 +109,7 @@ def operation(forward, backward):
         Returns ([B, T, D] in x's dtype, the last W - 1 real inputs [B, W - 1, D] in float32, or
         float64 if an argument is float64).
         """
-        dtype = accumulation_dtype(x, kernel, bias, initial_state)
-        state_shape = (x.shape[0], kernel.shape[0] - 1, x.shape[2])
-        state = state_or_zeros(initial_state, state_shape, dtype)
+        state = in_dtype_of_sums(initial_state, x, kernel, bias)
         run = with_gradient(
             functools.partial(forward, activation=activation),
             functools.partial(backward, activation=activation),

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from keras_recurrent.backends.jax._common import (
-    accumulation_dtype,
     applied_decay,
+    back_to_zeros,
     filled,
+    from_zeros,
+    in_dtype_of_sums,
     kind_masks,
-    state_or_zeros,
     with_gradient,
 )
 from keras_recurrent.backends.jax._scan import adjoint_scan, previous, scan
@@ -26,12 +27,12 @@ def complex_linear_scan(x, log_a, phase, initial_state=None, token_kind=None):
 
     Returns ([B, T, 2D] in x's dtype, [B, 2D] in float32, or float64 if an argument is float64).
     """
-    dtype = accumulation_dtype(x, log_a, phase, initial_state)
-    state = state_or_zeros(initial_state, (x.shape[0], x.shape[2]), dtype)
+    state = in_dtype_of_sums(initial_state, x, log_a, phase)
     run = with_gradient(_forward, _backward, without=(0,))
     return run(x, log_a, phase, state, token_kind)
 
 
+@from_zeros(lambda x, *_: (x.shape[0], x.shape[2]))
 def _forward(x, log_a, phase, initial_state, token_kind):
     dtype = initial_state.dtype
 
@@ -46,6 +47,7 @@ def _forward(x, log_a, phase, initial_state, token_kind):
     return output, final_state
 
 
+@back_to_zeros
 def _backward(_, log_a, phase, initial_state, token_kind, output, d_output, d_final):
     # A gradient g of complex numbers stands for d/d real + i d/d imaginary.
     dtype = initial_state.dtype

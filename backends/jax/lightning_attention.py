@@ -11,10 +11,11 @@ import jax.numpy as jnp
 
 from keras_recurrent.backends.constants import GOES_ON, PADDING, STARTS
 from keras_recurrent.backends.jax._common import (
-    accumulation_dtype,
+    back_to_zeros,
     filled,
+    from_zeros,
+    in_dtype_of_sums,
     kind_masks,
-    state_or_zeros,
     with_gradient,
 )
 from keras_recurrent.backends.jax._linear_attention import (
@@ -32,6 +33,11 @@ from keras_recurrent.backends.jax._linear_attention import (
 CHUNK = 64
 
 
+def state_shape(q, k, v, _):
+    return q.shape[0], *q.shape[2:], v.shape[3]
+
+
+@from_zeros(state_shape)
 def forward(q, k, v, log_decay, initial_state, token_kind):
     if q.shape[1] == 1:
         return _one_token(q, k, v, log_decay, initial_state, token_kind)
@@ -59,6 +65,7 @@ def _one_token(q, k, v, log_decay, state, token_kind):
     return jnp.sum(q * state, axis=2)[:, None].astype(v.dtype), state
 
 
+@back_to_zeros
 def backward(q, k, v, log_decay, initial_state, token_kind, _, d_output, d_final):
     dtype, cut = initial_state.dtype, plan(q, v, CHUNK)
     tensors = q, k, v, _kinds(token_kind, q, cut)
@@ -107,9 +114,7 @@ def operation(forward, backward):
         Returns ([B, T, H, V] in v's dtype, [B, H, K, V] in float32, or float64 if an argument is
         float64).
         """
-        dtype = accumulation_dtype(q, k, v, log_decay, initial_state)
-        batch, _, *sizes = q.shape
-        state = state_or_zeros(initial_state, (batch, *sizes, v.shape[3]), dtype)
+        state = in_dtype_of_sums(initial_state, q, k, v, log_decay)
         return run(q, k, v, log_decay, state, token_kind)
 
     return lightning_attention

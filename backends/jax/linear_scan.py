@@ -8,17 +8,23 @@ import jax
 import jax.numpy as jnp
 
 from keras_recurrent.backends.jax._common import (
-    accumulation_dtype,
     applied_decay,
+    back_to_zeros,
     filled,
+    from_zeros,
+    in_dtype_of_sums,
     kind_masks,
-    state_or_zeros,
     with_gradient,
 )
 from keras_recurrent.backends.jax._scan import adjoint_scan, previous, scan
 from keras_recurrent.backends.jax._time_chunks import elements_before, over_chunks
 
 
+def state_shape(x, log_a):
+    return x.shape[0], x.shape[2]
+
+
+@from_zeros(state_shape)
 def forward(x, log_a, initial_state, token_kind):
     dtype = initial_state.dtype
 
@@ -32,6 +38,7 @@ def forward(x, log_a, initial_state, token_kind):
     return output, final_state
 
 
+@back_to_zeros
 def backward(_, log_a, initial_state, token_kind, output, d_output, d_final):
     dtype = initial_state.dtype
 
@@ -60,8 +67,7 @@ def operation(forward, backward):
 
         Returns ([B, T, D] in x's dtype, [B, D] in float32, or float64 if an argument is float64).
         """
-        dtype = accumulation_dtype(x, log_a, initial_state)
-        state = state_or_zeros(initial_state, (x.shape[0], x.shape[2]), dtype)
+        state = in_dtype_of_sums(initial_state, x, log_a)
         return run(x, log_a, state, token_kind)
 
     return linear_scan

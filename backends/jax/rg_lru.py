@@ -16,11 +16,12 @@ import jax.numpy as jnp
 
 from keras_recurrent.backends.constants import DECAY_EXPONENT, MAX_SQRT_GRADIENT
 from keras_recurrent.backends.jax._common import (
-    accumulation_dtype,
     applied_decay,
+    back_to_zeros,
     filled,
+    from_zeros,
+    in_dtype_of_sums,
     kind_masks,
-    state_or_zeros,
     sum_over_tokens,
     with_gradient,
 )
@@ -28,6 +29,11 @@ from keras_recurrent.backends.jax._scan import adjoint_scan, previous, scan
 from keras_recurrent.backends.jax._time_chunks import elements_before, over_chunks
 
 
+def state_shape(x, *_):
+    return x.shape[0], x.shape[2]
+
+
+@from_zeros(state_shape)
 def forward(x, gate_a, gate_x, a_logit, initial_state, token_kind):
     dtype = initial_state.dtype
 
@@ -43,6 +49,7 @@ def forward(x, gate_a, gate_x, a_logit, initial_state, token_kind):
     return output, final_state
 
 
+@back_to_zeros
 def backward(x, gate_a, gate_x, a_logit, initial_state, token_kind, output, d_output, d_final):
     dtype = initial_state.dtype
 
@@ -89,8 +96,7 @@ def operation(forward, backward):
 
         Returns ([B, T, D] in x's dtype, [B, D] in float32, or float64 if an argument is float64).
         """
-        dtype = accumulation_dtype(x, gate_a, gate_x, a_logit, initial_state)
-        state = state_or_zeros(initial_state, (x.shape[0], x.shape[2]), dtype)
+        state = in_dtype_of_sums(initial_state, x, gate_a, gate_x, a_logit)
         return run(x, gate_a, gate_x, a_logit, state, token_kind)
 
     return rg_lru

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from keras_recurrent.backends.constants import GOES_ON, PADDING, STARTS
 from keras_recurrent.backends.jax import causal_conv1d as plain
+from keras_recurrent.backends.jax._common import back_to_zeros, from_zeros
 from keras_recurrent.backends.jax._shards import per_shard
 from keras_recurrent.backends.pallas._common import ROWS, refusal
 from keras_recurrent.backends.pallas._lazy import pl
@@ -45,12 +46,14 @@ def unsupported(
     return refusal(x, kernel, bias, initial_state)
 
 
+@from_zeros(plain.state_shape)
 def forward(x, kernel, bias, initial_state, token_kind, activation=None):
     weights, bias = _filter(x, kernel, bias)
     run = _forward_with_silu if activation == "silu" else _forward
     return run(x, weights, bias, initial_state, token_kind)
 
 
+@back_to_zeros
 def backward(x, kernel, bias, initial_state, token_kind, _, d_output, d_final, activation=None):
     place = _place_from_end(x, kernel, token_kind)
     weights, row = _filter(x, kernel, bias)

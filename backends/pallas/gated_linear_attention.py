@@ -13,6 +13,7 @@ would move data between vectors.
 import jax.numpy as jnp
 
 from keras_recurrent.backends.jax import gated_linear_attention as plain
+from keras_recurrent.backends.jax._common import back_to_zeros, from_zeros
 from keras_recurrent.backends.jax._shards import per_shard
 from keras_recurrent.backends.pallas import _linear_attention
 from keras_recurrent.backends.pallas._lazy import pltpu
@@ -26,10 +27,12 @@ def unsupported(q, k, v, log_f, initial_state=None, token_kind=None) -> str | No
     return _linear_attention.refusal(q, k, v, log_f, initial_state)
 
 
+@from_zeros(plain.state_shape)
 def forward(q, k, v, log_f, initial_state, token_kind):
     return _forward(q, k, v, log_f, initial_state, token_kind)
 
 
+@back_to_zeros
 def backward(q, k, v, log_f, initial_state, token_kind, _, d_output, d_final):
     tensors = (q, k, v, log_f, initial_state, token_kind, d_output, d_final)
     d_q, *d_k, d_v, d_log_f, d_initial = (_backward if k is not None else _backward_tied)(*tensors)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from keras_recurrent.backends.constants import PADDING, STARTS
 from keras_recurrent.backends.jax import lightning_attention as plain
+from keras_recurrent.backends.jax._common import back_to_zeros, from_zeros
 from keras_recurrent.backends.jax._shards import per_shard
 from keras_recurrent.backends.pallas import _linear_attention
 from keras_recurrent.backends.pallas._linear_attention import row, row_and_column_numbers
@@ -20,10 +21,12 @@ def unsupported(q, k, v, log_decay, initial_state=None, token_kind=None) -> str 
     return _linear_attention.refusal(q, k, v, log_decay, initial_state)
 
 
+@from_zeros(plain.state_shape)
 def forward(q, k, v, log_decay, initial_state, token_kind):
     return _forward(q, k, v, log_decay, initial_state, token_kind)
 
 
+@back_to_zeros
 def backward(q, k, v, log_decay, initial_state, token_kind, _, d_output, d_final):
     tensors = (q, k, v, log_decay, initial_state, token_kind, d_output, d_final)
     d_q, d_k, d_v, d_initial = _backward(*tensors)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from keras_recurrent.backends.constants import GOES_ON
 from keras_recurrent.backends.jax import linear_scan as plain
+from keras_recurrent.backends.jax._common import back_to_zeros, from_zeros
 from keras_recurrent.backends.jax._shards import per_shard
 from keras_recurrent.backends.pallas._common import refusal
 from keras_recurrent.backends.pallas._lazy import pl
@@ -30,10 +31,12 @@ def unsupported(x, log_a, initial_state=None, token_kind=None) -> str | None:
     return refusal(x, log_a, initial_state)
 
 
+@from_zeros(plain.state_shape)
 def forward(x, log_a, initial_state, token_kind):
     return _forward(x, log_a, initial_state, token_kind)
 
 
+@back_to_zeros
 def backward(_, log_a, initial_state, token_kind, output, d_output, d_final):
     tensors = (log_a, initial_state, token_kind, output, d_output, d_final)
     return *_backward(*tensors), None
