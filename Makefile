@@ -81,7 +81,9 @@ $(VENV)/.quickstart-%: $(INSTALLED)
 	$(PIP_INSTALL) --editable ".[$*,guides]"
 	@touch $@
 
+# With the small half of JAX's CUDA plugin, programs are lowered for GPUs without one.
 $(VENV)/.test: $(INSTALLED)
 	@echo "Installing keras_recurrent, the three backends and the test tools into $(VENV), once."
 	$(PIP_INSTALL) --editable ".[jax,torch,tensorflow,test]"
+	$(if $(filter Linux,$(shell uname)),$(PIP_INSTALL) --no-deps jax-cuda12-plugin)
 	@touch $@

@@ -5,10 +5,11 @@
 - `reference/` is NumPy in float64, one loop over time: the definition of every operation, by which
   the tests judge all other folders;
 - `jax/`, `torch/` and `tensorflow/` are written in the framework alone and run on any device;
-- `pallas/` has kernels for TPU, on JAX; `triton/` has kernels for NVIDIA GPUs, on torch.
+- `pallas/` has kernels for TPU, on JAX; `triton/` has kernels for NVIDIA GPUs, on torch and JAX.
 
-Functions here take and return tensors of their framework. Nothing here imports Keras or knows of
-layers. `keras_recurrent/dispatch.py` chooses the folder that computes a call.
+Functions here take and return tensors of their framework. Nothing here knows of layers, and of
+Keras only `triton/` asks, for its backend. `keras_recurrent/dispatch.py` chooses the folder that
+computes a call.
 
 Shapes are written with these letters:
 
@@ -69,7 +70,10 @@ Write the file: the tests find it by its name and compare it with the reference.
     KERAS_BACKEND=torch python -m pytest tests/ops -k "linear_scan and torch"
 
 runs them for one operation and implementation. Gradients are given in the framework's own way:
-`jax.custom_vjp`, `tf.custom_gradient`, or `register_gradient` of `torch/_common.py`.
+`jax.custom_vjp`, `tf.custom_gradient`, or `register_gradient` of `torch/_common.py`. A file of
+`triton/` serves two frameworks: its `forward` and `backward` are launches (`_launch.py`), which
+name none, and an `Operation` (`_operation.py`) says what is needed to make an operator of torch and
+a function of JAX of them.
 
 A new folder also has to be named in `PREFERENCE` of `keras_recurrent/dispatch.py` and among the
 packages in pyproject.toml. Where it needs a package or a device that may be missing, its

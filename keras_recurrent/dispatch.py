@@ -162,9 +162,9 @@ def run(operation, arguments, implementation=None):
     if name is None:
         raise NotImplementedError(str(choice))
     row = IMPLEMENTATIONS[operation]
-    if BACKEND != "jax" or name == "jax":
-        return getattr(row[name], operation)(**arguments)
     function = getattr(row[name], operation)
+    if BACKEND != "jax" or name not in _platforms.PLATFORMS:
+        return function(**arguments)
     if not (implementation or _chosen_name()):
         accepting = (
             name

@@ -10,8 +10,9 @@ from keras_recurrent import dispatch
 def autotune():
     """Time the configurations of the Triton kernels at hand, and keep the fastest.
 
-    The kernels of `backends/triton`, for torch on NVIDIA GPUs, come with tiles that were chosen
-    for the GPU and the shapes of our benchmarks. Inside this block, the first call of a kernel at
+    The kernels of `backends/triton` for NVIDIA GPUs come with tiles that were chosen for the GPU
+    and the shapes of our benchmarks. On torch they can be searched; programs of JAX are lowered
+    before there is anything to time, and take the defaults. Inside this block, the first call of a kernel at
     new sizes times up to five configurations of it on its own arguments, forwards as backwards,
     and the fastest serves these sizes from then on: in every thread, also after the block, until
     the process ends. Batch sizes, lengths and windows share what was found up to the next power
@@ -34,7 +35,7 @@ def autotune():
 
     Raises:
         NotImplementedError: there is nothing to search: Keras runs on another backend than torch,
-            whose compiler does that itself, or Triton or an NVIDIA GPU is missing.
+            or Triton or an NVIDIA GPU is missing.
         RuntimeError: a kernel with new sizes is called while a CUDA graph is captured.
 
     Example:
@@ -61,6 +62,6 @@ def _search():
         reason = search.unavailable()
     if reason is not None:
         raise NotImplementedError(
-            f"`autotune` times Triton kernels, which serve torch on NVIDIA GPUs; here {reason}."
+            f"`autotune` times Triton kernels on torch and an NVIDIA GPU; here {reason}."
         )
     return search

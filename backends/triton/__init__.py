@@ -1,11 +1,10 @@
-"""Triton kernels for PyTorch on NVIDIA GPUs; each reads and writes a tensor as few times as it can.
+"""Triton kernels for NVIDIA GPUs; each reads and writes a tensor as few times as it can.
 
 In this folder a kernel is a GPU program, and the public function of a file is the implementation of
-an operation. As in `backends/torch`, each implementation is a custom operator of torch with a
-custom operator for its gradients: one node for `torch.compile`, no graph breaks, and the same
-limits. Tile sizes follow from shapes by a fixed rule, so the same inputs give the same bits, and a
-new shape costs one compilation a kernel. They are timed and chosen at run time only inside
-`keras_recurrent.autotune` (`_search.py`).
+an operation. Kernels and their launches (`_launch.py`) name no framework; `_torch.py` makes custom
+operators of torch of them, `_jax.py` functions of JAX. Tile sizes follow from shapes by a fixed
+rule, so the same inputs give the same bits, and a new shape costs one compilation a kernel. On
+torch they are timed and chosen at run time inside `keras_recurrent.autotune` (`_search.py`).
 
 Arithmetic is float32. Matrix products in softmax attention take bfloat16 and float16 tensors as
 they are; those in linear attention take bfloat16 as it is. Float32 operands are split into bfloat16

@@ -46,14 +46,14 @@ def run(launch, *arrays):
     """The arrays that a launch writes; its inputs say only which of them are given."""
     arrays = iter(arrays)
     inputs = [np.ascontiguousarray(next(arrays)) if given else None for given in launch.inputs]
-    outputs = [None if a is None else np.zeros(a.shape, _dtype(a.dtype)) for a in launch.outputs]
+    outputs = [None if a is None else np.zeros(a.shape, dtype(a.dtype)) for a in launch.outputs]
     tensors = [None if x is None else _Pointer(x) for x in (*inputs, *outputs)]
     with _lock:
         launch.kernel[(launch.programs,)](*tensors, *launch.numbers, **dict(launch.options))
     return tuple(x for x in outputs if x is not None)
 
 
-def _dtype(name):
+def dtype(name):
     if name == "bfloat16":
         import ml_dtypes
 

@@ -59,6 +59,11 @@ def cast(x, dtype):
     return x.astype(dtype)
 
 
+def no_search():
+    """Why kernels cannot be timed here: a program is lowered before there is anything to time."""
+    return "Keras runs on 'jax', whose programs take the default of each kernel"
+
+
 def places_of_numbers(rows, count, behind=False):
     """As `_torch.places_of_numbers`."""
     find = functools.partial(jnp.searchsorted, v=jnp.arange(count), side=("left", "right")[behind])
@@ -209,6 +214,14 @@ def _interpret(ctx, *operands, launch):
     return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
 
 
+def _refuse(ctx, *operands, launch):
+    raise NotImplementedError(
+        "the Triton kernels run where a program is lowered for CUDA, got one for "
+        f"{', '.join(ctx.module_context.platforms)}: leave `implementation` to choose by itself"
+    )
+
+
+mlir.register_lowering(_launch, _refuse)
 mlir.register_lowering(_launch, _lower, platform="cuda")
 if INTERPRETED:
     mlir.register_lowering(_launch, _interpret, platform="cpu")

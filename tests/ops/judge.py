@@ -27,12 +27,12 @@ INTERPRETED = ("triton",) if os.environ.get("TRITON_INTERPRET") == "1" else ()
 
 
 def kernels(operations):
-    """The pairs of an operation and an implementation that this backend has."""
+    """The pairs of an operation and an implementation that run here, if only interpreted."""
     return [
         (operation, implementation)
         for operation in operations
         for implementation, module in dispatch.IMPLEMENTATIONS[operation].items()
-        if not isinstance(module, str)
+        if not isinstance(module, str) and native.runs(implementation)
     ]
 
 

@@ -1,6 +1,7 @@
 """Run a kernel on native tensors of the current backend, with its gradients: NumPy in and out."""
 
 import contextlib
+import os
 
 import keras
 import numpy as np
@@ -84,6 +85,14 @@ def refusal(module, arguments):
 
 def dtype(t):
     return keras.backend.standardize_dtype(t.dtype)
+
+
+def runs(implementation):
+    """Whether it runs on this machine. Programs of JAX can be lowered for others, which is a test
+    of its own (`tests/triton/test_on_jax.py`)."""
+    if (BACKEND, implementation) != ("jax", "triton"):
+        return True
+    return os.environ.get("TRITON_INTERPRET") == "1" or jax.default_backend() == "gpu"
 
 
 if BACKEND == "jax":

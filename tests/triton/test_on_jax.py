@@ -9,6 +9,7 @@ import pytest
 if keras.config.backend() != "jax":
     pytest.skip("runs on JAX", allow_module_level=True)
 
+import jax
 import numpy as np
 
 import keras_recurrent
@@ -83,6 +84,14 @@ def test_which_implementation_tells():
         "rms_norm", X[0], epsilon=1e-6, implementation="triton"
     )
     assert "XLA joins this operation with what stands around it" in str(choice)
+
+
+@with_triton
+@with_plugin
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is one")
+def test_named_without_a_gpu():
+    with pytest.raises(NotImplementedError, match="lowered for CUDA, got one for cpu"):
+        keras_recurrent.ops.linear_scan(X, -X, implementation="triton")
 
 
 @with_triton

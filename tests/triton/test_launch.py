@@ -1,0 +1,72 @@
+"""A launch is one object: in Triton's interpreter NumPy arrays give what torch's tensors give."""
+
+import keras
+import pytest
+
+if keras.config.backend() != "torch":
+    pytest.skip("runs on torch", allow_module_level=True)
+
+import torch
+
+from keras_recurrent.backends.triton import _interpreter, _torch
+from keras_recurrent.backends.triton._common import INTERPRETED
+from tests.ops import judge, token_wise
+from tests.ops.cases import Case, draw
+
+DRAWN = {
+    "linear_scan": lambda: draw("linear_scan", Case(2, 70, 5, kinds=True, state=True)),
+    "rg_lru": lambda: draw("rg_lru", Case(2, 40, 5, "bfloat16", "float32", kinds=True)),
+    "causal_conv1d": lambda: draw("causal_conv1d", Case(2, 21, 5, kinds=True, state=True)),
+    "gated_linear_attention": lambda: draw(
+        "gated_linear_attention", Case(2, 40, 3, kinds=True, tied=True)
+    ),
+    "lightning_attention": lambda: draw("lightning_attention", Case(1, 40, 3, state=True)),
+    "sliding_window_attention": lambda: draw(
+        "sliding_window_attention", Case(2, 21, 3, "bfloat16", kinds=True, state=True)
+    ),
+    **{
+        operation: lambda operation=operation: token_wise.draw(
+            operation, token_wise.Case((5, 4), "bfloat16", "float32")
+        )
+        for operation in token_wise.DRAW
+    },
+}
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
+@pytest.mark.parametrize("operation", DRAWN)
+def test_numpy_arrays_give_the_same_bits(operation, monkeypatch):
+    launches = []
+    run = _torch.run
+
+    def recorded(launch):
+        outputs = run(launch)
+        launches.append((launch, outputs))
+        return outputs
+
+    monkeypatch.setattr(_torch, "run", recorded)
+    judge.run(operation, "triton", DRAWN[operation]())
+    assert len(launches) > 1
+    for launch, outputs in launches:
+        names = launch.kernel.arg_names
+        numbers = len(launch.inputs) + len(launch.outputs) + len(launch.numbers)
+        assert numbers <= len(names)
+        given = [x for x in launch.inputs if x is not None]
+        static = launch._replace(inputs=tuple(x is not None for x in launch.inputs))
+        found = iter(_interpreter.run(static, *map(to_numpy, given)))
+        for array, expected in zip(launch.outputs, outputs, strict=True):
+            if array is None:
+                assert expected is None
+                continue
+            result = next(found)
+            assert result.dtype.name == array.dtype
+            assert result.shape == tuple(expected.shape)
+            result = torch.from_numpy(result.astype("float64"))
+            torch.testing.assert_close(result, expected.double(), rtol=0, atol=0, equal_nan=True)
+
+
+def to_numpy(tensor):
+    if tensor.dtype != torch.bfloat16:
+        return tensor.detach().numpy()
+    bits = tensor.detach().view(torch.int16).numpy()
+    return bits.view(_interpreter.dtype("bfloat16"))
