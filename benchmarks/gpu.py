@@ -18,12 +18,14 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 os.environ.setdefault("KERAS_BACKEND", "torch")
 
+import numpy as np
 import torch
 
 from benchmarks import peers
@@ -295,7 +297,7 @@ class OnJax:
     """A process that times operations on JAX (`benchmarks.gpu_on_jax`)."""
 
     def __init__(self):
-        self.process = None
+        self.process: Any = None
         if importlib.util.find_spec("jax_cuda12_plugin") or importlib.util.find_spec(
             "jax_cuda13_plugin"
         ):
@@ -307,16 +309,20 @@ class OnJax:
             )
 
     def measure(self, work, tensors):
-        """{name: figures}, on tensors of the same shapes, dtypes and ranges."""
+        """{name: figures}, on the same tensors: how fast a GPU is depends on their numbers."""
         if self.process is None:
             return {}
-        described = [
-            (list(t.shape), str(t.dtype).removeprefix("torch."), t.min().item(), t.max().item())
-            for t in tensors
-        ]
         message = {"operation": work.operation, "tied": work.tied, "options": work.options}
-        print(json.dumps(message | {"tensors": described}), file=self.process.stdin, flush=True)
-        found = json.loads(self.process.stdout.readline())
+        with tempfile.TemporaryDirectory() as folder:
+            files = [
+                (f"{folder}/{i}.npy", str(t.dtype).removeprefix("torch."))
+                for i, t in enumerate(tensors)
+            ]
+            for (file, dtype), tensor in zip(files, tensors, strict=True):
+                bits = tensor.detach().view(torch.int16) if dtype == "bfloat16" else tensor.detach()
+                np.save(file, bits.cpu().numpy())
+            print(json.dumps(message | {"tensors": files}), file=self.process.stdin, flush=True)
+            found = json.loads(self.process.stdout.readline())
         return {f"{name} on JAX" if name == "triton" else "JAX": f for name, f in found.items()}
 
 

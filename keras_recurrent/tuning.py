@@ -10,13 +10,14 @@ from keras_recurrent import dispatch
 def autotune():
     """Time the configurations of the Triton kernels at hand, and keep the fastest.
 
-    The kernels of `backends/triton` for NVIDIA GPUs come with tiles that were chosen for the GPU
-    and the shapes of our benchmarks. On torch they can be searched; programs of JAX are lowered
-    before there is anything to time, and take the defaults. Inside this block, the first call of a kernel at
-    new sizes times up to five configurations of it on its own arguments, forwards as backwards,
-    and the fastest serves these sizes from then on: in every thread, also after the block, until
-    the process ends. Batch sizes, lengths and windows share what was found up to the next power
-    of two; all other sizes, dtypes and devices are searched each for themselves.
+    The kernels of `backends/triton` for NVIDIA GPUs come with tiles that were chosen for the
+    GPU and the shapes of our benchmarks. On torch they can be searched; programs of JAX are
+    lowered before there is anything to time, and take the defaults. Inside this block, the
+    first call of a kernel at new sizes times up to five configurations of it on its own
+    arguments, forwards as backwards, and the fastest serves these sizes from then on: in every
+    thread, also after the block, until the process ends. Batch sizes, lengths and windows share
+    what was found up to the next power of two; all other sizes, dtypes and devices are searched
+    each for themselves.
 
     A search compiles each configuration, a second or so, and takes 256 MB of the GPU's memory
     while it measures. Configurations differ in the order of sums: what is found may change results

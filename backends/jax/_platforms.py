@@ -67,8 +67,8 @@ def _with_own(functions):
 
     def function(*arguments, **options):
         def run(of, *arguments):
-            *arguments, kept, d_output = arguments
-            return functions[of](*arguments, kept[of], d_output, **options)
+            *given, kept, d_output = arguments
+            return functions[of](*given, kept[of], d_output, **options)
 
         return _by_platform({of: functools.partial(run, of) for of in functions}, arguments)
 

@@ -4,12 +4,13 @@
 that is not wanted. `operation(definition)` makes a differentiable function of an `Operation`.
 """
 
+import importlib
+from typing import Any
+
 import keras
 
-if keras.config.backend() == "jax":
-    from keras_recurrent.backends.triton import _jax as framework
-else:
-    from keras_recurrent.backends.triton import _torch as framework
+_name = "_jax" if keras.config.backend() == "jax" else "_torch"
+framework: Any = importlib.import_module(f"keras_recurrent.backends.triton.{_name}")
 
 cast = framework.cast
 operation = framework.operation

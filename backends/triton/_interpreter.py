@@ -44,8 +44,8 @@ class _Pointer:
 
 def run(launch, *arrays):
     """The arrays that a launch writes; its inputs say only which of them are given."""
-    arrays = iter(arrays)
-    inputs = [np.ascontiguousarray(next(arrays)) if given else None for given in launch.inputs]
+    rest = iter(arrays)
+    inputs = [np.ascontiguousarray(next(rest)) if given else None for given in launch.inputs]
     outputs = [None if a is None else np.zeros(a.shape, dtype(a.dtype)) for a in launch.outputs]
     tensors = [None if x is None else _Pointer(x) for x in (*inputs, *outputs)]
     with _lock:

@@ -138,7 +138,7 @@ def _lower(ctx, *operands, launch):
     lowering = jax.ffi.ffi_lowering(
         "triton_kernel_call",
         api_version=2,
-        backend_config=zlib.compress(call.to_proto(metadata.name, b"")),
+        backend_config=zlib.compress(call.to_proto(metadata.name, b"")),  # type: ignore[arg-type]
     )
     return lowering(ctx, *operands)
 

@@ -5,14 +5,15 @@ and plain JAX do: each framework has a file of its own for that. One token of ge
 ring in place, by the implementation in `backends/torch` or `backends/jax`.
 """
 
+import importlib
+from typing import Any
+
 import keras
 
 from keras_recurrent.backends.triton import _linear_attention
 
-if keras.config.backend() == "jax":
-    from keras_recurrent.backends.triton import _jax_attention as kernels
-else:
-    from keras_recurrent.backends.triton import _torch_attention as kernels
+_name = "_jax_attention" if keras.config.backend() == "jax" else "_torch_attention"
+kernels: Any = importlib.import_module(f"keras_recurrent.backends.triton.{_name}")
 
 
 def unsupported(
