@@ -49,6 +49,12 @@ if os.environ["KERAS_BACKEND"] == "torch":
 
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
+        # As with XLA's flags, what is changed is the inside of one version.
+        spec = importlib.util.find_spec("triton")
+        if spec and importlib.metadata.version("triton").startswith("3.7."):
+            from tests.interpreter import spare_repeated_work
+
+            spare_repeated_work()
 
 
 def pytest_addoption(parser):

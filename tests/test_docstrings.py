@@ -55,8 +55,8 @@ def test_every_public_name_has_an_example(room):
 
 
 def shared(name):
-    """XLA compiles each model anew, and they have tests of their own on every backend."""
-    once = name.startswith(("models.", "checkpoints.", "gqa."))
+    """XLA compiles each layer and model anew, and they have tests of their own on every backend."""
+    once = name.startswith(("layers.", "models.", "checkpoints.", "gqa."))
     return pytest.param(name, marks=pytest.mark.once) if once else name
 
 

@@ -2,30 +2,15 @@
 
 import importlib.util
 import math
-import os
 import pathlib
 import re
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-QUICKSTART = ROOT / "guides/quickstart.py"
 BITS = r"Validation, bits per byte: Hawk ([\d.]+), bigrams ([\d.]+), unigrams ([\d.]+)"
-
-
-def run(*arguments):
-    done = subprocess.run(
-        [sys.executable, QUICKSTART, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def load(name):
@@ -47,8 +32,11 @@ def constant_speed():
 
 
 @pytest.mark.once
-def test_quickstart(tmp_path):
-    written = run("--epochs", 2, "--topics", 2, "--sample", 20, "--output", tmp_path)
+def test_quickstart(quickstart, tmp_path, monkeypatch, capsys):
+    arguments = ("--epochs", 2, "--topics", 2, "--sample", 20, "--output", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["quickstart", *map(str, arguments)])
+    quickstart.main()
+    written = capsys.readouterr().out
     assert len(re.findall(BITS, written)) == 2
     assert "Before training it writes:\nThe statement" in written
     assert "After training it writes:\nThe statement" in written

@@ -17,6 +17,9 @@ from tests.models.test_hgrn2_image_classifier import SIZES as VISION_SIZES
 from tests.models.tiny import FAMILIES, shared_by_families
 
 BATCH, LENGTH = 2, 5
+# Two blocks: in a Griffin, one of them is local attention.
+SIZES = {family: {**row.sizes, "num_layers": 2} for family, row in FAMILIES.items()}
+VISION_SIZES = {**VISION_SIZES, "num_layers": 1}
 
 
 class Layer(NamedTuple):
@@ -94,16 +97,16 @@ def harness(name):
 
 @shared_by_families
 def test_backbone(family):
-    row = FAMILIES[family]
+    sizes = SIZES[family]
     rng = np.random.default_rng(0)
     harness("run_backbone_test")(
-        row.backbone,
-        init_kwargs=dict(row.sizes),
+        FAMILIES[family].backbone,
+        init_kwargs=sizes,
         input_data={
-            "token_ids": rng.integers(0, row.sizes["vocabulary_size"], (BATCH, LENGTH)),
+            "token_ids": rng.integers(0, sizes["vocabulary_size"], (BATCH, LENGTH)),
             "padding_mask": np.ones((BATCH, LENGTH), "int32"),
         },
-        expected_output_shape=(BATCH, LENGTH, row.sizes["hidden_dim"]),
+        expected_output_shape=(BATCH, LENGTH, sizes["hidden_dim"]),
     )
 
 
@@ -135,7 +138,7 @@ def test_causal_lm(family):
     harness("run_task_test")(
         row.causal_lm,
         init_kwargs={
-            "backbone": row.backbone(**{**row.sizes, "vocabulary_size": vocabulary}),
+            "backbone": row.backbone(**{**SIZES[family], "vocabulary_size": vocabulary}),
             "preprocessor": row.preprocessor(tokenizer, sequence_length=8),
         },
         train_data=(["airplane", "at airport"],),

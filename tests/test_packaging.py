@@ -85,7 +85,9 @@ def import_from(folder, code):
     )
 
 
+# KerasHub, not Keras, would import TensorFlow where it is installed, which takes seconds.
 WHERE = (
+    "import keras, sys; sys.modules['tensorflow'] = sys.modules['tensorflow_text'] = None\n"
     "import keras_recurrent as k, keras_recurrent.presets as p\n"
     "import keras_recurrent.backends.reference.linear_scan as r\n"
     "print(k.__file__, r.__file__, p.__file__, sep='\\n')"

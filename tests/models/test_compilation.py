@@ -51,13 +51,14 @@ from tests.models.tiny import tiny_causal_lm, forward
 
 token_ids = np.random.default_rng(0).integers(3, 61, (4, 9)).astype("int32")
 real = np.ones_like(token_ids)
-wanted = forward(tiny_causal_lm(vocabulary_size=64), token_ids, real)
+sizes = {"vocabulary_size": 64, "num_layers": 2}
+wanted = forward(tiny_causal_lm(**sizes), token_ids, real)
 
 mesh = keras.distribution.DeviceMesh((2, 2), ("batch", "model"), keras.distribution.list_devices())
 layout_map = GriffinBackbone.get_layout_map(mesh)
 distribution = keras.distribution.ModelParallel(layout_map=layout_map, batch_dim_name="batch")
 with distribution.scope():
-    model = tiny_causal_lm(vocabulary_size=64)
+    model = tiny_causal_lm(**sizes)
     split = {tuple(w.value.sharding.spec) for w in model.weights if "linear_x/kernel" in w.path}
     assert split == {("batch", "model")}, split
     np.testing.assert_allclose(forward(model, token_ids, real), wanted, rtol=1e-4, atol=1e-4)

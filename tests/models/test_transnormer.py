@@ -87,6 +87,7 @@ def test_bad_arguments():
             TransNormerBackbone(**{**sizes, name: 0})
 
 
+@pytest.mark.once
 def test_sixteen_times_the_length_of_training():
     """Learned on rows of 256 tokens, the counting goes on, and gets no worse, up to 4,096."""
     model = tiny_causal_lm(family="transnormer", vocabulary_size=8)

@@ -11,7 +11,7 @@ import keras_recurrent
 from keras_recurrent import dispatch, ops
 from tests.ops import native
 from tests.ops.cases import round_to, unit
-from tests.ops.judge import PLAIN, check, compare, kernels, reference, run
+from tests.ops.judge import INTERPRETED, PLAIN, check, compare, kernels, reference, run
 from tests.ops.token_wise import CASES, DRAW, Case, draw
 
 KERNELS = kernels(DRAW)
@@ -22,6 +22,9 @@ every_kernel = pytest.mark.parametrize(("operation", "implementation"), KERNELS)
 @every_kernel
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_forward_and_gradients(operation, implementation, case):
+    if operation == "token_crossentropy" and implementation in INTERPRETED:
+        # A program has one row, and NumPy goes through the programs one by one.
+        case = case._replace(shape=(min(case.shape[0], 61), *case.shape[1:]))
     with native.precision("float64" if "float64" in case else case.dtype):
         check(operation, implementation, draw(operation, case))
 

@@ -23,6 +23,7 @@ TPU = "jax.experimental.pallas.tpu"
 IMPORT_WITHOUT_NAMES = f"""
 import importlib, json, sys, types
 import keras
+sys.modules["tensorflow"] = sys.modules["tensorflow_text"] = None  # which KerasHub would import
 for name in ("jax.experimental.pallas", "{TPU}"):
     sys.modules[name] = types.ModuleType(name)
 from keras_recurrent.backends.pallas import _platform

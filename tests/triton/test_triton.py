@@ -28,7 +28,7 @@ from keras_recurrent.backends.triton import (
 from tests.ops import judge, native, token_wise
 from tests.ops.cases import DRAW, Case, draw
 from tests.ops.test_ops import OPTIONS
-from tests.triton.hopper import KERNELS, TOKEN_WISE
+from tests.triton.hopper import DEFAULTS, KERNELS, TOKEN_WISE
 
 ROOT = pathlib.Path(__file__).parents[2]
 OPERATIONS = [o for o in DRAW if not isinstance(dispatch.IMPLEMENTATIONS[o]["triton"], str)]
@@ -50,7 +50,7 @@ def arguments(operation, length, dtype="float32"):
 
 @pytest.mark.parametrize("defaults", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_compiled_for_hopper_without_a_gpu(defaults, tmp_path):
-    """Each kernel in its default configuration, or in all that a search may choose."""
+    """Every code of a kernel in its default configuration, or all that a search may choose."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.triton.hopper", *["--defaults"] * defaults],
         cwd=ROOT,
@@ -61,7 +61,7 @@ def test_compiled_for_hopper_without_a_gpu(defaults, tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     kernels = json.loads(done.stdout.splitlines()[-1])
-    assert set(kernels) == set(KERNELS)
+    assert set(kernels) == set(DEFAULTS if defaults else KERNELS)
     for name, configurations in kernels.items():
         for kernel, given in zip(configurations, KERNELS[name][2], strict=not defaults):
             limited = given.get("maxnreg") is not None
@@ -277,7 +277,8 @@ def test_long_rows_are_refused():
         assert refused is None if reason is None else reason in refused
 
 
-@every_operation_without_a_state
+# A program of token_crossentropy has one row.
+@pytest.mark.parametrize("operation", [o for o in token_wise.DRAW if o != "token_crossentropy"])
 @pytest.mark.parametrize("shape", [(3, 16384), (1100, 40), (300, 260)], ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_programs_that_walk(operation, shape, dtype, monkeypatch):
