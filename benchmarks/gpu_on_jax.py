@@ -1,7 +1,7 @@
 """Times operations on a CUDA GPU on JAX, for `benchmarks.gpu`: a line of JSON in, one out.
 
 JAX cannot time its work on a GPU by events, so its profiler does: the time of a call is the sum of
-what the GPU ran for it. A program calls an operation several times.
+what the GPU ran for it.
 """
 
 import glob
@@ -22,26 +22,13 @@ import numpy as np
 from keras_recurrent import dispatch
 
 IMPLEMENTATIONS = ("triton", "jax")
-CALLS = 4  # of a program
+CALLS = 5  # in one profile
 
 
 def load(file, dtype):
     """An array whose bits a file of NumPy holds, which has no bfloat16."""
     array = jnp.asarray(np.load(file))
     return array.view(dtype) if dtype == "bfloat16" else array
-
-
-def repeated(call):
-    """A program of several calls, none of which may begin before the one before it has ended."""
-
-    def program(*arguments):
-        results = []
-        for _ in range(CALLS):
-            results.append(call(*arguments))
-            arguments, _ = jax.lax.optimization_barrier((arguments, results[-1]))
-        return results
-
-    return jax.jit(program)
 
 
 def device_ms(program, arguments):
@@ -51,7 +38,7 @@ def device_ms(program, arguments):
     def milliseconds():
         with tempfile.TemporaryDirectory() as folder:
             with jax.profiler.trace(folder):
-                jax.block_until_ready(program(*arguments))
+                jax.block_until_ready([program(*arguments) for _ in range(CALLS)])
             (file,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
             data = jax.profiler.ProfileData.from_file(file)
             streams = (
@@ -102,8 +89,8 @@ def measure(implementation, work, arrays):
     memory = compiled.memory_analysis()
     assert memory is not None
     return {
-        "forward": device_ms(repeated(forward), arrays),
-        "both": device_ms(repeated(both), [d_output, *arrays]),
+        "forward": device_ms(jax.jit(forward), arrays),
+        "both": device_ms(compiled, [d_output, *arrays]),
         "wall": wall_ms(compiled, d_output, *arrays),
         "peak": (memory.temp_size_in_bytes + memory.output_size_in_bytes) / 2**20,
         "first": first,
