@@ -37,8 +37,14 @@ def refusal(*tensors):
 refusal_of_token_wise = refusal
 
 
+_capabilities: dict = {}
+
+
+@torch.compiler.assume_constant_result
 def _capability(device):
-    return torch.cuda.get_device_capability(device)
+    if device not in _capabilities:
+        _capabilities[device] = torch.cuda.get_device_capability(device)
+    return _capabilities[device]
 
 
 def run(launch):

@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import types
 
 import keras
 import pytest
@@ -22,6 +23,7 @@ from keras_recurrent.backends.triton import (
     _banded_attention,
     _gated_states,
     _linear_attention,
+    _torch,
     causal_conv1d,
     lightning_attention,
 )
@@ -107,6 +109,14 @@ def test_what_is_refused(operation, monkeypatch):
     monkeypatch.setattr("keras_recurrent.backends.triton._torch.INTERPRETED", False)
     tensors = {n: t.cpu() for n, t in arguments(operation, 5).items()}
     assert "needs CUDA tensors, got one on cpu" in unsupported(**tensors)
+
+
+def test_older_gpus_are_refused(monkeypatch):
+    tensor = types.SimpleNamespace(dtype=torch.float32, is_cuda=True, device="cuda:0")
+    for capability, reason in (((9, 0), None), ((7, 5), "8.0 or later, got one of 7.5")):
+        monkeypatch.setattr(_torch, "_capabilities", {"cuda:0": capability})
+        refused = _torch.refusal(tensor)
+        assert refused is None if reason is None else reason in refused
 
 
 def test_a_long_kernel_is_refused():
