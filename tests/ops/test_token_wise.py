@@ -72,6 +72,24 @@ def test_rows_of_any_size(implementation):
         assert np.isfinite(result).all(), name
 
 
+@pytest.mark.parametrize("width", [12, 3000])
+@pytest.mark.parametrize("epsilon", [0.0, 1e-35, 1e-6])
+def test_rows_of_any_mean_square(width, epsilon):
+    """Right from the smallest mean square of float32 to the largest, whatever squares may be."""
+    drawn = draw("rms_norm", Case((6, width), parameter=False))
+    x = drawn.tensors["x"]
+    x[:3] /= np.sqrt(np.mean(x[:3] ** 2, axis=-1, keepdims=True))
+    x[3:] = np.where(np.arange(width) == 1, np.sqrt(width), 0)  # one number makes the mean
+    x[:] = round_to("float32", x * np.array([1.1 * 2.0**-63, 1, 1.8e19] * 2)[:, None])
+    drawn = drawn._replace(options={"epsilon": epsilon})
+    results = run("rms_norm", PLAIN, drawn)
+    for name, truth in reference("rms_norm", drawn, "float64").items():
+        largest = np.abs(truth).max(-1, keepdims=True)
+        np.testing.assert_allclose(
+            results[name] / largest, truth / largest, atol=1e-6, err_msg=name
+        )
+
+
 @pytest.mark.parametrize("implementation", [i for o, i in KERNELS if o == "log_forget_gate"])
 @pytest.mark.parametrize("bounded", [True, False])
 def test_gates_that_are_shut_or_open(implementation, bounded):
