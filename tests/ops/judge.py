@@ -132,7 +132,10 @@ def errors(drawn, truth, results):
 
 
 def neighbor(drawn, seed):
-    """The same inputs, but each number moved up or down by one unit in the last place, or not."""
+    """The same inputs, but each number moved up or down by one unit in the last place, or not.
+
+    The gradients of the results are inputs of the gradients, and moved, too.
+    """
     rng = np.random.default_rng(seed)
 
     def moved(array, dtype):
@@ -141,13 +144,20 @@ def neighbor(drawn, seed):
         sign = rng.integers(-1, 2, np.shape(array))
         return round_to(dtype, array * (1 + sign * cases.EPSILON[dtype]))
 
+    def moved_state(state):
+        parts = named("state", state).items()
+        parts = {name: moved(array, drawn.dtypes.get(name)) for name, array in parts}
+        return cases.unnamed("state", parts) if parts else None
+
     tensors = {n: moved(t, drawn.dtypes.get(n)) for n, t in drawn.tensors.items()}
     if not isinstance(drawn, cases.Drawn):
-        return drawn._replace(tensors=tensors)
-    state = named("state", drawn.initial_state)
-    state = {name: moved(array, drawn.dtypes.get(name)) for name, array in state.items()}
-    state = cases.unnamed("state", state) if state else None
-    return drawn._replace(tensors=tensors, initial_state=state)
+        return drawn._replace(tensors=tensors, d_output=moved(drawn.d_output, drawn.output_dtype))
+    return drawn._replace(
+        tensors=tensors,
+        initial_state=moved_state(drawn.initial_state),
+        d_output=moved(drawn.d_output, drawn.dtypes[drawn.output]),
+        d_final_state=moved_state(drawn.d_final_state),
+    )
 
 
 def exact(drawn):
