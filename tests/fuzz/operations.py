@@ -19,7 +19,6 @@ TOKEN_WISE = list(token_wise.DRAW)
 # Below them, in bfloat16 as in float32, numbers lose digits, and processors may take them for 0.
 SMALLEST_NORMAL = 2.0**-126
 FLUSHED = {
-    "rg_lru": (2 * SMALLEST_NORMAL) ** 0.5,  # the root is taken of log a
     "log_forget_gate": 2 * SMALLEST_NORMAL,  # in Triton, a shut gate ends at exp(-87)
 }
 
@@ -216,7 +215,13 @@ def flushed(operation, drawn):
             part for state in states for name, part in state.items() if "position" not in name
         ]
     largest = [max(1.0, float(np.abs(t).max(initial=0))) for t in given]
-    return FLUSHED.get(operation, SMALLEST_NORMAL) * float(np.prod(largest))
+    smallest = FLUSHED.get(operation, SMALLEST_NORMAL)
+    if operation == "rg_lru":  # the root is taken of log a = -8 softplus(-a_logit) r
+        lost = SMALLEST_NORMAL
+        if drawn.tensors["gate_a"].min() < np.log(SMALLEST_NORMAL):  # r is below it, too
+            lost *= max(1.0, 8 * np.logaddexp(0, -drawn.tensors["a_logit"]).max())
+        smallest = (2 * lost) ** 0.5
+    return smallest * float(np.prod(largest))
 
 
 def poisoned(drawn, seed):
