@@ -4,6 +4,7 @@ import math
 
 import tensorflow as tf
 
+from keras_recurrent.backends.constants import LARGEST_GELU_GATE
 from keras_recurrent.backends.tensorflow._common import accumulation_dtype
 
 
@@ -13,7 +14,8 @@ def gated_linear_unit(gate, x, activation="silu"):
     gate = z = tf.cast(gate, dtype)
     if activation == "gelu":
         # z σ(2 u), not z (1 + tanh(u)) / 2: that loses the digits of a gate that is nearly shut.
-        z = math.sqrt(8 / math.pi) * (gate + 0.044715 * gate**3)
+        z = tf.clip_by_value(gate, -LARGEST_GELU_GATE, LARGEST_GELU_GATE)
+        z = math.sqrt(8 / math.pi) * (z + 0.044715 * z**3)
     return tf.cast(gate * _sigmoid(z) * tf.cast(x, dtype), x.dtype)
 
 

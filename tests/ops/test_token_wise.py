@@ -121,6 +121,22 @@ def test_gates_that_are_nearly_open(implementation, activation, dtype):
         check("gated_linear_unit", implementation, drawn)
 
 
+@pytest.mark.parametrize("implementation", [i for o, i in KERNELS if o == "gated_linear_unit"])
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_gates_of_any_size(implementation, activation):
+    """gelu takes the third power of the gate."""
+    drawn = draw("gated_linear_unit", Case((2, 6), activation=activation))
+    sizes = np.array([1e2, 1e4, 1e13, 1e19, 1e26, 3e38])
+    drawn.tensors["gate"][:] = round_to("float32", np.stack([sizes, -sizes]))
+    drawn.tensors["x"][:] = drawn.d_output[:] = 1
+    with np.errstate(all="ignore"):  # where NumPy stands in for a GPU
+        results = run("gated_linear_unit", implementation, drawn)
+    open_gate, shut = drawn.tensors["gate"][0], np.zeros(6)
+    np.testing.assert_allclose(results["output"], [open_gate, shut], rtol=1e-6)
+    np.testing.assert_allclose(results["gradient of x"], [open_gate, shut], rtol=1e-6)
+    np.testing.assert_allclose(results["gradient of gate"], [shut + 1, shut], rtol=1e-6, atol=1e-30)
+
+
 @pytest.mark.parametrize("implementation", [i for o, i in KERNELS if o == "log_forget_gate"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_slopes_of_gates_that_are_nearly_shut(implementation, dtype):
