@@ -139,9 +139,10 @@ def test_gates_of_any_size(implementation, activation):
 
 @pytest.mark.parametrize("implementation", [i for o, i in KERNELS if o == "log_forget_gate"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_slopes_of_gates_that_are_nearly_shut(implementation, dtype):
+@pytest.mark.parametrize("logits", [(-30, -1), (14.56, 14.86)])
+def test_slopes_of_gates(implementation, dtype, logits):
     drawn = draw("log_forget_gate", Case((4, 40), dtype, parameter=False))
-    drawn.tensors["logits"][:] = round_to(dtype, np.linspace(-30, -1, 160).reshape(4, 40))
+    drawn.tensors["logits"][:] = round_to(dtype, np.linspace(*logits, 160).reshape(4, 40))
     drawn.d_output[:] = 1
     with native.precision(dtype):
         check("log_forget_gate", implementation, drawn)
