@@ -10,3 +10,13 @@ DECAY_EXPONENT = 8.0
 # 1 / (2 sqrt(1 - a^2)), grows without bound as the decay a goes to 1. It is held below this number,
 # as in DeepMind's released code.
 MAX_SQRT_GRADIENT = 1000.0
+
+# σ is 0 or 1 for gelu's gates beyond this on either side, which are taken for this in the argument
+# of σ: their third power may leave the dtype.
+LARGEST_GELU_GATE = 100.0
+
+# RMSNorm makes the mean of x² from x² 2^-32: a sum of up to 2^32 of these has room wherever the
+# mean has, and powers of 2 round nothing. What leaves the range of float32 then, x² < 2^-94, is
+# nothing beside an ε of at least this. Beside a smaller one, small means are made from x² 2^32.
+SQUARES_SCALE = 2.0**-32
+SMALLEST_SCALED_EPSILON = 2.0**-70

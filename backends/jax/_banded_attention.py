@@ -63,9 +63,12 @@ def backward(d_output, q, k, v, documents, window, dtype):
         # Not by the sums of the forward: another program rounds logits otherwise, which shows where
         # they are large.
         weights = jax.nn.softmax(jnp.where(block.visible(documents), logits, -jnp.inf), axis=-1)
-        d_logits = weights * product("blgrv,bsgv->bglrs", d_o, v_b)
-        # The output would give the same sum, but it has been rounded.
-        d_logits = d_logits - weights * jnp.sum(d_logits, axis=-1, keepdims=True)
+        d_weights = product("blgrv,bsgv->bglrs", d_o, v_b)
+        # The output would give the same sum, but it has been rounded. The difference comes first:
+        # that of products with the weights is rounded once more, which shows where one key has
+        # nearly all weight.
+        mean = jnp.sum(weights * d_weights, axis=-1, keepdims=True)
+        d_logits = weights * (d_weights - mean)
         d_k, d_v = gradients
         d_k = block.add(d_k, product("bglrs,blgrk->bsgk", d_logits, q_b))
         d_v = block.add(d_v, product("bglrs,blgrv->bsgv", weights, d_o))

@@ -4,7 +4,9 @@ import functools
 import math
 
 import jax
+import jax.numpy as jnp
 
+from keras_recurrent.backends.constants import LARGEST_GELU_GATE
 from keras_recurrent.backends.jax._common import accumulation_dtype
 
 
@@ -15,7 +17,8 @@ def gated_linear_unit(gate, x, activation="silu"):
     gate = z = gate.astype(dtype)
     if activation == "gelu":
         # z σ(2 u), not z (1 + tanh(u)) / 2: that loses the digits of a gate that is nearly shut.
-        z = math.sqrt(8 / math.pi) * (gate + 0.044715 * gate**3)
+        z = jnp.clip(gate, -LARGEST_GELU_GATE, LARGEST_GELU_GATE)
+        z = math.sqrt(8 / math.pi) * (z + 0.044715 * z**3)
     return (gate * _sigmoid(z) * x.astype(dtype)).astype(x.dtype)
 
 

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from keras_recurrent.backends.constants import SMALLEST_SCALED_EPSILON, SQUARES_SCALE
 from keras_recurrent.backends.jax._common import accumulation_dtype
 
 
@@ -34,8 +35,16 @@ def _(epsilon, arguments, tangents):
 def _reciprocal_root(x, epsilon):
     """r by XLA's approximation, which it also uses for the quotient, and a Newton step.
 
-    0 where the sum of squares is 0 or leaves the range of the dtype.
+    0 where the mean square is 0 or leaves the range of the dtype. Half of z might be below it.
     """
-    z = jnp.mean(jnp.square(x), axis=-1, keepdims=True) + epsilon
+    z = _mean_square(x, SQUARES_SCALE)
+    if epsilon < SMALLEST_SCALED_EPSILON:
+        z = jnp.where(z > 1, z, _mean_square(x, 1 / SQUARES_SCALE))
+    z = z + epsilon
     r = jax.lax.rsqrt(z)
-    return jnp.where((z == 0) | (z == jnp.inf), 0, r + r * (0.5 - 0.5 * z * r * r))
+    return jnp.where((z == 0) | (z == jnp.inf), 0, r + r * (0.5 - (z * r) * (0.5 * r)))
+
+
+def _mean_square(x, scale):
+    # Not the square of a product with a constant: XLA would multiply by the square of the constant.
+    return jnp.mean(x * (x * scale), axis=-1, keepdims=True) / scale

@@ -48,9 +48,12 @@ def backward(d_output, q, k, v, documents, window):
         # Not by sums that the forward kept: logits of another program are rounded otherwise, which
         # shows where they are large.
         weights = tf.nn.softmax(block.hide(tf.matmul(q_b, k_b, transpose_b=True)))
-        d_logits = weights * tf.matmul(d_o, v_b, transpose_b=True)
-        # The output would give the same sum, but it has been rounded.
-        d_logits -= weights * tf.reduce_sum(d_logits, axis=-1, keepdims=True)
+        d_weights = tf.matmul(d_o, v_b, transpose_b=True)
+        # The output would give the same sum, but it has been rounded. The difference comes first:
+        # that of products with the weights is rounded once more, which shows where one key has
+        # nearly all weight.
+        mean = tf.reduce_sum(weights * d_weights, axis=-1, keepdims=True)
+        d_logits = weights * (d_weights - mean)
         d_keys = [
             tf.matmul(d_logits, q_b, transpose_a=True),
             tf.matmul(weights, d_o, transpose_a=True),

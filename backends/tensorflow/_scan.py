@@ -65,13 +65,12 @@ def _loop(a, x, state, reverse):
 
 
 def adjoint_scan(a, d_out, d_state):
-    """The gradients g_t = d_out_t + e_{t+1} of x_t, and e_t = a_t * g_t, the one of out_{t-1}.
+    """The gradients g_t = d_out_t + a_{t+1} * g_{t+1} of x_t, and a_t * g_t, the one of out_{t-1}.
 
-    e_{T+1} = d_state. All e_t are returned, since computing them first, and g from them, needs no
-    decays shifted by a token.
+    g_T = d_out_T + d_state.
     """
-    e = scan(a, a * d_out, d_state, reverse=True)
-    return d_out + following(e, d_state), e
+    g = scan(following(a, tf.ones_like(d_state)), d_out, d_state, reverse=True)
+    return g, a * g
 
 
 def previous(tensor, first):

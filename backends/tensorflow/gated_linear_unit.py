@@ -4,7 +4,8 @@ import math
 
 import tensorflow as tf
 
-from keras_recurrent.backends.tensorflow._common import accumulation_dtype
+from keras_recurrent.backends.constants import LARGEST_GELU_GATE
+from keras_recurrent.backends.tensorflow._common import accumulation_dtype, sigmoid
 
 
 def gated_linear_unit(gate, x, activation="silu"):
@@ -13,17 +14,6 @@ def gated_linear_unit(gate, x, activation="silu"):
     gate = z = tf.cast(gate, dtype)
     if activation == "gelu":
         # z σ(2 u), not z (1 + tanh(u)) / 2: that loses the digits of a gate that is nearly shut.
-        z = math.sqrt(8 / math.pi) * (gate + 0.044715 * gate**3)
-    return tf.cast(gate * _sigmoid(z) * tf.cast(x, dtype), x.dtype)
-
-
-@tf.custom_gradient
-def _sigmoid(z):
-    """σ(z). On a CPU, tf.sigmoid is wrong by up to four units in the last place, this by two."""
-    s = 1 / (1 + tf.exp(-z))
-
-    def gradient(d_s):
-        """TensorFlow would take 1 - σ(z) for σ(-z), which loses digits above 0."""
-        return d_s * s / (1 + tf.exp(z))
-
-    return s, gradient
+        z = tf.clip_by_value(gate, -LARGEST_GELU_GATE, LARGEST_GELU_GATE)
+        z = math.sqrt(8 / math.pi) * (z + 0.044715 * z**3)
+    return tf.cast(gate * sigmoid(z) * tf.cast(x, dtype), x.dtype)

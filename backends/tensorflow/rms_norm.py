@@ -2,6 +2,7 @@
 
 import tensorflow as tf
 
+from keras_recurrent.backends.constants import SMALLEST_SCALED_EPSILON, SQUARES_SCALE
 from keras_recurrent.backends.tensorflow._common import accumulation_dtype
 
 
@@ -29,6 +30,14 @@ def _normalized(x, epsilon):
 
 
 def _reciprocal_root(x, epsilon):
-    """r; 0 where the sum of squares is 0 or leaves the range of the dtype."""
-    z = tf.reduce_mean(tf.square(x), axis=-1, keepdims=True) + epsilon
+    """r; 0 where the mean square is 0 or leaves the range of the dtype."""
+    z = _mean_square(x, SQUARES_SCALE)
+    if epsilon < SMALLEST_SCALED_EPSILON:
+        z = tf.where(z > 1, z, _mean_square(x, 1 / SQUARES_SCALE))
+    z += epsilon
     return tf.where(z == 0, tf.zeros_like(z), tf.math.rsqrt(z))
+
+
+def _mean_square(x, scale):
+    # Not the square of a product with a constant: XLA would multiply by the square of the constant.
+    return tf.reduce_mean(x * (x * scale), axis=-1, keepdims=True) / scale

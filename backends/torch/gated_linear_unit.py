@@ -13,6 +13,7 @@ import math
 import torch
 from torch.nn import functional as F
 
+from keras_recurrent.backends.constants import LARGEST_GELU_GATE
 from keras_recurrent.backends.torch._common import (
     accumulation_dtype,
     elements_per_launch,
@@ -73,8 +74,10 @@ def _activated(activation, z):
     """activation(z) = z σ(u) and its derivative."""
     u = z_du = z
     if activation == "gelu":
-        scaled = z * _SQRT_8_OVER_PI
-        u = torch.addcmul(scaled, scaled * z, z, value=0.044715)
-        z_du = torch.addcmul(scaled, scaled * z, z, value=3 * 0.044715)
+        bounded = z.clamp(-LARGEST_GELU_GATE, LARGEST_GELU_GATE)
+        scaled = bounded * _SQRT_8_OVER_PI
+        cube = scaled * bounded * bounded
+        u = torch.add(scaled, cube, alpha=0.044715)
+        z_du = torch.add(scaled, cube, alpha=3 * 0.044715)
     s = torch.sigmoid(u)
     return z * s, slope_of_gated(s, u, z_du)

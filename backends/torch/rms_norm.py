@@ -10,6 +10,7 @@ an operator of its own: `torch.compile` joins it with what stands beside it.
 
 import torch
 
+from keras_recurrent.backends.constants import SMALLEST_SCALED_EPSILON, SQUARES_SCALE
 from keras_recurrent.backends.torch._common import accumulation_dtype, in_forward_mode
 
 
@@ -48,8 +49,15 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _normalized(x, scale, epsilon):
-    """x r and r; r is 0 where the sum of squares is 0 or leaves the range of the dtype."""
+    """x r and r; r is 0 where the mean square is 0 or leaves the range of the dtype."""
     x = x.to(accumulation_dtype(x, scale))
-    z = x.square().mean(-1, keepdim=True) + epsilon
+    z = _mean_square(x, SQUARES_SCALE)
+    if epsilon < SMALLEST_SCALED_EPSILON:
+        z = torch.where(z > 1, z, _mean_square(x, 1 / SQUARES_SCALE))
+    z = z + epsilon
     r = z.rsqrt().masked_fill(z == 0, 0)
     return x * r, r
+
+
+def _mean_square(x, scale):
+    return (x * scale).mul_(x).mean(-1, keepdim=True) / scale

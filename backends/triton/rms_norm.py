@@ -8,11 +8,14 @@ Forward and backward read and write each row once. The backward computes r again
 import triton
 import triton.language as tl
 
+from keras_recurrent.backends.constants import SMALLEST_SCALED_EPSILON, SQUARES_SCALE
 from keras_recurrent.backends.triton._framework import cast, operation, refusal_of_token_wise, run
 from keras_recurrent.backends.triton._launch import Array, Launch, dtype_name, like
 from keras_recurrent.backends.triton._operation import Operation
 from keras_recurrent.backends.triton._token_wise import Tile, num_rows
 
+_SCALE = tl.constexpr(SQUARES_SCALE)
+_SMALLEST_SCALED_EPSILON = tl.constexpr(SMALLEST_SCALED_EPSILON)
 _MAX_WIDTH = 16384  # the registers of one program hold a row
 _TILE_SIZE = 2048  # elements, 16 a thread, unless a row is longer
 
@@ -43,9 +46,13 @@ def _stages(tile):
 def _reciprocal_root(x, epsilon, D):
     """r of each row, correctly rounded: in a row of one channel dx is proportional to 1 - x² r².
 
-    0 where the sum of squares is 0 or leaves the range of float32.
+    0 where the mean square is 0 or leaves the range of float32; `constants.py` says how it is made.
     """
-    z = tl.sum(x * x, 1)[:, None] / D + epsilon
+    z = tl.sum(x * (x * _SCALE), 1)[:, None] / D / _SCALE
+    if epsilon < _SMALLEST_SCALED_EPSILON:
+        of_small = tl.sum(x * (x / _SCALE), 1)[:, None] / D * _SCALE
+        z = tl.where(z > 1.0, z, of_small)
+    z += epsilon
     return tl.where(z == 0, 0.0, tl.div_rn(1.0, tl.sqrt_rn(z)))
 
 

@@ -41,7 +41,7 @@ def rms_norm(x, scale=None, *, epsilon, implementation=None):
 
     Returns:
         y as `[..., D]` in the dtype of `x`. All is computed in float32, or float64 if a tensor is,
-        and rounded once. Where the sum of the squares of a row leaves the range of that dtype, or
+        and rounded once. Where the mean of the squares of a row leaves the range of that dtype, or
         is 0 and ε is 0, too, y and the gradient of x are 0.
 
     Raises:

@@ -19,7 +19,6 @@ TOKEN_WISE = list(token_wise.DRAW)
 # Below them, in bfloat16 as in float32, numbers lose digits, and processors may take them for 0.
 SMALLEST_NORMAL = 2.0**-126
 FLUSHED = {
-    "rg_lru": (2 * SMALLEST_NORMAL) ** 0.5,  # the root is taken of log a
     "log_forget_gate": 2 * SMALLEST_NORMAL,  # in Triton, a shut gate ends at exp(-87)
 }
 
@@ -41,6 +40,7 @@ class Sample(NamedTuple):
     runs: tuple
     cut: int | None = None  # the sequence is also computed in two parts, cut before this token
     poisoned: bool = False  # padding holds what is not finite
+    compiled: bool = False  # by JAX or TensorFlow, together with other samples of the form
 
     def drawn(self):
         """What `judge` takes, made of the sample."""
@@ -119,7 +119,12 @@ AS_DRAWN = ("lower_bound", "tokens")
 
 
 @st.composite
-def samples(draw, operation, forms, cuts_anywhere=True):
+def samples(draw, operation, forms, compiled):
+    """compiled: a strategy for whether JAX or TensorFlow make a program for all samples of a form.
+
+    Programs are as many as lengths: those samples are cut in the middle, the others anywhere.
+    """
+    compiled = draw(compiled)
     form = draw(st.sampled_from(forms))
     seed = draw(st.integers(0, 2**32 - 1))
     if operation in OVER_TIME:
@@ -148,10 +153,10 @@ def samples(draw, operation, forms, cuts_anywhere=True):
     # Without a window attention reaches all of a row, but only what a state has room for in parts.
     unbounded = operation == "sliding_window_attention" and form.window is None
     if operation in OVER_TIME and not unbounded and form.length > 1 and draw(st.booleans()):
-        cut = draw(st.integers(1, form.length - 1)) if cuts_anywhere else (form.length + 1) // 2
+        cut = (form.length + 1) // 2 if compiled else draw(st.integers(1, form.length - 1))
     if operation in OVER_TIME and form.kinds:
         poisoned = draw(st.booleans())
-    return Sample(operation, form, seed, scales, tuple(runs), cut, poisoned)
+    return Sample(operation, form, seed, scales, tuple(runs), cut, poisoned, compiled)
 
 
 DECAY_CHOICES = ("mixed", "near zero", "near one", "extreme")
@@ -165,30 +170,29 @@ def check(sample, implementation):
     """
     drawn = sample.drawn()
     precision = "float64" if "float64" in drawn.dtypes.values() else "float32"
+    defined = judge.definition(sample.operation, drawn)
     with np.errstate(all="ignore"):
-        fits = [
-            judge.reference(sample.operation, drawn, p) for p in (precision, judge.exact(drawn))
-        ]
+        fits = [defined(p) for p in (precision, judge.exact(drawn))]
     largest = 2.0**127 if precision == "float32" else 2.0**1023
     if not all(np.abs(result).max(initial=0) < largest for r in fits for result in r.values()):
         return False
     with np.errstate(all="ignore"), native.precision(precision):
         given = poisoned(drawn, sample.seed) if sample.poisoned else drawn
         try:
-            results = judge.run(sample.operation, implementation, given, compiled=True)
+            results = judge.run(sample.operation, implementation, given, sample.compiled)
         except pytest.skip.Exception:  # the implementation refuses
             return False
         if sample.poisoned:
             real = beside(results["output"], drawn.token_kind) != 2
             results["output"] = np.where(real, results["output"], 0)
-        compare(sample.operation, implementation, drawn, results)
+        compare(sample.operation, implementation, drawn, results, defined)
         if sample.cut is not None:
-            results, extra = in_parts(sample.operation, implementation, drawn, sample.cut)
-            compare(sample.operation, implementation, drawn, results, extra)
+            results, extra = in_parts(sample, implementation, drawn)
+            compare(sample.operation, implementation, drawn, results, defined, extra)
     return True
 
 
-def compare(operation, implementation, drawn, results, extra=None):
+def compare(operation, implementation, drawn, results, defined, extra=None):
     judge.compare(
         operation,
         implementation,
@@ -197,6 +201,7 @@ def compare(operation, implementation, drawn, results, extra=None):
         neighbors=32,
         floor=flushed(operation, drawn),
         extra=extra,
+        defined=defined,
     )
 
 
@@ -210,7 +215,13 @@ def flushed(operation, drawn):
             part for state in states for name, part in state.items() if "position" not in name
         ]
     largest = [max(1.0, float(np.abs(t).max(initial=0))) for t in given]
-    return FLUSHED.get(operation, SMALLEST_NORMAL) * float(np.prod(largest))
+    smallest = FLUSHED.get(operation, SMALLEST_NORMAL)
+    if operation == "rg_lru":  # the root is taken of log a = -8 softplus(-a_logit) r
+        lost = SMALLEST_NORMAL
+        if drawn.tensors["gate_a"].min() < np.log(SMALLEST_NORMAL):  # r is below it, too
+            lost *= max(1.0, 8 * np.logaddexp(0, -drawn.tensors["a_logit"]).max())
+        smallest = (2 * lost) ** 0.5
+    return smallest * float(np.prod(largest))
 
 
 def poisoned(drawn, seed):
@@ -227,8 +238,9 @@ def poisoned(drawn, seed):
     return drawn._replace(tensors={name: poison(t) for name, t in drawn.tensors.items()})
 
 
-def in_parts(operation, implementation, drawn, cut):
+def in_parts(sample, implementation, drawn):
     """The results of the sequence in two parts, and what rounding between them may add."""
+    cut = sample.cut
 
     def part(where, **changes):
         def of(array):
@@ -241,7 +253,7 @@ def in_parts(operation, implementation, drawn, cut):
             d_output=drawn.d_output[:, where],
             **changes,
         )
-        return judge.run(operation, implementation, part, compiled=True)
+        return judge.run(sample.operation, implementation, part, sample.compiled)
 
     def state_of(results, name):
         return unnamed(name, {n: r for n, r in results.items() if n.startswith(name)})

@@ -62,7 +62,9 @@ def _kernel(operation, implementation):
     return kernel
 
 
-def compare(operation, implementation, drawn, results, neighbors=0, floor=0.0, extra=None):
+def compare(
+    operation, implementation, drawn, results, neighbors=0, floor=0.0, extra=None, defined=None
+):
     """Raises an AssertionError that names the first result that is too wrong.
 
     neighbors: how many inputs beside the given ones, each number of them at most one unit in the
@@ -71,20 +73,22 @@ def compare(operation, implementation, drawn, results, neighbors=0, floor=0.0, e
         exactly is luck which the rule does not ask for twice.
     floor: an error below it is none.
     extra: {name of a result: what is allowed beside the rule}.
+    defined: `definition(operation, drawn)`, where the caller has used it already.
     """
-    truth = reference(operation, drawn, exact(drawn))
+    defined = defined or definition(operation, drawn)
+    truth = defined(exact(drawn))
     for name, expected in truth.items():
         if name == "final_state position":
             np.testing.assert_array_equal(results[name], expected, err_msg=name)
         else:
             assert np.isfinite(results[name]).all(), f"{name}: not finite"
     wrong = errors(drawn, truth, results)
-    allowed = tolerances(operation, implementation, drawn, truth)
+    allowed = tolerances(operation, implementation, drawn, defined)
     for seed in range(neighbors):
         if all(wrong[name] <= allowed[name] + floor for name in wrong):
             break
         near = neighbor(drawn, seed)
-        more = tolerances(operation, implementation, near, reference(operation, near, exact(near)))
+        more = tolerances(operation, implementation, near, definition(operation, near))
         allowed = {name: max(allowed[name], more[name]) for name in allowed}
     for name in wrong:
         allowed[name] += floor + (extra or {}).get(name, 0)
@@ -92,11 +96,12 @@ def compare(operation, implementation, drawn, results, neighbors=0, floor=0.0, e
         assert wrong[name] <= allowed[name], message
 
 
-def tolerances(operation, implementation, drawn, truth):
+def tolerances(operation, implementation, drawn, defined):
     """How wrong each result may be."""
+    truth = defined(exact(drawn))
     if implementation == PLAIN or implementation in INTERPRETED:
         precision = "float64" if "float64" in drawn.dtypes.values() else "float32"
-        yardstick = reference(operation, drawn, precision)
+        yardstick = defined(precision)
     else:
         yardstick = run(operation, PLAIN, drawn)
     found = errors(drawn, truth, yardstick)
@@ -127,7 +132,10 @@ def errors(drawn, truth, results):
 
 
 def neighbor(drawn, seed):
-    """The same inputs, but each number moved up or down by one unit in the last place, or not."""
+    """The same inputs, but each number moved up or down by one unit in the last place, or not.
+
+    The gradients of the results are inputs of the gradients, and moved, too.
+    """
     rng = np.random.default_rng(seed)
 
     def moved(array, dtype):
@@ -136,13 +144,20 @@ def neighbor(drawn, seed):
         sign = rng.integers(-1, 2, np.shape(array))
         return round_to(dtype, array * (1 + sign * cases.EPSILON[dtype]))
 
+    def moved_state(state):
+        parts = named("state", state).items()
+        parts = {name: moved(array, drawn.dtypes.get(name)) for name, array in parts}
+        return cases.unnamed("state", parts) if parts else None
+
     tensors = {n: moved(t, drawn.dtypes.get(n)) for n, t in drawn.tensors.items()}
     if not isinstance(drawn, cases.Drawn):
-        return drawn._replace(tensors=tensors)
-    state = named("state", drawn.initial_state)
-    state = {name: moved(array, drawn.dtypes.get(name)) for name, array in state.items()}
-    state = cases.unnamed("state", state) if state else None
-    return drawn._replace(tensors=tensors, initial_state=state)
+        return drawn._replace(tensors=tensors, d_output=moved(drawn.d_output, drawn.output_dtype))
+    return drawn._replace(
+        tensors=tensors,
+        initial_state=moved_state(drawn.initial_state),
+        d_output=moved(drawn.d_output, drawn.dtypes[drawn.output]),
+        d_final_state=moved_state(drawn.d_final_state),
+    )
 
 
 def exact(drawn):
@@ -164,6 +179,11 @@ def dtype_of(drawn, name):
     name = name.removeprefix("gradient of ").replace("final_state", "initial_state")
     name = drawn.output if name == "output" else name.replace("initial_state", "state")
     return drawn.dtypes.get(name)
+
+
+def definition(operation, drawn):
+    """`reference` as a function of the precision alone, which computes each only once."""
+    return functools.cache(functools.partial(reference, operation, drawn))
 
 
 def reference(operation, drawn, precision):

@@ -1,6 +1,7 @@
 """Run a kernel on native tensors of the current backend, with its gradients: NumPy in and out."""
 
 import contextlib
+import gc
 import os
 
 import keras
@@ -9,13 +10,14 @@ import numpy as np
 from tests.ops.cases import named, unnamed
 
 BACKEND = keras.config.backend()
+PROGRAMS = {}  # what JAX or TensorFlow have compiled
 
 
 def run(kernel, drawn, compiled=False):
     """Returns {name: float64 array}: output, final_state and the gradient of every argument.
 
-    Where a state has several arrays, their names follow: "final_state key". JAX may compile the
-    whole, once for inputs alike in shapes and dtypes; the other backends need no such thing.
+    Where a state has several arrays, their names follow: "final_state key". JAX and TensorFlow may
+    compile the whole, once for inputs alike in shapes and dtypes; torch needs no such thing.
     """
     arguments = {name: t for name, t in drawn.tensors.items() if t is not None}
     absent = {name: None for name in drawn.tensors if name not in arguments}
@@ -77,6 +79,19 @@ def run_token_wise(kernel, drawn, compiled=False):
     return {name: to_numpy(r) for name, r in results.items()}
 
 
+def forget_programs():
+    """Give back the memory of compiled programs."""
+    PROGRAMS.clear()
+    if BACKEND == "jax":
+        jax.clear_caches()
+    if BACKEND == "tensorflow":
+        # Each graph with a `tf.custom_gradient` registers that, and would be kept for it for ever.
+        for name in list(gradient_registry.list()):
+            if name.startswith("CustomGradient-"):
+                del gradient_registry._registry[name]
+    gc.collect()
+
+
 def refusal(module, arguments):
     """Why a module refuses arguments; None if it accepts them or has no `unsupported`."""
     unsupported = getattr(module, "unsupported", None)
@@ -122,8 +137,6 @@ if BACKEND == "jax":
             yield
         assert interpreter.races is None or not interpreter.races.races_found
 
-    PROGRAMS = {}
-
     def gradients(call, arguments, integers, cotangents, same=None):
         """same: calls with the same, if that is not None, share a program."""
 
@@ -163,6 +176,7 @@ elif BACKEND == "torch":
 
 else:
     import tensorflow as tf
+    from tensorflow.python.framework.ops import gradient_registry
 
     def tensor(array, dtype):
         return tf.cast(tf.constant(array), dtype)
@@ -177,8 +191,22 @@ else:
         return contextlib.nullcontext()
 
     def gradients(call, arguments, integers, cotangents, same=None):
-        with tf.GradientTape() as tape:
-            tape.watch(arguments)
-            outputs, aside = call(arguments, integers)
-        found = tape.gradient(outputs, arguments, output_gradients=cotangents)
-        return outputs, aside, found
+        """same: calls with the same, if that is not None, share a function of TensorFlow.
+
+        Only the functions of one kernel are kept: a graph takes ten megabytes.
+        """
+
+        def forward_and_backward(arguments, integers, cotangents):
+            with tf.GradientTape() as tape:
+                tape.watch(arguments)
+                outputs, aside = call(arguments, integers)
+            found = tape.gradient(outputs, arguments, output_gradients=cotangents)
+            return outputs, aside, found
+
+        if same is not None:
+            if same not in PROGRAMS:
+                if any(known[0] is not same[0] for known in PROGRAMS):
+                    forget_programs()
+                PROGRAMS[same] = tf.function(forward_and_backward, autograph=False)
+            forward_and_backward = PROGRAMS[same]
+        return forward_and_backward(arguments, integers, cotangents)

@@ -183,3 +183,19 @@ def test_silu_is_differentiated_exactly_where_it_is_nearly_its_argument(implemen
     kernel[-1] = drawn.d_output[:] = 1
     with native.precision(dtype):
         check("causal_conv1d", implementation, drawn)
+
+
+@pytest.mark.parametrize("operation", ["linear_scan", "complex_linear_scan", "rg_lru"])
+def test_gradients_of_output_and_state_that_all_but_cancel(operation):
+    """They are added first, and what is left is multiplied with the decay: not each of them."""
+    drawn = draw(operation, Case(1, 1, 500, state=True))
+    drawn.d_final_state[:] = round_to("float32", -drawn.d_output[:, 0] * (1 + 2.0**-12))
+    check(operation, PLAIN, drawn)
+
+
+def test_gradients_that_are_sums_over_many_tokens():
+    """They lose fewer than four units in the last place, where adding one by one loses hundreds."""
+    drawn = draw("causal_conv1d", Case(1, 5000, 3, activation=None))
+    drawn.d_output[:] = round_to("float32", 0.1)
+    found = run("causal_conv1d", PLAIN, drawn)["gradient of bias"]
+    np.testing.assert_allclose(found, 5000 * round_to("float32", 0.1), rtol=4 * 2.0**-24)

@@ -75,6 +75,25 @@ def test_rows_of_any_size(implementation):
         assert np.isfinite(result).all(), name
 
 
+@pytest.mark.parametrize("implementation", [i for o, i in KERNELS if o == "rms_norm"])
+@pytest.mark.parametrize("width", [12, 3000])
+@pytest.mark.parametrize("epsilon", [0.0, 1e-35, 1e-6])
+def test_rows_of_any_mean_square(implementation, width, epsilon):
+    """Right from the smallest mean square of float32 to the largest, whatever squares may be."""
+    drawn = draw("rms_norm", Case((6, width), parameter=False))
+    x = drawn.tensors["x"]
+    x[:3] /= np.sqrt(np.mean(x[:3] ** 2, axis=-1, keepdims=True))
+    x[3:] = np.where(np.arange(width) == 1, np.sqrt(width), 0)  # one number makes the mean
+    x[:] = round_to("float32", x * np.array([1.1 * 2.0**-63, 1, 1.8e19] * 2)[:, None])
+    drawn = drawn._replace(options={"epsilon": epsilon})
+    results = run("rms_norm", implementation, drawn)
+    for name, truth in reference("rms_norm", drawn, "float64").items():
+        largest = np.abs(truth).max(-1, keepdims=True)
+        np.testing.assert_allclose(
+            results[name] / largest, truth / largest, atol=1e-6, err_msg=name
+        )
+
+
 @pytest.mark.parametrize("implementation", [i for o, i in KERNELS if o == "log_forget_gate"])
 @pytest.mark.parametrize("bounded", [True, False])
 def test_gates_that_are_shut_or_open(implementation, bounded):
@@ -106,11 +125,28 @@ def test_gates_that_are_nearly_open(implementation, activation, dtype):
         check("gated_linear_unit", implementation, drawn)
 
 
+@pytest.mark.parametrize("implementation", [i for o, i in KERNELS if o == "gated_linear_unit"])
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_gates_of_any_size(implementation, activation):
+    """gelu takes the third power of the gate."""
+    drawn = draw("gated_linear_unit", Case((2, 6), activation=activation))
+    sizes = np.array([1e2, 1e4, 1e13, 1e19, 1e26, 3e38])
+    drawn.tensors["gate"][:] = round_to("float32", np.stack([sizes, -sizes]))
+    drawn.tensors["x"][:] = drawn.d_output[:] = 1
+    with np.errstate(all="ignore"):  # where NumPy stands in for a GPU
+        results = run("gated_linear_unit", implementation, drawn)
+    open_gate, shut = drawn.tensors["gate"][0], np.zeros(6)
+    np.testing.assert_allclose(results["output"], [open_gate, shut], rtol=1e-6)
+    np.testing.assert_allclose(results["gradient of x"], [open_gate, shut], rtol=1e-6)
+    np.testing.assert_allclose(results["gradient of gate"], [shut + 1, shut], rtol=1e-6, atol=1e-30)
+
+
 @pytest.mark.parametrize("implementation", [i for o, i in KERNELS if o == "log_forget_gate"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_slopes_of_gates_that_are_nearly_shut(implementation, dtype):
+@pytest.mark.parametrize("logits", [(-30, -1), (14.56, 14.86)])
+def test_slopes_of_gates(implementation, dtype, logits):
     drawn = draw("log_forget_gate", Case((4, 40), dtype, parameter=False))
-    drawn.tensors["logits"][:] = round_to(dtype, np.linspace(-30, -1, 160).reshape(4, 40))
+    drawn.tensors["logits"][:] = round_to(dtype, np.linspace(*logits, 160).reshape(4, 40))
     drawn.d_output[:] = 1
     with native.precision(dtype):
         check("log_forget_gate", implementation, drawn)
