@@ -50,10 +50,10 @@ def _reciprocal_root(x, epsilon, D):
     """
     z = tl.sum(x * (x * _SCALE), 1)[:, None] / D / _SCALE
     if epsilon < _SMALLEST_SCALED_EPSILON:
-        of_small = tl.sum(x * (x / _SCALE), 1)[:, None] / D * _SCALE
-        z = tl.where(z > 1.0, z, of_small)
+        scale = tl.where(z > 1.0, _SCALE, 1 / _SCALE)
+        z = tl.sum(x * (x * scale), 1)[:, None] / D / scale
     z += epsilon
-    return tl.where(z == 0, 0.0, tl.div_rn(1.0, tl.sqrt_rn(z)))
+    return tl.where(z == 0, 0.0, tl.div_rn(1.0, tl.sqrt_rn(tl.where(z == 0, 1.0, z))))
 
 
 @triton.jit
