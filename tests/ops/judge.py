@@ -69,7 +69,8 @@ def compare(
 
     neighbors: how many inputs beside the given ones, each number of them at most one unit in the
         last place away, are computed in the plain way, too, where the given ones alone show a
-        result to be too wrong. The most wrong of them counts: that a sum happened to come out
+        result to be too wrong; and, where these do not help, as many whose gradients of the
+        results are moved as well. The most wrong of them counts: that a sum happened to come out
         exactly is luck which the rule does not ask for twice.
     floor: an error below it is none.
     extra: {name of a result: what is allowed beside the rule}.
@@ -84,10 +85,10 @@ def compare(
             assert np.isfinite(results[name]).all(), f"{name}: not finite"
     wrong = errors(drawn, truth, results)
     allowed = tolerances(operation, implementation, drawn, defined)
-    for seed in range(neighbors):
+    for seed in range(2 * neighbors):
         if all(wrong[name] <= allowed[name] + floor for name in wrong):
             break
-        near = neighbor(drawn, seed)
+        near = neighbor(drawn, seed, d_results=seed >= neighbors)
         more = tolerances(operation, implementation, near, definition(operation, near))
         allowed = {name: max(allowed[name], more[name]) for name in allowed}
     for name in wrong:
@@ -131,10 +132,10 @@ def errors(drawn, truth, results):
     return found
 
 
-def neighbor(drawn, seed):
+def neighbor(drawn, seed, d_results):
     """The same inputs, but each number moved up or down by one unit in the last place, or not.
 
-    The gradients of the results are inputs of the gradients, and moved, too.
+    d_results: whether those of the gradients of the results are moved, too.
     """
     rng = np.random.default_rng(seed)
 
@@ -149,15 +150,17 @@ def neighbor(drawn, seed):
         parts = {name: moved(array, drawn.dtypes.get(name)) for name, array in parts}
         return cases.unnamed("state", parts) if parts else None
 
+    over_time = isinstance(drawn, cases.Drawn)
     tensors = {n: moved(t, drawn.dtypes.get(n)) for n, t in drawn.tensors.items()}
-    if not isinstance(drawn, cases.Drawn):
-        return drawn._replace(tensors=tensors, d_output=moved(drawn.d_output, drawn.output_dtype))
-    return drawn._replace(
-        tensors=tensors,
-        initial_state=moved_state(drawn.initial_state),
-        d_output=moved(drawn.d_output, drawn.dtypes[drawn.output]),
-        d_final_state=moved_state(drawn.d_final_state),
-    )
+    near = drawn._replace(tensors=tensors)
+    if over_time:
+        near = near._replace(initial_state=moved_state(drawn.initial_state))
+    if d_results:
+        dtype = drawn.dtypes[drawn.output] if over_time else drawn.output_dtype
+        near = near._replace(d_output=moved(drawn.d_output, dtype))
+        if over_time:
+            near = near._replace(d_final_state=moved_state(drawn.d_final_state))
+    return near
 
 
 def exact(drawn):
