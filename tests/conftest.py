@@ -43,6 +43,10 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# KerasHub imports TensorFlow, after which triton can no more be imported. On torch it already is.
+if os.environ["KERAS_BACKEND"] == "jax" and importlib.util.find_spec("triton"):
+    importlib.import_module("triton")
+
 # Without a GPU, the Triton kernels run in Triton's interpreter. Triton reads this when imported.
 if os.environ["KERAS_BACKEND"] == "torch":
     import torch

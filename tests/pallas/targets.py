@@ -25,7 +25,7 @@ import numpy as np
 from jax.experimental import topologies
 
 from keras_recurrent import dispatch
-from keras_recurrent.backends.pallas import _platform
+from keras_recurrent.backends.jax import _shards
 from tests.pallas import attention
 
 TOPOLOGIES = ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
@@ -96,7 +96,7 @@ def program(operation, direction, mesh, **options):
     """One kernel alone, on a mesh."""
 
     def call(*tensors):
-        with _platform.over(mesh):
+        with _shards.over(mesh):
             return kernel(operation, direction, "pallas", **options)(*tensors)
 
     return call
