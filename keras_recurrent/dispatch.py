@@ -155,6 +155,11 @@ def _elsewhere(name, arguments):
     return None
 
 
+def is_traced(arguments):
+    """Whether the arguments are those of a program of JAX that is being traced."""
+    return BACKEND == "jax" and _platforms.is_traced(arguments)
+
+
 def run(operation, arguments, implementation=None):
     """Call the implementation that `choose` names."""
     choice = choose(operation, arguments, implementation)

@@ -38,10 +38,12 @@ def capability():
     """
     given = os.environ.get(OVERRIDE)
     if given:
+        if not given.isdecimal():
+            raise ValueError(f"{OVERRIDE} must be a number, such as 90 for 9.0; got {given!r}.")
         return int(given)
     try:
         return plugin().get_compute_capability(0)
-    except Exception:
+    except RuntimeError:  # no driver, or no GPU
         return LOWEST
 
 

@@ -9,7 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive, jaxpr_as_fun
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 
 from keras_recurrent.backends.jax import _gpu
 
@@ -105,6 +105,15 @@ def _batched(arrays, axes, *, branches):
 batching.primitive_batchers[_chosen] = _batched
 
 
+def _differentiated(primals, tangents, *, branches):
+    """Kernels have no derivatives of their own: those of a pass itself are plain JAX's."""
+    plain = jaxpr_as_fun(dict(branches)["default"])
+    return jax.jvp(plain, tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
+
+
+ad.primitive_jvps[_chosen] = _differentiated
+
+
 def _lower(platform, ctx, *operands, branches):
     branches = dict(branches)
     if platform == "cuda" and not _gpu.suffices():
@@ -116,6 +125,10 @@ def _lower(platform, ctx, *operands, branches):
 mlir.register_lowering(_chosen, functools.partial(_lower, "default"))
 for _platform in PLATFORMS.values():
     mlir.register_lowering(_chosen, functools.partial(_lower, _platform), platform=_platform)
+
+
+def is_traced(arguments):
+    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arguments))
 
 
 def elsewhere(arguments, platform):

@@ -124,7 +124,7 @@ def which_implementation(operation, *tensors, implementation=None, **arguments):
 
     Raises:
         ValueError: the operation or the implementation is unknown, the operation would refuse the
-            arguments itself, or a tensor is symbolic.
+            arguments itself, or a tensor is symbolic, or traced by JAX.
 
     Example:
 
@@ -158,7 +158,13 @@ def which_implementation(operation, *tensors, implementation=None, **arguments):
             "`which_implementation` needs tensors with values: the choice may depend on the "
             "device they are on. Got a symbolic KerasTensor."
         )
-    return dispatch.choose(name, cls.lower(named, context, options), implementation)
+    native = cls.lower(named, context, options)
+    if dispatch.is_traced(native):
+        raise ValueError(
+            "`which_implementation` needs tensors with values. Got some of a program that JAX "
+            "traces: what runs is chosen when it is lowered for a platform."
+        )
+    return dispatch.choose(name, native, implementation)
 
 
 def shape_of(dims, sizes):

@@ -72,6 +72,18 @@ if BACKEND == "jax":
         *arrays, loss = without_a_state(operation, 23)
         close(jax.jit(jax.grad(loss))(*arrays), jax.grad(loss)(*arrays))
 
+    @pytest.mark.parametrize("operation", ["linear_scan", "rg_lru", "sliding_window_attention"])
+    def test_second_derivatives_are_those_of_plain_jax(operation):
+        tensors, context = arguments(operation, 7)
+
+        def of_gradients(tensors):
+            gradients = jax.grad(lambda t: loss(operation, t, context))(tensors)
+            return sum(keras.ops.sum(keras.ops.square(g)) for g in gradients.values())
+
+        second = jax.jit(jax.grad(of_gradients))(tensors)
+        with keras_recurrent.implementation("jax"):
+            close(second, jax.jit(jax.grad(of_gradients))(tensors))
+
     @every_operation
     def test_memory_is_linear_in_time(operation):
         def temporary_bytes(length):

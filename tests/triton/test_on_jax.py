@@ -104,6 +104,17 @@ def test_what_is_refused():
     assert "takes no complex64" in unsupported(X.astype("complex64"), X)
 
 
+def test_which_implementation_is_not_known_of_a_traced_program():
+    with pytest.raises(ValueError, match="chosen when it is lowered for a platform"):
+        jax.jit(lambda x: keras_recurrent.which_implementation("linear_scan", x, x))(X)
+
+
+def test_the_variable_is_a_number(monkeypatch):
+    monkeypatch.setenv(_gpu.OVERRIDE, "9.0")
+    with pytest.raises(ValueError, match=f"{_gpu.OVERRIDE} must be a number.*got '9.0'"):
+        _gpu.capability.__wrapped__()
+
+
 def test_what_is_missing_is_a_reason(monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(_gpu, "plugin", lambda: None)
