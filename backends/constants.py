@@ -6,6 +6,9 @@ GOES_ON, STARTS, PADDING = 0, 1, 2
 # c of RG-LRU and CG-LRU: the decay is a = σ(a_logit)^(c r), with r the recurrence gate.
 DECAY_EXPONENT = 8.0
 
+# The compute capability that the kernels for NVIDIA GPUs need, for products of bfloat16.
+LOWEST_CAPABILITY = (8, 0)
+
 # The input of RG-LRU and CG-LRU is multiplied by sqrt(1 - a^2). The derivative of this root,
 # 1 / (2 sqrt(1 - a^2)), grows without bound as the decay a goes to 1. It is held below this number,
 # as in DeepMind's released code.

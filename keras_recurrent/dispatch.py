@@ -132,8 +132,7 @@ def choose(operation, arguments, implementation=None):
     name = implementation or _chosen_name()
     refused = {}
     for candidate in (_check(name),) if name else serving():
-        module = IMPLEMENTATIONS[operation][candidate]
-        reason = module if isinstance(module, str) else _refusal(module, arguments)
+        reason = _refusal(operation, candidate, arguments)
         if reason is None and not name:
             reason = _elsewhere(candidate, arguments)
         if reason is None:
@@ -142,8 +141,11 @@ def choose(operation, arguments, implementation=None):
     return Choice(operation, None, refused)
 
 
-def _refusal(module, arguments):
-    """Why a module refuses these arguments; None if it takes them, as one without a rule does."""
+def _refusal(operation, name, arguments):
+    """Why an implementation refuses these arguments or is missing; None if it takes them."""
+    module = IMPLEMENTATIONS[operation][name]
+    if isinstance(module, str):
+        return module
     unsupported = getattr(module, "unsupported", None)
     return unsupported(**arguments) if unsupported else None
 
@@ -171,19 +173,14 @@ def run(operation, arguments, implementation=None):
     if BACKEND != "jax" or name not in _platforms.PLATFORMS:
         return function(**arguments)
     if not (implementation or _chosen_name()):
-        accepting = (
-            name
-            for name in serving()
-            if name in _platforms.PLATFORMS and _accepts(operation, name, arguments)
-        )
-        kernels = {_platforms.PLATFORMS[name]: row[name] for name in accepting}
+        kernels = {
+            platform: row[name]
+            for name, platform in _platforms.PLATFORMS.items()
+            if not (_refusal(operation, name, arguments) or _elsewhere(name, arguments))
+        }
         function = _platforms.lowered(row["jax"], **kernels)
     with _mesh():
         return function(**arguments)
-
-
-def _accepts(operation, name, arguments):
-    return choose(operation, arguments, name).implementation and not _elsewhere(name, arguments)
 
 
 def _mesh():

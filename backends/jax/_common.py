@@ -14,6 +14,18 @@ def accumulation_dtype(*tensors):
     return jnp.float64 if any(t.dtype == jnp.float64 for t in given) else jnp.float32
 
 
+def refusal_of_sizes(*tensors):
+    """Why no kernel takes tensors of these sizes, some of them None; None if they do."""
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if not all(isinstance(size, int) for size in tensor.shape):
+            return f"needs sizes that are known when a program is traced, got {tensor.shape}"
+        if 0 in tensor.shape:
+            return f"needs tensors that are not empty, got {tensor.shape}"
+    return None
+
+
 def in_dtype_of_sums(initial_state, *tensors):
     """The initial state in the dtype of sums with these tensors; None stays None."""
     if initial_state is None:

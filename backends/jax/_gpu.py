@@ -4,7 +4,9 @@ import functools
 import importlib
 import os
 
-LOWEST = 80  # compute capability 8.0: products of bfloat16
+from keras_recurrent.backends.constants import LOWEST_CAPABILITY
+
+LOWEST = 10 * LOWEST_CAPABILITY[0] + LOWEST_CAPABILITY[1]
 OVERRIDE = "KERAS_RECURRENT_CUDA_CAPABILITY"
 _NAMES = (  # all that is read of the plugin
     "TritonKernel",

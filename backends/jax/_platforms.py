@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
+from keras_recurrent.backends.constants import LOWEST_CAPABILITY
 from keras_recurrent.backends.jax import _gpu
 
 PLATFORMS = {"pallas": "tpu", "triton": "cuda"}  # where an implementation runs; others everywhere
@@ -81,10 +82,12 @@ def _by_platform(functions, arguments):
     `jax.lax.platform_dependent` would do for one platform. A program that is exported for several
     has all of its branches lowered for each of them, which a kernel cannot be.
     """
-    shapes = jax.eval_shape(functions["default"], *arguments)
-    branches = tuple((of, jax.make_jaxpr(f)(*arguments)) for of, f in functions.items())
-    found = _chosen.bind(*jax.tree.leaves(arguments), branches=branches)
-    return jax.tree.unflatten(jax.tree.structure(shapes), found)
+    branches = []
+    for of, function in functions.items():
+        jaxpr, results = jax.make_jaxpr(function, return_shape=True)(*arguments)
+        branches.append((of, jaxpr))
+    found = _chosen.bind(*jax.tree.leaves(arguments), branches=tuple(branches))
+    return jax.tree.unflatten(jax.tree.structure(results), found)
 
 
 _chosen = Primitive("keras_recurrent_by_platform")
@@ -140,8 +143,11 @@ def elsewhere(arguments, platform):
         if isinstance(tensor, jax.Array) and not isinstance(tensor, jax.core.Tracer):
             device = next(iter(tensor.devices()))
             on = {"gpu": "cuda"}.get(device.platform, device.platform)
-            if on == platform == "cuda" and float(device.compute_capability) * 10 < _gpu.LOWEST:
-                return f"needs compute capability 8.0, got {device.compute_capability}"
+            if on == platform == "cuda":
+                capability = tuple(map(int, device.compute_capability.split(".")))
+                if capability < LOWEST_CAPABILITY:
+                    lowest = ".".join(map(str, LOWEST_CAPABILITY))
+                    return f"needs compute capability {lowest}, got {device.compute_capability}"
             if on != platform:
                 name = platform.upper()
                 return f"runs where a program is lowered for {name}; these tensors are on {on}"

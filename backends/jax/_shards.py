@@ -16,6 +16,12 @@ def over(mesh):
     return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
+def distributed(kernel, arguments, results, channels="d"):
+    """`kernel` by `under_vmap` and `per_shard`, which have the same parameters."""
+    kernel = under_vmap(kernel, arguments, results, channels)
+    return per_shard(kernel, arguments, results, channels)
+
+
 def per_shard(kernel, arguments, results, channels="d"):
     """`kernel`, run on every shard by itself where a mesh is set (see `over`).
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from keras_recurrent.backends.constants import GOES_ON, PADDING
+from keras_recurrent.backends.jax._common import refusal_of_sizes
 from keras_recurrent.backends.pallas._lazy import pltpu
 
 LANES = 128
@@ -18,13 +19,11 @@ VMEM_OVERRIDE = "KERAS_RECURRENT_TPU_VMEM_MIB"
 
 def refusal(*tensors):
     """Why the kernels refuse tensors of these shapes and dtypes; None if they accept them."""
+    if reason := refusal_of_sizes(*tensors):
+        return reason
     for tensor in tensors:
         if tensor is None:
             continue
-        if not all(isinstance(size, int) for size in tensor.shape):
-            return f"needs sizes that are known when a program is traced, got {tensor.shape}"
-        if 0 in tensor.shape:
-            return f"needs tensors that are not empty, got {tensor.shape}"
         if jnp.issubdtype(tensor.dtype, jnp.floating) and tensor.dtype not in (
             jnp.float32,
             jnp.bfloat16,

@@ -9,8 +9,14 @@ from typing import Any
 
 import keras
 
-_name = "_jax" if keras.config.backend() == "jax" else "_torch"
-framework: Any = importlib.import_module(f"keras_recurrent.backends.triton.{_name}")
+
+def of_framework(suffix="") -> Any:
+    """The file of this folder for the framework, such as `_torch_attention.py`."""
+    name = "jax" if keras.config.backend() == "jax" else "torch"
+    return importlib.import_module(f"keras_recurrent.backends.triton._{name}{suffix}")
+
+
+framework = of_framework()
 
 cast = framework.cast
 operation = framework.operation

@@ -20,6 +20,8 @@ from jax.interpreters import batching, mlir
 from triton.backends.compiler import GPUTarget
 
 from keras_recurrent.backends.jax import _gpu, _shards
+from keras_recurrent.backends.jax._common import refusal_of_sizes
+from keras_recurrent.backends.triton import _interpreter
 from keras_recurrent.backends.triton._common import INTERPRETED
 
 zeros_like = jnp.zeros_like
@@ -37,13 +39,11 @@ _ALIGNED = ("tt.divisibility", 16)  # bytes of an address, or a number's factor
 
 def refusal(*tensors):
     """Why no kernel takes tensors of these shapes and dtypes; None if they do."""
+    if reason := refusal_of_sizes(*tensors):
+        return reason
     for tensor in tensors:
         if tensor is None:
             continue
-        if not all(isinstance(size, int) for size in tensor.shape):
-            return f"needs sizes that are known when a program is traced, got {tensor.shape}"
-        if 0 in tensor.shape:
-            return f"needs tensors that are not empty, got {tensor.shape}"
         if tensor.dtype == jnp.float64:
             return "computes in float32, got a float64 tensor"
         if tensor.dtype.name not in _TYPES:
@@ -202,8 +202,6 @@ def _compiled(kernel, signature, constants, aligned, options, target):
 
 
 def _interpret(ctx, *operands, launch):
-    from keras_recurrent.backends.triton import _interpreter
-
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in _written(launch)]
 
     def call(*arrays):
@@ -252,30 +250,24 @@ def _passes(definition):
     """The forward and the backward of an `Operation`, on shards and under `jax.vmap`."""
     tensors, results = definition.dimensions, definition.result_dimensions
     output = results[:1] if definition.keeps_output else (None,)
+    differentiable, channels = definition.differentiable, definition.channels
 
-    def distributed(function, arguments, results):
-        """function: of the arguments, some of them None; it returns arrays."""
-
-        def call(*arrays, **options):
-            run = functools.partial(function, **options)
-            channels = definition.channels
-            run = _shards.under_vmap(run, arguments, results, channels)
-            return _shards.per_shard(run, arguments, results, channels)(*arrays)
-
-        return call
+    def forward(*arguments, **options):
+        run = functools.partial(definition.forward, **options)
+        return _shards.distributed(run, tensors, results, channels)(*arguments)
 
     def backward(*arguments, **options):
-        given = zip(definition.differentiable, arguments, strict=False)
+        given = zip(differentiable, arguments, strict=False)
         present = [x is not None or name in definition.without for name, x in given]
 
-        def gradients(*arguments, **options):
+        def gradients(*arguments):
             found = definition.backward(*arguments, **options)
             return tuple(d for d, p in zip(found, present, strict=False) if p)
 
         of_present = [t for t, p in zip(tensors, present, strict=False) if p]
-        run = distributed(gradients, (*tensors, *output, *results), of_present)
-        found = iter(run(*arguments, **options))
+        names = *tensors, *output, *results
+        found = iter(_shards.distributed(gradients, names, of_present, channels)(*arguments))
         found = [next(found) if p else None for p in present]
         return *found, *[None] * (len(tensors) - len(found))
 
-    return distributed(definition.forward, tensors, results), backward
+    return forward, backward

@@ -50,8 +50,7 @@ def backward(q, k, v, of_queries, of_keys, kept, d_output, *, dtype, **options):
 def _distributed(launch, k, arguments, results):
     """On shards and under `jax.vmap`; heads that share one of keys are split among themselves."""
     channels = "r" if k.shape[2] == 1 else "g"
-    launch = _shards.under_vmap(launch, arguments, results, channels)
-    return _shards.per_shard(launch, arguments, results, channels)
+    return _shards.distributed(launch, arguments, results, channels)
 
 
 def _flat(x):

@@ -17,7 +17,6 @@ from typing import NamedTuple
 import triton
 
 from keras_recurrent.backends.triton._framework import framework
-from keras_recurrent.backends.triton._launch import dtype_name
 
 # Sizes that kernels are not compiled for: a key has them rounded up to the next power of two.
 _ROUNDED = ("batch", "length", "places", "window")
@@ -66,7 +65,7 @@ class Search(NamedTuple):
         sizes = ", ".join(
             f"{name} {'<= ' if name in _ROUNDED else ''}{size}" for name, size in self.sizes.items()
         )
-        dtypes = ", ".join(map(str, self.dtypes))
+        dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
         fastest = self.fastest
         lines = (f"{'*' if t is fastest else ' '} {t}" for t in self.timings)
         return "\n".join([f"{self.kernel} on {self.device}: {sizes} ({dtypes})", *lines])
@@ -99,15 +98,16 @@ def run(kernel, candidates, launch, tensors, sizes):
         return launch(candidates[0])
     sizes = sizes if isinstance(sizes, dict) else sizes._asdict()
     sizes = {n: triton.next_power_of_2(s) if n in _ROUNDED else s for n, s in sizes.items()}
-    dtypes = tuple(None if t is None else dtype_name(t) for t in tensors)
-    device = framework.device_name(tensors[0])
+    dtypes = tuple(None if t is None else t.dtype for t in tensors)
+    device = tensors[0].device
     key = kernel, candidates, device, dtypes, *sizes.values()
     if _open_reports and key not in _fastest:
         with _lock:
             if key not in _fastest:  # else another thread has searched meanwhile
+                name = framework.device_name(device)
                 times = timed(launch, candidates)
                 timings = [Timing(c._asdict(), t) for c, t in zip(candidates, times, strict=True)]
-                search = Search(kernel, device, sizes, dtypes, timings)
+                search = Search(kernel, name, sizes, dtypes, timings)
                 _fastest[key] = candidates[timings.index(search.fastest)]
                 for report in _open_reports:
                     report.append(search)

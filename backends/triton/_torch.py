@@ -9,10 +9,10 @@ import contextlib
 import torch
 import triton
 
+from keras_recurrent.backends.constants import LOWEST_CAPABILITY
 from keras_recurrent.backends.torch._autograd import register_autograd
 from keras_recurrent.backends.triton._common import INTERPRETED
 
-_LOWEST_CAPABILITY = (8, 0)  # of a GPU, for products of bfloat16
 _SCHEMA_TYPES = {float: "float", bool: "bool", int: "int", str | None: "str?", int | None: "int?"}
 
 
@@ -24,11 +24,10 @@ def refusal(*tensors):
             return "computes in float32, got a float64 tensor"
         if tensor.is_cuda:
             capability = _capability(tensor.device)
-            if capability < _LOWEST_CAPABILITY:
-                return (
-                    "needs a GPU of compute capability 8.0 or later, "
-                    f"got one of {'.'.join(map(str, capability))}"
-                )
+            if capability < LOWEST_CAPABILITY:
+                lowest = ".".join(map(str, LOWEST_CAPABILITY))
+                found = ".".join(map(str, capability))
+                return f"needs a GPU of compute capability {lowest} or later, got one of {found}"
         elif not (INTERPRETED and tensor.device.type == "cpu"):
             return f"needs CUDA tensors, got one on {tensor.device}"
     return None
@@ -86,10 +85,9 @@ def no_search() -> str | None:
     return None if torch.cuda.is_available() else "torch finds no NVIDIA GPU"
 
 
-def device_name(tensor):
-    """The kind of the tensor's device, as reports name it."""
-    device = tensor.device
-    return torch.cuda.get_device_name(device) if tensor.is_cuda else device.type
+def device_name(device):
+    """The kind of a device, as reports name it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def milliseconds(call, warmup, repetition):

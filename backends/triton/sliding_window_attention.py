@@ -5,15 +5,10 @@ and plain JAX do: each framework has a file of its own for that. One token of ge
 ring in place, by the implementation in `backends/torch` or `backends/jax`.
 """
 
-import importlib
-from typing import Any
-
-import keras
-
 from keras_recurrent.backends.triton import _linear_attention
+from keras_recurrent.backends.triton._framework import of_framework
 
-_name = "_jax_attention" if keras.config.backend() == "jax" else "_torch_attention"
-kernels: Any = importlib.import_module(f"keras_recurrent.backends.triton.{_name}")
+kernels = of_framework("_attention")
 
 
 def unsupported(

@@ -1,10 +1,7 @@
 """Saved models load where nothing but `import keras_recurrent` was done, those of before, too."""
 
 import json
-import os
 import pathlib
-import subprocess
-import sys
 
 import keras
 import keras_hub
@@ -16,8 +13,8 @@ from keras_recurrent.conversion import convert_to_gqa, uptraining
 from keras_recurrent.gqa import attentions, graphs, hub_models
 from keras_recurrent.gqa import uptraining as uptraining_module
 from tests.gqa.oracle import numpy, set_weights
+from tests.processes import fresh_process
 
-ROOT = pathlib.Path(__file__).parents[2]
 # Saved on JAX by version 0.1.0 before `keras_recurrent.conversion.gqa`, which both name as the
 # module of their classes, became `keras_recurrent.gqa`.
 BEFORE = pathlib.Path(__file__).parents[1] / "data" / "converted_models"
@@ -55,15 +52,7 @@ print(json.dumps(loaded))
 
 
 def load_in_new_process(arguments):
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD, json.dumps(arguments)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return fresh_process("-c", LOAD, json.dumps(arguments))
 
 
 def schedule_tail():

@@ -1,9 +1,7 @@
 """Where JAX lacks a part of Pallas, the modules import all the same and the folder says why."""
 
 import ast
-import json
 import pathlib
-import subprocess
 import sys
 
 import keras
@@ -14,9 +12,9 @@ if keras.config.backend() != "jax":
 
 from keras_recurrent.backends import pallas
 from keras_recurrent.backends.pallas import _platform
+from tests.processes import fresh_process
 
 FOLDER = pathlib.Path(pallas.__file__).parent
-ROOT = pathlib.Path(__file__).parents[2]
 MODULES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
 TPU = "jax.experimental.pallas.tpu"
 # Keras itself imports Pallas for TPU: its names are taken away after that.
@@ -34,15 +32,7 @@ print(json.dumps(_platform.unavailable()))
 
 
 def test_no_name_of_pallas_is_read_at_import():
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORT_WITHOUT_NAMES],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    reason = json.loads(done.stdout.splitlines()[-1])
+    reason = fresh_process("-c", IMPORT_WITHOUT_NAMES)
     assert reason.startswith("needs `jax.experimental.pallas.BlockSpec`, which JAX ")
 
 

@@ -1,11 +1,6 @@
 """Properties of the Triton kernels other than their results, which tests/ops checks."""
 
 import functools
-import json
-import os
-import pathlib
-import subprocess
-import sys
 import types
 
 import keras
@@ -30,9 +25,9 @@ from keras_recurrent.backends.triton import (
 from tests.ops import judge, native, token_wise
 from tests.ops.cases import DRAW, Case, draw
 from tests.ops.test_ops import OPTIONS
+from tests.processes import fresh_process
 from tests.triton.hopper import DEFAULTS, KERNELS, TOKEN_WISE
 
-ROOT = pathlib.Path(__file__).parents[2]
 OPERATIONS = [o for o in DRAW if not isinstance(dispatch.IMPLEMENTATIONS[o]["triton"], str)]
 every_operation = pytest.mark.parametrize("operation", OPERATIONS)
 every_operation_without_a_state = pytest.mark.parametrize("operation", token_wise.DRAW)
@@ -53,16 +48,11 @@ def arguments(operation, length, dtype="float32"):
 @pytest.mark.parametrize("defaults", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_compiled_for_hopper_without_a_gpu(defaults, tmp_path):
     """Every code of a kernel in its default configuration, or all that a search may choose."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.triton.hopper", *["--defaults"] * defaults],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=600,
+    kernels = fresh_process(
+        *("-m", "tests.triton.hopper", *["--defaults"] * defaults),
+        TRITON_INTERPRET="0",
+        TRITON_CACHE_DIR=str(tmp_path),
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    kernels = json.loads(done.stdout.splitlines()[-1])
     assert set(kernels) == set(DEFAULTS if defaults else KERNELS)
     for name, configurations in kernels.items():
         for kernel, given in zip(configurations, KERNELS[name][2], strict=not defaults):
