@@ -221,6 +221,9 @@ def test_vocabularies(implementation, vocabulary, dtype):
 def test_tokens_of_any_integers(implementation, dtype):
     """Also where the vocabulary's size is no such number."""
     tensors = native.tensor(np.eye(3, 300), "float32"), np.array([0, 1, 5], dtype)
+    choice = ops.which_implementation("token_crossentropy", *tensors, implementation=implementation)
+    if choice.implementation is None:
+        pytest.skip(str(choice))
     losses = ops.token_crossentropy(*tensors, implementation=implementation)
     expected = np.log(299 + np.e) - [1, 1, 0]
     np.testing.assert_allclose(numpy(losses), expected, rtol=1e-6)

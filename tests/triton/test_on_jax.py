@@ -23,9 +23,11 @@ with_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="`triton` is not installed"
 )
 with_plugin = pytest.mark.skipif(_gpu.unavailable() is not None, reason="JAX has no CUDA plugin")
+without_gpu = pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU")
 
 
 @with_triton
+@without_gpu
 def test_kernels_in_the_interpreter():
     """Each operation with its gradients, and under `jax.vmap`."""
     errors = fresh_process("-m", "tests.triton.on_jax", TRITON_INTERPRET="1", JAX_PLATFORMS="cpu")
@@ -34,6 +36,7 @@ def test_kernels_in_the_interpreter():
 
 
 @with_triton
+@without_gpu
 def test_shards_of_eight_devices():
     """Under `keras.distribution`, in the interpreter: as on one device, and nothing is gathered."""
     reports = fresh_process(
@@ -54,7 +57,9 @@ def test_shards_of_eight_devices():
 @with_plugin
 def test_lowered_for_gpus():
     """Each program is traced once and has the kernels of the platform that it is lowered for."""
-    reports = fresh_process("-m", "tests.triton.lowered", **{_gpu.OVERRIDE: "90"})
+    reports = fresh_process(
+        "-m", "tests.triton.lowered", JAX_PLATFORMS="cpu", **{_gpu.OVERRIDE: "90"}
+    )
     launches = {
         "linear_scan": 2,
         "rg_lru": 2,
@@ -74,6 +79,7 @@ def test_lowered_for_gpus():
 
 @with_triton
 @with_plugin
+@without_gpu
 def test_which_implementation_tells():
     choice = keras_recurrent.which_implementation("linear_scan", X, -X)
     assert choice.implementation == "jax"
@@ -88,7 +94,7 @@ def test_which_implementation_tells():
 
 @with_triton
 @with_plugin
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is one")
+@without_gpu
 def test_named_without_a_gpu():
     with pytest.raises(NotImplementedError, match="lowered for CUDA, got one for cpu"):
         keras_recurrent.ops.linear_scan(X, -X, implementation="triton")
