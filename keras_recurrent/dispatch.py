@@ -97,7 +97,7 @@ def implementation(name):
     """
     if name is not None:
         _check(name)
-    before = _chosen_name()
+    before = chosen_name()
     _chosen.name = name
     try:
         yield
@@ -105,7 +105,7 @@ def implementation(name):
         _chosen.name = before
 
 
-def _chosen_name():
+def chosen_name():
     return getattr(_chosen, "name", None)
 
 
@@ -129,7 +129,7 @@ class Choice(NamedTuple):
 
 def choose(operation, arguments, implementation=None):
     """The `Choice` for native tensors, by the keyword arguments of an implementation (a dict)."""
-    name = implementation or _chosen_name()
+    name = implementation or chosen_name()
     refused = {}
     for candidate in (_check(name),) if name else serving():
         reason = _refusal(operation, candidate, arguments)
@@ -172,7 +172,7 @@ def run(operation, arguments, implementation=None):
     function = getattr(row[name], operation)
     if BACKEND != "jax" or name not in _platforms.PLATFORMS:
         return function(**arguments)
-    if not (implementation or _chosen_name()):
+    if not (implementation or chosen_name()):
         kernels = {
             platform: row[name]
             for name, platform in _platforms.PLATFORMS.items()

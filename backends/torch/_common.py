@@ -41,6 +41,27 @@ def spans(tensor):
     return [slice(i, min(i + step, length)) for i in range(0, length, step)]
 
 
+def is_one_token(x, *tensors):
+    """Whether x [B, T, ...] is a single token, and no gradient of it or the others is asked for.
+
+    So it is at every step of generation. Then plain operators of torch take the place of ours:
+    fewer of them than for a row, and a compiler joins them with what stands beside them.
+    """
+    given = [t for t in (x, *tensors) if t is not None]
+    return x.shape[1] == 1 and not (torch.is_grad_enabled() and any(t.requires_grad for t in given))
+
+
+def step_masks(token_kind, ndim):
+    """`kind_masks` of one token a row, to select from tensors [B, ...] of `ndim` dimensions."""
+    masks = kind_masks(token_kind)
+    return [mask if mask is None else mask.view(-1, *[1] * (ndim - 1)) for mask in masks]
+
+
+def where(mask, value, tensor):
+    """`value` where `mask` is set, else `tensor`; mask None changes nothing."""
+    return tensor if mask is None else torch.where(mask, value, tensor)
+
+
 def kind_masks(token_kind, span=slice(None)):
     """(starts, padding), boolean [B, T]: which tokens are of that kind; both None if all go on.
 

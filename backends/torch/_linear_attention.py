@@ -13,6 +13,22 @@ def state_shape(q, v):
     return q.shape[0], q.shape[2], q.shape[3], v.shape[3]
 
 
+def step(q, k, v, decay, state, padding):
+    """One token: S' = decay S + k v^T, o = S'^T q; at padding S stays.
+
+    q: [B, 1, H, K]; k: [B, H, K]; v: [B, 1, H, V]; decay: [B, H, K], or what broadcasts to it;
+    state: [B, H, K, V]; padding: [B, 1, 1] or None. Returns ([B, 1, H, V] in v's dtype, S').
+    """
+    dtype = state.dtype
+    w = v[:, 0].to(dtype)
+    if padding is not None:
+        decay = torch.where(padding, 1.0, decay)
+        k, w = (x.masked_fill(padding, 0) for x in (k, w))
+    after = torch.addcmul(k.unsqueeze(3) * w.unsqueeze(2), decay.unsqueeze(3), state)
+    output = (q[:, 0].to(dtype).unsqueeze(3) * after).sum(2)
+    return output.unsqueeze(1).to(v.dtype), after
+
+
 def chunk_size(length, longest):
     """Tokens of a chunk, a power of two: `longest`, or less if that holds the whole sequence."""
     return min(longest, 1 << (length - 1).bit_length())

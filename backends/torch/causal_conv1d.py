@@ -18,11 +18,14 @@ from keras_recurrent.backends.torch._common import (
     fill_,
     filled,
     fresh,
+    is_one_token,
     kind_masks,
     register_gradient,
     slope_of_gated,
     spans,
     state_or_zeros,
+    step_masks,
+    where,
 )
 
 
@@ -32,7 +35,20 @@ def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None, act
     Returns ([B, T, D] in x's dtype, [B, W - 1, D] in float32, or float64 if an argument is
     float64).
     """
-    return _forward(x, kernel, bias, initial_state, token_kind, activation)
+    tensors = x, kernel, bias, initial_state
+    return (_step if is_one_token(*tensors) else _forward)(*tensors, token_kind, activation)
+
+
+def _step(x, kernel, bias, initial_state, token_kind, activation):
+    dtype = accumulation_dtype(x, kernel, bias, initial_state)
+    starts, padding = step_masks(token_kind, 3)
+    taps = kernel.shape[0] - 1
+    before = state_or_zeros(initial_state, (x.shape[0], taps, x.shape[2]), dtype, x)
+    inputs = torch.cat((where(starts, 0.0, before), x.to(dtype)), dim=1)
+    y = (inputs * kernel.to(dtype)).sum(1, keepdim=True)
+    y = y if bias is None else y + bias
+    y = torch.nn.functional.silu(y) if activation == "silu" else y
+    return y.to(x.dtype), where(padding, before, inputs[:, 1:])
 
 
 class _RealTokens(NamedTuple):

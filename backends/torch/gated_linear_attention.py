@@ -19,8 +19,11 @@ from keras_recurrent.backends.torch._common import (
     applied_decay_,
     fill_,
     fresh,
+    is_one_token,
     register_gradient,
     state_or_zeros,
+    step_masks,
+    where,
 )
 from keras_recurrent.backends.torch._linear_attention import (
     chunk_size,
@@ -31,6 +34,7 @@ from keras_recurrent.backends.torch._linear_attention import (
     smallest_decay,
     state_shape,
     states_,
+    step,
     unchunk_,
 )
 
@@ -43,7 +47,17 @@ def gated_linear_attention(q, k, v, log_f, initial_state=None, token_kind=None):
     Returns ([B, T, H, V] in v's dtype, [B, H, K, V] in float32, or float64 if an argument is
     float64).
     """
-    return _forward(q, k, v, log_f, initial_state, token_kind)
+    tensors = q, k, v, log_f, initial_state
+    return (_step if is_one_token(*tensors) else _forward)(*tensors, token_kind)
+
+
+def _step(q, k, v, log_f, initial_state, token_kind):
+    dtype = accumulation_dtype(q, k, v, log_f, initial_state)
+    starts, padding = step_masks(token_kind, 3)
+    state = state_or_zeros(initial_state, state_shape(q, v), dtype, v)
+    log_f = log_f[:, 0].to(dtype)
+    k = log_f.expm1().neg() if k is None else k[:, 0].to(dtype)
+    return step(q, k, v, where(starts, 0.0, log_f.exp()), state, padding)
 
 
 @torch.library.custom_op("keras_recurrent::gated_linear_attention", mutates_args=())
@@ -57,8 +71,6 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     dtype = accumulation_dtype(q, k, v, log_f, initial_state)
     state = state_or_zeros(initial_state, state_shape(q, v), dtype, v)
-    if q.shape[1] == 1:
-        return _one_token(q, k, v, log_f, state, token_kind)
     state = state.flatten(0, 1)
     output = v.new_empty(v.shape)
     size = chunk_size(q.shape[1], CHUNK)
@@ -76,13 +88,6 @@ def _forward(
 def _(q, k, v, log_f, initial_state, token_kind):
     dtype = accumulation_dtype(q, k, v, log_f, initial_state)
     return v.new_empty(v.shape), v.new_empty(state_shape(q, v), dtype=dtype)
-
-
-def _one_token(q, k, v, log_f, state, token_kind):
-    q, k, w, f = _prepared(q, k, v, log_f, token_kind, slice(None), 1, state.dtype)
-    q, k, f = (x.view(*state.shape[:3], 1) for x in (q, k, f))
-    state = (k * w.view(*state.shape[:2], 1, -1)).addcmul_(f, state)
-    return (q * state).sum(2).unsqueeze(1).to(v.dtype), state
 
 
 @torch.library.custom_op("keras_recurrent::gated_linear_attention_backward", mutates_args=())

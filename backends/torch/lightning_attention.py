@@ -13,9 +13,12 @@ from keras_recurrent.backends.torch._common import (
     accumulation_dtype,
     fill_,
     fresh,
+    is_one_token,
     kind_masks,
     register_gradient,
     state_or_zeros,
+    step_masks,
+    where,
 )
 from keras_recurrent.backends.torch._linear_attention import (
     chunk_size,
@@ -26,6 +29,7 @@ from keras_recurrent.backends.torch._linear_attention import (
     smallest_decay,
     state_shape,
     states_,
+    step,
     unchunk_,
 )
 
@@ -38,7 +42,16 @@ def lightning_attention(q, k, v, log_decay, initial_state=None, token_kind=None)
     Returns ([B, T, H, V] in v's dtype, [B, H, K, V] in float32, or float64 if an argument is
     float64).
     """
-    return _forward(q, k, v, log_decay, initial_state, token_kind)
+    tensors = q, k, v, log_decay, initial_state
+    return (_step if is_one_token(*tensors) else _forward)(*tensors, token_kind)
+
+
+def _step(q, k, v, log_decay, initial_state, token_kind):
+    dtype = accumulation_dtype(q, k, v, log_decay, initial_state)
+    starts, padding = step_masks(token_kind, 3)
+    state = state_or_zeros(initial_state, state_shape(q, v), dtype, v)
+    decay = where(starts, 0.0, log_decay.to(dtype).exp()[None, :, None])
+    return step(q, k[:, 0].to(dtype), v, decay, state, padding)
 
 
 @torch.library.custom_op("keras_recurrent::lightning_attention", mutates_args=())
@@ -52,8 +65,6 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     dtype = accumulation_dtype(q, k, v, log_decay, initial_state)
     state = state_or_zeros(initial_state, state_shape(q, v), dtype, v)
-    if q.shape[1] == 1:
-        return _one_token(q, k, v, log_decay, state, token_kind)
     output = v.new_empty(v.shape)
     final_state = _attend(output, q, k, v, log_decay, state.flatten(0, 1), token_kind)
     return output, fresh(final_state.view(state.shape), dtype)
@@ -63,16 +74,6 @@ def _forward(
 def _(q, k, v, log_decay, initial_state, token_kind):
     dtype = accumulation_dtype(q, k, v, log_decay, initial_state)
     return v.new_empty(v.shape), v.new_empty(state_shape(q, v), dtype=dtype)
-
-
-def _one_token(q, k, v, log_decay, state, token_kind):
-    span, shape = slice(0, 1), state.shape
-    kinds = chunked_kinds(token_kind, span, 1, q.shape[2])
-    *_, decay = _decays(log_decay, q, kinds, span, 1, state.dtype)
-    q, k, w = _prepared((q, k, v), kinds, span, 1, state.dtype)
-    q, k, w = q.view(*shape[:3], 1), k.view(*shape[:3], 1), w.view(*shape[:2], 1, -1)
-    state = (k * w).addcmul_(decay.view(*shape[:2], 1, 1), state)
-    return (q * state).sum(2).unsqueeze(1).to(v.dtype), state
 
 
 def _attend(output, q, k, v, log_decay, state, token_kind):

@@ -13,9 +13,12 @@ from keras_recurrent.backends.torch._common import (
     fill_,
     filled,
     fresh,
+    is_one_token,
     kind_masks,
     register_gradient,
     state_or_zeros,
+    step_masks,
+    where,
 )
 from keras_recurrent.backends.torch._scan import adjoint_scan, scan_, times_previous_
 
@@ -25,7 +28,17 @@ def linear_scan(x, log_a, initial_state=None, token_kind=None):
 
     Returns ([B, T, D] in x's dtype, [B, D] in float32, or float64 if an argument is float64).
     """
-    return _forward(x, log_a, initial_state, token_kind)
+    one = is_one_token(x, log_a, initial_state)
+    return (_step if one else _forward)(x, log_a, initial_state, token_kind)
+
+
+def _step(x, log_a, initial_state, token_kind):
+    dtype = accumulation_dtype(x, log_a, initial_state)
+    starts, padding = step_masks(token_kind, 2)
+    state = state_or_zeros(initial_state, x[:, 0].shape, dtype, x)
+    a = where(starts, 0.0, log_a[:, 0].to(dtype).exp())
+    h = where(padding, state, torch.addcmul(x[:, 0].to(dtype), a, state))
+    return h.to(x.dtype).unsqueeze(1), h
 
 
 def _decay(log_a, token_kind, dtype):

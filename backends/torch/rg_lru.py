@@ -20,10 +20,13 @@ from keras_recurrent.backends.torch._common import (
     applied_decay_,
     fill_,
     fresh,
+    is_one_token,
     kind_masks,
     register_gradient,
     spans,
     state_or_zeros,
+    step_masks,
+    where,
 )
 from keras_recurrent.backends.torch._scan import adjoint_scan, scan_, times_previous_
 
@@ -36,7 +39,20 @@ def rg_lru(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None):
 
     Returns ([B, T, D] in x's dtype, [B, D] in float32, or float64 if an argument is float64).
     """
-    return _forward(x, gate_a, gate_x, a_logit, initial_state, token_kind)
+    arguments = x, gate_a, gate_x, a_logit, initial_state
+    return (_step if is_one_token(*arguments) else _forward)(*arguments, token_kind)
+
+
+def _step(x, gate_a, gate_x, a_logit, initial_state, token_kind):
+    dtype = accumulation_dtype(x, gate_a, gate_x, a_logit, initial_state)
+    starts, padding = step_masks(token_kind, 2)
+    state = state_or_zeros(initial_state, x[:, 0].shape, dtype, x)
+    u, v, w = (t[:, 0].to(dtype) for t in (gate_a, gate_x, x))
+    log_a = torch.sigmoid(u) * _log_decay_of_open_gate(a_logit.to(dtype))
+    s = where(starts, 1.0, (2 * log_a).expm1().neg().sqrt())
+    h = torch.addcmul(s * torch.sigmoid(v) * w, where(starts, 0.0, log_a.exp()), state)
+    h = where(padding, state, h)
+    return h.to(x.dtype).unsqueeze(1), h
 
 
 # Everything but the scan is computed span by span and in place: the temporaries stay in the cache.

@@ -10,7 +10,7 @@ from torch import Tensor
 from keras_recurrent.backends.constants import PADDING, STARTS
 from keras_recurrent.backends.torch import _banded_attention, _ring
 from keras_recurrent.backends.torch._autograd import register_autograd
-from keras_recurrent.backends.torch._common import accumulation_dtype
+from keras_recurrent.backends.torch._common import accumulation_dtype, is_one_token
 from keras_recurrent.backends.torch._row import Row, attend, fake_gradients, fake_results
 
 
@@ -23,7 +23,16 @@ def sliding_window_attention(
     int32 [B]}, keys and values in their dtypes). C is that of the initial state, else `capacity`,
     else `sliding_window` - 1; without any of them the state is an empty dict.
     """
+    if initial_state is not None and is_one_token(q, k, v, *initial_state.values()):
+        return _step(q, k, v, sliding_window, initial_state, token_kind)
     return attend(_forward, q, k, v, sliding_window, initial_state, token_kind, capacity)
+
+
+def _step(q, k, v, sliding_window, state, token_kind):
+    output, key, value, position = _one_token(
+        *(q, k, v, state["key"], state["value"], state["position"], token_kind, sliding_window)
+    )
+    return output, {"key": key, "value": value, "position": position}
 
 
 @torch.library.custom_op("keras_recurrent::sliding_window_attention", mutates_args=())

@@ -7,6 +7,7 @@ import keras_hub
 import numpy as np
 from keras import ops
 
+from keras_recurrent.generation.generate import make_writer
 from keras_recurrent.models.calibration import layer_structure
 from keras_recurrent.models.recurrent_backbone import token_input
 from keras_recurrent.models.saved_training import SavedTraining
@@ -151,6 +152,8 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
         super().compile(
             optimizer, loss, weighted_metrics=weighted_metrics, sampler=sampler, **kwargs
         )
+        wanted = kwargs.get("jit_compile", "auto")
+        self._compiles_generation = None if wanted == "auto" else bool(wanted)
 
     def get_compile_config(self):
         config = super().get_compile_config()
@@ -329,7 +332,10 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
     def make_generate_function(self):
         """The generation of one batch of tokens, compiled, behind a check of the prompts."""
         if self.generate_function is None:  # type: ignore[has-type]
-            generate = super().make_generate_function()
+            own = type(self).generate_step is not RecurrentCausalLM.generate_step
+            plain = own or self.run_eagerly
+            write = None if plain else make_writer(self, self._compiles_generation)
+            generate = write or super().make_generate_function()
 
             def checked_generate(inputs, stop_token_ids=None):
                 _check_prompts(inputs, self.backbone.vocabulary_size)
@@ -352,14 +358,21 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
             A dictionary of `token_ids` and `padding_mask`, the latter True up to and with the
             first new stop token.
         """
+
+        def step(token_ids, cache):
+            logits, hidden_states, cache = self.call_with_cache(token_ids, cache)
+            return logits[:, 0], hidden_states[:, 0], cache
+
+        return self._generate_by_sampler(inputs, stop_token_ids, step)
+
+    def _generate_by_sampler(self, inputs, stop_token_ids, step):
+        """`generate_step`, in the sampler's own loop, with a function for one token of each row."""
         token_ids = inputs["token_ids"]
         padding_mask = ops.cast(inputs["padding_mask"], "bool")
         index = ops.min(ops.sum(ops.cast(padding_mask, "int32"), axis=-1))
 
         def next_token(prompt, cache, index):
-            last = ops.slice(prompt, [0, index - 1], [ops.shape(prompt)[0], 1])
-            logits, hidden_states, cache = self.call_with_cache(last, cache)
-            return ops.squeeze(logits, axis=1), ops.squeeze(hidden_states, axis=1), cache
+            return step(ops.slice(prompt, [0, index - 1], [ops.shape(prompt)[0], 1]), cache)
 
         # A sampler begins by feeding the token at `index - 1`, and feeds the rest of longer prompts
         # token by token. A state must not take a token twice, so the cache ends before that one.

@@ -27,18 +27,33 @@ def all_stopped(prompt, given, stop_ids):
 
 
 def sample(model, sampler, prompt, given, stop_ids=()):
-    """Greedy, top-k, top-p and random samplers: the sampler chooses from plain probabilities."""
+    """Greedy, top-k, top-p and random samplers: the sampler chooses from plain probabilities.
+
+    Each row goes on from its own end, until it is full or has a stop token.
+    """
     prompt, margin = prompt.copy(), np.inf
-    for index in range(given.sum(axis=1).min(), prompt.shape[1]):
-        if all_stopped(prompt, given, stop_ids):
-            break
-        logits = logits_before(model, prompt, index)
+    rows, lengths = np.arange(len(prompt)), given.sum(axis=1)
+    done = lengths == prompt.shape[1]
+    while not done.all():
+        real = np.arange(prompt.shape[1]) < lengths[:, None]
+        logits = forward(model, prompt, real)[rows, lengths - 1]
         probabilities = sampler.compute_probabilities(keras.ops.convert_to_tensor(logits))
-        token = keras.ops.convert_to_numpy(sampler.get_next_token(probabilities))
-        best = np.sort(logits, axis=-1)
+        token = keras.ops.convert_to_numpy(draw(sampler, probabilities))
+        best = np.sort(logits[~done], axis=-1)
         margin = min(margin, (best[:, -1] - best[:, -2]).min())
-        prompt[:, index] = np.where(given[:, index], prompt[:, index], token)
+        prompt[rows[~done], lengths[~done]] = token[~done]
+        lengths = lengths + ~done
+        done |= (lengths == prompt.shape[1]) | np.isin(token, stop_ids)
     return prompt, margin
+
+
+def draw(sampler, probabilities):
+    """On TensorFlow, XLA's generator of random numbers is not that of plain calls."""
+    if keras.config.backend() != "tensorflow":
+        return sampler.get_next_token(probabilities)
+    import tensorflow as tf
+
+    return tf.function(sampler.get_next_token, jit_compile=True)(probabilities)
 
 
 def beam(model, num_beams, prompt, given, stop_ids=()):

@@ -59,6 +59,31 @@ def test_forward_and_gradients(operation, implementation, case):
         check(operation, implementation, draw(operation, case))
 
 
+STEPS = {
+    "bare": Case(2, 1, 5, activation=None),
+    "state": Case(3, 1, 5, state=True),
+    "kinds": Case(5, 1, 4, kinds=True, tied=True),
+    "all, extreme": Case(9, 1, 5, kinds=True, state=True, decays="extreme"),
+    "bfloat16": Case(3, 1, 5, "bfloat16", kinds=True, state=True),
+    "float64": Case(3, 1, 5, "float64", kinds=True, state=True),
+}
+
+
+@pytest.mark.skipif(PLAIN != "torch", reason="elsewhere gradients make no difference")
+@pytest.mark.parametrize("case", STEPS.values(), ids=STEPS)
+@every_kernel
+def test_one_token_without_gradients(operation, implementation, case, monkeypatch):
+    gradients = native.gradients
+
+    def forward_without_gradients(call, arguments, integers, *others):
+        _, _, found = gradients(call, arguments, integers, *others)
+        with native.torch.no_grad():
+            return *call(arguments, integers), found
+
+    monkeypatch.setattr(native, "gradients", forward_without_gradients)
+    check(operation, implementation, draw(operation, case))
+
+
 @pytest.mark.parametrize("operation", ["gated_linear_attention", "lightning_attention"])
 def test_several_groups_of_chunks(operation):
     case = Case(1, 1031, 64, kinds=True, decays="near one")
