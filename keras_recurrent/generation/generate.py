@@ -41,7 +41,8 @@ def _on_torch(model, compiled):
         if not _only_chooses(model.sampler):
             inputs = keras.tree.map_structure(keras.ops.convert_to_tensor, inputs)
             return model._generate_by_sampler(inputs, stop_token_ids, network)
-        rows = torch_loop.write(model, network, *_rows(inputs), stop_token_ids)
+        token_ids, lengths = _prompts(inputs)
+        rows = torch_loop.write(model, network, token_ids, lengths, stop_token_ids)
         return _outputs(inputs, *rows)
 
     return write
@@ -53,7 +54,7 @@ def _in_programs(model, compiled):
     program = make_program(model, compiled)
 
     def write(inputs, stop_token_ids=None):
-        token_ids, lengths = _rows(inputs)
+        token_ids, lengths = _prompts(inputs)
         batch, limit = token_ids.shape
         room = np.zeros((batch, bucket(limit) - limit), "int32")
         token_ids = _distributed(np.concatenate((token_ids, room), axis=1))
@@ -64,7 +65,7 @@ def _in_programs(model, compiled):
     return write
 
 
-def _rows(inputs):
+def _prompts(inputs):
     """The tokens [B, T] of prompts, and their lengths [B]: NumPy arrays."""
     token_ids, mask = (
         keras.ops.convert_to_numpy(inputs[name]) for name in ("token_ids", "padding_mask")

@@ -1,0 +1,181 @@
+"""How many programs or traced steps generation makes, and that they all write the same."""
+
+import threading
+
+import keras
+import keras_hub
+import numpy as np
+import pytest
+
+from keras_recurrent.generation.lengths import bucket, piece
+from tests.models import plain_generation
+from tests.models.test_generation import MARGIN
+from tests.models.tiny import VOCABULARY, shared_by_families, tiny_causal_lm
+
+BACKEND = keras.config.backend()
+on_torch = pytest.mark.skipif(BACKEND != "torch", reason="steps are traced on torch")
+
+
+def prompts(lengths, total, seed=3):
+    rng = np.random.default_rng(seed)
+    given = np.arange(total) < np.array(lengths)[:, None]
+    token_ids = np.zeros(given.shape, "int32")
+    token_ids[:, : max(lengths)] = rng.integers(1, VOCABULARY, (len(lengths), max(lengths)))
+    return {"token_ids": np.where(given, token_ids, 0), "padding_mask": given}
+
+
+def generate(model, lengths, total, **kwargs):
+    return model.generate(prompts(lengths, total), **{"stop_token_ids": None, **kwargs})
+
+
+def test_buckets():
+    assert len({bucket(n) for n in range(1, 32769)}) == 8
+    for length in (1, 64, 65, 1025, 32768, 100_000):
+        room = bucket(length)
+        assert room >= length
+        assert room % piece(room) == 0
+        assert room <= 2 * length or room <= 1024
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Counts the programs or steps that are traced."""
+    found = []
+    if BACKEND == "torch":
+        from keras_recurrent.generation import torch_step as module
+
+        name = "make_fx"
+    else:
+        from keras_recurrent.generation import programs as module
+
+        name = "write"
+    original = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *args: found.append(args) or original(*args))
+    return found
+
+
+@shared_by_families
+def test_lengths_of_a_bucket_share_a_program_and_others_write_the_same(family, traced):
+    model = tiny_causal_lm(family=family)
+    model.compile(sampler="greedy")
+    # A bucket's start, its middle, another prompt's length, its end, and the next bucket.
+    totals = [12, 30, 64, 70]
+    written = [generate(model, (5, 9), total)["token_ids"] for total in totals]
+    # A step depends on lengths where there is global attention alone.
+    wanted = 1 if BACKEND == "torch" and family != "griffin" else 2
+    assert len(traced) == wanted
+    generate(model, (3, 4), 50)
+    assert len(traced) == wanted
+    for total, rows in zip(totals, written, strict=True):
+        np.testing.assert_array_equal(rows, written[-1][:, :total])
+
+
+@shared_by_families
+def test_prompts_are_read_in_pieces(family, monkeypatch):
+    model = tiny_causal_lm(family=family, num_layers=1)
+    model.compile(sampler="greedy")
+    expected = generate(model, (50, 3, 31), 60)["token_ids"]
+    if BACKEND == "torch":
+        monkeypatch.setattr("keras_recurrent.generation.torch_loop.LONGEST_PIECE", 16)
+    else:
+        monkeypatch.setattr("keras_recurrent.generation.loop.piece", lambda room: 16)
+    model.compile(sampler="greedy")
+    np.testing.assert_array_equal(generate(model, (50, 3, 31), 60)["token_ids"], expected)
+
+
+def change_lora(model):
+    model.backbone.enable_lora(2)
+    for weight in model.trainable_weights:
+        weight.assign(weight + 0.3)
+
+
+def change_weights(model):
+    for weight in model.weights:
+        weight.assign(weight * 1.5)
+
+
+CHANGES = {
+    "trained": change_weights,
+    "adapted": change_lora,
+    "quantized": lambda model: model.quantize("int8"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*The use of `x.T` on tensors:UserWarning")
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_the_weights_are_those_of_now(change):
+    model = tiny_causal_lm(family="hgrn2", num_layers=1)
+    model.compile(sampler="greedy")
+    generate(model, (4, 6), 14)
+    change(model)
+    found = generate(model, (4, 6), 14)["token_ids"]
+    prompt = prompts((4, 6), 14)
+    expected, margin = plain_generation.sample(
+        model, model.sampler, prompt["token_ids"], prompt["padding_mask"]
+    )
+    assert margin > MARGIN
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_two_threads():
+    model = tiny_causal_lm(family="hgrn2", num_layers=1)
+    model.compile(sampler="greedy")
+    lengths = [(4, 6), (7, 2)]
+    expected = [generate(model, pair, 40)["token_ids"] for pair in lengths]
+    found = [None, None]
+
+    def run(i):
+        for _ in range(3):
+            found[i] = generate(model, lengths[i], 40)["token_ids"]
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    np.testing.assert_array_equal(found, expected)
+
+
+SAMPLERS = {
+    "greedy": keras_hub.samplers.GreedySampler,
+    "top_k": lambda: keras_hub.samplers.TopKSampler(k=7, seed=5, temperature=2.0),
+    "top_p": lambda: keras_hub.samplers.TopPSampler(p=0.8, seed=5, temperature=2.0),
+    "top_p of k": lambda: keras_hub.samplers.TopPSampler(p=0.8, k=9, seed=5, temperature=2.0),
+    "random": lambda: keras_hub.samplers.RandomSampler(seed=5, temperature=2.0),
+}
+
+
+@on_torch
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_samplers_draw_what_they_draw_by_themselves(name):
+    import torch
+
+    from keras_recurrent.generation.torch_sampling import make_choice
+
+    sampler, plain = SAMPLERS[name](), SAMPLERS[name]()
+    rng = np.random.default_rng(0)
+    draws = 40
+    choose, advance = make_choice(sampler)
+    for t in range(draws):
+        logits = torch.tensor(3 * rng.normal(size=(3, 50)), dtype=torch.float32)
+        expected = plain.get_next_token(plain.compute_probabilities(logits))
+        np.testing.assert_array_equal(choose(logits, t), expected)
+    advance(draws)
+    for variable, expected in zip(sampler.variables, plain.variables, strict=True):
+        np.testing.assert_array_equal(variable.value, expected.value)
+
+
+@on_torch
+@pytest.mark.parametrize("sampler", ["greedy", "top_k", "beam"])
+def test_compiled(sampler):
+    """By torch's compiler, from the first token on."""
+    from torch._inductor import metrics
+
+    model = tiny_causal_lm(family="griffin")
+    model.compile(sampler=sampler)
+    expected = generate(model, (4, 9), 20)["token_ids"]
+    model.compile(sampler=sampler, jit_compile=True)
+    metrics.reset()
+    np.testing.assert_array_equal(generate(model, (4, 9), 20)["token_ids"], expected)
+    assert metrics.generated_kernel_count
