@@ -11,11 +11,12 @@ from keras_recurrent.layers.streaming import (
     check_state,
 )
 from keras_recurrent.layers.tokens import find_tokens, initial_places, place_specs
+from keras_recurrent.models.lora import LoraBackbone
 from keras_recurrent.models.segments import SegmentsOptional
 from keras_recurrent.ops.shapes import check_rank_known
 
 
-class RecurrentBackbone(SegmentsOptional, keras_hub.models.Backbone):
+class RecurrentBackbone(SegmentsOptional, LoraBackbone, keras_hub.models.Backbone):
     """Base class of the networks: token ids in, the hidden states before the logits out.
 
     An embedding, residual blocks that stream (see `keras_recurrent.layers.StreamingLayer`), and a
@@ -193,29 +194,6 @@ class RecurrentBackbone(SegmentsOptional, keras_hub.models.Backbone):
         # Only blocks are rematerialized; doing it for the whole model would recompute everything.
         return layer_call
 
-    def enable_lora(self, rank, target_layer_names=None):
-        """Freezes all weights but new low-rank ones beside some kernels, as in KerasHub."""
-        super().enable_lora(rank, target_layer_names)
-        # KerasHub lets biases, and the weights of untied logits, train, but does not save them.
-        for layer in self._flatten_layers(include_self=False):
-            if getattr(layer, "lora_enabled", False):
-                for weight in layer.trainable_variables:
-                    weight.trainable = weight.name.startswith("lora_")
-
-    def save_lora_weights(self, filepath):
-        """Saves the low-rank weights beside linear maps, as in KerasHub.
-
-        Raises:
-            ValueError: an embedding has low-rank weights, for which the file has no place.
-        """
-        for layer in self._flatten_layers(include_self=False):
-            if getattr(layer, "lora_enabled", False) and isinstance(layer, keras.layers.Embedding):
-                raise ValueError(
-                    f"A file of `save_lora_weights` has no place for the low-rank weights of "
-                    f"{layer.name!r}. Save all weights, with `save_weights` or `save_to_preset`."
-                )
-        super().save_lora_weights(filepath)
-
 
 def token_input(name):
     """An input of the functional model, integers `[B, T]`."""
@@ -228,11 +206,24 @@ def check_sizes(**sizes):
         check_positive_integer(name, size)
 
 
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class TokenEmbedding(keras.layers.ReversibleEmbedding):
+    """Keras's, whose configuration leaves out low-rank weights, as a backbone's does.
+
+    A clone of a language model has the embedding inside the backbone and for the logits. Only the
+    latter would get low-rank weights, and Keras cannot build untied ones with them.
+    """
+
+    def get_config(self):
+        config = super().get_config()
+        return {name: value for name, value in config.items() if not name.startswith("lora_")}
+
+
 def reversible_embedding(
     vocabulary_size, hidden_dim, tie_weights=True, logit_soft_cap=None, dtype=None
 ):
     """The `token_embedding` of a backbone, which also makes the logits."""
-    return keras.layers.ReversibleEmbedding(
+    return TokenEmbedding(
         vocabulary_size,
         hidden_dim,
         tie_weights=tie_weights,

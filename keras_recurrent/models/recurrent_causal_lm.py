@@ -22,6 +22,11 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
 
     A family says `backbone_cls` and `preprocessor_cls`, and registers its class with Keras.
 
+    For a copy, give `type(model).from_config(model.get_config())` the weights of the model.
+    `keras.models.clone_model` copies the graph alone: a plain functional model, which generates
+    nothing, and in which the embedding and the logits no longer share their weights, tied or not.
+    Neither has low-rank weights.
+
     Args:
         backbone: a `RecurrentBackbone`.
         preprocessor: a `RecurrentCausalLMPreprocessor`; None: inputs are tokens.
