@@ -34,7 +34,7 @@ class RecurrentBackbone(SegmentsOptional, LoraBackbone, keras_hub.models.Backbon
         inputs: a dictionary of `token_ids` `[B, T]`, `padding_mask` `[B, T]` (True or 1 at real
             tokens; padding may stand anywhere in a row and changes nothing), and optionally
             `segment_ids` `[B, T]`, at least 0, one number for each of several documents in a row,
-            which then know nothing of each other.
+            which then know nothing of each other, as in `keras_recurrent.layers.StreamingLayer`.
 
     Returns:
         `[B, T, hidden_dim]`, in the compute dtype.
@@ -105,7 +105,9 @@ class RecurrentBackbone(SegmentsOptional, LoraBackbone, keras_hub.models.Backbon
         Args:
             token_ids: integers `[B, T]`, any at padding.
             padding_mask: boolean `[B, T]`; None: all tokens are real.
-            segment_ids: integers `[B, T]`; None: one document a row, or the one before goes on.
+            segment_ids: integers `[B, T]`, at least 0, as in
+                `keras_recurrent.layers.StreamingLayer`; None: one document a row, or the one before
+                goes on.
             cache: the cache to go on from, as `get_initial_state` makes it; None: nothing was
                 seen, and no cache returns.
             intercept: a function of activations and a number, -1 for the embeddings and i for the

@@ -12,7 +12,7 @@ from keras_recurrent.models.recurrent_backbone import token_input
 from keras_recurrent.models.saved_training import SavedTraining
 from keras_recurrent.models.segments import SegmentsOptional
 from keras_recurrent.models.token_crossentropy import TokenCrossentropy
-from keras_recurrent.models.token_ids import check_token_ids
+from keras_recurrent.models.token_ids import check_segment_ids, check_token_ids
 from keras_recurrent.ops.shapes import check_rank_known
 from keras_recurrent.ops.token_crossentropy import token_crossentropy
 
@@ -220,15 +220,16 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
         `batch_size`, `validation_split` and `shuffle` mean rows. See
         `RecurrentCausalLMPreprocessor`.
 
-        Of tokens in NumPy arrays all ids are looked at first. Inside a step they are not: there,
-        negative ids count from the end of the vocabulary. Those beyond it are an error of torch,
-        and of TensorFlow on a CPU without XLA; elsewhere NaN, zeros or another token take their
-        place. At padding any id may stand.
+        Of tokens in NumPy arrays all ids and segments are looked at first. Inside a step they are
+        not: there, negative ids count from the end of the vocabulary. Those beyond it are an error
+        of torch, and of TensorFlow on a CPU without XLA; elsewhere NaN, zeros or another token take
+        their place. What a negative segment does there stands in
+        `keras_recurrent.layers.StreamingLayer`. At padding any id and segment may stand.
 
         Raises:
             ValueError: no strings at all, strings where the model has no preprocessor, or NumPy
                 arrays with a `token_ids` or, where its weight is not 0, a label that the
-                vocabulary lacks.
+                vocabulary lacks, or with a segment below 0.
         """
         if isinstance(x, (list, tuple)) and not x:
             raise ValueError("`x` holds nothing to train on; got no strings at all.")
@@ -238,13 +239,13 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
                 f"`preprocessor=` where you make the model, such as a "
                 f"`{self.preprocessor_cls.__name__}`, or train on tokens."
             )
-        self._check_token_ids(x, y, sample_weight)
+        self._check_tokens(x, y, sample_weight)
         x, y, sample_weight = self._packed(x, y, sample_weight)
         if _is_strings(validation_data):
             validation_data = (validation_data,)
         if isinstance(validation_data, (tuple, list)):
             held_out = keras.utils.unpack_x_y_sample_weight(tuple(validation_data))
-            self._check_token_ids(*held_out)
+            self._check_tokens(*held_out)
             validation_data = self._packed(*held_out)
         # KerasHub's `fit` would make a dataset of them, which Keras cannot shuffle.
         held_out_x = validation_data[0] if isinstance(validation_data, tuple) else validation_data
@@ -261,18 +262,19 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
 
     def evaluate(self, x=None, y=None, batch_size=None, sample_weight=None, **kwargs):
         """As in Keras, from strings or tokens; strings are packed, and ids checked, as in `fit`."""
-        self._check_token_ids(x, y, sample_weight)
+        self._check_tokens(x, y, sample_weight)
         x, y, sample_weight = self._packed(x, y, sample_weight)
         evaluate = functools.partial(keras.Model.evaluate, self)
         evaluate = evaluate if _is_tokens(x) else super().evaluate
         return evaluate(x=x, y=y, batch_size=batch_size, sample_weight=sample_weight, **kwargs)
 
-    def _check_token_ids(self, x, y=None, sample_weight=None):
-        """Raises for ids in NumPy arrays that the vocabulary lacks."""
+    def _check_tokens(self, x, y=None, sample_weight=None):
+        """Raises for ids in NumPy arrays that the vocabulary lacks, and for segments below 0."""
         if not _is_tokens(x):
             return
         size = self.backbone.vocabulary_size
         check_token_ids("token_ids", x["token_ids"], size, x.get("padding_mask"))
+        check_segment_ids(x.get("segment_ids"), x.get("padding_mask"))
         if isinstance(self.loss, TokenCrossentropy):
             hint = "Give labels that do not count a `sample_weight` of 0."
             check_token_ids("y", y, size, sample_weight, hint)

@@ -229,6 +229,34 @@ def test_token_ids_that_the_vocabulary_lacks_are_errors():
             model.fit({"token_ids": good}, token_ids, sample_weight=real, verbose=0)
 
 
+@pytest.mark.once
+def test_segments_below_0_are_errors():
+    model = tiny_causal_lm(num_layers=1)
+    good, real = np.full((2, 3), 7), np.array([[1, 1, 0], [1, 1, 1]])
+    for bad in (-1, -100):
+        segment_ids = np.array([[0, 0, bad], [0, 1, bad]])
+        x = {"token_ids": good, "padding_mask": real, "segment_ids": segment_ids}
+        match = rf"`segment_ids` must be .*at least 0; got {bad} at \[1, 2\].*`padding_mask`"
+        for use in (model.fit, model.evaluate):
+            with pytest.raises(ValueError, match=match):
+                use(x, good, verbose=0)
+        with pytest.raises(ValueError, match=match):
+            model.fit({**x, "segment_ids": good}, good, validation_data=(x, good), verbose=0)
+    x["padding_mask"] = np.array([[1, 1, 0], [1, 1, 0]])
+    assert np.isfinite(model.evaluate(x, good, verbose=0)).all()
+
+
+def test_any_segment_may_stand_at_padding():
+    model = tiny_causal_lm(num_layers=1)
+    x = {"token_ids": np.array([[7, 8, 9, 9, 7]]), "padding_mask": np.array([[1, 0, 1, 1, 1]])}
+    found = {}
+    for segment in (0, 1, -1, -100):
+        x["segment_ids"] = np.array([[0, segment, 0, 1, 1]])
+        found[segment] = keras.ops.convert_to_numpy(model(x))[:, [0, 2, 3, 4]]
+    for segment in (1, -1, -100):
+        np.testing.assert_array_equal(found[segment], found[0])
+
+
 def test_any_id_may_stand_at_padding():
     model = tiny_causal_lm(num_layers=1)
     real = np.array([[1, 0, 1]])

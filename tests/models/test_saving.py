@@ -207,9 +207,7 @@ def test_low_rank_weights_that_were_there_before_train_on(family, tmp_path):
     assert all("lora" in path for path in trainable)
     for layer in ("token_embedding", "gate_proj", "o_proj"):
         assert sum(f"{layer}/lora" in path for path in trainable) >= 2, layer
-    with pytest.raises(
-        ValueError, match="no place for the low-rank weights of '.*token_embedding'"
-    ):
+    with pytest.raises(ValueError, match="no place for the low-rank weights"):
         model.backbone.save_lora_weights(str(tmp_path / "hawk.lora.h5"))
     model = language_model(family)
     model.backbone.transformer_layers[0].mlp.gate_proj.enable_lora(3)

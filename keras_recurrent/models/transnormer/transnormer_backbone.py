@@ -48,7 +48,7 @@ class TransNormerBackbone(RecurrentBackbone):
         inputs: a dictionary of `token_ids` `[B, T]`, `padding_mask` `[B, T]` (True or 1 at real
             tokens; padding may stand anywhere in a row and changes nothing), and optionally
             `segment_ids` `[B, T]`, at least 0, one number for each of several documents in a row,
-            which then know nothing of each other.
+            which then know nothing of each other, as in `keras_recurrent.layers.StreamingLayer`.
 
     Returns:
         `[B, T, hidden_dim]`, in the compute dtype.
