@@ -172,6 +172,18 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
         in a folder `.export-*`. A process that is killed leaves that folder, which may be deleted
         once no export into the same parent directory runs.
 
+        These checkpoints hold models whose backbone has
+
+        - of Griffin, `block_types` of `"recurrent"` and `"local_attention"`; `lru_width`,
+          `num_query_heads`, `sliding_window` and `final_logit_soft_cap` that are not None, even
+          where no block uses them; `num_blocks` equal to `num_query_heads`; `embedding_scale`
+          equal to `float(ml_dtypes.bfloat16(hidden_dim**0.5))`, the square root in bfloat16;
+          `scale_first_input=False`; `partial_rotary_factor` and `layer_norm_epsilon` above 0;
+        - of HGRN2, `gate_activation="silu"`, `input_activation="linear"` and `layer_norm_epsilon`
+          above 0;
+        - of TransNormerLLM, `decay_schedule="checkpoints"`, `tie_word_embeddings=False` and
+          `layer_norm_epsilon=1e-6`.
+
         Args:
             path: string, a directory that does not exist yet or is empty.
             dtype: `"float32"`, `"bfloat16"` or `"float16"`; None: the dtype of the weights, in
@@ -179,8 +191,9 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
             max_shard_size: number, gigabytes a file at most, if no tensor alone is larger.
 
         Raises:
-            ValueError: checkpoints of this family cannot hold the model, it is quantized, `dtype`
-                is none of these or too narrow for a weight, or `max_shard_size` is not above 0.
+            ValueError: checkpoints of this family cannot hold the model, of which all that is not as
+                above is named; it is quantized; `dtype` is none of these or too narrow for a
+                weight; or `max_shard_size` is not above 0.
             FileExistsError: there is something at `path`, or a symbolic link, or another process
                 has put something there meanwhile.
 
