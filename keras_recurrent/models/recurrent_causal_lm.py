@@ -191,8 +191,8 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
             max_shard_size: number, gigabytes a file at most, if no tensor alone is larger.
 
         Raises:
-            ValueError: checkpoints of this family cannot hold the model, of which all that is not as
-                above is named; it is quantized; `dtype` is none of these or too narrow for a
+            ValueError: checkpoints of this family cannot hold the model, of which all that is not
+                as above is named; it is quantized; `dtype` is none of these or too narrow for a
                 weight; or `max_shard_size` is not above 0.
             FileExistsError: there is something at `path`, or a symbolic link, or another process
                 has put something there meanwhile.
