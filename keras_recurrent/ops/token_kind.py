@@ -60,7 +60,8 @@ def token_kind(like, mask=None, segment_ids=None, previous_segment_id=None, init
     array([[2, 1, 0, 1, 0]], dtype=int8)
     """
     tokens = convert(
-        {"mask": mask, "segment_ids": segment_ids, "previous_segment_id": previous_segment_id}
+        "token_kind",
+        {"mask": mask, "segment_ids": segment_ids, "previous_segment_id": previous_segment_id},
     )
     _check(tokens, like)
     if symbolic({"like": like, "initial_state": initial_state}, tokens):

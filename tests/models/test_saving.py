@@ -99,6 +99,19 @@ def test_missing_weights_are_an_error(saved, tmp_path):
     assert fresh.backbone.count_params() == model.backbone.count_params()
 
 
+@pytest.mark.once
+def test_a_directory_of_a_backbone_alone(tmp_path):
+    model = language_model()
+    model.backbone.save_to_preset(str(tmp_path))
+    for arguments in ({}, {"sequence_length": 4}):
+        with pytest.raises(FileNotFoundError, match=r"backbone alone. .*`preprocessor=None` makes"):
+            type(model).from_preset(str(tmp_path), **arguments)
+    again = type(model).from_preset(str(tmp_path), preprocessor=None)
+    assert again.preprocessor is None
+    again = type(model).from_preset(str(tmp_path), preprocessor=model.preprocessor)
+    np.testing.assert_array_equal(logits(again), logits(model))
+
+
 def test_keras_files_and_training_goes_on(tmp_path):
     model = language_model()
     model.compile(keras.optimizers.AdamW(0.01), sampler=keras_hub.samplers.TopKSampler(k=3, seed=1))

@@ -63,6 +63,15 @@ def test_a_negative_segment_says_that_nothing_was_seen():
         assert int(kinds[0, 0]) == wanted
 
 
+@pytest.mark.parametrize("text", ["abc", {"a": 1}])
+def test_what_is_no_tensor(text):
+    x = np.zeros((1, 3, 1))
+    with pytest.raises(ValueError, match="`token_kind`: `like` must be a tensor"):
+        token_kind(text)
+    with pytest.raises(ValueError, match="`token_kind`: `mask` must be"):
+        token_kind(x, mask=text)
+
+
 def test_in_a_symbolic_graph(tmp_path):
     mask, segments = (keras.Input((None,), dtype=dtype) for dtype in ("bool", "int32"))
     kinds = token_kind(segments, mask, segments)
