@@ -33,6 +33,12 @@ def rms_norm(x, scale=None, *, epsilon, implementation=None):
 
     Zhang and Sennrich 2019 (arXiv:1910.07467). Only the arguments are kept for the gradient.
 
+    A NaN in a row of `x`, or in the gradient that arrives at it, makes the whole row NaN, in y and
+    in the gradient of `x`, and reaches no other row. An infinity in `x` does the same to the
+    gradient, but leaves y at 0 beside itself. The gradient of `scale` sums over all rows: a NaN in
+    `x` reaches all of it, an infinity or what arrives its own channel. A number of `scale` that is
+    not finite reaches its channel of y in every row, and all of the gradient of `x`.
+
     Args:
         x: `[..., D]`, float16, bfloat16, float32 or float64.
         scale: `[D]`, of any of these dtypes, often float32 beside tensors of 16 bits; None: ones.
