@@ -3,7 +3,7 @@
 import keras
 from keras import ops, tree
 
-from keras_recurrent.layers.checks import check_positive_integer, check_tensor
+from keras_recurrent.layers.checks import check_boolean, check_positive_integer, check_tensor
 from keras_recurrent.layers.remat import RecomputableLayer
 from keras_recurrent.layers.tokens import (
     Tokens,
@@ -106,6 +106,7 @@ class StreamingLayer(RecomputableLayer):
     def __init__(self, return_state=False, **kwargs):
         # Keras would cast a float32 state to the compute dtype of a mixed policy.
         super().__init__(autocast=False, **kwargs)
+        check_boolean("return_state", return_state)
         self.return_state = return_state
         self.supports_masking = True
 

@@ -5,7 +5,7 @@ import keras_hub
 import numpy as np
 
 from keras_recurrent import compat
-from keras_recurrent.layers.checks import check_positive_integer
+from keras_recurrent.layers.checks import check_boolean, check_positive_integer
 from keras_recurrent.models.packing import pack_documents
 from keras_recurrent.models.samples import check_prompts
 
@@ -82,6 +82,9 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
         **kwargs,
     ):
         check_positive_integer("sequence_length", sequence_length)
+        check_boolean("add_start_token", add_start_token)
+        check_boolean("add_end_token", add_end_token)
+        check_boolean("packed", packed)
         super().__init__(
             tokenizer,
             sequence_length=sequence_length,

@@ -1,5 +1,8 @@
 """What the public operations share: their checks, their nodes in graphs, the way to dispatch."""
 
+import math
+import numbers
+
 import keras
 from keras import ops
 
@@ -264,6 +267,11 @@ def _size(dim, sizes):
     factor, offset = dim.split(letter)
     size = sizes.get(letter)
     return None if size is None else int(factor or 1) * size + int(offset or 0)
+
+
+def is_finite_number(value):
+    """Whether a value is a number; truth values, NaN and infinities are none."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def check_dtype(operation, name, dtype):

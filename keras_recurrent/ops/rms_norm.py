@@ -1,10 +1,8 @@
 """Root mean square normalization."""
 
-import numbers
-
 import keras
 
-from keras_recurrent.ops.operation import Operation
+from keras_recurrent.ops.operation import Operation, is_finite_number
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -17,9 +15,9 @@ class RMSNormOperation(Operation):
     @classmethod
     def check(cls, tensors, context, options):
         epsilon = options["epsilon"]
-        if not isinstance(epsilon, numbers.Real) or not float(epsilon) >= 0:
+        if not is_finite_number(epsilon) or epsilon < 0:
             raise ValueError(
-                f"`{cls.function}`: `epsilon` must be a number, at least 0; got {epsilon!r}."
+                f"`{cls.function}`: `epsilon` must be a finite number, at least 0; got {epsilon!r}."
             )
         return super().check(tensors, context, options)
 
@@ -42,7 +40,7 @@ def rms_norm(x, scale=None, *, epsilon, implementation=None):
     Args:
         x: `[..., D]`, float16, bfloat16, float32 or float64.
         scale: `[D]`, of any of these dtypes, often float32 beside tensors of 16 bits; None: ones.
-        epsilon: number, ε, at least 0.
+        epsilon: number, ε, at least 0 and finite.
         implementation: as in `keras_recurrent.ops.linear_scan`.
 
     Returns:
@@ -51,7 +49,7 @@ def rms_norm(x, scale=None, *, epsilon, implementation=None):
         is 0 and ε is 0, too, y and the gradient of x are 0.
 
     Raises:
-        ValueError: a shape or dtype does not fit, `epsilon` is no number from 0 on, or the
+        ValueError: a shape or dtype does not fit, `epsilon` is no finite number from 0 on, or the
             implementation is unknown.
         NotImplementedError: no implementation accepts the arguments; says why for each.
 

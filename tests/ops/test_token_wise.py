@@ -374,7 +374,10 @@ BAD = {
     "dtype": (lambda: ops.rms_norm(X.astype("int32"), epsilon=0), "`x` must be one of float16"),
     "none": (lambda: ops.rms_norm(None, epsilon=0), "needs the argument `x`"),
     "epsilon": (lambda: ops.rms_norm(X, epsilon=-1.0), "`epsilon` must be .* at least 0; got -1.0"),
-    "epsilon kind": (lambda: ops.rms_norm(X, epsilon="0"), "`epsilon` must be a number"),
+    "nan": (lambda: ops.rms_norm(X, epsilon=np.nan), "`epsilon` must be a finite .*; got nan"),
+    "inf": (lambda: ops.rms_norm(X, epsilon=np.inf), "`epsilon` must be a finite .*; got inf"),
+    "truth": (lambda: ops.rms_norm(X, epsilon=True), "`epsilon` must be a finite .*; got True"),
+    "epsilon kind": (lambda: ops.rms_norm(X, epsilon="0"), "`epsilon` must be a finite number"),
     "activation": (
         lambda: ops.gated_linear_unit(X, X, activation="relu"),
         "`activation` must be 'silu' or 'gelu'; got 'relu'",

@@ -3,6 +3,7 @@
 import keras
 
 from keras_recurrent.layers import HGRN2, LowerBounds, RMSNorm
+from keras_recurrent.layers.checks import check_boolean
 from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.models.hgrn2.hgrn2_residual_block import HGRN2ResidualBlock
 from keras_recurrent.models.recurrent_backbone import (
@@ -94,6 +95,8 @@ class HGRN2Backbone(RecurrentBackbone):
             hidden_dim=hidden_dim,
             intermediate_dim=intermediate_dim,
         )
+        check_boolean("use_lower_bounds", use_lower_bounds)
+        check_boolean("tie_word_embeddings", tie_word_embeddings)
         # Only blocks are recomputed under a `keras.RematScope`.
         with no_further_remat():
             token_embedding = reversible_embedding(

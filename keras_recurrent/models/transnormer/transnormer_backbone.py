@@ -3,6 +3,7 @@
 import keras
 
 from keras_recurrent.layers import LightningAttention, SimpleRMSNorm
+from keras_recurrent.layers.checks import check_boolean
 from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.models.recurrent_backbone import (
     RecurrentBackbone,
@@ -94,6 +95,7 @@ class TransNormerBackbone(RecurrentBackbone):
             hidden_dim=hidden_dim,
             intermediate_dim=intermediate_dim,
         )
+        check_boolean("tie_word_embeddings", tie_word_embeddings)
         # Only blocks are recomputed under a `keras.RematScope`.
         with no_further_remat():
             token_embedding = reversible_embedding(
