@@ -265,6 +265,15 @@ def test_mixed_precision_computes_in_bfloat16_and_remembers_in_float32(family):
         assert dtype == exceptions.get(path[-1], "float32"), path
 
 
+@pytest.mark.once
+@any_family
+def test_policies_reach_all_sublayers(family):
+    backbone = tiny_backbone(family=family, dtype="mixed_bfloat16")
+    for layer in backbone._flatten_layers():
+        if not isinstance(layer, keras.layers.InputLayer):
+            assert layer.dtype_policy.name == "mixed_bfloat16", layer.path
+
+
 @any_family
 def test_the_layout_map_covers_the_large_weights(family):
     pytest.importorskip("jax")
