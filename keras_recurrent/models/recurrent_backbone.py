@@ -220,6 +220,10 @@ class TokenEmbedding(keras.layers.ReversibleEmbedding):
         config = super().get_config()
         return {name: value for name, value in config.items() if not name.startswith("lora_")}
 
+    def quantize(self, mode=None, type_check=True, config=None):
+        # Keras refuses subclasses, which might compute something else; this one does not.
+        super().quantize(mode, type_check=False, config=config)
+
 
 def reversible_embedding(
     vocabulary_size, hidden_dim, tie_weights=True, logit_soft_cap=None, dtype=None
