@@ -23,6 +23,7 @@ SOURCE_NAMES = {
     "SHARDED_MODEL_WEIGHTS_CONFIG_FILE": "keras_hub.src.utils.preset_utils",
     "TASK_CONFIG_FILE": "keras_hub.src.utils.preset_utils",
     "TASK_WEIGHTS_FILE": "keras_hub.src.utils.preset_utils",
+    "TOKENIZER_CONFIG_FILE": "keras_hub.src.utils.preset_utils",
     "T5MultiHeadAttention": "keras_hub.src.models.t5.t5_multi_head_attention",
     "canonicalize_python_token_inputs": "keras_hub.src.utils.tensor_utils",
     "check_file_exists": "keras_hub.src.utils.preset_utils",
@@ -77,6 +78,8 @@ PRIVATE_ATTRIBUTES = {
         "keras_hub.src.models.gpt_neo_x.gpt_neo_x_decoder.GPTNeoXDecoder",
     ),
     "_value_dense": ("keras.layers.MultiHeadAttention", "keras.layers.GroupQueryAttention"),
+    # Low-rank weights
+    "_lora_enabled_layers": ("keras_hub.models.Backbone",),
     # Generation
     "_build_cache": (
         "keras_hub.models.BloomCausalLM",

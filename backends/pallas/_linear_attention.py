@@ -26,6 +26,7 @@ import jax.numpy as jnp
 
 from keras_recurrent.backends.constants import GOES_ON, PADDING, STARTS
 from keras_recurrent.backends.pallas import _common
+from keras_recurrent.backends.pallas._call import pallas_call
 from keras_recurrent.backends.pallas._common import LANES, vmem_bytes
 from keras_recurrent.backends.pallas._lazy import pl, pltpu
 
@@ -202,7 +203,7 @@ class _Grid(NamedTuple):
         def spec(block):
             return block.spec
 
-        return pl.pallas_call(
+        return pallas_call(
             kernel,
             grid=(self.batch, self.heads // self.group, self.blocks),
             in_specs=each(spec, inputs),

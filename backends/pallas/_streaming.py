@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from keras_recurrent.backends.constants import GOES_ON, PADDING
+from keras_recurrent.backends.pallas._call import pallas_call
 from keras_recurrent.backends.pallas._common import (
     LANES,
     ROWS,
@@ -118,7 +119,7 @@ def stream(kernel, blocks, token_kind, inputs, outputs, carried=1):
             kinds[...] = kinds_beside_channels(given, start, blocks.length, blocks.tokens)
         kernel(Block(blocks, time, step == 0, step == blocks.grid[2] - 1, kinds), *references)
 
-    return pl.pallas_call(
+    return pallas_call(
         body,
         grid=blocks.grid,
         in_specs=[spec for _, spec in inputs],

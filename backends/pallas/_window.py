@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from keras_recurrent.backends.pallas._call import pallas_call
 from keras_recurrent.backends.pallas._common import LANES, rounded_up, vmem_bytes
 from keras_recurrent.backends.pallas._lazy import pl, pltpu
 
@@ -217,7 +218,7 @@ def call(grid, kernel, k, v, of_queries, of_keys, inputs, outputs, sums=(), step
 
         kernel(step, *blocks, *sums)
 
-    return pl.pallas_call(
+    return pallas_call(
         body,
         grid=(k.shape[0], k.shape[2], grid.blocks + steps_after, grid.shared),
         in_specs=[spec for _, spec in given],

@@ -33,9 +33,10 @@ def gated_linear_unit(gate, x, activation="silu"):
 
 def _forward(gate, x, activation):
     dtype = accumulation_dtype(gate, x)
-    gate = gate.to(dtype)
-    gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
-    return (gate * x.to(dtype)).to(x.dtype)
+    z = gate.to(dtype)
+    # Not torch's own gelu, z (1 + tanh(u / 2)) / 2: it loses the digits of a gate nearly shut.
+    value = F.silu(z) if activation == "silu" else z * torch.sigmoid(_gelu_arguments(z)[0])
+    return (value * x.to(dtype)).to(x.dtype)
 
 
 class _GatedLinearUnit(torch.autograd.Function):
@@ -72,12 +73,14 @@ def _write_gradients(activation, gate, x, d_output, d_gate, d_x):
 
 def _activated(activation, z):
     """activation(z) = z σ(u) and its derivative."""
-    u = z_du = z
-    if activation == "gelu":
-        bounded = z.clamp(-LARGEST_GELU_GATE, LARGEST_GELU_GATE)
-        scaled = bounded * _SQRT_8_OVER_PI
-        cube = scaled * bounded * bounded
-        u = torch.add(scaled, cube, alpha=0.044715)
-        z_du = torch.add(scaled, cube, alpha=3 * 0.044715)
+    u, z_du = _gelu_arguments(z) if activation == "gelu" else (z, z)
     s = torch.sigmoid(u)
     return z * s, slope_of_gated(s, u, z_du)
+
+
+def _gelu_arguments(z):
+    """u of gelu(z) = z σ(u), and z u'."""
+    bounded = z.clamp(-LARGEST_GELU_GATE, LARGEST_GELU_GATE)
+    scaled = bounded * _SQRT_8_OVER_PI
+    cube = scaled * bounded * bounded
+    return torch.add(scaled, cube, alpha=0.044715), torch.add(scaled, cube, alpha=3 * 0.044715)

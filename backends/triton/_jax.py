@@ -215,7 +215,9 @@ def _interpret(ctx, *operands, launch):
 def _refuse(ctx, *operands, launch):
     raise NotImplementedError(
         "the Triton kernels run where a program is lowered for CUDA, got one for "
-        f"{', '.join(ctx.module_context.platforms)}: leave `implementation` to choose by itself"
+        f"{', '.join(ctx.module_context.platforms)}: leave `implementation` to choose by itself. "
+        "For tests, the environment variable TRITON_INTERPRET=1, set before Python starts, has "
+        "Triton interpret them on a CPU, slowly"
     )
 
 

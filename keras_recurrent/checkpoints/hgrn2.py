@@ -57,6 +57,13 @@ class HGRN2Layout(Layout):
         config.only("attn", None)  # blocks of softmax attention in between
         return arguments
 
+    def requirements(self, arguments):
+        return {
+            "gate_activation": (arguments["gate_activation"] == "silu", "'silu'"),
+            "input_activation": (arguments["input_activation"] == "linear", "'linear'"),
+            "layer_norm_epsilon": (arguments["layer_norm_epsilon"] > 0, "above 0"),
+        }
+
     def write_config(self, arguments):
         return {
             "vocab_size": arguments["vocabulary_size"],

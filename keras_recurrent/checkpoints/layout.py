@@ -9,8 +9,8 @@ from keras_recurrent.checkpoints.files import CONFIG_FILE
 class Layout:
     """The layout of one family's checkpoints on the Hugging Face Hub.
 
-    A family defines the attributes, `read_config`, `write_config` and `tensors`; reading, writing
-    and their checks are the same for all.
+    A family defines the attributes, `read_config`, `requirements`, `write_config` and `tensors`;
+    reading, writing and their checks are the same for all.
 
     Attributes:
         model_type: string, of `config.json`.
@@ -29,8 +29,17 @@ class Layout:
         """The backbone's arguments, from a `ConfigReader`."""
         raise NotImplementedError
 
+    def requirements(self, arguments):
+        """What the layout has no key for, or not for every value.
+
+        Returns:
+            A dictionary of names of the backbone's arguments, each with a pair: whether the value
+            in `arguments` fits, and what it must be, in words.
+        """
+        return {}
+
     def write_config(self, arguments):
-        """The dictionary of `config.json`, from the backbone's arguments."""
+        """The dictionary of `config.json`, from arguments that meet the `requirements`."""
         raise NotImplementedError
 
     def tensors(self, arguments):
@@ -54,24 +63,35 @@ class Layout:
         """The dictionary of `config.json`, which read again gives `arguments`.
 
         Raises:
-            ValueError: the layout has no key for the value of an argument.
+            ValueError: the layout has no key for the value of an argument; names all such.
         """
+        requirements = self.requirements(arguments)
+        self._check(
+            {name: wanted for name, (fits, wanted) in requirements.items() if not fits}, arguments
+        )
         config = {
             "architectures": [self.architecture],
             "model_type": self.model_type,
             **self.write_config(arguments),
         }
-        for name, value in self.backbone_arguments(config, CONFIG_FILE).items():
-            if value != arguments[name]:
-                raise self.cannot_hold(name, arguments[name], repr(value))
+        again = self.backbone_arguments(config, CONFIG_FILE)
+        self._check(
+            {name: repr(value) for name, value in again.items() if value != arguments[name]},
+            arguments,
+        )
         return config
 
-    def cannot_hold(self, name, value, wanted):
-        """The error for an argument of the backbone that the layout has no key for."""
-        return ValueError(
-            f"A checkpoint of the type {self.model_type!r} cannot hold this model: its `{name}` is "
-            f"{value!r}, and there must be {wanted}. Save it with `save_to_preset` instead."
-        )
+    def _check(self, unfit, arguments):
+        """Raises for `{argument: what it must be}`, where there are any."""
+        if unfit:
+            said = "; ".join(
+                f"`{name}` is {arguments[name]!r}, and must be {wanted}"
+                for name, wanted in unfit.items()
+            )
+            raise ValueError(
+                f"A checkpoint of the type {self.model_type!r} cannot hold this model: {said}. "
+                "Save it with `save_to_preset` instead."
+            )
 
 
 # The modules of this package's layouts, which register them. They load with the first checkpoint.

@@ -108,6 +108,11 @@ def resolve_task(cls, preset, load_weights, overrides):
         _check_weights_of_head(loader, cls)
     if isinstance(loader, RecurrentPresetLoader):
         return loader, load_weights, overrides  # it honors them all
+    if issubclass(cls, keras_hub.models.CausalLM) and not overrides.keys() & {
+        "preprocessor",
+        "tokenizer",
+    }:
+        _check_tokenizer(loader.preset, cls)
     task, backbone, preprocessor = split_overrides(loader.preset, cls, overrides)
     if preprocessor:
         task["preprocessor"] = cls.preprocessor_cls.from_preset(loader, **preprocessor)
@@ -154,6 +159,17 @@ def _check_keras_weights(preset):
         raise FileNotFoundError(
             f"There is neither {weights[0]} nor {weights[1]} in {preset!r}, which `save_to_preset` "
             f"writes. {FRESH}"
+        )
+
+
+def _check_tokenizer(preset, cls):
+    """Raises where a preset that KerasHub saved is a backbone alone."""
+    parts = (compat.TASK_CONFIG_FILE, compat.TOKENIZER_CONFIG_FILE)
+    if not any(compat.check_file_exists(preset, name) for name in parts):
+        raise FileNotFoundError(
+            f"There is neither {parts[0]} nor {parts[1]} in {preset!r}, which holds a backbone "
+            f"alone. `{cls.backbone_cls.__name__}.from_preset` loads it; `preprocessor=None` makes "
+            "a language model of it that takes tokens, and `preprocessor=` one of strings."
         )
 
 

@@ -93,15 +93,33 @@ class RecurrentGemma(Layout):
         rope.done()
         return arguments
 
+    def requirements(self, arguments):
+        scale = embedding_scale(arguments["hidden_dim"])
+        return {
+            **{
+                name: (arguments[name] is not None, "a number, in a model without such blocks too")
+                for name in ("lru_width", "num_query_heads", "sliding_window")
+            },
+            "num_blocks": (
+                arguments["num_blocks"] == arguments["num_query_heads"],
+                f"that of `num_query_heads`, {arguments['num_query_heads']}",
+            ),
+            "block_types": (
+                set(arguments["block_types"]) <= set(BLOCK_TYPES.values()),
+                f"of {' and '.join(map(repr, BLOCK_TYPES.values()))}",
+            ),
+            "embedding_scale": (
+                arguments["embedding_scale"] == scale,
+                f"{scale}, which is sqrt(hidden_dim) rounded to bfloat16",
+            ),
+            "final_logit_soft_cap": (arguments["final_logit_soft_cap"] is not None, "a number"),
+            "scale_first_input": (not arguments["scale_first_input"], "False"),
+            "partial_rotary_factor": (arguments["partial_rotary_factor"] > 0, "above 0"),
+            "layer_norm_epsilon": (arguments["layer_norm_epsilon"] > 0, "above 0"),
+        }
+
     def write_config(self, arguments):
-        for name in ("lru_width", "num_query_heads", "sliding_window"):
-            if arguments[name] is None:
-                raise self.cannot_hold(name, None, "a number")
-        if arguments["scale_first_input"]:
-            raise self.cannot_hold("scale_first_input", True, "False")
         names = {ours: theirs for theirs, ours in BLOCK_TYPES.items()}
-        if not set(arguments["block_types"]) <= set(names):
-            raise self.cannot_hold("block_types", arguments["block_types"], f"of {list(names)}")
         rope = {
             "rope_theta": arguments["rope_max_wavelength"],
             "partial_rotary_factor": arguments["partial_rotary_factor"],

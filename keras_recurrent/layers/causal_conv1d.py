@@ -2,7 +2,7 @@
 
 import keras
 
-from keras_recurrent.layers.checks import check_positive_integer
+from keras_recurrent.layers.checks import check_boolean, check_positive_integer
 from keras_recurrent.layers.initializers import clone_initializer
 from keras_recurrent.layers.streaming import StreamingLayer
 from keras_recurrent.ops.causal_conv1d import causal_conv1d, check_activation
@@ -72,6 +72,7 @@ class CausalConv1D(StreamingLayer):
     ):
         super().__init__(return_state=return_state, **kwargs)
         check_positive_integer("kernel_size", kernel_size)
+        check_boolean("use_bias", use_bias)
         check_activation("CausalConv1D", activation)
         self.kernel_size = kernel_size
         self.use_bias = use_bias

@@ -2,11 +2,27 @@
 
 import numbers
 
+import numpy as np
+
+from keras_recurrent.ops.operation import is_finite_number
+
 
 def check_positive_integer(name, value):
     # NumPy's integers are accepted: sizes often come from its functions.
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
         raise ValueError(f"`{name}` must be an integer, at least 1; got {value!r}.")
+
+
+def check_boolean(name, value):
+    if not isinstance(value, (bool, np.bool_)):
+        raise ValueError(f"`{name}` must be True or False; got {value!r}.")
+
+
+def check_number(name, value, above=None):
+    """A finite number: above `above`, or from 0 on where that is None."""
+    wanted = "at least 0" if above is None else f"above {above}"
+    if not is_finite_number(value) or not (value >= 0 if above is None else value > above):
+        raise ValueError(f"`{name}` must be a finite number {wanted}; got {value!r}.")
 
 
 def check_width_known(layer, input_shape):

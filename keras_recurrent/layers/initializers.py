@@ -3,7 +3,8 @@
 import keras
 from keras import ops
 
-from keras_recurrent.ops.operation import accumulation_dtype
+from keras_recurrent.layers.checks import check_number
+from keras_recurrent.ops.operation import accumulation_dtype, is_finite_number
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -46,13 +47,13 @@ class DecayLogit(keras.initializers.RandomUniform):
     """
 
     def __init__(self, minval=0.9, maxval=0.999, power=8.0, seed=None):
-        if not 0 < minval <= maxval < 1:
+        bounds = is_finite_number(minval) and is_finite_number(maxval)
+        if not bounds or not 0 < minval <= maxval < 1:
             raise ValueError(
                 "`minval` and `maxval` bound a power of a decay, so 0 < minval <= maxval < 1 must "
-                f"hold; got minval={minval}, maxval={maxval}."
+                f"hold; got minval={minval!r}, maxval={maxval!r}."
             )
-        if not power > 0:
-            raise ValueError(f"`power` must be above 0; got {power}.")
+        check_number("power", power, above=0)
         super().__init__(minval, maxval, seed)
         self.power = power
 

@@ -3,7 +3,7 @@
 import keras
 from keras import ops
 
-from keras_recurrent.layers.checks import check_positive_integer
+from keras_recurrent.layers.checks import check_boolean, check_positive_integer
 from keras_recurrent.layers.initializers import clone_initializer
 from keras_recurrent.layers.lrpe import LRPE
 from keras_recurrent.layers.remat import no_further_remat
@@ -108,6 +108,7 @@ class LightningAttention(StreamingLayer):
         check_positive_integer("num_heads", num_heads)
         check_positive_integer("head_dim", head_dim)
         check_positive_integer("num_layers", num_layers)
+        check_boolean("use_lrpe", use_lrpe)
         self.log_decay = log_decay(decay_schedule, num_heads, layer_index, num_layers)
         self.num_heads = num_heads
         self.head_dim = head_dim

@@ -3,11 +3,12 @@
 import keras
 from keras import ops
 
-from keras_recurrent.layers.checks import check_positive_integer
+from keras_recurrent.layers.checks import check_number, check_positive_integer
 from keras_recurrent.layers.initializers import clone_initializer
 from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.layers.rotary import rotate
 from keras_recurrent.layers.streaming import StreamingLayer
+from keras_recurrent.ops.operation import is_finite_number
 from keras_recurrent.ops.sliding_window_attention import capacity, sliding_window_attention
 
 
@@ -120,17 +121,14 @@ class LocalAttention(StreamingLayer):
                 "`num_key_value_heads` must divide `num_query_heads`, an equal number of which "
                 f"share each; got {num_key_value_heads} for {num_query_heads}."
             )
-        in_bounds = isinstance(partial_rotary_factor, (int, float)) and (
-            0 <= partial_rotary_factor <= 1
-        )
+        in_bounds = is_finite_number(partial_rotary_factor) and 0 <= partial_rotary_factor <= 1
         self.rotary_dim = int(partial_rotary_factor * head_dim) if in_bounds else 0
         if not in_bounds or self.rotary_dim % 2:
             raise ValueError(
                 "`partial_rotary_factor` must be between 0 and 1, and its part of `head_dim`, "
                 f"{head_dim}, an even number of channels; got {partial_rotary_factor!r}."
             )
-        if not rope_max_wavelength > 0:
-            raise ValueError(f"`rope_max_wavelength` must be above 0; got {rope_max_wavelength}.")
+        check_number("rope_max_wavelength", rope_max_wavelength, above=0)
         self.num_query_heads = num_query_heads
         self.num_key_value_heads = num_key_value_heads
         self.head_dim = head_dim

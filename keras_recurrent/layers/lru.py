@@ -5,7 +5,7 @@ from keras import ops
 
 from keras_recurrent.backends.constants import DECAY_EXPONENT, MAX_SQRT_GRADIENT
 from keras_recurrent.layers.block_diagonal import block_diagonal_dense
-from keras_recurrent.layers.checks import check_positive_integer
+from keras_recurrent.layers.checks import check_boolean, check_positive_integer
 from keras_recurrent.layers.initializers import clone_initializer, get_decay_initializer
 from keras_recurrent.layers.streaming import StreamingLayer
 
@@ -25,6 +25,7 @@ class GatedLRU(StreamingLayer):
     ):
         super().__init__(return_state=return_state, **kwargs)
         check_positive_integer("num_blocks", num_blocks)
+        check_boolean("scale_first_input", scale_first_input)
         self.num_blocks = num_blocks
         self.a_initializer = get_decay_initializer(a_initializer)
         self.kernel_initializer = keras.initializers.get(kernel_initializer)

@@ -3,7 +3,7 @@
 import keras
 
 from keras_recurrent.layers.causal_conv1d import CausalConv1D
-from keras_recurrent.layers.checks import check_num_blocks, check_positive_integer
+from keras_recurrent.layers.checks import check_boolean, check_num_blocks, check_positive_integer
 from keras_recurrent.layers.dense import apply_to_tokens
 from keras_recurrent.layers.initializers import clone_initializer, get_decay_initializer
 from keras_recurrent.layers.remat import no_further_remat
@@ -107,6 +107,7 @@ class RecurrentBlock(StreamingLayer):
         check_positive_integer("lru_width", lru_width)
         check_positive_integer("num_blocks", num_blocks)
         check_num_blocks(num_blocks, lru_width)
+        check_boolean("scale_first_input", scale_first_input)
         self.lru_width = lru_width
         self.kernel_size = kernel_size
         self.num_blocks = num_blocks

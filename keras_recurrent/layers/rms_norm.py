@@ -3,7 +3,7 @@
 import keras
 from keras import ops
 
-from keras_recurrent.layers.checks import check_width_known
+from keras_recurrent.layers.checks import check_boolean, check_number, check_width_known
 from keras_recurrent.layers.remat import RecomputableLayer
 from keras_recurrent.ops.operation import accumulation_dtype
 from keras_recurrent.ops.rms_norm import rms_norm
@@ -35,7 +35,8 @@ class RMSNorm(RecomputableLayer):
         `[..., D]` in the compute dtype.
 
     Raises:
-        ValueError: inputs whose width is not known, or an `epsilon` below 0.
+        ValueError: inputs whose width is not known, an `epsilon` that is no finite number
+            from 0 on, or a `zero_centered` that is no boolean.
 
     Example:
 
@@ -51,8 +52,8 @@ class RMSNorm(RecomputableLayer):
 
     def __init__(self, epsilon=1e-6, zero_centered=True, **kwargs):
         super().__init__(**kwargs)
-        if epsilon < 0:
-            raise ValueError(f"`epsilon` must not be below 0; got {epsilon}.")
+        check_number("epsilon", epsilon)
+        check_boolean("zero_centered", zero_centered)
         self.epsilon = epsilon
         self.zero_centered = zero_centered
         self.supports_masking = True

@@ -2,6 +2,7 @@
 
 import keras
 
+from keras_recurrent.layers.checks import check_number
 from keras_recurrent.layers.remat import RecomputableLayer
 from keras_recurrent.ops.rms_norm import rms_norm
 
@@ -29,7 +30,7 @@ class SimpleRMSNorm(RecomputableLayer):
         `[..., D]` in the compute dtype.
 
     Raises:
-        ValueError: an `epsilon` below 0.
+        ValueError: an `epsilon` that is no finite number from 0 on.
 
     Example:
 
@@ -47,8 +48,7 @@ class SimpleRMSNorm(RecomputableLayer):
 
     def __init__(self, epsilon=1e-6, **kwargs):
         super().__init__(**kwargs)
-        if epsilon < 0:
-            raise ValueError(f"`epsilon` must not be below 0; got {epsilon}.")
+        check_number("epsilon", epsilon)
         self.epsilon = epsilon
         self.supports_masking = True
 

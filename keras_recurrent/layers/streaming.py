@@ -3,7 +3,7 @@
 import keras
 from keras import ops, tree
 
-from keras_recurrent.layers.checks import check_positive_integer, check_tensor
+from keras_recurrent.layers.checks import check_boolean, check_positive_integer, check_tensor
 from keras_recurrent.layers.remat import RecomputableLayer
 from keras_recurrent.layers.tokens import (
     Tokens,
@@ -47,7 +47,10 @@ class StreamingLayer(RecomputableLayer):
             passes on the mask of a layer before, such as `Embedding(mask_zero=True)`.
         segment_ids: integers `[B, T]`, at least 0, one number a document: nothing passes from one
             to the next. None: the document before goes on, or, where nothing was seen, document 0
-            begins.
+            begins. Values are not looked at, and negative ones mean that nothing was seen: where
+            that is so, tokens of -1 do not start a document, but go on from the initial state; and
+            a state after a token of a negative segment is taken by a call without segments for one
+            that has seen nothing. At padding any number may stand.
         initial_state: the state to go on from; None: nothing was seen.
         return_state: boolean; None: as in the constructor.
         tokens: for a layer inside another one: the `keras_recurrent.layers.Tokens` that the
@@ -103,6 +106,7 @@ class StreamingLayer(RecomputableLayer):
     def __init__(self, return_state=False, **kwargs):
         # Keras would cast a float32 state to the compute dtype of a mixed policy.
         super().__init__(autocast=False, **kwargs)
+        check_boolean("return_state", return_state)
         self.return_state = return_state
         self.supports_masking = True
 

@@ -11,11 +11,12 @@ from keras_recurrent.layers.streaming import (
     check_state,
 )
 from keras_recurrent.layers.tokens import find_tokens, initial_places, place_specs
+from keras_recurrent.models.lora import LoraBackbone
 from keras_recurrent.models.segments import SegmentsOptional
 from keras_recurrent.ops.shapes import check_rank_known
 
 
-class RecurrentBackbone(SegmentsOptional, keras_hub.models.Backbone):
+class RecurrentBackbone(SegmentsOptional, LoraBackbone, keras_hub.models.Backbone):
     """Base class of the networks: token ids in, the hidden states before the logits out.
 
     An embedding, residual blocks that stream (see `keras_recurrent.layers.StreamingLayer`), and a
@@ -33,7 +34,7 @@ class RecurrentBackbone(SegmentsOptional, keras_hub.models.Backbone):
         inputs: a dictionary of `token_ids` `[B, T]`, `padding_mask` `[B, T]` (True or 1 at real
             tokens; padding may stand anywhere in a row and changes nothing), and optionally
             `segment_ids` `[B, T]`, at least 0, one number for each of several documents in a row,
-            which then know nothing of each other.
+            which then know nothing of each other, as in `keras_recurrent.layers.StreamingLayer`.
 
     Returns:
         `[B, T, hidden_dim]`, in the compute dtype.
@@ -104,7 +105,9 @@ class RecurrentBackbone(SegmentsOptional, keras_hub.models.Backbone):
         Args:
             token_ids: integers `[B, T]`, any at padding.
             padding_mask: boolean `[B, T]`; None: all tokens are real.
-            segment_ids: integers `[B, T]`; None: one document a row, or the one before goes on.
+            segment_ids: integers `[B, T]`, at least 0, as in
+                `keras_recurrent.layers.StreamingLayer`; None: one document a row, or the one before
+                goes on.
             cache: the cache to go on from, as `get_initial_state` makes it; None: nothing was
                 seen, and no cache returns.
             intercept: a function of activations and a number, -1 for the embeddings and i for the
@@ -193,29 +196,6 @@ class RecurrentBackbone(SegmentsOptional, keras_hub.models.Backbone):
         # Only blocks are rematerialized; doing it for the whole model would recompute everything.
         return layer_call
 
-    def enable_lora(self, rank, target_layer_names=None):
-        """Freezes all weights but new low-rank ones beside some kernels, as in KerasHub."""
-        super().enable_lora(rank, target_layer_names)
-        # KerasHub lets biases, and the weights of untied logits, train, but does not save them.
-        for layer in self._flatten_layers(include_self=False):
-            if getattr(layer, "lora_enabled", False):
-                for weight in layer.trainable_variables:
-                    weight.trainable = weight.name.startswith("lora_")
-
-    def save_lora_weights(self, filepath):
-        """Saves the low-rank weights beside linear maps, as in KerasHub.
-
-        Raises:
-            ValueError: an embedding has low-rank weights, for which the file has no place.
-        """
-        for layer in self._flatten_layers(include_self=False):
-            if getattr(layer, "lora_enabled", False) and isinstance(layer, keras.layers.Embedding):
-                raise ValueError(
-                    f"A file of `save_lora_weights` has no place for the low-rank weights of "
-                    f"{layer.name!r}. Save all weights, with `save_weights` or `save_to_preset`."
-                )
-        super().save_lora_weights(filepath)
-
 
 def token_input(name):
     """An input of the functional model, integers `[B, T]`."""
@@ -228,11 +208,28 @@ def check_sizes(**sizes):
         check_positive_integer(name, size)
 
 
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class TokenEmbedding(keras.layers.ReversibleEmbedding):
+    """Keras's, whose configuration leaves out low-rank weights, as a backbone's does.
+
+    A clone of a language model has the embedding inside the backbone and for the logits. Only the
+    latter would get low-rank weights, and Keras cannot build untied ones with them.
+    """
+
+    def get_config(self):
+        config = super().get_config()
+        return {name: value for name, value in config.items() if not name.startswith("lora_")}
+
+    def quantize(self, mode=None, type_check=True, config=None):
+        # Keras refuses subclasses, which might compute something else; this one does not.
+        super().quantize(mode, type_check=False, config=config)
+
+
 def reversible_embedding(
     vocabulary_size, hidden_dim, tie_weights=True, logit_soft_cap=None, dtype=None
 ):
     """The `token_embedding` of a backbone, which also makes the logits."""
-    return keras.layers.ReversibleEmbedding(
+    return TokenEmbedding(
         vocabulary_size,
         hidden_dim,
         tie_weights=tie_weights,

@@ -8,12 +8,20 @@ import numpy as np
 from keras import ops
 
 from keras_recurrent.generation.generate import make_writer
+from keras_recurrent.layers.checks import check_tensor
 from keras_recurrent.models.calibration import layer_structure
 from keras_recurrent.models.recurrent_backbone import token_input
+from keras_recurrent.models.samples import (
+    check_samples,
+    described,
+    is_strings,
+    is_text,
+    is_tokens,
+)
 from keras_recurrent.models.saved_training import SavedTraining
 from keras_recurrent.models.segments import SegmentsOptional
 from keras_recurrent.models.token_crossentropy import TokenCrossentropy
-from keras_recurrent.models.token_ids import check_token_ids
+from keras_recurrent.models.token_ids import check_segment_ids, check_token_ids
 from keras_recurrent.ops.shapes import check_rank_known
 from keras_recurrent.ops.token_crossentropy import token_crossentropy
 
@@ -22,6 +30,11 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
     """Base class of the language models: a `RecurrentBackbone`, and logits from its embedding.
 
     A family says `backbone_cls` and `preprocessor_cls`, and registers its class with Keras.
+
+    For a copy, give `type(model).from_config(model.get_config())` the weights of the model.
+    `keras.models.clone_model` copies the graph alone: a plain functional model, which generates
+    nothing, and in which the embedding and the logits no longer share their weights, tied or not.
+    Neither has low-rank weights.
 
     Args:
         backbone: a `RecurrentBackbone`.
@@ -170,6 +183,18 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
         in a folder `.export-*`. A process that is killed leaves that folder, which may be deleted
         once no export into the same parent directory runs.
 
+        These checkpoints hold models whose backbone has
+
+        - of Griffin, `block_types` of `"recurrent"` and `"local_attention"`; `lru_width`,
+          `num_query_heads`, `sliding_window` and `final_logit_soft_cap` that are not None, even
+          where no block uses them; `num_blocks` equal to `num_query_heads`; `embedding_scale`
+          equal to `float(ml_dtypes.bfloat16(hidden_dim**0.5))`, the square root in bfloat16;
+          `scale_first_input=False`; `partial_rotary_factor` and `layer_norm_epsilon` above 0;
+        - of HGRN2, `gate_activation="silu"`, `input_activation="linear"` and `layer_norm_epsilon`
+          above 0;
+        - of TransNormerLLM, `decay_schedule="checkpoints"`, `tie_word_embeddings=False` and
+          `layer_norm_epsilon=1e-6`.
+
         Args:
             path: string, a directory that does not exist yet or is empty.
             dtype: `"float32"`, `"bfloat16"` or `"float16"`; None: the dtype of the weights, in
@@ -177,8 +202,9 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
             max_shard_size: number, gigabytes a file at most, if no tensor alone is larger.
 
         Raises:
-            ValueError: checkpoints of this family cannot hold the model, it is quantized, `dtype`
-                is none of these or too narrow for a weight, or `max_shard_size` is not above 0.
+            ValueError: checkpoints of this family cannot hold the model, of which all that is not
+                as above is named; it is quantized; `dtype` is none of these or too narrow for a
+                weight; or `max_shard_size` is not above 0.
             FileExistsError: there is something at `path`, or a symbolic link, or another process
                 has put something there meanwhile.
 
@@ -218,35 +244,31 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
         `batch_size`, `validation_split` and `shuffle` mean rows. See
         `RecurrentCausalLMPreprocessor`.
 
-        Of tokens in NumPy arrays all ids are looked at first. Inside a step they are not: there,
-        negative ids count from the end of the vocabulary. Those beyond it are an error of torch,
-        and of TensorFlow on a CPU without XLA; elsewhere NaN, zeros or another token take their
-        place. At padding any id may stand.
+        Of tokens in NumPy arrays all ids and segments are looked at first. Inside a step they are
+        not: there, negative ids count from the end of the vocabulary. Those beyond it are an error
+        of torch, and of TensorFlow on a CPU without XLA; elsewhere NaN, zeros or another token take
+        their place. What a negative segment does there stands in
+        `keras_recurrent.layers.StreamingLayer`. At padding any id and segment may stand.
 
         Raises:
-            ValueError: no strings at all, strings where the model has no preprocessor, or NumPy
-                arrays with a `token_ids` or, where its weight is not 0, a label that the
-                vocabulary lacks.
+            ValueError: neither strings nor tokens nor a dataset, no strings at all, strings where
+                the model has no preprocessor, tokens without labels, or NumPy arrays with a
+                `token_ids` or, where its weight is not 0, a label that the vocabulary lacks, or
+                with a segment below 0.
         """
-        if isinstance(x, (list, tuple)) and not x:
-            raise ValueError("`x` holds nothing to train on; got no strings at all.")
-        if _is_strings(x) and self.preprocessor is None:
-            raise ValueError(
-                "`x` is text, and the model has no preprocessor to make tokens of it. Pass a "
-                f"`preprocessor=` where you make the model, such as a "
-                f"`{self.preprocessor_cls.__name__}`, or train on tokens."
-            )
-        self._check_token_ids(x, y, sample_weight)
+        self._check_samples(x, y, sample_weight)
         x, y, sample_weight = self._packed(x, y, sample_weight)
-        if _is_strings(validation_data):
+        if is_strings(validation_data):
             validation_data = (validation_data,)
         if isinstance(validation_data, (tuple, list)):
             held_out = keras.utils.unpack_x_y_sample_weight(tuple(validation_data))
-            self._check_token_ids(*held_out)
+            self._check_samples(*held_out, name="validation_data")
             validation_data = self._packed(*held_out)
+        elif validation_data is not None:
+            self._check_samples(validation_data, name="validation_data")
         # KerasHub's `fit` would make a dataset of them, which Keras cannot shuffle.
         held_out_x = validation_data[0] if isinstance(validation_data, tuple) else validation_data
-        ready = _is_tokens(x) and (held_out_x is None or _is_tokens(held_out_x))
+        ready = is_tokens(x) and (held_out_x is None or is_tokens(held_out_x))
         fit = functools.partial(keras.Model.fit, self) if ready else super().fit
         return fit(
             x=x,
@@ -259,31 +281,39 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
 
     def evaluate(self, x=None, y=None, batch_size=None, sample_weight=None, **kwargs):
         """As in Keras, from strings or tokens; strings are packed, and ids checked, as in `fit`."""
-        self._check_token_ids(x, y, sample_weight)
+        self._check_samples(x, y, sample_weight)
         x, y, sample_weight = self._packed(x, y, sample_weight)
         evaluate = functools.partial(keras.Model.evaluate, self)
-        evaluate = evaluate if _is_tokens(x) else super().evaluate
+        evaluate = evaluate if is_tokens(x) else super().evaluate
         return evaluate(x=x, y=y, batch_size=batch_size, sample_weight=sample_weight, **kwargs)
 
-    def _check_token_ids(self, x, y=None, sample_weight=None):
-        """Raises for ids in NumPy arrays that the vocabulary lacks."""
-        if not _is_tokens(x):
+    def _check_samples(self, x, y=None, sample_weight=None, *, name="x"):
+        """Raises for what cannot be learned: by its kind, or by the numbers in NumPy arrays."""
+        check_samples(name, x, self.preprocessor_cls, self.preprocessor is not None)
+        if not is_tokens(x):
             return
         size = self.backbone.vocabulary_size
         check_token_ids("token_ids", x["token_ids"], size, x.get("padding_mask"))
+        check_segment_ids(x.get("segment_ids"), x.get("padding_mask"))
         if isinstance(self.loss, TokenCrossentropy):
+            if y is None:
+                raise ValueError(
+                    f"`{name}` holds tokens, whose labels are needed beside it: the tokens that "
+                    "follow, [batch, time]. A preprocessor makes both of strings."
+                )
             hint = "Give labels that do not count a `sample_weight` of 0."
             check_token_ids("y", y, size, sample_weight, hint)
 
     def _packed(self, x, y=None, sample_weight=None):
         """Strings in memory as packed rows of tokens; all else as it is."""
-        if not (_is_strings(x) and getattr(self.preprocessor, "packed", False)):
+        if not (is_strings(x) and getattr(self.preprocessor, "packed", False)):
             return x, y, sample_weight
         rows = self.preprocessor(list(x), y=y, sample_weight=sample_weight)
         return keras.tree.map_structure(ops.convert_to_numpy, rows)
 
     def preprocess_samples(self, x, y=None, sample_weight=None):
-        if _is_tokens(x):
+        check_samples("x", x, self.preprocessor_cls, self.preprocessor is not None)
+        if is_tokens(x):
             return keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
         return super().preprocess_samples(x, y, sample_weight)
 
@@ -428,8 +458,8 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
 
         Raises:
             ValueError: an unknown `scoring_mode`, `"loss"` without `target_ids`, targets of another
-                shape, `token_ids` that are no integers `[B, T]`, such as text, or a NumPy array or
-                list of them with an id that the vocabulary lacks.
+                shape, ids that are no integers `[B, T]`, such as text, or none at all, or a NumPy
+                array or list of `token_ids` with an id that the vocabulary lacks.
 
         Example:
 
@@ -452,9 +482,11 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
                 "`target_ids` is needed for `scoring_mode='loss'`: the tokens that should follow, "
                 "such as `keras.ops.roll(token_ids, -1, axis=1)`."
             )
-        token_ids = _as_token_ids(token_ids, padding_mask, self.backbone.vocabulary_size)
+        token_ids = _as_ids("token_ids", token_ids)
+        check_token_ids("token_ids", token_ids, self.backbone.vocabulary_size, padding_mask)
+        token_ids = ops.convert_to_tensor(token_ids)
         if target_ids is not None:
-            target_ids = ops.convert_to_tensor(target_ids)
+            target_ids = ops.convert_to_tensor(_as_ids("target_ids", target_ids))
             if tuple(target_ids.shape) != tuple(token_ids.shape):
                 raise ValueError(
                     "`target_ids` must have the shape of `token_ids`, "
@@ -471,37 +503,36 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
         return token_crossentropy(logits, target_ids)
 
 
-def _is_strings(x):
-    return isinstance(x, (list, tuple, np.ndarray)) and len(x) and isinstance(x[0], (str, bytes))
-
-
-def _is_tokens(x):
-    return isinstance(x, dict) and "token_ids" in x
-
-
-def _as_token_ids(token_ids, padding_mask, vocabulary_size):
-    """The `token_ids` of `score` as a tensor."""
-    if isinstance(token_ids, (str, bytes, list, tuple)):
+def _as_ids(name, ids):
+    """Ids `[B, T]`, at least one, as the array or tensor that they are, else as an array."""
+    given = ids
+    if isinstance(ids, (str, bytes, list, tuple)):
         try:
-            token_ids = np.asarray(token_ids)
+            ids = np.asarray(ids)
         except ValueError:
             raise ValueError(
-                "`token_ids` must be integers [batch, time]; got rows of several lengths. Pad "
+                f"`{name}` must be integers [batch, time]; got rows of several lengths. Pad "
                 "them, and say by `padding_mask` where."
             ) from None
-    is_tensor = hasattr(token_ids, "dtype") and hasattr(token_ids, "shape")
-    text = not is_tensor or (isinstance(token_ids, np.ndarray) and token_ids.dtype.kind in "USO")
-    dtype = "text" if text else keras.backend.standardize_dtype(token_ids.dtype)
-    if not text:
-        check_rank_known("score", "token_ids", token_ids)
-    if "int" not in dtype or len(token_ids.shape) != 2:
-        got = dtype if text else f"{dtype} of shape {tuple(token_ids.shape)}"
+    wanted = f"`{name}` must be integers [batch, time], at least one"
+    if isinstance(ids, dict):
         raise ValueError(
-            f"`token_ids` must be integers [batch, time]; got {got}. "
-            "`preprocessor.generate_preprocess` makes `token_ids` and `padding_mask` of text."
+            f"{wanted}; got {described(ids)}. Pass its parts: `model.score(x['token_ids'], "
+            "x['padding_mask'])`."
         )
-    check_token_ids("token_ids", token_ids, vocabulary_size, padding_mask)
-    return ops.convert_to_tensor(token_ids)
+    if not hasattr(ids, "dtype") or not hasattr(ids, "shape"):
+        raise ValueError(f"{wanted}; got {described(ids)}.")
+    if isinstance(ids, np.ndarray) and ids.dtype.kind in "USO" and ids.size:
+        text = "text" if is_text(ids) else described(given)
+        raise ValueError(
+            f"{wanted}; got {text}. `preprocessor.generate_preprocess` makes `token_ids` and "
+            "`padding_mask` of text."
+        )
+    check_rank_known("score", name, ids)
+    dtype, shape = keras.backend.standardize_dtype(ids.dtype), tuple(ids.shape)
+    if "int" not in dtype or len(shape) != 2 or 0 in shape:
+        raise ValueError(f"{wanted}; got {dtype} of shape {shape}.")
+    return ids
 
 
 def _check_vocabulary(backbone, preprocessor):
@@ -527,6 +558,8 @@ def _check_prompts(inputs, vocabulary_size):
             "Without a preprocessor, prompts are a dictionary of `token_ids` and `padding_mask`, "
             f"each [batch, time], one document a row; got {got}."
         )
+    for name in ("token_ids", "padding_mask"):
+        check_tensor(name, inputs[name])
     dtype = keras.backend.standardize_dtype(inputs["token_ids"].dtype)
     if "int" not in dtype:
         raise ValueError(f"`token_ids` must be integers; got {dtype}. Cast them first.")

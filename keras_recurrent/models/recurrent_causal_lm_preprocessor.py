@@ -5,8 +5,9 @@ import keras_hub
 import numpy as np
 
 from keras_recurrent import compat
-from keras_recurrent.layers.checks import check_positive_integer
+from keras_recurrent.layers.checks import check_boolean, check_positive_integer
 from keras_recurrent.models.packing import pack_documents
+from keras_recurrent.models.samples import check_prompts
 
 
 class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
@@ -81,6 +82,9 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
         **kwargs,
     ):
         check_positive_integer("sequence_length", sequence_length)
+        check_boolean("add_start_token", add_start_token)
+        check_boolean("add_end_token", add_end_token)
+        check_boolean("packed", packed)
         super().__init__(
             tokenizer,
             sequence_length=sequence_length,
@@ -112,8 +116,7 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
         # tokens to cut off at the end, and 0 for None.
         if sequence_length is not None:
             check_positive_integer("max_length", sequence_length)
-        if isinstance(x, (list, tuple)) and not x:
-            raise ValueError("`inputs` must hold at least one prompt; got none.")
+        check_prompts(x)
         inputs = super().generate_preprocess(x, sequence_length=sequence_length)
         if not compat.in_tf_function():
             limit = sequence_length or self.sequence_length

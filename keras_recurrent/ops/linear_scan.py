@@ -46,7 +46,8 @@ def linear_scan(
         mask: boolean `[B, T]`, False at padding, which may stand anywhere in a row: a padded token
             leaves the state as it was. None: every token is real.
         segment_ids: integers `[B, T]`, at least 0: a token never sees one of another segment
-            (documents packed in a row). None: one document.
+            (documents packed in a row). None: one document. What a negative number does stands in
+            `keras_recurrent.ops.token_kind`.
         previous_segment_id: int32 `[B]`, the segment of the last real token before this row, -1
             where there was none. None: -1 without an `initial_state`; with one, the first real
             token goes on from it.

@@ -28,6 +28,11 @@ def log_forget_gate(logits, lower_bound=None, *, implementation=None):
     it. Neither gates near 0 nor those near 1 lose their digits. Only the arguments are kept for the
     gradient.
 
+    Infinite logits are gates that are shut or open. A NaN among them, or in the gradient that
+    arrives, reaches its own place in log f and in the gradient of `logits`, and no other, but the
+    gradient of `lower_bound` sums over all rows: there it reaches its channel. A NaN in
+    `lower_bound` reaches its channel of every row.
+
     Args:
         logits: `[..., D]`, float16, bfloat16, float32 or float64.
         lower_bound: `[2, D]`, log β, which may be -inf, and log(1 - β), a row of what

@@ -1,5 +1,8 @@
 """What the public operations share: their checks, their nodes in graphs, the way to dispatch."""
 
+import math
+import numbers
+
 import keras
 from keras import ops
 
@@ -44,7 +47,8 @@ class Operation(keras.Operation):
     @classmethod
     def apply(cls, tensors, implementation, options=None, **context):
         """Compute at once, or add a node to the graph where an argument is symbolic."""
-        tensors, context, options = convert(tensors), convert(context), options or {}
+        tensors, context = convert(cls.function, tensors), convert(cls.function, context)
+        options = options or {}
         cls.check(tensors, context, options)
         if symbolic(tensors, context):
             return cls(implementation, **options).symbolic_call(**tensors, **context)
@@ -149,8 +153,8 @@ def which_implementation(operation, *tensors, implementation=None, **arguments):
     if unknown:
         raise ValueError(f"`{name}` takes no argument {', '.join(map(repr, unknown))}.")
     given = arguments | dict(zip(cls.shapes, tensors, strict=False))
-    named = convert({argument: given.get(argument) for argument in cls.shapes})
-    context = convert({argument: given.get(argument) for argument in cls.context})
+    named = convert(name, {argument: given.get(argument) for argument in cls.shapes})
+    context = convert(name, {argument: given.get(argument) for argument in cls.context})
     options = {option: given.get(option, cls.options[option]) for option in cls.options}
     cls.check(named, context, options)
     if symbolic(named, context):
@@ -172,19 +176,25 @@ def shape_of(dims, sizes):
     return tuple(_size(dim, sizes) for dim in dims.split())
 
 
-def convert(tensors):
-    """As tensors, but for Nones and symbols."""
+def convert(operation, tensors):
+    """As tensors, but for Nones and symbols; errors name the operation and the argument."""
     # Not `tree.map_structure`: Keras replaces a dict that becomes an attribute of a layer by one
     # of its own class.
-    return {name: _convert_one(t) for name, t in tensors.items()}
+    return {name: _convert_one(operation, name, t) for name, t in tensors.items()}
 
 
-def _convert_one(tensor):
+def _convert_one(operation, name, tensor):
     if isinstance(tensor, dict):
-        return convert(tensor)
+        return convert(operation, tensor)
     if tensor is None or isinstance(tensor, keras.KerasTensor):
         return tensor
-    return ops.convert_to_tensor(tensor)
+    try:
+        return ops.convert_to_tensor(tensor)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"`{operation}`: `{name}` must be a tensor, or numbers that `numpy.asarray` makes an "
+            f"array of; got {type(tensor).__name__}: {error}"
+        ) from error
 
 
 def symbolic(*groups):
@@ -257,6 +267,11 @@ def _size(dim, sizes):
     factor, offset = dim.split(letter)
     size = sizes.get(letter)
     return None if size is None else int(factor or 1) * size + int(offset or 0)
+
+
+def is_finite_number(value):
+    """Whether a value is a number; truth values, NaN and infinities are none."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def check_dtype(operation, name, dtype):

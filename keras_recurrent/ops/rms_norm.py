@@ -1,10 +1,8 @@
 """Root mean square normalization."""
 
-import numbers
-
 import keras
 
-from keras_recurrent.ops.operation import Operation
+from keras_recurrent.ops.operation import Operation, is_finite_number
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -17,9 +15,9 @@ class RMSNormOperation(Operation):
     @classmethod
     def check(cls, tensors, context, options):
         epsilon = options["epsilon"]
-        if not isinstance(epsilon, numbers.Real) or not float(epsilon) >= 0:
+        if not is_finite_number(epsilon) or epsilon < 0:
             raise ValueError(
-                f"`{cls.function}`: `epsilon` must be a number, at least 0; got {epsilon!r}."
+                f"`{cls.function}`: `epsilon` must be a finite number, at least 0; got {epsilon!r}."
             )
         return super().check(tensors, context, options)
 
@@ -33,10 +31,16 @@ def rms_norm(x, scale=None, *, epsilon, implementation=None):
 
     Zhang and Sennrich 2019 (arXiv:1910.07467). Only the arguments are kept for the gradient.
 
+    A NaN in a row of `x`, or in the gradient that arrives at it, makes the whole row NaN, in y and
+    in the gradient of `x`, and reaches no other row. An infinity in `x` does the same to the
+    gradient, but leaves y at 0 beside itself. The gradient of `scale` sums over all rows: a NaN in
+    `x` reaches all of it, an infinity or what arrives its own channel. A number of `scale` that is
+    not finite reaches its channel of y in every row, and all of the gradient of `x`.
+
     Args:
         x: `[..., D]`, float16, bfloat16, float32 or float64.
         scale: `[D]`, of any of these dtypes, often float32 beside tensors of 16 bits; None: ones.
-        epsilon: number, ε, at least 0.
+        epsilon: number, ε, at least 0 and finite.
         implementation: as in `keras_recurrent.ops.linear_scan`.
 
     Returns:
@@ -45,7 +49,7 @@ def rms_norm(x, scale=None, *, epsilon, implementation=None):
         is 0 and ε is 0, too, y and the gradient of x are 0.
 
     Raises:
-        ValueError: a shape or dtype does not fit, `epsilon` is no number from 0 on, or the
+        ValueError: a shape or dtype does not fit, `epsilon` is no finite number from 0 on, or the
             implementation is unknown.
         NotImplementedError: no implementation accepts the arguments; says why for each.
 

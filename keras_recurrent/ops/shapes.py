@@ -9,11 +9,15 @@ def fits(shape, wanted):
 
 
 def check_rank_known(owner, name, tensor):
-    """Raises for a tensor of TensorFlow of which even the number of dimensions is not known.
+    """Raises for what is no tensor, or one of TensorFlow of an unknown number of dimensions.
 
     Raises:
         ValueError: names the argument.
     """
+    if tensor is not None and not hasattr(tensor, "shape"):
+        raise ValueError(
+            f"`{owner}`: `{name}` must be a tensor or an array; got {type(tensor).__name__}."
+        )
     if getattr(getattr(tensor, "shape", None), "rank", 0) is None:
         raise ValueError(
             f"`{owner}`: `{name}` must have a known number of dimensions, though not known sizes; "

@@ -40,6 +40,9 @@ def token_crossentropy(logits, tokens, *, implementation=None):
     the numbers before, which would mean to wait for the GPU. Where a token does not count, put any
     other there and leave out its loss.
 
+    A NaN or inf among the logits of a token, or in the gradient that arrives at its loss, reaches
+    the loss and the gradient of all logits of this token, and of no other.
+
     Args:
         logits: `[..., V]`, float16, bfloat16, float32 or float64.
         tokens: `[...]`, integers from 0 to V - 1.

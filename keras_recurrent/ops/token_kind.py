@@ -37,6 +37,8 @@ def token_kind(like, mask=None, segment_ids=None, previous_segment_id=None, init
         like: a tensor `[B, T, ...]`: gives the shape.
         mask: boolean `[B, T]`, False at padding; None: every token is real.
         segment_ids: integers `[B, T]`, at least 0, one number a document; None: one document.
+            Values are not looked at. As -1 is the segment before all tokens, tokens of -1 at the
+            front of a row do not start a document, but go on. At padding any number may stand.
         previous_segment_id: int32 `[B]`, the segment of the last real token before the row, -1
             where nothing was seen. None: -1 if `initial_state` is None too, else the segment of
             the row's first real token, which so goes on from the state.
@@ -58,7 +60,8 @@ def token_kind(like, mask=None, segment_ids=None, previous_segment_id=None, init
     array([[2, 1, 0, 1, 0]], dtype=int8)
     """
     tokens = convert(
-        {"mask": mask, "segment_ids": segment_ids, "previous_segment_id": previous_segment_id}
+        "token_kind",
+        {"mask": mask, "segment_ids": segment_ids, "previous_segment_id": previous_segment_id},
     )
     _check(tokens, like)
     if symbolic({"like": like, "initial_state": initial_state}, tokens):

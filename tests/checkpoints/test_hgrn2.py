@@ -167,11 +167,13 @@ def test_the_published_configurations_are_the_presets():
 
 
 @pytest.mark.once
-def test_activations_of_the_paper_have_no_place_in_the_layout(tmp_path):
-    for name, value in [("gate_activation", "sigmoid"), ("input_activation", "silu")]:
-        backbone = tiny_backbone(family="hgrn2", num_layers=1, **{name: value})
-        with pytest.raises(ValueError, match=f"(?s)`{name}` is '{value}'.*save_to_preset"):
-            backbone.export_to_transformers(tmp_path / "export")
+def test_what_the_layout_cannot_hold(tmp_path):
+    unfit = {"gate_activation": "sigmoid", "input_activation": "silu", "layer_norm_epsilon": 0.0}
+    backbone = tiny_backbone(family="hgrn2", num_layers=1, **unfit)
+    with pytest.raises(ValueError, match="save_to_preset") as raised:
+        backbone.export_to_transformers(tmp_path / "export")
+    for name, value in unfit.items():
+        assert f"`{name}` is {value!r}, and must be " in str(raised.value)
     assert not list(tmp_path.iterdir())
 
 

@@ -299,6 +299,32 @@ def test_what_the_layout_cannot_hold_is_said_before_anything_is_written(tmp_path
 
 
 @pytest.mark.once
+def test_all_that_the_layout_cannot_hold_is_said_at_once(tmp_path):
+    """What the docstring of `export_to_transformers` lists."""
+    unfit = {
+        "lru_width": None,
+        "sliding_window": None,
+        "num_blocks": 8,
+        "block_types": ("global_attention",),
+        "embedding_scale": 16**0.5 + 1e-3,
+        "final_logit_soft_cap": None,
+        "scale_first_input": True,
+        "partial_rotary_factor": 0.0,
+        "layer_norm_epsilon": 0.0,
+    }
+    backbone = GriffinBackbone(**{**SIZES, **unfit})
+    with pytest.raises(ValueError, match="save_to_preset") as raised:
+        backbone.export_to_transformers(tmp_path / "export")
+    for name, value in unfit.items():
+        assert f"`{name}` is {value!r}, and must be " in str(raised.value)
+    assert "4.0, which is sqrt(hidden_dim) rounded to bfloat16" in str(raised.value)
+    hawk = {**SIZES, "num_query_heads": None, "block_types": ("recurrent",), "embedding_scale": 4.0}
+    with pytest.raises(ValueError, match=r"`num_query_heads` is None.*`final_logit_soft_cap`"):
+        GriffinBackbone(**hawk).export_to_transformers(tmp_path / "export")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.once
 def test_an_export_leaves_what_is_not_an_empty_directory(tmp_path, monkeypatch):
     model = golden.model()
     links = tmp_path / "to a directory", tmp_path / "to nothing"

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 
+from keras_recurrent import layers
 from tests.layers import loops
 from tests.layers.gradients import call_with, gradients
 from tests.layers.table import ATTENTION, ROWS, WIDTH, any_layer, assert_close, built, inputs, numpy
@@ -102,6 +103,27 @@ def test_passes_the_mask_on(name):
 def test_policies(name, policy):
     with precision(policy):
         check_policy(name, policy)
+
+
+MORE_LAYERS = {
+    "BidirectionalHGRN2": lambda **kwargs: layers.BidirectionalHGRN2(4, **kwargs),
+    "LowerBounds": lambda **kwargs: layers.LowerBounds(3, **kwargs),
+}
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("name", [*ROWS, *MORE_LAYERS])
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "float64"])
+def test_policies_reach_all_sublayers(name, policy):
+    """That of the layer and not the global one, which is float32."""
+    make = MORE_LAYERS.get(name) or ROWS[name].make
+    first = make(dtype=policy)
+    for layer in (first, type(first).from_config(first.get_config())):
+        layer.build((None, None, WIDTH))
+        for inner in layer._flatten_layers():
+            assert inner.dtype_policy.name == policy, inner.path
+        dtypes = {weight.dtype for weight in layer.weights}
+        assert dtypes <= {"float64" if policy == "float64" else "float32"}
 
 
 def check_policy(name, policy):

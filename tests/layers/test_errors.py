@@ -1,5 +1,8 @@
 """What cannot work is refused with the argument's name and the mend, before any work."""
 
+import functools
+import re
+
 import keras
 import numpy as np
 import pytest
@@ -83,12 +86,20 @@ def test_wrong_width(name):
         ),
         (lambda: layers.LocalAttention(4, partial_rotary_factor=1.5), 8, r"between 0 and 1"),
         (lambda: layers.LocalAttention(4, partial_rotary_factor="half"), 8, r"got 'half'"),
-        (lambda: layers.LocalAttention(4, rope_max_wavelength=0), 8, r"must be above 0; got 0"),
+        (
+            lambda: layers.LocalAttention(4, rope_max_wavelength=0),
+            8,
+            r"finite number above 0; got 0",
+        ),
         (lambda: layers.GatedMLP(0), 8, r"`intermediate_dim` must be .*at least 1; got 0"),
         (lambda: layers.GatedMLP(8), None, r"width, is known"),
         (lambda: layers.RMSNorm(), None, r"width, is known"),
-        (lambda: layers.RMSNorm(epsilon=-1.0), 8, r"`epsilon` must not be below 0"),
-        (lambda: layers.SimpleRMSNorm(epsilon=-1.0), 8, r"`epsilon` must not be below 0"),
+        (
+            lambda: layers.RMSNorm(epsilon=-1.0),
+            8,
+            r"`epsilon` must be a finite .*at least 0; got -1",
+        ),
+        (lambda: layers.SimpleRMSNorm(epsilon=-1), 8, r"`epsilon` must be a finite .*at least 0"),
         (lambda: layers.SGLU(0), 8, r"`intermediate_dim` must be .*at least 1; got 0"),
         (lambda: layers.LightningAttention(0), 8, r"`num_heads` must be .*at least 1; got 0"),
         (lambda: layers.LightningAttention(2, head_dim=0), 8, r"`head_dim` must be"),
@@ -107,6 +118,39 @@ def test_wrong_width(name):
 def test_bad_arguments(make, width, message):
     with pytest.raises(ValueError, match=message):
         make().build((None, None, width))
+
+
+NUMBERS = [
+    *((layers.RMSNorm, "epsilon"), (layers.SimpleRMSNorm, "epsilon")),
+    (functools.partial(layers.LocalAttention, 4), "rope_max_wavelength"),
+    (functools.partial(layers.LocalAttention, 4), "partial_rotary_factor"),
+    *((layers.DecayLogit, name) for name in ("minval", "maxval", "power")),
+]
+BOOLEANS = [
+    (layers.RMSNorm, "zero_centered"),
+    *((layer, "scale_first_input") for layer in (layers.RGLRU, layers.CGLRU)),
+    (functools.partial(layers.RecurrentBlock, 16), "scale_first_input"),
+    (layers.CausalConv1D, "use_bias"),
+    (functools.partial(layers.LightningAttention, 4), "use_lrpe"),
+    *((ROWS[name].make, "return_state") for name in STREAMING),
+]
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(("make", "name"), NUMBERS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), True, "1", None, 1j])
+def test_what_is_no_number(make, name, value):
+    with pytest.raises(ValueError, match=f"`{name}`.* got .*{re.escape(repr(value))}"):
+        make(**{name: value})
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(("make", "name"), BOOLEANS)
+@pytest.mark.parametrize("value", ["yes", 1, 0.0, None])
+def test_what_is_no_boolean(make, name, value):
+    with pytest.raises(ValueError, match=f"`{name}` must be True or False; got {value!r}"):
+        make(**{name: value})
+    assert make(**{name: np.bool_(True)})
 
 
 @pytest.mark.once

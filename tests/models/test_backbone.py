@@ -186,8 +186,27 @@ def test_sizes_are_integers_from_1_on(family):
         for value in (0, -1, "8", 1.5, None):
             with pytest.raises(ValueError, match=f"`{name}` must be an integer, at least 1"):
                 tiny_backbone(family=family, **{name: value})
-    with pytest.raises(ValueError, match="`final_logit_soft_cap` must be above 0"):
-        GriffinBackbone(**{**SIZES, "final_logit_soft_cap": 0.0})
+    for value in (0.0, -1.0, float("nan"), float("inf"), "30", True):
+        for name in ("final_logit_soft_cap", "embedding_scale"):
+            with pytest.raises(ValueError, match=f"`{name}` must be a finite number above 0"):
+                GriffinBackbone(**{**SIZES, name: value})
+
+
+@pytest.mark.once
+def test_truth_values_are_booleans():
+    for family, names in {
+        "griffin": ("scale_first_input",),
+        "hgrn2": ("use_lower_bounds", "tie_word_embeddings"),
+        "transnormer": ("tie_word_embeddings",),
+    }.items():
+        for name in names:
+            for value in ("yes", 1, None):
+                with pytest.raises(ValueError, match=f"`{name}` must be True or False; got"):
+                    tiny_backbone(family=family, **{name: value})
+    cls = FAMILIES["griffin"]
+    for name in ("packed", "add_start_token", "add_end_token"):
+        with pytest.raises(ValueError, match=f"`{name}` must be True or False; got 'no'"):
+            cls.preprocessor(cls.tokenizer(), **{name: "no"})
 
 
 @any_family
@@ -244,6 +263,15 @@ def test_mixed_precision_computes_in_bfloat16_and_remembers_in_float32(family):
     for path, array in keras.tree.flatten_with_path(cache):
         dtype = keras.backend.standardize_dtype(array.dtype)
         assert dtype == exceptions.get(path[-1], "float32"), path
+
+
+@pytest.mark.once
+@any_family
+def test_policies_reach_all_sublayers(family):
+    backbone = tiny_backbone(family=family, dtype="mixed_bfloat16")
+    for layer in backbone._flatten_layers():
+        if not isinstance(layer, keras.layers.InputLayer):
+            assert layer.dtype_policy.name == "mixed_bfloat16", layer.path
 
 
 @any_family

@@ -229,6 +229,34 @@ def test_token_ids_that_the_vocabulary_lacks_are_errors():
             model.fit({"token_ids": good}, token_ids, sample_weight=real, verbose=0)
 
 
+@pytest.mark.once
+def test_segments_below_0_are_errors():
+    model = tiny_causal_lm(num_layers=1)
+    good, real = np.full((2, 3), 7), np.array([[1, 1, 0], [1, 1, 1]])
+    for bad in (-1, -100):
+        segment_ids = np.array([[0, 0, bad], [0, 1, bad]])
+        x = {"token_ids": good, "padding_mask": real, "segment_ids": segment_ids}
+        match = rf"`segment_ids` must be .*at least 0; got {bad} at \[1, 2\].*`padding_mask`"
+        for use in (model.fit, model.evaluate):
+            with pytest.raises(ValueError, match=match):
+                use(x, good, verbose=0)
+        with pytest.raises(ValueError, match=match):
+            model.fit({**x, "segment_ids": good}, good, validation_data=(x, good), verbose=0)
+    x["padding_mask"] = np.array([[1, 1, 0], [1, 1, 0]])
+    assert np.isfinite(model.evaluate(x, good, verbose=0)).all()
+
+
+def test_any_segment_may_stand_at_padding():
+    model = tiny_causal_lm(num_layers=1)
+    x = {"token_ids": np.array([[7, 8, 9, 9, 7]]), "padding_mask": np.array([[1, 0, 1, 1, 1]])}
+    found = {}
+    for segment in (0, 1, -1, -100):
+        x["segment_ids"] = np.array([[0, segment, 0, 1, 1]])
+        found[segment] = keras.ops.convert_to_numpy(model(x))[:, [0, 2, 3, 4]]
+    for segment in (1, -1, -100):
+        np.testing.assert_array_equal(found[segment], found[0])
+
+
 def test_any_id_may_stand_at_padding():
     model = tiny_causal_lm(num_layers=1)
     real = np.array([[1, 0, 1]])
@@ -239,18 +267,80 @@ def test_any_id_may_stand_at_padding():
 
 
 @pytest.mark.once
-def test_scores_of_text_are_an_error():
+def test_scores_of_what_is_no_tokens_are_an_error():
     model = language_model()
     for text in ("tick", ["tick"], np.array(["tick"]), [["tick"]]):
-        with pytest.raises(ValueError, match=r"`token_ids` must be .*got text.*`preprocessor"):
+        with pytest.raises(ValueError, match=r"`token_ids` must be .*got .*`preprocessor"):
             model.score(text)
     for ids, got in [
         ([[1, 2], [3]], "rows of several lengths"),
         (np.ones((1, 2)), "float64"),
         ([1, 2], r"\(2,\)"),
+        ([], r"float64 of shape \(0,\)"),
+        (np.ones((0, 2), "int32"), r"int32 of shape \(0, 2\)"),
+        (np.ones((2, 0), "int32"), r"int32 of shape \(2, 0\)"),
+        (None, "NoneType"),
+        ({"token_ids": 0, "padding_mask": 1}, r"a dictionary of .*Pass .*x\['token_ids'\]"),
     ]:
         with pytest.raises(ValueError, match=f"`token_ids` must be integers .*got .*{got}"):
             model.score(ids)
+    for ids, got in [([["a", "b"]], "text"), ([[0.5, 1.0]], "float64"), ({}, "a dictionary")]:
+        with pytest.raises(ValueError, match=f"`target_ids` must be integers .*got .*{got}"):
+            model.score([[1, 2]], scoring_mode="loss", target_ids=ids)
+
+
+@pytest.mark.once
+def test_prompts_are_strings_where_there_is_a_preprocessor():
+    model = language_model()
+    x = {"token_ids": np.full((1, 3), 7), "padding_mask": np.ones((1, 3), "int32")}
+    for prompts, got in [
+        (b"tick", "bytes"),
+        (x, r"a dictionary of \['padding_mask', 'token_ids'\]"),
+        (np.full((1, 3), 7), "int64"),
+        ([1, 2], "a list with int"),
+        (["tick", 1], "a list with int and str"),
+        (None, "NoneType"),
+    ]:
+        match = rf"`inputs` must be a string .*got {got}.*`preprocessor=None`"
+        with pytest.raises(ValueError, match=match):
+            model.generate(prompts)
+    for prompts in ([], np.array([], "str")):
+        with pytest.raises(ValueError, match="`inputs` must hold at least one prompt"):
+            model.generate(prompts)
+    with pytest.raises(ValueError, match="`token_ids` must be a tensor or an array; got a list"):
+        tiny_causal_lm(num_layers=1).generate(
+            {"token_ids": [[7, 7]], "padding_mask": [[1, 0]]}, stop_token_ids=None
+        )
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("has_preprocessor", [True, False])
+def test_samples_are_strings_or_tokens_with_labels(has_preprocessor):
+    model = language_model() if has_preprocessor else tiny_causal_lm(num_layers=1)
+    tokens = np.full((2, 3), 7)
+    for x, got in [
+        (tokens, r"int64 of shape \(2, 3\)"),
+        (keras.ops.convert_to_tensor(tokens), "int64 of shape"),
+        (tokens.tolist(), "a list with list"),
+        ("tick", "one string"),
+        ({"tokens": tokens}, r"a dictionary of \['tokens'\]"),
+    ]:
+        for use in (model.fit, model.evaluate):
+            with pytest.raises(ValueError, match=rf"`x` must be several strings, .*got .*{got}"):
+                use(x, tokens, verbose=0)
+    good = {"token_ids": tokens, "padding_mask": np.ones((2, 3), "int32")}
+    with pytest.raises(ValueError, match=r"`validation_data` must be several strings.*got int64"):
+        model.fit(good, tokens, validation_data=tokens, verbose=0)
+    with pytest.raises(ValueError, match="`x` holds tokens, whose labels are needed"):
+        model.fit(good, verbose=0)
+    with pytest.raises(ValueError, match="`validation_data` holds tokens, whose labels are needed"):
+        model.fit(good, tokens, validation_data=(good,), verbose=0)
+    for x in ([], np.array([], "str")):
+        for use in (model.fit, model.evaluate):
+            with pytest.raises(ValueError, match="`x` holds nothing"):
+                use(x, verbose=0)
+    with pytest.raises(ValueError, match="`x` must be several strings"):
+        model.train_on_batch(tokens)
 
 
 @pytest.mark.once

@@ -153,6 +153,15 @@ def test_a_clone_is_compiled_as_the_original():
 
 
 @pytest.mark.once
+def test_lora_trains_its_own_weights_alone():
+    model = classifier()
+    model.backbone.enable_lora(2)
+    trainable = {weight.path.rsplit("/", 2)[1] for weight in model.backbone.trainable_weights}
+    assert trainable == {"q_proj", "f_proj", "i_proj", "o_proj"}
+    assert all("lora" in weight.path for weight in model.backbone.trainable_weights)
+
+
+@pytest.mark.once
 def test_bad_sizes():
     for name, value, match in [
         ("image_shape", (9, 8, 1), "`image_shape` must be filled by patches"),

@@ -99,6 +99,19 @@ def test_missing_weights_are_an_error(saved, tmp_path):
     assert fresh.backbone.count_params() == model.backbone.count_params()
 
 
+@pytest.mark.once
+def test_a_directory_of_a_backbone_alone(tmp_path):
+    model = language_model()
+    model.backbone.save_to_preset(str(tmp_path))
+    for arguments in ({}, {"sequence_length": 4}):
+        with pytest.raises(FileNotFoundError, match=r"backbone alone. .*`preprocessor=None` makes"):
+            type(model).from_preset(str(tmp_path), **arguments)
+    again = type(model).from_preset(str(tmp_path), preprocessor=None)
+    assert again.preprocessor is None
+    again = type(model).from_preset(str(tmp_path), preprocessor=model.preprocessor)
+    np.testing.assert_array_equal(logits(again), logits(model))
+
+
 def test_keras_files_and_training_goes_on(tmp_path):
     model = language_model()
     model.compile(keras.optimizers.AdamW(0.01), sampler=keras_hub.samplers.TopKSampler(k=3, seed=1))
@@ -194,6 +207,67 @@ def test_lora_beside_the_embedding(family, tmp_path):
     assert all("lora" in name for name in trainable)
     with pytest.raises(ValueError, match="no place for the low-rank weights of 'token_embedding'"):
         model.backbone.save_lora_weights(str(tmp_path / "hawk.lora.h5"))
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("family", FAMILIES)
+def test_low_rank_weights_that_were_there_before_train_on(family, tmp_path):
+    model = language_model(family)
+    model.backbone.token_embedding.enable_lora(3)
+    model.backbone.transformer_layers[0].mlp.gate_proj.enable_lora(3)
+    model.backbone.enable_lora(2, ["o_proj"])
+    trainable = [weight.path for weight in model.trainable_weights]
+    assert all("lora" in path for path in trainable)
+    for layer in ("token_embedding", "gate_proj", "o_proj"):
+        assert sum(f"{layer}/lora" in path for path in trainable) >= 2, layer
+    with pytest.raises(ValueError, match="no place for the low-rank weights"):
+        model.backbone.save_lora_weights(str(tmp_path / "hawk.lora.h5"))
+    model = language_model(family)
+    model.backbone.transformer_layers[0].mlp.gate_proj.enable_lora(3)
+    model.backbone.enable_lora(2)
+    with pytest.raises(ValueError, match="no place for the low-rank weights of 'gate_proj'"):
+        model.backbone.save_lora_weights(str(tmp_path / "hawk.lora.h5"))
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lora_says_what_it_needs_before_it_freezes_anything(family):
+    backbone = language_model(family).backbone
+    wanted = len(backbone.trainable_weights)
+    for arguments, match in [
+        ((0,), "`rank` must be an integer, at least 1; got 0"),
+        ((True,), "`rank` must be an integer, at least 1; got True"),
+        ((2, "o_proj"), "`target_layer_names` must be a list of strings; got 'o_proj'"),
+        ((2, []), r"`target_layer_names` must be a list of strings; got \[\]"),
+        ((2, ["o_proj", "oproj"]), "`target_layer_names` must be .*'o_proj'.*; got 'oproj'"),
+        ((2, ["final_norm"]), "`target_layer_names` must be .*; got 'final_norm'"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            backbone.enable_lora(*arguments)
+        assert len(backbone.trainable_weights) == wanted
+    backbone.enable_lora(2, ["o_proj"])
+    wanted = len(backbone.trainable_weights)
+    for names in (None, ["o_proj"]):
+        with pytest.raises(ValueError, match=r"`target_layer_names`: .*o_proj' has LoRA already"):
+            backbone.enable_lora(2, names)
+        assert len(backbone.trainable_weights) == wanted
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("family", FAMILIES)
+def test_copies_and_clones_have_no_low_rank_weights(family):
+    model = language_model(family)
+    count = len(model.weights)
+    tied = model.backbone.token_embedding.tie_weights
+    copy = type(model).from_config(model.get_config())
+    copy.set_weights(model.get_weights())
+    np.testing.assert_array_equal(logits(copy), logits(model))
+    model.backbone.token_embedding.enable_lora(2)
+    assert len(type(model).from_config(model.get_config()).weights) == count
+    clone = keras.models.clone_model(model)
+    # An embedding in the backbone and one for the logits; each has two tables where untied.
+    assert len(clone.weights) == count + (1 if tied else 2)
+    assert not any("lora" in weight.path for weight in clone.weights)
 
 
 # Keras warns of every layer without such weights, input layers included.

@@ -27,6 +27,7 @@ class Case(NamedTuple):
 
 CASES = {
     "one token": Case(2, 1, 5, activation=None),
+    "one document a row": Case(2, 45, 5),
     "one token, state": Case(3, 1, 5, kinds=True, state=True),
     "prime sizes": Case(2, 97, 5, kinds=True, state=True, decays="extreme"),
     "even sizes": Case(1, 128, 128, state=True, activation=None),

@@ -284,3 +284,14 @@ def test_an_unknown_activation():
     for x in (np.ones((2, 5, 3), "float32"), keras.Input((None, 3))):
         with pytest.raises(ValueError, match="`activation` must be None or 'silu'; got 'relu'"):
             ops.causal_conv1d(x, kernel, activation="relu")
+
+
+@pytest.mark.parametrize("value", ["abc", object(), [[[1.0], [1.0, 2.0]]], {"a": np.ones(1)}])
+def test_an_argument_that_is_no_tensor_is_named(value):
+    x = np.ones((1, 2, 3), "float32")
+    with pytest.raises(ValueError, match="`linear_scan`: `x` must be"):
+        ops.linear_scan(value, x)
+    with pytest.raises(ValueError, match="`linear_scan`: `mask` must be"):
+        ops.linear_scan(x, -x, mask=value)
+    with pytest.raises(ValueError, match="`rms_norm`: `x` must be"):
+        ops.rms_norm(value, epsilon=1e-6)

@@ -50,6 +50,28 @@ def test_as_a_walk_along_the_row(masked, packed, before):
         np.testing.assert_array_equal(result, expected)
 
 
+def test_a_negative_segment_says_that_nothing_was_seen():
+    """As the docstrings of `token_kind` and of `StreamingLayer` have it."""
+    for segments, wanted in [
+        ([[-1, -1, 0, -1]], [[0, 0, 1, 1]]),
+        ([[-2, -2, 0, -2]], [[1, 0, 1, 1]]),
+    ]:
+        kinds = token_kind(np.zeros((1, 4)), segment_ids=np.array(segments))
+        np.testing.assert_array_equal(keras.ops.convert_to_numpy(kinds), wanted)
+    for previous, wanted in ((-2, 1), (-1, 1), (0, 0), (3, 0)):
+        kinds = token_kind(np.zeros((1, 1)), previous_segment_id=np.array([previous], "int32"))
+        assert int(kinds[0, 0]) == wanted
+
+
+@pytest.mark.parametrize("text", ["abc", {"a": 1}])
+def test_what_is_no_tensor(text):
+    x = np.zeros((1, 3, 1))
+    with pytest.raises(ValueError, match="`token_kind`: `like` must be a tensor"):
+        token_kind(text)
+    with pytest.raises(ValueError, match="`token_kind`: `mask` must be"):
+        token_kind(x, mask=text)
+
+
 def test_in_a_symbolic_graph(tmp_path):
     mask, segments = (keras.Input((None,), dtype=dtype) for dtype in ("bool", "int32"))
     kinds = token_kind(segments, mask, segments)

@@ -39,15 +39,79 @@ def test_the_check_sees_a_wrong_result(operation, implementation):
             compare(operation, implementation, drawn, broken)
 
 
+# {operation: {where one number is not finite: {result: how far that reaches}}}, for NaN and, where
+# it differs, for inf; of gradients, as the docstrings have it, those of weights sum over tokens.
+REACH = {
+    "rms_norm": {
+        "x": {"output": "token", "gradient of x": "token", "gradient of scale": "all"},
+        "x, inf": {"output": "place", "gradient of x": "token", "gradient of scale": "channel"},
+        "scale": {"output": "channel", "gradient of x": "all"},
+        "d_output": {"gradient of x": "token", "gradient of scale": "channel"},
+    },
+    "gated_linear_unit": {
+        "gate": {"output": "place", "gradient of gate": "place", "gradient of x": "place"},
+        "x": {"output": "place", "gradient of gate": "place"},
+        "d_output": {"gradient of gate": "place", "gradient of x": "place"},
+    },
+    "log_forget_gate": {
+        "logits": {
+            "output": "place",
+            "gradient of logits": "place",
+            "gradient of lower_bound": "channel",
+        },
+        "logits, inf": {},
+        "lower_bound": {
+            "output": "channel",
+            "gradient of logits": "channel",
+            "gradient of lower_bound": "channel",
+        },
+        "d_output": {"gradient of logits": "place", "gradient of lower_bound": "channel"},
+    },
+    "token_crossentropy": {
+        "logits": {"output": "token", "gradient of logits": "token"},
+        "d_output": {"gradient of logits": "token"},
+    },
+}
+TOKEN, CHANNEL = 1, 7
+
+
+def reached(shape, reach):
+    """Where a result of this shape may not be finite."""
+    found = np.zeros(shape, "bool")
+    by_channel, by_token = shape[-1] == 50, shape[0] == 4
+    token = TOKEN if by_token and reach in ("place", "token") else slice(None)
+    channel = CHANNEL if by_channel and reach in ("place", "channel") else slice(None)
+    found[(token, channel) if len(shape) == 2 else token if by_token else channel] = (
+        reach is not None
+    )
+    return found
+
+
 @every_kernel
-def test_what_is_not_a_number_stays_so(operation, implementation):
-    drawn = draw(operation, Case((4, 50)))
-    first = next(iter(drawn.tensors))
-    drawn.tensors[first][1, 7] = np.nan
-    results = run(operation, implementation, drawn)
-    for name in ("output", f"gradient of {first}"):
-        assert np.isnan(results[name][(1, 7)[: results[name].ndim]]), name
-        assert np.isfinite(np.delete(results[name], 1, axis=0)).all(), name
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+def test_how_far_what_is_not_finite_reaches(operation, implementation, number):
+    """Exactly so far where it is NaN, and no farther where it is infinite."""
+    reaches = REACH[operation]
+    for where in [name for name in reaches if "inf" not in name]:
+        if np.isinf(number) and where == "lower_bound":
+            continue  # log β is at most 0, and may be -inf
+        reach = reaches[where]
+        if np.isinf(number):
+            reach = reaches.get(f"{where}, inf", reach)
+        drawn = draw(operation, Case((4, 50)))
+        array = drawn.d_output if where == "d_output" else drawn.tensors[where]
+        if array.shape[0] == 4:
+            array[(TOKEN, CHANNEL)[: array.ndim]] = number
+        else:
+            array[..., CHANNEL] = number
+        with np.errstate(all="ignore"):  # where NumPy stands in for a GPU
+            results = run(operation, implementation, drawn)
+        for name, result in results.items():
+            lost, may = ~np.isfinite(result), reached(result.shape, reach.get(name))
+            message = f"{name}, {number} in {where}"
+            assert not (lost & ~may).any(), message
+            if np.isnan(number):
+                assert (lost == may).all(), message
 
 
 @pytest.mark.parametrize("implementation", [i for o, i in KERNELS if o == "rms_norm"])
@@ -123,6 +187,22 @@ def test_gates_that_are_nearly_open(implementation, activation, dtype):
     drawn.tensors["x"][:] = drawn.d_output[:] = 1
     with native.precision(dtype):
         check("gated_linear_unit", implementation, drawn)
+
+
+@pytest.mark.parametrize("implementation", [i for o, i in KERNELS if o == "gated_linear_unit"])
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_gates_that_are_nearly_shut(implementation, activation, dtype):
+    """What little passes keeps its digits, relative to itself."""
+    drawn = draw("gated_linear_unit", Case((4, 40), dtype, activation=activation))
+    shut = -36 if activation == "silu" else -6
+    drawn.tensors["gate"][:] = round_to(dtype, np.linspace(shut, -1, 160).reshape(4, 40))
+    with native.precision(dtype):
+        results = run("gated_linear_unit", implementation, drawn)
+    tolerance = 100 * np.finfo(dtype).eps  # u is up to 36 and σ(u) nearly its exponential
+    for name in ("output", "gradient of x"):
+        truth = reference("gated_linear_unit", drawn, "float64")[name]
+        np.testing.assert_allclose(results[name], truth, rtol=tolerance, err_msg=name)
 
 
 @pytest.mark.parametrize("implementation", [i for o, i in KERNELS if o == "gated_linear_unit"])
@@ -297,7 +377,10 @@ BAD = {
     "dtype": (lambda: ops.rms_norm(X.astype("int32"), epsilon=0), "`x` must be one of float16"),
     "none": (lambda: ops.rms_norm(None, epsilon=0), "needs the argument `x`"),
     "epsilon": (lambda: ops.rms_norm(X, epsilon=-1.0), "`epsilon` must be .* at least 0; got -1.0"),
-    "epsilon kind": (lambda: ops.rms_norm(X, epsilon="0"), "`epsilon` must be a number"),
+    "nan": (lambda: ops.rms_norm(X, epsilon=np.nan), "`epsilon` must be a finite .*; got nan"),
+    "inf": (lambda: ops.rms_norm(X, epsilon=np.inf), "`epsilon` must be a finite .*; got inf"),
+    "truth": (lambda: ops.rms_norm(X, epsilon=True), "`epsilon` must be a finite .*; got True"),
+    "epsilon kind": (lambda: ops.rms_norm(X, epsilon="0"), "`epsilon` must be a finite number"),
     "activation": (
         lambda: ops.gated_linear_unit(X, X, activation="relu"),
         "`activation` must be 'silu' or 'gelu'; got 'relu'",

@@ -125,10 +125,40 @@ def test_one_program_serves_a_cpu_and_a_tpu():
     assert "tpu_custom_call" not in texts["cpu"]
 
 
-def test_a_named_kernel_is_not_replaced():
-    x = np.ones((2, 40, 6), "float32")
-    with pytest.raises(ValueError, match="interpret mode"):
-        jax.jit(lambda x: ops.linear_scan(x, -x, implementation="pallas"))(x)
+NAMED = {
+    "linear_scan": lambda x: ops.linear_scan(x, -x, implementation="pallas")[0],
+    "lightning_attention": lambda x: ops.lightning_attention(
+        *[x[:, :, None]] * 3, -np.ones(1, "float32"), implementation="pallas"
+    )[0],
+    "sliding_window_attention": lambda x: ops.sliding_window_attention(
+        *[x[:, :, None]] * 3, sliding_window=4, implementation="pallas"
+    )[0],
+}
+
+
+@pytest.mark.parametrize("call", NAMED.values(), ids=NAMED)
+def test_a_named_kernel_is_not_replaced(call):
+    x = np.ones((2, 16, 6), "float32")
+    match = r"lowered for TPU, got one for cpu: .*`with jax.*force_tpu_interpret_mode\(\):`"
+    for run, given in (
+        (call, x),
+        (jax.jit(call), x),
+        (jax.jit(jax.vmap(call)), x[None]),
+        (jax.grad(lambda x: call(x).sum()), x),
+    ):
+        with pytest.raises(NotImplementedError, match=match):
+            run(given)
+
+
+def test_a_named_kernel_is_interpreted_where_one_asks_for_it():
+    x = np.random.default_rng(0).normal(size=(2, 16, 6)).astype("float32")
+
+    def call(x, implementation):
+        return ops.linear_scan(x, -x * x, implementation=implementation)[0]
+
+    with jax.experimental.pallas.tpu.force_tpu_interpret_mode():
+        found = jax.jit(lambda x: call(x, "pallas"))(x)
+    np.testing.assert_allclose(found, call(x, "jax"), rtol=1e-5, atol=1e-5)
 
 
 def test_transformed():

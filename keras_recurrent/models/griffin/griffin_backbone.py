@@ -3,6 +3,7 @@
 import keras
 
 from keras_recurrent.layers import LocalAttention, RecurrentBlock, RMSNorm
+from keras_recurrent.layers.checks import check_boolean, check_number
 from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.models.griffin.griffin_residual_block import GriffinResidualBlock
 from keras_recurrent.models.recurrent_backbone import (
@@ -70,7 +71,7 @@ class GriffinBackbone(RecurrentBackbone):
         inputs: a dictionary of `token_ids` `[B, T]`, `padding_mask` `[B, T]` (True or 1 at real
             tokens; padding may stand anywhere in a row and changes nothing), and optionally
             `segment_ids` `[B, T]`, at least 0, one number for each of several documents in a row,
-            which then know nothing of each other.
+            which then know nothing of each other, as in `keras_recurrent.layers.StreamingLayer`.
 
     Returns:
         `[B, T, hidden_dim]`, in the compute dtype.
@@ -79,7 +80,7 @@ class GriffinBackbone(RecurrentBackbone):
         ValueError: a size below 1, an unknown block type, an empty pattern, a pattern with blocks
             whose arguments are missing, a `num_blocks` that does not divide `lru_width`, a
             `num_key_value_heads` that does not divide `num_query_heads`, or a
-            `final_logit_soft_cap` not above 0.
+            float or boolean that is none.
 
     Example: a small Griffin.
 
@@ -131,11 +132,11 @@ class GriffinBackbone(RecurrentBackbone):
             hidden_dim=hidden_dim,
             intermediate_dim=intermediate_dim,
         )
-        if final_logit_soft_cap is not None and not final_logit_soft_cap > 0:
-            raise ValueError(
-                "`final_logit_soft_cap` must be above 0, or None for logits as they are; got "
-                f"{final_logit_soft_cap}."
-            )
+        if final_logit_soft_cap is not None:
+            check_number("final_logit_soft_cap", final_logit_soft_cap, above=0)
+        if embedding_scale is not None:
+            check_number("embedding_scale", embedding_scale, above=0)
+        check_boolean("scale_first_input", scale_first_input)
 
         def recurrent():
             return RecurrentBlock(

@@ -3,6 +3,7 @@
 import keras
 
 from keras_recurrent.layers import HGRN2, LowerBounds, RMSNorm
+from keras_recurrent.layers.checks import check_boolean
 from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.models.hgrn2.hgrn2_residual_block import HGRN2ResidualBlock
 from keras_recurrent.models.recurrent_backbone import (
@@ -46,7 +47,7 @@ class HGRN2Backbone(RecurrentBackbone):
         inputs: a dictionary of `token_ids` `[B, T]`, `padding_mask` `[B, T]` (True or 1 at real
             tokens; padding may stand anywhere in a row and changes nothing), and optionally
             `segment_ids` `[B, T]`, at least 0, one number for each of several documents in a row,
-            which then know nothing of each other.
+            which then know nothing of each other, as in `keras_recurrent.layers.StreamingLayer`.
 
     Returns:
         `[B, T, hidden_dim]`, in the compute dtype.
@@ -94,6 +95,8 @@ class HGRN2Backbone(RecurrentBackbone):
             hidden_dim=hidden_dim,
             intermediate_dim=intermediate_dim,
         )
+        check_boolean("use_lower_bounds", use_lower_bounds)
+        check_boolean("tie_word_embeddings", tie_word_embeddings)
         # Only blocks are recomputed under a `keras.RematScope`.
         with no_further_remat():
             token_embedding = reversible_embedding(

@@ -4,11 +4,12 @@ import keras
 import keras_hub
 
 from keras_recurrent.layers import BidirectionalHGRN2, LowerBounds, RMSNorm, SwiGLU
+from keras_recurrent.models.lora import LoraBackbone
 from keras_recurrent.models.recurrent_backbone import check_sizes
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-class HGRN2VisionBackbone(keras_hub.models.Backbone):
+class HGRN2VisionBackbone(LoraBackbone, keras_hub.models.Backbone):
     """The network of HGRN2 for images: patches are tokens, mixed in both directions.
 
     ```
@@ -151,6 +152,10 @@ class HGRN2VisionBackbone(keras_hub.models.Backbone):
 
         loader, load_weights, kwargs = loading.resolve_backbone(cls, preset, load_weights, kwargs)
         return super().from_preset(loader, load_weights, **kwargs)
+
+    def default_lora_layer_names(self):
+        """The linear maps that mix patches, for `enable_lora`."""
+        return ["q_proj", "f_proj", "i_proj", "o_proj"]
 
     def get_config(self):
         return {

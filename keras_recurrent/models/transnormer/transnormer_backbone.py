@@ -3,6 +3,7 @@
 import keras
 
 from keras_recurrent.layers import LightningAttention, SimpleRMSNorm
+from keras_recurrent.layers.checks import check_boolean
 from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.models.recurrent_backbone import (
     RecurrentBackbone,
@@ -48,7 +49,7 @@ class TransNormerBackbone(RecurrentBackbone):
         inputs: a dictionary of `token_ids` `[B, T]`, `padding_mask` `[B, T]` (True or 1 at real
             tokens; padding may stand anywhere in a row and changes nothing), and optionally
             `segment_ids` `[B, T]`, at least 0, one number for each of several documents in a row,
-            which then know nothing of each other.
+            which then know nothing of each other, as in `keras_recurrent.layers.StreamingLayer`.
 
     Returns:
         `[B, T, hidden_dim]`, in the compute dtype.
@@ -94,6 +95,7 @@ class TransNormerBackbone(RecurrentBackbone):
             hidden_dim=hidden_dim,
             intermediate_dim=intermediate_dim,
         )
+        check_boolean("tie_word_embeddings", tie_word_embeddings)
         # Only blocks are recomputed under a `keras.RematScope`.
         with no_further_remat():
             token_embedding = reversible_embedding(

@@ -1,0 +1,93 @@
+"""What language models are given: text, or tokens, or a dataset of them."""
+
+import numpy as np
+
+
+def is_tokens(x):
+    """Whether these are the inputs of a model, as its preprocessor makes them."""
+    return isinstance(x, dict) and "token_ids" in x
+
+
+def is_strings(x):
+    """Whether these are strings in memory, in a list, a tuple or an array."""
+    return isinstance(x, (list, tuple, np.ndarray)) and is_text(x)
+
+
+def is_text(x):
+    """Whether these are several strings, in memory or in a tensor of TensorFlow."""
+    if isinstance(x, (str, bytes)):
+        return False
+    dtype = getattr(x, "dtype", None)
+    if isinstance(dtype, np.dtype):
+        if dtype.kind != "O":
+            return dtype.kind in "US"
+        x = np.ravel(x).tolist()
+    elif dtype is not None:
+        return getattr(dtype, "name", None) == "string"
+    return isinstance(x, (list, tuple)) and all(isinstance(text, (str, bytes)) for text in x)
+
+
+def check_samples(name, x, preprocessor_cls, has_preprocessor):
+    """Raises for what is neither several strings nor tokens, nor anything that may yield them.
+
+    Args:
+        name: string, the argument.
+        x: what `fit` or `evaluate` got.
+        preprocessor_cls: the class of the model's preprocessor.
+        has_preprocessor: boolean, whether the model has one.
+
+    Raises:
+        ValueError: numbers, one string, another dictionary, nothing, or text without a
+            preprocessor.
+    """
+    if is_tokens(x):
+        return
+    if _is_empty(x):
+        raise ValueError(f"`{name}` holds nothing to train on; got no strings at all.")
+    if is_text(x):
+        if not has_preprocessor:
+            raise ValueError(
+                f"`{name}` is text, and the model has no preprocessor to make tokens of it. Pass a "
+                f"`preprocessor=` where you make the model, such as a "
+                f"`{preprocessor_cls.__name__}`, or train on tokens."
+            )
+        return
+    in_memory = isinstance(x, (str, bytes, dict, list, tuple, int, float))
+    if in_memory or (hasattr(x, "dtype") and hasattr(x, "shape")):
+        raise ValueError(
+            f"`{name}` must be several strings, or tokens in a dictionary of `token_ids` and "
+            f"`padding_mask` with the tokens that follow as labels; got {described(x)}."
+        )
+
+
+def check_prompts(inputs):
+    """Raises for prompts that are neither one string nor several.
+
+    Raises:
+        ValueError: names `inputs`, an argument of `generate`.
+    """
+    if _is_empty(inputs):
+        raise ValueError("`inputs` must hold at least one prompt; got none.")
+    if not isinstance(inputs, str) and not is_text(inputs):
+        raise ValueError(
+            "`inputs` must be a string or several of them where the model has a preprocessor; got "
+            f"{described(inputs)}. Tokens go into a model with `preprocessor=None`, bytes through "
+            "`bytes.decode`."
+        )
+
+
+def described(x):
+    """What a value is, in few words."""
+    if isinstance(x, dict):
+        return f"a dictionary of {sorted(map(str, x))}"
+    if isinstance(x, str):
+        return "one string"
+    if hasattr(x, "dtype") and hasattr(x, "shape"):
+        return f"{x.dtype} of shape {x.shape}"
+    if isinstance(x, (list, tuple)) and x:
+        return f"a {type(x).__name__} with {' and '.join(sorted({type(i).__name__ for i in x}))}"
+    return type(x).__name__
+
+
+def _is_empty(x):
+    return not x.size if isinstance(x, np.ndarray) else isinstance(x, (list, tuple)) and not x
