@@ -209,11 +209,12 @@ def check_sizes(**sizes):
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-class TokenEmbedding(keras.layers.ReversibleEmbedding):
+class ReversibleEmbedding(keras.layers.ReversibleEmbedding):
     """Keras's, whose configuration leaves out low-rank weights, as a backbone's does.
 
     A clone of a language model has the embedding inside the backbone and for the logits. Only the
-    latter would get low-rank weights, and Keras cannot build untied ones with them.
+    latter would get low-rank weights, and Keras cannot build untied ones with them. The class has
+    the name of Keras's, by which files of weights find it.
     """
 
     def get_config(self):
@@ -229,7 +230,7 @@ def reversible_embedding(
     vocabulary_size, hidden_dim, tie_weights=True, logit_soft_cap=None, dtype=None
 ):
     """The `token_embedding` of a backbone, which also makes the logits."""
-    return TokenEmbedding(
+    return ReversibleEmbedding(
         vocabulary_size,
         hidden_dim,
         tie_weights=tie_weights,
