@@ -86,7 +86,8 @@ def _of_tensorflow(model, compiled):
     sampler = model.sampler
 
     @functools.partial(tf.function, jit_compile=compiled)
-    def program(token_ids, lengths, limit, stop_token_ids):
+    def program(token_ids, lengths, limit, stop_token_ids, variables):
+        del variables  # a program is traced anew where they are others, such as after `enable_lora`
         network = functools.partial(_network, model)
         cache = model.backbone.get_initial_state(*token_ids.shape)
         token_ids, lengths, _ = write(
@@ -95,4 +96,8 @@ def _of_tensorflow(model, compiled):
         )
         return token_ids, lengths
 
-    return program
+    def run(*arguments):
+        variables = tuple((v.path, tuple(v.shape), v.dtype) for v in model.variables)
+        return program(*arguments, variables)
+
+    return run
