@@ -83,7 +83,9 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
                 f"`{type(backbone).__name__}`."
             )
         kind = keras_hub.models.CausalLMPreprocessor
-        if preprocessor is not None and not isinstance(preprocessor, kind):
+        family = getattr(preprocessor, "backbone_cls", None) or type(backbone)
+        other = not issubclass(family, cls.backbone_cls) and not isinstance(backbone, family)
+        if preprocessor is not None and (other or not isinstance(preprocessor, kind)):
             raise ValueError(
                 f"`preprocessor` must be a `{cls.preprocessor_cls.__name__}`, or None where inputs "
                 f"are tokens; got a `{type(preprocessor).__name__}`."
@@ -369,7 +371,7 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
 
             def checked_generate(inputs, stop_token_ids=None):
                 _check_prompts(inputs, self.backbone.vocabulary_size)
-                _check_stop_tokens(stop_token_ids)
+                _check_stop_tokens(stop_token_ids, self.backbone.vocabulary_size)
                 return generate(inputs, stop_token_ids=stop_token_ids)
 
             self.generate_function = checked_generate
@@ -585,12 +587,18 @@ def _check_prompts(inputs, vocabulary_size):
     check_token_ids("token_ids", token_ids, vocabulary_size, real)
 
 
-def _check_stop_tokens(ids):
+def _check_stop_tokens(ids, vocabulary_size):
     if ids is not None and (not isinstance(ids, (tuple, list)) or not ids):
         raise ValueError(
             "`stop_token_ids` must be a tuple of one or more token ids, or None to fill all rows; "
             f"got {ids!r}."
         )
+    for number in ids or ():
+        if not isinstance(number, (int, np.integer)) or not 0 <= number < vocabulary_size:
+            raise ValueError(
+                "`stop_token_ids` must be token ids, integers from 0 to "
+                f"{vocabulary_size - 1}; got {number!r} among them, which nothing would stop at."
+            )
 
 
 def _written(token_ids, padding_mask, stop_token_ids):

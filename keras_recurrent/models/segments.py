@@ -3,7 +3,7 @@
 import numpy as np
 from keras import ops
 
-from keras_recurrent.ops.shapes import check_rank_known
+from keras_recurrent.ops.shapes import check_rank_known, fits
 
 
 class SegmentsOptional:
@@ -26,6 +26,7 @@ class SegmentsOptional:
     def __call__(self, inputs, *args, **kwargs):
         for name, tensor in inputs.items() if isinstance(inputs, dict) else ():
             check_rank_known(type(self).__name__, name, tensor)
+        _check_padding_mask(inputs)
         inputs = self._with_segments_of_graph(inputs)
         return super().__call__(inputs, *args, **kwargs)  # type: ignore[misc]
 
@@ -56,3 +57,14 @@ class SegmentsOptional:
             zeros_like = np.zeros_like if isinstance(token_ids, np.ndarray) else ops.zeros_like
             inputs["segment_ids"] = zeros_like(token_ids, dtype="int32")
         return inputs
+
+
+def _check_padding_mask(inputs):
+    names = "token_ids", "padding_mask"
+    tensors = [inputs.get(name) for name in names] if isinstance(inputs, dict) else []
+    shapes = [tuple(t.shape) for t in tensors if t is not None and hasattr(t, "shape")]
+    if len(shapes) == 2 and not fits(*shapes):
+        raise ValueError(
+            "`padding_mask` must have the shape [batch, time] of `token_ids`, "
+            f"{shapes[0]}; got {shapes[1]}."
+        )

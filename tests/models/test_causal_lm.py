@@ -193,6 +193,9 @@ def test_no_prompts_and_no_length_are_errors():
     for ids in ([], 2, "end"):
         with pytest.raises(ValueError, match="`stop_token_ids` must be a tuple"):
             tiny_causal_lm(num_layers=1).generate(prompt, stop_token_ids=ids)
+    for ids, bad in [((1, 1.5), "1.5"), ([5, -1], "-1"), ((61,), "61")]:
+        with pytest.raises(ValueError, match=f"integers from 0 to .*got {bad} among them"):
+            tiny_causal_lm(num_layers=1).generate(prompt, stop_token_ids=ids)
 
 
 @pytest.mark.once
@@ -358,6 +361,19 @@ def test_parts_of_another_kind_are_errors():
         FAMILIES["hgrn2"].causal_lm(backbone)
     with pytest.raises(ValueError, match=r"must be a `Griffin.*got a `ByteTokenizer"):
         GriffinCausalLM(backbone, ByteTokenizer())
+    others = FAMILIES["hgrn2"]
+    preprocessor = others.preprocessor(others.tokenizer(), sequence_length=8)
+    with pytest.raises(ValueError, match=r"must be a `GriffinCausalLMP.*got a `HGRN2CausalLMP"):
+        GriffinCausalLM(backbone, preprocessor)
+
+
+@pytest.mark.once
+def test_a_mask_of_another_shape_is_an_error():
+    model = tiny_causal_lm(num_layers=1)
+    x = {"token_ids": np.full((1, 4), 7), "padding_mask": np.ones((1, 3))}
+    for part in (model, model.backbone):
+        with pytest.raises(ValueError, match=r"`padding_mask` must .*\(1, 4\); got \(1, 3\)"):
+            part(x)
 
 
 def test_an_empty_string_is_a_prompt():
