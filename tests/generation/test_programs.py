@@ -167,15 +167,51 @@ def test_samplers_draw_what_they_draw_by_themselves(name):
 
 
 @on_torch
-@pytest.mark.parametrize("sampler", ["greedy", "top_k", "beam"])
-def test_compiled(sampler):
+def test_compiled():
     """By torch's compiler, from the first token on."""
     from torch._inductor import metrics
 
     model = tiny_causal_lm(family="griffin")
-    model.compile(sampler=sampler)
+    model.compile(sampler="greedy")
     expected = generate(model, (4, 9), 20)["token_ids"]
-    model.compile(sampler=sampler, jit_compile=True)
+    model.compile(sampler="greedy", jit_compile=True)
     metrics.reset()
     np.testing.assert_array_equal(generate(model, (4, 9), 20)["token_ids"], expected)
     assert metrics.generated_kernel_count
+
+
+@on_torch
+def test_without_a_compiler_for_cpp_the_traced_step_runs(monkeypatch):
+    import torch
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    def compiler_is_missing(*arguments):
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr(torch._inductor, "compile", compiler_is_missing)
+    model = tiny_causal_lm(family="hgrn2", num_layers=1)
+    model.compile(sampler="greedy")
+    expected = generate(model, (4, 9), 20)["token_ids"]
+    model.compile(sampler="greedy", jit_compile=True)
+    np.testing.assert_array_equal(generate(model, (4, 9), 20)["token_ids"], expected)
+
+
+@on_torch
+def test_compiled_after_many_tokens(monkeypatch):
+    import torch
+
+    from keras_recurrent.generation import torch_step
+
+    compiled = []
+    monkeypatch.setattr(torch_step, "COMPILED_AFTER", 30)
+    monkeypatch.setattr(
+        torch._inductor, "compile", lambda graph, inputs: compiled.append(graph) or graph
+    )
+    model = tiny_causal_lm(family="hgrn2", num_layers=1)
+    model.compile(sampler="greedy")
+    for _ in range(2):
+        generate(model, (4, 9), 20)  # 16 tokens
+        assert not compiled
+    for _ in range(2):
+        generate(model, (4, 9), 20)
+        assert len(compiled) == 1
