@@ -9,6 +9,7 @@ import threading
 
 import keras
 import torch
+import torch._inductor as inductor  # documented: it compiles graphs that Dynamo has not made
 from torch._inductor.exc import InvalidCxxCompiler
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -119,7 +120,7 @@ class Step:
             if self._compiled is None and self.not_compiled is None:
                 try:
                     with torch.no_grad():
-                        self._compiled = torch._inductor.compile(self._traced, list(inputs))
+                        self._compiled = inductor.compile(self._traced, list(inputs))
                 except InvalidCxxCompiler as error:
                     self.not_compiled = f"torch's compiler found no compiler for C++: {error}"
         return self._compiled or self._traced

@@ -271,7 +271,9 @@ def _size(dim, sizes):
 
 def is_finite_number(value):
     """Whether a value is a number; truth values, NaN and infinities are none."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    # `torch.compile` takes no `math.isfinite`.
+    return real and -math.inf < value < math.inf
 
 
 def check_dtype(operation, name, dtype):
