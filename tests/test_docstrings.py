@@ -14,12 +14,15 @@ import keras_recurrent
 # Two styles: `>>>` with what comes out, and a fenced program. Without imports it is a fragment.
 BLOCK = re.compile(r"```python\n(\s*(?:import|from) .*?)```", re.DOTALL)
 
+# Users call none of these, and not all can be imported on every backend.
+WITHOUT_EXAMPLES = "keras_recurrent.backends", "keras_recurrent.generation."
+
 
 def documented():
     """{name: docstring} of what the modules define and show to users."""
     found = {}
     for info in pkgutil.walk_packages(keras_recurrent.__path__, "keras_recurrent."):
-        if not info.name.startswith("keras_recurrent.backends"):
+        if not info.name.startswith(WITHOUT_EXAMPLES):
             for name, item in vars(importlib.import_module(info.name)).items():
                 if getattr(item, "__module__", None) == info.name and not name.startswith("_"):
                     found |= docstrings(f"{info.name}:{name}", item)

@@ -9,8 +9,6 @@ import threading
 
 import keras
 import torch
-import torch._inductor as inductor  # documented: it compiles graphs that Dynamo has not made
-from torch._inductor.exc import InvalidCxxCompiler
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from keras_recurrent.dispatch import chosen_name
@@ -113,6 +111,10 @@ class Step:
         """The graph as it was traced, or compiled."""
         if self._wanted is False or not (self._wanted or self.count >= COMPILED_AFTER):
             return self._traced
+        # Documented: it compiles graphs that Dynamo has not made. It takes seconds to import.
+        import torch._inductor as inductor
+        from torch._inductor.exc import InvalidCxxCompiler
+
         if inputs[-1].device.type != "cpu":
             self.not_compiled = "torch's compiler is used on CPUs alone"
             return self._traced
