@@ -16,6 +16,7 @@ from keras_recurrent import (
     tokenizers,
 )
 from keras_recurrent.dispatch import implementation
+from keras_recurrent.generation.ways import which_generation
 from keras_recurrent.ops.operation import which_implementation
 from keras_recurrent.tuning import autotune
 
@@ -30,5 +31,6 @@ __all__ = [
     "models",
     "ops",
     "tokenizers",
+    "which_generation",
     "which_implementation",
 ]

@@ -5,6 +5,7 @@ import keras_hub
 import numpy as np
 
 from keras_recurrent.generation.lengths import bucket
+from keras_recurrent.generation.ways import tell
 
 Sampler = keras_hub.samplers.Sampler
 
@@ -31,18 +32,18 @@ def _only_chooses(sampler):
 def _on_torch(model, compiled):
     import torch
 
-    from keras_recurrent.generation import torch_loop, torch_step
+    from keras_recurrent.generation import torch_loop, torch_ways
 
-    steps = torch_step.Steps(model, compiled)
+    ways = torch_ways.Ways(model, compiled)
 
     @torch.no_grad()
     def write(inputs, stop_token_ids=None):
-        network = torch_step.Network(steps)
         if not _only_chooses(model.sampler):
             inputs = keras.tree.map_structure(keras.ops.convert_to_tensor, inputs)
-            return model._generate_by_sampler(inputs, stop_token_ids, network)
+            with ways.network() as network:
+                return model._generate_by_sampler(inputs, stop_token_ids, network)
         token_ids, lengths = _prompts(inputs)
-        rows = torch_loop.write(model, network, token_ids, lengths, stop_token_ids)
+        rows = torch_loop.write(model, ways, token_ids, lengths, stop_token_ids)
         return _outputs(inputs, *rows)
 
     return write
@@ -59,6 +60,7 @@ def _in_programs(model, compiled):
         room = np.zeros((batch, bucket(limit) - limit), "int32")
         token_ids = _distributed(np.concatenate((token_ids, room), axis=1))
         stop_token_ids = None if stop_token_ids is None else tuple(stop_token_ids)
+        tell(model, "program")
         rows = program(token_ids, _distributed(lengths), np.int32(limit), stop_token_ids)
         return _outputs(inputs, *rows)
 

@@ -9,17 +9,17 @@ import numpy as np
 import torch
 
 from keras_recurrent.generation.lengths import LONGEST_PIECE, bucket
-from keras_recurrent.generation.torch_sampling import make_choice
+from keras_recurrent.generation.torch_sampling import Choice
 
 LOOKS_EVERY = 16  # tokens
 
 
-def write(model, network, token_ids, lengths, stop_token_ids):
+def write(model, ways, token_ids, lengths, stop_token_ids):
     """Rows with new tokens.
 
     Args:
         model: the language model, whose sampler chooses.
-        network: its `torch_step.Network`.
+        ways: its `torch_ways.Ways`.
         token_ids: a NumPy array, integers `[B, T]`, prompts at the left.
         lengths: a NumPy array `[B]`, their lengths, at least 1.
         stop_token_ids: a tuple of integers, or None.
@@ -36,20 +36,19 @@ def write(model, network, token_ids, lengths, stop_token_ids):
     cache = read(model, prompts, lengths - 1)
     last = token_ids[np.arange(len(lengths)), lengths - 1][:, None]
     token = keras.ops.convert_to_tensor(last)
-    choose, advance = make_choice(model.sampler)
+    choice = Choice(model.sampler)
     stops = torch.as_tensor(stop_token_ids or (), dtype=token.dtype, device=device)
     full_at = torch.as_tensor(room, device=device)
     stopped = torch.zeros_like(full_at, dtype=torch.bool)
     written = token.new_zeros(len(lengths), longest)
-    for t in range(longest):
-        logits, _, cache = network(token, cache)
-        token = choose(logits, t).to(token.dtype)[:, None]
-        written[:, t : t + 1] = token
-        if stop_token_ids and (t + 1) % LOOKS_EVERY == 0:
-            latest = written[:, t + 1 - LOOKS_EVERY : t + 1]
-            stopped |= torch.isin(latest, stops).any(dim=1)
-            if bool((stopped | (full_at <= t + 1)).all()):
-                break
+    with ways.tokens(token, cache, choice) as next_token:
+        for t in range(longest):
+            written[:, t : t + 1] = next_token(t)
+            if stop_token_ids and (t + 1) % LOOKS_EVERY == 0:
+                latest = written[:, t + 1 - LOOKS_EVERY : t + 1]
+                stopped |= torch.isin(latest, stops).any(dim=1)
+                if bool((stopped | (full_at <= t + 1)).all()):
+                    break
 
     token_ids, new = token_ids.copy(), written.cpu().numpy()
     ends = np.isin(new, stop_token_ids or ())
@@ -57,7 +56,7 @@ def write(model, network, token_ids, lengths, stop_token_ids):
     counts = np.minimum(counts, room).astype(lengths.dtype)
     for row, (start, count) in enumerate(zip(lengths, counts, strict=True)):
         token_ids[row, start : start + count] = new[row, :count]
-    advance(int(counts.max()))
+    choice.end(int(counts.max()))
     return token_ids, lengths + counts
 
 

@@ -9,48 +9,53 @@ import keras_hub
 import torch
 
 
-def make_choice(sampler):
-    """Two functions: `(logits [B, vocabulary], number of the draw) -> tokens [B]`, and one that
-    tells the sampler how many draws there were.
+class Choice:
+    """The next token of each row, from logits [B, vocabulary], for a sampler.
 
-    A sampler of a class that is not KerasHub's own chooses by itself, and needs no telling.
+    `seed` comes before each draw, with its number from 0 on; `end` tells the sampler how many draws
+    there were.
+
+    Attributes:
+        waits_for_nothing: whether a call can be part of a CUDA graph. A sampler of a class that is
+            not KerasHub's own chooses by itself, and needs neither `seed` nor `end`.
+        generator: of random numbers; None: there are none.
+        settings: what the calls depend on beside logits and seed.
     """
-    if type(sampler) is keras_hub.samplers.GreedySampler:
-        return lambda logits, draw: _probabilities(sampler, logits).argmax(dim=-1), _tell_nothing
-    if type(sampler) in _DRAWN:
-        return _drawn(sampler)
 
-    def by_itself(logits, draw):
-        return sampler.get_next_token(sampler.compute_probabilities(logits))
+    def __init__(self, sampler):
+        self._sampler, self._candidates = sampler, _DRAWN.get(type(sampler))
+        own = self._candidates is not None or type(sampler) is keras_hub.samplers.GreedySampler
+        self.waits_for_nothing = own
+        self.settings = (type(sampler), str(sampler.get_config())) if own else None
+        self.generator = None
+        if self._candidates:
+            state = sampler.seed_generator.state.value
+            self.generator = torch.Generator(state.device)
+            self._first, self._counter = keras.ops.convert_to_numpy(state).tolist()
 
-    return by_itself, _tell_nothing
+    def seed(self, draw):
+        if self.generator is not None:
+            self.generator.manual_seed((self._first + self._counter + draw) & 0xFFFFFFFF)
 
+    def end(self, draws):
+        if self.generator is not None:
+            self._sampler.seed_generator.state.assign([self._first, self._counter + draws])
 
-def _tell_nothing(draws):
-    pass
-
-
-def _probabilities(sampler, logits):
-    return torch.softmax(logits.float() / sampler.temperature, dim=-1)
-
-
-def _drawn(sampler):
-    state = sampler.seed_generator.state
-    first, counter = keras.ops.convert_to_numpy(state.value).tolist()
-    generator = torch.Generator(state.value.device)
-    candidates = _DRAWN[type(sampler)]
-
-    def choose(logits, draw):
-        probabilities, tokens = candidates(sampler, _probabilities(sampler, logits))
+    def __call__(self, logits):
+        """Tokens [B]."""
+        sampler = self._sampler
+        if not self.waits_for_nothing:
+            return sampler.get_next_token(sampler.compute_probabilities(logits))
+        probabilities = torch.softmax(logits.float() / sampler.temperature, dim=-1)
+        if self._candidates is None:
+            return probabilities.argmax(dim=-1)
+        probabilities, tokens = self._candidates(sampler, probabilities)
         # As Keras and `torch.multinomial` do, of which the latter waits to see whether all numbers
         # are in order.
         probabilities = torch.softmax(probabilities.log(), dim=-1)
-        generator.manual_seed((first + counter + draw) & 0xFFFFFFFF)
-        noise = torch.empty_like(probabilities).exponential_(1, generator=generator)
+        noise = torch.empty_like(probabilities).exponential_(1, generator=self.generator)
         chosen = (probabilities / noise).argmax(dim=-1, keepdim=True)
         return (chosen if tokens is None else tokens.gather(1, chosen))[:, 0]
-
-    return choose, lambda draws: state.assign([first, counter + draws])
 
 
 def _all(sampler, probabilities):

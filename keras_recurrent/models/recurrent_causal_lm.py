@@ -8,6 +8,7 @@ import numpy as np
 from keras import ops
 
 from keras_recurrent.generation.generate import make_writer
+from keras_recurrent.generation.ways import tell
 from keras_recurrent.layers.checks import check_tensor
 from keras_recurrent.models.calibration import layer_structure
 from keras_recurrent.models.recurrent_backbone import token_input
@@ -372,10 +373,24 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
             def checked_generate(inputs, stop_token_ids=None):
                 _check_prompts(inputs, self.backbone.vocabulary_size)
                 _check_stop_tokens(stop_token_ids, self.backbone.vocabulary_size)
+                if write is None:
+                    tell(self, *self._hub_way(own))
                 return generate(inputs, stop_token_ids=stop_token_ids)
 
             self.generate_function = checked_generate
         return self.generate_function
+
+    def _hub_way(self, own):
+        """For `which_generation`, where KerasHub runs `generate_step`."""
+        if self.run_eagerly:
+            return "eager", {"program": "`compile` got `run_eagerly=True`"}
+        reason = "the class has a `generate_step` of its own"
+        if not own:
+            name = type(self.sampler).__name__
+            reason = f"`{name}` has a loop of its own, in which all rows are at one place"
+        if own and keras.config.backend() == "torch":
+            return "eager", {"traced": reason}
+        return "sampler", {"program": reason}
 
     def generate_step(self, inputs, stop_token_ids=None):
         """Writes into one batch of tokens; compiled by `generate`, which users call.

@@ -7,6 +7,7 @@ import keras_hub
 import numpy as np
 import pytest
 
+from keras_recurrent import which_generation
 from keras_recurrent.generation.lengths import bucket, piece
 from tests.models import plain_generation
 from tests.models.test_generation import MARGIN
@@ -14,6 +15,10 @@ from tests.models.tiny import VOCABULARY, shared_by_families, tiny_causal_lm
 
 BACKEND = keras.config.backend()
 on_torch = pytest.mark.skipif(BACKEND != "torch", reason="steps are traced on torch")
+on_a_cpu = pytest.mark.skipif(
+    keras.ops.convert_to_tensor(0).device.type != "cpu" if BACKEND == "torch" else True,
+    reason="torch's compiler is asked on CPUs alone",
+)
 
 
 def prompts(lengths, total, seed=3):
@@ -151,22 +156,23 @@ SAMPLERS = {
 def test_samplers_draw_what_they_draw_by_themselves(name):
     import torch
 
-    from keras_recurrent.generation.torch_sampling import make_choice
+    from keras_recurrent.generation.torch_sampling import Choice
 
     sampler, plain = SAMPLERS[name](), SAMPLERS[name]()
     rng = np.random.default_rng(0)
     draws = 40
-    choose, advance = make_choice(sampler)
+    choice = Choice(sampler)
     for t in range(draws):
         logits = torch.tensor(3 * rng.normal(size=(3, 50)), dtype=torch.float32)
         expected = plain.get_next_token(plain.compute_probabilities(logits))
-        np.testing.assert_array_equal(choose(logits, t), expected)
-    advance(draws)
+        choice.seed(t)
+        np.testing.assert_array_equal(choice(logits), expected)
+    choice.end(draws)
     for variable, expected in zip(sampler.variables, plain.variables, strict=True):
         np.testing.assert_array_equal(variable.value, expected.value)
 
 
-@on_torch
+@on_a_cpu
 def test_compiled():
     """By torch's compiler, from the first token on."""
     from torch._inductor import metrics
@@ -178,9 +184,11 @@ def test_compiled():
     metrics.reset()
     np.testing.assert_array_equal(generate(model, (4, 9), 20)["token_ids"], expected)
     assert metrics.generated_kernel_count
+    assert set(which_generation(model).refused) == {"cuda_graph"}
+    assert which_generation(model).name == "compiled"
 
 
-@on_torch
+@on_a_cpu
 def test_without_a_compiler_for_cpp_the_traced_step_runs(monkeypatch):
     import torch
     from torch._inductor.exc import InvalidCxxCompiler
@@ -194,9 +202,10 @@ def test_without_a_compiler_for_cpp_the_traced_step_runs(monkeypatch):
     expected = generate(model, (4, 9), 20)["token_ids"]
     model.compile(sampler="greedy", jit_compile=True)
     np.testing.assert_array_equal(generate(model, (4, 9), 20)["token_ids"], expected)
+    assert "C++" in which_generation(model).refused["compiled"]
 
 
-@on_torch
+@on_a_cpu
 def test_compiled_after_many_tokens(monkeypatch):
     import torch
 
@@ -215,3 +224,27 @@ def test_compiled_after_many_tokens(monkeypatch):
     for _ in range(2):
         generate(model, (4, 9), 20)
         assert len(compiled) == 1
+
+
+WAYS = {
+    "chosen by logits": ({"sampler": "greedy"}, {"torch": "traced"}, "program"),
+    "a loop of its own": ({"sampler": "beam"}, {"torch": "traced"}, "sampler"),
+    "eager": ({"sampler": "greedy", "run_eagerly": True}, {}, "eager"),
+}
+
+
+@pytest.mark.parametrize("case", WAYS)
+def test_which_generation(case):
+    arguments, special, way = WAYS[case]
+    model = tiny_causal_lm(family="hgrn2", num_layers=1)
+    model.compile(**arguments)
+    assert which_generation(model) is None
+    generate(model, (4, 9), 20)
+    found = which_generation(model)
+    if BACKEND == "torch" and found.name == "cuda_graph":
+        return  # tests/generation/test_cuda_graph.py
+    assert found.name == special.get(BACKEND, way)
+    assert bool(found.refused) == (found.name != "program")
+    assert found.name in str(found)
+    with pytest.raises(TypeError, match="must be a language model"):
+        which_generation(model.backbone)

@@ -1,0 +1,109 @@
+"""A step of generation as a CUDA graph: the host launches all its kernels at once.
+
+A graph reads and writes at fixed addresses. So it has a token and a cache of its own, into which a
+call of `generate` copies where it begins, and it belongs to one call at a time.
+"""
+
+import collections
+import threading
+
+import torch
+
+KEPT_PART = 16  # graphs that wait for a call hold at most this part of their device's memory
+
+
+class Captured:
+    """A step, captured.
+
+    Args:
+        run: a function of `prepared`, a token [B, 1] and the tensors of a cache, to logits
+            [B, vocabulary], hidden states [B, hidden_dim] and the tensors of the next cache.
+        weights: the tensors of the model's weights.
+        prepared: tensors that depend on weights alone; some of them may be weights.
+        token, cache: example inputs.
+        choice: the `torch_sampling.Choice` that makes the next token; None: whoever replays.
+    """
+
+    def __init__(self, run, weights, prepared, token, cache, choice):
+        self.chooses, self.generator = choice is not None, choice and choice.generator
+        self._run, self._prepared = run, list(prepared)
+        self.token, self.cache = token.clone(), [t.clone() for t in cache]
+        with torch.cuda.device(token.device), torch.no_grad():
+            # Kernels are compiled and loaded before, which cannot be part of a graph.
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                self._step(choice)
+            torch.cuda.current_stream().wait_stream(side)
+            self._graph = torch.cuda.CUDAGraph()
+            if self.generator is not None:
+                self._graph.register_generator_state(self.generator)
+            # Other threads may go on with work of their own meanwhile.
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                self.logits, self.hidden = self._step(choice)
+        of_weights = {t.untyped_storage().data_ptr() for t in weights}
+        own = [t for t in self._prepared if t.untyped_storage().data_ptr() not in of_weights]
+        self.bytes = sum(t.nbytes for t in (*own, *self.cache, self.logits, self.hidden))
+
+    def _step(self, choice):
+        """One token; the next cache becomes the cache, and the next token the token."""
+        logits, hidden, *after = self._run(*self._prepared, self.token, *self.cache)
+        own = {t.untyped_storage().data_ptr() for t in self.cache}
+        # What is a part of the cache is read before any of that is overwritten.
+        after = [t.clone() if t.untyped_storage().data_ptr() in own else t for t in after]
+        for t, new in zip(self.cache, after, strict=True):
+            t.copy_(new)
+        if choice is not None:
+            self.token.copy_(choice(logits)[:, None])
+        return logits, hidden
+
+    def begin(self, prepared, token, cache):
+        """Sets where a call begins, and the weights as they are now."""
+        for own, given in zip(self._prepared, prepared, strict=True):
+            if own.data_ptr() != given.data_ptr():
+                own.copy_(given)
+        self._place(token, cache)
+
+    def _place(self, token, cache):
+        self.token.copy_(token)
+        for own, given in zip(self.cache, cache, strict=True):
+            own.copy_(given)
+
+    def replay(self):
+        """One token on from where the graph is."""
+        self._graph.replay()
+
+    def copies(self, token, cache):
+        """What the step returns for such a token and cache, as tensors that stay as they are."""
+        self._place(token, cache)
+        self.replay()
+        return [t.clone() for t in (self.logits, self.hidden, *self.cache)]
+
+
+class Graphs:
+    """The graphs of a model that wait for the next call.
+
+    A call takes one out and gives it back at its end. One that a call left with an exception, or
+    that another thread uses, is not here, so no two calls ever share buffers.
+    """
+
+    def __init__(self):
+        self._waiting: collections.OrderedDict = collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    def take(self, key):
+        """A graph that was captured for this key, or None."""
+        with self._lock:
+            graphs = self._waiting.get(key)
+            return graphs.pop() if graphs else None
+
+    def give(self, key, graph):
+        limit = torch.cuda.get_device_properties(graph.token.device).total_memory // KEPT_PART
+        with self._lock:
+            self._waiting.setdefault(key, []).append(graph)
+            self._waiting.move_to_end(key)
+            while self._bytes() > limit and len(self._waiting) > 1:
+                self._waiting.popitem(last=False)
+
+    def _bytes(self):
+        return sum(graph.bytes for graphs in self._waiting.values() for graph in graphs)

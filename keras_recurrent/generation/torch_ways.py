@@ -1,0 +1,140 @@
+"""How a step on torch runs: as a CUDA graph, else compiled, else as it was traced."""
+
+import collections
+import contextlib
+import threading
+
+import keras
+import torch
+
+from keras_recurrent.dispatch import chosen_name
+from keras_recurrent.generation.torch_cuda_graph import Captured, Graphs
+from keras_recurrent.generation.torch_step import Step
+from keras_recurrent.generation.ways import tell
+
+KEPT = 8  # traced steps of a model, for as many batch sizes and rooms
+
+
+class Ways:
+    """The traced steps of a model and their graphs, by the shapes of the cache and the weights.
+
+    Args:
+        model: the language model.
+        compiled: what `model.compile` got as `jit_compile`, None for "auto".
+    """
+
+    def __init__(self, model, compiled):
+        self._model, self._compiled = model, compiled
+        self._steps: collections.OrderedDict = collections.OrderedDict()
+        self._graphs, self._lock = Graphs(), threading.Lock()
+
+    @contextlib.contextmanager
+    def tokens(self, token, cache, choice):
+        """A function that makes the tokens [B, 1] after `token` and `cache`, one at each call.
+
+        It takes the number of the draw. A call overwrites what the one before returned.
+        """
+        step, flat = self._step(cache), _contiguous(cache)
+        with self._way(step, token, flat, choice) as (graph, run):
+
+            def next_token(draw):
+                nonlocal token, flat
+                choice.seed(draw)
+                if graph is None:
+                    logits, _, *flat = run(token, flat)
+                    token = choice(logits).to(token.dtype)[:, None]
+                    return token
+                graph.replay()
+                if not graph.chooses:
+                    graph.token.copy_(choice(graph.logits)[:, None])
+                return graph.token
+
+            yield next_token
+
+    @contextlib.contextmanager
+    def network(self):
+        """A function of a token [B, 1] and a cache, for a sampler with a loop of its own.
+
+        It returns logits [B, vocabulary], hidden states [B, hidden_dim] and the next cache.
+        """
+        of_batch: dict = {}
+        with contextlib.ExitStack() as stack:
+
+            def begin(token, cache):
+                step, flat = self._step(cache), _contiguous(cache)
+                graph, run = stack.enter_context(self._way(step, token, flat, None))
+                return step, graph.copies if graph else run
+
+            def network(token, cache):
+                if len(token) not in of_batch:
+                    of_batch[len(token)] = begin(token, cache)
+                step, run = of_batch[len(token)]
+                logits, hidden, *flat = run(token, _contiguous(cache))
+                return logits, hidden, step.packed(flat)
+
+            yield network
+
+    def _step(self, cache):
+        tensors = [*keras.tree.flatten(cache), *(v.value for v in self._model.variables)]
+        key = chosen_name(), *((t.shape, t.dtype, t.device) for t in tensors)
+        with self._lock:
+            if key not in self._steps:
+                self._steps[key] = Step(self._model, cache, self._compiled)
+            self._steps.move_to_end(key)
+            while len(self._steps) > KEPT:
+                self._steps.popitem(last=False)
+            return self._steps[key]
+
+    @contextlib.contextmanager
+    def _way(self, step, token, flat, choice):
+        """A CUDA graph that begins here, for the length of a call, and None; or None and a function
+        of a token and a flat cache.
+
+        With KerasHub's samplers a graph makes the next token, too, by numbers that `choice` seeds.
+        """
+        if choice is not None and not choice.waits_for_nothing:
+            choice = None
+        prepared, graph, key = step.prepared(), None, None
+        refused = self._refused(token.device) or step.not_captured
+        if refused is None:
+            weights = step.weights()
+            key = step, *(t.data_ptr() for t in weights), choice and choice.settings
+            graph = self._graphs.take(key)
+            try:
+                graph = graph or Captured(step.traced, weights, prepared, token, flat, choice)
+            except RuntimeError as error:
+                refused = step.not_captured = f"torch could not capture the step: {error}"
+        if graph is None:
+            yield None, self._without_graph(step, prepared, token, flat, refused)
+            return
+        tell(self._model, "cuda_graph")
+        if choice is not None:
+            choice.generator = graph.generator
+        graph.begin(prepared, token, flat)
+        yield graph, None
+        self._graphs.give(key, graph)
+
+    def _without_graph(self, step, prepared, token, flat, refused):
+        fastest = step.fastest(*prepared, token, *flat)
+        slower = step.not_compiled(token.device)
+        others = {"cuda_graph": refused} | ({"compiled": slower} if slower else {})
+        tell(self._model, "traced" if slower else "compiled", others)
+
+        def run(token, flat):
+            step.count += 1
+            return fastest(*prepared, token, *flat)
+
+        return run
+
+    def _refused(self, device):
+        if device.type != "cuda":
+            return f"the model is on the device {device.type!r}, not on an NVIDIA GPU"
+        if self._compiled is False:
+            return "`compile` got `jit_compile=False`"
+        if torch.cuda.is_current_stream_capturing():
+            return "another capture is under way"
+        return None
+
+
+def _contiguous(cache):
+    return [t.contiguous() for t in keras.tree.flatten(cache)]

@@ -1,0 +1,67 @@
+"""By which way the last call of `generate` wrote, and why not by a faster one."""
+
+import weakref
+from typing import NamedTuple
+
+WAYS = {
+    "cuda_graph": "each token is one launch of a CUDA graph",
+    "compiled": "torch's compiler made each step of the graph that was traced once",
+    "traced": "each step runs a graph that was traced once, kernel by kernel",
+    "program": "all tokens are one program of the framework",
+    "sampler": "the sampler's own loop, compiled where KerasHub compiles it",
+    "eager": "each step runs through Keras's layers",
+}
+
+_last: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+class Way(NamedTuple):
+    """How a call of `generate` wrote, and why not by the ways before it."""
+
+    name: str
+    refused: dict[str, str]
+
+    def __str__(self):
+        refused = "".join(f"\n  not {name}: {reason}" for name, reason in self.refused.items())
+        return f"{self.name}: {WAYS[self.name]}{refused}"
+
+
+def which_generation(model):
+    """Tell by which way the last call of `generate` wrote, and why not by a faster one.
+
+    Args:
+        model: a language model of this package.
+
+    Returns:
+        A named tuple of `name` and `refused`, a dictionary of faster ways and reasons; None before
+        the first call. The names are `"cuda_graph"` (torch on an NVIDIA GPU: each token is one
+        launch), `"compiled"` (torch's compiler, on CPUs), `"traced"` (torch: a graph that was
+        traced once), `"program"` (JAX and TensorFlow: all tokens are one program), `"sampler"`
+        (the loop of a sampler such as beam search) and `"eager"` (`compile(run_eagerly=True)`, or
+        a subclass with a `generate_step` of its own).
+
+    Raises:
+        TypeError: `model` is no language model of this package.
+
+    Example:
+
+    >>> import keras_recurrent
+    >>> model = keras_recurrent.models.GriffinCausalLM.from_preset("hawk_tiny", num_layers=1)
+    >>> model.compile(sampler="greedy", run_eagerly=True)
+    >>> text = model.generate("a", max_length=4)
+    >>> keras_recurrent.which_generation(model).name
+    'eager'
+    """
+    from keras_recurrent.models.recurrent_causal_lm import RecurrentCausalLM
+
+    if not isinstance(model, RecurrentCausalLM):
+        raise TypeError(
+            "`model` must be a language model of keras_recurrent, such as `HGRN2CausalLM`; got "
+            f"{type(model).__name__}."
+        )
+    return _last.get(model)
+
+
+def tell(model, name, refused=None):
+    """Sets what `which_generation` answers."""
+    _last[model] = Way(name, refused or {})

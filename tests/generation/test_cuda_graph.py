@@ -1,0 +1,146 @@
+"""On an NVIDIA GPU with torch: steps that are captured as CUDA graphs."""
+
+import threading
+
+import keras
+import keras_hub
+import numpy as np
+import pytest
+
+from keras_recurrent import which_generation
+from tests.generation.test_programs import CHANGES, SAMPLERS, generate, prompts
+from tests.models import plain_generation
+from tests.models.test_generation import MARGIN
+from tests.models.tiny import any_family, tiny_causal_lm
+
+if keras.config.backend() != "torch":
+    pytest.skip("torch captures CUDA graphs", allow_module_level=True)
+
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
+
+LENGTHS, TOTAL = (4, 9), 40
+
+
+def compiled(sampler="greedy", family="hgrn2", jit_compile="auto", **kwargs):
+    model = tiny_causal_lm(family=family, **kwargs)
+    model.compile(sampler=sampler, jit_compile=jit_compile)
+    return model
+
+
+@any_family
+def test_greedy_tokens_are_those_of_the_traced_step(family):
+    model = compiled(family=family)
+    found = [generate(model, LENGTHS, TOTAL)["token_ids"] for _ in range(3)]
+    assert which_generation(model) == ("cuda_graph", {})
+    traced = compiled(family=family, jit_compile=False)
+    expected = generate(traced, LENGTHS, TOTAL)["token_ids"]
+    assert which_generation(traced).name == "traced"
+    for rows in found:
+        np.testing.assert_array_equal(rows, expected)
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_random_tokens_are_those_of_the_traced_step(name):
+    model, traced = (compiled(SAMPLERS[name](), jit_compile=c) for c in ("auto", False))
+    for total in (TOTAL, 17, TOTAL):  # the second and third go on with the generator's state
+        found, expected = (generate(m, LENGTHS, total)["token_ids"] for m in (model, traced))
+        np.testing.assert_array_equal(found, expected)
+    assert which_generation(model).name == "cuda_graph"
+
+
+class Second(keras_hub.samplers.Sampler):
+    """Takes the token that is second best."""
+
+    def get_next_token(self, probabilities):
+        return keras.ops.argsort(probabilities, axis=-1)[:, -2]
+
+
+OWN = {
+    "beam": lambda: keras_hub.samplers.BeamSampler(num_beams=3),
+    "contrastive": lambda: keras_hub.samplers.ContrastiveSampler(k=3, alpha=0.4),
+    "of a user": Second,
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_samplers_with_a_loop_or_a_choice_of_their_own(name):
+    model, traced = (compiled(OWN[name](), jit_compile=c) for c in ("auto", False))
+    found, expected = (generate(m, LENGTHS, TOTAL)["token_ids"] for m in (model, traced))
+    assert which_generation(model).name == "cuda_graph"
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*The use of `x.T` on tensors:UserWarning")
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16"])
+def test_the_weights_are_those_of_now(name, dtype):
+    model = compiled(num_layers=1, dtype=dtype)
+    generate(model, LENGTHS, TOTAL)
+    CHANGES[name](model)
+    found = generate(model, LENGTHS, TOTAL)["token_ids"]
+    assert which_generation(model) == ("cuda_graph", {})
+    model.compile(sampler="greedy", jit_compile=False)
+    np.testing.assert_array_equal(found, generate(model, LENGTHS, TOTAL)["token_ids"])
+
+
+def test_threads_do_not_share_buffers():
+    model = compiled(num_layers=1)
+    lengths = [(4, 6), (7, 2), (3, 3)]
+    expected = [generate(model, pair, 200)["token_ids"] for pair in lengths]
+    found = [None] * 3
+
+    def run(i):
+        for _ in range(3):
+            found[i] = generate(model, lengths[i], 200)["token_ids"]
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    np.testing.assert_array_equal(found, expected)
+    assert which_generation(model).name == "cuda_graph"
+
+
+class Fails(Second):
+    """Takes the second best token, and fails once."""
+
+    left = 5
+
+    def get_next_token(self, probabilities):
+        self.left -= 1
+        if not self.left:
+            raise ArithmeticError
+        return super().get_next_token(probabilities)
+
+
+def test_after_an_exception():
+    model = compiled(Fails())
+    with pytest.raises(ArithmeticError):
+        generate(model, LENGTHS, TOTAL)
+    found = generate(model, LENGTHS, TOTAL)["token_ids"]
+    np.testing.assert_array_equal(found, generate(compiled(Second()), LENGTHS, TOTAL)["token_ids"])
+
+
+def test_memory_is_flat():
+    model = compiled(num_layers=1)
+    generate(model, LENGTHS, TOTAL)
+    before = torch.cuda.memory_allocated()
+    for _ in range(20):
+        generate(model, LENGTHS, TOTAL)
+    assert torch.cuda.memory_allocated() <= before
+
+
+def test_tokens_are_those_of_plain_passes():
+    model = compiled()
+    prompt = prompts(LENGTHS, TOTAL)
+    found = generate(model, LENGTHS, TOTAL)["token_ids"]
+    expected, margin = plain_generation.sample(
+        model, model.sampler, prompt["token_ids"], prompt["padding_mask"]
+    )
+    assert margin > MARGIN
+    np.testing.assert_array_equal(found, expected)
