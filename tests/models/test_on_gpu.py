@@ -10,24 +10,13 @@ import numpy as np
 import pytest
 
 import keras_recurrent
+from tests.gpu import has_gpu
 from tests.models import plain_generation
 from tests.models.test_generation import MARGIN, ragged
 from tests.models.tiny import VOCABULARY, any_family, tiny_causal_lm
 from tests.processes import fresh_process
 
 BACKEND = keras.config.backend()
-
-
-def has_gpu():
-    if BACKEND == "torch":
-        import torch
-
-        return torch.cuda.is_available()
-    if BACKEND == "jax":
-        import jax
-
-        return jax.default_backend() == "gpu"
-    return False
 
 
 if not has_gpu():
