@@ -1,4 +1,4 @@
-"""The tiles of kernels, and whether Triton's interpreter runs them."""
+"""The tiles of kernels, whether Triton's interpreter runs them, and what an error adds."""
 
 from typing import NamedTuple
 
@@ -9,6 +9,16 @@ INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1
 IN_INTERPRETER = tl.constexpr(INTERPRETED)  # the same, for kernels
 MULTIPROCESSORS = 128  # about as many as a large GPU has
 _MANY_CHAINS = MULTIPROCESSORS
+
+
+def words_on_assembler(kernel, plain):
+    """What a user can do where Triton's assembler fails. plain: the folder that needs none."""
+    return (
+        f"Triton's assembler, ptxas, did not compile `{kernel.__name__}` of "
+        f"keras_recurrent/backends/triton. `with keras_recurrent.implementation({plain!r}):` runs "
+        "the operation without it; the environment variable TRITON_PTXAS_PATH names another "
+        "ptxas, such as that of a newer CUDA toolkit."
+    )
 
 
 class Tiling(NamedTuple):

@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from keras_recurrent.backends.jax import _gpu, _shards
 from keras_recurrent.backends.jax._common import refusal_of_sizes
 from keras_recurrent.backends.triton import _interpreter
-from keras_recurrent.backends.triton._common import INTERPRETED
+from keras_recurrent.backends.triton._common import INTERPRETED, words_on_assembler
 
 zeros_like = jnp.zeros_like
 _TYPES = {
@@ -193,9 +193,12 @@ def _compiled(kernel, signature, constants, aligned, options, target):
         kernel, dict(signature), dict(constants), {i: [list(_ALIGNED)] for i in aligned}
     )
     options = {name: value for name, value in options if value is not None}
-    compiled = triton.compile(
-        source, target=target, options={"ptx_version": _PTX_VERSION, **options}
-    )
+    options = {"ptx_version": _PTX_VERSION, **options}
+    try:
+        compiled = triton.compile(source, target=target, options=options)
+    except triton.runtime.errors.PTXASError as error:
+        error.add_note(words_on_assembler(kernel, "jax"))
+        raise
     if compiled.metadata.global_scratch_size:
         raise NotImplementedError(f"`{kernel.__name__}` needs memory that JAX does not give it")
     return compiled

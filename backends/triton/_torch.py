@@ -11,7 +11,7 @@ import triton
 
 from keras_recurrent.backends.constants import LOWEST_CAPABILITY
 from keras_recurrent.backends.torch._autograd import register_autograd
-from keras_recurrent.backends.triton._common import INTERPRETED
+from keras_recurrent.backends.triton._common import INTERPRETED, words_on_assembler
 
 _SCHEMA_TYPES = {float: "float", bool: "bool", int: "int", str | None: "str?", int | None: "int?"}
 
@@ -50,7 +50,12 @@ def run(launch):
     """Runs a kernel on the device of its inputs; returns what it writes."""
     first = _first(launch.inputs)
     outputs = tuple(None if array is None else new(array, first) for array in launch.outputs)
-    launch.kernel[(launch.programs,)](*launch.inputs, *outputs, *launch.numbers, **launch.options)
+    arguments = *launch.inputs, *outputs, *launch.numbers
+    try:
+        launch.kernel[(launch.programs,)](*arguments, **launch.options)
+    except triton.runtime.errors.PTXASError as error:
+        error.add_note(words_on_assembler(launch.kernel, "torch"))
+        raise
     return outputs
 
 

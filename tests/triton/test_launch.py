@@ -7,9 +7,11 @@ if keras.config.backend() != "torch":
     pytest.skip("runs on torch", allow_module_level=True)
 
 import torch
+import triton
 
 from keras_recurrent.backends.triton import _interpreter, _torch
 from keras_recurrent.backends.triton._common import INTERPRETED
+from keras_recurrent.backends.triton._launch import Launch
 from tests.ops import judge, token_wise
 from tests.ops.cases import Case, draw
 
@@ -70,3 +72,17 @@ def to_numpy(tensor):
         return tensor.detach().numpy()
     bits = tensor.detach().view(torch.int16).numpy()
     return bits.view(_interpreter.dtype("bfloat16"))
+
+
+def test_a_failed_assembler_says_what_to_do():
+    class Kernel:
+        __name__ = "scan_kernel"
+
+        def __getitem__(self, grid):
+            raise triton.runtime.errors.PTXASError("ptxas fatal")
+
+    launch = Launch(Kernel(), 1, (torch.zeros(1),), (), (), {})
+    with pytest.raises(triton.runtime.errors.PTXASError) as caught:
+        _torch.run(launch)
+    assert "`scan_kernel`" in caught.value.__notes__[0]
+    assert "TRITON_PTXAS_PATH" in caught.value.__notes__[0]

@@ -36,6 +36,22 @@ def test_kernels_in_the_interpreter():
 
 
 @with_triton
+@with_plugin
+def test_a_failed_assembler_says_what_to_do(monkeypatch):
+    import triton
+
+    def fail(*arguments, **options):
+        raise triton.runtime.errors.PTXASError("ptxas fatal")
+
+    monkeypatch.setattr(triton, "compile", fail)
+    scan = jax.jit(lambda x: keras_recurrent.ops.linear_scan(x, -x)[0])
+    with pytest.raises(triton.runtime.errors.PTXASError) as caught:
+        scan.trace(np.ones((3, 5, 48), "float32")).lower(lowering_platforms=("cuda",))
+    assert "TRITON_PTXAS_PATH" in "".join(caught.value.__notes__)
+    assert "implementation('jax')" in "".join(caught.value.__notes__)
+
+
+@with_triton
 @without_gpu
 def test_shards_of_eight_devices():
     """Under `keras.distribution`, in the interpreter: as on one device, and nothing is gathered."""
