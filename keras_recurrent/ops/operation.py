@@ -10,6 +10,13 @@ from keras_recurrent import dispatch
 from keras_recurrent.ops.shapes import check_rank_known, fits
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
+INTEGERS = (
+    "segment_ids",
+    "previous_segment_id",
+    "initial_state['position']",
+    "tokens",
+    "positions",
+)
 OPERATIONS: dict[str, type["Operation"]] = {}
 
 
@@ -281,7 +288,7 @@ def check_dtype(operation, name, dtype):
         good, wanted = dtype == "bool" or "int" in dtype, "boolean, True at real tokens"
     elif name == "token_kind":
         good, wanted = dtype == "int8", "int8, as `keras_recurrent.ops.token_kind` returns it"
-    elif name in ("segment_ids", "previous_segment_id", "initial_state['position']", "tokens"):
+    elif name in INTEGERS:
         good, wanted = "int" in dtype, "integers"
     else:
         good, wanted = dtype in FLOATS, f"one of {', '.join(FLOATS)}"

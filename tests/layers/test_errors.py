@@ -206,3 +206,13 @@ def test_bounds_and_positions_of_another_shape():
         layers.HGRN2(4)(inputs(), lower_bound=0.5)
     with pytest.raises(ValueError, match=r"`positions` must have the shape .*\(2, 5\); got \(2, 4"):
         layers.LRPE()(np.zeros((2, 5, 1, 4), "float32"), positions=np.zeros((2, 4), "int32"))
+
+
+def test_positions_that_are_no_integers():
+    x, positions = np.zeros((2, 5, 1, 4), "float32"), np.zeros((2, 5), "float32")
+    symbolic = keras.Input((5,), batch_size=2)
+    for bad in (positions, symbolic):
+        with pytest.raises(ValueError, match=r"`positions` must be integers; got float32"):
+            layers.LRPE()(x, positions=bad)
+    with pytest.raises(ValueError, match=r"`positions` must be a tensor or an array; got a list"):
+        layers.LRPE()(x, positions=positions.tolist())
