@@ -20,6 +20,14 @@ def test_wrong_rank(name, shape):
         layer.build(shape)
 
 
+@pytest.mark.parametrize("make", [layers.GatedMLP, layers.SGLU, layers.SwiGLU])
+def test_a_vector_without_a_batch(make):
+    for x in (np.ones(8, "float32"), keras.Input(batch_shape=(8,))):
+        with pytest.raises(ValueError, match=r"\[batch, ..., width\].* got the shape \(8,\)"):
+            make(4)(x)
+    assert make(4)(np.ones((1, 8), "float32")).shape == (1, 8)
+
+
 @pytest.mark.skipif(keras.config.backend() != "tensorflow", reason="TensorFlow alone has them")
 @pytest.mark.parametrize("name", ROWS)
 def test_unknown_ranks(name):
