@@ -352,7 +352,7 @@ def check_per_token(owner, name, tensor, shape):
             f"{tuple(tensor.shape)}."
         )
     # A mask of numbers to add, 0 and -inf, would mean the contrary as a boolean.
-    check_dtype(owner, "mask" if "mask" in name else name, dtype_of(tensor))
+    check_dtype(owner, name, dtype_of(tensor))
 
 
 def check_state(state, spec, path):

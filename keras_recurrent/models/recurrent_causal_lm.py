@@ -22,6 +22,7 @@ from keras_recurrent.models.saved_training import SavedTraining
 from keras_recurrent.models.segments import SegmentsOptional
 from keras_recurrent.models.token_crossentropy import TokenCrossentropy
 from keras_recurrent.models.token_ids import check_segment_ids, check_token_ids
+from keras_recurrent.ops.operation import check_dtype
 from keras_recurrent.ops.shapes import check_rank_known
 from keras_recurrent.ops.token_crossentropy import token_crossentropy
 
@@ -341,7 +342,8 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
             token_ids: integers `[B, T]`, the tokens that follow on what the cache has seen.
             cache: a cache, from a call before or from `backbone.get_initial_state(batch_size)`.
             cache_update_index: taken for KerasHub's signature; a state needs no place.
-            padding_mask: boolean `[B, T]`, False at tokens to leave out; None: all count.
+            padding_mask: boolean `[B, T]`, or integers, False or 0 at tokens to leave out; None:
+                all count.
 
         Returns:
             `(logits [B, T, vocabulary_size], hidden_states [B, T, hidden_dim], cache)`.
@@ -446,7 +448,8 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
 
         Args:
             token_ids: integers `[B, T]`.
-            padding_mask: boolean `[B, T]`, False at padding; None: all tokens are real.
+            padding_mask: boolean `[B, T]`, or integers, False or 0 at padding; None: all tokens are
+                real.
             scoring_mode: `"logits"` or `"loss"`.
             layer_intercept_fn: a function of activations `[B, T, hidden_dim]` and a number, -1 for
                 the embeddings and i for the output of block i; the model goes on with what it
@@ -460,8 +463,9 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
 
         Raises:
             ValueError: an unknown `scoring_mode`, `"loss"` without `target_ids`, targets of another
-                shape, ids that are no integers `[B, T]`, such as text, or none at all, or a NumPy
-                array or list of `token_ids` with an id that the vocabulary lacks.
+                shape, ids that are no integers `[B, T]`, such as text, or none at all, a mask of
+                another shape or of floats, or a NumPy array or list of `token_ids` with an id that
+                the vocabulary lacks.
 
         Example:
 
@@ -495,9 +499,10 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
                     f"{tuple(token_ids.shape)}; got {tuple(target_ids.shape)}. Leave out the last "
                     "token, which nothing follows, or give it a target."
                 )
-        mask = None if padding_mask is None else ops.cast(padding_mask, "bool")
+        if padding_mask is not None:
+            padding_mask = ops.convert_to_tensor(padding_mask)
         hidden_states, _ = self.backbone.hidden_states(
-            token_ids, mask, intercept=layer_intercept_fn
+            token_ids, padding_mask, intercept=layer_intercept_fn
         )
         logits = self.backbone.token_embedding(hidden_states, reverse=True)
         if scoring_mode == "logits":
@@ -565,6 +570,8 @@ def _check_prompts(inputs, vocabulary_size):
     dtype = keras.backend.standardize_dtype(inputs["token_ids"].dtype)
     if "int" not in dtype:
         raise ValueError(f"`token_ids` must be integers; got {dtype}. Cast them first.")
+    dtype = keras.backend.standardize_dtype(inputs["padding_mask"].dtype)
+    check_dtype("generate", "padding_mask", dtype)
     real = ops.convert_to_numpy(inputs["padding_mask"]).astype("bool")
     shapes = [tuple(ops.shape(inputs["token_ids"])), real.shape]
     if shapes[0] != shapes[1] or len(shapes[0]) != 2 or not shapes[0][0]:

@@ -284,8 +284,9 @@ def is_finite_number(value):
 
 
 def check_dtype(operation, name, dtype):
-    if name == "mask":
-        good, wanted = dtype == "bool" or "int" in dtype, "boolean, True at real tokens"
+    if name in ("mask", "padding_mask"):
+        good = dtype == "bool" or "int" in dtype
+        wanted = "boolean, True at real tokens, or integers, 0 at padding"
     elif name == "token_kind":
         good, wanted = dtype == "int8", "int8, as `keras_recurrent.ops.token_kind` returns it"
     elif name in INTEGERS:

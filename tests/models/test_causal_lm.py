@@ -126,6 +126,10 @@ def test_scores_ask_for_what_they_need():
         model.score(np.ones((1, 3), "int32"), scoring_mode="loss")
     with pytest.raises(ValueError, match=r"`target_ids` must have .*\(1, 3\); got \(1, 2"):
         model.score([[1, 2, 3]], scoring_mode="loss", target_ids=[[2, 3]])
+    for mask in (np.zeros((1, 3), "float32"), [[0.0, 0.0, -np.inf]]):
+        with pytest.raises(ValueError, match=r"`padding_mask` must be boolean.*; got float32"):
+            model.score([[1, 2, 3]], mask)
+    model.score([[1, 2, 3]], [[1, 1, 0]])
 
 
 @pytest.mark.once
@@ -175,6 +179,10 @@ def test_prompts_need_a_token_and_no_gaps():
         ({"token_ids": token_ids[:0], "padding_mask": real[:0]}, "at least one prompt"),
         ({"token_ids": token_ids + 0.5, "padding_mask": real}, "must be integers; got float64"),
         ({"token_ids": token_ids[0], "padding_mask": real[0]}, r"got \(5,\) and \(5,\)"),
+        (
+            {"token_ids": token_ids, "padding_mask": real * 1.0},
+            "`padding_mask` must be boolean, .* or integers, 0 at padding; got float64",
+        ),
     ]:
         with pytest.raises(ValueError, match=match):
             model.generate(prompt, stop_token_ids=None)

@@ -126,6 +126,19 @@ def test_padding_changes_nothing(operation, rng):
 
 
 @every_operation
+def test_a_mask_of_integers(operation, rng):
+    """As Keras's layers take it, too: 0 at padding."""
+    tensors = draw(operation, Case(2, 9, 3)).tensors
+    mask = rng.random((2, 9)) < 0.6
+    for context in ({}, {"reverse": True}, {"segment_ids": packed(rng, 9)}):
+        wanted = call(operation, tensors, mask=mask, **context)
+        for number, dtype in ((1, "int32"), (1, "uint8"), (-3, "int64")):
+            numbers = (mask * number).astype(dtype)
+            found = call(operation, tensors, mask=numbers, **context)
+            keras.tree.map_structure(np.testing.assert_array_equal, found, wanted)
+
+
+@every_operation
 def test_without_a_state_the_row_starts_afresh(operation):
     tensors = draw(operation, Case(2, 5, 3)).tensors
     output, state = call(operation, tensors)
@@ -244,7 +257,11 @@ BAD = {
     "none": ({"log_a": None}, {}, "needs the argument `log_a`"),
     "state": ({}, {"initial_state": np.zeros((2, 4), "float32")}, "`initial_state`"),
     "mask": ({}, {"mask": np.ones((2, 3), "bool")}, "`mask` must have the shape"),
-    "mask dtype": ({}, {"mask": np.ones((2, 4), "float32")}, "`mask` must be boolean"),
+    "mask dtype": (
+        {},
+        {"mask": np.ones((2, 4), "float32")},
+        "`mask` must be boolean, .* or integers, 0 at padding; got float32",
+    ),
     "segments": ({}, {"segment_ids": np.ones((2, 4), "float32")}, "`segment_ids` must be integers"),
     "previous": ({}, {"previous_segment_id": np.ones((3,), "int32")}, "`previous_segment_id`"),
     "kinds": ({}, {"token_kind": np.zeros((2, 3), "int8")}, "`token_kind` must have the shape"),
