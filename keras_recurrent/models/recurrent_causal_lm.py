@@ -12,6 +12,7 @@ from keras_recurrent.layers.checks import check_tensor
 from keras_recurrent.models.calibration import layer_structure
 from keras_recurrent.models.recurrent_backbone import token_input
 from keras_recurrent.models.samples import (
+    check_no_text,
     check_samples,
     described,
     is_strings,
@@ -362,6 +363,30 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
         hidden_states, cache = self.backbone.hidden_states(token_ids, padding_mask, cache=cache)
         logits = self.backbone.token_embedding(hidden_states, reverse=True)
         return logits, hidden_states, cache
+
+    def generate(self, inputs, max_length=None, stop_token_ids="auto", strip_prompt=False):
+        """Text, or tokens where the model has no preprocessor, gone on with.
+
+        Args:
+            inputs: a string or several of them. Without a preprocessor, a dictionary of `token_ids`
+                and `padding_mask` `[B, T]`: prompts at the left of their rows, and room to write.
+                Or a `tf.data.Dataset` of batches of these.
+            max_length: integer, the tokens of a row, prompt included; None: the preprocessor's
+                `sequence_length`. Without a preprocessor the rows say it.
+            stop_token_ids: a tuple of token ids, each of which ends a row; None: rows are filled.
+                `"auto"`: the tokenizer's end token, for which a preprocessor is needed.
+            strip_prompt: boolean, whether to return only what is new.
+
+        Returns:
+            Text or tokens, as `inputs` are.
+
+        Raises:
+            ValueError: text without a preprocessor, no prompt or an empty one, a prompt without
+                room, ids or stop tokens that the vocabulary lacks.
+        """
+        if self.preprocessor is None:
+            check_no_text(inputs, self.preprocessor_cls)
+        return super().generate(inputs, max_length, stop_token_ids, strip_prompt)
 
     def make_generate_function(self):
         """The generation of one batch of tokens, compiled, behind a check of the prompts."""

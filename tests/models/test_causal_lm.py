@@ -172,7 +172,7 @@ def test_prompts_need_a_token_and_no_gaps():
             model.generate(prompt, stop_token_ids=None)
     real = np.ones((2, 5), "int32")
     for prompt, match in [
-        ("tick", "dictionary of `token_ids` and `padding_mask`.*got str"),
+        (token_ids, "dictionary of `token_ids` and `padding_mask`.*got ndarray"),
         ({"token_ids": token_ids}, r"got \['token_ids'\]"),
         ({"token_ids": token_ids, "padding_mask": real, "segment_ids": real}, "one document a row"),
         ({"token_ids": token_ids, "padding_mask": real[:, :3]}, r"got \(2, 5\) and \(2, 3\)"),
@@ -322,6 +322,16 @@ def test_prompts_are_strings_where_there_is_a_preprocessor():
         tiny_causal_lm(num_layers=1).generate(
             {"token_ids": [[7, 7]], "padding_mask": [[1, 0]]}, stop_token_ids=None
         )
+
+
+@pytest.mark.once
+def test_prompts_of_text_need_a_preprocessor():
+    model = tiny_causal_lm(num_layers=1)
+    for prompts in ("tick", ["tick"], np.array(["tick"]), b"tick"):
+        for stop_token_ids in ("auto", None):
+            match = r"`inputs` is text.* no preprocessor.*such as a `GriffinCausalLMPreprocessor`"
+            with pytest.raises(ValueError, match=match):
+                model.generate(prompts, stop_token_ids=stop_token_ids)
 
 
 @pytest.mark.once
