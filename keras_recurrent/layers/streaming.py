@@ -325,6 +325,11 @@ class StreamingLayer(RecomputableLayer):
             return
         self.check_arguments(inputs, **arguments)
         batch, length = inputs.shape[:2]
+        if length == 0:
+            raise ValueError(
+                f"`{type(self).__name__}`: `inputs` must have at least one token; got the shape "
+                f"{tuple(inputs.shape)} for [batch, time, width]."
+            )
         if state is None and return_state and not self.keeps_state:
             raise self.no_bound()
         for name, tensor in (("mask", mask), ("segment_ids", segment_ids)):
@@ -359,9 +364,9 @@ def check_state(state, spec, path):
     """Raise for a state of another structure or shape than `spec`; `path` is its name in errors."""
     if isinstance(spec, tuple):
         if not isinstance(state, (tuple, list)) or len(state) != len(spec):
-            got = f"{len(state)} parts" if isinstance(state, (tuple, list)) else _kind(state)
+            got = f"one of {len(state)}" if isinstance(state, (tuple, list)) else _kind(state)
             raise ValueError(
-                f"`{path}` must be a tuple of {len(spec)} parts, as "
+                f"`{path}` must be a tuple of the length {len(spec)}, as "
                 f"`get_initial_state(batch_size)` makes it; got {got}."
             )
         for i, part in enumerate(spec):

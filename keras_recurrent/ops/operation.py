@@ -239,10 +239,11 @@ def _parts(shape, dims):
 def _check_rank(operation, name, shape, dims):
     least = len(dims) - (dims[0] == "...")
     if len(shape) < least or (len(shape) > least and dims[0] != "..."):
-        wanted = f"at least {least}" if dims[0] == "..." else f"the {least}"
+        wanted = f"at least {least}" if dims[0] == "..." else str(least)
+        wanted += " dimension" if least == 1 else " dimensions"
         raise ValueError(
-            f"`{operation}`: `{name}` must have {wanted} dimensions [{', '.join(dims)}]; "
-            f"got the shape {shape}."
+            f"`{operation}`: `{name}` must have {wanted}, [{', '.join(dims)}]; got the shape "
+            f"{shape}."
         )
 
 

@@ -46,6 +46,17 @@ def test_unknown_ranks(name):
 
 @pytest.mark.once
 @streaming_layer
+def test_no_tokens(name):
+    layer = built(name)
+    for x in (inputs()[:, :0], keras.Input((0, WIDTH))):
+        with pytest.raises(
+            ValueError, match=r"`inputs` must have at least one token; got .*, 0, 8"
+        ):
+            layer(x)
+
+
+@pytest.mark.once
+@streaming_layer
 def test_wrong_width(name):
     with pytest.raises(ValueError, match="expected axis -1 of input shape to have value 8"):
         built(name)(np.zeros((2, 3, 6), "float32"))

@@ -140,7 +140,9 @@ def test_a_cache_has_a_state_for_each_block():
     with pytest.raises(ValueError, match=r"`padding_mask` must have the shape .*\(1, 1\); got \(2"):
         model.call_with_cache(token, cache, padding_mask=np.ones((2, 1), "bool"))
     fewer = {**cache, "blocks": cache["blocks"][:2]}
-    with pytest.raises(ValueError, match=r"`cache\['blocks'\]` must be a tuple of 3 .*got 2 parts"):
+    with pytest.raises(
+        ValueError, match=r"`cache\['blocks'\]` must be a tuple .*length 3.*got one of 2"
+    ):
         model.call_with_cache(token, fewer)
     with pytest.raises(ValueError, match=r"`cache` must be a dict of \['blocks', .*got tuple"):
         model.call_with_cache(token, cache["blocks"])

@@ -241,12 +241,12 @@ def test_a_graph_made_for_recomputing():
 
 
 BAD = {
-    "rank": ({"x": np.zeros((2, 3), "float32")}, {}, "`x` must have the 3 dimensions"),
+    "rank": ({"x": np.zeros((2, 3), "float32")}, {}, r"`x` must have 3 dimensions, \[B"),
     "time": ({"log_a": np.zeros((2, 5, 3), "float32")}, {}, "`log_a` must have the shape"),
     "empty": (
         {"x": np.zeros((2, 0, 3), "float32"), "log_a": np.zeros((2, 0, 3), "float32")},
         {},
-        "at least one token",
+        r"`x` must have at least one token; got the shape \(2, 0, 3\) for \[B, T, D\]",
     ),
     "no rows": (
         {"x": np.zeros((0, 4, 3), "float32"), "log_a": np.zeros((0, 4, 3), "float32")},
@@ -285,6 +285,16 @@ def test_bad_arguments_name_themselves(tensors, context, message):
     good = {"x": np.zeros((2, 4, 3), "float32"), "log_a": np.zeros((2, 4, 3), "float32")}
     with pytest.raises(ValueError, match=message):
         ops.linear_scan(**(good | tensors), **context)
+
+
+@every_operation
+def test_a_sequence_of_no_tokens(operation):
+    tensors = draw(operation, Case(2, 5, 3)).tensors
+    first = TIMED[operation][0]
+    with pytest.raises(
+        ValueError, match=rf"`{first}` must have at least one token; got .*\(2, 0, "
+    ):
+        call(operation, tokens(operation, tensors, slice(0, 0)))
 
 
 def test_bad_shapes_in_a_graph():

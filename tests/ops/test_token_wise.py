@@ -408,9 +408,9 @@ def test_which_implementation_tells(operation):
 
 X = np.ones((2, 3, 8), "float32")
 BAD = {
-    "scale": (lambda: ops.rms_norm(X, X[0], epsilon=0), "`scale` must have the 1 dimensions"),
+    "scale": (lambda: ops.rms_norm(X, X[0], epsilon=0), r"`scale` must have 1 dimension, \[D\]"),
     "width": (lambda: ops.rms_norm(X, X[0, 0, :4], epsilon=0), "`scale` .* D should be 8, not 4"),
-    "rank": (lambda: ops.rms_norm(X[0, 0, 0], epsilon=0), r"at least 1 dimensions \[..., D\]"),
+    "rank": (lambda: ops.rms_norm(X[0, 0, 0], epsilon=0), r"at least 1 dimension, \[..., D\]"),
     "dtype": (lambda: ops.rms_norm(X.astype("int32"), epsilon=0), "`x` must be one of float16"),
     "none": (lambda: ops.rms_norm(None, epsilon=0), "needs the argument `x`"),
     "epsilon": (lambda: ops.rms_norm(X, epsilon=-1.0), "`epsilon` must be .* at least 0; got -1.0"),
