@@ -248,7 +248,12 @@ class StreamingLayer(RecomputableLayer):
     # === States ===
 
     def state_spec(self, batch_size=None):
-        """The state's structure, as `KerasTensor`s."""
+        """The state's structure, as `KerasTensor`s.
+
+        A size of None is one that each state has for itself: the rows where `batch_size` is None,
+        and the tokens that a state of attention has room for, which `get_initial_state` may be
+        told to make fewer than the window reaches.
+        """
         spec = self.own_state_spec(batch_size)
         return _sorted({**spec, **place_specs(batch_size, self.uses_position)})
 
