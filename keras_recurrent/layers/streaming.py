@@ -1,6 +1,7 @@
 """What layers with a state share: their call, the structure of a state, their checks."""
 
 import keras
+import numpy as np
 from keras import ops, tree
 
 from keras_recurrent.layers.checks import check_boolean, check_positive_integer, check_tensor
@@ -65,7 +66,8 @@ class StreamingLayer(RecomputableLayer):
 
     Raises:
         ValueError: inputs that are not `[B, T, D]` or have no token, a mask or segments that are
-            not `[B, T]` or of another dtype, a state of another structure or shape.
+            not `[B, T]` or of another dtype, a state of another structure or shape, a
+            `return_state` that is no boolean.
 
     Example: a layer of one's own around another.
 
@@ -182,6 +184,11 @@ class StreamingLayer(RecomputableLayer):
 
     # === The call ===
 
+    def __call__(self, *args, **kwargs):
+        if isinstance(kwargs.get("return_state"), np.bool_):  # Keras would make a tensor of it
+            kwargs["return_state"] = bool(kwargs["return_state"])
+        return super().__call__(*args, **kwargs)
+
     def call(
         self,
         inputs,
@@ -289,7 +296,10 @@ class StreamingLayer(RecomputableLayer):
         )
 
     def _returns_state(self, return_state):
-        return self.return_state if return_state is None else return_state
+        if return_state is None:
+            return self.return_state
+        check_boolean("return_state", return_state)
+        return return_state
 
     def _check_built(self):
         if not self.built:

@@ -173,6 +173,19 @@ def test_what_is_no_boolean(make, name, value):
 
 
 @pytest.mark.once
+@streaming_layer
+@pytest.mark.parametrize("value", ["yes", 1, 0.0])
+def test_a_call_returns_a_state_or_not(name, value):
+    layer = built(name)
+    for x in (inputs(), keras.Input((None, WIDTH))):
+        with pytest.raises(
+            ValueError, match=f"`return_state` must be True or False; got {value!r}"
+        ):
+            layer(x, return_state=value)
+    assert isinstance(layer(inputs(), return_state=np.bool_(True)), tuple)
+
+
+@pytest.mark.once
 @pytest.mark.parametrize("name", [name for name in STREAMING if name not in ATTENTION])
 def test_a_state_before_the_width_is_known(name):
     layer = ROWS[name].make()
