@@ -13,11 +13,10 @@ def log_forget_gate(logits, lower_bound=None):
     Returns [..., D] in float32, or float64 if an argument is float64.
     """
     dtype = accumulation_dtype(logits, lower_bound)
-    log_f = _log_sigmoid(logits.astype(dtype))
+    logits = logits.astype(dtype)
     if lower_bound is None:
-        return log_f
-    log_bound, log_rest = lower_bound.astype(dtype)
-    return _log_of_sum(log_bound, log_rest + log_f)
+        return _log_sigmoid(logits)
+    return _bounded(logits, *lower_bound.astype(dtype))
 
 
 @jax.custom_jvp
@@ -30,13 +29,22 @@ _log_sigmoid.defjvps(lambda d_z, _, z: d_z * jax.nn.sigmoid(-z))
 
 
 @jax.custom_jvp
-def _log_of_sum(a, b):
-    """log(exp(a) + exp(b)), cut off at 0: rounding may take it above."""
-    return jnp.minimum(jnp.logaddexp(a, b), 0)
+def _bounded(z, log_bound, log_rest):
+    """log f, and where w = (1 - β) σ(-z) <= 1/2 as log(1 - w)."""
+    of_sum = jnp.logaddexp(log_bound, log_rest + _log_sigmoid(z))
+    forgotten = jnp.exp(log_rest) * jax.nn.sigmoid(-z)
+    # log(1 - w): on a CPU, XLA's log1p loses digits of float64 below 0, and none above.
+    near_1 = -jnp.log1p(forgotten / (1 - jnp.minimum(forgotten, 0.5)))
+    is_near_1 = (forgotten <= 0.5) & ~jnp.isnan(of_sum)  # log β may be NaN
+    return jnp.where(is_near_1, near_1, of_sum)
 
 
-@_log_of_sum.defjvp
+@_bounded.defjvp
 def _(primals, tangents):
-    # Not exp(a - log f), whose exponent is rounded; and not 0 where the sum was cut off.
-    (a, b), (d_a, d_b) = primals, tangents
-    return _log_of_sum(a, b), jax.nn.sigmoid(a - b) * d_a + jax.nn.sigmoid(b - a) * d_b
+    # Not exp(log_bound - log f), whose exponent is rounded.
+    z, log_bound, log_rest = primals
+    d_z, d_bound, d_rest = tangents
+    log_ratio = log_rest + _log_sigmoid(z) - log_bound  # of the gate's share of f to the bound's
+    d_gate = d_rest + jax.nn.sigmoid(-z) * d_z
+    tangent = jax.nn.sigmoid(log_ratio) * d_gate + jax.nn.sigmoid(-log_ratio) * d_bound
+    return _bounded(*primals), tangent

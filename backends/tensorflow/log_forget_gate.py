@@ -11,16 +11,18 @@ def log_forget_gate(logits, lower_bound=None):
     Returns [..., D] in float32, or float64 if an argument is float64.
     """
     dtype = accumulation_dtype(logits, lower_bound)
-    log_f = _log_sigmoid(tf.cast(logits, dtype))
+    logits = tf.cast(logits, dtype)
+    log_s = _log_sigmoid(logits)
     if lower_bound is None:
-        return log_f
+        return log_s
     log_bound, log_rest = tf.unstack(tf.cast(lower_bound, dtype))
-    rest = log_rest + log_f
+    rest = log_rest + log_s
     larger = tf.stop_gradient(tf.maximum(log_bound, rest))
-    log_f = larger + tf.math.log(tf.exp(log_bound - larger) + tf.exp(rest - larger))
-    # The gradient is that of this sum; the value is a more exact one, cut off at 0.
-    exact = larger + tf.math.log1p(tf.exp(-tf.abs(log_bound - rest)))
-    return log_f + tf.stop_gradient(tf.minimum(exact, 0) - log_f)
+    of_sum = larger + tf.math.log(tf.exp(log_bound - larger) + tf.exp(rest - larger))
+    forgotten = tf.stop_gradient(tf.exp(log_rest) * sigmoid(-logits))
+    # Near 1 the value of what is forgotten, the gradient of the sum.
+    near_1 = tf.math.log1p(-forgotten) + (of_sum - tf.stop_gradient(of_sum))
+    return tf.where(forgotten <= 0.5, near_1, of_sum)
 
 
 @tf.custom_gradient

@@ -12,10 +12,13 @@ def log_forget_gate(logits, lower_bound=None):
     Returns [..., D] in float32, or float64 if an argument is float64.
     """
     dtype = accumulation_dtype(logits, lower_bound)
-    log_f = F.logsigmoid(logits.to(dtype))
+    logits = logits.to(dtype)
+    log_s = F.logsigmoid(logits)
     if lower_bound is None:
-        return log_f
+        return log_s
     log_bound, log_rest = lower_bound.to(dtype)
-    log_f = torch.logaddexp(log_bound, log_rest + log_f)
-    # Rounding may take log f above 0. It is cut off there, but its gradient is not.
-    return log_f - log_f.detach().clamp(min=0)
+    of_sum = torch.logaddexp(log_bound, log_rest + log_s)
+    forgotten = log_rest.detach().exp() * torch.sigmoid(-logits.detach())
+    # Near 1 the value of what is forgotten, the gradient of the sum.
+    near_1 = torch.log1p(-forgotten) + (of_sum - of_sum.detach())
+    return torch.where(forgotten <= 0.5, near_1, of_sum)

@@ -4,7 +4,8 @@ With a = log β and b = log(1 - β) + log σ(z) it is log(exp(a) + exp(b)), and 
 
     dz = dlog f σ(b - a) σ(-z),  da = Σ dlog f σ(a - b),  dlog(1 - β) = Σ dlog f σ(b - a)
 
-for which the backward needs only z, β and the gradient of log f.
+for which the backward needs only z, β and the gradient of log f. Where the gate forgets at most
+half, w = (1 - β) σ(-z) <= 1/2, log f is log(1 - w) = -log(1 + w / (1 - w)).
 """
 
 import triton
@@ -62,6 +63,13 @@ def _log_sigmoid(z, FINE: tl.constexpr):
 
 
 @triton.jit
+def _sigmoid_of_minus(z, e):
+    """σ(-z), of e = exp(-|z|)."""
+    # On a GPU, e need not be NaN where z is.
+    return tl.where(z == z, tl.where(z > 0.0, e, 1.0) * reciprocal(1.0 + e), z)
+
+
+@triton.jit
 def _forward_kernel(
     logits,
     lower_bound,
@@ -82,12 +90,15 @@ def _forward_kernel(
     for tile in range(program, tl.cdiv(rows, ROWS), programs):
         valid = (tile * ROWS + row < rows) & (d < D)
         z = tl.load(logits + offsets, valid, other=0.0).to(tl.float32)
-        log_s, _ = _log_sigmoid(z, FINE)
+        log_s, e = _log_sigmoid(z, FINE)
         if lower_bound is not None:
             above = log_not_beta + log_s
             larger = tl.where(log_beta > above, log_beta, above)
-            log_s = larger + log1p(exp(-tl.abs(above - log_beta), FINE), FINE)
-            log_s = tl.where(log_s > 0.0, 0.0, log_s)
+            forgotten = exp(log_not_beta, FINE) * _sigmoid_of_minus(z, e)
+            near_1 = (forgotten <= 0.5) & (log_beta == log_beta)  # log β may be NaN
+            ratio = forgotten * reciprocal(1.0 - tl.minimum(forgotten, 0.5))
+            log = log1p(tl.where(near_1, ratio, exp(-tl.abs(above - log_beta), FINE)), FINE)
+            log_s = tl.where(near_1, -log, larger + log)
         tl.store(log_f + offsets, log_s, valid)
         logits += step
         log_f += step
@@ -126,8 +137,7 @@ def _backward_kernel(
             d_below += gradient * below
             gradient *= above
             d_above += gradient
-        # On a GPU, e need not be NaN where z is.
-        gradient *= tl.where(z == z, tl.where(z > 0.0, e, 1.0) * reciprocal(1.0 + e), z)
+        gradient *= _sigmoid_of_minus(z, e)
         tl.store(d_logits + offsets, gradient, valid)
         d_log_f += step
         logits += step

@@ -105,8 +105,9 @@ def _check(num_examples, num_pairs, num_queries, sequence_length, vocabulary_siz
         raise ValueError(f"`power` must be above 0; got {power}.")
     if vocabulary_size // 2 - 1 < num_pairs:
         raise ValueError(
-            f"`vocabulary_size` must be at least {2 * num_pairs + 2}, for {num_pairs} keys, at "
-            f"least as many values and the token 0; got {vocabulary_size}."
+            f"`vocabulary_size` must be at least {2 * num_pairs + 2}, for a key of each pair ("
+            f"{num_pairs}), as many values and the token 0; got "
+            f"{vocabulary_size}."
         )
     if num_queries > num_pairs:
         raise ValueError(
@@ -116,5 +117,5 @@ def _check(num_examples, num_pairs, num_queries, sequence_length, vocabulary_siz
     if sequence_length // 2 < num_pairs + num_queries:
         raise ValueError(
             f"`sequence_length` must be at least {2 * (num_pairs + num_queries)}, two tokens for "
-            f"each of {num_pairs} pairs and {num_queries} queries; got {sequence_length}."
+            f"each pair ({num_pairs}) and each query ({num_queries}); got {sequence_length}."
         )

@@ -30,7 +30,8 @@ class BidirectionalHGRN2(RecomputableLayer):
     Call arguments:
         inputs: `[B, T, D]`.
         lower_bound: `[2, D]`, as in `keras_recurrent.layers.HGRN2`; None: β is 0.
-        mask: boolean `[B, T]`, False at padding, which changes nothing for other tokens.
+        mask: boolean `[B, T]`, or integers, False or 0 at padding, which changes nothing for other
+            tokens.
 
     Returns:
         y as `[B, T, D]` in the compute dtype.

@@ -49,6 +49,11 @@ class GatedLinearUnit(RecomputableLayer):
             )
 
     def build(self, input_shape):
+        if len(input_shape) < 2:
+            raise ValueError(
+                f"`{type(self).__name__}` needs inputs of shape [batch, ..., width], of two axes "
+                f"or more; got the shape {tuple(input_shape)}."
+            )
         check_width_known(self, input_shape)
         self.gate_proj.build(input_shape)
         self.up_proj.build(input_shape)

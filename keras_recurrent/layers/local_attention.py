@@ -60,7 +60,9 @@ class LocalAttention(StreamingLayer):
         y as `[B, T, D]` in the compute dtype. With `return_state` also the state: `{"key",
         "value": [B, C, num_key_value_heads, head_dim] in the compute dtype, "position": [B] int32,
         the position of the token to come, "segment": [B] int32}`. The token at position p is in
-        slot p mod C. Logits and sums are float32 under a policy of 16 bits.
+        slot p mod C. Where no state was given, C is `sliding_window - 1` or `max_length`, the
+        smaller of the two; else that of the state given. Logits and sums are float32 under a policy
+        of 16 bits.
 
     Sublayers: `q_proj`, `k_proj`, `v_proj`, without bias, and `o_proj`, all `Dense`, with kernels
     `[D, heads * head_dim]`, and `[num_query_heads * head_dim, D]` in `o_proj`.
@@ -195,7 +197,12 @@ class LocalAttention(StreamingLayer):
         return self.sliding_window is not None or self.max_length is not None
 
     def own_state_spec(self, batch_size=None):
-        # None: a state made for short rows has room for fewer tokens than the window.
+        """The layer's own part of a state, as `KerasTensor`s.
+
+        The size of the ring, C, is None also where `sliding_window` says how many tokens are
+        needed at most: a state that `get_initial_state(max_length=...)` has made for short rows
+        has room for fewer, and keeps its size from call to call.
+        """
         shape = (batch_size, None, self.num_key_value_heads, self.head_dim)
         return {
             "key": keras.KerasTensor(shape, dtype=self.compute_dtype),

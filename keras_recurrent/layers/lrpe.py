@@ -4,8 +4,9 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_recurrent.layers.checks import check_tensor
 from keras_recurrent.layers.remat import RecomputableLayer
-from keras_recurrent.ops.operation import accumulation_dtype
+from keras_recurrent.ops.operation import accumulation_dtype, check_dtype, dtype_of
 from keras_recurrent.ops.shapes import fits
 
 MAX_WAVELENGTH = 10_000
@@ -39,7 +40,7 @@ class LRPE(RecomputableLayer):
 
     Raises:
         ValueError: inputs that are not `[B, T, H, K]` with known H and K, or positions that are not
-            `[B, T]`.
+            integers `[B, T]`.
 
     Example: the second position, with a frequency of 1.
 
@@ -72,11 +73,7 @@ class LRPE(RecomputableLayer):
         )
 
     def call(self, inputs, positions):
-        if not fits(positions.shape, inputs.shape[:2]):
-            raise ValueError(
-                "`positions` must have the shape [batch, time] of the inputs, "
-                f"{tuple(inputs.shape[:2])}; got {tuple(positions.shape)}."
-            )
+        _check_positions(positions, inputs.shape[:2])
         x = ops.cast(inputs, self._angle_dtype)
         angle = ops.cast(positions, self._angle_dtype)[:, :, None, None] * self.theta
         turned = ops.concatenate([x * ops.cos(angle), x * ops.sin(angle)], axis=-1)
@@ -87,8 +84,19 @@ class LRPE(RecomputableLayer):
         return accumulation_dtype(self.compute_dtype)
 
     def compute_output_spec(self, inputs, positions):
+        _check_positions(positions, inputs.shape[:2])
         *shape, channels = inputs.shape
         return keras.KerasTensor((*shape, 2 * channels), dtype=self.compute_dtype)
+
+
+def _check_positions(positions, shape):
+    check_tensor("positions", positions)
+    if not fits(positions.shape, shape):
+        raise ValueError(
+            f"`positions` must have the shape [batch, time] of the inputs, {tuple(shape)}; got "
+            f"{tuple(positions.shape)}."
+        )
+    check_dtype("LRPE", "positions", dtype_of(positions))
 
 
 def _frequencies(shape, dtype):

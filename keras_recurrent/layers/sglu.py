@@ -24,15 +24,16 @@ class SGLU(GatedLinearUnit):
         **kwargs: `name`, `dtype`, `trainable`.
 
     Call arguments:
-        inputs: `[..., D]`.
+        inputs: `[B, ..., D]`, of two axes or more.
 
     Returns:
-        `[..., D]` in the compute dtype.
+        `[B, ..., D]` in the compute dtype.
 
     Sublayers: `gate_proj`, `up_proj`, `down_proj`, all `Dense`.
 
     Raises:
-        ValueError: an `intermediate_dim` below 1, or inputs whose width is not known.
+        ValueError: an `intermediate_dim` below 1, or inputs of fewer than two axes or whose width
+            is not known.
 
     Example:
 

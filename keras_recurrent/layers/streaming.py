@@ -1,6 +1,7 @@
 """What layers with a state share: their call, the structure of a state, their checks."""
 
 import keras
+import numpy as np
 from keras import ops, tree
 
 from keras_recurrent.layers.checks import check_boolean, check_positive_integer, check_tensor
@@ -65,7 +66,8 @@ class StreamingLayer(RecomputableLayer):
 
     Raises:
         ValueError: inputs that are not `[B, T, D]` or have no token, a mask or segments that are
-            not `[B, T]` or of another dtype, a state of another structure or shape.
+            not `[B, T]` or of another dtype, a state of another structure or shape, a
+            `return_state` that is no boolean.
 
     Example: a layer of one's own around another.
 
@@ -182,6 +184,11 @@ class StreamingLayer(RecomputableLayer):
 
     # === The call ===
 
+    def __call__(self, *args, **kwargs):
+        if isinstance(kwargs.get("return_state"), np.bool_):  # Keras would make a tensor of it
+            kwargs["return_state"] = bool(kwargs["return_state"])
+        return super().__call__(*args, **kwargs)
+
     def call(
         self,
         inputs,
@@ -248,7 +255,12 @@ class StreamingLayer(RecomputableLayer):
     # === States ===
 
     def state_spec(self, batch_size=None):
-        """The state's structure, as `KerasTensor`s."""
+        """The state's structure, as `KerasTensor`s.
+
+        A size of None is one that each state has for itself: the rows where `batch_size` is None,
+        and the tokens that a state of attention has room for, which `get_initial_state` may be
+        told to make fewer than the window reaches.
+        """
         spec = self.own_state_spec(batch_size)
         return _sorted({**spec, **place_specs(batch_size, self.uses_position)})
 
@@ -284,7 +296,10 @@ class StreamingLayer(RecomputableLayer):
         )
 
     def _returns_state(self, return_state):
-        return self.return_state if return_state is None else return_state
+        if return_state is None:
+            return self.return_state
+        check_boolean("return_state", return_state)
+        return return_state
 
     def _check_built(self):
         if not self.built:
@@ -325,6 +340,11 @@ class StreamingLayer(RecomputableLayer):
             return
         self.check_arguments(inputs, **arguments)
         batch, length = inputs.shape[:2]
+        if length == 0:
+            raise ValueError(
+                f"`{type(self).__name__}`: `inputs` must have at least one token; got the shape "
+                f"{tuple(inputs.shape)} for [batch, time, width]."
+            )
         if state is None and return_state and not self.keeps_state:
             raise self.no_bound()
         for name, tensor in (("mask", mask), ("segment_ids", segment_ids)):
@@ -352,16 +372,16 @@ def check_per_token(owner, name, tensor, shape):
             f"{tuple(tensor.shape)}."
         )
     # A mask of numbers to add, 0 and -inf, would mean the contrary as a boolean.
-    check_dtype(owner, "mask" if "mask" in name else name, dtype_of(tensor))
+    check_dtype(owner, name, dtype_of(tensor))
 
 
 def check_state(state, spec, path):
     """Raise for a state of another structure or shape than `spec`; `path` is its name in errors."""
     if isinstance(spec, tuple):
         if not isinstance(state, (tuple, list)) or len(state) != len(spec):
-            got = f"{len(state)} parts" if isinstance(state, (tuple, list)) else _kind(state)
+            got = f"one of {len(state)}" if isinstance(state, (tuple, list)) else _kind(state)
             raise ValueError(
-                f"`{path}` must be a tuple of {len(spec)} parts, as "
+                f"`{path}` must be a tuple of the length {len(spec)}, as "
                 f"`get_initial_state(batch_size)` makes it; got {got}."
             )
         for i, part in enumerate(spec):

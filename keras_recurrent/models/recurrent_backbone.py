@@ -104,7 +104,8 @@ class RecurrentBackbone(SegmentsOptional, LoraBackbone, keras_hub.models.Backbon
 
         Args:
             token_ids: integers `[B, T]`, any at padding.
-            padding_mask: boolean `[B, T]`; None: all tokens are real.
+            padding_mask: boolean `[B, T]`, or integers, False or 0 at padding; None: all tokens are
+                real.
             segment_ids: integers `[B, T]`, at least 0, as in
                 `keras_recurrent.layers.StreamingLayer`; None: one document a row, or the one before
                 goes on.

@@ -13,6 +13,7 @@ from keras_recurrent.layers.checks import check_tensor
 from keras_recurrent.models.calibration import layer_structure
 from keras_recurrent.models.recurrent_backbone import token_input
 from keras_recurrent.models.samples import (
+    check_no_text,
     check_samples,
     described,
     is_strings,
@@ -23,6 +24,7 @@ from keras_recurrent.models.saved_training import SavedTraining
 from keras_recurrent.models.segments import SegmentsOptional
 from keras_recurrent.models.token_crossentropy import TokenCrossentropy
 from keras_recurrent.models.token_ids import check_segment_ids, check_token_ids
+from keras_recurrent.ops.operation import check_dtype
 from keras_recurrent.ops.shapes import check_rank_known
 from keras_recurrent.ops.token_crossentropy import token_crossentropy
 
@@ -342,7 +344,8 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
             token_ids: integers `[B, T]`, the tokens that follow on what the cache has seen.
             cache: a cache, from a call before or from `backbone.get_initial_state(batch_size)`.
             cache_update_index: taken for KerasHub's signature; a state needs no place.
-            padding_mask: boolean `[B, T]`, False at tokens to leave out; None: all count.
+            padding_mask: boolean `[B, T]`, or integers, False or 0 at tokens to leave out; None:
+                all count.
 
         Returns:
             `(logits [B, T, vocabulary_size], hidden_states [B, T, hidden_dim], cache)`.
@@ -361,6 +364,30 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
         hidden_states, cache = self.backbone.hidden_states(token_ids, padding_mask, cache=cache)
         logits = self.backbone.token_embedding(hidden_states, reverse=True)
         return logits, hidden_states, cache
+
+    def generate(self, inputs, max_length=None, stop_token_ids="auto", strip_prompt=False):
+        """Text, or tokens where the model has no preprocessor, gone on with.
+
+        Args:
+            inputs: a string or several of them. Without a preprocessor, a dictionary of `token_ids`
+                and `padding_mask` `[B, T]`: prompts at the left of their rows, and room to write.
+                Or a `tf.data.Dataset` of batches of these.
+            max_length: integer, the tokens of a row, prompt included; None: the preprocessor's
+                `sequence_length`. Without a preprocessor the rows say it.
+            stop_token_ids: a tuple of token ids, each of which ends a row; None: rows are filled.
+                `"auto"`: the tokenizer's end token, for which a preprocessor is needed.
+            strip_prompt: boolean, whether to return only what is new.
+
+        Returns:
+            Text or tokens, as `inputs` are.
+
+        Raises:
+            ValueError: text without a preprocessor, no prompt or an empty one, a prompt without
+                room, ids or stop tokens that the vocabulary lacks.
+        """
+        if self.preprocessor is None:
+            check_no_text(inputs, self.preprocessor_cls)
+        return super().generate(inputs, max_length, stop_token_ids, strip_prompt)
 
     def make_generate_function(self):
         """The generation of one batch of tokens, compiled, behind a check of the prompts."""
@@ -461,7 +488,8 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
 
         Args:
             token_ids: integers `[B, T]`.
-            padding_mask: boolean `[B, T]`, False at padding; None: all tokens are real.
+            padding_mask: boolean `[B, T]`, or integers, False or 0 at padding; None: all tokens are
+                real.
             scoring_mode: `"logits"` or `"loss"`.
             layer_intercept_fn: a function of activations `[B, T, hidden_dim]` and a number, -1 for
                 the embeddings and i for the output of block i; the model goes on with what it
@@ -475,8 +503,9 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
 
         Raises:
             ValueError: an unknown `scoring_mode`, `"loss"` without `target_ids`, targets of another
-                shape, ids that are no integers `[B, T]`, such as text, or none at all, or a NumPy
-                array or list of `token_ids` with an id that the vocabulary lacks.
+                shape, ids that are no integers `[B, T]`, such as text, or none at all, a mask of
+                another shape or of floats, or a NumPy array or list of `token_ids` with an id that
+                the vocabulary lacks.
 
         Example:
 
@@ -510,9 +539,10 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
                     f"{tuple(token_ids.shape)}; got {tuple(target_ids.shape)}. Leave out the last "
                     "token, which nothing follows, or give it a target."
                 )
-        mask = None if padding_mask is None else ops.cast(padding_mask, "bool")
+        if padding_mask is not None:
+            padding_mask = ops.convert_to_tensor(padding_mask)
         hidden_states, _ = self.backbone.hidden_states(
-            token_ids, mask, intercept=layer_intercept_fn
+            token_ids, padding_mask, intercept=layer_intercept_fn
         )
         logits = self.backbone.token_embedding(hidden_states, reverse=True)
         if scoring_mode == "logits":
@@ -580,6 +610,8 @@ def _check_prompts(inputs, vocabulary_size):
     dtype = keras.backend.standardize_dtype(inputs["token_ids"].dtype)
     if "int" not in dtype:
         raise ValueError(f"`token_ids` must be integers; got {dtype}. Cast them first.")
+    dtype = keras.backend.standardize_dtype(inputs["padding_mask"].dtype)
+    check_dtype("generate", "padding_mask", dtype)
     real = ops.convert_to_numpy(inputs["padding_mask"]).astype("bool")
     shapes = [tuple(ops.shape(inputs["token_ids"])), real.shape]
     if shapes[0] != shapes[1] or len(shapes[0]) != 2 or not shapes[0][0]:

@@ -46,11 +46,7 @@ def check_samples(name, x, preprocessor_cls, has_preprocessor):
         raise ValueError(f"`{name}` holds nothing to train on; got no strings at all.")
     if is_text(x):
         if not has_preprocessor:
-            raise ValueError(
-                f"`{name}` is text, and the model has no preprocessor to make tokens of it. Pass a "
-                f"`preprocessor=` where you make the model, such as a "
-                f"`{preprocessor_cls.__name__}`, or train on tokens."
-            )
+            raise _no_preprocessor(name, preprocessor_cls, "train on tokens")
         return
     in_memory = isinstance(x, (str, bytes, dict, list, tuple, int, float))
     if in_memory or (hasattr(x, "dtype") and hasattr(x, "shape")):
@@ -58,6 +54,26 @@ def check_samples(name, x, preprocessor_cls, has_preprocessor):
             f"`{name}` must be several strings, or tokens in a dictionary of `token_ids` and "
             f"`padding_mask` with the tokens that follow as labels; got {described(x)}."
         )
+
+
+def check_no_text(inputs, preprocessor_cls):
+    """Raises for prompts that are text, where a model has no preprocessor.
+
+    Raises:
+        ValueError: names `inputs`, an argument of `generate`.
+    """
+    if not _is_empty(inputs) and (isinstance(inputs, (str, bytes)) or is_text(inputs)):
+        instead = "pass a dictionary of `token_ids` and `padding_mask`, each [batch, time]"
+        raise _no_preprocessor("inputs", preprocessor_cls, instead)
+
+
+def _no_preprocessor(name, preprocessor_cls, instead):
+    """The error where text comes, and nothing makes tokens of it."""
+    return ValueError(
+        f"`{name}` is text, and the model has no preprocessor to make tokens of it. Pass a "
+        f"`preprocessor=` where you make the model, such as a `{preprocessor_cls.__name__}`, or "
+        f"{instead}."
+    )
 
 
 def check_prompts(inputs):

@@ -72,8 +72,8 @@ def causal_conv1d(
         float64 if a tensor is. Both carry gradients.
 
     Raises:
-        ValueError: a shape or dtype does not fit, or the activation or the implementation is
-            unknown.
+        ValueError: a shape or dtype does not fit, `x` has no token, a tensor is empty along another
+            axis, or the activation or the implementation is unknown.
         NotImplementedError: no implementation accepts the arguments; says why for each.
 
     Example: the difference to the token before.

@@ -61,7 +61,8 @@ def lightning_attention(
         where the tensors have 16 bits. Both carry gradients.
 
     Raises:
-        ValueError: a shape or dtype does not fit, or the implementation is unknown.
+        ValueError: a shape or dtype does not fit, `q` has no token, a tensor is empty along another
+            axis, or the implementation is unknown.
         NotImplementedError: no implementation accepts the arguments; says why for each.
 
     Example: what was seen fades by half a token.

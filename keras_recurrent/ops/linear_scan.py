@@ -43,8 +43,8 @@ def linear_scan(
         log_a: `[B, T, D]`, the natural logarithm of the decays: at most 0, and -inf forgets all.
             May be float32 beside an `x` of 16 bits.
         initial_state: `[B, D]`, h before the first token; None: zeros.
-        mask: boolean `[B, T]`, False at padding, which may stand anywhere in a row: a padded token
-            leaves the state as it was. None: every token is real.
+        mask: boolean `[B, T]`, or integers, False or 0 at padding, which may stand anywhere in a
+            row: a padded token leaves the state as it was. None: every token is real.
         segment_ids: integers `[B, T]`, at least 0: a token never sees one of another segment
             (documents packed in a row). None: one document. What a negative number does stands in
             `keras_recurrent.ops.token_kind`.
@@ -62,7 +62,8 @@ def linear_scan(
         States and sums are float32, or float64 if a tensor is. Both carry gradients.
 
     Raises:
-        ValueError: a shape or dtype does not fit, or the implementation is unknown.
+        ValueError: a shape or dtype does not fit, `x` has no token, a tensor is empty along another
+            axis, or the implementation is unknown.
         NotImplementedError: no implementation accepts the arguments; says why for each.
 
     Example:

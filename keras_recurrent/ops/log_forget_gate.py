@@ -25,8 +25,10 @@ def log_forget_gate(logits, lower_bound=None, *, implementation=None):
 
     The forget gate of HGRN (Qin et al. 2023, arXiv:2311.04823, section 3.2) and HGRN2 (Qin et al.
     2024, arXiv:2404.07904), as `keras_recurrent.ops.gated_linear_attention` and `linear_scan` take
-    it. Neither gates near 0 nor those near 1 lose their digits. Only the arguments are kept for the
-    gradient.
+    it. Neither gates near 0 nor those near 1 lose their digits: where a gate forgets at most half,
+    log f is log(1 - w), of what is forgotten, w = (1 - β) σ(-logits), for which log(1 - β) alone is
+    used. The gradient of `lower_bound` is everywhere that of the formula above with log β and
+    log(1 - β) as two variables, `[β, (1 - β) σ(logits)] / f`.
 
     Infinite logits are gates that are shut or open. A NaN among them, or in the gradient that
     arrives, reaches its own place in log f and in the gradient of `logits`, and no other, but the

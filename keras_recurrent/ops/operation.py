@@ -10,6 +10,13 @@ from keras_recurrent import dispatch
 from keras_recurrent.ops.shapes import check_rank_known, fits
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
+INTEGERS = (
+    "segment_ids",
+    "previous_segment_id",
+    "initial_state['position']",
+    "tokens",
+    "positions",
+)
 OPERATIONS: dict[str, type["Operation"]] = {}
 
 
@@ -232,10 +239,11 @@ def _parts(shape, dims):
 def _check_rank(operation, name, shape, dims):
     least = len(dims) - (dims[0] == "...")
     if len(shape) < least or (len(shape) > least and dims[0] != "..."):
-        wanted = f"at least {least}" if dims[0] == "..." else f"the {least}"
+        wanted = f"at least {least}" if dims[0] == "..." else str(least)
+        wanted += " dimension" if least == 1 else " dimensions"
         raise ValueError(
-            f"`{operation}`: `{name}` must have {wanted} dimensions [{', '.join(dims)}]; "
-            f"got the shape {shape}."
+            f"`{operation}`: `{name}` must have {wanted}, [{', '.join(dims)}]; got the shape "
+            f"{shape}."
         )
 
 
@@ -277,11 +285,12 @@ def is_finite_number(value):
 
 
 def check_dtype(operation, name, dtype):
-    if name == "mask":
-        good, wanted = dtype == "bool" or "int" in dtype, "boolean, True at real tokens"
+    if name in ("mask", "padding_mask"):
+        good = dtype == "bool" or "int" in dtype
+        wanted = "boolean, True at real tokens, or integers, 0 at padding"
     elif name == "token_kind":
         good, wanted = dtype == "int8", "int8, as `keras_recurrent.ops.token_kind` returns it"
-    elif name in ("segment_ids", "previous_segment_id", "initial_state['position']", "tokens"):
+    elif name in INTEGERS:
         good, wanted = "int" in dtype, "integers"
     else:
         good, wanted = dtype in FLOATS, f"one of {', '.join(FLOATS)}"

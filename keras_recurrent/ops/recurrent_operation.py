@@ -74,7 +74,11 @@ class RecurrentOperation(Operation):
         given = tensors | context
         sizes = cls.check_tensors(given, letters)
         if sizes["T"] == 0:
-            raise ValueError(f"`{cls.function}` needs at least one token; got a sequence of none.")
+            first = next(iter(cls.shapes))
+            raise ValueError(
+                f"`{cls.function}`: `{first}` must have at least one token; got the shape "
+                f"{tuple(tensors[first].shape)} for [{', '.join(cls.shapes[first].split())}]."
+            )
         for name, tensor in given.items():
             # Attention with a window of one token and a filter of one tap have empty states.
             if tensor is None or 0 not in tensor.shape or {"C", "W-1"} & {*letters[name].split()}:

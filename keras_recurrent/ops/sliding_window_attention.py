@@ -58,8 +58,8 @@ class SlidingWindowAttentionOperation(RecurrentOperation):
         heads, groups = sizes["H"], sizes["G"]
         if heads % groups:
             raise ValueError(
-                f"`{cls.function}`: the {groups} heads of `k` and `v` must divide the {heads} "
-                "heads of `q`, an equal number of which share each."
+                f"`{cls.function}`: the number of heads of `k` and `v`, {groups}, must divide that "
+                f"of `q`, {heads}: an equal number of these share each."
             )
         return sizes
 
@@ -134,8 +134,9 @@ def sliding_window_attention(
         float64 if a tensor is. Gradients flow through the output and the state's keys and values.
 
     Raises:
-        ValueError: a shape or dtype does not fit, G does not divide H, `sliding_window` or
-            `max_length` is no integer from 1 on, or the implementation is unknown.
+        ValueError: a shape or dtype does not fit, `q` has no token, a tensor is empty along another
+            axis, G does not divide H, `sliding_window` or `max_length` is no integer from 1 on, or
+            the implementation is unknown.
         NotImplementedError: no implementation accepts the arguments; says why for each.
 
     Example: equal keys, so each token sees the mean of itself and the one before.

@@ -35,7 +35,7 @@ def token_kind(like, mask=None, segment_ids=None, previous_segment_id=None, init
 
     Args:
         like: a tensor `[B, T, ...]`: gives the shape.
-        mask: boolean `[B, T]`, False at padding; None: every token is real.
+        mask: boolean `[B, T]`, or integers, False or 0 at padding; None: every token is real.
         segment_ids: integers `[B, T]`, at least 0, one number a document; None: one document.
             Values are not looked at. As -1 is the segment before all tokens, tokens of -1 at the
             front of a row do not start a document, but go on. At padding any number may stand.

@@ -20,6 +20,14 @@ def test_wrong_rank(name, shape):
         layer.build(shape)
 
 
+@pytest.mark.parametrize("make", [layers.GatedMLP, layers.SGLU, layers.SwiGLU])
+def test_a_vector_without_a_batch(make):
+    for x in (np.ones(8, "float32"), keras.Input(batch_shape=(8,))):
+        with pytest.raises(ValueError, match=r"\[batch, ..., width\].* got the shape \(8,\)"):
+            make(4)(x)
+    assert make(4)(np.ones((1, 8), "float32")).shape == (1, 8)
+
+
 @pytest.mark.skipif(keras.config.backend() != "tensorflow", reason="TensorFlow alone has them")
 @pytest.mark.parametrize("name", ROWS)
 def test_unknown_ranks(name):
@@ -34,6 +42,17 @@ def test_unknown_ranks(name):
     if name in STREAMING:
         layer = built(name)
         trace(lambda mask: layer(inputs(), mask=mask))
+
+
+@pytest.mark.once
+@streaming_layer
+def test_no_tokens(name):
+    layer = built(name)
+    for x in (inputs()[:, :0], keras.Input((0, WIDTH))):
+        with pytest.raises(
+            ValueError, match=r"`inputs` must have at least one token; got .*, 0, 8"
+        ):
+            layer(x)
 
 
 @pytest.mark.once
@@ -154,6 +173,19 @@ def test_what_is_no_boolean(make, name, value):
 
 
 @pytest.mark.once
+@streaming_layer
+@pytest.mark.parametrize("value", ["yes", 1, 0.0])
+def test_a_call_returns_a_state_or_not(name, value):
+    layer = built(name)
+    for x in (inputs(), keras.Input((None, WIDTH))):
+        with pytest.raises(
+            ValueError, match=f"`return_state` must be True or False; got {value!r}"
+        ):
+            layer(x, return_state=value)
+    assert isinstance(layer(inputs(), return_state=np.bool_(True)), tuple)
+
+
+@pytest.mark.once
 @pytest.mark.parametrize("name", [name for name in STREAMING if name not in ATTENTION])
 def test_a_state_before_the_width_is_known(name):
     layer = ROWS[name].make()
@@ -206,3 +238,13 @@ def test_bounds_and_positions_of_another_shape():
         layers.HGRN2(4)(inputs(), lower_bound=0.5)
     with pytest.raises(ValueError, match=r"`positions` must have the shape .*\(2, 5\); got \(2, 4"):
         layers.LRPE()(np.zeros((2, 5, 1, 4), "float32"), positions=np.zeros((2, 4), "int32"))
+
+
+def test_positions_that_are_no_integers():
+    x, positions = np.zeros((2, 5, 1, 4), "float32"), np.zeros((2, 5), "float32")
+    symbolic = keras.Input((5,), batch_size=2)
+    for bad in (positions, symbolic):
+        with pytest.raises(ValueError, match=r"`positions` must be integers; got float32"):
+            layers.LRPE()(x, positions=bad)
+    with pytest.raises(ValueError, match=r"`positions` must be a tensor or an array; got a list"):
+        layers.LRPE()(x, positions=positions.tolist())

@@ -126,6 +126,10 @@ def test_scores_ask_for_what_they_need():
         model.score(np.ones((1, 3), "int32"), scoring_mode="loss")
     with pytest.raises(ValueError, match=r"`target_ids` must have .*\(1, 3\); got \(1, 2"):
         model.score([[1, 2, 3]], scoring_mode="loss", target_ids=[[2, 3]])
+    for mask in (np.zeros((1, 3), "float32"), [[0.0, 0.0, -np.inf]]):
+        with pytest.raises(ValueError, match=r"`padding_mask` must be boolean.*; got float32"):
+            model.score([[1, 2, 3]], mask)
+    model.score([[1, 2, 3]], [[1, 1, 0]])
 
 
 @pytest.mark.once
@@ -136,7 +140,9 @@ def test_a_cache_has_a_state_for_each_block():
     with pytest.raises(ValueError, match=r"`padding_mask` must have the shape .*\(1, 1\); got \(2"):
         model.call_with_cache(token, cache, padding_mask=np.ones((2, 1), "bool"))
     fewer = {**cache, "blocks": cache["blocks"][:2]}
-    with pytest.raises(ValueError, match=r"`cache\['blocks'\]` must be a tuple of 3 .*got 2 parts"):
+    with pytest.raises(
+        ValueError, match=r"`cache\['blocks'\]` must be a tuple .*length 3.*got one of 2"
+    ):
         model.call_with_cache(token, fewer)
     with pytest.raises(ValueError, match=r"`cache` must be a dict of \['blocks', .*got tuple"):
         model.call_with_cache(token, cache["blocks"])
@@ -168,13 +174,17 @@ def test_prompts_need_a_token_and_no_gaps():
             model.generate(prompt, stop_token_ids=None)
     real = np.ones((2, 5), "int32")
     for prompt, match in [
-        ("tick", "dictionary of `token_ids` and `padding_mask`.*got str"),
+        (token_ids, "dictionary of `token_ids` and `padding_mask`.*got ndarray"),
         ({"token_ids": token_ids}, r"got \['token_ids'\]"),
         ({"token_ids": token_ids, "padding_mask": real, "segment_ids": real}, "one document a row"),
         ({"token_ids": token_ids, "padding_mask": real[:, :3]}, r"got \(2, 5\) and \(2, 3\)"),
         ({"token_ids": token_ids[:0], "padding_mask": real[:0]}, "at least one prompt"),
         ({"token_ids": token_ids + 0.5, "padding_mask": real}, "must be integers; got float64"),
         ({"token_ids": token_ids[0], "padding_mask": real[0]}, r"got \(5,\) and \(5,\)"),
+        (
+            {"token_ids": token_ids, "padding_mask": real * 1.0},
+            "`padding_mask` must be boolean, .* or integers, 0 at padding; got float64",
+        ),
     ]:
         with pytest.raises(ValueError, match=match):
             model.generate(prompt, stop_token_ids=None)
@@ -314,6 +324,16 @@ def test_prompts_are_strings_where_there_is_a_preprocessor():
         tiny_causal_lm(num_layers=1).generate(
             {"token_ids": [[7, 7]], "padding_mask": [[1, 0]]}, stop_token_ids=None
         )
+
+
+@pytest.mark.once
+def test_prompts_of_text_need_a_preprocessor():
+    model = tiny_causal_lm(num_layers=1)
+    for prompts in ("tick", ["tick"], np.array(["tick"]), b"tick"):
+        for stop_token_ids in ("auto", None):
+            match = r"`inputs` is text.* no preprocessor.*such as a `GriffinCausalLMPreprocessor`"
+            with pytest.raises(ValueError, match=match):
+                model.generate(prompts, stop_token_ids=stop_token_ids)
 
 
 @pytest.mark.once

@@ -126,6 +126,19 @@ def test_padding_changes_nothing(operation, rng):
 
 
 @every_operation
+def test_a_mask_of_integers(operation, rng):
+    """As Keras's layers take it, too: 0 at padding."""
+    tensors = draw(operation, Case(2, 9, 3)).tensors
+    mask = rng.random((2, 9)) < 0.6
+    for context in ({}, {"reverse": True}, {"segment_ids": packed(rng, 9)}):
+        wanted = call(operation, tensors, mask=mask, **context)
+        for number, dtype in ((1, "int32"), (1, "uint8"), (-3, "int64")):
+            numbers = (mask * number).astype(dtype)
+            found = call(operation, tensors, mask=numbers, **context)
+            keras.tree.map_structure(np.testing.assert_array_equal, found, wanted)
+
+
+@every_operation
 def test_without_a_state_the_row_starts_afresh(operation):
     tensors = draw(operation, Case(2, 5, 3)).tensors
     output, state = call(operation, tensors)
@@ -228,12 +241,12 @@ def test_a_graph_made_for_recomputing():
 
 
 BAD = {
-    "rank": ({"x": np.zeros((2, 3), "float32")}, {}, "`x` must have the 3 dimensions"),
+    "rank": ({"x": np.zeros((2, 3), "float32")}, {}, r"`x` must have 3 dimensions, \[B"),
     "time": ({"log_a": np.zeros((2, 5, 3), "float32")}, {}, "`log_a` must have the shape"),
     "empty": (
         {"x": np.zeros((2, 0, 3), "float32"), "log_a": np.zeros((2, 0, 3), "float32")},
         {},
-        "at least one token",
+        r"`x` must have at least one token; got the shape \(2, 0, 3\) for \[B, T, D\]",
     ),
     "no rows": (
         {"x": np.zeros((0, 4, 3), "float32"), "log_a": np.zeros((0, 4, 3), "float32")},
@@ -244,7 +257,11 @@ BAD = {
     "none": ({"log_a": None}, {}, "needs the argument `log_a`"),
     "state": ({}, {"initial_state": np.zeros((2, 4), "float32")}, "`initial_state`"),
     "mask": ({}, {"mask": np.ones((2, 3), "bool")}, "`mask` must have the shape"),
-    "mask dtype": ({}, {"mask": np.ones((2, 4), "float32")}, "`mask` must be boolean"),
+    "mask dtype": (
+        {},
+        {"mask": np.ones((2, 4), "float32")},
+        "`mask` must be boolean, .* or integers, 0 at padding; got float32",
+    ),
     "segments": ({}, {"segment_ids": np.ones((2, 4), "float32")}, "`segment_ids` must be integers"),
     "previous": ({}, {"previous_segment_id": np.ones((3,), "int32")}, "`previous_segment_id`"),
     "kinds": ({}, {"token_kind": np.zeros((2, 3), "int8")}, "`token_kind` must have the shape"),
@@ -268,6 +285,16 @@ def test_bad_arguments_name_themselves(tensors, context, message):
     good = {"x": np.zeros((2, 4, 3), "float32"), "log_a": np.zeros((2, 4, 3), "float32")}
     with pytest.raises(ValueError, match=message):
         ops.linear_scan(**(good | tensors), **context)
+
+
+@every_operation
+def test_a_sequence_of_no_tokens(operation):
+    tensors = draw(operation, Case(2, 5, 3)).tensors
+    first = TIMED[operation][0]
+    with pytest.raises(
+        ValueError, match=rf"`{first}` must have at least one token; got .*\(2, 0, "
+    ):
+        call(operation, tokens(operation, tensors, slice(0, 0)))
 
 
 def test_bad_shapes_in_a_graph():

@@ -141,7 +141,10 @@ def test_a_state_keeps_its_dtypes():
 
 
 BAD = {
-    "heads": ({"q": np.zeros((2, 4, 3, 3), "float32")}, "2 heads of `k` and `v` must divide the 3"),
+    "heads": (
+        {"q": np.zeros((2, 4, 3, 3), "float32")},
+        "heads of `k` and `v`, 2, must divide .* 3",
+    ),
     "window": ({"sliding_window": 0}, "`sliding_window` must be an integer, at least 1"),
     "window dtype": ({"sliding_window": 4.0}, "`sliding_window` must be an integer"),
     "length": ({"max_length": -1}, "`max_length` must be an integer, at least 1"),

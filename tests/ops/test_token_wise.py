@@ -232,6 +232,43 @@ def test_slopes_of_gates(implementation, dtype, logits):
         check("log_forget_gate", implementation, drawn)
 
 
+@pytest.mark.parametrize("implementation", [i for o, i in KERNELS if o == "log_forget_gate"])
+def test_gates_with_a_bound_keep_their_digits(implementation):
+    """Each result relative to itself, for gates that are shut, open and between, and any bound."""
+    beta, z = np.array([0, 1e-6, 0.5, 0.999])[:, None], np.linspace(-30, 30, 241)
+    with np.errstate(divide="ignore"):
+        bound = np.log([beta + 0 * z, 1 - beta + 0 * z]).reshape(2, -1)
+    # One row: its channels do not add up in the gradient of the bound.
+    drawn = draw("log_forget_gate", Case((1, bound.shape[1])))
+    drawn.tensors["logits"][:] = round_to("float32", np.tile(z, 4))
+    drawn.tensors["lower_bound"][:] = round_to("float32", bound)
+    drawn.d_output[:] = 1
+    results = run("log_forget_gate", implementation, drawn)
+    forgotten = np.exp(drawn.tensors["lower_bound"][1]) / (1 + np.exp(drawn.tensors["logits"]))
+    half_open = forgotten <= 0.5
+    found, wanted = results["output"][half_open], np.log1p(-forgotten[half_open])
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    loop = reference("log_forget_gate", drawn, "float32")
+    for name, truth in reference("log_forget_gate", drawn, "float64").items():
+        size = np.where(truth == 0, 1, np.abs(truth))
+        wrong, allowed = (
+            (np.abs(found[name] - truth) / size).reshape(-1, 4, z.size).max((0, 2))
+            for found in (results, loop)
+        )
+        assert (wrong <= 2 * allowed + 2 * np.finfo("float32").eps).all(), (name, wrong, allowed)
+
+
+@pytest.mark.parametrize("implementation", [i for o, i in KERNELS if o == "log_forget_gate"])
+@pytest.mark.parametrize("row", [0, 1])
+def test_either_half_of_a_bound_may_be_nan(implementation, row):
+    drawn = draw("log_forget_gate", Case((6, 4)))
+    drawn.tensors["logits"][:] = np.array([-1e30, -10, 0, 5, 15, 1e30])[:, None]
+    drawn.tensors["lower_bound"][row, 1] = np.nan
+    results = run("log_forget_gate", implementation, drawn)
+    for name in ("output", "gradient of logits"):
+        assert (np.isnan(results[name]) == (np.arange(4) == 1)).all(), name
+
+
 every_crossentropy = pytest.mark.parametrize(
     "implementation", [i for o, i in KERNELS if o == "token_crossentropy"]
 )
@@ -371,9 +408,9 @@ def test_which_implementation_tells(operation):
 
 X = np.ones((2, 3, 8), "float32")
 BAD = {
-    "scale": (lambda: ops.rms_norm(X, X[0], epsilon=0), "`scale` must have the 1 dimensions"),
+    "scale": (lambda: ops.rms_norm(X, X[0], epsilon=0), r"`scale` must have 1 dimension, \[D\]"),
     "width": (lambda: ops.rms_norm(X, X[0, 0, :4], epsilon=0), "`scale` .* D should be 8, not 4"),
-    "rank": (lambda: ops.rms_norm(X[0, 0, 0], epsilon=0), r"at least 1 dimensions \[..., D\]"),
+    "rank": (lambda: ops.rms_norm(X[0, 0, 0], epsilon=0), r"at least 1 dimension, \[..., D\]"),
     "dtype": (lambda: ops.rms_norm(X.astype("int32"), epsilon=0), "`x` must be one of float16"),
     "none": (lambda: ops.rms_norm(None, epsilon=0), "needs the argument `x`"),
     "epsilon": (lambda: ops.rms_norm(X, epsilon=-1.0), "`epsilon` must be .* at least 0; got -1.0"),
