@@ -6,7 +6,10 @@ import jax.numpy as jnp
 from keras_recurrent.backends.jax._common import accumulation_dtype
 
 
+# The checkpoint: what the backward needs is made of the logits again. XLA would keep it in float32,
+# twice the size of bfloat16 logits, for the backward of each layer.
 @jax.jit
+@jax.checkpoint
 def log_forget_gate(logits, lower_bound=None):
     """logits: [..., D]; lower_bound: [2, D], log β and log(1 - β), or None, β = 0.
 

@@ -474,3 +474,14 @@ def given(drawn, name):
 def call(operation, drawn):
     tensors = {name: given(drawn, name) for name in drawn.tensors}
     return getattr(ops, operation)(**tensors, **drawn.options)
+
+
+@pytest.mark.skipif(PLAIN != "jax", reason="XLA decides there what is kept")
+def test_the_backward_of_gates_keeps_no_more_than_the_logits():
+    import jax
+
+    module = dispatch.IMPLEMENTATIONS["log_forget_gate"]["jax"]
+    logits, bound = jax.numpy.ones((40, 64), "bfloat16"), jax.numpy.zeros((2, 64))
+    _, backward = jax.vjp(module.log_forget_gate, logits, bound)
+    kept = sum(x.nbytes for x in jax.tree.leaves(backward))
+    assert kept <= logits.nbytes + bound.nbytes
