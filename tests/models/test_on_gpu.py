@@ -35,8 +35,10 @@ def trained(family, dtype, rematerialized=False):
     token_ids = rng.integers(1, VOCABULARY, (BATCH, LENGTH)).astype("int32")
     mask = np.arange(LENGTH) < np.array([[LENGTH], [LENGTH - 1], [33], [5]])
     x, y = {"token_ids": token_ids, "padding_mask": mask}, np.roll(token_ids, -1, 1)
+    weights = mask.astype("float32")
+    # Rows in another order would be added in another order.
     history = model.fit(
-        x, y, sample_weight=mask.astype("float32"), batch_size=BATCH, epochs=STEPS, verbose=0
+        x, y, sample_weight=weights, batch_size=BATCH, epochs=STEPS, shuffle=False, verbose=0
     )
     return history.history["loss"], [keras.ops.convert_to_numpy(w) for w in model.weights]
 
