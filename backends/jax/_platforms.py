@@ -23,8 +23,14 @@ def lowered(plain, **kernels):
 
     plain: a module with `forward`, `backward` and `operation`. kernels: {platform: a module that
     has the first two, or whose `kernels` have them}. In a module with `KEEPS`, what `forward`
-    returns last is for `backward` alone, and each implementation reads its own.
+    returns last is for `backward` alone, and each implementation reads its own. Without a
+    `backward`, modules have the operation's function alone.
     """
+    if not hasattr(plain, "backward"):
+        name = plain.__name__.rpartition(".")[2]
+        return _of_forwards(
+            {of: getattr(module, name) for of, module in {**kernels, "default": plain}.items()}
+        )
     forwards, backwards = (
         {p: getattr(getattr(of, "kernels", of), name) for p, of in kernels.items()}
         | {"default": getattr(plain, name)}
@@ -33,6 +39,23 @@ def lowered(plain, **kernels):
     if getattr(plain, "KEEPS", False):
         return plain.operation(_keeping(forwards), _with_own(backwards))
     return plain.operation(_dependent(forwards), _dependent(backwards))
+
+
+def _of_forwards(functions):
+    """A function of keyword arguments, of which arrays are operands and all others constants."""
+
+    def function(**arguments):
+        arrays = {name: x for name, x in arguments.items() if hasattr(x, "dtype")}
+        others = {name: x for name, x in arguments.items() if name not in arrays}
+
+        def run(of, *given):
+            return functions[of](**dict(zip(arrays, given, strict=True)), **others)
+
+        return _by_platform(
+            {of: functools.partial(run, of) for of in functions}, tuple(arrays.values())
+        )
+
+    return function
 
 
 def _dependent(functions):

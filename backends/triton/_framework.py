@@ -1,7 +1,8 @@
 """What the running Keras backend does for the files of this folder.
 
 `run(launch)` returns the arrays that a launch writes, in the order of its outputs, None for one
-that is not wanted. `operation(definition)` makes a differentiable function of an `Operation`.
+that is not wanted. `operation(definition)` makes a differentiable function of an `Operation`,
+`forward_operation` one without gradients, for steps of generation.
 """
 
 import importlib
@@ -19,7 +20,9 @@ def of_framework(suffix="") -> Any:
 framework = of_framework()
 
 cast = framework.cast
+forward_operation = framework.forward_operation
 operation = framework.operation
+overlap = framework.overlap
 places_of_numbers = framework.places_of_numbers
 refusal = framework.refusal
 refusal_of_token_wise = framework.refusal_of_token_wise

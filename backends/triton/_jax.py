@@ -23,6 +23,7 @@ from keras_recurrent.backends.jax import _gpu, _shards
 from keras_recurrent.backends.jax._common import refusal_of_sizes
 from keras_recurrent.backends.triton import _interpreter
 from keras_recurrent.backends.triton._common import INTERPRETED, words_on_assembler
+from keras_recurrent.backends.triton._operation import Operation
 
 zeros_like = jnp.zeros_like
 _TYPES = {
@@ -57,6 +58,11 @@ def refusal_of_token_wise(*tensors):
 
 def cast(x, dtype):
     return x.astype(dtype)
+
+
+def overlap(x):
+    """The options of a launch that may begin before the one before it has ended: not on JAX."""
+    return {"AHEAD": False}
 
 
 def no_search():
@@ -139,8 +145,18 @@ def _lower(ctx, *operands, launch):
         "triton_kernel_call",
         api_version=2,
         backend_config=zlib.compress(call.to_proto(metadata.name, b"")),  # type: ignore[arg-type]
+        operand_output_aliases=_aliases(launch),
     )
     return lowering(ctx, *operands)
+
+
+def _aliases(launch):
+    """{the place of an operand: that of the result in its memory}; XLA copies where it must."""
+    if launch.updates is None:
+        return None
+    source, target = launch.updates
+    written = [array is not None for array in launch.outputs]
+    return {sum(launch.inputs[:source]): sum(written[:target])}
 
 
 def compile_launch(launch, inputs, target):
@@ -228,6 +244,13 @@ mlir.register_lowering(_launch, _refuse)
 mlir.register_lowering(_launch, _lower, platform="cuda")
 if INTERPRETED:
     mlir.register_lowering(_launch, _interpret, platform="cpu")
+
+
+def forward_operation(name, forward, results, count, updates=None):
+    """The function of an operation's tensors and options, without gradients."""
+    del count, updates  # the launches say all
+    options = Operation(name, forward, results, None, None).options
+    return jax.jit(forward, static_argnames=tuple(options))
 
 
 def operation(definition):

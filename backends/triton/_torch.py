@@ -5,14 +5,18 @@ An operation is a custom operator of torch with a custom operator for its gradie
 """
 
 import contextlib
+import threading
 
 import torch
 import triton
 
 from keras_recurrent.backends.constants import LOWEST_CAPABILITY
 from keras_recurrent.backends.torch._autograd import register_autograd
+from keras_recurrent.backends.torch._states import may_be_overwritten
 from keras_recurrent.backends.triton._common import INTERPRETED, words_on_assembler
+from keras_recurrent.backends.triton._operation import Operation
 
+_LAUNCHES_AHEAD = (9, 0)  # the compute capability from which launches may overlap
 _SCHEMA_TYPES = {float: "float", bool: "bool", int: "int", str | None: "str?", int | None: "int?"}
 
 
@@ -48,8 +52,12 @@ def _capability(device):
 
 def run(launch):
     """Runs a kernel on the device of its inputs; returns what it writes."""
-    first = _first(launch.inputs)
-    outputs = tuple(None if array is None else new(array, first) for array in launch.outputs)
+    first, (source, target) = _first(launch.inputs), launch.updates or (None, None)
+    overwritten = target if _overwrites.now else None
+    outputs = tuple(
+        launch.inputs[source] if i == overwritten else None if array is None else new(array, first)
+        for i, array in enumerate(launch.outputs)
+    )
     arguments = *launch.inputs, *outputs, *launch.numbers
     try:
         launch.kernel[(launch.programs,)](*arguments, **launch.options)
@@ -57,6 +65,15 @@ def run(launch):
         error.add_note(words_on_assembler(launch.kernel, "torch"))
         raise
     return outputs
+
+
+class _Overwrites(threading.local):
+    """Whether launches write an updated state into the memory of the one before."""
+
+    now = False
+
+
+_overwrites = _Overwrites()
 
 
 def new(array, like):
@@ -83,6 +100,12 @@ def places_of_numbers(rows, count, behind=False):
     return torch.searchsorted(rows, numbers, right=behind, out_int32=True)
 
 
+def overlap(x):
+    """The options of a launch that may begin before the one before it has ended."""
+    ahead = x.is_cuda and _capability(x.device) >= _LAUNCHES_AHEAD
+    return {"AHEAD": True, "launch_pdl": True} if ahead else {"AHEAD": False}
+
+
 def no_search() -> str | None:
     """Why kernels cannot be timed here; None if they can."""
     if INTERPRETED:
@@ -105,6 +128,85 @@ def milliseconds(call, warmup, repetition):
     return triton.testing.do_bench(call, warmup, repetition, return_mode="median")
 
 
+def _operator(name, function, fake, names, options, count):
+    """The custom operator of a function that returns `count` arrays, and of its `Array`s."""
+
+    def arguments_of(arguments):
+        given = arguments[: len(names)]
+        return given, dict(zip(options, arguments[len(names) :], strict=True))
+
+    def call(*arguments):
+        given, chosen = arguments_of(arguments)
+        with on_device_of(_first(given)):
+            found = function(*contiguous(*given), **chosen)[:count]
+            return _results(found, lambda x: x, given)
+
+    def call_fake(*arguments):
+        given, chosen = arguments_of(arguments)
+        found = fake(*given, **chosen)[:count]
+        return _results(found, lambda array: new(array, _first(given)), given)
+
+    results = "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
+    schema = f"({_parameters(names, options)}) -> {results}"
+    operator = torch.library.custom_op(name, call, mutates_args=(), schema=schema)
+    operator.register_fake(call_fake)
+    return operator
+
+
+def _parameters(names, options, updated=None):
+    """The parameters in the schema of a custom operator."""
+    tensors = [f"Tensor(a!) {n}" if n == updated else f"Tensor? {n}" for n in names]
+    others = [f"{_SCHEMA_TYPES[kind]} {option}" for option, kind in options.items()]
+    return ", ".join(tensors + others)
+
+
+def forward_operation(name, forward, results, count, updates=None):
+    """The function of an operation's tensors and options, without gradients, as a custom operator.
+
+    forward and results are as those of an `Operation`, and return `count` arrays. updates: the
+    tensor of which the last one is the new value. Where states may be overwritten
+    (`backends/torch/_states.py`), that is written in its place.
+    """
+    definition = Operation(name, forward, results, None, None)
+    tensors, options = definition.tensors, definition.options
+    operator = _operator(
+        f"keras_recurrent::triton_{name}", forward, results, tensors, options, count
+    )
+    if updates is None:
+        return lambda *given, **chosen: operator(*given, *(chosen[name] for name in options))
+    place = tensors.index(updates)
+
+    def overwrite(*given):
+        _overwrites.now = True
+        try:
+            with on_device_of(_first(given)):
+                found = forward(*contiguous(*given))[:-1]
+        finally:
+            _overwrites.now = False
+        return found[0] if count == 2 else found
+
+    def overwrite_fake(*given):
+        found = [new(array, _first(given)) for array in results(*given)[:-1]]
+        return found[0] if count == 2 else tuple(found)
+
+    outputs = "Tensor" if count == 2 else f"({', '.join(['Tensor'] * (count - 1))})"
+    in_place = torch.library.custom_op(
+        f"keras_recurrent::triton_{name}_",
+        overwrite,
+        mutates_args=(updates,),
+        schema=f"({_parameters(tensors, options, updates)}) -> {outputs}",
+    )
+    in_place.register_fake(overwrite_fake)
+
+    def call(*given):
+        if not may_be_overwritten() or not given[place].is_contiguous():
+            return operator(*given)
+        found = in_place(*given)
+        return *(found if isinstance(found, tuple) else (found,)), given[place]
+
+    return call
+
+
 def operation(definition):
     """The function of an `Operation`'s tensors and options, as a custom operator."""
     tensors, options = definition.tensors, definition.options
@@ -112,43 +214,15 @@ def operation(definition):
     num_results = 1 if definition.dimensions is None else len(definition.result_dimensions)
     name = f"keras_recurrent::triton_{definition.name}"
 
-    def by_operator(function, fake, name, names, count):
-        """The custom operator of a function that returns `count` arrays, and of its `Array`s."""
-
-        def arguments_of(arguments):
-            given = arguments[: len(names)]
-            return given, dict(zip(options, arguments[len(names) :], strict=True))
-
-        def call(*arguments):
-            given, chosen = arguments_of(arguments)
-            with on_device_of(_first(given)):
-                found = function(*contiguous(*given), **chosen)[:count]
-                return _results(found, lambda x: x, given)
-
-        def call_fake(*arguments):
-            given, chosen = arguments_of(arguments)
-            found = fake(*given, **chosen)[:count]
-            return _results(found, lambda array: new(array, _first(given)), given)
-
-        inputs = [f"Tensor? {n}" for n in names]
-        inputs += [f"{_SCHEMA_TYPES[kind]} {option}" for option, kind in options.items()]
-        results = "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
-        schema = f"({', '.join(inputs)}) -> {results}"
-        operator = torch.library.custom_op(name, call, mutates_args=(), schema=schema)
-        operator.register_fake(call_fake)
-        return operator
-
     kept = [f"kept_{i}" for i in range(definition.kept)]
     d_results = [f"d_result_{i}" for i in range(num_results)]
-    forward = by_operator(
-        definition.forward, definition.results, name, tensors, num_results + len(kept)
+    forward = _operator(
+        *(name, definition.forward, definition.results),
+        *(tensors, options, num_results + len(kept)),
     )
-    backward = by_operator(
-        definition.backward,
-        definition.gradients,
-        f"{name}_backward",
-        [*tensors, "output", *kept, *d_results],
-        with_gradient,
+    backward = _operator(
+        *(f"{name}_backward", definition.backward, definition.gradients),
+        *([*tensors, "output", *kept, *d_results], options, with_gradient),
     )
 
     def save(ctx, inputs, output):

@@ -7,6 +7,7 @@ import keras
 
 from keras_recurrent.dispatch import chosen_name
 from keras_recurrent.generation.loop import write
+from keras_recurrent.layers.one_token import writing
 
 
 def make_program(model, compiled):
@@ -22,7 +23,8 @@ def make_program(model, compiled):
 def _network(model, token_ids, mask, cache):
     if mask is not None:
         return None, model.backbone.hidden_states(token_ids, mask, cache=cache)[1]
-    logits, _, cache = model.call_with_cache(token_ids, cache)
+    with writing():
+        logits, _, cache = model.call_with_cache(token_ids, cache)
     return logits[:, 0], cache
 
 

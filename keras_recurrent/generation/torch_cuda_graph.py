@@ -49,9 +49,13 @@ class Captured:
         """One token; the next cache becomes the cache, and the next token the token."""
         logits, hidden, *after = self._run(*self._prepared, self.token, *self.cache)
         own = {t.untyped_storage().data_ptr() for t in self.cache}
-        # What is a part of the cache is read before any of that is overwritten.
-        after = [t.clone() if t.untyped_storage().data_ptr() in own else t for t in after]
-        for t, new in zip(self.cache, after, strict=True):
+        # What has been written over is there already. What else is a part of the cache is read
+        # before any of that is overwritten.
+        moved = [(t, new) for t, new in zip(self.cache, after, strict=True) if new is not t]
+        moved = [
+            (t, new.clone() if new.untyped_storage().data_ptr() in own else new) for t, new in moved
+        ]
+        for t, new in moved:
             t.copy_(new)
         if choice is not None:
             self.token.copy_(choice(logits)[:, None])

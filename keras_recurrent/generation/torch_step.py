@@ -10,6 +10,9 @@ import keras
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from keras_recurrent.backends.torch._states import overwritten
+from keras_recurrent.layers.one_token import writing
+
 COMPILED_AFTER = 2000  # tokens: torch's compiler takes as long as the traced graph for so many
 
 _tracing = threading.Lock()
@@ -31,7 +34,7 @@ class Step:
         self._compiled = None
         self._no_compiler: str | None = None
         self.not_captured: str | None = None  # why torch could make no CUDA graph of it
-        flat = keras.tree.flatten(cache)
+        flat = [t.clone() for t in keras.tree.flatten(cache)]  # a step writes over its cache
         token = torch.ones((flat[0].shape[0], 1), dtype=torch.int32, device=flat[0].device)
         weights = self.weights()
         # Keras and torch both trace by what is global to a thread or to the process.
@@ -48,7 +51,7 @@ class Step:
 
     def _call(self, weights, token, *cache):
         mapping = list(zip(self._model.variables, weights, strict=True))
-        with keras.StatelessScope(mapping):
+        with keras.StatelessScope(mapping), writing(), overwritten():
             logits, hidden, cache = self._model.call_with_cache(token, self.packed(cache))
         # Contiguous as the cache was: what is compiled takes tensors of these strides alone.
         flat = (t.contiguous() for t in keras.tree.flatten(cache))

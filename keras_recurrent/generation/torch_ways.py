@@ -69,7 +69,9 @@ class Ways:
                 if len(token) not in of_batch:
                     of_batch[len(token)] = begin(token, cache)
                 step, run = of_batch[len(token)]
-                logits, hidden, *flat = run(token, _contiguous(cache))
+                # The sampler may go on from the same cache again; a step may write over it.
+                flat = [t.clone() for t in keras.tree.flatten(cache)]
+                logits, hidden, *flat = run(token, flat)
                 return logits, hidden, step.packed(flat)
 
             yield network

@@ -68,11 +68,16 @@ class RMSNorm(RecomputableLayer):
         )
 
     def call(self, inputs):
+        inputs = ops.cast(inputs, self.compute_dtype)
+        return rms_norm(inputs, self.factor(), epsilon=self.epsilon)
+
+    def factor(self):
+        """What the normalized inputs are multiplied by, [D]."""
         scale = ops.convert_to_tensor(self.scale)
         if self.zero_centered:
             # In 16 bits, 1 + scale would round small values of scale away.
             scale = 1 + ops.cast(scale, accumulation_dtype(self.compute_dtype))
-        return rms_norm(ops.cast(inputs, self.compute_dtype), scale, epsilon=self.epsilon)
+        return scale
 
     def compute_output_shape(self, input_shape):
         return tuple(input_shape)

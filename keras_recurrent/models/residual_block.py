@@ -2,7 +2,7 @@
 
 import keras
 
-from keras_recurrent.layers import StreamingLayer
+from keras_recurrent.layers import StreamingLayer, one_token
 from keras_recurrent.layers.remat import no_further_remat
 
 
@@ -72,7 +72,19 @@ class ResidualBlock(StreamingLayer):
     def streaming_sublayers(self):
         return {"temporal_block": self.temporal_block}
 
+    def step(self, x, token_kind, state, **kwargs):
+        """One token of each row, x [B, D], by fused operations: as `stream`, for x and its state.
+
+        None where the block has no such step, or a layer in it is not as the family made it.
+        """
+        return None
+
     def stream(self, inputs, tokens, state, **kwargs):
+        if one_token.wanted(inputs):
+            kind = None if tokens.kind is None else tokens.kind[:, 0]
+            found = self.step(inputs[:, 0], kind, state.get("temporal_block"), **kwargs)
+            if found is not None:
+                return found[0][:, None], {"temporal_block": found[1]}
         x, after = self.temporal_block(
             self.temporal_norm(inputs),
             tokens=tokens,

@@ -3,6 +3,8 @@
 Those over time return `(output, final_state)`; `gated_linear_unit`, `log_forget_gate`, `rms_norm`
 and `token_crossentropy` see one token at a time, and return their output alone.
 
+`norm_linear` and `hgrn2_step` are for generation, which asks for no gradients.
+
 Gradients are of first order and in reverse mode on every backend. Second derivatives are to be had
 with the implementations `jax` and `tensorflow`, forward mode (tangents) with `tensorflow`; of
 `rms_norm`, `gated_linear_unit` and `log_forget_gate` both with `jax`, `torch` and `tensorflow`.
@@ -13,9 +15,11 @@ from keras_recurrent.ops.causal_conv1d import causal_conv1d
 from keras_recurrent.ops.complex_linear_scan import complex_linear_scan
 from keras_recurrent.ops.gated_linear_attention import gated_linear_attention
 from keras_recurrent.ops.gated_linear_unit import gated_linear_unit
+from keras_recurrent.ops.hgrn2_step import hgrn2_step
 from keras_recurrent.ops.lightning_attention import lightning_attention
 from keras_recurrent.ops.linear_scan import linear_scan
 from keras_recurrent.ops.log_forget_gate import log_forget_gate
+from keras_recurrent.ops.norm_linear import norm_linear
 from keras_recurrent.ops.operation import which_implementation
 from keras_recurrent.ops.rg_lru import rg_lru
 from keras_recurrent.ops.rms_norm import rms_norm
@@ -28,9 +32,11 @@ __all__ = [
     "complex_linear_scan",
     "gated_linear_attention",
     "gated_linear_unit",
+    "hgrn2_step",
     "lightning_attention",
     "linear_scan",
     "log_forget_gate",
+    "norm_linear",
     "rg_lru",
     "rms_norm",
     "sliding_window_attention",

@@ -1,10 +1,12 @@
 """The residual block of HGRN2."""
 
 import keras
+from keras import ops
 
-from keras_recurrent.layers import RMSNorm, SwiGLU
+from keras_recurrent.layers import HGRN2, RMSNorm, SwiGLU, one_token
 from keras_recurrent.layers.lower_bounds import BoundedLayer
 from keras_recurrent.models.residual_block import ResidualBlock
+from keras_recurrent.ops import hgrn2_step, norm_linear
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -56,3 +58,44 @@ class HGRN2ResidualBlock(BoundedLayer, ResidualBlock):
 
     def make_mlp(self, name):
         return SwiGLU(self.intermediate_dim, dtype=self.dtype_policy, name=name)
+
+    def step(self, x, token_kind, state, lower_bound=None):
+        mixer, mlp = self.temporal_block, self.mlp
+        if not (state and _is_as_made(self)):
+            return None
+        if lower_bound is not None:
+            lower_bound = ops.cast(lower_bound, mixer.state_dtype)
+        q, f, v = norm_linear(
+            x,
+            **one_token.of_norm(self.temporal_norm),
+            **one_token.maps(mixer.q_proj, mixer.f_proj, mixer.i_proj),
+        )
+        o, memory = hgrn2_step(
+            q, f, v, state["memory"], lower_bound=lower_bound, token_kind=token_kind
+        )
+        (x,) = norm_linear(
+            o, **one_token.of_norm(mixer.norm), **one_token.maps(mixer.o_proj), residual=x
+        )
+        (y,) = norm_linear(
+            x,
+            **one_token.of_norm(self.channel_norm),
+            **one_token.maps(mlp.gate_proj, mlp.up_proj),
+            gate="silu",
+        )
+        (y,) = norm_linear(y, **one_token.maps(mlp.down_proj), residual=x)
+        return y, {"memory": memory}
+
+
+def _is_as_made(block):
+    """Whether the layers of a block are those that its step computes."""
+    mixer, mlp = block.temporal_block, block.mlp
+    if type(mixer) is not HGRN2 or type(mlp) is not SwiGLU:
+        return False
+    maps = mixer.q_proj, mixer.f_proj, mixer.i_proj, mixer.o_proj
+    return (
+        mixer.conv_size is None
+        and mixer.gate_activation is keras.activations.silu
+        and mixer.input_activation is keras.activations.linear
+        and all(map(one_token.is_plain, (*maps, mlp.gate_proj, mlp.up_proj, mlp.down_proj)))
+        and all(map(one_token.is_plain_norm, (block.temporal_norm, block.channel_norm, mixer.norm)))
+    )

@@ -1,0 +1,36 @@
+"""A token of HGRN2's recurrence, from its three linear maps.  Qin et al. 2024, arXiv:2404.07904.
+
+    S' = diag(f) S + (1 - f) v^T,  f = β + (1 - β) σ(f logits)
+    o = S'^T silu(q) K^(-1/2)
+
+Where a token begins a document, S is 0; padding leaves S as it is.
+"""
+
+import numpy as np
+
+from keras_recurrent.backends.constants import PADDING, STARTS
+from keras_recurrent.backends.reference._common import cast, sigmoid
+
+
+def hgrn2_step(q, f, v, memory, lower_bound=None, token_kind=None, dtype=np.float64):
+    """q, f: [B, H K]; v: [B, H V]; memory: [B, H, K, V]; lower_bound: [2, H K] or None.
+
+    token_kind: [B] or None. Returns (o [B, H V], memory).
+    """
+    q, f, v, memory = cast(dtype, q, f, v, memory)
+    batch, heads, keys, values = memory.shape
+    rest = 1.0 if lower_bound is None else np.exp(cast(dtype, lower_bound)[0][1])
+    bound = 0.0 if lower_bound is None else np.exp(cast(dtype, lower_bound)[0][0])
+    q, key, decay = (
+        x.reshape(batch, heads, keys)
+        for x in (q * sigmoid(q) * keys**-0.5, rest * sigmoid(-f), bound + rest * sigmoid(f))
+    )
+    v = v.reshape(batch, heads, values)
+    kind = np.zeros(batch) - 1 if token_kind is None else np.asarray(token_kind)
+    kind = kind[:, None, None]
+    key = np.where(kind == PADDING, 0, key)
+    v = np.where(kind == PADDING, 0, v)
+    decay = np.where(kind == STARTS, 0, np.where(kind == PADDING, 1, decay))
+    memory = decay[..., None] * memory + key[..., None] * v[..., None, :]
+    o = np.einsum("bhk,bhkv->bhv", q, memory)
+    return o.reshape(batch, heads * values), memory

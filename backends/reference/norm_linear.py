@@ -1,0 +1,40 @@
+"""y = RMSNorm(x) W + b for up to three matrices, then a gate or a residual.
+
+x is [B, K]; ε None: no norm. With `gate` the output is activation(y_1) * y_2.
+"""
+
+import numpy as np
+
+from keras_recurrent.backends.reference._common import cast
+from keras_recurrent.backends.reference.gated_linear_unit import gated_linear_unit
+from keras_recurrent.backends.reference.rms_norm import rms_norm
+
+
+def norm_linear(
+    x,
+    scale,
+    kernel,
+    kernel_2=None,
+    kernel_3=None,
+    bias=None,
+    bias_2=None,
+    bias_3=None,
+    residual=None,
+    epsilon=None,
+    gate=None,
+    dtype=np.float64,
+):
+    """Returns a tuple of [B, N], one for each kernel, or one with `gate`."""
+    (x,) = cast(dtype, x)
+    if epsilon is not None:
+        x = rms_norm(x, scale, epsilon, dtype)
+    outputs = []
+    for weight, offset in ((kernel, bias), (kernel_2, bias_2), (kernel_3, bias_3)):
+        if weight is not None:
+            y = x @ cast(dtype, weight)[0]
+            outputs.append(y if offset is None else y + cast(dtype, offset)[0])
+    if gate is not None:
+        outputs = [gated_linear_unit(*outputs, activation=gate, dtype=dtype)]
+    if residual is not None:
+        outputs[0] = outputs[0] + cast(dtype, residual)[0]
+    return tuple(outputs)

@@ -1,0 +1,38 @@
+"""y = RMSNorm(x) W + b for up to three matrices, then a gate or a residual; in float32."""
+
+import tensorflow as tf
+
+from keras_recurrent.backends.tensorflow._common import accumulation_dtype
+from keras_recurrent.backends.tensorflow.gated_linear_unit import gated_linear_unit
+from keras_recurrent.backends.tensorflow.rms_norm import rms_norm
+
+
+def norm_linear(
+    x,
+    scale,
+    kernel,
+    kernel_2=None,
+    kernel_3=None,
+    bias=None,
+    bias_2=None,
+    bias_3=None,
+    residual=None,
+    epsilon=None,
+    gate=None,
+):
+    """x: [B, K]; scale: [K]; kernels: [K, N] each. Returns a tuple of [B, N] in x's dtype."""
+    tensors = x, scale, kernel, kernel_2, kernel_3, bias, bias_2, bias_3, residual
+    dtype = accumulation_dtype(*tensors)
+    y = tf.cast(x, dtype)
+    if epsilon is not None:
+        y = rms_norm(y, scale, epsilon)
+    outputs = []
+    for weight, offset in ((kernel, bias), (kernel_2, bias_2), (kernel_3, bias_3)):
+        if weight is not None:
+            product = y @ tf.cast(weight, dtype)
+            outputs.append(product if offset is None else product + tf.cast(offset, dtype))
+    if gate is not None:
+        outputs = [gated_linear_unit(*outputs, activation=gate)]
+    if residual is not None:
+        outputs[0] = outputs[0] + tf.cast(residual, dtype)
+    return tuple(tf.cast(output, x.dtype) for output in outputs)

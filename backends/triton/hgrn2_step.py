@@ -1,0 +1,101 @@
+"""A token of HGRN2's recurrence, from its three linear maps.  Qin et al. 2024, arXiv:2404.07904.
+
+A program reads and writes some columns of a head's memory once. All arithmetic is float32.
+"""
+
+import triton
+import triton.language as tl
+
+from keras_recurrent.backends.triton._ahead import let_next_launch_begin, wait_for_launch_before
+from keras_recurrent.backends.triton._framework import forward_operation, overlap, refusal, run
+from keras_recurrent.backends.triton._launch import Array, Launch, like
+from keras_recurrent.backends.triton._math import exp, sigmoid
+from keras_recurrent.backends.triton._tokens import GOES_ON, PADDING, by_kind
+
+_BLOCK_V, _WARPS = 16, 4
+_MOST_KEYS = 256
+
+
+def unsupported(q, f, v, memory, lower_bound=None, token_kind=None) -> str | None:
+    """Why this implementation refuses these arguments; None if it accepts them."""
+    if memory.shape[2] > _MOST_KEYS:
+        return f"holds keys of up to {_MOST_KEYS} channels, got {memory.shape[2]}"
+    return refusal(q, f, v, memory, lower_bound, token_kind)
+
+
+def hgrn2_step(q, f, v, memory, lower_bound=None, token_kind=None):
+    """q, f: [B, H K]; v: [B, H V]; memory: [B, H, K, V]. Returns ([B, H V], the next memory)."""
+    return _hgrn2_step(q, f, v, memory, lower_bound, token_kind)
+
+
+@triton.jit
+def _load(tensor, offsets, valid):
+    return tl.load(tensor + offsets, valid, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _kernel(
+    q,
+    f,
+    v,
+    memory,
+    lower_bound,
+    token_kind,
+    output,
+    after,
+    H,
+    root,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    if AHEAD:
+        let_next_launch_begin()
+    TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    head = (tl.program_id(0) // TILES).to(tl.int64)
+    d = tl.arange(0, BLOCK_K)
+    e = tl.program_id(0) % TILES * BLOCK_V + tl.arange(0, BLOCK_V)
+    offsets = head * (K * V) + d[:, None] * V + e[None, :]
+    valid = (d < K)[:, None] & (e < V)[None, :]
+    state = _load(memory, offsets, valid)
+    if AHEAD:
+        wait_for_launch_before()
+    kind = GOES_ON
+    if token_kind is not None:
+        kind = tl.load(token_kind + head // H)
+    k_valid, v_valid = (d < K) & (kind != PADDING), (e < V) & (kind != PADDING)
+    remembers, forgets = sigmoid(_load(f, head * K + d, k_valid), True)
+    if lower_bound is not None:
+        channel = head % H * K + d
+        rest = exp(_load(lower_bound, H * K + channel, d < K), True)
+        remembers = exp(_load(lower_bound, channel, d < K), True) + rest * remembers
+        forgets *= rest
+    key = tl.where(k_valid, forgets, 0.0)
+    state = by_kind(kind, remembers, 0.0, 1.0)[:, None] * state
+    state += key[:, None] * _load(v, head * V + e, v_valid)[None, :]
+    tl.store(after + offsets, state, valid)
+    query = _load(q, head * K + d, k_valid)
+    query *= sigmoid(query, True)[0] * root
+    tl.store(output + head * V + e, tl.sum(query[:, None] * state, 0), e < V)
+
+
+def results(q, f, v, memory, lower_bound, token_kind):
+    return like(v), Array(tuple(memory.shape), "float32")
+
+
+def forward(q, f, v, memory, lower_bound, token_kind):
+    batch, heads, keys, values = memory.shape
+    block_v = min(_BLOCK_V, triton.next_power_of_2(values))
+    options = {"K": keys, "V": values, "BLOCK_K": triton.next_power_of_2(keys)}
+    options |= {"BLOCK_V": block_v, "num_warps": _WARPS, **overlap(q)}
+    tensors = q, f, v, memory, lower_bound, token_kind
+    outputs = results(*tensors)
+    programs = batch * heads * triton.cdiv(values, block_v)
+    return run(
+        Launch(_kernel, programs, tensors, outputs, (heads, keys**-0.5), options, updates=(3, 1))
+    )
+
+
+_hgrn2_step = forward_operation("hgrn2_step", forward, results, count=2, updates="memory")

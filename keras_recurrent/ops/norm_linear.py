@@ -1,0 +1,128 @@
+"""A norm and the linear maps behind it, for the few rows of a step of generation."""
+
+import keras
+
+from keras_recurrent.ops.operation import Operation, is_finite_number, shape_of
+
+GATES = (None, "silu", "gelu")
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class NormLinearOperation(Operation):
+    function = "norm_linear"
+    shapes = {
+        "x": "B K",
+        "scale": "K",
+        "kernel": "K N",
+        "kernel_2": "K M",
+        "kernel_3": "K L",
+        "bias": "N",
+        "bias_2": "M",
+        "bias_3": "L",
+        "residual": "B N",
+    }
+    optional = ("scale", "kernel_2", "kernel_3", "bias", "bias_2", "bias_3", "residual")
+    options = {"epsilon": None, "gate": None}
+
+    @classmethod
+    def check(cls, tensors, context, options):
+        epsilon, gate = options["epsilon"], options["gate"]
+        if epsilon is not None and (not is_finite_number(epsilon) or epsilon < 0):
+            raise ValueError(
+                "`norm_linear`: `epsilon` must be a finite number, at least 0, or None where there "
+                f"is no norm; got {epsilon!r}."
+            )
+        if epsilon is None and tensors["scale"] is not None:
+            raise ValueError(
+                "`norm_linear`: `scale` belongs to the norm, which there is with `epsilon` alone."
+            )
+        if gate not in GATES:
+            raise ValueError(f"`norm_linear`: `gate` must be one of {GATES}; got {gate!r}.")
+        sizes = super().check(tensors, context, options)
+        several = tensors["kernel_2"] is not None
+        if gate is not None and (not several or tensors["kernel_3"] is not None):
+            raise ValueError("`norm_linear`: a `gate` is between two kernels, no more, no fewer.")
+        if gate is not None and sizes["N"] != sizes["M"]:
+            raise ValueError(
+                "`norm_linear`: with a `gate` both kernels must have one width; got "
+                f"{sizes['N']} and {sizes['M']}."
+            )
+        if tensors["residual"] is not None and several and gate is None:
+            raise ValueError("`norm_linear`: a `residual` is for one output; got several kernels.")
+        return sizes
+
+    def output_spec(self, tensors, sizes):
+        dtype = keras.backend.standardize_dtype(tensors["x"].dtype)
+        wanted = [("kernel", "B N")]
+        if self.options["gate"] is None:
+            wanted += [("kernel_2", "B M"), ("kernel_3", "B L")]
+        return tuple(
+            keras.KerasTensor(shape_of(shape, sizes), dtype)
+            for name, shape in wanted
+            if tensors.get(name) is not None
+        )
+
+
+def norm_linear(
+    x,
+    kernels,
+    *,
+    biases=None,
+    scale=None,
+    epsilon=None,
+    gate=None,
+    residual=None,
+    implementation=None,
+):
+    """Linear maps of normalized rows, what a step of generation spends its time on.
+
+    ```
+    y_i = RMSNorm(x) W_i + b_i          for up to three W_i
+    y = activation(y_1) * y_2           with a gate
+    y = y_1 + residual                  with a residual
+    ```
+
+    Each weight is read once. It has no gradient on NVIDIA GPUs: use `rms_norm` and `matmul` for
+    what is trained.
+
+    Args:
+        x: `[B, K]`, float16, bfloat16, float32 or float64.
+        kernels: a list of one to three matrices, each `[K, its width]`.
+        biases: a list of as many vectors, or None for no biases; a bias may be None, too.
+        scale: `[K]`, the norm's weight; None: ones.
+        epsilon: the norm's ε, at least 0 and finite; None: there is no norm.
+        gate: `"silu"` or `"gelu"` (by tanh): the first of two maps, activated, multiplies the
+            second, as in `keras_recurrent.ops.gated_linear_unit`. None: the maps are returned.
+        residual: `[B, width]`, added to a single output; None: nothing is.
+        implementation: as in `keras_recurrent.ops.linear_scan`.
+
+    Returns:
+        A list of outputs `[B, width]`, one for each kernel, or one with a gate, in the dtype of
+        `x`. Sums are float32, or float64 if a tensor is; each output is rounded once.
+
+    Raises:
+        ValueError: a shape or dtype does not fit, no kernels or more than three, as many biases as
+            kernels there are not, a bad `epsilon` or `gate`, a `scale` without `epsilon`, a
+            `residual` beside several outputs, or the implementation is unknown.
+        NotImplementedError: no implementation accepts the arguments; says why for each.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_recurrent.ops import norm_linear
+    >>> x, kernel = np.array([[3, 4]], "float32"), np.eye(2, dtype="float32")
+    >>> np.array(norm_linear(x, [kernel], residual=x)[0])
+    array([[6., 8.]], dtype=float32)
+    """
+    if not isinstance(kernels, (list, tuple)) or not 1 <= len(kernels) <= 3:
+        raise ValueError("`norm_linear`: `kernels` must be a list of one to three matrices.")
+    biases = [None] * len(kernels) if biases is None else biases
+    if not isinstance(biases, (list, tuple)) or len(biases) != len(kernels):
+        raise ValueError("`norm_linear`: `biases` must be a list of as many as there are kernels.")
+    tensors = {"x": x, "scale": scale}
+    for name, given in (("kernel", kernels), ("bias", biases)):
+        given = [*given, None, None][:3]
+        tensors |= dict(zip((name, f"{name}_2", f"{name}_3"), given, strict=True))
+    tensors["residual"] = residual
+    options = {"epsilon": epsilon, "gate": gate}
+    return list(NormLinearOperation.apply(tensors, implementation, options))
