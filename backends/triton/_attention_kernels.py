@@ -10,7 +10,9 @@ behind the point, which is enough.
 The gradient of a logit is the difference of two numbers, of which the second is `delta`, the sum of
 d_output * output. Where a query attends to one key almost alone, they are all but equal, and an
 output of 16 bits would leave nothing but its rounding error. So the forward keeps the next 8 bits
-of such an output, too, in `rest`.
+of such an output, too, in `rest`. An output of 32 bits is taken as it is, with its rounding error:
+where keys are far larger than one, d_q is then up to about three times as wrong as by the sum of
+weights * d_weights, which is not known before all keys have been gone through.
 
 Most tiles of keys are visible to all rows of a tile of queries. A first loop goes through those,
 without a mask, and a second one through the tiles at the edges of what is visible.
