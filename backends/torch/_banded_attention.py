@@ -32,8 +32,10 @@ def backward(d_output, q, k, v, documents, window):
         k_b, v_b, d_o = k[:, :, keys], v[:, :, keys], _flat(d_output, queries)
         weights = _weights(queries, keys, q, k, documents, window)
         d_v[:, :, keys] += weights.transpose(2, 3) @ d_o
-        d_logits = (d_o @ v_b.transpose(2, 3)).mul_(weights)
-        d_logits.addcmul_(weights, d_logits.sum(-1, keepdim=True), value=-1)
+        # The difference comes first: that of products with the weights would be rounded once more,
+        # which shows where large keys or queries are multiplied with it.
+        d_logits = d_o @ v_b.transpose(2, 3)
+        d_logits.sub_((weights * d_logits).sum(-1, keepdim=True)).mul_(weights)
         d_q[:, :, queries] = (d_logits @ k_b).view(d_q[:, :, queries].shape)
         d_k[:, :, keys] += d_logits.transpose(2, 3) @ _flat(q, queries)
     return d_q, d_k, d_v

@@ -10,7 +10,10 @@ behind the point, which is enough.
 The gradient of a logit is the difference of two numbers, of which the second is `delta`, the sum of
 d_output * output. Where a query attends to one key almost alone, they are all but equal, and an
 output of 16 bits would leave nothing but its rounding error. So the forward keeps the next 8 bits
-of such an output, too, in `rest`.
+of such an output, too, in `rest`. With 32 bits the two numbers are rounded each by itself. The sum
+of weights * d_weights has the rounding errors of d_weights, which would then all but cancel, but it
+is not known before all keys have been gone through: where keys are far larger than one, d_q is
+about three times as wrong as that sum would make it.
 
 Most tiles of keys are visible to all rows of a tile of queries. A first loop goes through those,
 without a mask, and a second one through the tiles at the edges of what is visible.

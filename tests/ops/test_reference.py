@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from keras_recurrent import dispatch
+from keras_recurrent.backends.reference import log_forget_gate
 from tests.ops import token_wise
 from tests.ops.cases import CONSTANTS, DRAW, Case, beside, draw, named, unnamed
 
@@ -45,7 +46,29 @@ def test_gradients_are_the_slopes_without_a_state(operation, activation, paramet
     gradients = dict(zip(drawn.tensors, gradients, strict=True))
     for name in token_wise.INTEGERS:
         assert gradients.pop(name, None) is None
+    if operation == "log_forget_gate" and parameter:
+        del gradients["lower_bound"]  # a pair that belongs together: see below
     check_differences(loss, drawn.tensors, gradients)
+
+
+def test_gradients_of_a_lower_bound_are_the_slopes():
+    """Of the definition by β, and of its formula by log β and log(1 - β), each by itself."""
+    drawn = token_wise.draw("log_forget_gate", token_wise.Case((2, 3, 4), "float64"), seed=1)
+    logits, bound = drawn.tensors.values()
+
+    def loss(arguments):
+        pair = np.log([arguments["beta"], 1 - arguments["beta"]])
+        return np.sum(log_forget_gate.log_forget_gate(logits, pair) * drawn.d_output)
+
+    def loss_of_formula(arguments):
+        log_bound, log_rest = arguments["lower_bound"]
+        log_f = np.logaddexp(log_bound, log_rest - np.logaddexp(0, -logits))
+        return np.sum(log_f * drawn.d_output)
+
+    _, d_bound = log_forget_gate.log_forget_gate_gradient(drawn.d_output, logits, bound)
+    check_differences(loss_of_formula, {"lower_bound": bound}, {"lower_bound": d_bound})
+    beta = np.exp(bound[0])
+    check_differences(loss, {"beta": beta}, {"beta": d_bound[0] / beta - d_bound[1] / (1 - beta)})
 
 
 def check_slopes(operation, case):

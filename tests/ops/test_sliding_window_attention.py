@@ -6,7 +6,7 @@ import pytest
 
 from keras_recurrent import ops
 from tests.ops.cases import Case, beside, draw
-from tests.ops.judge import check
+from tests.ops.judge import PLAIN, check
 from tests.ops.test_kernels import every_implementation
 from tests.ops.test_ops import close
 
@@ -68,6 +68,15 @@ def test_queries_that_attend_to_one_key(implementation, dtype, large):
     """The gradient of a logit is all but 0 there; a large query or key multiplies its error."""
     case = draw("sliding_window_attention", Case(1, 40, 6, dtype, kinds=True, window=20))
     check("sliding_window_attention", implementation, on_a_grid(case, **{large: 256}))
+
+
+@pytest.mark.parametrize("large", ["q", "k"])
+def test_gradients_of_logits_add_up_to_zero(large):
+    """To the last place of a gradient, not of a weight's share: large keys multiply the sum."""
+    form = {"kinds": True, "state": True, "heads": (3, 1), "window": None}
+    case = draw("sliding_window_attention", Case(3, 31, 1, **form), seed=5226)
+    case.tensors[large] *= 4096
+    check("sliding_window_attention", PLAIN, case)
 
 
 def drawn(length, batch=2):

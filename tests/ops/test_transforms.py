@@ -51,7 +51,18 @@ def example(operation, implementation):
         results = keras.tree.flatten(call(**tensors))
         return sum(result.sin().sum() for result in results if result.is_floating_point())
 
-    return loss, {name: given[name] for name in differentiated}
+    tensors = {name: given[name] for name in differentiated}
+    if operation != "log_forget_gate":
+        return loss, tensors
+    # Steps to all sides would part log β and log(1 - β), which belong together.
+    log_beta, log_rest = tensors.pop("lower_bound")
+
+    def loss_of_logits(tensors):
+        p = tensors["logits of beta"]
+        bound = torch.stack((torch.nn.functional.logsigmoid(p), torch.nn.functional.logsigmoid(-p)))
+        return loss({"logits": tensors["logits"], "lower_bound": bound})
+
+    return loss_of_logits, {**tensors, "logits of beta": log_beta - log_rest}
 
 
 def gradients(loss, tensors, **kwargs):
