@@ -9,6 +9,8 @@ import threading
 
 import torch
 
+_capturing = threading.Lock()  # torch aborts where two threads capture at once
+
 KEPT_PART = 16  # graphs that wait for a call hold at most this part of their device's memory
 
 
@@ -28,7 +30,7 @@ class Captured:
         self.chooses, self.generator = choice is not None, choice and choice.generator
         self._run, self._prepared = run, list(prepared)
         self.token, self.cache = token.clone(), [t.clone() for t in cache]
-        with torch.cuda.device(token.device), torch.no_grad():
+        with _capturing, torch.cuda.device(token.device), torch.no_grad():
             # Kernels are compiled and loaded before, which cannot be part of a graph.
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())

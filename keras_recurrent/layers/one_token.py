@@ -8,6 +8,8 @@ from keras import ops
 
 from keras_recurrent import dispatch
 from keras_recurrent.layers.rms_norm import RMSNorm
+from keras_recurrent.ops.gated_linear_unit import gated_linear_unit
+from keras_recurrent.ops.norm_linear import norm_linear
 
 
 class _Writing(threading.local):
@@ -67,14 +69,20 @@ def _is_hooked(layer):
     )
 
 
-def maps(*layers):
-    """The `kernels` and `biases` of some `Dense`, in their compute dtype."""
-    return {
-        "kernels": [ops.cast(dense.kernel, dense.compute_dtype) for dense in layers],
-        "biases": [dense.bias if dense.use_bias else None for dense in layers],
-    }
-
-
-def of_norm(norm):
-    """The `scale` and the `epsilon` of an `RMSNorm`."""
-    return {"scale": norm.factor(), "epsilon": norm.epsilon}
+def linear(x, layers, norm=None, gate=None, residual=None):
+    """The outputs of some `Dense` for x [B, D], behind a norm, as in `ops.norm_linear`."""
+    if x.shape[0] == 1:
+        return norm_linear(
+            x,
+            [ops.cast(dense.kernel, dense.compute_dtype) for dense in layers],
+            biases=[dense.bias if dense.use_bias else None for dense in layers],
+            scale=None if norm is None else norm.factor(),
+            epsilon=None if norm is None else norm.epsilon,
+            gate=gate,
+            residual=residual,
+        )
+    x = x if norm is None else norm(x)
+    outputs = [dense(x) for dense in layers]
+    if gate is not None:
+        outputs = [gated_linear_unit(*outputs, activation=gate)]
+    return outputs if residual is None else [outputs[0] + residual]

@@ -6,7 +6,7 @@ from keras import ops
 from keras_recurrent.layers import HGRN2, RMSNorm, SwiGLU, one_token
 from keras_recurrent.layers.lower_bounds import BoundedLayer
 from keras_recurrent.models.residual_block import ResidualBlock
-from keras_recurrent.ops import hgrn2_step, norm_linear
+from keras_recurrent.ops import hgrn2_step
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -65,24 +65,14 @@ class HGRN2ResidualBlock(BoundedLayer, ResidualBlock):
             return None
         if lower_bound is not None:
             lower_bound = ops.cast(lower_bound, mixer.state_dtype)
-        q, f, v = norm_linear(
-            x,
-            **one_token.of_norm(self.temporal_norm),
-            **one_token.maps(mixer.q_proj, mixer.f_proj, mixer.i_proj),
-        )
+        maps = mixer.q_proj, mixer.f_proj, mixer.i_proj
+        q, f, v = one_token.linear(x, maps, self.temporal_norm)
         o, memory = hgrn2_step(
             q, f, v, state["memory"], lower_bound=lower_bound, token_kind=token_kind
         )
-        (x,) = norm_linear(
-            o, **one_token.of_norm(mixer.norm), **one_token.maps(mixer.o_proj), residual=x
-        )
-        (y,) = norm_linear(
-            x,
-            **one_token.of_norm(self.channel_norm),
-            **one_token.maps(mlp.gate_proj, mlp.up_proj),
-            gate="silu",
-        )
-        (y,) = norm_linear(y, **one_token.maps(mlp.down_proj), residual=x)
+        (x,) = one_token.linear(o, [mixer.o_proj], mixer.norm, residual=x)
+        (y,) = one_token.linear(x, [mlp.gate_proj, mlp.up_proj], self.channel_norm, gate="silu")
+        (y,) = one_token.linear(y, [mlp.down_proj], residual=x)
         return y, {"memory": memory}
 
 
