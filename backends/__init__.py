@@ -41,6 +41,9 @@ the next implementation; an exception in the function itself reaches the user.
 itself: they have neither `initial_state` nor `token_kind`, take any number of axes before the last
 and return the output alone.
 
+`norm_linear` and `hgrn2_step` are for a step of generation: they take one token of each row,
+[B, D], and have no gradient.
+
 ## What every implementation does
 
 - `token_kind` is int8 [B, T], or None if all tokens go on. `constants.py` names its values:

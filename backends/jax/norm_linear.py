@@ -36,7 +36,7 @@ def norm_linear(
             product = jnp.matmul(y, weight.astype(dtype), precision="highest")
             outputs.append(product if offset is None else product + offset.astype(dtype))
     if gate is not None:
-        outputs = [gated_linear_unit(*outputs, activation=gate)]
+        outputs = [gated_linear_unit(outputs[0], outputs[1], activation=gate)]
     if residual is not None:
         outputs[0] = outputs[0] + residual.astype(dtype)
     return tuple(output.astype(x.dtype) for output in outputs)

@@ -34,7 +34,7 @@ def norm_linear(
             y = x @ cast(dtype, weight)[0]
             outputs.append(y if offset is None else y + cast(dtype, offset)[0])
     if gate is not None:
-        outputs = [gated_linear_unit(*outputs, activation=gate, dtype=dtype)]
+        outputs = [gated_linear_unit(outputs[0], outputs[1], gate, dtype)]
     if residual is not None:
         outputs[0] = outputs[0] + cast(dtype, residual)[0]
     return tuple(outputs)

@@ -32,7 +32,7 @@ def norm_linear(
             product = y @ tf.cast(weight, dtype)
             outputs.append(product if offset is None else product + tf.cast(offset, dtype))
     if gate is not None:
-        outputs = [gated_linear_unit(*outputs, activation=gate)]
+        outputs = [gated_linear_unit(outputs[0], outputs[1], activation=gate)]
     if residual is not None:
         outputs[0] = outputs[0] + tf.cast(residual, dtype)
     return tuple(tf.cast(output, x.dtype) for output in outputs)

@@ -30,7 +30,7 @@ def norm_linear(
             product = y @ weight.to(dtype)
             outputs.append(product if offset is None else product + offset.to(dtype))
     if gate is not None:
-        outputs = [gated_linear_unit(*outputs, activation=gate)]
+        outputs = [gated_linear_unit(outputs[0], outputs[1], activation=gate)]
     if residual is not None:
         outputs[0] = outputs[0] + residual.to(dtype)
     return tuple(output.to(x.dtype) for output in outputs)

@@ -23,7 +23,7 @@ from keras_recurrent.backends.jax import _gpu, _shards
 from keras_recurrent.backends.jax._common import refusal_of_sizes
 from keras_recurrent.backends.triton import _interpreter
 from keras_recurrent.backends.triton._common import INTERPRETED, words_on_assembler
-from keras_recurrent.backends.triton._operation import Operation
+from keras_recurrent.backends.triton._operation import options_of
 
 zeros_like = jnp.zeros_like
 _TYPES = {
@@ -248,9 +248,8 @@ if INTERPRETED:
 
 def forward_operation(name, forward, results, count, updates=None):
     """The function of an operation's tensors and options, without gradients."""
-    del count, updates  # the launches say all
-    options = Operation(name, forward, results, None, None).options
-    return jax.jit(forward, static_argnames=tuple(options))
+    del name, results, count, updates  # the launches say all
+    return jax.jit(forward, static_argnames=tuple(options_of(forward)))
 
 
 def operation(definition):

@@ -37,16 +37,26 @@ class Operation(NamedTuple):
     @property
     def tensors(self):
         """The names of the tensors."""
-        parameters = inspect.signature(self.forward).parameters.values()
-        return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        return tensors_of(self.forward)
 
     @property
     def options(self):
         """{name: annotation} of the options."""
-        parameters = inspect.signature(self.forward).parameters.values()
-        return {p.name: p.annotation for p in parameters if p.kind is p.KEYWORD_ONLY}
+        return options_of(self.forward)
 
     @property
     def differentiable(self):
         """The names of the tensors that have a gradient."""
         return [name for name in self.tensors if name not in INTEGERS]
+
+
+def tensors_of(forward):
+    """The names of a forward's tensors."""
+    parameters = inspect.signature(forward).parameters.values()
+    return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+
+def options_of(forward):
+    """{name: annotation} of a forward's options."""
+    parameters = inspect.signature(forward).parameters.values()
+    return {p.name: p.annotation for p in parameters if p.kind is p.KEYWORD_ONLY}

@@ -14,7 +14,7 @@ from keras_recurrent.backends.constants import LOWEST_CAPABILITY
 from keras_recurrent.backends.torch._autograd import register_autograd
 from keras_recurrent.backends.torch._states import may_be_overwritten
 from keras_recurrent.backends.triton._common import INTERPRETED, words_on_assembler
-from keras_recurrent.backends.triton._operation import Operation
+from keras_recurrent.backends.triton._operation import options_of, tensors_of
 
 _LAUNCHES_AHEAD = (9, 0)  # the compute capability from which launches may overlap
 _SCHEMA_TYPES = {float: "float", bool: "bool", int: "int", str | None: "str?", int | None: "int?"}
@@ -167,8 +167,7 @@ def forward_operation(name, forward, results, count, updates=None):
     tensor of which the last one is the new value. Where states may be overwritten
     (`backends/torch/_states.py`), that is written in its place.
     """
-    definition = Operation(name, forward, results, None, None)
-    tensors, options = definition.tensors, definition.options
+    tensors, options = tensors_of(forward), options_of(forward)
     operator = _operator(
         f"keras_recurrent::triton_{name}", forward, results, tensors, options, count
     )

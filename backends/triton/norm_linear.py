@@ -15,7 +15,8 @@ from keras_recurrent.backends.triton._math import sigmoid
 
 _SQRT_8_OVER_PI = tl.constexpr(1.5957691216057308)
 _GATES = (None, "silu", "gelu")
-_TILE = {"BLOCK_N": 16, "BLOCK_K": 2048, "num_warps": 8}
+_TILE = {"BLOCK_N": 16, "num_warps": 8}
+_BLOCK_K = {"bfloat16": 2048, "float32": 512}
 
 
 def unsupported(
@@ -242,7 +243,8 @@ def forward(
     programs = sum(triton.cdiv(n, _TILE["BLOCK_N"]) for n in columns)
     options = dict(zip(("K", "N", "N_2", "N_3"), (channels, *widths), strict=True))
     options |= {"NORM": epsilon >= 0, "GATE": gate, **_TILE, **overlap(x)}
-    options["BLOCK_K"] = min(_TILE["BLOCK_K"], triton.next_power_of_2(max(16, channels)))
+    largest = _BLOCK_K[dtype_name(kernel)]
+    options["BLOCK_K"] = min(largest, triton.next_power_of_2(max(16, channels)))
     return run(Launch(_kernel, programs, tensors, outputs, (epsilon,), options))
 
 

@@ -84,5 +84,5 @@ def linear(x, layers, norm=None, gate=None, residual=None):
     x = x if norm is None else norm(x)
     outputs = [dense(x) for dense in layers]
     if gate is not None:
-        outputs = [gated_linear_unit(*outputs, activation=gate)]
+        outputs = [gated_linear_unit(outputs[0], outputs[1], activation=gate)]
     return outputs if residual is None else [outputs[0] + residual]

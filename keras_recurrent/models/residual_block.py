@@ -72,10 +72,11 @@ class ResidualBlock(StreamingLayer):
     def streaming_sublayers(self):
         return {"temporal_block": self.temporal_block}
 
-    def step(self, x, token_kind, state, **kwargs):
-        """One token of each row, x [B, D], by fused operations: as `stream`, for x and its state.
+    def step(self, x, token_kind, state):
+        """One token of each row, x [B, D], by fused operations: its output and the own state after.
 
-        None where the block has no such step, or a layer in it is not as the family made it.
+        A family whose block has such a step takes the call arguments of `stream`, too, and returns
+        None where a layer in the block is not as the family made it.
         """
         return None
 

@@ -7,7 +7,7 @@ import pytest
 
 from keras_recurrent import dispatch
 from keras_recurrent.backends.reference import log_forget_gate
-from tests.ops import token_wise
+from tests.ops import steps, token_wise
 from tests.ops.cases import CONSTANTS, DRAW, Case, beside, draw, named, unnamed
 
 # Their outputs at padding are states, too; those of others mean nothing, and have no gradient.
@@ -15,7 +15,7 @@ OUTPUTS_ARE_STATES = ("linear_scan", "complex_linear_scan", "rg_lru")
 
 
 def test_every_operation_is_drawn():
-    assert sorted([*DRAW, *token_wise.DRAW]) == sorted(dispatch.IMPLEMENTATIONS)
+    assert sorted([*DRAW, *token_wise.DRAW, *steps.DRAW]) == sorted(dispatch.IMPLEMENTATIONS)
 
 
 @pytest.mark.parametrize("operation", DRAW)

@@ -56,14 +56,17 @@ def gated_linear_unit(rng, case):
     return tensors, {"activation": case.activation}
 
 
+def log_bounds(rng, width, scale):
+    """log β and log(1 - β), [2, width]."""
+    beta = rng.uniform(size=width)
+    if scale == "extreme":
+        beta = rng.choice([0, 1e-20, 1e-3, 0.5, 1 - 1e-9], size=width)
+    with np.errstate(divide="ignore"):
+        return np.log(np.stack([beta, 1 - beta]))
+
+
 def log_forget_gate(rng, case):
-    bound = None
-    if case.parameter:
-        beta = rng.uniform(size=case.shape[-1])
-        if case.scale == "extreme":
-            beta = rng.choice([0, 1e-20, 1e-3, 0.5, 1 - 1e-9], size=case.shape[-1])
-        with np.errstate(divide="ignore"):
-            bound = np.log(np.stack([beta, 1 - beta]))
+    bound = log_bounds(rng, case.shape[-1], case.scale) if case.parameter else None
     return {"logits": numbers(rng, case), "lower_bound": bound}, {}
 
 

@@ -29,9 +29,11 @@ from keras_recurrent.backends.triton import (
     causal_conv1d,
     gated_linear_attention,
     gated_linear_unit,
+    hgrn2_step,
     lightning_attention,
     linear_scan,
     log_forget_gate,
+    norm_linear,
     rg_lru,
     rms_norm,
     token_crossentropy,
@@ -45,6 +47,7 @@ FLOATS = ("initial", "final", "d_initial", "d_final", "d_logit", "d_parameters",
 FLOATS += ("scale", "d_scale", "lower_bound", "d_bound", "d_log_f")
 FLOATS += ("losses", "d_losses", "largest", "total")
 FLOATS += ("totals", "decays", "log_decay", "log_f", "origin", "delta", "d_keys", "d_values")
+FLOATS += ("memory", "after")
 INTEGERS = ("carry", "token_at", "document_at", "real_counts", "start_counts", "tokens")
 INTEGERS += ("first_key", "last_key", "first_query", "query_end", "position", "end")
 
@@ -159,10 +162,39 @@ TOKEN_WISE = {
     }.items()
 }
 
+
+def of_row(channels, dtype="bfloat16", **constants):
+    """The kernel of a single row through maps of 2048 columns; those that are absent are None."""
+    absent = ("kernel_2", "kernel_3", "bias", "bias_2", "bias_3", "residual", "y_2", "y_3")
+    sizes = {"K": channels, "N": 2048, "N_2": 2048, "N_3": 2048, "NORM": True, "GATE": 0}
+    constants = dict.fromkeys(absent) | sizes | {"AHEAD": True} | constants
+    constants = {name: value for name, value in constants.items() if value != "given"}
+    return (
+        norm_linear._kernel,
+        constants,
+        [norm_linear._TILE | {"BLOCK_K": norm_linear._BLOCK_K[dtype]}],
+    )
+
+
+OF_A_STEP = {
+    "hgrn2 step": (
+        hgrn2_step._kernel,
+        {"K": 128, "V": 128, "BLOCK_K": 128, "BLOCK_V": hgrn2_step._BLOCK_V, "AHEAD": True},
+        [{"num_warps": hgrn2_step._WARPS}],
+    ),
+    "norm_linear of three": of_row(
+        2048, kernel_2="given", kernel_3="given", y_2="given", y_3="given"
+    ),
+    "norm_linear, silu": of_row(2048, kernel_2="given", GATE=1),
+    "norm_linear, gelu, float32": of_row(2560, "float32", kernel_2="given", bias="given", GATE=2),
+    "norm_linear, residual": of_row(5632, residual="given", scale=None, NORM=False),
+}
+
 # {name: (kernel, constants, configurations)}, the default first. Where a kernel differs little from
 # another one that is compiled in all configurations, the default is the only one.
 KERNELS = {
     **TOKEN_WISE,
+    **OF_A_STEP,
     # Triton makes a size of 1 a constant, which lacks what a number in a register has.
     **{
         f"{name} {direction}, one row": (kernel, {"B": 1}, SCANS[name][:1])
@@ -256,7 +288,7 @@ DEFAULTS = {name: row for name, row in KERNELS.items() if name not in SEEN_ELSEW
 def dtype(argument, name):
     if argument in SIZES:
         return "i32"
-    if argument == "epsilon":
+    if argument in ("epsilon", "root"):
         return "fp32"
     if argument in INTEGERS:
         return "*i32"

@@ -49,6 +49,15 @@ PROGRAMS = {
     ),
 }
 
+ROW, SQUARE = array(1, D), array(D, D)
+STEP = ROW, SQUARE, SQUARE, array(1, H, D // H, D // H, dtype="float32")
+
+
+def hgrn2_step(x, kernel, kernel_2, memory):
+    """A part of a step of generation, which has no gradient."""
+    q, f = ops.norm_linear(x, [kernel, kernel_2], epsilon=1e-5)
+    return ops.hgrn2_step(q, f, x, memory)
+
 
 def traced(operation, tensors, others=None):
     def loss(tensors, others):
@@ -73,6 +82,12 @@ def main():
             platform: calls(program.lower(lowering_platforms=(platform,)))
             for platform in ("cpu", "cuda", "tpu")
         }
+    step = jax.jit(hgrn2_step).trace(*STEP)
+    reports["hgrn2_step"] = {
+        platform: calls(step.lower(lowering_platforms=(platform,))) for platform in ("cpu", "cuda")
+    }
+    in_place = step.lower(lowering_platforms=("cuda",)).as_text()
+    reports["written over"] = in_place.count("#stablehlo.output_operand_alias")
     program = jax.jit(lambda x: ops.linear_scan(x, x)[0])
     allowed = [export.DisabledSafetyCheck.custom_call("triton_kernel_call")]
     exported = export.export(program, platforms=("cpu", "cuda"), disabled_checks=allowed)(X)

@@ -14,7 +14,7 @@ import numpy as np
 
 from keras_recurrent import dispatch
 from keras_recurrent.backends.triton import _jax
-from tests.ops import judge
+from tests.ops import judge, steps, test_steps
 from tests.ops.cases import Case, draw
 
 CASES = {
@@ -103,7 +103,14 @@ def check_operation(operation):
     judge.check(operation, "triton", draw(operation, CASES[operation]))
 
 
+STEPS = {
+    f"{operation}, {name}": functools.partial(test_steps.check, operation, "triton", case)
+    for operation in steps.DRAW
+    for name, case in steps.CASES.items()
+    if name in ("bfloat16", "gelu", "one map")
+}
 CHECKS = {
+    **STEPS,
     **{operation: functools.partial(check_operation, operation) for operation in CASES},
     **{f"vmap over {name}": functools.partial(check_vmap, *of) for name, of in MAPPED.items()},
     "vmap over kinds and weights": check_one_after_another,

@@ -88,6 +88,8 @@ def test_lowered_for_gpus():
         assert reports[name]["cpu"] == [0, 0]
         assert reports[name]["cuda"] == [count, 0]
         assert reports[name]["tpu"][0] == 0 < reports[name]["tpu"][1]
+    assert reports["hgrn2_step"] == {"cpu": [0, 0], "cuda": [2, 0]}
+    assert reports["written over"] == 1
     assert reports["exported"] == {"platforms": ["cpu", "cuda"], "difference": 0.0}
     assert reports["without a GPU"] == 80
     assert reports["older"] == [0, 0]

@@ -1,0 +1,140 @@
+"""Steps of generation by fused operations: taken where a block is as its family made it."""
+
+import keras
+import numpy as np
+import pytest
+
+import keras_recurrent
+from keras_recurrent import dispatch
+from keras_recurrent.layers import HGRN2, SwiGLU, one_token
+from keras_recurrent.models.hgrn2 import hgrn2_residual_block
+from tests.generation.test_programs import generate
+from tests.models.tiny import tiny_causal_lm
+
+if dispatch.BACKEND != "torch" or "triton" not in dispatch.serving():
+    pytest.skip("runs on torch with Triton, if only interpreted", allow_module_level=True)
+if isinstance(dispatch.IMPLEMENTATIONS["hgrn2_step"]["triton"], str):
+    pytest.skip("needs triton", allow_module_level=True)
+
+LENGTHS, TOTAL = (4, 6), 12
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """Counts the fused steps of the recurrence."""
+    found = []
+    original = hgrn2_residual_block.hgrn2_step
+    monkeypatch.setattr(
+        hgrn2_residual_block,
+        "hgrn2_step",
+        lambda *args, **kwargs: found.append(args) or original(*args, **kwargs),
+    )
+    return found
+
+
+def written(model, lengths=LENGTHS, name="triton"):
+    model.compile(sampler="greedy")
+    with keras_recurrent.implementation(name):
+        return generate(model, lengths, TOTAL)["token_ids"]
+
+
+@pytest.mark.parametrize("lengths", [(5,), LENGTHS])
+def test_the_same_tokens(lengths, fused):
+    model = tiny_causal_lm(family="hgrn2")
+    expected = written(model, lengths, "torch")
+    assert not fused
+    np.testing.assert_array_equal(written(model, lengths), expected)
+    assert len(fused) == len(model.backbone.transformer_layers)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "mixed_bfloat16"])
+def test_16_bits(dtype, fused):
+    model = tiny_causal_lm(family="hgrn2", num_layers=1, dtype=dtype)
+    block = model.backbone.transformer_layers[0]
+    rng = np.random.default_rng(0)
+    x = keras.ops.cast(rng.normal(size=(1, 1, model.backbone.hidden_dim)), "bfloat16")
+    state = block.get_initial_state(1)
+    results = []
+    for context in (one_token.writing, lambda: keras_recurrent.implementation("torch")):
+        with keras_recurrent.implementation("triton"), context():
+            results.append(block(x, initial_state=state, return_state=True))
+    assert len(fused) == 1
+    (y, after), (plain, plain_after) = results
+    for found, expected in (
+        (y, plain),
+        (after["temporal_block"]["memory"], plain_after["temporal_block"]["memory"]),
+    ):
+        found, expected = (
+            keras.ops.convert_to_numpy(keras.ops.cast(t, "float32")) for t in (found, expected)
+        )
+        np.testing.assert_allclose(found, expected, rtol=0, atol=0.03 * np.abs(expected).max())
+
+
+class OwnNorm(keras_recurrent.layers.RMSNorm):
+    """A norm of somebody's own."""
+
+
+class OwnDense(keras.layers.Dense):
+    """A map of somebody's own."""
+
+
+def lora(block):
+    block.temporal_block.q_proj.enable_lora(2)
+
+
+def quantized(block):
+    block.mlp.up_proj.quantize("int8")
+
+
+def hooked(block):
+    block.temporal_block.o_proj.register_forward_hook(lambda *_: None)
+
+
+def replaced_call(block):
+    block.mlp.down_proj.call = block.mlp.down_proj.call
+
+
+def own_norm(block):
+    block.temporal_norm.__class__ = OwnNorm
+
+
+def own_dense(block):
+    block.temporal_block.i_proj.__class__ = OwnDense
+
+
+def activation(block):
+    block.mlp.gate_proj.activation = keras.activations.relu
+
+
+OTHERS = (lora, quantized, hooked, replaced_call, own_norm, own_dense, activation)
+
+
+@pytest.mark.filterwarnings("ignore:.*The use of `x.T` on tensors:UserWarning")
+@pytest.mark.parametrize("change", OTHERS, ids=[f.__name__ for f in OTHERS])
+def test_other_layers_take_the_ordinary_path(change, fused):
+    model = tiny_causal_lm(family="hgrn2", num_layers=1)
+    change(model.backbone.transformer_layers[0])
+    expected = written(model, name="torch")
+    np.testing.assert_array_equal(written(model), expected)
+    assert not fused
+
+
+@pytest.mark.parametrize("mixer", [HGRN2(4, conv_size=2), HGRN2(4, gate_activation="sigmoid")])
+def test_variants_take_the_ordinary_path(mixer, fused):
+    block = hgrn2_residual_block.HGRN2ResidualBlock(mixer, 24)
+    state = None
+    x = np.ones((1, 1, 8), "float32")
+    block(x)
+    state = block.get_initial_state(1)
+    with keras_recurrent.implementation("triton"), one_token.writing():
+        block(x, initial_state=state, return_state=True)
+    assert not fused
+    assert type(block.mlp) is SwiGLU
+
+
+def test_only_generation_takes_them(fused):
+    model = tiny_causal_lm(family="hgrn2", num_layers=1)
+    cache = model.backbone.get_initial_state(1)
+    with keras_recurrent.implementation("triton"):
+        model.call_with_cache(np.array([[3]]), cache)
+    assert not fused

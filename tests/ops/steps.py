@@ -1,0 +1,98 @@
+"""Inputs for tests of operations for a step of generation: `DRAW` has a function of each."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from tests.ops.cases import round_to
+from tests.ops.token_wise import log_bounds
+
+
+class Case(NamedTuple):
+    rows: int
+    dtype: str = "float32"
+    channels: int = 24
+    widths: tuple = (16,)  # of the maps
+    scale: str = "normal"  # of the numbers, or "extreme"
+    parameters: bool = True  # biases, scales and bounds, where there may be some
+    norm: bool = True
+    gate: str | None = None
+    residual: bool = False
+    kinds: bool = False
+
+
+CASES = {
+    "one map": Case(1, residual=True),
+    "three maps": Case(1, widths=(16, 33, 7), channels=70),
+    "several rows": Case(3, widths=(16, 33, 7), kinds=True),
+    "silu": Case(1, widths=(18, 18), gate="silu", channels=300),
+    "gelu": Case(1, widths=(18, 18), gate="gelu", residual=True, scale="extreme"),
+    "bare": Case(1, parameters=False, norm=False),
+    "bfloat16": Case(1, "bfloat16", widths=(16, 33, 7), channels=70, kinds=True),
+    "bfloat16, gelu": Case(1, "bfloat16", widths=(40, 40), gate="gelu", residual=True),
+    "many channels": Case(1, "bfloat16", channels=2100, widths=(16,), residual=True),
+    "float16": Case(2, "float16", kinds=True),
+    "float64": Case(2, "float64", widths=(16, 33), kinds=True, scale="extreme"),
+    "extreme": Case(1, widths=(16, 17), scale="extreme"),
+}
+
+
+def _numbers(rng, case, *shape):
+    drawn = rng.normal(size=shape)
+    if case.scale == "extreme":
+        drawn *= rng.choice([1e-3, 1, 10, 100], size=shape)
+    return drawn
+
+
+def norm_linear(rng, case):
+    names = ("", "_2", "_3")[: len(case.widths)]
+    tensors = {"x": _numbers(rng, case, case.rows, case.channels), "scale": None}
+    if case.norm and case.parameters:
+        tensors["scale"] = rng.normal(size=case.channels)
+    for name, width in zip(names, case.widths, strict=True):
+        tensors[f"kernel{name}"] = rng.normal(size=(case.channels, width)) / case.channels**0.5
+        if case.parameters and name != "_2":
+            tensors[f"bias{name}"] = rng.normal(size=width)
+    if case.residual:
+        tensors["residual"] = rng.normal(size=(case.rows, case.widths[0]))
+    return tensors, {"epsilon": 1e-5 if case.norm else None, "gate": case.gate}
+
+
+def hgrn2_step(rng, case):
+    heads, keys, values = 3, case.channels // 4, len(case.widths) + 5
+    tensors = {
+        "q": rng.normal(size=(case.rows, heads * keys)),
+        "f": _numbers(rng, case, case.rows, heads * keys),
+        "v": rng.normal(size=(case.rows, heads * values)),
+        "memory": rng.normal(size=(case.rows, heads, keys, values)),
+        "lower_bound": log_bounds(rng, heads * keys, case.scale) if case.parameters else None,
+        "token_kind": np.arange(case.rows) % 3 if case.kinds else None,
+    }
+    return tensors, {}
+
+
+DRAW = {operation.__name__: operation for operation in (norm_linear, hgrn2_step)}
+# Weights and states that are float32 beside tensors of 16 bits.
+IN_FLOAT32 = ("scale", "lower_bound", "memory")
+
+
+class Drawn(NamedTuple):
+    tensors: dict  # float64 arrays that hold numbers of the case's dtypes; None where one is absent
+    options: dict
+    dtypes: dict  # of the tensors that there are
+
+
+def draw(operation, case, seed=0):
+    rng = np.random.default_rng([seed, *operation.encode()])
+    tensors, options = DRAW[operation](rng, case)
+    dtypes = {
+        name: "int8"
+        if name == "token_kind"
+        else "float32"
+        if name in IN_FLOAT32 and case.dtype != "float64"
+        else case.dtype
+        for name, tensor in tensors.items()
+        if tensor is not None
+    }
+    given = {n: t if t is None else round_to(dtypes[n], t) for n, t in tensors.items()}
+    return Drawn(given, options, dtypes)

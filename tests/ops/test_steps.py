@@ -1,0 +1,147 @@
+"""Operations for a step of generation, forward only, in every implementation.
+
+The rule is that of `judge`: at most twice as wrong as the definition in float32, or as the plain
+implementation, plus two units in the last place.
+"""
+
+import functools
+import importlib
+
+import keras
+import numpy as np
+import pytest
+
+from keras_recurrent import dispatch, ops
+from tests.ops import native
+from tests.ops.cases import unit
+from tests.ops.judge import INTERPRETED, PLAIN, kernels
+from tests.ops.steps import CASES, DRAW, Case, draw
+
+KERNELS = kernels(DRAW)
+every_kernel = pytest.mark.parametrize(("operation", "implementation"), KERNELS)
+
+
+def run(operation, implementation, drawn):
+    """The results, in float64, and their dtypes."""
+    module = dispatch.IMPLEMENTATIONS[operation][implementation]
+    arguments = {
+        name: None if t is None else native.tensor(t, drawn.dtypes[name])
+        for name, t in drawn.tensors.items()
+    }
+    reason = native.refusal(module, {**arguments, **drawn.options})
+    if reason is not None:
+        pytest.skip(f"{implementation} refuses: {reason}")
+    results = getattr(module, operation)(**arguments, **drawn.options)
+    return [native.to_numpy(r) for r in results], [native.dtype(r) for r in results]
+
+
+@functools.cache
+def definition(operation):
+    return getattr(
+        importlib.import_module(f"keras_recurrent.backends.reference.{operation}"), operation
+    )
+
+
+def defined(operation, drawn, dtype):
+    return definition(operation)(**drawn.tensors, **drawn.options, dtype=np.dtype(dtype))
+
+
+def rounded(result, dtype):
+    return (
+        result.astype(dtype).astype("float64")
+        if dtype != "bfloat16"
+        else native.to_numpy(native.tensor(result, "bfloat16"))
+    )
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@every_kernel
+def test_forward(operation, implementation, case):
+    check(operation, implementation, case)
+
+
+def check(operation, implementation, case):
+    drawn = draw(operation, case)
+    with native.precision(case.dtype):
+        found, dtypes = run(operation, implementation, drawn)
+        exact = "longdouble" if case.dtype == "float64" else "float64"
+        truth = defined(operation, drawn, exact)
+        yardstick = defined(operation, drawn, "float64" if case.dtype == "float64" else "float32")
+        if implementation not in (PLAIN, *INTERPRETED):
+            yardstick, _ = run(operation, PLAIN, drawn)
+        states = ["float64" if case.dtype == "float64" else "float32"]
+        wanted = [case.dtype, *states] if operation == "hgrn2_step" else [case.dtype] * len(truth)
+        assert dtypes == wanted
+        real = np.ones(case.rows, bool)
+        if operation == "hgrn2_step" and case.kinds:
+            real = np.arange(case.rows) % 3 != 2
+        results = zip(found, truth, yardstick, dtypes, strict=True)
+        for i, (result, expected, other, dtype) in enumerate(results):
+            assert np.isfinite(result).all()
+            if i == 0:  # the output of padding may be anything
+                result, expected, other = result[real], expected[real], other[real]
+            allowed = 2 * np.abs(rounded(other, dtype) - expected).max(initial=0)
+            allowed += 2 * unit(dtype, np.abs(expected).max(initial=0))
+            assert np.abs(result - expected).max(initial=0) <= allowed
+
+
+@pytest.mark.parametrize("implementation", [i for o, i in KERNELS if o == "hgrn2_step"])
+def test_padding_leaves_the_memory_and_may_hold_anything(implementation):
+    drawn = draw("hgrn2_step", Case(3, kinds=True))
+    for name in ("q", "f", "v"):
+        drawn.tensors[name][2] = [np.nan, np.inf, -np.inf] * (drawn.tensors[name].shape[1] // 3)
+    (output, memory), _ = run("hgrn2_step", implementation, drawn)
+    np.testing.assert_array_equal(memory[2], drawn.tensors["memory"][2])
+    assert np.isfinite(output[:2]).all()
+
+
+@pytest.mark.skipif(PLAIN != "torch", reason="elsewhere the compiler decides what is overwritten")
+@pytest.mark.parametrize("implementation", [i for o, i in KERNELS if o == "hgrn2_step"])
+def test_a_state_is_written_over_where_it_is_owned_alone(implementation):
+    from keras_recurrent.backends.torch._states import overwritten
+
+    drawn = draw("hgrn2_step", Case(2))
+    given = {n: native.tensor(t, "float32") for n, t in drawn.tensors.items() if t is not None}
+    before = given["memory"].clone()
+    step = functools.partial(ops.hgrn2_step, implementation=implementation)
+    output, memory = step(**given)
+    np.testing.assert_array_equal(given["memory"].cpu(), before.cpu())
+    with overwritten():
+        again, new = step(**given)
+    np.testing.assert_array_equal(new.cpu(), memory.cpu())
+    np.testing.assert_array_equal(again.cpu(), output.cpu())
+    assert (new.data_ptr() == given["memory"].data_ptr()) == (implementation == "triton")
+
+
+X, KERNEL = np.ones((2, 3), "float32"), np.ones((3, 4), "float32")
+REFUSED = {
+    "list of one to three": lambda: ops.norm_linear(X, []),
+    "matrices": lambda: ops.norm_linear(X, KERNEL),
+    "as many as there are kernels": lambda: ops.norm_linear(X, [KERNEL], biases=[]),
+    "must have the shape": lambda: ops.norm_linear(X, [KERNEL.T]),
+    "`scale` belongs to the norm": lambda: ops.norm_linear(X, [KERNEL], scale=X[0]),
+    "`epsilon` must be a finite": lambda: ops.norm_linear(X, [KERNEL], epsilon=-1.0),
+    "`gate` must be one of": lambda: ops.norm_linear(X, [KERNEL] * 2, gate="relu"),
+    "between two kernels": lambda: ops.norm_linear(X, [KERNEL], gate="silu"),
+    "one width": lambda: ops.norm_linear(X, [KERNEL, KERNEL[:, :2]], gate="silu"),
+    "for one output": lambda: ops.norm_linear(X, [KERNEL] * 2, residual=X @ KERNEL),
+    "`memory` must have the shape": lambda: ops.hgrn2_step(X, X, X, np.ones((2, 2, 2, 2), "f4")),
+    "`token_kind` must be int8": lambda: ops.hgrn2_step(
+        X, X, X, np.ones((2, 1, 3, 3), "f4"), token_kind=np.ones(2, "int32")
+    ),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_is_refused(words):
+    with pytest.raises(ValueError, match=words):
+        REFUSED[words]()
+
+
+def test_in_a_graph():
+    x = keras.Input((3,), batch_size=2)
+    graph = keras.Model(x, ops.norm_linear(x, [KERNEL, KERNEL[:, :2]], epsilon=1e-5))
+    found = graph(X)
+    expected = ops.norm_linear(X, [KERNEL, KERNEL[:, :2]], epsilon=1e-5)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(*map(keras.ops.convert_to_numpy, (a, b)), rtol=1e-6)
