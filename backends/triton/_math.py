@@ -11,6 +11,7 @@ import triton.language as tl
 from keras_recurrent.backends.triton._common import IN_INTERPRETER
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
+_SQRT_8_OVER_PI = tl.constexpr(1.5957691216057308)
 _SERIES_FROM = tl.constexpr(-0.35)  # from here to 0, 1 - exp(z) is computed by its series
 
 
@@ -68,6 +69,19 @@ def sigmoid(z, FINE: tl.constexpr):
     e = exp(tl.minimum(-z, 87.0, propagate_nan=tl.PropagateNan.ALL), FINE)
     s = reciprocal(1.0 + e)
     return s, e * s
+
+
+@triton.jit
+def silu(z):
+    return z * tl.where(z < -80.0, 0.0, sigmoid(z, True)[0])
+
+
+@triton.jit
+def gelu(z):
+    """By tanh: z σ(2 sqrt(2 / π) (z + 0.044715 z³)), whose σ is 0 or 1 beyond 10."""
+    near = tl.where(tl.abs(z) > 10.0, tl.where(z > 0.0, 10.0, -10.0), z)
+    u = (near + 0.044715 * near * near * near) * _SQRT_8_OVER_PI
+    return z * tl.where(u < -80.0, 0.0, sigmoid(u, True)[0])
 
 
 @triton.jit

@@ -11,9 +11,8 @@ import triton.language as tl
 from keras_recurrent.backends.triton._ahead import let_next_launch_begin, wait_for_launch_before
 from keras_recurrent.backends.triton._framework import forward_operation, overlap, refusal, run
 from keras_recurrent.backends.triton._launch import Array, Launch, dtype_name
-from keras_recurrent.backends.triton._math import sigmoid
+from keras_recurrent.backends.triton._math import gelu, silu
 
-_SQRT_8_OVER_PI = tl.constexpr(1.5957691216057308)
 _GATES = (None, "silu", "gelu")
 _TILE = {"BLOCK_N": 16, "num_warps": 8}
 _BLOCK_K = {"bfloat16": 2048, "float32": 512}
@@ -61,16 +60,6 @@ def norm_linear(
     found = _norm_linear(*tensors, epsilon=epsilon, gate=_GATES.index(gate))
     count = 1 if gate else sum(k is not None for k in (kernel, kernel_2, kernel_3))
     return tuple(found[:count])
-
-
-@triton.jit
-def _activated(z, GATE: tl.constexpr):
-    u = z
-    if GATE == 2:
-        near = tl.where(tl.abs(z) > 10.0, tl.where(z > 0.0, 10.0, -10.0), z)
-        u = (near + 0.044715 * near * near * near) * _SQRT_8_OVER_PI
-    s, _ = sigmoid(u, True)
-    return z * tl.where(u < -80.0, 0.0, s)
 
 
 @triton.jit
@@ -186,7 +175,7 @@ def _kernel(
         if GATE:
             if bias_2 is not None:
                 beside += tl.load(bias_2 + n, valid, other=0.0).to(tl.float32)
-            total = _activated(total, GATE) * beside
+            total = (silu(total) if GATE == 1 else gelu(total)) * beside
         if residual is not None:
             total += tl.load(residual + n, valid, other=0.0).to(tl.float32)
         tl.store(y + n, total, valid)

@@ -163,12 +163,18 @@ class LocalAttention(StreamingLayer):
         self.o_proj.build((*input_shape[:2], self.num_query_heads * self.head_dim))
 
     def stream(self, inputs, tokens, state):
-        q = self._rotated(self.q_proj(inputs), tokens.position, scale=self.head_dim**-0.5)
+        maps = self.q_proj(inputs), self.k_proj(inputs), self.v_proj(inputs)
+        output, after = self.attend(*maps, tokens, state)
+        return self.o_proj(output), after
+
+    def attend(self, q, k, v, tokens, state):
+        """What the heads see, `[B, T, heads times head_dim]`, from the three linear maps."""
+        q = self._rotated(q, tokens.position, scale=self.head_dim**-0.5)
         output, after = sliding_window_attention(
             q,
-            self._rotated(self.k_proj(inputs), tokens.position),
+            self._rotated(k, tokens.position),
             # Keras on torch multiplies float64 as float32.
-            ops.cast(self._heads(self.v_proj(inputs)), self.compute_dtype),
+            ops.cast(self._heads(v), self.compute_dtype),
             self.sliding_window,
             max_length=self.max_length,
             # A first token that starts a document sees nothing of the state, and is at position 0.
@@ -177,8 +183,7 @@ class LocalAttention(StreamingLayer):
         )
         after.pop("position", None)  # the outermost layer keeps it
         inner = self.num_query_heads * self.head_dim
-        output = ops.reshape(output, (*ops.shape(q)[:2], inner))
-        return self.o_proj(output), after
+        return ops.reshape(output, (*ops.shape(q)[:2], inner)), after
 
     def _heads(self, x):
         # Not -1: TensorFlow would lose the static size where the time is not known.

@@ -54,15 +54,25 @@ def is_plain(dense):
         and dense.activation is keras.activations.linear
         and not dense.lora_enabled
         and dense.quantization_mode is None
-        and not _is_hooked(dense)
+        and not is_hooked(dense)
+    )
+
+
+def is_plain_einsum(dense):
+    """The same of an `EinsumDense`."""
+    return (
+        type(dense) is keras.layers.EinsumDense
+        and not dense.lora_enabled
+        and dense.quantization_mode is None
+        and not is_hooked(dense)
     )
 
 
 def is_plain_norm(norm):
-    return type(norm) is RMSNorm and not _is_hooked(norm)
+    return type(norm) is RMSNorm and not is_hooked(norm)
 
 
-def _is_hooked(layer):
+def is_hooked(layer):
     """Whether something else runs before, after or in place of the layer's `call`."""
     return "call" in vars(layer) or any(
         getattr(layer, f"_forward{name}_hooks", ()) for name in ("", "_pre")
@@ -86,3 +96,15 @@ def linear(x, layers, norm=None, gate=None, residual=None):
     if gate is not None:
         outputs = [gated_linear_unit(outputs[0], outputs[1], activation=gate)]
     return outputs if residual is None else [outputs[0] + residual]
+
+
+def mlp(x, layer, norm, gate):
+    """x [B, D], and what a gated multilayer perceptron makes of it behind a norm."""
+    (y,) = linear(x, [layer.gate_proj, layer.up_proj], norm, gate=gate)
+    (y,) = linear(y, [layer.down_proj], residual=x)
+    return y
+
+
+def kinds(tokens):
+    """What each row's only token is, int8 [B]; None if all go on or begin from nothing."""
+    return None if tokens.kind is None else tokens.kind[:, 0]

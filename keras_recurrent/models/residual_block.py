@@ -72,8 +72,10 @@ class ResidualBlock(StreamingLayer):
     def streaming_sublayers(self):
         return {"temporal_block": self.temporal_block}
 
-    def step(self, x, token_kind, state):
-        """One token of each row, x [B, D], by fused operations: its output and the own state after.
+    def step(self, x, tokens, state):
+        """One token of each row, x [B, D], by fused operations: its output, and the state after it.
+
+        tokens: as `stream` gets them. state: that of the layer that mixes tokens.
 
         A family whose block has such a step takes the call arguments of `stream`, too, and returns
         None where a layer in the block is not as the family made it.
@@ -82,8 +84,7 @@ class ResidualBlock(StreamingLayer):
 
     def stream(self, inputs, tokens, state, **kwargs):
         if one_token.wanted(inputs):
-            kind = None if tokens.kind is None else tokens.kind[:, 0]
-            found = self.step(inputs[:, 0], kind, state.get("temporal_block"), **kwargs)
+            found = self.step(inputs[:, 0], tokens, state.get("temporal_block"), **kwargs)
             if found is not None:
                 return found[0][:, None], {"temporal_block": found[1]}
         x, after = self.temporal_block(

@@ -3,7 +3,7 @@
 Those over time return `(output, final_state)`; `gated_linear_unit`, `log_forget_gate`, `rms_norm`
 and `token_crossentropy` see one token at a time, and return their output alone.
 
-`norm_linear` and `hgrn2_step` are for generation, which asks for no gradients.
+`norm_linear`, `hgrn2_step` and `rg_lru_step` are for generation, which asks for no gradients.
 
 Gradients are of first order and in reverse mode on every backend. Second derivatives are to be had
 with the implementations `jax` and `tensorflow`, forward mode (tangents) with `tensorflow`; of
@@ -22,6 +22,7 @@ from keras_recurrent.ops.log_forget_gate import log_forget_gate
 from keras_recurrent.ops.norm_linear import norm_linear
 from keras_recurrent.ops.operation import which_implementation
 from keras_recurrent.ops.rg_lru import rg_lru
+from keras_recurrent.ops.rg_lru_step import rg_lru_step
 from keras_recurrent.ops.rms_norm import rms_norm
 from keras_recurrent.ops.sliding_window_attention import sliding_window_attention
 from keras_recurrent.ops.token_crossentropy import token_crossentropy
@@ -38,6 +39,7 @@ __all__ = [
     "log_forget_gate",
     "norm_linear",
     "rg_lru",
+    "rg_lru_step",
     "rms_norm",
     "sliding_window_attention",
     "token_crossentropy",

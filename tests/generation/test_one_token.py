@@ -6,8 +6,8 @@ import pytest
 
 import keras_recurrent
 from keras_recurrent import dispatch
-from keras_recurrent.layers import HGRN2, SwiGLU, one_token
-from keras_recurrent.models.hgrn2 import hgrn2_residual_block
+from keras_recurrent.layers import HGRN2, RecurrentBlock, one_token
+from keras_recurrent.models import GriffinResidualBlock, HGRN2ResidualBlock
 from tests.generation.test_programs import generate
 from tests.models.tiny import tiny_causal_lm
 
@@ -21,14 +21,17 @@ LENGTHS, TOTAL = (4, 6), 12
 
 @pytest.fixture
 def fused(monkeypatch):
-    """Counts the fused steps of the recurrence."""
+    """Counts the fused steps of blocks."""
     found = []
-    original = hgrn2_residual_block.hgrn2_step
-    monkeypatch.setattr(
-        hgrn2_residual_block,
-        "hgrn2_step",
-        lambda *args, **kwargs: found.append(args) or original(*args, **kwargs),
-    )
+    for block in (HGRN2ResidualBlock, GriffinResidualBlock):
+
+        def counted(self, *args, original=block.step, **kwargs):
+            result = original(self, *args, **kwargs)
+            if result is not None:
+                found.append(self)
+            return result
+
+        monkeypatch.setattr(block, "step", counted)
     return found
 
 
@@ -38,18 +41,20 @@ def written(model, lengths=LENGTHS, name="triton"):
         return generate(model, lengths, TOTAL)["token_ids"]
 
 
+@pytest.mark.parametrize("family", ["hgrn2", "griffin"])
 @pytest.mark.parametrize("lengths", [(5,), LENGTHS])
-def test_the_same_tokens(lengths, fused):
-    model = tiny_causal_lm(family="hgrn2")
+def test_the_same_tokens(family, lengths, fused):
+    model = tiny_causal_lm(family=family)
     expected = written(model, lengths, "torch")
     assert not fused
     np.testing.assert_array_equal(written(model, lengths), expected)
     assert len(fused) == len(model.backbone.transformer_layers)
 
 
+@pytest.mark.parametrize("family", ["hgrn2", "griffin"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "mixed_bfloat16"])
-def test_16_bits(dtype, fused):
-    model = tiny_causal_lm(family="hgrn2", num_layers=1, dtype=dtype)
+def test_16_bits(family, dtype, fused):
+    model = tiny_causal_lm(family=family, num_layers=1, dtype=dtype)
     block = model.backbone.transformer_layers[0]
     rng = np.random.default_rng(0)
     x = keras.ops.cast(rng.normal(size=(1, 1, model.backbone.hidden_dim)), "bfloat16")
@@ -59,11 +64,7 @@ def test_16_bits(dtype, fused):
         with keras_recurrent.implementation("triton"), context():
             results.append(block(x, initial_state=state, return_state=True))
     assert len(fused) == 1
-    (y, after), (plain, plain_after) = results
-    for found, expected in (
-        (y, plain),
-        (after["temporal_block"]["memory"], plain_after["temporal_block"]["memory"]),
-    ):
+    for found, expected in zip(*map(keras.tree.flatten, results), strict=True):
         found, expected = (
             keras.ops.convert_to_numpy(keras.ops.cast(t, "float32")) for t in (found, expected)
         )
@@ -79,7 +80,7 @@ class OwnDense(keras.layers.Dense):
 
 
 def lora(block):
-    block.temporal_block.q_proj.enable_lora(2)
+    block.mlp.gate_proj.enable_lora(2)
 
 
 def quantized(block):
@@ -87,7 +88,11 @@ def quantized(block):
 
 
 def hooked(block):
-    block.temporal_block.o_proj.register_forward_hook(lambda *_: None)
+    block.mlp.down_proj.register_forward_hook(lambda *_: None)
+
+
+def hooked_outside(block):
+    block.temporal_block.register_forward_hook(lambda *_: None)
 
 
 def replaced_call(block):
@@ -99,37 +104,44 @@ def own_norm(block):
 
 
 def own_dense(block):
-    block.temporal_block.i_proj.__class__ = OwnDense
+    block.mlp.up_proj.__class__ = OwnDense
 
 
 def activation(block):
     block.mlp.gate_proj.activation = keras.activations.relu
 
 
-OTHERS = (lora, quantized, hooked, replaced_call, own_norm, own_dense, activation)
+OTHERS = (lora, quantized, hooked, hooked_outside, replaced_call, own_norm, own_dense, activation)
 
 
 @pytest.mark.filterwarnings("ignore:.*The use of `x.T` on tensors:UserWarning")
+@pytest.mark.parametrize("family", ["hgrn2", "griffin"])
 @pytest.mark.parametrize("change", OTHERS, ids=[f.__name__ for f in OTHERS])
-def test_other_layers_take_the_ordinary_path(change, fused):
-    model = tiny_causal_lm(family="hgrn2", num_layers=1)
+def test_other_layers_take_the_ordinary_path(change, family, fused):
+    model = tiny_causal_lm(family=family, num_layers=1)
     change(model.backbone.transformer_layers[0])
     expected = written(model, name="torch")
     np.testing.assert_array_equal(written(model), expected)
     assert not fused
 
 
-@pytest.mark.parametrize("mixer", [HGRN2(4, conv_size=2), HGRN2(4, gate_activation="sigmoid")])
-def test_variants_take_the_ordinary_path(mixer, fused):
-    block = hgrn2_residual_block.HGRN2ResidualBlock(mixer, 24)
-    state = None
+VARIANTS = {
+    "convolutions": lambda: HGRN2ResidualBlock(HGRN2(4, conv_size=2), 24),
+    "sigmoid": lambda: HGRN2ResidualBlock(HGRN2(4, gate_activation="sigmoid"), 24),
+    "first input scaled": lambda: GriffinResidualBlock(
+        RecurrentBlock(8, num_blocks=2, scale_first_input=True), 24
+    ),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_take_the_ordinary_path(variant, fused):
+    block = VARIANTS[variant]()
     x = np.ones((1, 1, 8), "float32")
     block(x)
-    state = block.get_initial_state(1)
     with keras_recurrent.implementation("triton"), one_token.writing():
-        block(x, initial_state=state, return_state=True)
+        block(x, initial_state=block.get_initial_state(1), return_state=True)
     assert not fused
-    assert type(block.mlp) is SwiGLU
 
 
 def test_only_generation_takes_them(fused):

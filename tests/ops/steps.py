@@ -71,9 +71,31 @@ def hgrn2_step(rng, case):
     return tensors, {}
 
 
-DRAW = {operation.__name__: operation for operation in (norm_linear, hgrn2_step)}
+def rg_lru_step(rng, case):
+    width, blocks, channels = 2 + len(case.widths), 3, case.channels // 4
+    rows = case.rows, blocks * channels
+    tensors = {
+        "x": _numbers(rng, case, *rows),
+        "gate": _numbers(rng, case, *rows),
+        "window": rng.normal(size=(case.rows, width - 1, rows[1])),
+        "hidden": rng.normal(size=rows),
+        "conv_kernel": rng.normal(size=(width, rows[1])),
+        "conv_bias": rng.normal(size=rows[1]),
+    }
+    for of in "ax":
+        kernel = rng.normal(size=(blocks, channels, channels)) / channels**0.5
+        tensors |= {f"kernel_{of}": kernel, f"bias_{of}": rng.normal(size=(blocks, channels))}
+    tensors["a_logit"] = rng.uniform(-2, 7, size=rows[1])
+    return tensors | {"token_kind": np.arange(case.rows) % 3 if case.kinds else None}, {}
+
+
+OPERATIONS = (norm_linear, hgrn2_step, rg_lru_step)
+DRAW = {operation.__name__: operation for operation in OPERATIONS}
 # Weights and states that are float32 beside tensors of 16 bits.
-IN_FLOAT32 = ("scale", "lower_bound", "memory")
+IN_FLOAT32 = ("scale", "lower_bound", "memory", "window", "hidden", "conv_kernel", "conv_bias")
+IN_FLOAT32 += ("a_logit",)
+# {operation: what is drawn of its states}
+STATES = {"norm_linear": (), "hgrn2_step": ("memory",), "rg_lru_step": ("window", "hidden")}
 
 
 class Drawn(NamedTuple):

@@ -15,7 +15,7 @@ from keras_recurrent import dispatch, ops
 from tests.ops import native
 from tests.ops.cases import unit
 from tests.ops.judge import INTERPRETED, PLAIN, kernels
-from tests.ops.steps import CASES, DRAW, Case, draw
+from tests.ops.steps import CASES, DRAW, STATES, Case, draw
 
 KERNELS = kernels(DRAW)
 every_kernel = pytest.mark.parametrize(("operation", "implementation"), KERNELS)
@@ -69,11 +69,10 @@ def check(operation, implementation, case):
         yardstick = defined(operation, drawn, "float64" if case.dtype == "float64" else "float32")
         if implementation not in (PLAIN, *INTERPRETED):
             yardstick, _ = run(operation, PLAIN, drawn)
-        states = ["float64" if case.dtype == "float64" else "float32"]
-        wanted = [case.dtype, *states] if operation == "hgrn2_step" else [case.dtype] * len(truth)
-        assert dtypes == wanted
+        states = ["float64" if case.dtype == "float64" else "float32"] * len(STATES[operation])
+        assert dtypes == [case.dtype] * (len(truth) - len(states)) + states
         real = np.ones(case.rows, bool)
-        if operation == "hgrn2_step" and case.kinds:
+        if states and case.kinds:
             real = np.arange(case.rows) % 3 != 2
         results = zip(found, truth, yardstick, dtypes, strict=True)
         for i, (result, expected, other, dtype) in enumerate(results):
@@ -85,36 +84,64 @@ def check(operation, implementation, case):
             assert np.abs(result - expected).max(initial=0) <= allowed
 
 
-@pytest.mark.parametrize("implementation", [i for o, i in KERNELS if o == "hgrn2_step"])
-def test_padding_leaves_the_memory_and_may_hold_anything(implementation):
-    drawn = draw("hgrn2_step", Case(3, kinds=True))
-    for name in ("q", "f", "v"):
-        drawn.tensors[name][2] = [np.nan, np.inf, -np.inf] * (drawn.tensors[name].shape[1] // 3)
-    (output, memory), _ = run("hgrn2_step", implementation, drawn)
-    np.testing.assert_array_equal(memory[2], drawn.tensors["memory"][2])
+with_states = pytest.mark.parametrize(
+    ("operation", "implementation"), [kernel for kernel in KERNELS if STATES[kernel[0]]]
+)
+
+
+@with_states
+def test_padding_leaves_the_states_and_may_hold_anything(operation, implementation):
+    drawn = draw(operation, Case(3, kinds=True))
+    for name in ("q", "f", "v", "x", "gate"):
+        if name in drawn.tensors:
+            width = drawn.tensors[name].shape[1]
+            drawn.tensors[name][2] = np.resize([np.nan, np.inf, -np.inf], width)
+    (output, *states), _ = run(operation, implementation, drawn)
+    for name, state in zip(STATES[operation], states, strict=True):
+        np.testing.assert_array_equal(state[2], drawn.tensors[name][2])
     assert np.isfinite(output[:2]).all()
 
 
 @pytest.mark.skipif(PLAIN != "torch", reason="elsewhere the compiler decides what is overwritten")
-@pytest.mark.parametrize("implementation", [i for o, i in KERNELS if o == "hgrn2_step"])
-def test_a_state_is_written_over_where_it_is_owned_alone(implementation):
+@with_states
+def test_a_state_is_written_over_where_it_is_owned_alone(operation, implementation):
     from keras_recurrent.backends.torch._states import overwritten
 
-    drawn = draw("hgrn2_step", Case(2))
+    drawn = draw(operation, Case(2))
     given = {n: native.tensor(t, "float32") for n, t in drawn.tensors.items() if t is not None}
-    before = given["memory"].clone()
-    step = functools.partial(ops.hgrn2_step, implementation=implementation)
-    output, memory = step(**given)
-    np.testing.assert_array_equal(given["memory"].cpu(), before.cpu())
+    last = STATES[operation][-1]
+    before = {name: given[name].clone() for name in STATES[operation]}
+    step = functools.partial(getattr(ops, operation), implementation=implementation)
+    expected = step(**given)
+    for name, state in before.items():
+        np.testing.assert_array_equal(given[name].cpu(), state.cpu())
     with overwritten():
-        again, new = step(**given)
-    np.testing.assert_array_equal(new.cpu(), memory.cpu())
-    np.testing.assert_array_equal(again.cpu(), output.cpu())
-    assert (new.data_ptr() == given["memory"].data_ptr()) == (implementation == "triton")
+        found = step(**given)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(a.cpu(), b.cpu())
+    assert (found[-1].data_ptr() == given[last].data_ptr()) == (implementation == "triton")
 
 
 X, KERNEL = np.ones((2, 3), "float32"), np.ones((3, 4), "float32")
+STEP = {
+    **dict.fromkeys(("x", "gate", "hidden"), np.ones((1, 4), "float32")),
+    **dict.fromkeys(("bias_a", "bias_x"), np.ones((2, 2), "float32")),
+    **dict.fromkeys(("kernel_a", "kernel_x"), np.ones((2, 2, 2), "float32")),
+    **dict.fromkeys(("conv_bias", "a_logit"), np.ones(4, "float32")),
+    **{"window": np.ones((1, 3, 4), "float32"), "conv_kernel": np.ones((4, 4), "float32")},
+}
+
+
+def refused_step(**changes):
+    return lambda: ops.rg_lru_step(**{**STEP, **changes})
+
+
 REFUSED = {
+    "`window` must have the shape": refused_step(window=np.ones((1, 2, 4), "float32")),
+    "`kernel_a` must have the shape": refused_step(
+        **dict.fromkeys(("kernel_a", "kernel_x"), np.ones((3, 2, 2), "float32")),
+        **dict.fromkeys(("bias_a", "bias_x"), np.ones((3, 2), "float32")),
+    ),
     "list of one to three": lambda: ops.norm_linear(X, []),
     "matrices": lambda: ops.norm_linear(X, KERNEL),
     "as many as there are kernels": lambda: ops.norm_linear(X, [KERNEL], biases=[]),

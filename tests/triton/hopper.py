@@ -35,6 +35,7 @@ from keras_recurrent.backends.triton import (
     log_forget_gate,
     norm_linear,
     rg_lru,
+    rg_lru_step,
     rms_norm,
     token_crossentropy,
 )
@@ -47,7 +48,7 @@ FLOATS = ("initial", "final", "d_initial", "d_final", "d_logit", "d_parameters",
 FLOATS += ("scale", "d_scale", "lower_bound", "d_bound", "d_log_f")
 FLOATS += ("losses", "d_losses", "largest", "total")
 FLOATS += ("totals", "decays", "log_decay", "log_f", "origin", "delta", "d_keys", "d_values")
-FLOATS += ("memory", "after")
+FLOATS += ("memory", "after", "last_inputs", "next_inputs", "hidden", "conv_kernel", "conv_bias")
 INTEGERS = ("carry", "token_at", "document_at", "real_counts", "start_counts", "tokens")
 INTEGERS += ("first_key", "last_key", "first_query", "query_end", "position", "end")
 
@@ -181,6 +182,11 @@ OF_A_STEP = {
         hgrn2_step._kernel,
         {"K": 128, "V": 128, "BLOCK_K": 128, "BLOCK_V": hgrn2_step._BLOCK_V, "AHEAD": True},
         [{"num_warps": hgrn2_step._WARPS}],
+    ),
+    "rg_lru step": (
+        rg_lru_step._kernel,
+        {"W": 4, "C": 256, "BLOCK_C": 256, "BLOCK_N": rg_lru_step._BLOCK_N, "AHEAD": True},
+        [{"num_warps": rg_lru_step._WARPS}],
     ),
     "norm_linear of three": of_row(
         2048, kernel_2="given", kernel_3="given", y_2="given", y_3="given"

@@ -1,9 +1,18 @@
 """The residual block of Griffin and Hawk."""
 
 import keras
+from keras import ops
 
-from keras_recurrent.layers import GatedMLP, RMSNorm
+from keras_recurrent.layers import (
+    RGLRU,
+    GatedMLP,
+    LocalAttention,
+    RecurrentBlock,
+    RMSNorm,
+    one_token,
+)
 from keras_recurrent.models.residual_block import ResidualBlock
+from keras_recurrent.ops import rg_lru_step
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -54,3 +63,64 @@ class GriffinResidualBlock(ResidualBlock):
 
     def make_mlp(self, name):
         return GatedMLP(self.intermediate_dim, dtype=self.dtype_policy, name=name)
+
+    def step(self, x, tokens, state):
+        mixer = self.temporal_block
+        if not (state and _is_as_made(self)):
+            return None
+        if type(mixer) is RecurrentBlock:
+            mixed, after = _recurrent_step(mixer, self.temporal_norm, x, tokens, state)
+            out = mixer.linear_out
+        else:
+            maps = one_token.linear(
+                x, [mixer.q_proj, mixer.k_proj, mixer.v_proj], self.temporal_norm
+            )
+            mixed, after = mixer.attend(*(y[:, None] for y in maps), tokens, state)
+            mixed, out = mixed[:, 0], mixer.o_proj
+        (x,) = one_token.linear(mixed, [out], residual=x)
+        return one_token.mlp(x, self.mlp, self.channel_norm, "gelu"), after
+
+
+def _recurrent_step(block, norm, x, tokens, state):
+    """What a `RecurrentBlock` makes of a token before its last map, and its state."""
+    unit, conv = block.rg_lru, block.conv1d
+    x, gate = one_token.linear(x, [block.linear_x, block.linear_y], norm)
+    dtype = block.compute_dtype
+    y, window, hidden = rg_lru_step(
+        *(x, gate, state["conv1d"]["inputs"], state["rg_lru"]["hidden"]),
+        conv_kernel=conv.kernel,
+        conv_bias=conv.bias,
+        kernel_a=ops.cast(unit.recurrence_gate.kernel, dtype),
+        bias_a=ops.squeeze(ops.cast(unit.recurrence_gate.bias, dtype), 1),
+        kernel_x=ops.cast(unit.input_gate.kernel, dtype),
+        bias_x=ops.squeeze(ops.cast(unit.input_gate.bias, dtype), 1),
+        a_logit=unit.a_logit,
+        token_kind=one_token.kinds(tokens),
+    )
+    return y, {"conv1d": {"inputs": window}, "rg_lru": {"hidden": hidden}}
+
+
+def _is_as_made(block):
+    """Whether the layers of a block are those that its step computes."""
+    mixer, mlp = block.temporal_block, block.mlp
+    if type(mixer) is RecurrentBlock:
+        unit, conv = mixer.rg_lru, mixer.conv1d
+        maps = [mixer.linear_x, mixer.linear_y, mixer.linear_out]
+        inside = (
+            type(unit) is RGLRU
+            and not unit.scale_first_input
+            and all(map(one_token.is_plain_einsum, (unit.recurrence_gate, unit.input_gate)))
+            and not any(map(one_token.is_hooked, (unit, conv)))
+        )
+    elif type(mixer) is LocalAttention:
+        maps, inside = [mixer.q_proj, mixer.k_proj, mixer.v_proj, mixer.o_proj], True
+    else:
+        return False
+    maps += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    return (
+        inside
+        and type(mlp) is GatedMLP
+        and not any(map(one_token.is_hooked, (mixer, mlp)))
+        and all(map(one_token.is_plain, maps))
+        and all(map(one_token.is_plain_norm, (block.temporal_norm, block.channel_norm)))
+    )

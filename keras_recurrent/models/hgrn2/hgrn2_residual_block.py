@@ -59,7 +59,7 @@ class HGRN2ResidualBlock(BoundedLayer, ResidualBlock):
     def make_mlp(self, name):
         return SwiGLU(self.intermediate_dim, dtype=self.dtype_policy, name=name)
 
-    def step(self, x, token_kind, state, lower_bound=None):
+    def step(self, x, tokens, state, lower_bound=None):
         mixer, mlp = self.temporal_block, self.mlp
         if not (state and _is_as_made(self)):
             return None
@@ -68,12 +68,12 @@ class HGRN2ResidualBlock(BoundedLayer, ResidualBlock):
         maps = mixer.q_proj, mixer.f_proj, mixer.i_proj
         q, f, v = one_token.linear(x, maps, self.temporal_norm)
         o, memory = hgrn2_step(
-            q, f, v, state["memory"], lower_bound=lower_bound, token_kind=token_kind
+            *(q, f, v, state["memory"]),
+            lower_bound=lower_bound,
+            token_kind=one_token.kinds(tokens),
         )
         (x,) = one_token.linear(o, [mixer.o_proj], mixer.norm, residual=x)
-        (y,) = one_token.linear(x, [mlp.gate_proj, mlp.up_proj], self.channel_norm, gate="silu")
-        (y,) = one_token.linear(y, [mlp.down_proj], residual=x)
-        return y, {"memory": memory}
+        return one_token.mlp(x, mlp, self.channel_norm, "silu"), {"memory": memory}
 
 
 def _is_as_made(block):
@@ -84,6 +84,7 @@ def _is_as_made(block):
     maps = mixer.q_proj, mixer.f_proj, mixer.i_proj, mixer.o_proj
     return (
         mixer.conv_size is None
+        and not any(map(one_token.is_hooked, (mixer, mlp)))
         and mixer.gate_activation is keras.activations.silu
         and mixer.input_activation is keras.activations.linear
         and all(map(one_token.is_plain, (*maps, mlp.gate_proj, mlp.up_proj, mlp.down_proj)))

@@ -1,0 +1,190 @@
+"""A token of Griffin's recurrent block, between its linear maps.  De et al. 2024, arXiv:2402.19427.
+
+A program makes some channels of one block of one row, from the convolution of all channels of the
+block. All arithmetic is float32.
+"""
+
+import triton
+import triton.language as tl
+
+from keras_recurrent.backends.constants import DECAY_EXPONENT
+from keras_recurrent.backends.triton._ahead import let_next_launch_begin, wait_for_launch_before
+from keras_recurrent.backends.triton._framework import forward_operation, overlap, refusal, run
+from keras_recurrent.backends.triton._launch import Array, Launch, like
+from keras_recurrent.backends.triton._math import decay, gelu, sigmoid, softplus
+from keras_recurrent.backends.triton._tokens import GOES_ON, PADDING, STARTS, by_kind
+
+_DECAY_EXPONENT = tl.constexpr(DECAY_EXPONENT)
+_BLOCK_N, _WARPS = 32, 4
+_MOST_CHANNELS = 512  # of a block, which a program holds beside two parts of its gates
+
+
+def unsupported(
+    x,
+    gate,
+    window,
+    hidden,
+    conv_kernel,
+    conv_bias,
+    kernel_a,
+    bias_a,
+    kernel_x,
+    bias_x,
+    a_logit,
+    token_kind=None,
+) -> str | None:
+    """Why this implementation refuses these arguments; None if it accepts them."""
+    if kernel_a.shape[1] > _MOST_CHANNELS:
+        return f"holds blocks of up to {_MOST_CHANNELS} channels, got {kernel_a.shape[1]}"
+    tensors = x, gate, window, hidden, conv_kernel, conv_bias, kernel_a, bias_a, kernel_x, bias_x
+    return refusal(*tensors, a_logit, token_kind)
+
+
+def rg_lru_step(
+    x,
+    gate,
+    window,
+    hidden,
+    conv_kernel,
+    conv_bias,
+    kernel_a,
+    bias_a,
+    kernel_x,
+    bias_x,
+    a_logit,
+    token_kind=None,
+):
+    """x, gate, hidden: [B, D]; window: [B, W-1, D]. Returns (y [B, D], window, hidden)."""
+    return _rg_lru_step(
+        *(x, gate, window, hidden, conv_kernel, conv_bias),
+        *(kernel_a, bias_a, kernel_x, bias_x, a_logit, token_kind),
+    )
+
+
+@triton.jit
+def _load(tensor, offsets, valid):
+    return tl.load(tensor + offsets, valid, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _convolution(x, last_inputs, conv_kernel, conv_bias, row, d, kind, valid, D, W: tl.constexpr):
+    """The convolution at some channels d of a row, and the newest input there."""
+    newest = _load(x, row * D + d, valid & (kind != PADDING))
+    total = _load(conv_bias, d, valid) + newest * _load(conv_kernel, (W - 1) * D + d, valid)
+    for i in tl.static_range(W - 1):
+        seen = _load(last_inputs, row * ((W - 1) * D) + i * D + d, valid & (kind != STARTS))
+        total += seen * _load(conv_kernel, i * D + d, valid)
+    return total, newest
+
+
+@triton.jit
+def _kernel(
+    x,
+    gate,
+    last_inputs,
+    hidden,
+    conv_kernel,
+    conv_bias,
+    kernel_a,
+    bias_a,
+    kernel_x,
+    bias_x,
+    a_logit,
+    token_kind,
+    output,
+    next_inputs,
+    after,
+    D,
+    W: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    if AHEAD:
+        let_next_launch_begin()
+    TILES: tl.constexpr = (C + BLOCK_N - 1) // BLOCK_N
+    block = tl.program_id(0) // TILES % (D // C)
+    row = (tl.program_id(0) // TILES // (D // C)).to(tl.int64)
+    c = tl.arange(0, BLOCK_C)
+    n = tl.program_id(0) % TILES * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Weights, which need not wait.
+    places = block.to(tl.int64) * (C * C) + c[:, None] * C + n[None, :]
+    valid = (c < C)[:, None] & (n < C)[None, :]
+    weight_a = tl.load(kernel_a + places, valid, other=0.0)
+    weight_x = tl.load(kernel_x + places, valid, other=0.0)
+    d, own = block * C + c, block * C + n
+    log_a = -_DECAY_EXPONENT * softplus(-_load(a_logit, own, n < C))
+    if AHEAD:
+        wait_for_launch_before()
+    kind = GOES_ON
+    if token_kind is not None:
+        kind = tl.load(token_kind + row)
+    inputs, _ = _convolution(x, last_inputs, conv_kernel, conv_bias, row, d, kind, c < C, D, W)
+    gate_a = tl.sum(inputs[:, None] * weight_a.to(tl.float32), 0) + _load(bias_a, own, n < C)
+    gate_x = tl.sum(inputs[:, None] * weight_x.to(tl.float32), 0) + _load(bias_x, own, n < C)
+    mine, newest = _convolution(x, last_inputs, conv_kernel, conv_bias, row, own, kind, n < C, D, W)
+    a, complement = decay(log_a * sigmoid(gate_a, True)[0], True)
+    gated = sigmoid(gate_x, True)[0] * mine
+    h = _load(hidden, row * D + own, n < C)
+    h = by_kind(kind, a * h + tl.sqrt_rn(complement) * gated, gated, h)
+    tl.store(after + row * D + own, h, n < C)
+    value = gelu(_load(gate, row * D + own, (n < C) & (kind != PADDING)))
+    tl.store(output + row * D + own, value * h, n < C)
+    for i in tl.static_range(W - 1):
+        to = row * ((W - 1) * D) + i * D + own
+        seen = _load(last_inputs, to, n < C)
+        if i < W - 2:
+            moved = _load(last_inputs, to + D, (n < C) & (kind != STARTS))
+        else:
+            moved = newest
+        tl.store(next_inputs + to, tl.where(kind == PADDING, seen, moved), n < C)
+
+
+def results(
+    x,
+    gate,
+    window,
+    hidden,
+    conv_kernel,
+    conv_bias,
+    kernel_a,
+    bias_a,
+    kernel_x,
+    bias_x,
+    a_logit,
+    token_kind,
+):
+    shapes = tuple(window.shape), tuple(hidden.shape)
+    return like(x), *(Array(shape, "float32") for shape in shapes)
+
+
+def forward(
+    x,
+    gate,
+    window,
+    hidden,
+    conv_kernel,
+    conv_bias,
+    kernel_a,
+    bias_a,
+    kernel_x,
+    bias_x,
+    a_logit,
+    token_kind,
+):
+    tensors = x, gate, window, hidden, conv_kernel, conv_bias
+    tensors += kernel_a, bias_a, kernel_x, bias_x, a_logit, token_kind
+    rows, width = x.shape
+    blocks, channels = kernel_a.shape[:2]
+    block_n = min(_BLOCK_N, triton.next_power_of_2(channels))
+    options = {"W": conv_kernel.shape[0], "C": channels, "BLOCK_N": block_n}
+    options |= {"BLOCK_C": triton.next_power_of_2(channels), "num_warps": _WARPS, **overlap(x)}
+    programs = rows * blocks * triton.cdiv(channels, block_n)
+    shapes = tuple(window.shape), tuple(hidden.shape)
+    outputs = like(x), *(Array(shape, "float32") for shape in shapes)
+    # The window is not written over: other programs read it for their own channels.
+    return run(Launch(_kernel, programs, tensors, outputs, (width,), options, updates=(3, 2)))
+
+
+_rg_lru_step = forward_operation("rg_lru_step", forward, results, count=3, updates="hidden")
