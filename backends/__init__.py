@@ -41,8 +41,8 @@ the next implementation; an exception in the function itself reaches the user.
 itself: they have neither `initial_state` nor `token_kind`, take any number of axes before the last
 and return the output alone.
 
-`norm_linear` and `hgrn2_step` are for a step of generation: they take one token of each row,
-[B, D], and have no gradient.
+`norm_linear`, `hgrn2_step` and `rg_lru_step` are for a step of generation: they take one token of
+each row, [B, D], and have no gradient.
 
 ## What every implementation does
 
