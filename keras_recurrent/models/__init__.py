@@ -15,6 +15,7 @@ from keras_recurrent.models.hgrn2.hgrn2_residual_block import HGRN2ResidualBlock
 from keras_recurrent.models.hgrn2.hgrn2_tokenizer import HGRN2Tokenizer
 from keras_recurrent.models.hgrn2.hgrn2_vision_backbone import HGRN2VisionBackbone
 from keras_recurrent.models.memory import MemorySizes, memory_sizes
+from keras_recurrent.models.roofline import DecodingTime, decoding_time
 from keras_recurrent.models.token_crossentropy import TokenCrossentropy
 from keras_recurrent.models.transnormer.transnormer_backbone import TransNormerBackbone
 from keras_recurrent.models.transnormer.transnormer_causal_lm import TransNormerCausalLM
@@ -25,6 +26,7 @@ from keras_recurrent.models.transnormer.transnormer_residual_block import TransN
 from keras_recurrent.models.transnormer.transnormer_tokenizer import TransNormerTokenizer
 
 __all__ = [
+    "DecodingTime",
     "GriffinBackbone",
     "GriffinCausalLM",
     "GriffinCausalLMPreprocessor",
@@ -44,5 +46,6 @@ __all__ = [
     "TransNormerCausalLMPreprocessor",
     "TransNormerResidualBlock",
     "TransNormerTokenizer",
+    "decoding_time",
     "memory_sizes",
 ]

@@ -85,6 +85,21 @@ def memory_sizes(model, batch_size, length):
     """
     for name, number in (("batch_size", batch_size), ("length", length)):
         check_positive_integer(name, number)
+    backbone = backbone_of(model)
+    sizes = dict.fromkeys(MemorySizes._fields, 0)
+    sizes["parameters"] = sum(bytes_of(weight) for weight in backbone.weights)
+    for part in _parts_of_one_row(backbone, length):
+        for path, array in tree.flatten_with_path(part):
+            sizes[PARTS.get(path[-1], "recurrent_state")] += batch_size * bytes_of(array)
+    return MemorySizes(**sizes)
+
+
+def backbone_of(model):
+    """The network of a language model, of itself, or of a preset's name.
+
+    Raises:
+        ValueError: the model is none of these.
+    """
     if isinstance(model, str):
         model = _without_weights(model)
     backbone = getattr(model, "backbone", model)
@@ -93,12 +108,7 @@ def memory_sizes(model, batch_size, length):
             "`model` must be a language model of `keras_recurrent.models`, its backbone, or the "
             f"name of a preset of one; got a `{type(backbone).__name__}`, which keeps no state."
         )
-    sizes = dict.fromkeys(MemorySizes._fields, 0)
-    sizes["parameters"] = sum(_bytes(weight) for weight in backbone.weights)
-    for part in _parts_of_one_row(backbone, length):
-        for path, array in tree.flatten_with_path(part):
-            sizes[PARTS.get(path[-1], "recurrent_state")] += batch_size * _bytes(array)
-    return MemorySizes(**sizes)
+    return backbone
 
 
 def _without_weights(preset):
@@ -126,6 +136,7 @@ def _parts_of_one_row(backbone, length):
         yield block.own_initial_state(1, length)
 
 
-def _bytes(array):
+def bytes_of(array):
+    """The bytes of an array, a tensor or a variable."""
     itemsize = np.dtype(backend.standardize_dtype(array.dtype)).itemsize
     return int(np.prod(array.shape)) * itemsize

@@ -2,10 +2,11 @@
 
 import keras
 import keras_hub
+import numpy as np
 import pytest
 
 from keras_recurrent import compat
-from keras_recurrent.models import GriffinBackbone, GriffinCausalLM, memory_sizes
+from keras_recurrent.models import GriffinBackbone, GriffinCausalLM, decoding_time, memory_sizes
 from tests.models.tiny import SIZES, tiny_causal_lm
 
 
@@ -90,3 +91,45 @@ def test_sizes_of_nothing_are_errors():
                 memory_sizes(model, **{"batch_size": 1, "length": 1, name: number})
     with pytest.raises(ValueError, match="`Sequential`, which keeps no state"):
         memory_sizes(keras.Sequential(), batch_size=1, length=1)
+
+
+# De et al. 2024, appendix F: by memory alone, as long as the batch is small.
+@pytest.mark.parametrize("batch", [1, 64])
+def test_decoding_is_bound_by_memory(batch):
+    model = tiny_causal_lm()
+    rates = {"bytes_per_second": 1e9, "flops_per_second": 1e15}
+    sizes = memory_sizes(model, batch, 40)
+    time = decoding_time(model, batch, 40, **rates)
+    np.testing.assert_allclose(time.weights, sizes.parameters / 1e9)
+    np.testing.assert_allclose(time.total, time.weights + time.cache)
+    positions = 8 * batch  # bytes
+    assert sizes.cache - positions <= 1e9 * time.cache <= sizes.cache
+
+
+def test_decoding_is_bound_by_arithmetic():
+    model = tiny_causal_lm(num_layers=1)
+    rates = {"bytes_per_second": 1e15, "flops_per_second": 1e9}
+    time = decoding_time(model, 10, 40, **rates)
+    np.testing.assert_allclose(time.weights, 2 * 10 * model.count_params() / 1e9)
+    blocks = model.backbone.get_initial_state(1, 40)["blocks"]
+    state = sum(keras.ops.size(array) for array in keras.tree.flatten(blocks))
+    np.testing.assert_allclose(time.cache, 2 * 10 * state / 1e9)
+
+
+def test_each_head_of_queries_reads_its_keys():
+    sizes = {"block_types": ("local_attention",), "num_layers": 1, "num_query_heads": 4}
+    rates = {"bytes_per_second": 1e15, "flops_per_second": 1e9}
+    backbone = GriffinBackbone(**{**SIZES, **sizes, "num_key_value_heads": 2, "head_dim": 8})
+    keys_and_values = 2 * 2 * 8 * (SIZES["sliding_window"] - 1)
+    time = decoding_time(backbone, 3, 1000, **rates)
+    np.testing.assert_allclose(time.cache, 2 * 3 * (4 // 2) * keys_and_values / 1e9)
+
+
+def test_embeddings_of_their_own_are_not_read():
+    model = tiny_causal_lm(family="hgrn2")
+    rates = {"bytes_per_second": 1.0, "flops_per_second": 1e30}
+    unread = model.backbone.token_embedding.embeddings
+    found = decoding_time(model, 1, 1, **rates).weights
+    assert found == memory_sizes(model, 1, 1).parameters - 4 * unread.shape[0] * unread.shape[1]
+    with pytest.raises(ValueError, match="`flops_per_second` must be"):
+        decoding_time(model, 1, 1, bytes_per_second=1.0, flops_per_second=0)
