@@ -19,19 +19,23 @@ class TextPieces:
 
     def __init__(self, preprocessor, last_token):
         self._preprocessor = preprocessor
+        self._without_text = set(getattr(preprocessor.tokenizer, "special_token_ids", ()))
         self._tokens = [int(last_token)]
         if (self._text(self._tokens) or CUT).endswith(CUT):
             self._tokens = []
+        self._before = len(self._tokens)  # of these, which only say how the others are read
         self._out = len(self._text(self._tokens))  # how much of the text of these is out
 
     def add(self, token):
         """The text that one more token makes certain; it may be empty."""
+        if int(token) in self._without_text:
+            return ""
         self._tokens.append(int(token))
         text = self._text(self._tokens)
         if text is not None and len(text) > self._out and not text.endswith(CUT):
             piece = text[self._out :]
-            self._tokens = self._tokens[-1:]
-            self._out = len(self._text(self._tokens) or "")
+            self._tokens = self._tokens[self._before :]
+            self._before, self._out = len(self._tokens), len(self._text(self._tokens))
             return piece
         # What is older than a character is long cannot become one any more.
         certain = self._text(self._tokens[: 1 - LONGEST_CHARACTER])

@@ -1,0 +1,154 @@
+"""A cache in a file: whole or not there, and refused by name where it does not fit."""
+
+import json
+import pathlib
+
+import keras
+import numpy as np
+import pytest
+
+from keras_recurrent.generation import cache_file
+from keras_recurrent.models import GenerationCache
+from tests.generation.test_cache import arrays, generate, given, more, other_model, prefill, tokens
+from tests.models.tiny import FAMILIES, SHARED, tiny_causal_lm
+
+safetensors = pytest.importorskip("safetensors.numpy")
+FAMILY = SHARED[0]
+
+
+@pytest.fixture
+def model():
+    model = tiny_causal_lm(family=FAMILY)
+    model.compile(sampler="greedy")
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_file_holds_the_same_bits(family, dtype, tmp_path):
+    model = tiny_causal_lm(family=family, dtype=dtype)
+    cache = prefill(model, given())
+    cache.save(tmp_path / "folder" / "cache.safetensors")
+    again = GenerationCache.load(tmp_path / "folder" / "cache.safetensors", model)
+    for a, b in zip(arrays(cache), arrays(again), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+    assert repr(again) == repr(cache)
+    model.compile(sampler="greedy")
+    assert more(model, again, 6) == more(model, cache, 6)
+
+
+def test_a_file_takes_the_place_of_another_or_leaves_it(model, tmp_path, monkeypatch):
+    path = tmp_path / "cache.safetensors"
+    first, second = prefill(model, given()), prefill(model, given((3, 1)))
+    first.save(path)
+    with monkeypatch.context() as patch:
+
+        def half(tensors, name, **kwargs):
+            pathlib.Path(name).write_bytes(b"half")
+            raise OSError("the disk is full")
+
+        patch.setattr(safetensors, "save_file", half)
+        with pytest.raises(OSError, match="full"):
+            second.save(path)
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    assert GenerationCache.load(path, model).batch_size == first.batch_size
+    second.save(str(path))
+    assert GenerationCache.load(str(path), model).batch_size == 2
+    with pytest.raises(IsADirectoryError, match="is a directory"):
+        first.save(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*The use of `x.T` on tensors:UserWarning")
+def test_other_models_are_refused_by_name(model, tmp_path):
+    cache = prefill(model, given())
+    cache.save(tmp_path / "cache")
+    size = {"griffin": "lru_width", "hgrn2": "expand_ratio", "transnormer": "head_dim"}[FAMILY]
+    value = {"griffin": 16, "hgrn2": 2, "transnormer": 8}[FAMILY]
+    family = next(name for name in FAMILIES if name != FAMILY)
+    low_rank, quantized = tiny_causal_lm(family=FAMILY), tiny_causal_lm(family=FAMILY)
+    low_rank.backbone.enable_lora(2)
+    quantized.quantize("int8")
+    for other, words in (
+        (tiny_causal_lm(family=family), f"is of a `{type(model.backbone).__name__}`; this is a"),
+        (other_model(model, **{size: value}), f"{size}=.*; this one has {value}"),
+        (
+            other_model(model, seed=0, dtype="mixed_bfloat16"),
+            "the dtype float32; .* mixed_bfloat16",
+        ),
+        (low_rank, r"low-rank weights \(LoRA\) None; this one has \[2\]"),
+        (quantized, r"the quantization None; this one has \['int8'\]"),
+        (other_model(model), "other weights"),
+    ):
+        other.compile(sampler="greedy")
+        with pytest.raises(ValueError, match=words):
+            GenerationCache.load(tmp_path / "cache", other)
+        for call in (
+            lambda other=other: more(other, cache, 3),
+            lambda other=other: other.stream(None, 3, None, cache=cache),
+            lambda other=other: other.prefill(tokens(given()), cache=cache),
+        ):
+            with pytest.raises(ValueError, match=words):
+                call()
+
+
+def test_a_model_that_learned_is_another(model):
+    cache = prefill(model, given())
+    x = tokens(given((8, 8)), 8)
+    model.compile("sgd", sampler="greedy")
+    model.fit(x, x["token_ids"], verbose=0)
+    with pytest.raises(ValueError, match="other weights"):
+        more(model, cache, 3)
+
+
+def test_what_is_no_cache(model, tmp_path):
+    path = tmp_path / "cache"
+    with pytest.raises(FileNotFoundError, match="no file"):
+        GenerationCache.load(path, model)
+    prefill(model, given()).save(path)
+    whole = path.read_bytes()
+    tensors = safetensors.load(whole)
+    metadata = json.loads(whole[8 : 8 + int.from_bytes(whole[:8], "little")])["__metadata__"]
+    content = json.loads(metadata["content"])
+    name = next(name for name in tensors if name.startswith(cache_file.STATE))
+
+    def written(tensors=tensors, **changes):
+        path.write_bytes(safetensors.save(tensors, metadata={**metadata, **changes}))
+
+    def without(name):
+        return {n: t for n, t in tensors.items() if n != name}
+
+    for damage, words in (
+        (lambda: path.write_bytes(whole[: len(whole) // 2]), "damaged or cut off"),
+        (lambda: path.write_bytes(b"{}"), "damaged or cut off"),
+        (lambda: written(format="pt"), "holds no cache"),
+        (lambda: written(content=json.dumps({**content, "version": 2})), "of version 2"),
+        (lambda: written(content="["), "not JSON"),
+        (lambda: written(content=json.dumps({"version": 1})), "which model it fits"),
+        (lambda: written(without(name)), "does not hold the state"),
+        (lambda: written({**tensors, name: tensors[name][:1]}), "must be .* of the shape"),
+        (lambda: written({**tensors, name: tensors[name].astype("int8")}), "must be .* int8"),
+        (lambda: written(without("last_token")), "no 'last_token'"),
+        (lambda: written({**tensors, "num_tokens": tensors["num_tokens"][:1]}), "no 'num_tokens'"),
+    ):
+        damage()
+        with pytest.raises(ValueError, match=words):
+            GenerationCache.load(path, model)
+
+
+def test_weights_are_compared_from_few_numbers(model):
+    """Of each weight, wherever it is, a change is seen; the model is the same after a copy."""
+    cache = prefill(model, given())
+    for weight in model.backbone.weights:
+        value = keras.ops.convert_to_numpy(weight)
+        weight.assign(value * np.float32(1.001) + np.float32(1e-3))
+        with pytest.raises(ValueError, match="other weights"):
+            cache.check(model)
+        weight.assign(value)
+    cache.check(model)
+    same = type(model).from_config(model.get_config())
+    same.set_weights(model.get_weights())
+    same.compile(sampler="greedy")
+    assert more(same, cache, 4) == more(model, cache, 4)
+    assert generate(same, given(), 12) == generate(model, given(), 12)

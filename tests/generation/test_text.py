@@ -1,0 +1,98 @@
+"""Text as it is written: pieces that together are the text, whole characters alone."""
+
+import codecs
+
+import numpy as np
+import pytest
+
+from keras_recurrent.generation.text import TextPieces
+from keras_recurrent.models import GriffinCausalLMPreprocessor
+from keras_recurrent.tokenizers import ByteTokenizer, SentencePieceTokenizer
+from tests.models.tiny import tiny_causal_lm
+from tests.tokenizers.sentence_piece import train
+
+
+def pieces_of(preprocessor, tokens, last_token):
+    pieces = TextPieces(preprocessor, last_token)
+    return [*(pieces.add(token) for token in tokens), pieces.end()]
+
+
+def preprocessor_of(tokenizer):
+    return GriffinCausalLMPreprocessor(tokenizer, sequence_length=64)
+
+
+def text_of(preprocessor, tokens):
+    rows = {"token_ids": np.array([tokens], "int32")}
+    rows["padding_mask"] = np.ones_like(rows["token_ids"], bool)
+    return preprocessor.generate_postprocess(rows)[0]
+
+
+def test_characters_come_whole():
+    preprocessor = preprocessor_of(ByteTokenizer())
+    tokens = preprocessor.tokenizer("aé€😀b")
+    found = pieces_of(preprocessor, tokens, 1)
+    assert found == ["a", "", "é", "", "", "€", "", "", "", "😀", "b", ""]
+
+
+@pytest.mark.parametrize("errors", ["replace", "ignore"])
+def test_any_bytes(errors):
+    """What is no text comes as the whole row would give it, and soon."""
+    rng = np.random.default_rng(0)
+    preprocessor = preprocessor_of(ByteTokenizer(errors=errors))
+    alphabet = [0, 1, 2, *(3 + b for b in (0x61, 0x80, 0xBF, 0xC3, 0xE2, 0x82, 0xF0, 0x9F, 0xFF))]
+    for _ in range(300):
+        tokens = rng.choice(alphabet, size=12)
+        found = pieces_of(preprocessor, tokens, 1)
+        assert "".join(found) == text_of(preprocessor, tokens)
+    # Python's own decoder holds back what may become a character, and nothing else.
+    data = bytes(rng.choice([0x61, 0xC3, 0xA9, 0xE2, 0x82, 0xAC], size=200).tolist())
+    decoder = codecs.getincrementaldecoder("utf-8")(errors)
+    out = pieces_of(preprocessor, [3 + b for b in data], 1)
+    told = expected = ""
+    for byte, piece in zip(data, out, strict=False):
+        told, expected = told + piece, expected + decoder.decode(bytes([byte]))
+        assert expected.startswith(told)
+        assert len(expected) - len(told) <= 3
+
+
+def test_bytes_that_must_be_text():
+    preprocessor = preprocessor_of(ByteTokenizer(errors="strict"))
+    assert "".join(pieces_of(preprocessor, preprocessor.tokenizer("é!"), 1)) == "é!"
+    with pytest.raises(UnicodeDecodeError):
+        pieces_of(preprocessor, [3 + 0xE2], 1)
+
+
+@pytest.mark.once
+def test_spaces_of_sentence_piece():
+    tokenizer = SentencePieceTokenizer(train(), pad_token_id=0)
+    preprocessor = preprocessor_of(tokenizer)
+    tokens = tokenizer("all happy families are alike")
+    for cut in range(1, len(tokens)):
+        found = pieces_of(preprocessor, tokens[cut:], tokens[cut - 1])
+        assert text_of(preprocessor, tokens[:cut]) + "".join(found) == text_of(preprocessor, tokens)
+
+
+def test_prompt_and_pieces_are_what_generate_returns():
+    model = tiny_causal_lm(preprocessor=preprocessor_of(ByteTokenizer()), vocabulary_size=259)
+    model.compile(sampler="greedy")
+    prompts = ["All happy", "é"]
+    whole = model.generate(prompts, max_length=30)
+    stream = model.stream(prompts, max_length=30)
+    found = list(stream)
+    assert all(any(texts) for texts in found)
+    assert [a + "".join(b) for a, b in zip(prompts, zip(*found, strict=True), strict=True)] == whole
+    one = model.stream(prompts[0], max_length=30)
+    found = list(one)
+    assert all(found)
+    assert prompts[0] + "".join(found) == model.generate(prompts[0], max_length=30)
+    # The tokens of a text that follows have no start token before them.
+    _, cache = model.generate("All", max_length=12, stop_token_ids=None, return_cache=True)
+    assert cache.num_tokens[0] == 12
+    options = {"max_length": 5, "cache": cache, "stop_token_ids": None}
+    more, after = model.generate(" ", **options, return_cache=True)
+    assert more.startswith(" ")
+    assert after.num_tokens[0] == 17
+    assert " " + model.generate(" ", **options, strip_prompt=True) == more
+    assert model.generate([" "], **options) == [more]
+    cache = model.prefill(np.array(["a", "bc"]), max_length=8)
+    assert cache.num_tokens.tolist() == [2, 3]
