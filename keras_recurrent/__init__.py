@@ -13,6 +13,7 @@ from keras_recurrent import (
     models,
     ops,
     saved_classes,  # noqa: F401, it registers classes with Keras
+    testing,
     tokenizers,
 )
 from keras_recurrent.dispatch import implementation
@@ -30,6 +31,7 @@ __all__ = [
     "layers",
     "models",
     "ops",
+    "testing",
     "tokenizers",
     "which_generation",
     "which_implementation",

@@ -1,0 +1,131 @@
+"""The checks for any language model: they pass where it is right, and see what is wrong."""
+
+import keras
+import keras_hub
+import numpy as np
+import pytest
+
+from keras_recurrent import testing
+from keras_recurrent.models import GenerationCache
+from tests.models.tiny import SHARED, VOCABULARY, set_weights, shared_by_families, tiny_causal_lm
+
+ROWS = [[5, 6, 7, 8], [3, 4]]
+CHECKS = [getattr(testing, name) for name in testing.__all__ if name.startswith("assert")]
+FAMILY = SHARED[0]
+
+
+@shared_by_families
+def test_our_models_are_right(family):
+    model = tiny_causal_lm(family=family)
+    for check in CHECKS:
+        found = check(model, ROWS, new_tokens=3)
+        assert found.decisions == found.clear == 8
+    assert type(model.sampler).__name__ == "TopKSampler"
+
+
+@pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*The use of `x.T` on tensors:UserWarning")
+@pytest.mark.parametrize("how", ["bfloat16", "int8", "int4"])
+def test_narrow_numbers(how):
+    model = tiny_causal_lm(family=FAMILY, dtype="bfloat16" if how == "bfloat16" else "float32")
+    if how != "bfloat16":
+        model.quantize(how)
+    for check in CHECKS:
+        assert check(model, ROWS, new_tokens=3).clear
+
+
+def hub_model():
+    backbone = keras_hub.models.LlamaBackbone(
+        vocabulary_size=VOCABULARY,
+        num_layers=1,
+        num_query_heads=2,
+        num_key_value_heads=1,
+        hidden_dim=16,
+        intermediate_dim=24,
+    )
+    set_weights(backbone, 0)
+    return keras_hub.models.LlamaCausalLM(backbone)
+
+
+def test_models_of_keras_hub():
+    for check in CHECKS:
+        assert check(hub_model(), ROWS, new_tokens=3).clear > 4
+
+
+def test_a_wrong_state_is_found(monkeypatch):
+    model = tiny_causal_lm(family=FAMILY)
+    hidden_states = model.backbone.hidden_states
+
+    def forgets(token_ids, *args, cache=None, **kwargs):
+        """A token by itself loses a part of the state."""
+        hidden, cache = hidden_states(token_ids, *args, cache=cache, **kwargs)
+        if token_ids.shape[1] == 1 and cache is not None:
+            blocks = keras.tree.map_structure(
+                lambda a: a * keras.ops.cast(0.5, a.dtype), cache["blocks"]
+            )
+            cache = {**cache, "blocks": blocks}
+        return hidden, cache
+
+    monkeypatch.setattr(model.backbone, "hidden_states", forgets)
+    with pytest.raises(AssertionError, match=r"Token \d of row \d  ?is \d+, and must be"):
+        testing.assert_cached_equals_plain(model, ROWS, new_tokens=6)
+
+
+def test_a_mask_that_is_not_heeded_is_found(monkeypatch):
+    model = tiny_causal_lm(family=FAMILY)
+    hidden_states = model.backbone.hidden_states
+
+    def ignores(token_ids, padding_mask=None, *args, **kwargs):
+        return hidden_states(token_ids, None, *args, **kwargs)
+
+    monkeypatch.setattr(model.backbone, "hidden_states", ignores)
+    with pytest.raises(AssertionError, match="in a batch, padded with 0,"):
+        testing.assert_padding_changes_nothing(model, ROWS, new_tokens=6)
+
+
+def test_padding_that_moves_plain_logits_is_found(monkeypatch):
+    model = tiny_causal_lm(family=FAMILY)
+    forward = testing._Model._forward
+
+    def moved(self, inputs):
+        return forward(self, inputs) + np.arange(VOCABULARY) * inputs["token_ids"].shape[1] / 10
+
+    monkeypatch.setattr(testing._Model, "_forward", moved)
+    with pytest.raises(AssertionError, match="Padding changes a plain forward pass: behind token"):
+        testing.assert_padding_changes_nothing(model, ROWS, new_tokens=3)
+
+
+def test_a_cut_that_loses_a_token_is_found(monkeypatch):
+    model = tiny_causal_lm(family=FAMILY)
+    prefill = model.prefill
+
+    def loses_one(inputs, max_length):
+        cache = prefill(inputs, max_length)
+        state = model.backbone.get_initial_state(cache.batch_size, max_length)
+        return GenerationCache(
+            state, cache.last_token, cache.num_tokens, cache.max_length, cache.fit
+        )
+
+    monkeypatch.setattr(model, "prefill", loses_one)
+    with pytest.raises(AssertionError, match="from a cache of the first 2 tokens"):
+        testing.assert_cuts_change_nothing(model, ROWS, new_tokens=6)
+
+
+def test_what_cannot_be_checked():
+    model = tiny_causal_lm(family=FAMILY)
+    for check in CHECKS:
+        for arguments, words in (
+            ((model.backbone, ROWS), "must be a `keras_hub.models.CausalLM`"),
+            ((model, []), "`rows` must be"),
+            ((model, [[1], []]), "`rows` must be"),
+            ((model, "text"), "`rows` must be"),
+            ((model, ROWS, 0), "`new_tokens` must be"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                check(*arguments)
+    model.backbone.token_embedding.embeddings.assign(
+        keras.ops.zeros_like(model.backbone.token_embedding.embeddings)
+    )
+    if FAMILY != "transnormer" and model.backbone.token_embedding.tie_weights:
+        with pytest.raises(ValueError, match="nothing would be found"):
+            testing.assert_cached_equals_plain(model, ROWS, new_tokens=2)
