@@ -42,7 +42,8 @@ class CGLRU(GatedLRU):
         return_state: boolean, whether a call returns `(output, state)`.
         scale_first_input: boolean, whether the square root multiplies the input of a document's
             first token as well; see `keras_recurrent.layers.RGLRU`.
-        **kwargs: `name`, `dtype`, `trainable`.
+        **kwargs: `return_sequences`, `zero_output_for_mask` and `go_backwards`, as in
+            `keras_recurrent.layers.StreamingLayer`; `name`, `dtype`, `trainable`.
 
     Call arguments:
         inputs: `[B, T, D]`, D even.

@@ -40,12 +40,14 @@ class HGRN2(BoundedLayer):
             behind W_q, W_f and W_i, before the activations above; None: there are none.
         kernel_initializer: of all kernels.
         return_state: boolean, whether a call returns `(output, state)`.
-        **kwargs: `name`, `dtype`, `trainable`.
+        **kwargs: `return_sequences`, `zero_output_for_mask` and `go_backwards`, as in
+            `keras_recurrent.layers.StreamingLayer`; `name`, `dtype`, `trainable`.
 
     Call arguments:
         inputs: `[B, T, D]`.
         lower_bound: `[2, D]`, log β and log(1 - β), a row of what
-            `keras_recurrent.layers.LowerBounds` returns; None: β is 0.
+            `keras_recurrent.layers.LowerBounds` returns; None: β is 0. Not with `go_backwards`:
+            both directions with a bound are `keras_recurrent.layers.BidirectionalHGRN2`.
         mask, segment_ids, initial_state, return_state, tokens: as in
             `keras_recurrent.layers.StreamingLayer`.
 
@@ -61,7 +63,8 @@ class HGRN2(BoundedLayer):
 
     Raises:
         ValueError: inputs that are not `[B, T, D]`, an `expand_ratio` that does not divide D, a
-            bad `conv_size`, a lower bound or a state of another structure or shape.
+            bad `conv_size`, a lower bound beside `go_backwards`, a lower bound or a state of
+            another structure or shape.
 
     Example: a sequence in two parts.
 
@@ -142,6 +145,15 @@ class HGRN2(BoundedLayer):
         self.convolutions[name] = convolution
         return convolution
 
+    def check_arguments(self, inputs, lower_bound=None, **kwargs):
+        super().check_arguments(inputs, lower_bound=lower_bound, **kwargs)
+        if self.go_backwards and lower_bound is not None:
+            raise ValueError(
+                "`HGRN2` with `go_backwards=True` takes no `lower_bound`. Both directions share "
+                "gates and their bound in `keras_recurrent.layers.BidirectionalHGRN2`, which takes "
+                "one; `keras.layers.Bidirectional(HGRN2(...))` is called without."
+            )
+
     def streaming_sublayers(self):
         return self.convolutions
 
@@ -158,7 +170,10 @@ class HGRN2(BoundedLayer):
             initial_state=state.get("memory"),
             token_kind=tokens.kind,
         )
-        return self.output_of(o), after
+        return o, after
+
+    def finish(self, output, inputs):
+        return self.output_of(output)
 
     def gates(self, q, f, i, lower_bound):
         """Queries, values and log forget gates, heads apart, from the three linear maps."""

@@ -53,7 +53,8 @@ class LightningAttention(StreamingLayer):
         use_lrpe: boolean, whether queries and keys get positions.
         kernel_initializer: of the five linear maps.
         return_state: boolean, whether a call returns `(output, state)`.
-        **kwargs: `name`, `dtype`, `trainable`.
+        **kwargs: `return_sequences`, `zero_output_for_mask` and `go_backwards`, as in
+            `keras_recurrent.layers.StreamingLayer`; `name`, `dtype`, `trainable`.
 
     Call arguments:
         inputs: `[B, T, D]`.
@@ -162,10 +163,13 @@ class LightningAttention(StreamingLayer):
             initial_state=state.get("memory"),
             token_kind=tokens.kind,
         )
-        o = ops.reshape(o, (*ops.shape(o)[:2], self.num_heads * self.head_dim))
+        return o, {"memory": memory}
+
+    def finish(self, output, inputs):
+        o = ops.reshape(output, (*ops.shape(output)[:2], self.num_heads * self.head_dim))
         y = self.o_proj(ops.multiply(self.u_proj(inputs), self.norm(o)))
         # Keras on torch multiplies float64 as float32.
-        return ops.cast(y, self.compute_dtype), {"memory": memory}
+        return ops.cast(y, self.compute_dtype)
 
     def _heads(self, x):
         return ops.reshape(x, (*ops.shape(x)[:2], self.num_heads, self.head_dim))

@@ -49,6 +49,9 @@ class GatedLRU(StreamingLayer):
         """log |a_t| = -8 softplus(-Λ) r_t."""
         return -DECAY_EXPONENT * ops.softplus(-self.a_logit) * recurrence_gate
 
+    def last_output(self, state):
+        return ops.cast(state["hidden"], self.compute_dtype) if state else None
+
     def own_state_spec(self, batch_size=None):
         self._check_built()
         return {"hidden": self.array_spec(batch_size, self.width)}

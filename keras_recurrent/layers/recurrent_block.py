@@ -33,7 +33,8 @@ class RecurrentBlock(StreamingLayer):
         bias_initializer: of all biases.
         return_state: boolean, whether a call returns `(output, state)`.
         scale_first_input: boolean; see `keras_recurrent.layers.RGLRU`.
-        **kwargs: `name`, `dtype`, `trainable`.
+        **kwargs: `return_sequences`, `zero_output_for_mask` and `go_backwards`, as in
+            `keras_recurrent.layers.StreamingLayer`; `name`, `dtype`, `trainable`.
 
     Call arguments:
         inputs: `[B, T, D]`.
@@ -163,10 +164,12 @@ class RecurrentBlock(StreamingLayer):
             x, after[name] = layer(
                 x, tokens=tokens, initial_state=state.get(name), return_state=True
             )
+        return x, after
+
+    def finish(self, output, inputs):
         gate = apply_to_tokens(self.linear_y, inputs)
-        x = gated_linear_unit(gate, x, activation="gelu")
-        output = apply_to_tokens(self.linear_out, x)
-        return output, after
+        x = gated_linear_unit(gate, output, activation="gelu")
+        return apply_to_tokens(self.linear_out, x)
 
     def get_config(self):
         return {

@@ -36,7 +36,8 @@ class RGLRU(GatedLRU):
         scale_first_input: boolean, whether the square root multiplies the input of a document's
             first token as well, as equation 4 of the paper has it. False: h = i x there, as in
             DeepMind's released code, which RecurrentGemma was trained with.
-        **kwargs: `name`, `dtype`, `trainable`.
+        **kwargs: `return_sequences`, `zero_output_for_mask` and `go_backwards`, as in
+            `keras_recurrent.layers.StreamingLayer`; `name`, `dtype`, `trainable`.
 
     Call arguments:
         inputs: `[B, T, D]`.
