@@ -62,7 +62,7 @@ class BidirectionalHGRN2(RecomputableLayer):
 
     def __init__(
         self,
-        expand_ratio=128,
+        expand_ratio=None,
         gate_activation="silu",
         input_activation="linear",
         kernel_initializer="lecun_normal",

@@ -8,6 +8,7 @@ from keras import ops
 from keras_recurrent.backends.constants import DECAY_EXPONENT, STARTS
 from keras_recurrent.layers.block_diagonal import apply_blocks
 from keras_recurrent.layers.checks import check_num_blocks
+from keras_recurrent.layers.default_sizes import default_num_blocks
 from keras_recurrent.layers.lru import GatedLRU, input_multiplier
 from keras_recurrent.ops import complex_linear_scan, token_kind
 
@@ -34,7 +35,7 @@ class CGLRU(GatedLRU):
 
     Args:
         num_blocks: integer, blocks on the diagonal of W_a and W_x; must divide the width into
-            blocks of even width.
+            blocks of even width. None: as in `keras_recurrent.layers.RGLRU`, in even blocks.
         a_initializer: how Λ starts: `"griffin"`, `"recurrentgemma"`, or a Keras initializer of Λ;
             see `keras_recurrent.layers.RGLRU`.
         kernel_initializer: of W_a and W_x, with the width of a block as their fan-in.
@@ -85,6 +86,8 @@ class CGLRU(GatedLRU):
                 "`CGLRU` reads its inputs as real parts and imaginary parts, so their width must "
                 f"be even; got {self.width}."
             )
+        if self.num_blocks is None:
+            self.num_blocks = default_num_blocks(self.width, multiple_of=2)
         check_num_blocks(self.num_blocks, self.width)
         block_width = self.width // self.num_blocks
         if block_width % 2:

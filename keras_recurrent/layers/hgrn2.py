@@ -5,6 +5,7 @@ from keras import ops
 
 from keras_recurrent.layers.causal_conv1d import CausalConv1D
 from keras_recurrent.layers.checks import check_divides, check_positive_integer
+from keras_recurrent.layers.default_sizes import default_expand_ratio
 from keras_recurrent.layers.initializers import clone_initializer
 from keras_recurrent.layers.lower_bounds import BoundedLayer
 from keras_recurrent.layers.remat import no_further_remat
@@ -33,7 +34,8 @@ class HGRN2(BoundedLayer):
 
     Args:
         expand_ratio: integer, K, the size of a head, of which the width is a multiple: how much
-            larger than that of an `HGRN` the state is. 128 in the paper.
+            larger than that of an `HGRN` the state is. None: the largest divisor of the width up to
+            the paper's 128. Once the layer is built, the attribute of this name tells the number.
         gate_activation: of the output gate; `"silu"`, in the paper `"sigmoid"`.
         input_activation: of the input; `"linear"`, in the paper `"silu"`.
         conv_size: integer, the tokens that short causal convolutions without bias see, one each
@@ -62,9 +64,10 @@ class HGRN2(BoundedLayer):
     policy of 16 bits.
 
     Raises:
-        ValueError: inputs that are not `[B, T, D]`, an `expand_ratio` that does not divide D, a
-            bad `conv_size`, a lower bound beside `go_backwards`, a lower bound or a state of
-            another structure or shape.
+        ValueError: inputs that are not `[B, T, D]`, an `expand_ratio` that does not divide D, a D
+            above 128 that no number from 8 to 128 divides where it is None, a bad `conv_size`, a
+            lower bound beside `go_backwards`, a lower bound or a state of another structure or
+            shape.
 
     Example: a sequence in two parts.
 
@@ -85,7 +88,7 @@ class HGRN2(BoundedLayer):
 
     def __init__(
         self,
-        expand_ratio=128,
+        expand_ratio=None,
         gate_activation="silu",
         input_activation="linear",
         conv_size=None,
@@ -94,10 +97,11 @@ class HGRN2(BoundedLayer):
         **kwargs,
     ):
         super().__init__(return_state=return_state, **kwargs)
-        check_positive_integer("expand_ratio", expand_ratio)
+        if expand_ratio is not None:
+            check_positive_integer("expand_ratio", expand_ratio)
         if conv_size is not None:
             check_positive_integer("conv_size", conv_size)
-        self.expand_ratio = expand_ratio
+        self.expand_ratio = self._expand_ratio_given = expand_ratio
         self.gate_activation = keras.activations.get(gate_activation)
         self.input_activation = keras.activations.get(input_activation)
         self.conv_size = conv_size
@@ -106,6 +110,8 @@ class HGRN2(BoundedLayer):
 
     def build(self, input_shape):
         super().build(input_shape)
+        if self.expand_ratio is None:
+            self.expand_ratio = default_expand_ratio(self.width)
         check_divides("expand_ratio", self.expand_ratio, "the width of the inputs", self.width)
         with no_further_remat():
             self.q_proj = self._dense("q_proj")
@@ -202,7 +208,7 @@ class HGRN2(BoundedLayer):
     def get_config(self):
         return {
             **super().get_config(),
-            "expand_ratio": self.expand_ratio,
+            "expand_ratio": self._expand_ratio_given,
             "gate_activation": keras.activations.serialize(self.gate_activation),
             "input_activation": keras.activations.serialize(self.input_activation),
             "conv_size": self.conv_size,

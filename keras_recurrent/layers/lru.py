@@ -15,7 +15,7 @@ class GatedLRU(StreamingLayer):
 
     def __init__(
         self,
-        num_blocks=16,
+        num_blocks=None,
         a_initializer="griffin",
         kernel_initializer="lecun_normal",
         bias_initializer="zeros",
@@ -24,9 +24,10 @@ class GatedLRU(StreamingLayer):
         **kwargs,
     ):
         super().__init__(return_state=return_state, **kwargs)
-        check_positive_integer("num_blocks", num_blocks)
+        if num_blocks is not None:
+            check_positive_integer("num_blocks", num_blocks)
         check_boolean("scale_first_input", scale_first_input)
-        self.num_blocks = num_blocks
+        self.num_blocks = self._num_blocks_given = num_blocks
         self.a_initializer = get_decay_initializer(a_initializer)
         self.kernel_initializer = keras.initializers.get(kernel_initializer)
         self.bias_initializer = keras.initializers.get(bias_initializer)
@@ -59,7 +60,7 @@ class GatedLRU(StreamingLayer):
     def get_config(self):
         return {
             **super().get_config(),
-            "num_blocks": self.num_blocks,
+            "num_blocks": self._num_blocks_given,
             "a_initializer": keras.initializers.serialize(self.a_initializer),
             "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
             "bias_initializer": keras.initializers.serialize(self.bias_initializer),

@@ -27,7 +27,8 @@ class RecurrentBlock(StreamingLayer):
         lru_width: integer, the width inside, where convolution and recurrence run; about 4/3 of
             the inputs' width in the paper.
         kernel_size: integer, the tokens that the convolution sees.
-        num_blocks: integer, blocks of the RG-LRU's gates; must divide `lru_width`.
+        num_blocks: integer, blocks of the RG-LRU's gates; must divide `lru_width`. None: 16 where
+            that divides it, else fewer; see `keras_recurrent.layers.RGLRU`.
         a_initializer: see `keras_recurrent.layers.RGLRU`.
         kernel_initializer: of the three linear maps and of the gates.
         bias_initializer: of all biases.
@@ -96,7 +97,7 @@ class RecurrentBlock(StreamingLayer):
         self,
         lru_width,
         kernel_size=4,
-        num_blocks=16,
+        num_blocks=None,
         a_initializer="griffin",
         kernel_initializer="lecun_normal",
         bias_initializer="zeros",
@@ -106,12 +107,13 @@ class RecurrentBlock(StreamingLayer):
     ):
         super().__init__(return_state=return_state, **kwargs)
         check_positive_integer("lru_width", lru_width)
-        check_positive_integer("num_blocks", num_blocks)
-        check_num_blocks(num_blocks, lru_width)
+        if num_blocks is not None:
+            check_positive_integer("num_blocks", num_blocks)
+            check_num_blocks(num_blocks, lru_width)
         check_boolean("scale_first_input", scale_first_input)
         self.lru_width = lru_width
         self.kernel_size = kernel_size
-        self.num_blocks = num_blocks
+        self.num_blocks = self._num_blocks_given = num_blocks
         self.a_initializer = get_decay_initializer(a_initializer)
         self.kernel_initializer = keras.initializers.get(kernel_initializer)
         self.bias_initializer = keras.initializers.get(bias_initializer)
@@ -148,6 +150,7 @@ class RecurrentBlock(StreamingLayer):
         super().build(input_shape)
         inner_shape = (*input_shape[:2], self.lru_width)
         self.rg_lru.build(inner_shape)
+        self.num_blocks = self.rg_lru.num_blocks
         self.conv1d.build(inner_shape)
         self.linear_x.build(input_shape)
         self.linear_y.build(input_shape)
@@ -176,7 +179,7 @@ class RecurrentBlock(StreamingLayer):
             **super().get_config(),
             "lru_width": self.lru_width,
             "kernel_size": self.kernel_size,
-            "num_blocks": self.num_blocks,
+            "num_blocks": self._num_blocks_given,
             "scale_first_input": self.scale_first_input,
             "a_initializer": keras.initializers.serialize(self.a_initializer),
             "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),

@@ -67,7 +67,7 @@ def test_wrong_width(name):
     ("make", "width", "message"),
     [
         (lambda: layers.RGLRU(num_blocks=5), 8, r"`num_blocks` must divide .*, 8; got 5.*is 4"),
-        (lambda: layers.RGLRU(), 8, r"`num_blocks` must divide .*, 8; got 16.*is 8"),
+        (lambda: layers.RGLRU(16), 8, r"`num_blocks` must divide .*, 8; got 16.*is 8"),
         (lambda: layers.CGLRU(num_blocks=3), 8, r"`num_blocks` must divide"),
         (lambda: layers.CGLRU(num_blocks=8), 8, r"into blocks of even width; got 8"),
         (lambda: layers.CGLRU(num_blocks=1), 7, r"must be even; got 7"),

@@ -139,6 +139,7 @@ class GriffinBackbone(RecurrentBackbone):
         check_boolean("scale_first_input", scale_first_input)
 
         def recurrent():
+            check_sizes(num_blocks=num_blocks)
             return RecurrentBlock(
                 lru_width,
                 num_blocks=num_blocks,
