@@ -81,20 +81,9 @@ class CGLRU(GatedLRU):
 
     def build(self, input_shape):
         super().build(input_shape)
-        if self.width % 2:
-            raise ValueError(
-                "`CGLRU` reads its inputs as real parts and imaginary parts, so their width must "
-                f"be even; got {self.width}."
-            )
+        check_complex_channels("the width of its inputs", self.width, self.num_blocks)
         if self.num_blocks is None:
             self.num_blocks = default_num_blocks(self.width, multiple_of=2)
-        check_num_blocks(self.num_blocks, self.width)
-        block_width = self.width // self.num_blocks
-        if block_width % 2:
-            raise ValueError(
-                f"`num_blocks` must divide the width of the inputs, {self.width}, into blocks of "
-                f"even width; got {self.num_blocks}, blocks of width {block_width}."
-            )
         self.add_gates_and_decays(self.width // 2)
         self.theta = self.add_weight(
             name="theta",
@@ -124,3 +113,19 @@ class CGLRU(GatedLRU):
             token_kind=kind,
         )
         return ops.cast(output, self.compute_dtype), {"hidden": hidden}
+
+
+def check_complex_channels(name, width, num_blocks):
+    """Raise for a width that `CGLRU` cannot have, `name` in errors, or a number of blocks of it."""
+    if width % 2:
+        raise ValueError(
+            f"`CGLRU` reads real parts and imaginary parts, so {name} must be even; got {width}."
+        )
+    if num_blocks is None:
+        return
+    check_num_blocks(num_blocks, width)
+    if width // num_blocks % 2:
+        raise ValueError(
+            f"`num_blocks` must divide {name}, {width}, into blocks of even width; got "
+            f"{num_blocks}, blocks of width {width // num_blocks}."
+        )

@@ -105,7 +105,7 @@ def _is_as_made(block):
     """Whether the layers of a block are those that its step computes."""
     mixer, mlp = block.temporal_block, block.mlp
     if type(mixer) is RecurrentBlock:
-        unit, conv = mixer.rg_lru, mixer.conv1d
+        unit, conv = mixer.unit, mixer.conv1d
         maps = [mixer.linear_x, mixer.linear_y, mixer.linear_out]
         inside = (
             type(unit) is RGLRU
