@@ -25,6 +25,7 @@ operation = framework.operation
 overlap = framework.overlap
 places_of_numbers = framework.places_of_numbers
 refusal = framework.refusal
+refusal_of_steps = framework.refusal_of_steps
 refusal_of_token_wise = framework.refusal_of_token_wise
 zeros_like = framework.zeros_like
 

@@ -52,6 +52,9 @@ def refusal(*tensors):
     return None
 
 
+refusal_of_steps = refusal  # plain JAX takes over where an operation is differentiated
+
+
 def refusal_of_token_wise(*tensors):
     return "XLA joins this operation with what stands around it"
 

@@ -9,6 +9,7 @@ import threading
 
 import torch
 import triton
+from torch.autograd import forward_ad
 
 from keras_recurrent.backends.constants import LOWEST_CAPABILITY
 from keras_recurrent.backends.torch._autograd import register_autograd
@@ -38,6 +39,20 @@ def refusal(*tensors):
 
 
 refusal_of_token_wise = refusal
+
+
+def refusal_of_steps(*tensors):
+    """As `refusal`, for operations without gradients."""
+    given = [t for t in tensors if t is not None]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in given):
+        return "has no gradients, and a tensor requires one (plain torch has them)"
+    if any(forward_ad.unpack_dual(t).tangent is not None for t in _if_forward_mode(given)):
+        return "has no derivative in forward mode (plain torch has it)"
+    return refusal(*tensors)
+
+
+def _if_forward_mode(tensors):
+    return tensors if forward_ad._current_level >= 0 else ()
 
 
 _capabilities: dict = {}

@@ -7,7 +7,12 @@ import triton
 import triton.language as tl
 
 from keras_recurrent.backends.triton._ahead import let_next_launch_begin, wait_for_launch_before
-from keras_recurrent.backends.triton._framework import forward_operation, overlap, refusal, run
+from keras_recurrent.backends.triton._framework import (
+    forward_operation,
+    overlap,
+    refusal_of_steps,
+    run,
+)
 from keras_recurrent.backends.triton._launch import Array, Launch, like
 from keras_recurrent.backends.triton._math import exp, sigmoid
 from keras_recurrent.backends.triton._tokens import GOES_ON, PADDING, by_kind
@@ -20,7 +25,7 @@ def unsupported(q, f, v, memory, lower_bound=None, token_kind=None) -> str | Non
     """Why this implementation refuses these arguments; None if it accepts them."""
     if memory.shape[2] > _MOST_KEYS:
         return f"holds keys of up to {_MOST_KEYS} channels, got {memory.shape[2]}"
-    return refusal(q, f, v, memory, lower_bound, token_kind)
+    return refusal_of_steps(q, f, v, memory, lower_bound, token_kind)
 
 
 def hgrn2_step(q, f, v, memory, lower_bound=None, token_kind=None):

@@ -9,7 +9,12 @@ import triton
 import triton.language as tl
 
 from keras_recurrent.backends.triton._ahead import let_next_launch_begin, wait_for_launch_before
-from keras_recurrent.backends.triton._framework import forward_operation, overlap, refusal, run
+from keras_recurrent.backends.triton._framework import (
+    forward_operation,
+    overlap,
+    refusal_of_steps,
+    run,
+)
 from keras_recurrent.backends.triton._launch import Array, Launch, dtype_name
 from keras_recurrent.backends.triton._math import gelu, silu
 
@@ -38,7 +43,7 @@ def unsupported(
     dtypes = {dtype_name(t) for t in (x, *kernels)}
     if dtypes not in ({"float32"}, {"bfloat16"}):
         return f"takes float32 or bfloat16, the same of x and kernels, got {sorted(dtypes)}"
-    return refusal(x, scale, *kernels, bias, bias_2, bias_3, residual)
+    return refusal_of_steps(x, scale, *kernels, bias, bias_2, bias_3, residual)
 
 
 def norm_linear(

@@ -9,7 +9,12 @@ import triton.language as tl
 
 from keras_recurrent.backends.constants import DECAY_EXPONENT
 from keras_recurrent.backends.triton._ahead import let_next_launch_begin, wait_for_launch_before
-from keras_recurrent.backends.triton._framework import forward_operation, overlap, refusal, run
+from keras_recurrent.backends.triton._framework import (
+    forward_operation,
+    overlap,
+    refusal_of_steps,
+    run,
+)
 from keras_recurrent.backends.triton._launch import Array, Launch, like
 from keras_recurrent.backends.triton._math import decay, gelu, sigmoid, softplus
 from keras_recurrent.backends.triton._tokens import GOES_ON, PADDING, STARTS, by_kind
@@ -37,7 +42,7 @@ def unsupported(
     if kernel_a.shape[1] > _MOST_CHANNELS:
         return f"holds blocks of up to {_MOST_CHANNELS} channels, got {kernel_a.shape[1]}"
     tensors = x, gate, window, hidden, conv_kernel, conv_bias, kernel_a, bias_a, kernel_x, bias_x
-    return refusal(*tensors, a_logit, token_kind)
+    return refusal_of_steps(*tensors, a_logit, token_kind)
 
 
 def rg_lru_step(

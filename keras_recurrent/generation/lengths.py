@@ -1,4 +1,4 @@
-"""Which lengths of rows share a program, and how long the pieces are in which prompts are read."""
+"""Which lengths of rows share a program, how prompts are cut, and how much room a cache has."""
 
 SHORTEST, FACTOR, FINE = 64, 4, 1024
 SHORTEST_PIECE, LONGEST_PIECE, PIECES = 256, 4096, 16
@@ -19,3 +19,18 @@ def bucket(length):
 def piece(room):
     """How many tokens of rows of `room` tokens are read at once, where they are many."""
     return min(room, LONGEST_PIECE, max(SHORTEST_PIECE, room // PIECES))
+
+
+def initial_cache(model, batch_size, length, keep):
+    """The cache in which nothing was seen.
+
+    Args:
+        model: a language model.
+        batch_size: integer, rows.
+        length: integer, how many tokens a row will have.
+        keep: whether it will be gone on with afterwards. Then it has room for as many tokens as
+            there will be, unless a block attends to all tokens.
+    """
+    bounded = all(block.keeps_state for block in model.backbone.transformer_layers)
+    room = None if keep and bounded else bucket(length)
+    return model.backbone.get_initial_state(batch_size, max_length=room)

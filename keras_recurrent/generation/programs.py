@@ -1,30 +1,123 @@
-"""`loop.write` as a program of JAX or TensorFlow, one for a batch size and a bucket of lengths."""
+"""Reading and writing as programs of JAX or TensorFlow, one for a batch size and a bucket."""
 
 import functools
 import platform
 
 import keras
+import numpy as np
+from keras import ops
 
 from keras_recurrent.dispatch import chosen_name
-from keras_recurrent.generation.loop import write
+from keras_recurrent.generation import loop
+from keras_recurrent.generation.lengths import bucket, initial_cache
+from keras_recurrent.generation.ways import tell
 from keras_recurrent.layers.one_token import writing
 
 
-def make_program(model, compiled):
-    """A function `(token_ids, lengths, limit, stop_token_ids) -> (token_ids, lengths)`.
+class Programs:
+    """The programs of a language model.
 
-    compiled: whether XLA compiles it on TensorFlow, as it always does on JAX; None: where it can.
+    Args:
+        model: the language model, whose sampler chooses tokens from probabilities.
+        compiled: whether XLA compiles them on TensorFlow, as it always does on JAX; None: where it
+            can.
     """
-    if keras.config.backend() == "jax":
-        return _of_jax(model)
-    return _of_tensorflow(model, _xla_can(model) if compiled is None else compiled)
+
+    def __init__(self, model, compiled):
+        self._model = model
+        if keras.config.backend() == "jax":
+            self._read, self._write, self._begin, self._advance = _of_jax(model)
+        else:
+            compiled = _xla_can(model) if compiled is None else compiled
+            self._read, self._write, self._begin, self._advance = _of_tensorflow(model, compiled)
+
+    def read(self, token_ids, lengths, cache):
+        """The cache after the first `lengths` (NumPy, [B]) tokens of each row (NumPy, [B, T])."""
+        token_ids, lengths, _ = _padded(token_ids, lengths)
+        return self._read(token_ids, lengths, cache)
+
+    def write(self, token_ids, lengths, stop_token_ids, cache=None, keep=False):
+        """Rows with new tokens, as `torch_loop.Loop.write`."""
+        tell(self._model, "program")
+        given = _padded(token_ids, lengths)
+        if keep and cache is None:
+            cache = initial_cache(self._model, len(lengths), token_ids.shape[1], keep)
+        token_ids, lengths, *after = self._write(*given, stop_token_ids, cache, keep)
+        token_ids, lengths = map(ops.convert_to_numpy, (token_ids, lengths))
+        return token_ids[:, : int(given[2])], lengths, after[0] if keep else None
+
+    def steps(self, token_ids, lengths, stop_token_ids, cache=None):
+        """What writes token by token, as `torch_loop.Loop.steps`."""
+        tell(self._model, "steps")
+        if cache is None:
+            cache = initial_cache(self._model, len(lengths), token_ids.shape[1], keep=True)
+        cache = self.read(token_ids, lengths - 1, cache)
+        last = token_ids[np.arange(len(lengths)), lengths - 1][:, None]
+        room = _distributed(np.asarray(token_ids.shape[1] - lengths, "int32"))
+        walk = self._begin(cache, _distributed(last), room)
+        return Steps(self._model, self._advance, walk, room, stop_token_ids)
 
 
-def _network(model, token_ids, mask, cache):
-    if mask is not None:
-        return None, model.backbone.hidden_states(token_ids, mask, cache=cache)[1]
+class Steps:
+    """Tokens of all rows, one at each call; the next one is under way before it is asked for."""
+
+    def __init__(self, model, advance, walk, room, stop_token_ids):
+        self._sampler, self._advance = model.sampler, advance
+        self._walk, self._room, self._stops = walk, room, stop_token_ids
+        self._launch()
+
+    def _launch(self):
+        self._seeds = self._seeds_now()
+        self._ahead = self._advance(self._walk, self._room, self._stops)
+        self._drawn = self._seeds_now()
+
+    def _seeds_now(self):
+        return [ops.copy(v.value) for v in self._sampler.variables]
+
+    def __call__(self):
+        """Tokens [B], a NumPy array; of a row that is done, its last one again."""
+        self._walk = self._ahead
+        if not ops.convert_to_numpy(self._walk.done).all():
+            self._launch()
+        return ops.convert_to_numpy(self._walk.token)[:, 0]
+
+    def cache(self):
+        """What each row has seen: all its tokens but the last."""
+        return self._walk.cache
+
+    def close(self):
+        """Gives back the random numbers of the token that nobody has asked for."""
+        if self._ahead is self._walk:
+            return
+        pairs = zip(self._seeds_now(), self._drawn, strict=True)
+        if all(np.array_equal(*map(ops.convert_to_numpy, pair)) for pair in pairs):
+            for variable, value in zip(self._sampler.variables, self._seeds, strict=True):
+                variable.assign(value)
+        self._ahead = self._walk
+
+
+def _padded(token_ids, lengths):
+    """Tokens padded to their bucket, lengths and the number of tokens that a row may have."""
+    batch, limit = token_ids.shape
+    room = np.zeros((batch, bucket(limit) - limit), "int32")
+    token_ids = np.concatenate((token_ids, room), axis=1)
+    return _distributed(token_ids), _distributed(lengths), np.int32(limit)
+
+
+def _distributed(array):
+    """On the devices of `keras.distribution`, if there is one."""
+    distribution = keras.distribution.distribution()
+    layout = distribution and distribution.get_data_layout(array.shape)
+    return keras.distribution.distribute_tensor(array, layout) if layout else array
+
+
+def _read(model, token_ids, mask, cache):
+    return model.backbone.hidden_states(token_ids, mask, cache=cache)[1]
+
+
+def _step(model, token_ids, mask, cache):
     with writing():
-        logits, _, cache = model.call_with_cache(token_ids, cache)
+        logits, _, cache = model.call_with_cache(token_ids, cache, padding_mask=mask)
     return logits[:, 0], cache
 
 
@@ -37,13 +130,15 @@ def _of_jax(model):
 
     sampler = model.sampler
 
-    @functools.partial(jax.jit, static_argnames=("stop_token_ids", "implementation"))
-    def program(token_ids, lengths, limit, weights, seeds, stop_token_ids, implementation):
+    def network(weights):
         weights = list(zip(model.variables, weights, strict=True))
 
-        def network(*arguments):
-            with keras.StatelessScope(weights):
-                return _network(model, *arguments)
+        def stateless(function):
+            def call(*arguments):
+                with keras.StatelessScope(weights):
+                    return function(model, *arguments)
+
+            return call
 
         def choose(logits, seeds):
             generators = list(zip(sampler.variables, seeds, strict=True))
@@ -52,22 +147,62 @@ def _of_jax(model):
             found = ((scope.get_current_value(v), value) for v, value in generators)
             return tokens, [value if new is None else new for new, value in found]
 
-        cache = model.backbone.get_initial_state(*token_ids.shape)
-        return write(network, choose, cache, token_ids, lengths, limit, stop_token_ids, list(seeds))
+        return loop.Network(stateless(_read), stateless(_step), choose)
 
-    def run(token_ids, lengths, limit, stop_token_ids):
-        weights = [v.value for v in model.variables]
-        seeds = [v.value for v in sampler.variables]
-        token_ids, lengths, seeds = program(
-            *(token_ids, lengths, limit, weights, seeds),
+    # What `implementation` has chosen and the classes of quantization are part of a program, too.
+    @functools.partial(jax.jit, static_argnames="implementation")
+    def read_program(token_ids, lengths, cache, weights, implementation):
+        return loop.read(network(weights), cache, token_ids, lengths)
+
+    @functools.partial(jax.jit, static_argnames=("stop_token_ids", "keep", "implementation"))
+    def write_program(
+        token_ids, lengths, limit, cache, weights, seeds, stop_token_ids, keep, implementation
+    ):
+        if cache is None:
+            cache = model.backbone.get_initial_state(*token_ids.shape)
+        rows = token_ids, lengths, limit, stop_token_ids
+        return loop.write(network(weights), cache, *rows, list(seeds), keep)
+
+    @functools.partial(jax.jit, static_argnames=("stop_token_ids", "implementation"))
+    def step_program(walk, room, weights, stop_token_ids, implementation):
+        return loop.advance(network(weights), walk, room, stop_token_ids, keep=True)
+
+    def weights():
+        return [v.value for v in model.variables]
+
+    def seeds():
+        return [v.value for v in sampler.variables]
+
+    def assign(values):
+        for variable, value in zip(sampler.variables, values, strict=True):
+            variable.assign(value)
+
+    def read(token_ids, lengths, cache):
+        return read_program(token_ids, lengths, cache, weights(), implementation=chosen_name())
+
+    def write(token_ids, lengths, limit, stop_token_ids, cache, keep):
+        token_ids, lengths, drawn, *after = write_program(
+            *(token_ids, lengths, limit, cache, weights(), seeds()),
+            stop_token_ids=stop_token_ids,
+            keep=keep,
+            implementation=chosen_name(),
+        )
+        assign(drawn)
+        return token_ids, lengths, *after
+
+    def begin(cache, token, room):
+        return loop.begin(cache, ops.convert_to_tensor(token), ops.convert_to_tensor(room), seeds())
+
+    def advance(walk, room, stop_token_ids):
+        walk = step_program(
+            *(walk._replace(seeds=seeds()), room, weights()),
             stop_token_ids=stop_token_ids,
             implementation=chosen_name(),
         )
-        for variable, value in zip(sampler.variables, seeds, strict=True):
-            variable.assign(value)
-        return token_ids, lengths
+        assign(walk.seeds)
+        return walk
 
-    return run
+    return read, write, begin, advance
 
 
 def _xla_can(model):
@@ -86,20 +221,45 @@ def _of_tensorflow(model, compiled):
     import tensorflow as tf
 
     sampler = model.sampler
+    network = loop.Network(
+        functools.partial(_read, model),
+        functools.partial(_step, model),
+        lambda logits, seeds: (_choice(sampler, logits), seeds),
+    )
+    function = functools.partial(tf.function, jit_compile=compiled)
 
-    @functools.partial(tf.function, jit_compile=compiled)
-    def program(token_ids, lengths, limit, stop_token_ids, variables):
-        del variables  # a program is traced anew where they are others, such as after `enable_lora`
-        network = functools.partial(_network, model)
-        cache = model.backbone.get_initial_state(*token_ids.shape)
-        token_ids, lengths, _ = write(
-            *(network, lambda logits, seeds: (_choice(sampler, logits), seeds)),
-            *(cache, token_ids, lengths, limit, stop_token_ids, ()),
-        )
-        return token_ids, lengths
+    # A program is traced anew where the variables are others, such as after `enable_lora`, and
+    # where `implementation` has chosen another one.
+    @function
+    def read_program(token_ids, lengths, cache, traced_for):
+        return loop.read(network, cache, token_ids, lengths)
 
-    def run(*arguments):
-        variables = tuple((v.path, tuple(v.shape), v.dtype) for v in model.variables)
-        return program(*arguments, variables)
+    @function
+    def write_program(token_ids, lengths, limit, stop_token_ids, cache, keep, traced_for):
+        if cache is None:
+            cache = model.backbone.get_initial_state(*token_ids.shape)
+        rows = token_ids, lengths, limit, stop_token_ids
+        token_ids, lengths, _, *after = loop.write(network, cache, *rows, (), keep)
+        return token_ids, lengths, *after
 
-    return run
+    @function
+    def step_program(walk, room, stop_token_ids, traced_for):
+        return loop.advance(network, walk, room, stop_token_ids, keep=True)
+
+    def traced_for():
+        variables = ((v.path, tuple(v.shape), v.dtype) for v in model.variables)
+        return chosen_name(), tuple(variables)
+
+    def read(*arguments):
+        return read_program(*arguments, traced_for())
+
+    def write(*arguments):
+        return write_program(*arguments, traced_for())
+
+    def begin(cache, token, room):
+        return loop.begin(cache, ops.convert_to_tensor(token), ops.convert_to_tensor(room), ())
+
+    def advance(*arguments):
+        return step_program(*arguments, traced_for())
+
+    return read, write, begin, advance

@@ -5,6 +5,7 @@ call of `generate` copies where it begins, and it belongs to one call at a time.
 """
 
 import collections
+import queue
 import threading
 
 import torch
@@ -18,16 +19,19 @@ class Captured:
     """A step, captured.
 
     Args:
-        run: a function of `prepared`, a token [B, 1] and the tensors of a cache, to logits
-            [B, vocabulary], hidden states [B, hidden_dim] and the tensors of the next cache.
+        run: a function of `prepared`, a token [B, 1], with `rows` a mask [B, 1], and the tensors of
+            a cache, to logits [B, vocabulary], hidden states [B, hidden_dim] and the tensors of the
+            next cache.
         weights: the tensors of the model's weights.
         prepared: tensors that depend on weights alone; some of them may be weights.
         token, cache: example inputs.
         choice: the `torch_sampling.Choice` that makes the next token; None: whoever replays.
+        rows: the `torch_rows.Rows` that say which rows go on; None: all do.
     """
 
-    def __init__(self, run, weights, prepared, token, cache, choice):
+    def __init__(self, run, weights, prepared, token, cache, choice, rows):
         self.chooses, self.generator = choice is not None, choice and choice.generator
+        self.rows = rows and rows.copy()
         self._run, self._prepared = run, list(prepared)
         self.token, self.cache = token.clone(), [t.clone() for t in cache]
         with _capturing, torch.cuda.device(token.device), torch.no_grad():
@@ -49,7 +53,8 @@ class Captured:
 
     def _step(self, choice):
         """One token; the next cache becomes the cache, and the next token the token."""
-        logits, hidden, *after = self._run(*self._prepared, self.token, *self.cache)
+        mask = (self.rows.active,) if self.rows else ()
+        logits, hidden, *after = self._run(*self._prepared, self.token, *mask, *self.cache)
         own = {t.untyped_storage().data_ptr() for t in self.cache}
         # What has been written over is there already. What else is a part of the cache is read
         # before any of that is overwritten.
@@ -60,15 +65,22 @@ class Captured:
         for t, new in moved:
             t.copy_(new)
         if choice is not None:
-            self.token.copy_(choice(logits)[:, None])
+            self.set_token(choice(logits)[:, None])
         return logits, hidden
 
-    def begin(self, prepared, token, cache):
+    def set_token(self, chosen):
+        """Makes what was chosen the next token, in rows that go on."""
+        chosen = chosen.to(self.token.dtype)
+        self.token.copy_(self.rows.advance(self.token, chosen) if self.rows else chosen)
+
+    def begin(self, prepared, token, cache, rows):
         """Sets where a call begins, and the weights as they are now."""
         for own, given in zip(self._prepared, prepared, strict=True):
             if own.data_ptr() != given.data_ptr():
                 own.copy_(given)
         self._place(token, cache)
+        if rows is not None:
+            self.rows.set(rows)
 
     def _place(self, token, cache):
         self.token.copy_(token)
@@ -96,19 +108,32 @@ class Graphs:
     def __init__(self):
         self._waiting: collections.OrderedDict = collections.OrderedDict()
         self._lock = threading.Lock()
+        # A stream that is collected gives its graph back at any moment, also while this thread
+        # holds the lock. So graphs come through a queue that may be filled at any moment.
+        self._given_back: queue.SimpleQueue = queue.SimpleQueue()
 
     def take(self, key):
         """A graph that was captured for this key, or None."""
         with self._lock:
+            self._keep_what_came_back()
             graphs = self._waiting.get(key)
             return graphs.pop() if graphs else None
 
     def give(self, key, graph):
-        limit = torch.cuda.get_device_properties(graph.token.device).total_memory // KEPT_PART
-        with self._lock:
+        self._given_back.put((key, graph))
+        if self._lock.acquire(blocking=False):
+            try:
+                self._keep_what_came_back()
+            finally:
+                self._lock.release()
+
+    def _keep_what_came_back(self):
+        while not self._given_back.empty():
+            key, graph = self._given_back.get()
+            device = torch.cuda.get_device_properties(graph.token.device)
             self._waiting.setdefault(key, []).append(graph)
             self._waiting.move_to_end(key)
-            while self._bytes() > limit and len(self._waiting) > 1:
+            while self._bytes() > device.total_memory // KEPT_PART and len(self._waiting) > 1:
                 self._waiting.popitem(last=False)
 
     def _bytes(self):

@@ -4,70 +4,137 @@ Each row has a place of its own, as in `loop.py`. The loop waits for the device 
 few tokens, whether all rows have stopped.
 """
 
+import contextlib
+
 import keras
 import numpy as np
 import torch
 
-from keras_recurrent.generation.lengths import LONGEST_PIECE, bucket
+from keras_recurrent.generation.lengths import LONGEST_PIECE, initial_cache
+from keras_recurrent.generation.torch_rows import Rows
 from keras_recurrent.generation.torch_sampling import Choice
+from keras_recurrent.generation.torch_ways import Ways
 
 LOOKS_EVERY = 16  # tokens
 
 
-def write(model, ways, token_ids, lengths, stop_token_ids):
-    """Rows with new tokens.
+class Loop:
+    """What a language model needs to write.
 
     Args:
-        model: the language model, whose sampler chooses.
-        ways: its `torch_ways.Ways`.
-        token_ids: a NumPy array, integers `[B, T]`, prompts at the left.
-        lengths: a NumPy array `[B]`, their lengths, at least 1.
-        stop_token_ids: a tuple of integers, or None.
-
-    Returns:
-        `(token_ids [B, T], lengths [B])`, NumPy arrays.
+        model: the language model, whose sampler chooses tokens from probabilities.
+        compiled: what `model.compile` got as `jit_compile`, None for "auto".
     """
-    room = token_ids.shape[1] - lengths
-    longest = int(room.max())
-    if longest == 0:
-        return token_ids, lengths
-    prompts = keras.ops.convert_to_tensor(token_ids)
-    device = prompts.device
-    cache = read(model, prompts, lengths - 1)
-    last = token_ids[np.arange(len(lengths)), lengths - 1][:, None]
-    token = keras.ops.convert_to_tensor(last)
-    choice = Choice(model.sampler)
-    stops = torch.as_tensor(stop_token_ids or (), dtype=token.dtype, device=device)
-    full_at = torch.as_tensor(room, device=device)
-    stopped = torch.zeros_like(full_at, dtype=torch.bool)
-    written = token.new_zeros(len(lengths), longest)
-    with ways.tokens(token, cache, choice) as next_token:
-        for t in range(longest):
-            written[:, t : t + 1] = next_token(t)
-            if stop_token_ids and (t + 1) % LOOKS_EVERY == 0:
-                latest = written[:, t + 1 - LOOKS_EVERY : t + 1]
-                stopped |= torch.isin(latest, stops).any(dim=1)
-                if bool((stopped | (full_at <= t + 1)).all()):
-                    break
 
-    token_ids, new = token_ids.copy(), written.cpu().numpy()
-    ends = np.isin(new, stop_token_ids or ())
-    counts = np.where(ends.any(axis=1), ends.argmax(axis=1) + 1, longest)
-    counts = np.minimum(counts, room).astype(lengths.dtype)
-    for row, (start, count) in enumerate(zip(lengths, counts, strict=True)):
-        token_ids[row, start : start + count] = new[row, :count]
-    choice.end(int(counts.max()))
-    return token_ids, lengths + counts
+    def __init__(self, model, compiled):
+        self._model, self.ways = model, Ways(model, compiled)
+
+    @torch.no_grad()
+    def read(self, token_ids, lengths, cache):
+        """The cache after the first `lengths` (NumPy, [B]) tokens of each row (NumPy, [B, T])."""
+        token_ids = keras.ops.convert_to_tensor(token_ids)
+        rows = torch.as_tensor(lengths, device=token_ids.device)[:, None]
+        for start in range(0, int(lengths.max()), LONGEST_PIECE):
+            stop = min(start + LONGEST_PIECE, int(lengths.max()))
+            mask = None
+            if stop > lengths.min():
+                mask = torch.arange(start, stop, device=token_ids.device) < rows
+            piece = token_ids[:, start:stop]
+            _, cache = self._model.backbone.hidden_states(piece, mask, cache=cache)
+        return cache
+
+    @torch.no_grad()
+    def write(self, token_ids, lengths, stop_token_ids, cache=None, keep=False):
+        """Rows with new tokens.
+
+        Args:
+            token_ids: a NumPy array, integers `[B, T]`, prompts at the left.
+            lengths: a NumPy array `[B]`, their lengths, at least 1.
+            stop_token_ids: a tuple of integers, or None.
+            cache: what the rows have seen before these tokens; None: nothing.
+            keep: whether the cache after it is wanted.
+
+        Returns:
+            `(token_ids [B, T], lengths [B], cache)`, the first two NumPy arrays. In the cache, None
+            unless it is kept, each row has seen all its tokens but the last.
+        """
+        room = token_ids.shape[1] - lengths
+        longest = int(room.max())
+        if longest == 0 and not keep:
+            return token_ids, lengths, None
+        cache, token = self._begin(token_ids, lengths, cache, keep)
+        if longest == 0:
+            return token_ids, lengths, cache
+        choice = Choice(self._model.sampler)
+        stops = torch.as_tensor(stop_token_ids or (), dtype=token.dtype, device=token.device)
+        full_at = torch.as_tensor(room, device=token.device)
+        stopped = torch.zeros_like(full_at, dtype=torch.bool)
+        written = token.new_zeros(len(lengths), longest)
+        rows = Rows(full_at, stops) if keep else None
+        with self.ways.tokens(token, cache, choice, rows) as walk:
+            for t in range(longest):
+                choice.seed(t)
+                written[:, t : t + 1] = walk.next_token()
+                if stop_token_ids and (t + 1) % LOOKS_EVERY == 0:
+                    latest = written[:, t + 1 - LOOKS_EVERY : t + 1]
+                    stopped |= torch.isin(latest, stops).any(dim=1)
+                    if bool((stopped | (full_at <= t + 1)).all()):
+                        break
+            cache = walk.cache() if keep else None
+
+        token_ids, new = token_ids.copy(), written.cpu().numpy()
+        ends = np.isin(new, stop_token_ids or ())
+        counts = np.where(ends.any(axis=1), ends.argmax(axis=1) + 1, longest)
+        counts = np.minimum(counts, room).astype(lengths.dtype)
+        for row, (start, count) in enumerate(zip(lengths, counts, strict=True)):
+            token_ids[row, start : start + count] = new[row, :count]
+        choice.end(int(counts.max()))
+        return token_ids, lengths + counts, cache
+
+    @torch.no_grad()
+    def steps(self, token_ids, lengths, stop_token_ids, cache=None):
+        """What writes token by token: see `Steps`. The arguments are those of `write`."""
+        cache, token = self._begin(token_ids, lengths, cache, keep=True)
+        room = torch.as_tensor(token_ids.shape[1] - lengths, device=token.device)
+        stops = torch.as_tensor(stop_token_ids or (), dtype=token.dtype, device=token.device)
+        return Steps(self._model.sampler, self.ways, token, cache, Rows(room, stops))
+
+    def _begin(self, token_ids, lengths, cache, keep):
+        """The cache after all but the last token of each row, and those tokens [B, 1].
+
+        The cache shares no memory with one that was given: a step may write over it.
+        """
+        if cache is None:
+            cache = initial_cache(self._model, len(lengths), token_ids.shape[1], keep)
+        else:
+            cache = keras.tree.map_structure(torch.clone, cache)
+        cache = self.read(token_ids, lengths - 1, cache)
+        last = token_ids[np.arange(len(lengths)), lengths - 1][:, None]
+        return cache, keras.ops.convert_to_tensor(last)
 
 
-def read(model, token_ids, lengths):
-    """The cache after the first `lengths` (a NumPy array [B]) tokens of each row."""
-    cache = model.backbone.get_initial_state(len(lengths), max_length=bucket(token_ids.shape[1]))
-    rows = torch.as_tensor(lengths, device=token_ids.device)[:, None]
-    for start in range(0, int(lengths.max()), LONGEST_PIECE):
-        stop = min(start + LONGEST_PIECE, int(lengths.max()))
-        mask = None
-        if stop > lengths.min():
-            mask = torch.arange(start, stop, device=token_ids.device) < rows
-        _, cache = model.backbone.hidden_states(token_ids[:, start:stop], mask, cache=cache)
-    return cache
+class Steps:
+    """Tokens of all rows, one at each call."""
+
+    def __init__(self, sampler, ways, token, cache, rows):
+        self._choice, self._stack = Choice(sampler), contextlib.ExitStack()
+        self._walk = self._stack.enter_context(ways.tokens(token, cache, self._choice, rows))
+
+    @torch.no_grad()
+    def __call__(self):
+        """Tokens [B], a NumPy array; of a row that is done, its last one again."""
+        # Others may have drawn meanwhile.
+        self._choice.begin()
+        self._choice.seed(0)
+        token = self._walk.next_token()
+        self._choice.end(1)
+        return token[:, 0].cpu().numpy()
+
+    @torch.no_grad()
+    def cache(self):
+        """What each row has seen: all its tokens but the last."""
+        return self._walk.cache()
+
+    def close(self):
+        """Lets others use what the steps run on."""
+        self._stack.close()

@@ -13,7 +13,7 @@ class Choice:
     """The next token of each row, from logits [B, vocabulary], for a sampler.
 
     `seed` comes before each draw, with its number from 0 on; `end` tells the sampler how many draws
-    there were.
+    there were. `begin` asks the sampler anew where its generator is.
 
     Attributes:
         waits_for_nothing: whether a call can be part of a CUDA graph. A sampler of a class that is
@@ -29,9 +29,14 @@ class Choice:
         self.settings = (type(sampler), str(sampler.get_config())) if own else None
         self.generator = None
         if self._candidates:
-            state = sampler.seed_generator.state.value
-            self.generator = torch.Generator(state.device)
-            self._first, self._counter = keras.ops.convert_to_numpy(state).tolist()
+            self.generator = torch.Generator(sampler.seed_generator.state.value.device)
+            self.begin()
+
+    def begin(self):
+        """Goes on from where the sampler's generator is now."""
+        if self.generator is not None:
+            state = keras.ops.convert_to_numpy(self._sampler.seed_generator.state.value)
+            self._first, self._counter = state.tolist()
 
     def seed(self, draw):
         if self.generator is not None:

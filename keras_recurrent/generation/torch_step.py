@@ -26,20 +26,24 @@ class Step:
         cache: a cache of the shapes that all shall have.
         compiled: True: torch's compiler is asked for at once; None: once a step has been taken
             `COMPILED_AFTER` times; False: never.
+        masked: whether the step takes a mask, boolean [B, 1], between token and cache, and leaves
+            the cache of a row alone where it is False.
     """
 
-    def __init__(self, model, cache, compiled):
+    def __init__(self, model, cache, compiled, masked):
         self._model, self._structure = model, keras.tree.map_structure(lambda t: None, cache)
         self._wanted, self._lock, self.count = compiled, threading.Lock(), 0
+        self._masked = masked
         self._compiled = None
         self._no_compiler: str | None = None
         self.not_captured: str | None = None  # why torch could make no CUDA graph of it
         flat = [t.clone() for t in keras.tree.flatten(cache)]  # a step writes over its cache
         token = torch.ones((flat[0].shape[0], 1), dtype=torch.int32, device=flat[0].device)
         weights = self.weights()
+        mask = (torch.ones_like(token, dtype=torch.bool),) if masked else ()
         # Keras and torch both trace by what is global to a thread or to the process.
         with _tracing, torch.no_grad():
-            traced = make_fx(self._call)(weights, token, *flat)
+            traced = make_fx(self._call)(weights, token, *mask, *flat)
         self._prepare, self.traced = _split(traced, len(weights))
 
     def weights(self):
@@ -51,8 +55,11 @@ class Step:
 
     def _call(self, weights, token, *cache):
         mapping = list(zip(self._model.variables, weights, strict=True))
+        mask, cache = (cache[0], cache[1:]) if self._masked else (None, cache)
         with keras.StatelessScope(mapping), writing(), overwritten():
-            logits, hidden, cache = self._model.call_with_cache(token, self.packed(cache))
+            logits, hidden, cache = self._model.call_with_cache(
+                token, self.packed(cache), padding_mask=mask
+            )
         # Contiguous as the cache was: what is compiled takes tensors of these strides alone.
         flat = (t.contiguous() for t in keras.tree.flatten(cache))
         return logits[:, 0].contiguous(), hidden[:, 0].contiguous(), *flat

@@ -29,27 +29,20 @@ class Ways:
         self._graphs, self._lock = Graphs(), threading.Lock()
 
     @contextlib.contextmanager
-    def tokens(self, token, cache, choice):
-        """A function that makes the tokens [B, 1] after `token` and `cache`, one at each call.
+    def tokens(self, token, cache, choice, rows=None):
+        """A `Walk` from `token` [B, 1] and `cache`, which it may write over.
 
-        It takes the number of the draw. A call overwrites what the one before returned.
+        Args:
+            choice: the `torch_sampling.Choice` of the next tokens.
+            rows: the `torch_rows.Rows` that say which rows go on; None: all do.
         """
-        step, flat = self._step(cache), _contiguous(cache)
-        with self._way(step, token, flat, choice) as (graph, run):
-
-            def next_token(draw):
-                nonlocal token, flat
-                choice.seed(draw)
-                if graph is None:
-                    logits, _, *flat = run(token, flat)
-                    token = choice(logits).to(token.dtype)[:, None]
-                    return token
-                graph.replay()
-                if not graph.chooses:
-                    graph.token.copy_(choice(graph.logits)[:, None])
-                return graph.token
-
-            yield next_token
+        step, flat = self._step(cache, rows is not None), _contiguous(cache)
+        with self._way(step, token, flat, choice, rows) as (graph, run):
+            yield (
+                _Replayed(step, graph, choice)
+                if graph
+                else _Run(step, run, token, flat, choice, rows)
+            )
 
     @contextlib.contextmanager
     def network(self):
@@ -62,7 +55,7 @@ class Ways:
 
             def begin(token, cache):
                 step, flat = self._step(cache), _contiguous(cache)
-                graph, run = stack.enter_context(self._way(step, token, flat, None))
+                graph, run = stack.enter_context(self._way(step, token, flat))
                 return step, graph.copies if graph else run
 
             def network(token, cache):
@@ -76,19 +69,19 @@ class Ways:
 
             yield network
 
-    def _step(self, cache):
+    def _step(self, cache, masked=False):
         tensors = [*keras.tree.flatten(cache), *(v.value for v in self._model.variables)]
-        key = chosen_name(), *((t.shape, t.dtype, t.device) for t in tensors)
+        key = chosen_name(), masked, *((t.shape, t.dtype, t.device) for t in tensors)
         with self._lock:
             if key not in self._steps:
-                self._steps[key] = Step(self._model, cache, self._compiled)
+                self._steps[key] = Step(self._model, cache, self._compiled, masked)
             self._steps.move_to_end(key)
             while len(self._steps) > KEPT:
                 self._steps.popitem(last=False)
             return self._steps[key]
 
     @contextlib.contextmanager
-    def _way(self, step, token, flat, choice):
+    def _way(self, step, token, flat, choice=None, rows=None):
         """A CUDA graph that begins here, for the length of a call, and None; or None and a function
         of a token and a flat cache.
 
@@ -101,18 +94,20 @@ class Ways:
         if refused is None:
             weights = step.weights()
             key = step, *(t.data_ptr() for t in weights), choice and choice.settings
+            key = *key, rows and rows.stops.shape
             graph = self._graphs.take(key)
             try:
-                graph = graph or Captured(step.traced, weights, prepared, token, flat, choice)
+                graph = graph or Captured(step.traced, weights, prepared, token, flat, choice, rows)
             except RuntimeError as error:
                 refused = step.not_captured = f"torch could not capture the step: {error}"
         if graph is None:
-            yield None, self._without_graph(step, prepared, token, flat, refused)
+            mask = (rows.active,) if rows else ()
+            yield None, self._without_graph(step, prepared, token, [*mask, *flat], refused)
             return
         tell(self._model, "cuda_graph")
         if choice is not None:
             choice.generator = graph.generator
-        graph.begin(prepared, token, flat)
+        graph.begin(prepared, token, flat, rows)
         yield graph, None
         self._graphs.give(key, graph)
 
@@ -136,6 +131,44 @@ class Ways:
         if torch.cuda.is_current_stream_capturing():
             return "another capture is under way"
         return None
+
+
+class _Replayed:
+    """Tokens by a CUDA graph."""
+
+    def __init__(self, step, graph, choice):
+        self._step, self._graph, self._choice = step, graph, choice
+
+    def next_token(self):
+        """The next token [B, 1] of each row, which the next call may overwrite."""
+        self._graph.replay()
+        if not self._graph.chooses:
+            self._graph.set_token(self._choice(self._graph.logits)[:, None])
+        return self._graph.token
+
+    def cache(self):
+        """What each row has seen: all but the last token. Nothing overwrites it."""
+        return self._step.packed(t.clone() for t in self._graph.cache)
+
+
+class _Run:
+    """Tokens by a function of a token and the tensors of a cache."""
+
+    def __init__(self, step, run, token, flat, choice, rows):
+        self._step, self._run, self._choice = step, run, choice
+        self._token, self._flat, self._rows = token, flat, rows
+
+    def next_token(self):
+        """The next token [B, 1] of each row."""
+        mask = (self._rows.active,) if self._rows else ()
+        logits, _, *self._flat = self._run(self._token, [*mask, *self._flat])
+        chosen = self._choice(logits).to(self._token.dtype)[:, None]
+        self._token = self._rows.advance(self._token, chosen) if self._rows else chosen
+        return self._token
+
+    def cache(self):
+        """What each row has seen: all but the last token. Nothing overwrites it."""
+        return self._step.packed(t.clone() for t in self._flat)
 
 
 def _contiguous(cache):

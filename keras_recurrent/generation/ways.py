@@ -1,4 +1,4 @@
-"""By which way the last call of `generate` wrote, and why not by a faster one."""
+"""By which way the last call of `generate` or `stream` wrote, and why not by a faster one."""
 
 import weakref
 from typing import NamedTuple
@@ -8,6 +8,7 @@ WAYS = {
     "compiled": "torch's compiler made each step of the graph that was traced once",
     "traced": "each step runs a graph that was traced once, kernel by kernel",
     "program": "all tokens are one program of the framework",
+    "steps": "each token is a program of the framework",
     "sampler": "the sampler's own loop, compiled where KerasHub compiles it",
     "eager": "each step runs through Keras's layers",
 }
@@ -27,7 +28,7 @@ class Way(NamedTuple):
 
 
 def which_generation(model):
-    """Tell by which way the last call of `generate` wrote, and why not by a faster one.
+    """Tell by which way the last call of `generate` or `stream` wrote, and why not by a faster one.
 
     Args:
         model: a language model of this package.
@@ -36,9 +37,10 @@ def which_generation(model):
         A named tuple of `name` and `refused`, a dictionary of faster ways and reasons; None before
         the first call. The names are `"cuda_graph"` (torch on an NVIDIA GPU: each token is one
         launch), `"compiled"` (torch's compiler, on CPUs), `"traced"` (torch: a graph that was
-        traced once), `"program"` (JAX and TensorFlow: all tokens are one program), `"sampler"`
-        (the loop of a sampler such as beam search) and `"eager"` (`compile(run_eagerly=True)`, or
-        a subclass with a `generate_step` of its own).
+        traced once), `"program"` (JAX and TensorFlow: all tokens are one program), `"steps"` (JAX
+        and TensorFlow, of a `stream`: each token is a program), `"sampler"` (the loop of a sampler
+        such as beam search) and `"eager"` (`compile(run_eagerly=True)`, or a subclass with a
+        `generate_step` of its own).
 
     Raises:
         TypeError: `model` is no language model of this package.

@@ -14,9 +14,15 @@ class RecomputableLayer(keras.layers.Layer):
     """Base class of layers that `keras.RematScope` may recompute, by `recompute`."""
 
     def __call__(self, *args, **kwargs):
+        # One override for all that comes before Keras's own: torch's compiler goes through a frame
+        # of this stack by a dozen of its own, and deep models come close to Python's limit.
+        return super().__call__(*args, **self.prepare_call(args, kwargs))
+
+    def prepare_call(self, args, kwargs):
+        """Check the arguments of a call before Keras reads them; returns `kwargs`."""
         if args:  # Keras itself would ask for the length of the shape
             check_rank_known(type(self).__name__, "inputs", args[0])
-        return super().__call__(*args, **kwargs)
+        return kwargs
 
     def rematerialized_call(self, layer_call, *args, **kwargs):
         if super().rematerialized_call(layer_call, *args, **kwargs) is layer_call:

@@ -258,10 +258,10 @@ class StreamingLayer(RecomputableLayer):
 
     # === The call ===
 
-    def __call__(self, *args, **kwargs):
+    def prepare_call(self, args, kwargs):
         if isinstance(kwargs.get("return_state"), np.bool_):  # Keras would make a tensor of it
-            kwargs["return_state"] = bool(kwargs["return_state"])
-        return super().__call__(*args, **kwargs)
+            kwargs = {**kwargs, "return_state": bool(kwargs["return_state"])}
+        return super().prepare_call(args, kwargs)
 
     def call(
         self,

@@ -1,5 +1,6 @@
 """Language models, and an image classifier, in KerasHub's shape."""
 
+from keras_recurrent.generation.cache import GenerationCache
 from keras_recurrent.models.griffin.griffin_backbone import GriffinBackbone
 from keras_recurrent.models.griffin.griffin_causal_lm import GriffinCausalLM
 from keras_recurrent.models.griffin.griffin_causal_lm_preprocessor import (
@@ -27,6 +28,7 @@ from keras_recurrent.models.transnormer.transnormer_tokenizer import TransNormer
 
 __all__ = [
     "DecodingTime",
+    "GenerationCache",
     "GriffinBackbone",
     "GriffinCausalLM",
     "GriffinCausalLMPreprocessor",

@@ -7,13 +7,10 @@ import keras_hub
 import numpy as np
 from keras import ops
 
-from keras_recurrent.generation.generate import make_writer
-from keras_recurrent.generation.ways import tell
-from keras_recurrent.layers.checks import check_tensor
 from keras_recurrent.models.calibration import layer_structure
+from keras_recurrent.models.generating_causal_lm import GeneratingCausalLM
 from keras_recurrent.models.recurrent_backbone import token_input
 from keras_recurrent.models.samples import (
-    check_no_text,
     check_samples,
     described,
     is_strings,
@@ -24,12 +21,11 @@ from keras_recurrent.models.saved_training import SavedTraining
 from keras_recurrent.models.segments import SegmentsOptional
 from keras_recurrent.models.token_crossentropy import TokenCrossentropy
 from keras_recurrent.models.token_ids import check_segment_ids, check_token_ids
-from keras_recurrent.ops.operation import check_dtype
 from keras_recurrent.ops.shapes import check_rank_known
 from keras_recurrent.ops.token_crossentropy import token_crossentropy
 
 
-class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.CausalLM):
+class RecurrentCausalLM(SegmentsOptional, SavedTraining, GeneratingCausalLM):
     """Base class of the language models: a `RecurrentBackbone`, and logits from its embedding.
 
     A family says `backbone_cls` and `preprocessor_cls`, and registers its class with Keras.
@@ -336,145 +332,6 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, keras_hub.models.Causal
             return None
         return layer_structure(self.backbone, example=ops.zeros((1, 1), "int32"))
 
-    # === Generation ===
-
-    def call_with_cache(self, token_ids, cache, cache_update_index=None, padding_mask=None):
-        """The logits of a few more tokens, and the cache after them.
-
-        Args:
-            token_ids: integers `[B, T]`, the tokens that follow on what the cache has seen.
-            cache: a cache, from a call before or from `backbone.get_initial_state(batch_size)`.
-            cache_update_index: taken for KerasHub's signature; a state needs no place.
-            padding_mask: boolean `[B, T]`, or integers, False or 0 at tokens to leave out; None:
-                all count.
-
-        Returns:
-            `(logits [B, T, vocabulary_size], hidden_states [B, T, hidden_dim], cache)`.
-
-        Example:
-
-        >>> import numpy as np
-        >>> import keras_recurrent
-        >>> model = keras_recurrent.models.GriffinCausalLM.from_preset("hawk_tiny", num_layers=1)
-        >>> cache = model.backbone.get_initial_state(batch_size=1)
-        >>> logits, _, cache = model.call_with_cache(np.array([[1, 100]]), cache)
-        >>> logits, _, cache = model.call_with_cache(np.array([[101]]), cache)
-        >>> tuple(logits.shape)
-        (1, 1, 259)
-        """
-        hidden_states, cache = self.backbone.hidden_states(token_ids, padding_mask, cache=cache)
-        logits = self.backbone.token_embedding(hidden_states, reverse=True)
-        return logits, hidden_states, cache
-
-    def generate(self, inputs, max_length=None, stop_token_ids="auto", strip_prompt=False):
-        """Text, or tokens where the model has no preprocessor, gone on with.
-
-        Args:
-            inputs: a string or several of them. Without a preprocessor, a dictionary of `token_ids`
-                and `padding_mask` `[B, T]`: prompts at the left of their rows, and room to write.
-                Or a `tf.data.Dataset` of batches of these.
-            max_length: integer, the tokens of a row, prompt included; None: the preprocessor's
-                `sequence_length`. Without a preprocessor the rows say it.
-            stop_token_ids: a tuple of token ids, each of which ends a row; None: rows are filled.
-                `"auto"`: the tokenizer's end token, for which a preprocessor is needed.
-            strip_prompt: boolean, whether to return only what is new.
-
-        Returns:
-            Text or tokens, as `inputs` are.
-
-        Raises:
-            ValueError: text without a preprocessor, no prompt or an empty one, a prompt without
-                room, ids or stop tokens that the vocabulary lacks.
-        """
-        if self.preprocessor is None:
-            check_no_text(inputs, self.preprocessor_cls)
-        return super().generate(inputs, max_length, stop_token_ids, strip_prompt)
-
-    def make_generate_function(self):
-        """The generation of one batch of tokens, compiled, behind a check of the prompts."""
-        if self.generate_function is None:  # type: ignore[has-type]
-            own = type(self).generate_step is not RecurrentCausalLM.generate_step
-            plain = own or self.run_eagerly
-            write = None if plain else make_writer(self, self._compiles_generation)
-            generate = write or super().make_generate_function()
-
-            def checked_generate(inputs, stop_token_ids=None):
-                _check_prompts(inputs, self.backbone.vocabulary_size)
-                _check_stop_tokens(stop_token_ids, self.backbone.vocabulary_size)
-                if write is None:
-                    tell(self, *self._hub_way(own))
-                return generate(inputs, stop_token_ids=stop_token_ids)
-
-            self.generate_function = checked_generate
-        return self.generate_function
-
-    def _hub_way(self, own):
-        """For `which_generation`, where KerasHub runs `generate_step`."""
-        if self.run_eagerly:
-            return "eager", {"program": "`compile` got `run_eagerly=True`"}
-        reason = "the class has a `generate_step` of its own"
-        if not own:
-            name = type(self.sampler).__name__
-            reason = f"`{name}` has a loop of its own, in which all rows are at one place"
-        if own and keras.config.backend() == "torch":
-            return "eager", {"traced": reason}
-        return "sampler", {"program": reason}
-
-    def generate_step(self, inputs, stop_token_ids=None):
-        """Writes into one batch of tokens; compiled by `generate`, which users call.
-
-        Args:
-            inputs: a dictionary of `token_ids` and `padding_mask` `[B, T]`, every row with a
-                prompt of at least one token at its left and room for new tokens after it.
-            stop_token_ids: a tuple of token ids; once every row has a new one of them, generation
-                ends. None: it fills all rows.
-
-        Returns:
-            A dictionary of `token_ids` and `padding_mask`, the latter True up to and with the
-            first new stop token.
-        """
-
-        def step(token_ids, cache):
-            logits, hidden_states, cache = self.call_with_cache(token_ids, cache)
-            return logits[:, 0], hidden_states[:, 0], cache
-
-        return self._generate_by_sampler(inputs, stop_token_ids, step)
-
-    def _generate_by_sampler(self, inputs, stop_token_ids, step):
-        """`generate_step`, in the sampler's own loop, with a function for one token of each row."""
-        token_ids = inputs["token_ids"]
-        padding_mask = ops.cast(inputs["padding_mask"], "bool")
-        index = ops.min(ops.sum(ops.cast(padding_mask, "int32"), axis=-1))
-
-        def next_token(prompt, cache, index):
-            return step(ops.slice(prompt, [0, index - 1], [ops.shape(prompt)[0], 1]), cache)
-
-        # A sampler begins by feeding the token at `index - 1`, and feeds the rest of longer prompts
-        # token by token. A state must not take a token twice, so the cache ends before that one.
-        batch_size, length = ops.shape(token_ids)
-        seen = ops.broadcast_to(ops.arange(length, dtype="int32") < index - 1, ops.shape(token_ids))
-        cache = self.backbone.get_initial_state(batch_size, max_length=length)
-        hidden_states, cache = self.backbone.hidden_states(token_ids, seen, cache=cache)
-        if isinstance(self.sampler, keras_hub.samplers.ContrastiveSampler):
-            # It compares with all hidden states before `index`; the last is not computed yet.
-            _, last, _ = next_token(token_ids, cache, index)
-            hidden_states = ops.slice_update(hidden_states, [0, index - 1, 0], last[:, None])
-
-        token_ids = self.sampler(
-            next=next_token,
-            prompt=token_ids,
-            cache=cache,
-            index=index,
-            mask=padding_mask,
-            stop_token_ids=stop_token_ids,
-            hidden_states=hidden_states,
-            model=self,
-        )
-        return {
-            "token_ids": token_ids,
-            "padding_mask": _written(token_ids, padding_mask, stop_token_ids),
-        }
-
     # === Scores ===
 
     def score(
@@ -597,62 +454,3 @@ def _check_vocabulary(backbone, preprocessor):
             f"{backbone.vocabulary_size}. Give the backbone a larger `vocabulary_size`, or pass "
             "`preprocessor=None` and train on tokens of your own."
         )
-
-
-def _check_prompts(inputs, vocabulary_size):
-    if not isinstance(inputs, dict) or set(inputs) != {"token_ids", "padding_mask"}:
-        got = sorted(inputs) if isinstance(inputs, dict) else type(inputs).__name__
-        raise ValueError(
-            "Without a preprocessor, prompts are a dictionary of `token_ids` and `padding_mask`, "
-            f"each [batch, time], one document a row; got {got}."
-        )
-    for name in ("token_ids", "padding_mask"):
-        check_tensor(name, inputs[name])
-    dtype = keras.backend.standardize_dtype(inputs["token_ids"].dtype)
-    if "int" not in dtype:
-        raise ValueError(f"`token_ids` must be integers; got {dtype}. Cast them first.")
-    dtype = keras.backend.standardize_dtype(inputs["padding_mask"].dtype)
-    check_dtype("generate", "padding_mask", dtype)
-    real = ops.convert_to_numpy(inputs["padding_mask"]).astype("bool")
-    shapes = [tuple(ops.shape(inputs["token_ids"])), real.shape]
-    if shapes[0] != shapes[1] or len(shapes[0]) != 2 or not shapes[0][0]:
-        raise ValueError(
-            "`token_ids` and `padding_mask` must both have the shape [batch, time], with at least "
-            f"one prompt; got {shapes[0]} and {shapes[1]}."
-        )
-    if not real.any(axis=1).all():
-        raise ValueError(
-            "Every prompt needs at least one token to go on from; row "
-            f"{int(np.argmin(real.any(axis=1)))} has none. A preprocessor with "
-            "`add_start_token=True` gives it one, also for an empty string."
-        )
-    if (real[:, 1:] > real[:, :-1]).any():
-        raise ValueError(
-            "`padding_mask`: prompts must stand at the left of their rows, without gaps. Move the "
-            "padding to the right; new tokens are written there."
-        )
-    token_ids = ops.convert_to_numpy(inputs["token_ids"])
-    check_token_ids("token_ids", token_ids, vocabulary_size, real)
-
-
-def _check_stop_tokens(ids, vocabulary_size):
-    if ids is not None and (not isinstance(ids, (tuple, list)) or not ids):
-        raise ValueError(
-            "`stop_token_ids` must be a tuple of one or more token ids, or None to fill all rows; "
-            f"got {ids!r}."
-        )
-    for number in ids or ():
-        if not isinstance(number, (int, np.integer)) or not 0 <= number < vocabulary_size:
-            raise ValueError(
-                "`stop_token_ids` must be token ids, integers from 0 to "
-                f"{vocabulary_size - 1}; got {number!r} among them, which nothing would stop at."
-            )
-
-
-def _written(token_ids, padding_mask, stop_token_ids):
-    """True up to and with the first new stop token, everywhere if there is none."""
-    if stop_token_ids is None:
-        return ops.ones_like(token_ids, dtype="bool")
-    stops = ops.any(ops.stack([ops.equal(token_ids, i) for i in stop_token_ids]), axis=0)
-    stops = ops.cast(ops.logical_and(stops, ops.logical_not(padding_mask)), "int32")
-    return ops.equal(ops.cumsum(stops, axis=-1) - stops, 0)

@@ -50,8 +50,8 @@ def hgrn2_step(q, f, v, memory, *, lower_bound=None, token_kind=None, implementa
     o = S'^T silu(q) K^(-1/2)
     ```
 
-    Qin et al. 2024 (arXiv:2404.07904, section 3), in each of H heads. It has no gradient on NVIDIA
-    GPUs: `gated_linear_attention` is what is trained.
+    Qin et al. 2024 (arXiv:2404.07904, section 3), in each of H heads. The kernel for NVIDIA GPUs
+    has no gradient: where one is asked for, the plain implementation runs, which has.
 
     Args:
         q, f: `[B, H K]`, the maps to output gates and to the logits of forget gates: float16,

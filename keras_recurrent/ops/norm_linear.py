@@ -82,8 +82,8 @@ def norm_linear(
     y = y_1 + residual                  with a residual
     ```
 
-    Each weight is read once. It has no gradient on NVIDIA GPUs: use `rms_norm` and `matmul` for
-    what is trained.
+    Each weight is read once. The kernel for NVIDIA GPUs has no gradient: where one is asked for,
+    the plain implementation runs, which has.
 
     Args:
         x: `[B, K]`, float16, bfloat16, float32 or float64.

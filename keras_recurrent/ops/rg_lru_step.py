@@ -75,8 +75,8 @@ def rg_lru_step(
     y = gelu(gate) h'
     ```
 
-    De et al. 2024 (arXiv:2402.19427, sections 2.3 and 2.4), with the gelu by tanh. It has no
-    gradient on NVIDIA GPUs: `causal_conv1d` and `rg_lru` are what is trained.
+    De et al. 2024 (arXiv:2402.19427, sections 2.3 and 2.4), with the gelu by tanh. The kernel for
+    NVIDIA GPUs has no gradient: where one is asked for, the plain implementation runs, which has.
 
     Args:
         x: `[B, D]`, the newest input: float16, bfloat16, float32 or float64.

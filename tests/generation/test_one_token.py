@@ -17,6 +17,8 @@ if dispatch.BACKEND != "torch" or "triton" not in dispatch.serving():
 if isinstance(dispatch.IMPLEMENTATIONS["hgrn2_step"]["triton"], str):
     pytest.skip("needs triton", allow_module_level=True)
 
+import torch
+
 LENGTHS, TOTAL = (4, 6), 12
 
 
@@ -62,7 +64,7 @@ def test_16_bits(family, dtype, fused):
     state = block.get_initial_state(1)
     results = []
     for context in (one_token.writing, lambda: keras_recurrent.implementation("torch")):
-        with keras_recurrent.implementation("triton"), context():
+        with keras_recurrent.implementation("triton"), context(), torch.no_grad():
             results.append(block(x, initial_state=state, return_state=True))
     assert len(fused) == 1
     for found, expected in zip(*map(keras.tree.flatten, results), strict=True):

@@ -118,3 +118,16 @@ def draw(operation, case, seed=0):
     }
     given = {n: t if t is None else round_to(dtypes[n], t) for n, t in tensors.items()}
     return Drawn(given, options, dtypes)
+
+
+def public(operation, tensors):
+    """The arguments of the public operation for a dict of drawn tensors."""
+    if operation != "norm_linear":
+        return tensors
+    lists = {
+        f"{name}{end}s": [tensors.get(f"{name}{number}") for number in ("", "_2", "_3")]
+        for name, end in (("kernel", ""), ("bias", "e"))
+    }
+    count = sum(kernel is not None for kernel in lists["kernels"])
+    lists = {name: found[:count] for name, found in lists.items()}
+    return {n: t for n, t in tensors.items() if n[:6] != "kernel" and n[:4] != "bias"} | lists

@@ -1,12 +1,10 @@
 """Transforms of functions and higher derivatives on torch: right, or an error that says the way."""
 
-import functools
-
 import keras
 import pytest
 
 from keras_recurrent import dispatch, ops
-from tests.ops import cases, token_wise
+from tests.ops import cases, steps, token_wise
 from tests.ops.test_ops import OPTIONS
 
 if keras.config.backend() != "torch":
@@ -25,6 +23,7 @@ KERNELS = [
 ]
 # All are registered in one way. In Triton's interpreter most take seconds.
 CHEAP = [k for k in KERNELS if k[1] == "torch" or k[0] in (*token_wise.DRAW, "linear_scan")]
+CHEAP += [k for k in KERNELS if k[1] != "torch" and k[0] in steps.DRAW]
 every_kernel = pytest.mark.parametrize(("operation", "implementation"), KERNELS)
 every_cheap_kernel = pytest.mark.parametrize(("operation", "implementation"), CHEAP)
 
@@ -37,18 +36,21 @@ def example(operation, implementation):
     if operation in token_wise.DRAW:
         drawn = token_wise.draw(operation, token_wise.Case((2, 5, 8)))
         options, differentiated = drawn.options, drawn.differentiated
+    elif operation in steps.DRAW:
+        drawn = steps.draw(operation, steps.Case(1, widths=(5, 3)))
+        options, differentiated = drawn.options, [n for n in drawn.dtypes if n != "lower_bound"]
     else:
         drawn = cases.draw(operation, cases.Case(2, 5, 3))
         options = OPTIONS.get(operation, {})
         differentiated = [n for n in drawn.tensors if n not in cases.CONSTANTS]
-    given = {n: tensor(t, drawn.dtypes[n]) for n, t in drawn.tensors.items()}
-    others = {n: t for n, t in given.items() if n not in differentiated}
-    call = functools.partial(
-        getattr(ops, operation), **others, **options, implementation=implementation
-    )
+    given = {n: tensor(t, drawn.dtypes[n]) for n, t in drawn.tensors.items() if t is not None}
+    options = {**options, "implementation": implementation}
 
     def loss(tensors):
-        results = keras.tree.flatten(call(**tensors))
+        arguments = {**given, **tensors}
+        if operation in steps.DRAW:
+            arguments = steps.public(operation, arguments)
+        results = keras.tree.flatten(getattr(ops, operation)(**arguments, **options))
         return sum(result.sin().sum() for result in results if result.is_floating_point())
 
     tensors = {name: given[name] for name in differentiated}
@@ -86,7 +88,10 @@ def test_forward_mode_is_right_or_refused(operation, implementation):
             return forward_ad.unpack_dual(loss(duals)).tangent
 
     for derivative in (lambda: torch.func.jvp(loss, (tensors,), (tangents,))[1], dual):
-        if is_one_operator(operation, implementation):
+        if has_no_gradient(operation, implementation):
+            with pytest.raises(NotImplementedError, match=NO_GRADIENT):
+                derivative()
+        elif is_one_operator(operation, implementation):
             with pytest.raises(NotImplementedError, match=f"`{operation}` .* Use reverse mode"):
                 derivative()
         else:
@@ -101,6 +106,13 @@ def test_forward_mode_beside_an_operation_is_not_refused():
     torch.testing.assert_close(derivative, loss(tensors))
 
 
+def has_no_gradient(operation, implementation):
+    return operation in steps.DRAW and implementation != "torch"
+
+
+NO_GRADIENT = "has no (gradients|derivative in forward mode)"
+
+
 def is_one_operator(operation, implementation):
     name = operation if implementation == "torch" else f"{implementation}_{operation}"
     return hasattr(torch.ops.keras_recurrent, name)
@@ -109,6 +121,11 @@ def is_one_operator(operation, implementation):
 @every_cheap_kernel
 def test_gradients_of_functions(operation, implementation):
     loss, tensors = example(operation, implementation)
+    if has_no_gradient(operation, implementation):
+        for ask in (gradients, lambda loss, tensors: torch.func.grad(loss)(tensors)):
+            with pytest.raises(NotImplementedError, match=NO_GRADIENT):
+                ask(loss, tensors)
+        return
     wanted = gradients(loss, tensors)
     torch.testing.assert_close(torch.func.grad(loss)(tensors), wanted)
     value, pullback = torch.func.vjp(loss, tensors)
@@ -152,6 +169,13 @@ def test_second_derivatives_are_right_or_refused(operation, implementation):
         return dict(zip(leaves, torch.autograd.grad(slope, leaves.values()), strict=True))
 
     ways = torch.func.grad(slope), twice, torch.func.jacfwd(torch.func.grad(loss))
+    if has_no_gradient(operation, implementation):
+        for derivative in ways:
+            with pytest.raises(NotImplementedError, match=NO_GRADIENT):
+                derivative(tensors)
+        return
+    if operation == "rg_lru_step":  # plain torch makes it of `rg_lru`, which is what refuses
+        operation = "rg_lru"
     if is_one_operator(operation, implementation):
         refusal = f"`{operation}` on torch has no (second derivatives|derivative in forward mode)"
         for derivative in ways:
