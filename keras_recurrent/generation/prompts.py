@@ -79,10 +79,10 @@ def find_prompts(model, inputs, max_length, cache=None, writes=True):
     lengths = np.array([len(row) for row in rows], "int32")
     for number, length in enumerate(lengths):
         if length > limit:
-            given = int(cache is not None)
+            behind = int(cache is not None)
             raise ValueError(
-                f"`max_length` is {limit - given} tokens, prompt and answer together, and prompt "
-                f"{number} alone has {length - given}. Ask for a larger `max_length`, or cut the "
+                f"`max_length` is {limit - behind} tokens, prompt and answer together, and prompt "
+                f"{number} alone has {length - behind}. Ask for a larger `max_length`, or cut the "
                 "prompt."
             )
     _check_room(seen, limit, cache)

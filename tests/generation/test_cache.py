@@ -1,0 +1,322 @@
+"""A cache that is kept: going on from it is what reading and writing all at once is."""
+
+import itertools
+
+import keras
+import keras_hub
+import numpy as np
+import pytest
+
+import keras_recurrent
+from keras_recurrent.models import GenerationCache
+from tests.generation.test_programs import prompts
+from tests.models.tiny import FAMILIES, VOCABULARY, shared_by_families, tiny_causal_lm
+
+BACKEND = keras.config.backend()
+ROOM = 64  # what attention to all tokens has room for, as `generate` makes it for short rows
+ROWS = (5, 9, 2)  # the lengths of prompts
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request):
+    model = tiny_causal_lm(family=request.param)
+    model.compile(sampler="greedy")
+    return model
+
+
+def tokens(rows, width=None):
+    """Lists of token ids as the inputs of a model."""
+    width = width or max(1, *map(len, rows))
+    found = {"token_ids": np.zeros((len(rows), width), "int32")}
+    found["padding_mask"] = np.arange(width) < np.array([len(row) for row in rows])[:, None]
+    for place, row in zip(found["token_ids"], rows, strict=True):
+        place[: len(row)] = row
+    return found
+
+
+def lists(written):
+    """The tokens of each row."""
+    pairs = zip(written["token_ids"], written["padding_mask"], strict=True)
+    return [ids[np.asarray(mask, bool)].tolist() for ids, mask in pairs]
+
+
+def given(lengths=ROWS, seed=3):
+    return lists(prompts(lengths, max(lengths), seed))
+
+
+def attends_to_all(model):
+    return not all(block.keeps_state for block in model.backbone.transformer_layers)
+
+
+def prefill(model, rows, **kwargs):
+    room = {"max_length": ROOM} if attends_to_all(model) and "cache" not in kwargs else {}
+    return model.prefill(tokens(rows), **room, **kwargs)
+
+
+def generate(model, rows, count, stop_token_ids=None, **kwargs):
+    """Rows of `count` tokens, those given with them; with `return_cache` the cache, too."""
+    inputs = tokens(rows, count)
+    found = model.generate(inputs, stop_token_ids=stop_token_ids, **kwargs)
+    return (lists(found[0]), found[1]) if kwargs.get("return_cache") else lists(found)
+
+
+def more(model, cache, count, stop_token_ids=None, **kwargs):
+    """`count` more tokens of each row."""
+    found = model.generate(None, count, stop_token_ids, cache=cache, **kwargs)
+    return (lists(found[0]), found[1]) if kwargs else lists(found)
+
+
+def joined(*parts):
+    return [list(itertools.chain(*row)) for row in zip(*parts, strict=True)]
+
+
+def arrays(cache):
+    found = [keras.ops.convert_to_numpy(a) for a in keras.tree.flatten(cache.state)]
+    return [np.array(a) for a in (*found, cache.last_token, cache.num_tokens)]
+
+
+def assert_same(a, b):
+    """Two caches, to rounding."""
+    for x, y in zip(arrays(a), arrays(b), strict=True):
+        np.testing.assert_allclose(x.astype("f8"), y.astype("f8"), rtol=2e-4, atol=2e-5)
+
+
+def test_prompts_may_be_cut_anywhere(model):
+    rows = given()
+    whole = generate(model, rows, 16)
+    ahead = [len(row) for row in rows]
+    assert joined(rows, more(model, prefill(model, rows), 4)) == [
+        row[: n + 4] for row, n in zip(whole, ahead, strict=True)
+    ]
+    for cuts in ((1, 1, 1), (4, 2, 2), (5, 8, 1)):
+        first = [row[:cut] for row, cut in zip(rows, cuts, strict=True)]
+        rest = [row[cut:] for row, cut in zip(rows, cuts, strict=True)]
+        cache = prefill(model, first)
+        np.testing.assert_array_equal(cache.num_tokens, cuts)
+        found = joined(first, generate(model, rest, 8, cache=cache))
+        assert found == [row[: cut + 8] for row, cut in zip(whole, cuts, strict=True)]
+        assert_same(prefill(model, rest, cache=cache), prefill(model, rows))
+
+
+def test_going_on_neither_drops_nor_repeats_a_token(model):
+    rows = given()
+    whole = generate(model, rows, 20)
+    written, cache = generate(model, rows, 12, return_cache=True)
+    for count in (1, 3, 4):
+        np.testing.assert_array_equal(cache.num_tokens, [len(row) for row in written])
+        np.testing.assert_array_equal(cache.last_token, [row[-1] for row in written])
+        assert_same(cache, prefill(model, written))
+        found, cache = more(model, cache, count, return_cache=True)
+        written = joined(written, found)
+    assert written == whole
+
+
+def test_a_row_that_stopped_has_the_state_after_its_stop_token(model):
+    rows = given()
+    whole = generate(model, rows, 20)
+    # A token that the second row writes early, and another one late or never.
+    stop = whole[1][len(rows[1]) + 1]
+    written, cache = generate(model, rows, 20, (stop,), return_cache=True)
+    assert len({len(row) for row in written}) > 1
+    assert_same(cache, prefill(model, written))
+    alone = [prefill(model, [row]) for row in written]
+    for i, of_row in enumerate(alone):
+        assert_same(cache.select([i]), of_row)
+    assert more(model, cache, 5) == [more(model, of_row, 5)[0] for of_row in alone]
+
+
+def test_a_cache_never_changes(model):
+    """Also where two streams, and what other calls write, go on from it in turns."""
+    cache = prefill(model, given((4,)))
+    before = arrays(cache)
+    expected = generate(model, given((4,)), 14)[0][4:]
+    other = generate(model, [given((4,))[0] + [7]], 15)[0][5:]
+    first = model.stream(None, 10, None, cache=cache)
+    second = model.stream(tokens([[7]], 11), stop_token_ids=None, cache=cache)
+    found, kept = ([], []), []
+    for _ in range(10):
+        for texts, stream in zip(found, (first, second), strict=True):
+            texts.extend(next(stream))
+        kept.append((first.cache, arrays(first.cache)))
+        more(model, cache, 2)
+    assert found == (expected, other)
+    for cache_then, then in [(cache, before), *kept]:
+        for a, b in zip(arrays(cache_then), then, strict=True):
+            np.testing.assert_array_equal(a, b)
+    assert [int(c.num_tokens[0]) for c, _ in kept] == list(range(5, 15))
+    assert more(model, kept[3][0], 6)[0] == expected[4:]
+
+
+def test_rows_are_selected_repeated_and_joined(model):
+    rows = given()
+    whole = [row[len(p) :] for row, p in zip(generate(model, rows, 16), rows, strict=True)]
+    cache = prefill(model, rows)
+    assert more(model, cache.select([2, 0, 2]), 7) == [whole[i][:7] for i in (2, 0, 2)]
+    assert more(model, cache.repeat(2), 3) == [whole[i][:3] for i in (0, 0, 1, 1, 2, 2)]
+    alone = [prefill(model, [row]) for row in reversed(rows)]
+    together = GenerationCache.join(alone)
+    assert more(model, together, 7) == [row[:7] for row in reversed(whole)]
+    assert together.nbytes == cache.nbytes == 3 * alone[0].nbytes
+    for wrong, words in (
+        (lambda: cache.select([3]), "from 0 to 2"),
+        (lambda: cache.select([]), "list of integers"),
+        (lambda: cache.repeat(0), "`times`"),
+        (lambda: GenerationCache.join([]), "`caches`"),
+        (lambda: GenerationCache.join([cache, prefill(other_model(model), rows)]), "of one model"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            wrong()
+
+
+def other_model(model, **kwargs):
+    family = next(name for name, row in FAMILIES.items() if isinstance(model, row.causal_lm))
+    other = tiny_causal_lm(family=family, **{"seed": 1, **kwargs})
+    other.compile(sampler="greedy")
+    return other
+
+
+@shared_by_families
+def test_long_prompts_are_read_in_pieces(family, monkeypatch):
+    module = "torch_loop" if BACKEND == "torch" else "lengths"
+    monkeypatch.setattr(f"keras_recurrent.generation.{module}.LONGEST_PIECE", 4)
+    if BACKEND != "torch":
+        monkeypatch.setattr("keras_recurrent.generation.lengths.SHORTEST_PIECE", 4)
+    model = tiny_causal_lm(family=family)
+    rows = given((30, 11, 4))
+    lengths, hidden_states = [], type(model.backbone).hidden_states
+
+    def counted(self, token_ids, *args, **kwargs):
+        lengths.append(token_ids.shape[1])
+        return hidden_states(self, token_ids, *args, **kwargs)
+
+    monkeypatch.setattr(type(model.backbone), "hidden_states", counted)
+    cache = prefill(model, rows)
+    assert max(lengths) == 4
+    for i, row in enumerate(rows):
+        assert_same(cache.select([i]), prefill(model, [row]))
+
+
+def test_the_room_ends(model):
+    rows = given()
+    if not attends_to_all(model):
+        assert prefill(model, rows).max_length is None
+        assert prefill(model, rows).nbytes == prefill(model, given((30, 4, 4))).nbytes
+        return
+    with pytest.raises(ValueError, match="`max_length` must say how many tokens a row will have"):
+        model.prefill(tokens(rows))
+    with pytest.raises(ValueError, match="`max_length` is 8 tokens, and row 1 has 9"):
+        model.prefill(tokens(rows), max_length=8)
+    cache = model.prefill(tokens(rows), max_length=12)
+    assert cache.max_length == 12
+    _, cache = more(model, cache, 2, return_cache=True)
+    with pytest.raises(ValueError, match=r"row 1 has used 11: 1 are left.*may need 2"):
+        more(model, cache, 2)
+    assert more(model, cache, 1) == [
+        row[n + 2 : n + 3] for row, n in zip(generate(model, rows, 12), ROWS, strict=True)
+    ]
+    with pytest.raises(ValueError, match="belongs to the first `prefill`"):
+        model.prefill(tokens(rows), max_length=20, cache=cache)
+
+
+@shared_by_families
+def test_what_no_cache_goes_with(family):
+    model = tiny_causal_lm(family=family)
+    model.compile(sampler="greedy")
+    cache, rows = prefill(model, given()), tokens(given((3, 3)), 8)
+    for call, words in (
+        (lambda: model.generate(rows, stop_token_ids=None, cache=cache), "one text for each row"),
+        (lambda: model.generate(rows, stop_token_ids="auto", cache=cache), "`stop_token_ids` must"),
+        (lambda: model.generate(None, None, None, cache=cache), "`max_length` must say"),
+        (lambda: model.generate(None, 3, (VOCABULARY,), cache=cache), "from 0 to"),
+        (lambda: model.generate(None, 0, None, cache=cache), "`max_length`"),
+        (lambda: model.generate("text", 3, None, cache=cache), "no preprocessor"),
+        (lambda: model.stream(tokens([[], []], 5), stop_token_ids=None), "at least one token"),
+        (lambda: model.generate(rows, return_cache=1), "`return_cache`"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
+    for how, words in (
+        ({"sampler": "beam"}, "BeamSampler has a loop of its own"),
+        ({"sampler": "greedy", "run_eagerly": True}, "run_eagerly"),
+    ):
+        model.compile(**how)
+        for call in (
+            lambda: model.generate(None, 3, None, cache=cache),
+            lambda: model.stream(None, 3, None, cache=cache),
+            lambda: prefill(model, given()),
+        ):
+            with pytest.raises(ValueError, match=words):
+                call()
+
+
+@shared_by_families
+def test_random_tokens_are_those_of_one_call(family):
+    """The same seed, batch and row give the same draws, whether the cache is kept or not."""
+    model = tiny_causal_lm(family=family)
+
+    def with_seed(write):
+        keras.utils.set_random_seed(5)
+        model.compile(sampler=random_sampler(seed=11))
+        return write(), write()
+
+    rows = given((4, 4))
+    plain = with_seed(lambda: generate(model, rows, 12))
+    assert plain[0] != plain[1]
+    assert with_seed(lambda: generate(model, rows, 12, return_cache=True)[0]) == plain
+    streamed = with_seed(lambda: streamed_tokens(model, rows, 12))
+    assert streamed == plain if BACKEND != "tensorflow" else streamed[0] != streamed[1]
+
+    def half_of_a_stream():
+        stream = model.stream(tokens(rows, 12), stop_token_ids=None)
+        next(stream)
+        stream.close()
+        return [int(t) for t in keras.ops.convert_to_numpy(model.sampler.variables[0])]
+
+    # A token that was under way when the stream was left has drawn nothing.
+    assert [counter for _, counter in with_seed(half_of_a_stream)] == [1, 2]
+
+
+def random_sampler(seed):
+    return keras_hub.samplers.RandomSampler(seed=seed)
+
+
+def streamed_tokens(model, rows, count, **kwargs):
+    steps = model.stream(tokens(rows, count), **{"stop_token_ids": None, **kwargs})
+    found = [list(row) for row in rows]
+    for step in steps:
+        for row, token in zip(found, step, strict=True):
+            row.extend([] if token is None else [token])
+    return found
+
+
+def test_a_stream_writes_what_generate_writes(model):
+    rows = given()
+    whole = generate(model, rows, 14)
+    assert streamed_tokens(model, rows, 14) == whole
+    stop = whole[1][len(rows[1]) + 1]
+    stopped, cache = generate(model, rows, 14, (stop,), return_cache=True)
+    assert streamed_tokens(model, rows, 14, stop_token_ids=(stop,)) == stopped
+    stream = model.stream(tokens(rows, 14), stop_token_ids=(stop,))
+    assert_same(stream.cache, prefill(model, rows))
+    list(stream)
+    assert_same(stream.cache, cache)
+    with pytest.raises(StopIteration):
+        next(stream)
+    left = model.stream(tokens(rows, 14), stop_token_ids=None)
+    next(left)
+    left.close()
+    with pytest.raises(RuntimeError, match="was closed"):
+        _ = left.cache
+    with pytest.raises(StopIteration):
+        next(left)
+    full = model.stream(tokens(rows, max(ROWS)), stop_token_ids=None)
+    assert [row for row in next(full) if row is not None] != []
+
+
+@shared_by_families
+def test_a_stream_tells_how_it_writes(family):
+    model = tiny_causal_lm(family=family)
+    model.compile(sampler="greedy")
+    next(model.stream(tokens(given((3,)), 8), stop_token_ids=None))
+    name = keras_recurrent.which_generation(model).name
+    assert name == ("steps" if BACKEND != "torch" else "traced")
