@@ -4,7 +4,7 @@ import keras
 import numpy as np
 from keras import ops, tree
 
-from keras_recurrent.layers.checks import check_boolean, check_positive_integer, check_tensor
+from keras_recurrent.layers.checks import check_boolean
 from keras_recurrent.layers.gru_arguments import without_gru_arguments
 from keras_recurrent.layers.remat import RecomputableLayer
 from keras_recurrent.layers.sequences import (
@@ -14,6 +14,12 @@ from keras_recurrent.layers.sequences import (
     where_any_real,
     zero_padding,
 )
+from keras_recurrent.layers.state_checks import (
+    check_per_token,
+    check_sizes_of_state,
+    check_state,
+    one_state,
+)
 from keras_recurrent.layers.tokens import (
     Tokens,
     find_tokens,
@@ -21,8 +27,7 @@ from keras_recurrent.layers.tokens import (
     own_part,
     place_specs,
 )
-from keras_recurrent.ops.operation import accumulation_dtype, check_dtype, dtype_of
-from keras_recurrent.ops.shapes import check_rank_known, fits
+from keras_recurrent.ops.operation import accumulation_dtype
 
 
 class StreamingLayer(RecomputableLayer):
@@ -46,9 +51,10 @@ class StreamingLayer(RecomputableLayer):
     A subclass with a `build` of its own calls `super().build` first, which sets `self.width`, D. It
     defines `stream`, whose output has the shape of its input, and `own_state_spec`; where it reads
     `tokens.position`, also `uses_position = True`. Work on each token by itself that comes last may
-    be left to `finish`. One with streaming layers inside names them in
-    `streaming_sublayers`, from which its state follows, and calls each with `tokens=tokens`, its
-    part of the state as `initial_state`, and `return_state=True`.
+    be left to `finish`, and `last_output` may say what the state tells of the output. One with
+    streaming layers inside names them in `streaming_sublayers`, from which its state follows, and
+    calls each with `tokens=tokens`, its part of the state as `initial_state`, and
+    `return_state=True`.
 
     Args:
         return_state: boolean, whether a call returns `(output, state)` or the output alone.
@@ -276,7 +282,7 @@ class StreamingLayer(RecomputableLayer):
     ):
         return_state, places = self._returns_state(return_state), {}
         mask = inputs_mask if mask is None and tokens is None else mask
-        initial_state = _one_state(initial_state)
+        initial_state = one_state(initial_state)
         self._check(inputs, mask, segment_ids, initial_state, return_state, tokens, kwargs)
         outermost = tokens is None
         if outermost:
@@ -331,7 +337,7 @@ class StreamingLayer(RecomputableLayer):
     ):
         return_state = self._returns_state(return_state)
         mask = inputs_mask if mask is None and tokens is None else mask
-        initial_state = _one_state(initial_state)
+        initial_state = one_state(initial_state)
         self._check(inputs, mask, segment_ids, initial_state, return_state, tokens, kwargs)
         output = keras.KerasTensor(self._output_shape(inputs.shape), dtype=self.compute_dtype)
         if not return_state:
@@ -483,68 +489,6 @@ class StreamingLayer(RecomputableLayer):
             check_per_token(type(self).__name__, name, tensor, (batch, length))
         if state is not None:
             check_state(state, self.state_spec(batch), "initial_state")
-
-
-def _one_state(state):
-    """A state out of a list of it alone, as Keras's layers over time hand theirs on."""
-    if isinstance(state, (list, tuple)) and len(state) == 1 and isinstance(state[0], dict):
-        return state[0]
-    return state
-
-
-def check_sizes_of_state(batch_size, max_length):
-    """Raise for numbers that are no integers from 1 on; tensors, as in a graph, are not checked."""
-    for name, number in (("batch_size", batch_size), ("max_length", max_length)):
-        if isinstance(number, (int, float, str)):
-            check_positive_integer(name, number)
-
-
-def check_per_token(owner, name, tensor, shape):
-    """Raise for a mask or for segments, if there are any, that are not one number a token."""
-    if tensor is None:
-        return
-    check_tensor(name, tensor)
-    check_rank_known(owner, name, tensor)
-    if not fits(tensor.shape, shape):
-        raise ValueError(
-            f"`{name}` must have the shape [batch, time] of the inputs, {tuple(shape)}; got "
-            f"{tuple(tensor.shape)}."
-        )
-    # A mask of numbers to add, 0 and -inf, would mean the contrary as a boolean.
-    check_dtype(owner, name, dtype_of(tensor))
-
-
-def check_state(state, spec, path):
-    """Raise for a state of another structure or shape than `spec`; `path` is its name in errors."""
-    if isinstance(spec, tuple):
-        if not isinstance(state, (tuple, list)) or len(state) != len(spec):
-            got = f"one of {len(state)}" if isinstance(state, (tuple, list)) else _kind(state)
-            raise ValueError(
-                f"`{path}` must be a tuple of the length {len(spec)}, as "
-                f"`get_initial_state(batch_size)` makes it; got {got}."
-            )
-        for i, part in enumerate(spec):
-            check_state(state[i], part, f"{path}[{i}]")
-        return
-    if isinstance(spec, dict):
-        if not isinstance(state, dict) or set(state) != set(spec):
-            raise ValueError(
-                f"`{path}` must be a dict of {sorted(spec)}, as `get_initial_state(batch_size)` "
-                f"makes it and a call returns it; got {_kind(state)}."
-            )
-        for name, part in spec.items():
-            check_state(state[name], part, f"{path}[{name!r}]")
-        return
-    check_tensor(path, state)
-    if not fits(state.shape, spec.shape):
-        raise ValueError(
-            f"`{path}` must have the shape {tuple(spec.shape)}; got {tuple(state.shape)}. A state "
-            "belongs to the layer and the batch size that it came from."
-        )
-
-
-def _kind(state):
-    return f"a dict of {sorted(state)}" if isinstance(state, dict) else type(state).__name__
 
 
 def _sorted(state):
