@@ -113,6 +113,7 @@ class RecurrentGemma(Layout):
                 f"{scale}, which is sqrt(hidden_dim) rounded to bfloat16",
             ),
             "final_logit_soft_cap": (arguments["final_logit_soft_cap"] is not None, "a number"),
+            "recurrence": (arguments["recurrence"] == "rg_lru", "'rg_lru'"),
             "scale_first_input": (not arguments["scale_first_input"], "False"),
             "partial_rotary_factor": (arguments["partial_rotary_factor"] > 0, "above 0"),
             "layer_norm_epsilon": (arguments["layer_norm_epsilon"] > 0, "above 0"),

@@ -3,6 +3,11 @@
 import keras
 from keras import ops
 
+from keras_recurrent.layers.gru_arguments import (
+    IN_BOTH_DIRECTIONS,
+    INSTEAD,
+    without_gru_arguments,
+)
 from keras_recurrent.layers.hgrn2 import HGRN2
 from keras_recurrent.layers.lower_bounds import check_lower_bound
 from keras_recurrent.layers.remat import RecomputableLayer
@@ -57,12 +62,13 @@ class BidirectionalHGRN2(RecomputableLayer):
 
     def __init__(
         self,
-        expand_ratio=128,
+        expand_ratio=None,
         gate_activation="silu",
         input_activation="linear",
         kernel_initializer="lecun_normal",
         **kwargs,
     ):
+        kwargs = without_gru_arguments(type(self).__name__, kwargs, INSTEAD | IN_BOTH_DIRECTIONS)
         super().__init__(autocast=False, **kwargs)
         self.supports_masking = True
         self.hgrn2 = HGRN2(

@@ -29,7 +29,8 @@ class CausalConv1D(StreamingLayer):
         kernel_initializer: of the kernel, with W as its fan-in.
         bias_initializer: of the bias.
         return_state: boolean, whether a call returns `(output, state)`.
-        **kwargs: `name`, `dtype`, `trainable`.
+        **kwargs: `return_sequences`, `zero_output_for_mask` and `go_backwards`, as in
+            `keras_recurrent.layers.StreamingLayer`; `name`, `dtype`, `trainable`.
 
     Call arguments:
         inputs: `[B, T, D]`.

@@ -8,6 +8,7 @@ from keras import ops
 from keras_recurrent.backends.constants import DECAY_EXPONENT, STARTS
 from keras_recurrent.layers.block_diagonal import apply_blocks
 from keras_recurrent.layers.checks import check_num_blocks
+from keras_recurrent.layers.default_sizes import default_num_blocks
 from keras_recurrent.layers.lru import GatedLRU, input_multiplier
 from keras_recurrent.ops import complex_linear_scan, token_kind
 
@@ -34,7 +35,7 @@ class CGLRU(GatedLRU):
 
     Args:
         num_blocks: integer, blocks on the diagonal of W_a and W_x; must divide the width into
-            blocks of even width.
+            blocks of even width. None: as in `keras_recurrent.layers.RGLRU`, in even blocks.
         a_initializer: how Λ starts: `"griffin"`, `"recurrentgemma"`, or a Keras initializer of Λ;
             see `keras_recurrent.layers.RGLRU`.
         kernel_initializer: of W_a and W_x, with the width of a block as their fan-in.
@@ -42,7 +43,8 @@ class CGLRU(GatedLRU):
         return_state: boolean, whether a call returns `(output, state)`.
         scale_first_input: boolean, whether the square root multiplies the input of a document's
             first token as well; see `keras_recurrent.layers.RGLRU`.
-        **kwargs: `name`, `dtype`, `trainable`.
+        **kwargs: `return_sequences`, `zero_output_for_mask` and `go_backwards`, as in
+            `keras_recurrent.layers.StreamingLayer`; `name`, `dtype`, `trainable`.
 
     Call arguments:
         inputs: `[B, T, D]`, D even.
@@ -79,18 +81,9 @@ class CGLRU(GatedLRU):
 
     def build(self, input_shape):
         super().build(input_shape)
-        if self.width % 2:
-            raise ValueError(
-                "`CGLRU` reads its inputs as real parts and imaginary parts, so their width must "
-                f"be even; got {self.width}."
-            )
-        check_num_blocks(self.num_blocks, self.width)
-        block_width = self.width // self.num_blocks
-        if block_width % 2:
-            raise ValueError(
-                f"`num_blocks` must divide the width of the inputs, {self.width}, into blocks of "
-                f"even width; got {self.num_blocks}, blocks of width {block_width}."
-            )
+        check_complex_channels("the width of its inputs", self.width, self.num_blocks)
+        if self.num_blocks is None:
+            self.num_blocks = default_num_blocks(self.width, multiple_of=2)
         self.add_gates_and_decays(self.width // 2)
         self.theta = self.add_weight(
             name="theta",
@@ -120,3 +113,19 @@ class CGLRU(GatedLRU):
             token_kind=kind,
         )
         return ops.cast(output, self.compute_dtype), {"hidden": hidden}
+
+
+def check_complex_channels(name, width, num_blocks):
+    """Raise for a width that `CGLRU` cannot have, `name` in errors, or a number of blocks of it."""
+    if width % 2:
+        raise ValueError(
+            f"`CGLRU` reads real parts and imaginary parts, so {name} must be even; got {width}."
+        )
+    if num_blocks is None:
+        return
+    check_num_blocks(num_blocks, width)
+    if width // num_blocks % 2:
+        raise ValueError(
+            f"`num_blocks` must divide {name}, {width}, into blocks of even width; got "
+            f"{num_blocks}, blocks of width {width // num_blocks}."
+        )

@@ -26,7 +26,8 @@ class HGRN(BoundedLayer):
     Args:
         kernel_initializer: of the three kernels.
         return_state: boolean, whether a call returns `(output, state)`.
-        **kwargs: `name`, `dtype`, `trainable`.
+        **kwargs: `return_sequences`, `zero_output_for_mask` and `go_backwards`, as in
+            `keras_recurrent.layers.StreamingLayer`; `name`, `dtype`, `trainable`.
 
     Call arguments:
         inputs: `[B, T, D]`.
@@ -87,8 +88,10 @@ class HGRN(BoundedLayer):
             initial_state=state.get("hidden"),
             token_kind=tokens.kind,
         )
-        y = ops.cast(h, self.compute_dtype) * ops.sigmoid(self.o_proj(inputs))
-        return y, {"hidden": hidden}
+        return h, {"hidden": hidden}
+
+    def finish(self, output, inputs):
+        return ops.cast(output, self.compute_dtype) * ops.sigmoid(self.o_proj(inputs))
 
     def own_state_spec(self, batch_size=None):
         self._check_built()

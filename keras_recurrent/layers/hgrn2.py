@@ -5,6 +5,7 @@ from keras import ops
 
 from keras_recurrent.layers.causal_conv1d import CausalConv1D
 from keras_recurrent.layers.checks import check_divides, check_positive_integer
+from keras_recurrent.layers.default_sizes import default_expand_ratio
 from keras_recurrent.layers.initializers import clone_initializer
 from keras_recurrent.layers.lower_bounds import BoundedLayer
 from keras_recurrent.layers.remat import no_further_remat
@@ -33,19 +34,22 @@ class HGRN2(BoundedLayer):
 
     Args:
         expand_ratio: integer, K, the size of a head, of which the width is a multiple: how much
-            larger than that of an `HGRN` the state is. 128 in the paper.
+            larger than that of an `HGRN` the state is. None: the largest divisor of the width up to
+            the paper's 128. Once the layer is built, the attribute of this name tells the number.
         gate_activation: of the output gate; `"silu"`, in the paper `"sigmoid"`.
         input_activation: of the input; `"linear"`, in the paper `"silu"`.
         conv_size: integer, the tokens that short causal convolutions without bias see, one each
             behind W_q, W_f and W_i, before the activations above; None: there are none.
         kernel_initializer: of all kernels.
         return_state: boolean, whether a call returns `(output, state)`.
-        **kwargs: `name`, `dtype`, `trainable`.
+        **kwargs: `return_sequences`, `zero_output_for_mask` and `go_backwards`, as in
+            `keras_recurrent.layers.StreamingLayer`; `name`, `dtype`, `trainable`.
 
     Call arguments:
         inputs: `[B, T, D]`.
         lower_bound: `[2, D]`, log β and log(1 - β), a row of what
-            `keras_recurrent.layers.LowerBounds` returns; None: β is 0.
+            `keras_recurrent.layers.LowerBounds` returns; None: β is 0. Not with `go_backwards`:
+            both directions with a bound are `keras_recurrent.layers.BidirectionalHGRN2`.
         mask, segment_ids, initial_state, return_state, tokens: as in
             `keras_recurrent.layers.StreamingLayer`.
 
@@ -60,8 +64,10 @@ class HGRN2(BoundedLayer):
     policy of 16 bits.
 
     Raises:
-        ValueError: inputs that are not `[B, T, D]`, an `expand_ratio` that does not divide D, a
-            bad `conv_size`, a lower bound or a state of another structure or shape.
+        ValueError: inputs that are not `[B, T, D]`, an `expand_ratio` that does not divide D, a D
+            above 128 that no number from 8 to 128 divides where it is None, a bad `conv_size`, a
+            lower bound beside `go_backwards`, a lower bound or a state of another structure or
+            shape.
 
     Example: a sequence in two parts.
 
@@ -82,7 +88,7 @@ class HGRN2(BoundedLayer):
 
     def __init__(
         self,
-        expand_ratio=128,
+        expand_ratio=None,
         gate_activation="silu",
         input_activation="linear",
         conv_size=None,
@@ -91,10 +97,11 @@ class HGRN2(BoundedLayer):
         **kwargs,
     ):
         super().__init__(return_state=return_state, **kwargs)
-        check_positive_integer("expand_ratio", expand_ratio)
+        if expand_ratio is not None:
+            check_positive_integer("expand_ratio", expand_ratio)
         if conv_size is not None:
             check_positive_integer("conv_size", conv_size)
-        self.expand_ratio = expand_ratio
+        self.expand_ratio = self._expand_ratio_given = expand_ratio
         self.gate_activation = keras.activations.get(gate_activation)
         self.input_activation = keras.activations.get(input_activation)
         self.conv_size = conv_size
@@ -103,6 +110,8 @@ class HGRN2(BoundedLayer):
 
     def build(self, input_shape):
         super().build(input_shape)
+        if self.expand_ratio is None:
+            self.expand_ratio = default_expand_ratio(self.width)
         check_divides("expand_ratio", self.expand_ratio, "the width of the inputs", self.width)
         with no_further_remat():
             self.q_proj = self._dense("q_proj")
@@ -142,6 +151,15 @@ class HGRN2(BoundedLayer):
         self.convolutions[name] = convolution
         return convolution
 
+    def check_arguments(self, inputs, lower_bound=None, **kwargs):
+        super().check_arguments(inputs, lower_bound=lower_bound, **kwargs)
+        if self.go_backwards and lower_bound is not None:
+            raise ValueError(
+                "`HGRN2` with `go_backwards=True` takes no `lower_bound`. Both directions share "
+                "gates and their bound in `keras_recurrent.layers.BidirectionalHGRN2`, which takes "
+                "one; `keras.layers.Bidirectional(HGRN2(...))` is called without."
+            )
+
     def streaming_sublayers(self):
         return self.convolutions
 
@@ -158,7 +176,10 @@ class HGRN2(BoundedLayer):
             initial_state=state.get("memory"),
             token_kind=tokens.kind,
         )
-        return self.output_of(o), after
+        return o, after
+
+    def finish(self, output, inputs):
+        return self.output_of(output)
 
     def gates(self, q, f, i, lower_bound):
         """Queries, values and log forget gates, heads apart, from the three linear maps."""
@@ -187,7 +208,7 @@ class HGRN2(BoundedLayer):
     def get_config(self):
         return {
             **super().get_config(),
-            "expand_ratio": self.expand_ratio,
+            "expand_ratio": self._expand_ratio_given,
             "gate_activation": keras.activations.serialize(self.gate_activation),
             "input_activation": keras.activations.serialize(self.input_activation),
             "conv_size": self.conv_size,

@@ -22,10 +22,11 @@ class LightningAttention(StreamingLayer):
     y_t = W_o (u_t * SimpleRMSNorm(o_t))                         the norm over all heads, ε = 1e-6
     ```
 
-    Qin et al. 2024 (arXiv:2405.17381) and 2023 (arXiv:2307.14995). Time grows as the length, and
-    the state has one size. With `use_lrpe`, as in TransNormerLLM's first layer, queries and keys
-    also know their distance (see `keras_recurrent.layers.LRPE`), and heads of them are twice as
-    wide; positions count the real tokens of a document, and begin at 0 in each.
+    Qin et al. 2024 (arXiv:2405.17381) and 2023 (arXiv:2307.14995). MiniMax-01 (MiniMax 2025,
+    arXiv:2501.08313) has a sigmoid around W_u x_t and silu around W_v x_t. Time grows as the
+    length, and the state has one size. With `use_lrpe`, as in TransNormerLLM's first layer, queries
+    and keys also know their distance (see `keras_recurrent.layers.LRPE`), and heads of them are
+    twice as wide; positions count the real tokens of a document, and begin at 0 in each.
 
     λ is a constant of head h = 1..H and layer l = 0..L-1. The higher its layer, the longer a head
     remembers.
@@ -51,9 +52,12 @@ class LightningAttention(StreamingLayer):
         layer_index: integer, l, the layer's place in its network, from 0.
         num_layers: integer, L, the number of such layers.
         use_lrpe: boolean, whether queries and keys get positions.
+        gate_activation: of the gate u; `"linear"`, in MiniMax-01 `"sigmoid"`.
+        value_activation: of the values v; `"linear"`, in MiniMax-01 `"silu"`.
         kernel_initializer: of the five linear maps.
         return_state: boolean, whether a call returns `(output, state)`.
-        **kwargs: `name`, `dtype`, `trainable`.
+        **kwargs: `return_sequences`, `zero_output_for_mask` and `go_backwards`, as in
+            `keras_recurrent.layers.StreamingLayer`; `name`, `dtype`, `trainable`.
 
     Call arguments:
         inputs: `[B, T, D]`.
@@ -102,6 +106,8 @@ class LightningAttention(StreamingLayer):
         use_lrpe=False,
         kernel_initializer="lecun_normal",
         return_state=False,
+        gate_activation="linear",
+        value_activation="linear",
         **kwargs,
     ):
         super().__init__(return_state=return_state, **kwargs)
@@ -116,6 +122,8 @@ class LightningAttention(StreamingLayer):
         self.layer_index = layer_index
         self.num_layers = num_layers
         self.use_lrpe = use_lrpe
+        self.gate_activation = keras.activations.get(gate_activation)
+        self.value_activation = keras.activations.get(value_activation)
         self.kernel_initializer = keras.initializers.get(kernel_initializer)
         inner = num_heads * head_dim
         with no_further_remat():
@@ -157,15 +165,18 @@ class LightningAttention(StreamingLayer):
         if self.lrpe:
             q, k = self.lrpe(q, tokens.position), self.lrpe(k, tokens.position)
         o, memory = lightning_attention(
-            *(q, k, self._heads(self.v_proj(inputs))),
+            *(q, k, self._heads(self.value_activation(self.v_proj(inputs)))),
             ops.convert_to_tensor(self.log_decay, self.state_dtype),
             initial_state=state.get("memory"),
             token_kind=tokens.kind,
         )
-        o = ops.reshape(o, (*ops.shape(o)[:2], self.num_heads * self.head_dim))
-        y = self.o_proj(ops.multiply(self.u_proj(inputs), self.norm(o)))
+        return o, {"memory": memory}
+
+    def finish(self, output, inputs):
+        o = ops.reshape(output, (*ops.shape(output)[:2], self.num_heads * self.head_dim))
+        y = self.o_proj(ops.multiply(self.gate_activation(self.u_proj(inputs)), self.norm(o)))
         # Keras on torch multiplies float64 as float32.
-        return ops.cast(y, self.compute_dtype), {"memory": memory}
+        return ops.cast(y, self.compute_dtype)
 
     def _heads(self, x):
         return ops.reshape(x, (*ops.shape(x)[:2], self.num_heads, self.head_dim))
@@ -183,6 +194,8 @@ class LightningAttention(StreamingLayer):
             "layer_index": self.layer_index,
             "num_layers": self.num_layers,
             "use_lrpe": self.use_lrpe,
+            "gate_activation": keras.activations.serialize(self.gate_activation),
+            "value_activation": keras.activations.serialize(self.value_activation),
             "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
         }
 

@@ -49,7 +49,8 @@ class LocalAttention(StreamingLayer):
         kernel_initializer: of the four linear maps.
         bias_initializer: of b_o.
         return_state: boolean, whether a call returns `(output, state)`.
-        **kwargs: `name`, `dtype`, `trainable`.
+        **kwargs: `return_sequences`, `zero_output_for_mask` and `go_backwards`, as in
+            `keras_recurrent.layers.StreamingLayer`; `name`, `dtype`, `trainable`.
 
     Call arguments:
         inputs: `[B, T, D]`.
@@ -164,8 +165,10 @@ class LocalAttention(StreamingLayer):
 
     def stream(self, inputs, tokens, state):
         maps = self.q_proj(inputs), self.k_proj(inputs), self.v_proj(inputs)
-        output, after = self.attend(*maps, tokens, state)
-        return self.o_proj(output), after
+        return self.attend(*maps, tokens, state)
+
+    def finish(self, output, inputs):
+        return self.o_proj(output)
 
     def attend(self, q, k, v, tokens, state):
         """What the heads see, `[B, T, heads times head_dim]`, from the three linear maps."""

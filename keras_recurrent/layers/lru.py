@@ -15,7 +15,7 @@ class GatedLRU(StreamingLayer):
 
     def __init__(
         self,
-        num_blocks=16,
+        num_blocks=None,
         a_initializer="griffin",
         kernel_initializer="lecun_normal",
         bias_initializer="zeros",
@@ -24,9 +24,10 @@ class GatedLRU(StreamingLayer):
         **kwargs,
     ):
         super().__init__(return_state=return_state, **kwargs)
-        check_positive_integer("num_blocks", num_blocks)
+        if num_blocks is not None:
+            check_positive_integer("num_blocks", num_blocks)
         check_boolean("scale_first_input", scale_first_input)
-        self.num_blocks = num_blocks
+        self.num_blocks = self._num_blocks_given = num_blocks
         self.a_initializer = get_decay_initializer(a_initializer)
         self.kernel_initializer = keras.initializers.get(kernel_initializer)
         self.bias_initializer = keras.initializers.get(bias_initializer)
@@ -49,6 +50,9 @@ class GatedLRU(StreamingLayer):
         """log |a_t| = -8 softplus(-Λ) r_t."""
         return -DECAY_EXPONENT * ops.softplus(-self.a_logit) * recurrence_gate
 
+    def last_output(self, state):
+        return ops.cast(state["hidden"], self.compute_dtype) if state else None
+
     def own_state_spec(self, batch_size=None):
         self._check_built()
         return {"hidden": self.array_spec(batch_size, self.width)}
@@ -56,7 +60,7 @@ class GatedLRU(StreamingLayer):
     def get_config(self):
         return {
             **super().get_config(),
-            "num_blocks": self.num_blocks,
+            "num_blocks": self._num_blocks_given,
             "a_initializer": keras.initializers.serialize(self.a_initializer),
             "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
             "bias_initializer": keras.initializers.serialize(self.bias_initializer),

@@ -3,6 +3,7 @@
 import keras
 
 from keras_recurrent.layers.causal_conv1d import CausalConv1D
+from keras_recurrent.layers.cg_lru import CGLRU, check_complex_channels
 from keras_recurrent.layers.checks import check_boolean, check_num_blocks, check_positive_integer
 from keras_recurrent.layers.dense import apply_to_tokens
 from keras_recurrent.layers.initializers import clone_initializer, get_decay_initializer
@@ -10,6 +11,8 @@ from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.layers.rg_lru import RGLRU
 from keras_recurrent.layers.streaming import StreamingLayer
 from keras_recurrent.ops.gated_linear_unit import gated_linear_unit
+
+RECURRENCES = {"rg_lru": RGLRU, "cg_lru": CGLRU}
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -27,13 +30,17 @@ class RecurrentBlock(StreamingLayer):
         lru_width: integer, the width inside, where convolution and recurrence run; about 4/3 of
             the inputs' width in the paper.
         kernel_size: integer, the tokens that the convolution sees.
-        num_blocks: integer, blocks of the RG-LRU's gates; must divide `lru_width`.
+        num_blocks: integer, blocks of the RG-LRU's gates; must divide `lru_width`. None: 16 where
+            that divides it, else fewer; see `keras_recurrent.layers.RGLRU`.
         a_initializer: see `keras_recurrent.layers.RGLRU`.
         kernel_initializer: of the three linear maps and of the gates.
         bias_initializer: of all biases.
         return_state: boolean, whether a call returns `(output, state)`.
         scale_first_input: boolean; see `keras_recurrent.layers.RGLRU`.
-        **kwargs: `name`, `dtype`, `trainable`.
+        recurrence: `"rg_lru"`, or `"cg_lru"`, the complex variant of the paper's appendix B
+            (`keras_recurrent.layers.CGLRU`), which did not help there; `lru_width` is then even.
+        **kwargs: `return_sequences`, `zero_output_for_mask` and `go_backwards`, as in
+            `keras_recurrent.layers.StreamingLayer`; `name`, `dtype`, `trainable`.
 
     Call arguments:
         inputs: `[B, T, D]`.
@@ -43,14 +50,16 @@ class RecurrentBlock(StreamingLayer):
     Returns:
         `[B, T, D]` in the compute dtype. With `return_state` also the state:
         `{"conv1d": {"inputs": [B, W - 1, lru_width] float32}, "rg_lru": {"hidden": [B, lru_width]
-        float32}, "segment": [B] int32}`, W the `kernel_size`.
+        float32}, "segment": [B] int32}`, W the `kernel_size`. With `recurrence="cg_lru"` the name
+        `"rg_lru"` is `"cg_lru"`.
 
-    Sublayers: `linear_x`, `linear_y`, `conv1d`, `rg_lru`, `linear_out`.
+    Sublayers: `linear_x`, `linear_y`, `conv1d`, `rg_lru` or `cg_lru`, `linear_out`.
 
     Raises:
         ValueError: inputs that are not `[B, T, D]`, a `num_blocks` that does not divide
-            `lru_width`, a bad `kernel_size`, an unknown `a_initializer`, a state of another
-            structure or shape.
+            `lru_width`, a bad `kernel_size`, an unknown `a_initializer` or `recurrence`, an
+            `lru_width` or `num_blocks` that `CGLRU` cannot have, a state of another structure or
+            shape.
 
     Example: truncated backpropagation. A text is read 32 bytes at a time; the state is carried on
     from one part to the next, the gradient is not.
@@ -95,26 +104,34 @@ class RecurrentBlock(StreamingLayer):
         self,
         lru_width,
         kernel_size=4,
-        num_blocks=16,
+        num_blocks=None,
         a_initializer="griffin",
         kernel_initializer="lecun_normal",
         bias_initializer="zeros",
         return_state=False,
         scale_first_input=False,
+        recurrence="rg_lru",
         **kwargs,
     ):
         super().__init__(return_state=return_state, **kwargs)
         check_positive_integer("lru_width", lru_width)
-        check_positive_integer("num_blocks", num_blocks)
-        check_num_blocks(num_blocks, lru_width)
+        if num_blocks is not None:
+            check_positive_integer("num_blocks", num_blocks)
+            check_num_blocks(num_blocks, lru_width)
         check_boolean("scale_first_input", scale_first_input)
+        if recurrence not in RECURRENCES:
+            known = " or ".join(f'"{name}"' for name in RECURRENCES)
+            raise ValueError(f"`recurrence` must be {known}; got {recurrence!r}.")
+        if recurrence == "cg_lru":
+            check_complex_channels("`lru_width`", lru_width, num_blocks)
         self.lru_width = lru_width
         self.kernel_size = kernel_size
-        self.num_blocks = num_blocks
+        self.num_blocks = self._num_blocks_given = num_blocks
         self.a_initializer = get_decay_initializer(a_initializer)
         self.kernel_initializer = keras.initializers.get(kernel_initializer)
         self.bias_initializer = keras.initializers.get(bias_initializer)
         self.scale_first_input = scale_first_input
+        self.recurrence = recurrence
         with no_further_remat():
             self.conv1d = CausalConv1D(
                 kernel_size,
@@ -122,15 +139,16 @@ class RecurrentBlock(StreamingLayer):
                 dtype=self.dtype_policy,
                 name="conv1d",
             )
-            self.rg_lru = RGLRU(
+            unit = RECURRENCES[recurrence](
                 num_blocks,
                 a_initializer=clone_initializer(self.a_initializer),
                 kernel_initializer=clone_initializer(self.kernel_initializer),
                 bias_initializer=clone_initializer(self.bias_initializer),
                 scale_first_input=scale_first_input,
                 dtype=self.dtype_policy,
-                name="rg_lru",
+                name=recurrence,
             )
+            setattr(self, recurrence, unit)  # files of weights have this name
             self.linear_x = self._dense(lru_width, "linear_x")
             self.linear_y = self._dense(lru_width, "linear_y")
 
@@ -146,7 +164,8 @@ class RecurrentBlock(StreamingLayer):
     def build(self, input_shape):
         super().build(input_shape)
         inner_shape = (*input_shape[:2], self.lru_width)
-        self.rg_lru.build(inner_shape)
+        self.unit.build(inner_shape)
+        self.num_blocks = self.unit.num_blocks
         self.conv1d.build(inner_shape)
         self.linear_x.build(input_shape)
         self.linear_y.build(input_shape)
@@ -155,7 +174,12 @@ class RecurrentBlock(StreamingLayer):
         self.linear_out.build(inner_shape)
 
     def streaming_sublayers(self):
-        return {"conv1d": self.conv1d, "rg_lru": self.rg_lru}
+        return {"conv1d": self.conv1d, self.recurrence: self.unit}
+
+    @property
+    def unit(self):
+        """The recurrence, an `RGLRU` or a `CGLRU`."""
+        return getattr(self, self.recurrence)
 
     def stream(self, inputs, tokens, state):
         x, after = apply_to_tokens(self.linear_x, inputs), {}
@@ -163,18 +187,21 @@ class RecurrentBlock(StreamingLayer):
             x, after[name] = layer(
                 x, tokens=tokens, initial_state=state.get(name), return_state=True
             )
+        return x, after
+
+    def finish(self, output, inputs):
         gate = apply_to_tokens(self.linear_y, inputs)
-        x = gated_linear_unit(gate, x, activation="gelu")
-        output = apply_to_tokens(self.linear_out, x)
-        return output, after
+        x = gated_linear_unit(gate, output, activation="gelu")
+        return apply_to_tokens(self.linear_out, x)
 
     def get_config(self):
         return {
             **super().get_config(),
             "lru_width": self.lru_width,
             "kernel_size": self.kernel_size,
-            "num_blocks": self.num_blocks,
+            "num_blocks": self._num_blocks_given,
             "scale_first_input": self.scale_first_input,
+            "recurrence": self.recurrence,
             "a_initializer": keras.initializers.serialize(self.a_initializer),
             "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
             "bias_initializer": keras.initializers.serialize(self.bias_initializer),

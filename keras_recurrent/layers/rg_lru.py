@@ -6,6 +6,7 @@ from keras import ops
 from keras_recurrent.backends.constants import STARTS
 from keras_recurrent.layers.block_diagonal import apply_blocks
 from keras_recurrent.layers.checks import check_num_blocks
+from keras_recurrent.layers.default_sizes import default_num_blocks
 from keras_recurrent.layers.lru import GatedLRU, input_multiplier
 from keras_recurrent.ops import rg_lru, token_kind
 
@@ -25,8 +26,10 @@ class RGLRU(GatedLRU):
     present token only, so that the recurrence is linear in h and runs in parallel over time.
 
     Args:
-        num_blocks: integer, blocks on the diagonal of W_a and W_x; must divide the width. 16 in
-            the paper.
+        num_blocks: integer, blocks on the diagonal of W_a and W_x; must divide the width. None:
+            16 as in the paper where that divides it, else the largest divisor below that leaves
+            blocks of at least 4 channels, or 1 if there is none. Once the layer is built, the
+            attribute of this name tells the number.
         a_initializer: how Λ starts: `"griffin"` (the paper: a^8 uniform in [0.9, 0.999]),
             `"recurrentgemma"` (the released code: a^2 uniform in [0.9^2, 0.999^2]), or a Keras
             initializer of Λ.
@@ -36,7 +39,8 @@ class RGLRU(GatedLRU):
         scale_first_input: boolean, whether the square root multiplies the input of a document's
             first token as well, as equation 4 of the paper has it. False: h = i x there, as in
             DeepMind's released code, which RecurrentGemma was trained with.
-        **kwargs: `name`, `dtype`, `trainable`.
+        **kwargs: `return_sequences`, `zero_output_for_mask` and `go_backwards`, as in
+            `keras_recurrent.layers.StreamingLayer`; `name`, `dtype`, `trainable`.
 
     Call arguments:
         inputs: `[B, T, D]`.
@@ -75,6 +79,8 @@ class RGLRU(GatedLRU):
 
     def build(self, input_shape):
         super().build(input_shape)
+        if self.num_blocks is None:
+            self.num_blocks = default_num_blocks(self.width)
         check_num_blocks(self.num_blocks, self.width)
         self.add_gates_and_decays(self.width)
 

@@ -4,8 +4,22 @@ import keras
 import numpy as np
 from keras import ops, tree
 
-from keras_recurrent.layers.checks import check_boolean, check_positive_integer, check_tensor
+from keras_recurrent.layers.checks import check_boolean
+from keras_recurrent.layers.gru_arguments import without_gru_arguments
 from keras_recurrent.layers.remat import RecomputableLayer
+from keras_recurrent.layers.sequences import (
+    last_real,
+    repeat_over_padding,
+    reverse,
+    where_any_real,
+    zero_padding,
+)
+from keras_recurrent.layers.state_checks import (
+    check_per_token,
+    check_sizes_of_state,
+    check_state,
+    one_state,
+)
 from keras_recurrent.layers.tokens import (
     Tokens,
     find_tokens,
@@ -13,8 +27,7 @@ from keras_recurrent.layers.tokens import (
     own_part,
     place_specs,
 )
-from keras_recurrent.ops.operation import accumulation_dtype, check_dtype, dtype_of
-from keras_recurrent.ops.shapes import check_rank_known, fits
+from keras_recurrent.ops.operation import accumulation_dtype
 
 
 class StreamingLayer(RecomputableLayer):
@@ -31,15 +44,32 @@ class StreamingLayer(RecomputableLayer):
     int32 `position` `[B]`, that of the next token of the document. No state and that of
     `get_initial_state` mean the same.
 
+    It stands where a `keras.layers.GRU` would, `keras.layers.Bidirectional` around it included,
+    with the arguments below that it has from there. They belong to the outermost layer: one that is
+    called with `tokens` leaves padding as it is, and refuses the other two.
+
     A subclass with a `build` of its own calls `super().build` first, which sets `self.width`, D. It
     defines `stream`, whose output has the shape of its input, and `own_state_spec`; where it reads
-    `tokens.position`, also `uses_position = True`. One with streaming layers inside names them in
-    `streaming_sublayers`, from which its state follows, and calls each with `tokens=tokens`, its
-    part of the state as `initial_state`, and `return_state=True`.
+    `tokens.position`, also `uses_position = True`. Work on each token by itself that comes last may
+    be left to `finish`, and `last_output` may say what the state tells of the output. One with
+    streaming layers inside names them in `streaming_sublayers`, from which its state follows, and
+    calls each with `tokens=tokens`, its part of the state as `initial_state`, and
+    `return_state=True`.
 
     Args:
         return_state: boolean, whether a call returns `(output, state)` or the output alone.
-        **kwargs: `name`, `dtype`, `trainable`, as in `keras.layers.Layer`.
+        return_sequences: boolean, whether the output has all tokens, `[B, T, D]`, or the last real
+            one of each row, `[B, D]`, and no mask. For a row without a real token that is 0, or
+            what `initial_state` implies where the output is the state, as in `RGLRU` and `CGLRU`.
+        zero_output_for_mask: what stands at padding where the output has all tokens. None:
+            anything. False: the last real output again, as in a GRU, and in front of the first
+            what `return_sequences=False` gives for a row without one. True: 0.
+        go_backwards: boolean, whether to read from the last token to the first, and return outputs
+            in that order. Mask and segments are turned around with the inputs, so that a document
+            starts at its last token; so is the mask that is passed on. The state is that after the
+            first token, and `initial_state` what comes after the last.
+        **kwargs: `name`, `dtype`, `trainable`, as in `keras.layers.Layer`. Other arguments of a GRU
+            are refused unless they ask for nothing, as `dropout=0` does.
 
     Call arguments:
         inputs: `[B, T, D]`, cast to the compute dtype.
@@ -52,7 +82,7 @@ class StreamingLayer(RecomputableLayer):
             that is so, tokens of -1 do not start a document, but go on from the initial state; and
             a state after a token of a negative segment is taken by a call without segments for one
             that has seen nothing. At padding any number may stand.
-        initial_state: the state to go on from; None: nothing was seen.
+        initial_state: the state to go on from, or a list of it alone; None: nothing was seen.
         return_state: boolean; None: as in the constructor.
         tokens: for a layer inside another one: the `keras_recurrent.layers.Tokens` that the
             outermost layer has made of the mask, the segments and the state, and which stand in
@@ -61,13 +91,27 @@ class StreamingLayer(RecomputableLayer):
             are passed beside them. `mask` has precedence.
 
     Returns:
-        `[B, T, D]` in the compute dtype, or with `return_state` a pair of it and the state after
-        the last token.
+        `[B, T, D]` in the compute dtype, `[B, D]` without `return_sequences`, or with
+        `return_state` a pair of it and the state after the last token.
 
     Raises:
         ValueError: inputs that are not `[B, T, D]` or have no token, a mask or segments that are
-            not `[B, T]` or of another dtype, a state of another structure or shape, a
-            `return_state` that is no boolean.
+            not `[B, T]` or of another dtype, a state of another structure or shape, an argument
+            that is no boolean, arguments of a GRU that are not there, `go_backwards` or
+            `return_sequences=False` inside another layer.
+
+    Example: both directions of a padded batch. Keras hands states through `Bidirectional` in its
+    compute dtype; give it `dtype="float32"` where the layer has a policy of 16 bits.
+
+    ```python
+    import keras
+    import numpy as np
+    from keras_recurrent.layers import RGLRU
+
+    both = keras.layers.Bidirectional(RGLRU(num_blocks=4, return_sequences=False))
+    mask = np.array([[True] * 5, [True] * 3 + [False] * 2])
+    assert both(np.ones((2, 5, 8), "float32"), mask=mask).shape == (2, 16)
+    ```
 
     Example: a layer of one's own around another.
 
@@ -105,11 +149,26 @@ class StreamingLayer(RecomputableLayer):
     ```
     """
 
-    def __init__(self, return_state=False, **kwargs):
+    def __init__(
+        self,
+        return_state=False,
+        return_sequences=True,
+        zero_output_for_mask=None,
+        go_backwards=False,
+        **kwargs,
+    ):
+        kwargs = without_gru_arguments(type(self).__name__, kwargs)
         # Keras would cast a float32 state to the compute dtype of a mixed policy.
         super().__init__(autocast=False, **kwargs)
         check_boolean("return_state", return_state)
+        check_boolean("return_sequences", return_sequences)
+        check_boolean("go_backwards", go_backwards)
+        if zero_output_for_mask is not None:
+            check_boolean("zero_output_for_mask", zero_output_for_mask)
         self.return_state = return_state
+        self.return_sequences = return_sequences
+        self.zero_output_for_mask = zero_output_for_mask
+        self.go_backwards = go_backwards
         self.supports_masking = True
 
     # === What a subclass defines ===
@@ -127,14 +186,35 @@ class StreamingLayer(RecomputableLayer):
         """The output and the layer's own part of the state after the last token.
 
         Args:
-            inputs: `[B, T, D]` in the compute dtype.
-            tokens: the `Tokens`.
+            inputs: `[B, T, D]` in the compute dtype, turned around with `go_backwards`.
+            tokens: the `Tokens`, in the same order.
             state: the layer's own part of the state, an empty dict where nothing was seen.
         """
         raise NotImplementedError(
             f"`{type(self).__name__}` must define `stream(inputs, tokens, state)`, which returns "
             "the output and the new state."
         )
+
+    def finish(self, output, inputs):
+        """The layer's output from what `stream` returned and the inputs, token by token.
+
+        Without `return_sequences` it is called on the last real token of each row alone.
+
+        Args:
+            output: `[B, N, ...]`, as `stream` returns it, at all tokens or some.
+            inputs: `[B, N, D]`, at the same tokens.
+
+        Returns:
+            `[B, N, D]` in the compute dtype.
+        """
+        return output
+
+    def last_output(self, state):
+        """The output of the last real token, `[B, D]`, from the layer's own part of a state.
+
+        None: the state does not tell it, or is the empty dict of nothing seen.
+        """
+        return None
 
     def streaming_sublayers(self):
         """`{name: layer}` of the streaming layers inside, whose states are parts of this one's."""
@@ -202,8 +282,12 @@ class StreamingLayer(RecomputableLayer):
     ):
         return_state, places = self._returns_state(return_state), {}
         mask = inputs_mask if mask is None and tokens is None else mask
+        initial_state = one_state(initial_state)
         self._check(inputs, mask, segment_ids, initial_state, return_state, tokens, kwargs)
-        if tokens is None:
+        outermost = tokens is None
+        if outermost:
+            if self.go_backwards:
+                inputs, mask, segment_ids = reverse(inputs, mask, segment_ids)
             tokens, places = find_tokens(
                 *(inputs, mask, segment_ids, initial_state),
                 uses_position=self.uses_position,
@@ -218,7 +302,27 @@ class StreamingLayer(RecomputableLayer):
                 f"the layer's own part of the state; got a {type(results).__name__}."
             )
         output, after = results
+        if outermost:
+            output = self._returned(output, inputs, mask, initial_state or {}, after)
+        else:
+            output = self.finish(output, inputs)
         return (output, _sorted({**after, **places})) if return_state else output
+
+    def _returned(self, output, inputs, mask, before, after):
+        """What the call returns of the outputs over time, from what `stream` returned."""
+        mask = None if mask is None else ops.cast(mask, "bool")
+        if not self.return_sequences:
+            last = self.last_output(after)
+            if last is not None:
+                return last
+            last = self.finish(*last_real((output, inputs), mask))[:, 0]
+            return where_any_real(last, mask, self.last_output(before))
+        output = self.finish(output, inputs)
+        if mask is None or self.zero_output_for_mask is None:
+            return output
+        if self.zero_output_for_mask:
+            return zero_padding(output, mask)
+        return repeat_over_padding(output, mask, self.last_output(before))
 
     def compute_output_spec(
         self,
@@ -233,24 +337,52 @@ class StreamingLayer(RecomputableLayer):
     ):
         return_state = self._returns_state(return_state)
         mask = inputs_mask if mask is None and tokens is None else mask
+        initial_state = one_state(initial_state)
         self._check(inputs, mask, segment_ids, initial_state, return_state, tokens, kwargs)
-        output = keras.KerasTensor(inputs.shape, dtype=self.compute_dtype)
+        output = keras.KerasTensor(self._output_shape(inputs.shape), dtype=self.compute_dtype)
         if not return_state:
             return output
         spec = self.state_spec if tokens is None else self.own_state_spec
         return output, spec(inputs.shape[0])
 
     def compute_output_shape(self, input_shape):
+        output_shape = self._output_shape(input_shape)
         if self.return_state:
             specs = self.state_spec(input_shape[0])
-            return tuple(input_shape), tree.map_structure(lambda spec: spec.shape, specs)
-        return tuple(input_shape)
+            return output_shape, tree.map_structure(lambda spec: spec.shape, specs)
+        return output_shape
+
+    def _output_shape(self, input_shape):
+        batch, length, width = input_shape
+        return (batch, length, width) if self.return_sequences else (batch, width)
 
     def compute_mask(self, inputs, previous_mask):
-        return previous_mask
+        if not self.return_sequences:
+            return None
+        return reverse(previous_mask)[0] if self.go_backwards else previous_mask
 
     def get_config(self):
-        return {**super().get_config(), "return_state": self.return_state}
+        return {
+            **super().get_config(),
+            "return_state": self.return_state,
+            "return_sequences": self.return_sequences,
+            "zero_output_for_mask": self.zero_output_for_mask,
+            "go_backwards": self.go_backwards,
+        }
+
+    # === What `keras.layers.Bidirectional` and `keras.layers.RNN` read ===
+
+    stateful = False  # nothing is kept from call to call
+    states = None
+
+    @property
+    def state_size(self):
+        name = type(self).__name__
+        raise ValueError(
+            f"`{name}` is no cell for `keras.layers.RNN`: it takes whole sequences. Call it in its "
+            f"place, `{name}(...)(x)`, with `return_sequences`, `return_state`, `initial_state` "
+            "and `go_backwards` as in a GRU."
+        )
 
     # === States ===
 
@@ -321,6 +453,12 @@ class StreamingLayer(RecomputableLayer):
                 f"`{name}`: `tokens` have no `position`, which this layer uses. Name the layer in "
                 "the outer layer's `streaming_sublayers`, so that positions are found."
             )
+        if self.go_backwards or not self.return_sequences:
+            argument = "go_backwards=True" if self.go_backwards else "return_sequences=False"
+            raise ValueError(
+                f"`{name}` has `{argument}`, which is for the outermost layer: inside another one, "
+                "every layer reads the same tokens in the same order and returns all of them."
+            )
         for argument, tensor in (("mask", mask), ("segment_ids", segment_ids)):
             if tensor is not None:
                 raise ValueError(
@@ -351,61 +489,6 @@ class StreamingLayer(RecomputableLayer):
             check_per_token(type(self).__name__, name, tensor, (batch, length))
         if state is not None:
             check_state(state, self.state_spec(batch), "initial_state")
-
-
-def check_sizes_of_state(batch_size, max_length):
-    """Raise for numbers that are no integers from 1 on; tensors, as in a graph, are not checked."""
-    for name, number in (("batch_size", batch_size), ("max_length", max_length)):
-        if isinstance(number, (int, float, str)):
-            check_positive_integer(name, number)
-
-
-def check_per_token(owner, name, tensor, shape):
-    """Raise for a mask or for segments, if there are any, that are not one number a token."""
-    if tensor is None:
-        return
-    check_tensor(name, tensor)
-    check_rank_known(owner, name, tensor)
-    if not fits(tensor.shape, shape):
-        raise ValueError(
-            f"`{name}` must have the shape [batch, time] of the inputs, {tuple(shape)}; got "
-            f"{tuple(tensor.shape)}."
-        )
-    # A mask of numbers to add, 0 and -inf, would mean the contrary as a boolean.
-    check_dtype(owner, name, dtype_of(tensor))
-
-
-def check_state(state, spec, path):
-    """Raise for a state of another structure or shape than `spec`; `path` is its name in errors."""
-    if isinstance(spec, tuple):
-        if not isinstance(state, (tuple, list)) or len(state) != len(spec):
-            got = f"one of {len(state)}" if isinstance(state, (tuple, list)) else _kind(state)
-            raise ValueError(
-                f"`{path}` must be a tuple of the length {len(spec)}, as "
-                f"`get_initial_state(batch_size)` makes it; got {got}."
-            )
-        for i, part in enumerate(spec):
-            check_state(state[i], part, f"{path}[{i}]")
-        return
-    if isinstance(spec, dict):
-        if not isinstance(state, dict) or set(state) != set(spec):
-            raise ValueError(
-                f"`{path}` must be a dict of {sorted(spec)}, as `get_initial_state(batch_size)` "
-                f"makes it and a call returns it; got {_kind(state)}."
-            )
-        for name, part in spec.items():
-            check_state(state[name], part, f"{path}[{name!r}]")
-        return
-    check_tensor(path, state)
-    if not fits(state.shape, spec.shape):
-        raise ValueError(
-            f"`{path}` must have the shape {tuple(spec.shape)}; got {tuple(state.shape)}. A state "
-            "belongs to the layer and the batch size that it came from."
-        )
-
-
-def _kind(state):
-    return f"a dict of {sorted(state)}" if isinstance(state, dict) else type(state).__name__
 
 
 def _sorted(state):

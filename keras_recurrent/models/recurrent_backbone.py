@@ -5,7 +5,7 @@ import keras_hub
 from keras import ops
 
 from keras_recurrent.layers.checks import check_positive_integer
-from keras_recurrent.layers.streaming import (
+from keras_recurrent.layers.state_checks import (
     check_per_token,
     check_sizes_of_state,
     check_state,

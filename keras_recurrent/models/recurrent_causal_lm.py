@@ -190,7 +190,8 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, GeneratingCausalLM):
           `num_query_heads`, `sliding_window` and `final_logit_soft_cap` that are not None, even
           where no block uses them; `num_blocks` equal to `num_query_heads`; `embedding_scale`
           equal to `float(ml_dtypes.bfloat16(hidden_dim**0.5))`, the square root in bfloat16;
-          `scale_first_input=False`; `partial_rotary_factor` and `layer_norm_epsilon` above 0;
+          `scale_first_input=False` and `recurrence="rg_lru"`; `partial_rotary_factor` and
+          `layer_norm_epsilon` above 0;
         - of HGRN2, `gate_activation="silu"`, `input_activation="linear"` and `layer_norm_epsilon`
           above 0;
         - of TransNormerLLM, `decay_schedule="checkpoints"`, `tie_word_embeddings=False` and

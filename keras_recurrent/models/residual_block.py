@@ -26,7 +26,8 @@ class ResidualBlock(StreamingLayer):
         intermediate_dim: integer, the width inside the layer that mixes channels.
         layer_norm_epsilon: float, ε of the norms.
         return_state: boolean, whether a call returns `(output, state)`.
-        **kwargs: `name`, `dtype`, `trainable`.
+        **kwargs: `return_sequences`, `zero_output_for_mask` and `go_backwards`, as in
+            `keras_recurrent.layers.StreamingLayer`; `name`, `dtype`, `trainable`.
 
     Call arguments:
         inputs: `[B, T, D]`.

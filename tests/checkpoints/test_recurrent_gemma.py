@@ -308,6 +308,7 @@ def test_all_that_the_layout_cannot_hold_is_said_at_once(tmp_path):
         "block_types": ("global_attention",),
         "embedding_scale": 16**0.5 + 1e-3,
         "final_logit_soft_cap": None,
+        "recurrence": "cg_lru",
         "scale_first_input": True,
         "partial_rotary_factor": 0.0,
         "layer_norm_epsilon": 0.0,

@@ -144,6 +144,9 @@ VARIANTS = {
     "first input scaled": lambda: GriffinResidualBlock(
         RecurrentBlock(8, num_blocks=2, scale_first_input=True), 24
     ),
+    "complex": lambda: GriffinResidualBlock(
+        RecurrentBlock(8, num_blocks=2, recurrence="cg_lru"), 24
+    ),
 }
 
 

@@ -78,13 +78,14 @@ class CausalConv1D:
 
 
 class RecurrentBlock:
-    def __init__(self, weights, scale_first_input=False):
+    def __init__(self, weights, scale_first_input, recurrence):
         self.w = weights
         self.conv1d = CausalConv1D(below(weights, "conv1d"))
-        self.rg_lru = RGLRU(below(weights, "rg_lru"), scale_first_input)
+        cls = {"rg_lru": RGLRU, "cg_lru": CGLRU}[recurrence]
+        self.unit = cls(below(weights, recurrence), scale_first_input)
 
     def step(self, x):
-        recurrent = self.rg_lru.step(self.conv1d.step(linear(self.w, "linear_x", x)))
+        recurrent = self.unit.step(self.conv1d.step(linear(self.w, "linear_x", x)))
         return linear(self.w, "linear_out", recurrent * gelu(linear(self.w, "linear_y", x)))
 
 
@@ -164,8 +165,9 @@ class HGRN:
 
 
 class LightningAttention:
-    def __init__(self, weights, size, schedule, layer, layers, heads):
+    def __init__(self, weights, size, schedule, layer, layers, heads, gate, value):
         self.w, self.size, self.s, self.t = weights, size, 0, 0
+        self.gate, self.value = ACTIVATIONS[gate], ACTIVATIONS[value]
         # The two schedules, for heads that are a power of two.
         h = np.arange(1, heads + 1)
         if schedule == "paper":
@@ -176,14 +178,14 @@ class LightningAttention:
 
     def step(self, x):
         q, k, v, u = (x @ self.w[f"{name}_proj/kernel"] for name in "qkvu")
-        q, k, v = (np.reshape(part, (-1, self.size)) for part in (silu(q), silu(k), v))
+        q, k, v = (np.reshape(part, (-1, self.size)) for part in (silu(q), silu(k), self.value(v)))
         if "lrpe/theta" in self.w:
             angle = self.w["lrpe/theta"] * self.t
             turn = np.concatenate([np.cos(angle), np.sin(angle)], axis=-1)
             q, k = np.tile(q, 2) * turn, np.tile(k, 2) * turn
         self.s, self.t = self.decay * self.s + k[..., None] * v[:, None], self.t + 1
         o = np.einsum("hkv,hk->hv", self.s, q).ravel()
-        return u * o / np.sqrt((o**2).mean() + 1e-6) @ self.w["o_proj/kernel"]
+        return self.gate(u) * o / np.sqrt((o**2).mean() + 1e-6) @ self.w["o_proj/kernel"]
 
 
 class GatedMLP:
@@ -240,12 +242,15 @@ UNITS = {
 OPTIONS = {
     RGLRU: ("scale_first_input",),
     CGLRU: ("scale_first_input",),
-    RecurrentBlock: ("scale_first_input",),
+    RecurrentBlock: ("scale_first_input", "recurrence"),
     CausalConv1D: ("activation",),
     LocalAttention: ATTENTION_CONFIG,
     HGRN2: ("expand_ratio", "gate_activation", "input_activation"),
     RMSNorm: ("zero_centered",),
-    LightningAttention: ("head_dim", "decay_schedule", "layer_index", "num_layers", "num_heads"),
+    LightningAttention: (
+        *("head_dim", "decay_schedule", "layer_index", "num_layers", "num_heads"),
+        *("gate_activation", "value_activation"),
+    ),
 }
 
 

@@ -46,6 +46,14 @@ ROWS = {
             "segment": (),
         },
     ),
+    "RecurrentBlock with CGLRU": Row(
+        lambda **kwargs: layers.RecurrentBlock(12, 3, num_blocks=3, recurrence="cg_lru", **kwargs),
+        state={
+            "conv1d": {"inputs": (2, 12)},
+            "cg_lru": {"hidden": (12,)},
+            "segment": (),
+        },
+    ),
     "LocalAttention": Row(
         lambda **kwargs: layers.LocalAttention(
             4, 2, head_dim=4, sliding_window=4, partial_rotary_factor=0.5, **kwargs
@@ -92,7 +100,7 @@ ATTENTION = [
     "LightningAttention",
 ]
 WITH_SUBLAYERS = [
-    *("RGLRU", "CGLRU", "RecurrentBlock", "LocalAttention"),
+    *("RGLRU", "CGLRU", "RecurrentBlock", "RecurrentBlock with CGLRU", "LocalAttention"),
     *("HGRN2", "HGRN", "GatedMLP", "SwiGLU"),
     *("LightningAttention", "SGLU"),
 ]

@@ -15,7 +15,7 @@ from tests.ops.native import precision
 
 # Keras takes float64 through float32: in matrix products on torch, in gelu on TensorFlow.
 THROUGH_FLOAT32 = [
-    *("RecurrentBlock", "GatedMLP", "SwiGLU", "HGRN", "HGRN2"),
+    *("RecurrentBlock", "RecurrentBlock with CGLRU", "GatedMLP", "SwiGLU", "HGRN", "HGRN2"),
     *("HGRN2 of the paper, with convolutions", "SGLU", *ATTENTION),
 ]
 # Not float32, in which all else here is compared.

@@ -67,7 +67,7 @@ def test_wrong_width(name):
     ("make", "width", "message"),
     [
         (lambda: layers.RGLRU(num_blocks=5), 8, r"`num_blocks` must divide .*, 8; got 5.*is 4"),
-        (lambda: layers.RGLRU(), 8, r"`num_blocks` must divide .*, 8; got 16.*is 8"),
+        (lambda: layers.RGLRU(16), 8, r"`num_blocks` must divide .*, 8; got 16.*is 8"),
         (lambda: layers.CGLRU(num_blocks=3), 8, r"`num_blocks` must divide"),
         (lambda: layers.CGLRU(num_blocks=8), 8, r"into blocks of even width; got 8"),
         (lambda: layers.CGLRU(num_blocks=1), 7, r"must be even; got 7"),
@@ -82,6 +82,22 @@ def test_wrong_width(name):
             8,
             r"`kernel_size` must be",
         ),
+        (
+            lambda: layers.RecurrentBlock(8, recurrence="lru"),
+            8,
+            r"`recurrence` must be \"rg_lru\" or",
+        ),
+        (
+            lambda: layers.RecurrentBlock(7, recurrence="cg_lru"),
+            8,
+            r"`lru_width` must be even; got 7",
+        ),
+        (
+            lambda: layers.RecurrentBlock(8, num_blocks=8, recurrence="cg_lru"),
+            8,
+            r"divide `lru_width`, 8, into blocks of even width; got 8",
+        ),
+        (lambda: layers.LightningAttention(2, gate_activation="sigma"), 8, r"sigma"),
         (lambda: layers.RecurrentBlock(0), 8, r"`lru_width` must be .*at least 1; got 0"),
         (lambda: layers.HGRN2(3), 8, r"`expand_ratio` must divide the width .*, 8; got 3.*is 2"),
         (lambda: layers.HGRN2(0), 8, r"`expand_ratio` must be .*at least 1; got 0"),

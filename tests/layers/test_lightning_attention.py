@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from keras_recurrent.layers import LRPE, LightningAttention
-from tests.layers.table import numpy
+from tests.layers import loops
+from tests.layers.table import assert_close, built, inputs, numpy
 
 
 def decays(num_heads, **kwargs):
@@ -73,3 +74,12 @@ def test_positions_keep_their_digits_in_16_bits():
     wanted = np.concatenate([np.cos(angle), np.sin(angle)])
     found = numpy(keras.ops.cast(turned, "float32")).ravel()
     np.testing.assert_allclose(found, wanted, atol=2**-8)
+
+
+def test_gates_of_minimax_01():
+    layer = built("LightningAttention", gate_activation="sigmoid", value_activation="silu")
+    x = inputs()
+    assert_close(layer(x), loops.run(loops.unit(layer), x).astype("float32"))
+    again = type(layer).from_config(layer.get_config())
+    assert again.get_config() == layer.get_config()
+    assert layer.get_config()["gate_activation"] == "sigmoid"

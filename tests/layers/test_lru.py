@@ -11,7 +11,7 @@ from tests.layers.table import assert_close, built, inputs, numpy
 from tests.layers.test_streaming import MASKS, SEGMENTS, in_parts
 
 
-@pytest.mark.parametrize("name", ["RGLRU", "CGLRU", "RecurrentBlock"])
+@pytest.mark.parametrize("name", ["RGLRU", "CGLRU", "RecurrentBlock", "RecurrentBlock with CGLRU"])
 def test_the_first_input_may_be_scaled(name):
     layer, x, mask = built(name, scale_first_input=True), inputs(), MASKS["padding anywhere"]
     unit = loops.unit(layer)

@@ -79,7 +79,9 @@ def gated_mlp(w, x):
 def recurrent_block(w, x):
     y = gelu(linear(part(w, "linear_y/"), x))
     x = conv1d(part(w, "conv1d/"), linear(part(w, "linear_x/"), x))
-    return linear(part(w, "linear_out/"), rg_lru(part(w, "rg_lru/"), x) * y)
+    complex_unit = part(w, "cg_lru/")
+    h = cg_lru(complex_unit, x) if complex_unit else rg_lru(part(w, "rg_lru/"), x)
+    return linear(part(w, "linear_out/"), h * y)
 
 
 def conv1d(w, x):
@@ -100,6 +102,21 @@ def rg_lru(w, x):
         a = np.exp(log_a[t])
         h[t] = a * h[t - 1] + np.sqrt(1 - a**2) * i[t] * x[t]
     return h
+
+
+def cg_lru(w, x):
+    """Appendix B: the two halves of x, and of h, are real and imaginary parts."""
+    r = sigmoid(block_diagonal(part(w, "recurrence_gate/"), x))
+    i = sigmoid(block_diagonal(part(w, "input_gate/"), x))
+    log_a = 8 * r * (1j * w["theta"] - np.log1p(np.exp(-w["a_logit"])))
+    half = x.shape[1] // 2
+    u = i * (x[:, :half] + 1j * x[:, half:])
+    h = np.empty_like(u)
+    h[0] = u[0]
+    for t in range(1, len(x)):
+        a = np.exp(log_a[t])
+        h[t] = a * h[t - 1] + np.sqrt(1 - np.abs(a) ** 2) * u[t]
+    return np.concatenate([h.real, h.imag], axis=1)
 
 
 def block_diagonal(w, x):

@@ -135,6 +135,25 @@ def test_positions_scales_and_caps_are_those_of_the_paper_and_of_recurrentgemma(
         np.testing.assert_allclose(logits, wanted, rtol=1e-4, atol=1e-4)
 
 
+def test_the_complex_recurrence():
+    """`recurrence="cg_lru"` in whole texts, in parts and written to a configuration."""
+    model = tiny_causal_lm(num_layers=2, recurrence="cg_lru")
+    token_ids = tokens()
+    wanted = numpy_griffin.logits(model, token_ids)
+    logits = forward(model, token_ids, np.ones_like(token_ids))
+    np.testing.assert_allclose(logits, wanted, rtol=1e-4, atol=1e-4)
+    cache, parts = model.backbone.get_initial_state(len(token_ids), LENGTH), []
+    for part in (token_ids[:, :3], token_ids[:, 3:4], token_ids[:, 4:]):
+        logits, _, cache = model.call_with_cache(part, cache)
+        parts.append(keras.ops.convert_to_numpy(logits))
+    np.testing.assert_allclose(np.concatenate(parts, axis=1), wanted, rtol=1e-4, atol=1e-4)
+    assert "cg_lru" in cache["blocks"][0]["temporal_block"]
+    again = GriffinBackbone.from_config(model.backbone.get_config())
+    assert [w.path for w in again.weights] == [w.path for w in model.backbone.weights]
+    with pytest.raises(ValueError, match="`recurrence` must be"):
+        GriffinBackbone(**{**SIZES, "recurrence": "lru"})
+
+
 @pytest.mark.once
 def test_block_types_are_a_pattern_of_what_there_is():
     for pattern in [("attention",), ("recurrent", "linear_attention"), ()]:
@@ -279,7 +298,8 @@ def test_the_layout_map_covers_the_large_weights(family):
     pytest.importorskip("jax")
     mesh = keras.distribution.DeviceMesh((1, 1), ("batch", "model"), ["cpu:0"])
     layout = FAMILIES[family].backbone.get_layout_map(mesh)
-    for weight in tiny_backbone(family=family).weights:
+    others = tiny_backbone(recurrence="cg_lru").weights if family == "griffin" else []
+    for weight in tiny_backbone(family=family).weights + others:
         axes = layout[weight.path]
         small = "bias" in weight.path or "lower_bounds" in weight.path
         if len(weight.shape) > 1 and not small:

@@ -108,7 +108,7 @@ def draw(rng, path, shape):
         return noise
     if path.endswith("a_logit"):
         return 2.0 + noise  # memories of a few to a hundred tokens
-    if path.endswith(("bias", "scale")):
+    if path.endswith(("bias", "scale", "cg_lru/theta")):
         return 0.3 * noise
     return noise / np.sqrt(shape[-2])
 

@@ -59,6 +59,8 @@ class GriffinBackbone(RecurrentBackbone):
         layer_norm_epsilon: float, ε of all RMSNorms.
         scale_first_input: boolean, whether recurrences scale a document's first input as the
             paper's equation 4 does; see `keras_recurrent.layers.RGLRU`. No preset does.
+        recurrence: `"rg_lru"`, or `"cg_lru"`, its complex variant, with an even `lru_width`; see
+            `keras_recurrent.layers.RecurrentBlock`. No preset has that.
         dtype: a dtype, policy or its name; `"mixed_bfloat16"` computes in bfloat16 but keeps
             weights, recurrences and their states in float32.
         name: string.
@@ -122,6 +124,7 @@ class GriffinBackbone(RecurrentBackbone):
         a_initializer="griffin",
         layer_norm_epsilon=1e-6,
         scale_first_input=False,
+        recurrence="rg_lru",
         dtype=None,
         name=None,
         trainable=True,
@@ -139,11 +142,13 @@ class GriffinBackbone(RecurrentBackbone):
         check_boolean("scale_first_input", scale_first_input)
 
         def recurrent():
+            check_sizes(num_blocks=num_blocks)
             return RecurrentBlock(
                 lru_width,
                 num_blocks=num_blocks,
                 a_initializer=a_initializer,
                 scale_first_input=scale_first_input,
+                recurrence=recurrence,
                 dtype=dtype,
                 name="temporal_block",
             )
@@ -215,6 +220,7 @@ class GriffinBackbone(RecurrentBackbone):
         self.final_logit_soft_cap = final_logit_soft_cap
         self.a_initializer = a_initializer
         self.scale_first_input = scale_first_input
+        self.recurrence = recurrence
         self.layer_norm_epsilon = layer_norm_epsilon
 
     def default_lora_layer_names(self):
@@ -230,7 +236,8 @@ class GriffinBackbone(RecurrentBackbone):
         Inside a recurrent block every channel keeps to itself, and its gates to their blocks: the
         `lru_width` and the MLP's `intermediate_dim` are split along the model axis, so that a
         block communicates only where it returns to the residual stream. So are the heads of
-        queries; keys and values, which all of them share, are not. The width of the residual
+        queries; keys and values, which all of them share, are not. (The real and imaginary parts of
+        `recurrence="cg_lru"` are far apart, and exchanged.) The width of the residual
         stream is split along the data axis. Small weights, such as norms, are copied.
 
         Args:
@@ -269,8 +276,9 @@ class GriffinBackbone(RecurrentBackbone):
         layout_map["block.*(linear_out|o_proj|down_proj)/kernel"] = (model, data)
         layout_map["block.*conv1d/kernel"] = (None, model)
         layout_map["block.*conv1d/bias"] = (model,)
-        layout_map["block.*rg_lru/a_logit"] = (model,)
-        layout_map["block.*rg_lru/(recurrence_gate|input_gate)/kernel"] = (model, None, None)
+        layout_map["block.*(rg_lru|cg_lru)/(a_logit|theta)"] = (model,)
+        gates = "block.*(rg_lru|cg_lru)/(recurrence_gate|input_gate)/kernel"
+        layout_map[gates] = (model, None, None)
         return layout_map
 
     def get_config(self):
@@ -293,6 +301,7 @@ class GriffinBackbone(RecurrentBackbone):
             "final_logit_soft_cap": self.final_logit_soft_cap,
             "a_initializer": keras.saving.serialize_keras_object(self.a_initializer),
             "scale_first_input": self.scale_first_input,
+            "recurrence": self.recurrence,
             "layer_norm_epsilon": self.layer_norm_epsilon,
         }
 

@@ -37,7 +37,8 @@ class GriffinResidualBlock(ResidualBlock):
         intermediate_dim: integer, the width inside the gated MLP.
         layer_norm_epsilon: float, ε of the norms.
         return_state: boolean, whether a call returns `(output, state)`.
-        **kwargs: `name`, `dtype`, `trainable`.
+        **kwargs: `return_sequences`, `zero_output_for_mask` and `go_backwards`, as in
+            `keras_recurrent.layers.StreamingLayer`; `name`, `dtype`, `trainable`.
 
     Call arguments:
         inputs: `[B, T, D]`.
@@ -104,7 +105,7 @@ def _is_as_made(block):
     """Whether the layers of a block are those that its step computes."""
     mixer, mlp = block.temporal_block, block.mlp
     if type(mixer) is RecurrentBlock:
-        unit, conv = mixer.rg_lru, mixer.conv1d
+        unit, conv = mixer.unit, mixer.conv1d
         maps = [mixer.linear_x, mixer.linear_y, mixer.linear_out]
         inside = (
             type(unit) is RGLRU

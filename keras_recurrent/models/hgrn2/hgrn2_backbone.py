@@ -94,6 +94,7 @@ class HGRN2Backbone(RecurrentBackbone):
             num_layers=num_layers,
             hidden_dim=hidden_dim,
             intermediate_dim=intermediate_dim,
+            expand_ratio=expand_ratio,
         )
         check_boolean("use_lower_bounds", use_lower_bounds)
         check_boolean("tie_word_embeddings", tie_word_embeddings)

@@ -28,7 +28,8 @@ class HGRN2ResidualBlock(BoundedLayer, ResidualBlock):
         intermediate_dim: integer, the width inside the SwiGLU.
         layer_norm_epsilon: float, ε of the norms.
         return_state: boolean, whether a call returns `(output, state)`.
-        **kwargs: `name`, `dtype`, `trainable`.
+        **kwargs: `return_sequences`, `zero_output_for_mask` and `go_backwards`, as in
+            `keras_recurrent.layers.StreamingLayer`; `name`, `dtype`, `trainable`.
 
     Call arguments:
         inputs: `[B, T, D]`.

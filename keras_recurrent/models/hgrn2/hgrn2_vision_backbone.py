@@ -83,6 +83,7 @@ class HGRN2VisionBackbone(LoraBackbone, keras_hub.models.Backbone):
             num_layers=num_layers,
             hidden_dim=hidden_dim,
             intermediate_dim=intermediate_dim,
+            expand_ratio=expand_ratio,
         )
         if height % patch_size or width % patch_size:
             raise ValueError(
