@@ -124,3 +124,16 @@ def test_associative_recall(tmp_path, monkeypatch, capsys):
         assert f"parameters, {state} numbers in its state" in written
         assert len(re.findall(rf"^{name}, epoch [12]: [\d.]+% right$", written, re.M)) == 2
     assert (tmp_path / "accuracy.png").stat().st_size > 0
+
+
+@pytest.mark.once
+def test_conversation(tmp_path, monkeypatch, capfd):
+    guide = load("conversation")
+    monkeypatch.setattr(sys, "argv", ["conversation", "--steps", "2", "--output", str(tmp_path)])
+    # Two steps of learning write noise, of which not all is text: only ASCII comes back as it was.
+    monkeypatch.setenv("PYTHONIOENCODING", "utf-8")
+    guide.main()
+    written = capfd.readouterr().out
+    assert written.count("from the whole text the last answer is the same") == 2
+    assert written.count("that were not read again]") == 6
+    assert len({path.stat().st_size for path in tmp_path.glob("*.safetensors")}) == 1

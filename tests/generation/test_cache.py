@@ -1,6 +1,9 @@
 """A cache that is kept: going on from it is what reading and writing all at once is."""
 
+import gc
 import itertools
+import os
+import pathlib
 
 import keras
 import keras_hub
@@ -319,4 +322,35 @@ def test_a_stream_tells_how_it_writes(family):
     model.compile(sampler="greedy")
     next(model.stream(tokens(given((3,)), 8), stop_token_ids=None))
     name = keras_recurrent.which_generation(model).name
-    assert name == ("steps" if BACKEND != "torch" else "traced")
+    assert name in (("traced", "cuda_graph") if BACKEND == "torch" else ("steps",))
+
+
+def resident():
+    """The bytes of this process in memory."""
+    gc.collect()
+    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/self/statm").exists(), reason="reads Linux's /proc")
+@pytest.mark.parametrize("part", [5, pytest.param(1, marks=pytest.mark.slow)])
+def test_memory_is_flat(part):
+    """Over 5,000 tokens and over 500 calls, or a part of them."""
+    model = tiny_causal_lm(num_layers=1, block_types=("recurrent",))
+    model.compile(sampler="greedy", jit_compile=False if BACKEND == "torch" else "auto")
+    rows = given((3, 2))
+
+    def tokens_one_by_one(count):
+        for _ in model.stream(tokens(rows, max(map(len, rows)) + count), stop_token_ids=None):
+            pass
+
+    def calls(count):
+        cache = prefill(model, rows)
+        for _ in range(count):
+            _, cache = more(model, cache, 2, return_cache=True)
+
+    for work, times in ((tokens_one_by_one, 5000 // part), (calls, 500 // part)):
+        work(times // 2)
+        before = resident()
+        work(times // 2)
+        assert resident() - before < 16e6
