@@ -73,14 +73,8 @@ class Grid(NamedTuple):
         )
 
     def row(self, x, block_of):
-        """x, a number for each token, and its blocks. x: [B, 1, T], or by head [B, H, 1, T]."""
-
-        def index(b, *step):
-            block, head = block_of(*step)
-            return (b, 0, block) if x.ndim == 3 else (b, head, 0, block)
-
-        shape = (None, 1, self.block) if x.ndim == 3 else (None, None, 1, self.block)
-        return x, pl.BlockSpec(shape, index)
+        """x [B, 1, T], a number for each token, and its blocks."""
+        return x, pl.BlockSpec((None, 1, self.block), lambda b, *step: (b, 0, block_of(*step)[0]))
 
     def ring(self, rows, size, dtype):
         return pltpu.VMEM((self.ring_blocks, rows, size), dtype)
@@ -128,10 +122,6 @@ class Step(NamedTuple):
     def of_tokens(self, x):
         """x [N, size], a block with a row for each query, with zeros where there is no token."""
         return _of_tokens(self._documents(self.of_queries[...]), x[...])
-
-    def column_of_tokens(self, x):
-        """x [1, N], a number for each query, as a column, with zeros where there is no token."""
-        return column(jnp.where(self._documents(self.of_queries[...]) > 0, x[...], 0))
 
     def _documents(self, document):
         """The numbers of documents [1, N] of a block, 0 beyond the end of the sequence."""
@@ -257,11 +247,6 @@ def from_by_head(x, shape):
 def column(row):
     """[1, N] as [N, 1]."""
     return jnp.broadcast_to(row, (LANES, row.shape[1])).T[:, :1]
-
-
-def row(column):
-    """[N, 1] as [1, N]."""
-    return jnp.broadcast_to(column, (column.shape[0], LANES)).T[:1]
 
 
 def _of_tokens(document, x):

@@ -39,24 +39,25 @@ def unsupported(
 
 
 def forward(q, k, v, of_queries, of_keys, *, window, **_):
-    run = _per_shard(functools.partial(_forward, window), k, _GIVEN, (_OUTPUT, _SUMS, _SUMS))
-    output, *sums = run(q, k, v, of_queries, of_keys)
-    return output, tuple(sums)
+    run = _per_shard(functools.partial(_forward, window), k, _GIVEN, (_OUTPUT,))
+    (output,) = run(q, k, v, of_queries, of_keys)
+    return output, ()
 
 
 def backward(q, k, v, of_queries, of_keys, sums, d_output, *, window, dtype, **_):
+    del sums  # of the forward, whose logits may differ by a rounding: that changes large ones
     run = _per_shard(
         functools.partial(_backward, window),
         k,
-        (*_GIVEN, _SUMS, _SUMS, _OUTPUT),
+        (*_GIVEN, _OUTPUT),
         (_QUERY, _QUERY, _OUTPUT),
     )
-    d_q, *d_shared = run(q, k, v, of_queries, of_keys, *sums, d_output)
+    d_q, *d_shared = run(q, k, v, of_queries, of_keys, d_output)
     # If the heads that share a key are split, each shard has a part of its gradient.
     return d_q.astype(dtype), *(jnp.sum(d.astype(dtype), axis=3) for d in d_shared)
 
 
-_QUERY, _OUTPUT, _SUMS = "b t g r k", "b t g r v", "b t g r"
+_QUERY, _OUTPUT = "b t g r k", "b t g r v"
 _GIVEN = (_QUERY, "b t g k", "b t g v", "b t", "b t")
 
 
@@ -69,7 +70,7 @@ def _forward(window, q, k, v, of_queries, of_keys):
     grid = _window.grid_for(q, k, v, window, k.shape[1] - q.shape[1])
     product = products((q, k, v))
 
-    def attention(step, q, output, largest, sum_at_largest):
+    def attention(step, q, output):
         @pl.when(step.has_queries)
         def _():
             queries = step.of_tokens(q)
@@ -85,27 +86,20 @@ def _forward(window, q, k, v, of_queries, of_keys):
 
             zeros = jnp.zeros((grid.block, 1), jnp.float32)
             start = zeros - jnp.inf, zeros, jnp.zeros(output.shape, jnp.float32)
-            highest, total, values = step.over_window(attend, start)
+            _, total, values = step.over_window(attend, start)
             output[...] = (values / total).astype(output.dtype)
-            largest[...], sum_at_largest[...] = _window.row(highest), _window.row(total)
 
-    batch, length, groups, shared, _ = q.shape
     output = jax.ShapeDtypeStruct((*q.shape[:4], v.shape[3]), q.dtype)
-    row = jax.ShapeDtypeStruct((batch, groups * shared, 1, length), jnp.float32)
-    inputs = [grid.head(q, grid.queries)]
-    outputs = [grid.head(output, grid.queries)] + 2 * [grid.row(row, grid.queries)]
-    values, *sums = _window.call(grid, attention, k, v, of_queries, of_keys, inputs, outputs)
-    by_token = (jnp.swapaxes(x[:, :, 0], 1, 2).reshape(q.shape[:4]) for x in sums)
-    return _window.from_by_head(values, output.shape), *by_token
+    inputs, outputs = ([grid.head(x, grid.queries)] for x in (q, output))
+    (values,) = _window.call(grid, attention, k, v, of_queries, of_keys, inputs, outputs)
+    return (_window.from_by_head(values, output.shape),)
 
 
-def _backward(window, q, k, v, of_queries, of_keys, largest, sum_at_largest, d_output):
+def _backward(window, q, k, v, of_queries, of_keys, d_output):
     grid = _window.grid_for(q, k, v, window, k.shape[1] - q.shape[1])
     product = products((q, k, v))
 
-    def attention_backward(
-        step, q, largest, sum_at_largest, d_output, d_q, d_k, d_v, d_keys, d_values
-    ):
+    def attention_backward(step, q, d_output, d_q, d_k, d_v, d_keys, d_values):
         @pl.when(step.has_new_keys)
         def _():
             for ring in (d_keys, d_values):
@@ -114,30 +108,34 @@ def _backward(window, q, k, v, of_queries, of_keys, largest, sum_at_largest, d_o
         @pl.when(step.has_queries)
         def _():
             queries, d_out = step.of_tokens(q), step.of_tokens(d_output)
-            highest = step.column_of_tokens(largest)
-            # Places without a token have the sum 0 here. That of a token is at least 1.
-            share = 1 / jnp.maximum(step.column_of_tokens(sum_at_largest), 1)
 
-            def weigh(slot, visible):
-                """The weights before they are divided by their sum, and their gradients."""
+            def logits_of(slot, visible):
                 logits = product(queries, step.keys[slot], over=(1, 1))
-                weights = jnp.exp(jnp.where(visible, logits - highest, -jnp.inf))
-                return weights, product(d_out, step.values[slot], over=(1, 1))
+                return jnp.where(visible, logits, -jnp.inf)
 
-            def add(slot, visible, total):
-                weights, d_weights = weigh(slot, visible)
-                return total + jnp.sum(weights * d_weights, axis=1, keepdims=True)
+            def add(slot, visible, sums):
+                highest, total, mean = sums
+                logits = logits_of(slot, visible)
+                d_weights = product(d_out, step.values[slot], over=(1, 1))
+                higher = jnp.maximum(highest, jnp.max(logits, axis=1, keepdims=True))
+                weights, fade = jnp.exp(logits - higher), jnp.exp(highest - higher)
+                total = fade * total + jnp.sum(weights, axis=1, keepdims=True)
+                mean = fade * mean + jnp.sum(weights * d_weights, axis=1, keepdims=True)
+                return higher, total, mean
+
+            zeros = jnp.zeros((grid.block, 1), jnp.float32)
+            # The output would give the same mean, but it has been rounded.
+            highest, total, mean = step.over_window(add, (zeros - jnp.inf, zeros, zeros))
+            mean /= total
 
             def attend(slot, visible, d_queries):
-                weights, d_weights = weigh(slot, visible)
-                weights *= share
+                weights = jnp.exp(logits_of(slot, visible) - highest) / total
+                d_weights = product(d_out, step.values[slot], over=(1, 1))
                 d_logits = weights * (d_weights - mean)
                 d_values[slot] += product(weights, d_out, over=(0, 0))
                 d_keys[slot] += product(d_logits, queries, over=(0, 0))
                 return d_queries + product(d_logits, step.keys[slot])
 
-            # The output would give the same sum, but it has been rounded.
-            mean = share * step.over_window(add, jnp.zeros((grid.block, 1), jnp.float32))
             d_queries = step.over_window(attend, jnp.zeros(d_q.shape, jnp.float32))
             d_q[...] = d_queries.astype(d_q.dtype)
 
@@ -147,15 +145,7 @@ def _backward(window, q, k, v, of_queries, of_keys, largest, sum_at_largest, d_o
             d_k[...] = d_keys[step.slot(number)].astype(d_k.dtype)
             d_v[...] = d_values[step.slot(number)].astype(d_v.dtype)
 
-    sums = (
-        jnp.swapaxes(x.reshape(*q.shape[:2], -1), 1, 2)[:, :, None]
-        for x in (largest, sum_at_largest)
-    )
-    inputs = [
-        grid.head(q, grid.queries),
-        *(grid.row(x, grid.queries) for x in sums),
-        grid.head(d_output, grid.queries),
-    ]
+    inputs = [grid.head(x, grid.queries) for x in (q, d_output)]
     aligned = [jax.eval_shape(grid.aligned, x) for x in (k, v)]
     outputs = [grid.head(jax.ShapeDtypeStruct(q.shape, q.dtype), grid.queries)]
     outputs += [grid.head(x, grid.dropped_keys) for x in aligned]

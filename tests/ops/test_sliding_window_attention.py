@@ -70,6 +70,16 @@ def test_queries_that_attend_to_one_key(implementation, dtype, large):
     check("sliding_window_attention", implementation, on_a_grid(case, **{large: 256}))
 
 
+# Triton takes `delta` from a rounded output: `backends/triton/_attention_kernels.py` says so.
+@pytest.mark.parametrize("implementation", [PLAIN, *(["pallas"] if PLAIN == "jax" else [])])
+def test_logits_of_a_million(implementation):
+    """A weight must not depend on whether its logit is rounded in the same way twice."""
+    form = {"kinds": True, "state": True, "heads": (3, 1), "window": None}
+    case = draw("sliding_window_attention", Case(3, 31, 1, **form), seed=348)
+    case.tensors["q"] *= 2e5
+    check("sliding_window_attention", implementation, case)
+
+
 @pytest.mark.parametrize("large", ["q", "k"])
 def test_gradients_of_logits_add_up_to_zero(large):
     """To the last place of a gradient, not of a weight's share: large keys multiply the sum."""
