@@ -53,7 +53,8 @@ def examples():
 
 
 @pytest.mark.parametrize("example", list(examples()))
-def test_examples(example):
+def test_examples(example, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # some write files
     exec(example, {})
 
 
