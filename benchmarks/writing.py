@@ -1,9 +1,9 @@
-"""Times `generate` of whole models, a row each: `python -m benchmarks.writing hgrn2 1`.
+"""Times `generate` and `stream` of a model: `python -m benchmarks.writing hgrn2 1`.
 
 Arguments are a model, `hgrn2` or `recurrentgemma`, and a batch size. Weights are random and in
 bfloat16, tokens greedy. The time of a new token is the difference of two calls that write different
-numbers of tokens, so it holds neither the prompt nor what a call begins with. The backend is that
-of KERAS_BACKEND.
+numbers of tokens, so it holds neither the prompt nor what a call begins with. A stream is timed
+between the same tokens. The backend is that of KERAS_BACKEND.
 """
 
 import json
@@ -47,17 +47,26 @@ def measure(name, batch, dtype="bfloat16"):
         keras.ops.convert_to_numpy(written["token_ids"])
         return time.perf_counter() - start
 
+    def seconds_of_stream():
+        stream = model.stream(prompts(vocabulary, batch, MANY), stop_token_ids=None)
+        times = [time.perf_counter() for _ in stream]
+        return (times[-1] - times[FEW - 1]) / (MANY - FEW)
+
     first = seconds(MANY)
     seconds(FEW)
     times = [(seconds(MANY) - seconds(FEW)) / (MANY - FEW) for _ in range(RUNS)]
+    way = which_generation(model)
+    seconds_of_stream()
+    streamed = [seconds_of_stream() for _ in range(RUNS)]
     return {
         "model": preset,
         "backend": keras.config.backend(),
         "batch": batch,
         "ms a token": [round(1000 * t, 3) for t in sorted(times)],
         "tokens/s": round(batch / statistics.median(times)),
+        "stream tokens/s": round(batch / statistics.median(streamed)),
         "first call s": round(first, 1),
-        "way": str(which_generation(model)),
+        "way": str(way),
     }
 
 

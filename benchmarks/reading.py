@@ -1,0 +1,96 @@
+"""Times reading a long prompt beside a forward pass: `python -m benchmarks.reading hgrn2`.
+
+`prefill` of one row of 131,072 tokens or as many as are asked for (`hgrn2 8192 32768`), random
+weights in bfloat16: tokens a second, and the memory that it takes beside weights and state. Then
+the same backbone on rows of 4,096 tokens in training. The backend is that of KERAS_BACKEND.
+"""
+
+import json
+import statistics
+import sys
+import time
+
+import keras
+import numpy as np
+
+from benchmarks.writing import MODELS
+
+PIECE = 4096  # tokens of a row in training, and the most that `prefill` reads at once
+RUNS = 3
+
+
+def measure(name, lengths=(131_072,), dtype="bfloat16"):
+    family, preset = MODELS[name]
+    model = family.from_preset(preset, load_weights=False, preprocessor=None, dtype=dtype)
+    vocabulary = model.backbone.vocabulary_size
+    for length in lengths:
+        row = np.random.default_rng(0).integers(1, vocabulary, (1, length)).astype("int32")
+        inputs = {"token_ids": row, "padding_mask": np.ones_like(row)}
+
+        def read(inputs=inputs):
+            cache = model.prefill(inputs)
+            keras.ops.convert_to_numpy(cache.state["segment"])
+            return cache
+
+        cache, before = read(), _held()
+        times = [_seconds(read) for _ in range(RUNS)]
+        peak = _peak()
+        yield {
+            "model": preset,
+            "backend": keras.config.backend(),
+            "tokens": length,
+            "tokens/s": round(length / statistics.median(times)),
+            "slowest and fastest": [round(length / t) for t in (max(times), min(times))],
+            "GiB beside weights and state": peak and round((peak - before) / 2**30, 2),
+            "bytes of state": cache.nbytes,
+        }
+    row = np.ones((1, PIECE), "int32")
+    inputs = {"token_ids": row, "padding_mask": row}
+    forward = model.backbone.predict_on_batch
+    forward(inputs)
+    times = [_seconds(lambda: forward(inputs)) for _ in range(RUNS)]
+    yield {"forward pass, tokens/s": round(PIECE / statistics.median(times))}
+
+
+def _seconds(call):
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def _held():
+    """The bytes on the device now, from which a peak is counted; None on a CPU."""
+    if keras.config.backend() == "torch":
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+            return torch.cuda.memory_allocated()
+    if keras.config.backend() == "jax":
+        stats = _of_jax()
+        return stats and stats["bytes_in_use"]
+    return None
+
+
+def _peak():
+    """The most bytes on the device; on JAX since the process began."""
+    if keras.config.backend() == "torch":
+        import torch
+
+        if torch.cuda.is_available():
+            return torch.cuda.max_memory_allocated()
+    if keras.config.backend() == "jax":
+        stats = _of_jax()
+        return stats and stats["peak_bytes_in_use"]
+    return None
+
+
+def _of_jax():
+    import jax
+
+    return jax.local_devices()[0].memory_stats()
+
+
+if __name__ == "__main__":
+    for line in measure(sys.argv[1], [int(n) for n in sys.argv[2:]] or (131_072,)):
+        print(json.dumps(line), flush=True)
