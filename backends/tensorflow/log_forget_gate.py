@@ -17,7 +17,8 @@ def log_forget_gate(logits, lower_bound=None):
         return log_s
     log_bound, log_rest = tf.unstack(tf.cast(lower_bound, dtype))
     rest = log_rest + log_s
-    larger = tf.stop_gradient(tf.maximum(log_bound, rest))
+    # Not below a finite number: where both are -inf, so is the sum.
+    larger = tf.maximum(tf.stop_gradient(tf.maximum(log_bound, rest)), logits.dtype.min)
     of_sum = larger + tf.math.log(tf.exp(log_bound - larger) + tf.exp(rest - larger))
     forgotten = tf.stop_gradient(tf.exp(log_rest) * sigmoid(-logits))
     # Near 1 the value of what is forgotten, the gradient of the sum.

@@ -97,7 +97,8 @@ def _forward_kernel(
             forgotten = exp(log_not_beta, FINE) * _sigmoid_of_minus(z, e)
             near_1 = (forgotten <= 0.5) & (log_beta == log_beta)  # log β may be NaN
             ratio = forgotten * reciprocal(1.0 - tl.minimum(forgotten, 0.5))
-            log = log1p(tl.where(near_1, ratio, exp(-tl.abs(above - log_beta), FINE)), FINE)
+            gap = tl.where(above == log_beta, 0.0, tl.abs(above - log_beta))  # both may be -inf
+            log = log1p(tl.where(near_1, ratio, exp(-gap, FINE)), FINE)
             log_s = tl.where(near_1, -log, larger + log)
         tl.store(log_f + offsets, log_s, valid)
         logits += step

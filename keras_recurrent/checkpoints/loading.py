@@ -23,6 +23,7 @@ from keras_recurrent.checkpoints.overrides import (
     check_weights_fit,
     split_overrides,
 )
+from keras_recurrent.layers.checks import check_boolean
 
 HINT = (
     "`presets` of a model's class lists its names; a model on the Hugging Face Hub is "
@@ -138,7 +139,9 @@ def resolve_backbone(cls, preset, load_weights, overrides):
 
 def _resolve_load_weights(loader, load_weights):
     """Whether to load the weights, where None means: if any belong to the preset."""
-    if load_weights is None:
+    if load_weights is not None:
+        check_boolean("load_weights", load_weights)
+    else:
         # `save_to_preset` always writes them.
         load_weights = not isinstance(loader, RecurrentPresetLoader) or loader.has_weights()
     if load_weights and isinstance(loader, compat.KerasPresetLoader):

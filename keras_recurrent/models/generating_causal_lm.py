@@ -77,8 +77,9 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
             a pair of these and the new `GenerationCache`.
 
         Raises:
-            ValueError: text without a preprocessor, no prompt or an empty one, a prompt without
-                room, ids or stop tokens that the vocabulary lacks; a cache of another model, with
+            ValueError: text without a preprocessor, no prompts, one of no token (a preprocessor's
+                start token is one) or of more than `max_length`, ids or stop tokens that the
+                vocabulary lacks; a cache of another model, with
                 another number of rows or without room; a cache where the model writes by another
                 loop than its own (beam and contrastive search, `run_eagerly=True`, a
                 `generate_step` of a subclass).
@@ -96,6 +97,7 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
         """
         if self.preprocessor is None and inputs is not None:
             check_no_text(inputs, self.preprocessor_cls)
+        check_boolean("strip_prompt", strip_prompt)
         check_boolean("return_cache", return_cache)
         if cache is None and not return_cache:
             return super().generate(inputs, max_length, stop_token_ids, strip_prompt)

@@ -33,7 +33,8 @@ def decoding_time(model, batch_size, length, *, bytes_per_second, flops_per_seco
     De et al. 2024 (arXiv:2402.19427, section 4.2 and appendix F): every weight is read once a step,
     and so is the cache of every row. A weight is one multiplication and one addition for each row;
     a cached key or value is as many for each head of queries that shares it, a number of a
-    recurrent state for one. Writing, norms and activations are not counted.
+    recurrent state for one. Writing, norms and activations are not counted, nor is a table of
+    embeddings that logits do not share: a step reads one row of it.
 
     Args:
         model: a language model or a backbone, or the name of a preset, as in `memory_sizes`.

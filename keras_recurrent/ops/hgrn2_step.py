@@ -21,14 +21,17 @@ class HGRN2StepOperation(Operation):
 
     @classmethod
     def check(cls, tensors, context, options):
-        sizes = super().check(tensors, context, options)
-        for letter, part in (("D", "K"), ("E", "V")):
-            known = sizes["H"], sizes[part], sizes[letter]
+        sizes = cls.check_tensors({"memory": tensors["memory"]}, cls.shapes)
+        for name, part in (("q", "K"), ("f", "K"), ("v", "V")):
+            cls.check_tensors({name: tensors[name]}, cls.shapes)
+            known = sizes["H"], sizes[part], tensors[name].shape[-1]
             if None not in known and known[0] * known[1] != known[2]:
                 raise ValueError(
-                    f"`hgrn2_step`: `memory` must have the shape [B, H, K, V], with H {part} = "
-                    f"{known[2]}; got {tuple(tensors['memory'].shape)}."
+                    f"`hgrn2_step`: `{name}` must have the shape [B, H {part}], with H {part} = "
+                    f"{known[0] * known[1]} as in `memory` [B, H, K, V]; got "
+                    f"{tuple(tensors[name].shape)}."
                 )
+        sizes = super().check(tensors, context, options)
         cls.check_tensors(context, {"token_kind": "B"})
         return sizes
 
@@ -60,7 +63,7 @@ def hgrn2_step(q, f, v, memory, *, lower_bound=None, token_kind=None, implementa
         memory: `[B, H, K, V]`, S.
         lower_bound: `[2, H K]`, log β and log(1 - β), as a row of what
             `keras_recurrent.layers.LowerBounds` returns; None: β is 0.
-        token_kind: integers `[B]`, as in `keras_recurrent.ops.token_kind`; None: all tokens go on.
+        token_kind: int8 `[B]`, as in `keras_recurrent.ops.token_kind`; None: all tokens go on.
         implementation: as in `keras_recurrent.ops.linear_scan`.
 
     Returns:

@@ -42,7 +42,8 @@ def log_forget_gate(logits, lower_bound=None, *, implementation=None):
         implementation: as in `keras_recurrent.ops.linear_scan`.
 
     Returns:
-        log f as `[..., D]`, at most 0, in float32, or float64 if a tensor is.
+        log f as `[..., D]`, at most 0, in float32, or float64 if a tensor is. Where log β and a
+        logit are both -inf it is -inf, and has no gradient (NaN).
 
     Raises:
         ValueError: a shape or dtype does not fit, or the implementation is unknown.

@@ -23,6 +23,28 @@ class NormLinearOperation(Operation):
     }
     optional = ("scale", "kernel_2", "kernel_3", "bias", "bias_2", "bias_3", "residual")
     options = {"epsilon": None, "gate": None}
+    parameters = ("x", "kernels", "biases", "scale", "residual")
+    shown = {
+        f"{name}{end}": f"{plural}[{i}]"
+        for name, plural in (("kernel", "kernels"), ("bias", "biases"))
+        for i, end in enumerate(("", "_2", "_3"))
+    }
+
+    @classmethod
+    def expand(cls, given):
+        given = dict(given)
+        kernels, biases = given.pop("kernels", None), given.pop("biases", None)
+        if not isinstance(kernels, (list, tuple)) or not 1 <= len(kernels) <= 3:
+            raise ValueError("`norm_linear`: `kernels` must be a list of one to three matrices.")
+        biases = [None] * len(kernels) if biases is None else biases
+        if not isinstance(biases, (list, tuple)) or len(biases) != len(kernels):
+            raise ValueError(
+                "`norm_linear`: `biases` must be a list of as many as there are kernels."
+            )
+        for name, several in (("kernel", kernels), ("bias", biases)):
+            several = [*several, None, None][:3]
+            given |= dict(zip((name, f"{name}_2", f"{name}_3"), several, strict=True))
+        return given
 
     @classmethod
     def check(cls, tensors, context, options):
@@ -83,7 +105,8 @@ def norm_linear(
     ```
 
     Each weight is read once. The kernel for NVIDIA GPUs has no gradient: where one is asked for,
-    the plain implementation runs, which has.
+    the plain implementation runs, which has. It takes a single row: of several, products of
+    matrices are faster.
 
     Args:
         x: `[B, K]`, float16, bfloat16, float32 or float64.
@@ -114,15 +137,8 @@ def norm_linear(
     >>> np.array(norm_linear(x, [kernel], residual=x)[0])
     array([[6., 8.]], dtype=float32)
     """
-    if not isinstance(kernels, (list, tuple)) or not 1 <= len(kernels) <= 3:
-        raise ValueError("`norm_linear`: `kernels` must be a list of one to three matrices.")
-    biases = [None] * len(kernels) if biases is None else biases
-    if not isinstance(biases, (list, tuple)) or len(biases) != len(kernels):
-        raise ValueError("`norm_linear`: `biases` must be a list of as many as there are kernels.")
-    tensors = {"x": x, "scale": scale}
-    for name, given in (("kernel", kernels), ("bias", biases)):
-        given = [*given, None, None][:3]
-        tensors |= dict(zip((name, f"{name}_2", f"{name}_3"), given, strict=True))
-    tensors["residual"] = residual
+    given = {"x": x, "kernels": kernels, "biases": biases, "scale": scale, "residual": residual}
+    expanded = NormLinearOperation.expand(given)
+    tensors = {name: expanded[name] for name in NormLinearOperation.shapes}
     options = {"epsilon": epsilon, "gate": gate}
     return list(NormLinearOperation.apply(tensors, implementation, options))

@@ -32,6 +32,9 @@ class Operation(keras.Operation):
         options: `{name: default}` of further arguments of an implementation, which are no tensors
             and are known when a graph is made.
         context: the tensors that implementations take in another form, made by `lower`.
+        parameters: the tensors of the public function, in its order, where they are not those of
+            `shapes`; `expand` then makes these of them.
+        shown: `{name: what errors call a tensor}`, where that is not its name.
     """
 
     function: str
@@ -40,6 +43,8 @@ class Operation(keras.Operation):
     optional: tuple[str, ...] = ()
     options: dict = {}
     context: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+    shown: dict[str, str] = {}
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -61,6 +66,11 @@ class Operation(keras.Operation):
             return cls(implementation, **options).symbolic_call(**tensors, **context)
         arguments = cls.lower(tensors, context, options)
         return cls.finish(dispatch.run(cls.function, arguments, implementation), options)
+
+    @classmethod
+    def expand(cls, given):
+        """The tensors of `shapes`, as far as they are given, from a dict of the `parameters`."""
+        return given
 
     @classmethod
     def lower(cls, tensors, context, options):
@@ -100,9 +110,10 @@ class Operation(keras.Operation):
         given = {}
         for name, tensor in tensors.items():
             if tensor is not None:
-                check_rank_known(cls.function, name, tensor)
-                given[name] = (tuple(tensor.shape), letters[name].split())
-                check_dtype(cls.function, name, dtype_of(tensor))
+                shown = cls.shown.get(name, name)
+                check_rank_known(cls.function, shown, tensor)
+                given[shown] = (tuple(tensor.shape), letters[name].split())
+                check_dtype(cls.function, shown, dtype_of(tensor))
             elif name in cls.shapes and name not in cls.optional:
                 raise ValueError(f"`{cls.function}` needs the argument `{name}`; got None.")
         for name, (shape, dims) in given.items():
@@ -151,15 +162,16 @@ def which_implementation(operation, *tensors, implementation=None, **arguments):
             f"`operation` must be one of {', '.join(sorted(OPERATIONS))}; got {name!r}."
         )
     cls = OPERATIONS[name]
-    if len(tensors) > len(cls.shapes):
+    parameters = cls.parameters or tuple(cls.shapes)
+    if len(tensors) > len(parameters):
         raise ValueError(
-            f"`{name}` takes {len(cls.shapes)} tensors, {', '.join(cls.shapes)}; got "
+            f"`{name}` takes {len(parameters)} tensors, {', '.join(parameters)}; got "
             f"{len(tensors)}."
         )
-    unknown = sorted(arguments.keys() - {*cls.shapes, *cls.context, *cls.options})
+    unknown = sorted(arguments.keys() - {*parameters, *cls.context, *cls.options})
     if unknown:
         raise ValueError(f"`{name}` takes no argument {', '.join(map(repr, unknown))}.")
-    given = arguments | dict(zip(cls.shapes, tensors, strict=False))
+    given = cls.expand(arguments | dict(zip(parameters, tensors, strict=False)))
     named = convert(name, {argument: given.get(argument) for argument in cls.shapes})
     context = convert(name, {argument: given.get(argument) for argument in cls.context})
     options = {option: given.get(option, cls.options[option]) for option in cls.options}

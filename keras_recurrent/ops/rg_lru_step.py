@@ -25,15 +25,18 @@ class RGLRUStepOperation(Operation):
 
     @classmethod
     def check(cls, tensors, context, options):
-        # The convolution's width first, from which the window's size follows.
-        first = {"conv_kernel": tensors["conv_kernel"]}
-        sizes = cls.check_tensors({**first, **tensors}, cls.shapes)
+        # These first, so that an error names the one of them that does not fit the others.
+        first = {name: tensors[name] for name in ("x", "conv_kernel", "kernel_a")}
+        sizes = cls.check_tensors(first, cls.shapes)
+        if sizes["W"] == 0:
+            raise ValueError("`rg_lru_step`: `conv_kernel` must have at least one row; got none.")
         known = sizes["N"], sizes["C"], sizes["D"]
         if None not in known and known[0] * known[1] != known[2]:
             raise ValueError(
                 f"`rg_lru_step`: `kernel_a` must have the shape [N, C, C] with N C = {known[2]}; "
                 f"got {tuple(tensors['kernel_a'].shape)}."
             )
+        sizes = super().check(tensors, context, options)
         cls.check_tensors(context, {"token_kind": "B"})
         return sizes
 
@@ -86,7 +89,7 @@ def rg_lru_step(
         conv_kernel: `[W, D]`; conv_bias: `[D]`.
         kernel_a, kernel_x: `[N, C, C]`, N C = D, inputs before outputs; bias_a, bias_x: `[N, C]`.
         a_logit: `[D]`, of which σ is the decay where r is 1/8.
-        token_kind: integers `[B]`, as in `keras_recurrent.ops.token_kind`; None: all tokens go on.
+        token_kind: int8 `[B]`, as in `keras_recurrent.ops.token_kind`; None: all tokens go on.
             A first token of a document has h' = i c, as in `keras_recurrent.ops.rg_lru`.
         implementation: as in `keras_recurrent.ops.linear_scan`.
 

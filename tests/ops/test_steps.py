@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_recurrent import dispatch, ops
+from keras_recurrent import dispatch, ops, which_implementation
 from tests.ops import native
 from tests.ops.cases import unit
 from tests.ops.judge import INTERPRETED, PLAIN, kernels
@@ -152,7 +152,19 @@ REFUSED = {
     "between two kernels": lambda: ops.norm_linear(X, [KERNEL], gate="silu"),
     "one width": lambda: ops.norm_linear(X, [KERNEL, KERNEL[:, :2]], gate="silu"),
     "for one output": lambda: ops.norm_linear(X, [KERNEL] * 2, residual=X @ KERNEL),
-    "`memory` must have the shape": lambda: ops.hgrn2_step(X, X, X, np.ones((2, 2, 2, 2), "f4")),
+    "`q` must have .* H K = 4 as in `memory`": lambda: ops.hgrn2_step(
+        X, X, X, np.ones((2, 2, 2, 2), "f4")
+    ),
+    "`v` must have .* H V = 1 as in `memory`": lambda: ops.hgrn2_step(
+        X, X, X, np.ones((2, 1, 3, 1), "f4")
+    ),
+    r"`conv_kernel` must .*: D should be 4": refused_step(conv_kernel=np.ones((3, 5), "float32")),
+    "`conv_kernel` must have at least one": refused_step(conv_kernel=np.ones((0, 4), "float32")),
+    "`kernel_a` must have the shape .* N C = 4": refused_step(
+        kernel_a=np.ones((2, 3, 3), "float32")
+    ),
+    r"`kernels\[1\]` must have": lambda: ops.norm_linear(X, [KERNEL, KERNEL.T]),
+    r"`biases\[1\]` must have": lambda: ops.norm_linear(X, [KERNEL] * 2, biases=[None, X]),
     "`token_kind` must be int8": lambda: ops.hgrn2_step(
         X, X, X, np.ones((2, 1, 3, 3), "f4"), token_kind=np.ones(2, "int32")
     ),
@@ -172,3 +184,15 @@ def test_in_a_graph():
     expected = ops.norm_linear(X, [KERNEL, KERNEL[:, :2]], epsilon=1e-5)
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(*map(keras.ops.convert_to_numpy, (a, b)), rtol=1e-6)
+
+
+def test_which_implementation_takes_lists():
+    for arguments in (([KERNEL],), ([KERNEL, KERNEL], [None, KERNEL[0]])):
+        choice = which_implementation("norm_linear", X, *arguments, epsilon=1e-5)
+        assert choice.implementation in dispatch.IMPLEMENTATIONS["norm_linear"]
+    choice = which_implementation(ops.norm_linear, X, kernels=[KERNEL] * 2, gate="silu")
+    assert choice.implementation == PLAIN
+    with pytest.raises(ValueError, match="`kernels` must be a list"):
+        which_implementation("norm_linear", X)
+    with pytest.raises(ValueError, match="takes no argument 'kernel'"):
+        which_implementation("norm_linear", X, kernel=KERNEL)

@@ -176,6 +176,16 @@ def test_gates_that_are_shut_or_open(implementation, bounded):
     np.testing.assert_allclose(results["output"][3, 0], -np.log1p(np.exp(-15)), rtol=1e-6)
 
 
+@pytest.mark.parametrize("implementation", [i for o, i in KERNELS if o == "log_forget_gate"])
+@pytest.mark.filterwarnings("ignore:invalid value encountered in subtract")
+def test_a_bound_of_zero_leaves_a_gate_shut(implementation):
+    bound = np.array([[-np.inf, -1], [0, np.log1p(-np.exp(-1))]], "float32")
+    found = ops.log_forget_gate(
+        np.full((1, 2), -np.inf, "float32"), bound, implementation=implementation
+    )
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(found), [[-np.inf, -1]])
+
+
 @pytest.mark.parametrize("implementation", [i for o, i in KERNELS if o == "gated_linear_unit"])
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
