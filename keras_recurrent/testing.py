@@ -45,7 +45,8 @@ def assert_cached_equals_plain(model, rows, new_tokens=8, tolerance=None):
     """Asserts that each token written with a cache has the best logit of a plain forward pass.
 
     Args:
-        model: a `keras_hub.models.CausalLM` that takes `token_ids` and `padding_mask`.
+        model: a `keras_hub.models.CausalLM` that takes `token_ids` and `padding_mask`, and
+            `position_ids` or not, which are then counted from each row's first token.
         rows: a list of lists of token ids, prompts of any lengths.
         new_tokens: integer, how many tokens the longest row gets; shorter ones are filled to the
             same length.
@@ -108,7 +109,7 @@ def assert_padding_changes_nothing(model, rows, new_tokens=8, tolerance=None):
         found = Checked(0, 0)
         for fill in (0, 1):
             written = generate(rows, fill)
-            found = checked.compare(rows, written, alone, f"in a batch, padded with {fill},")
+            found = checked.compare(rows, written, alone, f" in a batch, padded with {fill},")
     return found
 
 
@@ -134,14 +135,14 @@ def assert_cuts_change_nothing(model, rows, new_tokens=8, tolerance=None):
         whole = generate(rows)
         for count in range(1, new_tokens):
             longer = [row[: len(given) + count] for row, given in zip(whole, rows, strict=True)]
-            checked.compare(longer, generate(longer), whole, f"behind {count} tokens of its own")
+            checked.compare(longer, generate(longer), whole, f" behind {count} tokens of its own")
         for cut in range(1, max(map(len, rows))) if hasattr(model, "prefill") else ():
             first = [row[:cut] for row in rows]
             cache = model.prefill(**checked.prefill_arguments(first))
             rest = [row[cut:] for row in rows]
             found = generate(rest, cache=cache)
             written = [a + b for a, b in zip(first, found, strict=True)]
-            checked.compare(rows, written, whole, f"from a cache of the first {cut} tokens")
+            checked.compare(rows, written, whole, f" from a cache of the first {cut} tokens")
     return checked.compare(rows, whole)
 
 
@@ -175,8 +176,12 @@ class _Model:
         token_ids = np.full((len(rows), length), fill, "int32")
         for place, row in zip(token_ids, rows, strict=True):
             place[: len(row)] = row
-        mask = np.arange(length) < np.array([len(row) for row in rows])[:, None]
-        return {"token_ids": token_ids, "padding_mask": mask.astype("int32")}
+        positions = np.arange(length, dtype="int32")
+        mask = positions < np.array([len(row) for row in rows])[:, None]
+        inputs = {"token_ids": token_ids, "padding_mask": mask.astype("int32")}
+        if "position_ids" in self._model.input:
+            inputs["position_ids"] = np.tile(positions, (len(rows), 1))
+        return inputs
 
     @contextlib.contextmanager
     def greedy(self):
@@ -191,7 +196,13 @@ class _Model:
             if cache is None:
                 inputs = self._inputs(rows, self._length, fill)
                 inputs = keras.tree.map_structure(keras.ops.convert_to_tensor, inputs)
-                written = write(inputs, stop_token_ids=None)["token_ids"]
+                try:
+                    written = write(inputs, stop_token_ids=None)["token_ids"]
+                except KeyError as error:
+                    raise ValueError(
+                        f"`model` must generate from {sorted(inputs)}; its `generate_step` asks "
+                        f"for {error} as well."
+                    ) from error
                 return keras.ops.convert_to_numpy(written).tolist()
             seen = int(cache.num_tokens.max())
             inputs = self._inputs(rows, self._length - seen)
@@ -220,14 +231,20 @@ class _Model:
                 second, best = np.sort(before)[-2:]
                 decisions, clear = decisions + 1, clear + bool(best - second > allowed)
                 wrong = best - before[token] > allowed
-                if wrong or (expected and expected[i][t] != token and best - second > allowed):
-                    wanted = expected[i][t] if expected and not wrong else int(before.argmax())
+                if wrong:
                     raise AssertionError(
-                        f"Token {t} of row {i} {where} is {token}, and must be {wanted}: a plain "
-                        f"forward pass prefers {int(before.argmax())} to it by "
+                        f"Token {t} of row {i}{where} is {token}, and must be "
+                        f"{int(before.argmax())}: a plain forward pass prefers it by "
                         f"{best - before[token]:.3g}, where {allowed:.3g} may be rounding."
                     )
                 if expected and expected[i][t] != token:
+                    if best - second > allowed:
+                        raise AssertionError(
+                            f"Token {t} of row {i}{where} is {token}, as a plain forward pass has "
+                            f"it, but otherwise {expected[i][t]}, whose logit is lower by "
+                            f"{best - before[expected[i][t]]:.3g}, where {allowed:.3g} may be "
+                            "rounding."
+                        )
                     break  # both were right, and what follows differs
         if not clear:
             raise ValueError(

@@ -7,7 +7,14 @@ import pytest
 
 from keras_recurrent import testing
 from keras_recurrent.models import GenerationCache
-from tests.models.tiny import SHARED, VOCABULARY, set_weights, shared_by_families, tiny_causal_lm
+from tests.models.tiny import (
+    SHARED,
+    VOCABULARY,
+    draw,
+    set_weights,
+    shared_by_families,
+    tiny_causal_lm,
+)
 
 ROWS = [[5, 6, 7, 8], [3, 4]]
 CHECKS = [getattr(testing, name) for name in testing.__all__ if name.startswith("assert")]
@@ -52,6 +59,56 @@ def test_models_of_keras_hub():
         assert check(hub_model(), ROWS, new_tokens=3).clear > 4
 
 
+@pytest.mark.once
+def test_a_model_that_takes_positions():
+    backbone = keras_hub.models.Gemma4Backbone(
+        vocabulary_size=VOCABULARY,
+        image_size=16,
+        num_layers=1,
+        num_query_heads=2,
+        num_key_value_heads=1,
+        hidden_dim=16,
+        intermediate_dim=24,
+        head_dim=8,
+    )
+    rng = np.random.default_rng(0)
+    for weight in backbone.trainable_weights:
+        if len(weight.shape) > 1:
+            weight.assign(draw(rng, weight.path, weight.shape))
+    model = keras_hub.models.Gemma4CausalLM(preprocessor=None, backbone=backbone)
+    for check in CHECKS:
+        assert check(model, ROWS, new_tokens=3).clear > 4
+
+
+@pytest.mark.once
+def test_a_model_that_generates_from_more(monkeypatch):
+    model = hub_model()
+    generate_step = model.generate_step
+
+    def asks_for_more(inputs, stop_token_ids=None):
+        inputs["predict_token_ids"]
+        return generate_step(inputs, stop_token_ids)
+
+    monkeypatch.setattr(model, "generate_step", asks_for_more)
+    with pytest.raises(ValueError, match="its `generate_step` asks for 'predict_token_ids' as"):
+        testing.assert_cached_equals_plain(model, ROWS, new_tokens=3)
+
+
+@pytest.mark.once
+def test_the_wrong_one_of_two_is_named():
+    model = tiny_causal_lm(family=FAMILY)
+    checked = testing._Model(model, ROWS, 3, None)
+    with checked.greedy() as generate:
+        right = generate(ROWS)
+    other = [list(row) for row in right]
+    other[1][3] = (other[1][3] + 1) % VOCABULARY
+    with pytest.raises(AssertionError, match=rf"3 of row 1 here is {other[1][3]}, and must be"):
+        checked.compare(ROWS, other, right, " here")
+    words = rf"3 of row 1 here is {right[1][3]}, as a plain .* but otherwise {other[1][3]}, whose"
+    with pytest.raises(AssertionError, match=words):
+        checked.compare(ROWS, right, other, " here")
+
+
 def test_a_wrong_state_is_found(monkeypatch):
     model = tiny_causal_lm(family=FAMILY)
     hidden_states = model.backbone.hidden_states
@@ -67,7 +124,7 @@ def test_a_wrong_state_is_found(monkeypatch):
         return hidden, cache
 
     monkeypatch.setattr(model.backbone, "hidden_states", forgets)
-    with pytest.raises(AssertionError, match=r"Token \d of row \d  ?is \d+, and must be"):
+    with pytest.raises(AssertionError, match=r"Token \d of row \d is \d+, and must be"):
         testing.assert_cached_equals_plain(model, ROWS, new_tokens=6)
 
 

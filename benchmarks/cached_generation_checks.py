@@ -1,0 +1,389 @@
+"""`python -m benchmarks.cached_generation_checks`: one backend of `cached_generation.py`.
+
+Prints a line of JSON for each family; names behind the command choose some of them.
+"""
+
+import inspect
+import json
+import re
+import sys
+from typing import Any, NamedTuple
+
+import keras
+import keras_hub
+import numpy as np
+from keras import ops
+
+from keras_recurrent import models, testing
+
+VOCABULARY = 61
+LENGTHS = (11, 7, 2)  # of the prompts
+NEW_TOKENS = 8  # behind the longest of them
+WINDOW = 4
+CHECKS = (
+    testing.assert_cached_equals_plain,
+    testing.assert_padding_changes_nothing,
+    testing.assert_cuts_change_nothing,
+)
+
+
+class Family(NamedTuple):
+    name: str
+    cls: str  # the model is `<cls>CausalLM`
+    sizes: dict[str, Any]
+    window: str | None = None  # the argument that has the width of a sliding window
+
+
+SIZES = {
+    "vocabulary_size": VOCABULARY,
+    "num_layers": 2,
+    "hidden_dim": 16,
+    "intermediate_dim": 24,
+}
+HEADS = {**SIZES, "num_heads": 4}
+GROUPS = {**SIZES, "num_query_heads": 4, "num_key_value_heads": 2}
+EXPERTS = {"num_experts": 4, "top_k": 2}
+GEMMA = {**GROUPS, "head_dim": 8}
+GEMMA_2 = {
+    **GEMMA,
+    "use_post_ffw_norm": True,
+    "use_post_attention_norm": True,
+    "use_sliding_window_attention": True,
+}
+LINEAR = {
+    **GEMMA,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+QWEN_3_5_EXPERTS = {
+    **EXPERTS,
+    "moe_intermediate_dim": 12,
+    "shared_expert_intermediate_size": 12,
+}
+SU = {
+    "rope_scaling_type": "su",
+    "rope_scaling_short_factor": [1.0, 1.5],
+    "rope_scaling_long_factor": [2.0, 4.0],
+    "max_sequence_length": 64,
+}
+# Where a family has options that change how it caches, they are on.
+FAMILIES = [
+    Family("GPT-2", "GPT2", {**HEADS, "max_sequence_length": 64}),
+    Family("GPT-NeoX", "GPTNeoX", {**HEADS, "rotary_percentage": 0.5}),
+    Family("OPT", "OPT", {**HEADS, "max_sequence_length": 64}),
+    Family("Bloom", "Bloom", HEADS),
+    Family("Falcon", "Falcon", {**SIZES, "num_attention_heads": 4}),
+    Family("Llama", "Llama", GROUPS),
+    Family(
+        "Llama 3",
+        "Llama3",
+        {
+            **GROUPS,
+            "rope_frequency_adjustment_factor": 8.0,
+            "rope_low_freq_factor": 1.0,
+            "rope_high_freq_factor": 4.0,
+            "rope_pretraining_sequence_length": 16,
+        },
+    ),
+    Family("Mistral", "Mistral", GROUPS, "sliding_window"),
+    Family("Mixtral", "Mixtral", {**GROUPS, **EXPERTS}, "sliding_window"),
+    Family("Gemma", "Gemma", GEMMA),
+    Family(
+        "Gemma 2",
+        "Gemma",
+        {**GEMMA_2, "attention_logit_soft_cap": 50.0, "final_logit_soft_cap": 30.0},
+        "sliding_window_size",
+    ),
+    Family(
+        "Gemma 3",
+        "Gemma3",
+        # Every sixth layer sees all tokens.
+        {**GEMMA_2, "num_layers": 6, "image_size": 16, "global_rope_scaling_factor": 8.0},
+        "sliding_window_size",
+    ),
+    Family(
+        "Gemma 3n",
+        "Gemma3n",
+        {
+            "text_vocab_size": VOCABULARY,
+            "text_hidden_size": 16,
+            "num_hidden_layers": 4,
+            "pad_token_id": 0,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "intermediate_size": [24] * 4,
+            "hidden_activation": "gelu_approximate",
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "rope_theta": 10000.0,
+            "max_position_embeddings": 64,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "hidden_size_per_layer_input": 4,
+            "altup_num_inputs": 2,
+            "laurel_rank": 4,
+            "num_kv_shared_layers": 2,
+            "final_logit_soft_cap": 30.0,
+        },
+        "sliding_window",
+    ),
+    Family(
+        "Gemma 4",
+        "Gemma4",
+        {
+            **GEMMA,
+            "num_layers": 4,
+            "image_size": 16,
+            "sliding_window_pattern": 2,
+            "num_kv_shared_layers": 2,
+            "global_head_dim": 16,
+            "hidden_size_per_layer_input": 4,
+            "vocab_size_per_layer_input": VOCABULARY,
+        },
+        "sliding_window_size",
+    ),
+    Family("Phi-3", "Phi3", GROUPS),
+    Family("Phi-3, `su`, short", "Phi3", {**GROUPS, **SU, "pretraining_sequence_length": 32}),
+    Family("Phi-3, `su`, long", "Phi3", {**GROUPS, **SU, "pretraining_sequence_length": 16}),
+    Family("Qwen", "Qwen", GROUPS),
+    Family(
+        "Qwen, window",
+        "Qwen",
+        {**GROUPS, "use_sliding_window_attention": True},
+        "sliding_window_size",
+    ),
+    Family(
+        "Qwen MoE",
+        "QwenMoe",
+        {
+            **GROUPS,
+            **EXPERTS,
+            "moe_intermediate_dim": 12,
+            "shared_expert_intermediate_dim": 12,
+        },
+    ),
+    Family(
+        "Qwen MoE, window",
+        "QwenMoe",
+        {
+            **GROUPS,
+            **EXPERTS,
+            "moe_intermediate_dim": 12,
+            "shared_expert_intermediate_dim": 12,
+            "use_sliding_window_attention": True,
+        },
+        "sliding_window_size",
+    ),
+    Family("Qwen 3", "Qwen3", GEMMA, "sliding_window_size"),
+    Family(
+        "Qwen 3 MoE",
+        "Qwen3Moe",
+        {**GEMMA, **EXPERTS, "moe_intermediate_dim": 12},
+        "sliding_window_size",
+    ),
+    Family("Qwen 3.5", "Qwen3_5", LINEAR),
+    Family(
+        "Qwen 3.5, attention alone",
+        "Qwen3_5",
+        {**LINEAR, "layer_types": ["full_attention"] * 2},
+        "sliding_window_size",
+    ),
+    Family(
+        "Qwen 3.5 MoE",
+        "Qwen3_5Moe",
+        {k: v for k, v in {**LINEAR, **QWEN_3_5_EXPERTS}.items() if k != "intermediate_dim"},
+    ),
+    Family(
+        "SmolLM3",
+        "SmolLM3",
+        {
+            **SIZES,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "rope_layer_enabled_list": [True, False],
+            "layer_types": ["attention"] * 2,
+            "mlp_bias": False,
+            "layer_norm_epsilon": 1e-5,
+            "max_position_embeddings": 64,
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 1.0,
+        },
+    ),
+    Family("GPT-OSS", "GptOss", {**GEMMA, **EXPERTS}, "sliding_window"),
+    Family(
+        "Griffin (ours)",
+        "Griffin",
+        {
+            **GEMMA,
+            "num_layers": 3,
+            "lru_width": 24,
+            "num_blocks": 4,
+            "block_types": ("recurrent", "local_attention", "global_attention"),
+        },
+        "sliding_window",
+    ),
+    Family("HGRN2 (ours)", "HGRN2", {**SIZES, "expand_ratio": 4}),
+    Family("TransNormer (ours)", "TransNormer", {**HEADS, "head_dim": 4}),
+]
+# Language models that do not write from `token_ids` and `padding_mask`.
+LEFT_OUT = {
+    "RWKV7CausalLM": "its `generate_step` takes a prompt padded at the left, without its last "
+    "token, and `predict_token_ids`, which begin with that",
+    "Gemma4AssistantCausalLM": "drafts tokens from the state of another model, and takes its cache",
+    "BLIP2CausalLM": "takes `images`",
+    "PaliGemmaCausalLM": "takes `images` and `response_mask`",
+    "PARSeqCausalLM": "takes `images`",
+}
+
+
+def hub_models():
+    """Every causal language model of KerasHub but those with an encoder, by its class."""
+    hub = keras_hub.models
+    found = {cls for _, cls in inspect.getmembers(hub, inspect.isclass)}
+    return {
+        cls for cls in found if issubclass(cls, hub.CausalLM) and not issubclass(cls, hub.Seq2SeqLM)
+    } - {hub.CausalLM}
+
+
+def classes(family):
+    package = models if hasattr(models, f"{family.cls}CausalLM") else keras_hub.models
+    return getattr(package, f"{family.cls}Backbone"), getattr(package, f"{family.cls}CausalLM")
+
+
+def build(family, window=WINDOW):
+    """A model with weights from NumPy: the same on every backend, and for every window."""
+    keras.utils.clear_session()  # the names of weights begin anew
+    backbone_cls, causal_lm = classes(family)
+    sizes = {**family.sizes, family.window: window} if family.window else family.sizes
+    backbone = backbone_cls(**sizes)
+    rng = np.random.default_rng(0)
+    for weight in sorted(backbone.trainable_weights, key=lambda weight: weight.path):
+        noise = rng.normal(size=weight.shape)
+        if weight.path.endswith("embeddings"):
+            weight.assign(0.2 * noise)  # small beside what layers add, so that tokens vary
+        elif len(weight.shape) > 1:
+            weight.assign(noise / np.sqrt(weight.shape[-2]))
+        else:
+            weight.assign(ops.convert_to_numpy(weight) + 0.3 * noise)
+    return causal_lm(backbone=backbone, preprocessor=None)
+
+
+def prompts():
+    rng = np.random.default_rng(1)
+    return [rng.integers(2, VOCABULARY, length).tolist() for length in LENGTHS]
+
+
+class Recorder(keras_hub.samplers.GreedySampler):
+    """The best token of each step, and the logits of all steps."""
+
+    def __call__(self, next, prompt, cache=None, index=0, mask=None, **kwargs):
+        self.logits = {}
+        mask = ops.cast(mask, "bool")
+        for t in range(int(index), prompt.shape[1]):
+            logits, _, cache = next(prompt, cache, ops.convert_to_tensor(t, "int32"))
+            self.logits[t] = ops.convert_to_numpy(ops.cast(logits, "float32"))
+            best = ops.cast(ops.argmax(logits, axis=-1), prompt.dtype)
+            token = ops.where(mask[:, t], prompt[:, t], best)
+            prompt = ops.slice_update(prompt, [0, t], token[:, None])
+        return prompt
+
+
+def cached_logits(model, rows):
+    """How far logits with a cache are from those without one, of their range, and wrong tokens."""
+    checked = testing._Model(model, rows, NEW_TOKENS, None)
+    before, model.sampler = model.sampler, Recorder()
+    inputs = checked._inputs(rows, max(LENGTHS) + NEW_TOKENS)
+    with testing._no_gradients():
+        written = model.generate_step(keras.tree.map_structure(ops.convert_to_tensor, inputs), None)
+    written = ops.convert_to_numpy(written["token_ids"]).tolist()
+    plain = np.stack(checked.logits(written))
+    furthest, wrong = 0.0, 0
+    for t, logits in model.sampler.logits.items():
+        exact = plain[:, t - 1]
+        extent = np.ptp(exact, axis=1)
+        furthest = max(furthest, (np.abs(logits - exact).max(axis=1) / extent).max())
+        for row, prompt, best, scale in zip(written, rows, exact, extent, strict=True):
+            allowed = 2 * checked.tolerance * scale
+            wrong += t >= len(prompt) and bool(best.max() - best[row[t]] > allowed)
+    model.sampler = before
+    return float(furthest), int(wrong)
+
+
+def is_float(x):
+    return keras.backend.is_float_dtype(keras.backend.standardize_dtype(x.dtype))
+
+
+def forgetful(model):
+    """Makes a model lose a tenth of its cache in each step."""
+    ours = hasattr(model.backbone, "hidden_states")
+    owner, name = (model.backbone, "hidden_states") if ours else (model, "call_with_cache")
+    call = getattr(owner, name)
+
+    def loses(token_ids, *args, **kwargs):
+        *outputs, cache = call(token_ids, *args, **kwargs)
+        if token_ids.shape[1] == 1 and cache is not None:
+            cache = keras.tree.map_structure(
+                lambda x: x * ops.cast(0.9, x.dtype) if is_float(x) else x,
+                cache,
+            )
+        return *outputs, cache
+
+    setattr(owner, name, loses)
+    return model
+
+
+def outcome(check, model, rows):
+    """`None` where a model is right, and what is wrong otherwise."""
+    try:
+        check(model, rows, NEW_TOKENS)
+    except AssertionError as error:
+        return brief(str(error))
+    except Exception as error:  # whatever a model raises is a result
+        return f"{type(error).__name__} on {keras.backend.backend()}"
+    return None
+
+
+def brief(words):
+    """What an `AssertionError` of a check says, in a few words."""
+    found = re.search(r"Token (\d+) of row (\d+)(.*) is .* (lower|prefers it) by ([^,]*),", words)
+    if found is None:
+        return words.partition(":")[0]
+    token, row, where, which, by = found.groups()
+    wrong = f"token {token} of row {row}, by {by}"
+    if which == "prefers it":
+        return wrong
+    return f"{wrong}, {'alone' if 'in a batch' in where else 'uncut'}"
+
+
+def measure(family):
+    rows, model = prompts(), build(family)
+    checked = testing._Model(model, rows, NEW_TOKENS, None)
+    plain = checked.logits(rows[:1])[0]
+    results = {"name": family.name, "logits": plain.tolist()}
+    results["new"] = sum(max(LENGTHS) + NEW_TOKENS - length for length in LENGTHS)
+    results["checks"] = [outcome(check, model, rows) for check in CHECKS]
+    results["cached"], results["wrong"] = cached_logits(model, rows)
+    if keras.backend.backend() == "torch":  # where nothing is compiled
+        results["blind"] = outcome(CHECKS[0], forgetful(build(family)), rows) is None
+    if family.window:
+        wide = testing._Model(build(family, 64), rows, NEW_TOKENS, None).logits(rows[:1])[0]
+        results["window"] = float(np.abs(wide - plain)[-1].max() / np.ptp(plain[-1]))
+    return results
+
+
+def main():
+    done = {classes(family)[1].__name__ for family in FAMILIES} | set(LEFT_OUT)
+    missing = {cls.__name__ for cls in hub_models()} - done
+    assert not missing, missing
+    for family in FAMILIES:
+        if not sys.argv[1:] or family.name in sys.argv[1:]:
+            print(f"{family.name} ...", file=sys.stderr, flush=True)
+            print(json.dumps(measure(family)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
