@@ -21,7 +21,7 @@ HEADER = ["model", "cached equals plain", "padding changes nothing", "cuts chang
 CAUSES = {
     "GPT-NeoX": "a defect: `GPTNeoXAttention.call` rotates the query of a step as if it stood at "
     "position 0; `rotary_embedding_layer(query_rot)` lacks `start_index=cache_update_index` "
-    "(keras-hub's pull request 2870, open, says and mends the same)",
+    "(keras-hub's pull request 2870 says the same)",
     "Phi-3, `su`, long": "a limit of the model, which has other factors for long texts, and a "
     "defect: `Phi3SuScaledRotaryEmbedding._compute_cos_sin_embedding` counts padding. The first "
     "pass takes the long factors where `max_length` is more than `pretraining_sequence_length`, "
@@ -63,7 +63,7 @@ def checks_table(results):
             same = all((other is None) == (found is None) for other in others)
             words = [found] if same else others
             cells.append("; ".join("right" if each is None else f"**{each}**" for each in words))
-        off = [f"{measured[b]['cached']:.0e}" if b in measured else "" for b in results]
+        off = [f"{measured[b]['cached']:.1g}" if b in measured else "" for b in results]
         moved = first.get("window")
         window = "" if moved is None else f"{moved:.2f}" if moved else "**ignored**"
         rows.append([name, *cells, *off, window])
@@ -78,7 +78,9 @@ def causes_table(results):
         for name, line in first.items()
         if any(any(lines[name]["checks"]) for lines in results.values() if name in lines)
     ]
-    return table(["model", "cause", "wrong tokens"], rows).replace("---:", "---")
+    return table(["model", "cause", f"wrong tokens on {next(iter(results))}"], rows).replace(
+        "---:", "---"
+    )
 
 
 def agreement(results):
@@ -99,8 +101,8 @@ def agreement(results):
             for a, b in zip(row, other, strict=True)
         )
         words.append(
-            f"On {backend}, with {len(shared)} of them, the same checks fail for {same}; plain "
-            f"logits differ from torch's\nby at most {furthest:.0e} of their range."
+            f"On {backend} {len(shared)} of them were run, and for {same} the same checks fail; "
+            f"plain logits differ from torch's\nby at most {furthest:.0e} of their range."
         )
     return "\n".join(words)
 
@@ -135,8 +137,8 @@ def report(results):
     )
     print(checks_table(results), end="\n\n")
     print(
-        "That each check could have failed was tried on torch: a cache that loses a tenth in every "
-        "step was found\nin "
+        "That the first check could have failed was tried on torch: a cache that loses a tenth in "
+        "every step was\nfound in "
         + (f"all models but {', '.join(blind)}." if blind else "every model.")
         + f"\n{agreement(results)}\n"
     )

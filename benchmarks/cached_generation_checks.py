@@ -268,7 +268,9 @@ def build(family, window=WINDOW):
         elif len(weight.shape) > 1:
             weight.assign(noise / np.sqrt(weight.shape[-2]))
         else:
-            weight.assign(ops.convert_to_numpy(weight) + 0.3 * noise)
+            start = ops.convert_to_numpy(weight)
+            # A random start, of decays or of attention's sinks, is another on each backend.
+            weight.assign(start + 0.3 * noise if np.ptp(start) == 0 else 2.0 + noise)
     return causal_lm(backbone=backbone, preprocessor=None)
 
 
