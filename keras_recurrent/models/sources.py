@@ -30,12 +30,24 @@ def as_source(x, preprocess, steps=None):
     Returns:
         The source, and `steps`: None where the source knows them.
     """
+    if is_packed_text(x):
+        if x.is_endless and steps is None:
+            raise ValueError(
+                "The `PackedText` has no end. Say by `steps_per_epoch`, `validation_steps` or "
+                "`steps` how many of its batches are wanted, or give it a number of `passes`."
+            )
+        return x, steps
     if isinstance(x, keras.utils.PyDataset):
         return PreparedPyDataset(x, preprocess), steps
     if isinstance(x, types.GeneratorType):
         return (_prepared(batch, preprocess) for batch in x), steps
     kind = next((kind for kind in ADAPTERS if _comes_from(x, *kind)), None)
     return (x, steps) if kind is None else ADAPTERS[kind](x, preprocess, steps)
+
+
+def is_packed_text(x):
+    """Whether this is a `PackedText`, told without importing grain."""
+    return _comes_from(x, "PackedText", "keras_recurrent.datasets")
 
 
 def split(parts, fraction):

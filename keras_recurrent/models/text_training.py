@@ -1,5 +1,7 @@
 """`fit` and `evaluate` on strings, whichever way they come."""
 
+import contextlib
+import warnings
 from typing import Any
 
 import keras
@@ -86,17 +88,18 @@ class TextTraining:
             validation_data, kwargs["validation_steps"] = self._held_out(
                 validation_data, size, kwargs.get("validation_steps")
             )
-        return keras.Model.fit(
-            self,
-            x=x,
-            y=y,
-            batch_size=batch_size,
-            sample_weight=sample_weight,
-            validation_data=validation_data,
-            validation_split=validation_split,
-            steps_per_epoch=steps,
-            **kwargs,
-        )
+        with _quiet_end_of(x, validation_data):
+            return keras.Model.fit(
+                self,
+                x=x,
+                y=y,
+                batch_size=batch_size,
+                sample_weight=sample_weight,
+                validation_data=validation_data,
+                validation_split=validation_split,
+                steps_per_epoch=steps,
+                **kwargs,
+            )
 
     def evaluate(self, x=None, y=None, batch_size=None, sample_weight=None, **kwargs):
         """As in Keras, from strings or tokens in what `fit` takes; checked and packed as there."""
@@ -106,9 +109,10 @@ class TextTraining:
             (x, y, sample_weight), kwargs["steps"] = self._held_out(
                 (x, y, sample_weight), batch_size, steps
             )
-        return keras.Model.evaluate(
-            self, x=x, y=y, batch_size=batch_size, sample_weight=sample_weight, **kwargs
-        )
+        with _quiet_end_of(x):
+            return keras.Model.evaluate(
+                self, x=x, y=y, batch_size=batch_size, sample_weight=sample_weight, **kwargs
+            )
 
     def predict(self, x=None, batch_size=None, **kwargs):
         """As in Keras, logits for strings or tokens, which come in whatever `fit` takes."""
@@ -163,6 +167,18 @@ class TextTraining:
         if is_tokens(x):
             return keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
         return super().preprocess_samples(x, y, sample_weight)  # type: ignore[misc]
+
+
+@contextlib.contextmanager
+def _quiet_end_of(*data):
+    """Keras warns where data of unknown length ends, as a `PackedText` of some passes is to."""
+    parts = [part[0] if isinstance(part, tuple) else part for part in data]
+    if not any(sources.is_packed_text(part) and not part.is_endless for part in parts):
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Your input ran out of data")
+        yield
 
 
 def _with(callback, callbacks):
