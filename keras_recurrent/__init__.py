@@ -7,6 +7,7 @@ check_backend()
 check_import_order()
 
 from keras_recurrent import (
+    callbacks,
     conversion,
     datasets,
     layers,
@@ -25,6 +26,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "autotune",
+    "callbacks",
     "conversion",
     "datasets",
     "implementation",

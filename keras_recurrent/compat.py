@@ -49,6 +49,8 @@ PRIVATE_ATTRIBUTES = {
     "_track_variables": ("keras.src.backend.torch.layer.TorchLayer",),
     "_tracker": ("keras.Layer",),
     "_trainable_variables": ("keras.Layer",),
+    # Training
+    "_initial_epoch": ("keras.Model",),
     # Graphs
     "_inbound_nodes": ("keras.Operation",),
     "_keras_history": ("keras.src.ops.node.Node",),

@@ -47,7 +47,7 @@ EXAMPLES = {
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("room", ["layers", "models", "ops", "tokenizers"])
+@pytest.mark.parametrize("room", ["callbacks", "datasets", "layers", "models", "ops", "tokenizers"])
 def test_every_public_name_has_an_example(room):
     public = getattr(keras_recurrent, room)
     homes = {name: getattr(public, name).__module__ for name in public.__all__}

@@ -1,5 +1,22 @@
-"""Tasks that show what a model's memory can do, made as they are asked for."""
+"""Text for training, and tasks that show what a model's memory can do."""
+
+import importlib
 
 from keras_recurrent.datasets.associative_recall import associative_recall
 
-__all__ = ["associative_recall"]
+__all__ = ["PackedText", "associative_recall"]
+
+
+def __getattr__(name):
+    if name != "PackedText":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return importlib.import_module("keras_recurrent.datasets.packed_text").PackedText
+    except ModuleNotFoundError as error:
+        if error.name != "grain":
+            raise
+        raise ImportError("`PackedText` reads text with grain: pip install grain") from error
+
+
+def __dir__():
+    return sorted([*globals(), *__all__])

@@ -1,7 +1,5 @@
 """What the language models of all families share: training, scores, generation."""
 
-import functools
-
 import keras
 import keras_hub
 import numpy as np
@@ -10,22 +8,17 @@ from keras import ops
 from keras_recurrent.models.calibration import layer_structure
 from keras_recurrent.models.generating_causal_lm import GeneratingCausalLM
 from keras_recurrent.models.recurrent_backbone import token_input
-from keras_recurrent.models.samples import (
-    check_samples,
-    described,
-    is_strings,
-    is_text,
-    is_tokens,
-)
+from keras_recurrent.models.samples import described, is_text
 from keras_recurrent.models.saved_training import SavedTraining
 from keras_recurrent.models.segments import SegmentsOptional
+from keras_recurrent.models.text_training import TextTraining
 from keras_recurrent.models.token_crossentropy import TokenCrossentropy
-from keras_recurrent.models.token_ids import check_segment_ids, check_token_ids
+from keras_recurrent.models.token_ids import check_token_ids
 from keras_recurrent.ops.shapes import check_rank_known
 from keras_recurrent.ops.token_crossentropy import token_crossentropy
 
 
-class RecurrentCausalLM(SegmentsOptional, SavedTraining, GeneratingCausalLM):
+class RecurrentCausalLM(SegmentsOptional, TextTraining, SavedTraining, GeneratingCausalLM):
     """Base class of the language models: a `RecurrentBackbone`, and logits from its embedding.
 
     A family says `backbone_cls` and `preprocessor_cls`, and registers its class with Keras.
@@ -228,96 +221,6 @@ class RecurrentCausalLM(SegmentsOptional, SavedTraining, GeneratingCausalLM):
 
         tokenizer = getattr(self.preprocessor, "tokenizer", None)
         export(self.backbone, path, tokenizer, dtype, max_shard_size)
-
-    # === Training ===
-
-    def fit(
-        self,
-        x=None,
-        y=None,
-        batch_size=None,
-        sample_weight=None,
-        validation_data=None,
-        **kwargs,
-    ):
-        """As in Keras, from strings or from the tokens that the preprocessor makes of them.
-
-        With a packing preprocessor, lists and arrays of strings are packed as a whole, and
-        `batch_size`, `validation_split` and `shuffle` mean rows. See
-        `RecurrentCausalLMPreprocessor`.
-
-        Of tokens in NumPy arrays all ids and segments are looked at first. Inside a step they are
-        not: there, negative ids count from the end of the vocabulary. Those beyond it are an error
-        of torch, and of TensorFlow on a CPU without XLA; elsewhere NaN, zeros or another token take
-        their place. What a negative segment does there stands in
-        `keras_recurrent.layers.StreamingLayer`. At padding any id and segment may stand.
-
-        Raises:
-            ValueError: neither strings nor tokens nor a dataset, no strings at all, strings where
-                the model has no preprocessor, tokens without labels, or NumPy arrays with a
-                `token_ids` or, where its weight is not 0, a label that the vocabulary lacks, or
-                with a segment below 0.
-        """
-        self._check_samples(x, y, sample_weight)
-        x, y, sample_weight = self._packed(x, y, sample_weight)
-        if is_strings(validation_data):
-            validation_data = (validation_data,)
-        if isinstance(validation_data, (tuple, list)):
-            held_out = keras.utils.unpack_x_y_sample_weight(tuple(validation_data))
-            self._check_samples(*held_out, name="validation_data")
-            validation_data = self._packed(*held_out)
-        elif validation_data is not None:
-            self._check_samples(validation_data, name="validation_data")
-        # KerasHub's `fit` would make a dataset of them, which Keras cannot shuffle.
-        held_out_x = validation_data[0] if isinstance(validation_data, tuple) else validation_data
-        ready = is_tokens(x) and (held_out_x is None or is_tokens(held_out_x))
-        fit = functools.partial(keras.Model.fit, self) if ready else super().fit
-        return fit(
-            x=x,
-            y=y,
-            batch_size=batch_size,
-            sample_weight=sample_weight,
-            validation_data=validation_data,
-            **kwargs,
-        )
-
-    def evaluate(self, x=None, y=None, batch_size=None, sample_weight=None, **kwargs):
-        """As in Keras, from strings or tokens; strings are packed, and ids checked, as in `fit`."""
-        self._check_samples(x, y, sample_weight)
-        x, y, sample_weight = self._packed(x, y, sample_weight)
-        evaluate = functools.partial(keras.Model.evaluate, self)
-        evaluate = evaluate if is_tokens(x) else super().evaluate
-        return evaluate(x=x, y=y, batch_size=batch_size, sample_weight=sample_weight, **kwargs)
-
-    def _check_samples(self, x, y=None, sample_weight=None, *, name="x"):
-        """Raises for what cannot be learned: by its kind, or by the numbers in NumPy arrays."""
-        check_samples(name, x, self.preprocessor_cls, self.preprocessor is not None)
-        if not is_tokens(x):
-            return
-        size = self.backbone.vocabulary_size
-        check_token_ids("token_ids", x["token_ids"], size, x.get("padding_mask"))
-        check_segment_ids(x.get("segment_ids"), x.get("padding_mask"))
-        if isinstance(self.loss, TokenCrossentropy):
-            if y is None:
-                raise ValueError(
-                    f"`{name}` holds tokens, whose labels are needed beside it: the tokens that "
-                    "follow, [batch, time]. A preprocessor makes both of strings."
-                )
-            hint = "Give labels that do not count a `sample_weight` of 0."
-            check_token_ids("y", y, size, sample_weight, hint)
-
-    def _packed(self, x, y=None, sample_weight=None):
-        """Strings in memory as packed rows of tokens; all else as it is."""
-        if not (is_strings(x) and getattr(self.preprocessor, "packed", False)):
-            return x, y, sample_weight
-        rows = self.preprocessor(list(x), y=y, sample_weight=sample_weight)
-        return keras.tree.map_structure(ops.convert_to_numpy, rows)
-
-    def preprocess_samples(self, x, y=None, sample_weight=None):
-        check_samples("x", x, self.preprocessor_cls, self.preprocessor is not None)
-        if is_tokens(x):
-            return keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
-        return super().preprocess_samples(x, y, sample_weight)
 
     def rematerialized_call(self, layer_call, *args, **kwargs):
         return layer_call  # only the backbone's blocks are rematerialized

@@ -136,6 +136,19 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
                     f"{row} alone has {length}. Ask for a larger `max_length`, or cut the prompt."
                 )
 
+    def pack(self, texts, sequence_length=None):
+        """Packs a list of strings, as a call does where `packed=True`, in NumPy arrays.
+
+        Args:
+            texts: a list of strings.
+            sequence_length: integer, tokens a row; None: that of the preprocessor.
+
+        Returns:
+            `(x, y, sample_weight)`, all `[rows, sequence_length]`; one row at least.
+        """
+        tokens = self.tokenizer(texts) if texts else []
+        return _as_samples(*self._rows(tokens, sequence_length or self.sequence_length))
+
     def _pack(self, x, sequence_length):
         tokens = self.tokenizer(x)
         single = isinstance(x, (str, bytes)) or getattr(x, "ndim", 1) == 0
