@@ -51,7 +51,7 @@ def traced(monkeypatch):
 
         name = "make_fx"
     else:
-        from keras_recurrent.generation import programs as module
+        from keras_recurrent.generation import loop as module
 
         name = "write"
     original = getattr(module, name)
