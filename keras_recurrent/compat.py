@@ -49,6 +49,8 @@ PRIVATE_ATTRIBUTES = {
     "_track_variables": ("keras.src.backend.torch.layer.TorchLayer",),
     "_tracker": ("keras.Layer",),
     "_trainable_variables": ("keras.Layer",),
+    # Preprocessing
+    "_generate_preprocess_python": ("keras_hub.models.CausalLMPreprocessor",),
     # Training
     "_initial_epoch": ("keras.Model",),
     # Graphs

@@ -12,8 +12,8 @@ class GenerationCache:
     """What a language model knows of some rows of text, to go on from as often as one likes.
 
     `prefill` makes one, `generate(..., return_cache=True)` and `stream(...).cache` return one, and
-    all three go on from one that they are given as `cache=`. It never changes: going on makes a new
-    one. Its size does not depend on the length of the text, but for attention to all tokens.
+    all three go on from one that they are given as `cache=`. They never change it: going on makes a
+    new one. Its size does not depend on the length of the text, but for attention to all tokens.
 
     The state has seen all tokens of a row but the last, which stands beside it: it is what the next
     step takes. So a row that stopped at a stop token goes on after that token.
@@ -42,8 +42,10 @@ class GenerationCache:
 
     def __init__(self, state, last_token, num_tokens, max_length, fit):
         self.state, self.max_length, self.fit = state, max_length, fit
-        self.last_token = np.asarray(last_token, "int32")
-        self.num_tokens = np.asarray(num_tokens, "int64")
+        self.last_token = np.array(last_token, "int32")
+        self.num_tokens = np.array(num_tokens, "int64")
+        for array in (self.last_token, self.num_tokens):
+            array.flags.writeable = False
 
     @property
     def batch_size(self):
@@ -126,7 +128,8 @@ class GenerationCache:
         """Writes one safetensors file, which `load` reads.
 
         It appears whole: it is written beside `path` first, under a name that begins with a dot,
-        and then takes the place of a file that may be there.
+        and then takes the place of a file that may be there. Where `path` is a symbolic link, that
+        is done where it leads to. A folder that is missing is made.
 
         Args:
             path: string, a file.
@@ -154,8 +157,14 @@ class GenerationCache:
                 which 256 numbers each are compared.
         """
         from keras_recurrent.generation.cache_file import read_file  # only when asked for
+        from keras_recurrent.models.recurrent_backbone import RecurrentBackbone
 
         fit, read = read_file(path)
+        if not isinstance(getattr(model, "backbone", None), RecurrentBackbone):
+            raise ValueError(
+                "`model` must be a language model of `keras_recurrent.models`; got a "
+                f"{type(model).__name__}."
+            )
         check_fit(fit, model, "path")
         state, last_token, num_tokens, max_length = read(model)
         return cls(state, last_token, num_tokens, max_length, fit)

@@ -1,9 +1,10 @@
 """A `GenerationCache` in a safetensors file."""
 
 import dataclasses
+import hashlib
 import json
 import os
-import tempfile
+import uuid
 
 import keras
 import numpy as np
@@ -18,8 +19,8 @@ LAST_TOKEN, NUM_TOKENS, STATE = "last_token", "num_tokens", "state"
 
 def write_file(cache, path):
     """Writes a cache beside `path`, and then in its place."""
-    save_file = files.require("safetensors.numpy", "Saving a cache").save_file
-    path = os.path.abspath(os.fspath(path))
+    to_bytes = files.require("safetensors.numpy", "Saving a cache").save
+    path = os.path.realpath(os.fspath(path))
     if os.path.isdir(path):
         raise IsADirectoryError(
             f"{path!r} is a directory. Name a file, such as 'chat.safetensors'."
@@ -32,15 +33,17 @@ def write_file(cache, path):
         "fit": dataclasses.asdict(cache.fit),
     }
     metadata = {"format": FORMAT, "content": json.dumps(content, sort_keys=True)}
+    metadata["sha256"] = _checksum(tensors)
     folder, name = os.path.split(path)
     os.makedirs(folder, exist_ok=True)
-    number, temporary = tempfile.mkstemp(dir=folder, prefix=f".{name}-")
-    os.close(number)
+    temporary = os.path.join(folder, f".{name}-{uuid.uuid4().hex}")
     try:
-        save_file(tensors, temporary, metadata=metadata)
+        with open(temporary, "xb") as file:
+            file.write(to_bytes(tensors, metadata=metadata))
         os.replace(temporary, path)
     except BaseException:
-        os.unlink(temporary)
+        if os.path.exists(temporary):
+            os.unlink(temporary)
         raise
 
 
@@ -65,6 +68,8 @@ def read_file(path):
         raise ValueError(f"{path} is damaged or cut off ({error}).") from error
     if metadata.get("format") != FORMAT:
         raise ValueError(f"{path} holds no cache: `GenerationCache.save` writes one.")
+    if metadata.get("sha256") != _checksum(tensors):
+        raise ValueError(f"{path} is damaged: its numbers are not those that were written.")
     content = files.parse_json(metadata.get("content", "").encode(), path)
     if content.get("version") != VERSION:
         raise ValueError(
@@ -95,12 +100,14 @@ def _state(model, tensors, batch_size, path):
         raise ValueError(f"{path} does not hold the state of its model: {name!r} is in one alone.")
     for name, part in wanted.items():
         found = tensors[name].shape, tensors[name].dtype.name
+        # JAX makes float32 of float64 unless it is told to keep that.
+        dtype = _as_numpy(ops.zeros(1, part.dtype)).dtype.name
         fits = len(found[0]) == len(part.shape) and all(
             size in (None, n) for n, size in zip(found[0], part.shape, strict=True)
         )
-        if not fits or found[1] != part.dtype:
+        if not fits or found[1] != dtype:
             raise ValueError(
-                f"{path}: {name!r} must be {part.dtype} of the shape {tuple(part.shape)}; it is "
+                f"{path}: {name!r} must be {dtype} of the shape {tuple(part.shape)}; it is "
                 f"{found[1]} of {found[0]}."
             )
     arrays = [ops.convert_to_tensor(tensors[name], part.dtype) for name, part in wanted.items()]
@@ -111,6 +118,14 @@ def _named(state):
     """The arrays of a state by their paths, such as `.blocks.0.hidden`, in the order of `tree`."""
     found = keras.tree.flatten_with_path(state)
     return {"".join(f".{part}" for part in path): array for path, array in found}
+
+
+def _checksum(tensors):
+    """A hash of the numbers, not of the content of `metadata`, which is JSON."""
+    found = hashlib.sha256()
+    for name in sorted(tensors):
+        found.update(name.encode() + np.ascontiguousarray(tensors[name]).tobytes())
+    return found.hexdigest()
 
 
 def _as_numpy(array):

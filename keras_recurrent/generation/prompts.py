@@ -6,6 +6,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_recurrent.generation.cache import GenerationCache
 from keras_recurrent.generation.generate import prompts
 from keras_recurrent.layers.checks import check_positive_integer, check_tensor
 from keras_recurrent.models.samples import check_prompts
@@ -56,10 +57,12 @@ def find_prompts(model, inputs, max_length, cache=None, writes=True):
 
     Raises:
         ValueError: inputs of another kind or number than the rows of the cache, empty prompts where
-            there is no cache, prompts longer than `max_length`, or no room left.
+            there is no cache, prompts longer than `max_length`, or no room left; a cache of another
+            model.
     """
     if max_length is not None:
         check_positive_integer("max_length", max_length)
+    check_cache(model, cache)
     if model.preprocessor is None:
         rows, limit, single = _tokens(model, inputs, max_length, cache)
     else:
@@ -93,6 +96,18 @@ def find_prompts(model, inputs, max_length, cache=None, writes=True):
     return Prompts(token_ids, lengths, given, seen, single)
 
 
+def check_cache(model, cache):
+    """Raises for what is neither None nor a `GenerationCache` that the model fits."""
+    if cache is None:
+        return
+    if not isinstance(cache, GenerationCache):
+        raise ValueError(
+            "`cache` must be a `GenerationCache`, as `prefill` returns it; got a "
+            f"{type(cache).__name__}."
+        )
+    cache.check(model)
+
+
 def _check_room(seen, limit, cache):
     if cache is None or cache.max_length is None:
         return
@@ -113,7 +128,8 @@ def _texts(model, inputs, max_length, cache):
         inputs = "" if cache.batch_size == 1 else [""] * cache.batch_size
     check_prompts(inputs)
     single = isinstance(inputs, str) or getattr(inputs, "ndim", 1) == 0
-    texts = [inputs] if single else inputs
+    # Strings may come in tensors of TensorFlow, which NumPy reads as bytes.
+    texts = [inputs] if isinstance(inputs, str) else np.ravel(np.asarray(inputs, object)).tolist()
     if single and cache is not None and cache.batch_size > 1:
         raise ValueError(
             f"`inputs` must be a list of one text for each row of `cache`, {cache.batch_size}; got "
@@ -142,7 +158,7 @@ def _tokens(model, inputs, max_length, cache):
     check_rows(inputs, model.backbone.vocabulary_size, empty=cache is not None)
     token_ids, lengths = prompts(inputs)
     rows = [row[:length].tolist() for row, length in zip(token_ids, lengths, strict=True)]
-    return rows, max_length or token_ids.shape[1], False
+    return rows, token_ids.shape[1], False
 
 
 def _check_not_empty(lengths):

@@ -10,7 +10,7 @@ class Stream:
     """An iterator over what a language model writes, as `stream` of the model returns it.
 
     Leaving it early costs nothing. `close` lets others use at once what it runs on; so does its
-    end, or that nothing refers to it any more.
+    end, or that nothing refers to it any more. It goes on with the weights it began with.
     """
 
     def __init__(self, steps, rows, stop_token_ids, preprocessor, max_length, fit):
@@ -40,6 +40,8 @@ class Stream:
                 self.close()
             if found is not None:
                 return found
+        if self._steps is not None:  # there was nothing to write
+            self._at_end = self.cache
         self.close()
         raise StopIteration
 

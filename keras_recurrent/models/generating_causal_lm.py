@@ -60,7 +60,8 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
         Args:
             inputs: a string or several of them. Without a preprocessor, a dictionary of `token_ids`
                 and `padding_mask` `[B, T]`: prompts at the left of their rows, and room to write.
-                Or a `tf.data.Dataset` of batches of these. Behind a `cache`, what follows on what
+                Or, where no cache is given or returned, a `tf.data.Dataset` of batches of these.
+                Behind a `cache`, what follows on what
                 it has seen: one text for each of its rows, which may be empty, without another
                 start token; None: nothing.
             max_length: integer, the tokens of a row in this call, prompt included; what a cache has
@@ -104,7 +105,6 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
         loops = self._own_loops("return_cache" if cache is None else "cache")
         stops = self._stop_token_ids(stop_token_ids)
         rows = find_prompts(self, inputs, max_length, cache)
-        self._check_cache(cache)
         token_ids, lengths, state = loops.write(
             rows.token_ids, rows.lengths, stops, cache and cache.state, return_cache
         )
@@ -168,7 +168,6 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
                 f"`max_length` is {limit} tokens, and row {row} has {int(rows.num_tokens[row])} "
                 "already. Ask for a larger one."
             )
-        self._check_cache(cache)
         if cache is None:
             state = self.backbone.get_initial_state(len(rows.lengths), max_length=max_length)
         else:
@@ -188,9 +187,11 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
             row, empty where there is nothing new. Without a preprocessor it gives a list with a
             token id for each row, None for a row that has ended.
 
-            A character that takes several tokens comes when it is whole. Its attribute `cache` is
-            the `GenerationCache` after the tokens so far; `close()` ends it early, as leaving the
-            loop does.
+            A character that takes several tokens comes when it is whole; one that a stream ends
+            in comes as U+FFFD. Its attribute `cache` is the `GenerationCache` after all tokens so
+            far, those of a character that is not whole included: in the loop, after leaving it
+            early, and at the end. `close()` gives up what it holds at once, and its cache. The
+            weights of the model must stay as they are until then.
 
         Raises:
             ValueError: as in `generate`.
@@ -209,7 +210,6 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
         loops = self._own_loops("stream")
         stops = self._stop_token_ids(stop_token_ids)
         rows = find_prompts(self, inputs, max_length, cache)
-        self._check_cache(cache)
         steps = loops.steps(rows.token_ids, rows.lengths, stops, cache and cache.state)
         limit = self._limit(cache, rows.token_ids.shape[1])
         fit = new_cache(self, None, rows.last_token, rows.num_tokens, limit).fit
@@ -260,10 +260,6 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
             ids = (self.preprocessor.tokenizer.end_token_id,)
         check_stop_tokens(ids, self.backbone.vocabulary_size)
         return None if ids is None else tuple(int(i) for i in ids)
-
-    def _check_cache(self, cache):
-        if cache is not None:
-            cache.check(self)
 
     def _limit(self, cache, length, exact=False):
         """The `max_length` of a cache after this call."""

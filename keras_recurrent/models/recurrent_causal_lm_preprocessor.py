@@ -111,6 +111,18 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
         pack = self._pack_in_graph if compat.in_tf_function() else self._pack
         return pack(x, sequence_length or self.sequence_length)
 
+    def _generate_preprocess_python(self, x, sequence_length=None):
+        # KerasHub's begins with the start token whatever `add_start_token` says.
+        if not self.built:
+            self.build(None)
+        token_ids, padding_mask = self.packer(
+            self.tokenizer(x),
+            sequence_length=sequence_length,
+            add_start_value=self.add_start_token,
+            add_end_value=False,
+        )
+        return {"token_ids": token_ids, "padding_mask": padding_mask}
+
     def generate_preprocess(self, x, sequence_length=None):
         # It is the `max_length` of `generate`. KerasHub would take a negative one for a number of
         # tokens to cut off at the end, and 0 for None.
@@ -129,7 +141,7 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
         full = np.atleast_2d(keras.ops.convert_to_numpy(padding_mask)).all(axis=1)
         for row in np.flatnonzero(full):  # hardly ever any
             tokens = self.tokenizer(x) if single else self.tokenizer(x[row : row + 1])[0]
-            length = 1 + len(tokens)
+            length = int(self.add_start_token) + len(tokens)
             if length > max_length:
                 raise ValueError(
                     f"`max_length` is {max_length} tokens, prompt and answer together, and prompt "

@@ -244,6 +244,9 @@ def test_what_no_cache_goes_with(family):
         (lambda: model.generate("text", 3, None, cache=cache), "no preprocessor"),
         (lambda: model.stream(tokens([[], []], 5), stop_token_ids=None), "at least one token"),
         (lambda: model.generate(rows, return_cache=1), "`return_cache`"),
+        (lambda: model.generate(rows, strip_prompt="yes"), "`strip_prompt`"),
+        (lambda: model.generate(None, 3, None, cache=cache.state), "must be a `GenerationCache`"),
+        (lambda: cache.num_tokens.sort(), "read-only"),
     ):
         with pytest.raises(ValueError, match=words):
             call()
@@ -259,6 +262,16 @@ def test_what_no_cache_goes_with(family):
         ):
             with pytest.raises(ValueError, match=words):
                 call()
+
+
+@shared_by_families
+def test_rows_of_tokens_say_how_long_they_get(family):
+    """Whatever `max_length` says, with a cache as without."""
+    model = tiny_causal_lm(family=family)
+    model.compile(sampler="greedy")
+    plain = generate(model, given((3, 3)), 8, max_length=4)
+    assert {len(row) for row in plain} == {8}
+    assert generate(model, given((3, 3)), 8, max_length=4, return_cache=True)[0] == plain
 
 
 @shared_by_families
@@ -321,8 +334,9 @@ def test_a_stream_writes_what_generate_writes(model):
         _ = left.cache
     with pytest.raises(StopIteration):
         next(left)
-    full = model.stream(tokens(rows, max(ROWS)), stop_token_ids=None)
-    assert [row for row in next(full) if row is not None] != []
+    full = model.stream(tokens(given((4, 4))), stop_token_ids=None)
+    assert list(full) == []
+    assert_same(full.cache, prefill(model, given((4, 4))))
 
 
 @shared_by_families

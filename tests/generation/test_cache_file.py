@@ -1,7 +1,6 @@
 """A cache in a file: whole or not there, and refused by name where it does not fit."""
 
 import json
-import pathlib
 
 import keras
 import numpy as np
@@ -44,17 +43,23 @@ def test_a_file_takes_the_place_of_another_or_leaves_it(model, tmp_path, monkeyp
     first.save(path)
     with monkeypatch.context() as patch:
 
-        def half(tensors, name, **kwargs):
-            pathlib.Path(name).write_bytes(b"half")
+        def replace(temporary, path):
             raise OSError("the disk is full")
 
-        patch.setattr(safetensors, "save_file", half)
+        patch.setattr(cache_file.os, "replace", replace)
         with pytest.raises(OSError, match="full"):
             second.save(path)
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
     assert GenerationCache.load(path, model).batch_size == first.batch_size
-    second.save(str(path))
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    second.save(str(link))
+    assert link.is_symlink()
     assert GenerationCache.load(str(path), model).batch_size == 2
+    (tmp_path / "plain").touch()
+    assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode
+    with pytest.raises(ValueError, match="must be a language model"):
+        GenerationCache.load(path, None)
     with pytest.raises(IsADirectoryError, match="is a directory"):
         first.save(tmp_path)
 
@@ -114,7 +119,11 @@ def test_what_is_no_cache(model, tmp_path):
     name = next(name for name in tensors if name.startswith(cache_file.STATE))
 
     def written(tensors=tensors, **changes):
-        path.write_bytes(safetensors.save(tensors, metadata={**metadata, **changes}))
+        checksum = {"sha256": cache_file._checksum(tensors)}
+        path.write_bytes(safetensors.save(tensors, metadata={**metadata, **checksum, **changes}))
+
+    def flipped():
+        path.write_bytes(whole[:-4] + bytes(4 * [0xFF]))
 
     def without(name):
         return {n: t for n, t in tensors.items() if n != name}
@@ -122,6 +131,7 @@ def test_what_is_no_cache(model, tmp_path):
     for damage, words in (
         (lambda: path.write_bytes(whole[: len(whole) // 2]), "damaged or cut off"),
         (lambda: path.write_bytes(b"{}"), "damaged or cut off"),
+        (flipped, "damaged: its numbers"),
         (lambda: written(format="pt"), "holds no cache"),
         (lambda: written(content=json.dumps({**content, "version": 2})), "of version 2"),
         (lambda: written(content="["), "not JSON"),

@@ -2,6 +2,7 @@
 
 import codecs
 
+import keras
 import numpy as np
 import pytest
 
@@ -96,3 +97,38 @@ def test_prompt_and_pieces_are_what_generate_returns():
     assert model.generate([" "], **options) == [more]
     cache = model.prefill(np.array(["a", "bc"]), max_length=8)
     assert cache.num_tokens.tolist() == [2, 3]
+
+
+def test_a_start_token_is_added_where_the_preprocessor_says_so():
+    for add in (True, False):
+        preprocessor = GriffinCausalLMPreprocessor(
+            ByteTokenizer(), sequence_length=64, add_start_token=add
+        )
+        model = tiny_causal_lm(
+            preprocessor=preprocessor,
+            vocabulary_size=259,
+            num_layers=1,
+            block_types=("recurrent",),
+        )
+        model.compile(sampler="greedy")
+        options = {"max_length": 9, "stop_token_ids": None}
+        whole = model.generate("abc", **options)
+        assert model.generate("abc", **options, return_cache=True)[0] == whole
+        assert "abc" + "".join(model.stream("abc", **options)) == whole
+        assert model.prefill("abc").num_tokens.tolist() == [3 + add]
+        assert model.generate("abc", max_length=3 + add) == "abc"
+
+
+@pytest.mark.skipif(keras.config.backend() != "tensorflow", reason="tensors of TensorFlow")
+def test_tensors_of_strings():
+    import tensorflow as tf
+
+    model = tiny_causal_lm(
+        preprocessor=preprocessor_of(ByteTokenizer()),
+        vocabulary_size=259,
+        num_layers=1,
+        block_types=("recurrent",),
+    )
+    model.compile(sampler="greedy")
+    assert model.prefill(tf.constant(["abc", "d"])).num_tokens.tolist() == [4, 2]
+    assert model.prefill(tf.constant("abc")).num_tokens.tolist() == [4]
