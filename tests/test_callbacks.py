@@ -1,5 +1,6 @@
 """Training that is broken off at some batch ends in the same bits as training that is not."""
 
+import multiprocessing
 import os
 import random
 import signal
@@ -263,26 +264,30 @@ def test_variables_of_all_dtypes(dtype, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_at_20_random_moments(tmp_path):
-    """Processes that get SIGKILL while they import, train, write or read."""
-    steps = 600
-    rng = random.Random(0)
-    folders = [tmp_path / name for name in ("whole", "killed")]
-    for folder in folders:
-        folder.mkdir()
-    command = ["-m", "tests.resumed", None, str(-1), str(steps)]
-    command[2] = str(folders[0])
-    wanted = fresh_process(*command)
-    command[2] = str(folders[1])
-    kills = 0
-    while kills < 20:
-        process = subprocess.Popen(
-            [sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        )
-        process.stdout.readline()  # training begins
-        time.sleep(rng.uniform(0, 0.5))
+    """Processes that get SIGKILL while they train, write or read."""
+    steps, rng = 1000, random.Random(0)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.resumed"])
+
+    def start(folder):
+        folder.mkdir(exist_ok=True)
+        ours, theirs = context.Pipe()
+        process = context.Process(target=resumed.report, args=(str(folder), steps, theirs))
+        process.start()
+        assert ours.poll(300), "nothing is trained"
+        assert ours.recv() == "trains"
+        return process, ours
+
+    for _ in range(20):
+        process, _ = start(tmp_path / "killed")
+        time.sleep(rng.uniform(0, 1))
         process.kill()
-        process.communicate()
-        assert process.returncode == -signal.SIGKILL, "it ended before it was killed"
-        kills += 1
-    assert (folders[1] / "run.backup").exists()
-    assert fresh_process(*command) == wanted
+        process.join()
+        assert process.exitcode == -signal.SIGKILL, "it ended before it was killed"
+    digests = []
+    for name in ("killed", "whole"):
+        process, connection = start(tmp_path / name)
+        assert connection.poll(900), "it does not end"
+        digests.append(connection.recv())
+        process.join()
+    assert digests[0] == digests[1]
