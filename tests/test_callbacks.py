@@ -265,7 +265,7 @@ def test_variables_of_all_dtypes(dtype, tmp_path):
 @pytest.mark.slow
 def test_a_run_that_is_killed_at_20_random_moments(tmp_path):
     """Processes that get SIGKILL while they train, write or read."""
-    steps, rng = 1000, random.Random(0)
+    steps, rng = 4000, random.Random(0)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.resumed"])
 
