@@ -13,7 +13,7 @@ import pytest
 from keras_recurrent.datasets import PackedText, text_files
 from keras_recurrent.models import GriffinCausalLMPreprocessor
 from keras_recurrent.tokenizers import ByteTokenizer
-from tests.models.tiny import tiny_causal_lm
+from tests.models.tiny import FAMILIES, tiny_causal_lm
 from tests.resumed import packed_text, write_text
 
 
@@ -143,11 +143,14 @@ def test_datasets_of_grain(tmp_path):
 def test_a_language_model_trains_and_is_evaluated_on_it(tmp_path):
     paths = write_text(tmp_path)
     endless, held_out = packed_text(paths), packed_text(paths[:1], seed=None, passes=1)
-    preprocessor = GriffinCausalLMPreprocessor(ByteTokenizer(), sequence_length=16, packed=True)
+    family = FAMILIES["hgrn2"]
+    preprocessor = family.preprocessor(family.tokenizer(), sequence_length=16, packed=True)
     model = tiny_causal_lm(
-        preprocessor=preprocessor, family="griffin", vocabulary_size=259, num_layers=1
+        preprocessor=preprocessor, family="hgrn2", vocabulary_size=259, num_layers=1
     )
-    model.compile(keras.optimizers.SGD(0.1), jit_compile=False)
+    # XLA on TensorFlow takes longer than the training.
+    jit_compile = "auto" if keras.backend.backend() == "jax" else False
+    model.compile(keras.optimizers.SGD(0.1), jit_compile=jit_compile)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         history = model.fit(
