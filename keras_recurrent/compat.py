@@ -51,6 +51,7 @@ PRIVATE_ATTRIBUTES = {
     "_trainable_variables": ("keras.Layer",),
     # Training
     "_initial_epoch": ("keras.Model",),
+    "_symbolic_build": ("keras.Model",),
     # Graphs
     "_inbound_nodes": ("keras.Operation",),
     "_keras_history": ("keras.src.ops.node.Node",),

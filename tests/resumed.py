@@ -93,10 +93,12 @@ class AtBatch(keras.callbacks.Callback):
 
 
 def train(model, folder, *callbacks, steps=STEPS, epochs=EPOCHS, save_freq=2, paths=None):
-    rows = packed_text(paths or write_text(folder))
+    paths = paths or write_text(folder)
+    rows = packed_text(paths)
     backup = TrainingBackup(os.path.join(folder, "run.backup"), save_freq, data=rows)
     return model.fit(
         rows,
+        validation_data=next(iter(packed_text(paths))),
         steps_per_epoch=steps,
         epochs=epochs,
         callbacks=[backup, *callbacks],
