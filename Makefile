@@ -20,6 +20,13 @@ INSTALLED := pyproject.toml constraints.txt $(VENV)/.created
 
 MAKEFLAGS += --no-builtin-rules
 
+# The tests install libtpu, which then asks on each start which TPU there is. Where there is none,
+# it is told one, and says nothing.
+ifeq ($(wildcard /dev/accel* /dev/vfio/*),)
+export TPU_ACCELERATOR_TYPE ?= v5litepod-4
+export TPU_WORKER_HOSTNAMES ?= localhost
+endif
+
 .PHONY: help quickstart test test-slow fuzz lint format clean
 .PHONY: $(BACKENDS:%=test-%) $(BACKENDS:%=fuzz-%)
 
@@ -45,6 +52,7 @@ $(BACKENDS:%=test-%): test-%: $(VENV)/.test
 test-slow: $(VENV)/.test
 	KERAS_BACKEND=jax $(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 	KERAS_BACKEND=torch $(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+	KERAS_BACKEND=tensorflow $(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 # How many draws, and the first: make fuzz FUZZ="--draws 500 --start 2000"
 FUZZ ?= --draws many

@@ -56,7 +56,8 @@ def learned_by_heart(steps):
     ]
     model = GriffinCausalLM.from_preset("griffin_tiny", sequence_length=320)
     model.compile(keras.optimizers.Adam(3e-3), model.loss, sampler="greedy")
-    model.fit(documents * steps, batch_size=len(documents), verbose=0)
+    # Each step sees each conversation once.
+    model.fit(documents * steps, batch_size=len(documents), shuffle=False, verbose=0)
     return model
 
 

@@ -145,8 +145,8 @@ class TrainingBackup(keras.callbacks.Callback):
         self._saved = -self.save_freq
         if self._resumed is not None:
             self._saved = self._resumed.content["batch"]
-            self._resumed.assign(self.model.metrics_variables, METRICS)
-            self._let_pass(self._saved)
+            if self._saved:
+                self._let_pass(self._resumed, self._saved)
 
     def on_train_batch_begin(self, batch, logs=None):
         self._last = batch + self._steps_per_execution
@@ -183,27 +183,38 @@ class TrainingBackup(keras.callbacks.Callback):
                 "Take the same, or delete the file."
             )
         for part, variables in _parts(model).items():
-            backup.check(variables, part)
+            if part != METRICS or not _makes_metrics_late():
+                backup.check(variables, part)
         backup.assign(model.variables, WEIGHTS)
         backup.assign(_slots(model), SLOTS)
         model._initial_epoch = content["epoch"]
 
-    def _let_pass(self, batches):
+    def _let_pass(self, backup, batches):
         """The steps of an epoch that were trained before: their batches are taken, no more."""
         model = self.model
-        train, history, logs = model.train_function, model.history, model.get_metrics_result()
-        backend = keras.backend.backend()
+        train, history, logs = model.train_function, model.history, None
+
+        def restored_metrics():
+            backup.check(model.metrics_variables, METRICS)
+            backup.assign(model.metrics_variables, METRICS)
+            return model.get_metrics_result()
 
         def train_function(*arguments):
+            nonlocal logs
             if self._last > batches or model.history is not history:  # another `fit` has its own
                 model.train_function = train
                 return train(*arguments)
-            if backend == "torch":  # which gets batches, the others an iterator
+            if keras.backend.backend() == "torch":  # which gets batches, the others an iterator
                 return logs
             for _ in range(self._steps_per_execution):
-                next(arguments[-1])
-            return logs if backend == "tensorflow" else (logs, arguments[0])
+                batch = next(arguments[-1])
+            if logs is None:
+                model._symbolic_build(data_batch=batch)
+                logs = restored_metrics()
+            return logs if keras.backend.backend() == "tensorflow" else (logs, arguments[0])
 
+        if not _makes_metrics_late():
+            logs = restored_metrics()
         model.train_function = train_function
 
     def _write(self, epoch, batch, trained):
@@ -217,6 +228,11 @@ class TrainingBackup(keras.callbacks.Callback):
             "place": None if self.data is None else self.data.state_after(trained),
         }
         write(self.path, content, _parts(model) | {GENERATORS: generators()})
+
+
+def _makes_metrics_late():
+    """Whether Keras makes the variables of metrics in the first step, and not before it."""
+    return keras.backend.backend() == "tensorflow"
 
 
 def _parts(model):

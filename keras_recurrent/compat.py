@@ -53,6 +53,7 @@ PRIVATE_ATTRIBUTES = {
     "_generate_preprocess_python": ("keras_hub.models.CausalLMPreprocessor",),
     # Training
     "_initial_epoch": ("keras.Model",),
+    "_symbolic_build": ("keras.Model",),
     # Graphs
     "_inbound_nodes": ("keras.Operation",),
     "_keras_history": ("keras.src.ops.node.Node",),

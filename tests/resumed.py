@@ -93,10 +93,12 @@ class AtBatch(keras.callbacks.Callback):
 
 
 def train(model, folder, *callbacks, steps=STEPS, epochs=EPOCHS, save_freq=2, paths=None):
-    rows = packed_text(paths or write_text(folder))
+    paths = paths or write_text(folder)
+    rows = packed_text(paths)
     backup = TrainingBackup(os.path.join(folder, "run.backup"), save_freq, data=rows)
     return model.fit(
         rows,
+        validation_data=next(iter(packed_text(paths))),
         steps_per_epoch=steps,
         epochs=epochs,
         callbacks=[backup, *callbacks],
@@ -105,16 +107,33 @@ def train(model, folder, *callbacks, steps=STEPS, epochs=EPOCHS, save_freq=2, pa
     )
 
 
-def main(folder, batch=None, steps=STEPS):
+def main(folder, batch=None):
+    """A run that kills itself when it begins a batch."""
     model = model_with_dropout()
-    kill = AtBatch(
-        None if batch is None else int(batch),
-        lambda: os.kill(os.getpid(), signal.SIGKILL),
-        int(steps),
-    )
-    began = keras.callbacks.LambdaCallback(on_train_begin=lambda logs: print("began", flush=True))
-    train(model, folder, began, kill, steps=int(steps))
+    kill = AtBatch(batch and int(batch), lambda: os.kill(os.getpid(), signal.SIGKILL))
+    train(model, folder, kill)
     print(json.dumps(digest(model)))
+
+
+def report(folder, steps, connection):
+    """A run that says when its first steps are done, and what it ends in."""
+    model = model_with_dropout()
+    train(model, folder, Steps(connection), steps=steps)
+    connection.send(digest(model))
+
+
+class Steps(keras.callbacks.Callback):
+    def __init__(self, connection):
+        super().__init__()
+        self.connection, self.iterations = connection, None
+
+    def on_train_begin(self, logs=None):
+        self.iterations = int(self.model.optimizer.iterations)
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.iterations is not None and int(self.model.optimizer.iterations) > self.iterations:
+            self.connection.send("trains")
+            self.iterations = None
 
 
 if __name__ == "__main__":

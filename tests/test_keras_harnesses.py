@@ -16,6 +16,9 @@ from tests.layers.table import ROWS, WIDTH
 from tests.models.test_hgrn2_image_classifier import SIZES as VISION_SIZES
 from tests.models.tiny import FAMILIES, shared_by_families
 
+# The harnesses train on datasets, and leave it to Keras to shuffle them.
+pytestmark = pytest.mark.filterwarnings("ignore:`shuffle=True` was passed, but will be ignored")
+
 BATCH, LENGTH = 2, 5
 # Two blocks: in a Griffin, one of them is local attention.
 SIZES = {family: {**row.sizes, "num_layers": 2} for family, row in FAMILIES.items()}

@@ -1,5 +1,6 @@
 """The tensors of a checkpoint in `.safetensors` files: headers first, values one by one."""
 
+import math
 import os
 from typing import NamedTuple
 
@@ -10,6 +11,8 @@ ONE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # Names of the safetensors format, and of NumPy with ml_dtypes.
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 
 
 class Header(NamedTuple):
@@ -61,6 +64,12 @@ class Checkpoint:
         """The values of a tensor, a NumPy array."""
         with self._open(self.tensors[name].path, "np") as file:
             return file.get_tensor(name)
+
+    def num_bytes(self):
+        """The size of all tensors."""
+        return sum(
+            math.prod(header.shape) * BYTES.get(header.dtype, 0) for header in self.tensors.values()
+        )
 
     def _listings(self):
         """`{file: the set of its tensors, or None where no index tells}`."""

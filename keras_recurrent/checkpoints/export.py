@@ -12,6 +12,7 @@ from keras import ops
 
 from keras_recurrent.checkpoints import files, layout
 from keras_recurrent.checkpoints.checkpoint import DTYPES, INDEX_FILE, ONE_FILE
+from keras_recurrent.progress import progress
 
 GIGABYTE = 1024**3
 
@@ -72,9 +73,14 @@ def export(backbone, path, tokenizer=None, dtype=None, max_shard_size=5):
         folder = os.path.join(temporary, "checkpoint")
         os.mkdir(folder)
         shards = _shards(tensors_of_model, np.dtype(dtype), max_shard_size * GIGABYTE)
-        for name, tensors in shards.items():
-            content = {tensor.name: values(tensor) for tensor in tensors}
-            save_file(content, os.path.join(folder, name), metadata={"format": "pt"})
+        size = sum(_bytes(tensor, np.dtype(dtype)) for tensor in tensors_of_model)
+        with progress(f"Writing {path}", "weights", size) as done:
+            for name, tensors in shards.items():
+                content = {}
+                for tensor in tensors:
+                    content[tensor.name] = values(tensor)
+                    done(content[tensor.name].nbytes)
+                save_file(content, os.path.join(folder, name), metadata={"format": "pt"})
         if len(shards) > 1:
             _write_json(folder, INDEX_FILE, _index(shards, np.dtype(dtype)))
         config |= _write_tokenizer(folder, tokenizer, family)
@@ -134,7 +140,7 @@ def _shards(tensors, dtype, max_bytes):
     """`{file: [Tensor, ...]}`, in order, a new file where one would grow above `max_bytes`."""
     groups, size = [[]], 0
     for tensor in tensors:
-        bytes_ = int(np.prod(tensor.shape)) * dtype.itemsize
+        bytes_ = _bytes(tensor, dtype)
         if groups[-1] and size + bytes_ > max_bytes:
             groups.append([])
             size = 0
@@ -146,6 +152,10 @@ def _shards(tensors, dtype, max_bytes):
         f"model-{i:05}-of-{len(groups):05}.safetensors": group
         for i, group in enumerate(groups, start=1)
     }
+
+
+def _bytes(tensor, dtype):
+    return int(np.prod(tensor.shape)) * dtype.itemsize
 
 
 def _index(shards, dtype):

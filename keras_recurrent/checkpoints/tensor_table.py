@@ -8,6 +8,7 @@ import numpy as np
 
 from keras_recurrent.checkpoints.checkpoint import DTYPES
 from keras_recurrent.checkpoints.messages import listed, shown
+from keras_recurrent.progress import progress
 
 
 class Transform(NamedTuple):
@@ -82,14 +83,16 @@ def assign(backbone, checkpoint, tensors):
     """Reads the tensors one by one into the weights of a backbone; warns of NaN in them, once."""
     variables = {variable.path: variable for variable in backbone.variables}
     with_nan = []
-    for tensor in tensors:
-        array = checkpoint.read(tensor.name)
-        if has_nan(array):
-            with_nan.append(repr(tensor.name))
-        values = tensor.transform.to_weights(array)
-        for path, value in zip(tensor.weights, values, strict=True):
-            variable = variables[path]
-            variable.assign(value.astype(variable.dtype))
+    with progress(f"Reading {checkpoint.preset}", "weights", checkpoint.num_bytes()) as done:
+        for tensor in tensors:
+            array = checkpoint.read(tensor.name)
+            if has_nan(array):
+                with_nan.append(repr(tensor.name))
+            values = tensor.transform.to_weights(array)
+            for path, value in zip(tensor.weights, values, strict=True):
+                variable = variables[path]
+                variable.assign(value.astype(variable.dtype))
+            done(array.nbytes)
     if with_nan:
         warnings.warn(
             f"Tensors of {checkpoint.preset!r} hold NaN, and so will what the model computes: "

@@ -1,6 +1,7 @@
 """Text larger than memory, from files into packed rows."""
 
 import collections
+import numbers
 import os
 import sys
 from typing import Any
@@ -81,7 +82,7 @@ class PackedText(grain.IterDataset):
     ...     for x, y, sample_weight in PackedText(str(file), preprocessor, 2, passes=1):
     ...         print(x["token_ids"])
     [[  1 100 101   2   1 102   2   0]
-     [  1 111 114 113 106 104 117   0]]
+     [  1 111 114 113 106 104 117   2]]
     """
 
     def __init__(self, documents, preprocessor, batch_size, passes=None, seed=None):
@@ -89,6 +90,8 @@ class PackedText(grain.IterDataset):
         check_positive_integer("batch_size", batch_size)
         if passes is not None:
             check_positive_integer("passes", passes)
+        if seed is not None and (not isinstance(seed, numbers.Integral) or int(seed) < 0):
+            raise ValueError(f"`seed` must be an integer from 0 on; got {seed!r}.")
         if not getattr(preprocessor, "packed", False):
             raise ValueError(
                 "`preprocessor` must be one that packs, such as "

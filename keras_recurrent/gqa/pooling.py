@@ -3,8 +3,12 @@
 Heads are consecutive: head g of the new ones stands for heads g·H/G to (g+1)·H/G − 1.
 """
 
+import keras
+import ml_dtypes
 import numpy as np
 from keras import ops
+
+from keras_recurrent.progress import progress
 
 POOLINGS = ("mean", "first", "random")
 
@@ -45,10 +49,17 @@ def transfer(old, new, pooling):
     Layers are met in the order of both models. A weight that has another shape differs along one
     axis, that of the heads, and is pooled there.
     """
-    _transfer(old, new, pooling, set())
+    size = sum(_bytes(variable) for variable in old.variables)
+    with progress(f"Converting {old.name}", "weights", size) as done:
+        _transfer(old, new, pooling, set(), done)
 
 
-def _transfer(old, new, pooling, seen):
+def _bytes(variable):
+    dtype = keras.backend.standardize_dtype(variable.dtype)
+    return int(np.prod(variable.shape)) * np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
+
+
+def _transfer(old, new, pooling, seen, done):
     if old is new or id(old) in seen:
         return
     seen.add(id(old))
@@ -56,12 +67,14 @@ def _transfer(old, new, pooling, seen):
         new.trainable = old.trainable
     if hasattr(new, "split_fused") and not hasattr(old, "split_fused"):
         _transfer_fused(old, new, pooling)
+        done(sum(_bytes(variable) for variable in old.variables))
         return
     variables = zip(_own_variables(old), _own_variables(new), strict=True)
     for before, after in variables:
         _assign(before, after, pooling, new)
+        done(_bytes(before))
     for before, after in zip(old._layers, new._layers, strict=True):
-        _transfer(before, after, pooling, seen)
+        _transfer(before, after, pooling, seen, done)
 
 
 def _own_variables(layer):

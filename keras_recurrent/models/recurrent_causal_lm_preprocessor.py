@@ -8,6 +8,9 @@ from keras_recurrent import compat
 from keras_recurrent.layers.checks import check_boolean, check_positive_integer
 from keras_recurrent.models.packing import pack_documents
 from keras_recurrent.models.samples import check_prompts
+from keras_recurrent.progress import progress
+
+TEXTS_AT_A_TIME = 4096
 
 
 class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
@@ -162,10 +165,22 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
         return _as_samples(*self._rows(tokens, sequence_length or self.sequence_length))
 
     def _pack(self, x, sequence_length):
-        tokens = self.tokenizer(x)
         single = isinstance(x, (str, bytes)) or getattr(x, "ndim", 1) == 0
-        rows = self._rows([tokens] if single else tokens, sequence_length)
+        tokens = [self.tokenizer(x)] if single else self._tokens(x)
+        rows = self._rows(tokens, sequence_length)
         return compat.convert_preprocessing_outputs_python(_as_samples(*rows))
+
+    def _tokens(self, texts):
+        """The tokens of each of several strings."""
+        if not isinstance(texts, (list, tuple)):
+            return self.tokenizer(texts)
+        tokens = []
+        with progress("Packing text", "text", sum(map(len, texts))) as done:
+            for begin in range(0, len(texts), TEXTS_AT_A_TIME):
+                some = texts[begin : begin + TEXTS_AT_A_TIME]
+                tokens += list(self.tokenizer(some))
+                done(sum(map(len, some)))
+        return tokens
 
     def _pack_in_graph(self, x, sequence_length):
         import tensorflow as tf

@@ -76,6 +76,24 @@ class HGRN2ImageClassifier(SavedTraining, keras_hub.models.ImageClassifier):
             trainable=trainable,
         )
 
+    # Without a preprocessor, KerasHub would only hand images on, as a dataset that Keras cannot
+    # shuffle, with a warning of Keras and one of grain.
+
+    def fit(self, *args, **kwargs):
+        """As in Keras; see `keras.Model.fit`."""
+        return self._trains_by().fit(self, *args, **kwargs)
+
+    def evaluate(self, *args, **kwargs):
+        """As in Keras; see `keras.Model.evaluate`."""
+        return self._trains_by().evaluate(self, *args, **kwargs)
+
+    def predict(self, *args, **kwargs):
+        """As in Keras; see `keras.Model.predict`."""
+        return self._trains_by().predict(self, *args, **kwargs)
+
+    def _trains_by(self):
+        return keras.Model if self.preprocessor is None else keras_hub.models.ImageClassifier
+
     @classmethod
     def from_preset(cls, preset, load_weights=None, **kwargs):
         """A classifier by the name of its sizes, or from a directory of `save_to_preset`.

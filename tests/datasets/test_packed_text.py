@@ -1,0 +1,193 @@
+"""Text from files into packed rows: nothing lost, shuffled, and resumed anywhere."""
+
+import itertools
+import json
+import pathlib
+import warnings
+
+import grain
+import keras
+import numpy as np
+import pytest
+
+from keras_recurrent.datasets import PackedText, text_files
+from keras_recurrent.models import GriffinCausalLMPreprocessor
+from keras_recurrent.tokenizers import ByteTokenizer
+from tests.models.tiny import FAMILIES, tiny_causal_lm
+from tests.resumed import packed_text, write_text
+
+
+def documents_in(batches):
+    """The texts of rows whose documents are all shorter than a row."""
+    found = []
+    for x, _, _ in batches:
+        for tokens, segments in zip(x["token_ids"], x["segment_ids"], strict=True):
+            for segment in range(1, segments.max() + 1):
+                found.append(ByteTokenizer().detokenize(tokens[segments == segment]))
+    return found
+
+
+def shapes(batch):
+    return [(array.shape, array.dtype) for array in keras.tree.flatten(batch)]
+
+
+def lines(path):
+    text = pathlib.Path(path).read_text(encoding="utf-8")
+    return [line for line in text.split("\n") if line.strip()]
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("piece", [1, 7, 64, 10**6])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_every_line_is_read_once_wherever_pieces_begin(monkeypatch, tmp_path, piece, end):
+    monkeypatch.setattr(text_files, "PIECE", piece)
+    path = tmp_path / "text.txt"
+    texts = ["first", "", "é" * 20, "  ", "x", "last without an end"]
+    path.write_bytes(end.join(texts).encode())
+    found = [text_files.documents_of(piece) for piece in text_files.pieces_of([str(path)])]
+    assert [text for texts in found for text in texts] == [text for text in texts if text.strip()]
+
+
+@pytest.mark.once
+def test_objects_of_json(tmp_path):
+    path = tmp_path / "text.jsonl"
+    path.write_text('{"text": "one\\ntwo", "id": 3}\n{"text": "é"}\n', encoding="utf-8")
+    (piece,) = text_files.pieces_of([str(path)])
+    assert text_files.documents_of(piece) == ["one\ntwo", "é"]
+    for line, match in [
+        ('{"txt": "a"}', 'begins at byte 0 must be an object with a string "text"'),
+        ('["text"]', 'must be an object with a string "text"'),
+        ("text", "begins at byte 0 is not JSON"),
+    ]:
+        path.write_text(line)
+        with pytest.raises(ValueError, match=match):
+            text_files.documents_of(*text_files.pieces_of([str(path)]))
+
+
+def rows_of_all(texts):
+    return GriffinCausalLMPreprocessor(ByteTokenizer(), sequence_length=64, packed=True).pack(texts)
+
+
+def rows_of(paths, **arguments):
+    preprocessor = GriffinCausalLMPreprocessor(ByteTokenizer(), sequence_length=64, packed=True)
+    return PackedText(paths, preprocessor, 4, **arguments)
+
+
+@pytest.mark.once
+def test_a_pass_has_all_documents_once_and_each_pass_its_own_order(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_files, "PIECE", 64)
+    paths = write_text(tmp_path)
+    wanted = [text for path in paths for text in lines(path)]
+    in_order = documents_in(rows_of(paths, passes=1))
+    assert sorted(in_order) == sorted(wanted)
+    first, second = (documents_in(rows_of(paths, passes=1, seed=seed)) for seed in (1, 2))
+    assert sorted(first) == sorted(second) == sorted(wanted)
+    assert len({tuple(order) for order in (in_order, first, second)}) == 3
+    assert documents_in(rows_of(paths, passes=1, seed=1)) == first
+    twice = documents_in(rows_of(paths, passes=2, seed=1))
+    assert sorted(twice) == sorted(wanted * 2)
+    assert twice[: len(first)] != twice[len(first) :]
+    # Neighbours in a file are no neighbours in the rows.
+    places = [first.index(text) for text in lines(paths[0])[:40]]
+    assert np.median(np.abs(np.diff(places))) > 20
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("number", [0, 1, 30, 61])
+def test_it_goes_on_where_it_stopped(tmp_path, monkeypatch, number):
+    monkeypatch.setattr(text_files, "PIECE", 64)
+    rows = rows_of(write_text(tmp_path), seed=3)
+    batches = iter(rows)
+    list(itertools.islice(batches, number))
+    state = json.loads(json.dumps(batches.get_state()))
+    again = iter(rows_of(write_text(tmp_path), seed=3))
+    again.set_state(state)
+    for _ in range(20):
+        keras.tree.map_structure(np.testing.assert_array_equal, next(batches), next(again))
+
+
+@pytest.mark.once
+def test_the_place_after_a_batch_is_not_that_after_those_read_ahead(tmp_path):
+    rows = packed_text(write_text(tmp_path))
+    plain = list(itertools.islice(iter(rows), 12))
+    rows.start_at()
+    assert rows.state_after(0) is None
+    ahead = iter(rows)
+    list(itertools.islice(ahead, 9))
+    places = [rows.state_after(number) for number in (0, 4, 7)]
+    for number, place in zip((0, 4, 7), places, strict=True):
+        rows.start_at(place, skip=2)
+        resumed = iter(rows)
+        for nothing in (next(resumed), next(resumed)):
+            assert not nothing[0]["padding_mask"].any()
+            assert shapes(nothing) == shapes(plain[0])
+        assert rows.state_after(1) == place
+        keras.tree.map_structure(np.testing.assert_array_equal, next(resumed), plain[number])
+
+
+@pytest.mark.once
+def test_datasets_of_grain(tmp_path):
+    texts = ["tick", "tock tock", "tick tick tick"] * 5
+    known = grain.MapDataset.source(texts)
+    assert documents_in(rows_of(known, passes=1)) == documents_in([rows_of_all(texts)])
+    shuffled = documents_in(rows_of(known, passes=1, seed=0))
+    assert shuffled != texts
+    assert sorted(shuffled) == sorted(texts)
+    stream = rows_of(known.to_iter_dataset())
+    assert not stream.is_endless
+    assert documents_in(stream) == documents_in([rows_of_all(texts)])
+    with pytest.raises(ValueError, match=r"`seed` and `passes`: a `grain.IterDataset` has an ord"):
+        rows_of(known.to_iter_dataset(), seed=1)
+
+
+def test_a_language_model_trains_and_is_evaluated_on_it(tmp_path):
+    paths = write_text(tmp_path)
+    endless, held_out = packed_text(paths), packed_text(paths[:1], seed=None, passes=1)
+    family = FAMILIES["hgrn2"]
+    preprocessor = family.preprocessor(family.tokenizer(), sequence_length=16, packed=True)
+    model = tiny_causal_lm(
+        preprocessor=preprocessor, family="hgrn2", vocabulary_size=259, num_layers=1
+    )
+    # XLA on TensorFlow takes longer than the training.
+    jit_compile = "auto" if keras.backend.backend() == "jax" else False
+    model.compile(keras.optimizers.SGD(0.1), jit_compile=jit_compile)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        history = model.fit(
+            endless, validation_data=held_out, steps_per_epoch=5, epochs=2, verbose=0
+        ).history
+    assert history["loss"][1] < history["loss"][0]
+    # All of its text, as if it were in memory.
+    wanted = model.evaluate(lines(paths[0]), batch_size=4, verbose=0)
+    np.testing.assert_allclose(history["val_loss"][1], wanted[0], rtol=1e-4)
+    np.testing.assert_allclose(model.evaluate(held_out, verbose=0), wanted, rtol=1e-4)
+    for use in (model.fit, model.evaluate, model.predict):
+        with pytest.raises(ValueError, match=r"The `PackedText` has no end\. Say by `steps_per_e"):
+            use(endless, verbose=0)
+
+
+@pytest.mark.once
+def test_what_cannot_be_read_is_an_error(tmp_path):
+    paths = write_text(tmp_path)
+    preprocessor = GriffinCausalLMPreprocessor(ByteTokenizer(), sequence_length=16)
+    with pytest.raises(ValueError, match=r"`preprocessor` must be one that packs.*packed=True"):
+        PackedText(paths, preprocessor, 4)
+    (tmp_path / "empty.txt").touch()
+    for documents, arguments, error, match in [
+        (str(tmp_path / "none.txt"), {}, FileNotFoundError, "there is no file '.*none.txt'"),
+        (str(tmp_path / "empty.txt"), {}, ValueError, "`documents` holds no text: '.*empty.txt'"),
+        ([], {}, ValueError, "`documents` holds no text"),
+        (paths, {"passes": 0}, ValueError, "`passes` must be an integer, at least 1"),
+        (paths, {"batch_size": 0}, ValueError, "`batch_size` must be an integer, at least 1"),
+        (paths, {"seed": "a"}, ValueError, "`seed` must be an integer from 0 on; got 'a'"),
+        (paths, {"seed": -1}, ValueError, "`seed` must be an integer from 0 on; got -1"),
+    ]:
+        with pytest.raises(error, match=match):
+            packed_text(documents, **arguments)
+    for name in ("text.txt.gz", "text.PARQUET", "text.json"):
+        (tmp_path / name).write_bytes(b"x")
+        with pytest.raises(ValueError, match=r"must be files of text, .*grain.MapDataset"):
+            packed_text(str(tmp_path / name))
+    (tmp_path / "latin.txt").write_bytes(b"one\ntw\xe9\n")
+    with pytest.raises(ValueError, match=r"is not UTF-8 in the line that begins at byte 4"):
+        list(packed_text(str(tmp_path / "latin.txt"), passes=1))
