@@ -49,7 +49,7 @@ def check_samples(name, x, preprocessor_cls, has_preprocessor):
             raise _no_preprocessor(name, preprocessor_cls, "train on tokens")
         return
     in_memory = isinstance(x, (str, bytes, dict, list, tuple, int, float))
-    if in_memory or (hasattr(x, "dtype") and hasattr(x, "shape")):
+    if x is None or in_memory or (hasattr(x, "dtype") and hasattr(x, "shape")):
         raise ValueError(
             f"`{name}` must be several strings, or tokens in a dictionary of `token_ids` and "
             f"`padding_mask` with the tokens that follow as labels; got {described(x)}."

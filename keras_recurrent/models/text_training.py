@@ -54,9 +54,10 @@ class TextTraining:
 
         Raises:
             ValueError: neither strings nor tokens nor a source of them, no strings at all, strings
-                where the model has no preprocessor, tokens without labels, or NumPy arrays with a
-                `token_ids` or, where its weight is not 0, a label that the vocabulary lacks, or
-                with a segment below 0; a `PackedText` without end and without `steps_per_epoch`.
+                where the model has no preprocessor or with labels beside them, tokens without
+                labels, or NumPy arrays with a `token_ids` or, where its weight is not 0, a label
+                that the vocabulary lacks, or with a segment below 0; a `PackedText` without end and
+                without `steps_per_epoch`.
         """
         self._check_samples(x, y, sample_weight)
         if is_strings(validation_data):
@@ -126,6 +127,11 @@ class TextTraining:
     def _check_samples(self, x, y=None, sample_weight=None, *, name="x"):
         """Raises for what cannot be learned: by its kind, or by the numbers in NumPy arrays."""
         check_samples(name, x, self.preprocessor_cls, self.preprocessor is not None)
+        if is_text(x) and not (y is None and sample_weight is None):
+            raise ValueError(
+                f"`y` and `sample_weight` are made of the strings in `{name}`: the tokens that "
+                "follow, and which of them are real. Leave them out."
+            )
         if not is_tokens(x):
             return
         size = self.backbone.vocabulary_size

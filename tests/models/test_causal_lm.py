@@ -347,6 +347,7 @@ def test_samples_are_strings_or_tokens_with_labels(has_preprocessor):
         (tokens.tolist(), "a list with list"),
         ("tick", "one string"),
         ({"tokens": tokens}, r"a dictionary of \['tokens'\]"),
+        (None, "NoneType"),
     ]:
         for use in (model.fit, model.evaluate):
             with pytest.raises(ValueError, match=rf"`x` must be several strings, .*got .*{got}"):
@@ -358,6 +359,10 @@ def test_samples_are_strings_or_tokens_with_labels(has_preprocessor):
         model.fit(good, verbose=0)
     with pytest.raises(ValueError, match="`validation_data` holds tokens, whose labels are needed"):
         model.fit(good, tokens, validation_data=(good,), verbose=0)
+    if has_preprocessor:
+        for use in (model.fit, model.evaluate):
+            with pytest.raises(ValueError, match="`y` and `sample_weight` are made of the strings"):
+                use(["a", "b"], np.array([1, 2]), verbose=0)
     for x in ([], np.array([], "str")):
         for use in (model.fit, model.evaluate):
             with pytest.raises(ValueError, match="`x` holds nothing"):
