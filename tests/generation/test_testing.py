@@ -180,9 +180,8 @@ def test_what_cannot_be_checked():
         ):
             with pytest.raises(ValueError, match=words):
                 check(*arguments)
-    model.backbone.token_embedding.embeddings.assign(
-        keras.ops.zeros_like(model.backbone.token_embedding.embeddings)
-    )
+    embeddings = model.backbone.token_embedding.embeddings
+    embeddings.assign(np.zeros(embeddings.shape, "float32"))
     if FAMILY != "transnormer" and model.backbone.token_embedding.tie_weights:
         with pytest.raises(ValueError, match="nothing would be found"):
             testing.assert_cached_equals_plain(model, ROWS, new_tokens=2)
