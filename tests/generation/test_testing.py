@@ -129,7 +129,8 @@ def test_a_wrong_state_is_found(monkeypatch):
 
 
 def test_a_mask_that_is_not_heeded_is_found(monkeypatch):
-    model = tiny_causal_lm(family=FAMILY)
+    # HGRN2 of this size hardly remembers the few tokens of padding: its best tokens stay the same.
+    model = tiny_causal_lm(family="griffin")
     hidden_states = model.backbone.hidden_states
 
     def ignores(token_ids, padding_mask=None, *args, **kwargs):

@@ -405,7 +405,7 @@ def test_an_empty_string_is_a_prompt():
     model = language_model()
     assert isinstance(model.generate("", max_length=4), str)
     model.preprocessor.add_start_token = False
-    with pytest.raises(ValueError, match="at least one token .* with `add_start_token=True`"):
+    with pytest.raises(ValueError, match=r"at least one token .* with `add_start_token=True`"):
         model.generate("", max_length=4)
 
 
