@@ -155,11 +155,8 @@ def _lower(ctx, *operands, launch):
 
 def _aliases(launch):
     """{the place of an operand: that of the result in its memory}; XLA copies where it must."""
-    if launch.updates is None:
-        return None
-    source, target = launch.updates
     written = [array is not None for array in launch.outputs]
-    return {sum(launch.inputs[:source]): sum(written[:target])}
+    return {sum(launch.inputs[:i]): sum(written[:out]) for i, out in launch.updates} or None
 
 
 def compile_launch(launch, inputs, target):
@@ -249,7 +246,7 @@ if INTERPRETED:
     mlir.register_lowering(_launch, _interpret, platform="cpu")
 
 
-def forward_operation(name, forward, results, count, updates=None):
+def forward_operation(name, forward, results, count, updates=()):
     """The function of an operation's tensors and options, without gradients."""
     del name, results, count, updates  # the launches say all
     return jax.jit(forward, static_argnames=tuple(options_of(forward)))

@@ -42,5 +42,6 @@ class Launch(NamedTuple):
     outputs: tuple  # `Array`s; None for one that is not wanted
     numbers: tuple  # sizes, strides and other scalars
     options: dict[str, Any]  # constants by name, and how many warps and registers a program has
-    # The places of an input and of the output that may take its memory, or None.
-    updates: tuple[int, int] | None = None
+    # The places of inputs and of their new values among the outputs: such an output holds what the
+    # input does before the kernel writes to it, and may take its memory.
+    updates: tuple[tuple[int, int], ...] = ()

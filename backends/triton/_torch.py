@@ -67,12 +67,17 @@ def _capability(device):
 
 def run(launch):
     """Runs a kernel on the device of its inputs; returns what it writes."""
-    first, (source, target) = _first(launch.inputs), launch.updates or (None, None)
-    overwritten = target if _overwrites.now else None
-    outputs = tuple(
-        launch.inputs[source] if i == overwritten else None if array is None else new(array, first)
-        for i, array in enumerate(launch.outputs)
-    )
+    first, before = _first(launch.inputs), {out: place for place, out in launch.updates}
+
+    def output(i, array):
+        if array is None:
+            return None
+        if i not in before:
+            return new(array, first)
+        given = launch.inputs[before[i]]
+        return given if _overwrites.now else cast(given, array.dtype)
+
+    outputs = tuple(output(i, array) for i, array in enumerate(launch.outputs))
     arguments = *launch.inputs, *outputs, *launch.numbers
     try:
         launch.kernel[(launch.programs,)](*arguments, **launch.options)
@@ -83,7 +88,7 @@ def run(launch):
 
 
 class _Overwrites(threading.local):
-    """Whether launches write an updated state into the memory of the one before."""
+    """Whether launches write updated states into the memory of those before."""
 
     now = False
 
@@ -168,55 +173,60 @@ def _operator(name, function, fake, names, options, count):
     return operator
 
 
-def _parameters(names, options, updated=None):
+def _parameters(names, options, updated=()):
     """The parameters in the schema of a custom operator."""
-    tensors = [f"Tensor(a!) {n}" if n == updated else f"Tensor? {n}" for n in names]
+    tensors = [f"Tensor({n}!) {n}" if n in updated else f"Tensor? {n}" for n in names]
     others = [f"{_SCHEMA_TYPES[kind]} {option}" for option, kind in options.items()]
     return ", ".join(tensors + others)
 
 
-def forward_operation(name, forward, results, count, updates=None):
+def forward_operation(name, forward, results, count, updates=()):
     """The function of an operation's tensors and options, without gradients, as a custom operator.
 
     forward and results are as those of an `Operation`, and return `count` arrays. updates: the
-    tensor of which the last one is the new value. Where states may be overwritten
-    (`backends/torch/_states.py`), that is written in its place.
+    tensors of which the last ones are the new values. Where states may be overwritten
+    (`backends/torch/_states.py`), these are written in their places.
     """
     tensors, options = tensors_of(forward), options_of(forward)
     operator = _operator(
         f"keras_recurrent::triton_{name}", forward, results, tensors, options, count
     )
-    if updates is None:
+    if not updates:
         return lambda *given, **chosen: operator(*given, *(chosen[name] for name in options))
-    place = tensors.index(updates)
+    places, new_ones = [tensors.index(updated) for updated in updates], count - len(updates)
 
-    def overwrite(*given):
+    def overwrite(*arguments):
+        given = contiguous(*arguments[: len(tensors)])
+        chosen = dict(zip(options, arguments[len(tensors) :], strict=True))
         _overwrites.now = True
         try:
             with on_device_of(_first(given)):
-                found = forward(*contiguous(*given))[:-1]
+                found = forward(*given, **chosen)[:new_ones]
         finally:
             _overwrites.now = False
-        return found[0] if count == 2 else found
+        return found[0] if new_ones == 1 else found
 
-    def overwrite_fake(*given):
-        found = [new(array, _first(given)) for array in results(*given)[:-1]]
-        return found[0] if count == 2 else tuple(found)
+    def overwrite_fake(*arguments):
+        given = arguments[: len(tensors)]
+        chosen = dict(zip(options, arguments[len(tensors) :], strict=True))
+        found = [new(array, _first(given)) for array in results(*given, **chosen)[:new_ones]]
+        return found[0] if new_ones == 1 else tuple(found)
 
-    outputs = "Tensor" if count == 2 else f"({', '.join(['Tensor'] * (count - 1))})"
+    outputs = "Tensor" if new_ones == 1 else f"({', '.join(['Tensor'] * new_ones)})"
     in_place = torch.library.custom_op(
         f"keras_recurrent::triton_{name}_",
         overwrite,
-        mutates_args=(updates,),
+        mutates_args=tuple(updates),
         schema=f"({_parameters(tensors, options, updates)}) -> {outputs}",
     )
     in_place.register_fake(overwrite_fake)
 
-    def call(*given):
-        if not may_be_overwritten() or not given[place].is_contiguous():
-            return operator(*given)
-        found = in_place(*given)
-        return *(found if isinstance(found, tuple) else (found,)), given[place]
+    def call(*given, **chosen):
+        arguments = *given, *(chosen[name] for name in options)
+        if not may_be_overwritten() or not all(given[i].is_contiguous() for i in places):
+            return operator(*arguments)
+        found = in_place(*arguments)
+        return *(found if new_ones > 1 else (found,)), *(given[i] for i in places)
 
     return call
 

@@ -99,8 +99,8 @@ def forward(q, f, v, memory, lower_bound, token_kind):
     outputs = results(*tensors)
     programs = batch * heads * triton.cdiv(values, block_v)
     return run(
-        Launch(_kernel, programs, tensors, outputs, (heads, keys**-0.5), options, updates=(3, 1))
+        Launch(_kernel, programs, tensors, outputs, (heads, keys**-0.5), options, updates=((3, 1),))
     )
 
 
-_hgrn2_step = forward_operation("hgrn2_step", forward, results, count=2, updates="memory")
+_hgrn2_step = forward_operation("hgrn2_step", forward, results, count=2, updates=("memory",))

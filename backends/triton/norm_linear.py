@@ -1,14 +1,15 @@
-"""y = RMSNorm(x) W + b for a single row: what a step of generation spends most of its time on.
+"""y = RMSNorm(x) W + b for a few rows: what a step of generation spends most of its time on.
 
-A program makes some columns of y from all of x, and reads its part of each weight once, in loads
-that are all under way together. The norm's factor r is the same for the whole row, so it multiplies
-the sums, r Σ x_k s_k W_kn, and the squares of x are summed in the same walk.
+A program makes some columns of y from all channels of x. Where launches overlap, the first programs
+ask for all weights to be brought into the L2 cache before x is there, while the launch before
+still runs: so memory is busy all the time, and a launch waits for little but the cache.
 """
 
 import triton
 import triton.language as tl
 
-from keras_recurrent.backends.triton._ahead import let_next_launch_begin, wait_for_launch_before
+from keras_recurrent.backends.triton._ahead import fetch_ahead, let_next_launch_begin
+from keras_recurrent.backends.triton._common import MULTIPROCESSORS
 from keras_recurrent.backends.triton._framework import (
     forward_operation,
     overlap,
@@ -17,10 +18,14 @@ from keras_recurrent.backends.triton._framework import (
 )
 from keras_recurrent.backends.triton._launch import Array, Launch, dtype_name
 from keras_recurrent.backends.triton._math import gelu, silu
+from keras_recurrent.backends.triton._norm_linear_products import of_one_row, of_rows
 
 _GATES = (None, "silu", "gelu")
-_TILE = {"BLOCK_N": 16, "num_warps": 8}
+MOST_ROWS = 16  # that tensor cores take at once
+_TILE = {"BLOCK_B": 1, "BLOCK_N": 16, "STAGES": 1, "num_warps": 8}
 _BLOCK_K = {"bfloat16": 2048, "float32": 512}
+_TILE_OF_ROWS = {"BLOCK_B": 16, "BLOCK_N": 32, "BLOCK_K": 128, "STAGES": 4, "num_warps": 4}
+_TILE_OF_FLOAT32 = {"BLOCK_B": 16, "BLOCK_N": 32, "BLOCK_K": 64, "STAGES": 2, "num_warps": 4}
 
 
 def unsupported(
@@ -37,8 +42,8 @@ def unsupported(
     gate=None,
 ) -> str | None:
     """Why this implementation refuses these arguments; None if it accepts them."""
-    if x.shape[0] != 1:
-        return f"is for a single row, got {x.shape[0]}: products of matrices are faster"
+    if x.shape[0] > MOST_ROWS:
+        return f"is for up to {MOST_ROWS} rows, got {x.shape[0]}: products of matrices are faster"
     kernels = [k for k in (kernel, kernel_2, kernel_3) if k is not None]
     dtypes = {dtype_name(t) for t in (x, *kernels)}
     if dtypes not in ({"float32"}, {"bfloat16"}):
@@ -59,7 +64,7 @@ def norm_linear(
     epsilon=None,
     gate=None,
 ):
-    """x: [1, K]; scale: [K]; kernels: [K, N] each. Returns a tuple of [1, N] in x's dtype."""
+    """x: [B, K]; scale: [K]; kernels: [K, N] each. Returns a tuple of [B, N] in x's dtype."""
     tensors = x, scale, kernel, kernel_2, kernel_3, bias, bias_2, bias_3, residual
     epsilon = -1.0 if epsilon is None else float(epsilon)
     found = _norm_linear(*tensors, epsilon=epsilon, gate=_GATES.index(gate))
@@ -68,9 +73,14 @@ def norm_linear(
 
 
 @triton.jit
-def _weights(kernel, k, n, K: tl.constexpr, N: tl.constexpr):
-    valid = (k < K)[:, None] & (n < N)[None, :]
-    return tl.load(kernel + k[:, None] * N + n[None, :], valid, other=0.0)
+def _store_columns(total, bias, residual, y, n, rows, N: tl.constexpr):
+    row = tl.arange(0, total.shape[0])
+    places, valid = row[:, None] * N + n[None, :], (row < rows)[:, None] & (n < N)[None, :]
+    if bias is not None:
+        total += tl.load(bias + n, n < N, other=0.0).to(tl.float32)[None, :]
+    if residual is not None:
+        total += tl.load(residual + places, valid, other=0.0).to(tl.float32)
+    tl.store(y + places, total, valid)
 
 
 @triton.jit
@@ -80,63 +90,42 @@ def _maps(
     kernel,
     other,
     n,
+    rows,
     epsilon,
     K: tl.constexpr,
     N: tl.constexpr,
     NORM: tl.constexpr,
     PAIR: tl.constexpr,
+    BLOCK_B: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    SHORT: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """The columns n of RMSNorm(x) W and, with PAIR, of the same with `other`."""
-    total = tl.zeros((BLOCK_K, n.shape[0]), tl.float32)
-    beside = tl.zeros((BLOCK_K, n.shape[0]), tl.float32)
-    squares = tl.zeros((BLOCK_K,), tl.float32)
-    for i in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
-        k = i * BLOCK_K + tl.arange(0, BLOCK_K)
-        weight = _weights(kernel, k, n, K, N)
-        weight_2 = weight
-        if PAIR:
-            weight_2 = _weights(other, k, n, K, N)
-        factor = 1.0
-        if scale is not None:
-            factor = tl.load(scale + k, k < K, other=0.0).to(tl.float32)
-        if AHEAD and i == 0:
-            wait_for_launch_before()
-        value = tl.load(x + k, k < K, other=0.0).to(tl.float32)
-        squares += value * value
-        value = (value * factor)[:, None]
-        total += value * weight.to(tl.float32)
-        if PAIR:
-            beside += value * weight_2.to(tl.float32)
-    total, beside = tl.sum(total, 0), tl.sum(beside, 0)
-    if NORM:
-        z = tl.sum(squares, 0) / K + epsilon
-        r = tl.where(z == 0, 0.0, tl.div_rn(1.0, tl.sqrt_rn(tl.where(z == 0, 1.0, z))))
-        total *= r
-        beside *= r
+    if BLOCK_B == 1:
+        total, beside = of_one_row(
+            x, scale, kernel, other, n, epsilon, K, N, NORM, PAIR, BLOCK_K, AHEAD
+        )
+    else:
+        total, beside = of_rows(
+            x,
+            scale,
+            kernel,
+            other,
+            n,
+            rows,
+            epsilon,
+            K,
+            N,
+            NORM,
+            PAIR,
+            BLOCK_B,
+            BLOCK_K,
+            STAGES,
+            SHORT,
+            AHEAD,
+        )
     return total, beside
-
-
-@triton.jit
-def _further_map(
-    x,
-    scale,
-    kernel,
-    bias,
-    y,
-    n,
-    epsilon,
-    K: tl.constexpr,
-    N: tl.constexpr,
-    NORM: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
-    total, _ = _maps(x, scale, kernel, None, n, epsilon, K, N, NORM, False, BLOCK_K, AHEAD)
-    if bias is not None:
-        total += tl.load(bias + n, n < N, other=0.0).to(tl.float32)
-    tl.store(y + n, total, n < N)
 
 
 @triton.jit
@@ -153,6 +142,7 @@ def _kernel(
     y,
     y_2,
     y_3,
+    rows,
     epsilon,
     K: tl.constexpr,
     N: tl.constexpr,
@@ -160,39 +150,101 @@ def _kernel(
     N_3: tl.constexpr,
     NORM: tl.constexpr,
     GATE: tl.constexpr,
+    BLOCK_B: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    SHORT: tl.constexpr,
+    FETCHERS: tl.constexpr,
+    THREADS: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    if AHEAD:
-        let_next_launch_begin()
     TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     TILES_2: tl.constexpr = 0 if GATE else (N_2 + BLOCK_N - 1) // BLOCK_N
     tile = tl.program_id(0)
+    if AHEAD:
+        let_next_launch_begin()
+        if tile < FETCHERS:
+            BYTES: tl.constexpr = K * (2 if SHORT else 4)
+            fetch_ahead(kernel, BYTES * N, tile, FETCHERS, THREADS)
+            if kernel_2 is not None:
+                fetch_ahead(kernel_2, BYTES * N_2, tile, FETCHERS, THREADS)
+            if kernel_3 is not None:
+                fetch_ahead(kernel_3, BYTES * N_3, tile, FETCHERS, THREADS)
     if tile < TILES:
         n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        valid = n < N
         total, beside = _maps(
-            x, scale, kernel, kernel_2, n, epsilon, K, N, NORM, GATE != 0, BLOCK_K, AHEAD
+            x,
+            scale,
+            kernel,
+            kernel_2,
+            n,
+            rows,
+            epsilon,
+            K,
+            N,
+            NORM,
+            GATE != 0,
+            BLOCK_B,
+            BLOCK_K,
+            STAGES,
+            SHORT,
+            AHEAD,
         )
-        if bias is not None:
-            total += tl.load(bias + n, valid, other=0.0).to(tl.float32)
         if GATE:
+            if bias is not None:
+                total += tl.load(bias + n, n < N, other=0.0).to(tl.float32)[None, :]
             if bias_2 is not None:
-                beside += tl.load(bias_2 + n, valid, other=0.0).to(tl.float32)
+                beside += tl.load(bias_2 + n, n < N, other=0.0).to(tl.float32)[None, :]
             total = (silu(total) if GATE == 1 else gelu(total)) * beside
-        if residual is not None:
-            total += tl.load(residual + n, valid, other=0.0).to(tl.float32)
-        tl.store(y + n, total, valid)
+            _store_columns(total, None, residual, y, n, rows, N)
+        else:
+            _store_columns(total, bias, residual, y, n, rows, N)
     # Two conditions each: the compiler knows the first.
     if kernel_2 is not None and GATE == 0:  # noqa: SIM102
         if tile >= TILES and tile < TILES + TILES_2:
             n = (tile - TILES) * BLOCK_N + tl.arange(0, BLOCK_N)
-            _further_map(x, scale, kernel_2, bias_2, y_2, n, epsilon, K, N_2, NORM, BLOCK_K, AHEAD)
+            total, _ = _maps(
+                x,
+                scale,
+                kernel_2,
+                None,
+                n,
+                rows,
+                epsilon,
+                K,
+                N_2,
+                NORM,
+                False,
+                BLOCK_B,
+                BLOCK_K,
+                STAGES,
+                SHORT,
+                AHEAD,
+            )
+            _store_columns(total, bias_2, None, y_2, n, rows, N_2)
     if kernel_3 is not None:  # noqa: SIM102
         if tile >= TILES + TILES_2:
             n = (tile - TILES - TILES_2) * BLOCK_N + tl.arange(0, BLOCK_N)
-            _further_map(x, scale, kernel_3, bias_3, y_3, n, epsilon, K, N_3, NORM, BLOCK_K, AHEAD)
+            total, _ = _maps(
+                x,
+                scale,
+                kernel_3,
+                None,
+                n,
+                rows,
+                epsilon,
+                K,
+                N_3,
+                NORM,
+                False,
+                BLOCK_B,
+                BLOCK_K,
+                STAGES,
+                SHORT,
+                AHEAD,
+            )
+            _store_columns(total, bias_3, None, y_3, n, rows, N_3)
 
 
 def results(
@@ -231,15 +283,22 @@ def forward(
 ):
     tensors = x, scale, kernel, kernel_2, kernel_3, bias, bias_2, bias_3, residual
     outputs = results(*tensors, epsilon=epsilon, gate=gate)
-    channels = x.shape[1]
+    rows, channels = x.shape
+    options = _tile(rows, channels, dtype_name(kernel))
     widths = [0 if w is None else w.shape[1] for w in (kernel, kernel_2, kernel_3)]
     columns = [widths[0], 0 if gate else widths[1], widths[2]]
-    programs = sum(triton.cdiv(n, _TILE["BLOCK_N"]) for n in columns)
-    options = dict(zip(("K", "N", "N_2", "N_3"), (channels, *widths), strict=True))
-    options |= {"NORM": epsilon >= 0, "GATE": gate, **_TILE, **overlap(x)}
-    largest = _BLOCK_K[dtype_name(kernel)]
-    options["BLOCK_K"] = min(largest, triton.next_power_of_2(max(16, channels)))
-    return run(Launch(_kernel, programs, tensors, outputs, (epsilon,), options))
+    programs = sum(triton.cdiv(n, options["BLOCK_N"]) for n in columns)
+    options |= dict(zip(("K", "N", "N_2", "N_3"), (channels, *widths), strict=True))
+    options |= {"NORM": epsilon >= 0, "GATE": gate, "SHORT": dtype_name(kernel) == "bfloat16"}
+    options |= {"FETCHERS": min(programs, MULTIPROCESSORS), "THREADS": 32 * options["num_warps"]}
+    options |= overlap(x)
+    return run(Launch(_kernel, programs, tensors, outputs, (rows, epsilon), options))
+
+
+def _tile(rows, channels, dtype):
+    if rows > 1:
+        return dict(_TILE_OF_ROWS if dtype == "bfloat16" else _TILE_OF_FLOAT32)
+    return _TILE | {"BLOCK_K": min(_BLOCK_K[dtype], triton.next_power_of_2(max(16, channels)))}
 
 
 _norm_linear = forward_operation("norm_linear", forward, results, count=3)

@@ -189,7 +189,7 @@ def forward(
     shapes = tuple(window.shape), tuple(hidden.shape)
     outputs = like(x), *(Array(shape, "float32") for shape in shapes)
     # The window is not written over: other programs read it for their own channels.
-    return run(Launch(_kernel, programs, tensors, outputs, (width,), options, updates=(3, 2)))
+    return run(Launch(_kernel, programs, tensors, outputs, (width,), options, updates=((3, 2),)))
 
 
-_rg_lru_step = forward_operation("rg_lru_step", forward, results, count=3, updates="hidden")
+_rg_lru_step = forward_operation("rg_lru_step", forward, results, count=3, updates=("hidden",))

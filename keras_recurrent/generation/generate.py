@@ -13,6 +13,11 @@ def only_chooses(sampler):
     return all(getattr(type(sampler), name) is getattr(Sampler, name) for name in names)
 
 
+def takes_the_largest(sampler):
+    """Whether it is KerasHub's greedy one: the largest logit has the largest probability."""
+    return type(sampler) is keras_hub.samplers.GreedySampler and sampler.temperature > 0
+
+
 def make_loops(model, compiled):
     """What reads and writes for a model: a `torch_loop.Loop` or the `programs.Programs`.
 

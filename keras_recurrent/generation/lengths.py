@@ -1,7 +1,8 @@
 """Which lengths of rows share a program, how prompts are cut, and how much room a cache has."""
 
 SHORTEST, FACTOR, FINE = 64, 4, 1024
-SHORTEST_PIECE, LONGEST_PIECE, PIECES = 256, 4096, 16
+SHORTEST_PIECE, PIECES = 256, 16
+TOKENS_AT_ONCE = 16_384  # of all rows: some 1.5 GiB in a model of two billion parameters
 
 
 def bucket(length):
@@ -16,9 +17,15 @@ def bucket(length):
     return room
 
 
-def piece(room):
+def longest_piece(batch_size):
+    """How many tokens of each row are read at once at most, a power of two."""
+    share = max(SHORTEST_PIECE, TOKENS_AT_ONCE // batch_size)
+    return 1 << share.bit_length() - 1
+
+
+def piece(batch_size, room):
     """How many tokens of rows of `room` tokens are read at once, where they are many."""
-    return min(room, LONGEST_PIECE, max(SHORTEST_PIECE, room // PIECES))
+    return min(room, longest_piece(batch_size), max(SHORTEST_PIECE, room // PIECES))
 
 
 def initial_cache(model, batch_size, length, keep):

@@ -107,7 +107,7 @@ def write(network, cache, token_ids, lengths, limit, stop_token_ids, seeds, keep
 
 def read(network, cache, token_ids, lengths):
     """The cache after the first `lengths` [B] tokens of each row."""
-    size = piece(token_ids.shape[1])
+    size = piece(*token_ids.shape)
     longest, places = ops.max(lengths), ops.arange(size, dtype="int32")
 
     def goes_on(start, cache):

@@ -9,6 +9,7 @@ from keras import ops
 
 from keras_recurrent.dispatch import chosen_name
 from keras_recurrent.generation import loop
+from keras_recurrent.generation.generate import takes_the_largest
 from keras_recurrent.generation.lengths import bucket, initial_cache
 from keras_recurrent.generation.ways import tell
 from keras_recurrent.layers.one_token import writing
@@ -26,10 +27,10 @@ class Programs:
     def __init__(self, model, compiled):
         self._model = model
         if keras.config.backend() == "jax":
-            self._read, self._write, self._begin, self._advance = _of_jax(model)
+            self._read, self._write, self._begin = _of_jax(model)
         else:
             compiled = _xla_can(model) if compiled is None else compiled
-            self._read, self._write, self._begin, self._advance = _of_tensorflow(model, compiled)
+            self._read, self._write, self._begin = _of_tensorflow(model, compiled)
 
     def read(self, token_ids, lengths, cache):
         """The cache after the first `lengths` (NumPy, [B]) tokens of each row (NumPy, [B, T])."""
@@ -53,23 +54,33 @@ class Programs:
             cache = initial_cache(self._model, len(lengths), token_ids.shape[1], keep=True)
         cache = self.read(token_ids, lengths - 1, cache)
         last = token_ids[np.arange(len(lengths)), lengths - 1][:, None]
-        room = _distributed(np.asarray(token_ids.shape[1] - lengths, "int32"))
-        walk = self._begin(cache, _distributed(last), room)
-        return Steps(self._model, self._advance, walk, room, stop_token_ids)
+        room = np.asarray(token_ids.shape[1] - lengths, "int32")
+        walk, advance = self._begin(cache, _distributed(last), _distributed(room), stop_token_ids)
+        return Steps(self._model.sampler, advance, walk, int(room.max()))
 
 
 class Steps:
-    """Tokens of all rows, one at each call; the next one is under way before it is asked for."""
+    """Tokens of all rows, one at each call; the next one is under way before it is asked for.
 
-    def __init__(self, model, advance, walk, room, stop_token_ids):
-        self._sampler, self._advance = model.sampler, advance
-        self._walk, self._room, self._stops = walk, room, stop_token_ids
+    Args:
+        sampler: the sampler of the model, which chooses tokens.
+        advance: a function from a `loop.Walk` to the one with a token more.
+        walk: the `loop.Walk` where the rows begin.
+        longest: how many tokens the row with most room has room for.
+    """
+
+    def __init__(self, sampler, advance, walk, longest):
+        self._sampler, self._advance = sampler, advance
+        self._walk = self._ahead = walk
+        self._left = longest
         self._launch()
 
     def _launch(self):
-        self._seeds = self._seeds_now()
-        self._ahead = self._advance(self._walk, self._room, self._stops)
-        self._drawn = self._seeds_now()
+        if self._left:
+            self._left -= 1
+            self._seeds = self._seeds_now()
+            self._ahead = self._advance(self._walk)
+            self._drawn = self._seeds_now()
 
     def _seeds_now(self):
         return [ops.copy(v.value) for v in self._sampler.variables]
@@ -77,8 +88,9 @@ class Steps:
     def __call__(self):
         """Tokens [B], a NumPy array; of a row that is done, its last one again."""
         self._walk = self._ahead
-        if not ops.convert_to_numpy(self._walk.done).all():
-            self._launch()
+        # Before the host waits for the device. Where all rows have just met stop tokens, this step
+        # changes nothing.
+        self._launch()
         return ops.convert_to_numpy(self._walk.token)[:, 0]
 
     def cache(self):
@@ -122,6 +134,8 @@ def _step(model, token_ids, mask, cache):
 
 
 def _choice(sampler, logits):
+    if takes_the_largest(sampler):
+        return ops.argmax(logits, axis=-1)
     return sampler.get_next_token(sampler.compute_probabilities(logits))
 
 
@@ -190,19 +204,18 @@ def _of_jax(model):
         assign(drawn)
         return token_ids, lengths, *after
 
-    def begin(cache, token, room):
-        return loop.begin(cache, ops.convert_to_tensor(token), ops.convert_to_tensor(room), seeds())
+    def begin(cache, token, room, stop_token_ids):
+        token, room, now = ops.convert_to_tensor(token), ops.convert_to_tensor(room), weights()
+        chosen = {"stop_token_ids": stop_token_ids, "implementation": chosen_name()}
 
-    def advance(walk, room, stop_token_ids):
-        walk = step_program(
-            *(walk._replace(seeds=seeds()), room, weights()),
-            stop_token_ids=stop_token_ids,
-            implementation=chosen_name(),
-        )
-        assign(walk.seeds)
-        return walk
+        def advance(walk):
+            walk = step_program(walk._replace(seeds=seeds()), room, now, **chosen)
+            assign(walk.seeds)
+            return walk
 
-    return read, write, begin, advance
+        return loop.begin(cache, token, room, seeds()), advance
+
+    return read, write, begin
 
 
 def _xla_can(model):
@@ -256,10 +269,12 @@ def _of_tensorflow(model, compiled):
     def write(*arguments):
         return write_program(*arguments, traced_for())
 
-    def begin(cache, token, room):
-        return loop.begin(cache, ops.convert_to_tensor(token), ops.convert_to_tensor(room), ())
+    def begin(cache, token, room, stop_token_ids):
+        token, room, now = ops.convert_to_tensor(token), ops.convert_to_tensor(room), traced_for()
 
-    def advance(*arguments):
-        return step_program(*arguments, traced_for())
+        def advance(walk):
+            return step_program(walk, room, stop_token_ids, now)
 
-    return read, write, begin, advance
+        return loop.begin(cache, token, room, ()), advance
+
+    return read, write, begin

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import torch
 
-from keras_recurrent.generation.lengths import LONGEST_PIECE, initial_cache
+from keras_recurrent.generation.lengths import initial_cache, longest_piece
 from keras_recurrent.generation.torch_rows import Rows
 from keras_recurrent.generation.torch_sampling import Choice
 from keras_recurrent.generation.torch_ways import Ways
@@ -34,8 +34,9 @@ class Loop:
         """The cache after the first `lengths` (NumPy, [B]) tokens of each row (NumPy, [B, T])."""
         token_ids = keras.ops.convert_to_tensor(token_ids)
         rows = torch.as_tensor(lengths, device=token_ids.device)[:, None]
-        for start in range(0, int(lengths.max()), LONGEST_PIECE):
-            stop = min(start + LONGEST_PIECE, int(lengths.max()))
+        size = longest_piece(len(lengths))
+        for start in range(0, int(lengths.max()), size):
+            stop = min(start + size, int(lengths.max()))
             mask = None
             if stop > lengths.min():
                 mask = torch.arange(start, stop, device=token_ids.device) < rows

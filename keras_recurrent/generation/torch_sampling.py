@@ -8,6 +8,8 @@ import keras
 import keras_hub
 import torch
 
+from keras_recurrent.generation.generate import takes_the_largest
+
 
 class Choice:
     """The next token of each row, from logits [B, vocabulary], for a sampler.
@@ -24,7 +26,7 @@ class Choice:
 
     def __init__(self, sampler):
         self._sampler, self._candidates = sampler, _DRAWN.get(type(sampler))
-        own = self._candidates is not None or type(sampler) is keras_hub.samplers.GreedySampler
+        own = self._candidates is not None or takes_the_largest(sampler)
         self.waits_for_nothing = own
         self.settings = (type(sampler), str(sampler.get_config())) if own else None
         self.generator = None
@@ -51,9 +53,9 @@ class Choice:
         sampler = self._sampler
         if not self.waits_for_nothing:
             return sampler.get_next_token(sampler.compute_probabilities(logits))
-        probabilities = torch.softmax(logits.float() / sampler.temperature, dim=-1)
         if self._candidates is None:
-            return probabilities.argmax(dim=-1)
+            return logits.argmax(dim=-1)
+        probabilities = torch.softmax(logits.float() / sampler.temperature, dim=-1)
         probabilities, tokens = self._candidates(sampler, probabilities)
         # As Keras and `torch.multinomial` do, of which the latter waits to see whether all numbers
         # are in order.

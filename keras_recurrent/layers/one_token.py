@@ -11,6 +11,8 @@ from keras_recurrent.layers.rms_norm import RMSNorm
 from keras_recurrent.ops.gated_linear_unit import gated_linear_unit
 from keras_recurrent.ops.norm_linear import norm_linear
 
+MOST_ROWS = 16  # that the kernels of `norm_linear` take at once
+
 
 class _Writing(threading.local):
     now = False
@@ -81,7 +83,7 @@ def is_hooked(layer):
 
 def linear(x, layers, norm=None, gate=None, residual=None):
     """The outputs of some `Dense` for x [B, D], behind a norm, as in `ops.norm_linear`."""
-    if x.shape[0] == 1:
+    if x.shape[0] <= MOST_ROWS:
         return norm_linear(
             x,
             [ops.cast(dense.kernel, dense.compute_dtype) for dense in layers],

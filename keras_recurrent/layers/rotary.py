@@ -3,6 +3,12 @@
 from keras import ops
 
 
+def frequencies(rotary_dim, max_wavelength, dtype):
+    """By how many radians a token pairs of channels turn, as in `rotate`."""
+    half = rotary_dim // 2
+    return max_wavelength ** (-ops.arange(half, dtype=dtype) / max(half, 1))
+
+
 def rotate(x, positions, max_wavelength, rotary_dim):
     """Turns pairs of channels by angles that grow with the position (RoPE, arXiv:2104.09864).
 
@@ -16,8 +22,8 @@ def rotate(x, positions, max_wavelength, rotary_dim):
         rotary_dim: integer, even, at most head_dim.
     """
     half = rotary_dim // 2
-    frequency = max_wavelength ** (-ops.arange(half, dtype=x.dtype) / max(half, 1))
-    angle = ops.cast(positions, x.dtype)[:, :, None, None] * frequency
+    angle = ops.cast(positions, x.dtype)[:, :, None, None]
+    angle = angle * frequencies(rotary_dim, max_wavelength, x.dtype)
     cos, sin = ops.cos(angle), ops.sin(angle)
     a, b, rest = x[..., :half], x[..., half:rotary_dim], x[..., rotary_dim:]
     return ops.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)

@@ -3,7 +3,8 @@
 Those over time return `(output, final_state)`; `gated_linear_unit`, `log_forget_gate`, `rms_norm`
 and `token_crossentropy` see one token at a time, and return their output alone.
 
-`norm_linear`, `hgrn2_step` and `rg_lru_step` are for generation, which asks for no gradients.
+`norm_linear`, `hgrn2_step`, `rg_lru_step` and `local_attention_step` are for generation, which asks
+for no gradients.
 
 Gradients are of first order and in reverse mode on every backend. Second derivatives are to be had
 with the implementations `jax` and `tensorflow`, forward mode (tangents) with `tensorflow`; of
@@ -18,6 +19,7 @@ from keras_recurrent.ops.gated_linear_unit import gated_linear_unit
 from keras_recurrent.ops.hgrn2_step import hgrn2_step
 from keras_recurrent.ops.lightning_attention import lightning_attention
 from keras_recurrent.ops.linear_scan import linear_scan
+from keras_recurrent.ops.local_attention_step import local_attention_step
 from keras_recurrent.ops.log_forget_gate import log_forget_gate
 from keras_recurrent.ops.norm_linear import norm_linear
 from keras_recurrent.ops.operation import which_implementation
@@ -36,6 +38,7 @@ __all__ = [
     "hgrn2_step",
     "lightning_attention",
     "linear_scan",
+    "local_attention_step",
     "log_forget_gate",
     "norm_linear",
     "rg_lru",

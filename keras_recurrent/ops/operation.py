@@ -15,6 +15,7 @@ INTEGERS = (
     "previous_segment_id",
     "initial_state['position']",
     "tokens",
+    "position",
     "positions",
 )
 OPERATIONS: dict[str, type["Operation"]] = {}

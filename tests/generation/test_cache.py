@@ -189,10 +189,8 @@ def other_model(model, **kwargs):
 
 @shared_by_families
 def test_long_prompts_are_read_in_pieces(family, monkeypatch):
-    module = "torch_loop" if BACKEND == "torch" else "lengths"
-    monkeypatch.setattr(f"keras_recurrent.generation.{module}.LONGEST_PIECE", 4)
-    if BACKEND != "torch":
-        monkeypatch.setattr("keras_recurrent.generation.lengths.SHORTEST_PIECE", 4)
+    monkeypatch.setattr("keras_recurrent.generation.lengths.SHORTEST_PIECE", 4)
+    monkeypatch.setattr("keras_recurrent.generation.lengths.TOKENS_AT_ONCE", 4)
     model = tiny_causal_lm(family=family)
     rows = given((30, 11, 4))
     lengths, hidden_states = [], type(model.backbone).hidden_states

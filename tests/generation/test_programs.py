@@ -38,7 +38,7 @@ def test_buckets():
     for length in (1, 64, 65, 1025, 32768, 100_000):
         room = bucket(length)
         assert room >= length
-        assert room % piece(room) == 0
+        assert room % piece(3, room) == 0
         assert room <= 2 * length or room <= 1024
 
 
@@ -80,10 +80,8 @@ def test_prompts_are_read_in_pieces(family, monkeypatch):
     model = tiny_causal_lm(family=family, num_layers=1)
     model.compile(sampler="greedy")
     expected = generate(model, (50, 3, 31), 60)["token_ids"]
-    if BACKEND == "torch":
-        monkeypatch.setattr("keras_recurrent.generation.torch_loop.LONGEST_PIECE", 16)
-    else:
-        monkeypatch.setattr("keras_recurrent.generation.loop.piece", lambda room: 16)
+    monkeypatch.setattr("keras_recurrent.generation.lengths.SHORTEST_PIECE", 16)
+    monkeypatch.setattr("keras_recurrent.generation.lengths.TOKENS_AT_ONCE", 16)
     model.compile(sampler="greedy")
     np.testing.assert_array_equal(generate(model, (50, 3, 31), 60)["token_ids"], expected)
 

@@ -30,6 +30,8 @@ CASES = {
     "bare": Case(1, parameters=False, norm=False),
     "bfloat16": Case(1, "bfloat16", widths=(16, 33, 7), channels=70, kinds=True),
     "bfloat16, gelu": Case(1, "bfloat16", widths=(40, 40), gate="gelu", residual=True),
+    "bfloat16, rows": Case(5, "bfloat16", widths=(16, 33, 7), channels=300, kinds=True),
+    "bfloat16, 16 rows, silu": Case(16, "bfloat16", widths=(40, 40), gate="silu", residual=True),
     "many channels": Case(1, "bfloat16", channels=2100, widths=(16,), residual=True),
     "float16": Case(2, "float16", kinds=True),
     "float64": Case(2, "float64", widths=(16, 33), kinds=True, scale="extreme"),
@@ -89,13 +91,46 @@ def rg_lru_step(rng, case):
     return tensors | {"token_kind": np.arange(case.rows) % 3 if case.kinds else None}, {}
 
 
-OPERATIONS = (norm_linear, hgrn2_step, rg_lru_step)
+def local_attention_step(rng, case):
+    share, groups, slots = len(case.widths), 1 + case.channels % 2, case.channels // 2
+    width, values = case.channels, 5 + len(case.widths)
+    position = rng.integers(0, 3 * slots, case.rows)
+    filled = (np.arange(slots) < position[:, None])[:, :, None, None]
+    tensors = {
+        "q": _numbers(rng, case, case.rows, share * groups, width),
+        "k": _numbers(rng, case, case.rows, groups, width),
+        # Of one sign, so that an output is no small difference of large sums.
+        "v": rng.uniform(0.5, 2, size=(case.rows, groups, values)),
+        "key": rng.normal(size=(case.rows, slots, groups, width)) * filled,
+        "value": rng.uniform(0.5, 2, size=(case.rows, slots, groups, values)) * filled,
+        "position": position,
+        "frequencies": None,
+        "token_kind": np.arange(case.rows) % 3 if case.kinds else None,
+    }
+    if case.parameters:
+        tensors["frequencies"] = 10.0 ** -np.arange(width // 4)
+    return tensors, {"sliding_window": slots + 1 if case.norm else None}
+
+
+OPERATIONS = (norm_linear, hgrn2_step, rg_lru_step, local_attention_step)
 DRAW = {operation.__name__: operation for operation in OPERATIONS}
 # Weights and states that are float32 beside tensors of 16 bits.
 IN_FLOAT32 = ("scale", "lower_bound", "memory", "window", "hidden", "conv_kernel", "conv_bias")
-IN_FLOAT32 += ("a_logit",)
+IN_FLOAT32 += ("a_logit", "frequencies")
+INTEGERS = {"token_kind": "int8", "position": "int32"}
 # {operation: what is drawn of its states}
-STATES = {"norm_linear": (), "hgrn2_step": ("memory",), "rg_lru_step": ("window", "hidden")}
+STATES = {
+    "norm_linear": (),
+    "hgrn2_step": ("memory",),
+    "rg_lru_step": ("window", "hidden"),
+    "local_attention_step": ("key", "value"),
+}
+# The states that a kernel writes over where it may: on torch, with Triton.
+WRITTEN_OVER = {
+    "hgrn2_step": ("memory",),
+    "rg_lru_step": ("hidden",),
+    "local_attention_step": ("key", "value"),
+}
 
 
 class Drawn(NamedTuple):
@@ -108,11 +143,8 @@ def draw(operation, case, seed=0):
     rng = np.random.default_rng([seed, *operation.encode()])
     tensors, options = DRAW[operation](rng, case)
     dtypes = {
-        name: "int8"
-        if name == "token_kind"
-        else "float32"
-        if name in IN_FLOAT32 and case.dtype != "float64"
-        else case.dtype
+        name: INTEGERS.get(name)
+        or ("float32" if name in IN_FLOAT32 and case.dtype != "float64" else case.dtype)
         for name, tensor in tensors.items()
         if tensor is not None
     }

@@ -15,7 +15,7 @@ from keras_recurrent import dispatch, ops, which_implementation
 from tests.ops import native
 from tests.ops.cases import unit
 from tests.ops.judge import INTERPRETED, PLAIN, kernels
-from tests.ops.steps import CASES, DRAW, STATES, Case, draw
+from tests.ops.steps import CASES, DRAW, STATES, WRITTEN_OVER, Case, draw
 
 KERNELS = kernels(DRAW)
 every_kernel = pytest.mark.parametrize(("operation", "implementation"), KERNELS)
@@ -69,7 +69,7 @@ def check(operation, implementation, case):
         yardstick = defined(operation, drawn, "float64" if case.dtype == "float64" else "float32")
         if implementation not in (PLAIN, *INTERPRETED):
             yardstick, _ = run(operation, PLAIN, drawn)
-        states = ["float64" if case.dtype == "float64" else "float32"] * len(STATES[operation])
+        states = [drawn.dtypes[name] for name in STATES[operation]]
         assert dtypes == [case.dtype] * (len(truth) - len(states)) + states
         real = np.ones(case.rows, bool)
         if states and case.kinds:
@@ -92,10 +92,10 @@ with_states = pytest.mark.parametrize(
 @with_states
 def test_padding_leaves_the_states_and_may_hold_anything(operation, implementation):
     drawn = draw(operation, Case(3, kinds=True))
-    for name in ("q", "f", "v", "x", "gate"):
+    for name in ("q", "k", "f", "v", "x", "gate"):
         if name in drawn.tensors:
-            width = drawn.tensors[name].shape[1]
-            drawn.tensors[name][2] = np.resize([np.nan, np.inf, -np.inf], width)
+            shape = drawn.tensors[name].shape[1:]
+            drawn.tensors[name][2] = np.resize([np.nan, np.inf, -np.inf], shape)
     (output, *states), _ = run(operation, implementation, drawn)
     for name, state in zip(STATES[operation], states, strict=True):
         np.testing.assert_array_equal(state[2], drawn.tensors[name][2])
@@ -108,8 +108,9 @@ def test_a_state_is_written_over_where_it_is_owned_alone(operation, implementati
     from keras_recurrent.backends.torch._states import overwritten
 
     drawn = draw(operation, Case(2))
-    given = {n: native.tensor(t, "float32") for n, t in drawn.tensors.items() if t is not None}
-    last = STATES[operation][-1]
+    given = {
+        n: native.tensor(t, drawn.dtypes[n]) for n, t in drawn.tensors.items() if t is not None
+    }
     before = {name: given[name].clone() for name in STATES[operation]}
     step = functools.partial(getattr(ops, operation), implementation=implementation)
     expected = step(**given)
@@ -119,7 +120,9 @@ def test_a_state_is_written_over_where_it_is_owned_alone(operation, implementati
         found = step(**given)
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_array_equal(a.cpu(), b.cpu())
-    assert (found[-1].data_ptr() == given[last].data_ptr()) == (implementation == "triton")
+    for name, state in zip(STATES[operation], found[1:], strict=True):
+        here = implementation == "triton" and name in WRITTEN_OVER[operation]
+        assert (state.data_ptr() == given[name].data_ptr()) == here
 
 
 X, KERNEL = np.ones((2, 3), "float32"), np.ones((3, 4), "float32")

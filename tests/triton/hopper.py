@@ -32,6 +32,7 @@ from keras_recurrent.backends.triton import (
     hgrn2_step,
     lightning_attention,
     linear_scan,
+    local_attention_step,
     log_forget_gate,
     norm_linear,
     rg_lru,
@@ -46,7 +47,7 @@ SIZES += ("S", "G", "C", "window", "parts", "rows", "n")
 MULTIPLES_OF_16 = ("T", "D", "n", "K", "V", "state_k", "state_v")
 FLOATS = ("initial", "final", "d_initial", "d_final", "d_logit", "d_parameters", "a_logit")
 FLOATS += ("scale", "d_scale", "lower_bound", "d_bound", "d_log_f")
-FLOATS += ("losses", "d_losses", "largest", "total")
+FLOATS += ("losses", "d_losses", "largest", "total", "sums", "peaks", "frequencies")
 FLOATS += ("totals", "decays", "log_decay", "log_f", "origin", "delta", "d_keys", "d_values")
 FLOATS += ("memory", "after", "last_inputs", "next_inputs", "hidden", "conv_kernel", "conv_bias")
 INTEGERS = ("carry", "token_at", "document_at", "real_counts", "start_counts", "tokens")
@@ -164,19 +165,21 @@ TOKEN_WISE = {
 }
 
 
-def of_row(channels, dtype="bfloat16", **constants):
-    """The kernel of a single row through maps of 2048 columns; those that are absent are None."""
+def of_rows_through_maps(rows, channels, dtype="bfloat16", **constants):
+    """The kernel of rows through maps of 2048 columns; those that are absent are None."""
     absent = ("kernel_2", "kernel_3", "bias", "bias_2", "bias_3", "residual", "y_2", "y_3")
     sizes = {"K": channels, "N": 2048, "N_2": 2048, "N_3": 2048, "NORM": True, "GATE": 0}
+    tile = norm_linear._tile(rows, channels, dtype)
+    sizes |= {"SHORT": dtype == "bfloat16", "FETCHERS": 128, "THREADS": 32 * tile["num_warps"]}
     constants = dict.fromkeys(absent) | sizes | {"AHEAD": True} | constants
     constants = {name: value for name, value in constants.items() if value != "given"}
-    return (
-        norm_linear._kernel,
-        constants,
-        [norm_linear._TILE | {"BLOCK_K": norm_linear._BLOCK_K[dtype]}],
-    )
+    return norm_linear._kernel, constants, [tile]
 
 
+ATTENTION_STEP = {
+    **{"K": 256, "V": 256, "R": 64, "BLOCK_K": 256, "BLOCK_V": 256},
+    **{"TILES": 2, "PARTS": 16, "AHEAD": True},
+}
 OF_A_STEP = {
     "hgrn2 step": (
         hgrn2_step._kernel,
@@ -188,12 +191,41 @@ OF_A_STEP = {
         {"W": 4, "C": 256, "BLOCK_C": 256, "BLOCK_N": rg_lru_step._BLOCK_N, "AHEAD": True},
         [{"num_warps": rg_lru_step._WARPS}],
     ),
-    "norm_linear of three": of_row(
-        2048, kernel_2="given", kernel_3="given", y_2="given", y_3="given"
+    "local_attention step, parts": (
+        local_attention_step._parts_kernel,
+        ATTENTION_STEP | {"SHARE": 10, "BLOCK_H": 16, "SHORT": True},
+        [local_attention_step._TILE],
     ),
-    "norm_linear, silu": of_row(2048, kernel_2="given", GATE=1),
-    "norm_linear, gelu, float32": of_row(2560, "float32", kernel_2="given", bias="given", GATE=2),
-    "norm_linear, residual": of_row(5632, residual="given", scale=None, NORM=False),
+    "local_attention step, parts, float32": (
+        local_attention_step._parts_kernel,
+        ATTENTION_STEP | {"SHARE": 4, "BLOCK_H": 16, "SHORT": False},
+        [local_attention_step._TILE_OF_FLOAT32],
+    ),
+    "local_attention step, whole": (
+        local_attention_step._whole_kernel,
+        {"V": 256, "BLOCK_V": 256, "PARTS": 32, "BLOCK_P": 32, "AHEAD": True},
+        [{}],
+    ),
+    "norm_linear of three": of_rows_through_maps(
+        1, 2048, kernel_2="given", kernel_3="given", y_2="given", y_3="given"
+    ),
+    "norm_linear, silu": of_rows_through_maps(1, 2048, kernel_2="given", GATE=1),
+    "norm_linear, gelu, float32": of_rows_through_maps(
+        1, 2560, "float32", kernel_2="given", bias="given", GATE=2
+    ),
+    "norm_linear of 16 rows, silu": of_rows_through_maps(16, 2048, kernel_2="given", GATE=1),
+    "norm_linear of 16 rows of three": of_rows_through_maps(
+        16, 2048, kernel_2="given", kernel_3="given", y_2="given", y_3="given", bias="given"
+    ),
+    "norm_linear of 16 rows, residual": of_rows_through_maps(
+        16, 5632, residual="given", scale=None, NORM=False
+    ),
+    "norm_linear of 16 rows, gelu, float32": of_rows_through_maps(
+        16, 2560, "float32", kernel_2="given", GATE=2
+    ),
+    "norm_linear, residual": of_rows_through_maps(
+        1, 5632, residual="given", scale=None, NORM=False
+    ),
 }
 
 # {name: (kernel, constants, configurations)}, the default first. Where a kernel differs little from

@@ -11,8 +11,9 @@ from keras_recurrent.layers import (
     RMSNorm,
     one_token,
 )
+from keras_recurrent.layers.rotary import frequencies
 from keras_recurrent.models.residual_block import ResidualBlock
-from keras_recurrent.ops import rg_lru_step
+from keras_recurrent.ops import local_attention_step, rg_lru_step
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -76,8 +77,8 @@ class GriffinResidualBlock(ResidualBlock):
             maps = one_token.linear(
                 x, [mixer.q_proj, mixer.k_proj, mixer.v_proj], self.temporal_norm
             )
-            mixed, after = mixer.attend(*(y[:, None] for y in maps), tokens, state)
-            mixed, out = mixed[:, 0], mixer.o_proj
+            mixed, after = _attention_step(mixer, *maps, tokens, state)
+            out = mixer.o_proj
         (x,) = one_token.linear(mixed, [out], residual=x)
         return one_token.mlp(x, self.mlp, self.channel_norm, "gelu"), after
 
@@ -99,6 +100,21 @@ def _recurrent_step(block, norm, x, tokens, state):
         token_kind=one_token.kinds(tokens),
     )
     return y, {"conv1d": {"inputs": window}, "rg_lru": {"hidden": hidden}}
+
+
+def _attention_step(layer, q, k, v, tokens, state):
+    """What a `LocalAttention` makes of a token before its last map, and its state."""
+    q, k, v = (
+        ops.cast(ops.reshape(x, (x.shape[0], -1, layer.head_dim)), layer.compute_dtype)
+        for x in (q, k, v)
+    )
+    o, key, value = local_attention_step(
+        *(q, k, v, state["key"], state["value"], tokens.position[:, 0]),
+        frequencies=frequencies(layer.rotary_dim, layer.rope_max_wavelength, layer.state_dtype),
+        sliding_window=layer.sliding_window,
+        token_kind=one_token.kinds(tokens),
+    )
+    return ops.reshape(o, (o.shape[0], -1)), {"key": key, "value": value}
 
 
 def _is_as_made(block):

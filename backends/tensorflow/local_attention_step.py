@@ -1,0 +1,35 @@
+"""A token of softmax attention to a window of those before (arXiv:2402.19427)."""
+
+import tensorflow as tf
+
+from keras_recurrent.backends.constants import STARTS
+from keras_recurrent.backends.tensorflow._common import accumulation_dtype
+from keras_recurrent.backends.tensorflow.sliding_window_attention import sliding_window_attention
+
+
+def local_attention_step(
+    q, k, v, key, value, position, frequencies=None, token_kind=None, sliding_window=None
+):
+    """q: [B, H, K]; k: [B, G, K]; v: [B, G, V]; key, value: [B, C, G, ...]; position: [B].
+
+    Returns (o [B, H, V], the next key and value).
+    """
+    dtype, kinds = accumulation_dtype(q, k, v, key, value), None
+    if token_kind is not None:
+        kinds = token_kind[:, None]
+        position = tf.where(token_kind == STARTS, tf.zeros_like(position), position)
+    rotated_q, rotated_k = tf.cast(q, dtype), tf.cast(k, dtype)
+    if frequencies is not None:
+        angle = tf.cast(position, dtype)[:, None, None] * tf.cast(frequencies, dtype)
+        rotated_q, rotated_k = (_rotated(x, angle) for x in (rotated_q, rotated_k))
+    q, k = tf.cast(rotated_q * q.shape[2] ** -0.5, q.dtype), tf.cast(rotated_k, k.dtype)
+    state = {"key": key, "value": value, "position": position}
+    tensors = (x[:, None] for x in (q, k, v))
+    output, state = sliding_window_attention(*tensors, sliding_window, state, kinds)
+    return output[:, 0], state["key"], state["value"]
+
+
+def _rotated(x, angle):
+    half, cos, sin = angle.shape[2], tf.cos(angle), tf.sin(angle)
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return tf.concat((a * cos - b * sin, b * cos + a * sin, rest), axis=2)

@@ -1,0 +1,120 @@
+"""RMSNorm(x) W for one row and for a few rows: see `norm_linear`.
+
+The norm's factor r is the same for a whole row, so it multiplies the sums, r Σ x_k s_k W_kn, and
+the squares of x are summed in the same walk.
+"""
+
+import triton
+import triton.language as tl
+
+from keras_recurrent.backends.triton._ahead import wait_for_launch_before
+from keras_recurrent.backends.triton._products import product
+
+
+@triton.jit
+def _weights(kernel, k, n, K: tl.constexpr, N: tl.constexpr):
+    valid = (k < K)[:, None] & (n < N)[None, :]
+    return tl.load(kernel + k[:, None] * N + n[None, :], valid, other=0.0)
+
+
+@triton.jit
+def _norm_factor(squares, epsilon, K: tl.constexpr):
+    z = squares / K + epsilon
+    return tl.where(z == 0, 0.0, tl.div_rn(1.0, tl.sqrt_rn(tl.where(z == 0, 1.0, z))))
+
+
+@triton.jit
+def of_one_row(
+    x,
+    scale,
+    kernel,
+    other,
+    n,
+    epsilon,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    NORM: tl.constexpr,
+    PAIR: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """The columns n [BLOCK_N] of RMSNorm(x) W and, with PAIR, of the same with `other`.
+
+    A program reads its part of each weight once, in loads that are all under way together; the
+    first ones before x is there.
+    """
+    total = tl.zeros((BLOCK_K, n.shape[0]), tl.float32)
+    beside = tl.zeros((BLOCK_K, n.shape[0]), tl.float32)
+    squares = tl.zeros((BLOCK_K,), tl.float32)
+    for i in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
+        k = i * BLOCK_K + tl.arange(0, BLOCK_K)
+        weight = _weights(kernel, k, n, K, N)
+        weight_2 = weight
+        if PAIR:
+            weight_2 = _weights(other, k, n, K, N)
+        factor = 1.0
+        if scale is not None:
+            factor = tl.load(scale + k, k < K, other=0.0).to(tl.float32)
+        if AHEAD and i == 0:
+            wait_for_launch_before()
+        value = tl.load(x + k, k < K, other=0.0).to(tl.float32)
+        squares += value * value
+        value = (value * factor)[:, None]
+        total += value * weight.to(tl.float32)
+        if PAIR:
+            beside += value * weight_2.to(tl.float32)
+    total, beside = tl.sum(total, 0), tl.sum(beside, 0)
+    if NORM:
+        r = _norm_factor(tl.sum(squares, 0), epsilon, K)
+        total *= r
+        beside *= r
+    return total[None, :], beside[None, :]
+
+
+@triton.jit
+def of_rows(
+    x,
+    scale,
+    kernel,
+    other,
+    n,
+    rows,
+    epsilon,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    NORM: tl.constexpr,
+    PAIR: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    SHORT: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """The columns n of RMSNorm(x) W for the first rows [BLOCK_B] of x, as `of_one_row`.
+
+    Tensor cores multiply; the loads of the next channels are under way meanwhile.
+    """
+    if AHEAD:
+        wait_for_launch_before()
+    row = tl.arange(0, BLOCK_B)
+    total = tl.zeros((BLOCK_B, n.shape[0]), tl.float32)
+    beside = tl.zeros((BLOCK_B, n.shape[0]), tl.float32)
+    squares = tl.zeros((BLOCK_B,), tl.float32)
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        k = start + tl.arange(0, BLOCK_K)
+        valid = (row < rows)[:, None] & (k < K)[None, :]
+        value = tl.load(x + row[:, None] * K + k[None, :], valid, other=0.0)
+        weight = _weights(kernel, k, n, K, N)
+        if NORM:
+            wide = value.to(tl.float32)
+            squares += tl.sum(wide * wide, 1)
+        if scale is not None:
+            value = value.to(tl.float32) * tl.load(scale + k, k < K, other=0.0)[None, :]
+        total = product(value, weight, total, SHORT)
+        if PAIR:
+            beside = product(value, _weights(other, k, n, K, N), beside, SHORT)
+    if NORM:
+        r = _norm_factor(squares, epsilon, K)[:, None]
+        total *= r
+        beside *= r
+    return total, beside
