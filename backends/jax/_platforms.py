@@ -44,16 +44,19 @@ def lowered(plain, **kernels):
 def _of_forwards(functions):
     """A function of keyword arguments, of which arrays are operands and all others constants."""
 
-    def function(**arguments):
-        arrays = {name: x for name, x in arguments.items() if hasattr(x, "dtype")}
-        others = {name: x for name, x in arguments.items() if name not in arrays}
-
+    @functools.partial(jax.jit, static_argnums=1)
+    def program(arrays, others):
         def run(of, *given):
-            return functions[of](**dict(zip(arrays, given, strict=True)), **others)
+            return functions[of](**dict(zip(arrays, given, strict=True)), **dict(others))
 
         return _by_platform(
             {of: functools.partial(run, of) for of in functions}, tuple(arrays.values())
         )
+
+    def function(**arguments):
+        arrays = {name: x for name, x in arguments.items() if hasattr(x, "dtype")}
+        others = {name: x for name, x in arguments.items() if name not in arrays}
+        return program(arrays, tuple(others.items()))
 
     return function
 

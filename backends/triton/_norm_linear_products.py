@@ -1,8 +1,4 @@
-"""RMSNorm(x) W for one row and for a few rows: see `norm_linear`.
-
-The norm's factor r is the same for a whole row, so it multiplies the sums, r Σ x_k s_k W_kn, and
-the squares of x are summed in the same walk.
-"""
+"""RMSNorm(x) W for one row, and x W for a few rows: see `norm_linear`."""
 
 import triton
 import triton.language as tl
@@ -15,12 +11,6 @@ from keras_recurrent.backends.triton._products import product
 def _weights(kernel, k, n, K: tl.constexpr, N: tl.constexpr):
     valid = (k < K)[:, None] & (n < N)[None, :]
     return tl.load(kernel + k[:, None] * N + n[None, :], valid, other=0.0)
-
-
-@triton.jit
-def _norm_factor(squares, epsilon, K: tl.constexpr):
-    z = squares / K + epsilon
-    return tl.where(z == 0, 0.0, tl.div_rn(1.0, tl.sqrt_rn(tl.where(z == 0, 1.0, z))))
 
 
 @triton.jit
@@ -41,7 +31,8 @@ def of_one_row(
     """The columns n [BLOCK_N] of RMSNorm(x) W and, with PAIR, of the same with `other`.
 
     A program reads its part of each weight once, in loads that are all under way together; the
-    first ones before x is there.
+    first ones before x is there. The norm's factor r is the same for the whole row, so it
+    multiplies the sums, r Σ x_k s_k W_kn, and the squares of x are summed in the same walk.
     """
     total = tl.zeros((BLOCK_K, n.shape[0]), tl.float32)
     beside = tl.zeros((BLOCK_K, n.shape[0]), tl.float32)
@@ -65,7 +56,8 @@ def of_one_row(
             beside += value * weight_2.to(tl.float32)
     total, beside = tl.sum(total, 0), tl.sum(beside, 0)
     if NORM:
-        r = _norm_factor(tl.sum(squares, 0), epsilon, K)
+        z = tl.sum(squares, 0) / K + epsilon
+        r = tl.where(z == 0, 0.0, tl.div_rn(1.0, tl.sqrt_rn(tl.where(z == 0, 1.0, z))))
         total *= r
         beside *= r
     return total[None, :], beside[None, :]
@@ -74,47 +66,31 @@ def of_one_row(
 @triton.jit
 def of_rows(
     x,
-    scale,
     kernel,
     other,
     n,
     rows,
-    epsilon,
     K: tl.constexpr,
     N: tl.constexpr,
-    NORM: tl.constexpr,
     PAIR: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     SHORT: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
-    """The columns n of RMSNorm(x) W for the first rows [BLOCK_B] of x, as `of_one_row`.
+    """The columns n of x W for the first rows [BLOCK_B] of x, and with PAIR of x with `other`.
 
-    Tensor cores multiply; the loads of the next channels are under way meanwhile.
+    Tensor cores multiply; the loads of the next channels are under way meanwhile. These go into
+    shared memory directly, since nothing is done to x before it is multiplied.
     """
-    if AHEAD:
-        wait_for_launch_before()
     row = tl.arange(0, BLOCK_B)
     total = tl.zeros((BLOCK_B, n.shape[0]), tl.float32)
     beside = tl.zeros((BLOCK_B, n.shape[0]), tl.float32)
-    squares = tl.zeros((BLOCK_B,), tl.float32)
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         k = start + tl.arange(0, BLOCK_K)
         valid = (row < rows)[:, None] & (k < K)[None, :]
         value = tl.load(x + row[:, None] * K + k[None, :], valid, other=0.0)
-        weight = _weights(kernel, k, n, K, N)
-        if NORM:
-            wide = value.to(tl.float32)
-            squares += tl.sum(wide * wide, 1)
-        if scale is not None:
-            value = value.to(tl.float32) * tl.load(scale + k, k < K, other=0.0)[None, :]
-        total = product(value, weight, total, SHORT)
+        total = product(value, _weights(kernel, k, n, K, N), total, SHORT)
         if PAIR:
             beside = product(value, _weights(other, k, n, K, N), beside, SHORT)
-    if NORM:
-        r = _norm_factor(squares, epsilon, K)[:, None]
-        total *= r
-        beside *= r
     return total, beside

@@ -1,15 +1,14 @@
 """y = RMSNorm(x) W + b for a few rows: what a step of generation spends most of its time on.
 
-A program makes some columns of y from all channels of x. Where launches overlap, the first programs
-ask for all weights to be brought into the L2 cache before x is there, while the launch before
-still runs: so memory is busy all the time, and a launch waits for little but the cache.
+A program makes some columns of y from all channels of x. A single row is normalized in the same
+kernel; a few rows are before it, by one launch more, so that tensor cores take them as they are.
 """
 
 import triton
 import triton.language as tl
 
-from keras_recurrent.backends.triton._ahead import fetch_ahead, let_next_launch_begin
-from keras_recurrent.backends.triton._common import MULTIPROCESSORS
+from keras_recurrent.backends.triton import rms_norm
+from keras_recurrent.backends.triton._ahead import let_next_launch_begin
 from keras_recurrent.backends.triton._framework import (
     forward_operation,
     overlap,
@@ -108,22 +107,7 @@ def _maps(
         )
     else:
         total, beside = of_rows(
-            x,
-            scale,
-            kernel,
-            other,
-            n,
-            rows,
-            epsilon,
-            K,
-            N,
-            NORM,
-            PAIR,
-            BLOCK_B,
-            BLOCK_K,
-            STAGES,
-            SHORT,
-            AHEAD,
+            x, kernel, other, n, rows, K, N, PAIR, BLOCK_B, BLOCK_K, STAGES, SHORT
         )
     return total, beside
 
@@ -155,8 +139,6 @@ def _kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     SHORT: tl.constexpr,
-    FETCHERS: tl.constexpr,
-    THREADS: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
     TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -164,13 +146,6 @@ def _kernel(
     tile = tl.program_id(0)
     if AHEAD:
         let_next_launch_begin()
-        if tile < FETCHERS:
-            BYTES: tl.constexpr = K * (2 if SHORT else 4)
-            fetch_ahead(kernel, BYTES * N, tile, FETCHERS, THREADS)
-            if kernel_2 is not None:
-                fetch_ahead(kernel_2, BYTES * N_2, tile, FETCHERS, THREADS)
-            if kernel_3 is not None:
-                fetch_ahead(kernel_3, BYTES * N_3, tile, FETCHERS, THREADS)
     if tile < TILES:
         n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         total, beside = _maps(
@@ -284,14 +259,18 @@ def forward(
     tensors = x, scale, kernel, kernel_2, kernel_3, bias, bias_2, bias_3, residual
     outputs = results(*tensors, epsilon=epsilon, gate=gate)
     rows, channels = x.shape
+    if rows > 1 and epsilon >= 0:
+        (x,) = rms_norm.forward(x, scale, epsilon=epsilon)
+        scale, epsilon = None, -1.0
+    tensors = x, scale, kernel, kernel_2, kernel_3, bias, bias_2, bias_3, residual
     options = _tile(rows, channels, dtype_name(kernel))
     widths = [0 if w is None else w.shape[1] for w in (kernel, kernel_2, kernel_3)]
     columns = [widths[0], 0 if gate else widths[1], widths[2]]
     programs = sum(triton.cdiv(n, options["BLOCK_N"]) for n in columns)
     options |= dict(zip(("K", "N", "N_2", "N_3"), (channels, *widths), strict=True))
     options |= {"NORM": epsilon >= 0, "GATE": gate, "SHORT": dtype_name(kernel) == "bfloat16"}
-    options |= {"FETCHERS": min(programs, MULTIPROCESSORS), "THREADS": 32 * options["num_warps"]}
-    options |= overlap(x)
+    # Programs of several rows that wait would take the shared memory of those that run.
+    options |= overlap(x) if rows == 1 else {"AHEAD": False}
     return run(Launch(_kernel, programs, tensors, outputs, (rows, epsilon), options))
 
 

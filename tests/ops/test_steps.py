@@ -193,7 +193,7 @@ def test_which_implementation_takes_lists():
     for arguments in (([KERNEL],), ([KERNEL, KERNEL], [None, KERNEL[0]])):
         choice = which_implementation("norm_linear", X, *arguments, epsilon=1e-5)
         assert choice.implementation in dispatch.IMPLEMENTATIONS["norm_linear"]
-    choice = which_implementation(ops.norm_linear, X, kernels=[KERNEL] * 2, gate="silu")
+    choice = which_implementation(ops.norm_linear, np.tile(X, (9, 1)), kernels=[KERNEL] * 2)
     assert choice.implementation == PLAIN
     with pytest.raises(ValueError, match="`kernels` must be a list"):
         which_implementation("norm_linear", X)

@@ -170,8 +170,10 @@ def of_rows_through_maps(rows, channels, dtype="bfloat16", **constants):
     absent = ("kernel_2", "kernel_3", "bias", "bias_2", "bias_3", "residual", "y_2", "y_3")
     sizes = {"K": channels, "N": 2048, "N_2": 2048, "N_3": 2048, "NORM": True, "GATE": 0}
     tile = norm_linear._tile(rows, channels, dtype)
-    sizes |= {"SHORT": dtype == "bfloat16", "FETCHERS": 128, "THREADS": 32 * tile["num_warps"]}
-    constants = dict.fromkeys(absent) | sizes | {"AHEAD": True} | constants
+    sizes |= {"SHORT": dtype == "bfloat16", "AHEAD": rows == 1}
+    if rows > 1:  # they are normalized before
+        sizes |= {"NORM": False, "scale": None}
+    constants = dict.fromkeys(absent) | sizes | constants
     constants = {name: value for name, value in constants.items() if value != "given"}
     return norm_linear._kernel, constants, [tile]
 
@@ -217,9 +219,7 @@ OF_A_STEP = {
     "norm_linear of 16 rows of three": of_rows_through_maps(
         16, 2048, kernel_2="given", kernel_3="given", y_2="given", y_3="given", bias="given"
     ),
-    "norm_linear of 16 rows, residual": of_rows_through_maps(
-        16, 5632, residual="given", scale=None, NORM=False
-    ),
+    "norm_linear of 16 rows, residual": of_rows_through_maps(16, 5632, residual="given"),
     "norm_linear of 16 rows, gelu, float32": of_rows_through_maps(
         16, 2560, "float32", kernel_2="given", GATE=2
     ),

@@ -15,7 +15,7 @@ import numpy as np
 import keras_recurrent
 from keras_recurrent import dispatch
 from keras_recurrent.backends import triton
-from keras_recurrent.backends.jax import _gpu
+from keras_recurrent.backends.jax import _gpu, _platforms
 from tests.processes import fresh_process
 
 X = np.ones((1, 4, 2), "float32")
@@ -49,6 +49,16 @@ def test_a_failed_assembler_says_what_to_do(monkeypatch):
         scan.trace(np.ones((3, 5, 48), "float32")).lower(lowering_platforms=("cuda",))
     assert "TRITON_PTXAS_PATH" in "".join(caught.value.__notes__)
     assert "implementation('jax')" in "".join(caught.value.__notes__)
+
+
+@with_triton
+def test_a_step_runs_outside_of_programs():
+    """Where a GPU might serve, what runs is chosen in a program, also for a call outside of one."""
+    of = {name: dispatch.IMPLEMENTATIONS["norm_linear"][name] for name in ("jax", "triton")}
+    function = _platforms.lowered(of["jax"], cuda=of["triton"])
+    x, kernel = np.ones((3, 2), "float32"), jax.numpy.ones((2, 5))
+    (y,) = function(x=jax.numpy.asarray(x), scale=None, kernel=kernel, epsilon=None, gate=None)
+    np.testing.assert_array_equal(y, x @ np.ones((2, 5)))
 
 
 @with_triton
