@@ -23,7 +23,11 @@ _GATES = (None, "silu", "gelu")
 MOST_ROWS = 16  # that tensor cores take at once
 _TILE = {"BLOCK_B": 1, "BLOCK_N": 16, "STAGES": 1, "num_warps": 8}
 _BLOCK_K = {"bfloat16": 2048, "float32": 512}
-_TILE_OF_ROWS = {"BLOCK_B": 16, "BLOCK_N": 32, "BLOCK_K": 128, "STAGES": 4, "num_warps": 4}
+_TILE_OF_ROWS = {"BLOCK_B": 16, "BLOCK_N": 64, "BLOCK_K": 128, "STAGES": 4, "num_warps": 4}
+# Where there are too few columns for all multiprocessors, more channels are under way at once, as
+# many as the shared memory of small GPUs holds.
+_FEW_COLUMNS = 4096
+_TILE_OF_FEW = {"BLOCK_B": 16, "BLOCK_N": 32, "BLOCK_K": 512, "STAGES": 3, "num_warps": 4}
 _TILE_OF_FLOAT32 = {"BLOCK_B": 16, "BLOCK_N": 32, "BLOCK_K": 64, "STAGES": 2, "num_warps": 4}
 
 
@@ -263,8 +267,9 @@ def forward(
         (x,) = rms_norm.forward(x, scale, epsilon=epsilon)
         scale, epsilon = None, -1.0
     tensors = x, scale, kernel, kernel_2, kernel_3, bias, bias_2, bias_3, residual
-    options = _tile(rows, channels, dtype_name(kernel))
     widths = [0 if w is None else w.shape[1] for w in (kernel, kernel_2, kernel_3)]
+    few = gate == 0 and sum(widths) <= _FEW_COLUMNS
+    options = _tile(rows, channels, few, dtype_name(kernel))
     columns = [widths[0], 0 if gate else widths[1], widths[2]]
     programs = sum(triton.cdiv(n, options["BLOCK_N"]) for n in columns)
     options |= dict(zip(("K", "N", "N_2", "N_3"), (channels, *widths), strict=True))
@@ -274,10 +279,14 @@ def forward(
     return run(Launch(_kernel, programs, tensors, outputs, (rows, epsilon), options))
 
 
-def _tile(rows, channels, dtype):
-    if rows > 1:
-        return dict(_TILE_OF_ROWS if dtype == "bfloat16" else _TILE_OF_FLOAT32)
-    return _TILE | {"BLOCK_K": min(_BLOCK_K[dtype], triton.next_power_of_2(max(16, channels)))}
+def _tile(rows, channels, few, dtype):
+    if rows == 1:
+        tile = _TILE | {"BLOCK_K": _BLOCK_K[dtype]}
+    elif dtype == "float32":
+        tile = _TILE_OF_FLOAT32
+    else:
+        tile = _TILE_OF_FEW if few else _TILE_OF_ROWS
+    return tile | {"BLOCK_K": min(tile["BLOCK_K"], triton.next_power_of_2(max(16, channels)))}
 
 
 _norm_linear = forward_operation("norm_linear", forward, results, count=3)

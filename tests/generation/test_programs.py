@@ -9,6 +9,7 @@ import pytest
 
 from keras_recurrent import which_generation
 from keras_recurrent.generation.lengths import bucket, piece
+from tests.gpu import needs_int8_products
 from tests.models import plain_generation
 from tests.models.test_generation import MARGIN
 from tests.models.tiny import VOCABULARY, shared_by_families, tiny_causal_lm
@@ -97,10 +98,15 @@ def change_weights(model):
         weight.assign(weight * 1.5)
 
 
+def quantize(model):
+    needs_int8_products()
+    model.quantize("int8")
+
+
 CHANGES = {
     "trained": change_weights,
     "adapted": change_lora,
-    "quantized": lambda model: model.quantize("int8"),
+    "quantized": quantize,
 }
 
 

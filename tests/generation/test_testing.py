@@ -7,6 +7,7 @@ import pytest
 
 from keras_recurrent import testing
 from keras_recurrent.models import GenerationCache
+from tests.gpu import needs_int8_products
 from tests.models.tiny import (
     SHARED,
     VOCABULARY,
@@ -36,6 +37,7 @@ def test_our_models_are_right(family):
 def test_narrow_numbers(how):
     model = tiny_causal_lm(family=FAMILY, dtype="bfloat16" if how == "bfloat16" else "float32")
     if how != "bfloat16":
+        needs_int8_products()
         model.quantize(how)
     for check in CHECKS:
         assert check(model, ROWS, new_tokens=3).clear

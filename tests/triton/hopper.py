@@ -169,7 +169,7 @@ def of_rows_through_maps(rows, channels, dtype="bfloat16", **constants):
     """The kernel of rows through maps of 2048 columns; those that are absent are None."""
     absent = ("kernel_2", "kernel_3", "bias", "bias_2", "bias_3", "residual", "y_2", "y_3")
     sizes = {"K": channels, "N": 2048, "N_2": 2048, "N_3": 2048, "NORM": True, "GATE": 0}
-    tile = norm_linear._tile(rows, channels, dtype)
+    tile = norm_linear._tile(rows, channels, "kernel_2" not in constants, dtype)
     sizes |= {"SHORT": dtype == "bfloat16", "AHEAD": rows == 1}
     if rows > 1:  # they are normalized before
         sizes |= {"NORM": False, "scale": None}
