@@ -26,6 +26,6 @@ def _int8_products_are_right():
 
 
 def needs_int8_products():
-    """Skips where the backend multiplies int8 wrongly: XLA on CUDA, by widths not divisible by 4."""
+    """Skips where int8 products are wrong: XLA's on CUDA are, by widths not divisible by 4."""
     if not _int8_products_are_right():
         pytest.skip("the backend multiplies int8 matrices of 10 channels wrongly")

@@ -270,6 +270,8 @@ def forward(
     widths = [0 if w is None else w.shape[1] for w in (kernel, kernel_2, kernel_3)]
     few = gate == 0 and sum(widths) <= _FEW_COLUMNS
     options = _tile(rows, channels, few, dtype_name(kernel))
+    if gate:  # two kernels at once take more shared memory
+        options["STAGES"] = min(options["STAGES"], 3)
     columns = [widths[0], 0 if gate else widths[1], widths[2]]
     programs = sum(triton.cdiv(n, options["BLOCK_N"]) for n in columns)
     options |= dict(zip(("K", "N", "N_2", "N_3"), (channels, *widths), strict=True))
