@@ -34,6 +34,7 @@ _TYPES = {
     "int64": "i64",
     "int8": "i8",
 }
+MOST_ROWS_OF_STEPS = 1  # of `norm_linear`: XLA joins products of several with what stands around
 _PTX_VERSION = 86  # what the oldest assembler understands that JAX takes (CUDA 12.6)
 _ALIGNED = ("tt.divisibility", 16)  # bytes of an address, or a number's factor
 

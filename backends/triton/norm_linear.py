@@ -11,6 +11,7 @@ from keras_recurrent.backends.triton import rms_norm
 from keras_recurrent.backends.triton._ahead import let_next_launch_begin
 from keras_recurrent.backends.triton._framework import (
     forward_operation,
+    framework,
     overlap,
     refusal_of_steps,
     run,
@@ -20,7 +21,6 @@ from keras_recurrent.backends.triton._math import gelu, silu
 from keras_recurrent.backends.triton._norm_linear_products import of_one_row, of_rows
 
 _GATES = (None, "silu", "gelu")
-MOST_ROWS = 16  # that tensor cores take at once
 _TILE = {"BLOCK_B": 1, "BLOCK_N": 16, "STAGES": 1, "num_warps": 8}
 _BLOCK_K = {"bfloat16": 2048, "float32": 512}
 _TILE_OF_ROWS = {"BLOCK_B": 16, "BLOCK_N": 64, "BLOCK_K": 128, "STAGES": 4, "num_warps": 4}
@@ -45,8 +45,9 @@ def unsupported(
     gate=None,
 ) -> str | None:
     """Why this implementation refuses these arguments; None if it accepts them."""
-    if x.shape[0] > MOST_ROWS:
-        return f"is for up to {MOST_ROWS} rows, got {x.shape[0]}: products of matrices are faster"
+    most = framework.MOST_ROWS_OF_STEPS
+    if x.shape[0] > most:
+        return f"is for up to {most} rows, got {x.shape[0]}: products of matrices are faster"
     kernels = [k for k in (kernel, kernel_2, kernel_3) if k is not None]
     dtypes = {dtype_name(t) for t in (x, *kernels)}
     if dtypes not in ({"float32"}, {"bfloat16"}):

@@ -11,7 +11,8 @@ from keras_recurrent.layers.rms_norm import RMSNorm
 from keras_recurrent.ops.gated_linear_unit import gated_linear_unit
 from keras_recurrent.ops.norm_linear import norm_linear
 
-MOST_ROWS = 16  # that the kernels of `norm_linear` take at once
+# As many as the kernels of `norm_linear` take at once; on JAX, XLA is faster with more than one.
+MOST_ROWS = 1 if dispatch.BACKEND == "jax" else 16
 
 
 class _Writing(threading.local):

@@ -81,6 +81,7 @@ def test_shards_of_eight_devices():
 
 @with_triton
 @with_plugin
+@without_gpu
 def test_lowered_for_gpus():
     """Each program is traced once and has the kernels of the platform that it is lowered for."""
     reports = fresh_process(
