@@ -38,6 +38,5 @@ def initial_cache(model, batch_size, length, keep):
         keep: whether it will be gone on with afterwards. Then it has room for as many tokens as
             there will be, unless a block attends to all tokens.
     """
-    bounded = all(block.keeps_state for block in model.backbone.transformer_layers)
-    room = None if keep and bounded else bucket(length)
+    room = None if keep and model.backbone.keeps_state else bucket(length)
     return model.backbone.get_initial_state(batch_size, max_length=room)

@@ -6,6 +6,7 @@ import numpy as np
 from keras import ops
 
 from keras_recurrent.generation.cache import new_cache
+from keras_recurrent.generation.fit import fit_of
 from keras_recurrent.generation.generate import make_loops, make_writer, only_chooses
 from keras_recurrent.generation.lengths import bucket
 from keras_recurrent.generation.prompts import check_rows, check_stop_tokens, find_prompts
@@ -153,7 +154,7 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
             raise ValueError(
                 "`max_length` belongs to the first `prefill` of a row. Leave it out beside `cache`."
             )
-        needed = not all(block.keeps_state for block in self.backbone.transformer_layers)
+        needed = not self.backbone.keeps_state
         if cache is None and max_length is None and needed:
             raise ValueError(
                 "`max_length` must say how many tokens a row will have at most, prompt and all "
@@ -212,8 +213,7 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
         rows = find_prompts(self, inputs, max_length, cache)
         steps = loops.steps(rows.token_ids, rows.lengths, stops, cache and cache.state)
         limit = self._limit(cache, rows.token_ids.shape[1])
-        fit = new_cache(self, None, rows.last_token, rows.num_tokens, limit).fit
-        return Stream(steps, rows, stops, self.preprocessor, limit, fit)
+        return Stream(steps, rows, stops, self.preprocessor, limit, fit_of(self))
 
     def make_generate_function(self):
         """The generation of one batch of tokens, compiled, behind a check of the prompts."""
@@ -267,8 +267,7 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
             return cache.max_length
         if exact or length is None:
             return length
-        keeps = all(block.keeps_state for block in self.backbone.transformer_layers)
-        return None if keeps else bucket(length)
+        return None if self.backbone.keeps_state else bucket(length)
 
     def _as_given(self, rows, token_ids, lengths, strip_prompt):
         """Rows of tokens as text or tokens, like the prompts."""

@@ -56,6 +56,7 @@ class RecurrentBackbone(SegmentsOptional, LoraBackbone, keras_hub.models.Backbon
         self.final_norm = final_norm
         self.embedding_scale = embedding_scale
         self.uses_position = any(block.uses_position for block in transformer_layers)
+        self.keeps_state = all(block.keeps_state for block in transformer_layers)
 
         # === Functional model ===
         inputs = {name: token_input(name) for name in ("token_ids", "padding_mask")}
