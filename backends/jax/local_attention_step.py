@@ -28,8 +28,8 @@ def local_attention_step(
         rotated_q, rotated_k = (_rotated(x, angle) for x in (rotated_q, rotated_k))
     q, k = (rotated_q * q.shape[2] ** -0.5).astype(q.dtype), rotated_k.astype(k.dtype)
     state = {"key": key, "value": value, "position": position}
-    tensors = (x[:, None] for x in (q, k, v))
-    output, state = sliding_window_attention(*tensors, sliding_window, state, kinds)
+    q, k, v = q[:, None], k[:, None], v[:, None]
+    output, state = sliding_window_attention(q, k, v, sliding_window, state, kinds)
     return output[:, 0], state["key"], state["value"]
 
 

@@ -21,10 +21,14 @@ class Way(NamedTuple):
 
     name: str
     refused: dict[str, str]
+    unfused: dict[str, str]
 
     def __str__(self):
         refused = "".join(f"\n  not {name}: {reason}" for name, reason in self.refused.items())
-        return f"{self.name}: {WAYS[self.name]}{refused}"
+        unfused = "".join(
+            f"\n  {block} runs layer by layer: {reason}" for block, reason in self.unfused.items()
+        )
+        return f"{self.name}: {WAYS[self.name]}{refused}{unfused}"
 
 
 def which_generation(model):
@@ -34,9 +38,11 @@ def which_generation(model):
         model: a language model of this package.
 
     Returns:
-        A named tuple of `name` and `refused`, a dictionary of faster ways and reasons; None before
-        the first call. The names are `"cuda_graph"` (torch on an NVIDIA GPU: each token is one
-        launch), `"compiled"` (torch's compiler, on CPUs), `"traced"` (torch: a graph that was
+        A named tuple of `name`; `refused`, a dictionary of faster ways and reasons; and `unfused`,
+        a dictionary of the blocks whose steps do not run by fused operations, and reasons, such as
+        a LoRA adapter (on NVIDIA GPUs; it is empty where there are no such operations). None
+        before the first call. The names are `"cuda_graph"` (torch on an NVIDIA GPU: each token is
+        one launch), `"compiled"` (torch's compiler, on CPUs), `"traced"` (torch: a graph that was
         traced once), `"program"` (JAX and TensorFlow: all tokens are one program), `"steps"` (JAX
         and TensorFlow, of a `stream`: each token is a program), `"sampler"` (the loop of a sampler
         such as beam search) and `"eager"` (`compile(run_eagerly=True)`, or a subclass with a
@@ -66,4 +72,10 @@ def which_generation(model):
 
 def tell(model, name, refused=None):
     """Sets what `which_generation` answers."""
-    _last[model] = Way(name, refused or {})
+    from keras_recurrent.layers import one_token
+
+    unfused = {}
+    if one_token.has_kernels(model.variables[0].value):
+        blocks = ((b.name, b.unfused_because()) for b in model.backbone.transformer_layers)
+        unfused = {block: reason for block, reason in blocks if reason is not None}
+    _last[model] = Way(name, refused or {}, unfused)

@@ -34,10 +34,10 @@ def writing():
 
 def wanted(inputs):
     """Whether a block should take a fused step for inputs [B, T, D]."""
-    return _writing.now and inputs.shape[1] == 1 and _has_kernels(inputs)
+    return _writing.now and inputs.shape[1] == 1 and has_kernels(inputs)
 
 
-def _has_kernels(inputs):
+def has_kernels(inputs):
     """Whether the kernels for NVIDIA GPUs serve here, if only in the interpreter."""
     if "triton" not in dispatch.serving() or keras.distribution.distribution() is not None:
         return False
@@ -50,36 +50,37 @@ def _has_kernels(inputs):
     return inputs.is_cuda
 
 
-def is_plain(dense):
-    """Whether a layer is Keras's `Dense` as it was made, without activation and adapters."""
-    return (
-        type(dense) is keras.layers.Dense
-        and dense.activation is keras.activations.linear
-        and not dense.lora_enabled
-        and dense.quantization_mode is None
-        and not is_hooked(dense)
-    )
+def first(reasons):
+    """The first that is not None; None if all are."""
+    return next((reason for reason in reasons if reason is not None), None)
 
 
-def is_plain_einsum(dense):
-    """The same of an `EinsumDense`."""
-    return (
-        type(dense) is keras.layers.EinsumDense
-        and not dense.lora_enabled
-        and dense.quantization_mode is None
-        and not is_hooked(dense)
-    )
+def because_of_map(layer, kind=keras.layers.Dense):
+    """Why a fused step does not compute a linear map, of Keras's class `kind`; None if it does."""
+    if type(layer) is not kind:
+        return f"`{layer.name}` is a {type(layer).__name__}, no {kind.__name__} of Keras"
+    if kind is keras.layers.Dense and layer.activation is not keras.activations.linear:
+        return f"`{layer.name}` has an activation of its own"
+    if layer.lora_enabled:
+        return f"`{layer.name}` has a LoRA adapter"
+    if layer.quantization_mode is not None:
+        return f"`{layer.name}` is quantized"
+    return because_of_hooks(layer)
 
 
-def is_plain_norm(norm):
-    return type(norm) is RMSNorm and not is_hooked(norm)
+def because_of_norm(norm):
+    """Why a fused step does not compute a norm; None if it does."""
+    if type(norm) is not RMSNorm:
+        return f"`{norm.name}` is a {type(norm).__name__}, no RMSNorm"
+    return because_of_hooks(norm)
 
 
-def is_hooked(layer):
-    """Whether something else runs before, after or in place of the layer's `call`."""
-    return "call" in vars(layer) or any(
-        getattr(layer, f"_forward{name}_hooks", ()) for name in ("", "_pre")
-    )
+def because_of_hooks(layer):
+    """Whether something else runs before, after or in place of the layer's `call`; else None."""
+    hooks = (getattr(layer, f"_forward{name}_hooks", ()) for name in ("", "_pre"))
+    if "call" in vars(layer) or any(hooks):
+        return f"`{layer.name}` has a hook, or a `call` of its own"
+    return None
 
 
 def linear(x, layers, norm=None, gate=None, residual=None):

@@ -73,6 +73,10 @@ class ResidualBlock(StreamingLayer):
     def streaming_sublayers(self):
         return {"temporal_block": self.temporal_block}
 
+    def unfused_because(self):
+        """Why a step of generation runs this block layer by layer; None if fused operations do."""
+        return f"there are no fused operations for a {type(self).__name__}"
+
     def step(self, x, tokens, state):
         """One token of each row, x [B, D], by fused operations: its output, and the state after it.
 

@@ -114,7 +114,16 @@ def activation(block):
     block.mlp.gate_proj.activation = keras.activations.relu
 
 
-OTHERS = (lora, quantized, hooked, hooked_outside, replaced_call, own_norm, own_dense, activation)
+REASONS = {
+    lora: "`gate_proj` has a LoRA adapter",
+    quantized: "`up_proj` is quantized",
+    hooked: "`down_proj` has a hook",
+    hooked_outside: "`temporal_block` has a hook",
+    replaced_call: "`down_proj` has a hook",
+    own_norm: "`temporal_norm` is a OwnNorm",
+    own_dense: "`up_proj` is a OwnDense",
+    activation: "`gate_proj` has an activation",
+}
 
 
 def step(block, width):
@@ -129,13 +138,28 @@ def step(block, width):
 
 
 @pytest.mark.parametrize("family", ["hgrn2", "griffin"])
-@pytest.mark.parametrize("change", OTHERS, ids=[f.__name__ for f in OTHERS])
+@pytest.mark.parametrize("change", REASONS, ids=[f.__name__ for f in REASONS])
 def test_other_layers_take_the_ordinary_path(change, family):
     backbone = tiny_causal_lm(family=family, num_layers=1).backbone
     block = backbone.transformer_layers[0]
     assert step(block, backbone.hidden_dim) is not None
+    assert block.unfused_because() is None
     change(block)
     assert step(block, backbone.hidden_dim) is None
+    assert REASONS[change] in block.unfused_because()
+
+
+def test_which_generation_tells_why():
+    model = tiny_causal_lm(family="hgrn2", num_layers=2)
+    model.backbone.transformer_layers[1].mlp.up_proj.enable_lora(2)
+    model.compile(sampler="greedy")
+    inputs = {"token_ids": np.array([[3, 4, 0]]), "padding_mask": np.array([[1, 1, 0]])}
+    with keras_recurrent.implementation("triton"):
+        model.generate(inputs, stop_token_ids=None)
+    found = keras_recurrent.which_generation(model)
+    name = model.backbone.transformer_layers[1].name
+    assert found.unfused == {name: "`up_proj` has a LoRA adapter"}
+    assert f"{name} runs layer by layer" in str(found)
 
 
 VARIANTS = {

@@ -66,18 +66,38 @@ class GriffinResidualBlock(ResidualBlock):
     def make_mlp(self, name):
         return GatedMLP(self.intermediate_dim, dtype=self.dtype_policy, name=name)
 
+    def unfused_because(self):
+        mixer, mlp = self.temporal_block, self.mlp
+        if type(mixer) is RecurrentBlock:
+            maps = [mixer.linear_x, mixer.linear_y, mixer.linear_out]
+            inside = _because_of_recurrence(mixer)
+        elif type(mixer) is LocalAttention:
+            maps, inside = [mixer.q_proj, mixer.k_proj, mixer.v_proj, mixer.o_proj], None
+        else:
+            return f"`{mixer.name}` is a {type(mixer).__name__}"
+        if type(mlp) is not GatedMLP:
+            return f"`{mlp.name}` is a {type(mlp).__name__}, no GatedMLP"
+        maps += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+        return one_token.first(
+            [
+                inside,
+                *map(one_token.because_of_hooks, (mixer, mlp)),
+                *map(one_token.because_of_map, maps),
+                *map(one_token.because_of_norm, (self.temporal_norm, self.channel_norm)),
+            ]
+        )
+
     def step(self, x, tokens, state):
         mixer = self.temporal_block
-        if not (state and _is_as_made(self)):
+        if not state or self.unfused_because() is not None:
             return None
         if type(mixer) is RecurrentBlock:
             mixed, after = _recurrent_step(mixer, self.temporal_norm, x, tokens, state)
             out = mixer.linear_out
         else:
-            maps = one_token.linear(
-                x, [mixer.q_proj, mixer.k_proj, mixer.v_proj], self.temporal_norm
-            )
-            mixed, after = _attention_step(mixer, *maps, tokens, state)
+            maps = [mixer.q_proj, mixer.k_proj, mixer.v_proj]
+            q, k, v = one_token.linear(x, maps, self.temporal_norm)
+            mixed, after = _attention_step(mixer, q, k, v, tokens, state)
             out = mixer.o_proj
         (x,) = one_token.linear(mixed, [out], residual=x)
         return one_token.mlp(x, self.mlp, self.channel_norm, "gelu"), after
@@ -117,27 +137,17 @@ def _attention_step(layer, q, k, v, tokens, state):
     return ops.reshape(o, (o.shape[0], -1)), {"key": key, "value": value}
 
 
-def _is_as_made(block):
-    """Whether the layers of a block are those that its step computes."""
-    mixer, mlp = block.temporal_block, block.mlp
-    if type(mixer) is RecurrentBlock:
-        unit, conv = mixer.unit, mixer.conv1d
-        maps = [mixer.linear_x, mixer.linear_y, mixer.linear_out]
-        inside = (
-            type(unit) is RGLRU
-            and not unit.scale_first_input
-            and all(map(one_token.is_plain_einsum, (unit.recurrence_gate, unit.input_gate)))
-            and not any(map(one_token.is_hooked, (unit, conv)))
-        )
-    elif type(mixer) is LocalAttention:
-        maps, inside = [mixer.q_proj, mixer.k_proj, mixer.v_proj, mixer.o_proj], True
-    else:
-        return False
-    maps += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-    return (
-        inside
-        and type(mlp) is GatedMLP
-        and not any(map(one_token.is_hooked, (mixer, mlp)))
-        and all(map(one_token.is_plain, maps))
-        and all(map(one_token.is_plain_norm, (block.temporal_norm, block.channel_norm)))
+def _because_of_recurrence(block):
+    """Why the fused step does not compute what is between the maps of a `RecurrentBlock`."""
+    unit = block.unit
+    if type(unit) is not RGLRU:
+        return f"`{unit.name}` is a {type(unit).__name__}, no RGLRU"
+    if unit.scale_first_input:
+        return f"`{unit.name}` scales a document's first input"
+    gates = unit.recurrence_gate, unit.input_gate
+    return one_token.first(
+        [
+            *(one_token.because_of_map(gate, keras.layers.EinsumDense) for gate in gates),
+            *map(one_token.because_of_hooks, (unit, block.conv1d)),
+        ]
     )

@@ -60,9 +60,31 @@ class HGRN2ResidualBlock(BoundedLayer, ResidualBlock):
     def make_mlp(self, name):
         return SwiGLU(self.intermediate_dim, dtype=self.dtype_policy, name=name)
 
+    def unfused_because(self):
+        mixer, mlp = self.temporal_block, self.mlp
+        if type(mixer) is not HGRN2:
+            return f"`{mixer.name}` is a {type(mixer).__name__}, no HGRN2"
+        if type(mlp) is not SwiGLU:
+            return f"`{mlp.name}` is a {type(mlp).__name__}, no SwiGLU"
+        if mixer.conv_size is not None:
+            return f"`{mixer.name}` has convolutions"
+        activations = mixer.gate_activation, mixer.input_activation
+        if activations != (keras.activations.silu, keras.activations.linear):
+            return f"`{mixer.name}` has other activations than silu of gates and none of inputs"
+        maps = [mixer.q_proj, mixer.f_proj, mixer.i_proj, mixer.o_proj]
+        maps += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+        norms = self.temporal_norm, self.channel_norm, mixer.norm
+        return one_token.first(
+            [
+                *map(one_token.because_of_hooks, (mixer, mlp)),
+                *map(one_token.because_of_map, maps),
+                *map(one_token.because_of_norm, norms),
+            ]
+        )
+
     def step(self, x, tokens, state, lower_bound=None):
         mixer, mlp = self.temporal_block, self.mlp
-        if not (state and _is_as_made(self)):
+        if not state or self.unfused_because() is not None:
             return None
         if lower_bound is not None:
             lower_bound = ops.cast(lower_bound, mixer.state_dtype)
@@ -75,19 +97,3 @@ class HGRN2ResidualBlock(BoundedLayer, ResidualBlock):
         )
         (x,) = one_token.linear(o, [mixer.o_proj], mixer.norm, residual=x)
         return one_token.mlp(x, mlp, self.channel_norm, "silu"), {"memory": memory}
-
-
-def _is_as_made(block):
-    """Whether the layers of a block are those that its step computes."""
-    mixer, mlp = block.temporal_block, block.mlp
-    if type(mixer) is not HGRN2 or type(mlp) is not SwiGLU:
-        return False
-    maps = mixer.q_proj, mixer.f_proj, mixer.i_proj, mixer.o_proj
-    return (
-        mixer.conv_size is None
-        and not any(map(one_token.is_hooked, (mixer, mlp)))
-        and mixer.gate_activation is keras.activations.silu
-        and mixer.input_activation is keras.activations.linear
-        and all(map(one_token.is_plain, (*maps, mlp.gate_proj, mlp.up_proj, mlp.down_proj)))
-        and all(map(one_token.is_plain_norm, (block.temporal_norm, block.channel_norm, mixer.norm)))
-    )
