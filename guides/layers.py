@@ -4,15 +4,13 @@
 
 RecurrentBlock and HGRN2 stand where a GRU, an LSTM or the attention of a Transformer would. What
 mixes the tokens differs, and all else is the same: width, depth, number of parameters, data, steps.
-It takes about a quarter of an hour on two CPU cores. `--length 2048` is for a GPU.
+It takes about a quarter of an hour on two CPU cores, and layers.md has what came out. `--length
+2048` is for a GPU.
 """
 
 import argparse
-import ctypes
-import gc
 import os
 import pathlib
-import re
 import statistics
 import time
 
@@ -188,7 +186,7 @@ class Seconds(keras.callbacks.Callback):
 
 
 def train(task, name, seeds):
-    """`(parameters, scores, seconds an epoch, bytes of a step or None)`."""
+    """`(parameters, scores, seconds an epoch, bytes of a batch or None)`."""
     scores, seconds = [], []
     for seed in range(seeds):
         keras.utils.set_random_seed(seed)
@@ -204,43 +202,33 @@ def train(task, name, seeds):
         seconds += clock.seconds[1:]  # the first compiles
         outputs = model.predict(task.held_out[0], batch_size=task.batch_size, verbose=0)
         scores.append(task.score(outputs))
-    batch = x[: task.batch_size], y[: task.batch_size]
-    memory = memory_of(lambda: model.train_on_batch(*batch))
+    memory = memory_of(model, x[: task.batch_size], y[: task.batch_size])
     return model.count_params(), scores, statistics.median(seconds), memory
 
 
-def memory_of(step):
-    """The most bytes that a step takes above what was there before; None if nobody tells."""
-    step()  # it may have to be compiled
-    gc.collect()
-    if keras.backend.backend() == "torch":
+def memory_of(model, x, y):
+    """The bytes that a forward and a backward pass need beside weights and data; None: unknown."""
+    backend = keras.backend.backend()
+    if backend == "torch":
         import torch
 
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
             held = torch.cuda.memory_allocated()
-            step()
+            model.train_on_batch(x, y)
             return torch.cuda.max_memory_allocated() - held
-    if on_gpu() or not os.access("/proc/self/clear_refs", os.W_OK):
+    if backend != "jax":
         return None
-    ctypes.CDLL(None).malloc_trim(0)  # hand what is free back to the system
-    pathlib.Path("/proc/self/clear_refs").write_text("5")
-    held = of_this_process("VmRSS")
-    step()
-    return of_this_process("VmHWM") - held
+    import jax
 
+    fixed = [variable.value for variable in model.non_trainable_variables]
 
-def on_gpu():
-    if keras.backend.backend() == "torch":
-        return False  # `memory_of` has looked
-    return any("gpu" in device for device in keras.distribution.list_devices())
+    def loss(weights, x, y):
+        return model.loss(y, model.stateless_call(weights, fixed, x, training=True)[0])
 
-
-def of_this_process(field):
-    (kilobytes,) = re.findall(
-        rf"{field}:\s+(\d+) kB", pathlib.Path("/proc/self/status").read_text()
-    )
-    return 1024 * int(kilobytes)
+    weights = [variable.value for variable in model.trainable_variables]
+    analysis = jax.jit(jax.grad(loss)).lower(weights, x, y).compile().memory_analysis()
+    return None if analysis is None else analysis.temp_size_in_bytes
 
 
 # --- 5. The table and the picture ---
@@ -248,7 +236,7 @@ def of_this_process(field):
 
 def report(task, results):
     """Lines of a table in Markdown."""
-    yield f"| {task.title} | parameters | {task.score_name} | seconds an epoch | MiB a step |"
+    yield f"| {task.title} | parameters | {task.score_name} | seconds an epoch | MiB a batch |"
     yield "| --- | ---: | ---: | ---: | ---: |"
     for name, (parameters, scores, seconds, memory) in results.items():
         score = f"{statistics.mean(scores):.3f} ± {statistics.pstdev(scores):.3f}"
