@@ -132,6 +132,9 @@ def find_class(preset, cls, backbone_cls):
     root = next(c for c in cls.__mro__ if c.__module__ in REPLACED_NAMES)
     fitting = [c for c in __getattr__("list_subclasses")(root) if c.backbone_cls == backbone_cls]
     if not any(issubclass(c, cls) for c in fitting):
+        # A language model rather than a classifier, if that is what was asked for.
+        kind = next(c for c in cls.__mro__ if c.__module__.startswith("keras_hub."))
+        fitting = [c for c in fitting if issubclass(c, kind)] or fitting
         names = sorted({f"`{c.__name__}`" for c in fitting}) or [f"`{backbone_cls.__name__}`"]
         raise ValueError(
             f"{_name_of(preset)!r} is no preset of `{cls.__name__}`: its network is a "

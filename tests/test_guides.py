@@ -127,6 +127,56 @@ def test_associative_recall(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.once
+def test_layers(tmp_path, monkeypatch, capsys):
+    guide = load("layers")
+    monkeypatch.setattr(guide.Forecast, "LENGTH", 24)
+    arguments = ("--rows", 16, "--epochs", 2, "--seeds", 1, "--length", 24, "--width", 16)
+    monkeypatch.setattr(sys, "argv", ["layers", *map(str, arguments), "--output", str(tmp_path)])
+    guide.main()
+    written = capsys.readouterr().out
+    for name in guide.LAYERS:
+        rows = re.findall(rf"^\| {name} \| ([\d,]+) \| [\d.]+ ± [\d.]+ \| [\d.]+ \|", written, re.M)
+        assert len(rows) == 2
+        # 16 times the width squared in each of two blocks, and little beside them.
+        assert all(8192 < int(parameters.replace(",", "")) < 9300 for parameters in rows)
+    assert (tmp_path / "layers.png").stat().st_size > 0
+
+
+@pytest.mark.once
+def test_layers_sees_the_series_and_no_future():
+    guide = load("layers")
+    task = guide.Forecast(rows=3, epochs=1, held_out=2, width=16)
+    x, y = task.training
+    assert x.shape == y.shape == (3, task.LENGTH, 1)
+    series, noisy = y[:, : -task.AHEAD, 0], x[:, task.AHEAD :, 0]
+    np.testing.assert_allclose(np.std(noisy - series), task.NOISE, rtol=0.2)
+    assert abs(np.mean(noisy - series)) < 0.1
+    # The deviation of the equation's solution, sampled by many, is 0.23 around 0.9.
+    values = task.simulate(20, seed=3)
+    np.testing.assert_allclose([values.mean(), values.std()], [0.9, 0.23], atol=0.03)
+    for name in guide.LAYERS:
+        model = task.build(name)
+        changed = x.copy()
+        changed[:, 60:] += 1.0
+        before, after = model.predict(x, verbose=0), model.predict(changed, verbose=0)
+        np.testing.assert_allclose(after[:, :60], before[:, :60], atol=1e-5)
+        assert np.abs(after[:, 60:] - before[:, 60:]).max() > 1e-3
+
+
+@pytest.mark.once
+def test_layers_takes_no_notice_of_padding():
+    guide = load("layers")
+    task = guide.ListOps(rows=4, epochs=1, held_out=2, width=16, length=24)
+    rows = task.training[0]
+    assert rows.shape == (4, 24)
+    longer = np.pad(rows, ((0, 0), (0, 9)))
+    for name in guide.LAYERS:
+        model = task.build(name)
+        found = model.predict(longer, verbose=0)
+        np.testing.assert_allclose(found, model.predict(rows, verbose=0), atol=1e-5, err_msg=name)
+
+
+@pytest.mark.once
 def test_conversation(tmp_path, monkeypatch, capfd):
     guide = load("conversation")
     monkeypatch.setattr(sys, "argv", ["conversation", "--steps", "2", "--output", str(tmp_path)])

@@ -150,6 +150,23 @@ def test_causal_lm(family):
 
 
 @task
+def test_text_classifier():
+    row, tokenizer = FAMILIES["hgrn2"], ByteTokenizer()
+    sizes = {**SIZES["hgrn2"], "vocabulary_size": tokenizer.vocabulary_size(), "num_layers": 1}
+    harness("run_task_test")(
+        models.HGRN2TextClassifier,
+        init_kwargs={
+            "backbone": row.backbone(**sizes),
+            "num_classes": 3,
+            "preprocessor": models.HGRN2TextClassifierPreprocessor(tokenizer, sequence_length=8),
+            "bidirectional": True,
+        },
+        train_data=(["airplane", "at airport"], [1, 2]),
+        expected_output_shape=(2, 3),
+    )
+
+
+@task
 def test_image_classifier():
     harness("run_task_test")(
         models.HGRN2ImageClassifier,

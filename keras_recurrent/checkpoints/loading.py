@@ -7,6 +7,7 @@ both to KerasHub's `from_preset`, which takes a loader in place of a preset's na
 import difflib
 import os
 
+import keras
 import keras_hub
 
 from keras_recurrent import compat, saved_classes
@@ -109,10 +110,8 @@ def resolve_task(cls, preset, load_weights, overrides):
         _check_weights_of_head(loader, cls)
     if isinstance(loader, RecurrentPresetLoader):
         return loader, load_weights, overrides  # it honors them all
-    if issubclass(cls, keras_hub.models.CausalLM) and not overrides.keys() & {
-        "preprocessor",
-        "tokenizer",
-    }:
+    reads_text = issubclass(cls, (keras_hub.models.CausalLM, keras_hub.models.TextClassifier))
+    if reads_text and not overrides.keys() & {"preprocessor", "tokenizer"}:
         _check_tokenizer(loader.preset, cls)
     task, backbone, preprocessor = split_overrides(loader.preset, cls, overrides)
     if preprocessor:
@@ -172,19 +171,26 @@ def _check_tokenizer(preset, cls):
         raise FileNotFoundError(
             f"There is neither {parts[0]} nor {parts[1]} in {preset!r}, which holds a backbone "
             f"alone. `{cls.backbone_cls.__name__}.from_preset` loads it; `preprocessor=None` makes "
-            "a language model of it that takes tokens, and `preprocessor=` one of strings."
+            "a model of it that takes tokens, and `preprocessor=` one of strings."
         )
 
 
 def _check_weights_of_head(loader, cls):
     """Raises where a classifier that KerasHub saved lacks the weights beside its backbone."""
-    if not issubclass(cls, keras_hub.models.ImageClassifier):
+    if not issubclass(cls, (keras_hub.models.ImageClassifier, keras_hub.models.TextClassifier)):
         return  # language models have none
-    saved = isinstance(loader, compat.KerasPresetLoader) and compat.check_file_exists(
-        loader.preset, compat.TASK_CONFIG_FILE
-    )
+    saved = isinstance(loader, compat.KerasPresetLoader) and _is_of_task(loader.preset, cls)
     if saved and not compat.check_file_exists(loader.preset, compat.TASK_WEIGHTS_FILE):
         raise FileNotFoundError(
             f"There is no {compat.TASK_WEIGHTS_FILE} in {loader.preset!r}, the weights of the "
             f"classes. `num_classes=` makes fresh ones. {FRESH}"
         )
+
+
+def _is_of_task(preset, cls):
+    """Whether a preset that KerasHub saved holds a model of a class, and not of another task."""
+    if not compat.check_file_exists(preset, compat.TASK_CONFIG_FILE):
+        return False
+    config = files.PresetFiles(preset).read_json(compat.TASK_CONFIG_FILE)
+    saved = keras.saving.get_registered_object(config.get("registered_name"))
+    return isinstance(saved, type) and issubclass(saved, cls)

@@ -3,8 +3,9 @@
 import importlib
 
 from keras_recurrent.datasets.associative_recall import associative_recall
+from keras_recurrent.datasets.list_ops import list_ops
 
-__all__ = ["PackedText", "associative_recall"]
+__all__ = ["PackedText", "associative_recall", "list_ops"]
 
 
 def __getattr__(name):

@@ -1,4 +1,4 @@
-"""Language models, and an image classifier, in KerasHub's shape."""
+"""Language models, and classifiers of texts and images, in KerasHub's shape."""
 
 from keras_recurrent.generation.cache import GenerationCache
 from keras_recurrent.models.griffin.griffin_backbone import GriffinBackbone
@@ -7,12 +7,20 @@ from keras_recurrent.models.griffin.griffin_causal_lm_preprocessor import (
     GriffinCausalLMPreprocessor,
 )
 from keras_recurrent.models.griffin.griffin_residual_block import GriffinResidualBlock
+from keras_recurrent.models.griffin.griffin_text_classifier import GriffinTextClassifier
+from keras_recurrent.models.griffin.griffin_text_classifier_preprocessor import (
+    GriffinTextClassifierPreprocessor,
+)
 from keras_recurrent.models.griffin.griffin_tokenizer import GriffinTokenizer
 from keras_recurrent.models.hgrn2.hgrn2_backbone import HGRN2Backbone
 from keras_recurrent.models.hgrn2.hgrn2_causal_lm import HGRN2CausalLM
 from keras_recurrent.models.hgrn2.hgrn2_causal_lm_preprocessor import HGRN2CausalLMPreprocessor
 from keras_recurrent.models.hgrn2.hgrn2_image_classifier import HGRN2ImageClassifier
 from keras_recurrent.models.hgrn2.hgrn2_residual_block import HGRN2ResidualBlock
+from keras_recurrent.models.hgrn2.hgrn2_text_classifier import HGRN2TextClassifier
+from keras_recurrent.models.hgrn2.hgrn2_text_classifier_preprocessor import (
+    HGRN2TextClassifierPreprocessor,
+)
 from keras_recurrent.models.hgrn2.hgrn2_tokenizer import HGRN2Tokenizer
 from keras_recurrent.models.hgrn2.hgrn2_vision_backbone import HGRN2VisionBackbone
 from keras_recurrent.models.memory import MemorySizes, memory_sizes
@@ -33,12 +41,16 @@ __all__ = [
     "GriffinCausalLM",
     "GriffinCausalLMPreprocessor",
     "GriffinResidualBlock",
+    "GriffinTextClassifier",
+    "GriffinTextClassifierPreprocessor",
     "GriffinTokenizer",
     "HGRN2Backbone",
     "HGRN2CausalLM",
     "HGRN2CausalLMPreprocessor",
     "HGRN2ImageClassifier",
     "HGRN2ResidualBlock",
+    "HGRN2TextClassifier",
+    "HGRN2TextClassifierPreprocessor",
     "HGRN2Tokenizer",
     "HGRN2VisionBackbone",
     "MemorySizes",

@@ -7,8 +7,9 @@ from keras import ops
 
 from keras_recurrent.models.calibration import layer_structure
 from keras_recurrent.models.generating_causal_lm import GeneratingCausalLM
+from keras_recurrent.models.parts import check_parts
 from keras_recurrent.models.recurrent_backbone import token_input
-from keras_recurrent.models.samples import described, is_text
+from keras_recurrent.models.samples import described, is_text, is_tokens
 from keras_recurrent.models.saved_training import SavedTraining
 from keras_recurrent.models.segments import SegmentsOptional
 from keras_recurrent.models.text_training import TextTraining
@@ -49,8 +50,7 @@ class RecurrentCausalLM(SegmentsOptional, TextTraining, SavedTraining, Generatin
     """
 
     def __init__(self, backbone, preprocessor=None, compile=True, name=None, trainable=True):
-        self._check_parts(backbone, preprocessor)
-        _check_vocabulary(backbone, preprocessor)
+        check_parts(type(self), backbone, preprocessor, keras_hub.models.CausalLMPreprocessor)
         self.backbone = backbone
         self.preprocessor = preprocessor
         # The inputs are what the preprocessor makes.
@@ -66,22 +66,6 @@ class RecurrentCausalLM(SegmentsOptional, TextTraining, SavedTraining, Generatin
     def call_with_segments(self, token_ids, padding_mask, segment_ids):
         hidden_states = self.backbone.call_with_segments(token_ids, padding_mask, segment_ids)
         return self.backbone.token_embedding(hidden_states, reverse=True)
-
-    @classmethod
-    def _check_parts(cls, backbone, preprocessor):
-        if not isinstance(backbone, cls.backbone_cls):
-            raise ValueError(
-                f"`backbone` must be a `{cls.backbone_cls.__name__}`; got a "
-                f"`{type(backbone).__name__}`."
-            )
-        kind = keras_hub.models.CausalLMPreprocessor
-        family = getattr(preprocessor, "backbone_cls", None) or type(backbone)
-        other = not issubclass(family, cls.backbone_cls) and not isinstance(backbone, family)
-        if preprocessor is not None and (other or not isinstance(preprocessor, kind)):
-            raise ValueError(
-                f"`preprocessor` must be a `{cls.preprocessor_cls.__name__}`, or None where inputs "
-                f"are tokens; got a `{type(preprocessor).__name__}`."
-            )
 
     @classmethod
     def from_preset(cls, preset, load_weights=None, **kwargs):
@@ -235,6 +219,21 @@ class RecurrentCausalLM(SegmentsOptional, TextTraining, SavedTraining, Generatin
             return None
         return layer_structure(self.backbone, example=ops.zeros((1, 1), "int32"))
 
+    def check_labels(self, name, x, y, sample_weight):
+        if is_text(x) and not (y is None and sample_weight is None):
+            raise ValueError(
+                f"`y` and `sample_weight` are made of the strings in `{name}`: the tokens that "
+                "follow, and which of them are real. Leave them out."
+            )
+        if is_tokens(x) and isinstance(self.loss, TokenCrossentropy):
+            if y is None:
+                raise ValueError(
+                    f"`{name}` holds tokens, whose labels are needed beside it: the tokens that "
+                    "follow, [batch, time]. A preprocessor makes both of strings."
+                )
+            hint = "Give labels that do not count a `sample_weight` of 0."
+            check_token_ids("y", y, self.backbone.vocabulary_size, sample_weight, hint)
+
     # === Scores ===
 
     def score(
@@ -341,19 +340,3 @@ def _as_ids(name, ids):
     if "int" not in dtype or len(shape) != 2 or 0 in shape:
         raise ValueError(f"{wanted}; got {dtype} of shape {shape}.")
     return ids
-
-
-def _check_vocabulary(backbone, preprocessor):
-    tokenizer = getattr(preprocessor, "tokenizer", None)
-    if tokenizer is None:
-        return
-    try:
-        size = tokenizer.vocabulary_size()
-    except ValueError:
-        return  # a saved tokenizer, which gets its file after the model is made
-    if size > backbone.vocabulary_size:
-        raise ValueError(
-            f"`preprocessor`: its tokenizer has {size} tokens, the backbone knows "
-            f"{backbone.vocabulary_size}. Give the backbone a larger `vocabulary_size`, or pass "
-            "`preprocessor=None` and train on tokens of your own."
-        )

@@ -52,7 +52,7 @@ def check_samples(name, x, preprocessor_cls, has_preprocessor):
     if x is None or in_memory or (hasattr(x, "dtype") and hasattr(x, "shape")):
         raise ValueError(
             f"`{name}` must be several strings, or tokens in a dictionary of `token_ids` and "
-            f"`padding_mask` with the tokens that follow as labels; got {described(x)}."
+            f"`padding_mask` with their labels beside it; got {described(x)}."
         )
 
 

@@ -70,6 +70,11 @@ def split(parts, fraction):
     )
 
 
+def as_arrays(*parts):
+    """Labels and weights in lists as arrays, which Keras would take for trees of numbers."""
+    return tuple(np.asarray(part) if isinstance(part, (list, tuple)) else part for part in parts)
+
+
 class Indexed(keras.utils.PyDataset):
     """Batches by number, on and on. An epoch has the next `steps` of them.
 

@@ -9,17 +9,18 @@ from keras import ops
 
 from keras_recurrent.models import sources
 from keras_recurrent.models.samples import check_samples, is_strings, is_text, is_tokens
-from keras_recurrent.models.token_crossentropy import TokenCrossentropy
 from keras_recurrent.models.token_ids import check_segment_ids, check_token_ids
 
 
 class TextTraining:
-    """Lets a language model with a preprocessor train on strings from every source of Keras."""
+    """Lets a model with a preprocessor train on strings from every source of Keras.
+
+    A model says by `check_labels` which labels belong to them.
+    """
 
     preprocessor: Any
     preprocessor_cls: type
     backbone: Any
-    loss: Any
 
     def fit(
         self,
@@ -38,6 +39,9 @@ class TextTraining:
         `keras_recurrent.datasets.PackedText` reads them from files. So do those of
         `validation_data`.
 
+        A language model makes its labels of the strings. A classifier is given them: a number for
+        each string, as `y`, or beside the strings in each batch of a source.
+
         Strings in a list or an array are shuffled in each epoch, as arrays are in Keras, unless
         `shuffle=False`. The order follows from `keras.utils.set_random_seed` and the number of the
         epoch, so that a run that is resumed finds the order that it would have had.
@@ -54,9 +58,10 @@ class TextTraining:
 
         Raises:
             ValueError: neither strings nor tokens nor a source of them, no strings at all, strings
-                where the model has no preprocessor or with labels beside them, tokens without
-                labels, or NumPy arrays with a `token_ids` or, where its weight is not 0, a label
-                that the vocabulary lacks, or with a segment below 0; a `PackedText` without end and
+                where the model has no preprocessor, labels beside strings for a language model or
+                none for a classifier, tokens without labels, or NumPy arrays with a `token_ids`
+                that the vocabulary lacks, a label that there is not (unless its weight is 0 in a
+                language model), or a segment below 0; a `PackedText` without end and
                 without `steps_per_epoch`.
         """
         self._check_samples(x, y, sample_weight)
@@ -78,7 +83,9 @@ class TextTraining:
             # Its order is its own affair.
             x = self._in_memory(parts, batch_size, kwargs.get("shuffle", True), steps)
             kwargs["shuffle"], steps = False, None
-        elif not is_tokens(x):
+        elif is_tokens(x):
+            y, sample_weight = sources.as_arrays(y, sample_weight)
+        else:
             if not isinstance(x, keras.utils.PyDataset):
                 kwargs.setdefault("shuffle", False)  # Keras cannot, and would warn
             x, steps = sources.as_source(x, self.preprocess_samples, steps)
@@ -127,24 +134,15 @@ class TextTraining:
     def _check_samples(self, x, y=None, sample_weight=None, *, name="x"):
         """Raises for what cannot be learned: by its kind, or by the numbers in NumPy arrays."""
         check_samples(name, x, self.preprocessor_cls, self.preprocessor is not None)
-        if is_text(x) and not (y is None and sample_weight is None):
-            raise ValueError(
-                f"`y` and `sample_weight` are made of the strings in `{name}`: the tokens that "
-                "follow, and which of them are real. Leave them out."
-            )
-        if not is_tokens(x):
-            return
-        size = self.backbone.vocabulary_size
-        check_token_ids("token_ids", x["token_ids"], size, x.get("padding_mask"))
-        check_segment_ids(x.get("segment_ids"), x.get("padding_mask"))
-        if isinstance(self.loss, TokenCrossentropy):
-            if y is None:
-                raise ValueError(
-                    f"`{name}` holds tokens, whose labels are needed beside it: the tokens that "
-                    "follow, [batch, time]. A preprocessor makes both of strings."
-                )
-            hint = "Give labels that do not count a `sample_weight` of 0."
-            check_token_ids("y", y, size, sample_weight, hint)
+        if is_tokens(x):
+            size = self.backbone.vocabulary_size
+            check_token_ids("token_ids", x["token_ids"], size, x.get("padding_mask"))
+            check_segment_ids(x.get("segment_ids"), x.get("padding_mask"))
+        self.check_labels(name, x, y, sample_weight)
+
+    def check_labels(self, name, x, y, sample_weight):
+        """Raises for labels that do not fit to strings or tokens in memory."""
+        raise NotImplementedError
 
     def _held_out(self, parts, batch_size, steps):
         """`(x, y, sample_weight)` that Keras can evaluate, and the steps of an evaluation."""
@@ -152,7 +150,9 @@ class TextTraining:
         if is_text(x):
             x, labels = self._in_memory(self._rows(*parts), batch_size, steps=steps), (None, None)
             return (x, *labels), None
-        if is_tokens(x) or isinstance(x, sources.Indexed):
+        if is_tokens(x):
+            return (x, *sources.as_arrays(*labels)), steps
+        if isinstance(x, sources.Indexed):
             return parts, steps
         x, steps = sources.as_source(x, self.preprocess_samples, steps)
         return (x, *labels), steps

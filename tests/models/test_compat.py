@@ -180,10 +180,10 @@ CLASSES = {name: f"{family}CausalLM" for name, family in LANGUAGE_MODELS.items()
 def test_a_preset_of_another_class_is_refused_by_naming_its_own(name):
     wanted = f"'{name}' is no preset of .*Call `from_preset` of `{CLASSES[name]}"
     for other in set(CLASSES.values()) - {CLASSES[name]}:
-        with pytest.raises(ValueError, match=f"{wanted}` instead"):
+        with pytest.raises(ValueError, match=f"{wanted}` .*instead"):
             getattr(models, other).from_preset(name)
     base = keras_hub.models.CausalLM if "vision" in name else keras_hub.models.ImageClassifier
-    with pytest.raises(ValueError, match=f"{wanted}` instead"):
+    with pytest.raises(ValueError, match=f"{wanted}` .*instead"):
         base.from_preset(name)
     if name in LANGUAGE_MODELS:
         for family in set(LANGUAGE_MODELS.values()) - {LANGUAGE_MODELS[name]}:
