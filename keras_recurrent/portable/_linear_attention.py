@@ -8,6 +8,7 @@ q_u is multiplied by the decays from the boundary to u, and k_s by those from s 
 import numpy as np
 from keras import ops
 
+from keras_recurrent.portable import _loop
 from keras_recurrent.portable._common import state_or_zeros
 from keras_recurrent.portable._scan import before_each, blocks, scan, unblocked
 
@@ -25,33 +26,42 @@ def linear_attention(q, k, v, log_f, initial_state, starts, padding):
     value_size = v.shape[3]
     state = state_or_zeros(initial_state, (batch, heads, key_size, value_size), q.dtype)
     keep = None if starts is None else ops.cast(~starts, q.dtype)
-    if q.shape[1] == 1:
+    if q.shape[1] == 1 or _loop.is_needed(q):
         f = ops.exp(log_f) if keep is None else ops.exp(log_f) * keep
-        f, k, v, q = (x[:, 0] for x in (f, k, v, q))
-        state = f[..., None] * state + k[..., None] * v[:, :, None]
-        return ops.sum(q[..., None] * state, axis=2)[:, None], state
+        if q.shape[1] != 1:
+            return _loop.loop(_step, state, (q, k, v, f))
+        state, output = _step(state, *(x[:, 0] for x in (q, k, v, f)))
+        return output[:, None], state
     if keep is None:
         keep = ops.ones((batch, length, 1, 1), q.dtype)
     forget = ops.broadcast_to(1.0 - keep, (batch, length, heads, 1))
     q, k, v, log_f, forget = (_by_head(x) for x in (q, k, v, log_f, forget))
-    rows, chunks = ops.shape(q)[:2]
+    rows, chunks = batch * heads, (length + CHUNK - 1) // CHUNK
     f = ops.exp(log_f) * (1.0 - forget)  # 1 behind the last token, where both are 0
     from_start, to_end, weights = _inside(q, k, f)
-    added = ops.matmul(ops.transpose(k * to_end, (0, 1, 3, 2)), v)
-    total = ops.expand_dims(from_start[:, :, -1], -1)
+    added = ops.matmul(ops.transpose(k * to_end, (0, 2, 1)), v)
+    added = ops.reshape(added, (rows, chunks, key_size, value_size))
+    total = ops.reshape(ops.copy(from_start[:, -1]), (rows, chunks, log_f.shape[-1], 1))
     first = ops.reshape(state, (rows, key_size, value_size))
     after = scan(total, added, first, block=CHUNKS_OF_A_BLOCK)
-    before = before_each(after, first)
+    before = ops.reshape(before_each(after, first), (-1, key_size, value_size))
     output = ops.matmul(q * from_start, before) + ops.matmul(weights, v)
-    output = ops.reshape(unblocked(output, length), (batch, heads, length, value_size))
+    output = unblocked(output, rows, length)
+    output = ops.reshape(output, (batch, heads, length, value_size))
     return (
         ops.transpose(output, (0, 2, 1, 3)),
         ops.reshape(after[:, -1], (batch, heads, key_size, value_size)),
     )
 
 
+def _step(state, q, k, v, f):
+    """One token: q, k, f [B, H, K], v [B, H, V]."""
+    state = f[..., None] * state + k[..., None] * v[:, :, None]
+    return state, ops.sum(q[..., None] * state, axis=2)
+
+
 def _by_head(x):
-    """[B, T, H, K] as chunks [B * H, N, C, K]."""
+    """[B, T, H, K] as chunks [B H N, C, K]."""
     batch, length, heads, size = ops.shape(x)
     x = ops.reshape(ops.transpose(x, (0, 2, 1, 3)), (batch * heads, length, size))
     return blocks(x, CHUNK)
@@ -62,23 +72,23 @@ def _inside(q, k, f):
 
     A product to the end is without the f of its first token.
     """
-    rows, chunks, size, width = ops.shape(f)
+    width = f.shape[-1]
     from_start, to_end = f, ops.ones_like(f)
     own = ops.expand_dims(ops.sum(q * k, axis=-1), -1)
     place = np.arange(CHUNK)
     weights = ops.where(place[:, None] == place, own, ops.zeros_like(own))
     half = 1
     while half < CHUNK:
-        halves = (rows * chunks, CHUNK // (2 * half), 2, half, width)
+        halves = (-1, CHUNK // (2 * half), 2, half, width)
         p, s = ops.reshape(from_start, halves), ops.reshape(to_end, halves)
         p_left, p_right, s_left, s_right = p[:, :, 0], p[:, :, 1], s[:, :, 0], s[:, :, 1]
 
         def joined(left, right):
-            return ops.reshape(ops.stack([left, right], axis=2), (rows, chunks, size, width))
+            return ops.reshape(ops.stack([left, right], axis=2), (-1, CHUNK, width))
 
         to_right = joined(ops.zeros_like(p_left), p_right)
         from_left = joined(s_left, ops.zeros_like(s_right))
-        between = ops.matmul(q * to_right, ops.transpose(k * from_left, (0, 1, 3, 2)))
+        between = ops.matmul(q * to_right, ops.transpose(k * from_left, (0, 2, 1)))
         block = place // (2 * half)
         weights = weights + ops.where(block[:, None] == block, between, ops.zeros_like(between))
         from_start = joined(p_left, p_right * p_left[:, :, -1:])

@@ -1,12 +1,15 @@
-"""h_t = a_t * h_{t-1} + x_t over axis 1, without a loop over time.
+"""h_t = a_t * h_{t-1} + x_t over axis 1.
 
 Time is cut into blocks of a fixed number of tokens. Inside all blocks at once, neighbours are
 joined, then pairs, then fours. The last tokens of the blocks make a sequence of their own, which is
 scanned in the same way and gives the state before each block. If the length is not known, there are
-as many levels of this as 2^30 tokens need. Decays are multiplied, never divided by one another.
+as many levels of this as 2^30 tokens need, or on torch a loop of the graph. Decays are multiplied,
+never divided by one another.
 """
 
 from keras import ops
+
+from keras_recurrent.portable import _loop
 
 LONGEST = 2**30
 
@@ -21,21 +24,26 @@ def scan(a, x, state, block=64, multiply=ops.multiply, longest=LONGEST):
         multiply: the product of two decays, or of a decay and a state.
         longest: the largest length, if the length is not known.
     """
-    length = x.shape[1]
-    longest = longest if not isinstance(length, int) else length
+    if _loop.is_needed(x):
+        h, _ = _loop.loop(lambda h, a, x: 2 * (multiply(a, h) + x,), state, (a, x))
+        return h
+    batch, length, *rest = ops.shape(x)
+    longest = x.shape[1] if isinstance(x.shape[1], int) else longest
     if longest == 1:
         return x + multiply(a, ops.expand_dims(state, 1))
     a, x = blocks(a, block), blocks(x, block)
     shift = 1
     while shift < block:
-        later, earlier = a[:, :, shift:], a[:, :, :-shift]
-        added = multiply(later, x[:, :, :-shift])
-        x = ops.concatenate([x[:, :, :shift], x[:, :, shift:] + added], axis=2)
-        a = ops.concatenate([a[:, :, :shift], multiply(later, earlier)], axis=2)
+        later, earlier = a[:, shift:], a[:, :-shift]
+        added = multiply(later, x[:, :-shift])
+        x = ops.concatenate([x[:, :shift], x[:, shift:] + added], axis=1)
+        a = ops.concatenate([a[:, :shift], multiply(later, earlier)], axis=1)
         shift *= 2
-    after = scan(a[:, :, -1], x[:, :, -1], state, block, multiply, -(-longest // block))
-    before = ops.expand_dims(before_each(after, state), 2)
-    return unblocked(x + multiply(a, before), length)
+    ends = (ops.copy(t[:, -1]) for t in (a, x))
+    ends = (ops.reshape(t, (batch, _count(length, block), *ops.shape(t)[1:])) for t in ends)
+    after = scan(*ends, state, block, multiply, -(-longest // block))
+    before = ops.reshape(before_each(after, state), (-1, 1, *rest))
+    return unblocked(x + multiply(a, before), batch, length)
 
 
 def before_each(after, state):
@@ -44,15 +52,17 @@ def before_each(after, state):
 
 
 def blocks(x, size):
-    """x [B, T, ...] as [B, N, size, ...], with zeros at the end."""
+    """x [B, T, ...] as [B N, size, ...], with zeros at the end of each row."""
     batch, length, *rest = ops.shape(x)
-    count = (length + size - 1) // size
-    zeros = ops.zeros((batch, size - 1, *rest), x.dtype)
-    x = ops.concatenate([x, zeros], axis=1)[:, : count * size]
-    return ops.reshape(x, (batch, count, size, *rest))
+    zeros = ops.zeros((batch, _count(length, size) * size - length, *rest), x.dtype)
+    return ops.reshape(ops.concatenate([x, zeros], axis=1), (-1, size, *rest))
 
 
-def unblocked(x, length):
+def unblocked(x, batch, length):
     """The opposite of `blocks`."""
-    batch, count, size, *rest = ops.shape(x)
-    return ops.reshape(x, (batch, count * size, *rest))[:, :length]
+    size, *rest = ops.shape(x)[1:]
+    return ops.reshape(x, (batch, _count(length, size) * size, *rest))[:, :length]
+
+
+def _count(length, size):
+    return (length + size - 1) // size
