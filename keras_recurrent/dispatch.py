@@ -136,7 +136,7 @@ class Choice(NamedTuple):
 
 def choose(operation, arguments, implementation=None):
     """The `Choice` for native tensors, by the keyword arguments of an implementation (a dict)."""
-    name = implementation or chosen_name() or (PORTABLE if _torch_exports() else None)
+    name = implementation or (PORTABLE if exports() else chosen_name())
     refused = {}
     for candidate in (_check(name),) if name else serving():
         reason = _refusal(operation, candidate, arguments)
@@ -172,10 +172,11 @@ def portable_module(operation):
     return importlib.import_module(found)
 
 
-def _torch_exports():
-    """Whether `torch.export`, or an exporter built on it, makes a graph."""
-    if BACKEND != "torch":
-        return False
+def exports():
+    """Whether a graph is made for an exporter: by the name, or by `torch.export`."""
+    name = chosen_name()
+    if name or BACKEND != "torch":
+        return name == PORTABLE
     import torch
 
     return torch.compiler.is_exporting()

@@ -16,7 +16,7 @@ def rotate(x, positions, max_wavelength, rotary_dim):
         rotary_dim: integer, even, at most head_dim.
     """
     half = rotary_dim // 2
-    frequency = max_wavelength ** (-ops.arange(half, dtype=x.dtype) / max(half, 1))
+    frequency = max_wavelength ** (-ops.arange(0, half, dtype=x.dtype) / max(half, 1))
     angle = ops.cast(positions, x.dtype)[:, :, None, None] * frequency
     cos, sin = ops.cos(angle), ops.sin(angle)
     a, b, rest = x[..., :half], x[..., half:rotary_dim], x[..., rotary_dim:]

@@ -10,7 +10,7 @@ from keras import ops
 
 from keras_recurrent.portable import _loop
 from keras_recurrent.portable._common import state_or_zeros
-from keras_recurrent.portable._scan import before_each, blocks, scan, unblocked
+from keras_recurrent.portable._scan import before_each, blocks, power_of_two, scan, unblocked
 
 CHUNK = 64
 CHUNKS_OF_A_BLOCK = 8  # states are large
@@ -35,8 +35,9 @@ def linear_attention(q, k, v, log_f, initial_state, starts, padding):
     if keep is None:
         keep = ops.ones((batch, length, 1, 1), q.dtype)
     forget = ops.broadcast_to(1.0 - keep, (batch, length, heads, 1))
-    q, k, v, log_f, forget = (_by_head(x) for x in (q, k, v, log_f, forget))
-    rows, chunks = batch * heads, (length + CHUNK - 1) // CHUNK
+    size = min(CHUNK, power_of_two(length))
+    q, k, v, log_f, forget = (_by_head(x, size) for x in (q, k, v, log_f, forget))
+    rows, chunks = batch * heads, -(-length // size)
     f = ops.exp(log_f) * (1.0 - forget)  # 1 behind the last token, where both are 0
     from_start, to_end, weights = _inside(q, k, f)
     added = ops.matmul(ops.transpose(k * to_end, (0, 2, 1)), v)
@@ -60,11 +61,11 @@ def _step(state, q, k, v, f):
     return state, ops.sum(q[..., None] * state, axis=2)
 
 
-def _by_head(x):
+def _by_head(x, size):
     """[B, T, H, K] as chunks [B H N, C, K]."""
-    batch, length, heads, size = ops.shape(x)
-    x = ops.reshape(ops.transpose(x, (0, 2, 1, 3)), (batch * heads, length, size))
-    return blocks(x, CHUNK)
+    batch, length, heads, width = ops.shape(x)
+    x = ops.reshape(ops.transpose(x, (0, 2, 1, 3)), (batch * heads, length, width))
+    return blocks(x, size)
 
 
 def _inside(q, k, f):
@@ -72,19 +73,19 @@ def _inside(q, k, f):
 
     A product to the end is without the f of its first token.
     """
-    width = f.shape[-1]
+    size, width = f.shape[1:]
     from_start, to_end = f, ops.ones_like(f)
     own = ops.expand_dims(ops.sum(q * k, axis=-1), -1)
-    place = np.arange(CHUNK)
+    place = np.arange(size)
     weights = ops.where(place[:, None] == place, own, ops.zeros_like(own))
     half = 1
-    while half < CHUNK:
-        halves = (-1, CHUNK // (2 * half), 2, half, width)
+    while half < size:
+        halves = (-1, size // (2 * half), 2, half, width)
         p, s = ops.reshape(from_start, halves), ops.reshape(to_end, halves)
         p_left, p_right, s_left, s_right = p[:, :, 0], p[:, :, 1], s[:, :, 0], s[:, :, 1]
 
         def joined(left, right):
-            return ops.reshape(ops.stack([left, right], axis=2), (-1, CHUNK, width))
+            return ops.reshape(ops.stack([left, right], axis=2), (-1, size, width))
 
         to_right = joined(ops.zeros_like(p_left), p_right)
         from_left = joined(s_left, ops.zeros_like(s_right))

@@ -1,19 +1,23 @@
-"""A loop over a length that is not known, for `torch.export`.
+"""A loop over a length that is not known when a graph is made.
 
-Sums over the sizes of blocks would there become conditions on the length, or expressions that take
-minutes to simplify. torch has a loop for graphs instead, which becomes ONNX's `Scan`.
+Each framework has a loop that its exporters translate: torch's `scan`, which becomes ONNX's `Scan`,
+TensorFlow's, which becomes `Loop`, and JAX's. (What is cut into blocks, as for a known length, would
+in torch be a page of conditions on the length, and in TensorFlow hundreds of nodes.)
 """
 
 import keras
+from keras import ops
+
+BACKEND = keras.backend.backend()
 
 
 def is_needed(x):
-    """Whether the time of x [B, T, ...] is unknown, and torch traces."""
-    return keras.backend.backend() == "torch" and not isinstance(x.shape[1], int)
+    """Whether the time of x [B, T, ...] is unknown."""
+    return not isinstance(x.shape[1], int)
 
 
 def loop(step, state, tensors):
-    """Goes through time by `state = step(state, *tensors at t)`.
+    """Goes through time by `state, output = step(state, *tensors at t)`.
 
     Args:
         step: a function of a state and of the tensors of one token, that returns the next state
@@ -24,13 +28,41 @@ def loop(step, state, tensors):
     Returns:
         The outputs [B, T, ...] and the last state.
     """
-    import torch
+    if BACKEND == "torch":
+        return _in_torch(step, state, tensors)
+    in_time = [_batch_behind_time(t) for t in tensors]
+    loop = _in_jax if BACKEND == "jax" else _in_tensorflow
+    outputs, state = loop(step, state, tuple(in_time))
+    return _batch_behind_time(outputs), state
+
+
+def _in_torch(step, state, tensors):
     from torch._higher_order_ops.scan import scan
 
     def body(state, now):
         state, output = step(state, *now)
-        return state, output.clone() if output is state else output  # outputs share no memory
+        return state.clone(), output  # which may share no memory
 
-    tensors = [torch.as_tensor(t) for t in tensors]
-    state, outputs = scan(body, state, tuple(tensors), dim=1)
+    state, outputs = scan(body, state.contiguous().clone(), tuple(tensors), dim=1)
     return outputs, state
+
+
+def _in_jax(step, state, tensors):
+    import jax
+
+    state, outputs = jax.lax.scan(lambda state, now: step(state, *now), state, tensors)
+    return outputs, state
+
+
+def _in_tensorflow(step, state, tensors):
+    import tensorflow as tf
+
+    first = step(state, *(t[0] for t in tensors))[1]
+    states, outputs = tf.scan(
+        lambda before, now: step(before[0], *now), tensors, (state, tf.zeros_like(first))
+    )
+    return outputs, states[-1]
+
+
+def _batch_behind_time(x):
+    return ops.transpose(x, (1, 0, *range(2, len(x.shape))))

@@ -2,35 +2,30 @@
 
 Time is cut into blocks of a fixed number of tokens. Inside all blocks at once, neighbours are
 joined, then pairs, then fours. The last tokens of the blocks make a sequence of their own, which is
-scanned in the same way and gives the state before each block. If the length is not known, there are
-as many levels of this as 2^30 tokens need, or on torch a loop of the graph. Decays are multiplied,
-never divided by one another.
+scanned in the same way and gives the state before each block. If the length is not known, a loop
+takes the place of all this. Decays are multiplied, never divided by one another.
 """
 
 from keras import ops
 
 from keras_recurrent.portable import _loop
 
-LONGEST = 2**30
-
-
-def scan(a, x, state, block=64, multiply=ops.multiply, longest=LONGEST):
+def scan(a, x, state, block=64, multiply=ops.multiply):
     """All h, with the shape of x.
 
     Args:
         a, x: `[B, T, ...]`; `a` may have sizes of 1 behind T where x has more.
         state: `[B, ...]`, what comes before the first token.
-        block: tokens of a block, a power of two.
+        block: the most tokens of a block, a power of two.
         multiply: the product of two decays, or of a decay and a state.
-        longest: the largest length, if the length is not known.
     """
     if _loop.is_needed(x):
         h, _ = _loop.loop(lambda h, a, x: 2 * (multiply(a, h) + x,), state, (a, x))
         return h
     batch, length, *rest = ops.shape(x)
-    longest = x.shape[1] if isinstance(x.shape[1], int) else longest
-    if longest == 1:
+    if length == 1:
         return x + multiply(a, ops.expand_dims(state, 1))
+    block = min(block, power_of_two(length))
     a, x = blocks(a, block), blocks(x, block)
     shift = 1
     while shift < block:
@@ -41,14 +36,19 @@ def scan(a, x, state, block=64, multiply=ops.multiply, longest=LONGEST):
         shift *= 2
     ends = (ops.copy(t[:, -1]) for t in (a, x))
     ends = (ops.reshape(t, (batch, _count(length, block), *ops.shape(t)[1:])) for t in ends)
-    after = scan(*ends, state, block, multiply, -(-longest // block))
+    after = scan(*ends, state, block, multiply)
     before = ops.reshape(before_each(after, state), (-1, 1, *rest))
     return unblocked(x + multiply(a, before), batch, length)
 
 
 def before_each(after, state):
     """The states before each block, from those after each, and the first."""
-    return ops.concatenate([ops.expand_dims(state, 1), after[:, :-1]], axis=1)
+    return ops.concatenate([ops.expand_dims(state, 1), after], axis=1)[:, :-1]
+
+
+def power_of_two(length):
+    """The smallest that is not below a length."""
+    return 1 << (length - 1).bit_length()
 
 
 def blocks(x, size):

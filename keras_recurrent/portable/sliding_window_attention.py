@@ -116,7 +116,7 @@ class _Row:
 
 def _ages(position, capacity):
     """How many tokens came after the one in each slot, [B, C]."""
-    return ops.mod(position[:, None] - 1 - ops.arange(capacity, dtype="int32"), max(capacity, 1))
+    return ops.mod(position[:, None] - 1 - ops.arange(0, capacity, dtype="int32"), max(capacity, 1))
 
 
 def _zero_unless(condition, x):

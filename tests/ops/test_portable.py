@@ -6,6 +6,7 @@ import pytest
 
 import keras_recurrent
 from keras_recurrent import dispatch
+from keras_recurrent.layers.tokens import token_position
 from tests.ops import cases, native, token_wise
 from tests.ops.judge import reference
 
@@ -85,7 +86,16 @@ def test_an_operation_on_each_token(operation, case):
     np.testing.assert_allclose(native.to_numpy(output), wanted, rtol=max(rounding, 2e-6), atol=1e-7)
 
 
-def test_it_is_chosen_by_name_and_by_torch_export():
+def test_positions():
+    rng = np.random.default_rng(0)
+    kind = rng.choice([0, 1, 2], p=[0.7, 0.1, 0.2], size=(3, 90)).astype("int8")
+    first, x = np.array([0, 4, 9], "int32"), np.zeros((3, 90, 1), "float32")
+    with keras_recurrent.implementation("portable"):
+        exported = token_position(x, tensor(kind, "int8"), first)
+    np.testing.assert_array_equal(exported, token_position(x, tensor(kind, "int8"), first))
+
+
+def test_it_is_chosen_by_name():
     x = np.ones((1, 3, 2), "float32")
     with keras_recurrent.implementation("portable"):
         choice = keras_recurrent.which_implementation("linear_scan", x, -x)
