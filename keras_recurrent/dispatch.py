@@ -150,14 +150,14 @@ def choose(operation, arguments, implementation=None):
 
 def _refusal(operation, name, arguments):
     """Why an implementation refuses these arguments or is missing; None if it takes them."""
-    module = _module(operation, name)
+    module = _implemented(operation, name)
     if isinstance(module, str):
         return module
     unsupported = getattr(module, "unsupported", None)
     return unsupported(**arguments) if unsupported else None
 
 
-def _module(operation, name):
+def _implemented(operation, name):
     """The module of an implementation, or the reason why it is missing."""
     return portable_module(operation) if name == PORTABLE else IMPLEMENTATIONS[operation][name]
 
@@ -201,7 +201,7 @@ def run(operation, arguments, implementation=None):
     if name is None:
         raise NotImplementedError(str(choice))
     row = IMPLEMENTATIONS[operation]
-    function = getattr(_module(operation, name), operation)
+    function = getattr(_implemented(operation, name), operation)
     if BACKEND != "jax" or name not in _platforms.PLATFORMS:
         return function(**arguments)
     if not (implementation or chosen_name()):

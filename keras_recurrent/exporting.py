@@ -5,13 +5,17 @@ with batch and time unknown where the model's inputs leave them open: Keras itse
 graph for a batch and a time of 1. Models without a layer of this package are exported by Keras
 alone. `install` puts these functions in the place of Keras's.
 
-A SavedModel keeps the operations of the backend, which TensorFlow runs as they are.
+A SavedModel keeps the operations of the backend, which TensorFlow runs as they are. That of a
+language model on TensorFlow has a signature `step` beside `serve`: it takes `token_ids` [B, T], the
+next tokens of each row, and the arrays of a state by their names, and returns `logits` and the same
+names. A state in which nothing was seen is 0 everywhere and -1 in `segment`.
 """
 
 import functools
 import inspect
 import pathlib
 import tempfile
+from typing import Any
 
 import keras
 import numpy as np
@@ -35,7 +39,8 @@ def _exporter(ours, original):
         given |= given.pop("kwargs", {})
         if not has_our_layers(given["model"]):
             return original(*args, **kwargs)
-        with dispatch.implementation(dispatch.PORTABLE):
+        name = None if ours is _saved_model else dispatch.PORTABLE
+        with dispatch.implementation(name):
             return ours(original, **given)
 
     return export
@@ -44,6 +49,35 @@ def _exporter(ours, original):
 def has_our_layers(model):
     layers = model._flatten_layers() if isinstance(model, keras.Layer) else ()
     return any(type(layer).__module__.startswith("keras_recurrent.") for layer in layers)
+
+
+def _saved_model(original, model, filepath, verbose=None, input_signature=None, **kwargs):
+    step = getattr(model, "call_with_cache", None)
+    if dispatch.BACKEND != "tensorflow" or step is None or input_signature or kwargs:
+        return original(model, filepath, verbose, input_signature, **kwargs)
+    import tensorflow as tf
+
+    spec = model.backbone.cache_spec()
+    names = state_names(spec)
+    parts = [
+        tf.TensorSpec(part.shape, part.dtype, name)
+        for name, part in zip(names, tree.flatten(spec), strict=True)
+    ]
+
+    def one_step(token_ids, *state):
+        logits, _, after = step(token_ids, tree.pack_sequence_as(spec, state))
+        return {"logits": logits, **dict(zip(names, tree.flatten(after), strict=True))}
+
+    archive = keras.export.ExportArchive()
+    archive.track_and_add_endpoint("serve", model, _signature(model, None))
+    token_ids = tf.TensorSpec((None, None), "int32", "token_ids")
+    archive.add_endpoint("step", one_step, [token_ids, *parts])
+    archive.write_out(filepath, verbose=verbose is not False)
+
+
+def state_names(spec):
+    """The names of a state's arrays, in order, such as `blocks_0_temporal_block_rg_lru_hidden`."""
+    return ["_".join(map(str, path)) for path, _ in tree.flatten_with_path(spec)]
 
 
 def _torch_program(original, model, filepath, input_signature=None, verbose=None, **kwargs):
@@ -70,14 +104,14 @@ def _onnx(original, model, filepath, verbose=None, input_signature=None, opset_v
 def _onnx_from_torch(model, filepath, input_signature, opset_version):
     import torch
 
-    specs = torch.utils._pytree.tree_leaves(input_signature)  # in the order of torch, not Keras
     program = torch.onnx.export(
         _traced(model, input_signature),
         dynamo=True,
-        input_names=_names(specs),
+        input_names=_names(tree.flatten(input_signature)),
         opset_version=opset_version,
         verbose=False,
     )
+    assert program is not None
     program.save(filepath)
 
 
@@ -110,25 +144,37 @@ def _onnx_from_jax(model, filepath, input_signature, opset_version):
 
 
 def _openvino(original, model, filepath, verbose=None, input_signature=None, **kwargs):
-    if dispatch.BACKEND != "torch":
-        return original(model, filepath, verbose, input_signature, **kwargs)
     if not str(filepath).endswith(".xml"):
         raise ValueError(f"`filepath` must end in '.xml' with format='openvino'; got {filepath!r}.")
     import openvino
 
-    # By way of ONNX: of torch's own programs, OpenVINO reads no loop.
     with tempfile.TemporaryDirectory() as folder:
-        path = str(pathlib.Path(folder, "model.onnx"))
-        _onnx_from_torch(model, path, _signature(model, input_signature), None)
-        openvino.save_model(openvino.convert_model(path), str(filepath), compress_to_fp16=False)
+        if dispatch.BACKEND == "torch":
+            # By way of ONNX: of torch's own programs, OpenVINO reads no loop.
+            path = str(pathlib.Path(folder, "model.onnx"))
+            _onnx_from_torch(model, path, _signature(model, input_signature), None)
+            converted = openvino.convert_model(path)
+        else:
+            path = str(pathlib.Path(folder, "model.xml"))
+            original(model, path, False, input_signature, **kwargs)
+            converted = openvino.Core().read_model(path)
+            # Beside the outputs, OpenVINO returns sizes that TensorFlow computes on its way.
+            results = [r for r in converted.get_results() if _is_output(r)]
+            converted = openvino.Model(results, converted.get_parameters())
+        openvino.save_model(converted, str(filepath), compress_to_fp16=False)
     _tell(filepath, verbose)
+
+
+def _is_output(result):
+    return any(name.startswith("Identity") for name in result.get_output_tensor(0).get_names())
 
 
 def _as_keras(original, model, filepath, **kwargs):
     return original(model, filepath, **kwargs)
 
 
-EXPORTERS = {
+EXPORTERS: dict[str, Any] = {
+    "export_saved_model": _saved_model,
     "export_torch": _torch_program,
     "export_onnx": _onnx,
     "export_openvino": _openvino,
@@ -137,7 +183,12 @@ EXPORTERS = {
 
 
 def _signature(model, input_signature):
-    return input_signature or compat.get_input_signature(model)
+    """The model's, where none is given, with names in the order in which Keras goes through them.
+
+    torch would take a dictionary's as they stand.
+    """
+    given = input_signature or compat.get_input_signature(model)
+    return [dict(sorted(part.items())) if isinstance(part, dict) else part for part in given]
 
 
 def _names(specs):

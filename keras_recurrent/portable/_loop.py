@@ -1,8 +1,8 @@
 """A loop over a length that is not known when a graph is made.
 
-Each framework has a loop that its exporters translate: torch's `scan`, which becomes ONNX's `Scan`,
-TensorFlow's, which becomes `Loop`, and JAX's. (What is cut into blocks, as for a known length, would
-in torch be a page of conditions on the length, and in TensorFlow hundreds of nodes.)
+Each framework has a loop that its exporters translate: torch's `scan`, which becomes ONNX's
+`Scan`, TensorFlow's, which becomes `Loop`, and JAX's. Blocks, as for a known length, would on torch
+add conditions on the length to the graph, and make hundreds of nodes on TensorFlow.
 """
 
 import keras

@@ -10,6 +10,7 @@ from keras import ops
 
 from keras_recurrent.portable import _loop
 
+
 def scan(a, x, state, block=64, multiply=ops.multiply):
     """All h, with the shape of x.
 
@@ -34,11 +35,16 @@ def scan(a, x, state, block=64, multiply=ops.multiply):
         x = ops.concatenate([x[:, :shift], x[:, shift:] + added], axis=1)
         a = ops.concatenate([a[:, :shift], multiply(later, earlier)], axis=1)
         shift *= 2
-    ends = (ops.copy(t[:, -1]) for t in (a, x))
-    ends = (ops.reshape(t, (batch, _count(length, block), *ops.shape(t)[1:])) for t in ends)
-    after = scan(*ends, state, block, multiply)
+    decays, ends = _ends(a, batch, length, block), _ends(x, batch, length, block)
+    after = scan(decays, ends, state, block, multiply)
     before = ops.reshape(before_each(after, state), (-1, 1, *rest))
     return unblocked(x + multiply(a, before), batch, length)
+
+
+def _ends(x, batch, length, block):
+    """The last tokens of blocks, [B, N, ...]."""
+    last = ops.copy(x[:, -1])
+    return ops.reshape(last, (batch, _count(length, block), *ops.shape(last)[1:]))
 
 
 def before_each(after, state):

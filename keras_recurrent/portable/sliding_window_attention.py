@@ -29,7 +29,8 @@ def sliding_window_attention(
     if sliding_window is not None:
         visible &= distance < sliding_window
     queries = _zero_unless(row.real, q)
-    output = _attend(*(ops.cast(t, dtype) for t in (queries, keys, values)), visible)
+    queries, keys, values = (ops.cast(t, dtype) for t in (queries, keys, values))
+    output = _attend(queries, keys, values, visible)
     if initial_state is not None:
         capacity = state["key"].shape[1]
     elif capacity is None and sliding_window is not None:
@@ -51,9 +52,7 @@ def _attend(q, k, v, visible):
     weights = ops.reshape(weights, (batch, groups, shared * length, ops.shape(k)[1]))
     output = ops.matmul(weights, ops.transpose(v, (0, 2, 1, 3)))
     output = ops.reshape(output, (batch, groups, shared, length, v.shape[3]))
-    return ops.reshape(
-        ops.transpose(output, (0, 3, 1, 2, 4)), (batch, length, heads, v.shape[3])
-    )
+    return ops.reshape(ops.transpose(output, (0, 3, 1, 2, 4)), (batch, length, heads, v.shape[3]))
 
 
 class _Row:

@@ -14,9 +14,7 @@ from tests.ops.judge import reference
 pytestmark = pytest.mark.once
 
 EXPORTED = sorted(
-    name
-    for name in dispatch.IMPLEMENTATIONS
-    if not isinstance(dispatch.portable_module(name), str)
+    name for name in dispatch.IMPLEMENTATIONS if not isinstance(dispatch.portable_module(name), str)
 )
 SOME = ("one token, state", "one document a row", "prime sizes", "near one", "all but forgotten")
 LONG = {"two blocks of chunks": cases.Case(1, 700, 2, kinds=True, state=True)}
@@ -35,7 +33,7 @@ def portable(operation, arguments):
 def test_all_operations_of_a_forward_pass_are_there():
     steps = ("hgrn2_step", "norm_linear", "rg_lru_step")  # for kernels, of what others do as well
     training = ("token_crossentropy",)
-    assert EXPORTED == sorted(dispatch.IMPLEMENTATIONS.keys() - {*steps, *training})
+    assert sorted(dispatch.IMPLEMENTATIONS.keys() - {*steps, *training}) == EXPORTED
     with pytest.raises(NotImplementedError, match=r"no keras_recurrent/portable/norm_linear\.py"):
         portable("norm_linear", {})
 
