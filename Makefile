@@ -60,7 +60,7 @@ test-slow: $(VENV)/.test
 EXPORT := .venv-export
 EXPORTERS_jax := jax2onnx onnxruntime
 EXPORTERS_torch := onnx onnxruntime onnxscript openvino scipy
-EXPORTERS_tensorflow := ai-edge-litert onnxruntime openvino tf2onnx
+EXPORTERS_tensorflow := ai-edge-litert onnxruntime openvino scipy tf2onnx
 
 test-export:
 	$(MAKE) --keep-going --no-print-directory $(BACKENDS:%=test-export-%)

@@ -71,6 +71,8 @@ for _name in serving():
 
 if BACKEND == "jax":
     from keras_recurrent.backends.jax import _platforms, _shards
+if BACKEND == "torch":
+    import torch
 
 # What exporters take: not in the table above, since it is never a choice for computing.
 PORTABLE = "portable"
@@ -177,8 +179,6 @@ def exports():
     name = chosen_name()
     if name or BACKEND != "torch":
         return name == PORTABLE
-    import torch
-
     return torch.compiler.is_exporting()
 
 
