@@ -42,6 +42,14 @@ def image_classifier():
     return models.HGRN2ImageClassifier(backbone, num_classes=5)
 
 
+def text_classifier():
+    """README's, which takes the output of the last real token."""
+    ids = keras.Input((None,), dtype="int32", name="x")
+    x = keras.layers.Embedding(50, WIDTH, mask_zero=True)(ids)
+    x = layers.RecurrentBlock(8, return_sequences=False)(x)
+    return keras.Model(ids, keras.layers.Dense(2)(x))
+
+
 MODELS = {
     "gru": lambda: whole(keras.layers.GRU(4, return_sequences=True)),
     "gru, step": gru_step,
@@ -53,6 +61,7 @@ MODELS = {
     "griffin lm": lambda: tiny_causal_lm(family="griffin"),
     "hgrn2 lm": lambda: tiny_causal_lm(family="hgrn2"),
     "transnormer lm": lambda: tiny_causal_lm(family="transnormer"),
+    "text classifier": text_classifier,
     "image classifier": image_classifier,
 }
 

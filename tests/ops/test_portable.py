@@ -6,6 +6,7 @@ import pytest
 
 import keras_recurrent
 from keras_recurrent import dispatch
+from keras_recurrent.layers import RGLRU, RecurrentBlock
 from keras_recurrent.layers.tokens import token_position
 from tests.ops import cases, native, token_wise
 from tests.ops.judge import reference
@@ -91,6 +92,19 @@ def test_positions():
     with keras_recurrent.implementation("portable"):
         exported = token_position(x, tensor(kind, "int8"), first)
     np.testing.assert_array_equal(exported, token_position(x, tensor(kind, "int8"), first))
+
+
+@pytest.mark.parametrize("outputs", [{"return_sequences": False}, {"zero_output_for_mask": False}])
+def test_what_a_layer_returns_of_a_padded_row(outputs):
+    rng = np.random.default_rng(0)
+    x, mask = rng.normal(size=(4, 20, 6)).astype("float32"), rng.random((4, 20)) < 0.6
+    mask[0], mask[1, :3], mask[2, -3:] = False, False, False
+    for layer in RGLRU(2, **outputs), RecurrentBlock(8, **outputs):
+        expected = layer(x, mask=mask)
+        with keras_recurrent.implementation("portable"):
+            exported = layer(x, mask=mask)
+        exported, expected = (native.to_numpy(y) for y in (exported, expected))
+        np.testing.assert_allclose(exported, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_it_is_chosen_by_name():
