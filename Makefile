@@ -27,17 +27,18 @@ export TPU_ACCELERATOR_TYPE ?= v5litepod-4
 export TPU_WORKER_HOSTNAMES ?= localhost
 endif
 
-.PHONY: help quickstart test test-slow fuzz lint format clean
-.PHONY: $(BACKENDS:%=test-%) $(BACKENDS:%=fuzz-%)
+.PHONY: help quickstart test test-slow test-export fuzz lint format clean
+.PHONY: $(BACKENDS:%=test-%) $(BACKENDS:%=test-export-%) $(BACKENDS:%=fuzz-%)
 
 help:
 	@echo "make quickstart   train Hawk on the text of Python's documentation (KERAS_BACKEND=$(KERAS_BACKEND))"
 	@echo "make test         run the tests on $(BACKENDS); make test-jax runs one of them"
 	@echo "make test-slow    the tests of kernels that make test leaves out for their time"
+	@echo "make test-export  model.export to each format, run by its runtime; make test-export-torch"
 	@echo "make fuzz         operations on thousands of inputs, for hours; make fuzz-jax on one of them"
 	@echo "make lint         ruff and mypy"
 	@echo "make format       let ruff mend what it can"
-	@echo "make clean        remove $(VENV) and what was built"
+	@echo "make clean        remove $(VENV), $(EXPORT) and what was built"
 
 quickstart: $(VENV)/.quickstart-$(KERAS_BACKEND)
 	KERAS_BACKEND=$(KERAS_BACKEND) $(BIN)/python guides/quickstart.py
@@ -53,6 +54,19 @@ test-slow: $(VENV)/.test
 	KERAS_BACKEND=jax $(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 	KERAS_BACKEND=torch $(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 	KERAS_BACKEND=tensorflow $(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+# Exporters ask for companions of their own: those of each backend have an environment, in
+# .venv-export, and a runtime that is missing there is a failure.
+EXPORT := .venv-export
+EXPORTERS_jax := jax2onnx onnxruntime
+EXPORTERS_torch := onnx onnxruntime onnxscript openvino scipy
+EXPORTERS_tensorflow := ai-edge-litert onnxruntime openvino scipy tf2onnx
+
+test-export:
+	$(MAKE) --keep-going --no-print-directory $(BACKENDS:%=test-export-%)
+
+$(BACKENDS:%=test-export-%): test-export-%: $(EXPORT)/%/.installed
+	REQUIRE_EXPORT_RUNTIMES=1 KERAS_BACKEND=$* $(EXPORT)/$*/bin/python -m pytest tests/export
 
 # How many draws, and the first: make fuzz FUZZ="--draws 500 --start 2000"
 FUZZ ?= --draws many
@@ -74,7 +88,7 @@ format: $(VENV)/.test
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(EXPORT) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 
 # Empty files remember what is installed; one that is older than its reasons is made again.
 $(VENV)/.created:
@@ -94,4 +108,11 @@ $(VENV)/.test: $(INSTALLED)
 	@echo "Installing keras_recurrent, the three backends and the test tools into $(VENV), once."
 	$(PIP_INSTALL) --editable ".[jax,torch,tensorflow,test]"
 	$(if $(filter Linux,$(shell uname)),$(PIP_INSTALL) --no-deps jax-cuda12-plugin)
+	@touch $@
+
+.PRECIOUS: $(EXPORT)/%/.installed
+$(EXPORT)/%/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(EXPORT)/$*
+	$(EXPORT)/$*/bin/python -m pip install --quiet --constraint constraints.txt \
+	  --editable ".[$*]" pytest $(EXPORTERS_$*)
 	@touch $@

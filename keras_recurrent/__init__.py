@@ -10,6 +10,7 @@ from keras_recurrent import (
     callbacks,
     conversion,
     datasets,
+    exporting,
     layers,
     models,
     ops,
@@ -21,6 +22,8 @@ from keras_recurrent.dispatch import implementation
 from keras_recurrent.generation.ways import which_generation
 from keras_recurrent.ops.operation import which_implementation
 from keras_recurrent.tuning import autotune
+
+exporting.install()
 
 __version__ = "0.1.0"
 

@@ -29,12 +29,14 @@ SOURCE_NAMES = {
     "check_file_exists": "keras_hub.src.utils.preset_utils",
     "convert_preprocessing_outputs_python": "keras_hub.src.utils.tensor_utils",
     "find_subclass": "keras_hub.src.utils.preset_utils",
+    "get_input_signature": "keras.src.export.export_utils",
     "get_keras_mask": "keras.src.backend.common.masking",
     "get_preset_loader": "keras_hub.src.utils.preset_utils",
     "global_state": "keras.src.backend.common",
     "in_tf_function": "keras_hub.src.utils.tensor_utils",
     "list_subclasses": "keras_hub.src.utils.preset_utils",
     "preprocessing_function": "keras_hub.src.utils.tensor_utils",
+    "print_msg": "keras.src.utils.io_utils",
     "register_presets": "keras_hub.src.utils.preset_utils",
 }
 
@@ -171,6 +173,14 @@ REPLACED_NAMES: dict[str, dict[str, Any]] = {
         "find_subclass": _find_preprocessing_class,
     },
 }
+
+
+def replace_exporter(name, make):
+    """Replaces a function of Keras that `model.export` calls, by what `make` makes of it."""
+    module = importlib.import_module("keras.src.export")
+    setattr(module, name, make(getattr(module, name)))
+
+
 for _module, _replacements in REPLACED_NAMES.items():
     for _name, _replacement in _replacements.items():
         setattr(importlib.import_module(_module), _name, _replacement)

@@ -15,6 +15,7 @@ program is lowered: all that may serve are traced, one is compiled.
 
 import contextlib
 import importlib
+import importlib.util
 import os
 import pkgutil
 import threading
@@ -70,6 +71,11 @@ for _name in serving():
 
 if BACKEND == "jax":
     from keras_recurrent.backends.jax import _platforms, _shards
+if BACKEND == "torch":
+    import torch
+
+# What exporters take: not in the table above, since it is never a choice for computing.
+PORTABLE = "portable"
 
 _chosen = threading.local()  # `name`; torch.compile sees through it, not through a ContextVar
 
@@ -83,7 +89,8 @@ def implementation(name):
 
     Args:
         name: string, a folder of `backends/` that serves the running Keras backend, such as
-            `"jax"`; None restores the automatic choice.
+            `"jax"`; `"portable"`, which exporters take (see `keras_recurrent.portable`); None
+            restores the automatic choice.
 
     Raises:
         ValueError: the name is unknown on this backend.
@@ -119,7 +126,9 @@ class Choice(NamedTuple):
     def __str__(self):
         runs = "nothing runs"
         if self.implementation:
-            runs = f"backends/{self.implementation}/{self.operation}.py runs"
+            portable = self.implementation == PORTABLE
+            folder = "keras_recurrent" if portable else "backends"
+            runs = f"{folder}/{self.implementation}/{self.operation}.py runs"
         elif BACKEND not in PREFERENCE:
             runs += f". keras_recurrent has implementations for {', '.join(PREFERENCE)}; the "
             runs += "environment variable KERAS_BACKEND, set before Keras is imported, chooses"
@@ -129,7 +138,7 @@ class Choice(NamedTuple):
 
 def choose(operation, arguments, implementation=None):
     """The `Choice` for native tensors, by the keyword arguments of an implementation (a dict)."""
-    name = implementation or chosen_name()
+    name = implementation or (PORTABLE if exports() else chosen_name())
     refused = {}
     for candidate in (_check(name),) if name else serving():
         reason = _refusal(operation, candidate, arguments)
@@ -143,11 +152,34 @@ def choose(operation, arguments, implementation=None):
 
 def _refusal(operation, name, arguments):
     """Why an implementation refuses these arguments or is missing; None if it takes them."""
-    module = IMPLEMENTATIONS[operation][name]
+    module = _implemented(operation, name)
     if isinstance(module, str):
         return module
     unsupported = getattr(module, "unsupported", None)
     return unsupported(**arguments) if unsupported else None
+
+
+def _implemented(operation, name):
+    """The module of an implementation, or the reason why it is missing."""
+    return portable_module(operation) if name == PORTABLE else IMPLEMENTATIONS[operation][name]
+
+
+def portable_module(operation):
+    """What exporters take of an operation, or the reason why there is nothing."""
+    from keras_recurrent import portable  # later: it is written in operations of Keras
+
+    found = f"{portable.__name__}.{operation}"
+    if importlib.util.find_spec(found) is None:
+        return f"there is no keras_recurrent/portable/{operation}.py"
+    return importlib.import_module(found)
+
+
+def exports():
+    """Whether a graph is made for an exporter: by the name, or by `torch.export`."""
+    name = chosen_name()
+    if name or BACKEND != "torch":
+        return name == PORTABLE
+    return torch.compiler.is_exporting()
 
 
 def _elsewhere(name, arguments):
@@ -169,7 +201,7 @@ def run(operation, arguments, implementation=None):
     if name is None:
         raise NotImplementedError(str(choice))
     row = IMPLEMENTATIONS[operation]
-    function = getattr(row[name], operation)
+    function = getattr(_implemented(operation, name), operation)
     if BACKEND != "jax" or name not in _platforms.PLATFORMS:
         return function(**arguments)
     if not (implementation or chosen_name()):
@@ -192,7 +224,7 @@ def _mesh():
 
 
 def _check(name):
-    if name not in serving():
+    if name not in (*serving(), PORTABLE):
         raise ValueError(
             f"`implementation` must be one of {', '.join(map(repr, serving())) or 'none'} on the "
             f"Keras backend {BACKEND!r}; got {name!r}. KERAS_BACKEND changes the backend."

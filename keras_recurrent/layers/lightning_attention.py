@@ -160,12 +160,13 @@ class LightningAttention(StreamingLayer):
         return self.use_lrpe
 
     def stream(self, inputs, tokens, state):
-        q = self._heads(ops.silu(self.q_proj(inputs)))
-        k = self._heads(ops.silu(self.k_proj(inputs)))
+        q = self._heads(ops.silu(self.q_proj(inputs)), inputs)
+        k = self._heads(ops.silu(self.k_proj(inputs)), inputs)
         if self.lrpe:
             q, k = self.lrpe(q, tokens.position), self.lrpe(k, tokens.position)
+        v = self._heads(self.value_activation(self.v_proj(inputs)), inputs)
         o, memory = lightning_attention(
-            *(q, k, self._heads(self.value_activation(self.v_proj(inputs)))),
+            *(q, k, v),
             ops.convert_to_tensor(self.log_decay, self.state_dtype),
             initial_state=state.get("memory"),
             token_kind=tokens.kind,
@@ -178,8 +179,9 @@ class LightningAttention(StreamingLayer):
         # Keras on torch multiplies float64 as float32.
         return ops.cast(y, self.compute_dtype)
 
-    def _heads(self, x):
-        return ops.reshape(x, (*ops.shape(x)[:2], self.num_heads, self.head_dim))
+    def _heads(self, x, inputs):
+        # Not the shape of x: tf2onnx would take that from inside the linear map, without time.
+        return ops.reshape(x, (*ops.shape(inputs)[:2], self.num_heads, self.head_dim))
 
     def own_state_spec(self, batch_size=None):
         keys = 2 * self.head_dim if self.use_lrpe else self.head_dim

@@ -177,7 +177,7 @@ class LocalAttention(StreamingLayer):
             q,
             self._rotated(k, tokens.position),
             # Keras on torch multiplies float64 as float32.
-            ops.cast(self._heads(v), self.compute_dtype),
+            ops.cast(self._heads(v, tokens.position), self.compute_dtype),
             self.sliding_window,
             max_length=self.max_length,
             # A first token that starts a document sees nothing of the state, and is at position 0.
@@ -188,13 +188,14 @@ class LocalAttention(StreamingLayer):
         inner = self.num_query_heads * self.head_dim
         return ops.reshape(output, (*ops.shape(q)[:2], inner)), after
 
-    def _heads(self, x):
+    def _heads(self, x, position):
         # Not -1: TensorFlow would lose the static size where the time is not known.
         heads = x.shape[-1] // self.head_dim
-        return ops.reshape(x, (*ops.shape(x)[:2], heads, self.head_dim))
+        # And not the shape of x: tf2onnx would take that from inside the linear map, without time.
+        return ops.reshape(x, (*ops.shape(position), heads, self.head_dim))
 
     def _rotated(self, x, position, scale=1.0):
-        x = ops.cast(self._heads(x), self.state_dtype)
+        x = ops.cast(self._heads(x, position), self.state_dtype)
         x = rotate(x, position, self.rope_max_wavelength, self.rotary_dim)
         return ops.cast(x * scale, self.compute_dtype)
 

@@ -85,7 +85,7 @@ class LowerBounds(RecomputableLayer):
     def call(self, inputs):
         # β of layer i is the sum of the softmax over rows 1 to i, 1 - β that over all other rows.
         layer = ops.arange(1, self.num_layers)[:, None, None]
-        share = ops.arange(self.num_layers)[None, :, None]
+        share = ops.arange(0, self.num_layers)[None, :, None]
         inside = ops.logical_and(share >= 1, share <= layer)
         logits = ops.convert_to_tensor(self.logits)
         total = ops.logsumexp(logits, axis=0)

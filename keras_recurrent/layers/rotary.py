@@ -6,7 +6,7 @@ from keras import ops
 def frequencies(rotary_dim, max_wavelength, dtype):
     """By how many radians a token pairs of channels turn, as in `rotate`."""
     half = rotary_dim // 2
-    return max_wavelength ** (-ops.arange(half, dtype=dtype) / max(half, 1))
+    return max_wavelength ** (-ops.arange(0, half, dtype=dtype) / max(half, 1))
 
 
 def rotate(x, positions, max_wavelength, rotary_dim):

@@ -2,6 +2,9 @@
 
 from keras import ops
 
+from keras_recurrent import dispatch
+from keras_recurrent.portable import sequences as portable
+
 
 def reverse(*tensors):
     """Each tensor `[B, T, ...]` from its last token to its first; None stays None."""
@@ -16,7 +19,9 @@ def last_real(tensors, mask):
     """
     if mask is None:
         return tuple(x[:, -1:] for x in tensors)
-    place = ops.arange(ops.shape(mask)[1], dtype="int32")[None]
+    if dispatch.exports():
+        return tuple(portable.last_real(x, mask) for x in tensors)
+    place = ops.arange(0, ops.shape(mask)[1], dtype="int32")[None]
     last = ops.argmax(place * ops.cast(mask, "int32"), axis=1)[:, None]
     return tuple(_at(x, last) for x in tensors)
 
@@ -38,10 +43,12 @@ def repeat_over_padding(output, mask, before):
 
     before: `[B, D]`, what stands at padding in front of a row's first real token; None: 0.
     """
+    if dispatch.exports():
+        return portable.repeat_over_padding(output, mask, before)
     length, real = ops.shape(mask)[1], ops.cast(mask, "int32")
     count = ops.cumsum(real, axis=1)  # the real tokens up to each
     # The places of real tokens in their order, then those of padding.
-    order = ops.argsort(ops.arange(length, dtype="int32")[None] - length * real, axis=1)
+    order = ops.argsort(ops.arange(0, length, dtype="int32")[None] - length * real, axis=1)
     place = ops.take_along_axis(order, ops.relu(count - 1), axis=1)
     before = None if before is None else before[:, None]
     return _where((count > 0)[..., None], _at(output, place), before)

@@ -5,9 +5,11 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
+from keras_recurrent import dispatch
 from keras_recurrent.backends.constants import PADDING, STARTS
 from keras_recurrent.ops.operation import symbolic
 from keras_recurrent.ops.token_kind import token_kind
+from keras_recurrent.portable.positions import positions
 
 
 class Tokens(NamedTuple):
@@ -175,13 +177,15 @@ def token_position(inputs, kind=None, first=None):
     if kind is None:
         if inputs.shape[1] == 1:
             return first[:, None]
-        return first[:, None] + ops.arange(length, dtype="int32")
+        return first[:, None] + ops.arange(0, length, dtype="int32")
+    if dispatch.exports():
+        return positions(kind, first)
     # Operators, not `ops`, where numbers meet tensors: see `keras_recurrent.ops.token_kind`.
     starts = kind == STARTS
     real = ops.cast(kind != PADDING, "int32")
     before = ops.cumsum(real, axis=1) - real  # real tokens of the row before each
     document = ops.cumsum(ops.cast(starts, "int32"), axis=1)
-    place = ops.arange(length, dtype="int32")[None]
+    place = ops.arange(0, length, dtype="int32")[None]
     # The places where documents start, in front and in their order: the d-th is in column d - 1.
     order = ops.cast(ops.argsort(ops.where(starts, place, place + length), axis=1), "int32")
     start = ops.take_along_axis(
@@ -211,6 +215,6 @@ def last_segment(inputs, mask, segment_ids, previous):
     segment_ids = ops.cast(segment_ids, "int32")
     if mask is None:
         return segment_ids[:, -1]
-    last = ops.argmax(ops.arange(length, dtype="int32")[None] * ops.cast(mask, "int32"), axis=1)
+    last = ops.argmax(ops.arange(0, length, dtype="int32")[None] * ops.cast(mask, "int32"), axis=1)
     segment = ops.take_along_axis(segment_ids, last[:, None], axis=1)[:, 0]
     return ops.where(ops.any(mask, axis=1), segment, previous)

@@ -7,6 +7,7 @@ and wait for all that the GPU has to do.
 import keras
 from keras import ops
 
+from keras_recurrent import dispatch
 from keras_recurrent.backends.constants import PADDING, STARTS
 from keras_recurrent.ops.operation import check_dtype, convert, dtype_of, symbolic
 from keras_recurrent.ops.shapes import check_rank_known, fits
@@ -85,9 +86,11 @@ def _kinds_in_one_document(like, mask, previous):
         return ops.cast(starts, "int8")[:, None]  # a step of generation: one comparison
     if mask is None:
         real = ops.ones((batch, length), "bool")
-        first = ops.arange(length, dtype="int32")[None] == 0
     else:
         real = ops.cast(mask, "bool")
+    if mask is None and not dispatch.exports():
+        first = ops.arange(length, dtype="int32")[None] == 0
+    else:  # exporters have a sum, and not all a range of unknown length
         first = ops.cumsum(ops.cast(real, "int32"), axis=1) == 1
     starts = ops.zeros_like(real) if starts is None else real & first & starts[:, None]
     return _kinds(starts, real)
@@ -100,7 +103,7 @@ def _kinds_by_segments(like, mask, segment_ids, previous):
     if mask is not None:
         # Real tokens to the front, in their order.
         real = ops.cast(mask, "bool")
-        place, ones = ops.arange(length, dtype="int32")[None], ops.cast(real, "int32")
+        place, ones = ops.arange(0, length, dtype="int32")[None], ops.cast(real, "int32")
         front = ops.argsort(place - length * ones, axis=1)
         segments = ops.take_along_axis(segments, front, axis=1)
     else:

@@ -1,0 +1,18 @@
+"""y = activation(gate) * x, activation(z) = z σ(u)."""
+
+import math
+
+from keras import ops
+
+from keras_recurrent.backends.constants import LARGEST_GELU_GATE
+from keras_recurrent.portable._common import sum_dtype
+
+
+def gated_linear_unit(gate, x, activation="silu"):
+    """gate, x: of one shape; activation: "silu" or "gelu". Returns that shape."""
+    dtype = sum_dtype(gate, x)
+    u = z = ops.cast(gate, dtype)
+    if activation == "gelu":
+        z = ops.clip(z, -LARGEST_GELU_GATE, LARGEST_GELU_GATE)
+        u = math.sqrt(8 / math.pi) * (z + 0.044715 * z * z * z)
+    return ops.cast(ops.cast(gate, dtype) * ops.sigmoid(u) * ops.cast(x, dtype), x.dtype)

@@ -1,0 +1,23 @@
+"""h_t = exp(log_a_t) * h_{t-1} + x_t."""
+
+from keras import ops
+
+from keras_recurrent.portable._common import (
+    applied_decay,
+    kinds,
+    state_or_zeros,
+    sum_dtype,
+    where,
+)
+from keras_recurrent.portable._scan import scan
+
+
+def linear_scan(x, log_a, initial_state=None, token_kind=None):
+    """x, log_a: [B, T, D]. Returns ([B, T, D], [B, D])."""
+    dtype = sum_dtype(x, log_a, initial_state)
+    starts, padding = kinds(token_kind, 3)
+    batch, _, width = ops.shape(x)
+    state = state_or_zeros(initial_state, (batch, width), dtype)
+    a = applied_decay(ops.exp(ops.cast(log_a, dtype)), starts, padding)
+    h = scan(a, where(padding, 0.0, ops.cast(x, dtype)), state)
+    return ops.cast(h, x.dtype), h[:, -1]

@@ -1,0 +1,149 @@
+"""`model.export` in each format, run by the runtime of the format, beside Keras's GRU.
+
+`make test-export` installs exporters and runtimes; where one is missing, its tests are skipped.
+"""
+
+import keras
+import numpy as np
+import pytest
+
+from tests.export import runtimes
+from tests.export.models import MODELS, computed, draw, structured
+
+BACKEND = keras.backend.backend()
+EXPORTER = {"jax": "jax2onnx", "torch": "onnxscript", "tensorflow": "tf2onnx"}[BACKEND]
+# Warnings of exporters, of which each has many.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+# jax2onnx cannot reshape where two sizes are open, as some linear maps do.
+OPEN_SIZES = {
+    "jax": ["hgrn2", "lightning", "hgrn2 lm"],
+    "torch": ["block", "text classifier", "hgrn2 lm", "image classifier"],
+    "tensorflow": ["block", "text classifier", "lightning", "hgrn2 lm"],
+}
+IN_JAX = pytest.mark.skipif(BACKEND == "jax", reason="its linear maps have two open sizes")
+LARGER = pytest.param("griffin lm", marks=[pytest.mark.slow, IN_JAX])
+STEPS = ["block, step", "hgrn2, step"]
+
+
+def check(model, given, found, atol=1e-5):
+    real = given.get("padding_mask")
+    wanted = computed(model, given)
+    assert len(found) == len(wanted)
+    for array, expected in zip(found, wanted, strict=True):
+        if real is not None:
+            array, expected = array[real > 0], expected[real > 0]
+        np.testing.assert_allclose(array, expected, rtol=1e-5, atol=atol)
+
+
+def exported(name, tmp_path, form, ending):
+    model = MODELS[name]()
+    model(structured(model, draw(model, 1, 4)))  # Keras exports what was called
+    path = str(tmp_path / f"model{ending}")
+    model.export(path, format=form, verbose=False)
+    return model, path
+
+
+@pytest.mark.parametrize("name", ["gru, step", *STEPS, *OPEN_SIZES[BACKEND], LARGER])
+def test_onnx(name, tmp_path):
+    runtimes.need(EXPORTER, "onnxruntime")
+    model, path = exported(name, tmp_path, "onnx", ".onnx")
+    for batch, length in (3, 70), (1, 5):  # by one file
+        given = draw(model, batch, length)
+        check(model, given, runtimes.onnx(path, given))
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="a format of torch")
+@pytest.mark.parametrize("name", ["block", "hgrn2, step", "griffin lm"])
+def test_torch_program(name, tmp_path):
+    import torch
+
+    model, path = exported(name, tmp_path, "torch", ".pt2")
+    graph = torch.export.load(path)
+    assert "keras_recurrent" not in str(graph.graph)  # plain operators: it runs anywhere
+    program = graph.module()
+    for batch, length in (3, 70), (2, 5):
+        given = draw(model, batch, length)
+        inputs = keras.tree.map_structure(torch.tensor, structured(model, given))
+        found = [t.detach().numpy() for t in keras.tree.flatten(program(inputs))]
+        check(model, given, found)
+
+
+@pytest.mark.skipif(BACKEND == "jax", reason="Keras has no such export from JAX")
+@pytest.mark.parametrize("name", [*STEPS, OPEN_SIZES[BACKEND][0]])
+def test_openvino(name, tmp_path):
+    runtimes.need("openvino", EXPORTER)
+    model, path = exported(name, tmp_path, "openvino", ".xml")
+    for batch, length in (3, 70), (1, 5):
+        given = draw(model, batch, length)
+        check(model, given, runtimes.openvino(path, given))
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="OpenVINO reads no GRU of TensorFlow")
+def test_openvino_computes_in_bfloat16_by_default_where_the_cpu_has_it(tmp_path):
+    """A GRU of Keras loses digits, too: it is the plugin's choice, not the file's."""
+    runtimes.need("openvino", "onnxscript", "scipy")
+    lost = {}
+    for name in ("gru, step", "block, step"):
+        model, path = exported(name, tmp_path, "openvino", ".xml")
+        given = draw(model, 1, 1)  # Keras exports a GRU for a batch of 1
+        check(model, given, runtimes.openvino(path, given))
+        freely, wanted = runtimes.openvino(path, given, None), computed(model, given)
+        lost[name] = max(np.abs(a - b).max() for a, b in zip(freely, wanted, strict=True))
+    assert (lost["gru, step"] > 1e-4) == (lost["block, step"] > 1e-4)
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="TensorFlow's converter")
+@pytest.mark.parametrize("name", STEPS)
+def test_litert(name, tmp_path):
+    """The runtime has the built-in operators alone."""
+    runtimes.need("ai_edge_litert")
+    model, path = exported(name, tmp_path, "litert", ".tflite")
+    given = draw(model, 1, 1)
+    check(model, given, runtimes.litert(path, given))
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="TensorFlow's converter")
+def test_a_gru_of_keras_needs_more_than_built_in_operators_of_litert(tmp_path):
+    runtimes.need("ai_edge_litert")
+    model, path = exported("gru, step", tmp_path, "litert", ".tflite")
+    with pytest.raises(RuntimeError, match="Select TensorFlow op"):
+        runtimes.litert(path, draw(model, 1, 1))
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="a format of TensorFlow")
+def test_a_saved_model_writes_token_by_token(tmp_path):
+    import tensorflow as tf
+
+    model = MODELS["hgrn2 lm"]()
+    model.export(str(tmp_path), verbose=False)
+    program = tf.saved_model.load(str(tmp_path))
+    token_ids = draw(model, 3, 7)["token_ids"]
+    whole = {"token_ids": token_ids, "padding_mask": np.ones_like(token_ids)}
+    (logits,) = computed(model, whole)
+    np.testing.assert_allclose(program.serve(whole), logits, rtol=1e-5, atol=1e-5)
+
+    step = program.signatures["step"]
+    _, inputs = step.structured_input_signature
+    state = {
+        name: tf.fill([3, *spec.shape[1:]], tf.cast(-1 if name == "segment" else 0, spec.dtype))
+        for name, spec in inputs.items()
+        if name != "token_ids"
+    }
+    for tokens in np.split(token_ids, [4, 5, 6], axis=1):  # a prompt, then one by one
+        state = step(token_ids=tf.constant(tokens), **state)
+        last = state.pop("logits")[:, -1]
+    np.testing.assert_allclose(last, logits[:, -1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="a format of TensorFlow")
+@pytest.mark.parametrize("name", ["gru, step", "block, step", "block"])
+def test_saved_models_of_layers(name, tmp_path):
+    import tensorflow as tf
+
+    model = MODELS[name]()
+    model.export(str(tmp_path), verbose=False)
+    given = draw(model, 3, 70)
+    program = tf.saved_model.load(str(tmp_path))
+    found = program.serve(structured(model, given))
+    check(model, given, [np.asarray(t) for t in tf.nest.flatten(found)])
