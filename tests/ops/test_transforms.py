@@ -38,7 +38,8 @@ def example(operation, implementation):
         options, differentiated = drawn.options, drawn.differentiated
     elif operation in steps.DRAW:
         drawn = steps.draw(operation, steps.Case(1, widths=(5, 3)))
-        options, differentiated = drawn.options, [n for n in drawn.dtypes if n != "lower_bound"]
+        constants = ("lower_bound", "position", "frequencies")
+        options, differentiated = drawn.options, [n for n in drawn.dtypes if n not in constants]
     else:
         drawn = cases.draw(operation, cases.Case(2, 5, 3))
         options = OPTIONS.get(operation, {})
@@ -110,6 +111,8 @@ def has_no_gradient(operation, implementation):
     return operation in steps.DRAW and implementation != "torch"
 
 
+# What plain torch makes a step of, which is then what refuses.
+MADE_OF = {"rg_lru_step": "rg_lru", "local_attention_step": "sliding_window_attention"}
 NO_GRADIENT = "has no (gradients|derivative in forward mode)"
 
 
@@ -138,6 +141,29 @@ def test_gradients_of_functions(operation, implementation):
 
     torch.testing.assert_close(torch.func.grad(inner)(tensors), wanted)
     torch.testing.assert_close(gradients(inner, tensors), wanted)
+
+
+@pytest.mark.parametrize("operation", cases.DRAW)
+def test_gradients_of_one_token_inside_another_gradient(operation):
+    """Where no gradient is asked for, plain operators compute a token; here one is, further out."""
+    drawn = cases.draw(operation, cases.Case(2, 1, 3, state=True, heads=(2, 1)))
+    given = {n: tensor(t, drawn.dtypes[n]) for n, t in drawn.tensors.items() if t is not None}
+    states = cases.named("state", drawn.initial_state)
+    state = {n: tensor(t, drawn.dtypes.get(n, "int32")) for n, t in states.items()}
+    options = {**drawn.options, "initial_state": cases.unnamed("state", state)}
+    options["implementation"] = "torch"
+    tensors = {n: given[n] for n in given if n not in cases.CONSTANTS}
+
+    def loss(tensors):
+        results = keras.tree.flatten(getattr(ops, operation)(**{**given, **tensors}, **options))
+        return sum(result.sin().sum() for result in results if result.is_floating_point())
+
+    scale = torch.tensor(2.0, requires_grad=True)
+
+    def inner(tensors):
+        return torch.func.grad(lambda scale: scale * loss(tensors))(scale)
+
+    torch.testing.assert_close(torch.func.grad(inner)(tensors), gradients(loss, tensors))
 
 
 @pytest.mark.parametrize("implementation", dispatch.serving())
@@ -174,8 +200,7 @@ def test_second_derivatives_are_right_or_refused(operation, implementation):
             with pytest.raises(NotImplementedError, match=NO_GRADIENT):
                 derivative(tensors)
         return
-    if operation == "rg_lru_step":  # plain torch makes it of `rg_lru`, which is what refuses
-        operation = "rg_lru"
+    operation = MADE_OF.get(operation, operation)
     if is_one_operator(operation, implementation):
         refusal = f"`{operation}` on torch has no (second derivatives|derivative in forward mode)"
         for derivative in ways:
