@@ -96,11 +96,11 @@ def test_a_pass_has_all_documents_once_and_each_pass_its_own_order(tmp_path, mon
 @pytest.mark.parametrize("number", [0, 1, 30, 61])
 def test_it_goes_on_where_it_stopped(tmp_path, monkeypatch, number):
     monkeypatch.setattr(text_files, "PIECE", 64)
-    rows = rows_of(write_text(tmp_path), seed=3)
-    batches = iter(rows)
+    paths = write_text(tmp_path)
+    batches = iter(rows_of(paths, seed=3))
     list(itertools.islice(batches, number))
     state = json.loads(json.dumps(batches.get_state()))
-    again = iter(rows_of(write_text(tmp_path), seed=3))
+    again = iter(rows_of(paths, seed=3))
     again.set_state(state)
     for _ in range(20):
         keras.tree.map_structure(np.testing.assert_array_equal, next(batches), next(again))
