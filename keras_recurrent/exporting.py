@@ -9,8 +9,12 @@ A SavedModel keeps the operations of the backend, which TensorFlow runs as they 
 language model on TensorFlow has a signature `step` beside `serve`: it takes `token_ids` [B, T], the
 next tokens of each row, and the arrays of a state by their names, and returns `logits` and the same
 names. A state in which nothing was seen is 0 everywhere and -1 in `segment`.
+
+ONNX from torch with `opset_version=27` has ONNX's own `LinearAttention` and `CausalConvWithState`
+(`keras_recurrent.portable._opset_27`); other versions have loops over time instead.
 """
 
+import contextlib
 import functools
 import inspect
 import pathlib
@@ -22,6 +26,7 @@ import numpy as np
 from keras import tree
 
 from keras_recurrent import compat, dispatch
+from keras_recurrent.portable import _opset_27
 
 
 def install():
@@ -104,14 +109,25 @@ def _onnx(original, model, filepath, verbose=None, input_signature=None, opset_v
 def _onnx_from_torch(model, filepath, input_signature, opset_version):
     import torch
 
+    newest = opset_version == _opset_27.OPSET
+    if not newest and opset_version is not None and opset_version > _opset_27.EXPORTERS_OPSET:
+        raise ValueError(
+            f"`opset_version` must be at most {_opset_27.EXPORTERS_OPSET}, or {_opset_27.OPSET}, "
+            f"which has operators for these layers; got {opset_version}."
+        )
+    with _opset_27.operators() if newest else contextlib.nullcontext():
+        traced = _traced(model, input_signature)
     program = torch.onnx.export(
-        _traced(model, input_signature),
+        traced,
         dynamo=True,
         input_names=_names(tree.flatten(input_signature)),
-        opset_version=opset_version,
+        opset_version=_opset_27.EXPORTERS_OPSET if newest else opset_version,
+        custom_translation_table=_opset_27.translations() if newest else None,
         verbose=False,
     )
     assert program is not None
+    if newest:
+        _opset_27.finish(program.model)
     program.save(filepath)
 
 

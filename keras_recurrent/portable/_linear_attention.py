@@ -8,7 +8,7 @@ q_u is multiplied by the decays from the boundary to u, and k_s by those from s 
 import numpy as np
 from keras import ops
 
-from keras_recurrent.portable import _loop
+from keras_recurrent.portable import _loop, _opset_27
 from keras_recurrent.portable._common import state_or_zeros
 from keras_recurrent.portable._scan import before_each, blocks, power_of_two, scan, unblocked
 
@@ -25,6 +25,8 @@ def linear_attention(q, k, v, log_f, initial_state, starts, padding):
     batch, length, heads, key_size = ops.shape(q)
     value_size = v.shape[3]
     state = state_or_zeros(initial_state, (batch, heads, key_size, value_size), q.dtype)
+    if _opset_27.wanted():
+        return _opset_27.linear_attention(q, k, v, log_f, state, starts)
     keep = None if starts is None else ops.cast(~starts, q.dtype)
     if q.shape[1] == 1 or _loop.is_needed(q):
         f = ops.exp(log_f) if keep is None else ops.exp(log_f) * keep

@@ -7,7 +7,7 @@ are the state.
 
 from keras import ops
 
-from keras_recurrent.portable import _loop
+from keras_recurrent.portable import _loop, _opset_27
 from keras_recurrent.portable._common import kinds, state_or_zeros, sum_dtype, where
 from keras_recurrent.portable._scan import before_each, scan
 
@@ -19,6 +19,14 @@ def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None, act
     taps = kernel.shape[0] - 1
     kernel = ops.cast(kernel, dtype)
     state = state_or_zeros(initial_state, (batch, taps, width), dtype)
+    if _opset_27.wanted() and taps and (token_kind is None or x.shape[1] == 1):
+        starts, padding = kinds(token_kind, 3)
+        bias = ops.zeros((width,), dtype) if bias is None else ops.cast(bias, dtype)
+        inputs = where(padding, 0.0, ops.cast(x, dtype))
+        seen = where(starts, 0.0, state)
+        y, after = _opset_27.causal_conv1d(inputs, kernel, bias, seen, activation)
+        after = after if padding is None else ops.where(padding, state, after)
+        return ops.cast(y, x.dtype), after
     if _loop.is_needed(x):
         y, after = _in_loop(ops.cast(x, dtype), kernel, state, token_kind)
     elif token_kind is None:

@@ -28,6 +28,13 @@ def step(layer):
     return keras.Model([x, *state], [y, *keras.tree.flatten(after)])
 
 
+def packed(layer):
+    """The same, with the document of each token as a second input."""
+    x = keras.Input((None, WIDTH), name="x")
+    segment_ids = keras.Input((None,), name="s", dtype="int32")
+    return keras.Model([x, segment_ids], layer(x, segment_ids=segment_ids))
+
+
 def gru_step():
     x, state = keras.Input((1, WIDTH), name="x"), keras.Input((4,), name="state_0")
     gru = keras.layers.GRU(4, return_sequences=True, return_state=True)
@@ -57,7 +64,10 @@ MODELS = {
     "block, step": lambda: step(layers.RecurrentBlock(8)),
     "hgrn2": lambda: whole(layers.HGRN2(2)),
     "hgrn2, step": lambda: step(layers.HGRN2(2)),
+    "hgrn2, convolutions": lambda: whole(layers.HGRN2(2, conv_size=3)),
+    "convolution, step": lambda: step(layers.CausalConv1D(4, activation="silu")),
     "lightning": lambda: whole(layers.LightningAttention(2, 3)),
+    "lightning, packed": lambda: packed(layers.LightningAttention(2, 3)),
     "griffin lm": lambda: tiny_causal_lm(family="griffin"),
     "hgrn2 lm": lambda: tiny_causal_lm(family="hgrn2"),
     "transnormer lm": lambda: tiny_causal_lm(family="transnormer"),
@@ -74,6 +84,8 @@ def draw(model, batch, length, seed=0):
         shape = [batch, *(length if n is None else n for n in spec.shape[1:])]
         if spec.name == "padding_mask":
             return (rng.random(shape) < 0.8).astype("int32")
+        if spec.name == "s":
+            return np.sort(rng.integers(0, 4, shape)).astype(spec.dtype)
         if "int" in spec.dtype:
             return rng.integers(0, 50, shape).astype(spec.dtype)
         return rng.normal(size=shape).astype(spec.dtype)

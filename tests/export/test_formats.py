@@ -36,11 +36,11 @@ def check(model, given, found, atol=1e-5):
         np.testing.assert_allclose(array, expected, rtol=1e-5, atol=atol)
 
 
-def exported(name, tmp_path, form, ending):
+def exported(name, tmp_path, form, ending, **arguments):
     model = MODELS[name]()
     model(structured(model, draw(model, 1, 4)))  # Keras exports what was called
     path = str(tmp_path / f"model{ending}")
-    model.export(path, format=form, verbose=False)
+    model.export(path, format=form, verbose=False, **arguments)
     return model, path
 
 
@@ -51,6 +51,48 @@ def test_onnx(name, tmp_path):
     for batch, length in (3, 70), (1, 5):  # by one file
         given = draw(model, batch, length)
         check(model, given, runtimes.onnx(path, given))
+
+
+LINEAR, CONVOLUTION = "LinearAttention", "CausalConvWithState"
+OPERATORS = {
+    "hgrn2": {LINEAR: 1},
+    "hgrn2, step": {LINEAR: 1},
+    "hgrn2, convolutions": {LINEAR: 1, CONVOLUTION: 3},
+    "convolution, step": {CONVOLUTION: 1},
+    "lightning": {LINEAR: 1},
+    "lightning, packed": {LINEAR: 1},
+    "hgrn2 lm": {LINEAR: 2},
+    "transnormer lm": {LINEAR: 2},
+}
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="keras_recurrent writes opset 27 from torch")
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators_of_opset_27(name, tmp_path):
+    runtimes.need("onnxruntime", "onnxscript")
+    import onnx
+
+    model, path = exported(name, tmp_path, "onnx", ".onnx", opset_version=27)
+    onnx.checker.check_model(path, full_check=True)
+    graph = onnx.load(path)
+    assert [(o.domain, o.version) for o in graph.opset_import] == [("", 27)]
+    nodes = [node.op_type for node in graph.graph.node]
+    for operator in (LINEAR, CONVOLUTION):
+        assert nodes.count(operator) == OPERATORS[name].get(operator, 0)
+    for batch, length in (3, 70), (1, 5):
+        given = draw(model, batch, length)
+        check(model, given, runtimes.onnx(path, given))
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="of torch's exporter")
+def test_opsets_that_are_not_written_are_errors(tmp_path):
+    runtimes.need("onnxscript")
+    for version in (26, 28):
+        with pytest.raises(
+            ValueError, match=f"`opset_version` must be at most 25, or 27.*{version}"
+        ):
+            exported("hgrn2", tmp_path, "onnx", ".onnx", opset_version=version)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(BACKEND != "torch", reason="a format of torch")
