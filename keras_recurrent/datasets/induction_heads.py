@@ -1,0 +1,63 @@
+"""Induction heads: what came after a special token."""
+
+import numpy as np
+
+from keras_recurrent.layers.checks import check_positive_integer
+
+
+def induction_heads(num_examples, sequence_length=256, vocabulary_size=16, seed=0):
+    """Examples of the task of induction heads, ready for `fit`.
+
+    ```
+    tokens    4 1 15 7 2 2 9 15
+    labels    . . .  . . . . 7
+    ```
+
+    Gu & Dao 2023 (arXiv:2312.00752, section 4.1.2), as in Griffin (De et al. 2024,
+    arXiv:2402.19427, section 6.1 and appendix H), whose sizes are the defaults. A row has one
+    special token, the last of the vocabulary, somewhere among random ones, and ends in it again: a
+    model must say what came after it. One that has learned this can do it in rows far longer than
+    those it was trained on.
+
+    All tokens but the special one are drawn independently and uniformly, and so is its place.
+
+    Args:
+        num_examples: integer, rows.
+        sequence_length: integer, tokens in a row, at least 3.
+        vocabulary_size: integer, tokens there are, at least 2.
+        seed: integer, of NumPy's generator: the same examples for the same arguments.
+
+    Returns:
+        `(tokens, labels, weights)`, each `[num_examples, sequence_length]`: int32 tokens, int32
+        labels, 0 where there is nothing to say, and float32 weights, 1 at the last place and 0
+        elsewhere: the `x`, `y` and `sample_weight` of `fit`.
+
+    Raises:
+        ValueError: a number that is no integer from 1 on; fewer than 3 tokens in a row, or than 2
+            in the vocabulary.
+
+    Example:
+
+    >>> from keras_recurrent.datasets import induction_heads
+    >>> tokens, labels, _ = induction_heads(1, sequence_length=8)
+    >>> row = list(tokens[0])
+    >>> int(row[row.index(15) + 1]) == int(labels[0, -1])
+    True
+    """
+    check_positive_integer("num_examples", num_examples)
+    for name, size, least in (
+        ("sequence_length", sequence_length, 3),
+        ("vocabulary_size", vocabulary_size, 2),
+    ):
+        check_positive_integer(name, size)
+        if size < least:
+            raise ValueError(f"`{name}` must be at least {least}; got {size}.")
+    rng = np.random.default_rng(seed)
+    special = vocabulary_size - 1
+    tokens = rng.integers(0, special, (num_examples, sequence_length), dtype="int32")
+    labels, weights = np.zeros_like(tokens), np.zeros(tokens.shape, "float32")
+    rows, place = np.arange(num_examples), rng.integers(0, sequence_length - 2, num_examples)
+    tokens[rows, place] = special
+    tokens[:, -1] = special
+    labels[:, -1], weights[:, -1] = tokens[rows, place + 1], 1.0
+    return tokens, labels, weights

@@ -1,0 +1,114 @@
+"""A phone book, and then names whose numbers are asked for."""
+
+import numpy as np
+
+from keras_recurrent.layers.checks import check_positive_integer
+
+DIGITS = 10
+FIRST_DIGIT = 1
+FIRST_NAME = FIRST_DIGIT + DIGITS
+
+
+def phone_book(
+    num_examples,
+    num_names,
+    num_queries=3,
+    name_length=2,
+    number_length=7,
+    vocabulary_size=64,
+    seed=0,
+):
+    """Examples of looking up numbers in a phone book, ready for `fit`.
+
+    ```
+    tokens    0 40 21 3 9  0 13 58 7 7  0 25 40 1 5  0 13 58 7 7
+    labels    .  .  . . .  .  .  . . .  .  .  . . .  .  .  7 7 .
+    ```
+
+    Jelassi et al. 2024 (arXiv:2402.01032, section 3.2), whom Griffin follows (De et al. 2024,
+    arXiv:2402.19427, section 6.2, figure 6c). A row is a book of names, each with its number, and
+    then some of its names again, with their numbers: these are to be predicted, digit by digit,
+    each from what stands before it. The papers ask models that have read text from the web, show
+    two such queries as examples and count the third; here a model is trained on it.
+
+    The token 0 begins each line, tokens 1 to 10 are the digits, and all others are parts of names:
+    a name is `name_length` of them, drawn independently. No name comes twice in a book, nor among
+    the queries; digits are drawn independently. The book has `num_names` lines of
+    `1 + name_length + number_length` tokens, and the queries are as long a line.
+
+    Args:
+        num_examples: integer, rows.
+        num_names: integer, names in a book.
+        num_queries: integer, how many of them are asked for.
+        name_length: integer, tokens of a name.
+        number_length: integer, digits of a number.
+        vocabulary_size: integer, tokens there are.
+        seed: integer, of NumPy's generator: the same examples for the same arguments.
+
+    Returns:
+        `(tokens, labels, weights)`, each `[num_examples, T]` with T the tokens of all lines: int32
+        tokens, int32 labels, at each place the token after it where that is a digit of a query and
+        0 elsewhere, and float32 weights, 1 at those places and 0 elsewhere: the `x`, `y` and
+        `sample_weight` of `fit`. The last query alone is `weights[:, -line:]`, of a line's length.
+
+    Raises:
+        ValueError: a number that is no integer from 1 on; more queries than names; a vocabulary
+            with fewer names than the book.
+
+    Example:
+
+    >>> from keras_recurrent.datasets import phone_book
+    >>> tokens, labels, weights = phone_book(1, num_names=4, num_queries=1, number_length=3)
+    >>> book, query = tokens[0, :24].reshape(4, 6), tokens[0, 24:]
+    >>> (line,) = [line for line in book if list(line[:3]) == list(query[:3])]
+    >>> list(line[3:]) == list(labels[0, weights[0] > 0])
+    True
+    """
+    sizes = {
+        "num_examples": num_examples,
+        "num_names": num_names,
+        "num_queries": num_queries,
+        "name_length": name_length,
+        "number_length": number_length,
+        "vocabulary_size": vocabulary_size,
+    }
+    for name, size in sizes.items():
+        check_positive_integer(name, size)
+    if num_queries > num_names:
+        raise ValueError(
+            f"`num_queries` must be at most `num_names`, {num_names}; got {num_queries}."
+        )
+    parts = vocabulary_size - FIRST_NAME
+    if max(0, parts) ** name_length < num_names:
+        raise ValueError(
+            f"`vocabulary_size` must leave enough names beside the {FIRST_NAME} tokens of lines "
+            f"and digits: {max(0, parts)} tokens in names of {name_length} make "
+            f"{max(0, parts) ** name_length}, and `num_names` is {num_names}."
+        )
+    rng = np.random.default_rng(seed)
+    line = 1 + name_length + number_length
+    book = np.zeros((num_examples, num_names, line), "int32")
+    for row in book:
+        row[:, 1 : 1 + name_length] = _names(rng, num_names, name_length, parts)
+    shape = num_examples, num_names, number_length
+    book[:, :, 1 + name_length :] = FIRST_DIGIT + rng.integers(0, DIGITS, shape)
+    asked = np.argsort(rng.random((num_examples, num_names)), axis=1)[:, :num_queries]
+    queries = np.take_along_axis(book, asked[:, :, None], axis=1)
+
+    tokens = np.concatenate([book, queries], axis=1)
+    labels, weights = np.zeros_like(tokens), np.zeros(tokens.shape, "float32")
+    labels[:, num_names:, name_length:-1] = queries[:, :, 1 + name_length :]
+    weights[:, num_names:, name_length:-1] = 1.0
+    return tuple(array.reshape(num_examples, -1) for array in (tokens, labels, weights))
+
+
+def _names(rng, count, length, parts):
+    """[count, length] tokens, no row twice."""
+    if parts**length <= 4 * count:  # all that there are, in an order by chance
+        chosen = rng.permutation(parts**length)[:count]
+        return FIRST_NAME + np.stack(np.unravel_index(chosen, (parts,) * length), axis=1)
+    names = np.empty((0, length), "int64")
+    while len(names) < count:  # of so many, few come twice
+        drawn = np.concatenate([names, rng.integers(0, parts, (2 * count, length))])
+        names = drawn[np.sort(np.unique(drawn, axis=0, return_index=True)[1])]
+    return FIRST_NAME + names[:count]

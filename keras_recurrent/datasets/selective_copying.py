@@ -1,0 +1,71 @@
+"""Selective copying: data among noise, to be repeated in its order."""
+
+import numpy as np
+
+from keras_recurrent.layers.checks import check_positive_integer
+
+
+def selective_copying(num_examples, num_data=16, sequence_length=1024, vocabulary_size=16, seed=0):
+    """Examples of selective copying, ready for `fit`.
+
+    ```
+    tokens    0 5 0 0 3 8 0 0 9 9 9
+    labels    . . . . . . . . 5 3 8
+    ```
+
+    Gu & Dao 2023 (arXiv:2312.00752, section 3.1), as in Griffin (De et al. 2024,
+    arXiv:2402.19427, section 6.1 and appendix H), whose sizes are the defaults. A row begins with
+    `num_data` tokens of data, anywhere among noise, and ends in as many tokens that ask for them,
+    one after another. A model must tell data from noise, count it and keep it all: the distances
+    between them differ from row to row, so that none can be learned.
+
+    The token 0 is noise and the last one of the vocabulary asks; those between are data, drawn
+    independently and uniformly, and so are the sets of their places.
+
+    Args:
+        num_examples: integer, rows.
+        num_data: integer, tokens of data in a row.
+        sequence_length: integer, tokens in a row, those that ask included.
+        vocabulary_size: integer, tokens there are.
+        seed: integer, of NumPy's generator: the same examples for the same arguments.
+
+    Returns:
+        `(tokens, labels, weights)`, each `[num_examples, sequence_length]`: int32 tokens, int32
+        labels, 0 where there is nothing to say, and float32 weights, 1 at the last `num_data`
+        places and 0 elsewhere: the `x`, `y` and `sample_weight` of `fit`.
+
+    Raises:
+        ValueError: a number that is no integer from 1 on; a vocabulary of fewer than 3 tokens; a
+            row too short for its data and as many answers.
+
+    Example:
+
+    >>> from keras_recurrent.datasets import selective_copying
+    >>> tokens, labels, weights = selective_copying(1, num_data=3, sequence_length=12)
+    >>> data = tokens[0, :9]
+    >>> list(data[data > 0]) == list(labels[0, weights[0] > 0])
+    True
+    """
+    sizes = {"num_examples": num_examples, "num_data": num_data, "sequence_length": sequence_length}
+    for name, size in {**sizes, "vocabulary_size": vocabulary_size}.items():
+        check_positive_integer(name, size)
+    if vocabulary_size < 3:
+        raise ValueError(
+            "`vocabulary_size` must be at least 3, for data, noise and a token that asks; got "
+            f"{vocabulary_size}."
+        )
+    if sequence_length < 2 * num_data:
+        raise ValueError(
+            f"`sequence_length` must be at least {2 * num_data}, twice `num_data`; got "
+            f"{sequence_length}."
+        )
+    rng = np.random.default_rng(seed)
+    tokens = np.zeros((num_examples, sequence_length), "int32")
+    labels, weights = np.zeros_like(tokens), np.zeros(tokens.shape, "float32")
+    data = rng.integers(1, vocabulary_size - 1, (num_examples, num_data))
+    noise = rng.random((num_examples, sequence_length - num_data))
+    places = np.sort(np.argpartition(noise, num_data - 1, axis=1)[:, :num_data], axis=1)
+    np.put_along_axis(tokens, places, data, axis=1)
+    tokens[:, -num_data:] = vocabulary_size - 1
+    labels[:, -num_data:], weights[:, -num_data:] = data, 1.0
+    return tokens, labels, weights

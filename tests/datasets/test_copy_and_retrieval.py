@@ -1,0 +1,124 @@
+"""The tasks of copying and looking up: selective copying, induction heads, the phone book."""
+
+import collections
+
+import numpy as np
+import pytest
+
+from keras_recurrent.datasets import induction_heads, phone_book, selective_copying
+
+pytestmark = pytest.mark.once
+
+
+def check_arrays(arrays, shape):
+    tokens, labels, weights = arrays
+    assert tokens.shape == labels.shape == weights.shape == shape
+    assert (tokens.dtype, labels.dtype, weights.dtype) == ("int32", "int32", "float32")
+    assert set(np.unique(weights)) == {0, 1}
+    assert not labels[weights == 0].any()
+    return arrays
+
+
+def test_selective_copying_asks_for_data_in_its_order():
+    arrays = selective_copying(400, num_data=5, sequence_length=24, vocabulary_size=9, seed=3)
+    tokens, labels, weights = check_arrays(arrays, (400, 24))
+    assert (tokens[:, -5:] == 8).all()
+    assert (weights == (np.arange(24) >= 19)).all()
+    for row, wanted in zip(tokens[:, :-5], labels[:, -5:], strict=True):
+        assert list(row[row > 0]) == list(wanted)
+    counts = collections.Counter(tokens[:, :-5].ravel())
+    assert set(counts) == set(range(8))
+    assert all(230 < counts[token] < 345 for token in range(1, 8))  # 2,000 / 7, 3.5 deviations
+    share = (tokens[:, :-5] > 0).mean(axis=0)
+    np.testing.assert_allclose(share, 5 / 19, atol=0.09)  # four deviations
+    full = selective_copying(2, num_data=4, sequence_length=8, vocabulary_size=3)[0]
+    assert full.tolist() == [[1, 1, 1, 1, 2, 2, 2, 2]] * 2
+
+
+def test_induction_heads_ask_for_what_came_after():
+    arrays = induction_heads(3000, sequence_length=12, vocabulary_size=6, seed=1)
+    tokens, labels, weights = check_arrays(arrays, (3000, 12))
+    assert (weights == (np.arange(12) == 11)).all()
+    place = np.argmax(tokens == 5, axis=1)
+    assert ((tokens == 5).sum(axis=1) == 2).all()
+    assert (tokens[:, -1] == 5).all()
+    np.testing.assert_array_equal(labels[:, -1], tokens[np.arange(3000), place + 1])
+    np.testing.assert_allclose(np.bincount(place, minlength=12)[:10] / 3000, 0.1, atol=0.025)
+    np.testing.assert_allclose(np.bincount(labels[:, -1]) / 3000, 0.2, atol=0.03)
+    assert not np.bincount(place, minlength=12)[10:].any()
+    assert induction_heads(1, 3, 2)[0].tolist() == [[1, 0, 1]]
+
+
+@pytest.mark.parametrize("parts", [3, 40])  # all names there are, and few of them
+def test_a_phone_book_has_what_is_asked_for(parts):
+    sizes = {"num_names": 9, "num_queries": 4, "name_length": 2, "number_length": 3}
+    arrays = phone_book(60, **sizes, vocabulary_size=11 + parts, seed=2)
+    lines = [a.reshape(60, 13, 6) for a in check_arrays(arrays, (60, 13 * 6))]
+    for tokens, labels, weights in zip(*lines, strict=True):
+        assert not tokens[:, 0].any()
+        book = {tuple(line[1:3]): list(line[3:]) for line in tokens[:9]}
+        assert len(book) == 9
+        assert min(min(name) for name in book) >= 11
+        assert max(max(name) for name in book) < 11 + parts
+        asked = [tuple(line[1:3]) for line in tokens[9:]]
+        assert len(set(asked)) == 4
+        for name, query, label, weight in zip(
+            asked, tokens[9:], labels[9:], weights[9:], strict=True
+        ):
+            assert list(query[3:]) == book[name]
+            assert list(label) == [0, 0, *book[name], 0]  # each before what it names
+            assert list(weight) == [0, 0, 1, 1, 1, 0]
+        assert not weights[:9].any()
+    digits = lines[0][:, :9, 3:]
+    np.testing.assert_allclose(
+        np.bincount(digits.ravel(), minlength=11)[1:] / digits.size, 0.1, atol=0.03
+    )
+    # Any name of a book may be asked for, the first as often as the last.
+    first = [np.where((row[:9, 1:3] == row[9, 1:3]).all(axis=1))[0][0] for row in lines[0]]
+    assert len(set(first)) == 9
+
+
+def test_long_names_are_drawn_too():
+    tokens = phone_book(2, 5, name_length=30, number_length=1)[0].reshape(2, 8, 32)
+    assert len({tuple(line[1:31]) for line in tokens[0, :5]}) == 5
+
+
+TASKS = {
+    selective_copying: {"num_examples": 3, "num_data": 4, "sequence_length": 20},
+    induction_heads: {"num_examples": 3, "sequence_length": 20},
+    phone_book: {"num_examples": 3, "num_names": 7},
+}
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.__name__)
+def test_a_seed_makes_the_same_examples(task):
+    first, again, other = (task(**TASKS[task], seed=seed) for seed in (1, 1, 2))
+    for a, b in zip(first, again, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert (first[0] != other[0]).any()
+
+
+@pytest.mark.parametrize(
+    ("task", "changes", "message"),
+    [
+        *(
+            (task, {name: 0}, f"`{name}` must be an integer, at least 1; got 0")
+            for task in TASKS
+            for name in TASKS[task]
+        ),
+        (selective_copying, {"sequence_length": 7}, "`sequence_length` must be at least 8, twice"),
+        (selective_copying, {"vocabulary_size": 2}, "`vocabulary_size` must be at least 3"),
+        (induction_heads, {"sequence_length": 2}, "`sequence_length` must be at least 3; got 2"),
+        (induction_heads, {"vocabulary_size": 1}, "`vocabulary_size` must be at least 2; got 1"),
+        (phone_book, {"num_queries": 8}, "`num_queries` must be at most `num_names`, 7; got 8"),
+        (
+            phone_book,
+            {"vocabulary_size": 13},
+            "2 tokens in names of 2 make 4, and `num_names` is 7",
+        ),
+        (phone_book, {"vocabulary_size": 5}, "0 tokens in names of 2 make 0"),
+    ],
+)
+def test_what_does_not_fit_is_said(task, changes, message):
+    with pytest.raises(ValueError, match=message):
+        task(**{**TASKS[task], **changes})
