@@ -14,7 +14,7 @@ import keras_hub
 import numpy as np
 from keras import ops
 
-from keras_recurrent import models, testing
+from keras_recurrent import evaluation, models, testing
 
 VOCABULARY = 61
 LENGTHS = (11, 7, 2)  # of the prompts
@@ -299,7 +299,7 @@ def cached_logits(model, rows):
     checked = testing._Model(model, rows, NEW_TOKENS, None)
     before, model.sampler = model.sampler, Recorder()
     inputs = checked._inputs(rows, max(LENGTHS) + NEW_TOKENS)
-    with testing._no_gradients():
+    with evaluation.no_gradients():
         written = model.generate_step(keras.tree.map_structure(ops.convert_to_tensor, inputs), None)
     written = ops.convert_to_numpy(written["token_ids"]).tolist()
     plain = np.stack(checked.logits(written))

@@ -16,6 +16,7 @@ import keras
 import keras_hub
 import numpy as np
 
+from keras_recurrent.evaluation import no_gradients
 from keras_recurrent.layers.checks import check_positive_integer
 
 __all__ = [
@@ -167,7 +168,7 @@ class _Model:
         ]
 
     def _forward(self, inputs):
-        with _no_gradients():
+        with no_gradients():
             logits = self._model(inputs, training=False)
         return keras.ops.convert_to_numpy(keras.ops.cast(logits, "float32"))
 
@@ -269,14 +270,3 @@ def _check(model, rows, new_tokens):
     lists = isinstance(rows, (list, tuple)) and all(isinstance(r, (list, tuple)) for r in rows)
     if not lists or not rows or not all(rows):
         raise ValueError("`rows` must be a list of lists of token ids, none of them empty.")
-
-
-@contextlib.contextmanager
-def _no_gradients():
-    if keras.config.backend() != "torch":
-        yield
-        return
-    import torch
-
-    with torch.no_grad():
-        yield

@@ -1,0 +1,148 @@
+"""How well a language model predicts a token, by how much of the text it has seen."""
+
+import contextlib
+from typing import NamedTuple
+
+import keras
+import numpy as np
+
+from keras_recurrent.layers.checks import check_positive_integer
+from keras_recurrent.models.token_ids import check_token_ids
+from keras_recurrent.ops.token_crossentropy import token_crossentropy
+
+__all__ = ["LossByPosition", "loss_by_position"]
+
+PIECE = 1024  # tokens whose logits are in memory at a time, of all rows of a batch together
+
+
+class LossByPosition(NamedTuple):
+    """What `loss_by_position` measured.
+
+    Attributes:
+        loss: float64 `[T - 1]`, the mean loss of the tokens at each place, in nats; NaN where no
+            row has one. `loss[0]` is that of the second token of a row, for which a model has read
+            one.
+        num_texts: int64 `[T - 1]`, how many rows it is the mean of.
+    """
+
+    loss: np.ndarray
+    num_texts: np.ndarray
+
+    @property
+    def running_mean(self):
+        """float64 `[T - 1]`, the mean loss of all tokens up to each place, in nats.
+
+        It is the loss of texts as long as that, the curve of Griffin's figures 5 and 10 (De et al.
+        2024, arXiv:2402.19427).
+        """
+        total = np.cumsum(np.where(self.num_texts > 0, self.loss, 0.0) * self.num_texts)
+        return total / np.cumsum(self.num_texts)
+
+
+def loss_by_position(model, token_ids, padding_mask=None, batch_size=8):
+    """The loss of a language model at each place of a text, over many texts.
+
+    It is -log p(token t | tokens before t), from one forward pass over whole rows. A model that
+    makes use of what it read far back has a falling curve; one that cannot read texts longer than
+    those it was trained on has a curve that rises behind their length.
+
+    Args:
+        model: a language model of this package.
+        token_ids: integers `[N, T]`, a NumPy array or what makes one: N texts of up to T tokens, at
+            least 2.
+        padding_mask: boolean `[N, T]`, or integers, False or 0 at padding; None: all tokens are
+            real. A token counts where it and the one before it are real.
+        batch_size: integer, rows of a forward pass. Beside a forward pass it takes the logits of
+            1,024 tokens, however long a row is.
+
+    Returns:
+        A `LossByPosition`.
+
+    Raises:
+        TypeError: `model` is no language model of this package.
+        ValueError: ids that are no integers `[N, T]`, at least two a row, or that the vocabulary
+            lacks; a mask of another shape or with no token that counts; a `batch_size` that is no
+            integer from 1 on.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_recurrent.evaluation import loss_by_position
+    >>> from keras_recurrent.models import GriffinCausalLM
+    >>> model = GriffinCausalLM.from_preset("hawk_tiny", num_layers=1)
+    >>> found = loss_by_position(model, np.full((3, 6), 100))
+    >>> found.loss.shape, found.num_texts.tolist()
+    ((5,), [3, 3, 3, 3, 3])
+    >>> bool(np.isclose(found.running_mean[-1], found.loss.mean()))
+    True
+    """
+    backbone = getattr(model, "backbone", None)
+    if backbone is None or not hasattr(backbone, "hidden_states"):
+        raise TypeError(
+            "`model` must be a language model of keras_recurrent, such as "
+            f"`keras_recurrent.models.GriffinCausalLM`; got {type(model).__name__}."
+        )
+    check_positive_integer("batch_size", batch_size)
+    token_ids, mask = _checked(token_ids, padding_mask, backbone.vocabulary_size)
+    counts = mask[:, 1:] & mask[:, :-1]
+    total = np.zeros(token_ids.shape[1] - 1)
+    for first in range(0, len(token_ids), batch_size):
+        rows = slice(first, first + batch_size)
+        losses = _losses(
+            backbone, token_ids[rows], mask[rows] if padding_mask is not None else None
+        )
+        total += np.where(counts[rows], losses, 0.0).sum(axis=0)
+    count = counts.sum(axis=0)
+    with np.errstate(invalid="ignore"):
+        return LossByPosition(total / count, count)
+
+
+def _checked(token_ids, padding_mask, vocabulary_size):
+    token_ids = np.asarray(keras.ops.convert_to_numpy(token_ids))
+    if token_ids.ndim != 2 or token_ids.dtype.kind not in "iu" or token_ids.shape[1] < 2:
+        raise ValueError(
+            "`token_ids` must be integers [texts, tokens], at least two tokens a text; got "
+            f"{token_ids.dtype} of shape {token_ids.shape}."
+        )
+    mask = np.ones(token_ids.shape, bool)
+    if padding_mask is not None:
+        mask = np.asarray(keras.ops.convert_to_numpy(padding_mask)).astype(bool)
+        if mask.shape != token_ids.shape:
+            raise ValueError(
+                f"`padding_mask` must have the shape of `token_ids`, {token_ids.shape}; got "
+                f"{mask.shape}."
+            )
+    check_token_ids("token_ids", token_ids, vocabulary_size, mask)
+    if not (mask[:, 1:] & mask[:, :-1]).any():
+        raise ValueError("`token_ids` and `padding_mask` leave no token that follows another.")
+    return token_ids, mask
+
+
+def _losses(backbone, token_ids, mask):
+    """float64 [B, T - 1]; anything at padding."""
+    found, size = [], max(1, PIECE // len(token_ids))
+    with no_gradients():
+        hidden, _ = backbone.hidden_states(
+            keras.ops.convert_to_tensor(token_ids[:, :-1], "int32"),
+            None if mask is None else keras.ops.convert_to_tensor(mask[:, :-1]),
+        )
+        for first in range(0, hidden.shape[1], size):
+            logits = backbone.token_embedding(hidden[:, first : first + size], reverse=True)
+            targets = token_ids[:, first + 1 : first + 1 + logits.shape[1]]
+            if mask is not None:
+                targets = np.where(mask[:, first + 1 : first + 1 + logits.shape[1]], targets, 0)
+            losses = token_crossentropy(logits, keras.ops.convert_to_tensor(targets, "int32"))
+            found.append(keras.ops.convert_to_numpy(losses).astype("float64"))
+    return np.concatenate(found, axis=1)
+
+
+@contextlib.contextmanager
+def no_gradients():
+    """Keeps torch from remembering what a gradient would need."""
+    if keras.config.backend() != "torch":
+        yield
+        return
+    import torch
+
+    with torch.no_grad():
+        yield

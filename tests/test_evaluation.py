@@ -1,0 +1,61 @@
+"""The loss by position: beside `score`, with padding, in pieces."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_recurrent import evaluation
+from keras_recurrent.evaluation import loss_by_position
+from tests.models.tiny import VOCABULARY, any_family, tiny_causal_lm
+
+
+def texts(rows=5, length=9):
+    return np.random.default_rng(0).integers(0, VOCABULARY, (rows, length))
+
+
+@any_family
+def test_it_is_the_mean_of_what_score_gives(family, monkeypatch):
+    model, token_ids = tiny_causal_lm(family=family), texts()
+    wanted = model.score(token_ids[:, :-1], scoring_mode="loss", target_ids=token_ids[:, 1:])
+    wanted = keras.ops.convert_to_numpy(wanted).astype("float64")
+    for piece in (evaluation.PIECE, 6):  # all logits at once, and those of three places
+        monkeypatch.setattr(evaluation, "PIECE", piece)
+        found = loss_by_position(model, token_ids, batch_size=2)
+        np.testing.assert_allclose(found.loss, wanted.mean(0), rtol=1e-5)
+        np.testing.assert_array_equal(found.num_texts, np.full(8, 5))
+    running = [wanted[:, : t + 1].mean() for t in range(8)]
+    np.testing.assert_allclose(found.running_mean, running, rtol=1e-5)
+
+
+def test_padding_does_not_count():
+    model, token_ids = tiny_causal_lm(family="hgrn2"), texts(rows=3)
+    mask = np.arange(9) < np.array([[4], [7], [2]])
+    found = loss_by_position(model, np.where(mask, token_ids, -1), mask)
+    np.testing.assert_array_equal(found.num_texts, [3, 2, 2, 1, 1, 1, 0, 0])
+    assert np.isnan(found.loss[6:]).all()
+    alone = [
+        loss_by_position(model, row[None, :n]) for row, n in zip(token_ids, (4, 7, 2), strict=True)
+    ]
+    for place in range(6):
+        wanted = np.mean([a.loss[place] for a in alone if len(a.loss) > place])
+        np.testing.assert_allclose(found.loss[place], wanted, rtol=1e-5)
+    total = sum(a.loss.sum() for a in alone)
+    np.testing.assert_allclose(found.running_mean[-1], total / 10, rtol=1e-5)
+
+
+@pytest.mark.once
+def test_what_cannot_be_measured_is_an_error():
+    model, token_ids = tiny_causal_lm(family="hgrn2"), texts()
+    with pytest.raises(TypeError, match=r"`model` must be a language model .*; got Dense"):
+        loss_by_position(keras.layers.Dense(1), token_ids)
+    for given, match in [
+        ((token_ids[0],), r"`token_ids` must be integers .*; got int64 of shape \(9,\)"),
+        ((token_ids[:, :1],), "at least two tokens a text"),
+        ((token_ids * 1.0,), "must be integers"),
+        ((token_ids + VOCABULARY,), "`token_ids` must be ids from 0 to 60"),
+        ((token_ids, token_ids[:, 1:] > 0), "`padding_mask` must have the shape of `token_ids`"),
+        ((token_ids, token_ids < 0), "leave no token that follows another"),
+        ((token_ids, None, 0), "`batch_size` must be an integer, at least 1; got 0"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            loss_by_position(model, *given)
