@@ -111,6 +111,7 @@ def test_the_wrong_one_of_two_is_named():
         checked.compare(ROWS, right, other, " here")
 
 
+@pytest.mark.once
 def test_a_wrong_state_is_found(monkeypatch):
     model = tiny_causal_lm(family=FAMILY)
     hidden_states = model.backbone.hidden_states
@@ -130,6 +131,7 @@ def test_a_wrong_state_is_found(monkeypatch):
         testing.assert_cached_equals_plain(model, ROWS, new_tokens=6)
 
 
+@pytest.mark.once
 def test_a_mask_that_is_not_heeded_is_found(monkeypatch):
     # HGRN2 of this size hardly remembers the few tokens of padding: its best tokens stay the same.
     model = tiny_causal_lm(family="griffin")
@@ -143,6 +145,7 @@ def test_a_mask_that_is_not_heeded_is_found(monkeypatch):
         testing.assert_padding_changes_nothing(model, ROWS, new_tokens=6)
 
 
+@pytest.mark.once
 def test_padding_that_moves_plain_logits_is_found(monkeypatch):
     model = tiny_causal_lm(family=FAMILY)
     forward = testing._Model._forward
@@ -155,6 +158,7 @@ def test_padding_that_moves_plain_logits_is_found(monkeypatch):
         testing.assert_padding_changes_nothing(model, ROWS, new_tokens=3)
 
 
+@pytest.mark.once
 def test_a_cut_that_loses_a_token_is_found(monkeypatch):
     model = tiny_causal_lm(family=FAMILY)
     prefill = model.prefill
@@ -171,6 +175,7 @@ def test_a_cut_that_loses_a_token_is_found(monkeypatch):
         testing.assert_cuts_change_nothing(model, ROWS, new_tokens=6)
 
 
+@pytest.mark.once
 def test_what_cannot_be_checked():
     model = tiny_causal_lm(family=FAMILY)
     for check in CHECKS:

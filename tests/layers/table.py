@@ -105,8 +105,15 @@ WITH_SUBLAYERS = [
     *("LightningAttention", "SGLU"),
 ]
 
+# What the base class gives to all layers that stream is met by every layer on torch, which compiles
+# nothing, and by these on JAX and TensorFlow: with layers inside, with a ring, with a matrix.
+SHARED = STREAMING
+if keras.config.backend() != "torch":
+    SHARED = ["RecurrentBlock", "LocalAttention", "HGRN2"]
+
 any_layer = pytest.mark.parametrize("name", ROWS)
 streaming_layer = pytest.mark.parametrize("name", STREAMING)
+shared_by_layers = pytest.mark.parametrize("name", SHARED)
 layer_with_sublayers = pytest.mark.parametrize("name", WITH_SUBLAYERS)
 
 

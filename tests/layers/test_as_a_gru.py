@@ -7,10 +7,21 @@ import pytest
 from keras_recurrent import layers
 from keras_recurrent.layers.tokens import find_tokens
 from tests.layers.gradients import call_with, gradients
-from tests.layers.table import ROWS, WIDTH, assert_close, built, inputs, numpy, streaming_layer
+from tests.layers.table import (
+    ROWS,
+    SHARED,
+    WIDTH,
+    assert_close,
+    built,
+    inputs,
+    numpy,
+    shared_by_layers,
+    streaming_layer,
+)
 from tests.layers.test_streaming import MASKS, SEGMENTS
 
 OUTPUT_IS_STATE = ["RGLRU", "CGLRU"]
+LEARNING = ["RecurrentBlock", "RGLRU", "HGRN2", "LightningAttention"]
 PADDING = {name: mask for name, mask in MASKS.items() if mask is not None}
 padding = pytest.mark.parametrize("mask", PADDING.values(), ids=PADDING)
 
@@ -62,7 +73,7 @@ def test_a_gru_itself(mask):
     assert_close(backwards(x, mask=mask), layer(*turned(x), mask=turned(mask)[0]))
 
 
-@streaming_layer
+@shared_by_layers
 @padding
 @pytest.mark.parametrize("segment_ids", SEGMENTS.values(), ids=SEGMENTS)
 def test_outputs_wanted(name, mask, segment_ids):
@@ -85,7 +96,7 @@ def test_outputs_wanted(name, mask, segment_ids):
         check(np.where(mask[..., None], output, 0), zero_output_for_mask=True)
 
 
-@streaming_layer
+@shared_by_layers
 def test_gradients(name):
     layer, x, mask = built(name), inputs(length=4), np.array([[1, 1, 1, 1], [0, 1, 1, 0], [0] * 4])
     weights = numpy([weight.value for weight in layer.trainable_variables])
@@ -107,7 +118,7 @@ def test_gradients(name):
     np.testing.assert_array_equal(got[1][mask == 0], 0)
 
 
-@streaming_layer
+@shared_by_layers
 def test_outputs_wanted_without_padding(name):
     layer, x = built(name), inputs()
     output = numpy(layer(x))
@@ -117,7 +128,7 @@ def test_outputs_wanted_without_padding(name):
         assert_close(like(layer, zero_output_for_mask=value)(x), output)
 
 
-@streaming_layer
+@shared_by_layers
 @pytest.mark.parametrize("mask", [None, *PADDING.values()], ids=["all real", *PADDING])
 @pytest.mark.parametrize("segment_ids", SEGMENTS.values(), ids=SEGMENTS)
 def test_go_backwards(name, mask, segment_ids):
@@ -136,7 +147,7 @@ def test_go_backwards(name, mask, segment_ids):
     assert_close(only(x, **given), like(layer, return_sequences=False)(x_turned, **given_turned))
 
 
-@streaming_layer
+@shared_by_layers
 def test_parts_from_the_end_equal_the_whole(name):
     layer, x, mask = built(name, go_backwards=True), inputs(), MASKS["padding anywhere"]
     ids = SEGMENTS["documents"]
@@ -148,7 +159,7 @@ def test_parts_from_the_end_equal_the_whole(name):
     assert_close(state, after)
 
 
-@streaming_layer
+@shared_by_layers
 @padding
 def test_bidirectional(name, mask, tmp_path):
     layer, x = built(name, zero_output_for_mask=True), inputs()
@@ -171,7 +182,7 @@ def test_bidirectional(name, mask, tmp_path):
     assert_close(keras.models.load_model(tmp_path / "model.keras")(x), only(x))
 
 
-@streaming_layer
+@shared_by_layers
 def test_bidirectional_states(name):
     both = keras.layers.Bidirectional(built(name, return_state=True))
     x, mask = inputs(), MASKS["padding anywhere"]
@@ -186,7 +197,7 @@ def test_bidirectional_states(name):
     assert_close(backward, after)
 
 
-@streaming_layer
+@shared_by_layers
 def test_masks_and_shapes_in_a_graph(name, tmp_path):
     """Of Keras, as an embedding makes them, with a time that is not known."""
     ids = np.array([[3, 1, 2, 0, 0], [0, 1, 0, 2, 2], [0] * 5], "int32")
@@ -232,7 +243,7 @@ def test_only_the_last_token_is_finished(name):
     assert seen == [3]
 
 
-@streaming_layer
+@shared_by_layers
 def test_mixed_precision(name):
     layer, x, mask = built(name, dtype="mixed_bfloat16"), inputs(), MASKS["padding anywhere"]
     output = numpy(layer(x, mask=mask)).astype("float32")
@@ -251,7 +262,7 @@ def test_mixed_precision(name):
     assert_close(forward, both.forward_layer(x, mask=mask, initial_state=states[0])[1])
 
 
-@pytest.mark.parametrize("name", ["RecurrentBlock", "RGLRU", "HGRN2", "LightningAttention"])
+@pytest.mark.parametrize("name", [name for name in LEARNING if name in SHARED])
 @pytest.mark.parametrize("wrap", [lambda layer: layer, keras.layers.Bidirectional])
 def test_fit(name, wrap):
     """A classifier of padded rows learns the first token, from either end."""
@@ -269,7 +280,7 @@ def test_fit(name, wrap):
     assert history[-1] < 0.7 * history[0]
 
 
-@streaming_layer
+@shared_by_layers
 def test_inside_another_layer(name):
     """Padding is left as it is there; the order and the number of tokens are the network's."""
     layer, x, mask = built(name), inputs(), MASKS["padding anywhere"]
