@@ -37,7 +37,8 @@ def scan(a, x, state, reverse=False, levels=LEVELS_OF_UNKNOWN_LENGTH):
     ends = scan(decays, totals, state, reverse, levels - 1)
     entering = following(ends, state) if reverse else previous(ends, state)
     out = tf.stack(_steps(a_chunks, x_chunks, entering, reverse), axis=2)
-    return tf.reshape(out, [tf.shape(out)[0], -1, x.shape[2]])[:, : length_of(x)]
+    out = tf.reshape(out, [tf.shape(out)[0], -1, x.shape[2]])[:, : length_of(x)]
+    return tf.ensure_shape(out, x.shape)  # a slice of an unknown length has one
 
 
 def _steps(a, x, state, reverse):

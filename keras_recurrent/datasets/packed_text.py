@@ -10,7 +10,7 @@ import grain
 import keras
 import numpy as np
 
-from keras_recurrent.datasets.text_files import documents_of, pieces_of
+from keras_recurrent.datasets.text_files import check_some_text, documents_of, pieces_of
 from keras_recurrent.layers.checks import check_positive_integer
 
 # What is packed at a time, and shuffled in itself: pieces of files, or documents of a dataset.
@@ -49,8 +49,9 @@ class PackedText(grain.IterDataset):
     `keras_recurrent.callbacks.TrainingBackup` keeps the place after the batch that was trained.
 
     Args:
-        documents: a path or a list of paths; or a `grain.MapDataset` or `grain.IterDataset` of
-            strings.
+        documents: a path or a list of paths; or a `grain.MapDataset` of strings, which is read
+            `passes` times as files are; or a `grain.IterDataset` of strings, which is read once, to
+            its end.
         preprocessor: a `RecurrentCausalLMPreprocessor` with `packed=True`.
         batch_size: integer, rows a batch.
         passes: integer, how often all text is read; the last batch may be smaller. None: without
@@ -132,6 +133,7 @@ class PackedText(grain.IterDataset):
                 documents = [documents]
             paths = [os.fspath(path) for path in documents]
             elements, size, read = grain.MapDataset.source(pieces_of(paths)), PIECES, _read
+            check_some_text(paths)
             says = [[os.path.basename(path), os.path.getsize(path)] for path in paths]
         if seed is not None:
             elements = elements.shuffle(seed=seed)

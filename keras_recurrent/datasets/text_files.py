@@ -26,7 +26,7 @@ def pieces_of(paths):
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a file of another format, or no text at all.
+        ValueError: a file of another format.
     """
     found = []
     for path in paths:
@@ -40,9 +40,20 @@ def pieces_of(paths):
             )
         size = os.path.getsize(path)
         found += [Piece(path, begin, min(begin + PIECE, size)) for begin in range(0, size, PIECE)]
-    if not found:
-        raise ValueError(f"`documents` holds no text: {', '.join(map(repr, paths))}.")
     return found
+
+
+def check_some_text(paths):
+    """Raises for files of empty lines alone, in which a reader without end would look for ever.
+
+    Raises:
+        ValueError: no file has a line that is not empty.
+    """
+    for path in paths:
+        with open(path, "rb") as file:
+            if any(line.strip() for line in file):
+                return
+    raise ValueError(f"`documents` holds no text: {', '.join(map(repr, paths))}.")
 
 
 def documents_of(piece):

@@ -20,6 +20,9 @@ class LastToken(keras.layers.Layer):
         batch, _, width = hidden_states.shape
         return keras.KerasTensor((batch, width), dtype=self.compute_dtype)
 
+    def get_config(self):
+        return super().get_config()  # Keras wants one where a policy is an argument
+
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class Logits(keras.layers.Dense):

@@ -154,6 +154,23 @@ class RecurrentTextClassifier(TextTraining, SavedTraining, keras_hub.models.Text
                 metrics = [keras.metrics.MeanAbsoluteError()]
         super().compile(optimizer, loss, metrics=metrics, **kwargs)
 
+    def as_samples(self, x):
+        """Pairs of strings in memory as tokens."""
+        if not _is_pair(x) or isinstance(x[0], str) or self.preprocessor is None:
+            return x
+        first, second = map(len, x)
+        if first != second:
+            raise ValueError(
+                f"`x`: a pair must have as many first texts as second ones; got {first} and "
+                f"{second}."
+            )
+        return keras.tree.map_structure(ops.convert_to_numpy, self.preprocessor(x=x))
+
+    def preprocess_samples(self, x, y=None, sample_weight=None):
+        if _is_pair(x):
+            return self.preprocessor(x=x, y=y, sample_weight=sample_weight)
+        return super().preprocess_samples(x, y, sample_weight)
+
     def check_labels(self, name, x, y, sample_weight):
         if not (is_text(x) or is_tokens(x)):
             return  # a source brings them
@@ -169,6 +186,8 @@ class RecurrentTextClassifier(TextTraining, SavedTraining, keras_hub.models.Text
             )
         if isinstance(self.loss, keras.losses.SparseCategoricalCrossentropy):
             _check_classes(y, self.num_classes)
+        elif self.num_classes == 1:
+            _check_numbers(y)
 
     def rematerialized_call(self, layer_call, *args, **kwargs):
         return layer_call  # only the backbone's blocks are rematerialized
@@ -183,6 +202,30 @@ class RecurrentTextClassifier(TextTraining, SavedTraining, keras_hub.models.Text
         }
 
 
+def _is_pair(x):
+    return isinstance(x, tuple) and len(x) == 2 and all(map(is_text, x))
+
+
+def _check_numbers(labels):
+    """Raises for a list or a NumPy array that does not hold a finite number for each row."""
+    if not isinstance(labels, (list, tuple, np.ndarray)):
+        return
+    labels = np.asarray(labels)
+    if labels.dtype.kind not in "iubf":
+        found = f"{labels.dtype}"
+    elif not _is_one_each(labels):
+        found = f"the shape {labels.shape}"
+    elif not np.isfinite(labels).all():
+        found = "NaN or infinity"
+    else:
+        return
+    raise ValueError(f"`y` must be finite numbers, one for each row; got {found}.")
+
+
+def _is_one_each(labels):
+    return labels.ndim == 1 or (labels.ndim == 2 and labels.shape[1] == 1)
+
+
 def _check_classes(labels, num_classes):
     """Raises for a list or a NumPy array that does not hold classes, which no backend notices."""
     if not isinstance(labels, (list, tuple, np.ndarray)):
@@ -190,6 +233,8 @@ def _check_classes(labels, num_classes):
     labels = np.asarray(labels)
     if labels.dtype.kind not in "iubf":
         found = f"{labels.dtype}"
+    elif not _is_one_each(labels):
+        found = f"the shape {labels.shape}"
     elif labels.size and not np.isin(labels, np.arange(num_classes)).all():
         found = f"numbers from {labels.min()} to {labels.max()}"
     else:
@@ -197,5 +242,6 @@ def _check_classes(labels, num_classes):
     raise ValueError(
         f"`y` must be integers from 0 to {num_classes - 1}, a class for each row; got "
         f"{found}. Numbers that are no classes are learned with `num_classes=1`, and other labels "
-        "with another `loss` in `compile`."
+        "with another `loss` in `compile`, such as rows of probabilities with "
+        "`keras.losses.CategoricalCrossentropy(from_logits=True)`."
     )

@@ -24,7 +24,8 @@ class RecurrentTextClassifierPreprocessor(keras_hub.models.TextClassifierPreproc
 
     Call arguments:
         x: a string, or a list, array or tensor of strings. A tuple of two of these, by its name as
-            in `preprocessor(x=(first, second))`, is a pair; alone, KerasHub takes it for (x, y).
+            in `preprocessor(x=(first, second))`, is a pair; alone, KerasHub takes it for (x, y). A
+            model takes pairs in the same form: `model.fit((first, second), labels)`.
         y, sample_weight: labels and their weights, which are handed on.
 
     Returns:

@@ -261,6 +261,7 @@ def _prepared(batch, preprocess):
     # Torch and generators give strings as a list or tuple, which Keras would take for (x, y).
     parts = (batch,) if is_text(batch) else batch
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(parts)
+    y, sample_weight = as_arrays(y, sample_weight)
     if not is_tokens(x):
         x = _as_strings(x) if is_text(x) else x
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(preprocess(x, y, sample_weight))

@@ -64,11 +64,13 @@ class TextTraining:
                 language model), or a segment below 0; a `PackedText` without end and
                 without `steps_per_epoch`.
         """
+        x = self.as_samples(x)
         self._check_samples(x, y, sample_weight)
         if is_strings(validation_data):
             validation_data = (validation_data,)
         if isinstance(validation_data, (tuple, list)):
-            validation_data = keras.utils.unpack_x_y_sample_weight(tuple(validation_data))
+            held_out, *labels = keras.utils.unpack_x_y_sample_weight(tuple(validation_data))
+            validation_data = (self.as_samples(held_out), *labels)
             self._check_samples(*validation_data, name="validation_data")
         elif validation_data is not None:
             self._check_samples(validation_data, name="validation_data")
@@ -112,6 +114,7 @@ class TextTraining:
     def evaluate(self, x=None, y=None, batch_size=None, sample_weight=None, **kwargs):
         """As in Keras, from strings or tokens in what `fit` takes; checked and packed as there."""
         if not kwargs.get("_use_cached_eval_dataset"):  # as `fit` calls it
+            x = self.as_samples(x)
             self._check_samples(x, y, sample_weight)
             steps = kwargs.get("steps")
             (x, y, sample_weight), kwargs["steps"] = self._held_out(
@@ -124,7 +127,8 @@ class TextTraining:
 
     def predict(self, x=None, batch_size=None, **kwargs):
         """As in Keras, logits for strings or tokens, which come in whatever `fit` takes."""
-        steps = kwargs.pop("steps", None)
+        steps, x = kwargs.pop("steps", None), self.as_samples(x)
+        check_samples("x", x, self.preprocessor_cls, self.preprocessor is not None)
         if is_text(x):
             x, steps = self._in_memory((x, None, None), batch_size, steps=steps), None
         elif not is_tokens(x):
@@ -139,6 +143,10 @@ class TextTraining:
             check_token_ids("token_ids", x["token_ids"], size, x.get("padding_mask"))
             check_segment_ids(x.get("segment_ids"), x.get("padding_mask"))
         self.check_labels(name, x, y, sample_weight)
+
+    def as_samples(self, x):
+        """Strings or tokens, of what a model takes beside them; anything else as it is."""
+        return x
 
     def check_labels(self, name, x, y, sample_weight):
         """Raises for labels that do not fit to strings or tokens in memory."""

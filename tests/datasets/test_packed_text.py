@@ -173,9 +173,11 @@ def test_what_cannot_be_read_is_an_error(tmp_path):
     with pytest.raises(ValueError, match=r"`preprocessor` must be one that packs.*packed=True"):
         PackedText(paths, preprocessor, 4)
     (tmp_path / "empty.txt").touch()
+    (tmp_path / "lines.txt").write_text("\n  \n\n")
     for documents, arguments, error, match in [
         (str(tmp_path / "none.txt"), {}, FileNotFoundError, "there is no file '.*none.txt'"),
         (str(tmp_path / "empty.txt"), {}, ValueError, "`documents` holds no text: '.*empty.txt'"),
+        (str(tmp_path / "lines.txt"), {}, ValueError, "`documents` holds no text: '.*lines.txt'"),
         ([], {}, ValueError, "`documents` holds no text"),
         (paths, {"passes": 0}, ValueError, "`passes` must be an integer, at least 1"),
         (paths, {"batch_size": 0}, ValueError, "`batch_size` must be an integer, at least 1"),

@@ -225,6 +225,19 @@ def test_masks_and_shapes_in_a_graph(name, tmp_path):
     assert not hasattr(made[0](embedding(ids)), "_keras_mask")
 
 
+@pytest.mark.skipif(keras.config.backend() != "tensorflow", reason="a graph of TensorFlow")
+@streaming_layer
+def test_lengths_that_are_known_stay_known(name):
+    """What `TimeDistributed` behind a layer needs, for batches of more than one size."""
+    import tensorflow as tf
+
+    for layer in (built(name), built(name, go_backwards=True)):
+        for mask in (None, tf.TensorSpec((None, 24), "bool")):
+            call = tf.function(lambda x, mask, layer=layer: layer(x, mask=mask))
+            graph = call.get_concrete_function(tf.TensorSpec((None, 24, WIDTH)), mask)
+            assert graph.structured_outputs.shape[1] == 24
+
+
 @pytest.mark.parametrize(
     "name", ["RecurrentBlock", "HGRN2", "LocalAttention", "LightningAttention"]
 )

@@ -194,6 +194,42 @@ def test_the_preprocessor_by_hand():
     np.testing.assert_array_equal(waterfall["token_ids"], [1, a, a, a, a, 2, 2])
 
 
+@pytest.mark.once
+def test_pairs_of_texts():
+    """They train as their tokens do, wherever they come from."""
+    pair = TEXTS, TEXTS[::-1]
+    model = classifier(sequence_length=12)
+    tokens = model.preprocessor(x=pair)
+    wanted = model.predict(tokens, verbose=0)
+    np.testing.assert_array_equal(model.predict(pair, verbose=0), wanted)
+    losses = []
+    for x, kwargs in [
+        (pair, {"y": LABELS, "validation_data": (pair, LABELS)}),
+        (tokens, {"y": LABELS, "validation_data": (tokens, LABELS)}),
+        ([(pair, LABELS)], {"steps_per_epoch": 1}),
+    ]:
+        model = compiled(classifier(sequence_length=12))
+        data = (batch for batch in x * 4) if isinstance(x, list) else x
+        model.fit(data, batch_size=12, shuffle=False, verbose=0, **kwargs)
+        losses.append(model.evaluate(pair, LABELS, verbose=0)[0])
+    np.testing.assert_allclose(losses[:2], losses[0], rtol=1e-6)
+    assert np.isfinite(losses[2])
+
+
+@pytest.mark.once
+def test_clones_and_functional_parts(tmp_path):
+    model = classifier(bidirectional=True)
+    tokens = model.preprocessor(TEXTS)
+    clone = keras.models.clone_model(model)
+    clone.set_weights(model.get_weights())
+    np.testing.assert_array_equal(
+        clone.predict(tokens, verbose=0), model.predict(tokens, verbose=0)
+    )
+    keras.Model(model.input, model.output).save(tmp_path / "part.keras")
+    part = keras.models.load_model(tmp_path / "part.keras")
+    np.testing.assert_array_equal(part.predict(tokens, verbose=0), model.predict(tokens, verbose=0))
+
+
 def test_it_saves(tmp_path):
     for family, bidirectional, dtype in (
         ("griffin", True, "float32"),
@@ -362,5 +398,20 @@ def test_bad_parts_and_labels():
             model.fit(x, y, verbose=0)
         with pytest.raises(ValueError, match=match):
             model.evaluate(x, y, verbose=0)
+    one_hot = np.eye(3)[LABELS]
+    with pytest.raises(ValueError, match=r"the shape \(12, 3\).*CategoricalCrossentropy"):
+        model.fit(TEXTS, one_hot, verbose=0)
+    with pytest.raises(ValueError, match=r"a pair must have as many first texts .*; got 12 and 3"):
+        model.fit((TEXTS, TEXTS[:3]), LABELS, verbose=0)
+    with pytest.raises(ValueError, match=r"must be several strings, .* got one string"):
+        model.predict("tick", verbose=0)
+    regression = classifier(num_classes=1)
+    for y, match in [
+        (one_hot, r"`y` must be finite numbers, one for each row; got the shape \(12, 3\)"),
+        (["1"] * 12, "got <U1"),
+        ([np.nan] * 12, "got NaN or infinity"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            regression.fit(TEXTS, y, verbose=0)
     with pytest.raises(ValueError, match="`y` is needed beside `validation_data`"):
         model.fit(TEXTS, LABELS, validation_data=TEXTS, verbose=0)
