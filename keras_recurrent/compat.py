@@ -54,7 +54,9 @@ PRIVATE_ATTRIBUTES = {
     # Preprocessing
     "_generate_preprocess_python": ("keras_hub.models.CausalLMPreprocessor",),
     # Training
+    "_distribute_strategy": ("keras.src.backend.tensorflow.trainer.TensorFlowTrainer",),
     "_initial_epoch": ("keras.Model",),
+    "_maybe_symbolic_build": ("keras.src.backend.tensorflow.trainer.TensorFlowTrainer",),
     "_symbolic_build": ("keras.Model",),
     # Graphs
     "_inbound_nodes": ("keras.Operation",),
