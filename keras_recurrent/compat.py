@@ -53,6 +53,7 @@ PRIVATE_ATTRIBUTES = {
     "_trainable_variables": ("keras.Layer",),
     # Preprocessing
     "_generate_preprocess_python": ("keras_hub.models.CausalLMPreprocessor",),
+    "_value": ("keras.Variable",),
     # Training
     "_distribute_strategy": ("keras.src.backend.tensorflow.trainer.TensorFlowTrainer",),
     "_initial_epoch": ("keras.Model",),

@@ -1,0 +1,47 @@
+"""Two processes of torch learn what one learns, or say why not."""
+
+import keras
+import pytest
+
+from tests.devices.torch_processes import two_processes
+from tests.models.tiny import FAMILIES
+
+pytestmark = pytest.mark.skipif(
+    keras.config.backend() != "torch", reason="torch.distributed is torch's"
+)
+
+QUICK = ["ddp:griffin", "fsdp:hgrn2", "fsdp:transnormer"]
+SLOW = [
+    f"{way}:{family}"
+    for way in ("ddp", "fsdp", "fsdp_remat", "fsdp_in_16_bits")
+    for family in FAMILIES
+]
+
+
+@pytest.mark.parametrize("cases", [QUICK, pytest.param(SLOW, marks=pytest.mark.slow)])
+def test_two_processes_learn_what_one_learns(cases, tmp_path):
+    """Losses, weights and slots, and what an ordinary model reads of a checkpoint of shards."""
+    found = two_processes(tmp_path, "tests.devices.torch_training", *cases)
+    assert list(found) == cases
+    for case, errors in found.items():
+        # Adam moves a weight by 0.01 a step, wherever a gradient in 16 bits is all but zero.
+        limits = {"weights": 0.03, "losses": 1e-2, "slots": 1e-3} if "16_bits" in case else {}
+        for name, error in errors.items():
+            assert error <= limits.get(name, 5e-6), (case, name)
+        assert ("loaded" in errors) == case.startswith("fsdp:")
+
+
+@pytest.mark.slow
+def test_what_nothing_averages_or_gathers_is_refused(tmp_path):
+    found = two_processes(tmp_path, "tests.devices.torch_refusals")
+    training = ("fit", "fit_beside_a_wrapper", "train_on_batch", "fit_a_backbone")
+    for way, error in found.items():
+        if way in training:
+            assert error.startswith("RuntimeError: `fit` would train 2 different models"), way
+        elif way != "weights_of_shards":
+            assert "a Keras layer. Keras calls layers without torch's hooks" in error, way
+        else:
+            assert ".numpy() is not supported" in error  # torch's own
+            continue
+        assert "keras_recurrent.devices.torch_modules.TorchModule(model)" in error
+    assert len(found) == 7

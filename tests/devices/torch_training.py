@@ -1,0 +1,122 @@
+"""Trains tiny models in several processes and in one. Prints how far they differ, as JSON.
+
+An argument is a way and a family, such as `fsdp:griffin`.
+"""
+
+import contextlib
+import json
+import sys
+
+import keras
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from keras_recurrent.devices.torch_modules import TorchModule
+from tests.devices.torch_processes import join
+from tests.models.tiny import VOCABULARY, tiny_causal_lm
+
+STEPS, ROWS, LENGTH = 3, 4, 9
+FULL = StateDictOptions(full_state_dict=True)
+
+
+def batch(rows=slice(None)):
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(VOCABULARY, size=(ROWS, LENGTH + 1))
+    lengths = np.array([[LENGTH], [4], [LENGTH - 1], [LENGTH]])
+    real = (np.arange(LENGTH) < lengths).astype("int32")
+    x = {"token_ids": tokens[:, :-1], "padding_mask": real}
+    return {k: torch.tensor(v[rows]) for k, v in x.items()}, tokens[rows, 1:], real[rows]
+
+
+def train(module, model, rows=slice(None)):
+    """Losses, weights and slots."""
+    x, y, real = batch(rows)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    losses = []
+    for _ in range(STEPS):
+        loss = model.loss(y, module(x), real)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    weights, slots = get_state_dict(module, optimizer, options=FULL)
+    found = dict(weights)
+    for name, of_weight in slots["state"].items():
+        found |= {f"{name}:{slot}": value for slot, value in of_weight.items()}
+    return torch.tensor(losses), {name: value.float() for name, value in found.items()}
+
+
+def ddp(module):
+    return DistributedDataParallel(module)
+
+
+def fsdp(module, **policy):
+    for block in module.blocks:
+        fully_shard(block, **policy)
+    return fully_shard(module, **policy)
+
+
+def fsdp_in_16_bits(module):
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    return fsdp(module, mp_policy=policy)
+
+
+WAYS = {
+    "ddp": ddp,
+    "fsdp": fsdp,
+    "fsdp_remat": fsdp,
+    "fsdp_in_16_bits": fsdp_in_16_bits,
+}
+
+
+def make(way, family):
+    remat = way.endswith("remat")
+    with keras.RematScope() if remat else contextlib.nullcontext():
+        dtype = "mixed_bfloat16" if way.endswith("16_bits") else "float32"
+        return tiny_causal_lm(family=family, dtype=dtype)
+
+
+def compare(way, family, rank, processes, folder):
+    one_losses, one = train(TorchModule(model := make(way, family)), model)
+    model = make(way, family)
+    module = TorchModule(model)
+    part = ROWS // processes
+    losses, many = train(WAYS[way](module), model, slice(part * rank, part * (rank + 1)))
+    dist.all_reduce(losses)
+    found = {"losses": float((losses / processes - one_losses).abs().max())}
+    if many:  # in the first process
+        assert many.keys() == one.keys()
+        found["weights"] = max(float((many[n] - one[n]).abs().max()) for n in one if ":" not in n)
+        found["slots"] = max(float((many[n] - one[n]).abs().max()) for n in one if ":" in n)
+    if way == "fsdp":
+        found["loaded"] = saved_and_loaded(module, model, family, folder / family)
+    return found
+
+
+def saved_and_loaded(module, model, family, folder):
+    """How far logits are from those of an ordinary model that read the shards."""
+    dcp.save(module.state_dict(), checkpoint_id=folder)
+    fresh = TorchModule(tiny_causal_lm(1, family=family))
+    state = fresh.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    fresh.load_state_dict(state)
+    with torch.no_grad():
+        x = batch()[0]
+        return float((module(x) - fresh.model(x)).abs().max())
+
+
+def main(arguments):
+    rank, processes, folder, cases = join(arguments)
+    found = {case: compare(*case.split(":"), rank, processes, folder) for case in cases}
+    dist.destroy_process_group()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
