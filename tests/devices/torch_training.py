@@ -13,10 +13,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_module
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from keras_recurrent.devices.torch_modules import TorchModule
+from keras_recurrent.devices.torch_tensor_parallel import ColumnParallel, RowParallel
 from tests.devices.torch_processes import join
 from tests.models.tiny import VOCABULARY, tiny_causal_lm
 
@@ -33,18 +38,19 @@ def batch(rows=slice(None)):
     return {k: torch.tensor(v[rows]) for k, v in x.items()}, tokens[rows, 1:], real[rows]
 
 
-def train(module, model, rows=slice(None)):
+def train(module, model, rows=slice(None), replicated=contextlib.nullcontext):
     """Losses, weights and slots."""
     x, y, real = batch(rows)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
     losses = []
     for _ in range(STEPS):
-        loss = model.loss(y, module(x), real)
-        loss.backward()
+        with replicated():
+            loss = model.loss(y, module(x), real)
+            loss.backward()
         torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(loss.item() if not isinstance(loss, DTensor) else loss.full_tensor().item())
     weights, slots = get_state_dict(module, optimizer, options=FULL)
     found = dict(weights)
     for name, of_weight in slots["state"].items():
@@ -67,7 +73,21 @@ def fsdp_in_16_bits(module):
     return fsdp(module, mp_policy=policy)
 
 
+def tensor_parallel(module):
+    """As many linear maps as there are of either kind, and what no plan names on all devices."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    plan = {}
+    for name, _ in module.named_modules():
+        last = name.rpartition(".")[2]
+        if last in ("down_proj", "o_proj", "linear_out"):
+            plan[name] = RowParallel()
+        elif last.endswith("_proj") or last in ("linear_x", "linear_y"):
+            plan[name] = ColumnParallel()
+    return distribute_module(parallelize_module(module, mesh, plan), mesh)
+
+
 WAYS = {
+    "tensor": tensor_parallel,
     "ddp": ddp,
     "fsdp": fsdp,
     "fsdp_remat": fsdp,
@@ -79,15 +99,20 @@ def make(way, family):
     remat = way.endswith("remat")
     with keras.RematScope() if remat else contextlib.nullcontext():
         dtype = "mixed_bfloat16" if way.endswith("16_bits") else "float32"
-        return tiny_causal_lm(family=family, dtype=dtype)
+        # Heads are split among the processes.
+        sizes = {"num_heads": 4} if family == "transnormer" else {}
+        return tiny_causal_lm(family=family, dtype=dtype, **sizes)
 
 
 def compare(way, family, rank, processes, folder):
     one_losses, one = train(TorchModule(model := make(way, family)), model)
     model = make(way, family)
     module = TorchModule(model)
-    part = ROWS // processes
-    losses, many = train(WAYS[way](module), model, slice(part * rank, part * (rank + 1)))
+    if way == "tensor":  # each process sees all rows
+        losses, many = train(WAYS[way](module), model, replicated=implicit_replication)
+    else:
+        part = ROWS // processes
+        losses, many = train(WAYS[way](module), model, slice(part * rank, part * (rank + 1)))
     dist.all_reduce(losses)
     found = {"losses": float((losses / processes - one_losses).abs().max())}
     if many:  # in the first process
@@ -102,7 +127,7 @@ def compare(way, family, rank, processes, folder):
 def saved_and_loaded(module, model, family, folder):
     """How far logits are from those of an ordinary model that read the shards."""
     dcp.save(module.state_dict(), checkpoint_id=folder)
-    fresh = TorchModule(tiny_causal_lm(1, family=family))
+    fresh = TorchModule(make("", family))
     state = fresh.state_dict()
     dcp.load(state, checkpoint_id=folder)
     fresh.load_state_dict(state)
