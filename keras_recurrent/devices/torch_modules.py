@@ -17,9 +17,11 @@ class TorchModule(torch.nn.Module):
     model.
 
     `DistributedDataParallel` takes it as it is. `fully_shard` (FSDP2) takes a block, and then the
-    whole; a `keras.RematScope` goes with both. A policy `mixed_bfloat16` of Keras goes
-    with `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32,
-    cast_forward_inputs=False)`, and `torch.nn.utils.clip_grad_norm_` with all of them.
+    whole; a `keras.RematScope` goes with both. So does a policy
+    `mixed_bfloat16` of Keras, and `torch.nn.utils.clip_grad_norm_`. Beside that policy,
+    `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32,
+    cast_forward_inputs=False)` gathers half as many bytes, and rounds the weights, too, that the
+    policy keeps in float32, such as those of decays.
     `torch.distributed.checkpoint` saves shards, which load into a `TorchModule` of an ordinary
     model, also in one process. Weights are then trained by an optimizer of torch, in a loop of
     your own; those of a sharded model are read by `module.state_dict()`, not by Keras.

@@ -1,4 +1,4 @@
-"""Two processes of torch, joined by gloo, and what they found."""
+"""Processes of torch, joined by gloo, and what they found."""
 
 import json
 import os
@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 RUN = """
-import runpy, sys
+import runpy, sys, keras
 sys.modules["tensorflow"] = None  # KerasHub would import it, which takes seconds
 sys.argv.pop(0)
 runpy.run_module(sys.argv[0], run_name="__main__")
@@ -15,7 +15,7 @@ runpy.run_module(sys.argv[0], run_name="__main__")
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def two_processes(folder, module, *arguments, processes=2):
+def several_processes(folder, module, *arguments, processes=2):
     """The JSON that the first of several fresh processes prints last.
 
     Each runs the module's `main` with its rank, how many there are, `folder` and the arguments.
