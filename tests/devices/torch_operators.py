@@ -1,20 +1,14 @@
-"""Operations on `DTensor`s, split over two processes, and on the whole. Prints JSON.
+"""Operations on `DTensor`s that are split over processes, and on the whole: how far they differ.
 
-Arguments are implementations. What an operation computes of the whole is judged elsewhere.
+What an operation computes of the whole is judged elsewhere.
 """
 
-import json
-import sys
-
-import keras
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from keras_recurrent import ops
 from keras_recurrent.backends.constants import PADDING
-from tests.devices.torch_processes import join
 
 B, T, D, H, G, K = 2, 9, 4, 4, 2, 3
 BTD, HEADS, FEWER = (B, T, D), (B, T, H, K), (B, T, G, K)
@@ -56,7 +50,7 @@ def computed(operation, tensors, kind, weights, implementation):
     return [output * (weights != 0), *(g for g in gradients if g is not None)]
 
 
-def compare(operation, implementation, mesh, by_channels):
+def compare_split(operation, implementation, mesh, by_channels):
     tensors, kind, weights = draw(operation)
     wanted = computed(operation, tensors, kind, weights, implementation)
     axes = OPERATIONS[operation][1] if by_channels else [0 if t.ndim > 2 else None for t in tensors]
@@ -72,22 +66,16 @@ def compare(operation, implementation, mesh, by_channels):
     return max(float((x.full_tensor() - y).abs().max()) for x, y in zip(found, wanted, strict=True))
 
 
-def main(arguments):
-    _, processes, _, implementations = join(arguments)
+def compare(implementation, rank, processes, folder):
+    """How far each operation is off, by batch and by channels."""
     mesh = init_device_mesh("cpu", (processes,))
     found = {}
-    for implementation in implementations:
-        for operation, (_, channels) in OPERATIONS.items():
-            if implementation == "triton" and operation == "complex_linear_scan":
-                continue  # there is none
-            for by_channels in (False, True) if channels else (False,):
-                split = "channels" if by_channels else "batch"
-                case = f"{implementation} {operation} {split}"
-                found[case] = compare(operation, implementation, mesh, by_channels)
-    dist.destroy_process_group()
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    assert keras.config.backend() == "torch"
-    main(sys.argv[1:])
+    for operation, (_, channels) in OPERATIONS.items():
+        if implementation == "triton" and operation == "complex_linear_scan":
+            continue  # there is none
+        for by_channels in (False, True) if channels else (False,):
+            split = "channels" if by_channels else "batch"
+            found[f"{operation} {split}"] = compare_split(
+                operation, implementation, mesh, by_channels
+            )
+    return found

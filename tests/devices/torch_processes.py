@@ -9,27 +9,26 @@ import sys
 RUN = """
 import runpy, sys, keras
 sys.modules["tensorflow"] = None  # KerasHub would import it, which takes seconds
-sys.argv.pop(0)
-runpy.run_module(sys.argv[0], run_name="__main__")
+runpy.run_module("tests.devices.torch_cases", run_name="__main__")
 """
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def several_processes(folder, module, *arguments, processes=2):
-    """The JSON that the first of several fresh processes prints last.
+def several_processes(folder, *cases, processes=2):
+    """What `torch_cases` finds of cases in fresh processes: the JSON that the first prints last.
 
-    Each runs the module's `main` with its rank, how many there are, `folder` and the arguments.
-    Where one fails, the others are ended, which would wait for it.
+    Each gets its rank, how many there are, and `folder`, in which they find each other. Where one
+    fails, the others are ended, which would wait for it.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     outputs = [pathlib.Path(folder, f"output_{rank}") for rank in range(processes)]
     running = []
     for rank, path in enumerate(outputs):
-        command = [sys.executable, "-c", RUN, module, str(rank), str(processes), str(folder)]
+        command = [sys.executable, "-c", RUN, str(rank), str(processes), str(folder)]
         with path.open("w") as output:
             running.append(
                 subprocess.Popen(
-                    [*command, *arguments],
+                    [*command, *cases],
                     cwd=ROOT,
                     env=environment,
                     stdout=output,

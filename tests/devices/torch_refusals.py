@@ -1,7 +1,4 @@
-"""What is refused where torch has several processes. Prints the errors as JSON."""
-
-import json
-import sys
+"""What is refused where torch has several processes."""
 
 import keras
 import numpy as np
@@ -11,7 +8,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from keras_recurrent.devices.torch_modules import TorchModule
-from tests.devices.torch_processes import join
 from tests.models.tiny import tiny_causal_lm
 
 TOKENS = np.arange(10).reshape(2, 5)
@@ -59,8 +55,8 @@ WAYS = (
 )
 
 
-def main(arguments):
-    join(arguments)
+def compare(case, rank, processes, folder):
+    """The errors of all ways."""
     found = {}
     for way in WAYS:
         keras.utils.set_random_seed(0)
@@ -74,9 +70,4 @@ def main(arguments):
     module = TorchModule(tiny_causal_lm(family="hgrn2"))
     module.model.evaluate(X, TOKENS, verbose=0)  # trains nothing
     assert torch.isfinite(module(X)).all()
-    dist.destroy_process_group()
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    return found

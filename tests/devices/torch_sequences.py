@@ -1,11 +1,6 @@
-"""Operations and networks on parts of time, and on whole rows. Prints how far they differ, as JSON.
-
-Arguments are names of operations and of families.
-"""
+"""Operations and networks on parts of time, and on whole rows: how far they differ."""
 
 import contextlib
-import json
-import sys
 
 import numpy as np
 import torch
@@ -15,7 +10,6 @@ from torch.nn.parallel import DistributedDataParallel
 from keras_recurrent import layers, ops
 from keras_recurrent.devices.torch_modules import TorchModule
 from keras_recurrent.devices.torch_sequence import sequence_parallel
-from tests.devices.torch_processes import join
 from tests.models.tiny import VOCABULARY, tiny_causal_lm
 
 B, T, D, H, G, K = 2, 24, 4, 4, 2, 3
@@ -96,7 +90,7 @@ def compare_operation(operation, part, whole):
     return worst
 
 
-def compare_family(family, part, rank):
+def compare_family(family, part):
     """Three steps of a network with a window, positions, padding and documents."""
     rng = np.random.default_rng(0)
     tokens = torch.tensor(rng.integers(VOCABULARY, size=(B, T + 1)))
@@ -164,8 +158,8 @@ def refusals():
     return missing
 
 
-def main(arguments):
-    rank, processes, _, cases = join(arguments)
+def compare(case, rank, processes, folder):
+    """How far an operation or a family is off; or what is not refused."""
 
     def part(tensor):
         return tensor.chunk(processes, dim=1)[rank].contiguous()
@@ -175,17 +169,8 @@ def main(arguments):
         dist.all_gather(parts, tensor.contiguous())
         return torch.cat(parts, dim=1)
 
-    found = {}
-    for case in cases:
-        if case == "refusals":
-            found[case] = refusals()
-        elif case in OPERATIONS:
-            found[case] = compare_operation(case, part, whole)
-        else:
-            found[case] = compare_family(case, part, rank)
-    dist.destroy_process_group()
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    if case == "refusals":
+        return refusals()
+    if case in OPERATIONS:
+        return compare_operation(case, part, whole)
+    return compare_family(case, part)

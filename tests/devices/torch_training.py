@@ -1,11 +1,6 @@
-"""Trains tiny models in several processes and in one. Prints how far they differ, as JSON.
-
-An argument is a way and a family, such as `fsdp:griffin`.
-"""
+"""Tiny models that are trained in several processes and in one: how far they differ."""
 
 import contextlib
-import json
-import sys
 
 import keras
 import numpy as np
@@ -22,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from keras_recurrent.devices.torch_modules import TorchModule
 from keras_recurrent.devices.torch_tensor_parallel import ColumnParallel, RowParallel
-from tests.devices.torch_processes import join
 from tests.models.tiny import VOCABULARY, tiny_causal_lm
 
 STEPS, ROWS, LENGTH = 3, 4, 9
@@ -134,14 +128,3 @@ def saved_and_loaded(module, model, family, folder):
     with torch.no_grad():
         x = batch()[0]
         return float((module(x) - fresh.model(x)).abs().max())
-
-
-def main(arguments):
-    rank, processes, folder, cases = join(arguments)
-    found = {case: compare(*case.split(":"), rank, processes, folder) for case in cases}
-    dist.destroy_process_group()
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
