@@ -53,8 +53,11 @@ PRIVATE_ATTRIBUTES = {
     "_trainable_variables": ("keras.Layer",),
     # Preprocessing
     "_generate_preprocess_python": ("keras_hub.models.CausalLMPreprocessor",),
+    "_value": ("keras.Variable",),
     # Training
+    "_distribute_strategy": ("keras.src.backend.tensorflow.trainer.TensorFlowTrainer",),
     "_initial_epoch": ("keras.Model",),
+    "_maybe_symbolic_build": ("keras.src.backend.tensorflow.trainer.TensorFlowTrainer",),
     "_symbolic_build": ("keras.Model",),
     # Graphs
     "_inbound_nodes": ("keras.Operation",),

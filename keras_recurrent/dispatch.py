@@ -24,6 +24,7 @@ from typing import NamedTuple
 import keras
 
 from keras_recurrent.backends import reference
+from keras_recurrent.devices import torch_time
 
 BACKEND = keras.config.backend()
 PREFERENCE = {
@@ -202,6 +203,9 @@ def run(operation, arguments, implementation=None):
         raise NotImplementedError(str(choice))
     row = IMPLEMENTATIONS[operation]
     function = getattr(_implemented(operation, name), operation)
+    shards = torch_time.shards()
+    if shards is not None:
+        return shards.run(operation, arguments, function)
     if BACKEND != "jax" or name not in _platforms.PLATFORMS:
         return function(**arguments)
     if not (implementation or chosen_name()):

@@ -15,7 +15,11 @@ import keras_recurrent
 BLOCK = re.compile(r"```python\n(\s*(?:import|from) .*?)```", re.DOTALL)
 
 # Users call none of these, and not all can be imported on every backend.
-WITHOUT_EXAMPLES = "keras_recurrent.backends", "keras_recurrent.generation.torch"
+WITHOUT_EXAMPLES = (
+    "keras_recurrent.backends",
+    "keras_recurrent.devices.torch",
+    "keras_recurrent.generation.torch",
+)
 
 
 def documented():

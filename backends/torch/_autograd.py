@@ -9,6 +9,8 @@ import torch
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
+from keras_recurrent.backends.torch import _sharding
+
 # For these, a kernel can be registered that goes before torch's own, which is for all devices.
 _DEVICES = (
     *("CPU", "CUDA", "Meta", "MPS", "XPU", "XLA", "HPU", "IPU", "Lazy", "Other", "NestedTensor"),
@@ -62,7 +64,7 @@ def _register(operator, gradients, save):
             needs_input_grad = ctx.needs_input_grad
             ctx.needs_input_grad = needs_input_grad[:-1]
             try:
-                found = gradients(ctx, *d_results)
+                found = gradients(ctx, *_sharding.alike(d_results))
             finally:
                 ctx.needs_input_grad = needs_input_grad
             return *found, None

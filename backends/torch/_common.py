@@ -4,6 +4,7 @@ import torch
 from torch.autograd import forward_ad
 
 from keras_recurrent.backends.constants import PADDING, STARTS
+from keras_recurrent.backends.torch import _sharding
 from keras_recurrent.backends.torch._autograd import register_autograd
 
 
@@ -101,8 +102,16 @@ def applied_decay_(a, starts, padding):
 
 
 def register_gradient(
-    forward, backward, keep_output=True, without=(), token_kinds=True, options=0, sums=0
-):  # fmt: skip
+    forward,
+    backward,
+    dimensions,
+    result_dimensions,
+    channels="d",
+    keep_output=True,
+    without=(),
+    options=0,
+    sums=0,
+):
     """Makes `backward` the gradient of the operator `forward(*inputs) -> (output, final_state)`.
 
     For the backward pass the inputs and the output are kept. `backward` is called with the
@@ -112,14 +121,16 @@ def register_gradient(
     Args:
         forward: an operator. An operation without a state returns the output alone.
         backward: an operator `(d_output, d_final_state, output, *inputs)`.
+        dimensions: for each tensor that `forward` takes, the names of its dimensions, such as
+            "b t d", the token kinds last; result_dimensions: for each that it returns.
+        channels: the dimensions, beside the batch, whose members are independent.
         keep_output: whether the output is kept; if not, `backward` does not take it.
         without: positions of inputs that are not kept; `backward` does not take them.
-        token_kinds: whether `forward` takes token kinds, after all tensors that have gradients.
         options: how many inputs follow the token kinds that are no tensors.
         sums: how many of the last results are for the backward pass alone. `backward` takes them,
             before the output, in place of their gradients.
     """
-    undifferentiated = token_kinds + options
+    undifferentiated = 1 + options
 
     def save(ctx, inputs, output):
         tensors = inputs[: len(inputs) - options]
@@ -139,6 +150,16 @@ def register_gradient(
         return *given, *[None] * undifferentiated
 
     register_autograd(forward, gradients, save, backward)
+    kept = [i for i in range(len(dimensions)) if i not in without]
+    before = (*result_dimensions, *(result_dimensions[:1] if keep_output else ()))
+    _sharding.register(forward, dimensions, result_dimensions, channels)
+    _sharding.register(
+        backward,
+        (*before, *(dimensions[i] for i in kept)),
+        dimensions[:-1],
+        channels,
+        [len(before) + kept.index(i) if i in kept else None for i in range(len(dimensions) - 1)],
+    )
 
 
 def slope_of_gated(s, u, z_du):

@@ -105,4 +105,10 @@ def _(dh, d_state, h, x, log_a, phase, initial_state, token_kind):
     )
 
 
-register_gradient(_forward, _backward)
+register_gradient(
+    _forward,
+    _backward,
+    ("b t c", "b t d", "b t d", "b c", "b t"),
+    ("b t c", "b c"),
+    channels="",  # real and imaginary parts stand behind each other
+)

@@ -20,6 +20,7 @@ from keras_recurrent.backends.torch._common import (
     in_forward_mode,
     slope_of_gated,
 )
+from keras_recurrent.backends.torch._sharding import is_sharded
 
 _SQRT_8_OVER_PI = math.sqrt(8 / math.pi)
 
@@ -52,7 +53,8 @@ class _GatedLinearUnit(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_output):
         gate, x = ctx.saved_tensors
-        if torch.is_grad_enabled():  # somebody differentiates what is computed here
+        # Somebody differentiates what is computed here, or it is on several devices.
+        if torch.is_grad_enabled() or is_sharded(x):
             value, slope = _activated(ctx.activation, gate.to(accumulation_dtype(gate, x)))
             d_gate, d_x = slope * x * d_output, value * d_output
             return d_gate.to(gate.dtype), d_x.to(x.dtype), None

@@ -100,4 +100,10 @@ def _(dh, d_state, h, log_a, initial_state, token_kind):
     )
 
 
-register_gradient(_forward, _backward, without=(0,))
+register_gradient(
+    _forward,
+    _backward,
+    ("b t d", "b t d", "b d", "b t"),
+    ("b t d", "b d"),
+    without=(0,),
+)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from keras_recurrent.backends.constants import PADDING, STARTS
-from keras_recurrent.backends.torch import _banded_attention, _ring
+from keras_recurrent.backends.torch import _banded_attention, _ring, _sharding
 from keras_recurrent.backends.torch._autograd import register_autograd
 from keras_recurrent.backends.torch._common import accumulation_dtype, is_one_token
 from keras_recurrent.backends.torch._row import Row, attend, fake_gradients, fake_results
@@ -116,6 +116,10 @@ def _gradients(ctx, d_output, d_key, d_value, _):
 
 
 register_autograd(_forward, _gradients, _save, _backward)
+_rows = "b t h k", "b t g k", "b t g k", "b c g k", "b c g k"
+_results = "b t h k", "b c g k", "b c g k"
+_sharding.register(_forward, (*_rows, "b", "b t"), (*_results, "b"), "hg")
+_sharding.register(_backward, (*_results, *_rows, "b", "b t"), _rows, "hg", range(3, 8))
 
 
 def _one_token(q, k, v, key, value, position, token_kind, window):

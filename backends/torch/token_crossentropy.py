@@ -81,4 +81,12 @@ def _(d_losses, largest, total, logits, tokens):
     return logits.new_empty(logits.shape)
 
 
-register_gradient(_forward, _backward, keep_output=False, sums=2)
+register_gradient(
+    _forward,
+    _backward,
+    ("b t v", "b t"),
+    ("b t", "b t", "b t"),
+    channels="",
+    keep_output=False,
+    sums=2,
+)

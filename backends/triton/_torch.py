@@ -12,6 +12,7 @@ import triton
 from torch.autograd import forward_ad
 
 from keras_recurrent.backends.constants import LOWEST_CAPABILITY
+from keras_recurrent.backends.torch import _sharding
 from keras_recurrent.backends.torch._autograd import register_autograd
 from keras_recurrent.backends.torch._states import may_be_overwritten
 from keras_recurrent.backends.triton._common import INTERPRETED, words_on_assembler
@@ -39,7 +40,11 @@ def refusal(*tensors):
     return None
 
 
-refusal_of_token_wise = refusal
+def refusal_of_token_wise(*tensors):
+    """As `refusal`, for operations on one token at a time."""
+    if any(map(_sharding.is_sharded, tensors)):
+        return "has no rule for DTensors (plain torch has)"
+    return refusal(*tensors)
 
 
 def refusal_of_steps(*tensors):
@@ -49,7 +54,7 @@ def refusal_of_steps(*tensors):
         return "has no gradients, and a tensor requires one (plain torch has them)"
     if any(forward_ad.unpack_dual(t).tangent is not None for t in _if_forward_mode(given)):
         return "has no derivative in forward mode (plain torch has it)"
-    return refusal(*tensors)
+    return refusal_of_token_wise(*tensors)
 
 
 def _if_forward_mode(tensors):
@@ -272,11 +277,27 @@ def operation(definition):
         return *given, *[None] * (len(tensors) - with_gradient + len(options))
 
     register_autograd(forward, gradients, save, backward)
+    if definition.dimensions is not None:
+        _register_sharding(definition, forward, backward)
 
     def call(*tensors, **chosen):
         return forward(*tensors, *(chosen[name] for name in options))
 
     return call
+
+
+def _register_sharding(definition, forward, backward):
+    """Lets both operators of an operation over time take DTensors."""
+    tensors, results = definition.dimensions, definition.result_dimensions
+    with_gradient = len(definition.differentiable)
+    _sharding.register(forward, tensors, results, definition.channels)
+    _sharding.register(
+        backward,
+        (*tensors, results[0], *results),
+        tensors[:with_gradient],
+        definition.channels,
+        [None if x in definition.without else i for i, x in enumerate(definition.differentiable)],
+    )
 
 
 def _first(tensors):

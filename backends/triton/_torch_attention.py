@@ -11,13 +11,14 @@ from torch import Tensor
 from keras_recurrent.backends.torch import sliding_window_attention as plain
 from keras_recurrent.backends.torch._autograd import register_autograd
 from keras_recurrent.backends.torch._row import Row, attend, fake_gradients, fake_results
+from keras_recurrent.backends.torch._sharding import is_sharded
 from keras_recurrent.backends.triton import _banded_attention, _ring
 from keras_recurrent.backends.triton._torch import contiguous, new, on_device_of
 
 
 def attention(q, k, v, sliding_window=None, initial_state=None, token_kind=None, capacity=None):
-    """The function of the same parameters in `backends/torch`."""
-    if initial_state is not None and q.shape[1] == 1:
+    """The function of the same parameters in `backends/torch`, which serves DTensors by itself."""
+    if (initial_state is not None and q.shape[1] == 1) or is_sharded(q):
         return plain.sliding_window_attention(
             q, k, v, sliding_window, initial_state, token_kind, capacity
         )

@@ -3,6 +3,7 @@
 import keras
 from keras import tree
 
+from keras_recurrent.devices.torch_processes import check_not_sharded
 from keras_recurrent.dispatch import BACKEND
 from keras_recurrent.ops.shapes import check_rank_known
 
@@ -20,6 +21,8 @@ class RecomputableLayer(keras.layers.Layer):
 
     def prepare_call(self, args, kwargs):
         """Check the arguments of a call before Keras reads them; returns `kwargs`."""
+        if BACKEND == "torch":
+            check_not_sharded(self)
         if args:  # Keras itself would ask for the length of the shape
             check_rank_known(type(self).__name__, "inputs", args[0])
         return kwargs

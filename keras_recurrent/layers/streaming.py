@@ -4,6 +4,7 @@ import keras
 import numpy as np
 from keras import ops, tree
 
+from keras_recurrent.devices import torch_time
 from keras_recurrent.layers.checks import check_boolean
 from keras_recurrent.layers.gru_arguments import without_gru_arguments
 from keras_recurrent.layers.remat import RecomputableLayer
@@ -312,6 +313,7 @@ class StreamingLayer(RecomputableLayer):
         """What the call returns of the outputs over time, from what `stream` returned."""
         mask = None if mask is None else ops.cast(mask, "bool")
         if not self.return_sequences:
+            torch_time.refuse("`return_sequences=False`")
             last = self.last_output(after)
             if last is not None:
                 return last

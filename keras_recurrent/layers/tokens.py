@@ -7,6 +7,7 @@ from keras import ops
 
 from keras_recurrent import dispatch
 from keras_recurrent.backends.constants import PADDING, STARTS
+from keras_recurrent.devices import torch_time
 from keras_recurrent.ops.operation import symbolic
 from keras_recurrent.ops.token_kind import token_kind
 from keras_recurrent.portable.positions import positions
@@ -125,6 +126,8 @@ class FindTokens(keras.Operation):
 def _find(inputs, mask, segment_ids, segment, position, uses_position, return_state):
     """A dict: `kind` if anything is given, `position`, `next_segment` and `next_position`."""
     found = {}
+    if return_state or segment is not None:
+        torch_time.refuse("A state of a layer or network")
     if mask is not None:
         mask = ops.cast(mask, "bool")
     if segment is not None:
@@ -134,7 +137,11 @@ def _find(inputs, mask, segment_ids, segment, position, uses_position, return_st
     if uses_position:
         one_document = mask is None and segment_ids is None
         kind = None if one_document else found["kind"]
-        found["position"] = token_position(inputs, kind, position)
+        shards = torch_time.shards()
+        if shards is not None:
+            found["position"] = shards.of_whole_rows(token_position, inputs, kind)
+        else:
+            found["position"] = token_position(inputs, kind, position)
     if return_state:
         if uses_position:
             last = found["position"][:, -1]

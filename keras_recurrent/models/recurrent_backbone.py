@@ -13,10 +13,11 @@ from keras_recurrent.layers.state_checks import (
 from keras_recurrent.layers.tokens import find_tokens, initial_places, place_specs
 from keras_recurrent.models.lora import LoraBackbone
 from keras_recurrent.models.segments import SegmentsOptional
+from keras_recurrent.models.torch_training import TorchTraining
 from keras_recurrent.ops.shapes import check_rank_known
 
 
-class RecurrentBackbone(SegmentsOptional, LoraBackbone, keras_hub.models.Backbone):
+class RecurrentBackbone(SegmentsOptional, TorchTraining, LoraBackbone, keras_hub.models.Backbone):
     """Base class of the networks: token ids in, the hidden states before the logits out.
 
     An embedding, residual blocks that stream (see `keras_recurrent.layers.StreamingLayer`), and a

@@ -15,11 +15,14 @@ from keras_recurrent.models.segments import SegmentsOptional
 from keras_recurrent.models.text_training import TextTraining
 from keras_recurrent.models.token_crossentropy import TokenCrossentropy
 from keras_recurrent.models.token_ids import check_token_ids
+from keras_recurrent.models.torch_training import TorchTraining
 from keras_recurrent.ops.shapes import check_rank_known
 from keras_recurrent.ops.token_crossentropy import token_crossentropy
 
 
-class RecurrentCausalLM(SegmentsOptional, TextTraining, SavedTraining, GeneratingCausalLM):
+class RecurrentCausalLM(
+    SegmentsOptional, TorchTraining, TextTraining, SavedTraining, GeneratingCausalLM
+):
     """Base class of the language models: a `RecurrentBackbone`, and logits from its embedding.
 
     A family says `backbone_cls` and `preprocessor_cls`, and registers its class with Keras.

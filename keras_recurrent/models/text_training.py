@@ -21,6 +21,7 @@ class TextTraining:
     preprocessor: Any
     preprocessor_cls: type
     backbone: Any
+    _distribute_strategy: Any
 
     def fit(
         self,
@@ -49,6 +50,10 @@ class TextTraining:
         With a packing preprocessor, lists and arrays of strings are packed as a whole, and
         `batch_size`, `validation_split` and `shuffle` mean rows; in other sources each batch of
         strings is packed by itself. See `RecurrentCausalLMPreprocessor`.
+
+        Under a `tf.distribute.MirroredStrategy` each replica takes its part of `batch_size`, and
+        their gradients are averaged: as on one device, if every batch can be divided by the number
+        of replicas. In a last, smaller one that cannot, rows of the smaller parts weigh more.
 
         Of tokens in NumPy arrays all ids and segments are looked at first. Inside a step they are
         not: there, negative ids count from the end of the vocabulary. Those beyond it are an error
@@ -134,6 +139,20 @@ class TextTraining:
         elif not is_tokens(x):
             x, steps = sources.as_source(x, self.preprocess_samples, steps)
         return keras.Model.predict(self, x=x, batch_size=batch_size, steps=steps, **kwargs)
+
+    def _maybe_symbolic_build(self, iterator=None, data_batch=None):
+        """Under a `tf.distribute` strategy Keras builds by one batch: here that of one replica.
+
+        Keras would take the mean of all replicas' batches, which boolean masks have not.
+        """
+        strategy = self._distribute_strategy
+        if strategy is not None and iterator is not None:
+            _, _, batches = next(iter(iterator))
+            data_batch = keras.tree.map_structure(
+                lambda part: strategy.experimental_local_results(part)[0], next(batches)
+            )
+            iterator = None
+        super()._maybe_symbolic_build(iterator, data_batch)  # type: ignore[misc]
 
     def _check_samples(self, x, y=None, sample_weight=None, *, name="x"):
         """Raises for what cannot be learned: by its kind, or by the numbers in NumPy arrays."""

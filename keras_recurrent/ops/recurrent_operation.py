@@ -3,6 +3,7 @@
 import keras
 from keras import ops
 
+from keras_recurrent.devices import torch_time
 from keras_recurrent.ops.operation import Operation, dtype_of_sums, shape_of
 from keras_recurrent.ops.token_kind import token_kind
 
@@ -46,6 +47,7 @@ class RecurrentOperation(Operation):
             initial_state = cls.cast_state(initial_state, tensors)
         options = dict(options)
         if options.pop("reverse"):
+            torch_time.refuse("`reverse=True`")
             tensors = {
                 name: ops.flip(t, axis=1) if t is not None and "T" in cls.shapes[name] else t
                 for name, t in tensors.items()

@@ -9,6 +9,7 @@ from keras import ops
 
 from keras_recurrent import dispatch
 from keras_recurrent.backends.constants import PADDING, STARTS
+from keras_recurrent.devices import torch_time
 from keras_recurrent.ops.operation import check_dtype, convert, dtype_of, symbolic
 from keras_recurrent.ops.shapes import check_rank_known, fits
 
@@ -68,6 +69,12 @@ def token_kind(like, mask=None, segment_ids=None, previous_segment_id=None, init
     if symbolic({"like": like, "initial_state": initial_state}, tokens):
         return TokenKind().symbolic_call(like, **tokens, initial_state=initial_state)
     mask, segment_ids, previous = tokens.values()
+    shards = torch_time.shards()
+    if shards is not None:
+        return shards.of_whole_rows(
+            lambda like, mask, segments: token_kind(like, mask, segments, previous, initial_state),
+            *(like, mask, segment_ids),
+        )
     batch = ops.shape(like)[0]
     if previous is not None:
         previous = ops.cast(previous, "int32")

@@ -1,0 +1,190 @@
+"""How each operation over time goes on from the parts of time before its own.
+
+A rule takes `Shards`, the arguments of an implementation, and the implementation, and returns what
+the implementation does.
+"""
+
+import torch
+from torch.nn import functional as F
+
+from keras_recurrent.backends.constants import DECAY_EXPONENT, PADDING, STARTS
+from keras_recurrent.backends.torch import _ring
+from keras_recurrent.backends.torch._common import accumulation_dtype
+from keras_recurrent.backends.torch._row import Row
+
+
+def recurrence(log_decays):
+    """The rule of a recurrence `h = decay h + ...`.
+
+    log_decays: a function of the arguments and the dtype of sums to log decays [B, T, ...] of each
+    token, and one of their product over time and a state to what is left of the state.
+    """
+    of_tokens, applied = log_decays
+
+    def rule(shards, arguments, function):
+        state = arguments["initial_state"]
+        zeros = {**arguments, "initial_state": None if state is None else torch.zeros_like(state)}
+        added = function(**zeros)[1]
+        first = torch.zeros_like(added) if state is None else state.to(added.dtype)
+        logs = _sum_over_time(of_tokens(arguments, added.dtype), arguments["token_kind"])
+
+        def fold(parts, _):
+            states = [parts[0][-1]]
+            for *product, of_part, _first in parts[:-1]:
+                states.append(applied(product, states[-1]) + of_part)
+            return [(state,) for state in states]
+
+        (before,) = shards.before(fold, (*logs, added, first))
+        return function(**{**arguments, "initial_state": before})
+
+    return rule
+
+
+def _sum_over_time(of_tokens, token_kind):
+    """The sums [B, ...] of what each token adds; a start makes the first one -inf."""
+    sums = []
+    for i, x in enumerate(of_tokens):
+        if token_kind is not None:
+            kind = token_kind.view(*token_kind.shape, *[1] * (x.ndim - 2))
+            x = torch.where(kind == PADDING, 0, x)
+            if i == 0:
+                x = torch.where(kind == STARTS, -torch.inf, x)
+        sums.append(x.sum(1))
+    return sums
+
+
+def _times(logs, state):
+    (log,) = logs
+    return log.exp().reshape(*log.shape, *[1] * (state.ndim - log.ndim)) * state
+
+
+def _rotated(logs, state):
+    """Of complex states, real and then imaginary parts."""
+    log, phase = logs
+    x, y = state.chunk(2, dim=-1)
+    real, imaginary = log.exp() * phase.cos(), log.exp() * phase.sin()
+    return torch.cat((real * x - imaginary * y, imaginary * x + real * y), dim=-1)
+
+
+def _log_a(arguments, dtype):
+    return (arguments["log_a"].to(dtype),)
+
+
+def _log_f(arguments, dtype):
+    return (arguments["log_f"].to(dtype),)
+
+
+def _log_a_and_phase(arguments, dtype):
+    return arguments["log_a"].to(dtype), arguments["phase"].to(dtype)
+
+
+def _log_of_gates(arguments, dtype):
+    of_open_gate = -DECAY_EXPONENT * F.softplus(-arguments["a_logit"].to(dtype))
+    return (torch.sigmoid(arguments["gate_a"].to(dtype)) * of_open_gate,)
+
+
+def _constant(arguments, dtype):
+    log_decay = arguments["log_decay"].detach().to(dtype)  # it has no gradient
+    return (log_decay.expand(*arguments["q"].shape[:2], -1),)
+
+
+def causal_conv1d(shards, arguments, function):
+    """The last taps - 1 real tokens before a part."""
+    state, kind, x = (arguments[name] for name in ("initial_state", "token_kind", "x"))
+    shape = x.shape[0], arguments["kernel"].shape[0] - 1, x.shape[2]
+    dtype = accumulation_dtype(x, arguments["kernel"], arguments["bias"], state)
+    if shape[1] == 0:
+        return function(**arguments)
+    nothing = torch.zeros(shape, dtype=dtype, device=x.device)
+    if kind is None:
+        last = torch.cat((nothing, x.to(dtype)), dim=1)[:, x.shape[1] :]
+    else:
+        last = function(**{**arguments, "initial_state": nothing})[1]
+    first = nothing if state is None else state.to(dtype)
+
+    def fold(parts, kinds):
+        states = [parts[0][1]]
+        for (of_part, _), (count, started) in zip(parts[:-1], kinds, strict=False):
+            states.append(_moved_up(states[-1], of_part, count, started))
+        return [(state,) for state in states]
+
+    (before,) = shards.before(fold, (last, first), _counted(x, kind))
+    return function(**{**arguments, "initial_state": before})
+
+
+def sliding_window_attention(shards, arguments, function):
+    """The keys and values of a window before a part."""
+    window = arguments["sliding_window"]
+    for name, wrong in (
+        ("no `sliding_window`", window is None),
+        ("an `initial_state`", arguments["initial_state"] is not None),
+    ):
+        if wrong:
+            raise NotImplementedError(
+                f"`sliding_window_attention` with {name} inside `sequence_parallel`: it is split "
+                "by windows, and begins with the row."
+            )
+    room = window - 1
+    if room == 0:
+        return function(**arguments)
+    q, k, v, kind = (arguments[name] for name in ("q", "k", "v", "token_kind"))
+    row = Row(q, k, v, None, None, None, kind, window)
+    lasts = [
+        _ring.to_row(
+            _ring.to_ring(x, row.next_position, row.end, room),
+            row.next_position,
+            torch.full_like(row.end, room),
+            room,
+        )
+        for x in row.keys_and_values()
+    ]
+    _, started = _counted(q, kind)
+
+    def fold(parts, kinds):
+        states = [tuple(torch.zeros_like(x) for x in parts[0])]
+        for part, (count, started) in zip(parts[:-1], kinds, strict=False):
+            both = zip(states[-1], part, strict=True)
+            states.append(tuple(_moved_up(x, y, count, started) for x, y in both))
+        return states
+
+    counts = row.next_position, started
+    rows = shards.before(fold, lasts, counts)
+    position = torch.zeros_like(row.next_position)
+    gathered = zip(*(shards.gather(t) for t in counts), strict=True)
+    for _, (count, started) in zip(range(shards.rank), gathered, strict=False):
+        position = torch.where(started, count, position + count)
+    key, value = (_ring.to_ring(x, position, torch.full_like(position, room), room) for x in rows)
+    state = {"key": key, "value": value, "position": position.int()}
+    return function(**{**arguments, "initial_state": state})
+
+
+def _counted(x, kind):
+    """How many real tokens a part has, and whether a document starts in it, both [B]."""
+    if kind is None:
+        count = torch.full(x.shape[:1], x.shape[1], device=x.device)
+        return count, torch.zeros_like(count, dtype=torch.bool)
+    return (kind != PADDING).sum(1), (kind == STARTS).any(1)
+
+
+def _moved_up(before, last, count, started):
+    """The last tokens [B, C, ...] after a part, of those before it and the last ones in it.
+
+    count: how many tokens the part has, which stand at the end of `last`; started: whether a
+    document starts there, so that none before it counts.
+    """
+    room = before.shape[1]
+    place = torch.arange(room, device=before.device)
+    index = place + count.clamp_max(room)[:, None]
+    moved = _ring.take(before, index.clamp_max(room - 1), (index < room) & ~started[:, None])
+    return moved + last
+
+
+RULES = {
+    "linear_scan": recurrence((_log_a, _times)),
+    "complex_linear_scan": recurrence((_log_a_and_phase, _rotated)),
+    "rg_lru": recurrence((_log_of_gates, _times)),
+    "gated_linear_attention": recurrence((_log_f, _times)),
+    "lightning_attention": recurrence((_constant, _times)),
+    "causal_conv1d": causal_conv1d,
+    "sliding_window_attention": sliding_window_attention,
+}

@@ -1,0 +1,71 @@
+"""Models as modules of torch, in one process."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_recurrent.devices import torch_processes
+from tests.models.tiny import any_family, tiny_causal_lm
+
+if keras.config.backend() != "torch":
+    pytest.skip("modules of torch", allow_module_level=True)
+
+from keras_recurrent.devices.torch_modules import TorchModule
+
+X = {"token_ids": np.arange(10).reshape(2, 5), "padding_mask": np.ones((2, 5), "int32")}
+
+
+@any_family
+def test_a_model_has_its_weights_for_parameters(family):
+    model = tiny_causal_lm(family=family)
+    for whole in (model, model.backbone):
+        assert {id(p) for p in whole.parameters()} == {id(v.value) for v in whole.weights}
+    model.backbone.enable_lora(2)
+    for whole in (model, model.backbone):
+        assert {id(p) for p in whole.parameters()} == {id(v.value) for v in whole.weights}
+
+
+@any_family
+def test_a_module_has_the_weights_of_its_model_and_computes_by_its_own(family):
+    model = tiny_causal_lm(family=family)
+    wanted = model(X)
+    module = TorchModule(model)
+    parameters = dict(module.named_parameters())
+    assert {id(p) for p in parameters.values()} == {id(v.value) for v in model.weights}
+    assert "block_0.mlp.gate_proj.kernel" in parameters or "block_0.mlp.v_proj.kernel" in parameters
+    assert module.blocks == [getattr(module, b.name) for b in model.backbone.transformer_layers]
+    assert (module(X) == wanted).all()
+    # As torch's tools do: another parameter takes the place of one.
+    norm = module.final_norm if len(list(module.final_norm.parameters())) else module.blocks[0]
+    owner = next(m for m in norm.modules() if m._parameters)
+    name = next(iter(owner._parameters))
+    setattr(owner, name, type(next(owner.parameters()))(owner._parameters[name].detach() * 2 + 1))
+    changed = module(X)
+    assert not (changed == wanted).all()
+    assert (model(X) == changed).all()
+    changed.sum().backward()
+    assert all(p.grad is not None for p in module.parameters())
+
+
+def test_only_models_that_are_built_become_modules():
+    for given, name in ((keras.layers.Dense(1), "Dense"), (keras.Sequential(), "Sequential")):
+        with pytest.raises(ValueError, match=f"must be a Keras model that is built; got .*{name}"):
+            TorchModule(given)
+    model = tiny_causal_lm()
+    TorchModule(model)
+    with pytest.raises(ValueError, match="has a `TorchModule` already"):
+        TorchModule(model)
+    part = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2, name="same")])
+    x = keras.Input((2,))
+    with pytest.raises(ValueError, match="two layers 'same'"):
+        TorchModule(keras.Model(x, keras.layers.Dense(2, name="same")(part(x))))
+
+
+def test_fit_beside_other_processes_says_the_way(monkeypatch):
+    monkeypatch.setattr("keras_recurrent.models.torch_training.number_of_processes", lambda: 2)
+    model = tiny_causal_lm(family="hgrn2")
+    model.compile("adam", model.loss)
+    with pytest.raises(RuntimeError, match=r"2 different models.*torch_modules.TorchModule"):
+        model.fit(X, X["token_ids"], verbose=0)
+    assert torch_processes.number_of_processes() == 1
+    model.evaluate(X, X["token_ids"], verbose=0)

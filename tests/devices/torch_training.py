@@ -1,0 +1,130 @@
+"""Tiny models that are trained in several processes and in one: how far they differ."""
+
+import contextlib
+
+import keras
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_module
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from keras_recurrent.devices.torch_modules import TorchModule
+from keras_recurrent.devices.torch_tensor_parallel import ColumnParallel, RowParallel
+from tests.models.tiny import VOCABULARY, tiny_causal_lm
+
+STEPS, ROWS, LENGTH = 3, 4, 9
+FULL = StateDictOptions(full_state_dict=True)
+
+
+def batch(rows=slice(None)):
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(VOCABULARY, size=(ROWS, LENGTH + 1))
+    lengths = np.array([[LENGTH], [4], [LENGTH - 1], [LENGTH]])
+    real = (np.arange(LENGTH) < lengths).astype("int32")
+    x = {"token_ids": tokens[:, :-1], "padding_mask": real}
+    return {k: torch.tensor(v[rows]) for k, v in x.items()}, tokens[rows, 1:], real[rows]
+
+
+def train(module, model, rows=slice(None), replicated=contextlib.nullcontext):
+    """Losses, weights and slots."""
+    x, y, real = batch(rows)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    losses = []
+    for _ in range(STEPS):
+        with replicated():
+            loss = model.loss(y, module(x), real)
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item() if not isinstance(loss, DTensor) else loss.full_tensor().item())
+    weights, slots = get_state_dict(module, optimizer, options=FULL)
+    found = dict(weights)
+    for name, of_weight in slots["state"].items():
+        found |= {f"{name}:{slot}": value for slot, value in of_weight.items()}
+    return torch.tensor(losses), {name: value.float() for name, value in found.items()}
+
+
+def ddp(module):
+    return DistributedDataParallel(module)
+
+
+def fsdp(module, **policy):
+    for block in module.blocks:
+        fully_shard(block, **policy)
+    return fully_shard(module, **policy)
+
+
+def fsdp_in_16_bits(module):
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    return fsdp(module, mp_policy=policy)
+
+
+def tensor_parallel(module):
+    """As many linear maps as there are of either kind, and what no plan names on all devices."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    plan = {}
+    for name, _ in module.named_modules():
+        last = name.rpartition(".")[2]
+        if last in ("down_proj", "o_proj", "linear_out"):
+            plan[name] = RowParallel()
+        elif last.endswith("_proj") or last in ("linear_x", "linear_y"):
+            plan[name] = ColumnParallel()
+    return distribute_module(parallelize_module(module, mesh, plan), mesh)
+
+
+WAYS = {
+    "tensor": tensor_parallel,
+    "ddp": ddp,
+    "fsdp": fsdp,
+    "fsdp_remat": fsdp,
+    "fsdp_in_16_bits": fsdp_in_16_bits,
+}
+
+
+def make(way, family):
+    remat = way.endswith("remat")
+    with keras.RematScope() if remat else contextlib.nullcontext():
+        dtype = "mixed_bfloat16" if way.endswith("16_bits") else "float32"
+        # Heads are split among the processes.
+        sizes = {"num_heads": 4} if family == "transnormer" else {}
+        return tiny_causal_lm(family=family, dtype=dtype, **sizes)
+
+
+def compare(way, family, rank, processes, folder):
+    one_losses, one = train(TorchModule(model := make(way, family)), model)
+    model = make(way, family)
+    module = TorchModule(model)
+    if way == "tensor":  # each process sees all rows
+        losses, many = train(WAYS[way](module), model, replicated=implicit_replication)
+    else:
+        part = ROWS // processes
+        losses, many = train(WAYS[way](module), model, slice(part * rank, part * (rank + 1)))
+    dist.all_reduce(losses)
+    found = {"losses": float((losses / processes - one_losses).abs().max())}
+    if many:  # in the first process
+        assert many.keys() == one.keys()
+        found["weights"] = max(float((many[n] - one[n]).abs().max()) for n in one if ":" not in n)
+        found["slots"] = max(float((many[n] - one[n]).abs().max()) for n in one if ":" in n)
+    if way == "fsdp":
+        found["loaded"] = saved_and_loaded(module, model, family, folder / family)
+    return found
+
+
+def saved_and_loaded(module, model, family, folder):
+    """How far logits are from those of an ordinary model that read the shards."""
+    dcp.save(module.state_dict(), checkpoint_id=folder)
+    fresh = TorchModule(make("", family))
+    state = fresh.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    fresh.load_state_dict(state)
+    with torch.no_grad():
+        x = batch()[0]
+        return float((module(x) - fresh.model(x)).abs().max())
