@@ -7,9 +7,9 @@ import zipfile
 
 import keras
 import numpy as np
-from keras import ops
 
 from keras_recurrent.layers.checks import check_boolean, check_positive_integer
+from keras_recurrent.processes import own_path, whole
 
 __all__ = ["TrainingBackup"]
 
@@ -261,6 +261,11 @@ def write(path, content, parts):
         content: what JSON can hold.
         parts: `{name: list of variables or arrays}`.
     """
+    with own_path(path) as own:
+        _write(own, content, parts)
+
+
+def _write(path, content, parts):
     folder, name = os.path.split(path)
     os.makedirs(folder, exist_ok=True)
     # Always of one name, so that processes that are killed leave one file at most.
@@ -270,7 +275,7 @@ def write(path, content, parts):
         with zipfile.ZipFile(file, "w") as archive:
             for part, variables in parts.items():
                 for i, variable in enumerate(variables):
-                    array = np.asarray(ops.convert_to_numpy(variable))
+                    array = np.asarray(whole(variable))
                     with archive.open(f"{part}/{i}", "w", force_zip64=True) as entry:
                         np.lib.format.write_array(entry, _plain(array), allow_pickle=False)
             archive.writestr(CONTENT, json.dumps({**content, "variables": names}, default=int))

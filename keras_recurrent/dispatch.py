@@ -71,7 +71,7 @@ for _name in serving():
         IMPLEMENTATIONS[_operation][_name] = _module
 
 if BACKEND == "jax":
-    from keras_recurrent.backends.jax import _platforms, _shards
+    from keras_recurrent.backends.jax import _layouts, _platforms
 if BACKEND == "torch":
     import torch
 
@@ -206,25 +206,20 @@ def run(operation, arguments, implementation=None):
     shards = torch_time.shards()
     if shards is not None:
         return shards.run(operation, arguments, function)
-    if BACKEND != "jax" or name not in _platforms.PLATFORMS:
+    if BACKEND != "jax":
         return function(**arguments)
-    if not (implementation or chosen_name()):
+    if name in _platforms.PLATFORMS and not (implementation or chosen_name()):
         kernels = {
             platform: row[name]
             for name, platform in _platforms.PLATFORMS.items()
             if not (_refusal(operation, name, arguments) or _elsewhere(name, arguments))
         }
         function = _platforms.lowered(row["jax"], **kernels)
-    with _mesh():
-        return function(**arguments)
-
-
-def _mesh():
-    """The devices of `keras.distribution`, on whose shards the kernels run."""
     distribution = keras.distribution.distribution()
-    if distribution is None:
-        return contextlib.nullcontext()
-    return _shards.over(distribution.device_mesh.backend_mesh)
+    if distribution is None or name == PORTABLE:
+        return function(**arguments)
+    mesh = distribution.device_mesh.backend_mesh
+    return _layouts.run(operation, function, arguments, mesh, distribution.batch_dim_name)
 
 
 def _check(name):

@@ -8,10 +8,10 @@ import tempfile
 import keras
 import ml_dtypes
 import numpy as np
-from keras import ops
 
 from keras_recurrent.checkpoints import files, layout
 from keras_recurrent.checkpoints.checkpoint import DTYPES, INDEX_FILE, ONE_FILE
+from keras_recurrent.processes import is_first, own_path, whole
 from keras_recurrent.progress import progress
 
 GIGABYTE = 1024**3
@@ -38,7 +38,12 @@ def export(backbone, path, tokenizer=None, dtype=None, max_shard_size=5):
         FileExistsError: there is something at `path`, perhaps put there meanwhile by another
             process.
     """
-    path = os.path.abspath(os.fspath(path))
+    with own_path(os.fspath(path)) as path:
+        _export(backbone, path, tokenizer, dtype, max_shard_size)
+
+
+def _export(backbone, path, tokenizer, dtype, max_shard_size):
+    path = os.path.abspath(path)
     if os.path.islink(path):
         raise FileExistsError(
             f"{path!r} is a symbolic link. Name the directory that it leads to, or a new one."
@@ -62,7 +67,7 @@ def export(backbone, path, tokenizer=None, dtype=None, max_shard_size=5):
     tensors_of_model = family.tensors(arguments)
 
     def values(tensor):
-        arrays = [ops.convert_to_numpy(weights[weight]()) for weight in tensor.weights]
+        arrays = [whole(weights[weight]()) for weight in tensor.weights]
         return np.ascontiguousarray(tensor.transform.to_tensor(*arrays).astype(dtype))
 
     for tensor in tensors_of_model:
@@ -78,9 +83,12 @@ def export(backbone, path, tokenizer=None, dtype=None, max_shard_size=5):
             for name, tensors in shards.items():
                 content = {}
                 for tensor in tensors:
-                    content[tensor.name] = values(tensor)
-                    done(content[tensor.name].nbytes)
-                save_file(content, os.path.join(folder, name), metadata={"format": "pt"})
+                    array = values(tensor)
+                    done(array.nbytes)
+                    if is_first():
+                        content[tensor.name] = array
+                if is_first():
+                    save_file(content, os.path.join(folder, name), metadata={"format": "pt"})
         if len(shards) > 1:
             _write_json(folder, INDEX_FILE, _index(shards, np.dtype(dtype)))
         config |= _write_tokenizer(folder, tokenizer, family)
@@ -124,7 +132,7 @@ def _check_range(tensor, weights, dtype):
         weight = weights[path]()
         if keras.backend.standardize_dtype(weight.dtype) == dtype:
             continue
-        values = ops.convert_to_numpy(weight)
+        values = whole(weight)
         largest = np.max(np.abs(values), where=np.isfinite(values), initial=0)
         with np.errstate(over="ignore"):
             narrowed = largest.astype(dtype)

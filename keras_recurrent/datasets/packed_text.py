@@ -43,6 +43,10 @@ class PackedText(grain.IterDataset):
     known length is shuffled as a whole, and 1024 documents are packed at a time. Little more than
     what is packed at a time is in memory. The same arguments give the same batches.
 
+    **Processes.** Where several processes train one model, each reads files of its own, such as
+    `files[keras.distribution.process_id() :: keras.distribution.num_processes()]`, and its share of
+    the rows of a batch, under a distribution with `auto_shard_dataset=False`.
+
     **Place.** It is a dataset of grain: `iter(rows)` has `get_state()`, a small dictionary that
     JSON can hold, and `set_state(state)`, after which it goes on from there, reading again only
     what is packed together. Keras reads ahead of the step that it trains;

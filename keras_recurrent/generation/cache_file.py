@@ -12,6 +12,7 @@ from keras import ops
 
 from keras_recurrent.checkpoints import files
 from keras_recurrent.generation.fit import Fit
+from keras_recurrent.processes import whole
 
 FORMAT, VERSION = "keras_recurrent.generation_cache", 1
 LAST_TOKEN, NUM_TOKENS, STATE = "last_token", "num_tokens", "state"
@@ -129,4 +130,4 @@ def _checksum(tensors):
 
 
 def _as_numpy(array):
-    return np.ascontiguousarray(ops.convert_to_numpy(array))
+    return np.ascontiguousarray(whole(array))

@@ -9,6 +9,8 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_recurrent.processes import whole
+
 SAMPLED = 256  # numbers of each weight
 
 
@@ -91,7 +93,7 @@ def check_fit(fit, model, name="cache"):
 def _fingerprint(weights):
     """A hash of numbers evenly spaced in each weight, which reads little from the device."""
     parts = [ops.cast(_sample(weight), "float32") for weight in weights]
-    numbers = ops.convert_to_numpy(ops.concatenate(parts)) if parts else np.zeros(0, "float32")
+    numbers = whole(ops.concatenate(parts)) if parts else np.zeros(0, "float32")
     shapes = json.dumps([list(weight.shape) for weight in weights])
     return hashlib.sha256(shapes.encode() + numbers.astype("<f4").tobytes()).hexdigest()
 

@@ -4,6 +4,8 @@ import keras
 import keras_hub
 import numpy as np
 
+from keras_recurrent.processes import whole
+
 Sampler = keras_hub.samplers.Sampler
 
 
@@ -66,7 +68,5 @@ def _by_sampler(model, loops):
 
 def prompts(inputs):
     """The tokens [B, T] of prompts, and their lengths [B]: NumPy arrays."""
-    token_ids, mask = (
-        keras.ops.convert_to_numpy(inputs[name]) for name in ("token_ids", "padding_mask")
-    )
+    token_ids, mask = (whole(inputs[name]) for name in ("token_ids", "padding_mask"))
     return token_ids.astype("int32"), mask.astype("bool").sum(axis=1).astype("int32")

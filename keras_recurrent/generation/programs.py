@@ -13,6 +13,8 @@ from keras_recurrent.generation.generate import takes_the_largest
 from keras_recurrent.generation.lengths import bucket, initial_cache
 from keras_recurrent.generation.ways import tell
 from keras_recurrent.layers.one_token import writing
+from keras_recurrent.layouts import where_divided
+from keras_recurrent.processes import whole
 
 
 class Programs:
@@ -44,7 +46,7 @@ class Programs:
         if keep and cache is None:
             cache = initial_cache(self._model, len(lengths), token_ids.shape[1], keep)
         token_ids, lengths, *after = self._write(*given, stop_token_ids, cache, keep)
-        token_ids, lengths = map(ops.convert_to_numpy, (token_ids, lengths))
+        token_ids, lengths = map(whole, (token_ids, lengths))
         return token_ids[:, : int(given[2])], lengths, after[0] if keep else None
 
     def steps(self, token_ids, lengths, stop_token_ids, cache=None):
@@ -91,7 +93,7 @@ class Steps:
         # Before the host waits for the device. Where all rows have just met stop tokens, this step
         # changes nothing.
         self._launch()
-        return ops.convert_to_numpy(self._walk.token)[:, 0]
+        return whole(self._walk.token)[:, 0]
 
     def cache(self):
         """What each row has seen: all its tokens but the last."""
@@ -119,8 +121,10 @@ def _padded(token_ids, lengths):
 def _distributed(array):
     """On the devices of `keras.distribution`, if there is one."""
     distribution = keras.distribution.distribution()
-    layout = distribution and distribution.get_data_layout(array.shape)
-    return keras.distribution.distribute_tensor(array, layout) if layout else array
+    if distribution is None:
+        return array
+    layout = where_divided(distribution.get_data_layout(array.shape), array.shape)
+    return keras.distribution.distribute_tensor(array, layout)
 
 
 def _read(model, token_ids, mask, cache):

@@ -12,6 +12,7 @@ from keras_recurrent.layers.checks import check_positive_integer, check_tensor
 from keras_recurrent.models.samples import check_prompts
 from keras_recurrent.models.token_ids import check_token_ids
 from keras_recurrent.ops.operation import check_dtype
+from keras_recurrent.processes import whole
 
 
 class Prompts(NamedTuple):
@@ -192,7 +193,7 @@ def check_rows(inputs, vocabulary_size, empty=False):
         raise ValueError(f"`token_ids` must be integers; got {dtype}. Cast them first.")
     dtype = keras.backend.standardize_dtype(inputs["padding_mask"].dtype)
     check_dtype("generate", "padding_mask", dtype)
-    real = ops.convert_to_numpy(inputs["padding_mask"]).astype("bool")
+    real = whole(inputs["padding_mask"]).astype("bool")
     shapes = [tuple(ops.shape(inputs["token_ids"])), real.shape]
     if shapes[0] != shapes[1] or len(shapes[0]) != 2 or not shapes[0][0]:
         raise ValueError(
@@ -206,7 +207,7 @@ def check_rows(inputs, vocabulary_size, empty=False):
             "`padding_mask`: prompts must stand at the left of their rows, without gaps. Move the "
             "padding to the right; new tokens are written there."
         )
-    token_ids = ops.convert_to_numpy(inputs["token_ids"])
+    token_ids = whole(inputs["token_ids"])
     check_token_ids("token_ids", token_ids, vocabulary_size, real)
 
 

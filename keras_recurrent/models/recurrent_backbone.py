@@ -11,13 +11,21 @@ from keras_recurrent.layers.state_checks import (
     check_state,
 )
 from keras_recurrent.layers.tokens import find_tokens, initial_places, place_specs
+from keras_recurrent.layouts import check_layout, laid_out, state_laid_out
 from keras_recurrent.models.lora import LoraBackbone
 from keras_recurrent.models.segments import SegmentsOptional
 from keras_recurrent.models.torch_training import TorchTraining
 from keras_recurrent.ops.shapes import check_rank_known
+from keras_recurrent.processes import SavedByAllProcesses
 
 
-class RecurrentBackbone(SegmentsOptional, TorchTraining, LoraBackbone, keras_hub.models.Backbone):
+class RecurrentBackbone(
+    SavedByAllProcesses,
+    SegmentsOptional,
+    TorchTraining,
+    LoraBackbone,
+    keras_hub.models.Backbone,
+):
     """Base class of the networks: token ids in, the hidden states before the logits out.
 
     An embedding, residual blocks that stream (see `keras_recurrent.layers.StreamingLayer`), and a
@@ -154,7 +162,9 @@ class RecurrentBackbone(SegmentsOptional, TorchTraining, LoraBackbone, keras_hub
                 states.append(state)
             x = intercept(x, i)
         x = self.final_norm(x)
-        return x, None if cache is None else {"blocks": tuple(states), **places}
+        if cache is None:
+            return x, None
+        return x, state_laid_out({"blocks": tuple(states), **places})
 
     def block_arguments(self, embeddings):
         """A dictionary of further call arguments for each block, such as its lower bound."""
@@ -187,7 +197,8 @@ class RecurrentBackbone(SegmentsOptional, TorchTraining, LoraBackbone, keras_hub
         blocks = tuple(
             block.own_initial_state(batch_size, max_length) for block in self.transformer_layers
         )
-        return {"blocks": blocks, **initial_places(batch_size, self.uses_position)}
+        places = initial_places(batch_size, self.uses_position)
+        return state_laid_out({"blocks": blocks, **places})
 
     def export_to_transformers(self, path, dtype=None, max_shard_size=5):
         """Writes the network as a checkpoint; see the method of the language model."""
@@ -203,6 +214,16 @@ class RecurrentBackbone(SegmentsOptional, TorchTraining, LoraBackbone, keras_hub
 def token_input(name):
     """An input of the functional model, integers `[B, T]`."""
     return keras.Input((None,), dtype="int32", name=name)
+
+
+def check_layouts(vocabulary_size, hidden_dim, intermediate_dim):
+    """Raises for weights of all families that a distribution cannot split, before there are any."""
+    check_layout(
+        "token_embedding/embeddings", vocabulary_size=vocabulary_size, hidden_dim=hidden_dim
+    )
+    check_layout(
+        "block_0/mlp/gate_proj/kernel", hidden_dim=hidden_dim, intermediate_dim=intermediate_dim
+    )
 
 
 def check_sizes(**sizes):
@@ -223,6 +244,10 @@ class ReversibleEmbedding(keras.layers.ReversibleEmbedding):
     def get_config(self):
         config = super().get_config()
         return {name: value for name, value in config.items() if not name.startswith("lora_")}
+
+    def call(self, inputs, reverse=False):
+        outputs = super().call(inputs, reverse)
+        return laid_out(outputs, "logits" if reverse else "hidden_states")
 
     def quantize(self, mode=None, type_check=True, config=None):
         # Keras refuses subclasses, which might compute something else; this one does not.
@@ -245,26 +270,3 @@ def reversible_embedding(
         dtype=dtype,
         name="token_embedding",
     )
-
-
-def layout_map_with_axes(device_mesh, model_parallel_dim_name, data_parallel_dim_name):
-    """An empty `keras.distribution.LayoutMap`, once the mesh has axes of these names.
-
-    Raises:
-        ValueError: `device_mesh` is no mesh or lacks one of the axes.
-    """
-    if not isinstance(device_mesh, keras.distribution.DeviceMesh):
-        raise ValueError(
-            "`device_mesh` must be a `keras.distribution.DeviceMesh`. Received: "
-            f"{type(device_mesh).__name__}"
-        )
-    for argument, name in (
-        ("data_parallel_dim_name", data_parallel_dim_name),
-        ("model_parallel_dim_name", model_parallel_dim_name),
-    ):
-        if name not in device_mesh.axis_names:
-            raise ValueError(
-                f"`{argument}` must be an axis of `device_mesh`, one of "
-                f"{device_mesh.axis_names}. Received: {name!r}"
-            )
-    return keras.distribution.LayoutMap(device_mesh)

@@ -4,6 +4,7 @@ import keras
 
 from keras_recurrent.layers import StreamingLayer, one_token
 from keras_recurrent.layers.remat import no_further_remat
+from keras_recurrent.layouts import laid_out
 
 
 class ResidualBlock(StreamingLayer):
@@ -99,8 +100,9 @@ class ResidualBlock(StreamingLayer):
             return_state=True,
             **kwargs,
         )
-        x = inputs + x
-        return x + self.mlp(self.channel_norm(x)), {"temporal_block": after}
+        x = laid_out(inputs + x, "hidden_states")
+        x = laid_out(x + self.mlp(self.channel_norm(x)), "hidden_states")
+        return x, {"temporal_block": after}
 
     def get_config(self):
         return {

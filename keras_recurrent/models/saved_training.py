@@ -2,11 +2,13 @@
 
 import keras
 
+from keras_recurrent.processes import SavedByAllProcesses
+
 # What this package's models keep beside the arguments that every Keras model can be compiled with.
 OWN = ("sampler", "optimizer_built")
 
 
-class SavedTraining:
+class SavedTraining(SavedByAllProcesses):
     """Lets a `.keras` file keep how a model was compiled, and its optimizer's state.
 
     Keras leaves this to models with a `compile` of their own, as KerasHub's tasks have it, and

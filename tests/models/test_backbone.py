@@ -304,9 +304,7 @@ def test_the_layout_map_covers_the_large_weights(family):
         small = "bias" in weight.path or "lower_bounds" in weight.path
         if len(weight.shape) > 1 and not small:
             assert len(axes.axes) == len(weight.shape), weight.path
-            # Keys and values of grouped queries.
-            shared = family == "griffin" and ("k_proj" in weight.path or "v_proj" in weight.path)
-            assert ("model" in axes.axes) != shared, weight.path
+            assert "model" in axes.axes, weight.path
     with pytest.raises(ValueError, match="`model_parallel_dim_name`"):
         FAMILIES[family].backbone.get_layout_map(mesh, model_parallel_dim_name="heads")
 

@@ -43,52 +43,6 @@ def test_a_compiled_step_is_a_plain_step(compiler, monkeypatch):
         np.testing.assert_allclose(compiled, plain, rtol=1e-3, atol=1e-4)
 
 
-MODEL_PARALLEL = """
-import keras
-import numpy as np
-from keras_recurrent.models import GriffinBackbone
-from tests.models.tiny import tiny_causal_lm, forward
-
-token_ids = np.random.default_rng(0).integers(3, 61, (4, 9)).astype("int32")
-real = np.ones_like(token_ids)
-sizes = {"vocabulary_size": 64, "num_layers": 2}
-wanted = forward(tiny_causal_lm(**sizes), token_ids, real)
-
-mesh = keras.distribution.DeviceMesh((2, 2), ("batch", "model"), keras.distribution.list_devices())
-layout_map = GriffinBackbone.get_layout_map(mesh)
-distribution = keras.distribution.ModelParallel(layout_map=layout_map, batch_dim_name="batch")
-with distribution.scope():
-    model = tiny_causal_lm(**sizes)
-    split = {tuple(w.value.sharding.spec) for w in model.weights if "linear_x/kernel" in w.path}
-    assert split == {("batch", "model")}, split
-    np.testing.assert_allclose(forward(model, token_ids, real), wanted, rtol=1e-4, atol=1e-4)
-    x = {"token_ids": token_ids, "padding_mask": real}
-    model.compile("sgd", sampler="greedy")
-    model.train_on_batch(x, token_ids)
-    x = {"token_ids": token_ids, "padding_mask": np.arange(9) < np.array([[3], [4], [5], [6]])}
-    written = model.generate(x, stop_token_ids=None)["token_ids"]
-    assert (written[:, :3] == token_ids[:, :3]).all()
-print("done")
-"""
-
-
-@pytest.mark.skipif(BACKEND != "jax", reason="Keras splits models over devices on JAX alone")
-def test_a_model_over_four_devices_computes_the_same():
-    environment = {
-        **os.environ,
-        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4",
-        "PYTHONPATH": str(ROOT),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", MODEL_PARALLEL],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.stdout.endswith("done\n"), done.stderr
-
-
 WITHOUT_TENSORFLOW = """
 import sys
 sys.modules["tensorflow"] = sys.modules["tensorflow_text"] = None

@@ -5,11 +5,12 @@ import keras
 from keras_recurrent.layers import LocalAttention, RecurrentBlock, RMSNorm
 from keras_recurrent.layers.checks import check_boolean, check_number
 from keras_recurrent.layers.remat import no_further_remat
+from keras_recurrent.layouts import axis_size, check_layout, layout_map_with_axes
 from keras_recurrent.models.griffin.griffin_residual_block import GriffinResidualBlock
 from keras_recurrent.models.recurrent_backbone import (
     RecurrentBackbone,
+    check_layouts,
     check_sizes,
-    layout_map_with_axes,
     reversible_embedding,
 )
 
@@ -180,6 +181,19 @@ class GriffinBackbone(RecurrentBackbone):
             sliding_window=sliding_window,
         )
 
+        check_layouts(vocabulary_size, hidden_dim, intermediate_dim)
+        for i, block_type in enumerate(block_types[:num_layers]):
+            path = f"block_{i}/temporal_block"
+            if block_type == "recurrent":
+                gate = f"{path}/{recurrence}/recurrence_gate/kernel"
+                check_layout(f"{path}/linear_x/kernel", hidden_dim=hidden_dim, lru_width=lru_width)
+                check_layout(gate, num_blocks=num_blocks)
+            else:
+                heads = {"num_query_heads": num_query_heads}
+                check_layout(f"{path}/q_proj/kernel", hidden_dim=hidden_dim, **heads)
+                heads = {"num_key_value_heads": num_key_value_heads}
+                check_layout(f"{path}/k_proj/kernel", hidden_dim=hidden_dim, **heads)
+
         # Only blocks are recomputed under a `keras.RematScope`.
         with no_further_remat():
             token_embedding = reversible_embedding(
@@ -229,16 +243,22 @@ class GriffinBackbone(RecurrentBackbone):
 
     @staticmethod
     def get_layout_map(
-        device_mesh, model_parallel_dim_name="model", data_parallel_dim_name="batch"
+        device_mesh,
+        model_parallel_dim_name="model",
+        data_parallel_dim_name="batch",
+        num_key_value_heads=1,
     ):
         """How to lay the weights over devices, for `keras.distribution.ModelParallel`.
 
         Inside a recurrent block every channel keeps to itself, and its gates to their blocks: the
-        `lru_width` and the MLP's `intermediate_dim` are split along the model axis, so that a
-        block communicates only where it returns to the residual stream. So are the heads of
-        queries; keys and values, which all of them share, are not. (The real and imaginary parts of
-        `recurrence="cg_lru"` are far apart, and exchanged.) The width of the residual
-        stream is split along the data axis. Small weights, such as norms, are copied.
+        `lru_width` and the MLP's `intermediate_dim` are split along the model axis, so that a block
+        communicates only where it returns to the residual stream. So are the heads of queries, and
+        those of keys and values where the axis divides them, but not one that all share. (The real
+        and imaginary parts of `recurrence="cg_lru"` are far apart, and exchanged.) Along the data
+        axis the other dimension of weights is split, and gathered where they are used, while
+        activations are split by rows (FSDP, or ZeRO-3): a mesh of (8, 1) is FSDP, one of (1, 8)
+        tensor parallelism, others are both. States and caches are split by rows and heads or
+        channels. Small weights, such as norms, are copied.
 
         Args:
             device_mesh: a `keras.distribution.DeviceMesh`.
@@ -247,12 +267,14 @@ class GriffinBackbone(RecurrentBackbone):
                 `intermediate_dim`.
             data_parallel_dim_name: string, its axis for the data. Its size must divide
                 `hidden_dim`.
+            num_key_value_heads: integer, that of the network.
 
         Returns:
             A `keras.distribution.LayoutMap`.
 
         Raises:
-            ValueError: `device_mesh` is no mesh or lacks an axis of these names.
+            ValueError: `device_mesh` is no mesh or lacks an axis of these names. A backbone raises
+                it where an axis does not divide what it splits, before it makes weights.
 
         Example:
 
@@ -269,15 +291,15 @@ class GriffinBackbone(RecurrentBackbone):
         """
         data, model = data_parallel_dim_name, model_parallel_dim_name
         layout_map = layout_map_with_axes(device_mesh, model, data)
-        layout_map["token_embedding/embeddings"] = (model, data)
         layout_map["block.*(linear_x|linear_y|q_proj|gate_proj|up_proj)/kernel"] = (data, model)
         layout_map["block.*(linear_x|linear_y|gate_proj|up_proj)/bias"] = (model,)
-        layout_map["block.*(k_proj|v_proj)/kernel"] = (data, None)
+        shared = num_key_value_heads % axis_size(device_mesh, model)
+        layout_map["block.*(k_proj|v_proj)/kernel"] = (data, None if shared else model)
         layout_map["block.*(linear_out|o_proj|down_proj)/kernel"] = (model, data)
         layout_map["block.*conv1d/kernel"] = (None, model)
         layout_map["block.*conv1d/bias"] = (model,)
         layout_map["block.*(rg_lru|cg_lru)/(a_logit|theta)"] = (model,)
-        gates = "block.*(rg_lru|cg_lru)/(recurrence_gate|input_gate)/kernel"
+        gates = "block.*(rg_lru|cg_lru)/(recurrence_gate|input_gate)/(kernel|bias)"
         layout_map[gates] = (model, None, None)
         return layout_map
 

@@ -5,11 +5,12 @@ import keras
 from keras_recurrent.layers import HGRN2, LowerBounds, RMSNorm
 from keras_recurrent.layers.checks import check_boolean
 from keras_recurrent.layers.remat import no_further_remat
+from keras_recurrent.layouts import check_layout, layout_map_with_axes
 from keras_recurrent.models.hgrn2.hgrn2_residual_block import HGRN2ResidualBlock
 from keras_recurrent.models.recurrent_backbone import (
     RecurrentBackbone,
+    check_layouts,
     check_sizes,
-    layout_map_with_axes,
     reversible_embedding,
 )
 
@@ -98,6 +99,11 @@ class HGRN2Backbone(RecurrentBackbone):
         )
         check_boolean("use_lower_bounds", use_lower_bounds)
         check_boolean("tie_word_embeddings", tie_word_embeddings)
+        check_layouts(vocabulary_size, hidden_dim, intermediate_dim)
+        num_heads = hidden_dim // expand_ratio
+        check_layout(
+            "block_0/temporal_block/q_proj/kernel", hidden_dim=hidden_dim, num_heads=num_heads
+        )
         # Only blocks are recomputed under a `keras.RematScope`.
         with no_further_remat():
             token_embedding = reversible_embedding(
@@ -162,8 +168,11 @@ class HGRN2Backbone(RecurrentBackbone):
         """How to lay the weights over devices, for `keras.distribution.ModelParallel`.
 
         Heads keep to themselves up to the norm before the output: they, and the SwiGLU's
-        `intermediate_dim`, are split along the model axis. The width of the residual stream is
-        split along the data axis. Small weights, such as norms and lower bounds, are copied.
+        `intermediate_dim`, are split along the model axis. Along the data axis the other dimension
+        of weights is split, and gathered where they are used, while activations are split by rows
+        (FSDP, or ZeRO-3): a mesh of (8, 1) is FSDP, one of (1, 8) tensor parallelism, others are
+        both. States and caches are split by rows and heads or channels. Small weights, such as
+        norms and lower bounds, are copied.
 
         Args:
             device_mesh: a `keras.distribution.DeviceMesh`.
@@ -176,7 +185,8 @@ class HGRN2Backbone(RecurrentBackbone):
             A `keras.distribution.LayoutMap`.
 
         Raises:
-            ValueError: `device_mesh` is no mesh or lacks an axis of these names.
+            ValueError: `device_mesh` is no mesh or lacks an axis of these names. A backbone raises
+                it where an axis does not divide what it splits, before it makes weights.
 
         Example:
 
@@ -193,11 +203,11 @@ class HGRN2Backbone(RecurrentBackbone):
         """
         data, model = data_parallel_dim_name, model_parallel_dim_name
         layout_map = layout_map_with_axes(device_mesh, model, data)
-        layout_map["token_embedding/embeddings"] = (model, data)
         layout_map["token_embedding/reverse_embeddings"] = (data, model)
         layout_map["block.*(q_proj|f_proj|i_proj|gate_proj|up_proj)/kernel"] = (data, model)
         layout_map["block.*(o_proj|down_proj)/kernel"] = (model, data)
         layout_map["block.*conv1d/kernel"] = (None, model)
+        layout_map["block.*temporal_block/norm/scale"] = (model,)
         return layout_map
 
     def get_config(self):

@@ -1,0 +1,129 @@
+"""Models of a family on a mesh of eight simulated devices, and on one. Prints JSON.
+
+A process of its own, for it has eight devices. Its arguments: the folder into which XLA writes the
+programs that it compiles; "writes" or "trains", whether models write, too; and cases such as
+`griffin:2,4` or `griffin:2,4:8`, a family, the sizes of the mesh for batch and model, and the heads
+of keys and values.
+"""
+
+import json
+import math
+import pathlib
+import sys
+
+import keras
+import numpy as np
+
+from tests.devices.programs import collectives
+from tests.models.tiny import FAMILIES, set_weights
+
+PROGRAMS = "*train_step*after_optimizations.txt"
+BATCH, LENGTH = 16, 24  # no weight has these sizes
+EVERY = {"vocabulary_size": 160, "hidden_dim": 32, "intermediate_dim": 64}
+SIZES = {
+    "griffin": {
+        **EVERY,
+        "num_layers": 2,
+        "block_types": ("recurrent", "local_attention"),
+        "lru_width": 64,
+        "num_blocks": 8,
+        "num_query_heads": 8,
+        "head_dim": 8,
+        "sliding_window": 6,
+    },
+    "hgrn2": {**EVERY, "num_layers": 2, "expand_ratio": 4},
+    "transnormer": {**EVERY, "num_layers": 2, "num_heads": 8, "head_dim": 4},
+}
+
+
+def make(family, **sizes):
+    of = FAMILIES[family]
+    model = of.causal_lm(of.backbone(**{**SIZES[family], **sizes}))
+    set_weights(model, seed=0)
+    model.compile(
+        keras.optimizers.SGD(0.1, momentum=0.9), model.loss, weighted_metrics=[], sampler="greedy"
+    )
+    return model
+
+
+def batch():
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(1, EVERY["vocabulary_size"], (BATCH, LENGTH + 1)).astype("int32")
+    mask = (np.arange(LENGTH) < rng.integers(LENGTH // 2, LENGTH, (BATCH, 1))).astype("int32")
+    x = {"token_ids": tokens[:, :-1], "padding_mask": mask}
+    return x, tokens[:, 1:], mask
+
+
+def observed(model, writes):
+    """Losses of two steps, weights and slots after them, and tokens that it `writes` or not."""
+    x, y, weight = batch()
+    losses = [float(model.train_on_batch(x, y, sample_weight=weight)) for _ in range(2)]
+    variables = (*model.weights, *model.optimizer.variables)
+    arrays = [(v.path, np.asarray(v.value)) for v in variables]
+    if not writes:
+        return losses, arrays, x["token_ids"]
+    lengths = np.arange(BATCH)[:, None] % 6 + LENGTH - 12
+    prompt = {"token_ids": x["token_ids"], "padding_mask": np.arange(LENGTH) < lengths}
+    tokens = model.generate(prompt, stop_token_ids=None)["token_ids"]
+    return losses, arrays, np.asarray(tokens)
+
+
+def is_planned(sent, mesh, family):
+    """Whether a step may send this: weights or their gradients, or a device's rows of activations.
+
+    Nothing is sent in loops. Embeddings are looked up where their columns are, then sent to where
+    their rows are.
+    """
+    data, model = mesh.shape
+    if sent.in_loop:
+        return False
+    rows, width, size = BATCH // data, EVERY["hidden_dim"], math.prod(sent.shape)
+    if "/token_embedding/" in sent.operation and "/jit(_take)/" in sent.operation:
+        return size <= max(rows * LENGTH * width, EVERY["vocabulary_size"] * width // model)
+    if LENGTH not in sent.shape and rows * LENGTH not in sent.shape:
+        return sent.kind != "all-to-all" and size <= EVERY["vocabulary_size"] * width // model
+    allowed = {(rows, LENGTH), (rows, LENGTH, 1), (rows, LENGTH, width), (rows * LENGTH, width)}
+    allowed.add((rows, LENGTH, model))  # the largest logit of each part of the vocabulary
+    if family == "griffin":  # gradients of the key and the value that all heads share
+        allowed.add((rows, LENGTH, 1, SIZES[family]["head_dim"]))
+    return sent.kind in ("all-reduce", "all-gather") and sent.shape in allowed
+
+
+def compare(dump, writes, family, sizes, kv_heads="1"):
+    further = {"num_key_value_heads": int(kv_heads)} if family == "griffin" else {}
+    expected = observed(make(family, **further), writes)
+    before = set(dump.glob(PROGRAMS))
+    mesh = keras.distribution.DeviceMesh(
+        tuple(map(int, sizes.split(","))), ("batch", "model"), keras.distribution.list_devices()
+    )
+    layout_map = FAMILIES[family].backbone.get_layout_map(mesh, **further)
+    with keras.distribution.ModelParallel(layout_map=layout_map).scope():
+        model = make(family, **further)
+        found = observed(model, writes)
+        state = model.backbone.get_initial_state(BATCH, LENGTH)
+    (program,) = set(dump.glob(PROGRAMS)) - before
+    sent = collectives(program.read_text())
+    (losses, arrays, tokens), (losses_of_one, arrays_of_one, tokens_of_one) = found, expected
+    differences = [
+        (float(np.abs(a - b).max()), path)
+        for (path, a), (_, b) in zip(arrays, arrays_of_one, strict=True)
+    ]
+    return {
+        "losses": float(np.abs(np.divide(losses, losses_of_one) - 1).max()),
+        "arrays": max(differences),
+        "same tokens": bool((tokens == tokens_of_one).all()),
+        "unplanned": [c for c in sent if not is_planned(c, mesh, family)],
+        "states": {
+            path[-1]: array.sharding.shard_shape(array.shape)
+            for path, array in keras.tree.flatten_with_path(state)
+        },
+    }
+
+
+def main(dump, writes, *cases):
+    found = {c: compare(pathlib.Path(dump), writes == "writes", *c.split(":")) for c in cases}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,80 @@
+"""One of two processes that train, save and write with one model. Prints JSON.
+
+Its arguments: its number, the port of the first one, and a folder for files.
+"""
+
+import json
+import pathlib
+import sys
+
+import jax
+import numpy as np
+
+number, port, folder = int(sys.argv[1]), sys.argv[2], pathlib.Path(sys.argv[3])
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+import keras  # noqa: E402
+
+keras.utils.set_random_seed(0)
+keras.distribution.initialize(f"localhost:{port}", num_processes=2, process_id=number)
+
+from keras_recurrent.processes import whole  # noqa: E402
+from tests.devices.jax_layouts import batch, make  # noqa: E402
+from tests.models.tiny import FAMILIES  # noqa: E402
+
+FAMILY = "hgrn2"
+
+
+def trained(model):
+    """With each process's rows of the same batch."""
+    x, y, weight = batch()
+    share = slice(number * len(y) // 2, (number + 1) * len(y) // 2)
+    x = {name: array[share] for name, array in x.items()}
+    history = model.fit(x, y[share], sample_weight=weight[share], batch_size=8, verbose=0)
+    return history.history["loss"][0]
+
+
+def written(model):
+    x, _, mask = batch()
+    mask = np.arange(mask.shape[1]) < mask.sum(axis=1, keepdims=True) - 4
+    rows = model.generate({"token_ids": x["token_ids"], "padding_mask": mask}, stop_token_ids=None)
+    return np.asarray(rows["token_ids"]).tolist()
+
+
+def equal(a, b):
+    arrays = [[whole(weight) for weight in model.weights] for model in (a, b)]
+    return all(map(np.array_equal, *arrays))
+
+
+def main():
+    devices = keras.distribution.list_devices()
+    mesh = keras.distribution.DeviceMesh((2, 2), ("batch", "model"), devices)
+    layout_map = FAMILIES[FAMILY].backbone.get_layout_map(mesh)
+    distribution = keras.distribution.ModelParallel(layout_map=layout_map, auto_shard_dataset=False)
+    with distribution.scope():
+        model = make(FAMILY)
+        loss = trained(model)
+        kernel = model.backbone.transformer_layers[0].mlp.gate_proj.kernel.value
+        model.save_weights(folder / "all.weights.h5")
+        model.save_to_preset(str(folder / "preset"))
+        model.export_to_transformers(str(folder / "exported"))
+        tokens = written(model)
+        x, _, mask = batch()
+        prompt = {"token_ids": x["token_ids"], "padding_mask": np.sort(mask)[:, ::-1]}
+        cache = model.prefill(prompt)
+        stream = model.stream(cache=cache, max_length=2, stop_token_ids=None)
+        ahead = [np.asarray(piece).tolist() for piece in stream]
+        again = make(FAMILY)
+        again.load_weights(folder / "all.weights.h5")
+        preset = type(model).from_preset(str(folder / "preset"))
+    report = {
+        "loss": loss,
+        "spread": not kernel.is_fully_addressable,
+        "tokens": tokens,
+        "ahead": ahead,
+        "read": [equal(again, model), equal(preset, model)],
+    }
+    print(json.dumps(report), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""What compiled programs send between devices, read from the text that XLA dumps."""
+
+import math
+import re
+from typing import NamedTuple
+
+KINDS = "all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute|collective-broadcast"
+SIZES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f64": 8, "s64": 8, "u64": 8, "c64": 8}
+
+
+class Collective(NamedTuple):
+    kind: str
+    shape: tuple[int, ...]
+    nbytes: int
+    in_loop: bool
+    operation: str  # the end of where it comes from, in JAX's words
+
+
+def collectives(text):
+    """A `Collective` for each array that is sent, from the text of an optimized program."""
+    computations = _computations(text)
+    looped = _reached(computations, re.findall(r"(?:body|condition)=%?([\w.-]+)", text))
+    found = []
+    for name, lines in computations.items():
+        for line in lines:
+            match = re.search(rf"= (.*?) ({KINDS})(?:-start)?\(", line)
+            if not match:
+                continue
+            operation = re.search(r'op_name="([^"]*)"', line)
+            for dtype, sizes in re.findall(r"([a-z]+\d*)\[([\d,]*)\]", match[1]):
+                shape = tuple(map(int, sizes.split(","))) if sizes else ()
+                nbytes = math.prod(shape) * SIZES.get(dtype, 4)
+                where = operation[1][-80:] if operation else ""
+                found.append(Collective(match[2], shape, nbytes, name in looped, where))
+    return found
+
+
+def _computations(text):
+    """{name of a computation: its lines}"""
+    found, lines = {}, []
+    for line in text.splitlines():
+        start = re.match(r"(?:ENTRY )?%?([\w.-]+) .*\{$", line)
+        if start:
+            lines = found.setdefault(start[1], [])
+        lines.append(line)
+    return found
+
+
+def _reached(computations, names):
+    """These computations, and all that they call."""
+    reached, left = set(), list(names)
+    while left:
+        name = left.pop()
+        if name not in reached and name in computations:
+            reached.add(name)
+            body = "\n".join(computations[name][1:])
+            left += re.findall(r"(?:calls|to_apply|body|condition)=%?([\w.-]+)", body)
+            for branches in re.findall(r"branch_computations=\{([^}]*)\}", body):
+                left += re.findall(r"[\w.-]+", branches)
+    return reached
