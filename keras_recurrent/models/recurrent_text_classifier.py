@@ -11,11 +11,11 @@ from keras_recurrent.models.parts import check_parts
 from keras_recurrent.models.samples import is_text, is_tokens
 from keras_recurrent.models.saved_training import SavedTraining
 from keras_recurrent.models.text_training import TextTraining
-from keras_recurrent.models.torch_training import TorchTraining
+from keras_recurrent.models.torch_training import CheckedTorchTraining
 
 
 class RecurrentTextClassifier(
-    TorchTraining, TextTraining, SavedTraining, keras_hub.models.TextClassifier
+    CheckedTorchTraining, TextTraining, SavedTraining, keras_hub.models.TextClassifier
 ):
     """Base class of the text classifiers: a network, and a linear map of its last token.
 

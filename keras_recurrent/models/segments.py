@@ -3,6 +3,7 @@
 import numpy as np
 from keras import ops
 
+from keras_recurrent.devices.torch_processes import check_not_sharded
 from keras_recurrent.ops.shapes import check_rank_known, fits
 
 
@@ -24,6 +25,7 @@ class SegmentsOptional:
         raise NotImplementedError
 
     def __call__(self, inputs, *args, **kwargs):
+        check_not_sharded(self)
         for name, tensor in inputs.items() if isinstance(inputs, dict) else ():
             check_rank_known(type(self).__name__, name, tensor)
         _check_padding_mask(inputs)

@@ -10,6 +10,9 @@ from keras_recurrent.devices.torch_processes import HOW, check_not_sharded, numb
 class TorchTraining:
     """Base class of the models: right, or refused, where torch has several processes.
 
+    A model with a `__call__` calls `check_not_sharded` there, and others are a
+    `CheckedTorchTraining`: each nested call that torch's compiler follows counts to its limit.
+
     KerasHub's models set attributes past torch, and so have no parameters until `fit` looks for
     them once more: `DistributedDataParallel(model)` finds none. Here they have.
     """
@@ -27,10 +30,6 @@ class TorchTraining:
             self._track_variables()  # type: ignore[attr-defined]
         return super().named_modules(*args, **kwargs)  # type: ignore[misc]
 
-    def __call__(self, *args, **kwargs):
-        check_not_sharded(self)
-        return super().__call__(*args, **kwargs)  # type: ignore[misc]
-
     def make_train_function(self, force=False):
         """As in Keras, for one process.
 
@@ -45,3 +44,11 @@ class TorchTraining:
                 f"`DistributedDataParallel(model)`, which averages in its own calls. {HOW}"
             )
         return super().make_train_function(force)  # type: ignore[misc]
+
+
+class CheckedTorchTraining(TorchTraining):
+    """The same for a model without a `__call__` of its own."""
+
+    def __call__(self, *args, **kwargs):
+        check_not_sharded(self)
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]

@@ -5,11 +5,11 @@ import keras_hub
 
 from keras_recurrent.models.hgrn2.hgrn2_vision_backbone import HGRN2VisionBackbone
 from keras_recurrent.models.saved_training import SavedTraining
-from keras_recurrent.models.torch_training import TorchTraining
+from keras_recurrent.models.torch_training import CheckedTorchTraining
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-class HGRN2ImageClassifier(TorchTraining, SavedTraining, keras_hub.models.ImageClassifier):
+class HGRN2ImageClassifier(CheckedTorchTraining, SavedTraining, keras_hub.models.ImageClassifier):
     """HGRN2 as a classifier of images.
 
     An `HGRN2VisionBackbone`, the mean of its patches, and a linear map to one logit a class. Qin et

@@ -6,11 +6,11 @@ import keras_hub
 from keras_recurrent.layers import BidirectionalHGRN2, LowerBounds, RMSNorm, SwiGLU
 from keras_recurrent.models.lora import LoraBackbone
 from keras_recurrent.models.recurrent_backbone import check_sizes
-from keras_recurrent.models.torch_training import TorchTraining
+from keras_recurrent.models.torch_training import CheckedTorchTraining
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-class HGRN2VisionBackbone(TorchTraining, LoraBackbone, keras_hub.models.Backbone):
+class HGRN2VisionBackbone(CheckedTorchTraining, LoraBackbone, keras_hub.models.Backbone):
     """The network of HGRN2 for images: patches are tokens, mixed in both directions.
 
     ```
