@@ -1,20 +1,9 @@
 """What runs an exported file, without Keras and without this package: `{name: array}` in."""
 
-import importlib
 import os
 
-import pytest
-
 # `make test-export` says so: there, a runtime that is missing is a failure.
-REQUIRED = os.environ.get("REQUIRE_EXPORT_RUNTIMES") == "1"
-
-
-def need(*names):
-    for name in names:
-        if REQUIRED:
-            importlib.import_module(name)
-        else:
-            pytest.importorskip(name, reason=f"`make test-export` installs {name}")
+INSTALLED = os.environ.get("EXPORT_RUNTIMES") == "installed"
 
 
 def onnx(path, given):

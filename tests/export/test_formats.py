@@ -1,6 +1,6 @@
 """`model.export` in each format, run by the runtime of the format, beside Keras's GRU.
 
-`make test-export` installs exporters and runtimes; where one is missing, its tests are skipped.
+`make test-export` installs exporters and runtimes, and runs these.
 """
 
 import keras
@@ -11,9 +11,11 @@ from tests.export import runtimes
 from tests.export.models import MODELS, computed, draw, structured
 
 BACKEND = keras.backend.backend()
-EXPORTER = {"jax": "jax2onnx", "torch": "onnxscript", "tensorflow": "tf2onnx"}[BACKEND]
 # Warnings of exporters, of which each has many.
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(not runtimes.INSTALLED, reason="`make test-export` runs these"),
+]
 
 # jax2onnx cannot reshape where two sizes are open, as some linear maps do.
 OPEN_SIZES = {
@@ -46,7 +48,6 @@ def exported(name, tmp_path, form, ending, **arguments):
 
 @pytest.mark.parametrize("name", ["gru, step", *STEPS, *OPEN_SIZES[BACKEND], LARGER])
 def test_onnx(name, tmp_path):
-    runtimes.need(EXPORTER, "onnxruntime")
     model, path = exported(name, tmp_path, "onnx", ".onnx")
     for batch, length in (3, 70), (1, 5):  # by one file
         given = draw(model, batch, length)
@@ -69,7 +70,6 @@ OPERATORS = {
 @pytest.mark.skipif(BACKEND != "torch", reason="keras_recurrent writes opset 27 from torch")
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operators_of_opset_27(name, tmp_path):
-    runtimes.need("onnxruntime", "onnxscript")
     import onnx
 
     model, path = exported(name, tmp_path, "onnx", ".onnx", opset_version=27)
@@ -86,7 +86,6 @@ def test_operators_of_opset_27(name, tmp_path):
 
 @pytest.mark.skipif(BACKEND != "torch", reason="of torch's exporter")
 def test_opsets_that_are_not_written_are_errors(tmp_path):
-    runtimes.need("onnxscript")
     for version in (26, 28):
         with pytest.raises(
             ValueError, match=f"`opset_version` must be at most 25, or 27.*{version}"
@@ -114,7 +113,6 @@ def test_torch_program(name, tmp_path):
 @pytest.mark.skipif(BACKEND == "jax", reason="Keras has no such export from JAX")
 @pytest.mark.parametrize("name", [*STEPS, OPEN_SIZES[BACKEND][0]])
 def test_openvino(name, tmp_path):
-    runtimes.need("openvino", EXPORTER)
     model, path = exported(name, tmp_path, "openvino", ".xml")
     for batch, length in (3, 70), (1, 5):
         given = draw(model, batch, length)
@@ -124,7 +122,6 @@ def test_openvino(name, tmp_path):
 @pytest.mark.skipif(BACKEND != "torch", reason="OpenVINO reads no GRU of TensorFlow")
 def test_openvino_computes_in_bfloat16_by_default_where_the_cpu_has_it(tmp_path):
     """A GRU of Keras loses digits, too: it is the plugin's choice, not the file's."""
-    runtimes.need("openvino", "onnxscript", "scipy")
     lost = {}
     for name in ("gru, step", "block, step"):
         model, path = exported(name, tmp_path, "openvino", ".xml")
@@ -139,7 +136,6 @@ def test_openvino_computes_in_bfloat16_by_default_where_the_cpu_has_it(tmp_path)
 @pytest.mark.parametrize("name", STEPS)
 def test_litert(name, tmp_path):
     """The runtime has the built-in operators alone."""
-    runtimes.need("ai_edge_litert")
     model, path = exported(name, tmp_path, "litert", ".tflite")
     given = draw(model, 1, 1)
     check(model, given, runtimes.litert(path, given))
@@ -147,7 +143,6 @@ def test_litert(name, tmp_path):
 
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="TensorFlow's converter")
 def test_a_gru_of_keras_needs_more_than_built_in_operators_of_litert(tmp_path):
-    runtimes.need("ai_edge_litert")
     model, path = exported("gru, step", tmp_path, "litert", ".tflite")
     with pytest.raises(RuntimeError, match="Select TensorFlow op"):
         runtimes.litert(path, draw(model, 1, 1))
