@@ -180,7 +180,8 @@ def exports():
     name = chosen_name()
     if name or BACKEND != "torch":
         return name == PORTABLE
-    return torch.compiler.is_exporting()
+    # Of `torch.compiler.is_exporting()`, torch 2.11 says yes inside of `torch.compile`, too.
+    return torch.compiler._is_exporting_flag
 
 
 def _elsewhere(name, arguments):

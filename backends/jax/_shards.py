@@ -35,7 +35,7 @@ def per_shard(kernel, arguments, results, channels="d"):
         kernel: a function of tensors, some of them None, that returns a tuple of tensors.
         arguments: the names of each tensor's dimensions.
         results: the same for each result.
-        channels: the name of the dimension, other than `b`, that may be split.
+        channels: the name of the dimension, other than `b`, that may be split; None if none may.
     """
 
     def call(*tensors):
@@ -50,7 +50,7 @@ def per_shard(kernel, arguments, results, channels="d"):
         split = {
             name: axes
             for name, axes in (("b", free[:1]), (channels, free[1:]))
-            if axes and sizes[name] % _count(mesh, axes) == 0
+            if axes and name in sizes and sizes[name] % _count(mesh, axes) == 0
         }
 
         def spec(names):

@@ -6,20 +6,45 @@ import jax.numpy as jnp
 from keras_recurrent.backends.jax._common import accumulation_dtype
 
 
-# The checkpoint: what the backward needs is made of the logits again. XLA would keep it in float32,
-# twice the size of bfloat16 logits, for the backward of each layer.
-@jax.jit
-@jax.checkpoint
-def log_forget_gate(logits, lower_bound=None):
-    """logits: [..., D]; lower_bound: [2, D], log β and log(1 - β), or None, β = 0.
-
-    Returns [..., D] in float32, or float64 if an argument is float64.
-    """
+def forward(logits, lower_bound):
+    """Returns (log f,)."""
     dtype = accumulation_dtype(logits, lower_bound)
     logits = logits.astype(dtype)
     if lower_bound is None:
-        return _log_sigmoid(logits)
-    return _bounded(logits, *lower_bound.astype(dtype))
+        return (_log_sigmoid(logits),)
+    return (_bounded(logits, *lower_bound.astype(dtype)),)
+
+
+def backward(logits, lower_bound, _, d_log_f):
+    """What is needed is made of the logits again: in float32 it is twice their size in bfloat16."""
+    given = [x for x in (logits, lower_bound) if x is not None]
+    _, pull_back = jax.vjp(lambda *given: forward(given[0], *given[1:] or [None])[0], *given)
+    d_logits, *d_bound = pull_back(d_log_f)
+    return d_logits, d_bound[0] if d_bound else None
+
+
+def operation(forward, backward):
+    """The differentiable operation made of two functions with the parameters of those above."""
+
+    @jax.custom_vjp
+    def run(logits, lower_bound):
+        return forward(logits, lower_bound)[0]
+
+    def gradients(saved, d_log_f):
+        # Without the barrier XLA would share what both passes compute, and keep it.
+        return backward(*jax.lax.optimization_barrier(saved), None, d_log_f)
+
+    run.defvjp(lambda *given: (run(*given), given), gradients)
+
+    @jax.jit
+    def log_forget_gate(logits, lower_bound=None):
+        """logits: [..., D]; lower_bound: [2, D], log β and log(1 - β), or None, β = 0.
+
+        Returns [..., D] in float32, or float64 if an argument is float64.
+        """
+        return run(logits, lower_bound)
+
+    return log_forget_gate
 
 
 @jax.custom_jvp
@@ -51,3 +76,6 @@ def _(primals, tangents):
     d_gate = d_rest + jax.nn.sigmoid(-z) * d_z
     tangent = jax.nn.sigmoid(log_ratio) * d_gate + jax.nn.sigmoid(-log_ratio) * d_bound
     return _bounded(*primals), tangent
+
+
+log_forget_gate = operation(forward, backward)

@@ -11,40 +11,54 @@ import jax.numpy as jnp
 from keras_recurrent.backends.jax._common import accumulation_dtype
 
 
-@jax.jit
-def token_crossentropy(logits, tokens):
-    """logits: [..., V]; tokens: [...], integers.
-
-    Returns [...] in float32, or float64 if logits are float64; NaN for a token not in 0..V-1.
-    """
-    return _losses(logits, tokens.astype(int))
-
-
-@jax.custom_vjp
-def _losses(logits, tokens):
-    return _forward(logits, tokens)[0]
-
-
-def _forward(logits, tokens):
+def forward(logits, tokens):
+    """Returns the losses, and of each row the largest logit and Σ_v exp(logits_v - largest)."""
     dtype = accumulation_dtype(logits)
     largest = jnp.max(logits, axis=-1).astype(dtype)
     total = jnp.sum(jnp.exp(logits.astype(dtype) - largest[..., None]), axis=-1)
     place = jnp.clip(tokens, 0, logits.shape[-1] - 1)[..., None]
     own = jnp.take_along_axis(logits, place, axis=-1)[..., 0].astype(dtype)
     losses = _nan_where_unknown(jnp.log(total) + (largest - own), logits, tokens)
-    return losses, (logits, tokens, largest, total)
+    return losses, largest, total
 
 
-def _backward(saved, d_losses):
-    # Without the barrier XLA would share the exponentials with the forward pass, and keep them.
-    logits, tokens, largest, total = jax.lax.optimization_barrier(saved)
+def backward(logits, tokens, _, largest, total, d_losses):
     d_losses = _nan_where_unknown(d_losses, logits, tokens)[..., None]
     softmax = jnp.exp(logits.astype(total.dtype) - largest[..., None]) / total[..., None]
     d_logits = (softmax - _own(logits, tokens)) * d_losses
     return d_logits.astype(logits.dtype), None
 
 
-_losses.defvjp(_forward, _backward)
+def operation(forward, backward):
+    """The differentiable operation made of two functions with the parameters of those above."""
+
+    @jax.custom_vjp
+    def run(logits, tokens):
+        return forward(logits, tokens)[0]
+
+    def save(logits, tokens):
+        losses, *sums = forward(logits, tokens)
+        return losses, (logits, tokens, *sums)
+
+    def gradients(saved, d_losses):
+        # Without the barrier XLA would share the exponentials with the forward pass, and keep them.
+        logits, tokens, *sums = jax.lax.optimization_barrier(saved)
+        return backward(logits, tokens, None, *sums, d_losses)
+
+    run.defvjp(save, gradients)
+
+    @jax.jit
+    def token_crossentropy(logits, tokens):
+        """logits: [..., V]; tokens: [...], integers.
+
+        Returns [...] in float32, or float64 if logits are float64; NaN for a token not in 0..V-1.
+        """
+        return run(logits, tokens.astype(int))
+
+    return token_crossentropy
+
+
+token_crossentropy = operation(forward, backward)
 
 
 def _own(logits, tokens):

@@ -26,6 +26,7 @@ overlap = framework.overlap
 places_of_numbers = framework.places_of_numbers
 refusal = framework.refusal
 refusal_of_steps = framework.refusal_of_steps
+refusal_of_joined = framework.refusal_of_joined
 refusal_of_token_wise = framework.refusal_of_token_wise
 zeros_like = framework.zeros_like
 

@@ -54,9 +54,10 @@ def refusal(*tensors):
 
 
 refusal_of_steps = refusal  # plain JAX takes over where an operation is differentiated
+refusal_of_token_wise = refusal
 
 
-def refusal_of_token_wise(*tensors):
+def refusal_of_joined(*tensors):
     return "XLA joins this operation with what stands around it"
 
 
@@ -282,7 +283,8 @@ def _passes(definition):
 
     def forward(*arguments, **options):
         run = functools.partial(definition.forward, **options)
-        return _shards.distributed(run, tensors, results, channels)(*arguments)
+        of = _named((tensors, results), arguments[0])
+        return _shards.distributed(run, *of, channels)(*arguments)
 
     def backward(*arguments, **options):
         given = zip(differentiable, arguments, strict=False)
@@ -293,9 +295,17 @@ def _passes(definition):
             return tuple(d for d, p in zip(found, present, strict=False) if p)
 
         of_present = [t for t, p in zip(tensors, present, strict=False) if p]
-        names = *tensors, *output, *results
-        found = iter(_shards.distributed(gradients, names, of_present, channels)(*arguments))
+        of = _named(((*tensors, *output, *results), of_present), arguments[0])
+        found = iter(_shards.distributed(gradients, *of, channels)(*arguments))
         found = [next(found) if p else None for p in present]
         return *found, *[None] * (len(tensors) - len(found))
 
     return forward, backward
+
+
+def _named(names, first):
+    """Names of dimensions with "b" and others in place of "...", by the first tensor's rank."""
+    if first is None or not names[0][0].startswith("..."):
+        return names
+    tokens = " ".join(["b", *(f"t{i}" for i in range(1, first.ndim))][: first.ndim - 1])
+    return [[n and n.replace("...", tokens) for n in of] for of in names]

@@ -25,11 +25,11 @@ class Operation(NamedTuple):
     results: Callable
     backward: Callable
     gradients: Callable
-    # A name for each dimension of each tensor, such as "b t d", and of each result. None where an
-    # operation sees one token at a time: those are XLA's on JAX, which needs the names.
+    # A name for each dimension of each tensor, such as "b t d", and of each result; "..." are those
+    # of tokens, any number. None where XLA does on JAX, which needs the names, what kernels do.
     dimensions: tuple | None = None
     result_dimensions: tuple | None = None
-    channels: str = "d"  # the dimension, beside the batch, whose members are independent
+    channels: str | None = "d"  # the dimension, beside the batch, whose members are independent
     keeps_output: bool = False  # else the backward gets None in its place
     without: tuple = ()  # tensors that the backward does not read, and gets None for
     kept: int = 0  # how many of the last results only the backward reads
@@ -38,6 +38,11 @@ class Operation(NamedTuple):
     def tensors(self):
         """The names of the tensors."""
         return tensors_of(self.forward)
+
+    @property
+    def is_token_wise(self):
+        """Whether it sees one token at a time."""
+        return self.dimensions is None or self.dimensions[0].startswith("...")
 
     @property
     def options(self):

@@ -47,6 +47,9 @@ def refusal_of_token_wise(*tensors):
     return refusal(*tensors)
 
 
+refusal_of_joined = refusal_of_token_wise  # XLA's on JAX
+
+
 def refusal_of_steps(*tensors):
     """As `refusal`, for operations without gradients."""
     given = [t for t in tensors if t is not None]
@@ -241,7 +244,7 @@ def operation(definition):
     """The function of an `Operation`'s tensors and options, as a custom operator."""
     tensors, options = definition.tensors, definition.options
     with_gradient = len(definition.differentiable)
-    num_results = 1 if definition.dimensions is None else len(definition.result_dimensions)
+    num_results = 1 if definition.is_token_wise else len(definition.result_dimensions)
     name = f"keras_recurrent::triton_{definition.name}"
 
     kept = [f"kept_{i}" for i in range(definition.kept)]
@@ -277,11 +280,14 @@ def operation(definition):
         return *given, *[None] * (len(tensors) - with_gradient + len(options))
 
     register_autograd(forward, gradients, save, backward)
-    if definition.dimensions is not None:
+    if not definition.is_token_wise:
         _register_sharding(definition, forward, backward)
 
     def call(*tensors, **chosen):
-        return forward(*tensors, *(chosen[name] for name in options))
+        found = forward(*tensors, *(chosen[name] for name in options))
+        if not kept:
+            return found
+        return found[0] if num_results == 1 else found[:num_results]
 
     return call
 

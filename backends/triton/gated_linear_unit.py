@@ -10,7 +10,7 @@ import math
 import triton
 import triton.language as tl
 
-from keras_recurrent.backends.triton._framework import operation, refusal_of_token_wise, run
+from keras_recurrent.backends.triton._framework import operation, refusal_of_joined, run
 from keras_recurrent.backends.triton._launch import Launch, like
 from keras_recurrent.backends.triton._math import sigmoid
 from keras_recurrent.backends.triton._operation import Operation
@@ -22,7 +22,7 @@ _TILE = {"BLOCK": 2048, "num_warps": 4}
 
 def unsupported(gate, x, activation="silu") -> str | None:
     """Why this implementation refuses these arguments; None if it accepts them."""
-    return refusal_of_token_wise(gate, x)
+    return refusal_of_joined(gate, x)
 
 
 def gated_linear_unit(gate, x, activation="silu"):

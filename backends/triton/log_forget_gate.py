@@ -183,4 +183,14 @@ def _sizes(logits):
     return tile, num_rows(logits), triton.cdiv(logits.shape[-1], tile.BLOCK_D)
 
 
-kernels = operation(Operation("log_forget_gate", forward, results, backward, gradients))
+kernels = operation(
+    Operation(
+        "log_forget_gate",
+        forward,
+        results,
+        backward,
+        gradients,
+        dimensions=("... d", "n d"),
+        result_dimensions=("... d",),
+    )
+)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from keras_recurrent.backends.constants import SMALLEST_SCALED_EPSILON, SQUARES_SCALE
-from keras_recurrent.backends.triton._framework import cast, operation, refusal_of_token_wise, run
+from keras_recurrent.backends.triton._framework import cast, operation, refusal_of_joined, run
 from keras_recurrent.backends.triton._launch import Array, Launch, dtype_name, like
 from keras_recurrent.backends.triton._operation import Operation
 from keras_recurrent.backends.triton._token_wise import Tile, num_rows
@@ -24,7 +24,7 @@ def unsupported(x, scale=None, epsilon=0.0) -> str | None:
     """Why this implementation refuses these arguments; None if it accepts them."""
     if x.shape[-1] > _MAX_WIDTH:
         return f"holds rows of up to {_MAX_WIDTH} channels, got {x.shape[-1]}"
-    return refusal_of_token_wise(x, scale)
+    return refusal_of_joined(x, scale)
 
 
 def rms_norm(x, scale=None, epsilon=0.0):

@@ -31,7 +31,7 @@ def token_crossentropy(logits, tokens):
 
     Returns [...] in float32; NaN for a token not in 0..V-1.
     """
-    return kernels(logits, tokens)[0]
+    return kernels(logits, tokens)
 
 
 def _tile(vocabulary, tile_size):
@@ -136,4 +136,16 @@ def backward(logits, tokens, losses, largest, total, d_losses):
     return *run(Launch(_backward_kernel, programs, tensors, (like(logits),), (), options)), None
 
 
-kernels = operation(Operation("token_crossentropy", forward, results, backward, gradients, kept=2))
+kernels = operation(
+    Operation(
+        "token_crossentropy",
+        forward,
+        results,
+        backward,
+        gradients,
+        dimensions=("... v", "..."),
+        result_dimensions=("...",) * 3,
+        channels=None,
+        kept=2,
+    )
+)

@@ -47,6 +47,12 @@ PROGRAMS = {
         lambda q, k, v: ops.sliding_window_attention(q, k, v, sliding_window=32),
         (HEADS, KEYS, KEYS),
     ),
+    "log_forget_gate": (ops.log_forget_gate, (X, array(2, D, dtype="float32"))),
+    "token_crossentropy": (
+        ops.token_crossentropy,
+        (X,),
+        {"tokens": array(B, T, dtype="int32")},
+    ),
 }
 
 ROW, SQUARE = array(1, D), array(D, D)

@@ -14,7 +14,7 @@ import numpy as np
 
 from keras_recurrent import dispatch
 from keras_recurrent.backends.triton import _jax
-from tests.ops import judge, steps, test_steps
+from tests.ops import judge, steps, test_steps, token_wise
 from tests.ops.cases import Case, draw
 
 CASES = {
@@ -25,6 +25,10 @@ CASES = {
     "lightning_attention": Case(2, 40, 3, "bfloat16", kinds=True, state=True),
     "sliding_window_attention": Case(2, 21, 3, "bfloat16", kinds=True, state=True),
 }
+TOKEN_WISE = {
+    "log_forget_gate": token_wise.Case((2, 5, 6), "bfloat16", "float32"),
+    "token_crossentropy": token_wise.Case((2, 5, 6), "bfloat16"),
+}
 # Tensors of which several members are mapped side by side.
 MAPPED = {
     "batch": ("rg_lru", ("x", "gate_a", "gate_x")),
@@ -32,6 +36,9 @@ MAPPED = {
     "heads": ("lightning_attention", ("q", "k", "v", "log_decay")),
     "filters": ("causal_conv1d", ("x", "kernel", "bias")),
     "queries": ("sliding_window_attention", ("q", "k", "v")),
+    "gates": ("log_forget_gate", ("logits",)),
+    "gates and bounds": ("log_forget_gate", ("logits", "lower_bound")),
+    "logits": ("token_crossentropy", ("logits",)),
 }
 
 
@@ -50,12 +57,19 @@ def gradients(operation, implementation, tensors, **options):
 def check_vmap(operation, mapped):
     """All members are one launch: their axis is a part of the batch, or of channels or heads."""
     rng = np.random.default_rng(0)
-    drawn = draw(operation, CASES[operation]._replace(dtype="float32", kinds=False, state=False))
+    if operation in TOKEN_WISE:
+        drawn = token_wise.draw(operation, TOKEN_WISE[operation]._replace(dtype="float32"))
+    else:
+        case = CASES[operation]._replace(dtype="float32", kinds=False, state=False)
+        drawn = draw(operation, case)
+    tokens = [name for name in token_wise.INTEGERS if name in drawn.tensors]
+    options = drawn.options | {n: jnp.asarray(drawn.tensors[n]) for n in tokens}
     given = {n: jnp.asarray(a, "float32") for n, a in drawn.tensors.items() if a is not None}
+    given = {n: a for n, a in given.items() if n not in tokens}
     for name in mapped:
         given[name] = given[name] * (1 + 0.1 * rng.normal(size=(3, *given[name].shape)))
     axes = {name: 0 if name in mapped else None for name in given}
-    of = functools.partial(gradients, operation, **drawn.options)
+    of = functools.partial(gradients, operation, **options)
     by_members = jax.vmap(functools.partial(of, "triton"), (axes,))
     results = by_members(given)
     assert not launches_in_loops(jax.make_jaxpr(by_members)(given).jaxpr)
@@ -100,7 +114,11 @@ def check_one_after_another():
 
 
 def check_operation(operation):
-    judge.check(operation, "triton", draw(operation, CASES[operation]))
+    if operation in TOKEN_WISE:
+        drawn = token_wise.draw(operation, TOKEN_WISE[operation])
+    else:
+        drawn = draw(operation, CASES[operation])
+    judge.check(operation, "triton", drawn)
 
 
 STEPS = {
@@ -111,7 +129,7 @@ STEPS = {
 }
 CHECKS = {
     **STEPS,
-    **{operation: functools.partial(check_operation, operation) for operation in CASES},
+    **{operation: functools.partial(check_operation, operation) for operation in (*CASES, *TOKEN_WISE)},
     **{f"vmap over {name}": functools.partial(check_vmap, *of) for name, of in MAPPED.items()},
     "vmap over kinds and weights": check_one_after_another,
 }

@@ -94,11 +94,15 @@ def test_lowered_for_gpus():
         "gated_linear_attention": 6,
         "lightning_attention": 4,
         "sliding_window_attention": 3,
+        "log_forget_gate": 2,
+        "token_crossentropy": 2,
     }
+    over_time = launches.keys() - {"log_forget_gate", "token_crossentropy"}
     for name, count in launches.items():
         assert reports[name]["cpu"] == [0, 0]
         assert reports[name]["cuda"] == [count, 0]
-        assert reports[name]["tpu"][0] == 0 < reports[name]["tpu"][1]
+        assert reports[name]["tpu"][0] == 0
+        assert (reports[name]["tpu"][1] > 0) == (name in over_time)
     assert reports["hgrn2_step"] == {"cpu": [0, 0], "cuda": [2, 0]}
     assert reports["written over"] == 1
     assert reports["exported"] == {"platforms": ["cpu", "cuda"], "difference": 0.0}
