@@ -129,7 +129,7 @@ STEPS = {
 }
 CHECKS = {
     **STEPS,
-    **{operation: functools.partial(check_operation, operation) for operation in (*CASES, *TOKEN_WISE)},
+    **{of: functools.partial(check_operation, of) for of in (*CASES, *TOKEN_WISE)},
     **{f"vmap over {name}": functools.partial(check_vmap, *of) for name, of in MAPPED.items()},
     "vmap over kinds and weights": check_one_after_another,
 }
