@@ -1,15 +1,22 @@
 """Where weights, activations and states lie on several devices, for `keras.distribution`."""
 
+import contextlib
 import math
 
 import keras
+from keras import ops
+
+ON_JAX = keras.config.backend() == "jax"  # where Keras has distributions; read once, for compilers
+SEQUENCE = "sequence"  # the axis of a mesh that splits the tokens of rows
 
 
 def layout_map_with_axes(device_mesh, model_parallel_dim_name, data_parallel_dim_name):
     """A `keras.distribution.LayoutMap` of what all families share, once the mesh has these axes.
 
     Beside those of weights it has names that the networks ask for, by `laid_out`: `hidden_states`,
-    the residual stream `[B, T, hidden_dim]`; `logits`; and `state/...`, the arrays of a state.
+    the residual stream `[B, T, hidden_dim]`; `logits`; `tokens`, the kinds
+    and positions of tokens `[B, T]`; and `state/...`, the arrays of a state.
+    Where the mesh has an axis "sequence", it splits the tokens of rows.
 
     Raises:
         ValueError: `device_mesh` is no mesh or lacks one of the axes.
@@ -27,9 +34,11 @@ def layout_map_with_axes(device_mesh, model_parallel_dim_name, data_parallel_dim
                 f"{device_mesh.axis_names}. Received: {name!r}"
             )
     layout_map = keras.distribution.LayoutMap(device_mesh)
-    layout_map["token_embedding/embeddings"] = (model, data)
-    layout_map["hidden_states"] = (data, None, None)
-    layout_map["logits"] = (data, None, model)
+    layout_map["token_embedding/embeddings"] = (model, axis_of_weights(device_mesh, data))
+    time = SEQUENCE if SEQUENCE in device_mesh.axis_names else None
+    layout_map["hidden_states"] = (data, time, None)
+    layout_map["logits"] = (data, time, model)
+    layout_map["tokens"] = (data, None)
     layout_map["state/(position|segment)"] = (data,)
     layout_map["state/.*/rg_lru/hidden"] = (data, model)
     layout_map["state/.*/cg_lru/hidden"] = (data, None)
@@ -86,9 +95,24 @@ def where_divided(layout, shape):
     return keras.distribution.TensorLayout(axes, mesh)
 
 
+@contextlib.contextmanager
+def any_number_of_rows():
+    """Has the active distribution lay out data whose rows its devices do not divide, as whole."""
+    distribution = _distribution()
+    if distribution is None:
+        yield
+        return
+    get = distribution.get_data_layout
+    distribution.get_data_layout = lambda shape: where_divided(get(shape), shape)
+    try:
+        yield
+    finally:
+        del distribution.get_data_layout
+
+
 def state_laid_out(state):
     """The arrays of a state, each as `laid_out` by its path, else split by rows."""
-    distribution = keras.distribution.distribution()
+    distribution = _distribution()
     if distribution is None:
         return state
     arrays = []
@@ -99,11 +123,46 @@ def state_laid_out(state):
     return keras.tree.pack_sequence_as(state, arrays)
 
 
+def flat_tokens(x):
+    """x `[B, T, D]` as `[B * T, D]`, and a function that makes such a tensor `[B, T, D]` again.
+
+    Where devices have parts of rows, tokens are in another order, in which each stays on its own.
+    """
+    batch, length = ops.shape(x)[:2]
+    distribution = _distribution()
+    if distribution is None or not _parts_of_rows(distribution, x):
+        flat = ops.reshape(x, (-1, x.shape[-1]))
+        return flat, lambda y: ops.reshape(y, (batch, length, y.shape[-1]))
+    from keras_recurrent.backends.jax import _layouts
+
+    where = distribution.device_mesh.backend_mesh, distribution.batch_dim_name
+    flat = _layouts.flat_tokens(x, *where)
+    return flat, lambda y: _layouts.rows_of_tokens(y, (batch, length), *where)
+
+
+def _parts_of_rows(distribution, x):
+    mesh = distribution.device_mesh
+    if isinstance(x, keras.KerasTensor) or SEQUENCE not in mesh.axis_names:
+        return False
+    sizes = axis_size(mesh, distribution.batch_dim_name), axis_size(mesh, SEQUENCE)
+    return all(size % count == 0 for size, count in zip(x.shape, sizes, strict=False))
+
+
+def axis_of_weights(device_mesh, data):
+    """The axis over which weights are spread: of the data, or of the sequence where that is one."""
+    spread = SEQUENCE in device_mesh.axis_names and axis_size(device_mesh, data) == 1
+    return SEQUENCE if spread else data
+
+
 def axis_size(device_mesh, axis):
     """How many devices a mesh has along an axis."""
     return device_mesh.shape[device_mesh.axis_names.index(axis)]
 
 
+def _distribution():
+    return keras.distribution.distribution() if ON_JAX else None
+
+
 def _layout(name):
-    distribution = keras.distribution.distribution()
+    distribution = _distribution()
     return distribution and distribution.get_tensor_layout(name)

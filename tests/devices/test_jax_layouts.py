@@ -39,7 +39,7 @@ def compare(folder, writes, *cases):
 @any_family
 def test_a_step_on_four_by_two_devices_is_that_of_one(tmp_path, family):
     """FSDP by two and tensor parallelism by four; one family also writes."""
-    states = compare(tmp_path, family == "griffin", f"{family}:2,4")[f"{family}:2,4"]["states"]
+    states = compare(tmp_path, family == "hgrn2", f"{family}:2,4")[f"{family}:2,4"]["states"]
     if family == "griffin":
         assert (states["hidden"], states["inputs"]) == ([8, 16], [8, 3, 16])
         assert states["key"] == [8, 5, 1, 8]
@@ -107,6 +107,17 @@ def test_what_devices_do_not_divide_is_refused_by_name(family):
     message = "axis 'batch' of .*, 3, does not divide `hidden_dim`, 16"
     with distribution.scope(), pytest.raises(ValueError, match=message):
         tiny_backbone(family=family)
+
+
+def test_weights_are_split_along_the_sequence_where_there_is_one_row_of_devices():
+    for sizes, axis in (((1, 4, 2), "sequence"), ((2, 2, 2), "batch")):
+        names = ("batch", "sequence", "model")
+        mesh = keras.distribution.DeviceMesh(sizes, names, [f"cpu:{i}" for i in range(8)])
+        for family in FAMILIES.values():
+            layout_map = family.backbone.get_layout_map(mesh)
+            assert layout_map["block_1/mlp/up_proj/kernel"].axes == (axis, "model")
+            assert layout_map["token_embedding/embeddings"].axes == ("model", axis)
+            assert layout_map["hidden_states"].axes == ("batch", "sequence", None)
 
 
 def test_keys_and_values_are_split_where_their_heads_can_be():
