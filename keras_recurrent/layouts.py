@@ -1,4 +1,33 @@
-"""Where weights, activations and states lie on several devices, for `keras.distribution`."""
+"""Where weights, activations and states lie on several devices, for `keras.distribution` on JAX.
+
+Rows longer than a device (sequence parallelism): an axis named "sequence" of the mesh splits the
+tokens of rows, and each device along it computes its part of each row. A model is made and trained
+as ever:
+
+```python
+import keras
+from keras_recurrent.models import HGRN2Backbone, HGRN2CausalLM
+
+devices = keras.distribution.list_devices()
+names = ("batch", "sequence", "model")
+mesh = keras.distribution.DeviceMesh((1, len(devices), 1), names, devices)
+layout_map = HGRN2Backbone.get_layout_map(mesh)
+with keras.distribution.ModelParallel(layout_map=layout_map).scope():
+    model = HGRN2CausalLM.from_preset("hgrn2_tiny")
+```
+
+Outputs, states and gradients are those of whole rows, wherever documents start and padding stands;
+data and labels are whole rows, too. Of a recurrence, devices send the product of decays over a part
+and the state that it leaves behind, to those on the right; of a convolution and of attention with a
+window, the last inputs, keys and values of a document; both do not grow with the rows. A recurrence
+takes two passes over each part. Operations of `keras_recurrent.ops` do the same under any
+`keras.distribution.LayoutMap` of such a mesh. Where something runs over time from the right, such
+as with `reverse=True`, tokens are sent to the device that mirrors theirs.
+
+Refused by name: attention to all tokens, a number of tokens that the axis does not divide, and an
+axis "sequence" that splits the batch or the model. Several processes each give the whole rows of
+their part of the batch, with `auto_shard_dataset=False`.
+"""
 
 import contextlib
 import math
@@ -6,20 +35,21 @@ import math
 import keras
 from keras import ops
 
+from keras_recurrent.backends.constants import SEQUENCE
+
 ON_JAX = keras.config.backend() == "jax"  # where Keras has distributions; read once, for compilers
-SEQUENCE = "sequence"  # the axis of a mesh that splits the tokens of rows
 
 
 def layout_map_with_axes(device_mesh, model_parallel_dim_name, data_parallel_dim_name):
     """A `keras.distribution.LayoutMap` of what all families share, once the mesh has these axes.
 
     Beside those of weights it has names that the networks ask for, by `laid_out`: `hidden_states`,
-    the residual stream `[B, T, hidden_dim]`; `logits`; `tokens`, the kinds
-    and positions of tokens `[B, T]`; and `state/...`, the arrays of a state.
-    Where the mesh has an axis "sequence", it splits the tokens of rows.
+    the residual stream `[B, T, hidden_dim]`; `logits`; `tokens`, the kinds and positions of tokens
+    `[B, T]`; and `state/...`, the arrays of a state. Where the mesh has an axis "sequence", it
+    splits the tokens of rows.
 
     Raises:
-        ValueError: `device_mesh` is no mesh or lacks one of the axes.
+        ValueError: `device_mesh` is no mesh, lacks one of the axes, or one of them is "sequence".
     """
     if not isinstance(device_mesh, keras.distribution.DeviceMesh):
         raise ValueError(
@@ -32,6 +62,11 @@ def layout_map_with_axes(device_mesh, model_parallel_dim_name, data_parallel_dim
             raise ValueError(
                 f"`{argument}` must be an axis of `device_mesh`, one of "
                 f"{device_mesh.axis_names}. Received: {name!r}"
+            )
+        if name == SEQUENCE:
+            raise ValueError(
+                f"`{argument}` must be another axis than {SEQUENCE!r}, which splits the tokens of "
+                "rows. Give the axis of the mesh another name, or name another axis."
             )
     layout_map = keras.distribution.LayoutMap(device_mesh)
     layout_map["token_embedding/embeddings"] = (model, axis_of_weights(device_mesh, data))
@@ -71,6 +106,24 @@ def check_layout(path, **sizes):
             f"The weight `{path}` is to be split along the axis {axis!r} of the mesh of devices, "
             f"whose size, {count}, does not divide `{name}`, {size}. {pad} a mesh with fewer "
             f"devices along this axis, such as {math.gcd(size, count)}."
+        )
+
+
+def check_whole_rows(what):
+    """Raises where the active distribution splits the tokens of rows.
+
+    Args:
+        what: string, what needs all of them.
+
+    Raises:
+        NotImplementedError: there is an axis "sequence" of more than one device.
+    """
+    distribution = _distribution()
+    mesh = distribution and distribution.device_mesh
+    if mesh and SEQUENCE in mesh.axis_names and axis_size(mesh, SEQUENCE) > 1:
+        raise NotImplementedError(
+            f"{what} needs all tokens of a row, which the axis {SEQUENCE!r} of the mesh splits. "
+            "Leave this axis out of the mesh, or give attention a `sliding_window`."
         )
 
 

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 
 import jax
 
+from keras_recurrent.backends.constants import SEQUENCE
 from keras_recurrent.backends.jax import _sequence
 from keras_recurrent.backends.jax._shards import over
-
-SEQUENCE = "sequence"  # the axis of a mesh that splits the tokens of rows
 
 
 class _Dimensions(NamedTuple):
@@ -65,6 +64,11 @@ def run(operation, function, arguments, mesh, batch_axis):
     if operation not in _DIMENSIONS or jax.sharding.get_abstract_mesh().manual_axes:
         with over(mesh):
             return function(**arguments)
+    if batch_axis == SEQUENCE:
+        raise ValueError(
+            f"The axis {SEQUENCE!r} of the mesh splits the tokens of rows, so it cannot split the "
+            "batch: give the distribution another `batch_dim_name`, or the axis another name."
+        )
     of = _DIMENSIONS[operation]
     names = (*of.tensors, "initial_state", "token_kind")
     given = {name: arguments[name] for name in names if arguments.get(name) is not None}

@@ -129,8 +129,11 @@ def _find(inputs, mask, segment_ids, segment, position, uses_position, return_st
     found = {}
     if return_state or segment is not None:
         torch_time.refuse("A state of a layer or network")
+    # Devices with parts of a row each find this of the whole row, and so send nothing.
     if mask is not None:
-        mask = ops.cast(mask, "bool")
+        mask = laid_out(ops.cast(mask, "bool"), "tokens")
+    if segment_ids is not None:
+        segment_ids = laid_out(segment_ids, "tokens")
     if segment is not None:
         segment = ops.cast(segment, "int32")
     if any(tensor is not None for tensor in (mask, segment_ids, segment)):

@@ -52,13 +52,17 @@ def batch():
     tokens = rng.integers(1, EVERY["vocabulary_size"], (BATCH, LENGTH + 1)).astype("int32")
     mask = (np.arange(LENGTH) < rng.integers(LENGTH // 2, LENGTH, (BATCH, 1))).astype("int32")
     x = {"token_ids": tokens[:, :-1], "padding_mask": mask}
+    x["segment_ids"] = np.sort(rng.integers(3, size=(BATCH, LENGTH)).astype("int32"))
     return x, tokens[:, 1:], mask
 
 
 def observed(model, writes):
     """Losses of two steps, weights and slots after them, and tokens that it `writes` or not."""
     x, y, weight = batch()
-    losses = [float(model.train_on_batch(x, y, sample_weight=weight)) for _ in range(2)]
+    fit = model.fit(
+        x, y, sample_weight=weight, batch_size=BATCH, epochs=2, shuffle=False, verbose=0
+    )
+    losses = fit.history["loss"]
     variables = (*model.weights, *model.optimizer.variables)
     arrays = [(v.path, np.asarray(v.value)) for v in variables]
     if not writes:
@@ -73,7 +77,7 @@ def observed(model, writes):
     return losses, arrays, np.concatenate([np.asarray(rows["token_ids"]) for rows in written])
 
 
-def is_planned(sent, sizes, family):
+def is_planned(sent, sizes, family, kv_heads):
     """Whether a step may send this: weights or their gradients, or a device's part of activations.
 
     Nothing is sent in loops. Embeddings are looked up where their columns are, then sent to where
@@ -84,7 +88,7 @@ def is_planned(sent, sizes, family):
     rows, tokens = BATCH // sizes["batch"], LENGTH // sizes.get("sequence", 1)
     width, size = EVERY["hidden_dim"], math.prod(sent.shape)
     of_weights = EVERY["vocabulary_size"] * width // sizes["model"]
-    if "/token_embedding/" in sent.operation and "/jit(_take)/" in sent.operation:
+    if "token_embedding" in sent.operation and "/jit(_take)/" in sent.operation:
         return size <= max(rows * tokens * width, of_weights)
     if sent.kind == "collective-permute" and "/shard_map/ppermute" in sent.operation:
         return sent.nbytes <= MOST_BYTES_OF_STATES
@@ -93,8 +97,12 @@ def is_planned(sent, sizes, family):
     allowed = {(rows, tokens), (rows, tokens, 1), (rows, tokens, width), (rows * tokens, width)}
     allowed |= {(rows, LENGTH), (rows, LENGTH, 1)}  # kinds and positions of tokens
     allowed.add((rows, tokens, sizes["model"]))  # the largest logit of each part of the vocabulary
-    if family == "griffin":  # gradients of the key and the value that all heads share
-        allowed.add((rows, tokens, 1, SIZES[family]["head_dim"]))
+    if family == "griffin":
+        heads, head_dim = SIZES[family]["num_query_heads"], SIZES[family]["head_dim"]
+        if kv_heads % sizes["model"]:  # gradients of keys and values that devices share
+            allowed.add((rows, tokens, kv_heads, head_dim))
+            if kv_heads > 1:  # their queries are gathered, too
+                allowed.add((rows, tokens, heads, head_dim))
     return sent.kind in ("all-reduce", "all-gather") and sent.shape in allowed
 
 
@@ -122,7 +130,9 @@ def compare(dump, writes, family, sizes, kv_heads="1"):
         "arrays": max(differences),
         "same tokens": bool((tokens == tokens_of_one).all()),
         "unplanned": [
-            c for c in sent if not is_planned(c, dict(zip(names, sizes, strict=True)), family)
+            c
+            for c in sent
+            if not is_planned(c, dict(zip(names, sizes, strict=True)), family, int(kv_heads))
         ],
         "states": {
             path[-1]: array.sharding.shard_shape(array.shape)

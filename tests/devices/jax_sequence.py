@@ -60,6 +60,10 @@ def wide_window(x, y, z, **given):
     return window(x, y, z, size=23, **given)
 
 
+def reversed_scan(x, y, z, **given):
+    return linear_scan(x, y, z, reverse=True, **given)
+
+
 FUNCTIONS = (
     *(linear_scan, complex_linear_scan, rg_lru, causal_conv1d),
     *(gated_linear_attention, lightning_attention, window, wide_window),
@@ -75,6 +79,14 @@ def tokens(rng, case):
     segments = np.cumsum(rng.random((B, T)) < 0.08, axis=1).astype("int32")
     segments[1, :] = 0
     return {"mask": mask, "segment_ids": segments}
+
+
+def distribution(sizes, batch_dim_name="batch"):
+    mesh = keras.distribution.DeviceMesh(
+        sizes, ("batch", "sequence", "model"), keras.distribution.list_devices()
+    )
+    layout_map = keras.distribution.LayoutMap(mesh)
+    return keras.distribution.ModelParallel(layout_map=layout_map, batch_dim_name=batch_dim_name)
 
 
 def program(function, given, with_state):
@@ -113,13 +125,11 @@ def compare(function, sizes, case, with_state):
     _, before = function(x, y, z)  # of other tokens
     arguments = (x[:, ::-1], y, z, before)
     expected = program(function, given, with_state)(*arguments)
-    mesh = keras.distribution.DeviceMesh(
-        sizes, ("batch", "sequence", "model"), keras.distribution.list_devices()
-    )
-    layout_map = keras.distribution.LayoutMap(mesh)
-    with keras.distribution.ModelParallel(layout_map=layout_map).scope():
+    of_sequence = distribution(sizes)
+    mesh = of_sequence.device_mesh.backend_mesh
+    with of_sequence.scope():
         shards = [
-            jax.device_put(a, jax.NamedSharding(mesh.backend_mesh, jax.P("batch", "sequence")))
+            jax.device_put(a, jax.NamedSharding(mesh, jax.P("batch", "sequence")))
             for a in arguments[:3]
         ]
         compiled = program(function, given, with_state).lower(*shards, before).compile()
@@ -135,45 +145,44 @@ def compare(function, sizes, case, with_state):
 
 
 def refusals():
-    """What is said of attention to all tokens, and of a length that the devices do not divide."""
+    """What is said of attention to all tokens, a length that devices do not divide, two axes."""
     x = np.ones((B, T, H, K), "float32")
-    for call in (
-        lambda: ops.sliding_window_attention(x, x, x),
-        lambda: ops.linear_scan(x[:, : T - 1, 0], -x[:, : T - 1, 0]),
+    for call, sizes, batch in (
+        (lambda: ops.sliding_window_attention(x, x, x), (1, 8, 1), "batch"),
+        (lambda: ops.linear_scan(x[:, : T - 1, 0], -x[:, : T - 1, 0]), (1, 8, 1), "batch"),
+        (lambda: ops.linear_scan(x[:, :, 0], -x[:, :, 0]), (1, 2, 4), "sequence"),
     ):
         try:
-            call()
+            with distribution(sizes, batch_dim_name=batch).scope():
+                call()
         except (NotImplementedError, ValueError) as error:
             yield f"{type(error).__name__}: {error}"
 
 
 def bytes_sent(function, length):
     """Of a program for rows of so many tokens and its gradients, which is compiled but not run."""
-    mesh = keras.distribution.distribution().device_mesh.backend_mesh
-    where = jax.NamedSharding(mesh, jax.P("batch", "sequence"))
+    of_sequence = distribution((1, 8, 1))
+    where = jax.NamedSharding(of_sequence.device_mesh.backend_mesh, jax.P("batch", "sequence"))
     x = jax.ShapeDtypeStruct((B, length, D), "float32", sharding=where)
-    compiled = program(function, {}, False).lower(x, x, x, None).compile()
+    with of_sequence.scope():
+        compiled = program(function, {}, False).lower(x, x, x, None).compile()
     return sum(c.nbytes for c in collectives(compiled.as_text()))
 
 
 def main(*names):
     quick = names[:1] == ("quick",)
-    found, meshes = {}, [(1, 4, 2)] if quick else [(1, 8, 1), (2, 2, 2)]
-    for function in FUNCTIONS:
+    meshes = [(1, 4, 2)] if quick else [(1, 8, 1), (2, 2, 2)]
+    found = {}
+    for function in (*FUNCTIONS, reversed_scan):
         if quick and function.__name__ not in names:
             continue
         for sizes in meshes:
             for case, with_state in (("packed", True), *([] if quick else [("plain", False)])):
                 name = f"{function.__name__} {sizes} {case}"
                 found[name] = compare(function, sizes, case, with_state)
-    mesh = keras.distribution.DeviceMesh(
-        (1, 8, 1), ("batch", "sequence", "model"), keras.distribution.list_devices()
-    )
-    layout_map = keras.distribution.LayoutMap(mesh)
-    with keras.distribution.ModelParallel(layout_map=layout_map).scope():
-        sent = {f.__name__: bytes_sent(f, 8192) for f in (linear_scan, window)}
-        report = {"found": found, "refused": list(refusals()), "sent": sent}
-    print(json.dumps(report))
+    measured = (linear_scan,) if quick else FUNCTIONS
+    sent = {f.__name__: [bytes_sent(f, length) for length in (8192, 32768)] for f in measured}
+    print(json.dumps({"found": found, "refused": list(refusals()), "sent": sent}))
 
 
 if __name__ == "__main__":

@@ -37,11 +37,12 @@ def compare(folder, writes, *cases):
 
 
 @any_family
-def test_a_step_on_four_by_two_devices_is_that_of_one(tmp_path, family):
-    """FSDP by two and tensor parallelism by four; one family also writes."""
-    states = compare(tmp_path, family == "hgrn2", f"{family}:2,4")[f"{family}:2,4"]["states"]
+def test_steps_on_eight_devices_are_those_of_one(tmp_path, family):
+    """FSDP by two and tensor parallelism by four, or parts of rows by two; one family writes."""
+    case = f"{family}:2,2,2" if family == "griffin" else f"{family}:2,4"
+    states = compare(tmp_path, family == "hgrn2", case)[case]["states"]
     if family == "griffin":
-        assert (states["hidden"], states["inputs"]) == ([8, 16], [8, 3, 16])
+        assert (states["hidden"], states["inputs"]) == ([8, 32], [8, 3, 32])
         assert states["key"] == [8, 5, 1, 8]
     else:
         assert states["memory"] == [8, 2, 4, 4]
@@ -72,6 +73,8 @@ def test_programs_are_read():
 }
 ENTRY %main (a: f32[4,2]) -> f32[4,2] {
   %g = (f32[8,2]{1,0}, bf16[3]{0}) all-gather(f32[4,2] %a, bf16[1] %b), dimensions={0}
+  %o = f32[4,2]{1,0} all-reduce(f32[4,2] %a), replica_groups={{0},{1}}, to_apply=%add
+  %p = f32[4,2]{1,0} all-reduce(f32[4,2] %a), replica_groups=[2,1]<=[2], to_apply=%add
   %w = (s32[], f32[4,2]) while((s32[], f32[4,2]) %t), condition=%condition, body=%body
 }
 """

@@ -260,11 +260,10 @@ class GriffinBackbone(RecurrentBackbone):
         tensor parallelism, others are both. States and caches are split by rows and heads or
         channels. Small weights, such as norms, are copied.
 
-        A third axis, named "sequence", splits the tokens of rows: each device has a part of every
-        row of its batch, and gets the states before it from the devices to its left, a few
-        kilobytes. Its size must divide the number of tokens. Where the data axis has one device,
-        weights are split along this one instead. Global
-        attention refuses a sequence axis.
+        A third axis, named "sequence", is for rows longer than a device (sequence parallelism): it
+        splits the tokens of rows, whose number it must divide, as `keras_recurrent.layouts` tells.
+        Where the data axis has one device, weights are split along this one in its place. Blocks
+        of `"global_attention"` are refused.
 
         Args:
             device_mesh: a `keras.distribution.DeviceMesh`.
