@@ -6,6 +6,9 @@ GOES_ON, STARTS, PADDING = 0, 1, 2
 # c of RG-LRU and CG-LRU: the decay is a = σ(a_logit)^(c r), with r the recurrence gate.
 DECAY_EXPONENT = 8.0
 
+# The axis of a mesh of devices that splits the tokens of rows (JAX).
+SEQUENCE = "sequence"
+
 # The compute capability that the kernels for NVIDIA GPUs need, for products of bfloat16.
 LOWEST_CAPABILITY = (8, 0)
 

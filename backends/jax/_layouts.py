@@ -1,16 +1,20 @@
 """Operations over time on the shards of a mesh: each shard computes its rows and channels or heads.
 
 XLA would choose by itself what to split, also inside the loops over time. Here the batch is split
-along one axis of the mesh, and channels or heads along all others; a dimension that these do not
-divide stays whole. Nothing is exchanged but the gradients of what all shards share, such as the
+along one axis of the mesh, time along the one named "sequence", and channels or heads along all
+others; of batch, channels and heads, what these do not divide stays whole. Nothing is exchanged but
+what `_sequence` says of shards of time, and the gradients of what all shards share, such as the
 weights of a filter, once.
 """
 
+import functools
 import math
 from typing import Any, NamedTuple
 
 import jax
 
+from keras_recurrent.backends.constants import SEQUENCE
+from keras_recurrent.backends.jax import _sequence
 from keras_recurrent.backends.jax._shards import over
 
 
@@ -60,45 +64,104 @@ def run(operation, function, arguments, mesh, batch_axis):
     if operation not in _DIMENSIONS or jax.sharding.get_abstract_mesh().manual_axes:
         with over(mesh):
             return function(**arguments)
-    of = _DIMENSIONS[operation]
-    names = {**of.tensors, "initial_state": of.state, "token_kind": "b t"}
-    given = {name: arguments[name] for name in names if arguments.get(name) is not None}
-    options = {name: x for name, x in arguments.items() if name not in given}
-    sizes = {}
-    for name, tensor in given.items():
-        jax.tree.map(
-            lambda dims, x: sizes.update(zip(dims.split(), x.shape, strict=True)),
-            names[name],
-            tensor,
+    if batch_axis == SEQUENCE:
+        raise ValueError(
+            f"The axis {SEQUENCE!r} of the mesh splits the tokens of rows, so it cannot split the "
+            "batch: give the distribution another `batch_dim_name`, or the axis another name."
         )
-    split = _split(of, sizes, mesh, batch_axis)
+    of = _DIMENSIONS[operation]
+    names = (*of.tensors, "initial_state", "token_kind")
+    given = {name: arguments[name] for name in names if arguments.get(name) is not None}
+    context = ("initial_state", "token_kind")
+    options = {name: x for name, x in arguments.items() if name not in (*given, *context)}
+    return _on_shards(given, operation, function, tuple(options.items()), mesh, batch_axis)
+
+
+# Compiled, as an eager call would otherwise be traced each time.
+@functools.partial(jax.jit, static_argnums=range(1, 6))
+def _on_shards(given, operation, function, options, mesh, batch_axis):
+    of, options, sizes = _DIMENSIONS[operation], dict(options), {}
+    names = {**of.tensors, "initial_state": of.state, "token_kind": "b t"}
+    names = {name: names[name] for name in given}
+    jax.tree.map(
+        lambda dims, x: sizes.update(zip(dims.split(), x.shape, strict=True)), names, given
+    )
+    split = _split(of, sizes, options, mesh, batch_axis)
 
     def spec(dims):
         return jax.P(*(split.get(name) for name in dims.split()))
 
-    def local(shards):
-        return function(**shards, **options)
+    def local(shard):
+        if "t" in split:
+            return _sequence.run(
+                operation, function, shard, options, SEQUENCE, mesh.shape[SEQUENCE]
+            )
+        return function(**shard, **options)
 
-    state = of.state
-    bounds = ("initial_state", "sliding_window", "capacity")
-    if state is _OF_ATTENTION and all(arguments.get(name) is None for name in bounds):
+    state, bounds = of.state, (options.get("sliding_window"), options.get("capacity"))
+    if state is _OF_ATTENTION and "initial_state" not in given and bounds == (None, None):
         state = {}
     return jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=({name: jax.tree.map(spec, names[name]) for name in given},),
+        in_specs=(jax.tree.map(spec, names),),
         out_specs=(spec(of.output), jax.tree.map(spec, state)),
         check_vma=False,
     )(given)
 
 
-def _split(of, sizes, mesh, batch_axis):
+def _split(of, sizes, options, mesh, batch_axis):
     """The axes of the mesh, by the names of the dimensions that they split."""
-    others = tuple(name for name in mesh.axis_names if name != batch_axis)
+    others = tuple(name for name in mesh.axis_names if name not in (batch_axis, SEQUENCE))
     count = math.prod(mesh.shape[name] for name in others)
     split = {"b": batch_axis} if sizes["b"] % mesh.shape[batch_axis] == 0 else {}
     if of.split and sizes[of.split[0]] % count == 0:
         split |= {name: others for name in of.split if sizes[name] % count == 0}
         if "g" not in split and sizes.get("g", 1) > 1:
             del split["h"]  # a shard's heads of queries would not share the keys equally
+    parts = mesh.shape.get(SEQUENCE, 1)
+    # One token, a step of generation, is seen by all.
+    if parts > 1 and sizes["t"] > 1 and not _is_short(sizes, options):
+        if sizes["t"] % parts:
+            raise ValueError(
+                f"The {sizes['t']} tokens of a row cannot be split along the axis {SEQUENCE!r} of "
+                f"the mesh, whose size is {parts}. Pad rows to a multiple of it, such as "
+                f"{sizes['t'] + -sizes['t'] % parts} tokens."
+            )
+        split["t"] = SEQUENCE
     return split
+
+
+def _is_short(sizes, options):
+    """Whether a state of attention, made for rows shorter than the window, tells that they are."""
+    window = options.get("sliding_window")
+    return window is not None and sizes.get("c", window) < window - 1
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def flat_tokens(x, mesh, batch_axis):
+    """x [B, T, D] as [B * T, D] in another order, in which no token leaves its device.
+
+    In their own order, tokens of rows that are split along both axes would have to be exchanged.
+    """
+    return _by_tokens(lambda x: x.reshape(-1, x.shape[-1]), mesh, batch_axis, 3)(x)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def rows_of_tokens(y, shape, mesh, batch_axis):
+    """The inverse of `flat_tokens`, for rows of this shape [B, T]."""
+    parts = mesh.shape[batch_axis], mesh.shape[SEQUENCE]
+    local = tuple(size // count for size, count in zip(shape, parts, strict=True))
+    return _by_tokens(lambda y: y.reshape(*local, y.shape[-1]), mesh, batch_axis, 2)(y)
+
+
+def _by_tokens(function, mesh, batch_axis, rank):
+    by_rank = {3: jax.P(batch_axis, SEQUENCE), 2: jax.P((batch_axis, SEQUENCE))}
+    return jax.shard_map(
+        function,
+        mesh=mesh,
+        in_specs=by_rank[rank],
+        out_specs=by_rank[5 - rank],
+        axis_names={batch_axis, SEQUENCE},
+        check_vma=False,
+    )

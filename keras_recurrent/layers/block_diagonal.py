@@ -5,6 +5,7 @@ from keras import ops
 
 from keras_recurrent.layers.initializers import clone_initializer
 from keras_recurrent.layers.remat import no_further_remat
+from keras_recurrent.layouts import flat_tokens
 
 
 def block_diagonal_dense(layer, name, units):
@@ -35,6 +36,7 @@ def apply_blocks(dense, inputs):
     """
     num_blocks, _, units = dense.bias.shape
     width = inputs.shape[-1] // num_blocks
-    blocks = ops.transpose(ops.reshape(inputs, (-1, num_blocks, width)), (1, 0, 2))
+    tokens, in_rows = flat_tokens(inputs)
+    blocks = ops.transpose(ops.reshape(tokens, (-1, num_blocks, width)), (1, 0, 2))
     outputs = ops.transpose(dense(blocks), (1, 0, 2))
-    return ops.reshape(outputs, (*ops.shape(inputs)[:2], num_blocks * units))
+    return in_rows(ops.reshape(outputs, (-1, num_blocks * units)))

@@ -1,6 +1,6 @@
 """Linear maps of the tokens of a sequence."""
 
-from keras import ops
+from keras_recurrent.layouts import flat_tokens
 
 
 def apply_to_tokens(dense, inputs):
@@ -9,5 +9,5 @@ def apply_to_tokens(dense, inputs):
     The gradient of the weight sums over all tokens. If these were two axes, XLA on a CPU would
     first write a transposed copy of the output's gradient.
     """
-    outputs = dense(ops.reshape(inputs, (-1, inputs.shape[-1])))
-    return ops.reshape(outputs, (*ops.shape(inputs)[:2], outputs.shape[-1]))
+    tokens, in_rows = flat_tokens(inputs)
+    return in_rows(dense(tokens))

@@ -8,6 +8,7 @@ from keras_recurrent.layers.initializers import clone_initializer
 from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.layers.rotary import rotate
 from keras_recurrent.layers.streaming import StreamingLayer
+from keras_recurrent.layouts import check_whole_rows
 from keras_recurrent.ops.operation import is_finite_number
 from keras_recurrent.ops.sliding_window_attention import capacity, sliding_window_attention
 
@@ -73,6 +74,8 @@ class LocalAttention(StreamingLayer):
             `num_query_heads`, a `partial_rotary_factor` not between 0 and 1 or that leaves an odd
             number of channels to turn, a state of another structure or shape, or a state asked
             for where neither `sliding_window` nor `max_length` bounds it.
+        NotImplementedError: no `sliding_window`, where a distribution splits the tokens of rows
+            (see `keras_recurrent.layouts`).
 
     Example: a text longer than the window, in parts.
 
@@ -113,7 +116,9 @@ class LocalAttention(StreamingLayer):
         check_positive_integer("num_query_heads", num_query_heads)
         check_positive_integer("num_key_value_heads", num_key_value_heads)
         check_positive_integer("head_dim", head_dim)
-        if sliding_window is not None:
+        if sliding_window is None:
+            check_whole_rows("`LocalAttention` without a `sliding_window`")
+        else:
             check_positive_integer("sliding_window", sliding_window)
             sliding_window = int(sliding_window)
         if max_length is not None:

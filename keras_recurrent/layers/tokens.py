@@ -8,6 +8,7 @@ from keras import ops
 from keras_recurrent import dispatch
 from keras_recurrent.backends.constants import PADDING, STARTS
 from keras_recurrent.devices import torch_time
+from keras_recurrent.layouts import laid_out
 from keras_recurrent.ops.operation import symbolic
 from keras_recurrent.ops.token_kind import token_kind
 from keras_recurrent.portable.positions import positions
@@ -128,12 +129,16 @@ def _find(inputs, mask, segment_ids, segment, position, uses_position, return_st
     found = {}
     if return_state or segment is not None:
         torch_time.refuse("A state of a layer or network")
+    # Devices with parts of a row each find this of the whole row, and so send nothing.
     if mask is not None:
-        mask = ops.cast(mask, "bool")
+        mask = laid_out(ops.cast(mask, "bool"), "tokens")
+    if segment_ids is not None:
+        segment_ids = laid_out(segment_ids, "tokens")
     if segment is not None:
         segment = ops.cast(segment, "int32")
     if any(tensor is not None for tensor in (mask, segment_ids, segment)):
-        found["kind"] = token_kind(inputs, mask, segment_ids, segment)
+        kind = token_kind(inputs, mask, segment_ids, segment)
+        found["kind"] = laid_out(kind, "tokens")
     if uses_position:
         one_document = mask is None and segment_ids is None
         kind = None if one_document else found["kind"]
@@ -141,7 +146,7 @@ def _find(inputs, mask, segment_ids, segment, position, uses_position, return_st
         if shards is not None:
             found["position"] = shards.of_whole_rows(token_position, inputs, kind)
         else:
-            found["position"] = token_position(inputs, kind, position)
+            found["position"] = laid_out(token_position(inputs, kind, position), "tokens")
     if return_state:
         if uses_position:
             last = found["position"][:, -1]

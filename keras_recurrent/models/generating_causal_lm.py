@@ -13,6 +13,7 @@ from keras_recurrent.generation.prompts import check_rows, check_stop_tokens, fi
 from keras_recurrent.generation.stream import Stream
 from keras_recurrent.generation.ways import tell
 from keras_recurrent.layers.checks import check_boolean
+from keras_recurrent.layouts import any_number_of_rows
 from keras_recurrent.models.samples import check_no_text
 
 
@@ -102,7 +103,8 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
         check_boolean("strip_prompt", strip_prompt)
         check_boolean("return_cache", return_cache)
         if cache is None and not return_cache:
-            return super().generate(inputs, max_length, stop_token_ids, strip_prompt)
+            with any_number_of_rows():
+                return super().generate(inputs, max_length, stop_token_ids, strip_prompt)
         loops = self._own_loops("return_cache" if cache is None else "cache")
         stops = self._stop_token_ids(stop_token_ids)
         rows = find_prompts(self, inputs, max_length, cache)

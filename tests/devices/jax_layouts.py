@@ -2,8 +2,8 @@
 
 A process of its own, for it has eight devices. Its arguments: the folder into which XLA writes the
 programs that it compiles; "writes" or "trains", whether models write, too; and cases such as
-`griffin:2,4` or `griffin:2,4:8`, a family, the sizes of the mesh for batch and model, and the heads
-of keys and values.
+`griffin:2,4` or `griffin:2,4:8`, a family, the sizes of the mesh for batch and model, or for batch,
+sequence and model, and the heads of keys and values.
 """
 
 import json
@@ -19,6 +19,7 @@ from tests.models.tiny import FAMILIES, set_weights
 
 PROGRAMS = "*train_step*after_optimizations.txt"
 BATCH, LENGTH = 16, 24  # no weight has these sizes
+MOST_BYTES_OF_STATES = 16_384  # of a device's rows; their hidden states are 49,152 bytes
 EVERY = {"vocabulary_size": 160, "hidden_dim": 32, "intermediate_dim": 64}
 SIZES = {
     "griffin": {
@@ -51,41 +52,57 @@ def batch():
     tokens = rng.integers(1, EVERY["vocabulary_size"], (BATCH, LENGTH + 1)).astype("int32")
     mask = (np.arange(LENGTH) < rng.integers(LENGTH // 2, LENGTH, (BATCH, 1))).astype("int32")
     x = {"token_ids": tokens[:, :-1], "padding_mask": mask}
+    x["segment_ids"] = np.sort(rng.integers(3, size=(BATCH, LENGTH)).astype("int32"))
     return x, tokens[:, 1:], mask
 
 
 def observed(model, writes):
     """Losses of two steps, weights and slots after them, and tokens that it `writes` or not."""
     x, y, weight = batch()
-    losses = [float(model.train_on_batch(x, y, sample_weight=weight)) for _ in range(2)]
+    fit = model.fit(
+        x, y, sample_weight=weight, batch_size=BATCH, epochs=2, shuffle=False, verbose=0
+    )
+    losses = fit.history["loss"]
     variables = (*model.weights, *model.optimizer.variables)
     arrays = [(v.path, np.asarray(v.value)) for v in variables]
     if not writes:
         return losses, arrays, x["token_ids"]
     lengths = np.arange(BATCH)[:, None] % 6 + LENGTH - 12
     prompt = {"token_ids": x["token_ids"], "padding_mask": np.arange(LENGTH) < lengths}
-    tokens = model.generate(prompt, stop_token_ids=None)["token_ids"]
-    return losses, arrays, np.asarray(tokens)
+    # All rows, and one that the devices do not divide.
+    written = [
+        model.generate({name: a[:rows] for name, a in prompt.items()}, stop_token_ids=None)
+        for rows in (BATCH, 1)
+    ]
+    return losses, arrays, np.concatenate([np.asarray(rows["token_ids"]) for rows in written])
 
 
-def is_planned(sent, mesh, family):
-    """Whether a step may send this: weights or their gradients, or a device's rows of activations.
+def is_planned(sent, sizes, family, kv_heads):
+    """Whether a step may send this: weights or their gradients, or a device's part of activations.
 
     Nothing is sent in loops. Embeddings are looked up where their columns are, then sent to where
-    their rows are.
+    their rows are. Where tokens of a row are on several devices, these send states to the right.
     """
-    data, model = mesh.shape
     if sent.in_loop:
         return False
-    rows, width, size = BATCH // data, EVERY["hidden_dim"], math.prod(sent.shape)
-    if "/token_embedding/" in sent.operation and "/jit(_take)/" in sent.operation:
-        return size <= max(rows * LENGTH * width, EVERY["vocabulary_size"] * width // model)
-    if LENGTH not in sent.shape and rows * LENGTH not in sent.shape:
-        return sent.kind != "all-to-all" and size <= EVERY["vocabulary_size"] * width // model
-    allowed = {(rows, LENGTH), (rows, LENGTH, 1), (rows, LENGTH, width), (rows * LENGTH, width)}
-    allowed.add((rows, LENGTH, model))  # the largest logit of each part of the vocabulary
-    if family == "griffin":  # gradients of the key and the value that all heads share
-        allowed.add((rows, LENGTH, 1, SIZES[family]["head_dim"]))
+    rows, tokens = BATCH // sizes["batch"], LENGTH // sizes.get("sequence", 1)
+    width, size = EVERY["hidden_dim"], math.prod(sent.shape)
+    of_weights = EVERY["vocabulary_size"] * width // sizes["model"]
+    if "token_embedding" in sent.operation and "/jit(_take)/" in sent.operation:
+        return size <= max(rows * tokens * width, of_weights)
+    if sent.kind == "collective-permute" and "/shard_map/ppermute" in sent.operation:
+        return sent.nbytes <= MOST_BYTES_OF_STATES
+    if not {LENGTH, rows * LENGTH, rows * tokens} & {*sent.shape} and sent.shape[1:2] != (tokens,):
+        return sent.kind != "all-to-all" and size <= of_weights
+    allowed = {(rows, tokens), (rows, tokens, 1), (rows, tokens, width), (rows * tokens, width)}
+    allowed |= {(rows, LENGTH), (rows, LENGTH, 1)}  # kinds and positions of tokens
+    allowed.add((rows, tokens, sizes["model"]))  # the largest logit of each part of the vocabulary
+    if family == "griffin":
+        heads, head_dim = SIZES[family]["num_query_heads"], SIZES[family]["head_dim"]
+        if kv_heads % sizes["model"]:  # gradients of keys and values that devices share
+            allowed.add((rows, tokens, kv_heads, head_dim))
+            if kv_heads > 1:  # their queries are gathered, too
+                allowed.add((rows, tokens, heads, head_dim))
     return sent.kind in ("all-reduce", "all-gather") and sent.shape in allowed
 
 
@@ -93,9 +110,9 @@ def compare(dump, writes, family, sizes, kv_heads="1"):
     further = {"num_key_value_heads": int(kv_heads)} if family == "griffin" else {}
     expected = observed(make(family, **further), writes)
     before = set(dump.glob(PROGRAMS))
-    mesh = keras.distribution.DeviceMesh(
-        tuple(map(int, sizes.split(","))), ("batch", "model"), keras.distribution.list_devices()
-    )
+    sizes = tuple(map(int, sizes.split(",")))
+    names = ("batch", "model") if len(sizes) == 2 else ("batch", "sequence", "model")
+    mesh = keras.distribution.DeviceMesh(sizes, names, keras.distribution.list_devices())
     layout_map = FAMILIES[family].backbone.get_layout_map(mesh, **further)
     with keras.distribution.ModelParallel(layout_map=layout_map).scope():
         model = make(family, **further)
@@ -112,7 +129,11 @@ def compare(dump, writes, family, sizes, kv_heads="1"):
         "losses": float(np.abs(np.divide(losses, losses_of_one) - 1).max()),
         "arrays": max(differences),
         "same tokens": bool((tokens == tokens_of_one).all()),
-        "unplanned": [c for c in sent if not is_planned(c, mesh, family)],
+        "unplanned": [
+            c
+            for c in sent
+            if not is_planned(c, dict(zip(names, sizes, strict=True)), family, int(kv_heads))
+        ],
         "states": {
             path[-1]: array.sharding.shard_shape(array.shape)
             for path, array in keras.tree.flatten_with_path(state)

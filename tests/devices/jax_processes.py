@@ -45,6 +45,18 @@ def equal(a, b):
     return all(map(np.array_equal, *arrays))
 
 
+def on_parts_of_rows(devices):
+    """The loss of training with whole rows, whose tokens are split over both processes."""
+    mesh = keras.distribution.DeviceMesh((1, 4, 1), ("batch", "sequence", "model"), devices)
+    layout_map = FAMILIES[FAMILY].backbone.get_layout_map(mesh)
+    distribution = keras.distribution.ModelParallel(layout_map=layout_map, auto_shard_dataset=False)
+    with distribution.scope():
+        model = make(FAMILY)
+        x, y, weight = batch()
+        history = model.fit(x, y, sample_weight=weight, batch_size=16, verbose=0)
+        return history.history["loss"][0], written(model)
+
+
 def main():
     devices = keras.distribution.list_devices()
     mesh = keras.distribution.DeviceMesh((2, 2), ("batch", "model"), devices)
@@ -68,6 +80,7 @@ def main():
         preset = type(model).from_preset(str(folder / "preset"))
     report = {
         "loss": loss,
+        "of parts": on_parts_of_rows(devices),
         "spread": not kernel.is_fully_addressable,
         "tokens": tokens,
         "ahead": ahead,

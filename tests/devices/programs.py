@@ -17,14 +17,17 @@ class Collective(NamedTuple):
 
 
 def collectives(text):
-    """A `Collective` for each array that is sent, from the text of an optimized program."""
+    """A `Collective` for each array that is sent, from the text of an optimized program.
+
+    Of groups of one device, along an axis of that size, nothing is sent.
+    """
     computations = _computations(text)
     looped = _reached(computations, re.findall(r"(?:body|condition)=%?([\w.-]+)", text))
     found = []
     for name, lines in computations.items():
         for line in lines:
             match = re.search(rf"= (.*?) ({KINDS})(?:-start)?\(", line)
-            if not match:
+            if not match or re.search(r"replica_groups=(\{\{\d+\}|\[\d+,1\])", line):
                 continue
             operation = re.search(r'op_name="([^"]*)"', line)
             for dtype, sizes in re.findall(r"([a-z]+\d*)\[([\d,]*)\]", match[1]):

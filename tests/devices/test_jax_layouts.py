@@ -37,11 +37,12 @@ def compare(folder, writes, *cases):
 
 
 @any_family
-def test_a_step_on_four_by_two_devices_is_that_of_one(tmp_path, family):
-    """FSDP by two and tensor parallelism by four; one family also writes."""
-    states = compare(tmp_path, family == "griffin", f"{family}:2,4")[f"{family}:2,4"]["states"]
+def test_steps_on_eight_devices_are_those_of_one(tmp_path, family):
+    """FSDP by two and tensor parallelism by four, or parts of rows by two; one family writes."""
+    case = f"{family}:2,2,2" if family == "griffin" else f"{family}:2,4"
+    states = compare(tmp_path, family == "hgrn2", case)[case]["states"]
     if family == "griffin":
-        assert (states["hidden"], states["inputs"]) == ([8, 16], [8, 3, 16])
+        assert (states["hidden"], states["inputs"]) == ([8, 32], [8, 3, 32])
         assert states["key"] == [8, 5, 1, 8]
     else:
         assert states["memory"] == [8, 2, 4, 4]
@@ -72,6 +73,8 @@ def test_programs_are_read():
 }
 ENTRY %main (a: f32[4,2]) -> f32[4,2] {
   %g = (f32[8,2]{1,0}, bf16[3]{0}) all-gather(f32[4,2] %a, bf16[1] %b), dimensions={0}
+  %o = f32[4,2]{1,0} all-reduce(f32[4,2] %a), replica_groups={{0},{1}}, to_apply=%add
+  %p = f32[4,2]{1,0} all-reduce(f32[4,2] %a), replica_groups=[2,1]<=[2], to_apply=%add
   %w = (s32[], f32[4,2]) while((s32[], f32[4,2]) %t), condition=%condition, body=%body
 }
 """
@@ -107,6 +110,17 @@ def test_what_devices_do_not_divide_is_refused_by_name(family):
     message = "axis 'batch' of .*, 3, does not divide `hidden_dim`, 16"
     with distribution.scope(), pytest.raises(ValueError, match=message):
         tiny_backbone(family=family)
+
+
+def test_weights_are_split_along_the_sequence_where_there_is_one_row_of_devices():
+    for sizes, axis in (((1, 4, 2), "sequence"), ((2, 2, 2), "batch")):
+        names = ("batch", "sequence", "model")
+        mesh = keras.distribution.DeviceMesh(sizes, names, [f"cpu:{i}" for i in range(8)])
+        for family in FAMILIES.values():
+            layout_map = family.backbone.get_layout_map(mesh)
+            assert layout_map["block_1/mlp/up_proj/kernel"].axes == (axis, "model")
+            assert layout_map["token_embedding/embeddings"].axes == ("model", axis)
+            assert layout_map["hidden_states"].axes == ("batch", "sequence", None)
 
 
 def test_keys_and_values_are_split_where_their_heads_can_be():

@@ -61,7 +61,7 @@ def test_two_processes_do_what_one_does(tmp_path):
 
     model = make("hgrn2")
     x, y, weight = batch()
-    model.fit(x, y, sample_weight=weight, batch_size=16, verbose=0)
+    history = model.fit(x, y, sample_weight=weight, batch_size=16, verbose=0)
     saved = make("hgrn2")
     saved.load_weights(tmp_path / "all.weights.h5")
     exported = FAMILIES["hgrn2"].causal_lm.from_preset(str(tmp_path / "exported"))
@@ -74,3 +74,6 @@ def test_two_processes_do_what_one_does(tmp_path):
     prompt = {"token_ids": x["token_ids"], "padding_mask": mask}
     rows = saved.generate(prompt, stop_token_ids=None)["token_ids"]
     np.testing.assert_array_equal(rows, first["tokens"])
+    loss, tokens = first["of parts"]
+    np.testing.assert_allclose(loss, history.history["loss"][0], rtol=2e-6)
+    np.testing.assert_array_equal(rows, tokens)

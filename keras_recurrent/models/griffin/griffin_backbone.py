@@ -5,7 +5,7 @@ import keras
 from keras_recurrent.layers import LocalAttention, RecurrentBlock, RMSNorm
 from keras_recurrent.layers.checks import check_boolean, check_number
 from keras_recurrent.layers.remat import no_further_remat
-from keras_recurrent.layouts import axis_size, check_layout, layout_map_with_axes
+from keras_recurrent.layouts import axis_of_weights, axis_size, check_layout, layout_map_with_axes
 from keras_recurrent.models.griffin.griffin_residual_block import GriffinResidualBlock
 from keras_recurrent.models.recurrent_backbone import (
     RecurrentBackbone,
@@ -260,6 +260,11 @@ class GriffinBackbone(RecurrentBackbone):
         tensor parallelism, others are both. States and caches are split by rows and heads or
         channels. Small weights, such as norms, are copied.
 
+        A third axis, named "sequence", is for rows longer than a device (sequence parallelism): it
+        splits the tokens of rows, whose number it must divide, as `keras_recurrent.layouts` tells.
+        Where the data axis has one device, weights are split along this one in its place. Blocks
+        of `"global_attention"` are refused.
+
         Args:
             device_mesh: a `keras.distribution.DeviceMesh`.
             model_parallel_dim_name: string, its axis for the model. Its size must divide
@@ -291,6 +296,7 @@ class GriffinBackbone(RecurrentBackbone):
         """
         data, model = data_parallel_dim_name, model_parallel_dim_name
         layout_map = layout_map_with_axes(device_mesh, model, data)
+        data = axis_of_weights(device_mesh, data)
         layout_map["block.*(linear_x|linear_y|q_proj|gate_proj|up_proj)/kernel"] = (data, model)
         layout_map["block.*(linear_x|linear_y|gate_proj|up_proj)/bias"] = (model,)
         shared = num_key_value_heads % axis_size(device_mesh, model)

@@ -5,7 +5,7 @@ import keras
 from keras_recurrent.layers import HGRN2, LowerBounds, RMSNorm
 from keras_recurrent.layers.checks import check_boolean
 from keras_recurrent.layers.remat import no_further_remat
-from keras_recurrent.layouts import check_layout, layout_map_with_axes
+from keras_recurrent.layouts import axis_of_weights, check_layout, layout_map_with_axes
 from keras_recurrent.models.hgrn2.hgrn2_residual_block import HGRN2ResidualBlock
 from keras_recurrent.models.recurrent_backbone import (
     RecurrentBackbone,
@@ -174,6 +174,10 @@ class HGRN2Backbone(RecurrentBackbone):
         both. States and caches are split by rows and heads or channels. Small weights, such as
         norms and lower bounds, are copied.
 
+        A third axis, named "sequence", is for rows longer than a device (sequence parallelism): it
+        splits the tokens of rows, whose number it must divide, as `keras_recurrent.layouts` tells.
+        Where the data axis has one device, weights are split along this one in its place.
+
         Args:
             device_mesh: a `keras.distribution.DeviceMesh`.
             model_parallel_dim_name: string, its axis for the model. Its size must divide
@@ -203,6 +207,7 @@ class HGRN2Backbone(RecurrentBackbone):
         """
         data, model = data_parallel_dim_name, model_parallel_dim_name
         layout_map = layout_map_with_axes(device_mesh, model, data)
+        data = axis_of_weights(device_mesh, data)
         layout_map["token_embedding/reverse_embeddings"] = (data, model)
         layout_map["block.*(q_proj|f_proj|i_proj|gate_proj|up_proj)/kernel"] = (data, model)
         layout_map["block.*(o_proj|down_proj)/kernel"] = (model, data)

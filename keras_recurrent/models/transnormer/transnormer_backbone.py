@@ -5,7 +5,7 @@ import keras
 from keras_recurrent.layers import LightningAttention, SimpleRMSNorm
 from keras_recurrent.layers.checks import check_boolean
 from keras_recurrent.layers.remat import no_further_remat
-from keras_recurrent.layouts import check_layout, layout_map_with_axes
+from keras_recurrent.layouts import axis_of_weights, check_layout, layout_map_with_axes
 from keras_recurrent.models.recurrent_backbone import (
     RecurrentBackbone,
     check_layouts,
@@ -163,6 +163,10 @@ class TransNormerBackbone(RecurrentBackbone):
         (FSDP, or ZeRO-3): a mesh of (8, 1) is FSDP, one of (1, 8) tensor parallelism, others are
         both. States and caches are split by rows and heads or channels.
 
+        A third axis, named "sequence", is for rows longer than a device (sequence parallelism): it
+        splits the tokens of rows, whose number it must divide, as `keras_recurrent.layouts` tells.
+        Where the data axis has one device, weights are split along this one in its place.
+
         Args:
             device_mesh: a `keras.distribution.DeviceMesh`.
             model_parallel_dim_name: string, its axis for the model. Its size must divide
@@ -192,6 +196,7 @@ class TransNormerBackbone(RecurrentBackbone):
         """
         data, model = data_parallel_dim_name, model_parallel_dim_name
         layout_map = layout_map_with_axes(device_mesh, model, data)
+        data = axis_of_weights(device_mesh, data)
         layout_map["token_embedding/reverse_embeddings"] = (data, model)
         layout_map["block.*(q_proj|k_proj|v_proj|u_proj|gate_proj|up_proj)/kernel"] = (data, model)
         layout_map["block.*(o_proj|down_proj)/kernel"] = (model, data)
