@@ -8,8 +8,8 @@ import zipfile
 import keras
 import numpy as np
 
+from keras_recurrent.devices.jax_processes import own_path, whole
 from keras_recurrent.layers.checks import check_boolean, check_positive_integer
-from keras_recurrent.processes import own_path, whole
 
 __all__ = ["TrainingBackup"]
 

@@ -283,8 +283,8 @@ def _passes(definition):
 
     def forward(*arguments, **options):
         run = functools.partial(definition.forward, **options)
-        of = _named((tensors, results), arguments[0])
-        return _shards.distributed(run, *of, channels)(*arguments)
+        given, written = _named((tensors, results), arguments[0])
+        return _shards.distributed(run, given, written, channels)(*arguments)
 
     def backward(*arguments, **options):
         given = zip(differentiable, arguments, strict=False)
@@ -295,8 +295,9 @@ def _passes(definition):
             return tuple(d for d, p in zip(found, present, strict=False) if p)
 
         of_present = [t for t, p in zip(tensors, present, strict=False) if p]
-        of = _named(((*tensors, *output, *results), of_present), arguments[0])
-        found = iter(_shards.distributed(gradients, *of, channels)(*arguments))
+        names = *tensors, *output, *results
+        given, written = _named((names, of_present), arguments[0])
+        found = iter(_shards.distributed(gradients, given, written, channels)(*arguments))
         found = [next(found) if p else None for p in present]
         return *found, *[None] * (len(tensors) - len(found))
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from keras_recurrent.checkpoints import files, layout
 from keras_recurrent.checkpoints.checkpoint import DTYPES, INDEX_FILE, ONE_FILE
-from keras_recurrent.processes import is_first, own_path, whole
+from keras_recurrent.devices.jax_processes import is_first, own_path, whole
 from keras_recurrent.progress import progress
 
 GIGABYTE = 1024**3

@@ -11,8 +11,8 @@ import numpy as np
 from keras import ops
 
 from keras_recurrent.checkpoints import files
+from keras_recurrent.devices.jax_processes import whole
 from keras_recurrent.generation.fit import Fit
-from keras_recurrent.processes import whole
 
 FORMAT, VERSION = "keras_recurrent.generation_cache", 1
 LAST_TOKEN, NUM_TOKENS, STATE = "last_token", "num_tokens", "state"

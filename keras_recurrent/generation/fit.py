@@ -9,7 +9,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_recurrent.processes import several, whole
+from keras_recurrent.devices.jax_processes import several, whole
 
 SAMPLED = 256  # numbers of each weight
 

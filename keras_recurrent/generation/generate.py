@@ -4,7 +4,7 @@ import keras
 import keras_hub
 import numpy as np
 
-from keras_recurrent.processes import whole
+from keras_recurrent.devices.jax_processes import whole
 
 Sampler = keras_hub.samplers.Sampler
 

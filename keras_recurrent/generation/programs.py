@@ -7,14 +7,14 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_recurrent.devices.jax_layouts import where_divided
+from keras_recurrent.devices.jax_processes import whole
 from keras_recurrent.dispatch import chosen_name
 from keras_recurrent.generation import loop
 from keras_recurrent.generation.generate import takes_the_largest
 from keras_recurrent.generation.lengths import bucket, initial_cache
 from keras_recurrent.generation.ways import tell
 from keras_recurrent.layers.one_token import writing
-from keras_recurrent.layouts import where_divided
-from keras_recurrent.processes import whole
 
 
 class Programs:

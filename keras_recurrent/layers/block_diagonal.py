@@ -3,9 +3,9 @@
 import keras
 from keras import ops
 
+from keras_recurrent.devices.jax_layouts import flat_tokens
 from keras_recurrent.layers.initializers import clone_initializer
 from keras_recurrent.layers.remat import no_further_remat
-from keras_recurrent.layouts import flat_tokens
 
 
 def block_diagonal_dense(layer, name, units):

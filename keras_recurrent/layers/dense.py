@@ -1,6 +1,6 @@
 """Linear maps of the tokens of a sequence."""
 
-from keras_recurrent.layouts import flat_tokens
+from keras_recurrent.devices.jax_layouts import flat_tokens
 
 
 def apply_to_tokens(dense, inputs):

@@ -3,12 +3,12 @@
 import keras
 from keras import ops
 
+from keras_recurrent.devices.jax_layouts import check_whole_rows
 from keras_recurrent.layers.checks import check_number, check_positive_integer
 from keras_recurrent.layers.initializers import clone_initializer
 from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.layers.rotary import rotate
 from keras_recurrent.layers.streaming import StreamingLayer
-from keras_recurrent.layouts import check_whole_rows
 from keras_recurrent.ops.operation import is_finite_number
 from keras_recurrent.ops.sliding_window_attention import capacity, sliding_window_attention
 
@@ -75,7 +75,7 @@ class LocalAttention(StreamingLayer):
             number of channels to turn, a state of another structure or shape, or a state asked
             for where neither `sliding_window` nor `max_length` bounds it.
         NotImplementedError: no `sliding_window`, where a distribution splits the tokens of rows
-            (see `keras_recurrent.layouts`).
+            (see `keras_recurrent.devices.jax_layouts`).
 
     Example: a text longer than the window, in parts.
 

@@ -8,7 +8,7 @@ from keras import ops
 from keras_recurrent import dispatch
 from keras_recurrent.backends.constants import PADDING, STARTS
 from keras_recurrent.devices import torch_time
-from keras_recurrent.layouts import laid_out
+from keras_recurrent.devices.jax_layouts import laid_out
 from keras_recurrent.ops.operation import symbolic
 from keras_recurrent.ops.token_kind import token_kind
 from keras_recurrent.portable.positions import positions

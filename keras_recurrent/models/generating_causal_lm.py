@@ -5,6 +5,7 @@ import keras_hub
 import numpy as np
 from keras import ops
 
+from keras_recurrent.devices.jax_layouts import any_number_of_rows
 from keras_recurrent.generation.cache import new_cache
 from keras_recurrent.generation.fit import fit_of
 from keras_recurrent.generation.generate import make_loops, make_writer, only_chooses
@@ -13,7 +14,6 @@ from keras_recurrent.generation.prompts import check_rows, check_stop_tokens, fi
 from keras_recurrent.generation.stream import Stream
 from keras_recurrent.generation.ways import tell
 from keras_recurrent.layers.checks import check_boolean
-from keras_recurrent.layouts import any_number_of_rows
 from keras_recurrent.models.samples import check_no_text
 
 

@@ -2,9 +2,9 @@
 
 import keras
 
+from keras_recurrent.devices.jax_layouts import laid_out
 from keras_recurrent.layers import StreamingLayer, one_token
 from keras_recurrent.layers.remat import no_further_remat
-from keras_recurrent.layouts import laid_out
 
 
 class ResidualBlock(StreamingLayer):

@@ -2,7 +2,7 @@
 
 import keras
 
-from keras_recurrent.processes import SavedByAllProcesses
+from keras_recurrent.devices.jax_processes import SavedByAllProcesses
 
 # What this package's models keep beside the arguments that every Keras model can be compiled with.
 OWN = ("sampler", "optimizer_built")

@@ -17,7 +17,7 @@ import keras  # noqa: E402
 keras.utils.set_random_seed(0)
 keras.distribution.initialize(f"localhost:{port}", num_processes=2, process_id=number)
 
-from keras_recurrent.processes import whole  # noqa: E402
+from keras_recurrent.devices.jax_processes import whole  # noqa: E402
 from tests.devices.jax_layouts import batch, make  # noqa: E402
 from tests.models.tiny import FAMILIES  # noqa: E402
 

@@ -2,10 +2,15 @@
 
 import keras
 
+from keras_recurrent.devices.jax_layouts import (
+    axis_of_weights,
+    axis_size,
+    check_layout,
+    layout_map_with_axes,
+)
 from keras_recurrent.layers import LocalAttention, RecurrentBlock, RMSNorm
 from keras_recurrent.layers.checks import check_boolean, check_number
 from keras_recurrent.layers.remat import no_further_remat
-from keras_recurrent.layouts import axis_of_weights, axis_size, check_layout, layout_map_with_axes
 from keras_recurrent.models.griffin.griffin_residual_block import GriffinResidualBlock
 from keras_recurrent.models.recurrent_backbone import (
     RecurrentBackbone,
@@ -261,7 +266,8 @@ class GriffinBackbone(RecurrentBackbone):
         channels. Small weights, such as norms, are copied.
 
         A third axis, named "sequence", is for rows longer than a device (sequence parallelism): it
-        splits the tokens of rows, whose number it must divide, as `keras_recurrent.layouts` tells.
+        splits the tokens of rows, whose number it must divide, as
+        `keras_recurrent.devices.jax_layouts` tells.
         Where the data axis has one device, weights are split along this one in its place. Blocks
         of `"global_attention"` are refused.
 

@@ -2,10 +2,10 @@
 
 import keras
 
+from keras_recurrent.devices.jax_layouts import axis_of_weights, check_layout, layout_map_with_axes
 from keras_recurrent.layers import HGRN2, LowerBounds, RMSNorm
 from keras_recurrent.layers.checks import check_boolean
 from keras_recurrent.layers.remat import no_further_remat
-from keras_recurrent.layouts import axis_of_weights, check_layout, layout_map_with_axes
 from keras_recurrent.models.hgrn2.hgrn2_residual_block import HGRN2ResidualBlock
 from keras_recurrent.models.recurrent_backbone import (
     RecurrentBackbone,
@@ -175,7 +175,8 @@ class HGRN2Backbone(RecurrentBackbone):
         norms and lower bounds, are copied.
 
         A third axis, named "sequence", is for rows longer than a device (sequence parallelism): it
-        splits the tokens of rows, whose number it must divide, as `keras_recurrent.layouts` tells.
+        splits the tokens of rows, whose number it must divide, as
+        `keras_recurrent.devices.jax_layouts` tells.
         Where the data axis has one device, weights are split along this one in its place.
 
         Args:
