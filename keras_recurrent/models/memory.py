@@ -1,5 +1,7 @@
 """The memory of a model, of its cache during generation and of its training."""
 
+import contextlib
+import functools
 import math
 from typing import NamedTuple
 
@@ -215,16 +217,29 @@ def _without_weights(preset):
 
     loader = loading.get_loader(preset)
     cls = loader.check_backbone_class()
+    if isinstance(loader, loading.NamedPresetLoader):
+        policy = keras.config.dtype_policy().name
+        return _of_named_preset(cls, loader.row, policy)
+    with _no_values():
+        return loader.load_backbone(cls, load_weights=False)
+
+
+@functools.lru_cache(maxsize=4)
+def _of_named_preset(cls, row, _policy):
+    """Kept, as plans ask for many meshes of one model, and its layers take seconds to make."""
+    with _no_values():
+        return cls(**row.backbone_arguments)
+
+
+@contextlib.contextmanager
+def _no_values():
+    """Inside, weights get shapes but no values."""
     # Keras lists what has no values yet, and would make them at the end of the next scope.
     waiting = compat.global_state.get_global_attribute("uninitialized_variables", [], True)
     before = len(waiting)
     with keras.StatelessScope(initialize_variables=False):
-        if isinstance(loader, loading.NamedPresetLoader):
-            backbone = cls(**loader.row.backbone_arguments)
-        else:
-            backbone = loader.load_backbone(cls, load_weights=False)
+        yield
     del waiting[before:]
-    return backbone
 
 
 def _arrays_of_one_row(backbone, length):
