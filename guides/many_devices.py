@@ -25,7 +25,7 @@ import pathlib
 import subprocess
 import sys
 import tempfile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # Read once, when Keras and JAX are imported. Real devices are taken before simulated ones.
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -174,7 +174,8 @@ def alone():
     from keras_recurrent.devices.torch_modules import TorchModule
 
     module = TorchModule(make())
-    return learn(module, module, *batch(), contextlib.nullcontext)
+    x, y = batch()
+    return learn(module, module, x, y, contextlib.nullcontext)
 
 
 def share(size, rank, processes):
@@ -196,10 +197,10 @@ def distributed(model, split, mixed_precision):
     if split == "weights":
         # Gathered in 16 bits, summed in 32, kept in 32.
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-        mixed = {"mp_policy": policy} if mixed_precision else {}
+        policy = policy if mixed_precision else MixedPrecisionPolicy()
         for block in module.blocks:
-            fully_shard(block, **mixed)
-        return module, fully_shard(module, **mixed), contextlib.nullcontext
+            fully_shard(block, mp_policy=policy)
+        return module, fully_shard(module, mp_policy=policy), contextlib.nullcontext
     around = sequence_parallel if split == "time" else contextlib.nullcontext
     return module, DistributedDataParallel(module), around
 
@@ -209,12 +210,13 @@ def heads_split(module):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import distribute_module
     from torch.distributed.tensor.experimental import implicit_replication
-    from torch.distributed.tensor.parallel import parallelize_module
+    from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
     from keras_recurrent.devices.torch_tensor_parallel import ColumnParallel, RowParallel
 
     mesh = init_device_mesh(next(module.parameters()).device.type, (dist.get_world_size(),))
     mixing, mlp = "block_*.temporal_block", "block_*.mlp"
+    plan: dict[str, ParallelStyle]
     plan = {f"{mixing}.{name}": ColumnParallel() for name in ("q_proj", "f_proj", "i_proj")}
     plan |= {f"{mlp}.{name}": ColumnParallel() for name in ("gate_proj", "up_proj")}
     plan |= {f"{mixing}.o_proj": RowParallel(), f"{mlp}.down_proj": RowParallel()}
@@ -282,7 +284,7 @@ def show_parts(parts):
 
 # --- 5. Meshes for models that do not fit a device: arithmetic, nothing is measured ---
 
-MODELS = {  # preset, its sizes, the family's layouts, heads
+MODELS: dict[str, tuple[str, Any, Any, int]] = {  # preset, its sizes, the family's layouts, heads
     "1.3B": ("hgrn2_1.3b_100b", hgrn2.SIZES["hgrn2_1.3b_100b"], HGRN2Backbone, 16),
     "7B": ("tnl_7b", transnormer.SIZES["tnl_7b"], TransNormerBackbone, 32),
     "15B": ("tnl_15b", transnormer.SIZES["tnl_15b"], TransNormerBackbone, 40),
