@@ -89,7 +89,8 @@ def memory_sizes(model, batch_size, length, layout_map=None):
 
     Raises:
         ValueError: `batch_size` or `length` is no integer from 1 on, the model is not one of
-            these, a name is unknown, or the mesh does not divide a weight that it splits.
+            these, a name is unknown, `layout_map` is of another kind, or its mesh does not divide a
+            weight that it splits.
 
     Example:
 
@@ -114,6 +115,7 @@ def memory_sizes(model, batch_size, length, layout_map=None):
     """
     for name, number in (("batch_size", batch_size), ("length", length)):
         check_positive_integer(name, number)
+    _check_layout_map(layout_map)
     backbone = backbone_of(model)
     sizes = dict.fromkeys(MemorySizes._fields, 0)
     sizes["parameters"] = _bytes_of_weights(backbone.weights, layout_map)
@@ -152,11 +154,22 @@ def training_sizes(model, num_slots=2, layout_map=None):
     """
     if not isinstance(num_slots, int) or num_slots < 0:
         raise ValueError(f"`num_slots` must be an integer, at least 0. Received: {num_slots!r}")
+    _check_layout_map(layout_map)
     backbone = backbone_of(model)
     trainable = _bytes_of_weights(backbone.trainable_weights, layout_map)
     return TrainingSizes(
         _bytes_of_weights(backbone.weights, layout_map), trainable, num_slots * trainable
     )
+
+
+def _check_layout_map(layout_map):
+    if layout_map is None:
+        return
+    if not isinstance(layout_map, keras.distribution.LayoutMap) or layout_map["tokens"] is None:
+        raise ValueError(
+            "`layout_map` must be what `get_layout_map` of the backbone's class returns for a "
+            f"`keras.distribution.DeviceMesh`; got a `{type(layout_map).__name__}`."
+        )
 
 
 def _bytes_of_weights(weights, layout_map):

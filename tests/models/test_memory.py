@@ -131,6 +131,11 @@ def test_shares_of_a_device():
 def test_shares_that_are_not_to_be_had_are_errors():
     with pytest.raises(ValueError, match=r"`token_embedding/embeddings` of shape \(259, 128\)"):
         training_sizes("hgrn2_tiny", layout_map=layout_map("hgrn2", (1, 4)))
+    mesh = layout_map("hgrn2", (1, 1)).device_mesh
+    for wrong in (mesh, keras.distribution.LayoutMap(mesh)):
+        for function in (training_sizes, lambda *a, **k: memory_sizes(*a, 1, 1, **k)):
+            with pytest.raises(ValueError, match="`layout_map` must be what `get_layout_map`"):
+                function("hgrn2_tiny", layout_map=wrong)
     for number in (-1, 1.5):
         with pytest.raises(ValueError, match="`num_slots` must be an integer, at least 0"):
             training_sizes("hgrn2_tiny", number)
