@@ -27,13 +27,15 @@ export TPU_ACCELERATOR_TYPE ?= v5litepod-4
 export TPU_WORKER_HOSTNAMES ?= localhost
 endif
 
-.PHONY: help quickstart test test-slow test-export fuzz lint format clean
-.PHONY: $(BACKENDS:%=test-%) $(BACKENDS:%=test-export-%) $(BACKENDS:%=fuzz-%)
+.PHONY: help quickstart test test-slow test-devices test-export fuzz lint format clean
+.PHONY: $(BACKENDS:%=test-%) $(BACKENDS:%=test-devices-%) $(BACKENDS:%=test-export-%)
+.PHONY: $(BACKENDS:%=fuzz-%)
 
 help:
 	@echo "make quickstart   train Hawk on the text of Python's documentation (KERAS_BACKEND=$(KERAS_BACKEND))"
 	@echo "make test         run the tests on $(BACKENDS); make test-jax runs one of them"
 	@echo "make test-slow    the tests of kernels that make test leaves out for their time"
+	@echo "make test-devices all that is tested of several devices, simulated; make test-devices-jax"
 	@echo "make test-export  model.export to each format, run by its runtime; make test-export-torch"
 	@echo "make fuzz         operations on thousands of inputs, for hours; make fuzz-jax on one of them"
 	@echo "make lint         ruff and mypy"
@@ -54,6 +56,13 @@ test-slow: $(VENV)/.test
 	KERAS_BACKEND=jax $(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 	KERAS_BACKEND=torch $(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 	KERAS_BACKEND=tensorflow $(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+test-devices: $(VENV)/.test
+	$(MAKE) --keep-going --no-print-directory $(BACKENDS:%=test-devices-%)
+
+# Where a process has eight devices, or starts others, more workers would only wait for each other.
+$(BACKENDS:%=test-devices-%): test-devices-%: $(VENV)/.test
+	KERAS_BACKEND=$* $(BIN)/python -m pytest tests/devices -m "slow or not slow"
 
 # Exporters ask for companions of their own: those of each backend have an environment, in
 # .venv-export, and a runtime that is missing there is a failure.

@@ -23,7 +23,12 @@ from keras_recurrent.models.hgrn2.hgrn2_text_classifier_preprocessor import (
 )
 from keras_recurrent.models.hgrn2.hgrn2_tokenizer import HGRN2Tokenizer
 from keras_recurrent.models.hgrn2.hgrn2_vision_backbone import HGRN2VisionBackbone
-from keras_recurrent.models.memory import MemorySizes, memory_sizes
+from keras_recurrent.models.memory import (
+    MemorySizes,
+    TrainingSizes,
+    memory_sizes,
+    training_sizes,
+)
 from keras_recurrent.models.roofline import DecodingTime, decoding_time
 from keras_recurrent.models.token_crossentropy import TokenCrossentropy
 from keras_recurrent.models.transnormer.transnormer_backbone import TransNormerBackbone
@@ -55,6 +60,7 @@ __all__ = [
     "HGRN2VisionBackbone",
     "MemorySizes",
     "TokenCrossentropy",
+    "TrainingSizes",
     "TransNormerBackbone",
     "TransNormerCausalLM",
     "TransNormerCausalLMPreprocessor",
@@ -62,4 +68,5 @@ __all__ = [
     "TransNormerTokenizer",
     "decoding_time",
     "memory_sizes",
+    "training_sizes",
 ]

@@ -14,6 +14,7 @@ import sys
 import keras
 import numpy as np
 
+from keras_recurrent.models import memory_sizes, training_sizes
 from tests.devices.programs import collectives
 from tests.models.tiny import FAMILIES, set_weights
 
@@ -134,11 +135,34 @@ def compare(dump, writes, family, sizes, kv_heads="1"):
             for c in sent
             if not is_planned(c, dict(zip(names, sizes, strict=True)), family, int(kv_heads))
         ],
+        "bytes": on_a_device(model, state),
+        "said bytes": said_bytes(model, layout_map),
         "states": {
             path[-1]: array.sharding.shard_shape(array.shape)
             for path, array in keras.tree.flatten_with_path(state)
         },
     }
+
+
+def on_a_device(model, state):
+    """Bytes of what lies on one device; plain SGD with momentum has a slot for each weight."""
+    arrays = {
+        "parameters": [weight.value for weight in model.weights],
+        "slots": [v.value for v in model.optimizer.variables if v.path.endswith("momentum")],
+        "cache": keras.tree.flatten(state),
+    }
+    return {
+        name: sum(array.addressable_shards[0].data.nbytes for array in of_name)
+        for name, of_name in arrays.items()
+    }
+
+
+def said_bytes(model, layout_map):
+    """The same by arithmetic, and gradients, which are gone after a step."""
+    training = training_sizes(model, num_slots=1, layout_map=layout_map)
+    assert training.gradients == training.slots
+    cache = memory_sizes(model, BATCH, LENGTH, layout_map=layout_map).cache
+    return {"parameters": training.parameters, "slots": training.slots, "cache": cache}
 
 
 def main(dump, writes, *cases):

@@ -33,6 +33,7 @@ def compare(folder, writes, *cases):
         assert report["losses"] < 2e-6, case
         assert report["arrays"][0] < 1e-6, (case, report["arrays"])
         assert report["same tokens"], case
+        assert report["bytes"] == report["said bytes"], case
     return reports
 
 

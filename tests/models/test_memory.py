@@ -8,8 +8,14 @@ import numpy as np
 import pytest
 
 from keras_recurrent import compat
-from keras_recurrent.models import GriffinBackbone, GriffinCausalLM, decoding_time, memory_sizes
-from tests.models.tiny import SIZES, tiny_causal_lm
+from keras_recurrent.models import (
+    GriffinBackbone,
+    GriffinCausalLM,
+    decoding_time,
+    memory_sizes,
+    training_sizes,
+)
+from tests.models.tiny import FAMILIES, SIZES, any_family, tiny_causal_lm
 
 
 def nbytes(arrays):
@@ -82,6 +88,57 @@ def test_a_name_makes_no_weights():
         memory_sizes("hawk_8b", 1, 1)
     with pytest.raises(ValueError, match="`HGRN2VisionBackbone`, which keeps no state"):
         memory_sizes("hgrn2_vision_tiny", 1, 1)
+
+
+def layout_map(family, sizes, names=("batch", "model")):
+    devices = [f"gpu:{i}" for i in range(math.prod(sizes))]
+    mesh = keras.distribution.DeviceMesh(sizes, names, devices)
+    return FAMILIES[family].backbone.get_layout_map(mesh)
+
+
+@pytest.mark.once
+@any_family
+def test_one_device_has_all(family):
+    model = tiny_causal_lm(family=family)
+    whole = layout_map(family, (1, 1))
+    assert memory_sizes(model, 3, 10, whole) == memory_sizes(model, 3, 10)
+    assert training_sizes(model, layout_map=whole) == training_sizes(model)
+
+
+@pytest.mark.once
+def test_shares_of_a_device():
+    """Of large weights all is split, of 16 rows four, and what a device has of norms is copied."""
+    whole = training_sizes("tnl_7b")
+    parameters = 4 * 7_193_235_456
+    assert whole == (parameters, parameters, 2 * parameters)
+    for sizes in ((8, 1), (2, 4), (1, 8)):
+        part = training_sizes("tnl_7b", layout_map=layout_map("transnormer", sizes))
+        np.testing.assert_allclose(part.total, whole.total / 8, rtol=1e-4)
+        assert part.total >= whole.total / 8
+    names = ("batch", "sequence", "model")
+    rows = layout_map("hgrn2", (1, 4, 2), names)
+    part = training_sizes("hgrn2_7b", 0, rows)
+    np.testing.assert_allclose(part.total, 2 * 4 * 6_738_677_760 / 8, rtol=1e-3)
+    one = memory_sizes("hgrn2_150m", 16, 100)
+    many = memory_sizes("hgrn2_150m", 16, 100, layout_map("hgrn2", (4, 2)))
+    assert (8 * many.recurrent_state, 4 * many.places) == (one.recurrent_state, one.places)
+    # Five rows are split over no four devices, heads over two.
+    odd = memory_sizes("hgrn2_150m", 5, 100, layout_map("hgrn2", (4, 2)))
+    assert 2 * odd.recurrent_state == 5 * one.recurrent_state // 16
+
+
+@pytest.mark.once
+def test_shares_that_are_not_to_be_had_are_errors():
+    with pytest.raises(ValueError, match=r"`token_embedding/embeddings` of shape \(259, 128\)"):
+        training_sizes("hgrn2_tiny", layout_map=layout_map("hgrn2", (1, 4)))
+    mesh = layout_map("hgrn2", (1, 1)).device_mesh
+    for wrong in (mesh, keras.distribution.LayoutMap(mesh)):
+        for function in (training_sizes, lambda *a, **k: memory_sizes(*a, 1, 1, **k)):
+            with pytest.raises(ValueError, match="`layout_map` must be what `get_layout_map`"):
+                function("hgrn2_tiny", layout_map=wrong)
+    for number in (-1, 1.5):
+        with pytest.raises(ValueError, match="`num_slots` must be an integer, at least 0"):
+            training_sizes("hgrn2_tiny", number)
 
 
 @pytest.mark.once

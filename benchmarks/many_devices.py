@@ -1,0 +1,217 @@
+"""One GPU beside all of a host: `KERAS_BACKEND=torch python -m benchmarks.many_devices rows`.
+
+A row of the table a call, by an argument and the backend, jax or torch:
+
+    rows      HGRN2 1.3B, 8×2048 tokens a device, data parallel
+    weights   the same as FSDP, and the bytes of weights and slots on a device
+    heads     RecurrentGemma 2B writes one text, tensor parallel; on JAX alone
+    time      HGRN2 1.3B, one row, sequence parallel; `--tokens 1048576` for a longer one
+
+Each count of devices is measured in fresh processes, one for each device on torch. `--toy` tries it
+at a tiny size, on a CPU that is taken for `--devices 2`.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+# JAX reads this when it is imported; it matters on a CPU alone.
+os.environ["XLA_FLAGS"] = " ".join(
+    ("--xla_force_host_platform_device_count=8", os.environ.get("XLA_FLAGS", ""))
+)
+os.environ.setdefault("KERAS_BACKEND", "jax")
+
+import keras
+import numpy as np
+
+from keras_recurrent.models import GriffinBackbone, GriffinCausalLM, HGRN2Backbone, HGRN2CausalLM
+
+BACKEND = keras.config.backend()
+RUNS = 3
+TOY: dict[str, Any] = {
+    "num_layers": 1,
+    "hidden_dim": 32,
+    "intermediate_dim": 64,
+    "vocabulary_size": 64,
+}
+TOYS: dict[type, dict[str, Any]] = {
+    HGRN2Backbone: {**TOY, "expand_ratio": 8},
+    GriffinBackbone: {**TOY, "lru_width": 32, "num_blocks": 4, "block_types": ("recurrent",)},
+}
+
+
+def make(arguments):
+    writes = arguments.split == "heads"
+    cls, network = (GriffinCausalLM, GriffinBackbone) if writes else (HGRN2CausalLM, HGRN2Backbone)
+    keras.config.set_dtype_policy("float32" if arguments.toy else "bfloat16")
+    with keras.RematScope() if arguments.split == "time" else contextlib.nullcontext():
+        if arguments.toy:
+            return cls(network(**TOYS[network]))
+        preset = "recurrentgemma_2b" if writes else "hgrn2_1.3b_100b"
+        return cls.from_preset(preset, load_weights=False, preprocessor=None)
+
+
+def batch(arguments, devices):
+    """Rows of all devices, and the token after each; after a row's last one its first."""
+    rows, length = (1, arguments.tokens) if arguments.split == "time" else (8 * devices, 2048)
+    if arguments.toy:
+        rows, length = (1, 64) if arguments.split == "time" else (2 * devices, 16)
+    vocabulary = TOY["vocabulary_size"] if arguments.toy else 32_000
+    tokens = np.random.default_rng(0).integers(vocabulary, size=(rows, length)).astype("int32")
+    x = {"token_ids": tokens, "padding_mask": np.ones_like(tokens)}
+    return x, np.roll(tokens, -1, axis=1)
+
+
+def repeated(run, tokens, repeats):
+    """Tokens a second of each of several runs; `run` returns when the device is done."""
+    for _ in range(2):  # compiles, on JAX once more for arrays that a step has laid out
+        run()
+    found = []
+    for _ in range(RUNS):
+        start = time.perf_counter()
+        for _ in range(repeats):
+            run()
+        found.append(tokens * repeats / (time.perf_counter() - start))
+    return found
+
+
+def on_jax(arguments, count):
+    devices = keras.distribution.list_devices()[:count]
+    scope = contextlib.nullcontext()
+    if arguments.split == "rows":
+        scope = keras.distribution.DataParallel(devices=devices).scope()
+    elif count > 1:
+        sizes = [count if arguments.split == w else 1 for w in ("weights", "time", "heads")]
+        mesh = keras.distribution.DeviceMesh(sizes, ("batch", "sequence", "model"), devices)
+        network = GriffinBackbone if arguments.split == "heads" else HGRN2Backbone
+        layout_map = network.get_layout_map(mesh)
+        scope = keras.distribution.ModelParallel(layout_map=layout_map).scope()
+    with scope:
+        model = make(arguments)
+        model.compile(keras.optimizers.AdamW(1e-5), model.loss, weighted_metrics=[])
+        if arguments.split == "heads":
+            return {"speeds": writing(model, arguments), "bytes": on_a_device(model.weights)}
+        x, y = batch(arguments, count)
+        repeats = 1 if arguments.toy else 10
+        speeds = repeated(lambda: model.train_on_batch(x, y), y.size, repeats)
+    return {"speeds": speeds, "bytes": on_a_device((*model.weights, *model.optimizer.variables))}
+
+
+def writing(model, arguments):
+    """The tokens a second of one row: an answer of many tokens less one of few."""
+    few, many = (2, 8) if arguments.toy else (8, 264)
+    tokens = np.full((1, 16 + many), 7, "int32")
+
+    def seconds(answer):
+        x = {"token_ids": tokens[:, : 16 + answer], "padding_mask": np.arange(16 + answer) < 16}
+        x["padding_mask"] = x["padding_mask"][None].astype("int32")
+        start = time.perf_counter()
+        model.generate(x, stop_token_ids=None)
+        return time.perf_counter() - start
+
+    for answer in (few, many, few, many):  # compiles
+        seconds(answer)
+    return [(many - few) / (seconds(many) - seconds(few)) for _ in range(RUNS)]
+
+
+def on_a_device(variables):
+    return sum(v.value.addressable_shards[0].data.nbytes for v in variables)
+
+
+def on_torch(arguments, count):
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    from keras_recurrent.devices.torch_modules import TorchModule
+    from keras_recurrent.devices.torch_sequence import sequence_parallel
+
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    module = TorchModule(make(arguments))
+    called: Any = module
+    if arguments.split == "weights" and count > 1:
+        for block in module.blocks:
+            fully_shard(block)
+        called = fully_shard(module)
+    elif count > 1:
+        called = DistributedDataParallel(module)
+    optimizer = torch.optim.AdamW(module.parameters(), 1e-5, fused=on_gpu)
+    x, y = batch(arguments, count)
+    axis = 1 if arguments.split == "time" else 0
+    device = next(module.parameters()).device
+
+    def own(tokens):
+        return torch.tensor(np.array_split(tokens, count, axis)[dist.get_rank()], device=device)
+
+    inputs, labels = {name: own(tokens) for name, tokens in x.items()}, own(y)
+    parts_of_rows = arguments.split == "time" and count > 1
+
+    def step():
+        with sequence_parallel() if parts_of_rows else contextlib.nullcontext():
+            module.model.loss(labels, called(inputs)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if on_gpu:
+            torch.cuda.synchronize()
+
+    speeds = repeated(step, y.size, 1 if arguments.toy else 10)
+    kept = [*module.parameters(), *(t for s in optimizer.state.values() for t in s.values())]
+    kept = [t.to_local() if hasattr(t, "to_local") else t for t in kept]
+    found = {"speeds": speeds, "bytes": sum(t.nbytes for t in kept)}
+    dist.barrier()
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    return found if rank == 0 else None
+
+
+def in_processes(arguments, count):
+    """What fresh processes find on so many devices: the JSON that the first one prints."""
+    script = ("benchmarks.many_devices", *sys.argv[1:], "--measure", str(count))
+    launch = ["-m"]
+    if BACKEND == "torch":
+        launch += ["torch.distributed.run", "--standalone", f"--nproc-per-node={count}", "-m"]
+    done = subprocess.run([sys.executable, *launch, *script], stdout=subprocess.PIPE, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    return json.loads(lines[-1]) if done.returncode == 0 else None
+
+
+def cells(found):
+    if found is None:
+        return "failed", "", 0.0
+    low, high = min(found["speeds"]), max(found["speeds"])
+    return f"{low:,.0f} to {high:,.0f}", f"{found['bytes'] / 2**30:.3f}", np.median(found["speeds"])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("split", choices=("rows", "weights", "heads", "time"))
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=131_072, help="of the row of `time`")
+    parser.add_argument("--toy", action="store_true")
+    parser.add_argument("--measure", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if BACKEND not in ("jax", "torch") or (BACKEND, arguments.split) == ("torch", "heads"):
+        parser.error(f"there is no row `{arguments.split}` on {BACKEND}")
+    if arguments.measure:
+        found = (on_jax if BACKEND == "jax" else on_torch)(arguments, arguments.measure)
+        if found:
+            print(json.dumps(found))
+        return
+    one, all_ = (cells(in_processes(arguments, n)) for n in (1, arguments.devices))
+    print("| split | backend | tokens/s, one | GiB | tokens/s, all | GiB a device | times |")
+    print("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
+    times = f"{all_[2] / one[2]:.2f}" if one[2] and all_[2] else ""
+    print(f"| {arguments.split} | {BACKEND} |", " | ".join((*one[:2], *all_[:2], times)), "|")
+
+
+if __name__ == "__main__":
+    main()
