@@ -14,6 +14,11 @@ def accumulation_dtype(*tensors):
     return torch.float64 if any(t.dtype == torch.float64 for t in given) else torch.float32
 
 
+def is_exporting():
+    """Whether `torch.export` traces; torch 2.11's own function says so of `torch.compile`, too."""
+    return torch.compiler._is_exporting_flag
+
+
 def state_or_zeros(initial_state, shape, dtype, like):
     """The initial state in `dtype`; None stands for zeros, on the device of `like`."""
     if initial_state is None:

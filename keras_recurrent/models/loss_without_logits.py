@@ -7,7 +7,7 @@ import keras
 from keras import ops
 
 from keras_recurrent.models.recurrent_backbone import ReversibleEmbedding
-from keras_recurrent.models.token_crossentropy import TokenCrossentropy, of_tokens
+from keras_recurrent.models.token_crossentropy import TokenCrossentropy
 from keras_recurrent.ops.linear_crossentropy import linear_crossentropy
 
 # What a step calls: a subclass that has one of its own means logits by `y_pred`.
@@ -78,15 +78,17 @@ class LossWithoutLogits:
 
     backbone: Any
     loss: Any
+    losses: Any
+    get_metrics_result: Any
     _compile_metrics: Any
 
-    def compile(self, *args, weighted_metrics="auto", **kwargs):
+    def compile(self, optimizer="auto", loss="auto", *, weighted_metrics="auto", **kwargs):
         if isinstance(weighted_metrics, str) and weighted_metrics == "auto":
             weighted_metrics = [keras.metrics.SparseCategoricalAccuracy()]  # as in KerasHub
         others = [name for name in ("metrics", "loss_weights") if kwargs.get(name) is not None]
         # In an object, where Keras does not take the metrics for further ones of the model.
         self._asked_for = _AskedFor(weighted_metrics or (), others)
-        super().compile(*args, weighted_metrics=weighted_metrics, **kwargs)  # type: ignore[misc]
+        super().compile(optimizer, loss, weighted_metrics=weighted_metrics, **kwargs)  # type: ignore[misc]
 
     def logits_because(self):
         """Why the loss is made of logits; None where it is not."""
@@ -154,7 +156,9 @@ class LossWithoutLogits:
         hidden_states, weights = (ops.cast(t, embedding.reverse_dtype) for t in (y_pred, weights))
         tokens = ops.convert_to_tensor(y)
         if sample_weight is not None:
-            sample_weight = of_tokens(ops.cast(sample_weight, "float32"), tokens)
+            sample_weight = ops.cast(sample_weight, "float32")
+            if len(sample_weight.shape) == len(tokens.shape) + 1:
+                sample_weight = ops.squeeze(sample_weight, -1)
         total, _under_way.best = linear_crossentropy(
             hidden_states,
             weights,
@@ -162,8 +166,8 @@ class LossWithoutLogits:
             sample_weight,
             soft_cap=embedding.logit_soft_cap,
         )
-        loss = total / ops.cast(ops.size(tokens), total.dtype)
-        return sum((ops.cast(more, loss.dtype) for more in self.losses), loss)  # type: ignore[attr-defined]
+        loss = total / ops.sum(ops.ones_like(tokens, dtype=total.dtype))
+        return sum((ops.cast(more, loss.dtype) for more in self.losses), loss)
 
     def compute_metrics(self, x, y, y_pred, sample_weight=None):
         if getattr(_under_way, "model", None) is not self:
@@ -174,4 +178,4 @@ class LossWithoutLogits:
         matches = ops.equal(ops.cast(y, "int32"), best)
         for accuracy in self._asked_for.metrics:
             keras.metrics.Mean.update_state(accuracy, matches, sample_weight)
-        return self.get_metrics_result()  # type: ignore[attr-defined]
+        return self.get_metrics_result()

@@ -30,9 +30,9 @@ class TokenCrossentropy(keras.losses.Loss):
         y_true: integers `[B, T]`. Where one is not in the vocabulary the loss is NaN, unless its
             weight is 0.
         y_pred: logits `[B, T, vocabulary]`, of any float dtype.
-        sample_weight: `[B, T]`, or `[B]` for rows, 0 where a token does not count: any number may
-            stand there, such as -1 or -100, and its logits get no gradient. So it is where a Keras
-            mask of `y_pred` is False.
+        sample_weight: `[B, T]`, 0 where a token does not count: any number may stand there, such
+            as -1 or -100, and its logits get no gradient. So it is where a Keras mask of `y_pred`
+            is False.
 
     Returns:
         A scalar in `dtype`, the mean over the tokens; `[B, T]` with `reduction=None`.
@@ -70,18 +70,10 @@ class TokenCrossentropy(keras.losses.Loss):
                 counts = ops.convert_to_tensor(counts)
                 check_rank_known(self.name, "sample_weight", counts)
                 check_rank_known(self.name, "y_true", y_true)
-                counts = of_tokens(counts, y_true)
+                if len(counts.shape) == len(y_true.shape) + 1:
+                    counts = ops.squeeze(counts, -1)
                 y_true = ops.where(ops.cast(counts, "bool"), y_true, ops.zeros_like(y_true))
         return super().__call__(y_true, y_pred, sample_weight)
 
     def call(self, y_true, y_pred):
         return ops.cast(token_crossentropy(y_pred, y_true), super().dtype)
-
-
-def of_tokens(weights, tokens):
-    """Weights in the shape of the tokens: as in Keras they may be of rows, or have an axis more."""
-    if len(weights.shape) > len(tokens.shape):
-        return ops.squeeze(weights, -1)
-    while len(weights.shape) < len(tokens.shape):
-        weights = weights[..., None]
-    return ops.broadcast_to(weights, ops.shape(tokens))

@@ -66,8 +66,8 @@ def test_fit_and_evaluate_give_the_same(family):
 @pytest.mark.once
 @pytest.mark.parametrize(
     "weights",
-    [None, np.array([1.0, 0.5, 0.0, 2.0, 1.0], "float32"), data()[2][..., None]],
-    ids=["none", "of rows", "an axis more"],
+    [None, data()[2][..., None]],
+    ids=["none", "an axis more"],
 )
 def test_weights_as_keras_takes_them(weights):
     compare(tiny_causal_lm, weights)
@@ -142,8 +142,8 @@ def test_an_error_inside_a_step_leaves_logits_outside():
     model = tiny_causal_lm()
     model.compile(run_eagerly=True)
     x, y, _ = data()
-    with pytest.raises(ValueError, match="`tokens` must have the shape"):
-        model.train_on_batch(x, np.maximum(y, 0)[:, :3])
+    with pytest.raises(RuntimeError, match="must match the existing size"):
+        model.train_on_batch(x, np.maximum(y, 0), sample_weight=np.ones((BATCH, 3)))
     assert tuple(model(x).shape) == (BATCH, LENGTH, VOCABULARY)
 
 
