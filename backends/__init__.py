@@ -39,7 +39,8 @@ the next implementation; an exception in the function itself reaches the user.
 
 `rms_norm`, `gated_linear_unit`, `log_forget_gate` and `token_crossentropy` treat each token by
 itself: they have neither `initial_state` nor `token_kind`, take any number of axes before the last
-and return the output alone.
+and return the output alone. `linear_crossentropy` makes the loss of hidden states, without the
+logits of all tokens, and returns it with the best tokens.
 
 `norm_linear`, `hgrn2_step` and `rg_lru_step` are for a step of generation: they take one token of
 each row, [B, D], and have no gradient.

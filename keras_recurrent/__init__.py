@@ -21,6 +21,7 @@ from keras_recurrent import (
 )
 from keras_recurrent.dispatch import implementation
 from keras_recurrent.generation.ways import which_generation
+from keras_recurrent.models.loss_without_logits import which_loss
 from keras_recurrent.ops.operation import which_implementation
 from keras_recurrent.tuning import autotune
 
@@ -42,4 +43,5 @@ __all__ = [
     "tokenizers",
     "which_generation",
     "which_implementation",
+    "which_loss",
 ]

@@ -73,7 +73,7 @@ for _name in serving():
 if BACKEND == "jax":
     from keras_recurrent.backends.jax import _layouts, _platforms
 if BACKEND == "torch":
-    import torch
+    from keras_recurrent.backends.torch import _common as torch_common
 
 # What exporters take: not in the table above, since it is never a choice for computing.
 PORTABLE = "portable"
@@ -180,8 +180,7 @@ def exports():
     name = chosen_name()
     if name or BACKEND != "torch":
         return name == PORTABLE
-    # Of `torch.compiler.is_exporting()`, torch 2.11 says yes inside of `torch.compile`, too.
-    return torch.compiler._is_exporting_flag
+    return torch_common.is_exporting()
 
 
 def _elsewhere(name, arguments):

@@ -14,6 +14,11 @@ def accumulation_dtype(*tensors):
     return torch.float64 if any(t.dtype == torch.float64 for t in given) else torch.float32
 
 
+def is_exporting():
+    """Whether `torch.export` traces; torch 2.11's own function says so of `torch.compile`, too."""
+    return torch.compiler._is_exporting_flag
+
+
 def state_or_zeros(initial_state, shape, dtype, like):
     """The initial state in `dtype`; None stands for zeros, on the device of `like`."""
     if initial_state is None:
@@ -49,10 +54,10 @@ def is_one_token(x, *tensors):
     fewer of them than for a row, and a compiler joins them with what stands beside them.
     """
     given = [t for t in (x, *tensors) if t is not None]
-    return x.shape[1] == 1 and not (torch.is_grad_enabled() and any(map(_is_differentiated, given)))
+    return x.shape[1] == 1 and not (torch.is_grad_enabled() and any(map(is_differentiated, given)))
 
 
-def _is_differentiated(tensor):
+def is_differentiated(tensor):
     """Whether a gradient of a tensor is asked for, at any level of nested transforms."""
     if not torch.compiler.is_compiling():
         while not tensor.requires_grad and torch._C._functorch.is_functorch_wrapped_tensor(tensor):

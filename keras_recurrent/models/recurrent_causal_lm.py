@@ -7,6 +7,7 @@ from keras import ops
 
 from keras_recurrent.models.calibration import layer_structure
 from keras_recurrent.models.generating_causal_lm import GeneratingCausalLM
+from keras_recurrent.models.loss_without_logits import LossWithoutLogits
 from keras_recurrent.models.parts import check_parts
 from keras_recurrent.models.recurrent_backbone import token_input
 from keras_recurrent.models.samples import described, is_text, is_tokens
@@ -21,7 +22,12 @@ from keras_recurrent.ops.token_crossentropy import token_crossentropy
 
 
 class RecurrentCausalLM(
-    SegmentsOptional, TorchTraining, TextTraining, SavedTraining, GeneratingCausalLM
+    LossWithoutLogits,
+    SegmentsOptional,
+    TorchTraining,
+    TextTraining,
+    SavedTraining,
+    GeneratingCausalLM,
 ):
     """Base class of the language models: a `RecurrentBackbone`, and logits from its embedding.
 
@@ -119,7 +125,9 @@ class RecurrentCausalLM(
     ):
         """Sets how the model trains and samples; see `keras_hub.models.CausalLM.compile`.
 
-        The loss is a `keras_recurrent.models.TokenCrossentropy` where none is given.
+        The loss is a `keras_recurrent.models.TokenCrossentropy` where none is given. With it and
+        the default metric, accuracy, `fit` and `evaluate` never make the logits of all tokens;
+        `keras_recurrent.which_loss` tells why where they do.
 
         Raises:
             ValueError: the sampler is unknown; it is speculative, which takes back tokens that it

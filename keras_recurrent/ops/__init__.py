@@ -1,14 +1,16 @@
 """Operations on tensors, on every Keras backend.
 
 Those over time return `(output, final_state)`; `gated_linear_unit`, `log_forget_gate`, `rms_norm`
-and `token_crossentropy` see one token at a time, and return their output alone.
+and `token_crossentropy` see one token at a time, and return their output alone. So does
+`linear_crossentropy`, the loss of hidden states, which returns the best tokens, too.
 
 `norm_linear`, `hgrn2_step`, `rg_lru_step` and `local_attention_step` are for generation, which asks
 for no gradients.
 
 Gradients are of first order and in reverse mode on every backend. Second derivatives are to be had
 with the implementations `jax` and `tensorflow`, forward mode (tangents) with `tensorflow`; of
-`rms_norm`, `gated_linear_unit` and `log_forget_gate` both with `jax`, `torch` and `tensorflow`.
+`rms_norm`, `gated_linear_unit` and `log_forget_gate` both with `jax`, `torch` and `tensorflow`, but
+for forward mode of `log_forget_gate` with `jax`.
 Elsewhere they raise an error: on torch NotImplementedError, which names the operation.
 """
 
@@ -18,6 +20,7 @@ from keras_recurrent.ops.gated_linear_attention import gated_linear_attention
 from keras_recurrent.ops.gated_linear_unit import gated_linear_unit
 from keras_recurrent.ops.hgrn2_step import hgrn2_step
 from keras_recurrent.ops.lightning_attention import lightning_attention
+from keras_recurrent.ops.linear_crossentropy import linear_crossentropy
 from keras_recurrent.ops.linear_scan import linear_scan
 from keras_recurrent.ops.local_attention_step import local_attention_step
 from keras_recurrent.ops.log_forget_gate import log_forget_gate
@@ -37,6 +40,7 @@ __all__ = [
     "gated_linear_unit",
     "hgrn2_step",
     "lightning_attention",
+    "linear_crossentropy",
     "linear_scan",
     "local_attention_step",
     "log_forget_gate",

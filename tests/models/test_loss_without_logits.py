@@ -1,0 +1,172 @@
+"""A training step that makes no logits is the step that makes them."""
+
+import keras
+import numpy as np
+import pytest
+
+import keras_recurrent
+from tests.models.tiny import VOCABULARY, shared_by_families, tiny_causal_lm
+
+BACKEND = keras.config.backend()
+BATCH, LENGTH = 5, 12
+
+
+class OfLogits(keras.metrics.SparseCategoricalAccuracy):
+    """The default metric under another class, which is one of the user's own."""
+
+
+def data(seed=0):
+    rng = np.random.default_rng(seed)
+    token_ids = rng.integers(1, VOCABULARY, (BATCH, LENGTH)).astype("int32")
+    mask = np.arange(LENGTH) < np.array([[LENGTH], [7], [3], [LENGTH], [1]])
+    labels = np.where(mask, np.roll(token_ids, -1, 1), -100).astype("int32")
+    return {"token_ids": token_ids, "padding_mask": mask}, labels, mask.astype("float32")
+
+
+def trained(model, weights=..., **compiled):
+    """What `fit` and `evaluate` say, and the weights."""
+    metric = compiled.pop("metric", keras.metrics.SparseCategoricalAccuracy)
+    model.compile(
+        keras.optimizers.SGD(0.05, **compiled.pop("optimizer", {})),
+        weighted_metrics=[metric(name="accuracy")],
+        **compiled,
+    )
+    x, y, mask = data()
+    weights = mask if weights is ... else weights
+    if weights is None:
+        y = np.maximum(y, 0)
+    history = model.fit(
+        x, y, sample_weight=weights, batch_size=2, epochs=2, shuffle=False, verbose=0
+    ).history
+    held_out = model.evaluate(
+        x, y, sample_weight=weights, batch_size=2, verbose=0, return_dict=True
+    )
+    return history | held_out, [keras.ops.convert_to_numpy(w) for w in model.weights]
+
+
+def compare(make, weights=..., **compiled):
+    models = make(), make()
+    models[1].set_weights(models[0].get_weights())
+    found, after = trained(models[0], weights, **compiled)
+    expected, wanted = trained(models[1], weights, metric=OfLogits, **compiled)
+    ways = [keras_recurrent.which_loss(model).made_of for model in models]
+    assert ways == ["hidden states", "logits"]
+    assert found.keys() == expected.keys()
+    for name in expected:
+        np.testing.assert_allclose(found[name], expected[name], rtol=2e-5, err_msg=name)
+    for a, b in zip(after, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-6)
+
+
+@shared_by_families
+def test_fit_and_evaluate_give_the_same(family):
+    compare(lambda: tiny_causal_lm(family=family))
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    "weights",
+    [None, data()[2][..., None]],
+    ids=["none", "an axis more"],
+)
+def test_weights_as_keras_takes_them(weights):
+    compare(tiny_causal_lm, weights)
+
+
+def test_gradients_that_are_accumulated():
+    compare(tiny_causal_lm, optimizer={"gradient_accumulation_steps": 2})
+
+
+def test_packed_rows():
+    def with_segments(model):
+        x, y, weights = data()
+        segments = (np.arange(LENGTH) // 5).astype("int32") * np.ones((BATCH, 1), "int32")
+        return model.evaluate({**x, "segment_ids": segments}, y, sample_weight=weights, verbose=0)
+
+    model = tiny_causal_lm()
+    model.compile()
+    found = with_segments(model)
+    model.compile(weighted_metrics=[OfLogits()])
+    np.testing.assert_allclose(found, with_segments(model), rtol=1e-5)
+
+
+@pytest.mark.once
+def test_low_rank_weights_and_frozen_ones():
+    def make():
+        model = tiny_causal_lm()
+        model.backbone.enable_lora(2)
+        return model
+
+    compare(make)
+
+
+def test_outside_of_a_step_there_are_logits():
+    model = tiny_causal_lm()
+    x, y, weights = data()
+    model.compile()
+    model.train_on_batch(x, y, sample_weight=weights)
+    assert tuple(model(x).shape) == (BATCH, LENGTH, VOCABULARY)
+    assert model.predict(x, verbose=0).shape == (BATCH, LENGTH, VOCABULARY)
+
+
+@pytest.mark.once
+def test_what_asks_for_logits_says_so():
+    model = tiny_causal_lm()
+    ask = keras_recurrent.which_loss
+    assert ask(model) == ("hidden states", None)
+    model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    assert "the loss is not the default" in ask(model).because
+    model.compile(metrics=["accuracy"])
+    assert "`compile` got `metrics`" in ask(model).because
+    model.compile(weighted_metrics=["accuracy"])
+    assert "the metric 'accuracy' reads logits" in str(ask(model))
+    model.compile(weighted_metrics=None)
+    assert ask(model).made_of == "hidden states"
+
+    class Own(type(model)):
+        def compute_loss(self, *args, **kwargs):
+            return super().compute_loss(*args, **kwargs)
+
+    own = Own(model.backbone)
+    own.compile()
+    assert "`Own` has a `compute_loss` of its own" in ask(own).because
+    assert ask(tiny_causal_lm(dtype="float16")).made_of == "logits"
+    uncompiled = type(model)(model.backbone, compile=False)
+    assert "not compiled" in ask(uncompiled).because
+    with pytest.raises(TypeError, match=r"takes a language model.*got Dense"):
+        ask(keras.layers.Dense(1))
+
+
+@pytest.mark.once
+def test_an_error_inside_a_step_leaves_logits_outside():
+    model = tiny_causal_lm()
+    model.compile(run_eagerly=True)
+    x, y, _ = data()
+    with pytest.raises(RuntimeError, match="must match the existing size"):
+        model.train_on_batch(x, np.maximum(y, 0), sample_weight=np.ones((BATCH, 3)))
+    assert tuple(model(x).shape) == (BATCH, LENGTH, VOCABULARY)
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="XLA tells the memory of a program")
+def test_a_step_keeps_no_logits():
+    import jax
+
+    def bytes_of_a_step(**compiled):
+        model = tiny_causal_lm(vocabulary_size=20_000)
+        model.compile(keras.optimizers.SGD(0.05), **compiled)
+        x, y, weights = data()
+        model.train_on_batch(x, y, sample_weight=weights)
+        state = model._get_jax_state(
+            trainable_variables=True,
+            non_trainable_variables=True,
+            optimizer_variables=True,
+            metrics_variables=True,
+        )
+        x = {name: np.repeat(t, 2000, 0) for name, t in x.items()}
+        given = x, np.repeat(y, 2000, 0), np.repeat(weights, 2000, 0)
+        step = jax.jit(model.train_step).lower(state, given).compile()
+        return step.memory_analysis().temp_size_in_bytes
+
+    logits = 2000 * BATCH * LENGTH * 20_000 * 4
+    spared = bytes_of_a_step(weighted_metrics=[OfLogits()]) - bytes_of_a_step()
+    assert spared > logits
