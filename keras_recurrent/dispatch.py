@@ -71,7 +71,7 @@ for _name in serving():
         IMPLEMENTATIONS[_operation][_name] = _module
 
 if BACKEND == "jax":
-    from keras_recurrent.backends.jax import _layouts, _platforms
+    from keras_recurrent.backends.jax import _layouts, _platforms, _shards
 if BACKEND == "torch":
     from keras_recurrent.backends.torch import _common as torch_common
 
@@ -208,6 +208,7 @@ def run(operation, arguments, implementation=None):
         return shards.run(operation, arguments, function)
     if BACKEND != "jax":
         return function(**arguments)
+    _shards.check_axes(operation, arguments)
     if name in _platforms.PLATFORMS and not (implementation or chosen_name()):
         kernels = {
             platform: row[name]

@@ -163,8 +163,11 @@ def is_traced(arguments):
 def elsewhere(arguments, platform):
     """Why a kernel for a platform cannot run on these tensors; None if it can, or if it is unknown.
 
-    It is unknown of the tensors in a program that is being traced: they are on no device yet.
+    It is unknown of the tensors in a program that is being traced: they are on no device yet, and
+    arrays beside them become constants of the program.
     """
+    if is_traced(arguments):
+        return None
     for tensor in jax.tree.leaves(arguments):
         if isinstance(tensor, jax.Array) and not isinstance(tensor, jax.core.Tracer):
             device = next(iter(tensor.devices()))

@@ -80,6 +80,30 @@ def per_shard(kernel, arguments, results, channels="d"):
     return call
 
 
+def check_axes(operation, arguments):
+    """Raises where a tensor, or the mesh that is set, has Explicit axes.
+
+    `jax.make_mesh` makes such axes by default: there, each step of a program says how its result is
+    split, which the operations leave to XLA.
+    """
+    meshes = [jax.sharding.get_abstract_mesh()]
+    for tensor in jax.tree.leaves(arguments):
+        if hasattr(tensor, "dtype") and isinstance(tensor, jax.Array):
+            meshes.append(jax.typeof(tensor).sharding.mesh)
+    for mesh in meshes:
+        explicit = [
+            name
+            for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+            if kind == jax.sharding.AxisType.Explicit
+        ]
+        if explicit:
+            raise NotImplementedError(
+                f"`{operation}` takes no mesh with Explicit axes, got {explicit}. Make it with "
+                f"`jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto,) * "
+                f"{len(mesh.axis_names)})`, or call the operation inside `jax.sharding.auto_axes`."
+            )
+
+
 def _count(mesh, axes):
     count = 1
     for name in axes:

@@ -34,7 +34,7 @@ def operation(forward, backward):
         # Without the barrier XLA would share what both passes compute, and keep it.
         return backward(*jax.lax.optimization_barrier(saved), None, d_log_f)
 
-    run.defvjp(lambda *given: (run(*given), given), gradients)
+    run.defvjp(lambda *given: (forward(*given)[0], given), gradients)
 
     @jax.jit
     def log_forget_gate(logits, lower_bound=None):

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import triton
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 from triton.backends.compiler import GPUTarget
 
 from keras_recurrent.backends.jax import _gpu, _shards
@@ -35,7 +35,8 @@ _TYPES = {
     "int8": "i8",
 }
 MOST_ROWS_OF_STEPS = 1  # of `norm_linear`: XLA joins products of several with what stands around
-_PTX_VERSION = 86  # what the oldest assembler understands that JAX takes (CUDA 12.6)
+# What the oldest assembler understands that JAX takes (CUDA 12.6), and that later GPUs need.
+_PTX_VERSION, _PTX_VERSIONS = 86, {103: 88, 110: 90, 120: 87, 121: 88}
 _ALIGNED = ("tt.divisibility", 16)  # bytes of an address, or a number's factor
 
 
@@ -122,6 +123,17 @@ def _one_after_another(arrays, axes, *, launch):
 
 
 batching.primitive_batchers[_launch] = _one_after_another
+
+
+def _no_derivative(primals, tangents, *, launch):
+    raise NotImplementedError(
+        f"the Triton kernel `{launch.kernel.__name__}` has no derivative here: it is a step of "
+        "generation, or itself a gradient. Leave `implementation` to choose by itself, or name "
+        "'jax', which has it."
+    )
+
+
+ad.primitive_jvps[_launch] = _no_derivative
 
 
 def _lower(ctx, *operands, launch):
@@ -211,7 +223,8 @@ def _compiled(kernel, signature, constants, aligned, options, target):
         kernel, dict(signature), dict(constants), {i: [list(_ALIGNED)] for i in aligned}
     )
     options = {name: value for name, value in options if value is not None}
-    options = {"ptx_version": _PTX_VERSION, **options}
+    version = _PTX_VERSIONS.get(target.arch, _PTX_VERSION)
+    options = {"ptx_version": version, **options}
     try:
         compiled = triton.compile(source, target=target, options=options)
     except triton.runtime.errors.PTXASError as error:

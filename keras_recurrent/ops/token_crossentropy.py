@@ -2,7 +2,7 @@
 
 import keras
 
-from keras_recurrent.ops.operation import Operation, dtype_of_sums
+from keras_recurrent.ops.operation import Operation, dtype_of, dtype_of_sums
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -20,6 +20,14 @@ class TokenCrossentropyOperation(Operation):
             )
         return sizes
 
+    @classmethod
+    def lower(cls, tensors, context, options):
+        tokens = tensors["tokens"]
+        if dtype_of(tokens) not in ("int32", "int64"):  # kernels take no others
+            wide = dtype_of(tokens) in ("uint32", "uint64")
+            tokens = keras.ops.cast(tokens, "int64" if wide else "int32")
+        return {**tensors, "tokens": tokens}
+
     def output_spec(self, tensors, sizes):
         return keras.KerasTensor(sizes["..."], dtype_of_sums(tensors))
 
@@ -35,7 +43,8 @@ def token_crossentropy(logits, tokens, *, implementation=None):
     numbers a token, and nothing else of their size is made but their gradient. On TensorFlow that
     takes XLA (`jit_compile`); on a CPU, XLA copies them all the same.
 
-    A logit of -inf is a token that cannot come; its gradient is 0. The loss of a token that is not
+    A logit of -inf is a token that cannot come; its gradient is 0, and the loss of such a token
+    itself inf. The loss of a token that is not
     in the vocabulary, -1 or V, is NaN, and so is the gradient of its logits: no backend looks at
     the numbers before, which would mean to wait for the GPU. Where a token does not count, put any
     other there and leave out its loss.
