@@ -50,8 +50,11 @@ EXAMPLES = {
 }
 
 
+ROOMS = ("callbacks", "datasets", "layers", "models", "ops", "schedules", "tokenizers")
+
+
 @pytest.mark.once
-@pytest.mark.parametrize("room", ["callbacks", "datasets", "layers", "models", "ops", "tokenizers"])
+@pytest.mark.parametrize("room", ROOMS)
 def test_every_public_name_has_an_example(room):
     public = getattr(keras_recurrent, room)
     homes = {name: getattr(public, name).__module__ for name in public.__all__}
