@@ -14,11 +14,12 @@ import keras_recurrent
 # Two styles: `>>>` with what comes out, and a fenced program. Without imports it is a fragment.
 BLOCK = re.compile(r"```python\n(\s*(?:import|from) .*?)```", re.DOTALL)
 
-# Users call none of these, and not all can be imported on every backend.
+# Users call none of these, or need more than a backend, and not all can be imported everywhere.
 WITHOUT_EXAMPLES = (
     "keras_recurrent.backends",
     "keras_recurrent.devices.torch",
     "keras_recurrent.generation.torch",
+    "keras_recurrent.lm_evaluation_harness",
 )
 
 
