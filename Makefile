@@ -1,6 +1,7 @@
 # Two commands for a new clone:
 #     make quickstart      a Hawk language model learns real text and writes
 #     make test            the tests, once for each backend
+# A figure of a paper, from this package: make paper-extrapolation (guides/papers/README.md has all).
 # For people who change the code: make lint, make format, make test-jax.
 #
 # Everything is installed into .venv, with the versions of constraints.txt. On Linux a plain torch
@@ -14,6 +15,7 @@ KERAS_BACKEND := $(or $(KERAS_BACKEND),jax)
 PYTEST_ARGS ?= --numprocesses=auto --maxprocesses=8 --dist=worksteal
 
 BACKENDS := jax torch tensorflow
+PAPERS := extrapolation gates
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 INSTALLED := pyproject.toml constraints.txt $(VENV)/.created
@@ -28,11 +30,12 @@ export TPU_WORKER_HOSTNAMES ?= localhost
 endif
 
 .PHONY: help quickstart test test-slow test-devices test-export fuzz lint format clean
-.PHONY: $(BACKENDS:%=test-%) $(BACKENDS:%=test-devices-%) $(BACKENDS:%=test-export-%)
-.PHONY: $(BACKENDS:%=fuzz-%)
+.PHONY: $(PAPERS:%=paper-%) $(BACKENDS:%=test-%) $(BACKENDS:%=test-devices-%)
+.PHONY: $(BACKENDS:%=test-export-%) $(BACKENDS:%=fuzz-%)
 
 help:
 	@echo "make quickstart   train Hawk on the text of Python's documentation (KERAS_BACKEND=$(KERAS_BACKEND))"
+	@echo "make paper-NAME   a figure of a paper, in minutes on two cores: $(PAPERS)"
 	@echo "make test         run the tests on $(BACKENDS); make test-jax runs one of them"
 	@echo "make test-slow    the tests of kernels that make test leaves out for their time"
 	@echo "make test-devices all that is tested of several devices, simulated; make test-devices-jax"
@@ -44,6 +47,12 @@ help:
 
 quickstart: $(VENV)/.quickstart-$(KERAS_BACKEND)
 	KERAS_BACKEND=$(KERAS_BACKEND) $(BIN)/python guides/quickstart.py
+
+# What a guide takes: make paper-extrapolation PAPER="--full --text FILE"
+PAPER ?=
+
+$(PAPERS:%=paper-%): paper-%: $(VENV)/.quickstart-$(KERAS_BACKEND)
+	KERAS_BACKEND=$(KERAS_BACKEND) $(BIN)/python guides/papers/$*.py $(PAPER)
 
 # Every backend is tried, also when one fails.
 test: $(VENV)/.test

@@ -16,6 +16,7 @@ from keras_recurrent import (
     models,
     ops,
     saved_classes,  # noqa: F401, it registers classes with Keras
+    schedules,
     testing,
     tokenizers,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "layers",
     "models",
     "ops",
+    "schedules",
     "testing",
     "tokenizers",
     "which_generation",

@@ -495,3 +495,14 @@ def test_the_backward_of_gates_keeps_no_more_than_the_logits():
     _, backward = jax.vjp(module.log_forget_gate, logits, bound)
     kept = sum(x.nbytes for x in jax.tree.leaves(backward))
     assert kept <= logits.nbytes + bound.nbytes
+
+
+@pytest.mark.skipif(PLAIN != "jax", reason="of JAX's transforms")
+def test_a_hessian_of_gates():
+    """Forward mode over reverse mode, which `jax.hessian` takes."""
+    import jax
+
+    z = jax.numpy.array([0.0, 1.0])
+    curvature = jax.numpy.diagonal(jax.hessian(lambda z: ops.log_forget_gate(z).sum())(z))
+    expected = -jax.nn.sigmoid(z) * jax.nn.sigmoid(-z)
+    np.testing.assert_allclose(curvature, expected, rtol=1e-6)

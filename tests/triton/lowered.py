@@ -105,8 +105,13 @@ def main():
     _gpu.OVERRIDE = "NO_SUCH_VARIABLE"
     reports["without a GPU"] = _gpu.capability()
     _gpu.capability = lambda: 75
-    older = traced(*PROGRAMS["linear_scan"]).lower(lowering_platforms=("cuda",))
-    reports["older"] = calls(older)
+    scan = traced(*PROGRAMS["linear_scan"])
+    reports["older"] = calls(scan.lower(lowering_platforms=("cuda",)))
+    _gpu.capability = lambda: 120  # needs a later version of PTX
+    reports["later"] = calls(traced(*PROGRAMS["linear_scan"]).lower(lowering_platforms=("cuda",)))
+    held = jnp.ones(X.shape, X.dtype)  # lies on the CPU, and is a constant of the program
+    program = jax.jit(lambda x: ops.linear_scan(x, held)[0]).trace(X)
+    reports["beside a constant"] = calls(program.lower(lowering_platforms=("cuda",)))
     print(json.dumps(reports))
 
 

@@ -108,6 +108,8 @@ def test_lowered_for_gpus():
     assert reports["exported"] == {"platforms": ["cpu", "cuda"], "difference": 0.0}
     assert reports["without a GPU"] == 80
     assert reports["older"] == [0, 0]
+    assert reports["later"] == [2, 0]
+    assert reports["beside a constant"] == [1, 0]
 
 
 @with_triton
@@ -165,3 +167,14 @@ def test_what_is_missing_is_a_reason(monkeypatch):
         importlib.util, "find_spec", lambda name: None if name == "triton" else find_spec(name)
     )
     assert 'pip install "keras-recurrent[jax-cuda]"' in triton.unavailable()
+
+
+def test_explicit_axes_are_refused_by_name():
+    """`jax.make_mesh` makes them by default."""
+    mesh = jax.make_mesh((1,), ("rows",))
+    x = jax.device_put(X, jax.NamedSharding(mesh, jax.P("rows")))
+    scan = jax.jit(lambda x: keras_recurrent.ops.linear_scan(x, x)[0])
+    with pytest.raises(NotImplementedError, match=r"no mesh with Explicit axes, got \['rows'\]"):
+        scan(x)
+    auto = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    scan(jax.device_put(X, jax.NamedSharding(auto, jax.P("rows"))))

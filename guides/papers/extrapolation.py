@@ -1,0 +1,270 @@
+"""Recurrences read texts longer than they were trained on (Griffin, section 6, figures 5 and 10).
+
+    make paper-extrapolation                  # minutes; or, where the package is installed:
+    KERAS_BACKEND=jax python guides/papers/extrapolation.py
+    KERAS_BACKEND=jax python guides/papers/extrapolation.py --full --text FILE     # on a GPU
+
+De et al. 2024 (arXiv:2402.19427) train models of a billion weights on rows of 2,048 tokens and read
+on to 32,768: the loss of Hawk and Griffin goes on falling to at least four times the length they
+know, that of Transformers with multi-query attention (MQA) does not. Models trained on longer rows,
+of as many tokens in all, are better at the longer lengths.
+
+Here the models are small and read bytes. Those of one seed share their rows, and all are tested on
+the same windows of held-out text. A loss "at 512" is the mean of places 257 to 512.
+"""
+
+import argparse
+import dataclasses
+import os
+import pathlib
+import time
+
+# Keras reads this once, when it is imported. "torch" and "tensorflow" do as well.
+os.environ.setdefault("KERAS_BACKEND", "jax")
+
+import keras
+import matplotlib.figure
+import numpy as np
+from runs import (
+    PASSES,
+    Results,
+    deviations,
+    draw_band,
+    machine,
+    read_text,
+    rows_of,
+    spread,
+    table,
+    train,
+    with_error,
+)
+
+from keras_recurrent.evaluation import loss_by_position
+from keras_recurrent.models import GriffinBackbone, GriffinCausalLM
+
+RECURRENT, LOCAL, GLOBAL = "recurrent", "local_attention", "global_attention"
+# The pattern of blocks, and the part of each head that rotary positions turn.
+MODELS = {
+    "Hawk": ((RECURRENT,), 1.0),
+    "Griffin": ((RECURRENT, RECURRENT, LOCAL), 1.0),
+    "MQA RoPE": ((GLOBAL,), 1.0),
+    "MQA NoPE": ((GLOBAL,), 0.0),
+}
+
+
+@dataclasses.dataclass
+class Size:
+    """What a run is made of; lengths are bytes."""
+
+    width: int
+    lru_width: int
+    num_layers: int
+    lengths: tuple  # of the rows to train on
+    tokens: int  # a step
+    steps: int  # or as many as two passes over the text take
+    longest: int  # of the windows to test on
+    windows: int
+    learning_rate: float
+
+    @property
+    def places(self):
+        """Where the loss is told: half the shortest row, twice as much, and so on."""
+        return octaves(min(self.lengths) // 2, self.longest)
+
+
+MINIATURE = Size(64, 80, 3, (128, 256), 2048, 300, 1024, 384, 5e-3)
+FULL = Size(256, 352, 6, (512, 2048), 32_768, 1000, 32_768, 512, 2e-3)
+
+
+# --- 1. Training and testing ---
+
+
+def build(name, size, length, seed):
+    keras.utils.set_random_seed(seed)
+    block_types, turned = MODELS[name]
+    backbone = GriffinBackbone(
+        vocabulary_size=256,
+        num_layers=size.num_layers,
+        hidden_dim=size.width,
+        intermediate_dim=3 * size.width,
+        lru_width=size.lru_width,
+        block_types=block_types,
+        num_query_heads=4,
+        head_dim=size.width // 4,
+        sliding_window=length // 2,
+        partial_rotary_factor=turned,
+    )
+    return GriffinCausalLM(backbone)
+
+
+def batches(text, size, length, seeds, steps):
+    """For each step, rows of every seed from random places, and what follows each byte."""
+    draws = [np.random.default_rng(seed) for seed in seeds]
+    for _ in range(steps):
+        starts = [rng.integers(0, len(text) - length, size.tokens // length) for rng in draws]
+        rows = rows_of(text, starts, length + 1)
+        yield rows[..., :-1], rows[..., 1:]
+
+
+def octaves(shortest, longest):
+    """The lengths shortest, twice as much, and so on to the longest."""
+    return [shortest << i for i in range((longest // shortest).bit_length())]
+
+
+def run(name, size, length, seeds, training, windows):
+    """Trains the seeds of one model side by side, and gives a line of results for each."""
+    steps = min(size.steps, PASSES * len(training) // size.tokens)
+    models = [build(name, size, length, seed) for seed in seeds]
+    optimizer = keras.optimizers.AdamW(
+        keras.optimizers.schedules.CosineDecay(
+            0.0, steps, alpha=0.1, warmup_target=size.learning_rate, warmup_steps=steps // 10
+        ),
+        weight_decay=0.01,
+        global_clipnorm=1.0,
+    )
+    start = time.perf_counter()
+    trained = train(models, optimizer, batches(training, size, length, seeds, steps))
+    seconds = time.perf_counter() - start
+    for seed, model, loss in zip(seeds, models, trained, strict=True):
+        found = loss_by_position(model, windows, batch_size=max(1, 2**17 // size.longest))
+        places = size.places
+        yield {
+            "model": name,
+            "length": length,
+            "seed": seed,
+            "width": size.width,
+            "parameters": model.count_params(),
+            "steps": steps,
+            "bytes": steps * size.tokens,
+            "windows": size.windows,
+            "training_loss": round(loss, 4),
+            "seconds_of_all_seeds": round(seconds, 1),
+            "machine": machine(),
+            "loss_at": {
+                str(n): round(float(found.loss[n // 2 - 1 : n - 1].mean()), 4) for n in places
+            },
+            "running_mean_at": {str(n): round(float(found.running_mean[n - 2]), 4) for n in places},
+        }
+
+
+# --- 2. What came out ---
+
+
+def values(lines, kind, place):
+    return np.array([line[kind][str(place)] for line in lines])
+
+
+def draw(results, size, path):
+    """The running mean of the loss, the papers' curve, for each length of rows."""
+    figure = matplotlib.figure.Figure(figsize=(10, 4), layout="constrained")
+    places = size.places
+    (row,) = figure.subplots(1, len(size.lengths), sharey=True, squeeze=False)
+    for length, axes in zip(size.lengths, row, strict=True):
+        for name in MODELS:
+            lines = results.of(model=name, length=length, width=size.width)
+            curves = np.transpose([values(lines, "running_mean_at", place) for place in places])
+            draw_band(axes, places, curves, label=name)
+        axes.axvline(length, color="gray", linestyle="--", linewidth=1)
+        axes.set(xlabel="bytes read", title=f"trained on rows of {length:,}")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(places, [f"{place:,}" for place in places])
+    figure.axes[0].set_ylabel("mean loss so far, nats a byte")
+    figure.axes[0].legend()
+    figure.savefig(path, dpi=120)
+
+
+def changes(lines, length):
+    """By how much the loss at four times the length is above that at the length, seed by seed."""
+    return values(lines, "loss_at", 4 * length) - values(lines, "loss_at", length)
+
+
+# What is claimed of the loss at 4 L less that at L; of MQA without positions it is only told.
+CLAIMS = {
+    "Hawk": ("at most 0", lambda mean: mean <= 0),
+    "Griffin": ("at most .01", lambda mean: mean <= 0.01),
+    "MQA RoPE": ("at least .3", lambda mean: mean >= 0.3),
+}
+
+
+def judge(name, found, others):
+    """A verdict in words: the claim, and whether the distance to RoPE is beyond two deviations."""
+    if name not in CLAIMS:
+        return "told"
+    claim, holds = CLAIMS[name]
+    text = f"{'yes' if holds(np.mean(found)) else 'NO'}: {claim}"
+    if name == "MQA RoPE":
+        return text
+    gap = np.mean(others) - np.mean(found)
+    clear = gap > 2 * np.hypot(deviations(found), deviations(others))
+    return f"{text}; {'' if clear else 'NOT '}beyond 2 deviations of RoPE"
+
+
+def tell(results, size):
+    """Tables in Markdown: of one length of rows each, and of both beside each other."""
+    parts = []
+    for length in size.lengths:
+        places = [n for n in octaves(length, size.longest) if n <= 16 * length]
+        if 4 * length not in places:
+            continue
+        rope = changes(results.of(model="MQA RoPE", length=length, width=size.width), length)
+        header = (f"rows of {length:,}: loss at", *(f"{n:,}" for n in places), "4 L less L", "")
+        rows = []
+        for name in MODELS:
+            lines = results.of(model=name, length=length, width=size.width)
+            found = changes(lines, length)
+            cells = (with_error(values(lines, "loss_at", n)) for n in places)
+            rows.append((name, *cells, with_error(found), judge(name, found, rope)))
+        parts.append(table(header, rows))
+    rows, header = [], ("mean loss to", *(f"{n:,}" for n in size.places))
+    for name in ("Hawk", "Griffin"):
+        for length in size.lengths:
+            lines = results.of(model=name, length=length, width=size.width)
+            cells = (with_error(values(lines, "running_mean_at", n)) for n in size.places)
+            rows.append((f"{name}, rows of {length:,}", *cells))
+    return "\n\n".join([*parts, table(header, rows)])
+
+
+# --- 3. All of it, in order ---
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--full", action="store_true", help="the size for one GPU")
+    parser.add_argument("--text", type=pathlib.Path, help="a file; else Python's documentation")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("build/papers"))
+    for field in dataclasses.fields(Size):
+        parser.add_argument(
+            f"--{field.name.replace('_', '-')}",
+            type=float if field.type is float else int,
+            nargs="+" if field.type is tuple else None,
+            help="in place of what the size says",
+        )
+    arguments = parser.parse_args()
+    given = {f.name: getattr(arguments, f.name) for f in dataclasses.fields(Size)}
+    size = dataclasses.replace(
+        FULL if arguments.full else MINIATURE, **{k: v for k, v in given.items() if v is not None}
+    )
+    training, held_out = read_text(arguments.text)
+    # From the shortest row on, each octave of places sees the same text.
+    windows = spread(held_out, size.windows, min(size.lengths) // 2, size.longest)
+    results = Results(arguments.output / "extrapolation.jsonl")
+    print(f"{len(training):,} bytes to train on, {len(held_out):,} held out, on {machine()}")
+    for length in size.lengths:
+        for name in MODELS:
+            key = {"model": name, "length": length, "width": size.width}
+            seeds = results.missing(arguments.seeds, **key)
+            for line in run(name, size, length, seeds, training, windows) if seeds else ():
+                results.append(**line)
+                print(
+                    f"{name}, rows of {length:,}, seed {line['seed']}: loss at {length:,} "
+                    f"{line['loss_at'][str(length)]}, at {size.longest:,} "
+                    f"{line['loss_at'][str(size.longest)]}; {line['seconds_of_all_seeds']} s",
+                    flush=True,
+                )
+    draw(results, size, arguments.output / "extrapolation.png")
+    print(tell(results, size))
+
+
+if __name__ == "__main__":
+    main()

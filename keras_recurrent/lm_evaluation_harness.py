@@ -1,0 +1,187 @@
+"""The language models under lm-evaluation-harness (Gao et al., `lm_eval`), which must be installed.
+
+`python -m keras_recurrent.lm_evaluation_harness` is its own command line, which then knows these
+models by the name `keras_recurrent`:
+
+    KERAS_BACKEND=jax python -m keras_recurrent.lm_evaluation_harness run --model keras_recurrent \\
+      --model_args pretrained=hf://fla-hub/hgrn2-1.3B-100B,dtype=bfloat16 \\
+      --tasks lambada_openai,hellaswag,piqa,arc_easy --batch_size 16
+"""
+
+import keras_hub
+
+from keras_recurrent.continuations import Continuations
+
+try:
+    from lm_eval.api.model import TemplateLM
+except ModuleNotFoundError as error:
+    if not error.name or error.name.partition(".")[0] != "lm_eval":
+        raise
+    raise ImportError(
+        "`keras_recurrent.lm_evaluation_harness` needs lm-evaluation-harness: "
+        "`pip install 'keras-recurrent[evaluation]'`, or `pip install lm_eval`."
+    ) from error
+
+from lm_eval.api.registry import register_model
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+__all__ = ["HarnessLM"]
+
+# Names by which tasks say how much may be written, the most important first.
+LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+# What tasks may say beside them, which changes nothing where the most probable token is taken.
+WITHOUT_EFFECT = {"do_sample", "temperature", "top_p", "top_k", "until"}
+
+
+@register_model("keras_recurrent")
+class HarnessLM(TemplateLM):
+    """A language model of this package for lm-evaluation-harness.
+
+    The answers to one question go on from the state behind it, which is read once. Text is written
+    greedily. A context is the tokens that the model's preprocessor makes of it, with a start token
+    where it adds one; an empty one is the start token, or the end token where there is no other.
+
+    Args:
+        pretrained: a language model with a preprocessor, or what `from_preset` takes, such as
+            `"hf://fla-hub/hgrn2-1.3B-100B"`.
+        batch_size: integer, the most contexts and answers that are read at a time.
+        max_length: integer, the most tokens that the model reads for one answer: longer contexts
+            lose their oldest tokens, and longer texts are scored in windows of as many. None: there
+            is no limit.
+        max_gen_toks: integer, the most tokens that are written where a task does not say it.
+        device: taken for the harness's signature; Keras's backend chooses the device.
+        **kwargs: what `from_preset` takes where `pretrained` is a name, such as `dtype=`.
+
+    Raises:
+        ImportError: on import of this module, where `lm_eval` is not installed.
+        TypeError: `pretrained` is no language model of this package.
+        ValueError: it has no preprocessor; a `batch_size` such as `"auto"`, a number that is no
+            integer from 1 on, or arguments for a model that is there already.
+
+    Example:
+
+    ```
+    import lm_eval
+    from keras_recurrent.lm_evaluation_harness import HarnessLM
+    from keras_recurrent.models import HGRN2CausalLM
+
+    model = HGRN2CausalLM.from_preset("hf://fla-hub/hgrn2-1.3B-100B", dtype="bfloat16")
+    found = lm_eval.simple_evaluate(HarnessLM(model, batch_size=16), tasks=["piqa"])
+    print(lm_eval.utils.make_table(found))
+    ```
+    """
+
+    def __init__(
+        self,
+        pretrained,
+        batch_size=8,
+        max_length=None,
+        max_gen_toks=256,
+        device=None,
+        **kwargs,
+    ):
+        super().__init__()
+        batch_size = _as_integer("batch_size", batch_size)
+        if isinstance(pretrained, str):
+            pretrained = keras_hub.models.CausalLM.from_preset(pretrained, **kwargs)
+        elif kwargs:
+            raise ValueError(
+                f"`{next(iter(kwargs))}` is an argument of `from_preset`, and `pretrained` is a "
+                "model already."
+            )
+        self._continuations = Continuations(pretrained, batch_size, max_length)
+        if pretrained.preprocessor is None:
+            raise ValueError(
+                "`pretrained` must have a preprocessor, which makes tokens of text; this model has "
+                "none. `from_preset(..., preprocessor=...)` gives it one."
+            )
+        self.batch_size, self.max_length = batch_size, max_length
+        self.max_gen_toks = _as_integer("max_gen_toks", max_gen_toks)
+        self._preprocessor = pretrained.preprocessor
+        self._tokenizer = pretrained.preprocessor.tokenizer
+
+    @property
+    def eot_token_id(self):
+        return self._tokenizer.end_token_id
+
+    @property
+    def prefix_token_id(self):
+        start = getattr(self._tokenizer, "start_token_id", None)
+        return self.eot_token_id if start is None else start
+
+    def tok_encode(self, string, add_special_tokens=None, **kwargs):
+        if add_special_tokens is None:
+            add_special_tokens = self._preprocessor.add_start_token
+        tokens = [int(token) for token in self._tokenizer(string)]
+        return [self.prefix_token_id, *tokens] if add_special_tokens else tokens
+
+    def _loglikelihood_tokens(self, requests, **kwargs):
+        texts, *tokens = zip(*requests, strict=True)
+        found = self._continuations.score(list(zip(*tokens, strict=True)))
+        for text, answer in zip(texts, found, strict=True):
+            self.cache_hook.add_partial("loglikelihood", text, answer)
+        return found
+
+    def loglikelihood_rolling(self, requests, disable_tqdm=False):
+        windows, of_text = [], []
+        for number, request in enumerate(requests):
+            tokens = self.tok_encode(request.args[0], add_special_tokens=False)
+            size = self.max_length or max(len(tokens), 1)
+            for window in get_rolling_token_windows(tokens, self.prefix_token_id, size, 1):
+                windows.append(make_disjoint_window(window))
+                of_text.append(number)
+        totals = [0.0] * len(requests)
+        scores = self._continuations.score(windows)
+        for number, (score, _) in zip(of_text, scores, strict=True):
+            totals[number] += score
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def generate_until(self, requests, disable_tqdm=False):
+        alike: dict = {}
+        for number, request in enumerate(requests):
+            until, limit = self._how_to_end(request.args[1])
+            alike.setdefault((tuple(until), limit), []).append(number)
+        found = [""] * len(requests)
+        for (until, limit), numbers in alike.items():
+            contexts = [
+                self.tok_encode(requests[n].args[0]) or [self.prefix_token_id] for n in numbers
+            ]
+            texts = self._continuations.write(contexts, list(until), limit, self.eot_token_id)
+            for number, text in zip(numbers, texts, strict=True):
+                found[number] = text
+                self.cache_hook.add_partial("generate_until", requests[number].args, text)
+        return found
+
+    def _how_to_end(self, options):
+        """The strings that end an answer, and the most tokens that it may have."""
+        until = options.get("until") or []
+        until = [until] if isinstance(until, str) else list(until)
+        if options.get("do_sample") and options.get("temperature", 1.0) > 0:
+            raise ValueError(
+                "This adapter writes greedily, and the task wants samples (`do_sample`). Pass "
+                "`gen_kwargs='do_sample=False'`, or leave the task out."
+            )
+        unknown = sorted(set(options) - set(LIMITS) - WITHOUT_EFFECT)
+        if unknown:
+            raise ValueError(
+                f"The task asks for {unknown}, which this adapter does not know. It knows "
+                f"{sorted({*LIMITS, *WITHOUT_EFFECT})}."
+            )
+        limits = [options[name] for name in LIMITS if options.get(name) is not None]
+        return until, _as_integer(LIMITS[0], limits[0]) if limits else self.max_gen_toks
+
+
+def _as_integer(name, value):
+    """An integer that the command line may have left as text."""
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(f"`{name}` must be an integer, at least 1; got {value!r}.") from None
+
+
+if __name__ == "__main__":
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()

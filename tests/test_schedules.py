@@ -1,0 +1,69 @@
+"""The schedule, beside its equation, in files and in training."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_recurrent.schedules import InverseSquareRoot
+
+
+def by_hand(step, peak, warmup):
+    step = np.float64(step)
+    return peak * (step / warmup if step < warmup else np.sqrt(warmup / step))
+
+
+@pytest.mark.parametrize("warmup", [1, 7, 4000])
+def test_it_is_the_equation(warmup):
+    schedule = InverseSquareRoot(5e-4, warmup)
+    steps = [0, 1, 2, 6, 7, 8, 3999, 4000, 4001, 50_000, 10_000_000]
+    for step in steps:
+        found = keras.ops.convert_to_numpy(schedule(keras.ops.convert_to_tensor(step, "int32")))
+        np.testing.assert_allclose(found, by_hand(step, 5e-4, warmup), rtol=1e-6)
+        assert found.dtype == "float32"
+    found = keras.ops.convert_to_numpy(schedule(np.array(steps)))
+    np.testing.assert_allclose(found, [by_hand(s, 5e-4, warmup) for s in steps], rtol=1e-6)
+
+
+def test_an_optimizer_follows_it():
+    """With plain SGD and a gradient of 1, a weight has gone the sum of all rates."""
+    schedule = InverseSquareRoot(0.1, 3)
+    weight = keras.Variable(0.0)
+    optimizer = keras.optimizers.SGD(schedule)
+    optimizer.build([weight])
+    gone = 0.0
+    for step in range(8):
+        optimizer.apply([keras.ops.convert_to_tensor(1.0)])
+        gone -= by_hand(step, 0.1, 3)
+        np.testing.assert_allclose(keras.ops.convert_to_numpy(weight.value), gone, rtol=1e-5)
+
+
+@pytest.mark.once
+def test_it_comes_back_from_configurations_and_files(tmp_path):
+    schedule = InverseSquareRoot(3e-3, np.int64(5), name="rise_and_fall")
+    schedules = keras.optimizers.schedules
+    again = schedules.deserialize(schedules.serialize(schedule))
+    assert isinstance(again, InverseSquareRoot)
+    assert again.get_config() == schedule.get_config()
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.Adam(schedule), "mse")
+    model.fit(np.ones((4, 2)), np.ones((4, 1)), batch_size=1, verbose=0)
+    model.save(tmp_path / "model.keras")
+    optimizer = keras.models.load_model(tmp_path / "model.keras").optimizer
+    np.testing.assert_allclose(
+        keras.ops.convert_to_numpy(optimizer.learning_rate), by_hand(4, 3e-3, 5), rtol=1e-6
+    )
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ((0.0, 10), "`learning_rate` must be a finite number above 0; got 0.0"),
+        ((float("nan"), 10), "`learning_rate` must be a finite number above 0; got nan"),
+        ((1e-3, 0), "`warmup_steps` must be an integer, at least 1; got 0"),
+        ((1e-3, 2.5), "`warmup_steps` must be an integer, at least 1; got 2.5"),
+    ],
+)
+def test_what_is_no_schedule_is_an_error(arguments, match):
+    with pytest.raises(ValueError, match=match):
+        InverseSquareRoot(*arguments)
