@@ -81,11 +81,15 @@ def package_of(cls):
     return cls.__module__.partition(".")[0]
 
 
+# They have no classes of Keras's: kernels, and what cannot be imported without another package.
+NOT_OF_KERAS = ("keras_recurrent.backends", "keras_recurrent.lm_evaluation_harness")
+
+
 def shared_with_keras():
     """Private names of classes here that a class of Keras has on which they are built."""
     shared = set()
     for info in pkgutil.walk_packages([str(PACKAGE)], "keras_recurrent."):
-        if info.name.startswith("keras_recurrent.backends"):
+        if info.name.startswith(NOT_OF_KERAS):
             continue
         for cls in vars(importlib.import_module(info.name)).values():
             if not inspect.isclass(cls) or cls.__module__ != info.name:

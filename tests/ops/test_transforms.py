@@ -4,7 +4,7 @@ import keras
 import pytest
 
 from keras_recurrent import dispatch, ops
-from tests.ops import cases, steps, token_wise
+from tests.ops import cases, steps, test_linear_crossentropy, token_wise
 from tests.ops.test_ops import OPTIONS
 
 if keras.config.backend() != "torch":
@@ -31,8 +31,12 @@ every_cheap_kernel = pytest.mark.parametrize(("operation", "implementation"), CH
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 
 
-def example(operation, implementation):
-    """A function of a dict of tensors with a number as its result, and such a dict."""
+def arguments_of(operation):
+    """`({name: tensor}, options, names of those that have gradients)` of an operation."""
+    if operation == "linear_crossentropy":
+        floats, integers = test_linear_crossentropy.draw(test_linear_crossentropy.Case((2, 3)))
+        given = {n: tensor(t, "float32") for n, t in floats.items()}
+        return given | {n: tensor(t, "int32") for n, t in integers.items()}, {}, [*floats]
     if operation in token_wise.DRAW:
         drawn = token_wise.draw(operation, token_wise.Case((2, 5, 8)))
         options, differentiated = drawn.options, drawn.differentiated
@@ -45,6 +49,12 @@ def example(operation, implementation):
         options = OPTIONS.get(operation, {})
         differentiated = [n for n in drawn.tensors if n not in cases.CONSTANTS]
     given = {n: tensor(t, drawn.dtypes[n]) for n, t in drawn.tensors.items() if t is not None}
+    return given, options, differentiated
+
+
+def example(operation, implementation):
+    """A function of a dict of tensors with a number as its result, and such a dict."""
+    given, options, differentiated = arguments_of(operation)
     options = {**options, "implementation": implementation}
 
     def loss(tensors):
