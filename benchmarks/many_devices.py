@@ -157,7 +157,7 @@ def on_torch(arguments, count):
 
     def step():
         with sequence_parallel() if parts_of_rows else contextlib.nullcontext():
-            module.model.loss(labels, called(inputs)).backward()
+            called(inputs, labels=labels).backward()
         optimizer.step()
         optimizer.zero_grad()
         if on_gpu:

@@ -55,6 +55,7 @@ PRIVATE_ATTRIBUTES = {
     "_generate_preprocess_python": ("keras_hub.models.CausalLMPreprocessor",),
     "_value": ("keras.Variable",),
     # Training
+    "_aggregate_additional_loss": ("keras.Model",),
     "_compile_metrics": ("keras.Model",),
     "_distribute_strategy": ("keras.src.backend.tensorflow.trainer.TensorFlowTrainer",),
     "_initial_epoch": ("keras.Model",),

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 
 from keras_recurrent.backends.constants import SEQUENCE
-from keras_recurrent.backends.jax import _sequence
+from keras_recurrent.backends.jax import _sequence, linear_crossentropy
 from keras_recurrent.backends.jax._shards import over
 
 
@@ -61,7 +61,10 @@ def run(operation, function, arguments, mesh, batch_axis):
         mesh: a `jax.sharding.Mesh`.
         batch_axis: string, the axis of the mesh that splits the batch.
     """
-    if operation not in _DIMENSIONS or jax.sharding.get_abstract_mesh().manual_axes:
+    is_free = not jax.sharding.get_abstract_mesh().manual_axes
+    if operation == "linear_crossentropy" and is_free:
+        return linear_crossentropy.on_shards(mesh, batch_axis, **arguments)
+    if operation not in _DIMENSIONS or not is_free:
         with over(mesh):
             return function(**arguments)
     if batch_axis == SEQUENCE:

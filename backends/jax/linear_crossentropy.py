@@ -2,26 +2,69 @@
 
 The tokens go through the vocabulary some at a time, so that there are never the logits of all. The
 gradients of a sum are known but for one factor once the logits are, so they are made with it;
-those of single losses make the logits once more.
+those of single losses make the logits once more. The devices of a mesh may share rows, their
+tokens and the vocabulary.
 """
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from keras_recurrent.backends.constants import TOKENS_OF_A_PIECE
+from keras_recurrent.backends.constants import SEQUENCE, TOKENS_OF_A_PIECE
 from keras_recurrent.backends.jax._common import accumulation_dtype
 
 
-@functools.partial(jax.jit, static_argnames=("soft_cap", "reduction"))
+class _Split(NamedTuple):
+    """The axes of a mesh that split tokens `[B, T]`, and those that split the vocabulary."""
+
+    mesh: jax.sharding.Mesh
+    rows: str | None
+    time: str | None
+    vocabulary: tuple[str, ...]
+
+
 def linear_crossentropy(x, embedding, tokens, sample_weight=None, soft_cap=None, reduction="sum"):
     """x: [..., D]; embedding: [V, D]; tokens, sample_weight: [...].
 
     Returns (losses times their weights, [...] or their sum, in float32, or float64 if a tensor is;
     the token of the largest logit, int32 [...]).
     """
+    return _compiled(x, embedding, tokens, sample_weight, soft_cap, reduction, None)
+
+
+def on_shards(mesh, batch_axis, x, embedding, tokens, **others):
+    """The same, of tokens `[B, T]` that the devices of a mesh share.
+
+    Each device takes its own tokens through its own part of the vocabulary. Of every token, they
+    send each other the largest logit, the sum of exponentials and the logit of the label, a piece
+    of tokens at a time; of all pieces together, once, the gradients that they have in common. An
+    axis that does not divide its dimension splits nothing.
+
+    Args:
+        mesh: a `jax.sharding.Mesh`.
+        batch_axis: string, the axis of the mesh that splits the batch.
+        x, embedding, tokens, **others: as in `linear_crossentropy`.
+    """
+    others = {"sample_weight": None, "soft_cap": None, "reduction": "sum", **others}
+    split = None
+    if tokens.ndim == 2:
+        batch, length = tokens.shape
+        vocabulary = tuple(name for name in mesh.axis_names if name not in (batch_axis, SEQUENCE))
+        parts = math.prod(mesh.shape[name] for name in vocabulary)
+        split = _Split(
+            mesh,
+            batch_axis if batch % mesh.shape[batch_axis] == 0 else None,
+            SEQUENCE if length % mesh.shape.get(SEQUENCE, length + 1) == 0 else None,
+            vocabulary if embedding.shape[0] % parts == 0 else (),
+        )
+    return _compiled(x, embedding, tokens, **others, split=split)
+
+
+@functools.partial(jax.jit, static_argnames=("soft_cap", "reduction", "split"))
+def _compiled(x, embedding, tokens, sample_weight, soft_cap, reduction, split):
     dtype = accumulation_dtype(x, embedding, sample_weight)
     if sample_weight is None:
         weights = jnp.ones(tokens.shape, dtype)
@@ -29,21 +72,21 @@ def linear_crossentropy(x, embedding, tokens, sample_weight=None, soft_cap=None,
         weights = sample_weight.astype(dtype)
         tokens = jnp.where(weights == 0, 0, tokens)
     of = _sum if reduction == "sum" else _each
-    return of(soft_cap, x, embedding, weights, tokens.astype(int))
+    return of(soft_cap, split, x, embedding, weights, tokens.astype(int))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sum(soft_cap, x, embedding, weights, tokens):
-    losses, best = _walk(soft_cap, x, embedding, weights, tokens)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _sum(soft_cap, split, x, embedding, weights, tokens):
+    losses, best = _walk(soft_cap, split, x, embedding, weights, tokens)
     return jnp.sum(weights * losses), best
 
 
-def _sum_and_gradients(soft_cap, x, embedding, weights, tokens):
-    losses, best, *gradients = _walk(soft_cap, x, embedding, weights, tokens, True)
+def _sum_and_gradients(soft_cap, split, x, embedding, weights, tokens):
+    losses, best, *gradients = _walk(soft_cap, split, x, embedding, weights, tokens, True)
     return (jnp.sum(weights * losses), best), (*gradients, losses)
 
 
-def _times(soft_cap, gradients, d_results):
+def _times(soft_cap, split, gradients, d_results):
     d_loss, _ = d_results
     return *((d_loss * d.astype(d_loss.dtype)).astype(d.dtype) for d in gradients), None
 
@@ -51,36 +94,53 @@ def _times(soft_cap, gradients, d_results):
 _sum.defvjp(_sum_and_gradients, _times)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _each(soft_cap, x, embedding, weights, tokens):
-    losses, best = _walk(soft_cap, x, embedding, weights, tokens)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _each(soft_cap, split, x, embedding, weights, tokens):
+    losses, best = _walk(soft_cap, split, x, embedding, weights, tokens)
     return weights * losses, best
 
 
-def _save(soft_cap, *tensors):
-    return _each(soft_cap, *tensors), tensors
+def _save(soft_cap, split, *tensors):
+    return _each(soft_cap, split, *tensors), tensors
 
 
-def _gradients(soft_cap, tensors, d_results):
+def _gradients(soft_cap, split, tensors, d_results):
     x, embedding, weights, tokens = tensors
     d_losses, _ = d_results
-    losses, _, *gradients = _walk(soft_cap, x, embedding, weights * d_losses, tokens, True)
+    losses, _, *gradients = _walk(soft_cap, split, x, embedding, weights * d_losses, tokens, True)
     return *gradients, losses * d_losses, None
 
 
 _each.defvjp(_save, _gradients)
 
 
-def _walk(soft_cap, x, embedding, weights, tokens, with_gradients=False):
-    """The losses, their best tokens, and if wanted the gradients of x and embedding by `weights`.
+def _walk(soft_cap, split, x, embedding, weights, tokens, with_gradients=False):
+    """The losses, their best tokens, and if wanted the gradients of x and embedding."""
+    walk = functools.partial(_walk_shard, soft_cap, split, with_gradients)
+    if split is not None:
+        of_tokens, of_x = jax.P(split.rows, split.time), jax.P(split.rows, split.time, None)
+        of_embedding = jax.P(split.vocabulary or None, None)
+        walk = jax.shard_map(
+            walk,
+            mesh=split.mesh,
+            in_specs=(of_x, of_embedding, of_tokens, of_tokens),
+            out_specs=(of_tokens, of_tokens, *((of_x, of_embedding) if with_gradients else ())),
+            check_vma=False,
+        )
+    return walk(x, embedding, weights, tokens)
 
-    Time is cut and the batch is not: devices may each have some of its rows.
+
+def _walk_shard(soft_cap, split, with_gradients, x, embedding, weights, tokens):
+    """What `_walk` returns of one device's tokens, which see all of the vocabulary.
+
+    Time is cut and the batch is not: where XLA shares the work, devices have some rows each.
     """
     shape, width = tokens.shape, x.shape[-1]
     length = shape[-1] if shape else 1
     batch = math.prod(shape[:-1])
     size = min(length, max(1, TOKENS_OF_A_PIECE // max(1, batch)))
     count = -(-length // max(1, size))
+    vocabulary = _Vocabulary(embedding, split.vocabulary if split else ())
 
     def cut(array, *rest):
         array = array.reshape(batch, length, *rest)
@@ -92,7 +152,7 @@ def _walk(soft_cap, x, embedding, weights, tokens, with_gradients=False):
         return array[:, :length].reshape(*shape, *rest)
 
     def step(d_embedding, piece):
-        *found, d_more = _piece(soft_cap, embedding, piece, with_gradients)
+        *found, d_more = _piece(soft_cap, vocabulary, piece, with_gradients)
         return d_embedding + d_more if with_gradients else None, found
 
     zeros = jnp.zeros(embedding.shape, weights.dtype) if with_gradients else None
@@ -102,32 +162,73 @@ def _walk(soft_cap, x, embedding, weights, tokens, with_gradients=False):
     if not with_gradients:
         return found
     assert d_embedding is not None
-    return *found, joined(d_x, width), d_embedding.astype(embedding.dtype)
+    d_x = vocabulary.sum(joined(d_x, width)).astype(x.dtype)
+    of_tokens = [name for name in split[1:3] if name] if split else []
+    if of_tokens:
+        d_embedding = jax.lax.psum(d_embedding, of_tokens)
+    return *found, d_x, d_embedding.astype(embedding.dtype)
 
 
-def _piece(soft_cap, embedding, piece, with_gradients):
-    """Of some tokens: the losses, the best tokens, and the gradients of x and embedding."""
+class _Vocabulary:
+    """A device's part of the embeddings, and what the parts of all devices say of a token.
+
+    Args:
+        embedding: `[V, D]`, the part; parts are as long as each other.
+        axes: the axes of a mesh that split the vocabulary; none where the part is the whole.
+    """
+
+    def __init__(self, embedding, axes):
+        self.embedding, self.axes = embedding, axes
+        self.first, self.size = 0, embedding.shape[0]
+        if axes:
+            self.first = jax.lax.axis_index(axes) * self.size
+            self.size *= jax.lax.psum(1, axes)
+
+    def sum(self, x):
+        return jax.lax.psum(x, self.axes) if self.axes else x
+
+    def max(self, x):
+        return jax.lax.pmax(x, self.axes) if self.axes else x
+
+    def best(self, z, largest):
+        """The first token whose logit is the largest one `[..., 1]` of all parts."""
+        best = jnp.argmax(z, axis=-1).astype("int32") + self.first
+        if not self.axes:
+            return best
+        is_largest = jnp.max(z, axis=-1) == largest[..., 0]
+        # Where logits are NaN no part has the largest: the first token, as good as any.
+        best = jax.lax.pmin(jnp.where(is_largest, best, self.size), self.axes)
+        return jnp.where(best == self.size, 0, best)
+
+
+def _piece(soft_cap, vocabulary, piece, with_gradients):
+    """Of some tokens: the losses, the best tokens, and the gradients of x and embedding.
+
+    The gradient of x is that of a device's part of the vocabulary, in the dtype of sums where the
+    parts are still to be added.
+    """
     x, weights, tokens = piece
-    dtype = weights.dtype
+    embedding, dtype = vocabulary.embedding, weights.dtype
     product = functools.partial(jnp.einsum, preferred_element_type=dtype)
     z = product("btd,vd->btv", x, embedding).astype(dtype)
     if soft_cap is not None:
         z = soft_cap * jnp.tanh(z / soft_cap)
-    known = (tokens >= 0) & (tokens < embedding.shape[0])
-    largest = jnp.max(z, axis=-1, keepdims=True)
+    known = (tokens >= 0) & (tokens < vocabulary.size)
+    largest = vocabulary.max(jnp.max(z, axis=-1, keepdims=True))
     exponentials = jnp.exp(z - largest)
-    total = jnp.sum(exponentials, axis=-1, keepdims=True)
-    place = jnp.where(known, tokens, 0)[..., None]
-    losses = (jnp.log(total) + (largest - jnp.take_along_axis(z, place, axis=-1)))[..., 0]
-    losses = jnp.where(known, losses, jnp.nan)
-    best = jnp.argmax(z, axis=-1).astype("int32")
+    total = vocabulary.sum(jnp.sum(exponentials, axis=-1, keepdims=True))
+    place = (jnp.where(known, tokens, 0) - vocabulary.first)[..., None]
+    last = embedding.shape[0] - 1
+    own = jnp.take_along_axis(z, jnp.clip(place, 0, last), axis=-1)
+    own = vocabulary.sum(jnp.where((place >= 0) & (place <= last), own, 0))
+    losses = jnp.where(known, (jnp.log(total) + (largest - own))[..., 0], jnp.nan)
+    best = vocabulary.best(z, largest)
     if not with_gradients:
         return losses, best, None, None
     weights = jnp.where(known, weights, jnp.nan)[..., None]
-    is_own = jnp.arange(embedding.shape[0]) == place
-    d_z = (exponentials / total - is_own) * weights
+    d_z = (exponentials / total - (jnp.arange(last + 1) == place)) * weights
     if soft_cap is not None:
         d_z = d_z * (1 - jnp.square(z / soft_cap))
     d_z = d_z.astype(jnp.promote_types(x.dtype, embedding.dtype))
-    d_x = product("btv,vd->btd", d_z, embedding).astype(x.dtype)
+    d_x = product("btv,vd->btd", d_z, embedding).astype(dtype if vocabulary.axes else x.dtype)
     return losses, best, d_x, product("btv,btd->vd", d_z, x).astype(dtype)

@@ -2,6 +2,10 @@
 
 All processes call what a program calls in one: they gather a tensor at a time where it is whole,
 and the first of them writes files.
+
+`keras.callbacks.OrbaxCheckpoint`, with the extra `orbax`, gathers nothing: each process writes its
+shards of weights and slots while training goes on, and `model.load_weights(directory)` reads them
+where a model of the same layout wants them. It takes strings for paths.
 """
 
 import contextlib

@@ -6,6 +6,8 @@ import keras
 import torch
 from torch.distributed.tensor import DTensor
 
+from keras_recurrent.models.loss_without_logits import LossWithoutLogits
+
 
 class TorchModule(torch.nn.Module):
     """A Keras model as torch's tools for several devices expect it. On the Keras backend torch.
@@ -30,10 +32,14 @@ class TorchModule(torch.nn.Module):
         model: a Keras model that is built: of this package, or functional.
 
     Call arguments:
-        Those of the model.
+        *args, **kwargs: those of the model.
+        labels: integers `[B, T]`, of a language model of this package whose `compile` has its
+            default loss: the token after each one. The module then returns the loss, which is made
+            of hidden states, without the logits of all tokens. Not beside tensor parallelism.
+        sample_weight: `[B, T]`, beside `labels`: how much each token counts; None: all alike.
 
     Returns:
-        What the model returns.
+        What the model returns; with `labels`, a scalar, the mean over the tokens of this process.
 
     Attributes:
         model: the Keras model.
@@ -42,7 +48,8 @@ class TorchModule(torch.nn.Module):
 
     Raises:
         ValueError: no model, one that is not built, one that has such a module already, or one
-            whose layers share a name.
+            whose layers share a name; at a call, `labels` for a model that makes its loss of
+            logits, or a `sample_weight` without `labels`.
 
     Example, for each process that `torchrun` starts, with a loss of each process's own rows:
 
@@ -54,7 +61,7 @@ class TorchModule(torch.nn.Module):
     torch.distributed.fsdp.fully_shard(module)
     optimizer = torch.optim.AdamW(module.parameters())
     for x, y, sample_weight in batches:
-        loss = model.loss(y, module(x), sample_weight)
+        loss = module(x, labels=y, sample_weight=sample_weight)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()
@@ -100,8 +107,28 @@ class TorchModule(torch.nn.Module):
         with self._outermost:
             return super().__call__(*args, **kwargs)
 
-    def forward(self, *args, **kwargs):
-        return self.model(*args, **kwargs)
+    def forward(self, *args, labels=None, sample_weight=None, **kwargs):
+        if labels is None:
+            if sample_weight is not None:
+                raise ValueError("`sample_weight` weighs `labels`, which are None: give both.")
+            return self.model(*args, **kwargs)
+        if because := self._logits_because():
+            raise ValueError(
+                f"`labels` ask for a loss without logits, which this model needs: {because}. "
+                "Leave them out, and take `model.loss(labels, module(...), sample_weight)`."
+            )
+        hidden_states = self.model.backbone(*args, **kwargs)
+        if isinstance(hidden_states, DTensor):
+            raise ValueError(
+                "`labels` do not go with tensor parallelism: there the vocabulary is not split. "
+                "Leave them out, and take `model.loss(labels, module(...), sample_weight)`."
+            )
+        return self.model.loss_of_hidden_states(hidden_states, labels, sample_weight)[0]
+
+    def _logits_because(self):
+        if not isinstance(self.model, LossWithoutLogits):
+            return f"`{type(self.model).__name__}` is no language model of keras_recurrent"
+        return self.model.logits_because()
 
 
 class LayerModule(torch.nn.Module):

@@ -80,6 +80,7 @@ class LossWithoutLogits:
     loss: Any
     losses: Any
     get_metrics_result: Any
+    _aggregate_additional_loss: Any
     _compile_metrics: Any
 
     def compile(self, optimizer="auto", loss="auto", *, weighted_metrics="auto", **kwargs):
@@ -109,10 +110,6 @@ class LossWithoutLogits:
             return "`token_embedding` is quantized"
         if embedding.compute_dtype == "float16":
             return "in float16 gradients need the scale of the loss before they are made"
-        if keras.distribution.distribution() is not None:
-            return "a `keras.distribution` splits the logits over its devices"
-        if getattr(self, "_distribute_strategy", None) is not None:
-            return "a `tf.distribute` strategy averages losses of its replicas"
         for name in _STEPS:
             if getattr(type(self), name).__module__.partition(".")[0] != __name__.partition(".")[0]:
                 return f"`{type(self).__name__}` has a `{name}` of its own"
@@ -149,25 +146,29 @@ class LossWithoutLogits:
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
         if getattr(_under_way, "model", None) is not self:
             return super().compute_loss(x, y, y_pred, sample_weight, training)  # type: ignore[misc]
+        loss, _under_way.best = self.loss_of_hidden_states(y_pred, y, sample_weight)
+        # Keras's sum of one of several losses, which knows of the replicas of `tf.distribute`.
+        losses = map(self._aggregate_additional_loss, (loss, *self.losses))
+        return sum(ops.cast(of_all, loss.dtype) for of_all in losses)
+
+    def loss_of_hidden_states(self, hidden_states, y, sample_weight=None):
+        """The mean loss of tokens `y` `[B, T]`, and the tokens of the largest logits."""
         embedding = self.backbone.token_embedding
         weights = embedding.embeddings
         if not embedding.tie_weights:
             weights = ops.transpose(embedding.reverse_embeddings)
-        hidden_states, weights = (ops.cast(t, embedding.reverse_dtype) for t in (y_pred, weights))
+        hidden_states, weights = (
+            ops.cast(t, embedding.reverse_dtype) for t in (hidden_states, weights)
+        )
         tokens = ops.convert_to_tensor(y)
         if sample_weight is not None:
             sample_weight = ops.cast(sample_weight, "float32")
             if len(sample_weight.shape) == len(tokens.shape) + 1:
                 sample_weight = ops.squeeze(sample_weight, -1)
-        total, _under_way.best = linear_crossentropy(
-            hidden_states,
-            weights,
-            tokens,
-            sample_weight,
-            soft_cap=embedding.logit_soft_cap,
+        total, best = linear_crossentropy(
+            hidden_states, weights, tokens, sample_weight, soft_cap=embedding.logit_soft_cap
         )
-        loss = total / ops.sum(ops.ones_like(tokens, dtype=total.dtype))
-        return sum((ops.cast(more, loss.dtype) for more in self.losses), loss)
+        return total / ops.sum(ops.ones_like(tokens, dtype=total.dtype)), best
 
     def compute_metrics(self, x, y, y_pred, sample_weight=None):
         if getattr(_under_way, "model", None) is not self:

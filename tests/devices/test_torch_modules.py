@@ -10,6 +10,8 @@ from tests.models.tiny import any_family, tiny_causal_lm
 if keras.config.backend() != "torch":
     pytest.skip("modules of torch", allow_module_level=True)
 
+import torch
+
 from keras_recurrent.devices.torch_modules import TorchModule
 
 X = {"token_ids": np.arange(10).reshape(2, 5), "padding_mask": np.ones((2, 5), "int32")}
@@ -45,6 +47,32 @@ def test_a_module_has_the_weights_of_its_model_and_computes_by_its_own(family):
     assert (model(X) == changed).all()
     changed.sum().backward()
     assert all(p.grad is not None for p in module.parameters())
+
+
+@any_family
+def test_with_labels_a_module_returns_the_loss(family):
+    """That of logits, and its gradients."""
+    module = TorchModule(model := tiny_causal_lm(family=family))
+    labels, weights = X["token_ids"] + 1, np.array([[1.0, 0, 1, 1, 0.5], [0, 1, 1, 0, 0]])
+    found = module(X, labels=labels, sample_weight=weights)
+    expected = model.loss(labels, module(X), weights)
+    torch.testing.assert_close(found, expected)
+    gradients = (torch.autograd.grad(loss, module.parameters()) for loss in (found, expected))
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_labels_are_refused_where_the_loss_is_made_of_logits():
+    x = keras.Input((2,))
+    module = TorchModule(keras.Model(x, keras.layers.Dense(2)(x)))
+    with pytest.raises(ValueError, match=r"`Functional` is no language model.*Leave them out"):
+        module(np.ones((1, 2)), labels=np.ones((1, 2)))
+    with pytest.raises(ValueError, match="`sample_weight` weighs `labels`"):
+        module(np.ones((1, 2)), sample_weight=np.ones(1))
+    model = tiny_causal_lm()
+    model.compile(weighted_metrics=["accuracy"])
+    with pytest.raises(ValueError, match="the metric 'accuracy' reads logits"):
+        TorchModule(model)(X, labels=X["token_ids"])
 
 
 def test_only_models_that_are_built_become_modules():
