@@ -29,7 +29,7 @@ export TPU_ACCELERATOR_TYPE ?= v5litepod-4
 export TPU_WORKER_HOSTNAMES ?= localhost
 endif
 
-.PHONY: help quickstart test test-slow test-devices test-export fuzz docs docs-serve lint format clean
+.PHONY: help quickstart test test-slow test-devices test-export fuzz docs docs-serve tables lint format clean
 .PHONY: $(PAPERS:%=paper-%) $(BACKENDS:%=test-%) $(BACKENDS:%=test-devices-%)
 .PHONY: $(BACKENDS:%=test-export-%) $(BACKENDS:%=fuzz-%)
 
@@ -42,6 +42,7 @@ help:
 	@echo "make test-export  model.export to each format, run by its runtime; make test-export-torch"
 	@echo "make fuzz         operations on thousands of inputs, for hours; make fuzz-jax on one of them"
 	@echo "make docs         the manual, into build/site; make docs-serve shows it while you write"
+	@echo "make tables       the manual's tables of presets and implementations, from the package"
 	@echo "make lint         ruff and mypy"
 	@echo "make format       let ruff mend what it can"
 	@echo "make clean        remove $(VENV), $(EXPORT), $(DOCS) and what was built"
@@ -109,6 +110,10 @@ docs: $(DOCS)/.installed
 
 docs-serve: $(DOCS)/.installed
 	@$(MKDOCS) serve --config-file docs/site/mkdocs.yml
+
+# Presets and implementations, which the tests compare with the package.
+tables: $(VENV)/.test
+	KERAS_BACKEND=torch $(BIN)/python docs/site/tables.py
 
 $(DOCS)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(DOCS)
