@@ -105,7 +105,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 PATH="$(CURDIR)/$(DOCS)/bin:$$PATH" $(DOCS)/bin/
 EXTRA_DOCS := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])
 
 docs: $(DOCS)/.installed
-	@$(MKDOCS) build --quiet --config-file docs/site/mkdocs.yml
+	@$(MKDOCS) build --strict --config-file docs/site/mkdocs.yml
 	@echo "build/site/index.html"
 
 docs-serve: $(DOCS)/.installed

@@ -30,7 +30,7 @@ class TorchModule(torch.nn.Module):
         model: a Keras model that is built: of this package, or functional.
 
     Call arguments:
-        Those of the model.
+        *args, **kwargs: those of the model.
 
     Returns:
         What the model returns.
