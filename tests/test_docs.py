@@ -168,4 +168,4 @@ def test_versions_are_those_of_the_package():
     version = keras_recurrent.__version__
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
     for page in ("install", "cite", "stability"):
-        assert set(re.findall(r"\b0\.\d\.0\b(?=[-},.]|\b)", PAGES[f"docs/{page}.md"])) >= {version}
+        assert version in PAGES[f"docs/{page}.md"], page
