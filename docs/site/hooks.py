@@ -85,6 +85,9 @@ def on_page_markdown(markdown, page, config, files):
         name = path.removeprefix("docs/")
         if path.endswith(".py") and page_of(ROOT / path) in known:
             name = page_of(ROOT / path)
+        if (ROOT / path).is_dir():  # the first of its pages
+            pages = [uri for uri in known if uri.startswith(f"{path}/") and uri.endswith(".md")]
+            name = min(pages, default=name)
         if name in known:
             return opening + os.path.relpath(name, os.path.dirname(page.file.src_uri)) + rest
         if config.repo_url and (ROOT / path).exists():
