@@ -29,7 +29,7 @@ export TPU_ACCELERATOR_TYPE ?= v5litepod-4
 export TPU_WORKER_HOSTNAMES ?= localhost
 endif
 
-.PHONY: help quickstart test test-slow test-devices test-export fuzz lint format clean
+.PHONY: help quickstart test test-slow test-devices test-export fuzz docs docs-serve tables lint format clean
 .PHONY: $(PAPERS:%=paper-%) $(BACKENDS:%=test-%) $(BACKENDS:%=test-devices-%)
 .PHONY: $(BACKENDS:%=test-export-%) $(BACKENDS:%=fuzz-%)
 
@@ -41,9 +41,11 @@ help:
 	@echo "make test-devices all that is tested of several devices, simulated; make test-devices-jax"
 	@echo "make test-export  model.export to each format, run by its runtime; make test-export-torch"
 	@echo "make fuzz         operations on thousands of inputs, for hours; make fuzz-jax on one of them"
+	@echo "make docs         the manual, into build/site; make docs-serve shows it while you write"
+	@echo "make tables       the manual's tables of presets and implementations, from the package"
 	@echo "make lint         ruff and mypy"
 	@echo "make format       let ruff mend what it can"
-	@echo "make clean        remove $(VENV), $(EXPORT) and what was built"
+	@echo "make clean        remove $(VENV), $(EXPORT), $(DOCS) and what was built"
 
 quickstart: $(VENV)/.quickstart-$(KERAS_BACKEND)
 	KERAS_BACKEND=$(KERAS_BACKEND) $(BIN)/python guides/quickstart.py
@@ -96,6 +98,29 @@ $(BACKENDS:%=fuzz-%): fuzz-%: $(VENV)/.test
 	KERAS_BACKEND=$* $(BIN)/python -m pytest tests/fuzz/test_operations.py -m "slow or not slow" \
 	  --tb=short $(PYTEST_ARGS) $(FUZZ)
 
+# The site reads docstrings without importing the package, and so needs no backend: of pyproject.toml
+# it takes the extra `docs` alone. Dead links are errors.
+DOCS := .venv-docs
+MKDOCS := NO_MKDOCS_2_WARNING=1 PATH="$(CURDIR)/$(DOCS)/bin:$$PATH" $(DOCS)/bin/mkdocs
+EXTRA_DOCS := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])
+
+docs: $(DOCS)/.installed
+	@$(MKDOCS) build --strict --config-file docs/site/mkdocs.yml
+	@echo "build/site/index.html"
+
+docs-serve: $(DOCS)/.installed
+	@$(MKDOCS) serve --config-file docs/site/mkdocs.yml
+
+# Presets and implementations, which the tests compare with the package.
+tables: $(VENV)/.test
+	KERAS_BACKEND=torch $(BIN)/python docs/site/tables.py
+
+$(DOCS)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOCS)
+	@$(DOCS)/bin/python -m pip install --quiet --constraint constraints.txt \
+	  $$($(DOCS)/bin/python -c '$(EXTRA_DOCS)')
+	@touch $@
+
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -106,7 +131,7 @@ format: $(VENV)/.test
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(EXPORT) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(EXPORT) $(DOCS) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 
 # Empty files remember what is installed; one that is older than its reasons is made again.
 $(VENV)/.created:

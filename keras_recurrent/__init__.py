@@ -28,7 +28,7 @@ from keras_recurrent.tuning import autotune
 
 exporting.install()
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "autotune",

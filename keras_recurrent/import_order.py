@@ -41,7 +41,7 @@ def check_backend():
             f'or os.environ["KERAS_BACKEND"] = "{installed[0]}" at the top of the program.'
         )
     else:
-        advice = "Install one that is, such as pip install 'keras-recurrent[jax]'."
+        advice = "Install one: the extra `jax` of keras-recurrent, or pip install jax."
     raise ImportError(f"Keras would run on {backend!r}, which {fault} ({source}). {advice}")
 
 

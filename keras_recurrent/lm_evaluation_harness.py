@@ -19,7 +19,7 @@ except ModuleNotFoundError as error:
         raise
     raise ImportError(
         "`keras_recurrent.lm_evaluation_harness` needs lm-evaluation-harness: "
-        "`pip install 'keras-recurrent[evaluation]'`, or `pip install lm_eval`."
+        "`pip install lm_eval`, or the extra `evaluation` of keras-recurrent."
     ) from error
 
 from lm_eval.api.registry import register_model

@@ -175,7 +175,7 @@ def test_the_backend_is_known_without_keras(crashes, monkeypatch, tmp_path):
         ),
         ("jax", ("torch",), r"'jax', which is not installed.*KERAS_BACKEND to 'torch', installed"),
         ("pytorch", ("torch", "jax"), r"'pytorch', which is no backend.* to 'jax' or 'torch'"),
-        ("torch", (), r"'torch', which is not installed.*pip install 'keras-recurrent\[jax\]'"),
+        ("torch", (), r"'torch', which is not installed.*extra `jax` .*, or pip install jax"),
         ("tensorflow", ("tensorflow",), None),
         ("numpy", (), None),
     ],

@@ -23,7 +23,7 @@ def unavailable() -> str | None:
         return None  # they are called back from programs for the CPU
     missing = [name for name in _NAMES if not hasattr(plugin(), name)]
     if len(missing) == len(_NAMES):
-        return 'JAX has no CUDA plugin; `pip install "keras-recurrent[jax-cuda]"` installs it'
+        return "JAX has no CUDA plugin; the extra `jax-cuda` of keras-recurrent installs it"
     return f"JAX's CUDA plugin has no `{missing[0]}`" if missing else None
 
 

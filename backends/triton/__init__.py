@@ -25,7 +25,7 @@ def unavailable():
     """Why nothing in this folder can be imported; None if it can."""
     on_jax = keras.config.backend() == "jax"
     if importlib.util.find_spec("triton") is None:
-        how = '; `pip install "keras-recurrent[jax-cuda]"` installs it' if on_jax else ""
+        how = "; the extra `jax-cuda` of keras-recurrent installs it" if on_jax else ""
         return f"the package `triton` is not installed{how}"
     if not on_jax:
         return None

@@ -21,7 +21,8 @@ def require(package, why):
         if error.name != package.partition(".")[0]:
             raise
         raise ImportError(
-            f"{why} takes the package {error.name!r}: pip install 'keras-recurrent[huggingface]'"
+            f"{why} takes the package {error.name!r}: the extra `huggingface` of keras-recurrent, "
+            f"or pip install {error.name}"
         ) from error
 
 

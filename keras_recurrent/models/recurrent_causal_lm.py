@@ -85,7 +85,7 @@ class RecurrentCausalLM(
 
         A checkpoint is a directory of `config.json` and `.safetensors` files as transformers
         saves them, or the name of one on the Hub, such as `"hf://google/recurrentgemma-2b"`
-        (`pip install 'keras-recurrent[huggingface]'`). Its `tokenizer.model` makes the
+        (with the extra `huggingface` of this package). Its `tokenizer.model` makes the
         preprocessor; without one, `preprocessor` is None and the model takes tokens. Weights get
         the dtype of the Keras policy or of `dtype=`, one tensor at a time: `dtype="bfloat16"`
         never holds more of the model than that.

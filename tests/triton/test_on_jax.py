@@ -162,11 +162,11 @@ def test_what_is_missing_is_a_reason(monkeypatch):
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: name == "triton" or find_spec(name)
     )
-    assert 'pip install "keras-recurrent[jax-cuda]"' in triton.unavailable()
+    assert "the extra `jax-cuda` of keras-recurrent installs it" in triton.unavailable()
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "triton" else find_spec(name)
     )
-    assert 'pip install "keras-recurrent[jax-cuda]"' in triton.unavailable()
+    assert "the extra `jax-cuda` of keras-recurrent installs it" in triton.unavailable()
 
 
 def test_explicit_axes_are_refused_by_name():

@@ -1,0 +1,171 @@
+"""Statements, examples and links of README and of the manual hold."""
+
+import importlib.util
+import os
+import pathlib
+import pydoc
+import re
+import types
+
+import pytest
+
+import keras_recurrent
+from keras_recurrent.models import GriffinCausalLM, HGRN2CausalLM, TransNormerCausalLM
+
+ROOT = pathlib.Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+REFERENCE = sorted(DOCS.glob("api/*.md"))
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text()
+    for path in (
+        *ROOT.glob("*.md"),
+        *DOCS.rglob("*.md"),
+        *ROOT.glob("guides/**/*.md"),
+        *ROOT.glob("benchmarks/**/*.md"),
+    )
+}
+
+
+def rows(page, first_header):
+    """The cells of a table's rows, its header first."""
+    _, _, table = PAGES[page].partition(f"\n| {first_header} |")
+    lines = f"| {first_header} |{table}".partition("\n\n")[0].splitlines()
+    cells = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines]
+    return [cells[0], *cells[2:]]
+
+
+@pytest.fixture(scope="module")
+def tables():
+    """What writes the tables of the manual, docs/site/tables.py."""
+    spec = importlib.util.spec_from_file_location("tables", DOCS / "site/tables.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.once
+def test_support_matrix():
+    (_, *implementations), *operations = rows("docs/implementations.md", "operation")
+    said = {
+        (implementation, operation)
+        for operation, *marks in operations
+        for implementation, mark in zip(implementations, marks, strict=True)
+        if mark == "✓"
+    }
+    files = (ROOT / "backends").glob("*/[!_]*.py")
+    assert said == {(file.parent.name, file.stem) for file in files}
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("name", "cls"),
+    [
+        ("griffin", GriffinCausalLM),
+        ("hgrn2", HGRN2CausalLM),
+        ("transnormer", TransNormerCausalLM),
+    ],
+)
+def test_presets(tables, name, cls):
+    (table,) = tables.place_of(name).findall(PAGES["docs/presets.md"])
+    header, _, *lines = (line.strip("| ").split(" | ") for line in table.splitlines())
+    at = header.index("parameters")
+    said = {line[0].strip("`"): int(line[at].replace(",", "")) for line in lines}
+    assert said == {name: row["metadata"]["params"] for name, row in cls.presets.items()}
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("name", ["griffin", "hgrn2", "transnormer", "vision", "implementations"])
+def test_tables_are_what_the_package_says(tables, name):
+    """`make tables` writes them anew."""
+    ((page, table),) = (
+        (page, makes[name]) for page, makes in tables.TABLES.items() if name in makes
+    )
+    assert tables.place_of(name).findall(PAGES[f"docs/{page}"]) == [table()]
+
+
+def examples():
+    """XLA takes long to compile training, and tests of models train on every backend."""
+    for page, text in PAGES.items():
+        if page == "README.md" or page.startswith("docs/"):
+            for number, example in enumerate(re.findall(r"```python\n(.*?)```", text, re.DOTALL)):
+                marks = [pytest.mark.once] if ".fit(" in example else []
+                yield pytest.param(example, id=f"{page}-{number}", marks=marks)
+
+
+@pytest.mark.parametrize("example", list(examples()))
+def test_examples(example, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # some write files
+    exec(example, {})
+
+
+def headings(text):
+    """The anchors that GitHub gives a page, and the site as well."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    plain = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title).replace("`", "") for title in titles)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in plain}
+
+
+def explained(text):
+    """The names that a page of the reference takes from docstrings."""
+    return re.findall(r"^::: (\S+)$", text, re.MULTILINE)
+
+
+def dead_links(page, text):
+    for target, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]*))?\)", text):
+        path = ROOT / os.path.normpath((ROOT / page).parent / target) if target else ROOT / page
+        name = path.relative_to(ROOT).as_posix()
+        if not path.exists():
+            yield f"{page}: {target} is not there"
+        elif anchor and name not in PAGES:
+            yield f"{page}: {target}#{anchor} is in no page"
+        elif anchor and anchor not in headings(PAGES[name]):
+            within = [n for n in explained(PAGES[name]) if f"{anchor}.".startswith(f"{n}.")]
+            if not within or pydoc.locate(anchor) is None:
+                yield f"{page}: {target}#{anchor} is not there"
+
+
+@pytest.mark.once
+def test_links():
+    assert [dead for page, text in PAGES.items() for dead in dead_links(page, text)] == []
+
+
+@pytest.mark.once
+def test_a_dead_link_is_found():
+    text = (
+        "[a](docs/nowhere.md) [b](docs/data.md#nothing) [c](LICENSE#x) [d](#here)\n"
+        "[e](docs/api/layers.md#keras_recurrent.layers.Nothing) [f](docs/data.md#data)\n# Here\n"
+    )
+    assert len(list(dead_links("README.md", text))) == 5  # this text is not README's
+
+
+@pytest.mark.once
+def test_every_public_name_is_in_the_reference():
+    """Each once, under its own name or that of its module, and nothing that is not there."""
+    listed = [name for path in REFERENCE for name in explained(path.read_text())]
+    assert len(listed) == len(set(listed))
+    found = [
+        pydoc.locate(name) for name in listed if "torch_" not in name and "harness" not in name
+    ]
+    assert None not in found
+    rooms = [keras_recurrent]
+    rooms += [
+        room
+        for name in keras_recurrent.__all__
+        if isinstance(room := getattr(keras_recurrent, name), types.ModuleType)
+    ]
+    assert [
+        f"{room.__name__}.{name}"
+        for room in rooms
+        for name in room.__all__
+        if not isinstance(public := getattr(room, name), types.ModuleType)
+        and not any(public is one for one in found)
+    ] == []
+
+
+@pytest.mark.once
+def test_versions_are_those_of_the_package():
+    version = keras_recurrent.__version__
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    for page in ("install", "cite", "stability"):
+        assert version in PAGES[f"docs/{page}.md"], page
