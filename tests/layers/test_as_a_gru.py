@@ -238,22 +238,34 @@ def test_lengths_that_are_known_stay_known(name):
             assert graph.structured_outputs.shape[1] == 24
 
 
-@pytest.mark.parametrize(
-    "name", ["RecurrentBlock", "HGRN2", "LocalAttention", "LightningAttention"]
-)
-def test_only_the_last_token_is_finished(name):
-    """Linear maps behind the recurrence see one token a row."""
-    layer, seen = built(name, return_sequences=False), []
-    behind = next(one for one in layer._flatten_layers() if one.name in ("linear_out", "o_proj"))
-    call = behind.call
+FINISHING = {
+    "RecurrentBlock": ["linear_y", "linear_out"],
+    "HGRN": ["o_proj"],
+    "HGRN2": ["norm", "o_proj"],
+    "LightningAttention": ["u_proj", "norm", "o_proj"],
+    "LocalAttention": ["o_proj"],
+}
 
-    def spy(x, *args, **kwargs):
-        seen.append(int(np.prod(x.shape[:-1])))
-        return call(x, *args, **kwargs)
 
-    behind.call = spy
-    layer(inputs(), mask=MASKS["padding anywhere"])
-    assert seen == [3]
+@pytest.mark.parametrize("name", FINISHING)
+@pytest.mark.parametrize("mask", [None, MASKS["padding anywhere"]], ids=["all real", "padding"])
+def test_only_the_last_token_is_finished(name, mask):
+    """Gates, norms and linear maps behind the recurrence see one token a row."""
+    layer, seen = built(name, return_sequences=False), {}
+
+    def spied(one):
+        call = one.call
+
+        def spy(x, *args, **kwargs):
+            seen[one.name] = int(np.prod(x.shape[:-1]))
+            return call(x, *args, **kwargs)
+
+        one.call = spy
+
+    for one in layer._flatten_layers(include_self=False):
+        spied(one)
+    layer(inputs(), mask=mask)
+    assert {one for one, tokens in seen.items() if tokens == 3} == set(FINISHING[name])
 
 
 @shared_by_layers
@@ -365,6 +377,27 @@ def test_hgrn2_with_a_bound_in_both_directions():
     for x in (inputs(), keras.Input((None, WIDTH))):
         with pytest.raises(ValueError, match=r"keras_recurrent.layers.BidirectionalHGRN2"):
             layer(x, lower_bound=bound)
+        with pytest.raises(ValueError, match=r"keras_recurrent.layers.BidirectionalHGRN2"):
+            keras.layers.Bidirectional(layers.HGRN2(4))(x, lower_bound=bound)
+
+
+@pytest.mark.once
+def test_what_bidirectional_does_not_hand_on():
+    """The error says how both directions are had, and that is so."""
+    x, given = inputs(), {"segment_ids": SEGMENTS["documents"]}
+    forward, backward = built("RGLRU"), built("RGLRU", go_backwards=True)
+    both = keras.layers.Bidirectional(forward, backward_layer=backward)
+    for arguments, message in (
+        (given, r"got `segment_ids=...`.* Call two layers.*RGLRU.*go_backwards=True.*flip"),
+        ({"return_state": True}, r"argument of the layer inside: `RGLRU\(..., return_state=True"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            both(x, **arguments)
+    with pytest.raises(TypeError, match="`RGLRU` got the call argument 'scale'"):
+        both(x, scale=2)
+    (ids,) = turned(*given.values())
+    outputs = backward(x, **given)
+    assert_close(outputs, like(backward, go_backwards=False)(*turned(x), segment_ids=ids))
 
 
 @pytest.mark.once
