@@ -322,7 +322,10 @@ REFUSED = [
     ({"recurrent_dropout": 0.1}, r"`recurrent_dropout=0.1`: .*`keras.layers.Dropout"),
     ({"kernel_regularizer": "l2"}, r"`weight_decay`.*`weight.regularizer = ...`"),
     ({"recurrent_constraint": "max_norm"}, r"`weight.constraint = ...`"),
-    ({"stateful": True}, r"`y, state = layer\(x, initial_state=state, return_state=True\)`"),
+    (
+        {"stateful": True},
+        r"`y, state = layer\(x, initial_state=state, return_state=True\)`.*`RecurrentBlock`",
+    ),
     ({"unroll": True}, r"no loop over tokens"),
     ({"units": 8, "reset_after": True}, r"`units=8`: .*`keras.layers.Dense`.* `reset_after=True`:"),
     ({"use_cudnn": True}, r"`keras_recurrent.implementation"),
@@ -398,6 +401,23 @@ def test_what_bidirectional_does_not_hand_on():
     (ids,) = turned(*given.values())
     outputs = backward(x, **given)
     assert_close(outputs, like(backward, go_backwards=False)(*turned(x), segment_ids=ids))
+
+
+@pytest.mark.once
+def test_a_mask_of_the_parts_of_each_token():
+    """Keras's `TimeDistributed` hands on that of what is inside: words of sentences, say."""
+    words, embedding = keras.Input((5, 7), dtype="int32"), keras.layers.Embedding(4, WIDTH)
+    embedding.mask_zero = embedding.supports_masking = True
+    of_words, of_sentences = (built(n, return_sequences=False) for n in ("RGLRU", "HGRN2"))
+    sentences = keras.layers.TimeDistributed(of_words)(embedding(words))
+    mask = sentences._keras_mask
+    with pytest.raises(ValueError, match=r"`mask` must have.*`keras.ops.any\(mask, axis=-1\)`"):
+        of_sentences(sentences)
+    model = keras.Model(words, of_sentences(sentences, mask=keras.ops.any(mask, axis=-1)))
+    ids = np.random.default_rng(0).integers(1, 4, (2, 5, 7))
+    ids[:, 3:] = ids[1, 2, 4:] = 0
+    text = [of_words(numpy(embedding(ids[:, i])), mask=ids[:, i] > 0) for i in range(3)]
+    assert_close(model(ids), of_sentences(np.stack(numpy(text), axis=1)))
 
 
 @pytest.mark.once
