@@ -9,6 +9,7 @@ tokenizers are looked up by the class of the backbone. A backbone that differs f
 KerasHub's only inside the model names that class in its attribute `preprocessed_as`.
 """
 
+import functools
 import importlib
 from typing import Any
 
@@ -184,6 +185,18 @@ def replace_exporter(name, make):
     """Replaces a function of Keras that `model.export` calls, by what `make` makes of it."""
     module = importlib.import_module("keras.src.export")
     setattr(module, name, make(getattr(module, name)))
+
+
+def check_before_calls(cls, check):
+    """Has `check(layer, args, kwargs)` called before each call of a layer of Keras's own class."""
+    original = cls.__call__
+
+    @functools.wraps(original)
+    def call(self, *args, **kwargs):
+        check(self, args, kwargs)
+        return original(self, *args, **kwargs)
+
+    cls.__call__ = call
 
 
 for _module, _replacements in REPLACED_NAMES.items():

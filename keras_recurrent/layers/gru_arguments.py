@@ -19,7 +19,8 @@ INSTEAD = {
         for kind in ("regularizer", "constraint")
     },
     "stateful": "No state is kept from call to call. Carry it: `y, state = layer(x, "
-    "initial_state=state, return_state=True)`, with None as the first `state`.",
+    "initial_state=state, return_state=True)`, with None as the first `state`; the docstring of "
+    "`RecurrentBlock` has a model that keeps it from batch to batch.",
     "unroll": "There is no loop over tokens to unroll: leave it out.",
     "use_cudnn": "The fastest kernel is chosen by itself; `keras_recurrent.implementation(...)` "
     "insists on one.",

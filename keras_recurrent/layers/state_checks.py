@@ -26,9 +26,12 @@ def check_per_token(owner, name, tensor, shape):
     check_tensor(name, tensor)
     check_rank_known(owner, name, tensor)
     if not fits(tensor.shape, shape):
+        mend = ""
+        if name == "mask" and len(tensor.shape) == 3:  # `TimeDistributed` hands on what it got
+            mend = " Of the mask of each token's parts, `keras.ops.any(mask, axis=-1)` makes one."
         raise ValueError(
             f"`{name}` must have the shape [batch, time] of the inputs, {tuple(shape)}; got "
-            f"{tuple(tensor.shape)}."
+            f"{tuple(tensor.shape)}.{mend}"
         )
     # A mask of numbers to add, 0 and -inf, would mean the contrary as a boolean.
     check_dtype(owner, name, dtype_of(tensor))

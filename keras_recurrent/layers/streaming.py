@@ -46,8 +46,9 @@ class StreamingLayer(RecomputableLayer):
     `get_initial_state` mean the same.
 
     It stands where a `keras.layers.GRU` would, `keras.layers.Bidirectional` around it included,
-    with the arguments below that it has from there. They belong to the outermost layer: one that is
-    called with `tokens` leaves padding as it is, and refuses the other two.
+    with the arguments below that it has from there; its output is as wide as its input. The
+    arguments belong to the outermost layer: one that is called with `tokens` leaves padding as it
+    is, and refuses the other two.
 
     A subclass with a `build` of its own calls `super().build` first, which sets `self.width`, D. It
     defines `stream`, whose output has the shape of its input, and `own_state_spec`; where it reads
@@ -60,7 +61,8 @@ class StreamingLayer(RecomputableLayer):
     Args:
         return_state: boolean, whether a call returns `(output, state)` or the output alone.
         return_sequences: boolean, whether the output has all tokens, `[B, T, D]`, or the last real
-            one of each row, `[B, D]`, and no mask. For a row without a real token that is 0, or
+            one of each row, `[B, D]`, and no mask: gates, norms and linear maps behind the
+            recurrence are then made for these alone. For a row without a real token it is 0, or
             what `initial_state` implies where the output is the state, as in `RGLRU` and `CGLRU`.
         zero_output_for_mask: what stands at padding where the output has all tokens. None:
             anything. False: the last real output again, as in a GRU, and in front of the first

@@ -110,6 +110,18 @@ def test_torch_program(name, tmp_path):
         check(model, given, found)
 
 
+@pytest.mark.skipif(BACKEND != "torch", reason="a format of torch")
+def test_a_gru_of_keras_itself_as_a_torch_program(tmp_path):
+    """Keras exports it for a batch of 1."""
+    import torch
+
+    model, path = exported("gru, step", tmp_path, "torch", ".pt2")
+    program = torch.export.load(path).module()
+    given = [torch.tensor(array) for array in draw(model, 1, 1).values()]
+    found = [t.detach().numpy() for t in program(given)]
+    check(model, draw(model, 1, 1), found)
+
+
 @pytest.mark.skipif(BACKEND == "jax", reason="Keras has no such export from JAX")
 @pytest.mark.parametrize("name", [*STEPS, OPEN_SIZES[BACKEND][0]])
 def test_openvino(name, tmp_path):

@@ -238,22 +238,34 @@ def test_lengths_that_are_known_stay_known(name):
             assert graph.structured_outputs.shape[1] == 24
 
 
-@pytest.mark.parametrize(
-    "name", ["RecurrentBlock", "HGRN2", "LocalAttention", "LightningAttention"]
-)
-def test_only_the_last_token_is_finished(name):
-    """Linear maps behind the recurrence see one token a row."""
-    layer, seen = built(name, return_sequences=False), []
-    behind = next(one for one in layer._flatten_layers() if one.name in ("linear_out", "o_proj"))
-    call = behind.call
+FINISHING = {
+    "RecurrentBlock": ["linear_y", "linear_out"],
+    "HGRN": ["o_proj"],
+    "HGRN2": ["norm", "o_proj"],
+    "LightningAttention": ["u_proj", "norm", "o_proj"],
+    "LocalAttention": ["o_proj"],
+}
 
-    def spy(x, *args, **kwargs):
-        seen.append(int(np.prod(x.shape[:-1])))
-        return call(x, *args, **kwargs)
 
-    behind.call = spy
-    layer(inputs(), mask=MASKS["padding anywhere"])
-    assert seen == [3]
+@pytest.mark.parametrize("name", FINISHING)
+@pytest.mark.parametrize("mask", [None, MASKS["padding anywhere"]], ids=["all real", "padding"])
+def test_only_the_last_token_is_finished(name, mask):
+    """Gates, norms and linear maps behind the recurrence see one token a row."""
+    layer, seen = built(name, return_sequences=False), {}
+
+    def spied(one):
+        call = one.call
+
+        def spy(x, *args, **kwargs):
+            seen[one.name] = int(np.prod(x.shape[:-1]))
+            return call(x, *args, **kwargs)
+
+        one.call = spy
+
+    for one in layer._flatten_layers(include_self=False):
+        spied(one)
+    layer(inputs(), mask=mask)
+    assert {one for one, tokens in seen.items() if tokens == 3} == set(FINISHING[name])
 
 
 @shared_by_layers
@@ -310,7 +322,10 @@ REFUSED = [
     ({"recurrent_dropout": 0.1}, r"`recurrent_dropout=0.1`: .*`keras.layers.Dropout"),
     ({"kernel_regularizer": "l2"}, r"`weight_decay`.*`weight.regularizer = ...`"),
     ({"recurrent_constraint": "max_norm"}, r"`weight.constraint = ...`"),
-    ({"stateful": True}, r"`y, state = layer\(x, initial_state=state, return_state=True\)`"),
+    (
+        {"stateful": True},
+        r"`y, state = layer\(x, initial_state=state, return_state=True\)`.*`RecurrentBlock`",
+    ),
     ({"unroll": True}, r"no loop over tokens"),
     ({"units": 8, "reset_after": True}, r"`units=8`: .*`keras.layers.Dense`.* `reset_after=True`:"),
     ({"use_cudnn": True}, r"`keras_recurrent.implementation"),
@@ -365,6 +380,44 @@ def test_hgrn2_with_a_bound_in_both_directions():
     for x in (inputs(), keras.Input((None, WIDTH))):
         with pytest.raises(ValueError, match=r"keras_recurrent.layers.BidirectionalHGRN2"):
             layer(x, lower_bound=bound)
+        with pytest.raises(ValueError, match=r"keras_recurrent.layers.BidirectionalHGRN2"):
+            keras.layers.Bidirectional(layers.HGRN2(4))(x, lower_bound=bound)
+
+
+@pytest.mark.once
+def test_what_bidirectional_does_not_hand_on():
+    """The error says how both directions are had, and that is so."""
+    x, given = inputs(), {"segment_ids": SEGMENTS["documents"]}
+    forward, backward = built("RGLRU"), built("RGLRU", go_backwards=True)
+    both = keras.layers.Bidirectional(forward, backward_layer=backward)
+    for arguments, message in (
+        (given, r"got `segment_ids=...`.* Call two layers.*RGLRU.*go_backwards=True.*flip"),
+        ({"return_state": True}, r"argument of the layer inside: `RGLRU\(..., return_state=True"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            both(x, **arguments)
+    with pytest.raises(TypeError, match="`RGLRU` got the call argument 'scale'"):
+        both(x, scale=2)
+    (ids,) = turned(*given.values())
+    outputs = backward(x, **given)
+    assert_close(outputs, like(backward, go_backwards=False)(*turned(x), segment_ids=ids))
+
+
+@pytest.mark.once
+def test_a_mask_of_the_parts_of_each_token():
+    """Keras's `TimeDistributed` hands on that of what is inside: words of sentences, say."""
+    words, embedding = keras.Input((5, 7), dtype="int32"), keras.layers.Embedding(4, WIDTH)
+    embedding.mask_zero = embedding.supports_masking = True
+    of_words, of_sentences = (built(n, return_sequences=False) for n in ("RGLRU", "HGRN2"))
+    sentences = keras.layers.TimeDistributed(of_words)(embedding(words))
+    mask = sentences._keras_mask
+    with pytest.raises(ValueError, match=r"`mask` must have.*`keras.ops.any\(mask, axis=-1\)`"):
+        of_sentences(sentences)
+    model = keras.Model(words, of_sentences(sentences, mask=keras.ops.any(mask, axis=-1)))
+    ids = np.random.default_rng(0).integers(1, 4, (2, 5, 7))
+    ids[:, 3:] = ids[1, 2, 4:] = 0
+    text = [of_words(numpy(embedding(ids[:, i])), mask=ids[:, i] > 0) for i in range(3)]
+    assert_close(model(ids), of_sentences(np.stack(numpy(text), axis=1)))
 
 
 @pytest.mark.once
