@@ -73,12 +73,17 @@ def build(name, vocabulary=VOCABULARY, width=WIDTH, head=HEAD):
     tokens = keras.Input((None,), dtype="int32")
     x = keras.layers.Embedding(vocabulary, width)(tokens)
     x = keras.layers.add([x, CausalConv1D(3)(x)])  # a value learns which key stands before it
-    bounds = LowerBounds(LAYERS)(x)
-    for i in range(LAYERS):
-        block = HGRN2ResidualBlock(MIXERS[name](head), intermediate_dim=2 * width)
+    x = residual_blocks(x, [MIXERS[name](head) for _ in range(LAYERS)], intermediate_dim=2 * width)
+    return keras.Model(tokens, keras.layers.Dense(vocabulary)(x), name=name)
+
+
+def residual_blocks(x, mixers, intermediate_dim):
+    """A block around each layer that mixes tokens, with one table of lower bounds, and a norm."""
+    bounds = LowerBounds(len(mixers))(x)
+    for i, mixer in enumerate(mixers):
+        block = HGRN2ResidualBlock(mixer, intermediate_dim)
         x = block(x, lower_bound=bounds[i - 1] if i else None)
-    logits = keras.layers.Dense(vocabulary)(RMSNorm()(x))
-    return keras.Model(tokens, logits, name=name)
+    return RMSNorm()(x)
 
 
 def state_size(model):

@@ -235,6 +235,59 @@ def test_numbers_of_phone_books_count_as_by_hand(guide):
 
 
 @pytest.mark.once
+def test_state_size(guide, tmp_path, monkeypatch, capsys):
+    state_size = guide("state_size")
+    text = tmp_path / "text"
+    text.write_bytes(bytes(range(32, 127)) * 8)
+    toy = {
+        **{"--text": [text], "--width": [12], "--num-layers": [2], "--ratios": [1, 4, 5]},
+        **{"--length": [8], "--tokens": [16], "--steps": [2], "--windows": [8]},
+    }
+    lines, written = run_anew(guide, state_size, monkeypatch, capsys, tmp_path, toy)
+    # A ratio that does not divide the width is left out.
+    assert [line["setting"] for line in lines] == [1, 4, *state_size.FORMS]
+    parameters = [line["parameters"] for line in lines]
+    assert max(parameters) < 1.02 * min(parameters)
+    assert "below 1 by more than 2 deviations" in written
+    assert "| HGRN | complex, 2 d |" in written
+    assert state_size.better(np.array([1.0, 1.1]), np.array([1.5, 1.6])) == "yes"
+    assert state_size.better(np.array([1.0, 1.1]), np.array([1.1, 1.2])) == "NO"
+
+
+def test_states_of_hgrn_are_what_the_forms_say(guide):
+    """Against a loop over time in NumPy, with a bound, and a sequence in two parts."""
+    state_size = guide("state_size")
+    x = np.random.default_rng(0).normal(size=(2, 6, 4)).astype("float32")
+    bound = np.log(np.array([[0.3] * 4, [0.7] * 4], "float32"))
+    for form, (multiple, is_complex) in state_size.FORMS.items():
+        keras.utils.set_random_seed(0)
+        layer = state_size.StateHGRN(form, return_state=True)
+        found, state = layer(x, lower_bound=bound)
+        maps = {w.path.split("/")[-2]: keras.ops.convert_to_numpy(w) for w in layer.weights}
+        f, i, o = (x @ maps[name] for name in ("f_proj", "i_proj", "o_proj"))
+        f = 0.3 + 0.7 / (1 + np.exp(-f))
+        c, o = i / (1 + np.exp(-i)), 1 / (1 + np.exp(-o))
+        turn = np.ones(4 * multiple)
+        if is_complex:
+            c = c[..., :4] + 1j * c[..., 4:]
+            turn = np.exp(1j * 10_000.0 ** (-np.arange(4) / 4))
+        h, outputs = 0, []
+        for t in range(6):
+            h = f[:, t] * turn * h + (1 - f[:, t]) * c[:, t]
+            real = np.concatenate([h.real, h.imag], axis=-1) if is_complex else h
+            y = real * o[:, t]
+            y = y / np.sqrt(np.mean(y**2, axis=-1, keepdims=True) + layer.norm.epsilon)
+            outputs.append(y @ maps["projection"])
+        found = keras.ops.convert_to_numpy(found)
+        np.testing.assert_allclose(found, np.stack(outputs, 1), rtol=1e-3, atol=1e-5)
+        assert tuple(state["hidden"].shape) == (2, 4 * multiple)
+        _, left = layer(x[:, :3], lower_bound=bound)
+        right, _ = layer(x[:, 3:], lower_bound=bound, initial_state=left)
+        right = keras.ops.convert_to_numpy(right)
+        np.testing.assert_allclose(right, found[:, 3:], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.once
 def test_text_windows_errors_and_tables(guide, tmp_path):
     runs = guide("runs")
     file = tmp_path / "text"

@@ -34,9 +34,9 @@ from runs import (
     octaves,
     read_command_line,
     read_text,
-    rows_of,
     spread,
     table,
+    text_batches,
     with_error,
 )
 from training import adamw, train
@@ -99,22 +99,13 @@ def build(name, size, length, seed):
     return GriffinCausalLM(backbone)
 
 
-def batches(text, size, length, seeds, steps):
-    """For each step, rows of every seed from random places, and what follows each byte."""
-    draws = [np.random.default_rng(seed) for seed in seeds]
-    for _ in range(steps):
-        starts = [rng.integers(0, len(text) - length, size.tokens // length) for rng in draws]
-        rows = rows_of(text, starts, length + 1)
-        yield rows[..., :-1], rows[..., 1:]
-
-
 def run(name, size, length, seeds, training, windows):
     """Trains the seeds of one model side by side, and gives a line of results for each."""
     steps = min(size.steps, PASSES * len(training) // size.tokens)
     models = [build(name, size, length, seed) for seed in seeds]
     optimizer = adamw(size.learning_rate, steps // 10, steps, end=0.1)
     start = time.perf_counter()
-    trained = train(models, optimizer, batches(training, size, length, seeds, steps))
+    trained = train(models, optimizer, text_batches(training, seeds, steps, length, size.tokens))
     seconds = time.perf_counter() - start
     for seed, model, loss in zip(seeds, models, trained, strict=True):
         found = loss_by_position(model, windows, batch_size=max(1, 2**17 // size.longest))

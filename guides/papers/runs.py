@@ -74,6 +74,15 @@ def rows_of(text, starts, length):
     return text[(np.asarray(starts)[..., None] + np.arange(length)) % len(text)]
 
 
+def text_batches(text, seeds, steps, length, tokens):
+    """For each step, rows of every seed from random places, and what follows each byte."""
+    draws = [np.random.default_rng(seed) for seed in seeds]
+    for _ in range(steps):
+        starts = [rng.integers(0, len(text) - length, tokens // length) for rng in draws]
+        rows = rows_of(text, starts, length + 1)
+        yield rows[..., :-1], rows[..., 1:]
+
+
 def spread(text, count, distance, length):
     """`count` windows [count, length] that begin `distance` bytes behind each other.
 

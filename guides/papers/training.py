@@ -58,31 +58,44 @@ def adamw(rate, warmup, decay=1, end=1.0):
 def predictor(first, logits=None, batch_size=64):
     """A function of a model of the first one's shape and of tokens `[N, T]`.
 
-    It gives the likeliest token at each place. On JAX it is one program for all of the models.
+    It gives the likeliest token at each place.
     """
     logits = logits or language_model_logits
-
-    def likeliest(model, tokens):
-        return ops.argmax(logits(model, tokens), axis=-1)
-
-    run = likeliest
-    if keras.config.backend() == "jax":
-        import jax
-
-        @jax.jit
-        def program(weights, tokens):
-            with keras.StatelessScope(list(zip(first.variables, weights, strict=True))):
-                return likeliest(first, tokens)
-
-        def run(model, tokens):
-            return program([v.value for v in model.variables], tokens)
+    likeliest = _for_any_model(first, lambda model, x: ops.argmax(logits(model, x), axis=-1))
 
     def predict(model, tokens):
         pieces = range(0, len(tokens), batch_size)
-        found = [run(model, tokens[i : i + batch_size]) for i in pieces]
+        found = [likeliest(model, tokens[i : i + batch_size]) for i in pieces]
         return np.concatenate([ops.convert_to_numpy(part) for part in found])
 
     return predict
+
+
+def mean_loss(first, logits=None, batch_size=64):
+    """A function of a model of the first one's shape, tokens and those that follow: the loss."""
+    logits = logits or language_model_logits
+    loss = _for_any_model(first, lambda model, x, y: token_crossentropy(logits(model, x), y))
+
+    def mean(model, *rows):
+        pieces = range(0, len(rows[0]), batch_size)
+        found = [loss(model, *(part[i : i + batch_size] for part in rows)) for i in pieces]
+        return float(np.mean(np.concatenate([ops.convert_to_numpy(part) for part in found])))
+
+    return mean
+
+
+def _for_any_model(first, function):
+    """The function of a model and arrays, on JAX as one program for models of the first's shape."""
+    if keras.config.backend() != "jax":
+        return function
+    import jax
+
+    @jax.jit
+    def program(weights, *arrays):
+        with keras.StatelessScope(list(zip(first.variables, weights, strict=True))):
+            return function(first, *arrays)
+
+    return lambda model, *arrays: program([v.value for v in model.variables], *arrays)
 
 
 def language_model_logits(model, tokens):
