@@ -158,10 +158,10 @@ def test_tasks_count_and_end_as_by_hand(guide):
     assert compare("Griffin", [200, 220], [100, 110])[2].startswith("NO")
     assert compare("Griffin", [200, None], [100, 110])[2] == "NO: does not get there"
     assert synthetic.judge_reading_on("MQA", [1.0, 0.99], [0.4, 0.6]) == (
-        "yes: at least 99 % right; yes: at most 50 % at the end"
+        "yes: at least 99 % right; yes: at most 50 % of the longest"
     )
     assert synthetic.judge_reading_on("Hawk", [1.0, 0.9], [0.9, 0.9]) == (
-        "NO: at least 99 % right; NO: at least 95 % at the end"
+        "NO: at least 99 % right; NO: at least 95 % of the longest"
     )
 
 

@@ -69,10 +69,10 @@ class Size:
 
 
 MINIATURE = Size(
-    *(64, 5, 16, 256),
-    *(24, 3, 12, 800),
-    *(32, 16, 800, 256),
-    *(40, 80, 5e-3, 0.995),
+    *(64, 5, 24, 256),
+    *(16, 3, 8, 500),
+    *(16, 8, 400, 128),
+    *(20, 50, 2e-3, 0.995),
 )
 FULL = Size(
     *(64, 5, 64, 512),
@@ -218,7 +218,8 @@ def learned(shares):
 def judge_reading_on(name, trained, longest):
     """A verdict in words: of rows of the training length, and of the longest."""
     claim, holds = CLAIMS[name]
-    return f"{learned(trained)}; {'yes' if holds(np.mean(longest)) else 'NO'}: {claim} at the end"
+    reads_on = "yes" if holds(np.mean(longest)) else "NO"
+    return f"{learned(trained)}; {reads_on}: {claim} of the longest"
 
 
 def tell(results, size):
