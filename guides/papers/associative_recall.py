@@ -34,6 +34,7 @@ from runs import (
     percent,
     read_command_line,
     table,
+    yes,
 )
 from tasks import at_the_end, learn
 from training import adamw
@@ -167,7 +168,7 @@ def judge(hgrn, hgrn2):
         return "yes: both at least 99 %"
     gap = np.mean(hgrn2) - np.mean(hgrn)
     clear = gap > 2 * np.hypot(deviations(hgrn), deviations(hgrn2))
-    return f"{'yes' if clear else 'NO'}: HGRN2 above by more than 2 deviations"
+    return f"{yes(clear)}: HGRN2 above by more than 2 deviations"
 
 
 def tell(results, size):

@@ -31,6 +31,7 @@ from runs import (
     percent,
     read_command_line,
     table,
+    yes,
 )
 from tasks import at_the_end, griffin, learn
 from training import adamw
@@ -164,19 +165,15 @@ def judge(name, found, griffin_found, size):
     means = {names: np.mean(shares) for names, shares in found.items()}
     last = max(size.names)
     if name == "MQA":
-        return f"{_yes(min(means.values()) >= 0.95)}: at least 95 % of all books"
+        return f"{yes(min(means.values()) >= 0.95)}: at least 95 % of all books"
     inside = max(n for n in size.names if size.row(n) <= size.window)
     if name == "Griffin":
         return (
-            f"{_yes(means[inside] >= 0.95)}: at least 95 % inside its window; "
-            f"{_yes(means[inside] - means[last] >= 0.30)}: 30 points less of {last} names"
+            f"{yes(means[inside] >= 0.95)}: at least 95 % inside its window; "
+            f"{yes(means[inside] - means[last] >= 0.30)}: 30 points less of {last} names"
         )
     below = means[inside] < np.mean(griffin_found[inside])
-    return f"{_yes(below)}: below Griffin inside its window"
-
-
-def _yes(holds):
-    return "yes" if holds else "NO"
+    return f"{yes(below)}: below Griffin inside its window"
 
 
 def tell(results, size):

@@ -168,6 +168,11 @@ def with_error(values, digits=3):
     return f"{np.mean(values):.{digits}f} ± {deviations(np.asarray(values)):.{digits}f}"
 
 
+def yes(holds):
+    """A verdict in words."""
+    return "yes" if holds else "NO"
+
+
 def percent(shares):
     """Shares over seeds as `with_error`, in hundredths."""
     return with_error(100 * np.asarray(shares), 1)

@@ -41,6 +41,7 @@ from runs import (
     table,
     text_batches,
     with_error,
+    yes,
 )
 from training import adamw, mean_loss, train
 
@@ -220,8 +221,7 @@ def draw(results, size, path):
 def better(losses, than):
     """Whether losses are below others by more than two deviations, in words."""
     gap = np.mean(than) - np.mean(losses)
-    clear = gap > 2 * np.hypot(deviations(losses), deviations(than))
-    return "yes" if clear else "NO"
+    return yes(gap > 2 * np.hypot(deviations(losses), deviations(than)))
 
 
 def tell(results, size):
@@ -241,7 +241,7 @@ def tell(results, size):
     verdicts = {
         "real, d": "",
         "complex, 2 d": f"{better(turning, real)}: below real, d by more than 2 deviations",
-        "real, 2 d": f"{'yes' if np.mean(twice) <= np.mean(turning) else 'NO'}: at most complex",
+        "real, 2 d": f"{yes(np.mean(twice) <= np.mean(turning))}: at most complex",
     }
     rows += [row(results, size, "HGRN", form, form, forms[form], verdicts[form]) for form in FORMS]
     return table(header, rows)
