@@ -5,8 +5,8 @@
     KERAS_BACKEND=jax python guides/papers/associative_recall.py --full     # on a GPU
 
 Qin et al. 2024 (arXiv:2404.07904) draw the accuracy of HGRN and HGRN2 in multi-query associative
-recall by the width of the model, for rows of several lengths: HGRN2 is above HGRN in all of them,
-at the best of the learning rates and expansion ratios that were tried for each. The models here are
+recall by the width of the model, for rows of several lengths: HGRN2 is above HGRN in all of them.
+Learning rates and expansion ratios are searched; here the best of a few counts. The models are
 those of guides/associative_recall.py: two layers, of HGRN with a norm and an output projection or
 of HGRN2, with the same maps and about the same parameters. They differ in their states: HGRN has a
 number a channel, HGRN2 `expansion` times as many.
