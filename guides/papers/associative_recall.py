@@ -152,7 +152,9 @@ def draw(results, size, path):
         for name in MODELS:
             found = [at_the_end(best(results, size, name, width=w, **task)) for w in size.widths]
             draw_band(axes, size.widths, 100 * np.transpose(found), marker="o", label=name)
-        axes.axhline(100 / task["pairs"], color="gray", linestyle="--", label="one of the values seen")
+        axes.axhline(
+            100 / task["pairs"], color="gray", linestyle="--", label="one of the values seen"
+        )
         title = f"{task['pairs']} pairs in rows of {task['length']:,}"
         axes.set(xlabel="width", title=title, ylim=(0, 104))
         axes.set_xscale("log", base=2)
