@@ -65,20 +65,25 @@ class ProjectedHGRN(StreamingLayer):
         return self.projection(self.norm(h)), {"hgrn": after}
 
 
-MIXERS = {"HGRN": ProjectedHGRN, "HGRN2": lambda: HGRN2(expand_ratio=HEAD)}
+MIXERS = {"HGRN": lambda head: ProjectedHGRN(), "HGRN2": lambda head: HGRN2(expand_ratio=head)}
 
 
-def build(name):
+def build(name, vocabulary=VOCABULARY, width=WIDTH, head=HEAD):
     """Embedding, a short convolution, residual blocks, logits."""
     tokens = keras.Input((None,), dtype="int32")
-    x = keras.layers.Embedding(VOCABULARY, WIDTH)(tokens)
+    x = keras.layers.Embedding(vocabulary, width)(tokens)
     x = keras.layers.add([x, CausalConv1D(3)(x)])  # a value learns which key stands before it
-    bounds = LowerBounds(LAYERS)(x)
-    for i in range(LAYERS):
-        block = HGRN2ResidualBlock(MIXERS[name](), intermediate_dim=2 * WIDTH)
+    x = residual_blocks(x, [MIXERS[name](head) for _ in range(LAYERS)], intermediate_dim=2 * width)
+    return keras.Model(tokens, keras.layers.Dense(vocabulary)(x), name=name)
+
+
+def residual_blocks(x, mixers, intermediate_dim):
+    """A block around each layer that mixes tokens, with one table of lower bounds, and a norm."""
+    bounds = LowerBounds(len(mixers))(x)
+    for i, mixer in enumerate(mixers):
+        block = HGRN2ResidualBlock(mixer, intermediate_dim)
         x = block(x, lower_bound=bounds[i - 1] if i else None)
-    logits = keras.layers.Dense(VOCABULARY)(RMSNorm()(x))
-    return keras.Model(tokens, logits, name=name)
+    return RMSNorm()(x)
 
 
 def state_size(model):

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import json
 import pathlib
 import sys
 
@@ -97,6 +98,205 @@ def test_verdicts_are_what_the_claims_say(guide):
     assert judge("MQA NoPE", rope, rope) == "told"
 
 
+def run_anew(guide, module, monkeypatch, capsys, folder, toy):
+    """Runs a guide at toy size, then what is missing after its last line is lost.
+
+    Returns the lines of results, and what the second run wrote.
+    """
+    words = [word for name, values in toy.items() for word in (name, *values)]
+    words += ["--output", folder, "--seeds", 0]
+    call(module, monkeypatch, *words)
+    path = folder / f"{module.__name__}.jsonl"
+    *kept, lost = path.read_text().splitlines()
+    path.write_text("\n".join([*kept, ""]))
+    capsys.readouterr()
+    call(module, monkeypatch, *words)
+    assert path.read_text().splitlines()[:-1] == kept
+    assert (folder / f"{module.__name__}.png").stat().st_size > 0
+    lines = guide("runs").Results(path).lines
+    assert lines[-1].keys() == json.loads(lost).keys()
+    return lines, capsys.readouterr().out
+
+
+@pytest.mark.once
+def test_synthetic_tasks(guide, tmp_path, monkeypatch, capsys):
+    synthetic = guide("synthetic_tasks")
+    toy = {
+        **{"--width": [16], "--num-layers": [2], "--rows": [4], "--test-rows": [8]},
+        **{"--copying-length": [8], "--copying-data": [2], "--copying-window": [4]},
+        **{"--induction-length": [8], "--induction-window": [4], "--longest": [32]},
+        **{"--copying-steps": [2], "--induction-steps": [2], "--every": [1], "--warmup": [1]},
+    }
+    lines, written = run_anew(guide, synthetic, monkeypatch, capsys, tmp_path, toy)
+    assert [line["model"] for line in lines] == [*synthetic.MODELS] * 2
+    assert all(list(line["right_after"]) == ["1", "2"] for line in lines)
+    assert all(list(line["right_at"]) == ["4", "8", "16", "32"] for line in lines[3:])
+    assert written.count("| Griffin |") == 2
+    assert "NO: at least 99 % right" in written
+
+
+@pytest.mark.once
+def test_tasks_count_and_end_as_by_hand(guide):
+    synthetic, tasks = guide("synthetic_tasks"), guide("tasks")
+    predicted = np.array([[1, 2, 3], [4, 5, 6]])
+    labels = np.array([[1, 0, 3], [0, 5, 0]])
+    weights = np.array([[1.0, 0, 1], [0, 1, 1]])
+    assert tasks.right(predicted, labels, weights) == 0.75
+    assert synthetic.steps_to({"2": 0.5, "4": 0.9, "6": 0.8}, 0.9) == 4
+    assert synthetic.steps_to({"2": 0.5}, 0.9) is None
+    # A curve that was ended goes on as it was.
+    curves = synthetic.curves_of([{"right_after": {"2": 0.5, "4": 1.0}}], (2, 4, 6))
+    assert curves.tolist() == [[0.5, 1.0, 1.0]]
+    compare = synthetic.compare_speed
+    slower, near = ": slower than MQA by more than 2 deviations", ": within 2 deviations of MQA"
+    assert compare("Hawk", [200, 220], [100, 110], 500) == (
+        *("210 ± 14", "2.00 ± 0.00"),
+        "yes" + slower,
+    )
+    assert compare("Hawk", [100, 120], [100, 110], 500)[2] == "NO" + slower
+    assert compare("Griffin", [120, 130], [100, 110], 500)[2].startswith("yes" + near)
+    assert compare("Griffin", [50, 60], [100, 110], 500)[2].startswith("yes" + near)
+    assert compare("Griffin", [200, 220], [100, 110], 500)[2].startswith("NO" + near)
+    # A seed that was not there by the last step counts as that, and for nobody's good.
+    steps = "375 ± 177 at least: 1 of 2 not within 500"
+    assert compare("Hawk", [250, None], [100, 100], 500) == (steps, "≥ 3.75 ± 1.77", "NO" + slower)
+    assert compare("Hawk", [490, None], [100, 100], 500)[2] == "yes" + slower
+    assert compare("Hawk", [490, None], [100, None], 500)[1:] == ("-", "NO" + slower)
+    assert compare("Griffin", [300, None], [500, 500], 500)[2].startswith("NO" + near)
+    assert compare("Griffin", [250, 250], [500, None], 500)[1:] == (
+        "≤ 0.50 ± 0.00",
+        f"yes{near}, or a quarter, or faster",
+    )
+    assert synthetic.judge_reading_on("MQA", [1.0, 0.99], [0.4, 0.6]) == (
+        "yes: at least 99 % right; yes: at most 50 % of the longest"
+    )
+    assert synthetic.judge_reading_on("Hawk", [1.0, 0.9], [0.9, 0.9]) == (
+        "NO: at least 99 % right; NO: at least 95 % of the longest"
+    )
+
+
+@pytest.mark.once
+def test_associative_recall(guide, tmp_path, monkeypatch, capsys):
+    recall = guide("associative_recall")
+    toy = {
+        **{"--lengths": [8, 16], "--pairs": [2, 3], "--vocabulary": [16], "--widths": [8]},
+        **{"--expansions": [4, 16], "--rates": [0.01], "--rows": [4], "--test-rows": [8]},
+        **{"--steps": [2], "--every": [1]},
+    }
+    lines, written = run_anew(guide, recall, monkeypatch, capsys, tmp_path, toy)
+    # A line a task and model; an expansion that does not divide the width is left out.
+    assert [(line["pairs"], line["model"], line["expansion"]) for line in lines] == [
+        (pairs, *model) for pairs in (2, 3) for model in (("HGRN", 1), ("HGRN2", 4))
+    ]
+    assert {line["state_numbers"] for line in lines} == {16, 64}
+    assert "| 3 pairs in 16 tokens, width 8 |" in written
+
+
+@pytest.mark.once
+def test_the_best_setting_of_recall_counts(guide, tmp_path):
+    recall = guide("associative_recall")
+    size = recall.Size((8,), (2,), 16, (8,), (4,), (0.1, 0.2), 4, 8, 4, 2, 1.0)
+    results = guide("runs").Results(tmp_path / "lines")
+    for key in recall.settings(size):
+        for seed, share in ((0, 0.5), (1, 0.6)):
+            share += key["rate"] if key["model"] == "HGRN2" else -key["rate"]
+            results.append(**key, seed=seed, right_after={"2": 0.0, "4": share})
+    for name, rate in (("HGRN", 0.1), ("HGRN2", 0.2)):
+        lines = recall.best(results, size, name, length=8, width=8)
+        assert [line["rate"] for line in lines] == [rate, rate]
+    assert recall.judge(np.array([0.4, 0.5]), np.array([0.7, 0.8])).startswith("yes: HGRN2 above")
+    assert recall.judge(np.array([0.4, 0.5]), np.array([0.5, 0.6])).startswith("NO")
+    assert recall.judge(np.array([0.99, 1.0]), np.array([1.0, 1.0])) == "yes: both at least 99 %"
+
+
+@pytest.mark.once
+def test_phone_book(guide, tmp_path, monkeypatch, capsys):
+    book = guide("phone_book")
+    toy = {
+        **{"--width": [16], "--num-layers": [2], "--window": [12], "--queries": [1]},
+        **{"--names": [2, 6], "--tokens": [32], "--test-rows": [8]},
+        **{"--steps": [2], "--every": [1], "--warmup": [1]},
+    }
+    lines, written = run_anew(guide, book, monkeypatch, capsys, tmp_path, toy)
+    assert [line["tokens_of_a_row"] for line in lines] == [12] * 3 + [28] * 3
+    assert "| 2 names, 0.666667 windows | 6 names, 2 windows |" in written
+    assert "NO: at least 95 % inside its window; NO: 30 points less of 6 names" in written
+
+
+@pytest.mark.once
+def test_numbers_of_phone_books_count_as_by_hand(guide):
+    book = guide("phone_book")
+    labels = np.array([[0, 1, 2, 0, 3, 4], [0, 5, 6, 0, 7, 8]])
+    predicted = np.array([[9, 1, 2, 9, 3, 9], [9, 5, 6, 9, 9, 8]])
+    assert book.whole_numbers(2)(predicted, labels, (labels > 0).astype("float32")) == 0.5
+    size = book.MINIATURE
+    good, bad = {n: [1.0] for n in size.names}, {n: [0.9 if n < 9 else 0.5] for n in size.names}
+    falling = {n: [1.0 if n < 9 else 0.7] for n in size.names}
+    assert book.judge("MQA", good, good, size).startswith("yes")
+    assert book.judge("MQA", bad, good, size).startswith("NO")
+    inside = "at least 95 % inside its window"
+    assert book.judge("Griffin", falling, falling, size) == (
+        f"yes: {inside}; yes: 30 points less of 32 names"
+    )
+    assert book.judge("Griffin", bad, bad, size).startswith(f"NO: {inside}; yes")
+    assert book.judge("Griffin", good, good, size).startswith(f"yes: {inside}; NO")
+    assert book.judge("Hawk", bad, good, size).startswith("yes: below Griffin")
+    assert book.judge("Hawk", good, good, size).startswith("NO")
+
+
+@pytest.mark.once
+def test_state_size(guide, tmp_path, monkeypatch, capsys):
+    state_size = guide("state_size")
+    text = tmp_path / "text"
+    text.write_bytes(bytes(range(32, 127)) * 8)
+    toy = {
+        **{"--text": [text], "--width": [12], "--num-layers": [2], "--ratios": [1, 4, 5]},
+        **{"--length": [8], "--tokens": [16], "--steps": [2], "--windows": [8]},
+    }
+    lines, written = run_anew(guide, state_size, monkeypatch, capsys, tmp_path, toy)
+    # A ratio that does not divide the width is left out.
+    assert [line["setting"] for line in lines] == [1, 4, *state_size.FORMS]
+    parameters = [line["parameters"] for line in lines]
+    assert max(parameters) < 1.02 * min(parameters)
+    assert "below 1 by more than 2 deviations" in written
+    assert "| HGRN | complex, 2 d |" in written
+    assert state_size.better(np.array([1.0, 1.1]), np.array([1.5, 1.6])) == "yes"
+    assert state_size.better(np.array([1.0, 1.1]), np.array([1.1, 1.2])) == "NO"
+
+
+def test_states_of_hgrn_are_what_the_forms_say(guide):
+    """Against a loop over time in NumPy, with a bound, and a sequence in two parts."""
+    state_size = guide("state_size")
+    x = np.random.default_rng(0).normal(size=(2, 6, 4)).astype("float32")
+    bound = np.log(np.array([[0.3] * 4, [0.7] * 4], "float32"))
+    for form, (multiple, is_complex) in state_size.FORMS.items():
+        keras.utils.set_random_seed(0)
+        layer = state_size.StateHGRN(form, return_state=True)
+        found, state = layer(x, lower_bound=bound)
+        maps = {w.path.split("/")[-2]: keras.ops.convert_to_numpy(w) for w in layer.weights}
+        f, i, o = (x @ maps[name] for name in ("f_proj", "i_proj", "o_proj"))
+        f = 0.3 + 0.7 / (1 + np.exp(-f))
+        c, o = i / (1 + np.exp(-i)), 1 / (1 + np.exp(-o))
+        turn = np.ones(4 * multiple)
+        if is_complex:
+            c = c[..., :4] + 1j * c[..., 4:]
+            turn = np.exp(1j * 10_000.0 ** (-np.arange(4) / 4))
+        h, outputs = 0, []
+        for t in range(6):
+            h = f[:, t] * turn * h + (1 - f[:, t]) * c[:, t]
+            real = np.concatenate([h.real, h.imag], axis=-1) if is_complex else h
+            y = real * o[:, t]
+            y = y / np.sqrt(np.mean(y**2, axis=-1, keepdims=True) + layer.norm.epsilon)
+            outputs.append(y @ maps["projection"])
+        found = keras.ops.convert_to_numpy(found)
+        np.testing.assert_allclose(found, np.stack(outputs, 1), rtol=1e-3, atol=1e-5)
+        assert tuple(state["hidden"].shape) == (2, 4 * multiple)
+        _, left = layer(x[:, :3], lower_bound=bound)
+        right, _ = layer(x[:, 3:], lower_bound=bound, initial_state=left)
+        right = keras.ops.convert_to_numpy(right)
+        np.testing.assert_allclose(right, found[:, 3:], rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.once
 def test_text_windows_errors_and_tables(guide, tmp_path):
     runs = guide("runs")
@@ -141,12 +341,13 @@ def tiny(seed):
 @pytest.mark.skipif(keras.backend.backend() != "jax", reason="a program of JAX")
 def test_models_side_by_side_learn_as_by_keras(guide):
     """In one program or in turns, each on its own rows, as Keras's own training step has it."""
-    runs = guide("runs")
+    counts = np.random.default_rng(1).integers(0, 3, (2, 2, 5)).astype("float32")
+    training = guide("training")
     rows = np.random.default_rng(0).integers(0, 7, (2, 2, 2, 6))  # steps, models, rows, tokens
     ways = {
-        "by Keras": runs._by_keras,
-        "in turns": functools.partial(runs._in_one_program, side_by_side=False),
-        "side by side": functools.partial(runs._in_one_program, side_by_side=True),
+        "by Keras": training._by_keras,
+        "in turns": functools.partial(training._in_one_program, side_by_side=False),
+        "side by side": functools.partial(training._in_one_program, side_by_side=True),
     }
     found = {}
     for name, start in ways.items():
@@ -155,9 +356,15 @@ def test_models_side_by_side_learn_as_by_keras(guide):
         for model, optimizer in zip(models, optimizers, strict=True):
             optimizer.build(model.trainable_variables)
         step, finish = start(models, optimizers)
-        first, _ = (np.array(step(part[..., :-1], part[..., 1:])) for part in rows)
+        first, _ = (np.array(step(part[..., :-1], part[..., 1:], counts)) for part in rows)
         finish()
         found[name] = [first, *(w for model in models for w in model.get_weights())]
+        # Each model's weights are found by the program of the first one's shape.
+        predict = training.predictor(models[0], batch_size=1)
+        for model in models:
+            logits = training.language_model_logits(model, rows[0, 0])
+            likeliest = np.argmax(keras.ops.convert_to_numpy(logits), axis=-1)
+            np.testing.assert_array_equal(predict(model, rows[0, 0]), likeliest)
     for name in ("in turns", "side by side"):
         for one, other in zip(found["by Keras"], found[name], strict=True):
             np.testing.assert_allclose(one, other, atol=1e-5, err_msg=name)

@@ -13,7 +13,6 @@ Here the models are small and read bytes. Those of one seed share their rows, an
 the same windows of held-out text. A loss "at 512" is the mean of places 257 to 512.
 """
 
-import argparse
 import dataclasses
 import os
 import pathlib
@@ -28,16 +27,19 @@ import numpy as np
 from runs import (
     PASSES,
     Results,
+    command_line,
     deviations,
     draw_band,
     machine,
+    octaves,
+    read_command_line,
     read_text,
-    rows_of,
     spread,
     table,
-    train,
+    text_batches,
     with_error,
 )
+from training import adamw, train
 
 from keras_recurrent.evaluation import loss_by_position
 from keras_recurrent.models import GriffinBackbone, GriffinCausalLM
@@ -97,33 +99,13 @@ def build(name, size, length, seed):
     return GriffinCausalLM(backbone)
 
 
-def batches(text, size, length, seeds, steps):
-    """For each step, rows of every seed from random places, and what follows each byte."""
-    draws = [np.random.default_rng(seed) for seed in seeds]
-    for _ in range(steps):
-        starts = [rng.integers(0, len(text) - length, size.tokens // length) for rng in draws]
-        rows = rows_of(text, starts, length + 1)
-        yield rows[..., :-1], rows[..., 1:]
-
-
-def octaves(shortest, longest):
-    """The lengths shortest, twice as much, and so on to the longest."""
-    return [shortest << i for i in range((longest // shortest).bit_length())]
-
-
 def run(name, size, length, seeds, training, windows):
     """Trains the seeds of one model side by side, and gives a line of results for each."""
     steps = min(size.steps, PASSES * len(training) // size.tokens)
     models = [build(name, size, length, seed) for seed in seeds]
-    optimizer = keras.optimizers.AdamW(
-        keras.optimizers.schedules.CosineDecay(
-            0.0, steps, alpha=0.1, warmup_target=size.learning_rate, warmup_steps=steps // 10
-        ),
-        weight_decay=0.01,
-        global_clipnorm=1.0,
-    )
+    optimizer = adamw(size.learning_rate, steps // 10, steps, end=0.1)
     start = time.perf_counter()
-    trained = train(models, optimizer, batches(training, size, length, seeds, steps))
+    trained = train(models, optimizer, text_batches(training, seeds, steps, length, size.tokens))
     seconds = time.perf_counter() - start
     for seed, model, loss in zip(seeds, models, trained, strict=True):
         found = loss_by_position(model, windows, batch_size=max(1, 2**17 // size.longest))
@@ -228,23 +210,9 @@ def tell(results, size):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--full", action="store_true", help="the size for one GPU")
+    parser = command_line(__doc__, Size)
     parser.add_argument("--text", type=pathlib.Path, help="a file; else Python's documentation")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("build/papers"))
-    for field in dataclasses.fields(Size):
-        parser.add_argument(
-            f"--{field.name.replace('_', '-')}",
-            type=float if field.type is float else int,
-            nargs="+" if field.type is tuple else None,
-            help="in place of what the size says",
-        )
-    arguments = parser.parse_args()
-    given = {f.name: getattr(arguments, f.name) for f in dataclasses.fields(Size)}
-    size = dataclasses.replace(
-        FULL if arguments.full else MINIATURE, **{k: v for k, v in given.items() if v is not None}
-    )
+    arguments, size = read_command_line(parser, MINIATURE, FULL)
     training, held_out = read_text(arguments.text)
     # From the shortest row on, each octave of places sees the same text.
     windows = spread(held_out, size.windows, min(size.lengths) // 2, size.longest)

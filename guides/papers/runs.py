@@ -1,17 +1,54 @@
-"""What the guides of this folder share: text, seeds side by side, raw results, pictures, tables."""
+"""What the guides of this folder share: command line, text, raw results, pictures, tables."""
 
+import argparse
+import dataclasses
+import importlib.machinery
 import json
 import os
 import pathlib
 import pydoc_data.topics
+import types
 
 import keras
 import numpy as np
-from keras import ops
-
-from keras_recurrent.ops import token_crossentropy
 
 PASSES = 2  # over the text, at most
+
+
+# --- The command line ---
+
+
+def command_line(doc, size):
+    """A parser of what all guides take, and of the fields of a size, a dataclass."""
+    parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
+    parser.add_argument("--full", action="store_true", help="the size for one GPU")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("build/papers"))
+    for field in dataclasses.fields(size):
+        parser.add_argument(
+            f"--{field.name.replace('_', '-')}",
+            type=float if field.type in (float, tuple[float, ...]) else int,
+            nargs="+" if field.type in (tuple, tuple[float, ...]) else None,
+            help="in place of what the size says",
+        )
+    return parser
+
+
+def read_command_line(parser, miniature, full):
+    """The arguments, and the size that they ask for."""
+    arguments = parser.parse_args()
+    given = {f.name: getattr(arguments, f.name) for f in dataclasses.fields(miniature)}
+    given = {name: value for name, value in given.items() if value is not None}
+    return arguments, dataclasses.replace(full if arguments.full else miniature, **given)
+
+
+def guide_above(name):
+    """The guide of the folder above, as a module; one of this folder may have the same name."""
+    path = pathlib.Path(__file__).parents[1] / f"{name}.py"
+    loader = importlib.machinery.SourceFileLoader(f"guide_{name}", str(path))
+    module = types.ModuleType(loader.name)
+    loader.exec_module(module)
+    return module
 
 
 # --- Text ---
@@ -37,6 +74,15 @@ def rows_of(text, starts, length):
     return text[(np.asarray(starts)[..., None] + np.arange(length)) % len(text)]
 
 
+def text_batches(text, seeds, steps, length, tokens):
+    """For each step, rows of every seed from random places, and what follows each byte."""
+    draws = [np.random.default_rng(seed) for seed in seeds]
+    for _ in range(steps):
+        starts = [rng.integers(0, len(text) - length, tokens // length) for rng in draws]
+        rows = rows_of(text, starts, length + 1)
+        yield rows[..., :-1], rows[..., 1:]
+
+
 def spread(text, count, distance, length):
     """`count` windows [count, length] that begin `distance` bytes behind each other.
 
@@ -51,101 +97,6 @@ def spread(text, count, distance, length):
             f"has {len(text):,}: take a longer --text, or other --windows."
         )
     return rows_of(text[: count * distance], np.arange(count) * distance, length)
-
-
-# --- Models of several seeds, side by side ---
-
-
-def train(models, optimizer, batches):
-    """Trains models of one shape on tokens, each on rows of its own.
-
-    On JAX, all of them are one program on a GPU, where one alone would leave most of it idle, and
-    take turns on a CPU, where products of many small matrices are slow. On other backends they
-    take turns.
-
-    Args:
-        models: language models of this package, which differ in their weights.
-        optimizer: a Keras optimizer, of which each model gets a copy.
-        batches: an iterable of pairs of integers `[models, B, T]`: tokens, and those that follow.
-
-    Returns:
-        The mean loss of each model over the last tenth of the batches, a list of floats.
-    """
-    optimizers = [type(optimizer).from_config(optimizer.get_config()) for _ in models]
-    for model, own in zip(models, optimizers, strict=True):
-        own.build(model.trainable_variables)
-    start = _in_one_program if keras.config.backend() == "jax" else _by_keras
-    step, finish = start(models, optimizers)
-    losses = [step(tokens, following) for tokens, following in batches]
-    finish()
-    last = losses[-max(1, len(losses) // 10) :]
-    return np.mean([[float(loss) for loss in step] for step in last], axis=0).tolist()
-
-
-def _loss(model, tokens, following):
-    hidden_states, _ = model.backbone.hidden_states(tokens)
-    logits = model.backbone.token_embedding(hidden_states, reverse=True)
-    return ops.mean(token_crossentropy(logits, following))
-
-
-def _in_one_program(models, optimizers, side_by_side=None):
-    import jax
-
-    model, optimizer = models[0], optimizers[0]
-    if side_by_side is None:
-        side_by_side = jax.default_backend() != "cpu"
-
-    def loss(weights, tokens, following):
-        with keras.StatelessScope(list(zip(model.trainable_variables, weights, strict=True))):
-            return _loss(model, tokens, following)
-
-    def program(state, tokens, following):
-        weights, memory = state
-        value, gradients = jax.value_and_grad(loss)(weights, tokens, following)
-        return optimizer.stateless_apply(memory, gradients, weights), value
-
-    # JAX may write over the memory of the state, which therefore is none of the variables'.
-    states = [
-        jax.tree.map(lambda v: jax.numpy.array(v.value, copy=True), pair)
-        for pair in zip(
-            (list(model.trainable_variables) for model in models),
-            (list(own.variables) for own in optimizers),
-            strict=True,
-        )
-    ]
-    if side_by_side:
-        states = [jax.tree.map(lambda *same: jax.numpy.stack(same), *states)]
-        program = jax.vmap(program)
-    program = jax.jit(program, donate_argnums=0)
-
-    def step(tokens, following):
-        rows = [(tokens, following)] if side_by_side else zip(tokens, following, strict=True)
-        values = []
-        for i, row in enumerate(rows):
-            states[i], value = program(states[i], *row)
-            values.append(value)
-        return values[0] if side_by_side else values
-
-    def finish():
-        for i, model in enumerate(models):
-            weights = [v[i] for v in states[0][0]] if side_by_side else states[i][0]
-            for variable, value in zip(model.trainable_variables, weights, strict=True):
-                variable.assign(value)
-
-    return step, finish
-
-
-def _by_keras(models, optimizers):
-    for model, own in zip(models, optimizers, strict=True):
-        model.compile(own, model.loss)
-
-    def step(tokens, following):
-        return [
-            model.train_on_batch({"token_ids": x, "padding_mask": np.ones_like(x)}, y)[0]
-            for model, x, y in zip(models, tokens, following, strict=True)
-        ]
-
-    return step, lambda: None
 
 
 # --- Raw results, a line of JSON a run ---
@@ -193,6 +144,11 @@ def machine():
 # --- Pictures and tables ---
 
 
+def octaves(shortest, longest):
+    """The lengths shortest, twice as much, and so on to the longest."""
+    return [shortest << i for i in range((longest // shortest).bit_length())]
+
+
 def draw_band(axes, x, curves, **style):
     """The mean of curves `[seeds, points]`, in a band of one standard deviation to each side."""
     mean, deviation = np.mean(curves, axis=0), deviations(curves)
@@ -210,6 +166,16 @@ def deviations(values):
 def with_error(values, digits=3):
     """`mean ± standard deviation` over seeds."""
     return f"{np.mean(values):.{digits}f} ± {deviations(np.asarray(values)):.{digits}f}"
+
+
+def yes(holds):
+    """A verdict in words."""
+    return "yes" if holds else "NO"
+
+
+def percent(shares):
+    """Shares over seeds as `with_error`, in hundredths."""
+    return with_error(100 * np.asarray(shares), 1)
 
 
 def table(header, rows):

@@ -1,0 +1,220 @@
+"""HGRN2 recalls more than HGRN at the same width (HGRN2, section 4.1, figure 3).
+
+    make paper-associative_recall             # minutes; or, where the package is installed:
+    KERAS_BACKEND=jax python guides/papers/associative_recall.py
+    KERAS_BACKEND=jax python guides/papers/associative_recall.py --full     # on a GPU
+
+Qin et al. 2024 (arXiv:2404.07904) draw the accuracy of HGRN and HGRN2 in multi-query associative
+recall by the width of the model, for rows of several lengths: HGRN2 is above HGRN in all of them.
+Learning rates and expansion ratios are searched; here the best of a few counts. The models are
+those of guides/associative_recall.py: two layers, of HGRN with a norm and an output projection or
+of HGRN2, with the same maps and about the same parameters. They differ in their states: HGRN has a
+number a channel, HGRN2 `expansion` times as many.
+
+Models of one seed share their rows.
+"""
+
+import dataclasses
+import os
+import time
+
+# Keras reads this once, when it is imported. "torch" and "tensorflow" do as well.
+os.environ.setdefault("KERAS_BACKEND", "jax")
+
+import keras
+import matplotlib.figure
+import numpy as np
+from runs import (
+    Results,
+    command_line,
+    deviations,
+    draw_band,
+    guide_above,
+    machine,
+    percent,
+    read_command_line,
+    table,
+    yes,
+)
+from tasks import at_the_end, learn
+from training import adamw
+
+from keras_recurrent.datasets import associative_recall
+
+models_of = guide_above("associative_recall")
+MODELS = "HGRN", "HGRN2"
+BOTH = 0.99  # where both have so much right, neither is better
+
+
+@dataclasses.dataclass
+class Size:
+    """What a run is made of. There is a task for each of `lengths`, with as many `pairs`."""
+
+    lengths: tuple  # tokens of a row
+    pairs: tuple  # of a key and a value in it
+    vocabulary: int
+    widths: tuple
+    expansions: tuple  # numbers of HGRN2's state a channel, where they divide the width
+    rates: tuple[float, ...]  # of learning, of which the best counts
+    rows: int  # of a step
+    test_rows: int
+    steps: int  # at most, if not all seeds have `enough` right before
+    every: int  # steps from one test to the next
+    enough: float
+
+
+MINIATURE = Size((32,), (8,), 64, (32, 64), (32,), (5e-3, 1e-2), 32, 256, 350, 35, 0.995)
+FULL = Size(
+    *((256, 512), (16, 64), 8192, (64, 128, 256), (64, 128), (1e-3, 5e-3, 1e-2)),
+    *(64, 512, 4000, 250, 0.995),
+)
+
+
+# --- 1. Training and testing ---
+
+
+def settings(size):
+    """What the lines of a task are found by, one after another, without the seed."""
+    for length, pairs in zip(size.lengths, size.pairs, strict=True):
+        for width in size.widths:
+            for rate in size.rates:
+                key = {"length": length, "pairs": pairs, "width": width, "rate": rate}
+                yield {"model": "HGRN", "expansion": 1, **key}
+                for expansion in size.expansions:
+                    if width % expansion == 0:
+                        yield {"model": "HGRN2", "expansion": expansion, **key}
+
+
+def run(key, size, seeds):
+    """Trains the seeds of a setting side by side, and gives a line of results for each."""
+    models = []
+    for seed in seeds:
+        keras.utils.set_random_seed(seed)
+        models.append(
+            models_of.build(key["model"], size.vocabulary, key["width"], key["expansion"])
+        )
+
+    def rows(count, seed):
+        return associative_recall(count, key["pairs"], key["length"], size.vocabulary, seed=seed)
+
+    start = time.perf_counter()
+    curves, losses = learn(
+        models,
+        seeds,
+        lambda seed: rows(size.rows, seed),
+        rows(size.test_rows, 0),
+        size.steps,
+        size.every,
+        adamw(key["rate"], size.steps // 10, size.steps, end=0.1),
+        size.enough,
+        logits=lambda model, tokens: model(tokens),
+    )
+    seconds = time.perf_counter() - start
+    for seed, model, curve, loss in zip(seeds, models, curves, losses, strict=True):
+        yield {
+            **key,
+            "seed": seed,
+            "parameters": model.count_params(),
+            "state_numbers": models_of.state_size(model),
+            "rows_a_step": size.rows,
+            "most_steps": size.steps,
+            "training_loss": round(loss, 4),
+            "seconds_of_all_seeds": round(seconds, 1),
+            "machine": machine(),
+            "right_after": curve,
+        }
+
+
+# --- 2. What came out ---
+
+
+def best(results, size, name, **task):
+    """The lines of the rate and expansion whose mean is highest at the end, one for each seed."""
+    found = [
+        results.of(**key)
+        for key in settings(size)
+        if key["model"] == name and all(key[k] == v for k, v in task.items())
+    ]
+    return max(filter(None, found), key=lambda lines: np.mean(at_the_end(lines)))
+
+
+def tasks(size):
+    return [
+        {"length": length, "pairs": pairs}
+        for length, pairs in zip(size.lengths, size.pairs, strict=True)
+    ]
+
+
+def draw(results, size, path):
+    figure = matplotlib.figure.Figure(figsize=(5 * len(size.lengths), 4), layout="constrained")
+    (row,) = figure.subplots(1, len(size.lengths), sharey=True, squeeze=False)
+    for axes, task in zip(row, tasks(size), strict=True):
+        for name in MODELS:
+            found = [at_the_end(best(results, size, name, width=w, **task)) for w in size.widths]
+            draw_band(axes, size.widths, 100 * np.transpose(found), marker="o", label=name)
+        axes.axhline(
+            100 / task["pairs"], color="gray", linestyle="--", label="one of the values seen"
+        )
+        title = f"{task['pairs']} pairs in rows of {task['length']:,}"
+        axes.set(xlabel="width", title=title, ylim=(0, 104))
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(size.widths, [str(width) for width in size.widths])
+    row[0].set_ylabel("values recalled, %")
+    row[0].legend()
+    figure.savefig(path, dpi=120)
+
+
+def judge(hgrn, hgrn2):
+    """A verdict in words from what each seed has right."""
+    if np.mean(hgrn) >= BOTH and np.mean(hgrn2) >= BOTH:
+        return "yes: both at least 99 %"
+    gap = np.mean(hgrn2) - np.mean(hgrn)
+    clear = gap > 2 * np.hypot(deviations(hgrn), deviations(hgrn2))
+    return f"{yes(clear)}: HGRN2 above by more than 2 deviations"
+
+
+def tell(results, size):
+    """A table in Markdown: a row a task and width, of each model its best setting."""
+    rows = []
+    for task in tasks(size):
+        for width in size.widths:
+            hgrn, hgrn2 = (best(results, size, name, width=width, **task) for name in MODELS)
+            rows.append(
+                (
+                    f"{task['pairs']} pairs in {task['length']:,} tokens, width {width}",
+                    *(percent(at_the_end(lines)) for lines in (hgrn, hgrn2)),
+                    *(f"{lines[0]['state_numbers']:,}" for lines in (hgrn, hgrn2)),
+                    *(lines[0]["rate"] for lines in (hgrn, hgrn2)),
+                    judge(at_the_end(hgrn), at_the_end(hgrn2)),
+                )
+            )
+    header = ("recalled, %", *MODELS, *(f"state of {name}" for name in MODELS))
+    return table((*header, *(f"rate of {name}" for name in MODELS), ""), rows)
+
+
+# --- 3. All of it, in order ---
+
+
+def main():
+    parser = command_line(__doc__, Size)
+    arguments, size = read_command_line(parser, MINIATURE, FULL)
+    results = Results(arguments.output / "associative_recall.jsonl")
+    print(f"{models_of.LAYERS} layers, on {machine()}")
+    for key in settings(size):
+        seeds = results.missing(arguments.seeds, **key)
+        for line in run(key, size, seeds) if seeds else ():
+            results.append(**line)
+            steps, share = list(line["right_after"].items())[-1]
+            print(
+                f"{key['model']}, expansion {key['expansion']}, {key['pairs']} pairs in "
+                f"{key['length']:,}, width {key['width']}, rate {key['rate']}, seed "
+                f"{line['seed']}: {share:.1%} right after {steps} steps; "
+                f"{line['seconds_of_all_seeds']} s",
+                flush=True,
+            )
+    draw(results, size, arguments.output / "associative_recall.png")
+    print(tell(results, size))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""Training of several models of one shape side by side, such as the seeds of one model."""
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_recurrent.ops import token_crossentropy
+
+
+def train(models, optimizer, batches, logits=None, every=None, watch=None):
+    """Trains models of one shape on tokens, each on rows of its own.
+
+    On JAX, all of them are one program on a GPU, where one alone would leave most of it idle, and
+    take turns on a CPU, where products of many small matrices are slow. On other backends they
+    take turns.
+
+    Args:
+        models: language models of this package, or others with `logits`, which differ in their
+            weights.
+        optimizer: a Keras optimizer, of which each model gets a copy.
+        batches: an iterable of tuples of arrays `[models, B, T]`: tokens, what is to be said at
+            each, and where given, how much the loss of each counts.
+        logits: the function of a model and tokens that gives logits; None: a language model's.
+        every, watch: after each so many steps, `watch(step)` finds the weights as they are by then
+            in the models; training ends where it returns True.
+
+    Returns:
+        The mean loss of each model over the last tenth of the batches, a list of floats.
+    """
+    optimizers = [type(optimizer).from_config(optimizer.get_config()) for _ in models]
+    for model, own in zip(models, optimizers, strict=True):
+        own.build(model.trainable_variables)
+    start = _in_one_program if keras.config.backend() == "jax" else _by_keras
+    step, finish = start(models, optimizers, logits)
+    losses = []
+    for batch in batches:
+        losses.append(step(*batch))
+        if watch and len(losses) % every == 0:
+            finish()
+            if watch(len(losses)):
+                break
+    finish()
+    last = losses[-max(1, len(losses) // 10) :]
+    return np.mean([[float(loss) for loss in step] for step in last], axis=0).tolist()
+
+
+def adamw(rate, warmup, decay=1, end=1.0):
+    """AdamW whose rate rises over `warmup` steps, then falls by a cosine over `decay` to `end`."""
+    return keras.optimizers.AdamW(
+        keras.optimizers.schedules.CosineDecay(
+            0.0, decay, alpha=end, warmup_target=rate, warmup_steps=warmup
+        ),
+        weight_decay=0.01,
+        global_clipnorm=1.0,
+    )
+
+
+def predictor(first, logits=None, batch_size=64):
+    """A function of a model of the first one's shape and of tokens `[N, T]`.
+
+    It gives the likeliest token at each place.
+    """
+    logits = logits or language_model_logits
+    likeliest = _for_any_model(first, lambda model, x: ops.argmax(logits(model, x), axis=-1))
+
+    def predict(model, tokens):
+        pieces = range(0, len(tokens), batch_size)
+        found = [likeliest(model, tokens[i : i + batch_size]) for i in pieces]
+        return np.concatenate([ops.convert_to_numpy(part) for part in found])
+
+    return predict
+
+
+def mean_loss(first, logits=None, batch_size=64):
+    """A function of a model of the first one's shape, tokens and those that follow: the loss."""
+    logits = logits or language_model_logits
+    loss = _for_any_model(first, lambda model, x, y: token_crossentropy(logits(model, x), y))
+
+    def mean(model, *rows):
+        pieces = range(0, len(rows[0]), batch_size)
+        found = [loss(model, *(part[i : i + batch_size] for part in rows)) for i in pieces]
+        return float(np.mean(np.concatenate([ops.convert_to_numpy(part) for part in found])))
+
+    return mean
+
+
+def _for_any_model(first, function):
+    """The function of a model and arrays, on JAX as one program for models of the first's shape."""
+    if keras.config.backend() != "jax":
+        return function
+    import jax
+
+    @jax.jit
+    def program(weights, *arrays):
+        with keras.StatelessScope(list(zip(first.variables, weights, strict=True))):
+            return function(first, *arrays)
+
+    return lambda model, *arrays: program([v.value for v in model.variables], *arrays)
+
+
+def language_model_logits(model, tokens):
+    hidden_states, _ = model.backbone.hidden_states(tokens)
+    return model.backbone.token_embedding(hidden_states, reverse=True)
+
+
+def _in_one_program(models, optimizers, logits=None, side_by_side=None):
+    import jax
+
+    model, optimizer = models[0], optimizers[0]
+    logits = logits or language_model_logits
+    if side_by_side is None:
+        side_by_side = jax.default_backend() != "cpu"
+
+    def loss(weights, tokens, following, counts=1.0):
+        with keras.StatelessScope(list(zip(model.trainable_variables, weights, strict=True))):
+            return ops.mean(token_crossentropy(logits(model, tokens), following) * counts)
+
+    def program(state, *batch):
+        weights, memory = state
+        value, gradients = jax.value_and_grad(loss)(weights, *batch)
+        return optimizer.stateless_apply(memory, gradients, weights), value
+
+    # JAX may write over the memory of the state, which therefore is none of the variables'.
+    def copy(tree):
+        return jax.tree.map(lambda v: jax.numpy.array(v, copy=True), tree)
+
+    states = [
+        copy(tuple([v.value for v in variables] for variables in pair))
+        for pair in zip(
+            (model.trainable_variables for model in models),
+            (own.variables for own in optimizers),
+            strict=True,
+        )
+    ]
+    if side_by_side:
+        states = [jax.tree.map(lambda *same: jax.numpy.stack(same), *states)]
+        program = jax.vmap(program)
+    program = jax.jit(program, donate_argnums=0)
+
+    def step(*batch):
+        values = []
+        for i, part in enumerate([batch] if side_by_side else zip(*batch, strict=True)):
+            states[i], value = program(states[i], *part)
+            values.append(value)
+        return values[0] if side_by_side else values
+
+    def finish():
+        for i, model in enumerate(models):
+            weights = [v[i] for v in states[0][0]] if side_by_side else copy(states[i][0])
+            for variable, value in zip(model.trainable_variables, weights, strict=True):
+                variable.assign(value)
+
+    return step, finish
+
+
+def _by_keras(models, optimizers, logits=None):
+    for model, own in zip(models, optimizers, strict=True):
+        if logits is None:
+            model.compile(own, model.loss)
+        else:
+            model.compile(own, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+
+    def step(*batch):
+        losses = []
+        for model, x, *rest in zip(models, *batch, strict=True):
+            if logits is None:
+                x = {"token_ids": x, "padding_mask": np.ones_like(x)}
+            losses.append(model.train_on_batch(x, *rest, return_dict=True)["loss"])
+        return losses
+
+    return step, lambda: None
