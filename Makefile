@@ -15,7 +15,7 @@ KERAS_BACKEND := $(or $(KERAS_BACKEND),jax)
 PYTEST_ARGS ?= --numprocesses=auto --maxprocesses=8 --dist=worksteal
 
 BACKENDS := jax torch tensorflow
-PAPERS := extrapolation gates
+PAPERS := extrapolation gates grouped_queries lightning_ablations throughput training_speed
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 INSTALLED := pyproject.toml constraints.txt $(VENV)/.created

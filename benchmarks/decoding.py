@@ -194,6 +194,15 @@ def latency(model, prompt, tokens, arguments, rates):
     }
 
 
+def measured(model, arguments, rates):
+    """The lines of both tables for a model, each with the name of its table."""
+    for tokens in arguments.tokens:
+        yield "throughput", throughput(model, tokens, arguments, rates)
+    for prompt in arguments.prompts:
+        for tokens in arguments.tokens:
+            yield "latency", latency(model, prompt, tokens, arguments, rates)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
@@ -222,15 +231,9 @@ def main():
     for kind in arguments.kinds:
         model = build(kind, arguments.size, arguments.dtype)
         name = f"{KINDS[kind]} {arguments.size}"
-        cases = [(throughput, (tokens,)) for tokens in arguments.tokens] + [
-            (latency, (prompt, tokens))
-            for prompt in arguments.prompts
-            for tokens in arguments.tokens
-        ]
-        for measure, case in cases:
-            line = measure(model, *case, arguments, rates)
-            tables[measure.__name__].append({"model": name, **line})
-            print(json.dumps(tables[measure.__name__][-1]), flush=True)
+        for what, line in measured(model, arguments, rates):
+            tables[what].append({"model": name, **line})
+            print(json.dumps(tables[what][-1]), flush=True)
         print(f"{name} wrote by: {which_generation(model)}")
         del model
         gc.collect()

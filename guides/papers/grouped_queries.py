@@ -248,9 +248,9 @@ def tell(results, size):
             cells = (with_error(bits(results, size, *which, share)) for share in shares)
             rows.append((f"{key['groups']} groups, {key['pooling']}", *cells))
         kind = "with" if regularized else "without"
-        header = (f"bits a byte, {kind} dropout and weight decay, trained on for", *shares)
+        columns = (f"bits a byte, {kind} dropout and weight decay, trained on for", *shares)
         said = (f"- {line}" for line in judge_learning(results, size, regularized))
-        parts += [table(header, rows), "\n".join(said)]
+        parts += [table(columns, rows), "\n".join(said)]
     found = times(results, size)
     lines = {line["groups"]: line for line in results.of(**times_key(size))}
     rows = [

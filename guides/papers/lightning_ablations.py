@@ -19,6 +19,7 @@ import dataclasses
 import os
 import pathlib
 import time
+from typing import Any
 
 # Keras reads this once, when it is imported. "torch" and "tensorflow" do as well.
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -48,7 +49,7 @@ class Variant:
     lrpe: str = "first"  # layers with positions: "first", "all" or "none"
     decay: str = "by layer"  # "by layer", "alike" in all layers, or "none"
     gate: str | None = "linear"  # the activation around it; None: there is no gate
-    feature: str = "silu"  # around queries and keys
+    feature: Any = "silu"  # an activation around queries and keys
     unit: str = "linear"  # around the gate of the layer that mixes channels
     norm: type = SimpleRMSNorm
 
@@ -110,8 +111,9 @@ FULL = Size(256, 4, 6, 1024, 32_768, 1000, 256, 2e-3)
 class Attention(LightningAttention):
     """Lightning Attention with the decay, the gate and the norm of a variant."""
 
-    def __init__(self, variant, *args, **kwargs):
-        super().__init__(*args, gate_activation=variant.gate or "linear", **kwargs)
+    def __init__(self, variant, num_heads, head_dim, **kwargs):
+        gate = variant.gate or "linear"
+        super().__init__(num_heads, head_dim, gate_activation=gate, **kwargs)
         if variant.decay == "none":
             self.log_decay = (0.0,) * self.num_heads
         if variant.decay == "alike":  # the first layer's, in all of them

@@ -245,7 +245,7 @@ def judge(results, size):
 
 def tell(results, size):
     key = {"measure": "throughput", "preset": size.preset}
-    rows = []
+    rows: list[tuple] = []
     for kind, name in KINDS.items():
         for tokens in size.tokens:
             lines = results.of(**key, model=kind, tokens=tokens)
@@ -263,13 +263,12 @@ def tell(results, size):
             )
     header = ("throughput", "rows", "ended by", "tokens a second", "times MQA", "roofline")
     first = table(header, rows)
-    rows = []
+    rows, places = [], [(prompt, n) for prompt in size.prompts for n in size.latency_tokens]
     for kind, name in KINDS.items():
-        places = [(prompt, n) for prompt in size.prompts for n in size.latency_tokens]
         cells = (with_error(waits(results, size, kind, *place), 3) for place in places)
         rows.append((name, *cells))
-    header = [f"{n:,} behind {p:,}" for p in size.prompts for n in size.latency_tokens]
-    second = table((f"ms a token, {size.latency_rows} rows", *header), rows)
+    behind = [f"{n:,} behind {prompt:,}" for prompt, n in places]
+    second = table((f"ms a token, {size.latency_rows} rows", *behind), rows)
     return "\n\n".join((first, second, judge(results, size)))
 
 
