@@ -15,7 +15,8 @@ KERAS_BACKEND := $(or $(KERAS_BACKEND),jax)
 PYTEST_ARGS ?= --numprocesses=auto --maxprocesses=8 --dist=worksteal
 
 BACKENDS := jax torch tensorflow
-PAPERS := associative_recall extrapolation gates phone_book state_size synthetic_tasks
+PAPERS := associative_recall extrapolation gates grouped_queries lightning_ablations phone_book \
+  state_size synthetic_tasks throughput training_speed
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 INSTALLED := pyproject.toml constraints.txt $(VENV)/.created

@@ -15,15 +15,17 @@ import numpy as np
 
 from keras_recurrent.conversion import convert_to_gqa
 
-HEADS = 16
-GROUPS = (16, 8, 4, 2, 1)
+
+def groups_of(heads):
+    """All heads, and half as many groups until one is left."""
+    return [heads >> i for i in range(heads.bit_length())]
 
 
 def multi_head_model(arguments):
     backbone = keras_hub.models.GPT2Backbone(
         vocabulary_size=256,
         num_layers=arguments.layers,
-        num_heads=HEADS,
+        num_heads=arguments.heads,
         hidden_dim=arguments.width,
         intermediate_dim=arguments.width,
         max_sequence_length=arguments.length,
@@ -51,7 +53,7 @@ def decoder(model):
     return torch.no_grad()(step)
 
 
-def measure(models, arguments):
+def measure(models, arguments, clock=time.perf_counter):
     """Rows by number of groups. Models take turns, so that all see the machine alike."""
     tokens = keras.ops.zeros((arguments.batch, 1), "int32")
     index = keras.ops.convert_to_tensor(arguments.length - 1)
@@ -65,16 +67,16 @@ def measure(models, arguments):
         caches[groups] = keras.ops.zeros(full, cache.dtype)
     for repeat in range(arguments.repeats + 2):  # the first two compile and warm up
         for groups, step in steps.items():
-            start = time.perf_counter()
+            start = clock()
             logits, caches[groups] = step(tokens, caches[groups], index)
             keras.ops.convert_to_numpy(logits)
             if repeat >= 2:
-                times[groups].append(time.perf_counter() - start)
-    whole = bytes_of(caches[HEADS])
+                times[groups].append(clock() - start)
+    whole = bytes_of(caches[arguments.heads])
     rows = []
     for groups, seconds in times.items():
         size = bytes_of(caches[groups])
-        assert size * HEADS == whole * groups, (size, whole, groups)
+        assert size * arguments.heads == whole * groups, (size, whole, groups)
         rows.append({"groups": groups, "seconds": float(np.median(seconds)), "bytes": size})
     return rows
 
@@ -85,8 +87,8 @@ def bytes_of(tensor):
 
 def table(rows, arguments):
     lines = [
-        f"GPT-2 of {arguments.layers} layers, width {arguments.width}, {HEADS} query heads; "
-        f"{arguments.batch} samples, {arguments.length:,} tokens cached; "
+        f"GPT-2 of {arguments.layers} layers, width {arguments.width}, {arguments.heads} query "
+        f"heads; {arguments.batch} samples, {arguments.length:,} tokens cached; "
         f"{keras.backend.backend()}, float32.\n",
         "| key-value heads | ms a token and sample | times faster | cache, MiB | of all heads |",
         "| ---: | ---: | ---: | ---: | ---: |",
@@ -105,12 +107,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--length", type=int, default=4096, help="tokens in the cache")
     parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--heads", type=int, default=16, help="of queries, a power of two")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=20)
     arguments = parser.parse_args()
     model = multi_head_model(arguments)
-    models = {groups: convert_to_gqa(model, groups) for groups in GROUPS}
+    models = {groups: convert_to_gqa(model, groups) for groups in groups_of(arguments.heads)}
     rows = measure(models, arguments)
     print(table(rows, arguments))
     print(json.dumps({"rows": rows}))

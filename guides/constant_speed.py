@@ -96,15 +96,21 @@ def measure(model, length, tokens):
     """Seconds, and the most bytes above what was there before: None if nobody tells."""
     rows = np.random.default_rng(0).integers(0, VOCABULARY, (tokens // length, length + 1))
     x, y = rows[:, :-1].astype("int32"), rows[:, 1:].astype("int32")
-    model.train_on_batch(x, y)  # traces and compiles
+    times, memory = times_and_memory(lambda: model.train_on_batch(x, y))
+    return min(times), memory
+
+
+def times_and_memory(step, repeats=2, clock=time.perf_counter):
+    """The seconds of each repeat of a step, and the most bytes above what was there before."""
+    step()  # traces and compiles
     gc.collect()
     held = forget_peak()
     times = []
-    for _ in range(2):
-        start = time.perf_counter()
-        model.train_on_batch(x, y)
-        times.append(time.perf_counter() - start)
-    return min(times), None if held is None else peak() - held
+    for _ in range(repeats):
+        start = clock()
+        step()
+        times.append(clock() - start)
+    return times, None if held is None else peak() - held
 
 
 def find_gpu():

@@ -30,7 +30,7 @@ from keras_recurrent.conversion import convert_to_gqa, gqa_report, uptraining
 
 POOLINGS = ("mean", "first", "random")
 HEADS, HEAD_DIM = 8, 32
-DROPOUT = 0.1
+DROPOUT, WEIGHT_DECAY = 0.1, 0.3
 LENGTH = 128  # bytes of a row
 BATCH_SIZE = 16
 VALIDATION_ROWS, VALIDATION_BATCH_SIZE = 1024, 256
@@ -40,36 +40,36 @@ LEARNING_RATE = 2e-3
 # --- 1. The text, in rows of bytes ---
 
 
-def rows_of(documents, count, rng):
+def rows_of(documents, count, rng, length=LENGTH):
     """`count` rows from random places, and for each byte the one that follows it."""
     text = np.frombuffer("\n".join(documents).encode(), "uint8").astype("int32")
-    starts = rng.integers(0, len(text) - LENGTH, size=count)
-    rows = text[starts[:, None] + np.arange(LENGTH + 1)]
+    starts = rng.integers(0, len(text) - length, size=count)
+    rows = text[starts[:, None] + np.arange(length + 1)]
     return rows[:, :-1], rows[:, 1:]
 
 
 # --- 2. The multi-head model, of Keras's own layers ---
 
 
-def multi_head_model(width, layers):
-    tokens = keras.Input((LENGTH,), dtype="int32")
+def multi_head_model(width, layers, head_dim=HEAD_DIM, length=LENGTH, dropout=DROPOUT):
+    tokens = keras.Input((length,), dtype="int32")
     x = keras.layers.Embedding(256, width)(tokens)
-    x = x + keras_hub.layers.PositionEmbedding(LENGTH)(x)
-    x = keras.layers.Dropout(DROPOUT)(x)
+    x = x + keras_hub.layers.PositionEmbedding(length)(x)
+    x = keras.layers.Dropout(dropout)(x)
     for _ in range(layers):
         y = keras.layers.LayerNormalization()(x)
-        attention = keras.layers.MultiHeadAttention(HEADS, HEAD_DIM, dropout=DROPOUT)
-        x = x + keras.layers.Dropout(DROPOUT)(attention(y, y, use_causal_mask=True))
+        attention = keras.layers.MultiHeadAttention(HEADS, head_dim, dropout=dropout)
+        x = x + keras.layers.Dropout(dropout)(attention(y, y, use_causal_mask=True))
         y = keras.layers.LayerNormalization()(x)
         y = keras.layers.Dense(3 * width, activation="gelu")(y)
-        x = x + keras.layers.Dropout(DROPOUT)(keras.layers.Dense(width)(y))
+        x = x + keras.layers.Dropout(dropout)(keras.layers.Dense(width)(y))
     x = keras.layers.LayerNormalization()(x)
     return keras.Model(tokens, keras.layers.Dense(256)(x))
 
 
-def compile_for_training(model, learning_rate):
+def compile_for_training(model, learning_rate, weight_decay=WEIGHT_DECAY):
     model.compile(
-        optimizer=keras.optimizers.AdamW(learning_rate, weight_decay=0.3, clipnorm=1.0),
+        optimizer=keras.optimizers.AdamW(learning_rate, weight_decay=weight_decay, clipnorm=1.0),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     )
 
@@ -81,9 +81,9 @@ def bits_per_byte(model, validation):
 # --- 3. Convert, look, train on, look again ---
 
 
-def train_on(model, rows, plan, validation):
+def train_on(model, rows, plan, validation, weight_decay=WEIGHT_DECAY):
     """`fit` with what `uptraining` says: `[(steps, bits per byte), ...]` before and along it."""
-    compile_for_training(model, plan.learning_rate)
+    compile_for_training(model, plan.learning_rate, weight_decay)
     curve = [(0, bits_per_byte(model, validation))]
     every = max(1, plan.steps // 4)  # an epoch here, for the sake of its validation
     history = model.fit(

@@ -54,6 +54,7 @@ class LightningAttention(StreamingLayer):
         use_lrpe: boolean, whether queries and keys get positions.
         gate_activation: of the gate u; `"linear"`, in MiniMax-01 `"sigmoid"`.
         value_activation: of the values v; `"linear"`, in MiniMax-01 `"silu"`.
+        query_key_activation: of the queries q and keys k; `"silu"` in both.
         kernel_initializer: of the five linear maps.
         return_state: boolean, whether a call returns `(output, state)`.
         **kwargs: `return_sequences`, `zero_output_for_mask` and `go_backwards`, as in
@@ -108,6 +109,7 @@ class LightningAttention(StreamingLayer):
         return_state=False,
         gate_activation="linear",
         value_activation="linear",
+        query_key_activation="silu",
         **kwargs,
     ):
         super().__init__(return_state=return_state, **kwargs)
@@ -124,6 +126,7 @@ class LightningAttention(StreamingLayer):
         self.use_lrpe = use_lrpe
         self.gate_activation = keras.activations.get(gate_activation)
         self.value_activation = keras.activations.get(value_activation)
+        self.query_key_activation = keras.activations.get(query_key_activation)
         self.kernel_initializer = keras.initializers.get(kernel_initializer)
         inner = num_heads * head_dim
         with no_further_remat():
@@ -160,8 +163,8 @@ class LightningAttention(StreamingLayer):
         return self.use_lrpe
 
     def stream(self, inputs, tokens, state):
-        q = self._heads(ops.silu(self.q_proj(inputs)), inputs)
-        k = self._heads(ops.silu(self.k_proj(inputs)), inputs)
+        q = self._heads(self.query_key_activation(self.q_proj(inputs)), inputs)
+        k = self._heads(self.query_key_activation(self.k_proj(inputs)), inputs)
         if self.lrpe:
             q, k = self.lrpe(q, tokens.position), self.lrpe(k, tokens.position)
         v = self._heads(self.value_activation(self.v_proj(inputs)), inputs)
@@ -198,6 +201,7 @@ class LightningAttention(StreamingLayer):
             "use_lrpe": self.use_lrpe,
             "gate_activation": keras.activations.serialize(self.gate_activation),
             "value_activation": keras.activations.serialize(self.value_activation),
+            "query_key_activation": keras.activations.serialize(self.query_key_activation),
             "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
         }
 

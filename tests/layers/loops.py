@@ -165,9 +165,9 @@ class HGRN:
 
 
 class LightningAttention:
-    def __init__(self, weights, size, schedule, layer, layers, heads, gate, value):
+    def __init__(self, weights, size, schedule, layer, layers, heads, gate, value, feature):
         self.w, self.size, self.s, self.t = weights, size, 0, 0
-        self.gate, self.value = ACTIVATIONS[gate], ACTIVATIONS[value]
+        self.gate, self.value, self.feature = (ACTIVATIONS[a] for a in (gate, value, feature))
         # The two schedules, for heads that are a power of two.
         h = np.arange(1, heads + 1)
         if schedule == "paper":
@@ -178,7 +178,8 @@ class LightningAttention:
 
     def step(self, x):
         q, k, v, u = (x @ self.w[f"{name}_proj/kernel"] for name in "qkvu")
-        q, k, v = (np.reshape(part, (-1, self.size)) for part in (silu(q), silu(k), self.value(v)))
+        q, k, v = self.feature(q), self.feature(k), self.value(v)
+        q, k, v = (np.reshape(part, (-1, self.size)) for part in (q, k, v))
         if "lrpe/theta" in self.w:
             angle = self.w["lrpe/theta"] * self.t
             turn = np.concatenate([np.cos(angle), np.sin(angle)], axis=-1)
@@ -249,7 +250,7 @@ OPTIONS = {
     RMSNorm: ("zero_centered",),
     LightningAttention: (
         *("head_dim", "decay_schedule", "layer_index", "num_layers", "num_heads"),
-        *("gate_activation", "value_activation"),
+        *("gate_activation", "value_activation", "query_key_activation"),
     ),
 }
 

@@ -83,3 +83,10 @@ def test_gates_of_minimax_01():
     again = type(layer).from_config(layer.get_config())
     assert again.get_config() == layer.get_config()
     assert layer.get_config()["gate_activation"] == "sigmoid"
+
+
+def test_another_activation_of_queries_and_keys():
+    layer = built("LightningAttention", query_key_activation="sigmoid")
+    x = inputs()
+    assert_close(layer(x), loops.run(loops.unit(layer), x).astype("float32"))
+    assert layer.get_config()["query_key_activation"] == "sigmoid"

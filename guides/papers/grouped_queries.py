@@ -1,0 +1,331 @@
+"""Grouped queries: how heads are pooled, how long to train on, how long a token takes.
+
+    make paper-grouped_queries                # minutes; or, where the package is installed:
+    KERAS_BACKEND=jax python guides/papers/grouped_queries.py
+    KERAS_BACKEND=jax python guides/papers/grouped_queries.py --full                # on a GPU
+
+Ainslie et al. 2023 (arXiv:2305.13245), figures 4 to 6: heads of keys and values of a T5 are pooled,
+and it is trained on for a part of its first training. The mean of heads does better than the first
+of them, and that better than fresh ones; 5 % of the steps help, from 10 % on there is little more
+to gain. Of 64 heads, 1 to 8 groups cost nearly the same time a token.
+
+The model of bytes is that of guides/gqa_uptraining.py, the times those of benchmarks/gqa.py, for a
+GPT-2 with random weights and a full cache. On CPUs, where other programs may run, time is what the
+process used of them.
+"""
+
+import argparse
+import dataclasses
+import os
+import pathlib
+import sys
+import time
+
+# Keras reads this once, when it is imported. "torch" and "tensorflow" do as well.
+os.environ.setdefault("KERAS_BACKEND", "jax")
+# Where the other guides are, and benchmarks.
+sys.path.extend(str(pathlib.Path(__file__).resolve().parents[i]) for i in (1, 2))
+
+import gqa_uptraining as guide
+import keras
+import matplotlib.figure
+import numpy as np
+from quickstart import load_documents
+from runs import Results, deviations, draw_band, machine, table, with_error
+
+from benchmarks import gqa
+from keras_recurrent.conversion import convert_to_gqa, uptraining
+
+MULTI_HEAD, SHARE, LARGEST_SHARE = "all heads", 0.05, 0.1
+COLORS = {"mean": "tab:blue", "first": "tab:orange", "random": "tab:green", MULTI_HEAD: "gray"}
+
+
+@dataclasses.dataclass
+class Size:
+    """What is trained and timed; lengths are tokens, which are bytes where a model is trained."""
+
+    width: int
+    head_dim: int
+    length: int
+    steps: int  # of the first training
+    groups: tuple
+    regularized: tuple  # 1: with dropout and weight decay; 0: without
+    rows: int  # of held-out text
+    heads: int  # from here on: of what is timed
+    timed_width: int
+    timed_layers: int
+    timed_length: int  # in the cache
+    batch: int
+    repeats: int
+
+
+MINIATURE = Size(64, 16, 64, 1500, (4, 1), (1,), 512, 64, 1024, 1, 2560, 2, 8)
+FULL = Size(64, 32, 128, 6000, (4, 2, 1), (1, 0), 1024, 64, 4096, 4, 2560, 32, 20)
+
+
+# --- 1. Quality: pooling and proportion ---
+
+
+def key_of(size, groups, pooling, regularized):
+    return {
+        "measure": "uptraining",
+        "groups": groups,
+        "pooling": pooling,
+        "regularized": regularized,
+        "steps": size.steps,
+        "width": size.width,
+    }
+
+
+def keys(size, regularized):
+    for groups in size.groups:
+        for pooling in guide.POOLINGS:
+            yield key_of(size, groups, pooling, regularized)
+    # Last: training on changes the model that all others are converted from.
+    yield key_of(size, guide.HEADS, MULTI_HEAD, regularized)
+
+
+def learn(size, seed, regularized, documents, validation, results):
+    """Trains the multi-head model of a seed, converts it, trains all of them on."""
+    missing = [key for key in keys(size, regularized) if results.missing([seed], **key)]
+    if not missing:
+        return
+    keras.utils.set_random_seed(seed)
+    rng = np.random.default_rng(seed)
+    dropout, decay = (guide.DROPOUT, guide.WEIGHT_DECAY) if regularized else (0.0, 0.0)
+    model = guide.multi_head_model(size.width, 2, size.head_dim, size.length, dropout)
+    guide.compile_for_training(model, guide.LEARNING_RATE, decay)
+    rows = guide.rows_of(documents, size.steps * guide.BATCH_SIZE, rng, size.length)
+    start = time.perf_counter()
+    model.fit(*rows, batch_size=guide.BATCH_SIZE, verbose=0)
+    seconds = round(time.perf_counter() - start, 1)
+    more = guide.rows_of(documents, size.steps * guide.BATCH_SIZE, rng, size.length)
+    for key in missing:
+        # The rate stays what it was, so that one run passes all proportions.
+        plan = uptraining(size.steps, guide.LEARNING_RATE, LARGEST_SHARE)
+        grouped = model
+        if key["pooling"] != MULTI_HEAD:
+            grouped = convert_to_gqa(model, key["groups"], pooling=key["pooling"], seed=seed)
+        curve = guide.train_on(grouped, more, plan, validation, decay)
+        results.append(
+            **key,
+            seed=seed,
+            curve=[[step, round(bits, 4)] for step, bits in curve],
+            bytes=size.steps * guide.BATCH_SIZE * size.length,
+            seconds_of_first_training=seconds,
+            machine=machine(),
+        )
+        print(
+            f"{key['groups']} groups, {key['pooling']}, seed {seed}"
+            f"{'' if regularized else ', not regularized'}: "
+            f"{' '.join(f'{bits:.3f}' for _, bits in curve)} bits a byte",
+            flush=True,
+        )
+
+
+def bits(results, size, groups, pooling, regularized, share=None):
+    """Bits a byte `[seeds]` nearest behind a share of the steps; the curves [seeds, points]."""
+    lines = results.of(**key_of(size, groups, pooling, regularized))
+    curves = np.array([[bits for _, bits in line["curve"]] for line in lines])
+    steps = np.array([step for step, _ in lines[0]["curve"]])
+    if share is None:
+        return steps / size.steps, curves
+    return curves[:, np.argmin(abs(steps - share * size.steps))]
+
+
+def beyond(differences):
+    """Whether differences, seed by seed, are above 0 by two of their deviations."""
+    return np.mean(differences) > 2 * deviations(differences)
+
+
+# --- 2. Time by the number of groups ---
+
+
+def times_key(size):
+    return {
+        "measure": "time",
+        "heads": size.heads,
+        "width": size.timed_width,
+        "length": size.timed_length,
+        "batch": size.batch,
+    }
+
+
+def measure_times(size, seeds, results):
+    missing = results.missing(seeds, **times_key(size))
+    if not missing:
+        return
+    keras.utils.set_random_seed(0)
+    asked = argparse.Namespace(
+        heads=size.heads,
+        layers=size.timed_layers,
+        width=size.timed_width,
+        length=size.timed_length,
+        batch=size.batch,
+        repeats=size.repeats,
+    )
+    on_cpu = "CPU" in machine()
+    model = gqa.multi_head_model(asked)
+    models = {groups: convert_to_gqa(model, groups) for groups in gqa.groups_of(size.heads)}
+    for seed in missing:
+        rows = gqa.measure(models, asked, time.process_time if on_cpu else time.perf_counter)
+        for row in rows:
+            results.append(
+                **times_key(size),
+                seed=seed,
+                groups=row["groups"],
+                ms_a_token=round(1000 * row["seconds"] / size.batch, 4),
+                bytes=row["bytes"],
+                time="of the CPUs" if on_cpu else "that passed",
+                machine=machine(),
+            )
+            print(f"{row['groups']} groups of {size.heads}: {results.lines[-1]['ms_a_token']} ms")
+
+
+def times(results, size):
+    """`{groups: milliseconds [repeats]}`, of a token and sample."""
+    lines = results.of(**times_key(size))
+    return {
+        groups: np.array([line["ms_a_token"] for line in lines if line["groups"] == groups])
+        for groups in sorted({line["groups"] for line in lines})
+    }
+
+
+# --- 3. What came out ---
+
+
+def judge_learning(results, size, regularized):
+    said = []
+    for groups in size.groups:
+        found = [bits(results, size, groups, name, regularized, SHARE) for name in guide.POOLINGS]
+        for (worse, a), (better, b) in (
+            (("first", found[1]), ("mean", found[0])),
+            (("random", found[2]), ("first", found[1])),
+        ):
+            gap = a - b
+            said.append(
+                f"{groups} groups at {SHARE}: {better} below {worse} by {with_error(gap)}, "
+                f"beyond 2 deviations: {'yes' if beyond(gap) else 'NO'}"
+            )
+        at = {
+            share: bits(results, size, groups, "mean", regularized, share)
+            for share in (0, SHARE, LARGEST_SHARE)
+        }
+        said.append(
+            f"{groups} groups, mean: the first {SHARE} gain {with_error(at[0] - at[SHARE])}, "
+            f"as many steps more {with_error(at[SHARE] - at[LARGEST_SHARE])}"
+        )
+    return said
+
+
+def judge_times(found, heads):
+    middle = [np.median(found[groups]) for groups in sorted(found)]
+    said = [f"monotone in the groups: {'yes' if middle == sorted(middle) else 'NO'}"]
+    if heads == 64:
+        one, eight, all_heads = (np.median(found[groups]) for groups in (1, 8, 64))
+        for text, ratio, holds in (
+            (
+                "8 groups take {:.2f} times the time of 1, at most 1.3",
+                eight / one,
+                1.3 * one >= eight,
+            ),
+            (
+                "64 take {:.2f} times the time of 8, at least 2",
+                all_heads / eight,
+                all_heads >= 2 * eight,
+            ),
+        ):
+            said.append(f"{text.format(ratio)}: {'yes' if holds else 'NO'}")
+    return said
+
+
+def tell(results, size):
+    parts = []
+    for regularized in size.regularized:
+        rows, shares = [], (0, 0.025, SHARE, 0.075, LARGEST_SHARE)
+        for key in keys(size, regularized):
+            which = key["groups"], key["pooling"], regularized
+            cells = (with_error(bits(results, size, *which, share)) for share in shares)
+            rows.append((f"{key['groups']} groups, {key['pooling']}", *cells))
+        kind = "with" if regularized else "without"
+        columns = (f"bits a byte, {kind} dropout and weight decay, trained on for", *shares)
+        said = (f"- {line}" for line in judge_learning(results, size, regularized))
+        parts += [table(columns, rows), "\n".join(said)]
+    found = times(results, size)
+    lines = {line["groups"]: line for line in results.of(**times_key(size))}
+    rows = [
+        (
+            f"{groups} groups",
+            with_error(ms),
+            f"{np.median(ms) / np.median(found[1]):.2f}",
+            f"{lines[groups]['bytes'] / 2**20:,.2f}",
+        )
+        for groups, ms in found.items()
+    ]
+    header = (f"of {size.heads} heads", "ms a token and sample", "times one group", "cache, MiB")
+    said = (f"- {line}" for line in judge_times(found, size.heads))
+    return "\n\n".join((*parts, table(header, rows), "\n".join(said)))
+
+
+def draw(results, size, path):
+    regularized = size.regularized[0]
+    figure = matplotlib.figure.Figure(figsize=(4 * (len(size.groups) + 1), 4), layout="constrained")
+    *panels, time_axes = figure.subplots(1, len(size.groups) + 1)
+    for groups, axes in zip(size.groups, panels, strict=True):
+        for pooling in (*guide.POOLINGS, MULTI_HEAD):
+            of = guide.HEADS if pooling == MULTI_HEAD else groups
+            shares, curves = bits(results, size, of, pooling, regularized)
+            draw_band(axes, shares, curves, color=COLORS[pooling], marker="o", label=pooling)
+        axes.set(
+            xlabel="part of the first training",
+            ylabel="bits a byte, held out",
+            title=f"{groups} of {guide.HEADS} heads of keys and values",
+        )
+        axes.legend()
+    found = times(results, size)
+    draw_band(time_axes, list(found), np.transpose(list(found.values())), marker="o")
+    time_axes.set_xscale("log", base=2)
+    time_axes.set(
+        xlabel=f"groups of {size.heads} heads",
+        ylabel="ms a token and sample",
+        title=f"{size.timed_length:,} tokens in the cache",
+        ylim=(0, None),
+    )
+    figure.savefig(path, dpi=120)
+
+
+# --- 4. All of it, in order ---
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--full", action="store_true", help="the size for one GPU")
+    parser.add_argument("--seeds", type=int, nargs="+", help="three, or five with --full")
+    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("build/papers"))
+    for field in dataclasses.fields(Size):
+        parser.add_argument(
+            f"--{field.name.replace('_', '-')}",
+            type=int,
+            nargs="+" if field.type is tuple else None,
+            help="in place of what the size says",
+        )
+    arguments = parser.parse_args()
+    given = {f.name: getattr(arguments, f.name) for f in dataclasses.fields(Size)}
+    size = dataclasses.replace(
+        FULL if arguments.full else MINIATURE, **{k: v for k, v in given.items() if v is not None}
+    )
+    seeds = arguments.seeds or list(range(5 if arguments.full else 3))
+    results = Results(arguments.output / "grouped_queries.jsonl")
+    measure_times(size, seeds, results)
+    training, held_out = load_documents(None)
+    rng = np.random.default_rng(0)
+    validation = guide.rows_of(held_out, size.rows, rng, size.length)
+    for regularized in size.regularized:
+        for seed in seeds:
+            learn(size, seed, regularized, training, validation, results)
+    draw(results, size, arguments.output / "grouped_queries.png")
+    print(tell(results, size))
+
+
+if __name__ == "__main__":
+    main()

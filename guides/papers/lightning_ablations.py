@@ -1,0 +1,330 @@
+"""What TransNormerLLM's parts are good for: gate, decay, positions, norms, activations.
+
+    make paper-lightning_ablations            # minutes; or, where the package is installed:
+    KERAS_BACKEND=jax python guides/papers/lightning_ablations.py
+    KERAS_BACKEND=jax python guides/papers/lightning_ablations.py --full --text FILE  # on a GPU
+
+Qin et al. 2024 (arXiv:2405.17381, section 5.3) take one part at a time from their model or put
+another in its place. In words: the gate lowers the loss from 2.263 to 2.248; positions by LRPE
+beside the decay in every layer are best, and in the first layer alone, as released, hardly worse;
+a decay that differs from layer to layer lowers the perplexity; norms and activations matter little.
+
+The released model's layers are those of the package. Activations of queries, keys and gates are
+arguments of `LightningAttention`, LRPE in every layer is one, too. What no published model has, a
+layer without gate or decay, other norms, is made here, by subclasses.
+"""
+
+import argparse
+import dataclasses
+import os
+import pathlib
+import time
+from typing import Any
+
+# Keras reads this once, when it is imported. "torch" and "tensorflow" do as well.
+os.environ.setdefault("KERAS_BACKEND", "jax")
+
+import keras
+import matplotlib.figure
+import numpy as np
+from keras import ops
+from runs import (
+    PASSES,
+    Results,
+    deviations,
+    machine,
+    read_text,
+    spread,
+    table,
+    text_batches,
+    with_error,
+)
+from training import train
+
+from keras_recurrent.evaluation import loss_by_position
+from keras_recurrent.layers import LightningAttention, RMSNorm, SimpleRMSNorm
+from keras_recurrent.layers.gated_linear_unit import GatedLinearUnit
+from keras_recurrent.layers.lightning_attention import alibi_slopes
+from keras_recurrent.models import TransNormerResidualBlock
+from keras_recurrent.models.recurrent_backbone import RecurrentBackbone, reversible_embedding
+from keras_recurrent.models.recurrent_causal_lm import RecurrentCausalLM
+
+RELEASED = "as released"
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A model: by default the released one."""
+
+    lrpe: str = "first"  # layers with positions: "first", "all" or "none"
+    decay: str = "by layer"  # "by layer", "alike" in all layers, or "none"
+    gate: str | None = "linear"  # the activation around it; None: there is no gate
+    feature: Any = "silu"  # an activation around queries and keys
+    unit: str = "linear"  # around the gate of the layer that mixes channels
+    norm: type = SimpleRMSNorm
+
+
+def one_and_elu(x):
+    return 1 + ops.elu(x)
+
+
+VARIANTS = {
+    RELEASED: Variant(),
+    "no gate": Variant(gate=None),
+    "sigmoid gate": Variant(gate="sigmoid"),
+    "LRPE in all layers": Variant(lrpe="all"),
+    "decay alone": Variant(lrpe="none"),
+    "LRPE alone": Variant(lrpe="all", decay="none"),
+    "no decay": Variant(decay="none"),
+    "no positions, no decay": Variant(lrpe="none", decay="none"),
+    "decays alike in all layers": Variant(decay="alike"),
+    "RMSNorm": Variant(norm=RMSNorm),
+    "LayerNorm": Variant(norm=keras.layers.LayerNormalization),
+    "1 + elu for queries, keys": Variant(feature=one_and_elu),
+    "silu in the gated unit": Variant(unit="silu"),
+}
+# What the paper says of each, beside the released model.
+PAPER = {
+    "no gate": "worse: 2.263, not 2.248",
+    "LRPE in all layers": "a little better",
+    "decay alone": "worse",
+    "LRPE alone": "worse",
+    "decays alike in all layers": "worse",
+    "RMSNorm": "little difference",
+    "LayerNorm": "little difference",
+    "1 + elu for queries, keys": "alike",
+    "silu in the gated unit": "little effect",
+}
+
+
+@dataclasses.dataclass
+class Size:
+    """What a run is made of; lengths are bytes."""
+
+    width: int
+    num_heads: int
+    num_layers: int
+    length: int  # of rows, to train and to test on
+    tokens: int  # a step
+    steps: int  # or as many as two passes over the text take
+    windows: int
+    learning_rate: float
+
+
+MINIATURE = Size(32, 4, 3, 256, 2048, 150, 64, 5e-3)
+FULL = Size(256, 4, 6, 1024, 32_768, 1000, 256, 2e-3)
+
+
+# --- 1. The variants ---
+
+
+class Attention(LightningAttention):
+    """Lightning Attention with the decay, the gate and the norm of a variant."""
+
+    def __init__(self, variant, num_heads, head_dim, **kwargs):
+        gate = variant.gate or "linear"
+        super().__init__(num_heads, head_dim, gate_activation=gate, **kwargs)
+        if variant.decay == "none":
+            self.log_decay = (0.0,) * self.num_heads
+        if variant.decay == "alike":  # the first layer's, in all of them
+            self.log_decay = tuple(-slope for slope in alibi_slopes(self.num_heads))
+        self.norm = variant.norm(epsilon=1e-6, name="norm")
+        if variant.gate is None:
+            self.u_proj = keras.layers.Identity(name="u_proj")  # which has no weights
+        self.has_gate = variant.gate is not None
+
+    def finish(self, output, inputs):
+        if self.has_gate:
+            return super().finish(output, inputs)
+        o = ops.reshape(output, (*ops.shape(output)[:2], self.num_heads * self.head_dim))
+        return self.o_proj(self.norm(o))
+
+
+class GatedUnit(GatedLinearUnit):
+    """SGLU with an activation around its gate."""
+
+    use_bias = False
+
+    def __init__(self, activation, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.activation = keras.activations.get(activation)
+
+    def gated(self, gate, x):
+        return self.activation(gate) * x
+
+
+class Block(TransNormerResidualBlock):
+    def __init__(self, variant, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.variant = variant
+
+    def make_norm(self, name):
+        return self.variant.norm(epsilon=self.layer_norm_epsilon, name=name)
+
+    def make_mlp(self, name):
+        if self.variant.unit == "linear":
+            return super().make_mlp(name)
+        return GatedUnit(self.variant.unit, self.intermediate_dim, name=name)
+
+
+class LanguageModel(RecurrentCausalLM):
+    backbone_cls = RecurrentBackbone
+
+
+def build(variant, size, seed):
+    """As `TransNormerCausalLM` of a `TransNormerBackbone`, but for the variant's parts."""
+    keras.utils.set_random_seed(seed)
+    blocks = [
+        Block(
+            variant,
+            Attention(
+                variant,
+                size.num_heads,
+                size.width // size.num_heads,
+                layer_index=i,
+                num_layers=size.num_layers,
+                use_lrpe=variant.lrpe == "all" or (variant.lrpe == "first" and i == 0),
+                query_key_activation=variant.feature,
+                name="temporal_block",
+            ),
+            11 * size.width // 4,
+            name=f"block_{i}",
+        )
+        for i in range(size.num_layers)
+    ]
+    backbone = RecurrentBackbone(
+        reversible_embedding(256, size.width, False),
+        blocks,
+        variant.norm(epsilon=1e-6, name="final_norm"),
+        embedding_scale=size.width**0.5,
+    )
+    backbone.vocabulary_size = 256
+    return LanguageModel(backbone)
+
+
+# --- 2. Training and testing ---
+
+
+def run(name, size, seeds, training, windows):
+    """Trains the seeds of one variant side by side, and gives a line of results for each."""
+    steps = min(size.steps, PASSES * len(training) // size.tokens)
+    models = [build(VARIANTS[name], size, seed) for seed in seeds]
+    optimizer = keras.optimizers.AdamW(
+        keras.optimizers.schedules.CosineDecay(
+            0.0, steps, alpha=0.1, warmup_target=size.learning_rate, warmup_steps=steps // 10
+        ),
+        weight_decay=0.01,
+        global_clipnorm=1.0,
+    )
+    start = time.perf_counter()
+    rows = text_batches(training, seeds, steps, size.length, size.tokens)
+    trained = train(models, optimizer, rows)
+    seconds = time.perf_counter() - start
+    for seed, model, loss in zip(seeds, models, trained, strict=True):
+        found = loss_by_position(model, windows, batch_size=max(1, 2**14 // size.length))
+        yield {
+            "variant": name,
+            "seed": seed,
+            "width": size.width,
+            "parameters": model.count_params(),
+            "steps": steps,
+            "bytes": steps * size.tokens,
+            "training_loss": round(loss, 4),
+            "loss": round(float(found.loss.mean()), 4),
+            "seconds_of_all_seeds": round(seconds, 1),
+            "machine": machine(),
+        }
+
+
+# --- 3. What came out ---
+
+
+def losses(results, size, name):
+    """By seed, in their order."""
+    lines = results.of(variant=name, width=size.width)
+    return {line["seed"]: line["loss"] for line in sorted(lines, key=lambda line: line["seed"])}
+
+
+def differences(results, size, name):
+    """The loss less that of the released model with the same rows, seed by seed."""
+    found, base = losses(results, size, name), losses(results, size, RELEASED)
+    return np.array([found[seed] - base[seed] for seed in found if seed in base])
+
+
+def judge(found):
+    """Whether differences are beyond two of their deviations; one seed has none."""
+    if len(found) < 2:
+        return "one seed"
+    if abs(np.mean(found)) <= 2 * deviations(found):
+        return "within 2 deviations"
+    return "worse" if np.mean(found) > 0 else "better"
+
+
+def tell(results, size):
+    rows = []
+    for name in VARIANTS:
+        if not losses(results, size, name):
+            continue
+        (parameters,) = {line["parameters"] for line in results.of(variant=name, width=size.width)}
+        found = differences(results, size, name)
+        last = ("", "") if name == RELEASED else (with_error(found, 4), judge(found))
+        loss = with_error(list(losses(results, size, name).values()), 4)
+        rows.append((name, f"{parameters:,}", loss, *last, PAPER.get(name, "")))
+    header = ("variant", "weights", "loss, held out", "less released", "", "the paper")
+    return table(header, rows)
+
+
+def draw(results, size, path):
+    figure = matplotlib.figure.Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    names = [name for name in VARIANTS if name != RELEASED and losses(results, size, name)]
+    for place, name in enumerate(names):
+        found = differences(results, size, name)
+        error = 2 * deviations(found)
+        axes.errorbar(np.mean(found), place, xerr=error, fmt="o", color="tab:blue", capsize=3)
+        axes.plot(found, np.full(len(found), place), "|", color="gray")
+    axes.axvline(0, color="black", linewidth=1)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xlabel("loss less that of the released model, nats a byte; two deviations")
+    figure.savefig(path, dpi=120)
+
+
+# --- 4. All of it, in order ---
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--full", action="store_true", help="the size for one GPU")
+    parser.add_argument("--text", type=pathlib.Path, help="a file; else Python's documentation")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--seeds", type=int, nargs="+", help="three, or five with --full")
+    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("build/papers"))
+    for field in dataclasses.fields(Size):
+        parser.add_argument(
+            f"--{field.name.replace('_', '-')}", type=field.type, help="instead of the size's"
+        )
+    arguments = parser.parse_args()
+    given = {f.name: getattr(arguments, f.name) for f in dataclasses.fields(Size)}
+    size = dataclasses.replace(
+        FULL if arguments.full else MINIATURE, **{k: v for k, v in given.items() if v is not None}
+    )
+    seeds = arguments.seeds or list(range(5 if arguments.full else 3))
+    training, held_out = read_text(arguments.text)
+    windows = spread(held_out, size.windows, size.length, size.length)
+    results = Results(arguments.output / "lightning_ablations.jsonl")
+    print(f"{len(training):,} bytes to train on, {len(held_out):,} held out, on {machine()}")
+    for name in dict.fromkeys((RELEASED, *arguments.variants)):
+        missing = results.missing(seeds, variant=name, width=size.width)
+        for line in run(name, size, missing, training, windows) if missing else ():
+            results.append(**line)
+            print(
+                f"{name}, seed {line['seed']}: {line['loss']}; {line['seconds_of_all_seeds']} s",
+                flush=True,
+            )
+    draw(results, size, arguments.output / "lightning_ablations.png")
+    print(tell(results, size))
+
+
+if __name__ == "__main__":
+    main()

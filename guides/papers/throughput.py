@@ -1,0 +1,339 @@
+"""Recurrences write more tokens a second (Griffin, section 5, figures 1b and 4, appendix F).
+
+    make paper-throughput                     # minutes; or, where the package is installed:
+    KERAS_BACKEND=jax python guides/papers/throughput.py
+    KERAS_BACKEND=torch python guides/papers/throughput.py --full                   # on a GPU
+
+A step of generation reads all weights and the cache of every row. The cache of multi-query
+attention (MQA) grows with the text, so that fewer rows fit into a device's memory the longer they
+get; those of Hawk and Griffin stop growing. De et al. 2024 (arXiv:2402.19427) measure models of 1.3
+billion weights on a TPU-v3.
+
+The first part computes that for their sizes and their device, from the bytes of the arrays. The
+second one measures `generate`, of tiny models in miniature, whose memory is imagined: as many rows
+as fit into a few megabytes. On CPUs, where other programs may run, time is what the process used of
+them, not what passed.
+"""
+
+import argparse
+import dataclasses
+import gc
+import itertools
+import os
+import pathlib
+import sys
+import time
+
+# Keras reads this once, when it is imported. "torch" and "tensorflow" do as well.
+os.environ.setdefault("KERAS_BACKEND", "jax")
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[2]))  # where benchmarks are
+
+import keras
+import matplotlib.figure
+import numpy as np
+from runs import Results, deviations, draw_band, machine, table, with_error
+
+from benchmarks.decoding import (
+    KINDS,
+    PLACES,
+    build,
+    device_rates,
+    doubled,
+    largest_batch,
+    least_seconds_a_token,
+    seconds_a_token,
+    warm_up,
+)
+from keras_recurrent.models import decoding_time, memory_sizes
+
+TPU_V3 = {"bytes_per_second": 900e9, "flops_per_second": 123e12}  # the paper's table 3
+BYTES_ALONE = {**TPU_V3, "flops_per_second": 1e30}
+TPU_V3_MEMORY = 32e9
+# Figure 1b: times the tokens a second of MQA, by tokens written.
+PAPER = {
+    "hawk": {512: 2.5, 1024: 4.1, 2048: 7.3, 4096: 14.8},
+    "griffin": {512: 1.1, 1024: 1.8, 2048: 3.3, 4096: 6.6},
+}
+LENGTHS = [2**i for i in range(8, 18)]  # for which caches are counted
+
+
+@dataclasses.dataclass
+class Size:
+    """What is measured; lengths are tokens."""
+
+    preset: str  # behind the model's name
+    dtype: str
+    window: int  # of Griffin's local attention
+    tokens: tuple  # to write from an empty prompt, as many rows as fit
+    memory: int  # bytes of weights and caches; 0: as the device has
+    latency_rows: int
+    latency_tokens: tuple  # to write behind each of the prompts
+    prompts: tuple
+
+
+MINIATURE = Size("tiny", "float32", 128, (64, 256, 1024), 6 * 2**20, 16, (256, 1024), (0, 1024))
+FULL = Size(
+    "1.3b", "bfloat16", 1024, (512, 1024, 2048, 4096), 0, 16, (512, 1024, 2048, 4096), (0, 4096)
+)
+FIRST_ROWS, LONGEST_CALL = 64, 60  # where the memory is the device's: rows, seconds
+
+
+# --- 1. Computed, for the paper's sizes and device ---
+
+
+def compute():
+    """For each model: bytes of a row's cache by length, and tokens a second at most."""
+    policy = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("bfloat16")
+    try:
+        return {kind: _compute(f"{kind}_1.3b") for kind in KINDS}
+    finally:
+        keras.config.set_dtype_policy(policy)
+
+
+def _compute(preset):
+    parameters = memory_sizes(preset, 1, 1).parameters
+    found: dict = {"cache": {}, "rows": {}, "tokens_a_second": {}, "by_bytes_alone": {}}
+    for length in LENGTHS:
+        found["cache"][length] = memory_sizes(preset, 1, length).cache
+    for tokens in PAPER["hawk"]:
+        fit = int((TPU_V3_MEMORY - parameters) // found["cache"][tokens])
+        rows = 1 << fit.bit_length() - 1
+        places = tokens * (np.arange(PLACES) + 0.5) / PLACES
+        found["rows"][tokens] = rows
+        for name, rates in (("tokens_a_second", TPU_V3), ("by_bytes_alone", BYTES_ALONE)):
+            times = [decoding_time(preset, rows, int(place), **rates).total for place in places]
+            found[name][tokens] = rows / np.mean(times)
+    return found
+
+
+def tell_computed(found):
+    rows = []
+    for kind, name in KINDS.items():
+        one, base = found[kind], found["mqa"]
+        for tokens in PAPER["hawk"]:
+            speeds = [one[by][tokens] for by in ("tokens_a_second", "by_bytes_alone")]
+            bases = [base[by][tokens] for by in ("tokens_a_second", "by_bytes_alone")]
+            rows.append(
+                (
+                    f"{name}, {tokens:,} tokens",
+                    f"{one['rows'][tokens]:,}",
+                    f"{speeds[0]:,.0f}",
+                    *(f"{speed / other:.2f}" for speed, other in zip(speeds, bases, strict=True)),
+                    PAPER[kind][tokens] if kind in PAPER else "1.0",
+                )
+            )
+    header = ("1.3B, TPU-v3, computed", "rows", "tokens a second", "times MQA", "by bytes alone")
+    return table((*header, "paper"), rows)
+
+
+# --- 2. Measured ---
+
+
+def cases(size):
+    """What is measured of each model, as the key of a line."""
+    for tokens in size.tokens:
+        yield {"measure": "throughput", "prompt": 0, "tokens": tokens}
+    for prompt in size.prompts:
+        for tokens in size.latency_tokens:
+            yield {"measure": "latency", "prompt": prompt, "tokens": tokens}
+
+
+def rows_of_batch(model, case, size):
+    """`(rows, what ended their doubling)`."""
+    if case["measure"] == "latency":
+        return size.latency_rows, "given"
+    if size.memory:
+        return largest_batch(model, case["tokens"], size.memory), "memory as given"
+    found, ended = doubled(model, case["tokens"], FIRST_ROWS, LONGEST_CALL)
+    return max(found, key=lambda pair: pair[0] / pair[1])[0], ended
+
+
+def run(kind, size, seeds, results):
+    """Measures what is missing of one model, and appends a line for each repeat."""
+    on_cpu = "CPU" in machine()
+    clock = time.process_time if on_cpu else time.perf_counter
+    model, rates = None, None
+    for case in cases(size):
+        key = {**case, "model": kind, "preset": size.preset}
+        missing = results.missing(seeds, **key)
+        if not missing:
+            continue
+        if model is None:
+            keras.utils.set_random_seed(0)
+            window = {"sliding_window": size.window} if kind == "griffin" else {}
+            model = build(kind, size.preset, size.dtype, **window)
+            rates = None if on_cpu else device_rates(size.dtype)
+        before = results.of(**key)
+        if before:
+            rows, ended = before[0]["rows"], before[0]["ended_by"]
+        else:
+            rows, ended = rows_of_batch(model, case, size)
+        walk = (model, rows, case["tokens"], case["prompt"])
+        warm_up(*walk)
+        least = rates and 1000 * least_seconds_a_token(*walk, **rates)
+        for seed in missing:
+            line = {
+                **key,
+                "seed": seed,
+                "rows": rows,
+                "ended_by": ended,
+                "ms_a_step": round(1000 * seconds_a_token(*walk, clock=clock), 4),
+                "roofline_ms": least and round(least, 4),
+                "time": "of the CPUs" if on_cpu else "that passed",
+                "machine": machine(),
+            }
+            results.append(**line)
+            print(
+                f"{KINDS[kind]}, {case['measure']}, {case['tokens']:,} tokens behind "
+                f"{case['prompt']:,}, {rows:,} rows: {line['ms_a_step']} ms a step",
+                flush=True,
+            )
+    del model
+    gc.collect()
+
+
+# --- 3. What came out ---
+
+
+def speeds(results, size, kind, tokens):
+    """Tokens a second, of each repeat."""
+    key = {"measure": "throughput", "tokens": tokens, "model": kind, "preset": size.preset}
+    return np.array([1000 * line["rows"] / line["ms_a_step"] for line in results.of(**key)])
+
+
+def ratios(results, size, kind, tokens):
+    """The tokens a second of each repeat, by the median of MQA's."""
+    return speeds(results, size, kind, tokens) / np.median(speeds(results, size, "mqa", tokens))
+
+
+def waits(results, size, kind, prompt, tokens):
+    """Milliseconds a token of a few rows, of each repeat."""
+    key = {"measure": "latency", "prompt": prompt, "tokens": tokens}
+    lines = results.of(**key, model=kind, preset=size.preset)
+    return np.array([line["ms_a_step"] for line in lines])
+
+
+def above(one, other):
+    """Whether the mean of one is above that of the other by two deviations."""
+    return np.mean(one) - np.mean(other) > 2 * np.hypot(deviations(one), deviations(other))
+
+
+def judge(results, size):
+    """Verdicts in words."""
+    said = []
+    for tokens in (n for n in size.tokens if n >= size.window):
+        hawk, griffin, mqa = (speeds(results, size, kind, tokens) for kind in KINDS)
+        for names, clear in (
+            ("Hawk above Griffin", above(hawk, griffin)),
+            ("Griffin above MQA", above(griffin, mqa)),
+        ):
+            said.append(f"{tokens:,} tokens: {names} by 2 deviations: {'yes' if clear else 'NO'}")
+    for kind in ("hawk", "griffin"):
+        medians = [np.median(ratios(results, size, kind, tokens)) for tokens in size.tokens]
+        rising = all(a < b for a, b in itertools.pairwise(medians))
+        said.append(f"{KINDS[kind]} beside MQA rises with length: {'yes' if rising else 'NO'}")
+    longest, prompt = max(size.latency_tokens), max(size.prompts)
+    hawk, griffin, mqa = (waits(results, size, kind, prompt, longest) for kind in KINDS)
+    for name, clear in (("Hawk", above(mqa, hawk)), ("Griffin", above(mqa, griffin))):
+        said.append(
+            f"{longest:,} tokens behind {prompt:,}, {size.latency_rows} rows: {name} waits less "
+            f"than MQA by 2 deviations: {'yes' if clear else 'NO'}"
+        )
+    return "\n".join(f"- {line}" for line in said)
+
+
+def tell(results, size):
+    key = {"measure": "throughput", "preset": size.preset}
+    rows: list[tuple] = []
+    for kind, name in KINDS.items():
+        for tokens in size.tokens:
+            lines = results.of(**key, model=kind, tokens=tokens)
+            found = speeds(results, size, kind, tokens)
+            least = lines[0]["roofline_ms"]
+            rows.append(
+                (
+                    f"{name}, {tokens:,} tokens",
+                    f"{lines[0]['rows']:,}",
+                    lines[0]["ended_by"],
+                    with_error(found, 0),
+                    with_error(ratios(results, size, kind, tokens), 2),
+                    f"{1000 * lines[0]['rows'] / least:,.0f}" if least else "",
+                )
+            )
+    header = ("throughput", "rows", "ended by", "tokens a second", "times MQA", "roofline")
+    first = table(header, rows)
+    rows, places = [], [(prompt, n) for prompt in size.prompts for n in size.latency_tokens]
+    for kind, name in KINDS.items():
+        cells = (with_error(waits(results, size, kind, *place), 3) for place in places)
+        rows.append((name, *cells))
+    behind = [f"{n:,} behind {prompt:,}" for prompt, n in places]
+    second = table((f"ms a token, {size.latency_rows} rows", *behind), rows)
+    return "\n\n".join((first, second, judge(results, size)))
+
+
+def draw(results, size, computed, path):
+    figure = matplotlib.figure.Figure(figsize=(12, 4), layout="constrained")
+    memory, speed, wait = figure.subplots(1, 3)
+    for kind, name in KINDS.items():
+        found = computed[kind]
+        (line,) = memory.plot(LENGTHS, [found["cache"][n] / 1e6 for n in LENGTHS], label=name)
+        color = line.get_color()
+        curves = np.transpose([ratios(results, size, kind, n) for n in size.tokens])
+        draw_band(speed, size.tokens, curves, color=color, marker="o", label=f"{name}, measured")
+        if kind in PAPER:
+            base = computed["mqa"]["tokens_a_second"]
+            at = list(PAPER[kind])
+            best = [found["tokens_a_second"][n] / base[n] for n in at]
+            speed.plot(at, best, ":", color=color, label=f"{name} 1.3B, roofline of a TPU-v3")
+            speed.plot(at, list(PAPER[kind].values()), "--", color=color, label=f"{name}, paper")
+        for prompt, style in zip(size.prompts, ("--", "-"), strict=False):
+            curves = np.transpose(
+                [waits(results, size, kind, prompt, n) for n in size.latency_tokens]
+            )
+            label = f"{name}, behind {prompt:,}"
+            draw_band(wait, size.latency_tokens, curves, color=color, linestyle=style, label=label)
+    memory.set(xlabel="tokens read", ylabel="megabytes", title="cache of a row, 1.3B, computed")
+    speed.set(xlabel="tokens written", ylabel="times MQA", title="tokens a second, most rows")
+    wait.set(xlabel="tokens written", title=f"ms a token, {size.latency_rows} rows", ylim=(0, None))
+    for axes in (memory, speed):
+        axes.set_yscale("log")
+    for axes in (memory, speed, wait):
+        axes.set_xscale("log", base=2)
+        axes.legend(fontsize=7)
+    figure.savefig(path, dpi=120)
+
+
+# --- 4. All of it, in order ---
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--full", action="store_true", help="the size for one GPU")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="repeats")
+    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("build/papers"))
+    for field in dataclasses.fields(Size):
+        parser.add_argument(
+            f"--{field.name.replace('_', '-')}",
+            type=str if field.type is str else int,
+            nargs="+" if field.type is tuple else None,
+            help="in place of what the size says",
+        )
+    arguments = parser.parse_args()
+    given = {f.name: getattr(arguments, f.name) for f in dataclasses.fields(Size)}
+    size = dataclasses.replace(
+        FULL if arguments.full else MINIATURE, **{k: v for k, v in given.items() if v is not None}
+    )
+    if not size.memory and "CPU" in machine():
+        parser.error("on a CPU, --memory must say how many bytes to take")
+    computed = compute()
+    print(tell_computed(computed))
+    results = Results(arguments.output / "throughput.jsonl")
+    for kind in KINDS:
+        run(kind, size, arguments.seeds, results)
+    draw(results, size, computed, arguments.output / "throughput.png")
+    print(tell(results, size))
+
+
+if __name__ == "__main__":
+    main()
