@@ -29,7 +29,7 @@ export TPU_ACCELERATOR_TYPE ?= v5litepod-4
 export TPU_WORKER_HOSTNAMES ?= localhost
 endif
 
-.PHONY: help quickstart test test-slow test-devices test-export fuzz lint format clean
+.PHONY: help quickstart test test-slow test-devices test-export fuzz lint format clean notebooks
 .PHONY: $(PAPERS:%=paper-%) $(BACKENDS:%=test-%) $(BACKENDS:%=test-devices-%)
 .PHONY: $(BACKENDS:%=test-export-%) $(BACKENDS:%=fuzz-%)
 
@@ -43,6 +43,7 @@ help:
 	@echo "make fuzz         operations on thousands of inputs, for hours; make fuzz-jax on one of them"
 	@echo "make lint         ruff and mypy"
 	@echo "make format       let ruff mend what it can"
+	@echo "make notebooks    those of guides/recipes, from their scripts"
 	@echo "make clean        remove $(VENV), $(EXPORT) and what was built"
 
 quickstart: $(VENV)/.quickstart-$(KERAS_BACKEND)
@@ -104,6 +105,9 @@ lint: $(VENV)/.test
 format: $(VENV)/.test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+notebooks:
+	$(PYTHON) guides/recipes/notebooks.py
 
 clean:
 	rm -rf $(VENV) $(EXPORT) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
