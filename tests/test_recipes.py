@@ -58,7 +58,7 @@ def test_fine_tuning(published, tmp_path, monkeypatch, capsys):
     """What is broken off and started again ends in the same low-rank weights."""
     text = tmp_path / "text.txt"
     text.write_text("all happy families are alike\nare all alike happy\n" * 6)
-    options = ("--sequence-length", 16, "--batch-size", 2, "--rank", 2, "--epochs", 3)
+    options = ("--sequence-length", 16, "--batch-size", 4, "--rank", 2, "--epochs", 2)
     arguments = ("--model", published, "--text", text, *options)
     arguments += ("--learning-rate", 1e-2, "--prompt", "all", "--output")
     whole = run(monkeypatch, "fine_tuning", *arguments, tmp_path / "whole")

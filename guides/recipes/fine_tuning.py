@@ -155,29 +155,35 @@ report("Before training")
 # ## Training, which can be broken off
 #
 # - `EarlyStopping` ends the training when an epoch makes the held-out loss no better.
-# - `ModelCheckpoint` keeps the weights of the best epoch so far.
+# - `BestAdapters` writes the low-rank matrices after each epoch that is the best so far, into a
+#   small file. Keras's `ModelCheckpoint` writes all weights instead, with the matrices added to
+#   them: that is what a model without LoRA loads, but one with LoRA then has matrices of zeros,
+#   which neither train on nor can be saved alone.
 # - `TrainingBackup` keeps all that is needed to go on: stop this script at any moment, by Ctrl-C
 #   or because the machine goes down, and start it again with the same arguments. It continues at
-#   the last backup, and ends in the same weights as if nothing had happened. What the two callbacks
-#   above remember is kept, too.
+#   the last backup, and ends in the same weights as if nothing had happened. What
+#   `EarlyStopping` remembers is kept, too.
 #
 # When training has ended, the backup is deleted, and another start begins from the beginning.
 
 # %%
-best = str(arguments.output / "best.weights.h5")
+adapters = arguments.output / "adapters.lora.h5"
 patience = keras.callbacks.EarlyStopping(monitor="val_loss", patience=1, verbose=1)
-checkpoint = keras.callbacks.ModelCheckpoint(
-    best, monitor="val_loss", save_best_only=True, save_weights_only=True
-)
-backup = TrainingBackup(
-    arguments.output / "run.backup", save_freq=100, callbacks=[patience, checkpoint]
-)
+
+
+class BestAdapters(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        if patience.best_epoch == epoch:
+            self.model.backbone.save_lora_weights(str(adapters))
+
+
+backup = TrainingBackup(arguments.output / "run.backup", save_freq=100, callbacks=[patience])
 model.fit(
     training,
     validation_data=held_out,
     batch_size=arguments.batch_size,
     epochs=arguments.epochs,
-    callbacks=[patience, checkpoint, backup],
+    callbacks=[patience, BestAdapters(), backup],  # in this order
     verbose=2,
 )
 
@@ -187,7 +193,7 @@ model.fit(
 # The last epoch need not be the best.
 
 # %%
-model.load_weights(best)
+model.backbone.load_lora_weights(str(adapters))
 report("After training")
 
 # %% [markdown]
@@ -198,8 +204,6 @@ report("After training")
 # that the transformers library reads, with the low-rank matrices added to the weights.
 
 # %%
-adapters = arguments.output / "adapters.lora.h5"
-model.backbone.save_lora_weights(str(adapters))
 print(f"{adapters}: {adapters.stat().st_size:,} bytes")
 
 # %% [markdown]

@@ -133,7 +133,7 @@ with vocabulary.open("wb") as file:
         max_sentence_length=2**24,  # bytes of a document; longer ones would be left out
         minloglevel=1,
     )
-tokenizer = SentencePieceTokenizer(str(vocabulary))
+tokenizer = SentencePieceTokenizer(vocabulary.read_bytes())
 
 held_out = list(documents(arguments.held_out))
 tokens = tokenizer(held_out)
