@@ -83,7 +83,7 @@ def train(width, rows, epochs):
 
 def forecast(model, past, hours):
     """float32 [rows, hours, 1], what comes after `past`."""
-    outputs, states = model.advance(past)
+    outputs, states = model.advance(keras.ops.convert_to_tensor(past))
     found = [outputs[:, -1:]]
     for _ in range(hours - 1):
         sample, states = model.advance(found[-1], states)
