@@ -194,7 +194,13 @@ model = train(bidirectional=True)
 
 # %%
 for name, one in (("Forwards", forwards), ("In both directions", model)):
-    found = one.evaluate(held_out_texts, held_out_labels, arguments.batch_size, 0, return_dict=True)
+    found = one.evaluate(
+        held_out_texts,
+        held_out_labels,
+        batch_size=arguments.batch_size,
+        return_dict=True,
+        verbose=0,
+    )
     print(f"{name}: {found['accuracy']:.1%} of held-out texts right, loss {found['loss']:.3f}")
 
 logits = model.predict(held_out_texts, batch_size=arguments.batch_size, verbose=0)
