@@ -132,12 +132,13 @@ def test_forecasting(monkeypatch, capsys):
     assert len(re.findall(r"^  .*: \d\.\d{3}$", capsys.readouterr().out, re.M)) == 3
     recipe = load("forecasting")
     model = recipe["Forecaster"](8)
-    past = recipe["series"](2, 40, seed=2)
-    found = recipe["forecast"](model, past, 3)
+    samples, calendar = recipe["series"](2, 43, seed=2)
+    past = samples[:, :40]
+    found = recipe["forecast"](model, past, calendar, 3)
     # The same by reading everything again for each hour.
-    for _ in range(3):
-        following = keras.ops.convert_to_numpy(model(past))[:, -1:]
-        past = np.concatenate([past, following], axis=1)
+    for hour in (40, 41, 42):
+        following = model(recipe["inputs_of"](past, calendar[:, : hour + 1]))
+        past = np.concatenate([past, keras.ops.convert_to_numpy(following)[:, -1:]], axis=1)
     np.testing.assert_allclose(found, past[:, 40:], atol=1e-5)
 
 

@@ -2,10 +2,11 @@
 
     KERAS_BACKEND=jax python guides/recipes/forecasting.py
 
-A network reads a series sample by sample, and says after each what the next one will be. To
-forecast further, its own answer is given to it as the next sample. What it knows of the past is a
-state of fixed size: the past is read once, at once, and each further hour costs one step, whatever
-came before. It takes minutes on two CPU cores.
+A network reads a series sample by sample, each beside what is known of the hour that follows (the
+time of day, whether it is a weekend), and says what the next sample will be. To forecast further,
+its own answer is given to it as the next sample. What it knows of the past is a state of fixed
+size: the past is read once, at once, and each further hour costs one step, whatever came before. It
+takes minutes on two CPU cores.
 
 [layers.py](../layers.py) compares these layers with GRU, LSTM and attention on a harder series.
 """
@@ -28,13 +29,24 @@ DAY, WEEK = 24, 7 * 24
 
 
 def series(rows, length, seed):
-    """float32 [rows, length, 1]: each row has rhythms of its own, and some noise."""
+    """Samples and the calendar, float32 [rows, length, 1] and [rows, length, 3].
+
+    Each row has its own strength of the day and of the weekend, which only its past tells, and
+    begins at another hour of the week.
+    """
     rng = np.random.default_rng(seed)
     hours = np.arange(length) + rng.integers(0, WEEK, (rows, 1))
-    day = rng.uniform(0.5, 1.5, (rows, 1)) * np.sin(2 * np.pi * hours / DAY)
-    weekend = np.where(hours % WEEK >= 5 * DAY, rng.uniform(-1.5, -0.5, (rows, 1)), 0.0)
-    noise = rng.normal(scale=0.1, size=(rows, length))
-    return (day + weekend + noise)[..., None].astype("float32")
+    angle, weekend = 2 * np.pi * hours / DAY, hours % WEEK >= 5 * DAY
+    day = rng.uniform(0.5, 1.5, (rows, 1)) * np.sin(angle)
+    samples = day + weekend * rng.uniform(-1.5, -0.5, (rows, 1))
+    samples += rng.normal(scale=0.1, size=(rows, length))
+    calendar = np.stack([np.sin(angle), np.cos(angle), weekend], axis=-1)
+    return samples[..., None].astype("float32"), calendar.astype("float32")
+
+
+def inputs_of(samples, calendar):
+    """Each sample beside the calendar of the hour after it."""
+    return np.concatenate([samples[:, : calendar.shape[1] - 1], calendar[:, 1:]], axis=-1)
 
 
 # --- 2. Model: two recurrent blocks, which take a state and give the one after ---
@@ -45,7 +57,7 @@ class Forecaster(keras.Model):
 
     def __init__(self, width, num_layers=2):
         super().__init__()
-        self.embed = keras.layers.Dense(width)
+        self.embed = keras.layers.Dense(width, "gelu")
         self.norms = [RMSNorm() for _ in range(num_layers)]
         self.blocks = [RecurrentBlock(width) for _ in range(num_layers)]
         self.head = keras.layers.Dense(1)
@@ -54,9 +66,9 @@ class Forecaster(keras.Model):
         return self.advance(x)[0]
 
     def advance(self, x, states=None):
-        """Outputs `[B, T, 1]` for samples `[B, T, 1]`, and the states after the last of them.
+        """Samples `[B, T, 1]` that follow on inputs `[B, T, 4]`, and the states after the last.
 
-        Samples may come in any pieces: with the states after one piece the next goes on as if both
+        Inputs may come in any pieces: with the states after one piece the next goes on as if both
         had come at once.
         """
         y, after = self.embed(x), []
@@ -65,30 +77,33 @@ class Forecaster(keras.Model):
             mixed, state = block(norm(y), initial_state=state, return_state=True)
             y = y + mixed
             after.append(state)
-        return x + self.head(y), after  # what changes from a sample to the next
+        return self.head(y), after
 
 
 def train(width, rows, epochs):
-    x = series(rows, 3 * WEEK, seed=0)
+    samples, calendar = series(rows, 3 * WEEK, seed=0)
     model = Forecaster(width)
-    steps = epochs * -(-rows // 16)
-    rate = keras.optimizers.schedules.CosineDecay(0.01, steps)
+    rate = keras.optimizers.schedules.CosineDecay(0.005, epochs * -(-rows // 16))
     model.compile(keras.optimizers.Adam(rate), "mse")
-    model.fit(x[:, :-1], x[:, 1:], batch_size=16, epochs=epochs, verbose=2)
+    x, y = inputs_of(samples, calendar), samples[:, 1:]
+    model.fit(x, y, batch_size=16, epochs=epochs, verbose=2)
     return model
 
 
 # --- 3. Forecast: the past at once, then hour by hour with a kept state ---
 
 
-def forecast(model, past, hours):
-    """float32 [rows, hours, 1], what comes after `past`."""
-    outputs, states = model.advance(keras.ops.convert_to_tensor(past))
-    found = [outputs[:, -1:]]
-    for _ in range(hours - 1):
-        sample, states = model.advance(found[-1], states)
-        found.append(sample)
-    return np.concatenate([keras.ops.convert_to_numpy(sample) for sample in found], axis=1)
+def forecast(model, past, calendar, hours):
+    """float32 [rows, hours, 1], what comes after `past`; `calendar` is of both."""
+    end = past.shape[1]
+    outputs, states = model.advance(inputs_of(past, calendar[:, : end + 1]))
+    found = [keras.ops.convert_to_numpy(outputs[:, -1:])]
+    for hour in range(end + 1, end + hours):
+        sample, states = model.advance(
+            inputs_of(found[-1], calendar[:, hour - 1 : hour + 1]), states
+        )
+        found.append(keras.ops.convert_to_numpy(sample))
+    return np.concatenate(found, axis=1)
 
 
 def main():
@@ -103,10 +118,11 @@ def main():
     keras.utils.set_random_seed(0)
     model = train(arguments.width, arguments.rows, arguments.epochs)
 
-    x = series(64, 3 * WEEK, seed=1)  # other rows than those that were learned
-    past, future = x[:, : 2 * WEEK], x[:, 2 * WEEK :][:, : arguments.hours]
+    # Other rows than those that were learned.
+    samples, calendar = series(64, 3 * WEEK, seed=1)
+    past, future = samples[:, : 2 * WEEK], samples[:, 2 * WEEK :][:, : arguments.hours]
     guesses = {
-        "the model": forecast(model, past, arguments.hours),
+        "the model": forecast(model, past, calendar, arguments.hours),
         "the same hour a week ago": past[:, WEEK:][:, : arguments.hours],
         "the last sample again": np.broadcast_to(past[:, -1:], future.shape),
     }
