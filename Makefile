@@ -30,7 +30,8 @@ export TPU_ACCELERATOR_TYPE ?= v5litepod-4
 export TPU_WORKER_HOSTNAMES ?= localhost
 endif
 
-.PHONY: help quickstart test test-slow test-devices test-export fuzz docs docs-serve tables lint format clean
+.PHONY: help quickstart test test-slow test-devices test-export fuzz lint format clean
+.PHONY: docs docs-serve tables notebooks
 .PHONY: $(PAPERS:%=paper-%) $(BACKENDS:%=test-%) $(BACKENDS:%=test-devices-%)
 .PHONY: $(BACKENDS:%=test-export-%) $(BACKENDS:%=fuzz-%)
 
@@ -46,6 +47,7 @@ help:
 	@echo "make tables       the manual's tables of presets and implementations, from the package"
 	@echo "make lint         ruff and mypy"
 	@echo "make format       let ruff mend what it can"
+	@echo "make notebooks    those of guides/recipes, from their scripts"
 	@echo "make clean        remove $(VENV), $(EXPORT), $(DOCS) and what was built"
 
 quickstart: $(VENV)/.quickstart-$(KERAS_BACKEND)
@@ -130,6 +132,9 @@ lint: $(VENV)/.test
 format: $(VENV)/.test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+notebooks:
+	$(PYTHON) guides/recipes/notebooks.py
 
 clean:
 	rm -rf $(VENV) $(EXPORT) $(DOCS) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

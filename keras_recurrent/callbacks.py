@@ -8,13 +8,14 @@ import zipfile
 import keras
 import numpy as np
 
+from keras_recurrent import callback_memory
 from keras_recurrent.devices.jax_processes import own_path, whole
 from keras_recurrent.layers.checks import check_boolean, check_positive_integer
 
 __all__ = ["TrainingBackup"]
 
 WEIGHTS, SLOTS, METRICS, GENERATORS = "weights", "optimizer", "metrics", "generators"
-VERSION = 1
+VERSION = 2  # 1 had no memory of other callbacks
 CONTENT = "content.json"
 
 
@@ -59,9 +60,9 @@ class TrainingBackup(keras.callbacks.Callback):
     a seed draws, nor the place in data that goes on from epoch to epoch; with an integer as
     `save_freq` it restores weights from inside an epoch and begins that epoch anew. Weights and the
     epoch's number are two files: a process that is killed between the two trains an epoch twice.
-    Neither it nor this callback keeps what other callbacks remember (the patience of
-    `EarlyStopping`, the best value of `ModelCheckpoint`), the `History` of epochs before, nor the
-    state of Python's and NumPy's generators.
+    Nor does it keep what other callbacks remember (the patience of `EarlyStopping`, the best value
+    of `ModelCheckpoint`): this one does for those in `callbacks`. Neither keeps the `History` of
+    epochs before, nor the state of Python's and NumPy's generators.
 
     Args:
         path: string, the file.
@@ -69,6 +70,10 @@ class TrainingBackup(keras.callbacks.Callback):
         data: the `PackedText` that the model trains on, without `passes`; None for other sources.
         delete_checkpoint: whether the file goes when training ends. If not, a run that is started
             again after its end has the last weights and trains no more.
+        callbacks: a list of those callbacks of the same `fit` whose memory is kept, too: of
+            `keras.callbacks.EarlyStopping`, `ModelCheckpoint` and `ReduceLROnPlateau`, that is the
+            best value so far, the epochs without a better one, and the best weights of an
+            `EarlyStopping` that restores them.
 
     Raises:
         ValueError: an argument of another kind; in `fit`, a file that is damaged or belongs to
@@ -104,7 +109,7 @@ class TrainingBackup(keras.callbacks.Callback):
     True
     """
 
-    def __init__(self, path, save_freq=1000, data=None, delete_checkpoint=True):
+    def __init__(self, path, save_freq=1000, data=None, delete_checkpoint=True, callbacks=()):
         super().__init__()
         check_positive_integer("save_freq", save_freq)
         check_boolean("delete_checkpoint", delete_checkpoint)
@@ -117,6 +122,7 @@ class TrainingBackup(keras.callbacks.Callback):
                 "`data` must be a `keras_recurrent.datasets.PackedText` without `passes`; got a "
                 f"{type(data).__name__}. Leave it out for sources that begin anew in each epoch."
             )
+        self.callbacks = callback_memory.check_callbacks(callbacks)
         self.path = os.path.abspath(os.fspath(path))
         self.save_freq, self.data, self.delete_checkpoint = save_freq, data, delete_checkpoint
 
@@ -144,6 +150,10 @@ class TrainingBackup(keras.callbacks.Callback):
         self._epoch, self._trained, self._last = epoch, self._trained + self._last, 0
         self._saved = -self.save_freq
         if self._resumed is not None:
+            # All callbacks have forgotten by now what they knew, as training began.
+            callback_memory.restore(
+                self.callbacks, self._resumed.content["callbacks"], self._resumed.arrays
+            )
             self._saved = self._resumed.content["batch"]
             if self._saved:
                 self._let_pass(self._resumed, self._saved)
@@ -182,6 +192,12 @@ class TrainingBackup(keras.callbacks.Callback):
                 f"{self.path} was written with the data {content['data']}; now it is {described}. "
                 "Take the same, or delete the file."
             )
+        there = [kept["class"] for kept in content["callbacks"]]
+        if there != (here := callback_memory.describe(self.callbacks)):
+            raise ValueError(
+                f"{self.path} was written with the callbacks {there}; now they are {here}. Pass "
+                "the same as `callbacks`, or delete the file."
+            )
         for part, variables in _parts(model).items():
             if part != METRICS or not _makes_metrics_late():
                 backup.check(variables, part)
@@ -219,6 +235,7 @@ class TrainingBackup(keras.callbacks.Callback):
 
     def _write(self, epoch, batch, trained):
         model = self.model
+        remembered, arrays = callback_memory.memory_of(self.callbacks)
         content = {
             "version": VERSION,
             "epoch": epoch,
@@ -226,8 +243,9 @@ class TrainingBackup(keras.callbacks.Callback):
             "steps": self.params.get("steps"),
             "data": None if self.data is None else self.data.description,
             "place": None if self.data is None else self.data.state_after(trained),
+            "callbacks": remembered,
         }
-        write(self.path, content, _parts(model) | {GENERATORS: generators()})
+        write(self.path, content, _parts(model) | {GENERATORS: generators()} | arrays)
 
 
 def _makes_metrics_late():
@@ -321,10 +339,14 @@ class Backup:
 
     def assign(self, variables, part):
         """Gives variables the values that are in the file."""
-        for i, variable in enumerate(variables):
+        for variable, array in zip(variables, self.arrays(part), strict=True):
+            variable.assign(array)
+
+    def arrays(self, part):
+        """The arrays of a part one after another, as NumPy has them."""
+        for i, (_, dtype) in enumerate(self.content["variables"][part]):
             array = self._array(part, i)
-            dtype = keras.backend.standardize_dtype(variable.dtype)
-            variable.assign(array if array.dtype.name == dtype else _of_dtype(array, dtype))
+            yield array if array.dtype.name == dtype else _of_dtype(array, dtype)
 
     def assign_generators(self):
         """Gives torch's own generators the states that are in the file."""

@@ -235,9 +235,65 @@ def test_arguments_of_another_kind_are_errors(tmp_path):
         ({"path": "x", "delete_checkpoint": 1}, "`delete_checkpoint` must be True or False"),
         ({"path": "x", "data": [1]}, "`data` must be a .*PackedText.* without `passes`; got a lis"),
         ({"path": "x", "data": once}, "`data` must be .* without `passes`; got a PackedText"),
+        ({"path": "x", "callbacks": 1}, "`callbacks` must be a list of `EarlyStopping`, .*; got 1"),
+        ({"path": "x", "callbacks": [keras.callbacks.History()]}, "`callbacks` .* got a History"),
     ]:
         with pytest.raises(ValueError, match=match):
             TrainingBackup(**arguments)
+
+
+def monitors(folder):
+    """Callbacks with a memory; the losses below are better once, and then worse."""
+    return [
+        keras.callbacks.EarlyStopping("val_loss", patience=4, restore_best_weights=True),
+        keras.callbacks.ModelCheckpoint(
+            str(folder / "best.weights.h5"), "val_loss", save_best_only=True, save_weights_only=True
+        ),
+        keras.callbacks.ReduceLROnPlateau("val_loss", patience=3, factor=0.1),
+    ]
+
+
+@pytest.mark.once
+def test_what_other_callbacks_remember_is_kept(tmp_path):
+    """A run that is broken off in its sixth epoch stops as early, with the same best weights."""
+    losses = [3.0, 1.0, *range(2, 20)]
+
+    class Losses(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            logs["val_loss"] = losses[epoch]
+
+    def run(folder, stop_at=None, remember=True):
+        folder.mkdir(exist_ok=True)
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        others = monitors(folder)
+        backup = TrainingBackup(folder / "run", 2, callbacks=others if remember else ())
+        breaks = [] if stop_at is None else [AtBatch(stop_at, stop)]
+        x = np.arange(36.0).reshape(12, 3) / 36
+        everything = [Losses(), *others, backup, *breaks]
+        model.fit(x, x[:, :1], 2, 12, shuffle=False, callbacks=everything, verbose=0)
+        rate = float(model.optimizer.learning_rate)
+        return others[0].stopped_epoch, rate, model.get_weights(), others
+
+    whole = run(tmp_path / "whole")
+    assert whole[0] == 5
+    assert whole[1] == pytest.approx(0.01)
+    for stop_at in (3 * STEPS + 3, 5 * STEPS + 1):
+        folder = tmp_path / f"broken at {stop_at}"
+        with pytest.raises(Stop):
+            run(folder, stop_at)
+        found = run(folder)
+        assert found[:2] == whole[:2]
+        for one, other in zip(found[2], whole[2], strict=True):
+            np.testing.assert_array_equal(one, other)
+        assert [c.best for c in found[3]] == [1.0, 1.0, 1.0]
+    with pytest.raises(Stop):
+        run(tmp_path / "other", 3 * STEPS)
+    with pytest.raises(
+        ValueError, match=r"with the callbacks \['EarlyStopping', .*now they are \[\]"
+    ):
+        run(tmp_path / "other", remember=False)
 
 
 @pytest.mark.once

@@ -1,4 +1,6 @@
-"""Training that goes on from a `.keras` file."""
+"""Training that goes on from a `.keras` file, and directories without what training needs."""
+
+import contextlib
 
 import keras
 
@@ -31,6 +33,27 @@ class SavedTraining(SavedByAllProcesses):
         self.compile(**config)  # type: ignore[attr-defined]
         if optimizer_built:
             self.optimizer.build(self.trainable_variables)  # type: ignore[attr-defined]
+
+    # A directory of `save_to_preset` says nothing of how a model was compiled. KerasHub writes the
+    # optimizer's variables into it all the same, twice the size of the weights, and warns of them
+    # when it reads them for an optimizer that has not trained.
+
+    def save_task_weights(self, filepath):
+        with _without_optimizer(self):
+            super().save_task_weights(filepath)  # type: ignore[misc]
+
+    def load_task_weights(self, filepath):
+        with _without_optimizer(self):
+            super().load_task_weights(filepath)  # type: ignore[misc]
+
+
+@contextlib.contextmanager
+def _without_optimizer(model):
+    optimizer, model.optimizer = model.optimizer, None
+    try:
+        yield
+    finally:
+        model.optimizer = optimizer
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")

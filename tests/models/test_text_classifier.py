@@ -1,5 +1,6 @@
 """Classifiers of texts, and regression."""
 
+import h5py
 import keras
 import keras_hub
 import numpy as np
@@ -299,6 +300,21 @@ def test_a_language_model_becomes_a_classifier(tmp_path):
     for path, array in weights_of(trained.backbone).items():
         np.testing.assert_array_equal(weights_of(model.backbone)[path], array)
     assert model.predict(TEXTS, verbose=0).shape == (12, 2)
+
+
+@pytest.mark.once
+def test_a_directory_of_a_trained_classifier_has_no_optimizer(tmp_path):
+    """The one that reads it is compiled anew, and trains."""
+    model = compiled(classifier())
+    model.fit(TEXTS, LABELS, batch_size=4, verbose=0)
+    model.save_to_preset(str(tmp_path))
+    assert int(model.optimizer.iterations) == 3
+    again = models.HGRN2TextClassifier.from_preset(str(tmp_path))
+    wanted = model.predict(TEXTS, verbose=0)
+    np.testing.assert_allclose(again.predict(TEXTS, verbose=0), wanted, rtol=1e-5, atol=1e-6)
+    with h5py.File(tmp_path / "task.weights.h5") as file:
+        assert "optimizer" not in file
+    compiled(again).fit(TEXTS, LABELS, batch_size=4, verbose=0)
 
 
 @pytest.mark.once

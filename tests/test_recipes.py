@@ -1,0 +1,245 @@
+"""The scripts below guides/recipes run, at tiny sizes, and their notebooks are made of them."""
+
+import contextlib
+import json
+import pathlib
+import re
+import runpy
+import shutil
+import sys
+import threading
+import urllib.error
+
+import keras
+import numpy as np
+import pytest
+
+import keras_recurrent
+from tests.tokenizers.sentence_piece import train
+
+ROOT = pathlib.Path(__file__).parents[1]
+RECIPES = ROOT / "guides/recipes"
+
+
+def run(monkeypatch, name, *arguments):
+    """The names of a script after it has run."""
+    monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+    return runpy.run_path(str(RECIPES / f"{name}.py"), run_name="__main__")
+
+
+def load(name):
+    return runpy.run_path(str(RECIPES / f"{name}.py"), run_name=name)
+
+
+class Stop(Exception):
+    pass
+
+
+class StopsAt(keras_recurrent.callbacks.TrainingBackup):
+    """A backup whose run is broken off when a step of its second epoch begins."""
+
+    def on_train_batch_begin(self, batch, logs=None):
+        super().on_train_batch_begin(batch, logs)
+        if self._epoch == 1 and batch == 1:
+            raise Stop
+
+
+@pytest.fixture
+def published(tmp_path):
+    """A checkpoint as it is published: configuration, weights and vocabulary."""
+    folder = tmp_path / "published"
+    shutil.copytree(ROOT / "tests/data/hgrn2_tiny", folder)
+    (folder / "tokenizer.model").write_bytes(train(pad_id=0, bos_id=1, eos_id=2, unk_id=3))
+    return folder
+
+
+@pytest.mark.once
+def test_fine_tuning(published, tmp_path, monkeypatch, capsys):
+    """What is broken off and started again ends in the same low-rank weights."""
+    text = tmp_path / "text.txt"
+    text.write_text("all happy families are alike\nare all alike happy\n" * 6)
+    options = ("--sequence-length", 16, "--batch-size", 4, "--rank", 2, "--epochs", 2)
+    arguments = ("--model", published, "--text", text, *options)
+    arguments += ("--learning-rate", 1e-2, "--prompt", "all", "--output")
+    whole = run(monkeypatch, "fine_tuning", *arguments, tmp_path / "whole")
+    written = capsys.readouterr().out
+    before, after = map(float, re.findall(r"training: loss ([\d.]+)", written))
+    assert after < before
+    assert "10 documents to learn, 2 held out" in written
+    assert "Loaded again it writes the same." in written
+
+    with monkeypatch.context() as patch:
+        patch.setattr(keras_recurrent.callbacks, "TrainingBackup", StopsAt)
+        with pytest.raises(Stop):
+            run(patch, "fine_tuning", *arguments, tmp_path / "resumed")
+    assert (tmp_path / "resumed/run.backup").exists()
+    resumed = run(monkeypatch, "fine_tuning", *arguments, tmp_path / "resumed")
+    assert not (tmp_path / "resumed/run.backup").exists()
+    pairs = zip(whole["model"].get_weights(), resumed["model"].get_weights(), strict=True)
+    for one, other in pairs:
+        np.testing.assert_array_equal(one, other)
+    assert resumed["patience"].best == whole["patience"].best
+
+
+@pytest.mark.once
+def test_from_files(tmp_path, monkeypatch, capsys):
+    text, held_out = tmp_path / "text.txt", tmp_path / "more.jsonl"
+    text.write_text("all happy families are alike\n\nare  all alike, happy?\n" * 20)
+    held_out.write_text(json.dumps({"text": "families\n  are happy é"}) + "\n")
+    sizes = ("--vocabulary-size", 290, "--width", 16, "--num-layers", 1, "--sequence-length", 16)
+    sizes += ("--epochs", 2, "--steps-per-epoch", 2, "--batch-size", 2)
+    arguments = ("--text", text, "--held-out", held_out, "--prompt", "all", "--output", tmp_path)
+    found = run(monkeypatch, "from_files", *sizes, *arguments)
+    written = capsys.readouterr().out
+    assert "290 tokens" in written
+    assert len(re.findall(r"Epoch [12]: [\d.]+ bits a byte", written)) == 2
+    assert "as it was: True" in written
+    # The loss of one document is its mean over all of its tokens and the end.
+    nats = found["history"].history["val_nats"][-1]
+    count = len(found["tokens"][0]) + 1
+    assert found["bits_per_byte"](nats) == pytest.approx(nats * count / 23 / np.log(2))
+
+
+@pytest.mark.once
+def test_from_files_needs_both_kinds_of_files(tmp_path, monkeypatch):
+    with pytest.raises(SystemExit, match="--text and --held-out: give both"):
+        run(monkeypatch, "from_files", "--text", "x", "--output", tmp_path)
+
+
+@pytest.mark.once
+def test_classifier(tmp_path, monkeypatch, capsys):
+    data = tmp_path / "data.csv"
+    rows = [f'"{word * 3}, {i}",{word}\n' for word in ("tick", "boom") for i in range(20)]
+    data.write_text("text,label\n" + "".join(rows))
+    options = ("--sequence-length", 12, "--batch-size", 8, "--epochs", 3, "--output", tmp_path)
+    found = run(monkeypatch, "classifier", "--data", data, *options)
+    written = capsys.readouterr().out
+    assert "32 texts to learn, 8 held out" in written
+    assert "Naive Bayes: 100.0% right" in written
+    assert len(re.findall(r"of held-out texts right", written)) == 2
+    assert "the logits differ by 0.0\n" in written
+    assert found["names"] == ["boom", "tick"]
+    assert (tmp_path / "classifier/classes.txt").read_text() == "boom\ntick"
+    data.write_text("words,label\nx,y\n")
+    with pytest.raises(SystemExit, match="no columns 'text' and 'label'"):
+        run(monkeypatch, "classifier", "--data", data, *options)
+
+
+@pytest.mark.once
+def test_forecasting(monkeypatch, capsys):
+    arguments = ("--width", 8, "--rows", 16, "--epochs", 1, "--hours", 3)
+    run(monkeypatch, "forecasting", *arguments)
+    assert len(re.findall(r"^  .*: \d\.\d{3}$", capsys.readouterr().out, re.M)) == 3
+    recipe = load("forecasting")
+    model = recipe["Forecaster"](8)
+    samples, calendar = recipe["series"](2, 43, seed=2)
+    past = samples[:, :40]
+    found = recipe["forecast"](model, past, calendar, 3)
+    # The same by reading everything again for each hour.
+    for hour in (40, 41, 42):
+        following = model(recipe["inputs_of"](past, calendar[:, : hour + 1]))
+        past = np.concatenate([past, keras.ops.convert_to_numpy(following)[:, -1:]], axis=1)
+    np.testing.assert_allclose(found, past[:, 40:], atol=1e-5)
+
+
+@pytest.mark.once
+def test_long_documents(tmp_path, monkeypatch, capsys):
+    document = tmp_path / "long.txt"
+    document.write_text("All happy families are alike. " * 30)
+    arguments = ("--topics", 1, "--epochs", 1, "--sequence-length", 64, "--document", document)
+    sizes = ("--piece", 300, "--most", 100, "--output", tmp_path)
+    found = run(monkeypatch, "long_documents", *arguments, *sizes)
+    written = capsys.readouterr().out
+    read = re.findall(r"([\d,]+) tokens read, ([\d,]+) bytes kept", written)
+    assert [tokens for tokens, _ in read] == ["301", "601", "901"]
+    assert len({size for _, size in read}) == 1
+    assert written.count("After '") == 3
+    places = re.findall(r"to +([\d,]+): [\d.]+", written)
+    assert places == ["2", "4", "8", "16", "32", "64", "100"]
+    assert list(found["pieces_of"](document, 400)) == [
+        document.read_text()[i : i + 400] for i in (0, 400, 800)
+    ]
+
+
+# A model's step takes long to export to ONNX: `make test-export` does that.
+@pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="what TensorFlow exports")
+def test_serving(tmp_path, monkeypatch, capsys):
+    model = keras_recurrent.models.HGRN2CausalLM.from_preset("hgrn2_tiny", num_layers=1)
+    model.save_to_preset(str(tmp_path / "model"))
+    arguments = ("--model", tmp_path / "model", "--max-tokens", 12, "--output", tmp_path / "served")
+    recipe = run(monkeypatch, "serving", *arguments)
+    assert "From its beginning Keras writes the same." in capsys.readouterr().out
+
+    writer = recipe["Writer"](tmp_path / "served")
+    one, other = ("".join(writer.write("Who?", 8, 1.0, seed=3)) for _ in range(2))
+    assert one == other
+    with recipe["server"](writer) as serving:
+        threading.Thread(target=serving.serve_forever, daemon=True).start()
+        address = recipe["address_of"](serving)
+        for question, match in [
+            ({"prompt": 3}, 'a string "prompt"'),
+            ({"prompt": "x", "max_tokens": 0}, '"max_tokens" must be'),
+            ({"prompt": "x", "temperature": -1}, '"temperature" must be'),
+            ({"prompt": "\ud800"}, "surrogates not allowed"),
+        ]:
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                list(recipe["ask"](address, **question))
+            with contextlib.closing(refused.value) as error:
+                assert error.code == 400
+                assert match in error.read().decode()
+        serving.shutdown()
+
+
+@pytest.mark.once
+def test_serving_shows_whole_characters():
+    """Bytes of a character come together, and those that are none as U+FFFD."""
+    recipe = load("serving")
+    writer = object.__new__(recipe["Writer"])
+    writer.about = {"tokenizer": "bytes", "start": [1], "end": 2, "reads_at_once": True}
+    writer.first_state = {}
+    answer = [byte + 3 for byte in "é€".encode() + b"\xffa\xe2"] + [2]
+    steps = iter(answer)
+
+    def step(tokens, state):
+        logits = np.zeros((1, tokens.shape[1], 259))
+        logits[0, -1, next(steps)] = 1.0
+        return logits, state
+
+    writer.step = step
+    assert list(writer.write("x", 20, 0)) == ["é", "€", "\ufffda", "\ufffd"]
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("name", ["fine_tuning", "from_files", "classifier"])
+def test_notebooks_are_what_the_scripts_make(name):
+    made = load("notebooks")["notebook"]((RECIPES / f"{name}.py").read_text(encoding="utf-8"))
+    found = (RECIPES / f"{name}.ipynb").read_text(encoding="utf-8")
+    assert found == made, "run `make notebooks`"
+    cells = json.loads(found)["cells"]
+    assert "\n".join(cells[0]["source"]).startswith("# ")
+    for cell in cells:
+        assert cell["source"], "an empty cell"
+        if cell["cell_type"] == "code":
+            compile("".join(cell["source"]), name, "exec")
+
+
+@pytest.mark.once
+def test_a_notebook_of_something_else_is_an_error():
+    notebook = load("notebooks")["notebook"]
+    for script, match in [
+        ("x = 1\n", "must begin with a docstring"),
+        ('"""# A"""\nx = 1\n', "comments alone; got the line 'x = 1'"),
+        ('"""# A"""\n# %% [markdown]\n# b\nx = 1\n', "comments alone; got the line 'x = 1'"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            notebook(script)
+
+
+@pytest.mark.once
+def test_the_table_has_every_recipe_and_no_dead_links():
+    table = (RECIPES / "README.md").read_text()
+    links = re.findall(r"\]\(([^)#:]+)\)", table)
+    assert [link for link in links if not (RECIPES / link).exists()] == []
+    scripts = {path.name for path in RECIPES.glob("*.py")} - {"notebooks.py"}
+    assert scripts <= set(links)
+    assert {path.name for path in RECIPES.glob("*.ipynb")} <= set(links)
