@@ -47,7 +47,7 @@ class Size(NamedTuple):
     heads: int
     vocabulary_size: int
     parameters: int
-    weights: str | None = None  # where they are published
+    weights: str | None = None  # where they are, if there are any
 
     @property
     def description(self):
@@ -107,6 +107,8 @@ SIZES = {
     "hawk_3b":              Size(HAWK,         3072, 4096, 24, 3, 24,  32_000,  3_094_760_448),
     "hawk_7b":              Size(HAWK,         4096, 5632, 32, 3, 32,  32_000,  7_307_497_472),
     "griffin_tiny":         Size(GRIFFIN_TINY,  128,  176,  4, 3,  4,     259,        888_832),
+    "griffin_tiny_text":    Size(GRIFFIN_TINY,  128,  176,  6, 3,  4,     259,      1_300_480,
+        weights="griffin_tiny_text.weights.h5"),
     "griffin_100m":         Size(GRIFFIN,       768, 1024, 12, 3,  6,  32_000,    113_879_808),
     "griffin_200m":         Size(GRIFFIN,      1024, 1536, 12, 3,  8,  32_000,    195_806_208),
     "griffin_400m":         Size(GRIFFIN,      1536, 2048, 12, 3, 12,  32_000,    404_444_672),

@@ -187,3 +187,59 @@ def test_conversation(tmp_path, monkeypatch, capfd):
     assert written.count("from the whole text the last answer is the same") == 2
     assert written.count("that were not read again]") == 6
     assert len({path.stat().st_size for path in tmp_path.glob("*.safetensors")}) == 1
+
+
+@pytest.fixture(scope="module")
+def train_preset():
+    sys.path.insert(0, str(ROOT / "guides"))  # it reads the documentation by the quickstart
+    try:
+        return load("train_preset")
+    finally:
+        sys.path.pop(0)
+
+
+@pytest.mark.once
+def test_train_preset(train_preset, tmp_path, monkeypatch, capsys):
+    (tmp_path / "play.txt").write_text("ALL:\nSpeak, speak.\n\n" * 200)
+    arguments = ["--topics", 3, "--steps", 2, "--decay-steps", 1, "--sample", 20]
+    arguments += ["--text", tmp_path / "play.txt", "--output", tmp_path]
+    monkeypatch.setattr(sys, "argv", ["train_preset", *map(str, arguments)])
+    train_preset.main()
+    written = capsys.readouterr().out
+    for name in ("griffin_tiny_text", "n-grams of 1", "n-grams of 7", "gzip", "xz, alone"):
+        assert len(re.findall(rf"^{name} +([\d.]+) +([\d.]+)$", written, re.M)) == 1, name
+    assert "\nROMEO:\n" in written
+    backbone = train_preset.GriffinCausalLM.from_preset("griffin_tiny_text").backbone
+    backbone.load_weights(tmp_path / "griffin_tiny_text.weights.h5")  # it fits
+
+
+@pytest.mark.once
+def test_train_preset_keeps_paragraphs_whole(train_preset):
+    text = "\n\n".join(f"{i} {'a' * 190}" for i in range(10)) + f"\n\n{'b' * 600}\n"
+    documents = train_preset.documents_of(text)
+    assert "\n\n".join(documents) == text.strip("\n")
+    assert [document.count("\n\n") for document in documents] == [1, 1, 1, 1, 1, 0]
+
+
+@pytest.mark.once
+def test_train_preset_counts_as_by_hand(train_preset):
+    """After "ab" and "aa": of a 3 and of b 1; a begins twice, is followed by b and by a."""
+    a, b = (3 + 2 / 256) / 6, (1 + 2 / 256) / 6
+    assert train_preset.n_gram_bits(["ab", "aa"], ["ab"], 1) == pytest.approx(
+        -(np.log2(a) + np.log2(b)) / 2
+    )
+    first, second = (2 + 1 * a) / 3, (1 + 2 * b) / 4
+    assert train_preset.n_gram_bits(["ab", "aa"], ["ab"], 2) == pytest.approx(
+        -(np.log2(first) + np.log2(second)) / 2
+    )
+    # Of three bytes, the beginning is one; "ab" was seen once behind it, and "c" never.
+    assert train_preset.n_gram_bits(["ab", "aa"], ["c"], 3) == pytest.approx(
+        -np.log2(2 / 256 / 6 / 3)
+    )
+
+
+@pytest.mark.once
+def test_train_preset_rate(train_preset):
+    rate = train_preset.ConstantThenLinear(2.0, warmup_steps=4, steps=20, decay_steps=10)
+    steps = (0, 1, 3, 4, 10, 15, 19, 20, 30)
+    assert [float(rate(step)) for step in steps] == [0.5, 1.0, 2.0, 2.0, 2.0, 1.0, 0.2, 0.0, 0.0]

@@ -21,7 +21,7 @@ TOP = {"keras_recurrent": "keras_recurrent"} | {
 }
 
 
-def tree(suffixes=(".py", ".typed")):
+def tree(suffixes=(".py", ".typed", ".h5", ".md")):
     """{path in an installation: file of the tree}."""
     return {
         f"{installed}/{file.relative_to(ROOT / folder).as_posix()}": file
@@ -90,6 +90,7 @@ WHERE = (
     "import keras, sys; sys.modules['tensorflow'] = sys.modules['tensorflow_text'] = None\n"
     "import keras_recurrent as k, keras_recurrent.presets as p\n"
     "import keras_recurrent.backends.reference.linear_scan as r\n"
+    "assert p.path_of_weights('griffin_tiny_text.weights.h5').is_file()\n"
     "print(k.__file__, r.__file__, p.__file__, sep='\\n')"
 )
 

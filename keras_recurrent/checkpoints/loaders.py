@@ -11,7 +11,7 @@ import os
 import h5py
 import keras
 
-from keras_recurrent import compat
+from keras_recurrent import compat, presets
 from keras_recurrent.checkpoints import checkpoint, files, tensor_table
 from keras_recurrent.checkpoints.messages import shown
 from keras_recurrent.checkpoints.overrides import (
@@ -57,7 +57,7 @@ class RecurrentPresetLoader(compat.PresetLoader):
 
 
 class NamedPresetLoader(RecurrentPresetLoader):
-    """Builds the models of a name from sizes, or from weights published elsewhere.
+    """Builds the models of a name from sizes, and weights of this package or published elsewhere.
 
     Args:
         name: string, the preset.
@@ -79,11 +79,19 @@ class NamedPresetLoader(RecurrentPresetLoader):
     def has_weights(self):
         return self.row.weights is not None
 
+    def is_published_elsewhere(self):
+        return self.has_weights() and self.row.weights.startswith(files.HUB)
+
     def load_backbone(self, cls, load_weights, **kwargs):
         check_overrides(self.preset, [cls], kwargs)
         if load_weights and self.has_weights():
             check_weights_fit(self.preset, kwargs)
-            return self.published.load_backbone(cls, True, **kwargs)
+            if self.is_published_elsewhere():
+                return self.published.load_backbone(cls, True, **kwargs)
+            _check_dtype(kwargs.get("dtype"))
+            backbone = cls(**self.row.backbone_arguments, **kwargs)
+            backbone.load_weights(presets.path_of_weights(self.row.weights))
+            return backbone
         if not self.has_weights() and self.preset not in _announced:
             _announced.add(self.preset)
             logger.warning(
@@ -92,7 +100,7 @@ class NamedPresetLoader(RecurrentPresetLoader):
         return cls(**{**self.row.backbone_arguments, **kwargs})
 
     def load_tokenizer(self, cls, config_file=None, **kwargs):
-        if self.has_weights():
+        if self.is_published_elsewhere():
             return self.published.load_tokenizer(cls, **kwargs)
         check_overrides(self.preset, [cls], kwargs)
         return cls(**kwargs)
@@ -102,7 +110,7 @@ class NamedPresetLoader(RecurrentPresetLoader):
         return super().load_preprocessor(cls, **{**self.row.preprocessor_arguments, **kwargs})
 
     def make_preprocessor(self, cls, load_weights, **kwargs):
-        if self.has_weights() and "tokenizer" not in kwargs:
+        if self.is_published_elsewhere() and "tokenizer" not in kwargs:
             if load_weights:
                 return self._make_published_preprocessor(cls, kwargs)
             # Fresh weights were trained with no tokenizer; this one needs no network.

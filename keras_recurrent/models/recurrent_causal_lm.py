@@ -81,7 +81,8 @@ class RecurrentCausalLM(
         """A model by name, from a checkpoint, or from a directory of `save_to_preset`.
 
         `presets` of the class lists the names. Those without published weights start from fresh
-        initialization, and say so once; the others fetch theirs from the Hugging Face Hub.
+        initialization, and say so once; `griffin_tiny_text` has its weights in this package; the
+        others fetch theirs from the Hugging Face Hub.
 
         A checkpoint is a directory of `config.json` and `.safetensors` files as transformers
         saves them, or the name of one on the Hub, such as `"hf://google/recurrentgemma-2b"`

@@ -28,12 +28,12 @@ PAPER = {
     "7b": (4096, 5632, 32, 32),
     "14b": (5120, 8192, 40, 40),
 }
-TINY = (128, 176, 4, 4)
+OURS = {"tiny": (128, 176, 4, 4), "tiny_text": (128, 176, 6, 4)}
 GEMMA = {"2b": (2560, 2560, 26, 10), "9b": (4096, 4096, 38, 16)}
 PATTERNS = {"hawk": "r", "griffin": "rra", "mqa": "a", "recurrentgemma": "rra"}
 NAMES = [
     *(f"hawk_{size}" for size in ("tiny", *PAPER) if size != "14b"),
-    *(f"griffin_{size}" for size in ("tiny", *PAPER)),
+    *(f"griffin_{size}" for size in (*OURS, *PAPER)),
     *(f"mqa_{size}" for size in ("tiny", *PAPER) if size != "14b"),
     *(f"recurrentgemma_{size}" for size in ("2b", "2b_it", "9b", "9b_it")),
 ]
@@ -41,13 +41,13 @@ NAMES = [
 
 def parameters(name):
     """Counted off the paper: section 2 (blocks), 2.4 and appendix A (RG-LRU), C (sizes)."""
-    kind, size = name.removesuffix("_it").split("_")
+    kind, size = name.removesuffix("_it").split("_", 1)
     if kind == "recurrentgemma":
         d, d_rnn, depth, heads = GEMMA[size]
         vocabulary, head, blocks = 256_000, 256, heads
     else:
-        d, d_rnn, depth, heads = PAPER.get(size, TINY)
-        vocabulary, head, blocks = (259, 32, 16) if size == "tiny" else (32_000, 128, 16)
+        d, d_rnn, depth, heads = (PAPER | OURS)[size]
+        vocabulary, head, blocks = (259, 32, 16) if size in OURS else (32_000, 128, 16)
     norm, m, taps = d, 3, 4
     gate = blocks * (d_rnn // blocks) ** 2 + d_rnn
     rg_lru = 2 * gate + d_rnn
@@ -120,6 +120,7 @@ def test_names_are_listed_everywhere():
         name: row["metadata"]["description"] for name, row in GriffinCausalLM.presets.items()
     }
     assert "no weights" in descriptions["hawk_7b"]
+    assert "in this package" in descriptions["griffin_tiny_text"]
     assert "hf://google/recurrentgemma-9b-it" in descriptions["recurrentgemma_9b_it"]
 
 

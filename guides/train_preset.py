@@ -1,0 +1,239 @@
+"""The training of `griffin_tiny_text`, the preset whose weights come with the package.
+
+    KERAS_BACKEND=jax python guides/train_preset.py --text shakespeare.txt
+
+A small language model of bytes learns Python's own documentation, which every Python brings along,
+and the texts that `--text` names: for the preset, plays of Shakespeare. Nothing is downloaded. A
+run that is broken off at any moment and started again goes on where it was. The learning rate is
+constant until it falls to nothing in the last `--decay-steps`: so a run may also be started again
+with fewer or more `--steps`, as long as it has not come to where the rate falls.
+"""
+
+import argparse
+import collections
+import lzma
+import math
+import os
+import pathlib
+import zlib
+
+# Keras reads this once, when it is imported. "torch" and "tensorflow" do as well.
+os.environ.setdefault("KERAS_BACKEND", "jax")
+
+import keras
+import keras_hub
+from keras import ops
+from quickstart import load_documents
+
+from keras_recurrent.callbacks import TrainingBackup
+from keras_recurrent.evaluation import loss_by_position
+from keras_recurrent.models import GriffinCausalLM
+
+PRESET = "griffin_tiny_text"
+SEED = 0
+SEQUENCE_LENGTH, BATCH_SIZE = 512, 4
+LEARNING_RATE, WARMUP_STEPS, WEIGHT_DECAY = 4e-3, 100, 0.1
+EPOCH = 100  # steps from one look at held-out text to the next
+PROMPTS = ("ROMEO:\n", "The statement")
+
+
+# --- 1. The text ---
+
+
+def load_texts(paths, topics=None):
+    """`{name: (documents to learn, documents held out)}`, lists of strings.
+
+    Of the documentation every tenth topic is held out, of each file its last tenth.
+    """
+    texts = {"documentation": load_documents(topics)}
+    for path in paths:
+        text = path.read_text(encoding="utf-8")
+        cut = text.rfind("\n\n", 0, round(0.9 * len(text))) + 2
+        texts[path.stem] = (documents_of(text[:cut]), documents_of(text[cut:]))
+    return texts
+
+
+def documents_of(text):
+    """The paragraphs of a text, as many in a document as fit into a row.
+
+    A document is read from its beginning. So the model learns to begin at any paragraph, and few
+    rows of training begin within one.
+    """
+    documents, length = [], SEQUENCE_LENGTH
+    for paragraph in text.strip("\n").split("\n\n"):
+        length += len(paragraph.encode()) + 2
+        if length > SEQUENCE_LENGTH:
+            documents.append([])
+            length = len(paragraph.encode())
+        documents[-1].append(paragraph)
+    return ["\n\n".join(paragraphs) for paragraphs in documents]
+
+
+# --- 2. The training ---
+
+
+@keras.saving.register_keras_serializable("train_preset")
+class ConstantThenLinear(keras.optimizers.schedules.LearningRateSchedule):
+    """A rate that rises for `warmup_steps`, is constant, and falls to 0 in the last steps."""
+
+    def __init__(self, learning_rate, warmup_steps, steps, decay_steps):
+        super().__init__()
+        self.learning_rate, self.warmup_steps = learning_rate, warmup_steps
+        self.steps, self.decay_steps = steps, decay_steps
+
+    def __call__(self, step):
+        step = ops.cast(step, "float32")
+        rising, falling = (step + 1) / self.warmup_steps, (self.steps - step) / self.decay_steps
+        return self.learning_rate * ops.clip(ops.minimum(rising, falling), 0.0, 1.0)
+
+    def get_config(self):
+        names = ("learning_rate", "warmup_steps", "steps", "decay_steps")
+        return {name: getattr(self, name) for name in names}
+
+
+def train(model, texts, steps, decay_steps, output):
+    """Trains the model, beginning where an earlier run was broken off."""
+    rate = ConstantThenLinear(LEARNING_RATE, WARMUP_STEPS, steps, decay_steps)
+    model.compile(keras.optimizers.AdamW(rate, weight_decay=WEIGHT_DECAY, clipnorm=1.0), model.loss)
+    # An eighth of the held-out text, so that overfitting shows while it trains.
+    glimpse = [document for _, held_out in texts.values() for document in held_out[::8]]
+    model.fit(
+        [document for training, _ in texts.values() for document in training],
+        validation_data=(glimpse,),
+        batch_size=BATCH_SIZE,
+        steps_per_epoch=min(EPOCH, steps),
+        epochs=max(1, steps // EPOCH),
+        verbose=2,
+        callbacks=[
+            TrainingBackup(output / "run.backup", save_freq=50, delete_checkpoint=False),
+            keras.callbacks.CSVLogger(output / "log.csv", append=True),
+        ],
+    )
+
+
+# --- 3. What it is worth, on text that it has not seen ---
+
+
+def model_bits(model, documents, piece=4096):
+    """Bits a byte of documents, each read from its beginning, in pieces if it is very long."""
+    nats = count = 0
+    tokenizer = model.preprocessor.tokenizer
+    for tokens in tokenizer(documents):
+        for begin in range(0, len(tokens), piece):
+            row = [tokenizer.start_token_id, *tokens[begin : begin + piece]]
+            nats += loss_by_position(model, [row]).loss.sum()
+            count += len(row) - 1
+    return nats / count / math.log(2)
+
+
+def n_gram_bits(training, held_out, order):
+    """Bits a byte of a model that counts which bytes followed the `order - 1` bytes before.
+
+    It trusts the followers of these as far as it saw many of them and few different ones, and those
+    of one byte fewer for the rest (Witten-Bell); at the end of that, all bytes alike. A document
+    begins after the byte 255, which UTF-8 never has.
+    """
+    followers: dict = collections.defaultdict(collections.Counter)
+    for contexts, byte in in_context(training, order):
+        for context in contexts:
+            followers[context][byte] += 1
+    nats = count = 0
+    for contexts, byte in in_context(held_out, order):
+        probability = 1 / 256
+        for context in contexts:
+            seen = followers.get(context)
+            if seen is not None:
+                total = seen.total() + len(seen)
+                probability = (seen[byte] + len(seen) * probability) / total
+        nats -= math.log(probability)
+        count += 1
+    return nats / count / math.log(2)
+
+
+def in_context(documents, order):
+    """Each byte, and before it the last 0, 1, … `order - 1` bytes."""
+    for document in documents:
+        text = b"\xff" + document.encode()
+        for i in range(1, len(text)):
+            yield [text[i - length : i] for length in range(min(order, i + 1))], text[i]
+
+
+def compressed_bits(compress, training, held_out):
+    """Bits a byte that held-out text adds to a compressed file of the training text before it."""
+    before, text = ("\n\n".join(documents).encode() for documents in (training, held_out))
+    return 8 * (len(compress(before + text)) - len(compress(before))) / len(text)
+
+
+def report(model, texts):
+    """Prints bits a byte of each held-out text, of the model and of what else there is."""
+    print(f"{'held-out bits a byte of':24}" + "".join(f"{name:>16}" for name in texts))
+    everything = [document for training, _ in texts.values() for document in training]
+
+    def line(name, bits):
+        print(f"{name:24}" + "".join(f"{bits(*text):16.3f}" for text in texts.values()), flush=True)
+
+    line(PRESET, lambda training, held_out: model_bits(model, held_out))
+    for order in range(1, 8):
+        line(
+            f"n-grams of {order}", lambda _, held_out, n=order: n_gram_bits(everything, held_out, n)
+        )
+    for name, compress in (
+        ("gzip", lambda text: zlib.compress(text, 9)),
+        ("xz", lambda text: lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)),
+    ):
+        # The text's own training part is nearest: gzip looks back 32 KiB alone.
+        line(
+            name,
+            lambda training, held_out, c=compress: compressed_bits(
+                c, everything + training, held_out
+            ),
+        )
+        line(f"{name}, alone", lambda _, held_out, c=compress: compressed_bits(c, [], held_out))
+
+
+# --- 4. All of it, in order ---
+
+
+def save(model, path):
+    """Writes the weights in bfloat16, and returns the model that these are."""
+    rounded = GriffinCausalLM.from_preset(PRESET, load_weights=False, dtype="bfloat16")
+    rounded.set_weights(model.get_weights())
+    rounded.backbone.save_weights(path)
+    print(f"{path}: {path.stat().st_size:,} bytes")
+    return rounded
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--text", type=pathlib.Path, nargs="+", default=[], metavar="FILE")
+    parser.add_argument("--topics", type=int, help="read only so many topics of the documentation")
+    parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--decay-steps", type=int, default=1000)
+    parser.add_argument("--sample", type=int, default=400, help="length of a sample, in bytes")
+    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("build/train_preset"))
+    arguments = parser.parse_args()
+    arguments.output.mkdir(parents=True, exist_ok=True)
+
+    keras.utils.set_random_seed(SEED)
+    texts = load_texts(arguments.text, arguments.topics)
+    for name, documents in texts.items():
+        learned, held_out = ("\n\n".join(part).encode() for part in documents)
+        print(f"{name}: {len(learned):,} bytes to learn, {len(held_out):,} held out")
+    # Without end tokens every label is a byte of the text, and the model writes as long as it may.
+    model = GriffinCausalLM.from_preset(
+        PRESET,
+        load_weights=False,
+        packed=True,
+        sequence_length=SEQUENCE_LENGTH,
+        add_end_token=False,
+    )
+    train(model, texts, arguments.steps, arguments.decay_steps, arguments.output)
+    model = save(model, arguments.output / f"{PRESET}.weights.h5")
+    report(model, texts)
+    model.compile(sampler=keras_hub.samplers.TopPSampler(p=0.9, temperature=0.8, seed=SEED))
+    for text in model.generate(list(PROMPTS), max_length=arguments.sample):
+        print(f"\n{text}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""The preset whose weights come with the package: it writes, and is the same on every backend."""
+
+import math
+import pydoc_data.topics
+import re
+import sys
+
+import h5py
+import keras
+import keras_hub
+import numpy as np
+import pytest
+
+from keras_recurrent import presets
+from keras_recurrent.evaluation import loss_by_position
+from keras_recurrent.models import GriffinBackbone, GriffinCausalLM, GriffinTextClassifier
+
+NAME = "griffin_tiny_text"
+FILE = presets.path_of_weights(f"{NAME}.weights.h5")
+
+# From the tenth of the plays that was held out.
+HELD_OUT = """\
+PROSPERO:
+Of the king's ship
+The mariners say how thou hast disposed
+And all the rest o' the fleet.
+
+ARIEL:
+Safely in harbour
+Is the king's ship; in the deep nook, where once
+Thou call'dst me up at midnight to fetch dew
+From the still-vex'd Bermoothes, there she's hid:
+The mariners all under hatches stow'd;
+Who, with a charm join'd to their suffer'd labour,
+I have left asleep; and for the rest o' the fleet
+Which I dispersed, they all have met again
+And are upon the Mediterranean flote,
+Bound sadly home for Naples,
+Supposing that they saw the king's ship wreck'd
+And his great person perish.
+
+PROSPERO:
+Ariel, thy charge
+Exactly is perform'd: but there's more work.
+What is the time o' the day?"""
+BITS_PER_BYTE = 2.4026
+
+
+@pytest.fixture(scope="module")
+def model():
+    return GriffinCausalLM.from_preset(NAME)
+
+
+def bits_per_byte(model, text):
+    tokenizer = model.preprocessor.tokenizer
+    token_ids = [tokenizer.start_token_id, *tokenizer(text)]
+    return loss_by_position(model, [token_ids]).loss.mean() / math.log(2)
+
+
+def weights(backbone):
+    return [keras.ops.convert_to_numpy(weight) for weight in backbone.weights]
+
+
+def test_it_knows_how_text_goes_on(model):
+    assert bits_per_byte(model, HELD_OUT) == pytest.approx(BITS_PER_BYTE, abs=1e-3)
+
+
+def test_it_writes_words(model):
+    """Those of the documentation, whose language it was asked for; noise has none of three."""
+    known = set(re.findall(r"[a-z]+", " ".join(pydoc_data.topics.topics.values()).lower()))
+    model.compile(sampler=keras_hub.samplers.TopPSampler(p=0.9, temperature=0.6, seed=0))
+    text = model.generate("The statement", max_length=250, strip_prompt=True)
+    words = re.findall(r"[a-z]{3,}", text.lower())[:-1]  # the last one may be cut off
+    assert len(words) > 20
+    assert np.mean([word in known for word in words]) > 0.8
+
+
+def test_without_weights_it_is_noise():
+    model = GriffinCausalLM.from_preset(NAME, load_weights=False)
+    assert bits_per_byte(model, HELD_OUT) > 6
+
+
+def test_every_way_to_load_it_gives_the_same_weights(model, monkeypatch):
+    """Without the packages that read checkpoints, as they come with an extra alone."""
+    for package in ("safetensors", "huggingface_hub"):
+        monkeypatch.setitem(sys.modules, package, None)
+    for found in (
+        keras_hub.models.CausalLM.from_preset(NAME).backbone,
+        GriffinBackbone.from_preset(NAME, load_weights=True),
+        GriffinTextClassifier.from_preset(NAME, num_classes=2).backbone,
+    ):
+        for ours, theirs in zip(weights(model.backbone), weights(found), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+def test_the_weights_are_those_of_the_file_in_any_dtype(model):
+    narrow = GriffinBackbone.from_preset(NAME, dtype="bfloat16")
+    for wide, weight in zip(weights(model.backbone), narrow.weights, strict=True):
+        assert keras.backend.standardize_dtype(weight.dtype) == "bfloat16"
+        again = keras.ops.convert_to_numpy(keras.ops.cast(weight, "float32"))
+        np.testing.assert_array_equal(wide, again)
+
+
+@pytest.mark.once
+def test_the_file_is_small():
+    dtypes = []
+    with h5py.File(FILE) as file:
+        file.visititems(lambda _, item: dtypes.append(item.attrs.get("dtype", "none")))
+    assert set(dtypes) == {"none", "bfloat16"}  # groups have none
+    assert FILE.stat().st_size < 4_000_000
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"num_layers": 2}, "'num_layers': the weights in 'griffin_tiny_text' fit only"),
+        ({"dtype": "int8_from_float32"}, "`dtype`: a checkpoint holds floating-point weights"),
+    ],
+)
+def test_what_the_weights_do_not_fit_is_an_error(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        GriffinCausalLM.from_preset(NAME, **overrides)
