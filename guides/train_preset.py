@@ -137,7 +137,7 @@ def n_gram_bits(training, held_out, order):
     for contexts, byte in in_context(training, order):
         for context in contexts:
             followers[context][byte] += 1
-    nats = count = 0
+    nats, count = 0.0, 0
     for contexts, byte in in_context(held_out, order):
         probability = 1 / 256
         for context in contexts:

@@ -223,6 +223,7 @@ def test_phone_book(guide, tmp_path, monkeypatch, capsys):
         **{"--width": [16], "--num-layers": [2], "--window": [12], "--queries": [1]},
         **{"--names": [2, 6], "--tokens": [32], "--test-rows": [8]},
         **{"--steps": [2], "--every": [1], "--warmup": [1]},
+        **{"--name-length": [1], "--number-length": [2]},
     }
     lines, written = run_anew(guide, book, monkeypatch, capsys, tmp_path, toy)
     assert [line["tokens_of_a_row"] for line in lines] == [12] * 3 + [28] * 3

@@ -66,9 +66,9 @@ def test_it_knows_how_text_goes_on(model):
 
 
 def test_it_writes_words(model):
-    """Those of the documentation, whose language it was asked for; noise has none of three."""
+    """Those of the documentation, in whose language so low a temperature keeps it."""
     known = set(re.findall(r"[a-z]+", " ".join(pydoc_data.topics.topics.values()).lower()))
-    model.compile(sampler=keras_hub.samplers.TopPSampler(p=0.9, temperature=0.6, seed=0))
+    model.compile(sampler=keras_hub.samplers.TopPSampler(p=0.9, temperature=0.3, seed=0))
     text = model.generate("The statement", max_length=250, strip_prompt=True)
     words = re.findall(r"[a-z]{3,}", text.lower())[:-1]  # the last one may be cut off
     assert len(words) > 20
@@ -95,8 +95,10 @@ def test_every_way_to_load_it_gives_the_same_weights(model, monkeypatch):
 
 def test_the_weights_are_those_of_the_file_in_any_dtype(model):
     narrow = GriffinBackbone.from_preset(NAME, dtype="bfloat16")
+    # Decays and filters are float32 beside it, as in every Griffin.
+    dtypes = {keras.backend.standardize_dtype(weight.dtype) for weight in narrow.weights}
+    assert dtypes == {"bfloat16", "float32"}
     for wide, weight in zip(weights(model.backbone), narrow.weights, strict=True):
-        assert keras.backend.standardize_dtype(weight.dtype) == "bfloat16"
         again = keras.ops.convert_to_numpy(keras.ops.cast(weight, "float32"))
         np.testing.assert_array_equal(wide, again)
 
