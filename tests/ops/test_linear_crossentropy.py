@@ -1,6 +1,7 @@
 """The loss of hidden states, against its definition, and beside the loss of logits."""
 
 import importlib
+import os
 from typing import NamedTuple
 
 import keras
@@ -11,6 +12,7 @@ from keras_recurrent import dispatch, ops
 from keras_recurrent.backends.reference import linear_crossentropy as reference
 from tests.ops import native
 from tests.ops.cases import round_to, unit
+from tests.processes import fresh_process
 
 BACKEND = keras.config.backend()
 PLAIN = importlib.import_module(f"keras_recurrent.backends.{BACKEND}.linear_crossentropy")
@@ -124,6 +126,18 @@ def small_pieces(monkeypatch):
 def test_pieces(small_pieces, shape, reduction):
     """More tokens than a piece holds, and more rows than that; shapes of no other test."""
     check(Case(shape, 6, 31, soft_cap=5.0), reduction)
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="Keras splits operations over devices on JAX alone")
+def test_devices_share_rows_tokens_and_the_vocabulary():
+    flags = " ".join((os.environ["XLA_FLAGS"], "--xla_force_host_platform_device_count=8"))
+    reports = fresh_process(
+        "-m", "tests.ops.crossentropy_shards", XLA_FLAGS=flags, JAX_PLATFORMS="cpu"
+    )
+    assert len(reports) == 12
+    for case, report in reports.items():
+        assert report["error"] < 2e-6, (case, report)
+        assert report["same"], case
 
 
 def test_it_is_the_crossentropy_of_logits():
