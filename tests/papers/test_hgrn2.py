@@ -1,0 +1,94 @@
+"""HGRN2's figures 2 and 3 and its table 1: the guides run, and count as by hand."""
+
+import keras
+import numpy as np
+import pytest
+
+from tests.papers.running import run_anew
+
+
+@pytest.mark.once
+def test_associative_recall(guide, tmp_path, monkeypatch, capsys):
+    recall = guide("associative_recall")
+    toy = {
+        **{"--lengths": [8, 16], "--pairs": [2, 3], "--vocabulary": [16], "--widths": [8]},
+        **{"--expansions": [4, 16], "--rates": [0.01], "--rows": [4], "--test-rows": [8]},
+        **{"--steps": [2], "--every": [1]},
+    }
+    lines, written = run_anew(guide, recall, monkeypatch, capsys, tmp_path, toy)
+    # A line a task and model; an expansion that does not divide the width is left out.
+    assert [(line["pairs"], line["model"], line["expansion"]) for line in lines] == [
+        (pairs, *model) for pairs in (2, 3) for model in (("HGRN", 1), ("HGRN2", 4))
+    ]
+    assert {line["state_numbers"] for line in lines} == {16, 64}
+    assert "| 3 pairs in 16 tokens, width 8 |" in written
+
+
+@pytest.mark.once
+def test_the_best_setting_of_recall_counts(guide, tmp_path):
+    recall = guide("associative_recall")
+    size = recall.Size((8,), (2,), 16, (8,), (4,), (0.1, 0.2), 4, 8, 4, 2, 1.0)
+    results = guide("runs").Results(tmp_path / "lines")
+    for key in recall.settings(size):
+        for seed, share in ((0, 0.5), (1, 0.6)):
+            share += key["rate"] if key["model"] == "HGRN2" else -key["rate"]
+            results.append(**key, seed=seed, right_after={"2": 0.0, "4": share})
+    for name, rate in (("HGRN", 0.1), ("HGRN2", 0.2)):
+        lines = recall.best(results, size, name, length=8, width=8)
+        assert [line["rate"] for line in lines] == [rate, rate]
+    assert recall.judge(np.array([0.4, 0.5]), np.array([0.7, 0.8])).startswith("yes: HGRN2 above")
+    assert recall.judge(np.array([0.4, 0.5]), np.array([0.5, 0.6])).startswith("NO")
+    assert recall.judge(np.array([0.99, 1.0]), np.array([1.0, 1.0])) == "yes: both at least 99 %"
+
+
+@pytest.mark.once
+def test_state_size(guide, tmp_path, monkeypatch, capsys):
+    state_size = guide("state_size")
+    text = tmp_path / "text"
+    text.write_bytes(bytes(range(32, 127)) * 8)
+    toy = {
+        **{"--text": [text], "--width": [12], "--num-layers": [2], "--ratios": [1, 4, 5]},
+        **{"--length": [8], "--tokens": [16], "--steps": [2], "--windows": [8]},
+    }
+    lines, written = run_anew(guide, state_size, monkeypatch, capsys, tmp_path, toy)
+    # A ratio that does not divide the width is left out.
+    assert [line["setting"] for line in lines] == [1, 4, *state_size.FORMS]
+    parameters = [line["parameters"] for line in lines]
+    assert max(parameters) < 1.02 * min(parameters)
+    assert "below 1 by more than 2 deviations" in written
+    assert "| HGRN | complex, 2 d |" in written
+    assert state_size.better(np.array([1.0, 1.1]), np.array([1.5, 1.6])) == "yes"
+    assert state_size.better(np.array([1.0, 1.1]), np.array([1.1, 1.2])) == "NO"
+
+
+def test_states_of_hgrn_are_what_the_forms_say(guide):
+    """Against a loop over time in NumPy, with a bound, and a sequence in two parts."""
+    state_size = guide("state_size")
+    x = np.random.default_rng(0).normal(size=(2, 6, 4)).astype("float32")
+    bound = np.log(np.array([[0.3] * 4, [0.7] * 4], "float32"))
+    for form, (multiple, is_complex) in state_size.FORMS.items():
+        keras.utils.set_random_seed(0)
+        layer = state_size.StateHGRN(form, return_state=True)
+        found, state = layer(x, lower_bound=bound)
+        maps = {w.path.split("/")[-2]: keras.ops.convert_to_numpy(w) for w in layer.weights}
+        f, i, o = (x @ maps[name] for name in ("f_proj", "i_proj", "o_proj"))
+        f = 0.3 + 0.7 / (1 + np.exp(-f))
+        c, o = i / (1 + np.exp(-i)), 1 / (1 + np.exp(-o))
+        turn = np.ones(4 * multiple)
+        if is_complex:
+            c = c[..., :4] + 1j * c[..., 4:]
+            turn = np.exp(1j * 10_000.0 ** (-np.arange(4) / 4))
+        h, outputs = 0, []
+        for t in range(6):
+            h = f[:, t] * turn * h + (1 - f[:, t]) * c[:, t]
+            real = np.concatenate([h.real, h.imag], axis=-1) if is_complex else h
+            y = real * o[:, t]
+            y = y / np.sqrt(np.mean(y**2, axis=-1, keepdims=True) + layer.norm.epsilon)
+            outputs.append(y @ maps["projection"])
+        found = keras.ops.convert_to_numpy(found)
+        np.testing.assert_allclose(found, np.stack(outputs, 1), rtol=1e-3, atol=1e-5)
+        assert tuple(state["hidden"].shape) == (2, 4 * multiple)
+        _, left = layer(x[:, :3], lower_bound=bound)
+        right, _ = layer(x[:, 3:], lower_bound=bound, initial_state=left)
+        right = keras.ops.convert_to_numpy(right)
+        np.testing.assert_allclose(right, found[:, 3:], rtol=1e-3, atol=1e-5)

@@ -1,0 +1,141 @@
+"""What the papers say of time and memory: the guides run, and judge as by hand."""
+
+import functools
+import importlib
+import re
+
+import numpy as np
+import pytest
+
+from keras_recurrent.models import (
+    memory_sizes,
+)
+from tests.papers.running import call
+
+
+@pytest.mark.once
+def test_throughput(guide, tmp_path, monkeypatch, capsys):
+    throughput = guide("throughput")
+    monkeypatch.setattr(throughput, "compute", functools.cache(throughput.compute))
+    monkeypatch.setattr(throughput, "LENGTHS", [512, 1024, 2048, 4096])
+    monkeypatch.setattr(throughput, "build", functools.partial(throughput.build, num_layers=1))
+    toy = ("--tokens", 8, "--latency-tokens", 4, "--prompts", 0, "--latency-rows", 8)
+    toy = (*toy, "--window", 4, "--memory", 12 * 10**5, "--seeds", 0, "--output", tmp_path)
+    call(throughput, monkeypatch, *toy)
+    file = tmp_path / "throughput.jsonl"
+    *first, last = file.read_text().splitlines(keepends=True)
+    assert len(first) == 5
+    assert '"model": "mqa"' in last
+    # A later sitting measures what is missing.
+    file.write_text("".join(first))
+    call(throughput, monkeypatch, *toy)
+    lines = file.read_text().splitlines(keepends=True)
+    assert lines[:-1] == first
+    assert '"model": "mqa"' in lines[-1]
+    written = capsys.readouterr().out
+    assert "| Griffin, 4,096 tokens | 4,096 | 38,346 | 1.81 |" in written
+    for name in ("Hawk", "Griffin", "MQA"):
+        assert f"| {name}, 8 tokens |" in written
+    assert "8 tokens: Hawk above Griffin by 2 deviations: " in written
+    assert (tmp_path / "throughput.png").stat().st_size > 0
+    with pytest.raises(SystemExit, match="are more than a memory of 1,000 bytes"):
+        call(throughput, monkeypatch, "--memory", 1000, "--output", tmp_path / "none")
+
+
+OUT_OF_MEMORY = MemoryError("CUDA out of memory")
+
+
+@pytest.mark.once
+def test_rows_are_doubled_until_memory_or_time_ends(monkeypatch):
+    decoding = importlib.import_module("benchmarks.decoding")
+    monkeypatch.setattr(decoding, "warm_up", lambda model, rows, tokens: None)
+
+    def take(rows_that_fit, milliseconds_a_row, error=OUT_OF_MEMORY):
+        def seconds(model, rows, tokens):
+            if rows > rows_that_fit:
+                raise error
+            return milliseconds_a_row * rows / 1000
+
+        monkeypatch.setattr(decoding, "seconds_a_token", seconds)
+        return decoding.doubled(None, tokens=100, first=4, longest=10)
+
+    assert take(20, 1) == ([(4, 0.004), (8, 0.008), (16, 0.016)], "memory")
+    assert take(1000, 1)[0][-1] == (64, 0.064)
+    assert take(1000, 1)[1] == "time"
+    with pytest.raises(SystemExit, match="4 rows of 100 tokens do not fit"):
+        take(3, 1)
+    with pytest.raises(ZeroDivisionError):
+        take(4, 1, ZeroDivisionError())
+
+
+@pytest.mark.once
+def test_as_many_rows_as_memory_holds():
+    decoding = importlib.import_module("benchmarks.decoding")
+    sizes = memory_sizes("mqa_tiny", 1, 256)  # the room of 100 tokens
+    for rows, found in ((1, 1), (2, 2), (3.99, 2), (4, 4)):
+        memory = sizes.parameters + rows * sizes.cache
+        assert decoding.largest_batch("mqa_tiny", 100, memory) == found
+
+
+@pytest.mark.once
+def test_grouped_queries(guide, tmp_path, monkeypatch, capsys):
+    grouped_queries = guide("grouped_queries")
+    toy = ("--width", 16, "--head-dim", 2, "--length", 8, "--steps", 8, "--rows", 8)
+    toy = (*toy, "--heads", 4, "--timed-width", 16, "--timed-length", 16, "--repeats", 1)
+    toy = (*toy, "--groups", 2, "--output", tmp_path, "--seeds", 0)
+    call(grouped_queries, monkeypatch, *toy)
+    file = tmp_path / "grouped_queries.jsonl"
+    lines = file.read_text()
+    assert len(lines.splitlines()) == 3 + 4  # times by groups, and all that is trained
+    # A later sitting finds everything there.
+    call(grouped_queries, monkeypatch, *toy)
+    assert file.read_text() == lines
+    written = capsys.readouterr().out
+    for name in ("2 groups, mean", "2 groups, first", "2 groups, random", "8 groups, all heads"):
+        assert f"| {name} |" in written
+    assert re.search(r"\| 4 groups \| [\d.]+ ± 0.000 \| [\d.]+ \| 0.00 \|", written)
+    assert (tmp_path / "grouped_queries.png").stat().st_size > 0
+
+
+@pytest.mark.once
+def test_verdicts_on_times_by_groups(guide):
+    judge_times = guide("grouped_queries").judge_times
+    found = {1: [1.0], 8: [1.2], 64: [3.0]}
+    assert [line.split(": ")[1] for line in judge_times(found, 64)] == ["yes"] * 3
+    found = {1: [1.0], 8: [2.0], 64: [1.9]}
+    assert [line.split(": ")[1] for line in judge_times(found, 64)] == ["NO"] * 3
+
+
+@pytest.mark.once
+def test_training_speed(guide, tmp_path, monkeypatch, capsys):
+    speed = guide("training_speed")
+    toy = ("--lengths", 8, 16, "--tokens", 16, "--window", 4, "--output", tmp_path)
+    call(speed, monkeypatch, *toy, "--seeds", 0)
+    file = tmp_path / "training_speed.jsonl"
+    lines = file.read_text()
+    assert len(lines.splitlines()) == len(speed.MODELS) * 2
+    # A later sitting finds everything there.
+    call(speed, monkeypatch, *toy, "--seeds", 0)
+    assert file.read_text() == lines
+    written = capsys.readouterr().out
+    assert re.search(r"\| TNL \| 1.00 ± 0.00 \| [\d.]+ ± 0.00 \| \w+: within 10 % to 16; ", written)
+    assert (tmp_path / "training_speed.png").stat().st_size > 0
+    with pytest.raises(SystemExit):
+        call(speed, monkeypatch, "--lengths", 8, 12, "--tokens", 16)
+
+
+@pytest.mark.once
+def test_verdicts_on_training_speed(guide):
+    judge, lengths = guide("training_speed").judge, (8, 16, 32, 64)
+
+    def found(*ratios):
+        return {n: np.array([ratio]) for n, ratio in zip(lengths, ratios, strict=False)}
+
+    assert judge("Griffin", found(1, 1.02, 1.04, 1.07), lengths) == (
+        "yes: within 5 % to 32; yes: within 8 % to 64"
+    )
+    assert judge("Griffin", found(1, 1.06, 1.04, 1.09), lengths) == (
+        "NO: within 5 % to 32; NO: within 8 % to 64"
+    )
+    assert judge("MQA", found(1, 1.1, 1.3), lengths) == "rises: yes"
+    assert judge("MQA", found(1, 1.1, 1.05), lengths) == "rises: NO"

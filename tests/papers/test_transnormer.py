@@ -1,0 +1,75 @@
+"""TransNormerLLM's ablations: the guide runs, and its variants are what they say."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_recurrent.models import (
+    TransNormerBackbone,
+    TransNormerCausalLM,
+)
+from tests.papers.running import call
+
+
+@pytest.mark.once
+def test_lightning_ablations(guide, tmp_path, monkeypatch, capsys):
+    ablations = guide("lightning_ablations")
+    toy = ("--width", 8, "--num-heads", 2, "--num-layers", 2, "--length", 8, "--tokens", 16)
+    toy = (*toy, "--steps", 2, "--windows", 4, "--output", tmp_path)
+    call(ablations, monkeypatch, *toy, "--seeds", 0, 1, "--variants", "no gate")
+    first = (tmp_path / "lightning_ablations.jsonl").read_text()
+    assert len(first.splitlines()) == 4
+    call(ablations, monkeypatch, *toy, "--seeds", 0, 1, "--variants", "no gate", "LayerNorm")
+    lines = (tmp_path / "lightning_ablations.jsonl").read_text()
+    assert lines.startswith(first)
+    assert len(lines.splitlines()) == 6
+    written = capsys.readouterr().out
+    assert "| worse: 2.263, not 2.248 |" in written
+    assert "| LayerNorm |" in written
+    assert (tmp_path / "lightning_ablations.png").stat().st_size > 0
+    assert ablations.judge(np.array([0.1, 0.11])) == "worse"
+    assert ablations.judge(np.array([-0.1, -0.11])) == "better"
+    assert ablations.judge(np.array([0.1, -0.05])) == "within 2 deviations"
+
+
+@pytest.mark.once
+def test_variants_of_transnormer_differ_where_they_say(guide):
+    ablations = guide("lightning_ablations")
+    size = ablations.Size(8, 2, 3, 8, 16, 1, 4, 1e-3)
+    released = TransNormerCausalLM(
+        TransNormerBackbone(
+            vocabulary_size=256,
+            num_layers=3,
+            hidden_dim=8,
+            intermediate_dim=22,
+            num_heads=2,
+            head_dim=4,
+        )
+    )
+    rows = np.arange(10).reshape(2, 5)
+    logits = {}
+    for name, variant in ablations.VARIANTS.items():
+        model = ablations.build(variant, size, seed=0)
+        blocks = model.backbone.transformer_layers
+        assert [block.temporal_block.use_lrpe for block in blocks] == {
+            "first": [True, False, False],
+            "all": [True] * 3,
+            "none": [False] * 3,
+        }[variant.lrpe]
+        logits[name] = model({"token_ids": rows, "padding_mask": np.ones_like(rows)})
+        logits[name] = keras.ops.convert_to_numpy(logits[name])
+        if name == ablations.RELEASED:
+            # The same network as the package's, with its weights.
+            released.set_weights(model.get_weights())
+            same = released({"token_ids": rows, "padding_mask": np.ones_like(rows)})
+            same = keras.ops.convert_to_numpy(same)
+            np.testing.assert_allclose(logits[name], same, rtol=1e-5, atol=1e-6)
+        elif name == "RMSNorm":  # its weights begin at 1
+            np.testing.assert_array_equal(logits[name], logits[ablations.RELEASED])
+        else:
+            assert np.abs(logits[name] - logits[ablations.RELEASED]).max() > 1e-3, name
+    maps = 3 * 8 * 8  # of the gates
+    weights = {n: ablations.build(v, size, 0).count_params() for n, v in ablations.VARIANTS.items()}
+    assert weights["no gate"] == weights[ablations.RELEASED] - maps
+    assert weights["no decay"] == weights[ablations.RELEASED]
+    assert weights["RMSNorm"] == weights[ablations.RELEASED] + 8 * (3 * 3 + 1)
