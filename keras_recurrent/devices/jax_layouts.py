@@ -61,7 +61,8 @@ def layout_map_with_axes(device_mesh, model_parallel_dim_name, data_parallel_dim
         if name not in device_mesh.axis_names:
             raise ValueError(
                 f"`{argument}` must be an axis of `device_mesh`, one of "
-                f"{device_mesh.axis_names}. Received: {name!r}"
+                f"{device_mesh.axis_names}. Received: {name!r}. An axis that is to split nothing "
+                "has the size 1."
             )
         if name == SEQUENCE:
             raise ValueError(

@@ -3,6 +3,7 @@
 from typing import Any
 
 import keras
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -35,8 +36,10 @@ class TorchModule(torch.nn.Module):
         *args, **kwargs: those of the model.
         labels: integers `[B, T]`, of a language model of this package whose `compile` has its
             default loss: the token after each one. The module then returns the loss, which is made
-            of hidden states, without the logits of all tokens. Not beside tensor parallelism.
-        sample_weight: `[B, T]`, beside `labels`: how much each token counts; None: all alike.
+            of hidden states, without the logits of all tokens. Not beside tensor parallelism. The
+            loss is NaN where the vocabulary lacks a label whose weight is not 0.
+        sample_weight: `[B, T]`, beside `labels`: how much each token counts, 0 for padding, where
+            any label may stand, such as -100; None: all alike.
 
     Returns:
         What the model returns; with `labels`, a scalar, the mean over the tokens of this process.
@@ -49,7 +52,7 @@ class TorchModule(torch.nn.Module):
     Raises:
         ValueError: no model, one that is not built, one that has such a module already, or one
             whose layers share a name; at a call, `labels` for a model that makes its loss of
-            logits, or a `sample_weight` without `labels`.
+            logits, a `sample_weight` without `labels`, or another shape than the tokens have.
 
     Example, for each process that `torchrun` starts, with a loss of each process's own rows:
 
@@ -123,6 +126,13 @@ class TorchModule(torch.nn.Module):
                 "`labels` do not go with tensor parallelism: there the vocabulary is not split. "
                 "Leave them out, and take `model.loss(labels, module(...), sample_weight)`."
             )
+        rows = tuple(hidden_states.shape[:2])
+        for name, given in (("labels", labels), ("sample_weight", sample_weight)):
+            shape = rows if given is None else tuple(np.shape(given))
+            if shape != rows:
+                raise ValueError(
+                    f"`{name}` must have the shape of the tokens, {rows}; got {shape}."
+                )
         return self.model.loss_of_hidden_states(hidden_states, labels, sample_weight)[0]
 
     def _logits_because(self):

@@ -69,10 +69,15 @@ def test_labels_are_refused_where_the_loss_is_made_of_logits():
         module(np.ones((1, 2)), labels=np.ones((1, 2)))
     with pytest.raises(ValueError, match="`sample_weight` weighs `labels`"):
         module(np.ones((1, 2)), sample_weight=np.ones(1))
-    model = tiny_causal_lm()
+    module = TorchModule(model := tiny_causal_lm())
+    for given in ({}, {"sample_weight": torch.ones(2)}):
+        labels = X["token_ids"] if given else torch.ones((2, 4), dtype=torch.int32)
+        name = "sample_weight" if given else "labels"
+        with pytest.raises(ValueError, match=rf"`{name}` must have the shape of the tokens"):
+            module(X, labels=labels, **given)
     model.compile(weighted_metrics=["accuracy"])
     with pytest.raises(ValueError, match="the metric 'accuracy' reads logits"):
-        TorchModule(model)(X, labels=X["token_ids"])
+        module(X, labels=X["token_ids"])
 
 
 def test_only_models_that_are_built_become_modules():
