@@ -163,7 +163,7 @@ def _walk_shard(soft_cap, split, with_gradients, x, embedding, weights, tokens):
         return found
     assert d_embedding is not None
     d_x = vocabulary.sum(joined(d_x, width)).astype(x.dtype)
-    of_tokens = [name for name in split[1:3] if name] if split else []
+    of_tokens = [name for name in (split.rows, split.time) if name] if split else []
     if of_tokens:
         d_embedding = jax.lax.psum(d_embedding, of_tokens)
     return *found, d_x, d_embedding.astype(embedding.dtype)

@@ -31,7 +31,16 @@ import keras
 import matplotlib.figure
 import numpy as np
 from quickstart import load_documents
-from runs import Results, deviations, draw_band, machine, table, with_error
+from runs import (
+    Results,
+    command_line,
+    deviations,
+    draw_band,
+    machine,
+    read_command_line,
+    table,
+    with_error,
+)
 
 from benchmarks import gqa
 from keras_recurrent.conversion import convert_to_gqa, uptraining
@@ -298,22 +307,9 @@ def draw(results, size, path):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--full", action="store_true", help="the size for one GPU")
-    parser.add_argument("--seeds", type=int, nargs="+", help="three, or five with --full")
-    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("build/papers"))
-    for field in dataclasses.fields(Size):
-        parser.add_argument(
-            f"--{field.name.replace('_', '-')}",
-            type=int,
-            nargs="+" if field.type is tuple else None,
-            help="in place of what the size says",
-        )
-    arguments = parser.parse_args()
-    given = {f.name: getattr(arguments, f.name) for f in dataclasses.fields(Size)}
-    size = dataclasses.replace(
-        FULL if arguments.full else MINIATURE, **{k: v for k, v in given.items() if v is not None}
-    )
+    parser = command_line(__doc__, Size)
+    parser.set_defaults(seeds=None)  # three, or five with --full
+    arguments, size = read_command_line(parser, MINIATURE, FULL)
     seeds = arguments.seeds or list(range(5 if arguments.full else 3))
     results = Results(arguments.output / "grouped_queries.jsonl")
     measure_times(size, seeds, results)

@@ -14,7 +14,6 @@ arguments of `LightningAttention`, LRPE in every layer is one, too. What no publ
 layer without gate or decay, other norms, is made here, by subclasses.
 """
 
-import argparse
 import dataclasses
 import os
 import pathlib
@@ -31,8 +30,10 @@ from keras import ops
 from runs import (
     PASSES,
     Results,
+    command_line,
     deviations,
     machine,
+    read_command_line,
     read_text,
     spread,
     table,
@@ -294,21 +295,11 @@ def draw(results, size, path):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--full", action="store_true", help="the size for one GPU")
+    parser = command_line(__doc__, Size)
     parser.add_argument("--text", type=pathlib.Path, help="a file; else Python's documentation")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--seeds", type=int, nargs="+", help="three, or five with --full")
-    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("build/papers"))
-    for field in dataclasses.fields(Size):
-        parser.add_argument(
-            f"--{field.name.replace('_', '-')}", type=field.type, help="instead of the size's"
-        )
-    arguments = parser.parse_args()
-    given = {f.name: getattr(arguments, f.name) for f in dataclasses.fields(Size)}
-    size = dataclasses.replace(
-        FULL if arguments.full else MINIATURE, **{k: v for k, v in given.items() if v is not None}
-    )
+    parser.set_defaults(seeds=None)  # three, or five with --full
+    arguments, size = read_command_line(parser, MINIATURE, FULL)
     seeds = arguments.seeds or list(range(5 if arguments.full else 3))
     training, held_out = read_text(arguments.text)
     windows = spread(held_out, size.windows, size.length, size.length)

@@ -8,6 +8,7 @@ import os
 import pathlib
 import pydoc_data.topics
 import types
+from typing import Any
 
 import keras
 import numpy as np
@@ -24,11 +25,12 @@ def command_line(doc, size):
     parser.add_argument("--full", action="store_true", help="the size for one GPU")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("build/papers"))
+    of_tuples: dict[Any, Any] = {tuple: int, tuple[float, ...]: float}
     for field in dataclasses.fields(size):
         parser.add_argument(
             f"--{field.name.replace('_', '-')}",
-            type=float if field.type in (float, tuple[float, ...]) else int,
-            nargs="+" if field.type in (tuple, tuple[float, ...]) else None,
+            type=of_tuples.get(field.type, field.type),
+            nargs="+" if field.type in of_tuples else None,
             help="in place of what the size says",
         )
     return parser

@@ -15,7 +15,6 @@ as fit into a few megabytes. On CPUs, where other programs may run, time is what
 them, not what passed.
 """
 
-import argparse
 import dataclasses
 import gc
 import itertools
@@ -31,7 +30,16 @@ sys.path.append(str(pathlib.Path(__file__).resolve().parents[2]))  # where bench
 import keras
 import matplotlib.figure
 import numpy as np
-from runs import Results, deviations, draw_band, machine, table, with_error
+from runs import (
+    Results,
+    command_line,
+    deviations,
+    draw_band,
+    machine,
+    read_command_line,
+    table,
+    with_error,
+)
 
 from benchmarks.decoding import (
     KINDS,
@@ -308,22 +316,8 @@ def draw(results, size, computed, path):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--full", action="store_true", help="the size for one GPU")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="repeats")
-    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("build/papers"))
-    for field in dataclasses.fields(Size):
-        parser.add_argument(
-            f"--{field.name.replace('_', '-')}",
-            type=str if field.type is str else int,
-            nargs="+" if field.type is tuple else None,
-            help="in place of what the size says",
-        )
-    arguments = parser.parse_args()
-    given = {f.name: getattr(arguments, f.name) for f in dataclasses.fields(Size)}
-    size = dataclasses.replace(
-        FULL if arguments.full else MINIATURE, **{k: v for k, v in given.items() if v is not None}
-    )
+    parser = command_line(__doc__, Size)
+    arguments, size = read_command_line(parser, MINIATURE, FULL)
     if not size.memory and "CPU" in machine():
         parser.error("on a CPU, --memory must say how many bytes to take")
     computed = compute()

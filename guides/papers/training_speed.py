@@ -13,7 +13,6 @@ twin here has softmax attention in the place of Lightning Attention, and all els
 On CPUs, where other programs may run, time is what the process used of them, not what passed.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import gc
@@ -31,7 +30,7 @@ import matplotlib.figure
 import numpy as np
 from constant_speed import times_and_memory
 from lightning_ablations import LanguageModel
-from runs import Results, draw_band, machine, table, with_error
+from runs import Results, command_line, draw_band, machine, read_command_line, table, with_error
 
 from keras_recurrent.layers import LocalAttention, SimpleRMSNorm
 from keras_recurrent.models import GriffinCausalLM, TransNormerCausalLM, TransNormerResidualBlock
@@ -224,22 +223,8 @@ def draw(results, size, path):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--full", action="store_true", help="the size for one GPU")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="repeats")
-    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("build/papers"))
-    for field in dataclasses.fields(Size):
-        parser.add_argument(
-            f"--{field.name.replace('_', '-')}",
-            type=int if field.type is tuple else field.type,
-            nargs="+" if field.type is tuple else None,
-            help="in place of what the size says",
-        )
-    arguments = parser.parse_args()
-    given = {f.name: getattr(arguments, f.name) for f in dataclasses.fields(Size)}
-    size = dataclasses.replace(
-        FULL if arguments.full else MINIATURE, **{k: v for k, v in given.items() if v is not None}
-    )
+    parser = command_line(__doc__, Size)
+    arguments, size = read_command_line(parser, MINIATURE, FULL)
     if any(size.tokens % length for length in size.lengths):
         parser.error("--tokens must be a multiple of each of the --lengths")
     results = Results(arguments.output / "training_speed.jsonl")
