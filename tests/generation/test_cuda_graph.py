@@ -36,7 +36,7 @@ def compiled(sampler="greedy", family="hgrn2", jit_compile="auto", **kwargs):
 def test_greedy_tokens_are_those_of_the_traced_step(family):
     model = compiled(family=family)
     found = [generate(model, LENGTHS, TOTAL)["token_ids"] for _ in range(3)]
-    assert which_generation(model) == ("cuda_graph", {}, {})
+    assert which_generation(model)[:2] == ("cuda_graph", {})
     traced = compiled(family=family, jit_compile=False)
     expected = generate(traced, LENGTHS, TOTAL)["token_ids"]
     assert which_generation(traced).name == "traced"
@@ -84,7 +84,7 @@ def test_the_weights_are_those_of_now(name, dtype):
     generate(model, LENGTHS, TOTAL)
     CHANGES[name](model)
     found = generate(model, LENGTHS, TOTAL)["token_ids"]
-    assert which_generation(model) == ("cuda_graph", {}, {})
+    assert which_generation(model)[:2] == ("cuda_graph", {})
     model.compile(sampler="greedy", jit_compile=False)
     np.testing.assert_array_equal(found, generate(model, LENGTHS, TOTAL)["token_ids"])
 
