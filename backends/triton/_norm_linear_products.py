@@ -8,9 +8,13 @@ from keras_recurrent.backends.triton._products import product
 
 
 @triton.jit
-def _weights(kernel, k, n, K: tl.constexpr, N: tl.constexpr):
-    valid = (k < K)[:, None] & (n < N)[None, :]
-    return tl.load(kernel + k[:, None] * N + n[None, :], valid, other=0.0)
+def _weights(kernel, k, n, K: tl.constexpr, N: tl.constexpr, WHOLE: tl.constexpr = False):
+    places = kernel + k[:, None] * N + n[None, :]
+    if WHOLE:
+        weights = tl.load(places)
+    else:
+        weights = tl.load(places, (k < K)[:, None] & (n < N)[None, :], other=0.0)
+    return weights
 
 
 @triton.jit
@@ -18,31 +22,28 @@ def of_one_row(
     x,
     scale,
     kernel,
-    other,
     n,
     epsilon,
     K: tl.constexpr,
     N: tl.constexpr,
     NORM: tl.constexpr,
-    PAIR: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """The columns n [BLOCK_N] of RMSNorm(x) W and, with PAIR, of the same with `other`.
+    """The columns n [BLOCK_N] of RMSNorm(x) W, float32.
 
-    A program reads its part of each weight once, in loads that are all under way together; the
-    first ones before x is there. The norm's factor r is the same for the whole row, so it
-    multiplies the sums, r Σ x_k s_k W_kn, and the squares of x are summed in the same walk.
+    A program reads its part of the weight once, in loads that are under way together; the first
+    ones before x is there. The norm's factor r is the same for the whole row, so it multiplies the
+    sums, r Σ x_k s_k W_kn, and the squares of x are summed in the same walk. With AT_ONCE the
+    channels of all steps are summed at the end, which takes more registers and fewer barriers.
     """
-    total = tl.zeros((BLOCK_K, n.shape[0]), tl.float32)
-    beside = tl.zeros((BLOCK_K, n.shape[0]), tl.float32)
+    total = tl.zeros((BLOCK_K, BLOCK_N) if AT_ONCE else (BLOCK_N,), tl.float32)
     squares = tl.zeros((BLOCK_K,), tl.float32)
     for i in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
         k = i * BLOCK_K + tl.arange(0, BLOCK_K)
-        weight = _weights(kernel, k, n, K, N)
-        weight_2 = weight
-        if PAIR:
-            weight_2 = _weights(other, k, n, K, N)
+        weight = _weights(kernel, k, n, K, N, (i + 1) * BLOCK_K <= K and N % BLOCK_N == 0)
         factor = 1.0
         if scale is not None:
             factor = tl.load(scale + k, k < K, other=0.0).to(tl.float32)
@@ -50,17 +51,14 @@ def of_one_row(
             wait_for_launch_before()
         value = tl.load(x + k, k < K, other=0.0).to(tl.float32)
         squares += value * value
-        value = (value * factor)[:, None]
-        total += value * weight.to(tl.float32)
-        if PAIR:
-            beside += value * weight_2.to(tl.float32)
-    total, beside = tl.sum(total, 0), tl.sum(beside, 0)
+        products = (value * factor)[:, None] * weight.to(tl.float32)
+        total += products if AT_ONCE else tl.sum(products, 0)
+    if AT_ONCE:
+        total = tl.sum(total, 0)
     if NORM:
         z = tl.sum(squares, 0) / K + epsilon
-        r = tl.where(z == 0, 0.0, tl.div_rn(1.0, tl.sqrt_rn(tl.where(z == 0, 1.0, z))))
-        total *= r
-        beside *= r
-    return total[None, :], beside[None, :]
+        total *= tl.where(z == 0, 0.0, tl.div_rn(1.0, tl.sqrt_rn(tl.where(z == 0, 1.0, z))))
+    return total[None, :]
 
 
 @triton.jit

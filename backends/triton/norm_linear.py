@@ -1,14 +1,15 @@
 """y = RMSNorm(x) W + b for a few rows: what a step of generation spends most of its time on.
 
 A program makes some columns of y from all channels of x. A single row is normalized in the same
-kernel; a few rows are before it, by one launch more, so that tensor cores take them as they are.
+kernel, and gated by one launch more: programs that read two weights were slower by a third. A few
+rows are normalized before, so that tensor cores take them as they are, and gated in the kernel.
 """
 
 import triton
 import triton.language as tl
 
 from keras_recurrent.backends.triton import rms_norm
-from keras_recurrent.backends.triton._ahead import let_next_launch_begin
+from keras_recurrent.backends.triton._ahead import let_next_launch_begin, wait_for_launch_before
 from keras_recurrent.backends.triton._framework import (
     forward_operation,
     framework,
@@ -21,14 +22,22 @@ from keras_recurrent.backends.triton._math import gelu, silu
 from keras_recurrent.backends.triton._norm_linear_products import of_one_row, of_rows
 
 _GATES = (None, "silu", "gelu")
-_TILE = {"BLOCK_B": 1, "BLOCK_N": 16, "STAGES": 1, "num_warps": 8}
-_BLOCK_K = {"bfloat16": 2048, "float32": 512}
+# Of one row, by how many columns all maps have together: from as many on, lines of memory are read
+# whole, and below, there would be too few programs for all multiprocessors.
+_OF_ONE_ROW = {"BLOCK_B": 1, "STAGES": 1, "num_warps": 8}
+_TILES_OF_ONE_ROW = (
+    (8192, {"BLOCK_N": 64, "BLOCK_K": 512, "AT_ONCE": False}),
+    (4096, {"BLOCK_N": 32, "BLOCK_K": 1024, "AT_ONCE": False}),
+    (0, {"BLOCK_N": 16, "BLOCK_K": 2048, "AT_ONCE": True}),
+)
+_BLOCK_K_OF_FLOAT32 = 512
 _TILE_OF_ROWS = {"BLOCK_B": 16, "BLOCK_N": 64, "BLOCK_K": 128, "STAGES": 4, "num_warps": 4}
 # Where there are too few columns for all multiprocessors, more channels are under way at once, as
 # many as the shared memory of small GPUs holds.
 _FEW_COLUMNS = 4096
 _TILE_OF_FEW = {"BLOCK_B": 16, "BLOCK_N": 32, "BLOCK_K": 512, "STAGES": 3, "num_warps": 4}
 _TILE_OF_FLOAT32 = {"BLOCK_B": 16, "BLOCK_N": 32, "BLOCK_K": 64, "STAGES": 2, "num_warps": 4}
+_GATED_AT_ONCE = 256  # numbers of one row, a program
 
 
 def unsupported(
@@ -101,15 +110,18 @@ def _maps(
     NORM: tl.constexpr,
     PAIR: tl.constexpr,
     BLOCK_B: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     SHORT: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
     if BLOCK_B == 1:
-        total, beside = of_one_row(
-            x, scale, kernel, other, n, epsilon, K, N, NORM, PAIR, BLOCK_K, AHEAD
+        total = of_one_row(
+            x, scale, kernel, n, epsilon, K, N, NORM, BLOCK_N, BLOCK_K, AT_ONCE, AHEAD
         )
+        beside = total
     else:
         total, beside = of_rows(
             x, kernel, other, n, rows, K, N, PAIR, BLOCK_B, BLOCK_K, STAGES, SHORT
@@ -144,6 +156,7 @@ def _kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     SHORT: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
     TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -166,9 +179,11 @@ def _kernel(
             NORM,
             GATE != 0,
             BLOCK_B,
+            BLOCK_N,
             BLOCK_K,
             STAGES,
             SHORT,
+            AT_ONCE,
             AHEAD,
         )
         if GATE:
@@ -197,9 +212,11 @@ def _kernel(
                 NORM,
                 False,
                 BLOCK_B,
+                BLOCK_N,
                 BLOCK_K,
                 STAGES,
                 SHORT,
+                AT_ONCE,
                 AHEAD,
             )
             _store_columns(total, bias_2, None, y_2, n, rows, N_2)
@@ -219,12 +236,36 @@ def _kernel(
                 NORM,
                 False,
                 BLOCK_B,
+                BLOCK_N,
                 BLOCK_K,
                 STAGES,
                 SHORT,
+                AT_ONCE,
                 AHEAD,
             )
             _store_columns(total, bias_3, None, y_3, n, rows, N_3)
+
+
+@triton.jit
+def _gate_kernel(
+    first,
+    second,
+    residual,
+    y,
+    N: tl.constexpr,
+    GATE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    if AHEAD:
+        let_next_launch_begin()
+        wait_for_launch_before()
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(first + n, n < N, other=0.0)
+    value = (silu(value) if GATE == 1 else gelu(value)) * tl.load(second + n, n < N, other=0.0)
+    if residual is not None:
+        value += tl.load(residual + n, n < N, other=0.0).to(tl.float32)
+    tl.store(y + n, value, n < N)
 
 
 def results(
@@ -261,34 +302,53 @@ def forward(
     epsilon: float,
     gate: int,
 ):
-    tensors = x, scale, kernel, kernel_2, kernel_3, bias, bias_2, bias_3, residual
-    outputs = results(*tensors, epsilon=epsilon, gate=gate)
+    tensors = x, scale, kernel, kernel_2, kernel_3, bias, bias_2, bias_3
+    outputs = results(*tensors, residual, epsilon=epsilon, gate=gate)
     rows, channels = x.shape
+    if rows == 1 and gate:
+        columns = outputs[0].shape[1]
+        whole = Array((1, columns), "float32")
+        first, second, _ = _launch(tensors, None, (whole, whole, None), epsilon, gate=0)
+        options = {"N": columns, "GATE": gate, "BLOCK": _GATED_AT_ONCE, **overlap(x)}
+        programs = triton.cdiv(columns, _GATED_AT_ONCE)
+        arrays = first, second, residual
+        return *run(Launch(_gate_kernel, programs, arrays, outputs[:1], (), options)), None, None
     if rows > 1 and epsilon >= 0:
         (x,) = rms_norm.forward(x, scale, epsilon=epsilon)
-        scale, epsilon = None, -1.0
-    tensors = x, scale, kernel, kernel_2, kernel_3, bias, bias_2, bias_3, residual
+        tensors, epsilon = (x, None, *tensors[2:]), -1.0
+    return _launch(tensors, residual, outputs, epsilon, gate)
+
+
+def _launch(tensors, residual, outputs, epsilon, gate):
+    """The maps of rows, which with a gate are several."""
+    x, _, kernel, kernel_2, kernel_3, *_ = tensors
+    rows, channels = x.shape
     widths = [0 if w is None else w.shape[1] for w in (kernel, kernel_2, kernel_3)]
-    few = gate == 0 and sum(widths) <= _FEW_COLUMNS
-    options = _tile(rows, channels, few, dtype_name(kernel))
-    if gate:  # two kernels at once take more shared memory
-        options["STAGES"] = min(options["STAGES"], 3)
+    options = _tile(rows, channels, sum(widths), dtype_name(kernel), gate)
     columns = [widths[0], 0 if gate else widths[1], widths[2]]
     programs = sum(triton.cdiv(n, options["BLOCK_N"]) for n in columns)
     options |= dict(zip(("K", "N", "N_2", "N_3"), (channels, *widths), strict=True))
     options |= {"NORM": epsilon >= 0, "GATE": gate, "SHORT": dtype_name(kernel) == "bfloat16"}
     # Programs of several rows that wait would take the shared memory of those that run.
     options |= overlap(x) if rows == 1 else {"AHEAD": False}
-    return run(Launch(_kernel, programs, tensors, outputs, (rows, epsilon), options))
+    inputs = *tensors, residual
+    return run(Launch(_kernel, programs, inputs, outputs, (rows, epsilon), options))
 
 
-def _tile(rows, channels, few, dtype):
+def _tile(rows, channels, columns, dtype, gate):
+    """How a program is made, for rows of so many channels, and so many columns of all maps."""
     if rows == 1:
-        tile = _TILE | {"BLOCK_K": _BLOCK_K[dtype]}
+        of_columns = next(tile for least, tile in _TILES_OF_ONE_ROW if columns >= least)
+        tile = _OF_ONE_ROW | of_columns
+        if dtype == "float32":
+            tile |= {"BLOCK_N": 16, "BLOCK_K": _BLOCK_K_OF_FLOAT32, "AT_ONCE": True}
     elif dtype == "float32":
-        tile = _TILE_OF_FLOAT32
+        tile = _TILE_OF_FLOAT32 | {"AT_ONCE": False}
     else:
-        tile = _TILE_OF_FEW if few else _TILE_OF_ROWS
+        few = gate == 0 and columns <= _FEW_COLUMNS
+        tile = (_TILE_OF_FEW if few else _TILE_OF_ROWS) | {"AT_ONCE": False}
+    if gate:  # two kernels at once take more shared memory
+        tile["STAGES"] = min(tile["STAGES"], 3)
     return tile | {"BLOCK_K": min(tile["BLOCK_K"], triton.next_power_of_2(max(16, channels)))}
 
 

@@ -33,6 +33,8 @@ CASES = {
     "bfloat16, rows": Case(5, "bfloat16", widths=(16, 33, 7), channels=300, kinds=True),
     "bfloat16, 16 rows, silu": Case(16, "bfloat16", widths=(40, 40), gate="silu", residual=True),
     "many channels": Case(1, "bfloat16", channels=2100, widths=(16,), residual=True),
+    "many columns": Case(1, "bfloat16", channels=1100, widths=(4200,)),
+    "most columns": Case(1, "bfloat16", channels=600, widths=(4128, 4128), gate="silu"),
     "float16": Case(2, "float16", kinds=True),
     "float64": Case(2, "float64", widths=(16, 33), kinds=True, scale="extreme"),
     "extreme": Case(1, widths=(16, 17), scale="extreme"),

@@ -169,7 +169,8 @@ def of_rows_through_maps(rows, channels, dtype="bfloat16", **constants):
     """The kernel of rows through maps of 2048 columns; those that are absent are None."""
     absent = ("kernel_2", "kernel_3", "bias", "bias_2", "bias_3", "residual", "y_2", "y_3")
     sizes = {"K": channels, "N": 2048, "N_2": 2048, "N_3": 2048, "NORM": True, "GATE": 0}
-    tile = norm_linear._tile(rows, channels, "kernel_2" not in constants, dtype)
+    columns = 2048 * (1 + sum(f"kernel_{i}" in constants for i in (2, 3)))
+    tile = norm_linear._tile(rows, channels, columns, dtype, constants.get("GATE", 0))
     sizes |= {"SHORT": dtype == "bfloat16", "AHEAD": rows == 1}
     if rows > 1:  # they are normalized before
         sizes |= {"NORM": False, "scale": None}
@@ -211,9 +212,25 @@ OF_A_STEP = {
     "norm_linear of three": of_rows_through_maps(
         1, 2048, kernel_2="given", kernel_3="given", y_2="given", y_3="given"
     ),
-    "norm_linear, silu": of_rows_through_maps(1, 2048, kernel_2="given", GATE=1),
-    "norm_linear, gelu, float32": of_rows_through_maps(
-        1, 2560, "float32", kernel_2="given", bias="given", GATE=2
+    "norm_linear of two": of_rows_through_maps(1, 2560, kernel_2="given", y_2="given"),
+    "norm_linear of 12,288 columns": (
+        norm_linear._kernel,
+        of_rows_through_maps(1, 2048, kernel_2="given", y_2="given", N=6144, N_2=6144)[1],
+        [norm_linear._tile(1, 2048, 12288, "bfloat16", 0)],
+    ),
+    "norm_linear of two, float32": of_rows_through_maps(
+        1, 2560, "float32", kernel_2="given", bias="given", y_2="given"
+    ),
+    "norm_linear, silu": (
+        norm_linear._gate_kernel,
+        {"N": 5632, "GATE": 1, "BLOCK": norm_linear._GATED_AT_ONCE, "AHEAD": True}
+        | {"residual": None},
+        [{}],
+    ),
+    "norm_linear, gelu": (
+        norm_linear._gate_kernel,
+        {"N": 7680, "GATE": 2, "BLOCK": norm_linear._GATED_AT_ONCE, "AHEAD": False},
+        [{}],
     ),
     "norm_linear of 16 rows, silu": of_rows_through_maps(16, 2048, kernel_2="given", GATE=1),
     "norm_linear of 16 rows of three": of_rows_through_maps(
