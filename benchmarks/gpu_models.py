@@ -1,83 +1,97 @@
 """Whole models on a CUDA GPU: `python -m benchmarks.gpu_models > benchmarks/results/gpu_models.md`.
 
-Arguments, `hgrn2` or `recurrentgemma`, choose one model; without any, both are measured. A training
-step (forward, backward and update) of HGRN2 is compared with flash-linear-attention's and of
-RecurrentGemma with transformers' (`pip install flash-linear-attention transformers`): models of the
-same sizes in bfloat16, freshly initialised, on the same tokens. Each is updated by the AdamW of its
-users, that of Keras or torch's own, fused, with slots in bfloat16.
+Arguments choose models, `hgrn2` or `recurrentgemma`, as `--seconds 300` bounds a run. HGRN2 stands
+beside flash-linear-attention's and RecurrentGemma beside transformers' (`pip install
+flash-linear-attention transformers`): models of the same sizes in bfloat16, freshly initialised, on
+the same tokens, forward and backward, eager. RecurrentGemma is also updated, by Keras's AdamW with
+slots in bfloat16, with its loss made of hidden states and of logits. Where all activations do not
+fit into memory, blocks are recomputed in the backward, which a row then says.
+
+First the loss and the gradients of our model are compared with those of plain torch. `--compiled`
+measures `train_on_batch` of models that were compiled with `jit_compile=True` alone.
 """
 
+import argparse
 import datetime
 import gc
 import importlib.metadata
+import math
 import os
 import sys
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 os.environ.setdefault("KERAS_BACKEND", "torch")
 
 import keras
 import torch
 
-from benchmarks import peers
+import keras_recurrent
+from benchmarks import peer_models, peers
+from benchmarks.gpu_timing import line, times
 from keras_recurrent.models import GriffinCausalLM, HGRN2CausalLM, TokenCrossentropy
+from keras_recurrent.presets import griffin, hgrn2
 
-RUNS = 3
-HGRN2 = {"batch": 8, "length": 2048, "repeats": 10}
-# A step of the peer takes 12 seconds.
-GEMMA = {"batch": 1, "length": 2048, "repeats": 1}
-
-
-def ours(family, preset):
-    return family.from_preset(preset, load_weights=False, preprocessor=None, dtype="bfloat16")
+REPEATS, LEAST = 5, 3  # of a measurement; the second of one that takes longer than `PATIENCE`
+PATIENCE = 60  # seconds
+SIZES = [(8, 2048), (1, 2048), (1, 65536)]
 
 
-def our_loss(model):
+class Pair(NamedTuple):
+    """Our model, and a peer of the same sizes."""
+
+    name: str
+    family: type
+    preset: str
+    row: Any  # of the table of presets
+    peer: str
+    make_peer: Callable  # takes the arguments of our backbone
+    peer_sizes: list  # those that take less than minutes a step
+
+
+MODELS = {
+    "recurrentgemma": Pair(
+        *("RecurrentGemma 2B", GriffinCausalLM, "recurrentgemma_2b"),
+        griffin.SIZES["recurrentgemma_2b"],
+        *("transformers", peer_models.transformers_gemma, SIZES[1:2]),
+    ),
+    "hgrn2": Pair(
+        *("HGRN2 1.3B", HGRN2CausalLM, "hgrn2_1.3b_100b"),
+        hgrn2.SIZES["hgrn2_1.3b_100b"],
+        *("flash-linear-attention", peer_models.fla_hgrn2, SIZES),
+    ),
+}
+
+
+def ours(pair, recomputing=False):
+    with keras.RematScope(mode="full" if recomputing else None):
+        return pair.family.from_preset(
+            pair.preset, load_weights=False, preprocessor=None, dtype="bfloat16"
+        )
+
+
+def loss_of_hidden_states(model):
+    """As `fit` makes it of the default loss."""
+
+    def loss(token_ids):
+        mask = torch.ones_like(token_ids, dtype=torch.bool)
+        hidden = model.backbone({"token_ids": token_ids, "padding_mask": mask}, training=True)
+        # No token follows the last one of a row; its label, the first token, changes no timing.
+        return model.loss_of_hidden_states(hidden, token_ids.roll(-1, 1))[0]
+
+    return loss
+
+
+def loss_of_logits(model):
     compute = TokenCrossentropy()
 
     def loss(token_ids):
         mask = torch.ones_like(token_ids, dtype=torch.bool)
         logits = model({"token_ids": token_ids, "padding_mask": mask}, training=True)
-        # No token follows the last one of a row; its label, the first token, changes no timing.
         return compute(token_ids.roll(-1, 1), logits)
 
     return loss
-
-
-def fla_hgrn2(sizes):
-    """flash-linear-attention's HGRN2 of the same sizes."""
-    from fla.models import HGRN2Config, HGRN2ForCausalLM
-
-    config = HGRN2Config(
-        hidden_size=sizes["hidden_dim"],
-        num_hidden_layers=sizes["num_layers"],
-        expand_ratio=sizes["expand_ratio"],
-        intermediate_size=sizes["intermediate_dim"],
-        vocab_size=sizes["vocabulary_size"],
-        tie_word_embeddings=False,
-        use_cache=False,
-    )
-    return HGRN2ForCausalLM(config).to("cuda", torch.bfloat16).train()
-
-
-def transformers_gemma(sizes):
-    """transformers' RecurrentGemma of the same sizes, which are not those of its defaults."""
-    import transformers
-
-    config = transformers.RecurrentGemmaConfig(
-        num_hidden_layers=sizes["num_layers"],
-        vocab_size=sizes["vocabulary_size"],
-        hidden_size=sizes["hidden_dim"],
-        lru_width=sizes["lru_width"],
-        num_attention_heads=sizes["num_query_heads"],
-        num_key_value_heads=sizes["num_key_value_heads"],
-        intermediate_size=2 * sizes["intermediate_dim"],
-        attention_window_size=sizes["sliding_window"],
-        use_cache=False,
-    )
-    return transformers.RecurrentGemmaForCausalLM(config).to("cuda", torch.bfloat16).train()
 
 
 def their_loss(model):
@@ -91,12 +105,10 @@ def weights_of(model):
 
 
 def update_of(model):
-    """A function that updates the weights by their gradients."""
-    weights = weights_of(model)
-    if not isinstance(model, keras.Model):
-        return torch.optim.AdamW(weights, lr=1e-5, fused=True).step
+    """A function that updates the weights of our model by their gradients."""
     optimizer = keras.optimizers.AdamW(1e-5)
     optimizer.build(model.trainable_variables)
+    weights = weights_of(model)
 
     def update():
         with torch.no_grad():
@@ -105,80 +117,163 @@ def update_of(model):
     return update
 
 
-def count(model):
-    return sum(weight.numel() for weight in weights_of(model))
+def step_of(model, loss, update=lambda: None):
+    """A step on tokens, which returns its loss."""
+    weights = weights_of(model)
 
-
-def measure(name, model, loss, vocabulary, *, batch, length, repeats):
-    token_ids = torch.randint(vocabulary, (batch, length), device="cuda")
-    weights, update = weights_of(model), update_of(model)
-
-    def step():
+    def step(token_ids):
         for weight in weights:
             weight.grad = None
-        loss(token_ids).backward()
+        found = loss(token_ids)
+        found.backward()
         update()
+        return found.detach()
 
+    return step
+
+
+def compare_with_plain(model, vocabulary):
+    """Prints how the loss and the gradients differ from those of plain torch."""
+    token_ids = torch.randint(vocabulary, (2, 256), device="cuda")
+    found = []
+    for implementation in (None, "torch"):
+        with keras_recurrent.implementation(implementation):
+            value = step_of(model, loss_of_hidden_states(model))(token_ids)
+        found.append((value.item(), [weight.grad.clone() for weight in weights_of(model)]))
+    (value, gradients), (plain, expected) = found
+    squares = [
+        ((a.float() - b.float()).square().sum(), b.float().square().sum())
+        for a, b in zip(gradients, expected, strict=True)
+    ]
+    wrong, size = (math.sqrt(sum(s.item() for s in of)) for of in zip(*squares, strict=True))
+    print(f"\nLoss of 2×256 tokens {value:.4f}, in plain torch {plain:.4f}; gradients differ by")
+    print(f"{wrong / size:.2%} of their norm.\n", flush=True)
+    if not (abs(value - plain) < 0.01 * plain and wrong < 0.25 * size):
+        sys.exit("the model is not that of plain torch")
+
+
+def measure(name, passes, model, step, vocabulary, batch, length, seconds=PATIENCE):
+    torch.manual_seed(0)
+    token_ids = torch.randint(vocabulary, (batch, length), device="cuda")
     start = time.perf_counter()
-    step()
-    torch.cuda.synchronize()
+    value = step(token_ids).item()
     first = time.perf_counter() - start
+    if not math.isfinite(value):
+        sys.exit(f"{name}: the loss is {value}")
+    torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    speeds = []
-    for _ in range(RUNS):
+    start = time.perf_counter()
+    step(token_ids)
+    torch.cuda.synchronize()
+    calls = max(1, min(5, int(1 / (time.perf_counter() - start))))
+    found, end = [], time.perf_counter() + seconds
+    while len(found) < REPEATS and (len(found) < LEAST or time.perf_counter() < end):
         start = time.perf_counter()
-        for _ in range(repeats):
-            step()
+        for _ in range(calls):
+            step(token_ids)
         torch.cuda.synchronize()
-        speeds.append(repeats * batch * length / (time.perf_counter() - start))
+        found.append(batch * length * calls / (time.perf_counter() - start))
+    speeds = times(found)
+    cells = [name, passes, f"{batch}×{length}", f"{speeds.median:,.0f}"]
+    cells += [f"{speeds.lower:,.0f} to {speeds.upper:,.0f}", len(found)]
     peak = torch.cuda.max_memory_allocated() / 2**30
-    cells = (
-        name,
-        f"{count(model):,}",
-        f"{batch}×{length}",
-        f"{min(speeds):,.0f} to {max(speeds):,.0f}",
-        f"{peak:.1f}",
-        f"{first:.1f}",
-    )
-    print(f"| {' | '.join(cells)} |", flush=True)
+    print(line([*cells, f"{peak:.1f}", f"{first:.1f}", f"{value:.2f}"]), flush=True)
 
 
-class Pair(NamedTuple):
-    """Our model, a peer of the same sizes, and the batches on which both are measured."""
-
-    name: str
-    family: type
-    preset: str
-    peer: str
-    make_peer: Callable  # takes the configuration of our backbone
-    work: dict
+HEADER = ["model", "passes", "batch×length", "tokens/s", "quartiles", "repeats", "peak GiB"]
+HEADER += ["first step s", "loss"]
 
 
-MODELS = {
-    "hgrn2": Pair(
-        *("HGRN2 1.3B", HGRN2CausalLM, "hgrn2_1.3b_100b"),
-        *("flash-linear-attention", fla_hgrn2, HGRN2),
-    ),
-    "recurrentgemma": Pair(
-        *("RecurrentGemma 2B", GriffinCausalLM, "recurrentgemma_2b"),
-        *("transformers", transformers_gemma, GEMMA),
-    ),
-}
+class Clock:
+    """Says whether there is time to begin something more."""
+
+    def __init__(self, seconds):
+        self.end = time.monotonic() + seconds
+
+    def allows(self, what):
+        late = time.monotonic() > self.end
+        if late:
+            print(f"not begun, as time is up: {what}", file=sys.stderr, flush=True)
+        return not late
 
 
-def compare(pair):
-    """Measures one after the other; neither is in memory while the other is measured."""
-    model = ours(pair.family, pair.preset)
-    sizes = model.backbone.get_config()
-    vocabulary = sizes["vocabulary_size"]
-    measure(pair.name, model, our_loss(model), vocabulary, **pair.work)
-    parameters = count(model)
-    del model
-    release()
-    peer = pair.make_peer(sizes)
-    if count(peer) != parameters:
-        sys.exit(f"{pair.peer}: {count(peer):,} parameters, not the {parameters:,} of ours")
-    measure(pair.peer, peer, their_loss(peer), vocabulary, **pair.work)
+def measure_ours(pair, clock):
+    model = ours(pair)
+    vocabulary = model.backbone.vocabulary_size
+    compare_with_plain(model, vocabulary)
+    print(line(HEADER))
+    print(line(["---"] * 3 + ["---:"] * (len(HEADER) - 3)), flush=True)
+    if pair.family is GriffinCausalLM:
+        update = update_of(model)
+        for made_of, loss in (
+            ("hidden states", loss_of_hidden_states(model)),
+            ("logits", loss_of_logits(model)),
+        ):
+            if clock.allows(f"{pair.name}, an update, {made_of}"):
+                passes = f"with update, loss of {made_of}"
+                step = step_of(model, loss, update)
+                attempt(pair.name, passes, model, step, vocabulary, *SIZES[0])
+                del step
+        del update, loss
+        release()
+    for size in SIZES:
+        if not clock.allows(f"{pair.name}, {size}"):
+            continue
+        step = step_of(model, loss_of_hidden_states(model))
+        if not attempt(pair.name, "forward, backward", model, step, vocabulary, *size):
+            del model, step
+            release()
+            model = ours(pair, recomputing=True)
+            step = step_of(model, loss_of_hidden_states(model))
+            passes = "forward, backward, blocks recomputed"
+            attempt(pair.name, passes, model, step, vocabulary, *size)
+
+
+def measure_peer(pair, clock):
+    sizes = pair.row.backbone_arguments
+    model = pair.make_peer(sizes).train()
+    count = sum(weight.numel() for weight in weights_of(model))
+    if count != pair.row.parameters:
+        sys.exit(f"{pair.peer}: {count:,} parameters, not the {pair.row.parameters:,} of ours")
+    step = step_of(model, their_loss(model))
+    for size in pair.peer_sizes:
+        if clock.allows(f"{pair.peer}, {size}"):
+            passes = "forward, backward"
+            if not attempt(pair.peer, passes, model, step, sizes["vocabulary_size"], *size):
+                model.gradient_checkpointing_enable()
+                passes += ", blocks recomputed"
+                attempt(pair.peer, passes, model, step, sizes["vocabulary_size"], *size)
+
+
+def attempt(name, passes, model, step, vocabulary, batch, length):
+    """Measures, and returns whether there was memory enough."""
+    try:
+        measure(name, passes, model, step, vocabulary, batch, length)
+    except torch.cuda.OutOfMemoryError:
+        print(f"no memory: {name}, {passes}, {batch}×{length}", file=sys.stderr, flush=True)
+        for weight in weights_of(model):
+            weight.grad = None
+        return False
+    finally:
+        release()
+    return True
+
+
+def measure_compiled(pair):
+    """`train_on_batch`, which `fit` calls, as one graph."""
+    model = ours(pair)
+    model.compile(keras.optimizers.AdamW(1e-5), jit_compile=True)
+
+    def step(token_ids):
+        x = {"token_ids": token_ids, "padding_mask": torch.ones_like(token_ids)}
+        loss = model.train_on_batch(x, token_ids.roll(-1, 1))
+        return torch.as_tensor(loss[0] if isinstance(loss, (list, tuple)) else loss)
+
+    print(line(HEADER))
+    print(line(["---"] * 3 + ["---:"] * (len(HEADER) - 3)), flush=True)
+    vocabulary = model.backbone.vocabulary_size
+    for size in (SIZES[1], SIZES[0]):
+        attempt(pair.name, "with update, compiled", model, step, vocabulary, *size)
 
 
 def release():
@@ -187,21 +282,34 @@ def release():
     torch.cuda.empty_cache()
 
 
-def main(names):
+def main(names, seconds, compiled, only):
     unknown = set(names) - set(MODELS)
     if unknown:
         sys.exit(f"no such model: {', '.join(sorted(unknown))}; there are {', '.join(MODELS)}")
     peers.compile_side_by_side()
+    clock = Clock(seconds)
     packages = ("torch", "triton", "flash-linear-attention", "transformers", "keras")
     versions = ", ".join(f"{p} {importlib.metadata.version(p)}" for p in packages)
     print(f"# Whole models on a GPU\n\n{torch.cuda.get_device_name()}, {datetime.date.today()}.")
-    print(f"{versions}.\nForward, backward and update, bfloat16; each {RUNS} times.\n")
-    print("| model | parameters | batch×length | tokens/s | peak GiB | first step s |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: |", flush=True)
+    print(f"{versions}. bfloat16.", flush=True)
     for name in names or MODELS:
-        compare(MODELS[name])
+        pair = MODELS[name]
+        if compiled:
+            measure_compiled(pair)
+            continue
+        if only != "peer":
+            measure_ours(pair, clock)
+        release()
+        if only != "ours":
+            measure_peer(pair, clock)
         release()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--only", choices=["ours", "peer"])
+    given = parser.parse_args()
+    main(given.names, given.seconds, given.compiled, given.only)

@@ -1,7 +1,8 @@
 """Times operations on a CUDA GPU on JAX, for `benchmarks.gpu`: a line of JSON in, one out.
 
 JAX cannot time its work on a GPU by events, so its profiler does: the time of a call is the sum of
-what the GPU ran for it.
+what the GPU ran for it. Results go to a file first, a sample of each, to be compared there; memory
+is full of NaN before.
 """
 
 import glob
@@ -50,7 +51,13 @@ def device_ms(program, arguments):
             )
             return sum(event.duration_ns for line in streams for event in line.events) / 1e6
 
-    return statistics.median(milliseconds() for _ in range(5)) / CALLS
+    return quartiles([milliseconds() / CALLS for _ in range(5)])
+
+
+def quartiles(milliseconds):
+    """The median, and the first and the third quartile."""
+    lower, median, upper = statistics.quantiles(milliseconds, n=4, method="inclusive")
+    return median, lower, upper
 
 
 def wall_ms(program, *arguments):
@@ -62,10 +69,22 @@ def wall_ms(program, *arguments):
         return (time.perf_counter() - start) / repeats
 
     repeats = max(1, min(10, int(0.1 / seconds(1))))
-    return 1000 * statistics.median(seconds(repeats) for _ in range(5))
+    return quartiles([1000 * seconds(repeats) for _ in range(5)])
 
 
-def measure(implementation, work, arrays):
+def poison():
+    """Fills the memory that the next arrays get with NaN."""
+    jax.block_until_ready(jnp.full((2**32,), jnp.nan, jnp.float32))
+
+
+def save(file, results):
+    """A sample of each result, the same numbers as `benchmarks.gpu_checks.sampled` takes."""
+    flat = (x.ravel()[:: 1 | (x.size >> 20)] for x in results)
+    np.savez(file, **{f"{i:02}": np.asarray(x.astype("float32")) for i, x in enumerate(flat)})
+    return f"{file}.npz"
+
+
+def measure(implementation, work, d_output, arrays):
     operation = work["operation"]
     kernel = getattr(dispatch.IMPLEMENTATIONS[operation][implementation], operation)
 
@@ -80,15 +99,17 @@ def measure(implementation, work, arrays):
         gradients = pull_back((d_output,))
         return output, *(g for g in gradients if g.dtype != jax.dtypes.float0)
 
-    (output,) = jax.eval_shape(forward, *arrays)
-    d_output = jnp.ones(output.shape, output.dtype)
+    poison()
     start = time.perf_counter()
     compiled = jax.jit(both).lower(d_output, *arrays).compile()
-    jax.block_until_ready(compiled(d_output, *arrays))
+    results = jax.block_until_ready(compiled(d_output, *arrays))
     first = time.perf_counter() - start
+    samples = save(f"{work['samples']}_{implementation}", results)
+    del results
     memory = compiled.memory_analysis()
     assert memory is not None
     return {
+        "samples": samples,
         "forward": device_ms(jax.jit(forward), arrays),
         "both": device_ms(compiled, [d_output, *arrays]),
         "wall": wall_ms(compiled, d_output, *arrays),
@@ -100,11 +121,13 @@ def measure(implementation, work, arrays):
 def main():
     for line in sys.stdin:
         work = json.loads(line)
-        arrays = [load(*of) for of in work["tensors"]]
+        d_output, *arrays = (load(*of) for of in work["tensors"])
         module = dispatch.IMPLEMENTATIONS[work["operation"]]["triton"]
         refused = module.unsupported(*arrays, **work["options"]) if not work["tied"] else None
         chosen = IMPLEMENTATIONS[bool(refused) :]
-        print(json.dumps({name: measure(name, work, arrays) for name in chosen}), flush=True)
+        print(
+            json.dumps({name: measure(name, work, d_output, arrays) for name in chosen}), flush=True
+        )
 
 
 if __name__ == "__main__":

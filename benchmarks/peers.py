@@ -5,9 +5,11 @@ Functions take the tensors that our implementations take, and return the output.
 
 import concurrent.futures
 import functools
+import importlib
 import importlib.util
 
 import torch
+import torch.nn.attention
 from triton.runtime import Autotuner
 from triton.runtime._async_compile import AsyncCompileMode
 
@@ -109,20 +111,58 @@ def fla(function):
 
 
 def of_attention(b, t, h, k):
-    """Compiled flex_attention and, where the window hides no key, torch's fused attention."""
+    """Compiled flex_attention, FlashAttention 3 and 4 where they are installed, and torch's own.
+
+    The last knows no window, so it stands beside rows that the window holds whole.
+    """
+    peers = {"flex_attention": flex(t)}
+    for version, module in (("3", "flash_attn_interface"), ("4", "flash_attn.cute")):
+        if _is_installed(module):
+            peers[f"FlashAttention {version}"] = functools.partial(flash_attention, module)
+    if t <= WINDOW:
+        backends = torch.nn.attention.SDPBackend
+        peers["SDPA, flash"] = torch_attention(backends.FLASH_ATTENTION)
+        peers["SDPA, cuDNN"] = torch_attention(backends.CUDNN_ATTENTION)
+        peers["SDPA, cuDNN, keys repeated"] = torch_attention(
+            backends.CUDNN_ATTENTION, repeated=True
+        )
+    return peers
+
+
+def flex(t):
     from torch.nn.attention import flex_attention as flex
 
     def seen(b, h, query, key):
         return (query >= key) & (query - key < WINDOW)
 
     mask = flex.create_block_mask(seen, None, None, t, t, device="cuda")
-    options = {"scale": 1.0, "enable_gqa": True}
     compiled = functools.partial(torch.compile(flex.flex_attention), block_mask=mask)
-    peers = {"flex_attention": by_heads(compiled, **options)}
-    if t <= WINDOW:
-        sdpa = torch.nn.functional.scaled_dot_product_attention
-        peers["SDPA"] = by_heads(sdpa, is_causal=True, **options)
-    return peers
+    return by_heads(compiled, scale=1.0, enable_gqa=True)
+
+
+def _is_installed(module):
+    package = module.partition(".")[0]
+    return bool(importlib.util.find_spec(package)) and bool(importlib.util.find_spec(module))
+
+
+def flash_attention(module, q, k, v):
+    attend = importlib.import_module(module).flash_attn_func
+    output = attend(q, k, v, softmax_scale=1.0, causal=True, window_size=(WINDOW - 1, 0))
+    return output[0] if isinstance(output, tuple) else output
+
+
+def torch_attention(backend, repeated=False):
+    """repeated: whether each head of queries gets a copy of its keys and values beforehand."""
+
+    def attend(q, k, v):
+        if repeated:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        with torch.nn.attention.sdpa_kernel([backend]):
+            return torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=1.0, enable_gqa=not repeated
+            )
+
+    return by_heads(attend)
 
 
 def by_heads(function, **options):

@@ -72,6 +72,20 @@ def sigmoid(z, FINE: tl.constexpr):
 
 
 @triton.jit
+def tanh(z, FINE: tl.constexpr):
+    """(1 - e) / (1 + e) of e = exp(-2 |z|); near 0, where 1 - e would cancel, by a series."""
+    e = exp(-2.0 * tl.abs(z), FINE)
+    far = (1.0 - e) * reciprocal(1.0 + e)
+    square = z * z
+    series = square * (-1382.0 / 155925) + 62.0 / 2835
+    series = series * square - 17.0 / 315
+    series = series * square + 2.0 / 15
+    series = series * square - 1.0 / 3
+    near = z + z * square * series
+    return tl.where(tl.abs(z) < 0.35, near, tl.where(z < 0.0, -far, far))
+
+
+@triton.jit
 def silu(z):
     return z * tl.where(z < -80.0, 0.0, sigmoid(z, True)[0])
 

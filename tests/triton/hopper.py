@@ -21,6 +21,7 @@ from triton.compiler import ASTSource
 from keras_recurrent.backends.triton import (
     _attention_kernels,
     _banded_attention,
+    _crossentropy_kernel,
     _gated_chunks,
     _gated_output,
     _gated_states,
@@ -130,6 +131,13 @@ def of_vocabulary(kernel, tile_size, vocabulary):
     return kernel, constants | {"LANE_SIZE": token_crossentropy._LANE_SIZE}, [tile]
 
 
+def of_piece(vocabulary, fine=False, capped=True, **constants):
+    """The kernel of `linear_crossentropy`, whose logits are float32."""
+    in_place = vocabulary if fine else 2 * vocabulary
+    options = _crossentropy_kernel.options(vocabulary, in_place, capped, fine)
+    return _crossentropy_kernel.piece_kernel, options | constants, [{}]
+
+
 LOSSES = token_crossentropy._forward_kernel, token_crossentropy._TILE_SIZE
 D_LOGITS = token_crossentropy._backward_kernel, token_crossentropy._BACKWARD_TILE_SIZE
 
@@ -162,6 +170,11 @@ TOKEN_WISE = {
         "token_crossentropy backward of 50257": of_vocabulary(*D_LOGITS, 50257),
         "token_crossentropy backward of 7": of_vocabulary(*D_LOGITS, 7),
     }.items()
+} | {
+    "linear_crossentropy, bfloat16": of_piece(256_000),
+    "linear_crossentropy of 50257, bfloat16": of_piece(50257, capped=False),
+    "linear_crossentropy, float32": of_piece(256_000, fine=True),
+    "linear_crossentropy without gradients": of_piece(256_000, d_logits=None),
 }
 
 
@@ -345,6 +358,10 @@ def dtype(argument, name):
         return "i32"
     if argument in ("epsilon", "root"):
         return "fp32"
+    if name.startswith("linear_crossentropy"):
+        special = {"tokens": "*i64", "best": "*i32", "cap": "fp32", "d_logits": "*bf16"}
+        special["d_logits"] = "*fp32" if "float32" in name else "*bf16"
+        return special.get(argument, "*fp32")
     if argument in INTEGERS:
         return "*i32"
     if argument in ("token_kind", "rest"):

@@ -1,0 +1,33 @@
+"""`linear_crossentropy` on torch: plain torch's, with one kernel for a piece of logits."""
+
+import torch
+
+from keras_recurrent.backends.torch.linear_crossentropy import operation
+from keras_recurrent.backends.triton import _torch
+from keras_recurrent.backends.triton._crossentropy_kernel import options, piece_kernel, written
+from keras_recurrent.backends.triton._launch import Launch
+
+
+def refusal(x, embedding, tokens, sample_weight):
+    if x.dtype != embedding.dtype:
+        return f"needs x and embedding of one dtype, got {x.dtype} and {embedding.dtype}"
+    if x.dtype == torch.float16:
+        return "the gradient of logits, without its factor, leaves the range of float16"
+    return _torch.refusal_of_token_wise(x, embedding, tokens, sample_weight)
+
+
+def piece(z, weights, tokens, cap, dtype, gradients):
+    """As `piece` of plain torch. The gradient takes the memory of the logits."""
+    rows, vocabulary = z.shape
+    d_z = z.view(dtype)[:, :vocabulary] if gradients else None
+    stride = d_z.stride(0) if gradients else 0
+    constants = options(vocabulary, stride, cap > 0, dtype == torch.float32)
+    inputs = z, tokens, weights, d_z
+    with _torch.on_device_of(z):
+        losses, factors, best = _torch.run(
+            Launch(piece_kernel, rows, inputs, written(rows), (cap,), constants)
+        )
+    return losses, best, d_z, factors
+
+
+linear_crossentropy = operation("triton_linear_crossentropy", piece)

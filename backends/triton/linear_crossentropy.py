@@ -1,0 +1,18 @@
+"""losses = log Σ_v exp(z_v) - z_token of the logits z = x E^T, perhaps capped, c tanh(x E^T / c).
+
+The library multiplies matrices. Between its products, one kernel (`_crossentropy_kernel.py`) reads
+the logits of a piece of tokens, in float32, once, and writes the gradient over them.
+"""
+
+from keras_recurrent.backends.triton._framework import of_framework
+
+_framework = of_framework("_crossentropy")
+
+linear_crossentropy = _framework.linear_crossentropy
+
+
+def unsupported(
+    x, embedding, tokens, sample_weight=None, soft_cap=None, reduction="sum"
+) -> str | None:
+    """Why this implementation refuses these arguments; None if it accepts them."""
+    return _framework.refusal(x, embedding, tokens, sample_weight)

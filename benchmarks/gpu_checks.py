@@ -1,0 +1,120 @@
+"""Whether results that are about to be timed are right, for the other scripts of this folder.
+
+The truth is the plain version of `backends/torch` on the same numbers in float64. A result may be
+twice as far from it as the plain version in the dtype of the tensors, plus two units in the last
+place: the rule of the tests. Before a call that is judged, free memory is filled with NaN, so that
+what a kernel reads without having written it shows.
+"""
+
+import math
+
+import torch
+
+MOST = 24 * 2**30  # bytes that are filled with NaN
+# Peers round in other places, and are judged by how far off they are all in all.
+FAR_OFF = 0.05
+
+
+def poison():
+    """Fills the memory that the next tensors get with NaN."""
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    held = [torch.full((min(MOST, free // 2) // 4,), math.nan, device="cuda")]
+    held += [torch.full((2**k,), math.nan, device="cuda") for k in range(7, 18) for _ in range(4)]
+    del held
+
+
+def double(tensor):
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def results(function, tensors, d_output):
+    """The output and the gradient of each floating-point tensor (None for one that has none)."""
+    tensors = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
+    leaves = [t for t in tensors if t.requires_grad]
+    output = function(*tensors)
+    gradients = torch.autograd.grad(output, leaves, d_output.to(output.dtype), allow_unused=True)
+    return [output.detach(), *gradients]
+
+
+class Judge:
+    """Judges implementations on the same tensors.
+
+    Args:
+        plain: the plain version, a function of the tensors that returns the output.
+        tensors: its arguments.
+        d_output: the gradient of the output.
+        own_units: whether results may be off by units of their own dtypes; else by those of the
+            coarsest dtype of all.
+    """
+
+    def __init__(self, plain, tensors, d_output, own_units=False):
+        self.tensors, self.d_output = tensors, d_output
+        self.truth = results(plain, [double(t) for t in tensors], d_output)
+        torch.cuda.empty_cache()
+        of_plain = self._errors(results(plain, tensors, d_output))
+        dtypes = [d_output.dtype, *(t.dtype for t in tensors if t.is_floating_point())]
+        if not own_units:
+            dtypes = [max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)] * len(dtypes)
+        self.allowed = [
+            2 * error + 2 * unit(dtype, truth)
+            for error, dtype, truth in zip(of_plain, dtypes, self.truth, strict=True)
+        ]
+
+    def _errors(self, found):
+        """The largest error of each result; infinite where one is not finite."""
+        return [
+            None if f is None else _finite((_flat(f) - _flat(t)).abs().max().item())
+            for f, t in zip(found, self.truth, strict=True)
+        ]
+
+    def check(self, function):
+        """Calls an implementation in memory full of NaN, and returns its `judgement`."""
+        poison()
+        found = results(function, self.tensors, self.d_output)
+        return self.judgement(found)
+
+    def judgement(self, found):
+        """(its largest error by what is allowed, its largest relative error all in all)."""
+        by_rule = far = 0.0
+        errors = self._errors(found)
+        for error, allowed, f, t in zip(errors, self.allowed, found, self.truth, strict=True):
+            if error is None:
+                continue
+            by_rule = max(by_rule, _ratio(error, allowed))
+            difference = torch.linalg.vector_norm(_flat(f) - _flat(t)).item()
+            far = max(far, _ratio(difference, torch.linalg.vector_norm(t).item()))
+        return by_rule, far
+
+    def judgement_of_samples(self, samples):
+        """`judgement`, of every n-th number of each result (`sampled`), as NumPy's float32."""
+        whole = self.truth
+        self.truth = [sampled(t.flatten()) for t in whole]
+        found = [None if s is None else torch.from_numpy(s).to("cuda").double() for s in samples]
+        try:
+            return self.judgement(found)
+        finally:
+            self.truth = whole
+
+
+def sampled(flat):
+    """A million or so numbers of a flat array: every n-th, where n is odd."""
+    return flat[:: 1 | (len(flat) >> 20)]
+
+
+def _flat(tensor):
+    return tensor.detach().double().flatten()
+
+
+def _finite(number):
+    return number if math.isfinite(number) else math.inf
+
+
+def _ratio(error, size):
+    return _finite(error / size) if size else (math.inf if error else 0.0)
+
+
+def unit(dtype, truth):
+    """A unit in the last place of the largest number."""
+    largest = truth.abs().max().item()
+    return torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(largest)) if largest else 0.0

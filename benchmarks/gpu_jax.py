@@ -1,0 +1,69 @@
+"""The process in which `benchmarks.gpu` has operations timed on JAX (`benchmarks.gpu_on_jax`)."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.gpu_timing import Times
+
+
+class OnJax:
+    """The process, if JAX is installed for CUDA."""
+
+    def __init__(self, wanted=True):
+        self.process: Any = None
+        plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+        if wanted and any(map(importlib.util.find_spec, plugins)):
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.gpu_on_jax"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+
+    def measure(self, work, tensors, d_output):
+        """{name: (samples of the results, figures)}, on the same tensors.
+
+        How fast a GPU is depends on their numbers.
+        """
+        if self.process is None:
+            return {}
+        message = {"operation": work.operation, "tied": work.tied, "options": work.options}
+        with tempfile.TemporaryDirectory() as folder:
+            given = [d_output, *tensors]
+            files = [
+                (f"{folder}/{i}.npy", str(t.dtype).removeprefix("torch."))
+                for i, t in enumerate(given)
+            ]
+            for (file, dtype), tensor in zip(files, given, strict=True):
+                bits = tensor.detach().view(torch.int16) if dtype == "bfloat16" else tensor.detach()
+                np.save(file, bits.cpu().numpy())
+            message |= {"tensors": files, "samples": f"{folder}/samples"}
+            print(json.dumps(message), file=self.process.stdin, flush=True)
+            answer = self.process.stdout.readline()
+            if not answer:
+                self.process = None
+                print("the process on JAX has ended", file=sys.stderr, flush=True)
+                return {}
+            return {
+                f"{name} on JAX" if name == "triton" else "JAX": (_samples(of.pop("samples")), of)
+                for name, of in json.loads(answer).items()
+                if _with_times(of)
+            }
+
+
+def _with_times(figures):
+    for name in ("forward", "both", "wall"):
+        figures[name] = Times(*figures[name])
+    return True
+
+
+def _samples(file):
+    with np.load(file) as arrays:
+        return [arrays[name] for name in sorted(arrays)]

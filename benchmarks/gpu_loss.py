@@ -1,0 +1,197 @@
+"""The loss of hidden states on a CUDA GPU: `python -m benchmarks.gpu_loss`.
+
+`ops.linear_crossentropy`, forward and backward, with the gradient of a sum, in bfloat16, beside the
+products of matrices and `token_crossentropy` apart, and what is installed of others. Each row is
+compared with the plain version in float64 in the same run, in memory full of NaN. The floor is the
+three products of matrices alone, at the rate of a large one. The peak is of memory beside the
+tensors that are given, the gradients of x and the embedding included. "Apart" makes a soft cap in
+torch, pass by pass; what it takes without one stands below "no cap".
+"""
+
+import argparse
+import importlib.util
+import os
+import sys
+import time
+
+os.environ.setdefault("KERAS_BACKEND", "torch")
+
+import torch
+
+from benchmarks.gpu_checks import FAR_OFF, Judge
+from benchmarks.gpu_timing import bytes_a_second, device_ms, flops_a_second, line, peak_mib
+from keras_recurrent.backends.torch import linear_crossentropy as plain
+from keras_recurrent.backends.triton import _torch_crossentropy as ours
+from keras_recurrent.backends.triton import token_crossentropy
+
+# Tokens, channels, words and the soft cap of RecurrentGemma 2B and HGRN2 1.3B.
+SIZES = {
+    "RecurrentGemma 2B": (16384, 2560, 256_000, 30.0),
+    "the same, no cap": (16384, 2560, 256_000, None),
+    "HGRN2 1.3B": (16384, 2048, 50304, None),
+}
+
+
+def total(function, cap, **options):
+    """The sum of the losses, as a function of x, the embedding and the tokens."""
+
+    def run(x, embedding, tokens):
+        return function(x, embedding, tokens, soft_cap=cap, **options)[0].sum()
+
+    return run
+
+
+def in_pieces(function, size):
+    """The same with pieces of so many tokens."""
+
+    def run(*tensors):
+        plain.TOKENS_OF_A_PIECE = size
+        return function(*tensors)
+
+    return run
+
+
+def apart(cap):
+    """The logits in bfloat16, of all tokens, and their loss."""
+
+    def run(x, embedding, tokens):
+        logits = x @ embedding.T
+        if cap is not None:
+            logits = cap * torch.tanh(logits / cap)
+        return token_crossentropy.token_crossentropy(logits, tokens).sum()
+
+    return run
+
+
+def fla(cap):
+    from fla.modules.fused_linear_cross_entropy import fused_linear_cross_entropy_loss
+
+    def run(x, embedding, tokens):
+        return fused_linear_cross_entropy_loss(x, tokens, embedding, reduction="sum")
+
+    return run
+
+
+def liger(cap):
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    def run(x, embedding, tokens):
+        return liger_fused_linear_cross_entropy(x, embedding, tokens, reduction="sum", softcap=cap)
+
+    return run
+
+
+def implementations(cap):
+    pieces = {
+        f"triton, pieces of {size}": in_pieces(total(ours.linear_crossentropy, cap), size)
+        for size in (4096, 2048, 8192)
+    }
+    each = total(ours.linear_crossentropy, cap, reduction=None)
+    found = {
+        **pieces,
+        "triton, losses a token": in_pieces(each, 4096),
+        "apart": apart(cap),
+        "torch": in_pieces(total(plain.linear_crossentropy, cap), 4096),
+    }
+    if importlib.util.find_spec("fla") and cap is None:  # it knows no soft cap
+        found["FLA"] = fla(cap)
+    if importlib.util.find_spec("liger_kernel"):
+        found["Liger"] = liger(cap)
+    return found
+
+
+def kernel_alone(size, width, vocabulary, cap):
+    """The times of the kernel between the products, and of these, for one piece."""
+    x, embedding = (torch.randn(n, width, device="cuda").bfloat16() for n in (size, vocabulary))
+    tokens = torch.randint(vocabulary, (size,), device="cuda")
+    weights = torch.ones(size, device="cuda")
+    z = plain._product(x, embedding.T, torch.float32)
+    d_z = z.view(torch.bfloat16)[:, :vocabulary]
+    d_embedding = torch.zeros(vocabulary, width, device="cuda")
+    piece = (z, weights, tokens, cap or 0.0, torch.bfloat16, True)
+    return {
+        # It reads what it wrote before: numbers of another size, which take as long.
+        "the kernel": device_ms(lambda: ours.piece(*piece)),
+        "logits": device_ms(lambda: torch.mm(x, embedding.T, out_dtype=torch.float32)),
+        "gradient of x": device_ms(lambda: plain._product(d_z, embedding, torch.float32)),
+        "gradient of the embedding": device_ms(lambda: plain._add_product(d_embedding, d_z.T, x)),
+    }
+
+
+def measure(function, judge, tensors):
+    x, embedding, tokens = tensors
+    leaves = [t.detach().requires_grad_() for t in (x, embedding)]
+
+    def both():
+        return torch.autograd.grad(function(*leaves, tokens), leaves)
+
+    start = time.perf_counter()
+    error, far = judge.check(function)
+    first = time.perf_counter() - start
+    if far > FAR_OFF:
+        return f"wrong by {far:.1%} of the results' size"
+    return device_ms(both), peak_mib(both), first, error
+
+
+def main(seconds):
+    end = time.monotonic() + seconds
+    rates = bytes_a_second(), flops_a_second()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; a copy moves", end=" ")
+    print(f"{rates[0] / 1e12:.2f} TB/s, a product takes {rates[1] / 1e12:.0f} TFLOP/s.\n")
+    print(
+        line(
+            [
+                "sizes",
+                "by",
+                "forward + backward ms",
+                "× floor",
+                "× apart",
+                "peak MiB",
+                "first call s",
+                "error",
+            ]
+        )
+    )
+    print(line(["---"] * 2 + ["---:"] * 6), flush=True)
+    for name, (count, width, vocabulary, cap) in SIZES.items():
+        torch.manual_seed(0)
+        x = torch.randn(count, width, device="cuda").bfloat16()
+        embedding = (torch.randn(vocabulary, width, device="cuda") * width**-0.5).bfloat16()
+        tensors = x, embedding, torch.randint(vocabulary, (count,), device="cuda")
+        truth = in_pieces(total(plain.linear_crossentropy, cap), 2048)
+        judge = Judge(truth, tensors, torch.ones((), device="cuda"), own_units=True)
+        floor = 1000 * 6 * count * width * vocabulary / rates[1]
+        functions, rows = implementations(cap), {}
+        # First, as all others are compared with it.
+        for of in ("apart", *(n for n in functions if n != "apart")):
+            if time.monotonic() > end:
+                print(f"not begun within {seconds:.0f} s: {name}, {of}", file=sys.stderr)
+                continue
+            try:
+                rows[of] = measure(functions[of], judge, tensors)
+            except RuntimeError as error:
+                if "triton" in of:
+                    raise
+                rows[of] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            torch.cuda.empty_cache()
+            if isinstance(rows[of], str):
+                print(f"not timed: {name}, {of}: {rows[of]}", file=sys.stderr, flush=True)
+                continue
+            took, peak, first, error = rows[of]
+            beside = rows["apart"]
+            by = "" if isinstance(beside, str) else f"{took.median / beside[0].median:.3f}"
+            cells = name, of, took, f"{took.median / floor:.3f}", by, f"{peak:.0f}"
+            print(line((*cells, f"{first:.1f}", f"{error:.2f}")), flush=True)
+        del judge
+        torch.cuda.empty_cache()
+        alone = kernel_alone(4096, width, vocabulary, cap)
+        moved = 4096 * vocabulary * 6 / (alone["the kernel"].median / 1000) / 1e12
+        print(f"\n{name}, a piece of 4,096 tokens, ms: ", end="")
+        print(", ".join(f"{of} {took}" for of, took in alone.items()), end="; ")
+        print(f"the kernel moves {moved:.2f} TB/s.\n", flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    main(parser.parse_args().seconds)

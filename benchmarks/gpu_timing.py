@@ -1,0 +1,89 @@
+"""Times, memory and rates of a CUDA GPU, for the other scripts of this folder."""
+
+import statistics
+import time
+from typing import NamedTuple
+
+import torch
+
+REPEATS = 7
+
+
+class Times(NamedTuple):
+    """Milliseconds of repeats: their median and quartiles."""
+
+    median: float
+    lower: float
+    upper: float
+
+    def __str__(self):
+        return f"{self.median:.3f} ({self.lower:.3f} to {self.upper:.3f})"
+
+
+def times(milliseconds):
+    lower, median, upper = statistics.quantiles(milliseconds, n=4, method="inclusive")
+    return Times(median, lower, upper)
+
+
+def device_ms(call, target_ms=30):
+    """The GPU's time for one call, without launches: calls queue up while the GPU is kept busy."""
+    call()
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    call()
+    stop.record()
+    torch.cuda.synchronize()
+    calls = max(1, min(20, int(target_ms / start.elapsed_time(stop))))
+    found = []
+    for _ in range(REPEATS):
+        torch.cuda._sleep(3_000_000 * calls)
+        start.record()
+        for _ in range(calls):
+            call()
+        stop.record()
+        torch.cuda.synchronize()
+        found.append(start.elapsed_time(stop) / calls)
+    return times(found)
+
+
+def wall_ms(call, target_ms=50):
+    """The time of one call as a user sees it: Python, launches and the GPU."""
+
+    def seconds(calls):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - start) / calls
+
+    calls = max(1, min(10, int(target_ms / (1000 * seconds(1)))))
+    return times([1000 * seconds(calls) for _ in range(5)])
+
+
+def peak_mib(call):
+    """The peak of allocated memory in a call, less what was allocated before it."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - held) / 2**20
+
+
+def bytes_a_second():
+    """What a copy in device memory reads and writes."""
+    source = torch.randn(2**29, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / (device_ms(lambda: target.copy_(source)).median / 1000)
+
+
+def flops_a_second():
+    """The rate of a product of matrices of bfloat16."""
+    a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
+    return 2 * 8192**3 / (device_ms(lambda: a @ b).median / 1000)
+
+
+def line(cells):
+    return "| " + " | ".join(map(str, cells)) + " |"
