@@ -304,7 +304,7 @@ def forward(
 ):
     tensors = x, scale, kernel, kernel_2, kernel_3, bias, bias_2, bias_3
     outputs = results(*tensors, residual, epsilon=epsilon, gate=gate)
-    rows, channels = x.shape
+    rows = x.shape[0]
     if rows == 1 and gate:
         columns = outputs[0].shape[1]
         whole = Array((1, columns), "float32")
