@@ -24,8 +24,10 @@ def lowered(plain, **kernels):
     plain: a module with `forward`, `backward` and `operation`. kernels: {platform: a module that
     has the first two, or whose `kernels` have them}. In a module with `KEEPS`, what `forward`
     returns last is for `backward` alone, and each implementation reads its own. Without a
-    `backward`, modules have the operation's function alone.
+    `backward`, modules have the operation's function alone, or plain JAX makes it `with_kernels`.
     """
+    if hasattr(plain, "with_kernels"):
+        return plain.with_kernels(kernels)
     if not hasattr(plain, "backward"):
         name = plain.__name__.rpartition(".")[2]
         return _of_forwards(
@@ -49,7 +51,7 @@ def _of_forwards(functions):
         def run(of, *given):
             return functions[of](**dict(zip(arrays, given, strict=True)), **dict(others))
 
-        return _by_platform(
+        return by_platform(
             {of: functools.partial(run, of) for of in functions}, tuple(arrays.values())
         )
 
@@ -63,7 +65,7 @@ def _of_forwards(functions):
 
 def _dependent(functions):
     def function(*arguments, **options):
-        return _by_platform(
+        return by_platform(
             {of: functools.partial(f, **options) for of, f in functions.items()}, arguments
         )
 
@@ -84,7 +86,7 @@ def _keeping(functions):
             results, own = given[of](*arguments)
             return results, {o: own if o == of else zeros(o) for o in given}
 
-        return _by_platform({of: functools.partial(run, of) for of in given}, arguments)
+        return by_platform({of: functools.partial(run, of) for of in given}, arguments)
 
     return function
 
@@ -97,12 +99,12 @@ def _with_own(functions):
             *given, kept, d_output = arguments
             return functions[of](*given, kept[of], d_output, **options)
 
-        return _by_platform({of: functools.partial(run, of) for of in functions}, arguments)
+        return by_platform({of: functools.partial(run, of) for of in functions}, arguments)
 
     return function
 
 
-def _by_platform(functions, arguments):
+def by_platform(functions, arguments):
     """What the function for the platform returns; {platform: function}, "default" for others.
 
     `jax.lax.platform_dependent` would do for one platform. A program that is exported for several
@@ -127,7 +129,7 @@ def _(*_, branches):
 
 def _batched(arrays, axes, *, branches):
     functions = {of: jax.vmap(jaxpr_as_fun(jaxpr), tuple(axes)) for of, jaxpr in branches}
-    found = _by_platform(functions, arrays)
+    found = by_platform(functions, arrays)
     return found, [0] * len(found)
 
 

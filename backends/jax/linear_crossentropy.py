@@ -8,12 +8,14 @@ tokens and the vocabulary.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from keras_recurrent.backends.constants import SEQUENCE, TOKENS_OF_A_PIECE
+from keras_recurrent.backends.jax import _platforms
 from keras_recurrent.backends.jax._common import accumulation_dtype
 
 
@@ -26,13 +28,50 @@ class _Split(NamedTuple):
     vocabulary: tuple[str, ...]
 
 
-def linear_crossentropy(x, embedding, tokens, sample_weight=None, soft_cap=None, reduction="sum"):
-    """x: [..., D]; embedding: [V, D]; tokens, sample_weight: [...].
+class _How(NamedTuple):
+    """What is known of a call before its tensors."""
 
-    Returns (losses times their weights, [...] or their sum, in float32, or float64 if a tensor is;
-    the token of the largest logit, int32 [...]).
+    soft_cap: float | None
+    split: _Split | None
+    # Makes losses of logits in place of plain JAX, where the vocabulary is not split.
+    piece: Callable | None
+
+
+def operation(piece=None):
+    """The operation. piece: makes losses of logits, as `_plain_piece` does; None: plain JAX."""
+
+    def linear_crossentropy(
+        x, embedding, tokens, sample_weight=None, soft_cap=None, reduction="sum"
+    ):
+        """x: [..., D]; embedding: [V, D]; tokens, sample_weight: [...].
+
+        Returns (losses times their weights, [...] or their sum, in float32, or float64 if a tensor
+        is; the token of the largest logit, int32 [...]).
+        """
+        how = _How(soft_cap, None, piece)
+        return _compiled(x, embedding, tokens, sample_weight, how, reduction)
+
+    return linear_crossentropy
+
+
+linear_crossentropy = operation()
+
+
+def with_kernels(kernels):
+    """The operation that takes the kernel of the platform that it is lowered for.
+
+    kernels: {platform: a module that has a `piece`}.
     """
-    return _compiled(x, embedding, tokens, sample_weight, soft_cap, reduction, None)
+    pieces = {platform: module.piece for platform, module in kernels.items()}
+    return operation(functools.partial(_by_platform, pieces | {"default": _plain_piece}))
+
+
+def _by_platform(pieces, z, weights, tokens, *options):
+    def of(piece):
+        return lambda *tensors: piece(*tensors, *options)
+
+    functions = {platform: of(piece) for platform, piece in pieces.items()}
+    return _platforms.by_platform(functions, (z, weights, tokens))
 
 
 def on_shards(mesh, batch_axis, x, embedding, tokens, **others):
@@ -49,7 +88,7 @@ def on_shards(mesh, batch_axis, x, embedding, tokens, **others):
         x, embedding, tokens, **others: as in `linear_crossentropy`.
     """
     others = {"sample_weight": None, "soft_cap": None, "reduction": "sum", **others}
-    split = None
+    soft_cap, split = others.pop("soft_cap"), None
     if tokens.ndim == 2:
         batch, length = tokens.shape
         vocabulary = tuple(name for name in mesh.axis_names if name not in (batch_axis, SEQUENCE))
@@ -60,11 +99,11 @@ def on_shards(mesh, batch_axis, x, embedding, tokens, **others):
             SEQUENCE if length % mesh.shape.get(SEQUENCE, length + 1) == 0 else None,
             vocabulary if embedding.shape[0] % parts == 0 else (),
         )
-    return _compiled(x, embedding, tokens, **others, split=split)
+    return _compiled(x, embedding, tokens, **others, how=_How(soft_cap, split, None))
 
 
-@functools.partial(jax.jit, static_argnames=("soft_cap", "reduction", "split"))
-def _compiled(x, embedding, tokens, sample_weight, soft_cap, reduction, split):
+@functools.partial(jax.jit, static_argnames=("how", "reduction"))
+def _compiled(x, embedding, tokens, sample_weight, how, reduction):
     dtype = accumulation_dtype(x, embedding, sample_weight)
     if sample_weight is None:
         weights = jnp.ones(tokens.shape, dtype)
@@ -72,21 +111,21 @@ def _compiled(x, embedding, tokens, sample_weight, soft_cap, reduction, split):
         weights = sample_weight.astype(dtype)
         tokens = jnp.where(weights == 0, 0, tokens)
     of = _sum if reduction == "sum" else _each
-    return of(soft_cap, split, x, embedding, weights, tokens.astype(int))
+    return of(how, x, embedding, weights, tokens.astype(int))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _sum(soft_cap, split, x, embedding, weights, tokens):
-    losses, best = _walk(soft_cap, split, x, embedding, weights, tokens)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sum(how, x, embedding, weights, tokens):
+    losses, best = _walk(how, x, embedding, weights, tokens)
     return jnp.sum(weights * losses), best
 
 
-def _sum_and_gradients(soft_cap, split, x, embedding, weights, tokens):
-    losses, best, *gradients = _walk(soft_cap, split, x, embedding, weights, tokens, True)
+def _sum_and_gradients(how, x, embedding, weights, tokens):
+    losses, best, *gradients = _walk(how, x, embedding, weights, tokens, True)
     return (jnp.sum(weights * losses), best), (*gradients, losses)
 
 
-def _times(soft_cap, split, gradients, d_results):
+def _times(how, gradients, d_results):
     d_loss, _ = d_results
     return *((d_loss * d.astype(d_loss.dtype)).astype(d.dtype) for d in gradients), None
 
@@ -94,29 +133,29 @@ def _times(soft_cap, split, gradients, d_results):
 _sum.defvjp(_sum_and_gradients, _times)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _each(soft_cap, split, x, embedding, weights, tokens):
-    losses, best = _walk(soft_cap, split, x, embedding, weights, tokens)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _each(how, x, embedding, weights, tokens):
+    losses, best = _walk(how, x, embedding, weights, tokens)
     return weights * losses, best
 
 
-def _save(soft_cap, split, *tensors):
-    return _each(soft_cap, split, *tensors), tensors
+def _save(how, *tensors):
+    return _each(how, *tensors), tensors
 
 
-def _gradients(soft_cap, split, tensors, d_results):
+def _gradients(how, tensors, d_results):
     x, embedding, weights, tokens = tensors
     d_losses, _ = d_results
-    losses, _, *gradients = _walk(soft_cap, split, x, embedding, weights * d_losses, tokens, True)
+    losses, _, *gradients = _walk(how, x, embedding, weights * d_losses, tokens, True)
     return *gradients, losses * d_losses, None
 
 
 _each.defvjp(_save, _gradients)
 
 
-def _walk(soft_cap, split, x, embedding, weights, tokens, with_gradients=False):
+def _walk(how, x, embedding, weights, tokens, with_gradients=False):
     """The losses, their best tokens, and if wanted the gradients of x and embedding."""
-    walk = functools.partial(_walk_shard, soft_cap, split, with_gradients)
+    walk, split = functools.partial(_walk_shard, how, with_gradients), how.split
     if split is not None:
         of_tokens, of_x = jax.P(split.rows, split.time), jax.P(split.rows, split.time, None)
         of_embedding = jax.P(split.vocabulary or None, None)
@@ -130,12 +169,12 @@ def _walk(soft_cap, split, x, embedding, weights, tokens, with_gradients=False):
     return walk(x, embedding, weights, tokens)
 
 
-def _walk_shard(soft_cap, split, with_gradients, x, embedding, weights, tokens):
+def _walk_shard(how, with_gradients, x, embedding, weights, tokens):
     """What `_walk` returns of one device's tokens, which see all of the vocabulary.
 
     Time is cut and the batch is not: where XLA shares the work, devices have some rows each.
     """
-    shape, width = tokens.shape, x.shape[-1]
+    shape, width, split = tokens.shape, x.shape[-1], how.split
     length = shape[-1] if shape else 1
     batch = math.prod(shape[:-1])
     size = min(length, max(1, TOKENS_OF_A_PIECE // max(1, batch)))
@@ -152,7 +191,7 @@ def _walk_shard(soft_cap, split, with_gradients, x, embedding, weights, tokens):
         return array[:, :length].reshape(*shape, *rest)
 
     def step(d_embedding, piece):
-        *found, d_more = _piece(soft_cap, vocabulary, piece, with_gradients)
+        *found, d_more = _piece(how, vocabulary, piece, with_gradients)
         return d_embedding + d_more if with_gradients else None, found
 
     zeros = jnp.zeros(embedding.shape, weights.dtype) if with_gradients else None
@@ -201,7 +240,7 @@ class _Vocabulary:
         return jnp.where(best == self.size, 0, best)
 
 
-def _piece(soft_cap, vocabulary, piece, with_gradients):
+def _piece(how, vocabulary, piece, with_gradients):
     """Of some tokens: the losses, the best tokens, and the gradients of x and embedding.
 
     The gradient of x is that of a device's part of the vocabulary, in the dtype of sums where the
@@ -211,6 +250,35 @@ def _piece(soft_cap, vocabulary, piece, with_gradients):
     embedding, dtype = vocabulary.embedding, weights.dtype
     product = functools.partial(jnp.einsum, preferred_element_type=dtype)
     z = product("btd,vd->btv", x, embedding).astype(dtype)
+    of_logits = functools.partial(_of_logits, vocabulary)
+    if how.piece is not None and not vocabulary.axes:
+        of_logits = how.piece
+    options = how.soft_cap, jnp.promote_types(x.dtype, embedding.dtype), with_gradients
+    losses, best, *gradient = of_logits(z, weights, tokens, *options)
+    if not with_gradients:
+        return losses, best, None, None
+    d_z, factors = gradient
+    d_x = product("btv,vd->btd", d_z, embedding)
+    if factors is not None:
+        d_x = d_x * factors[..., None]
+        x = (x * factors[..., None]).astype(x.dtype)
+    d_x = d_x.astype(dtype if vocabulary.axes else piece[0].dtype)
+    return losses, best, d_x, product("btv,btd->vd", d_z, x).astype(dtype)
+
+
+def _plain_piece(z, weights, tokens, soft_cap, dtype, with_gradients):
+    """What becomes of logits z [B, T, V], in plain JAX.
+
+    Returns the losses and the best tokens [B, T]; with gradients also that of the sum of the losses
+    by weights, in `dtype`, and a factor of each token that it still lacks.
+    """
+    vocabulary = _Vocabulary(jax.ShapeDtypeStruct((z.shape[-1], 0), dtype), ())
+    found = _of_logits(vocabulary, z, weights, tokens, soft_cap, dtype, with_gradients)
+    return (*found[:3], jnp.ones_like(weights)) if with_gradients else found
+
+
+def _of_logits(vocabulary, z, weights, tokens, soft_cap, dtype, with_gradients):
+    """As `_plain_piece`, of a device's part of the vocabulary; None for the factors: all are 1."""
     if soft_cap is not None:
         z = soft_cap * jnp.tanh(z / soft_cap)
     known = (tokens >= 0) & (tokens < vocabulary.size)
@@ -218,17 +286,15 @@ def _piece(soft_cap, vocabulary, piece, with_gradients):
     exponentials = jnp.exp(z - largest)
     total = vocabulary.sum(jnp.sum(exponentials, axis=-1, keepdims=True))
     place = (jnp.where(known, tokens, 0) - vocabulary.first)[..., None]
-    last = embedding.shape[0] - 1
+    last = z.shape[-1] - 1
     own = jnp.take_along_axis(z, jnp.clip(place, 0, last), axis=-1)
     own = vocabulary.sum(jnp.where((place >= 0) & (place <= last), own, 0))
     losses = jnp.where(known, (jnp.log(total) + (largest - own))[..., 0], jnp.nan)
     best = vocabulary.best(z, largest)
     if not with_gradients:
-        return losses, best, None, None
+        return losses, best
     weights = jnp.where(known, weights, jnp.nan)[..., None]
     d_z = (exponentials / total - (jnp.arange(last + 1) == place)) * weights
     if soft_cap is not None:
         d_z = d_z * (1 - jnp.square(z / soft_cap))
-    d_z = d_z.astype(jnp.promote_types(x.dtype, embedding.dtype))
-    d_x = product("btv,vd->btd", d_z, embedding).astype(dtype if vocabulary.axes else x.dtype)
-    return losses, best, d_x, product("btv,btd->vd", d_z, x).astype(dtype)
+    return losses, best, d_z.astype(dtype), None

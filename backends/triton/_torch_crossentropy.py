@@ -7,13 +7,7 @@ from keras_recurrent.backends.triton import _torch
 from keras_recurrent.backends.triton._crossentropy_kernel import options, piece_kernel, written
 from keras_recurrent.backends.triton._launch import Launch
 
-
-def refusal(x, embedding, tokens, sample_weight):
-    if x.dtype != embedding.dtype:
-        return f"needs x and embedding of one dtype, got {x.dtype} and {embedding.dtype}"
-    if x.dtype == torch.float16:
-        return "the gradient of logits, without its factor, leaves the range of float16"
-    return _torch.refusal_of_token_wise(x, embedding, tokens, sample_weight)
+refusal = _torch.refusal_of_token_wise
 
 
 def piece(z, weights, tokens, cap, dtype, gradients):

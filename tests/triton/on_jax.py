@@ -14,7 +14,7 @@ import numpy as np
 
 from keras_recurrent import dispatch
 from keras_recurrent.backends.triton import _jax
-from tests.ops import judge, steps, test_steps, token_wise
+from tests.ops import judge, steps, test_linear_crossentropy, test_steps, token_wise
 from tests.ops.cases import Case, draw
 
 CASES = {
@@ -121,6 +121,35 @@ def check_operation(operation):
     judge.check(operation, "triton", drawn)
 
 
+LOSSES = {
+    "float32": test_linear_crossentropy.Case((2, 5), 6, 9001, soft_cap=3.0),
+    "bfloat16": test_linear_crossentropy.Case((7,), 6, 50, "bfloat16"),
+}
+
+
+def check_pieces():
+    """More tokens than a piece holds, alone and with a mapped axis."""
+    test_linear_crossentropy.PLAIN.TOKENS_OF_A_PIECE = 8
+    case = test_linear_crossentropy.Case((3, 17), 6, 31, soft_cap=5.0)
+    test_linear_crossentropy.check(case, "sum", "triton")
+    tensors, integers = test_linear_crossentropy.draw(case)
+    given = [jnp.asarray(t, "float32") for t in tensors.values()]
+
+    def loss(implementation, x, embedding, weight, tokens):
+        function = dispatch.IMPLEMENTATIONS["linear_crossentropy"][implementation]
+        return function.linear_crossentropy(x, embedding, tokens, weight)[0]
+
+    for mapped in ((0, None, 0, 0), (0, None, None, 0)):
+        found, expected = (
+            jax.vmap(jax.grad(functools.partial(loss, of), (0, 1)), mapped)(
+                given[0], given[1], given[2] if mapped[2] == 0 else given[2][0], integers["tokens"]
+            )
+            for of in ("triton", "jax")
+        )
+        for f, e in zip(found, expected, strict=True):
+            np.testing.assert_allclose(f, e, rtol=0, atol=1e-5)
+
+
 STEPS = {
     f"{operation}, {name}": functools.partial(test_steps.check, operation, "triton", case)
     for operation in steps.DRAW
@@ -130,6 +159,14 @@ STEPS = {
 CHECKS = {
     **STEPS,
     **{of: functools.partial(check_operation, of) for of in (*CASES, *TOKEN_WISE)},
+    **{
+        f"linear_crossentropy, {dtype}, {reduction}": functools.partial(
+            test_linear_crossentropy.check, case, reduction, "triton"
+        )
+        for dtype, case in LOSSES.items()
+        for reduction in ("sum", None)
+    },
+    "linear_crossentropy, several pieces": check_pieces,
     **{f"vmap over {name}": functools.partial(check_vmap, *of) for name, of in MAPPED.items()},
     "vmap over kinds and weights": check_one_after_another,
 }
