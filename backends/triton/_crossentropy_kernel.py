@@ -140,4 +140,5 @@ def options(vocabulary, stride, capped, fine):
         "BLOCK": block,
         "LANE_SIZE": _LANE_SIZE,
         "num_warps": max(1, block // 256),
+        "maxnreg": 96 if fine else None,  # with the 64 that ptxas takes for itself, some spill
     }
