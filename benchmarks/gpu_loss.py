@@ -100,7 +100,10 @@ def implementations(cap):
 def kernel_alone(size, width, vocabulary, cap):
     """The times of the kernel between the products, and of these, for so many tokens."""
     x, embedding = (torch.randn(n, width, device="cuda").bfloat16() for n in (size, vocabulary))
-    tokens, weights = torch.randint(vocabulary, (size,), device="cuda"), torch.ones(size, device="cuda")
+    tokens, weights = (
+        torch.randint(vocabulary, (size,), device="cuda"),
+        torch.ones(size, device="cuda"),
+    )
     z = plain._product(x, embedding.T * width**-0.5, torch.float32)
     d_z = torch.empty(z.shape, dtype=torch.bfloat16, device="cuda")
     d_embedding = torch.zeros(vocabulary, width, device="cuda")
@@ -162,10 +165,12 @@ def main(seconds):
                 continue
             try:
                 rows[of] = measure(functions[of], judge, tensors)
-            except Exception as error:  # a peer may fail in its own ways
+            except Exception as reason:  # a peer may fail in its own ways
                 if "triton" in of:
                     raise
-                rows[of] = f"{type(error).__name__}: {(str(error).strip() or '?').splitlines()[0]}"
+                rows[of] = (
+                    f"{type(reason).__name__}: {(str(reason).strip() or '?').splitlines()[0]}"
+                )
             torch.cuda.empty_cache()
             if isinstance(rows[of], str):
                 print(f"not timed: {name}, {of}: {rows[of]}", file=sys.stderr, flush=True)
