@@ -27,6 +27,7 @@ LARGEST_GELU_GATE = 100.0
 SQUARES_SCALE = 2.0**-32
 SMALLEST_SCALED_EPSILON = 2.0**-70
 
-# How many tokens `linear_crossentropy` takes through the vocabulary at a time. Each time, the
-# gradient of the embedding is read and written in float32, which few tokens would not be worth.
+# How many tokens `linear_crossentropy` takes through the vocabulary at a time, but on torch, which
+# counts logits. Each time, the gradient of the embedding is read and written in float32, which few
+# tokens would not be worth.
 TOKENS_OF_A_PIECE = 4096

@@ -107,10 +107,12 @@ def found(work, shape, on_jax):
     for name, function in functions.items():
         try:
             figures[name] = measure(function, tensors, d_output, judge)
-        except Exception as error:  # a peer may fail in its own ways
+        except Exception as reason:  # a peer may fail in its own ways
             if name == "triton":
                 raise
-            figures[name] = f"{type(error).__name__}: {(str(error).strip() or '?').splitlines()[0]}"
+            figures[name] = (
+                f"{type(reason).__name__}: {(str(reason).strip() or '?').splitlines()[0]}"
+            )
         torch.cuda.empty_cache()
     if work.on_jax:
         for name, (samples, of) in on_jax.measure(work, tensors, d_output).items():

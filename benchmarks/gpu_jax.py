@@ -51,19 +51,14 @@ class OnJax:
                 self.process = None
                 print("the process on JAX has ended", file=sys.stderr, flush=True)
                 return {}
-            return {
-                f"{name} on JAX" if name == "triton" else "JAX": (_samples(of.pop("samples")), of)
-                for name, of in json.loads(answer).items()
-                if _with_times(of)
-            }
-
-
-def _with_times(figures):
-    for name in ("forward", "both", "wall"):
-        figures[name] = Times(*figures[name])
-    return True
+            found = {}
+            for name, figures in json.loads(answer).items():
+                samples = _samples(figures.pop("samples"))
+                figures |= {n: Times(*figures[n]) for n in ("forward", "both", "wall")}
+                found["triton on JAX" if name == "triton" else "JAX"] = samples, figures
+            return found
 
 
 def _samples(file):
     with np.load(file) as arrays:
-        return [arrays[name] for name in sorted(arrays)]
+        return [arrays[f"arr_{i}"] for i in range(len(arrays.files))]

@@ -41,11 +41,11 @@ def total(function, cap, **options):
     return run
 
 
-def in_pieces(function, size):
-    """The same with pieces of so many tokens."""
+def in_pieces(function, numbers):
+    """The same with the gradient of so many logits at a time."""
 
     def run(*tensors):
-        plain.TOKENS_OF_A_PIECE = size
+        plain.GRADIENTS = numbers
         return function(*tensors)
 
     return run
@@ -82,16 +82,13 @@ def liger(cap):
 
 
 def implementations(cap):
-    pieces = {
-        f"triton, pieces of {size}": in_pieces(total(ours.linear_crossentropy, cap), size)
-        for size in (4096, 2048, 8192)
-    }
+    summed = total(ours.linear_crossentropy, cap)
     each = total(ours.linear_crossentropy, cap, reduction=None)
     found = {
-        **pieces,
-        "triton, losses a token": in_pieces(each, 4096),
+        **{f"triton, pieces of 2^{n}": in_pieces(summed, 2**n) for n in (30, 29, 31)},
+        "triton, losses a token": in_pieces(each, 2**30),
         "apart": apart(cap),
-        "torch": in_pieces(total(plain.linear_crossentropy, cap), 4096),
+        "torch": in_pieces(total(plain.linear_crossentropy, cap), 2**30),
     }
     if importlib.util.find_spec("fla") and cap is None:  # it knows no soft cap
         found["FLA"] = fla(cap)
@@ -101,16 +98,17 @@ def implementations(cap):
 
 
 def kernel_alone(size, width, vocabulary, cap):
-    """The times of the kernel between the products, and of these, for one piece."""
+    """The times of the kernel between the products, and of these, for so many tokens."""
     x, embedding = (torch.randn(n, width, device="cuda").bfloat16() for n in (size, vocabulary))
-    tokens = torch.randint(vocabulary, (size,), device="cuda")
-    weights = torch.ones(size, device="cuda")
-    z = plain._product(x, embedding.T, torch.float32)
-    d_z = z.view(torch.bfloat16)[:, :vocabulary]
+    tokens, weights = (
+        torch.randint(vocabulary, (size,), device="cuda"),
+        torch.ones(size, device="cuda"),
+    )
+    z = plain._product(x, embedding.T * width**-0.5, torch.float32)
+    d_z = torch.empty(z.shape, dtype=torch.bfloat16, device="cuda")
     d_embedding = torch.zeros(vocabulary, width, device="cuda")
-    piece = (z, weights, tokens, cap or 0.0, torch.bfloat16, True)
+    piece = z, weights, tokens, cap or 0.0, torch.bfloat16, d_z
     return {
-        # It reads what it wrote before: numbers of another size, which take as long.
         "the kernel": device_ms(lambda: ours.piece(*piece)),
         "logits": device_ms(lambda: torch.mm(x, embedding.T, out_dtype=torch.float32)),
         "gradient of x": device_ms(lambda: plain._product(d_z, embedding, torch.float32)),
@@ -156,7 +154,7 @@ def main(seconds):
         x = torch.randn(count, width, device="cuda").bfloat16()
         embedding = (torch.randn(vocabulary, width, device="cuda") * width**-0.5).bfloat16()
         tensors = x, embedding, torch.randint(vocabulary, (count,), device="cuda")
-        truth = in_pieces(total(plain.linear_crossentropy, cap), 2048)
+        truth = in_pieces(total(plain.linear_crossentropy, cap), 2**29)
         judge = Judge(truth, tensors, torch.ones((), device="cuda"), own_units=True)
         floor = 1000 * 6 * count * width * vocabulary / rates[1]
         functions, rows = implementations(cap), {}
@@ -167,10 +165,12 @@ def main(seconds):
                 continue
             try:
                 rows[of] = measure(functions[of], judge, tensors)
-            except Exception as error:  # a peer may fail in its own ways
+            except Exception as reason:  # a peer may fail in its own ways
                 if "triton" in of:
                     raise
-                rows[of] = f"{type(error).__name__}: {(str(error).strip() or '?').splitlines()[0]}"
+                rows[of] = (
+                    f"{type(reason).__name__}: {(str(reason).strip() or '?').splitlines()[0]}"
+                )
             torch.cuda.empty_cache()
             if isinstance(rows[of], str):
                 print(f"not timed: {name}, {of}: {rows[of]}", file=sys.stderr, flush=True)

@@ -11,6 +11,7 @@ import json
 import statistics
 import sys
 import time
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,13 +20,11 @@ from benchmarks import peer_models
 from benchmarks.writing import PROMPT
 from keras_recurrent.presets import griffin, hgrn2
 
-MODELS = {
-    "hgrn2": (
-        *("flash-linear-attention", peer_models.fla_hgrn2),
-        hgrn2.SIZES["hgrn2_1.3b_100b"],
-    ),
+MODELS: dict[str, Any] = {  # whose, what makes it, and its row of the table of presets
+    "hgrn2": ("flash-linear-attention", peer_models.fla_hgrn2, hgrn2.SIZES["hgrn2_1.3b_100b"]),
     "recurrentgemma": (
-        *("transformers", peer_models.transformers_gemma),
+        "transformers",
+        peer_models.transformers_gemma,
         griffin.SIZES["recurrentgemma_2b"],
     ),
 }

@@ -10,19 +10,23 @@ import functools
 import torch
 from torch import Tensor
 
-from keras_recurrent.backends.constants import TOKENS_OF_A_PIECE
 from keras_recurrent.backends.torch import _common
 from keras_recurrent.backends.torch._autograd import register_autograd
 
 _dtype = _common.accumulation_dtype
 
+# How many numbers there are at a time of logits, in the dtype of sums, and of their gradient, in
+# that of x: 1 and 2 gigabytes of float32 and bfloat16. For each piece of the gradient, that of the
+# embedding is read and written in float32, which few tokens would not be worth.
+LOGITS, GRADIENTS = 2**28, 2**30
 
-def piece(z, weights, tokens, cap, dtype, gradients):
+
+def piece(z, weights, tokens, cap, dtype, d_z):
     """What some tokens' logits z [N, V] become, whose memory it may take.
 
-    cap: 0 for none. dtype: that of gradients. gradients: whether one is wanted.
-    Returns the losses and the best tokens [N]; the gradient of the sum of the losses by weights, or
-    what remains of it without a factor a row; and these factors [N], or None for none.
+    cap: 0 for none. dtype: that of gradients. d_z: gets the gradient of the sum of the losses by
+    weights, or what remains of it without a factor a row; None for no gradient.
+    Returns the losses and the best tokens [N], and these factors [N], or None for none.
     """
     if cap:
         z = z.div_(cap).tanh_().mul_(cap)
@@ -31,46 +35,67 @@ def piece(z, weights, tokens, cap, dtype, gradients):
     own = own.masked_fill(unknown, 0)
     largest, best = z.max(-1, keepdim=True)
     own_logit = z.gather(-1, own)
-    slope = 1 - (z / cap).square_() if cap and gradients else None
+    slope = 1 - (z / cap).square_() if cap and d_z is not None else None
     exponentials = z.sub_(largest).exp_()
     total = exponentials.sum(-1, keepdim=True)
     losses = total.log() + (largest - own_logit)
     losses = losses.masked_fill_(unknown, float("nan"))[:, 0]
-    if not gradients:
-        return losses, best[:, 0], None, None
-    d_z = exponentials.div_(total)
-    d_z.scatter_add_(-1, own, d_z.new_full(own.shape, -1))
-    d_z.mul_(weights[:, None].masked_fill(unknown, float("nan")))
+    if d_z is None:
+        return losses, best[:, 0], None
+    softmax = exponentials.div_(total)
+    softmax.scatter_add_(-1, own, softmax.new_full(own.shape, -1))
+    softmax.mul_(weights[:, None].masked_fill(unknown, float("nan")))
     if slope is not None:
-        d_z.mul_(slope)
-    return losses, best[:, 0], d_z.to(dtype), None
+        softmax.mul_(slope)
+    d_z.copy_(softmax)
+    return losses, best[:, 0], None
 
 
 def _walk(piece, x, embedding, weights, tokens, cap, gradients):
     """The losses, their best tokens and, if wanted, the gradients of x and embedding by weights."""
+    count, vocabulary = len(x), len(embedding)
     losses, best = torch.empty_like(weights), torch.empty_like(tokens, dtype=torch.int32)
-    d_x = torch.empty_like(x) if gradients else x.new_empty(0)
-    d_embedding = embedding.new_zeros(embedding.shape if gradients else 0, dtype=weights.dtype)
-    dtype = torch.promote_types(x.dtype, embedding.dtype)
+    dtype, factors = torch.promote_types(x.dtype, embedding.dtype), torch.empty_like(weights)
 
-    def walk(rows):  # a function, so that its logits are gone before the next ones come
-        x_rows = x[rows]
-        z = _product(x_rows, embedding.T, weights.dtype)
-        losses[rows], best[rows], d_z, factors = piece(
-            z, weights[rows], tokens[rows], cap, dtype, gradients
-        )
-        if not gradients:
-            return
-        d_rows = _product(d_z, embedding, weights.dtype)
-        if factors is not None:
-            d_rows *= factors[:, None]
-            x_rows = (x_rows * factors[:, None]).to(x.dtype)
+    def through_vocabulary(rows, d_z):
+        """Whether `factors` of these rows are needed. A function, so that its logits are freed."""
+        z = _product(x[rows], embedding.T, weights.dtype)
+        given = z, weights[rows], tokens[rows], cap, dtype, d_z
+        losses[rows], best[rows], of_rows = piece(*given)
+        if of_rows is not None:
+            factors[rows] = of_rows
+        return of_rows is not None
+
+    if not gradients:
+        for rows in _pieces(0, count, LOGITS // vocabulary):
+            through_vocabulary(rows, None)
+        return losses, best, x.new_empty(0), embedding.new_empty(0)
+    d_x, d_embedding = torch.empty_like(x), None
+    size = GRADIENTS // vocabulary
+    d_z = x.new_empty((min(max(1, size), count), vocabulary), dtype=dtype)
+    for rows in _pieces(0, count, size):
+        x_rows, of_rows = x[rows], d_z[: rows.stop - rows.start]
+        for part in _pieces(rows.start, rows.stop, LOGITS // vocabulary):
+            place = slice(part.start - rows.start, part.stop - rows.start)
+            lacks_factors = through_vocabulary(part, of_rows[place])
+        d_rows = _product(of_rows, embedding, weights.dtype)
+        if lacks_factors:
+            d_rows *= factors[rows, None]
+            x_rows = (x_rows * factors[rows, None]).to(x.dtype)
         d_x[rows] = d_rows
-        _add_product(d_embedding, d_z.T, x_rows)
-
-    for start in range(0, len(x), TOKENS_OF_A_PIECE):
-        walk(slice(start, start + TOKENS_OF_A_PIECE))
+        if d_embedding is None:
+            d_embedding = _product(of_rows.T, x_rows, weights.dtype)
+        else:
+            _add_product(d_embedding, of_rows.T, x_rows)
+    if d_embedding is None:
+        d_embedding = torch.zeros_like(embedding)
     return losses, best, d_x, d_embedding.to(embedding.dtype)
+
+
+def _pieces(start, stop, size):
+    """Slices of so many tokens, at least one; of many, a number that matrix products like."""
+    size = max(1, size if size < 128 else size - size % 128)
+    return [slice(i, min(i + size, stop)) for i in range(start, stop, size)]
 
 
 def _product(a, b, dtype):

@@ -8,10 +8,6 @@ gradient
 is written without its factor w / Σ, which belongs to the whole row and is left to the products that
 follow. Exponentials are relative to the largest logit of the first tile; where a later tile has a
 much larger one, what was written is made relative to that.
-
-The gradient may be written over the logits. A number of 16 bits then lies in the first half of its
-row, where all logits of the tile and of those before have been read: what is written of a tile
-depends on the largest of all its logits.
 """
 
 import triton
@@ -63,7 +59,6 @@ def piece_kernel(
     best,
     cap,
     V: tl.constexpr,
-    STRIDE: tl.constexpr,
     CAPPED: tl.constexpr,
     FINE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -73,7 +68,7 @@ def piece_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits += row * V
     if d_logits is not None:
-        d_logits += row * STRIDE
+        d_logits += row * V
     lane, each = tl.arange(0, LANES)[:, None], tl.arange(0, LANE_SIZE)[None, :]
     if V % LANE_SIZE == 0:
         positions = lane * LANE_SIZE + each
@@ -81,7 +76,6 @@ def piece_kernel(
         positions = each * LANES + lane
     token = tl.load(tokens + row)
     known = (token >= 0) & (token < V)
-    # Read first, as the gradient may be written over it.
     inverse = 1.0
     if CAPPED:
         inverse = 1.0 / cap
@@ -129,15 +123,15 @@ def written(rows):
     return Array((rows,), "float32"), Array((rows,), "float32"), Array((rows,), "int32")
 
 
-def options(vocabulary, stride, capped, fine):
-    """The constants of a launch. stride: from a row of the gradient to the next, in numbers."""
+def options(vocabulary, capped, fine):
+    """The constants of a launch. fine: whether x is float32, not of 16 bits."""
     block = max(_LANE_SIZE, min(_TILE_SIZE, triton.next_power_of_2(vocabulary)))
     return {
         "V": vocabulary,
-        "STRIDE": stride,
         "CAPPED": capped,
         "FINE": fine,
         "BLOCK": block,
         "LANE_SIZE": _LANE_SIZE,
         "num_warps": max(1, block // 256),
+        "maxnreg": 96 if fine else None,  # with the 64 that ptxas takes for itself, some spill
     }

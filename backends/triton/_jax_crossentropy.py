@@ -19,7 +19,7 @@ def piece(z, weights, tokens, soft_cap, dtype, with_gradients):
         rows, vocabulary = tokens.size, z.shape[-1]
         inputs = z.reshape(rows, vocabulary), tokens.reshape(rows), weights.reshape(rows)
         d_z = Array((rows, vocabulary), dtype.name) if with_gradients else None
-        constants = options(vocabulary, vocabulary, soft_cap is not None, dtype == jnp.float32)
+        constants = options(vocabulary, soft_cap is not None, dtype == jnp.float32)
         outputs, numbers = (d_z, *written(rows)), (float(soft_cap or 0),)
         d_z, losses, factors, best = _jax.run(
             Launch(piece_kernel, rows, inputs, outputs, numbers, constants)

@@ -10,18 +10,16 @@ from keras_recurrent.backends.triton._launch import Launch
 refusal = _torch.refusal_of_token_wise
 
 
-def piece(z, weights, tokens, cap, dtype, gradients):
-    """As `piece` of plain torch. The gradient takes the memory of the logits."""
+def piece(z, weights, tokens, cap, dtype, d_z):
+    """As `piece` of plain torch."""
     rows, vocabulary = z.shape
-    d_z = z.view(dtype)[:, :vocabulary] if gradients else None
-    stride = d_z.stride(0) if gradients else 0
-    constants = options(vocabulary, stride, cap > 0, dtype == torch.float32)
+    constants = options(vocabulary, cap > 0, dtype == torch.float32)
     inputs = z, tokens, weights, d_z
     with _torch.on_device_of(z):
         losses, factors, best = _torch.run(
             Launch(piece_kernel, rows, inputs, written(rows), (cap,), constants)
         )
-    return losses, best, d_z, factors
+    return losses, best, factors
 
 
 linear_crossentropy = operation("triton_linear_crossentropy", piece)

@@ -136,7 +136,11 @@ def test_loss_and_gradients(case, reduction, implementation):
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(PLAIN, "TOKENS_OF_A_PIECE", 8)
+    if BACKEND == "torch":
+        monkeypatch.setattr(PLAIN, "GRADIENTS", 8 * 31)  # of 8 tokens, whose logits are made by 3
+        monkeypatch.setattr(PLAIN, "LOGITS", 3 * 31)
+    else:
+        monkeypatch.setattr(PLAIN, "TOKENS_OF_A_PIECE", 8)
 
 
 @every_implementation

@@ -133,8 +133,7 @@ def of_vocabulary(kernel, tile_size, vocabulary):
 
 def of_piece(vocabulary, fine=False, capped=True, **constants):
     """The kernel of `linear_crossentropy`, whose logits are float32."""
-    in_place = vocabulary if fine else 2 * vocabulary
-    options = _crossentropy_kernel.options(vocabulary, in_place, capped, fine)
+    options = _crossentropy_kernel.options(vocabulary, capped, fine)
     return _crossentropy_kernel.piece_kernel, options | constants, [{}]
 
 
@@ -172,6 +171,7 @@ TOKEN_WISE = {
     }.items()
 } | {
     "linear_crossentropy, bfloat16": of_piece(256_000),
+    "linear_crossentropy, no cap, bfloat16": of_piece(256_000, capped=False),
     "linear_crossentropy of 50257, bfloat16": of_piece(50257, capped=False),
     "linear_crossentropy, float32": of_piece(256_000, fine=True),
     "linear_crossentropy without gradients": of_piece(256_000, d_logits=None),

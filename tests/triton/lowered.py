@@ -53,6 +53,11 @@ PROGRAMS = {
         (X,),
         {"tokens": array(B, T, dtype="int32")},
     ),
+    "linear_crossentropy": (
+        lambda *tensors, tokens: ops.linear_crossentropy(*tensors, tokens, soft_cap=30.0),
+        (X, array(1000, D)),
+        {"tokens": array(B, T, dtype="int32")},
+    ),
 }
 
 ROW, SQUARE = array(1, D), array(D, D)
