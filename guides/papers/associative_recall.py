@@ -32,6 +32,7 @@ from runs import (
     guide_above,
     machine,
     percent,
+    picture,
     read_command_line,
     table,
     yes,
@@ -221,7 +222,7 @@ def main():
                 f"{line['seconds_of_all_members']} s",
                 flush=True,
             )
-    draw(results, size, arguments.output / "associative_recall.png")
+    draw(results, size, picture(arguments, "associative_recall"))
     print(tell(results, size))
 
 

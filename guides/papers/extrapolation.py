@@ -32,6 +32,7 @@ from runs import (
     draw_band,
     machine,
     octaves,
+    picture,
     read_command_line,
     read_text,
     spread,
@@ -172,12 +173,15 @@ CLAIMS = {
 
 
 def judge(name, found, others):
-    """A verdict in words: the claim, and whether the distance to RoPE is beyond two deviations."""
+    """A verdict in words: the claim, and whether the distance to RoPE is beyond two deviations.
+
+    others: what MQA with RoPE has; None where it was not run.
+    """
     if name not in CLAIMS:
         return "told"
     claim, holds = CLAIMS[name]
     text = f"{'yes' if holds(np.mean(found)) else 'NO'}: {claim}"
-    if name == "MQA RoPE":
+    if name == "MQA RoPE" or others is None:
         return text
     gap = np.mean(others) - np.mean(found)
     clear = gap > 2 * np.hypot(deviations(found), deviations(others))
@@ -191,7 +195,8 @@ def tell(results, size, names):
         places = [n for n in octaves(length, size.longest) if n <= 16 * length]
         if 4 * length not in places:
             continue
-        rope = changes(results.of(model="MQA RoPE", length=length, width=size.width), length)
+        rope = results.of(model="MQA RoPE", length=length, width=size.width)
+        rope = changes(rope, length) if rope else None
         header = (f"rows of {length:,}: loss at", *(f"{n:,}" for n in places), "4 L less L", "")
         rows = []
         for name in names:
@@ -234,7 +239,7 @@ def main():
                     f"{line['loss_at'][str(size.longest)]}; {line['seconds_of_all_seeds']} s",
                     flush=True,
                 )
-    draw(results, size, arguments.models, arguments.output / "extrapolation.png")
+    draw(results, size, arguments.models, picture(arguments, "extrapolation"))
     print(tell(results, size, arguments.models))
 
 

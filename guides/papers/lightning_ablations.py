@@ -33,6 +33,7 @@ from runs import (
     command_line,
     deviations,
     machine,
+    picture,
     read_command_line,
     read_text,
     spread,
@@ -312,7 +313,7 @@ def main():
                 f"{name}, seed {line['seed']}: {line['loss']}; {line['seconds_of_all_seeds']} s",
                 flush=True,
             )
-    draw(results, size, arguments.output / "lightning_ablations.png")
+    draw(results, size, picture(arguments, "lightning_ablations"))
     print(tell(results, size))
 
 

@@ -35,6 +35,7 @@ from runs import (
     draw_band,
     guide_above,
     machine,
+    picture,
     read_command_line,
     read_text,
     spread,
@@ -279,7 +280,7 @@ def main():
                 f"{line['seconds_of_all_seeds']} s",
                 flush=True,
             )
-    draw(results, size, arguments.output / "state_size.png")
+    draw(results, size, picture(arguments, "state_size"))
     print(tell(results, size))
 
 
