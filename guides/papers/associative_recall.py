@@ -32,6 +32,7 @@ from runs import (
     guide_above,
     machine,
     percent,
+    picture,
     read_command_line,
     table,
     yes,
@@ -65,8 +66,8 @@ class Size:
 
 MINIATURE = Size((32,), (8,), 64, (32, 64), (32,), (5e-3, 1e-2), 32, 256, 350, 35, 0.995)
 FULL = Size(
-    *((256, 512), (16, 64), 8192, (64, 128, 256), (64, 128), (1e-3, 5e-3, 1e-2)),
-    *(64, 512, 4000, 250, 0.995),
+    *((256, 512), (16, 64), 1024, (64, 128, 256), (64, 128), (1e-3, 5e-3, 1e-2)),
+    *(32, 512, 1200, 100, 0.995),
 )
 
 
@@ -74,20 +75,22 @@ FULL = Size(
 
 
 def settings(size):
-    """What the lines of a task are found by, one after another, without the seed."""
+    """What the lines of a model are found by, one after another, without the rate and seed."""
     for length, pairs in zip(size.lengths, size.pairs, strict=True):
         for width in size.widths:
-            for rate in size.rates:
-                key = {"length": length, "pairs": pairs, "width": width, "rate": rate}
-                yield {"model": "HGRN", "expansion": 1, **key}
-                for expansion in size.expansions:
-                    if width % expansion == 0:
-                        yield {"model": "HGRN2", "expansion": expansion, **key}
+            key = {"length": length, "pairs": pairs, "width": width}
+            yield {"model": "HGRN", "expansion": 1, **key}
+            for expansion in size.expansions:
+                if width % expansion == 0:
+                    yield {"model": "HGRN2", "expansion": expansion, **key}
 
 
-def run(key, size, seeds):
-    """Trains the seeds of a setting side by side, and gives a line of results for each."""
-    models = []
+def run(key, size, members):
+    """Trains a model side by side for rates and seeds, and gives a line of results for each.
+
+    members: pairs of a rate and a seed.
+    """
+    models, (rates, seeds) = [], zip(*members, strict=True)
     for seed in seeds:
         keras.utils.set_random_seed(seed)
         models.append(
@@ -105,21 +108,23 @@ def run(key, size, seeds):
         rows(size.test_rows, 0),
         size.steps,
         size.every,
-        adamw(key["rate"], size.steps // 10, size.steps, end=0.1),
+        adamw(max(rates), size.steps // 10, size.steps, end=0.1),
         size.enough,
         logits=lambda model, tokens: model(tokens),
+        factors=[rate / max(rates) for rate in rates],
     )
     seconds = time.perf_counter() - start
-    for seed, model, curve, loss in zip(seeds, models, curves, losses, strict=True):
+    for (rate, seed), model, curve, loss in zip(members, models, curves, losses, strict=True):
         yield {
             **key,
+            "rate": rate,
             "seed": seed,
             "parameters": model.count_params(),
             "state_numbers": models_of.state_size(model),
             "rows_a_step": size.rows,
             "most_steps": size.steps,
             "training_loss": round(loss, 4),
-            "seconds_of_all_seeds": round(seconds, 1),
+            "seconds_of_all_members": round(seconds, 1),
             "machine": machine(),
             "right_after": curve,
         }
@@ -131,9 +136,10 @@ def run(key, size, seeds):
 def best(results, size, name, **task):
     """The lines of the rate and expansion whose mean is highest at the end, one for each seed."""
     found = [
-        results.of(**key)
+        results.of(**key, rate=rate)
         for key in settings(size)
         if key["model"] == name and all(key[k] == v for k, v in task.items())
+        for rate in size.rates
     ]
     return max(filter(None, found), key=lambda lines: np.mean(at_the_end(lines)))
 
@@ -201,18 +207,22 @@ def main():
     results = Results(arguments.output / "associative_recall.jsonl")
     print(f"{models_of.LAYERS} layers, on {machine()}")
     for key in settings(size):
-        seeds = results.missing(arguments.seeds, **key)
-        for line in run(key, size, seeds) if seeds else ():
+        missing = [
+            (rate, seed)
+            for rate in size.rates
+            for seed in results.missing(arguments.seeds, **key, rate=rate)
+        ]
+        for line in run(key, size, missing) if missing else ():
             results.append(**line)
             steps, share = list(line["right_after"].items())[-1]
             print(
                 f"{key['model']}, expansion {key['expansion']}, {key['pairs']} pairs in "
-                f"{key['length']:,}, width {key['width']}, rate {key['rate']}, seed "
+                f"{key['length']:,}, width {key['width']}, rate {line['rate']}, seed "
                 f"{line['seed']}: {share:.1%} right after {steps} steps; "
-                f"{line['seconds_of_all_seeds']} s",
+                f"{line['seconds_of_all_members']} s",
                 flush=True,
             )
-    draw(results, size, arguments.output / "associative_recall.png")
+    draw(results, size, picture(arguments, "associative_recall"))
     print(tell(results, size))
 
 

@@ -37,6 +37,7 @@ from runs import (
     deviations,
     draw_band,
     machine,
+    picture,
     read_command_line,
     table,
     with_error,
@@ -319,7 +320,7 @@ def main():
     for regularized in size.regularized:
         for seed in seeds:
             learn(size, seed, regularized, training, validation, results)
-    draw(results, size, arguments.output / "grouped_queries.png")
+    draw(results, size, picture(arguments, "grouped_queries"))
     print(tell(results, size))
 
 

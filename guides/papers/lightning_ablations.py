@@ -33,6 +33,7 @@ from runs import (
     command_line,
     deviations,
     machine,
+    picture,
     read_command_line,
     read_text,
     spread,
@@ -40,9 +41,8 @@ from runs import (
     text_batches,
     with_error,
 )
-from training import train
+from training import token_losses, train
 
-from keras_recurrent.evaluation import loss_by_position
 from keras_recurrent.layers import LightningAttention, RMSNorm, SimpleRMSNorm
 from keras_recurrent.layers.gated_linear_unit import GatedLinearUnit
 from keras_recurrent.layers.lightning_attention import alibi_slopes
@@ -113,7 +113,7 @@ class Size:
 
 
 MINIATURE = Size(32, 4, 3, 256, 2048, 150, 64, 5e-3)
-FULL = Size(256, 4, 6, 1024, 32_768, 1000, 256, 2e-3)
+FULL = Size(256, 4, 6, 1024, 8192, 1000, 256, 2e-3)
 
 
 # --- 1. The variants ---
@@ -221,8 +221,8 @@ def run(name, size, seeds, training, windows):
     rows = text_batches(training, seeds, steps, size.length, size.tokens)
     trained = train(models, optimizer, rows)
     seconds = time.perf_counter() - start
+    test = token_losses(models[0])
     for seed, model, loss in zip(seeds, models, trained, strict=True):
-        found = loss_by_position(model, windows, batch_size=max(1, 2**14 // size.length))
         yield {
             "variant": name,
             "seed": seed,
@@ -231,7 +231,7 @@ def run(name, size, seeds, training, windows):
             "steps": steps,
             "bytes": steps * size.tokens,
             "training_loss": round(loss, 4),
-            "loss": round(float(found.loss.mean()), 4),
+            "loss": round(float(test(model, windows).mean()), 4),
             "seconds_of_all_seeds": round(seconds, 1),
             "machine": machine(),
         }
@@ -313,7 +313,7 @@ def main():
                 f"{name}, seed {line['seed']}: {line['loss']}; {line['seconds_of_all_seeds']} s",
                 flush=True,
             )
-    draw(results, size, arguments.output / "lightning_ablations.png")
+    draw(results, size, picture(arguments, "lightning_ablations"))
     print(tell(results, size))
 
 

@@ -29,6 +29,7 @@ from runs import (
     draw_band,
     machine,
     percent,
+    picture,
     read_command_line,
     table,
     yes,
@@ -71,10 +72,10 @@ class Size:
         return (names + self.queries) * self.line
 
 
-MINIATURE = Size(64, 3, 24, (4, 8, 16, 32), 4, 1, 1, 64, 768, 128, 1000, 50, 50, 3e-3, 0.995)
+MINIATURE = Size(64, 3, 12, (2, 4, 8, 16), 2, 1, 1, 27, 768, 128, 1000, 50, 50, 5e-3, 0.995)
 FULL = Size(
     *(128, 5, 64, (4, 8, 16, 32), 4, 2, 5, 64),
-    *(16_384, 512, 8000, 250, 500, 2e-3, 0.995),
+    *(4096, 512, 4000, 250, 250, 2e-3, 0.995),
 )
 
 
@@ -111,7 +112,7 @@ def run(name, names, size, seeds):
         rows(size.test_rows, 0),
         size.steps,
         size.every,
-        adamw(size.learning_rate, size.warmup),
+        adamw(size.learning_rate, size.warmup, size.steps, end=0.1),
         size.enough,
         count=whole_numbers(size.number_length),
     )
@@ -211,7 +212,7 @@ def main():
                     f"steps; {line['seconds_of_all_seeds']} s",
                     flush=True,
                 )
-    draw(results, size, arguments.output / "phone_book.png")
+    draw(results, size, picture(arguments, "phone_book"))
     print(tell(results, size))
 
 

@@ -146,6 +146,11 @@ def machine():
 # --- Pictures and tables ---
 
 
+def picture(arguments, name):
+    """Where a guide's picture is drawn: those of both sizes stand beside each other."""
+    return arguments.output / f"{name}{'_full' if arguments.full else ''}.png"
+
+
 def octaves(shortest, longest):
     """The lengths shortest, twice as much, and so on to the longest."""
     return [shortest << i for i in range((longest // shortest).bit_length())]

@@ -34,7 +34,8 @@ def griffin(name, num_layers, width, window, vocabulary_size, seed):
 def batches(task, seeds, steps):
     """For each step, rows of every seed; the weights of their labels have a mean of 1."""
     for step in range(steps):
-        found = [task((2 + seed) * TEST_SEED + step) for seed in seeds]
+        of_seeds = {seed: task((2 + seed) * TEST_SEED + step) for seed in set(seeds)}
+        found = [of_seeds[seed] for seed in seeds]
         tokens, labels, weights = (np.stack(part) for part in zip(*found, strict=True))
         yield tokens, labels, weights / weights.mean()
 
@@ -45,19 +46,29 @@ def right(predicted, labels, weights):
 
 
 def learn(
-    models, seeds, task, test, steps, every, optimizer, enough=None, logits=None, count=right
+    models,
+    seeds,
+    task,
+    test,
+    steps,
+    every,
+    optimizer,
+    enough=None,
+    logits=None,
+    count=right,
+    factors=None,
 ):
     """Trains the seeds of a model on a task, and looks now and then how much of a test is right.
 
     Args:
-        models: as `train` takes them, one for each of `seeds`.
+        models: as `train` takes them, one for each of `seeds`, which may repeat.
         task: the function of a seed that gives rows to train on: tokens, labels, weights.
         test: such rows.
         steps: the most there may be.
         every: steps from one look at the test to the next.
         optimizer: as `train` takes it.
         enough: training ends where all models have this much right; None: after all steps.
-        logits: as `train` takes them.
+        logits, factors: as `train` takes them.
         count: the function of predicted tokens, labels and weights that tells what is right.
 
     Returns:
@@ -71,7 +82,7 @@ def learn(
             curve[str(step)] = round(count(predict(model, tokens), labels, weights), 4)
         return enough is not None and all(curve[str(step)] >= enough for curve in curves)
 
-    losses = train(models, optimizer, batches(task, seeds, steps), logits, every, watch)
+    losses = train(models, optimizer, batches(task, seeds, steps), logits, every, watch, factors)
     return curves, losses
 
 

@@ -36,6 +36,7 @@ from runs import (
     deviations,
     draw_band,
     machine,
+    picture,
     read_command_line,
     table,
     with_error,
@@ -325,7 +326,7 @@ def main():
     results = Results(arguments.output / "throughput.jsonl")
     for kind in KINDS:
         run(kind, size, arguments.seeds, results)
-    draw(results, size, computed, arguments.output / "throughput.png")
+    draw(results, size, computed, picture(arguments, "throughput"))
     print(tell(results, size))
 
 

@@ -4,10 +4,11 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_recurrent.evaluation import no_gradients
 from keras_recurrent.ops import token_crossentropy
 
 
-def train(models, optimizer, batches, logits=None, every=None, watch=None):
+def train(models, optimizer, batches, logits=None, every=None, watch=None, factors=None):
     """Trains models of one shape on tokens, each on rows of its own.
 
     On JAX, all of them are one program on a GPU, where one alone would leave most of it idle, and
@@ -23,6 +24,8 @@ def train(models, optimizer, batches, logits=None, every=None, watch=None):
         logits: the function of a model and tokens that gives logits; None: a language model's.
         every, watch: after each so many steps, `watch(step)` finds the weights as they are by then
             in the models; training ends where it returns True.
+        factors: of the optimizer's rate of learning, one for each model; None: 1. The optimizer's
+            updates must be proportional to its rate, as those of AdamW are.
 
     Returns:
         The mean loss of each model over the last tenth of the batches, a list of floats.
@@ -31,7 +34,7 @@ def train(models, optimizer, batches, logits=None, every=None, watch=None):
     for model, own in zip(models, optimizers, strict=True):
         own.build(model.trainable_variables)
     start = _in_one_program if keras.config.backend() == "jax" else _by_keras
-    step, finish = start(models, optimizers, logits)
+    step, finish = start(models, optimizers, factors or [1.0] * len(models), logits)
     losses = []
     for batch in batches:
         losses.append(step(*batch))
@@ -71,17 +74,23 @@ def predictor(first, logits=None, batch_size=64):
     return predict
 
 
-def mean_loss(first, logits=None, batch_size=64):
-    """A function of a model of the first one's shape, tokens and those that follow: the loss."""
+def token_losses(first, logits=None, batch_size=64):
+    """A function of a model of the first one's shape and of tokens `[N, T]`.
+
+    It gives the loss of each token but the first of a row, `[N, T - 1]`.
+    """
     logits = logits or language_model_logits
-    loss = _for_any_model(first, lambda model, x, y: token_crossentropy(logits(model, x), y))
+    loss = _for_any_model(
+        first, lambda model, x: token_crossentropy(logits(model, x[:, :-1]), x[:, 1:])
+    )
 
-    def mean(model, *rows):
-        pieces = range(0, len(rows[0]), batch_size)
-        found = [loss(model, *(part[i : i + batch_size] for part in rows)) for i in pieces]
-        return float(np.mean(np.concatenate([ops.convert_to_numpy(part) for part in found])))
+    def losses(model, tokens):
+        pieces = range(0, len(tokens), batch_size)
+        with no_gradients():
+            found = [loss(model, tokens[i : i + batch_size]) for i in pieces]
+        return np.concatenate([ops.convert_to_numpy(part) for part in found])
 
-    return mean
+    return losses
 
 
 def _for_any_model(first, function):
@@ -103,7 +112,7 @@ def language_model_logits(model, tokens):
     return model.backbone.token_embedding(hidden_states, reverse=True)
 
 
-def _in_one_program(models, optimizers, logits=None, side_by_side=None):
+def _in_one_program(models, optimizers, factors, logits=None, side_by_side=None):
     import jax
 
     model, optimizer = models[0], optimizers[0]
@@ -115,10 +124,12 @@ def _in_one_program(models, optimizers, logits=None, side_by_side=None):
         with keras.StatelessScope(list(zip(model.trainable_variables, weights, strict=True))):
             return ops.mean(token_crossentropy(logits(model, tokens), following) * counts)
 
-    def program(state, *batch):
+    def program(state, factor, *batch):
         weights, memory = state
         value, gradients = jax.value_and_grad(loss)(weights, *batch)
-        return optimizer.stateless_apply(memory, gradients, weights), value
+        updated, memory = optimizer.stateless_apply(memory, gradients, weights)
+        weights = [w + factor * (new - w) for w, new in zip(weights, updated, strict=True)]
+        return (weights, memory), value
 
     # JAX may write over the memory of the state, which therefore is none of the variables'.
     def copy(tree):
@@ -139,7 +150,8 @@ def _in_one_program(models, optimizers, logits=None, side_by_side=None):
 
     def step(*batch):
         values = []
-        for i, part in enumerate([batch] if side_by_side else zip(*batch, strict=True)):
+        given = (np.array(factors, "float32"), *batch)
+        for i, part in enumerate([given] if side_by_side else zip(*given, strict=True)):
             states[i], value = program(states[i], *part)
             values.append(value)
         return values[0] if side_by_side else values
@@ -153,8 +165,19 @@ def _in_one_program(models, optimizers, logits=None, side_by_side=None):
     return step, finish
 
 
-def _by_keras(models, optimizers, logits=None):
-    for model, own in zip(models, optimizers, strict=True):
+class Multiplied(keras.optimizers.schedules.LearningRateSchedule):
+    def __init__(self, schedule, factor):
+        super().__init__()
+        self.schedule, self.factor = schedule, factor
+
+    def __call__(self, step):
+        return self.factor * self.schedule(step)
+
+
+def _by_keras(models, optimizers, factors, logits=None):
+    for model, own, factor in zip(models, optimizers, factors, strict=True):
+        if factor != 1:
+            own.learning_rate = Multiplied(own._learning_rate, factor)
         if logits is None:
             model.compile(own, model.loss)
         else:

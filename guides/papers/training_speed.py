@@ -30,7 +30,16 @@ import matplotlib.figure
 import numpy as np
 from constant_speed import times_and_memory
 from lightning_ablations import LanguageModel
-from runs import Results, command_line, draw_band, machine, read_command_line, table, with_error
+from runs import (
+    Results,
+    command_line,
+    draw_band,
+    machine,
+    picture,
+    read_command_line,
+    table,
+    with_error,
+)
 
 from keras_recurrent.layers import LocalAttention, SimpleRMSNorm
 from keras_recurrent.models import GriffinCausalLM, TransNormerCausalLM, TransNormerResidualBlock
@@ -230,7 +239,7 @@ def main():
     results = Results(arguments.output / "training_speed.jsonl")
     for name in MODELS:
         run(name, size, arguments.seeds, results)
-    draw(results, size, arguments.output / "training_speed.png")
+    draw(results, size, picture(arguments, "training_speed"))
     print(tell(results, size))
 
 

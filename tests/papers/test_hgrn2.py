@@ -1,5 +1,7 @@
 """HGRN2's figures 2 and 3 and its table 1: the guides run, and count as by hand."""
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
@@ -12,13 +14,16 @@ def test_associative_recall(guide, tmp_path, monkeypatch, capsys):
     recall = guide("associative_recall")
     toy = {
         **{"--lengths": [8, 16], "--pairs": [2, 3], "--vocabulary": [16], "--widths": [8]},
-        **{"--expansions": [4, 16], "--rates": [0.01], "--rows": [4], "--test-rows": [8]},
+        **{"--expansions": [4, 16], "--rates": [0.01, 0.02], "--rows": [4], "--test-rows": [8]},
         **{"--steps": [2], "--every": [1]},
     }
     lines, written = run_anew(guide, recall, monkeypatch, capsys, tmp_path, toy)
     # A line a task and model; an expansion that does not divide the width is left out.
     assert [(line["pairs"], line["model"], line["expansion"]) for line in lines] == [
-        (pairs, *model) for pairs in (2, 3) for model in (("HGRN", 1), ("HGRN2", 4))
+        (pairs, *model)
+        for pairs in (2, 3)
+        for model in (("HGRN", 1), ("HGRN2", 4))
+        for _ in toy["--rates"]
     ]
     assert {line["state_numbers"] for line in lines} == {16, 64}
     assert "| 3 pairs in 16 tokens, width 8 |" in written
@@ -30,9 +35,9 @@ def test_the_best_setting_of_recall_counts(guide, tmp_path):
     size = recall.Size((8,), (2,), 16, (8,), (4,), (0.1, 0.2), 4, 8, 4, 2, 1.0)
     results = guide("runs").Results(tmp_path / "lines")
     for key in recall.settings(size):
-        for seed, share in ((0, 0.5), (1, 0.6)):
-            share += key["rate"] if key["model"] == "HGRN2" else -key["rate"]
-            results.append(**key, seed=seed, right_after={"2": 0.0, "4": share})
+        for rate, seed in itertools.product(size.rates, (0, 1)):
+            share = 0.5 + 0.1 * seed + (rate if key["model"] == "HGRN2" else -rate)
+            results.append(**key, rate=rate, seed=seed, right_after={"2": 0.0, "4": share})
     for name, rate in (("HGRN", 0.1), ("HGRN2", 0.2)):
         lines = recall.best(results, size, name, length=8, width=8)
         assert [line["rate"] for line in lines] == [rate, rate]

@@ -57,7 +57,7 @@ def tiny(seed):
 def test_models_side_by_side_learn_as_by_keras(guide):
     """In one program or in turns, each on its own rows, as Keras's own training step has it."""
     counts = np.random.default_rng(1).integers(0, 3, (2, 2, 5)).astype("float32")
-    training = guide("training")
+    training, factors = guide("training"), [1.0, 0.5]
     rows = np.random.default_rng(0).integers(0, 7, (2, 2, 2, 6))  # steps, models, rows, tokens
     ways = {
         "by Keras": training._by_keras,
@@ -67,10 +67,10 @@ def test_models_side_by_side_learn_as_by_keras(guide):
     found = {}
     for name, start in ways.items():
         models = [tiny(0), tiny(1)]
-        optimizers = [keras.optimizers.Adam(0.01, global_clipnorm=1.0) for _ in models]
+        optimizers = [training.adamw(0.01, 1, 2) for _ in models]
         for model, optimizer in zip(models, optimizers, strict=True):
             optimizer.build(model.trainable_variables)
-        step, finish = start(models, optimizers)
+        step, finish = start(models, optimizers, factors)
         first, _ = (np.array(step(part[..., :-1], part[..., 1:], counts)) for part in rows)
         finish()
         found[name] = [first, *(w for model in models for w in model.get_weights())]
