@@ -147,7 +147,7 @@ def test_numbers_of_phone_books_count_as_by_hand(guide):
     assert book.judge("MQA", bad, good, size).startswith("NO")
     inside = "at least 95 % inside its window"
     assert book.judge("Griffin", falling, falling, size) == (
-        f"yes: {inside}; yes: 30 points less of 32 names"
+        f"yes: {inside}; yes: 30 points less of 16 names"
     )
     assert book.judge("Griffin", bad, bad, size).startswith(f"NO: {inside}; yes")
     assert book.judge("Griffin", good, good, size).startswith(f"yes: {inside}; NO")
