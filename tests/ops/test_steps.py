@@ -15,7 +15,7 @@ from keras_recurrent import dispatch, ops, which_implementation
 from tests.ops import native
 from tests.ops.cases import unit
 from tests.ops.judge import INTERPRETED, PLAIN, kernels
-from tests.ops.steps import CASES, DRAW, STATES, WRITTEN_OVER, Case, draw
+from tests.ops.steps import CASES, DRAW, QUANTIZED, STATES, WRITTEN_OVER, Case, draw
 
 KERNELS = kernels(DRAW)
 every_kernel = pytest.mark.parametrize(("operation", "implementation"), KERNELS)
@@ -58,6 +58,12 @@ def rounded(result, dtype):
 @every_kernel
 def test_forward(operation, implementation, case):
     check(operation, implementation, case)
+
+
+@pytest.mark.parametrize("case", QUANTIZED.values(), ids=QUANTIZED)
+@pytest.mark.parametrize("implementation", [i for o, i in KERNELS if o == "norm_quantized_linear"])
+def test_quantized(implementation, case):
+    check("norm_quantized_linear", implementation, case)
 
 
 def check(operation, implementation, case):
