@@ -11,9 +11,7 @@ from keras_recurrent.backends.jax.gated_linear_unit import gated_linear_unit
 from keras_recurrent.backends.jax.rms_norm import rms_norm
 
 
-@functools.partial(
-    jax.jit, static_argnames=("epsilon", "gate", "bits", "block_size", "row_dtype")
-)
+@functools.partial(jax.jit, static_argnames=("epsilon", "gate", "bits", "block_size", "row_dtype"))
 def norm_quantized_linear(
     x,
     scale,

@@ -67,7 +67,8 @@ def norm_quantized_linear(
 
 def _quantized(y):
     """The numbers of rows as integers up to 127, and by what they were multiplied."""
-    factor = 127 / (y.abs().amax(-1, keepdim=True) + ROW_EPSILON)
+    largest = y.abs().amax(-1, keepdim=True) + ROW_EPSILON
+    factor = torch.full_like(largest, 127) / largest  # 127 / largest rounds a reciprocal, too
     return (y * factor).round().clamp(-127, 127), factor
 
 

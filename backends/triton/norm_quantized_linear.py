@@ -305,6 +305,4 @@ def tile(channels, widths, bits, block_size):
     }
 
 
-_norm_quantized_linear = forward_operation(
-    "norm_quantized_linear", forward, results, count=3
-)
+_norm_quantized_linear = forward_operation("norm_quantized_linear", forward, results, count=3)

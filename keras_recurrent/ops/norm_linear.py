@@ -60,12 +60,13 @@ class NormLinearOperation(Operation):
         epsilon, gate = options["epsilon"], options["gate"]
         if epsilon is not None and (not is_finite_number(epsilon) or epsilon < 0):
             raise ValueError(
-                f"`{cls.function}`: `epsilon` must be a finite number, at least 0, or None where there "
-                f"is no norm; got {epsilon!r}."
+                f"`{cls.function}`: `epsilon` must be a finite number, at least 0, or None where "
+                f"there is no norm; got {epsilon!r}."
             )
         if epsilon is None and tensors["scale"] is not None:
             raise ValueError(
-                f"`{cls.function}`: `scale` belongs to the norm, which there is with `epsilon` alone."
+                f"`{cls.function}`: `scale` belongs to the norm, which there is with `epsilon` "
+                "alone."
             )
         if gate not in GATES:
             raise ValueError(f"`{cls.function}`: `gate` must be one of {GATES}; got {gate!r}.")

@@ -61,9 +61,7 @@ class NormQuantizedLinearOperation(NormLinearOperation):
                 f"`{cls.function}`: a `block_size` is for `bits=4` with `quantize_row=False`."
             )
         for i, end in enumerate(_ENDS):
-            there, scaled, moved = (
-                tensors.get(f"{name}{end}") is not None for name in _OF_EACH
-            )
+            there, scaled, moved = (tensors.get(f"{name}{end}") is not None for name in _OF_EACH)
             if there != scaled or moved != (there and size is not None):
                 raise ValueError(
                     f"`{cls.function}`: `kernel_scales[{i}]` belongs to each kernel, and "

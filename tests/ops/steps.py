@@ -21,7 +21,8 @@ class Case(NamedTuple):
     gate: str | None = None
     residual: bool = False
     kinds: bool = False
-    # Of `norm_quantized_linear`: the bits of weights, the channels of a block, whether rows are, too
+    # Of `norm_quantized_linear`: the bits of a weight, the channels of a block, and whether rows are
+    # quantized, too.
     bits: int = 8
     block_size: int | None = None
     quantize_row: bool = True
