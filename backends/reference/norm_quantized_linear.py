@@ -6,8 +6,8 @@ with 4 bits [K, ceil(N / 2)], where a byte holds two neighbors, the first one in
     W = kernel / kernel_scale                                kernel_scale [N]
     W = (kernel - kernel_zero) * kernel_scale                both [blocks of channels, N]
 
-As Keras's `Dense` has them. With `row_dtype`, the normalized row is rounded to that dtype, and in it
-multiplied by 127 / (max |row| + 1e-7) and rounded to integers; products are divided by that, too.
+As Keras's `Dense` has them. With `row_dtype`, the normalized row is rounded to that dtype, and in
+it multiplied by 127 / (max |row| + 1e-7) and rounded to integers; products are divided by that, too.
 """
 
 import numpy as np
@@ -82,7 +82,7 @@ def rounded_row(x, dtype):
 
 
 def quantized_row(row):
-    """Integers up to 127, and by what the numbers of the row were multiplied, in the row's dtype."""
+    """Integers up to 127, and by what a row's numbers were multiplied, in the row's dtype."""
     one = row.dtype.type
     factor = one(127) / (np.abs(row).max(-1, keepdims=True) + one(ROW_EPSILON))
     return np.clip(np.round(row * factor), one(-127), one(127)), factor

@@ -1,4 +1,4 @@
-"""y = RMSNorm(x) W + b for up to three quantized matrices, then a gate or a residual; in float32."""
+"""y = RMSNorm(x) W + b for up to three quantized matrices, then a gate or a residual."""
 
 import tensorflow as tf
 

@@ -21,8 +21,7 @@ class Case(NamedTuple):
     gate: str | None = None
     residual: bool = False
     kinds: bool = False
-    # Of `norm_quantized_linear`: the bits of a weight, the channels of a block, and whether rows are
-    # quantized, too.
+    # Of `norm_quantized_linear`: a weight's bits, a block's channels, whether rows are quantized.
     bits: int = 8
     block_size: int | None = None
     quantize_row: bool = True
