@@ -6,8 +6,8 @@ with 4 bits [K, ceil(N / 2)], where a byte holds two neighbors, the first one in
     W = kernel / kernel_scale                                kernel_scale [N]
     W = (kernel - kernel_zero) * kernel_scale                both [blocks of channels, N]
 
-As Keras's `Dense` has them. With `row_dtype`, the normalized row is rounded to that dtype, and in
-it multiplied by 127 / (max |row| + 1e-7) and rounded to integers; products are divided by that, too.
+As Keras's `Dense` has them. With `row_dtype`, the normalized row is rounded to that dtype, in it
+multiplied by 127 / (max |row| + 1e-7), and rounded to integers; products are divided by that, too.
 """
 
 import numpy as np
