@@ -31,3 +31,6 @@ SMALLEST_SCALED_EPSILON = 2.0**-70
 # counts logits. Each time, the gradient of the embedding is read and written in float32, which few
 # tokens would not be worth.
 TOKENS_OF_A_PIECE = 4096
+
+# A row is quantized by 127 over its largest magnitude and this, as Keras does it.
+ROW_EPSILON = 1e-7

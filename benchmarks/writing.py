@@ -1,11 +1,14 @@
 """Times `generate` and `stream` of a model: `python -m benchmarks.writing hgrn2 1`.
 
-Arguments are a model, `hgrn2` or `recurrentgemma`, and a batch size. Weights are random and in
-bfloat16, tokens greedy. The time of a new token is the difference of two calls that write different
-numbers of tokens, so it holds neither the prompt nor what a call begins with. A stream is timed
-between the same tokens. The backend is that of KERAS_BACKEND.
+Arguments are a model, `hgrn2` or `recurrentgemma`, a batch size, and perhaps quantizations, `int8`,
+`int8-weights`, `int4` (blocks of 128 channels) or `int4-columns`, which are timed beside bfloat16
+in one process; a step's logits are compared with those of the layers one by one. Weights are random
+and in bfloat16, tokens greedy. The time of a new token is the difference of two calls that write
+different numbers of tokens, so it holds neither the prompt nor what a call begins with. A stream is
+timed between the same tokens. The backend is that of KERAS_BACKEND.
 """
 
+import contextlib
 import json
 import statistics
 import sys
@@ -15,7 +18,11 @@ import keras
 import numpy as np
 
 from keras_recurrent import which_generation
+from keras_recurrent.layers import one_token
 from keras_recurrent.models import GriffinCausalLM, HGRN2CausalLM
+
+if keras.config.backend() == "torch":
+    import torch
 
 MODELS = {
     "hgrn2": (HGRN2CausalLM, "hgrn2_1.3b_100b"),
@@ -34,9 +41,40 @@ def prompts(vocabulary, batch, new):
     return {"token_ids": (token_ids * given).astype("int32"), "padding_mask": mask}
 
 
-def measure(name, batch, dtype="bfloat16"):
+def quantizations():
+    of = keras.quantizers
+    return {
+        "int8": of.Int8QuantizationConfig(),
+        "int8-weights": of.Int8QuantizationConfig(activation_quantizer=None),
+        "int4": of.Int4QuantizationConfig(),
+        "int4-columns": of.Int4QuantizationConfig(block_size=-1),
+    }
+
+
+def logits_apart(model):
+    """The largest difference of a step's logits, fused and layer by layer, over their largest."""
+    state = model.backbone.get_initial_state(1)
+    token = np.ones((1, 1), "int32")
+
+    def logits(*contexts):
+        with contextlib.ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context)
+            found = model.call_with_cache(token, state)[0]
+        return keras.ops.convert_to_numpy(keras.ops.cast(found, "float32"))
+
+    no_gradients = [torch.no_grad()] if keras.config.backend() == "torch" else []
+    fused, expected = logits(one_token.writing(), *no_gradients), logits(*no_gradients)
+    return float(np.abs(fused - expected).max() / np.abs(expected).max())
+
+
+def measure(name, batch, quantization=None):
     family, preset = MODELS[name]
-    model = family.from_preset(preset, load_weights=False, preprocessor=None, dtype=dtype)
+    model = family.from_preset(preset, load_weights=False, preprocessor=None, dtype="bfloat16")
+    apart = None
+    if quantization is not None:
+        model.quantize(config=quantizations()[quantization])
+        apart = logits_apart(model)
     model.compile(sampler="greedy")
     vocabulary = model.backbone.vocabulary_size
 
@@ -60,6 +98,8 @@ def measure(name, batch, dtype="bfloat16"):
     streamed = [seconds_of_stream() for _ in range(RUNS)]
     return {
         "model": preset,
+        "quantization": quantization,
+        "logits apart": apart,
         "backend": keras.config.backend(),
         "batch": batch,
         "ms a token": [round(1000 * t, 3) for t in sorted(times)],
@@ -71,4 +111,5 @@ def measure(name, batch, dtype="bfloat16"):
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])), flush=True)
+    for quantization in dict.fromkeys([None, *sys.argv[3:]]):
+        print(json.dumps(measure(sys.argv[1], int(sys.argv[2]), quantization)), flush=True)

@@ -309,14 +309,20 @@ def forward(
         columns = outputs[0].shape[1]
         whole = Array((1, columns), "float32")
         first, second, _ = _launch(tensors, None, (whole, whole, None), epsilon, gate=0)
-        options = {"N": columns, "GATE": gate, "BLOCK": _GATED_AT_ONCE, **overlap(x)}
-        programs = triton.cdiv(columns, _GATED_AT_ONCE)
-        arrays = first, second, residual
-        return *run(Launch(_gate_kernel, programs, arrays, outputs[:1], (), options)), None, None
+        return gated(x, first, second, residual, outputs[0], gate), None, None
     if rows > 1 and epsilon >= 0:
         (x,) = rms_norm.forward(x, scale, epsilon=epsilon)
         tensors, epsilon = (x, None, *tensors[2:]), -1.0
     return _launch(tensors, residual, outputs, epsilon, gate)
+
+
+def gated(x, first, second, residual, output, gate):
+    """The activated first map of one row x, times the second; both are float32."""
+    columns = output.shape[1]
+    options = {"N": columns, "GATE": gate, "BLOCK": _GATED_AT_ONCE, **overlap(x)}
+    programs = triton.cdiv(columns, _GATED_AT_ONCE)
+    arrays = first, second, residual
+    return run(Launch(_gate_kernel, programs, arrays, (output,), (), options))[0]
 
 
 def _launch(tensors, residual, outputs, epsilon, gate):

@@ -23,7 +23,14 @@ from keras_recurrent.presets import griffin, hgrn2, transnormer
 DOCS = pathlib.Path(__file__).parents[1]
 BACKENDS = DOCS.parent / "backends"
 FOLDERS = ("reference", "jax", "torch", "tensorflow", "triton", "pallas")
-LAST = ("norm_linear", "hgrn2_step", "rg_lru_step", "local_attention_step")  # of a step
+# Those of a step of generation.
+LAST = (
+    "norm_linear",
+    "norm_quantized_linear",
+    "hgrn2_step",
+    "rg_lru_step",
+    "local_attention_step",
+)
 LENGTH = 32_768  # tokens that the state of the tables has read
 VOCABULARY = {259: "259 (bytes)"}
 

@@ -7,9 +7,11 @@ import keras
 from keras import ops
 
 from keras_recurrent import dispatch
+from keras_recurrent.layers import quantized
 from keras_recurrent.layers.rms_norm import RMSNorm
 from keras_recurrent.ops.gated_linear_unit import gated_linear_unit
 from keras_recurrent.ops.norm_linear import norm_linear
+from keras_recurrent.ops.norm_quantized_linear import norm_quantized_linear
 
 # As many as the kernels of `norm_linear` take at once; on JAX, XLA is faster with more than one.
 MOST_ROWS = 1 if dispatch.BACKEND == "jax" else 16
@@ -64,8 +66,19 @@ def because_of_map(layer, kind=keras.layers.Dense):
     if layer.lora_enabled:
         return f"`{layer.name}` has a LoRA adapter"
     if layer.quantization_mode is not None:
-        return f"`{layer.name}` is quantized"
+        if kind is not keras.layers.Dense:
+            return f"`{layer.name}` is quantized, and a {kind.__name__}"
+        return quantized.because_of(layer) or because_of_hooks(layer)
     return because_of_hooks(layer)
+
+
+def because_of_maps(*together):
+    """As `because_of_map`, for lists of `Dense` of which each is one operation."""
+    for layers in together:
+        reason = first(map(because_of_map, layers)) or quantized.because_of_difference(layers)
+        if reason is not None:
+            return reason
+    return None
 
 
 def because_of_norm(norm):
@@ -83,12 +96,23 @@ def because_of_hooks(layer):
     return None
 
 
+def plain_weights(layers):
+    """What `ops.norm_linear` takes of the weights of `Dense`."""
+    return {"kernels": [ops.cast(dense.kernel, dense.compute_dtype) for dense in layers]}
+
+
 def linear(x, layers, norm=None, gate=None, residual=None):
-    """The outputs of some `Dense` for x [B, D], behind a norm, as in `ops.norm_linear`."""
-    if x.shape[0] <= MOST_ROWS:
-        return norm_linear(
+    """The outputs of some `Dense` for x [B, D], behind a norm, as in `ops.norm_linear`.
+
+    Quantized ones, which are alike, are those of `ops.norm_quantized_linear`.
+    """
+    operation, of_weights, most = norm_linear, plain_weights, MOST_ROWS
+    if layers[0].quantization_mode is not None:
+        operation, of_weights, most = norm_quantized_linear, quantized.weights, 1
+    if x.shape[0] <= most:
+        return operation(
             x,
-            [ops.cast(dense.kernel, dense.compute_dtype) for dense in layers],
+            **of_weights(layers),
             biases=[dense.bias if dense.use_bias else None for dense in layers],
             scale=None if norm is None else norm.factor(),
             epsilon=None if norm is None else norm.epsilon,

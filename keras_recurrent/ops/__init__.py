@@ -4,8 +4,8 @@ Those over time return `(output, final_state)`; `gated_linear_unit`, `log_forget
 and `token_crossentropy` see one token at a time, and return their output alone. So does
 `linear_crossentropy`, the loss of hidden states, which returns the best tokens, too.
 
-`norm_linear`, `hgrn2_step`, `rg_lru_step` and `local_attention_step` are for generation, which asks
-for no gradients.
+`norm_linear`, `norm_quantized_linear`, `hgrn2_step`, `rg_lru_step` and `local_attention_step` are
+for generation, which asks for no gradients.
 
 Gradients are of first order and in reverse mode on every backend. Second derivatives are to be had
 with the implementations `jax` and `tensorflow`, forward mode (tangents) with `tensorflow`; of
@@ -25,6 +25,7 @@ from keras_recurrent.ops.linear_scan import linear_scan
 from keras_recurrent.ops.local_attention_step import local_attention_step
 from keras_recurrent.ops.log_forget_gate import log_forget_gate
 from keras_recurrent.ops.norm_linear import norm_linear
+from keras_recurrent.ops.norm_quantized_linear import norm_quantized_linear
 from keras_recurrent.ops.operation import which_implementation
 from keras_recurrent.ops.rg_lru import rg_lru
 from keras_recurrent.ops.rg_lru_step import rg_lru_step
@@ -45,6 +46,7 @@ __all__ = [
     "local_attention_step",
     "log_forget_gate",
     "norm_linear",
+    "norm_quantized_linear",
     "rg_lru",
     "rg_lru_step",
     "rms_norm",

@@ -7,6 +7,15 @@ from keras_recurrent.ops.operation import Operation, is_finite_number, shape_of
 GATES = (None, "silu", "gelu")
 
 
+def shown_in_lists(lists):
+    """`{name of a tensor: its place in a list}`, for up to three of each."""
+    return {
+        f"{name}{end}": f"{plural}[{i}]"
+        for name, plural in lists.items()
+        for i, end in enumerate(("", "_2", "_3"))
+    }
+
+
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class NormLinearOperation(Operation):
     function = "norm_linear"
@@ -24,24 +33,24 @@ class NormLinearOperation(Operation):
     optional = ("scale", "kernel_2", "kernel_3", "bias", "bias_2", "bias_3", "residual")
     options = {"epsilon": None, "gate": None}
     parameters = ("x", "kernels", "biases", "scale", "residual")
-    shown = {
-        f"{name}{end}": f"{plural}[{i}]"
-        for name, plural in (("kernel", "kernels"), ("bias", "biases"))
-        for i, end in enumerate(("", "_2", "_3"))
-    }
+    beside_kernels = {"bias": "biases"}  # what each kernel may have
+    shown = shown_in_lists({"kernel": "kernels", **beside_kernels})
 
     @classmethod
     def expand(cls, given):
         given = dict(given)
-        kernels, biases = given.pop("kernels", None), given.pop("biases", None)
+        kernels = given.pop("kernels", None)
         if not isinstance(kernels, (list, tuple)) or not 1 <= len(kernels) <= 3:
-            raise ValueError("`norm_linear`: `kernels` must be a list of one to three matrices.")
-        biases = [None] * len(kernels) if biases is None else biases
-        if not isinstance(biases, (list, tuple)) or len(biases) != len(kernels):
             raise ValueError(
-                "`norm_linear`: `biases` must be a list of as many as there are kernels."
+                f"`{cls.function}`: `kernels` must be a list of one to three matrices."
             )
-        for name, several in (("kernel", kernels), ("bias", biases)):
+        for name, plural in {"kernel": "kernels", **cls.beside_kernels}.items():
+            several = kernels if plural == "kernels" else given.pop(plural, None)
+            several = [None] * len(kernels) if several is None else several
+            if not isinstance(several, (list, tuple)) or len(several) != len(kernels):
+                raise ValueError(
+                    f"`{cls.function}`: `{plural}` must be a list of as many as there are kernels."
+                )
             several = [*several, None, None][:3]
             given |= dict(zip((name, f"{name}_2", f"{name}_3"), several, strict=True))
         return given
@@ -51,26 +60,31 @@ class NormLinearOperation(Operation):
         epsilon, gate = options["epsilon"], options["gate"]
         if epsilon is not None and (not is_finite_number(epsilon) or epsilon < 0):
             raise ValueError(
-                "`norm_linear`: `epsilon` must be a finite number, at least 0, or None where there "
-                f"is no norm; got {epsilon!r}."
+                f"`{cls.function}`: `epsilon` must be a finite number, at least 0, or None where "
+                f"there is no norm; got {epsilon!r}."
             )
         if epsilon is None and tensors["scale"] is not None:
             raise ValueError(
-                "`norm_linear`: `scale` belongs to the norm, which there is with `epsilon` alone."
+                f"`{cls.function}`: `scale` belongs to the norm, which there is with `epsilon` "
+                "alone."
             )
         if gate not in GATES:
-            raise ValueError(f"`norm_linear`: `gate` must be one of {GATES}; got {gate!r}.")
+            raise ValueError(f"`{cls.function}`: `gate` must be one of {GATES}; got {gate!r}.")
         sizes = super().check(tensors, context, options)
         several = tensors["kernel_2"] is not None
         if gate is not None and (not several or tensors["kernel_3"] is not None):
-            raise ValueError("`norm_linear`: a `gate` is between two kernels, no more, no fewer.")
+            raise ValueError(
+                f"`{cls.function}`: a `gate` is between two kernels, no more, no fewer."
+            )
         if gate is not None and sizes["N"] != sizes["M"]:
             raise ValueError(
-                "`norm_linear`: with a `gate` both kernels must have one width; got "
+                f"`{cls.function}`: with a `gate` both kernels must have one width; got "
                 f"{sizes['N']} and {sizes['M']}."
             )
         if tensors["residual"] is not None and several and gate is None:
-            raise ValueError("`norm_linear`: a `residual` is for one output; got several kernels.")
+            raise ValueError(
+                f"`{cls.function}`: a `residual` is for one output; got several kernels."
+            )
         return sizes
 
     def output_spec(self, tensors, sizes):

@@ -36,6 +36,7 @@ class Operation(keras.Operation):
         parameters: the tensors of the public function, in its order, where they are not those of
             `shapes`; `expand` then makes these of them.
         shown: `{name: what errors call a tensor}`, where that is not its name.
+        int8: the tensors that are of that dtype.
     """
 
     function: str
@@ -46,6 +47,7 @@ class Operation(keras.Operation):
     context: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
     shown: dict[str, str] = {}
+    int8: tuple[str, ...] = ()
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -114,7 +116,7 @@ class Operation(keras.Operation):
                 shown = cls.shown.get(name, name)
                 check_rank_known(cls.function, shown, tensor)
                 given[shown] = (tuple(tensor.shape), letters[name].split())
-                check_dtype(cls.function, shown, dtype_of(tensor))
+                check_dtype(cls.function, shown, dtype_of(tensor), name in cls.int8)
             elif name in cls.shapes and name not in cls.optional:
                 raise ValueError(f"`{cls.function}` needs the argument `{name}`; got None.")
         for name, (shape, dims) in given.items():
@@ -297,8 +299,10 @@ def is_finite_number(value):
     return real and -math.inf < value < math.inf
 
 
-def check_dtype(operation, name, dtype):
-    if name in ("mask", "padding_mask"):
+def check_dtype(operation, name, dtype, int8=False):
+    if int8:
+        good, wanted = dtype == "int8", "int8"
+    elif name in ("mask", "padding_mask"):
         good = dtype == "bool" or "int" in dtype
         wanted = "boolean, True at real tokens, or integers, 0 at padding"
     elif name == "token_kind":

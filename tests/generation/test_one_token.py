@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+from keras.quantizers import Int4QuantizationConfig, Int8QuantizationConfig
 
 import keras_recurrent
 from keras_recurrent import dispatch
@@ -54,6 +55,38 @@ def test_the_same_tokens(family, lengths, fused):
     assert len(fused) == len(model.backbone.transformer_layers)
 
 
+no_words_on_inputs = pytest.mark.filterwarnings(
+    "ignore:Layer .* does not have a `quantize` method:UserWarning"
+)
+QUANTIZATIONS = {
+    "int8": Int8QuantizationConfig(),
+    "int8, weights alone": Int8QuantizationConfig(activation_quantizer=None),
+    "int4": Int4QuantizationConfig(block_size=16),
+    "int4, columns": Int4QuantizationConfig(block_size=-1),
+}
+
+
+@no_words_on_inputs
+@pytest.mark.parametrize("config", QUANTIZATIONS.values(), ids=QUANTIZATIONS)
+def test_the_same_tokens_quantized(config, fused):
+    model = tiny_causal_lm(family="hgrn2", intermediate_dim=24)
+    model.quantize(config=config)
+    expected = written(model, (5,), "torch")
+    assert not fused
+    np.testing.assert_array_equal(written(model, (5,)), expected)
+    assert len(fused) == len(model.backbone.transformer_layers)
+    assert not keras_recurrent.which_generation(model).unfused
+
+
+@no_words_on_inputs
+def test_rows_of_a_quantized_model(fused):
+    model = tiny_causal_lm(family="hgrn2")
+    model.quantize("int8")
+    expected = written(model, LENGTHS, "torch")
+    np.testing.assert_array_equal(written(model), expected)
+    assert fused
+
+
 @pytest.mark.parametrize("family", ["hgrn2", "griffin"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "mixed_bfloat16"])
 def test_16_bits(family, dtype, fused):
@@ -90,6 +123,26 @@ def quantized(block):
     block.mlp.up_proj.quantize("int8")
 
 
+def in_float8(block):
+    block.mlp.up_proj.quantize("float8")
+
+
+def in_odd_blocks(block):
+    block.mlp.down_proj.quantize("int4", config=Int4QuantizationConfig(block_size=24))
+
+
+def in_other_order(block):
+    block.mlp.down_proj.quantize("int4", config=Int4QuantizationConfig(block_size=16))
+    indices = block.mlp.down_proj.g_idx
+    indices.assign(keras.ops.flip(indices))
+
+
+def its_own_quantizer(block):
+    quantizer = keras.quantizers.AbsMaxQuantizer(value_range=(-63, 63))
+    config = Int8QuantizationConfig(activation_quantizer=quantizer)
+    block.mlp.down_proj.quantize("int8", config=config)
+
+
 def hooked(block):
     block.mlp.down_proj.register_forward_hook(lambda *_: None)
 
@@ -116,7 +169,11 @@ def activation(block):
 
 REASONS = {
     lora: "`gate_proj` has a LoRA adapter",
-    quantized: "`up_proj` is quantized",
+    quantized: "`gate_proj` and `up_proj` are one operation, and not quantized alike",
+    in_float8: "`up_proj` is quantized (float8)",
+    in_odd_blocks: "`down_proj` is quantized in blocks of 24 channels",
+    in_other_order: "the blocks of `down_proj` are not of channels that follow",
+    its_own_quantizer: "`down_proj` quantizes its inputs by another",
     hooked: "`down_proj` has a hook",
     hooked_outside: "`temporal_block` has a hook",
     replaced_call: "`down_proj` has a hook",

@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from keras_recurrent.backends.reference.norm_quantized_linear import quantized_row, rounded_row
+from keras_recurrent.backends.reference.rms_norm import rms_norm
 from tests.ops.cases import round_to
 from tests.ops.token_wise import log_bounds
 
@@ -19,6 +21,10 @@ class Case(NamedTuple):
     gate: str | None = None
     residual: bool = False
     kinds: bool = False
+    # Of `norm_quantized_linear`: a weight's bits, a block's channels, whether rows are quantized.
+    bits: int = 8
+    block_size: int | None = None
+    quantize_row: bool = True
 
 
 CASES = {
@@ -41,6 +47,23 @@ CASES = {
 }
 
 
+QUANTIZED = {
+    "4 bits, blocks": Case(
+        1, widths=(16, 40, 8), channels=70, bits=4, block_size=32, quantize_row=False
+    ),
+    "4 bits, gelu": Case(
+        1, "bfloat16", 300, (48, 48), gate="gelu", bits=4, block_size=64, quantize_row=False
+    ),
+    "4 bits, columns": Case(1, channels=300, widths=(64,), residual=True, bits=4),
+    "4 bits, odd": Case(3, widths=(17, 6), bits=4, block_size=12, quantize_row=False),
+    "weights alone": Case(1, "bfloat16", 1100, (64, 32), quantize_row=False),
+    "many columns, rows": Case(1, "bfloat16", 260, (8448, 8448), parameters=False),
+    "many columns, 4 bits": Case(
+        1, "bfloat16", 1040, (17408,), bits=4, block_size=128, quantize_row=False
+    ),
+}
+
+
 def _numbers(rng, case, *shape):
     drawn = rng.normal(size=shape)
     if case.scale == "extreme":
@@ -60,6 +83,38 @@ def norm_linear(rng, case):
     if case.residual:
         tensors["residual"] = rng.normal(size=(case.rows, case.widths[0]))
     return tensors, {"epsilon": 1e-5 if case.norm else None, "gate": case.gate}
+
+
+def _rounds_surely(x, scale, epsilon, dtype):
+    """Whether rows become the same integers if their numbers are a little larger or smaller."""
+    y = x if epsilon is None else rms_norm(x, scale, epsilon)
+    found = [quantized_row(rounded_row(y * (1 + e), dtype)) for e in (-(2**-20), 0, 2**-20)]
+    (low, below), _, (high, above) = found
+    return (low == high).all() and (dtype not in ("bfloat16", "float16") or (below == above).all())
+
+
+def norm_quantized_linear(rng, case):
+    tensors, options = norm_linear(rng, case)
+    # One integer more or less is a step that float32 and float64 may take at different numbers.
+    while case.quantize_row and not _rounds_surely(
+        round_to(case.dtype, tensors["x"]), tensors["scale"], options["epsilon"], case.dtype
+    ):
+        tensors["x"] = _numbers(rng, case, case.rows, case.channels)
+    blocks = case.block_size and -(-case.channels // case.block_size)
+    for name, width in zip(("", "_2", "_3"), case.widths, strict=False):
+        columns = width if case.bits == 8 else (width + 1) // 2
+        scales = (blocks, width) if blocks else (width,)
+        tensors |= {
+            f"kernel{name}": rng.integers(-128, 128, size=(case.channels, columns)),
+            f"kernel_scale{name}": rng.uniform(0.01, 0.1, size=scales),
+        }
+        if blocks:
+            tensors[f"kernel_zero{name}"] = rng.integers(-8, 8, size=scales)
+        else:
+            tensors[f"kernel_scale{name}"] *= 2**case.bits
+    row_dtype = case.dtype if case.quantize_row else None
+    of_weights = {"bits": case.bits, "block_size": case.block_size}
+    return tensors, options | of_weights | {"row_dtype": row_dtype}
 
 
 def hgrn2_step(rng, case):
@@ -114,7 +169,7 @@ def local_attention_step(rng, case):
     return tensors, {"sliding_window": slots + 1 if case.norm else None}
 
 
-OPERATIONS = (norm_linear, hgrn2_step, rg_lru_step, local_attention_step)
+OPERATIONS = (norm_linear, norm_quantized_linear, hgrn2_step, rg_lru_step, local_attention_step)
 DRAW = {operation.__name__: operation for operation in OPERATIONS}
 # Weights and states that are float32 beside tensors of 16 bits.
 IN_FLOAT32 = ("scale", "lower_bound", "memory", "window", "hidden", "conv_kernel", "conv_bias")
@@ -123,6 +178,7 @@ INTEGERS = {"token_kind": "int8", "position": "int32"}
 # {operation: what is drawn of its states}
 STATES = {
     "norm_linear": (),
+    "norm_quantized_linear": (),
     "hgrn2_step": ("memory",),
     "rg_lru_step": ("window", "hidden"),
     "local_attention_step": ("key", "value"),
@@ -141,11 +197,17 @@ class Drawn(NamedTuple):
     dtypes: dict  # of the tensors that there are
 
 
+def dtype_of_integers(operation, name):
+    """The dtype of a tensor that holds integers; None for others."""
+    quantized = operation == "norm_quantized_linear" and name.startswith("kernel")
+    return "int8" if quantized and "scale" not in name else INTEGERS.get(name)
+
+
 def draw(operation, case, seed=0):
     rng = np.random.default_rng([seed, *operation.encode()])
     tensors, options = DRAW[operation](rng, case)
     dtypes = {
-        name: INTEGERS.get(name)
+        name: dtype_of_integers(operation, name)
         or ("float32" if name in IN_FLOAT32 and case.dtype != "float64" else case.dtype)
         for name, tensor in tensors.items()
         if tensor is not None

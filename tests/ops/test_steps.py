@@ -15,7 +15,7 @@ from keras_recurrent import dispatch, ops, which_implementation
 from tests.ops import native
 from tests.ops.cases import unit
 from tests.ops.judge import INTERPRETED, PLAIN, kernels
-from tests.ops.steps import CASES, DRAW, STATES, WRITTEN_OVER, Case, draw
+from tests.ops.steps import CASES, DRAW, QUANTIZED, STATES, WRITTEN_OVER, Case, draw
 
 KERNELS = kernels(DRAW)
 every_kernel = pytest.mark.parametrize(("operation", "implementation"), KERNELS)
@@ -58,6 +58,12 @@ def rounded(result, dtype):
 @every_kernel
 def test_forward(operation, implementation, case):
     check(operation, implementation, case)
+
+
+@pytest.mark.parametrize("case", QUANTIZED.values(), ids=QUANTIZED)
+@pytest.mark.parametrize("implementation", [i for o, i in KERNELS if o == "norm_quantized_linear"])
+def test_quantized(implementation, case):
+    check("norm_quantized_linear", implementation, case)
 
 
 def check(operation, implementation, case):
@@ -139,7 +145,25 @@ def refused_step(**changes):
     return lambda: ops.rg_lru_step(**{**STEP, **changes})
 
 
+BYTES, SCALES, BLOCKS = np.ones((3, 4), "int8"), np.ones(4, "float32"), np.ones((2, 8), "float32")
+
+
+def refused_weights(*arguments, **options):
+    return lambda: ops.norm_quantized_linear(X, *arguments, **options)
+
+
+IN_BLOCKS = {"bits": 4, "quantize_row": False}
 REFUSED = {
+    r"`kernels\[0\]` must be int8": refused_weights([KERNEL], [SCALES]),
+    "`bits` must be 8 or 4": refused_weights([BYTES], [SCALES], bits=2),
+    "must have 2 bytes a channel": refused_weights([BYTES], [SCALES], bits=4),
+    "`kernel_scales` must be a list": refused_weights([BYTES], []),
+    "`block_size` must be a positive": refused_weights([BYTES], [BLOCKS], block_size=0),
+    "a `block_size` is for `bits=4`": refused_weights([BYTES], [BLOCKS], block_size=2),
+    r"`kernel_zeros\[0\]` beside it": refused_weights([BYTES], [BLOCKS], block_size=2, **IN_BLOCKS),
+    "must have 1 blocks": refused_weights(
+        *([BYTES], [BLOCKS]), kernel_zeros=[BLOCKS.astype("int8")], block_size=4, **IN_BLOCKS
+    ),
     "`window` must have the shape": refused_step(window=np.ones((1, 2, 4), "float32")),
     "`kernel_a` must have the shape": refused_step(
         **dict.fromkeys(("kernel_a", "kernel_x"), np.ones((3, 2, 2), "float32")),

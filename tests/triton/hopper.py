@@ -36,6 +36,7 @@ from keras_recurrent.backends.triton import (
     local_attention_step,
     log_forget_gate,
     norm_linear,
+    norm_quantized_linear,
     rg_lru,
     rg_lru_step,
     rms_norm,
@@ -258,11 +259,41 @@ OF_A_STEP = {
     ),
 }
 
+
+def of_quantized_maps(channels, widths, bits, block_size=0, **constants):
+    """The kernel of one row through quantized maps; int8 quantizes the row, too."""
+    widths = (*widths, 0, 0)[:3]
+    absent = ["bias", "bias_2", "bias_3", "residual"]
+    for end, width in zip(("", "_2", "_3"), widths, strict=True):
+        absent += [f"{name}{end}" for name in ("kernel", "kernel_scale", "y") if not width]
+        absent += [f"kernel_zero{end}"] * (not width or not block_size)
+    options = norm_quantized_linear.tile(channels, widths, bits, block_size)
+    options |= {"NORM": True, "QUANTIZED": bits == 8, "SHORT": True, "AHEAD": True}
+    options |= dict.fromkeys(absent) | constants
+    options = {name: value for name, value in options.items() if value != "given"}
+    return norm_quantized_linear._kernel, options, [{"num_warps": options.pop("num_warps")}]
+
+
+# The maps of hgrn2_1b.
+QUANTIZED_MAPS = {
+    "norm_quantized_linear of three": of_quantized_maps(2048, (2048,) * 3, 8),
+    "norm_quantized_linear of two": of_quantized_maps(2048, (5632,) * 2, 8),
+    "norm_quantized_linear, residual": of_quantized_maps(
+        5632, (2048,), 8, residual="given", scale=None, NORM=False
+    ),
+    "norm_quantized_linear of three, 4 bits": of_quantized_maps(2048, (2048,) * 3, 4, 128),
+    "norm_quantized_linear of two, 4 bits": of_quantized_maps(2048, (5632,) * 2, 4, 128),
+    "norm_quantized_linear, residual, 4 bits": of_quantized_maps(
+        5632, (2048,), 4, 128, residual="given", scale=None, NORM=False
+    ),
+}
+
 # {name: (kernel, constants, configurations)}, the default first. Where a kernel differs little from
 # another one that is compiled in all configurations, the default is the only one.
 KERNELS = {
     **TOKEN_WISE,
     **OF_A_STEP,
+    **QUANTIZED_MAPS,
     # Triton makes a size of 1 a constant, which lacks what a number in a register has.
     **{
         f"{name} {direction}, one row": (kernel, {"B": 1}, SCANS[name][:1])
@@ -362,6 +393,8 @@ def dtype(argument, name):
         special = {"tokens": "*i64", "best": "*i32", "cap": "fp32", "d_logits": "*bf16"}
         special["d_logits"] = "*fp32" if "float32" in name else "*bf16"
         return special.get(argument, "*fp32")
+    if name in QUANTIZED_MAPS and argument.startswith("kernel") and "scale" not in argument:
+        return "*i8"
     if argument in INTEGERS:
         return "*i32"
     if argument in ("token_kind", "rest"):

@@ -69,20 +69,20 @@ class GriffinResidualBlock(ResidualBlock):
     def unfused_because(self):
         mixer, mlp = self.temporal_block, self.mlp
         if type(mixer) is RecurrentBlock:
-            maps = [mixer.linear_x, mixer.linear_y, mixer.linear_out]
+            maps = [[mixer.linear_x, mixer.linear_y], [mixer.linear_out]]
             inside = _because_of_recurrence(mixer)
         elif type(mixer) is LocalAttention:
-            maps, inside = [mixer.q_proj, mixer.k_proj, mixer.v_proj, mixer.o_proj], None
+            maps, inside = [[mixer.q_proj, mixer.k_proj, mixer.v_proj], [mixer.o_proj]], None
         else:
             return f"`{mixer.name}` is a {type(mixer).__name__}"
         if type(mlp) is not GatedMLP:
             return f"`{mlp.name}` is a {type(mlp).__name__}, no GatedMLP"
-        maps += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+        maps += [[mlp.gate_proj, mlp.up_proj], [mlp.down_proj]]
         return one_token.first(
             [
                 inside,
                 *map(one_token.because_of_hooks, (mixer, mlp)),
-                *map(one_token.because_of_map, maps),
+                one_token.because_of_maps(*maps),
                 *map(one_token.because_of_norm, (self.temporal_norm, self.channel_norm)),
             ]
         )

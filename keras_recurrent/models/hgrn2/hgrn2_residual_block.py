@@ -71,13 +71,13 @@ class HGRN2ResidualBlock(BoundedLayer, ResidualBlock):
         activations = mixer.gate_activation, mixer.input_activation
         if activations != (keras.activations.silu, keras.activations.linear):
             return f"`{mixer.name}` has other activations than silu of gates and none of inputs"
-        maps = [mixer.q_proj, mixer.f_proj, mixer.i_proj, mixer.o_proj]
-        maps += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+        maps = [[mixer.q_proj, mixer.f_proj, mixer.i_proj], [mixer.o_proj]]
+        maps += [[mlp.gate_proj, mlp.up_proj], [mlp.down_proj]]
         norms = self.temporal_norm, self.channel_norm, mixer.norm
         return one_token.first(
             [
                 *map(one_token.because_of_hooks, (mixer, mlp)),
-                *map(one_token.because_of_map, maps),
+                one_token.because_of_maps(*maps),
                 *map(one_token.because_of_norm, norms),
             ]
         )

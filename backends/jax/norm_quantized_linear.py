@@ -1,0 +1,88 @@
+"""y = RMSNorm(x) W + b for up to three quantized matrices, then a gate or a residual."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from keras_recurrent.backends.constants import ROW_EPSILON
+from keras_recurrent.backends.jax._common import accumulation_dtype
+from keras_recurrent.backends.jax.gated_linear_unit import gated_linear_unit
+from keras_recurrent.backends.jax.rms_norm import rms_norm
+
+
+@functools.partial(jax.jit, static_argnames=("epsilon", "gate", "bits", "block_size", "row_dtype"))
+def norm_quantized_linear(
+    x,
+    scale,
+    kernel,
+    kernel_2=None,
+    kernel_3=None,
+    kernel_scale=None,
+    kernel_scale_2=None,
+    kernel_scale_3=None,
+    kernel_zero=None,
+    kernel_zero_2=None,
+    kernel_zero_3=None,
+    bias=None,
+    bias_2=None,
+    bias_3=None,
+    residual=None,
+    epsilon=None,
+    gate=None,
+    bits=8,
+    block_size=None,
+    row_dtype=None,
+):
+    """As in `backends/reference`. Returns a tuple of [B, N] in x's dtype."""
+    scales = kernel_scale, kernel_scale_2, kernel_scale_3
+    dtype = accumulation_dtype(x, scale, *scales, bias, bias_2, bias_3, residual)
+    y, factor = x.astype(dtype), None
+    if epsilon is not None:
+        y = rms_norm(y, scale, epsilon)
+    if row_dtype is not None:
+        y, factor = (t.astype(dtype) for t in _quantized(y.astype(x.dtype)))
+    outputs = []
+    for weight, divisor, zero, offset in zip(
+        (kernel, kernel_2, kernel_3),
+        scales,
+        (kernel_zero, kernel_zero_2, kernel_zero_3),
+        (bias, bias_2, bias_3),
+        strict=True,
+    ):
+        if weight is None:
+            continue
+        weight, divisor = _weight(weight, divisor.shape[-1], bits, dtype), divisor.astype(dtype)
+        if block_size is not None:
+            origin, unit = (
+                _of_channels(t, block_size, x.shape[1]) for t in (zero.astype(dtype), divisor)
+            )
+            weight = (weight - origin) * unit
+        product = jnp.matmul(y, weight, precision="highest")
+        if block_size is None:
+            product = product / (divisor if factor is None else divisor * factor)
+        outputs.append(product if offset is None else product + offset.astype(dtype))
+    if gate is not None:
+        outputs = [gated_linear_unit(outputs[0], outputs[1], activation=gate)]
+    if residual is not None:
+        outputs[0] = outputs[0] + residual.astype(dtype)
+    return tuple(output.astype(x.dtype) for output in outputs)
+
+
+def _quantized(y):
+    """The numbers of rows as integers up to 127, and by what they were multiplied."""
+    factor = 127 / (jnp.max(jnp.abs(y), -1, keepdims=True) + ROW_EPSILON)
+    return jnp.clip(jnp.round(y * factor), -127, 127), factor
+
+
+def _weight(kernel, columns, bits, dtype):
+    """The integers of a kernel; of 4 bits, a byte holds two neighbors, the first one below."""
+    if bits == 4:
+        low, high = ((kernel & 15) ^ 8) - 8, kernel >> 4
+        kernel = jnp.stack([low, high], -1).reshape(kernel.shape[0], -1)[:, :columns]
+    return kernel.astype(dtype)
+
+
+def _of_channels(x, block_size, channels):
+    """What blocks of channels have, for each channel."""
+    return jnp.repeat(x, block_size, 0)[:channels]

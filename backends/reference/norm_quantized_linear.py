@@ -1,0 +1,96 @@
+"""y = RMSNorm(x) W + b for up to three quantized matrices, then a gate or a residual.
+
+x is [B, K]; ε None: no norm. With `gate` the output is activation(y_1) * y_2. W is [K, N] int8, or
+with 4 bits [K, ceil(N / 2)], where a byte holds two neighbors, the first one in its lower half:
+
+    W = kernel / kernel_scale                                kernel_scale [N]
+    W = (kernel - kernel_zero) * kernel_scale                both [blocks of channels, N]
+
+As Keras's `Dense` has them. With `row_dtype`, the normalized row is rounded to that dtype, in it
+multiplied by 127 / (max |row| + 1e-7), and rounded to integers; products are divided by that, too.
+"""
+
+import numpy as np
+
+from keras_recurrent.backends.constants import ROW_EPSILON
+from keras_recurrent.backends.reference._common import cast
+from keras_recurrent.backends.reference.gated_linear_unit import gated_linear_unit
+from keras_recurrent.backends.reference.rms_norm import rms_norm
+
+
+def norm_quantized_linear(
+    x,
+    scale,
+    kernel,
+    kernel_2=None,
+    kernel_3=None,
+    kernel_scale=None,
+    kernel_scale_2=None,
+    kernel_scale_3=None,
+    kernel_zero=None,
+    kernel_zero_2=None,
+    kernel_zero_3=None,
+    bias=None,
+    bias_2=None,
+    bias_3=None,
+    residual=None,
+    epsilon=None,
+    gate=None,
+    bits=8,
+    block_size=None,
+    row_dtype=None,
+    dtype=np.float64,
+):
+    """Returns a tuple of [B, N], one for each kernel, or one with `gate`."""
+    (x,) = cast(dtype, x)
+    factor = np.ones((len(x), 1), dtype)
+    if epsilon is not None:
+        x = rms_norm(x, scale, epsilon, dtype)
+    if row_dtype is not None:
+        x, factor = cast(dtype, *quantized_row(rounded_row(x, row_dtype)))
+    outputs = []
+    for weight, divisor, zero, offset in zip(
+        (kernel, kernel_2, kernel_3),
+        (kernel_scale, kernel_scale_2, kernel_scale_3),
+        (kernel_zero, kernel_zero_2, kernel_zero_3),
+        (bias, bias_2, bias_3),
+        strict=True,
+    ):
+        if weight is None:
+            continue
+        weight, divisor = cast(dtype, _integers(weight, divisor.shape[-1], bits), divisor)
+        if block_size is None:
+            y = x @ weight / (divisor * factor)
+        else:
+            block = np.arange(x.shape[1]) // block_size
+            y = x @ ((weight - cast(dtype, zero)[0][block]) * divisor[block])
+        outputs.append(y if offset is None else y + cast(dtype, offset)[0])
+    if gate is not None:
+        outputs = [gated_linear_unit(outputs[0], outputs[1], gate, dtype)]
+    if residual is not None:
+        outputs[0] = outputs[0] + cast(dtype, residual)[0]
+    return tuple(outputs)
+
+
+def rounded_row(x, dtype):
+    """Numbers as a dtype, named by a string, holds them."""
+    if dtype == "bfloat16":
+        import ml_dtypes
+
+        return x.astype("float32").astype(ml_dtypes.bfloat16)
+    return x.astype(dtype)
+
+
+def quantized_row(row):
+    """Integers up to 127, and by what a row's numbers were multiplied, in the row's dtype."""
+    one = row.dtype.type
+    factor = one(127) / (np.abs(row).max(-1, keepdims=True) + one(ROW_EPSILON))
+    return np.clip(np.round(row * factor), one(-127), one(127)), factor
+
+
+def _integers(kernel, columns, bits):
+    if bits == 8:
+        return kernel
+    kernel = np.asarray(kernel).astype(np.int8)
+    low, high = ((kernel & 15) ^ 8) - 8, kernel >> 4
+    return np.stack([low, high], -1).reshape(len(kernel), -1)[:, :columns]

@@ -1,0 +1,101 @@
+"""Quantized `Dense` layers, as fused steps of generation take them."""
+
+import contextlib
+import weakref
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_recurrent import dispatch
+
+BITS = {"int8": 8, "int4": 4}
+# Of `keras.quantizers.AbsMaxQuantizer`, as layers make it where nobody asks for another.
+_VALUES, _EPSILON = (-127, 127), 1e-7
+_SMALLEST_BLOCK = 16  # channels: what a thread of the kernel sums up before it looks at scales
+_in_order: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def because_of(layer):
+    """Why a fused step does not compute a quantized `Dense`; None if it does."""
+    mode, name = layer.quantization_mode, f"`{layer.name}`"
+    if mode not in BITS:
+        return f"{name} is quantized ({mode}), for which there is no fused operation"
+    quantizer = layer.inputs_quantizer
+    if quantizer is not None and not _is_plain(quantizer):
+        return f"{name} quantizes its inputs by another than Keras's AbsMaxQuantizer as it is"
+    if layer.units * BITS[mode] % 32:
+        return f"{name} has {layer.units} columns, no multiple of {32 // BITS[mode]} as for {mode}"
+    size = block_size(layer)
+    if size is not None and (size < _SMALLEST_BLOCK or size & (size - 1)):
+        return (
+            f"{name} is quantized in blocks of {size} channels, no power of 2 from "
+            f"{_SMALLEST_BLOCK} on"
+        )
+    if size is not None and not _has_blocks_in_order(layer, size):
+        return f"the blocks of `{layer.name}` are not of channels that follow one another (`g_idx`)"
+    return None
+
+
+def because_of_difference(layers):
+    """Why one operation does not compute several `Dense`; None if it does."""
+    kinds = [_kind(layer) for layer in layers]
+    for layer, kind in zip(layers, kinds, strict=True):
+        if kind != kinds[0]:
+            return (
+                f"`{layers[0].name}` and `{layer.name}` are one operation, and not quantized alike"
+            )
+    return None
+
+
+def block_size(layer):
+    """How many channels of a layer have one scale a column; None if all have."""
+    size = getattr(layer, "_int4_block_size", None)
+    return None if size is None or size == -1 else size
+
+
+def weights(layers):
+    """What `ops.norm_quantized_linear` takes of the weights of quantized `Dense`."""
+    size = block_size(layers[0])
+    return {
+        "kernels": [ops.convert_to_tensor(dense._kernel) for dense in layers],
+        "kernel_scales": [ops.cast(dense.kernel_scale, dense.compute_dtype) for dense in layers],
+        "kernel_zeros": None if size is None else [dense.kernel_zero for dense in layers],
+        "bits": BITS[layers[0].quantization_mode],
+        "block_size": size,
+        "quantize_row": layers[0].inputs_quantizer is not None,
+    }
+
+
+def _kind(layer):
+    mode = layer.quantization_mode
+    if mode is None:
+        return None
+    return mode, block_size(layer), layer.inputs_quantizer is not None
+
+
+def _is_plain(quantizer):
+    return (
+        type(quantizer) is keras.quantizers.AbsMaxQuantizer
+        and tuple(quantizer.value_range) == _VALUES
+        and quantizer.epsilon == _EPSILON
+        and quantizer.output_dtype == "int8"
+    )
+
+
+def _has_blocks_in_order(layer, size):
+    """Looked at once for a layer: Keras never changes it, and a step must not wait for values."""
+    if layer not in _in_order:
+        # Not `g_idx.value`, which a program that is being traced replaces by a symbol.
+        with _outside_of_traces():
+            found = ops.convert_to_numpy(layer.g_idx._value)
+        _in_order[layer] = np.array_equal(found, np.arange(len(found)) // size)
+    return _in_order[layer]
+
+
+def _outside_of_traces():
+    if dispatch.BACKEND != "torch":
+        return contextlib.nullcontext()
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
