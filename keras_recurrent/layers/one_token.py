@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+from collections.abc import Callable
 
 import keras
 from keras import ops
@@ -106,13 +107,14 @@ def linear(x, layers, norm=None, gate=None, residual=None):
 
     Quantized ones, which are alike, are those of `ops.norm_quantized_linear`.
     """
-    operation, of_weights, most = norm_linear, plain_weights, MOST_ROWS
+    operation: Callable = norm_linear
+    weights, most = plain_weights, MOST_ROWS
     if layers[0].quantization_mode is not None:
-        operation, of_weights, most = norm_quantized_linear, quantized.weights, 1
+        operation, weights, most = norm_quantized_linear, quantized.weights, 1
     if x.shape[0] <= most:
         return operation(
             x,
-            **of_weights(layers),
+            **weights(layers),
             biases=[dense.bias if dense.use_bias else None for dense in layers],
             scale=None if norm is None else norm.factor(),
             epsilon=None if norm is None else norm.epsilon,

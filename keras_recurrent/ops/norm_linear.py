@@ -32,7 +32,7 @@ class NormLinearOperation(Operation):
     }
     optional = ("scale", "kernel_2", "kernel_3", "bias", "bias_2", "bias_3", "residual")
     options = {"epsilon": None, "gate": None}
-    parameters = ("x", "kernels", "biases", "scale", "residual")
+    parameters: tuple[str, ...] = ("x", "kernels", "biases", "scale", "residual")
     beside_kernels = {"bias": "biases"}  # what each kernel may have
     shown = shown_in_lists({"kernel": "kernels", **beside_kernels})
 
