@@ -73,7 +73,11 @@ def measure(name, batch, quantization=None):
     model = family.from_preset(preset, load_weights=False, preprocessor=None, dtype="bfloat16")
     apart = None
     if quantization is not None:
-        model.quantize(config=quantizations()[quantization])
+        # Not the embedding: for its logits, Keras makes floats of all of it at each token.
+        def filters(layer):
+            return type(layer) is keras.layers.Dense
+
+        model.quantize(config=quantizations()[quantization], filters=filters)
         apart = logits_apart(model)
     model.compile(sampler="greedy")
     vocabulary = model.backbone.vocabulary_size

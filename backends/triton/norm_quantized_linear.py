@@ -281,7 +281,9 @@ def forward(
     found = run(Launch(_kernel, programs, inputs, outputs, (epsilon,), options))
     if not gate:
         return found
-    return gated(x, *found[:2], residual, _row(x, kernel_scale, dtype_name(x)), gate), None, None
+    first, second, _ = found
+    output = _row(x, kernel_scale, dtype_name(x))
+    return gated(x, first, second, residual, output, gate), None, None
 
 
 def tile(channels, widths, bits, block_size):
