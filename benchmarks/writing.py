@@ -53,7 +53,7 @@ def quantizations():
 
 def logits_apart(model):
     """The largest difference of a step's logits, fused and layer by layer, over their largest."""
-    state = model.backbone.get_initial_state(1)
+    state = model.backbone.get_initial_state(1, max_length=PROMPT)
     token = np.ones((1, 1), "int32")
 
     def logits(*contexts):
