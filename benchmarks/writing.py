@@ -53,7 +53,7 @@ def quantizations():
 
 def logits_apart(model):
     """The largest difference of a step's logits, fused and layer by layer, over their largest."""
-    state = model.backbone.get_initial_state(1)
+    state = model.backbone.get_initial_state(1, max_length=PROMPT)
     token = np.ones((1, 1), "int32")
 
     def logits(*contexts):
@@ -73,7 +73,11 @@ def measure(name, batch, quantization=None):
     model = family.from_preset(preset, load_weights=False, preprocessor=None, dtype="bfloat16")
     apart = None
     if quantization is not None:
-        model.quantize(config=quantizations()[quantization])
+        # Not the embedding: for its logits, Keras makes floats of all of it at each token.
+        def filters(layer):
+            return type(layer) is keras.layers.Dense
+
+        model.quantize(config=quantizations()[quantization], filters=filters)
         apart = logits_apart(model)
     model.compile(sampler="greedy")
     vocabulary = model.backbone.vocabulary_size
