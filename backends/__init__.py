@@ -42,8 +42,8 @@ itself: they have neither `initial_state` nor `token_kind`, take any number of a
 and return the output alone. `linear_crossentropy` makes the loss of hidden states, without the
 logits of all tokens, and returns it with the best tokens.
 
-`norm_linear`, `norm_quantized_linear`, `hgrn2_step` and `rg_lru_step` are for a step of generation:
-they take one token of each row, [B, D], and have no gradient.
+`norm_linear`, `norm_quantized_linear`, `hgrn2_step`, `rg_lru_step` and `local_attention_step` are
+for a step of generation: they take one token of each row, [B, D]. In Triton they have no gradient.
 
 ## What every implementation does
 

@@ -20,6 +20,10 @@ import pathlib
 # Keras reads this once, when it is imported. "torch" and "tensorflow" do as well.
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
+# First: KerasHub imports TensorFlow, behind which Triton's kernels are left out on JAX.
+import keras_recurrent  # noqa: F401
+
+# isort: split
 import keras
 import keras_hub
 import matplotlib.figure

@@ -1,10 +1,15 @@
 """Gated linear recurrent layers and language models for Keras 3, on JAX, torch and TensorFlow."""
 
-from keras_recurrent.import_order import check_backend, check_import_order
+from keras_recurrent.import_order import (
+    check_backend,
+    check_import_order,
+    warn_of_left_out_kernels,
+)
 
 # Before anything imports Keras.
 check_backend()
 check_import_order()
+warn_of_left_out_kernels()
 
 from keras_recurrent import (
     callbacks,

@@ -34,8 +34,9 @@ PREFERENCE = {
 }
 if os.environ.get("TRITON_INTERPRET") == "1":
     # Its kernels then run in NumPy, on any device: the slowest of all, and only when asked for.
-    PREFERENCE["torch"] = ("torch", "triton")
-    PREFERENCE["jax"] = ("pallas", "jax", "triton")
+    PREFERENCE = {
+        backend: tuple(sorted(names, key="triton".__eq__)) for backend, names in PREFERENCE.items()
+    }
 
 
 def serving():

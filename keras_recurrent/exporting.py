@@ -8,7 +8,8 @@ alone. `install` puts these functions in the place of Keras's.
 A SavedModel keeps the operations of the backend, which TensorFlow runs as they are. That of a
 language model on TensorFlow has a signature `step` beside `serve`: it takes `token_ids` [B, T], the
 next tokens of each row, and the arrays of a state by their names, and returns `logits` and the same
-names. A state in which nothing was seen is 0 everywhere and -1 in `segment`.
+names. A state in which nothing was seen is 0 everywhere and -1 in `segment`; its arrays have the
+shapes of the signature, which are those of `get_initial_state`.
 
 ONNX from torch with `opset_version=27` has ONNX's own `LinearAttention` and `CausalConvWithState`
 (`keras_recurrent.portable._opset_27`); other versions have loops over time instead.
@@ -62,7 +63,7 @@ def _saved_model(original, model, filepath, verbose=None, input_signature=None, 
         return original(model, filepath, verbose, input_signature, **kwargs)
     import tensorflow as tf
 
-    spec = model.backbone.cache_spec()
+    spec = _state_spec(model.backbone)
     names = state_names(spec)
     parts = [
         tf.TensorSpec(part.shape, part.dtype, name)
@@ -80,9 +81,32 @@ def _saved_model(original, model, filepath, verbose=None, input_signature=None, 
     archive.write_out(filepath, verbose=verbose is not False)
 
 
-def state_names(spec):
-    """The names of a state's arrays, in order, such as `blocks_0_temporal_block_rg_lru_hidden`."""
-    return ["_".join(map(str, path)) for path, _ in tree.flatten_with_path(spec)]
+def _state_spec(backbone):
+    """The state of any number of rows, with room for all tokens that attention may look at.
+
+    Less room would be no error, and wrong text. Where attention has no window, it is left open.
+    """
+    try:
+        state = backbone.get_initial_state(batch_size=1)
+    except ValueError:  # it asks how long texts will be
+        return backbone.cache_spec()
+    return tree.map_structure(
+        lambda t: keras.KerasTensor((None, *t.shape[1:]), keras.backend.standardize_dtype(t.dtype)),
+        state,
+    )
+
+
+def state_names(state):
+    """The names of a state's arrays in the signature `step` of a SavedModel, in order.
+
+    Args:
+        state: as `model.backbone.get_initial_state` or `model.backbone.cache_spec()` has it.
+
+    Returns:
+        A list of strings, such as `"blocks_0_temporal_block_rg_lru_hidden"`, in the order of
+        `keras.tree.flatten(state)`.
+    """
+    return ["_".join(map(str, path)) for path, _ in tree.flatten_with_path(state)]
 
 
 def _torch_program(original, model, filepath, input_signature=None, verbose=None, **kwargs):

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import sys
+import warnings
 
 FIRST_BROKEN = (3, 7)  # of Triton
 FRAMEWORKS = ("jax", "torch", "tensorflow")
@@ -63,6 +64,20 @@ def check_import_order():
         f"now end in a segmentation fault (tensorflow {_version('tensorflow')}, triton {version}). "
         "Import keras_recurrent before tensorflow, or begin the program with `import triton`."
     )
+
+
+def warn_of_left_out_kernels():
+    """Warns where an order of imports leaves the kernels for NVIDIA GPUs out, on JAX with one."""
+    plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+    if keras_backend() != "jax" or not triton_would_crash():
+        return
+    if any(map(_is_installed, plugins)) and os.path.exists("/dev/nvidiactl"):
+        warnings.warn(
+            "TensorFlow was imported before keras_recurrent, as `import keras_hub` does, so the "
+            "kernels for NVIDIA GPUs are left out, which would now crash. Import keras_recurrent "
+            "first.",
+            stacklevel=3,
+        )
 
 
 def triton_would_crash():

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import types
+import warnings
 
 import keras
 import keras_hub
@@ -19,6 +20,7 @@ import keras_recurrent
 from keras_recurrent import import_order
 
 ROOT = pathlib.Path(__file__).parents[1]
+GUIDES = ROOT / "guides"
 BACKEND = os.environ["KERAS_BACKEND"]
 # What each framework puts into site-packages.
 FRAMEWORKS = {
@@ -124,6 +126,30 @@ def crashes(monkeypatch):
 def test_the_order_of_imports_that_crashes_is_an_error(crashes):
     with pytest.raises(ImportError, match=r"triton 3.7.1.*Import keras_recurrent before tensorfl"):
         import_order.check_import_order()
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("gpu", [True, False])
+def test_kernels_that_an_order_of_imports_leaves_out_on_jax(crashes, monkeypatch, gpu):
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    crashes["jax_cuda13_plugin"] = types.ModuleType("jax_cuda13_plugin")
+    monkeypatch.setattr(import_order.os.path, "exists", lambda path: gpu)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        import_order.warn_of_left_out_kernels()
+    assert ["Import keras_recurrent first" in str(w.message) for w in caught] == [True] * gpu
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("file", sorted([*GUIDES.rglob("*.py"), *GUIDES.parent.rglob("docs/*.md")]))
+def test_guides_and_pages_import_keras_hub_after_this_package(file):
+    lines = [line.strip() for line in file.read_text().splitlines()]
+
+    def first(package):
+        begins = f"import {package}", f"from {package}"
+        return next((i for i, line in enumerate(lines) if line.startswith(begins)), len(lines))
+
+    assert first("keras_recurrent") <= first("keras_hub")
 
 
 def no_triton(package):

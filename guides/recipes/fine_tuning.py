@@ -35,6 +35,10 @@ import sys
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
+# First: KerasHub imports TensorFlow, behind which Triton's kernels are left out on JAX.
+import keras_recurrent  # noqa: F401
+
+# isort: split
 import keras
 import keras_hub
 

@@ -295,9 +295,10 @@ def main():
         return
     # Keras reads this once, when it is imported.
     os.environ.setdefault("KERAS_BACKEND", "tensorflow")
-    import keras_hub
-
     import keras_recurrent  # noqa: F401  (whose presets KerasHub then knows)
+
+    # isort: split
+    import keras_hub
 
     model = keras_hub.models.CausalLM.from_preset(arguments.model)
     model.compile(sampler="greedy")

@@ -101,3 +101,17 @@ class LoraBackbone:
                     f"{layer.name!r}. Save all weights, with `save_weights` or `save_to_preset`."
                 )
         super().save_lora_weights(filepath)  # type: ignore[misc]
+
+    def load_lora_weights(self, filepath):
+        """Reads the low-rank weights that `save_lora_weights` wrote.
+
+        A network without any first gets them, as by `enable_lora` with the rank of the file and the
+        default targets; compile the model anew then. With other targets, call `enable_lora` before.
+
+        Args:
+            filepath: the file, `*.lora.h5`.
+
+        Raises:
+            ValueError: the network has low-rank weights of another rank.
+        """
+        super().load_lora_weights(filepath)  # type: ignore[misc]

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 
+import keras_recurrent
 from tests.export import runtimes
 from tests.export.models import MODELS, computed, draw, structured
 
@@ -183,6 +184,22 @@ def test_a_saved_model_writes_token_by_token(tmp_path):
         state = step(token_ids=tf.constant(tokens), **state)
         last = state.pop("logits")[:, -1]
     np.testing.assert_allclose(last, logits[:, -1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="a format of TensorFlow")
+def test_the_signature_says_how_much_room_attention_needs(tmp_path):
+    """A state with less room would be no error, and other text."""
+    import tensorflow as tf
+
+    model = MODELS["griffin lm"]()
+    model.export(str(tmp_path), verbose=False)
+    step = tf.saved_model.load(str(tmp_path)).signatures["step"]
+    _, inputs = step.structured_input_signature
+    state = model.backbone.get_initial_state(batch_size=1)
+    names = keras_recurrent.exporting.state_names(state)
+    assert any(name.endswith("_key") for name in names)
+    for name, array in zip(names, keras.tree.flatten(state), strict=True):
+        assert inputs[name].shape.as_list() == [None, *array.shape[1:]]
 
 
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="a format of TensorFlow")
