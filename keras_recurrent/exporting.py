@@ -86,10 +86,15 @@ def _state_spec(backbone):
 
     Less room would be no error, and wrong text. Where attention has no window, it is left open.
     """
+    blocks = tuple(_state_spec_of_block(block) for block in backbone.transformer_layers)
+    return {**backbone.cache_spec(), "blocks": blocks}
+
+
+def _state_spec_of_block(block):
     try:
-        state = backbone.get_initial_state(batch_size=1)
+        state = block.own_initial_state(1)
     except ValueError:  # it asks how long texts will be
-        return backbone.cache_spec()
+        return block.own_state_spec()
     return tree.map_structure(
         lambda t: keras.KerasTensor((None, *t.shape[1:]), keras.backend.standardize_dtype(t.dtype)),
         state,
