@@ -91,6 +91,9 @@ PRIVATE_ATTRIBUTES = {
         "keras_hub.src.models.gpt_neo_x.gpt_neo_x_decoder.GPTNeoXDecoder",
     ),
     "_value_dense": ("keras.layers.MultiHeadAttention", "keras.layers.GroupQueryAttention"),
+    # Quantized weights
+    "_int4_block_size": ("keras.layers.Dense",),
+    "_kernel": ("keras.layers.Dense",),
     # Low-rank weights
     "_lora_enabled_layers": ("keras_hub.models.Backbone",),
     # Generation

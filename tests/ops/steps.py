@@ -218,12 +218,25 @@ def draw(operation, case, seed=0):
 
 def public(operation, tensors):
     """The arguments of the public operation for a dict of drawn tensors."""
-    if operation != "norm_linear":
+    plurals = {"kernel": "kernels", "bias": "biases"}
+    if operation == "norm_quantized_linear":
+        plurals |= {"kernel_scale": "kernel_scales", "kernel_zero": "kernel_zeros"}
+    elif operation != "norm_linear":
         return tensors
+    ends = ("", "_2", "_3")
     lists = {
-        f"{name}{end}s": [tensors.get(f"{name}{number}") for number in ("", "_2", "_3")]
-        for name, end in (("kernel", ""), ("bias", "e"))
+        plural: [tensors.get(f"{name}{end}") for end in ends] for name, plural in plurals.items()
     }
     count = sum(kernel is not None for kernel in lists["kernels"])
     lists = {name: found[:count] for name, found in lists.items()}
+    if all(zero is None for zero in lists.get("kernel_zeros", ())):
+        lists.pop("kernel_zeros", None)
     return {n: t for n, t in tensors.items() if n[:6] != "kernel" and n[:4] != "bias"} | lists
+
+
+def public_options(operation, options):
+    """The options of the public operation for those that are drawn."""
+    if operation != "norm_quantized_linear":
+        return options
+    options = dict(options)
+    return options | {"quantize_row": options.pop("row_dtype") is not None}
