@@ -14,7 +14,7 @@ from mkdocs.structure.files import File
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")
-FOLDERS = ("guides/**/*.md", "guides/**/*.png", "benchmarks/results/*.md")
+FOLDERS = ("guides/**/*.md", "guides/**/*.png", "benchmarks/*/*.md", "presets/*.md")
 SCRIPTS = ("guides/*.py", "guides/recipes/*.py")
 LINK = re.compile(r"(\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")
 LINK_WITH_TEXT = re.compile(r"\[([^\]]*)\]\(missing:[^)]*\)")
@@ -55,7 +55,9 @@ def on_config(config):
             if recipes:
                 entry["Guides"].append({"Recipes": sorted(set(recipes))})
         if "Choose" in entry:
-            results = sorted(ROOT.glob("benchmarks/results/*.md"))
+            cards = [p.relative_to(ROOT).as_posix() for p in sorted(ROOT.glob("presets/*.md"))]
+            entry["Choose"].append({"Cards": cards})
+            results = sorted(ROOT.glob("benchmarks/*/*.md"))
             pages = ["benchmarks/README.md", *(p.relative_to(ROOT).as_posix() for p in results)]
             entry["Choose"].append({"Measurements": pages})
     return config
