@@ -34,3 +34,5 @@ TOKENS_OF_A_PIECE = 4096
 
 # A row is quantized by 127 over its largest magnitude and this, as Keras does it.
 ROW_EPSILON = 1e-7
+# Where blocks of channels have scales of their own, they are a power of 2, and at least so many.
+SMALLEST_BLOCK_OF_SCALES = 16

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu_timing import Times
+from keras_recurrent.import_order import CUDA_PLUGINS
 
 
 class OnJax:
@@ -18,8 +19,7 @@ class OnJax:
 
     def __init__(self, wanted=True):
         self.process: Any = None
-        plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin")
-        if wanted and any(map(importlib.util.find_spec, plugins)):
+        if wanted and any(map(importlib.util.find_spec, CUDA_PLUGINS)):
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.gpu_on_jax"],
                 stdin=subprocess.PIPE,

@@ -17,6 +17,7 @@ import warnings
 
 FIRST_BROKEN = (3, 7)  # of Triton
 FRAMEWORKS = ("jax", "torch", "tensorflow")
+CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")  # of JAX
 OTHERS = ("numpy", "openvino")  # backends of Keras that nothing here is implemented for
 
 
@@ -68,10 +69,9 @@ def check_import_order():
 
 def warn_of_left_out_kernels():
     """Warns where an order of imports leaves the kernels for NVIDIA GPUs out, on JAX with one."""
-    plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin")
     if keras_backend() != "jax" or not triton_would_crash():
         return
-    if any(map(_is_installed, plugins)) and os.path.exists("/dev/nvidiactl"):
+    if any(map(_is_installed, CUDA_PLUGINS)) and os.path.exists("/dev/nvidiactl"):
         warnings.warn(
             "TensorFlow was imported before keras_recurrent, as `import keras_hub` does, so the "
             "kernels for NVIDIA GPUs are left out, which would now crash. Import keras_recurrent "

@@ -14,22 +14,13 @@ import triton
 import triton.language as tl
 
 from keras_recurrent.backends.triton._launch import Array
-from keras_recurrent.backends.triton._math import exp, tanh
+from keras_recurrent.backends.triton._math import exp, exp_keeping_nan, tanh
 
 _LANE_SIZE = 4  # logits, a vector of 16 bytes
 _TILE_SIZE = 2048
 # By how much a logit may be above the origin of the exponentials: e^40 times as many as there are
 # words is far from the largest number of bfloat16 and float32.
 _HEADROOM = tl.constexpr(40.0)
-
-
-@triton.jit
-def _exp(z, FINE: tl.constexpr):
-    """exp(z); NaN for NaN, from which `exp` makes a number if FINE."""
-    e = exp(z, FINE)
-    if FINE:
-        e = tl.where(z == z, e, z)
-    return e
 
 
 @triton.jit
@@ -102,7 +93,7 @@ def piece_kernel(
                     d = tl.load(written).to(tl.float32) * smaller
                     tl.store(written, d.to(d_logits.dtype.element_ty))
             origin = peak
-        e = _exp(z - origin, FINE)
+        e = exp_keeping_nan(z - origin, FINE)
         sums += tl.sum(e, 1)
         if d_logits is not None:
             d = _before_cap(e, z, inverse, CAPPED)
@@ -112,7 +103,7 @@ def piece_kernel(
     tl.store(best + row, place)
     if d_logits is not None:
         tl.debug_barrier()  # the row's numbers are there before one of them is replaced
-        d = _before_cap(_exp(own - origin, FINE) - total, own, inverse, CAPPED)
+        d = _before_cap(exp_keeping_nan(own - origin, FINE) - total, own, inverse, CAPPED)
         tl.store(d_logits + token, d.to(d_logits.dtype.element_ty), known)
         weight = tl.where(known, tl.load(weights + row), float("nan"))
         tl.store(factors + row, weight / total)

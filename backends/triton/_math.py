@@ -41,6 +41,15 @@ def exp(z, FINE: tl.constexpr):
 
 
 @triton.jit
+def exp_keeping_nan(z, FINE: tl.constexpr):
+    """exp(z) as above, and NaN for NaN, from which `exp` makes a number if FINE."""
+    e = exp(z, FINE)
+    if FINE:
+        e = tl.where(z == z, e, z)
+    return e
+
+
+@triton.jit
 def exp_of_difference(z, origin, FINE: tl.constexpr):
     """exp(z - origin); unless FINE, difference and change of base are one instruction."""
     if IN_INTERPRETER or FINE:

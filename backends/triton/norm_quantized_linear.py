@@ -6,6 +6,7 @@ A program makes some columns of y from all channels of x, and reads its part of 
 import triton
 import triton.language as tl
 
+from keras_recurrent.backends.constants import SMALLEST_BLOCK_OF_SCALES
 from keras_recurrent.backends.triton._ahead import let_next_launch_begin
 from keras_recurrent.backends.triton._framework import (
     forward_operation,
@@ -25,7 +26,7 @@ _WORDS_OF_A_LOAD = 4  # 16 bytes
 # enough programs for all multiprocessors of a large GPU.
 _LINES = (32, 16, 8, 4)
 _PROGRAMS = 132
-_AT_ONCE = 16  # loads of a thread
+_AT_ONCE = SMALLEST_BLOCK_OF_SCALES  # loads of a thread, of channels that have one scale
 
 
 def unsupported(
@@ -58,8 +59,9 @@ def unsupported(
         return f"holds rows of up to {_MAX_WIDTH} channels, got {channels}"
     if dtype_name(x) not in ("float32", "bfloat16"):
         return f"takes rows of float32 or bfloat16, got {dtype_name(x)}"
-    if block_size is not None and (block_size < _AT_ONCE or block_size & (block_size - 1)):
-        return f"takes blocks of a power of 2, {_AT_ONCE} or more, got {block_size}"
+    least = SMALLEST_BLOCK_OF_SCALES
+    if block_size is not None and (block_size < least or block_size & (block_size - 1)):
+        return f"takes blocks of a power of 2, {least} or more, got {block_size}"
     scales = [s for s in (kernel_scale, kernel_scale_2, kernel_scale_3) if s is not None]
     odd = [s.shape[-1] for s in scales if s.shape[-1] * bits % 32]
     if odd:
@@ -216,28 +218,17 @@ def results(
     kernel_scale,
     kernel_scale_2,
     kernel_scale_3,
-    kernel_zero,
-    kernel_zero_2,
-    kernel_zero_3,
-    bias,
-    bias_2,
-    bias_3,
-    residual,
-    *,
-    epsilon: float,
+    *_,
     gate: int,
-    bits: int,
-    block_size: int,
-    quantized: bool,
+    **__,
 ):
-    def output(kernel_scale):
-        return kernel_scale if kernel_scale is None else _row(x, kernel_scale, dtype_name(x))
-
-    return output(kernel_scale), None if gate else output(kernel_scale_2), output(kernel_scale_3)
+    first, second, third = _rows(x, (kernel_scale, kernel_scale_2, kernel_scale_3), dtype_name(x))
+    return first, None if gate else second, third
 
 
-def _row(x, kernel_scale, dtype):
-    return Array((x.shape[0], kernel_scale.shape[-1]), dtype)
+def _rows(x, scales, dtype):
+    """What is written for each map, by its scales; None for one that is absent."""
+    return tuple(None if s is None else Array((x.shape[0], s.shape[-1]), dtype) for s in scales)
 
 
 def forward(
@@ -268,7 +259,7 @@ def forward(
     inputs += kernel_zero, kernel_zero_2, kernel_zero_3, bias, bias_2, bias_3
     # With a gate, each map is written as it was summed up.
     dtype = "float32" if gate else dtype_name(x)
-    outputs = tuple(s if s is None else _row(x, s, dtype) for s in scales)
+    outputs = _rows(x, scales, dtype)
     widths = tuple(0 if s is None else s.shape[-1] for s in scales)
     options = tile(x.shape[1], widths, bits, block_size) | {
         "NORM": epsilon >= 0,
@@ -282,7 +273,7 @@ def forward(
     if not gate:
         return found
     first, second, _ = found
-    output = _row(x, kernel_scale, dtype_name(x))
+    (output,) = _rows(x, scales[:1], dtype_name(x))
     return gated(x, first, second, residual, output, gate), None, None
 
 

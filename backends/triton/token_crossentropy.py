@@ -12,7 +12,7 @@ import triton.language as tl
 
 from keras_recurrent.backends.triton._framework import operation, refusal_of_token_wise, run
 from keras_recurrent.backends.triton._launch import Array, Launch, like
-from keras_recurrent.backends.triton._math import exp
+from keras_recurrent.backends.triton._math import exp_keeping_nan
 from keras_recurrent.backends.triton._operation import Operation
 from keras_recurrent.backends.triton._token_wise import num_rows
 
@@ -38,15 +38,6 @@ def _tile(vocabulary, tile_size):
     """How many logits a tile has, and the warps of a program."""
     block = max(_LANE_SIZE, min(tile_size, triton.next_power_of_2(vocabulary)))
     return {"BLOCK": block, "num_warps": max(1, block // 512)}
-
-
-@triton.jit
-def _exp(z, FINE: tl.constexpr):
-    """exp(z) for z <= 0; NaN for NaN, from which `exp` makes a number if FINE."""
-    e = exp(z, FINE)
-    if FINE:
-        e = tl.where(z == z, e, z)
-    return e
 
 
 @triton.jit
@@ -84,9 +75,10 @@ def _forward_kernel(
         old_peaks = peaks
         peaks = tl.maximum(peaks, tl.max(z, 1))
         origin = _finite(peaks)
-        sums = sums * _exp(old_peaks - origin, FINE) + tl.sum(_exp(z - origin[:, None], FINE), 1)
+        more = tl.sum(exp_keeping_nan(z - origin[:, None], FINE), 1)
+        sums = sums * exp_keeping_nan(old_peaks - origin, FINE) + more
     highest = tl.max(peaks, 0)
-    sums = tl.sum(sums * _exp(peaks - _finite(highest), FINE), 0)
+    sums = tl.sum(sums * exp_keeping_nan(peaks - _finite(highest), FINE), 0)
     token = tl.load(tokens + row).to(tl.int64)
     known = (token >= 0) & (token < V)
     token_logit = tl.load(logits + token, known, other=float("nan")).to(tl.float32)
@@ -107,7 +99,7 @@ def _backward_kernel(
     token = tl.load(tokens + row).to(tl.int64)
     known = (token >= 0) & (token < V)
     d_loss = tl.where(known, tl.load(d_losses + row), float("nan"))
-    softmax = _exp(z - tl.load(largest + row), FINE) * (1.0 / tl.load(total + row))
+    softmax = exp_keeping_nan(z - tl.load(largest + row), FINE) * (1.0 / tl.load(total + row))
     is_token = tl.where(v == token, 1.0, 0.0)
     tl.store(d_logits + row * V + v, (softmax - is_token) * d_loss, v < V)
 

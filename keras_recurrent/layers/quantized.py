@@ -8,11 +8,11 @@ import numpy as np
 from keras import ops
 
 from keras_recurrent import dispatch
+from keras_recurrent.backends.constants import ROW_EPSILON, SMALLEST_BLOCK_OF_SCALES
 
 BITS = {"int8": 8, "int4": 4}
 # Of `keras.quantizers.AbsMaxQuantizer`, as layers make it where nobody asks for another.
-_VALUES, _EPSILON = (-127, 127), 1e-7
-_SMALLEST_BLOCK = 16  # channels: what a thread of the kernel sums up before it looks at scales
+_VALUES = (-127, 127)
 _in_order: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
@@ -27,10 +27,10 @@ def because_of(layer):
     if layer.units * BITS[mode] % 32:
         return f"{name} has {layer.units} columns, no multiple of {32 // BITS[mode]} as for {mode}"
     size = block_size(layer)
-    if size is not None and (size < _SMALLEST_BLOCK or size & (size - 1)):
+    if size is not None and (size < SMALLEST_BLOCK_OF_SCALES or size & (size - 1)):
         return (
             f"{name} is quantized in blocks of {size} channels, no power of 2 from "
-            f"{_SMALLEST_BLOCK} on"
+            f"{SMALLEST_BLOCK_OF_SCALES} on"
         )
     if size is not None and not _has_blocks_in_order(layer, size):
         return f"the blocks of `{layer.name}` are not of channels that follow one another (`g_idx`)"
@@ -78,7 +78,7 @@ def _is_plain(quantizer):
     return (
         type(quantizer) is keras.quantizers.AbsMaxQuantizer
         and tuple(quantizer.value_range) == _VALUES
-        and quantizer.epsilon == _EPSILON
+        and quantizer.epsilon == ROW_EPSILON
         and quantizer.output_dtype == "int8"
     )
 
