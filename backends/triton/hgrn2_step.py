@@ -17,7 +17,7 @@ from keras_recurrent.backends.triton._launch import Array, Launch, like
 from keras_recurrent.backends.triton._math import exp, sigmoid
 from keras_recurrent.backends.triton._tokens import GOES_ON, PADDING, by_kind
 
-_BLOCK_V, _WARPS = 32, 8
+_BLOCK_V, _WARPS = 32, 4
 _MOST_KEYS = 256
 
 

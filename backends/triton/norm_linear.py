@@ -22,13 +22,18 @@ from keras_recurrent.backends.triton._math import gelu, silu
 from keras_recurrent.backends.triton._norm_linear_products import of_one_row, of_rows
 
 _GATES = (None, "silu", "gelu")
-# Of one row, by how many columns all maps have together: from as many on, lines of memory are read
-# whole, and below, there would be too few programs for all multiprocessors.
+_MANY = 2**31
+# Of one row: the first whose columns, of all maps together, and channels fit. From many columns on,
+# lines of memory are read whole; below, there would be too few programs for all multiprocessors.
+# What runs beside matters as much: a launch begins early where two programs fit a multiprocessor.
+# So these were chosen in whole steps of HGRN2 1.3B and RecurrentGemma 2B on an H200.
 _OF_ONE_ROW = {"BLOCK_B": 1, "STAGES": 1, "num_warps": 8}
-_TILES_OF_ONE_ROW = (
-    (8192, {"BLOCK_N": 64, "BLOCK_K": 512, "AT_ONCE": False}),
-    (4096, {"BLOCK_N": 32, "BLOCK_K": 1024, "AT_ONCE": False}),
-    (0, {"BLOCK_N": 16, "BLOCK_K": 2048, "AT_ONCE": True}),
+_TILES_OF_ONE_ROW = (  # columns at least, channels at most
+    (6144, _MANY, {"BLOCK_N": 32, "BLOCK_K": 1024, "AT_ONCE": False, "maxnreg": 128}),
+    (3072, _MANY, {"BLOCK_N": 16, "BLOCK_K": 2048, "AT_ONCE": True}),
+    (0, 2048, {"BLOCK_N": 16, "BLOCK_K": 2048, "AT_ONCE": False, "maxnreg": 128}),
+    (0, 6144, {"BLOCK_N": 16, "BLOCK_K": 1024, "AT_ONCE": True}),
+    (0, _MANY, {"BLOCK_N": 16, "BLOCK_K": 2048, "AT_ONCE": True}),
 )
 _BLOCK_K_OF_FLOAT32 = 512
 _TILE_OF_ROWS = {"BLOCK_B": 16, "BLOCK_N": 64, "BLOCK_K": 128, "STAGES": 4, "num_warps": 4}
@@ -36,6 +41,8 @@ _TILE_OF_ROWS = {"BLOCK_B": 16, "BLOCK_N": 64, "BLOCK_K": 128, "STAGES": 4, "num
 # many as the shared memory of small GPUs holds.
 _FEW_COLUMNS = 4096
 _TILE_OF_FEW = {"BLOCK_B": 16, "BLOCK_N": 32, "BLOCK_K": 512, "STAGES": 3, "num_warps": 4}
+# With a gate, a program reads two kernels.
+_TILE_OF_GATED = {"BLOCK_B": 16, "BLOCK_N": 64, "BLOCK_K": 64, "STAGES": 6, "num_warps": 4}
 _TILE_OF_FLOAT32 = {"BLOCK_B": 16, "BLOCK_N": 32, "BLOCK_K": 64, "STAGES": 2, "num_warps": 4}
 _GATED_AT_ONCE = 256  # numbers of one row, a program
 
@@ -344,17 +351,18 @@ def _launch(tensors, residual, outputs, epsilon, gate):
 def _tile(rows, channels, columns, dtype, gate):
     """How a program is made, for rows of so many channels, and so many columns of all maps."""
     if rows == 1:
-        of_columns = next(tile for least, tile in _TILES_OF_ONE_ROW if columns >= least)
-        tile = _OF_ONE_ROW | of_columns
+        tile = next(
+            t for least, most, t in _TILES_OF_ONE_ROW if columns >= least and channels <= most
+        )
         if dtype == "float32":
-            tile |= {"BLOCK_N": 16, "BLOCK_K": _BLOCK_K_OF_FLOAT32, "AT_ONCE": True}
+            tile = {"BLOCK_N": 16, "BLOCK_K": _BLOCK_K_OF_FLOAT32, "AT_ONCE": True}
+        tile = _OF_ONE_ROW | tile
     elif dtype == "float32":
         tile = _TILE_OF_FLOAT32 | {"AT_ONCE": False}
+    elif gate:
+        tile = _TILE_OF_GATED | {"AT_ONCE": False}
     else:
-        few = gate == 0 and columns <= _FEW_COLUMNS
-        tile = (_TILE_OF_FEW if few else _TILE_OF_ROWS) | {"AT_ONCE": False}
-    if gate:  # two kernels at once take more shared memory
-        tile["STAGES"] = min(tile["STAGES"], 3)
+        tile = (_TILE_OF_FEW if columns <= _FEW_COLUMNS else _TILE_OF_ROWS) | {"AT_ONCE": False}
     return tile | {"BLOCK_K": min(tile["BLOCK_K"], triton.next_power_of_2(max(16, channels)))}
 
 
