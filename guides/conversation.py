@@ -7,8 +7,9 @@ times, a turn of a conversation costs its own tokens and not those of all turns 
 model knows is saved in a small file. This guide shows all three, and that they change nothing: the
 texts are those that the model writes when it is given all of a conversation again.
 
-The model is a small Griffin that learns two conversations by heart first, half a minute on two CPU
-cores. `--model` takes another one, as `save_to_preset` writes it.
+The model is the preset whose weights come with the package. It has read plays and a manual, and
+learns two conversations by heart first, half a minute on two CPU cores. `--model` takes another
+one, as `save_to_preset` writes it.
 """
 
 import argparse
@@ -53,12 +54,12 @@ def turn(question):
 
 
 def learned_by_heart(steps):
-    """A language model that has seen nothing but the conversations above."""
+    """The preset, fine-tuned on nothing but the conversations above."""
     documents = [
         SYSTEM + "".join(f"{turn(question)} {answer}\n" for question, answer in chat.items())
         for chat in CHATS.values()
     ]
-    model = GriffinCausalLM.from_preset("griffin_tiny", sequence_length=320)
+    model = GriffinCausalLM.from_preset("griffin_tiny_text", sequence_length=320)
     model.compile(keras.optimizers.Adam(3e-3), model.loss, sampler="greedy")
     # Each step sees each conversation once.
     model.fit(documents * steps, batch_size=len(documents), shuffle=False, verbose=0)
@@ -144,7 +145,7 @@ def sizes():
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", help="a directory of save_to_preset")
-    parser.add_argument("--steps", type=int, default=150, help="of learning, without --model")
+    parser.add_argument("--steps", type=int, default=100, help="of learning, without --model")
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("build/conversation"))
     parser.add_argument("--resume", action="store_true", help="what the second process does")
     arguments = parser.parse_args()
