@@ -55,15 +55,7 @@ class Captured:
         """One token; the next cache becomes the cache, and the next token the token."""
         mask = (self.rows.active,) if self.rows else ()
         logits, hidden, *after = self._run(*self._prepared, self.token, *mask, *self.cache)
-        own = {t.untyped_storage().data_ptr() for t in self.cache}
-        # What has been written over is there already. What else is a part of the cache is read
-        # before any of that is overwritten.
-        moved = [(t, new) for t, new in zip(self.cache, after, strict=True) if new is not t]
-        moved = [
-            (t, new.clone() if new.untyped_storage().data_ptr() in own else new) for t, new in moved
-        ]
-        for t, new in moved:
-            t.copy_(new)
+        write_over(self.cache, after)
         if choice is not None:
             self.set_token(choice(logits)[:, None])
         return logits, hidden
@@ -96,6 +88,22 @@ class Captured:
         self._place(token, cache)
         self.replay()
         return [t.clone() for t in (self.logits, self.hidden, *self.cache)]
+
+
+def write_over(tensors, after):
+    """Writes new values, of which some may be parts of the tensors, over the tensors."""
+    own = {t.untyped_storage().data_ptr() for t in tensors}
+    of_dtype: dict = {}
+    for t, new in zip(tensors, after, strict=True):
+        # What a step has written over is there already. What else is a part of the tensors is read
+        # before any of these is overwritten.
+        if new is not t:
+            new = new.clone() if new.untyped_storage().data_ptr() in own else new
+            to, values = of_dtype.setdefault(t.dtype, ([], []))
+            to.append(t)
+            values.append(new)
+    for to, values in of_dtype.values():
+        torch._foreach_copy_(to, values)  # one launch for all of them
 
 
 class Graphs:

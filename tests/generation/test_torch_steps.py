@@ -1,0 +1,47 @@
+"""What a step on torch becomes before it is captured, on any device."""
+
+import keras
+import pytest
+
+if keras.config.backend() != "torch":
+    pytest.skip("steps of torch", allow_module_level=True)
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from keras_recurrent.generation.torch_cuda_graph import write_over
+from keras_recurrent.generation.torch_step import _with_numbers
+
+
+def test_writing_over_reads_parts_of_the_cache_first():
+    a, b, c = torch.arange(4.0), torch.arange(4.0, 8), torch.arange(3)
+    kept = torch.ones(2)
+    new = b.clone(), a, c + 1, kept  # b becomes a, which is overwritten itself
+    expected = [t.clone() for t in new]
+    write_over([a, b, c, kept], new)
+    for t, value in zip((a, b, c, kept), expected, strict=True):
+        assert torch.equal(t, value)
+
+
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("of_constant", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_constants_of_one_number_become_numbers_to_the_same_bits(dtype, of_constant, device):
+    def capped(x):
+        return torch.tanh(x / 30.0) * torch.tensor(33.3, dtype=of_constant, device=device)
+
+    x = torch.linspace(-200, 200, 999, device=device).to(dtype)
+    plain, found = make_fx(capped)(x), _with_numbers(make_fx(capped)(x))
+    assert any(node.op == "get_attr" for node in plain.graph.nodes)
+    assert not any(node.op == "get_attr" for node in found.graph.nodes)
+    assert found(x).dtype == plain(x).dtype
+    assert torch.equal(found(x), plain(x))
+
+
+def test_tensors_of_no_dimension_that_may_promote_stay():
+    count = torch.arange(3)
+    found = _with_numbers(make_fx(lambda n: n * torch.tensor(0.5, dtype=torch.float64))(count))
+    assert torch.equal(found(count), count * torch.tensor(0.5, dtype=torch.float64))
