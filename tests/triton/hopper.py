@@ -117,8 +117,8 @@ def of_rows(module, direction, width, **constants):
     """The kernel of an operation without a state, on rows of this width."""
     kernel = getattr(module, f"_{direction}_kernel")
     tile = module._tile(width)
-    constants |= {"D": width, "STAGES": rms_norm._stages(tile)}
-    return kernel, tile._asdict() | constants, [{"num_warps": tile.num_warps}]
+    sizes = {"D": width, "STAGES": rms_norm._stages(tile), "AHEAD": False}
+    return kernel, tile._asdict() | sizes | constants, [{"num_warps": tile.num_warps}]
 
 
 def of_elements(kernel, gelu):
@@ -147,6 +147,7 @@ TOKEN_WISE = {
     for dtype in ("bfloat16", "float32")
     for name, kernel in {
         "rms_norm forward": of_rows(rms_norm, "forward", 2048),
+        "rms_norm forward of few rows": of_rows(rms_norm, "forward", 2048, AHEAD=True),
         "rms_norm forward of 16384": of_rows(rms_norm, "forward", 16384),
         "rms_norm backward": of_rows(rms_norm, "backward", 2048),
         "rms_norm backward of 2560": of_rows(rms_norm, "backward", 2560),
@@ -185,7 +186,7 @@ def of_rows_through_maps(rows, channels, dtype="bfloat16", **constants):
     sizes = {"K": channels, "N": 2048, "N_2": 2048, "N_3": 2048, "NORM": True, "GATE": 0}
     columns = 2048 * (1 + sum(f"kernel_{i}" in constants for i in (2, 3)))
     tile = norm_linear._tile(rows, channels, columns, dtype, constants.get("GATE", 0))
-    sizes |= {"SHORT": dtype == "bfloat16", "AHEAD": rows == 1}
+    sizes |= {"SHORT": dtype == "bfloat16", "AHEAD": True}
     if rows > 1:  # they are normalized before
         sizes |= {"NORM": False, "scale": None}
     constants = dict.fromkeys(absent) | sizes | constants
