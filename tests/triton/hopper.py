@@ -25,6 +25,7 @@ from keras_recurrent.backends.triton import (
     _gated_chunks,
     _gated_output,
     _gated_states,
+    _largest,
     _linear_attention_step,
     _ring,
     causal_conv1d,
@@ -199,6 +200,12 @@ ATTENTION_STEP = {
     **{"TILES": 2, "PARTS": 16, "AHEAD": True},
 }
 OF_A_STEP = {
+    "largest, parts": (
+        _largest._parts_kernel,
+        {"PARTS": 125, "BLOCK": _largest._BLOCK, "AHEAD": True},
+        [{"num_warps": _largest._WARPS}],
+    ),
+    "largest, whole": (_largest._whole_kernel, {"PARTS": 125, "BLOCK": 128, "AHEAD": True}, [{}]),
     "hgrn2 step": (
         hgrn2_step._kernel,
         {"K": 128, "V": 128, "BLOCK_K": 128, "BLOCK_V": hgrn2_step._BLOCK_V, "AHEAD": True},
@@ -394,6 +401,8 @@ def dtype(argument, name):
         special = {"tokens": "*i64", "best": "*i32", "cap": "fp32", "d_logits": "*bf16"}
         special["d_logits"] = "*fp32" if "float32" in name else "*bf16"
         return special.get(argument, "*fp32")
+    if name.startswith("largest") and argument != "x":
+        return "*i64" if argument == "best" else "*i32"
     if name in QUANTIZED_MAPS and argument.startswith("kernel") and "scale" not in argument:
         return "*i8"
     if argument in INTEGERS:
