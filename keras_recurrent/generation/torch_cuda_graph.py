@@ -55,9 +55,11 @@ class Captured:
         """One token; the next cache becomes the cache, and the next token the token."""
         mask = (self.rows.active,) if self.rows else ()
         logits, hidden, *after = self._run(*self._prepared, self.token, *mask, *self.cache)
+        # First, so that what chooses follows on a kernel and may begin before that has ended.
+        chosen = None if choice is None else choice(logits)[:, None]
         write_over(self.cache, after)
-        if choice is not None:
-            self.set_token(choice(logits)[:, None])
+        if chosen is not None:
+            self.set_token(chosen)
         return logits, hidden
 
     def set_token(self, chosen):

@@ -128,6 +128,25 @@ def linear(x, layers, norm=None, gate=None, residual=None):
     return outputs if residual is None else [outputs[0] + residual]
 
 
+def embedding(token_ids, layer, scale):
+    """What an `Embedding` of Keras makes of token ids [B, 1], times a scale, by one launch.
+
+    None where that does not compute it, and on JAX, where XLA does as well.
+    """
+    if dispatch.BACKEND != "torch" or not wanted(token_ids) or layer.mask_zero:
+        return None
+    if layer.lora_enabled or layer.quantization_mode is not None or because_of_hooks(layer):
+        return None
+    from keras_recurrent.backends.triton import _embedding as kernels
+
+    table, token = ops.convert_to_tensor(layer.embeddings), token_ids[:, 0]
+    if kernels.unsupported(table, token) is not None:
+        return None
+    return kernels.embedding(table, token, 1.0 if scale is None else scale, layer.compute_dtype)[
+        :, None
+    ]
+
+
 def mlp(x, layer, norm, gate):
     """x [B, D], and what a gated multilayer perceptron makes of it behind a norm."""
     (y,) = linear(x, [layer.gate_proj, layer.up_proj], norm, gate=gate)

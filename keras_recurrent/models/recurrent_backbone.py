@@ -6,6 +6,7 @@ from keras import ops
 
 from keras_recurrent.devices.jax_layouts import check_layout, laid_out, state_laid_out
 from keras_recurrent.devices.jax_processes import SavedByAllProcesses
+from keras_recurrent.layers import one_token
 from keras_recurrent.layers.checks import check_positive_integer
 from keras_recurrent.layers.state_checks import (
     check_per_token,
@@ -104,6 +105,10 @@ class RecurrentBackbone(
         Returns:
             `[B, T, hidden_dim]`, in the compute dtype.
         """
+        if type(self.token_embedding) is ReversibleEmbedding:
+            x = one_token.embedding(token_ids, self.token_embedding, self.embedding_scale)
+            if x is not None:
+                return x
         x = self.token_embedding(token_ids)
         return x if self.embedding_scale is None else ops.multiply(x, self.embedding_scale)
 

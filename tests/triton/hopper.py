@@ -22,6 +22,7 @@ from keras_recurrent.backends.triton import (
     _attention_kernels,
     _banded_attention,
     _crossentropy_kernel,
+    _embedding,
     _gated_chunks,
     _gated_output,
     _gated_states,
@@ -200,6 +201,11 @@ ATTENTION_STEP = {
     **{"TILES": 2, "PARTS": 16, "AHEAD": True},
 }
 OF_A_STEP = {
+    "embedding": (
+        _embedding._kernel,
+        {"D": 2560, "SCALED": True, "BLOCK": _embedding._BLOCK, "AHEAD": True},
+        [{"num_warps": _embedding._WARPS}],
+    ),
     "largest, parts": (
         _largest._parts_kernel,
         {"PARTS": 125, "BLOCK": _largest._BLOCK, "AHEAD": True},
@@ -395,7 +401,7 @@ DEFAULTS = {name: row for name, row in KERNELS.items() if name not in SEEN_ELSEW
 def dtype(argument, name):
     if argument in SIZES:
         return "i32"
-    if argument in ("epsilon", "root"):
+    if argument in ("epsilon", "root", "multiplier"):
         return "fp32"
     if name.startswith("linear_crossentropy"):
         special = {"tokens": "*i64", "best": "*i32", "cap": "fp32", "d_logits": "*bf16"}
