@@ -55,17 +55,22 @@ class Captured:
         """One token; the next cache becomes the cache, and the next token the token."""
         mask = (self.rows.active,) if self.rows else ()
         logits, hidden, *after = self._run(*self._prepared, self.token, *mask, *self.cache)
-        # First, so that what chooses follows on a kernel and may begin before that has ended.
-        chosen = None if choice is None else choice(logits)[:, None]
-        write_over(self.cache, after)
-        if chosen is not None:
-            self.set_token(chosen)
+        tensors, after = list(self.cache), list(after)
+        if choice is not None:
+            # Before the copies, so that what chooses follows on a kernel and may begin before that
+            # has ended.
+            tensors.append(self.token)
+            after.append(self._next(choice(logits)))
+        write_over(tensors, after)
         return logits, hidden
 
     def set_token(self, chosen):
-        """Makes what was chosen the next token, in rows that go on."""
-        chosen = chosen.to(self.token.dtype)
-        self.token.copy_(self.rows.advance(self.token, chosen) if self.rows else chosen)
+        """Makes what was chosen, [B], the next token, in rows that go on."""
+        self.token.copy_(self._next(chosen))
+
+    def _next(self, chosen):
+        chosen = chosen.to(self.token.dtype)[:, None]
+        return self.rows.advance(self.token, chosen) if self.rows else chosen
 
     def begin(self, prepared, token, cache, rows):
         """Sets where a call begins, and the weights as they are now."""

@@ -143,7 +143,7 @@ class _Replayed:
         """The next token [B, 1] of each row, which the next call may overwrite."""
         self._graph.replay()
         if not self._graph.chooses:
-            self._graph.set_token(self._choice(self._graph.logits)[:, None])
+            self._graph.set_token(self._choice(self._graph.logits))
         return self._graph.token
 
     def cache(self):

@@ -1,6 +1,7 @@
 """What a step on torch becomes before it is captured, on any device."""
 
 import keras
+import keras_hub
 import pytest
 
 if keras.config.backend() != "torch":
@@ -9,8 +10,12 @@ if keras.config.backend() != "torch":
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from keras_recurrent.generation.torch_cuda_graph import write_over
-from keras_recurrent.generation.torch_step import _with_numbers
+from keras_recurrent.generation.torch_cuda_graph import Captured, write_over
+from keras_recurrent.generation.torch_rows import Rows
+from keras_recurrent.generation.torch_sampling import Choice
+from keras_recurrent.generation.torch_step import Step, _with_numbers
+from keras_recurrent.generation.torch_ways import _Run
+from tests.models.tiny import any_family, tiny_causal_lm
 
 
 def test_writing_over_reads_parts_of_the_cache_first():
@@ -45,3 +50,27 @@ def test_tensors_of_no_dimension_that_may_promote_stay():
     count = torch.arange(3)
     found = _with_numbers(make_fx(lambda n: n * torch.tensor(0.5, dtype=torch.float64))(count))
     assert torch.equal(found(count), count * torch.tensor(0.5, dtype=torch.float64))
+
+
+@any_family
+@pytest.mark.parametrize("with_rows", [False, True])
+@torch.no_grad()
+def test_what_is_captured_writes_what_the_loop_writes(family, with_rows):
+    """The part of a graph that is the same on every device: a step that writes over its inputs."""
+    model = tiny_causal_lm(family=family)
+    cache = model.backbone.get_initial_state(2, max_length=20)
+    step, flat = Step(model, cache, False, with_rows), keras.tree.flatten(cache)
+    choice, token = Choice(keras_hub.samplers.GreedySampler()), torch.tensor([[3], [5]]).int()
+    rows = Rows(torch.tensor([2, 9]), torch.tensor([], dtype=torch.int32)) if with_rows else None
+    prepared = step.prepared()
+
+    captured = Captured.__new__(Captured)
+    captured.rows, captured._run = rows and rows.copy(), step.traced
+    captured._prepared, captured.token = prepared, token.clone()
+    captured.cache = [t.clone() for t in flat]
+    loop = _Run(step, lambda t, f: step.traced(*prepared, t, *f), token, flat, choice, rows)
+    for _ in range(6):
+        captured._step(choice)
+        assert torch.equal(captured.token, loop.next_token())
+    for found, expected in zip(captured.cache, loop._flat, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
