@@ -219,7 +219,8 @@ OF_A_STEP = {
     ),
     "rg_lru step": (
         rg_lru_step._kernel,
-        {"W": 4, "C": 256, "BLOCK_C": 256, "BLOCK_N": rg_lru_step._BLOCK_N, "AHEAD": True},
+        {"W": 4, "C": 256, "BLOCK_W": 4, "BLOCK_C": 256, "BLOCK_N": rg_lru_step._BLOCK_N}
+        | {"AHEAD": True},
         [{"num_warps": rg_lru_step._WARPS}],
     ),
     "local_attention step, parts": (
