@@ -12,6 +12,7 @@ import torch
 
 _capturing = threading.Lock()  # torch aborts where two threads capture at once
 
+ALIGNED = 16  # bytes, for kernels that load as many at once
 KEPT_PART = 16  # graphs that wait for a call hold at most this part of their device's memory
 
 
@@ -33,7 +34,8 @@ class Captured:
         self.chooses, self.generator = choice is not None, choice and choice.generator
         self.rows = rows and rows.copy()
         self._run, self._prepared = run, list(prepared)
-        self.token, self.cache = token.clone(), [t.clone() for t in cache]
+        self.token = token.clone()
+        self.cache, self._joined = side_by_side(cache)
         with _capturing, torch.cuda.device(token.device), torch.no_grad():
             # Kernels are compiled and loaded before, which cannot be part of a graph.
             side = torch.cuda.Stream()
@@ -61,7 +63,7 @@ class Captured:
             # has ended.
             tensors.append(self.token)
             after.append(self._next(choice(logits)))
-        write_over(tensors, after)
+        write_over(tensors, after, self._joined)
         return logits, hidden
 
     def set_token(self, chosen):
@@ -97,18 +99,47 @@ class Captured:
         return [t.clone() for t in (self.logits, self.hidden, *self.cache)]
 
 
-def write_over(tensors, after):
-    """Writes new values, of which some may be parts of the tensors, over the tensors."""
+def side_by_side(tensors):
+    """Copies of tensors, and, of those that are alike, their places and the tensor they are in.
+
+    One launch writes over all that are alike, by as many programs as their size asks for.
+    """
+    alike: dict = {}
+    for place, t in enumerate(tensors):
+        alike.setdefault((t.shape, t.dtype), []).append(place)
+    copies, joined = {}, []
+    for places in alike.values():
+        of_kind = [tensors[place] for place in places]
+        if len(places) > 1 and of_kind[0].nbytes % ALIGNED == 0:
+            whole = torch.stack(of_kind)
+            joined.append((places, whole))
+            of_kind = [whole[i] for i in range(len(places))]
+        else:
+            of_kind = [t.clone() for t in of_kind]
+        copies.update(zip(places, of_kind, strict=True))
+    return [copies[place] for place in range(len(tensors))], joined
+
+
+def write_over(tensors, after, joined=()):
+    """Writes new values, of which some may be parts of the tensors, over the tensors.
+
+    joined: as `side_by_side` gives it.
+    """
     own = {t.untyped_storage().data_ptr() for t in tensors}
-    of_dtype: dict = {}
-    for t, new in zip(tensors, after, strict=True):
+    moved = {}
+    for place, (t, new) in enumerate(zip(tensors, after, strict=True)):
         # What a step has written over is there already. What else is a part of the tensors is read
         # before any of these is overwritten.
         if new is not t:
-            new = new.clone() if new.untyped_storage().data_ptr() in own else new
-            to, values = of_dtype.setdefault(t.dtype, ([], []))
-            to.append(t)
-            values.append(new)
+            moved[place] = new.clone() if new.untyped_storage().data_ptr() in own else new
+    for places, whole in joined:
+        if moved.keys() >= set(places):
+            torch.stack([moved.pop(place) for place in places], out=whole)
+    of_dtype: dict = {}
+    for place, new in moved.items():
+        to, values = of_dtype.setdefault(new.dtype, ([], []))
+        to.append(tensors[place])
+        values.append(new)
     for to, values in of_dtype.values():
         torch._foreach_copy_(to, values)  # one launch for all of them
 

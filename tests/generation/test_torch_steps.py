@@ -10,7 +10,7 @@ if keras.config.backend() != "torch":
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from keras_recurrent.generation.torch_cuda_graph import Captured, write_over
+from keras_recurrent.generation.torch_cuda_graph import Captured, side_by_side, write_over
 from keras_recurrent.generation.torch_rows import Rows
 from keras_recurrent.generation.torch_sampling import Choice
 from keras_recurrent.generation.torch_step import Step, _with_numbers
@@ -26,6 +26,22 @@ def test_writing_over_reads_parts_of_the_cache_first():
     write_over([a, b, c, kept], new)
     for t, value in zip((a, b, c, kept), expected, strict=True):
         assert torch.equal(t, value)
+
+
+def test_tensors_that_are_alike_are_written_over_together():
+    tensors = [torch.full((2, 4), float(i)) for i in range(4)] + [torch.ones(3), torch.ones(3)]
+    copies, joined = side_by_side(tensors)
+    assert [places for places, _ in joined] == [[0, 1, 2, 3]]  # three numbers are not aligned
+    for found, given in zip(copies, tensors, strict=True):
+        assert torch.equal(found, given)
+        assert found.data_ptr() != given.data_ptr()
+    (_, whole) = joined[0]
+    new = [copies[1], copies[0], torch.full((2, 4), 7.0), copies[2] + 1, torch.zeros(3), copies[5]]
+    write_over(copies, new, joined)
+    assert whole[:, 0, 0].tolist() == [1, 0, 7, 3]
+    assert copies[4].tolist() == [0, 0, 0]
+    write_over(copies, [copies[0], *(torch.zeros(2, 4) for _ in range(3)), *copies[4:]], joined)
+    assert whole[:, 0, 0].tolist() == [1, 0, 0, 0]  # the first was written over already
 
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
@@ -67,7 +83,7 @@ def test_what_is_captured_writes_what_the_loop_writes(family, with_rows):
     captured = Captured.__new__(Captured)
     captured.rows, captured._run = rows and rows.copy(), step.traced
     captured._prepared, captured.token = prepared, token.clone()
-    captured.cache = [t.clone() for t in flat]
+    captured.cache, captured._joined = side_by_side(flat)
     loop = _Run(step, lambda t, f: step.traced(*prepared, t, *f), token, flat, choice, rows)
     for _ in range(6):
         captured._step(choice)
