@@ -52,11 +52,11 @@ def _kernel(
     tl.store(y + row * D + d, value, d < D)
 
 
-def results(table, tokens, *, scale: float, dtype: str | None):
+def results(table, tokens, *, scale: float, dtype: str):
     return (Array((tokens.shape[0], table.shape[1]), dtype),)
 
 
-def forward(table, tokens, *, scale: float, dtype: str | None):
+def forward(table, tokens, *, scale: float, dtype: str):
     vocabulary, width = table.shape
     block = min(_BLOCK, triton.next_power_of_2(width))
     options = {"D": width, "SCALED": scale != 1.0, "BLOCK": block, "num_warps": _WARPS}
