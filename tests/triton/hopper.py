@@ -408,6 +408,8 @@ def dtype(argument, name):
         special = {"tokens": "*i64", "best": "*i32", "cap": "fp32", "d_logits": "*bf16"}
         special["d_logits"] = "*fp32" if "float32" in name else "*bf16"
         return special.get(argument, "*fp32")
+    if name == "embedding" and argument not in ("table", "y", "V", "multiplier"):
+        return "*i8" if argument == "kind" else "*i32"
     if name.startswith("largest") and argument != "x":
         return "*i64" if argument == "best" else "*i32"
     if name in QUANTIZED_MAPS and argument.startswith("kernel") and "scale" not in argument:

@@ -13,6 +13,7 @@ from keras_recurrent import implementation
 from keras_recurrent.backends.triton import _embedding
 from keras_recurrent.backends.triton._common import INTERPRETED
 from keras_recurrent.layers import one_token
+from keras_recurrent.layers.tokens import find_tokens
 from tests.models.tiny import tiny_causal_lm
 
 if not (INTERPRETED or torch.cuda.is_available()):
@@ -28,7 +29,8 @@ def test_rows_of_a_table(width, scale, dtype, of_table):
     generator = torch.Generator().manual_seed(0)
     table = torch.randn(11, width, generator=generator).to(DEVICE, of_table)
     tokens = torch.tensor([0, 10, 3, -1], dtype=torch.int32, device=DEVICE)
-    found = _embedding.embedding(table, tokens, scale, dtype)
+    found, *places = _embedding.embedding(table, tokens, scale, dtype)
+    assert places == [None] * 3
     as_given = getattr(torch, dtype)
     expected = table[tokens.long()].to(as_given)
     # Of a number in the dtype of x, torch rounds on a CPU as on a GPU.
@@ -39,6 +41,27 @@ def same(found, expected):
     """The same bits; the interpreter cuts off what it should round to bfloat16."""
     cut = 2**-6 if INTERPRETED and found.dtype == torch.bfloat16 else 0
     torch.testing.assert_close(found, expected, rtol=cut, atol=0)
+
+
+@pytest.mark.parametrize("uses_position", [False, True])
+def test_where_rows_are_is_what_layers_find(uses_position):
+    token_ids, segment, position = (
+        torch.tensor(n, dtype=torch.int32, device=DEVICE)
+        for n in ([[1]] * 3, [-1, 0, 4], [0, 7, 2])
+    )
+    state = {"segment": segment, **({"position": position} if uses_position else {})}
+    expected, places = find_tokens(
+        token_ids, state=state, uses_position=uses_position, return_state=True
+    )
+    table = torch.ones(2, 600, device=DEVICE)
+    _, kind, *after = _embedding.embedding(
+        table, token_ids[:, 0], 1.0, "float32", segment, state.get("position")
+    )
+    same(kind[:, None], expected.kind)
+    for found, name in zip(after, ("segment", "position"), strict=True):
+        assert (found is None) == (name not in places)
+        if found is not None:
+            same(found, places[name])
 
 
 @pytest.fixture
