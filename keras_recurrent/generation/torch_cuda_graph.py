@@ -13,6 +13,7 @@ import torch
 _capturing = threading.Lock()  # torch aborts where two threads capture at once
 
 ALIGNED = 16  # bytes, for kernels that load as many at once
+RECENT = 16  # tokens of a row that a graph keeps, for whoever replays to fetch at once
 KEPT_PART = 16  # graphs that wait for a call hold at most this part of their device's memory
 
 
@@ -36,6 +37,9 @@ class Captured:
         self._run, self._prepared = run, list(prepared)
         self.token = token.clone()
         self.cache, self._joined = side_by_side(cache)
+        # A copy between two replays takes three times as long as one more launch in the graph.
+        keeps = self.chooses and self.rows is None
+        self.recent = token.new_zeros(len(token), RECENT) if keeps else None
         with _capturing, torch.cuda.device(token.device), torch.no_grad():
             # Kernels are compiled and loaded before, which cannot be part of a graph.
             side = torch.cuda.Stream()
@@ -61,8 +65,12 @@ class Captured:
         if choice is not None:
             # Before the copies, so that what chooses follows on a kernel and may begin before that
             # has ended.
+            token = self._next(choice(logits))
             tensors.append(self.token)
-            after.append(self._next(choice(logits)))
+            after.append(token)
+            if self.recent is not None:
+                tensors.append(self.recent)
+                after.append(torch.cat((self.recent[:, 1:], token), dim=1))
         write_over(tensors, after, self._joined)
         return logits, hidden
 

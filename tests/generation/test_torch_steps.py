@@ -10,11 +10,11 @@ if keras.config.backend() != "torch":
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from keras_recurrent.generation.torch_cuda_graph import Captured, side_by_side, write_over
+from keras_recurrent.generation.torch_cuda_graph import RECENT, Captured, side_by_side, write_over
 from keras_recurrent.generation.torch_rows import Rows
 from keras_recurrent.generation.torch_sampling import Choice
 from keras_recurrent.generation.torch_step import Step, _with_numbers
-from keras_recurrent.generation.torch_ways import _Run
+from keras_recurrent.generation.torch_ways import _Replayed, _Run
 from tests.models.tiny import any_family, tiny_causal_lm
 
 
@@ -74,7 +74,7 @@ def test_tensors_of_no_dimension_that_may_promote_stay():
 def test_what_is_captured_writes_what_the_loop_writes(family, with_rows):
     """The part of a graph that is the same on every device: a step that writes over its inputs."""
     model = tiny_causal_lm(family=family)
-    cache = model.backbone.get_initial_state(2, max_length=20)
+    cache = model.backbone.get_initial_state(2, max_length=2 * RECENT)
     step, flat = Step(model, cache, False, with_rows), keras.tree.flatten(cache)
     choice, token = Choice(keras_hub.samplers.GreedySampler()), torch.tensor([[3], [5]]).int()
     rows = Rows(torch.tensor([2, 9]), torch.tensor([], dtype=torch.int32)) if with_rows else None
@@ -84,9 +84,17 @@ def test_what_is_captured_writes_what_the_loop_writes(family, with_rows):
     captured.rows, captured._run = rows and rows.copy(), step.traced
     captured._prepared, captured.token = prepared, token.clone()
     captured.cache, captured._joined = side_by_side(flat)
+    captured.chooses, captured.recent = True, None
+    if not with_rows:
+        captured.recent = token.new_zeros(2, RECENT)
+    captured.replay = lambda: captured._step(choice)
     loop = _Run(step, lambda t, f: step.traced(*prepared, t, *f), token, flat, choice, rows)
-    for _ in range(6):
-        captured._step(choice)
-        assert torch.equal(captured.token, loop.next_token())
+    replayed = _Replayed(step, captured, choice)
+    found, expected = token.new_zeros(2, 2 * RECENT), token.new_zeros(2, 2 * RECENT)
+    for start, stop in ((0, RECENT), (RECENT, RECENT + 5)):
+        replayed.write(found, start, stop)
+        loop.write(expected, start, stop)
+    assert torch.equal(found, expected)
+    assert torch.equal(captured.token, loop._token)
     for found, expected in zip(captured.cache, loop._flat, strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
