@@ -8,6 +8,7 @@ from keras_recurrent.backends.constants import LOWEST_CAPABILITY
 
 LOWEST = 10 * LOWEST_CAPABILITY[0] + LOWEST_CAPABILITY[1]
 OVERRIDE = "KERAS_RECURRENT_CUDA_CAPABILITY"
+CALL, OLDER_CALL = "triton_kernel_call_ffi", "triton_kernel_call"
 _NAMES = (  # all that is read of the plugin
     "TritonKernel",
     "TritonKernelCall",
@@ -30,6 +31,16 @@ def unavailable() -> str | None:
 def plugin():
     """The part of JAX's CUDA plugin that launches Triton's kernels; it is private to JAX."""
     return importlib.import_module("jaxlib.gpu_triton")
+
+
+@functools.cache
+def takes_part_in_graphs():
+    """Whether the plugin has the custom call that XLA makes a part of CUDA graphs.
+
+    Then the host launches what surrounds such calls and the calls at once, and not one by one.
+    """
+    module = getattr(plugin(), "_cuda_triton", None)
+    return CALL in getattr(module, "registrations", dict)()
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Launches in programs of JAX, by the custom call `triton_kernel_call` that its CUDA plugin brings.
+"""Launches in programs of JAX, by the custom call for Triton's kernels that its CUDA plugin brings.
 
 A kernel is compiled by Triton to PTX when a program is lowered, for the GPU at hand, and by JAX's
 own assembler when the program first runs. Where Triton's interpreter is on, launches run in NumPy
@@ -158,11 +158,15 @@ def _lower(ctx, *operands, launch):
         metadata.target.arch,
     )
     call = gpu.TritonKernelCall(kernel, launch.programs, 1, 1, parameters)
+    packed, aliases = zlib.compress(call.to_proto(metadata.name, b"")), _aliases(launch)
+    if _gpu.takes_part_in_graphs():
+        lowering = jax.ffi.ffi_lowering(_gpu.CALL, operand_output_aliases=aliases)
+        return lowering(ctx, *operands, opaque=packed)
     lowering = jax.ffi.ffi_lowering(
-        "triton_kernel_call",
+        _gpu.OLDER_CALL,
         api_version=2,
-        backend_config=zlib.compress(call.to_proto(metadata.name, b"")),  # type: ignore[arg-type]
-        operand_output_aliases=_aliases(launch),
+        backend_config=packed,  # type: ignore[arg-type]
+        operand_output_aliases=aliases,
     )
     return lowering(ctx, *operands)
 

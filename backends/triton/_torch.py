@@ -20,7 +20,8 @@ from keras_recurrent.backends.triton._operation import options_of, tensors_of
 
 MOST_ROWS_OF_STEPS = 16  # of `norm_linear`: as many as tensor cores take at once
 _LAUNCHES_AHEAD = (9, 0)  # the compute capability from which launches may overlap
-_SCHEMA_TYPES = {float: "float", bool: "bool", int: "int", str | None: "str?", int | None: "int?"}
+_SCHEMA_TYPES: dict = {float: "float", bool: "bool", int: "int", str: "str"}
+_SCHEMA_TYPES |= {str | None: "str?", int | None: "int?"}
 
 
 def refusal(*tensors):

@@ -169,8 +169,12 @@ def _kernel(
     TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     TILES_2: tl.constexpr = 0 if GATE else (N_2 + BLOCK_N - 1) // BLOCK_N
     tile = tl.program_id(0)
-    if AHEAD:
+    # Programs of several rows do not let others begin, which would take the shared memory that
+    # their own next programs need; and wait before their loads, of which x is one.
+    if AHEAD and BLOCK_B == 1:
         let_next_launch_begin()
+    if AHEAD and BLOCK_B > 1:
+        wait_for_launch_before()
     if tile < TILES:
         n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         total, beside = _maps(
@@ -342,8 +346,7 @@ def _launch(tensors, residual, outputs, epsilon, gate):
     programs = sum(triton.cdiv(n, options["BLOCK_N"]) for n in columns)
     options |= dict(zip(("K", "N", "N_2", "N_3"), (channels, *widths), strict=True))
     options |= {"NORM": epsilon >= 0, "GATE": gate, "SHORT": dtype_name(kernel) == "bfloat16"}
-    # Programs of several rows that wait would take the shared memory of those that run.
-    options |= overlap(x) if rows == 1 else {"AHEAD": False}
+    options |= overlap(x)
     inputs = *tensors, residual
     return run(Launch(_kernel, programs, inputs, outputs, (rows, epsilon), options))
 

@@ -72,14 +72,16 @@ def _load(tensor, offsets, valid):
 
 
 @triton.jit
-def _convolution(x, last_inputs, conv_kernel, conv_bias, row, d, kind, valid, D, W: tl.constexpr):
-    """The convolution at some channels d of a row, and the newest input there."""
-    newest = _load(x, row * D + d, valid & (kind != PADDING))
-    total = _load(conv_bias, d, valid) + newest * _load(conv_kernel, (W - 1) * D + d, valid)
+def _seen(last_inputs, conv_kernel, conv_bias, row, d, valid, D, W: tl.constexpr):
+    """The convolution at some channels d of a row but for its newest input: at the beginning of a
+    document, and after the inputs before.
+    """
+    bias = _load(conv_bias, d, valid)
+    total = bias
     for i in tl.static_range(W - 1):
-        seen = _load(last_inputs, row * ((W - 1) * D) + i * D + d, valid & (kind != STARTS))
+        seen = _load(last_inputs, row * ((W - 1) * D) + i * D + d, valid)
         total += seen * _load(conv_kernel, i * D + d, valid)
-    return total, newest
+    return bias, total
 
 
 @triton.jit
@@ -102,6 +104,7 @@ def _kernel(
     D,
     W: tl.constexpr,
     C: tl.constexpr,
+    BLOCK_W: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_N: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -113,37 +116,44 @@ def _kernel(
     row = (tl.program_id(0) // TILES // (D // C)).to(tl.int64)
     c = tl.arange(0, BLOCK_C)
     n = tl.program_id(0) % TILES * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Weights, which need not wait.
+    # Weights, and what the token before has left behind, need not wait.
     places = block.to(tl.int64) * (C * C) + c[:, None] * C + n[None, :]
     valid = (c < C)[:, None] & (n < C)[None, :]
     weight_a = tl.load(kernel_a + places, valid, other=0.0)
     weight_x = tl.load(kernel_x + places, valid, other=0.0)
     d, own = block * C + c, block * C + n
+    first, later = _seen(last_inputs, conv_kernel, conv_bias, row, d, c < C, D, W)
+    own_first, own_later = _seen(last_inputs, conv_kernel, conv_bias, row, own, n < C, D, W)
+    weight = _load(conv_kernel, (W - 1) * D + d, c < C)
+    own_weight = _load(conv_kernel, (W - 1) * D + own, n < C)
+    at_a, at_x = _load(bias_a, own, n < C), _load(bias_x, own, n < C)
     log_a = -_DECAY_EXPONENT * softplus(-_load(a_logit, own, n < C))
+    h = _load(hidden, row * D + own, n < C)
+    i = tl.arange(0, BLOCK_W)[:, None]
+    slots, kept = row * ((W - 1) * D) + i * D + own[None, :], (i < W - 1) & (n < C)[None, :]
+    seen = _load(last_inputs, slots, kept)
+    moved = _load(last_inputs, slots + D, kept & (i < W - 2))
     if AHEAD:
         wait_for_launch_before()
     kind = GOES_ON
     if token_kind is not None:
         kind = tl.load(token_kind + row)
-    inputs, _ = _convolution(x, last_inputs, conv_kernel, conv_bias, row, d, kind, c < C, D, W)
-    gate_a = tl.sum(inputs[:, None] * weight_a.to(tl.float32), 0) + _load(bias_a, own, n < C)
-    gate_x = tl.sum(inputs[:, None] * weight_x.to(tl.float32), 0) + _load(bias_x, own, n < C)
-    mine, newest = _convolution(x, last_inputs, conv_kernel, conv_bias, row, own, kind, n < C, D, W)
+    newest, own_newest = _load(x, row * D + d, c < C), _load(x, row * D + own, n < C)
+    value = _load(gate, row * D + own, n < C)
+    real = kind != PADDING
+    inputs = tl.where(kind == STARTS, first, later) + tl.where(real, newest, 0.0) * weight
+    mine = tl.where(kind == STARTS, own_first, own_later)
+    mine += tl.where(real, own_newest, 0.0) * own_weight
+    gate_a = tl.sum(inputs[:, None] * weight_a.to(tl.float32), 0) + at_a
+    gate_x = tl.sum(inputs[:, None] * weight_x.to(tl.float32), 0) + at_x
     a, complement = decay(log_a * sigmoid(gate_a, True)[0], True)
     gated = sigmoid(gate_x, True)[0] * mine
-    h = _load(hidden, row * D + own, n < C)
     h = by_kind(kind, a * h + tl.sqrt_rn(complement) * gated, gated, h)
     tl.store(after + row * D + own, h, n < C)
-    value = gelu(_load(gate, row * D + own, (n < C) & (kind != PADDING)))
-    tl.store(output + row * D + own, value * h, n < C)
-    for i in tl.static_range(W - 1):
-        to = row * ((W - 1) * D) + i * D + own
-        seen = _load(last_inputs, to, n < C)
-        if i < W - 2:
-            moved = _load(last_inputs, to + D, (n < C) & (kind != STARTS))
-        else:
-            moved = newest
-        tl.store(next_inputs + to, tl.where(kind == PADDING, seen, moved), n < C)
+    tl.store(output + row * D + own, gelu(tl.where(real, value, 0.0)) * h, n < C)
+    moved = tl.where(kind == STARTS, 0.0, moved)
+    moved = tl.where(i == W - 2, own_newest[None, :], moved)
+    tl.store(next_inputs + slots, tl.where(real, moved, seen), kept)
 
 
 def results(
@@ -185,6 +195,7 @@ def forward(
     block_n = min(_BLOCK_N, triton.next_power_of_2(channels))
     options = {"W": conv_kernel.shape[0], "C": channels, "BLOCK_N": block_n}
     options |= {"BLOCK_C": triton.next_power_of_2(channels), "num_warps": _WARPS, **overlap(x)}
+    options |= {"BLOCK_W": triton.next_power_of_2(max(1, conv_kernel.shape[0] - 1))}
     programs = rows * blocks * triton.cdiv(channels, block_n)
     shapes = tuple(window.shape), tuple(hidden.shape)
     outputs = like(x), *(Array(shape, "float32") for shape in shapes)

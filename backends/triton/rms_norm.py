@@ -9,7 +9,14 @@ import triton
 import triton.language as tl
 
 from keras_recurrent.backends.constants import SMALLEST_SCALED_EPSILON, SQUARES_SCALE
-from keras_recurrent.backends.triton._framework import cast, operation, refusal_of_joined, run
+from keras_recurrent.backends.triton._ahead import let_next_launch_begin, wait_for_launch_before
+from keras_recurrent.backends.triton._framework import (
+    cast,
+    operation,
+    overlap,
+    refusal_of_joined,
+    run,
+)
 from keras_recurrent.backends.triton._launch import Array, Launch, dtype_name, like
 from keras_recurrent.backends.triton._operation import Operation
 from keras_recurrent.backends.triton._token_wise import Tile, num_rows
@@ -18,6 +25,7 @@ _SCALE = tl.constexpr(SQUARES_SCALE)
 _SMALLEST_SCALED_EPSILON = tl.constexpr(SMALLEST_SCALED_EPSILON)
 _MAX_WIDTH = 16384  # the registers of one program hold a row
 _TILE_SIZE = 2048  # elements, 16 a thread, unless a row is longer
+_FEW_ROWS = 16  # those of a step of generation, which takes less time than its launch
 
 
 def unsupported(x, scale=None, epsilon=0.0) -> str | None:
@@ -58,8 +66,19 @@ def _reciprocal_root(x, epsilon, D):
 
 @triton.jit
 def _forward_kernel(
-    x, scale, y, rows, epsilon, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr
+    x,
+    scale,
+    y,
+    rows,
+    epsilon,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
+    if AHEAD:
+        let_next_launch_begin()
+        wait_for_launch_before()
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)[:, None]
     d = tl.arange(0, BLOCK_D)[None, :]
@@ -128,7 +147,8 @@ def gradients(x, scale, y, dy, *, epsilon: float):
 def forward(x, scale, *, epsilon: float):
     width = x.shape[-1]
     tile, rows = _tile(width), num_rows(x)
-    options = {"D": width, **tile._asdict()}
+    ahead = overlap(x) if rows <= _FEW_ROWS else {"AHEAD": False}
+    options = {"D": width, **tile._asdict(), **ahead}
     return run(
         Launch(_forward_kernel, tile.tiles(rows), (x, scale), (like(x),), (rows, epsilon), options)
     )

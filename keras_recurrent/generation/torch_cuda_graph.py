@@ -12,6 +12,8 @@ import torch
 
 _capturing = threading.Lock()  # torch aborts where two threads capture at once
 
+ALIGNED = 16  # bytes, for kernels that load as many at once
+RECENT = 16  # tokens of a row that a graph keeps, for whoever replays to fetch at once
 KEPT_PART = 16  # graphs that wait for a call hold at most this part of their device's memory
 
 
@@ -33,7 +35,11 @@ class Captured:
         self.chooses, self.generator = choice is not None, choice and choice.generator
         self.rows = rows and rows.copy()
         self._run, self._prepared = run, list(prepared)
-        self.token, self.cache = token.clone(), [t.clone() for t in cache]
+        self.token = token.clone()
+        self.cache, self._joined = side_by_side(cache)
+        # A copy between two replays takes three times as long as one more launch in the graph.
+        keeps = self.chooses and self.rows is None
+        self.recent = token.new_zeros(len(token), RECENT) if keeps else None
         with _capturing, torch.cuda.device(token.device), torch.no_grad():
             # Kernels are compiled and loaded before, which cannot be part of a graph.
             side = torch.cuda.Stream()
@@ -55,23 +61,26 @@ class Captured:
         """One token; the next cache becomes the cache, and the next token the token."""
         mask = (self.rows.active,) if self.rows else ()
         logits, hidden, *after = self._run(*self._prepared, self.token, *mask, *self.cache)
-        own = {t.untyped_storage().data_ptr() for t in self.cache}
-        # What has been written over is there already. What else is a part of the cache is read
-        # before any of that is overwritten.
-        moved = [(t, new) for t, new in zip(self.cache, after, strict=True) if new is not t]
-        moved = [
-            (t, new.clone() if new.untyped_storage().data_ptr() in own else new) for t, new in moved
-        ]
-        for t, new in moved:
-            t.copy_(new)
+        tensors, after = list(self.cache), list(after)
         if choice is not None:
-            self.set_token(choice(logits)[:, None])
+            # Before the copies, so that what chooses follows on a kernel and may begin before that
+            # has ended.
+            token = self._next(choice(logits))
+            tensors.append(self.token)
+            after.append(token)
+            if self.recent is not None:
+                tensors.append(self.recent)
+                after.append(torch.cat((self.recent[:, 1:], token), dim=1))
+        write_over(tensors, after, self._joined)
         return logits, hidden
 
     def set_token(self, chosen):
-        """Makes what was chosen the next token, in rows that go on."""
-        chosen = chosen.to(self.token.dtype)
-        self.token.copy_(self.rows.advance(self.token, chosen) if self.rows else chosen)
+        """Makes what was chosen, [B], the next token, in rows that go on."""
+        self.token.copy_(self._next(chosen))
+
+    def _next(self, chosen):
+        chosen = chosen.to(self.token.dtype)[:, None]
+        return self.rows.advance(self.token, chosen) if self.rows else chosen
 
     def begin(self, prepared, token, cache, rows):
         """Sets where a call begins, and the weights as they are now."""
@@ -96,6 +105,51 @@ class Captured:
         self._place(token, cache)
         self.replay()
         return [t.clone() for t in (self.logits, self.hidden, *self.cache)]
+
+
+def side_by_side(tensors):
+    """Copies of tensors, and, of those that are alike, their places and the tensor they are in.
+
+    One launch writes over all that are alike, by as many programs as their size asks for.
+    """
+    alike: dict = {}
+    for place, t in enumerate(tensors):
+        alike.setdefault((t.shape, t.dtype), []).append(place)
+    copies, joined = {}, []
+    for places in alike.values():
+        of_kind = [tensors[place] for place in places]
+        if len(places) > 1 and of_kind[0].nbytes % ALIGNED == 0:
+            whole = torch.stack(of_kind)
+            joined.append((places, whole))
+            of_kind = [whole[i] for i in range(len(places))]
+        else:
+            of_kind = [t.clone() for t in of_kind]
+        copies.update(zip(places, of_kind, strict=True))
+    return [copies[place] for place in range(len(tensors))], joined
+
+
+def write_over(tensors, after, joined=()):
+    """Writes new values, of which some may be parts of the tensors, over the tensors.
+
+    joined: as `side_by_side` gives it.
+    """
+    own = {t.untyped_storage().data_ptr() for t in tensors}
+    moved = {}
+    for place, (t, new) in enumerate(zip(tensors, after, strict=True)):
+        # What a step has written over is there already. What else is a part of the tensors is read
+        # before any of these is overwritten.
+        if new is not t:
+            moved[place] = new.clone() if new.untyped_storage().data_ptr() in own else new
+    for places, whole in joined:
+        if moved.keys() >= set(places):
+            torch.stack([moved.pop(place) for place in places], out=whole)
+    of_dtype: dict = {}
+    for place, new in moved.items():
+        to, values = of_dtype.setdefault(new.dtype, ([], []))
+        to.append(tensors[place])
+        values.append(new)
+    for to, values in of_dtype.values():
+        torch._foreach_copy_(to, values)  # one launch for all of them
 
 
 class Graphs:

@@ -11,11 +11,10 @@ import numpy as np
 import torch
 
 from keras_recurrent.generation.lengths import initial_cache, longest_piece
+from keras_recurrent.generation.torch_cuda_graph import RECENT
 from keras_recurrent.generation.torch_rows import Rows
 from keras_recurrent.generation.torch_sampling import Choice
 from keras_recurrent.generation.torch_ways import Ways
-
-LOOKS_EVERY = 16  # tokens
 
 
 class Loop:
@@ -73,13 +72,12 @@ class Loop:
         written = token.new_zeros(len(lengths), longest)
         rows = Rows(full_at, stops) if keep else None
         with self.ways.tokens(token, cache, choice, rows) as walk:
-            for t in range(longest):
-                choice.seed(t)
-                written[:, t : t + 1] = walk.next_token()
-                if stop_token_ids and (t + 1) % LOOKS_EVERY == 0:
-                    latest = written[:, t + 1 - LOOKS_EVERY : t + 1]
-                    stopped |= torch.isin(latest, stops).any(dim=1)
-                    if bool((stopped | (full_at <= t + 1)).all()):
+            for start in range(0, longest, RECENT):
+                stop = min(start + RECENT, longest)
+                walk.write(written, start, stop)
+                if stop_token_ids and stop < longest:
+                    stopped |= torch.isin(written[:, start:stop], stops).any(dim=1)
+                    if bool((stopped | (full_at <= stop)).all()):
                         break
             cache = walk.cache() if keep else None
 

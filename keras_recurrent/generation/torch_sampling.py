@@ -9,6 +9,7 @@ import keras_hub
 import torch
 
 from keras_recurrent.generation.generate import takes_the_largest
+from keras_recurrent.layers import one_token
 
 
 class Choice:
@@ -54,7 +55,7 @@ class Choice:
         if not self.waits_for_nothing:
             return sampler.get_next_token(sampler.compute_probabilities(logits))
         if self._candidates is None:
-            return logits.argmax(dim=-1)
+            return _largest(logits)
         probabilities = torch.softmax(logits.float() / sampler.temperature, dim=-1)
         probabilities, tokens = self._candidates(sampler, probabilities)
         # As Keras and `torch.multinomial` do, of which the latter waits to see whether all numbers
@@ -63,6 +64,16 @@ class Choice:
         noise = torch.empty_like(probabilities).exponential_(1, generator=self.generator)
         chosen = (probabilities / noise).argmax(dim=-1, keepdim=True)
         return (chosen if tokens is None else tokens.gather(1, chosen))[:, 0]
+
+
+def _largest(logits):
+    """The first of the largest logits of each row, the same token by kernels as by torch."""
+    if one_token.has_kernels(logits):
+        from keras_recurrent.backends.triton import _largest as kernels
+
+        if kernels.unsupported(logits) is None:
+            return kernels.largest(logits)
+    return logits.argmax(dim=-1)
 
 
 def _all(sampler, probabilities):

@@ -44,7 +44,7 @@ class Step:
         # Keras and torch both trace by what is global to a thread or to the process.
         with _tracing, torch.no_grad():
             traced = make_fx(self._call)(weights, token, *mask, *flat)
-        self._prepare, self.traced = _split(traced, len(weights))
+        self._prepare, self.traced = _split(_with_numbers(traced), len(weights))
 
     def weights(self):
         return [v.value for v in self._model.variables]
@@ -110,6 +110,31 @@ def _mm_of_one_row(a, b):
 
 
 _OF_ONE_ROW = {torch.ops.aten.mm.default: _mm_of_one_row}
+
+
+def _with_numbers(traced):
+    """Multiplies by a number where the graph has a constant of no dimension, to the same bits.
+
+    Of a tensor and another one of no dimension, torch runs a kernel for any strides and dtypes,
+    which takes four times as long on a GPU.
+    """
+    for node in traced.graph.nodes:
+        if node.target is not torch.ops.aten.mul.Tensor:
+            continue
+        x, factor = node.args
+        if getattr(factor, "target", None) is not torch.ops.aten.lift_fresh_copy.default:
+            continue
+        constant = getattr(traced, str(factor.args[0].target), None)
+        if constant is None or constant.ndim or not constant.is_floating_point():
+            continue
+        value = x.meta["val"]
+        if value.ndim and value.is_floating_point():
+            # On a GPU torch casts the constant to the dtype of x first, on a CPU it does not.
+            constant = constant if constant.device.type == "cpu" else constant.to(value.dtype)
+            node.args = x, constant.item()
+    traced.graph.eliminate_dead_code()
+    traced.recompile()
+    return traced
 
 
 def _split(traced, num_weights):

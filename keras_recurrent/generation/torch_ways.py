@@ -143,8 +143,18 @@ class _Replayed:
         """The next token [B, 1] of each row, which the next call may overwrite."""
         self._graph.replay()
         if not self._graph.chooses:
-            self._graph.set_token(self._choice(self._graph.logits)[:, None])
+            self._graph.set_token(self._choice(self._graph.logits))
         return self._graph.token
+
+    def write(self, written, start, stop):
+        """The next tokens into the columns from start to stop, at most `RECENT`, of `written`."""
+        for t in range(start, stop):
+            self._choice.seed(t)
+            token = self.next_token()
+            if self._graph.recent is None:
+                written[:, t : t + 1] = token
+        if self._graph.recent is not None:
+            written[:, start:stop] = self._graph.recent[:, start - stop :]
 
     def cache(self):
         """What each row has seen: all but the last token. Nothing overwrites it."""
@@ -165,6 +175,12 @@ class _Run:
         chosen = self._choice(logits).to(self._token.dtype)[:, None]
         self._token = self._rows.advance(self._token, chosen) if self._rows else chosen
         return self._token
+
+    def write(self, written, start, stop):
+        """The next tokens into the columns from start to stop of `written`."""
+        for t in range(start, stop):
+            self._choice.seed(t)
+            written[:, t : t + 1] = self.next_token()
 
     def cache(self):
         """What each row has seen: all but the last token. Nothing overwrites it."""

@@ -10,6 +10,7 @@ from keras import ops
 from keras_recurrent import dispatch
 from keras_recurrent.layers import quantized
 from keras_recurrent.layers.rms_norm import RMSNorm
+from keras_recurrent.layers.tokens import Tokens
 from keras_recurrent.ops.gated_linear_unit import gated_linear_unit
 from keras_recurrent.ops.norm_linear import norm_linear
 from keras_recurrent.ops.norm_quantized_linear import norm_quantized_linear
@@ -126,6 +127,32 @@ def linear(x, layers, norm=None, gate=None, residual=None):
     if gate is not None:
         outputs = [gated_linear_unit(outputs[0], outputs[1], activation=gate)]
     return outputs if residual is None else [outputs[0] + residual]
+
+
+def embedding(token_ids, layer, scale, state=None):
+    """What an `Embedding` of Keras makes of token ids [B, 1], times a scale, by one launch.
+
+    None where that does not compute it, and on JAX, where XLA does as well. With a state that goes
+    on by a real token, `(x, tokens, places)`, the others as of `tokens.find_tokens`.
+    """
+    if dispatch.BACKEND != "torch" or not wanted(token_ids) or layer.mask_zero:
+        return None
+    if layer.lora_enabled or layer.quantization_mode is not None or because_of_hooks(layer):
+        return None
+    from keras_recurrent.backends.triton import _embedding as kernels
+
+    table, token = ops.convert_to_tensor(layer.embeddings), token_ids[:, 0]
+    given = [(state or {}).get(name) for name in ("segment", "position")]
+    if kernels.unsupported(table, token, *given) is not None:
+        return None
+    scale = 1.0 if scale is None else scale
+    x, kind, *after = kernels.embedding(table, token, scale, layer.compute_dtype, *given)
+    if state is None:
+        return x[:, None]
+    position = given[1]
+    tokens = Tokens(kind[:, None], None if position is None else position[:, None])
+    places = zip(("segment", "position"), after, strict=True)
+    return x[:, None], tokens, {name: place for name, place in places if place is not None}
 
 
 def mlp(x, layer, norm, gate):

@@ -6,6 +6,7 @@ from keras import ops
 
 from keras_recurrent.devices.jax_layouts import check_layout, laid_out, state_laid_out
 from keras_recurrent.devices.jax_processes import SavedByAllProcesses
+from keras_recurrent.layers import one_token
 from keras_recurrent.layers.checks import check_positive_integer
 from keras_recurrent.layers.state_checks import (
     check_per_token,
@@ -104,8 +105,18 @@ class RecurrentBackbone(
         Returns:
             `[B, T, hidden_dim]`, in the compute dtype.
         """
+        x = self._embedded_at_once(token_ids)
+        if x is not None:
+            return x
         x = self.token_embedding(token_ids)
         return x if self.embedding_scale is None else ops.multiply(x, self.embedding_scale)
+
+    def _embedded_at_once(self, token_ids, state=None):
+        """As `one_token.embedding`, where the class is the package's own; else None."""
+        own = type(self).embed is RecurrentBackbone.embed
+        if not own or type(self.token_embedding) is not ReversibleEmbedding:
+            return None
+        return one_token.embedding(token_ids, self.token_embedding, self.embedding_scale, state)
 
     def hidden_states(
         self, token_ids, padding_mask=None, segment_ids=None, cache=None, intercept=None
@@ -140,15 +151,22 @@ class RecurrentBackbone(
             padding_mask = ops.cast(padding_mask, "bool")
             # Whatever stands at padding, such as -100, is looked up like any other token.
             token_ids = ops.where(padding_mask, token_ids, ops.zeros_like(token_ids))
+        step = None
+        if cache is not None and padding_mask is None and segment_ids is None:
+            step = self._embedded_at_once(token_ids, cache)
         # Found once, for all blocks. They get no `mask`: Keras would attach it to all that follows,
         # and rescale the loss by it.
-        tokens, places = find_tokens(
-            *(token_ids, padding_mask, segment_ids, cache),
-            uses_position=self.uses_position,
-            return_state=cache is not None,
-        )
+        if step is None:
+            tokens, places = find_tokens(
+                *(token_ids, padding_mask, segment_ids, cache),
+                uses_position=self.uses_position,
+                return_state=cache is not None,
+            )
+            x = self.embed(token_ids)
+        else:
+            x, tokens, places = step
         intercept = intercept or (lambda x, i: x)
-        x = intercept(self.embed(token_ids), -1)
+        x = intercept(x, -1)
         states = []
         arguments = self.block_arguments(x)
         for i, (block, further) in enumerate(zip(self.transformer_layers, arguments, strict=True)):

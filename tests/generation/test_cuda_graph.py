@@ -44,6 +44,19 @@ def test_greedy_tokens_are_those_of_the_traced_step(family):
         np.testing.assert_array_equal(rows, expected)
 
 
+def test_rows_end_at_stop_tokens_as_those_of_the_traced_step():
+    model, traced = (compiled(jit_compile=c) for c in ("auto", False))
+    whole = generate(traced, LENGTHS, TOTAL)["token_ids"]
+    for column in (LENGTHS[1] + 1, 24, TOTAL - 1):
+        stops = tuple({int(row[column]) for row in keras.ops.convert_to_numpy(whole)})
+        found, expected = (
+            generate(m, LENGTHS, TOTAL, stop_token_ids=stops) for m in (model, traced)
+        )
+        for name, rows in expected.items():
+            np.testing.assert_array_equal(found[name], rows)
+    assert which_generation(model).name == "cuda_graph"
+
+
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_random_tokens_are_those_of_the_traced_step(name):
     model, traced = (compiled(SAMPLERS[name](), jit_compile=c) for c in ("auto", False))

@@ -22,9 +22,11 @@ from keras_recurrent.backends.triton import (
     _attention_kernels,
     _banded_attention,
     _crossentropy_kernel,
+    _embedding,
     _gated_chunks,
     _gated_output,
     _gated_states,
+    _largest,
     _linear_attention_step,
     _ring,
     causal_conv1d,
@@ -117,8 +119,8 @@ def of_rows(module, direction, width, **constants):
     """The kernel of an operation without a state, on rows of this width."""
     kernel = getattr(module, f"_{direction}_kernel")
     tile = module._tile(width)
-    constants |= {"D": width, "STAGES": rms_norm._stages(tile)}
-    return kernel, tile._asdict() | constants, [{"num_warps": tile.num_warps}]
+    sizes = {"D": width, "STAGES": rms_norm._stages(tile), "AHEAD": False}
+    return kernel, tile._asdict() | sizes | constants, [{"num_warps": tile.num_warps}]
 
 
 def of_elements(kernel, gelu):
@@ -147,6 +149,7 @@ TOKEN_WISE = {
     for dtype in ("bfloat16", "float32")
     for name, kernel in {
         "rms_norm forward": of_rows(rms_norm, "forward", 2048),
+        "rms_norm forward of few rows": of_rows(rms_norm, "forward", 2048, AHEAD=True),
         "rms_norm forward of 16384": of_rows(rms_norm, "forward", 16384),
         "rms_norm backward": of_rows(rms_norm, "backward", 2048),
         "rms_norm backward of 2560": of_rows(rms_norm, "backward", 2560),
@@ -185,7 +188,7 @@ def of_rows_through_maps(rows, channels, dtype="bfloat16", **constants):
     sizes = {"K": channels, "N": 2048, "N_2": 2048, "N_3": 2048, "NORM": True, "GATE": 0}
     columns = 2048 * (1 + sum(f"kernel_{i}" in constants for i in (2, 3)))
     tile = norm_linear._tile(rows, channels, columns, dtype, constants.get("GATE", 0))
-    sizes |= {"SHORT": dtype == "bfloat16", "AHEAD": rows == 1}
+    sizes |= {"SHORT": dtype == "bfloat16", "AHEAD": True}
     if rows > 1:  # they are normalized before
         sizes |= {"NORM": False, "scale": None}
     constants = dict.fromkeys(absent) | sizes | constants
@@ -198,6 +201,17 @@ ATTENTION_STEP = {
     **{"TILES": 2, "PARTS": 16, "AHEAD": True},
 }
 OF_A_STEP = {
+    "embedding": (
+        _embedding._kernel,
+        {"D": 2560, "SCALED": True, "BLOCK": _embedding._BLOCK, "AHEAD": True},
+        [{"num_warps": _embedding._WARPS}],
+    ),
+    "largest, parts": (
+        _largest._parts_kernel,
+        {"PARTS": 125, "BLOCK": _largest._BLOCK, "AHEAD": True},
+        [{"num_warps": _largest._WARPS}],
+    ),
+    "largest, whole": (_largest._whole_kernel, {"PARTS": 125, "BLOCK": 128, "AHEAD": True}, [{}]),
     "hgrn2 step": (
         hgrn2_step._kernel,
         {"K": 128, "V": 128, "BLOCK_K": 128, "BLOCK_V": hgrn2_step._BLOCK_V, "AHEAD": True},
@@ -205,7 +219,8 @@ OF_A_STEP = {
     ),
     "rg_lru step": (
         rg_lru_step._kernel,
-        {"W": 4, "C": 256, "BLOCK_C": 256, "BLOCK_N": rg_lru_step._BLOCK_N, "AHEAD": True},
+        {"W": 4, "C": 256, "BLOCK_W": 4, "BLOCK_C": 256, "BLOCK_N": rg_lru_step._BLOCK_N}
+        | {"AHEAD": True},
         [{"num_warps": rg_lru_step._WARPS}],
     ),
     "local_attention step, parts": (
@@ -387,12 +402,16 @@ DEFAULTS = {name: row for name, row in KERNELS.items() if name not in SEEN_ELSEW
 def dtype(argument, name):
     if argument in SIZES:
         return "i32"
-    if argument in ("epsilon", "root"):
+    if argument in ("epsilon", "root", "multiplier"):
         return "fp32"
     if name.startswith("linear_crossentropy"):
         special = {"tokens": "*i64", "best": "*i32", "cap": "fp32", "d_logits": "*bf16"}
         special["d_logits"] = "*fp32" if "float32" in name else "*bf16"
         return special.get(argument, "*fp32")
+    if name == "embedding" and argument not in ("table", "y", "V", "multiplier"):
+        return "*i8" if argument == "kind" else "*i32"
+    if name.startswith("largest") and argument != "x":
+        return "*i64" if argument == "best" else "*i32"
     if name in QUANTIZED_MAPS and argument.startswith("kernel") and "scale" not in argument:
         return "*i8"
     if argument in INTEGERS:

@@ -108,6 +108,8 @@ def test_lowered_for_gpus():
     assert reports["hgrn2_step"] == {"cpu": [0, 0], "cuda": [2, 0]}
     assert reports["written over"] == 1
     assert reports["exported"] == {"platforms": ["cpu", "cuda"], "difference": 0.0}
+    assert reports["in graphs"] == reports["may be in graphs"]
+    assert reports["by the older call"] == 2
     assert reports["without a GPU"] == 80
     assert reports["older"] == [0, 0]
     assert reports["later"] == [2, 0]

@@ -1,0 +1,107 @@
+"""The embeddings of a step's tokens, as Keras's layer makes them."""
+
+import keras
+import numpy as np
+import pytest
+
+if keras.config.backend() != "torch":
+    pytest.skip("runs on torch", allow_module_level=True)
+
+import torch
+
+from keras_recurrent import implementation
+from keras_recurrent.backends.triton import _embedding
+from keras_recurrent.backends.triton._common import INTERPRETED
+from keras_recurrent.layers import one_token
+from keras_recurrent.layers.tokens import find_tokens
+from tests.models.tiny import tiny_causal_lm
+
+if not (INTERPRETED or torch.cuda.is_available()):
+    pytest.skip("needs an NVIDIA GPU or Triton's interpreter", allow_module_level=True)
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+
+
+@pytest.mark.parametrize("of_table", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("width", "scale"), [(6, 1.0), (512, 1.0), (700, 50.596)])
+def test_rows_of_a_table(width, scale, dtype, of_table):
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randn(11, width, generator=generator).to(DEVICE, of_table)
+    tokens = torch.tensor([0, 10, 3, -1], dtype=torch.int32, device=DEVICE)
+    found, *places = _embedding.embedding(table, tokens, scale, dtype)
+    assert places == [None] * 3
+    as_given = getattr(torch, dtype)
+    expected = table[tokens.long()].to(as_given)
+    # Of a number in the dtype of x, torch rounds on a CPU as on a GPU.
+    same(found, expected * torch.tensor(scale, dtype=as_given).item())
+
+
+def same(found, expected):
+    """The same bits; the interpreter cuts off what it should round to bfloat16."""
+    cut = 2**-6 if INTERPRETED and found.dtype == torch.bfloat16 else 0
+    torch.testing.assert_close(found, expected, rtol=cut, atol=0)
+
+
+@pytest.mark.parametrize("uses_position", [False, True])
+def test_where_rows_are_is_what_layers_find(uses_position):
+    token_ids, segment, position = (
+        torch.tensor(n, dtype=torch.int32, device=DEVICE)
+        for n in ([[1]] * 3, [-1, 0, 4], [0, 7, 2])
+    )
+    state = {"segment": segment, **({"position": position} if uses_position else {})}
+    expected, places = find_tokens(
+        token_ids, state=state, uses_position=uses_position, return_state=True
+    )
+    table = torch.ones(2, 600, device=DEVICE)
+    _, kind, *after = _embedding.embedding(
+        table, token_ids[:, 0], 1.0, "float32", segment, state.get("position")
+    )
+    same(kind[:, None], expected.kind)
+    for found, name in zip(after, ("segment", "position"), strict=True):
+        assert (found is None) == (name not in places)
+        if found is not None:
+            same(found, places[name])
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    found, embedding = [], _embedding.embedding
+    monkeypatch.setattr(_embedding, "embedding", lambda *a: found.append(a) or embedding(*a))
+    return found
+
+
+def embedded(model, token_ids):
+    token_ids = keras.ops.convert_to_tensor(np.array(token_ids, "int32"))
+    with implementation("triton"), torch.no_grad():
+        return model.backbone.embed(token_ids)
+
+
+@pytest.mark.parametrize("family", ["hgrn2", "griffin"])
+@pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16"])
+def test_a_step_takes_it(family, dtype, launches):
+    scale = {"embedding_scale": 2.0} if family == "griffin" else {}
+    model = tiny_causal_lm(family=family, num_layers=1, dtype=dtype, **scale)
+    plain = embedded(model, [[3], [0]])
+    assert not launches  # this is no step of generation
+    with one_token.writing():
+        found = embedded(model, [[3], [0]])
+        embedded(model, [[3, 4]])
+    assert len(launches) == 1
+    same(found, plain)
+
+
+@pytest.mark.parametrize("change", ["lora", "hook", "quantized"])
+def test_what_it_does_not_compute(change, launches):
+    model = tiny_causal_lm(family="hgrn2", num_layers=1)
+    layer = model.backbone.token_embedding
+    if change == "lora":
+        layer.enable_lora(2)
+    elif change == "hook":
+        layer.register_forward_hook(lambda *_: None)
+    else:
+        layer.quantize("int8")
+    plain = embedded(model, [[3]])
+    with one_token.writing():
+        assert torch.equal(embedded(model, [[3]]), plain)
+    assert not launches
