@@ -77,33 +77,21 @@ def _interval_matrix(row, low, high, one):
 
 
 @triton.jit
-def in_product_layout(row, one):
-    """`row` in the register layout of products, so that choices by it convert no layout."""
-    return (row * one).to(tl.int32)
-
-
-@triton.jit
 def in_right_half(row, level):
     """Whether each token lies in a right half at this level."""
     return (row >> level) % 2 == 1
 
 
 @triton.jit
-def decay_span(row, level):
-    """The tokens whose decays each token takes, as the first one and the one after the last.
+def span_matrix(row, level, one):
+    """W: in each token's row, 1 for the tokens whose decays it takes.
 
     In a right half from the boundary to the token itself, in a left half those behind the token up
     to the boundary.
     """
     right, half_begin = in_right_half(row, level), row >> level << level
-    begin = tl.where(right, half_begin, row + 1)
-    return begin, tl.where(right, row + 1, half_begin + (1 << level))
-
-
-@triton.jit
-def span_matrix(row, level, one):
-    """W: in each token's row, 1 for the tokens whose decays it takes."""
-    low, high = decay_span(row, level)
+    low = tl.where(right, half_begin, row + 1)
+    high = tl.where(right, row + 1, half_begin + (1 << level))
     return _interval_matrix(row, low, high, one)
 
 
@@ -134,17 +122,11 @@ def locate_program(T, H, chunks, tiles, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def load_decays(log_f, token, row, real, starts, d, K, H):
-    """log f as given, and finite, 0 where a document starts: [CHUNK, BLOCK_K]."""
+def load_chunk(q, k, log_f, token, row, real, starts, d, K, H, SHORT: tl.constexpr):
+    """q, k, log f as given, and finite, 0 where a document starts: [CHUNK, BLOCK_K]."""
     given_log_f = load_tokens(log_f + token * K, row, real, d, K, H)
     log_decay = tl.maximum(given_log_f, _LOG_ZERO, propagate_nan=tl.PropagateNan.ALL)
-    return given_log_f, tl.where(starts[:, None], 0.0, log_decay)
-
-
-@triton.jit
-def load_chunk(q, k, log_f, token, row, real, starts, d, K, H, SHORT: tl.constexpr):
-    """q, k and what `load_decays` returns."""
-    given_log_f, log_decay = load_decays(log_f, token, row, real, starts, d, K, H)
+    log_decay = tl.where(starts[:, None], 0.0, log_decay)
     query = load_tokens(q + token * K, row, real, d, K, H)
     if k is None:
         key = one_minus_exp(given_log_f, not SHORT)

@@ -3,10 +3,10 @@
 Qin et al. 2024, arXiv:2404.07904, section 3 (HGRN2, where k_t = 1 - exp(log_f_t)); Yang et al.
 2023, arXiv:2312.06635, section 4 (gated linear attention).
 
-Forwards, bfloat16 takes the kernels of `_gated_output.py`, which store no state. Else the states
-between chunks are stored in device memory, then all chunks are computed at once. The backward
-computes the states so, and their gradients from the last chunk to the first. Where k is None, keys
-are computed in registers, and their gradients are not stored.
+Forwards, bfloat16 takes the kernels of `_gated_output.py`, which store no state, for heads of up to
+128 channels of keys. Else the states between chunks are stored in device memory, then all chunks
+are computed at once. The backward computes the states so, and their gradients from the last chunk
+to the first. Where k is None, keys are computed in registers, and their gradients are not stored.
 """
 
 import triton
@@ -14,7 +14,8 @@ import triton
 from keras_recurrent.backends.triton import _search
 from keras_recurrent.backends.triton._framework import operation, run
 from keras_recurrent.backends.triton._gated_chunks import attend_kernel, gradient_kernel
-from keras_recurrent.backends.triton._gated_output import LARGEST_KEYS, prepare, stream
+from keras_recurrent.backends.triton._gated_operands import prepare
+from keras_recurrent.backends.triton._gated_output import LARGEST_KEYS, stream
 from keras_recurrent.backends.triton._gated_states import walk
 from keras_recurrent.backends.triton._launch import Array, Launch, dtype_name, like
 from keras_recurrent.backends.triton._linear_attention import Blocks, refusal, sizes_of

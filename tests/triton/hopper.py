@@ -23,6 +23,7 @@ from keras_recurrent.backends.triton import (
     _banded_attention,
     _crossentropy_kernel,
     _gated_chunks,
+    _gated_operands,
     _gated_output,
     _gated_states,
     _linear_attention_step,
@@ -75,8 +76,8 @@ STREAM = {**CHUNKS, **ONE_SEGMENT}
 STEP = {"BLOCK_K": 128, "BLOCK_V": 32}
 
 walk = _gated_states._walk_kernel
-prepare = _gated_output.prepare_kernel
-pairs = _gated_output.pairs_kernel
+prepare = _gated_operands.prepare_kernel
+pairs = _gated_operands.pairs_kernel
 gated = _gated_output.stream_kernel
 attend = _gated_chunks.attend_kernel
 gradient = _gated_chunks.gradient_kernel
@@ -113,9 +114,9 @@ def attention(result, size, dtype=tl.bfloat16, kinds=False):
 SCANS = {"linear_scan": every(*linear_scan.TILINGS), "rg_lru": every(*rg_lru.TILINGS)}
 CONVS = every(causal_conv1d.TILINGS), every(causal_conv1d.BACKWARD_TILINGS)
 WALKS, EXACT_WALKS = (every(_gated_states.BLOCKS[short]) for short in (True, False))
-PREPARE = every(_gated_output.PREPARE_BLOCKS)
-PAIRS = every(_gated_output.PAIRS_BLOCKS)
-GATED = every(_gated_output.STREAM_BLOCKS)
+PREPARE = every(_gated_operands.PREPARE_BLOCKS)
+PAIRS = every(_gated_operands.PAIRS_BLOCKS)
+GATED = every(_gated_output.BLOCKS)
 ATTEND = {of: every(blocks) for of, blocks in gated_linear_attention.ATTEND_BLOCKS.items()}
 GRADIENTS = {of: every(blocks) for of, blocks in gated_linear_attention.GRADIENT_BLOCKS.items()}
 LIGHTNING = {of: every(blocks) for of, blocks in lightning_attention.BLOCKS.items()}
@@ -330,6 +331,7 @@ KERNELS = {
     "gated stream": (gated, STREAMED, GATED),
     "gated stream, segments": (gated, {**PREPARED, "output": None}, GATED[:1]),
     "gated d_v": (attend, {**TIED, "REVERSE": True}, ATTEND[True]),
+    "gated output, 256 channels": (attend, TIED, ATTEND[True][:1]),
     "gated output, float32": (attend, {**TIED, **EXACT}, ATTEND[False]),
     "gated gradients": (gradient, {**GRADIENT, "k": None}, GRADIENTS[True]),
     "gated gradients, float32": (gradient, {**GRADIENT, **EXACT}, GRADIENTS[False]),

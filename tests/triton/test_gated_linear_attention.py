@@ -8,7 +8,12 @@ if keras.config.backend() != "torch":
     pytest.skip("runs on torch", allow_module_level=True)
 
 from keras_recurrent.backends.constants import GOES_ON, PADDING, STARTS
-from keras_recurrent.backends.triton import _gated_levels, _gated_output, _linear_attention
+from keras_recurrent.backends.triton import (
+    _gated_levels,
+    _gated_operands,
+    _gated_output,
+    _linear_attention,
+)
 from tests.ops import judge, native
 from tests.ops.cases import Case, draw, round_to
 
@@ -33,7 +38,7 @@ def flags(drawn):
     kind = drawn.token_kind
     sizes = _linear_attention.sizes_of(*(tensors[name] for name in "qkv"))
     with native.interpreted("triton"):
-        prepared = _gated_output.prepare(
+        prepared = _gated_operands.prepare(
             sizes, tensors["q"], tensors["k"], log_f=tensors["log_f"],
             token_kind=None if kind is None else native.tensor(kind, "int8"), parts=2,
         )  # fmt: skip
@@ -97,6 +102,12 @@ def test_documents_that_start_inside_a_chunk():
     drawn.tensors["log_f"][:, 3:120:9] = -np.inf
     assert flags(drawn) == [1, 1, 0]
     judge.check(OPERATION, "triton", drawn)
+
+
+def test_heads_whose_states_are_stored():
+    """Those of more channels of keys than the output's walk takes."""
+    case = Case(1, 0, _gated_output.LARGEST_KEYS + 2, "bfloat16", values=18, state=True)
+    judge.check(OPERATION, "triton", drawn_with(stretches(-0.01, -5, -0.5), case))
 
 
 def test_segments_of_time_with_both_kinds_of_chunks(monkeypatch):
