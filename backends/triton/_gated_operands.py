@@ -9,7 +9,6 @@ import triton.language as tl
 from keras_recurrent.backends.triton import _search
 from keras_recurrent.backends.triton._framework import run
 from keras_recurrent.backends.triton._gated_levels import (
-    RADIUS,
     add_pair_weights,
     count_documents,
     load_chunk,
@@ -20,6 +19,10 @@ from keras_recurrent.backends.triton._linear_attention import Blocks, real_token
 from keras_recurrent.backends.triton._math import exp_of_decays, exp_of_difference
 from keras_recurrent.backends.triton._products import operand, sum_rows
 
+# The lowest sum of a chunk's logarithms for which r and s are its half. Between two chunks, a state
+# is multiplied by exp(g_end - s) of one and exp(r) of the next at once, which is 4e-38 at least:
+# where it is 0, a chunk's first tokens do not see the last ones of the chunk before.
+LOWEST_SUM = tl.constexpr(-86.0)
 # Candidates, the default first: with 128 registers, four programs run on a multiprocessor.
 PREPARE_BLOCKS = (Blocks(64, 16, 4, maxnreg=128), Blocks(64, 16, 4), Blocks(32, 16, 4))
 PAIRS_BLOCKS = (Blocks(32, 16, 4),)
@@ -52,7 +55,7 @@ def prepare_kernel(
     place = (head * chunks + chunk).to(tl.int64)
     query, key, _log_f, log_decay = load_chunk(q, k, log_f, token, row, real, starts, d, K, H, True)
     end = tl.sum(log_decay, 0)
-    several = tl.min(end, 0) < -2 * RADIUS
+    several = tl.min(end, 0) < LOWEST_SUM
     reference = tl.where(several, 0.0, 0.5 * end)
     key_reference = tl.where(several, end, reference)
     span = operand(tl.where(row[:, None] >= row[None, :], 1.0, 0.0), True)

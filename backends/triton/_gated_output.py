@@ -11,10 +11,10 @@ state S in registers, transposed, as products take it. With A the weights of pai
 
     O = Q' (exp(r) S) + A V,  S' = exp(g_end - s) (exp(s) S + K'^T V)
 
-Where one reference serves all pairs of a chunk (`_gated_levels.py`), r = s = g_end / 2 and A is
-Q' K'^T. A tile of channels of which one decays too much for that takes r = 0 and s = g_end, so that
-no exponent is above 0, and its chunk is flagged: it finds A in memory, where the second kernel of
-`_gated_operands.py` stores it.
+Where g_end is at least `LOWEST_SUM` in all channels of a chunk, one reference serves all its pairs
+(`_gated_levels.py`): r = s = g_end / 2, and A is Q' K'^T. A tile of channels with a lower one takes
+r = 0 and s = g_end, so that no exponent is above 0, and its chunk is flagged: it finds A in memory,
+where the second kernel of `_gated_operands.py` stores it.
 
 A document that starts inside a chunk sees neither S nor earlier tokens, of which none goes into S':
 their rows of Q' and K' are 0, and the chunk is flagged, too. Where heads are too few to fill the

@@ -19,7 +19,9 @@ from tests.ops.cases import Case, draw, round_to
 
 OPERATION = "gated_linear_attention"
 CHUNK = 64
-LOWEST = -2 * _gated_levels.RADIUS.value  # a sum of logarithms that one reference serves
+# The lowest sums of logarithms that one reference serves: of a chunk forwards, and of its weights.
+LOWEST = _gated_operands.LOWEST_SUM.value
+LOWEST_OF_PAIRS = -2 * _gated_levels.RADIUS.value
 
 
 def drawn_with(log_f, case):
@@ -71,24 +73,35 @@ def test_chunks_of_both_kinds_in_one_row(decay_dtype, tied, kinds):
     judge.check(OPERATION, "triton", drawn)
 
 
-@pytest.mark.parametrize("tokens", [CHUNK, 32, 8])
-def test_sums_at_the_threshold(tokens):
-    """On both sides of it, for a chunk forwards, a chunk backwards, and a block of 8 tokens."""
-    near = np.repeat(LOWEST / tokens * np.array([0.999, 1.001]), CHUNK)
+@pytest.mark.parametrize(
+    ("tokens", "lowest"),
+    [(CHUNK, LOWEST), (CHUNK, LOWEST_OF_PAIRS), (32, LOWEST_OF_PAIRS), (8, LOWEST_OF_PAIRS)],
+)
+def test_sums_at_the_threshold(tokens, lowest):
+    """On both sides of it, for a chunk forwards, its weights, a chunk backwards, and 8 tokens."""
+    near = np.repeat(lowest / tokens * np.array([0.999, 1.001]), CHUNK)
     drawn = drawn_with(near, Case(1, 0, 18, "bfloat16", "float32", state=True))
-    assert flags(drawn) == ([0, 1] if tokens == CHUNK else [1, 1])
+    assert flags(drawn) == ([0, 1] if lowest == LOWEST else [1, 1])
     judge.check(OPERATION, "triton", drawn)
 
 
+@pytest.mark.parametrize("mean", [LOWEST / CHUNK * 0.999, -1.95])
+def test_the_state_between_chunks_of_fast_decays(mean):
+    """A chunk's first token sees the last one before it, however far both chunks decay."""
+    log_f = np.full(3 * CHUNK, mean)
+    judge.check(OPERATION, "triton", drawn_with(log_f, Case(1, 0, 18, "bfloat16", "float32")))
+
+
+@pytest.mark.parametrize("lowest", [LOWEST, LOWEST_OF_PAIRS])
 @pytest.mark.parametrize("side", ["first", "last"])
-def test_decays_of_one_half(side):
+def test_decays_of_one_half(side, lowest):
     """Whatever lies on one side of the reference, no exponent exceeds its bound."""
     log_f = np.zeros((CHUNK, 18))
-    log_f[slice(8) if side == "first" else slice(-8, None)] = LOWEST / 8 * 0.999
+    log_f[slice(8) if side == "first" else slice(-8, None)] = lowest / 8 * 0.999
     drawn = drawn_with(log_f, Case(1, 0, 18, "bfloat16", "float32", state=True))
     drawn.tensors["q"][...] = round_to("bfloat16", drawn.tensors["q"] * 1e-6)
     drawn.tensors["k"][...] = round_to("bfloat16", drawn.tensors["k"] * 1e6)
-    assert flags(drawn) == [0]
+    assert flags(drawn) == [int(lowest != LOWEST)]
     judge.check(OPERATION, "triton", drawn)
 
 
