@@ -3,17 +3,21 @@
 `_gated_levels` says how pairs of tokens inside a chunk are weighted. In the backward, with Z the
 gradients of the pairs' weights, a level computes R = exp(X) * (Z Y), the gradient of q in right
 halves and of k in left ones, and W^T (R * (q or k)), that of log f: sums without a subtraction,
-and so as exact as the gradients of q and k.
+and so as exact as the gradients of q and k. Inside a block of one reference, the gradient of log f
+is the sum of q * d_q - k * d_k from a token to the end of its block.
 """
 
 import triton
 import triton.language as tl
 
 from keras_recurrent.backends.triton._gated_levels import (
+    add_pair_weights,
     as_matrix,
+    blocks_of_one_reference,
+    count_documents,
     in_adjacent_halves,
-    in_product_layout,
     in_right_half,
+    in_same_block,
     load_chunk,
     locate_program,
     span_matrix,
@@ -22,50 +26,6 @@ from keras_recurrent.backends.triton._gated_levels import (
 from keras_recurrent.backends.triton._linear_attention import load_tokens, real_tokens
 from keras_recurrent.backends.triton._math import exp_of_decays
 from keras_recurrent.backends.triton._products import ones, operand, product, sum_rows
-
-
-@triton.jit
-def _add_level(y, level, row, weights, SHORT: tl.constexpr):
-    """The weights with those of a level's pairs."""
-    y = operand(y, SHORT)
-    pairs = product(y, tl.trans(y), tl.zeros_like(weights), SHORT)
-    return weights + tl.where(in_adjacent_halves(row, level), pairs, 0.0)
-
-
-@triton.jit
-def store_output(
-    weights, q, k, v, log_f, states, output, row, real, starts, e, token, head, chunk, T, H, K, V,
-    chunks, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, SHORT: tl.constexpr, PARTS: tl.constexpr,
-    REVERSE: tl.constexpr,
-):  # fmt: skip
-    """Stores the weights times v, plus what the chunk's tokens read from the state before it.
-
-    weights: of all pairs of tokens; only those up to a token count, or, if REVERSE, from it on.
-    """
-    if REVERSE:
-        weights = tl.where(row[:, None] <= row[None, :], weights, 0.0)
-    else:
-        weights = tl.where(row[:, None] >= row[None, :], weights, 0.0)
-    value = load_tokens(v + token * V, row, real, e, V, H)
-    result = tl.zeros((CHUNK, e.shape[0]), tl.float32)
-    result = product(weights, value, result, SHORT)
-    one = ones(weights)
-    states += (head * chunks + chunk).to(tl.int64) * K * V
-    for start in range(0, K, BLOCK_K):
-        d = start + tl.arange(0, BLOCK_K)
-        query, key, _, log_decay = load_chunk(q, k, log_f, token, row, real, starts, d, K, H, SHORT)
-        if REVERSE:
-            reader = key
-            span = as_matrix(row[:, None] < row[None, :], one)
-        else:
-            reader = query
-            span = as_matrix(row[:, None] >= row[None, :], one)
-        reader *= exp_of_decays(sum_rows(span, log_decay, PARTS), not SHORT)
-        valid = (d < K)[:, None] & (e < V)[None, :]
-        state = tl.load(states + d[:, None] * V + e[None, :], valid, other=0.0)
-        result = product(reader, state, result, SHORT)
-    valid = (chunk * CHUNK + row < T)[:, None] & (e < V)[None, :]
-    tl.store(output + token * V + row[:, None] * (H * V) + e[None, :], result, valid)
 
 
 @triton.jit(do_not_specialize=["T", "chunks"])
@@ -96,27 +56,38 @@ def attend_kernel(
     e = tile * BLOCK_V + tl.arange(0, BLOCK_V)
     real, starts = real_tokens(chunk, token_kind, b, T, CHUNK)
     weights = tl.zeros((CHUNK, CHUNK), tl.float32)
-    diagonal = tl.zeros((CHUNK,), tl.float32)
     for start in range(0, K, BLOCK_K):
         d = start + tl.arange(0, BLOCK_K)
         query, key, _, log_decay = load_chunk(q, k, log_f, token, row, real, starts, d, K, H, SHORT)
-        one = ones(weights)
-        product_row = in_product_layout(row, one)
-        diagonal += tl.sum(query * one[:, None] * key, 1)
-        # At level 0 halves are single tokens: the right one takes its own decay, the left one none.
-        right = in_right_half(product_row, 0)[:, None]
-        y = tl.where(right, query * exp_of_decays(log_decay, not SHORT), key)
-        weights = _add_level(y, 0, row, weights, SHORT)
-        for level in range(1, LEVELS):
-            y = tl.where(in_right_half(product_row, level)[:, None], query, key)
-            span = span_matrix(row, level, one)
-            y *= exp_of_decays(sum_rows(span, log_decay, PARTS), not SHORT)
-            weights = _add_level(y, level, row, weights, SHORT)
-    weights = tl.where(row[:, None] == row[None, :], diagonal[:, None], weights)
-    store_output(
-        weights, q, k, v, log_f, states, output, row, real, starts, e, token, head, chunk, T, H, K,
-        V, chunks, BLOCK_K, CHUNK, SHORT, PARTS, REVERSE,
-    )  # fmt: skip
+        weights = add_pair_weights(
+            weights, query, key, log_decay, row, LEVELS, SHORT, PARTS, REVERSE
+        )
+    visible = row[:, None] <= row[None, :] if REVERSE else row[:, None] >= row[None, :]
+    reads = real
+    if token_kind is not None:
+        document, last_document = count_documents(starts)
+        visible &= document[:, None] == document[None, :]
+        reads &= document == (last_document if REVERSE else 0)
+    weights = tl.where(visible, weights, 0.0)
+    one = ones(weights)
+    if REVERSE:
+        span = as_matrix(row[:, None] < row[None, :], one)
+    else:
+        span = as_matrix(row[:, None] >= row[None, :], one)
+    value = load_tokens(v + token * V, row, real, e, V, H)
+    result = tl.zeros((CHUNK, BLOCK_V), tl.float32)
+    result = product(weights, value, result, SHORT)
+    states += (head * chunks + chunk).to(tl.int64) * K * V
+    for start in range(0, K, BLOCK_K):
+        d = start + tl.arange(0, BLOCK_K)
+        query, key, _, log_decay = load_chunk(q, k, log_f, token, row, real, starts, d, K, H, SHORT)
+        decay = exp_of_decays(sum_rows(span, log_decay, PARTS), not SHORT)
+        reader = (key if REVERSE else query) * tl.where(reads[:, None], decay, 0.0)
+        valid = (d < K)[:, None] & (e < V)[None, :]
+        state = tl.load(states + d[:, None] * V + e[None, :], valid, other=0.0)
+        result = product(reader, state, result, SHORT)
+    valid = (chunk * CHUNK + row < T)[:, None] & (e < V)[None, :]
+    tl.store(output + token * V + row[:, None] * (H * V) + e[None, :], result, valid)
 
 
 @triton.jit(do_not_specialize=["T", "chunks"])
@@ -173,6 +144,12 @@ def gradient_kernel(
         d_key = product(value, tl.trans(d_state), d_key, SHORT)
         d_chunk_decay += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1)
     d_weights = tl.where(row[:, None] >= row[None, :], d_lower, d_upper)
+    if token_kind is not None:
+        document, last_document = count_documents(starts)
+        d_weights = tl.where(document[:, None] == document[None, :], d_weights, 0.0)
+        d_query = tl.where((document == 0)[:, None], d_query, 0.0)
+        d_key = tl.where((document == last_document)[:, None], d_key, 0.0)
+        d_chunk_decay = tl.where(last_document == 0, d_chunk_decay, 0.0)
     d_diagonal = tl.sum(tl.where(row[:, None] == row[None, :], d_weights, 0.0), 1)[:, None]
     one = ones(d_weights)
     d_weights = operand(d_weights, SHORT)
@@ -192,7 +169,25 @@ def gradient_kernel(
     d_log_decay += d_chunk_decay[None, :]
     d_query += d_diagonal * key
     d_key += d_diagonal * query
-    for level in range(LEVELS):
+    first_level = 0
+    if SHORT:
+        first_level, from_reference = blocks_of_one_reference(row, log_decay, LEVELS, PARTS)
+        query_decay = exp_of_decays(from_reference, False)
+        key_decay = exp_of_decays(-from_reference, False)
+        in_block = in_same_block(row, first_level)
+        zeros = tl.zeros((CHUNK, BLOCK_K), tl.float32)
+        pairs = tl.where(in_block & (row[:, None] > row[None, :]), d_weights, 0.0)
+        d_y = product(pairs, key * key_decay, zeros, True) * query_decay
+        d_query += d_y
+        gain = query * d_y
+        pairs = tl.where(in_block & (row[:, None] < row[None, :]), d_weights, 0.0)
+        d_y = product(pairs, query * query_decay, zeros, True) * key_decay
+        d_key += d_y
+        gain -= key * d_y
+        # Pairs of two tokens behind this one cancel, and pairs of an earlier and a later one stay.
+        takers = as_matrix(in_block & (row[:, None] <= row[None, :]), one)
+        d_log_decay += sum_rows(takers, gain, GAIN_PARTS + 1)
+    for level in range(first_level, LEVELS):
         right = in_right_half(row, level)[:, None]
         span = span_matrix(row, level, one)
         decay = exp_of_decays(sum_rows(span, log_decay, PARTS), not SHORT)
@@ -206,6 +201,8 @@ def gradient_kernel(
         takers = span_matrix_transposed(row, level, one)
         d_log_decay += sum_rows(takers, undecayed_y * d_y, GAIN_PARTS)
 
+    if token_kind is not None:
+        d_log_decay = tl.where(starts[:, None], 0.0, d_log_decay)
     offsets = row[:, None] * (H * K) + d[None, :]
     valid = (chunk * CHUNK + row < T)[:, None] & (d < K)[None, :]
     tl.store(d_q + token * K + offsets, d_query, valid)

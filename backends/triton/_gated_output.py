@@ -1,135 +1,157 @@
-"""The output of gated linear attention for bfloat16: as `attend_kernel` computes it, but faster.
+"""The output of gated linear attention for bfloat16, in three kernels that store no state.
 
-The pairs of tokens of all levels but the last two lie within blocks of 16 tokens. They are computed
-block by block, on tensors [blocks, 16, ...], where each warp multiplies the matrices of its own
-block from its own registers. Such a product waits for no other warp, uses no shared memory, and
-computes 16 pairs for each token; a product of whole chunks computes 64, of which most are unused.
+The first kernel of `_gated_operands.py` computes for all chunks at once what decays make of queries
+and keys. With g the sums of log f from the chunk's start up to each token, and g_end that of the
+whole chunk,
+
+    Q' = exp(g - r) * Q,  K' = exp(s - g) * K
+
+`stream_kernel` goes through the chunks of a head one after the other and keeps some columns of the
+state S in registers, transposed, as products take it. With A the weights of pairs of tokens,
+
+    O = Q' (exp(r) S) + A V,  S' = exp(g_end - s) (exp(s) S + K'^T V)
+
+Where g_end is at least `LOWEST_SUM` in all channels of a chunk, one reference serves all its pairs
+(`_gated_levels.py`): r = s = g_end / 2, and A is Q' K'^T. A tile of channels with a lower one takes
+r = 0 and s = g_end, so that no exponent is above 0, and its chunk is flagged: it finds A in memory,
+where the second kernel of `_gated_operands.py` stores it.
+
+A document that starts inside a chunk sees neither S nor earlier tokens, of which none goes into S':
+their rows of Q' and K' are 0, and the chunk is flagged, too. Where heads are too few to fill the
+GPU, time is cut into segments.
 """
 
 import triton
 import triton.language as tl
 
-from keras_recurrent.backends.triton._gated_chunks import store_output
-from keras_recurrent.backends.triton._gated_levels import (
-    decay_span,
-    in_adjacent_halves,
-    in_product_layout,
-    in_right_half,
-    locate_program,
-    span_matrix,
-)
-from keras_recurrent.backends.triton._gated_states import applied_decays
-from keras_recurrent.backends.triton._linear_attention import load_tokens, real_tokens
-from keras_recurrent.backends.triton._math import exp_of_decays, one_minus_exp
-from keras_recurrent.backends.triton._products import ones, operand, product
+from keras_recurrent.backends.triton import _search
+from keras_recurrent.backends.triton._gated_operands import any_flag
+from keras_recurrent.backends.triton._launch import Array, like
+from keras_recurrent.backends.triton._linear_attention import Blocks, segments_of, walk_segments
+from keras_recurrent.backends.triton._products import operand, product
+
+LARGEST_KEYS = 128  # channels: with more, too many products are asynchronous (`_products.py`)
+# Candidates, the default first: with two stages, two programs run on a multiprocessor.
+BLOCKS = tuple(Blocks(128, 64, 4, stages) for stages in (2, 3, 4))
 
 
 @triton.jit
-def _split_blocks(x):
-    """[CHUNK, D] as [blocks, 16, D]."""
-    return tl.reshape(x, (x.shape[0] // 16, 16, x.shape[1]))
+def _load_tile(tensor, row, num_tokens, d, D, H):
+    """[CHUNK, BLOCK_D] as it is; 0 beyond the tensor."""
+    offsets = row[:, None] * (H * D) + d[None, :]
+    return tl.load(tensor + offsets, (row < num_tokens)[:, None] & (d < D)[None, :], other=0.0)
 
 
-@triton.jit
-def _join_blocks(x):
-    """[blocks, 16, D] as [CHUNK, D]."""
-    return tl.reshape(x, (x.shape[0] * 16, x.shape[2]))
-
-
-@triton.jit
-def _span_matrix_of_blocks(row, level):
-    """W of each block, [blocks, 16, 16], if spans end in blocks. row: [blocks, 16]."""
-    column = (row // 16 * 16)[:, :, None] + tl.arange(0, 16)[None, None, :]
-    low, high = decay_span(row, level)
-    in_span = (column >= low[:, :, None]) & (column < high[:, :, None])
-    return operand(tl.where(in_span, 1.0, 0.0), True)
-
-
-@triton.jit
-def _in_earlier_half(row, level):
-    """The pairs of a token in a right half and one in the left half beside it."""
-    same = row[None, :] >> level + 1 == row[:, None] >> level + 1
-    return in_right_half(row, level)[:, None] & same & (row[None, :] >> level & 1 == 0)
-
-
-@triton.jit
-def _sum_rows(mask, first_part, second_part, PARTS: tl.constexpr):
-    """`sum_rows` of a tensor that is given as its parts."""
-    total = tl.dot(mask, first_part)
-    if PARTS == 2:
-        total = tl.dot(mask, second_part, total)
-    return total
-
-
-@triton.jit(do_not_specialize=["T", "chunks"])
-def output_kernel(
-    q,
-    k,
+@triton.jit(do_not_specialize=["T", "chunks", "segment_chunks"])
+def stream_kernel(
+    queries,
+    keys,
     v,
-    log_f,
-    token_kind,
-    states,
+    scales,
+    flags,
+    pairs,
+    initial,
+    totals,
+    decays,
     output,
+    final,
     T,
     H,
     K,
     V,
     chunks,
+    segment_chunks,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     CHUNK: tl.constexpr,
-    LEVELS: tl.constexpr,
-    PARTS: tl.constexpr,
+    TILES: tl.constexpr,
 ):
-    tile, chunk, head, b, token = locate_program(T, H, chunks, tl.cdiv(V, BLOCK_V), CHUNK)
+    """Stores the output; if it is None, the totals and decays of all segments but the last."""
+    tiles = tl.cdiv(V, BLOCK_V)
+    segments = tl.cdiv(chunks, segment_chunks)
+    computed = segments
+    if output is None:
+        computed = segments - 1
+    segment = tl.program_id(0) // tiles % computed
+    head = tl.program_id(0) // tiles // computed
+    heads = tl.num_programs(0) // tiles // computed
+    b = head // H
     row = tl.arange(0, CHUNK)
-    block_row = tl.arange(0, 16)
-    block = tl.arange(0, CHUNK // 16)
-    rows = block[:, None] * 16 + block_row[None, :]
-    e = tile * BLOCK_V + tl.arange(0, BLOCK_V)
-    real, starts = real_tokens(chunk, token_kind, b, T, CHUNK)
-    block_weights = tl.zeros((CHUNK // 16, 16, 16), tl.float32)
-    diagonal = tl.zeros((CHUNK // 16, 16), tl.float32)
-    weights = tl.zeros((CHUNK, CHUNK), tl.float32)
-    for start in range(0, K, BLOCK_K):
-        d = start + tl.arange(0, BLOCK_K)
-        query = _split_blocks(load_tokens(q + token * K, row, real, d, K, H))
-        given_log_f = load_tokens(log_f + token * K, row, real, d, K, H)
-        if k is None:
-            key = _split_blocks(one_minus_exp(given_log_f, False))
-        else:
-            key = _split_blocks(load_tokens(k + token * K, row, real, d, K, H))
-        # Split into parts, then into blocks: in the other order, the compiler repeats the parts at
-        # each level.
-        log_decay = applied_decays(given_log_f, starts[:, None])
-        first_part = operand(log_decay, True)
-        second_part = operand(log_decay - first_part.to(tl.float32), True)
-        first_blocks, second_blocks = _split_blocks(first_part), _split_blocks(second_part)
-        one = ones(block_weights)
-        product_rows = in_product_layout(rows, one)
-        diagonal += tl.sum(query * one[:, :, None] * key, 2)
-        for level in tl.static_range(LEVELS):
-            if level <= 4:
-                span = _span_matrix_of_blocks(rows, level)
-                log_y = _sum_rows(span, first_blocks, second_blocks, PARTS)
-            else:
-                span = span_matrix(row, level, ones(weights))
-                log_y = _split_blocks(_sum_rows(span, first_part, second_part, PARTS))
-            y = tl.where(in_right_half(product_rows, level)[:, :, None], query, key)
-            y = operand(y * exp_of_decays(log_y, False), True)
-            if level < 4:
-                pairs = product(y, tl.trans(y, 0, 2, 1), tl.zeros_like(block_weights), True)
-                block_weights += tl.where(in_adjacent_halves(block_row, level)[None], pairs, 0.0)
-            else:
-                y = _join_blocks(y)
-                pairs = product(y, tl.trans(y), tl.zeros_like(weights), True)
-                weights += tl.where(_in_earlier_half(row, level), pairs, 0.0)
-    on_diagonal = (block_row[:, None] == block_row[None, :])[None]
-    block_weights = tl.where(on_diagonal, diagonal[:, :, None], block_weights)
-    spread = tl.broadcast_to(block_weights[:, :, None, :], (CHUNK // 16, 16, CHUNK // 16, 16))
-    spread = tl.reshape(spread, (CHUNK, CHUNK))
-    weights = tl.where(row[:, None] // 16 == row[None, :] // 16, spread, weights)
-    store_output(
-        weights, q, k, v, log_f, states, output, row, real, starts, e, token, head, chunk, T, H, K,
-        V, chunks, BLOCK_K, CHUNK, True, PARTS, False,
-    )  # fmt: skip
+    d = tl.arange(0, BLOCK_K)
+    e = tl.program_id(0) % tiles * BLOCK_V + tl.arange(0, BLOCK_V)
+    valid = (e < V)[:, None] & (d < K)[None, :]
+    offsets = d[None, :] * V + e[:, None]
+
+    state = tl.zeros((BLOCK_V, BLOCK_K), tl.float32)
+    decay = tl.full((BLOCK_K,), 1.0, tl.float32)
+    if output is not None:
+        if initial is not None:
+            state = tl.load(initial + head.to(tl.int64) * K * V + offsets, valid, other=0.0)
+            state = state.to(tl.float32)
+        if totals is not None:
+            for s in range(segment):
+                line = (s * heads + head).to(tl.int64) * K
+                segment_decay = tl.load(decays + line + d, d < K, other=0.0)
+                total = tl.load(totals + line * V + offsets, valid, other=0.0)
+                state = segment_decay[None, :] * state + total
+
+    scale = tl.full((BLOCK_K,), 1.0, tl.float32)  # by which the state is to be multiplied
+    for chunk in range(
+        segment * segment_chunks, tl.minimum((segment + 1) * segment_chunks, chunks)
+    ):
+        token = (b.to(tl.int64) * T + chunk * CHUNK) * H + head % H
+        place = (head * chunks + chunk).to(tl.int64)
+        num_tokens = T - chunk * CHUNK
+        line = scales + place * 3 * K + d
+        before = tl.load(line, d < K, other=0.0)
+        between = tl.load(line + K, d < K, other=0.0)
+        behind = tl.load(line + 2 * K, d < K, other=0.0)
+        decay *= before * between * behind
+        scale *= before
+        state *= scale[None, :]
+        scale = behind
+        value = _load_tile(v + token * V, row, num_tokens, e, V, H)
+        key = _load_tile(keys + token * K, row, num_tokens, d, K, H)
+        if output is not None:
+            query = _load_tile(queries + token * K, row, num_tokens, d, K, H)
+            result = tl.zeros((CHUNK, BLOCK_V), tl.float32)
+            result = product(query, tl.trans(operand(state, True)), result, True)
+            weights = product(query, tl.trans(key), tl.zeros((CHUNK, CHUNK), tl.float32), True)
+            # Of chunks that are not flagged, memory holds anything here.
+            stored = tl.load(pairs + place * CHUNK * CHUNK + row[:, None] * CHUNK + row[None, :])
+            weights = tl.where(row[:, None] >= row[None, :], weights, 0.0)
+            weights = tl.where(any_flag(flags, place, TILES), stored.to(tl.float32), weights)
+            result = product(weights, value, result, True)
+            pointers = output + token * V + row[:, None] * (H * V) + e[None, :]
+            tl.store(pointers, result, (row < num_tokens)[:, None] & (e < V)[None, :])
+        state = product(tl.trans(value), key, state * between[None, :], True)
+
+    state *= scale[None, :]
+    if output is None:
+        line = (segment * heads + head).to(tl.int64) * K
+        tl.store(totals + line * V + offsets, state, valid)
+        tl.store(decays + line + d, decay, d < K)
+    elif segment == segments - 1:
+        tl.store(final + head.to(tl.int64) * K * V + offsets, state, valid)
+
+
+def stream(sizes, prepared, v, initial):
+    """The output [B, T, H, V] and the final state [B, H, K, V] in float32."""
+    queries, keys, *rest = prepared
+    tensors = queries, keys, v, *rest, initial
+    outputs = like(v), Array(sizes.state_shape, "float32")
+    tiles = rest[1].shape[3]
+
+    def launch(blocks):
+        options = {"CHUNK": sizes.chunk, "TILES": tiles}
+        options |= blocks.options(sizes)
+        programs = sizes.batch * sizes.heads * triton.cdiv(sizes.values, options["BLOCK_V"])
+        segments, segment_chunks = segments_of(programs, sizes.chunks)
+        numbers = *sizes.numbers, sizes.chunks, segment_chunks
+        sums = sizes.state_shape, sizes.state_shape[:3]
+        return walk_segments(
+            stream_kernel, segments, programs, tensors, outputs, sums, numbers, options
+        )
+
+    name = "gated_linear_attention output"
+    return _search.run(name, BLOCKS, launch, tensors, sizes)

@@ -38,7 +38,7 @@ BLOCKS = {  # candidates by `short`, the default first
 
 
 @triton.jit
-def applied_decays(log_f, starts):
+def _applied_decays(log_f, starts):
     """The logarithms of the decays applied to states, finite also where a document starts."""
     log_f = tl.maximum(log_f, _LOG_ZERO, propagate_nan=tl.PropagateNan.ALL)
     return tl.where(starts, _LOG_ZERO, log_f)
@@ -121,7 +121,7 @@ def _walk_kernel(
             key = one_minus_exp(given_log_f, not SHORT)
         else:
             key = _load_columns(k + token * K, row, real, d, K, H)
-        log_decay = applied_decays(given_log_f, starts[None, :])
+        log_decay = _applied_decays(given_log_f, starts[None, :])
         if REVERSE:
             span = row[:, None] <= row[None, :]
         else:

@@ -3,9 +3,10 @@
 Qin et al. 2024, arXiv:2404.07904, section 3 (HGRN2, where k_t = 1 - exp(log_f_t)); Yang et al.
 2023, arXiv:2312.06635, section 4 (gated linear attention).
 
-The states between chunks are stored in device memory, then all chunks are computed at once. The
-backward computes the states again, and their gradients from the last chunk to the first. Where k is
-None, keys are computed in registers, and neither they nor their gradients are stored.
+Forwards, bfloat16 takes the kernels of `_gated_output.py`, which store no state, for heads of up to
+128 channels of keys. Else the states between chunks are stored in device memory, then all chunks
+are computed at once. The backward computes the states so, and their gradients from the last chunk
+to the first. Where k is None, keys are computed in registers, and their gradients are not stored.
 """
 
 import triton
@@ -13,28 +14,22 @@ import triton
 from keras_recurrent.backends.triton import _search
 from keras_recurrent.backends.triton._framework import operation, run
 from keras_recurrent.backends.triton._gated_chunks import attend_kernel, gradient_kernel
-from keras_recurrent.backends.triton._gated_output import output_kernel
+from keras_recurrent.backends.triton._gated_operands import prepare
+from keras_recurrent.backends.triton._gated_output import LARGEST_KEYS, stream
 from keras_recurrent.backends.triton._gated_states import walk
 from keras_recurrent.backends.triton._launch import Array, Launch, dtype_name, like
 from keras_recurrent.backends.triton._linear_attention import Blocks, refusal, sizes_of
 from keras_recurrent.backends.triton._linear_attention_step import step
 from keras_recurrent.backends.triton._operation import Operation
 
-# Candidates by `short` and the tokens of a chunk, the default first. A thread keeps its rows of all
-# tiles in registers: two warps for 32 tokens, four for 64. With 64 tokens, products are
-# asynchronous, and a kernel with more warps, 32 or 128 channels of keys, or fewer registers is not
-# compiled correctly (`_products.py`).
+# Candidates by `short`, the default first. A thread keeps its rows of all tiles in registers.
+# Chunks are of 32 tokens, whose products are not asynchronous (`_products.py`).
 ATTEND_BLOCKS = {
-    (True, 64): (Blocks(64, 128, 4),),
-    (True, 32): (Blocks(64, 128, 2), Blocks(64, 128, 2, num_stages=2), Blocks(32, 128, 2)),
-    (False, 32): (Blocks(32, 64, 4), Blocks(64, 64, 4), Blocks(32, 64, 2), Blocks(32, 128, 8)),
+    True: (Blocks(64, 128, 2), Blocks(64, 128, 2, num_stages=2), Blocks(32, 128, 2)),
+    False: (Blocks(32, 64, 4), Blocks(64, 64, 4), Blocks(32, 64, 2), Blocks(32, 128, 8)),
 }
-GRADIENT_BLOCKS = {  # by `short`
-    True: (
-        Blocks(64, 64, 4, maxnreg=168),  # three programs on a multiprocessor
-        Blocks(64, 64, 4),
-        Blocks(32, 64, 2),
-    ),
+GRADIENT_BLOCKS = {
+    True: (Blocks(64, 128, 4), Blocks(64, 64, 4), Blocks(32, 64, 2)),
     False: (Blocks(32, 32, 4), Blocks(16, 32, 4), Blocks(16, 16, 4), Blocks(32, 32, 8)),
 }
 
@@ -61,9 +56,7 @@ def _parts(sizes, log_f):
 
 def _attend(sizes, q, k, v, states, dtype, *, log_f, token_kind, parts, reverse=False):
     """The output in `dtype`; if `reverse`, the gradient of v, with that of the output as v."""
-    kernel, flags = attend_kernel, {"SHORT": sizes.short, "REVERSE": reverse}
-    if sizes.short and not reverse:
-        kernel, flags = output_kernel, {}
+    flags = {"SHORT": sizes.short, "REVERSE": reverse}
     tensors = q, k, v, log_f, token_kind
 
     def launch(blocks):
@@ -71,10 +64,10 @@ def _attend(sizes, q, k, v, states, dtype, *, log_f, token_kind, parts, reverse=
         options |= blocks.options(sizes)
         programs = sizes.programs * triton.cdiv(sizes.values, options["BLOCK_V"])
         outputs, numbers = (like(v).with_dtype(dtype),), (*sizes.numbers, sizes.chunks)
-        return run(Launch(kernel, programs, (*tensors, states), outputs, numbers, options))
+        return run(Launch(attend_kernel, programs, (*tensors, states), outputs, numbers, options))
 
     name = "gated_linear_attention " + ("gradient of v" if reverse else "output")
-    candidates = ATTEND_BLOCKS[sizes.short, sizes.chunk]
+    candidates = ATTEND_BLOCKS[sizes.short]
     (output,) = _search.run(name, candidates, launch, tensors, sizes)
     return output
 
@@ -105,11 +98,14 @@ def gradients(q, k, v, log_f, initial_state, token_kind, output, d_output, d_fin
 
 
 def forward(q, k, v, log_f, initial_state, token_kind):
-    sizes = sizes_of(q, k, v)
+    streamed = q.shape[3] <= LARGEST_KEYS
+    sizes = sizes_of(q, k, v, chunk=64 if streamed else 32)
     decays = {"log_f": log_f, "token_kind": token_kind}
     if sizes.length == 1:
         return step(sizes, q, k, v, initial_state, **decays)
     decays["parts"] = _parts(sizes, log_f)
+    if sizes.short and streamed:
+        return stream(sizes, prepare(sizes, q, k, **decays), v, initial_state)
     states, final_state = walk(sizes, k, v, initial_state, **decays)
     return _attend(sizes, q, k, v, states, dtype_name(v), **decays), final_state
 

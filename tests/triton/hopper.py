@@ -24,6 +24,7 @@ from keras_recurrent.backends.triton import (
     _crossentropy_kernel,
     _embedding,
     _gated_chunks,
+    _gated_operands,
     _gated_output,
     _gated_states,
     _largest,
@@ -53,6 +54,7 @@ FLOATS = ("initial", "final", "d_initial", "d_final", "d_logit", "d_parameters",
 FLOATS += ("scale", "d_scale", "lower_bound", "d_bound", "d_log_f")
 FLOATS += ("losses", "d_losses", "largest", "total", "sums", "peaks", "frequencies")
 FLOATS += ("totals", "decays", "log_decay", "log_f", "origin", "delta", "d_keys", "d_values")
+FLOATS += ("scales",)
 FLOATS += ("memory", "after", "last_inputs", "next_inputs", "hidden", "conv_kernel", "conv_bias")
 INTEGERS = ("carry", "token_at", "document_at", "real_counts", "start_counts", "tokens")
 INTEGERS += ("first_key", "last_key", "first_query", "query_end", "position", "end")
@@ -66,15 +68,19 @@ CHUNKS = {"CHUNK": 64, "SHORT": True, "REVERSE": False}
 ONE_SEGMENT = {"token_kind": None, "totals": None, "decays": None}
 WALK = {**CHUNKS, **ONE_SEGMENT, "PARTS": 2}
 LEVELS = {"LEVELS": 6, "PARTS": 2}
-TIED = {**CHUNKS, **LEVELS, "k": None}
 SHORTER = {"CHUNK": 32, "LEVELS": 5}
+TIED = {**CHUNKS, **LEVELS, **SHORTER, "k": None}
+PREPARED = {**CHUNKS, "PARTS": 2, "TILES": 2}
+STREAMED = {**PREPARED, "totals": None, "decays": None}
 GRADIENT = {**CHUNKS, **LEVELS, **SHORTER, "GAIN_PARTS": 1}
 EXACT = {**SHORTER, "SHORT": False, "PARTS": 3, "GAIN_PARTS": 3}
 STREAM = {**CHUNKS, **ONE_SEGMENT}
 STEP = {"BLOCK_K": 128, "BLOCK_V": 32}
 
 walk = _gated_states._walk_kernel
-gated = _gated_output.output_kernel
+prepare = _gated_operands.prepare_kernel
+pairs = _gated_operands.pairs_kernel
+gated = _gated_output.stream_kernel
 attend = _gated_chunks.attend_kernel
 gradient = _gated_chunks.gradient_kernel
 lightning = lightning_attention._walk_kernel
@@ -110,6 +116,9 @@ def attention(result, size, dtype=tl.bfloat16, kinds=False):
 SCANS = {"linear_scan": every(*linear_scan.TILINGS), "rg_lru": every(*rg_lru.TILINGS)}
 CONVS = every(causal_conv1d.TILINGS), every(causal_conv1d.BACKWARD_TILINGS)
 WALKS, EXACT_WALKS = (every(_gated_states.BLOCKS[short]) for short in (True, False))
+PREPARE = every(_gated_operands.PREPARE_BLOCKS)
+PAIRS = every(_gated_operands.PAIRS_BLOCKS)
+GATED = every(_gated_output.BLOCKS)
 ATTEND = {of: every(blocks) for of, blocks in gated_linear_attention.ATTEND_BLOCKS.items()}
 GRADIENTS = {of: every(blocks) for of, blocks in gated_linear_attention.GRADIENT_BLOCKS.items()}
 LIGHTNING = {of: every(blocks) for of, blocks in lightning_attention.BLOCKS.items()}
@@ -331,10 +340,14 @@ KERNELS = {
     "gated walk back": (walk, {**WALK, **SHORTER, "REVERSE": True}, WALKS),
     "gated segments": (walk, {**CHUNKS, "states": None, "PARTS": 2}, WALKS),
     "gated walk, float32": (walk, {**WALK, **EXACT}, EXACT_WALKS),
-    "gated output": (gated, {**TIED, "token_kind": None}, ATTEND[True, 64]),
-    "gated output, kinds": (gated, TIED, ATTEND[True, 64]),
-    "gated d_v": (attend, {**TIED, **SHORTER, "REVERSE": True}, ATTEND[True, 32]),
-    "gated output, float32": (attend, {**TIED, **EXACT}, ATTEND[False, 32]),
+    "gated preparation": (prepare, {**PREPARED, "token_kind": None}, PREPARE),
+    "gated preparation, kinds": (prepare, {**PREPARED, "k": None}, PREPARE),
+    "gated pairs": (pairs, {**PREPARED, **LEVELS}, PAIRS),
+    "gated stream": (gated, STREAMED, GATED),
+    "gated stream, segments": (gated, {**PREPARED, "output": None}, GATED[:1]),
+    "gated d_v": (attend, {**TIED, "REVERSE": True}, ATTEND[True]),
+    "gated output, 256 channels": (attend, TIED, ATTEND[True][:1]),
+    "gated output, float32": (attend, {**TIED, **EXACT}, ATTEND[False]),
     "gated gradients": (gradient, {**GRADIENT, "k": None}, GRADIENTS[True]),
     "gated gradients, float32": (gradient, {**GRADIENT, **EXACT}, GRADIENTS[False]),
     "gated step": (step, {**STEP, "k": None, "log_decay": None}, [{}]),
@@ -389,7 +402,6 @@ KERNELS = {
 SEEN_ELSEWHERE = (
     "causal_conv1d forward",
     "causal_conv1d backward",
-    "gated output",
     "attention of 256",
     "attention of 256 d_k",
     "attention of 256 d_v",
@@ -416,7 +428,7 @@ def dtype(argument, name):
         return "*i8"
     if argument in INTEGERS:
         return "*i32"
-    if argument in ("token_kind", "rest"):
+    if argument in ("token_kind", "rest", "flags"):
         return "*i8"
     return "*fp32" if argument in FLOATS or "float32" in name else "*bf16"
 

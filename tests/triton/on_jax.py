@@ -21,7 +21,7 @@ CASES = {
     "linear_scan": Case(2, 70, 5, kinds=True, state=True),
     "rg_lru": Case(2, 40, 5, "bfloat16", "float32", kinds=True, state=True),
     "causal_conv1d": Case(2, 21, 5, kinds=True, state=True),
-    "gated_linear_attention": Case(2, 40, 3, kinds=True, tied=True),
+    "gated_linear_attention": Case(2, 70, 3, "bfloat16", kinds=True, tied=True),
     "lightning_attention": Case(2, 40, 3, "bfloat16", kinds=True, state=True),
     "sliding_window_attention": Case(2, 21, 3, "bfloat16", kinds=True, state=True),
 }

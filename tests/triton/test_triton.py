@@ -60,6 +60,8 @@ def test_compiled_for_hopper_without_a_gpu(defaults, tmp_path):
             fits(name, kernel, limited, configurations[0]["asynchronous"], f"{name}: {given}")
 
 
+# Of these, a GPU was faster with some spills than with smaller tiles.
+SPILLS = {"gated gradients": 256, "gated d_v": 320, "gated output, 256 channels": 320}
 # CUDA's sines keep 32 bytes in memory, for angles of more than 1e5; products of float32 spill some,
 # and so do scales and zero points beside what is summed up.
 IN_MEMORY = {
@@ -79,12 +81,14 @@ def fits(name, kernel, limited, asynchronous, message):
         assert kernel["spilled"] <= IN_MEMORY.get(name, 0), message
     elif name.startswith(("gated", "lightning")):
         # With fewer registers, more programs run at a time, which may be worth some spills.
-        assert kernel["spilled"] <= (256 if limited else 128), message
-        programs = 2 if name.startswith("gated") else 1  # at a time on a multiprocessor
+        assert kernel["spilled"] <= SPILLS.get(name, 256 if limited else 128), message
+        walks = name.startswith(("lightning", "gated stream"))
+        programs = 1 if walks else 2  # at a time on a multiprocessor
         assert kernel["shared"] <= 227 * 1024 / programs, message
         assert bool(kernel["tensor cores"]) == ("step" not in name), message
-        # With more, their descriptors exceed the registers for them (`_products.py`).
-        assert kernel["asynchronous"] <= (0 if limited else 32), message
+        # With more, their descriptors exceed the registers for them (`_products.py`). Of kernels
+        # with fewer registers, one with 8 of them was right on a GPU.
+        assert kernel["asynchronous"] <= (8 if limited else 32), message
     if name.startswith("attention"):
         assert kernel["shared"] <= 227 * 1024, message  # one program on a multiprocessor
         assert bool(kernel["tensor cores"]) == ("ring" not in name), message

@@ -1,0 +1,164 @@
+"""What decays make of the operands of a chunk of gated linear attention, for all chunks at once.
+
+`_gated_output.py` says how they make the output, and what Q', K', r, s, A and a flag are.
+"""
+
+import triton
+import triton.language as tl
+
+from keras_recurrent.backends.triton import _search
+from keras_recurrent.backends.triton._framework import run
+from keras_recurrent.backends.triton._gated_levels import (
+    add_pair_weights,
+    count_documents,
+    load_chunk,
+    locate_program,
+)
+from keras_recurrent.backends.triton._launch import Array, Launch, like
+from keras_recurrent.backends.triton._linear_attention import Blocks, real_tokens
+from keras_recurrent.backends.triton._math import exp_of_decays, exp_of_difference
+from keras_recurrent.backends.triton._products import operand, sum_rows
+
+# The lowest sum of a chunk's logarithms for which r and s are its half. Between two chunks, a state
+# is multiplied by exp(g_end - s) of one and exp(r) of the next at once, which is 4e-38 at least:
+# where it is 0, a chunk's first tokens do not see the last ones of the chunk before.
+LOWEST_SUM = tl.constexpr(-86.0)
+# Candidates, the default first: with 128 registers, four programs run on a multiprocessor.
+PREPARE_BLOCKS = (Blocks(64, 16, 4, maxnreg=128), Blocks(64, 16, 4), Blocks(32, 16, 4))
+PAIRS_BLOCKS = (Blocks(32, 16, 4),)
+
+
+@triton.jit(do_not_specialize=["T", "chunks"])
+def prepare_kernel(
+    q,
+    k,
+    log_f,
+    token_kind,
+    queries,
+    keys,
+    scales,
+    flags,
+    T,
+    H,
+    K,
+    chunks,
+    BLOCK_K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Stores Q', K', exp(r), exp(s - r) and exp(g_end - s), and whether A is not Q' K'^T."""
+    tiles = tl.cdiv(K, BLOCK_K)
+    tile, chunk, head, b, token = locate_program(T, H, chunks, tiles, CHUNK)
+    row = tl.arange(0, CHUNK)
+    d = tile * BLOCK_K + tl.arange(0, BLOCK_K)
+    real, starts = real_tokens(chunk, token_kind, b, T, CHUNK)
+    place = (head * chunks + chunk).to(tl.int64)
+    query, key, _log_f, log_decay = load_chunk(q, k, log_f, token, row, real, starts, d, K, H, True)
+    end = tl.sum(log_decay, 0)
+    several = tl.min(end, 0) < LOWEST_SUM
+    reference = tl.where(several, 0.0, 0.5 * end)
+    key_reference = tl.where(several, end, reference)
+    span = operand(tl.where(row[:, None] >= row[None, :], 1.0, 0.0), True)
+    from_start = sum_rows(span, log_decay, PARTS)
+    query *= exp_of_difference(from_start, reference[None, :], False)
+    key *= exp_of_difference(-from_start, -key_reference[None, :], False)
+    between = exp_of_decays(key_reference - reference, False)
+    flag = several.to(tl.int8)
+    if token_kind is not None:
+        document, last_document = count_documents(starts)
+        query = tl.where((document == 0)[:, None], query, 0.0)
+        key = tl.where((document == last_document)[:, None], key, 0.0)
+        between = tl.where(last_document == 0, between, 0.0)
+        flag = tl.maximum(flag, (last_document > 0).to(tl.int8))
+    offsets = row[:, None] * (H * K) + d[None, :]
+    valid = (chunk * CHUNK + row < T)[:, None] & (d < K)[None, :]
+    tl.store(queries + token * K + offsets, operand(query, True), valid)
+    tl.store(keys + token * K + offsets, operand(key, True), valid)
+    line = scales + place * 3 * K + d
+    tl.store(line, exp_of_decays(reference, False), d < K)
+    tl.store(line + K, between, d < K)
+    tl.store(line + 2 * K, exp_of_decays(end - key_reference, False), d < K)
+    tl.store(flags + place * tiles + tile, flag)
+
+
+@triton.jit
+def any_flag(flags, place, TILES: tl.constexpr):
+    """Whether one of a chunk's flags is set."""
+    flag = tl.load(flags + place * TILES)
+    for tile in tl.static_range(1, TILES):
+        flag = tl.maximum(flag, tl.load(flags + place * TILES + tile))
+    return flag != 0
+
+
+@triton.jit(do_not_specialize=["T", "chunks"])
+def pairs_kernel(
+    q,
+    k,
+    log_f,
+    token_kind,
+    flags,
+    pairs,
+    T,
+    H,
+    K,
+    chunks,
+    BLOCK_K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LEVELS: tl.constexpr,
+    PARTS: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """Stores A of flagged chunks."""
+    _tile, chunk, head, b, token = locate_program(T, H, chunks, 1, CHUNK)
+    place = (head * chunks + chunk).to(tl.int64)
+    if any_flag(flags, place, TILES):
+        row = tl.arange(0, CHUNK)
+        real, starts = real_tokens(chunk, token_kind, b, T, CHUNK)
+        weights = tl.zeros((CHUNK, CHUNK), tl.float32)
+        for start in range(0, K, BLOCK_K):
+            d = start + tl.arange(0, BLOCK_K)
+            query, key, _log_f, log_decay = load_chunk(
+                q, k, log_f, token, row, real, starts, d, K, H, True
+            )
+            weights = add_pair_weights(
+                weights, query, key, log_decay, row, LEVELS, True, PARTS, False
+            )
+        visible = row[:, None] >= row[None, :]
+        if token_kind is not None:
+            document, _last_document = count_documents(starts)
+            visible &= document[:, None] == document[None, :]
+        weights = operand(tl.where(visible, weights, 0.0), True)
+        tl.store(pairs + place * CHUNK * CHUNK + row[:, None] * CHUNK + row[None, :], weights)
+
+
+def prepare(sizes, q, k, *, log_f, token_kind, parts):
+    """Q' and K' [B, T, H, K], scales [B, H, chunks, 3, K], flags [B, H, chunks, tiles]; and A."""
+    shape = sizes.batch, sizes.heads, sizes.chunks
+    tensors = q, k, log_f, token_kind
+    scales = Array((*shape, 3, sizes.keys), "float32")
+    numbers = *sizes.numbers[:3], sizes.chunks
+
+    def options_of(blocks):
+        options = {"CHUNK": sizes.chunk, "PARTS": parts, **blocks.options(sizes)}
+        del options["BLOCK_V"]
+        return options
+
+    def launch_preparation(blocks):
+        options = options_of(blocks)
+        tiles = triton.cdiv(sizes.keys, options["BLOCK_K"])
+        outputs = like(q), like(q), scales, Array((*shape, tiles), "int8")
+        programs = sizes.programs * tiles
+        return run(Launch(prepare_kernel, programs, tensors, outputs, numbers, options))
+
+    name = "gated_linear_attention preparation"
+    found = _search.run(name, PREPARE_BLOCKS, launch_preparation, tensors, sizes)
+    flags = found[3]
+
+    def launch_pairs(blocks):
+        outputs = (Array((*shape, sizes.chunk, sizes.chunk), "bfloat16"),)
+        options = options_of(blocks) | {"LEVELS": sizes.levels, "TILES": flags.shape[3]}
+        inputs = *tensors, flags
+        return run(Launch(pairs_kernel, sizes.programs, inputs, outputs, numbers, options))
+
+    name = "gated_linear_attention pairs"
+    return *found, *_search.run(name, PAIRS_BLOCKS, launch_pairs, tensors, sizes)

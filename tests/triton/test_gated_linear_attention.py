@@ -1,0 +1,131 @@
+"""Chunks of gated linear attention whose pairs take one reference, several, or halves alone."""
+
+import keras
+import numpy as np
+import pytest
+
+if keras.config.backend() != "torch":
+    pytest.skip("runs on torch", allow_module_level=True)
+
+from keras_recurrent.backends.constants import GOES_ON, PADDING, STARTS
+from keras_recurrent.backends.triton import (
+    _gated_levels,
+    _gated_operands,
+    _gated_output,
+    _linear_attention,
+)
+from tests.ops import judge, native
+from tests.ops.cases import Case, draw, round_to
+
+OPERATION = "gated_linear_attention"
+CHUNK = 64
+# The lowest sums of logarithms that one reference serves: of a chunk forwards, and of its weights.
+LOWEST = _gated_operands.LOWEST_SUM.value
+LOWEST_OF_PAIRS = -2 * _gated_levels.RADIUS.value
+
+
+def drawn_with(log_f, case):
+    """Inputs of a case with these logarithms: [T], or [T, channels]."""
+    drawn = draw(OPERATION, case._replace(batch=1, length=len(log_f)))
+    shape = drawn.tensors["log_f"].shape
+    log_f = np.reshape(log_f, (1, len(log_f), 1, -1))
+    drawn.tensors["log_f"][...] = round_to(drawn.dtypes["log_f"], np.broadcast_to(log_f, shape))
+    return drawn
+
+
+def flags(drawn):
+    """For each chunk of the first head whether the weights of its pairs are stored."""
+    tensors = {n: None if t is None else native.tensor(t, drawn.dtypes[n])
+               for n, t in drawn.tensors.items()}  # fmt: skip
+    kind = drawn.token_kind
+    sizes = _linear_attention.sizes_of(*(tensors[name] for name in "qkv"))
+    with native.interpreted("triton"):
+        prepared = _gated_operands.prepare(
+            sizes, tensors["q"], tensors["k"], log_f=tensors["log_f"],
+            token_kind=None if kind is None else native.tensor(kind, "int8"), parts=2,
+        )  # fmt: skip
+    return prepared[3][0, 0].amax(-1).tolist()
+
+
+def stretches(*means, channels=1):
+    """Logarithms about these means, a chunk for each."""
+    rng = np.random.default_rng(3)
+    noise = rng.uniform(0.5, 1.5, size=(len(means), CHUNK, channels))
+    return (np.reshape(means, (-1, 1, 1)) * noise).reshape(-1, channels)
+
+
+SIDE_BY_SIDE = -0.01, -5, -0.5, -40, -3000, -0.01
+OF_SEVERAL = [0, 1, 0, 1, 1, 0]
+
+
+@pytest.mark.parametrize("kinds", [False, True])
+@pytest.mark.parametrize(("decay_dtype", "tied"), [("bfloat16", True), ("float32", False)])
+def test_chunks_of_both_kinds_in_one_row(decay_dtype, tied, kinds):
+    log_f = stretches(*SIDE_BY_SIDE, channels=20)[:-10]
+    case = Case(1, 0, 20, "bfloat16", decay_dtype, kinds=kinds, state=True, tied=tied)
+    drawn = drawn_with(log_f, case)
+    if kinds:  # else many documents start, whose first decays do not count
+        drawn.token_kind[:] = GOES_ON
+        drawn.token_kind[:, [5, 64, 100, 101, 200, 290]] = STARTS
+        drawn.token_kind[:, [20, 150, 151]] = PADDING
+        drawn.d_output[:, [20, 150, 151]] = 0
+    assert flags(drawn) == ([1, 1, 0, 1, 1, 0] if kinds else OF_SEVERAL)
+    judge.check(OPERATION, "triton", drawn)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "lowest"),
+    [(CHUNK, LOWEST), (CHUNK, LOWEST_OF_PAIRS), (32, LOWEST_OF_PAIRS), (8, LOWEST_OF_PAIRS)],
+)
+def test_sums_at_the_threshold(tokens, lowest):
+    """On both sides of it, for a chunk forwards, its weights, a chunk backwards, and 8 tokens."""
+    near = np.repeat(lowest / tokens * np.array([0.999, 1.001]), CHUNK)
+    drawn = drawn_with(near, Case(1, 0, 18, "bfloat16", "float32", state=True))
+    assert flags(drawn) == ([0, 1] if lowest == LOWEST else [1, 1])
+    judge.check(OPERATION, "triton", drawn)
+
+
+@pytest.mark.parametrize("mean", [LOWEST / CHUNK * 0.999, -1.95])
+def test_the_state_between_chunks_of_fast_decays(mean):
+    """A chunk's first token sees the last one before it, however far both chunks decay."""
+    log_f = np.full(3 * CHUNK, mean)
+    judge.check(OPERATION, "triton", drawn_with(log_f, Case(1, 0, 18, "bfloat16", "float32")))
+
+
+@pytest.mark.parametrize("lowest", [LOWEST, LOWEST_OF_PAIRS])
+@pytest.mark.parametrize("side", ["first", "last"])
+def test_decays_of_one_half(side, lowest):
+    """Whatever lies on one side of the reference, no exponent exceeds its bound."""
+    log_f = np.zeros((CHUNK, 18))
+    log_f[slice(8) if side == "first" else slice(-8, None)] = lowest / 8 * 0.999
+    drawn = drawn_with(log_f, Case(1, 0, 18, "bfloat16", "float32", state=True))
+    drawn.tensors["q"][...] = round_to("bfloat16", drawn.tensors["q"] * 1e-6)
+    drawn.tensors["k"][...] = round_to("bfloat16", drawn.tensors["k"] * 1e6)
+    assert flags(drawn) == [int(lowest != LOWEST)]
+    judge.check(OPERATION, "triton", drawn)
+
+
+def test_documents_that_start_inside_a_chunk():
+    """Their pairs are stored, and what happens before them does not matter."""
+    drawn = drawn_with(
+        stretches(-0.1, -0.1, -0.1, channels=18), Case(1, 0, 18, "bfloat16", kinds=True, state=True)
+    )
+    drawn.token_kind[:] = GOES_ON
+    drawn.token_kind[:, 3:120:9] = STARTS
+    drawn.tensors["log_f"][:, 3:120:9] = -np.inf
+    assert flags(drawn) == [1, 1, 0]
+    judge.check(OPERATION, "triton", drawn)
+
+
+def test_heads_whose_states_are_stored():
+    """Those of more channels of keys than the output's walk takes."""
+    case = Case(1, 0, _gated_output.LARGEST_KEYS + 2, "bfloat16", values=18, state=True)
+    judge.check(OPERATION, "triton", drawn_with(stretches(-0.01, -5, -0.5), case))
+
+
+def test_segments_of_time_with_both_kinds_of_chunks(monkeypatch):
+    monkeypatch.setattr(_linear_attention, "_SHORTEST_SEGMENT", 1)
+    drawn = drawn_with(
+        stretches(*SIDE_BY_SIDE, channels=18), Case(1, 0, 18, "bfloat16", kinds=True, state=True)
+    )
+    judge.check(OPERATION, "triton", drawn)
