@@ -167,7 +167,9 @@ def judge(name, found, griffin_found, size):
     last = max(size.names)
     if name == "MQA":
         return f"{yes(min(means.values()) >= 0.95)}: at least 95 % of all books"
-    inside = max(n for n in size.names if size.row(n) <= size.window)
+    inside = max((n for n in size.names if size.row(n) <= size.window), default=None)
+    if inside is None:
+        return "none of these books fits into the window"
     if name == "Griffin":
         return (
             f"{yes(means[inside] >= 0.95)}: at least 95 % inside its window; "

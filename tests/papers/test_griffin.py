@@ -1,5 +1,7 @@
 """Griffin's figures 5 to 7 and 10: the guides run, and count and judge as by hand."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -153,3 +155,5 @@ def test_numbers_of_phone_books_count_as_by_hand(guide):
     assert book.judge("Griffin", good, good, size).startswith(f"yes: {inside}; NO")
     assert book.judge("Hawk", bad, good, size).startswith("yes: below Griffin")
     assert book.judge("Hawk", good, good, size).startswith("NO")
+    longer = dataclasses.replace(size, names=(8,))
+    assert book.judge("Hawk", good, good, longer) == "none of these books fits into the window"
