@@ -60,12 +60,10 @@ def test_compiled_for_hopper_without_a_gpu(defaults, tmp_path):
             fits(name, kernel, limited, configurations[0]["asynchronous"], f"{name}: {given}")
 
 
-# CUDA's sines keep 32 bytes in memory, for angles of more than 1e5; products of float32 spill some,
-# and so do scales and zero points beside what is summed up.
+# CUDA's sines keep 32 bytes in memory, for angles of more than 1e5; products of float32 spill some.
 IN_MEMORY = {
     "local_attention step, parts": 32,
     "local_attention step, parts, float32": 96,
-    "norm_quantized_linear of two, 4 bits": 8,
 }
 
 
