@@ -5,9 +5,10 @@ import triton.language as tl
 
 from keras_recurrent.backends.constants import SMALLEST_BLOCK_OF_SCALES
 from keras_recurrent.backends.triton._ahead import wait_for_launch_before
-from keras_recurrent.backends.triton._common import IN_INTERPRETER
+from keras_recurrent.backends.triton._common import IN_INTERPRETER, INTERPRETED
 
-CHANNELS_AT_ONCE = SMALLEST_BLOCK_OF_SCALES  # so that they lie in one block
+# They lie in one block. The interpreter, which has no loads under way, takes as long for each.
+CHANNELS_AT_ONCE = 4 if INTERPRETED else SMALLEST_BLOCK_OF_SCALES
 _CHANNELS = tl.constexpr(CHANNELS_AT_ONCE)
 _QUADS = tl.constexpr(CHANNELS_AT_ONCE // 4)
 # Masks of words, as int32.
@@ -62,15 +63,29 @@ def _loaded(words, first, word, row_words, K: tl.constexpr, VECTORS: tl.constexp
 
 
 @triton.jit
+def _operand(word, SIGNED: tl.constexpr):
+    """A word of four bytes as `_dp4a` takes it: in the interpreter, bytes along an axis behind."""
+    if IN_INTERPRETER:
+        word = word[:, :, None] << (24 - 8 * tl.arange(0, 4)[None, None, :])
+        if not SIGNED:
+            word = word.to(tl.uint32, bitcast=True)
+        word = (word >> 24).to(tl.int32)
+    return word
+
+
+@triton.jit
 def _row_words(row, first, LIMBS: tl.constexpr, PADDED: tl.constexpr):
     """Of each limb, the words of the channels from the first on."""
     words = ()
     for limb in tl.static_range(LIMBS):
-        for i in tl.static_range(_QUADS // 2):
-            place = row + limb * PADDED + first + 8 * i
-            # Two words at once, by a load whose layout the compiler hands on.
-            both = tl.load(place.to(tl.pointer_type(tl.int64)))
-            words = words + (both.to(tl.int32), (both >> 32).to(tl.int32))
+        place = row + limb * PADDED + first
+        if IN_INTERPRETER:
+            words = words + (_operand(tl.load(place.to(tl.pointer_type(tl.int32))), True),)
+        else:
+            for i in tl.static_range(_QUADS // 2):
+                # Two words at once, by a load whose layout the compiler hands on.
+                both = tl.load((place + 8 * i).to(tl.pointer_type(tl.int64)))
+                words = words + (both.to(tl.int32), (both >> 32).to(tl.int32))
     return words
 
 
@@ -112,13 +127,7 @@ def _turned(a, b, c, d):
 def _dp4a(weights, row, before, SIGNED: tl.constexpr):
     """before, and the products of four bytes, of weights without a sign unless SIGNED."""
     if IN_INTERPRETER:
-        found = before
-        for i in tl.static_range(4):
-            if SIGNED:
-                weight = (weights << (24 - 8 * i)) >> 24
-            else:
-                weight = (weights >> (8 * i)) & 255
-            found += weight * ((row << (24 - 8 * i)) >> 24)
+        found = before + tl.sum(weights * row, 2)
     elif SIGNED:
         found = tl.inline_asm_elementwise(
             "dp4a.s32.s32 $0, $1, $2, $3;",
@@ -276,7 +285,7 @@ def of_one_row(
         if BITS == 4:
             ones = ()
             for _ in tl.static_range(_QUADS):
-                ones = ones + (nothing + _ONES,)
+                ones = ones + (_operand(nothing + _ONES, False),)
             row_sum = _products(ones, limbs, nothing, LIMBS, False)
             if EXACT:
                 row_total += row_sum
@@ -291,7 +300,7 @@ def of_one_row(
                     weight = (weight ^ _SIGNS_OF_4_BITS) & (
                         _UPPER_HALVES if c % 2 else _LOWER_HALVES
                     )
-                weights = weights + (weight,)
+                weights = weights + (_operand(weight, BITS == 8),)
             found = _products(weights, limbs, total[c] if EXACT else nothing, LIMBS, BITS == 8)
             if not EXACT:
                 product = found.to(tl.float32)
