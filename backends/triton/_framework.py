@@ -19,6 +19,7 @@ def of_framework(suffix="") -> Any:
 
 framework = of_framework()
 
+aligned = framework.aligned
 cast = framework.cast
 forward_operation = framework.forward_operation
 operation = framework.operation

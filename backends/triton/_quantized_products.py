@@ -1,158 +1,323 @@
-"""RMSNorm(x) W for one row, W of integers of 8 or 4 bits: see `norm_quantized_linear`."""
+"""A row of integers times W, of integers of 8 or 4 bits: see `norm_quantized_linear`."""
 
 import triton
 import triton.language as tl
 
-from keras_recurrent.backends.constants import ROW_EPSILON
+from keras_recurrent.backends.constants import SMALLEST_BLOCK_OF_SCALES
 from keras_recurrent.backends.triton._ahead import wait_for_launch_before
-from keras_recurrent.backends.triton._common import IN_INTERPRETER
+from keras_recurrent.backends.triton._common import IN_INTERPRETER, INTERPRETED
 
-_ROW_EPSILON = tl.constexpr(ROW_EPSILON)
-# Of float32: the exponent of 2^23, whose mantissa counts units, and that number and half.
-_EXPONENT = tl.constexpr(0x4B000000)
-_UNITS_FROM = tl.constexpr(8388608.0)
-_ROUNDS = tl.constexpr(12582912.0)
+# They lie in one block. The interpreter, which has no loads under way, takes as long for each.
+CHANNELS_AT_ONCE = 4 if INTERPRETED else SMALLEST_BLOCK_OF_SCALES
+_CHANNELS = tl.constexpr(CHANNELS_AT_ONCE)
+_QUADS = tl.constexpr(CHANNELS_AT_ONCE // 4)
+# Masks of words, as int32.
+_SIGNS_OF_4_BITS = tl.constexpr(0x88888888 - 2**32)
+_LOWER_HALVES = tl.constexpr(0x0F0F0F0F)
+_UPPER_HALVES = tl.constexpr(0xF0F0F0F0 - 2**32)
+_ONES = tl.constexpr(0x01010101)
+_UPPER_SHORT = tl.constexpr(0xFFFF0000 - 2**32)
 
 
 @triton.jit
-def _rounded(value, SHORT: tl.constexpr):
-    """As the row's dtype holds it: bfloat16 if SHORT, else float32."""
-    if SHORT:
-        if IN_INTERPRETER:  # which does not round, but leaves bits out
-            bits = value.to(tl.uint32, bitcast=True)
-            bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-            value = bits.to(tl.float32, bitcast=True)
+def _four_words(pointer):
+    """The words at an address that is a multiple of 16 bytes.
+
+    Of weights, which are read once. Through the read-only cache (ld.global.nc), the assembler would
+    move loads behind the wait for the launch before.
+    """
+    if IN_INTERPRETER:
+        a, b = tl.load(pointer), tl.load(pointer + 1)
+        c, d = tl.load(pointer + 2), tl.load(pointer + 3)
+    else:
+        a, b, c, d = tl.inline_asm_elementwise(
+            "ld.global.L1::no_allocate.L2::128B.v4.b32 {$0, $1, $2, $3}, [$4];",
+            "=r,=r,=r,=r,l",
+            [pointer],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=False,
+            pack=1,
+        )
+    return a, b, c, d
+
+
+@triton.jit
+def _loaded(words, first, word, row_words, K: tl.constexpr, VECTORS: tl.constexpr):
+    """Four words of each of the channels from the first on.
+
+    Channels and columns behind the last ones are read as the last: the row has zeros for those
+    channels, and sums of those columns are not written.
+    """
+    found = ()
+    for i in tl.static_range(_CHANNELS):
+        channel = words + tl.minimum(first + i, K - 1) * row_words
+        if VECTORS:
+            a, b, c, d = _four_words(channel + tl.minimum(word, row_words - 4))
         else:
-            value = value.to(tl.bfloat16).to(tl.float32)
-    return value
+            a = tl.load(channel + tl.minimum(word, row_words - 1))
+            b = tl.load(channel + tl.minimum(word + 1, row_words - 1))
+            c = tl.load(channel + tl.minimum(word + 2, row_words - 1))
+            d = tl.load(channel + tl.minimum(word + 3, row_words - 1))
+        found = found + (a, b, c, d)
+    return found
 
 
 @triton.jit
-def _scaled(x, scale, k, K: tl.constexpr):
-    value = tl.load(x + k, k < K, other=0.0).to(tl.float32)
-    if scale is not None:
-        value *= tl.load(scale + k, k < K, other=0.0).to(tl.float32)
-    return value
+def _operand(word, SIGNED: tl.constexpr):
+    """A word of four bytes as `_dp4a` takes it: in the interpreter, bytes along an axis behind."""
+    if IN_INTERPRETER:
+        word = word[:, :, None] << (24 - 8 * tl.arange(0, 4)[None, None, :])
+        if not SIGNED:
+            word = word.to(tl.uint32, bitcast=True)
+        word = (word >> 24).to(tl.int32)
+    return word
 
 
 @triton.jit
-def _factors(
-    x,
-    scale,
-    epsilon,
-    K: tl.constexpr,
-    ROW: tl.constexpr,
-    NORM: tl.constexpr,
-    QUANTIZED: tl.constexpr,
-    SHORT: tl.constexpr,
-):
-    """What normalizes the row, and what then scales it to integers: both once for a program."""
-    k = tl.arange(0, ROW)
-    norm = 1.0
-    factor = 1.0
-    if NORM:
-        value = tl.load(x + k, k < K, other=0.0).to(tl.float32)
-        z = tl.sum(value * value, 0) / K + epsilon
-        norm = tl.where(z == 0, 0.0, tl.div_rn(1.0, tl.sqrt_rn(tl.where(z == 0, 1.0, z))))
-    if QUANTIZED:
-        # Rounding keeps the order, so the largest number may be rounded in place of all.
-        largest = _rounded(tl.max(tl.abs(_scaled(x, scale, k, K)), 0) * norm, SHORT)
-        factor = _rounded(tl.div_rn(127.0, _rounded(largest + _ROW_EPSILON, SHORT)), SHORT)
-    return norm, factor
+def _row_words(row, first, LIMBS: tl.constexpr, PADDED: tl.constexpr):
+    """Of each limb, the words of the channels from the first on."""
+    words = ()
+    for limb in tl.static_range(LIMBS):
+        place = row + limb * PADDED + first
+        if IN_INTERPRETER:
+            words = words + (_operand(tl.load(place.to(tl.pointer_type(tl.int32))), True),)
+        else:
+            for i in tl.static_range(_QUADS // 2):
+                # Two words at once, by a load whose layout the compiler hands on.
+                both = tl.load((place + 8 * i).to(tl.pointer_type(tl.int64)))
+                words = words + (both.to(tl.int32), (both >> 32).to(tl.int32))
+    return words
+
+
+@triton.jit
+def _bytes_of(a, b, SELECT: tl.constexpr):
+    """A word of four bytes of two words: each hexadecimal digit says which, the lowest first."""
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, $3;",
+        "=r,r,r,r",
+        [a, b, SELECT],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _turned(a, b, c, d):
+    """Words of four columns of a channel each, as words of four channels of a column each."""
+    if IN_INTERPRETER:
+        found = ()
+        for i in tl.static_range(4):
+            low = ((a >> (8 * i)) & 255) | (((b >> (8 * i)) & 255) << 8)
+            high = ((c >> (8 * i)) & 255) | (((d >> (8 * i)) & 255) << 8)
+            found = found + (low | (high << 16),)
+    else:
+        low, high = _bytes_of(a, b, 0x5140), _bytes_of(c, d, 0x5140)
+        low_2, high_2 = _bytes_of(a, b, 0x7362), _bytes_of(c, d, 0x7362)
+        found = (
+            _bytes_of(low, high, 0x5410),
+            _bytes_of(low, high, 0x7632),
+            _bytes_of(low_2, high_2, 0x5410),
+            _bytes_of(low_2, high_2, 0x7632),
+        )
+    return found
+
+
+@triton.jit
+def _dp4a(weights, row, before, SIGNED: tl.constexpr):
+    """before, and the products of four bytes, of weights without a sign unless SIGNED."""
+    if IN_INTERPRETER:
+        found = before + tl.sum(weights * row, 2)
+    elif SIGNED:
+        found = tl.inline_asm_elementwise(
+            "dp4a.s32.s32 $0, $1, $2, $3;",
+            "=r,r,r,r",
+            [weights, row, before],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        found = tl.inline_asm_elementwise(
+            "dp4a.u32.s32 $0, $1, $2, $3;",
+            "=r,r,r,r",
+            [weights, row, before],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    return found
+
+
+@triton.jit
+def _products(weights, row, before, LIMBS: tl.constexpr, SIGNED: tl.constexpr):
+    """before, and the products of some channels: int32, or float32 of three limbs."""
+    found = before
+    for q in tl.static_range(_QUADS):
+        found = _dp4a(weights[q], row[q], found, SIGNED)
+    if LIMBS > 1:
+        found = found << 8
+        for q in tl.static_range(_QUADS):
+            found = _dp4a(weights[q], row[_QUADS + q], found, SIGNED)
+    if LIMBS == 3:
+        low = tl.zeros_like(found)
+        for q in tl.static_range(_QUADS):
+            low = _dp4a(weights[q], row[2 * _QUADS + q], low, SIGNED)
+        found = found.to(tl.float32) * 256.0 + low.to(tl.float32)
+    return found
+
+
+@triton.jit
+def _scales(kernel_scale, place, column, columns, COUNT: tl.constexpr, VECTORS: tl.constexpr):
+    """Of a block, the scales of a thread's columns: words of two bfloat16, or float32."""
+    found = ()
+    if VECTORS:
+        first = kernel_scale + place + tl.minimum(column, columns - COUNT)
+        for i in tl.static_range(COUNT // 8):
+            a, b, c, d = _four_words((first + 8 * i).to(tl.pointer_type(tl.int32)))
+            found = found + (a, b, c, d)
+    else:
+        for i in tl.static_range(COUNT):
+            scale = tl.load(kernel_scale + place + tl.minimum(column + i, columns - 1))
+            found = found + (scale.to(tl.float32),)
+    return found
+
+
+@triton.jit
+def _zeros(kernel_zero, place, column, columns, COUNT: tl.constexpr, VECTORS: tl.constexpr):
+    """As `_scales`, of zero points: words of four, or int32."""
+    found = ()
+    if VECTORS:
+        first = kernel_zero + place + tl.minimum(column, columns - COUNT)
+        for i in tl.static_range(COUNT // 16):
+            a, b, c, d = _four_words((first + 16 * i).to(tl.pointer_type(tl.int32)))
+            found = found + (a, b, c, d)
+    else:
+        for i in tl.static_range(COUNT):
+            zero = tl.load(kernel_zero + place + tl.minimum(column + i, columns - 1))
+            found = found + (zero.to(tl.int32),)
+    return found
+
+
+@triton.jit
+def _of_block(product, row_sum, scales, zeros, c: tl.constexpr, VECTORS: tl.constexpr):
+    """Products of weights that exceed the true ones by 8, as a block's scale and zero point say."""
+    if VECTORS:
+        zero = (zeros[c // 4] << (24 - 8 * (c % 4))) >> 24
+        bits = scales[c // 2] & _UPPER_SHORT if c % 2 else scales[c // 2] << 16
+        scale = bits.to(tl.float32, bitcast=True)
+    else:
+        zero = zeros[c]
+        scale = scales[c]
+    return (product - (zero.to(tl.float32) + 8.0) * row_sum) * scale
+
+
+@triton.jit
+def _joined(columns, COUNT: tl.constexpr):
+    """[..., COUNT] of as many tensors, 16 or 32, in their order."""
+    LEVELS: tl.constexpr = 4 if COUNT == 16 else 5
+    level = columns
+    for i in tl.static_range(LEVELS):
+        following = ()
+        for j in tl.static_range(COUNT >> (i + 1)):
+            following = following + (tl.join(level[j], level[j + (COUNT >> (i + 1))]),)
+        level = following
+    return level[0]
 
 
 @triton.jit
 def of_one_row(
-    x,
-    scale,
+    row,
     kernel,
     kernel_scale,
     kernel_zero,
     tile,
-    epsilon,
+    columns,
     K: tl.constexpr,
-    N: tl.constexpr,
+    PADDED: tl.constexpr,
+    LIMBS: tl.constexpr,
     BITS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    NORM: tl.constexpr,
-    QUANTIZED: tl.constexpr,
-    SHORT: tl.constexpr,
-    ROW: tl.constexpr,
-    WORDS: tl.constexpr,
     LANES: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    ACROSS: tl.constexpr,
+    VECTORS: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """Some columns [WORDS * 32 / BITS] of RMSNorm(x) W, float32.
+    """Sums of some columns [ACROSS * 128 / BITS], float32, as a row of bytes has them.
 
-    Weights are read as words of 32 bits, which hold neighboring columns of one channel. A lane
-    multiplies AT_ONCE channels that follow one another, whose weights are all under way together,
-    the first ones before x is there, and adds up many such groups; lanes meet once, at the end. So
-    a group lies in one block of channels, if W has blocks of their own scales and zero points.
-
-    The bits of a weight, moved into the mantissa of 2^23, are a float that exceeds 2^23 by as many
-    units as the bits say: less that and the zero point, it is the weight, exactly. This takes two
-    instructions, one of them for integers, of which a GPU runs half as many as of those for floats.
+    A thread reads 16 bytes of a channel, of some channels that follow one another, all under way
+    together, the first ones before the row is there. ACROSS threads read neighboring bytes, and
+    LANES others the following channels. Words of four columns become words of four channels, which
+    one instruction multiplies with four bytes of the row; its sums are exact. Without blocks, sums
+    of a row of one limb stay integers to the end.
     """
-    PER_WORD: tl.constexpr = 32 // BITS
-    ROW_WORDS: tl.constexpr = N // PER_WORD
-    GROUPS: tl.constexpr = (K + LANES * AT_ONCE - 1) // (LANES * AT_ONCE)
-    WHOLE: tl.constexpr = K % (LANES * AT_ONCE) == 0 and ROW_WORDS % WORDS == 0
-    SIGNS: tl.constexpr = 0x80808080 if BITS == 8 else 0x88888888
-    MIDDLE: tl.constexpr = 2 ** (BITS - 1)  # what no sign adds to a weight
-    PIECE: tl.constexpr = min(AT_ONCE, BITS // 2)  # channels whose products fit the registers
-    step = tl.arange(0, PIECE)[:, None]
-    lane = tl.arange(0, LANES)
-    word = tile * WORDS + tl.arange(0, WORDS)
-    # Of the columns in a word: how far their bits move right, so that they end below bit 23, and
-    # what a unit of theirs is then.
-    place = BITS * tl.arange(0, PER_WORD)[None, None, :]
-    move = tl.where(place + BITS > 23, 16, 0)
-    unit = (1 << (place - move)).to(tl.uint32)
-    mask = (unit * (2**BITS - 1))[None, :, :, :]
-    n = word[:, None] * PER_WORD + tl.arange(0, PER_WORD)[None, :]
-    words = kernel.to(tl.pointer_type(tl.uint32))
-    total = tl.zeros((LANES, WORDS, PER_WORD), tl.float32)
-    norm = 1.0
-    factor = 1.0
-    for i in tl.static_range(GROUPS):
-        first = (i * LANES + lane) * AT_ONCE
-        loaded = ()
-        for piece in tl.static_range(AT_ONCE // PIECE):
-            k = first[None, :] + piece * PIECE + step
-            places = words + k[:, :, None] * ROW_WORDS + word[None, None, :]
-            if WHOLE:
-                bits = tl.load(places)
-            else:
-                bits = tl.load(places, (k < K)[:, :, None] & (word < ROW_WORDS), other=0)
-            loaded = loaded + (bits,)
-        origin = unit.to(tl.float32) * MIDDLE
+    COUNT: tl.constexpr = 128 // BITS  # columns of a thread
+    SPAN: tl.constexpr = LANES * _CHANNELS
+    EXACT: tl.constexpr = LIMBS == 1 and BLOCK_SIZE == 0
+    across = tile * ACROSS + tl.arange(0, ACROSS)[None, :]
+    start = tl.arange(0, LANES)[:, None] * _CHANNELS + across * 0
+    words = kernel.to(tl.pointer_type(tl.int32))
+    row_words = columns // (32 // BITS)
+    nothing = tl.zeros((LANES, ACROSS), tl.int32)
+    total = ()
+    for _ in tl.static_range(COUNT):
+        total = total + (nothing if EXACT else nothing.to(tl.float32),)
+    row_total = nothing
+    following = _loaded(words, start, 4 * across, row_words, K, VECTORS)
+    if AHEAD:
+        wait_for_launch_before()
+    for step in tl.static_range(PADDED // SPAN):
+        first = start + step * SPAN
+        loaded = following
+        if step + 1 < PADDED // SPAN:
+            following = _loaded(words, first + SPAN, 4 * across, row_words, K, VECTORS)
         if BLOCK_SIZE:
-            block = (first // BLOCK_SIZE)[:, None, None] * N + n[None, :, :]
-            valid = (first < K)[:, None, None] & (n < N)[None, :, :]
-            zero = tl.load(kernel_zero + block, valid, other=0).to(tl.float32)
-            block_scale = tl.load(kernel_scale + block, valid, other=0.0).to(tl.float32)
-            origin = (zero + MIDDLE) * unit.to(tl.float32)
-        origin += _UNITS_FROM
-        if i == 0:
-            if AHEAD:
-                wait_for_launch_before()
-            norm, factor = _factors(x, scale, epsilon, K, ROW, NORM, QUANTIZED, SHORT)
-        products = tl.zeros((LANES, WORDS, PER_WORD), tl.float32)
-        for piece in tl.static_range(AT_ONCE // PIECE):
-            value = _scaled(x, scale, first[None, :] + piece * PIECE + step, K)
-            if QUANTIZED:
-                # The largest magnitude becomes 127, but for rounding.
-                value = _rounded(_rounded(value * norm, SHORT) * factor, SHORT)
-                value = tl.minimum(tl.maximum((value + _ROUNDS) - _ROUNDS, -127.0), 127.0)
-            bits = ((loaded[piece] ^ SIGNS)[:, :, :, None] >> move[None, :, :, :]) & mask
-            weight = (bits | _EXPONENT).to(tl.float32, bitcast=True) - origin[None, :, :, :]
-            products += tl.sum(value[:, :, None, None] * weight, 0)
-        total += products * block_scale if BLOCK_SIZE else products
-    sums = tl.sum(total * (1.0 / unit.to(tl.float32)), 0)
-    if BLOCK_SIZE == 0:
-        divisor = tl.load(kernel_scale + n, n < N, other=1.0).to(tl.float32)
-        sums = tl.div_rn(sums, divisor * factor)
-    if NORM and not QUANTIZED:
-        sums *= norm
-    return sums, n
+            place = tl.minimum(first // BLOCK_SIZE, (K - 1) // BLOCK_SIZE) * columns
+            scales = _scales(kernel_scale, place, COUNT * across, columns, COUNT, VECTORS)
+            zeros = _zeros(kernel_zero, place, COUNT * across, columns, COUNT, VECTORS)
+        limbs = _row_words(row, first, LIMBS, PADDED)
+        turned = ()
+        for q in tl.static_range(_QUADS):
+            for i in tl.static_range(4):
+                a, b = loaded[16 * q + i], loaded[16 * q + i + 4]
+                c, d = loaded[16 * q + i + 8], loaded[16 * q + i + 12]
+                turned = turned + _turned(a, b, c, d)
+        if BITS == 4:
+            ones = ()
+            for _ in tl.static_range(_QUADS):
+                ones = ones + (_operand(nothing + _ONES, False),)
+            row_sum = _products(ones, limbs, nothing, LIMBS, False)
+            if EXACT:
+                row_total += row_sum
+            else:
+                row_sum = row_sum.to(tl.float32)
+        sums = ()
+        for c in tl.static_range(COUNT):
+            weights = ()
+            for q in tl.static_range(_QUADS):
+                weight = turned[16 * q + c * BITS // 8]
+                if BITS == 4:  # without a sign, more by 8; of odd columns 16 times that
+                    weight = (weight ^ _SIGNS_OF_4_BITS) & (
+                        _UPPER_HALVES if c % 2 else _LOWER_HALVES
+                    )
+                weights = weights + (_operand(weight, BITS == 8),)
+            found = _products(weights, limbs, total[c] if EXACT else nothing, LIMBS, BITS == 8)
+            if not EXACT:
+                product = found.to(tl.float32)
+                if BITS == 4:
+                    if c % 2:
+                        product *= 1.0 / 16
+                    if BLOCK_SIZE:
+                        product = _of_block(product, row_sum, scales, zeros, c, VECTORS)
+                    else:
+                        product -= 8.0 * row_sum
+                found = total[c] + product
+            sums = sums + (found,)
+        total = sums
+    if EXACT and BITS == 4:
+        sums = ()
+        for c in tl.static_range(COUNT):
+            sums = sums + ((total[c] >> 4 if c % 2 else total[c]) - 8 * row_total,)
+        total = sums
+    lanes = tl.reshape(_joined(total, COUNT), (LANES, ACROSS, COUNT))
+    return tl.reshape(tl.sum(lanes, 0), (ACROSS * COUNT,)).to(tl.float32)

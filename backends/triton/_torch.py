@@ -316,6 +316,11 @@ def contiguous(*tensors):
     return [None if x is None else x.contiguous() for x in tensors]
 
 
+def aligned(*tensors):
+    """Whether all begin at a multiple of 16 bytes, which parts of tensors need not."""
+    return all(x is None or x.data_ptr() % 16 == 0 for x in tensors)
+
+
 def on_device_of(tensor):
     """A context in which Triton launches on the tensor's device, not on torch's current one."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()

@@ -1,6 +1,8 @@
 """y = RMSNorm(x) W + b for one row, where W is quantized: see `norm_linear`.
 
-A program makes some columns of y from all channels of x, and reads its part of each weight once.
+One launch makes integers of the normalized row, so that this is done once. Programs of a second one
+make some columns of y each, from all channels, and read their part of each weight once. With a
+gate, a third follows.
 """
 
 import triton
@@ -9,24 +11,25 @@ import triton.language as tl
 from keras_recurrent.backends.constants import SMALLEST_BLOCK_OF_SCALES
 from keras_recurrent.backends.triton._ahead import let_next_launch_begin
 from keras_recurrent.backends.triton._framework import (
+    aligned,
     forward_operation,
     overlap,
     refusal_of_steps,
     run,
 )
 from keras_recurrent.backends.triton._launch import Array, Launch, dtype_name
-from keras_recurrent.backends.triton._quantized_products import of_one_row
+from keras_recurrent.backends.triton._quantized_products import CHANNELS_AT_ONCE, of_one_row
+from keras_recurrent.backends.triton._quantized_row import row_kernel
 from keras_recurrent.backends.triton.norm_linear import gated
 
 _GATES = (None, "silu", "gelu")
 _MAX_WIDTH = 32768  # the registers of one program hold a row
 _THREADS = 256
-_WORDS_OF_A_LOAD = 4  # 16 bytes
-# The words of 32 bits that a program reads of one channel: whole lines of memory where this leaves
-# enough programs for all multiprocessors of a large GPU.
-_LINES = (32, 16, 8, 4)
+# How many threads read neighboring bytes of a channel, 16 each: as many as leave enough programs
+# for all multiprocessors of a large GPU.
+_ACROSS = (8, 4, 2, 1)
 _PROGRAMS = 132
-_AT_ONCE = SMALLEST_BLOCK_OF_SCALES  # loads of a thread, of channels that have one scale
+_MOST_STEPS = 4  # of a program, each as long as its code
 
 
 def unsupported(
@@ -109,45 +112,9 @@ def norm_quantized_linear(
 
 
 @triton.jit
-def _map(
-    x,
-    scale,
-    kernel,
-    kernel_scale,
-    kernel_zero,
-    bias,
-    residual,
-    y,
-    tile,
-    epsilon,
-    K: tl.constexpr,
-    N: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    NORM: tl.constexpr,
-    QUANTIZED: tl.constexpr,
-    SHORT: tl.constexpr,
-    ROW: tl.constexpr,
-    WORDS: tl.constexpr,
-    LANES: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
-    total, n = of_one_row(
-        *(x, scale, kernel, kernel_scale, kernel_zero, tile, epsilon),
-        *(K, N, BITS, BLOCK_SIZE, NORM, QUANTIZED, SHORT, ROW, WORDS, LANES, AT_ONCE, AHEAD),
-    )
-    if bias is not None:
-        total += tl.load(bias + n, n < N, other=0.0).to(tl.float32)
-    if residual is not None:
-        total += tl.load(residual + n, n < N, other=0.0).to(tl.float32)
-    tl.store(y + n, total, n < N)
-
-
-@triton.jit
 def _kernel(
-    x,
-    scale,
+    row,
+    unit,
     kernel,
     kernel_2,
     kernel_3,
@@ -164,49 +131,59 @@ def _kernel(
     y,
     y_2,
     y_3,
-    epsilon,
     K: tl.constexpr,
     N: tl.constexpr,
     N_2: tl.constexpr,
     N_3: tl.constexpr,
+    PADDED: tl.constexpr,
+    LIMBS: tl.constexpr,
     BITS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    NORM: tl.constexpr,
-    QUANTIZED: tl.constexpr,
-    SHORT: tl.constexpr,
-    ROW: tl.constexpr,
-    WORDS: tl.constexpr,
     LANES: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    ACROSS: tl.constexpr,
+    VECTORS: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    COLUMNS: tl.constexpr = WORDS * 32 // BITS
+    COLUMNS: tl.constexpr = ACROSS * 128 // BITS
     TILES: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
-    TILES_2: tl.constexpr = (N_2 + COLUMNS - 1) // COLUMNS
+    TILES_2: tl.constexpr = TILES + (N_2 + COLUMNS - 1) // COLUMNS
     tile = tl.program_id(0)
     if AHEAD:
         let_next_launch_begin()
-    if tile < TILES:
-        _map(
-            *(x, scale, kernel, kernel_scale, kernel_zero, bias, residual, y),
-            *(tile, epsilon, K, N, BITS, BLOCK_SIZE, NORM, QUANTIZED, SHORT),
-            *(ROW, WORDS, LANES, AT_ONCE, AHEAD),
-        )
-    # Two conditions each: the compiler knows the first.
+    # Which of the maps: one code for all, of which the compiler knows the columns if all are alike.
+    first, columns = 0, N
+    second, third = tile >= TILES, tile >= TILES_2
     if kernel_2 is not None:  # noqa: SIM102
-        if tile >= TILES and tile < TILES + TILES_2:
-            _map(
-                *(x, scale, kernel_2, kernel_scale_2, kernel_zero_2, bias_2, None, y_2),
-                *(tile - TILES, epsilon, K, N_2, BITS, BLOCK_SIZE, NORM, QUANTIZED, SHORT),
-                *(ROW, WORDS, LANES, AT_ONCE, AHEAD),
-            )
+        if second:
+            kernel, kernel_scale, y = kernel_2, kernel_scale_2, y_2
+            first, columns = TILES, N_2
+            if BLOCK_SIZE:
+                kernel_zero = kernel_zero_2
     if kernel_3 is not None:  # noqa: SIM102
-        if tile >= TILES + TILES_2:
-            _map(
-                *(x, scale, kernel_3, kernel_scale_3, kernel_zero_3, bias_3, None, y_3),
-                *(tile - TILES - TILES_2, epsilon, K, N_3, BITS, BLOCK_SIZE, NORM, QUANTIZED),
-                *(SHORT, ROW, WORDS, LANES, AT_ONCE, AHEAD),
-            )
+        if third:
+            kernel, kernel_scale, y = kernel_3, kernel_scale_3, y_3
+            first, columns = TILES_2, N_3
+            if BLOCK_SIZE:
+                kernel_zero = kernel_zero_3
+    total = of_one_row(
+        *(row, kernel, kernel_scale, kernel_zero, tile - first, columns),
+        *(K, PADDED, LIMBS, BITS, BLOCK_SIZE, LANES, ACROSS, VECTORS, AHEAD),
+    )
+    n = (tile - first) * COLUMNS + tl.arange(0, COLUMNS)
+    valid = n < columns
+    factor = tl.load(unit)
+    if BLOCK_SIZE == 0:
+        factor /= tl.load(kernel_scale + n, valid, other=1.0).to(tl.float32)
+    total *= factor
+    if bias is not None:
+        total += tl.load(bias + n, valid & (tile < TILES), other=0.0).to(tl.float32)
+    if bias_2 is not None:
+        total += tl.load(bias_2 + n, valid & second & (tile < TILES_2), other=0.0).to(tl.float32)
+    if bias_3 is not None:
+        total += tl.load(bias_3 + n, valid & third, other=0.0).to(tl.float32)
+    if residual is not None:
+        total += tl.load(residual + n, valid, other=0.0).to(tl.float32)
+    tl.store(y + n, total, valid)
 
 
 def results(
@@ -255,21 +232,30 @@ def forward(
     quantized: bool,
 ):
     scales = kernel_scale, kernel_scale_2, kernel_scale_3
-    inputs = x, scale, kernel, kernel_2, kernel_3, *scales
-    inputs += kernel_zero, kernel_zero_2, kernel_zero_3, bias, bias_2, bias_3
-    # With a gate, each map is written as it was summed up.
-    dtype = "float32" if gate else dtype_name(x)
-    outputs = _rows(x, scales, dtype)
+    weights = kernel, kernel_2, kernel_3, *scales, kernel_zero, kernel_zero_2, kernel_zero_3
+    channels, short = x.shape[1], dtype_name(x) == "bfloat16"
     widths = tuple(0 if s is None else s.shape[-1] for s in scales)
-    options = tile(x.shape[1], widths, bits, block_size) | {
-        "NORM": epsilon >= 0,
-        "QUANTIZED": quantized,
-        "SHORT": dtype_name(x) == "bfloat16",
+    limbs = 1 if quantized else 2 if short else 3
+    options = tile(channels, widths, bits, block_size) | {
+        "LIMBS": limbs,
+        "VECTORS": has_vectors(widths, bits, block_size, kernel_scale) and aligned(*weights),
         **overlap(x),
     }
-    programs = sum(triton.cdiv(n, options["WORDS"] * 32 // bits) for n in widths)
-    inputs += (None if gate else residual,)
-    found = run(Launch(_kernel, programs, inputs, outputs, (epsilon,), options))
+    padded = options["PADDED"]
+    row = Array((limbs, padded), "int8"), Array((1,), "float32")
+    of_row = row_options(channels, padded) | {
+        "NORM": epsilon >= 0,
+        "LIMBS": limbs,
+        "QUANTIZED": quantized,
+        "SHORT": short,
+        **overlap(x),
+    }
+    given = run(Launch(row_kernel, 1, (x, scale), row, (epsilon,), of_row))
+    # With a gate, each map is written as it was summed up.
+    outputs = _rows(x, scales, "float32" if gate else dtype_name(x))
+    inputs = *given, *weights, bias, bias_2, bias_3, None if gate else residual
+    programs = sum(triton.cdiv(n, options["ACROSS"] * 128 // bits) for n in widths)
+    found = run(Launch(_kernel, programs, inputs, outputs, (), options))
     if not gate:
         return found
     first, second, _ = found
@@ -277,23 +263,38 @@ def forward(
     return gated(x, first, second, residual, output, gate), None, None
 
 
+def row_options(channels, padded):
+    """The constants of the launch that makes integers of a row."""
+    row = triton.next_power_of_2(max(channels, padded))
+    return {"K": channels, "ROW": row, "PADDED": padded, "num_warps": 32 if row > 16384 else 16}
+
+
+def has_vectors(widths, bits, block_size, kernel_scale):
+    """Whether 16 bytes hold columns of one channel, and scales of blocks, in bfloat16, as well."""
+    whole = all(n * bits % 128 == 0 for n in widths)
+    return whole and (not block_size or dtype_name(kernel_scale) == "bfloat16")
+
+
 def tile(channels, widths, bits, block_size):
     """The constants of a program, for rows of so many channels and maps of so many columns."""
 
-    def programs(words):
-        return sum(triton.cdiv(n, words * 32 // bits) for n in widths)
+    def programs(across):
+        return sum(triton.cdiv(n, across * 128 // bits) for n in widths)
 
-    words = next((n for n in _LINES if programs(n) >= _PROGRAMS), _LINES[-1])
-    lanes = _THREADS * _WORDS_OF_A_LOAD // words
-    row = triton.next_power_of_2(channels)
+    def span(across):
+        return _THREADS // across * CHANNELS_AT_ONCE
+
+    # Of those that leave no thread without channels, and take few steps.
+    busy = [n for n in _ACROSS if span(n) <= channels] or list(_ACROSS[:1])
+    busy = [n for n in busy if triton.cdiv(channels, span(n)) <= _MOST_STEPS] or busy[-1:]
+    across = next((n for n in busy if programs(n) >= _PROGRAMS), busy[-1])
     return {
         **dict(zip(("K", "N", "N_2", "N_3"), (channels, *widths), strict=True)),
+        "PADDED": triton.cdiv(channels, span(across)) * span(across),
         "BITS": bits,
         "BLOCK_SIZE": block_size,
-        "ROW": row,
-        "WORDS": words,
-        "LANES": lanes,
-        "AT_ONCE": min(_AT_ONCE, max(1, row // lanes)),
+        "LANES": _THREADS // across,
+        "ACROSS": across,
         "num_warps": _THREADS // 32,
     }
 

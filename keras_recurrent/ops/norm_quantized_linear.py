@@ -126,7 +126,9 @@ def norm_quantized_linear(
 
     where the normalized row, f and their product are rounded to the dtype of `x`, as in Keras. Each
     byte of a matrix is read once. The kernel for NVIDIA GPUs takes a single row, and columns that
-    fill words of 32 bits. It has no gradient.
+    fill words of 32 bits. There, a row that is not quantized becomes fixed-point numbers of 16 bits
+    (bfloat16) or 24 (float32), the largest magnitude near their end; one that holds NaN or infinity
+    makes all outputs NaN. It has no gradient.
 
     Args:
         x: `[B, K]`, float16, bfloat16, float32 or float64.

@@ -69,7 +69,7 @@ QUANTIZATIONS = {
 @no_words_on_inputs
 @pytest.mark.parametrize("config", QUANTIZATIONS.values(), ids=QUANTIZATIONS)
 def test_the_same_tokens_quantized(config, fused):
-    model = tiny_causal_lm(family="hgrn2", intermediate_dim=24)
+    model = tiny_causal_lm(family="hgrn2", num_layers=1, intermediate_dim=24)
     model.quantize(config=config)
     expected = written(model, (5,), "torch")
     assert not fused

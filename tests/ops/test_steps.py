@@ -18,6 +18,9 @@ from tests.ops.judge import INTERPRETED, PLAIN, kernels
 from tests.ops.steps import CASES, DRAW, QUANTIZED, STATES, WRITTEN_OVER, Case, draw
 
 KERNELS = kernels(DRAW)
+quantized_maps = pytest.mark.parametrize(
+    "implementation", [i for o, i in KERNELS if o == "norm_quantized_linear"]
+)
 every_kernel = pytest.mark.parametrize(("operation", "implementation"), KERNELS)
 
 
@@ -61,9 +64,36 @@ def test_forward(operation, implementation, case):
 
 
 @pytest.mark.parametrize("case", QUANTIZED.values(), ids=QUANTIZED)
-@pytest.mark.parametrize("implementation", [i for o, i in KERNELS if o == "norm_quantized_linear"])
+@quantized_maps
 def test_quantized(implementation, case):
     check("norm_quantized_linear", implementation, case)
+
+
+@pytest.mark.filterwarnings("ignore:(invalid value|divide by zero):RuntimeWarning")
+@pytest.mark.parametrize("quantize_row", [True, False])
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+@quantized_maps
+def test_a_row_with_nan_or_infinity_gives_no_numbers(implementation, number, quantize_row):
+    drawn = draw("norm_quantized_linear", Case(1, widths=(32,), quantize_row=quantize_row))
+    drawn.tensors["x"][0, 3] = number
+    (found,), _ = run("norm_quantized_linear", implementation, drawn)
+    assert not np.isfinite(found).any()
+
+
+@pytest.mark.skipif(PLAIN != "torch", reason="elsewhere arrays are no parts of others")
+@quantized_maps
+def test_weights_that_begin_at_no_multiple_of_16_bytes(implementation):
+    x, kernel = np.ones((1, 8), "float32"), np.arange(9 * 24).reshape(9, 24) % 100
+    kernel, scale = native.tensor(kernel, "int8"), native.tensor(np.ones(24), "float32")
+    maps = functools.partial(ops.norm_quantized_linear, implementation=implementation)
+    if native.refusal(
+        dispatch.IMPLEMENTATIONS["norm_quantized_linear"][implementation],
+        {"x": native.tensor(x, "float32"), "scale": None, "kernel": kernel, "kernel_scale": scale},
+    ):
+        pytest.skip(f"{implementation} is not here")
+    (found,) = maps(native.tensor(x, "float32"), [kernel[1:]], [scale])
+    (expected,) = maps(native.tensor(x, "float32"), [kernel[1:].clone()], [scale])
+    np.testing.assert_array_equal(found.cpu(), expected.cpu())
 
 
 def check(operation, implementation, case):

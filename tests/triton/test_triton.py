@@ -62,12 +62,10 @@ def test_compiled_for_hopper_without_a_gpu(defaults, tmp_path):
 
 # Of these, a GPU was faster with some spills than with smaller tiles.
 SPILLS = {"gated gradients": 256, "gated d_v": 320, "gated output, 256 channels": 320}
-# CUDA's sines keep 32 bytes in memory, for angles of more than 1e5; products of float32 spill some,
-# and so do scales and zero points beside what is summed up.
+# CUDA's sines keep 32 bytes in memory, for angles of more than 1e5; products of float32 spill some.
 IN_MEMORY = {
     "local_attention step, parts": 32,
     "local_attention step, parts, float32": 96,
-    "norm_quantized_linear of two, 4 bits": 8,
 }
 
 
