@@ -76,8 +76,11 @@ def test_what_is_captured_writes_what_the_loop_writes(family, with_rows):
     model = tiny_causal_lm(family=family)
     cache = model.backbone.get_initial_state(2, max_length=2 * RECENT)
     step, flat = Step(model, cache, False, with_rows), keras.tree.flatten(cache)
-    choice, token = Choice(keras_hub.samplers.GreedySampler()), torch.tensor([[3], [5]]).int()
-    rows = Rows(torch.tensor([2, 9]), torch.tensor([], dtype=torch.int32)) if with_rows else None
+    device = flat[0].device
+    choice = Choice(keras_hub.samplers.GreedySampler())
+    token = torch.tensor([[3], [5]], dtype=torch.int32, device=device)
+    stops = torch.tensor([], dtype=torch.int32, device=device)
+    rows = Rows(torch.tensor([2, 9], device=device), stops) if with_rows else None
     prepared = step.prepared()
 
     captured = Captured.__new__(Captured)
