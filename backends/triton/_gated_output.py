@@ -27,7 +27,12 @@ import triton.language as tl
 from keras_recurrent.backends.triton import _search
 from keras_recurrent.backends.triton._gated_operands import any_flag
 from keras_recurrent.backends.triton._launch import Array, like
-from keras_recurrent.backends.triton._linear_attention import Blocks, segments_of, walk_segments
+from keras_recurrent.backends.triton._linear_attention import (
+    Blocks,
+    real_tokens,
+    segments_of,
+    walk_segments,
+)
 from keras_recurrent.backends.triton._products import operand, product
 
 LARGEST_KEYS = 128  # channels: with more, too many products are asynchronous (`_products.py`)
@@ -36,10 +41,10 @@ BLOCKS = tuple(Blocks(128, 64, 4, stages) for stages in (2, 3, 4))
 
 
 @triton.jit
-def _load_tile(tensor, row, num_tokens, d, D, H):
-    """[CHUNK, BLOCK_D] as it is; 0 beyond the tensor."""
+def _load_tile(tensor, row, valid, d, D, H):
+    """[CHUNK, BLOCK_D] as it is; 0 beyond the tensor and where no token is valid."""
     offsets = row[:, None] * (H * D) + d[None, :]
-    return tl.load(tensor + offsets, (row < num_tokens)[:, None] & (d < D)[None, :], other=0.0)
+    return tl.load(tensor + offsets, valid[:, None] & (d < D)[None, :], other=0.0)
 
 
 @triton.jit(do_not_specialize=["T", "chunks", "segment_chunks"])
@@ -47,6 +52,7 @@ def stream_kernel(
     queries,
     keys,
     v,
+    token_kind,
     scales,
     flags,
     pairs,
@@ -101,7 +107,9 @@ def stream_kernel(
     ):
         token = (b.to(tl.int64) * T + chunk * CHUNK) * H + head % H
         place = (head * chunks + chunk).to(tl.int64)
-        num_tokens = T - chunk * CHUNK
+        inside = row < T - chunk * CHUNK
+        # Queries and keys of padding are 0, but 0 times a value that is not finite is not.
+        real, _starts = real_tokens(chunk, token_kind, b, T, CHUNK)
         line = scales + place * 3 * K + d
         before = tl.load(line, d < K, other=0.0)
         between = tl.load(line + K, d < K, other=0.0)
@@ -110,10 +118,10 @@ def stream_kernel(
         scale *= before
         state *= scale[None, :]
         scale = behind
-        value = _load_tile(v + token * V, row, num_tokens, e, V, H)
-        key = _load_tile(keys + token * K, row, num_tokens, d, K, H)
+        value = _load_tile(v + token * V, row, real, e, V, H)
+        key = _load_tile(keys + token * K, row, inside, d, K, H)
         if output is not None:
-            query = _load_tile(queries + token * K, row, num_tokens, d, K, H)
+            query = _load_tile(queries + token * K, row, inside, d, K, H)
             result = tl.zeros((CHUNK, BLOCK_V), tl.float32)
             result = product(query, tl.trans(operand(state, True)), result, True)
             weights = product(query, tl.trans(key), tl.zeros((CHUNK, CHUNK), tl.float32), True)
@@ -123,7 +131,7 @@ def stream_kernel(
             weights = tl.where(any_flag(flags, place, TILES), stored.to(tl.float32), weights)
             result = product(weights, value, result, True)
             pointers = output + token * V + row[:, None] * (H * V) + e[None, :]
-            tl.store(pointers, result, (row < num_tokens)[:, None] & (e < V)[None, :])
+            tl.store(pointers, result, inside[:, None] & (e < V)[None, :])
         state = product(tl.trans(value), key, state * between[None, :], True)
 
     state *= scale[None, :]
@@ -135,10 +143,10 @@ def stream_kernel(
         tl.store(final + head.to(tl.int64) * K * V + offsets, state, valid)
 
 
-def stream(sizes, prepared, v, initial):
+def stream(sizes, prepared, v, initial, token_kind):
     """The output [B, T, H, V] and the final state [B, H, K, V] in float32."""
     queries, keys, *rest = prepared
-    tensors = queries, keys, v, *rest, initial
+    tensors = queries, keys, v, token_kind, *rest, initial
     outputs = like(v), Array(sizes.state_shape, "float32")
     tiles = rest[1].shape[3]
 

@@ -105,7 +105,7 @@ def forward(q, k, v, log_f, initial_state, token_kind):
         return step(sizes, q, k, v, initial_state, **decays)
     decays["parts"] = _parts(sizes, log_f)
     if sizes.short and streamed:
-        return stream(sizes, prepare(sizes, q, k, **decays), v, initial_state)
+        return stream(sizes, prepare(sizes, q, k, **decays), v, initial_state, token_kind)
     states, final_state = walk(sizes, k, v, initial_state, **decays)
     return _attend(sizes, q, k, v, states, dtype_name(v), **decays), final_state
 

@@ -13,6 +13,7 @@ from keras_recurrent.backends.triton import (
     _gated_operands,
     _gated_output,
     _linear_attention,
+    gated_linear_attention,
 )
 from tests.ops import judge, native
 from tests.ops.cases import Case, draw, round_to
@@ -129,3 +130,20 @@ def test_segments_of_time_with_both_kinds_of_chunks(monkeypatch):
         stretches(*SIDE_BY_SIDE, channels=18), Case(1, 0, 18, "bfloat16", kinds=True, state=True)
     )
     judge.check(OPERATION, "triton", drawn)
+
+
+def test_padding_may_hold_anything():
+    """A row of padding alone, which is not finite, leaves its state at 0."""
+    drawn = draw(OPERATION, Case(2, 5, 8, dtype="bfloat16", kinds=True))
+    tensors = {name: native.tensor(drawn.tensors[name], drawn.dtypes[name]) for name in "qkv"}
+    log_f = native.tensor(drawn.tensors["log_f"], drawn.dtypes["log_f"])
+    kind = np.full((2, 5), GOES_ON, "int8")
+    kind[1] = PADDING
+    for tensor in (*tensors.values(), log_f):
+        tensor[1] = float("nan")
+    token_kind = native.tensor(kind, "int8")
+    _, state = gated_linear_attention.gated_linear_attention(
+        **tensors, log_f=log_f, token_kind=token_kind
+    )
+    assert np.isfinite(keras.ops.convert_to_numpy(state)).all()
+    assert not keras.ops.convert_to_numpy(state)[1].any()
