@@ -126,20 +126,12 @@ def _turned(a, b, c, d):
 @triton.jit
 def _dp4a(weights, row, before, SIGNED: tl.constexpr):
     """before, and the products of four bytes, of weights without a sign unless SIGNED."""
+    INSTRUCTION: tl.constexpr = "dp4a.s32.s32" if SIGNED else "dp4a.u32.s32"
     if IN_INTERPRETER:
         found = before + tl.sum(weights * row, 2)
-    elif SIGNED:
-        found = tl.inline_asm_elementwise(
-            "dp4a.s32.s32 $0, $1, $2, $3;",
-            "=r,r,r,r",
-            [weights, row, before],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
     else:
         found = tl.inline_asm_elementwise(
-            "dp4a.u32.s32 $0, $1, $2, $3;",
+            INSTRUCTION + " $0, $1, $2, $3;",
             "=r,r,r,r",
             [weights, row, before],
             dtype=tl.int32,
@@ -168,34 +160,22 @@ def _products(weights, row, before, LIMBS: tl.constexpr, SIGNED: tl.constexpr):
 
 
 @triton.jit
-def _scales(kernel_scale, place, column, columns, COUNT: tl.constexpr, VECTORS: tl.constexpr):
-    """Of a block, the scales of a thread's columns: words of two bfloat16, or float32."""
+def _of_columns(
+    tensor, place, column, columns, COUNT: tl.constexpr, VECTORS: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """Of a block, scales or zero points of a thread's columns: words, if VECTORS, or one each.
+
+    WIDTH: how many of them 16 bytes hold.
+    """
     found = ()
     if VECTORS:
-        first = kernel_scale + place + tl.minimum(column, columns - COUNT)
-        for i in tl.static_range(COUNT // 8):
-            a, b, c, d = _four_words((first + 8 * i).to(tl.pointer_type(tl.int32)))
+        first = tensor + place + tl.minimum(column, columns - COUNT)
+        for i in tl.static_range(COUNT // WIDTH):
+            a, b, c, d = _four_words((first + WIDTH * i).to(tl.pointer_type(tl.int32)))
             found = found + (a, b, c, d)
     else:
         for i in tl.static_range(COUNT):
-            scale = tl.load(kernel_scale + place + tl.minimum(column + i, columns - 1))
-            found = found + (scale.to(tl.float32),)
-    return found
-
-
-@triton.jit
-def _zeros(kernel_zero, place, column, columns, COUNT: tl.constexpr, VECTORS: tl.constexpr):
-    """As `_scales`, of zero points: words of four, or int32."""
-    found = ()
-    if VECTORS:
-        first = kernel_zero + place + tl.minimum(column, columns - COUNT)
-        for i in tl.static_range(COUNT // 16):
-            a, b, c, d = _four_words((first + 16 * i).to(tl.pointer_type(tl.int32)))
-            found = found + (a, b, c, d)
-    else:
-        for i in tl.static_range(COUNT):
-            zero = tl.load(kernel_zero + place + tl.minimum(column + i, columns - 1))
-            found = found + (zero.to(tl.int32),)
+            found = found + (tl.load(tensor + place + tl.minimum(column + i, columns - 1)),)
     return found
 
 
@@ -208,7 +188,7 @@ def _of_block(product, row_sum, scales, zeros, c: tl.constexpr, VECTORS: tl.cons
         scale = bits.to(tl.float32, bitcast=True)
     else:
         zero = zeros[c]
-        scale = scales[c]
+        scale = scales[c].to(tl.float32)
     return (product - (zero.to(tl.float32) + 8.0) * row_sum) * scale
 
 
@@ -273,8 +253,10 @@ def of_one_row(
             following = _loaded(words, first + SPAN, 4 * across, row_words, K, VECTORS)
         if BLOCK_SIZE:
             place = tl.minimum(first // BLOCK_SIZE, (K - 1) // BLOCK_SIZE) * columns
-            scales = _scales(kernel_scale, place, COUNT * across, columns, COUNT, VECTORS)
-            zeros = _zeros(kernel_zero, place, COUNT * across, columns, COUNT, VECTORS)
+            column = COUNT * across
+            # Of bfloat16, as words hold no other ones, and of 8 bits.
+            scales = _of_columns(kernel_scale, place, column, columns, COUNT, VECTORS, 8)
+            zeros = _of_columns(kernel_zero, place, column, columns, COUNT, VECTORS, 16)
         limbs = _row_words(row, first, LIMBS, PADDED)
         turned = ()
         for q in tl.static_range(_QUADS):

@@ -135,7 +135,7 @@ def embedding(token_ids, layer, scale, state=None):
     None where that does not compute it, and on JAX, where XLA does as well. With a state that goes
     on by a real token, `(x, tokens, places)`, the others as of `tokens.find_tokens`.
     """
-    if dispatch.BACKEND != "torch" or layer.mask_zero:
+    if dispatch.BACKEND != "torch" or not _writing.now or layer.mask_zero:
         return None
     token_ids = ops.convert_to_tensor(token_ids)
     if not wanted(token_ids):
