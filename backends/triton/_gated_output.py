@@ -29,8 +29,8 @@ from keras_recurrent.backends.triton._gated_operands import any_flag
 from keras_recurrent.backends.triton._launch import Array, like
 from keras_recurrent.backends.triton._linear_attention import (
     Blocks,
+    locate_segment,
     real_tokens,
-    segments_of,
     walk_segments,
 )
 from keras_recurrent.backends.triton._products import operand, product
@@ -74,13 +74,9 @@ def stream_kernel(
 ):
     """Stores the output; if it is None, the totals and decays of all segments but the last."""
     tiles = tl.cdiv(V, BLOCK_V)
-    segments = tl.cdiv(chunks, segment_chunks)
-    computed = segments
-    if output is None:
-        computed = segments - 1
-    segment = tl.program_id(0) // tiles % computed
-    head = tl.program_id(0) // tiles // computed
-    heads = tl.num_programs(0) // tiles // computed
+    segments, segment, head, heads = locate_segment(
+        tiles, chunks, segment_chunks, output is not None
+    )
     b = head // H
     row = tl.arange(0, CHUNK)
     d = tl.arange(0, BLOCK_K)
@@ -154,11 +150,9 @@ def stream(sizes, prepared, v, initial, token_kind):
         options = {"CHUNK": sizes.chunk, "TILES": tiles}
         options |= blocks.options(sizes)
         programs = sizes.batch * sizes.heads * triton.cdiv(sizes.values, options["BLOCK_V"])
-        segments, segment_chunks = segments_of(programs, sizes.chunks)
-        numbers = *sizes.numbers, sizes.chunks, segment_chunks
         sums = sizes.state_shape, sizes.state_shape[:3]
         return walk_segments(
-            stream_kernel, segments, programs, tensors, outputs, sums, numbers, options
+            stream_kernel, sizes.chunks, programs, tensors, outputs, sums, sizes.numbers, options
         )
 
     name = "gated_linear_attention output"

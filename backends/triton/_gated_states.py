@@ -18,8 +18,8 @@ from keras_recurrent.backends.triton._launch import Array
 from keras_recurrent.backends.triton._linear_attention import (
     Blocks,
     load_tokens,
+    locate_segment,
     real_tokens,
-    segments_of,
     walk_segments,
 )
 from keras_recurrent.backends.triton._math import exp_of_decays, one_minus_exp
@@ -81,14 +81,10 @@ def _walk_kernel(
     """
     k_tiles = tl.cdiv(K, BLOCK_K)
     tiles = k_tiles * tl.cdiv(V, BLOCK_V)
-    segments = tl.cdiv(chunks, segment_chunks)
-    computed = segments
-    if states is None:
-        computed = segments - 1
     tile = tl.program_id(0) % tiles
-    segment = tl.program_id(0) // tiles % computed
-    head = tl.program_id(0) // tiles // computed
-    heads = tl.num_programs(0) // tiles // computed
+    segments, segment, head, heads = locate_segment(
+        tiles, chunks, segment_chunks, states is not None
+    )
     b = head // H
     d = tile % k_tiles * BLOCK_K + tl.arange(0, BLOCK_K)
     e = tile // k_tiles * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -156,11 +152,9 @@ def walk(sizes, k, v, initial, *, log_f, token_kind, parts, reverse=False):
         options |= blocks.options(sizes)
         programs = sizes.batch * sizes.heads * triton.cdiv(sizes.keys, options["BLOCK_K"])
         programs *= triton.cdiv(sizes.values, options["BLOCK_V"])
-        segments, segment_chunks = segments_of(programs, sizes.chunks)
-        numbers = *sizes.numbers, sizes.chunks, segment_chunks
         sums = sizes.state_shape, sizes.state_shape[:3]
         return walk_segments(
-            _walk_kernel, segments, programs, tensors, outputs, sums, numbers, options
+            _walk_kernel, sizes.chunks, programs, tensors, outputs, sums, sizes.numbers, options
         )
 
     name = "gated_linear_attention states" + " backward" * reverse

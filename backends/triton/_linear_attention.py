@@ -111,17 +111,21 @@ def segments_of(programs, chunks):
     return triton.cdiv(chunks, segment_chunks), segment_chunks
 
 
-def walk_segments(kernel, segments, programs, tensors, outputs, sums, numbers, options):
+def walk_segments(kernel, chunks, programs, tensors, outputs, sums, numbers, options):
     """Runs a kernel that goes through the chunks of each segment; returns what it writes.
 
     Its arguments are the tensors, a total and a decay of each segment but the last, the outputs,
-    and the numbers. With several segments, a first launch writes the totals and decays alone, from
-    which each segment of a second one finds the state that it starts from.
+    the numbers, and how many chunks there are in all and in a segment. With several segments, a
+    first launch writes the totals and decays alone, from which each segment of a second one finds
+    the state that it starts from.
 
     Args:
         programs: how many programs go through a segment.
         sums: the shapes of a segment's total and decay, for all heads.
     """
+
+    segments, segment_chunks = segments_of(programs, chunks)
+    numbers = *numbers, chunks, segment_chunks
 
     def walk(count, inputs, outputs):
         return run(Launch(kernel, programs * count, inputs, outputs, numbers, options))
@@ -131,6 +135,19 @@ def walk_segments(kernel, segments, programs, tensors, outputs, sums, numbers, o
         arrays = (Array((segments - 1, *shape), "float32") for shape in sums)
         found = walk(segments - 1, tensors, (*arrays, *[None] * len(outputs)))[:2]
     return walk(segments, (*tensors, *found), outputs)
+
+
+@triton.jit
+def locate_segment(tiles, chunks, segment_chunks, ALL: tl.constexpr):
+    """How many segments there are, this program's one, its head, and how many heads, of all rows.
+
+    ALL: whether the launch goes through all segments, or through all but the last.
+    """
+    segments = tl.cdiv(chunks, segment_chunks)
+    computed = segments if ALL else segments - 1
+    segment = tl.program_id(0) // tiles % computed
+    head = tl.program_id(0) // tiles // computed
+    return segments, segment, head, tl.num_programs(0) // tiles // computed
 
 
 @triton.jit

@@ -23,9 +23,9 @@ from keras_recurrent.backends.triton._launch import Array, dtype_name, like
 from keras_recurrent.backends.triton._linear_attention import (
     Blocks,
     load_tokens,
+    locate_segment,
     real_tokens,
     refusal,
-    segments_of,
     sizes_of,
     walk_segments,
 )
@@ -117,13 +117,9 @@ def _walk_kernel(
     state_k, state_v: the strides of `initial` and `final` along K and along V.
     """
     tiles = tl.cdiv(V, BLOCK_V)
-    segments = tl.cdiv(chunks, segment_chunks)
-    computed = segments
-    if output is None:
-        computed = segments - 1
-    segment = tl.program_id(0) // tiles % computed
-    head = tl.program_id(0) // tiles // computed
-    heads = tl.num_programs(0) // tiles // computed
+    segments, segment, head, heads = locate_segment(
+        tiles, chunks, segment_chunks, output is not None
+    )
     b = head // H
     row = tl.arange(0, CHUNK)
     d = tl.arange(0, BLOCK_K)
@@ -207,12 +203,11 @@ def _walk(q, k, v, initial, dtype, *, log_decay, token_kind, transposed=False, r
         options = {"CHUNK": sizes.chunk, "SHORT": sizes.short, "REVERSE": reverse}
         options |= blocks.options(sizes)
         programs = batch * heads * triton.cdiv(values, options["BLOCK_V"])
-        segments, segment_chunks = segments_of(programs, sizes.chunks)
         strides = (1, keys) if transposed else (values, 1)
-        numbers = *sizes.numbers, *strides, sizes.chunks, segment_chunks
+        numbers = *sizes.numbers, *strides
         sums = state_shape, (batch, heads)
         return walk_segments(
-            _walk_kernel, segments, programs, tensors, outputs, sums, numbers, options
+            _walk_kernel, sizes.chunks, programs, tensors, outputs, sums, numbers, options
         )
 
     name = "lightning_attention" + " transposed" * transposed + " backward" * reverse

@@ -16,11 +16,9 @@ from keras_recurrent import dispatch, ops
 from keras_recurrent.backends.constants import GOES_ON, PADDING, STARTS
 from keras_recurrent.backends.triton import (
     _banded_attention,
-    _gated_states,
     _linear_attention,
     _torch,
     causal_conv1d,
-    lightning_attention,
 )
 from tests.ops import judge, native, token_wise
 from tests.ops.cases import DRAW, Case, draw
@@ -157,14 +155,13 @@ def test_heads_of_several_tiles(operation):
 def test_segments_of_time(operation, monkeypatch):
     """Few heads are cut along time, where rows are long; here, into segments of one chunk."""
     monkeypatch.setattr(_linear_attention, "_SHORTEST_SEGMENT", 1)
-    launches = _gated_states if operation == "gated_linear_attention" else lightning_attention
-    cuts = []
+    cuts, segments_of = [], _linear_attention.segments_of
 
     def recorded(programs, chunks):
-        cuts.append(_linear_attention.segments_of(programs, chunks))
+        cuts.append(segments_of(programs, chunks))
         return cuts[-1]
 
-    monkeypatch.setattr(launches, "segments_of", recorded)
+    monkeypatch.setattr(_linear_attention, "segments_of", recorded)
     case = Case(1, 139, 3, kinds=True, state=True, decays="near one")
     judge.check(operation, "triton", draw(operation, case))
     assert cuts
