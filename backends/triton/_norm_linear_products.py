@@ -22,17 +22,19 @@ def of_one_row(
     x,
     scale,
     kernel,
+    first,
     n,
     epsilon,
     K: tl.constexpr,
     N: tl.constexpr,
+    LENGTH: tl.constexpr,
     NORM: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     AT_ONCE: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """The columns n [BLOCK_N] of RMSNorm(x) W, float32.
+    """The columns n [BLOCK_N] of RMSNorm(x) W, float32; of LENGTH channels from `first` on.
 
     A program reads its part of the weight once, in loads that are under way together; the first
     ones before x is there. The norm's factor r is the same for the whole row, so it multiplies the
@@ -41,9 +43,10 @@ def of_one_row(
     """
     total = tl.zeros((BLOCK_K, BLOCK_N) if AT_ONCE else (BLOCK_N,), tl.float32)
     squares = tl.zeros((BLOCK_K,), tl.float32)
-    for i in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
-        k = i * BLOCK_K + tl.arange(0, BLOCK_K)
-        weight = _weights(kernel, k, n, K, N, (i + 1) * BLOCK_K <= K and N % BLOCK_N == 0)
+    for i in tl.static_range((LENGTH + BLOCK_K - 1) // BLOCK_K):
+        k = first + i * BLOCK_K + tl.arange(0, BLOCK_K)
+        whole = (i + 1) * BLOCK_K <= LENGTH and K % LENGTH == 0 and N % BLOCK_N == 0
+        weight = _weights(kernel, k, n, K, N, whole)
         factor = 1.0
         if scale is not None:
             factor = tl.load(scale + k, k < K, other=0.0).to(tl.float32)
@@ -66,10 +69,12 @@ def of_rows(
     x,
     kernel,
     other,
+    first,
     n,
     rows,
     K: tl.constexpr,
     N: tl.constexpr,
+    LENGTH: tl.constexpr,
     PAIR: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -78,14 +83,15 @@ def of_rows(
 ):
     """The columns n of x W for the first rows [BLOCK_B] of x, and with PAIR of x with `other`.
 
+    Of LENGTH channels from `first` on, which is a multiple of BLOCK_K unless it is all of them.
     Tensor cores multiply; the loads of the next channels are under way meanwhile. These go into
     shared memory directly, since nothing is done to x before it is multiplied.
     """
     row = tl.arange(0, BLOCK_B)
     total = tl.zeros((BLOCK_B, n.shape[0]), tl.float32)
     beside = tl.zeros((BLOCK_B, n.shape[0]), tl.float32)
-    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        k = start + tl.arange(0, BLOCK_K)
+    for start in tl.range(0, LENGTH, BLOCK_K, num_stages=STAGES):
+        k = first + start + tl.arange(0, BLOCK_K)
         valid = (row < rows)[:, None] & (k < K)[None, :]
         value = tl.load(x + row[:, None] * K + k[None, :], valid, other=0.0)
         total = product(value, _weights(kernel, k, n, K, N), total, SHORT)

@@ -1,6 +1,7 @@
 """y = RMSNorm(x) W + b for a few rows: what a step of generation spends most of its time on.
 
-A program makes some columns of y from all channels of x. A single row is normalized in the same
+A program makes some columns of y from all channels of x, or, where there are few columns, from some
+of the channels, and one more launch adds their sums. A single row is normalized in the same
 kernel, and gated by one launch more: programs that read two weights were slower by a third. A few
 rows are normalized before, so that tensor cores take them as they are, and gated in the kernel.
 """
@@ -20,31 +21,10 @@ from keras_recurrent.backends.triton._framework import (
 from keras_recurrent.backends.triton._launch import Array, Launch, dtype_name
 from keras_recurrent.backends.triton._math import gelu, silu
 from keras_recurrent.backends.triton._norm_linear_products import of_one_row, of_rows
+from keras_recurrent.backends.triton._norm_linear_tiles import tile_of
 
 _GATES = (None, "silu", "gelu")
-_MANY = 2**31
-# Of one row: the first whose columns, of all maps together, and channels fit. From many columns on,
-# lines of memory are read whole; below, there would be too few programs for all multiprocessors.
-# What runs beside matters as much: a launch begins early where two programs fit a multiprocessor.
-# So these were chosen in whole steps of HGRN2 1.3B and RecurrentGemma 2B on an H200.
-_OF_ONE_ROW = {"BLOCK_B": 1, "STAGES": 1, "num_warps": 8}
-_TILES_OF_ONE_ROW = (  # columns at least, channels at most
-    (6144, _MANY, {"BLOCK_N": 32, "BLOCK_K": 1024, "AT_ONCE": False, "maxnreg": 128}),
-    (3072, _MANY, {"BLOCK_N": 16, "BLOCK_K": 2048, "AT_ONCE": True}),
-    (0, 2048, {"BLOCK_N": 16, "BLOCK_K": 2048, "AT_ONCE": False, "maxnreg": 128}),
-    (0, 6144, {"BLOCK_N": 16, "BLOCK_K": 1024, "AT_ONCE": True}),
-    (0, _MANY, {"BLOCK_N": 16, "BLOCK_K": 2048, "AT_ONCE": True}),
-)
-_BLOCK_K_OF_FLOAT32 = 512
-_TILE_OF_ROWS = {"BLOCK_B": 16, "BLOCK_N": 64, "BLOCK_K": 128, "STAGES": 4, "num_warps": 4}
-# Where there are too few columns for all multiprocessors, more channels are under way at once, as
-# many as the shared memory of small GPUs holds.
-_FEW_COLUMNS = 4096
-_TILE_OF_FEW = {"BLOCK_B": 16, "BLOCK_N": 32, "BLOCK_K": 512, "STAGES": 3, "num_warps": 4}
-# With a gate, a program reads two kernels.
-_TILE_OF_GATED = {"BLOCK_B": 16, "BLOCK_N": 64, "BLOCK_K": 64, "STAGES": 6, "num_warps": 4}
-_TILE_OF_FLOAT32 = {"BLOCK_B": 16, "BLOCK_N": 32, "BLOCK_K": 64, "STAGES": 2, "num_warps": 4}
-_GATED_AT_ONCE = 256  # numbers of one row, a program
+_AT_ONCE = 256  # numbers of what a gate or a sum makes, a program
 
 
 def unsupported(
@@ -109,11 +89,13 @@ def _maps(
     scale,
     kernel,
     other,
+    first,
     n,
     rows,
     epsilon,
     K: tl.constexpr,
     N: tl.constexpr,
+    LENGTH: tl.constexpr,
     NORM: tl.constexpr,
     PAIR: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -126,12 +108,25 @@ def _maps(
 ):
     if BLOCK_B == 1:
         total = of_one_row(
-            x, scale, kernel, n, epsilon, K, N, NORM, BLOCK_N, BLOCK_K, AT_ONCE, AHEAD
+            x,
+            scale,
+            kernel,
+            first,
+            n,
+            epsilon,
+            K,
+            N,
+            LENGTH,
+            NORM,
+            BLOCK_N,
+            BLOCK_K,
+            AT_ONCE,
+            AHEAD,
         )
         beside = total
     else:
         total, beside = of_rows(
-            x, kernel, other, n, rows, K, N, PAIR, BLOCK_B, BLOCK_K, STAGES, SHORT
+            x, kernel, other, first, n, rows, K, N, LENGTH, PAIR, BLOCK_B, BLOCK_K, STAGES, SHORT
         )
     return total, beside
 
@@ -156,6 +151,7 @@ def _kernel(
     N: tl.constexpr,
     N_2: tl.constexpr,
     N_3: tl.constexpr,
+    LENGTH: tl.constexpr,
     NORM: tl.constexpr,
     GATE: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -169,6 +165,12 @@ def _kernel(
     TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     TILES_2: tl.constexpr = 0 if GATE else (N_2 + BLOCK_N - 1) // BLOCK_N
     tile = tl.program_id(0)
+    first = 0
+    if LENGTH < K:
+        part = tile // TILES
+        tile %= TILES
+        first = part * LENGTH
+        y += part * rows * N
     # Programs of several rows do not let others begin, which would take the shared memory that
     # their own next programs need; and wait before their loads, of which x is one.
     if AHEAD and BLOCK_B == 1:
@@ -182,11 +184,13 @@ def _kernel(
             scale,
             kernel,
             kernel_2,
+            first,
             n,
             rows,
             epsilon,
             K,
             N,
+            LENGTH,
             NORM,
             GATE != 0,
             BLOCK_B,
@@ -215,11 +219,13 @@ def _kernel(
                 scale,
                 kernel_2,
                 None,
+                0,
                 n,
                 rows,
                 epsilon,
                 K,
                 N_2,
+                LENGTH,
                 NORM,
                 False,
                 BLOCK_B,
@@ -239,11 +245,13 @@ def _kernel(
                 scale,
                 kernel_3,
                 None,
+                0,
                 n,
                 rows,
                 epsilon,
                 K,
                 N_3,
+                LENGTH,
                 NORM,
                 False,
                 BLOCK_B,
@@ -277,6 +285,32 @@ def _gate_kernel(
     if residual is not None:
         value += tl.load(residual + n, n < N, other=0.0).to(tl.float32)
     tl.store(y + n, value, n < N)
+
+
+@triton.jit
+def _sum_kernel(
+    parts,
+    bias,
+    residual,
+    y,
+    size,
+    N: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    if AHEAD:
+        let_next_launch_begin()
+        wait_for_launch_before()
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.zeros((BLOCK,), tl.float32)
+    for part in tl.static_range(PARTS):
+        value += tl.load(parts + part * size + place, place < size, other=0.0)
+    if bias is not None:
+        value += tl.load(bias + place % N, place < size, other=0.0).to(tl.float32)
+    if residual is not None:
+        value += tl.load(residual + place, place < size, other=0.0).to(tl.float32)
+    tl.store(y + place, value, place < size)
 
 
 def results(
@@ -330,43 +364,41 @@ def forward(
 def gated(x, first, second, residual, output, gate):
     """The activated first map of one row x, times the second; both are float32."""
     columns = output.shape[1]
-    options = {"N": columns, "GATE": gate, "BLOCK": _GATED_AT_ONCE, **overlap(x)}
-    programs = triton.cdiv(columns, _GATED_AT_ONCE)
+    options = {"N": columns, "GATE": gate, "BLOCK": _AT_ONCE, **overlap(x)}
+    programs = triton.cdiv(columns, _AT_ONCE)
     arrays = first, second, residual
     return run(Launch(_gate_kernel, programs, arrays, (output,), (), options))[0]
 
 
 def _launch(tensors, residual, outputs, epsilon, gate):
     """The maps of rows, which with a gate are several."""
-    x, _, kernel, kernel_2, kernel_3, *_ = tensors
+    x, _, kernel, kernel_2, kernel_3, bias, *_ = tensors
     rows, channels = x.shape
     widths = [0 if w is None else w.shape[1] for w in (kernel, kernel_2, kernel_3)]
-    options = _tile(rows, channels, sum(widths), dtype_name(kernel), gate)
+    parts = kernel_2 is None and epsilon < 0
+    options = tile_of(rows, channels, sum(widths), dtype_name(kernel), gate, parts)
     columns = [widths[0], 0 if gate else widths[1], widths[2]]
     programs = sum(triton.cdiv(n, options["BLOCK_N"]) for n in columns)
     options |= dict(zip(("K", "N", "N_2", "N_3"), (channels, *widths), strict=True))
     options |= {"NORM": epsilon >= 0, "GATE": gate, "SHORT": dtype_name(kernel) == "bfloat16"}
-    options |= overlap(x)
-    inputs = *tensors, residual
-    return run(Launch(_kernel, programs, inputs, outputs, (rows, epsilon), options))
+    options |= overlap(x) if rows == 1 else {"AHEAD": False}
+    count = triton.cdiv(channels, options["LENGTH"])
+    if count == 1:
+        inputs = *tensors, residual
+        return run(Launch(_kernel, programs, inputs, outputs, (rows, epsilon), options))
+    inputs = *tensors[:5], *[None] * 4
+    totals = Array((count, rows, widths[0]), "float32"), None, None
+    totals, *_ = run(Launch(_kernel, programs * count, inputs, totals, (rows, epsilon), options))
+    return _sum(totals, bias, residual, outputs[0]), None, None
 
 
-def _tile(rows, channels, columns, dtype, gate):
-    """How a program is made, for rows of so many channels, and so many columns of all maps."""
-    if rows == 1:
-        tile = next(
-            t for least, most, t in _TILES_OF_ONE_ROW if columns >= least and channels <= most
-        )
-        if dtype == "float32":
-            tile = {"BLOCK_N": 16, "BLOCK_K": _BLOCK_K_OF_FLOAT32, "AT_ONCE": True}
-        tile = _OF_ONE_ROW | tile
-    elif dtype == "float32":
-        tile = _TILE_OF_FLOAT32 | {"AT_ONCE": False}
-    elif gate:
-        tile = _TILE_OF_GATED | {"AT_ONCE": False}
-    else:
-        tile = (_TILE_OF_FEW if columns <= _FEW_COLUMNS else _TILE_OF_ROWS) | {"AT_ONCE": False}
-    return tile | {"BLOCK_K": min(tile["BLOCK_K"], triton.next_power_of_2(max(16, channels)))}
+def _sum(parts, bias, residual, output):
+    """The sum of parts [number, rows, N], of the bias and of the residual."""
+    count, rows, columns = parts.shape
+    options = {"N": columns, "PARTS": count, "BLOCK": _AT_ONCE, **overlap(parts)}
+    programs = triton.cdiv(rows * columns, _AT_ONCE)
+    inputs = parts, bias, residual
+    return run(Launch(_sum_kernel, programs, inputs, (output,), (rows * columns,), options))[0]
 
 
 _norm_linear = forward_operation("norm_linear", forward, results, count=3)
