@@ -26,8 +26,8 @@ _TILE_OF_ROWS = {"BLOCK_B": 16, "BLOCK_N": 64, "BLOCK_K": 128, "STAGES": 4, "num
 # With a gate, a program reads two kernels.
 _TILE_OF_GATED = {"BLOCK_B": 16, "BLOCK_N": 64, "BLOCK_K": 64, "STAGES": 6, "num_warps": 4}
 _TILE_OF_FLOAT32 = {"BLOCK_B": 16, "BLOCK_N": 32, "BLOCK_K": 64, "STAGES": 2, "num_warps": 4}
-_PROGRAMS_OF_ONE_ROW, _PROGRAMS_OF_ROWS = 352, 128  # that a map in parts has at most
-_MOST_PARTS = 16
+# A map in parts has the fewest of one size that make so many programs.
+_LEAST_PROGRAMS, _MOST_PARTS = 120, 16
 
 
 def tile_of(rows, channels, columns, dtype, gate, parts):
@@ -51,10 +51,14 @@ def tile_of(rows, channels, columns, dtype, gate, parts):
     block = min(tile["BLOCK_K"], triton.next_power_of_2(max(16, channels)))
     length = channels
     if parts:
-        most = _PROGRAMS_OF_ONE_ROW if rows == 1 else _PROGRAMS_OF_ROWS
-        count = min(_MOST_PARTS, max(1, most // triton.cdiv(columns, tile["BLOCK_N"])))
-        length = min(channels, triton.cdiv(triton.cdiv(channels, count), block) * block)
-    return tile | {"BLOCK_K": block, "LENGTH": length}
+        blocks, tiles = triton.cdiv(channels, block), triton.cdiv(columns, tile["BLOCK_N"])
+        length = block * (blocks // _number_of_parts(blocks, tiles))
+    return tile | {"BLOCK_K": block, "LENGTH": min(length, channels)}
+
+
+def _number_of_parts(blocks, tiles):
+    found = [n for n in range(1, _MOST_PARTS + 1) if blocks % n == 0]
+    return next((n for n in found if n * tiles >= _LEAST_PROGRAMS), found[-1])
 
 
 def _tile_of_one_row(channels, columns, dtype, parts):

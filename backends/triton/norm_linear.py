@@ -289,11 +289,11 @@ def _gate_kernel(
 
 @triton.jit
 def _sum_kernel(
-    parts,
+    sums,
     bias,
     residual,
     y,
-    size,
+    n,
     N: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -305,12 +305,12 @@ def _sum_kernel(
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     value = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(PARTS):
-        value += tl.load(parts + part * size + place, place < size, other=0.0)
+        value += tl.load(sums + part * n + place, place < n, other=0.0)
     if bias is not None:
-        value += tl.load(bias + place % N, place < size, other=0.0).to(tl.float32)
+        value += tl.load(bias + place % N, place < n, other=0.0).to(tl.float32)
     if residual is not None:
-        value += tl.load(residual + place, place < size, other=0.0).to(tl.float32)
-    tl.store(y + place, value, place < size)
+        value += tl.load(residual + place, place < n, other=0.0).to(tl.float32)
+    tl.store(y + place, value, place < n)
 
 
 def results(
@@ -381,7 +381,7 @@ def _launch(tensors, residual, outputs, epsilon, gate):
     programs = sum(triton.cdiv(n, options["BLOCK_N"]) for n in columns)
     options |= dict(zip(("K", "N", "N_2", "N_3"), (channels, *widths), strict=True))
     options |= {"NORM": epsilon >= 0, "GATE": gate, "SHORT": dtype_name(kernel) == "bfloat16"}
-    options |= overlap(x) if rows == 1 else {"AHEAD": False}
+    options |= overlap(x)
     count = triton.cdiv(channels, options["LENGTH"])
     if count == 1:
         inputs = *tensors, residual

@@ -1,7 +1,7 @@
 """A token of Griffin's recurrent block, between its linear maps.  De et al. 2024, arXiv:2402.19427.
 
 A program makes some channels of one block of one row, from the convolution of all channels of the
-block. All arithmetic is float32.
+block; of several rows, `_rg_lru_step_rows.py` makes some at once. All arithmetic is float32.
 """
 
 import triton
@@ -15,8 +15,9 @@ from keras_recurrent.backends.triton._framework import (
     refusal_of_steps,
     run,
 )
-from keras_recurrent.backends.triton._launch import Array, Launch, like
+from keras_recurrent.backends.triton._launch import Array, Launch, dtype_name, like
 from keras_recurrent.backends.triton._math import decay, gelu, sigmoid, softplus
+from keras_recurrent.backends.triton._rg_lru_step_rows import rows_kernel, tile_of
 from keras_recurrent.backends.triton._tokens import GOES_ON, PADDING, STARTS, by_kind
 
 _DECAY_EXPONENT = tl.constexpr(DECAY_EXPONENT)
@@ -192,15 +193,22 @@ def forward(
     tensors += kernel_a, bias_a, kernel_x, bias_x, a_logit, token_kind
     rows, width = x.shape
     blocks, channels = kernel_a.shape[:2]
-    block_n = min(_BLOCK_N, triton.next_power_of_2(channels))
-    options = {"W": conv_kernel.shape[0], "C": channels, "BLOCK_N": block_n}
-    options |= {"BLOCK_C": triton.next_power_of_2(channels), "num_warps": _WARPS, **overlap(x)}
-    options |= {"BLOCK_W": triton.next_power_of_2(max(1, conv_kernel.shape[0] - 1))}
-    programs = rows * blocks * triton.cdiv(channels, block_n)
+    options = {"W": conv_kernel.shape[0], "C": channels, **overlap(x)}
+    if rows == 1:
+        kernel, numbers, count = _kernel, (width,), 1
+        options |= {"BLOCK_N": min(_BLOCK_N, triton.next_power_of_2(channels))}
+        options |= {"BLOCK_C": triton.next_power_of_2(channels), "num_warps": _WARPS}
+        options |= {"BLOCK_W": triton.next_power_of_2(max(1, conv_kernel.shape[0] - 1))}
+    else:
+        kernel, numbers = rows_kernel, (rows, width)
+        short = {dtype_name(kernel) for kernel in (kernel_a, kernel_x)} == {"bfloat16"}
+        options |= tile_of(rows, channels) | {"SHORT": short}
+        count = triton.cdiv(rows, options["BLOCK_B"])
+    programs = count * blocks * triton.cdiv(channels, options["BLOCK_N"])
     shapes = tuple(window.shape), tuple(hidden.shape)
     outputs = like(x), *(Array(shape, "float32") for shape in shapes)
     # The window is not written over: other programs read it for their own channels.
-    return run(Launch(_kernel, programs, tensors, outputs, (width,), options, updates=((3, 2),)))
+    return run(Launch(kernel, programs, tensors, outputs, numbers, options, updates=((3, 2),)))
 
 
 _rg_lru_step = forward_operation("rg_lru_step", forward, results, count=3, updates=("hidden",))

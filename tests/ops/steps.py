@@ -44,6 +44,7 @@ CASES = {
     "channels in parts": Case(1, "bfloat16", 4500, (70,), residual=True, norm=False),
     "rows, channels in parts": Case(5, "bfloat16", 1200, (70,), residual=True),
     "float32 rows, channels in parts": Case(3, "float32", 1100, (40,), parameters=False),
+    "many rows": Case(35, "bfloat16", 300, kinds=True),
     "float16": Case(2, "float16", kinds=True),
     "float64": Case(2, "float64", widths=(16, 33), kinds=True, scale="extreme"),
     "extreme": Case(1, widths=(16, 17), scale="extreme"),

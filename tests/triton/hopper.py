@@ -45,6 +45,9 @@ from keras_recurrent.backends.triton import (
     rms_norm,
     token_crossentropy,
 )
+from keras_recurrent.backends.triton._norm_linear_tiles import tile_of
+from keras_recurrent.backends.triton._rg_lru_step_rows import rows_kernel
+from keras_recurrent.backends.triton._rg_lru_step_rows import tile_of as tile_of_rg_lru
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SIZES = ("B", "T", "D", "H", "K", "V", "tiles", "chunks", "segment_chunks", "state_k", "state_v")
@@ -196,11 +199,13 @@ def of_rows_through_maps(rows, channels, dtype="bfloat16", **constants):
     absent = ("kernel_2", "kernel_3", "bias", "bias_2", "bias_3", "residual", "y_2", "y_3")
     sizes = {"K": channels, "N": 2048, "N_2": 2048, "N_3": 2048, "NORM": True, "GATE": 0}
     columns = 2048 * (1 + sum(f"kernel_{i}" in constants for i in (2, 3)))
-    tile = norm_linear._tile(rows, channels, columns, dtype, constants.get("GATE", 0))
     sizes |= {"SHORT": dtype == "bfloat16", "AHEAD": True}
     if rows > 1:  # they are normalized before
         sizes |= {"NORM": False, "scale": None}
     constants = dict.fromkeys(absent) | sizes | constants
+    parts = constants["kernel_2"] is None and not constants["NORM"]
+    tile = tile_of(rows, channels, columns, dtype, constants["GATE"], parts)
+    constants["LENGTH"] = tile.pop("LENGTH")
     constants = {name: value for name, value in constants.items() if value != "given"}
     return norm_linear._kernel, constants, [tile]
 
@@ -232,6 +237,14 @@ OF_A_STEP = {
         | {"AHEAD": True},
         [{"num_warps": rg_lru_step._WARPS}],
     ),
+    **{
+        f"rg_lru step of {rows} rows": (
+            rows_kernel,
+            {"W": 4, "C": 256, "AHEAD": True, "SHORT": True},
+            [tile_of_rg_lru(rows, 256)],
+        )
+        for rows in (16, 64)
+    },
     "local_attention step, parts": (
         local_attention_step._parts_kernel,
         ATTENTION_STEP | {"SHARE": 10, "BLOCK_H": 16, "SHORT": True},
@@ -254,33 +267,35 @@ OF_A_STEP = {
     "norm_linear of 12,288 columns": (
         norm_linear._kernel,
         of_rows_through_maps(1, 2048, kernel_2="given", y_2="given", N=6144, N_2=6144)[1],
-        [norm_linear._tile(1, 2048, 12288, "bfloat16", 0)],
+        [{n: v for n, v in tile_of(1, 2048, 12288, "bfloat16", 0, False).items() if n != "LENGTH"}],
     ),
     "norm_linear of two, float32": of_rows_through_maps(
         1, 2560, "float32", kernel_2="given", bias="given", y_2="given"
     ),
     "norm_linear, silu": (
         norm_linear._gate_kernel,
-        {"N": 5632, "GATE": 1, "BLOCK": norm_linear._GATED_AT_ONCE, "AHEAD": True}
-        | {"residual": None},
+        {"N": 5632, "GATE": 1, "BLOCK": norm_linear._AT_ONCE, "AHEAD": True} | {"residual": None},
         [{}],
     ),
     "norm_linear, gelu": (
         norm_linear._gate_kernel,
-        {"N": 7680, "GATE": 2, "BLOCK": norm_linear._GATED_AT_ONCE, "AHEAD": False},
+        {"N": 7680, "GATE": 2, "BLOCK": norm_linear._AT_ONCE, "AHEAD": False},
+        [{}],
+    ),
+    "norm_linear, sum of parts": (
+        norm_linear._sum_kernel,
+        {"N": 2048, "PARTS": 11, "BLOCK": norm_linear._AT_ONCE, "AHEAD": True, "bias": None},
         [{}],
     ),
     "norm_linear of 16 rows, silu": of_rows_through_maps(16, 2048, kernel_2="given", GATE=1),
     "norm_linear of 16 rows of three": of_rows_through_maps(
         16, 2048, kernel_2="given", kernel_3="given", y_2="given", y_3="given", bias="given"
     ),
-    "norm_linear of 16 rows, residual": of_rows_through_maps(16, 5632, residual="given"),
+    "norm_linear of 16 rows, in parts": of_rows_through_maps(16, 5632),
     "norm_linear of 16 rows, gelu, float32": of_rows_through_maps(
         16, 2560, "float32", kernel_2="given", GATE=2
     ),
-    "norm_linear, residual": of_rows_through_maps(
-        1, 5632, residual="given", scale=None, NORM=False
-    ),
+    "norm_linear, in parts": of_rows_through_maps(1, 5632, scale=None, NORM=False),
 }
 
 
