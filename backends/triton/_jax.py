@@ -34,7 +34,6 @@ _TYPES = {
     "int64": "i64",
     "int8": "i8",
 }
-MOST_ROWS_OF_STEPS = 1  # of `norm_linear`: XLA joins products of several with what stands around
 # What the oldest assembler understands that JAX takes (CUDA 12.6), and that later GPUs need.
 _PTX_VERSION, _PTX_VERSIONS = 86, {103: 88, 110: 90, 120: 87, 121: 88}
 _ALIGNED = ("tt.divisibility", 16)  # bytes of an address, or a number's factor

@@ -45,18 +45,22 @@ def _seen(last_inputs, conv_kernel, conv_bias, places, row, d, valid, D, W: tl.c
 
 
 @triton.jit
-def _product(inputs, weight, total, SHORT: tl.constexpr):
-    """total + inputs weight, as precise as in float32: so are three numbers of bfloat16."""
+def _product(inputs, weight, total, rest, SHORT: tl.constexpr):
+    """total + rest + inputs weight, as precise as in float32: so are three numbers of bfloat16.
+
+    Tensor cores cut off what is below the last place of a sum. The two smaller numbers have a sum of
+    their own, `rest`, so that they cut nothing off the large one.
+    """
     if SHORT:
         part = operand(inputs, True)
         total = product(part, weight, total, True)
         for _ in tl.static_range(2):
             inputs -= part.to(tl.float32)
             part = operand(inputs, True)
-            total = product(part, weight, total, True)
+            rest = product(part, weight, rest, True)
     else:
         total = product(inputs, weight.to(tl.float32), total, False)
-    return total
+    return total, rest
 
 
 @triton.jit
@@ -98,6 +102,8 @@ def rows_kernel(
     kind = tl.full((BLOCK_B,), GOES_ON, tl.int8)
     gate_a = tl.zeros((BLOCK_B, BLOCK_N), tl.float32)
     gate_x = tl.zeros((BLOCK_B, BLOCK_N), tl.float32)
+    rest_a = tl.zeros((BLOCK_B, BLOCK_N), tl.float32)
+    rest_x = tl.zeros((BLOCK_B, BLOCK_N), tl.float32)
     for i in tl.static_range((C + BLOCK_C - 1) // BLOCK_C):
         c = i * BLOCK_C + tl.arange(0, BLOCK_C)
         d = block * C + c
@@ -117,16 +123,16 @@ def rows_kernel(
         newest = _load(x, row[:, None] * D + d[None, :], valid)
         newest = tl.where((kind != PADDING)[:, None], newest, 0.0)
         inputs = tl.where((kind == STARTS)[:, None], first, later) + newest * weight
-        gate_a = _product(inputs, weight_a, gate_a, SHORT)
-        gate_x = _product(inputs, weight_x, gate_x, SHORT)
+        gate_a, rest_a = _product(inputs, weight_a, gate_a, rest_a, SHORT)
+        gate_x, rest_x = _product(inputs, weight_x, gate_x, rest_x, SHORT)
     kind = kind[:, None]
     real = kind != PADDING
     newest = _load(x, own_places, own_valid)
     first, later = _seen(last_inputs, conv_kernel, conv_bias, n < C, row, own, own_valid, D, W)
     weight = _load(conv_kernel, (W - 1) * D + own, n < C)[None, :]
     mine = tl.where(kind == STARTS, first, later) + tl.where(real, newest, 0.0) * weight
-    gate_a += _load(bias_a, own, n < C)[None, :]
-    gate_x += _load(bias_x, own, n < C)[None, :]
+    gate_a += rest_a + _load(bias_a, own, n < C)[None, :]
+    gate_x += rest_x + _load(bias_x, own, n < C)[None, :]
     log_a = -_DECAY_EXPONENT * softplus(-_load(a_logit, own, n < C))[None, :]
     a, complement = decay(log_a * sigmoid(gate_a, True)[0], True)
     gated = sigmoid(gate_x, True)[0] * mine

@@ -18,7 +18,6 @@ from keras_recurrent.backends.torch._states import may_be_overwritten
 from keras_recurrent.backends.triton._common import INTERPRETED, words_on_assembler
 from keras_recurrent.backends.triton._operation import options_of, tensors_of
 
-MOST_ROWS_OF_STEPS = 16  # of `norm_linear`: as many as tensor cores take at once
 _LAUNCHES_AHEAD = (9, 0)  # the compute capability from which launches may overlap
 _SCHEMA_TYPES: dict = {float: "float", bool: "bool", int: "int", str: "str"}
 _SCHEMA_TYPES |= {str | None: "str?", int | None: "int?"}

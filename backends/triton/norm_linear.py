@@ -13,7 +13,6 @@ from keras_recurrent.backends.triton import rms_norm
 from keras_recurrent.backends.triton._ahead import let_next_launch_begin, wait_for_launch_before
 from keras_recurrent.backends.triton._framework import (
     forward_operation,
-    framework,
     overlap,
     refusal_of_steps,
     run,
@@ -24,6 +23,7 @@ from keras_recurrent.backends.triton._norm_linear_products import of_one_row, of
 from keras_recurrent.backends.triton._norm_linear_tiles import tile_of
 
 _GATES = (None, "silu", "gelu")
+_MOST_ROWS = 16  # as many as tensor cores take at once
 _AT_ONCE = 256  # numbers of what a gate or a sum makes, a program
 
 
@@ -41,9 +41,8 @@ def unsupported(
     gate=None,
 ) -> str | None:
     """Why this implementation refuses these arguments; None if it accepts them."""
-    most = framework.MOST_ROWS_OF_STEPS
-    if x.shape[0] > most:
-        return f"is for up to {most} rows, got {x.shape[0]}: products of matrices are faster"
+    if x.shape[0] > _MOST_ROWS:
+        return f"is for up to {_MOST_ROWS} rows, got {x.shape[0]}: products of matrices are faster"
     kernels = [k for k in (kernel, kernel_2, kernel_3) if k is not None]
     dtypes = {dtype_name(t) for t in (x, *kernels)}
     if dtypes not in ({"float32"}, {"bfloat16"}):

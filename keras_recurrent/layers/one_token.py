@@ -15,8 +15,7 @@ from keras_recurrent.ops.gated_linear_unit import gated_linear_unit
 from keras_recurrent.ops.norm_linear import norm_linear
 from keras_recurrent.ops.norm_quantized_linear import norm_quantized_linear
 
-# As many as the kernels of `norm_linear` take at once; on JAX, XLA is faster with more than one.
-MOST_ROWS = 1 if dispatch.BACKEND == "jax" else 16
+MOST_ROWS = 16  # as many as the kernels of `norm_linear` take at once
 
 
 class _Writing(threading.local):

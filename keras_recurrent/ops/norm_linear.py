@@ -119,8 +119,7 @@ def norm_linear(
     ```
 
     Each weight is read once. The kernel for NVIDIA GPUs has no gradient: where one is asked for,
-    the plain implementation runs, which has. It takes up to 16 rows on torch, and a single one on
-    JAX, whose products of more are as fast.
+    the plain implementation runs, which has. It takes up to 16 rows.
 
     Args:
         x: `[B, K]`, float16, bfloat16, float32 or float64.

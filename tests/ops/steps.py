@@ -160,6 +160,8 @@ def rg_lru_step(rng, case):
 
 
 def local_attention_step(rng, case):
+    # No head is wider, and sums of more products differ by more than the order of a sum may.
+    case = case._replace(channels=min(case.channels, 300))
     share, groups, slots = len(case.widths), 1 + case.channels % 2, case.channels // 2
     width, values = case.channels, 5 + len(case.widths)
     position = rng.integers(0, 3 * slots, case.rows)
