@@ -30,7 +30,7 @@ export TPU_ACCELERATOR_TYPE ?= v5litepod-4
 export TPU_WORKER_HOSTNAMES ?= localhost
 endif
 
-.PHONY: help quickstart test test-slow test-devices test-export fuzz lint format clean
+.PHONY: help quickstart test test-slow test-devices test-export test-harness fuzz lint format clean
 .PHONY: docs docs-serve tables notebooks
 .PHONY: $(PAPERS:%=paper-%) $(BACKENDS:%=test-%) $(BACKENDS:%=test-devices-%)
 .PHONY: $(BACKENDS:%=test-export-%) $(BACKENDS:%=fuzz-%)
@@ -42,13 +42,14 @@ help:
 	@echo "make test-slow    the tests of kernels that make test leaves out for their time"
 	@echo "make test-devices all that is tested of several devices, simulated; make test-devices-jax"
 	@echo "make test-export  model.export to each format, run by its runtime; make test-export-torch"
+	@echo "make test-harness language models under lm-evaluation-harness, on tasks of local text"
 	@echo "make fuzz         operations on thousands of inputs, for hours; make fuzz-jax on one of them"
 	@echo "make docs         the manual, into build/site; make docs-serve shows it while you write"
 	@echo "make tables       the manual's tables of presets and implementations, from the package"
 	@echo "make lint         ruff and mypy"
 	@echo "make format       let ruff mend what it can"
 	@echo "make notebooks    those of guides/recipes, from their scripts"
-	@echo "make clean        remove $(VENV), $(EXPORT), $(DOCS) and what was built"
+	@echo "make clean        remove the environments and what was built"
 
 quickstart: $(VENV)/.quickstart-$(KERAS_BACKEND)
 	KERAS_BACKEND=$(KERAS_BACKEND) $(BIN)/python guides/quickstart.py
@@ -90,6 +91,18 @@ test-export:
 
 $(BACKENDS:%=test-export-%): test-export-%: $(EXPORT)/%/.installed
 	EXPORT_RUNTIMES=installed KERAS_BACKEND=$* $(EXPORT)/$*/bin/python -m pytest tests/export
+
+# lm-evaluation-harness brings packages along that nothing else here needs.
+HARNESS := .venv-harness
+
+test-harness: $(HARNESS)/.installed
+	KERAS_BACKEND=torch $(HARNESS)/bin/python -m pytest tests/test_lm_evaluation_harness.py
+
+$(HARNESS)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(HARNESS)
+	$(HARNESS)/bin/python -m pip install --quiet --constraint constraints.txt \
+	  --editable ".[torch,evaluation]" pytest
+	@touch $@
 
 # How many draws, and the first: make fuzz FUZZ="--draws 500 --start 2000"
 FUZZ ?= --draws many
@@ -137,7 +150,7 @@ notebooks:
 	$(PYTHON) guides/recipes/notebooks.py
 
 clean:
-	rm -rf $(VENV) $(EXPORT) $(DOCS) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(EXPORT) $(HARNESS) $(DOCS) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 
 # Empty files remember what is installed; one that is older than its reasons is made again.
 $(VENV)/.created:
