@@ -6,12 +6,16 @@ in one process; a step's logits are compared with those of the layers one by one
 and in bfloat16, tokens greedy. The time of a new token is the difference of two calls that write
 different numbers of tokens, so it holds neither the prompt nor what a call begins with. A stream is
 timed between the same tokens. The backend is that of KERAS_BACKEND.
+
+With `--turn FOLDER` a process compiles, makes `FOLDER/ready`, and times once there is a file
+`FOLDER/go`: `benchmarks/writing_in_turns.sh` has many compile side by side and time one by one.
 """
 
+import argparse
 import contextlib
 import json
+import pathlib
 import statistics
-import sys
 import time
 
 import keras
@@ -31,7 +35,7 @@ MODELS = {
     "hawk_tiny": (GriffinCausalLM, "hawk_tiny"),
 }
 PROMPT, FEW, MANY = 16, 32, 288  # tokens
-RUNS = 3
+RUNS = 5
 
 
 def prompts(vocabulary, batch, new):
@@ -68,7 +72,13 @@ def logits_apart(model):
     return float(np.abs(fused - expected).max() / np.abs(expected).max())
 
 
-def measure(name, batch, quantization=None):
+def wait_for_turn(folder):
+    (folder / "ready").touch()
+    while not (folder / "go").exists():
+        time.sleep(0.1)
+
+
+def measure(name, batch, quantization=None, turn=None):
     family, preset = MODELS[name]
     model = family.from_preset(preset, load_weights=False, preprocessor=None, dtype="bfloat16")
     apart = None
@@ -96,9 +106,11 @@ def measure(name, batch, quantization=None):
 
     first = seconds(MANY)
     seconds(FEW)
+    seconds_of_stream()
+    if turn is not None:
+        wait_for_turn(turn)
     times = [(seconds(MANY) - seconds(FEW)) / (MANY - FEW) for _ in range(RUNS)]
     way = which_generation(model)
-    seconds_of_stream()
     streamed = [seconds_of_stream() for _ in range(RUNS)]
     return {
         "model": preset,
@@ -114,6 +126,19 @@ def measure(name, batch, quantization=None):
     }
 
 
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("model", choices=MODELS)
+    parser.add_argument("batch", type=int)
+    parser.add_argument("quantizations", nargs="*", help=", ".join(quantizations()))
+    parser.add_argument("--turn", type=pathlib.Path, metavar="FOLDER")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.quantizations) - set(quantizations()):
+        parser.error(f"there is no quantization {sorted(unknown)}")
+    for quantization in [None, *arguments.quantizations]:
+        found = measure(arguments.model, arguments.batch, quantization, arguments.turn)
+        print(json.dumps(found), flush=True)
+
+
 if __name__ == "__main__":
-    for quantization in dict.fromkeys([None, *sys.argv[3:]]):
-        print(json.dumps(measure(sys.argv[1], int(sys.argv[2]), quantization)), flush=True)
+    main()
