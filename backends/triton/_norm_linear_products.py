@@ -4,7 +4,14 @@ import triton
 import triton.language as tl
 
 from keras_recurrent.backends.triton._ahead import wait_for_launch_before
+from keras_recurrent.backends.triton._math import gelu, silu
 from keras_recurrent.backends.triton._products import product
+
+
+@triton.jit
+def gated(first, second, GATE: tl.constexpr):
+    """The first, activated, times the second; GATE: 1 for silu, 2 for gelu."""
+    return (silu(first) if GATE == 1 else gelu(first)) * second
 
 
 @triton.jit
@@ -20,6 +27,7 @@ def _weights(kernel, k, n, K: tl.constexpr, N: tl.constexpr, WHOLE: tl.constexpr
 @triton.jit
 def of_one_row(
     x,
+    x_2,
     scale,
     kernel,
     first,
@@ -29,6 +37,7 @@ def of_one_row(
     N: tl.constexpr,
     LENGTH: tl.constexpr,
     NORM: tl.constexpr,
+    GATE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     AT_ONCE: tl.constexpr,
@@ -39,7 +48,8 @@ def of_one_row(
     A program reads its part of the weight once, in loads that are under way together; the first
     ones before x is there. The norm's factor r is the same for the whole row, so it multiplies the
     sums, r Σ x_k s_k W_kn, and the squares of x are summed in the same walk. With AT_ONCE the
-    channels of all steps are summed at the end, which takes more registers and fewer barriers.
+    channels of all steps are summed at the end, which takes more registers and fewer barriers. With
+    x_2 the row is activation(x) x_2.
     """
     total = tl.zeros((BLOCK_K, BLOCK_N) if AT_ONCE else (BLOCK_N,), tl.float32)
     squares = tl.zeros((BLOCK_K,), tl.float32)
@@ -53,6 +63,8 @@ def of_one_row(
         if AHEAD and i == 0:
             wait_for_launch_before()
         value = tl.load(x + k, k < K, other=0.0).to(tl.float32)
+        if x_2 is not None:
+            value = gated(value, tl.load(x_2 + k, k < K, other=0.0), GATE)
         squares += value * value
         products = (value * factor)[:, None] * weight.to(tl.float32)
         total += products if AT_ONCE else tl.sum(products, 0)
@@ -75,13 +87,13 @@ def of_rows(
     K: tl.constexpr,
     N: tl.constexpr,
     LENGTH: tl.constexpr,
-    PAIR: tl.constexpr,
+    GATE: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     SHORT: tl.constexpr,
 ):
-    """The columns n of x W for the first rows [BLOCK_B] of x, and with PAIR of x with `other`.
+    """The columns n of x W for the first rows [BLOCK_B] of x, and with a GATE of x with `other`.
 
     Of LENGTH channels from `first` on, which is a multiple of BLOCK_K unless it is all of them.
     Tensor cores multiply; the loads of the next channels are under way meanwhile. These go into
@@ -95,6 +107,6 @@ def of_rows(
         valid = (row < rows)[:, None] & (k < K)[None, :]
         value = tl.load(x + row[:, None] * K + k[None, :], valid, other=0.0)
         total = product(value, _weights(kernel, k, n, K, N), total, SHORT)
-        if PAIR:
+        if GATE:
             beside = product(value, _weights(other, k, n, K, N), beside, SHORT)
     return total, beside

@@ -196,7 +196,7 @@ TOKEN_WISE = {
 
 def of_rows_through_maps(rows, channels, dtype="bfloat16", **constants):
     """The kernel of rows through maps of 2048 columns; those that are absent are None."""
-    absent = ("kernel_2", "kernel_3", "bias", "bias_2", "bias_3", "residual", "y_2", "y_3")
+    absent = ("x_2", "kernel_2", "kernel_3", "bias", "bias_2", "bias_3", "residual", "y_2", "y_3")
     sizes = {"K": channels, "N": 2048, "N_2": 2048, "N_3": 2048, "NORM": True, "GATE": 0}
     columns = 2048 * (1 + sum(f"kernel_{i}" in constants for i in (2, 3)))
     sizes |= {"SHORT": dtype == "bfloat16", "AHEAD": True}
@@ -296,6 +296,9 @@ OF_A_STEP = {
         16, 2560, "float32", kernel_2="given", GATE=2
     ),
     "norm_linear, in parts": of_rows_through_maps(1, 5632, scale=None, NORM=False),
+    "norm_linear, in parts, of what is gated": of_rows_through_maps(
+        1, 5632, x_2="given", GATE=1, scale=None, NORM=False
+    ),
 }
 
 
@@ -460,6 +463,8 @@ def dtype(argument, name):
         return "*i8"
     if name in QUANTIZED_MAPS and argument in ("row", "unit"):
         return "*i8" if argument == "row" else "*fp32"
+    if name.endswith("gated") and argument in ("x", "x_2"):
+        return "*fp32"
     if argument in INTEGERS:
         return "*i32"
     if argument in ("token_kind", "rest", "flags"):
