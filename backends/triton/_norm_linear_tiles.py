@@ -44,7 +44,7 @@ def tile_of(rows, channels, columns, dtype, gate, parts):
         columns: of all maps together.
         dtype: the name of that of the kernels.
         gate: whether two maps become one output.
-        parts: whether it is a single map, without a norm, whose columns may have several programs.
+        parts: whether it is a single map, whose columns may have several programs.
     """
     parts = parts and in_parts(rows, channels, columns)
     if rows == 1:

@@ -4,7 +4,7 @@ A program makes some columns of y from all channels of x, or, where there are fe
 of the channels, and one more launch adds their sums. A single row is normalized in the same
 kernel. Its gate has a launch of its own, since programs that read two weights were slower by a
 third, or is made by the programs of the map behind it, where each of these reads some channels. A
-few rows are normalized before, so that tensor cores take them as they are, and gated in the kernel.
+few rows are multiplied by tensor cores, and normalized and gated in the same kernel.
 """
 
 import triton
@@ -19,7 +19,7 @@ from keras_recurrent.backends.triton._framework import (
     run,
 )
 from keras_recurrent.backends.triton._launch import Array, Launch, dtype_name
-from keras_recurrent.backends.triton._norm_linear_products import gated, of_one_row, of_rows
+from keras_recurrent.backends.triton._norm_linear_products import factor, gated, of_one_row, of_rows
 from keras_recurrent.backends.triton._norm_linear_tiles import in_parts, tile_of
 from keras_recurrent.backends.triton._products import operand
 
@@ -27,6 +27,7 @@ _GATES = (None, "silu", "gelu")
 _MOST_ROWS = 16  # as many as tensor cores take at once
 _AT_ONCE = 256  # numbers of what a gate or a sum makes, a program
 _GATED_WHERE_READ = True  # of one row, by a map in parts; else by a launch of its own
+_NORMALIZED_WHERE_READ = True  # of several rows; else by a launch of its own
 
 
 def unsupported(
@@ -128,11 +129,30 @@ def _maps(
             AHEAD,
         )
         beside = total
+        squares = total
     else:
-        total, beside = of_rows(
-            x, kernel, other, first, n, rows, K, N, LENGTH, GATE, BLOCK_B, BLOCK_K, STAGES, SHORT
+        total, beside, squares = of_rows(
+            x,
+            scale,
+            kernel,
+            other,
+            first,
+            n,
+            rows,
+            K,
+            N,
+            LENGTH,
+            NORM,
+            GATE,
+            BLOCK_B,
+            BLOCK_K,
+            STAGES,
+            SHORT,
         )
-    return total, beside
+        if NORM and LENGTH == K:
+            total *= factor(squares, K, epsilon)[:, None]
+            beside *= factor(squares, K, epsilon)[:, None]
+    return total, beside, squares
 
 
 @triton.jit
@@ -184,7 +204,7 @@ def _kernel(
         wait_for_launch_before()
     if tile < TILES:
         n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        total, beside = _maps(
+        total, beside, squares = _maps(
             x,
             x_2,
             scale,
@@ -216,11 +236,14 @@ def _kernel(
             _store_columns(total, None, residual, y, n, rows, N)
         else:
             _store_columns(total, bias, residual, y, n, rows, N)
+        if NORM and LENGTH < K:
+            row = tl.arange(0, BLOCK_B)
+            tl.store(y_2 + part * rows + row, squares, (row < rows) & (tile == 0))
     # Two conditions each: the compiler knows the first.
     if kernel_2 is not None and GATE == 0:  # noqa: SIM102
         if tile >= TILES and tile < TILES + TILES_2:
             n = (tile - TILES) * BLOCK_N + tl.arange(0, BLOCK_N)
-            total, _ = _maps(
+            total, _, _ = _maps(
                 x,
                 None,
                 scale,
@@ -247,7 +270,7 @@ def _kernel(
     if kernel_3 is not None:  # noqa: SIM102
         if tile >= TILES + TILES_2:
             n = (tile - TILES - TILES_2) * BLOCK_N + tl.arange(0, BLOCK_N)
-            total, _ = _maps(
+            total, _, _ = _maps(
                 x,
                 None,
                 scale,
@@ -298,10 +321,13 @@ def _gate_kernel(
 @triton.jit
 def _sum_kernel(
     sums,
+    squares,
     bias,
     residual,
     y,
     n,
+    epsilon,
+    K: tl.constexpr,
     N: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -314,6 +340,11 @@ def _sum_kernel(
     value = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(PARTS):
         value += tl.load(sums + part * n + place, place < n, other=0.0)
+    if squares is not None:
+        total = tl.zeros((BLOCK,), tl.float32)
+        for part in tl.static_range(PARTS):
+            total += tl.load(squares + part * (n // N) + place // N, place < n, other=0.0)
+        value *= factor(total, K, epsilon)
     if bias is not None:
         value += tl.load(bias + place % N, place < n, other=0.0).to(tl.float32)
     if residual is not None:
@@ -371,7 +402,7 @@ def forward(
     if rows == 1 and gate:
         first, second = _both(tensors, epsilon)
         return gate_of_one_row(x, first, second, residual, outputs[0], gate), None, None
-    if rows > 1 and epsilon >= 0:
+    if rows > 1 and epsilon >= 0 and not _NORMALIZED_WHERE_READ:
         (x,) = rms_norm.forward(x, scale, epsilon=epsilon)
         tensors, epsilon = (x, None, *tensors[2:]), -1.0
     return _launch(tensors, residual, outputs, epsilon, gate)
@@ -397,7 +428,7 @@ def _launch(tensors, residual, outputs, epsilon, gate, x_2=None):
     x, scale, kernel, kernel_2, kernel_3, bias, *_ = tensors
     rows, channels = x.shape
     widths = [0 if w is None else w.shape[1] for w in (kernel, kernel_2, kernel_3)]
-    parts = kernel_2 is None and epsilon < 0
+    parts = kernel_2 is None and (rows > 1 or epsilon < 0)
     options = tile_of(rows, channels, sum(widths), dtype_name(kernel), gate, parts)
     columns = [widths[0], 0 if gate else widths[1], widths[2]]
     programs = sum(triton.cdiv(n, options["BLOCK_N"]) for n in columns)
@@ -409,18 +440,16 @@ def _launch(tensors, residual, outputs, epsilon, gate, x_2=None):
         inputs = x, x_2, *tensors[1:], residual
         return run(Launch(_kernel, programs, inputs, outputs, (rows, epsilon), options))
     inputs = x, x_2, scale, kernel, *[None] * 6
-    totals = Array((count, rows, widths[0]), "float32"), None, None
-    totals, *_ = run(Launch(_kernel, programs * count, inputs, totals, (rows, epsilon), options))
-    return _sum(totals, bias, residual, outputs[0]), None, None
-
-
-def _sum(parts, bias, residual, output):
-    """The sum of parts [number, rows, N], of the bias and of the residual."""
-    count, rows, columns = parts.shape
-    options = {"N": columns, "PARTS": count, "BLOCK": _AT_ONCE, **overlap(parts)}
-    programs = triton.cdiv(rows * columns, _AT_ONCE)
-    inputs = parts, bias, residual
-    return run(Launch(_sum_kernel, programs, inputs, (output,), (rows * columns,), options))[0]
+    squares = Array((count, rows), "float32") if epsilon >= 0 else None
+    sums = Array((count, rows, widths[0]), "float32"), squares, None
+    sums, squares, _ = run(
+        Launch(_kernel, programs * count, inputs, sums, (rows, epsilon), options)
+    )
+    options = {"K": channels, "N": widths[0], "PARTS": count, "BLOCK": _AT_ONCE, **overlap(x)}
+    programs = triton.cdiv(rows * widths[0], _AT_ONCE)
+    numbers = rows * widths[0], epsilon
+    inputs = sums, squares, bias, residual
+    return *run(Launch(_sum_kernel, programs, inputs, outputs[:1], numbers, options)), None, None
 
 
 _norm_linear = forward_operation("norm_linear", forward, results, count=3)

@@ -57,7 +57,7 @@ FLOATS = ("initial", "final", "d_initial", "d_final", "d_logit", "d_parameters",
 FLOATS += ("scale", "d_scale", "lower_bound", "d_bound", "d_log_f")
 FLOATS += ("losses", "d_losses", "largest", "total", "sums", "peaks", "frequencies")
 FLOATS += ("totals", "decays", "log_decay", "log_f", "origin", "delta", "d_keys", "d_values")
-FLOATS += ("scales",)
+FLOATS += ("scales", "squares")
 FLOATS += ("memory", "after", "last_inputs", "next_inputs", "hidden", "conv_kernel", "conv_bias")
 INTEGERS = ("carry", "token_at", "document_at", "real_counts", "start_counts", "tokens")
 INTEGERS += ("first_key", "last_key", "first_query", "query_end", "position", "end")
@@ -200,10 +200,8 @@ def of_rows_through_maps(rows, channels, dtype="bfloat16", **constants):
     sizes = {"K": channels, "N": 2048, "N_2": 2048, "N_3": 2048, "NORM": True, "GATE": 0}
     columns = 2048 * (1 + sum(f"kernel_{i}" in constants for i in (2, 3)))
     sizes |= {"SHORT": dtype == "bfloat16", "AHEAD": True}
-    if rows > 1:  # they are normalized before
-        sizes |= {"NORM": False, "scale": None}
     constants = dict.fromkeys(absent) | sizes | constants
-    parts = constants["kernel_2"] is None and not constants["NORM"]
+    parts = constants["kernel_2"] is None and (rows > 1 or not constants["NORM"])
     tile = tile_of(rows, channels, columns, dtype, constants["GATE"], parts)
     constants["LENGTH"] = tile.pop("LENGTH")
     constants = {name: value for name, value in constants.items() if value != "given"}
@@ -284,14 +282,21 @@ OF_A_STEP = {
     ),
     "norm_linear, sum of parts": (
         norm_linear._sum_kernel,
-        {"N": 2048, "PARTS": 11, "BLOCK": norm_linear._AT_ONCE, "AHEAD": True, "bias": None},
+        {"N": 2048, "PARTS": 11, "BLOCK": norm_linear._AT_ONCE, "AHEAD": True}
+        | dict.fromkeys(("K", "squares", "bias")),
+        [{}],
+    ),
+    "norm_linear, sum of normalized parts": (
+        norm_linear._sum_kernel,
+        {"K": 2048, "N": 2048, "PARTS": 4, "BLOCK": norm_linear._AT_ONCE, "AHEAD": True},
         [{}],
     ),
     "norm_linear of 16 rows, silu": of_rows_through_maps(16, 2048, kernel_2="given", GATE=1),
     "norm_linear of 16 rows of three": of_rows_through_maps(
         16, 2048, kernel_2="given", kernel_3="given", y_2="given", y_3="given", bias="given"
     ),
-    "norm_linear of 16 rows, in parts": of_rows_through_maps(16, 5632),
+    "norm_linear of 16 rows, in parts": of_rows_through_maps(16, 5632, scale=None, NORM=False),
+    "norm_linear of 16 rows, norm, in parts": of_rows_through_maps(16, 2048, y_2="given"),
     "norm_linear of 16 rows, gelu, float32": of_rows_through_maps(
         16, 2560, "float32", kernel_2="given", GATE=2
     ),
