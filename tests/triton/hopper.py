@@ -223,7 +223,11 @@ OF_A_STEP = {
         {"PARTS": 125, "BLOCK": _largest._BLOCK, "AHEAD": True},
         [{"num_warps": _largest._WARPS}],
     ),
-    "largest, whole": (_largest._whole_kernel, {"PARTS": 125, "BLOCK": 128, "AHEAD": True}, [{}]),
+    "largest, whole": (
+        _largest._whole_kernel,
+        {"PARTS": 125, "BLOCK": 128, "RECENT": 16, "AHEAD": True},
+        [{}],
+    ),
     "hgrn2 step": (
         hgrn2_step._kernel,
         {"K": 128, "V": 128, "BLOCK_K": 128, "BLOCK_V": hgrn2_step._BLOCK_V, "AHEAD": True},
