@@ -149,10 +149,9 @@ def embedding(token_ids, layer, scale, state=None):
     if kernels.unsupported(table, token, *given) is not None:
         return None
     scale = 1.0 if scale is None else scale
-    x, kind, *after = kernels.embedding(table, token, scale, layer.compute_dtype, *given)
+    x, kind, position, *after = kernels.embedding(table, token, scale, layer.compute_dtype, *given)
     if state is None:
         return x[:, None]
-    position = given[1]
     tokens = Tokens(kind[:, None], None if position is None else position[:, None])
     places = zip(("segment", "position"), after, strict=True)
     return x[:, None], tokens, {name: place for name, place in places if place is not None}
