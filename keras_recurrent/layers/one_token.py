@@ -157,6 +157,24 @@ def embedding(token_ids, layer, scale, state=None):
     return x[:, None], tokens, {name: place for name, place in places if place is not None}
 
 
+def capped_logits(hidden_states, layer):
+    """The logits of hidden states [B, 1, D] by a `ReversibleEmbedding` with a soft cap.
+
+    One launch caps them. None where the layer does without: where it has no cap, and on JAX.
+    """
+    cap = layer.logit_soft_cap
+    if cap is None or dispatch.BACKEND != "torch" or not wanted(hidden_states):
+        return None
+    from keras_recurrent.backends.triton import _soft_cap as kernels
+
+    kernel = ops.transpose(layer.embeddings) if layer.tie_weights else layer.reverse_embeddings
+    dtype = layer.reverse_dtype or layer.compute_dtype
+    logits = ops.matmul(*(ops.cast(x, dtype) for x in (hidden_states[:, 0], kernel)))
+    if kernels.unsupported(logits) is not None:
+        return None
+    return kernels.soft_cap(logits, cap)[:, None]
+
+
 def mlp(x, layer, norm, gate):
     """x [B, D], and what a gated multilayer perceptron makes of it behind a norm."""
     maps = [layer.gate_proj, layer.up_proj, layer.down_proj]

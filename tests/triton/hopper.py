@@ -30,6 +30,7 @@ from keras_recurrent.backends.triton import (
     _largest,
     _linear_attention_step,
     _ring,
+    _soft_cap,
     causal_conv1d,
     gated_linear_attention,
     gated_linear_unit,
@@ -217,6 +218,11 @@ OF_A_STEP = {
         _embedding._kernel,
         {"D": 2560, "SCALED": True, "BLOCK": _embedding._BLOCK, "AHEAD": True},
         [{"num_warps": _embedding._WARPS}],
+    ),
+    "soft cap": (
+        _soft_cap._kernel,
+        {"BLOCK": _soft_cap._BLOCK, "AHEAD": True},
+        [{"num_warps": _soft_cap._WARPS}],
     ),
     "largest, parts": (
         _largest._parts_kernel,
@@ -458,7 +464,7 @@ DEFAULTS = {name: row for name, row in KERNELS.items() if name not in SEEN_ELSEW
 def dtype(argument, name):
     if argument in SIZES:
         return "i32"
-    if argument in ("epsilon", "root", "multiplier"):
+    if argument in ("epsilon", "root", "multiplier") or (name, argument) == ("soft cap", "cap"):
         return "fp32"
     if name.startswith("linear_crossentropy"):
         special = {"tokens": "*i64", "best": "*i32", "cap": "fp32", "d_logits": "*bf16"}
