@@ -30,13 +30,17 @@ def norm_linear(
     y = x.astype(dtype)
     if epsilon is not None:
         y = rms_norm(y, scale, epsilon)
-    outputs = []
-    for weight, offset in ((kernel, bias), (kernel_2, bias_2), (kernel_3, bias_3)):
-        if weight is not None:
-            product = jnp.matmul(y, weight.astype(dtype), precision="highest")
-            outputs.append(product if offset is None else product + offset.astype(dtype))
+
+    def linear(x, weight, offset):
+        y = jnp.matmul(x, weight.astype(dtype), precision="highest")
+        return y if offset is None else y + offset.astype(dtype)
+
     if gate is not None:
-        outputs = [gated_linear_unit(outputs[0], outputs[1], activation=gate)]
+        y = gated_linear_unit(linear(y, kernel, bias), linear(y, kernel_2, bias_2), gate)
+        outputs = [y if kernel_3 is None else linear(y, kernel_3, bias_3)]
+    else:
+        maps = (kernel, bias), (kernel_2, bias_2), (kernel_3, bias_3)
+        outputs = [linear(y, *weights) for weights in maps if weights[0] is not None]
     if residual is not None:
         outputs[0] = outputs[0] + residual.astype(dtype)
     return tuple(output.astype(x.dtype) for output in outputs)

@@ -1,6 +1,7 @@
 """y = RMSNorm(x) W + b for up to three matrices, then a gate or a residual.
 
-x is [B, K]; ε None: no norm. With `gate` the output is activation(y_1) * y_2.
+x is [B, K]; ε None: no norm. With `gate` the output is y = activation(y_1) * y_2, or, with a third
+matrix, y W_3 + b_3.
 """
 
 import numpy as np
@@ -28,13 +29,17 @@ def norm_linear(
     (x,) = cast(dtype, x)
     if epsilon is not None:
         x = rms_norm(x, scale, epsilon, dtype)
-    outputs = []
-    for weight, offset in ((kernel, bias), (kernel_2, bias_2), (kernel_3, bias_3)):
-        if weight is not None:
-            y = x @ cast(dtype, weight)[0]
-            outputs.append(y if offset is None else y + cast(dtype, offset)[0])
+
+    def linear(x, weight, offset):
+        y = x @ cast(dtype, weight)[0]
+        return y if offset is None else y + cast(dtype, offset)[0]
+
     if gate is not None:
-        outputs = [gated_linear_unit(outputs[0], outputs[1], gate, dtype)]
+        x = gated_linear_unit(linear(x, kernel, bias), linear(x, kernel_2, bias_2), gate, dtype)
+        outputs = [x if kernel_3 is None else linear(x, kernel_3, bias_3)]
+    else:
+        maps = (kernel, bias), (kernel_2, bias_2), (kernel_3, bias_3)
+        outputs = [linear(x, *weights) for weights in maps if weights[0] is not None]
     if residual is not None:
         outputs[0] = outputs[0] + cast(dtype, residual)[0]
     return tuple(outputs)

@@ -26,13 +26,17 @@ def norm_linear(
     y = tf.cast(x, dtype)
     if epsilon is not None:
         y = rms_norm(y, scale, epsilon)
-    outputs = []
-    for weight, offset in ((kernel, bias), (kernel_2, bias_2), (kernel_3, bias_3)):
-        if weight is not None:
-            product = y @ tf.cast(weight, dtype)
-            outputs.append(product if offset is None else product + tf.cast(offset, dtype))
+
+    def linear(x, weight, offset):
+        y = x @ tf.cast(weight, dtype)
+        return y if offset is None else y + tf.cast(offset, dtype)
+
     if gate is not None:
-        outputs = [gated_linear_unit(outputs[0], outputs[1], activation=gate)]
+        y = gated_linear_unit(linear(y, kernel, bias), linear(y, kernel_2, bias_2), gate)
+        outputs = [y if kernel_3 is None else linear(y, kernel_3, bias_3)]
+    else:
+        maps = (kernel, bias), (kernel_2, bias_2), (kernel_3, bias_3)
+        outputs = [linear(y, *weights) for weights in maps if weights[0] is not None]
     if residual is not None:
         outputs[0] = outputs[0] + tf.cast(residual, dtype)
     return tuple(tf.cast(output, x.dtype) for output in outputs)

@@ -24,13 +24,17 @@ def norm_linear(
     y = x.to(dtype)
     if epsilon is not None:
         y = rms_norm(y, scale, epsilon)
-    outputs = []
-    for weight, offset in ((kernel, bias), (kernel_2, bias_2), (kernel_3, bias_3)):
-        if weight is not None:
-            product = y @ weight.to(dtype)
-            outputs.append(product if offset is None else product + offset.to(dtype))
+
+    def linear(x, weight, offset):
+        y = x @ weight.to(dtype)
+        return y if offset is None else y + offset.to(dtype)
+
     if gate is not None:
-        outputs = [gated_linear_unit(outputs[0], outputs[1], activation=gate)]
+        y = gated_linear_unit(linear(y, kernel, bias), linear(y, kernel_2, bias_2), gate)
+        outputs = [y if kernel_3 is None else linear(y, kernel_3, bias_3)]
+    else:
+        maps = (kernel, bias), (kernel_2, bias_2), (kernel_3, bias_3)
+        outputs = [linear(y, *weights) for weights in maps if weights[0] is not None]
     if residual is not None:
         outputs[0] = outputs[0] + residual.to(dtype)
     return tuple(output.to(x.dtype) for output in outputs)

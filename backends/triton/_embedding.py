@@ -2,7 +2,8 @@
 
 torch and Keras look a token up by seven launches: they cast it, take negative ones from the end,
 gather rows, which takes long for 16 of them, and multiply by the scale. Three and four more find
-whether a document starts, and what the state says of the places of rows after the token.
+whether a document starts, and what the state says of the places of rows after the token. It is
+written over where it may be.
 """
 
 import triton
@@ -34,6 +35,7 @@ def _kernel(
     position,
     y,
     kind,
+    here,
     next_segment,
     next_position,
     V,
@@ -63,7 +65,9 @@ def _kernel(
         tl.store(kind + row, tl.where(document < 0, STARTS, GOES_ON).to(tl.int8), one)
         tl.store(next_segment + row, tl.maximum(document, 0), one)
     if position is not None:
-        tl.store(next_position + row, tl.load(position + row) + 1, one)
+        place = tl.load(position + row)
+        tl.store(here + row, place, one)
+        tl.store(next_position + row, place + 1, one)
 
 
 def results(table, tokens, segment, position, *, scale: float, dtype: str):
@@ -73,8 +77,8 @@ def results(table, tokens, segment, position, *, scale: float, dtype: str):
         return None if given is None else Array((rows,), name)
 
     y = Array((rows, table.shape[1]), dtype)
-    places = of_rows(segment, "int8"), of_rows(segment, "int32"), of_rows(position, "int32")
-    return y, *places
+    here = of_rows(segment, "int8"), of_rows(position, "int32")
+    return y, *here, of_rows(segment, "int32"), of_rows(position, "int32")
 
 
 def forward(table, tokens, segment, position, *, scale: float, dtype: str):
@@ -86,18 +90,23 @@ def forward(table, tokens, segment, position, *, scale: float, dtype: str):
     programs = tokens.shape[0] * triton.cdiv(width, block)
     # The first launch of a step: it lets others begin, and has none to begin before.
     options |= {"AHEAD": overlap(table)["AHEAD"]}
-    return run(Launch(_kernel, programs, inputs, outputs, (vocabulary, scale), options))
+    numbers = vocabulary, scale
+    updates = tuple((i, i + 1) for i in (2, 3) if inputs[i] is not None)
+    return run(Launch(_kernel, programs, inputs, outputs, numbers, options, updates))
 
 
-_embedding = forward_operation("embedding", forward, results, count=4)
+_embedding = forward_operation(
+    "embedding", forward, results, count=5, updates=("segment", "position")
+)
 
 
 def embedding(table, tokens, scale, dtype, segment=None, position=None):
     """Rows of a table [V, D] for integers [B], times a number: [B, D] of the dtype of a name.
 
-    Also what each token is, int8 [B], and the segment and the position of the next one, for the
-    segment of the token before and the position of this one, int32 [B]; None where these are.
+    Also what each token is, int8 [B], and where, int32 [B], and the segment and the position of the
+    next one, for the segment of the token before and the position of this one, int32 [B]; None
+    where these are. The next ones may be written over them: see `backends/torch/_states.py`.
     """
     found = _embedding(table, tokens, segment, position, scale=float(scale), dtype=dtype)
-    given = table, segment, segment, position
+    given = table, segment, position, segment, position
     return tuple(None if of is None else t for t, of in zip(found, given, strict=True))

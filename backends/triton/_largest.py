@@ -1,7 +1,8 @@
 """The place of the largest number of each row, the first one of several, as `torch.argmax`.
 
-Parts of a row are divided among programs; a second kernel takes the best part. A number and its
-place are one integer of 64 bits, so that a maximum is the same in any order.
+Parts of a row are divided among programs; a second kernel takes the best part, and may write its
+place behind others. A number and its place are one integer of 64 bits, so that a maximum is the
+same in any order.
 """
 
 import triton
@@ -47,13 +48,27 @@ def _parts_kernel(x, best, V, PARTS: tl.constexpr, BLOCK: tl.constexpr, AHEAD: t
 
 
 @triton.jit
-def _whole_kernel(best, index, PARTS: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr):
+def _whole_kernel(
+    best,
+    index,
+    recent,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RECENT: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
     if AHEAD:
         let_next_launch_begin()
         wait_for_launch_before()
     row, part = tl.program_id(0), tl.arange(0, BLOCK)
     pair = tl.max(tl.load(best + row * PARTS + part, part < PARTS, other=_NONE), 0)
-    tl.store(index + row, (pair & _LAST).to(tl.int32) ^ _LAST)
+    found = (pair & _LAST).to(tl.int32) ^ _LAST
+    tl.store(index + row, found)
+    if recent is not None:
+        at = tl.arange(0, RECENT)
+        later = tl.load(recent + row * RECENT + at + 1, at < RECENT - 1, other=0)
+        tl.debug_barrier()  # all are read before the first is written over
+        tl.store(recent + row * RECENT + at, tl.where(at < RECENT - 1, later, found))
 
 
 def results(x):
@@ -61,13 +76,20 @@ def results(x):
 
 
 def forward(x):
+    best, options = _best_of_parts(x)
+    outputs = *results(x), None
+    return run(Launch(_whole_kernel, x.shape[0], (best,), outputs, (), options))[:1]
+
+
+def _best_of_parts(x):
+    """The best number of each part of a row with its place, and the options of what goes on."""
     rows, width = x.shape
     parts = triton.cdiv(width, _BLOCK)
     options = {"PARTS": parts, "BLOCK": _BLOCK, "num_warps": _WARPS, **overlap(x)}
     best = Array((rows, parts), "int64")
-    best = run(Launch(_parts_kernel, rows * parts, (x,), (best,), (width,), options))
-    options = {"PARTS": parts, "BLOCK": triton.next_power_of_2(parts), **overlap(x)}
-    return run(Launch(_whole_kernel, rows, best, results(x), (), options))
+    (best,) = run(Launch(_parts_kernel, rows * parts, (x,), (best,), (width,), options))
+    options = {"PARTS": parts, "BLOCK": triton.next_power_of_2(parts), "RECENT": 1, **overlap(x)}
+    return best, options
 
 
 _largest = forward_operation("largest", forward, results, count=1)
@@ -76,3 +98,13 @@ _largest = forward_operation("largest", forward, results, count=1)
 def largest(x):
     """x: [B, V]. Returns int32 [B]: of each row the place of its first NaN, or largest number."""
     return _largest(x)
+
+
+def write_largest(x, index, recent):
+    """On torch: writes the places over index [B, 1], and behind the others of recent [B, R].
+
+    R is a power of 2. The first one of each row of `recent` is dropped.
+    """
+    best, options = _best_of_parts(x.contiguous())
+    options["RECENT"] = recent.shape[1]
+    run(Launch(_whole_kernel, x.shape[0], (best, index, recent), (), (), options))

@@ -30,6 +30,12 @@ _TILE_OF_FLOAT32 = {"BLOCK_B": 16, "BLOCK_N": 32, "BLOCK_K": 64, "STAGES": 2, "n
 _LEAST_PROGRAMS, _MOST_PARTS = 120, 16
 
 
+def in_parts(rows, channels, columns):
+    """Whether several programs make a column of a single map."""
+    least = _CHANNELS_OF_ONE_ROW if rows == 1 else _CHANNELS_OF_ROWS
+    return columns <= _FEW_COLUMNS and channels >= least
+
+
 def tile_of(rows, channels, columns, dtype, gate, parts):
     """The tile of a program, whose LENGTH is all channels, or, with `parts`, may be some of them.
 
@@ -38,10 +44,9 @@ def tile_of(rows, channels, columns, dtype, gate, parts):
         columns: of all maps together.
         dtype: the name of that of the kernels.
         gate: whether two maps become one output.
-        parts: whether there may be several programs for a column.
+        parts: whether it is a single map, whose columns may have several programs.
     """
-    least = _CHANNELS_OF_ONE_ROW if rows == 1 else _CHANNELS_OF_ROWS
-    parts = parts and columns <= _FEW_COLUMNS and channels >= least
+    parts = parts and in_parts(rows, channels, columns)
     if rows == 1:
         tile = _OF_ONE_ROW | _tile_of_one_row(channels, columns, dtype, parts)
     elif dtype == "float32":

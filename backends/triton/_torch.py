@@ -184,7 +184,7 @@ def _operator(name, function, fake, names, options, count):
 
 def _parameters(names, options, updated=()):
     """The parameters in the schema of a custom operator."""
-    tensors = [f"Tensor({n}!) {n}" if n in updated else f"Tensor? {n}" for n in names]
+    tensors = [f"Tensor({n}!)? {n}" if n in updated else f"Tensor? {n}" for n in names]
     others = [f"{_SCHEMA_TYPES[kind]} {option}" for option, kind in options.items()]
     return ", ".join(tensors + others)
 
@@ -210,16 +210,15 @@ def forward_operation(name, forward, results, count, updates=()):
         _overwrites.now = True
         try:
             with on_device_of(_first(given)):
-                found = forward(*given, **chosen)[:new_ones]
+                return _results(forward(*given, **chosen)[:new_ones], lambda x: x, given)
         finally:
             _overwrites.now = False
-        return found[0] if new_ones == 1 else found
 
     def overwrite_fake(*arguments):
         given = arguments[: len(tensors)]
         chosen = dict(zip(options, arguments[len(tensors) :], strict=True))
-        found = [new(array, _first(given)) for array in results(*given, **chosen)[:new_ones]]
-        return found[0] if new_ones == 1 else tuple(found)
+        found = results(*given, **chosen)[:new_ones]
+        return _results(found, lambda array: new(array, _first(given)), given)
 
     outputs = "Tensor" if new_ones == 1 else f"({', '.join(['Tensor'] * new_ones)})"
     in_place = torch.library.custom_op(
@@ -232,7 +231,8 @@ def forward_operation(name, forward, results, count, updates=()):
 
     def call(*given, **chosen):
         arguments = *given, *(chosen[name] for name in options)
-        if not may_be_overwritten() or not all(given[i].is_contiguous() for i in places):
+        updated = [given[i] for i in places if given[i] is not None]
+        if not may_be_overwritten() or not all(t.is_contiguous() for t in updated):
             return operator(*arguments)
         found = in_place(*arguments)
         return *(found if new_ones > 1 else (found,)), *(given[i] for i in places)

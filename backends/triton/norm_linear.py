@@ -2,8 +2,9 @@
 
 A program makes some columns of y from all channels of x, or, where there are few columns, from some
 of the channels, and one more launch adds their sums. A single row is normalized in the same
-kernel, and gated by one launch more: programs that read two weights were slower by a third. A few
-rows are normalized before, so that tensor cores take them as they are, and gated in the kernel.
+kernel. Its gate has a launch of its own, since programs that read two weights were slower by a
+third, or is made by the programs of the map behind it, where each of these reads some channels. A
+few rows are multiplied by tensor cores, and normalized and gated in the same kernel.
 """
 
 import triton
@@ -18,13 +19,15 @@ from keras_recurrent.backends.triton._framework import (
     run,
 )
 from keras_recurrent.backends.triton._launch import Array, Launch, dtype_name
-from keras_recurrent.backends.triton._math import gelu, silu
-from keras_recurrent.backends.triton._norm_linear_products import of_one_row, of_rows
-from keras_recurrent.backends.triton._norm_linear_tiles import tile_of
+from keras_recurrent.backends.triton._norm_linear_products import factor, gated, of_one_row, of_rows
+from keras_recurrent.backends.triton._norm_linear_tiles import in_parts, tile_of
+from keras_recurrent.backends.triton._products import operand
 
 _GATES = (None, "silu", "gelu")
 _MOST_ROWS = 16  # as many as tensor cores take at once
 _AT_ONCE = 256  # numbers of what a gate or a sum makes, a program
+_GATED_WHERE_READ = True  # of one row, by a map in parts; else by a launch of its own
+_NORMALIZED_WHERE_READ = True  # of several rows; else by a launch of its own
 
 
 def unsupported(
@@ -79,12 +82,13 @@ def _store_columns(total, bias, residual, y, n, rows, N: tl.constexpr):
         total += tl.load(bias + n, n < N, other=0.0).to(tl.float32)[None, :]
     if residual is not None:
         total += tl.load(residual + places, valid, other=0.0).to(tl.float32)
-    tl.store(y + places, total, valid)
+    tl.store(y + places, operand(total, y.dtype.element_ty == tl.bfloat16), valid)
 
 
 @triton.jit
 def _maps(
     x,
+    x_2,
     scale,
     kernel,
     other,
@@ -96,7 +100,7 @@ def _maps(
     N: tl.constexpr,
     LENGTH: tl.constexpr,
     NORM: tl.constexpr,
-    PAIR: tl.constexpr,
+    GATE: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -108,6 +112,7 @@ def _maps(
     if BLOCK_B == 1:
         total = of_one_row(
             x,
+            x_2,
             scale,
             kernel,
             first,
@@ -117,22 +122,43 @@ def _maps(
             N,
             LENGTH,
             NORM,
+            GATE,
             BLOCK_N,
             BLOCK_K,
             AT_ONCE,
             AHEAD,
         )
         beside = total
+        squares = total
     else:
-        total, beside = of_rows(
-            x, kernel, other, first, n, rows, K, N, LENGTH, PAIR, BLOCK_B, BLOCK_K, STAGES, SHORT
+        total, beside, squares = of_rows(
+            x,
+            scale,
+            kernel,
+            other,
+            first,
+            n,
+            rows,
+            K,
+            N,
+            LENGTH,
+            NORM,
+            GATE,
+            BLOCK_B,
+            BLOCK_K,
+            STAGES,
+            SHORT,
         )
-    return total, beside
+        if NORM and LENGTH == K:
+            total *= factor(squares, K, epsilon)[:, None]
+            beside *= factor(squares, K, epsilon)[:, None]
+    return total, beside, squares
 
 
 @triton.jit
 def _kernel(
     x,
+    x_2,
     scale,
     kernel,
     kernel_2,
@@ -178,8 +204,9 @@ def _kernel(
         wait_for_launch_before()
     if tile < TILES:
         n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        total, beside = _maps(
+        total, beside, squares = _maps(
             x,
+            x_2,
             scale,
             kernel,
             kernel_2,
@@ -191,7 +218,7 @@ def _kernel(
             N,
             LENGTH,
             NORM,
-            GATE != 0,
+            GATE,
             BLOCK_B,
             BLOCK_N,
             BLOCK_K,
@@ -200,21 +227,25 @@ def _kernel(
             AT_ONCE,
             AHEAD,
         )
-        if GATE:
+        if GATE and BLOCK_B > 1:
             if bias is not None:
                 total += tl.load(bias + n, n < N, other=0.0).to(tl.float32)[None, :]
             if bias_2 is not None:
                 beside += tl.load(bias_2 + n, n < N, other=0.0).to(tl.float32)[None, :]
-            total = (silu(total) if GATE == 1 else gelu(total)) * beside
+            total = gated(total, beside, GATE)
             _store_columns(total, None, residual, y, n, rows, N)
         else:
             _store_columns(total, bias, residual, y, n, rows, N)
+        if NORM and LENGTH < K:
+            row = tl.arange(0, BLOCK_B)
+            tl.store(y_2 + part * rows + row, squares, (row < rows) & (tile == 0))
     # Two conditions each: the compiler knows the first.
     if kernel_2 is not None and GATE == 0:  # noqa: SIM102
         if tile >= TILES and tile < TILES + TILES_2:
             n = (tile - TILES) * BLOCK_N + tl.arange(0, BLOCK_N)
-            total, _ = _maps(
+            total, _, _ = _maps(
                 x,
+                None,
                 scale,
                 kernel_2,
                 None,
@@ -226,7 +257,7 @@ def _kernel(
                 N_2,
                 LENGTH,
                 NORM,
-                False,
+                0,
                 BLOCK_B,
                 BLOCK_N,
                 BLOCK_K,
@@ -239,8 +270,9 @@ def _kernel(
     if kernel_3 is not None:  # noqa: SIM102
         if tile >= TILES + TILES_2:
             n = (tile - TILES - TILES_2) * BLOCK_N + tl.arange(0, BLOCK_N)
-            total, _ = _maps(
+            total, _, _ = _maps(
                 x,
+                None,
                 scale,
                 kernel_3,
                 None,
@@ -252,7 +284,7 @@ def _kernel(
                 N_3,
                 LENGTH,
                 NORM,
-                False,
+                0,
                 BLOCK_B,
                 BLOCK_N,
                 BLOCK_K,
@@ -280,7 +312,7 @@ def _gate_kernel(
         wait_for_launch_before()
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(first + n, n < N, other=0.0)
-    value = (silu(value) if GATE == 1 else gelu(value)) * tl.load(second + n, n < N, other=0.0)
+    value = gated(value, tl.load(second + n, n < N, other=0.0), GATE)
     if residual is not None:
         value += tl.load(residual + n, n < N, other=0.0).to(tl.float32)
     tl.store(y + n, value, n < N)
@@ -289,10 +321,13 @@ def _gate_kernel(
 @triton.jit
 def _sum_kernel(
     sums,
+    squares,
     bias,
     residual,
     y,
     n,
+    epsilon,
+    K: tl.constexpr,
     N: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -305,6 +340,11 @@ def _sum_kernel(
     value = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(PARTS):
         value += tl.load(sums + part * n + place, place < n, other=0.0)
+    if squares is not None:
+        total = tl.zeros((BLOCK,), tl.float32)
+        for part in tl.static_range(PARTS):
+            total += tl.load(squares + part * (n // N) + place // N, place < n, other=0.0)
+        value *= factor(total, K, epsilon)
     if bias is not None:
         value += tl.load(bias + place % N, place < n, other=0.0).to(tl.float32)
     if residual is not None:
@@ -329,7 +369,9 @@ def results(
     def output(weight):
         return None if weight is None else Array((x.shape[0], weight.shape[1]), dtype_name(x))
 
-    return output(kernel), None if gate else output(kernel_2), output(kernel_3)
+    if gate:
+        return output(kernel if kernel_3 is None else kernel_3), None, None
+    return output(kernel), output(kernel_2), output(kernel_3)
 
 
 def forward(
@@ -349,18 +391,30 @@ def forward(
     tensors = x, scale, kernel, kernel_2, kernel_3, bias, bias_2, bias_3
     outputs = results(*tensors, residual, epsilon=epsilon, gate=gate)
     rows = x.shape[0]
+    if gate and kernel_3 is not None:
+        gates = x, scale, kernel, kernel_2, None, bias, bias_2, None
+        behind = None, kernel_3, None, None, bias_3, None, None
+        if rows == 1 and _GATED_WHERE_READ and in_parts(1, *kernel_3.shape):
+            first, second = _both(gates, epsilon)
+            return _launch((first, *behind), residual, outputs, -1.0, gate, second)
+        y, *_ = forward(*gates, None, epsilon=epsilon, gate=gate)
+        return forward(y, *behind, residual, epsilon=-1.0, gate=0)
     if rows == 1 and gate:
-        columns = outputs[0].shape[1]
-        whole = Array((1, columns), "float32")
-        first, second, _ = _launch(tensors, None, (whole, whole, None), epsilon, gate=0)
-        return gated(x, first, second, residual, outputs[0], gate), None, None
-    if rows > 1 and epsilon >= 0:
+        first, second = _both(tensors, epsilon)
+        return gate_of_one_row(x, first, second, residual, outputs[0], gate), None, None
+    if rows > 1 and epsilon >= 0 and not _NORMALIZED_WHERE_READ:
         (x,) = rms_norm.forward(x, scale, epsilon=epsilon)
         tensors, epsilon = (x, None, *tensors[2:]), -1.0
     return _launch(tensors, residual, outputs, epsilon, gate)
 
 
-def gated(x, first, second, residual, output, gate):
+def _both(tensors, epsilon):
+    """Two maps of one row that a gate is between, float32."""
+    whole = Array((1, tensors[2].shape[1]), "float32")
+    return _launch(tensors, None, (whole, whole, None), epsilon, gate=0)[:2]
+
+
+def gate_of_one_row(x, first, second, residual, output, gate):
     """The activated first map of one row x, times the second; both are float32."""
     columns = output.shape[1]
     options = {"N": columns, "GATE": gate, "BLOCK": _AT_ONCE, **overlap(x)}
@@ -369,12 +423,12 @@ def gated(x, first, second, residual, output, gate):
     return run(Launch(_gate_kernel, programs, arrays, (output,), (), options))[0]
 
 
-def _launch(tensors, residual, outputs, epsilon, gate):
-    """The maps of rows, which with a gate are several."""
-    x, _, kernel, kernel_2, kernel_3, bias, *_ = tensors
+def _launch(tensors, residual, outputs, epsilon, gate, x_2=None):
+    """Maps. A gate is between two of several rows; of one row between x and x_2, before a map."""
+    x, scale, kernel, kernel_2, kernel_3, bias, *_ = tensors
     rows, channels = x.shape
     widths = [0 if w is None else w.shape[1] for w in (kernel, kernel_2, kernel_3)]
-    parts = kernel_2 is None and epsilon < 0
+    parts = kernel_2 is None and (rows > 1 or epsilon < 0)
     options = tile_of(rows, channels, sum(widths), dtype_name(kernel), gate, parts)
     columns = [widths[0], 0 if gate else widths[1], widths[2]]
     programs = sum(triton.cdiv(n, options["BLOCK_N"]) for n in columns)
@@ -383,21 +437,19 @@ def _launch(tensors, residual, outputs, epsilon, gate):
     options |= overlap(x)
     count = triton.cdiv(channels, options["LENGTH"])
     if count == 1:
-        inputs = *tensors, residual
+        inputs = x, x_2, *tensors[1:], residual
         return run(Launch(_kernel, programs, inputs, outputs, (rows, epsilon), options))
-    inputs = *tensors[:5], *[None] * 4
-    totals = Array((count, rows, widths[0]), "float32"), None, None
-    totals, *_ = run(Launch(_kernel, programs * count, inputs, totals, (rows, epsilon), options))
-    return _sum(totals, bias, residual, outputs[0]), None, None
-
-
-def _sum(parts, bias, residual, output):
-    """The sum of parts [number, rows, N], of the bias and of the residual."""
-    count, rows, columns = parts.shape
-    options = {"N": columns, "PARTS": count, "BLOCK": _AT_ONCE, **overlap(parts)}
-    programs = triton.cdiv(rows * columns, _AT_ONCE)
-    inputs = parts, bias, residual
-    return run(Launch(_sum_kernel, programs, inputs, (output,), (rows * columns,), options))[0]
+    inputs = x, x_2, scale, kernel, *[None] * 6
+    squares = Array((count, rows), "float32") if epsilon >= 0 else None
+    sums = Array((count, rows, widths[0]), "float32"), squares, None
+    sums, squares, _ = run(
+        Launch(_kernel, programs * count, inputs, sums, (rows, epsilon), options)
+    )
+    options = {"K": channels, "N": widths[0], "PARTS": count, "BLOCK": _AT_ONCE, **overlap(x)}
+    programs = triton.cdiv(rows * widths[0], _AT_ONCE)
+    numbers = rows * widths[0], epsilon
+    inputs = sums, squares, bias, residual
+    return *run(Launch(_sum_kernel, programs, inputs, outputs[:1], numbers, options)), None, None
 
 
 _norm_linear = forward_operation("norm_linear", forward, results, count=3)

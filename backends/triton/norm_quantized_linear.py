@@ -20,7 +20,7 @@ from keras_recurrent.backends.triton._framework import (
 from keras_recurrent.backends.triton._launch import Array, Launch, dtype_name
 from keras_recurrent.backends.triton._quantized_products import CHANNELS_AT_ONCE, of_one_row
 from keras_recurrent.backends.triton._quantized_row import row_kernel
-from keras_recurrent.backends.triton.norm_linear import gated
+from keras_recurrent.backends.triton.norm_linear import gate_of_one_row
 
 _GATES = (None, "silu", "gelu")
 _MAX_WIDTH = 32768  # the registers of one program hold a row
@@ -260,7 +260,7 @@ def forward(
         return found
     first, second, _ = found
     (output,) = _rows(x, scales[:1], dtype_name(x))
-    return gated(x, first, second, residual, output, gate), None, None
+    return gate_of_one_row(x, first, second, residual, output, gate), None, None
 
 
 def row_options(channels, padded):

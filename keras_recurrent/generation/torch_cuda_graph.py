@@ -13,7 +13,8 @@ import torch
 _capturing = threading.Lock()  # torch aborts where two threads capture at once
 
 ALIGNED = 16  # bytes, for kernels that load as many at once
-RECENT = 16  # tokens of a row that a graph keeps, for whoever replays to fetch at once
+# Tokens of a row that a graph keeps, for whoever replays to fetch at once: a power of 2.
+RECENT = 16
 KEPT_PART = 16  # graphs that wait for a call hold at most this part of their device's memory
 
 
@@ -62,9 +63,10 @@ class Captured:
         mask = (self.rows.active,) if self.rows else ()
         logits, hidden, *after = self._run(*self._prepared, self.token, *mask, *self.cache)
         tensors, after = list(self.cache), list(after)
-        if choice is not None:
-            # Before the copies, so that what chooses follows on a kernel and may begin before that
-            # has ended.
+        # Tokens are chosen before the copies: what chooses follows on a kernel and may begin before
+        # that has ended.
+        written = self.recent is not None and choice.writes(logits, self.token, self.recent)
+        if choice is not None and not written:
             token = self._next(choice(logits))
             tensors.append(self.token)
             after.append(token)

@@ -65,15 +65,31 @@ class Choice:
         chosen = (probabilities / noise).argmax(dim=-1, keepdim=True)
         return (chosen if tokens is None else tokens.gather(1, chosen))[:, 0]
 
+    def writes(self, logits, token, recent):
+        """Whether a kernel has written tokens over `token` [B, 1] and to the end of `recent`.
+
+        The latter is [B, a power of 2]; the first one of each row is dropped.
+        """
+        greedy = self.waits_for_nothing and self._candidates is None
+        kernels = _kernels(logits) if greedy else None
+        if kernels:
+            kernels.write_largest(logits, token, recent)
+        return kernels is not None
+
 
 def _largest(logits):
     """The first of the largest logits of each row, the same token by kernels as by torch."""
-    if one_token.has_kernels(logits):
-        from keras_recurrent.backends.triton import _largest as kernels
+    kernels = _kernels(logits)
+    return kernels.largest(logits) if kernels else logits.argmax(dim=-1)
 
-        if kernels.unsupported(logits) is None:
-            return kernels.largest(logits)
-    return logits.argmax(dim=-1)
+
+def _kernels(logits):
+    """What finds the largest logits by kernels; None where it does not."""
+    if not one_token.has_kernels(logits):
+        return None
+    from keras_recurrent.backends.triton import _largest as kernels
+
+    return kernels if kernels.unsupported(logits) is None else None
 
 
 def _all(sampler, probabilities):

@@ -105,7 +105,7 @@ def plain_weights(layers):
 def linear(x, layers, norm=None, gate=None, residual=None):
     """The outputs of some `Dense` for x [B, D], behind a norm, as in `ops.norm_linear`.
 
-    Quantized ones, which are alike, are those of `ops.norm_quantized_linear`.
+    Quantized ones, which are alike, are those of `ops.norm_quantized_linear`, with a gate two.
     """
     operation: Callable = norm_linear
     weights, most = plain_weights, MOST_ROWS
@@ -122,9 +122,10 @@ def linear(x, layers, norm=None, gate=None, residual=None):
             residual=residual,
         )
     x = x if norm is None else norm(x)
-    outputs = [dense(x) for dense in layers]
     if gate is not None:
-        outputs = [gated_linear_unit(outputs[0], outputs[1], activation=gate)]
+        x = gated_linear_unit(layers[0](x), layers[1](x), activation=gate)
+        layers = layers[2:]
+    outputs = [dense(x) for dense in layers] or [x]
     return outputs if residual is None else [outputs[0] + residual]
 
 
@@ -148,19 +149,40 @@ def embedding(token_ids, layer, scale, state=None):
     if kernels.unsupported(table, token, *given) is not None:
         return None
     scale = 1.0 if scale is None else scale
-    x, kind, *after = kernels.embedding(table, token, scale, layer.compute_dtype, *given)
+    x, kind, position, *after = kernels.embedding(table, token, scale, layer.compute_dtype, *given)
     if state is None:
         return x[:, None]
-    position = given[1]
     tokens = Tokens(kind[:, None], None if position is None else position[:, None])
     places = zip(("segment", "position"), after, strict=True)
     return x[:, None], tokens, {name: place for name, place in places if place is not None}
 
 
+def capped_logits(hidden_states, layer):
+    """The logits of hidden states [B, 1, D] by a `ReversibleEmbedding` with a soft cap.
+
+    One launch caps them. None where the layer does without: where it has no cap, and on JAX.
+    """
+    cap = layer.logit_soft_cap
+    if cap is None or dispatch.BACKEND != "torch" or not wanted(hidden_states):
+        return None
+    from keras_recurrent.backends.triton import _soft_cap as kernels
+
+    kernel = ops.transpose(layer.embeddings) if layer.tie_weights else layer.reverse_embeddings
+    dtype = layer.reverse_dtype or layer.compute_dtype
+    logits = ops.matmul(*(ops.cast(x, dtype) for x in (hidden_states[:, 0], kernel)))
+    if kernels.unsupported(logits) is not None:
+        return None
+    return kernels.soft_cap(logits, cap)[:, None]
+
+
 def mlp(x, layer, norm, gate):
     """x [B, D], and what a gated multilayer perceptron makes of it behind a norm."""
-    (y,) = linear(x, [layer.gate_proj, layer.up_proj], norm, gate=gate)
-    (y,) = linear(y, [layer.down_proj], residual=x)
+    maps = [layer.gate_proj, layer.up_proj, layer.down_proj]
+    if all(dense.quantization_mode is None for dense in maps):
+        (y,) = linear(x, maps, norm, gate=gate, residual=x)
+        return y
+    (y,) = linear(x, maps[:2], norm, gate=gate)
+    (y,) = linear(y, maps[2:], residual=x)
     return y
 
 

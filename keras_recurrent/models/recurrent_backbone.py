@@ -264,7 +264,9 @@ class ReversibleEmbedding(keras.layers.ReversibleEmbedding):
         return {name: value for name, value in config.items() if not name.startswith("lora_")}
 
     def call(self, inputs, reverse=False):
-        outputs = super().call(inputs, reverse)
+        outputs = one_token.capped_logits(inputs, self) if reverse else None
+        if outputs is None:
+            outputs = super().call(inputs, reverse)
         return laid_out(outputs, "logits" if reverse else "hidden_states")
 
     def quantize(self, mode=None, type_check=True, config=None):

@@ -34,6 +34,8 @@ class NormLinearOperation(Operation):
     options = {"epsilon": None, "gate": None}
     parameters: tuple[str, ...] = ("x", "kernels", "biases", "scale", "residual")
     beside_kernels = {"bias": "biases"}  # what each kernel may have
+    # The shapes of a third map, where it takes what a gate gives; empty where there is none.
+    behind_gate: dict[str, str] = {"kernel_3": "N L", "residual": "B L"}
     shown = shown_in_lists({"kernel": "kernels", **beside_kernels})
 
     @classmethod
@@ -70,12 +72,12 @@ class NormLinearOperation(Operation):
             )
         if gate not in GATES:
             raise ValueError(f"`{cls.function}`: `gate` must be one of {GATES}; got {gate!r}.")
-        sizes = super().check(tensors, context, options)
-        several = tensors["kernel_2"] is not None
-        if gate is not None and (not several or tensors["kernel_3"] is not None):
-            raise ValueError(
-                f"`{cls.function}`: a `gate` is between two kernels, no more, no fewer."
-            )
+        several, third = (tensors[name] is not None for name in ("kernel_2", "kernel_3"))
+        if gate is not None and (not several or (third and not cls.behind_gate)):
+            beside = "a third is behind it" if cls.behind_gate else "no more"
+            raise ValueError(f"`{cls.function}`: a `gate` is between two kernels, {beside}.")
+        letters = cls.shapes | (cls.behind_gate if gate is not None and third else {})
+        sizes = cls.check_tensors(tensors, letters)
         if gate is not None and sizes["N"] != sizes["M"]:
             raise ValueError(
                 f"`{cls.function}`: with a `gate` both kernels must have one width; got "
@@ -89,9 +91,9 @@ class NormLinearOperation(Operation):
 
     def output_spec(self, tensors, sizes):
         dtype = keras.backend.standardize_dtype(tensors["x"].dtype)
-        wanted = [("kernel", "B N")]
-        if self.options["gate"] is None:
-            wanted += [("kernel_2", "B M"), ("kernel_3", "B L")]
+        wanted = [("kernel", "B N"), ("kernel_2", "B M"), ("kernel_3", "B L")]
+        if self.options["gate"] is not None:
+            wanted = wanted[:1] if tensors.get("kernel_3") is None else wanted[2:]
         return tuple(
             keras.KerasTensor(shape_of(shape, sizes), dtype)
             for name, shape in wanted
@@ -115,7 +117,8 @@ def norm_linear(
     ```
     y_i = RMSNorm(x) W_i + b_i          for up to three W_i
     y = activation(y_1) * y_2           with a gate
-    y = y_1 + residual                  with a residual
+    y = y W_3 + b_3                     with a gate and a third W
+    y = y + residual                    with a residual, to a single output
     ```
 
     Each weight is read once. The kernel for NVIDIA GPUs has no gradient: where one is asked for,
@@ -123,12 +126,14 @@ def norm_linear(
 
     Args:
         x: `[B, K]`, float16, bfloat16, float32 or float64.
-        kernels: a list of one to three matrices, each `[K, its width]`.
+        kernels: a list of one to three matrices, each `[K, its width]`. With a gate the third is
+            `[width of the first two, its width]`.
         biases: a list of as many vectors, or None for no biases; a bias may be None, too.
         scale: `[K]`, the norm's weight; None: ones.
         epsilon: the norm's ε, at least 0 and finite; None: there is no norm.
         gate: `"silu"` or `"gelu"` (by tanh): the first of two maps, activated, multiplies the
-            second, as in `keras_recurrent.ops.gated_linear_unit`. None: the maps are returned.
+            second, as in `keras_recurrent.ops.gated_linear_unit`, and a third map takes that, as in
+            a gated multilayer perceptron. None: the maps are returned.
         residual: `[B, width]`, added to a single output; None: nothing is.
         implementation: as in `keras_recurrent.ops.linear_scan`.
 

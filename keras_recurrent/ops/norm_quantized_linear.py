@@ -38,6 +38,7 @@ class NormQuantizedLinearOperation(NormLinearOperation):
         "kernel_zero": "kernel_zeros",
         "bias": "biases",
     }
+    behind_gate = {}
     shown = shown_in_lists({"kernel": "kernels", **beside_kernels})
     int8 = tuple(f"{name}{end}" for name in ("kernel", "kernel_zero") for end in _ENDS)
 

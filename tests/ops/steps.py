@@ -41,6 +41,11 @@ CASES = {
     "many channels": Case(1, "bfloat16", channels=2100, widths=(16,), residual=True),
     "many columns": Case(1, "bfloat16", channels=1100, widths=(4200,)),
     "most columns": Case(1, "bfloat16", channels=600, widths=(4128, 4128), gate="silu"),
+    "perceptron": Case(1, widths=(18, 18, 7), gate="gelu", residual=True),
+    "perceptron, channels in parts": Case(
+        1, "bfloat16", 90, widths=(4200, 4200, 70), gate="silu", residual=True
+    ),
+    "perceptron, rows": Case(5, "bfloat16", 70, (1100, 1100, 33), gate="gelu", parameters=False),
     "channels in parts": Case(1, "bfloat16", 4500, (70,), residual=True, norm=False),
     "rows, channels in parts": Case(5, "bfloat16", 1200, (70,), residual=True),
     "float32 rows, channels in parts": Case(3, "float32", 1100, (40,), parameters=False),
@@ -86,11 +91,14 @@ def norm_linear(rng, case):
     if case.norm and case.parameters:
         tensors["scale"] = rng.normal(size=case.channels)
     for name, width in zip(names, case.widths, strict=True):
-        tensors[f"kernel{name}"] = rng.normal(size=(case.channels, width)) / case.channels**0.5
+        behind = name == "_3" and case.gate is not None
+        channels = case.widths[0] if behind else case.channels
+        tensors[f"kernel{name}"] = rng.normal(size=(channels, width)) / channels**0.5
         if case.parameters and name != "_2":
             tensors[f"bias{name}"] = rng.normal(size=width)
     if case.residual:
-        tensors["residual"] = rng.normal(size=(case.rows, case.widths[0]))
+        width = case.widths[-1 if case.gate else 0]
+        tensors["residual"] = rng.normal(size=(case.rows, width))
     return tensors, {"epsilon": 1e-5 if case.norm else None, "gate": case.gate}
 
 
@@ -104,7 +112,8 @@ def _rounds_surely(x, scale, epsilon, dtype):
 
 def norm_quantized_linear(rng, case):
     # Its tiles depend on channels first, and the interpreter takes long for more columns.
-    case = case._replace(widths=tuple(min(width, 400) for width in case.widths))
+    widths = case.widths[:2] if case.gate else case.widths  # no map is behind a gate
+    case = case._replace(widths=tuple(min(width, 400) for width in widths))
     tensors, options = norm_linear(rng, case)
     # One integer more or less is a step that float32 and float64 may take at different numbers.
     while case.quantize_row and not _rounds_surely(

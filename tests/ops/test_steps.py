@@ -207,6 +207,8 @@ REFUSED = {
     "`epsilon` must be a finite": lambda: ops.norm_linear(X, [KERNEL], epsilon=-1.0),
     "`gate` must be one of": lambda: ops.norm_linear(X, [KERNEL] * 2, gate="relu"),
     "between two kernels": lambda: ops.norm_linear(X, [KERNEL], gate="silu"),
+    "between two kernels, no more": refused_weights([BYTES] * 3, [SCALES] * 3, gate="silu"),
+    r"`kernels\[2\]` must have the shape": lambda: ops.norm_linear(X, [KERNEL] * 3, gate="silu"),
     "one width": lambda: ops.norm_linear(X, [KERNEL, KERNEL[:, :2]], gate="silu"),
     "for one output": lambda: ops.norm_linear(X, [KERNEL] * 2, residual=X @ KERNEL),
     "`q` must have .* H K = 4 as in `memory`": lambda: ops.hgrn2_step(
@@ -241,6 +243,8 @@ def test_in_a_graph():
     expected = ops.norm_linear(X, [KERNEL, KERNEL[:, :2]], epsilon=1e-5)
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(*map(keras.ops.convert_to_numpy, (a, b)), rtol=1e-6)
+    (behind,) = ops.norm_linear(x, [KERNEL, KERNEL, KERNEL[0, :, None]], gate="silu")
+    assert behind.shape == (2, 1)
 
 
 def test_which_implementation_takes_lists():

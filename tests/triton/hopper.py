@@ -30,6 +30,7 @@ from keras_recurrent.backends.triton import (
     _largest,
     _linear_attention_step,
     _ring,
+    _soft_cap,
     causal_conv1d,
     gated_linear_attention,
     gated_linear_unit,
@@ -57,7 +58,7 @@ FLOATS = ("initial", "final", "d_initial", "d_final", "d_logit", "d_parameters",
 FLOATS += ("scale", "d_scale", "lower_bound", "d_bound", "d_log_f")
 FLOATS += ("losses", "d_losses", "largest", "total", "sums", "peaks", "frequencies")
 FLOATS += ("totals", "decays", "log_decay", "log_f", "origin", "delta", "d_keys", "d_values")
-FLOATS += ("scales",)
+FLOATS += ("scales", "squares")
 FLOATS += ("memory", "after", "last_inputs", "next_inputs", "hidden", "conv_kernel", "conv_bias")
 INTEGERS = ("carry", "token_at", "document_at", "real_counts", "start_counts", "tokens")
 INTEGERS += ("first_key", "last_key", "first_query", "query_end", "position", "end")
@@ -196,14 +197,12 @@ TOKEN_WISE = {
 
 def of_rows_through_maps(rows, channels, dtype="bfloat16", **constants):
     """The kernel of rows through maps of 2048 columns; those that are absent are None."""
-    absent = ("kernel_2", "kernel_3", "bias", "bias_2", "bias_3", "residual", "y_2", "y_3")
+    absent = ("x_2", "kernel_2", "kernel_3", "bias", "bias_2", "bias_3", "residual", "y_2", "y_3")
     sizes = {"K": channels, "N": 2048, "N_2": 2048, "N_3": 2048, "NORM": True, "GATE": 0}
     columns = 2048 * (1 + sum(f"kernel_{i}" in constants for i in (2, 3)))
     sizes |= {"SHORT": dtype == "bfloat16", "AHEAD": True}
-    if rows > 1:  # they are normalized before
-        sizes |= {"NORM": False, "scale": None}
     constants = dict.fromkeys(absent) | sizes | constants
-    parts = constants["kernel_2"] is None and not constants["NORM"]
+    parts = constants["kernel_2"] is None and (rows > 1 or not constants["NORM"])
     tile = tile_of(rows, channels, columns, dtype, constants["GATE"], parts)
     constants["LENGTH"] = tile.pop("LENGTH")
     constants = {name: value for name, value in constants.items() if value != "given"}
@@ -220,12 +219,21 @@ OF_A_STEP = {
         {"D": 2560, "SCALED": True, "BLOCK": _embedding._BLOCK, "AHEAD": True},
         [{"num_warps": _embedding._WARPS}],
     ),
+    "soft cap": (
+        _soft_cap._kernel,
+        {"BLOCK": _soft_cap._BLOCK, "AHEAD": True},
+        [{"num_warps": _soft_cap._WARPS}],
+    ),
     "largest, parts": (
         _largest._parts_kernel,
         {"PARTS": 125, "BLOCK": _largest._BLOCK, "AHEAD": True},
         [{"num_warps": _largest._WARPS}],
     ),
-    "largest, whole": (_largest._whole_kernel, {"PARTS": 125, "BLOCK": 128, "AHEAD": True}, [{}]),
+    "largest, whole": (
+        _largest._whole_kernel,
+        {"PARTS": 125, "BLOCK": 128, "RECENT": 16, "AHEAD": True},
+        [{}],
+    ),
     "hgrn2 step": (
         hgrn2_step._kernel,
         {"K": 128, "V": 128, "BLOCK_K": 128, "BLOCK_V": hgrn2_step._BLOCK_V, "AHEAD": True},
@@ -284,18 +292,28 @@ OF_A_STEP = {
     ),
     "norm_linear, sum of parts": (
         norm_linear._sum_kernel,
-        {"N": 2048, "PARTS": 11, "BLOCK": norm_linear._AT_ONCE, "AHEAD": True, "bias": None},
+        {"N": 2048, "PARTS": 11, "BLOCK": norm_linear._AT_ONCE, "AHEAD": True}
+        | dict.fromkeys(("K", "squares", "bias")),
+        [{}],
+    ),
+    "norm_linear, sum of normalized parts": (
+        norm_linear._sum_kernel,
+        {"K": 2048, "N": 2048, "PARTS": 4, "BLOCK": norm_linear._AT_ONCE, "AHEAD": True},
         [{}],
     ),
     "norm_linear of 16 rows, silu": of_rows_through_maps(16, 2048, kernel_2="given", GATE=1),
     "norm_linear of 16 rows of three": of_rows_through_maps(
         16, 2048, kernel_2="given", kernel_3="given", y_2="given", y_3="given", bias="given"
     ),
-    "norm_linear of 16 rows, in parts": of_rows_through_maps(16, 5632),
+    "norm_linear of 16 rows, in parts": of_rows_through_maps(16, 5632, scale=None, NORM=False),
+    "norm_linear of 16 rows, norm, in parts": of_rows_through_maps(16, 2048, y_2="given"),
     "norm_linear of 16 rows, gelu, float32": of_rows_through_maps(
         16, 2560, "float32", kernel_2="given", GATE=2
     ),
     "norm_linear, in parts": of_rows_through_maps(1, 5632, scale=None, NORM=False),
+    "norm_linear, in parts, of what is gated": of_rows_through_maps(
+        1, 5632, x_2="given", GATE=1, scale=None, NORM=False
+    ),
 }
 
 
@@ -446,7 +464,7 @@ DEFAULTS = {name: row for name, row in KERNELS.items() if name not in SEEN_ELSEW
 def dtype(argument, name):
     if argument in SIZES:
         return "i32"
-    if argument in ("epsilon", "root", "multiplier"):
+    if argument in ("epsilon", "root", "multiplier") or (name, argument) == ("soft cap", "cap"):
         return "fp32"
     if name.startswith("linear_crossentropy"):
         special = {"tokens": "*i64", "best": "*i32", "cap": "fp32", "d_logits": "*bf16"}
@@ -460,6 +478,8 @@ def dtype(argument, name):
         return "*i8"
     if name in QUANTIZED_MAPS and argument in ("row", "unit"):
         return "*i8" if argument == "row" else "*fp32"
+    if name.endswith("gated") and argument in ("x", "x_2"):
+        return "*fp32"
     if argument in INTEGERS:
         return "*i32"
     if argument in ("token_kind", "rest", "flags"):

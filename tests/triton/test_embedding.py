@@ -10,6 +10,7 @@ if keras.config.backend() != "torch":
 import torch
 
 from keras_recurrent import implementation
+from keras_recurrent.backends.torch._states import overwritten
 from keras_recurrent.backends.triton import _embedding
 from keras_recurrent.backends.triton._common import INTERPRETED
 from keras_recurrent.layers import one_token
@@ -30,7 +31,7 @@ def test_rows_of_a_table(width, scale, dtype, of_table):
     table = torch.randn(11, width, generator=generator).to(DEVICE, of_table)
     tokens = torch.tensor([0, 10, 3, -1], dtype=torch.int32, device=DEVICE)
     found, *places = _embedding.embedding(table, tokens, scale, dtype)
-    assert places == [None] * 3
+    assert places == [None] * 4
     as_given = getattr(torch, dtype)
     expected = table[tokens.long()].to(as_given)
     # Of a number in the dtype of x, torch rounds on a CPU as on a GPU.
@@ -54,14 +55,33 @@ def test_where_rows_are_is_what_layers_find(uses_position):
         token_ids, state=state, uses_position=uses_position, return_state=True
     )
     table = torch.ones(2, 600, device=DEVICE)
-    _, kind, *after = _embedding.embedding(
+    _, kind, here, *after = _embedding.embedding(
         table, token_ids[:, 0], 1.0, "float32", segment, state.get("position")
     )
     same(kind[:, None], expected.kind)
+    assert here is None or torch.equal(here, position)
     for found, name in zip(after, ("segment", "position"), strict=True):
         assert (found is None) == (name not in places)
         if found is not None:
             same(found, places[name])
+
+
+@pytest.mark.parametrize("uses_position", [False, True])
+def test_places_are_written_over_where_they_may_be(uses_position):
+    segment = torch.tensor([-1, 4], dtype=torch.int32, device=DEVICE)
+    position = torch.tensor([0, 7], dtype=torch.int32, device=DEVICE)
+    given = segment, position if uses_position else None
+    table, tokens = torch.ones(3, 600, device=DEVICE), torch.tensor([2, 0], device=DEVICE)
+    expected = _embedding.embedding(table, tokens, 1.0, "float32", *given)
+    assert segment.tolist() == [-1, 4]
+    with overwritten():
+        found = _embedding.embedding(table, tokens, 1.0, "float32", *given)
+    for a, b in zip(found, expected, strict=True):
+        assert (a is None and b is None) or torch.equal(a, b)
+    assert found[3] is segment
+    assert segment.tolist() == [0, 4]
+    assert found[4] is given[1]
+    assert position.tolist() == ([1, 8] if uses_position else [0, 7])
 
 
 @pytest.fixture

@@ -69,7 +69,28 @@ def test_greedy_choices_are_made_by_it(monkeypatch):
     assert len(calls) == 1
 
 
-def keras_hub_sampler():
+def test_greedy_choices_are_written_behind_others():
+    recent = torch.arange(8, dtype=torch.int32, device=DEVICE).reshape(2, 4)
+    expected, token = recent.clone(), recent[:, -1:].clone()
+    choice = torch_sampling.Choice(keras_hub_sampler())
+    for seed in range(3):
+        logits = torch.randn(2, 5000, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+        with implementation("triton"):
+            assert choice.writes(logits, token, recent)
+        expected = torch.cat((expected[:, 1:], logits.argmax(dim=-1)[:, None]), dim=1)
+        assert recent.tolist() == expected.tolist()
+        assert token.tolist() == expected[:, -1:].tolist()
+
+
+def test_others_are_not_written_by_it():
+    token = torch.tensor([[3]], device=DEVICE)
+    choice = torch_sampling.Choice(keras_hub_sampler("random"))
+    with implementation("triton"):
+        assert not choice.writes(torch.zeros(1, 5, device=DEVICE), token, token.clone())
+    assert token.item() == 3
+
+
+def keras_hub_sampler(name="greedy"):
     import keras_hub
 
-    return keras_hub.samplers.GreedySampler()
+    return keras_hub.samplers.get(name)
