@@ -48,8 +48,8 @@ def _seen(last_inputs, conv_kernel, conv_bias, places, row, d, valid, D, W: tl.c
 def _product(inputs, weight, total, rest, SHORT: tl.constexpr):
     """total + rest + inputs weight, as precise as in float32: so are three numbers of bfloat16.
 
-    Tensor cores cut off what is below the last place of a sum. The two smaller numbers have a sum of
-    their own, `rest`, so that they cut nothing off the large one.
+    Tensor cores cut off what is below the last place of a sum. The two smaller numbers have a sum
+    of their own, `rest`, so that they cut nothing off the large one.
     """
     if SHORT:
         part = operand(inputs, True)

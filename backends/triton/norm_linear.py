@@ -4,7 +4,7 @@ A program makes some columns of y from all channels of x, or, where there are fe
 of the channels, and one more launch adds their sums. A single row is normalized in the same
 kernel. Its gate has a launch of its own, since programs that read two weights were slower by a
 third, or is made by the programs of the map behind it, where each of these reads some channels. A
-few rows are multiplied by tensor cores, and normalized and gated in the same kernel.
+few rows are multiplied by tensor cores, and gated in the same kernel.
 """
 
 import triton
@@ -26,8 +26,9 @@ from keras_recurrent.backends.triton._products import operand
 _GATES = (None, "silu", "gelu")
 _MOST_ROWS = 16  # as many as tensor cores take at once
 _AT_ONCE = 256  # numbers of what a gate or a sum makes, a program
-_GATED_WHERE_READ = True  # of one row, by a map in parts; else by a launch of its own
-_NORMALIZED_WHERE_READ = True  # of several rows; else by a launch of its own
+# Whether a map in parts gates the one row that it reads, and whether a map of several rows
+# normalizes them; else launches before do. `benchmarks/results/writing.md` says what that may gain.
+_GATED_WHERE_READ, _NORMALIZED_WHERE_READ = False, False
 
 
 def unsupported(
