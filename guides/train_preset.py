@@ -11,6 +11,7 @@ with fewer or more `--steps`, as long as it has not come to where the rate falls
 
 import argparse
 import collections
+import itertools
 import lzma
 import math
 import os
@@ -26,6 +27,7 @@ import keras_recurrent  # noqa: F401
 # isort: split
 import keras
 import keras_hub
+import numpy as np
 from keras import ops
 from quickstart import load_documents
 
@@ -119,15 +121,27 @@ def train(model, texts, steps, decay_steps, output):
 
 
 def model_bits(model, documents, piece=4096):
-    """Bits a byte of documents, each read from its beginning, in pieces if it is very long."""
-    nats = count = 0
+    """Bits a byte of documents, each read from its beginning, in pieces if it is very long.
+
+    Those of about a length are read side by side, padded to a power of two, so that programs for
+    few lengths are compiled.
+    """
     tokenizer = model.preprocessor.tokenizer
-    for tokens in tokenizer(documents):
-        for begin in range(0, len(tokens), piece):
-            row = [tokenizer.start_token_id, *tokens[begin : begin + piece]]
-            nats += loss_by_position(model, [row]).loss.sum()
-            count += len(row) - 1
-    return nats / count / math.log(2)
+    rows = [
+        [tokenizer.start_token_id, *tokens[begin : begin + piece]]
+        for tokens in tokenizer(documents)
+        for begin in range(0, len(tokens), piece)
+    ]
+    rows.sort(key=len)
+    nats = 0.0
+    for length, alike in itertools.groupby(rows, lambda row: 1 << len(row).bit_length()):
+        group = list(alike)
+        real = np.arange(length) < np.array([[len(row)] for row in group])
+        token_ids = np.zeros(real.shape, "int32")
+        token_ids[real] = np.concatenate(group)
+        found = loss_by_position(model, token_ids, real)
+        nats += np.nansum(found.loss * found.num_texts)
+    return nats / (sum(map(len, rows)) - len(rows)) / math.log(2)
 
 
 def n_gram_bits(training, held_out, order):
@@ -211,8 +225,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--text", type=pathlib.Path, nargs="+", default=[], metavar="FILE")
     parser.add_argument("--topics", type=int, help="read only so many topics of the documentation")
-    parser.add_argument("--steps", type=int, default=5000)
-    parser.add_argument("--decay-steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--decay-steps", type=int, default=1500)
     parser.add_argument("--sample", type=int, default=400, help="length of a sample, in bytes")
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("build/train_preset"))
     arguments = parser.parse_args()

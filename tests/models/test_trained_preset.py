@@ -43,7 +43,7 @@ PROSPERO:
 Ariel, thy charge
 Exactly is perform'd: but there's more work.
 What is the time o' the day?"""
-BITS_PER_BYTE = 2.4026
+BITS_PER_BYTE = 2.2627
 
 
 @pytest.fixture(scope="module")
@@ -66,12 +66,14 @@ def test_it_knows_how_text_goes_on(model):
 
 
 def test_it_writes_words(model):
-    """Those of the documentation, in whose language so low a temperature keeps it."""
+    """Those of the documentation. Some texts may be lines of asterisks, as it has them."""
     known = set(re.findall(r"[a-z]+", " ".join(pydoc_data.topics.topics.values()).lower()))
-    model.compile(sampler=keras_hub.samplers.TopPSampler(p=0.9, temperature=0.3, seed=0))
-    text = model.generate("The statement", max_length=250, strip_prompt=True)
-    words = re.findall(r"[a-z]{3,}", text.lower())[:-1]  # the last one may be cut off
-    assert len(words) > 20
+    model.compile(sampler=keras_hub.samplers.TopPSampler(p=0.9, temperature=0.7, seed=0))
+    nouns = ("statement", "value", "object", "method", "name", "class")
+    prompts = [f"The {noun}" for noun in nouns]
+    texts = model.generate(prompts, max_length=250, strip_prompt=True)
+    words = [word for text in texts for word in re.findall(r"[a-z]{3,}", text.lower())[:-1]]
+    assert len(words) > 60
     assert np.mean([word in known for word in words]) > 0.8
 
 
