@@ -106,21 +106,25 @@ def chunk_kernel(
     query = load_tile(queries + token * K, row, inside, d, K, H).to(tl.float32)
     key = load_tile(keys + token * K, row, inside, d, K, H).to(tl.float32)
     between = tl.load(scales + (place * 3 + 1) * K + d, d < K, other=0.0)
-    d_end = d_end * between + tl.sum(key * d_key, 0)
-    d_lower = tl.where((row[:, None] >= row[None, :]) & (flag == 0), d_lower, 0.0)
-    d_upper = tl.where((row[:, None] <= row[None, :]) & (flag == 0), d_upper, 0.0)
-    d_query = product(d_lower, key, d_query, True)
-    d_key = product(d_upper, query, d_key, True)
+    d_weights = tl.where(flag == 0, d_lower, 0.0)
+    d_diagonal = tl.sum(tl.where(row[:, None] == row[None, :], d_weights, 0.0), 1)[:, None]
     one = ones(d_lower)
+    takers = as_matrix(row[:, None] > row[None, :], one)
+    d_log_decay = sum_rows(takers, key * d_key, 1) + (between * d_end)[None, :]
+    d_lower = tl.where((row[:, None] > row[None, :]) & (flag == 0), d_lower, 0.0)
+    d_upper = tl.where((row[:, None] < row[None, :]) & (flag == 0), d_upper, 0.0)
+    d_query = product(d_lower, key, d_query, True)
+    d_key_of_pairs = product(d_upper, query, tl.zeros_like(d_key), True)
     takers = as_matrix(row[:, None] <= row[None, :], one)
-    d_log_decay = d_end[None, :] + sum_rows(takers, query * d_query - key * d_key, 2)
+    d_log_decay += sum_rows(takers, query * d_query - key * d_key_of_pairs, 2)
+    d_query += d_diagonal * key
+    d_key += d_key_of_pairs + d_diagonal * query
 
     given_log_f = load_tokens(log_f + token * K, row, real, d, K, H)
     log_decay = finite_decays(given_log_f, starts)
     end = tl.sum(log_decay, 0)
     several = flag & SEVERAL != 0
-    span = as_matrix(row[:, None] >= row[None, :], one)
-    from_start = sum_rows(span, log_decay, PARTS)
+    from_start = tl.cumsum(log_decay, 0)
     reference = tl.where(several, 0.0, 0.5 * end)
     d_query *= exp_of_difference(from_start, reference[None, :], False)
     reference = tl.where(several, end, reference)
