@@ -41,7 +41,7 @@ from keras_recurrent.backends.triton._gated_output import (
 from keras_recurrent.backends.triton._launch import Launch, like
 from keras_recurrent.backends.triton._linear_attention import Blocks, block, load_tokens, real_tokens
 from keras_recurrent.backends.triton._math import exp_of_decays, exp_of_difference
-from keras_recurrent.backends.triton._products import ones, product, sum_rows
+from keras_recurrent.backends.triton._products import ones, operand, product, sum_rows
 
 # Few channels of values at a time: products of 64 rows are asynchronous (`_products.py`).
 BLOCKS = (Blocks(64, 32, 4, 3), Blocks(64, 32, 4, 2))
@@ -88,7 +88,7 @@ def chunk_kernel(
     d_upper = tl.zeros((CHUNK, CHUNK), tl.float32)  # and its transpose
     d_query = tl.zeros((CHUNK, BLOCK_K), tl.float32)
     d_key = tl.zeros((CHUNK, BLOCK_K), tl.float32)
-    d_end = tl.zeros((BLOCK_K,), tl.float32)
+    d_decay = tl.zeros((BLOCK_V, BLOCK_K), tl.float32)  # of the state before the chunk
     for start in range(0, V, BLOCK_V):
         e = start + tl.arange(0, BLOCK_V)
         value = load_tile(v + token * V, row, real, e, V, H)
@@ -101,18 +101,19 @@ def chunk_kernel(
         d_upper = product(value, tl.trans(gradient), d_upper, True)
         d_query = product(gradient, state, d_query, True)
         d_key = product(value, d_state, d_key, True)
-        d_end += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 0)
+        d_decay += state.to(tl.float32) * d_state.to(tl.float32)
 
-    query = load_tile(queries + token * K, row, inside, d, K, H).to(tl.float32)
-    key = load_tile(keys + token * K, row, inside, d, K, H).to(tl.float32)
     between = tl.load(scales + (place * 3 + 1) * K + d, d < K, other=0.0)
-    d_weights = tl.where(flag == 0, d_lower, 0.0)
-    d_diagonal = tl.sum(tl.where(row[:, None] == row[None, :], d_weights, 0.0), 1)[:, None]
+    place_of_row = tl.where(flag == 0, row, CHUNK)  # where flagged, beside all pairs
+    d_diagonal = tl.sum(tl.where(place_of_row[:, None] == row[None, :], d_lower, 0.0), 1)[:, None]
     one = ones(d_lower)
+    d_lower = operand(tl.where(row[:, None] > place_of_row[None, :], d_lower, 0.0), True)
+    d_upper = operand(tl.where(place_of_row[:, None] < row[None, :], d_upper, 0.0), True)
+    query = load_tile(queries + token * K, row, inside, d, K, H)
+    key = load_tile(keys + token * K, row, inside, d, K, H)
     takers = as_matrix(row[:, None] > row[None, :], one)
-    d_log_decay = sum_rows(takers, key * d_key, 1) + (between * d_end)[None, :]
-    d_lower = tl.where((row[:, None] > row[None, :]) & (flag == 0), d_lower, 0.0)
-    d_upper = tl.where((row[:, None] < row[None, :]) & (flag == 0), d_upper, 0.0)
+    d_log_decay = (between * tl.sum(d_decay, 0))[None, :]
+    d_log_decay += sum_rows(takers, key * d_key, 1)
     d_query = product(d_lower, key, d_query, True)
     d_key_of_pairs = product(d_upper, query, tl.zeros_like(d_key), True)
     takers = as_matrix(row[:, None] <= row[None, :], one)
