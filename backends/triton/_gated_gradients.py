@@ -1,19 +1,21 @@
 """The gradients of gated linear attention for bfloat16, from operands made for all chunks at once.
 
 With the names of `_gated_output.py`, G the gradient of the state behind a chunk, and dA that of A,
-d_O V^T where a later token sees an earlier one:
+dO V^T where a later token sees an earlier one:
 
-    dQ' = d_O (exp(r) S)^T + dA K',  dK' = V (exp(g_end - s) G)^T + dA^T Q'
-    d_q = exp(g - r) dQ',  d_k = exp(s - g) dK',  d_v = K' (exp(g_end - s) G) + A^T d_O
+    dQ' = dO (exp(r) S)^T + dA K',  dK' = V (exp(g_end - s) G)^T + dA^T Q'
+    dQ = exp(g - r) dQ',  dK = exp(s - g) dK',  dV = K' (exp(g_end - s) G) + A^T dO
 
-and the gradient of g is Q' dQ' - K' dK', in which what a pair of tokens gives to both cancels
-exactly: both operands are those that were multiplied. The gradient of log f at a token is the sum
-of those of g from the token on, and that of g_end, the sum over V of S' G.
+The gradient of log f at a token is what later queries gain, or the token's own, by the state before
+the chunk, sum Q' dQ'; what earlier keys give to the state behind it, sum K' dK'; what the first
+state gives to that, the sum over V of exp(g_end) S G; and what pairs of an earlier token and a
+later one, or the token's own, gain. The last is the sum of Q' dQ' - K' dK' of pairs from the token
+on, where pairs of two of these cancel exactly: both terms take the numbers that were multiplied.
 
-`stream_kernel`, backwards in time, computes d_v and stores exp(g_end - s) G of each chunk, forwards
-it stores exp(r) S. Then `chunk_kernel` has all that the gradients of a chunk and 64 channels of its
-keys take. Where these channels' flag is set, pairs are left out there, and `pairs_kernel` adds what
-they give. Each of its programs has 32 tokens, half a chunk: for pairs of two of them it takes
+`stream_kernel`, backwards in time, computes dV and stores exp(g_end - s) G of each chunk; forwards
+it stores exp(r) S. Then `chunk_kernel` has all that the gradients of a chunk and of some channels
+of its keys take. Where the flag of these channels is set, it leaves pairs out, and `flagged_kernel`
+adds what they give. A program of it has 32 tokens, half a chunk: for pairs of two of them it takes
 references and levels as `_gated_levels.py` says, and for those of a token of each half the boundary
 between both is the reference, so that no exponent is above 0.
 """
@@ -39,14 +41,19 @@ from keras_recurrent.backends.triton._gated_output import (
     stream_states,
 )
 from keras_recurrent.backends.triton._launch import Launch, like
-from keras_recurrent.backends.triton._linear_attention import Blocks, block, load_tokens, real_tokens
+from keras_recurrent.backends.triton._linear_attention import (
+    Blocks,
+    block,
+    load_tokens,
+    real_tokens,
+)
 from keras_recurrent.backends.triton._math import exp_of_decays, exp_of_difference
 from keras_recurrent.backends.triton._products import ones, operand, product, sum_rows
 
-# Few channels of values at a time: products of 64 rows are asynchronous (`_products.py`).
+# Products of 64 rows are asynchronous (`_products.py`): a loop over values has fewer of them.
 BLOCKS = (Blocks(64, 32, 4, 3), Blocks(64, 32, 4, 2))
-HALVES = Blocks(64, 128, 4)
-_HALF = 32  # tokens, whose products are not asynchronous
+FLAGGED_BLOCKS = Blocks(64, 128, 4)
+HALF = 32  # tokens, whose products are not asynchronous
 
 
 @triton.jit(do_not_specialize=["T", "chunks"])
@@ -72,7 +79,6 @@ def chunk_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     CHUNK: tl.constexpr,
-    PARTS: tl.constexpr,
 ):
     """Stores the gradients of q, k (where it is not None) and log f, without flagged pairs."""
     tiles = tl.cdiv(K, BLOCK_K)
@@ -146,7 +152,7 @@ def chunk_kernel(
 
 
 @triton.jit(do_not_specialize=["T", "chunks"])
-def pairs_kernel(
+def flagged_kernel(
     q,
     k,
     v,
@@ -266,22 +272,21 @@ def differentiate(sizes, q, k, v, initial, d_output, d_final, *, log_f, token_ki
     tensors = *tensors, d_output, states, d_states
 
     def launch(blocks):
-        options = {**blocks.options(sizes), "BLOCK_K": width}
-        options |= {"CHUNK": sizes.chunk, "PARTS": parts}
+        options = {**blocks.options(sizes), "BLOCK_K": width, "CHUNK": sizes.chunk}
         programs = sizes.programs * flags.shape[3]
         return run(Launch(chunk_kernel, programs, tensors, outputs, numbers, options))
 
     name = "gated_linear_attention gradients"
     found = _search.run(name, BLOCKS, launch, tensors, sizes)
     tensors = q, k, v, log_f, token_kind, flags, d_output
-    options = {**HALVES.options(sizes), "BLOCK_K": width}
-    options |= {"HALF": _HALF, "LEVELS": sizes.levels - 1, "PARTS": parts}
+    options = {**FLAGGED_BLOCKS.options(sizes), "BLOCK_K": width}
+    options |= {"HALF": HALF, "LEVELS": sizes.levels - 1, "PARTS": parts}
     programs, updates = 2 * sizes.programs * flags.shape[3], ((7, 0), (8, 1), (9, 2))
     if k is None:
         updates = updates[::2]
     d_q, d_k, d_log_f = run(
         Launch(
-            pairs_kernel,
+            flagged_kernel,
             programs,
             (*tensors, *found),
             outputs,

@@ -19,6 +19,9 @@ where the second kernel of `_gated_operands.py` stores it.
 A document that starts inside a chunk sees neither S nor earlier tokens, of which none goes into S':
 their rows of Q' and K' are 0, and the chunk is flagged, too. Where heads are too few to fill the
 GPU, time is cut into segments.
+
+The same kernel serves the gradients (`_gated_gradients.py`): from the last chunk to the first it
+computes that of v, and it stores the states between chunks, or their gradients.
 """
 
 import triton

@@ -80,7 +80,7 @@ STREAMED = {**PREPARED, "totals": None, "decays": None, "states": None}
 STREAMED_BACK = {**STREAMED, "REVERSE": True}
 STREAMED_STATES = {**STREAMED, "queries": None, "pairs": None, "output": None, "final": None}
 del STREAMED_BACK["states"], STREAMED_STATES["states"]
-HALVES = {**LEVELS, "HALF": _gated_gradients._HALF, "LEVELS": 5}
+HALVES = {**LEVELS, "HALF": _gated_gradients.HALF, "LEVELS": 5}
 GRADIENT = {**CHUNKS, **LEVELS, **SHORTER, "GAIN_PARTS": 1}
 EXACT = {**SHORTER, "SHORT": False, "PARTS": 3, "GAIN_PARTS": 3}
 STREAM = {**CHUNKS, **ONE_SEGMENT}
@@ -93,7 +93,7 @@ gated = _gated_output.stream_kernel
 attend = _gated_chunks.attend_kernel
 gradient = _gated_chunks.gradient_kernel
 chunk_gradients = _gated_gradients.chunk_kernel
-pair_gradients = _gated_gradients.pairs_kernel
+pair_gradients = _gated_gradients.flagged_kernel
 lightning = lightning_attention._walk_kernel
 step = _linear_attention_step._step_kernel
 
@@ -131,7 +131,7 @@ PREPARE = every(_gated_operands.PREPARE_BLOCKS)
 PAIRS = every(_gated_operands.PAIRS_BLOCKS)
 GATED = {of: every(blocks) for of, blocks in _gated_output.BLOCKS.items()}
 CHUNK_GRADIENTS = every(_gated_gradients.BLOCKS)
-PAIR_GRADIENTS = every([_gated_gradients.HALVES])
+PAIR_GRADIENTS = every([_gated_gradients.FLAGGED_BLOCKS])
 ATTEND = {of: every(blocks) for of, blocks in gated_linear_attention.ATTEND_BLOCKS.items()}
 GRADIENTS = {of: every(blocks) for of, blocks in gated_linear_attention.GRADIENT_BLOCKS.items()}
 LIGHTNING = {of: every(blocks) for of, blocks in lightning_attention.BLOCKS.items()}
