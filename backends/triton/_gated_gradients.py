@@ -52,7 +52,7 @@ from keras_recurrent.backends.triton._products import ones, operand, product, su
 
 # Products of 64 rows are asynchronous (`_products.py`): a loop over values has fewer of them.
 BLOCKS = (Blocks(64, 32, 4, 3), Blocks(64, 32, 4, 2))
-FLAGGED_BLOCKS = Blocks(64, 128, 4)
+FLAGGED_BLOCKS = Blocks(64, 64, 4)
 HALF = 32  # tokens, whose products are not asynchronous
 
 
