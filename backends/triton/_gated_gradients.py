@@ -109,19 +109,19 @@ def chunk_kernel(
         d_key = product(value, d_state, d_key, True)
         d_decay += state.to(tl.float32) * d_state.to(tl.float32)
 
+    query = load_tile(queries + token * K, row, inside, d, K, H)
+    key = load_tile(keys + token * K, row, inside, d, K, H)
     between = tl.load(scales + (place * 3 + 1) * K + d, d < K, other=0.0)
     place_of_row = tl.where(flag == 0, row, CHUNK)  # where flagged, beside all pairs
     d_diagonal = tl.sum(tl.where(place_of_row[:, None] == row[None, :], d_lower, 0.0), 1)[:, None]
     one = ones(d_lower)
     d_lower = operand(tl.where(row[:, None] > place_of_row[None, :], d_lower, 0.0), True)
     d_upper = operand(tl.where(place_of_row[:, None] < row[None, :], d_upper, 0.0), True)
-    query = load_tile(queries + token * K, row, inside, d, K, H)
-    key = load_tile(keys + token * K, row, inside, d, K, H)
+    d_query = product(d_lower, key, d_query, True)
+    d_key_of_pairs = product(d_upper, query, tl.zeros_like(d_key), True)
     takers = as_matrix(row[:, None] > row[None, :], one)
     d_log_decay = (between * tl.sum(d_decay, 0))[None, :]
     d_log_decay += sum_rows(takers, key * d_key, 1)
-    d_query = product(d_lower, key, d_query, True)
-    d_key_of_pairs = product(d_upper, query, tl.zeros_like(d_key), True)
     takers = as_matrix(row[:, None] <= row[None, :], one)
     d_log_decay += sum_rows(takers, query * d_query - key * d_key_of_pairs, 2)
     d_query += d_diagonal * key
