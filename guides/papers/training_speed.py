@@ -222,8 +222,9 @@ def draw(results, size, path):
             curves = np.transpose(list(found.values()))
             draw_band(axes, list(found), curves, marker="o", label=name)
         axes.set_xscale("log", base=2)
-        axes.set(xlabel=f"tokens a row, {size.tokens:,} a step", ylim=(0, None))
+        axes.set(xlabel=f"tokens a row, {size.tokens:,} a step")
         axes.legend()
+    panels[0].set_ylim(bottom=0)
     panels[0].set_ylabel("time of a step, by that on the shortest rows")
     figure.savefig(path, dpi=120)
 
