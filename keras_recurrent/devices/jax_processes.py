@@ -64,14 +64,25 @@ class SavedByAllProcesses:
     """
 
     def save(self, filepath, *args, **kwargs):
+        """Saves the model to a `.keras` file: `keras.Model.save`, whose arguments it takes."""
         with _gathering(self), own_path(filepath) as path:
             return super().save(path, *args, **kwargs)  # type: ignore[misc]
 
     def save_weights(self, filepath, *args, **kwargs):
+        """Saves the weights alone: `keras.Model.save_weights`, whose arguments it takes."""
         with _gathering(self), own_path(filepath) as path:
             return super().save_weights(path, *args, **kwargs)  # type: ignore[misc]
 
     def save_to_preset(self, preset_dir, *args, **kwargs):
+        """Saves model, weights, tokenizer and preprocessor to a folder that `from_preset` takes.
+
+        Low-rank adapters are saved with it, and a model gives the same outputs when it is loaded.
+
+        Args:
+            preset_dir: string, the folder; it is made where there is none.
+            max_shard_size: integer or float, the size in GB from which on weights are several
+                files; None: they are one.
+        """
         with _gathering(self), own_path(preset_dir) as path:
             return super().save_to_preset(path, *args, **kwargs)  # type: ignore[misc]
 

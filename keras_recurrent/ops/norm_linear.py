@@ -16,6 +16,10 @@ def shown_in_lists(lists):
     }
 
 
+def _list_in_words(given):
+    return f"{len(given)}" if isinstance(given, (list, tuple)) else type(given).__name__
+
+
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class NormLinearOperation(Operation):
     function = "norm_linear"
@@ -44,14 +48,21 @@ class NormLinearOperation(Operation):
         kernels = given.pop("kernels", None)
         if not isinstance(kernels, (list, tuple)) or not 1 <= len(kernels) <= 3:
             raise ValueError(
-                f"`{cls.function}`: `kernels` must be a list of one to three matrices."
+                f"`{cls.function}`: `kernels` must be a list of one to three matrices; got "
+                f"{_list_in_words(kernels)}."
             )
+        for i, kernel in enumerate(kernels):
+            if kernel is None:
+                raise ValueError(
+                    f"`{cls.function}`: `kernels[{i}]` is None; leave it out of the list."
+                )
         for name, plural in {"kernel": "kernels", **cls.beside_kernels}.items():
             several = kernels if plural == "kernels" else given.pop(plural, None)
             several = [None] * len(kernels) if several is None else several
             if not isinstance(several, (list, tuple)) or len(several) != len(kernels):
                 raise ValueError(
-                    f"`{cls.function}`: `{plural}` must be a list of as many as there are kernels."
+                    f"`{cls.function}`: `{plural}` must be a list of as many as there are "
+                    f"`kernels`, {len(kernels)}; got {_list_in_words(several)}."
                 )
             several = [*several, None, None][:3]
             given |= dict(zip((name, f"{name}_2", f"{name}_3"), several, strict=True))
@@ -67,17 +78,22 @@ class NormLinearOperation(Operation):
             )
         if epsilon is None and tensors["scale"] is not None:
             raise ValueError(
-                f"`{cls.function}`: `scale` belongs to the norm, which there is with `epsilon` "
-                "alone."
+                f"`{cls.function}`: `scale` is the norm's: pass its `epsilon`, too, or leave "
+                "`scale` out."
             )
         if gate not in GATES:
             raise ValueError(f"`{cls.function}`: `gate` must be one of {GATES}; got {gate!r}.")
         several, third = (tensors[name] is not None for name in ("kernel_2", "kernel_3"))
         if gate is not None and (not several or (third and not cls.behind_gate)):
-            beside = "a third is behind it" if cls.behind_gate else "no more"
-            raise ValueError(f"`{cls.function}`: a `gate` is between two kernels, {beside}.")
+            third_may = ", or three, of which the last takes what the gate gives"
+            raise ValueError(
+                f"`{cls.function}`: a `gate` is between two kernels, so `kernels` must have two"
+                f"{third_may if cls.behind_gate else ''}; got {1 + several + third}."
+            )
         letters = cls.shapes | (cls.behind_gate if gate is not None and third else {})
         sizes = cls.check_tensors(tensors, letters)
+        if sizes["K"] == 0:
+            raise ValueError(f"`{cls.function}`: `x` must have at least one channel; got none.")
         if gate is not None and sizes["N"] != sizes["M"]:
             raise ValueError(
                 f"`{cls.function}`: with a `gate` both kernels must have one width; got "
@@ -85,7 +101,8 @@ class NormLinearOperation(Operation):
             )
         if tensors["residual"] is not None and several and gate is None:
             raise ValueError(
-                f"`{cls.function}`: a `residual` is for one output; got several kernels."
+                f"`{cls.function}`: a `residual` is for one output; got {2 + third} `kernels`, of "
+                "which each has one. Call once for each, or leave `residual` out."
             )
         return sizes
 
@@ -121,14 +138,18 @@ def norm_linear(
     y = y + residual                    with a residual, to a single output
     ```
 
-    Each weight is read once. The kernel for NVIDIA GPUs has no gradient: where one is asked for,
-    the plain implementation runs, which has. It takes up to 16 rows.
+    Each weight is read once. The kernel for NVIDIA GPUs takes up to 16 rows, of float32 or
+    bfloat16, the same of `x` and kernels, and has no gradient: where one may be asked for (on
+    torch wherever gradients are on and a tensor wants one), the plain implementation runs, which
+    has. A row that is not finite, or whose norm is 0, is that of
+    `keras_recurrent.ops.rms_norm`, and says nothing of others.
 
     Args:
-        x: `[B, K]`, float16, bfloat16, float32 or float64.
-        kernels: a list of one to three matrices, each `[K, its width]`. With a gate the third is
-            `[width of the first two, its width]`.
-        biases: a list of as many vectors, or None for no biases; a bias may be None, too.
+        x: `[B, K]`, float16, bfloat16, float32 or float64; at least one channel.
+        kernels: a list of one to three matrices `[K, N]`, `[K, M]` and `[K, L]`. With a gate M is
+            N, and the third is `[N, L]`. Tensors other than `x` may have other floating dtypes.
+        biases: a list of as many vectors, `[N]`, `[M]` and `[L]`, or None for no biases; a bias
+            may be None, too.
         scale: `[K]`, the norm's weight; None: ones.
         epsilon: the norm's ε, at least 0 and finite; None: there is no norm.
         gate: `"silu"` or `"gelu"` (by tanh): the first of two maps, activated, multiplies the
@@ -139,12 +160,14 @@ def norm_linear(
 
     Returns:
         A list of outputs `[B, width]`, one for each kernel, or one with a gate, in the dtype of
-        `x`. Sums are float32, or float64 if a tensor is; each output is rounded once.
+        `x`. Sums are float32, or float64 if a tensor is, and each output is rounded once; but
+        the kernel for NVIDIA GPUs may round normalized rows and what a gate gives, too, as layers
+        do one by one.
 
     Raises:
-        ValueError: a shape or dtype does not fit, no kernels or more than three, as many biases as
-            kernels there are not, a bad `epsilon` or `gate`, a `scale` without `epsilon`, a
-            `residual` beside several outputs, or the implementation is unknown.
+        ValueError: a shape or dtype does not fit, no kernels, more than three or a None among
+            them, another number of biases, a bad `epsilon` or `gate`, a `scale` without `epsilon`,
+            a `residual` beside several outputs, or the implementation is unknown.
         NotImplementedError: no implementation accepts the arguments; says why for each.
 
     Example:

@@ -215,16 +215,23 @@ REFUSED = {
     ),
     "list of one to three": lambda: ops.norm_linear(X, []),
     "matrices": lambda: ops.norm_linear(X, KERNEL),
-    "as many as there are kernels": lambda: ops.norm_linear(X, [KERNEL], biases=[]),
     "must have the shape": lambda: ops.norm_linear(X, [KERNEL.T]),
-    "`scale` belongs to the norm": lambda: ops.norm_linear(X, [KERNEL], scale=X[0]),
+    "`scale` is the norm.s: pass its `epsilon`": lambda: ops.norm_linear(X, [KERNEL], scale=X[0]),
     "`epsilon` must be a finite": lambda: ops.norm_linear(X, [KERNEL], epsilon=-1.0),
     "`gate` must be one of": lambda: ops.norm_linear(X, [KERNEL] * 2, gate="relu"),
-    "between two kernels": lambda: ops.norm_linear(X, [KERNEL], gate="silu"),
-    "between two kernels, no more": refused_weights([BYTES] * 3, [SCALES] * 3, gate="silu"),
+    "or three, of which the last takes what the gate gives; got 1": lambda: ops.norm_linear(
+        X, [KERNEL], gate="silu"
+    ),
+    r"`kernels\[1\]` is None": lambda: ops.norm_linear(X, [KERNEL, None]),
+    "`kernels` must be a list .* got 4": lambda: ops.norm_linear(X, [KERNEL] * 4),
+    "`biases` must be a list .* 1; got 2": lambda: ops.norm_linear(X, [KERNEL], biases=[None] * 2),
+    "at least one channel": lambda: ops.norm_linear(X[:, :0], [KERNEL[:0]]),
+    "between two kernels, so `kernels` must have two; got 3": refused_weights(
+        [BYTES] * 3, [SCALES] * 3, gate="silu"
+    ),
     r"`kernels\[2\]` must have the shape": lambda: ops.norm_linear(X, [KERNEL] * 3, gate="silu"),
     "one width": lambda: ops.norm_linear(X, [KERNEL, KERNEL[:, :2]], gate="silu"),
-    "for one output": lambda: ops.norm_linear(X, [KERNEL] * 2, residual=X @ KERNEL),
+    "for one output; got 2": lambda: ops.norm_linear(X, [KERNEL] * 2, residual=X @ KERNEL),
     "`q` must have .* H K = 4 as in `memory`": lambda: ops.hgrn2_step(
         X, X, X, np.ones((2, 2, 2, 2), "f4")
     ),
