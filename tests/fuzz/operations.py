@@ -162,6 +162,15 @@ def samples(draw, operation, forms, compiled):
 DECAY_CHOICES = ("mixed", "near zero", "near one", "extreme")
 
 
+def beyond_range(operation, drawn):
+    """Whether docs/numerics.md says that gradients overflow in the kernels for bfloat16."""
+    if operation != "gated_linear_attention" or drawn.dtypes["q"] != "bfloat16":
+        return False
+    largest = {name: np.abs(t).max(initial=0) for name, t in drawn.tensors.items() if t is not None}
+    weight = largest["v"] * np.abs(drawn.d_output).max(initial=0) * drawn.d_output.shape[-1]
+    return weight * max(largest["q"], largest.get("k", 1.0)) > 5e10
+
+
 def check(sample, implementation):
     """Raises an AssertionError where an implementation is too wrong.
 
@@ -169,6 +178,8 @@ def check(sample, implementation):
     implementation does not refuse it.
     """
     drawn = sample.drawn()
+    if implementation == "triton" and beyond_range(sample.operation, drawn):
+        return False
     precision = "float64" if "float64" in drawn.dtypes.values() else "float32"
     defined = judge.definition(sample.operation, drawn)
     with np.errstate(all="ignore"):
