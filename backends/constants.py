@@ -32,6 +32,9 @@ SMALLEST_SCALED_EPSILON = 2.0**-70
 # tokens would not be worth.
 TOKENS_OF_A_PIECE = 4096
 
+# How many rows the kernels of a step's maps take at once: as many as tensor cores do.
+MOST_ROWS_OF_MAPS = 16
+
 # A row is quantized by 127 over its largest magnitude and this, as Keras does it.
 ROW_EPSILON = 1e-7
 # Where blocks of channels have scales of their own, they are a power of 2, and at least so many.

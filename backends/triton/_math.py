@@ -23,6 +23,12 @@ def _exp2(z):
 
 
 @triton.jit
+def reciprocal_root(z):
+    """1 / sqrt(z), correctly rounded; 0 where z is 0."""
+    return tl.where(z == 0, 0.0, tl.div_rn(1.0, tl.sqrt_rn(tl.where(z == 0, 1.0, z))))
+
+
+@triton.jit
 def exp(z, FINE: tl.constexpr):
     """exp(z), by the instruction for powers of 2."""
     if IN_INTERPRETER:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from keras_recurrent.backends.triton._ahead import wait_for_launch_before
-from keras_recurrent.backends.triton._math import gelu, silu
+from keras_recurrent.backends.triton._math import gelu, reciprocal_root, silu
 from keras_recurrent.backends.triton._products import product
 
 
@@ -21,8 +21,7 @@ def gated(first, second, GATE: tl.constexpr):
 @triton.jit
 def factor(squares, K: tl.constexpr, epsilon):
     """The norm's r, for the sum of the squares of K channels."""
-    z = squares / K + epsilon
-    return tl.where(z == 0, 0.0, tl.div_rn(1.0, tl.sqrt_rn(tl.where(z == 0, 1.0, z))))
+    return reciprocal_root(squares / K + epsilon)
 
 
 @triton.jit

@@ -11,6 +11,7 @@ import triton.language as tl
 from keras_recurrent.backends.constants import ROW_EPSILON
 from keras_recurrent.backends.triton._ahead import let_next_launch_begin, wait_for_launch_before
 from keras_recurrent.backends.triton._common import IN_INTERPRETER
+from keras_recurrent.backends.triton._math import reciprocal_root
 
 _ROW_EPSILON = tl.constexpr(ROW_EPSILON)
 # Added to a float32, this rounds to integers, which are then the lowest bits of the sum.
@@ -63,8 +64,7 @@ def row_kernel(
     value = tl.load(x + k, k < K, other=0.0).to(tl.float32)
     norm = 1.0
     if NORM:
-        z = tl.sum(value * value, 0) / K + epsilon
-        norm = tl.where(z == 0, 0.0, tl.div_rn(1.0, tl.sqrt_rn(tl.where(z == 0, 1.0, z))))
+        norm = reciprocal_root(tl.sum(value * value, 0) / K + epsilon)
     if scale is not None:
         value *= tl.load(scale + k, k < K, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(value), 0)

@@ -10,6 +10,7 @@ few rows are multiplied by tensor cores, and gated in the same kernel.
 import triton
 import triton.language as tl
 
+from keras_recurrent.backends.constants import MOST_ROWS_OF_MAPS
 from keras_recurrent.backends.triton import rms_norm
 from keras_recurrent.backends.triton._ahead import let_next_launch_begin, wait_for_launch_before
 from keras_recurrent.backends.triton._framework import (
@@ -24,7 +25,6 @@ from keras_recurrent.backends.triton._norm_linear_tiles import in_parts, tile_of
 from keras_recurrent.backends.triton._products import operand
 
 _GATES = (None, "silu", "gelu")
-_MOST_ROWS = 16  # as many as tensor cores take at once
 _AT_ONCE = 256  # numbers of what a gate or a sum makes, a program
 # Whether a map in parts gates the one row that it reads, and whether a map of several rows
 # normalizes them; else launches before do. `benchmarks/results/writing.md` says what that may gain.
@@ -45,8 +45,11 @@ def unsupported(
     gate=None,
 ) -> str | None:
     """Why this implementation refuses these arguments; None if it accepts them."""
-    if x.shape[0] > _MOST_ROWS:
-        return f"is for up to {_MOST_ROWS} rows, got {x.shape[0]}: products of matrices are faster"
+    if x.shape[0] > MOST_ROWS_OF_MAPS:
+        return (
+            f"is for up to {MOST_ROWS_OF_MAPS} rows, got {x.shape[0]}: products of matrices are "
+            "faster"
+        )
     kernels = [k for k in (kernel, kernel_2, kernel_3) if k is not None]
     dtypes = {dtype_name(t) for t in (x, *kernels)}
     if dtypes not in ({"float32"}, {"bfloat16"}):

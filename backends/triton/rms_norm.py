@@ -18,6 +18,7 @@ from keras_recurrent.backends.triton._framework import (
     run,
 )
 from keras_recurrent.backends.triton._launch import Array, Launch, dtype_name, like
+from keras_recurrent.backends.triton._math import reciprocal_root
 from keras_recurrent.backends.triton._operation import Operation
 from keras_recurrent.backends.triton._token_wise import Tile, num_rows
 
@@ -60,8 +61,7 @@ def _reciprocal_root(x, epsilon, D):
     if epsilon < _SMALLEST_SCALED_EPSILON:
         scale = tl.where(z > 1.0, _SCALE, 1 / _SCALE)
         z = tl.sum(x * (x * scale), 1)[:, None] / D / scale
-    z += epsilon
-    return tl.where(z == 0, 0.0, tl.div_rn(1.0, tl.sqrt_rn(tl.where(z == 0, 1.0, z))))
+    return reciprocal_root(z + epsilon)
 
 
 @triton.jit

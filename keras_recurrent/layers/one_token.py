@@ -8,14 +8,13 @@ import keras
 from keras import ops
 
 from keras_recurrent import dispatch
+from keras_recurrent.backends.constants import MOST_ROWS_OF_MAPS
 from keras_recurrent.layers import quantized
 from keras_recurrent.layers.rms_norm import RMSNorm
 from keras_recurrent.layers.tokens import Tokens
 from keras_recurrent.ops.gated_linear_unit import gated_linear_unit
 from keras_recurrent.ops.norm_linear import norm_linear
 from keras_recurrent.ops.norm_quantized_linear import norm_quantized_linear
-
-MOST_ROWS = 16  # as many as the kernels of `norm_linear` take at once
 
 
 class _Writing(threading.local):
@@ -108,7 +107,7 @@ def linear(x, layers, norm=None, gate=None, residual=None):
     Quantized ones, which are alike, are those of `ops.norm_quantized_linear`, with a gate two.
     """
     operation: Callable = norm_linear
-    weights, most = plain_weights, MOST_ROWS
+    weights, most = plain_weights, MOST_ROWS_OF_MAPS
     if layers[0].quantization_mode is not None:
         operation, weights, most = norm_quantized_linear, quantized.weights, 1
     if x.shape[0] <= most:

@@ -141,8 +141,8 @@ def norm_linear(
     Each weight is read once. The kernel for NVIDIA GPUs takes up to 16 rows, of float32 or
     bfloat16, the same of `x` and kernels, and has no gradient: where one may be asked for (on
     torch wherever gradients are on and a tensor wants one), the plain implementation runs, which
-    has. A row that is not finite, or whose norm is 0, is that of
-    `keras_recurrent.ops.rms_norm`, and says nothing of others.
+    has. A row whose norm is 0 is normalized to 0, and one that is not finite says nothing of the
+    others.
 
     Args:
         x: `[B, K]`, float16, bfloat16, float32 or float64; at least one channel.
