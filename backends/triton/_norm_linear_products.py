@@ -1,4 +1,4 @@
-"""RMSNorm(x) W for one row and for a few rows: see `norm_linear`.
+"""RMSNorm(x) W for one row, and x W for a few rows: see `norm_linear`.
 
 The norm's factor r is the same for a whole row, so it multiplies the sums, r Σ x_k s_k W_kn, and
 the squares of x are summed in the same walk.
@@ -16,12 +16,6 @@ from keras_recurrent.backends.triton._products import product
 def gated(first, second, GATE: tl.constexpr):
     """The first, activated, times the second; GATE: 1 for silu, 2 for gelu."""
     return (silu(first) if GATE == 1 else gelu(first)) * second
-
-
-@triton.jit
-def factor(squares, K: tl.constexpr, epsilon):
-    """The norm's r, for the sum of the squares of K channels."""
-    return reciprocal_root(squares / K + epsilon)
 
 
 @triton.jit
@@ -79,14 +73,13 @@ def of_one_row(
     if AT_ONCE:
         total = tl.sum(total, 0)
     if NORM:
-        total *= factor(tl.sum(squares, 0), K, epsilon)
+        total *= reciprocal_root(tl.sum(squares, 0) / K + epsilon)
     return total[None, :]
 
 
 @triton.jit
 def of_rows(
     x,
-    scale,
     kernel,
     other,
     first,
@@ -95,34 +88,26 @@ def of_rows(
     K: tl.constexpr,
     N: tl.constexpr,
     LENGTH: tl.constexpr,
-    NORM: tl.constexpr,
     GATE: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     SHORT: tl.constexpr,
 ):
-    """The columns n of (x s) W for the first rows [BLOCK_B] of x, with a GATE also with `other`.
+    """The columns n of x W for the first rows [BLOCK_B] of x, with a GATE also with `other`.
 
-    And the sums of the squares of x [BLOCK_B], with a NORM, which has r still to multiply with. Of
-    LENGTH channels from `first` on, which is a multiple of BLOCK_K unless it is all of them. Tensor
-    cores multiply; the loads of the next channels are under way meanwhile, into shared memory. A
-    tile of x is multiplied by s as it comes from there.
+    Of LENGTH channels from `first` on, which is a multiple of BLOCK_K unless it is all of them.
+    Tensor cores multiply; the loads of the next channels are under way meanwhile, into shared
+    memory.
     """
     row = tl.arange(0, BLOCK_B)
     total = tl.zeros((BLOCK_B, n.shape[0]), tl.float32)
     beside = tl.zeros((BLOCK_B, n.shape[0]), tl.float32)
-    squares = tl.zeros((BLOCK_B, BLOCK_K), tl.float32)
     for start in tl.range(0, LENGTH, BLOCK_K, num_stages=STAGES):
         k = first + start + tl.arange(0, BLOCK_K)
         valid = (row < rows)[:, None] & (k < K)[None, :]
         value = tl.load(x + row[:, None] * K + k[None, :], valid, other=0.0)
-        if NORM:
-            squares += value.to(tl.float32) * value.to(tl.float32)
-        if scale is not None:
-            scales = tl.load(scale + k, k < K, other=0.0).to(tl.float32)
-            value = value.to(tl.float32) * scales[None, :]
         total = product(value, _weights(kernel, k, n, K, N), total, SHORT)
         if GATE:
             beside = product(value, _weights(other, k, n, K, N), beside, SHORT)
-    return total, beside, tl.sum(squares, 1)
+    return total, beside

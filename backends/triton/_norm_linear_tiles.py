@@ -27,7 +27,7 @@ _TILE_OF_ROWS = {"BLOCK_B": 16, "BLOCK_N": 64, "BLOCK_K": 128, "STAGES": 4, "num
 _TILE_OF_GATED = {"BLOCK_B": 16, "BLOCK_N": 64, "BLOCK_K": 64, "STAGES": 6, "num_warps": 4}
 _TILE_OF_FLOAT32 = {"BLOCK_B": 16, "BLOCK_N": 32, "BLOCK_K": 64, "STAGES": 2, "num_warps": 4}
 # A map in parts has the fewest of one size that make so many programs.
-_LEAST_PROGRAMS, _MOST_PARTS = 120, 16
+_LEAST_PROGRAMS, _MOST_PARTS = 160, 16
 
 
 def in_parts(rows, channels, columns):

@@ -2,9 +2,10 @@
 
 A program makes some columns of y from all channels of x, or, where there are few columns, from some
 of the channels, and one more launch adds their sums. A single row is normalized in the same
-kernel. Its gate has a launch of its own, since programs that read two weights were slower by a
-third, or is made by the programs of the map behind it, where each of these reads some channels. A
-few rows are multiplied by tensor cores, and gated in the same kernel.
+kernel. Its gate is made by the programs of the map behind it where each of these reads some
+channels, and else by a launch of its own, since programs that read two weights were slower by a
+third. A few rows are normalized by a launch before, multiplied by tensor cores, and gated in the
+same kernel: with norms inside that kernel a step took twice as long.
 """
 
 import triton
@@ -20,15 +21,12 @@ from keras_recurrent.backends.triton._framework import (
     run,
 )
 from keras_recurrent.backends.triton._launch import Array, Launch, dtype_name
-from keras_recurrent.backends.triton._norm_linear_products import factor, gated, of_one_row, of_rows
+from keras_recurrent.backends.triton._norm_linear_products import gated, of_one_row, of_rows
 from keras_recurrent.backends.triton._norm_linear_tiles import in_parts, tile_of
 from keras_recurrent.backends.triton._products import operand
 
 _GATES = (None, "silu", "gelu")
 _AT_ONCE = 256  # numbers of what a gate or a sum makes, a program
-# Whether a map in parts gates the one row that it reads, and whether a map of several rows
-# normalizes them; else launches before do. `benchmarks/results/writing.md` says what that may gain.
-_GATED_WHERE_READ, _NORMALIZED_WHERE_READ = False, False
 
 
 def unsupported(
@@ -133,11 +131,9 @@ def _maps(
             AHEAD,
         )
         beside = total
-        squares = total
     else:
-        total, beside, squares = of_rows(
+        total, beside = of_rows(
             x,
-            scale,
             kernel,
             other,
             first,
@@ -146,17 +142,13 @@ def _maps(
             K,
             N,
             LENGTH,
-            NORM,
             GATE,
             BLOCK_B,
             BLOCK_K,
             STAGES,
             SHORT,
         )
-        if NORM and LENGTH == K:
-            total *= factor(squares, K, epsilon)[:, None]
-            beside *= factor(squares, K, epsilon)[:, None]
-    return total, beside, squares
+    return total, beside
 
 
 @triton.jit
@@ -208,7 +200,7 @@ def _kernel(
         wait_for_launch_before()
     if tile < TILES:
         n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        total, beside, squares = _maps(
+        total, beside = _maps(
             x,
             x_2,
             scale,
@@ -240,14 +232,11 @@ def _kernel(
             _store_columns(total, None, residual, y, n, rows, N)
         else:
             _store_columns(total, bias, residual, y, n, rows, N)
-        if NORM and LENGTH < K:
-            row = tl.arange(0, BLOCK_B)
-            tl.store(y_2 + part * rows + row, squares, (row < rows) & (tile == 0))
     # Two conditions each: the compiler knows the first.
     if kernel_2 is not None and GATE == 0:  # noqa: SIM102
         if tile >= TILES and tile < TILES + TILES_2:
             n = (tile - TILES) * BLOCK_N + tl.arange(0, BLOCK_N)
-            total, _, _ = _maps(
+            total, _ = _maps(
                 x,
                 None,
                 scale,
@@ -274,7 +263,7 @@ def _kernel(
     if kernel_3 is not None:  # noqa: SIM102
         if tile >= TILES + TILES_2:
             n = (tile - TILES - TILES_2) * BLOCK_N + tl.arange(0, BLOCK_N)
-            total, _, _ = _maps(
+            total, _ = _maps(
                 x,
                 None,
                 scale,
@@ -325,13 +314,10 @@ def _gate_kernel(
 @triton.jit
 def _sum_kernel(
     sums,
-    squares,
     bias,
     residual,
     y,
     n,
-    epsilon,
-    K: tl.constexpr,
     N: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -344,11 +330,6 @@ def _sum_kernel(
     value = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(PARTS):
         value += tl.load(sums + part * n + place, place < n, other=0.0)
-    if squares is not None:
-        total = tl.zeros((BLOCK,), tl.float32)
-        for part in tl.static_range(PARTS):
-            total += tl.load(squares + part * (n // N) + place // N, place < n, other=0.0)
-        value *= factor(total, K, epsilon)
     if bias is not None:
         value += tl.load(bias + place % N, place < n, other=0.0).to(tl.float32)
     if residual is not None:
@@ -398,7 +379,7 @@ def forward(
     if gate and kernel_3 is not None:
         gates = x, scale, kernel, kernel_2, None, bias, bias_2, None
         behind = None, kernel_3, None, None, bias_3, None, None
-        if rows == 1 and _GATED_WHERE_READ and in_parts(1, *kernel_3.shape):
+        if rows == 1 and in_parts(1, *kernel_3.shape):
             first, second = _both(gates, epsilon)
             return _launch((first, *behind), residual, outputs, -1.0, gate, second)
         y, *_ = forward(*gates, None, epsilon=epsilon, gate=gate)
@@ -406,7 +387,7 @@ def forward(
     if rows == 1 and gate:
         first, second = _both(tensors, epsilon)
         return gate_of_one_row(x, first, second, residual, outputs[0], gate), None, None
-    if rows > 1 and epsilon >= 0 and not _NORMALIZED_WHERE_READ:
+    if rows > 1 and epsilon >= 0:
         (x,) = rms_norm.forward(x, scale, epsilon=epsilon)
         tensors, epsilon = (x, None, *tensors[2:]), -1.0
     return _launch(tensors, residual, outputs, epsilon, gate)
@@ -429,10 +410,10 @@ def gate_of_one_row(x, first, second, residual, output, gate):
 
 def _launch(tensors, residual, outputs, epsilon, gate, x_2=None):
     """Maps. A gate is between two of several rows; of one row between x and x_2, before a map."""
-    x, scale, kernel, kernel_2, kernel_3, bias, *_ = tensors
+    x, _, kernel, kernel_2, kernel_3, bias, *_ = tensors
     rows, channels = x.shape
     widths = [0 if w is None else w.shape[1] for w in (kernel, kernel_2, kernel_3)]
-    parts = kernel_2 is None and (rows > 1 or epsilon < 0)
+    parts = kernel_2 is None and epsilon < 0
     options = tile_of(rows, channels, sum(widths), dtype_name(kernel), gate, parts)
     columns = [widths[0], 0 if gate else widths[1], widths[2]]
     programs = sum(triton.cdiv(n, options["BLOCK_N"]) for n in columns)
@@ -443,16 +424,13 @@ def _launch(tensors, residual, outputs, epsilon, gate, x_2=None):
     if count == 1:
         inputs = x, x_2, *tensors[1:], residual
         return run(Launch(_kernel, programs, inputs, outputs, (rows, epsilon), options))
-    inputs = x, x_2, scale, kernel, *[None] * 6
-    squares = Array((count, rows), "float32") if epsilon >= 0 else None
-    sums = Array((count, rows, widths[0]), "float32"), squares, None
-    sums, squares, _ = run(
-        Launch(_kernel, programs * count, inputs, sums, (rows, epsilon), options)
-    )
-    options = {"K": channels, "N": widths[0], "PARTS": count, "BLOCK": _AT_ONCE, **overlap(x)}
+    inputs = x, x_2, None, kernel, *[None] * 6
+    sums = Array((count, rows, widths[0]), "float32"), None, None
+    sums, *_ = run(Launch(_kernel, programs * count, inputs, sums, (rows, epsilon), options))
+    options = {"N": widths[0], "PARTS": count, "BLOCK": _AT_ONCE, **overlap(x)}
     programs = triton.cdiv(rows * widths[0], _AT_ONCE)
-    numbers = rows * widths[0], epsilon
-    inputs = sums, squares, bias, residual
+    inputs = sums, bias, residual
+    numbers = (rows * widths[0],)
     return *run(Launch(_sum_kernel, programs, inputs, outputs[:1], numbers, options)), None, None
 
 

@@ -166,11 +166,12 @@ def capped_logits(hidden_states, layer):
         return None
     from keras_recurrent.backends.triton import _soft_cap as kernels
 
-    kernel = ops.transpose(layer.embeddings) if layer.tie_weights else layer.reverse_embeddings
     dtype = layer.reverse_dtype or layer.compute_dtype
-    logits = ops.matmul(*(ops.cast(x, dtype) for x in (hidden_states[:, 0], kernel)))
-    if kernels.unsupported(logits) is not None:
+    hidden = ops.cast(hidden_states[:, 0], dtype)
+    if kernels.unsupported(hidden) is not None:  # logits have the same dtype and device
         return None
+    kernel = ops.transpose(layer.embeddings) if layer.tie_weights else layer.reverse_embeddings
+    logits = ops.matmul(hidden, ops.cast(kernel, dtype))
     return kernels.soft_cap(logits, cap)[:, None]
 
 

@@ -63,20 +63,6 @@ def test_forward(operation, implementation, case):
     check(operation, implementation, case)
 
 
-def of_maps_that_may(name):
-    return ("norm_linear", "triton") in KERNELS and (CASES[name].gate or CASES[name].rows > 1)
-
-
-@pytest.mark.skipif(PLAIN != "torch", reason="elsewhere a compiled program has chosen before")
-@pytest.mark.parametrize("name", [*filter(of_maps_that_may, CASES)])
-def test_norms_and_gates_where_rows_are_read(name, monkeypatch):
-    from keras_recurrent.backends.triton import norm_linear
-
-    monkeypatch.setattr(norm_linear, "_GATED_WHERE_READ", True)
-    monkeypatch.setattr(norm_linear, "_NORMALIZED_WHERE_READ", True)
-    check("norm_linear", "triton", CASES[name])
-
-
 @pytest.mark.parametrize("case", QUANTIZED.values(), ids=QUANTIZED)
 @quantized_maps
 def test_quantized(implementation, case):

@@ -197,12 +197,13 @@ TOKEN_WISE = {
 
 def of_rows_through_maps(rows, channels, dtype="bfloat16", **constants):
     """The kernel of rows through maps of 2048 columns; those that are absent are None."""
-    absent = ("x_2", "kernel_2", "kernel_3", "bias", "bias_2", "bias_3", "residual", "y_2", "y_3")
-    sizes = {"K": channels, "N": 2048, "N_2": 2048, "N_3": 2048, "NORM": True, "GATE": 0}
+    absent = ["x_2", "kernel_2", "kernel_3", "bias", "bias_2", "bias_3", "residual", "y_2", "y_3"]
+    absent += ["scale"] * (rows > 1)
+    sizes = {"K": channels, "N": 2048, "N_2": 2048, "N_3": 2048, "NORM": rows == 1, "GATE": 0}
     columns = 2048 * (1 + sum(f"kernel_{i}" in constants for i in (2, 3)))
     sizes |= {"SHORT": dtype == "bfloat16", "AHEAD": True}
     constants = dict.fromkeys(absent) | sizes | constants
-    parts = constants["kernel_2"] is None and (rows > 1 or not constants["NORM"])
+    parts = constants["kernel_2"] is None and not constants["NORM"]
     tile = tile_of(rows, channels, columns, dtype, constants["GATE"], parts)
     constants["LENGTH"] = tile.pop("LENGTH")
     constants = {name: value for name, value in constants.items() if value != "given"}
@@ -292,21 +293,14 @@ OF_A_STEP = {
     ),
     "norm_linear, sum of parts": (
         norm_linear._sum_kernel,
-        {"N": 2048, "PARTS": 11, "BLOCK": norm_linear._AT_ONCE, "AHEAD": True}
-        | dict.fromkeys(("K", "squares", "bias")),
-        [{}],
-    ),
-    "norm_linear, sum of normalized parts": (
-        norm_linear._sum_kernel,
-        {"K": 2048, "N": 2048, "PARTS": 4, "BLOCK": norm_linear._AT_ONCE, "AHEAD": True},
+        {"N": 2048, "PARTS": 11, "BLOCK": norm_linear._AT_ONCE, "AHEAD": True} | {"bias": None},
         [{}],
     ),
     "norm_linear of 16 rows, silu": of_rows_through_maps(16, 2048, kernel_2="given", GATE=1),
     "norm_linear of 16 rows of three": of_rows_through_maps(
         16, 2048, kernel_2="given", kernel_3="given", y_2="given", y_3="given", bias="given"
     ),
-    "norm_linear of 16 rows, in parts": of_rows_through_maps(16, 5632, scale=None, NORM=False),
-    "norm_linear of 16 rows, norm, in parts": of_rows_through_maps(16, 2048, y_2="given"),
+    "norm_linear of 16 rows, in parts": of_rows_through_maps(16, 5632),
     "norm_linear of 16 rows, gelu, float32": of_rows_through_maps(
         16, 2560, "float32", kernel_2="given", GATE=2
     ),
