@@ -3,6 +3,8 @@
 `_gated_output.py` says how they make the output, and what Q', K', r, s, A and a flag are.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -23,6 +25,8 @@ from keras_recurrent.backends.triton._products import operand, sum_rows
 # is multiplied by exp(g_end - s) of one and exp(r) of the next at once, which is 4e-38 at least:
 # where it is 0, a chunk's first tokens do not see the last ones of the chunk before.
 LOWEST_SUM = tl.constexpr(-86.0)
+# A flag's bits: the pairs of its channels take several references; documents start in its chunk.
+SEVERAL, DOCUMENTS = tl.constexpr(1), tl.constexpr(2)
 # Candidates, the default first: with 128 registers, four programs run on a multiprocessor.
 PREPARE_BLOCKS = (Blocks(64, 16, 4, maxnreg=128), Blocks(64, 16, 4), Blocks(32, 16, 4))
 PAIRS_BLOCKS = (Blocks(32, 16, 4),)
@@ -63,13 +67,13 @@ def prepare_kernel(
     query *= exp_of_difference(from_start, reference[None, :], False)
     key *= exp_of_difference(-from_start, -key_reference[None, :], False)
     between = exp_of_decays(key_reference - reference, False)
-    flag = several.to(tl.int8)
+    flag = tl.where(several, SEVERAL, 0).to(tl.int8)
     if token_kind is not None:
         document, last_document = count_documents(starts)
         query = tl.where((document == 0)[:, None], query, 0.0)
         key = tl.where((document == last_document)[:, None], key, 0.0)
         between = tl.where(last_document == 0, between, 0.0)
-        flag = tl.maximum(flag, (last_document > 0).to(tl.int8))
+        flag |= tl.where(last_document > 0, DOCUMENTS, 0).to(tl.int8)
     offsets = row[:, None] * (H * K) + d[None, :]
     valid = (chunk * CHUNK + row < T)[:, None] & (d < K)[None, :]
     tl.store(queries + token * K + offsets, operand(query, True), valid)
@@ -107,8 +111,9 @@ def pairs_kernel(
     LEVELS: tl.constexpr,
     PARTS: tl.constexpr,
     TILES: tl.constexpr,
+    REVERSE: tl.constexpr,
 ):
-    """Stores A of flagged chunks."""
+    """Stores A of flagged chunks; if REVERSE, its transpose."""
     _tile, chunk, head, b, token = locate_program(T, H, chunks, 1, CHUNK)
     place = (head * chunks + chunk).to(tl.int64)
     if any_flag(flags, place, TILES):
@@ -121,9 +126,9 @@ def pairs_kernel(
                 q, k, log_f, token, row, real, starts, d, K, H, True
             )
             weights = add_pair_weights(
-                weights, query, key, log_decay, row, LEVELS, True, PARTS, False
+                weights, query, key, log_decay, row, LEVELS, True, PARTS, REVERSE
             )
-        visible = row[:, None] >= row[None, :]
+        visible = row[:, None] <= row[None, :] if REVERSE else row[:, None] >= row[None, :]
         if token_kind is not None:
             document, _last_document = count_documents(starts)
             visible &= document[:, None] == document[None, :]
@@ -131,8 +136,18 @@ def pairs_kernel(
         tl.store(pairs + place * CHUNK * CHUNK + row[:, None] * CHUNK + row[None, :], weights)
 
 
-def prepare(sizes, q, k, *, log_f, token_kind, parts):
-    """Q' and K' [B, T, H, K], scales [B, H, chunks, 3, K], flags [B, H, chunks, tiles]; and A."""
+class Prepared(NamedTuple):
+    """What the kernels of this file store."""
+
+    queries: Any  # Q' and K', [B, T, H, K]
+    keys: Any
+    scales: Any  # [B, H, chunks, 3, K]
+    flags: Any  # [B, H, chunks, tiles]
+    pairs: Any  # A, [B, H, chunks, tokens, tokens]
+
+
+def prepare(sizes, q, k, *, log_f, token_kind, parts, reverse=False):
+    """What the output takes, or, if `reverse`, the gradients: with A transposed."""
     shape = sizes.batch, sizes.heads, sizes.chunks
     tensors = q, k, log_f, token_kind
     scales = Array((*shape, 3, sizes.keys), "float32")
@@ -157,8 +172,9 @@ def prepare(sizes, q, k, *, log_f, token_kind, parts):
     def launch_pairs(blocks):
         outputs = (Array((*shape, sizes.chunk, sizes.chunk), "bfloat16"),)
         options = options_of(blocks) | {"LEVELS": sizes.levels, "TILES": flags.shape[3]}
+        options["REVERSE"] = reverse
         inputs = *tensors, flags
         return run(Launch(pairs_kernel, sizes.programs, inputs, outputs, numbers, options))
 
     name = "gated_linear_attention pairs"
-    return *found, *_search.run(name, PAIRS_BLOCKS, launch_pairs, tensors, sizes)
+    return Prepared(*found, *_search.run(name, PAIRS_BLOCKS, launch_pairs, tensors, sizes))

@@ -84,7 +84,7 @@ def run(launch):
         if i not in before:
             return new(array, first)
         given = launch.inputs[before[i]]
-        return given if _overwrites.now else cast(given, array.dtype)
+        return given if launch.in_place or _overwrites.now else cast(given, array.dtype)
 
     outputs = tuple(output(i, array) for i, array in enumerate(launch.outputs))
     arguments = *launch.inputs, *outputs, *launch.numbers
