@@ -257,10 +257,10 @@ def flagged_kernel(
         tl.store(d_log_f + offsets, d_log_decay, valid)
 
 
-def differentiate(sizes, q, k, v, initial, d_output, d_final, *, log_f, token_kind, parts):
+def differentiate(sizes, q, k, v, initial, pairs, d_output, d_final, *, log_f, token_kind, parts):
     """The gradients of q, k (None where it is), v, log f and the initial state."""
     decays = {"log_f": log_f, "token_kind": token_kind, "parts": parts}
-    prepared = prepare(sizes, q, k, **decays, reverse=True)
+    prepared = prepare(sizes, q, k, **decays, pairs=pairs)
     flags = prepared.flags
     d_v, d_states, d_initial = stream_back(sizes, prepared, d_output, d_final, token_kind)
     states = stream_states(sizes, prepared, v, initial, token_kind)

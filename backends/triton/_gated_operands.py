@@ -27,8 +27,9 @@ from keras_recurrent.backends.triton._products import operand, sum_rows
 LOWEST_SUM = tl.constexpr(-86.0)
 # A flag's bits: the pairs of its channels take several references; documents start in its chunk.
 SEVERAL, DOCUMENTS = tl.constexpr(1), tl.constexpr(2)
-# Candidates, the default first: with 128 registers, four programs run on a multiprocessor.
-PREPARE_BLOCKS = (Blocks(64, 16, 4, maxnreg=128), Blocks(64, 16, 4), Blocks(32, 16, 4))
+# Candidates, the default first: with 128 registers, four programs run on a multiprocessor. All have
+# one tile, which decides in which order sums are rounded: the backward finds the forward's flags.
+PREPARE_BLOCKS = (Blocks(64, 16, 4, maxnreg=128), Blocks(64, 16, 4))
 PAIRS_BLOCKS = (Blocks(32, 16, 4),)
 
 
@@ -111,9 +112,8 @@ def pairs_kernel(
     LEVELS: tl.constexpr,
     PARTS: tl.constexpr,
     TILES: tl.constexpr,
-    REVERSE: tl.constexpr,
 ):
-    """Stores A of flagged chunks; if REVERSE, its transpose."""
+    """Stores A of flagged chunks, and above its diagonal the transpose, for the backward."""
     _tile, chunk, head, b, token = locate_program(T, H, chunks, 1, CHUNK)
     place = (head * chunks + chunk).to(tl.int64)
     if any_flag(flags, place, TILES):
@@ -126,13 +126,14 @@ def pairs_kernel(
                 q, k, log_f, token, row, real, starts, d, K, H, True
             )
             weights = add_pair_weights(
-                weights, query, key, log_decay, row, LEVELS, True, PARTS, REVERSE
+                weights, query, key, log_decay, row, LEVELS, True, PARTS, False
             )
-        visible = row[:, None] <= row[None, :] if REVERSE else row[:, None] >= row[None, :]
+        visible = row[:, None] >= row[None, :]
         if token_kind is not None:
             document, _last_document = count_documents(starts)
             visible &= document[:, None] == document[None, :]
         weights = operand(tl.where(visible, weights, 0.0), True)
+        weights += tl.trans(tl.where(row[:, None] > row[None, :], weights, 0.0))
         tl.store(pairs + place * CHUNK * CHUNK + row[:, None] * CHUNK + row[None, :], weights)
 
 
@@ -143,11 +144,20 @@ class Prepared(NamedTuple):
     keys: Any
     scales: Any  # [B, H, chunks, 3, K]
     flags: Any  # [B, H, chunks, tiles]
-    pairs: Any  # A, [B, H, chunks, tokens, tokens]
+    pairs: Any  # A plus its transpose above the diagonal, [B, H, chunks * tokens * tokens]
 
 
-def prepare(sizes, q, k, *, log_f, token_kind, parts, reverse=False):
-    """What the output takes, or, if `reverse`, the gradients: with A transposed."""
+def pairs_of(sizes):
+    """The `Array` of A and its transpose, which the backward takes as the forward left them.
+
+    With heads of 128 channels it has half the size of q, of which the chunks that are flagged fill
+    their part. Made again where all are, it would take twice as long as all other operands.
+    """
+    return Array((sizes.batch, sizes.heads, sizes.chunks * sizes.chunk * sizes.chunk), "bfloat16")
+
+
+def prepare(sizes, q, k, *, log_f, token_kind, parts, pairs=None):
+    """What the output and the gradients take. pairs: those that were made before, if any."""
     shape = sizes.batch, sizes.heads, sizes.chunks
     tensors = q, k, log_f, token_kind
     scales = Array((*shape, 3, sizes.keys), "float32")
@@ -167,13 +177,13 @@ def prepare(sizes, q, k, *, log_f, token_kind, parts, reverse=False):
 
     name = "gated_linear_attention preparation"
     found = _search.run(name, PREPARE_BLOCKS, launch_preparation, tensors, sizes)
+    if pairs is not None:
+        return Prepared(*found, pairs)
     flags = found[3]
 
     def launch_pairs(blocks):
-        outputs = (Array((*shape, sizes.chunk, sizes.chunk), "bfloat16"),)
         options = options_of(blocks) | {"LEVELS": sizes.levels, "TILES": flags.shape[3]}
-        options["REVERSE"] = reverse
-        inputs = *tensors, flags
+        inputs, outputs = (*tensors, flags), (pairs_of(sizes),)
         return run(Launch(pairs_kernel, sizes.programs, inputs, outputs, numbers, options))
 
     name = "gated_linear_attention pairs"

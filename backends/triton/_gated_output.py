@@ -14,7 +14,7 @@ state S in registers, transposed, as products take it. With A the weights of pai
 Where g_end is at least `LOWEST_SUM` in all channels of a chunk, one reference serves all its pairs
 (`_gated_levels.py`): r = s = g_end / 2, and A is Q' K'^T. A tile of channels with a lower one takes
 r = 0 and s = g_end, so that no exponent is above 0, and its chunk is flagged: it finds A in memory,
-where the second kernel of `_gated_operands.py` stores it.
+where the second kernel of `_gated_operands.py` stores it, for the backward, too.
 
 A document that starts inside a chunk sees neither S nor earlier tokens, of which none goes into S':
 their rows of Q' and K' are 0, and the chunk is flagged, too. Where heads are too few to fill the
@@ -87,8 +87,8 @@ def stream_kernel(
     """Stores the output, and the states that it takes, exp(r) S, transposed; None is not stored.
 
     If REVERSE, from the last chunk to the first: queries are K', keys Q', v the gradient of the
-    output, pairs A^T, the output that of v, and the states are exp(g_end - s) G. If nothing is
-    stored, the totals and decays of all segments but the last are.
+    output, A its transpose, the output that of v, and the states are exp(g_end - s) G. If nothing
+    is stored, the totals and decays of all segments but the last are.
     """
     ALL: tl.constexpr = output is not None or states is not None
     tiles = tl.cdiv(V, BLOCK_V)
@@ -141,9 +141,9 @@ def stream_kernel(
             weights = product(query, tl.trans(key), tl.zeros((CHUNK, CHUNK), tl.float32), True)
             # Of chunks that are not flagged, memory holds anything here.
             stored = tl.load(pairs + place * CHUNK * CHUNK + row[:, None] * CHUNK + row[None, :])
+            weights = tl.where(any_flag(flags, place, TILES), stored.to(tl.float32), weights)
             ordered = row[:, None] <= row[None, :] if REVERSE else row[:, None] >= row[None, :]
             weights = tl.where(ordered, weights, 0.0)
-            weights = tl.where(any_flag(flags, place, TILES), stored.to(tl.float32), weights)
             result = product(weights, value, result, True)
             pointers = output + token * V + row[:, None] * (H * V) + e[None, :]
             tl.store(pointers, result, inside[:, None] & (e < V)[None, :])
@@ -173,10 +173,7 @@ def stream_states(sizes, prepared, v, initial, token_kind):
 
 
 def stream_back(sizes, prepared, d_output, d_final, token_kind):
-    """The gradients of v, of the states, exp(g_end - s) G, as above, and of the initial one.
-
-    prepared: that of `reverse`.
-    """
+    """The gradients of v, of the states, exp(g_end - s) G, as above, and of the initial one."""
     prepared = prepared._replace(queries=prepared.keys, keys=prepared.queries)
     outputs = like(d_output), _states_of(sizes), Array(sizes.state_shape, "float32")
     arguments = sizes, prepared, d_output, d_final, token_kind, outputs

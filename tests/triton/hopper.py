@@ -401,7 +401,6 @@ KERNELS = {
     "gated preparation": (prepare, {**PREPARED, "token_kind": None}, PREPARE),
     "gated preparation, kinds": (prepare, {**PREPARED, "k": None}, PREPARE),
     "gated pairs": (pairs, {**PREPARED, **LEVELS}, PAIRS),
-    "gated pairs back": (pairs, {**PREPARED, **LEVELS, "REVERSE": True}, PAIRS),
     "gated stream": (gated, {**STREAMED, "token_kind": None}, GATED["output"]),
     "gated stream, kinds": (gated, STREAMED, GATED["output"][:1]),
     "gated stream, segments": (

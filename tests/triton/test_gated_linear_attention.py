@@ -13,6 +13,7 @@ from keras_recurrent.backends.triton import (
     _gated_operands,
     _gated_output,
     _linear_attention,
+    _torch,
     gated_linear_attention,
 )
 from tests.ops import judge, native
@@ -139,6 +140,16 @@ def test_tiles_of_both_kinds_in_one_chunk(tied):
     log_f[:, 64:] *= 20
     case = Case(1, 0, 80, "bfloat16", "float32", values=34, state=True, tied=tied)
     judge.check(OPERATION, "triton", drawn_with(log_f, case))
+
+
+def test_pairs_of_flagged_chunks_are_made_once(monkeypatch):
+    """The backward takes them from the forward."""
+    kernels, run = [], _torch.run
+    monkeypatch.setattr(_torch, "run", lambda launch: kernels.append(launch.kernel) or run(launch))
+    drawn = drawn_with(stretches(-5, channels=18), Case(1, 0, 18, "bfloat16"))
+    judge.run(OPERATION, "triton", drawn)
+    assert kernels.count(_gated_operands.prepare_kernel) == 2
+    assert kernels.count(_gated_operands.pairs_kernel) == 1
 
 
 @pytest.mark.parametrize("tokens", [5, 20, 40, 64 + 20, 64 + 40])
