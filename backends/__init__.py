@@ -64,7 +64,8 @@ for a step of generation: they take one token of each row, [B, D]. In Triton the
 - Every floating-point tensor, the initial state included, gets a gradient, from the output and
   from the final state. For it, inputs and outputs are kept and everything else is computed again;
   only of each softmax are the largest logit and the sum kept, too, and in `triton/` of an output of
-  attention in 16 bits the next 8.
+  attention in 16 bits the next 8, and of `gated_linear_attention` in bfloat16 the weights of pairs
+  of tokens in chunks of 64.
 - Memory and time grow linearly with T.
 
 ## How to add one

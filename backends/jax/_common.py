@@ -93,12 +93,13 @@ def sum_over_tokens(x):
     return jnp.sum(x, axis=(0, 1))
 
 
-def with_gradient(forward, backward, keep_output=True, without=()):
+def with_gradient(forward, backward, keep_output=True, without=(), keeps=False):
     """A `jax.custom_vjp` of `forward` whose gradient is `backward`.
 
     For the backward pass only arguments and the output are kept, nothing that `forward` computed on
-    the way. So two implementations with the same parameters can share one function: each pass
-    chooses between them when it is lowered for a platform, independently of the other pass.
+    the way, unless it `keeps` that. So two implementations with the same parameters can share one
+    function: each pass chooses between them when it is lowered for a platform, independently of the
+    other pass.
 
     Args:
         forward: a function of positional tensors, some of them None, that returns
@@ -107,20 +108,25 @@ def with_gradient(forward, backward, keep_output=True, without=()):
             returns a gradient for each tensor, None for one that has none.
         keep_output: whether the output is kept; if not, `backward` gets None in its place.
         without: positions of arguments that are not kept; `backward` gets None in their place.
+        keeps: whether `forward` returns that pair, and what `backward` gets in the output's place.
     """
+
+    def run(*arguments):
+        found = forward(*arguments)
+        return found if keeps else (found, found[0] if keep_output else None)
 
     @jax.custom_vjp
     def function(*arguments):
-        return forward(*arguments)
+        return run(*arguments)[0]
 
     def save(*arguments):
-        output, final_state = forward(*arguments)
-        kept = tuple(None if i in without else a for i, a in enumerate(arguments))
-        return (output, final_state), (kept, output if keep_output else None)
+        results, kept = run(*arguments)
+        given = tuple(None if i in without else a for i, a in enumerate(arguments))
+        return results, (given, kept)
 
     def gradients(saved, d_results):
-        kept, output = saved
-        return backward(*kept, output, *d_results)
+        given, kept = saved
+        return backward(*given, kept, *d_results)
 
     function.defvjp(save, gradients)
     return function

@@ -92,12 +92,12 @@ def _keeping(functions):
 
 
 def _with_own(functions):
-    """The same of what reads, last but for the gradient of the output, what was kept."""
+    """The same of what reads what was kept, the one dict among its arguments."""
 
     def function(*arguments, **options):
         def run(of, *arguments):
-            *given, kept, d_output = arguments
-            return functions[of](*given, kept[of], d_output, **options)
+            own = (x[of] if isinstance(x, dict) else x for x in arguments)
+            return functions[of](*own, **options)
 
         return by_platform({of: functools.partial(run, of) for of in functions}, arguments)
 

@@ -159,11 +159,12 @@ def _joined(name, size, names, tensor, is_mapped):
         tensor = jnp.broadcast_to(
             jnp.expand_dims(tensor, axis), (*tensor.shape[:axis], size, *tensor.shape[axis:])
         )
-    return tensor.reshape(*tensor.shape[:axis], -1, *tensor.shape[axis + 2 :])
+    joined = size * tensor.shape[axis + 1]
+    return tensor.reshape(*tensor.shape[:axis], joined, *tensor.shape[axis + 2 :])
 
 
 def _separated(name, size, names, tensor):
     """The inverse of `_joined`."""
     axis = names.split().index(name)
-    shape = *tensor.shape[:axis], size, -1, *tensor.shape[axis + 1 :]
+    shape = *tensor.shape[:axis], size, tensor.shape[axis] // size, *tensor.shape[axis + 1 :]
     return jnp.moveaxis(tensor.reshape(shape), axis, 0)

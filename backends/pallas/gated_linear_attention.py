@@ -29,7 +29,7 @@ def unsupported(q, k, v, log_f, initial_state=None, token_kind=None) -> str | No
 
 @from_zeros(plain.state_shape)
 def forward(q, k, v, log_f, initial_state, token_kind):
-    return _forward(q, k, v, log_f, initial_state, token_kind)
+    return _forward(q, k, v, log_f, initial_state, token_kind), None
 
 
 @back_to_zeros

@@ -90,6 +90,53 @@ def attend_kernel(
     tl.store(output + token * V + row[:, None] * (H * V) + e[None, :], result, valid)
 
 
+@triton.jit
+def add_pair_gradients(
+    d_query, d_key, d_log_decay, d_weights, query, key, log_decay, row, LEVELS: tl.constexpr,
+    SHORT: tl.constexpr, PARTS: tl.constexpr, GAIN_PARTS: tl.constexpr,
+):  # fmt: skip
+    """The gradients of some channels' q, k and log f, plus those by way of pairs of tokens.
+
+    d_weights: the gradients of the pairs' weights, at [later token, earlier token] and transposed.
+    """
+    d_diagonal = tl.sum(tl.where(row[:, None] == row[None, :], d_weights, 0.0), 1)[:, None]
+    one = ones(d_weights)
+    d_weights = operand(d_weights, SHORT)
+    d_query += d_diagonal * key
+    d_key += d_diagonal * query
+    first_level = 0
+    if SHORT:
+        first_level, from_reference = blocks_of_one_reference(row, log_decay, LEVELS, PARTS)
+        query_decay = exp_of_decays(from_reference, False)
+        key_decay = exp_of_decays(-from_reference, False)
+        in_block = in_same_block(row, first_level)
+        zeros = tl.zeros_like(query)
+        pairs = tl.where(in_block & (row[:, None] > row[None, :]), d_weights, 0.0)
+        d_y = product(pairs, key * key_decay, zeros, True) * query_decay
+        d_query += d_y
+        gain = query * d_y
+        pairs = tl.where(in_block & (row[:, None] < row[None, :]), d_weights, 0.0)
+        d_y = product(pairs, query * query_decay, zeros, True) * key_decay
+        d_key += d_y
+        gain -= key * d_y
+        # Pairs of two tokens behind this one cancel, and pairs of an earlier and a later one stay.
+        takers = as_matrix(in_block & (row[:, None] <= row[None, :]), one)
+        d_log_decay += sum_rows(takers, gain, GAIN_PARTS + 1)
+    for level in range(first_level, LEVELS):
+        right = in_right_half(row, level)[:, None]
+        span = span_matrix(row, level, one)
+        decay = exp_of_decays(sum_rows(span, log_decay, PARTS), not SHORT)
+        undecayed_y = tl.where(right, query, key)
+        pairs = tl.where(in_adjacent_halves(row, level), d_weights, 0.0)
+        d_y = product(pairs, undecayed_y * decay, tl.zeros_like(query), SHORT)
+        d_y *= decay
+        d_query += tl.where(right, d_y, 0.0)
+        d_key += tl.where(right, 0.0, d_y)
+        takers = span_matrix_transposed(row, level, one)
+        d_log_decay += sum_rows(takers, undecayed_y * d_y, GAIN_PARTS)
+    return d_query, d_key, d_log_decay
+
+
 @triton.jit(do_not_specialize=["T", "chunks"])
 def gradient_kernel(
     q,
@@ -150,9 +197,7 @@ def gradient_kernel(
         d_query = tl.where((document == 0)[:, None], d_query, 0.0)
         d_key = tl.where((document == last_document)[:, None], d_key, 0.0)
         d_chunk_decay = tl.where(last_document == 0, d_chunk_decay, 0.0)
-    d_diagonal = tl.sum(tl.where(row[:, None] == row[None, :], d_weights, 0.0), 1)[:, None]
     one = ones(d_weights)
-    d_weights = operand(d_weights, SHORT)
 
     query, key, given_log_f, log_decay = load_chunk(
         q, k, log_f, token, row, real, starts, d, K, H, SHORT
@@ -167,39 +212,10 @@ def gradient_kernel(
     takers = as_matrix(row[:, None] > row[None, :], one)
     d_log_decay += sum_rows(takers, key * d_key, GAIN_PARTS)
     d_log_decay += d_chunk_decay[None, :]
-    d_query += d_diagonal * key
-    d_key += d_diagonal * query
-    first_level = 0
-    if SHORT:
-        first_level, from_reference = blocks_of_one_reference(row, log_decay, LEVELS, PARTS)
-        query_decay = exp_of_decays(from_reference, False)
-        key_decay = exp_of_decays(-from_reference, False)
-        in_block = in_same_block(row, first_level)
-        zeros = tl.zeros((CHUNK, BLOCK_K), tl.float32)
-        pairs = tl.where(in_block & (row[:, None] > row[None, :]), d_weights, 0.0)
-        d_y = product(pairs, key * key_decay, zeros, True) * query_decay
-        d_query += d_y
-        gain = query * d_y
-        pairs = tl.where(in_block & (row[:, None] < row[None, :]), d_weights, 0.0)
-        d_y = product(pairs, query * query_decay, zeros, True) * key_decay
-        d_key += d_y
-        gain -= key * d_y
-        # Pairs of two tokens behind this one cancel, and pairs of an earlier and a later one stay.
-        takers = as_matrix(in_block & (row[:, None] <= row[None, :]), one)
-        d_log_decay += sum_rows(takers, gain, GAIN_PARTS + 1)
-    for level in range(first_level, LEVELS):
-        right = in_right_half(row, level)[:, None]
-        span = span_matrix(row, level, one)
-        decay = exp_of_decays(sum_rows(span, log_decay, PARTS), not SHORT)
-        undecayed_y = tl.where(right, query, key)
-        pairs = tl.where(in_adjacent_halves(row, level), d_weights, 0.0)
-        zeros = tl.zeros((CHUNK, BLOCK_K), tl.float32)
-        d_y = product(pairs, undecayed_y * decay, zeros, SHORT)
-        d_y *= decay
-        d_query += tl.where(right, d_y, 0.0)
-        d_key += tl.where(right, 0.0, d_y)
-        takers = span_matrix_transposed(row, level, one)
-        d_log_decay += sum_rows(takers, undecayed_y * d_y, GAIN_PARTS)
+    d_query, d_key, d_log_decay = add_pair_gradients(
+        d_query, d_key, d_log_decay, d_weights, query, key, log_decay, row, LEVELS, SHORT, PARTS,
+        GAIN_PARTS,
+    )  # fmt: skip
 
     if token_kind is not None:
         d_log_decay = tl.where(starts[:, None], 0.0, d_log_decay)

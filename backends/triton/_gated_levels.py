@@ -122,11 +122,17 @@ def locate_program(T, H, chunks, tiles, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def finite_decays(log_f, starts):
+    """The logarithms of decays between the tokens of a chunk: finite, and 0 for first tokens."""
+    log_f = tl.maximum(log_f, _LOG_ZERO, propagate_nan=tl.PropagateNan.ALL)
+    return tl.where(starts[:, None], 0.0, log_f)
+
+
+@triton.jit
 def load_chunk(q, k, log_f, token, row, real, starts, d, K, H, SHORT: tl.constexpr):
     """q, k, log f as given, and finite, 0 where a document starts: [CHUNK, BLOCK_K]."""
     given_log_f = load_tokens(log_f + token * K, row, real, d, K, H)
-    log_decay = tl.maximum(given_log_f, _LOG_ZERO, propagate_nan=tl.PropagateNan.ALL)
-    log_decay = tl.where(starts[:, None], 0.0, log_decay)
+    log_decay = finite_decays(given_log_f, starts)
     query = load_tokens(q + token * K, row, real, d, K, H)
     if k is None:
         key = one_minus_exp(given_log_f, not SHORT)

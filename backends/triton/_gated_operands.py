@@ -3,6 +3,8 @@
 `_gated_output.py` says how they make the output, and what Q', K', r, s, A and a flag are.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -23,8 +25,11 @@ from keras_recurrent.backends.triton._products import operand, sum_rows
 # is multiplied by exp(g_end - s) of one and exp(r) of the next at once, which is 4e-38 at least:
 # where it is 0, a chunk's first tokens do not see the last ones of the chunk before.
 LOWEST_SUM = tl.constexpr(-86.0)
-# Candidates, the default first: with 128 registers, four programs run on a multiprocessor.
-PREPARE_BLOCKS = (Blocks(64, 16, 4, maxnreg=128), Blocks(64, 16, 4), Blocks(32, 16, 4))
+# A flag's bits: the pairs of its channels take several references; documents start in its chunk.
+SEVERAL, DOCUMENTS = tl.constexpr(1), tl.constexpr(2)
+# Candidates, the default first: with 128 registers, four programs run on a multiprocessor. All have
+# one tile, which decides in which order sums are rounded: the backward finds the forward's flags.
+PREPARE_BLOCKS = (Blocks(64, 16, 4, maxnreg=128), Blocks(64, 16, 4))
 PAIRS_BLOCKS = (Blocks(32, 16, 4),)
 
 
@@ -63,13 +68,13 @@ def prepare_kernel(
     query *= exp_of_difference(from_start, reference[None, :], False)
     key *= exp_of_difference(-from_start, -key_reference[None, :], False)
     between = exp_of_decays(key_reference - reference, False)
-    flag = several.to(tl.int8)
+    flag = tl.where(several, SEVERAL, 0).to(tl.int8)
     if token_kind is not None:
         document, last_document = count_documents(starts)
         query = tl.where((document == 0)[:, None], query, 0.0)
         key = tl.where((document == last_document)[:, None], key, 0.0)
         between = tl.where(last_document == 0, between, 0.0)
-        flag = tl.maximum(flag, (last_document > 0).to(tl.int8))
+        flag |= tl.where(last_document > 0, DOCUMENTS, 0).to(tl.int8)
     offsets = row[:, None] * (H * K) + d[None, :]
     valid = (chunk * CHUNK + row < T)[:, None] & (d < K)[None, :]
     tl.store(queries + token * K + offsets, operand(query, True), valid)
@@ -108,7 +113,7 @@ def pairs_kernel(
     PARTS: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Stores A of flagged chunks."""
+    """Stores A of flagged chunks, and above its diagonal the transpose, for the backward."""
     _tile, chunk, head, b, token = locate_program(T, H, chunks, 1, CHUNK)
     place = (head * chunks + chunk).to(tl.int64)
     if any_flag(flags, place, TILES):
@@ -128,11 +133,31 @@ def pairs_kernel(
             document, _last_document = count_documents(starts)
             visible &= document[:, None] == document[None, :]
         weights = operand(tl.where(visible, weights, 0.0), True)
+        weights += tl.trans(tl.where(row[:, None] > row[None, :], weights, 0.0))
         tl.store(pairs + place * CHUNK * CHUNK + row[:, None] * CHUNK + row[None, :], weights)
 
 
-def prepare(sizes, q, k, *, log_f, token_kind, parts):
-    """Q' and K' [B, T, H, K], scales [B, H, chunks, 3, K], flags [B, H, chunks, tiles]; and A."""
+class Prepared(NamedTuple):
+    """What the kernels of this file store."""
+
+    queries: Any  # Q' and K', [B, T, H, K]
+    keys: Any
+    scales: Any  # [B, H, chunks, 3, K]
+    flags: Any  # [B, H, chunks, tiles]
+    pairs: Any  # A plus its transpose above the diagonal, [B, H, chunks * tokens * tokens]
+
+
+def pairs_of(sizes):
+    """The `Array` of A and its transpose, which the backward takes as the forward left them.
+
+    With heads of 128 channels it has half the size of q, of which the chunks that are flagged fill
+    their part. Made again where all are, it would take twice as long as all other operands.
+    """
+    return Array((sizes.batch, sizes.heads, sizes.chunks * sizes.chunk * sizes.chunk), "bfloat16")
+
+
+def prepare(sizes, q, k, *, log_f, token_kind, parts, pairs=None):
+    """What the output and the gradients take. pairs: those that were made before, if any."""
     shape = sizes.batch, sizes.heads, sizes.chunks
     tensors = q, k, log_f, token_kind
     scales = Array((*shape, 3, sizes.keys), "float32")
@@ -152,13 +177,14 @@ def prepare(sizes, q, k, *, log_f, token_kind, parts):
 
     name = "gated_linear_attention preparation"
     found = _search.run(name, PREPARE_BLOCKS, launch_preparation, tensors, sizes)
+    if pairs is not None:
+        return Prepared(*found, pairs)
     flags = found[3]
 
     def launch_pairs(blocks):
-        outputs = (Array((*shape, sizes.chunk, sizes.chunk), "bfloat16"),)
         options = options_of(blocks) | {"LEVELS": sizes.levels, "TILES": flags.shape[3]}
-        inputs = *tensors, flags
+        inputs, outputs = (*tensors, flags), (pairs_of(sizes),)
         return run(Launch(pairs_kernel, sizes.programs, inputs, outputs, numbers, options))
 
     name = "gated_linear_attention pairs"
-    return *found, *_search.run(name, PAIRS_BLOCKS, launch_pairs, tensors, sizes)
+    return Prepared(*found, *_search.run(name, PAIRS_BLOCKS, launch_pairs, tensors, sizes))

@@ -297,26 +297,34 @@ class _Kernels:
 
 
 def _passes(definition):
-    """The forward and the backward of an `Operation`, on shards and under `jax.vmap`."""
+    """The forward and the backward of an `Operation`, on shards and under `jax.vmap`.
+
+    Over time, what is kept stands beside the results, and in the place of the output backwards.
+    """
     tensors, results = definition.dimensions, definition.result_dimensions
-    output = results[:1] if definition.keeps_output else (None,)
+    keeps = bool(definition.kept) and not definition.is_token_wise
+    output = results[:1] if definition.keeps_output else results[-1:] if keeps else (None,)
+    d_results = results[:-1] if keeps else results
     differentiable, channels = definition.differentiable, definition.channels
 
     def forward(*arguments, **options):
         run = functools.partial(definition.forward, **options)
         given, written = _named((tensors, results), arguments[0])
-        return _shards.distributed(run, given, written, channels)(*arguments)
+        found = _shards.distributed(run, given, written, channels)(*arguments)
+        return (found[:-1], found[-1]) if keeps else found
 
     def backward(*arguments, **options):
         given = zip(differentiable, arguments, strict=False)
         present = [x is not None or name in definition.without for name, x in given]
 
         def gradients(*arguments):
+            if keeps:
+                arguments = *arguments[: len(tensors)], None, *arguments[len(tensors) :]
             found = definition.backward(*arguments, **options)
             return tuple(d for d, p in zip(found, present, strict=False) if p)
 
         of_present = [t for t, p in zip(tensors, present, strict=False) if p]
-        names = *tensors, *output, *results
+        names = *tensors, *output, *d_results
         given, written = _named((names, of_present), arguments[0])
         found = iter(_shards.distributed(gradients, given, written, channels)(*arguments))
         found = [next(found) if p else None for p in present]

@@ -45,3 +45,4 @@ class Launch(NamedTuple):
     # The places of inputs and of their new values among the outputs: such an output holds what the
     # input does before the kernel writes to it, and may take its memory.
     updates: tuple[tuple[int, int], ...] = ()
+    in_place: bool = False  # nothing else reads the inputs that it updates: no copy is needed

@@ -27,6 +27,7 @@ class Operation(NamedTuple):
     gradients: Callable
     # A name for each dimension of each tensor, such as "b t d", and of each result; "..." are those
     # of tokens, any number. None where XLA does on JAX, which needs the names, what kernels do.
+    # Results are all that the forward returns.
     dimensions: tuple | None = None
     result_dimensions: tuple | None = None
     channels: str | None = "d"  # the dimension, beside the batch, whose members are independent
@@ -38,6 +39,11 @@ class Operation(NamedTuple):
     def tensors(self):
         """The names of the tensors."""
         return tensors_of(self.forward)
+
+    @property
+    def num_results(self):
+        """How many results there are beside those that only the backward reads."""
+        return 1 if self.result_dimensions is None else len(self.result_dimensions) - self.kept
 
     @property
     def is_token_wise(self):

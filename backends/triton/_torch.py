@@ -84,7 +84,7 @@ def run(launch):
         if i not in before:
             return new(array, first)
         given = launch.inputs[before[i]]
-        return given if _overwrites.now else cast(given, array.dtype)
+        return given if launch.in_place or _overwrites.now else cast(given, array.dtype)
 
     outputs = tuple(output(i, array) for i, array in enumerate(launch.outputs))
     arguments = *launch.inputs, *outputs, *launch.numbers
@@ -244,7 +244,7 @@ def operation(definition):
     """The function of an `Operation`'s tensors and options, as a custom operator."""
     tensors, options = definition.tensors, definition.options
     with_gradient = len(definition.differentiable)
-    num_results = 1 if definition.is_token_wise else len(definition.result_dimensions)
+    num_results = definition.num_results
     name = f"keras_recurrent::triton_{definition.name}"
 
     kept = [f"kept_{i}" for i in range(definition.kept)]
@@ -263,6 +263,7 @@ def operation(definition):
         only_for_backward = results[num_results:]
         ctx.options = inputs[len(tensors) :]
         ctx.mark_non_differentiable(*only_for_backward)
+        ctx._materialize_non_diff_grads = False  # else autograd fills zeros of their sizes
         read = zip(tensors, inputs, strict=False)
         ctx.save_for_backward(
             *(None if name in definition.without else x for name, x in read),
@@ -295,11 +296,11 @@ def operation(definition):
 def _register_sharding(definition, forward, backward):
     """Lets both operators of an operation over time take DTensors."""
     tensors, results = definition.dimensions, definition.result_dimensions
-    with_gradient = len(definition.differentiable)
+    with_gradient, num_results = len(definition.differentiable), definition.num_results
     _sharding.register(forward, tensors, results, definition.channels)
     _sharding.register(
         backward,
-        (*tensors, results[0], *results),
+        (*tensors, results[0], *results[num_results:], *results[:num_results]),
         tensors[:with_gradient],
         definition.channels,
         [None if x in definition.without else i for i, x in enumerate(definition.differentiable)],

@@ -3,18 +3,20 @@
 Qin et al. 2024, arXiv:2404.07904, section 3 (HGRN2, where k_t = 1 - exp(log_f_t)); Yang et al.
 2023, arXiv:2312.06635, section 4 (gated linear attention).
 
-Forwards, bfloat16 takes the kernels of `_gated_output.py`, which store no state, for heads of up to
-128 channels of keys. Else the states between chunks are stored in device memory, then all chunks
-are computed at once. The backward computes the states so, and their gradients from the last chunk
-to the first. Where k is None, keys are computed in registers, and their gradients are not stored.
+For bfloat16 and heads of up to 128 channels of keys, `_gated_output.py` has the kernels forwards,
+and `_gated_gradients.py` backwards. Else the states between chunks are stored in device memory,
+then all chunks are computed at once. The backward computes the states so, and their gradients from
+the last chunk to the first. Where k is None, keys are computed in registers, and their gradients
+are not stored.
 """
 
 import triton
 
 from keras_recurrent.backends.triton import _search
-from keras_recurrent.backends.triton._framework import operation, run
+from keras_recurrent.backends.triton._framework import operation, run, zeros_like
 from keras_recurrent.backends.triton._gated_chunks import attend_kernel, gradient_kernel
-from keras_recurrent.backends.triton._gated_operands import prepare
+from keras_recurrent.backends.triton._gated_gradients import differentiate
+from keras_recurrent.backends.triton._gated_operands import pairs_of, prepare
 from keras_recurrent.backends.triton._gated_output import LARGEST_KEYS, stream
 from keras_recurrent.backends.triton._gated_states import walk
 from keras_recurrent.backends.triton._launch import Array, Launch, dtype_name, like
@@ -90,29 +92,53 @@ def _differentiate(sizes, q, k, v, d_output, states, d_states, *, log_f, token_k
 
 
 def results(q, k, v, log_f, initial_state, token_kind):
-    return like(v), Array(sizes_of(q, k, v).state_shape, "float32")
+    sizes = _streamed(q, k, v)
+    pairs = like(_no_pairs(q)) if sizes is None else pairs_of(sizes)
+    return like(v), Array(sizes_of(q, k, v).state_shape, "float32"), pairs
 
 
-def gradients(q, k, v, log_f, initial_state, token_kind, output, d_output, d_final):
+def gradients(q, k, v, log_f, initial_state, token_kind, output, pairs, d_output, d_final):
     return like(q), None if k is None else like(k), like(v), like(log_f), like(d_final), None
 
 
+def _streamed(q, k, v):
+    """Their `Sizes` for kernels that make the operands of all chunks at once; None for others."""
+    sizes = sizes_of(q, k, v)
+    streamed = sizes.short and sizes.keys <= LARGEST_KEYS and sizes.length > 1
+    return sizes if streamed else None
+
+
+def _no_pairs(q):
+    """What the other kernels keep: nothing."""
+    return zeros_like(q[:, 0, :, :0])
+
+
 def forward(q, k, v, log_f, initial_state, token_kind):
-    streamed = q.shape[3] <= LARGEST_KEYS
-    sizes = sizes_of(q, k, v, chunk=64 if streamed else 32)
+    sizes = _streamed(q, k, v)
     decays = {"log_f": log_f, "token_kind": token_kind}
-    if sizes.length == 1:
-        return step(sizes, q, k, v, initial_state, **decays)
-    decays["parts"] = _parts(sizes, log_f)
-    if sizes.short and streamed:
-        return stream(sizes, prepare(sizes, q, k, **decays), v, initial_state, token_kind)
-    states, final_state = walk(sizes, k, v, initial_state, **decays)
-    return _attend(sizes, q, k, v, states, dtype_name(v), **decays), final_state
-
-
-def backward(q, k, v, log_f, initial_state, token_kind, output, d_output, d_final):
+    if q.shape[1] == 1:
+        found = step(sizes_of(q, k, v), q, k, v, initial_state, **decays)
+        return *found, _no_pairs(q)
+    if sizes is not None:
+        decays["parts"] = _parts(sizes, log_f)
+        prepared = prepare(sizes, q, k, **decays)
+        return *stream(sizes, prepared, v, initial_state, token_kind), prepared.pairs
     sizes = sizes_of(q, k, v, chunk=32)
-    decays = {"log_f": log_f, "token_kind": token_kind, "parts": _parts(sizes, log_f)}
+    decays["parts"] = _parts(sizes, log_f)
+    states, final_state = walk(sizes, k, v, initial_state, **decays)
+    output = _attend(sizes, q, k, v, states, dtype_name(v), **decays)
+    return output, final_state, _no_pairs(q)
+
+
+def backward(q, k, v, log_f, initial_state, token_kind, output, pairs, d_output, d_final):
+    sizes = _streamed(q, k, v)
+    decays = {"log_f": log_f, "token_kind": token_kind}
+    if sizes is not None:
+        decays["parts"] = _parts(sizes, log_f)
+        arguments = q, k, v, initial_state, pairs, d_output, d_final
+        return *differentiate(sizes, *arguments, **decays), None
+    sizes = sizes_of(q, k, v, chunk=32)
+    decays["parts"] = _parts(sizes, log_f)
     states, _ = walk(sizes, k, v, initial_state, **decays)
     d_states, d_initial = walk(sizes, q, d_output, d_final, **decays, reverse=True)
     d_v = _attend(sizes, q, k, d_output, d_states, dtype_name(v), **decays, reverse=True)
@@ -128,7 +154,8 @@ kernels = operation(
         backward,
         gradients,
         dimensions=("b t h k", "b t h k", "b t h v", "b t h k", "b h k v", "b t"),
-        result_dimensions=("b t h v", "b h k v"),
+        result_dimensions=("b t h v", "b h k v", "b h p"),
         channels="h",
+        kept=1,
     )
 )

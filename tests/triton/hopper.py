@@ -24,6 +24,7 @@ from keras_recurrent.backends.triton import (
     _crossentropy_kernel,
     _embedding,
     _gated_chunks,
+    _gated_gradients,
     _gated_operands,
     _gated_output,
     _gated_states,
@@ -58,7 +59,7 @@ FLOATS = ("initial", "final", "d_initial", "d_final", "d_logit", "d_parameters",
 FLOATS += ("scale", "d_scale", "lower_bound", "d_bound", "d_log_f")
 FLOATS += ("losses", "d_losses", "largest", "total", "sums", "peaks", "frequencies")
 FLOATS += ("totals", "decays", "log_decay", "log_f", "origin", "delta", "d_keys", "d_values")
-FLOATS += ("scales", "squares")
+FLOATS += ("scales", "squares", "given_d_log_f")
 FLOATS += ("memory", "after", "last_inputs", "next_inputs", "hidden", "conv_kernel", "conv_bias")
 INTEGERS = ("carry", "token_at", "document_at", "real_counts", "start_counts", "tokens")
 INTEGERS += ("first_key", "last_key", "first_query", "query_end", "position", "end")
@@ -75,7 +76,11 @@ LEVELS = {"LEVELS": 6, "PARTS": 2}
 SHORTER = {"CHUNK": 32, "LEVELS": 5}
 TIED = {**CHUNKS, **LEVELS, **SHORTER, "k": None}
 PREPARED = {**CHUNKS, "PARTS": 2, "TILES": 2}
-STREAMED = {**PREPARED, "totals": None, "decays": None}
+STREAMED = {**PREPARED, "totals": None, "decays": None, "states": None}
+STREAMED_BACK = {**STREAMED, "REVERSE": True}
+STREAMED_STATES = {**STREAMED, "queries": None, "pairs": None, "output": None, "final": None}
+del STREAMED_BACK["states"], STREAMED_STATES["states"]
+HALVES = {**LEVELS, "HALF": _gated_gradients.HALF, "LEVELS": 5}
 GRADIENT = {**CHUNKS, **LEVELS, **SHORTER, "GAIN_PARTS": 1}
 EXACT = {**SHORTER, "SHORT": False, "PARTS": 3, "GAIN_PARTS": 3}
 STREAM = {**CHUNKS, **ONE_SEGMENT}
@@ -87,6 +92,8 @@ pairs = _gated_operands.pairs_kernel
 gated = _gated_output.stream_kernel
 attend = _gated_chunks.attend_kernel
 gradient = _gated_chunks.gradient_kernel
+chunk_gradients = _gated_gradients.chunk_kernel
+pair_gradients = _gated_gradients.flagged_kernel
 lightning = lightning_attention._walk_kernel
 step = _linear_attention_step._step_kernel
 
@@ -122,7 +129,9 @@ CONVS = every(causal_conv1d.TILINGS), every(causal_conv1d.BACKWARD_TILINGS)
 WALKS, EXACT_WALKS = (every(_gated_states.BLOCKS[short]) for short in (True, False))
 PREPARE = every(_gated_operands.PREPARE_BLOCKS)
 PAIRS = every(_gated_operands.PAIRS_BLOCKS)
-GATED = every(_gated_output.BLOCKS)
+GATED = {of: every(blocks) for of, blocks in _gated_output.BLOCKS.items()}
+CHUNK_GRADIENTS = every(_gated_gradients.BLOCKS)
+PAIR_GRADIENTS = every([_gated_gradients.FLAGGED_BLOCKS])
 ATTEND = {of: every(blocks) for of, blocks in gated_linear_attention.ATTEND_BLOCKS.items()}
 GRADIENTS = {of: every(blocks) for of, blocks in gated_linear_attention.GRADIENT_BLOCKS.items()}
 LIGHTNING = {of: every(blocks) for of, blocks in lightning_attention.BLOCKS.items()}
@@ -386,9 +395,36 @@ KERNELS = {
     "gated preparation": (prepare, {**PREPARED, "token_kind": None}, PREPARE),
     "gated preparation, kinds": (prepare, {**PREPARED, "k": None}, PREPARE),
     "gated pairs": (pairs, {**PREPARED, **LEVELS}, PAIRS),
-    "gated stream": (gated, {**STREAMED, "token_kind": None}, GATED),
-    "gated stream, kinds": (gated, STREAMED, GATED[:1]),
-    "gated stream, segments": (gated, {**PREPARED, "output": None}, GATED[:1]),
+    "gated stream": (gated, {**STREAMED, "token_kind": None}, GATED["output"]),
+    "gated stream, kinds": (gated, STREAMED, GATED["output"][:1]),
+    "gated stream, segments": (
+        gated,
+        {**PREPARED, "output": None, "states": None},
+        GATED["output"][:1],
+    ),
+    "gated stream back": (
+        gated,
+        {**STREAMED_BACK, "token_kind": None},
+        GATED["gradient of v"],
+    ),
+    "gated stream back, kinds": (gated, STREAMED_BACK, GATED["gradient of v"][:1]),
+    "gated stream of states": (gated, STREAMED_STATES, GATED["states"]),
+    "gated chunk gradients": (
+        chunk_gradients,
+        {**PREPARED, "token_kind": None},
+        CHUNK_GRADIENTS,
+    ),
+    "gated chunk gradients, kinds": (
+        chunk_gradients,
+        {**PREPARED, "d_k": None},
+        CHUNK_GRADIENTS,
+    ),
+    "gated pair gradients": (pair_gradients, {**HALVES, "token_kind": None}, PAIR_GRADIENTS),
+    "gated pair gradients, kinds": (
+        pair_gradients,
+        {**HALVES, "k": None, "given_d_k": None, "d_k": None},
+        PAIR_GRADIENTS,
+    ),
     "gated d_v": (attend, {**TIED, "REVERSE": True}, ATTEND[True]),
     "gated output, 256 channels": (attend, TIED, ATTEND[True][:1]),
     "gated output, float32": (attend, {**TIED, **EXACT}, ATTEND[False]),

@@ -13,6 +13,7 @@ from keras_recurrent.backends.triton import (
     _gated_operands,
     _gated_output,
     _linear_attention,
+    _torch,
     gated_linear_attention,
 )
 from tests.ops import judge, native
@@ -45,7 +46,7 @@ def flags(drawn):
             sizes, tensors["q"], tensors["k"], log_f=tensors["log_f"],
             token_kind=None if kind is None else native.tensor(kind, "int8"), parts=2,
         )  # fmt: skip
-    return prepared[3][0, 0].amax(-1).tolist()
+    return (prepared.flags[0, 0] != 0).any(-1).int().tolist()
 
 
 def stretches(*means, channels=1):
@@ -130,6 +131,72 @@ def test_segments_of_time_with_both_kinds_of_chunks(monkeypatch):
         stretches(*SIDE_BY_SIDE, channels=18), Case(1, 0, 18, "bfloat16", kinds=True, state=True)
     )
     judge.check(OPERATION, "triton", drawn)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tiles_of_both_kinds_in_one_chunk(tied):
+    """Of 80 channels, the last 16 have flags of their own, and so have their gradients."""
+    log_f = stretches(-0.3, -0.02, channels=80)
+    log_f[:, 64:] *= 20
+    case = Case(1, 0, 80, "bfloat16", "float32", values=34, state=True, tied=tied)
+    judge.check(OPERATION, "triton", drawn_with(log_f, case))
+
+
+def test_pairs_of_flagged_chunks_are_made_once(monkeypatch):
+    """The backward takes them from the forward."""
+    kernels, run = [], _torch.run
+    monkeypatch.setattr(_torch, "run", lambda launch: kernels.append(launch.kernel) or run(launch))
+    drawn = drawn_with(stretches(-5, channels=18), Case(1, 0, 18, "bfloat16"))
+    judge.run(OPERATION, "triton", drawn)
+    assert kernels.count(_gated_operands.prepare_kernel) == 2
+    assert kernels.count(_gated_operands.pairs_kernel) == 1
+
+
+@pytest.mark.parametrize("tokens", [5, 20, 40, 64 + 20, 64 + 40])
+def test_halves_of_chunks_that_tokens_end_in(tokens):
+    log_f = stretches(-4, -4, channels=18)[:tokens]
+    judge.check(OPERATION, "triton", drawn_with(log_f, Case(1, 0, 18, "bfloat16", state=True)))
+
+
+@pytest.mark.parametrize("starts", [[], [32], [10, 40], [70]])
+def test_documents_across_the_halves_of_chunks(starts):
+    """Fast and slow decays: pairs of both halves meet within a document, and only there."""
+    log_f = stretches(-4, -0.1, channels=18)
+    drawn = drawn_with(log_f, Case(1, 0, 18, "bfloat16", "float32", kinds=True, state=True))
+    drawn.token_kind[:] = GOES_ON
+    drawn.token_kind[:, starts] = STARTS
+    drawn.token_kind[:, 100:] = PADDING
+    drawn.d_output[:, 100:] = 0
+    judge.check(OPERATION, "triton", drawn)
+
+
+def test_few_tokens_of_fast_decays_in_one_chunk():
+    """Gradients of logarithms are small here, beside what keys and their gradients make."""
+    log_f = np.full(5, LOWEST / 5 * 0.99)
+    drawn = drawn_with(log_f, Case(1, 0, 18, "bfloat16", "float32", state=True))
+    assert flags(drawn) == [0]
+    judge.check(OPERATION, "triton", drawn)
+
+
+@pytest.mark.parametrize("mean", [-0.05, -5])
+@pytest.mark.parametrize("tied", [True, False])
+def test_gradients_beside_padding_that_is_not_finite(mean, tied):
+    """As beside zeros, and those of padding are 0."""
+    case = Case(1, 0, 18, "bfloat16", kinds=True, state=True, tied=tied)
+    drawn = drawn_with(stretches(mean, mean, channels=18), case)
+    drawn.token_kind[:] = GOES_ON
+    padding = [0, 7, 31, 32, 63, 64, 100, *range(120, 128)]
+    drawn.token_kind[:, padding] = PADDING
+    found = []
+    for filling in (0.0, np.nan):
+        for tensor in (*drawn.tensors.values(), drawn.d_output):
+            if tensor is not None:
+                tensor[:, padding] = filling
+        found.append(judge.run(OPERATION, "triton", drawn))
+    for name, zeros in found[0].items():
+        np.testing.assert_array_equal(found[1][name], zeros, err_msg=name)
+        if name.startswith("gradient") and "state" not in name:
+            assert not zeros[:, padding].any(), name
 
 
 def test_padding_may_hold_anything():

@@ -11,7 +11,7 @@ import triton
 
 from keras_recurrent.backends.triton import _interpreter, _torch
 from keras_recurrent.backends.triton._common import INTERPRETED
-from keras_recurrent.backends.triton._launch import Launch
+from keras_recurrent.backends.triton._launch import Launch, like
 from tests.ops import judge, token_wise
 from tests.ops.cases import Case, draw
 
@@ -72,6 +72,23 @@ def to_numpy(tensor):
         return tensor.detach().numpy()
     bits = tensor.detach().view(torch.int16).numpy()
     return bits.view(_interpreter.dtype("bfloat16"))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_what_an_update_writes_to(in_place):
+    """The input itself if the launch is in place, else a copy of it."""
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda given, updated: updated.add_(1)
+
+    x = torch.zeros(2)
+    updates = ((0, 0),)
+    launch = Launch(Kernel(), 1, (x,), (like(x),), (), {}, updates, in_place)
+    (updated,) = _torch.run(launch)
+    assert (updated is x) == in_place
+    assert updated.tolist() == [1, 1]
+    assert x.tolist() == ([1, 1] if in_place else [0, 0])
 
 
 def test_a_failed_assembler_says_what_to_do():

@@ -91,7 +91,7 @@ def test_lowered_for_gpus():
         "linear_scan": 2,
         "rg_lru": 2,
         "causal_conv1d": 4,
-        "gated_linear_attention": 7,
+        "gated_linear_attention": 8,
         "lightning_attention": 4,
         "sliding_window_attention": 3,
         "log_forget_gate": 2,
