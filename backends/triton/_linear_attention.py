@@ -111,20 +111,32 @@ def segments_of(programs, chunks):
     return triton.cdiv(chunks, segment_chunks), segment_chunks
 
 
-def walk_segments(kernel, chunks, programs, tensors, outputs, sums, numbers, options):
+class Cut(NamedTuple):
+    """How many segments time is cut into, the chunks of each, and in how many pieces each has sums.
+
+    Pieces have the same number of chunks.
+    """
+
+    segments: int
+    segment_chunks: int
+    pieces: int = 1
+
+
+def walk_segments(kernel, chunks, programs, tensors, outputs, sums, numbers, options, cut=None):
     """Runs a kernel that goes through the chunks of each segment; returns what it writes.
 
-    Its arguments are the tensors, a total and a decay of each segment but the last, the outputs,
-    the numbers, and how many chunks there are in all and in a segment. With several segments, a
-    first launch writes the totals and decays alone, from which each segment of a second one finds
-    the state that it starts from.
+    Its arguments are the tensors, a total and a decay of each piece of all segments but the last,
+    the outputs, the numbers, and how many chunks there are in all and in a segment. With several
+    segments, a first launch writes the totals and decays alone, from which each segment of a second
+    one finds the state that it starts from.
 
     Args:
         programs: how many programs go through a segment.
-        sums: the shapes of a segment's total and decay, for all heads.
+        sums: the shapes of a piece's total and decay, for all heads.
+        cut: a `Cut`; None for that of `segments_of`.
     """
 
-    segments, segment_chunks = segments_of(programs, chunks)
+    segments, segment_chunks, pieces = cut or Cut(*segments_of(programs, chunks))
     numbers = *numbers, chunks, segment_chunks
 
     def walk(count, inputs, outputs):
@@ -132,19 +144,21 @@ def walk_segments(kernel, chunks, programs, tensors, outputs, sums, numbers, opt
 
     found = None, None
     if segments > 1:
-        arrays = (Array((segments - 1, *shape), "float32") for shape in sums)
-        found = walk(segments - 1, tensors, (*arrays, *[None] * len(outputs)))[:2]
+        computed = (segments - 1) * pieces
+        arrays = (Array((computed, *shape), "float32") for shape in sums)
+        found = walk(computed, tensors, (*arrays, *[None] * len(outputs)))[:2]
     return walk(segments, (*tensors, *found), outputs)
 
 
 @triton.jit
-def locate_segment(tiles, chunks, segment_chunks, ALL: tl.constexpr):
+def locate_segment(tiles, chunks, segment_chunks, ALL: tl.constexpr, pieces=1):
     """How many segments there are, this program's one, its head, and how many heads, of all rows.
 
-    ALL: whether the launch goes through all segments, or through all but the last.
+    ALL: whether the launch goes through all segments, or through the pieces of all but the last;
+        then the program's one is a piece.
     """
     segments = tl.cdiv(chunks, segment_chunks)
-    computed = segments if ALL else segments - 1
+    computed = segments if ALL else (segments - 1) * pieces
     segment = tl.program_id(0) // tiles % computed
     head = tl.program_id(0) // tiles // computed
     return segments, segment, head, tl.num_programs(0) // tiles // computed

@@ -8,20 +8,26 @@ tokens, and M is 0 where a document starts between them.
 A program computes the chunks of a head one after the other and keeps some columns of S in
 registers: no state is stored. The gradients have the same form, and the same kernel computes them,
 with (d_O, V, K, S^T) in place of (Q, K, V, S) for Q, and backwards in time, with G the gradient of
-the state, with (K, Q, d_O, G) for V and (V, d_O, Q, G^T) for K. Where heads are too few to fill the
-GPU, time is cut into segments: a first launch computes for all segments at once what each does to a
-state, as a decay and a total, and in a second one each segment starts from the state that the
-segments before it make.
+the state, with (K, Q, d_O, G) for V and (V, d_O, Q, G^T) for K.
+
+Where heads are too few to fill the GPU, time is cut into segments, and these into pieces: a first
+launch computes for all pieces at once what each does to a state, as a decay and a total, and in a
+second one each segment starts from the state that the pieces before it make. The first launch reads
+only what the end of a segment remembers: of most heads, few tokens. Of heads that do not decay it
+reads all; pieces, shorter than segments, spread these over the GPU.
 """
+
+import functools
 
 import triton
 import triton.language as tl
 
-from keras_recurrent.backends.triton import _search
+from keras_recurrent.backends.triton import _common, _search
 from keras_recurrent.backends.triton._framework import operation, zeros_like
 from keras_recurrent.backends.triton._launch import Array, dtype_name, like
 from keras_recurrent.backends.triton._linear_attention import (
     Blocks,
+    Cut,
     load_tokens,
     locate_segment,
     real_tokens,
@@ -33,6 +39,7 @@ from keras_recurrent.backends.triton._linear_attention_step import step
 from keras_recurrent.backends.triton._math import exp_of_decays
 from keras_recurrent.backends.triton._operation import Operation
 from keras_recurrent.backends.triton._products import operand, product
+from keras_recurrent.backends.triton._tokens import GOES_ON, PADDING, STARTS
 
 # Candidates by `short` and by whether heads are wider than 128 channels, the default first. The
 # state, [K, BLOCK_V], takes at most 64 registers of a thread. The parts that float32 is split into
@@ -49,6 +56,10 @@ BLOCKS = {
     (False, False): (Blocks(128, 32, 8), Blocks(128, 16, 8), Blocks(128, 64, 8)),
     (False, True): (Blocks(256, 32, 8),),
 }
+_SHORTEST_PIECE = 8  # chunks
+_MOST_PIECES = 32  # in all, where there are no more segments
+_FORGOTTEN = tl.constexpr(104.0)  # exp(-104) is 0 in float32, and times any number below 1e-6
+_KINDS = tl.constexpr(4096)  # tokens whose kinds are loaded at once
 
 
 def unsupported(q, k, v, log_decay, initial_state=None, token_kind=None) -> str | None:
@@ -85,7 +96,31 @@ def _count_tokens(real, starts, row, num_tokens, token_kind):
     return count, document, num_real, last_document
 
 
-@triton.jit(do_not_specialize=["T", "chunks", "segment_chunks"])
+@triton.jit
+def _remembered_from(
+    start, end, log_decay, token_kind, b, T, chunks, CHUNK: tl.constexpr, REVERSE: tl.constexpr
+):
+    """The first of the chunks from `start` to `end` that the state behind them depends on.
+
+    Before it, so many tokens follow that nothing is left, or a document starts later.
+    """
+    reach = tl.minimum(1.0 / tl.maximum(-log_decay, 1e-9) * _FORGOTTEN, T)  # tokens
+    first = start
+    if token_kind is not None:
+        t = (chunks - end if REVERSE else start) * CHUNK
+        length = tl.minimum((end - start) * CHUNK, T - t)
+        for n in range(0, length, _KINDS):
+            place = n + tl.arange(0, _KINDS)
+            pointers = token_kind + b.to(tl.int64) * T + t + place
+            kind = tl.load(pointers, place < length, other=GOES_ON)
+            reach += tl.sum((kind == PADDING).to(tl.int32), 0)
+            chunk = (t + place) // CHUNK
+            chunk = chunks - 1 - chunk if REVERSE else chunk
+            first = tl.maximum(first, tl.max(tl.where(kind == STARTS, chunk, start), 0))
+    return tl.maximum(first, end - 1 - (reach / CHUNK).to(tl.int32))
+
+
+@triton.jit(do_not_specialize=["T", "pieces", "chunks", "segment_chunks"])
 def _walk_kernel(
     q,
     k,
@@ -103,6 +138,7 @@ def _walk_kernel(
     V,
     state_k,
     state_v,
+    pieces,
     chunks,
     segment_chunks,
     BLOCK_K: tl.constexpr,
@@ -113,12 +149,13 @@ def _walk_kernel(
 ):
     """Stores the output of each token, from the tokens up to it, or, if REVERSE, from it on.
 
-    Where `output` is None, stores the totals and decays of all segments but the last.
+    Where `output` is None, stores the totals and decays of the pieces of all segments but the last:
+    `pieces` a segment.
     state_k, state_v: the strides of `initial` and `final` along K and along V.
     """
     tiles = tl.cdiv(V, BLOCK_V)
-    segments, segment, head, heads = locate_segment(
-        tiles, chunks, segment_chunks, output is not None
+    segments, part, head, heads = locate_segment(
+        tiles, chunks, segment_chunks, output is not None, pieces
     )
     b = head // H
     row = tl.arange(0, CHUNK)
@@ -130,17 +167,26 @@ def _walk_kernel(
 
     state = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
     decay = 1.0
-    if output is not None:
+    if output is None:
+        # The decay of what is left out does not matter: those of what follows it make 0.
+        end = (part + 1) * (segment_chunks // pieces)
+        start = _remembered_from(
+            part * (segment_chunks // pieces),
+            (part // pieces + 1) * segment_chunks,
+            *(head_log_decay, token_kind, b, T, chunks, CHUNK, REVERSE),
+        )
+    else:
+        start, end = part * segment_chunks, tl.minimum((part + 1) * segment_chunks, chunks)
         if initial is not None:
             state = tl.load(initial + head.to(tl.int64) * K * V + offsets, valid, other=0.0)
             state = state.to(tl.float32)
         if totals is not None:
-            for s in range(segment):
+            for s in tl.range(part * pieces, num_stages=3):
                 line = s * heads + head
                 total = tl.load(totals + line.to(tl.int64) * K * V + offsets, valid, other=0.0)
                 state = tl.load(decays + line) * state + total
 
-    for i in range(segment * segment_chunks, tl.minimum((segment + 1) * segment_chunks, chunks)):
+    for i in range(start, end):
         chunk = chunks - 1 - i if REVERSE else i
         token = (b.to(tl.int64) * T + chunk * CHUNK) * H + head % H
         real, starts = real_tokens(chunk, token_kind, b, T, CHUNK)
@@ -179,11 +225,32 @@ def _walk_kernel(
         state = product(tl.trans(key), value, state * chunk_decay, SHORT)
 
     if output is None:
-        line = segment * heads + head
+        line = part * heads + head
         tl.store(totals + line.to(tl.int64) * K * V + offsets, state, valid)
         tl.store(decays + line, decay)
-    elif segment == segments - 1:
+    elif part == segments - 1:
         tl.store(final + head.to(tl.int64) * K * V + offsets, state, valid)
+
+
+@functools.lru_cache
+def _cut(programs, chunks):
+    """The `Cut` that takes the least time: a multiprocessor has room for one program at a time.
+
+    To add the total of a piece takes a program a fourth of the time of a chunk.
+    """
+
+    def time(segments):
+        turns = triton.cdiv(programs * segments, _common.MULTIPROCESSORS)
+        return turns * triton.cdiv(chunks, segments) + segments / 4
+
+    most = 1
+    if programs < _common.MULTIPROCESSORS:
+        most = min(2 * _common.MULTIPROCESSORS // programs, chunks // _SHORTEST_PIECE)
+    segments = min(range(1, max(1, most) + 1), key=time)
+    chunks_of_each = triton.cdiv(chunks, segments)
+    pieces = max(1, min(_MOST_PIECES // segments, chunks_of_each // _SHORTEST_PIECE))
+    segment_chunks = triton.cdiv(chunks_of_each, pieces) * pieces
+    return Cut(triton.cdiv(chunks, segment_chunks), segment_chunks, pieces)
 
 
 def _walk(q, k, v, initial, dtype, *, log_decay, token_kind, transposed=False, reverse=False):
@@ -204,10 +271,11 @@ def _walk(q, k, v, initial, dtype, *, log_decay, token_kind, transposed=False, r
         options |= blocks.options(sizes)
         programs = batch * heads * triton.cdiv(values, options["BLOCK_V"])
         strides = (1, keys) if transposed else (values, 1)
-        numbers = *sizes.numbers, *strides
+        cut = _cut(programs, sizes.chunks)
+        numbers = *sizes.numbers, *strides, cut.pieces
         sums = state_shape, (batch, heads)
         return walk_segments(
-            _walk_kernel, sizes.chunks, programs, tensors, outputs, sums, numbers, options
+            _walk_kernel, sizes.chunks, programs, tensors, outputs, sums, numbers, options, cut
         )
 
     name = "lightning_attention" + " transposed" * transposed + " backward" * reverse

@@ -53,7 +53,7 @@ from keras_recurrent.backends.triton._rg_lru_step_rows import tile_of as tile_of
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SIZES = ("B", "T", "D", "H", "K", "V", "tiles", "chunks", "segment_chunks", "state_k", "state_v")
-SIZES += ("S", "G", "C", "window", "parts", "rows", "n")
+SIZES += ("pieces", "S", "G", "C", "window", "parts", "rows", "n")
 MULTIPLES_OF_16 = ("T", "D", "n", "K", "V", "state_k", "state_v")
 FLOATS = ("initial", "final", "d_initial", "d_final", "d_logit", "d_parameters", "a_logit")
 FLOATS += ("scale", "d_scale", "lower_bound", "d_bound", "d_log_f")
@@ -446,6 +446,11 @@ KERNELS = {
         lightning,
         {**CHUNKS, "output": None, "state_v": 1},
         LIGHTNING[True, False][:1],
+    ),
+    "lightning output, segments": (
+        lightning,
+        {**CHUNKS, "token_kind": None, "state_v": 1},
+        LIGHTNING[True, False],
     ),
     "lightning output, float32": (
         lightning,

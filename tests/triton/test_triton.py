@@ -19,6 +19,7 @@ from keras_recurrent.backends.triton import (
     _linear_attention,
     _torch,
     causal_conv1d,
+    lightning_attention,
 )
 from tests.ops import judge, native, token_wise
 from tests.ops.cases import DRAW, Case, draw
@@ -153,19 +154,23 @@ def test_heads_of_several_tiles(operation):
 
 @linear_attention
 def test_segments_of_time(operation, monkeypatch):
-    """Few heads are cut along time, where rows are long; here, into segments of one chunk."""
-    monkeypatch.setattr(_linear_attention, "_SHORTEST_SEGMENT", 1)
-    cuts, segments_of = [], _linear_attention.segments_of
+    """Few heads are cut along time, where rows are long; here, into segments of a chunk or two."""
+    module, name, shortest = {
+        "gated_linear_attention": (_linear_attention, "segments_of", "_SHORTEST_SEGMENT"),
+        "lightning_attention": (lightning_attention, "_cut", "_SHORTEST_PIECE"),
+    }[operation]
+    monkeypatch.setattr(module, shortest, 1)
+    cuts, cut_of = [], getattr(module, name)
 
     def recorded(programs, chunks):
-        cuts.append(segments_of(programs, chunks))
+        cuts.append(cut_of(programs, chunks))
         return cuts[-1]
 
-    monkeypatch.setattr(_linear_attention, "segments_of", recorded)
+    monkeypatch.setattr(module, name, recorded)
     case = Case(1, 139, 3, kinds=True, state=True, decays="near one")
     judge.check(operation, "triton", draw(operation, case))
     assert cuts
-    assert all(segments > 1 for segments, _ in cuts)
+    assert all(segments > 1 for segments, *_ in cuts)
 
 
 @pytest.mark.parametrize("programs", [1, 256])

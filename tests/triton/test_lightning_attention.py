@@ -1,0 +1,131 @@
+"""Time cut into segments and pieces, of which only what is remembered is read."""
+
+import keras
+import numpy as np
+import pytest
+
+if keras.config.backend() != "torch":
+    pytest.skip("runs on torch", allow_module_level=True)
+
+from keras_recurrent.backends.constants import GOES_ON, PADDING, STARTS
+from keras_recurrent.backends.triton import _linear_attention, lightning_attention
+from keras_recurrent.backends.triton._linear_attention import Cut
+from tests.ops import judge
+from tests.ops.cases import Case, draw, round_to
+
+# Triton's interpreter computes both sides of `tl.where`, of which one is 0 * -inf.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in multiply")
+
+OPERATION = "lightning_attention"
+DECAYS = [(0, -np.inf, -1.5), (-2.6, -1e-9, -20), (-1e4, -0.5, -1e-38)]
+# Of float32 16 tokens are a chunk, of bfloat16 64. Pieces of one chunk and of several; the last
+# segment is not full, and neither is its last chunk.
+SITUATIONS = [
+    ("none", "float32", 203, Cut(3, 6, 3)),
+    ("one document", "float32", 203, Cut(3, 6, 3)),
+    ("documents", "float32", 203, Cut(4, 4, 4)),
+    ("one document", "bfloat16", 603, Cut(3, 4, 2)),
+]
+
+
+def cut_by(cut, monkeypatch):
+    """Returns a list that fills with the totals of the pieces, [pieces, B, H, K, V]."""
+    found, run = [], _linear_attention.run
+
+    def recorded(launch):
+        results = run(launch)
+        if launch.outputs[-1] is None:
+            found.append(keras.ops.convert_to_numpy(results[0]))
+        return results
+
+    monkeypatch.setattr(lightning_attention, "_cut", lambda programs, chunks: cut)
+    monkeypatch.setattr(_linear_attention, "run", recorded)
+    return found
+
+
+def drawn_with(log_decay, case):
+    """What is drawn for this case, with these decays, and kinds that go on everywhere."""
+    drawn = draw(OPERATION, case)
+    dtype = drawn.dtypes["log_decay"]
+    drawn.tensors["log_decay"][:] = round_to(dtype, np.array(log_decay, "float64"))
+    if drawn.token_kind is not None:
+        drawn.token_kind[:] = GOES_ON
+    return drawn
+
+
+def pad(drawn, *places):
+    for place in places:
+        drawn.token_kind[:, place] = PADDING
+        drawn.d_output[:, place] = 0
+
+
+@pytest.mark.parametrize("log_decay", DECAYS, ids=str)
+@pytest.mark.parametrize(("kinds", "dtype", "length", "cut"), SITUATIONS)
+def test_decays_beside_each_other(kinds, dtype, length, cut, log_decay, monkeypatch):
+    case = Case(2, length, 6, dtype, "float32", kinds=kinds != "none", state=True)
+    drawn = drawn_with(log_decay, case)
+    if kinds != "none":
+        # Single tokens, whole chunks, and across the bounds of segments.
+        pad(drawn, slice(7, 150, 9), slice(40, 52), slice(90, 101), slice(180, 310))
+    if kinds == "documents":
+        drawn.token_kind[0, [3, 60, 130, 190]] = STARTS
+        drawn.token_kind[1, 64] = STARTS
+    found = cut_by(cut, monkeypatch)
+    judge.check(OPERATION, "triton", drawn)
+    assert len(found) == 4  # of the output and of three gradients
+
+
+def test_kinds_that_are_loaded_in_several_parts(monkeypatch):
+    """A segment of more tokens than are looked at together, of which most are padding."""
+    length = lightning_attention._KINDS.value + 600
+    case = Case(1, length, 4, "bfloat16", "float32", kinds=True)
+    drawn = drawn_with((-0.024, -0.5, -0.0241), case)
+    pad(drawn, slice(150, 4100))
+    found = cut_by(Cut(2, 70, 7), monkeypatch)
+    judge.check(OPERATION, "triton", drawn)
+    assert len(found) == 4
+
+
+def empty(totals):
+    """For each piece, whether it leaves nothing in the states of the first row's heads."""
+    return (~totals[:, 0].any((2, 3))).tolist()
+
+
+def test_what_is_forgotten_is_not_read(monkeypatch):
+    """What 104 / -log_decay tokens follow, forwards and backwards in time."""
+    found = cut_by(Cut(3, 6, 3), monkeypatch)
+    judge.run(OPERATION, "triton", drawn_with((0, -5, -2.6), Case(1, 288, 6)))
+    never, quick, slow = [False] * 6, [True, True, False] * 2, [True, False, False] * 2
+    expected = [list(heads) for heads in zip(never, quick, slow, strict=True)]
+    assert [empty(launch) for launch in found] == [expected] * 4
+
+
+def test_what_is_forgotten_beside_padding_and_documents(monkeypatch):
+    """Padding decays nothing, so that older tokens are remembered; documents forget at once."""
+    found = cut_by(Cut(2, 6, 3), monkeypatch)
+    drawn = drawn_with((0, -1e4, -2.6), Case(1, 192, 6, kinds=True))
+    pad(drawn, slice(60, 96), slice(100, 130))
+    judge.run(OPERATION, "triton", drawn)
+    assert empty(found[0]) == [[False, True, False], [False] * 3, [True] * 3]
+    drawn.token_kind[:, [50, 150]] = STARTS
+    found.clear()
+    judge.run(OPERATION, "triton", drawn)
+    assert [empty(launch)[0] for launch in found] == [[True] * 3] * 4
+
+
+@pytest.mark.parametrize("programs", [1, 3, 16, 32, 40, 48, 64, 80, 96, 127, 128, 4096])
+@pytest.mark.parametrize("chunks", [1, 7, 16, 130, 512, 2048, 20_000])
+def test_cuts_cover_time(programs, chunks):
+    segments, segment_chunks, pieces = lightning_attention._cut(programs, chunks)
+    assert (segments - 1) * segment_chunks < chunks <= segments * segment_chunks
+    assert segment_chunks % pieces == 0
+    if programs >= 128 or chunks < 16:
+        assert segments == 1
+
+
+def test_one_turn_of_all_multiprocessors():
+    """16 heads of 128 channels are 32 programs a row, and each takes a multiprocessor."""
+    assert lightning_attention._cut(32, 2048) == Cut(4, 512, 8)
+    assert lightning_attention._cut(64, 1024) == Cut(2, 512, 16)
+    assert lightning_attention._cut(80, 1024)[0] == 3  # two turns
+    assert lightning_attention._cut(96, 1024)[0] == 1
