@@ -160,7 +160,7 @@ def prepare(sizes, q, k, *, log_f, token_kind, parts, pairs=None):
     """What the output and the gradients take. pairs: those that were made before, if any."""
     shape = sizes.batch, sizes.heads, sizes.chunks
     tensors = q, k, log_f, token_kind
-    scales = Array((*shape, 3, sizes.keys), "float32")
+    of_scales = Array((*shape, 3, sizes.keys), "float32")
     numbers = *sizes.numbers[:3], sizes.chunks
 
     def options_of(blocks):
@@ -171,15 +171,16 @@ def prepare(sizes, q, k, *, log_f, token_kind, parts, pairs=None):
     def launch_preparation(blocks):
         options = options_of(blocks)
         tiles = triton.cdiv(sizes.keys, options["BLOCK_K"])
-        outputs = like(q), like(q), scales, Array((*shape, tiles), "int8")
+        outputs = like(q), like(q), of_scales, Array((*shape, tiles), "int8")
         programs = sizes.programs * tiles
         return run(Launch(prepare_kernel, programs, tensors, outputs, numbers, options))
 
     name = "gated_linear_attention preparation"
-    found = _search.run(name, PREPARE_BLOCKS, launch_preparation, tensors, sizes)
+    queries, keys, scales, flags = _search.run(
+        name, PREPARE_BLOCKS, launch_preparation, tensors, sizes
+    )
     if pairs is not None:
-        return Prepared(*found, pairs)
-    flags = found[3]
+        return Prepared(queries, keys, scales, flags, pairs)
 
     def launch_pairs(blocks):
         options = options_of(blocks) | {"LEVELS": sizes.levels, "TILES": flags.shape[3]}
@@ -187,4 +188,5 @@ def prepare(sizes, q, k, *, log_f, token_kind, parts, pairs=None):
         return run(Launch(pairs_kernel, sizes.programs, inputs, outputs, numbers, options))
 
     name = "gated_linear_attention pairs"
-    return Prepared(*found, *_search.run(name, PAIRS_BLOCKS, launch_pairs, tensors, sizes))
+    (pairs,) = _search.run(name, PAIRS_BLOCKS, launch_pairs, tensors, sizes)
+    return Prepared(queries, keys, scales, flags, pairs)
