@@ -102,15 +102,6 @@ def block(size, largest):
     return min(largest, max(16, triton.next_power_of_2(size)))
 
 
-def segments_of(programs, chunks):
-    """How many segments to cut time into, and the chunks of each, so that the whole GPU works."""
-    segments = 1
-    if programs < _ENOUGH_PROGRAMS:
-        segments = max(1, min(2 * _ENOUGH_PROGRAMS // programs, chunks // _SHORTEST_SEGMENT))
-    segment_chunks = triton.cdiv(chunks, segments)
-    return triton.cdiv(chunks, segment_chunks), segment_chunks
-
-
 class Cut(NamedTuple):
     """How many segments time is cut into, the chunks of each, and in how many pieces each has sums.
 
@@ -120,6 +111,19 @@ class Cut(NamedTuple):
     segments: int
     segment_chunks: int
     pieces: int = 1
+
+
+def most_segments(programs, chunks):
+    """How many segments time may be cut into: one where programs fill the GPU, else none short."""
+    if programs >= _ENOUGH_PROGRAMS:
+        return 1
+    return max(1, min(2 * _ENOUGH_PROGRAMS // programs, chunks // _SHORTEST_SEGMENT))
+
+
+def segments_of(programs, chunks):
+    """The `Cut` of time into so many segments, so that the whole GPU works."""
+    segment_chunks = triton.cdiv(chunks, most_segments(programs, chunks))
+    return Cut(triton.cdiv(chunks, segment_chunks), segment_chunks)
 
 
 def walk_segments(kernel, chunks, programs, tensors, outputs, sums, numbers, options, cut=None):
@@ -136,7 +140,7 @@ def walk_segments(kernel, chunks, programs, tensors, outputs, sums, numbers, opt
         cut: a `Cut`; None for that of `segments_of`.
     """
 
-    segments, segment_chunks, pieces = cut or Cut(*segments_of(programs, chunks))
+    segments, segment_chunks, pieces = cut or segments_of(programs, chunks)
     numbers = *numbers, chunks, segment_chunks
 
     def walk(count, inputs, outputs):

@@ -17,8 +17,6 @@ only what the end of a segment remembers: of most heads, few tokens. Of heads th
 reads all; pieces, shorter than segments, spread these over the GPU.
 """
 
-import functools
-
 import triton
 import triton.language as tl
 
@@ -30,6 +28,7 @@ from keras_recurrent.backends.triton._linear_attention import (
     Cut,
     load_tokens,
     locate_segment,
+    most_segments,
     real_tokens,
     refusal,
     sizes_of,
@@ -232,7 +231,6 @@ def _walk_kernel(
         tl.store(final + head.to(tl.int64) * K * V + offsets, state, valid)
 
 
-@functools.lru_cache
 def _cut(programs, chunks):
     """The `Cut` that takes the least time: a multiprocessor has room for one program at a time.
 
@@ -243,10 +241,7 @@ def _cut(programs, chunks):
         turns = triton.cdiv(programs * segments, _common.MULTIPROCESSORS)
         return turns * triton.cdiv(chunks, segments) + segments / 4
 
-    most = 1
-    if programs < _common.MULTIPROCESSORS:
-        most = min(2 * _common.MULTIPROCESSORS // programs, chunks // _SHORTEST_PIECE)
-    segments = min(range(1, max(1, most) + 1), key=time)
+    segments = min(range(1, most_segments(programs, chunks) + 1), key=time)
     chunks_of_each = triton.cdiv(chunks, segments)
     pieces = max(1, min(_MOST_PIECES // segments, chunks_of_each // _SHORTEST_PIECE))
     segment_chunks = triton.cdiv(chunks_of_each, pieces) * pieces

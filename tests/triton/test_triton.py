@@ -155,11 +155,12 @@ def test_heads_of_several_tiles(operation):
 @linear_attention
 def test_segments_of_time(operation, monkeypatch):
     """Few heads are cut along time, where rows are long; here, into segments of a chunk or two."""
-    module, name, shortest = {
-        "gated_linear_attention": (_linear_attention, "segments_of", "_SHORTEST_SEGMENT"),
-        "lightning_attention": (lightning_attention, "_cut", "_SHORTEST_PIECE"),
+    module, name = {
+        "gated_linear_attention": (_linear_attention, "segments_of"),
+        "lightning_attention": (lightning_attention, "_cut"),
     }[operation]
-    monkeypatch.setattr(module, shortest, 1)
+    monkeypatch.setattr(_linear_attention, "_SHORTEST_SEGMENT", 1)
+    monkeypatch.setattr(lightning_attention, "_SHORTEST_PIECE", 1)
     cuts, cut_of = [], getattr(module, name)
 
     def recorded(programs, chunks):
