@@ -1,305 +1,416 @@
-"""A row of integers times W, of integers of 8 or 4 bits: see `norm_quantized_linear`."""
+"""RMSNorm(x) W of one row, with W of integers of 8 or 4 bits: see `norm_quantized_linear`.
+
+Tensor cores multiply bytes, here m16n8k32: 16 x 32 numbers by 32 x 8. They want four channels of a
+column in a word, where memory has four columns of a channel. So words are taken as they are: of the
+32 numbers that are summed up, each channel has four, and the row's number of that channel stands in
+one of them, in another one for each of four columns of the right operand. The other four of its
+columns hold another byte of the row's numbers, or those of other channels.
+
+A tensor has one number for each thread, so that an operation on it is one of each thread, and `mma`
+and `shfl` may be among these. In a warp, `lane % 4` and, where ACROSS is 4, `lane // 16` say which
+channels; the others read neighboring words of one.
+"""
 
 import triton
 import triton.language as tl
 
-from keras_recurrent.backends.constants import SMALLEST_BLOCK_OF_SCALES
 from keras_recurrent.backends.triton._ahead import wait_for_launch_before
-from keras_recurrent.backends.triton._common import IN_INTERPRETER, INTERPRETED
+from keras_recurrent.backends.triton._quantized_row import (
+    bytes_of_row,
+    four_numbers,
+    measured,
+    of_all,
+    permuted,
+)
 
-# They lie in one block. The interpreter, which has no loads under way, takes as long for each.
-CHANNELS_AT_ONCE = 4 if INTERPRETED else SMALLEST_BLOCK_OF_SCALES
-_CHANNELS = tl.constexpr(CHANNELS_AT_ONCE)
-_QUADS = tl.constexpr(CHANNELS_AT_ONCE // 4)
-# Masks of words, as int32.
-_SIGNS_OF_4_BITS = tl.constexpr(0x88888888 - 2**32)
-_LOWER_HALVES = tl.constexpr(0x0F0F0F0F)
+CHANNELS_OF_A_WARP = 64  # in a step, 16 of each thread; where ACROSS is 4, twice as many
+_CHANNELS_OF_A_WARP = tl.constexpr(CHANNELS_OF_A_WARP)
+_UPPER_SHORT = tl.constexpr(0xFFFF0000 - 2**32)  # masks of words, as int32
 _UPPER_HALVES = tl.constexpr(0xF0F0F0F0 - 2**32)
-_ONES = tl.constexpr(0x01010101)
-_UPPER_SHORT = tl.constexpr(0xFFFF0000 - 2**32)
+_SIXTEENS = tl.constexpr(0x10101010)
 
 
 @triton.jit
-def _four_words(pointer):
-    """The words at an address that is a multiple of 16 bytes.
+def _weight_words(pointer, WORDS: tl.constexpr):
+    """One, two or four words at an address that is a multiple of their size.
 
     Of weights, which are read once. Through the read-only cache (ld.global.nc), the assembler would
     move loads behind the wait for the launch before.
     """
-    if IN_INTERPRETER:
-        a, b = tl.load(pointer), tl.load(pointer + 1)
-        c, d = tl.load(pointer + 2), tl.load(pointer + 3)
+    LOAD: tl.constexpr = "ld.global.L1::no_allocate.L2::128B"
+    if WORDS == 1:
+        found = (
+            tl.inline_asm_elementwise(
+                LOAD + ".b32 $0, [$1];", "=r,l", [pointer], dtype=tl.int32, is_pure=False, pack=1
+            ),
+        )
+    elif WORDS == 2:
+        found = tl.inline_asm_elementwise(
+            LOAD + ".v2.b32 {$0, $1}, [$2];",
+            "=r,=r,l",
+            [pointer],
+            dtype=(tl.int32, tl.int32),
+            is_pure=False,
+            pack=1,
+        )
     else:
-        a, b, c, d = tl.inline_asm_elementwise(
-            "ld.global.L1::no_allocate.L2::128B.v4.b32 {$0, $1, $2, $3}, [$4];",
+        found = tl.inline_asm_elementwise(
+            LOAD + ".v4.b32 {$0, $1, $2, $3}, [$4];",
             "=r,=r,=r,=r,l",
             [pointer],
             dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
             is_pure=False,
             pack=1,
         )
-    return a, b, c, d
+    return found
 
 
 @triton.jit
-def _loaded(words, first, word, row_words, K: tl.constexpr, VECTORS: tl.constexpr):
-    """Four words of each of the channels from the first on.
+def _weights(
+    words,
+    channel,
+    word,
+    row_words,
+    K: tl.constexpr,
+    WORDS: tl.constexpr,
+    VECTORS: tl.constexpr,
+):
+    """Words of each of four channels from one on.
 
     Channels and columns behind the last ones are read as the last: the row has zeros for those
     channels, and sums of those columns are not written.
     """
     found = ()
-    for i in tl.static_range(_CHANNELS):
-        channel = words + tl.minimum(first + i, K - 1) * row_words
+    for i in tl.static_range(4):
+        place = words + tl.minimum(channel + i, K - 1) * row_words
         if VECTORS:
-            a, b, c, d = _four_words(channel + tl.minimum(word, row_words - 4))
+            found = found + _weight_words(place + tl.minimum(word, row_words - WORDS), WORDS)
         else:
-            a = tl.load(channel + tl.minimum(word, row_words - 1))
-            b = tl.load(channel + tl.minimum(word + 1, row_words - 1))
-            c = tl.load(channel + tl.minimum(word + 2, row_words - 1))
-            d = tl.load(channel + tl.minimum(word + 3, row_words - 1))
-        found = found + (a, b, c, d)
+            for w in tl.static_range(WORDS):
+                found = found + (tl.load(place + tl.minimum(word + w, row_words - 1)),)
     return found
 
 
 @triton.jit
-def _operand(word, SIGNED: tl.constexpr):
-    """A word of four bytes as `_dp4a` takes it: in the interpreter, bytes along an axis behind."""
-    if IN_INTERPRETER:
-        word = word[:, :, None] << (24 - 8 * tl.arange(0, 4)[None, None, :])
-        if not SIGNED:
-            word = word.to(tl.uint32, bitcast=True)
-        word = (word >> 24).to(tl.int32)
-    return word
-
-
-@triton.jit
-def _row_words(row, first, LIMBS: tl.constexpr, PADDED: tl.constexpr):
-    """Of each limb, the words of the channels from the first on."""
-    words = ()
-    for limb in tl.static_range(LIMBS):
-        place = row + limb * PADDED + first
-        if IN_INTERPRETER:
-            words = words + (_operand(tl.load(place.to(tl.pointer_type(tl.int32))), True),)
-        else:
-            for i in tl.static_range(_QUADS // 2):
-                # Two words at once, by a load whose layout the compiler hands on.
-                both = tl.load((place + 8 * i).to(tl.pointer_type(tl.int64)))
-                words = words + (both.to(tl.int32), (both >> 32).to(tl.int32))
-    return words
-
-
-@triton.jit
-def _bytes_of(a, b, SELECT: tl.constexpr):
-    """A word of four bytes of two words: each hexadecimal digit says which, the lowest first."""
+def _products(a, b, c, d, row, row_2, before):
+    """before [4], and the products of 16 rows of bytes, as one instruction's operands lie."""
     return tl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, $2, $3;",
-        "=r,r,r,r",
-        [a, b, SELECT],
-        dtype=tl.int32,
-        is_pure=True,
+        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
+        "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r",
+        [a, b, c, d, row, row_2, before[0], before[1], before[2], before[3]],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+        is_pure=False,
         pack=1,
     )
 
 
 @triton.jit
-def _turned(a, b, c, d):
-    """Words of four columns of a channel each, as words of four channels of a column each."""
-    if IN_INTERPRETER:
-        found = ()
-        for i in tl.static_range(4):
-            low = ((a >> (8 * i)) & 255) | (((b >> (8 * i)) & 255) << 8)
-            high = ((c >> (8 * i)) & 255) | (((d >> (8 * i)) & 255) << 8)
-            found = found + (low | (high << 16),)
+def _nothing(like, COUNT: tl.constexpr):
+    """Zeros of COUNT instructions."""
+    zero = like * 0
+    found = ()
+    for _ in tl.static_range(COUNT):
+        found = found + ((zero, zero, zero, zero),)
+    return found
+
+
+@triton.jit
+def _two_rows_of_bytes(weights, i: tl.constexpr, g: tl.constexpr, BITS: tl.constexpr):
+    """Of the words from the i-th on, two; of 4 bits 16 times even columns of one, and odd ones."""
+    if BITS == 8:
+        a, b = weights[i + 2 * g], weights[i + 2 * g + 1]
     else:
-        low, high = _bytes_of(a, b, 0x5140), _bytes_of(c, d, 0x5140)
-        low_2, high_2 = _bytes_of(a, b, 0x7362), _bytes_of(c, d, 0x7362)
-        found = (
-            _bytes_of(low, high, 0x5410),
-            _bytes_of(low, high, 0x7632),
-            _bytes_of(low_2, high_2, 0x5410),
-            _bytes_of(low_2, high_2, 0x7632),
-        )
-    return found
+        a, b = (weights[i + g] << 4) & _UPPER_HALVES, weights[i + g] & _UPPER_HALVES
+    return a, b
 
 
 @triton.jit
-def _dp4a(weights, row, before, SIGNED: tl.constexpr):
-    """before, and the products of four bytes, of weights without a sign unless SIGNED."""
-    INSTRUCTION: tl.constexpr = "dp4a.s32.s32" if SIGNED else "dp4a.u32.s32"
-    if IN_INTERPRETER:
-        found = before + tl.sum(weights * row, 2)
-    else:
-        found = tl.inline_asm_elementwise(
-            INSTRUCTION + " $0, $1, $2, $3;",
-            "=r,r,r,r",
-            [weights, row, before],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-    return found
+def _of_two_channels(
+    weights,
+    row,
+    i: tl.constexpr,
+    h: tl.constexpr,
+    selections,
+    sums,
+    row_sums,
+    GROUPS: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    WORDS: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """The sums, and 16 times those of the row alone, with the products of a thread's two channels.
 
-
-@triton.jit
-def _products(weights, row, before, LIMBS: tl.constexpr, SIGNED: tl.constexpr):
-    """before, and the products of some channels: int32, or float32 of three limbs."""
-    found = before
-    for q in tl.static_range(_QUADS):
-        found = _dp4a(weights[q], row[q], found, SIGNED)
-    if LIMBS > 1:
-        found = found << 8
-        for q in tl.static_range(_QUADS):
-            found = _dp4a(weights[q], row[_QUADS + q], found, SIGNED)
-    if LIMBS == 3:
-        low = tl.zeros_like(found)
-        for q in tl.static_range(_QUADS):
-            low = _dp4a(weights[q], row[2 * _QUADS + q], low, SIGNED)
-        found = found.to(tl.float32) * 256.0 + low.to(tl.float32)
-    return found
-
-
-@triton.jit
-def _of_columns(
-    tensor, place, column, columns, COUNT: tl.constexpr, VECTORS: tl.constexpr, WIDTH: tl.constexpr
-):  # fmt: skip
-    """Of a block, scales or zero points of a thread's columns: words, if VECTORS, or one each.
-
-    WIDTH: how many of them 16 bytes hold.
+    The i-th and the one behind it of the h-th four of a step.
     """
+    found, of_row = (), ()
+    for m in tl.static_range(ROUNDS):
+        word = row[4 * m + h]
+        zero = word * 0
+        first, second = permuted(word, zero, selections[i]), permuted(word, zero, selections[i + 1])
+        for g in tl.static_range(GROUPS):
+            a, b = _two_rows_of_bytes(weights, i * WORDS, g, BITS)
+            c, d = _two_rows_of_bytes(weights, (i + 1) * WORDS, g, BITS)
+            found = found + (_products(a, b, c, d, first, second, sums[m * GROUPS + g]),)
+        if BLOCK_SIZE:
+            ones = zero + _SIXTEENS
+            of_row = of_row + (_products(ones, ones, ones, ones, first, second, row_sums[m]),)
+    return found, of_row
+
+
+@triton.jit
+def _of_columns(tensor, place, column, columns, VECTORS: tl.constexpr, WORDS: tl.constexpr):
+    """Four scales or zero points of a block: in words, if VECTORS, or one each."""
     found = ()
     if VECTORS:
-        first = tensor + place + tl.minimum(column, columns - COUNT)
-        for i in tl.static_range(COUNT // WIDTH):
-            a, b, c, d = _four_words((first + WIDTH * i).to(tl.pointer_type(tl.int32)))
-            found = found + (a, b, c, d)
+        first = tensor + place + tl.minimum(column, columns - 4)
+        found = _weight_words(first, WORDS)
     else:
-        for i in tl.static_range(COUNT):
+        for i in tl.static_range(4):
             found = found + (tl.load(tensor + place + tl.minimum(column + i, columns - 1)),)
     return found
 
 
 @triton.jit
-def _of_block(product, row_sum, scales, zeros, c: tl.constexpr, VECTORS: tl.constexpr):
-    """Products of weights that exceed the true ones by 8, as a block's scale and zero point say."""
+def _scale_and_zero(scales, zeros, i: tl.constexpr, VECTORS: tl.constexpr):
+    """The i-th of four, float32 and int32."""
     if VECTORS:
-        zero = (zeros[c // 4] << (24 - 8 * (c % 4))) >> 24
-        bits = scales[c // 2] & _UPPER_SHORT if c % 2 else scales[c // 2] << 16
-        scale = bits.to(tl.float32, bitcast=True)
+        bits = scales[i // 2] & _UPPER_SHORT if i % 2 else scales[i // 2] << 16
+        scale, zero = bits.to(tl.float32, bitcast=True), (zeros[0] << (24 - 8 * i)) >> 24
     else:
-        zero = zeros[c]
-        scale = scales[c].to(tl.float32)
-    return (product - (zero.to(tl.float32) + 8.0) * row_sum) * scale
+        scale, zero = scales[i].to(tl.float32), zeros[i].to(tl.int32)
+    return scale, zero
 
 
 @triton.jit
-def _joined(columns, COUNT: tl.constexpr):
-    """[..., COUNT] of as many tensors, 16 or 32, in their order."""
-    LEVELS: tl.constexpr = 4 if COUNT == 16 else 5
-    level = columns
-    for i in tl.static_range(LEVELS):
-        following = ()
-        for j in tl.static_range(COUNT >> (i + 1)):
-            following = following + (tl.join(level[j], level[j + (COUNT >> (i + 1))]),)
-        level = following
-    return level[0]
+def _worth(thread, m: tl.constexpr, SETS: tl.constexpr, LIMBS: tl.constexpr):
+    """What sums of a round are worth, for a thread that has them, and 0 for others, float32."""
+    lower = (thread & 2) == 0  # has those of the lower half of the warp
+    if SETS == 2:
+        worth = tl.where(lower == ((thread & 16) == 0), 256.0 ** (LIMBS - 1 - m), 0.0)
+    else:
+        second = 256.0 ** (LIMBS - 2 - 2 * m) if 2 * m + 1 < LIMBS else 0.0
+        worth = tl.where(lower, 256.0 ** (LIMBS - 1 - 2 * m), second)
+    return worth
+
+
+@triton.jit
+def _in_order(four, BITS: tl.constexpr):
+    """Four sums in the order of columns; the other way round as well.
+
+    Instructions have those of two even columns of 4 bits before those of two odd ones.
+    """
+    return four if BITS == 8 else (four[0], four[2], four[1], four[3])
+
+
+@triton.jit
+def _of_threads_columns(
+    sums, thread, SETS: tl.constexpr, LIMBS: tl.constexpr, GROUPS: tl.constexpr, BITS: tl.constexpr
+):  # fmt: skip
+    """A thread's sums in the order of columns: int32 of one limb, else float32."""
+    found = ()
+    for g in tl.static_range(GROUPS):
+        four = ()
+        for i in tl.static_range(4):
+            if LIMBS == 1:
+                total = tl.where(_worth(thread, 0, SETS, LIMBS) > 0, sums[g][i], 0)
+            else:
+                total = sums[g][i].to(tl.float32) * _worth(thread, 0, SETS, LIMBS)
+            for m in tl.static_range(1, len(sums) // GROUPS):
+                worth = _worth(thread, m, SETS, LIMBS)
+                total += sums[m * GROUPS + g][i].to(tl.float32) * worth
+            four = four + (total,)
+        found = found + _in_order(four, BITS)
+    return found
+
+
+@triton.jit
+def _of_a_block(
+    sums,
+    row_sums,
+    scales,
+    zeros,
+    totals,
+    thread,
+    SETS: tl.constexpr,
+    LIMBS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    VECTORS: tl.constexpr,
+):
+    """The totals of a thread's columns with the sums of a block of channels, float32."""
+    exact = ()
+    for m in tl.static_range(len(row_sums)):
+        for g in tl.static_range(GROUPS):
+            of_zeros = ()
+            for i in tl.static_range(4):
+                _, zero = _scale_and_zero(scales[g], zeros[g], i, VECTORS)
+                of_zeros = of_zeros + (zero * row_sums[m][0],)
+            of_zeros = _in_order(of_zeros, 4)
+            four = ()
+            for i in tl.static_range(4):
+                four = four + (sums[m * GROUPS + g][i] - of_zeros[i],)
+            exact = exact + (four,)
+    exact = _of_threads_columns(exact, thread, SETS, LIMBS, GROUPS, 4)
+    found = ()
+    for u in tl.static_range(4 * GROUPS):
+        factor, _ = _scale_and_zero(scales[u // 4], zeros[u // 4], u % 4, VECTORS)
+        found = found + (totals[u] + exact[u].to(tl.float32) * factor,)
+    return found
+
+
+@triton.jit
+def _added_4(a, b, c, d, a_2, b_2, c_2, d_2):
+    return a + a_2, b + b_2, c + c_2, d + d_2
+
+
+@triton.jit
+def _added_8(a, b, c, d, e, f, g, h, a_2, b_2, c_2, d_2, e_2, f_2, g_2, h_2):
+    return a + a_2, b + b_2, c + c_2, d + d_2, e + e_2, f + f_2, g + g_2, h + h_2
+
+
+@triton.jit
+def _of_all_threads(sums, WARPS: tl.constexpr, ACROSS: tl.constexpr):
+    """The sums of threads that have the same columns, float32 [2 ACROSS] each: `columns_of`."""
+    PARTS: tl.constexpr = WARPS * 8 // ACROSS
+    parts = ()
+    for u in tl.static_range(len(sums)):
+        part = tl.permute(tl.reshape(sums[u], (PARTS, ACROSS, 2, 2)), (0, 2, 1, 3))
+        parts = parts + (tl.reshape(part, (2 * PARTS, 2 * ACROSS)),)
+    # All at once, so that threads wait for each other once.
+    if len(sums) == 4:
+        parts = tl.reduce(parts, 0, _added_4)
+    else:
+        parts = tl.reduce(parts, 0, _added_8)
+    found = ()
+    for u in tl.static_range(len(sums)):
+        found = found + (parts[u].to(tl.float32),)
+    return found
+
+
+@triton.jit
+def columns_of(tile, BITS: tl.constexpr, ACROSS: tl.constexpr, WORDS: tl.constexpr):
+    """The columns that `of_one_row` makes: a tuple of int32 [2 ACROSS]."""
+    OF_A_WORD: tl.constexpr = 16 // BITS  # columns, of each half of it
+    place = tl.arange(0, 2 * ACROSS)
+    half = (tile * ACROSS + place // 2) * (2 * WORDS) + place % 2
+    found = ()
+    for u in tl.static_range(WORDS * OF_A_WORD):
+        found = found + ((half + 2 * (u // OF_A_WORD)) * OF_A_WORD + u % OF_A_WORD,)
+    return found
 
 
 @triton.jit
 def of_one_row(
-    row,
-    kernel,
-    kernel_scale,
-    kernel_zero,
+    x,
+    scale,
+    kernels,
+    kernel_scales,
+    kernel_zeros,
     tile,
     columns,
+    epsilon,
     K: tl.constexpr,
-    PADDED: tl.constexpr,
+    NORM: tl.constexpr,
     LIMBS: tl.constexpr,
+    QUANTIZED: tl.constexpr,
     BITS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    LANES: tl.constexpr,
+    WARPS: tl.constexpr,
     ACROSS: tl.constexpr,
+    WORDS: tl.constexpr,
+    STEPS: tl.constexpr,
     VECTORS: tl.constexpr,
+    WHOLE: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """Sums of some columns [ACROSS * 128 / BITS], float32, as a row of bytes has them.
+    """The sums of `columns_of` of each map, float32, and what one of them is worth.
 
-    A thread reads 16 bytes of a channel, of some channels that follow one another, all under way
-    together, the first ones before the row is there. ACROSS threads read neighboring bytes, and
-    LANES others the following channels. Words of four columns become words of four channels, which
-    one instruction multiplies with four bytes of the row; its sums are exact. Without blocks, sums
-    of a row of one limb stay integers to the end.
+    Weights of 16 channels a thread are under way together, the first ones before the row is there;
+    those of the next step take the registers of those that were multiplied. A thread makes integers
+    of four channels in a step. Sums without blocks are exact until bytes of the row are put together.
     """
-    COUNT: tl.constexpr = 128 // BITS  # columns of a thread
-    SPAN: tl.constexpr = LANES * _CHANNELS
-    EXACT: tl.constexpr = LIMBS == 1 and BLOCK_SIZE == 0
-    across = tile * ACROSS + tl.arange(0, ACROSS)[None, :]
-    start = tl.arange(0, LANES)[:, None] * _CHANNELS + across * 0
-    words = kernel.to(tl.pointer_type(tl.int32))
+    SHORT: tl.constexpr = x.dtype.element_ty == tl.bfloat16
+    SETS: tl.constexpr = 8 // ACROSS
+    ROUNDS: tl.constexpr = LIMBS if SETS == 2 else (LIMBS + 1) // 2
+    SPAN: tl.constexpr = WARPS * SETS * _CHANNELS_OF_A_WARP
+    GROUPS: tl.constexpr = WORDS * 4 // BITS  # a thread's instructions with one pair of channels
+    # How many times four channels of a thread have one scale and zero point.
+    FOURS: tl.constexpr = BLOCK_SIZE // 16 if 0 < BLOCK_SIZE and BLOCK_SIZE < 64 else 4
+    MAPS: tl.constexpr = len(kernels)
+    thread = tl.arange(0, WARPS * 32)
+    lane = thread % 32
+    # A thread has fours of channels from this one on, 16 apart.
+    channel = thread // 32 * SETS * _CHANNELS_OF_A_WARP + lane % 4 * 4
+    if SETS == 2:
+        channel += lane // 16 * _CHANNELS_OF_A_WARP
+    across = tile * ACROSS + lane // 4 % ACROSS
     row_words = columns // (32 // BITS)
-    nothing = tl.zeros((LANES, ACROSS), tl.int32)
-    total = ()
-    for _ in tl.static_range(COUNT):
-        total = total + (nothing if EXACT else nothing.to(tl.float32),)
-    row_total = nothing
-    following = _loaded(words, start, 4 * across, row_words, K, VECTORS)
+    loaded = ()
+    for h in tl.static_range(4):
+        words = kernels[0].to(tl.pointer_type(tl.int32))
+        here = channel + 16 * h
+        loaded = loaded + (_weights(words, here, WORDS * across, row_words, K, WORDS, VECTORS),)
+    own = channel + lane // 4 % 4 * 16  # those of which it makes integers
+    factors = ()
+    if scale is not None:
+        for step in tl.static_range(STEPS):
+            factors = factors + four_numbers(scale, own + step * SPAN, K, WHOLE)
     if AHEAD:
         wait_for_launch_before()
-    for step in tl.static_range(PADDED // SPAN):
-        first = start + step * SPAN
-        loaded = following
-        if step + 1 < PADDED // SPAN:
-            following = _loaded(words, first + SPAN, 4 * across, row_words, K, VECTORS)
-        if BLOCK_SIZE:
-            place = tl.minimum(first // BLOCK_SIZE, (K - 1) // BLOCK_SIZE) * columns
-            column = COUNT * across
-            # Of bfloat16, as words hold no other ones, and of 8 bits.
-            scales = _of_columns(kernel_scale, place, column, columns, COUNT, VECTORS, 8)
-            zeros = _of_columns(kernel_zero, place, column, columns, COUNT, VECTORS, 16)
-        limbs = _row_words(row, first, LIMBS, PADDED)
-        turned = ()
-        for q in tl.static_range(_QUADS):
-            for i in tl.static_range(4):
-                a, b = loaded[16 * q + i], loaded[16 * q + i + 4]
-                c, d = loaded[16 * q + i + 8], loaded[16 * q + i + 12]
-                turned = turned + _turned(a, b, c, d)
-        if BITS == 4:
-            ones = ()
-            for _ in tl.static_range(_QUADS):
-                ones = ones + (_operand(nothing + _ONES, False),)
-            row_sum = _products(ones, limbs, nothing, LIMBS, False)
-            if EXACT:
-                row_total += row_sum
-            else:
-                row_sum = row_sum.to(tl.float32)
-        sums = ()
-        for c in tl.static_range(COUNT):
-            weights = ()
-            for q in tl.static_range(_QUADS):
-                weight = turned[16 * q + c * BITS // 8]
-                if BITS == 4:  # without a sign, more by 8; of odd columns 16 times that
-                    weight = (weight ^ _SIGNS_OF_4_BITS) & (
-                        _UPPER_HALVES if c % 2 else _LOWER_HALVES
+    values = ()
+    for step in tl.static_range(STEPS):
+        values = values + four_numbers(x, own + step * SPAN, K, WHOLE)
+    row, unit = bytes_of_row(
+        *(values, factors, epsilon, lane),
+        *(K, NORM, STEPS, SETS, LIMBS, QUANTIZED, SHORT),
+    )
+    # Digits that say which byte of a word comes to the place of this thread's column, 0 to others.
+    selections = ()
+    for i in tl.static_range(4):
+        selections = selections + (0x4444 - ((4 - i) << (lane // 4 % 4 * 4)),)
+    results = ()
+    for of_map in tl.static_range(MAPS):
+        sums, row_sums = _nothing(lane, GROUPS * ROUNDS), _nothing(lane, ROUNDS)
+        totals = ()
+        for _ in tl.static_range(4 * GROUPS):
+            totals = totals + (lane * 0.0,)
+        for step in tl.static_range(STEPS):
+            following = ()
+            for h in tl.static_range(4):
+                here = channel + 16 * h
+                if BLOCK_SIZE:  # noqa: SIM102
+                    if h % FOURS == 0:
+                        block = (here + step * SPAN) // BLOCK_SIZE
+                        place = tl.minimum(block, (K - 1) // BLOCK_SIZE) * columns
+                        scales, zeros = (), ()
+                        for w in tl.static_range(WORDS):
+                            column = 8 * (WORDS * across + w) + lane % 2 * 4
+                            given = kernel_scales[of_map], kernel_zeros[of_map]
+                            scales += (_of_columns(given[0], place, column, columns, VECTORS, 2),)
+                            zeros += (_of_columns(given[1], place, column, columns, VECTORS, 1),)
+                for i in tl.static_range(0, 4, 2):
+                    sums, row_sums = _of_two_channels(
+                        *(loaded[h], row[step], i, h, selections, sums, row_sums),
+                        *(GROUPS, ROUNDS, WORDS, BITS, BLOCK_SIZE),
                     )
-                weights = weights + (_operand(weight, BITS == 8),)
-            found = _products(weights, limbs, total[c] if EXACT else nothing, LIMBS, BITS == 8)
-            if not EXACT:
-                product = found.to(tl.float32)
-                if BITS == 4:
-                    if c % 2:
-                        product *= 1.0 / 16
-                    if BLOCK_SIZE:
-                        product = _of_block(product, row_sum, scales, zeros, c, VECTORS)
-                    else:
-                        product -= 8.0 * row_sum
-                found = total[c] + product
-            sums = sums + (found,)
-        total = sums
-    if EXACT and BITS == 4:
-        sums = ()
-        for c in tl.static_range(COUNT):
-            sums = sums + ((total[c] >> 4 if c % 2 else total[c]) - 8 * row_total,)
-        total = sums
-    lanes = tl.reshape(_joined(total, COUNT), (LANES, ACROSS, COUNT))
-    return tl.reshape(tl.sum(lanes, 0), (ACROSS * COUNT,)).to(tl.float32)
+                if of_map * STEPS + step + 1 < MAPS * STEPS:
+                    words = kernels[of_map + (step + 1) // STEPS].to(tl.pointer_type(tl.int32))
+                    here += (step + 1) % STEPS * SPAN
+                    following = following + (
+                        _weights(words, here, WORDS * across, row_words, K, WORDS, VECTORS),
+                    )
+                if BLOCK_SIZE:  # noqa: SIM102
+                    if h % FOURS == FOURS - 1:
+                        totals = _of_a_block(
+                            *(sums, row_sums, scales, zeros, totals, thread),
+                            *(SETS, LIMBS, GROUPS, VECTORS),
+                        )
+                        sums, row_sums = _nothing(lane, GROUPS * ROUNDS), _nothing(lane, ROUNDS)
+            loaded = following
+        if BLOCK_SIZE == 0:
+            totals = _of_threads_columns(sums, thread, SETS, LIMBS, GROUPS, BITS)
+        results = results + (_of_all_threads(totals, WARPS, ACROSS),)
+    if BITS == 4:
+        unit *= 1.0 / 16
+    return results, unit

@@ -1,4 +1,4 @@
-"""A row of x as integers, for products of four bytes at once: see `_quantized_products`.
+"""A row of x as integers of 8 bits each, for products of bytes: see `_quantized_products`.
 
 A quantized row, as Keras has it, is integers of 8 bits. Other rows become fixed-point numbers of 16
 or 24 bits, relative to the largest magnitude: two or three bytes with a sign each, of which the
@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 
 from keras_recurrent.backends.constants import ROW_EPSILON
-from keras_recurrent.backends.triton._ahead import let_next_launch_begin, wait_for_launch_before
 from keras_recurrent.backends.triton._common import IN_INTERPRETER
 from keras_recurrent.backends.triton._math import reciprocal_root
 
@@ -19,6 +18,7 @@ _ROUNDS = tl.constexpr(12582912.0)
 # What the largest magnitude becomes: 127 of the highest byte's units, so that rounding fits.
 _LARGEST_OF_2 = tl.constexpr(127.0 * 2**8)
 _LARGEST_OF_3 = tl.constexpr(127.0 * 2**16)
+_UPPER_SHORT = tl.constexpr(0xFFFF0000 - 2**32)  # a mask of words, as int32
 _SMALLEST = tl.constexpr(1e-30)  # of largest magnitudes: below, their inverse is infinite
 
 
@@ -41,54 +41,185 @@ def _whole(value):
 
 
 @triton.jit
-def row_kernel(
-    x,
-    scale,
-    row,
-    unit,
+def _sum_and_largest(a, b, a_2, b_2):
+    return a + a_2, tl.maximum(b, b_2, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def of_all(squares, largest):
+    """The sum of the first and the largest of the second, which is NaN if one of them is."""
+    if IN_INTERPRETER:  # whose maximum leaves NaN out
+        squares, largest = tl.sum(squares, 0), tl.max(largest, 0) + tl.sum(largest * 0.0, 0)
+    else:
+        squares, largest = tl.reduce((squares, largest), 0, _sum_and_largest)
+    return squares, largest
+
+
+@triton.jit
+def measured(
+    squares,
+    largest,
     epsilon,
     K: tl.constexpr,
-    ROW: tl.constexpr,
-    PADDED: tl.constexpr,
     NORM: tl.constexpr,
     LIMBS: tl.constexpr,
     QUANTIZED: tl.constexpr,
     SHORT: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
-    """Writes RMSNorm(x) as bytes, row [LIMBS, PADDED], and what one of the last is worth."""
-    if AHEAD:
-        let_next_launch_begin()
-        wait_for_launch_before()
-    k = tl.arange(0, ROW)
-    value = tl.load(x + k, k < K, other=0.0).to(tl.float32)
+    """The norm's factor, that of the integers, and what one of the last byte is worth.
+
+    Integers hold neither NaN nor infinity: the last is NaN if a number of the row is one of them.
+    """
     norm = 1.0
     if NORM:
-        norm = reciprocal_root(tl.sum(value * value, 0) / K + epsilon)
-    if scale is not None:
-        value *= tl.load(scale + k, k < K, other=0.0).to(tl.float32)
-    largest = tl.max(tl.abs(value), 0)
-    # Integers hold neither NaN nor infinity: the unit is NaN if a number is one of them.
-    flaw = tl.sum(value * 0.0, 0)
+        norm = reciprocal_root(squares / K + epsilon)
+    flaw = largest * 0.0
     if QUANTIZED:
         # Rounding keeps the order, so the largest number may be rounded in place of all.
         largest = _rounded(largest * norm, SHORT)
         factor = _rounded(tl.div_rn(127.0, _rounded(largest + _ROW_EPSILON, SHORT)), SHORT)
-        value = _rounded(_rounded(value * norm, SHORT) * factor, SHORT)
-        bits = _whole(tl.minimum(tl.maximum(value, -127.0), 127.0))
-        tl.store(row + k, bits.to(tl.int8), k < PADDED)
-        tl.store(unit, tl.div_rn(1.0, factor) + flaw)
+        unit = tl.div_rn(1.0, factor)
     else:
         most = _LARGEST_OF_2 if LIMBS == 2 else _LARGEST_OF_3
         largest = tl.maximum(largest, _SMALLEST)
-        value *= tl.div_rn(most, largest)
-        high = value
+        factor = tl.div_rn(most, largest)
+        unit = tl.div_rn(largest * norm, most)
+    return norm, factor, unit + flaw
+
+
+@triton.jit
+def integers(
+    value, norm, factor, LIMBS: tl.constexpr, QUANTIZED: tl.constexpr, SHORT: tl.constexpr
+):  # fmt: skip
+    """LIMBS bytes of each number, the first one first, in the lowest bits of as many int32."""
+    if QUANTIZED:
+        value = _rounded(_rounded(value * norm, SHORT) * factor, SHORT)
+        found = (_whole(tl.minimum(tl.maximum(value, -127.0), 127.0)),)
+    else:
+        high = value * factor
+        last = ()
         if LIMBS == 3:
+            value = high
             high = (value * (1.0 / 256) + _ROUNDS) - _ROUNDS
-            low = _whole(tl.minimum(value - high * 256.0, 127.0))
-            tl.store(row + 2 * PADDED + k, low.to(tl.int8), k < PADDED)
+            last = (_whole(tl.minimum(value - high * 256.0, 127.0)),)
         # The lower byte has a sign: 128 more for the upper one, and its own highest bit flipped.
         bits = _whole(high + 128.0)
-        tl.store(row + k, (bits >> 8).to(tl.int8), k < PADDED)
-        tl.store(row + PADDED + k, (bits ^ 128).to(tl.int8), k < PADDED)
-        tl.store(unit, tl.div_rn(largest * norm, most) + flaw)
+        found = (bits >> 8, bits ^ 128) + last
+    return found
+
+
+@triton.jit
+def four_numbers(tensor, place, K: tl.constexpr, WHOLE: tl.constexpr):
+    """Four numbers that follow one another, float32; 0 behind the K-th."""
+    found = ()
+    if WHOLE:
+        first = tensor + tl.minimum(place, K - 4)
+        if tensor.dtype.element_ty == tl.bfloat16:
+            a, b = tl.inline_asm_elementwise(
+                "ld.global.v2.b32 {$0, $1}, [$2];",
+                "=r,=r,l",
+                [first],
+                dtype=(tl.int32, tl.int32),
+                is_pure=False,
+                pack=1,
+            )
+            words = a << 16, a & _UPPER_SHORT, b << 16, b & _UPPER_SHORT
+        else:
+            words = tl.inline_asm_elementwise(
+                "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];",
+                "=r,=r,=r,=r,l",
+                [first],
+                dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+                is_pure=False,
+                pack=1,
+            )
+        for i in tl.static_range(4):
+            number = words[i].to(tl.float32, bitcast=True)
+            found = found + (tl.where(place < K, number, 0.0),)
+    else:
+        for i in tl.static_range(4):
+            number = tl.load(tensor + place + i, place + i < K, other=0.0)
+            found = found + (number.to(tl.float32),)
+    return found
+
+
+@triton.jit
+def permuted(a, b, select):
+    """A word of four bytes of two words: each hexadecimal digit says which, the lowest first."""
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, $3;",
+        "=r,r,r,r",
+        [a, b, select],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _of_lane(word, lane):
+    """The word that another lane of the warp has."""
+    return tl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;",
+        "=r,r,r",
+        [word, lane],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def bytes_of_row(
+    values,
+    factors,
+    epsilon,
+    lane,
+    K: tl.constexpr,
+    NORM: tl.constexpr,
+    STEPS: tl.constexpr,
+    SETS: tl.constexpr,
+    LIMBS: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    SHORT: tl.constexpr,
+):
+    """Words of four channels each, and the unit: of each step, of each round, those of 16 channels.
+
+    A thread makes those of its four values of a step, and has the others from three other threads.
+    In a round, the halves of a warp hold one byte of different channels, or, with one set of them,
+    two bytes. factors: of the norm, or ().
+    """
+    ROUNDS: tl.constexpr = LIMBS if SETS == 2 else (LIMBS + 1) // 2
+    squares, largest = lane * 0.0, lane * 0.0
+    scaled = ()
+    for i in tl.static_range(4 * STEPS):
+        squares += values[i] * values[i]
+        number = values[i] * factors[i] if len(factors) > 0 else values[i]
+        largest = tl.maximum(largest, tl.abs(number), propagate_nan=tl.PropagateNan.ALL)
+        scaled = scaled + (number,)
+    squares, largest = of_all(squares, largest)
+    squares *= SETS / 2  # with one set, each value is one of two threads
+    norm, factor, unit = measured(
+        *(squares, largest, epsilon, K, NORM, LIMBS, QUANTIZED, SHORT)
+    )
+    found = ()
+    for step in tl.static_range(STEPS):
+        words, four, of_step = (), (), ()
+        for i in tl.static_range(4):
+            number = scaled[4 * step + i]
+            four = four + (integers(number, norm, factor, LIMBS, QUANTIZED, SHORT),)
+        for limb in tl.static_range(LIMBS):
+            low = permuted(four[0][limb], four[1][limb], 0x40)
+            high = permuted(four[2][limb], four[3][limb], 0x40)
+            words = words + (permuted(low, high, 0x5410),)
+        for m in tl.static_range(ROUNDS):
+            if SETS == 2:
+                word = words[m]
+            elif 2 * m + 1 < LIMBS:
+                word = tl.where(lane < 16, words[2 * m], words[2 * m + 1])
+            else:
+                word = tl.where(lane < 16, words[2 * m], 0)
+            for h in tl.static_range(4):
+                of_step = of_step + (_of_lane(word, (lane & 19) | (4 * h)),)
+        found = found + (of_step,)
+    return found, unit

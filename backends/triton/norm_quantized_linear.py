@@ -1,15 +1,16 @@
 """y = RMSNorm(x) W + b for one row, where W is quantized: see `norm_linear`.
 
-One launch makes integers of the normalized row, so that this is done once. Programs of a second one
-make some columns of y each, from all channels, and read their part of each weight once. With a
-gate, a third follows.
+A program makes integers of the normalized row, and some columns of y from all channels; with a gate
+those columns of both maps. It reads its part of each weight once.
 """
 
 import triton
 import triton.language as tl
 
 from keras_recurrent.backends.constants import SMALLEST_BLOCK_OF_SCALES
+from keras_recurrent.backends.triton import _quantized_interpreted
 from keras_recurrent.backends.triton._ahead import let_next_launch_begin
+from keras_recurrent.backends.triton._common import IN_INTERPRETER
 from keras_recurrent.backends.triton._framework import (
     aligned,
     forward_operation,
@@ -18,18 +19,13 @@ from keras_recurrent.backends.triton._framework import (
     run,
 )
 from keras_recurrent.backends.triton._launch import Array, Launch, dtype_name
-from keras_recurrent.backends.triton._quantized_products import CHANNELS_AT_ONCE, of_one_row
-from keras_recurrent.backends.triton._quantized_row import row_kernel
-from keras_recurrent.backends.triton.norm_linear import gate_of_one_row
+from keras_recurrent.backends.triton._norm_linear_products import gated
+from keras_recurrent.backends.triton._quantized_products import columns_of, of_one_row
+from keras_recurrent.backends.triton._quantized_tiles import tile
 
 _GATES = (None, "silu", "gelu")
 _MAX_WIDTH = 32768  # the registers of one program hold a row
-_THREADS = 256
-# How many threads read neighboring bytes of a channel, 16 each: as many as leave enough programs
-# for all multiprocessors of a large GPU.
-_ACROSS = (8, 4, 2, 1)
-_PROGRAMS = 132
-_MOST_STEPS = 4  # of a program, each as long as its code
+_in_interpreter = _quantized_interpreted.of_one_row
 
 
 def unsupported(
@@ -112,9 +108,24 @@ def norm_quantized_linear(
 
 
 @triton.jit
+def _scales_of(kernel_scale, n, columns, BLOCK_SIZE: tl.constexpr):
+    """By what sums of columns are divided; those of blocks were multiplied before."""
+    if BLOCK_SIZE:
+        scales = 1.0
+    else:
+        scales = tl.load(kernel_scale + n, n < columns, other=1.0).to(tl.float32)
+    return scales
+
+
+@triton.jit
+def _plus(total, bias, n, valid):
+    return total if bias is None else total + tl.load(bias + n, valid, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _kernel(
-    row,
-    unit,
+    x,
+    scale,
     kernel,
     kernel_2,
     kernel_3,
@@ -131,20 +142,27 @@ def _kernel(
     y,
     y_2,
     y_3,
+    epsilon,
     K: tl.constexpr,
     N: tl.constexpr,
     N_2: tl.constexpr,
     N_3: tl.constexpr,
-    PADDED: tl.constexpr,
+    ROW: tl.constexpr,
+    NORM: tl.constexpr,
+    GATE: tl.constexpr,
     LIMBS: tl.constexpr,
+    QUANTIZED: tl.constexpr,
     BITS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    LANES: tl.constexpr,
+    WARPS: tl.constexpr,
     ACROSS: tl.constexpr,
+    WORDS: tl.constexpr,
+    STEPS: tl.constexpr,
     VECTORS: tl.constexpr,
+    WHOLE: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    COLUMNS: tl.constexpr = ACROSS * 128 // BITS
+    COLUMNS: tl.constexpr = ACROSS * WORDS * 32 // BITS
     TILES: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
     TILES_2: tl.constexpr = TILES + (N_2 + COLUMNS - 1) // COLUMNS
     tile = tl.program_id(0)
@@ -153,7 +171,7 @@ def _kernel(
     # Which of the maps: one code for all, of which the compiler knows the columns if all are alike.
     first, columns = 0, N
     second, third = tile >= TILES, tile >= TILES_2
-    if kernel_2 is not None:  # noqa: SIM102
+    if kernel_2 is not None and GATE == 0:  # noqa: SIM102
         if second:
             kernel, kernel_scale, y = kernel_2, kernel_scale_2, y_2
             first, columns = TILES, N_2
@@ -165,25 +183,47 @@ def _kernel(
             first, columns = TILES_2, N_3
             if BLOCK_SIZE:
                 kernel_zero = kernel_zero_3
-    total = of_one_row(
-        *(row, kernel, kernel_scale, kernel_zero, tile - first, columns),
-        *(K, PADDED, LIMBS, BITS, BLOCK_SIZE, LANES, ACROSS, VECTORS, AHEAD),
-    )
-    n = (tile - first) * COLUMNS + tl.arange(0, COLUMNS)
-    valid = n < columns
-    factor = tl.load(unit)
-    if BLOCK_SIZE == 0:
-        factor /= tl.load(kernel_scale + n, valid, other=1.0).to(tl.float32)
-    total *= factor
-    if bias is not None:
-        total += tl.load(bias + n, valid & (tile < TILES), other=0.0).to(tl.float32)
-    if bias_2 is not None:
-        total += tl.load(bias_2 + n, valid & second & (tile < TILES_2), other=0.0).to(tl.float32)
-    if bias_3 is not None:
-        total += tl.load(bias_3 + n, valid & third, other=0.0).to(tl.float32)
-    if residual is not None:
-        total += tl.load(residual + n, valid, other=0.0).to(tl.float32)
-    tl.store(y + n, total, valid)
+    tile -= first
+    kernels, scales, zeros = (kernel,), (kernel_scale,), (kernel_zero,)
+    if GATE:
+        kernels, scales = (kernel, kernel_2), (kernel_scale, kernel_scale_2)
+        zeros = (kernel_zero, kernel_zero_2)
+    if IN_INTERPRETER:
+        n = (tile * COLUMNS + tl.arange(0, COLUMNS),)
+    else:
+        n = columns_of(tile, BITS, ACROSS, WORDS)
+    # These are no results of the launch before, and are under way before it has ended.
+    divisors, offsets = (), ()
+    for u in tl.static_range(len(n)):
+        for i in tl.static_range(len(kernels)):
+            divisors = divisors + (_scales_of(scales[i], n[u], columns, BLOCK_SIZE),)
+        valid = n[u] < columns
+        if GATE:
+            offsets = offsets + (_plus(0.0, bias, n[u], valid), _plus(0.0, bias_2, n[u], valid))
+        else:
+            offset = _plus(0.0, bias, n[u], valid & (second == 0))
+            offset = _plus(offset, bias_2, n[u], valid & second & (third == 0))
+            offsets = offsets + (_plus(offset, bias_3, n[u], valid & third),)
+    if IN_INTERPRETER:
+        totals, unit = _in_interpreter(
+            *(x, scale, kernels, scales, zeros, n[0], columns, epsilon),
+            *(K, NORM, LIMBS, QUANTIZED, BITS, BLOCK_SIZE, ROW),
+        )
+    else:
+        totals, unit = of_one_row(
+            *(x, scale, kernels, scales, zeros, tile, columns, epsilon),
+            *(K, NORM, LIMBS, QUANTIZED, BITS, BLOCK_SIZE),
+            *(WARPS, ACROSS, WORDS, STEPS, VECTORS, WHOLE, AHEAD),
+        )
+    MAPS: tl.constexpr = len(kernels)
+    for u in tl.static_range(len(n)):
+        total = totals[0][u] * (unit / divisors[MAPS * u]) + offsets[MAPS * u]
+        if GATE:
+            beside = totals[1][u] * (unit / divisors[MAPS * u + 1]) + offsets[MAPS * u + 1]
+            total = gated(total, beside, GATE)
+        if residual is not None:
+            total += tl.load(residual + n[u], n[u] < columns, other=0.0).to(tl.float32)
+        tl.store(y + n[u], total, n[u] < columns)
 
 
 def results(
@@ -233,70 +273,35 @@ def forward(
 ):
     scales = kernel_scale, kernel_scale_2, kernel_scale_3
     weights = kernel, kernel_2, kernel_3, *scales, kernel_zero, kernel_zero_2, kernel_zero_3
+    outputs = _rows(x, scales, dtype_name(x))
+    if gate:
+        outputs = outputs[0], None, None
     channels, short = x.shape[1], dtype_name(x) == "bfloat16"
     widths = tuple(0 if s is None else s.shape[-1] for s in scales)
     limbs = 1 if quantized else 2 if short else 3
-    options = tile(channels, widths, bits, block_size) | {
-        "LIMBS": limbs,
-        "VECTORS": has_vectors(widths, bits, block_size, kernel_scale) and aligned(*weights),
-        **overlap(x),
-    }
-    padded = options["PADDED"]
-    row = Array((limbs, padded), "int8"), Array((1,), "float32")
-    of_row = row_options(channels, padded) | {
-        "NORM": epsilon >= 0,
-        "LIMBS": limbs,
-        "QUANTIZED": quantized,
-        "SHORT": short,
-        **overlap(x),
-    }
-    given = run(Launch(row_kernel, 1, (x, scale), row, (epsilon,), of_row))
-    # With a gate, each map is written as it was summed up.
-    outputs = _rows(x, scales, "float32" if gate else dtype_name(x))
-    inputs = *given, *weights, bias, bias_2, bias_3, None if gate else residual
-    programs = sum(triton.cdiv(n, options["ACROSS"] * 128 // bits) for n in widths)
-    found = run(Launch(_kernel, programs, inputs, outputs, (), options))
-    if not gate:
-        return found
-    first, second, _ = found
-    (output,) = _rows(x, scales[:1], dtype_name(x))
-    return gate_of_one_row(x, first, second, residual, output, gate), None, None
-
-
-def row_options(channels, padded):
-    """The constants of the launch that makes integers of a row."""
-    row = triton.next_power_of_2(max(channels, padded))
-    return {"K": channels, "ROW": row, "PADDED": padded, "num_warps": 32 if row > 16384 else 16}
-
-
-def has_vectors(widths, bits, block_size, kernel_scale):
-    """Whether 16 bytes hold columns of one channel, and scales of blocks, in bfloat16, as well."""
-    whole = all(n * bits % 128 == 0 for n in widths)
-    return whole and (not block_size or dtype_name(kernel_scale) == "bfloat16")
-
-
-def tile(channels, widths, bits, block_size):
-    """The constants of a program, for rows of so many channels and maps of so many columns."""
-
-    def programs(across):
-        return sum(triton.cdiv(n, across * 128 // bits) for n in widths)
-
-    def span(across):
-        return _THREADS // across * CHANNELS_AT_ONCE
-
-    # Of those that leave no thread without channels, and take few steps.
-    busy = [n for n in _ACROSS if span(n) <= channels] or list(_ACROSS[:1])
-    busy = [n for n in busy if triton.cdiv(channels, span(n)) <= _MOST_STEPS] or busy[-1:]
-    across = next((n for n in busy if programs(n) >= _PROGRAMS), busy[-1])
-    return {
-        **dict(zip(("K", "N", "N_2", "N_3"), (channels, *widths), strict=True)),
-        "PADDED": triton.cdiv(channels, span(across)) * span(across),
-        "BITS": bits,
+    options = tile(channels, widths, bits, gate, limbs)
+    options |= {"NORM": epsilon >= 0, "GATE": gate, "LIMBS": limbs, "QUANTIZED": quantized}
+    options |= {
         "BLOCK_SIZE": block_size,
-        "LANES": _THREADS // across,
-        "ACROSS": across,
-        "num_warps": _THREADS // 32,
+        "VECTORS": has_vectors(widths, bits, block_size, kernel_scale, options["WORDS"])
+        and aligned(*weights),
+        "WHOLE": channels % 4 == 0 and aligned(x, scale) and _has_words(scale),
+        **overlap(x),
     }
+    columns = options["ACROSS"] * options["WORDS"] * 32 // bits
+    programs = sum(triton.cdiv(n, columns) for n in (widths[:1] if gate else widths))
+    inputs = x, scale, *weights, bias, bias_2, bias_3, residual
+    return run(Launch(_kernel, programs, inputs, outputs, (epsilon,), options))
+
+
+def _has_words(scale):
+    return scale is None or dtype_name(scale) in ("float32", "bfloat16")
+
+
+def has_vectors(widths, bits, block_size, kernel_scale, words):
+    """Whether a thread's words are of one channel, and its scales of blocks in bfloat16."""
+    whole = all(n * bits % (32 * words) == 0 for n in widths)
+    return whole and (not block_size or dtype_name(kernel_scale) == "bfloat16")
 
 
 _norm_quantized_linear = forward_operation("norm_quantized_linear", forward, results, count=3)

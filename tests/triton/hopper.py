@@ -322,46 +322,46 @@ OF_A_STEP = {
 
 def of_quantized_maps(channels, widths, bits, block_size=0, limbs=None, **constants):
     """The kernel of one row through quantized maps; int8 quantizes the row, too."""
-    widths = (*widths, 0, 0)[:3]
+    widths, limbs = (*widths, 0, 0)[:3], limbs or (1 if bits == 8 else 2)
     absent = ["bias", "bias_2", "bias_3", "residual"]
     for end, width in zip(("", "_2", "_3"), widths, strict=True):
         absent += [f"{name}{end}" for name in ("kernel", "kernel_scale", "y") if not width]
         absent += [f"kernel_zero{end}"] * (not width or not block_size)
-    options = norm_quantized_linear.tile(channels, widths, bits, block_size)
-    options |= {"LIMBS": limbs or (1 if bits == 8 else 2), "VECTORS": True, "AHEAD": True}
+    gate = constants.get("GATE", 0)
+    options = norm_quantized_linear.tile(channels, widths, bits, gate, limbs)
+    options |= {"LIMBS": limbs, "QUANTIZED": limbs == 1, "BLOCK_SIZE": block_size}
+    options |= {"NORM": True, "GATE": 0, "VECTORS": True, "WHOLE": True, "AHEAD": True}
     options |= dict.fromkeys(absent) | constants
+    if gate:
+        options["y_2"] = None
+    if not options["NORM"]:
+        options["scale"] = None
     options = {name: value for name, value in options.items() if value != "given"}
     return norm_quantized_linear._kernel, options, [{"num_warps": options.pop("num_warps")}]
 
 
-def of_quantized_row(channels, limbs, **constants):
-    """The kernel that makes integers of a row."""
-    options = norm_quantized_linear.row_options(channels, channels)
-    options |= {"NORM": True, "LIMBS": limbs, "QUANTIZED": limbs == 1, "SHORT": limbs < 3}
-    options |= {"AHEAD": True} | constants
-    return norm_quantized_linear.row_kernel, options, [{"num_warps": options.pop("num_warps")}]
-
-
 # The maps of hgrn2_1b.
+DOWN = {"residual": "given", "NORM": False}
 QUANTIZED_MAPS = {
     "norm_quantized_linear of three": of_quantized_maps(2048, (2048,) * 3, 8),
-    "norm_quantized_linear of two": of_quantized_maps(2048, (5632,) * 2, 8),
-    "norm_quantized_linear, residual": of_quantized_maps(5632, (2048,), 8, residual="given"),
+    "norm_quantized_linear, silu": of_quantized_maps(2048, (5632,) * 2, 8, GATE=1),
+    "norm_quantized_linear, out": of_quantized_maps(2048, (2048,), 8, residual="given"),
+    "norm_quantized_linear, down": of_quantized_maps(5632, (2048,), 8, **DOWN),
     "norm_quantized_linear of three widths, 2 limbs": of_quantized_maps(
-        2048, (2048, 256, 512), 8, limbs=2, bias="given"
+        2048, (2048, 1024, 512), 8, limbs=2, bias="given"
     ),
+    "norm_quantized_linear, silu, 2 limbs": of_quantized_maps(
+        2048, (5632,) * 2, 8, limbs=2, GATE=1
+    ),
+    "norm_quantized_linear, down, 2 limbs": of_quantized_maps(5632, (2048,), 8, limbs=2, **DOWN),
     "norm_quantized_linear of three, 4 bits": of_quantized_maps(2048, (2048,) * 3, 4, 128),
-    "norm_quantized_linear of two, 4 bits": of_quantized_maps(2048, (5632,) * 2, 4, 128),
-    "norm_quantized_linear, residual, 4 bits": of_quantized_maps(
-        5632, (2048,), 4, 128, residual="given"
-    ),
+    "norm_quantized_linear, silu, 4 bits": of_quantized_maps(2048, (5632,) * 2, 4, 128, GATE=1),
+    "norm_quantized_linear, down, 4 bits": of_quantized_maps(5632, (2048,), 4, 128, **DOWN),
     "norm_quantized_linear of 4 bits, 1 limb": of_quantized_maps(2048, (2048,), 4, limbs=1),
+    "norm_quantized_linear of 4 bits, blocks of 16": of_quantized_maps(2048, (2048,), 4, 16),
     "norm_quantized_linear, float32": of_quantized_maps(
-        2048, (2048,), 4, 32, limbs=3, VECTORS=False
+        2048, (2048,), 4, 32, limbs=3, VECTORS=False, WHOLE=False
     ),
-    "norm_quantized_linear, row": of_quantized_row(2048, 1),
-    "norm_quantized_linear, row of 32,768": of_quantized_row(32768, 2, scale=None, NORM=False),
-    "norm_quantized_linear, row, float32": of_quantized_row(2048, 3),
 }
 
 # {name: (kernel, constants, configurations)}, the default first. Where a kernel differs little from
@@ -511,8 +511,6 @@ def dtype(argument, name):
         return "*i64" if argument == "best" else "*i32"
     if name in QUANTIZED_MAPS and argument.startswith("kernel") and "scale" not in argument:
         return "*i8"
-    if name in QUANTIZED_MAPS and argument in ("row", "unit"):
-        return "*i8" if argument == "row" else "*fp32"
     if name.endswith("gated") and argument in ("x", "x_2"):
         return "*fp32"
     if argument in INTEGERS:
