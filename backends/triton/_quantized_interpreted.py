@@ -1,4 +1,4 @@
-"""What `_quantized_products.of_one_row` makes, for Triton's interpreter, which has no instructions."""
+"""As `_quantized_products`, for Triton's interpreter, which runs no instructions of a GPU."""
 
 import triton
 import triton.language as tl
@@ -13,6 +13,7 @@ def of_one_row(
     kernels,
     kernel_scales,
     kernel_zeros,
+    residual,
     n,
     columns,
     epsilon,
@@ -24,7 +25,7 @@ def of_one_row(
     BLOCK_SIZE: tl.constexpr,
     ROW: tl.constexpr,
 ):
-    """The sums of the columns n of each map, float32, and what one of them is worth."""
+    """The sums of the columns n of each map, float32, what one is worth, and the residual."""
     SHORT: tl.constexpr = x.dtype.element_ty == tl.bfloat16
     k = tl.arange(0, ROW)
     value = tl.load(x + k, k < K, other=0.0).to(tl.float32)
@@ -32,9 +33,7 @@ def of_one_row(
     if scale is not None:
         value *= tl.load(scale + k, k < K, other=0.0).to(tl.float32)
     squares, largest = of_all(squares, tl.abs(value))
-    norm, factor, unit = measured(
-        *(squares, largest, epsilon, K, NORM, LIMBS, QUANTIZED, SHORT)
-    )
+    norm, factor, unit = measured(*(squares, largest, epsilon, K, NORM, LIMBS, QUANTIZED, SHORT))
     row = tl.zeros((ROW,), tl.int64)
     for limb in integers(value, norm, factor, LIMBS, QUANTIZED, SHORT):
         row = row * 256 + ((limb << 24) >> 24)
@@ -53,4 +52,7 @@ def of_one_row(
         else:
             products = row[:, None] * weight
         results = results + ((tl.sum(products, 0).to(tl.float32),),)
-    return results, unit
+    before = 0.0
+    if residual is not None:
+        before = tl.load(residual + n, n < columns, other=0.0).to(tl.float32)
+    return results, unit, (before,)

@@ -18,8 +18,6 @@ from keras_recurrent.backends.triton._ahead import wait_for_launch_before
 from keras_recurrent.backends.triton._quantized_row import (
     bytes_of_row,
     four_numbers,
-    measured,
-    of_all,
     permuted,
 )
 
@@ -270,13 +268,29 @@ def _added_8(a, b, c, d, e, f, g, h, a_2, b_2, c_2, d_2, e_2, f_2, g_2, h_2):
 
 
 @triton.jit
+def _other_half(value):
+    """What the thread two lanes away has, which has sums of the same columns."""
+    return tl.inline_asm_elementwise(
+        "shfl.sync.bfly.b32 $0, $1, 2, 31, 0xffffffff;",
+        "=r,r",
+        [value.to(tl.int32, bitcast=True)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    ).to(value.dtype, bitcast=True)
+
+
+@triton.jit
 def _of_all_threads(sums, WARPS: tl.constexpr, ACROSS: tl.constexpr):
-    """The sums of threads that have the same columns, float32 [2 ACROSS] each: `columns_of`."""
-    PARTS: tl.constexpr = WARPS * 8 // ACROSS
+    """The sums of threads that have the same columns, float32 [4 ACROSS] each: `columns_of`.
+
+    Threads that are no neighbors exchange theirs before: in Triton 3.7.1 sums along an axis that is
+    some bits of a lane's number were wrong where these bits did not follow one another.
+    """
     parts = ()
     for u in tl.static_range(len(sums)):
-        part = tl.permute(tl.reshape(sums[u], (PARTS, ACROSS, 2, 2)), (0, 2, 1, 3))
-        parts = parts + (tl.reshape(part, (2 * PARTS, 2 * ACROSS)),)
+        both = sums[u] + _other_half(sums[u])
+        parts = parts + (tl.reshape(both, (WARPS * 8 // ACROSS, 4 * ACROSS)),)
     # All at once, so that threads wait for each other once.
     if len(sums) == 4:
         parts = tl.reduce(parts, 0, _added_4)
@@ -290,10 +304,10 @@ def _of_all_threads(sums, WARPS: tl.constexpr, ACROSS: tl.constexpr):
 
 @triton.jit
 def columns_of(tile, BITS: tl.constexpr, ACROSS: tl.constexpr, WORDS: tl.constexpr):
-    """The columns that `of_one_row` makes: a tuple of int32 [2 ACROSS]."""
+    """The columns that `of_one_row` makes: a tuple of int32 [4 ACROSS], each column twice."""
     OF_A_WORD: tl.constexpr = 16 // BITS  # columns, of each half of it
-    place = tl.arange(0, 2 * ACROSS)
-    half = (tile * ACROSS + place // 2) * (2 * WORDS) + place % 2
+    place = tl.arange(0, 4 * ACROSS)
+    half = (tile * ACROSS + place // 4) * (2 * WORDS) + place % 2
     found = ()
     for u in tl.static_range(WORDS * OF_A_WORD):
         found = found + ((half + 2 * (u // OF_A_WORD)) * OF_A_WORD + u % OF_A_WORD,)
@@ -307,7 +321,9 @@ def of_one_row(
     kernels,
     kernel_scales,
     kernel_zeros,
+    residual,
     tile,
+    n,
     columns,
     epsilon,
     K: tl.constexpr,
@@ -324,11 +340,11 @@ def of_one_row(
     WHOLE: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """The sums of `columns_of` of each map, float32, and what one of them is worth.
+    """The sums of the columns n of each map, float32, what one is worth, and the residual.
 
     Weights of 16 channels a thread are under way together, the first ones before the row is there;
     those of the next step take the registers of those that were multiplied. A thread makes integers
-    of four channels in a step. Sums without blocks are exact until bytes of the row are put together.
+    of four channels in a step. Without blocks, sums of each byte of the row are exact.
     """
     SHORT: tl.constexpr = x.dtype.element_ty == tl.bfloat16
     SETS: tl.constexpr = 8 // ACROSS
@@ -336,7 +352,7 @@ def of_one_row(
     SPAN: tl.constexpr = WARPS * SETS * _CHANNELS_OF_A_WARP
     GROUPS: tl.constexpr = WORDS * 4 // BITS  # a thread's instructions with one pair of channels
     # How many times four channels of a thread have one scale and zero point.
-    FOURS: tl.constexpr = BLOCK_SIZE // 16 if 0 < BLOCK_SIZE and BLOCK_SIZE < 64 else 4
+    FOURS: tl.constexpr = BLOCK_SIZE // 16 if BLOCK_SIZE > 0 and BLOCK_SIZE < 64 else 4
     MAPS: tl.constexpr = len(kernels)
     thread = tl.arange(0, WARPS * 32)
     lane = thread % 32
@@ -358,6 +374,12 @@ def of_one_row(
             factors = factors + four_numbers(scale, own + step * SPAN, K, WHOLE)
     if AHEAD:
         wait_for_launch_before()
+    before = ()
+    for u in tl.static_range(len(n)):
+        number = 0.0
+        if residual is not None:
+            number = tl.load(residual + n[u], n[u] < columns, other=0.0).to(tl.float32)
+        before = before + (number,)
     values = ()
     for step in tl.static_range(STEPS):
         values = values + four_numbers(x, own + step * SPAN, K, WHOLE)
@@ -413,4 +435,4 @@ def of_one_row(
         results = results + (_of_all_threads(totals, WARPS, ACROSS),)
     if BITS == 4:
         unit *= 1.0 / 16
-    return results, unit
+    return results, unit, before

@@ -199,9 +199,7 @@ def bytes_of_row(
         scaled = scaled + (number,)
     squares, largest = of_all(squares, largest)
     squares *= SETS / 2  # with one set, each value is one of two threads
-    norm, factor, unit = measured(
-        *(squares, largest, epsilon, K, NORM, LIMBS, QUANTIZED, SHORT)
-    )
+    norm, factor, unit = measured(*(squares, largest, epsilon, K, NORM, LIMBS, QUANTIZED, SHORT))
     found = ()
     for step in tl.static_range(STEPS):
         words, four, of_step = (), (), ()

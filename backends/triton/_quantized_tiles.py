@@ -10,10 +10,11 @@ from keras_recurrent.backends.triton._quantized_products import CHANNELS_OF_A_WA
 _TILES = {8: ((4, 4), (4, 2)), 4: ((4, 2), (4, 1))}
 _PROGRAMS = 132
 _WARPS = 8
+_REGISTERS = 128  # of a thread, so that the next launch begins beside a program of eight warps
 _MOST_STEPS = 8  # of a program, each as long as its code
 
 
-def tile(channels, widths, bits, gate, limbs):
+def tile(channels, widths, bits, gate):
     """The constants of a program, for rows of so many channels and maps of so many columns.
 
     With a gate, a program makes columns of both maps.
@@ -51,4 +52,5 @@ def constants(channels, widths, bits, across, words, warps):
         "WORDS": words,
         "STEPS": triton.cdiv(channels, span(warps, across)),
         "num_warps": warps,
+        "maxnreg": _REGISTERS,
     }

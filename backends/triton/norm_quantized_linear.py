@@ -205,13 +205,13 @@ def _kernel(
             offset = _plus(offset, bias_2, n[u], valid & second & (third == 0))
             offsets = offsets + (_plus(offset, bias_3, n[u], valid & third),)
     if IN_INTERPRETER:
-        totals, unit = _in_interpreter(
-            *(x, scale, kernels, scales, zeros, n[0], columns, epsilon),
+        totals, unit, before = _in_interpreter(
+            *(x, scale, kernels, scales, zeros, residual, n[0], columns, epsilon),
             *(K, NORM, LIMBS, QUANTIZED, BITS, BLOCK_SIZE, ROW),
         )
     else:
-        totals, unit = of_one_row(
-            *(x, scale, kernels, scales, zeros, tile, columns, epsilon),
+        totals, unit, before = of_one_row(
+            *(x, scale, kernels, scales, zeros, residual, tile, n, columns, epsilon),
             *(K, NORM, LIMBS, QUANTIZED, BITS, BLOCK_SIZE),
             *(WARPS, ACROSS, WORDS, STEPS, VECTORS, WHOLE, AHEAD),
         )
@@ -221,9 +221,7 @@ def _kernel(
         if GATE:
             beside = totals[1][u] * (unit / divisors[MAPS * u + 1]) + offsets[MAPS * u + 1]
             total = gated(total, beside, GATE)
-        if residual is not None:
-            total += tl.load(residual + n[u], n[u] < columns, other=0.0).to(tl.float32)
-        tl.store(y + n[u], total, n[u] < columns)
+        tl.store(y + n[u], total + before[u], n[u] < columns)
 
 
 def results(
@@ -279,7 +277,7 @@ def forward(
     channels, short = x.shape[1], dtype_name(x) == "bfloat16"
     widths = tuple(0 if s is None else s.shape[-1] for s in scales)
     limbs = 1 if quantized else 2 if short else 3
-    options = tile(channels, widths, bits, gate, limbs)
+    options = tile(channels, widths, bits, gate)
     options |= {"NORM": epsilon >= 0, "GATE": gate, "LIMBS": limbs, "QUANTIZED": quantized}
     options |= {
         "BLOCK_SIZE": block_size,
