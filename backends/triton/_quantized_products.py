@@ -64,8 +64,8 @@ def _weight_words(pointer, WORDS: tl.constexpr):
 
 
 @triton.jit
-def _weights(
-    words,
+def _weights_of_four(
+    kernel,
     channel,
     word,
     row_words,
@@ -78,6 +78,7 @@ def _weights(
     Channels and columns behind the last ones are read as the last: the row has zeros for those
     channels, and sums of those columns are not written.
     """
+    words = kernel.to(tl.pointer_type(tl.int32))
     found = ()
     for i in tl.static_range(4):
         place = words + tl.minimum(channel + i, K - 1) * row_words
@@ -86,6 +87,25 @@ def _weights(
         else:
             for w in tl.static_range(WORDS):
                 found = found + (tl.load(place + tl.minimum(word + w, row_words - 1)),)
+    return found
+
+
+@triton.jit
+def _weights(
+    kernel,
+    channel,
+    word,
+    row_words,
+    K: tl.constexpr,
+    WORDS: tl.constexpr,
+    VECTORS: tl.constexpr,
+):
+    """Words of the 16 channels that a thread has in a step."""
+    found = ()
+    for h in tl.static_range(4):
+        found = found + _weights_of_four(
+            kernel, channel + 16 * h, word, row_words, K, WORDS, VECTORS
+        )
     return found
 
 
@@ -148,8 +168,8 @@ def _of_two_channels(
         zero = word * 0
         first, second = permuted(word, zero, selections[i]), permuted(word, zero, selections[i + 1])
         for g in tl.static_range(GROUPS):
-            a, b = _two_rows_of_bytes(weights, i * WORDS, g, BITS)
-            c, d = _two_rows_of_bytes(weights, (i + 1) * WORDS, g, BITS)
+            a, b = _two_rows_of_bytes(weights, (4 * h + i) * WORDS, g, BITS)
+            c, d = _two_rows_of_bytes(weights, (4 * h + i + 1) * WORDS, g, BITS)
             found = found + (_products(a, b, c, d, first, second, sums[m * GROUPS + g]),)
         if BLOCK_SIZE:
             ones = zero + _SIXTEENS
@@ -336,14 +356,15 @@ def of_one_row(
     ACROSS: tl.constexpr,
     WORDS: tl.constexpr,
     STEPS: tl.constexpr,
+    DEPTH: tl.constexpr,
     VECTORS: tl.constexpr,
     WHOLE: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
     """The sums of the columns n of each map, float32, what one is worth, and the residual.
 
-    Weights of 16 channels a thread are under way together, the first ones before the row is there;
-    those of the next step take the registers of those that were multiplied. A thread makes integers
+    Weights of DEPTH steps are under way together, the first ones before the row is there; later
+    ones take the registers of those that were multiplied. A thread makes integers
     of four channels in a step. Without blocks, sums of each byte of the row are exact.
     """
     SHORT: tl.constexpr = x.dtype.element_ty == tl.bfloat16
@@ -362,11 +383,14 @@ def of_one_row(
         channel += lane // 16 * _CHANNELS_OF_A_WARP
     across = tile * ACROSS + lane // 4 % ACROSS
     row_words = columns // (32 // BITS)
-    loaded = ()
-    for h in tl.static_range(4):
-        words = kernels[0].to(tl.pointer_type(tl.int32))
-        here = channel + 16 * h
-        loaded = loaded + (_weights(words, here, WORDS * across, row_words, K, WORDS, VECTORS),)
+    under_way = ()  # the weights of the next steps
+    for piece in tl.static_range(min(DEPTH, MAPS * STEPS)):
+        under_way = under_way + (
+            _weights(
+                *(kernels[piece // STEPS], channel + piece % STEPS * SPAN, WORDS * across),
+                *(row_words, K, WORDS, VECTORS),
+            ),
+        )
     own = channel + lane // 4 % 4 * 16  # those of which it makes integers
     factors = ()
     if scale is not None:
@@ -398,7 +422,7 @@ def of_one_row(
         for _ in tl.static_range(4 * GROUPS):
             totals = totals + (lane * 0.0,)
         for step in tl.static_range(STEPS):
-            following = ()
+            loaded, following = under_way[0], ()
             for h in tl.static_range(4):
                 here = channel + 16 * h
                 if BLOCK_SIZE:  # noqa: SIM102
@@ -413,14 +437,14 @@ def of_one_row(
                             zeros += (_of_columns(given[1], place, column, columns, VECTORS, 1),)
                 for i in tl.static_range(0, 4, 2):
                     sums, row_sums = _of_two_channels(
-                        *(loaded[h], row[step], i, h, selections, sums, row_sums),
+                        *(loaded, row[step], i, h, selections, sums, row_sums),
                         *(GROUPS, ROUNDS, WORDS, BITS, BLOCK_SIZE),
                     )
-                if of_map * STEPS + step + 1 < MAPS * STEPS:
-                    words = kernels[of_map + (step + 1) // STEPS].to(tl.pointer_type(tl.int32))
-                    here += (step + 1) % STEPS * SPAN
-                    following = following + (
-                        _weights(words, here, WORDS * across, row_words, K, WORDS, VECTORS),
+                if of_map * STEPS + step + DEPTH < MAPS * STEPS:
+                    following = following + _weights_of_four(
+                        kernels[of_map + (step + DEPTH) // STEPS],
+                        *(here + (step + DEPTH) % STEPS * SPAN, WORDS * across),
+                        *(row_words, K, WORDS, VECTORS),
                     )
                 if BLOCK_SIZE:  # noqa: SIM102
                     if h % FOURS == FOURS - 1:
@@ -429,7 +453,10 @@ def of_one_row(
                             *(SETS, LIMBS, GROUPS, VECTORS),
                         )
                         sums, row_sums = _nothing(lane, GROUPS * ROUNDS), _nothing(lane, ROUNDS)
-            loaded = following
+            later = ()
+            for piece in tl.static_range(1, len(under_way)):
+                later = later + (under_way[piece],)
+            under_way = later + (following,)
         if BLOCK_SIZE == 0:
             totals = _of_threads_columns(sums, thread, SETS, LIMBS, GROUPS, BITS)
         results = results + (_of_all_threads(totals, WARPS, ACROSS),)

@@ -10,8 +10,7 @@ from keras_recurrent.backends.triton._quantized_products import CHANNELS_OF_A_WA
 _TILES = {8: ((4, 4), (4, 2)), 4: ((4, 2), (4, 1))}
 _PROGRAMS = 132
 _WARPS = 8
-_REGISTERS = 128  # of a thread, so that the next launch begins beside a program of eight warps
-_MOST_STEPS = 8  # of a program, each as long as its code
+_MOST_STEPS = 4  # of a program, each as long as its code
 
 
 def tile(channels, widths, bits, gate):
@@ -25,7 +24,9 @@ def tile(channels, widths, bits, gate):
         return sum(triton.cdiv(n, of[0] * of[1] * 32 // bits) for n in columns)
 
     across, words = next((of for of in _TILES[bits] if programs(of) >= _PROGRAMS), _TILES[bits][-1])
-    return constants(channels, widths, bits, across, words, _warps(channels, across))
+    # So that two programs fit the registers of a multiprocessor.
+    depth = 1 if words == 4 or (gate and bits == 4) else 2
+    return constants(channels, widths, bits, across, words, _warps(channels, across), depth)
 
 
 def _warps(channels, across):
@@ -42,7 +43,7 @@ def span(warps, across):
     return warps * 8 // across * CHANNELS_OF_A_WARP
 
 
-def constants(channels, widths, bits, across, words, warps):
+def constants(channels, widths, bits, across, words, warps, depth):
     return {
         **dict(zip(("K", "N", "N_2", "N_3"), (channels, *widths), strict=True)),
         "ROW": triton.next_power_of_2(channels),
@@ -50,7 +51,7 @@ def constants(channels, widths, bits, across, words, warps):
         "WARPS": warps,
         "ACROSS": across,
         "WORDS": words,
+        "DEPTH": depth,
         "STEPS": triton.cdiv(channels, span(warps, across)),
         "num_warps": warps,
-        "maxnreg": _REGISTERS,
     }

@@ -158,6 +158,7 @@ def _kernel(
     ACROSS: tl.constexpr,
     WORDS: tl.constexpr,
     STEPS: tl.constexpr,
+    DEPTH: tl.constexpr,
     VECTORS: tl.constexpr,
     WHOLE: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -213,7 +214,7 @@ def _kernel(
         totals, unit, before = of_one_row(
             *(x, scale, kernels, scales, zeros, residual, tile, n, columns, epsilon),
             *(K, NORM, LIMBS, QUANTIZED, BITS, BLOCK_SIZE),
-            *(WARPS, ACROSS, WORDS, STEPS, VECTORS, WHOLE, AHEAD),
+            *(WARPS, ACROSS, WORDS, STEPS, DEPTH, VECTORS, WHOLE, AHEAD),
         )
     MAPS: tl.constexpr = len(kernels)
     for u in tl.static_range(len(n)):

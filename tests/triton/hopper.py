@@ -337,8 +337,7 @@ def of_quantized_maps(channels, widths, bits, block_size=0, limbs=None, **consta
     if not options["NORM"]:
         options["scale"] = None
     options = {name: value for name, value in options.items() if value != "given"}
-    launch = {name: options.pop(name) for name in ("num_warps", "maxnreg")}
-    return norm_quantized_linear._kernel, options, [launch]
+    return norm_quantized_linear._kernel, options, [{"num_warps": options.pop("num_warps")}]
 
 
 # The maps of hgrn2_1b.
