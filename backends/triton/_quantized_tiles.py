@@ -9,11 +9,11 @@ from keras_recurrent.backends.triton._quantized_products import CHANNELS_OF_A_WA
 # for all multiprocessors of a large GPU.
 _TILES = {8: ((4, 4), (4, 2)), 4: ((4, 2), (4, 1))}
 _PROGRAMS = 132
-_WARPS = 8
-_MOST_STEPS = 4  # of a program, each as long as its code
+_WARPS, _MOST_WARPS = 8, 16
+_MOST_STEPS = 4  # from which on a program has more warps
 
 
-def tile(channels, widths, bits, gate):
+def tile(channels, widths, bits, gate, limbs):
     """The constants of a program, for rows of so many channels and maps of so many columns.
 
     With a gate, a program makes columns of both maps.
@@ -25,13 +25,13 @@ def tile(channels, widths, bits, gate):
 
     across, words = next((of for of in _TILES[bits] if programs(of) >= _PROGRAMS), _TILES[bits][-1])
     # So that two programs fit the registers of a multiprocessor.
-    depth = 1 if words == 4 or (gate and bits == 4) else 2
+    depth = 1 if words == 4 or (gate and limbs > 1) else 2
     return constants(channels, widths, bits, across, words, _warps(channels, across), depth)
 
 
 def _warps(channels, across):
     warps = _WARPS
-    while triton.cdiv(channels, span(warps, across)) > _MOST_STEPS:
+    while warps < _MOST_WARPS and triton.cdiv(channels, span(warps, across)) > _MOST_STEPS:
         warps *= 2
     while warps > 1 and span(warps // 2, across) >= channels:
         warps //= 2

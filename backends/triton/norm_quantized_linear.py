@@ -278,7 +278,7 @@ def forward(
     channels, short = x.shape[1], dtype_name(x) == "bfloat16"
     widths = tuple(0 if s is None else s.shape[-1] for s in scales)
     limbs = 1 if quantized else 2 if short else 3
-    options = tile(channels, widths, bits, gate)
+    options = tile(channels, widths, bits, gate, limbs)
     options |= {"NORM": epsilon >= 0, "GATE": gate, "LIMBS": limbs, "QUANTIZED": quantized}
     options |= {
         "BLOCK_SIZE": block_size,

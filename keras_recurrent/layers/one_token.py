@@ -156,23 +156,39 @@ def embedding(token_ids, layer, scale, state=None):
     return x[:, None], tokens, {name: place for name, place in places if place is not None}
 
 
-def capped_logits(hidden_states, layer):
-    """The logits of hidden states [B, 1, D] by a `ReversibleEmbedding` with a soft cap.
+def logits(hidden_states, layer):
+    """The logits of hidden states [B, 1, D] by a `ReversibleEmbedding`, by few launches.
 
-    One launch caps them. None where the layer does without: where it has no cap, and on JAX.
+    One caps them, and one makes those of a row by a quantized matrix, of which Keras makes floats.
+    None where the layer itself does: where it has neither, and of a cap on JAX.
     """
-    cap = layer.logit_soft_cap
-    if cap is None or dispatch.BACKEND != "torch" or not wanted(hidden_states):
+    quantized_row = layer.quantization_mode is not None
+    cap = layer.logit_soft_cap if dispatch.BACKEND == "torch" else None
+    if (cap is None and not quantized_row) or not wanted(hidden_states):
         return None
-    from keras_recurrent.backends.triton import _soft_cap as kernels
+    if quantized_row:
+        if hidden_states.shape[0] > 1 or quantized.because_of_logits(layer) is not None:
+            return None
+        hidden = ops.cast(hidden_states[:, 0], layer.compute_dtype)
+        (found,) = norm_quantized_linear(hidden, **quantized.weights_of_logits(layer))
+    else:
+        dtype = layer.reverse_dtype or layer.compute_dtype
+        hidden = ops.cast(hidden_states[:, 0], dtype)
+        kernel = ops.transpose(layer.embeddings) if layer.tie_weights else layer.reverse_embeddings
+        found = ops.matmul(hidden, ops.cast(kernel, dtype))
+    return _capped(found, layer.logit_soft_cap)[:, None]
 
-    dtype = layer.reverse_dtype or layer.compute_dtype
-    hidden = ops.cast(hidden_states[:, 0], dtype)
-    if kernels.unsupported(hidden) is not None:  # logits have the same dtype and device
-        return None
-    kernel = ops.transpose(layer.embeddings) if layer.tie_weights else layer.reverse_embeddings
-    logits = ops.matmul(hidden, ops.cast(kernel, dtype))
-    return kernels.soft_cap(logits, cap)[:, None]
+
+def _capped(found, cap):
+    """Logits [B, V] with a soft cap, or None for none."""
+    if cap is None:
+        return found
+    if dispatch.BACKEND == "torch":
+        from keras_recurrent.backends.triton import _soft_cap as kernels
+
+        if kernels.unsupported(found) is None:
+            return kernels.soft_cap(found, cap)
+    return ops.multiply(ops.tanh(ops.divide(found, cap)), cap)
 
 
 def mlp(x, layer, norm, gate):

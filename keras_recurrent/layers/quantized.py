@@ -67,6 +67,28 @@ def weights(layers):
     }
 
 
+def because_of_logits(layer):
+    """Why no fused operation makes a row's logits by a quantized embedding; None if one does."""
+    quantizer, name = layer.inputs_quantizer, f"`{layer.name}`"
+    if layer.quantization_mode != "int8" or layer.tie_weights:
+        return f"{name} makes logits by a matrix that is tied, or packed along channels"
+    if quantizer is not None and (not _is_plain(quantizer) or quantizer.axis not in (None, (-1,))):
+        return f"{name} quantizes its inputs by another than Keras's AbsMaxQuantizer as it is"
+    if layer.input_dim % 4:
+        return f"{name} has {layer.input_dim} columns, no multiple of 4"
+    return None
+
+
+def weights_of_logits(layer):
+    """What `ops.norm_quantized_linear` takes of a quantized `ReversibleEmbedding`."""
+    scale = ops.cast(layer.reverse_embeddings_scale, layer.compute_dtype)
+    return {
+        "kernels": [ops.convert_to_tensor(layer.reverse_embeddings)],
+        "kernel_scales": [scale],
+        "quantize_row": layer.inputs_quantizer is not None,
+    }
+
+
 def _kind(layer):
     mode = layer.quantization_mode
     if mode is None:

@@ -264,10 +264,14 @@ class ReversibleEmbedding(keras.layers.ReversibleEmbedding):
         return {name: value for name, value in config.items() if not name.startswith("lora_")}
 
     def call(self, inputs, reverse=False):
-        outputs = one_token.capped_logits(inputs, self) if reverse else None
+        outputs = one_token.logits(inputs, self) if reverse else None
         if outputs is None:
             outputs = super().call(inputs, reverse)
         return laid_out(outputs, "logits" if reverse else "hidden_states")
+
+    def quantized_call(self, inputs, reverse=False):
+        outputs = one_token.logits(inputs, self) if reverse else None
+        return super().quantized_call(inputs, reverse) if outputs is None else outputs
 
     def quantize(self, mode=None, type_check=True, config=None):
         # Keras refuses subclasses, which might compute something else; this one does not.

@@ -10,6 +10,7 @@ from keras_recurrent import dispatch
 from keras_recurrent.layers import HGRN2, RecurrentBlock, one_token
 from keras_recurrent.layers.tokens import Tokens
 from keras_recurrent.models import GriffinResidualBlock, HGRN2ResidualBlock
+from keras_recurrent.models.recurrent_backbone import reversible_embedding
 from tests.generation.test_programs import generate
 from tests.models.tiny import tiny_causal_lm
 
@@ -85,6 +86,51 @@ def test_rows_of_a_quantized_model(fused):
     expected = written(model, LENGTHS, "torch")
     np.testing.assert_array_equal(written(model), expected)
     assert fused
+
+
+class OwnQuantizer(keras.quantizers.AbsMaxQuantizer):
+    """A quantizer of somebody's own."""
+
+
+# {name: (what is quantized by, the embedding's arguments, the number of rows, whether it is fused)}
+LOGITS = {
+    "int8": (Int8QuantizationConfig(), {}, 1, True),
+    "weights alone": (Int8QuantizationConfig(activation_quantizer=None), {}, 1, True),
+    "soft cap": (Int8QuantizationConfig(), {"logit_soft_cap": 2.0}, 1, True),
+    "several rows": (Int8QuantizationConfig(), {}, 2, False),
+    "tied": (Int8QuantizationConfig(), {"tie_weights": True}, 1, False),
+    "odd": (Int8QuantizationConfig(), {"vocabulary_size": 62}, 1, False),
+    "int4": (Int4QuantizationConfig(block_size=16), {}, 1, False),
+    "its own quantizer": (
+        Int8QuantizationConfig(activation_quantizer=OwnQuantizer(axis=-1)),
+        {},
+        1,
+        False,
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*The use of `x.T` on tensors:UserWarning")
+@pytest.mark.parametrize(("config", "options", "rows", "fused"), LOGITS.values(), ids=LOGITS)
+def test_logits_of_a_quantized_matrix(config, options, rows, fused, monkeypatch):
+    calls, maps = [], one_token.norm_quantized_linear
+    monkeypatch.setattr(
+        one_token, "norm_quantized_linear", lambda *a, **k: calls.append(a) or maps(*a, **k)
+    )
+    layer = reversible_embedding(
+        **{"vocabulary_size": 64, "hidden_dim": 32, "tie_weights": False, "dtype": "float32"}
+        | options
+    )
+    layer.build()
+    layer.quantize(config.mode, config=config)
+    hidden_states = keras.random.normal((rows, 1, 32), seed=0)
+    with torch.no_grad(), keras_recurrent.implementation("triton"):
+        expected = layer(hidden_states, reverse=True)
+        assert not calls  # this is no step of generation
+        with one_token.writing():
+            found = layer(hidden_states, reverse=True)
+    assert len(calls) == fused
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["hgrn2", "griffin"])

@@ -76,6 +76,7 @@ def fits(name, kernel, limited, asynchronous, message):
         assert kernel["shared"] <= 227 * 1024, message
     elif name in OF_A_STEP or name in QUANTIZED_MAPS:
         assert kernel["spilled"] <= IN_MEMORY.get(name, 0), message
+        assert kernel["tensor cores"] or name not in QUANTIZED_MAPS, message
     elif name.startswith(("gated", "lightning")):
         # With fewer registers, more programs run at a time, which may be worth some spills.
         assert kernel["spilled"] <= SPILLS.get(name, 256 if limited else 128), message
