@@ -386,7 +386,7 @@ def forward(
         return forward(y, *behind, residual, epsilon=-1.0, gate=0)
     if rows == 1 and gate:
         first, second = _both(tensors, epsilon)
-        return gate_of_one_row(x, first, second, residual, outputs[0], gate), None, None
+        return _gate_of_one_row(x, first, second, residual, outputs[0], gate), None, None
     if rows > 1 and epsilon >= 0:
         (x,) = rms_norm.forward(x, scale, epsilon=epsilon)
         tensors, epsilon = (x, None, *tensors[2:]), -1.0
@@ -399,7 +399,7 @@ def _both(tensors, epsilon):
     return _launch(tensors, None, (whole, whole, None), epsilon, gate=0)[:2]
 
 
-def gate_of_one_row(x, first, second, residual, output, gate):
+def _gate_of_one_row(x, first, second, residual, output, gate):
     """The activated first map of one row x, times the second; both are float32."""
     columns = output.shape[1]
     options = {"N": columns, "GATE": gate, "BLOCK": _AT_ONCE, **overlap(x)}
