@@ -4,8 +4,7 @@
 #     guides/papers/side_by_side.sh SECONDS TEXT [LANE ...]
 #
 # TEXT is a file of some 9 MB or more, for the guides that read text. A lane is one or two guides, one after the
-# other: copying_256 copying_1024 induction extrapolation_512 extrapolation_2048 recall_256 recall_512
-# phone_book; without any, all of them. Results go on from build/papers/*.jsonl, or from those in
+# other: copying_256 copying_1024 induction extrapolation recall phone_book; without any, all of them. Results go on from build/papers/*.jsonl, or from those in
 # $RESULTS, and are kept there every 20 s, a line for each run that is done: what is still running
 # when the time is over is lost, and a later sitting runs what is missing alone.
 #
@@ -39,10 +38,8 @@ induction() {
   guide induction synthetic_tasks --tasks induction
   guide induction state_size --text "$text"
 }
-extrapolation_512() { guide extrapolation_512 extrapolation --text "$text" --lengths 512; }
-extrapolation_2048() { guide extrapolation_2048 extrapolation --text "$text" --lengths 2048; }
-recall_256() { guide recall_256 associative_recall --lengths 256 --pairs 16; }
-recall_512() { guide recall_512 associative_recall --lengths 512 --pairs 64; }
+extrapolation() { guide extrapolation extrapolation --text "$text"; }
+recall() { guide recall associative_recall; }
 phone_book() { guide phone_book phone_book; }
 
 keep() { # every line once, those of before first
@@ -55,8 +52,7 @@ keep() { # every line once, those of before first
 }
 trap 'kill $(jobs -p) 2>/dev/null; keep' EXIT
 
-[ $# -gt 0 ] || set -- extrapolation_2048 extrapolation_512 recall_512 recall_256 copying_1024 \
-  copying_256 induction phone_book
+[ $# -gt 0 ] || set -- extrapolation recall copying_1024 copying_256 induction phone_book
 for lane; do
   [ "$(type -t "$lane")" = function ] || { echo "no lane is called $lane" >&2; exit 2; }
 done
