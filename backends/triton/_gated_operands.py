@@ -30,7 +30,7 @@ SEVERAL, DOCUMENTS = tl.constexpr(1), tl.constexpr(2)
 # Candidates, the default first: with 128 registers, four programs run on a multiprocessor. All have
 # one tile, which decides in which order sums are rounded: the backward finds the forward's flags.
 PREPARE_BLOCKS = (Blocks(64, 16, 4, maxnreg=128), Blocks(64, 16, 4))
-PAIRS_BLOCKS = (Blocks(32, 16, 4),)
+PAIRS_BLOCKS = (Blocks(32, 16, 4, 2),)
 
 
 @triton.jit(do_not_specialize=["T", "chunks"])

@@ -126,7 +126,9 @@ def segments_of(programs, chunks):
     return Cut(triton.cdiv(chunks, segment_chunks), segment_chunks)
 
 
-def walk_segments(kernel, chunks, programs, tensors, outputs, sums, numbers, options, cut=None):
+def walk_segments(
+    kernel, chunks, programs, tensors, outputs, sums, numbers, options, cut=None, of_sums=None
+):
     """Runs a kernel that goes through the chunks of each segment; returns what it writes.
 
     Its arguments are the tensors, a total and a decay of each piece of all segments but the last,
@@ -138,19 +140,21 @@ def walk_segments(kernel, chunks, programs, tensors, outputs, sums, numbers, opt
         programs: how many programs go through a segment.
         sums: the shapes of a piece's total and decay, for all heads.
         cut: a `Cut`; None for that of `segments_of`.
+        of_sums: options of the first launch in place of others.
     """
 
     segments, segment_chunks, pieces = cut or segments_of(programs, chunks)
     numbers = *numbers, chunks, segment_chunks
 
-    def walk(count, inputs, outputs):
+    def walk(count, inputs, outputs, options=options):
         return run(Launch(kernel, programs * count, inputs, outputs, numbers, options))
 
     found = None, None
     if segments > 1:
         computed = (segments - 1) * pieces
         arrays = (Array((computed, *shape), "float32") for shape in sums)
-        found = walk(computed, tensors, (*arrays, *[None] * len(outputs)))[:2]
+        written = *arrays, *[None] * len(outputs)
+        found = walk(computed, tensors, written, options | (of_sums or {}))[:2]
     return walk(segments, (*tensors, *found), outputs)
 
 

@@ -22,12 +22,12 @@ _BLOCK_K_OF_FLOAT32 = 512
 _PART_OF_ONE_ROW = {"BLOCK_N": 64, "BLOCK_K": 512, "AT_ONCE": False, "maxnreg": 128}
 _FEW_COLUMNS = 4096
 _CHANNELS_OF_ONE_ROW, _CHANNELS_OF_ROWS = 4096, 1024  # from which on a map is in parts
-_TILE_OF_ROWS = {"BLOCK_B": 16, "BLOCK_N": 64, "BLOCK_K": 128, "STAGES": 4, "num_warps": 4}
+_TILE_OF_ROWS = {"BLOCK_B": 16, "BLOCK_N": 64, "BLOCK_K": 64, "STAGES": 8, "num_warps": 4}
 # With a gate, a program reads two kernels.
 _TILE_OF_GATED = {"BLOCK_B": 16, "BLOCK_N": 64, "BLOCK_K": 64, "STAGES": 6, "num_warps": 4}
 _TILE_OF_FLOAT32 = {"BLOCK_B": 16, "BLOCK_N": 32, "BLOCK_K": 64, "STAGES": 2, "num_warps": 4}
 # A map in parts has the fewest of one size that make so many programs.
-_LEAST_PROGRAMS, _MOST_PARTS = 160, 16
+_PROGRAMS_OF_ONE_ROW, _PROGRAMS_OF_ROWS, _MOST_PARTS = 160, 240, 16
 
 
 def in_parts(rows, channels, columns):
@@ -57,13 +57,14 @@ def tile_of(rows, channels, columns, dtype, gate, parts):
     length = channels
     if parts:
         blocks, tiles = triton.cdiv(channels, block), triton.cdiv(columns, tile["BLOCK_N"])
-        length = block * (blocks // _number_of_parts(blocks, tiles))
+        least = _PROGRAMS_OF_ONE_ROW if rows == 1 else _PROGRAMS_OF_ROWS
+        length = block * (blocks // _number_of_parts(blocks, tiles, least))
     return tile | {"BLOCK_K": block, "LENGTH": min(length, channels)}
 
 
-def _number_of_parts(blocks, tiles):
+def _number_of_parts(blocks, tiles, least):
     found = [n for n in range(1, _MOST_PARTS + 1) if blocks % n == 0]
-    return next((n for n in found if n * tiles >= _LEAST_PROGRAMS), found[-1])
+    return next((n for n in found if n * tiles >= least), found[-1])
 
 
 def _tile_of_one_row(channels, columns, dtype, parts):

@@ -24,18 +24,18 @@ _MAX_WIDTH = 16
 _POSITIONS_BLOCK = 4096
 _STEPS = 8  # in the backward, how often a thread goes through ROWS positions of its own
 TILINGS = (
+    Tiling(64, 4, 8, 2),
     Tiling(64, 8, 4, 4),
     Tiling(64, 8, 8, 4),
     Tiling(64, 16, 4, 4, 128),
     Tiling(64, 16, 8, 4, 128),
-    Tiling(64, 4, 8, 2),
 )
 BACKWARD_TILINGS = (
+    Tiling(64, 8, 4, 4, 168),
     Tiling(64, 8, 4, 4, 128),
     Tiling(64, 8, 2, 4, 128),
     Tiling(64, 4, 4, 2, 128),
     Tiling(64, 16, 4, 8, 128),
-    Tiling(64, 8, 4, 4, 168),
 )
 
 

@@ -43,7 +43,8 @@ from keras_recurrent.backends.triton._tokens import GOES_ON, PADDING, STARTS
 # Candidates by `short` and by whether heads are wider than 128 channels, the default first. The
 # state, [K, BLOCK_V], takes at most 64 registers of a thread. The parts that float32 is split into
 # take many more, so for its wide heads there is one candidate. Tiles of 128×32 were compiled
-# wrongly for heads of 66 channels.
+# wrongly for heads of 66 channels. The tiles that load ahead in 2 stages leave shared memory for a
+# second program on a multiprocessor: where there are so many programs, that comes first.
 BLOCKS = {
     (True, False): (Blocks(128, 64, 4, 4), Blocks(128, 64, 4, 3), Blocks(128, 64, 4, 2)),
     (True, True): (
@@ -57,6 +58,7 @@ BLOCKS = {
 }
 _SHORTEST_PIECE = 8  # chunks
 _MOST_PIECES = 32  # in all, where there are no more segments
+_MOST_TOTALS = tl.constexpr(512)  # of a head, with pieces or without
 _FORGOTTEN = tl.constexpr(104.0)  # exp(-104) is 0 in float32, and times any number below 1e-6
 _KINDS = tl.constexpr(4096)  # tokens whose kinds are loaded at once
 
@@ -180,7 +182,11 @@ def _walk_kernel(
             state = tl.load(initial + head.to(tl.int64) * K * V + offsets, valid, other=0.0)
             state = state.to(tl.float32)
         if totals is not None:
-            for s in tl.range(part * pieces, num_stages=3):
+            # From the last piece on that leaves nothing of what was before it.
+            before, piece = part * pieces, tl.arange(0, _MOST_TOTALS)
+            piece_decay = tl.load(decays + piece * heads + head, piece < before, other=1.0)
+            first = tl.max(tl.where(piece_decay == 0, piece, 0), 0)
+            for s in tl.range(first, before, num_stages=3):
                 line = s * heads + head
                 total = tl.load(totals + line.to(tl.int64) * K * V + offsets, valid, other=0.0)
                 state = tl.load(decays + line) * state + total
@@ -231,14 +237,14 @@ def _walk_kernel(
         tl.store(final + head.to(tl.int64) * K * V + offsets, state, valid)
 
 
-def _cut(programs, chunks):
-    """The `Cut` that takes the least time: a multiprocessor has room for one program at a time.
+def _cut(programs, chunks, at_once=1):
+    """The `Cut` that takes the least time, with so many programs at once on a multiprocessor.
 
     To add the total of a piece takes a program a fourth of the time of a chunk.
     """
 
     def time(segments):
-        turns = triton.cdiv(programs * segments, _common.MULTIPROCESSORS)
+        turns = triton.cdiv(programs * segments, at_once * _common.MULTIPROCESSORS)
         return turns * triton.cdiv(chunks, segments) + segments / 4
 
     segments = min(range(1, most_segments(programs, chunks) + 1), key=time)
@@ -261,20 +267,31 @@ def _walk(q, k, v, initial, dtype, *, log_decay, token_kind, transposed=False, r
     tensors = q, k, v, log_decay, token_kind, initial
     outputs = like(v).with_dtype(dtype), Array(state_shape, "float32")
 
+    candidates = BLOCKS[sizes.short, wide]
+
+    def programs_of(blocks):
+        return batch * heads * triton.cdiv(values, blocks.options(sizes)["BLOCK_V"])
+
+    programs = programs_of(candidates[0])
+    if programs > _common.MULTIPROCESSORS or _cut(programs, sizes.chunks).segments > 1:
+        candidates = tuple(sorted(candidates, key=lambda blocks: blocks.num_stages))
+
     def launch(blocks):
         options = {"CHUNK": sizes.chunk, "SHORT": sizes.short, "REVERSE": reverse}
         options |= blocks.options(sizes)
-        programs = batch * heads * triton.cdiv(values, options["BLOCK_V"])
+        programs = programs_of(blocks)
+        cut = _cut(programs, sizes.chunks, at_once=2 if blocks.num_stages == 2 else 1)
         strides = (1, keys) if transposed else (values, 1)
-        cut = _cut(programs, sizes.chunks)
         numbers = *sizes.numbers, *strides, cut.pieces
         sums = state_shape, (batch, heads)
         return walk_segments(
-            _walk_kernel, sizes.chunks, programs, tensors, outputs, sums, numbers, options, cut
+            *(_walk_kernel, sizes.chunks, programs, tensors, outputs, sums, numbers, options),
+            cut=cut,
+            of_sums={"num_stages": BLOCKS[sizes.short, wide][0].num_stages},
         )
 
     name = "lightning_attention" + " transposed" * transposed + " backward" * reverse
-    return _search.run(name, BLOCKS[sizes.short, wide], launch, tensors, sizes)
+    return _search.run(name, candidates, launch, tensors, sizes)
 
 
 def results(q, k, v, log_decay, initial_state, token_kind):

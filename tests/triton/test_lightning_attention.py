@@ -38,7 +38,7 @@ def cut_by(cut, monkeypatch):
             found.append(keras.ops.convert_to_numpy(results[0]))
         return results
 
-    monkeypatch.setattr(lightning_attention, "_cut", lambda programs, chunks: cut)
+    monkeypatch.setattr(lightning_attention, "_cut", lambda *_, **__: cut)
     monkeypatch.setattr(_linear_attention, "run", recorded)
     return found
 
@@ -115,8 +115,9 @@ def test_what_is_forgotten_beside_padding_and_documents(monkeypatch):
 
 @pytest.mark.parametrize("programs", [1, 3, 16, 32, 40, 48, 64, 80, 96, 127, 128, 4096])
 @pytest.mark.parametrize("chunks", [1, 7, 16, 130, 512, 2048, 20_000])
-def test_cuts_cover_time(programs, chunks):
-    segments, segment_chunks, pieces = lightning_attention._cut(programs, chunks)
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_cuts_cover_time(programs, chunks, at_once):
+    segments, segment_chunks, pieces = lightning_attention._cut(programs, chunks, at_once)
     assert (segments - 1) * segment_chunks < chunks <= segments * segment_chunks
     assert segment_chunks % pieces == 0
     if programs >= 128 or chunks < 16:
@@ -124,8 +125,11 @@ def test_cuts_cover_time(programs, chunks):
 
 
 def test_one_turn_of_all_multiprocessors():
-    """16 heads of 128 channels are 32 programs a row, and each takes a multiprocessor."""
+    """16 heads of 128 channels are 32 programs a row."""
     assert lightning_attention._cut(32, 2048) == Cut(4, 512, 8)
     assert lightning_attention._cut(64, 1024) == Cut(2, 512, 16)
-    assert lightning_attention._cut(80, 1024)[0] == 3  # two turns
-    assert lightning_attention._cut(96, 1024)[0] == 1
+    assert lightning_attention._cut(80, 1024).segments == 3  # two turns
+    assert lightning_attention._cut(96, 1024).segments == 1
+    assert lightning_attention._cut(32, 2048, at_once=2) == Cut(8, 256, 4)
+    assert lightning_attention._cut(64, 1024, at_once=2) == Cut(4, 256, 8)
+    assert lightning_attention._cut(80, 1024, at_once=2).segments == 3
