@@ -31,11 +31,11 @@ TILINGS = (
     Tiling(64, 16, 8, 4, 128),
 )
 BACKWARD_TILINGS = (
-    Tiling(64, 8, 4, 4, 168),
     Tiling(64, 8, 4, 4, 128),
     Tiling(64, 8, 2, 4, 128),
     Tiling(64, 4, 4, 2, 128),
     Tiling(64, 16, 4, 8, 128),
+    Tiling(64, 8, 4, 4, 168),
 )
 
 
