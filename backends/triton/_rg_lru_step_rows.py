@@ -16,7 +16,7 @@ from keras_recurrent.backends.triton._tokens import GOES_ON, PADDING, STARTS, by
 _DECAY_EXPONENT = tl.constexpr(DECAY_EXPONENT)
 _FEW_ROWS = {"BLOCK_B": 16, "BLOCK_C": 256, "BLOCK_N": 32, "num_warps": 4}
 # Tiles of 64 rows would make products asynchronous (`_products.py`).
-_MANY_ROWS = {"BLOCK_B": 32, "BLOCK_C": 64, "BLOCK_N": 64, "num_warps": 8}
+_MANY_ROWS = {"BLOCK_B": 16, "BLOCK_C": 64, "BLOCK_N": 128, "num_warps": 4}
 
 
 def tile_of(rows, channels):
