@@ -124,8 +124,20 @@ def linear(x, layers, norm=None, gate=None, residual=None):
     if gate is not None:
         x = gated_linear_unit(layers[0](x), layers[1](x), activation=gate)
         layers = layers[2:]
-    outputs = [dense(x) for dense in layers] or [x]
+    outputs = [_map(dense, x) for dense in layers] or [x]
     return outputs if residual is None else [outputs[0] + residual]
+
+
+def _map(dense, x):
+    """dense(x) for x [B, D]. On torch, the product adds the bias: alone, that takes as long as a
+    third of the products of a step, since torch reads what is broadcast number by number.
+    """
+    if dispatch.BACKEND != "torch" or not dense.use_bias or dense.quantization_mode is not None:
+        return dense(x)
+    import torch
+
+    x, kernel, bias = (ops.cast(t, dense.compute_dtype) for t in (x, dense.kernel, dense.bias))
+    return torch.addmm(bias, x, kernel)
 
 
 def embedding(token_ids, layer, scale, state=None):

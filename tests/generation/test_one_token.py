@@ -3,6 +3,8 @@
 import keras
 import numpy as np
 import pytest
+from keras import ops
+from keras.layers import Dense
 from keras.quantizers import Int4QuantizationConfig, Int8QuantizationConfig
 
 import keras_recurrent
@@ -90,6 +92,21 @@ def test_rows_of_a_quantized_model(fused):
 
 class OwnQuantizer(keras.quantizers.AbsMaxQuantizer):
     """A quantizer of somebody's own."""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16"])
+@pytest.mark.parametrize("rows", [3, 20])
+def test_maps_of_rows(rows, dtype):
+    """Of a few rows by a kernel, of more by torch."""
+    x = ops.cast(keras.random.normal((rows, 8), seed=0), dtype.removeprefix("mixed_"))
+    maps = [Dense(8, bias_initializer="normal", dtype=dtype), Dense(8, use_bias=False, dtype=dtype)]
+    expected = [dense(x) + x for dense in maps]
+    with torch.no_grad(), keras_recurrent.implementation("triton"):
+        found = [one_token.linear(x, [dense], residual=x)[0] for dense in maps]
+    for a, b in zip(found, expected, strict=True):
+        tolerance = 1e-5 if dtype == "float32" else 2e-2  # two roundings to bfloat16 of up to 4
+        a, b = (ops.convert_to_numpy(ops.cast(t, "float32")) for t in (a, b))
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance)
 
 
 # {name: (what is quantized by, the embedding's arguments, the number of rows, whether it is fused)}
