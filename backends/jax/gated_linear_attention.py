@@ -82,16 +82,16 @@ def backward(q, k, v, log_f, initial_state, token_kind, _, d_output, d_final):
 
     def step(g, group, tokens, old):
         inputs = [chunked(x, cut) for x in _prepared(g.dtype, *tokens)]
-        d_output = chunked(old[2].astype(g.dtype), cut)
+        _, padding = kind_masks(tokens[-1])
+        d_output = chunked(filled(old[2], padding, 0).astype(g.dtype), cut)
         state = jax.lax.dynamic_index_in_dim(before, group, keepdims=False)
         *gradients, g = _group_gradient(state, d_output, g, *inputs)
         d_q, d_k, d_v, d_log_f = (unchunked(d) for d in gradients)
-        _, k, _, log_f, token_kind = tokens
+        _, k, _, log_f, _ = tokens
         if k is None:
             d_log_f -= d_k * jnp.exp(log_f.astype(g.dtype))
             d_k = None
         found = jax.tree.map(lambda d, x: d.astype(x.dtype), (d_q, d_k, d_v, d_log_f), old)
-        _, padding = kind_masks(token_kind)
         return g, jax.tree.map(lambda d: filled(d, padding, 0), found)
 
     # d_v overwrites d_output, which is not read after its group.

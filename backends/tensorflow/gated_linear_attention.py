@@ -100,12 +100,12 @@ def gated_linear_attention(q, k, v, log_f, initial_state=None, token_kind=None):
 
             def step(g, *tokens):
                 *inputs, state, d_output = tokens
-                d_output = chunked(d_output, cut)
+                _, padding = kind_masks(inputs[4])
+                d_output = chunked(filled(d_output, padding, 0), cut)
                 *found, g = _group_gradient(cut, state, d_output, g, *in_chunks(*inputs))
                 d_q, d_k, d_v, d_log_f = (unchunked(d, heads, cut) for d in found)
                 if not keys:
                     d_log_f -= d_k * tf.exp(tf.cast(inputs[3], dtype))
-                _, padding = kind_masks(inputs[4])
                 found = [d_q, d_v, d_log_f, *([d_k] if keys else [])]
                 return g, [
                     tf.cast(filled(d, padding, 0), x.dtype)

@@ -117,12 +117,12 @@ def _backward(
     d_k = q.new_empty(0) if k is None else k.new_empty(k.shape)
     for span in reversed(groups):
         inputs = _prepared(q, k, v, log_f, token_kind, span, size, dtype)
-        d_output_g = chunked(d_output, span, size, dtype)
+        _, padding = chunked_kinds(token_kind, span, size, q.shape[2])
+        d_output_g = fill_(chunked(d_output, span, size, dtype), padding, 0)
         *found, g = _group_gradient(entering.pop(), d_output_g, g, *inputs)
         if k is None:
             _, d_k_g, _, d_log_f_g = found
             d_log_f_g.addcmul_(d_k_g, chunked(log_f, span, size, dtype).exp_(), value=-1)
-        _, padding = chunked_kinds(token_kind, span, size, q.shape[2])
         for whole, part in zip((d_q, d_k, d_v, d_log_f), found, strict=True):
             if whole.numel():
                 unchunk_(whole, span, fill_(part, padding, 0))

@@ -119,7 +119,7 @@ def test_padding_may_hold_anything(operation, implementation):
             assert not np.any(np.where(beside(expected, padding), expected, 0)), name
 
 
-@pytest.mark.parametrize(
+linear_attention = pytest.mark.parametrize(
     ("operation", "implementation"),
     [
         pytest.param(*kernel, marks=SLOW.get(kernel[1], ()))
@@ -127,6 +127,24 @@ def test_padding_may_hold_anything(operation, implementation):
         if kernel[0] in ("gated_linear_attention", "lightning_attention")
     ],
 )
+
+
+@linear_attention
+def test_gradients_at_padding_may_hold_anything(operation, implementation):
+    """Whoever multiplies the output by NaN there, and then leaves it out, sends back 0 * NaN."""
+    drawn = draw(operation, Case(2, 70, 3, kinds=True, state=True))
+    padding = beside(drawn.d_output, drawn.token_kind == 2)
+    found = [
+        run(
+            operation, implementation, drawn._replace(d_output=np.where(padding, x, drawn.d_output))
+        )
+        for x in (0.0, np.nan)
+    ]
+    for name, expected in found[0].items():
+        np.testing.assert_array_equal(found[1][name], expected, err_msg=name)
+
+
+@linear_attention
 def test_a_state_that_has_all_but_decayed(operation, implementation):
     """Without keys it is all there is: 1e-26 of a state is not 0."""
     drawn = draw(operation, Case(1, 4, 3, state=True))
