@@ -58,8 +58,9 @@ def gated_linear_attention(
 
     Returns:
         `(output, final_state)`: o as `[B, T, H, V]` in the dtype of `v`, and the last S as
-        `[B, H, K, V]`. States, products and sums are float32, or float64 if a tensor is, also
-        where the tensors have 16 bits. Both carry gradients.
+        `[B, H, K, V]`. States and sums are float32, or float64 if a tensor is, also where the
+        tensors have 16 bits, and so are products but those of the kernels for GPUs. Both carry
+        gradients. The output at padding is finite, and says nothing.
 
     Raises:
         ValueError: a shape or dtype does not fit, `q` has no token, a tensor is empty along another
