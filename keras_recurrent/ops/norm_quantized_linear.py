@@ -50,8 +50,13 @@ class NormQuantizedLinearOperation(NormLinearOperation):
     @classmethod
     def check(cls, tensors, context, options):
         bits, size = options["bits"], options["block_size"]
-        if bits not in (8, 4):
+        if not isinstance(bits, int) or bits not in (8, 4):
             raise ValueError(f"`{cls.function}`: `bits` must be 8 or 4; got {bits!r}.")
+        if not isinstance(options["quantize_row"], bool):
+            raise ValueError(
+                f"`{cls.function}`: `quantize_row` must be True or False; got "
+                f"{options['quantize_row']!r}."
+            )
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             raise ValueError(
                 f"`{cls.function}`: `block_size` must be a positive integer, or None where a "
@@ -77,7 +82,8 @@ class NormQuantizedLinearOperation(NormLinearOperation):
             if found != expected:
                 raise ValueError(
                     f"`{cls.function}`: `kernels[{i}]` must have {expected} bytes a channel, for "
-                    f"{columns} columns of {bits} bits as in `kernel_scales[{i}]`; got {found}."
+                    f"{columns} columns of {bits} bits as in `kernel_scales[{i}]`; got {found}. "
+                    "Of int4, two columns are a byte, and `bits` is 4."
                 )
         groups, channels = sizes.get("G"), sizes.get("K")
         if None not in (size, groups, channels) and groups != -(-channels // size):
@@ -129,7 +135,9 @@ def norm_quantized_linear(
     byte of a matrix is read once. The kernel for NVIDIA GPUs takes a single row, and columns that
     fill words of 32 bits. There, a row that is not quantized becomes fixed-point numbers of 16 bits
     (bfloat16) or 24 (float32), the largest magnitude near their end; one that holds NaN or infinity
-    makes all outputs NaN. It has no gradient.
+    makes all outputs NaN. It has no gradient; plain versions have that of the formula, which with
+    `quantize_row` reaches the largest number of a row alone. In float16, f is infinite for rows
+    whose largest number is below 0.002.
 
     Args:
         x: `[B, K]`, float16, bfloat16, float32 or float64.
@@ -143,7 +151,8 @@ def norm_quantized_linear(
             `quantize_row`; None: a column has one scale.
         kernel_zeros: with a `block_size` a list of as many int8 matrices, shaped as the scales.
         quantize_row: boolean, whether rows are quantized, too.
-        biases, scale, epsilon, gate, residual, implementation: as in `norm_linear`.
+        gate: as in `norm_linear`, between two kernels; a third one behind it is a call of its own.
+        biases, scale, epsilon, residual, implementation: as in `norm_linear`.
 
     Returns:
         A list of outputs `[B, width]`, one for each kernel, or one with a gate, in the dtype of

@@ -186,6 +186,7 @@ IN_BLOCKS = {"bits": 4, "quantize_row": False}
 REFUSED = {
     r"`kernels\[0\]` must be int8": refused_weights([KERNEL], [SCALES]),
     "`bits` must be 8 or 4": refused_weights([BYTES], [SCALES], bits=2),
+    "`quantize_row` must be True or False": refused_weights([BYTES], [SCALES], quantize_row="no"),
     "must have 2 bytes a channel": refused_weights([BYTES], [SCALES], bits=4),
     "`kernel_scales` must be a list": refused_weights([BYTES], []),
     "`block_size` must be a positive": refused_weights([BYTES], [BLOCKS], block_size=0),
