@@ -58,7 +58,6 @@ BLOCKS = {
 }
 _SHORTEST_PIECE = 8  # chunks
 _MOST_PIECES = 32  # in all, where there are no more segments
-_MOST_TOTALS = tl.constexpr(512)  # of a head, with pieces or without
 _FORGOTTEN = tl.constexpr(104.0)  # exp(-104) is 0 in float32, and times any number below 1e-6
 _KINDS = tl.constexpr(4096)  # tokens whose kinds are loaded at once
 
@@ -182,11 +181,7 @@ def _walk_kernel(
             state = tl.load(initial + head.to(tl.int64) * K * V + offsets, valid, other=0.0)
             state = state.to(tl.float32)
         if totals is not None:
-            # From the last piece on that leaves nothing of what was before it.
-            before, piece = part * pieces, tl.arange(0, _MOST_TOTALS)
-            piece_decay = tl.load(decays + piece * heads + head, piece < before, other=1.0)
-            first = tl.max(tl.where(piece_decay == 0, piece, 0), 0)
-            for s in tl.range(first, before, num_stages=3):
+            for s in tl.range(part * pieces, num_stages=3):
                 line = s * heads + head
                 total = tl.load(totals + line.to(tl.int64) * K * V + offsets, valid, other=0.0)
                 state = tl.load(decays + line) * state + total
