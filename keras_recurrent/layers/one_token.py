@@ -122,8 +122,8 @@ def linear(x, layers, norm=None, gate=None, residual=None):
         )
     x = x if norm is None else norm(x)
     if gate is not None:
-        x = gated_linear_unit(layers[0](x), layers[1](x), activation=gate)
-        layers = layers[2:]
+        to_gate, to_up, *layers = layers
+        x = gated_linear_unit(_map(to_gate, x), _map(to_up, x), activation=gate)
     outputs = [_map(dense, x) for dense in layers] or [x]
     return outputs if residual is None else [outputs[0] + residual]
 

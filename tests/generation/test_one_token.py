@@ -109,6 +109,17 @@ def test_maps_of_rows(rows, dtype):
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("rows", [3, 20])
+def test_gated_maps_of_rows(rows):
+    x = keras.random.normal((rows, 8), seed=0)
+    maps = [Dense(8, bias_initializer="normal") for _ in range(2)]
+    expected = ops.silu(maps[0](x)) * maps[1](x) + x
+    with torch.no_grad(), keras_recurrent.implementation("triton"):
+        (found,) = one_token.linear(x, maps, gate="silu", residual=x)
+    found, expected = map(ops.convert_to_numpy, (found, expected))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+
+
 # {name: (what is quantized by, the embedding's arguments, the number of rows, whether it is fused)}
 LOGITS = {
     "int8": (Int8QuantizationConfig(), {}, 1, True),
