@@ -19,6 +19,7 @@ from keras_recurrent.backends.triton._quantized_row import (
     bytes_of_row,
     four_numbers,
     permuted,
+    words_at,
 )
 
 CHANNELS_OF_A_WARP = 64  # in a step, 16 of each thread; where ACROSS is 4, twice as many
@@ -30,37 +31,12 @@ _SIXTEENS = tl.constexpr(0x10101010)
 
 @triton.jit
 def _weight_words(pointer, WORDS: tl.constexpr):
-    """One, two or four words at an address that is a multiple of their size.
+    """Words of weights, which are read once.
 
-    Of weights, which are read once. Through the read-only cache (ld.global.nc), the assembler would
-    move loads behind the wait for the launch before.
+    Through the read-only cache (ld.global.nc), the assembler would move loads behind the wait for
+    the launch before.
     """
-    LOAD: tl.constexpr = "ld.global.L1::no_allocate.L2::128B"
-    if WORDS == 1:
-        found = (
-            tl.inline_asm_elementwise(
-                LOAD + ".b32 $0, [$1];", "=r,l", [pointer], dtype=tl.int32, is_pure=False, pack=1
-            ),
-        )
-    elif WORDS == 2:
-        found = tl.inline_asm_elementwise(
-            LOAD + ".v2.b32 {$0, $1}, [$2];",
-            "=r,=r,l",
-            [pointer],
-            dtype=(tl.int32, tl.int32),
-            is_pure=False,
-            pack=1,
-        )
-    else:
-        found = tl.inline_asm_elementwise(
-            LOAD + ".v4.b32 {$0, $1, $2, $3}, [$4];",
-            "=r,=r,=r,=r,l",
-            [pointer],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-            is_pure=False,
-            pack=1,
-        )
-    return found
+    return words_at(pointer, WORDS, "ld.global.L1::no_allocate.L2::128B")
 
 
 @triton.jit

@@ -109,30 +109,46 @@ def integers(
 
 
 @triton.jit
+def words_at(pointer, WORDS: tl.constexpr, LOAD: tl.constexpr):
+    """One, two or four words at an address that is a multiple of their size, by an instruction."""
+    if WORDS == 1:
+        found = (
+            tl.inline_asm_elementwise(
+                LOAD + ".b32 $0, [$1];", "=r,l", [pointer], dtype=tl.int32, is_pure=False, pack=1
+            ),
+        )
+    elif WORDS == 2:
+        found = tl.inline_asm_elementwise(
+            LOAD + ".v2.b32 {$0, $1}, [$2];",
+            "=r,=r,l",
+            [pointer],
+            dtype=(tl.int32, tl.int32),
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        found = tl.inline_asm_elementwise(
+            LOAD + ".v4.b32 {$0, $1, $2, $3}, [$4];",
+            "=r,=r,=r,=r,l",
+            [pointer],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=False,
+            pack=1,
+        )
+    return found
+
+
+@triton.jit
 def four_numbers(tensor, place, K: tl.constexpr, WHOLE: tl.constexpr):
     """Four numbers that follow one another, float32; 0 behind the K-th."""
     found = ()
     if WHOLE:
         first = tensor + tl.minimum(place, K - 4)
         if tensor.dtype.element_ty == tl.bfloat16:
-            a, b = tl.inline_asm_elementwise(
-                "ld.global.v2.b32 {$0, $1}, [$2];",
-                "=r,=r,l",
-                [first],
-                dtype=(tl.int32, tl.int32),
-                is_pure=False,
-                pack=1,
-            )
+            a, b = words_at(first, 2, "ld.global")
             words = a << 16, a & _UPPER_SHORT, b << 16, b & _UPPER_SHORT
         else:
-            words = tl.inline_asm_elementwise(
-                "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];",
-                "=r,=r,=r,=r,l",
-                [first],
-                dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-                is_pure=False,
-                pack=1,
-            )
+            words = words_at(first, 4, "ld.global")
         for i in tl.static_range(4):
             number = words[i].to(tl.float32, bitcast=True)
             found = found + (tl.where(place < K, number, 0.0),)

@@ -26,24 +26,7 @@ def tile(channels, widths, bits, gate, limbs):
     across, words = next((of for of in _TILES[bits] if programs(of) >= _PROGRAMS), _TILES[bits][-1])
     # So that two programs fit the registers of a multiprocessor.
     depth = 1 if words == 4 or (gate and limbs > 1) else 2
-    return constants(channels, widths, bits, across, words, _warps(channels, across), depth)
-
-
-def _warps(channels, across):
-    warps = _WARPS
-    while warps < _MOST_WARPS and triton.cdiv(channels, span(warps, across)) > _MOST_STEPS:
-        warps *= 2
-    while warps > 1 and span(warps // 2, across) >= channels:
-        warps //= 2
-    return warps
-
-
-def span(warps, across):
-    """The channels of a step of a program."""
-    return warps * 8 // across * CHANNELS_OF_A_WARP
-
-
-def constants(channels, widths, bits, across, words, warps, depth):
+    warps = _warps(channels, across)
     return {
         **dict(zip(("K", "N", "N_2", "N_3"), (channels, *widths), strict=True)),
         "ROW": triton.next_power_of_2(channels),
@@ -52,6 +35,20 @@ def constants(channels, widths, bits, across, words, warps, depth):
         "ACROSS": across,
         "WORDS": words,
         "DEPTH": depth,
-        "STEPS": triton.cdiv(channels, span(warps, across)),
+        "STEPS": triton.cdiv(channels, _span(warps, across)),
         "num_warps": warps,
     }
+
+
+def _warps(channels, across):
+    warps = _WARPS
+    while warps < _MOST_WARPS and triton.cdiv(channels, _span(warps, across)) > _MOST_STEPS:
+        warps *= 2
+    while warps > 1 and _span(warps // 2, across) >= channels:
+        warps //= 2
+    return warps
+
+
+def _span(warps, across):
+    """The channels of a step of a program."""
+    return warps * 8 // across * CHANNELS_OF_A_WARP

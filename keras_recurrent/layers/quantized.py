@@ -21,9 +21,9 @@ def because_of(layer):
     mode, name = layer.quantization_mode, f"`{layer.name}`"
     if mode not in BITS:
         return f"{name} is quantized ({mode}), for which there is no fused operation"
-    quantizer = layer.inputs_quantizer
-    if quantizer is not None and not _is_plain(quantizer):
-        return f"{name} quantizes its inputs by another than Keras's AbsMaxQuantizer as it is"
+    reason = _because_of_quantizer(layer)
+    if reason is not None:
+        return reason
     if layer.units * BITS[mode] % 32:
         return f"{name} has {layer.units} columns, no multiple of {32 // BITS[mode]} as for {mode}"
     size = block_size(layer)
@@ -69,11 +69,12 @@ def weights(layers):
 
 def because_of_logits(layer):
     """Why no fused operation makes a row's logits by a quantized embedding; None if one does."""
-    quantizer, name = layer.inputs_quantizer, f"`{layer.name}`"
+    name = f"`{layer.name}`"
     if layer.quantization_mode != "int8" or layer.tie_weights:
         return f"{name} makes logits by a matrix that is tied, or packed along channels"
-    if quantizer is not None and (not _is_plain(quantizer) or quantizer.axis not in (None, (-1,))):
-        return f"{name} quantizes its inputs by another than Keras's AbsMaxQuantizer as it is"
+    reason = _because_of_quantizer(layer, axes=(None, (-1,)))
+    if reason is not None:
+        return reason
     if layer.input_dim % 4:
         return f"{name} has {layer.input_dim} columns, no multiple of 4"
     return None
@@ -94,6 +95,17 @@ def _kind(layer):
     if mode is None:
         return None
     return mode, block_size(layer), layer.inputs_quantizer is not None
+
+
+def _because_of_quantizer(layer, axes=None):
+    """Why a fused step does not quantize a layer's rows; None if it does, or nobody does.
+
+    axes: those that the quantizer may have; None: any, since the layer passes one at each call.
+    """
+    quantizer = layer.inputs_quantizer
+    if quantizer is None or (_is_plain(quantizer) and (axes is None or quantizer.axis in axes)):
+        return None
+    return f"`{layer.name}` quantizes its inputs by another than Keras's AbsMaxQuantizer as it is"
 
 
 def _is_plain(quantizer):
