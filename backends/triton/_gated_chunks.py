@@ -92,12 +92,13 @@ def attend_kernel(
 
 @triton.jit
 def add_pair_gradients(
-    d_query, d_key, d_log_decay, d_weights, query, key, log_decay, row, LEVELS: tl.constexpr,
-    SHORT: tl.constexpr, PARTS: tl.constexpr, GAIN_PARTS: tl.constexpr,
+    d_query, d_key, d_log_decay, d_weights, query, key, log_decay, row, document,
+    LEVELS: tl.constexpr, SHORT: tl.constexpr, PARTS: tl.constexpr, GAIN_PARTS: tl.constexpr,
 ):  # fmt: skip
     """The gradients of some channels' q, k and log f, plus those by way of pairs of tokens.
 
     d_weights: the gradients of the pairs' weights, at [later token, earlier token] and transposed.
+    document: the number of each token's document; None: there is one.
     """
     d_diagonal = tl.sum(tl.where(row[:, None] == row[None, :], d_weights, 0.0), 1)[:, None]
     one = ones(d_weights)
@@ -111,17 +112,22 @@ def add_pair_gradients(
         key_decay = exp_of_decays(-from_reference, False)
         in_block = in_same_block(row, first_level)
         zeros = tl.zeros_like(query)
+        # Both gains take the rounded operands, so that pairs of two later tokens cancel.
+        query_y = operand(query * query_decay, True)
+        key_y = operand(key * key_decay, True)
         pairs = tl.where(in_block & (row[:, None] > row[None, :]), d_weights, 0.0)
-        d_y = product(pairs, key * key_decay, zeros, True) * query_decay
-        d_query += d_y
-        gain = query * d_y
+        d_y = product(pairs, key_y, zeros, True)
+        d_query += d_y * query_decay
+        gain = query_y * d_y
         pairs = tl.where(in_block & (row[:, None] < row[None, :]), d_weights, 0.0)
-        d_y = product(pairs, query * query_decay, zeros, True) * key_decay
-        d_key += d_y
-        gain -= key * d_y
+        d_y = product(pairs, query_y, zeros, True)
+        d_key += d_y * key_decay
+        gain -= key_y * d_y
         # Pairs of two tokens behind this one cancel, and pairs of an earlier and a later one stay.
-        takers = as_matrix(in_block & (row[:, None] <= row[None, :]), one)
-        d_log_decay += sum_rows(takers, gain, GAIN_PARTS + 1)
+        takers = in_block & (row[:, None] <= row[None, :])
+        if document is not None:
+            takers &= document[:, None] == document[None, :]
+        d_log_decay += sum_rows(as_matrix(takers, one), gain, GAIN_PARTS + 1)
     for level in range(first_level, LEVELS):
         right = in_right_half(row, level)[:, None]
         span = span_matrix(row, level, one)
@@ -191,6 +197,7 @@ def gradient_kernel(
         d_key = product(value, tl.trans(d_state), d_key, SHORT)
         d_chunk_decay += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1)
     d_weights = tl.where(row[:, None] >= row[None, :], d_lower, d_upper)
+    document = None
     if token_kind is not None:
         document, last_document = count_documents(starts)
         d_weights = tl.where(document[:, None] == document[None, :], d_weights, 0.0)
@@ -213,8 +220,8 @@ def gradient_kernel(
     d_log_decay += sum_rows(takers, key * d_key, GAIN_PARTS)
     d_log_decay += d_chunk_decay[None, :]
     d_query, d_key, d_log_decay = add_pair_gradients(
-        d_query, d_key, d_log_decay, d_weights, query, key, log_decay, row, LEVELS, SHORT, PARTS,
-        GAIN_PARTS,
+        d_query, d_key, d_log_decay, d_weights, query, key, log_decay, row, document, LEVELS, SHORT,
+        PARTS, GAIN_PARTS,
     )  # fmt: skip
 
     if token_kind is not None:

@@ -208,6 +208,7 @@ def flagged_kernel(
             own = tl.where(later, gradient, value)
             d_across = product(own, tl.trans(across), d_across, True)
         d_weights = tl.where(row[:, None] >= row[None, :], d_lower, d_upper)
+        document = None
         if token_kind is not None:
             document, last_document = count_documents(starts)
             d_weights = tl.where(document[:, None] == document[None, :], d_weights, 0.0)
@@ -237,8 +238,8 @@ def flagged_kernel(
         takers = as_matrix(tl.where(later, forth, back), one)
         d_log_decay = sum_rows(takers, tl.where(later, query, key) * d_y, 1)
         d_query, d_key, d_log_decay = add_pair_gradients(
-            d_query, d_key, d_log_decay, d_weights, query, key, log_decay, row, LEVELS, True,
-            PARTS, 1,
+            d_query, d_key, d_log_decay, d_weights, query, key, log_decay, row, document, LEVELS,
+            True, PARTS, 1,
         )  # fmt: skip
 
         if token_kind is not None:

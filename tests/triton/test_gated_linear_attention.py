@@ -170,6 +170,29 @@ def test_documents_across_the_halves_of_chunks(starts):
     judge.check(OPERATION, "triton", drawn)
 
 
+@pytest.mark.parametrize("channels", [16, 160])  # 160: by the kernel of 32 tokens
+@pytest.mark.parametrize("place", [20, 40, 70])
+def test_what_later_documents_gain_stays_there(place, channels):
+    """Decays of a document whose output is not used have gradients of 0, not rounding errors."""
+    drawn = drawn_with(np.full(128, -0.05), Case(1, 128, channels, "bfloat16", "float32"))
+    drawn.d_output[:, :place] = 0
+    kind = np.full((1, 128), GOES_ON, "int8")
+    kind[:, place] = STARTS
+    found = judge.run(OPERATION, "triton", drawn._replace(token_kind=kind))
+    assert not np.any(found["gradient of log_f"][:, :place])
+    drawn.tensors["log_f"][:, place] = -np.inf
+    found = judge.run(OPERATION, "triton", drawn)["gradient of log_f"]
+    assert np.abs(found[:, :place]).max() < 3e-5 * np.abs(found).max()
+
+
+@pytest.mark.parametrize("mean", [-1.5, -3])
+def test_gradients_of_fast_decays_are_no_worse_than_operands(mean):
+    drawn = drawn_with(np.full(128, mean), Case(1, 128, 32, "bfloat16", "float32"))
+    found = judge.run(OPERATION, "triton", drawn)["gradient of log_f"]
+    truth = judge.reference(OPERATION, drawn, "float64")["gradient of log_f"]
+    assert np.sqrt(np.mean((found - truth) ** 2)) < 4e-3 * np.sqrt(np.mean(truth**2))
+
+
 def test_few_tokens_of_fast_decays_in_one_chunk():
     """Gradients of logarithms are small here, beside what keys and their gradients make."""
     log_f = np.full(5, LOWEST / 5 * 0.99)
