@@ -1,5 +1,7 @@
 """The keys, values and queries of attention, with the real tokens of each row in front."""
 
+import functools
+
 import torch
 
 from keras_recurrent.backends.constants import PADDING, STARTS
@@ -67,22 +69,30 @@ class Row:
         # A window of at least the row's length excludes no key.
         self.window = window if window and window < self.kept + self.length else None
         self.token_kind, self.order, self.nth = token_kind, None, None
-        count, start = (
-            torch.full_like(self.position, self.length),
-            torch.full_like(self.position, -1),
-        )
+        self.count, self.start = self.length, None  # of real tokens; of the last document
         if token_kind is not None:
             real = token_kind != PADDING
             place = torch.arange(self.length, device=q.device)
             nth = self.nth = real.cumsum(1) - 1
-            count = nth[:, -1] + 1
+            self.count = nth[:, -1] + 1
             # Padding is moved behind the real tokens, so that this is a permutation.
-            self.place = torch.where(real, nth, count[:, None] + place - 1 - nth)
+            self.place = torch.where(real, nth, self.count[:, None] + place - 1 - nth)
             self.order = torch.empty_like(self.place).scatter_(1, self.place, place.expand_as(nth))
-            self.filled, self.real = place < count[:, None], real
-            start = torch.where(token_kind == STARTS, nth, -1).amax(1)
-        self.end = self.kept + count
-        self.next_position = torch.where(start < 0, self.position + count, count - start)
+            self.filled, self.real = place < self.count[:, None], real
+            self.start = torch.where(token_kind == STARTS, nth, -1).amax(1)
+
+    @functools.cached_property
+    def end(self):
+        """The index in the row of keys behind the last token, int64 [B]."""
+        return torch.zeros_like(self.position) + (self.kept + self.count)
+
+    @functools.cached_property
+    def next_position(self):
+        """The position in its document of the next token to come, int64 [B]."""
+        position = self.position + self.count
+        if self.start is None:
+            return position
+        return torch.where(self.start < 0, position, self.count - self.start)
 
     def documents(self):
         """Numbers of the documents of queries and of keys, -1 where there is no key.

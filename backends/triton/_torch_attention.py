@@ -70,8 +70,8 @@ def _(q, k, v, key, value, position, token_kind, window, capacity):
 )
 def _backward(
     d_output: Tensor,
-    d_key: Tensor,
-    d_value: Tensor,
+    d_key: Tensor | None,
+    d_value: Tensor | None,
     output: Tensor,
     rest: Tensor,
     origin: Tensor,
@@ -99,8 +99,7 @@ def _backward(
             keys,
             values,
             visible,
-            row.next_position.int(),
-            row.end.int(),
+            *((None, None) if d_key is None else (row.next_position.int(), row.end.int())),
         )
     return d_q, *row.gradients(d_rows)
 
@@ -116,16 +115,24 @@ def _(d_output, d_key, d_value, output, rest, origin, total, q, k, v, key, *opti
 
 
 def _save(ctx, inputs, output):
-    *tensors, ctx.window, _ = inputs
+    *tensors, ctx.window, ctx.capacity = inputs
     _, _, _, position, *kept = output
     ctx.mark_non_differentiable(position, *kept)
     ctx.save_for_backward(output[0], *kept, *tensors)
+    ctx.set_materialize_grads(False)  # nobody reads zeros for a state that is not used
 
 
 def _gradients(ctx, d_output, d_key, d_value, *_):
     saved = ctx.saved_tensors  # read once: each time, a checkpoint recomputes it
+    output, (k, v, key) = saved[0], saved[5:8]
+    d_output = torch.zeros_like(output) if d_output is None else d_output
+    if d_key is not None or d_value is not None:
+        d_key, d_value = (
+            x.new_zeros(x.shape[0], ctx.capacity, *x.shape[2:]) if d is None else d
+            for d, x in ((d_key, k), (d_value, v))
+        )
     d_q, d_k, d_v, *d_state = _backward(d_output, d_key, d_value, *saved, ctx.window)
-    if saved[7] is None:  # no initial state
+    if key is None:  # no initial state
         d_state = None, None
     return d_q, d_k, d_v, *d_state, None, None, None, None
 

@@ -227,6 +227,22 @@ def test_layouts_in_memory_do_not_matter(operation):
         torch.testing.assert_close(result, e, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("used", ["output", "key", "value"])
+def test_gradients_of_one_result_of_attention(used):
+    """Nothing is computed for results that are not used, and the others' gradients are the same."""
+    found = []
+    for implementation in ("triton", "torch"):
+        tensors = arguments("sliding_window_attention", 40)
+        leaves = [x.requires_grad_() for x in tensors.values()]
+        output, state = ops.sliding_window_attention(
+            **tensors, sliding_window=9, implementation=implementation
+        )
+        result = {"output": output, **state}[used]
+        found.append(torch.autograd.grad((result * result).sum(), leaves))
+    for ours, plain in zip(*found, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.skipif(not ON_GPU, reason="programs run at the same time on a GPU only")
 @every_operation
 def test_the_same_bits_again(operation):
