@@ -315,7 +315,10 @@ def _gradients_of_rows(
             gradients = gradients + (gradient,)
             tokens = tokens + (t,)
     values, documents = values[BEFORE:], documents[BEFORE:]
-    for step in range(STEPS):
+    num_steps = STEPS
+    if not INSIDE:  # those of the last tile may end early
+        num_steps = tl.minimum(STEPS, tl.cdiv(T - tl.min(begin), ROWS))
+    for step in range(num_steps):
         for j in tl.static_range(ROWS):
             i = step * ROWS + j + W - 1
             place = _place(begin, origin, i, T, D, d, token_at, document_at, INSIDE)
