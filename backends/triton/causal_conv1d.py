@@ -96,14 +96,29 @@ def _locate_program(T, D, BLOCK_D: tl.constexpr, TILE: tl.constexpr, W: tl.const
 
 
 @triton.jit
-def _token_and_document(position, T, token_at, document_at):
-    """The token and the document at each position of a row, to which the pointers point."""
+def _offsets(origin, i, t, D, d, token_at):
+    """The offsets of tokens t, which are i behind those at `origin` where positions are tokens."""
+    if token_at is None:
+        offsets = origin + i * D
+    else:
+        offsets = t.to(tl.int64) * D + d
+    return offsets
+
+
+@triton.jit
+def _place(begin, origin, i, T, D, d, token_at, document_at, INSIDE: tl.constexpr):
+    """The positions i behind `begin`, their tokens and documents, and the offsets of the tokens.
+
+    token_at, document_at: pointers to those of a row.
+    """
+    position = begin + i
     t, document = position, position * 0
     if token_at is not None:
-        valid = (position >= 0) & (position < T)
-        t = tl.load(token_at + position, valid, other=0)
-        document = tl.load(document_at + position, valid, other=0)
-    return t, document
+        valid = None if INSIDE else (position >= 0) & (position < T)
+        other = None if INSIDE else 0
+        t = tl.load(token_at + position, valid, other)
+        document = tl.load(document_at + position, valid, other)
+    return position, t, document, _offsets(origin, i, t, D, d, token_at)
 
 
 @triton.jit
@@ -128,14 +143,16 @@ def _parameters(kernel, bias, d, D, W: tl.constexpr):
 
 
 @triton.jit
-def _input(x, initial, position, offsets, num_real, d, D, W: tl.constexpr):
+def _input(x, initial, position, offsets, num_real, d, D, W: tl.constexpr, INSIDE: tl.constexpr):
     """The input at each position: 0 before the state, and after the last real token.
 
-    x, initial: pointers to the row's inputs and state.
+    x, initial: pointers to the row's inputs and state. INSIDE: all positions are real tokens.
     """
-    real = (position >= 0) & (position < num_real)
-    value = tl.load(x + offsets, real & (d < D), other=0.0).to(tl.float32)
-    if initial is not None:
+    real = d < D
+    if not INSIDE:
+        real &= (position >= 0) & (position < num_real)
+    value = tl.load(x + offsets, real, other=0.0).to(tl.float32)
+    if not INSIDE and initial is not None:
         in_state = (position < 0) & (position > -W) & (d < D)
         value += tl.load(initial + ((position + W - 1) * D + d), in_state, other=0.0)
     return value
@@ -151,6 +168,29 @@ def _filtered(values, documents, weights, bias_value, token_at, W: tl.constexpr)
             tap = tl.where(documents[-1 - k] == documents[-1], tap, 0.0)
         total += weights[k].to(tl.float32) * tap
     return total
+
+
+@triton.jit
+def _gradient(
+    dy,
+    z,
+    position,
+    offsets,
+    num_real,
+    d_valid,
+    SILU: tl.constexpr,
+    FINE: tl.constexpr,
+    INSIDE: tl.constexpr,
+):
+    """The gradient of the filter's results z; 0 behind the last real token and before the first."""
+    valid = d_valid
+    if not INSIDE:
+        valid = d_valid & (position >= 0) & (position < num_real)
+    gradient = tl.load(dy + offsets, valid, other=0.0).to(tl.float32)
+    if SILU:
+        s, not_s = sigmoid(z, FINE)
+        gradient *= s * (1.0 + z * not_s)
+    return gradient
 
 
 @triton.jit
@@ -188,6 +228,7 @@ def _forward_kernel(
     num_real, last_document = _row_sizes(b, T, real_counts, start_counts)
     tile_begin = tile * (GROUPS * ROWS) - (W - 1)
     begin = tile_begin + tl.arange(0, GROUPS)[:, None] * ROWS
+    origin = begin.to(tl.int64) * D + d
 
     weights, bias_value = _parameters(kernel, bias, d, D, W)
 
@@ -195,10 +236,9 @@ def _forward_kernel(
     tokens = ()
     documents = ()
     for j in tl.static_range(ROWS + W - 1):
-        position = begin + j - (W - 1)
-        t, document = _token_and_document(position, T, token_at, document_at)
-        offsets = t.to(tl.int64) * D + d
-        values = values + (_input(x, initial, position, offsets, num_real, d, D, W),)
+        place = _place(begin, origin, j - (W - 1), T, D, d, token_at, document_at, False)
+        position, t, document, offsets = place
+        values = values + (_input(x, initial, position, offsets, num_real, d, D, W, False),)
         tokens = tokens + (t,)
         documents = documents + (document,)
     # The compiler moves no load ahead of a store: all loads come first.
@@ -207,13 +247,121 @@ def _forward_kernel(
         total = _filtered(values[j : j + W], documents[j : j + W], weights, bias_value, token_at, W)
         if SILU:
             total *= sigmoid(total, FINE)[0]
-        offsets = tokens[j + W - 1].to(tl.int64) * D + d
+        offsets = _offsets(origin, j, tokens[j + W - 1], D, d, token_at)
         tl.store(y + offsets, total, (position >= 0) & (position < T) & d_valid)
         if tile_begin + GROUPS * ROWS > num_real - (W - 1):
             slot = position - num_real + W - 1
             in_state = (slot >= 0) & (slot < W - 1) & d_valid
             value = tl.where(documents[j + W - 1] == last_document, values[j + W - 1], 0.0)
             tl.store(final + (slot * D + d), value, in_state)
+
+
+@triton.jit
+def _gradients_of_rows(
+    dy,
+    d_final,
+    x,
+    kernel,
+    bias,
+    initial,
+    token_at,
+    document_at,
+    num_real,
+    last_document,
+    dx,
+    d_parameters,
+    d_initial,
+    begin,
+    d,
+    T,
+    D,
+    W: tl.constexpr,
+    SILU: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEPS: tl.constexpr,
+    INSIDE: tl.constexpr,
+):
+    """Goes through STEPS * ROWS positions from `begin` [GROUPS, 1] on; pointers are those of a row.
+
+    INSIDE: all positions that are read are those of real tokens, none of whose inputs is in the
+    final state.
+    """
+    FINE: tl.constexpr = x.dtype.element_ty == tl.float32
+    BEFORE: tl.constexpr = W - 1 if SILU else 0  # inputs that the first z needs
+    d_valid = d < D
+    origin = begin.to(tl.int64) * D + d
+    weights, bias_value = _parameters(kernel, bias, d, D, W)
+    sums = ()
+    for _ in tl.static_range(W):
+        sums = sums + (tl.zeros((GROUPS, BLOCK_D), tl.float32),)
+    d_bias = tl.zeros((GROUPS, BLOCK_D), tl.float32)
+
+    values = ()
+    gradients = ()
+    tokens = ()
+    documents = ()
+    for j in tl.static_range(BEFORE + W - 1):
+        place = _place(begin, origin, j - BEFORE, T, D, d, token_at, document_at, INSIDE)
+        position, t, document, offsets = place
+        values = values + (_input(x, initial, position, offsets, num_real, d, D, W, INSIDE),)
+        documents = documents + (document,)
+        if j >= BEFORE:
+            z = bias_value
+            if SILU:
+                z = _filtered(values, documents, weights, bias_value, token_at, W)
+            gradient = _gradient(dy, z, position, offsets, num_real, d_valid, SILU, FINE, INSIDE)
+            gradients = gradients + (gradient,)
+            tokens = tokens + (t,)
+    values, documents = values[BEFORE:], documents[BEFORE:]
+    num_steps = STEPS
+    if not INSIDE:  # those of the last tile may end early
+        num_steps = tl.minimum(STEPS, tl.cdiv(T - tl.min(begin), ROWS))
+    for step in range(num_steps):
+        for j in tl.static_range(ROWS):
+            i = step * ROWS + j + W - 1
+            place = _place(begin, origin, i, T, D, d, token_at, document_at, INSIDE)
+            position, t, document, offsets = place
+            values = values + (_input(x, initial, position, offsets, num_real, d, D, W, INSIDE),)
+            documents = documents + (document,)
+            z = bias_value
+            if SILU:
+                z = _filtered(values, documents, weights, bias_value, token_at, W)
+            gradient = _gradient(dy, z, position, offsets, num_real, d_valid, SILU, FINE, INSIDE)
+            gradients = gradients + (gradient,)
+            tokens = tokens + (t,)
+        # The compiler moves no load ahead of a store: all loads of a step come first.
+        for j in tl.static_range(ROWS):
+            i = step * ROWS + j
+            position = begin + i
+            d_value = tl.zeros((GROUPS, BLOCK_D), tl.float32)
+            if not INSIDE:
+                slot = position - num_real + W - 1
+                in_state = (slot >= 0) & (slot < W - 1) & (documents[j] == last_document) & d_valid
+                d_value = tl.load(d_final + (slot * D + d), in_state, other=0.0)
+            new_sums = ()
+            for k in tl.static_range(W):
+                gradient = gradients[j + k]
+                if token_at is not None:
+                    gradient = tl.where(documents[j + k] == documents[j], gradient, 0.0)
+                d_value += weights[k].to(tl.float32) * gradient
+                new_sums = new_sums + (sums[k] + values[j] * gradient,)
+            sums = new_sums
+            d_bias += gradients[j]
+            offsets = _offsets(origin, i, tokens[j], D, d, token_at)
+            if INSIDE:
+                tl.store(dx + offsets, d_value, d_valid)
+            else:
+                tl.store(dx + offsets, d_value, (position >= 0) & (position < T) & d_valid)
+                slot = position + W - 1
+                tl.store(d_initial + (slot * D + d), d_value, (position < 0) & d_valid)
+        values, gradients = values[ROWS:], gradients[ROWS:]
+        tokens, documents = tokens[ROWS:], documents[ROWS:]
+
+    for k in tl.static_range(W):
+        tl.store(d_parameters + (W - 1 - k) * D + d, tl.sum(sums[k], 0)[None, :], d_valid)
+    tl.store(d_parameters + W * D + d, tl.sum(d_bias, 0)[None, :], d_valid)
 
 
 @triton.jit
@@ -242,15 +390,12 @@ def _backward_kernel(
 ):
     """Stores dx and d_initial, and each program's sums of the gradients of kernel and bias.
 
-    A group of a tile goes through STEPS * ROWS positions; the first and the last of them overlap
-    with other groups, which own them.
+    A group of a tile goes through STEPS * ROWS positions, and reads the W - 1 behind them, too, and
+    for the gradient of an activation those before them.
     d_parameters: [B, tiles, W + 1, D], W lines for the kernel and one for the bias.
     """
-    FINE: tl.constexpr = x.dtype.element_ty == tl.float32
-    AHEAD: tl.constexpr = W - 1 if SILU else 0
-    OWN: tl.constexpr = STEPS * ROWS - AHEAD - (W - 1)  # positions whose dx the group stores
+    OWN: tl.constexpr = STEPS * ROWS  # positions whose dx a group stores
     tile, tiles, b, d = _locate_program(T, D, BLOCK_D, GROUPS * OWN, W)
-    d_valid = d < D
     row, state = b.to(tl.int64) * T, b.to(tl.int64) * (W - 1) * D
     x += row * D
     dy += row * D
@@ -262,76 +407,21 @@ def _backward_kernel(
     if token_at is not None:
         token_at += row
         document_at += row
+    d_parameters += (b.to(tl.int64) * tiles + tile) * (W + 1) * D
     num_real, last_document = _row_sizes(b, T, real_counts, start_counts)
 
-    weights, bias_value = _parameters(kernel, bias, d, D, W)
-    sums = ()
-    for _ in tl.static_range(W):
-        sums = sums + (tl.zeros((GROUPS, BLOCK_D), tl.float32),)
-    d_bias = tl.zeros((GROUPS, BLOCK_D), tl.float32)
-
-    begin = (tile * GROUPS + tl.arange(0, GROUPS)[:, None]) * OWN - (W - 1)
-    end = (tile + 1) * (GROUPS * OWN) - (W - 1)
-    values = ()
-    gradients = ()
-    tokens = ()
-    documents = ()
-    for _ in tl.static_range(W - 1):
-        values = values + (tl.zeros((GROUPS, BLOCK_D), tl.float32),)
-        gradients = gradients + (tl.zeros((GROUPS, BLOCK_D), tl.float32),)
-        tokens = tokens + (begin * 0,)
-        documents = documents + (begin * 0,)
-    for step in range(STEPS):
-        for j in tl.static_range(ROWS):
-            i = step * ROWS + j
-            position = begin + i - AHEAD
-            t, document = _token_and_document(position, T, token_at, document_at)
-            offsets = t.to(tl.int64) * D + d
-            values = values + (_input(x, initial, position, offsets, num_real, d, D, W),)
-            tokens = tokens + (t,)
-            documents = documents + (document,)
-            valid = (i >= AHEAD) & (position >= 0) & (position < num_real) & d_valid
-            gradient = tl.load(dy + offsets, valid, other=0.0).to(tl.float32)
-            if SILU:
-                z = _filtered(values, documents, weights, bias_value, token_at, W)
-                s, not_s = sigmoid(z, FINE)
-                gradient *= s * (1.0 + z * not_s)
-            gradients = gradients + (gradient,)
-        # The compiler moves no load ahead of a store: all loads of a step come first.
-        for j in tl.static_range(ROWS):
-            i = step * ROWS + j - (W - 1)
-            position = begin + i - AHEAD
-            offsets = tokens[j].to(tl.int64) * D + d
-            value = tl.where(i >= AHEAD, values[j], 0.0)
-            d_value = tl.zeros((GROUPS, BLOCK_D), tl.float32)
-            if end > num_real - (W - 1):
-                slot = position - num_real + W - 1
-                in_state = (slot >= 0) & (slot < W - 1) & (documents[j] == last_document) & d_valid
-                d_value = tl.load(d_final + (slot * D + d), in_state, other=0.0)
-            new_sums = ()
-            for k in tl.static_range(W):
-                gradient = gradients[j + k]
-                if token_at is not None:
-                    gradient = tl.where(documents[j + k] == documents[j], gradient, 0.0)
-                d_value += weights[k].to(tl.float32) * gradient
-                new_sums = new_sums + (sums[k] + value * gradient,)
-            sums = new_sums
-            d_bias += gradients[j]
-            own_position = (i >= AHEAD) & d_valid
-            tl.store(dx + offsets, d_value, own_position & (position >= 0) & (position < T))
-            if tile == 0:
-                tl.store(
-                    d_initial + ((position + W - 1) * D + d),
-                    d_value,
-                    own_position & (position < 0),
-                )
-        values, gradients = values[ROWS:], gradients[ROWS:]
-        tokens, documents = tokens[ROWS:], documents[ROWS:]
-
-    line = (b.to(tl.int64) * tiles + tile) * (W + 1)
-    for k in tl.static_range(W):
-        tl.store(d_parameters + (line + W - 1 - k) * D + d, tl.sum(sums[k], 0)[None, :], d_valid)
-    tl.store(d_parameters + (line + W) * D + d, tl.sum(d_bias, 0)[None, :], d_valid)
+    first = tile * (GROUPS * OWN) - (W - 1)
+    begin = first + tl.arange(0, GROUPS)[:, None] * OWN
+    given = dy, d_final, x, kernel, bias, initial, token_at, document_at, num_real, last_document
+    results = dx, d_parameters, d_initial
+    if (first >= W - 1) & (first + GROUPS * OWN + W - 1 <= num_real):
+        _gradients_of_rows(
+            *given, *results, begin, d, T, D, W, SILU, BLOCK_D, GROUPS, ROWS, STEPS, True
+        )
+    else:
+        _gradients_of_rows(
+            *given, *results, begin, d, T, D, W, SILU, BLOCK_D, GROUPS, ROWS, STEPS, False
+        )
 
 
 def _positions(token_kind):
@@ -380,16 +470,13 @@ def backward(
 ):  # fmt: skip
     batch, length, width = x.shape
     taps, silu = kernel.shape[0], activation == "silu"
-    overlap = (taps - 1) * (2 if silu else 1)  # positions of other groups that a group goes through
     tensors = dy, d_final, x, kernel, bias, initial_state
     inputs = *tensors, *_positions(token_kind)
 
     def launch(tile):
         tile = tile.fitted(length + taps - 1, width)
         steps = min(_STEPS, triton.next_power_of_2(triton.cdiv(length + taps - 1, tile.tokens)))
-        steps += triton.cdiv(overlap, tile.ROWS)
-        own = tile.GROUPS * (steps * tile.ROWS - overlap)
-        tiles = triton.cdiv(length + taps - 1, own)
+        tiles = triton.cdiv(length + taps - 1, tile.tokens * steps)
         programs = batch * tiles * triton.cdiv(width, tile.BLOCK_D)
         sums = Array((batch * tiles, taps + 1, width), "float32")
         outputs = like(x), sums, like(d_final)

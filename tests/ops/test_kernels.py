@@ -236,6 +236,11 @@ def test_gradients_of_output_and_state_that_all_but_cancel(operation):
     check(operation, PLAIN, drawn)
 
 
+@every_implementation("causal_conv1d")
+def test_rows_longer_than_several_programs_go_through(implementation):
+    check("causal_conv1d", implementation, draw("causal_conv1d", Case(2, 900, 20, kinds=True)))
+
+
 def test_gradients_that_are_sums_over_many_tokens():
     """They lose fewer than four units in the last place, where adding one by one loses hundreds."""
     drawn = draw("causal_conv1d", Case(1, 5000, 3, activation=None))

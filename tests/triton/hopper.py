@@ -66,7 +66,7 @@ INTEGERS += ("first_key", "last_key", "first_query", "query_end", "position", "e
 
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
-CONV = {"W": 4, "SILU": False, "STEPS": 10}
+CONV = {"W": 4, "SILU": False, "STEPS": 8}
 SILU = {**CONV, "SILU": True}
 # Heads of 128 channels, as in hgrn2_1b and tnl_1b: bfloat16, and log f in float32.
 CHUNKS = {"CHUNK": 64, "SHORT": True, "REVERSE": False}
