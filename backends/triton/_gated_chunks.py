@@ -124,10 +124,10 @@ def add_pair_gradients(
         d_key += d_y * key_decay
         gain -= key_y * d_y
         # Pairs of two tokens behind this one cancel, and pairs of an earlier and a later one stay.
-        takers = in_block & (row[:, None] <= row[None, :])
+        gains = in_block & (row[:, None] <= row[None, :])
         if document is not None:
-            takers &= document[:, None] == document[None, :]
-        d_log_decay += sum_rows(as_matrix(takers, one), gain, GAIN_PARTS + 1)
+            gains &= document[:, None] == document[None, :]
+        d_log_decay += sum_rows(as_matrix(gains, one), gain, GAIN_PARTS + 1)
     for level in range(first_level, LEVELS):
         right = in_right_half(row, level)[:, None]
         span = span_matrix(row, level, one)
