@@ -35,9 +35,13 @@ def device_ms(call, target_ms=30):
     stop.record()
     torch.cuda.synchronize()
     calls = max(1, min(20, int(target_ms / start.elapsed_time(stop))))
+    began = time.perf_counter()
+    call()
+    milliseconds = 1000 * (time.perf_counter() - began)  # until the host has launched it
+    torch.cuda.synchronize()
     found = []
     for _ in range(REPEATS):
-        torch.cuda._sleep(3_000_000 * calls)
+        torch.cuda._sleep(int(2_000_000 * (1 + 1.5 * milliseconds) * calls))  # cycles, 2 GHz
         start.record()
         for _ in range(calls):
             call()

@@ -57,7 +57,12 @@ class ChainTilings(NamedTuple):
 
     for_many_chains: tuple[Tiling, ...]
     for_few_chains: tuple[Tiling, ...]
+    for_some_chains: tuple[Tiling, ...] = ()  # empty: those for many
 
     def candidates(self, batch, width):
         chains = batch * triton.cdiv(width, self.for_many_chains[0].BLOCK_D)
-        return self.for_many_chains if chains >= _MANY_CHAINS else self.for_few_chains
+        if chains < _MANY_CHAINS:
+            return self.for_few_chains
+        if chains < 2 * _MANY_CHAINS and self.for_some_chains:
+            return self.for_some_chains
+        return self.for_many_chains

@@ -96,6 +96,21 @@ def _locate_program(T, D, BLOCK_D: tl.constexpr, TILE: tl.constexpr, W: tl.const
 
 
 @triton.jit
+def _token_and_document(position, T, token_at, document_at, INSIDE: tl.constexpr):
+    """The token and the document at each position.
+
+    token_at, document_at: pointers to those of a row.
+    """
+    t, document = position, position * 0
+    if token_at is not None:
+        valid = None if INSIDE else (position >= 0) & (position < T)
+        other = None if INSIDE else 0
+        t = tl.load(token_at + position, valid, other)
+        document = tl.load(document_at + position, valid, other)
+    return t, document
+
+
+@triton.jit
 def _offsets(origin, i, t, D, d, token_at):
     """The offsets of tokens t, which are i behind those at `origin` where positions are tokens."""
     if token_at is None:
@@ -103,22 +118,6 @@ def _offsets(origin, i, t, D, d, token_at):
     else:
         offsets = t.to(tl.int64) * D + d
     return offsets
-
-
-@triton.jit
-def _place(begin, origin, i, T, D, d, token_at, document_at, INSIDE: tl.constexpr):
-    """The positions i behind `begin`, their tokens and documents, and the offsets of the tokens.
-
-    token_at, document_at: pointers to those of a row.
-    """
-    position = begin + i
-    t, document = position, position * 0
-    if token_at is not None:
-        valid = None if INSIDE else (position >= 0) & (position < T)
-        other = None if INSIDE else 0
-        t = tl.load(token_at + position, valid, other)
-        document = tl.load(document_at + position, valid, other)
-    return position, t, document, _offsets(origin, i, t, D, d, token_at)
 
 
 @triton.jit
@@ -228,7 +227,6 @@ def _forward_kernel(
     num_real, last_document = _row_sizes(b, T, real_counts, start_counts)
     tile_begin = tile * (GROUPS * ROWS) - (W - 1)
     begin = tile_begin + tl.arange(0, GROUPS)[:, None] * ROWS
-    origin = begin.to(tl.int64) * D + d
 
     weights, bias_value = _parameters(kernel, bias, d, D, W)
 
@@ -236,8 +234,9 @@ def _forward_kernel(
     tokens = ()
     documents = ()
     for j in tl.static_range(ROWS + W - 1):
-        place = _place(begin, origin, j - (W - 1), T, D, d, token_at, document_at, False)
-        position, t, document, offsets = place
+        position = begin + j - (W - 1)
+        t, document = _token_and_document(position, T, token_at, document_at, False)
+        offsets = t.to(tl.int64) * D + d
         values = values + (_input(x, initial, position, offsets, num_real, d, D, W, False),)
         tokens = tokens + (t,)
         documents = documents + (document,)
@@ -247,7 +246,7 @@ def _forward_kernel(
         total = _filtered(values[j : j + W], documents[j : j + W], weights, bias_value, token_at, W)
         if SILU:
             total *= sigmoid(total, FINE)[0]
-        offsets = _offsets(origin, j, tokens[j + W - 1], D, d, token_at)
+        offsets = tokens[j + W - 1].to(tl.int64) * D + d
         tl.store(y + offsets, total, (position >= 0) & (position < T) & d_valid)
         if tile_begin + GROUPS * ROWS > num_real - (W - 1):
             slot = position - num_real + W - 1
@@ -303,8 +302,9 @@ def _gradients_of_rows(
     tokens = ()
     documents = ()
     for j in tl.static_range(BEFORE + W - 1):
-        place = _place(begin, origin, j - BEFORE, T, D, d, token_at, document_at, INSIDE)
-        position, t, document, offsets = place
+        position = begin + (j - BEFORE)
+        t, document = _token_and_document(position, T, token_at, document_at, INSIDE)
+        offsets = _offsets(origin, j - BEFORE, t, D, d, token_at)
         values = values + (_input(x, initial, position, offsets, num_real, d, D, W, INSIDE),)
         documents = documents + (document,)
         if j >= BEFORE:
@@ -321,8 +321,9 @@ def _gradients_of_rows(
     for step in range(num_steps):
         for j in tl.static_range(ROWS):
             i = step * ROWS + j + W - 1
-            place = _place(begin, origin, i, T, D, d, token_at, document_at, INSIDE)
-            position, t, document, offsets = place
+            position = begin + i
+            t, document = _token_and_document(position, T, token_at, document_at, INSIDE)
+            offsets = _offsets(origin, i, t, D, d, token_at)
             values = values + (_input(x, initial, position, offsets, num_real, d, D, W, INSIDE),)
             documents = documents + (document,)
             z = bias_value

@@ -27,6 +27,7 @@ from keras_recurrent.backends.triton._tokens import GOES_ON, PADDING, STARTS, re
 TILINGS = ChainTilings(
     (Tiling(64, 16, 4, 4), Tiling(64, 8, 4, 2), Tiling(64, 32, 4, 8), Tiling(64, 16, 8, 4)),
     (Tiling(32, 64, 4, 8), Tiling(64, 32, 8, 8), Tiling(32, 64, 8, 8), Tiling(32, 32, 8, 4)),
+    (Tiling(64, 32, 4, 8), Tiling(64, 16, 4, 4)),
 )
 
 
