@@ -43,6 +43,7 @@ phone_book() { guide phone_book phone_book; }
 state_size() { # heads of one channel, of ratio 1, take longest
   guide state_size state_size --text "$text" --models HGRN
   guide state_size state_size --text "$text" --ratios 128 16
+  guide state_size state_size --text "$text" --ratios 64 256 4
   guide state_size state_size --text "$text"
 }
 
