@@ -48,6 +48,7 @@ PRIVATE_ATTRIBUTES = {
     "_flatten_layers": ("keras.Layer",),
     "_layers": ("keras.Layer",),
     "_non_trainable_variables": ("keras.Layer",),
+    "_remat_mode": ("keras.Layer",),
     "_torch_params": ("keras.src.backend.torch.layer.TorchLayer",),
     "_track_variables": ("keras.src.backend.torch.layer.TorchLayer",),
     "_tracker": ("keras.Layer",),

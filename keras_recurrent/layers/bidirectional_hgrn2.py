@@ -87,7 +87,7 @@ class BidirectionalHGRN2(RecomputableLayer):
         check_lower_bound(lower_bound, inputs.shape[-1])
         layer = self.hgrn2
         inputs = ops.cast(inputs, self.compute_dtype)
-        q, f, i = layer.q_proj(inputs), layer.f_proj(inputs), layer.i_proj(inputs)
+        q, f, i = (self.inner(x, inputs) for x in (layer.q_proj, layer.f_proj, layer.i_proj))
         q, v, log_f = layer.gates(q, f, i, lower_bound)
         forward, backward = (
             gated_linear_attention(q, None, v, log_f, mask=mask, reverse=reverse)[0]

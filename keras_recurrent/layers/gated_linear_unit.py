@@ -61,7 +61,8 @@ class GatedLinearUnit(RecomputableLayer):
         self.down_proj.build((*input_shape[:-1], self.intermediate_dim))
 
     def call(self, inputs):
-        y = self.down_proj(self.gated(self.gate_proj(inputs), self.up_proj(inputs)))
+        gate, x = self.inner(self.gate_proj, inputs), self.inner(self.up_proj, inputs)
+        y = self.inner(self.down_proj, self.gated(gate, x))
         return ops.cast(y, self.compute_dtype)  # Keras on torch multiplies float64 as float32
 
     def compute_output_shape(self, input_shape):

@@ -81,8 +81,8 @@ class HGRN(BoundedLayer):
         return dense
 
     def stream(self, inputs, tokens, state, lower_bound=None):
-        log_f = self.log_forget_gate(self.f_proj(inputs), lower_bound)
-        kept = ops.cast(ops.silu(self.i_proj(inputs)), self.state_dtype)
+        log_f = self.log_forget_gate(self.inner(self.f_proj, inputs), lower_bound)
+        kept = ops.cast(ops.silu(self.inner(self.i_proj, inputs)), self.state_dtype)
         h, hidden = linear_scan(
             *(-ops.expm1(log_f) * kept, log_f),
             initial_state=state.get("hidden"),
@@ -91,7 +91,7 @@ class HGRN(BoundedLayer):
         return h, {"hidden": hidden}
 
     def finish(self, output, inputs):
-        return ops.cast(output, self.compute_dtype) * ops.sigmoid(self.o_proj(inputs))
+        return ops.cast(output, self.compute_dtype) * ops.sigmoid(self.inner(self.o_proj, inputs))
 
     def own_state_spec(self, batch_size=None):
         self._check_built()

@@ -165,10 +165,18 @@ class HGRN2(BoundedLayer):
 
     def stream(self, inputs, tokens, state, lower_bound=None):
         after = {}
-        maps = {"q": self.q_proj(inputs), "f": self.f_proj(inputs), "i": self.i_proj(inputs)}
+        maps = {
+            "q": self.inner(self.q_proj, inputs),
+            "f": self.inner(self.f_proj, inputs),
+            "i": self.inner(self.i_proj, inputs),
+        }
         for name, convolution in self.convolutions.items():
-            maps[name[0]], after[name] = convolution(
-                maps[name[0]], tokens=tokens, initial_state=state.get(name), return_state=True
+            maps[name[0]], after[name] = self.inner(
+                convolution,
+                maps[name[0]],
+                tokens=tokens,
+                initial_state=state.get(name),
+                return_state=True,
             )
         q, v, log_f = self.gates(**maps, lower_bound=lower_bound)
         o, after["memory"] = gated_linear_attention(
@@ -197,7 +205,8 @@ class HGRN2(BoundedLayer):
 
     def output_of(self, o):
         """The layer's output from what its heads recall."""
-        y = self.o_proj(self.norm(ops.reshape(o, (*ops.shape(o)[:2], self.width))))
+        o = ops.reshape(o, (*ops.shape(o)[:2], self.width))
+        y = self.inner(self.o_proj, self.inner(self.norm, o))
         return ops.cast(y, self.compute_dtype)  # Keras on torch multiplies float64 as float32
 
     def own_state_spec(self, batch_size=None):

@@ -163,11 +163,11 @@ class LightningAttention(StreamingLayer):
         return self.use_lrpe
 
     def stream(self, inputs, tokens, state):
-        q = self._heads(self.query_key_activation(self.q_proj(inputs)), inputs)
-        k = self._heads(self.query_key_activation(self.k_proj(inputs)), inputs)
+        q = self._heads(self.query_key_activation(self.inner(self.q_proj, inputs)), inputs)
+        k = self._heads(self.query_key_activation(self.inner(self.k_proj, inputs)), inputs)
         if self.lrpe:
             q, k = self.lrpe(q, tokens.position), self.lrpe(k, tokens.position)
-        v = self._heads(self.value_activation(self.v_proj(inputs)), inputs)
+        v = self._heads(self.value_activation(self.inner(self.v_proj, inputs)), inputs)
         o, memory = lightning_attention(
             *(q, k, v),
             ops.convert_to_tensor(self.log_decay, self.state_dtype),
@@ -178,7 +178,8 @@ class LightningAttention(StreamingLayer):
 
     def finish(self, output, inputs):
         o = ops.reshape(output, (*ops.shape(output)[:2], self.num_heads * self.head_dim))
-        y = self.o_proj(ops.multiply(self.gate_activation(self.u_proj(inputs)), self.norm(o)))
+        gate = self.gate_activation(self.inner(self.u_proj, inputs))
+        y = self.inner(self.o_proj, ops.multiply(gate, self.inner(self.norm, o)))
         # Keras on torch multiplies float64 as float32.
         return ops.cast(y, self.compute_dtype)
 

@@ -169,11 +169,11 @@ class LocalAttention(StreamingLayer):
         self.o_proj.build((*input_shape[:2], self.num_query_heads * self.head_dim))
 
     def stream(self, inputs, tokens, state):
-        maps = self.q_proj(inputs), self.k_proj(inputs), self.v_proj(inputs)
+        maps = (self.inner(layer, inputs) for layer in (self.q_proj, self.k_proj, self.v_proj))
         return self.attend(*maps, tokens, state)
 
     def finish(self, output, inputs):
-        return self.o_proj(output)
+        return self.inner(self.o_proj, output)
 
     def attend(self, q, k, v, tokens, state):
         """What the heads see, `[B, T, heads times head_dim]`, from the three linear maps."""

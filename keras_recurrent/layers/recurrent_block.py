@@ -182,17 +182,20 @@ class RecurrentBlock(StreamingLayer):
         return getattr(self, self.recurrence)
 
     def stream(self, inputs, tokens, state):
-        x, after = apply_to_tokens(self.linear_x, inputs), {}
+        x, after = self._mapped(self.linear_x, inputs), {}
         for name, layer in self.streaming_sublayers().items():
-            x, after[name] = layer(
-                x, tokens=tokens, initial_state=state.get(name), return_state=True
+            x, after[name] = self.inner(
+                layer, x, tokens=tokens, initial_state=state.get(name), return_state=True
             )
         return x, after
 
+    def _mapped(self, dense, inputs):
+        return apply_to_tokens(lambda tokens: self.inner(dense, tokens), inputs)
+
     def finish(self, output, inputs):
-        gate = apply_to_tokens(self.linear_y, inputs)
+        gate = self._mapped(self.linear_y, inputs)
         x = gated_linear_unit(gate, output, activation="gelu")
-        return apply_to_tokens(self.linear_out, x)
+        return self._mapped(self.linear_out, x)
 
     def get_config(self):
         return {

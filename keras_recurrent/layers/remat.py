@@ -9,6 +9,8 @@ from keras_recurrent.ops.shapes import check_rank_known
 
 if BACKEND == "tensorflow":
     from keras_recurrent.backends.tensorflow import _recompute
+elif BACKEND == "torch":
+    from keras_recurrent.backends.torch import _calls
 
 
 class RecomputableLayer(keras.layers.Layer):
@@ -27,10 +29,27 @@ class RecomputableLayer(keras.layers.Layer):
             check_rank_known(type(self).__name__, "inputs", args[0])
         return kwargs
 
+    def inner(self, layer, inputs, **kwargs):
+        """`layer(inputs, **kwargs)`, for a layer inside of this one.
+
+        On torch each call of a layer by Keras takes the host 50 microseconds, which launches a
+        product of matrices in 10, and a block has twelve such calls: steps of few tokens waited
+        for it. A layer that needs nothing of that is called without.
+        """
+        if BACKEND != "torch" or _recomputes(layer) or not _calls.is_plain(self, layer, inputs):
+            return layer(inputs, **kwargs)
+        return layer.call(inputs, **kwargs)
+
     def rematerialized_call(self, layer_call, *args, **kwargs):
         if super().rematerialized_call(layer_call, *args, **kwargs) is layer_call:
             return layer_call  # made without a `keras.RematScope`, or one for other layers
         return recompute(layer_call)
+
+
+def _recomputes(layer):
+    """Whether a `keras.RematScope` that may recompute was open when the layer was made."""
+    remat = layer._remat_mode
+    return remat is not None and remat.mode is not None
 
 
 def no_further_remat():

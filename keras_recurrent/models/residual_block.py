@@ -93,15 +93,16 @@ class ResidualBlock(StreamingLayer):
             found = self.step(inputs[:, 0], tokens, state.get("temporal_block"), **kwargs)
             if found is not None:
                 return found[0][:, None], {"temporal_block": found[1]}
-        x, after = self.temporal_block(
-            self.temporal_norm(inputs),
+        x, after = self.inner(
+            self.temporal_block,
+            self.inner(self.temporal_norm, inputs),
             tokens=tokens,
             initial_state=state.get("temporal_block"),
             return_state=True,
             **kwargs,
         )
         x = laid_out(inputs + x, "hidden_states")
-        x = laid_out(x + self.mlp(self.channel_norm(x)), "hidden_states")
+        x = laid_out(x + self.inner(self.mlp, self.inner(self.channel_norm, x)), "hidden_states")
         return x, {"temporal_block": after}
 
     def get_config(self):

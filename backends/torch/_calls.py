@@ -1,0 +1,37 @@
+"""Which calls of a layer inside another one need nothing of what Keras does around a call."""
+
+import keras
+import torch
+from torch.nn.modules import module as torch_module
+
+_PACKAGE = "keras_recurrent."
+_KINDS_OF_HOOKS = ("forward", "forward_pre", "backward", "backward_pre")
+
+
+def is_plain(outer, layer, inputs):
+    """Whether `layer.call(inputs)` is all there is to `layer(inputs)` inside of `outer`'s call.
+
+    Layers of others may ask Keras for `training` or a mask, or do more in their `__call__`: only
+    those of this package and `keras.layers.Dense` are plain. With the dtype policy of the outer
+    layer they compute in its autocast scope.
+    """
+    policy = layer.dtype_policy
+    return (
+        type(inputs) is torch.Tensor
+        and (type(layer) is keras.layers.Dense or type(layer).__module__.startswith(_PACKAGE))
+        and layer.built
+        and (policy is outer.dtype_policy or policy == outer.dtype_policy)
+        and inputs.dtype is getattr(torch, policy.compute_dtype)
+        and policy.quantization_mode is None
+        and layer.activity_regularizer is None
+        and not has_hooks(layer)
+        and keras.distribution.distribution() is None
+    )
+
+
+def has_hooks(layer):
+    """Whether torch calls functions of its users before or after the layer."""
+    found = vars(layer)
+    return any(found[f"_{kind}_hooks"] for kind in _KINDS_OF_HOOKS) or bool(
+        torch_module._has_any_global_hook()
+    )

@@ -1,0 +1,117 @@
+"""On torch, layers inside of a layer are called without Keras where nothing else would happen."""
+
+import keras
+import numpy as np
+import pytest
+
+if keras.config.backend() != "torch":
+    pytest.skip("elsewhere Keras is in every call", allow_module_level=True)
+
+import torch
+
+from keras_recurrent.backends.torch._calls import is_plain
+from keras_recurrent.layers import (
+    HGRN,
+    HGRN2,
+    LightningAttention,
+    LocalAttention,
+    RecurrentBlock,
+)
+from keras_recurrent.layers.swiglu import SwiGLU
+
+LAYERS = {
+    "HGRN": lambda dtype: HGRN(dtype=dtype),
+    "HGRN2": lambda dtype: HGRN2(expand_ratio=4, conv_size=4, dtype=dtype),
+    "LightningAttention": lambda dtype: LightningAttention(2, 4, dtype=dtype),
+    "LocalAttention": lambda dtype: LocalAttention(2, 1, 4, 5, dtype=dtype),
+    "RecurrentBlock": lambda dtype: RecurrentBlock(8, dtype=dtype),
+    "SwiGLU": lambda dtype: SwiGLU(16, dtype=dtype),
+}
+
+
+def swiglu(dtype=None):
+    layer = SwiGLU(16, dtype=dtype)
+    layer.build((None, None, 8))
+    return layer, torch.ones(2, 3, 8, dtype=getattr(torch, layer.compute_dtype))
+
+
+def seen_by_all(hook):
+    return torch.nn.modules.module.register_module_forward_hook(hook)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16", "bfloat16"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_same_results_as_by_keras(name, dtype):
+    layer = LAYERS[name](dtype)
+    x = keras.random.normal((2, 7, 8), seed=1)
+    layer(x)
+
+    def results():
+        leaf = x.detach().clone().requires_grad_(True)
+        output = layer(leaf)
+        weights = [v.value for v in layer.trainable_variables]
+        return [output, *torch.autograd.grad(output.float().square().sum(), [leaf, *weights])]
+
+    directly = results()
+    calls = []
+    handle = seen_by_all(lambda module, *_: calls.append(module))
+    try:
+        by_keras = results()
+    finally:
+        handle.remove()
+    assert len(calls) > 1  # of the layer and of those inside
+    for found, expected in zip(directly, by_keras, strict=True):
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+
+
+def test_what_is_plain():
+    layer, x = swiglu()
+    assert is_plain(layer, layer.gate_proj, x)
+    assert not is_plain(layer, layer.gate_proj, x.half())
+    assert not is_plain(layer, layer.gate_proj, np.ones((2, 3, 8), "float32"))
+    assert not is_plain(layer, layer.gate_proj, keras.KerasTensor((2, 3, 8)))
+    assert not is_plain(swiglu("mixed_bfloat16")[0], layer.gate_proj, x)
+
+    class Other(keras.layers.Dense):
+        pass
+
+    other = Other(4)
+    other.build((None, None, 8))
+    assert not is_plain(layer, other, x)
+    assert not is_plain(layer, keras.layers.Dense(4), x)  # not built
+    noted = keras.layers.Dense(4, activity_regularizer="l2")
+    noted.build((None, None, 8))
+    assert not is_plain(layer, noted, x)
+
+
+def test_hooks_of_torch_are_called():
+    layer, x = swiglu()
+    calls = []
+    handle = layer.up_proj.register_forward_hook(lambda module, *_: calls.append(module))
+    layer(x)
+    assert calls == [layer.up_proj]
+    handle.remove()
+    layer(x)
+    assert len(calls) == 1
+
+
+def test_quantized_layers_are_called_by_keras():
+    layer, x = swiglu()
+    exact = layer(x)
+    layer.down_proj.quantize("int8")
+    assert not is_plain(layer, layer.down_proj, torch.ones(2, 3, 16))
+    found = layer(x)
+    assert not torch.equal(found, exact)
+    torch.testing.assert_close(found, exact, rtol=0.05, atol=0.02)
+
+
+def test_a_layer_that_recomputes_still_does():
+    layer, x = swiglu()
+    with keras.RematScope(mode="full"):
+        dense = keras.layers.Dense(4)
+    dense.build((None, None, 8))
+    calls = []
+    dense.rematerialized_call = lambda call, *args, **kwargs: calls.append(call) or call
+    layer.inner(dense, x)
+    assert len(calls) == 1
