@@ -60,14 +60,14 @@ def first(reasons):
 def because_of_map(layer, kind=keras.layers.Dense):
     """Why a fused step does not compute a linear map, of Keras's class `kind`; None if it does."""
     if type(layer) is not kind:
-        return f"`{layer.name}` is a {type(layer).__name__}, no {kind.__name__} of Keras"
+        return f"`{layer.name}` is of class {type(layer).__name__}, not `{kind.__name__}` of Keras"
     if kind is keras.layers.Dense and layer.activation is not keras.activations.linear:
         return f"`{layer.name}` has an activation of its own"
     if layer.lora_enabled:
         return f"`{layer.name}` has a LoRA adapter"
     if layer.quantization_mode is not None:
         if kind is not keras.layers.Dense:
-            return f"`{layer.name}` is quantized, and a {kind.__name__}"
+            return f"`{layer.name}`, of class {kind.__name__}, is quantized"
         return quantized.because_of(layer) or because_of_hooks(layer)
     return because_of_hooks(layer)
 
@@ -84,7 +84,7 @@ def because_of_maps(*together):
 def because_of_norm(norm):
     """Why a fused step does not compute a norm; None if it does."""
     if type(norm) is not RMSNorm:
-        return f"`{norm.name}` is a {type(norm).__name__}, no RMSNorm"
+        return f"`{norm.name}` is of class {type(norm).__name__}, not `RMSNorm`"
     return because_of_hooks(norm)
 
 

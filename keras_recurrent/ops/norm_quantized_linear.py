@@ -68,11 +68,15 @@ class NormQuantizedLinearOperation(NormLinearOperation):
             )
         for i, end in enumerate(_ENDS):
             there, scaled, moved = (tensors.get(f"{name}{end}") is not None for name in _OF_EACH)
-            if there != scaled or moved != (there and size is not None):
-                raise ValueError(
-                    f"`{cls.function}`: `kernel_scales[{i}]` belongs to each kernel, and "
-                    f"`kernel_zeros[{i}]` beside it where, and only where, there is a `block_size`."
-                )
+            wrong = None
+            if there != scaled:
+                wrong = "`kernel_scales` must have as many entries as `kernels`"
+            elif moved and size is None:
+                wrong = "`kernel_zeros` is for kernels in blocks: give their `block_size`"
+            elif moved != (there and size is not None):
+                wrong = "with a `block_size`, `kernel_zeros` must have as many entries as `kernels`"
+            if wrong:
+                raise ValueError(f"`{cls.function}`: {wrong}; entry {i} does not fit.")
         sizes = super().check(tensors, context, options)
         for i, (bytes_, width) in enumerate(zip(_BYTES, _WIDTHS, strict=True)):
             found, columns = sizes.get(bytes_), sizes.get(width)

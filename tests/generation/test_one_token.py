@@ -251,8 +251,8 @@ REASONS = {
     hooked: "`down_proj` has a hook",
     hooked_outside: "`temporal_block` has a hook",
     replaced_call: "`down_proj` has a hook",
-    own_norm: "`temporal_norm` is a OwnNorm",
-    own_dense: "`up_proj` is a OwnDense",
+    own_norm: "`temporal_norm` is of class OwnNorm",
+    own_dense: "`up_proj` is of class OwnDense",
     activation: "`gate_proj` has an activation",
 }
 

@@ -191,7 +191,13 @@ REFUSED = {
     "`kernel_scales` must be a list": refused_weights([BYTES], []),
     "`block_size` must be a positive": refused_weights([BYTES], [BLOCKS], block_size=0),
     "a `block_size` is for `bits=4`": refused_weights([BYTES], [BLOCKS], block_size=2),
-    r"`kernel_zeros\[0\]` beside it": refused_weights([BYTES], [BLOCKS], block_size=2, **IN_BLOCKS),
+    "`kernel_zeros` must have as many": refused_weights(
+        [BYTES], [BLOCKS], block_size=2, **IN_BLOCKS
+    ),
+    "give their `block_size`": refused_weights(
+        [BYTES], [BLOCKS], kernel_zeros=[BLOCKS.astype("int8")], **IN_BLOCKS
+    ),
+    "`kernel_scales` must have as many": refused_weights([BYTES], [None]),
     "must have 1 blocks": refused_weights(
         *([BYTES], [BLOCKS]), kernel_zeros=[BLOCKS.astype("int8")], block_size=4, **IN_BLOCKS
     ),
