@@ -202,7 +202,7 @@ def tell(results, size):
 
 
 def main():
-    parser = command_line(__doc__, Size)
+    parser = command_line(__doc__, MINIATURE, FULL)
     arguments, size = read_command_line(parser, MINIATURE, FULL)
     results = Results(arguments.output / "associative_recall.jsonl")
     print(f"{models_of.LAYERS} layers, on {machine()}")

@@ -218,7 +218,7 @@ def tell(results, size, names):
 
 
 def main():
-    parser = command_line(__doc__, Size)
+    parser = command_line(__doc__, MINIATURE, FULL)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--text", type=pathlib.Path, help="a file; else Python's documentation")
     arguments, size = read_command_line(parser, MINIATURE, FULL)

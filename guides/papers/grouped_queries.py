@@ -308,7 +308,7 @@ def draw(results, size, path):
 
 
 def main():
-    parser = command_line(__doc__, Size)
+    parser = command_line(__doc__, MINIATURE, FULL)
     parser.set_defaults(seeds=None)  # three, or five with --full
     arguments, size = read_command_line(parser, MINIATURE, FULL)
     seeds = arguments.seeds or list(range(5 if arguments.full else 3))

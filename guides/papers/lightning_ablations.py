@@ -295,7 +295,7 @@ def draw(results, size, path):
 
 
 def main():
-    parser = command_line(__doc__, Size)
+    parser = command_line(__doc__, MINIATURE, FULL)
     parser.add_argument("--text", type=pathlib.Path, help="a file; else Python's documentation")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.set_defaults(seeds=None)  # three, or five with --full

@@ -198,7 +198,7 @@ def tell(results, size):
 
 
 def main():
-    parser = command_line(__doc__, Size)
+    parser = command_line(__doc__, MINIATURE, FULL)
     arguments, size = read_command_line(parser, MINIATURE, FULL)
     results = Results(arguments.output / "phone_book.jsonl")
     print(f"{size.num_layers} blocks of width {size.width}, on {machine()}")

@@ -19,21 +19,32 @@ PASSES = 2  # over the text, at most
 # --- The command line ---
 
 
-def command_line(doc, size):
-    """A parser of what all guides take, and of the fields of a size, a dataclass."""
+def command_line(doc, miniature, full):
+    """A parser of what all guides take, and of the fields of its two sizes, dataclasses."""
     parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
     parser.add_argument("--full", action="store_true", help="the size for one GPU")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("build/papers"))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="0 1 2")
+    parser.add_argument(
+        "--output",
+        type=pathlib.Path,
+        default=pathlib.Path("build/papers"),
+        help="a folder, build/papers: runs that stand in its .jsonl are not made again",
+    )
     of_tuples: dict[Any, Any] = {tuple: int, tuple[float, ...]: float}
-    for field in dataclasses.fields(size):
+    for field in dataclasses.fields(miniature):
+        small, large = (_shown(getattr(size, field.name)) for size in (miniature, full))
         parser.add_argument(
             f"--{field.name.replace('_', '-')}",
             type=of_tuples.get(field.type, field.type),
             nargs="+" if field.type in of_tuples else None,
-            help="in place of what the size says",
+            help=small if small == large else f"{small}; with --full {large}",
         )
     return parser
+
+
+def _shown(value):
+    """A default as one would write it on the command line."""
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def read_command_line(parser, miniature, full):

@@ -263,7 +263,7 @@ def row(results, size, model, setting, state, losses, verdict):
 
 
 def main():
-    parser = command_line(__doc__, Size)
+    parser = command_line(__doc__, MINIATURE, FULL)
     parser.add_argument("--text", type=pathlib.Path, help="a file; else Python's documentation")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     arguments, size = read_command_line(parser, MINIATURE, FULL)

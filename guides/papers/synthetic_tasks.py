@@ -286,7 +286,7 @@ def tell_induction(results, size, names):
 
 
 def main():
-    parser = command_line(__doc__, Size)
+    parser = command_line(__doc__, MINIATURE, FULL)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     arguments, size = read_command_line(parser, MINIATURE, FULL)
     results = Results(arguments.output / "synthetic_tasks.jsonl")

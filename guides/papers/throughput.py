@@ -317,7 +317,7 @@ def draw(results, size, computed, path):
 
 
 def main():
-    parser = command_line(__doc__, Size)
+    parser = command_line(__doc__, MINIATURE, FULL)
     arguments, size = read_command_line(parser, MINIATURE, FULL)
     if not size.memory and "CPU" in machine():
         parser.error("on a CPU, --memory must say how many bytes to take")

@@ -233,7 +233,7 @@ def draw(results, size, path):
 
 
 def main():
-    parser = command_line(__doc__, Size)
+    parser = command_line(__doc__, MINIATURE, FULL)
     arguments, size = read_command_line(parser, MINIATURE, FULL)
     if any(size.tokens % length for length in size.lengths):
         parser.error("--tokens must be a multiple of each of the --lengths")
