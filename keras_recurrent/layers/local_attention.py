@@ -169,8 +169,8 @@ class LocalAttention(StreamingLayer):
         self.o_proj.build((*input_shape[:2], self.num_query_heads * self.head_dim))
 
     def stream(self, inputs, tokens, state):
-        maps = (self.inner(layer, inputs) for layer in (self.q_proj, self.k_proj, self.v_proj))
-        return self.attend(*maps, tokens, state)
+        q, k, v = (self.inner(layer, inputs) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        return self.attend(q, k, v, tokens, state)
 
     def finish(self, output, inputs):
         return self.inner(self.o_proj, output)
