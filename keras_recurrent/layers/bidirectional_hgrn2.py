@@ -41,7 +41,7 @@ class BidirectionalHGRN2(RecomputableLayer):
     Returns:
         y as `[B, T, D]` in the compute dtype.
 
-    Sublayers: `hgrn2`, an `HGRN2`.
+    Sublayers: `hgrn2`, an `HGRN2`, whose own sublayers are called, and which is not called itself.
 
     Raises:
         ValueError: as `keras_recurrent.layers.HGRN2`.

@@ -91,7 +91,8 @@ class HGRN(BoundedLayer):
         return h, {"hidden": hidden}
 
     def finish(self, output, inputs):
-        return ops.cast(output, self.compute_dtype) * ops.sigmoid(self.inner(self.o_proj, inputs))
+        gate = ops.sigmoid(self.inner(self.o_proj, inputs))
+        return ops.multiply(ops.cast(output, self.compute_dtype), gate)
 
     def own_state_spec(self, batch_size=None):
         self._check_built()

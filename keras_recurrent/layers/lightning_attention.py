@@ -179,9 +179,7 @@ class LightningAttention(StreamingLayer):
     def finish(self, output, inputs):
         o = ops.reshape(output, (*ops.shape(output)[:2], self.num_heads * self.head_dim))
         gate = self.gate_activation(self.inner(self.u_proj, inputs))
-        y = self.inner(self.o_proj, ops.multiply(gate, self.inner(self.norm, o)))
-        # Keras on torch multiplies float64 as float32.
-        return ops.cast(y, self.compute_dtype)
+        return self.inner(self.o_proj, ops.multiply(gate, self.inner(self.norm, o)))
 
     def _heads(self, x, inputs):
         # Not the shape of x: tf2onnx would take that from inside the linear map, without time.

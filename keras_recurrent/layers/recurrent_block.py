@@ -53,7 +53,9 @@ class RecurrentBlock(StreamingLayer):
         float32}, "segment": [B] int32}`, W the `kernel_size`. With `recurrence="cg_lru"` the name
         `"rg_lru"` is `"cg_lru"`.
 
-    Sublayers: `linear_x`, `linear_y`, `conv1d`, `rg_lru` or `cg_lru`, `linear_out`.
+    Sublayers: `linear_x`, `linear_y`, `conv1d`, `rg_lru` or `cg_lru`, `linear_out`. The linear maps
+    are called with all tokens of all rows as `[B * T, D]`, which hooks and activity regularizers
+    of them see.
 
     Raises:
         ValueError: inputs that are not `[B, T, D]`, a `num_blocks` that does not divide

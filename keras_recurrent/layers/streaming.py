@@ -309,6 +309,8 @@ class StreamingLayer(RecomputableLayer):
             output = self._returned(output, inputs, mask, initial_state or {}, after)
         else:
             output = self.finish(output, inputs)
+        # A layer inside may have another dtype, and Keras on torch multiplies float64 as float32.
+        output = ops.cast(output, self.compute_dtype)
         return (output, _sorted({**after, **places})) if return_state else output
 
     def _returned(self, output, inputs, mask, before, after):

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 
+from keras_recurrent.layers import HGRN, LocalAttention, RecurrentBlock
 from keras_recurrent.layers.tokens import find_tokens
 from tests.layers import loops
 from tests.layers.gradients import call_with, gradients
@@ -328,3 +329,20 @@ def test_gradients_flow_through_states(name):
         assert np.isfinite(gradient).all()
         assert gradient.size == 0 or (gradient != 0).mean() > 0.5
     np.testing.assert_array_equal(whole[1][~mask], 0)
+
+
+@pytest.mark.parametrize(
+    ("layer", "inner"),
+    [
+        (lambda **options: HGRN(**options), "o_proj"),
+        (lambda **options: RecurrentBlock(8, **options), "linear_out"),
+        (lambda **options: LocalAttention(2, head_dim=4, sliding_window=3, **options), "o_proj"),
+    ],
+)
+def test_outputs_have_the_compute_dtype_whatever_a_sublayer_has(layer, inner):
+    policies = keras.dtype_policies.DTypePolicyMap(default_policy="mixed_bfloat16")
+    policies[f"outer/{inner}"] = "float32"
+    block = layer(name="outer", dtype=policies)
+    output = block(np.ones((2, 5, 8), "float32"))
+    assert getattr(block, inner).compute_dtype == "float32"
+    assert keras.backend.standardize_dtype(output.dtype) == "bfloat16"
