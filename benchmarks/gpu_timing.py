@@ -31,14 +31,12 @@ def device_ms(call, target_ms=30):
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     start.record()
-    call()
-    stop.record()
-    torch.cuda.synchronize()
-    calls = max(1, min(20, int(target_ms / start.elapsed_time(stop))))
     began = time.perf_counter()
     call()
     milliseconds = 1000 * (time.perf_counter() - began)  # until the host has launched it
+    stop.record()
     torch.cuda.synchronize()
+    calls = max(1, min(20, int(target_ms / start.elapsed_time(stop))))
     found = []
     for _ in range(REPEATS):
         torch.cuda._sleep(int(2_000_000 * (1 + 1.5 * milliseconds) * calls))  # cycles, 2 GHz

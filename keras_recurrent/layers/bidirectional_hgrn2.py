@@ -93,7 +93,8 @@ class BidirectionalHGRN2(RecomputableLayer):
             gated_linear_attention(q, None, v, log_f, mask=mask, reverse=reverse)[0]
             for reverse in (False, True)
         )
-        return layer.output_of(forward + backward)
+        y = layer.output_of(forward + backward)
+        return ops.cast(y, self.compute_dtype)  # Keras on torch multiplies float64 as float32
 
     def compute_output_spec(self, inputs, lower_bound=None, mask=None):
         check_lower_bound(lower_bound, inputs.shape[-1])

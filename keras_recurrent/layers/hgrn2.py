@@ -206,8 +206,7 @@ class HGRN2(BoundedLayer):
     def output_of(self, o):
         """The layer's output from what its heads recall."""
         o = ops.reshape(o, (*ops.shape(o)[:2], self.width))
-        y = self.inner(self.o_proj, self.inner(self.norm, o))
-        return ops.cast(y, self.compute_dtype)  # Keras on torch multiplies float64 as float32
+        return self.inner(self.o_proj, self.inner(self.norm, o))
 
     def own_state_spec(self, batch_size=None):
         of_convolutions = super().own_state_spec(batch_size)

@@ -10,7 +10,7 @@ from keras_recurrent.ops.shapes import check_rank_known
 if BACKEND == "tensorflow":
     from keras_recurrent.backends.tensorflow import _recompute
 elif BACKEND == "torch":
-    from keras_recurrent.backends.torch import _calls
+    from keras_recurrent.layers.torch_calls import is_plain
 
 
 class RecomputableLayer(keras.layers.Layer):
@@ -36,7 +36,7 @@ class RecomputableLayer(keras.layers.Layer):
         product of matrices in 10, and a block has twelve such calls: steps of few tokens waited
         for it. A layer that needs nothing of that is called without.
         """
-        if BACKEND != "torch" or _recomputes(layer) or not _calls.is_plain(self, layer, inputs):
+        if BACKEND != "torch" or _recomputes(layer) or not is_plain(self, layer, inputs):
             return layer(inputs, **kwargs)
         return layer.call(inputs, **kwargs)
 

@@ -73,7 +73,7 @@ class NormQuantizedLinearOperation(NormLinearOperation):
                 wrong = "`kernel_scales` must have as many entries as `kernels`"
             elif moved and size is None:
                 wrong = "`kernel_zeros` is for kernels in blocks: give their `block_size`"
-            elif moved != (there and size is not None):
+            elif size is not None and moved != there:
                 wrong = "with a `block_size`, `kernel_zeros` must have as many entries as `kernels`"
             if wrong:
                 raise ValueError(f"`{cls.function}`: {wrong}; entry {i} does not fit.")

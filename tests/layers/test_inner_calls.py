@@ -9,7 +9,6 @@ if keras.config.backend() != "torch":
 
 import torch
 
-from keras_recurrent.backends.torch._calls import is_plain
 from keras_recurrent.layers import (
     HGRN,
     HGRN2,
@@ -18,6 +17,7 @@ from keras_recurrent.layers import (
     RecurrentBlock,
 )
 from keras_recurrent.layers.swiglu import SwiGLU
+from keras_recurrent.layers.torch_calls import is_plain
 
 LAYERS = {
     "HGRN": lambda dtype: HGRN(dtype=dtype),

@@ -59,7 +59,8 @@ def test_compiled_for_hopper_without_a_gpu(defaults, tmp_path):
             fits(name, kernel, limited, configurations[0]["asynchronous"], f"{name}: {given}")
 
 
-# Of these, a GPU was faster with some spills than with smaller tiles.
+# Of these, a GPU was faster with some spills than with smaller tiles; of the pairs of documents, no
+# other tiles were tried.
 SPILLS = {
     "gated gradients": 256,
     "gated pair gradients, kinds": 208,

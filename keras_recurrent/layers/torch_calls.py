@@ -2,10 +2,10 @@
 
 import keras
 import torch
-from torch.nn.modules import module as torch_module
+
+from keras_recurrent.backends.torch._hooks import has_hooks
 
 _PACKAGE = "keras_recurrent."
-_KINDS_OF_HOOKS = ("forward", "forward_pre", "backward", "backward_pre")
 
 
 def is_plain(outer, layer, inputs):
@@ -26,12 +26,4 @@ def is_plain(outer, layer, inputs):
         and layer.activity_regularizer is None
         and not has_hooks(layer)
         and keras.distribution.distribution() is None
-    )
-
-
-def has_hooks(layer):
-    """Whether torch calls functions of its users before or after the layer."""
-    found = vars(layer)
-    return any(found[f"_{kind}_hooks"] for kind in _KINDS_OF_HOOKS) or bool(
-        torch_module._has_any_global_hook()
     )
