@@ -5,7 +5,8 @@
 - `reference/` is NumPy in float64, one loop over time: the definition of every operation, by which
   the tests judge all other folders;
 - `jax/`, `torch/` and `tensorflow/` are written in the framework alone and run on any device;
-- `pallas/` has kernels for TPU, on JAX; `triton/` has kernels for NVIDIA GPUs, on torch and JAX.
+- `pallas/` has kernels for TPU, on JAX; `triton/` has kernels for NVIDIA GPUs, on torch and JAX;
+- `cudnn/` calls NVIDIA's library, on torch, for what that computes faster.
 
 Functions here take and return tensors of their framework. Nothing here knows of layers, and of
 Keras only `triton/` asks, for its backend. `keras_recurrent/dispatch.py` chooses the folder that

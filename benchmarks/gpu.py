@@ -84,6 +84,11 @@ def output_of(work, implementation) -> Callable:
     return output
 
 
+def takes(implementation, work, tensors):
+    module = dispatch.IMPLEMENTATIONS[work.operation][implementation]
+    return not isinstance(module, str) and not module.unsupported(*tensors, **work.options)
+
+
 def floors(work, shape, bytes_rate, flops_rate):
     """The milliseconds of the forward, and of forward and backward, at those rates."""
     moved, multiplied = work.bytes(*shape), work.flops(*shape)
@@ -100,7 +105,10 @@ def found(work, shape, on_jax):
     with torch.no_grad():
         d_output = torch.randn_like(plain(*tensors))
     judge = Judge(plain, tensors, d_output, own_units=work.operation in TOKEN_WISE)
-    functions = {"triton": output_of(work, "triton")} | work.peers(*shape)
+    functions = {"triton": output_of(work, "triton")}
+    if takes("cudnn", work, tensors):
+        functions["cudnn"] = output_of(work, "cudnn")
+    functions |= work.peers(*shape)
     if shape == work.shapes[0] and work.on_jax:
         functions["torch"] = plain
     figures = {}

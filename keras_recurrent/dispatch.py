@@ -29,7 +29,7 @@ from keras_recurrent.devices import torch_time
 BACKEND = keras.config.backend()
 PREFERENCE = {
     "jax": ("pallas", "triton", "jax"),
-    "torch": ("triton", "torch"),
+    "torch": ("cudnn", "triton", "torch"),
     "tensorflow": ("tensorflow",),
 }
 if os.environ.get("TRITON_INTERPRET") == "1":

@@ -14,6 +14,17 @@ def accumulation_dtype(*tensors):
     return torch.float64 if any(t.dtype == torch.float64 for t in given) else torch.float32
 
 
+_capabilities: dict = {}
+
+
+@torch.compiler.assume_constant_result
+def capability(device):
+    """The compute capability of a GPU of NVIDIA, such as (9, 0)."""
+    if device not in _capabilities:
+        _capabilities[device] = torch.cuda.get_device_capability(device)
+    return _capabilities[device]
+
+
 def is_exporting():
     """Whether `torch.export` traces; torch 2.11's own function says so of `torch.compile`, too."""
     return torch.compiler._is_exporting_flag

@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 from keras_recurrent.backends.constants import LOWEST_CAPABILITY
 from keras_recurrent.backends.torch import _sharding
 from keras_recurrent.backends.torch._autograd import register_autograd
+from keras_recurrent.backends.torch._common import capability
 from keras_recurrent.backends.torch._states import may_be_overwritten
 from keras_recurrent.backends.triton._common import INTERPRETED, words_on_assembler
 from keras_recurrent.backends.triton._operation import options_of, tensors_of
@@ -30,10 +31,10 @@ def refusal(*tensors):
         if tensor.dtype == torch.float64:
             return "computes in float32, got a float64 tensor"
         if tensor.is_cuda:
-            capability = _capability(tensor.device)
-            if capability < LOWEST_CAPABILITY:
+            found = capability(tensor.device)
+            if found < LOWEST_CAPABILITY:
                 lowest = ".".join(map(str, LOWEST_CAPABILITY))
-                found = ".".join(map(str, capability))
+                found = ".".join(map(str, found))
                 return f"needs a GPU of compute capability {lowest} or later, got one of {found}"
         elif not (INTERPRETED and tensor.device.type == "cpu"):
             return f"needs CUDA tensors, got one on {tensor.device}"
@@ -62,16 +63,6 @@ def refusal_of_steps(*tensors):
 
 def _if_forward_mode(tensors):
     return tensors if forward_ad._current_level >= 0 else ()
-
-
-_capabilities: dict = {}
-
-
-@torch.compiler.assume_constant_result
-def _capability(device):
-    if device not in _capabilities:
-        _capabilities[device] = torch.cuda.get_device_capability(device)
-    return _capabilities[device]
 
 
 def run(launch):
@@ -131,7 +122,7 @@ def places_of_numbers(rows, count, behind=False):
 
 def overlap(x):
     """The options of a launch that may begin before the one before it has ended."""
-    ahead = x.is_cuda and _capability(x.device) >= _LAUNCHES_AHEAD
+    ahead = x.is_cuda and capability(x.device) >= _LAUNCHES_AHEAD
     return {"AHEAD": True, "launch_pdl": True} if ahead else {"AHEAD": False}
 
 

@@ -22,7 +22,7 @@ from keras_recurrent.presets import griffin, hgrn2, transnormer
 
 DOCS = pathlib.Path(__file__).parents[1]
 BACKENDS = DOCS.parent / "backends"
-FOLDERS = ("reference", "jax", "torch", "tensorflow", "triton", "pallas")
+FOLDERS = ("reference", "jax", "torch", "tensorflow", "triton", "pallas", "cudnn")
 # Those of a step of generation.
 LAST = (
     "norm_linear",

@@ -125,7 +125,8 @@ def test_what_is_refused(operation, monkeypatch):
 def test_older_gpus_are_refused(monkeypatch):
     tensor = types.SimpleNamespace(dtype=torch.float32, is_cuda=True, device="cuda:0")
     for capability, reason in (((9, 0), None), ((7, 5), "8.0 or later, got one of 7.5")):
-        monkeypatch.setattr(_torch, "_capabilities", {"cuda:0": capability})
+        found = {"cuda:0": capability}
+        monkeypatch.setattr("keras_recurrent.backends.torch._common._capabilities", found)
         refused = _torch.refusal(tensor)
         assert refused is None if reason is None else reason in refused
 
