@@ -4,7 +4,7 @@
 gradients of the pairs' weights, a level computes R = exp(X) * (Z Y), the gradient of q in right
 halves and of k in left ones, and W^T (R * (q or k)), that of log f: sums without a subtraction,
 and so as exact as the gradients of q and k. Inside a block of one reference, the gradient of log f
-is the sum of q * d_q - k * d_k from a token to the end of its block.
+is the sum of q * d_q - k * d_k from a token to the end of its block, or of its document.
 """
 
 import triton
@@ -15,9 +15,11 @@ from keras_recurrent.backends.triton._gated_levels import (
     as_matrix,
     blocks_of_one_reference,
     count_documents,
+    document_ends,
     in_adjacent_halves,
     in_right_half,
     in_same_block,
+    interval_matrix,
     load_chunk,
     locate_program,
     span_matrix,
@@ -92,13 +94,13 @@ def attend_kernel(
 
 @triton.jit
 def add_pair_gradients(
-    d_query, d_key, d_log_decay, d_weights, query, key, log_decay, row, document,
+    d_query, d_key, d_log_decay, d_weights, query, key, log_decay, row, document_end,
     LEVELS: tl.constexpr, SHORT: tl.constexpr, PARTS: tl.constexpr, GAIN_PARTS: tl.constexpr,
 ):  # fmt: skip
     """The gradients of some channels' q, k and log f, plus those by way of pairs of tokens.
 
     d_weights: the gradients of the pairs' weights, at [later token, earlier token] and transposed.
-    document: the number of each token's document; None: there is one.
+    document_end: of each token, the place behind its document; None: there is one document.
     """
     d_diagonal = tl.sum(tl.where(row[:, None] == row[None, :], d_weights, 0.0), 1)[:, None]
     one = ones(d_weights)
@@ -124,10 +126,11 @@ def add_pair_gradients(
         d_key += d_y * key_decay
         gain -= key_y * d_y
         # Pairs of two tokens behind this one cancel, and pairs of an earlier and a later one stay.
-        gains = in_block & (row[:, None] <= row[None, :])
-        if document is not None:
-            gains &= document[:, None] == document[None, :]
-        d_log_decay += sum_rows(as_matrix(gains, one), gain, GAIN_PARTS + 1)
+        end = ((row >> first_level) + 1) << first_level
+        if document_end is not None:
+            end = tl.minimum(end, document_end)
+        gains = interval_matrix(row, row, end, one)
+        d_log_decay += sum_rows(gains, gain, GAIN_PARTS + 1)
     for level in range(first_level, LEVELS):
         right = in_right_half(row, level)[:, None]
         span = span_matrix(row, level, one)
@@ -197,9 +200,10 @@ def gradient_kernel(
         d_key = product(value, tl.trans(d_state), d_key, SHORT)
         d_chunk_decay += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1)
     d_weights = tl.where(row[:, None] >= row[None, :], d_lower, d_upper)
-    document = None
+    document_end = None
     if token_kind is not None:
         document, last_document = count_documents(starts)
+        document_end = document_ends(document)
         d_weights = tl.where(document[:, None] == document[None, :], d_weights, 0.0)
         d_query = tl.where((document == 0)[:, None], d_query, 0.0)
         d_key = tl.where((document == last_document)[:, None], d_key, 0.0)
@@ -220,8 +224,8 @@ def gradient_kernel(
     d_log_decay += sum_rows(takers, key * d_key, GAIN_PARTS)
     d_log_decay += d_chunk_decay[None, :]
     d_query, d_key, d_log_decay = add_pair_gradients(
-        d_query, d_key, d_log_decay, d_weights, query, key, log_decay, row, document, LEVELS, SHORT,
-        PARTS, GAIN_PARTS,
+        d_query, d_key, d_log_decay, d_weights, query, key, log_decay, row, document_end, LEVELS,
+        SHORT, PARTS, GAIN_PARTS,
     )  # fmt: skip
 
     if token_kind is not None:

@@ -29,6 +29,7 @@ from keras_recurrent.backends.triton._gated_chunks import add_pair_gradients
 from keras_recurrent.backends.triton._gated_levels import (
     as_matrix,
     count_documents,
+    document_ends,
     finite_decays,
     load_chunk,
     locate_program,
@@ -208,9 +209,10 @@ def flagged_kernel(
             own = tl.where(later, gradient, value)
             d_across = product(own, tl.trans(across), d_across, True)
         d_weights = tl.where(row[:, None] >= row[None, :], d_lower, d_upper)
-        document = None
+        document_end = None
         if token_kind is not None:
             document, last_document = count_documents(starts)
+            document_end = document_ends(document)
             d_weights = tl.where(document[:, None] == document[None, :], d_weights, 0.0)
             other_document, other_last = count_documents(other_starts)
             meets = document == tl.where(later, 0, last_document)
@@ -238,8 +240,8 @@ def flagged_kernel(
         takers = as_matrix(tl.where(later, forth, back), one)
         d_log_decay = sum_rows(takers, tl.where(later, query, key) * d_y, 1)
         d_query, d_key, d_log_decay = add_pair_gradients(
-            d_query, d_key, d_log_decay, d_weights, query, key, log_decay, row, document, LEVELS,
-            True, PARTS, 1,
+            d_query, d_key, d_log_decay, d_weights, query, key, log_decay, row, document_end,
+            LEVELS, True, PARTS, 1,
         )  # fmt: skip
 
         if token_kind is not None:

@@ -33,8 +33,10 @@ from keras_recurrent.backends.triton._products import ones, operand, product, su
 
 # The largest |g - r|: numbers from 1e-10 to 1e10, times its exponential, are normal ones.
 RADIUS = tl.constexpr(64.0)
-# Its exponential is 0, and sums of it over a chunk keep three digits behind the point.
-_LOG_ZERO = tl.constexpr(-128.0)
+# Its exponential is 0, and sums of it over a chunk keep three digits behind the point. Half of it
+# is beyond the radius: no block with a decay of 0 has one reference, so that sums of differences
+# never take what lies behind it.
+_LOG_ZERO = tl.constexpr(-130.0)
 _SHORT_BLOCKS = tl.constexpr(3)  # 2^3 tokens
 
 
@@ -48,7 +50,7 @@ def as_matrix(mask, one):
 
 
 @triton.jit
-def _interval_matrix(row, low, high, one):
+def interval_matrix(row, low, high, one):
     """1 in the columns from `low` of their row on, and below `high`; else 0.
 
     Computed as min(1, relu(radius - |column - middle|)), which is exact in bfloat16 for up to 64
@@ -92,7 +94,7 @@ def span_matrix(row, level, one):
     right, half_begin = in_right_half(row, level), row >> level << level
     low = tl.where(right, half_begin, row + 1)
     high = tl.where(right, row + 1, half_begin + (1 << level))
-    return _interval_matrix(row, low, high, one)
+    return interval_matrix(row, low, high, one)
 
 
 @triton.jit
@@ -101,7 +103,7 @@ def span_matrix_transposed(row, level, one):
     right, half_begin = in_right_half(row, level), row >> level << level
     low = tl.where(right, row, half_begin)
     high = tl.where(right, half_begin + (1 << level), row)
-    return _interval_matrix(row, low, high, one)
+    return interval_matrix(row, low, high, one)
 
 
 @triton.jit
@@ -146,6 +148,12 @@ def count_documents(starts):
     """How many documents start in a chunk up to each token, and in all of it."""
     document = tl.cumsum(starts.to(tl.int32), 0)
     return document, tl.max(document, 0)
+
+
+@triton.jit
+def document_ends(document):
+    """For each token, the place behind its document. document: of `count_documents`."""
+    return tl.sum((document[:, None] >= document[None, :]).to(tl.int32), 1)
 
 
 @triton.jit

@@ -173,16 +173,16 @@ def test_documents_across_the_halves_of_chunks(starts):
 @pytest.mark.parametrize("channels", [16, 160])  # 160: by the kernel of 32 tokens
 @pytest.mark.parametrize("place", [20, 40, 70])
 def test_what_later_documents_gain_stays_there(place, channels):
-    """Decays of a document whose output is not used have gradients of 0, not rounding errors."""
+    """Decays before it whose outputs are not used have gradients of 0, not rounding errors."""
     drawn = drawn_with(np.full(128, -0.05), Case(1, 128, channels, "bfloat16", "float32"))
     drawn.d_output[:, :place] = 0
     kind = np.full((1, 128), GOES_ON, "int8")
     kind[:, place] = STARTS
     found = judge.run(OPERATION, "triton", drawn._replace(token_kind=kind))
     assert not np.any(found["gradient of log_f"][:, :place])
-    drawn.tensors["log_f"][:, place] = -np.inf
-    found = judge.run(OPERATION, "triton", drawn)["gradient of log_f"]
-    assert np.abs(found[:, :place]).max() < 3e-5 * np.abs(found).max()
+    drawn.tensors["log_f"][:, place] = -np.inf  # as a document does, a decay of 0 cuts
+    found = judge.run(OPERATION, "triton", drawn)
+    assert not np.any(found["gradient of log_f"][:, :place])
 
 
 @pytest.mark.parametrize("mean", [-1.5, -3])
