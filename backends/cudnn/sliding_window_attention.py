@@ -80,5 +80,5 @@ def _ring(x, capacity):
     length = x.shape[1]
     if length <= capacity:
         return functional.pad(x, (0, 0, 0, 0, 0, capacity - length))
-    last = x[:, length - capacity :]
-    return last.roll(length % capacity, 1) if capacity else last
+    behind = length - (length % capacity if capacity else 0)  # who are in the first slots
+    return torch.cat((x[:, behind:], x[:, length - capacity : behind]), 1)

@@ -78,7 +78,7 @@ def settings(size):
     """What the lines of a model are found by, one after another, without the rate and seed."""
     for length, pairs in zip(size.lengths, size.pairs, strict=True):
         for width in size.widths:
-            key = {"length": length, "pairs": pairs, "width": width}
+            key = {"length": length, "pairs": pairs, "width": width, "most_steps": size.steps}
             yield {"model": "HGRN", "expansion": 1, **key}
             for expansion in size.expansions:
                 if width % expansion == 0:
@@ -122,7 +122,6 @@ def run(key, size, members):
             "parameters": model.count_params(),
             "state_numbers": models_of.state_size(model),
             "rows_a_step": size.rows,
-            "most_steps": size.steps,
             "training_loss": round(loss, 4),
             "seconds_of_all_members": round(seconds, 1),
             "machine": machine(),
