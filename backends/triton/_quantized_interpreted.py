@@ -25,7 +25,7 @@ def of_one_row(
     BLOCK_SIZE: tl.constexpr,
     ROW: tl.constexpr,
 ):
-    """The sums of the columns n of each map, float32, what one is worth, and the residual."""
+    """The sums of the columns n, map after map, float32, what one is worth, and the residual."""
     SHORT: tl.constexpr = x.dtype.element_ty == tl.bfloat16
     k = tl.arange(0, ROW)
     value = tl.load(x + k, k < K, other=0.0).to(tl.float32)
@@ -51,8 +51,8 @@ def of_one_row(
             products = (row[:, None] * weight).to(tl.float32) * factors
         else:
             products = row[:, None] * weight
-        results = results + ((tl.sum(products, 0).to(tl.float32),),)
+        results = results + (tl.sum(products, 0).to(tl.float32),)
     before = 0.0
     if residual is not None:
-        before = tl.load(residual + n, n < columns, other=0.0).to(tl.float32)
+        before = tl.load(residual + n, n < columns, other=0.0)
     return results, unit, (before,)

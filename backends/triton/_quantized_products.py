@@ -6,6 +6,11 @@ column in a word, where memory has four columns of a channel. So words are taken
 one of them, in another one for each of four columns of the right operand. The other four of its
 columns hold another byte of the row's numbers, or those of other channels.
 
+Of 4 bits, a word has eight columns: even ones in the lower halves of its bytes, odd ones in the
+upper. An instruction takes the even ones, 8 more than they are, as its first rows, and 16 times the
+odd ones as the others. What is too much of either, zero points with it, is a multiple of the sum of
+the row's numbers.
+
 A tensor has one number for each thread, so that an operation on it is one of each thread, and `mma`
 and `shfl` may be among these. In a warp, `lane % 4` and, where ACROSS is 4, `lane // 16` say which
 channels; the others read neighboring words of one.
@@ -15,74 +20,24 @@ import triton
 import triton.language as tl
 
 from keras_recurrent.backends.triton._ahead import wait_for_launch_before
+from keras_recurrent.backends.triton._quantized_columns import of_all_threads
 from keras_recurrent.backends.triton._quantized_row import (
     bytes_of_row,
     four_numbers,
+    of_four_threads,
     permuted,
-    words_at,
+)
+from keras_recurrent.backends.triton._quantized_weights import (
+    first_addresses,
+    into_l2,
+    of_four_channels,
+    scale_and_zero,
 )
 
 CHANNELS_OF_A_WARP = 64  # in a step, 16 of each thread; where ACROSS is 4, twice as many
 _CHANNELS_OF_A_WARP = tl.constexpr(CHANNELS_OF_A_WARP)
-_UPPER_SHORT = tl.constexpr(0xFFFF0000 - 2**32)  # masks of words, as int32
-_UPPER_HALVES = tl.constexpr(0xF0F0F0F0 - 2**32)
-_SIXTEENS = tl.constexpr(0x10101010)
-
-
-@triton.jit
-def _weight_words(pointer, WORDS: tl.constexpr):
-    """Words of weights, which are read once.
-
-    Through the read-only cache (ld.global.nc), the assembler would move loads behind the wait for
-    the launch before.
-    """
-    return words_at(pointer, WORDS, "ld.global.L1::no_allocate.L2::128B")
-
-
-@triton.jit
-def _weights_of_four(
-    kernel,
-    channel,
-    word,
-    row_words,
-    K: tl.constexpr,
-    WORDS: tl.constexpr,
-    VECTORS: tl.constexpr,
-):
-    """Words of each of four channels from one on.
-
-    Channels and columns behind the last ones are read as the last: the row has zeros for those
-    channels, and sums of those columns are not written.
-    """
-    words = kernel.to(tl.pointer_type(tl.int32))
-    found = ()
-    for i in tl.static_range(4):
-        place = words + tl.minimum(channel + i, K - 1) * row_words
-        if VECTORS:
-            found = found + _weight_words(place + tl.minimum(word, row_words - WORDS), WORDS)
-        else:
-            for w in tl.static_range(WORDS):
-                found = found + (tl.load(place + tl.minimum(word + w, row_words - 1)),)
-    return found
-
-
-@triton.jit
-def _weights(
-    kernel,
-    channel,
-    word,
-    row_words,
-    K: tl.constexpr,
-    WORDS: tl.constexpr,
-    VECTORS: tl.constexpr,
-):
-    """Words of the 16 channels that a thread has in a step."""
-    found = ()
-    for h in tl.static_range(4):
-        found = found + _weights_of_four(
-            kernel, channel + 16 * h, word, row_words, K, WORDS, VECTORS
-        )
-    return found
+_UPPER_HALVES = tl.constexpr(0xF0F0F0F0 - 2**32)  # a mask of words, as int32
+_ONES = tl.constexpr(0x01010101)
 
 
 @triton.jit
@@ -110,83 +65,81 @@ def _nothing(like, COUNT: tl.constexpr):
 
 
 @triton.jit
+def _lower_halves_and_8(word):
+    """The lower half of each byte, which has a sign, and 8: in one operation, (word & 15) ^ 8."""
+    return tl.inline_asm_elementwise(
+        "lop3.b32 $0, $1, 0x0f0f0f0f, 0x08080808, 0x6a;",
+        "=r,r",
+        [word],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
 def _two_rows_of_bytes(weights, i: tl.constexpr, g: tl.constexpr, BITS: tl.constexpr):
-    """Of the words from the i-th on, two; of 4 bits 16 times even columns of one, and odd ones."""
+    """Of the words from the i-th on, two; of 4 bits even columns of one, and odd ones, as above."""
     if BITS == 8:
         a, b = weights[i + 2 * g], weights[i + 2 * g + 1]
     else:
-        a, b = (weights[i + g] << 4) & _UPPER_HALVES, weights[i + g] & _UPPER_HALVES
+        a, b = _lower_halves_and_8(weights[i + g]), weights[i + g] & _UPPER_HALVES
     return a, b
 
 
 @triton.jit
-def _of_two_channels(
+def _of_four_channels(
     weights,
-    row,
-    i: tl.constexpr,
+    words,
     h: tl.constexpr,
     selections,
     sums,
-    row_sums,
     GROUPS: tl.constexpr,
-    ROUNDS: tl.constexpr,
     WORDS: tl.constexpr,
     BITS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
 ):
-    """The sums, and 16 times those of the row alone, with the products of a thread's two channels.
-
-    The i-th and the one behind it of the h-th four of a step.
-    """
-    found, of_row = (), ()
-    for m in tl.static_range(ROUNDS):
-        word = row[4 * m + h]
-        zero = word * 0
-        first, second = permuted(word, zero, selections[i]), permuted(word, zero, selections[i + 1])
-        for g in tl.static_range(GROUPS):
-            a, b = _two_rows_of_bytes(weights, (4 * h + i) * WORDS, g, BITS)
-            c, d = _two_rows_of_bytes(weights, (4 * h + i + 1) * WORDS, g, BITS)
-            found = found + (_products(a, b, c, d, first, second, sums[m * GROUPS + g]),)
-        if BLOCK_SIZE:
-            ones = zero + _SIXTEENS
-            of_row = of_row + (_products(ones, ones, ones, ones, first, second, row_sums[m]),)
-    return found, of_row
+    """The sums of each round with the products of the h-th four of a thread's channels."""
+    for i in tl.static_range(0, 4, 2):
+        found = ()
+        for m in tl.static_range(len(words)):
+            word = words[m][h]
+            zero = word * 0
+            first = permuted(word, zero, selections[i])
+            second = permuted(word, zero, selections[i + 1])
+            for g in tl.static_range(GROUPS):
+                a, b = _two_rows_of_bytes(weights, i * WORDS, g, BITS)
+                c, d = _two_rows_of_bytes(weights, (i + 1) * WORDS, g, BITS)
+                found = found + (_products(a, b, c, d, first, second, sums[m * GROUPS + g]),)
+        sums = found
+    return sums
 
 
 @triton.jit
-def _of_columns(tensor, place, column, columns, VECTORS: tl.constexpr, WORDS: tl.constexpr):
-    """Four scales or zero points of a block: in words, if VECTORS, or one each."""
-    found = ()
-    if VECTORS:
-        first = tensor + place + tl.minimum(column, columns - 4)
-        found = _weight_words(first, WORDS)
-    else:
-        for i in tl.static_range(4):
-            found = found + (tl.load(tensor + place + tl.minimum(column + i, columns - 1)),)
-    return found
+def _of_the_row(words, h: tl.constexpr, FOURS: tl.constexpr, before):
+    """The sums of each round of the row alone, with those of FOURS fours of channels."""
+    for i in tl.static_range(0, FOURS, 2):
+        found = ()
+        for m in tl.static_range(len(words)):
+            ones = words[m][h] * 0 + _ONES
+            second = words[m][h + i + 1] if FOURS > 1 else ones * 0
+            found = found + (_products(ones, ones, ones, ones, words[m][h + i], second, before[m]),)
+        before = found
+    return before
 
 
 @triton.jit
-def _scale_and_zero(scales, zeros, i: tl.constexpr, VECTORS: tl.constexpr):
-    """The i-th of four, float32 and int32."""
-    if VECTORS:
-        bits = scales[i // 2] & _UPPER_SHORT if i % 2 else scales[i // 2] << 16
-        scale, zero = bits.to(tl.float32, bitcast=True), (zeros[0] << (24 - 8 * i)) >> 24
-    else:
-        scale, zero = scales[i].to(tl.float32), zeros[i].to(tl.int32)
-    return scale, zero
+def _too_much(zero, of_row, i: tl.constexpr):
+    """What the sum of the i-th of a thread's columns of 4 bits has too much."""
+    return zero * (of_row * 16) if i % 2 else (zero + 8) * of_row
 
 
 @triton.jit
-def _worth(thread, m: tl.constexpr, SETS: tl.constexpr, LIMBS: tl.constexpr):
-    """What sums of a round are worth, for a thread that has them, and 0 for others, float32."""
-    lower = (thread & 2) == 0  # has those of the lower half of the warp
-    if SETS == 2:
-        worth = tl.where(lower == ((thread & 16) == 0), 256.0 ** (LIMBS - 1 - m), 0.0)
-    else:
-        second = 256.0 ** (LIMBS - 2 - 2 * m) if 2 * m + 1 < LIMBS else 0.0
-        worth = tl.where(lower, 256.0 ** (LIMBS - 1 - 2 * m), second)
-    return worth
+def _together(of_rounds, BETWEEN: tl.constexpr):
+    """What rounds are worth together, each BETWEEN times the next."""
+    total = of_rounds[0]
+    for m in tl.static_range(1, len(of_rounds)):
+        total = total * BETWEEN + of_rounds[m]
+    return total
 
 
 @triton.jit
@@ -200,22 +153,25 @@ def _in_order(four, BITS: tl.constexpr):
 
 @triton.jit
 def _of_threads_columns(
-    sums, thread, SETS: tl.constexpr, LIMBS: tl.constexpr, GROUPS: tl.constexpr, BITS: tl.constexpr
-):  # fmt: skip
+    sums,
+    row_sums,
+    SETS: tl.constexpr,
+    LIMBS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BITS: tl.constexpr,
+):
     """A thread's sums in the order of columns: int32 of one limb, else float32."""
+    BETWEEN: tl.constexpr = 256.0 if SETS == 2 else 65536.0
     found = ()
     for g in tl.static_range(GROUPS):
-        four = ()
         for i in tl.static_range(4):
-            if LIMBS == 1:
-                total = tl.where(_worth(thread, 0, SETS, LIMBS) > 0, sums[g][i], 0)
-            else:
-                total = sums[g][i].to(tl.float32) * _worth(thread, 0, SETS, LIMBS)
-            for m in tl.static_range(1, len(sums) // GROUPS):
-                worth = _worth(thread, m, SETS, LIMBS)
-                total += sums[m * GROUPS + g][i].to(tl.float32) * worth
-            four = four + (total,)
-        found = found + _in_order(four, BITS)
+            of_rounds = ()
+            for m in tl.static_range(len(row_sums)):
+                total = _in_order(sums[m * GROUPS + g], BITS)[i]
+                if BITS == 4:
+                    total -= _too_much(0, row_sums[m][0], i)
+                of_rounds = of_rounds + (total if LIMBS == 1 else total.to(tl.float32),)
+            found = found + (_together(of_rounds, BETWEEN),)
     return found
 
 
@@ -223,90 +179,36 @@ def _of_threads_columns(
 def _of_a_block(
     sums,
     row_sums,
-    scales,
-    zeros,
+    numbers,
     totals,
-    thread,
     SETS: tl.constexpr,
     LIMBS: tl.constexpr,
     GROUPS: tl.constexpr,
-    VECTORS: tl.constexpr,
 ):
-    """The totals of a thread's columns with the sums of a block of channels, float32."""
-    exact = ()
-    for m in tl.static_range(len(row_sums)):
-        for g in tl.static_range(GROUPS):
-            of_zeros = ()
-            for i in tl.static_range(4):
-                _, zero = _scale_and_zero(scales[g], zeros[g], i, VECTORS)
-                of_zeros = of_zeros + (zero * row_sums[m][0],)
-            of_zeros = _in_order(of_zeros, 4)
-            four = ()
-            for i in tl.static_range(4):
-                four = four + (sums[m * GROUPS + g][i] - of_zeros[i],)
-            exact = exact + (four,)
-    exact = _of_threads_columns(exact, thread, SETS, LIMBS, GROUPS, 4)
-    found = ()
-    for u in tl.static_range(4 * GROUPS):
-        factor, _ = _scale_and_zero(scales[u // 4], zeros[u // 4], u % 4, VECTORS)
-        found = found + (totals[u] + exact[u].to(tl.float32) * factor,)
-    return found
+    """The totals of a thread's columns with the sums of a block of channels, float32.
 
-
-@triton.jit
-def _added_4(a, b, c, d, a_2, b_2, c_2, d_2):
-    return a + a_2, b + b_2, c + c_2, d + d_2
-
-
-@triton.jit
-def _added_8(a, b, c, d, e, f, g, h, a_2, b_2, c_2, d_2, e_2, f_2, g_2, h_2):
-    return a + a_2, b + b_2, c + c_2, d + d_2, e + e_2, f + f_2, g + g_2, h + h_2
-
-
-@triton.jit
-def _other_half(value):
-    """What the thread two lanes away has, which has sums of the same columns."""
-    return tl.inline_asm_elementwise(
-        "shfl.sync.bfly.b32 $0, $1, 2, 31, 0xffffffff;",
-        "=r,r",
-        [value.to(tl.int32, bitcast=True)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    ).to(value.dtype, bitcast=True)
-
-
-@triton.jit
-def _of_all_threads(sums, WARPS: tl.constexpr, ACROSS: tl.constexpr):
-    """The sums of threads that have the same columns, float32 [4 ACROSS] each: `columns_of`.
-
-    Threads that are no neighbors exchange theirs before: in Triton 3.7.1 sums along an axis that is
-    some bits of a lane's number were wrong where these bits did not follow one another.
+    64 products of 16 bits by 16 times the difference of two numbers of 4 bits fit an int32; of 24
+    bits they do not.
     """
-    parts = ()
-    for u in tl.static_range(len(sums)):
-        both = sums[u] + _other_half(sums[u])
-        parts = parts + (tl.reshape(both, (WARPS * 8 // ACROSS, 4 * ACROSS)),)
-    # All at once, so that threads wait for each other once.
-    if len(sums) == 4:
-        parts = tl.reduce(parts, 0, _added_4)
-    else:
-        parts = tl.reduce(parts, 0, _added_8)
+    BETWEEN: tl.constexpr = 256 if SETS == 2 else 65536
     found = ()
-    for u in tl.static_range(len(sums)):
-        found = found + (parts[u].to(tl.float32),)
-    return found
-
-
-@triton.jit
-def columns_of(tile, BITS: tl.constexpr, ACROSS: tl.constexpr, WORDS: tl.constexpr):
-    """The columns that `of_one_row` makes: a tuple of int32 [4 ACROSS], each column twice."""
-    OF_A_WORD: tl.constexpr = 16 // BITS  # columns, of each half of it
-    place = tl.arange(0, 4 * ACROSS)
-    half = (tile * ACROSS + place // 4) * (2 * WORDS) + place % 2
-    found = ()
-    for u in tl.static_range(WORDS * OF_A_WORD):
-        found = found + ((half + 2 * (u // OF_A_WORD)) * OF_A_WORD + u % OF_A_WORD,)
+    for g in tl.static_range(GROUPS):
+        for i in tl.static_range(4):
+            scale, zero = scale_and_zero(numbers[g][0], numbers[g][1], i)
+            of_rounds, of_row = (), ()
+            for m in tl.static_range(len(row_sums)):
+                of_rounds = of_rounds + (_in_order(sums[m * GROUPS + g], 4)[i],)
+                of_row = of_row + (row_sums[m][0],)
+            if LIMBS < 3:
+                too_much = _too_much(zero, _together(of_row, BETWEEN), i)
+                total = (_together(of_rounds, BETWEEN) - too_much).to(tl.float32)
+            else:
+                exact = ()
+                for m in tl.static_range(len(row_sums)):
+                    right = of_rounds[m] - _too_much(zero, of_row[m], i)
+                    exact = exact + (right.to(tl.float32),)
+                total = _together(exact, BETWEEN * 1.0)
+            found = found + (totals[4 * g + i] + total * scale,)
     return found
 
 
@@ -333,15 +235,17 @@ def of_one_row(
     WORDS: tl.constexpr,
     STEPS: tl.constexpr,
     DEPTH: tl.constexpr,
+    FETCH: tl.constexpr,
     VECTORS: tl.constexpr,
     WHOLE: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """The sums of the columns n of each map, float32, what one is worth, and the residual.
+    """The sums of the columns n, map after map, float32, what one is worth, and the residual.
 
-    Weights of DEPTH steps are under way together, the first ones before the row is there; later
-    ones take the registers of those that were multiplied. A thread makes integers
-    of four channels in a step. Without blocks, sums of each byte of the row are exact.
+    Pieces are a step of a map each, maps of a step one after another. Weights of DEPTH of them are
+    under way together, the first ones before the row is there; later ones take the registers of
+    those that were multiplied, and are fetched into L2 before if FETCH. A thread makes integers of
+    four channels in a step. Without blocks, sums of each byte of the row are exact.
     """
     SHORT: tl.constexpr = x.dtype.element_ty == tl.bfloat16
     SETS: tl.constexpr = 8 // ACROSS
@@ -351,22 +255,41 @@ def of_one_row(
     # How many times four channels of a thread have one scale and zero point.
     FOURS: tl.constexpr = BLOCK_SIZE // 16 if BLOCK_SIZE > 0 and BLOCK_SIZE < 64 else 4
     MAPS: tl.constexpr = len(kernels)
+    PIECES: tl.constexpr = MAPS * STEPS
     thread = tl.arange(0, WARPS * 32)
     lane = thread % 32
     # A thread has fours of channels from this one on, 16 apart.
     channel = thread // 32 * SETS * _CHANNELS_OF_A_WARP + lane % 4 * 4
     if SETS == 2:
         channel += lane // 16 * _CHANNELS_OF_A_WARP
-    across = tile * ACROSS + lane // 4 % ACROSS
-    row_words = columns // (32 // BITS)
-    under_way = ()  # the weights of the next steps
-    for piece in tl.static_range(min(DEPTH, MAPS * STEPS)):
-        under_way = under_way + (
-            _weights(
-                *(kernels[piece // STEPS], channel + piece % STEPS * SPAN, WORDS * across),
-                *(row_words, K, WORDS, VECTORS),
+    reader = lane // 4 % ACROSS
+    word = (tile * ACROSS + reader) * WORDS
+    column = word * 8 + lane % 2 * 4  # the first of which it has scales of blocks
+    first = ()
+    for of_map in tl.static_range(MAPS):
+        first = first + (
+            first_addresses(
+                *(kernels[of_map], kernel_scales[of_map], kernel_zeros[of_map]),
+                *(channel, word, column, columns, BITS, BLOCK_SIZE, WORDS, VECTORS),
             ),
         )
+    under_way = ()  # of each of the next pieces, the four times four channels of a thread
+    for piece in tl.static_range(min(DEPTH, PIECES)):
+        fours = ()
+        for h in tl.static_range(4):
+            fours = fours + (
+                of_four_channels(
+                    *(first[piece % MAPS], channel, columns, piece // MAPS * SPAN, h),
+                    *(K, SPAN, BITS, BLOCK_SIZE, WORDS),
+                ),
+            )
+        under_way = under_way + (fours,)
+    if FETCH:
+        for piece in tl.static_range(min(DEPTH, PIECES), PIECES):
+            into_l2(
+                *(first[piece % MAPS], channel, columns, piece // MAPS * SPAN, reader),
+                *(K, SPAN, BITS, BLOCK_SIZE, ACROSS, WORDS),
+            )
     own = channel + lane // 4 % 4 * 16  # those of which it makes integers
     factors = ()
     if scale is not None:
@@ -378,7 +301,7 @@ def of_one_row(
     for u in tl.static_range(len(n)):
         number = 0.0
         if residual is not None:
-            number = tl.load(residual + n[u], n[u] < columns, other=0.0).to(tl.float32)
+            number = tl.load(residual + n[u], n[u] < columns, other=0.0)
         before = before + (number,)
     values = ()
     for step in tl.static_range(STEPS):
@@ -391,51 +314,54 @@ def of_one_row(
     selections = ()
     for i in tl.static_range(4):
         selections = selections + (0x4444 - ((4 - i) << (lane // 4 % 4 * 4)),)
-    results = ()
-    for of_map in tl.static_range(MAPS):
-        sums, row_sums = _nothing(lane, GROUPS * ROUNDS), _nothing(lane, ROUNDS)
-        totals = ()
+    sums, totals, row_sums = (), (), _nothing(lane, ROUNDS)
+    for _ in tl.static_range(MAPS):
+        sums = sums + (_nothing(lane, GROUPS * ROUNDS),)
+        of_columns = ()
         for _ in tl.static_range(4 * GROUPS):
-            totals = totals + (lane * 0.0,)
-        for step in tl.static_range(STEPS):
-            loaded, following = under_way[0], ()
+            of_columns = of_columns + (lane * 0.0,)
+        totals = totals + (of_columns,)
+    for step in tl.static_range(STEPS):
+        words = of_four_threads(row[step], lane)
+        of_blocks = ()  # the row's sums in those of the step
+        if BITS == 4:
+            for h in tl.static_range(0, 4, FOURS):
+                if BLOCK_SIZE:
+                    row_sums = _nothing(lane, ROUNDS)
+                row_sums = _of_the_row(words, h, FOURS, row_sums)
+                of_blocks = of_blocks + (row_sums,)
+        next_sums, next_totals = (), ()
+        for of_map in tl.static_range(MAPS):
+            fours, following = under_way[0], ()
+            of_sums, of_totals = sums[of_map], totals[of_map]
             for h in tl.static_range(4):
-                here = channel + 16 * h
-                if BLOCK_SIZE:  # noqa: SIM102
-                    if h % FOURS == 0:
-                        block = (here + step * SPAN) // BLOCK_SIZE
-                        place = tl.minimum(block, (K - 1) // BLOCK_SIZE) * columns
-                        scales, zeros = (), ()
-                        for w in tl.static_range(WORDS):
-                            column = 8 * (WORDS * across + w) + lane % 2 * 4
-                            given = kernel_scales[of_map], kernel_zeros[of_map]
-                            scales += (_of_columns(given[0], place, column, columns, VECTORS, 2),)
-                            zeros += (_of_columns(given[1], place, column, columns, VECTORS, 1),)
-                for i in tl.static_range(0, 4, 2):
-                    sums, row_sums = _of_two_channels(
-                        *(loaded, row[step], i, h, selections, sums, row_sums),
-                        *(GROUPS, ROUNDS, WORDS, BITS, BLOCK_SIZE),
+                of_sums = _of_four_channels(
+                    fours[h][0], words, h, selections, of_sums, GROUPS, WORDS, BITS
+                )
+                if step * MAPS + of_map + DEPTH < PIECES:
+                    following = following + (
+                        of_four_channels(
+                            *(first[(of_map + DEPTH) % MAPS], channel, columns),
+                            *((step + (of_map + DEPTH) // MAPS) * SPAN, h, K, SPAN),
+                            *(BITS, BLOCK_SIZE, WORDS),
+                        ),
                     )
-                if of_map * STEPS + step + DEPTH < MAPS * STEPS:
-                    following = following + _weights_of_four(
-                        kernels[of_map + (step + DEPTH) // STEPS],
-                        *(here + (step + DEPTH) % STEPS * SPAN, WORDS * across),
-                        *(row_words, K, WORDS, VECTORS),
+                if BLOCK_SIZE > 0 and h % FOURS == FOURS - 1:
+                    of_totals = _of_a_block(
+                        *(of_sums, of_blocks[h // FOURS], fours[h // FOURS * FOURS][1], of_totals),
+                        *(SETS, LIMBS, GROUPS),
                     )
-                if BLOCK_SIZE:  # noqa: SIM102
-                    if h % FOURS == FOURS - 1:
-                        totals = _of_a_block(
-                            *(sums, row_sums, scales, zeros, totals, thread),
-                            *(SETS, LIMBS, GROUPS, VECTORS),
-                        )
-                        sums, row_sums = _nothing(lane, GROUPS * ROUNDS), _nothing(lane, ROUNDS)
+                    of_sums = _nothing(lane, GROUPS * ROUNDS)
+            next_sums, next_totals = next_sums + (of_sums,), next_totals + (of_totals,)
             later = ()
-            for piece in tl.static_range(1, len(under_way)):
-                later = later + (under_way[piece],)
+            for ahead in tl.static_range(1, len(under_way)):
+                later = later + (under_way[ahead],)
             under_way = later + (following,)
-        if BLOCK_SIZE == 0:
-            totals = _of_threads_columns(sums, thread, SETS, LIMBS, GROUPS, BITS)
-        results = results + (_of_all_threads(totals, WARPS, ACROSS),)
-    if BITS == 4:
-        unit *= 1.0 / 16
-    return results, unit, before
+        sums, totals = next_sums, next_totals
+    found = ()
+    for of_map in tl.static_range(MAPS):
+        if BLOCK_SIZE:
+            found = found + totals[of_map]
+        else:
+            found = found + _of_threads_columns(sums[of_map], row_sums, SETS, LIMBS, GROUPS, BITS)
+    return of_all_threads(found, thread, WARPS, ACROSS, LIMBS, BITS), unit, before

@@ -4,16 +4,21 @@ import triton
 
 from keras_recurrent.backends.triton._quantized_products import CHANNELS_OF_A_WARP
 
-# (ACROSS, WORDS): threads that read neighboring words of a channel, and how many words each; from
-# the most columns to the fewest. Wide tiles read whole lines of memory, narrow ones leave programs
-# for all multiprocessors of a large GPU.
-_TILES = {8: ((4, 4), (4, 2)), 4: ((4, 2), (4, 1))}
+# (ACROSS, WORDS): threads that read neighboring words of a channel, and how many words each. Wide
+# tiles read whole sectors or lines of memory, narrow ones leave programs for all multiprocessors of
+# a large GPU.
+_TILES = {8: ((4, 4), (4, 2)), 4: ((8, 1), (4, 1))}
 _PROGRAMS = 132
 _WARPS, _MOST_WARPS = 8, 16
-_MOST_STEPS = 4  # from which on a program has more warps
+_MOST_STEPS = {8: 4, 4: 8}  # from which on a program has more warps
+# Words of each of 16 channels under way, and registers of a thread: so that two programs, of which
+# one may be of the next launch, fit a multiprocessor.
+_WORDS_UNDER_WAY = 4
+_REGISTERS = 128
+_ROW_OF_FEW_REGISTERS = 4096  # channels: of more, a step less is under way
 
 
-def tile(channels, widths, bits, gate, limbs):
+def tile(channels, widths, bits, gate, limbs, block_size):
     """The constants of a program, for rows of so many channels and maps of so many columns.
 
     With a gate, a program makes columns of both maps.
@@ -23,10 +28,27 @@ def tile(channels, widths, bits, gate, limbs):
     def programs(of):
         return sum(triton.cdiv(n, of[0] * of[1] * 32 // bits) for n in columns)
 
-    across, words = next((of for of in _TILES[bits] if programs(of) >= _PROGRAMS), _TILES[bits][-1])
-    # So that two programs fit the registers of a multiprocessor.
-    depth = 1 if words == 4 or (gate and limbs > 1) else 2
-    warps = _warps(channels, across)
+    wide, narrow = _TILES[bits]
+    # Two narrow programs of 4 bits on one multiprocessor have more to do than a wide one.
+    enough = programs(wide) >= _PROGRAMS if bits == 8 else programs(narrow) > _PROGRAMS
+    across, words = wide if enough else narrow
+    depth = _WORDS_UNDER_WAY // words
+    if bits == 8 and gate and limbs > 1:
+        depth = 1
+    if bits == 4 and channels > _ROW_OF_FEW_REGISTERS:
+        depth -= 1
+    warps = _warps(channels, across, bits)
+    found = constants(channels, widths, bits, across, words, warps, depth, fetch=bits == 4)
+    if bits == 4 and limbs < 3 and (block_size == 0 or block_size >= CHANNELS_OF_A_WARP):
+        found["maxnreg"] = _REGISTERS
+    return found
+
+
+def constants(channels, widths, bits, across, words, warps, depth, fetch):
+    """Of a program of such a tile.
+
+    fetch: whether weights that are not under way are fetched into L2 before the row is there.
+    """
     return {
         **dict(zip(("K", "N", "N_2", "N_3"), (channels, *widths), strict=True)),
         "ROW": triton.next_power_of_2(channels),
@@ -35,14 +57,15 @@ def tile(channels, widths, bits, gate, limbs):
         "ACROSS": across,
         "WORDS": words,
         "DEPTH": depth,
+        "FETCH": fetch,
         "STEPS": triton.cdiv(channels, _span(warps, across)),
         "num_warps": warps,
     }
 
 
-def _warps(channels, across):
+def _warps(channels, across, bits):
     warps = _WARPS
-    while warps < _MOST_WARPS and triton.cdiv(channels, _span(warps, across)) > _MOST_STEPS:
+    while warps < _MOST_WARPS and triton.cdiv(channels, _span(warps, across)) > _MOST_STEPS[bits]:
         warps *= 2
     while warps > 1 and _span(warps // 2, across) >= channels:
         warps //= 2

@@ -20,7 +20,8 @@ from keras_recurrent.backends.triton._framework import (
 )
 from keras_recurrent.backends.triton._launch import Array, Launch, dtype_name
 from keras_recurrent.backends.triton._norm_linear_products import gated
-from keras_recurrent.backends.triton._quantized_products import columns_of, of_one_row
+from keras_recurrent.backends.triton._quantized_columns import columns_of
+from keras_recurrent.backends.triton._quantized_products import of_one_row
 from keras_recurrent.backends.triton._quantized_tiles import tile
 
 _GATES = (None, "silu", "gelu")
@@ -159,6 +160,7 @@ def _kernel(
     WORDS: tl.constexpr,
     STEPS: tl.constexpr,
     DEPTH: tl.constexpr,
+    FETCH: tl.constexpr,
     VECTORS: tl.constexpr,
     WHOLE: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -214,15 +216,17 @@ def _kernel(
         totals, unit, before = of_one_row(
             *(x, scale, kernels, scales, zeros, residual, tile, n, columns, epsilon),
             *(K, NORM, LIMBS, QUANTIZED, BITS, BLOCK_SIZE),
-            *(WARPS, ACROSS, WORDS, STEPS, DEPTH, VECTORS, WHOLE, AHEAD),
+            *(WARPS, ACROSS, WORDS, STEPS, DEPTH, FETCH, VECTORS, WHOLE, AHEAD),
         )
     MAPS: tl.constexpr = len(kernels)
     for u in tl.static_range(len(n)):
-        total = totals[0][u] * (unit / divisors[MAPS * u]) + offsets[MAPS * u]
+        total = totals[u] * (unit / divisors[MAPS * u]) + offsets[MAPS * u]
         if GATE:
-            beside = totals[1][u] * (unit / divisors[MAPS * u + 1]) + offsets[MAPS * u + 1]
+            beside = totals[len(n) + u] * (unit / divisors[MAPS * u + 1]) + offsets[MAPS * u + 1]
             total = gated(total, beside, GATE)
-        tl.store(y + n[u], total + before[u], n[u] < columns)
+        if residual is not None:
+            total += before[u].to(tl.float32)
+        tl.store(y + n[u], total, n[u] < columns)
 
 
 def results(
@@ -278,7 +282,7 @@ def forward(
     channels, short = x.shape[1], dtype_name(x) == "bfloat16"
     widths = tuple(0 if s is None else s.shape[-1] for s in scales)
     limbs = 1 if quantized else 2 if short else 3
-    options = tile(channels, widths, bits, gate, limbs)
+    options = tile(channels, widths, bits, gate, limbs, block_size)
     options |= {"NORM": epsilon >= 0, "GATE": gate, "LIMBS": limbs, "QUANTIZED": quantized}
     options |= {
         "BLOCK_SIZE": block_size,

@@ -328,7 +328,7 @@ def of_quantized_maps(channels, widths, bits, block_size=0, limbs=None, **consta
         absent += [f"{name}{end}" for name in ("kernel", "kernel_scale", "y") if not width]
         absent += [f"kernel_zero{end}"] * (not width or not block_size)
     gate = constants.get("GATE", 0)
-    options = norm_quantized_linear.tile(channels, widths, bits, gate, limbs)
+    options = norm_quantized_linear.tile(channels, widths, bits, gate, limbs, block_size)
     options |= {"LIMBS": limbs, "QUANTIZED": limbs == 1, "BLOCK_SIZE": block_size}
     options |= {"NORM": True, "GATE": 0, "VECTORS": True, "WHOLE": True, "AHEAD": True}
     options |= dict.fromkeys(absent) | constants
@@ -337,7 +337,8 @@ def of_quantized_maps(channels, widths, bits, block_size=0, limbs=None, **consta
     if not options["NORM"]:
         options["scale"] = None
     options = {name: value for name, value in options.items() if value != "given"}
-    return norm_quantized_linear._kernel, options, [{"num_warps": options.pop("num_warps")}]
+    configuration = {name: options.pop(name) for name in OPTIONS if name in options}
+    return norm_quantized_linear._kernel, options, [configuration]
 
 
 # The maps of hgrn2_1b.
