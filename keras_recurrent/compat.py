@@ -15,6 +15,7 @@ from typing import Any
 
 # Names of modules inside KerasHub and Keras, each imported when a name of it is first asked for.
 SOURCE_NAMES = {
+    "AutocastScope": "keras.src.backend",
     "BUILTIN_PRESETS": "keras_hub.src.utils.preset_utils",
     "BloomAttention": "keras_hub.src.models.bloom.bloom_attention",
     "GPTNeoXAttention": "keras_hub.src.models.gpt_neo_x.gpt_neo_x_attention",
@@ -30,6 +31,7 @@ SOURCE_NAMES = {
     "check_file_exists": "keras_hub.src.utils.preset_utils",
     "convert_preprocessing_outputs_python": "keras_hub.src.utils.tensor_utils",
     "find_subclass": "keras_hub.src.utils.preset_utils",
+    "get_autocast_scope": "keras.src.backend",
     "get_input_signature": "keras.src.export.export_utils",
     "get_keras_mask": "keras.src.backend.common.masking",
     "get_preset_loader": "keras_hub.src.utils.preset_utils",

@@ -1,8 +1,11 @@
 """Recomputing a layer in the backward pass instead of keeping what is inside it."""
 
+import contextlib
+
 import keras
 from keras import tree
 
+from keras_recurrent.compat import AutocastScope, get_autocast_scope
 from keras_recurrent.devices.torch_processes import check_not_sharded
 from keras_recurrent.dispatch import BACKEND
 from keras_recurrent.ops.shapes import check_rank_known
@@ -10,7 +13,7 @@ from keras_recurrent.ops.shapes import check_rank_known
 if BACKEND == "tensorflow":
     from keras_recurrent.backends.tensorflow import _recompute
 elif BACKEND == "torch":
-    from keras_recurrent.layers.torch_calls import is_plain
+    from keras_recurrent.layers.torch_calls import call_plain, is_plain
 
 
 class RecomputableLayer(keras.layers.Layer):
@@ -38,7 +41,7 @@ class RecomputableLayer(keras.layers.Layer):
         """
         if BACKEND != "torch" or _recomputes(layer) or not is_plain(self, layer, inputs):
             return layer(inputs, **kwargs)
-        return layer.call(inputs, **kwargs)
+        return call_plain(layer, inputs, **kwargs)
 
     def rematerialized_call(self, layer_call, *args, **kwargs):
         if super().rematerialized_call(layer_call, *args, **kwargs) is layer_call:
@@ -67,10 +70,12 @@ def recompute(layer_call):
     `keras.remat` alone serves calls with positional tensors: TensorFlow refuses keywords, JAX
     would trace flags and refuses strings. So float tensors, which carry the gradients, go in by
     position, and all else is closed over. A graph of TensorFlow without XLA could train a weight
-    before the recomputation reads it: there, gradients wait for all that is recomputed.
+    before the recomputation reads it: there, gradients wait for all that is recomputed. On torch
+    and TensorFlow it is computed again when Keras's call is over, and casts weights as it did.
     """
 
     def call(*args, **kwargs):
+        scope = get_autocast_scope()
         leaves = tree.flatten((args, kwargs))
         floats = [place for place, leaf in enumerate(leaves) if _carries_gradient(leaf)]
 
@@ -79,7 +84,8 @@ def recompute(layer_call):
             for place, tensor in zip(floats, tensors, strict=True):
                 filled[place] = tensor
             args_again, kwargs_again = tree.pack_sequence_as((args, kwargs), filled)
-            outputs = layer_call(*args_again, **kwargs_again)
+            with contextlib.nullcontext() if scope is None else AutocastScope(scope.dtype):
+                outputs = layer_call(*args_again, **kwargs_again)
             if BACKEND != "tensorflow":
                 return outputs
             ordered = _recompute.gradients_after(*tree.flatten(outputs))

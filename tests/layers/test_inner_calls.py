@@ -8,6 +8,7 @@ if keras.config.backend() != "torch":
     pytest.skip("elsewhere Keras is in every call", allow_module_level=True)
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from keras_recurrent.layers import (
     HGRN,
@@ -18,6 +19,7 @@ from keras_recurrent.layers import (
 )
 from keras_recurrent.layers.swiglu import SwiGLU
 from keras_recurrent.layers.torch_calls import is_plain
+from tests.models.tiny import VOCABULARY, tiny_causal_lm
 
 LAYERS = {
     "HGRN": lambda dtype: HGRN(dtype=dtype),
@@ -63,6 +65,34 @@ def test_the_same_results_as_by_keras(name, dtype):
     for found, expected in zip(directly, by_keras, strict=True):
         assert found.dtype == expected.dtype
         assert torch.equal(found, expected)
+
+
+class Products(TorchDispatchMode):
+    """Notes the dtypes of matrices that are multiplied, but for those of operations over time."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket.__name__ in ("mm", "addmm"):
+            self.dtypes |= {x.dtype for x in args if isinstance(x, torch.Tensor)}
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [None, "full"])
+@pytest.mark.parametrize("family", ["griffin", "hgrn2"])
+def test_mixed_precision_multiplies_in_bfloat16(family, mode):
+    """In models, whose blocks cast no weights, and where blocks are computed again."""
+    with keras.RematScope(mode=mode):
+        model = tiny_causal_lm(family=family, dtype="mixed_bfloat16")
+    model.compile("sgd")
+    token_ids = np.random.default_rng(0).integers(3, VOCABULARY, (2, 9)).astype("int32")
+    x = {"token_ids": token_ids[:, :-1], "padding_mask": np.ones((2, 8), "int32")}
+    model.train_on_batch(x, token_ids[:, 1:])  # Keras's first looks at shapes, in float32
+    with Products() as products:
+        model.train_on_batch(x, token_ids[:, 1:])
+    assert products.dtypes == {torch.bfloat16}
 
 
 def test_what_is_plain():
