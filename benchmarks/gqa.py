@@ -6,6 +6,7 @@ and dtype that it has. Let the machine rest meanwhile. It takes about two minute
 """
 
 import argparse
+import functools
 import json
 import math
 import time
@@ -44,7 +45,13 @@ def decoder(model):
     if keras.backend.backend() == "jax":
         import jax
 
-        return jax.jit(step, donate_argnums=1)
+        def of_weights(weights, *arguments):
+            with keras.StatelessScope(zip(model.variables, weights, strict=True)):
+                return step(*arguments)
+
+        # Arguments, since a compiler would copy constants of gigabytes.
+        weights = [variable.value for variable in model.variables]
+        return functools.partial(jax.jit(of_weights, donate_argnums=2), weights)
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
 

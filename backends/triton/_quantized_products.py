@@ -29,7 +29,6 @@ from keras_recurrent.backends.triton._quantized_row import (
 )
 from keras_recurrent.backends.triton._quantized_weights import (
     first_addresses,
-    into_l2,
     of_four_channels,
     scale_and_zero,
 )
@@ -235,7 +234,6 @@ def of_one_row(
     WORDS: tl.constexpr,
     STEPS: tl.constexpr,
     DEPTH: tl.constexpr,
-    FETCH: tl.constexpr,
     VECTORS: tl.constexpr,
     WHOLE: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -244,8 +242,8 @@ def of_one_row(
 
     Pieces are a step of a map each, maps of a step one after another. Weights of DEPTH of them are
     under way together, the first ones before the row is there; later ones take the registers of
-    those that were multiplied, and are fetched into L2 before if FETCH. A thread makes integers of
-    four channels in a step. Without blocks, sums of each byte of the row are exact.
+    those that were multiplied. A thread makes integers of four channels in a step. Without blocks,
+    sums of each byte of the row are exact.
     """
     SHORT: tl.constexpr = x.dtype.element_ty == tl.bfloat16
     SETS: tl.constexpr = 8 // ACROSS
@@ -284,12 +282,6 @@ def of_one_row(
                 ),
             )
         under_way = under_way + (fours,)
-    if FETCH:
-        for piece in tl.static_range(min(DEPTH, PIECES), PIECES):
-            into_l2(
-                *(first[piece % MAPS], channel, columns, piece // MAPS * SPAN, reader),
-                *(K, SPAN, BITS, BLOCK_SIZE, ACROSS, WORDS),
-            )
     own = channel + lane // 4 % 4 * 16  # those of which it makes integers
     factors = ()
     if scale is not None:

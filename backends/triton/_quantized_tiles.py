@@ -10,12 +10,11 @@ from keras_recurrent.backends.triton._quantized_products import CHANNELS_OF_A_WA
 _TILES = {8: ((4, 4), (4, 2)), 4: ((8, 1), (4, 1))}
 _PROGRAMS = 132
 _WARPS, _MOST_WARPS = 8, 16
-_MOST_STEPS = {8: 4, 4: 8}  # from which on a program has more warps
+_MOST_STEPS = 4  # from which on a program has more warps
 # Words of each of 16 channels under way, and registers of a thread: so that two programs, of which
 # one may be of the next launch, fit a multiprocessor.
 _WORDS_UNDER_WAY = 4
 _REGISTERS = 128
-_ROW_OF_FEW_REGISTERS = 4096  # channels: of more, a step less is under way
 
 
 def tile(channels, widths, bits, gate, limbs, block_size):
@@ -35,20 +34,15 @@ def tile(channels, widths, bits, gate, limbs, block_size):
     depth = _WORDS_UNDER_WAY // words
     if bits == 8 and gate and limbs > 1:
         depth = 1
-    if bits == 4 and channels > _ROW_OF_FEW_REGISTERS:
-        depth -= 1
-    warps = _warps(channels, across, bits)
-    found = constants(channels, widths, bits, across, words, warps, depth, fetch=bits == 4)
+    warps = _warps(channels, across)
+    found = constants(channels, widths, bits, across, words, warps, depth)
     if bits == 4 and limbs < 3 and (block_size == 0 or block_size >= CHANNELS_OF_A_WARP):
         found["maxnreg"] = _REGISTERS
     return found
 
 
-def constants(channels, widths, bits, across, words, warps, depth, fetch):
-    """Of a program of such a tile.
-
-    fetch: whether weights that are not under way are fetched into L2 before the row is there.
-    """
+def constants(channels, widths, bits, across, words, warps, depth):
+    """Of a program of such a tile."""
     return {
         **dict(zip(("K", "N", "N_2", "N_3"), (channels, *widths), strict=True)),
         "ROW": triton.next_power_of_2(channels),
@@ -57,15 +51,14 @@ def constants(channels, widths, bits, across, words, warps, depth, fetch):
         "ACROSS": across,
         "WORDS": words,
         "DEPTH": depth,
-        "FETCH": fetch,
         "STEPS": triton.cdiv(channels, _span(warps, across)),
         "num_warps": warps,
     }
 
 
-def _warps(channels, across, bits):
+def _warps(channels, across):
     warps = _WARPS
-    while warps < _MOST_WARPS and triton.cdiv(channels, _span(warps, across)) > _MOST_STEPS[bits]:
+    while warps < _MOST_WARPS and triton.cdiv(channels, _span(warps, across)) > _MOST_STEPS:
         warps *= 2
     while warps > 1 and _span(warps // 2, across) >= channels:
         warps //= 2

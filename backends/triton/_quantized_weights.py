@@ -1,8 +1,7 @@
 """What a program of `norm_quantized_linear` reads of its maps: see `_quantized_products`.
 
 A piece is what a program multiplies in a step of one map. Loads of its weights, and of its scales
-and zero points of blocks, are under way before the row is there, as many pieces as registers hold;
-those of later ones may be on their way into L2.
+and zero points of blocks, are under way before the row is there, as many pieces as registers hold.
 """
 
 import triton
@@ -21,18 +20,6 @@ def _words_read_once(pointer, WORDS: tl.constexpr):
     the launch before.
     """
     return words_at(pointer, WORDS, "ld.global.L1::no_allocate.L2::128B")
-
-
-@triton.jit
-def _into_l2(pointer):
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-        "=r,l",
-        [pointer],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit
@@ -152,36 +139,6 @@ def of_four_channels(
                 ),
             )
     return words, numbers
-
-
-@triton.jit
-def into_l2(
-    first,
-    channel,
-    columns,
-    offset: tl.constexpr,
-    reader,
-    K: tl.constexpr,
-    SPAN: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ACROSS: tl.constexpr,
-    WORDS: tl.constexpr,
-):
-    """Lets a step be on its way into L2: what a thread reads and those that read next to it.
-
-    Eight words are a sector of memory, of which one of the threads asks for all.
-    """
-    READERS: tl.constexpr = min(ACROSS, 8 // WORDS)
-    WITHIN: tl.constexpr = offset + SPAN <= K
-    for i in tl.static_range(16 // READERS):
-        own = reader % READERS * (16 // READERS) + i
-        row_words = columns // (32 // BITS)
-        within = own // 4 * 16 + own % 4
-        _into_l2(_at(first[0][0], channel, offset, within, row_words, K, WITHIN))
-    if BLOCK_SIZE > 0 and WITHIN and BLOCK_SIZE <= SPAN:
-        _into_l2(first[1][0][0][0] + offset // BLOCK_SIZE * columns)
-        _into_l2(first[1][0][1][0] + offset // BLOCK_SIZE * columns)
 
 
 @triton.jit

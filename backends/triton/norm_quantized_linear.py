@@ -160,7 +160,6 @@ def _kernel(
     WORDS: tl.constexpr,
     STEPS: tl.constexpr,
     DEPTH: tl.constexpr,
-    FETCH: tl.constexpr,
     VECTORS: tl.constexpr,
     WHOLE: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -216,7 +215,7 @@ def _kernel(
         totals, unit, before = of_one_row(
             *(x, scale, kernels, scales, zeros, residual, tile, n, columns, epsilon),
             *(K, NORM, LIMBS, QUANTIZED, BITS, BLOCK_SIZE),
-            *(WARPS, ACROSS, WORDS, STEPS, DEPTH, FETCH, VECTORS, WHOLE, AHEAD),
+            *(WARPS, ACROSS, WORDS, STEPS, DEPTH, VECTORS, WHOLE, AHEAD),
         )
     MAPS: tl.constexpr = len(kernels)
     for u in tl.static_range(len(n)):
