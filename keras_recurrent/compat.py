@@ -32,6 +32,7 @@ SOURCE_NAMES = {
     "convert_preprocessing_outputs_python": "keras_hub.src.utils.tensor_utils",
     "find_subclass": "keras_hub.src.utils.preset_utils",
     "get_autocast_scope": "keras.src.backend",
+    "get_current_remat_mode": "keras.src.backend.common.remat",
     "get_input_signature": "keras.src.export.export_utils",
     "get_keras_mask": "keras.src.backend.common.masking",
     "get_preset_loader": "keras_hub.src.utils.preset_utils",

@@ -5,7 +5,7 @@ import contextlib
 import keras
 from keras import tree
 
-from keras_recurrent.compat import AutocastScope, get_autocast_scope
+from keras_recurrent.compat import AutocastScope, get_autocast_scope, get_current_remat_mode
 from keras_recurrent.devices.torch_processes import check_not_sharded
 from keras_recurrent.dispatch import BACKEND
 from keras_recurrent.ops.shapes import check_rank_known
@@ -59,8 +59,12 @@ def no_further_remat():
     """A scope in which a layer makes its sublayers, so that they keep what they compute.
 
     A layer takes up the `keras.RematScope` in which it is made. Under one that recomputes the outer
-    layer, its sublayers would otherwise be recomputed a second time, each by itself.
+    layer, its sublayers would otherwise be recomputed a second time, each by itself. One that names
+    layers may name sublayers, too.
     """
+    current = get_current_remat_mode()
+    if current is not None and current.mode == "list_of_layers":
+        return contextlib.nullcontext()
     return keras.RematScope(mode=None)
 
 
