@@ -6,7 +6,7 @@
   the tests judge all other folders;
 - `jax/`, `torch/` and `tensorflow/` are written in the framework alone and run on any device;
 - `pallas/` has kernels for TPU, on JAX; `triton/` has kernels for NVIDIA GPUs, on torch and JAX;
-- `cudnn/` calls NVIDIA's library, on torch, for what that computes faster.
+- `cudnn/` is softmax attention of NVIDIA's library, on torch, for rows that a window holds whole.
 
 Functions here take and return tensors of their framework. Nothing here knows of layers, and of
 Keras only `triton/` asks, for its backend. `keras_recurrent/dispatch.py` chooses the folder that
@@ -35,8 +35,9 @@ cannot take all arguments, a function `unsupported` with the same parameters:
     def linear_scan(x, log_a, initial_state=None, token_kind=None):
         """x, log_a: [B, T, D]. Returns ([B, T, D] in x's dtype, [B, D] in float32)."""
 
-`unsupported` looks at shapes, dtypes and devices, never at values. A call that it refuses goes to
-the next implementation; an exception in the function itself reaches the user.
+`unsupported` looks at shapes, dtypes, devices and modes of the framework, never at values. A call
+that it refuses goes to the next implementation; an exception in the function itself reaches the
+user.
 
 `rms_norm`, `gated_linear_unit`, `log_forget_gate` and `token_crossentropy` treat each token by
 itself: they have neither `initial_state` nor `token_kind`, take any number of axes before the last
@@ -66,7 +67,7 @@ for a step of generation: they take one token of each row, [B, D]. In Triton the
   from the final state. For it, inputs and outputs are kept and everything else is computed again;
   only of each softmax are the largest logit and the sum kept, too, and in `triton/` of an output of
   attention in 16 bits the next 8, and of `gated_linear_attention` in bfloat16 the weights of pairs
-  of tokens in chunks of 64.
+  of tokens in chunks of 64. `cudnn/` leaves all of this to torch.
 - Memory and time grow linearly with T.
 
 ## How to add one

@@ -58,11 +58,11 @@ def _implementation(name, operations):
     """{operation: its module in a folder of backends/, or the reason why there is none}."""
     folder = importlib.import_module(f"keras_recurrent.backends.{name}")
     unavailable = getattr(folder, "unavailable", None)
+    files = {module.name for module in pkgutil.iter_modules(folder.__path__)}
+    missing = {o: f"there is no backends/{name}/{o}.py" for o in operations if o not in files}
     reason = unavailable() if unavailable else None
-    if reason:
-        return dict.fromkeys(operations, reason)
-    found = _operations(folder)
-    return {o: found.get(o, f"there is no backends/{name}/{o}.py") for o in operations}
+    found = dict.fromkeys(operations, reason) if reason else _operations(folder)
+    return {o: missing.get(o, found.get(o)) for o in operations}
 
 
 # {operation: {implementation: its module, or the reason why there is none}}

@@ -1,4 +1,7 @@
-"""Attention of NVIDIA's cuDNN, by way of torch, for rows that it knows how to compute."""
+"""Softmax attention of NVIDIA's cuDNN, by way of torch.
+
+For rows that a window holds whole, without a state before them, documents or padding.
+"""
 
 import torch
 

@@ -12,7 +12,7 @@ from keras_recurrent.backends.torch._sharding import is_sharded
 
 _DTYPES = torch.bfloat16, torch.float16
 _HOPPER = 9, 0  # older GPUs are served no faster by cuDNN
-_LARGEST_HEAD = {True: 256, False: 128}  # whether on Hopper
+_LARGEST_HEAD = {True: 256, False: 128}  # on Hopper; on later GPUs
 _VECTOR = 8  # channels
 # cuDNN plans anew for each shape, which only long rows are worth.
 _SHORTEST_ROW = 512

@@ -94,13 +94,16 @@ def folder(monkeypatch):
     return package
 
 
-def test_what_a_folder_misses_is_a_reason(folder):
+def test_what_a_folder_misses_is_a_reason(folder, tmp_path):
+    """A file of an operation first, then what all of the folder needs."""
+    folder.__path__ = [str(tmp_path)]
+    (tmp_path / "linear_scan.py").write_text("import no_such_package")
     folder.unavailable = lambda: "the package `no_such_package` is not installed"
-    row = dispatch._implementation("picky", ["linear_scan"])
-    assert row == {"linear_scan": "the package `no_such_package` is not installed"}
-    folder.unavailable = lambda: None
-    row = dispatch._implementation("picky", ["linear_scan"])
-    assert row == {"linear_scan": "there is no backends/picky/linear_scan.py"}
+    row = dispatch._implementation("picky", ["linear_scan", "rg_lru"])
+    assert row == {
+        "linear_scan": "the package `no_such_package` is not installed",
+        "rg_lru": "there is no backends/picky/rg_lru.py",
+    }
 
 
 def test_an_error_in_an_import_is_not_covered_up(folder, tmp_path):
