@@ -7,7 +7,7 @@ from keras import tree
 
 from keras_recurrent.compat import AutocastScope, get_autocast_scope
 from keras_recurrent.devices.torch_processes import check_not_sharded
-from keras_recurrent.dispatch import BACKEND
+from keras_recurrent.dispatch import BACKEND, chosen_name, implementation
 from keras_recurrent.ops.shapes import check_rank_known
 
 if BACKEND == "tensorflow":
@@ -71,11 +71,12 @@ def recompute(layer_call):
     would trace flags and refuses strings. So float tensors, which carry the gradients, go in by
     position, and all else is closed over. A graph of TensorFlow without XLA could train a weight
     before the recomputation reads it: there, gradients wait for all that is recomputed. On torch
-    and TensorFlow it is computed again when Keras's call is over, and casts weights as it did.
+    and TensorFlow it is computed again when Keras's call is over, on GPUs of torch in another
+    thread, and casts weights and chooses implementations as it did.
     """
 
     def call(*args, **kwargs):
-        scope = get_autocast_scope()
+        scope, chosen = get_autocast_scope(), chosen_name()
         leaves = tree.flatten((args, kwargs))
         floats = [place for place, leaf in enumerate(leaves) if _carries_gradient(leaf)]
 
@@ -84,7 +85,10 @@ def recompute(layer_call):
             for place, tensor in zip(floats, tensors, strict=True):
                 filled[place] = tensor
             args_again, kwargs_again = tree.pack_sequence_as((args, kwargs), filled)
-            with contextlib.nullcontext() if scope is None else AutocastScope(scope.dtype):
+            casts = contextlib.nullcontext() if scope is None else AutocastScope(scope.dtype)
+            # Not entered needlessly: torch's compiler lets nothing be set inside of a checkpoint.
+            named = contextlib.nullcontext() if chosen == chosen_name() else implementation(chosen)
+            with casts, named:
                 outputs = layer_call(*args_again, **kwargs_again)
             if BACKEND != "tensorflow":
                 return outputs
