@@ -86,7 +86,7 @@ def recompute(layer_call):
                 filled[place] = tensor
             args_again, kwargs_again = tree.pack_sequence_as((args, kwargs), filled)
             casts = contextlib.nullcontext() if scope is None else AutocastScope(scope.dtype)
-            # Not entered needlessly: torch's compiler lets nothing be set inside of a checkpoint.
+            # Entered only where it is missing, so that nothing is set while a compiler traces.
             named = contextlib.nullcontext() if chosen == chosen_name() else implementation(chosen)
             with casts, named:
                 outputs = layer_call(*args_again, **kwargs_again)
