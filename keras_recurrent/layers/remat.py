@@ -7,7 +7,7 @@ from keras import tree
 
 from keras_recurrent.compat import AutocastScope, get_autocast_scope, get_current_remat_mode
 from keras_recurrent.devices.torch_processes import check_not_sharded
-from keras_recurrent.dispatch import BACKEND
+from keras_recurrent.dispatch import BACKEND, chosen_name, implementation
 from keras_recurrent.ops.shapes import check_rank_known
 
 if BACKEND == "tensorflow":
@@ -75,11 +75,12 @@ def recompute(layer_call):
     would trace flags and refuses strings. So float tensors, which carry the gradients, go in by
     position, and all else is closed over. A graph of TensorFlow without XLA could train a weight
     before the recomputation reads it: there, gradients wait for all that is recomputed. On torch
-    and TensorFlow it is computed again when Keras's call is over, and casts weights as it did.
+    and TensorFlow it is computed again when Keras's call is over, on GPUs of torch in another
+    thread, and casts weights and chooses implementations as it did.
     """
 
     def call(*args, **kwargs):
-        scope = get_autocast_scope()
+        scope, chosen = get_autocast_scope(), chosen_name()
         leaves = tree.flatten((args, kwargs))
         floats = [place for place, leaf in enumerate(leaves) if _carries_gradient(leaf)]
 
@@ -88,7 +89,10 @@ def recompute(layer_call):
             for place, tensor in zip(floats, tensors, strict=True):
                 filled[place] = tensor
             args_again, kwargs_again = tree.pack_sequence_as((args, kwargs), filled)
-            with contextlib.nullcontext() if scope is None else AutocastScope(scope.dtype):
+            casts = contextlib.nullcontext() if scope is None else AutocastScope(scope.dtype)
+            # Entered only where it is missing, so that nothing is set while a compiler traces.
+            named = contextlib.nullcontext() if chosen == chosen_name() else implementation(chosen)
+            with casts, named:
                 outputs = layer_call(*args_again, **kwargs_again)
             if BACKEND != "tensorflow":
                 return outputs

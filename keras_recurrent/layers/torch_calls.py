@@ -4,7 +4,7 @@ import keras
 import torch
 
 from keras_recurrent.backends.torch._hooks import has_hooks
-from keras_recurrent.compat import AutocastScope
+from keras_recurrent.compat import AutocastScope, get_autocast_scope
 
 _PACKAGE = "keras_recurrent."
 
@@ -26,14 +26,29 @@ def is_plain(outer, layer, inputs):
         and layer.quantization_mode is None
         and layer.activity_regularizer is None
         and not has_hooks(layer)
+        and "forward" not in vars(layer)  # as accelerate replaces it
         and keras.distribution.distribution() is None
     )
 
 
 def call_plain(layer, inputs, **kwargs):
     """`layer.call(inputs, **kwargs)`, with weights cast as Keras casts them around a call."""
-    if layer.compute_dtype == layer.variable_dtype:
+    scope = _scope_of(layer)
+    if scope is None:
         return layer.call(inputs, **kwargs)
-    # The scope around may be one of a layer that does not cast.
-    with AutocastScope(layer.compute_dtype if layer.autocast else None):
+    with scope:
         return layer.call(inputs, **kwargs)
+
+
+def _scope_of(layer):
+    """The scope that Keras enters to call `layer`; None where it stays in the one around.
+
+    That may be one of another dtype, as where a layer calls methods of one inside of it.
+    """
+    around = get_autocast_scope()
+    if around is None:
+        mixed = layer.compute_dtype != layer.variable_dtype
+        return AutocastScope(layer.compute_dtype) if mixed else None
+    if not layer.autocast:
+        return None if around.dtype is None else AutocastScope(None)
+    return None if around.dtype == layer.compute_dtype else AutocastScope(layer.compute_dtype)

@@ -1,5 +1,7 @@
 """On torch, layers inside of a layer are called without Keras where nothing else would happen."""
 
+import threading
+
 import keras
 import numpy as np
 import pytest
@@ -10,9 +12,12 @@ if keras.config.backend() != "torch":
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from keras_recurrent import implementation
+from keras_recurrent.dispatch import chosen_name
 from keras_recurrent.layers import (
     HGRN,
     HGRN2,
+    BidirectionalHGRN2,
     LightningAttention,
     LocalAttention,
     RecurrentBlock,
@@ -124,6 +129,58 @@ def test_hooks_of_torch_are_called():
     handle.remove()
     layer(x)
     assert len(calls) == 1
+
+
+def test_a_forward_of_others_is_called():
+    layer, x = swiglu()
+    forward, calls = layer.up_proj.forward, []
+    layer.up_proj.forward = lambda x: calls.append(x) or forward(x)  # as accelerate does
+    layer(x)
+    assert len(calls) == 1
+
+
+def test_layers_in_float32_inside_of_mixed_ones_keep_their_weights():
+    """A layer may call methods of one inside of it, and then its own scope is around."""
+    policies = keras.dtype_policies.DTypePolicyMap(default_policy="mixed_bfloat16")
+    policies["mine/.*"] = keras.DTypePolicy("float32")
+    layer = BidirectionalHGRN2(4, dtype=policies, name="mine")
+    x = keras.random.normal((2, 7, 8), seed=1)
+    directly = layer(x)
+    handle = seen_by_all(lambda *_: None)
+    try:
+        by_keras = layer(x)
+    finally:
+        handle.remove()
+    assert torch.equal(directly, by_keras)
+
+
+@pytest.mark.parametrize("around", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "mixed_bfloat16"])
+def test_weights_have_the_dtype_of_their_layer_whatever_is_around(dtype, around):
+    layer, x = swiglu(dtype)
+
+    class Outer(keras.layers.Layer):
+        def call(self, inputs):
+            return layer.call(x)
+
+    assert torch.equal(Outer(dtype=around)(x), layer(x))
+
+
+def test_what_is_computed_again_takes_the_implementation_that_was_named():
+    """On a GPU, torch computes again in a thread of its own."""
+    with keras.RematScope(mode="full"):
+        layer = SwiGLU(16)
+    x = keras.random.normal((2, 3, 8), seed=1)
+    layer(x)
+    names, gated = [], layer.gated
+    layer.gated = lambda *args: names.append(chosen_name()) or gated(*args)
+    with implementation("torch"):
+        loss = layer(x).sum()
+        backward = threading.Thread(target=loss.backward)
+        backward.start()
+        backward.join()
+    assert names == ["torch", "torch"]
+    assert chosen_name() is None
 
 
 def test_quantized_layers_are_called_by_keras():
