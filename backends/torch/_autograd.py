@@ -6,6 +6,7 @@ here refuses tangents, and computes gradients at each level of nested transforms
 """
 
 import torch
+from torch._C._dynamo import eval_frame as _dynamo
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
@@ -17,6 +18,18 @@ _DEVICES = (
     *("PrivateUse1", "PrivateUse2", "PrivateUse3"),
 )
 _library = torch.library.Library("keras_recurrent", "FRAGMENT")
+
+
+def left_alone(function):
+    """A function of gradients that torch's compiler leaves alone where it runs outside of a graph.
+
+    There the compiler would look into what torch calls by itself: it would read saved tensors
+    twice, which a checkpoint computes again but once. What is in a graph is compiled as ever, which
+    `torch.compiler.disable` would prevent.
+    """
+    strategy = _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT)
+    _dynamo.set_code_exec_strategy(function.__code__, strategy)
+    return function
 
 
 def register_autograd(operator, gradients, save, backward):
@@ -43,12 +56,17 @@ def _register(operator, gradients, save):
     operator.register_autograd(gradients, setup_context=save)  # for other devices
     overload = operator._opoverload
 
+    left_alone(gradients)
+    left_alone(save)
+
+    @left_alone
     def compute(keyset, inputs):
         with torch._C._AutoDispatchBelowAutograd():
             return overload.redispatch(keyset & torch._C._after_autograd_keyset, *inputs)
 
     class Gradient(torch.autograd.Function):
         @staticmethod
+        @left_alone
         def forward(ctx, *inputs_and_call):
             *inputs, (keyset, transformed) = inputs_and_call
             if transformed:  # an outer transform may differentiate what is computed here
@@ -60,6 +78,7 @@ def _register(operator, gradients, save):
             return output
 
         @staticmethod
+        @left_alone
         def backward(ctx, *d_results):
             needs_input_grad = ctx.needs_input_grad
             ctx.needs_input_grad = needs_input_grad[:-1]
@@ -69,6 +88,7 @@ def _register(operator, gradients, save):
                 ctx.needs_input_grad = needs_input_grad
             return *found, None
 
+    @left_alone
     def kernel(keyset, *inputs):
         if forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled():
             _refuse_tangents(operator, inputs)

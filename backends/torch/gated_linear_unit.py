@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from keras_recurrent.backends.constants import LARGEST_GELU_GATE
+from keras_recurrent.backends.torch._autograd import left_alone
 from keras_recurrent.backends.torch._common import (
     accumulation_dtype,
     elements_per_launch,
@@ -51,6 +52,7 @@ class _GatedLinearUnit(torch.autograd.Function):
         ctx.save_for_backward(gate, x)
 
     @staticmethod
+    @left_alone
     def backward(ctx, d_output):
         gate, x = ctx.saved_tensors
         # Somebody differentiates what is computed here, or it is on several devices.

@@ -11,6 +11,7 @@ an operator of its own: `torch.compile` joins it with what stands beside it.
 import torch
 
 from keras_recurrent.backends.constants import SMALLEST_SCALED_EPSILON, SQUARES_SCALE
+from keras_recurrent.backends.torch._autograd import left_alone
 from keras_recurrent.backends.torch._common import accumulation_dtype, in_forward_mode
 
 
@@ -37,6 +38,7 @@ class _RMSNorm(torch.autograd.Function):
         ctx.save_for_backward(x, scale)
 
     @staticmethod
+    @left_alone
     def backward(ctx, d_output):
         x, scale = ctx.saved_tensors
         y, r = _normalized(x, scale, ctx.epsilon)

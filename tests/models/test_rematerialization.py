@@ -4,6 +4,8 @@ import keras
 import numpy as np
 import pytest
 
+from keras_recurrent.layers import HGRN2, RecurrentBlock
+from keras_recurrent.layers.swiglu import SwiGLU
 from tests.models.tiny import VOCABULARY, any_family, shared_by_families, tiny_causal_lm
 
 BACKEND = keras.config.backend()
@@ -88,6 +90,27 @@ def test_nothing_inside_a_block_recomputes_by_itself(family):
         for layer in model.backbone.transformer_layers[0]._flatten_layers(include_self=False)
     }
     assert set(modes.values()) == {None}, modes
+
+
+LAYERS = {"RecurrentBlock": lambda: RecurrentBlock(16), "HGRN2": lambda: HGRN2(expand_ratio=4)}
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="a compiler of torch")
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+def test_with_the_compiler_of_torch(layer):
+    """It runs backwards of what is computed again outside of its graphs."""
+    x = np.random.default_rng(0).normal(size=(2, 8, 16)).astype("float32")
+    losses, weights = [], None
+    for compiled in (False, True):
+        with keras.RematScope(mode="full"):
+            model = keras.Sequential([layer(), SwiGLU(8)])
+        model.build(x.shape)
+        weights = weights or model.get_weights()
+        model.set_weights(weights)
+        model.compile("sgd", "mse", jit_compile=compiled)
+        losses.append([model.train_on_batch(x, x) for _ in range(3)])
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    assert losses[0][2] < losses[0][0]
 
 
 def test_generation_and_scores_go_on():
