@@ -51,9 +51,11 @@ def of_all_threads(
     WARPS: tl.constexpr,
     ACROSS: tl.constexpr,
     LIMBS: tl.constexpr,
-    BITS: tl.constexpr,
+    SIXTEENTHS: tl.constexpr,
 ):
     """The sums of threads that have the same columns, float32 [4 ACROSS] each: `columns_of`.
+
+    SIXTEENTHS: whether those of odd columns are 16 times as large as they should be.
 
     Threads that are no neighbors exchange theirs before: in Triton 3.7.1 sums along an axis that is
     some bits of a lane's number were wrong where these bits did not follow one another.
@@ -76,7 +78,7 @@ def of_all_threads(
     found = ()
     for u in tl.static_range(len(sums)):
         total = totals[u].to(tl.float32)
-        found = found + (total * (1.0 / 16) if BITS == 4 and u % 2 else total,)
+        found = found + (total * (1.0 / 16) if SIXTEENTHS and u % 2 else total,)
     return found
 
 

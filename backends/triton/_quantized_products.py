@@ -128,8 +128,8 @@ def _of_the_row(words, h: tl.constexpr, FOURS: tl.constexpr, before):
 
 @triton.jit
 def _too_much(zero, of_row, i: tl.constexpr):
-    """What the sum of the i-th of a thread's columns of 4 bits has too much."""
-    return zero * (of_row * 16) if i % 2 else (zero + 8) * of_row
+    """What the sum of the i-th of a thread's columns of 4 bits has too much, in units of it."""
+    return zero * of_row if i % 2 else (zero + 8) * of_row
 
 
 @triton.jit
@@ -186,8 +186,8 @@ def _of_a_block(
 ):
     """The totals of a thread's columns with the sums of a block of channels, float32.
 
-    64 products of 16 bits by 16 times the difference of two numbers of 4 bits fit an int32; of 24
-    bits they do not.
+    64 products of 16 bits by the difference of a number of 4 bits and one of 8 fit an int32; of 24
+    bits they do not. Sums of odd columns are 16 times as large, and shifted back.
     """
     BETWEEN: tl.constexpr = 256 if SETS == 2 else 65536
     found = ()
@@ -200,11 +200,12 @@ def _of_a_block(
                 of_row = of_row + (row_sums[m][0],)
             if LIMBS < 3:
                 too_much = _too_much(zero, _together(of_row, BETWEEN), i)
-                total = (_together(of_rounds, BETWEEN) - too_much).to(tl.float32)
+                total = _together(of_rounds, BETWEEN) >> 4 * (i % 2)
+                total = (total - too_much).to(tl.float32)
             else:
                 exact = ()
                 for m in tl.static_range(len(row_sums)):
-                    right = of_rounds[m] - _too_much(zero, of_row[m], i)
+                    right = (of_rounds[m] >> 4 * (i % 2)) - _too_much(zero, of_row[m], i)
                     exact = exact + (right.to(tl.float32),)
                 total = _together(exact, BETWEEN * 1.0)
             found = found + (totals[4 * g + i] + total * scale,)
@@ -356,4 +357,5 @@ def of_one_row(
             found = found + totals[of_map]
         else:
             found = found + _of_threads_columns(sums[of_map], row_sums, SETS, LIMBS, GROUPS, BITS)
-    return of_all_threads(found, thread, WARPS, ACROSS, LIMBS, BITS), unit, before
+    SIXTEENTHS: tl.constexpr = BITS == 4 and BLOCK_SIZE == 0
+    return of_all_threads(found, thread, WARPS, ACROSS, LIMBS, SIXTEENTHS), unit, before

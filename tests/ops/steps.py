@@ -129,7 +129,7 @@ def norm_quantized_linear(rng, case):
             f"kernel_scale{name}": rng.uniform(0.01, 0.1, size=scales),
         }
         if blocks:
-            tensors[f"kernel_zero{name}"] = rng.integers(-8, 8, size=scales)
+            tensors[f"kernel_zero{name}"] = rng.integers(-128, 128, size=scales)
         else:
             tensors[f"kernel_scale{name}"] *= 2**case.bits
     row_dtype = case.dtype if case.quantize_row else None

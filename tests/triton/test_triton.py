@@ -68,8 +68,10 @@ SPILLS = {
     "gated output, 256 channels": 320,
 }
 # CUDA's sines keep 32 bytes in memory, for angles of more than 1e5; products of float32 spill some,
-# and so do many rows of RG-LRU, for which a GPU was slower with eleven other tiles.
+# and so do many rows of RG-LRU, for which a GPU was slower with eleven other tiles. Maps of 4 bits
+# keep four words until they are needed, so that two programs fit a multiprocessor.
 IN_MEMORY = {
+    "norm_quantized_linear, silu, 4 bits": 16,
     "rg_lru step of 64 rows": 32,
     "local_attention step, parts": 32,
     "local_attention step, parts, float32": 96,
