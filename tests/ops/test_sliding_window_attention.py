@@ -26,7 +26,7 @@ CASES = {
         2, 640, 64, "bfloat16", heads=(4, 1), window=640, values=64
     ),
     "float16, a long row of odd length": Case(
-        1, 517, 40, "float16", heads=(2, 2), window=None, values=40
+        1, 517, 40, "float16", heads=(4, 2), window=None, values=40
     ),
 }
 
