@@ -44,25 +44,24 @@ def serving():
     return PREFERENCE.get(BACKEND, ())
 
 
+def _names(package):
+    """The operations that a package has files of: its public modules."""
+    names = (module.name for module in pkgutil.iter_modules(package.__path__))
+    return [name for name in names if not name.startswith("_")]
+
+
 def _operations(package):
-    """Every public module of a package: {operation: module}."""
-    names = [module.name for module in pkgutil.iter_modules(package.__path__)]
-    return {
-        name: importlib.import_module(f"{package.__name__}.{name}")
-        for name in names
-        if not name.startswith("_")
-    }
+    """{operation: its module}."""
+    return {n: importlib.import_module(f"{package.__name__}.{n}") for n in _names(package)}
 
 
 def _implementation(name, operations):
     """{operation: its module in a folder of backends/, or the reason why there is none}."""
     folder = importlib.import_module(f"keras_recurrent.backends.{name}")
     unavailable = getattr(folder, "unavailable", None)
-    files = {module.name for module in pkgutil.iter_modules(folder.__path__)}
-    missing = {o: f"there is no backends/{name}/{o}.py" for o in operations if o not in files}
     reason = unavailable() if unavailable else None
-    found = dict.fromkeys(operations, reason) if reason else _operations(folder)
-    return {o: missing.get(o, found.get(o)) for o in operations}
+    found = dict.fromkeys(_names(folder), reason) if reason else _operations(folder)
+    return {o: found.get(o, f"there is no backends/{name}/{o}.py") for o in operations}
 
 
 # {operation: {implementation: its module, or the reason why there is none}}

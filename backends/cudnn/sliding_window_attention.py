@@ -4,8 +4,8 @@ torch passes no window on to cuDNN, so this is for rows that a window holds whol
 """
 
 import torch
-from torch.nn import functional
 
+from keras_recurrent.backends.torch import _ring
 from keras_recurrent.backends.torch._common import capability, in_forward_mode
 from keras_recurrent.backends.torch._row import attend
 from keras_recurrent.backends.torch._sharding import is_sharded
@@ -72,13 +72,5 @@ def _forward(q, k, v, key, value, position, token_kind, window, capacity):
     )
     batch, length = q.shape[:2]
     position = torch.full((batch,), length, dtype=torch.int32, device=q.device)
-    return output.transpose(1, 2), _ring(k, capacity), _ring(v, capacity), position
-
-
-def _ring(x, capacity):
-    """The last of x [B, T, ...] in a ring: the token at position p is in slot p mod C."""
-    length = x.shape[1]
-    if length <= capacity:
-        return functional.pad(x, (0, 0, 0, 0, 0, capacity - length))
-    behind = length - (length % capacity if capacity else 0)  # who are in the first slots
-    return torch.cat((x[:, behind:], x[:, length - capacity : behind]), 1)
+    rings = (_ring.of_whole_document(x, capacity) for x in (k, v))
+    return output.transpose(1, 2), *rings, position

@@ -4,6 +4,7 @@
 """
 
 import torch
+from torch.nn.functional import pad
 
 
 def to_row(ring, position, end, length):
@@ -26,6 +27,15 @@ def to_ring(row, position, end, capacity):
         return row.new_empty(row.shape[0], 0, *row.shape[2:])
     age = ages(position, capacity)
     return take(row, (end[:, None] - 1 - age).clamp_min(0), age < position[:, None])
+
+
+def of_whole_document(row, capacity):
+    """`to_ring` of rows [B, T, G, K] that are a document each, in two copies."""
+    length = row.shape[1]
+    if length <= capacity:
+        return pad(row, (0, 0, 0, 0, 0, capacity - length))
+    first = length - (length % capacity if capacity else 0)  # of the tokens in the first slots
+    return torch.cat((row[:, first:], row[:, length - capacity : first]), 1)
 
 
 def ages(position, capacity):

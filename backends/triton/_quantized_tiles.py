@@ -35,14 +35,7 @@ def tile(channels, widths, bits, gate, limbs, block_size):
     if bits == 8 and gate and limbs > 1:
         depth = 1
     warps = _warps(channels, across)
-    found = constants(channels, widths, bits, across, words, warps, depth)
-    if bits == 4 and limbs < 3 and (block_size == 0 or block_size >= CHANNELS_OF_A_WARP):
-        found["maxnreg"] = _REGISTERS
-    return found
-
-
-def constants(channels, widths, bits, across, words, warps, depth):
-    """Of a program of such a tile."""
+    limited = bits == 4 and limbs < 3 and (not block_size or block_size >= CHANNELS_OF_A_WARP)
     return {
         **dict(zip(("K", "N", "N_2", "N_3"), (channels, *widths), strict=True)),
         "ROW": triton.next_power_of_2(channels),
@@ -53,6 +46,7 @@ def constants(channels, widths, bits, across, words, warps, depth):
         "DEPTH": depth,
         "STEPS": triton.cdiv(channels, _span(warps, across)),
         "num_warps": warps,
+        **({"maxnreg": _REGISTERS} if limited else {}),
     }
 
 

@@ -3,8 +3,6 @@
 What it computes is compared with the definition in `test_sliding_window_attention`, too.
 """
 
-import importlib
-
 import pytest
 
 import keras_recurrent
@@ -20,6 +18,10 @@ if dispatch.BACKEND != "torch":
 
 import torch
 
+from keras_recurrent.backends import cudnn
+from keras_recurrent.backends.cudnn.sliding_window_attention import unsupported
+from keras_recurrent.backends.torch import _ring
+
 OPERATION = "sliding_window_attention"
 LONG = Case(2, 640, 64, "bfloat16", heads=(4, 1), window=700, values=64)
 on_a_gpu = pytest.mark.skipif(not has_gpu(), reason="needs an NVIDIA GPU")
@@ -34,12 +36,11 @@ class Tensor:
 
 
 def reason(length=1024, channels=256, values=None, dtype=torch.bfloat16, device="cuda:0", **given):
-    module = importlib.import_module("keras_recurrent.backends.cudnn.sliding_window_attention")
     q, k, v = (
         Tensor(2, length, heads, size, dtype=dtype, device=device)
         for heads, size in ((4, channels), (1, channels), (1, values or channels))
     )
-    return module.unsupported(q, k, v, **{"sliding_window": 2048, **given})
+    return unsupported(q, k, v, **{"sliding_window": 2048, **given})
 
 
 @pytest.fixture
@@ -78,9 +79,17 @@ def test_what_is_refused(capability, monkeypatch):
 
 
 def test_a_torch_without_cudnn_says_so(monkeypatch):
-    folder = importlib.import_module("keras_recurrent.backends.cudnn")
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert folder.unavailable() == "this torch was built without cuDNN"
+    assert cudnn.unavailable() == "this torch was built without cuDNN"
+
+
+@pytest.mark.parametrize("capacity", [0, 1, 4, 7, 8, 9, 20])
+@pytest.mark.parametrize("length", [3, 8, 17])
+def test_the_ring_behind_a_whole_document(length, capacity):
+    row = torch.randn(2, length, 1, 3)
+    position = torch.full((2,), length)
+    expected = _ring.to_ring(row, position, position, capacity)
+    assert torch.equal(_ring.of_whole_document(row, capacity), expected)
 
 
 @on_a_gpu
