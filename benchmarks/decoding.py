@@ -99,10 +99,16 @@ def largest_batch(model, tokens, memory):
 def doubled(model, tokens, first, longest):
     """`([(batch, seconds a token), ...], what ended it)`: "memory", or "time".
 
-    The latter where a call of twice the batch may take longer than `longest` seconds.
+    The latter where a call of twice the batch may take longer than `longest` seconds; the former
+    where weights and caches of twice the batch are more than the device has, or as it says itself.
     """
+    memory = device_memory()
+
+    def fits(batch):
+        return memory is None or memory_sizes(model, batch, bucket(tokens)).total < memory
+
     found, batch = [], first
-    while True:
+    while fits(batch):
         try:
             warm_up(model, batch, tokens)
             seconds = seconds_a_token(model, batch, tokens)
@@ -111,12 +117,27 @@ def doubled(model, tokens, first, longest):
                 raise
             break
         found.append((batch, seconds))
-        if 2 * seconds * tokens > longest:
-            return found, "time"
         batch *= 2
+        if fits(batch) and 2 * seconds * tokens > longest:
+            return found, "time"
     if not found:
         raise SystemExit(f"{first} rows of {tokens:,} tokens do not fit: take fewer by --rows.")
     return found, "memory"
+
+
+def device_memory():
+    """The bytes of the GPU's memory; None: there is none, or it does not say."""
+    if "CPU" in machine():
+        return None
+    if keras.config.backend() == "torch":
+        import torch
+
+        return torch.cuda.get_device_properties().total_memory
+    if keras.config.backend() == "jax":
+        import jax
+
+        return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    return None
 
 
 def is_out_of_memory(error):

@@ -182,15 +182,25 @@ _ATTENTION = {
         two_bytes(4, 7),
         tied=True,
     ),
-    f"sliding_window_attention of {peers.WINDOW}": Work(
-        "sliding_window_attention",
-        SOFTMAX_HEADS,
-        lambda b, t, h, k: [normal(b, t, h, k) / k**0.5, *(normal(b, t, 1, k) for _ in range(2))],
-        peers.of_attention,
-        lambda b, t, h, k: (2 * b * t * k * (2 * h + 2), 2 * b * t * k * (4 * h + 4)),
-        flops=attention_flops,
-        options={"sliding_window": peers.WINDOW},
-    ),
+    **{
+        name: Work(
+            "sliding_window_attention",
+            shapes,
+            lambda b, t, h, k: [
+                normal(b, t, h, k) / k**0.5,
+                *(normal(b, t, 1, k) for _ in range(2)),
+            ],
+            peers.of_attention,
+            lambda b, t, h, k: (2 * b * t * k * (2 * h + 2), 2 * b * t * k * (4 * h + 4)),
+            flops=attention_flops,
+            options={"sliding_window": window},
+        )
+        for name, window, shapes in (
+            (f"sliding_window_attention of {peers.WINDOW}", peers.WINDOW, SOFTMAX_HEADS),
+            # The same numbers where no row is longer, and no state behind it, as in peers.
+            ("sliding_window_attention to all tokens", None, SOFTMAX_HEADS[:1]),
+        )
+    },
     "lightning_attention": Work(
         "lightning_attention",
         HEADS,

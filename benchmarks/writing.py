@@ -34,7 +34,7 @@ MODELS = {
     "griffin_100m": (GriffinCausalLM, "griffin_100m"),
     "hawk_tiny": (GriffinCausalLM, "hawk_tiny"),
 }
-PROMPT, FEW, MANY = 16, 32, 288  # tokens
+PROMPT, FEW, MANY = 16, 64, 1088  # tokens
 RUNS = 5
 
 

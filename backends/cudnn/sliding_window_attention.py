@@ -35,7 +35,8 @@ def unsupported(
         return f"needs CUDA tensors, got one on {q.device}"
     found = capability(q.device)
     if found < _HOPPER:
-        return f"is for GPUs of compute capability {_HOPPER} or later, got one of {found}"
+        lowest, found = (".".join(map(str, version)) for version in (_HOPPER, found))
+        return f"is for GPUs of compute capability {lowest} or later, got one of {found}"
     largest = _LARGEST_HEAD[found == _HOPPER]
     if channels != v.shape[3] or channels % _VECTOR or channels > largest:
         sizes = f"a multiple of {_VECTOR} channels up to {largest}"

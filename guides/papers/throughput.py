@@ -78,13 +78,18 @@ class Size:
     latency_rows: int
     latency_tokens: tuple  # to write behind each of the prompts
     prompts: tuple
+    first_rows: int  # that are doubled where the memory is the device's
+    longest_call: float  # seconds, which end their doubling before memory does
 
 
-MINIATURE = Size("tiny", "float32", 128, (64, 256, 1024), 6 * 2**20, 16, (256, 1024), (0, 1024))
-FULL = Size(
-    "1.3b", "bfloat16", 1024, (512, 1024, 2048, 4096), 0, 16, (512, 1024, 2048, 4096), (0, 4096)
+MINIATURE = Size(
+    *("tiny", "float32", 128, (64, 256, 1024), 6 * 2**20),
+    *(16, (256, 1024), (0, 1024), 64, 60.0),
 )
-FIRST_ROWS, LONGEST_CALL = 64, 60  # where the memory is the device's: rows, seconds
+FULL = Size(
+    *("1.3b", "bfloat16", 1024, (512, 1024, 2048, 4096), 0),
+    *(16, (512, 4096), (0, 4096), 512, 10.0),
+)
 
 
 # --- 1. Computed, for the paper's sizes and device ---
@@ -149,13 +154,14 @@ def cases(size):
 
 
 def rows_of_batch(model, case, size):
-    """`(rows, what ended their doubling)`."""
+    """`(rows, what ended their doubling, the seconds a step took there, if any were timed)`."""
     if case["measure"] == "latency":
-        return size.latency_rows, "given"
+        return size.latency_rows, "given", []
     if size.memory:
-        return largest_batch(model, case["tokens"], size.memory), "memory as given"
-    found, ended = doubled(model, case["tokens"], FIRST_ROWS, LONGEST_CALL)
-    return max(found, key=lambda pair: pair[0] / pair[1])[0], ended
+        return largest_batch(model, case["tokens"], size.memory), "memory as given", []
+    found, ended = doubled(model, case["tokens"], size.first_rows, size.longest_call)
+    rows, seconds = max(found, key=lambda pair: pair[0] / pair[1])
+    return rows, ended, [seconds]
 
 
 def run(kind, size, seeds, results):
@@ -175,19 +181,20 @@ def run(kind, size, seeds, results):
             rates = None if on_cpu else device_rates(size.dtype)
         before = results.of(**key)
         if before:
-            rows, ended = before[0]["rows"], before[0]["ended_by"]
+            rows, ended, timed = before[0]["rows"], before[0]["ended_by"], []
         else:
-            rows, ended = rows_of_batch(model, case, size)
+            rows, ended, timed = rows_of_batch(model, case, size)
         walk = (model, rows, case["tokens"], case["prompt"])
         warm_up(*walk)
         least = rates and 1000 * least_seconds_a_token(*walk, **rates)
         for seed in missing:
+            seconds = timed.pop() if timed else seconds_a_token(*walk, clock=clock)
             line = {
                 **key,
                 "seed": seed,
                 "rows": rows,
                 "ended_by": ended,
-                "ms_a_step": round(1000 * seconds_a_token(*walk, clock=clock), 4),
+                "ms_a_step": round(1000 * seconds, 4),
                 "roofline_ms": least and round(least, 4),
                 "time": "of the CPUs" if on_cpu else "that passed",
                 "machine": machine(),
@@ -301,7 +308,15 @@ def draw(results, size, computed, path):
                 [waits(results, size, kind, prompt, n) for n in size.latency_tokens]
             )
             label = f"{name}, behind {prompt:,}"
-            draw_band(wait, size.latency_tokens, curves, color=color, linestyle=style, label=label)
+            draw_band(
+                wait,
+                size.latency_tokens,
+                curves,
+                color=color,
+                linestyle=style,
+                marker="o" if style == "-" else "x",
+                label=label,
+            )
     memory.set(xlabel="tokens read", ylabel="megabytes", title="cache of a row, 1.3B, computed")
     speed.set(xlabel="tokens written", ylabel="times MQA", title="tokens a second, most rows")
     wait.set(xlabel="tokens written", title=f"ms a token, {size.latency_rows} rows", ylim=(0, None))

@@ -97,3 +97,25 @@ def test_states_of_hgrn_are_what_the_forms_say(guide):
         right, _ = layer(x[:, 3:], lower_bound=bound, initial_state=left)
         right = keras.ops.convert_to_numpy(right)
         np.testing.assert_allclose(right, found[:, 3:], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_a_scan_of_small_heads_is_hgrn2(guide, ratio):
+    state_size = guide("state_size")
+    x = np.random.default_rng(0).normal(size=(2, 6, 4)).astype("float32")
+    bound = np.log(np.array([[0.3] * 4, [0.7] * 4], "float32"))
+    keras.utils.set_random_seed(0)
+    layer, scanned = (
+        kind(ratio, return_state=True) for kind in (state_size.HGRN2, state_size.ScannedHGRN2)
+    )
+    expected, state = layer(x, lower_bound=bound)
+    scanned.build(x.shape)
+    scanned.set_weights(layer.get_weights())
+    found, memory = scanned(x, lower_bound=bound)
+    np.testing.assert_allclose(*map(keras.ops.convert_to_numpy, (found, expected)), atol=1e-5)
+    pair = memory["memory"], state["memory"]
+    np.testing.assert_allclose(*map(keras.ops.convert_to_numpy, pair), atol=1e-5)
+    _, left = scanned(x[:, :3], lower_bound=bound)
+    right, _ = scanned(x[:, 3:], lower_bound=bound, initial_state=left)
+    right, found = map(keras.ops.convert_to_numpy, (right, found))
+    np.testing.assert_allclose(right, found[:, 3:], atol=1e-5)
