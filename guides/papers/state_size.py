@@ -137,8 +137,8 @@ class StateHGRN(StreamingLayer):
 class ScannedHGRN2(HGRN2):
     """HGRN2 whose states are scanned number by number, without products of matrices.
 
-    Those of heads of fewer than 16 channels would be mostly padding: at a ratio of 1 they take
-    sixteen times as long as at 16, though the memory is a sixteenth.
+    On a GPU those of heads of fewer than 16 channels are mostly padding, and the fewer the channels
+    of a head, the more heads there are.
     """
 
     def stream(self, inputs, tokens, state, lower_bound=None):

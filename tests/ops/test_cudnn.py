@@ -72,7 +72,7 @@ def test_what_is_refused(capability, monkeypatch):
     capability(10, 0)
     assert "up to 128, values like keys; got 256" in reason()
     capability(8, 0)
-    assert "of 9.0 or later, got one of 8.0" in reason()
+    assert "capability 9.0 or later, got one of 8.0" in reason()
     capability(9, 0)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert "no fixed order" in reason()
