@@ -2,10 +2,27 @@
 
 from torch.nn.modules import module as torch_module
 
-_KINDS = ("forward", "forward_pre", "backward", "backward_pre")
+_FORWARD = ("forward", "forward_pre")
+_KINDS = (*_FORWARD, "backward", "backward_pre")
+_REPLACED = {"call", "forward"}  # in an instance, as accelerate does it
 
 
 def has_hooks(module):
     """Whether there are some for the module, or for all."""
+    return _has(module, _KINDS) or torch_module._has_any_global_hook()
+
+
+def why_calls_are_seen(modules):
+    """Whose code runs before, after or in place of a call of one of these modules; else None."""
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        return "torch has a hook for all modules"
+    for module in modules:
+        if _has(module, _FORWARD) or not _REPLACED.isdisjoint(vars(module)):
+            name = getattr(module, "name", type(module).__name__)
+            return f"`{name}` has a hook, or a `call` or `forward` of its own"
+    return None
+
+
+def _has(module, kinds):
     found = vars(module)
-    return any(found[f"_{kind}_hooks"] for kind in _KINDS) or torch_module._has_any_global_hook()
+    return any(found[f"_{kind}_hooks"] for kind in kinds)

@@ -1,9 +1,11 @@
 """A step of generation on torch, traced once past Keras and then run without it.
 
 What depends on weights alone, such as their casts and HGRN2's lower bounds, is a graph of its own
-that runs once a call.
+that runs once a call. A step that a user's hooks shall see is not traced: a graph would keep what
+they did then, or leave them out.
 """
 
+import contextlib
 import threading
 
 import keras
@@ -28,15 +30,20 @@ class Step:
             `COMPILED_AFTER` times; False: never.
         masked: whether the step takes a mask, boolean [B, 1], between token and cache, and leaves
             the cache of a row alone where it is False.
+        not_traced: why each step runs through the layers; None: it is traced.
     """
 
-    def __init__(self, model, cache, compiled, masked):
+    def __init__(self, model, cache, compiled, masked, not_traced=None):
         self._model, self._structure = model, keras.tree.map_structure(lambda t: None, cache)
         self._wanted, self._lock, self.count = compiled, threading.Lock(), 0
         self._masked = masked
+        self.not_traced = not_traced
         self._compiled = None
-        self._no_compiler: str | None = None
-        self.not_captured: str | None = None  # why torch could make no CUDA graph of it
+        self._no_compiler: str | None = not_traced
+        self.not_captured: str | None = not_traced  # why torch could make no CUDA graph of it
+        if not_traced:
+            self._prepare, self.traced = (lambda *weights: weights), self._through_layers
+            return
         flat = [t.clone() for t in keras.tree.flatten(cache)]  # a step writes over its cache
         token = torch.ones((flat[0].shape[0], 1), dtype=torch.int32, device=flat[0].device)
         weights = self.weights()
@@ -56,13 +63,18 @@ class Step:
     def _call(self, weights, token, *cache):
         mapping = list(zip(self._model.variables, weights, strict=True))
         mask, cache = (cache[0], cache[1:]) if self._masked else (None, cache)
-        with keras.StatelessScope(mapping), writing(), overwritten():
+        fused = contextlib.nullcontext() if self.not_traced else writing()
+        with keras.StatelessScope(mapping), fused, overwritten():
             logits, hidden, cache = self._model.call_with_cache(
                 token, self.packed(cache), padding_mask=mask
             )
         # Contiguous as the cache was: what is compiled takes tensors of these strides alone.
         flat = (t.contiguous() for t in keras.tree.flatten(cache))
         return logits[:, 0].contiguous(), hidden[:, 0].contiguous(), *flat
+
+    def _through_layers(self, *inputs):
+        count = len(self._model.variables)
+        return self._call(inputs[:count], *inputs[count:])
 
     def packed(self, flat):
         return keras.tree.pack_sequence_as(self._structure, list(flat))
@@ -71,6 +83,8 @@ class Step:
         """Why torch's compiler does not take the next token; None if it does."""
         if device.type != "cpu":
             return "it is asked on CPUs alone"
+        if self.not_traced:
+            return self.not_traced
         if self._wanted is False:
             return "`compile` got `jit_compile=False`"
         if not self._wanted and self.count < COMPILED_AFTER:

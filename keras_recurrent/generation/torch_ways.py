@@ -1,4 +1,7 @@
-"""How a step on torch runs: as a CUDA graph, else compiled, else as it was traced."""
+"""How a step on torch runs: as a CUDA graph, else compiled, else as it was traced.
+
+Where a user's hooks see the calls of layers, each step runs through these.
+"""
 
 import collections
 import contextlib
@@ -7,6 +10,7 @@ import threading
 import keras
 import torch
 
+from keras_recurrent.backends.torch._hooks import why_calls_are_seen
 from keras_recurrent.dispatch import chosen_name
 from keras_recurrent.generation.torch_cuda_graph import Captured, Graphs
 from keras_recurrent.generation.torch_step import Step
@@ -71,10 +75,11 @@ class Ways:
 
     def _step(self, cache, masked=False):
         tensors = [*keras.tree.flatten(cache), *(v.value for v in self._model.variables)]
-        key = chosen_name(), masked, *((t.shape, t.dtype, t.device) for t in tensors)
+        seen = why_calls_are_seen(_modules(self._model))
+        key = seen, chosen_name(), masked, *((t.shape, t.dtype, t.device) for t in tensors)
         with self._lock:
             if key not in self._steps:
-                self._steps[key] = Step(self._model, cache, self._compiled, masked)
+                self._steps[key] = Step(self._model, cache, self._compiled, masked, seen)
             self._steps.move_to_end(key)
             while len(self._steps) > KEPT:
                 self._steps.popitem(last=False)
@@ -115,7 +120,10 @@ class Ways:
         fastest = step.fastest(*prepared, token, *flat)
         slower = step.not_compiled(token.device)
         others = {"cuda_graph": refused} | ({"compiled": slower} if slower else {})
-        tell(self._model, "traced" if slower else "compiled", others)
+        if step.not_traced:
+            tell(self._model, "eager", others | {"traced": step.not_traced})
+        else:
+            tell(self._model, "traced" if slower else "compiled", others)
 
         def run(token, flat):
             step.count += 1
@@ -185,6 +193,14 @@ class _Run:
     def cache(self):
         """What each row has seen: all but the last token. Nothing overwrites it."""
         return self._step.packed(t.clone() for t in self._flat)
+
+
+def _modules(model):
+    """The modules of torch in a model, its layers and theirs, each once."""
+    found: set = set()
+    for layer in model._flatten_layers():
+        for _, module in layer.named_modules(memo=found):
+            yield module
 
 
 def _contiguous(cache):

@@ -45,8 +45,8 @@ def which_generation(model):
         one launch), `"compiled"` (torch's compiler, on CPUs), `"traced"` (torch: a graph that was
         traced once), `"program"` (JAX and TensorFlow: all tokens are one program), `"steps"` (JAX
         and TensorFlow, of a `stream`: each token is a program), `"sampler"` (the loop of a sampler
-        such as beam search) and `"eager"` (`compile(run_eagerly=True)`, or a subclass with a
-        `generate_step` of its own).
+        such as beam search) and `"eager"` (`compile(run_eagerly=True)`, a subclass with a
+        `generate_step` of its own or, on torch, a module that has a hook).
 
     Raises:
         TypeError: `model` is no language model of this package.

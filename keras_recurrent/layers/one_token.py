@@ -68,8 +68,8 @@ def because_of_map(layer, kind=keras.layers.Dense):
     if layer.quantization_mode is not None:
         if kind is not keras.layers.Dense:
             return f"`{layer.name}`, of class {kind.__name__}, is quantized"
-        return quantized.because_of(layer) or because_of_hooks(layer)
-    return because_of_hooks(layer)
+        return quantized.because_of(layer) or because_of_call(layer)
+    return because_of_call(layer)
 
 
 def because_of_maps(*together):
@@ -85,15 +85,15 @@ def because_of_norm(norm):
     """Why a fused step does not compute a norm; None if it does."""
     if type(norm) is not RMSNorm:
         return f"`{norm.name}` is of class {type(norm).__name__}, not `RMSNorm`"
-    return because_of_hooks(norm)
+    return because_of_call(norm)
 
 
-def because_of_hooks(layer):
-    """Whether something else runs before, after or in place of the layer's `call`; else None."""
-    hooks = (getattr(layer, f"_forward{name}_hooks", ()) for name in ("", "_pre"))
-    if "call" in vars(layer) or any(hooks):
-        return f"`{layer.name}` has a hook, or a `call` of its own"
-    return None
+def because_of_call(layer):
+    """Whether something else runs in place of the layer's `call`; None if it does not.
+
+    Where torch has hooks, generation asks for no fused steps.
+    """
+    return f"`{layer.name}` has a `call` of its own" if "call" in vars(layer) else None
 
 
 def plain_weights(layers):
@@ -151,7 +151,7 @@ def embedding(token_ids, layer, scale, state=None):
     token_ids = ops.convert_to_tensor(token_ids)
     if not wanted(token_ids):
         return None
-    if layer.lora_enabled or layer.quantization_mode is not None or because_of_hooks(layer):
+    if layer.lora_enabled or layer.quantization_mode is not None or because_of_call(layer):
         return None
     from keras_recurrent.backends.triton import _embedding as kernels
 

@@ -217,16 +217,12 @@ def its_own_quantizer(block):
     block.mlp.down_proj.quantize("int8", config=config)
 
 
-def hooked(block):
-    block.mlp.down_proj.register_forward_hook(lambda *_: None)
-
-
-def hooked_outside(block):
-    block.temporal_block.register_forward_hook(lambda *_: None)
-
-
 def replaced_call(block):
     block.mlp.down_proj.call = block.mlp.down_proj.call
+
+
+def replaced_outside(block):
+    block.temporal_block.call = block.temporal_block.call
 
 
 def own_norm(block):
@@ -248,9 +244,8 @@ REASONS = {
     in_odd_blocks: "`down_proj` is quantized in blocks of 24 channels",
     in_other_order: "the blocks of `down_proj` are not of channels that follow",
     its_own_quantizer: "`down_proj` quantizes its inputs by another",
-    hooked: "`down_proj` has a hook",
-    hooked_outside: "`temporal_block` has a hook",
-    replaced_call: "`down_proj` has a hook",
+    replaced_call: "`down_proj` has a `call` of its own",
+    replaced_outside: "`temporal_block` has a `call` of its own",
     own_norm: "`temporal_norm` is of class OwnNorm",
     own_dense: "`up_proj` is of class OwnDense",
     activation: "`gate_proj` has an activation",

@@ -81,7 +81,7 @@ class GriffinResidualBlock(ResidualBlock):
         return one_token.first(
             [
                 inside,
-                *map(one_token.because_of_hooks, (mixer, mlp)),
+                *map(one_token.because_of_call, (mixer, mlp)),
                 one_token.because_of_maps(*maps),
                 *map(one_token.because_of_norm, (self.temporal_norm, self.channel_norm)),
             ]
@@ -148,6 +148,6 @@ def _because_of_recurrence(block):
     return one_token.first(
         [
             *(one_token.because_of_map(gate, keras.layers.EinsumDense) for gate in gates),
-            *map(one_token.because_of_hooks, (unit, block.conv1d)),
+            *map(one_token.because_of_call, (unit, block.conv1d)),
         ]
     )

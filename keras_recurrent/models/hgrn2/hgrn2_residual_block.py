@@ -76,7 +76,7 @@ class HGRN2ResidualBlock(BoundedLayer, ResidualBlock):
         norms = self.temporal_norm, self.channel_norm, mixer.norm
         return one_token.first(
             [
-                *map(one_token.because_of_hooks, (mixer, mlp)),
+                *map(one_token.because_of_call, (mixer, mlp)),
                 one_token.because_of_maps(*maps),
                 *map(one_token.because_of_norm, norms),
             ]
