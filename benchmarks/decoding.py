@@ -121,7 +121,7 @@ def doubled(model, tokens, first, longest):
         if fits(batch) and 2 * seconds * tokens > longest:
             return found, "time"
     if not found:
-        raise SystemExit(f"{first} rows of {tokens:,} tokens do not fit: take fewer by --rows.")
+        raise SystemExit(f"{first} rows of {tokens:,} tokens do not fit: begin with fewer rows.")
     return found, "memory"
 
 

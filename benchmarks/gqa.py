@@ -36,7 +36,10 @@ def multi_head_model(arguments):
 
 
 def decoder(model):
-    """A compiled step: tokens, a cache and a position in, logits and the cache out."""
+    """A step: tokens, a cache and a position in, logits and the cache out.
+
+    It is compiled on JAX and TensorFlow; on torch each operation runs by itself.
+    """
 
     def step(tokens, cache, index):
         logits, _, cache = model.call_with_cache(tokens, cache, index)

@@ -1,11 +1,12 @@
 """Times `generate` and `stream` of a model: `python -m benchmarks.writing hgrn2 1`.
 
-Arguments are a model, `hgrn2` or `recurrentgemma`, a batch size, and perhaps quantizations, `int8`,
-`int8-weights`, `int4` (blocks of 128 channels) or `int4-columns`, which are timed beside bfloat16
-in one process; a step's logits are compared with those of the layers one by one. Weights are random
-and in bfloat16, tokens greedy. The time of a new token is the difference of two calls that write
-different numbers of tokens, so it holds neither the prompt nor what a call begins with. A stream is
-timed between the same tokens. The backend is that of KERAS_BACKEND.
+Arguments are a model, `hgrn2` or `recurrentgemma`, or on a CPU `griffin_100m` or `hawk_tiny`, a
+batch size, and perhaps quantizations, `int8`, `int8-weights`, `int4` (blocks of 128 channels) or
+`int4-columns`, which are timed beside bfloat16 in one process; a step's logits are compared with
+those of the layers one by one. Weights are random and in bfloat16, tokens greedy. The time of a new
+token is the difference of two calls that write different numbers of tokens, so it holds neither the
+prompt nor what a call begins with. A stream is timed between the same tokens. The backend is that
+of KERAS_BACKEND.
 
 With `--turn FOLDER` a process compiles, makes `FOLDER/ready`, and times once there is a file
 `FOLDER/go`: `benchmarks/writing_in_turns.sh` has many compile side by side and time one by one.

@@ -53,7 +53,7 @@ def unsupported(
 ) -> str | None:
     """Why this implementation refuses these arguments; None if it accepts them."""
     rows, channels = x.shape
-    if rows > 1:
+    if rows != 1:
         return f"is for one row, got {rows}: products of matrices are faster"
     if channels > _MAX_WIDTH:
         return f"holds rows of up to {_MAX_WIDTH} channels, got {channels}"

@@ -89,6 +89,8 @@ def rows_of(text, starts, length):
 
 def text_batches(text, seeds, steps, length, tokens):
     """For each step, rows of every seed from random places, and what follows each byte."""
+    if tokens < length:
+        raise SystemExit(f"A step of {tokens:,} tokens has no row of {length:,}: more --tokens.")
     draws = [np.random.default_rng(seed) for seed in seeds]
     for _ in range(steps):
         starts = [rng.integers(0, len(text) - length, tokens // length) for rng in draws]
@@ -147,6 +149,11 @@ def machine():
 
         device = jax.devices()[0]
         name = name if device.platform == "cpu" else device.device_kind
+    if backend == "tensorflow":
+        import tensorflow as tf
+
+        for device in tf.config.list_physical_devices("GPU")[:1]:
+            name = tf.config.experimental.get_device_details(device).get("device_name", "GPU")
     if backend == "torch":
         import torch
 

@@ -7,7 +7,7 @@ from training import predictor, train
 from keras_recurrent.models import GriffinBackbone, GriffinCausalLM
 
 RECURRENT, LOCAL, GLOBAL = "recurrent", "local_attention", "global_attention"
-TEST_SEED = 10**6  # training rows have seeds that are multiples of it, from twice as many on
+TEST_SEED = 10**6  # of training rows it is twice that and more, a range for each model's seed
 
 
 def griffin(name, num_layers, width, window, vocabulary_size, seed):

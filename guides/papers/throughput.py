@@ -154,14 +154,13 @@ def cases(size):
 
 
 def rows_of_batch(model, case, size):
-    """`(rows, what ended their doubling, the seconds a step took there, if any were timed)`."""
+    """`(rows, what ended their doubling)`."""
     if case["measure"] == "latency":
-        return size.latency_rows, "given", []
+        return size.latency_rows, "given"
     if size.memory:
-        return largest_batch(model, case["tokens"], size.memory), "memory as given", []
+        return largest_batch(model, case["tokens"], size.memory), "memory as given"
     found, ended = doubled(model, case["tokens"], size.first_rows, size.longest_call)
-    rows, seconds = max(found, key=lambda pair: pair[0] / pair[1])
-    return rows, ended, [seconds]
+    return max(found, key=lambda pair: pair[0] / pair[1])[0], ended
 
 
 def run(kind, size, seeds, results):
@@ -181,20 +180,19 @@ def run(kind, size, seeds, results):
             rates = None if on_cpu else device_rates(size.dtype)
         before = results.of(**key)
         if before:
-            rows, ended, timed = before[0]["rows"], before[0]["ended_by"], []
+            rows, ended = before[0]["rows"], before[0]["ended_by"]
         else:
-            rows, ended, timed = rows_of_batch(model, case, size)
+            rows, ended = rows_of_batch(model, case, size)
         walk = (model, rows, case["tokens"], case["prompt"])
         warm_up(*walk)
         least = rates and 1000 * least_seconds_a_token(*walk, **rates)
         for seed in missing:
-            seconds = timed.pop() if timed else seconds_a_token(*walk, clock=clock)
             line = {
                 **key,
                 "seed": seed,
                 "rows": rows,
                 "ended_by": ended,
-                "ms_a_step": round(1000 * seconds, 4),
+                "ms_a_step": round(1000 * seconds_a_token(*walk, clock=clock), 4),
                 "roofline_ms": least and round(least, 4),
                 "time": "of the CPUs" if on_cpu else "that passed",
                 "machine": machine(),

@@ -22,8 +22,8 @@ def train(models, optimizer, batches, logits=None, every=None, watch=None, facto
         batches: an iterable of tuples of arrays `[models, B, T]`: tokens, what is to be said at
             each, and where given, how much the loss of each counts.
         logits: the function of a model and tokens that gives logits; None: a language model's.
-        every, watch: after each so many steps, `watch(step)` finds the weights as they are by then
-            in the models; training ends where it returns True.
+        every, watch: after each so many steps, and after the last, `watch(step)` finds the weights
+            as they are by then in the models; training ends where it returns True.
         factors: of the optimizer's rate of learning, one for each model; None: 1. The optimizer's
             updates must be proportional to its rate, as those of AdamW are.
 
@@ -43,12 +43,17 @@ def train(models, optimizer, batches, logits=None, every=None, watch=None, facto
             if watch(len(losses)):
                 break
     finish()
+    if watch and len(losses) % every:
+        watch(len(losses))
     last = losses[-max(1, len(losses) // 10) :]
     return np.mean([[float(loss) for loss in step] for step in last], axis=0).tolist()
 
 
 def adamw(rate, warmup, decay=1, end=1.0):
-    """AdamW whose rate rises over `warmup` steps, then falls by a cosine over `decay` to `end`."""
+    """AdamW whose rate rises over `warmup` steps, then falls by a cosine over `decay` more.
+
+    At their end it is `end` times `rate`.
+    """
     return keras.optimizers.AdamW(
         keras.optimizers.schedules.CosineDecay(
             0.0, decay, alpha=end, warmup_target=rate, warmup_steps=warmup

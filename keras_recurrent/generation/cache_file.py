@@ -14,7 +14,7 @@ from keras_recurrent.checkpoints import files
 from keras_recurrent.devices.jax_processes import whole
 from keras_recurrent.generation.fit import Fit
 
-FORMAT, VERSION = "keras_recurrent.generation_cache", 1
+FORMAT, VERSION = "keras_recurrent.generation_cache", 2
 LAST_TOKEN, NUM_TOKENS, STATE = "last_token", "num_tokens", "state"
 
 

@@ -14,6 +14,7 @@ from keras_recurrent.generation import loop
 from keras_recurrent.generation.generate import takes_the_largest
 from keras_recurrent.generation.lengths import bucket, initial_cache
 from keras_recurrent.generation.ways import tell
+from keras_recurrent.layers import one_token
 from keras_recurrent.layers.one_token import writing
 
 
@@ -167,22 +168,26 @@ def _of_jax(model):
 
         return loop.Network(stateless(_read), stateless(_step), choose)
 
-    # What `implementation` has chosen and the classes of quantization are part of a program, too.
-    @functools.partial(jax.jit, static_argnames="implementation")
-    def read_program(token_ids, lengths, cache, weights, implementation):
+    # What `implementation` has chosen, the classes of quantization, and which blocks take fused
+    # steps are part of a program, too.
+    def variant():
+        return chosen_name(), one_token.fused_blocks(model)
+
+    @functools.partial(jax.jit, static_argnames="variant")
+    def read_program(token_ids, lengths, cache, weights, variant):
         return loop.read(network(weights), cache, token_ids, lengths)
 
-    @functools.partial(jax.jit, static_argnames=("stop_token_ids", "keep", "implementation"))
+    @functools.partial(jax.jit, static_argnames=("stop_token_ids", "keep", "variant"))
     def write_program(
-        token_ids, lengths, limit, cache, weights, seeds, stop_token_ids, keep, implementation
+        token_ids, lengths, limit, cache, weights, seeds, stop_token_ids, keep, variant
     ):
         if cache is None:
             cache = model.backbone.get_initial_state(*token_ids.shape)
         rows = token_ids, lengths, limit, stop_token_ids
         return loop.write(network(weights), cache, *rows, list(seeds), keep)
 
-    @functools.partial(jax.jit, static_argnames=("stop_token_ids", "implementation"))
-    def step_program(walk, room, weights, stop_token_ids, implementation):
+    @functools.partial(jax.jit, static_argnames=("stop_token_ids", "variant"))
+    def step_program(walk, room, weights, stop_token_ids, variant):
         return loop.advance(network(weights), walk, room, stop_token_ids, keep=True)
 
     def weights():
@@ -196,21 +201,21 @@ def _of_jax(model):
             variable.assign(value)
 
     def read(token_ids, lengths, cache):
-        return read_program(token_ids, lengths, cache, weights(), implementation=chosen_name())
+        return read_program(token_ids, lengths, cache, weights(), variant=variant())
 
     def write(token_ids, lengths, limit, stop_token_ids, cache, keep):
         token_ids, lengths, drawn, *after = write_program(
             *(token_ids, lengths, limit, cache, weights(), seeds()),
             stop_token_ids=stop_token_ids,
             keep=keep,
-            implementation=chosen_name(),
+            variant=variant(),
         )
         assign(drawn)
         return token_ids, lengths, *after
 
     def begin(cache, token, room, stop_token_ids):
         token, room, now = ops.convert_to_tensor(token), ops.convert_to_tensor(room), weights()
-        chosen = {"stop_token_ids": stop_token_ids, "implementation": chosen_name()}
+        chosen = {"stop_token_ids": stop_token_ids, "variant": variant()}
 
         def advance(walk):
             walk = step_program(walk._replace(seeds=seeds()), room, now, **chosen)

@@ -52,7 +52,8 @@ def find_prompts(model, inputs, max_length, cache=None, writes=True):
         model: the language model.
         inputs: strings, or tokens where it has no preprocessor; None: nothing, behind a cache.
         max_length: integer, the tokens of a row that are given and written in this call; None: as
-            the preprocessor or the rows of tokens say.
+            the preprocessor says. Rows of tokens say it themselves, whatever stands here, as in
+            KerasHub.
         cache: the `GenerationCache` to go on from, or None.
         writes: whether there will be new tokens; if not, rows are as long as the longest prompt.
 

@@ -10,7 +10,7 @@ class Stream:
     """An iterator over what a language model writes, as `stream` of the model returns it.
 
     Leaving it early costs nothing. `close` lets others use at once what it runs on; so does its
-    end, or that nothing refers to it any more. It goes on with the weights it began with.
+    end, or that nothing refers to it any more. Weights must stay as they are meanwhile.
     """
 
     def __init__(self, steps, rows, stop_token_ids, preprocessor, max_length, fit):

@@ -15,7 +15,9 @@ _capturing = threading.Lock()  # torch aborts where two threads capture at once
 ALIGNED = 16  # bytes, for kernels that load as many at once
 # Tokens of a row that a graph keeps, for whoever replays to fetch at once: a power of 2.
 RECENT = 16
-KEPT_PART = 16  # graphs that wait for a call hold at most this part of their device's memory
+# Caches and logits of graphs that wait for a call take at most this part of their device's memory,
+# those of the last shapes aside. What a step holds in between comes on top.
+KEPT_PART = 16
 
 
 class Captured:
@@ -174,6 +176,13 @@ class Graphs:
             self._keep_what_came_back()
             graphs = self._waiting.get(key)
             return graphs.pop() if graphs else None
+
+    def forget(self, step):
+        """Drops the graphs whose keys begin with a step that will not be taken again."""
+        with self._lock:
+            self._keep_what_came_back()
+            for key in [key for key in self._waiting if key[0] is step]:
+                del self._waiting[key]
 
     def give(self, key, graph):
         self._given_back.put((key, graph))

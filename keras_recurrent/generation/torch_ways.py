@@ -15,6 +15,7 @@ from keras_recurrent.dispatch import chosen_name
 from keras_recurrent.generation.torch_cuda_graph import Captured, Graphs
 from keras_recurrent.generation.torch_step import Step
 from keras_recurrent.generation.ways import tell
+from keras_recurrent.layers import one_token
 
 KEPT = 8  # traced steps of a model, for as many batch sizes and rooms
 
@@ -76,13 +77,15 @@ class Ways:
     def _step(self, cache, masked=False):
         tensors = [*keras.tree.flatten(cache), *(v.value for v in self._model.variables)]
         seen = why_calls_are_seen(_modules(self._model))
-        key = seen, chosen_name(), masked, *((t.shape, t.dtype, t.device) for t in tensors)
+        fused = one_token.fused_blocks(self._model)
+        key = seen, fused, chosen_name(), masked, *((t.shape, t.dtype, t.device) for t in tensors)
         with self._lock:
             if key not in self._steps:
                 self._steps[key] = Step(self._model, cache, self._compiled, masked, seen)
             self._steps.move_to_end(key)
             while len(self._steps) > KEPT:
-                self._steps.popitem(last=False)
+                _, step = self._steps.popitem(last=False)
+                self._graphs.forget(step)
             return self._steps[key]
 
     @contextlib.contextmanager
@@ -98,11 +101,14 @@ class Ways:
         refused = self._refused(token.device) or step.not_captured
         if refused is None:
             weights = step.weights()
+            # Graphs are forgotten by the step, which comes first.
             key = step, *(t.data_ptr() for t in weights), choice and choice.settings
             key = *key, rows and rows.stops.shape
             graph = self._graphs.take(key)
             try:
                 graph = graph or Captured(step.traced, weights, prepared, token, flat, choice, rows)
+            except torch.OutOfMemoryError as error:  # there may be room at another call
+                refused = f"a graph of its own did not fit into memory: {error}"
             except RuntimeError as error:
                 refused = step.not_captured = f"torch could not capture the step: {error}"
         if graph is None:

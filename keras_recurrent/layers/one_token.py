@@ -52,6 +52,13 @@ def has_kernels(inputs):
     return inputs.is_cuda
 
 
+def fused_blocks(model):
+    """Which blocks of a language model take fused steps: booleans, none where none could."""
+    if not has_kernels(model.variables[0].value):
+        return ()
+    return tuple(b.unfused_because() is None for b in model.backbone.transformer_layers)
+
+
 def first(reasons):
     """The first that is not None; None if all are."""
     return next((reason for reason in reasons if reason is not None), None)
@@ -91,7 +98,7 @@ def because_of_norm(norm):
 def because_of_call(layer):
     """Whether something else runs in place of the layer's `call`; None if it does not.
 
-    Where torch has hooks, generation asks for no fused steps.
+    Hooks of torch are not looked at: where there are some, nobody may ask for fused steps.
     """
     return f"`{layer.name}` has a `call` of its own" if "call" in vars(layer) else None
 

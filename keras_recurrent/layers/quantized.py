@@ -118,13 +118,17 @@ def _is_plain(quantizer):
 
 
 def _has_blocks_in_order(layer, size):
-    """Looked at once for a layer: Keras never changes it, and a step must not wait for values."""
-    if layer not in _in_order:
-        # Not `g_idx.value`, which a program that is being traced replaces by a symbol.
+    """Looked at once for each value that `g_idx` gets: a step must not wait for the device."""
+    # Not `g_idx.value`, which a program that is being traced replaces by a symbol.
+    value = layer.g_idx._value
+    version = getattr(value, "_version", None)  # torch's, which rises where a tensor is written
+    known = _in_order.get(layer)
+    if known is None or known[0] is not value or known[1] != version:
         with _outside_of_traces():
-            found = ops.convert_to_numpy(layer.g_idx._value)
-        _in_order[layer] = np.array_equal(found, np.arange(len(found)) // size)
-    return _in_order[layer]
+            found = ops.convert_to_numpy(value)
+        in_order = np.array_equal(found, np.arange(len(found)) // size)
+        _in_order[layer] = known = value, version, in_order
+    return known[2]
 
 
 def _outside_of_traces():

@@ -121,9 +121,9 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
     def prefill(self, inputs, max_length=None, cache=None):
         """Reads prompts without writing, to write from them as often as one likes.
 
-        They are read in pieces of at most 4,096 tokens, so that activations take no more memory
-        than these need, at the speed of a forward pass in training. Prompts may be longer than the
-        preprocessor's `sequence_length`.
+        They are read in pieces of at most 16,384 tokens of all rows together, or 256 of each, so
+        that activations take no more memory than these need, at the speed of a forward pass in
+        training. Prompts may be longer than the preprocessor's `sequence_length`.
 
         Args:
             inputs: a string or several of them. Without a preprocessor, a dictionary of `token_ids`

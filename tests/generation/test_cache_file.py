@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from keras_recurrent.generation import cache_file
+from keras_recurrent.generation.fit import SAMPLED, _fingerprint
 from keras_recurrent.models import GenerationCache
 from tests.generation.test_cache import arrays, generate, given, more, other_model, prefill, tokens
 from tests.models.tiny import FAMILIES, SHARED, tiny_causal_lm
@@ -133,9 +134,9 @@ def test_what_is_no_cache(model, tmp_path):
         (lambda: path.write_bytes(b"{}"), "damaged or cut off"),
         (flipped, "damaged: its numbers"),
         (lambda: written(format="pt"), "holds no cache"),
-        (lambda: written(content=json.dumps({**content, "version": 2})), "of version 2"),
+        (lambda: written(content=json.dumps({**content, "version": 1})), "of version 1"),
         (lambda: written(content="["), "not JSON"),
-        (lambda: written(content=json.dumps({"version": 1})), "which model it fits"),
+        (lambda: written(content=json.dumps({"version": cache_file.VERSION})), "which model it fits"),
         (lambda: written(without(name)), "does not hold the state"),
         (lambda: written({**tensors, name: tensors[name][:1]}), "must be .* of the shape"),
         (lambda: written({**tensors, name: tensors[name].astype("int8")}), "must be .* int8"),
@@ -162,3 +163,10 @@ def test_weights_are_compared_from_few_numbers(model):
     same.compile(sampler="greedy")
     assert more(same, cache, 4) == more(model, cache, 4)
     assert generate(same, given(), 12) == generate(model, given(), 12)
+
+
+def test_numbers_of_all_columns_are_compared():
+    before = np.zeros((SAMPLED, 64), "float32")
+    other = np.where(np.arange(64) == 0, before, np.float32(1))
+    assert _fingerprint([before]) != _fingerprint([other])
+    assert _fingerprint([before]) == _fingerprint([before.copy()])

@@ -275,6 +275,27 @@ def test_other_layers_take_the_ordinary_path(change, family):
     assert REASONS[change] in block.unfused_because()
 
 
+def test_another_order_of_blocks_is_seen_when_it_comes():
+    """As when weights of another quantization are loaded into a model that has written."""
+    model = tiny_causal_lm(family="hgrn2", num_layers=1)
+    block = model.backbone.transformer_layers[0]
+    block.mlp.down_proj.quantize("int4", config=Int4QuantizationConfig(block_size=16))
+    model.compile(sampler="greedy")
+    inputs = {
+        "token_ids": np.array([[3, 4, 0, 0, 0, 0]]),
+        "padding_mask": np.array([[1, 1] + [0] * 4]),
+    }
+
+    def write(implementation):
+        with keras_recurrent.implementation(implementation):
+            return model.generate(inputs, stop_token_ids=None)["token_ids"]
+
+    for in_order in (True, False, True):
+        assert (block.unfused_because() is None) == in_order
+        np.testing.assert_array_equal(write("triton"), write("torch"))
+        block.mlp.down_proj.g_idx.assign(keras.ops.flip(block.mlp.down_proj.g_idx))
+
+
 def test_which_generation_tells_why():
     model = tiny_causal_lm(family="hgrn2", num_layers=2)
     model.backbone.transformer_layers[1].mlp.up_proj.enable_lora(2)

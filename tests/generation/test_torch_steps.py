@@ -1,5 +1,7 @@
 """What a step on torch becomes before it is captured, on any device."""
 
+from types import SimpleNamespace
+
 import keras
 import keras_hub
 import pytest
@@ -10,7 +12,15 @@ if keras.config.backend() != "torch":
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from keras_recurrent.generation.torch_cuda_graph import RECENT, Captured, side_by_side, write_over
+from keras_recurrent import which_generation
+from keras_recurrent.generation import torch_ways
+from keras_recurrent.generation.torch_cuda_graph import (
+    RECENT,
+    Captured,
+    Graphs,
+    side_by_side,
+    write_over,
+)
 from keras_recurrent.generation.torch_rows import Rows
 from keras_recurrent.generation.torch_sampling import Choice
 from keras_recurrent.generation.torch_step import Step, _with_numbers
@@ -101,3 +111,39 @@ def test_what_is_captured_writes_what_the_loop_writes(family, with_rows):
     assert torch.equal(captured.token, loop._token)
     for found, expected in zip(captured.cache, loop._flat, strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("error", "tried"), [(torch.OutOfMemoryError("no room"), 2), (RuntimeError("no capture"), 1)]
+)
+@torch.no_grad()
+def test_a_graph_that_found_no_memory_is_tried_again(error, tried, monkeypatch):
+    model, tries = tiny_causal_lm(family="hgrn2", num_layers=1), []
+
+    def captured(*arguments):
+        tries.append(arguments)
+        raise error
+
+    monkeypatch.setattr(torch_ways, "Captured", captured)
+    monkeypatch.setattr(torch_ways.Ways, "_refused", lambda self, device: None)
+    ways, cache = torch_ways.Ways(model, None), model.backbone.get_initial_state(1)
+    token = torch.ones((1, 1), dtype=torch.int32, device=keras.tree.flatten(cache)[0].device)
+    for _ in range(2):
+        with ways.tokens(token, cache, Choice(keras_hub.samplers.GreedySampler())) as walk:
+            walk.next_token()
+        assert str(error) in which_generation(model).refused["cuda_graph"]
+    assert len(tries) == tried
+
+
+def test_graphs_of_a_step_are_forgotten_with_it(monkeypatch):
+    monkeypatch.setattr(Graphs, "_bytes", lambda self: 0)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=1)
+    )
+    graphs, graph = Graphs(), SimpleNamespace(token=torch.ones(1))
+    steps = object(), object()
+    for step in steps:
+        graphs.give((step, "settings"), graph)
+    graphs.forget(steps[0])
+    assert graphs.take((steps[0], "settings")) is None
+    assert graphs.take((steps[1], "settings")) is graph
