@@ -156,7 +156,7 @@ def draw(results, size, path):
     for axes, task in zip(row, tasks(size), strict=True):
         for name in MODELS:
             found = [at_the_end(best(results, size, name, width=w, **task)) for w in size.widths]
-            draw_band(axes, size.widths, 100 * np.transpose(found), marker="o", label=name)
+            draw_band(axes, size.widths, [100 * shares for shares in found], marker="o", label=name)
         axes.axhline(
             100 / task["pairs"], color="gray", linestyle="--", label="one of the values seen"
         )

@@ -148,8 +148,8 @@ def draw(results, size, names, path):
     for length, axes in zip(size.lengths, row, strict=True):
         for name in names:
             lines = results.of(model=name, length=length, width=size.width)
-            curves = np.transpose([values(lines, "running_mean_at", place) for place in places])
-            draw_band(axes, places, curves, label=name)
+            points = [values(lines, "running_mean_at", place) for place in places]
+            draw_band(axes, places, points, label=name)
         axes.axvline(length, color="gray", linestyle="--", linewidth=1)
         axes.set(xlabel="bytes read", title=f"trained on rows of {length:,}")
         axes.set_xscale("log", base=2)

@@ -285,7 +285,7 @@ def draw(results, size, path):
         for pooling in (*guide.POOLINGS, MULTI_HEAD):
             of = guide.HEADS if pooling == MULTI_HEAD else groups
             shares, curves = bits(results, size, of, pooling, regularized)
-            draw_band(axes, shares, curves, color=COLORS[pooling], marker="o", label=pooling)
+            draw_band(axes, shares, curves.T, color=COLORS[pooling], marker="o", label=pooling)
         axes.set(
             xlabel="part of the first training",
             ylabel="bits a byte, held out",
@@ -293,7 +293,7 @@ def draw(results, size, path):
         )
         axes.legend()
     found = times(results, size)
-    draw_band(time_axes, list(found), np.transpose(list(found.values())), marker="o")
+    draw_band(time_axes, list(found), found.values(), marker="o")
     time_axes.set_xscale("log", base=2)
     time_axes.set(
         xlabel=f"groups of {size.heads} heads",

@@ -142,8 +142,8 @@ def draw(results, size, path):
     figure = matplotlib.figure.Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     for name in MODELS:
-        found = np.transpose(list(found_of(results, size, name).values()))
-        draw_band(axes, size.names, 100 * found, marker="o", label=name)
+        found = [100 * np.asarray(shares) for shares in found_of(results, size, name).values()]
+        draw_band(axes, size.names, found, marker="o", label=name)
     inside = size.window // size.line - size.queries
     axes.axvline(inside, color="gray", linestyle="--", label="the window holds all of the row")
     axes.set(xlabel="names of the book", ylabel="numbers, %", ylim=(-2, 104))

@@ -174,9 +174,13 @@ def octaves(shortest, longest):
     return [shortest << i for i in range((longest // shortest).bit_length())]
 
 
-def draw_band(axes, x, curves, **style):
-    """The mean of curves `[seeds, points]`, in a band of one standard deviation to each side."""
-    mean, deviation = np.mean(curves, axis=0), deviations(curves)
+def draw_band(axes, x, points, **style):
+    """The mean over seeds at each of x, in a band of one standard deviation to each side.
+
+    points: for each of x what the seeds have there, of which there may be different numbers.
+    """
+    mean = np.array([np.mean(values) for values in points])
+    deviation = np.array([deviations(values) for values in points])
     (line,) = axes.plot(x, mean, **style)
     axes.fill_between(
         x, mean - deviation, mean + deviation, color=line.get_color(), alpha=0.25, linewidth=0
@@ -184,13 +188,14 @@ def draw_band(axes, x, curves, **style):
 
 
 def deviations(values):
-    """The standard deviation over seeds, the first axis; 0 of a single one."""
-    return np.std(values, axis=0, ddof=1) if len(values) > 1 else np.zeros_like(values[0])
+    """The standard deviation over seeds; NaN of a single one, which is beyond no other."""
+    return np.std(values, ddof=1) if len(values) > 1 else np.nan
 
 
 def with_error(values, digits=3):
-    """`mean ± standard deviation` over seeds."""
-    return f"{np.mean(values):.{digits}f} ± {deviations(np.asarray(values)):.{digits}f}"
+    """`mean ± standard deviation` over seeds; of a single one, itself."""
+    error = f" ± {deviations(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{np.mean(values):.{digits}f}{error}"
 
 
 def yes(holds):

@@ -235,7 +235,7 @@ def draw(results, size, path):
     axes = figure.subplots()
     found = losses_of(results, size, "HGRN2")
     if found:
-        draw_band(axes, list(found), np.transpose(list(found.values())), marker="o", label="HGRN2")
+        draw_band(axes, list(found), found.values(), marker="o", label="HGRN2")
     for form, losses in losses_of(results, size, "HGRN").items():
         multiple, _ = FORMS[form]
         error = deviations(losses)

@@ -177,11 +177,11 @@ def draw(results, size, path):
     lengths = octaves(size.induction_length // 2, size.longest)
     for name in models_of(results, size, "copying"):
         lines = lines_of(results, size, "copying", name)
-        draw_band(left, steps, 100 * curves_of(lines, steps), label=name)
+        draw_band(left, steps, 100 * curves_of(lines, steps).T, label=name)
     for name in models_of(results, size, "induction"):
         lines = lines_of(results, size, "induction", name)
         curves = [[100 * line["right_at"][str(n)] for n in lengths] for line in lines]
-        draw_band(right_side, lengths, np.array(curves), label=name)
+        draw_band(right_side, lengths, np.transpose(curves), label=name)
     left.set(xlabel="steps", ylabel="right, %", title="selective copying")
     right_side.axvline(size.induction_length, color="gray", linestyle="--", linewidth=1)
     right_side.set(
@@ -220,7 +220,7 @@ def compare_speed(name, quick, transformer, most):
     if name == "Hawk":
         holds = gap > beyond and not late_transformer
         return steps, ratio, f"{yes(holds)}: slower than MQA by more than 2 deviations"
-    holds = gap <= max(beyond, 0.25 * np.mean(others)) and not late
+    holds = gap <= np.fmax(beyond, 0.25 * np.mean(others)) and not late
     return steps, ratio, f"{yes(holds)}: within 2 deviations of MQA, or a quarter, or faster"
 
 

@@ -293,8 +293,10 @@ def draw(results, size, computed, path):
         found = computed[kind]
         (line,) = memory.plot(LENGTHS, [found["cache"][n] / 1e6 for n in LENGTHS], label=name)
         color = line.get_color()
-        curves = np.transpose([ratios(results, size, kind, n) for n in size.tokens])
-        draw_band(speed, size.tokens, curves, color=color, marker="o", label=f"{name}, measured")
+        found_ratios = [ratios(results, size, kind, n) for n in size.tokens]
+        draw_band(
+            speed, size.tokens, found_ratios, color=color, marker="o", label=f"{name}, measured"
+        )
         if kind in PAPER:
             base = computed["mqa"]["tokens_a_second"]
             at = list(PAPER[kind])
@@ -302,14 +304,12 @@ def draw(results, size, computed, path):
             speed.plot(at, best, ":", color=color, label=f"{name} 1.3B, roofline of a TPU-v3")
             speed.plot(at, list(PAPER[kind].values()), "--", color=color, label=f"{name}, paper")
         for prompt, style in zip(size.prompts, ("--", "-"), strict=False):
-            curves = np.transpose(
-                [waits(results, size, kind, prompt, n) for n in size.latency_tokens]
-            )
+            points = [waits(results, size, kind, prompt, n) for n in size.latency_tokens]
             label = f"{name}, behind {prompt:,}"
             draw_band(
                 wait,
                 size.latency_tokens,
-                curves,
+                points,
                 color=color,
                 linestyle=style,
                 marker="o" if style == "-" else "x",

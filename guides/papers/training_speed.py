@@ -219,8 +219,7 @@ def draw(results, size, path):
     for axes, names in zip(panels, (tuple(GRIFFINS), (TNL, TWIN)), strict=True):
         for name in names:
             found = ratios(results, name, size)
-            curves = np.transpose(list(found.values()))
-            draw_band(axes, list(found), curves, marker="o", label=name)
+            draw_band(axes, list(found), found.values(), marker="o", label=name)
         axes.set_xscale("log", base=2)
         axes.set(xlabel=f"tokens a row, {size.tokens:,} a step")
         axes.legend()

@@ -136,7 +136,10 @@ def test_what_is_no_cache(model, tmp_path):
         (lambda: written(format="pt"), "holds no cache"),
         (lambda: written(content=json.dumps({**content, "version": 1})), "of version 1"),
         (lambda: written(content="["), "not JSON"),
-        (lambda: written(content=json.dumps({"version": cache_file.VERSION})), "which model it fits"),
+        (
+            lambda: written(content=json.dumps({"version": cache_file.VERSION})),
+            "which model it fits",
+        ),
         (lambda: written(without(name)), "does not hold the state"),
         (lambda: written({**tensors, name: tensors[name][:1]}), "must be .* of the shape"),
         (lambda: written({**tensors, name: tensors[name].astype("int8")}), "must be .* int8"),

@@ -64,6 +64,7 @@ def test_state_size(guide, tmp_path, monkeypatch, capsys):
     assert "| HGRN | complex, 2 d |" in written
     assert state_size.better(np.array([1.0, 1.1]), np.array([1.5, 1.6])) == "yes"
     assert state_size.better(np.array([1.0, 1.1]), np.array([1.1, 1.2])) == "NO"
+    assert state_size.better(np.array([1.0]), np.array([1.5])) == "NO"  # one seed says nothing
 
 
 def test_states_of_hgrn_are_what_the_forms_say(guide):

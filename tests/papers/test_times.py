@@ -93,7 +93,7 @@ def test_grouped_queries(guide, tmp_path, monkeypatch, capsys):
     written = capsys.readouterr().out
     for name in ("2 groups, mean", "2 groups, first", "2 groups, random", "8 groups, all heads"):
         assert f"| {name} |" in written
-    assert re.search(r"\| 4 groups \| [\d.]+ ± 0.000 \| [\d.]+ \| 0.00 \|", written)
+    assert re.search(r"\| 4 groups \| [\d.]+ \| [\d.]+ \| 0.00 \|", written)
     assert (tmp_path / "grouped_queries.png").stat().st_size > 0
 
 
@@ -118,7 +118,7 @@ def test_training_speed(guide, tmp_path, monkeypatch, capsys):
     call(speed, monkeypatch, *toy, "--seeds", 0)
     assert file.read_text() == lines
     written = capsys.readouterr().out
-    assert re.search(r"\| TNL \| 1.00 ± 0.00 \| [\d.]+ ± 0.00 \| \w+: within 10 % to 16; ", written)
+    assert re.search(r"\| TNL \| 1.00 \| [\d.]+ \| \w+: within 10 % to 16; ", written)
     assert (tmp_path / "training_speed.png").stat().st_size > 0
     with pytest.raises(SystemExit):
         call(speed, monkeypatch, "--lengths", 8, 12, "--tokens", 16)
