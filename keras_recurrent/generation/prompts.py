@@ -212,6 +212,16 @@ def check_rows(inputs, vocabulary_size, empty=False):
     check_token_ids("token_ids", token_ids, vocabulary_size, real)
 
 
+def check_sampler(sampler, vocabulary_size):
+    """Raises for a sampler that chooses among more tokens than the vocabulary has."""
+    k = getattr(sampler, "k", None)
+    if isinstance(k, (int, np.integer)) and not 1 <= k <= vocabulary_size:
+        raise ValueError(
+            f"`sampler`: `k` of {type(sampler).__name__} must be an integer from 1 to "
+            f"{vocabulary_size}, as many tokens as the vocabulary has; got {k}."
+        )
+
+
 def check_stop_tokens(ids, vocabulary_size):
     """Raises for what is neither None nor a tuple of ids that the vocabulary has."""
     if ids is not None and (not isinstance(ids, (tuple, list)) or not ids):

@@ -10,7 +10,12 @@ from keras_recurrent.generation.cache import new_cache
 from keras_recurrent.generation.fit import fit_of
 from keras_recurrent.generation.generate import make_loops, make_writer, only_chooses
 from keras_recurrent.generation.lengths import bucket
-from keras_recurrent.generation.prompts import check_rows, check_stop_tokens, find_prompts
+from keras_recurrent.generation.prompts import (
+    check_rows,
+    check_sampler,
+    check_stop_tokens,
+    find_prompts,
+)
 from keras_recurrent.generation.stream import Stream
 from keras_recurrent.generation.ways import tell
 from keras_recurrent.layers.checks import check_boolean
@@ -82,8 +87,8 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
         Raises:
             ValueError: text without a preprocessor, no prompts, one of no token (a preprocessor's
                 start token is one) or of more than `max_length`, ids or stop tokens that the
-                vocabulary lacks; a cache of another model, with
-                another number of rows or without room; a cache where the model writes by another
+                vocabulary lacks; a sampler whose `k` is more than the vocabulary has; a cache of
+                another model, with another number of rows or without room; a cache where the model writes by another
                 loop than its own (beam and contrastive search, `run_eagerly=True`, a
                 `generate_step` of a subclass).
 
@@ -220,6 +225,7 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
     def make_generate_function(self):
         """The generation of one batch of tokens, compiled, behind a check of the prompts."""
         if self.generate_function is None:  # type: ignore[has-type]
+            check_sampler(self.sampler, self.backbone.vocabulary_size)
             own = type(self).generate_step is not GeneratingCausalLM.generate_step
             plain = own or self.run_eagerly
             loops = None if plain else make_loops(self, self._compiles_generation)

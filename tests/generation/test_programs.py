@@ -250,3 +250,15 @@ def test_which_generation(case):
     assert found.name in str(found)
     with pytest.raises(TypeError, match="must be a language model"):
         which_generation(model.backbone)
+
+
+def test_a_sampler_of_more_tokens_than_there_are():
+    model = tiny_causal_lm(family="hgrn2", num_layers=1)
+    for k in (VOCABULARY + 1, 0):
+        model.compile(sampler=keras_hub.samplers.TopKSampler(k=k))
+        with pytest.raises(ValueError, match=f"`k` of TopKSampler must be .* {VOCABULARY}, .* {k}"):
+            generate(model, (4, 9), 20)
+        with pytest.raises(ValueError, match="`sampler`: `k`"):
+            model.stream(prompts((4, 9), 20), stop_token_ids=None)
+    model.compile(sampler=keras_hub.samplers.TopKSampler(k=VOCABULARY))
+    generate(model, (4, 9), 12)
