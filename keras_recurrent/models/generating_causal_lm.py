@@ -88,9 +88,9 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
             ValueError: text without a preprocessor, no prompts, one of no token (a preprocessor's
                 start token is one) or of more than `max_length`, ids or stop tokens that the
                 vocabulary lacks; a sampler whose `k` is more than the vocabulary has; a cache of
-                another model, with another number of rows or without room; a cache where the model writes by another
-                loop than its own (beam and contrastive search, `run_eagerly=True`, a
-                `generate_step` of a subclass).
+                another model, with another number of rows or without room; a cache where the model
+                writes by another loop than its own (beam and contrastive search,
+                `run_eagerly=True`, a `generate_step` of a subclass).
 
         Example: two turns of a conversation.
 
