@@ -12,7 +12,7 @@ from keras_recurrent.generation.generate import prompts
 from keras_recurrent.layers.checks import check_positive_integer, check_tensor
 from keras_recurrent.models.samples import check_prompts
 from keras_recurrent.models.token_ids import check_token_ids
-from keras_recurrent.ops.operation import check_dtype
+from keras_recurrent.ops.operation import check_dtype, is_finite_number
 
 
 class Prompts(NamedTuple):
@@ -213,13 +213,30 @@ def check_rows(inputs, vocabulary_size, empty=False):
 
 
 def check_sampler(sampler, vocabulary_size):
-    """Raises for a sampler that chooses among more tokens than the vocabulary has."""
-    k = getattr(sampler, "k", None)
-    if isinstance(k, (int, np.integer)) and not 1 <= k <= vocabulary_size:
+    """Raises for what is no sampler, and for numbers of KerasHub's that choose no token."""
+    kind = type(sampler).__name__
+    if isinstance(sampler, type) or not hasattr(sampler, "get_next_token"):
         raise ValueError(
-            f"`sampler`: `k` of {type(sampler).__name__} must be an integer from 1 to "
-            f"{vocabulary_size}, as many tokens as the vocabulary has; got {k}."
+            "`sampler` must be a `keras_hub.samplers.Sampler`, such as `TopKSampler(k=5)`, or the "
+            f"name of one, such as 'top_k'; got {sampler!r}."
         )
+    for name, least, most in (("k", 1, vocabulary_size), ("num_beams", 1, None)):
+        number = getattr(sampler, name, None)
+        bounded = isinstance(number, (int, np.integer)) and number >= least
+        if number is not None and not (bounded and (most is None or number <= most)):
+            up_to = "" if most is None else f" to {most}, as many tokens as the vocabulary has"
+            raise ValueError(
+                f"`sampler`: `{name}` of {kind} must be an integer from {least}"
+                f"{up_to or ' on'}; got {number!r}."
+            )
+    for name, most in (("temperature", np.inf), ("p", 1)):
+        number = getattr(sampler, name, None)
+        if number is not None and not (is_finite_number(number) and 0 < number <= most):
+            up_to = "" if most == np.inf else f", at most {most}"
+            raise ValueError(
+                f"`sampler`: `{name}` of {kind} must be a number above 0{up_to}; got {number!r}. "
+                "'greedy' takes the likeliest token each time."
+            )
 
 
 def check_stop_tokens(ids, vocabulary_size):

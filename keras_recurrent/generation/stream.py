@@ -1,5 +1,7 @@
 """Text, or tokens, as they are written."""
 
+from sys import is_finalizing
+
 import numpy as np
 
 from keras_recurrent.generation.cache import GenerationCache
@@ -79,7 +81,8 @@ class Stream:
         self._steps = None
 
     def __del__(self):
-        if getattr(self, "_steps", None) is not None:
+        # At the end of the program there is nobody to give anything back to.
+        if getattr(self, "_steps", None) is not None and not is_finalizing():
             self._steps.close()
 
     def _steps_now(self):

@@ -43,10 +43,11 @@ def which_generation(model):
         a LoRA adapter (on NVIDIA GPUs; it is empty where there are no such operations). None
         before the first call. The names are `"cuda_graph"` (torch on an NVIDIA GPU: each token is
         one launch), `"compiled"` (torch's compiler, on CPUs), `"traced"` (torch: a graph that was
-        traced once), `"program"` (JAX and TensorFlow: all tokens are one program), `"steps"` (JAX
-        and TensorFlow, of a `stream`: each token is a program), `"sampler"` (the loop of a sampler
-        such as beam search) and `"eager"` (`compile(run_eagerly=True)`, a subclass with a
-        `generate_step` of its own or, on torch, a module that has a hook).
+        traced once; also in the loop of a sampler such as beam search), `"program"` (JAX and
+        TensorFlow: all tokens are one program), `"steps"` (JAX and TensorFlow, of a `stream`: each
+        token is a program), `"sampler"` (JAX and TensorFlow: the loop of a sampler such as beam
+        search) and `"eager"` (`compile(run_eagerly=True)`, a subclass with a `generate_step` of its
+        own or, on torch, a module that has a hook).
 
     Raises:
         TypeError: `model` is no language model of this package.

@@ -87,10 +87,10 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
         Raises:
             ValueError: text without a preprocessor, no prompts, one of no token (a preprocessor's
                 start token is one) or of more than `max_length`, ids or stop tokens that the
-                vocabulary lacks; a sampler whose `k` is more than the vocabulary has; a cache of
-                another model, with another number of rows or without room; a cache where the model
-                writes by another loop than its own (beam and contrastive search,
-                `run_eagerly=True`, a `generate_step` of a subclass).
+                vocabulary lacks; a sampler whose `k`, `p`, `temperature` or `num_beams` choose no
+                token; a cache of another model, with another number of rows or without room; a
+                cache where the model writes by another loop than its own (beam and contrastive
+                search, `run_eagerly=True`, a `generate_step` of a subclass).
 
         Example: two turns of a conversation.
 
@@ -157,6 +157,8 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
         if self.preprocessor is None:
             check_no_text(inputs, self.preprocessor_cls)
         loops = self._own_loops("prefill")
+        if inputs is None:
+            raise ValueError("`inputs` must be what `prefill` reads, text or tokens; got None.")
         if cache is not None and max_length is not None:
             raise ValueError(
                 "`max_length` belongs to the first `prefill` of a row. Leave it out beside `cache`."

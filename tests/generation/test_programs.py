@@ -262,3 +262,22 @@ def test_a_sampler_of_more_tokens_than_there_are():
             model.stream(prompts((4, 9), 20), stop_token_ids=None)
     model.compile(sampler=keras_hub.samplers.TopKSampler(k=VOCABULARY))
     generate(model, (4, 9), 12)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "words"),
+    [
+        (None, "must be a `keras_hub.samplers.Sampler`.* got None"),
+        (keras_hub.samplers.GreedySampler, "must be a `keras_hub.samplers.Sampler`.* got <class"),
+        (keras_hub.samplers.TopKSampler(k=2.5), "`k` of TopKSampler must be an integer"),
+        (keras_hub.samplers.BeamSampler(num_beams=0), "`num_beams` of BeamSampler .* from 1 on"),
+        (keras_hub.samplers.RandomSampler(temperature=0.0), "`temperature` of .* above 0; got 0.0"),
+        (keras_hub.samplers.RandomSampler(temperature=np.nan), "`temperature` of .* got nan"),
+        (keras_hub.samplers.TopPSampler(p=1.5), "`p` of TopPSampler .* at most 1; got 1.5"),
+    ],
+)
+def test_samplers_that_choose_no_token(sampler, words):
+    model = tiny_causal_lm(family="hgrn2", num_layers=1)
+    model.compile(sampler=sampler)
+    with pytest.raises(ValueError, match=f"`sampler`.*{words}"):
+        generate(model, (4, 9), 20)
