@@ -6,12 +6,12 @@ torch passes no window on to cuDNN, so this is for rows that a window holds whol
 import torch
 
 from keras_recurrent.backends.torch import _ring
-from keras_recurrent.backends.torch._common import capability, in_forward_mode
+from keras_recurrent.backends.torch._common import capability, in_forward_mode, too_old
 from keras_recurrent.backends.torch._row import attend
 from keras_recurrent.backends.torch._sharding import is_sharded
 
 _DTYPES = torch.bfloat16, torch.float16
-_HOPPER = 9, 0  # older GPUs are served no faster by cuDNN
+_HOPPER = 9, 0
 _LARGEST_HEAD = {True: 256, False: 128}  # on Hopper; on later GPUs
 _VECTOR = 8  # channels
 # cuDNN plans anew for each shape, which only long rows are worth.
@@ -33,11 +33,10 @@ def unsupported(
         return f"takes bfloat16 or float16 alone, got {q.dtype}, {k.dtype}, {v.dtype}"
     if not q.is_cuda:
         return f"needs CUDA tensors, got one on {q.device}"
-    found = capability(q.device)
-    if found < _HOPPER:
-        lowest, found = (".".join(map(str, version)) for version in (_HOPPER, found))
-        return f"is for GPUs of compute capability {lowest} or later, got one of {found}"
-    largest = _LARGEST_HEAD[found == _HOPPER]
+    reason = too_old(q.device, _HOPPER)  # older ones are served no faster by cuDNN
+    if reason is not None:
+        return reason
+    largest = _LARGEST_HEAD[capability(q.device) == _HOPPER]
     if channels != v.shape[3] or channels % _VECTOR or channels > largest:
         sizes = f"a multiple of {_VECTOR} channels up to {largest}"
         return f"takes heads of {sizes}, values like keys; got {channels} and {v.shape[3]}"

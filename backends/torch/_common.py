@@ -25,6 +25,15 @@ def capability(device):
     return _capabilities[device]
 
 
+def too_old(device, lowest):
+    """Why a GPU of NVIDIA does not have a compute capability; None if it does."""
+    found = capability(device)
+    if found >= lowest:
+        return None
+    lowest, found = (".".join(map(str, version)) for version in (lowest, found))
+    return f"needs a GPU of compute capability {lowest} or later, got one of {found}"
+
+
 def is_exporting():
     """Whether `torch.export` traces; torch 2.11's own function says so of `torch.compile`, too."""
     return torch.compiler._is_exporting_flag

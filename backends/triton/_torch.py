@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from keras_recurrent.backends.constants import LOWEST_CAPABILITY
 from keras_recurrent.backends.torch import _sharding
 from keras_recurrent.backends.torch._autograd import register_autograd
-from keras_recurrent.backends.torch._common import capability
+from keras_recurrent.backends.torch._common import capability, too_old
 from keras_recurrent.backends.torch._states import may_be_overwritten
 from keras_recurrent.backends.triton._common import INTERPRETED, words_on_assembler
 from keras_recurrent.backends.triton._operation import options_of, tensors_of
@@ -31,11 +31,9 @@ def refusal(*tensors):
         if tensor.dtype == torch.float64:
             return "computes in float32, got a float64 tensor"
         if tensor.is_cuda:
-            found = capability(tensor.device)
-            if found < LOWEST_CAPABILITY:
-                lowest = ".".join(map(str, LOWEST_CAPABILITY))
-                found = ".".join(map(str, found))
-                return f"needs a GPU of compute capability {lowest} or later, got one of {found}"
+            reason = too_old(tensor.device, LOWEST_CAPABILITY)
+            if reason is not None:
+                return reason
         elif not (INTERPRETED and tensor.device.type == "cpu"):
             return f"needs CUDA tensors, got one on {tensor.device}"
     return None

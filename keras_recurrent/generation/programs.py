@@ -15,7 +15,6 @@ from keras_recurrent.generation.generate import takes_the_largest
 from keras_recurrent.generation.lengths import bucket, initial_cache
 from keras_recurrent.generation.ways import tell
 from keras_recurrent.layers import one_token
-from keras_recurrent.layers.one_token import writing
 
 
 class Programs:
@@ -133,7 +132,7 @@ def _read(model, token_ids, mask, cache):
 
 
 def _step(model, token_ids, mask, cache):
-    with writing():
+    with one_token.writing():
         logits, _, cache = model.call_with_cache(token_ids, cache, padding_mask=mask)
     return logits[:, 0], cache
 
@@ -168,10 +167,10 @@ def _of_jax(model):
 
         return loop.Network(stateless(_read), stateless(_step), choose)
 
-    # What `implementation` has chosen, the classes of quantization, and which blocks take fused
-    # steps are part of a program, too.
+    # What `implementation` has chosen, the classes of quantization, and which blocks take no
+    # fused steps are part of a program, too.
     def variant():
-        return chosen_name(), one_token.fused_blocks(model)
+        return chosen_name(), tuple(one_token.unfused_blocks(model))
 
     @functools.partial(jax.jit, static_argnames="variant")
     def read_program(token_ids, lengths, cache, weights, variant):

@@ -220,23 +220,27 @@ def check_sampler(sampler, vocabulary_size):
             "`sampler` must be a `keras_hub.samplers.Sampler`, such as `TopKSampler(k=5)`, or the "
             f"name of one, such as 'top_k'; got {sampler!r}."
         )
-    for name, least, most in (("k", 1, vocabulary_size), ("num_beams", 1, None)):
+    all_tokens = f"an integer from 1 to {vocabulary_size}, as many tokens as the vocabulary has"
+    for name, fits, most, wanted in (
+        ("k", _is_count, vocabulary_size, all_tokens),
+        ("num_beams", _is_count, np.inf, "an integer from 1 on"),
+        ("temperature", _is_measure, np.inf, "a number above 0"),
+        ("p", _is_measure, 1, "a number above 0, at most 1"),
+    ):
         number = getattr(sampler, name, None)
-        bounded = isinstance(number, (int, np.integer)) and number >= least
-        if number is not None and not (bounded and (most is None or number <= most)):
-            up_to = "" if most is None else f" to {most}, as many tokens as the vocabulary has"
+        if number is not None and not (fits(number) and number <= most):
             raise ValueError(
-                f"`sampler`: `{name}` of {kind} must be an integer from {least}"
-                f"{up_to or ' on'}; got {number!r}."
+                f"`sampler`: `{name}` of {kind} must be {wanted}; got {number!r}. 'greedy' takes "
+                "the likeliest token each time."
             )
-    for name, most in (("temperature", np.inf), ("p", 1)):
-        number = getattr(sampler, name, None)
-        if number is not None and not (is_finite_number(number) and 0 < number <= most):
-            up_to = "" if most == np.inf else f", at most {most}"
-            raise ValueError(
-                f"`sampler`: `{name}` of {kind} must be a number above 0{up_to}; got {number!r}. "
-                "'greedy' takes the likeliest token each time."
-            )
+
+
+def _is_count(number):
+    return isinstance(number, (int, np.integer)) and number >= 1
+
+
+def _is_measure(number):
+    return is_finite_number(number) and number > 0
 
 
 def check_stop_tokens(ids, vocabulary_size):

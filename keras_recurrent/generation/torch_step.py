@@ -39,7 +39,7 @@ class Step:
         self._masked = masked
         self.not_traced = not_traced
         self._compiled = None
-        self._no_compiler: str | None = not_traced
+        self._no_compiler: str | None = None
         self.not_captured: str | None = not_traced  # why torch could make no CUDA graph of it
         if not_traced:
             self._prepare, self.traced = (lambda *weights: weights), self._through_layers

@@ -77,8 +77,8 @@ class Ways:
     def _step(self, cache, masked=False):
         tensors = [*keras.tree.flatten(cache), *(v.value for v in self._model.variables)]
         seen = why_calls_are_seen(_modules(self._model))
-        fused = one_token.fused_blocks(self._model)
-        key = seen, fused, chosen_name(), masked, *((t.shape, t.dtype, t.device) for t in tensors)
+        unfused = tuple(one_token.unfused_blocks(self._model))
+        key = seen, unfused, chosen_name(), masked, *((t.shape, t.dtype, t.device) for t in tensors)
         with self._lock:
             if key not in self._steps:
                 self._steps[key] = Step(self._model, cache, self._compiled, masked, seen)
@@ -125,11 +125,9 @@ class Ways:
     def _without_graph(self, step, prepared, token, flat, refused):
         fastest = step.fastest(*prepared, token, *flat)
         slower = step.not_compiled(token.device)
-        others = {"cuda_graph": refused} | ({"compiled": slower} if slower else {})
-        if step.not_traced:
-            tell(self._model, "eager", others | {"traced": step.not_traced})
-        else:
-            tell(self._model, "traced" if slower else "compiled", others)
+        reasons = {"cuda_graph": refused, "compiled": slower, "traced": step.not_traced}
+        way = "eager" if step.not_traced else "traced" if slower else "compiled"
+        tell(self._model, way, {other: why for other, why in reasons.items() if why})
 
         def run(token, flat):
             step.count += 1
@@ -202,10 +200,13 @@ class _Run:
 
 
 def _modules(model):
-    """The modules of torch in a model, its layers and theirs, each once."""
-    found: set = set()
-    for layer in model._flatten_layers():
-        for _, module in layer.named_modules(memo=found):
+    """The modules of torch in a model, its layers and what is in these, each once."""
+    found, waiting = {None}, list(model._flatten_layers())
+    while waiting:
+        module = waiting.pop()
+        if module not in found:
+            found.add(module)
+            waiting.extend(module._modules.values())
             yield module
 
 

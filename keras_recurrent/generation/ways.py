@@ -75,8 +75,4 @@ def tell(model, name, refused=None):
     """Sets what `which_generation` answers."""
     from keras_recurrent.layers import one_token
 
-    unfused = {}
-    if one_token.has_kernels(model.variables[0].value):
-        blocks = ((b.name, b.unfused_because()) for b in model.backbone.transformer_layers)
-        unfused = {block: reason for block, reason in blocks if reason is not None}
-    _last[model] = Way(name, refused or {}, unfused)
+    _last[model] = Way(name, refused or {}, one_token.unfused_blocks(model))

@@ -52,11 +52,12 @@ def has_kernels(inputs):
     return inputs.is_cuda
 
 
-def fused_blocks(model):
-    """Which blocks of a language model take fused steps: booleans, none where none could."""
+def unfused_blocks(model):
+    """`{block: why it takes no fused step}` of a language model; empty where none could."""
     if not has_kernels(model.variables[0].value):
-        return ()
-    return tuple(b.unfused_because() is None for b in model.backbone.transformer_layers)
+        return {}
+    reasons = ((b.name, b.unfused_because()) for b in model.backbone.transformer_layers)
+    return {name: reason for name, reason in reasons if reason is not None}
 
 
 def first(reasons):
