@@ -35,17 +35,29 @@ def linear_crossentropy_gradient(
 
     d_output: the gradient of the losses or of their sum.
     """
-    logits, tokens, weights = _prepared(x, embedding, tokens, sample_weight, soft_cap, dtype)
+    d_logits = gradient_of_logits(
+        d_output, x, embedding, tokens, sample_weight, soft_cap, dtype=dtype
+    )
     x, embedding, d_output = cast(dtype, x, embedding, d_output)
-    d_output = np.broadcast_to(d_output, tokens.shape)
-    d_logits, _ = of_logits.token_crossentropy_gradient(weights * d_output, logits, tokens, dtype)
-    if soft_cap is not None:
-        d_logits = d_logits * (1 - (logits / soft_cap) ** 2)
     d_embedding = d_logits.reshape(-1, len(embedding)).T @ x.reshape(-1, x.shape[-1])
     d_weight = None
     if sample_weight is not None:
+        logits, tokens, _ = _prepared(x, embedding, tokens, sample_weight, soft_cap, dtype)
         d_weight = of_logits.token_crossentropy(logits, tokens, dtype) * d_output
     return d_logits @ embedding, d_embedding, None, d_weight
+
+
+def gradient_of_logits(
+    d_output, x, embedding, tokens, sample_weight=None, soft_cap=None, dtype=np.float64
+):
+    """[..., V], before the cap; arguments as above."""
+    logits, tokens, weights = _prepared(x, embedding, tokens, sample_weight, soft_cap, dtype)
+    (d_output,) = cast(dtype, d_output)
+    d_losses = weights * np.broadcast_to(d_output, tokens.shape)
+    d_logits, _ = of_logits.token_crossentropy_gradient(d_losses, logits, tokens, dtype)
+    if soft_cap is not None:
+        d_logits = d_logits * (1 - (logits / soft_cap) ** 2)
+    return d_logits
 
 
 def _prepared(x, embedding, tokens, sample_weight, soft_cap, dtype):

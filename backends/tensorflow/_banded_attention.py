@@ -47,7 +47,7 @@ def backward(d_output, q, k, v, documents, window):
         q_b, k_b, v_b, d_o = block.queries(q), block.keys(k), block.keys(v), block.queries(d_output)
         # Not by sums that the forward kept: logits of another program are rounded otherwise, which
         # shows where they are large.
-        weights = tf.nn.softmax(block.hide(tf.matmul(q_b, k_b, transpose_b=True)))
+        weights = softmax(block.hide(tf.matmul(q_b, k_b, transpose_b=True)))
         d_weights = tf.matmul(d_o, v_b, transpose_b=True)
         # The output would give the same sum, but it has been rounded. The difference comes first:
         # that of products with the weights is rounded once more, which shows where one key has
@@ -70,6 +70,16 @@ def backward(d_output, q, k, v, documents, window):
         carry = [tf.concat(pair, axis=2) for pair in zip(done, carry, strict=True)]
     d_q = blocks.side_by_side(d_q, blocks.heads)[:, :, : blocks.length]
     return d_q, *(d[:, :, :num_keys] for d in carry)
+
+
+def softmax(logits):
+    """The weights of a softmax over the last axis, by a quotient.
+
+    `tf.nn.softmax` multiplies by a reciprocal, which CPUs without AVX-512 approximate: a key that
+    has all weight gets 1 - 2^-24, and the gradients of its logits do not vanish.
+    """
+    weights = tf.exp(logits - tf.reduce_max(logits, axis=-1, keepdims=True))
+    return weights / tf.reduce_sum(weights, axis=-1, keepdims=True)
 
 
 class _Blocks:

@@ -100,7 +100,7 @@ def _one_token(row, capacity, q, k, v, key, value):
     logits = tf.einsum("bgrk,bsgk->bgrs", grouped, tf.cast(keys, dtype))
     logits = tf.where(visible[:, None, None], logits, dtype.min)
     own_logit = tf.reduce_sum(grouped * own_key, axis=-1, keepdims=True)
-    weights = tf.nn.softmax(tf.concat([logits, own_logit], axis=-1))
+    weights = _banded_attention.softmax(tf.concat([logits, own_logit], axis=-1))
     output = tf.einsum("bgrs,bsgv->bgrv", weights[..., :-1], tf.cast(values, dtype))
     output += weights[..., -1:] * own_value
     output = tf.reshape(output, [row.batch, 1, q.shape[2], v.shape[3]])
