@@ -79,29 +79,32 @@ test-devices: $(VENV)/.test
 $(BACKENDS:%=test-devices-%): test-devices-%: $(VENV)/.test
 	KERAS_BACKEND=$* $(BIN)/python -m pytest tests/devices -m "slow or not slow"
 
-# Exporters ask for companions of their own: those of each backend have an environment, in
-# .venv-export, and a runtime that is missing there is a failure.
+# Exporters and their runtimes, and lm-evaluation-harness, bring packages along that nothing else
+# here needs: they have environments of their own, which find all other packages in .venv. A runtime
+# that is missing there is a failure.
 EXPORT := .venv-export
-EXPORTERS_jax := jax2onnx onnxruntime
-EXPORTERS_torch := onnx onnxruntime onnxscript openvino scipy
-EXPORTERS_tensorflow := ai-edge-litert onnxruntime openvino scipy tf2onnx
+HARNESS := .venv-harness
 
 test-export:
 	$(MAKE) --keep-going --no-print-directory $(BACKENDS:%=test-export-%)
 
-$(BACKENDS:%=test-export-%): test-export-%: $(EXPORT)/%/.installed
-	EXPORT_RUNTIMES=installed KERAS_BACKEND=$* $(EXPORT)/$*/bin/python -m pytest tests/export
-
-# lm-evaluation-harness brings packages along that nothing else here needs.
-HARNESS := .venv-harness
+$(BACKENDS:%=test-export-%): test-export-%: $(EXPORT)/.installed
+	EXPORT_RUNTIMES=installed KERAS_BACKEND=$* $(EXPORT)/bin/python -m pytest $(PYTEST_ARGS) tests/export
 
 test-harness: $(HARNESS)/.installed
 	KERAS_BACKEND=torch $(HARNESS)/bin/python -m pytest tests/test_lm_evaluation_harness.py
 
-$(HARNESS)/.installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(HARNESS)
-	$(HARNESS)/bin/python -m pip install --quiet --constraint constraints.txt \
-	  --editable ".[torch,evaluation]" pytest
+$(EXPORT)/.installed: ADDED := ai-edge-litert jax2onnx onnx onnxruntime onnxscript openvino tf2onnx
+$(HARNESS)/.installed: ADDED := lm_eval
+
+# Packages of .venv are found by a file of site-packages that Python reads at its start.
+SITE := import sysconfig; print(sysconfig.get_path("purelib"))
+$(EXPORT)/.installed $(HARNESS)/.installed: $(VENV)/.test
+	rm -rf $(@D)
+	$(BIN)/python -m venv --without-pip $(@D)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c '$(SITE)')')" \
+	  > $$($(@D)/bin/python -c '$(SITE)')/packages_of_venv.pth
+	$(BIN)/python -m pip --python $(@D)/bin/python install --quiet --constraint constraints.txt $(ADDED)
 	@touch $@
 
 # How many draws, and the first: make fuzz FUZZ="--draws 500 --start 2000"
@@ -170,11 +173,4 @@ $(VENV)/.test: $(INSTALLED)
 	@echo "Installing keras_recurrent, the three backends and the test tools into $(VENV), once."
 	$(PIP_INSTALL) --editable ".[jax,torch,tensorflow,test]"
 	$(if $(filter Linux,$(shell uname)),$(PIP_INSTALL) --no-deps jax-cuda12-plugin)
-	@touch $@
-
-.PRECIOUS: $(EXPORT)/%/.installed
-$(EXPORT)/%/.installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(EXPORT)/$*
-	$(EXPORT)/$*/bin/python -m pip install --quiet --constraint constraints.txt \
-	  --editable ".[$*]" pytest $(EXPORTERS_$*)
 	@touch $@

@@ -48,8 +48,9 @@ def written(model, lengths=LENGTHS, name="triton"):
         return generate(model, lengths, TOTAL)["token_ids"]
 
 
-@pytest.mark.parametrize("family", ["hgrn2", "griffin"])
-@pytest.mark.parametrize("lengths", [(5,), LENGTHS])
+@pytest.mark.parametrize(
+    ("family", "lengths"), [("hgrn2", (5,)), ("hgrn2", LENGTHS), ("griffin", LENGTHS)]
+)
 def test_the_same_tokens(family, lengths, fused):
     model = tiny_causal_lm(family=family)
     expected = written(model, lengths, "torch")
