@@ -20,7 +20,7 @@ from tests.models.tiny import (
 ROWS = [[5, 6, 7, 8], [3, 4]]
 CHECKS = [getattr(testing, name) for name in testing.__all__ if name.startswith("assert")]
 FAMILY = SHARED[0]
-# Where steps are compiled, or maps quantized, each check takes most of a minute: one shows it there.
+# Where steps are compiled or maps quantized, a check takes most of a minute: one shows it there.
 NARROW_CHECKS = {"bfloat16": CHECKS if keras.config.backend() == "torch" else CHECKS[:1]}
 
 
