@@ -81,10 +81,10 @@ class Continuations:
             continuation without tokens.
 
         Raises:
-            ValueError: a context without tokens, an id that the vocabulary lacks, or a continuation
-                longer than `max_length`.
+            ValueError: a request that is no pair, text instead of tokens, a context without any, an
+                id that the vocabulary lacks, or a continuation longer than `max_length`.
         """
-        requests = [self._cut(list(context), list(new)) for context, new in requests]
+        requests = [self._cut(*_pair(request)) for request in requests]
         of_context: dict = {}
         for number, (context, _) in enumerate(requests):
             of_context.setdefault(tuple(context), []).append(number)
@@ -116,9 +116,9 @@ class Continuations:
             A list of strings.
 
         Raises:
-            ValueError: the model has no preprocessor, which makes text of tokens; a context without
-                tokens, an id that the vocabulary lacks; a `max_new_tokens` that is no integer from
-                1 on or not below `max_length`; an empty string in `until`.
+            ValueError: the model has no preprocessor, which makes text of tokens; text instead of
+                tokens, a context without any, an id that the vocabulary lacks; a `max_new_tokens`
+                that is no integer from 1 on or not below `max_length`; an empty string in `until`.
         """
         if self._preprocessor is None:
             raise ValueError("The model has no preprocessor, which would make text of tokens.")
@@ -130,7 +130,7 @@ class Continuations:
             )
         if "" in until:
             raise ValueError(f"`until` must be strings that are not empty; got {until!r}.")
-        cut = [self._cut(list(context), room=max_new_tokens)[0] for context in contexts]
+        cut = [self._cut(context, room=max_new_tokens)[0] for context in contexts]
         texts: dict = dict.fromkeys(map(tuple, cut))
         for some in self._batches(texts):
             cache = self._read(some, max_new_tokens)
@@ -141,6 +141,8 @@ class Continuations:
 
     def _cut(self, context, continuation=(), room=None):
         """A request of which no more than `max_length` tokens are read."""
+        context = _token_list("context", context)
+        continuation = _token_list("continuation", continuation)
         if not context:
             raise ValueError("Every context needs at least one token, such as a start token.")
         vocabulary_size = self._model.backbone.vocabulary_size
@@ -213,6 +215,22 @@ class Continuations:
             for answer, tokens, real in rows:
                 answer.add(tokens[real], end_token_id)
         return [answer.end() for answer in answers]
+
+
+def _pair(request):
+    if isinstance(request, (list, tuple)) and len(request) == 2:
+        return request
+    raise ValueError(
+        f"`requests` must be pairs of a context and a continuation; got {request!r} among them."
+    )
+
+
+def _token_list(name, tokens):
+    if np.ndim(tokens) == 1:
+        return list(tokens)
+    raise ValueError(
+        f"`{name}` must be a list of token ids, which a tokenizer makes of text; got {tokens!r}."
+    )
 
 
 class Answer:

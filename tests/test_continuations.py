@@ -158,6 +158,15 @@ def test_what_cannot_be_done_is_an_error():
         Continuations(model, max_length=0)
     with pytest.raises(ValueError, match="Every context needs at least one token"):
         several.score([([], [1])])
+    for requests in ([[1, 2, 3]], [4], ["one"]):
+        with pytest.raises(ValueError, match="`requests` must be pairs of a context and a"):
+            several.score(requests)
+    with pytest.raises(ValueError, match="`context` must be a list of token ids.* got 'one'"):
+        several.score([("one", "two")])
+    with pytest.raises(ValueError, match="`continuation` must be a list of token ids.* got 2"):
+        several.score([([1], 2)])
+    with pytest.raises(ValueError, match="`context` must be a list of token ids.* got 'one'"):
+        several.write(["one"], [], 4, 2)
     with pytest.raises(ValueError, match="`continuation` must be ids from 0 to 258"):
         several.score([([1], [259])])
     with pytest.raises(ValueError, match=r"`max_length` is 8 tokens, and a continuation .* 9"):

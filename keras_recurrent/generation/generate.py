@@ -45,7 +45,7 @@ def make_writer(model, loops):
 
     def write(inputs, stop_token_ids=None):
         stop_token_ids = None if stop_token_ids is None else tuple(stop_token_ids)
-        token_ids, lengths, _ = loops.write(*prompts(inputs), stop_token_ids)
+        token_ids, lengths, _ = loops.write(*tokens_and_lengths(inputs), stop_token_ids)
         real = np.arange(token_ids.shape[1]) < lengths[:, None]
         rows = {"token_ids": token_ids, "padding_mask": real}
         return keras.tree.map_structure(keras.ops.convert_to_tensor, rows)
@@ -66,7 +66,7 @@ def _by_sampler(model, loops):
     return write
 
 
-def prompts(inputs):
+def tokens_and_lengths(inputs):
     """The tokens [B, T] of prompts, and their lengths [B]: NumPy arrays."""
     token_ids, mask = (whole(inputs[name]) for name in ("token_ids", "padding_mask"))
     return token_ids.astype("int32"), mask.astype("bool").sum(axis=1).astype("int32")

@@ -8,7 +8,7 @@ from keras import ops
 
 from keras_recurrent.devices.jax_processes import whole
 from keras_recurrent.generation.cache import GenerationCache
-from keras_recurrent.generation.generate import prompts
+from keras_recurrent.generation.generate import tokens_and_lengths
 from keras_recurrent.layers.checks import check_positive_integer, check_tensor
 from keras_recurrent.models.samples import check_prompts
 from keras_recurrent.models.token_ids import check_token_ids
@@ -158,7 +158,7 @@ def _tokens(model, inputs, max_length, cache):
             )
         return [[] for _ in range(cache.batch_size)], max_length, False
     check_rows(inputs, model.backbone.vocabulary_size, empty=cache is not None)
-    token_ids, lengths = prompts(inputs)
+    token_ids, lengths = tokens_and_lengths(inputs)
     rows = [row[:length].tolist() for row, length in zip(token_ids, lengths, strict=True)]
     return rows, token_ids.shape[1], False
 
@@ -235,8 +235,12 @@ def check_sampler(sampler, vocabulary_size):
             )
 
 
+def _is_integer(number):
+    return isinstance(number, (int, np.integer)) and not isinstance(number, bool)
+
+
 def _is_count(number):
-    return isinstance(number, (int, np.integer)) and number >= 1
+    return _is_integer(number) and number >= 1
 
 
 def _is_measure(number):
@@ -251,7 +255,7 @@ def check_stop_tokens(ids, vocabulary_size):
             f"got {ids!r}."
         )
     for number in ids or ():
-        if not isinstance(number, (int, np.integer)) or not 0 <= number < vocabulary_size:
+        if not _is_integer(number) or not 0 <= number < vocabulary_size:
             raise ValueError(
                 "`stop_token_ids` must be token ids, integers from 0 to "
                 f"{vocabulary_size - 1}; got {number!r} among them, which nothing would stop at."

@@ -37,8 +37,8 @@ def check_samples(name, x, preprocessor_cls, has_preprocessor):
         has_preprocessor: boolean, whether the model has one.
 
     Raises:
-        ValueError: numbers, one string, another dictionary, nothing, or text without a
-            preprocessor.
+        ValueError: numbers, one string (also as what an unbatched dataset yields), another
+            dictionary, nothing, or text without a preprocessor.
     """
     if is_tokens(x):
         return
@@ -47,6 +47,11 @@ def check_samples(name, x, preprocessor_cls, has_preprocessor):
     if is_text(x):
         if not has_preprocessor:
             raise _no_preprocessor(name, preprocessor_cls, "train on tokens")
+        if getattr(x, "ndim", 1) == 0:
+            raise ValueError(
+                f"`{name}` must be several strings; got one, of no axis. A dataset of strings needs "
+                "`.batch(...)`."
+            )
         return
     in_memory = isinstance(x, (str, bytes, dict, list, tuple, int, float))
     if x is None or in_memory or (hasattr(x, "dtype") and hasattr(x, "shape")):

@@ -60,6 +60,16 @@ def test_tensorflow_datasets_of_strings(packed):
         model.fit(rows, steps_per_epoch=2, shuffle=False, verbose=0)
 
 
+@pytest.mark.once
+def test_strings_that_come_one_by_one():
+    tf = pytest.importorskip("tensorflow")
+    model = language_model()
+    for one in (tf.data.Dataset.from_tensor_slices(TEXTS), np.array("tick"), tf.constant("tick")):
+        for method in (model.fit, model.evaluate, model.predict):
+            with pytest.raises(ValueError, match=r"`x` must be several strings; .*`\.batch"):
+                method(one, verbose=0)
+
+
 def test_token_arrays_with_and_without_a_preprocessor():
     model = language_model()
     x, y, weight = keras.tree.map_structure(keras.ops.convert_to_numpy, model.preprocessor(TEXTS))
@@ -203,7 +213,7 @@ def test_no_prompts_and_no_length_are_errors():
     for ids in ([], 2, "end"):
         with pytest.raises(ValueError, match="`stop_token_ids` must be a tuple"):
             tiny_causal_lm(num_layers=1).generate(prompt, stop_token_ids=ids)
-    for ids, bad in [((1, 1.5), "1.5"), ([5, -1], "-1"), ((61,), "61")]:
+    for ids, bad in [((1, 1.5), "1.5"), ([5, -1], "-1"), ((61,), "61"), ((True,), "True")]:
         with pytest.raises(ValueError, match=f"integers from 0 to .*got {bad} among them"):
             tiny_causal_lm(num_layers=1).generate(prompt, stop_token_ids=ids)
 
