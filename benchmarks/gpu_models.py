@@ -1,4 +1,4 @@
-"""Whole models on a CUDA GPU: `python -m benchmarks.gpu_models > benchmarks/results/gpu_models.md`.
+"""Whole models on a CUDA GPU: `python -m benchmarks.gpu_models`, as in `results/gpu.md`.
 
 Arguments choose models, `hgrn2` or `recurrentgemma`, as `--seconds 300` bounds a run. HGRN2 stands
 beside flash-linear-attention's and RecurrentGemma beside transformers' (`pip install
