@@ -77,7 +77,8 @@ class TrainingBackup(keras.callbacks.Callback):
 
     Raises:
         ValueError: an argument of another kind; in `fit`, a file that is damaged or belongs to
-            another model, data or number of steps, before anything is changed.
+            another model, data or number of steps, before anything is changed (TensorFlow makes
+            metrics in the first step, and compares them there).
 
     Example:
 
@@ -147,6 +148,8 @@ class TrainingBackup(keras.callbacks.Callback):
             self.data.start_at(content.get("place"), content.get("batch", 0))
 
     def on_epoch_begin(self, epoch, logs=None):
+        # Keras has read it by now. A `fit` after one that is broken off begins with its own epoch.
+        self.model._initial_epoch = None
         self._epoch, self._trained, self._last = epoch, self._trained + self._last, 0
         self._saved = -self.save_freq
         if self._resumed is not None:
@@ -185,6 +188,12 @@ class TrainingBackup(keras.callbacks.Callback):
             raise ValueError(
                 f"{self.path} was written inside an epoch of {steps} steps; this one has {wanted}. "
                 "Take the same data, batch size and `steps_per_epoch`, or delete the file."
+            )
+        if content["batch"] % model.steps_per_execution:
+            raise ValueError(
+                f"{self.path} was written after {content['batch']} steps of an epoch. Compile with "
+                f"a `steps_per_execution` that divides these, not {model.steps_per_execution}, or "
+                "delete the file."
             )
         described = None if self.data is None else json.loads(json.dumps(self.data.description))
         if content["data"] != described:

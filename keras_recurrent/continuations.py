@@ -97,7 +97,7 @@ class Continuations:
             for first in range(0, len(pairs), self.batch_size):
                 rows, numbers = zip(*pairs[first : first + self.batch_size], strict=True)
                 scores = self._scores(
-                    cache.select(_filled(rows)), [requests[n][1] for n in numbers]
+                    cache.select(self._filled(rows)), [requests[n][1] for n in numbers]
                 )
                 for number, score in zip(numbers, scores, strict=True):
                     found[number] = score
@@ -165,6 +165,12 @@ class Continuations:
         for first in range(0, len(order), self.batch_size):
             yield order[first : first + self.batch_size]
 
+    def _filled(self, rows):
+        """A list of rows, of which the last repeats up to a power of two, or to `batch_size`."""
+        rows = list(rows)
+        size = min(_power_of_two(len(rows)), self.batch_size)
+        return rows + rows[-1:] * (size - len(rows))
+
     def _read(self, contexts, room):
         """The cache behind contexts, with room for as many tokens more; some rows repeat others."""
         longest = len(contexts[0])
@@ -172,7 +178,7 @@ class Continuations:
         for row, context in zip(token_ids, contexts, strict=True):
             row[: len(context)] = context
         lengths = np.array([len(context) for context in contexts])
-        rows = _filled(range(len(contexts)))
+        rows = self._filled(range(len(contexts)))
         prompts = {
             "token_ids": token_ids[rows],
             "padding_mask": (np.arange(longest) < lengths[:, None])[rows],
@@ -226,10 +232,12 @@ def _pair(request):
 
 
 def _token_list(name, tokens):
-    if np.ndim(tokens) == 1:
-        return list(tokens)
+    ids = np.asarray(tokens)
+    if ids.ndim == 1 and (ids.dtype.kind in "iu" or not ids.size):
+        return ids.astype("int64").tolist()
     raise ValueError(
-        f"`{name}` must be a list of token ids, which a tokenizer makes of text; got {tokens!r}."
+        f"`{name}` must be a list of token ids, integers, which a tokenizer makes of text; got "
+        f"{tokens!r}."
     )
 
 
@@ -277,12 +285,6 @@ class Answer:
 
 def _power_of_two(number):
     return 1 << max(number - 1, 0).bit_length()
-
-
-def _filled(rows):
-    """A list of rows, of which the last repeats up to a power of two."""
-    rows = list(rows)
-    return rows + rows[-1:] * (_power_of_two(len(rows)) - len(rows))
 
 
 def _judge_of(model):

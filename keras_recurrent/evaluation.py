@@ -8,6 +8,7 @@ import numpy as np
 
 from keras_recurrent.layers.checks import check_positive_integer
 from keras_recurrent.models.token_ids import check_token_ids
+from keras_recurrent.ops.operation import check_dtype
 from keras_recurrent.ops.token_crossentropy import token_crossentropy
 
 __all__ = ["LossByPosition", "loss_by_position"]
@@ -30,13 +31,14 @@ class LossByPosition(NamedTuple):
 
     @property
     def running_mean(self):
-        """float64 `[T - 1]`, the mean loss of all tokens up to each place, in nats.
+        """float64 `[T - 1]`, the mean loss of all tokens up to each place, in nats, NaN before any.
 
         It is the loss of texts as long as that, the curve of Griffin's figures 5 and 10 (De et al.
         2024, arXiv:2402.19427).
         """
         total = np.cumsum(np.where(self.num_texts > 0, self.loss, 0.0) * self.num_texts)
-        return total / np.cumsum(self.num_texts)
+        with np.errstate(invalid="ignore"):
+            return total / np.cumsum(self.num_texts)
 
 
 def loss_by_position(model, token_ids, padding_mask=None, batch_size=8):
@@ -106,7 +108,9 @@ def _checked(token_ids, padding_mask, vocabulary_size):
         )
     mask = np.ones(token_ids.shape, bool)
     if padding_mask is not None:
-        mask = np.asarray(keras.ops.convert_to_numpy(padding_mask)).astype(bool)
+        mask = np.asarray(keras.ops.convert_to_numpy(padding_mask))
+        check_dtype("loss_by_position", "padding_mask", mask.dtype.name)
+        mask = mask.astype(bool)
         if mask.shape != token_ids.shape:
             raise ValueError(
                 f"`padding_mask` must have the shape of `token_ids`, {token_ids.shape}; got "

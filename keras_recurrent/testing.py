@@ -162,10 +162,15 @@ class _Model:
 
     def logits(self, rows):
         """Logits by plain forward passes: for each row [its length, vocabulary_size], float32."""
-        return [
-            logits[: len(row)]
-            for row, logits in zip(rows, self._forward(self._inputs(rows)), strict=True)
-        ]
+        logits_of_rows = zip(rows, self._forward(self._inputs(rows)), strict=True)
+        found = [logits[: len(row)] for row, logits in logits_of_rows]
+        for number, logits in enumerate(found):
+            if not (finite := np.isfinite(logits).all(axis=1)).all():
+                raise AssertionError(
+                    f"A plain forward pass of {len(rows)} rows has logits that are not finite, "
+                    f"behind token {int(finite.argmin())} of row {number}."
+                )
+        return found
 
     def _forward(self, inputs):
         with no_gradients():
@@ -189,8 +194,6 @@ class _Model:
         """A function that fills rows with the best tokens."""
         model = self._model
         before = model.sampler, model.generate_function
-        model.sampler, model.generate_function = keras_hub.samplers.GreedySampler(), None
-        write = model.make_generate_function()
         preprocessor = model.preprocessor
 
         def generate(rows, fill=0, cache=None):
@@ -211,6 +214,8 @@ class _Model:
             return written.tolist()
 
         try:
+            model.sampler, model.generate_function = keras_hub.samplers.GreedySampler(), None
+            write = model.make_generate_function()
             model.preprocessor = None
             yield generate
         finally:

@@ -81,6 +81,7 @@ def test_a_run_that_is_broken_off_ends_in_the_same_bits(trained, whole, batches,
     for batch in batches:
         with pytest.raises(Stop):
             train(trained.begin(), str(tmp_path), AtBatch(batch, stop))
+        assert trained.model._initial_epoch is None  # or the next `fit` would begin there
     # In a new process the model is new, and Keras may not have made its metrics yet.
     model = resumed.model_with_dropout()
     history = train(model, str(tmp_path)).history
@@ -126,6 +127,9 @@ def test_steps_of_several_batches(tmp_path):
     for batch in (2, 9):
         with pytest.raises(Stop):
             train(trained.begin(), str(tmp_path), AtBatch(batch, stop, steps=5), steps=5)
+    other = resumed.model_with_dropout(steps_per_execution=3)
+    with pytest.raises(ValueError, match=r"after 4 steps .* `steps_per_execution` .*, not 3"):
+        train(other, str(tmp_path), steps=5)
     train(trained.begin(), str(tmp_path), steps=5)
     assert_same_bits(trained.model, trained_whole)
 

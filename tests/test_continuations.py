@@ -161,11 +161,12 @@ def test_what_cannot_be_done_is_an_error():
     for requests in ([[1, 2, 3]], [4], ["one"]):
         with pytest.raises(ValueError, match="`requests` must be pairs of a context and a"):
             several.score(requests)
-    with pytest.raises(ValueError, match="`context` must be a list of token ids.* got 'one'"):
+    with pytest.raises(ValueError, match=r"`context` must be a list of token ids.* got 'one'"):
         several.score([("one", "two")])
-    with pytest.raises(ValueError, match="`continuation` must be a list of token ids.* got 2"):
-        several.score([([1], 2)])
-    with pytest.raises(ValueError, match="`context` must be a list of token ids.* got 'one'"):
+    for new in (2, [1.5], ["7"]):
+        with pytest.raises(ValueError, match=r"`continuation` must be a list of token ids.* got"):
+            several.score([([1], new)])
+    with pytest.raises(ValueError, match=r"`context` must be a list of token ids.* got 'one'"):
         several.write(["one"], [], 4, 2)
     with pytest.raises(ValueError, match="`continuation` must be ids from 0 to 258"):
         several.score([([1], [259])])

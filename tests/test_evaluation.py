@@ -55,6 +55,7 @@ def test_what_cannot_be_measured_is_an_error():
         ((token_ids + VOCABULARY,), "`token_ids` must be ids from 0 to 60"),
         ((token_ids, token_ids[:, 1:] > 0), "`padding_mask` must have the shape of `token_ids`"),
         ((token_ids, token_ids < 0), "leave no token that follows another"),
+        ((token_ids, (token_ids < 0) * -1e9), "`padding_mask` must be boolean.*; got float64"),
         ((token_ids, None, 0), "`batch_size` must be an integer, at least 1; got 0"),
     ]:
         with pytest.raises(ValueError, match=match):

@@ -18,6 +18,9 @@ def hgrn2_step(q, f, v, memory, lower_bound=None, token_kind=None):
     if lower_bound is not None:
         bound, rest = jnp.exp(lower_bound.astype(dtype))
         remembers, forgets = bound + rest * remembers, rest * forgets
+        # Rounded, β and 1 - β do not add up to 1; β may be NaN.
+        near_1 = (forgets <= 0.5) & ~jnp.isnan(remembers)
+        remembers = jnp.where(near_1, 1 - forgets, remembers)
     query, remembers, forgets = (x.reshape(batch, heads, keys) for x in (query, remembers, forgets))
     value = value.reshape(batch, heads, values)
     if token_kind is not None:

@@ -26,3 +26,17 @@ def state_or_zeros(initial_state, shape, dtype):
 
 def sigmoid(z):
     return np.exp(-np.logaddexp(0, -z))
+
+
+def product(a, b):
+    """a b of a [..., K] and b [K, N].
+
+    In 32 bits one product after the other is added, as in a loop: in which order a library adds
+    them depends on the CPU, and with it how wrong a long sum is.
+    """
+    if a.dtype != np.float32:
+        return a @ b
+    total = np.zeros((*a.shape[:-1], b.shape[1]), np.float32)
+    for column, row in zip(np.moveaxis(a, -1, 0), b, strict=True):
+        total += column[..., None] * row
+    return total

@@ -21,9 +21,11 @@ def hgrn2_step(q, f, v, memory, lower_bound=None, token_kind=None, dtype=np.floa
     batch, heads, keys, values = memory.shape
     rest = 1.0 if lower_bound is None else np.exp(cast(dtype, lower_bound)[0][1])
     bound = 0.0 if lower_bound is None else np.exp(cast(dtype, lower_bound)[0][0])
+    forgets, decay = rest * sigmoid(-f), bound + rest * sigmoid(f)
+    # Rounded, β and 1 - β do not add up to 1; β may be NaN.
+    decay = np.where((forgets <= 0.5) & ~np.isnan(decay), 1 - forgets, decay)
     q, key, decay = (
-        x.reshape(batch, heads, keys)
-        for x in (q * sigmoid(q) * keys**-0.5, rest * sigmoid(-f), bound + rest * sigmoid(f))
+        x.reshape(batch, heads, keys) for x in (q * sigmoid(q) * keys**-0.5, forgets, decay)
     )
     v = v.reshape(batch, heads, values)
     kind = np.zeros(batch) - 1 if token_kind is None else np.asarray(token_kind)

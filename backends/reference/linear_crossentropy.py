@@ -6,7 +6,7 @@ As `token_crossentropy`, of logits that are made of what comes before them.
 import numpy as np
 
 from keras_recurrent.backends.reference import token_crossentropy as of_logits
-from keras_recurrent.backends.reference._common import cast
+from keras_recurrent.backends.reference._common import cast, product
 
 
 def linear_crossentropy(
@@ -35,35 +35,24 @@ def linear_crossentropy_gradient(
 
     d_output: the gradient of the losses or of their sum.
     """
-    d_logits = gradient_of_logits(
-        d_output, x, embedding, tokens, sample_weight, soft_cap, dtype=dtype
-    )
-    x, embedding, d_output = cast(dtype, x, embedding, d_output)
-    d_embedding = d_logits.reshape(-1, len(embedding)).T @ x.reshape(-1, x.shape[-1])
-    d_weight = None
-    if sample_weight is not None:
-        logits, tokens, _ = _prepared(x, embedding, tokens, sample_weight, soft_cap, dtype)
-        d_weight = of_logits.token_crossentropy(logits, tokens, dtype) * d_output
-    return d_logits @ embedding, d_embedding, None, d_weight
-
-
-def gradient_of_logits(
-    d_output, x, embedding, tokens, sample_weight=None, soft_cap=None, dtype=np.float64
-):
-    """[..., V], before the cap; arguments as above."""
     logits, tokens, weights = _prepared(x, embedding, tokens, sample_weight, soft_cap, dtype)
-    (d_output,) = cast(dtype, d_output)
-    d_losses = weights * np.broadcast_to(d_output, tokens.shape)
-    d_logits, _ = of_logits.token_crossentropy_gradient(d_losses, logits, tokens, dtype)
+    x, embedding, d_output = cast(dtype, x, embedding, d_output)
+    d_output = np.broadcast_to(d_output, tokens.shape)
+    d_logits, _ = of_logits.token_crossentropy_gradient(weights * d_output, logits, tokens, dtype)
     if soft_cap is not None:
         d_logits = d_logits * (1 - (logits / soft_cap) ** 2)
-    return d_logits
+    rows = d_logits.reshape(-1, len(embedding)), x.reshape(-1, x.shape[-1])
+    d_embedding = product(rows[0].T, rows[1])
+    d_weight = None
+    if sample_weight is not None:
+        d_weight = of_logits.token_crossentropy(logits, tokens, dtype) * d_output
+    return product(d_logits, embedding), d_embedding, None, d_weight
 
 
 def _prepared(x, embedding, tokens, sample_weight, soft_cap, dtype):
     """The logits; tokens, with 0 where they do not count; weights."""
     x, embedding = cast(dtype, x, embedding)
-    logits = x @ embedding.T
+    logits = product(x, embedding.T)
     if soft_cap is not None:
         logits = soft_cap * np.tanh(logits / soft_cap)
     tokens = np.asarray(tokens)

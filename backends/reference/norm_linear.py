@@ -6,7 +6,7 @@ matrix, y W_3 + b_3.
 
 import numpy as np
 
-from keras_recurrent.backends.reference._common import cast
+from keras_recurrent.backends.reference._common import cast, product
 from keras_recurrent.backends.reference.gated_linear_unit import gated_linear_unit
 from keras_recurrent.backends.reference.rms_norm import rms_norm
 
@@ -31,7 +31,7 @@ def norm_linear(
         x = rms_norm(x, scale, epsilon, dtype)
 
     def linear(x, weight, offset):
-        y = x @ cast(dtype, weight)[0]
+        y = product(x, *cast(dtype, weight))
         return y if offset is None else y + cast(dtype, offset)[0]
 
     if gate is not None:

@@ -13,7 +13,7 @@ multiplied by 127 / (max |row| + 1e-7), and rounded to integers; products are di
 import numpy as np
 
 from keras_recurrent.backends.constants import ROW_EPSILON
-from keras_recurrent.backends.reference._common import cast
+from keras_recurrent.backends.reference._common import cast, product
 from keras_recurrent.backends.reference.gated_linear_unit import gated_linear_unit
 from keras_recurrent.backends.reference.rms_norm import rms_norm
 
@@ -60,10 +60,10 @@ def norm_quantized_linear(
             continue
         weight, divisor = cast(dtype, _integers(weight, divisor.shape[-1], bits), divisor)
         if block_size is None:
-            y = x @ weight / (divisor * factor)
+            y = product(x, weight) / (divisor * factor)
         else:
             block = np.arange(x.shape[1]) // block_size
-            y = x @ ((weight - cast(dtype, zero)[0][block]) * divisor[block])
+            y = product(x, (weight - cast(dtype, zero)[0][block]) * divisor[block])
         outputs.append(y if offset is None else y + cast(dtype, offset)[0])
     if gate is not None:
         outputs = [gated_linear_unit(outputs[0], outputs[1], gate, dtype)]

@@ -3,7 +3,7 @@
 import tensorflow as tf
 
 from keras_recurrent.backends.constants import PADDING, STARTS
-from keras_recurrent.backends.tensorflow._common import accumulation_dtype, sigmoid
+from keras_recurrent.backends.tensorflow._common import accumulation_dtype, sigmoids
 
 
 def hgrn2_step(q, f, v, memory, lower_bound=None, token_kind=None):
@@ -11,11 +11,14 @@ def hgrn2_step(q, f, v, memory, lower_bound=None, token_kind=None):
     dtype = accumulation_dtype(q, f, v, memory, lower_bound)
     heads, keys, values = memory.shape[1:]
     query, logits, value = (tf.cast(x, dtype) for x in (q, f, v))
-    query = query * sigmoid(query) * keys**-0.5
-    remembers, forgets = sigmoid(logits), sigmoid(-logits)
+    query = query * sigmoids(query)[0] * keys**-0.5
+    remembers, forgets = sigmoids(logits)
     if lower_bound is not None:
         bound, rest = tf.unstack(tf.exp(tf.cast(lower_bound, dtype)))
         remembers, forgets = bound + rest * remembers, rest * forgets
+        # Rounded, β and 1 - β do not add up to 1; β may be NaN.
+        near_1 = (forgets <= 0.5) & ~tf.math.is_nan(remembers)
+        remembers = tf.where(near_1, 1 - forgets, remembers)
     query, remembers, forgets = (
         tf.reshape(x, (-1, heads, keys)) for x in (query, remembers, forgets)
     )

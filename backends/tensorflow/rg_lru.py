@@ -21,6 +21,7 @@ from keras_recurrent.backends.tensorflow._common import (
     dense_gradient,
     filled,
     kind_masks,
+    sigmoids,
     state_or_zeros,
     sum_over_tokens,
 )
@@ -42,35 +43,33 @@ def rg_lru(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None):
     starts, padding = kind_masks(token_kind)
 
     def gates(gate_a, gate_x, a_logit):
-        """exp(-gate_a), exp(-gate_x), r, i, log a, a, s."""
-        # On a CPU, in float32, tf.sigmoid is wrong by up to six units in the last place and
-        # tf.softplus by four. Computed like this σ is wrong by less than two, and the softplus of
+        """(r, 1 - r), (i, 1 - i), log a, a, s."""
+        of_a, of_x = (sigmoids(tf.cast(gate, dtype)) for gate in (gate_a, gate_x))
+        # On a CPU, in float32, tf.softplus is wrong by up to four units in the last place. That of
         # only D numbers costs little in float64.
-        exp_a, exp_x = tf.exp(-tf.cast(gate_a, dtype)), tf.exp(-tf.cast(gate_x, dtype))
-        r, i = 1 / (1 + exp_a), 1 / (1 + exp_x)
         softplus = tf.math.softplus(-tf.cast(a_logit, tf.float64))
-        log_a = r * tf.cast(-DECAY_EXPONENT * softplus, dtype)
+        log_a = of_a[0] * tf.cast(-DECAY_EXPONENT * softplus, dtype)
         a = applied_decay(tf.exp(log_a), starts, padding)
         s = filled(tf.sqrt(-tf.math.expm1(2 * log_a)), starts, 1)
-        return exp_a, exp_x, r, i, log_a, a, s
+        return of_a, of_x, log_a, a, s
 
     @tf.custom_gradient
     def run(x, gate_a, gate_x, a_logit, state):
-        *_, i, _, a, s = gates(gate_a, gate_x, a_logit)
+        _, (i, _), _, a, s = gates(gate_a, gate_x, a_logit)
         h = scan(a, filled(s * i * tf.cast(x, dtype), padding, 0), state)
         output, final_state = tf.cast(h, x.dtype), h[:, -1]
 
         def gradient(dh, d_state):
-            exp_a, exp_x, r, i, log_a, a, s = gates(gate_a, gate_x, a_logit)
+            (r, rest_a), (i, rest_x), log_a, a, s = gates(gate_a, gate_x, a_logit)
             g, e = adjoint_scan(
                 a, dense_gradient(dh, output, dtype), dense_gradient(d_state, final_state, dtype)
             )
             gi, inputs = g * i, tf.cast(x, dtype)
             dx = gi * s
-            d_gate_x = dx * inputs / (1 + 1 / exp_x)
+            d_gate_x = dx * inputs * rest_x
             d_log_a = e * previous(tf.cast(output, dtype), state)
             d_log_a -= gi * inputs * a * a / tf.maximum(s, SMALLEST_DIVISOR)
-            d_gate_a = d_log_a * log_a / (1 + 1 / exp_a)
+            d_gate_a = d_log_a * log_a * rest_a
             d_softplus = sum_over_tokens(filled(d_log_a * r, padding, 0))
             d_logit = DECAY_EXPONENT * d_softplus * tf.sigmoid(-tf.cast(a_logit, dtype))
             return (

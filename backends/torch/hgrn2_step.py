@@ -15,6 +15,9 @@ def hgrn2_step(q, f, v, memory, lower_bound=None, token_kind=None):
     if lower_bound is not None:
         bound, rest = lower_bound.to(dtype).exp()
         remembers, forgets = bound + rest * remembers, rest * forgets
+        # Rounded, β and 1 - β do not add up to 1; β may be NaN.
+        near_1 = (forgets <= 0.5) & ~remembers.isnan()
+        remembers = torch.where(near_1, 1 - forgets, remembers)
     query, remembers, forgets = (x.view(batch, heads, keys) for x in (query, remembers, forgets))
     value = value.view(batch, heads, values)
     if token_kind is not None:

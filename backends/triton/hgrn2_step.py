@@ -77,6 +77,9 @@ def _kernel(
         rest = exp(_load(lower_bound, H * K + channel, d < K), True)
         remembers = exp(_load(lower_bound, channel, d < K), True) + rest * remembers
         forgets *= rest
+        # Rounded, the bound and the rest do not add up to 1; the bound may be NaN.
+        near_1 = (forgets <= 0.5) & (remembers == remembers)
+        remembers = tl.where(near_1, 1.0 - forgets, remembers)
     key = tl.where(k_valid, forgets, 0.0)
     state = by_kind(kind, remembers, 0.0, 1.0)[:, None] * state
     state += key[:, None] * _load(v, head * V + e, v_valid)[None, :]

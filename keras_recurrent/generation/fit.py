@@ -40,9 +40,8 @@ def fit_of(model):
     backbone = model.backbone
     config = backbone.get_config()
     plain = {k: v for k, v in config.items() if k not in ("name", "dtype", "trainable")}
-    layers = backbone._flatten_layers(include_self=False)
+    layers = list(backbone._flatten_layers(include_self=False))
     quantized = {getattr(layer, "quantization_mode", None) for layer in layers}
-    layers = backbone._flatten_layers(include_self=False)
     ranks = {layer.lora_rank for layer in layers if getattr(layer, "lora_enabled", False)}
     return Fit(
         type(backbone).__name__,

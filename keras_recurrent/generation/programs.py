@@ -167,8 +167,8 @@ def _of_jax(model):
 
         return loop.Network(stateless(_read), stateless(_step), choose)
 
-    # What `implementation` has chosen, the classes of quantization, and which blocks take no
-    # fused steps are part of a program, too.
+    # What `implementation` has chosen, and which blocks take no fused steps, are part of a program,
+    # too.
     def variant():
         return chosen_name(), tuple(one_token.unfused_blocks(model))
 

@@ -90,7 +90,8 @@ def find_prompts(model, inputs, max_length, cache=None, writes=True):
                 f"{number} alone has {length - behind}. Ask for a larger `max_length`, or cut the "
                 "prompt."
             )
-    _check_room(seen, limit, cache)
+    if writes:
+        _check_room(seen, limit, cache)
     token_ids = np.zeros((len(rows), limit), "int32")
     for place, tokens in zip(token_ids, rows, strict=True):
         place[: len(tokens)] = tokens
@@ -215,6 +216,7 @@ def check_rows(inputs, vocabulary_size, empty=False):
 def check_sampler(sampler, vocabulary_size):
     """Raises for what is no sampler, and for numbers of KerasHub's that choose no token."""
     kind = type(sampler).__name__
+    of_hub = type(sampler).__module__.startswith("keras_hub.")
     if isinstance(sampler, type) or not hasattr(sampler, "get_next_token"):
         raise ValueError(
             "`sampler` must be a `keras_hub.samplers.Sampler`, such as `TopKSampler(k=5)`, or the "
@@ -227,7 +229,7 @@ def check_sampler(sampler, vocabulary_size):
         ("temperature", _is_measure, np.inf, "a number above 0"),
         ("p", _is_measure, 1, "a number above 0, at most 1"),
     ):
-        number = getattr(sampler, name, None)
+        number = getattr(sampler, name, None) if of_hub else None
         if number is not None and not (fits(number) and number <= most):
             raise ValueError(
                 f"`sampler`: `{name}` of {kind} must be {wanted}; got {number!r}. 'greedy' takes "

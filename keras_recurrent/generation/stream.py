@@ -11,8 +11,9 @@ from keras_recurrent.generation.text import TextPieces
 class Stream:
     """An iterator over what a language model writes, as `stream` of the model returns it.
 
-    Leaving it early costs nothing. `close` lets others use at once what it runs on; so does its
-    end, or that nothing refers to it any more. Weights must stay as they are meanwhile.
+    Leaving it early costs nothing. An exception inside a step, such as Ctrl-C, closes it. `close`
+    lets others use at once what it runs on; so does its end, or that nothing refers to it any more.
+    Weights must stay as they are meanwhile.
     """
 
     def __init__(self, steps, rows, stop_token_ids, preprocessor, max_length, fit):
@@ -30,22 +31,31 @@ class Stream:
 
     def __next__(self):
         while (self._room > 0).any():
-            writes = self._room > 0
-            token = self._steps_now()()
-            self._last = np.where(writes, token, self._last)
-            self._num_tokens = self._num_tokens + writes
-            self._room = np.where(np.isin(token, self._stops), 0, self._room - writes)
-            ends = writes & (self._room <= 0)
-            found = self._found(token, writes, ends)
-            if not (self._room > 0).any():
-                self._at_end = self.cache
+            try:
+                found = self._step()
+            except BaseException:
+                # The steps may be a token further than what is known of them here.
                 self.close()
+                raise
             if found is not None:
                 return found
         if self._steps is not None:  # there was nothing to write
             self._at_end = self.cache
         self.close()
         raise StopIteration
+
+    def _step(self):
+        writes = self._room > 0
+        token = self._steps_now()()
+        self._last = np.where(writes, token, self._last)
+        self._num_tokens = self._num_tokens + writes
+        self._room = np.where(np.isin(token, self._stops), 0, self._room - writes)
+        ends = writes & (self._room <= 0)
+        found = self._found(token, writes, ends)
+        if not (self._room > 0).any():
+            self._at_end = self.cache
+            self.close()
+        return found
 
     def _found(self, token, writes, ends):
         """What the new tokens give; None where there is nothing to show yet."""
@@ -66,7 +76,7 @@ class Stream:
         It holds all tokens that were written, also those of a character that is not whole yet.
 
         Raises:
-            RuntimeError: the stream was closed before its end.
+            RuntimeError: the stream was closed before its end, or an exception broke off a step.
         """
         if self._at_end is not None:
             return self._at_end
@@ -87,5 +97,8 @@ class Stream:
 
     def _steps_now(self):
         if self._steps is None:
-            raise RuntimeError("The stream was closed. Ask for its `cache` before `close`.")
+            raise RuntimeError(
+                "The stream was closed, or an exception broke off a step of it. Ask for its "
+                "`cache` before, or begin again."
+            )
         return self._steps

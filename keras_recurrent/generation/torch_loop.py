@@ -66,6 +66,7 @@ class Loop:
         if longest == 0:
             return token_ids, lengths, cache
         choice = Choice(self._model.sampler)
+        choice.begin(longest)
         stops = torch.as_tensor(stop_token_ids or (), dtype=token.dtype, device=token.device)
         full_at = torch.as_tensor(room, device=token.device)
         stopped = torch.zeros_like(full_at, dtype=torch.bool)
@@ -123,10 +124,9 @@ class Steps:
     def __call__(self):
         """Tokens [B], a NumPy array; of a row that is done, its last one again."""
         # Others may have drawn meanwhile.
-        self._choice.begin()
+        self._choice.begin(1)
         self._choice.seed(0)
         token = self._walk.next_token()
-        self._choice.end(1)
         return token[:, 0].cpu().numpy()
 
     @torch.no_grad()

@@ -4,6 +4,8 @@ Keras on torch reads the state of a sampler's generator at every draw. Here it i
 draw adds 1 to it, so all that follow are known.
 """
 
+import threading
+
 import keras
 import keras_hub
 import torch
@@ -11,16 +13,20 @@ import torch
 from keras_recurrent.generation.generate import takes_the_largest
 from keras_recurrent.layers import one_token
 
+# Between reading the state of a sampler's generator and assigning the next one.
+_ONE_AT_A_TIME = threading.Lock()
+
 
 class Choice:
     """The next token of each row, from logits [B, vocabulary], for a sampler.
 
-    `seed` comes before each draw, with its number from 0 on; `end` tells the sampler how many draws
-    there were. `begin` asks the sampler anew where its generator is.
+    `begin` takes the numbers of as many draws as there may be out of the sampler's generator, so
+    that other threads get others. `seed` comes before each draw, with its number from 0 on. `end`
+    tells how many draws there were.
 
     Attributes:
         waits_for_nothing: whether a call can be part of a CUDA graph. A sampler of a class that is
-            not KerasHub's own chooses by itself, and needs neither `seed` nor `end`.
+            not KerasHub's own chooses by itself, and needs nothing of this.
         generator: of random numbers; None: there are none.
         settings: what the calls depend on beside logits and seed.
     """
@@ -32,22 +38,30 @@ class Choice:
         self.settings = (type(sampler), str(sampler.get_config())) if own else None
         self.generator = None
         if self._candidates:
-            self.generator = torch.Generator(sampler.seed_generator.state.value.device)
-            self.begin()
+            self._state = sampler.seed_generator.state
+            self.generator = torch.Generator(self._state.value.device)
 
-    def begin(self):
-        """Goes on from where the sampler's generator is now."""
+    def begin(self, draws):
+        """Goes on from where the sampler's generator is now, with room for as many draws."""
         if self.generator is not None:
-            state = keras.ops.convert_to_numpy(self._sampler.seed_generator.state.value)
-            self._first, self._counter = state.tolist()
+            with _ONE_AT_A_TIME:
+                self._first, self._counter = self._state_now()
+                self._end = self._counter + draws
+                self._state.assign([self._first, self._end])
 
     def seed(self, draw):
         if self.generator is not None:
             self.generator.manual_seed((self._first + self._counter + draw) & 0xFFFFFFFF)
 
     def end(self, draws):
+        """Gives back what was not drawn, unless others have drawn since."""
         if self.generator is not None:
-            self._sampler.seed_generator.state.assign([self._first, self._counter + draws])
+            with _ONE_AT_A_TIME:
+                if self._state_now() == [self._first, self._end]:
+                    self._state.assign([self._first, self._counter + draws])
+
+    def _state_now(self):
+        return keras.ops.convert_to_numpy(self._state.value).tolist()
 
     def __call__(self, logits):
         """Tokens [B]."""

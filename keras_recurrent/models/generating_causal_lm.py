@@ -226,7 +226,12 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
 
     def make_generate_function(self):
         """The generation of one batch of tokens, compiled, behind a check of the prompts."""
-        if self.generate_function is None:  # type: ignore[has-type]
+        if getattr(self, "generate_function", None) is None:
+            if not hasattr(self, "sampler"):
+                raise ValueError(
+                    "The model was made or loaded with `compile=False`, and has no sampler. Call "
+                    '`model.compile(sampler="greedy")`, or with another one, first.'
+                )
             check_sampler(self.sampler, self.backbone.vocabulary_size)
             own = type(self).generate_step is not GeneratingCausalLM.generate_step
             plain = own or self.run_eagerly
@@ -267,7 +272,10 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
                     "`stop_token_ids` must be a tuple of token ids, or None to fill all rows, "
                     "where the model has no preprocessor, whose end token it would be."
                 )
-            ids = (self.preprocessor.tokenizer.end_token_id,)
+            tokenizer = self.preprocessor.tokenizer
+            ids = [tokenizer.end_token_id]
+            if hasattr(tokenizer, "end_token2_id"):  # as KerasHub's `generate`
+                ids.append(tokenizer.end_token2_id)
         check_stop_tokens(ids, self.backbone.vocabulary_size)
         return None if ids is None else tuple(int(i) for i in ids)
 
@@ -294,13 +302,15 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
 
     def _hub_way(self, own):
         """For `which_generation`, where KerasHub runs `generate_step`."""
+        by_torch = keras.config.backend() == "torch"
         if self.run_eagerly:
-            return "eager", {"program": "`compile` got `run_eagerly=True`"}
+            refused = "traced" if by_torch else "program"
+            return "eager", {refused: "`compile` got `run_eagerly=True`"}
         reason = "the class has a `generate_step` of its own"
         if not own:
             name = type(self.sampler).__name__
             reason = f"`{name}` has a loop of its own, in which all rows are at one place"
-        if own and keras.config.backend() == "torch":
+        if own and by_torch:
             return "eager", {"traced": reason}
         return "sampler", {"program": reason}
 

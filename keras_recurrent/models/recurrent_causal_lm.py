@@ -1,5 +1,7 @@
 """What the language models of all families share: training, scores, generation."""
 
+import contextlib
+
 import keras
 import keras_hub
 import numpy as np
@@ -134,8 +136,10 @@ class RecurrentCausalLM(
             ValueError: the sampler is unknown; it is speculative, which takes back tokens that it
                 tried, as a recurrent state cannot; or it returns several beams for a prompt.
         """
-        sampler = keras_hub.samplers.get(sampler)
-        if isinstance(sampler, str):  # KerasHub hands back a name that it does not know
+        # KerasHub hands back a name that it does not know, or looks for the name in small letters.
+        with contextlib.suppress(KeyError):
+            sampler = keras_hub.samplers.get(sampler)
+        if isinstance(sampler, str):
             raise ValueError(
                 "`sampler` must be 'top_k', 'top_p', 'random', 'greedy', 'beam', 'contrastive' or "
                 f"a sampler of KerasHub; got {sampler!r}."
@@ -161,7 +165,11 @@ class RecurrentCausalLM(
     def get_compile_config(self):
         config = super().get_compile_config()
         if config:
-            config["config"]["sampler"] = keras_hub.samplers.serialize(self.sampler)
+            arguments = config["config"]
+            arguments["sampler"] = keras_hub.samplers.serialize(self.sampler)
+            # Keras keeps what "auto" is for `fit` here; generation decides for itself.
+            wanted = self._compiles_generation
+            arguments["jit_compile"] = "auto" if wanted is None else wanted
         return config
 
     def export_to_transformers(self, path, dtype=None, max_shard_size=5):

@@ -49,8 +49,8 @@ def check_samples(name, x, preprocessor_cls, has_preprocessor):
             raise _no_preprocessor(name, preprocessor_cls, "train on tokens")
         if getattr(x, "ndim", 1) == 0:
             raise ValueError(
-                f"`{name}` must be several strings; got one, of no axis. A dataset of strings needs "
-                "`.batch(...)`."
+                f"`{name}` must be several strings; got one, of no axis. A dataset of strings "
+                "needs `.batch(...)`."
             )
         return
     in_memory = isinstance(x, (str, bytes, dict, list, tuple, int, float))

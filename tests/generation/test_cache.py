@@ -224,6 +224,11 @@ def test_the_room_ends(model):
     assert more(model, cache, 1) == [
         row[n + 2 : n + 3] for row, n in zip(generate(model, rows, 12), ROWS, strict=True)
     ]
+    uneven = model.prefill(tokens([[5] * 9, [6, 7]]), max_length=12)
+    uneven = model.prefill(tokens([[8], [9] * 7]), cache=uneven)
+    assert uneven.num_tokens.tolist() == [10, 9]
+    with pytest.raises(ValueError, match="`max_length` is 12 tokens, and row 0 has 13"):
+        model.prefill(tokens([[8] * 3, [9]]), cache=uneven)
     with pytest.raises(ValueError, match="belongs to the first `prefill`"):
         model.prefill(tokens(rows), max_length=20, cache=cache)
 
@@ -375,3 +380,28 @@ def test_memory_is_flat(part):
         before = resident()
         work(times // 2)
         assert resident() - before < 16e6
+
+
+@pytest.mark.once
+def test_a_stream_that_is_broken_off_inside_a_step():
+    """Its state may be a token further than its cache would say."""
+    model = tiny_causal_lm(family="hgrn2", num_layers=1)
+    model.compile(sampler="greedy")
+    stream = model.stream(tokens([[5, 6]], 9), stop_token_ids=None)
+    next(stream)
+    step = stream._steps
+
+    class Interrupted:
+        def __call__(self):
+            step()
+            raise KeyboardInterrupt
+
+        def close(self):
+            step.close()
+
+    stream._steps = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        next(stream)
+    with pytest.raises(RuntimeError, match="an exception broke off a step"):
+        stream.cache  # noqa: B018
+    assert list(stream) == []

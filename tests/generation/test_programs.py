@@ -164,6 +164,7 @@ def test_samplers_draw_what_they_draw_by_themselves(name):
     rng = np.random.default_rng(0)
     draws = 40
     choice = Choice(sampler)
+    choice.begin(draws + 5)
     for t in range(draws):
         logits = keras.ops.convert_to_tensor(3 * rng.normal(size=(3, 50)), "float32")
         expected = plain.get_next_token(plain.compute_probabilities(logits))
@@ -172,6 +173,27 @@ def test_samplers_draw_what_they_draw_by_themselves(name):
     choice.end(draws)
     for variable, expected in zip(sampler.variables, plain.variables, strict=True):
         np.testing.assert_array_equal(variable.numpy(), expected.numpy())
+
+
+@on_torch
+def test_no_draw_is_that_of_another_thread():
+    from keras_recurrent.generation.torch_sampling import Choice
+
+    sampler = SAMPLERS["random"]()
+    (state,) = sampler.variables
+    first, second = Choice(sampler), Choice(sampler)
+    first.begin(10)
+    second.begin(3)
+    logits = keras.ops.zeros((4, 1000))
+    noise = []
+    for choice in (first, second):
+        choice.seed(0)
+        noise.append(choice(logits).tolist())
+    assert noise[0] != noise[1]
+    first.end(4)  # the other one's numbers lie behind its own: nothing is given back
+    assert state.numpy()[1] == 13
+    second.end(1)
+    assert state.numpy()[1] == 11
 
 
 @on_a_cpu
@@ -262,6 +284,24 @@ def test_a_sampler_of_more_tokens_than_there_are():
             model.stream(prompts((4, 9), 20), stop_token_ids=None)
     model.compile(sampler=keras_hub.samplers.TopKSampler(k=VOCABULARY))
     generate(model, (4, 9), 12)
+
+
+def test_samplers_of_users_are_their_own():
+    class Own(keras_hub.samplers.GreedySampler):
+        k = 0  # what this means, its author knows
+
+    model = tiny_causal_lm(family="hgrn2", num_layers=1)
+    model.compile(sampler=Own())
+    generate(model, (4, 9), 12)
+
+
+@pytest.mark.once
+def test_without_a_sampler_there_is_nothing_to_write_by():
+    model = tiny_causal_lm(family="hgrn2", num_layers=1)
+    model = type(model)(model.backbone, compile=False)
+    for write in (lambda: generate(model, (4,), 9), lambda: model.stream(prompts((4,), 9))):
+        with pytest.raises(ValueError, match=r"`compile=False`, and has no sampler.*compile\(samp"):
+            write()
 
 
 @pytest.mark.parametrize(

@@ -161,6 +161,21 @@ def test_padding_that_moves_plain_logits_is_found(monkeypatch):
 
 
 @pytest.mark.once
+def test_logits_that_are_not_finite_are_found(monkeypatch):
+    """As padding makes them where a whole row of a softmax is masked."""
+    model = tiny_causal_lm(family=FAMILY)
+    forward = testing._Model._forward
+
+    def masked(self, inputs):
+        padded = ~inputs["padding_mask"].astype(bool).all(axis=1)
+        return np.where(padded[:, None, None], np.nan, forward(self, inputs))
+
+    monkeypatch.setattr(testing._Model, "_forward", masked)
+    with pytest.raises(AssertionError, match="not finite, behind token 0 of row 1"):
+        testing.assert_padding_changes_nothing(model, ROWS, new_tokens=3)
+
+
+@pytest.mark.once
 def test_a_cut_that_loses_a_token_is_found(monkeypatch):
     model = tiny_causal_lm(family=FAMILY)
     prefill = model.prefill

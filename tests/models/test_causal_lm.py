@@ -61,6 +61,13 @@ def test_tensorflow_datasets_of_strings(packed):
 
 
 @pytest.mark.once
+def test_a_second_end_token_ends_a_row_as_well():
+    model = language_model()
+    model.preprocessor.tokenizer.end_token2_id = 70
+    assert model._stop_token_ids("auto") == (model.preprocessor.tokenizer.end_token_id, 70)
+
+
+@pytest.mark.once
 def test_strings_that_come_one_by_one():
     tf = pytest.importorskip("tensorflow")
     model = language_model()

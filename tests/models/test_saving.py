@@ -122,6 +122,8 @@ def test_keras_files_and_training_goes_on(tmp_path):
     np.testing.assert_allclose(logits(again), logits(model), rtol=1e-5, atol=1e-5)
     assert again.preprocessor.packed
     assert again.sampler.get_config() == model.sampler.get_config()
+    # Keras keeps what "auto" means for `fit` here, which says nothing of generation.
+    assert again._compiles_generation is None
     for one in (model, again):
         one.train_on_batch(TEXTS)
     np.testing.assert_allclose(logits(again), logits(model), rtol=1e-4, atol=1e-4)

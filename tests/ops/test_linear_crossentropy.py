@@ -12,7 +12,7 @@ from keras_recurrent import dispatch, ops
 from keras_recurrent.backends.reference import linear_crossentropy as reference
 from tests.ops import native
 from tests.ops.cases import round_to, unit
-from tests.ops.judge import kernels
+from tests.ops.judge import NEIGHBORS, kernels, moved
 from tests.processes import fresh_process
 
 BACKEND = keras.config.backend()
@@ -106,19 +106,6 @@ def defined(tensors, integers, d_loss, dtype, **options):
     return {"loss": loss} | {f"gradient of {n}": g for n, g in found if n in tensors}, best
 
 
-def by_loop(tensors, integers, d_loss, dtype, **options):
-    """As `defined`, the gradient of x summed over one word after another.
-
-    In which order a product of matrices sums depends on the library and on the CPU, and with it
-    the error of a sum of thousands of words.
-    """
-    found, _ = defined(tensors, integers, d_loss, dtype, **options)
-    del options["reduction"]
-    d_logits = reference.gradient_of_logits(d_loss, **tensors, **integers, dtype=dtype, **options)
-    of_words = d_logits[..., None] * tensors["embedding"].astype(dtype)
-    return found | {"gradient of x": np.cumsum(of_words, axis=-2)[..., -1, :]}
-
-
 def check(case, reduction, implementation, seed=0):
     tensors, integers = draw(case, seed)
     rng = np.random.default_rng(1)
@@ -129,16 +116,31 @@ def check(case, reduction, implementation, seed=0):
         ("longdouble", "float64") if case.dtype == "float64" else ("float64", "float32")
     )
     truth, expected = defined(tensors, integers, d_loss, exact, **options)
-    loop = by_loop(tensors, integers, d_loss, precision, **options)
     np.testing.assert_array_equal(best, expected)
     each, _ = reference.linear_crossentropy(**tensors, **integers, **options | {"reduction": None})
-    for name, result in results.items():
-        dtype = case.dtype if name in ("gradient of x", "gradient of embedding") else "float32"
-        # A sum is as exact as what is summed, whose signs differ.
-        size = np.abs(each).sum() if name == "loss" else np.abs(truth[name]).max(initial=0)
-        allowed = 2 * np.abs(loop[name] - truth[name]).max(initial=0) + 2 * unit(dtype, size)
-        wrong = np.abs(result - truth[name]).max(initial=0)
-        assert wrong <= allowed, f"{name}: error {wrong:.3g}, allowed {allowed:.3g}"
+
+    def allowed(tensors):
+        right, _ = defined(tensors, integers, d_loss, exact, **options)
+        loop, _ = defined(tensors, integers, d_loss, precision, **options)
+        for name, value in right.items():
+            of_x = name in ("gradient of x", "gradient of embedding")
+            # A sum is as exact as what is summed, whose signs differ.
+            size = np.abs(each).sum() if name == "loss" else np.abs(value).max(initial=0)
+            of_loop = np.abs(loop[name] - value).max(initial=0)
+            yield name, 2 * of_loop + 2 * unit(case.dtype if of_x else "float32", size)
+
+    # As in `judge.compare`, inputs beside the given ones count where the loop was lucky with these.
+    bounds, rng = dict(allowed(tensors)), np.random.default_rng(2)
+    wrong = {name: np.abs(results[name] - truth[name]).max(initial=0) for name in results}
+    for _ in range(NEIGHBORS):
+        if all(wrong[name] <= bounds[name] for name in wrong):
+            break
+        near = {name: moved(rng, t, case.dtype) for name, t in tensors.items()}
+        bounds = {name: max(bounds[name], bound) for name, bound in allowed(near)}
+    for name in wrong:
+        assert wrong[name] <= bounds[name], (
+            f"{name}: error {wrong[name]:.3g}, allowed {bounds[name]:.3g}"
+        )
 
 
 @every_implementation
