@@ -254,7 +254,9 @@ def ask(address, **question):
     """Pieces of the answer, as they come."""
     request = urllib.request.Request(f"{address}/generate", json.dumps(question).encode())
     whole_characters = codecs.getincrementaldecoder("utf-8")()
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    # Not by a proxy of the environment, which does not know this machine's own servers.
+    directly = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with directly.open(request, timeout=60) as answer:
         while piece := answer.read1(4096):
             yield whole_characters.decode(piece)
 

@@ -12,7 +12,7 @@ from keras_recurrent import dispatch, ops
 from keras_recurrent.backends.reference import linear_crossentropy as reference
 from tests.ops import native
 from tests.ops.cases import round_to, unit
-from tests.ops.judge import NEIGHBORS, kernels, moved
+from tests.ops.judge import NEIGHBORS, kernels, longer_than, moved
 from tests.processes import fresh_process
 
 BACKEND = keras.config.backend()
@@ -112,9 +112,7 @@ def check(case, reduction, implementation, seed=0):
     d_loss = round_to("float32", rng.normal(size=() if reduction == "sum" else case.shape))
     options = {"soft_cap": case.soft_cap, "reduction": reduction}
     results, best = run(tensors, integers, case.dtype, d_loss, implementation, **options)
-    exact, precision = (
-        ("longdouble", "float64") if case.dtype == "float64" else ("float64", "float32")
-    )
+    exact, precision = longer_than(case.dtype), "float64" if case.dtype == "float64" else "float32"
     truth, expected = defined(tensors, integers, d_loss, exact, **options)
     np.testing.assert_array_equal(best, expected)
     each, _ = reference.linear_crossentropy(**tensors, **integers, **options | {"reduction": None})

@@ -14,7 +14,7 @@ import pytest
 from keras_recurrent import dispatch, ops, which_implementation
 from tests.ops import native
 from tests.ops.cases import unit
-from tests.ops.judge import INTERPRETED, PLAIN, kernels
+from tests.ops.judge import INTERPRETED, PLAIN, kernels, longer_than
 from tests.ops.steps import CASES, DRAW, QUANTIZED, STATES, WRITTEN_OVER, Case, draw
 
 KERNELS = kernels(DRAW)
@@ -108,7 +108,7 @@ def check(operation, implementation, case):
     drawn = draw(operation, case)
     with native.precision(case.dtype):
         found, dtypes = run(operation, implementation, drawn)
-        exact = "longdouble" if case.dtype == "float64" else "float64"
+        exact = longer_than(case.dtype)
         truth = defined(operation, drawn, exact)
         yardstick = defined(operation, drawn, "float64" if case.dtype == "float64" else "float32")
         if implementation not in (PLAIN, *INTERPRETED):
