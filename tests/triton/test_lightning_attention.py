@@ -59,8 +59,16 @@ def pad(drawn, *places):
         drawn.d_output[:, place] = 0
 
 
-@pytest.mark.parametrize("log_decay", DECAYS, ids=str)
-@pytest.mark.parametrize(("kinds", "dtype", "length", "cut"), SITUATIONS)
+@pytest.mark.parametrize(
+    ("kinds", "dtype", "length", "cut", "log_decay"),
+    [
+        pytest.param(
+            *situation, decay, marks=() if (i - j) % len(DECAYS) == 0 else pytest.mark.slow
+        )
+        for i, situation in enumerate(SITUATIONS)
+        for j, decay in enumerate(DECAYS)
+    ],
+)
 def test_decays_beside_each_other(kinds, dtype, length, cut, log_decay, monkeypatch):
     case = Case(2, length, 6, dtype, "float32", kinds=kinds != "none", state=True)
     drawn = drawn_with(log_decay, case)
