@@ -35,7 +35,9 @@ def test_our_models_are_right(family):
 
 @pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*The use of `x.T` on tensors:UserWarning")
-@pytest.mark.parametrize("how", ["bfloat16", "int8", "int4"])
+@pytest.mark.parametrize(
+    "how", ["bfloat16", *(pytest.param(of, marks=pytest.mark.once) for of in ("int8", "int4"))]
+)
 def test_narrow_numbers(how):
     model = tiny_causal_lm(family=FAMILY, dtype="bfloat16" if how == "bfloat16" else "float32")
     if how != "bfloat16":
