@@ -216,12 +216,13 @@ def check_rows(inputs, vocabulary_size, empty=False):
 def check_sampler(sampler, vocabulary_size):
     """Raises for what is no sampler, and for numbers of KerasHub's that choose no token."""
     kind = type(sampler).__name__
-    of_hub = type(sampler).__module__.startswith("keras_hub.")
     if isinstance(sampler, type) or not hasattr(sampler, "get_next_token"):
         raise ValueError(
             "`sampler` must be a `keras_hub.samplers.Sampler`, such as `TopKSampler(k=5)`, or the "
             f"name of one, such as 'top_k'; got {sampler!r}."
         )
+    if not type(sampler).__module__.startswith("keras_hub."):
+        return
     all_tokens = f"an integer from 1 to {vocabulary_size}, as many tokens as the vocabulary has"
     for name, fits, most, wanted in (
         ("k", _is_count, vocabulary_size, all_tokens),
@@ -229,7 +230,7 @@ def check_sampler(sampler, vocabulary_size):
         ("temperature", _is_measure, np.inf, "a number above 0"),
         ("p", _is_measure, 1, "a number above 0, at most 1"),
     ):
-        number = getattr(sampler, name, None) if of_hub else None
+        number = getattr(sampler, name, None)
         if number is not None and not (fits(number) and number <= most):
             raise ValueError(
                 f"`sampler`: `{name}` of {kind} must be {wanted}; got {number!r}. 'greedy' takes "

@@ -20,8 +20,6 @@ from tests.models.tiny import (
 ROWS = [[5, 6, 7, 8], [3, 4]]
 CHECKS = [getattr(testing, name) for name in testing.__all__ if name.startswith("assert")]
 FAMILY = SHARED[0]
-# Where steps are compiled or maps quantized, a check takes most of a minute: one shows it there.
-NARROW_CHECKS = {"bfloat16": CHECKS if keras.config.backend() == "torch" else CHECKS[:1]}
 
 
 @shared_by_families
@@ -43,7 +41,9 @@ def test_narrow_numbers(how):
     if how != "bfloat16":
         needs_int8_products()
         model.quantize(how)
-    for check in NARROW_CHECKS.get(how, CHECKS[:1]):
+    # Where steps are compiled or maps quantized, each takes most of a minute: one shows it there.
+    quick = how == "bfloat16" and keras.config.backend() == "torch"
+    for check in CHECKS if quick else CHECKS[:1]:
         assert check(model, ROWS, new_tokens=3).clear
 
 
