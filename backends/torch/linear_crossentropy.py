@@ -166,6 +166,7 @@ def operation(name, piece):
     def save_gradients(ctx, inputs, output):
         _, best, *found = output
         ctx.mark_non_differentiable(best, *found)
+        ctx.set_materialize_grads(False)  # else autograd fills zeros of the embedding's size
         ctx.save_for_backward(*found)
 
     def gradients_of_sum(ctx, d_loss, *_):

@@ -25,6 +25,10 @@ from keras_recurrent.backends.triton import _search
 from keras_recurrent.backends.triton._framework import run
 from keras_recurrent.backends.triton._launch import Array, Launch, like
 
+# How a cache treats what is read again, what is read for the last time, and what is only written:
+# without a word, tensors that go by push tiles out that programs are about to read again.
+READ_AGAIN, READ_LAST = tl.constexpr("evict_last"), tl.constexpr("evict_first")
+WRITTEN = tl.constexpr(".cs")
 _EMPTY = tl.constexpr(0)
 _NAN = tl.constexpr(0x7FC00000)
 

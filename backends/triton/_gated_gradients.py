@@ -265,7 +265,8 @@ def differentiate(sizes, q, k, v, initial, pairs, d_output, d_final, *, log_f, t
     decays = {"log_f": log_f, "token_kind": token_kind, "parts": parts}
     prepared = prepare(sizes, q, k, **decays, pairs=pairs)
     flags = prepared.flags
-    d_v, d_states, d_initial = stream_back(sizes, prepared, d_output, d_final, token_kind)
+    arguments = d_output, d_final, token_kind, initial
+    d_v, d_states, d_initial = stream_back(sizes, prepared, *arguments)
     states = stream_states(sizes, prepared, v, initial, token_kind)
     outputs = like(q), None if k is None else like(k), like(log_f)
     numbers = *sizes.numbers, sizes.chunks

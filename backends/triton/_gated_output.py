@@ -172,10 +172,14 @@ def stream_states(sizes, prepared, v, initial, token_kind):
     return _stream("states", sizes, prepared, v, initial, token_kind, outputs)[1]
 
 
-def stream_back(sizes, prepared, d_output, d_final, token_kind):
-    """The gradients of v, of the states, exp(g_end - s) G, as above, and of the initial one."""
+def stream_back(sizes, prepared, d_output, d_final, token_kind, initial):
+    """The gradients of v, of the states, exp(g_end - s) G, as above, and of the initial one.
+
+    d_final: None where it is 0. Where there is no initial state, its gradient is None.
+    """
     prepared = prepared._replace(queries=prepared.keys, keys=prepared.queries)
-    outputs = like(d_output), _states_of(sizes), Array(sizes.state_shape, "float32")
+    d_initial = None if initial is None else Array(sizes.state_shape, "float32")
+    outputs = like(d_output), _states_of(sizes), d_initial
     arguments = sizes, prepared, d_output, d_final, token_kind, outputs
     return _stream("gradient of v", *arguments, reverse=True)
 

@@ -252,7 +252,8 @@ def operation(definition):
         only_for_backward = results[num_results:]
         ctx.options = inputs[len(tensors) :]
         ctx.mark_non_differentiable(*only_for_backward)
-        ctx._materialize_non_diff_grads = False  # else autograd fills zeros of their sizes
+        ctx.set_materialize_grads(False)  # nothing reads zeros for a state that is not used
+        ctx.output = results[0].shape, results[0].dtype
         read = zip(tensors, inputs, strict=False)
         ctx.save_for_backward(
             *(None if name in definition.without else x for name, x in read),
@@ -263,7 +264,11 @@ def operation(definition):
     def gradients(ctx, *d_results):
         # Read once: inside a checkpoint, each access computes the forward pass again.
         saved = ctx.saved_tensors
-        found = backward(*saved, *d_results[:num_results], *ctx.options)
+        d_output, *d_others = d_results[:num_results]
+        if d_output is None:
+            shape, dtype = ctx.output
+            d_output = _first(d_others).new_zeros(shape, dtype=dtype)
+        found = backward(*saved, d_output, *d_others, *ctx.options)
         found = (found,) if isinstance(found, torch.Tensor) else found
         needed = ctx.needs_input_grad[:with_gradient]
         given = (dx if need else None for need, dx in zip(needed, found, strict=True))

@@ -22,7 +22,9 @@ from keras_recurrent.backends.triton._tokens import PADDING, STARTS
 
 _MAX_WIDTH = 16
 _POSITIONS_BLOCK = 4096
-_STEPS = 8  # in the backward, how often a thread goes through ROWS positions of its own
+# In the backward: how often a thread goes through ROWS positions of its own, and how many of these
+# times are under way at once, one being computed and the others read.
+_STEPS, _STAGES = 16, tl.constexpr(4)
 TILINGS = (
     Tiling(64, 4, 8, 2),
     Tiling(64, 8, 4, 4),
@@ -31,11 +33,9 @@ TILINGS = (
     Tiling(64, 16, 8, 4, 128),
 )
 BACKWARD_TILINGS = (
-    Tiling(64, 8, 4, 4, 128),
-    Tiling(64, 8, 2, 4, 128),
     Tiling(64, 4, 4, 2, 128),
-    Tiling(64, 16, 4, 8, 128),
-    Tiling(64, 8, 4, 4, 168),
+    Tiling(64, 8, 4, 4, 128),
+    Tiling(64, 4, 4, 2, 168),
 )
 
 
@@ -318,7 +318,9 @@ def _gradients_of_rows(
     num_steps = STEPS
     if not INSIDE:  # those of the last tile may end early
         num_steps = tl.minimum(STEPS, tl.cdiv(T - tl.min(begin), ROWS))
-    for step in range(num_steps):
+    # Of positions that are looked up in tables first, none are read ahead: registers would spill.
+    STAGES: tl.constexpr = _STAGES if token_at is None else 1
+    for step in tl.range(0, num_steps, num_stages=STAGES):
         for j in tl.static_range(ROWS):
             i = step * ROWS + j + W - 1
             position = begin + i
@@ -337,7 +339,7 @@ def _gradients_of_rows(
             i = step * ROWS + j
             position = begin + i
             d_value = tl.zeros((GROUPS, BLOCK_D), tl.float32)
-            if not INSIDE:
+            if not INSIDE and d_final is not None:
                 slot = position - num_real + W - 1
                 in_state = (slot >= 0) & (slot < W - 1) & (documents[j] == last_document) & d_valid
                 d_value = tl.load(d_final + (slot * D + d), in_state, other=0.0)
@@ -401,8 +403,9 @@ def _backward_kernel(
     x += row * D
     dy += row * D
     dx += row * D
-    d_final += state
     d_initial += state
+    if d_final is not None:
+        d_final += state
     if initial is not None:
         initial += state
     if token_at is not None:
@@ -436,16 +439,19 @@ def _positions(token_kind):
     return run(Launch(_positions_kernel, batch, (token_kind,), outputs, (length,), options))
 
 
+def _state(x, kernel):
+    return Array((x.shape[0], kernel.shape[0] - 1, x.shape[2]), "float32")
+
+
 def results(x, kernel, bias, initial_state, token_kind, *, activation: str | None):
-    state_shape = x.shape[0], kernel.shape[0] - 1, x.shape[2]
-    return like(x), Array(state_shape, "float32")
+    return like(x), _state(x, kernel)
 
 
 def gradients(
     x, kernel, bias, initial_state, token_kind, output, dy, d_final, *, activation: str | None
 ):  # fmt: skip
     d_bias = None if bias is None else like(bias)
-    return like(x), like(kernel), d_bias, like(d_final), None
+    return like(x), like(kernel), d_bias, _state(x, kernel), None
 
 
 def forward(x, kernel, bias, initial_state, token_kind, *, activation: str | None):
@@ -480,7 +486,7 @@ def backward(
         tiles = triton.cdiv(length + taps - 1, tile.tokens * steps)
         programs = batch * tiles * triton.cdiv(width, tile.BLOCK_D)
         sums = Array((batch * tiles, taps + 1, width), "float32")
-        outputs = like(x), sums, like(d_final)
+        outputs = like(x), sums, _state(x, kernel)
         options = {"W": taps, "SILU": silu, "STEPS": steps, **tile._asdict()}
         dx, d_parameters, d_initial = run(
             Launch(_backward_kernel, programs, inputs, outputs, (length, width), options)

@@ -98,7 +98,9 @@ def results(q, k, v, log_f, initial_state, token_kind):
 
 
 def gradients(q, k, v, log_f, initial_state, token_kind, output, pairs, d_output, d_final):
-    return like(q), None if k is None else like(k), like(v), like(log_f), like(d_final), None
+    d_k = None if k is None else like(k)
+    d_initial = None if initial_state is None else like(initial_state).with_dtype("float32")
+    return like(q), d_k, like(v), like(log_f), d_initial, None
 
 
 def _streamed(q, k, v):
@@ -143,7 +145,7 @@ def backward(q, k, v, log_f, initial_state, token_kind, output, pairs, d_output,
     d_states, d_initial = walk(sizes, q, d_output, d_final, **decays, reverse=True)
     d_v = _attend(sizes, q, k, d_output, d_states, dtype_name(v), **decays, reverse=True)
     d_q, d_k, d_log_f = _differentiate(sizes, q, k, v, d_output, states, d_states, **decays)
-    return d_q, d_k, d_v, d_log_f, d_initial, None
+    return d_q, d_k, d_v, d_log_f, None if initial_state is None else d_initial, None
 
 
 kernels = operation(

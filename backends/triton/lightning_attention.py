@@ -228,7 +228,7 @@ def _walk_kernel(
         line = part * heads + head
         tl.store(totals + line.to(tl.int64) * K * V + offsets, state, valid)
         tl.store(decays + line, decay)
-    elif part == segments - 1:
+    elif final is not None and part == segments - 1:
         tl.store(final + head.to(tl.int64) * K * V + offsets, state, valid)
 
 
@@ -249,8 +249,10 @@ def _cut(programs, chunks, at_once=1):
     return Cut(triton.cdiv(chunks, segment_chunks), segment_chunks, pieces)
 
 
-def _walk(q, k, v, initial, dtype, *, log_decay, token_kind, transposed=False, reverse=False):
-    """The output in `dtype`, and the final state.
+def _walk(
+    q, k, v, initial, dtype, *, log_decay, token_kind, transposed=False, reverse=False, ends=True
+):  # fmt: skip
+    """The output in `dtype`, and the final state; None for it unless `ends`.
 
     transposed: the initial and the final state are [B, H, V, K].
     """
@@ -260,7 +262,7 @@ def _walk(q, k, v, initial, dtype, *, log_decay, token_kind, transposed=False, r
     batch, heads, keys, values = sizes.state_shape
     state_shape = (batch, heads, values, keys) if transposed else sizes.state_shape
     tensors = q, k, v, log_decay, token_kind, initial
-    outputs = like(v).with_dtype(dtype), Array(state_shape, "float32")
+    outputs = like(v).with_dtype(dtype), Array(state_shape, "float32") if ends else None
 
     candidates = BLOCKS[sizes.short, wide]
 
@@ -294,7 +296,8 @@ def results(q, k, v, log_decay, initial_state, token_kind):
 
 
 def gradients(q, k, v, log_decay, initial_state, token_kind, output, d_output, d_final):
-    return like(q), like(k), like(v), like(log_decay), like(d_final), None
+    d_initial = None if initial_state is None else like(initial_state).with_dtype("float32")
+    return like(q), like(k), like(v), like(log_decay), d_initial, None
 
 
 def forward(q, k, v, log_decay, initial_state, token_kind):
@@ -306,10 +309,11 @@ def forward(q, k, v, log_decay, initial_state, token_kind):
 
 def backward(q, k, v, log_decay, initial_state, token_kind, output, d_output, d_final):
     decays = {"log_decay": log_decay, "token_kind": token_kind}
-    mirrored = {**decays, "reverse": True}
-    d_q, _ = _walk(d_output, v, k, initial_state, dtype_name(q), **decays, transposed=True)
-    d_v, d_initial = _walk(k, q, d_output, d_final, dtype_name(v), **mirrored)
-    d_k, _ = _walk(v, d_output, q, d_final, dtype_name(k), **mirrored, transposed=True)
+    mirrored, output_alone = {**decays, "reverse": True}, {"transposed": True, "ends": False}
+    d_q, _ = _walk(d_output, v, k, initial_state, dtype_name(q), **decays, **output_alone)
+    ends = initial_state is not None
+    d_v, d_initial = _walk(k, q, d_output, d_final, dtype_name(v), **mirrored, ends=ends)
+    d_k, _ = _walk(v, d_output, q, d_final, dtype_name(k), **mirrored, **output_alone)
     return d_q, d_k, d_v, zeros_like(log_decay), d_initial, None
 
 

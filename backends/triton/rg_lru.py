@@ -18,6 +18,8 @@ import triton.language as tl
 
 from keras_recurrent.backends.constants import DECAY_EXPONENT, MAX_SQRT_GRADIENT
 from keras_recurrent.backends.triton._chain import (
+    READ_LAST,
+    WRITTEN,
     launch_chains,
     load_previous_output,
     locate_program,
@@ -64,9 +66,9 @@ def rg_lru(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None):
 
 
 @triton.jit
-def _load(tensor, offsets, valid, kind):
+def _load(tensor, offsets, valid, kind, CACHED: tl.constexpr):
     """Elements as float32; 0 for padding, which may hold NaN."""
-    value = tl.load(tensor + offsets, valid, other=0.0).to(tl.float32)
+    value = tl.load(tensor + offsets, valid, other=0.0, eviction_policy=CACHED).to(tl.float32)
     if kind is not None:
         value = tl.where(kind == PADDING, 0.0, value)
     return value
@@ -115,11 +117,11 @@ def _forward_kernel(
         valid = (start + row < T) & d_valid
         kind = read_kind(token_kind, row, start + row < T)
         offsets = row * D + d[None, :]
-        r, _ = sigmoid(_load(gate_a, offsets, valid, kind), FINE)
-        i, _ = sigmoid(_load(gate_x, offsets, valid, kind), FINE)
+        r, _ = sigmoid(_load(gate_a, offsets, valid, kind, READ_LAST), FINE)
+        i, _ = sigmoid(_load(gate_x, offsets, valid, kind, READ_LAST), FINE)
         log_a = r * strongest
         a, s2 = decay_of(log_a, FINE)
-        x_t = i * _load(x, offsets, valid, kind)
+        x_t = i * _load(x, offsets, valid, kind, READ_LAST)
         s_x = tl.sqrt(s2) * x_t
         if kind is not None:
             a = by_kind(kind, a, 0.0, 1.0)
@@ -136,7 +138,8 @@ def _forward_kernel(
     for j in tl.static_range(ROWS):
         row = group * ROWS + j
         state = decays[j] * state + inputs[j]
-        tl.store(h + row * D + d[None, :], state, (start + row < T) & d_valid)
+        valid = (start + row < T) & d_valid
+        tl.store(h + row * D + d[None, :], state, valid, cache_modifier=WRITTEN)
 
 
 @triton.jit
@@ -190,7 +193,7 @@ def _backward_kernel(
         valid = (start + row >= 0) & d_valid
         kind = read_kind(token_kind, row, start + row >= 0)
         offsets = row * D + d[None, :]
-        r, _ = sigmoid(_load(gate_a, offsets, valid, kind), FINE)
+        r, _ = sigmoid(_load(gate_a, offsets, valid, kind, ""), FINE)
         a, _ = decay_of(r * strongest, FINE)
         if kind is not None:
             a = by_kind(kind, a, 0.0, 1.0)
@@ -207,9 +210,9 @@ def _backward_kernel(
         valid = (start + row >= 0) & d_valid
         kind = read_kind(token_kind, row, start + row >= 0)
         offsets = row * D + d[None, :]
-        r, not_r = sigmoid(_load(gate_a, offsets, valid, kind), FINE)
-        i, not_i = sigmoid(_load(gate_x, offsets, valid, kind), FINE)
-        x_t = _load(x, offsets, valid, kind)
+        r, not_r = sigmoid(_load(gate_a, offsets, valid, kind, ""), FINE)
+        i, not_i = sigmoid(_load(gate_x, offsets, valid, kind, ""), FINE)
+        x_t = _load(x, offsets, valid, kind, "")
         log_a = r * strongest
         a, s2 = decay_of(log_a, FINE)
         inverse_root = tl.rsqrt(tl.maximum(s2, 1e-36))
@@ -239,7 +242,7 @@ def results(x, gate_a, gate_x, a_logit, initial_state, token_kind):
 
 
 def gradients(x, gate_a, gate_x, a_logit, initial_state, token_kind, h, dh, d_final):
-    return like(x), like(gate_a), like(gate_x), like(a_logit), like(d_final), None
+    return like(x), like(gate_a), like(gate_x), like(a_logit), new_outputs(x)[1], None
 
 
 def forward(x, gate_a, gate_x, a_logit, initial_state, token_kind):
@@ -249,7 +252,7 @@ def forward(x, gate_a, gate_x, a_logit, initial_state, token_kind):
 
 def backward(x, gate_a, gate_x, a_logit, initial_state, token_kind, h, dh, d_final):
     tensors = dh, x, gate_a, gate_x, a_logit, h, initial_state, token_kind, d_final
-    gradients = like(x), like(gate_a), like(gate_x), like(d_final)
+    gradients = like(x), like(gate_a), like(gate_x), new_outputs(x)[1]
     *d_tensors, d_initial, d_logit = launch_chains(
         "rg_lru backward", _backward_kernel, TILINGS, tensors, gradients, channel_sums=True
     )

@@ -84,6 +84,36 @@ def test_one_token_without_gradients(operation, implementation, case, monkeypatc
     check(operation, implementation, draw(operation, case))
 
 
+@pytest.mark.skipif(PLAIN != "torch", reason="elsewhere zeros stand for missing gradients")
+@pytest.mark.parametrize("used", ["output", "state"])
+@pytest.mark.parametrize("state", [False, True], ids=["from nothing", "from a state"])
+@every_kernel
+def test_results_that_nothing_depends_on(operation, implementation, state, used, monkeypatch):
+    drawn = draw(operation, Case(2, 19, 3, kinds=True, state=state))
+    if used == "output":
+        for gradient in named("", drawn.d_final_state).values():
+            gradient[:] = 0
+    else:
+        drawn.d_output[:] = 0
+    chosen = slice(1) if used == "output" else slice(1, None)
+
+    def gradients_of_chosen(call, arguments, integers, cotangents, same=None):
+        for a in arguments.values():
+            a.requires_grad_()
+        outputs, aside = call(arguments, integers)
+        found = native.torch.autograd.grad(
+            outputs[chosen],
+            list(arguments.values()),
+            cotangents[chosen],
+            allow_unused=True,
+            materialize_grads=True,
+        )
+        return outputs, aside, dict(zip(arguments, found, strict=True))
+
+    monkeypatch.setattr(native, "gradients", gradients_of_chosen)
+    check(operation, implementation, drawn)
+
+
 @pytest.mark.parametrize("operation", ["gated_linear_attention", "lightning_attention"])
 def test_several_groups_of_chunks(operation):
     case = Case(1, 1031, 64, kinds=True, decays="near one")

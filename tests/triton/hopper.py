@@ -125,6 +125,7 @@ def attention(result, size, dtype=tl.bfloat16, kinds=False):
 
 
 SCANS = {"linear_scan": every(*linear_scan.TILINGS), "rg_lru": every(*rg_lru.TILINGS)}
+SCANS_BACK = every(*linear_scan.BACKWARD_TILINGS)
 CONVS = every(causal_conv1d.TILINGS), every(causal_conv1d.BACKWARD_TILINGS)
 WALKS, EXACT_WALKS = (every(_gated_states.BLOCKS[short]) for short in (True, False))
 PREPARE = every(_gated_operands.PREPARE_BLOCKS)
@@ -381,7 +382,7 @@ KERNELS = {
         }.items()
     },
     "linear_scan forward": (linear_scan._forward_kernel, {}, SCANS["linear_scan"]),
-    "linear_scan backward": (linear_scan._backward_kernel, {}, SCANS["linear_scan"]),
+    "linear_scan backward": (linear_scan._backward_kernel, {}, SCANS_BACK),
     "rg_lru forward": (rg_lru._forward_kernel, {}, SCANS["rg_lru"]),
     "rg_lru backward": (rg_lru._backward_kernel, {}, SCANS["rg_lru"]),
     "causal_conv1d positions": (causal_conv1d._positions_kernel, {"BLOCK": 1024}, [{}]),
