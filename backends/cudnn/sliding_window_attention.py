@@ -6,13 +6,13 @@ torch passes no window on to cuDNN, so this is for rows that a window holds whol
 import torch
 
 from keras_recurrent.backends.torch import _ring
-from keras_recurrent.backends.torch._common import capability, in_forward_mode, too_old
+from keras_recurrent.backends.torch._common import in_forward_mode, is_capable, too_old
 from keras_recurrent.backends.torch._row import attend
 from keras_recurrent.backends.torch._sharding import is_sharded
 
 _DTYPES = torch.bfloat16, torch.float16
-_HOPPER = 9, 0
-_LARGEST_HEAD = {True: 256, False: 128}  # on Hopper; on later GPUs
+_HOPPER, _LATER = (9, 0), (10, 0)
+_LARGEST_HEAD = {False: 256, True: 128}  # on Hopper; on later GPUs
 _VECTOR = 8  # channels
 # cuDNN plans anew for each shape, which only long rows are worth.
 _SHORTEST_ROW = 512
@@ -36,7 +36,7 @@ def unsupported(
     reason = too_old(q.device, _HOPPER)  # older ones are served no faster by cuDNN
     if reason is not None:
         return reason
-    largest = _LARGEST_HEAD[capability(q.device) == _HOPPER]
+    largest = _LARGEST_HEAD[is_capable(q.device, _LATER)]
     if channels != v.shape[3] or channels % _VECTOR or channels > largest:
         sizes = f"a multiple of {_VECTOR} channels up to {largest}"
         return f"takes heads of {sizes}, values like keys; got {channels} and {v.shape[3]}"

@@ -17,17 +17,25 @@ def accumulation_dtype(*tensors):
 _capabilities: dict = {}
 
 
-@torch.compiler.assume_constant_result
-def capability(device):
-    """The compute capability of a GPU of NVIDIA, such as (9, 0)."""
+def _capability(device):
     if device not in _capabilities:
         _capabilities[device] = torch.cuda.get_device_capability(device)
     return _capabilities[device]
 
 
+@torch.compiler.assume_constant_result
+def is_capable(device, lowest):
+    """Whether a GPU of NVIDIA has a compute capability, such as (9, 0).
+
+    While torch compiles, this is called, not traced: its compiler cannot compare what a GPU has.
+    """
+    return _capability(device) >= lowest
+
+
+@torch.compiler.assume_constant_result
 def too_old(device, lowest):
     """Why a GPU of NVIDIA does not have a compute capability; None if it does."""
-    found = capability(device)
+    found = _capability(device)
     if found >= lowest:
         return None
     lowest, found = (".".join(map(str, version)) for version in (lowest, found))

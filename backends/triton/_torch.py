@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from keras_recurrent.backends.constants import LOWEST_CAPABILITY
 from keras_recurrent.backends.torch import _sharding
 from keras_recurrent.backends.torch._autograd import register_autograd
-from keras_recurrent.backends.torch._common import capability, too_old
+from keras_recurrent.backends.torch._common import is_capable, too_old
 from keras_recurrent.backends.torch._states import may_be_overwritten
 from keras_recurrent.backends.triton._common import INTERPRETED, words_on_assembler
 from keras_recurrent.backends.triton._operation import options_of, tensors_of
@@ -120,7 +120,7 @@ def places_of_numbers(rows, count, behind=False):
 
 def overlap(x):
     """The options of a launch that may begin before the one before it has ended."""
-    ahead = x.is_cuda and capability(x.device) >= _LAUNCHES_AHEAD
+    ahead = x.is_cuda and is_capable(x.device, _LAUNCHES_AHEAD)
     return {"AHEAD": True, "launch_pdl": True} if ahead else {"AHEAD": False}
 
 
