@@ -30,12 +30,14 @@ def to_ring(row, position, end, capacity):
 
 
 def of_whole_document(row, capacity):
-    """`to_ring` of rows [B, T, G, K] that are a document each, in one or two copies."""
+    """`to_ring` of rows [B, T, G, K] that are a document each, in two copies."""
     length = row.shape[1]
     if length <= capacity:
         return pad(row, (0, 0, 0, 0, 0, capacity - length))
     if capacity and length == capacity + 1:  # a row as long as a window; `cat` is slower on GPUs
-        return row[:, :capacity].slice_scatter(row[:, capacity:], 1, 0, 1)
+        ring = row[:, :capacity].clone(memory_format=torch.contiguous_format)
+        ring[:, :1] = row[:, capacity:]
+        return ring
     first = length - (length % capacity if capacity else 0)  # of the tokens in the first slots
     return torch.cat((row[:, first:], row[:, length - capacity : first]), 1)
 

@@ -25,10 +25,10 @@ from keras_recurrent.backends.triton import _search
 from keras_recurrent.backends.triton._framework import run
 from keras_recurrent.backends.triton._launch import Array, Launch, like
 
-# How a cache treats what is read again, what is read for the last time, and what is only written:
-# without a word, tensors that go by push tiles out that programs are about to read again.
+# What caches are told of numbers that are read again, read for the last time, and only written:
+# else tensors that go by push tiles out of them that programs are about to read again.
 READ_AGAIN, READ_LAST = tl.constexpr("evict_last"), tl.constexpr("evict_first")
-WRITTEN = tl.constexpr(".cs")
+WRITTEN, NOTHING_SAID = tl.constexpr(".cs"), tl.constexpr("")
 _EMPTY = tl.constexpr(0)
 _NAN = tl.constexpr(0x7FC00000)
 
@@ -65,10 +65,15 @@ def launch_chains(name, kernel, tilings, tensors, outputs, channel_sums=False):
     return _search.run(name, tilings.candidates(batch, width), launch, tensors, sizes)
 
 
-def new_outputs(x):
-    """[B, T, D] in x's dtype for the outputs, and [B, D] in float32 for the final state."""
+def state_of(x):
+    """[B, D] in float32: the final state of x [B, T, D], or the gradient of the initial one."""
     batch, _, width = x.shape
-    return like(x), Array((batch, width), "float32")
+    return Array((batch, width), "float32")
+
+
+def new_outputs(x):
+    """[B, T, D] in x's dtype for the outputs, and the final state."""
+    return like(x), state_of(x)
 
 
 @triton.jit
@@ -109,7 +114,7 @@ def _wait_for(pointers, valid):
 
     Each number must be polled by exactly one thread: of two that poll the same one, one may leave
     before it arrived and the other after. That holds because tiles that wait are full ones, which
-    have more numbers than threads.
+    have at least as many numbers as threads, even where rows have no more than 16 channels.
     """
     bits = tl.load(pointers, valid, other=-1, volatile=True)
     while tl.max(tl.max((bits == _EMPTY).to(tl.int32), 1), 0) != 0:

@@ -32,6 +32,7 @@ from keras_recurrent.backends.triton._gated_operands import any_flag
 from keras_recurrent.backends.triton._launch import Array, like
 from keras_recurrent.backends.triton._linear_attention import (
     Blocks,
+    gradient_of_state,
     locate_segment,
     real_tokens,
     walk_segments,
@@ -178,8 +179,7 @@ def stream_back(sizes, prepared, d_output, d_final, token_kind, initial):
     d_final: None where it is 0. Where there is no initial state, its gradient is None.
     """
     prepared = prepared._replace(queries=prepared.keys, keys=prepared.queries)
-    d_initial = None if initial is None else Array(sizes.state_shape, "float32")
-    outputs = like(d_output), _states_of(sizes), d_initial
+    outputs = like(d_output), _states_of(sizes), gradient_of_state(initial)
     arguments = sizes, prepared, d_output, d_final, token_kind, outputs
     return _stream("gradient of v", *arguments, reverse=True)
 

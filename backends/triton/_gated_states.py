@@ -132,19 +132,19 @@ def _walk_kernel(
         line = (segment * heads + head).to(tl.int64) * K
         tl.store(totals + line * V + offsets, state, valid)
         tl.store(decays + line + d, decay, d < K)
-    elif segment == segments - 1:
+    elif final is not None and segment == segments - 1:
         tl.store(final + head.to(tl.int64) * K * V + offsets, state, valid)
 
 
-def walk(sizes, k, v, initial, *, log_f, token_kind, parts, reverse=False):
+def walk(sizes, k, v, initial, *, log_f, token_kind, parts, reverse=False, ends=True):
     """Returns the states [B, H, chunks, K, V], as products take them, and the final one in float32.
 
-    If `reverse`, k is q, v the gradient of the output, `initial` the gradient of the final state,
-    and the results are gradients of states.
+    There is no final one unless `ends`. If `reverse`, k is q, v the gradient of the output,
+    `initial` that of the final state, and the results are gradients of states.
     """
     shape = (sizes.batch, sizes.heads, sizes.chunks, sizes.keys, sizes.values)
     states = Array(shape, "bfloat16" if sizes.short else "float32")
-    outputs = states, Array(sizes.state_shape, "float32")
+    outputs = states, Array(sizes.state_shape, "float32") if ends else None
     tensors = k, v, log_f, token_kind, initial
 
     def launch(blocks):

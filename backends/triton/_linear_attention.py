@@ -7,7 +7,7 @@ import triton.language as tl
 
 from keras_recurrent.backends.triton import _common, _framework
 from keras_recurrent.backends.triton._framework import run
-from keras_recurrent.backends.triton._launch import Array, Launch, dtype_name
+from keras_recurrent.backends.triton._launch import Array, Launch, dtype_name, like
 from keras_recurrent.backends.triton._tokens import PADDING, STARTS
 
 _LARGEST_HEAD = 256
@@ -100,6 +100,11 @@ def sizes_of(q, k, v, chunk=64, chunk_of_float32=32):
 def block(size, largest):
     """The smallest power of two from 16 on that holds `size`, at most `largest`."""
     return min(largest, max(16, triton.next_power_of_2(size)))
+
+
+def gradient_of_state(initial):
+    """The `Array` for the gradient of an initial state, in float32; None where there is none."""
+    return None if initial is None else like(initial).with_dtype("float32")
 
 
 class Cut(NamedTuple):

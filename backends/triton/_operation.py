@@ -15,7 +15,8 @@ class Operation(NamedTuple):
     one, then what only the backward reads.
     backward(*tensors, output, *d_results, **options) returns a gradient for each tensor, None for
     one that is absent or has none. Where something was kept for it, that comes before d_results. Of
-    these all but the first may be None, which stands for zeros: nothing depends on that result.
+    d_results all but the first may be None where nothing depends on that result, as torch has it;
+    on JAX they are zeros then.
     results and gradients take the same arguments, and return `Array`s in place of arrays.
 
     Of tensors some may be None. Options are keyword arguments, numbers or strings.

@@ -252,7 +252,7 @@ def operation(definition):
         only_for_backward = results[num_results:]
         ctx.options = inputs[len(tensors) :]
         ctx.mark_non_differentiable(*only_for_backward)
-        ctx.set_materialize_grads(False)  # nothing reads zeros for a state that is not used
+        ctx.set_materialize_grads(False)  # nothing reads zeros of a state's size
         ctx.output = results[0].shape, results[0].dtype
         read = zip(tensors, inputs, strict=False)
         ctx.save_for_backward(
@@ -265,6 +265,8 @@ def operation(definition):
         # Read once: inside a checkpoint, each access computes the forward pass again.
         saved = ctx.saved_tensors
         d_output, *d_others = d_results[:num_results]
+        if all(d is None for d in (d_output, *d_others)):  # autograd calls this even then
+            return (None,) * (len(tensors) + len(options))
         if d_output is None:
             shape, dtype = ctx.output
             d_output = _first(d_others).new_zeros(shape, dtype=dtype)

@@ -318,8 +318,9 @@ def _gradients_of_rows(
     num_steps = STEPS
     if not INSIDE:  # those of the last tile may end early
         num_steps = tl.minimum(STEPS, tl.cdiv(T - tl.min(begin), ROWS))
-    # Of positions that are looked up in tables first, none are read ahead: registers would spill.
-    STAGES: tl.constexpr = _STAGES if token_at is None else 1
+    # Positions that are looked up in tables are not read ahead, for which registers would spill,
+    # nor those of the first and the last tile, for whose states shared memory would be needed.
+    STAGES: tl.constexpr = _STAGES if INSIDE and token_at is None else 1
     for step in tl.range(0, num_steps, num_stages=STAGES):
         for j in tl.static_range(ROWS):
             i = step * ROWS + j + W - 1

@@ -20,7 +20,12 @@ from keras_recurrent.backends.triton._gated_operands import pairs_of, prepare
 from keras_recurrent.backends.triton._gated_output import LARGEST_KEYS, stream
 from keras_recurrent.backends.triton._gated_states import walk
 from keras_recurrent.backends.triton._launch import Array, Launch, dtype_name, like
-from keras_recurrent.backends.triton._linear_attention import Blocks, refusal, sizes_of
+from keras_recurrent.backends.triton._linear_attention import (
+    Blocks,
+    gradient_of_state,
+    refusal,
+    sizes_of,
+)
 from keras_recurrent.backends.triton._linear_attention_step import step
 from keras_recurrent.backends.triton._operation import Operation
 
@@ -99,8 +104,7 @@ def results(q, k, v, log_f, initial_state, token_kind):
 
 def gradients(q, k, v, log_f, initial_state, token_kind, output, pairs, d_output, d_final):
     d_k = None if k is None else like(k)
-    d_initial = None if initial_state is None else like(initial_state).with_dtype("float32")
-    return like(q), d_k, like(v), like(log_f), d_initial, None
+    return like(q), d_k, like(v), like(log_f), gradient_of_state(initial_state), None
 
 
 def _streamed(q, k, v):
@@ -141,11 +145,12 @@ def backward(q, k, v, log_f, initial_state, token_kind, output, pairs, d_output,
         return *differentiate(sizes, *arguments, **decays), None
     sizes = sizes_of(q, k, v, chunk=32)
     decays["parts"] = _parts(sizes, log_f)
-    states, _ = walk(sizes, k, v, initial_state, **decays)
-    d_states, d_initial = walk(sizes, q, d_output, d_final, **decays, reverse=True)
+    states, _ = walk(sizes, k, v, initial_state, **decays, ends=False)
+    ends = initial_state is not None
+    d_states, d_initial = walk(sizes, q, d_output, d_final, **decays, reverse=True, ends=ends)
     d_v = _attend(sizes, q, k, d_output, d_states, dtype_name(v), **decays, reverse=True)
     d_q, d_k, d_log_f = _differentiate(sizes, q, k, v, d_output, states, d_states, **decays)
-    return d_q, d_k, d_v, d_log_f, None if initial_state is None else d_initial, None
+    return d_q, d_k, d_v, d_log_f, d_initial, None
 
 
 kernels = operation(

@@ -26,6 +26,7 @@ from keras_recurrent.backends.triton._launch import Array, dtype_name, like
 from keras_recurrent.backends.triton._linear_attention import (
     Blocks,
     Cut,
+    gradient_of_state,
     load_tokens,
     locate_segment,
     most_segments,
@@ -151,7 +152,8 @@ def _walk_kernel(
 
     Where `output` is None, stores the totals and decays of the pieces of all segments but the last:
     `pieces` a segment.
-    state_k, state_v: the strides of `initial` and `final` along K and along V.
+    state_k, state_v: the strides of states along K and along V.
+    final: None where it is not wanted.
     """
     tiles = tl.cdiv(V, BLOCK_V)
     segments, part, head, heads = locate_segment(
@@ -254,7 +256,7 @@ def _walk(
 ):  # fmt: skip
     """The output in `dtype`, and the final state; None for it unless `ends`.
 
-    transposed: the initial and the final state are [B, H, V, K].
+    transposed: the initial state is [B, H, V, K], and there is no final one.
     """
     wide = q.shape[3] > 128
     # Float32 is split into parts, which only short chunks leave registers for.
@@ -262,7 +264,8 @@ def _walk(
     batch, heads, keys, values = sizes.state_shape
     state_shape = (batch, heads, values, keys) if transposed else sizes.state_shape
     tensors = q, k, v, log_decay, token_kind, initial
-    outputs = like(v).with_dtype(dtype), Array(state_shape, "float32") if ends else None
+    final = Array(state_shape, "float32") if ends and not transposed else None
+    outputs = like(v).with_dtype(dtype), final
 
     candidates = BLOCKS[sizes.short, wide]
 
@@ -296,8 +299,7 @@ def results(q, k, v, log_decay, initial_state, token_kind):
 
 
 def gradients(q, k, v, log_decay, initial_state, token_kind, output, d_output, d_final):
-    d_initial = None if initial_state is None else like(initial_state).with_dtype("float32")
-    return like(q), like(k), like(v), like(log_decay), d_initial, None
+    return like(q), like(k), like(v), like(log_decay), gradient_of_state(initial_state), None
 
 
 def forward(q, k, v, log_decay, initial_state, token_kind):
@@ -309,11 +311,10 @@ def forward(q, k, v, log_decay, initial_state, token_kind):
 
 def backward(q, k, v, log_decay, initial_state, token_kind, output, d_output, d_final):
     decays = {"log_decay": log_decay, "token_kind": token_kind}
-    mirrored, output_alone = {**decays, "reverse": True}, {"transposed": True, "ends": False}
-    d_q, _ = _walk(d_output, v, k, initial_state, dtype_name(q), **decays, **output_alone)
-    ends = initial_state is not None
+    mirrored, ends = {**decays, "reverse": True}, initial_state is not None
+    d_q, _ = _walk(d_output, v, k, initial_state, dtype_name(q), **decays, transposed=True)
     d_v, d_initial = _walk(k, q, d_output, d_final, dtype_name(v), **mirrored, ends=ends)
-    d_k, _ = _walk(v, d_output, q, d_final, dtype_name(k), **mirrored, **output_alone)
+    d_k, _ = _walk(v, d_output, q, d_final, dtype_name(k), **mirrored, transposed=True)
     return d_q, d_k, d_v, zeros_like(log_decay), d_initial, None
 
 

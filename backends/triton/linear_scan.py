@@ -16,6 +16,7 @@ from keras_recurrent.backends.triton._chain import (
     load_previous_output,
     locate_program,
     new_outputs,
+    state_of,
     states_before_next_groups,
 )
 from keras_recurrent.backends.triton._common import ChainTilings, Tiling
@@ -26,9 +27,9 @@ from keras_recurrent.backends.triton._operation import Operation
 from keras_recurrent.backends.triton._tokens import GOES_ON, PADDING, STARTS, read_kind
 
 # A thread reads its tokens twice, and they should be in the cache the second time: tiles are small.
-# Where chains are few, that leaves room in the cache for longer tiles, and a chain has fewer. A
-# limit of 80 registers is more than the compiler takes without one: with 80 it reads farther ahead,
-# and fewer programs share the cache.
+# Where chains are few, that leaves room in the cache for longer tiles, and a chain has fewer. The
+# compiler takes 48 to 64 registers by itself; where 80 are named, it takes more of them, reads
+# farther ahead, and fewer programs share the cache.
 TILINGS = ChainTilings(
     (Tiling(64, 16, 4, 4, 80), Tiling(64, 16, 8, 4, 80), Tiling(128, 8, 8, 4, 80)),
     (Tiling(64, 16, 16, 8, 80), Tiling(32, 64, 8, 8, 80), Tiling(64, 16, 16, 8, 128)),
@@ -195,7 +196,7 @@ def _backward_kernel(
 
 
 def gradients(x, log_a, initial_state, token_kind, h, dh, d_final):
-    return like(h), like(log_a), new_outputs(h)[1], None
+    return like(h), like(log_a), state_of(h), None
 
 
 def results(x, log_a, initial_state, token_kind):
@@ -209,7 +210,7 @@ def forward(x, log_a, initial_state, token_kind):
 
 def backward(x, log_a, initial_state, token_kind, h, dh, d_final):
     tensors = dh, log_a, h, initial_state, token_kind, d_final
-    gradients = like(h), like(log_a), new_outputs(h)[1]
+    gradients = like(h), like(log_a), state_of(h)
     found = launch_chains(
         "linear_scan backward", _backward_kernel, BACKWARD_TILINGS, tensors, gradients
     )

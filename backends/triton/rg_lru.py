@@ -18,12 +18,14 @@ import triton.language as tl
 
 from keras_recurrent.backends.constants import DECAY_EXPONENT, MAX_SQRT_GRADIENT
 from keras_recurrent.backends.triton._chain import (
+    NOTHING_SAID,
     READ_LAST,
     WRITTEN,
     launch_chains,
     load_previous_output,
     locate_program,
     new_outputs,
+    state_of,
     states_before_groups,
     states_before_next_groups,
 )
@@ -67,7 +69,10 @@ def rg_lru(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None):
 
 @triton.jit
 def _load(tensor, offsets, valid, kind, CACHED: tl.constexpr):
-    """Elements as float32; 0 for padding, which may hold NaN."""
+    """Elements as float32; 0 for padding, which may hold NaN.
+
+    CACHED: what caches are told (`_chain.py`), which made the forward faster and the backward not.
+    """
     value = tl.load(tensor + offsets, valid, other=0.0, eviction_policy=CACHED).to(tl.float32)
     if kind is not None:
         value = tl.where(kind == PADDING, 0.0, value)
@@ -193,7 +198,7 @@ def _backward_kernel(
         valid = (start + row >= 0) & d_valid
         kind = read_kind(token_kind, row, start + row >= 0)
         offsets = row * D + d[None, :]
-        r, _ = sigmoid(_load(gate_a, offsets, valid, kind, ""), FINE)
+        r, _ = sigmoid(_load(gate_a, offsets, valid, kind, NOTHING_SAID), FINE)
         a, _ = decay_of(r * strongest, FINE)
         if kind is not None:
             a = by_kind(kind, a, 0.0, 1.0)
@@ -210,9 +215,9 @@ def _backward_kernel(
         valid = (start + row >= 0) & d_valid
         kind = read_kind(token_kind, row, start + row >= 0)
         offsets = row * D + d[None, :]
-        r, not_r = sigmoid(_load(gate_a, offsets, valid, kind, ""), FINE)
-        i, not_i = sigmoid(_load(gate_x, offsets, valid, kind, ""), FINE)
-        x_t = _load(x, offsets, valid, kind, "")
+        r, not_r = sigmoid(_load(gate_a, offsets, valid, kind, NOTHING_SAID), FINE)
+        i, not_i = sigmoid(_load(gate_x, offsets, valid, kind, NOTHING_SAID), FINE)
+        x_t = _load(x, offsets, valid, kind, NOTHING_SAID)
         log_a = r * strongest
         a, s2 = decay_of(log_a, FINE)
         inverse_root = tl.rsqrt(tl.maximum(s2, 1e-36))
@@ -242,7 +247,7 @@ def results(x, gate_a, gate_x, a_logit, initial_state, token_kind):
 
 
 def gradients(x, gate_a, gate_x, a_logit, initial_state, token_kind, h, dh, d_final):
-    return like(x), like(gate_a), like(gate_x), like(a_logit), new_outputs(x)[1], None
+    return like(x), like(gate_a), like(gate_x), like(a_logit), state_of(x), None
 
 
 def forward(x, gate_a, gate_x, a_logit, initial_state, token_kind):
@@ -252,7 +257,7 @@ def forward(x, gate_a, gate_x, a_logit, initial_state, token_kind):
 
 def backward(x, gate_a, gate_x, a_logit, initial_state, token_kind, h, dh, d_final):
     tensors = dh, x, gate_a, gate_x, a_logit, h, initial_state, token_kind, d_final
-    gradients = like(x), like(gate_a), like(gate_x), new_outputs(x)[1]
+    gradients = like(x), like(gate_a), like(gate_x), state_of(x)
     *d_tensors, d_initial, d_logit = launch_chains(
         "rg_lru backward", _backward_kernel, TILINGS, tensors, gradients, channel_sums=True
     )

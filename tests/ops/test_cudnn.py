@@ -89,7 +89,9 @@ def test_the_ring_behind_a_whole_document(length, capacity):
     row = torch.randn(2, length, 1, 3)
     position = torch.full((2,), length)
     expected = _ring.to_ring(row, position, position, capacity)
-    assert torch.equal(_ring.of_whole_document(row, capacity), expected)
+    ring = _ring.of_whole_document(row, capacity)
+    assert torch.equal(ring, expected)
+    assert ring.is_contiguous()
 
 
 @on_a_gpu

@@ -114,6 +114,32 @@ def test_results_that_nothing_depends_on(operation, implementation, state, used,
     check(operation, implementation, drawn)
 
 
+@pytest.mark.skipif(PLAIN != "torch", reason="elsewhere zeros stand for missing gradients")
+@every_kernel
+def test_no_gradient_arrives_at_all(operation, implementation):
+    """Autograd calls an operation's gradient where one behind it returned none, too."""
+    torch = native.torch
+
+    class Ends(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, d_x):
+            return None
+
+    drawn = draw(operation, Case(2, 19, 3))
+    function = getattr(dispatch.IMPLEMENTATIONS[operation][implementation], operation)
+    tensors = {
+        name: native.tensor(t, drawn.dtypes[name]).requires_grad_()
+        for name, t in drawn.tensors.items()
+    }
+    output, _ = function(**tensors, **drawn.options)
+    Ends.apply(output).sum().backward()
+    assert not any(t.grad.any() for t in tensors.values() if t.grad is not None)
+
+
 @pytest.mark.parametrize("operation", ["gated_linear_attention", "lightning_attention"])
 def test_several_groups_of_chunks(operation):
     case = Case(1, 1031, 64, kinds=True, decays="near one")

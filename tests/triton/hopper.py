@@ -66,8 +66,9 @@ INTEGERS += ("first_key", "last_key", "first_query", "query_end", "position", "e
 
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
-CONV = {"W": 4, "SILU": False, "STEPS": 8}
+CONV = {"W": 4, "SILU": False, "STEPS": causal_conv1d._STEPS}
 SILU = {**CONV, "SILU": True}
+ALL_REAL = dict.fromkeys(("token_at", "document_at", "real_counts", "start_counts"))
 # Heads of 128 channels, as in hgrn2_1b and tnl_1b: bfloat16, and log f in float32.
 CHUNKS = {"CHUNK": 64, "SHORT": True, "REVERSE": False}
 ONE_SEGMENT = {"token_kind": None, "totals": None, "decays": None}
@@ -390,6 +391,11 @@ KERNELS = {
     "causal_conv1d backward": (causal_conv1d._backward_kernel, CONV, CONVS[1][:1]),
     "causal_conv1d forward, silu": (causal_conv1d._forward_kernel, SILU, CONVS[0]),
     "causal_conv1d backward, silu": (causal_conv1d._backward_kernel, SILU, CONVS[1]),
+    "causal_conv1d backward, silu, no kinds": (
+        causal_conv1d._backward_kernel,
+        {**SILU, **ALL_REAL, "initial": None, "d_final": None},
+        CONVS[1],
+    ),
     "gated walk": (walk, {**WALK, "k": None}, WALKS),
     "gated walk back": (walk, {**WALK, **SHORTER, "REVERSE": True}, WALKS),
     "gated segments": (walk, {**CHUNKS, "states": None, "PARTS": 2}, WALKS),

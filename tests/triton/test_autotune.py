@@ -14,7 +14,7 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 import keras_recurrent
-from keras_recurrent.backends.triton import _common, _search, _torch
+from keras_recurrent.backends.triton import _common, _search, _torch, linear_scan, rg_lru
 from keras_recurrent.layers import RecurrentBlock
 from tests.ops import judge
 from tests.ops.cases import Case, draw
@@ -91,6 +91,14 @@ def scan(length=9, dtype="float32", **sizes):
     candidates = tuple(_common.Tiling(64, groups, 4, 4) for groups in (16, 8, 32))
     sizes = {"batch": 2, "length": length, "width": 4, **sizes}
     return _search.run("scan", candidates, lambda tile: tile.GROUPS, (x, None), sizes)
+
+
+def test_tiles_that_wait_have_a_thread_at_most_for_each_number():
+    """As `_chain._wait_for` says: even with the fewest channels that a tile may have."""
+    for module in (linear_scan, rg_lru):
+        for name in ("TILINGS", "BACKWARD_TILINGS"):
+            for tile in itertools.chain(*getattr(module, name, ())):
+                assert tile.num_warps * 32 <= tile.GROUPS * 16, f"{module.__name__}: {tile}"
 
 
 def test_the_fastest_is_kept(clock):
