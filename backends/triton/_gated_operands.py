@@ -27,9 +27,9 @@ from keras_recurrent.backends.triton._products import operand, sum_rows
 LOWEST_SUM = tl.constexpr(-86.0)
 # A flag's bits: the pairs of its channels take several references; documents start in its chunk.
 SEVERAL, DOCUMENTS = tl.constexpr(1), tl.constexpr(2)
-# Candidates, the default first: with 128 registers, four programs run on a multiprocessor. All have
+# Candidates, the default first: with 112 registers, four programs run on a multiprocessor. All have
 # one tile, which decides in which order sums are rounded: the backward finds the forward's flags.
-PREPARE_BLOCKS = (Blocks(64, 16, 4, maxnreg=128), Blocks(64, 16, 4))
+PREPARE_BLOCKS = (Blocks(64, 16, 4, maxnreg=112), Blocks(64, 16, 4, maxnreg=128), Blocks(64, 16, 4))
 PAIRS_BLOCKS = (Blocks(32, 16, 4, 2),)
 
 

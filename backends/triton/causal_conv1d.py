@@ -319,8 +319,9 @@ def _gradients_of_rows(
     if not INSIDE:  # those of the last tile may end early
         num_steps = tl.minimum(STEPS, tl.cdiv(T - tl.min(begin), ROWS))
     # Positions that are looked up in tables are not read ahead, for which registers would spill,
-    # nor those of the first and the last tile, for whose states shared memory would be needed.
-    STAGES: tl.constexpr = _STAGES if INSIDE and token_at is None else 1
+    # nor beside states, for which shared memory would be needed.
+    STATES: tl.constexpr = initial is not None or d_final is not None
+    STAGES: tl.constexpr = 1 if token_at is not None or (STATES and not INSIDE) else _STAGES
     for step in tl.range(0, num_steps, num_stages=STAGES):
         for j in tl.static_range(ROWS):
             i = step * ROWS + j + W - 1
