@@ -27,9 +27,13 @@ from keras_recurrent.backends.triton._products import operand, sum_rows
 LOWEST_SUM = tl.constexpr(-86.0)
 # A flag's bits: the pairs of its channels take several references; documents start in its chunk.
 SEVERAL, DOCUMENTS = tl.constexpr(1), tl.constexpr(2)
-# Candidates, the default first: with 112 registers, four programs run on a multiprocessor. All have
-# one tile, which decides in which order sums are rounded: the backward finds the forward's flags.
-PREPARE_BLOCKS = (Blocks(64, 16, 4, maxnreg=112), Blocks(64, 16, 4, maxnreg=128), Blocks(64, 16, 4))
+# Candidates, the default first, by whether there are documents: with 112 or 128 registers, four
+# programs run on a multiprocessor. All have one tile, which decides in which order sums are
+# rounded: the backward finds the forward's flags.
+PREPARE_BLOCKS = {
+    False: tuple(Blocks(64, 16, 4, maxnreg=registers) for registers in (112, 128, None)),
+    True: tuple(Blocks(64, 16, 4, maxnreg=registers) for registers in (128, None)),
+}
 PAIRS_BLOCKS = (Blocks(32, 16, 4, 2),)
 
 
@@ -176,9 +180,8 @@ def prepare(sizes, q, k, *, log_f, token_kind, parts, pairs=None):
         return run(Launch(prepare_kernel, programs, tensors, outputs, numbers, options))
 
     name = "gated_linear_attention preparation"
-    queries, keys, scales, flags = _search.run(
-        name, PREPARE_BLOCKS, launch_preparation, tensors, sizes
-    )
+    candidates = PREPARE_BLOCKS[token_kind is not None]
+    queries, keys, scales, flags = _search.run(name, candidates, launch_preparation, tensors, sizes)
     if pairs is not None:
         return Prepared(queries, keys, scales, flags, pairs)
 

@@ -129,7 +129,7 @@ SCANS = {"linear_scan": every(*linear_scan.TILINGS), "rg_lru": every(*rg_lru.TIL
 SCANS_BACK = every(*linear_scan.BACKWARD_TILINGS)
 CONVS = every(causal_conv1d.TILINGS), every(causal_conv1d.BACKWARD_TILINGS)
 WALKS, EXACT_WALKS = (every(_gated_states.BLOCKS[short]) for short in (True, False))
-PREPARE = every(_gated_operands.PREPARE_BLOCKS)
+PREPARE, PREPARE_KINDS = (every(_gated_operands.PREPARE_BLOCKS[k]) for k in (False, True))
 PAIRS = every(_gated_operands.PAIRS_BLOCKS)
 GATED = {of: every(blocks) for of, blocks in _gated_output.BLOCKS.items()}
 CHUNK_GRADIENTS = every(_gated_gradients.BLOCKS)
@@ -401,7 +401,7 @@ KERNELS = {
     "gated segments": (walk, {**CHUNKS, "states": None, "PARTS": 2}, WALKS),
     "gated walk, float32": (walk, {**WALK, **EXACT}, EXACT_WALKS),
     "gated preparation": (prepare, {**PREPARED, "token_kind": None}, PREPARE),
-    "gated preparation, kinds": (prepare, {**PREPARED, "k": None}, PREPARE),
+    "gated preparation, kinds": (prepare, {**PREPARED, "k": None}, PREPARE_KINDS),
     "gated pairs": (pairs, {**PREPARED, **LEVELS}, PAIRS),
     "gated stream": (gated, {**STREAMED, "token_kind": None}, GATED["output"]),
     "gated stream, kinds": (gated, STREAMED, GATED["output"][:1]),
