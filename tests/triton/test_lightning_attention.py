@@ -7,6 +7,8 @@ import pytest
 if keras.config.backend() != "torch":
     pytest.skip("runs on torch", allow_module_level=True)
 
+import triton.language as tl
+
 from keras_recurrent.backends.constants import GOES_ON, PADDING, STARTS
 from keras_recurrent.backends.triton import _linear_attention, lightning_attention
 from keras_recurrent.backends.triton._linear_attention import Cut
@@ -83,13 +85,17 @@ def test_decays_beside_each_other(kinds, dtype, length, cut, log_decay, monkeypa
     assert len(found) == 4  # of the output and of three gradients
 
 
-def test_kinds_that_are_loaded_in_several_parts(monkeypatch):
-    """A segment of more tokens than are looked at together, of which most are padding."""
-    length = lightning_attention._KINDS.value + 600
-    case = Case(1, length, 4, "bfloat16", "float32", kinds=True)
-    drawn = drawn_with((-0.024, -0.5, -0.0241), case)
-    pad(drawn, slice(150, 4100))
-    found = cut_by(Cut(2, 70, 7), monkeypatch)
+@pytest.mark.parametrize("at_once", [256, pytest.param(4096, marks=pytest.mark.slow)])
+def test_kinds_that_are_loaded_in_several_parts(at_once, monkeypatch):
+    """What stands behind it in the same segment is padding alone, which is to be counted."""
+    if judge.INTERPRETED:  # compiled kernels keep the number that they were compiled with
+        monkeypatch.setattr(lightning_attention, "_KINDS", tl.constexpr(at_once))
+    elif at_once != lightning_attention._KINDS.value:
+        pytest.skip("programs are compiled for 4,096 kinds at once")
+    segment = 5 * at_once // 2  # of two, and of the second one 200 tokens
+    drawn = drawn_with((-0.3, -0.5, -0.4), Case(1, segment + 200, 4, "bfloat16", kinds=True))
+    pad(drawn, slice(50, segment))
+    found = cut_by(Cut(2, segment // 64, 5), monkeypatch)
     judge.check(OPERATION, "triton", drawn)
     assert len(found) == 4
 
