@@ -182,6 +182,15 @@ _ATTENTION = {
         two_bytes(4, 7),
         tied=True,
     ),
+    "gated_linear_attention, k=None, f from 0.97": Work(
+        "gated_linear_attention",
+        [HEADS[0], HEADS[-1]],
+        lambda *shape: [*between_heads(*shape)[:2], gates(BOUNDS[-1], *shape)],
+        peers.fla(peers.fla_tied),
+        two_bytes(4, 7),
+        tied=True,
+        on_jax=False,
+    ),
     **{
         name: Work(
             "sliding_window_attention",
