@@ -155,42 +155,37 @@ _SCANS = {
     ),
 }
 
-_ATTENTION = {
-    "gated_linear_attention": Work(
-        "gated_linear_attention",
-        HEADS,
-        lambda *shape: [*between_heads(*shape), decays(*shape)],
-        peers.fla(peers.fla_gated),
-        two_bytes(5, 9),
-    ),
-    **{
-        f"gated_linear_attention, f from {bound}": Work(
-            "gated_linear_attention",
-            [HEADS[0], HEADS[-1]],
-            lambda *shape, bound=bound: [*between_heads(*shape), gates(bound, *shape)],
-            peers.fla(peers.fla_gated),
-            two_bytes(5, 9),
-            on_jax=False,
-        )
-        for bound in BOUNDS
-    },
-    "gated_linear_attention, k=None": Work(
-        "gated_linear_attention",
-        HEADS,
-        lambda *shape: [*between_heads(*shape)[:2], decays(*shape)],
-        peers.fla(peers.fla_tied),
-        two_bytes(4, 7),
-        tied=True,
-    ),
-    "gated_linear_attention, k=None, f from 0.97": Work(
-        "gated_linear_attention",
-        [HEADS[0], HEADS[-1]],
-        lambda *shape: [*between_heads(*shape)[:2], gates(BOUNDS[-1], *shape)],
-        peers.fla(peers.fla_tied),
-        two_bytes(4, 7),
-        tied=True,
+_GATED = Work(
+    "gated_linear_attention",
+    HEADS,
+    lambda *shape: [*between_heads(*shape), decays(*shape)],
+    peers.fla(peers.fla_gated),
+    two_bytes(5, 9),
+)
+_TIED = Work(
+    "gated_linear_attention",
+    HEADS,
+    lambda *shape: [*between_heads(*shape)[:2], decays(*shape)],
+    peers.fla(peers.fla_tied),
+    two_bytes(4, 7),
+    tied=True,
+)
+
+
+def with_gates(work, bound):
+    """The same with forget gates above a bound as decays, for many rows and for one."""
+    return work._replace(
+        shapes=[work.shapes[0], work.shapes[-1]],
+        tensors=lambda *shape: [*work.tensors(*shape)[:-1], gates(bound, *shape)],
         on_jax=False,
-    ),
+    )
+
+
+_ATTENTION = {
+    "gated_linear_attention": _GATED,
+    **{f"gated_linear_attention, f from {b}": with_gates(_GATED, b) for b in BOUNDS},
+    "gated_linear_attention, k=None": _TIED,
+    "gated_linear_attention, k=None, f from 0.97": with_gates(_TIED, 0.97),
     **{
         name: Work(
             "sliding_window_attention",

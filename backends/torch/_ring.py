@@ -34,12 +34,11 @@ def of_whole_document(row, capacity):
     length = row.shape[1]
     if length <= capacity:
         return pad(row, (0, 0, 0, 0, 0, capacity - length))
-    if capacity and length == capacity + 1:  # a row as long as a window; `cat` is slower on GPUs
-        ring = row[:, :capacity].clone(memory_format=torch.contiguous_format)
-        ring[:, :1] = row[:, capacity:]
-        return ring
-    first = length - (length % capacity if capacity else 0)  # of the tokens in the first slots
-    return torch.cat((row[:, first:], row[:, length - capacity : first]), 1)
+    count = length % capacity if capacity else 0  # of the tokens in the first slots, the last ones
+    ring = row.new_empty(row.shape[0], capacity, *row.shape[2:])  # `cat` is slower on GPUs
+    ring[:, :count] = row[:, length - count :]
+    ring[:, count:] = row[:, length - capacity : length - count]
+    return ring
 
 
 def ages(position, capacity):

@@ -265,8 +265,7 @@ def differentiate(sizes, q, k, v, initial, pairs, d_output, d_final, *, log_f, t
     decays = {"log_f": log_f, "token_kind": token_kind, "parts": parts}
     prepared = prepare(sizes, q, k, **decays, pairs=pairs)
     flags = prepared.flags
-    arguments = d_output, d_final, token_kind, initial
-    d_v, d_states, d_initial = stream_back(sizes, prepared, *arguments)
+    d_v, d_states, d_initial = stream_back(sizes, prepared, d_output, d_final, token_kind, initial)
     states = stream_states(sizes, prepared, v, initial, token_kind)
     outputs = like(q), None if k is None else like(k), like(log_f)
     numbers = *sizes.numbers, sizes.chunks

@@ -125,8 +125,13 @@ def attention(result, size, dtype=tl.bfloat16, kinds=False):
     return kernel, constants, configurations[:1] if kinds else configurations
 
 
-SCANS = {"linear_scan": every(*linear_scan.TILINGS), "rg_lru": every(*rg_lru.TILINGS)}
-SCANS_BACK = every(*linear_scan.BACKWARD_TILINGS)
+# {name: (kernel, configurations)}
+SCANS = {
+    "linear_scan forward": (linear_scan._forward_kernel, every(*linear_scan.TILINGS)),
+    "linear_scan backward": (linear_scan._backward_kernel, every(*linear_scan.BACKWARD_TILINGS)),
+    "rg_lru forward": (rg_lru._forward_kernel, every(*rg_lru.TILINGS)),
+    "rg_lru backward": (rg_lru._backward_kernel, every(*rg_lru.TILINGS)),
+}
 CONVS = every(causal_conv1d.TILINGS), every(causal_conv1d.BACKWARD_TILINGS)
 WALKS, EXACT_WALKS = (every(_gated_states.BLOCKS[short]) for short in (True, False))
 PREPARE, PREPARE_KINDS = (every(_gated_operands.PREPARE_BLOCKS[k]) for k in (False, True))
@@ -374,18 +379,8 @@ KERNELS = {
     **OF_A_STEP,
     **QUANTIZED_MAPS,
     # Triton makes a size of 1 a constant, which lacks what a number in a register has.
-    **{
-        f"{name} {direction}, one row": (kernel, {"B": 1}, SCANS[name][:1])
-        for name, module in {"linear_scan": linear_scan, "rg_lru": rg_lru}.items()
-        for direction, kernel in {
-            "forward": module._forward_kernel,
-            "backward": module._backward_kernel,
-        }.items()
-    },
-    "linear_scan forward": (linear_scan._forward_kernel, {}, SCANS["linear_scan"]),
-    "linear_scan backward": (linear_scan._backward_kernel, {}, SCANS_BACK),
-    "rg_lru forward": (rg_lru._forward_kernel, {}, SCANS["rg_lru"]),
-    "rg_lru backward": (rg_lru._backward_kernel, {}, SCANS["rg_lru"]),
+    **{f"{name}, one row": (of, {"B": 1}, tiles[:1]) for name, (of, tiles) in SCANS.items()},
+    **{name: (of, {}, tiles) for name, (of, tiles) in SCANS.items()},
     "causal_conv1d positions": (causal_conv1d._positions_kernel, {"BLOCK": 1024}, [{}]),
     "causal_conv1d forward": (causal_conv1d._forward_kernel, CONV, CONVS[0][:1]),
     "causal_conv1d backward": (causal_conv1d._backward_kernel, CONV, CONVS[1][:1]),

@@ -85,15 +85,19 @@ def test_decays_beside_each_other(kinds, dtype, length, cut, log_decay, monkeypa
     assert len(found) == 4  # of the output and of three gradients
 
 
-@pytest.mark.parametrize("at_once", [256, pytest.param(4096, marks=pytest.mark.slow)])
+SLOW_IN_NUMPY = pytest.mark.slow if judge.INTERPRETED else ()
+
+
+@pytest.mark.parametrize("at_once", [256, pytest.param(4096, marks=SLOW_IN_NUMPY)])
 def test_kinds_that_are_loaded_in_several_parts(at_once, monkeypatch):
-    """What stands behind it in the same segment is padding alone, which is to be counted."""
+    """Behind its first tokens a segment has padding alone: all parts of that are to be counted."""
     if judge.INTERPRETED:  # compiled kernels keep the number that they were compiled with
         monkeypatch.setattr(lightning_attention, "_KINDS", tl.constexpr(at_once))
     elif at_once != lightning_attention._KINDS.value:
         pytest.skip("programs are compiled for 4,096 kinds at once")
     segment = 5 * at_once // 2  # of two, and of the second one 200 tokens
-    drawn = drawn_with((-0.3, -0.5, -0.4), Case(1, segment + 200, 4, "bfloat16", kinds=True))
+    case = Case(1, segment + 200, 4, "bfloat16", "float32", kinds=True)
+    drawn = drawn_with((-0.3, -0.5, -0.4), case)
     pad(drawn, slice(50, segment))
     found = cut_by(Cut(2, segment // 64, 5), monkeypatch)
     judge.check(OPERATION, "triton", drawn)
