@@ -137,15 +137,12 @@ def linear(x, layers, norm=None, gate=None, residual=None):
 
 
 def _map(dense, x):
-    """dense(x) for x [B, D]. On torch, the product adds the bias: alone, that takes as long as a
-    third of the products of a step, since torch reads what is broadcast number by number.
-    """
+    """dense(x) for x [B, D]."""
     if dispatch.BACKEND != "torch" or not dense.use_bias or dense.quantization_mode is not None:
         return dense(x)
-    import torch
+    from keras_recurrent.layers.torch_calls import product_with_bias
 
-    x, kernel, bias = (ops.cast(t, dense.compute_dtype) for t in (x, dense.kernel, dense.bias))
-    return torch.addmm(bias, x, kernel)
+    return product_with_bias(dense, ops.cast(x, dense.compute_dtype))
 
 
 def embedding(token_ids, layer, scale, state=None):

@@ -23,7 +23,7 @@ from keras_recurrent.layers import (
     RecurrentBlock,
 )
 from keras_recurrent.layers.swiglu import SwiGLU
-from keras_recurrent.layers.torch_calls import is_plain
+from keras_recurrent.layers.torch_calls import call_plain, is_plain
 from tests.models.tiny import VOCABULARY, tiny_causal_lm
 
 LAYERS = {
@@ -98,6 +98,62 @@ def test_mixed_precision_multiplies_in_bfloat16(family, mode):
     with Products() as products:
         model.train_on_batch(x, token_ids[:, 1:])
     assert products.dtypes == {torch.bfloat16}
+
+
+def dense_with_bias(dtype, **options):
+    dense = keras.layers.Dense(
+        16, kernel_initializer="glorot_normal", bias_initializer="normal", dtype=dtype, **options
+    )
+    dense.build((None, None, 32))
+    x = keras.random.normal((2, 7, 32), seed=1).to(getattr(torch, dense.compute_dtype))
+    return dense, x.requires_grad_(True)
+
+
+@pytest.mark.parametrize("activation", [None, "relu"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "mixed_bfloat16"])
+def test_a_product_adds_its_bias_before_it_rounds(dtype, activation):
+    dense, x = dense_with_bias(dtype, activation=activation)
+    found = call_plain(dense, x)
+    rounded = getattr(torch, dense.compute_dtype)
+    kernel, bias = (v.value.to(rounded).double() for v in (dense.kernel, dense.bias))
+    exact = x.double() @ kernel + bias
+    exact = exact if activation is None else exact.relu()
+    assert found.dtype is rounded
+    once = torch.finfo(rounded).eps / 2 * exact.abs()  # a half of a unit in the last place
+    of_sums = 32 * torch.finfo(torch.float32).eps * (x.double().abs() @ kernel.abs() + bias.abs())
+    assert ((found.double() - exact).abs() <= once + of_sums).all()
+
+
+@pytest.mark.parametrize("rank", [None, 2])
+def test_gradients_of_a_product_that_adds_its_bias(rank):
+    dense, x = dense_with_bias("float32")
+    if rank is not None:
+        dense.enable_lora(rank)
+        dense.lora_kernel_b.assign(keras.random.normal((rank, 16), seed=2))
+    found, expected = (
+        torch.autograd.grad(
+            output.square().sum(), [x, *(v.value for v in dense.trainable_variables)]
+        )
+        for output in (call_plain(dense, x), dense(x))
+    )
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float16"])
+def test_dtypes_in_which_keras_multiplies_as_float32(dtype):
+    dense, x = dense_with_bias(dtype)
+    found, expected = call_plain(dense, x), dense(x)
+    assert found.dtype is expected.dtype
+    assert torch.equal(found, expected)
+
+
+def test_a_call_of_others_is_called():
+    dense, x = dense_with_bias("float32")
+    call, calls = dense.call, []
+    dense.call = lambda x: calls.append(x) or call(x)
+    call_plain(dense, x)
+    assert len(calls) == 1
 
 
 def test_what_is_plain():
