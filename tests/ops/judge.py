@@ -47,7 +47,7 @@ def check(operation, implementation, drawn):
 
 def run(operation, implementation, drawn, compiled=False):
     """{name: float64 array}: the output, the final state and the gradient of every argument."""
-    kernel = _kernel(operation, implementation)
+    kernel = kernel_of(operation, implementation)
     with native.interpreted(implementation):
         if isinstance(drawn, cases.Drawn):
             return native.run(kernel, drawn, compiled)
@@ -55,7 +55,8 @@ def run(operation, implementation, drawn, compiled=False):
 
 
 @functools.cache
-def _kernel(operation, implementation):
+def kernel_of(operation, implementation):
+    """A function that computes an operation, or skips the test with the reason that it refuses."""
     module = dispatch.IMPLEMENTATIONS[operation][implementation]
 
     def kernel(**arguments):

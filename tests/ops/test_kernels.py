@@ -9,7 +9,7 @@ import pytest
 from keras_recurrent import dispatch
 from tests.ops import native
 from tests.ops.cases import CASES, DRAW, Case, beside, draw, named, round_to
-from tests.ops.judge import INTERPRETED, PLAIN, check, compare, kernels, reference, run
+from tests.ops.judge import INTERPRETED, PLAIN, check, compare, kernel_of, kernels, reference, run
 
 KERNELS = kernels(DRAW)
 # JAX's interpreter of TPU kernels takes up to a minute a case, so one case shows them by default.
@@ -119,12 +119,11 @@ def test_results_that_nothing_depends_on(operation, implementation, state, used,
 def test_no_gradient_arrives_at_all(operation, implementation):
     """Autograd calls an operation's gradient where one behind it returned none, too."""
     drawn = draw(operation, Case(2, 19, 3))
-    function = getattr(dispatch.IMPLEMENTATIONS[operation][implementation], operation)
     tensors = {
         name: native.tensor(t, drawn.dtypes[name]).requires_grad_()
         for name, t in drawn.tensors.items()
     }
-    output, _ = function(**tensors, **drawn.options)
+    output, _ = kernel_of(operation, implementation)(**tensors, **drawn.options)
     native.ends(output).sum().backward()
     assert not any(t.grad.any() for t in tensors.values() if t.grad is not None)
 
