@@ -13,12 +13,13 @@ from keras_recurrent.backends.triton._framework import run
 from keras_recurrent.backends.triton._gated_levels import (
     add_pair_weights,
     count_documents,
+    finite_decays,
     load_chunk,
     locate_program,
 )
 from keras_recurrent.backends.triton._launch import Array, Launch, like
-from keras_recurrent.backends.triton._linear_attention import Blocks, real_tokens
-from keras_recurrent.backends.triton._math import exp_of_decays, exp_of_difference
+from keras_recurrent.backends.triton._linear_attention import Blocks, load_tokens, real_tokens
+from keras_recurrent.backends.triton._math import exp_of_decays, exp_of_difference, one_minus_exp
 from keras_recurrent.backends.triton._products import operand, sum_rows
 
 # The lowest sum of a chunk's logarithms for which r and s are its half. Between two chunks, a state
@@ -27,12 +28,13 @@ from keras_recurrent.backends.triton._products import operand, sum_rows
 LOWEST_SUM = tl.constexpr(-86.0)
 # A flag's bits: the pairs of its channels take several references; documents start in its chunk.
 SEVERAL, DOCUMENTS = tl.constexpr(1), tl.constexpr(2)
-# Candidates, the default first, by whether there are documents: with 112 or 128 registers, four
-# programs run on a multiprocessor. All have one tile, which decides in which order sums are
-# rounded: the backward finds the forward's flags.
+# Candidates, the default first, by whether log f is bfloat16 and there are no documents: then 96
+# registers suffice, with which five programs run on a multiprocessor; else they would spill some.
+# All have one tile, which decides in which order sums are rounded: the backward finds the forward's
+# flags.
 PREPARE_BLOCKS = {
-    False: tuple(Blocks(64, 16, 4, maxnreg=registers) for registers in (112, 128, None)),
-    True: tuple(Blocks(64, 16, 4, maxnreg=registers) for registers in (128, None)),
+    True: tuple(Blocks(64, 16, 4, maxnreg=registers) for registers in (96, 112)),
+    False: tuple(Blocks(64, 16, 4, maxnreg=registers) for registers in (128, None)),
 }
 PAIRS_BLOCKS = (Blocks(32, 16, 4, 2),)
 
@@ -62,7 +64,10 @@ def prepare_kernel(
     d = tile * BLOCK_K + tl.arange(0, BLOCK_K)
     real, starts = real_tokens(chunk, token_kind, b, T, CHUNK)
     place = (head * chunks + chunk).to(tl.int64)
-    query, key, _log_f, log_decay = load_chunk(q, k, log_f, token, row, real, starts, d, K, H, True)
+    offsets = row[:, None] * (H * K) + d[None, :]
+    valid = (chunk * CHUNK + row < T)[:, None] & (d < K)[None, :]
+    log_decay = finite_decays(load_tokens(log_f + token * K, row, real, d, K, H), starts)
+    query = load_tokens(q + token * K, row, real, d, K, H)
     end = tl.sum(log_decay, 0)
     several = tl.min(end, 0) < LOWEST_SUM
     reference = tl.where(several, 0.0, 0.5 * end)
@@ -70,19 +75,24 @@ def prepare_kernel(
     span = operand(tl.where(row[:, None] >= row[None, :], 1.0, 0.0), True)
     from_start = sum_rows(span, log_decay, PARTS)
     query *= exp_of_difference(from_start, reference[None, :], False)
-    key *= exp_of_difference(-from_start, -key_reference[None, :], False)
-    between = exp_of_decays(key_reference - reference, False)
-    flag = tl.where(several, SEVERAL, 0).to(tl.int8)
     if token_kind is not None:
         document, last_document = count_documents(starts)
         query = tl.where((document == 0)[:, None], query, 0.0)
+    tl.store(queries + token * K + offsets, operand(query, True), valid)
+    if k is None:
+        # From a cache: what is kept in registers from above leaves fewer for other programs.
+        key = one_minus_exp(load_tokens(log_f + token * K, row, real, d, K, H), False)
+    else:
+        key = load_tokens(k + token * K, row, real, d, K, H)
+    key *= exp_of_difference(-from_start, -key_reference[None, :], False)
+    if token_kind is not None:
         key = tl.where((document == last_document)[:, None], key, 0.0)
+    tl.store(keys + token * K + offsets, operand(key, True), valid)
+    between = exp_of_decays(key_reference - reference, False)
+    flag = tl.where(several, SEVERAL, 0).to(tl.int8)
+    if token_kind is not None:
         between = tl.where(last_document == 0, between, 0.0)
         flag |= tl.where(last_document > 0, DOCUMENTS, 0).to(tl.int8)
-    offsets = row[:, None] * (H * K) + d[None, :]
-    valid = (chunk * CHUNK + row < T)[:, None] & (d < K)[None, :]
-    tl.store(queries + token * K + offsets, operand(query, True), valid)
-    tl.store(keys + token * K + offsets, operand(key, True), valid)
     line = scales + place * 3 * K + d
     tl.store(line, exp_of_decays(reference, False), d < K)
     tl.store(line + K, between, d < K)
@@ -180,7 +190,7 @@ def prepare(sizes, q, k, *, log_f, token_kind, parts, pairs=None):
         return run(Launch(prepare_kernel, programs, tensors, outputs, numbers, options))
 
     name = "gated_linear_attention preparation"
-    candidates = PREPARE_BLOCKS[token_kind is not None]
+    candidates = PREPARE_BLOCKS[parts == 1 and token_kind is None]
     queries, keys, scales, flags = _search.run(name, candidates, launch_preparation, tensors, sizes)
     if pairs is not None:
         return Prepared(queries, keys, scales, flags, pairs)

@@ -134,7 +134,7 @@ SCANS = {
 }
 CONVS = every(causal_conv1d.TILINGS), every(causal_conv1d.BACKWARD_TILINGS)
 WALKS, EXACT_WALKS = (every(_gated_states.BLOCKS[short]) for short in (True, False))
-PREPARE, PREPARE_KINDS = (every(_gated_operands.PREPARE_BLOCKS[k]) for k in (False, True))
+PREPARE = {plain: every(blocks) for plain, blocks in _gated_operands.PREPARE_BLOCKS.items()}
 PAIRS = every(_gated_operands.PAIRS_BLOCKS)
 GATED = {of: every(blocks) for of, blocks in _gated_output.BLOCKS.items()}
 CHUNK_GRADIENTS = every(_gated_gradients.BLOCKS)
@@ -395,8 +395,8 @@ KERNELS = {
     "gated walk back": (walk, {**WALK, **SHORTER, "REVERSE": True}, WALKS),
     "gated segments": (walk, {**CHUNKS, "states": None, "PARTS": 2}, WALKS),
     "gated walk, float32": (walk, {**WALK, **EXACT}, EXACT_WALKS),
-    "gated preparation": (prepare, {**PREPARED, "token_kind": None}, PREPARE),
-    "gated preparation, kinds": (prepare, {**PREPARED, "k": None}, PREPARE_KINDS),
+    "gated preparation": (prepare, {**PREPARED, "PARTS": 1, "token_kind": None}, PREPARE[True]),
+    "gated preparation, kinds": (prepare, {**PREPARED, "k": None}, PREPARE[False]),
     "gated pairs": (pairs, {**PREPARED, **LEVELS}, PAIRS),
     "gated stream": (gated, {**STREAMED, "token_kind": None}, GATED["output"]),
     "gated stream, kinds": (gated, STREAMED, GATED["output"][:1]),
@@ -516,6 +516,8 @@ def dtype(argument, name):
         return "*i8"
     if name.endswith("gated") and argument in ("x", "x_2"):
         return "*fp32"
+    if (name, argument) == ("gated preparation", "log_f"):
+        return "*bf16"  # as fewer registers than others get are for that
     if argument in INTEGERS:
         return "*i32"
     if argument in ("token_kind", "rest", "flags"):
