@@ -37,10 +37,10 @@ def decays(*shape):
     return (-normal(*shape, dtype=torch.float32).abs() * spread).to(torch.bfloat16)
 
 
-def gates(bound, *shape):
+def gates(bound, *shape, dtype):
     """Logarithms of forget gates above a lower bound, as a layer of HGRN2 has them."""
     gate = torch.sigmoid(torch.randn(shape, device="cuda"))
-    return (bound + (1 - bound) * gate).log().to(torch.bfloat16)
+    return (bound + (1 - bound) * gate).log().to(dtype)
 
 
 def conv_tensors(b, t, d):
@@ -172,11 +172,11 @@ _TIED = Work(
 )
 
 
-def with_gates(work, bound):
+def with_gates(work, bound, dtype=torch.bfloat16):
     """The same with forget gates above a bound as decays, for many rows and for one."""
     return work._replace(
         shapes=[work.shapes[0], work.shapes[-1]],
-        tensors=lambda *shape: [*work.tensors(*shape)[:-1], gates(bound, *shape)],
+        tensors=lambda *shape: [*work.tensors(*shape)[:-1], gates(bound, *shape, dtype=dtype)],
         on_jax=False,
     )
 
@@ -186,6 +186,10 @@ _ATTENTION = {
     **{f"gated_linear_attention, f from {b}": with_gates(_GATED, b) for b in BOUNDS},
     "gated_linear_attention, k=None": _TIED,
     "gated_linear_attention, k=None, f from 0.97": with_gates(_TIED, 0.97),
+    # As `log_forget_gate` gives it to the layers; the floor is that of bfloat16.
+    "gated_linear_attention, k=None, f from 0.97, log f in float32": with_gates(
+        _TIED, 0.97, torch.float32
+    ),
     **{
         name: Work(
             "sliding_window_attention",

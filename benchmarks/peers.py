@@ -73,7 +73,7 @@ def fla_gated(q, k, v, log_f):
 
 def fla_tied(q, v, log_f):
     """Keys are computed from decays and stored, as in the peer's HGRN2 layer."""
-    return fla_gated(q, 1 - log_f.exp(), v, log_f)
+    return fla_gated(q, (1 - log_f.exp()).to(q.dtype), v, log_f)
 
 
 def fla_lightning(q, k, v, log_decay):
