@@ -29,9 +29,9 @@ LOWEST_SUM = tl.constexpr(-86.0)
 # A flag's bits: the pairs of its channels take several references; documents start in its chunk.
 SEVERAL, DOCUMENTS = tl.constexpr(1), tl.constexpr(2)
 # Candidates, the default first, by whether log f is bfloat16 and there are no documents: then 96
-# registers suffice, with which five programs run on a multiprocessor; else they would spill some.
-# All have one tile, which decides in which order sums are rounded: the backward finds the forward's
-# flags.
+# registers nearly suffice, with which five programs run on a multiprocessor; else many would be
+# spilled. All have one tile and as many warps, which decide in which order sums are rounded: the
+# backward finds the forward's flags.
 PREPARE_BLOCKS = {
     True: tuple(Blocks(64, 16, 4, maxnreg=registers) for registers in (96, 112)),
     False: tuple(Blocks(64, 16, 4, maxnreg=registers) for registers in (128, None)),
@@ -80,7 +80,8 @@ def prepare_kernel(
         query = tl.where((document == 0)[:, None], query, 0.0)
     tl.store(queries + token * K + offsets, operand(query, True), valid)
     if k is None:
-        # From a cache: what is kept in registers from above leaves fewer for other programs.
+        # Loaded again, from a cache: kept in registers since the sums, it would leave room for
+        # fewer programs at a time.
         key = one_minus_exp(load_tokens(log_f + token * K, row, real, d, K, H), False)
     else:
         key = load_tokens(k + token * K, row, real, d, K, H)
@@ -190,6 +191,7 @@ def prepare(sizes, q, k, *, log_f, token_kind, parts, pairs=None):
         return run(Launch(prepare_kernel, programs, tensors, outputs, numbers, options))
 
     name = "gated_linear_attention preparation"
+    # One part: log f is bfloat16.
     candidates = PREPARE_BLOCKS[parts == 1 and token_kind is None]
     queries, keys, scales, flags = _search.run(name, candidates, launch_preparation, tensors, sizes)
     if pairs is not None:

@@ -10,6 +10,7 @@ from keras_recurrent.backends.torch._hooks import has_hooks
 from keras_recurrent.compat import AutocastScope, get_autocast_scope
 
 _PACKAGE = "keras_recurrent."
+_CALL = keras.layers.Dense.call
 
 
 def is_plain(outer, layer, inputs):
@@ -47,21 +48,36 @@ def call_plain(layer, inputs, **kwargs):
 
 
 def _product_can_add_bias(dense, inputs):
-    """Whether it has a bias, and Keras multiplies in the dtype of the inputs."""
+    """Whether all that Keras does is a product in the dtype of the inputs, and a sum.
+
+    Nobody has put another `call` in the place of Keras's. Keras multiplies float64, and float16 on
+    CPUs, as float32, and under `torch.autocast` it casts the product back before it adds.
+    """
     as_float32 = inputs.dtype is torch.float64 or (
         inputs.dtype is torch.float16 and inputs.device.type == "cpu"
     )
-    return dense.bias is not None and "call" not in vars(dense) and not as_float32
+    return (
+        dense.bias is not None
+        and getattr(dense.call, "__func__", None) is _CALL
+        and dense.autocast
+        and not as_float32
+        and not _under_autocast(inputs.device.type)
+    )
+
+
+def _under_autocast(device_type):
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def product_with_bias(dense, x):
     """dense(x) for x [..., D], whose product of matrices adds the bias before it rounds.
 
-    A sum of its own reads and writes all outputs once more, the bias number by number, since it is
-    broadcast. One row of a text waited for that a third as long as for its products.
+    A sum of its own reads and writes all outputs once more, and the bias, which is broadcast, one
+    number at a time: where one row of a text is written, it takes a third as long as the products.
     """
+    x = ops.convert_to_tensor(x)  # on Keras's device
     kernel, bias = (ops.cast(w, dense.compute_dtype) for w in (dense.kernel, dense.bias))
-    y = torch.nn.functional.linear(x, kernel.T, bias)
+    y = torch.nn.functional.linear(x.contiguous(), kernel.T, bias)  # else torch adds it afterwards
     return y if dense.activation is None else dense.activation(y)
 
 

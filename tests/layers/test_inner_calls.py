@@ -1,5 +1,6 @@
 """On torch, layers inside of a layer are called without Keras where nothing else would happen."""
 
+import functools
 import threading
 
 import keras
@@ -13,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from keras_recurrent import implementation
+from keras_recurrent.compat import AutocastScope
 from keras_recurrent.dispatch import chosen_name
 from keras_recurrent.layers import (
     HGRN,
@@ -148,12 +150,50 @@ def test_dtypes_in_which_keras_multiplies_as_float32(dtype):
     assert torch.equal(found, expected)
 
 
-def test_a_call_of_others_is_called():
+def test_autocast_of_torch():
     dense, x = dense_with_bias("float32")
-    call, calls = dense.call, []
-    dense.call = lambda x: calls.append(x) or call(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = call_plain(dense, x), dense(x)
+    assert found.dtype is expected.dtype is torch.float32
+    assert torch.equal(found, expected)
+
+
+def test_a_layer_that_casts_nothing():
+    dense, x = dense_with_bias("mixed_bfloat16", autocast=False)
+    with AutocastScope("bfloat16"):
+        found, expected = call_plain(dense, x), dense(x)
+    assert found.dtype is expected.dtype is torch.float32
+    assert torch.equal(found, expected)
+
+
+def test_parts_of_a_sequence_are_rounded_as_copies_of_them():
+    dense, x = dense_with_bias("bfloat16")
+    assert torch.equal(call_plain(dense, x[:, -3:]), call_plain(dense, x[:, -3:].contiguous()))
+
+
+def test_inputs_are_moved_to_the_device_of_keras():
+    _, x = dense_with_bias("float32")
+    with keras.device("meta"):
+        dense, _ = dense_with_bias("float32")
+        assert call_plain(dense, x).device.type == "meta"
+        assert call_plain(dense, x.to("meta")).device.type == "meta"
+
+
+@pytest.mark.parametrize("owner", ["layer", "class"])
+def test_a_call_of_others_is_called(owner, monkeypatch):
+    dense, x = dense_with_bias("float32")
+    call, calls = keras.layers.Dense.call, []
+
+    def noted(layer, x):
+        calls.append(layer)
+        return call(layer, x)
+
+    if owner == "layer":
+        dense.call = functools.partial(noted, dense)
+    else:
+        monkeypatch.setattr(keras.layers.Dense, "call", noted)
     call_plain(dense, x)
-    assert len(calls) == 1
+    assert calls == [dense]
 
 
 def test_what_is_plain():

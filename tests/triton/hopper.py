@@ -77,6 +77,7 @@ LEVELS = {"LEVELS": 6, "PARTS": 2}
 SHORTER = {"CHUNK": 32, "LEVELS": 5}
 TIED = {**CHUNKS, **LEVELS, **SHORTER, "k": None}
 PREPARED = {**CHUNKS, "PARTS": 2, "TILES": 2}
+SHORT_DECAYS = {"PARTS": 1, "token_kind": None}
 STREAMED = {**PREPARED, "totals": None, "decays": None, "states": None}
 STREAMED_BACK = {**STREAMED, "REVERSE": True}
 STREAMED_STATES = {**STREAMED, "queries": None, "pairs": None, "output": None, "final": None}
@@ -395,7 +396,12 @@ KERNELS = {
     "gated walk back": (walk, {**WALK, **SHORTER, "REVERSE": True}, WALKS),
     "gated segments": (walk, {**CHUNKS, "states": None, "PARTS": 2}, WALKS),
     "gated walk, float32": (walk, {**WALK, **EXACT}, EXACT_WALKS),
-    "gated preparation": (prepare, {**PREPARED, "PARTS": 1, "token_kind": None}, PREPARE[True]),
+    "gated preparation": (prepare, {**PREPARED, **SHORT_DECAYS}, PREPARE[True]),
+    "gated preparation, k = 1 - f": (
+        prepare,
+        {**PREPARED, **SHORT_DECAYS, "k": None},
+        PREPARE[True],
+    ),
     "gated preparation, kinds": (prepare, {**PREPARED, "k": None}, PREPARE[False]),
     "gated pairs": (pairs, {**PREPARED, **LEVELS}, PAIRS),
     "gated stream": (gated, {**STREAMED, "token_kind": None}, GATED["output"]),
@@ -516,8 +522,8 @@ def dtype(argument, name):
         return "*i8"
     if name.endswith("gated") and argument in ("x", "x_2"):
         return "*fp32"
-    if (name, argument) == ("gated preparation", "log_f"):
-        return "*bf16"  # as fewer registers than others get are for that
+    if name in ("gated preparation", "gated preparation, k = 1 - f") and argument == "log_f":
+        return "*bf16"  # the candidates with 96 registers are used for nothing else
     if argument in INTEGERS:
         return "*i32"
     if argument in ("token_kind", "rest", "flags"):

@@ -62,6 +62,9 @@ def test_compiled_for_hopper_without_a_gpu(defaults, tmp_path):
 # Of these, a GPU was faster with some spills than with smaller tiles; of the pairs of documents, no
 # other tiles were tried.
 SPILLS = {
+    "gated preparation": 0,
+    "gated preparation, k = 1 - f": 32,
+    "gated preparation, kinds": 8,
     "gated gradients": 256,
     "gated pair gradients, kinds": 160,
     "gated d_v": 320,
