@@ -36,14 +36,15 @@ def test_a_module_has_the_weights_of_its_model_and_computes_by_its_own(family):
     assert {id(p) for p in parameters.values()} == {id(v.value) for v in model.weights}
     assert "block_0.mlp.gate_proj.kernel" in parameters or "block_0.mlp.v_proj.kernel" in parameters
     assert module.blocks == [getattr(module, b.name) for b in model.backbone.transformer_layers]
-    assert (module(X) == wanted).all()
+    # Behind hooks, which a module has, biases are added after a product, not in it.
+    torch.testing.assert_close(module(X), wanted)
     # As torch's tools do: another parameter takes the place of one.
     norm = module.final_norm if len(list(module.final_norm.parameters())) else module.blocks[0]
     owner = next(m for m in norm.modules() if m._parameters)
     name = next(iter(owner._parameters))
     setattr(owner, name, type(next(owner.parameters()))(owner._parameters[name].detach() * 2 + 1))
     changed = module(X)
-    assert not (changed == wanted).all()
+    assert not torch.allclose(changed, wanted)
     assert (model(X) == changed).all()
     changed.sum().backward()
     assert all(p.grad is not None for p in module.parameters())
