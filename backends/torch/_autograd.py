@@ -37,7 +37,8 @@ def register_autograd(operator, gradients, save, backward):
 
     Args:
         operator: what `torch.library.custom_op` returned.
-        gradients: as `CustomOpDef.register_autograd` takes it.
+        gradients: as `CustomOpDef.register_autograd` takes it. Not called where no gradient
+            arrives, which is told from zeros after `ctx.set_materialize_grads(False)` alone.
         save: as it takes `setup_context`.
         backward: the custom operator that `gradients` calls, which has no gradient of its own.
     """
@@ -52,11 +53,17 @@ def register_autograd(operator, gradients, save, backward):
     _register(backward, no_gradient, save_nothing)
 
 
-def _register(operator, gradients, save):
+def _register(operator, of_some, save):
+    @left_alone
+    def gradients(ctx, *d_results):
+        if all(d is None for d in d_results):  # autograd calls this even then
+            return (None,) * len(ctx.needs_input_grad)
+        return of_some(ctx, *d_results)
+
     operator.register_autograd(gradients, setup_context=save)  # for other devices
     overload = operator._opoverload
 
-    left_alone(gradients)
+    left_alone(of_some)
     left_alone(save)
 
     @left_alone
