@@ -1,4 +1,4 @@
-"""Set up for all tests: the backend, caches of compiled programs, seeds, and the marker `once`."""
+"""Set up for all tests: the backend, caches of compiled programs, seeds, tiers and budget."""
 
 import gc
 import importlib.metadata
@@ -8,9 +8,11 @@ import pathlib
 
 import pytest
 
+from tests import budget, tiers
+
 BACKENDS = ("jax", "torch", "tensorflow")
 INSTALLED = [name for name in BACKENDS if importlib.util.find_spec(name)]
-# Tests marked `once` do not depend on the backend. They run on torch, which compiles least.
+# Tests marked `once` do not depend on the backend; they run on torch, which compiles least.
 ONCE = "torch" if "torch" in INSTALLED else INSTALLED[0]
 
 # Keras would look into the user's configuration file, and take TensorFlow without one.
@@ -59,15 +61,23 @@ if os.environ["KERAS_BACKEND"] == "torch":
             from tests.interpreter import spare_repeated_work
 
             spare_repeated_work()
+else:
+    from tests.initializers import draw_from_numpy
+
+    draw_from_numpy()
 
 
 def pytest_addoption(parser):
+    budget.addoption(parser)
+    tiers.addoption(parser)
     group = parser.getgroup("fuzz", "inputs that are drawn freely, in tests/fuzz")
     group.addoption("--draws", default="few", help="a number for each test, few (default) or many")
     group.addoption("--start", type=int, default=0, help="the number of the first draw")
 
 
 def pytest_configure(config):
+    budget.configure(config)
+    tiers.configure(config, ONCE)
     # What another worker is still writing, or what was broken off, is compiled once more.
     message = "Error reading persistent compilation cache entry"
     config.addinivalue_line("filterwarnings", f"ignore:{message}:UserWarning")
@@ -75,15 +85,6 @@ def pytest_configure(config):
 
 def pytest_report_header():
     return f"KERAS_BACKEND={os.environ['KERAS_BACKEND']}"
-
-
-def pytest_collection_modifyitems(items):
-    if os.environ["KERAS_BACKEND"] == ONCE:
-        return
-    reason = f"does not depend on the backend, runs on {ONCE}"
-    for item in items:
-        if item.get_closest_marker("once"):
-            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def memory_is_short():

@@ -117,6 +117,7 @@ def test_seeds_slots_and_the_place_matter(trained, whole, tmp_path, monkeypatch)
             assert_same_bits(trained.model, whole[0])
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(keras.backend.backend() != "jax", reason="torch has none; shown on one of two")
 def test_steps_of_several_batches(tmp_path):
     """Keras takes batches in pairs; five of them make three pairs."""
@@ -134,6 +135,7 @@ def test_steps_of_several_batches(tmp_path):
     assert_same_bits(trained.model, trained_whole)
 
 
+@pytest.mark.nightly
 @pytest.mark.once
 def test_a_process_that_is_killed(whole, tmp_path):
     command = [sys.executable, "-m", "tests.resumed", str(tmp_path)]
@@ -145,6 +147,7 @@ def test_a_process_that_is_killed(whole, tmp_path):
     assert fresh_process("-m", "tests.resumed", str(tmp_path)) == whole[2]
 
 
+@pytest.mark.nightly
 @pytest.mark.once
 def test_a_write_that_is_broken_off_leaves_the_backup_before(trained, whole, tmp_path, monkeypatch):
     write_array, written = np.lib.format.write_array, []
@@ -178,6 +181,7 @@ def language_model():
     return Trained(model)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("kept_by", ["Keras", "this package"])
 def test_shuffled_strings_come_in_the_same_order(language_model, kept_by, tmp_path):
     """BackupAndRestore resumes at the ends of epochs, and ours inside them."""
@@ -324,7 +328,7 @@ def test_variables_of_all_dtypes(dtype, tmp_path):
     np.testing.assert_array_equal(keras.ops.convert_to_numpy(variable), wanted)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_is_killed_at_20_random_moments(tmp_path):
     """Processes that get SIGKILL while they train, write or read."""
     steps, rng = 4000, random.Random(0)

@@ -9,6 +9,8 @@ from keras_recurrent.continuations import Answer, Continuations
 from keras_recurrent.tokenizers import ByteTokenizer
 from tests.models.tiny import FAMILIES, VOCABULARY, any_family, tiny_causal_lm
 
+pytestmark = pytest.mark.once
+
 
 def byte_model(family="hgrn2"):
     preprocessor = FAMILIES[family].preprocessor(ByteTokenizer(), sequence_length=16)

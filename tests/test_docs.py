@@ -92,6 +92,7 @@ def examples():
                 yield pytest.param(example, id=f"{page}-{number}", marks=marks)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("example", list(examples()))
 def test_examples(example, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # some write files

@@ -72,6 +72,7 @@ def shared(name):
     return pytest.param(name, marks=pytest.mark.once) if once else name
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", [shared(name) for name in EXAMPLES])
 def test_example(name):
     text = inspect.cleandoc(EXAMPLES[name])

@@ -8,6 +8,8 @@ from keras_recurrent import evaluation
 from keras_recurrent.evaluation import loss_by_position
 from tests.models.tiny import VOCABULARY, any_family, tiny_causal_lm
 
+pytestmark = pytest.mark.once
+
 
 def texts(rows=5, length=9):
     return np.random.default_rng(0).integers(0, VOCABULARY, (rows, length))

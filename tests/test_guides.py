@@ -65,6 +65,7 @@ def test_quickstart_counts_as_by_hand(quickstart):
     assert bigram == pytest.approx(-(np.log2(first) + np.log2(second)) / 2)
 
 
+@pytest.mark.nightly
 @pytest.mark.once
 def test_constant_speed(constant_speed, tmp_path, monkeypatch, capsys):
     arguments = ("--tokens", 128, "--shortest", 64, "--width", 16, "--output", tmp_path)
@@ -96,6 +97,7 @@ def test_constant_speed_goes_on_while_there_is_time_and_room(constant_speed, mon
     assert lengths(limit=100, room=200) == [64, 128]
 
 
+@pytest.mark.nightly
 @pytest.mark.once
 @pytest.mark.parametrize(
     ("speed", "room", "tokens"),
@@ -113,6 +115,7 @@ def test_constant_speed_fits_the_machine(constant_speed, monkeypatch, speed, roo
     assert constant_speed.tokens_a_batch(256) == tokens
 
 
+@pytest.mark.nightly
 @pytest.mark.once
 def test_associative_recall(tmp_path, monkeypatch, capsys):
     guide = load("associative_recall")
@@ -126,6 +129,7 @@ def test_associative_recall(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "accuracy.png").stat().st_size > 0
 
 
+@pytest.mark.nightly
 @pytest.mark.once
 def test_layers(tmp_path, monkeypatch, capsys):
     guide = load("layers")
@@ -176,6 +180,7 @@ def test_layers_takes_no_notice_of_padding():
         np.testing.assert_allclose(found, model.predict(rows, verbose=0), atol=1e-5, err_msg=name)
 
 
+@pytest.mark.nightly
 @pytest.mark.once
 def test_conversation(tmp_path, monkeypatch, capfd):
     guide = load("conversation")
@@ -198,6 +203,7 @@ def train_preset():
         sys.path.pop(0)
 
 
+@pytest.mark.nightly
 @pytest.mark.once
 def test_train_preset(train_preset, tmp_path, monkeypatch, capsys):
     (tmp_path / "play.txt").write_text("ALL:\nSpeak, speak.\n\n" * 200)

@@ -59,6 +59,7 @@ def one_framework(tmp_path_factory):
     return folder
 
 
+@pytest.mark.nightly
 def test_import_adds_no_framework_and_little_time():
     """Processor seconds of an import, the least of several processes: the machine may be busy."""
     for _ in range(5):
@@ -80,6 +81,7 @@ def test_import_adds_no_framework_and_little_time():
     assert seconds < 1
 
 
+@pytest.mark.nightly
 @pytest.mark.once
 def test_what_is_not_asked_for_is_not_imported():
     """GQA and checkpoint code are not loaded; presets are registered all the same.
@@ -190,6 +192,7 @@ def test_the_backend_is_known_without_keras(crashes, monkeypatch, tmp_path):
     assert import_order.keras_backend() == BACKEND
 
 
+@pytest.mark.nightly
 @pytest.mark.once
 @pytest.mark.parametrize(
     ("backend", "installed", "match"),
@@ -223,6 +226,7 @@ def test_a_backend_that_is_not_there(monkeypatch, tmp_path, backend, installed, 
         import_order.check_backend()
 
 
+@pytest.mark.nightly
 def test_the_backend_is_checked_before_keras_is_imported(one_framework):
     missing = next(name for name in FRAMEWORKS if name != BACKEND)
     done = run("import keras_recurrent", "-S", path=[one_framework], KERAS_BACKEND=missing)
@@ -238,6 +242,7 @@ on_torch_with_all = pytest.mark.skipif(
 )
 
 
+@pytest.mark.nightly
 @on_torch_with_all
 def test_tensorflow_before_this_package_on_torch():
     """TensorFlow by itself imports Keras, and crashes on torch; not so with Keras 2 as its own."""
@@ -249,6 +254,7 @@ def test_tensorflow_before_this_package_on_torch():
     assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["imported"]), done.stderr
 
 
+@pytest.mark.nightly
 def test_one_framework_is_enough(one_framework):
     """`-S` keeps the true site-packages out of sight."""
     code = (
@@ -263,6 +269,7 @@ def test_one_framework_is_enough(one_framework):
     assert set(FRAMEWORKS) & set(loaded) == {BACKEND}
 
 
+@pytest.mark.nightly
 def test_users_of_keras_nlp_are_served():
     """`keras-nlp` is now another name for KerasHub: the same classes, so ours are theirs."""
     assert keras_nlp.models.CausalLM is keras_hub.models.CausalLM

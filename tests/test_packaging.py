@@ -108,6 +108,7 @@ def test_every_package_has_an_init():
     assert [f for f in sorted(folders) if f"{f}/__init__.py" not in names] == []
 
 
+@pytest.mark.nightly
 def test_wheel_holds_the_tree(wheel):
     with zipfile.ZipFile(wheel) as archive:
         built = {
@@ -118,11 +119,13 @@ def test_wheel_holds_the_tree(wheel):
     assert built == {name: file.read_bytes() for name, file in tree().items()}
 
 
+@pytest.mark.nightly
 def test_version_stands_in_one_place(wheel):
     assert wheel.name.split("-")[1] == keras_recurrent.__version__
     assert "version" not in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
+@pytest.mark.nightly
 def test_wheel_imports(wheel, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
@@ -134,6 +137,7 @@ def test_wheel_imports(wheel, tmp_path):
     ]
 
 
+@pytest.mark.nightly
 def test_editable_install_imports_the_tree(copy, tmp_path):
     """By setuptools' own hook, unpacked by hand: pip would want a network."""
     code = f"import setuptools.build_meta as b; print(b.build_editable({str(tmp_path)!r}))"

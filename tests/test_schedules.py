@@ -6,6 +6,8 @@ import pytest
 
 from keras_recurrent.schedules import InverseSquareRoot
 
+pytestmark = pytest.mark.once
+
 
 def by_hand(step, peak, warmup):
     step = np.float64(step)

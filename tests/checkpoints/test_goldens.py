@@ -47,6 +47,7 @@ def test_logits(model, wanted):
     assert golden.relative(found, wanted["logits"]) < ROUNDING
 
 
+@pytest.mark.once
 def test_logits_from_a_cache(model, wanted):
     """In portions; the cache's rounding is no larger."""
     token_ids, found = wanted["token_ids"], []
@@ -57,6 +58,7 @@ def test_logits_from_a_cache(model, wanted):
     assert golden.relative(np.concatenate(found, axis=1), wanted["logits"]) < ROUNDING
 
 
+@pytest.mark.once
 def test_loss(model, wanted):
     token_ids = wanted["token_ids"]
     model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
@@ -64,6 +66,7 @@ def test_loss(model, wanted):
     np.testing.assert_allclose(np.ravel(loss)[0], wanted["loss"], rtol=3e-7)
 
 
+@pytest.mark.once
 def test_greedy_continuation(model, wanted):
     prompt_length, written = int(wanted["greedy_prompt_length"]), wanted["greedy_token_ids"]
     given = np.broadcast_to(np.arange(written.shape[1]) < prompt_length, written.shape)
@@ -73,6 +76,7 @@ def test_greedy_continuation(model, wanted):
     np.testing.assert_array_equal(found, written)
 
 
+@pytest.mark.once
 def test_a_round_trip_keeps_every_bit(model, path, tmp_path):
     model.export_to_transformers(tmp_path / "export")
     original = load_file(path / "model.safetensors")
@@ -86,6 +90,7 @@ def test_a_round_trip_keeps_every_bit(model, path, tmp_path):
     assert arguments[0].items() <= model.backbone.get_config().items()
 
 
+@pytest.mark.once
 def test_bfloat16_comes_and_goes_as_it_is(model, path, tmp_path):
     model.export_to_transformers(tmp_path / "narrow", dtype="bfloat16")
     original = load_file(path / "model.safetensors")

@@ -44,6 +44,7 @@ def test_logits_and_loss(model, wanted):
     np.testing.assert_allclose(loss, wanted["loss"], rtol=SAME)
 
 
+@pytest.mark.once
 def test_greedy_continuation(model, wanted):
     written, prompt_length = wanted["greedy_token_ids"], int(wanted["greedy_prompt_length"])
     given = np.broadcast_to(np.arange(written.shape[1]) < prompt_length, written.shape)
@@ -64,6 +65,7 @@ def assert_same_bits(found, wanted):
         assert found[name].tobytes() == array.tobytes(), name
 
 
+@pytest.mark.once
 def test_a_round_trip_keeps_every_bit(model, tmp_path):
     model.export_to_transformers(tmp_path / "export")
     assert_same_bits(tensors_of(tmp_path / "export"), tensors_of(PATH))
@@ -73,6 +75,7 @@ def test_a_round_trip_keeps_every_bit(model, tmp_path):
     }
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     "variant",
     [
@@ -177,6 +180,7 @@ def test_what_the_layout_cannot_hold(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.once
 def test_bfloat16_loads_as_it_is(tmp_path):
     """Weights of 16 bits, but for the table of bounds."""
     backbone = HGRN2Backbone.from_preset(str(PATH), dtype="bfloat16")

@@ -83,6 +83,7 @@ def test_loss_and_gradients(wanted):
     assert compared == 1 + 3 * 5
 
 
+@pytest.mark.once
 def test_greedy_continuation(model, wanted):
     prompt_length, written = int(wanted["greedy_prompt_length"]), wanted["greedy_token_ids"]
     given = np.broadcast_to(np.arange(written.shape[1]) < prompt_length, written.shape)
@@ -92,6 +93,7 @@ def test_greedy_continuation(model, wanted):
     np.testing.assert_array_equal(found, written)
 
 
+@pytest.mark.once
 def test_generation_far_past_the_window_is_that_of_plain_passes(model, wanted):
     """Ragged prompts, and four windows of tokens."""
     length = 68
@@ -122,6 +124,7 @@ def assert_same_tensors(path, wanted, dtype):
         assert found[name].tobytes() == array.astype(dtype).tobytes(), name
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("max_shard_size", [5, 1e-4])
 def test_a_round_trip_keeps_every_bit(model, tmp_path, max_shard_size):
     path = tmp_path / "new" / "checkpoint"
@@ -147,6 +150,7 @@ def test_a_round_trip_keeps_every_bit(model, tmp_path, max_shard_size):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.once
 def test_bfloat16_files_come_and_go_as_they_are(tmp_path):
     tensors = {name: a.astype(bfloat16) for name, a in load_file(golden.TENSORS).items()}
     path = golden.copy(tmp_path / "bfloat16", tensors=tensors)
@@ -160,6 +164,7 @@ def test_bfloat16_files_come_and_go_as_they_are(tmp_path):
     assert_same_tensors(tmp_path / "wide", tensors, bfloat16)
 
 
+@pytest.mark.once
 def test_tensors_are_read_one_by_one(tmp_path):
     """Never all of a bfloat16 file at once, nor all in float32."""
     large = {"hidden_size": 256, "intermediate_size": 8192, "lru_width": 256, "vocab_size": 1024}
@@ -185,6 +190,7 @@ def config_only(folder, config):
     return folder
 
 
+@pytest.mark.once
 def test_low_rank_weights_are_merged_in(tmp_path):
     model = golden.model()
     model.backbone.enable_lora(2)
@@ -198,6 +204,7 @@ def test_low_rank_weights_are_merged_in(tmp_path):
     assert golden.relative(golden.logits(golden.model(), token_ids), exact) > 0.01
 
 
+@pytest.mark.once
 def test_every_weight_has_its_tensor():
     arguments = golden.model().backbone.get_config()
     tensors = RecurrentGemma().tensors(arguments)
@@ -209,6 +216,7 @@ def test_every_weight_has_its_tensor():
         assert [v.shape for v in values] == [shapes[path] for path in tensor.weights]
 
 
+@pytest.mark.once
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_transformers_reads_an_export(model, tmp_path, wanted):
     """Rows of 40 tokens, a window of 17. Releases before 5 have no window in a forward pass."""

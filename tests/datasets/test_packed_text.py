@@ -140,6 +140,7 @@ def test_datasets_of_grain(tmp_path):
         rows_of(known.to_iter_dataset(), seed=1)
 
 
+@pytest.mark.once
 def test_a_language_model_trains_and_is_evaluated_on_it(tmp_path):
     paths = write_text(tmp_path)
     endless, held_out = packed_text(paths), packed_text(paths[:1], seed=None, passes=1)

@@ -35,8 +35,9 @@ def run(tmp_path, *arguments):
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
-    "arguments", [*ALWAYS, *(pytest.param(a, marks=pytest.mark.slow) for a in SLOW)]
+    "arguments", [*ALWAYS, *(pytest.param(a, marks=pytest.mark.nightly) for a in SLOW)]
 )
 def test_many_devices_learn_what_one_learns(tmp_path, arguments):
     done = run(tmp_path, *arguments, "--no-tables")
@@ -59,6 +60,7 @@ def test_many_devices_learn_what_one_learns(tmp_path, arguments):
         assert float(loss[1]) < one[3]
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="others split all")
 def test_tensorflow_says_what_it_does_not_split(tmp_path):
     done = run(tmp_path, "heads")

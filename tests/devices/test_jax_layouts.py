@@ -37,6 +37,7 @@ def compare(folder, writes, *cases):
     return reports
 
 
+@pytest.mark.nightly
 @any_family
 def test_steps_on_eight_devices_are_those_of_one(tmp_path, family):
     """FSDP by two and tensor parallelism by four, or parts of rows by two; one family writes."""
@@ -56,7 +57,7 @@ GRID = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", [*GRID, "griffin:2,4:8", "griffin:2,4:2", "griffin:4,2:2"])
 def test_training_and_writing_on_every_mesh(tmp_path, case):
     report = compare(tmp_path, True, case)[case]

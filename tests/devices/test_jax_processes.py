@@ -49,7 +49,7 @@ def two_processes(folder):
     return [json.loads(text.splitlines()[-1]) for text in said]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer")
 def test_two_processes_do_what_one_does(tmp_path):
     from tests.devices.jax_layouts import batch, make

@@ -38,6 +38,7 @@ def check(report):
     assert "cannot split the batch: give the distribution another `batch_dim_name`" in of_axis
 
 
+@pytest.mark.nightly
 def test_shards_of_time_know_what_came_before_them():
     """Of packed rows with padding over whole devices, from a state on: forward and gradients."""
     check(report("quick", "gated_linear_attention", "causal_conv1d", "wide_window"))
@@ -61,14 +62,14 @@ def test_what_shards_of_time_do_not_have_is_refused_before_weights_are_made():
         layers.LocalAttention(2, head_dim=4)  # one device has all tokens
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_operation_over_time_on_shards_of_time():
     found = report()
     assert len(found["found"]) == 36
     check(found)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("sizes", ["1,8,1", "2,2,2", "1,4,2"])
 @pytest.mark.parametrize("family", ["griffin", "hgrn2", "transnormer"])
 def test_models_train_and_write_on_shards_of_time(tmp_path, family, sizes):

@@ -12,12 +12,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("family", "layers", "packed"),
     [
         ("hgrn2", 1, "padded"),
-        *(pytest.param(family, 3, "padded", marks=pytest.mark.slow) for family in FAMILIES),
-        *(pytest.param(family, 3, "packed", marks=pytest.mark.slow) for family in FAMILIES),
+        *(pytest.param(family, 3, "padded", marks=pytest.mark.nightly) for family in FAMILIES),
+        *(pytest.param(family, 3, "packed", marks=pytest.mark.nightly) for family in FAMILIES),
     ],
 )
 def test_two_replicas_learn_what_one_device_learns(family, layers, packed):

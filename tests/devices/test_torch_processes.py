@@ -40,6 +40,7 @@ def check(found, cases):
             assert errors < 5e-6, case
 
 
+@pytest.mark.nightly
 def test_every_family_once(tmp_path):
     cases = [
         *("training:ddp:griffin", "training:fsdp:transnormer", "training:tensor:hgrn2"),
@@ -48,14 +49,14 @@ def test_every_family_once(tmp_path):
     check(several_processes(tmp_path, *cases), cases)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_processes_learn_what_one_learns(tmp_path):
     """Losses, weights and slots, and what an ordinary model reads of a checkpoint of shards."""
     cases = [f"training:{way}:{family}" for way in WAYS for family in FAMILIES]
     check(several_processes(tmp_path, *cases), cases)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("processes", [2, 4])
 def test_parts_of_time_compute_what_whole_rows_do(processes, tmp_path):
     """Of four parts a window is longer than one, and one has padding alone."""
@@ -63,7 +64,7 @@ def test_parts_of_time_compute_what_whole_rows_do(processes, tmp_path):
     check(several_processes(tmp_path, *cases, processes=processes), cases)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_operations_compute_on_shards_what_they_compute_on_the_whole(tmp_path):
     """Split by batch and by channels, with padding, and with a gradient that is missing."""
     pytest.importorskip("triton")
@@ -74,7 +75,7 @@ def test_operations_compute_on_shards_what_they_compute_on_the_whole(tmp_path):
         assert max(errors.values()) < 2e-6, errors
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_is_left_out_is_refused(tmp_path):
     found = several_processes(tmp_path, "refusals:all", "sequences:refusals")
     assert found["sequences:refusals"] == []

@@ -25,7 +25,7 @@ OPEN_SIZES = {
     "tensorflow": ["block", "text classifier", "lightning", "hgrn2 lm"],
 }
 IN_JAX = pytest.mark.skipif(BACKEND == "jax", reason="its linear maps have two open sizes")
-LARGER = pytest.param("griffin lm", marks=[pytest.mark.slow, IN_JAX])
+LARGER = pytest.param("griffin lm", marks=[pytest.mark.nightly, IN_JAX])
 STEPS = ["block, step", "hgrn2, step"]
 
 

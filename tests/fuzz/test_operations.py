@@ -20,6 +20,8 @@ from tests.ops import judge, native
 from tests.ops.test_kernels import SLOW
 from tests.ops.test_token_kind import walk
 
+pytestmark = pytest.mark.nightly
+
 BLOCK = 100  # draws of one test
 DRAWS = {
     "few": {"torch": 24, "tensorflow": 24, "jax": 24, "triton": 3, "pallas": 3},

@@ -9,7 +9,7 @@ pytest.importorskip("resource")  # which bounds memory, and is not on every syst
 from keras_recurrent.checkpoints import config_reader, tensor_table
 from tests.fuzz import readers
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.nightly, pytest.mark.once]
 
 
 @pytest.mark.parametrize("seed", [1, 2])

@@ -20,18 +20,11 @@ ROOM = 64  # what attention to all tokens has room for, as `generate` makes it f
 ROWS = (5, 9, 2)  # the lengths of prompts
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def any_model(request):
+@pytest.fixture(scope="module", params=SHARED)
+def model(request):
     model = tiny_causal_lm(family=request.param)
     model.compile(sampler="greedy")
     return model
-
-
-@pytest.fixture
-def model(any_model, request):
-    """Every family on torch, one where each model is compiled anew."""
-    family = request.node.callspec.params["any_model"]
-    return any_model if family in SHARED else pytest.skip(f"{SHARED[0]} is tested here")
 
 
 def tokens(rows, width=None):
@@ -91,8 +84,7 @@ def assert_same(a, b):
         np.testing.assert_allclose(x.astype("f8"), y.astype("f8"), rtol=2e-4, atol=2e-5)
 
 
-def test_prompts_may_be_cut_anywhere(any_model):
-    model = any_model
+def test_prompts_may_be_cut_anywhere(model):
     rows = given()
     whole = generate(model, rows, 16)
     ahead = [len(row) for row in rows]
@@ -109,8 +101,7 @@ def test_prompts_may_be_cut_anywhere(any_model):
         assert_same(prefill(model, rest, cache=cache), prefill(model, rows))
 
 
-def test_going_on_neither_drops_nor_repeats_a_token(any_model):
-    model = any_model
+def test_going_on_neither_drops_nor_repeats_a_token(model):
     rows = given()
     whole = generate(model, rows, 20)
     written, cache = generate(model, rows, 12, return_cache=True)
@@ -206,6 +197,7 @@ def test_long_prompts_are_read_in_pieces(family, monkeypatch):
         assert_same(cache.select([i]), prefill(model, [row]))
 
 
+@pytest.mark.once
 def test_the_room_ends(model):
     rows = given()
     if not attends_to_all(model):
@@ -233,6 +225,7 @@ def test_the_room_ends(model):
         model.prefill(tokens(rows), max_length=20, cache=cache)
 
 
+@pytest.mark.once
 @shared_by_families
 def test_what_no_cache_goes_with(family):
     model = tiny_causal_lm(family=family)
@@ -358,8 +351,9 @@ def resident():
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not pathlib.Path("/proc/self/statm").exists(), reason="reads Linux's /proc")
-@pytest.mark.parametrize("part", [5, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("part", [5, pytest.param(1, marks=pytest.mark.nightly)])
 def test_memory_is_flat(part):
     """Over 5,000 tokens and over 500 calls, or a part of them."""
     model = tiny_causal_lm(num_layers=1, block_types=("recurrent",))

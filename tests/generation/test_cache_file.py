@@ -10,7 +10,7 @@ from keras_recurrent.generation import cache_file
 from keras_recurrent.generation.fit import SAMPLED, _fingerprint
 from keras_recurrent.models import GenerationCache
 from tests.generation.test_cache import arrays, generate, given, more, other_model, prefill, tokens
-from tests.models.tiny import FAMILIES, SHARED, tiny_causal_lm
+from tests.models.tiny import FAMILIES, SHARED, shared_by_families, tiny_causal_lm
 
 safetensors = pytest.importorskip("safetensors.numpy")
 FAMILY = SHARED[0]
@@ -23,8 +23,8 @@ def model():
     return model
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@shared_by_families
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.once)])
 def test_a_file_holds_the_same_bits(family, dtype, tmp_path):
     model = tiny_causal_lm(family=family, dtype=dtype)
     cache = prefill(model, given())
@@ -38,6 +38,7 @@ def test_a_file_holds_the_same_bits(family, dtype, tmp_path):
     assert more(model, again, 6) == more(model, cache, 6)
 
 
+@pytest.mark.once
 def test_a_file_takes_the_place_of_another_or_leaves_it(model, tmp_path, monkeypatch):
     path = tmp_path / "cache.safetensors"
     first, second = prefill(model, given()), prefill(model, given((3, 1)))
@@ -65,6 +66,7 @@ def test_a_file_takes_the_place_of_another_or_leaves_it(model, tmp_path, monkeyp
         first.save(tmp_path)
 
 
+@pytest.mark.once
 @pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*The use of `x.T` on tensors:UserWarning")
 def test_other_models_are_refused_by_name(model, tmp_path):
@@ -99,6 +101,7 @@ def test_other_models_are_refused_by_name(model, tmp_path):
                 call()
 
 
+@pytest.mark.once
 def test_a_model_that_learned_is_another(model):
     cache = prefill(model, given())
     x = tokens(given((8, 8)), 8)
@@ -108,6 +111,7 @@ def test_a_model_that_learned_is_another(model):
         more(model, cache, 3)
 
 
+@pytest.mark.once
 def test_what_is_no_cache(model, tmp_path):
     path = tmp_path / "cache"
     with pytest.raises(FileNotFoundError, match="no file"):
@@ -151,6 +155,7 @@ def test_what_is_no_cache(model, tmp_path):
             GenerationCache.load(path, model)
 
 
+@pytest.mark.once
 def test_weights_are_compared_from_few_numbers(model):
     """Of each weight, wherever it is, a change is seen; the model is the same after a copy."""
     cache = prefill(model, given())
@@ -168,6 +173,7 @@ def test_weights_are_compared_from_few_numbers(model):
     assert generate(same, given(), 12) == generate(model, given(), 12)
 
 
+@pytest.mark.once
 def test_numbers_of_all_columns_are_compared():
     before = np.zeros((SAMPLED, 64), "float32")
     other = np.where(np.arange(64) == 0, before, np.float32(1))

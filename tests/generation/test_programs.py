@@ -34,6 +34,7 @@ def generate(model, lengths, total, **kwargs):
     return model.generate(prompts(lengths, total), **{"stop_token_ids": None, **kwargs})
 
 
+@pytest.mark.once
 def test_buckets():
     assert len({bucket(n) for n in range(1, 32769)}) == 8
     for length in (1, 64, 65, 1025, 32768, 100_000):
@@ -196,6 +197,7 @@ def test_no_draw_is_that_of_another_thread():
     assert state.numpy()[1] == 11
 
 
+@pytest.mark.nightly
 @on_a_cpu
 def test_compiled():
     """By torch's compiler, from the first token on."""
@@ -229,6 +231,7 @@ def test_without_a_compiler_for_cpp_the_traced_step_runs(monkeypatch):
     assert "C++" in which_generation(model).refused["compiled"]
 
 
+@pytest.mark.nightly
 @on_a_cpu
 def test_compiled_after_many_tokens(monkeypatch):
     import torch
@@ -274,6 +277,7 @@ def test_which_generation(case):
         which_generation(model.backbone)
 
 
+@pytest.mark.once
 def test_a_sampler_of_more_tokens_than_there_are():
     model = tiny_causal_lm(family="hgrn2", num_layers=1)
     for k in (VOCABULARY + 1, 0):
@@ -304,6 +308,7 @@ def test_without_a_sampler_there_is_nothing_to_write_by():
             write()
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("sampler", "words"),
     [

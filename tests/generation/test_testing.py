@@ -22,6 +22,7 @@ CHECKS = [getattr(testing, name) for name in testing.__all__ if name.startswith(
 FAMILY = SHARED[0]
 
 
+@pytest.mark.once
 @shared_by_families
 def test_our_models_are_right(family):
     model = tiny_causal_lm(family=family)
@@ -31,6 +32,7 @@ def test_our_models_are_right(family):
     assert type(model.sampler).__name__ == "TopKSampler"
 
 
+@pytest.mark.once
 @pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*The use of `x.T` on tensors:UserWarning")
 @pytest.mark.parametrize(
@@ -60,6 +62,7 @@ def hub_model():
     return keras_hub.models.LlamaCausalLM(backbone)
 
 
+@pytest.mark.once
 def test_models_of_keras_hub():
     for check in CHECKS:
         assert check(hub_model(), ROWS, new_tokens=3).clear > 4

@@ -28,6 +28,7 @@ def text_of(preprocessor, tokens):
     return preprocessor.generate_postprocess(rows)[0]
 
 
+@pytest.mark.once
 def test_characters_come_whole():
     preprocessor = preprocessor_of(ByteTokenizer())
     tokens = preprocessor.tokenizer("aé€😀b")
@@ -35,6 +36,7 @@ def test_characters_come_whole():
     assert found == ["a", "", "é", "", "", "€", "", "", "", "😀", "b", ""]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("errors", ["replace", "ignore"])
 def test_any_bytes(errors):
     """What is no text comes as the whole row would give it, and soon."""
@@ -56,6 +58,7 @@ def test_any_bytes(errors):
         assert len(expected) - len(told) <= 3
 
 
+@pytest.mark.once
 def test_bytes_that_must_be_text():
     preprocessor = preprocessor_of(ByteTokenizer(errors="strict"))
     assert "".join(pieces_of(preprocessor, preprocessor.tokenizer("é!"), 1)) == "é!"
@@ -73,6 +76,7 @@ def test_spaces_of_sentence_piece():
         assert text_of(preprocessor, tokens[:cut]) + "".join(found) == text_of(preprocessor, tokens)
 
 
+@pytest.mark.once
 def test_prompt_and_pieces_are_what_generate_returns():
     model = tiny_causal_lm(preprocessor=preprocessor_of(ByteTokenizer()), vocabulary_size=259)
     model.compile(sampler="greedy")
@@ -99,6 +103,7 @@ def test_prompt_and_pieces_are_what_generate_returns():
     assert cache.num_tokens.tolist() == [2, 3]
 
 
+@pytest.mark.once
 def test_a_start_token_is_added_where_the_preprocessor_says_so():
     for add in (True, False):
         preprocessor = GriffinCausalLMPreprocessor(

@@ -74,10 +74,7 @@ def made(build):
     return model
 
 
-on_torch = pytest.mark.skipif(keras.backend.backend() != "torch", reason="shown on torch")
-
-
-@pytest.mark.parametrize("pooling", ["mean", pytest.param("first", marks=on_torch)])
+@pytest.mark.parametrize("pooling", ["mean", pytest.param("first", marks=pytest.mark.once)])
 def test_decoder_equals_shared_heads(pooling):
     model, oracle = made(decoder), made(decoder)
     grouped = convert_to_gqa(model, 2, pooling=pooling)
@@ -93,6 +90,7 @@ def test_decoder_equals_shared_heads(pooling):
     assert grouped.get_layer("causal").use_bias is False
 
 
+@pytest.mark.once
 def test_holders_equal_shared_heads(tmp_path):
     model, oracle = made(holders), made(holders)
     grouped = convert_to_gqa(model, 2, where=lambda layer: "encoder/" not in layer.path)
@@ -125,6 +123,7 @@ def weight(model, *parts):
     return found
 
 
+@pytest.mark.once
 def test_all_groups_change_nothing():
     model = made(decoder)
     for actual, expected in zip(
@@ -133,6 +132,7 @@ def test_all_groups_change_nothing():
         assert_equal(actual, expected)
 
 
+@pytest.mark.once
 def test_grouped_further_is_grouped_at_once():
     model = made(decoder)
     twice = convert_to_gqa(convert_to_gqa(model, 2), 1)
@@ -163,6 +163,7 @@ def test_sequential_with_masked_tokens_saves(tmp_path):
     np.testing.assert_array_equal(numpy(loaded(tokens)), numpy(grouped(tokens)))
 
 
+@pytest.mark.once
 def test_given_model_is_untouched_and_stays_usable_while_the_new_one_learns():
     model = made(decoder)
     model.compile("sgd", ["mse", "mse"])
@@ -177,6 +178,7 @@ def test_given_model_is_untouched_and_stays_usable_while_the_new_one_learns():
         np.testing.assert_array_equal(actual, expected)
 
 
+@pytest.mark.once
 def test_random_heads_are_drawn_anew_by_the_seed():
     model = made(decoder)
     kernels = {
@@ -194,6 +196,7 @@ def test_random_heads_are_drawn_anew_by_the_seed():
     )
 
 
+@pytest.mark.once
 def test_policy_trainability_window_and_gate_stay():
     tokens = keras.Input((None, WIDTH))
     layer = attention("a", dtype="mixed_bfloat16", sliding_window=2, use_gate=True)
@@ -212,6 +215,7 @@ def tril_in_graph(x):
     return keras.ops.tril(keras.ops.ones_like(keras.ops.matmul(x, keras.ops.swapaxes(x, 1, 2))))
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("mask", "converted"),
     [

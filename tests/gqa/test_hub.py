@@ -25,18 +25,8 @@ TOKENS = np.random.default_rng(0).integers(1, VOCABULARY, size=(2, 8)).astype("i
 SOURCE = np.random.default_rng(1).integers(1, VOCABULARY, size=(2, 5)).astype("int32")
 
 
-# Nothing in a family depends on the backend but the time that it takes: each is shown on one, most
-# on torch, which compiles nothing, and GPT-2, BART and Llama on all of them.
-HOME = {"Bloom": "jax", "Gemma": "jax", "Qwen": "tensorflow", "OPT": "tensorflow"}
-
-
 def families(names, everywhere=()):
-    return [n if n in everywhere else pytest.param(n, marks=at_home(n)) for n in names]
-
-
-def at_home(name):
-    home = HOME.get(name, "torch")
-    return pytest.mark.skipif(keras.backend.backend() != home, reason=f"shown on {home}")
+    return [n if n in everywhere else pytest.param(n, marks=pytest.mark.once) for n in names]
 
 
 def inputs(tokens=TOKENS, seq2seq=False):
@@ -97,6 +87,7 @@ def test_causal_lm_equals_shared_heads_and_its_cache_the_whole(name):
     assert_equal(logits[:, 0], whole[:, 7])
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", families(SEQ2SEQ, everywhere=["Bart"]))
 def test_seq2seq_lm_equals_shared_heads_and_its_caches_the_whole(name):
     model = seq2seq_lm(name)
@@ -115,7 +106,7 @@ def test_seq2seq_lm_equals_shared_heads_and_its_caches_the_whole(name):
     assert_equal(logits[:, 0], whole[:, 7])
 
 
-@at_home("Bart")
+@pytest.mark.once
 def test_cross_attention_alone():
     model = seq2seq_lm("Bart")
     grouped = convert_to_gqa(model, 1, where="cross_attention")
@@ -146,6 +137,7 @@ def configured(name, **changes):
     return model
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", families(CONFIGURED, everywhere=["Llama"]))
 def test_configured_backbones_equal_shared_heads(name):
     """Kernels have their heads in the first axis, in the second, or flattened with the size."""
@@ -161,7 +153,7 @@ def test_configured_backbones_equal_shared_heads(name):
         assert_equal(actual, expected)
 
 
-@at_home("Gemma4")
+@pytest.mark.once
 def test_gemma_4_with_fewer_heads_in_its_global_layers():
     model = configured("Gemma4", num_global_key_value_heads=2)
     with pytest.raises(ValueError, match=r"the 2 key .*`num_global_key_value_heads`"):
@@ -205,6 +197,7 @@ def llama_lm():
     return hub.LlamaCausalLM(configured("Llama"))
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", ["GPT2", "Llama", "Bart"])
 def test_generate_equals_generation_without_a_cache(name):
     seq2seq = name == "Bart"
@@ -233,6 +226,7 @@ def with_preprocessor(model):
     return type(model)(model.backbone, preprocessor)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", families(["GPT2", "Bart"], everywhere=["GPT2"]))
 def test_presets(name, tmp_path):
     kind = "CausalLM" if name == "GPT2" else "Seq2SeqLM"
@@ -266,6 +260,7 @@ def test_presets(name, tmp_path):
         assert loaded.get_vocabulary() == model.preprocessor.tokenizer.get_vocabulary()
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", families(["Bart", "T5", "Bloom", "GPTNeoX"]))
 def test_files_of_weights(name, tmp_path):
     model = seq2seq_lm(name) if name in SEQ2SEQ else causal_lm(name)
@@ -276,7 +271,7 @@ def test_files_of_weights(name, tmp_path):
         np.testing.assert_array_equal(numpy(actual), numpy(expected))
 
 
-@at_home("GPTNeoX")
+@pytest.mark.once
 def test_grouped_further_is_grouped_at_once():
     for model in (causal_lm("GPTNeoX"), llama_lm()):
         twice = convert_to_gqa(convert_to_gqa(model, 2), 1)
@@ -286,7 +281,7 @@ def test_grouped_further_is_grouped_at_once():
             np.testing.assert_allclose(numpy(actual), numpy(expected), rtol=1e-6, atol=1e-7)
 
 
-@at_home("GPTNeoX")
+@pytest.mark.once
 def test_random_heads_in_a_fused_kernel():
     model = causal_lm("GPTNeoX").backbone
     grouped = convert_to_gqa(model, GROUPS, "random")
@@ -300,7 +295,7 @@ def test_random_heads_in_a_fused_kernel():
             assert not numpy(weight).any()  # as its initializer has it
 
 
-@at_home("GPT2")
+@pytest.mark.once
 def test_scores_of_the_cached_layer():
     model = hub.GPT2Backbone(**POSITIONS)
     set_weights(model)

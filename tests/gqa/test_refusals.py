@@ -7,6 +7,8 @@ import pytest
 
 from keras_recurrent.conversion import convert_to_gqa
 
+pytestmark = pytest.mark.once
+
 hub = keras_hub.models
 WIDTH = 8
 

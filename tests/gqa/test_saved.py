@@ -80,6 +80,7 @@ def gpt2():
     return keras_hub.models.GPT2CausalLM(backbone)
 
 
+@pytest.mark.nightly
 @pytest.mark.once
 def test_every_kind_of_converted_model_loads_after_importing_the_package(tmp_path):
     arguments, wanted = [], []

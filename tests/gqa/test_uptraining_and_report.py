@@ -6,6 +6,8 @@ import pytest
 
 from keras_recurrent.conversion import convert_to_gqa, gqa_report, uptraining
 
+pytestmark = pytest.mark.once
+
 schedules = keras.optimizers.schedules
 
 

@@ -1,5 +1,6 @@
 """The layers under test, one row each; every test body runs for all rows it applies to."""
 
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -105,16 +106,39 @@ WITH_SUBLAYERS = [
     *("LightningAttention", "SGLU"),
 ]
 
-# What the base class gives to all layers that stream is met by every layer on torch, which compiles
-# nothing, and by these on JAX and TensorFlow: with layers inside, with a ring, with a matrix.
+# Tests of the base class meet every layer on torch, which compiles nothing. On JAX and TensorFlow
+# these three represent it, with sublayers, a ring buffer and a matrix for a state; the others are
+# nightly.
 SHARED = STREAMING
 if keras.config.backend() != "torch":
     SHARED = ["RecurrentBlock", "LocalAttention", "HGRN2"]
 
 any_layer = pytest.mark.parametrize("name", ROWS)
 streaming_layer = pytest.mark.parametrize("name", STREAMING)
-shared_by_layers = pytest.mark.parametrize("name", SHARED)
+shared_by_layers = pytest.mark.parametrize(
+    "name",
+    [n if n in SHARED else pytest.param(n, marks=pytest.mark.nightly) for n in STREAMING],
+)
 layer_with_sublayers = pytest.mark.parametrize("name", WITH_SUBLAYERS)
+
+
+def in_situations(names, **axes):
+    """Parametrizes by layers and by the values of axes, each given as {id: value}.
+
+    On JAX and TensorFlow every second combination is nightly: a layer still meets half of the
+    combinations, and each value that is not nightly in one layer's row is not in the next one's.
+    """
+    parameters = []
+    for i, name in enumerate(names):
+        for places in itertools.product(*(range(len(values)) for values in axes.values())):
+            ids = [list(values)[place] for values, place in zip(axes.values(), places, strict=True)]
+            values = [values[id] for values, id in zip(axes.values(), ids, strict=True)]
+            always = keras.config.backend() == "torch" or (i + sum(places)) % 2 == 0
+            marks = () if always else pytest.mark.nightly
+            parameters.append(
+                pytest.param(name, *values, id="-".join([name, *map(str, ids)]), marks=marks)
+            )
+    return pytest.mark.parametrize(("name", *axes), parameters)
 
 
 def built(name, **kwargs):

@@ -23,6 +23,7 @@ POLICIES = ["mixed_bfloat16", "float64"]
 POLICIES += [pytest.param(p, marks=pytest.mark.once) for p in ("bfloat16", "mixed_float16")]
 
 
+@pytest.mark.once
 @any_layer
 def test_shapes(name):
     layer = ROWS[name].make()
@@ -40,6 +41,7 @@ def test_equals_a_loop(name):
     assert_close(layer(x), loops.run(loops.unit(layer), x))
 
 
+@pytest.mark.once
 @any_layer
 def test_config(name):
     layer = ROWS[name].make(name="one", dtype="mixed_bfloat16", trainable=False)
@@ -57,6 +59,7 @@ def test_config(name):
     )
 
 
+@pytest.mark.once
 @any_layer
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
 def test_saved_model(name, policy, tmp_path):
@@ -176,8 +179,10 @@ def test_gradients(name):
             np.testing.assert_allclose(got[index], wanted, rtol=2e-5, atol=1e-5, err_msg=path)
 
 
-@pytest.mark.parametrize("run_eagerly", [False, True])
-@pytest.mark.parametrize("name", ["RecurrentBlock", "GatedMLP"])
+@pytest.mark.parametrize("run_eagerly", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "name", ["RecurrentBlock", pytest.param("GatedMLP", marks=pytest.mark.nightly)]
+)
 def test_recomputing_changes_no_gradient(name, run_eagerly):
     """`keras.RematScope`, which upstream serves calls with one positional tensor alone."""
     x, ids = inputs(length=2), np.zeros((3, 2), "int32")
@@ -198,6 +203,7 @@ def test_recomputing_changes_no_gradient(name, run_eagerly):
     assert_close(*trained)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(keras.config.backend() != "tensorflow", reason="no graph of reads and updates")
 @pytest.mark.parametrize("name", ["RecurrentBlock", "LocalAttention", "GatedMLP", "RMSNorm"])
 def test_recomputing_reads_no_trained_weight(name):

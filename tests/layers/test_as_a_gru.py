@@ -13,6 +13,7 @@ from tests.layers.table import (
     WIDTH,
     assert_close,
     built,
+    in_situations,
     inputs,
     numpy,
     shared_by_layers,
@@ -287,8 +288,10 @@ def test_mixed_precision(name):
     assert_close(forward, both.forward_layer(x, mask=mask, initial_state=states[0])[1])
 
 
-@pytest.mark.parametrize("name", [name for name in LEARNING if name in SHARED])
-@pytest.mark.parametrize("wrap", [lambda layer: layer, keras.layers.Bidirectional])
+@in_situations(
+    [name for name in LEARNING if name in SHARED],
+    wrap={"alone": lambda layer: layer, "bidirectional": keras.layers.Bidirectional},
+)
 def test_fit(name, wrap):
     """A classifier of padded rows learns the first token, from either end."""
     ids = np.random.default_rng(0).integers(1, 4, (32, 6))

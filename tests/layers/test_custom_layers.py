@@ -117,6 +117,7 @@ def test_a_layer_with_positions_and_arguments():
             layer(sequence, shift=1.0)
 
 
+@pytest.mark.once
 def test_what_is_handed_down_is_checked():
     layer, x = LocalAttention(2, head_dim=4, sliding_window=3), inputs()
     tokens, _ = find_tokens(x, uses_position=True)
@@ -144,6 +145,7 @@ def test_what_is_handed_down_is_checked():
         WithoutStream()(x)
 
 
+@pytest.mark.once
 def test_a_layer_without_a_part_of_its_own():
     class Doubled(StreamingLayer):
         def stream(self, inputs, tokens, state):

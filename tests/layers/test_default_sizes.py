@@ -12,6 +12,8 @@ from tests.layers.table import inputs, numpy
 from tests.models.test_hgrn2_image_classifier import SIZES as VISION_SIZES
 from tests.models.tiny import FAMILIES
 
+pytestmark = pytest.mark.once
+
 SAVED = pathlib.Path(__file__).parents[1] / "data" / "saved_models"
 # {width: the number of blocks or the size of a head}
 NUM_BLOCKS = {1: 1, 2: 1, 3: 1, 4: 1, 7: 1, 8: 2, 10: 2, 12: 3, 16: 16, 20: 5, 24: 6, 32: 16}

@@ -10,6 +10,8 @@ import pytest
 from keras_recurrent import layers
 from tests.layers.table import ATTENTION, ROWS, STREAMING, WIDTH, built, inputs, streaming_layer
 
+pytestmark = pytest.mark.once
+
 
 @pytest.mark.once
 @streaming_layer

@@ -7,6 +7,8 @@ import pytest
 from keras_recurrent import layers
 from tests.layers.table import numpy
 
+pytestmark = pytest.mark.once
+
 
 def decay(a_logit):
     return 1 / (1 + np.exp(-np.asarray(a_logit, "float64")))

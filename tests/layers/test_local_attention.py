@@ -15,6 +15,7 @@ def make(**kwargs):
     return layer
 
 
+@pytest.mark.once
 def test_weights():
     layer = make(num_query_heads=6, num_key_value_heads=2)
     shapes = {weight.path.split("/", 1)[1]: tuple(weight.shape) for weight in layer.weights}
@@ -63,6 +64,7 @@ def test_global_attention_streams_where_its_length_is_told():
     np.testing.assert_array_equal(numpy(state["position"]), 8)
 
 
+@pytest.mark.once
 def test_room_of_states():
     window, both = make(sliding_window=6), make(sliding_window=6, max_length=4)
     told = make(max_length=30)

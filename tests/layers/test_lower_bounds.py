@@ -24,6 +24,7 @@ def shares(logits):
     return exp / exp.sum(axis=0)
 
 
+@pytest.mark.once
 def test_the_table_is_that_of_the_paper():
     layer = layers.LowerBounds(4)
     bounds = numpy(layer(inputs()))
@@ -137,6 +138,7 @@ def test_bidirectional_is_a_keras_layer(tmp_path):
     np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     "layer", [layers.HGRN2(4), layers.HGRN(), layers.BidirectionalHGRN2(4)], ids=str
 )

@@ -8,7 +8,18 @@ from keras_recurrent.layers import HGRN, LocalAttention, RecurrentBlock
 from keras_recurrent.layers.tokens import find_tokens
 from tests.layers import loops
 from tests.layers.gradients import call_with, gradients
-from tests.layers.table import ROWS, WIDTH, assert_close, built, inputs, numpy, streaming_layer
+from tests.layers.table import (
+    ROWS,
+    STREAMING,
+    WIDTH,
+    assert_close,
+    built,
+    in_situations,
+    inputs,
+    numpy,
+    shared_by_layers,
+    streaming_layer,
+)
 
 LENGTH = 8
 PLACE = np.arange(LENGTH)
@@ -28,8 +39,7 @@ CUTS = {  # parts of few different lengths, as XLA compiles each
     "one token at a time": range(1, LENGTH),
     "on a border of documents in one row, inside documents in others": [4],
 }
-masks = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-segments = pytest.mark.parametrize("segment_ids", SEGMENTS.values(), ids=SEGMENTS)
+GARBAGE = {"zeros": 0.0, "large numbers": 1e4, "NaN": np.nan, "infinity": np.inf}
 
 
 def in_parts(layer, x, mask, segment_ids, cuts, state=None):
@@ -47,9 +57,7 @@ def in_parts(layer, x, mask, segment_ids, cuts, state=None):
     return np.concatenate(outputs, axis=1), state
 
 
-@streaming_layer
-@masks
-@segments
+@in_situations(STREAMING, mask=MASKS, segment_ids=SEGMENTS)
 def test_equals_a_loop(name, mask, segment_ids):
     layer, x = built(name), inputs()
     output = layer(x, mask=mask, segment_ids=segment_ids)
@@ -57,9 +65,7 @@ def test_equals_a_loop(name, mask, segment_ids):
     assert_close(output, wanted.astype("float32"), where=mask)
 
 
-@streaming_layer
-@masks
-@segments
+@in_situations(STREAMING, mask=MASKS, segment_ids=SEGMENTS)
 def test_parts_equal_the_whole(name, mask, segment_ids):
     layer, x = built(name), inputs()
     whole = layer(x, mask=mask, segment_ids=segment_ids, return_state=True)
@@ -69,8 +75,7 @@ def test_parts_equal_the_whole(name, mask, segment_ids):
         assert_close(state, whole[1])
 
 
-@streaming_layer
-@segments
+@in_situations(STREAMING, segment_ids=SEGMENTS)
 def test_tokens_are_handed_down(name, segment_ids):
     """A layer inside another gets its tokens and its own part of the state, and returns that."""
     layer, x, mask = built(name), inputs(), MASKS["padding anywhere"]
@@ -115,8 +120,7 @@ def test_packed_documents_equal_separate_ones(name):
     assert_close(state, second_state)
 
 
-@streaming_layer
-@pytest.mark.parametrize("garbage", [0.0, 1e4, np.nan, np.inf])
+@in_situations(STREAMING, garbage=GARBAGE)
 def test_padded_rows_equal_unpadded_ones(name, garbage):
     layer, x = built(name), inputs()
     mask = MASKS["padding anywhere"]
@@ -141,8 +145,7 @@ def test_padding_alone_leaves_the_state(name):
         np.testing.assert_equal(numpy(after), numpy(state))
 
 
-@streaming_layer
-@masks
+@in_situations(STREAMING, mask=MASKS)
 def test_no_state_is_the_initial_state(name, mask):
     layer, x = built(name), inputs()
     nothing = layer(x, mask=mask, return_state=True)
@@ -153,7 +156,7 @@ def test_no_state_is_the_initial_state(name, mask):
     assert_close(initial[1], nothing[1])
 
 
-@streaming_layer
+@shared_by_layers
 def test_a_state_kept_by_a_layer(name):
     """Keras turns a dict that becomes an attribute of a layer into one of its own."""
     layer, x, keeper = built(name), inputs(), keras.layers.Layer()
@@ -162,7 +165,7 @@ def test_a_state_kept_by_a_layer(name):
     assert_close(layer(x[:, 4:], initial_state=keeper.state), whole[:, 4:])
 
 
-@streaming_layer
+@shared_by_layers
 def test_a_document_goes_on_without_ids(name):
     """Segment ids may be left out for a part: it belongs to the document before."""
     layer, x = built(name), inputs()
@@ -197,6 +200,7 @@ def test_dtypes_of_states(name, policy):
         assert tuple(array.shape) == tuple(drawn.shape)
 
 
+@pytest.mark.once
 @streaming_layer
 def test_state_shapes(name):
     layer = built(name, return_state=True)
@@ -217,7 +221,7 @@ def test_state_shapes(name):
     )
 
 
-@streaming_layer
+@shared_by_layers
 def test_return_state_of_the_call_goes_first(name):
     row = ROWS[name]
     assert isinstance(row.make(return_state=True)(inputs()), tuple)
@@ -248,7 +252,7 @@ def test_functional_model_with_states(name, tmp_path):
         assert_close(state, wanted[1])
 
 
-@streaming_layer
+@shared_by_layers
 @pytest.mark.parametrize("packed", [False, True])
 def test_keras_masks_arrive(name, packed):
     """An embedding's mask comes along, also beside other tensors, and in a Functional model."""
@@ -272,7 +276,7 @@ def test_keras_masks_arrive(name, packed):
         assert_close(state, wanted[1])
 
 
-@streaming_layer
+@shared_by_layers
 def test_a_mask_of_integers(name):
     layer, x, mask = built(name), inputs(), MASKS["padding anywhere"]
     ids = SEGMENTS["documents"]
@@ -281,7 +285,7 @@ def test_a_mask_of_integers(name):
         assert_close(layer(x, mask=mask.astype("int32"), return_state=True, **others), wanted)
 
 
-@streaming_layer
+@shared_by_layers
 def test_an_explicit_mask_goes_first(name):
     layer = built(name)
     tokens = np.array([[0, 1, 2, 3] * 2] * 3)
@@ -290,7 +294,7 @@ def test_an_explicit_mask_goes_first(name):
     assert_close(layer(x, mask=mask), layer(numpy(x), mask=mask), where=mask)
 
 
-@streaming_layer
+@shared_by_layers
 def test_gradients_flow_through_states(name):
     """The gradient of a whole equals that of its parts, by inputs, weights and the first state."""
     layer, x = built(name), inputs(length=4)

@@ -228,6 +228,7 @@ def test_truth_values_are_booleans():
             cls.preprocessor(cls.tokenizer(), **{name: "no"})
 
 
+@pytest.mark.once
 @any_family
 def test_the_configuration_makes_the_same_backbone(family):
     others = {
@@ -249,6 +250,7 @@ def test_the_configuration_makes_the_same_backbone(family):
     assert [w.shape for w in again.weights] == [w.shape for w in backbone.weights]
 
 
+@pytest.mark.once
 @shared_by_families
 def test_a_residual_block_serializes_and_streams(family):
     backbone = tiny_backbone(family=family, num_layers=1)
@@ -293,6 +295,7 @@ def test_policies_reach_all_sublayers(family):
             assert layer.dtype_policy.name == "mixed_bfloat16", layer.path
 
 
+@pytest.mark.once
 @any_family
 def test_the_layout_map_covers_the_large_weights(family):
     pytest.importorskip("jax")

@@ -135,6 +135,7 @@ def test_scores_are_the_models_logits_and_losses(family):
     np.testing.assert_array_equal(keras.ops.convert_to_numpy(silenced), 0)
 
 
+@pytest.mark.once
 def test_scores_ask_for_what_they_need():
     model = tiny_causal_lm(num_layers=1)
     with pytest.raises(ValueError, match="'logits' or 'loss'"):
@@ -167,6 +168,7 @@ def test_a_cache_has_a_state_for_each_block():
         model.call_with_cache(np.ones((2, 1), "int32"), cache)
 
 
+@pytest.mark.once
 def test_samplers_that_cannot_serve_are_refused_by_name():
     model = tiny_causal_lm(num_layers=1)
     with pytest.raises(ValueError, match="return_all_beams"):
@@ -178,6 +180,7 @@ def test_samplers_that_cannot_serve_are_refused_by_name():
         model.compile(sampler="gredy")
 
 
+@pytest.mark.once
 def test_prompts_need_a_token_and_no_gaps():
     model = tiny_causal_lm(num_layers=1)
     token_ids = np.full((2, 5), 7, "int32")
@@ -207,6 +210,7 @@ def test_prompts_need_a_token_and_no_gaps():
             model.generate(prompt, stop_token_ids=None)
 
 
+@pytest.mark.once
 def test_no_prompts_and_no_length_are_errors():
     model = language_model()
     with pytest.raises(ValueError, match="`inputs` must hold at least one prompt; got none"):

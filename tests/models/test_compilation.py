@@ -19,9 +19,10 @@ ROOT = pathlib.Path(__file__).parents[2]
 # torch looks at Keras's whole step for a minute, and Inductor takes another one for its C++.
 COMPILERS = ["default"]
 if BACKEND == "torch":
-    COMPILERS = [pytest.param(of, marks=pytest.mark.slow) for of in ("aot_eager", "default")]
+    COMPILERS = [pytest.param(of, marks=pytest.mark.nightly) for of in ("aot_eager", "default")]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_a_compiled_step_is_a_plain_step(compiler, monkeypatch):
     if compiler != "default":
@@ -57,6 +58,7 @@ print("done")
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(BACKEND == "tensorflow", reason="it is TensorFlow's absence that is tested")
 def test_strings_need_no_tensorflow():
     done = subprocess.run(
@@ -94,6 +96,7 @@ def test_torch_traces_a_step_of_generation(family):
             torch.testing.assert_close(traced, plain)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(BACKEND != "torch", reason="JAX and TensorFlow compile a step as one program")
 @any_family
 def test_torch_compiles_a_network_as_one_graph(family):

@@ -56,11 +56,7 @@ def prompt_lengths(family, name=None):
 
 
 def every_sampler(names):
-    """On torch, and for one family. What others add is a state: one sampler walks on in it.
-
-    Beam search, which moves states from row to row, and contrastive search, which looks at hidden
-    states, have tests of their own, for all.
-    """
+    """Every sampler with one family, on torch with all; greedy sampling with all everywhere."""
     return pytest.mark.parametrize(
         ("family", "name"),
         [(f, n) for f in FAMILIES for n in names if f in SHARED or n == "greedy"],
@@ -68,6 +64,8 @@ def every_sampler(names):
         scope="module",
     )
 
+
+beyond_sampling = pytest.mark.parametrize("family", SHARED, indirect=True, scope="module")
 
 SAMPLERS = {
     "greedy": lambda: keras_hub.samplers.GreedySampler(),
@@ -94,6 +92,7 @@ def test_samplers_with_cache_write_what_they_write_without(family, model, plain,
         np.testing.assert_array_equal(written[given], prompt[given])
 
 
+@beyond_sampling
 def test_beam_search_with_cache_writes_what_it_writes_without(family, model, plain):
     for lengths in prompt_lengths(family):
         prompt, given = ragged(*lengths)
@@ -104,6 +103,7 @@ def test_beam_search_with_cache_writes_what_it_writes_without(family, model, pla
         np.testing.assert_array_equal(written, wanted)
 
 
+@beyond_sampling
 def test_contrastive_search_with_cache_writes_what_it_writes_without(family, model, plain):
     """Likeness counts for most here, and the last hidden state before the first token with it."""
     for lengths in prompt_lengths(family):
@@ -115,7 +115,7 @@ def test_contrastive_search_with_cache_writes_what_it_writes_without(family, mod
         np.testing.assert_array_equal(written, wanted)
 
 
-@pytest.mark.parametrize("family", SHARED, indirect=True)
+@beyond_sampling
 def test_generation_ends_where_every_row_has_stopped(family, model, plain):
     prompt, given = ragged(*PROMPTS["longer"])
     free, _ = plain_generation.sample(plain, SAMPLERS["greedy"](), prompt, given)
@@ -142,6 +142,7 @@ def test_a_quantized_model_writes_what_its_own_plain_passes_write(family):
     np.testing.assert_array_equal(generate(model, "greedy", prompt, given)["token_ids"], wanted)
 
 
+@beyond_sampling
 def test_the_cache_has_one_size_and_takes_tokens_in_any_portions(model, plain):
     prompt, _ = ragged(LENGTH, LENGTH)
     wanted = forward(plain, prompt, np.ones_like(prompt))

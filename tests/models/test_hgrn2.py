@@ -69,6 +69,7 @@ def test_a_block_alone_has_no_bounds():
         assert ("lower_bounds" in names) == (backbone.num_layers > 1)
 
 
+@pytest.mark.once
 def test_a_residual_block_serializes_and_streams_with_its_bound():
     block = tiny_backbone(family="hgrn2").transformer_layers[1]
     again = HGRN2ResidualBlock.from_config(block.get_config())
@@ -130,6 +131,7 @@ def test_parameters_that_the_paper_prints():
     assert parameters == pytest.approx(44.66e6, rel=2e-3)
 
 
+@pytest.mark.once
 def test_published_weights_load_by_default(monkeypatch):
     """Nothing is fetched here: the name leads to the repository."""
     asked = []

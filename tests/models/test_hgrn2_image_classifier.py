@@ -100,6 +100,7 @@ def test_parameters_are_those_of_the_paper(name, millions):
     assert found == counted
 
 
+@pytest.mark.once
 def test_names_load_through_our_class_and_kerashubs():
     kwargs = {"num_layers": 1, "image_shape": (32, 32, 3), "num_classes": 7}
     for cls in (HGRN2ImageClassifier, keras_hub.models.ImageClassifier):
@@ -113,6 +114,7 @@ def test_names_load_through_our_class_and_kerashubs():
         HGRN2ImageClassifier.from_preset("hgrn2_vision_tiny", load_weights=True)
 
 
+@pytest.mark.once
 def test_it_saves(tmp_path):
     images, _ = digits(3, seed=2)
     for dtype, name in [("float32", "preset"), ("mixed_bfloat16", "model.keras")]:

@@ -73,6 +73,7 @@ def test_weights_as_keras_takes_them(weights):
     compare(tiny_causal_lm, weights)
 
 
+@pytest.mark.once
 def test_gradients_that_are_accumulated():
     compare(tiny_causal_lm, optimizer={"gradient_accumulation_steps": 2})
 
@@ -100,6 +101,7 @@ def test_low_rank_weights_and_frozen_ones():
     compare(make)
 
 
+@pytest.mark.once
 def test_outside_of_a_step_there_are_logits():
     model = tiny_causal_lm()
     x, y, weights = data()
@@ -147,6 +149,7 @@ def test_an_error_inside_a_step_leaves_logits_outside():
     assert tuple(model(x).shape) == (BATCH, LENGTH, VOCABULARY)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(BACKEND != "jax", reason="XLA tells the memory of a program")
 def test_a_step_keeps_no_logits():
     import jax

@@ -17,6 +17,8 @@ from keras_recurrent.models import (
 )
 from tests.models.tiny import FAMILIES, SIZES, any_family, tiny_causal_lm
 
+pytestmark = pytest.mark.once
+
 
 def nbytes(arrays):
     return sum(keras.ops.convert_to_numpy(array).nbytes for array in keras.tree.flatten(arrays))

@@ -10,6 +10,8 @@ from keras_recurrent.models import GriffinCausalLMPreprocessor, packing
 from keras_recurrent.tokenizers import ByteTokenizer
 from tests.models.tiny import FAMILIES, any_family, tiny_causal_lm
 
+pytestmark = pytest.mark.once
+
 PAD, START, END = 0, 1, 2
 
 

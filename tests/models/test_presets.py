@@ -18,6 +18,8 @@ from keras_recurrent.models import (
 )
 from tests.models.tiny import VOCABULARY
 
+pytestmark = pytest.mark.once
+
 # Griffin, appendix C: D, D_rnn, depth and heads; M is 3 throughout.
 PAPER = {
     "100m": (768, 1024, 12, 6),

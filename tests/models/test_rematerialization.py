@@ -47,6 +47,7 @@ def test_a_training_step_is_the_same(family):
     assert np.linalg.norm(recomputed - plain) < 1e-5 * np.linalg.norm(plain)
 
 
+@pytest.mark.nightly
 def test_a_training_step_in_bfloat16_is_as_exact():
     """XLA rounds the two programs in different places: each is compared with float32."""
     exact = training_step(None, "float32", num_layers=2)
@@ -66,6 +67,7 @@ def test_the_scope_chooses_blocks_by_name():
     assert model.rematerialized_call(model.call) == model.call
 
 
+@pytest.mark.nightly
 @any_family
 def test_the_scope_may_name_what_is_inside_of_blocks(family):
     # Keras's own layers cannot be recomputed in a graph of TensorFlow, which refuses keywords.
@@ -84,6 +86,7 @@ def test_the_scope_may_name_what_is_inside_of_blocks(family):
     assert np.linalg.norm(found - expected) < 1e-5 * np.linalg.norm(expected)
 
 
+@pytest.mark.nightly
 @any_family
 def test_nothing_inside_a_block_recomputes_by_itself(family):
     model = model_in("full", family=family)
@@ -97,6 +100,7 @@ def test_nothing_inside_a_block_recomputes_by_itself(family):
 LAYERS = {"RecurrentBlock": lambda: RecurrentBlock(16), "HGRN2": lambda: HGRN2(expand_ratio=4)}
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(BACKEND != "torch", reason="a compiler of torch")
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 def test_with_the_compiler_of_torch(layer, monkeypatch):
@@ -119,6 +123,7 @@ def test_with_the_compiler_of_torch(layer, monkeypatch):
     assert losses[0][2] < losses[0][0]
 
 
+@pytest.mark.nightly
 def test_generation_and_scores_go_on():
     plain, recomputing = tiny_causal_lm(num_layers=2), model_in("full", num_layers=2)
     token_ids = np.array([[5, 7, 9, 0, 0, 0], [8, 0, 0, 0, 0, 0]], "int32")
@@ -160,6 +165,7 @@ def held_between_passes(model, x, y):
     return sum(held.values())
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(BACKEND == "tensorflow", reason="TensorFlow does not tell what it holds")
 @any_family
 def test_less_is_held_between_forward_and_backward_pass(family):

@@ -32,6 +32,7 @@ def test_a_functional_model_of_layers():
         np.testing.assert_allclose(array, then[name], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.once
 def test_a_preset():
     model = keras_hub.models.CausalLM.from_preset(str(SAVED / "preset"))
     then = np.load(SAVED / "preset.npz")

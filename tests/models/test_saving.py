@@ -46,6 +46,7 @@ def saved(request, tmp_path_factory):
     return model, path
 
 
+@pytest.mark.once
 def test_a_preset_directory_loads_through_our_class_and_kerashubs(saved):
     model, path = saved
     for cls in (type(model), keras_hub.models.CausalLM):
@@ -55,6 +56,7 @@ def test_a_preset_directory_loads_through_our_class_and_kerashubs(saved):
         assert (again.preprocessor.packed, again.preprocessor.sequence_length) == (True, 8)
 
 
+@pytest.mark.once
 def test_the_parts_of_a_preset_directory_load_by_themselves(saved):
     model, path = saved
     for cls in (type(model.backbone), keras_hub.models.Backbone):
@@ -68,6 +70,7 @@ def test_the_parts_of_a_preset_directory_load_by_themselves(saved):
         assert json.load(file)["parameter_count"] == model.backbone.count_params()
 
 
+@pytest.mark.once
 def test_overrides_of_a_preset_directory(saved):
     model, path = saved
     causal_lm, backbone = type(model), type(model.backbone)
@@ -161,12 +164,14 @@ def test_an_exported_program_takes_what_the_preprocessor_makes(tmp_path):
     np.testing.assert_allclose(program.serve(x), model(x), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.once
 def test_keras_files_of_a_backbone(saved, tmp_path):
     model, _ = saved
     model.backbone.save(tmp_path / "backbone.keras")
     assert type(keras.saving.load_model(tmp_path / "backbone.keras")) is type(model.backbone)
 
 
+@pytest.mark.once
 @shared_by_families
 def test_mixed_precision_survives(family, tmp_path):
     model = language_model(family, dtype="mixed_bfloat16")
@@ -176,6 +181,7 @@ def test_mixed_precision_survives(family, tmp_path):
     np.testing.assert_array_equal(logits(again), logits(model))
 
 
+@pytest.mark.once
 @shared_by_families
 def test_lora_trains_its_own_weights_alone_and_saves_them(family, tmp_path):
     model = language_model(family)
@@ -273,6 +279,7 @@ def test_copies_and_clones_have_no_low_rank_weights(family):
 
 
 # Keras warns of every layer without such weights, input layers included.
+@pytest.mark.once
 @pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*The use of `x.T` on tensors:UserWarning")
 @shared_by_families

@@ -11,6 +11,8 @@ import torch
 from keras_recurrent.models import sources
 from tests.models.tiny import FAMILIES
 
+pytestmark = pytest.mark.once
+
 TEXTS = ["tick tock ", "tick tock tick", "tock", "tick"] * 3
 BATCHES = [TEXTS[i : i + 3] for i in range(0, 12, 3)]
 

@@ -231,6 +231,7 @@ def test_clones_and_functional_parts(tmp_path):
     np.testing.assert_array_equal(part.predict(tokens, verbose=0), model.predict(tokens, verbose=0))
 
 
+@pytest.mark.once
 def test_it_saves(tmp_path):
     for family, bidirectional, dtype in (
         ("griffin", True, "float32"),

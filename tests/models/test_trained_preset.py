@@ -65,6 +65,7 @@ def test_it_knows_how_text_goes_on(model):
     assert bits_per_byte(model, HELD_OUT) == pytest.approx(BITS_PER_BYTE, abs=1e-3)
 
 
+@pytest.mark.once
 def test_it_writes_words(model):
     """Those of the documentation. Some texts may be lines of asterisks, as it has them."""
     known = set(re.findall(r"[a-z]+", " ".join(pydoc_data.topics.topics.values()).lower()))
@@ -77,11 +78,13 @@ def test_it_writes_words(model):
     assert np.mean([word in known for word in words]) > 0.8
 
 
+@pytest.mark.once
 def test_without_weights_it_is_noise():
     model = GriffinCausalLM.from_preset(NAME, load_weights=False)
     assert bits_per_byte(model, HELD_OUT) > 6
 
 
+@pytest.mark.once
 def test_every_way_to_load_it_gives_the_same_weights(model, monkeypatch):
     """Without the packages that read checkpoints, as they come with an extra alone."""
     for package in ("safetensors", "huggingface_hub"):
@@ -95,6 +98,7 @@ def test_every_way_to_load_it_gives_the_same_weights(model, monkeypatch):
             np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.once
 def test_the_weights_are_those_of_the_file_in_any_dtype(model):
     narrow = GriffinBackbone.from_preset(NAME, dtype="bfloat16")
     # Decays and filters are float32 beside it, as in every Griffin.

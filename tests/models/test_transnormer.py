@@ -14,6 +14,8 @@ from keras_recurrent.models import (
 from tests.models import numpy_transnormer
 from tests.models.tiny import FAMILIES, VOCABULARY, forward, tiny_causal_lm
 
+pytestmark = pytest.mark.once
+
 # D, depth, SGLU, vocabulary, matrices of the vocabulary.
 SIZES = {
     "tnl_tiny": (128, 4, 352, 259, 2),

@@ -85,6 +85,7 @@ if BACKEND == "jax":
         with keras_recurrent.implementation("jax"):
             close(second, jax.jit(jax.grad(of_gradients))(tensors))
 
+    @pytest.mark.nightly
     @every_operation
     def test_memory_is_linear_in_time(operation):
         def temporary_bytes(length):

@@ -13,7 +13,7 @@ from tests.ops.judge import INTERPRETED, PLAIN, check, compare, kernel_of, kerne
 
 KERNELS = kernels(DRAW)
 # JAX's interpreter of TPU kernels takes up to a minute a case, so one case shows them by default.
-SLOW = {"pallas": pytest.mark.slow}
+SLOW = {"pallas": pytest.mark.nightly}
 every_kernel = pytest.mark.parametrize(
     ("operation", "implementation"), [pytest.param(*k, marks=SLOW.get(k[1], ())) for k in KERNELS]
 )

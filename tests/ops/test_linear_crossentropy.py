@@ -165,6 +165,7 @@ def test_pieces(small_pieces, shape, reduction, implementation):
     check(Case(shape, 6, 31, soft_cap=5.0), reduction, implementation)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(BACKEND != "jax", reason="Keras splits operations over devices on JAX alone")
 def test_devices_share_rows_tokens_and_the_vocabulary():
     flags = " ".join((os.environ["XLA_FLAGS"], "--xla_force_host_platform_device_count=8"))
@@ -236,6 +237,7 @@ def test_a_node_of_a_graph():
         np.testing.assert_allclose(f, keras.ops.convert_to_numpy(e), rtol=1e-6)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

@@ -280,6 +280,7 @@ BAD = {
 }
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(("tensors", "context", "message"), BAD.values(), ids=BAD.keys())
 def test_bad_arguments_name_themselves(tensors, context, message):
     good = {"x": np.zeros((2, 4, 3), "float32"), "log_a": np.zeros((2, 4, 3), "float32")}
@@ -297,6 +298,7 @@ def test_a_sequence_of_no_tokens(operation):
         call(operation, tokens(operation, tensors, slice(0, 0)))
 
 
+@pytest.mark.once
 def test_bad_shapes_in_a_graph():
     with pytest.raises(ValueError, match="`log_a` must have the shape"):
         ops.linear_scan(keras.Input((None, 4)), keras.Input((None, 5)))
@@ -306,6 +308,7 @@ def test_bad_shapes_in_a_graph():
         )
 
 
+@pytest.mark.once
 def test_an_unknown_activation():
     kernel = np.ones((4, 3), "float32")
     for x in (np.ones((2, 5, 3), "float32"), keras.Input((None, 3))):
@@ -313,6 +316,7 @@ def test_an_unknown_activation():
             ops.causal_conv1d(x, kernel, activation="relu")
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("value", ["abc", object(), [[[1.0], [1.0, 2.0]]], {"a": np.ones(1)}])
 def test_an_argument_that_is_no_tensor_is_named(value):
     x = np.ones((1, 2, 3), "float32")

@@ -10,6 +10,8 @@ from keras_recurrent.backends.reference import log_forget_gate
 from tests.ops import steps, token_wise
 from tests.ops.cases import CONSTANTS, DRAW, Case, beside, draw, named, unnamed
 
+pytestmark = pytest.mark.once
+
 # Their outputs at padding are states, too; those of others mean nothing, and have no gradient.
 OUTPUTS_ARE_STATES = ("linear_scan", "complex_linear_scan", "rg_lru")
 

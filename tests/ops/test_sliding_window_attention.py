@@ -198,6 +198,7 @@ BAD = {
 }
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(("arguments", "message"), BAD.values(), ids=BAD.keys())
 def test_bad_arguments_name_themselves(arguments, message):
     with pytest.raises(ValueError, match=message):

@@ -252,6 +252,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_is_refused(words):
     with pytest.raises(ValueError, match=words):

@@ -63,6 +63,7 @@ def test_a_negative_segment_says_that_nothing_was_seen():
         assert int(kinds[0, 0]) == wanted
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("text", ["abc", {"a": 1}])
 def test_what_is_no_tensor(text):
     x = np.zeros((1, 3, 1))
@@ -88,6 +89,7 @@ def test_lists_are_taken():
     np.testing.assert_array_equal(keras.ops.convert_to_numpy(kinds), [[0, 2, 1]])
 
 
+@pytest.mark.once
 def test_what_does_not_fit_is_said():
     x = np.zeros((2, 5, 3), "float32")
     for name, shape in [("mask", (2, 3)), ("segment_ids", (5,)), ("previous_segment_id", (3,))]:

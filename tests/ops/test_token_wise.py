@@ -465,6 +465,7 @@ BAD = {
 }
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(("call", "message"), BAD.values(), ids=BAD.keys())
 def test_bad_arguments_name_themselves(call, message):
     with pytest.raises(ValueError, match=message):

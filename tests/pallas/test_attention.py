@@ -22,7 +22,7 @@ from tests.ops.judge import check
 LINEAR = ("gated_linear_attention", "lightning_attention")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("operation", LINEAR)
 def test_several_blocks(operation, monkeypatch):
     """Three blocks of a chunk: their first states are collected, and the last block is short."""
@@ -81,7 +81,7 @@ def test_one_token_is_left_to_xla():
         )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("heads", [(1, 1), (6, 2)])
 def test_blocks_of_a_window(dtype, heads, monkeypatch):

@@ -48,7 +48,7 @@ def tensors(operation, length=5, dtype="float32"):
 
 
 @compiler
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_compiled_for_tpu_without_a_tpu(topology):
     """At sizes of presets, such as hawk_1.3b. What does not fit VMEM does not compile."""
@@ -61,7 +61,7 @@ def test_compiled_for_tpu_without_a_tpu(topology):
 
 
 @compiler
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_compiled_for_eight_chips_without_gathering():
     reports = fresh_process("-m", "tests.pallas.targets", "v5e:2x4", "8")
     for name, report in reports.items():
@@ -71,7 +71,7 @@ def test_compiled_for_eight_chips_without_gathering():
 
 
 @compiler
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_training_step_of_hawk_compiles():
     """Two kernels a block, each forward, forward again where the block recomputes, and backward."""
     report = fresh_process("-m", "tests.pallas.training")
@@ -80,7 +80,7 @@ def test_a_training_step_of_hawk_compiles():
     assert report["peak"] < 16 * 2**30
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_shards_of_eight_devices():
     """Under `keras.distribution`, in the interpreter: as on one device, and nothing is gathered."""
     flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=8"
@@ -194,7 +194,7 @@ def test_what_is_refused_by_size():
     assert "known when a program is traced" in reason
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("operation", RECURRENCES)
 def test_several_blocks(operation):
     """Two blocks of channels, the second one short, and of tokens, with padding in one of them."""

@@ -67,6 +67,7 @@ def test_state_size(guide, tmp_path, monkeypatch, capsys):
     assert state_size.better(np.array([1.0]), np.array([1.5])) == "NO"  # one seed says nothing
 
 
+@pytest.mark.once
 def test_states_of_hgrn_are_what_the_forms_say(guide):
     """Against a loop over time in NumPy, with a bound, and a sequence in two parts."""
     state_size = guide("state_size")
@@ -100,6 +101,7 @@ def test_states_of_hgrn_are_what_the_forms_say(guide):
         np.testing.assert_allclose(right, found[:, 3:], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("ratio", [1, 2])
 def test_a_scan_of_small_heads_is_hgrn2(guide, ratio):
     state_size = guide("state_size")

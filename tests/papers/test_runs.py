@@ -54,6 +54,7 @@ def tiny(seed):
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(keras.backend.backend() != "jax", reason="a program of JAX")
 def test_models_side_by_side_learn_as_by_keras(guide):
     """In one program or in turns, each on its own rows, as Keras's own training step has it."""

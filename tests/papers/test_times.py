@@ -12,6 +12,8 @@ from keras_recurrent.models import (
 )
 from tests.papers.running import call
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.mark.once
 def test_throughput(guide, tmp_path, monkeypatch, capsys):

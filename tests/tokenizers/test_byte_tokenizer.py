@@ -8,6 +8,8 @@ import pytest
 
 from keras_recurrent.tokenizers import ByteTokenizer
 
+pytestmark = pytest.mark.once
+
 TEXTS = ["", "hi", "Grüße, 世界 🌍\n", "\x00\x7f"]
 
 

@@ -8,6 +8,8 @@ from keras_recurrent.models import GriffinCausalLMPreprocessor
 from keras_recurrent.tokenizers import SentencePieceTokenizer
 from tests.tokenizers.sentence_piece import train
 
+pytestmark = pytest.mark.once
+
 
 def special(tokenizer):
     return tokenizer.start_token_id, tokenizer.end_token_id, tokenizer.pad_token_id

@@ -21,7 +21,7 @@ from tests.ops.cases import Case, draw
 from tests.triton.hopper import OPTIONS
 from tests.triton.test_triton import ON_GPU, OPERATIONS, arguments, every_operation
 
-SLOW = pytest.mark.slow
+SLOW = pytest.mark.nightly
 # Heads of one tile and of several; chains of several tiles, few chains and many.
 CASES = [
     ("linear_scan", Case(1, 300, 20, kinds=True, state=True)),
@@ -164,6 +164,7 @@ def test_a_graph_that_is_captured_waits_for_nothing(monkeypatch):
         scan()
 
 
+@pytest.mark.nightly
 @every_operation
 def test_every_operation_is_searched_forwards_and_backwards(operation, clock):
     drawn = draw(operation, Case(1, 40, 20, "bfloat16", kinds=True, state=True))
@@ -176,6 +177,7 @@ def test_every_operation_is_searched_forwards_and_backwards(operation, clock):
         assert None not in [t.milliseconds for t in search.timings]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("operation", "case"), CASES)
 def test_candidates_compute_the_same(operation, case, clock, monkeypatch):
     """In the interpreter, which ignores warps and registers, only those with different tiles."""

@@ -173,7 +173,7 @@ def test_documents_across_the_halves_of_chunks(starts):
 @pytest.mark.parametrize(
     ("place", "channels"),
     [(20, 16), (40, 16), (70, 16), (40, 160)]  # 160: by the kernel of 32 tokens
-    + [pytest.param(place, 160, marks=pytest.mark.slow) for place in (20, 70)],
+    + [pytest.param(place, 160, marks=pytest.mark.nightly) for place in (20, 70)],
 )
 def test_what_later_documents_gain_stays_there(place, channels):
     """Decays before it whose outputs are not used have gradients of 0, not rounding errors."""

@@ -65,7 +65,7 @@ def pad(drawn, *places):
     ("kinds", "dtype", "length", "cut", "log_decay"),
     [
         pytest.param(
-            *situation, decay, marks=() if (i - j) % len(DECAYS) == 0 else pytest.mark.slow
+            *situation, decay, marks=() if (i - j) % len(DECAYS) == 0 else pytest.mark.nightly
         )
         for i, situation in enumerate(SITUATIONS)
         for j, decay in enumerate(DECAYS)
@@ -85,7 +85,7 @@ def test_decays_beside_each_other(kinds, dtype, length, cut, log_decay, monkeypa
     assert len(found) == 4  # of the output and of three gradients
 
 
-SLOW_IN_NUMPY = pytest.mark.slow if judge.INTERPRETED else ()
+SLOW_IN_NUMPY = pytest.mark.nightly if judge.INTERPRETED else ()
 
 
 @pytest.mark.parametrize("at_once", [256, pytest.param(4096, marks=SLOW_IN_NUMPY)])

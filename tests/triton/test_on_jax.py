@@ -26,6 +26,7 @@ with_plugin = pytest.mark.skipif(_gpu.unavailable() is not None, reason="JAX has
 without_gpu = pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU")
 
 
+@pytest.mark.nightly
 @with_triton
 @without_gpu
 def test_kernels_in_the_interpreter():
@@ -61,6 +62,7 @@ def test_a_step_runs_outside_of_programs():
     np.testing.assert_array_equal(y, x @ np.ones((2, 5)))
 
 
+@pytest.mark.nightly
 @with_triton
 @without_gpu
 def test_shards_of_eight_devices():
@@ -79,6 +81,7 @@ def test_shards_of_eight_devices():
         assert report["shard"] == [2, 20, 128]
 
 
+@pytest.mark.nightly
 @with_triton
 @with_plugin
 @without_gpu
