@@ -1,8 +1,8 @@
 # Two commands for a new clone:
-#     make quickstart      a Hawk language model learns real text and writes
-#     make test            the tests, once for each backend
+#     make quickstart      train a Hawk language model on real text, and generate
+#     make test            the tests of one backend, and those that depend on none
 # A figure of a paper, from this package: make paper-extrapolation (guides/papers/README.md has all).
-# For people who change the code: make lint, make format, make test-jax.
+# For people who change the code: make lint, make format, make smoke, make test-all.
 #
 # Everything is installed into .venv, with the versions of constraints.txt. On Linux a plain torch
 # is the one for NVIDIA GPUs, several gigabytes: where PIP_EXTRA_INDEX_URL names PyTorch's own index
@@ -30,16 +30,18 @@ export TPU_ACCELERATOR_TYPE ?= v5litepod-4
 export TPU_WORKER_HOSTNAMES ?= localhost
 endif
 
-.PHONY: help quickstart test test-slow test-devices test-export test-harness fuzz lint format clean
-.PHONY: docs docs-serve tables notebooks
+.PHONY: help quickstart test test-all test-nightly test-once test-devices test-export test-harness
+.PHONY: durations fuzz lint format clean docs docs-serve tables notebooks
 .PHONY: $(PAPERS:%=paper-%) $(BACKENDS:%=test-%) $(BACKENDS:%=test-devices-%)
 .PHONY: $(BACKENDS:%=test-export-%) $(BACKENDS:%=fuzz-%)
 
 help:
 	@echo "make quickstart   train Hawk on the text of Python's documentation (KERAS_BACKEND=$(KERAS_BACKEND))"
 	@echo "make paper-NAME   a figure of a paper, in minutes on two cores: $(PAPERS)"
-	@echo "make test         run the tests on $(BACKENDS); make test-jax runs one of them"
-	@echo "make test-slow    the tests of kernels that make test leaves out for their time"
+	@echo "make test         the tests of one backend (KERAS_BACKEND=$(KERAS_BACKEND)), and those that depend on none"
+	@echo "make test-all     the tests on $(BACKENDS), as CI; make test-jax runs one of them"
+	@echo "make test-nightly all tests, those of hours and of many processes, too"
+	@echo "make durations    measure again what each test file may cost: tests/durations.json"
 	@echo "make test-devices all that is tested of several devices, simulated; make test-devices-jax"
 	@echo "make test-export  model.export to each format, run by its runtime; make test-export-torch"
 	@echo "make test-harness language models under lm-evaluation-harness, on tasks of local text"
@@ -60,24 +62,40 @@ PAPER ?=
 $(PAPERS:%=paper-%): paper-%: $(VENV)/.quickstart-$(KERAS_BACKEND)
 	KERAS_BACKEND=$(KERAS_BACKEND) $(BIN)/python guides/papers/$*.py $(PAPER)
 
-# Every backend is tried, also when one fails.
+# `--keep-going`: every part runs, also when one fails.
 test: $(VENV)/.test
+	$(MAKE) --keep-going --no-print-directory test-$(KERAS_BACKEND) $(if $(filter torch,$(KERAS_BACKEND)),,test-once)
+
+test-all: $(VENV)/.test
 	$(MAKE) --keep-going --no-print-directory $(BACKENDS:%=test-%)
 
+# CI names files and folders in TESTS_jax and so on, and in NIGHTLY_jax those whose nightly tests
+# run; BUDGET=check compares their CPU seconds with tests/durations.json.
+BUDGET ?=
 $(BACKENDS:%=test-%): test-%: $(VENV)/.test
-	KERAS_BACKEND=$* $(BIN)/python -m pytest $(PYTEST_ARGS)
+	KERAS_BACKEND=$* $(BIN)/python -m pytest $(PYTEST_ARGS) $(BUDGET:%=--budget=%) \
+	  $(NIGHTLY_$*:%=--nightly=%) $(TESTS_$*)
 
-test-slow: $(VENV)/.test
-	KERAS_BACKEND=jax $(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
-	KERAS_BACKEND=torch $(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
-	KERAS_BACKEND=tensorflow $(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+# Tests that depend on no backend run on torch, which compiles least.
+test-once: $(VENV)/.test
+	KERAS_BACKEND=torch $(BIN)/python -m pytest -m once $(PYTEST_ARGS)
+
+# Then, whether CI's selection of tests would have left out a failure.
+test-nightly: $(VENV)/.test
+	$(MAKE) --keep-going --no-print-directory $(BACKENDS:%=test-%) $(BACKENDS:%=NIGHTLY_%=tests) \
+	  faults || { $(PYTHON) tests/selection.py --lost; exit 1; }
+
+# Compiled tests and programs are removed first: CI, a fresh clone, compiles them, too.
+durations: $(VENV)/.test
+	rm -rf .pytest_cache/jax .pytest_cache/torchinductor $$(find tests -name __pycache__)
+	$(MAKE) --no-print-directory $(BACKENDS:%=test-%) BUDGET=write
 
 test-devices: $(VENV)/.test
 	$(MAKE) --keep-going --no-print-directory $(BACKENDS:%=test-devices-%)
 
 # Where a process has eight devices, or starts others, more workers would only wait for each other.
 $(BACKENDS:%=test-devices-%): test-devices-%: $(VENV)/.test
-	KERAS_BACKEND=$* $(BIN)/python -m pytest tests/devices -m "slow or not slow"
+	KERAS_BACKEND=$* $(BIN)/python -m pytest tests/devices --nightly=tests/devices
 
 # Exporters and their runtimes, and lm-evaluation-harness, bring packages along that nothing else
 # here needs: they have environments of their own, which find all other packages in .venv. A runtime
@@ -114,7 +132,7 @@ fuzz: $(VENV)/.test
 	$(MAKE) --keep-going --no-print-directory $(BACKENDS:%=fuzz-%)
 
 $(BACKENDS:%=fuzz-%): fuzz-%: $(VENV)/.test
-	KERAS_BACKEND=$* $(BIN)/python -m pytest tests/fuzz/test_operations.py -m "slow or not slow" \
+	KERAS_BACKEND=$* $(BIN)/python -m pytest tests/fuzz/test_operations.py --nightly=tests/fuzz \
 	  --tb=short $(PYTEST_ARGS) $(FUZZ)
 
 # The site reads docstrings without importing the package, and so needs no backend: of pyproject.toml
