@@ -82,7 +82,7 @@ runs them for one operation and implementation. Gradients are given in the frame
 name none, and an `Operation` (`_operation.py`) says what is needed to make an operator of torch and
 a function of JAX of them.
 
-A new folder also has to be named in `PREFERENCE` of `keras_recurrent/dispatch.py` and among the
+A new folder also has to be named in `preference` of `keras_recurrent/dispatch.py` and among the
 packages in pyproject.toml. Where it needs a package or a device that may be missing, its
 `__init__.py` defines `unavailable()`, which returns the reason, or None. Import by the full name,
 `keras_recurrent.backends.…`: `import backends` would load every module a second time.

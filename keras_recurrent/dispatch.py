@@ -27,16 +27,28 @@ from keras_recurrent.backends import reference
 from keras_recurrent.devices import torch_time
 
 BACKEND = keras.config.backend()
-PREFERENCE = {
-    "jax": ("pallas", "triton", "jax"),
-    "torch": ("cudnn", "triton", "torch"),
-    "tensorflow": ("tensorflow",),
-}
-if os.environ.get("TRITON_INTERPRET") == "1":
-    # Its kernels then run in NumPy, on any device: the slowest of all, and only when asked for.
-    PREFERENCE = {
-        backend: tuple(sorted(names, key="triton".__eq__)) for backend, names in PREFERENCE.items()
+
+
+def preference(interprets_triton):
+    """Returns the implementations that serve each Keras backend, fastest first.
+
+    Args:
+        interprets_triton: boolean, whether Triton's interpreter runs the Triton kernels. It runs
+            them in NumPy, on any device, which is slower than any other implementation.
+    """
+    orders = {
+        "jax": ("pallas", "triton", "jax"),
+        "torch": ("cudnn", "triton", "torch"),
+        "tensorflow": ("tensorflow",),
     }
+    if interprets_triton:
+        orders = {
+            backend: tuple(sorted(names, key="triton".__eq__)) for backend, names in orders.items()
+        }
+    return orders
+
+
+PREFERENCE = preference(interprets_triton=os.environ.get("TRITON_INTERPRET") == "1")
 
 
 def serving():

@@ -1,5 +1,6 @@
 """Which implementation runs, and how a user steers and asks."""
 
+import os
 import sys
 import types
 
@@ -10,6 +11,32 @@ import keras_recurrent
 from keras_recurrent import dispatch, ops
 
 X = np.ones((1, 4, 2), "float32")
+
+
+@pytest.mark.once
+def test_kernels_precede_the_plain_implementation():
+    """Fails if a GPU or TPU gets the plain implementation although a kernel is available."""
+    assert dispatch.preference(interprets_triton=False) == {
+        "jax": ("pallas", "triton", "jax"),
+        "torch": ("cudnn", "triton", "torch"),
+        "tensorflow": ("tensorflow",),
+    }
+
+
+@pytest.mark.once
+def test_interpreted_triton_kernels_come_last():
+    """Fails if Triton's interpreter precedes an implementation that runs compiled code."""
+    assert dispatch.preference(interprets_triton=True) == {
+        "jax": ("pallas", "jax", "triton"),
+        "torch": ("cudnn", "torch", "triton"),
+        "tensorflow": ("tensorflow",),
+    }
+
+
+def test_the_environment_tells_whether_triton_is_interpreted():
+    """Fails if `TRITON_INTERPRET` is ignored or misread when the package is imported."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    assert dispatch.serving() == dispatch.preference(interpreted)[dispatch.BACKEND]
 
 
 @pytest.fixture
