@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from keras_recurrent.backends.constants import GOES_ON
 from keras_recurrent.backends.reference.norm_quantized_linear import quantized_row, rounded_row
 from keras_recurrent.backends.reference.rms_norm import rms_norm
 from tests.ops.cases import round_to
@@ -21,6 +22,7 @@ class Case(NamedTuple):
     gate: str | None = None
     residual: bool = False
     kinds: bool = False
+    first_kind: int = GOES_ON  # of the first row, where rows have kinds
     # Of `norm_quantized_linear`: a weight's bits, a block's channels, whether rows are quantized.
     bits: int = 8
     block_size: int | None = None
@@ -76,6 +78,11 @@ QUANTIZED = {
         **{"residual": True, "bits": 4, "block_size": 128, "quantize_row": False},
     ),
 }
+
+
+def token_kinds(case):
+    """The token kind of each row, in turn from `first_kind` on, or None."""
+    return (case.first_kind + np.arange(case.rows)) % 3 if case.kinds else None
 
 
 def _numbers(rng, case, *shape):
@@ -145,7 +152,7 @@ def hgrn2_step(rng, case):
         "v": rng.normal(size=(case.rows, heads * values)),
         "memory": rng.normal(size=(case.rows, heads, keys, values)),
         "lower_bound": log_bounds(rng, heads * keys, case.scale) if case.parameters else None,
-        "token_kind": np.arange(case.rows) % 3 if case.kinds else None,
+        "token_kind": token_kinds(case),
     }
     return tensors, {}
 
@@ -165,7 +172,7 @@ def rg_lru_step(rng, case):
         kernel = rng.normal(size=(blocks, channels, channels)) / channels**0.5
         tensors |= {f"kernel_{of}": kernel, f"bias_{of}": rng.normal(size=(blocks, channels))}
     tensors["a_logit"] = rng.uniform(-2, 7, size=rows[1])
-    return tensors | {"token_kind": np.arange(case.rows) % 3 if case.kinds else None}, {}
+    return tensors | {"token_kind": token_kinds(case)}, {}
 
 
 def local_attention_step(rng, case):
@@ -185,7 +192,7 @@ def local_attention_step(rng, case):
         "value": rng.uniform(0.5, 2, size=(case.rows, slots, groups, values)) * filled,
         "position": position,
         "frequencies": None,
-        "token_kind": np.arange(case.rows) % 3 if case.kinds else None,
+        "token_kind": token_kinds(case),
     }
     if case.parameters:
         tensors["frequencies"] = 10.0 ** -np.arange(width // 4)

@@ -12,10 +12,20 @@ import numpy as np
 import pytest
 
 from keras_recurrent import dispatch, ops, which_implementation
+from keras_recurrent.backends.constants import PADDING, STARTS
 from tests.ops import native
 from tests.ops.cases import unit
 from tests.ops.judge import INTERPRETED, PLAIN, kernels, longer_than
-from tests.ops.steps import CASES, DRAW, QUANTIZED, STATES, WRITTEN_OVER, Case, draw
+from tests.ops.steps import (
+    CASES,
+    DRAW,
+    QUANTIZED,
+    STATES,
+    WRITTEN_OVER,
+    Case,
+    draw,
+    token_kinds,
+)
 
 KERNELS = kernels(DRAW)
 quantized_maps = pytest.mark.parametrize(
@@ -117,7 +127,7 @@ def check(operation, implementation, case):
         assert dtypes == [case.dtype] * (len(truth) - len(states)) + states
         real = np.ones(case.rows, bool)
         if states and case.kinds:
-            real = np.arange(case.rows) % 3 != 2
+            real = token_kinds(case) != PADDING
         results = zip(found, truth, yardstick, dtypes, strict=True)
         for i, (result, expected, other, dtype) in enumerate(results):
             assert np.isfinite(result).all()
@@ -134,16 +144,28 @@ with_states = pytest.mark.parametrize(
 
 
 @with_states
-def test_padding_leaves_the_states_and_may_hold_anything(operation, implementation):
-    drawn = draw(operation, Case(3, kinds=True))
+def test_one_row_that_starts_a_document(operation, implementation):
+    """Fails if a kernel for one row reads the state of the previous document."""
+    check(operation, implementation, Case(1, kinds=True, first_kind=STARTS))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(3, kinds=True), Case(1, kinds=True, first_kind=PADDING)],
+    ids=["three rows", "one row"],
+)
+@with_states
+def test_padding_leaves_the_states_and_may_hold_anything(operation, implementation, case):
+    """With one row, fails if a kernel for one row changes a state at padding."""
+    drawn, padding = draw(operation, case), case.rows - 1
     for name in ("q", "k", "f", "v", "x", "gate"):
         if name in drawn.tensors:
             shape = drawn.tensors[name].shape[1:]
-            drawn.tensors[name][2] = np.resize([np.nan, np.inf, -np.inf], shape)
+            drawn.tensors[name][padding] = np.resize([np.nan, np.inf, -np.inf], shape)
     (output, *states), _ = run(operation, implementation, drawn)
     for name, state in zip(STATES[operation], states, strict=True):
-        np.testing.assert_array_equal(state[2], drawn.tensors[name][2])
-    assert np.isfinite(output[:2]).all()
+        np.testing.assert_array_equal(state[padding], drawn.tensors[name][padding])
+    assert np.isfinite(output[:padding]).all()
 
 
 @pytest.mark.skipif(PLAIN != "torch", reason="elsewhere the compiler decides what is overwritten")
