@@ -46,6 +46,23 @@ def test_padding_does_not_count():
 
 
 @pytest.mark.once
+def test_tokens_after_padding_do_not_count():
+    """Fails if the first token after padding counts, in front of a text or inside it."""
+    model, token_ids = tiny_causal_lm(family="hgrn2"), texts(rows=3)
+    mask = np.ones((3, 9), bool)
+    mask[0, :4] = mask[1, :1] = mask[1, 3:5] = False
+    found = loss_by_position(model, np.where(mask, token_ids, -1), mask)
+    total, count = np.zeros(8), np.zeros(8, int)
+    for row, real in zip(token_ids, mask, strict=True):
+        loss, position = loss_by_position(model, row[None, real]).loss, np.flatnonzero(real)
+        follows = np.diff(position) == 1
+        total[position[1:][follows] - 1] += loss[follows]
+        count[position[1:][follows] - 1] += 1
+    np.testing.assert_array_equal(found.num_texts, count)
+    np.testing.assert_allclose(found.loss, total / count, rtol=1e-5)
+
+
+@pytest.mark.once
 def test_what_cannot_be_measured_is_an_error():
     model, token_ids = tiny_causal_lm(family="hgrn2"), texts()
     with pytest.raises(TypeError, match=r"`model` must be a language model .*; got Dense"):
