@@ -91,6 +91,21 @@ def test_packed_rows():
     np.testing.assert_allclose(found, with_segments(model), rtol=1e-5)
 
 
+def test_soft_cap():
+    """Fails if the loss of hidden states leaves out the soft cap of the logits."""
+    model = tiny_causal_lm(num_layers=1, block_types=("recurrent",), final_logit_soft_cap=2.0)
+    _, y, weights = data()
+    hidden = np.random.default_rng(1).normal(size=(BATCH, LENGTH, 16)).astype("float32")
+    loss, best = model.loss_of_hidden_states(keras.ops.convert_to_tensor(hidden), y, weights)
+    embeddings = keras.ops.convert_to_numpy(model.backbone.token_embedding.embeddings)
+    z = 2 * np.tanh(hidden.astype("float64") @ embeddings.T / 2)
+    log_p = z - np.log(np.exp(z).sum(-1, keepdims=True))
+    label = np.take_along_axis(log_p, np.maximum(y, 0)[..., None], -1)[..., 0]
+    loss, best = map(keras.ops.convert_to_numpy, (loss, best))
+    np.testing.assert_allclose(loss, -(label * weights).sum() / y.size, rtol=1e-5)
+    np.testing.assert_array_equal(best, z.argmax(-1))
+
+
 @pytest.mark.once
 def test_low_rank_weights_and_frozen_ones():
     def make():
