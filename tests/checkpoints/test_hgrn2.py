@@ -10,12 +10,13 @@ import pathlib
 import keras
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from keras_recurrent.checkpoints.hgrn2 import HGRN2Layout
 from keras_recurrent.models import HGRN2Backbone, HGRN2CausalLM
 from keras_recurrent.presets.hgrn2 import SIZES
 from tests.checkpoints import golden
+from tests.models import numpy_hgrn2
 from tests.models.tiny import tiny_backbone
 
 PATH = pathlib.Path(__file__).parents[1] / "data" / "hgrn2_tiny"
@@ -52,6 +53,82 @@ def test_greedy_continuation(model, wanted):
     prompt = {"token_ids": np.where(given, written, 0), "padding_mask": given}
     found = model.generate(prompt, stop_token_ids=None)["token_ids"]
     np.testing.assert_array_equal(found, written)
+
+
+# {name in a block of the file: path in a block of `numpy_hgrn2`}; vectors and matrices [out, in].
+BLOCK = {
+    "attn_norm": "temporal_norm/scale",
+    **{f"attn.{name}_proj": f"temporal_block/{name}_proj/kernel" for name in "qfio"},
+    **{f"attn.{name}_conv1d": f"temporal_block/{name}_conv1d/kernel" for name in "qfi"},
+    "attn.g_norm": "temporal_block/norm/scale",
+    "mlp_norm": "channel_norm/scale",
+    **{f"mlp.{name}_proj": f"mlp/{name}_proj/kernel" for name in ("gate", "up", "down")},
+}
+
+
+def random_tensors(rng, width, inside, vocabulary, taps):
+    """Tensors of two blocks and tied embeddings, as flash-linear-attention stores them."""
+
+    def matrix(*shape):
+        return rng.normal(size=shape) / np.sqrt(shape[-1])
+
+    tensors = {
+        "model.embeddings.weight": rng.normal(size=(vocabulary, width)),
+        "model.lower_bounds": rng.normal(size=(2, width)),
+        "model.norm.weight": rng.uniform(0.5, 1.5, width),
+    }
+    shapes = {"mlp.gate_proj": (inside, width), "mlp.up_proj": (inside, width)}
+    shapes["mlp.down_proj"] = (width, inside)
+    for i in range(2):
+        for name in BLOCK:
+            if "norm" in name:
+                tensor = rng.uniform(0.5, 1.5, width)
+            elif "conv1d" in name:
+                tensor = matrix(width, 1, taps)
+            else:
+                tensor = matrix(*shapes.get(name, (width, width)))
+            tensors[f"model.layers.{i}.{name}.weight"] = tensor
+    return {name: tensor.astype("float32") for name, tensor in tensors.items()}
+
+
+def numpy_logits(tensors, token_ids, expand_ratio):
+    """float64 logits of the tensors of a file, by `numpy_hgrn2`."""
+    tensors = {name: tensor.astype("float64") for name, tensor in tensors.items()}
+    weights = {
+        "token_embedding/embeddings": tensors["model.embeddings.weight"],
+        "lower_bounds/logits": tensors["model.lower_bounds"],
+        "final_norm/scale": tensors["model.norm.weight"],
+    }
+    for i in range(2):
+        for theirs, ours in BLOCK.items():
+            tensor = tensors[f"model.layers.{i}.{theirs}.weight"]
+            # Transposed, a filter [channels, 1, taps] is [taps, 1, channels].
+            weights[f"block_{i}/{ours}"] = tensor.T[:, 0] if tensor.ndim == 3 else tensor.T
+    config = {
+        "num_layers": 2,
+        "expand_ratio": expand_ratio,
+        "gate_activation": "silu",
+        "input_activation": "linear",
+        "tie_word_embeddings": True,
+    }
+    return np.stack([numpy_hgrn2.document(weights, config, row) for row in token_ids])
+
+
+@pytest.mark.once
+def test_logits_with_short_convolutions(tmp_path):
+    """Fails if a filter is loaded into another projection or with its taps reversed."""
+    rng = np.random.default_rng(0)
+    tensors = random_tensors(rng, width=8, inside=12, vocabulary=17, taps=3)
+    config = CONFIG | {
+        **{"vocab_size": 17, "hidden_size": 8, "num_hidden_layers": 2, "intermediate_size": 12},
+        **{"expand_ratio": 4, "num_heads": 2, "use_short_conv": True, "conv_size": 3},
+        "tie_word_embeddings": True,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    token_ids = rng.integers(0, 17, (2, 9)).astype("int32")
+    found = golden.logits(HGRN2CausalLM.from_preset(str(tmp_path)), token_ids)
+    assert golden.relative(found, numpy_logits(tensors, token_ids, expand_ratio=4)) < SAME
 
 
 def tensors_of(path):
