@@ -1,0 +1,101 @@
+"""Under a policy of 16 bits, layers compute in float32 and round once.
+
+Inputs and weights of linear layers are such that nothing else rounds: outputs must be the numbers
+of 16 bits next to the exact ones.
+"""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_recurrent import layers
+from tests.layers.table import numpy
+from tests.ops.cases import EPSILON, round_to
+
+WIDTH = 32
+
+
+def assert_rounded_once(found, exact, dtype, error=0.0):
+    """At most half a unit in the last place from `exact`, and what float32 may add to it."""
+    assert keras.backend.standardize_dtype(found.dtype) == dtype
+    found = numpy(keras.ops.cast(found, "float32")).astype("float64")
+    half_unit = EPSILON[dtype] * 2.0 ** np.floor(np.log2(np.abs(exact))) / 2
+    assert (np.abs(found - exact) <= half_unit + 2**-19 * np.abs(exact) + error).all()
+
+
+def inputs(dtype, length=3):
+    return round_to(dtype, np.random.default_rng(0).normal(size=(2, length, WIDTH)))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("zero_centered", "policy"), [(True, "{}"), (True, "mixed_{}"), (False, "mixed_{}")]
+)
+def test_rms_norm(zero_centered, policy, dtype):
+    """Fails if a factor within one rounding of 1 is computed or read in 16 bits."""
+    layer = layers.RMSNorm(zero_centered=zero_centered, dtype=policy.format(dtype))
+    x = inputs(dtype)
+    layer.build(x.shape)
+    distance = round_to(dtype, {"bfloat16": 1e-3, "float16": 1e-4}[dtype] * np.ones(WIDTH))
+    layer.scale.assign(distance + (0 if zero_centered else 1))
+    exact = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * (1 + distance)
+    assert_rounded_once(layer(x), exact, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_simple_rms_norm(dtype):
+    """Fails if the mean or the root is computed in 16 bits."""
+    x = inputs(dtype)
+    exact = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)
+    assert_rounded_once(layers.SimpleRMSNorm(dtype=dtype)(x), exact, dtype)
+
+
+@pytest.mark.parametrize("policy", ["bfloat16", "mixed_bfloat16"])
+@pytest.mark.parametrize("cls", [layers.RGLRU, layers.CGLRU])
+def test_scaled_first_input(cls, policy):
+    """Fails if the multiplier of a first input, or a decay, is computed in 16 bits."""
+    layer, x = cls(num_blocks=1, scale_first_input=True, dtype=policy), inputs("bfloat16", 1)
+    layer.build(x.shape)
+    logit = np.random.default_rng(1).uniform(3, 7, layer.a_logit.shape)
+    layer.a_logit.assign(logit)
+    # Gates that do not depend on the inputs: 1 and 1/2.
+    for gate, bias in ((layer.input_gate, 100.0), (layer.recurrence_gate, 0.0)):
+        gate.kernel.assign(np.zeros(gate.kernel.shape))
+        gate.bias.assign(np.full(gate.bias.shape, bias))
+    multiplier = np.sqrt(-np.expm1(-8 * np.logaddexp(0, -logit)))
+    exact = np.tile(multiplier, WIDTH // len(multiplier)) * x
+    assert_rounded_once(layer(x), exact, "bfloat16")
+
+
+def test_inputs_of_hgrn():
+    """Fails if the share of an input that is kept is computed in 16 bits."""
+    layer = layers.HGRN(dtype="bfloat16")
+    layer.build((None, None, WIDTH))
+    for projection in (layer.f_proj, layer.o_proj):  # forget gates from the bound, an output of 1/2
+        projection.kernel.assign(np.zeros((WIDTH, WIDTH)))
+    layer.i_proj.kernel.assign(np.eye(WIDTH))
+    # In 16 bits, silu(x) = x for these.
+    x = round_to("bfloat16", np.random.default_rng(0).uniform(20, 40, (2, 1, WIDTH)))
+    bound = np.random.default_rng(1).uniform(0.1, 0.9, WIDTH)
+    log_bounds = np.log([bound, 1 - bound]).astype("float32")
+    found = layer(x, lower_bound=keras.ops.convert_to_tensor(log_bounds))
+    assert_rounded_once(found, (1 - bound) / 4 * x, "bfloat16")
+
+
+def test_rotated_keys():
+    """Fails if positions, angles or their sines are computed in 16 bits, which end at 256."""
+    layer = layers.LocalAttention(
+        1, head_dim=WIDTH, sliding_window=2, partial_rotary_factor=1.0, dtype="bfloat16"
+    )
+    x = inputs("bfloat16", 1)
+    layer.build(x.shape)
+    layer.k_proj.kernel.assign(np.eye(WIDTH))
+    state = layer.get_initial_state(2)
+    state["position"] = keras.ops.convert_to_tensor(np.array([301, 303], "int32"))
+    _, state = layer(x, initial_state=state, return_state=True)
+    angle = np.array([[301], [303]]) * 10_000.0 ** (-np.arange(WIDTH // 2) / (WIDTH // 2))
+    pairs = x[:, 0, : WIDTH // 2] + 1j * x[:, 0, WIDTH // 2 :]
+    turned = pairs * np.exp(1j * angle)
+    exact = np.concatenate([turned.real, turned.imag], axis=-1)
+    error = 303 * 2**-22 * np.abs(pairs).max()  # of angles in float32
+    assert_rounded_once(state["key"][:, 0, 0], exact, "bfloat16", error)
