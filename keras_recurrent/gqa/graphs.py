@@ -36,7 +36,10 @@ def rebuild(model, groups, multi_head):
     def clone(layer):
         if id(layer) in in_graph:
             return regroup(layer, in_graph[id(layer)])
-        return type(layer).from_config(layer.get_config())
+        cloned = type(layer).from_config(layer.get_config())
+        if hasattr(layer, "_flash_attention"):  # which Keras leaves out of `get_config`
+            cloned._flash_attention = layer._flash_attention
+        return cloned
 
     new = keras.models.clone_model(model, clone_function=clone, recursive=True)
     held = {i: heads for i, heads in groups.items() if sites[i].held}

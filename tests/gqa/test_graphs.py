@@ -211,6 +211,17 @@ def test_policy_trainability_window_and_gate_stay():
     assert [w.path for w in grouped.trainable_weights] == [w.path for w in layer.trainable_weights]
 
 
+@pytest.mark.once
+def test_flash_attention_stays_in_all_layers():
+    """Fails if a converted layer or an encoder's loses `flash_attention`."""
+    x = keras.Input((None, WIDTH))
+    encoded = attention("encoder", flash_attention=True)(x, x)
+    causal = attention("causal", flash_attention=True)(encoded, encoded, use_causal_mask=True)
+    grouped = convert_to_gqa(keras.Model(x, attention("plain")(causal, causal)), 2)
+    flash = {layer.name: bool(layer._flash_attention) for layer in grouped.layers[1:]}
+    assert flash == {"encoder": True, "causal": True, "plain": False}
+
+
 def tril_in_graph(x):
     return keras.ops.tril(keras.ops.ones_like(keras.ops.matmul(x, keras.ops.swapaxes(x, 1, 2))))
 
