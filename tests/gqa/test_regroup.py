@@ -1,0 +1,140 @@
+"""Constructor options of attention layers that get fewer key and value heads."""
+
+import inspect
+
+import keras
+import keras_hub
+import numpy as np
+import pytest
+
+from keras_recurrent.compat import BloomAttention, GPTNeoXAttention, T5MultiHeadAttention
+from keras_recurrent.gqa.pooling import Pooling, transfer
+from keras_recurrent.gqa.regroup import regroup, regroup_built
+from tests.gqa.oracle import assert_equal, set_weights
+
+pytestmark = pytest.mark.once
+
+HEADS, WIDTH = 4, 32  # half of a head turns with two frequencies
+
+
+def serialized(**options):
+    """Options as `get_config` returns them."""
+    return {name: keras.saving.serialize_keras_object(value) for name, value in options.items()}
+
+
+# No value is a default.
+LAYER = {"name": "attention", "trainable": False}
+INITIALIZERS = serialized(
+    kernel_initializer=keras.initializers.HeNormal(seed=3),
+    bias_initializer=keras.initializers.Ones(),
+)
+KERAS = {
+    **INITIALIZERS,
+    **serialized(
+        kernel_regularizer=keras.regularizers.L2(0.1),
+        bias_regularizer=keras.regularizers.L1(0.2),
+        activity_regularizer=keras.regularizers.L2(0.3),
+        kernel_constraint=keras.constraints.NonNeg(),
+        bias_constraint=keras.constraints.UnitNorm(),
+    ),
+    "use_bias": False,
+    "use_gate": True,
+    "sliding_window": 3,
+    "seed": 5,
+}
+# {class: (required arguments as the grouped class names them, options, options that are not kept)}
+CLASSES = {
+    keras.layers.MultiHeadAttention: (
+        {"num_query_heads": HEADS, "head_dim": 4},
+        KERAS,
+        ("value_dim", "output_shape", "attention_axes"),
+    ),
+    keras.layers.GroupQueryAttention: ({"num_query_heads": HEADS, "head_dim": 4}, KERAS, ()),
+    keras_hub.layers.CachedMultiHeadAttention: (
+        {"num_heads": HEADS, "key_dim": 4},
+        {**KERAS, "value_dim": 6, "output_shape": (WIDTH,), "attention_axes": (1,)},
+        (),
+    ),
+    BloomAttention: ({"num_heads": HEADS}, INITIALIZERS, ()),
+    GPTNeoXAttention: (
+        {"num_heads": HEADS, "hidden_dim": WIDTH},
+        {**INITIALIZERS, "rotary_percentage": 0.5, "rotary_max_wavelength": 100},
+        ("max_sequence_length",),
+    ),
+    T5MultiHeadAttention: (
+        {"num_heads": HEADS, "hidden_dim": WIDTH, "key_value_dim": 4, "is_decoder": True},
+        {"use_relative_attention_bias": True},
+        (),
+    ),
+}
+RENAMED = {"num_query_heads": "num_heads", "head_dim": "key_dim"}
+of_any_class = pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+
+
+def make(cls, **options):
+    required, others, _ = CLASSES[cls]
+    if cls is keras.layers.MultiHeadAttention:
+        required = {RENAMED[name]: value for name, value in required.items()}
+    if cls is keras.layers.GroupQueryAttention:
+        required = required | {"num_key_value_heads": HEADS}
+    return cls(**{**LAYER, **required, **others, **options})
+
+
+@of_any_class
+def test_options_are_kept(cls):
+    """Fails if a constructor option is lost, or has its default again."""
+    required, options, _ = CLASSES[cls]
+    new = regroup(make(cls, dtype="mixed_bfloat16", dropout=0.25), 2)
+    wanted = {**LAYER, **required, **options, "dropout": 0.25, "num_key_value_heads": 2}
+    config = new.get_config()
+    assert {name: config[name] for name in wanted} == wanted
+    assert new.dtype_policy.name == "mixed_bfloat16"
+
+
+@of_any_class
+def test_every_option_is_known(cls):
+    """Fails if a release of Keras or KerasHub adds an option that is not in `CLASSES`."""
+    required, options, not_kept = CLASSES[cls]
+    known = {*required, *map(RENAMED.get, required), *options, *not_kept, "dropout"}
+    parameters = inspect.signature(cls.__init__).parameters.values()
+    names = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD} - {"self"}
+    assert names - {"flash_attention", "num_key_value_heads"} <= known
+
+
+@pytest.mark.parametrize("flash_attention", [False, True])
+@pytest.mark.parametrize(
+    "cls",
+    [cls for cls in CLASSES if cls.__module__.startswith("keras.") or "Cached" in cls.__name__],
+)
+def test_flash_attention_is_kept(cls, flash_attention):
+    """Fails if `flash_attention` is lost: `get_config` leaves it out."""
+    layer = make(cls, flash_attention=flash_attention)
+    assert bool(regroup(layer, 2)._flash_attention) is flash_attention
+
+
+def built(cls, **options):
+    layer = make(cls, **options)
+    shape = (None, None, WIDTH)
+    layer.build(shape, shape) if hasattr(layer, "use_gate") else layer.build(shape)
+    return layer
+
+
+@pytest.mark.parametrize("cls", [BloomAttention, GPTNeoXAttention])
+def test_dropout_layers_have_the_rate(cls):
+    """Fails if the grouped layer stores `dropout` and does not apply it."""
+
+    def rates(layer):
+        return {i.rate for i in layer._flatten_layers() if isinstance(i, keras.layers.Dropout)}
+
+    assert rates(regroup_built(built(cls, dropout=0.25), 2)) == {0.25}
+
+
+def test_rotary_positions_are_kept():
+    """Fails if a grouped GPT-NeoX stores its rotary options and does not apply them."""
+    layer = built(GPTNeoXAttention)
+    set_weights(layer)
+    same = regroup_built(layer, HEADS)
+    transfer(layer, same, Pooling("mean", HEADS, seed=0))
+    x = np.random.default_rng(0).normal(size=(1, 5, WIDTH)).astype("float32")
+    mask = np.tril(np.ones((1, 5, 5), bool))
+    assert_equal(same(x, attention_mask=mask)[0], layer(x, attention_mask=mask)[0])
