@@ -72,6 +72,9 @@ class Budget:
     def pytest_runtest_logreport(self, report):
         if self.reports and "nightly" not in report.keywords:
             self.seconds[report.nodeid] += report.cpu_seconds
+            if self.config.option.budget_tests and report.when == "teardown":
+                with open(self.config.option.budget_tests, "a") as file:
+                    file.write(f"{self.seconds[report.nodeid]:.3f} {report.nodeid}\n")
 
     def pytest_sessionfinish(self, session):
         if not self.reports:
@@ -97,10 +100,6 @@ class Budget:
             self.excesses = excesses(files, row["files"], scale)
             if self.excesses:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        if self.config.option.budget_tests:
-            rows = sorted(self.seconds.items(), key=lambda row: -row[1])
-            text = "".join(f"{seconds:.3f} {test}\n" for test, seconds in rows)
-            pathlib.Path(self.config.option.budget_tests).write_text(text)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node):
@@ -119,7 +118,7 @@ class Budget:
 def addoption(parser):
     group = parser.getgroup("budget", "CPU seconds of each test file")
     group.addoption("--budget", choices=("check", "write"), help="compare with, or write, LEDGER")
-    group.addoption("--budget-tests", metavar="FILE", help="write the CPU seconds of each test")
+    group.addoption("--budget-tests", metavar="FILE", help="append the CPU seconds of each test")
 
 
 def configure(config):

@@ -18,6 +18,12 @@ every_kernel = pytest.mark.parametrize(
     ("operation", "implementation"), [pytest.param(*k, marks=SLOW.get(k[1], ())) for k in KERNELS]
 )
 
+# Beyond the plain implementations, whose cases take hundredths of a second, they are nightly.
+every_plain_kernel = pytest.mark.parametrize(
+    ("operation", "implementation"),
+    [pytest.param(*k, marks=() if k[1] == PLAIN else pytest.mark.nightly) for k in KERNELS],
+)
+
 
 def shortened(case, implementation):
     """NumPy walks through a kernel's tiles one by one: a few tiles do, where a GPU takes many."""
@@ -69,6 +75,7 @@ STEPS = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(PLAIN != "torch", reason="elsewhere gradients make no difference")
 @pytest.mark.parametrize("case", STEPS.values(), ids=STEPS)
 @every_kernel
@@ -142,7 +149,7 @@ def test_several_chunks_of_time(operation):
     check(operation, PLAIN, draw(operation, case))
 
 
-@every_kernel
+@every_plain_kernel
 def test_padding_may_hold_anything(operation, implementation):
     drawn = draw(operation, Case(2, 19, 3, kinds=True, state=True))
     padding = drawn.token_kind == 2
@@ -249,7 +256,13 @@ def test_rows_of_padding_alone(operation, implementation):
         np.testing.assert_array_equal(results[name][0], gradient[0], err_msg=name)
 
 
-@every_kernel
+@pytest.mark.parametrize(
+    ("operation", "implementation"),
+    [
+        pytest.param(*kernel, marks=() if kernel == ("linear_scan", PLAIN) else pytest.mark.nightly)
+        for kernel in KERNELS
+    ],
+)
 def test_the_check_sees_a_wrong_result(operation, implementation):
     drawn = draw(operation, CASES["prime sizes"])
     results = run(operation, implementation, drawn)

@@ -29,7 +29,13 @@ def test_forward_and_gradients(operation, implementation, case):
         check(operation, implementation, draw(operation, case))
 
 
-@every_kernel
+@pytest.mark.parametrize(
+    ("operation", "implementation"),
+    [
+        pytest.param(*kernel, marks=() if kernel == ("rms_norm", PLAIN) else pytest.mark.nightly)
+        for kernel in KERNELS
+    ],
+)
 def test_the_check_sees_a_wrong_result(operation, implementation):
     drawn = draw(operation, Case((4, 50)))
     results = run(operation, implementation, drawn)

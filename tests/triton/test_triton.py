@@ -44,6 +44,7 @@ def arguments(operation, length, dtype="float32"):
     return {n: native.tensor(t, drawn.dtypes[n]) for n, t in drawn.tensors.items()}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("defaults", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_compiled_for_hopper_without_a_gpu(defaults, tmp_path):
     """Every code of a kernel in its default configuration, or all that a search may choose."""
