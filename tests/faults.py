@@ -1,0 +1,663 @@
+"""Planted faults: each is applied to a copy of the source tree, and its test must then fail.
+
+    python -m tests.faults                  # all faults
+    python -m tests.faults rg_window ...    # the named ones; --backend torch: on one backend
+    python -m tests.faults --list           # names, backends and tests
+    python -m tests.faults --smoke          # the tests alone, on the unchanged tree
+
+The tests must first pass on the clean copy. A fault is caught if pytest then exits with 1, tests
+failed. Any other exit code is a miss: the test passes, it does not exist, or the fault breaks the
+collection of tests. The exit status is 1 if a fault is missed.
+
+To add a fault, append a `Fault` to the table at the end of this file. `old` must occur exactly once
+in `path`. Choose the cheapest test that fails for the right reason.
+"""
+
+import argparse
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from typing import NamedTuple
+
+ROOT = pathlib.Path(__file__).parents[1]
+BACKENDS = ("jax", "torch", "tensorflow")
+OPTIONS = ("-q", "--tb=short", "-p", "no:cacheprovider")
+TIME_LIMIT = 300  # seconds for one run of pytest
+TESTS_FAILED, USAGE_ERROR = 1, 4  # exit codes of pytest; 2 to 5 mean that no test failed
+ENVIRONMENT = {
+    **os.environ,
+    # Without GPUs, Triton's kernels run in its interpreter, on every machine.
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+    # Bytecode of a faulty file could outlive the fault: its modification time is in whole seconds.
+    "PYTHONDONTWRITEBYTECODE": "1",
+}
+
+
+class Fault(NamedTuple):
+    """A replacement of text in one file, and the test that detects it on each backend.
+
+    path: from the root of the repository. tests: `{backend: node id below tests/}`.
+    """
+
+    name: str
+    path: str
+    old: str
+    new: str
+    tests: dict[str, str]
+
+    def replace(self, source):
+        """The source with this fault. Raises ValueError if `old` does not occur exactly once."""
+        count = source.count(self.old)
+        if count != 1:
+            raise ValueError(
+                f"{self.name}: `old` must occur once in {self.path}, occurs {count} times"
+            )
+        return source.replace(self.old, self.new)
+
+    def node_id(self, backend):
+        return f"tests/{self.tests[backend]}"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", help="names of faults; default: all")
+    parser.add_argument("--backend", choices=BACKENDS, help="default: all")
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--list", action="store_true", help="list faults and their tests")
+    action.add_argument("--smoke", action="store_true", help="run the tests, plant no fault")
+    arguments = parser.parse_args()
+    unknown = set(arguments.names) - {fault.name for fault in FAULTS}
+    if unknown:
+        parser.error(f"unknown faults: {', '.join(sorted(unknown))}")
+    selected = [fault for fault in FAULTS if not arguments.names or fault.name in arguments.names]
+    by_backend = {}
+    for backend in [arguments.backend] if arguments.backend else BACKENDS:
+        faults = [fault for fault in selected if backend in fault.tests]
+        if faults:
+            by_backend[backend] = faults
+    if arguments.list:
+        for backend, faults in by_backend.items():
+            for fault in faults:
+                print(f"{fault.name} {backend} {fault.node_id(backend)}")
+    elif arguments.smoke:
+        sys.exit(smoke(by_backend))
+    else:
+        sys.exit(plant(by_backend))
+
+
+def node_ids(faults, backend):
+    """The tests of faults on a backend, each once."""
+    return list(dict.fromkeys(fault.node_id(backend) for fault in faults))
+
+
+def smoke(by_backend):
+    """Run the tests of `{backend: faults}` on the unchanged tree. Returns 1 if any fails, else 0.
+
+    The backends run side by side.
+    """
+    children = {}
+    for backend, faults in by_backend.items():
+        command = [sys.executable, "-m", "pytest", "-q", *node_ids(faults, backend)]
+        environment = {**ENVIRONMENT, "KERAS_BACKEND": backend}
+        children[backend] = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+        )
+    for backend, child in children.items():
+        print(backend, child.communicate()[0], sep="\n", flush=True)
+        report_missing(child.returncode, ROOT, by_backend[backend], backend)
+    return int(any(child.returncode for child in children.values()))
+
+
+def plant(by_backend):
+    """Plant the faults of `{backend: faults}` one at a time, and report which are caught.
+
+    Returns 1 if one is missed, else 0.
+    """
+    passed = failed = 0
+    with tempfile.TemporaryDirectory() as directory:
+        tree = pathlib.Path(directory) / "tree"
+        copy_tree(tree)
+        for backend, faults in by_backend.items():
+            if not passes_without_faults(tree, faults, backend):
+                failed += len(faults)
+                continue
+            for fault in faults:
+                begin = time.monotonic()
+                reason = miss_reason(tree, fault, backend)
+                seconds = time.monotonic() - begin
+                result = "NOT caught" if reason else "caught"
+                print(f"{result} {fault.name} ({backend}) {seconds:.1f} s", flush=True)
+                if reason:
+                    print(reason, flush=True)
+                passed, failed = passed + (not reason), failed + bool(reason)
+    print(f"{passed} passed, {failed} failed")
+    return int(failed > 0)
+
+
+def copy_tree(tree):
+    """Copy the files that git tracks or does not ignore."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    files = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for name in files.strip("\0").split("\0"):
+        source, target = ROOT / name, tree / name
+        if os.path.lexists(source):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target, follow_symlinks=False)
+
+
+def passes_without_faults(tree, faults, backend):
+    """Run the tests of faults on the clean copy. Reports failures and missing tests."""
+    code, output = run_pytest(tree, node_ids(faults, backend), backend)
+    if code:
+        print(output)
+        report_missing(code, tree, faults, backend)
+        print(f"The tests must pass without a fault; on {backend}, pytest exited with {code}.")
+    return code == 0
+
+
+def report_missing(code, tree, faults, backend):
+    """Name the tests that do not exist, if pytest exited with the code of such an error.
+
+    It names functions only, not parameters, so each test is collected alone.
+    """
+    if code != USAGE_ERROR:
+        return
+    for fault in faults:
+        node = fault.node_id(backend)
+        if run_pytest(tree, ["--collect-only", node], backend)[0] == USAGE_ERROR:
+            print(f"{fault.name} ({backend}): the test {node} does not exist", flush=True)
+
+
+def miss_reason(tree, fault, backend):
+    """Reason the fault is not caught, or None if its test fails."""
+    path = tree / fault.path
+    try:
+        source = path.read_text()
+        faulty = fault.replace(source)
+    except (OSError, ValueError) as error:
+        return str(error)
+    path.write_text(faulty)
+    code, output = run_pytest(tree, [fault.node_id(backend)], backend)
+    path.write_text(source)
+    if code == TESTS_FAILED:
+        return None
+    return f"pytest exited with {code}, must be {TESTS_FAILED}\n{output}"
+
+
+def run_pytest(tree, nodes, backend):
+    """Run tests of a tree in a child process. Returns the exit code and the output.
+
+    On torch, importing other packages takes most of the time: the child is forked after that.
+    """
+    if backend == "torch":
+        import_other_packages()
+    # Inductor's cache does not depend on the code of operators. JAX's is keyed by the program.
+    shutil.rmtree(tree / ".pytest_cache" / "torchinductor", ignore_errors=True)
+    with tempfile.TemporaryFile("w+") as output:
+        sys.stdout.flush()
+        child = os.fork()
+        if child == 0:
+            signal.alarm(TIME_LIMIT)
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+            os.chdir(tree)
+            if backend == "torch":
+                run_in_this_process(tree, nodes)
+            command = [sys.executable, "-m", "pytest", *OPTIONS, *nodes]
+            os.execve(sys.executable, command, {**ENVIRONMENT, "KERAS_BACKEND": backend})
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        output.seek(0)
+        return code, output.read()
+
+
+def import_other_packages():
+    """Import what tests on torch import, except this repository's modules."""
+    os.environ.update(ENVIRONMENT, KERAS_BACKEND="torch", TRITON_INTERPRET="1")
+    sys.dont_write_bytecode = True
+    import keras_hub  # noqa: F401
+    import pytest  # noqa: F401
+
+
+def run_in_this_process(tree, nodes):
+    """Run tests of a tree, and end this process with pytest's exit code."""
+    import pytest
+
+    code = pytest.ExitCode.INTERNAL_ERROR
+    try:
+        sys.path[:] = [str(tree), *(path for path in sys.path if path != str(ROOT))]
+        for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+            del sys.modules[name]
+        code = pytest.main([*OPTIONS, *nodes])
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+FAULTS = [
+    # Kernels of JAX, TensorFlow and torch
+    Fault(
+        "jax_scan_state_gradient",
+        "backends/jax/_scan.py",
+        old="return g, a[:, 0] * g[:, 0]",
+        new="return g, g[:, 0]",
+        tests={
+            "jax": (
+                "ops/test_kernels.py::"
+                "test_gradients_of_output_and_state_that_all_but_cancel[linear_scan]"
+            )
+        },
+    ),
+    Fault(
+        "jax_window",
+        "backends/jax/_banded_attention.py",
+        old="(distance < (window or before + self.start + width))",
+        new="(distance <= (window or before + self.start + width))",
+        tests={"jax": "ops/test_sliding_window_attention.py::test_a_ring_of_any_room[9]"},
+    ),
+    Fault(
+        "jax_conv_silu_gradient",
+        "backends/jax/causal_conv1d.py",
+        old="return d_y * s * (1 + z * jax.nn.sigmoid(-z))",
+        new="return d_y * s * (1 + z * s)",
+        tests={
+            "jax": "ops/test_kernels.py::test_forward_and_gradients[causal_conv1d-jax-prime sizes]"
+        },
+    ),
+    Fault(
+        "tf_row_order",
+        "backends/tensorflow/_row.py",
+        old="tf.gather(starts_so_far, self.order, batch_dims=1)",
+        new="tf.gather(starts_so_far, self.place, batch_dims=1)",
+        tests={
+            "tensorflow": (
+                "ops/test_sliding_window_attention.py::test_logits_far_from_zero[tensorflow]"
+            )
+        },
+    ),
+    Fault(
+        "tf_scan_decay_skip",
+        "backends/tensorflow/_scan.py",
+        old="for a_c in a_chunks[1:]:",
+        new="for a_c in a_chunks[2:]:",
+        tests={"tensorflow": "ops/test_ops.py::test_whole_is_left_and_right[linear_scan]"},
+    ),
+    Fault(
+        "torch_scan_reverse_tail",
+        "backends/torch/_scan.py",
+        old="previous = previous[:, -count:] if reverse else previous[:, :count]",
+        new="previous = previous[:, :count]",
+        tests={
+            "torch": (
+                "ops/test_kernels.py::"
+                "test_results_that_nothing_depends_on[linear_scan-torch-from nothing-output]"
+            )
+        },
+    ),
+    Fault(
+        "torch_window_off_by_one",
+        "backends/torch/_banded_attention.py",
+        old="hidden |= distance >= window",
+        new="hidden |= distance > window",
+        tests={"torch": "ops/test_ops.py::test_whole_is_left_and_right[sliding_window_attention]"},
+    ),
+    Fault(
+        "torch_window_block_bound",
+        "backends/torch/_banded_attention.py",
+        old="max(0, before + start + 1 - window)",
+        new="max(0, before + start + 2 - window)",
+        tests={"torch": "ops/test_ops.py::test_whole_is_left_and_right[sliding_window_attention]"},
+    ),
+    Fault(
+        "torch_ring_wrap",
+        "backends/torch/_ring.py",
+        old="count = length % capacity if capacity else 0",
+        new="count = (length - 1) % capacity if capacity else 0",
+        tests={"torch": "ops/test_cudnn.py::test_the_ring_behind_a_whole_document[8-7]"},
+    ),
+    Fault(
+        "step_start_keeps_position",
+        "backends/torch/local_attention_step.py",
+        old="position = position.masked_fill(token_kind == STARTS, 0)",
+        new="position = position",
+        tests={"torch": "ops/test_steps.py::test_forward[local_attention_step-torch-many rows]"},
+    ),
+    # Triton kernels and portable operations
+    Fault(
+        "triton_gated_dlogf_diag",
+        "backends/triton/_gated_gradients.py",
+        old=(
+            "takers = as_matrix(row[:, None] <= row[None, :], one)\n"
+            "    d_log_decay += sum_rows(takers, query * d_query - key * d_key_of_pairs, 2)"
+        ),
+        new=(
+            "takers = as_matrix(row[:, None] < row[None, :], one)\n"
+            "    d_log_decay += sum_rows(takers, query * d_query - key * d_key_of_pairs, 2)"
+        ),
+        tests={
+            "torch": (
+                "triton/test_gated_linear_attention.py::test_few_tokens_of_fast_decays_in_one_chunk"
+            )
+        },
+    ),
+    Fault(
+        "triton_ce_cap_gradient",
+        "backends/triton/_crossentropy_kernel.py",
+        old="d *= 1.0 - bounded * bounded",
+        new="d *= 1.0 - bounded",
+        tests={
+            "torch": (
+                "ops/test_linear_crossentropy.py::test_loss_and_gradients[bfloat16-None-triton]"
+            )
+        },
+    ),
+    Fault(
+        "triton_conv_document",
+        "backends/triton/causal_conv1d.py",
+        old="tap = tl.where(documents[-1 - k] == documents[-1], tap, 0.0)",
+        new="tap = tl.where(documents[-1 - k] <= documents[-1], tap, 0.0)",
+        tests={
+            "torch": (
+                "ops/test_kernels.py::"
+                "test_results_that_nothing_depends_on[causal_conv1d-triton-from nothing-output]"
+            )
+        },
+    ),
+    Fault(
+        "portable_forget",
+        "keras_recurrent/portable/_linear_attention.py",
+        old="forget = ops.broadcast_to(1.0 - keep, (batch, length, heads, 1))",
+        new="forget = ops.broadcast_to(0.0 * keep, (batch, length, heads, 1))",
+        tests={
+            "torch": (
+                "ops/test_portable.py::"
+                "test_an_operation_over_time[gated_linear_attention-prime sizes]"
+            )
+        },
+    ),
+    Fault(
+        "portable_window",
+        "keras_recurrent/portable/sliding_window_attention.py",
+        old="visible &= distance < sliding_window",
+        new="visible &= distance <= sliding_window",
+        tests={
+            "torch": (
+                "ops/test_portable.py::"
+                "test_an_operation_over_time[sliding_window_attention-all but forgotten]"
+            )
+        },
+    ),
+    # Dispatch, masks, segments and positions
+    Fault(
+        "dispatch_elsewhere",
+        "keras_recurrent/dispatch.py",
+        old="return _platforms.elsewhere(arguments, _platforms.PLATFORMS[name])",
+        new="return None",
+        tests={"jax": "triton/test_on_jax.py::test_which_implementation_tells"},
+    ),
+    Fault(
+        "segments_before_padding",
+        "keras_recurrent/ops/token_kind.py",
+        old="front = ops.argsort(place - length * ones, axis=1)",
+        new="front = ops.argsort(place + 0 * ones, axis=1)",
+        tests={
+            "jax": "ops/test_token_kind.py::test_as_a_walk_along_the_row[segments-True-True]",
+            "tensorflow": (
+                "ops/test_token_kind.py::test_as_a_walk_along_the_row[segments-True-True]"
+            ),
+            "torch": "ops/test_token_kind.py::test_as_a_walk_along_the_row[segments-True-True]",
+        },
+    ),
+    Fault(
+        "last_segment_of_padding",
+        "keras_recurrent/layers/tokens.py",
+        old="    return ops.where(ops.any(mask, axis=1), segment, previous)",
+        new="    return segment",
+        tests={
+            "jax": "layers/test_streaming.py::test_padding_alone_leaves_the_state[RGLRU]",
+            "torch": "layers/test_streaming.py::test_padding_alone_leaves_the_state[CausalConv1D]",
+        },
+    ),
+    Fault(
+        "position_of_documents",
+        "keras_recurrent/layers/tokens.py",
+        old="return ops.where(document == 0, first[:, None] + before, before - start)",
+        new="return ops.where(document == 0, first[:, None] + before, before)",
+        tests={
+            "torch": (
+                "layers/test_streaming.py::"
+                "test_packed_documents_equal_separate_ones[LocalAttention]"
+            )
+        },
+    ),
+    Fault(
+        "position_after_padding",
+        "keras_recurrent/layers/tokens.py",
+        old='found["next_position"] = last + real',
+        new='found["next_position"] = last + 1',
+        tests={
+            "torch": (
+                "layers/test_streaming.py::test_padded_rows_equal_unpadded_ones[0.0-LocalAttention]"
+            )
+        },
+    ),
+    # Layers, losses and training
+    Fault(
+        "quantized_zero_dropped",
+        "keras_recurrent/layers/quantized.py",
+        old='"kernel_zeros": None if size is None else [dense.kernel_zero for dense in layers],',
+        new=(
+            '"kernel_zeros": None if size is None else [0 * dense.kernel_zero for dense in layers],'
+        ),
+        tests={"torch": "generation/test_one_token.py::test_the_same_tokens_quantized[int4]"},
+    ),
+    Fault(
+        "lora_biases_train",
+        "keras_recurrent/models/lora.py",
+        old='weight.trainable = weight.name.startswith("lora_")',
+        new="weight.trainable = True",
+        tests={
+            "torch": (
+                "models/test_saving.py::"
+                "test_low_rank_weights_that_were_there_before_train_on[hgrn2]"
+            )
+        },
+    ),
+    Fault(
+        "loss_mean_of_weights",
+        "keras_recurrent/models/loss_without_logits.py",
+        old="return total / ops.sum(ops.ones_like(tokens, dtype=total.dtype)), best",
+        new=(
+            "return total / (ops.sum(ops.ones_like(tokens, dtype=total.dtype)) if sample_weight "
+            "is None else ops.sum(sample_weight)), best"
+        ),
+        tests={"torch": "models/test_loss_without_logits.py::test_packed_rows"},
+    ),
+    Fault(
+        "loss_padding_label",
+        "keras_recurrent/models/token_crossentropy.py",
+        old='y_true = ops.where(ops.cast(counts, "bool"), y_true, ops.zeros_like(y_true))',
+        new="pass",
+        tests={"torch": "models/test_causal_lm.py::test_a_label_without_weight_may_be_any_number"},
+    ),
+    Fault(
+        "resume_optimizer",
+        "keras_recurrent/models/saved_training.py",
+        old="        if optimizer_built:",
+        new="        if not optimizer_built:",
+        tests={"torch": "models/test_saving.py::test_keras_files_and_training_goes_on"},
+    ),
+    Fault(
+        "schedule_rsqrt",
+        "keras_recurrent/schedules.py",
+        old="ops.rsqrt(ops.maximum(share, 1.0))",
+        new="1 / ops.maximum(share, 1.0)",
+        tests={"torch": "test_schedules.py::test_it_is_the_equation[7]"},
+    ),
+    # Generation
+    Fault(
+        "jax_programs_stop",
+        "keras_recurrent/generation/loop.py",
+        old="done = ops.logical_or(walk.done, count >= room)",
+        new="done = ops.logical_or(walk.done, count > room)",
+        tests={
+            "jax": (
+                "generation/test_cache.py::test_going_on_neither_drops_nor_repeats_a_token[griffin]"
+            )
+        },
+    ),
+    Fault(
+        "rows_stop_late",
+        "keras_recurrent/generation/torch_rows.py",
+        old="goes_on = (self.room[:, None] > 0)",
+        new="goes_on = (self.room[:, None] >= 0)",
+        tests={
+            "torch": (
+                "generation/test_cache.py::"
+                "test_going_on_neither_drops_nor_repeats_a_token[transnormer]"
+            )
+        },
+    ),
+    Fault(
+        "cache_join_first_state",
+        "keras_recurrent/generation/cache.py",
+        old="lambda *parts: ops.concatenate(parts, axis=0), *states",
+        new="lambda *parts: ops.concatenate(parts[:1] * len(parts), axis=0), *states",
+        tests={
+            "torch": (
+                "generation/test_cache.py::test_rows_are_selected_repeated_and_joined[transnormer]"
+            )
+        },
+    ),
+    Fault(
+        "cache_select_counts",
+        "keras_recurrent/generation/cache.py",
+        old="self.last_token[rows], self.num_tokens[rows])",
+        new="self.last_token[rows], self.num_tokens)",
+        tests={
+            "torch": "generation/test_cache.py::test_long_prompts_are_read_in_pieces[transnormer]"
+        },
+    ),
+    Fault(
+        "sampler_temperature",
+        "keras_recurrent/generation/torch_sampling.py",
+        old="torch.softmax(logits.float() / sampler.temperature, dim=-1)",
+        new="torch.softmax(logits.float(), dim=-1)",
+        tests={
+            "torch": (
+                "models/test_generation.py::"
+                "test_samplers_with_cache_write_what_they_write_without[transnormer-random]"
+            )
+        },
+    ),
+    Fault(
+        "sampler_seed_not_returned",
+        "keras_recurrent/generation/torch_sampling.py",
+        old="self._state.assign([self._first, self._counter + draws])",
+        new="pass",
+        tests={"torch": "generation/test_programs.py::test_no_draw_is_that_of_another_thread"},
+    ),
+    Fault(
+        "top_p_shift",
+        "keras_recurrent/generation/torch_sampling.py",
+        old="torch.cumsum(best, dim=-1)[:, :-1] > sampler.p",
+        new="torch.cumsum(best, dim=-1)[:, 1:] > sampler.p",
+        tests={
+            "torch": (
+                "generation/test_programs.py::"
+                "test_samplers_draw_what_they_draw_by_themselves[top_p]"
+            )
+        },
+    ),
+    Fault(
+        "continuation_stop_string",
+        "keras_recurrent/continuations.py",
+        old=(
+            "before, self._text = len(self._text), self._text + piece\n"
+            "        starts = (max(0, before - len(stop) + 1) for stop in self._until)"
+        ),
+        new=(
+            "before, self._text = len(self._text), self._text + piece\n"
+            "        starts = (before for stop in self._until)"
+        ),
+        tests={
+            "torch": (
+                "test_continuations.py::test_an_answer_ends_before_the_first_string[xab-until2-x]"
+            )
+        },
+    ),
+    # Checkpoints, conversion and tokenizers
+    Fault(
+        "rg_swap_xy",
+        "keras_recurrent/checkpoints/recurrent_gemma.py",
+        old=(
+            'yield from linear("temporal_block.linear_x", d, r, "temporal_block/linear_x")\n'
+            '        yield from linear("temporal_block.linear_y", d, r, '
+            '"temporal_block/linear_y")'
+        ),
+        new=(
+            'yield from linear("temporal_block.linear_x", d, r, "temporal_block/linear_y")\n'
+            '        yield from linear("temporal_block.linear_y", d, r, '
+            '"temporal_block/linear_x")'
+        ),
+        tests={"torch": "checkpoints/test_recurrent_gemma.py::test_logits_of_packed_documents"},
+    ),
+    Fault(
+        "rg_window",
+        "keras_recurrent/checkpoints/recurrent_gemma.py",
+        old="+ (0 if config.flag(COUNTS_ITSELF, default=False) else 1)",
+        new="+ 0",
+        tests={
+            "torch": (
+                "checkpoints/test_recurrent_gemma.py::"
+                "test_the_published_configurations_are_the_presets"
+            )
+        },
+    ),
+    Fault(
+        "rg_logit_not_negated",
+        "keras_recurrent/checkpoints/recurrent_gemma.py",
+        old='f"{ours}/a_logit", NEGATED)',
+        new='f"{ours}/a_logit")',
+        tests={"torch": "checkpoints/test_recurrent_gemma.py::test_logits_of_packed_documents"},
+    ),
+    Fault(
+        "gqa_pool_strided",
+        "keras_recurrent/gqa/pooling.py",
+        old=(
+            "grouped = values.reshape(self.groups, repeats, size // self.groups, *values.shape[1:])"
+        ),
+        new=(
+            "grouped = np.moveaxis(values.reshape(repeats, self.groups, size // self.groups, "
+            "*values.shape[1:]), 0, 1)"
+        ),
+        tests={"torch": "gqa/test_hub.py::test_configured_backbones_equal_shared_heads[SmolLM3]"},
+    ),
+    Fault(
+        "gqa_trainable_lost",
+        "keras_recurrent/gqa/pooling.py",
+        old=("    if old.trainable != new.trainable:\n        new.trainable = old.trainable\n"),
+        new="",
+        tests={"torch": "gqa/test_graphs.py::test_policy_trainability_window_and_gate_stay"},
+    ),
+    Fault(
+        "byte_unknown_ids",
+        "keras_recurrent/tokenizers/byte_tokenizer.py",
+        old="codes = np.minimum(ids[ids >= FIRST_BYTE] - FIRST_BYTE, 255)",
+        new="codes = ids[ids >= FIRST_BYTE] - FIRST_BYTE",
+        tests={
+            "torch": (
+                "tokenizers/test_byte_tokenizer.py::test_what_a_model_may_write_is_never_an_error"
+            )
+        },
+    ),
+]
+
+if __name__ == "__main__":
+    main()
