@@ -31,17 +31,19 @@ export TPU_WORKER_HOSTNAMES ?= localhost
 endif
 
 .PHONY: help quickstart test test-all test-nightly test-once test-devices test-export test-harness
-.PHONY: durations fuzz lint format clean docs docs-serve tables notebooks
+.PHONY: smoke faults durations fuzz lint format clean docs docs-serve tables notebooks
 .PHONY: $(PAPERS:%=paper-%) $(BACKENDS:%=test-%) $(BACKENDS:%=test-devices-%)
 .PHONY: $(BACKENDS:%=test-export-%) $(BACKENDS:%=fuzz-%)
 
 help:
 	@echo "make quickstart   train Hawk on the text of Python's documentation (KERAS_BACKEND=$(KERAS_BACKEND))"
 	@echo "make paper-NAME   a figure of a paper, in minutes on two cores: $(PAPERS)"
+	@echo "make smoke        the cheapest tests that catch the planted faults, in under a minute"
 	@echo "make test         the tests of one backend (KERAS_BACKEND=$(KERAS_BACKEND)), and those that depend on none"
 	@echo "make test-all     the tests on $(BACKENDS), as CI; make test-jax runs one of them"
 	@echo "make test-nightly all tests, those of hours and of many processes, too"
 	@echo "make durations    measure again what each test file may cost: tests/durations.json"
+	@echo "make faults       plant all faults of tests/faults.py in a copy, each of which a test must catch"
 	@echo "make test-devices all that is tested of several devices, simulated; make test-devices-jax"
 	@echo "make test-export  model.export to each format, run by its runtime; make test-export-torch"
 	@echo "make test-harness language models under lm-evaluation-harness, on tasks of local text"
@@ -89,6 +91,12 @@ test-nightly: $(VENV)/.test
 durations: $(VENV)/.test
 	rm -rf .pytest_cache/jax .pytest_cache/torchinductor $$(find tests -name __pycache__)
 	$(MAKE) --no-print-directory $(BACKENDS:%=test-%) BUDGET=write
+
+smoke: $(VENV)/.test
+	$(BIN)/python -m tests.faults --smoke
+
+faults: $(VENV)/.test
+	$(BIN)/python -m tests.faults
 
 test-devices: $(VENV)/.test
 	$(MAKE) --keep-going --no-print-directory $(BACKENDS:%=test-devices-%)
