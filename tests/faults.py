@@ -443,7 +443,7 @@ FAULTS = [
         new='found["next_position"] = last + 1',
         tests={
             "torch": (
-                "layers/test_streaming.py::test_padded_rows_equal_unpadded_ones[0.0-LocalAttention]"
+                "layers/test_streaming.py::test_padded_rows_equal_unpadded_ones[LocalAttention-zeros]"
             )
         },
     ),
@@ -508,7 +508,7 @@ FAULTS = [
         new="done = ops.logical_or(walk.done, count > room)",
         tests={
             "jax": (
-                "generation/test_cache.py::test_going_on_neither_drops_nor_repeats_a_token[griffin]"
+                "generation/test_cache.py::test_going_on_neither_drops_nor_repeats_a_token[hgrn2]"
             )
         },
     ),
@@ -656,6 +656,79 @@ FAULTS = [
                 "tokenizers/test_byte_tokenizer.py::test_what_a_model_may_write_is_never_an_error"
             )
         },
+    ),
+    # Faults that no test caught until tests were added for them
+    Fault(
+        "hgrn2_swap_conv",
+        "keras_recurrent/checkpoints/hgrn2.py",
+        old='ours = f"temporal_block/{name}/kernel"',
+        new=(
+            "other = {'f_conv1d': 'i_conv1d', 'i_conv1d': 'f_conv1d'}.get(name, name)\n"
+            '            ours = f"temporal_block/{other}/kernel"'
+        ),
+        tests={"torch": "checkpoints/test_hgrn2.py::test_logits_with_short_convolutions"},
+    ),
+    Fault(
+        "loss_soft_cap_lost",
+        "keras_recurrent/models/loss_without_logits.py",
+        old="sample_weight, soft_cap=embedding.logit_soft_cap",
+        new="sample_weight",
+        tests=dict.fromkeys(BACKENDS, "models/test_loss_without_logits.py::test_soft_cap"),
+    ),
+    Fault(
+        "rms_scale_low_precision",
+        "keras_recurrent/layers/rms_norm.py",
+        old="scale = 1 + ops.cast(scale, accumulation_dtype(self.compute_dtype))",
+        new="scale = 1 + ops.cast(scale, self.compute_dtype)",
+        tests={"torch": "layers/test_precision.py::test_rms_norm[True-{}-bfloat16]"},
+    ),
+    Fault(
+        "rg_scaled_in_compute_dtype",
+        "keras_recurrent/layers/rg_lru.py",
+        old="scaled = input_multiplier(self.log_decay(r)) * ops.cast(x, self.state_dtype)",
+        new="scaled = ops.cast(input_multiplier(self.log_decay(r)), inputs.dtype) * x",
+        tests={"torch": "layers/test_precision.py::test_scaled_first_input[RGLRU-bfloat16]"},
+    ),
+    Fault(
+        "evaluation_counts",
+        "keras_recurrent/evaluation.py",
+        old="counts = mask[:, 1:] & mask[:, :-1]",
+        new="counts = mask[:, 1:]",
+        tests={"torch": "test_evaluation.py::test_tokens_after_padding_do_not_count"},
+    ),
+    Fault(
+        "gqa_flash_lost",
+        "keras_recurrent/gqa/regroup.py",
+        old='config["flash_attention"] = layer._flash_attention',
+        new="pass",
+        tests={"torch": "gqa/test_regroup.py::test_flash_attention_is_kept"},
+    ),
+    Fault(
+        "triton_rg_step_bias",
+        "backends/triton/rg_lru_step.py",
+        old="    return bias, total\n",
+        new="    return total, total\n",
+        tests={
+            "torch": "ops/test_steps.py::test_one_row_that_starts_a_document[rg_lru_step-triton]"
+        },
+    ),
+    Fault(
+        "jax_step_start_keeps_position",
+        "backends/jax/local_attention_step.py",
+        old="position = jnp.where(token_kind == STARTS, 0, position)",
+        new="pass",
+        tests={
+            "jax": (
+                "ops/test_steps.py::test_one_row_that_starts_a_document[local_attention_step-jax]"
+            )
+        },
+    ),
+    Fault(
+        "dispatch_order",
+        "keras_recurrent/dispatch.py",
+        old='"torch": ("cudnn", "triton", "torch"),',
+        new='"torch": ("cudnn", "torch", "triton"),',
+        tests={"torch": "ops/test_dispatch.py::test_kernels_precede_the_plain_implementation"},
     ),
 ]
 
