@@ -71,8 +71,8 @@ def assert_same_bits(model, wanted):
     "batches",
     [
         pytest.param([0], marks=pytest.mark.once),
-        pytest.param([4], marks=pytest.mark.once),
-        pytest.param([STEPS + 3], marks=pytest.mark.once),
+        pytest.param([4], marks=[pytest.mark.once, pytest.mark.nightly]),
+        pytest.param([STEPS + 3], marks=[pytest.mark.once, pytest.mark.nightly]),
         [1, 2 * STEPS + 5, 3 * STEPS - 1],
     ],
 )
@@ -101,6 +101,7 @@ def assign_all_but(part, assign=callbacks.Backup.assign):
     return lambda backup, variables, name: name != part and assign(backup, variables, name)
 
 
+@pytest.mark.nightly
 @pytest.mark.once
 def test_seeds_slots_and_the_place_matter(trained, whole, tmp_path, monkeypatch):
     """Each of them alone, left out, is another run."""
