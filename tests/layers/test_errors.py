@@ -10,8 +10,6 @@ import pytest
 from keras_recurrent import layers
 from tests.layers.table import ATTENTION, ROWS, STREAMING, WIDTH, built, inputs, streaming_layer
 
-pytestmark = pytest.mark.once
-
 
 @pytest.mark.once
 @streaming_layer
@@ -22,6 +20,7 @@ def test_wrong_rank(name, shape):
         layer.build(shape)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("make", [layers.GatedMLP, layers.SGLU, layers.SwiGLU])
 def test_a_vector_without_a_batch(make):
     for x in (np.ones(8, "float32"), keras.Input(batch_shape=(8,))):
@@ -211,6 +210,7 @@ def test_a_state_before_the_width_is_known(name):
         layer.get_initial_state(2)
 
 
+@pytest.mark.once
 @streaming_layer
 def test_wrong_states(name):
     layer, x = built(name), inputs()
@@ -235,6 +235,7 @@ def test_wrong_states(name):
     )
 
 
+@pytest.mark.once
 @streaming_layer
 def test_masks_and_segments_of_another_shape(name):
     layer, x = built(name), inputs()
@@ -251,6 +252,7 @@ def test_masks_and_segments_of_another_shape(name):
         layer(x, mask=[[True] * 8] * 3)
 
 
+@pytest.mark.once
 def test_bounds_and_positions_of_another_shape():
     with pytest.raises(ValueError, match=r"`lower_bound` must be a tensor or an array; got a floa"):
         layers.HGRN2(4)(inputs(), lower_bound=0.5)
@@ -258,6 +260,7 @@ def test_bounds_and_positions_of_another_shape():
         layers.LRPE()(np.zeros((2, 5, 1, 4), "float32"), positions=np.zeros((2, 4), "int32"))
 
 
+@pytest.mark.once
 def test_positions_that_are_no_integers():
     x, positions = np.zeros((2, 5, 1, 4), "float32"), np.zeros((2, 5), "float32")
     symbolic = keras.Input((5,), batch_size=2)
