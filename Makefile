@@ -1,8 +1,7 @@
 # Two commands for a new clone:
 #     make quickstart      train a Hawk language model on real text, and generate
 #     make test            the tests of one backend, and those that depend on none
-# A figure of a paper, from this package: make paper-extrapolation (guides/papers/README.md has all).
-# For people who change the code: make lint, make format, make smoke, make test-all.
+# make help lists the others.
 #
 # Everything is installed into .venv, with the versions of constraints.txt. On Linux a plain torch
 # is the one for NVIDIA GPUs, several gigabytes: where PIP_EXTRA_INDEX_URL names PyTorch's own index
@@ -11,7 +10,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 KERAS_BACKEND := $(or $(KERAS_BACKEND),jax)
-# A worker has neighbouring tests, which compile the same, until another has none left.
+# Each worker gets consecutive tests, which share compiled programs; idle workers steal the rest.
 PYTEST_ARGS ?= --numprocesses=auto --maxprocesses=8 --dist=worksteal
 
 BACKENDS := jax torch tensorflow
@@ -23,8 +22,7 @@ INSTALLED := pyproject.toml constraints.txt $(VENV)/.created
 
 MAKEFLAGS += --no-builtin-rules
 
-# The tests install libtpu, which then asks on each start which TPU there is. Where there is none,
-# it is told one, and says nothing.
+# libtpu, a test dependency, queries the TPU type at import and warns without one: set a type.
 ifeq ($(wildcard /dev/accel* /dev/vfio/*),)
 export TPU_ACCELERATOR_TYPE ?= v5litepod-4
 export TPU_WORKER_HOSTNAMES ?= localhost
@@ -38,20 +36,20 @@ endif
 help:
 	@echo "make quickstart   train Hawk on the text of Python's documentation (KERAS_BACKEND=$(KERAS_BACKEND))"
 	@echo "make paper-NAME   a figure of a paper, in minutes on two cores: $(PAPERS)"
-	@echo "make smoke        the cheapest tests that catch the planted faults, in under a minute"
+	@echo "make smoke        one quick test per planted fault, all backends, under a minute"
 	@echo "make test         the tests of one backend (KERAS_BACKEND=$(KERAS_BACKEND)), and those that depend on none"
-	@echo "make test-all     the tests on $(BACKENDS), as CI; make test-jax runs one of them"
-	@echo "make test-nightly all tests, those of hours and of many processes, too"
-	@echo "make durations    measure again what each test file may cost: tests/durations.json"
-	@echo "make faults       plant all faults of tests/faults.py in a copy, each of which a test must catch"
-	@echo "make test-devices all that is tested of several devices, simulated; make test-devices-jax"
+	@echo "make test-all     the tests on $(BACKENDS); make test-jax runs one backend"
+	@echo "make test-nightly all tests on all backends, including nightly ones, and the planted faults"
+	@echo "make durations    update tests/durations.json, the CPU seconds of each test file"
+	@echo "make faults       apply each planted fault to a copy of the package; a test must fail"
+	@echo "make test-devices tests on several simulated devices; make test-devices-jax for one backend"
 	@echo "make test-export  model.export to each format, run by its runtime; make test-export-torch"
 	@echo "make test-harness language models under lm-evaluation-harness, on tasks of local text"
-	@echo "make fuzz         operations on thousands of inputs, for hours; make fuzz-jax on one of them"
+	@echo "make fuzz         operations on thousands of random inputs, hours; make fuzz-jax for one backend"
 	@echo "make docs         the manual, into build/site; make docs-serve shows it while you write"
 	@echo "make tables       the manual's tables of presets and implementations, from the package"
 	@echo "make lint         ruff and mypy"
-	@echo "make format       let ruff mend what it can"
+	@echo "make format       format the code and fix lint errors with ruff"
 	@echo "make notebooks    those of guides/recipes, from their scripts"
 	@echo "make clean        remove the environments and what was built"
 
@@ -64,30 +62,30 @@ PAPER ?=
 $(PAPERS:%=paper-%): paper-%: $(VENV)/.quickstart-$(KERAS_BACKEND)
 	KERAS_BACKEND=$(KERAS_BACKEND) $(BIN)/python guides/papers/$*.py $(PAPER)
 
-# `--keep-going`: every part runs, also when one fails.
+# --keep-going: later targets run even if an earlier one fails.
 test: $(VENV)/.test
 	$(MAKE) --keep-going --no-print-directory test-$(KERAS_BACKEND) $(if $(filter torch,$(KERAS_BACKEND)),,test-once)
 
 test-all: $(VENV)/.test
 	$(MAKE) --keep-going --no-print-directory $(BACKENDS:%=test-%)
 
-# CI names files and folders in TESTS_jax and so on, and in NIGHTLY_jax those whose nightly tests
-# run; BUDGET=check compares their CPU seconds with tests/durations.json.
+# CI passes TESTS_<backend>, files and folders, and NIGHTLY_<backend>, those whose nightly tests run
+# as well. BUDGET=check compares CPU seconds with tests/durations.json.
 BUDGET ?=
 $(BACKENDS:%=test-%): test-%: $(VENV)/.test
 	KERAS_BACKEND=$* $(BIN)/python -m pytest $(PYTEST_ARGS) $(BUDGET:%=--budget=%) \
 	  $(NIGHTLY_$*:%=--nightly=%) $(TESTS_$*)
 
-# Tests that depend on no backend run on torch, which compiles least.
+# Tests that depend on no backend; on torch, `make test` runs them with the others.
 test-once: $(VENV)/.test
 	KERAS_BACKEND=torch $(BIN)/python -m pytest -m once $(PYTEST_ARGS)
 
-# Then, whether CI's selection of tests would have left out a failure.
+# If anything fails, list the failing tests that CI's selection would have skipped.
 test-nightly: $(VENV)/.test
 	$(MAKE) --keep-going --no-print-directory $(BACKENDS:%=test-%) $(BACKENDS:%=NIGHTLY_%=tests) \
-	  faults || { $(PYTHON) tests/selection.py --lost; exit 1; }
+	  faults || { $(PYTHON) tests/selection.py --unselected; exit 1; }
 
-# Compiled tests and programs are removed first: CI, a fresh clone, compiles them, too.
+# Remove cached bytecode and programs first: CI starts from a fresh clone and compiles them too.
 durations: $(VENV)/.test
 	rm -rf .pytest_cache/jax .pytest_cache/torchinductor $$(find tests -name __pycache__)
 	$(MAKE) --no-print-directory $(BACKENDS:%=test-%) BUDGET=write
@@ -181,7 +179,7 @@ notebooks:
 clean:
 	rm -rf $(VENV) $(EXPORT) $(HARNESS) $(DOCS) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 
-# Empty files remember what is installed; one that is older than its reasons is made again.
+# Empty files record what is installed; one that is older than its prerequisites is made again.
 $(VENV)/.created:
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || { \
 	  echo "Python 3.11 or newer is needed; name one: make PYTHON=python3.12"; exit 1; }

@@ -1,9 +1,9 @@
-"""CPU seconds of the tests, child processes included, compared with those in `durations.json`.
+"""CPU seconds of each test file, child processes included, checked against `durations.json`.
 
-`--budget=check` fails a run in which a file takes more than 1.5 times its entry plus 3 seconds.
-`--budget=write` makes the entries of the running backend anew. Nightly tests are not counted.
-A busy or slower machine takes more CPU seconds for the same work, so they are divided by those of
-the collection: an entry holds for a machine whose collection takes as long as the one recorded.
+`--budget=check` fails the run if a file takes more than 1.5 times its entry plus 3 seconds.
+`--budget=write` replaces the entries of the current backend. Nightly tests are not counted. Times
+are multiplied by the recorded time of collection over the measured one, which compensates for
+slower or busy machines.
 """
 
 import collections
@@ -15,8 +15,8 @@ import time
 
 import pytest
 
-LEDGER = pathlib.Path(__file__).with_name("durations.json")
-FACTOR, SECONDS = 1.5, 3
+DURATIONS = pathlib.Path(__file__).with_name("durations.json")
+FACTOR, SLACK = 1.5, 3
 
 
 def cpu_seconds():
@@ -24,29 +24,29 @@ def cpu_seconds():
     return time.process_time() + children.ru_utime + children.ru_stime
 
 
-def excesses(files, entries, scale):
-    """Lines on the files whose seconds, times `scale`, exceed what their entries allow."""
+def over_budget(files, entries, scale):
+    """Messages for files over budget; measured seconds are multiplied by `scale`."""
     lines = []
     for file, seconds in sorted(files.items()):
-        allowed = FACTOR * entries.get(file, 0) + SECONDS
+        allowed = FACTOR * entries.get(file, 0) + SLACK
         if seconds * scale > allowed:
             lines.append(
-                f"{file}: {seconds * scale:.1f} CPU s, at most {allowed:.1f} are allowed: make its "
-                "tests cheaper or nightly, or accept the cost by `make durations`"
+                f"{file}: {seconds * scale:.1f} CPU s, limit {allowed:.1f}: make its tests cheaper "
+                "or nightly, or run `make durations`"
             )
     return lines
 
 
 class Budget:
-    """Measures in the processes that run tests; adds up and compares in the one that reports."""
+    """Measures CPU time in xdist workers; sums and checks it in the controller."""
 
     def __init__(self, config):
         self.config = config
-        self.reports = "PYTEST_XDIST_WORKER" not in os.environ
-        self.runs_tests = not (self.reports and getattr(config.option, "numprocesses", None))
+        self.is_controller = "PYTEST_XDIST_WORKER" not in os.environ
+        self.runs_tests = not (self.is_controller and getattr(config.option, "numprocesses", None))
         self.collection = []
-        self.seconds = collections.defaultdict(float)  # of each test
-        self.excesses = []
+        self.seconds = collections.defaultdict(float)  # test id → CPU seconds
+        self.messages = []
 
     @pytest.hookimpl(wrapper=True)
     def pytest_collection(self):
@@ -70,14 +70,14 @@ class Budget:
         return report
 
     def pytest_runtest_logreport(self, report):
-        if self.reports and "nightly" not in report.keywords:
+        if self.is_controller and "nightly" not in report.keywords:
             self.seconds[report.nodeid] += report.cpu_seconds
             if self.config.option.budget_tests and report.when == "teardown":
                 with open(self.config.option.budget_tests, "a") as file:
                     file.write(f"{self.seconds[report.nodeid]:.3f} {report.nodeid}\n")
 
     def pytest_sessionfinish(self, session):
-        if not self.reports:
+        if not self.is_controller:
             self.config.workeroutput["collection"] = self.collection[0]
             return
         if not self.collection or not self.seconds:
@@ -87,18 +87,18 @@ class Budget:
         for test, seconds in self.seconds.items():
             files[test.partition("::")[0]] += seconds
         backend = os.environ["KERAS_BACKEND"]
-        ledger = json.loads(LEDGER.read_text()) if LEDGER.exists() else {}
+        ledger = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
         if self.config.option.budget == "write":
             ledger[backend] = {
                 "collection": round(self.collection_seconds, 1),
                 "files": {file: round(seconds, 1) for file, seconds in sorted(files.items())},
             }
-            LEDGER.write_text(json.dumps(ledger, indent=1, sort_keys=True) + "\n")
+            DURATIONS.write_text(json.dumps(ledger, indent=1, sort_keys=True) + "\n")
         elif self.config.option.budget == "check":
             row = ledger[backend]
             scale = row["collection"] / self.collection_seconds
-            self.excesses = excesses(files, row["files"], scale)
-            if self.excesses:
+            self.messages = over_budget(files, row["files"], scale)
+            if self.messages:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     @pytest.hookimpl(optionalhook=True)
@@ -108,17 +108,21 @@ class Budget:
     def pytest_terminal_summary(self, terminalreporter):
         if self.collection and self.seconds:
             terminalreporter.write_line(
-                f"CPU seconds: {sum(self.seconds.values()):.0f} in tests that are not nightly, "
-                f"{self.collection_seconds:.1f} for the collection in one process"
+                f"CPU seconds: {sum(self.seconds.values()):.0f} in tests (nightly excluded), "
+                f"{self.collection_seconds:.1f} for collection per worker"
             )
-        for line in self.excesses:
-            terminalreporter.write_line(f"over budget: {line}", red=True)
+        for message in self.messages:
+            terminalreporter.write_line(f"over budget: {message}", red=True)
 
 
 def addoption(parser):
     group = parser.getgroup("budget", "CPU seconds of each test file")
-    group.addoption("--budget", choices=("check", "write"), help="compare with, or write, LEDGER")
-    group.addoption("--budget-tests", metavar="FILE", help="append the CPU seconds of each test")
+    group.addoption(
+        "--budget", choices=("check", "write"), help="check against, or update, durations.json"
+    )
+    group.addoption(
+        "--budget-tests", metavar="FILE", help="append the CPU seconds of each test to FILE"
+    )
 
 
 def configure(config):

@@ -1,16 +1,17 @@
-"""Planted faults: each is applied to a copy of the source tree, and its test must then fail.
+"""Planted faults (mutation tests): each is applied to a copy of the tree; its test must fail.
 
     python -m tests.faults                  # all faults
-    python -m tests.faults rg_window ...    # the named ones; --backend torch: on one backend
+    python -m tests.faults rg_window ...    # selected faults
+    python -m tests.faults --backend torch  # one backend
     python -m tests.faults --list           # names, backends and tests
-    python -m tests.faults --smoke          # the tests alone, on the unchanged tree
+    python -m tests.faults --smoke          # run the tests without planting faults
 
 The tests must first pass on the clean copy. A fault is caught if pytest then exits with 1, tests
 failed. Any other exit code is a miss: the test passes, it does not exist, or the fault breaks the
 collection of tests. The exit status is 1 if a fault is missed.
 
 To add a fault, append a `Fault` to the table at the end of this file. `old` must occur exactly once
-in `path`. Choose the cheapest test that fails for the right reason.
+in `path`. Choose the fastest test that fails because of the fault.
 """
 
 import argparse
@@ -28,13 +29,13 @@ ROOT = pathlib.Path(__file__).parents[1]
 BACKENDS = ("jax", "torch", "tensorflow")
 OPTIONS = ("-q", "--tb=short", "-p", "no:cacheprovider")
 TIME_LIMIT = 300  # seconds for one run of pytest
-TESTS_FAILED, USAGE_ERROR = 1, 4  # exit codes of pytest; 2 to 5 mean that no test failed
+TESTS_FAILED, USAGE_ERROR = 1, 4  # exit codes of pytest; 2 to 5: no test result
 ENVIRONMENT = {
     **os.environ,
     # Without GPUs, Triton's kernels run in its interpreter, on every machine.
     "CUDA_VISIBLE_DEVICES": "",
     "OMP_NUM_THREADS": "1",
-    # Bytecode of a faulty file could outlive the fault: its modification time is in whole seconds.
+    # Stale bytecode could survive a fault: modification times are compared in whole seconds.
     "PYTHONDONTWRITEBYTECODE": "1",
 }
 
@@ -56,7 +57,7 @@ class Fault(NamedTuple):
         count = source.count(self.old)
         if count != 1:
             raise ValueError(
-                f"{self.name}: `old` must occur once in {self.path}, occurs {count} times"
+                f"{self.name}: `old` must occur once in {self.path}, but occurs {count} times"
             )
         return source.replace(self.old, self.new)
 
@@ -70,7 +71,9 @@ def main():
     parser.add_argument("--backend", choices=BACKENDS, help="default: all")
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--list", action="store_true", help="list faults and their tests")
-    action.add_argument("--smoke", action="store_true", help="run the tests, plant no fault")
+    action.add_argument(
+        "--smoke", action="store_true", help="run the tests without planting faults"
+    )
     arguments = parser.parse_args()
     unknown = set(arguments.names) - {fault.name for fault in FAULTS}
     if unknown:
@@ -92,7 +95,7 @@ def main():
 
 
 def node_ids(faults, backend):
-    """The tests of faults on a backend, each once."""
+    """Distinct node ids of the faults' tests on a backend."""
     return list(dict.fromkeys(fault.node_id(backend) for fault in faults))
 
 
@@ -131,7 +134,7 @@ def plant(by_backend):
                 begin = time.monotonic()
                 reason = miss_reason(tree, fault, backend)
                 seconds = time.monotonic() - begin
-                result = "NOT caught" if reason else "caught"
+                result = "missed" if reason else "caught"
                 print(f"{result} {fault.name} ({backend}) {seconds:.1f} s", flush=True)
                 if reason:
                     print(reason, flush=True)
@@ -157,14 +160,14 @@ def passes_without_faults(tree, faults, backend):
     if code:
         print(output)
         report_missing(code, tree, faults, backend)
-        print(f"The tests must pass without a fault; on {backend}, pytest exited with {code}.")
+        print(f"The tests must pass on the clean copy; pytest exited with {code} on {backend}.")
     return code == 0
 
 
 def report_missing(code, tree, faults, backend):
-    """Name the tests that do not exist, if pytest exited with the code of such an error.
+    """Print the tests that do not exist, if pytest exited with a usage error.
 
-    It names functions only, not parameters, so each test is collected alone.
+    pytest does not name missing parameters, so each test is collected separately.
     """
     if code != USAGE_ERROR:
         return
@@ -187,17 +190,17 @@ def miss_reason(tree, fault, backend):
     path.write_text(source)
     if code == TESTS_FAILED:
         return None
-    return f"pytest exited with {code}, must be {TESTS_FAILED}\n{output}"
+    return f"expected pytest exit code {TESTS_FAILED}, got {code}\n{output}"
 
 
 def run_pytest(tree, nodes, backend):
     """Run tests of a tree in a child process. Returns the exit code and the output.
 
-    On torch, importing other packages takes most of the time: the child is forked after that.
+    On torch, imports dominate the time, so the child is forked after importing KerasHub.
     """
     if backend == "torch":
         import_other_packages()
-    # Inductor's cache does not depend on the code of operators. JAX's is keyed by the program.
+    # Inductor's cache key ignores operator code; JAX's includes the program.
     shutil.rmtree(tree / ".pytest_cache" / "torchinductor", ignore_errors=True)
     with tempfile.TemporaryFile("w+") as output:
         sys.stdout.flush()
@@ -657,7 +660,7 @@ FAULTS = [
             )
         },
     ),
-    # Faults that no test caught until tests were added for them
+    # Faults found before any test caught them
     Fault(
         "hgrn2_swap_conv",
         "keras_recurrent/checkpoints/hgrn2.py",

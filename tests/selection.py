@@ -1,12 +1,13 @@
-"""Which tests CI runs for a change: `python3 tests/selection.py` prints the words for `make`.
+"""Selects the tests that CI runs for a change, and prints arguments for `make`.
 
-The change is what differs from the commit that the variable `CI_BASE` names, or else from where
-this branch left `origin/main`. Where neither is known, or nothing differs, everything runs.
-`impact.toml` says what a changed file may break.
+The change is the difference from the commit in `CI_BASE`, or from the merge base with
+`origin/main`. If neither commit is known, or nothing differs, the full suite runs: the tests of all
+backends without nightly ones, all export formats and lm-evaluation-harness. `impact.toml` maps
+changed files to tests.
 
-`python3 tests/selection.py --lost` reads the failures of the last `make test-nightly` from pytest's
-cache, and fails if the table would have left out one of them since `CI_BASE`, the last commit that
-passed every night's tests: a row is missing there.
+`python3 tests/selection.py --unselected` reads the failures of the last `make test-nightly`, and
+exits with 1 if the table would not have selected one of them for the changes since `CI_BASE`, the
+last commit that passed the nightly run. Add the missing row to `impact.toml`.
 """
 
 import fnmatch
@@ -20,50 +21,50 @@ import tomllib
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TABLE = pathlib.Path(__file__).with_name("impact.toml")
 BACKENDS = ("jax", "torch", "tensorflow")
-ALWAYS = ["lint"], ["docs"]  # before and after the tests
-GOALS = [*(f"test-export-{backend}" for backend in BACKENDS), "test-harness"]
+ALWAYS = ["lint"], ["docs"]  # targets that run before and after the tests
+TARGETS = [*(f"test-export-{backend}" for backend in BACKENDS), "test-harness"]
 
 
 class Selection:
-    """Test paths and nightly test paths of each backend, and goals of the Makefile."""
+    """Test paths and nightly test paths of each backend, and further targets of the Makefile."""
 
     def __init__(self):
         self.tests = {backend: set() for backend in BACKENDS}
         self.nightly = {backend: set() for backend in BACKENDS}
-        self.goals = set()
+        self.targets = set()
 
     def add(self, row):
         for backend in BACKENDS:
             self.tests[backend].update(row.get(backend, ()), row.get("all", ()))
             self.nightly[backend].update(row.get("nightly", {}).get(backend, ()))
-        for goal in row.get("make", ()):
-            self.goals.update(goal_names(goal))
+        for target in row.get("make", ()):
+            self.targets.update(target_names(target))
         if row.get("everything"):
             self.add_everything()
 
     def add_everything(self):
-        self.goals.update(GOALS)
+        self.targets.update(TARGETS)
         for paths in self.tests.values():
             paths.add("tests")
 
-    def words(self):
-        """Goals and variables for `make`, in the order in which they run."""
-        words = list(ALWAYS[0])
+    def make_arguments(self):
+        """Targets and variables for `make`, in execution order."""
+        arguments = list(ALWAYS[0])
         for backend in BACKENDS:
             tests = self.tests[backend] | self.nightly[backend]
             if tests:
-                words.append(f"test-{backend}")
-                words.append(f"TESTS_{backend}={' '.join(outermost(tests))}")
-                words.append(f"NIGHTLY_{backend}={','.join(outermost(self.nightly[backend]))}")
-        return words + [goal for goal in GOALS if goal in self.goals] + ALWAYS[1]
+                arguments.append(f"test-{backend}")
+                arguments.append(f"TESTS_{backend}={' '.join(outermost(tests))}")
+                arguments.append(f"NIGHTLY_{backend}={','.join(outermost(self.nightly[backend]))}")
+        return arguments + [t for t in TARGETS if t in self.targets] + ALWAYS[1]
 
-    def has(self, backend, test, nightly):
+    def selects(self, backend, test, nightly):
         paths = self.nightly[backend] if nightly else self.tests[backend] | self.nightly[backend]
         return any(is_inside(test, path) for path in paths)
 
 
-def goal_names(goal):
-    return [f"{goal}-{backend}" for backend in BACKENDS] if goal == "test-export" else [goal]
+def target_names(target):
+    return [f"{target}-{b}" for b in BACKENDS] if target == "test-export" else [target]
 
 
 def is_inside(path, folder):
@@ -71,7 +72,7 @@ def is_inside(path, folder):
 
 
 def outermost(paths):
-    """The paths that are not inside others of them, sorted."""
+    """Paths not contained in any other path, sorted."""
     return [p for p in sorted(paths) if not any(p != q and is_inside(p, q) for q in paths)]
 
 
@@ -91,7 +92,7 @@ def changed_files(base):
 
 
 def select(files):
-    """The selection for changed files; everything where they are not known, or there are none."""
+    """Selects tests for changed files; the full suite if `files` is None or empty."""
     rows = tomllib.loads(TABLE.read_text())["impact"]
     selection = Selection()
     for file in files or ():
@@ -107,29 +108,29 @@ def select(files):
     return selection
 
 
-def lost(files):
+def unselected_failures(files):
     """Failures of the nightly run, as `backend: test`, that these files do not select."""
     selection, found = select(files), []
     for backend in BACKENDS:
         failed = ROOT / ".pytest_cache" / f"failed_{backend}.json"
         for test, nightly in json.loads(failed.read_text()).items() if failed.exists() else ():
-            if not selection.has(backend, test.partition("::")[0], nightly):
+            if not selection.selects(backend, test.partition("::")[0], nightly):
                 found.append(f"{backend}: {test}")
     return found
 
 
 def main(arguments):
     files = changed_files(os.environ.get("CI_BASE"))
-    if arguments == ["--lost"]:
-        tests = lost(files)
+    if arguments == ["--unselected"]:
+        tests = unselected_failures(files)
         for test in tests:
-            print(f"tests/impact.toml would have left out a test that fails: {test}")
+            print(f"failing, but not selected by tests/impact.toml: {test}")
         return bool(tests)
     if arguments:
-        raise SystemExit(f"usage: {__doc__}")
-    words = select(files).words()
-    print(f"{len(files or ())} changed files: make {' '.join(words)}", file=sys.stderr)
-    print(*words, sep="\n")
+        raise SystemExit("usage: selection.py [--unselected]")
+    targets = select(files).make_arguments()
+    print(f"{len(files or ())} changed files: make {' '.join(targets)}", file=sys.stderr)
+    print(*targets, sep="\n")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The table of planted faults fits the source tree; `python -m tests.faults` plants them."""
+"""The planted faults match the source tree."""
 
 import re
 

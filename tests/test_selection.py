@@ -1,4 +1,4 @@
-"""The tests that CI selects for a change, and the table that says so."""
+"""Selection of tests for a change, and its table."""
 
 import fnmatch
 import json
@@ -20,67 +20,70 @@ TRACKED = subprocess.run(
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["files"][0])
-def test_rows_name_what_exists(row):
-    """A misspelt key or path would select nothing, without a word."""
+def test_table_names_existing_files_and_targets(row):
+    """A misspelled key or path would silently select nothing."""
     assert set(row) <= KEYS
     paths = [path for key in ("all", *BACKENDS) for path in row.get(key, ())]
     nightly = row.get("nightly", {})
     assert set(nightly) <= set(BACKENDS)
     for path in [*paths, *(path for paths in nightly.values() for path in paths)]:
         assert (ROOT / path).exists(), path
-    for goal in row.get("make", ()):
-        assert set(selection.goal_names(goal)) <= set(selection.GOALS)
+    for target in row.get("make", ()):
+        assert set(selection.target_names(target)) <= set(selection.TARGETS)
     if TRACKED:  # not in a folder without Git
         for pattern in row["files"]:
             assert fnmatch.filter(TRACKED, pattern), pattern
 
 
-def test_a_page_runs_its_examples_alone():
-    assert select(["docs/layers.md", "README.md"]).words() == [
+def test_docs_change_runs_only_doc_tests():
+    assert select(["docs/layers.md", "README.md"]).make_arguments() == [
         *("lint", "test-torch", "TESTS_torch=tests/test_docs.py", "NIGHTLY_torch=", "docs")
     ]
 
 
-def test_a_kernel_runs_its_operation_on_its_backend():
+def test_kernel_change_runs_ops_on_its_backend_only():
     selected = select(["backends/tensorflow/rg_lru.py"])
-    assert selected.has("tensorflow", "tests/ops/test_kernels.py", nightly=True)
+    assert selected.selects("tensorflow", "tests/ops/test_kernels.py", nightly=True)
     assert not selected.tests["torch"]
     assert not selected.tests["jax"]
 
 
 @pytest.mark.parametrize("files", [None, [], ["new/file.py"], ["tests/conftest.py"], ["Makefile"]])
-def test_unknown_files_run_everything(files):
-    words = select(files).words()
-    assert [word for word in words if word.startswith("TESTS_")] == [
+def test_unknown_files_run_the_full_suite(files):
+    arguments = select(files).make_arguments()
+    assert [a for a in arguments if a.startswith("TESTS_")] == [
         f"TESTS_{backend}=tests" for backend in BACKENDS
     ]
-    assert set(selection.GOALS) < set(words)
+    assert set(selection.TARGETS) < set(arguments)
 
 
-def test_a_changed_test_runs_with_its_nightly_cases():
+def test_changed_test_runs_with_its_nightly_cases():
     selected = select(["tests/papers/test_times.py", "README.md"])
-    assert selected.has("jax", "tests/papers/test_times.py", nightly=True)
-    assert "TESTS_jax=tests/papers/test_times.py" in selected.words()
-    everything = select(["tests/papers/deleted_test_.py"])  # helpers may be imported anywhere
-    assert "TESTS_jax=tests" in everything.words()
+    assert selected.selects("jax", "tests/papers/test_times.py", nightly=True)
+    assert "TESTS_jax=tests/papers/test_times.py" in selected.make_arguments()
+    # A deleted file may have been imported anywhere.
+    everything = select(["tests/papers/test_deleted.py"])
+    assert "TESTS_jax=tests" in everything.make_arguments()
 
 
-def test_folders_cover_the_paths_inside():
+def test_outermost_drops_nested_paths():
     assert selection.outermost({"tests/ops/test_ops.py", "tests/ops", "tests/ops2"}) == [
         *("tests/ops", "tests/ops2")
     ]
 
 
-def test_failures_that_no_row_selects_are_found(tmp_path, monkeypatch):
+def test_unselected_failures_are_reported(tmp_path, monkeypatch):
     failed = {"tests/gqa/test_saved.py::test_a": True, "tests/test_docs.py::test_links": False}
     (tmp_path / ".pytest_cache").mkdir()
     (tmp_path / ".pytest_cache" / "failed_torch.json").write_text(json.dumps(failed))
     monkeypatch.setattr(selection, "ROOT", tmp_path)
-    assert selection.lost(["README.md"]) == ["torch: tests/gqa/test_saved.py::test_a"]
-    assert selection.lost(["keras_recurrent/gqa/convert.py"]) == []
+    assert selection.unselected_failures(["README.md"]) == [
+        "torch: tests/gqa/test_saved.py::test_a"
+    ]
+    assert selection.unselected_failures(["keras_recurrent/gqa/convert.py"]) == []
 
 
-def test_changes_are_those_since_a_commit(tmp_path, monkeypatch):
+def test_changed_files_since_a_commit(tmp_path, monkeypatch):
     def git(*arguments):
         command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
         subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)

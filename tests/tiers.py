@@ -1,7 +1,7 @@
-"""Which tests run: not the nightly ones, unless chosen, and those marked `once` on torch alone.
+"""Deselects nightly tests unless requested, and runs tests marked `once` on one backend.
 
-`--nightly=PATHS` chooses nightly tests by files and folders; a test that the command line names by
-`file::name` runs, too. A run with `--nightly` keeps its failures for `selection.py --lost`.
+`--nightly=PATHS` adds the nightly tests of files and folders; naming a test as `file::name` also
+runs it. Failures of a run with `--nightly` are saved for `selection.py --unselected`.
 """
 
 import json
@@ -9,11 +9,11 @@ import os
 
 
 def addoption(parser):
-    parser.getgroup("tiers", "which tests run").addoption(
+    parser.getgroup("tiers", "test tiers").addoption(
         "--nightly",
         default="",
         metavar="PATHS",
-        help="files and folders, separated by commas, whose nightly tests run, too",
+        help="also run nightly tests in these comma-separated files and folders",
     )
 
 
@@ -24,7 +24,7 @@ class Tiers:
         self.backend = os.environ["KERAS_BACKEND"]
         self.once = once
         self.chosen = [path.rstrip("/") for path in config.option.nightly.split(",") if path]
-        self.failed = {}  # {test: whether it is nightly}
+        self.failed = {}  # test id → True if nightly
 
     def runs(self, item):
         if item.get_closest_marker("once") and self.backend != self.once:
@@ -38,9 +38,9 @@ class Tiers:
         )
 
     def pytest_collection_modifyitems(self, items):
-        left_out = [item for item in items if not self.runs(item)]
-        if left_out:
-            self.config.hook.pytest_deselected(items=left_out)
+        deselected = [item for item in items if not self.runs(item)]
+        if deselected:
+            self.config.hook.pytest_deselected(items=deselected)
             items[:] = [item for item in items if self.runs(item)]
 
     def pytest_runtest_logreport(self, report):

@@ -1,4 +1,4 @@
-"""The layers under test, one row each; every test body runs for all rows it applies to."""
+"""Layers under test, one row each."""
 
 import itertools
 from collections.abc import Callable
@@ -106,9 +106,9 @@ WITH_SUBLAYERS = [
     *("LightningAttention", "SGLU"),
 ]
 
-# Tests of the base class meet every layer on torch, which compiles nothing. On JAX and TensorFlow
-# these three represent it, with sublayers, a ring buffer and a matrix for a state; the others are
-# nightly.
+# On torch, which compiles nothing, base-class tests run on every layer. On JAX and TensorFlow these
+# three represent all of them: one with sublayers, one with a circular buffer, one with a matrix
+# state. The others are nightly.
 SHARED = STREAMING
 if keras.config.backend() != "torch":
     SHARED = ["RecurrentBlock", "LocalAttention", "HGRN2"]
@@ -122,18 +122,20 @@ shared_by_layers = pytest.mark.parametrize(
 layer_with_sublayers = pytest.mark.parametrize("name", WITH_SUBLAYERS)
 
 
-def in_situations(names, **axes):
-    """Parametrizes by layers and by the values of axes, each given as {id: value}.
+def parametrize_layers(names, **axes):
+    """Parametrizes a test over layers and named values, each axis given as {id: value}.
 
-    On JAX and TensorFlow every second combination is nightly: a layer still meets half of the
-    combinations, and each value that is not nightly in one layer's row is not in the next one's.
+    On JAX and TensorFlow every second combination is nightly, in a checkerboard: each layer runs
+    half of the combinations, and neighboring layers run opposite halves.
     """
     parameters = []
     for i, name in enumerate(names):
-        for places in itertools.product(*(range(len(values)) for values in axes.values())):
-            ids = [list(values)[place] for values, place in zip(axes.values(), places, strict=True)]
+        for indices in itertools.product(*(range(len(values)) for values in axes.values())):
+            ids = [
+                list(values)[index] for values, index in zip(axes.values(), indices, strict=True)
+            ]
             values = [values[id] for values, id in zip(axes.values(), ids, strict=True)]
-            always = keras.config.backend() == "torch" or (i + sum(places)) % 2 == 0
+            always = keras.config.backend() == "torch" or (i + sum(indices)) % 2 == 0
             marks = () if always else pytest.mark.nightly
             parameters.append(
                 pytest.param(name, *values, id="-".join([name, *map(str, ids)]), marks=marks)

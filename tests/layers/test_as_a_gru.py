@@ -13,9 +13,9 @@ from tests.layers.table import (
     WIDTH,
     assert_close,
     built,
-    in_situations,
     inputs,
     numpy,
+    parametrize_layers,
     shared_by_layers,
     streaming_layer,
 )
@@ -288,7 +288,7 @@ def test_mixed_precision(name):
     assert_close(forward, both.forward_layer(x, mask=mask, initial_state=states[0])[1])
 
 
-@in_situations(
+@parametrize_layers(
     [name for name in LEARNING if name in SHARED],
     wrap={"alone": lambda layer: layer, "bidirectional": keras.layers.Bidirectional},
 )

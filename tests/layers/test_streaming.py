@@ -14,9 +14,9 @@ from tests.layers.table import (
     WIDTH,
     assert_close,
     built,
-    in_situations,
     inputs,
     numpy,
+    parametrize_layers,
     shared_by_layers,
     streaming_layer,
 )
@@ -57,7 +57,7 @@ def in_parts(layer, x, mask, segment_ids, cuts, state=None):
     return np.concatenate(outputs, axis=1), state
 
 
-@in_situations(STREAMING, mask=MASKS, segment_ids=SEGMENTS)
+@parametrize_layers(STREAMING, mask=MASKS, segment_ids=SEGMENTS)
 def test_equals_a_loop(name, mask, segment_ids):
     layer, x = built(name), inputs()
     output = layer(x, mask=mask, segment_ids=segment_ids)
@@ -65,7 +65,7 @@ def test_equals_a_loop(name, mask, segment_ids):
     assert_close(output, wanted.astype("float32"), where=mask)
 
 
-@in_situations(STREAMING, mask=MASKS, segment_ids=SEGMENTS)
+@parametrize_layers(STREAMING, mask=MASKS, segment_ids=SEGMENTS)
 def test_parts_equal_the_whole(name, mask, segment_ids):
     layer, x = built(name), inputs()
     whole = layer(x, mask=mask, segment_ids=segment_ids, return_state=True)
@@ -75,7 +75,7 @@ def test_parts_equal_the_whole(name, mask, segment_ids):
         assert_close(state, whole[1])
 
 
-@in_situations(STREAMING, segment_ids=SEGMENTS)
+@parametrize_layers(STREAMING, segment_ids=SEGMENTS)
 def test_tokens_are_handed_down(name, segment_ids):
     """A layer inside another gets its tokens and its own part of the state, and returns that."""
     layer, x, mask = built(name), inputs(), MASKS["padding anywhere"]
@@ -120,7 +120,7 @@ def test_packed_documents_equal_separate_ones(name):
     assert_close(state, second_state)
 
 
-@in_situations(STREAMING, garbage=GARBAGE)
+@parametrize_layers(STREAMING, garbage=GARBAGE)
 def test_padded_rows_equal_unpadded_ones(name, garbage):
     layer, x = built(name), inputs()
     mask = MASKS["padding anywhere"]
@@ -145,7 +145,7 @@ def test_padding_alone_leaves_the_state(name):
         np.testing.assert_equal(numpy(after), numpy(state))
 
 
-@in_situations(STREAMING, mask=MASKS)
+@parametrize_layers(STREAMING, mask=MASKS)
 def test_no_state_is_the_initial_state(name, mask):
     layer, x = built(name), inputs()
     nothing = layer(x, mask=mask, return_state=True)
