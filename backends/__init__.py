@@ -84,6 +84,10 @@ a function of JAX of them.
 
 A new folder also has to be named in `preference` of `keras_recurrent/dispatch.py` and among the
 packages in pyproject.toml. Where it needs a package or a device that may be missing, its
-`__init__.py` defines `unavailable()`, which returns the reason, or None. Import by the full name,
-`keras_recurrent.backends.…`: `import backends` would load every module a second time.
+`__init__.py` defines `unavailable()`, which returns the reason, or None. Imports between files here
+are relative. From outside, import by the full name, `keras_recurrent.backends.…`: `import backends`
+would load every module a second time and is an error.
 '''
+
+if __name__ != "keras_recurrent.backends":
+    raise ImportError("import `keras_recurrent.backends`, not `backends`")

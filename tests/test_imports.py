@@ -1,5 +1,6 @@
 """`import keras_recurrent`: its time, what it loads, and that one framework suffices."""
 
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -111,6 +112,14 @@ def test_what_is_not_asked_for_is_not_imported():
     assert {"checkpoints.checkpoint", "gqa.hub"} < set(later)
     with pytest.raises(AttributeError, match=r"'keras_recurrent.conversion' has no .* 'nothing'"):
         _ = keras_recurrent.conversion.nothing
+
+
+@pytest.mark.once
+def test_backends_have_one_name():
+    """`import backends` would make a second module object of each file."""
+    with pytest.raises(ImportError, match=r"`keras_recurrent\.backends`, not `backends`"):
+        importlib.import_module("backends")
+    assert not [m for m in sys.modules if m.partition(".")[0] in ("backends", "presets")]
 
 
 @pytest.fixture

@@ -5,10 +5,10 @@ torch passes no window on to cuDNN, so this is for rows that a window holds whol
 
 import torch
 
-from keras_recurrent.backends.torch import _ring
-from keras_recurrent.backends.torch._common import in_forward_mode, is_capable, too_old
-from keras_recurrent.backends.torch._row import attend
-from keras_recurrent.backends.torch._sharding import is_sharded
+from ..torch import _ring
+from ..torch._common import in_forward_mode, is_capable, too_old
+from ..torch._row import attend
+from ..torch._sharding import is_sharded
 
 _DTYPES = torch.bfloat16, torch.float16
 _HOPPER, _LATER = (9, 0), (10, 0)

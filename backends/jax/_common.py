@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from keras_recurrent.backends.constants import PADDING, STARTS
+from ..constants import PADDING, STARTS
 
 
 def accumulation_dtype(*tensors):

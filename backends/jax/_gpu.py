@@ -4,7 +4,7 @@ import functools
 import importlib
 import os
 
-from keras_recurrent.backends.constants import LOWEST_CAPABILITY
+from ..constants import LOWEST_CAPABILITY
 
 LOWEST = 10 * LOWEST_CAPABILITY[0] + LOWEST_CAPABILITY[1]
 OVERRIDE = "KERAS_RECURRENT_CUDA_CAPABILITY"

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from keras_recurrent.backends.constants import SEQUENCE
-from keras_recurrent.backends.jax import _sequence, linear_crossentropy
-from keras_recurrent.backends.jax._shards import over
+from ..constants import SEQUENCE
+from . import _sequence, linear_crossentropy
+from ._shards import over
 
 
 class _Dimensions(NamedTuple):

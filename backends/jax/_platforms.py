@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-from keras_recurrent.backends.constants import LOWEST_CAPABILITY
-from keras_recurrent.backends.jax import _gpu
+from ..constants import LOWEST_CAPABILITY
+from . import _gpu
 
 PLATFORMS = {"pallas": "tpu", "triton": "cuda"}  # where an implementation runs; others everywhere
 

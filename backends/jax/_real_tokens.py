@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from keras_recurrent.backends.constants import PADDING, STARTS
+from ..constants import PADDING, STARTS
 
 
 class RealTokens:

@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 
-from keras_recurrent.backends.constants import PADDING, STARTS
-from keras_recurrent.backends.jax import _ring
-from keras_recurrent.backends.jax._common import accumulation_dtype
-from keras_recurrent.backends.jax._real_tokens import RealTokens
+from ..constants import PADDING, STARTS
+from . import _ring
+from ._common import accumulation_dtype
+from ._real_tokens import RealTokens
 
 
 def with_real_tokens_in_front(attend, token_kind, *tensors):

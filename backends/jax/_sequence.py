@@ -11,9 +11,9 @@ Inside `jax.shard_map`; token kinds say where documents start and what is paddin
 import jax
 import jax.numpy as jnp
 
-from keras_recurrent.backends.constants import DECAY_EXPONENT, PADDING, STARTS
-from keras_recurrent.backends.jax import _ring
-from keras_recurrent.backends.jax._common import accumulation_dtype, filled, kind_masks
+from ..constants import DECAY_EXPONENT, PADDING, STARTS
+from . import _ring
+from ._common import accumulation_dtype, filled, kind_masks
 
 
 def run(operation, function, shard, options, axis, count):

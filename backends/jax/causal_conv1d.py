@@ -12,15 +12,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from keras_recurrent.backends.jax._common import (
-    back_to_zeros,
-    from_zeros,
-    in_dtype_of_sums,
-    sum_over_tokens,
-    with_gradient,
-)
-from keras_recurrent.backends.jax._real_tokens import RealTokens, gather
-from keras_recurrent.backends.jax._time_chunks import elements_before, over_chunks
+from ._common import back_to_zeros, from_zeros, in_dtype_of_sums, sum_over_tokens, with_gradient
+from ._real_tokens import RealTokens, gather
+from ._time_chunks import elements_before, over_chunks
 
 
 def state_shape(x, kernel, bias):

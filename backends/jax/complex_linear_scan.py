@@ -8,7 +8,7 @@ dx_t = g_t and dlog_a_t - i dphase_t = conj(g_t) a_t h_{t-1}.
 import jax
 import jax.numpy as jnp
 
-from keras_recurrent.backends.jax._common import (
+from ._common import (
     applied_decay,
     back_to_zeros,
     filled,
@@ -17,8 +17,8 @@ from keras_recurrent.backends.jax._common import (
     kind_masks,
     with_gradient,
 )
-from keras_recurrent.backends.jax._scan import adjoint_scan, previous, scan
-from keras_recurrent.backends.jax._time_chunks import elements_before, over_chunks
+from ._scan import adjoint_scan, previous, scan
+from ._time_chunks import elements_before, over_chunks
 
 
 @jax.jit

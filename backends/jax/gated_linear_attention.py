@@ -14,7 +14,7 @@ one another, so any decay is safe. A start is a decay of 0, and 0 needs no case 
 import jax
 import jax.numpy as jnp
 
-from keras_recurrent.backends.jax._common import (
+from ._common import (
     applied_decay,
     back_to_zeros,
     filled,
@@ -23,7 +23,7 @@ from keras_recurrent.backends.jax._common import (
     kind_masks,
     with_gradient,
 )
-from keras_recurrent.backends.jax._linear_attention import (
+from ._linear_attention import (
     chunked,
     inner_products,
     over_groups,

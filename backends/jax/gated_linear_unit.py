@@ -6,8 +6,8 @@ import math
 import jax
 import jax.numpy as jnp
 
-from keras_recurrent.backends.constants import LARGEST_GELU_GATE
-from keras_recurrent.backends.jax._common import accumulation_dtype
+from ..constants import LARGEST_GELU_GATE
+from ._common import accumulation_dtype
 
 
 @functools.partial(jax.jit, static_argnames="activation")

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from keras_recurrent.backends.constants import PADDING, STARTS
-from keras_recurrent.backends.jax._common import accumulation_dtype
+from ..constants import PADDING, STARTS
+from ._common import accumulation_dtype
 
 
 @jax.jit

@@ -9,16 +9,9 @@ where a document starts between them.
 import jax
 import jax.numpy as jnp
 
-from keras_recurrent.backends.constants import GOES_ON, PADDING, STARTS
-from keras_recurrent.backends.jax._common import (
-    back_to_zeros,
-    filled,
-    from_zeros,
-    in_dtype_of_sums,
-    kind_masks,
-    with_gradient,
-)
-from keras_recurrent.backends.jax._linear_attention import (
+from ..constants import GOES_ON, PADDING, STARTS
+from ._common import back_to_zeros, filled, from_zeros, in_dtype_of_sums, kind_masks, with_gradient
+from ._linear_attention import (
     chunked,
     inner_products,
     over_groups,

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from keras_recurrent.backends.constants import SEQUENCE, TOKENS_OF_A_PIECE
-from keras_recurrent.backends.jax import _platforms
-from keras_recurrent.backends.jax._common import accumulation_dtype
+from ..constants import SEQUENCE, TOKENS_OF_A_PIECE
+from . import _platforms
+from ._common import accumulation_dtype
 
 
 class _Split(NamedTuple):

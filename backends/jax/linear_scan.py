@@ -7,7 +7,7 @@ dx_t = g_t, dlog_a_t = g_t a_t h_{t-1}.
 import jax
 import jax.numpy as jnp
 
-from keras_recurrent.backends.jax._common import (
+from ._common import (
     applied_decay,
     back_to_zeros,
     filled,
@@ -16,8 +16,8 @@ from keras_recurrent.backends.jax._common import (
     kind_masks,
     with_gradient,
 )
-from keras_recurrent.backends.jax._scan import adjoint_scan, previous, scan
-from keras_recurrent.backends.jax._time_chunks import elements_before, over_chunks
+from ._scan import adjoint_scan, previous, scan
+from ._time_chunks import elements_before, over_chunks
 
 
 def state_shape(x, log_a):

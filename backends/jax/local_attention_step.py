@@ -5,9 +5,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from keras_recurrent.backends.constants import STARTS
-from keras_recurrent.backends.jax._common import accumulation_dtype
-from keras_recurrent.backends.jax.sliding_window_attention import sliding_window_attention
+from ..constants import STARTS
+from ._common import accumulation_dtype
+from .sliding_window_attention import sliding_window_attention
 
 
 @functools.partial(jax.jit, static_argnames="sliding_window")

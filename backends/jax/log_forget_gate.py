@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from keras_recurrent.backends.jax._common import accumulation_dtype
+from ._common import accumulation_dtype
 
 
 def forward(logits, lower_bound):

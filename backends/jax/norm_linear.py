@@ -5,9 +5,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from keras_recurrent.backends.jax._common import accumulation_dtype
-from keras_recurrent.backends.jax.gated_linear_unit import gated_linear_unit
-from keras_recurrent.backends.jax.rms_norm import rms_norm
+from ._common import accumulation_dtype
+from .gated_linear_unit import gated_linear_unit
+from .rms_norm import rms_norm
 
 
 @functools.partial(jax.jit, static_argnames=("epsilon", "gate"))

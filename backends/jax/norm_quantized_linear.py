@@ -5,10 +5,10 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from keras_recurrent.backends.constants import ROW_EPSILON
-from keras_recurrent.backends.jax._common import accumulation_dtype
-from keras_recurrent.backends.jax.gated_linear_unit import gated_linear_unit
-from keras_recurrent.backends.jax.rms_norm import rms_norm
+from ..constants import ROW_EPSILON
+from ._common import accumulation_dtype
+from .gated_linear_unit import gated_linear_unit
+from .rms_norm import rms_norm
 
 
 @functools.partial(jax.jit, static_argnames=("epsilon", "gate", "bits", "block_size", "row_dtype"))

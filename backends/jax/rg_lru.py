@@ -14,8 +14,8 @@ where 1 / s is bounded as `MAX_SQRT_GRADIENT` says.
 import jax
 import jax.numpy as jnp
 
-from keras_recurrent.backends.constants import DECAY_EXPONENT, MAX_SQRT_GRADIENT
-from keras_recurrent.backends.jax._common import (
+from ..constants import DECAY_EXPONENT, MAX_SQRT_GRADIENT
+from ._common import (
     applied_decay,
     back_to_zeros,
     filled,
@@ -25,8 +25,8 @@ from keras_recurrent.backends.jax._common import (
     sum_over_tokens,
     with_gradient,
 )
-from keras_recurrent.backends.jax._scan import adjoint_scan, previous, scan
-from keras_recurrent.backends.jax._time_chunks import elements_before, over_chunks
+from ._scan import adjoint_scan, previous, scan
+from ._time_chunks import elements_before, over_chunks
 
 
 def state_shape(x, *_):

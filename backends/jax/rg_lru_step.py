@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 
-from keras_recurrent.backends.constants import PADDING, STARTS
-from keras_recurrent.backends.jax._common import accumulation_dtype
-from keras_recurrent.backends.jax.gated_linear_unit import gated_linear_unit
-from keras_recurrent.backends.jax.rg_lru import rg_lru
+from ..constants import PADDING, STARTS
+from ._common import accumulation_dtype
+from .gated_linear_unit import gated_linear_unit
+from .rg_lru import rg_lru
 
 
 @jax.jit

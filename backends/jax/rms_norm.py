@@ -5,8 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from keras_recurrent.backends.constants import SMALLEST_SCALED_EPSILON, SQUARES_SCALE
-from keras_recurrent.backends.jax._common import accumulation_dtype
+from ..constants import SMALLEST_SCALED_EPSILON, SQUARES_SCALE
+from ._common import accumulation_dtype
 
 
 @functools.partial(jax.jit, static_argnames="epsilon")

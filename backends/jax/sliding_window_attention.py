@@ -10,10 +10,10 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from keras_recurrent.backends.constants import GOES_ON, PADDING, STARTS
-from keras_recurrent.backends.jax import _banded_attention, _ring
-from keras_recurrent.backends.jax._common import accumulation_dtype
-from keras_recurrent.backends.jax._row import Row, grouped, with_real_tokens_in_front
+from ..constants import GOES_ON, PADDING, STARTS
+from . import _banded_attention, _ring
+from ._common import accumulation_dtype
+from ._row import Row, grouped, with_real_tokens_in_front
 
 KEEPS = True
 

@@ -8,7 +8,7 @@ them, so nothing of their size is written but their gradient (logits of 16 bits 
 import jax
 import jax.numpy as jnp
 
-from keras_recurrent.backends.jax._common import accumulation_dtype
+from ._common import accumulation_dtype
 
 
 def forward(logits, tokens):

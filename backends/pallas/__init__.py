@@ -8,4 +8,4 @@ A file defines `forward` and `backward` with the parameters they have in the fil
 in `backends/jax`. That file's `operation` makes the differentiable function of them.
 """
 
-from keras_recurrent.backends.pallas._platform import unavailable as unavailable
+from ._platform import unavailable as unavailable

@@ -4,7 +4,7 @@ import jax
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 
-from keras_recurrent.backends.pallas._lazy import pl
+from ._lazy import pl
 
 _call = Primitive("keras_recurrent_pallas_call")
 _call.multiple_results = True

@@ -5,9 +5,9 @@ import os
 import jax
 import jax.numpy as jnp
 
-from keras_recurrent.backends.constants import GOES_ON, PADDING
-from keras_recurrent.backends.jax._common import refusal_of_sizes
-from keras_recurrent.backends.pallas._lazy import pltpu
+from ..constants import GOES_ON, PADDING
+from ..jax._common import refusal_of_sizes
+from ._lazy import pltpu
 
 LANES = 128
 ROWS = 16  # of a tile of 16-bit numbers, or of two tiles of 32-bit numbers

@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from keras_recurrent.backends.constants import GOES_ON, PADDING, STARTS
-from keras_recurrent.backends.pallas import _common
-from keras_recurrent.backends.pallas._call import pallas_call
-from keras_recurrent.backends.pallas._common import LANES, vmem_bytes
-from keras_recurrent.backends.pallas._lazy import pl, pltpu
+from ..constants import GOES_ON, PADDING, STARTS
+from . import _common
+from ._call import pallas_call
+from ._common import LANES, vmem_bytes
+from ._lazy import pl, pltpu
 
 CHUNK = 128  # tokens: the side of the matrix unit
 

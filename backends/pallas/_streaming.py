@@ -11,16 +11,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from keras_recurrent.backends.constants import GOES_ON, PADDING
-from keras_recurrent.backends.pallas._call import pallas_call
-from keras_recurrent.backends.pallas._common import (
-    LANES,
-    ROWS,
-    kinds_beside_channels,
-    rounded_up,
-    vmem_bytes,
-)
-from keras_recurrent.backends.pallas._lazy import pl, pltpu
+from ..constants import GOES_ON, PADDING
+from ._call import pallas_call
+from ._common import LANES, ROWS, kinds_beside_channels, rounded_up, vmem_bytes
+from ._lazy import pl, pltpu
 
 F32 = jnp.float32
 SUBLANES = 8

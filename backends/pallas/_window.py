@@ -14,9 +14,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from keras_recurrent.backends.pallas._call import pallas_call
-from keras_recurrent.backends.pallas._common import LANES, rounded_up, vmem_bytes
-from keras_recurrent.backends.pallas._lazy import pl, pltpu
+from ._call import pallas_call
+from ._common import LANES, rounded_up, vmem_bytes
+from ._lazy import pl, pltpu
 
 # Tokens of a block, the first that fits VMEM. Longer blocks would compute more logits in vain, for
 # keys that are outside the window of a query.

@@ -17,22 +17,14 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from keras_recurrent.backends.constants import GOES_ON, PADDING, STARTS
-from keras_recurrent.backends.jax import causal_conv1d as plain
-from keras_recurrent.backends.jax._common import back_to_zeros, from_zeros
-from keras_recurrent.backends.jax._shards import per_shard
-from keras_recurrent.backends.pallas._common import ROWS, refusal
-from keras_recurrent.backends.pallas._lazy import pl
-from keras_recurrent.backends.pallas._math import sigmoids
-from keras_recurrent.backends.pallas._streaming import (
-    F32,
-    blocks_for,
-    following,
-    hold,
-    previous,
-    stream,
-    without_padding,
-)
+from ..constants import GOES_ON, PADDING, STARTS
+from ..jax import causal_conv1d as plain
+from ..jax._common import back_to_zeros, from_zeros
+from ..jax._shards import per_shard
+from ._common import ROWS, refusal
+from ._lazy import pl
+from ._math import sigmoids
+from ._streaming import F32, blocks_for, following, hold, previous, stream, without_padding
 
 MOST_TAPS = 16
 

@@ -12,12 +12,12 @@ would move data between vectors.
 
 import jax.numpy as jnp
 
-from keras_recurrent.backends.jax import gated_linear_attention as plain
-from keras_recurrent.backends.jax._common import back_to_zeros, from_zeros
-from keras_recurrent.backends.jax._shards import per_shard
-from keras_recurrent.backends.pallas import _linear_attention
-from keras_recurrent.backends.pallas._lazy import pltpu
-from keras_recurrent.backends.pallas._linear_attention import CHUNK, row_and_column_numbers
+from ..jax import gated_linear_attention as plain
+from ..jax._common import back_to_zeros, from_zeros
+from ..jax._shards import per_shard
+from . import _linear_attention
+from ._lazy import pltpu
+from ._linear_attention import CHUNK, row_and_column_numbers
 
 HALVES = [2**level for level in range(CHUNK.bit_length() - 1)]  # tokens: 1, 2, 4 ...
 

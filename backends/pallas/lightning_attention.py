@@ -8,12 +8,12 @@ between two row_and_column_numbers, and 0 where a document begins between them.
 
 import jax.numpy as jnp
 
-from keras_recurrent.backends.constants import PADDING, STARTS
-from keras_recurrent.backends.jax import lightning_attention as plain
-from keras_recurrent.backends.jax._common import back_to_zeros, from_zeros
-from keras_recurrent.backends.jax._shards import per_shard
-from keras_recurrent.backends.pallas import _linear_attention
-from keras_recurrent.backends.pallas._linear_attention import row, row_and_column_numbers
+from ..constants import PADDING, STARTS
+from ..jax import lightning_attention as plain
+from ..jax._common import back_to_zeros, from_zeros
+from ..jax._shards import per_shard
+from . import _linear_attention
+from ._linear_attention import row, row_and_column_numbers
 
 
 def unsupported(q, k, v, log_decay, initial_state=None, token_kind=None) -> str | None:

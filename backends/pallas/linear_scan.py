@@ -7,13 +7,13 @@ The backward goes from the last token to the first, with the state c_t = a_t g_t
 
 import jax.numpy as jnp
 
-from keras_recurrent.backends.constants import GOES_ON
-from keras_recurrent.backends.jax import linear_scan as plain
-from keras_recurrent.backends.jax._common import back_to_zeros, from_zeros
-from keras_recurrent.backends.jax._shards import per_shard
-from keras_recurrent.backends.pallas._common import refusal
-from keras_recurrent.backends.pallas._lazy import pl
-from keras_recurrent.backends.pallas._streaming import (
+from ..constants import GOES_ON
+from ..jax import linear_scan as plain
+from ..jax._common import back_to_zeros, from_zeros
+from ..jax._shards import per_shard
+from ._common import refusal
+from ._lazy import pl
+from ._streaming import (
     F32,
     adjoint_scan,
     applied_decay,

@@ -15,14 +15,14 @@ where 1 / s is bounded as `MAX_SQRT_GRADIENT` says.
 import jax
 import jax.numpy as jnp
 
-from keras_recurrent.backends.constants import DECAY_EXPONENT, GOES_ON, MAX_SQRT_GRADIENT, STARTS
-from keras_recurrent.backends.jax import rg_lru as plain
-from keras_recurrent.backends.jax._common import back_to_zeros, from_zeros
-from keras_recurrent.backends.jax._shards import per_shard
-from keras_recurrent.backends.pallas._common import refusal
-from keras_recurrent.backends.pallas._lazy import pl
-from keras_recurrent.backends.pallas._math import decay, sigmoids
-from keras_recurrent.backends.pallas._streaming import (
+from ..constants import DECAY_EXPONENT, GOES_ON, MAX_SQRT_GRADIENT, STARTS
+from ..jax import rg_lru as plain
+from ..jax._common import back_to_zeros, from_zeros
+from ..jax._shards import per_shard
+from ._common import refusal
+from ._lazy import pl
+from ._math import decay, sigmoids
+from ._streaming import (
     F32,
     adjoint_scan,
     applied_decay,

@@ -15,11 +15,11 @@ import math
 import jax
 import jax.numpy as jnp
 
-from keras_recurrent.backends.jax import sliding_window_attention as plain
-from keras_recurrent.backends.jax._shards import per_shard
-from keras_recurrent.backends.pallas import _common, _window
-from keras_recurrent.backends.pallas._lazy import pl
-from keras_recurrent.backends.pallas._linear_attention import products
+from ..jax import sliding_window_attention as plain
+from ..jax._shards import per_shard
+from . import _common, _window
+from ._lazy import pl
+from ._linear_attention import products
 
 
 def unsupported(

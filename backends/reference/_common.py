@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from keras_recurrent.backends.constants import GOES_ON
+from ..constants import GOES_ON
 
 
 def cast(dtype, *arrays):

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from keras_recurrent.backends.constants import PADDING, STARTS
-from keras_recurrent.backends.reference._common import kinds_or_goes_on, state_or_zeros
+from ..constants import PADDING, STARTS
+from ._common import kinds_or_goes_on, state_or_zeros
 
 
 def forward(q, k, v, f, initial_state, token_kind):

@@ -6,8 +6,8 @@ With the activation "silu" the output is y_t σ(y_t).
 
 import numpy as np
 
-from keras_recurrent.backends.constants import PADDING, STARTS
-from keras_recurrent.backends.reference._common import cast, kinds_or_goes_on, sigmoid
+from ..constants import PADDING, STARTS
+from ._common import cast, kinds_or_goes_on, sigmoid
 
 
 def causal_conv1d(

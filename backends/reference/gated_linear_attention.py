@@ -6,9 +6,9 @@ Qin et al. 2024, arXiv:2404.07904, section 3 (HGRN2, where k_t = 1 - exp(log_f_t
 
 import numpy as np
 
-from keras_recurrent.backends.constants import PADDING
-from keras_recurrent.backends.reference._common import cast, kinds_or_goes_on
-from keras_recurrent.backends.reference._matrix_state import forward, gradient
+from ..constants import PADDING
+from ._common import cast, kinds_or_goes_on
+from ._matrix_state import forward, gradient
 
 
 def gated_linear_attention(q, k, v, log_f, initial_state=None, token_kind=None, dtype=np.float64):

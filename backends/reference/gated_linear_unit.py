@@ -8,7 +8,7 @@ The gelu is that of Hendrycks and Gimpel 2016, arXiv:1606.08415, with tanh: z (1
 
 import numpy as np
 
-from keras_recurrent.backends.reference._common import cast, sigmoid
+from ._common import cast, sigmoid
 
 
 def gated_linear_unit(gate, x, activation="silu", dtype=np.float64):

@@ -8,8 +8,8 @@ Where a token begins a document, S is 0; padding leaves S as it is.
 
 import numpy as np
 
-from keras_recurrent.backends.constants import PADDING, STARTS
-from keras_recurrent.backends.reference._common import cast, sigmoid
+from ..constants import PADDING, STARTS
+from ._common import cast, sigmoid
 
 
 def hgrn2_step(q, f, v, memory, lower_bound=None, token_kind=None, dtype=np.float64):

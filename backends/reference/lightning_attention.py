@@ -6,8 +6,8 @@ Qin et al. 2024, arXiv:2405.17381 (Lightning Attention), and 2023, arXiv:2307.14
 
 import numpy as np
 
-from keras_recurrent.backends.reference._common import cast
-from keras_recurrent.backends.reference._matrix_state import forward, gradient
+from ._common import cast
+from ._matrix_state import forward, gradient
 
 
 def lightning_attention(q, k, v, log_decay, initial_state=None, token_kind=None, dtype=np.float64):

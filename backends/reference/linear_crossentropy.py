@@ -5,8 +5,8 @@ As `token_crossentropy`, of logits that are made of what comes before them.
 
 import numpy as np
 
-from keras_recurrent.backends.reference import token_crossentropy as of_logits
-from keras_recurrent.backends.reference._common import cast, product
+from . import token_crossentropy as of_logits
+from ._common import cast, product
 
 
 def linear_crossentropy(

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from keras_recurrent.backends.constants import GOES_ON, PADDING, STARTS
-from keras_recurrent.backends.reference._common import cast, kinds_or_goes_on, state_or_zeros
+from ..constants import GOES_ON, PADDING, STARTS
+from ._common import cast, kinds_or_goes_on, state_or_zeros
 
 
 def linear_scan(x, log_a, initial_state=None, token_kind=None, dtype=np.float64):

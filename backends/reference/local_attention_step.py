@@ -8,9 +8,9 @@
 
 import numpy as np
 
-from keras_recurrent.backends.constants import STARTS
-from keras_recurrent.backends.reference._common import cast
-from keras_recurrent.backends.reference.sliding_window_attention import sliding_window_attention
+from ..constants import STARTS
+from ._common import cast
+from .sliding_window_attention import sliding_window_attention
 
 
 def local_attention_step(

@@ -9,7 +9,7 @@ log(1 - β) as two variables.
 
 import numpy as np
 
-from keras_recurrent.backends.reference._common import cast, sigmoid
+from ._common import cast, sigmoid
 
 
 def log_forget_gate(logits, lower_bound=None, dtype=np.float64):

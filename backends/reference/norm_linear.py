@@ -6,9 +6,9 @@ matrix, y W_3 + b_3.
 
 import numpy as np
 
-from keras_recurrent.backends.reference._common import cast, product
-from keras_recurrent.backends.reference.gated_linear_unit import gated_linear_unit
-from keras_recurrent.backends.reference.rms_norm import rms_norm
+from ._common import cast, product
+from .gated_linear_unit import gated_linear_unit
+from .rms_norm import rms_norm
 
 
 def norm_linear(

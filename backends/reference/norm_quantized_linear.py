@@ -12,10 +12,10 @@ multiplied by 127 / (max |row| + 1e-7), and rounded to integers; products are di
 
 import numpy as np
 
-from keras_recurrent.backends.constants import ROW_EPSILON
-from keras_recurrent.backends.reference._common import cast, product
-from keras_recurrent.backends.reference.gated_linear_unit import gated_linear_unit
-from keras_recurrent.backends.reference.rms_norm import rms_norm
+from ..constants import ROW_EPSILON
+from ._common import cast, product
+from .gated_linear_unit import gated_linear_unit
+from .rms_norm import rms_norm
 
 
 def norm_quantized_linear(

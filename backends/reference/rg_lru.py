@@ -9,19 +9,8 @@ Equation 6 of the paper prints softplus(a_logit); a = sigmoid(a_logit) makes it 
 
 import numpy as np
 
-from keras_recurrent.backends.constants import (
-    DECAY_EXPONENT,
-    GOES_ON,
-    MAX_SQRT_GRADIENT,
-    PADDING,
-    STARTS,
-)
-from keras_recurrent.backends.reference._common import (
-    cast,
-    kinds_or_goes_on,
-    sigmoid,
-    state_or_zeros,
-)
+from ..constants import DECAY_EXPONENT, GOES_ON, MAX_SQRT_GRADIENT, PADDING, STARTS
+from ._common import cast, kinds_or_goes_on, sigmoid, state_or_zeros
 
 
 def rg_lru(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None, dtype=np.float64):

@@ -10,10 +10,10 @@ Where a token begins a document, the window and h are 0, and h = i c; padding le
 
 import numpy as np
 
-from keras_recurrent.backends.constants import PADDING, STARTS
-from keras_recurrent.backends.reference._common import cast
-from keras_recurrent.backends.reference.gated_linear_unit import gated_linear_unit
-from keras_recurrent.backends.reference.rg_lru import rg_lru
+from ..constants import PADDING, STARTS
+from ._common import cast
+from .gated_linear_unit import gated_linear_unit
+from .rg_lru import rg_lru
 
 
 def rg_lru_step(

@@ -5,7 +5,7 @@ The mean runs over the last axis.
 
 import numpy as np
 
-from keras_recurrent.backends.reference._common import cast
+from ._common import cast
 
 
 def rms_norm(x, scale=None, epsilon=0.0, dtype=np.float64):

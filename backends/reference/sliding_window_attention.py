@@ -10,8 +10,8 @@ The state is a ring buffer of C slots: the token at position p of its document i
 
 import numpy as np
 
-from keras_recurrent.backends.constants import GOES_ON, PADDING, STARTS
-from keras_recurrent.backends.reference._common import cast
+from ..constants import GOES_ON, PADDING, STARTS
+from ._common import cast
 
 
 def sliding_window_attention(

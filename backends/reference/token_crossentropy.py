@@ -6,7 +6,7 @@ token's own logit, which keeps digits that adding it to the logarithm of the sum
 
 import numpy as np
 
-from keras_recurrent.backends.reference._common import cast
+from ._common import cast
 
 
 def token_crossentropy(logits, tokens, dtype=np.float64):

@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from keras_recurrent.backends.constants import PADDING, STARTS
+from ..constants import PADDING, STARTS
 
 
 def accumulation_dtype(*tensors):

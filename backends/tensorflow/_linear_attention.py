@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from keras_recurrent.backends.tensorflow._common import length_of
+from ._common import length_of
 
 # Elements of an argument in one group.
 _GROUP_SIZE = 1 << 17

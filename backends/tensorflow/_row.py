@@ -2,9 +2,9 @@
 
 import tensorflow as tf
 
-from keras_recurrent.backends.constants import PADDING, STARTS
-from keras_recurrent.backends.tensorflow import _ring
-from keras_recurrent.backends.tensorflow._common import accumulation_dtype, length_of
+from ..constants import PADDING, STARTS
+from . import _ring
+from ._common import accumulation_dtype, length_of
 
 
 class Row:

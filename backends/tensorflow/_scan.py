@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from keras_recurrent.backends.tensorflow._common import in_chunks, length_of
+from ._common import in_chunks, length_of
 
 # Tokens that one node of the tree joins. XLA fuses the steps of a node and computes its first ones
 # again for each output: with 16 that costs more than it saves.

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from keras_recurrent.backends.tensorflow._common import (
+from ._common import (
     accumulation_dtype,
     as_tensors,
     dense_gradient,

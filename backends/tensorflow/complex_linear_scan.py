@@ -7,7 +7,7 @@ dx_t = g_t and dlog_a_t + i dphase_t = g_t conj(a_t h_{t-1}).
 
 import tensorflow as tf
 
-from keras_recurrent.backends.tensorflow._common import (
+from ._common import (
     accumulation_dtype,
     applied_decay,
     as_tensors,
@@ -16,7 +16,7 @@ from keras_recurrent.backends.tensorflow._common import (
     kind_masks,
     state_or_zeros,
 )
-from keras_recurrent.backends.tensorflow._scan import adjoint_scan, previous, scan
+from ._scan import adjoint_scan, previous, scan
 
 
 def complex_linear_scan(x, log_a, phase, initial_state=None, token_kind=None):

@@ -13,7 +13,7 @@ one another, so any decay is safe. A start is a decay of 0, and 0 needs no case 
 
 import tensorflow as tf
 
-from keras_recurrent.backends.tensorflow._common import (
+from ._common import (
     accumulation_dtype,
     applied_decay,
     as_tensors,
@@ -22,7 +22,7 @@ from keras_recurrent.backends.tensorflow._common import (
     kind_masks,
     state_or_zeros,
 )
-from keras_recurrent.backends.tensorflow._linear_attention import (
+from ._linear_attention import (
     chunked,
     grouped,
     inner_products,

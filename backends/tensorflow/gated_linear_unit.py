@@ -4,8 +4,8 @@ import math
 
 import tensorflow as tf
 
-from keras_recurrent.backends.constants import LARGEST_GELU_GATE
-from keras_recurrent.backends.tensorflow._common import accumulation_dtype, sigmoid
+from ..constants import LARGEST_GELU_GATE
+from ._common import accumulation_dtype, sigmoid
 
 
 def gated_linear_unit(gate, x, activation="silu"):

@@ -2,8 +2,8 @@
 
 import tensorflow as tf
 
-from keras_recurrent.backends.constants import PADDING, STARTS
-from keras_recurrent.backends.tensorflow._common import accumulation_dtype, sigmoids
+from ..constants import PADDING, STARTS
+from ._common import accumulation_dtype, sigmoids
 
 
 def hgrn2_step(q, f, v, memory, lower_bound=None, token_kind=None):

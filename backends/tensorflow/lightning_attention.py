@@ -8,8 +8,8 @@ where a document starts between them.
 
 import tensorflow as tf
 
-from keras_recurrent.backends.constants import GOES_ON, PADDING, STARTS
-from keras_recurrent.backends.tensorflow._common import (
+from ..constants import GOES_ON, PADDING, STARTS
+from ._common import (
     accumulation_dtype,
     as_tensors,
     dense_gradient,
@@ -18,7 +18,7 @@ from keras_recurrent.backends.tensorflow._common import (
     length_of,
     state_or_zeros,
 )
-from keras_recurrent.backends.tensorflow._linear_attention import (
+from ._linear_attention import (
     chunked,
     grouped,
     inner_products,

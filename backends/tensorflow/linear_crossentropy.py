@@ -6,12 +6,8 @@ the gradients the logits are made once more.
 
 import tensorflow as tf
 
-from keras_recurrent.backends.constants import TOKENS_OF_A_PIECE
-from keras_recurrent.backends.tensorflow._common import (
-    accumulation_dtype,
-    as_tensors,
-    dense_gradient,
-)
+from ..constants import TOKENS_OF_A_PIECE
+from ._common import accumulation_dtype, as_tensors, dense_gradient
 
 
 def linear_crossentropy(x, embedding, tokens, sample_weight=None, soft_cap=None, reduction="sum"):

@@ -6,7 +6,7 @@ dx_t = g_t, dlog_a_t = g_t a_t h_{t-1}.
 
 import tensorflow as tf
 
-from keras_recurrent.backends.tensorflow._common import (
+from ._common import (
     accumulation_dtype,
     applied_decay,
     as_tensors,
@@ -15,7 +15,7 @@ from keras_recurrent.backends.tensorflow._common import (
     kind_masks,
     state_or_zeros,
 )
-from keras_recurrent.backends.tensorflow._scan import adjoint_scan, previous, scan
+from ._scan import adjoint_scan, previous, scan
 
 
 def linear_scan(x, log_a, initial_state=None, token_kind=None):

@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from keras_recurrent.backends.tensorflow._common import accumulation_dtype, sigmoid
+from ._common import accumulation_dtype, sigmoid
 
 
 def log_forget_gate(logits, lower_bound=None):

@@ -2,9 +2,9 @@
 
 import tensorflow as tf
 
-from keras_recurrent.backends.tensorflow._common import accumulation_dtype
-from keras_recurrent.backends.tensorflow.gated_linear_unit import gated_linear_unit
-from keras_recurrent.backends.tensorflow.rms_norm import rms_norm
+from ._common import accumulation_dtype
+from .gated_linear_unit import gated_linear_unit
+from .rms_norm import rms_norm
 
 
 def norm_linear(

@@ -13,8 +13,8 @@ where 1 / s is bounded as `MAX_SQRT_GRADIENT` says.
 
 import tensorflow as tf
 
-from keras_recurrent.backends.constants import DECAY_EXPONENT, MAX_SQRT_GRADIENT
-from keras_recurrent.backends.tensorflow._common import (
+from ..constants import DECAY_EXPONENT, MAX_SQRT_GRADIENT
+from ._common import (
     accumulation_dtype,
     applied_decay,
     as_tensors,
@@ -25,7 +25,7 @@ from keras_recurrent.backends.tensorflow._common import (
     state_or_zeros,
     sum_over_tokens,
 )
-from keras_recurrent.backends.tensorflow._scan import adjoint_scan, previous, scan
+from ._scan import adjoint_scan, previous, scan
 
 # Where s divides, it is at least this: so the derivative of the root, 1 / (2 s), keeps its bound.
 SMALLEST_DIVISOR = 1 / (2 * MAX_SQRT_GRADIENT)

@@ -2,10 +2,10 @@
 
 import tensorflow as tf
 
-from keras_recurrent.backends.constants import PADDING, STARTS
-from keras_recurrent.backends.tensorflow._common import accumulation_dtype
-from keras_recurrent.backends.tensorflow.gated_linear_unit import gated_linear_unit
-from keras_recurrent.backends.tensorflow.rg_lru import rg_lru
+from ..constants import PADDING, STARTS
+from ._common import accumulation_dtype
+from .gated_linear_unit import gated_linear_unit
+from .rg_lru import rg_lru
 
 
 def rg_lru_step(

@@ -2,8 +2,8 @@
 
 import tensorflow as tf
 
-from keras_recurrent.backends.constants import SMALLEST_SCALED_EPSILON, SQUARES_SCALE
-from keras_recurrent.backends.tensorflow._common import accumulation_dtype
+from ..constants import SMALLEST_SCALED_EPSILON, SQUARES_SCALE
+from ._common import accumulation_dtype
 
 
 def rms_norm(x, scale=None, epsilon=0.0):

@@ -6,14 +6,10 @@ state, where a window is a band of the logits; the outputs are put back.
 
 import tensorflow as tf
 
-from keras_recurrent.backends.constants import PADDING, STARTS
-from keras_recurrent.backends.tensorflow import _banded_attention, _ring
-from keras_recurrent.backends.tensorflow._common import (
-    as_tensors,
-    dense_gradient,
-    length_of,
-)
-from keras_recurrent.backends.tensorflow._row import Row
+from ..constants import PADDING, STARTS
+from . import _banded_attention, _ring
+from ._common import as_tensors, dense_gradient, length_of
+from ._row import Row
 
 
 def sliding_window_attention(

@@ -7,11 +7,7 @@ temporaries of the logits' size.
 
 import tensorflow as tf
 
-from keras_recurrent.backends.tensorflow._common import (
-    accumulation_dtype,
-    as_tensors,
-    dense_gradient,
-)
+from ._common import accumulation_dtype, as_tensors, dense_gradient
 
 
 def token_crossentropy(logits, tokens):

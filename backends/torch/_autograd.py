@@ -10,7 +10,7 @@ from torch._C._dynamo import eval_frame as _dynamo
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
-from keras_recurrent.backends.torch import _sharding
+from . import _sharding
 
 # For these, a kernel can be registered that goes before torch's own, which is for all devices.
 _DEVICES = (

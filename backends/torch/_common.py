@@ -3,9 +3,9 @@
 import torch
 from torch.autograd import forward_ad
 
-from keras_recurrent.backends.constants import PADDING, STARTS
-from keras_recurrent.backends.torch import _sharding
-from keras_recurrent.backends.torch._autograd import register_autograd
+from ..constants import PADDING, STARTS
+from . import _sharding
+from ._autograd import register_autograd
 
 
 def accumulation_dtype(*tensors):

@@ -6,7 +6,7 @@ another. So the temporaries of a group fit the cache, and do not grow with the s
 
 import torch
 
-from keras_recurrent.backends.torch._common import elements_per_launch, kind_masks
+from ._common import elements_per_launch, kind_masks
 
 
 def state_shape(q, v):

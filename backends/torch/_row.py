@@ -4,9 +4,9 @@ import functools
 
 import torch
 
-from keras_recurrent.backends.constants import PADDING, STARTS
-from keras_recurrent.backends.torch import _ring
-from keras_recurrent.backends.torch._common import accumulation_dtype
+from ..constants import PADDING, STARTS
+from . import _ring
+from ._common import accumulation_dtype
 
 
 def attend(forward, q, k, v, sliding_window, initial_state, token_kind, capacity):

@@ -2,7 +2,7 @@
 
 import torch
 
-from keras_recurrent.backends.torch._common import elements_per_launch
+from ._common import elements_per_launch
 
 _SHORTEST_CHUNK = 8
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from keras_recurrent.backends.torch._common import (
+from ._common import (
     accumulation_dtype,
     fill_,
     filled,

@@ -8,7 +8,7 @@ dx_t = g_t and dlog_a_t + i dphase_t = g_t conj(a_t h_{t-1}).
 import torch
 from torch import Tensor
 
-from keras_recurrent.backends.torch._common import (
+from ._common import (
     accumulation_dtype,
     applied_decay_,
     fill_,
@@ -17,7 +17,7 @@ from keras_recurrent.backends.torch._common import (
     register_gradient,
     state_or_zeros,
 )
-from keras_recurrent.backends.torch._scan import adjoint_scan, scan_, times_previous_
+from ._scan import adjoint_scan, scan_, times_previous_
 
 
 def complex_linear_scan(x, log_a, phase, initial_state=None, token_kind=None):

@@ -14,7 +14,7 @@ one another, so any decay is safe. A start is a decay of 0, and 0 needs no case 
 import torch
 from torch import Tensor
 
-from keras_recurrent.backends.torch._common import (
+from ._common import (
     accumulation_dtype,
     applied_decay_,
     fill_,
@@ -25,7 +25,7 @@ from keras_recurrent.backends.torch._common import (
     step_masks,
     where,
 )
-from keras_recurrent.backends.torch._linear_attention import (
+from ._linear_attention import (
     chunk_size,
     chunked,
     chunked_kinds,

@@ -13,15 +13,10 @@ import math
 import torch
 from torch.nn import functional as F
 
-from keras_recurrent.backends.constants import LARGEST_GELU_GATE
-from keras_recurrent.backends.torch._autograd import left_alone
-from keras_recurrent.backends.torch._common import (
-    accumulation_dtype,
-    elements_per_launch,
-    in_forward_mode,
-    slope_of_gated,
-)
-from keras_recurrent.backends.torch._sharding import is_sharded
+from ..constants import LARGEST_GELU_GATE
+from ._autograd import left_alone
+from ._common import accumulation_dtype, elements_per_launch, in_forward_mode, slope_of_gated
+from ._sharding import is_sharded
 
 _SQRT_8_OVER_PI = math.sqrt(8 / math.pi)
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from keras_recurrent.backends.torch._common import accumulation_dtype, step_masks, where
+from ._common import accumulation_dtype, step_masks, where
 
 
 def hgrn2_step(q, f, v, memory, lower_bound=None, token_kind=None):

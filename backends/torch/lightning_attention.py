@@ -9,7 +9,7 @@ where a document starts between them.
 import torch
 from torch import Tensor
 
-from keras_recurrent.backends.torch._common import (
+from ._common import (
     accumulation_dtype,
     fill_,
     fresh,
@@ -20,7 +20,7 @@ from keras_recurrent.backends.torch._common import (
     step_masks,
     where,
 )
-from keras_recurrent.backends.torch._linear_attention import (
+from ._linear_attention import (
     chunk_size,
     chunked,
     chunked_kinds,

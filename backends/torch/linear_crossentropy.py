@@ -10,8 +10,8 @@ import functools
 import torch
 from torch import Tensor
 
-from keras_recurrent.backends.torch import _common
-from keras_recurrent.backends.torch._autograd import register_autograd
+from . import _common
+from ._autograd import register_autograd
 
 _dtype = _common.accumulation_dtype
 

@@ -7,7 +7,7 @@ dx_t = g_t, dlog_a_t = g_t a_t h_{t-1}.
 import torch
 from torch import Tensor
 
-from keras_recurrent.backends.torch._common import (
+from ._common import (
     accumulation_dtype,
     applied_decay_,
     fill_,
@@ -20,7 +20,7 @@ from keras_recurrent.backends.torch._common import (
     step_masks,
     where,
 )
-from keras_recurrent.backends.torch._scan import adjoint_scan, scan_, times_previous_
+from ._scan import adjoint_scan, scan_, times_previous_
 
 
 def linear_scan(x, log_a, initial_state=None, token_kind=None):

@@ -2,9 +2,9 @@
 
 import torch
 
-from keras_recurrent.backends.constants import STARTS
-from keras_recurrent.backends.torch._common import accumulation_dtype
-from keras_recurrent.backends.torch.sliding_window_attention import sliding_window_attention
+from ..constants import STARTS
+from ._common import accumulation_dtype
+from .sliding_window_attention import sliding_window_attention
 
 
 def local_attention_step(

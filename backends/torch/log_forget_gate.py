@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional as F
 
-from keras_recurrent.backends.torch._common import accumulation_dtype
+from ._common import accumulation_dtype
 
 
 def log_forget_gate(logits, lower_bound=None):

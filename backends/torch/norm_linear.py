@@ -1,8 +1,8 @@
 """y = RMSNorm(x) W + b for up to three matrices, then a gate or a residual; in float32."""
 
-from keras_recurrent.backends.torch._common import accumulation_dtype
-from keras_recurrent.backends.torch.gated_linear_unit import gated_linear_unit
-from keras_recurrent.backends.torch.rms_norm import rms_norm
+from ._common import accumulation_dtype
+from .gated_linear_unit import gated_linear_unit
+from .rms_norm import rms_norm
 
 
 def norm_linear(

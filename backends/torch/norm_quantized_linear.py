@@ -2,10 +2,10 @@
 
 import torch
 
-from keras_recurrent.backends.constants import ROW_EPSILON
-from keras_recurrent.backends.torch._common import accumulation_dtype
-from keras_recurrent.backends.torch.gated_linear_unit import gated_linear_unit
-from keras_recurrent.backends.torch.rms_norm import rms_norm
+from ..constants import ROW_EPSILON
+from ._common import accumulation_dtype
+from .gated_linear_unit import gated_linear_unit
+from .rms_norm import rms_norm
 
 
 def norm_quantized_linear(

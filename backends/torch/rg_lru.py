@@ -14,8 +14,8 @@ where 1 / s is bounded as `MAX_SQRT_GRADIENT` says.
 import torch
 from torch import Tensor
 
-from keras_recurrent.backends.constants import DECAY_EXPONENT, MAX_SQRT_GRADIENT
-from keras_recurrent.backends.torch._common import (
+from ..constants import DECAY_EXPONENT, MAX_SQRT_GRADIENT
+from ._common import (
     accumulation_dtype,
     applied_decay_,
     fill_,
@@ -28,7 +28,7 @@ from keras_recurrent.backends.torch._common import (
     step_masks,
     where,
 )
-from keras_recurrent.backends.torch._scan import adjoint_scan, scan_, times_previous_
+from ._scan import adjoint_scan, scan_, times_previous_
 
 # Where s divides, it is at least this: so the derivative of the root, 1 / (2 s), keeps its bound.
 SMALLEST_DIVISOR = 1 / (2 * MAX_SQRT_GRADIENT)

@@ -2,9 +2,9 @@
 
 import torch
 
-from keras_recurrent.backends.torch._common import accumulation_dtype, step_masks, where
-from keras_recurrent.backends.torch.gated_linear_unit import gated_linear_unit
-from keras_recurrent.backends.torch.rg_lru import rg_lru
+from ._common import accumulation_dtype, step_masks, where
+from .gated_linear_unit import gated_linear_unit
+from .rg_lru import rg_lru
 
 
 def rg_lru_step(

@@ -10,9 +10,9 @@ an operator of its own: `torch.compile` joins it with what stands beside it.
 
 import torch
 
-from keras_recurrent.backends.constants import SMALLEST_SCALED_EPSILON, SQUARES_SCALE
-from keras_recurrent.backends.torch._autograd import left_alone
-from keras_recurrent.backends.torch._common import accumulation_dtype, in_forward_mode
+from ..constants import SMALLEST_SCALED_EPSILON, SQUARES_SCALE
+from ._autograd import left_alone
+from ._common import accumulation_dtype, in_forward_mode
 
 
 def rms_norm(x, scale=None, epsilon=0.0):

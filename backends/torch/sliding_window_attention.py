@@ -7,11 +7,11 @@ state, where a window is a band of the logits; the outputs are put back.
 import torch
 from torch import Tensor
 
-from keras_recurrent.backends.constants import PADDING, STARTS
-from keras_recurrent.backends.torch import _banded_attention, _ring, _sharding
-from keras_recurrent.backends.torch._autograd import register_autograd
-from keras_recurrent.backends.torch._common import accumulation_dtype, is_one_token
-from keras_recurrent.backends.torch._row import Row, attend, fake_gradients, fake_results
+from ..constants import PADDING, STARTS
+from . import _banded_attention, _ring, _sharding
+from ._autograd import register_autograd
+from ._common import accumulation_dtype, is_one_token
+from ._row import Row, attend, fake_gradients, fake_results
 
 
 def sliding_window_attention(

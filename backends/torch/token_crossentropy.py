@@ -8,11 +8,7 @@ gradient.
 import torch
 from torch import Tensor
 
-from keras_recurrent.backends.torch._common import (
-    accumulation_dtype,
-    elements_per_launch,
-    register_gradient,
-)
+from ._common import accumulation_dtype, elements_per_launch, register_gradient
 
 
 def token_crossentropy(logits, tokens):

@@ -34,6 +34,6 @@ def unavailable():
             "TensorFlow was imported before triton, which would now end in a segmentation fault; "
             "import keras_recurrent first, or begin the program with `import triton`"
         )
-    from keras_recurrent.backends.jax import _gpu
+    from ..jax import _gpu
 
     return _gpu.unavailable()

@@ -22,7 +22,7 @@ without a mask, and a second one through the tiles at the edges of what is visib
 import triton
 import triton.language as tl
 
-from keras_recurrent.backends.triton._attention_tiles import (
+from ._attention_tiles import (
     block_number,
     cast,
     count_blocks,
@@ -36,8 +36,8 @@ from keras_recurrent.backends.triton._attention_tiles import (
     visible_keys,
     with_rest,
 )
-from keras_recurrent.backends.triton._math import exp, exp_of_difference
-from keras_recurrent.backends.triton._ring import ring_slots
+from ._math import exp, exp_of_difference
+from ._ring import ring_slots
 
 _LOWEST = tl.constexpr(-1e30)  # below any logit; finite, so that a difference of two is 0
 

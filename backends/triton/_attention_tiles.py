@@ -8,9 +8,9 @@ a tile are int64, those inside a tile int32.
 import triton
 import triton.language as tl
 
-from keras_recurrent.backends.triton._common import IN_INTERPRETER
-from keras_recurrent.backends.triton._products import PRECISION, operand
-from keras_recurrent.backends.triton._tokens import PADDING
+from ._common import IN_INTERPRETER
+from ._products import PRECISION, operand
+from ._tokens import PADDING
 
 
 @triton.jit

@@ -14,15 +14,11 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from keras_recurrent.backends.triton import _search
-from keras_recurrent.backends.triton._attention_kernels import (
-    forward_kernel,
-    keys_kernel,
-    queries_kernel,
-)
-from keras_recurrent.backends.triton._common import MULTIPROCESSORS
-from keras_recurrent.backends.triton._framework import places_of_numbers, run
-from keras_recurrent.backends.triton._launch import Array, Launch, dtype_name, like
+from . import _search
+from ._attention_kernels import forward_kernel, keys_kernel, queries_kernel
+from ._common import MULTIPROCESSORS
+from ._framework import places_of_numbers, run
+from ._launch import Array, Launch, dtype_name, like
 
 _MANY_PROGRAMS = 2 * MULTIPROCESSORS
 

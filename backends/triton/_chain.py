@@ -21,9 +21,9 @@ bits.
 import triton
 import triton.language as tl
 
-from keras_recurrent.backends.triton import _search
-from keras_recurrent.backends.triton._framework import run
-from keras_recurrent.backends.triton._launch import Array, Launch, like
+from . import _search
+from ._framework import run
+from ._launch import Array, Launch, like
 
 # What caches are told of numbers that are read again, read for the last time, and only written:
 # else tensors that go by push tiles out of them that programs are about to read again.

@@ -13,8 +13,8 @@ much larger one, what was written is made relative to that.
 import triton
 import triton.language as tl
 
-from keras_recurrent.backends.triton._launch import Array
-from keras_recurrent.backends.triton._math import exp, exp_keeping_nan, tanh
+from ._launch import Array
+from ._math import exp, exp_keeping_nan, tanh
 
 _LANE_SIZE = 4  # logits, a vector of 16 bytes
 _TILE_SIZE = 2048

@@ -9,15 +9,10 @@ written over where it may be.
 import triton
 import triton.language as tl
 
-from keras_recurrent.backends.triton._ahead import let_next_launch_begin, wait_for_launch_before
-from keras_recurrent.backends.triton._framework import (
-    forward_operation,
-    overlap,
-    refusal_of_steps,
-    run,
-)
-from keras_recurrent.backends.triton._launch import Array, Launch
-from keras_recurrent.backends.triton._tokens import GOES_ON, STARTS
+from ._ahead import let_next_launch_begin, wait_for_launch_before
+from ._framework import forward_operation, overlap, refusal_of_steps, run
+from ._launch import Array, Launch
+from ._tokens import GOES_ON, STARTS
 
 _BLOCK, _WARPS = 512, 4  # channels of a program
 

@@ -10,7 +10,7 @@ is the sum of q * d_q - k * d_k from a token to the end of its block, or of its 
 import triton
 import triton.language as tl
 
-from keras_recurrent.backends.triton._gated_levels import (
+from ._gated_levels import (
     add_pair_weights,
     as_matrix,
     blocks_of_one_reference,
@@ -25,9 +25,9 @@ from keras_recurrent.backends.triton._gated_levels import (
     span_matrix,
     span_matrix_transposed,
 )
-from keras_recurrent.backends.triton._linear_attention import load_tokens, real_tokens
-from keras_recurrent.backends.triton._math import exp_of_decays
-from keras_recurrent.backends.triton._products import ones, operand, product, sum_rows
+from ._linear_attention import load_tokens, real_tokens
+from ._math import exp_of_decays
+from ._products import ones, operand, product, sum_rows
 
 
 @triton.jit(do_not_specialize=["T", "chunks"])

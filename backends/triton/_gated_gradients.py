@@ -23,10 +23,10 @@ between both is the reference, so that no exponent is above 0.
 import triton
 import triton.language as tl
 
-from keras_recurrent.backends.triton import _search
-from keras_recurrent.backends.triton._framework import run
-from keras_recurrent.backends.triton._gated_chunks import add_pair_gradients
-from keras_recurrent.backends.triton._gated_levels import (
+from . import _search
+from ._framework import run
+from ._gated_chunks import add_pair_gradients
+from ._gated_levels import (
     as_matrix,
     count_documents,
     document_ends,
@@ -34,22 +34,12 @@ from keras_recurrent.backends.triton._gated_levels import (
     load_chunk,
     locate_program,
 )
-from keras_recurrent.backends.triton._gated_operands import SEVERAL, prepare
-from keras_recurrent.backends.triton._gated_output import (
-    LARGEST_KEYS,
-    load_tile,
-    stream_back,
-    stream_states,
-)
-from keras_recurrent.backends.triton._launch import Launch, like
-from keras_recurrent.backends.triton._linear_attention import (
-    Blocks,
-    block,
-    load_tokens,
-    real_tokens,
-)
-from keras_recurrent.backends.triton._math import exp_of_decays, exp_of_difference
-from keras_recurrent.backends.triton._products import ones, operand, product, sum_rows
+from ._gated_operands import SEVERAL, prepare
+from ._gated_output import LARGEST_KEYS, load_tile, stream_back, stream_states
+from ._launch import Launch, like
+from ._linear_attention import Blocks, block, load_tokens, real_tokens
+from ._math import exp_of_decays, exp_of_difference
+from ._products import ones, operand, product, sum_rows
 
 # Products of 64 rows are asynchronous (`_products.py`): a loop over values has fewer of them.
 BLOCKS = (Blocks(64, 32, 4, 3), Blocks(64, 32, 4, 2))

@@ -26,10 +26,10 @@ count as 1.
 import triton
 import triton.language as tl
 
-from keras_recurrent.backends.triton._common import IN_INTERPRETER
-from keras_recurrent.backends.triton._linear_attention import load_tokens
-from keras_recurrent.backends.triton._math import exp_of_decays, one_minus_exp
-from keras_recurrent.backends.triton._products import ones, operand, product, sum_rows
+from ._common import IN_INTERPRETER
+from ._linear_attention import load_tokens
+from ._math import exp_of_decays, one_minus_exp
+from ._products import ones, operand, product, sum_rows
 
 # The largest |g - r|: numbers from 1e-10 to 1e10, times its exponential, are normal ones.
 RADIUS = tl.constexpr(64.0)

@@ -8,19 +8,19 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from keras_recurrent.backends.triton import _search
-from keras_recurrent.backends.triton._framework import run
-from keras_recurrent.backends.triton._gated_levels import (
+from . import _search
+from ._framework import run
+from ._gated_levels import (
     add_pair_weights,
     count_documents,
     finite_decays,
     load_chunk,
     locate_program,
 )
-from keras_recurrent.backends.triton._launch import Array, Launch, like
-from keras_recurrent.backends.triton._linear_attention import Blocks, load_tokens, real_tokens
-from keras_recurrent.backends.triton._math import exp_of_decays, exp_of_difference, one_minus_exp
-from keras_recurrent.backends.triton._products import operand, sum_rows
+from ._launch import Array, Launch, like
+from ._linear_attention import Blocks, load_tokens, real_tokens
+from ._math import exp_of_decays, exp_of_difference, one_minus_exp
+from ._products import operand, sum_rows
 
 # The lowest sum of a chunk's logarithms for which r and s are its half. Between two chunks, a state
 # is multiplied by exp(g_end - s) of one and exp(r) of the next at once, which is 4e-38 at least:

@@ -27,17 +27,11 @@ computes that of v, and it stores the states between chunks, or their gradients.
 import triton
 import triton.language as tl
 
-from keras_recurrent.backends.triton import _search
-from keras_recurrent.backends.triton._gated_operands import any_flag
-from keras_recurrent.backends.triton._launch import Array, like
-from keras_recurrent.backends.triton._linear_attention import (
-    Blocks,
-    gradient_of_state,
-    locate_segment,
-    real_tokens,
-    walk_segments,
-)
-from keras_recurrent.backends.triton._products import operand, product
+from . import _search
+from ._gated_operands import any_flag
+from ._launch import Array, like
+from ._linear_attention import Blocks, gradient_of_state, locate_segment, real_tokens, walk_segments
+from ._products import operand, product
 
 LARGEST_KEYS = 128  # channels: with more, too many products are asynchronous (`_products.py`)
 # Candidates, the default first, so that two programs run on a multiprocessor.

@@ -13,17 +13,11 @@ starts from the state that the segments before it make.
 import triton
 import triton.language as tl
 
-from keras_recurrent.backends.triton import _search
-from keras_recurrent.backends.triton._launch import Array
-from keras_recurrent.backends.triton._linear_attention import (
-    Blocks,
-    load_tokens,
-    locate_segment,
-    real_tokens,
-    walk_segments,
-)
-from keras_recurrent.backends.triton._math import exp_of_decays, one_minus_exp
-from keras_recurrent.backends.triton._products import operand, product, sum_columns
+from . import _search
+from ._launch import Array
+from ._linear_attention import Blocks, load_tokens, locate_segment, real_tokens, walk_segments
+from ._math import exp_of_decays, one_minus_exp
+from ._products import operand, product, sum_columns
 
 _LOG_ZERO = tl.constexpr(-1e4)  # its exponential is 0, and sums of it are finite
 BLOCKS = {  # candidates by `short`, the default first

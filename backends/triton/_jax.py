@@ -19,11 +19,11 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from triton.backends.compiler import GPUTarget
 
-from keras_recurrent.backends.jax import _gpu, _shards
-from keras_recurrent.backends.jax._common import refusal_of_sizes
-from keras_recurrent.backends.triton import _interpreter
-from keras_recurrent.backends.triton._common import INTERPRETED, words_on_assembler
-from keras_recurrent.backends.triton._operation import options_of
+from ..jax import _gpu, _shards
+from ..jax._common import refusal_of_sizes
+from . import _interpreter
+from ._common import INTERPRETED, words_on_assembler
+from ._operation import options_of
 
 zeros_like = jnp.zeros_like
 _TYPES = {

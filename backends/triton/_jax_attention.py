@@ -8,10 +8,10 @@ say which keys a query may see. `forward` and `backward` have the parameters of 
 import jax
 import jax.numpy as jnp
 
-from keras_recurrent.backends.constants import GOES_ON, PADDING
-from keras_recurrent.backends.jax import _shards
-from keras_recurrent.backends.jax import sliding_window_attention as plain
-from keras_recurrent.backends.triton import _banded_attention
+from ..constants import GOES_ON, PADDING
+from ..jax import _shards
+from ..jax import sliding_window_attention as plain
+from . import _banded_attention
 
 _QUERY, _KEY, _VALUE, _OUTPUT = "b t g r k", "b t g k", "b t g v", "b t g r v"
 _GIVEN = (_QUERY, "b s g k", "b s g v", "b t", "b s")

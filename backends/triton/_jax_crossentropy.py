@@ -2,11 +2,11 @@
 
 import jax.numpy as jnp
 
-from keras_recurrent.backends.jax import _shards
-from keras_recurrent.backends.jax.linear_crossentropy import operation
-from keras_recurrent.backends.triton import _jax
-from keras_recurrent.backends.triton._crossentropy_kernel import options, piece_kernel, written
-from keras_recurrent.backends.triton._launch import Array, Launch
+from ..jax import _shards
+from ..jax.linear_crossentropy import operation
+from . import _jax
+from ._crossentropy_kernel import options, piece_kernel, written
+from ._launch import Array, Launch
 
 refusal = _jax.refusal
 

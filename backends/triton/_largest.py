@@ -8,14 +8,9 @@ same in any order.
 import triton
 import triton.language as tl
 
-from keras_recurrent.backends.triton._ahead import let_next_launch_begin, wait_for_launch_before
-from keras_recurrent.backends.triton._framework import (
-    forward_operation,
-    overlap,
-    refusal_of_steps,
-    run,
-)
-from keras_recurrent.backends.triton._launch import Array, Launch
+from ._ahead import let_next_launch_begin, wait_for_launch_before
+from ._framework import forward_operation, overlap, refusal_of_steps, run
+from ._launch import Array, Launch
 
 _BLOCK, _WARPS = 2048, 4  # numbers of a program
 _MOST_PARTS = 1024  # which one program compares

@@ -5,10 +5,10 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from keras_recurrent.backends.triton import _common, _framework
-from keras_recurrent.backends.triton._framework import run
-from keras_recurrent.backends.triton._launch import Array, Launch, dtype_name, like
-from keras_recurrent.backends.triton._tokens import PADDING, STARTS
+from . import _common, _framework
+from ._framework import run
+from ._launch import Array, Launch, dtype_name, like
+from ._tokens import PADDING, STARTS
 
 _LARGEST_HEAD = 256
 _SMALLEST_TILE = 32  # channels; larger heads may end within a tile (flash-linear-attention, #1241)

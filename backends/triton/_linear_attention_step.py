@@ -6,11 +6,11 @@ The state is read once and written once. All arithmetic is float32.
 import triton
 import triton.language as tl
 
-from keras_recurrent.backends.triton._framework import run
-from keras_recurrent.backends.triton._launch import Array, Launch, like
-from keras_recurrent.backends.triton._linear_attention import block
-from keras_recurrent.backends.triton._math import exp_of_decays, one_minus_exp
-from keras_recurrent.backends.triton._tokens import GOES_ON, PADDING, by_kind
+from ._framework import run
+from ._launch import Array, Launch, like
+from ._linear_attention import block
+from ._math import exp_of_decays, one_minus_exp
+from ._tokens import GOES_ON, PADDING, by_kind
 
 
 @triton.jit

@@ -8,7 +8,7 @@ inline assembly: there the plain formulas stand in.
 import triton
 import triton.language as tl
 
-from keras_recurrent.backends.triton._common import IN_INTERPRETER
+from ._common import IN_INTERPRETER
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _SQRT_8_OVER_PI = tl.constexpr(1.5957691216057308)

@@ -7,9 +7,9 @@ the squares of x are summed in the same walk.
 import triton
 import triton.language as tl
 
-from keras_recurrent.backends.triton._ahead import wait_for_launch_before
-from keras_recurrent.backends.triton._math import gelu, reciprocal_root, silu
-from keras_recurrent.backends.triton._products import product
+from ._ahead import wait_for_launch_before
+from ._math import gelu, reciprocal_root, silu
+from ._products import product
 
 
 @triton.jit

@@ -19,7 +19,7 @@ the transpose of a computed tensor: kernels compute the transpose itself.
 import triton
 import triton.language as tl
 
-from keras_recurrent.backends.triton._common import IN_INTERPRETER, INTERPRETED
+from ._common import IN_INTERPRETER, INTERPRETED
 
 PRECISION = tl.constexpr("ieee" if INTERPRETED else "bf16x6")
 

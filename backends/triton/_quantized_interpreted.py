@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from keras_recurrent.backends.triton._quantized_row import integers, measured, of_all
+from ._quantized_row import integers, measured, of_all
 
 
 @triton.jit

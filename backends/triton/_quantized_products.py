@@ -19,19 +19,10 @@ channels; the others read neighboring words of one.
 import triton
 import triton.language as tl
 
-from keras_recurrent.backends.triton._ahead import wait_for_launch_before
-from keras_recurrent.backends.triton._quantized_columns import of_all_threads
-from keras_recurrent.backends.triton._quantized_row import (
-    bytes_of_row,
-    four_numbers,
-    of_four_threads,
-    permuted,
-)
-from keras_recurrent.backends.triton._quantized_weights import (
-    first_addresses,
-    of_four_channels,
-    scale_and_zero,
-)
+from ._ahead import wait_for_launch_before
+from ._quantized_columns import of_all_threads
+from ._quantized_row import bytes_of_row, four_numbers, of_four_threads, permuted
+from ._quantized_weights import first_addresses, of_four_channels, scale_and_zero
 
 CHANNELS_OF_A_WARP = 64  # in a step, 16 of each thread; where ACROSS is 4, twice as many
 _CHANNELS_OF_A_WARP = tl.constexpr(CHANNELS_OF_A_WARP)

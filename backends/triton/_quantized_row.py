@@ -8,9 +8,9 @@ first is worth 256 of the next.
 import triton
 import triton.language as tl
 
-from keras_recurrent.backends.constants import ROW_EPSILON
-from keras_recurrent.backends.triton._common import IN_INTERPRETER
-from keras_recurrent.backends.triton._math import reciprocal_root
+from ..constants import ROW_EPSILON
+from ._common import IN_INTERPRETER
+from ._math import reciprocal_root
 
 _ROW_EPSILON = tl.constexpr(ROW_EPSILON)
 # Added to a float32, this rounds to integers, which are then the lowest bits of the sum.

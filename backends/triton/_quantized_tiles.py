@@ -2,7 +2,7 @@
 
 import triton
 
-from keras_recurrent.backends.triton._quantized_products import CHANNELS_OF_A_WARP
+from ._quantized_products import CHANNELS_OF_A_WARP
 
 # (ACROSS, WORDS): threads that read neighboring words of a channel, and how many words each. Wide
 # tiles read whole sectors or lines of memory, narrow ones leave programs for all multiprocessors of

@@ -7,7 +7,7 @@ and zero points of blocks, are under way before the row is there, as many pieces
 import triton
 import triton.language as tl
 
-from keras_recurrent.backends.triton._quantized_row import permuted, words_at
+from ._quantized_row import permuted, words_at
 
 _UPPER_SHORT = tl.constexpr(0xFFFF0000 - 2**32)  # a mask of words, as int32
 

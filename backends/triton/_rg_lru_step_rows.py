@@ -7,11 +7,11 @@ all of these, where the kernel of one row would read them for each.
 import triton
 import triton.language as tl
 
-from keras_recurrent.backends.constants import DECAY_EXPONENT
-from keras_recurrent.backends.triton._ahead import let_next_launch_begin, wait_for_launch_before
-from keras_recurrent.backends.triton._math import decay, gelu, sigmoid, softplus
-from keras_recurrent.backends.triton._products import operand, product
-from keras_recurrent.backends.triton._tokens import GOES_ON, PADDING, STARTS, by_kind, read_kind
+from ..constants import DECAY_EXPONENT
+from ._ahead import let_next_launch_begin, wait_for_launch_before
+from ._math import decay, gelu, sigmoid, softplus
+from ._products import operand, product
+from ._tokens import GOES_ON, PADDING, STARTS, by_kind, read_kind
 
 _DECAY_EXPONENT = tl.constexpr(DECAY_EXPONENT)
 _FEW_ROWS = {"BLOCK_B": 16, "BLOCK_C": 256, "BLOCK_N": 32, "num_warps": 4}

@@ -7,9 +7,9 @@ of the next token to come, and the index in the row of keys behind its last toke
 import triton
 import triton.language as tl
 
-from keras_recurrent.backends.triton._attention_tiles import load_rows, store_rows
-from keras_recurrent.backends.triton._framework import run
-from keras_recurrent.backends.triton._launch import Array, Launch, dtype_name
+from ._attention_tiles import load_rows, store_rows
+from ._framework import run
+from ._launch import Array, Launch, dtype_name
 
 SLOTS = 32  # of a program
 

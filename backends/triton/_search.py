@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import triton
 
-from keras_recurrent.backends.triton._framework import framework
+from ._framework import framework
 
 # Sizes that kernels are not compiled for: a key has them rounded up to the next power of two.
 _ROUNDED = ("batch", "length", "places", "window")

@@ -8,16 +8,11 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from keras_recurrent.backends.triton import _math
-from keras_recurrent.backends.triton._ahead import let_next_launch_begin, wait_for_launch_before
-from keras_recurrent.backends.triton._common import IN_INTERPRETER
-from keras_recurrent.backends.triton._framework import (
-    forward_operation,
-    overlap,
-    refusal_of_steps,
-    run,
-)
-from keras_recurrent.backends.triton._launch import Launch, like
+from . import _math
+from ._ahead import let_next_launch_begin, wait_for_launch_before
+from ._common import IN_INTERPRETER
+from ._framework import forward_operation, overlap, refusal_of_steps, run
+from ._launch import Launch, like
 
 _BLOCK, _WARPS = 2048, 4  # numbers of a program
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from keras_recurrent.backends import constants
+from .. import constants
 
 GOES_ON = tl.constexpr(constants.GOES_ON)
 STARTS = tl.constexpr(constants.STARTS)

@@ -11,13 +11,13 @@ import torch
 import triton
 from torch.autograd import forward_ad
 
-from keras_recurrent.backends.constants import LOWEST_CAPABILITY
-from keras_recurrent.backends.torch import _sharding
-from keras_recurrent.backends.torch._autograd import register_autograd
-from keras_recurrent.backends.torch._common import is_capable, too_old
-from keras_recurrent.backends.torch._states import may_be_overwritten
-from keras_recurrent.backends.triton._common import INTERPRETED, words_on_assembler
-from keras_recurrent.backends.triton._operation import options_of, tensors_of
+from ..constants import LOWEST_CAPABILITY
+from ..torch import _sharding
+from ..torch._autograd import register_autograd
+from ..torch._common import is_capable, too_old
+from ..torch._states import may_be_overwritten
+from ._common import INTERPRETED, words_on_assembler
+from ._operation import options_of, tensors_of
 
 _LAUNCHES_AHEAD = (9, 0)  # the compute capability from which launches may overlap
 _SCHEMA_TYPES: dict = {float: "float", bool: "bool", int: "int", str: "str"}

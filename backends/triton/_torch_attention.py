@@ -8,12 +8,12 @@ heads share keys, are not moved.
 import torch
 from torch import Tensor
 
-from keras_recurrent.backends.torch import sliding_window_attention as plain
-from keras_recurrent.backends.torch._autograd import register_autograd
-from keras_recurrent.backends.torch._row import Row, attend, fake_gradients, fake_results
-from keras_recurrent.backends.torch._sharding import is_sharded
-from keras_recurrent.backends.triton import _banded_attention, _ring
-from keras_recurrent.backends.triton._torch import contiguous, new, on_device_of
+from ..torch import sliding_window_attention as plain
+from ..torch._autograd import register_autograd
+from ..torch._row import Row, attend, fake_gradients, fake_results
+from ..torch._sharding import is_sharded
+from . import _banded_attention, _ring
+from ._torch import contiguous, new, on_device_of
 
 
 def attention(q, k, v, sliding_window=None, initial_state=None, token_kind=None, capacity=None):

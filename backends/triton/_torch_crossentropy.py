@@ -2,10 +2,10 @@
 
 import torch
 
-from keras_recurrent.backends.torch.linear_crossentropy import operation
-from keras_recurrent.backends.triton import _torch
-from keras_recurrent.backends.triton._crossentropy_kernel import options, piece_kernel, written
-from keras_recurrent.backends.triton._launch import Launch
+from ..torch.linear_crossentropy import operation
+from . import _torch
+from ._crossentropy_kernel import options, piece_kernel, written
+from ._launch import Launch
 
 refusal = _torch.refusal_of_token_wise
 

@@ -12,13 +12,13 @@ the filter's results again.
 import triton
 import triton.language as tl
 
-from keras_recurrent.backends.triton import _search
-from keras_recurrent.backends.triton._common import Tiling
-from keras_recurrent.backends.triton._framework import cast, operation, refusal, run
-from keras_recurrent.backends.triton._launch import Array, Launch, dtype_name, like
-from keras_recurrent.backends.triton._math import sigmoid
-from keras_recurrent.backends.triton._operation import Operation
-from keras_recurrent.backends.triton._tokens import PADDING, STARTS
+from . import _search
+from ._common import Tiling
+from ._framework import cast, operation, refusal, run
+from ._launch import Array, Launch, dtype_name, like
+from ._math import sigmoid
+from ._operation import Operation
+from ._tokens import PADDING, STARTS
 
 _MAX_WIDTH = 16
 _POSITIONS_BLOCK = 4096

@@ -12,22 +12,17 @@ are not stored.
 
 import triton
 
-from keras_recurrent.backends.triton import _search
-from keras_recurrent.backends.triton._framework import operation, run, zeros_like
-from keras_recurrent.backends.triton._gated_chunks import attend_kernel, gradient_kernel
-from keras_recurrent.backends.triton._gated_gradients import differentiate
-from keras_recurrent.backends.triton._gated_operands import pairs_of, prepare
-from keras_recurrent.backends.triton._gated_output import LARGEST_KEYS, stream
-from keras_recurrent.backends.triton._gated_states import walk
-from keras_recurrent.backends.triton._launch import Array, Launch, dtype_name, like
-from keras_recurrent.backends.triton._linear_attention import (
-    Blocks,
-    gradient_of_state,
-    refusal,
-    sizes_of,
-)
-from keras_recurrent.backends.triton._linear_attention_step import step
-from keras_recurrent.backends.triton._operation import Operation
+from . import _search
+from ._framework import operation, run, zeros_like
+from ._gated_chunks import attend_kernel, gradient_kernel
+from ._gated_gradients import differentiate
+from ._gated_operands import pairs_of, prepare
+from ._gated_output import LARGEST_KEYS, stream
+from ._gated_states import walk
+from ._launch import Array, Launch, dtype_name, like
+from ._linear_attention import Blocks, gradient_of_state, refusal, sizes_of
+from ._linear_attention_step import step
+from ._operation import Operation
 
 # Candidates by `short`, the default first. A thread keeps its rows of all tiles in registers.
 # Chunks are of 32 tokens, whose products are not asynchronous (`_products.py`).

@@ -20,10 +20,10 @@ reads all; pieces, shorter than segments, spread these over the GPU.
 import triton
 import triton.language as tl
 
-from keras_recurrent.backends.triton import _common, _search
-from keras_recurrent.backends.triton._framework import operation, zeros_like
-from keras_recurrent.backends.triton._launch import Array, dtype_name, like
-from keras_recurrent.backends.triton._linear_attention import (
+from . import _common, _search
+from ._framework import operation, zeros_like
+from ._launch import Array, dtype_name, like
+from ._linear_attention import (
     Blocks,
     Cut,
     gradient_of_state,
@@ -35,11 +35,11 @@ from keras_recurrent.backends.triton._linear_attention import (
     sizes_of,
     walk_segments,
 )
-from keras_recurrent.backends.triton._linear_attention_step import step
-from keras_recurrent.backends.triton._math import exp_of_decays
-from keras_recurrent.backends.triton._operation import Operation
-from keras_recurrent.backends.triton._products import operand, product
-from keras_recurrent.backends.triton._tokens import GOES_ON, PADDING, STARTS
+from ._linear_attention_step import step
+from ._math import exp_of_decays
+from ._operation import Operation
+from ._products import operand, product
+from ._tokens import GOES_ON, PADDING, STARTS
 
 # Candidates by `short` and by whether heads are wider than 128 channels, the default first. The
 # state, [K, BLOCK_V], takes at most 64 registers of a thread. The parts that float32 is split into

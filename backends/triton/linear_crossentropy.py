@@ -4,8 +4,8 @@ The library multiplies matrices. Between its products, one kernel (`_crossentrop
 the logits of a piece of tokens, in float32, once, and writes the gradient over them.
 """
 
-from keras_recurrent.backends.triton._framework import of_framework
-from keras_recurrent.backends.triton._launch import dtype_name
+from ._framework import of_framework
+from ._launch import dtype_name
 
 _framework = of_framework("_crossentropy")
 

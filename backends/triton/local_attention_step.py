@@ -10,18 +10,13 @@ are rounded in queries and keys alone.
 import triton
 import triton.language as tl
 
-from keras_recurrent.backends.triton._ahead import let_next_launch_begin, wait_for_launch_before
-from keras_recurrent.backends.triton._common import MULTIPROCESSORS
-from keras_recurrent.backends.triton._framework import (
-    forward_operation,
-    overlap,
-    refusal_of_steps,
-    run,
-)
-from keras_recurrent.backends.triton._launch import Array, Launch, dtype_name, like
-from keras_recurrent.backends.triton._math import exp
-from keras_recurrent.backends.triton._products import operand, product
-from keras_recurrent.backends.triton._tokens import GOES_ON, PADDING, STARTS
+from ._ahead import let_next_launch_begin, wait_for_launch_before
+from ._common import MULTIPROCESSORS
+from ._framework import forward_operation, overlap, refusal_of_steps, run
+from ._launch import Array, Launch, dtype_name, like
+from ._math import exp
+from ._products import operand, product
+from ._tokens import GOES_ON, PADDING, STARTS
 
 _LOWEST = tl.constexpr(-1e30)  # below any logit; finite, so that a difference of two is 0
 _TILE = {"SLOTS": 32, "num_warps": 4, "num_stages": 2}

@@ -11,19 +11,14 @@ same kernel: with norms inside that kernel a step took twice as long.
 import triton
 import triton.language as tl
 
-from keras_recurrent.backends.constants import MOST_ROWS_OF_MAPS
-from keras_recurrent.backends.triton import rms_norm
-from keras_recurrent.backends.triton._ahead import let_next_launch_begin, wait_for_launch_before
-from keras_recurrent.backends.triton._framework import (
-    forward_operation,
-    overlap,
-    refusal_of_steps,
-    run,
-)
-from keras_recurrent.backends.triton._launch import Array, Launch, dtype_name
-from keras_recurrent.backends.triton._norm_linear_products import gated, of_one_row, of_rows
-from keras_recurrent.backends.triton._norm_linear_tiles import in_parts, tile_of
-from keras_recurrent.backends.triton._products import operand
+from ..constants import MOST_ROWS_OF_MAPS
+from . import rms_norm
+from ._ahead import let_next_launch_begin, wait_for_launch_before
+from ._framework import forward_operation, overlap, refusal_of_steps, run
+from ._launch import Array, Launch, dtype_name
+from ._norm_linear_products import gated, of_one_row, of_rows
+from ._norm_linear_tiles import in_parts, tile_of
+from ._products import operand
 
 _GATES = (None, "silu", "gelu")
 _AT_ONCE = 256  # numbers of what a gate or a sum makes, a program

@@ -7,22 +7,16 @@ those columns of both maps. It reads its part of each weight once.
 import triton
 import triton.language as tl
 
-from keras_recurrent.backends.constants import SMALLEST_BLOCK_OF_SCALES
-from keras_recurrent.backends.triton import _quantized_interpreted
-from keras_recurrent.backends.triton._ahead import let_next_launch_begin
-from keras_recurrent.backends.triton._common import IN_INTERPRETER
-from keras_recurrent.backends.triton._framework import (
-    aligned,
-    forward_operation,
-    overlap,
-    refusal_of_steps,
-    run,
-)
-from keras_recurrent.backends.triton._launch import Array, Launch, dtype_name
-from keras_recurrent.backends.triton._norm_linear_products import gated
-from keras_recurrent.backends.triton._quantized_columns import columns_of
-from keras_recurrent.backends.triton._quantized_products import of_one_row
-from keras_recurrent.backends.triton._quantized_tiles import tile
+from ..constants import SMALLEST_BLOCK_OF_SCALES
+from . import _quantized_interpreted
+from ._ahead import let_next_launch_begin
+from ._common import IN_INTERPRETER
+from ._framework import aligned, forward_operation, overlap, refusal_of_steps, run
+from ._launch import Array, Launch, dtype_name
+from ._norm_linear_products import gated
+from ._quantized_columns import columns_of
+from ._quantized_products import of_one_row
+from ._quantized_tiles import tile
 
 _GATES = (None, "silu", "gelu")
 _MAX_WIDTH = 32768  # the registers of one program hold a row

@@ -16,8 +16,8 @@ The derivative of the square root, 1 / (2 s), is held below MAX_SQRT_GRADIENT.
 import triton
 import triton.language as tl
 
-from keras_recurrent.backends.constants import DECAY_EXPONENT, MAX_SQRT_GRADIENT
-from keras_recurrent.backends.triton._chain import (
+from ..constants import DECAY_EXPONENT, MAX_SQRT_GRADIENT
+from ._chain import (
     NOTHING_SAID,
     READ_LAST,
     WRITTEN,
@@ -29,13 +29,13 @@ from keras_recurrent.backends.triton._chain import (
     states_before_groups,
     states_before_next_groups,
 )
-from keras_recurrent.backends.triton._common import ChainTilings, Tiling
-from keras_recurrent.backends.triton._framework import cast, operation, refusal
-from keras_recurrent.backends.triton._launch import dtype_name, like
-from keras_recurrent.backends.triton._math import decay as decay_of
-from keras_recurrent.backends.triton._math import sigmoid, softplus
-from keras_recurrent.backends.triton._operation import Operation
-from keras_recurrent.backends.triton._tokens import GOES_ON, PADDING, STARTS, by_kind, read_kind
+from ._common import ChainTilings, Tiling
+from ._framework import cast, operation, refusal
+from ._launch import dtype_name, like
+from ._math import decay as decay_of
+from ._math import sigmoid, softplus
+from ._operation import Operation
+from ._tokens import GOES_ON, PADDING, STARTS, by_kind, read_kind
 
 _C = tl.constexpr(DECAY_EXPONENT)
 _MAX_INVERSE_ROOT = tl.constexpr(2 * MAX_SQRT_GRADIENT)

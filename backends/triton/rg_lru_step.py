@@ -7,18 +7,13 @@ block; of several rows, `_rg_lru_step_rows.py` makes some at once. All arithmeti
 import triton
 import triton.language as tl
 
-from keras_recurrent.backends.constants import DECAY_EXPONENT
-from keras_recurrent.backends.triton._ahead import let_next_launch_begin, wait_for_launch_before
-from keras_recurrent.backends.triton._framework import (
-    forward_operation,
-    overlap,
-    refusal_of_steps,
-    run,
-)
-from keras_recurrent.backends.triton._launch import Array, Launch, dtype_name, like
-from keras_recurrent.backends.triton._math import decay, gelu, sigmoid, softplus
-from keras_recurrent.backends.triton._rg_lru_step_rows import rows_kernel, tile_of
-from keras_recurrent.backends.triton._tokens import GOES_ON, PADDING, STARTS, by_kind
+from ..constants import DECAY_EXPONENT
+from ._ahead import let_next_launch_begin, wait_for_launch_before
+from ._framework import forward_operation, overlap, refusal_of_steps, run
+from ._launch import Array, Launch, dtype_name, like
+from ._math import decay, gelu, sigmoid, softplus
+from ._rg_lru_step_rows import rows_kernel, tile_of
+from ._tokens import GOES_ON, PADDING, STARTS, by_kind
 
 _DECAY_EXPONENT = tl.constexpr(DECAY_EXPONENT)
 _BLOCK_N, _WARPS = 32, 4

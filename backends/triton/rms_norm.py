@@ -8,19 +8,13 @@ Forward and backward read and write each row once. The backward computes r again
 import triton
 import triton.language as tl
 
-from keras_recurrent.backends.constants import SMALLEST_SCALED_EPSILON, SQUARES_SCALE
-from keras_recurrent.backends.triton._ahead import let_next_launch_begin, wait_for_launch_before
-from keras_recurrent.backends.triton._framework import (
-    cast,
-    operation,
-    overlap,
-    refusal_of_joined,
-    run,
-)
-from keras_recurrent.backends.triton._launch import Array, Launch, dtype_name, like
-from keras_recurrent.backends.triton._math import reciprocal_root
-from keras_recurrent.backends.triton._operation import Operation
-from keras_recurrent.backends.triton._token_wise import Tile, num_rows
+from ..constants import SMALLEST_SCALED_EPSILON, SQUARES_SCALE
+from ._ahead import let_next_launch_begin, wait_for_launch_before
+from ._framework import cast, operation, overlap, refusal_of_joined, run
+from ._launch import Array, Launch, dtype_name, like
+from ._math import reciprocal_root
+from ._operation import Operation
+from ._token_wise import Tile, num_rows
 
 _SCALE = tl.constexpr(SQUARES_SCALE)
 _SMALLEST_SCALED_EPSILON = tl.constexpr(SMALLEST_SCALED_EPSILON)

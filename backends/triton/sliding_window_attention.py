@@ -5,8 +5,8 @@ and plain JAX do: each framework has a file of its own for that. One token of ge
 ring in place, by the implementation in `backends/torch` or `backends/jax`.
 """
 
-from keras_recurrent.backends.triton import _linear_attention
-from keras_recurrent.backends.triton._framework import of_framework
+from . import _linear_attention
+from ._framework import of_framework
 
 kernels = of_framework("_attention")
 
