@@ -8,9 +8,9 @@
 - `pallas/` has kernels for TPU, on JAX; `triton/` has kernels for NVIDIA GPUs, on torch and JAX;
 - `cudnn/` is softmax attention of NVIDIA's library, on torch, for rows that a window holds whole.
 
-Functions here take and return tensors of their framework. Nothing here knows of layers, and of
-Keras only `triton/` asks, for its backend. `keras_recurrent/dispatch.py` chooses the folder that
-computes a call.
+Functions here take and return tensors of their framework. Nothing here knows of layers or imports
+Keras: `keras_recurrent/dispatch.py` chooses the folder that computes a call, and hands in the name
+of the framework (`host.py`).
 
 Shapes are written with these letters:
 

@@ -23,10 +23,12 @@ from typing import NamedTuple
 
 import keras
 
-from keras_recurrent.backends import reference
+from keras_recurrent import import_order
+from keras_recurrent.backends import host, reference
 from keras_recurrent.devices import torch_time
 
 BACKEND = keras.config.backend()
+host.configure(BACKEND, import_order.triton_would_crash)
 
 
 def preference(interprets_triton):

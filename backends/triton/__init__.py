@@ -16,20 +16,18 @@ CPU. That is very slow and meant for tests.
 
 import importlib.util
 
-import keras
-
-from keras_recurrent import import_order
+from .. import host
 
 
 def unavailable():
     """Why nothing in this folder can be imported; None if it can."""
-    on_jax = keras.config.backend() == "jax"
+    on_jax = host.framework == "jax"
     if importlib.util.find_spec("triton") is None:
         how = "; the extra `jax-cuda` of keras-recurrent installs it" if on_jax else ""
         return f"the package `triton` is not installed{how}"
     if not on_jax:
         return None
-    if import_order.triton_would_crash():
+    if host.triton_would_crash():
         return (
             "TensorFlow was imported before triton, which would now end in a segmentation fault; "
             "import keras_recurrent first, or begin the program with `import triton`"

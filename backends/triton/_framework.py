@@ -5,19 +5,15 @@ that is not wanted. `operation(definition)` makes a differentiable function of a
 `forward_operation` one without gradients, for steps of generation.
 """
 
-import importlib
 from typing import Any
 
-import keras
+from .. import host
 
-
-def of_framework(suffix="") -> Any:
-    """The file of this folder for the framework, such as `_torch_attention.py`."""
-    name = "jax" if keras.config.backend() == "jax" else "torch"
-    return importlib.import_module(f"keras_recurrent.backends.triton._{name}{suffix}")
-
-
-framework = of_framework()
+framework: Any
+if host.framework == "jax":
+    from . import _jax as framework
+else:
+    from . import _torch as framework
 
 aligned = framework.aligned
 cast = framework.cast

@@ -289,7 +289,7 @@ class _Kernels:
 
     def __init__(self, definition):
         self.forward, self.backward = _passes(definition)
-        plain = importlib.import_module(f"keras_recurrent.backends.jax.{definition.name}")
+        plain = importlib.import_module(f"..jax.{definition.name}", __package__)
         self._run = plain.operation(self.forward, self.backward)
 
     def __call__(self, *tensors, **options):

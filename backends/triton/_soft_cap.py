@@ -8,11 +8,11 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from . import _math
 from ._ahead import let_next_launch_begin, wait_for_launch_before
 from ._common import IN_INTERPRETER
 from ._framework import forward_operation, overlap, refusal_of_steps, run
 from ._launch import Launch, like
+from ._math import tanh
 
 _BLOCK, _WARPS = 2048, 4  # numbers of a program
 
@@ -32,7 +32,7 @@ def _kernel(x, y, n, cap, BLOCK: tl.constexpr, AHEAD: tl.constexpr):
     # By a number torch divides on a GPU as if it multiplied by one over it.
     value = (value * tl.div_rn(1.0, cap)).to(y.dtype.element_ty).to(tl.float32)
     if IN_INTERPRETER:
-        value = _math.tanh(value, True)
+        value = tanh(value, True)
     else:
         value = libdevice.tanh(value)
     value = value.to(y.dtype.element_ty).to(tl.float32) * cap

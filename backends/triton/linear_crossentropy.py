@@ -4,12 +4,18 @@ The library multiplies matrices. Between its products, one kernel (`_crossentrop
 the logits of a piece of tokens, in float32, once, and writes the gradient over them.
 """
 
-from ._framework import of_framework
+from typing import Any
+
+from .. import host
 from ._launch import dtype_name
 
-_framework = of_framework("_crossentropy")
+kernels: Any
+if host.framework == "jax":
+    from . import _jax_crossentropy as kernels
+else:
+    from . import _torch_crossentropy as kernels
 
-linear_crossentropy, piece = _framework.linear_crossentropy, _framework.piece
+linear_crossentropy, piece = kernels.linear_crossentropy, kernels.piece
 
 
 def unsupported(
@@ -23,4 +29,4 @@ def unsupported(
         )
     if dtype_name(x) == "float16":
         return "the gradient of logits, without its factor, leaves the range of float16"
-    return _framework.refusal(x, embedding, tokens, sample_weight)
+    return kernels.refusal(x, embedding, tokens, sample_weight)

@@ -5,10 +5,16 @@ and plain JAX do: each framework has a file of its own for that. One token of ge
 ring in place, by the implementation in `backends/torch` or `backends/jax`.
 """
 
-from . import _linear_attention
-from ._framework import of_framework
+from typing import Any
 
-kernels = of_framework("_attention")
+from .. import host
+from . import _linear_attention
+
+kernels: Any
+if host.framework == "jax":
+    from . import _jax_attention as kernels
+else:
+    from . import _torch_attention as kernels
 
 
 def unsupported(
