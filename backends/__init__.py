@@ -78,9 +78,9 @@ Write the file: the tests find it by its name and compare it with the reference.
 
 runs them for one operation and implementation. Gradients are given in the framework's own way:
 `jax.custom_vjp`, `tf.custom_gradient`, or `register_gradient` of `torch/_common.py`. A file of
-`triton/` serves two frameworks: its `forward` and `backward` are launches (`_launch.py`), which
-name none, and an `Operation` (`_operation.py`) says what is needed to make an operator of torch and
-a function of JAX of them.
+`triton/` serves two frameworks: its `forward` and `backward` are launches (`_runtime/launch.py`),
+which name none, and an `Operation` (`_runtime/operation.py`) says what is needed to make an
+operator of torch and a function of JAX of them.
 
 A new folder also has to be named in `preference` of `keras_recurrent/dispatch.py` and among the
 packages in pyproject.toml. Where it needs a package or a device that may be missing, its

@@ -21,8 +21,8 @@ import torch
 from benchmarks.gpu_checks import FAR_OFF, Judge
 from benchmarks.gpu_timing import bytes_a_second, device_ms, flops_a_second, line, peak_mib
 from keras_recurrent.backends.torch import linear_crossentropy as plain
-from keras_recurrent.backends.triton import _torch_crossentropy as ours
 from keras_recurrent.backends.triton import token_crossentropy
+from keras_recurrent.backends.triton._crossentropy import torch_crossentropy as ours
 
 # Tokens, channels, words and the soft cap of RecurrentGemma 2B and HGRN2 1.3B.
 SIZES = {

@@ -59,7 +59,7 @@ def _search():
         row = dispatch.IMPLEMENTATIONS["linear_scan"]["triton"]
         reason = row if isinstance(row, str) else None
     if reason is None:
-        search = importlib.import_module("keras_recurrent.backends.triton._search")
+        search = importlib.import_module("keras_recurrent.backends.triton._runtime.search")
         reason = search.unavailable()
     if reason is not None:
         raise NotImplementedError(

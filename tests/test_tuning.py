@@ -22,12 +22,12 @@ def test_a_backend_without_kernels_to_search():
 def test_nothing_to_time_on(monkeypatch):
     import torch
 
-    from keras_recurrent.backends.triton import _torch
+    from keras_recurrent.backends.triton._runtime import torch_operators
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(_torch, "INTERPRETED", True)
+    monkeypatch.setattr(torch_operators, "INTERPRETED", True)
     assert "here TRITON_INTERPRET=1 runs" in refused()
-    monkeypatch.setattr(_torch, "INTERPRETED", False)
+    monkeypatch.setattr(torch_operators, "INTERPRETED", False)
     assert "here torch finds no NVIDIA GPU" in refused()
     missing = "the package `triton` is not installed"
     monkeypatch.setitem(dispatch.IMPLEMENTATIONS["linear_scan"], "triton", missing)

@@ -1,14 +1,16 @@
 """Triton kernels for NVIDIA GPUs; each reads and writes a tensor as few times as it can.
 
 In this folder a kernel is a GPU program, and the public function of a file is the implementation of
-an operation. Kernels and their launches (`_launch.py`) name no framework; `_torch.py` makes custom
-operators of torch of them, `_jax.py` functions of JAX. Tile sizes follow from shapes by a fixed
-rule, so the same inputs give the same bits, and a new shape costs one compilation a kernel. On
-torch they are timed and chosen at run time inside `keras_recurrent.autotune` (`_search.py`).
+an operation; what operations share is in the folders that begin with an underscore. Kernels and
+their launches (`_runtime/launch.py`) name no framework; `_runtime/torch_operators.py` makes custom
+operators of torch of them, `_runtime/jax_functions.py` functions of JAX. Tile sizes follow from
+shapes by a fixed rule, so the same inputs give the same bits, and a new shape costs one compilation
+a kernel. On torch they are timed and chosen at run time inside `keras_recurrent.autotune`
+(`_runtime/search.py`).
 
 Arithmetic is float32. Matrix products in softmax attention take bfloat16 and float16 tensors as
 they are; those in linear attention take bfloat16 as it is. Float32 operands are split into bfloat16
-parts, and never rounded to TF32 (`_products.py`).
+parts, and never rounded to TF32 (`_device/products.py`).
 
 With TRITON_INTERPRET=1, set before triton is first imported, the same kernels run in NumPy on a
 CPU. That is very slow and meant for tests.

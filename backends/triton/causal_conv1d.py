@@ -12,13 +12,13 @@ the filter's results again.
 import triton
 import triton.language as tl
 
-from . import _search
-from ._common import Tiling
-from ._framework import cast, operation, refusal, run
-from ._launch import Array, Launch, dtype_name, like
-from ._math import sigmoid
-from ._operation import Operation
-from ._tokens import PADDING, STARTS
+from ._device.common import Tiling
+from ._device.math import sigmoid
+from ._device.tokens import PADDING, STARTS
+from ._runtime import search
+from ._runtime.framework import cast, operation, refusal, run
+from ._runtime.launch import Array, Launch, dtype_name, like
+from ._runtime.operation import Operation
 
 _MAX_WIDTH = 16
 _POSITIONS_BLOCK = 4096
@@ -471,7 +471,7 @@ def forward(x, kernel, bias, initial_state, token_kind, *, activation: str | Non
         return run(Launch(_forward_kernel, programs, inputs, outputs, (length, width), options))
 
     sizes = {"batch": batch, "length": length, "width": width, "taps": taps, "silu": silu}
-    return _search.run("causal_conv1d", TILINGS, launch, (*tensors, token_kind), sizes)
+    return search.run("causal_conv1d", TILINGS, launch, (*tensors, token_kind), sizes)
 
 
 def backward(
@@ -496,7 +496,7 @@ def backward(
         return dx, d_parameters.sum(0), d_initial
 
     sizes = {"batch": batch, "length": length, "width": width, "taps": taps, "silu": silu}
-    dx, d_parameters, d_initial = _search.run(
+    dx, d_parameters, d_initial = search.run(
         "causal_conv1d backward", BACKWARD_TILINGS, launch, (*tensors, token_kind), sizes
     )
     d_kernel = cast(d_parameters[:taps], dtype_name(kernel))

@@ -3,8 +3,8 @@
 Qin et al. 2024, arXiv:2404.07904, section 3 (HGRN2, where k_t = 1 - exp(log_f_t)); Yang et al.
 2023, arXiv:2312.06635, section 4 (gated linear attention).
 
-For bfloat16 and heads of up to 128 channels of keys, `_gated_output.py` has the kernels forwards,
-and `_gated_gradients.py` backwards. Else the states between chunks are stored in device memory,
+For bfloat16 and heads of up to 128 channels of keys, `gated_output.py` has the kernels forwards,
+and `gated_gradients.py` backwards. Else the states between chunks are stored in device memory,
 then all chunks are computed at once. The backward computes the states so, and their gradients from
 the last chunk to the first. Where k is None, keys are computed in registers, and their gradients
 are not stored.
@@ -12,20 +12,20 @@ are not stored.
 
 import triton
 
-from . import _search
-from ._framework import operation, run, zeros_like
-from ._gated_chunks import attend_kernel, gradient_kernel
-from ._gated_gradients import differentiate
-from ._gated_operands import pairs_of, prepare
-from ._gated_output import LARGEST_KEYS, stream
-from ._gated_states import walk
-from ._launch import Array, Launch, dtype_name, like
-from ._linear_attention import Blocks, gradient_of_state, refusal, sizes_of
-from ._linear_attention_step import step
-from ._operation import Operation
+from ._linear_attention.gated_chunks import attend_kernel, gradient_kernel
+from ._linear_attention.gated_gradients import differentiate
+from ._linear_attention.gated_operands import pairs_of, prepare
+from ._linear_attention.gated_output import LARGEST_KEYS, stream
+from ._linear_attention.gated_states import walk
+from ._linear_attention.linear_attention import Blocks, gradient_of_state, refusal, sizes_of
+from ._linear_attention.linear_attention_step import step
+from ._runtime import search
+from ._runtime.framework import operation, run, zeros_like
+from ._runtime.launch import Array, Launch, dtype_name, like
+from ._runtime.operation import Operation
 
 # Candidates by `short`, the default first. A thread keeps its rows of all tiles in registers.
-# Chunks are of 32 tokens, whose products are not asynchronous (`_products.py`).
+# Chunks are of 32 tokens, whose products are not asynchronous (`products.py`).
 ATTEND_BLOCKS = {
     True: (Blocks(64, 128, 2), Blocks(64, 128, 2, num_stages=2), Blocks(32, 128, 2)),
     False: (Blocks(32, 64, 4), Blocks(64, 64, 4), Blocks(32, 64, 2), Blocks(32, 128, 8)),
@@ -50,7 +50,7 @@ def gated_linear_attention(q, k, v, log_f, initial_state=None, token_kind=None):
 
 
 def _parts(sizes, log_f):
-    """How many numbers of bfloat16 a logarithm of a decay is split into (`_products.py`)."""
+    """How many numbers of bfloat16 a logarithm of a decay is split into (`products.py`)."""
     if not sizes.short:
         return 3
     return 1 if dtype_name(log_f) == "bfloat16" else 2
@@ -70,7 +70,7 @@ def _attend(sizes, q, k, v, states, dtype, *, log_f, token_kind, parts, reverse=
 
     name = "gated_linear_attention " + ("gradient of v" if reverse else "output")
     candidates = ATTEND_BLOCKS[sizes.short]
-    (output,) = _search.run(name, candidates, launch, tensors, sizes)
+    (output,) = search.run(name, candidates, launch, tensors, sizes)
     return output
 
 
@@ -88,7 +88,7 @@ def _differentiate(sizes, q, k, v, d_output, states, d_states, *, log_f, token_k
         return run(Launch(gradient_kernel, programs, inputs, outputs, numbers, options))
 
     name = "gated_linear_attention gradients"
-    return _search.run(name, GRADIENT_BLOCKS[sizes.short], launch, tensors, sizes)
+    return search.run(name, GRADIENT_BLOCKS[sizes.short], launch, tensors, sizes)
 
 
 def results(q, k, v, log_f, initial_state, token_kind):

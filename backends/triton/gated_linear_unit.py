@@ -10,10 +10,10 @@ import math
 import triton
 import triton.language as tl
 
-from ._framework import operation, refusal_of_joined, run
-from ._launch import Launch, like
-from ._math import sigmoid
-from ._operation import Operation
+from ._device.math import sigmoid
+from ._runtime.framework import operation, refusal_of_joined, run
+from ._runtime.launch import Launch, like
+from ._runtime.operation import Operation
 
 _SQRT_8_OVER_PI = tl.constexpr(1.5957691216057308)
 # Of a tensor of 16 bits, a thread loads two vectors of 16 bytes.

@@ -6,11 +6,11 @@ A program reads and writes some columns of a head's memory once. All arithmetic 
 import triton
 import triton.language as tl
 
-from ._ahead import let_next_launch_begin, wait_for_launch_before
-from ._framework import forward_operation, overlap, refusal_of_steps, run
-from ._launch import Array, Launch, like
-from ._math import exp, sigmoid
-from ._tokens import GOES_ON, PADDING, by_kind
+from ._device.ahead import let_next_launch_begin, wait_for_launch_before
+from ._device.math import exp, sigmoid
+from ._device.tokens import GOES_ON, PADDING, by_kind
+from ._runtime.framework import forward_operation, overlap, refusal_of_steps, run
+from ._runtime.launch import Array, Launch, like
 
 _BLOCK_V, _WARPS = 32, 4
 _MOST_KEYS = 256

@@ -20,10 +20,11 @@ reads all; pieces, shorter than segments, spread these over the GPU.
 import triton
 import triton.language as tl
 
-from . import _common, _search
-from ._framework import operation, zeros_like
-from ._launch import Array, dtype_name, like
-from ._linear_attention import (
+from ._device import common
+from ._device.math import exp_of_decays
+from ._device.products import operand, product
+from ._device.tokens import GOES_ON, PADDING, STARTS
+from ._linear_attention.linear_attention import (
     Blocks,
     Cut,
     gradient_of_state,
@@ -35,11 +36,11 @@ from ._linear_attention import (
     sizes_of,
     walk_segments,
 )
-from ._linear_attention_step import step
-from ._math import exp_of_decays
-from ._operation import Operation
-from ._products import operand, product
-from ._tokens import GOES_ON, PADDING, STARTS
+from ._linear_attention.linear_attention_step import step
+from ._runtime import search
+from ._runtime.framework import operation, zeros_like
+from ._runtime.launch import Array, dtype_name, like
+from ._runtime.operation import Operation
 
 # Candidates by `short` and by whether heads are wider than 128 channels, the default first. The
 # state, [K, BLOCK_V], takes at most 64 registers of a thread. The parts that float32 is split into
@@ -241,7 +242,7 @@ def _cut(programs, chunks, at_once=1):
     """
 
     def time(segments):
-        turns = triton.cdiv(programs * segments, at_once * _common.MULTIPROCESSORS)
+        turns = triton.cdiv(programs * segments, at_once * common.MULTIPROCESSORS)
         return turns * triton.cdiv(chunks, segments) + segments / 4
 
     segments = min(range(1, most_segments(programs, chunks) + 1), key=time)
@@ -273,7 +274,7 @@ def _walk(
         return batch * heads * triton.cdiv(values, blocks.options(sizes)["BLOCK_V"])
 
     programs = programs_of(candidates[0])
-    if programs > _common.MULTIPROCESSORS or _cut(programs, sizes.chunks).segments > 1:
+    if programs > common.MULTIPROCESSORS or _cut(programs, sizes.chunks).segments > 1:
         candidates = tuple(sorted(candidates, key=lambda blocks: blocks.num_stages))
 
     def launch(blocks):
@@ -291,7 +292,7 @@ def _walk(
         )
 
     name = "lightning_attention" + " transposed" * transposed + " backward" * reverse
-    return _search.run(name, candidates, launch, tensors, sizes)
+    return search.run(name, candidates, launch, tensors, sizes)
 
 
 def results(q, k, v, log_decay, initial_state, token_kind):

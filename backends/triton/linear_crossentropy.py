@@ -1,19 +1,19 @@
 """losses = log Σ_v exp(z_v) - z_token of the logits z = x E^T, perhaps capped, c tanh(x E^T / c).
 
-The library multiplies matrices. Between its products, one kernel (`_crossentropy_kernel.py`) reads
+The library multiplies matrices. Between its products, one kernel (`crossentropy_kernel.py`) reads
 the logits of a piece of tokens, in float32, once, and writes the gradient over them.
 """
 
 from typing import Any
 
 from .. import host
-from ._launch import dtype_name
+from ._runtime.launch import dtype_name
 
 kernels: Any
 if host.framework == "jax":
-    from . import _jax_crossentropy as kernels
+    from ._crossentropy import jax_crossentropy as kernels
 else:
-    from . import _torch_crossentropy as kernels
+    from ._crossentropy import torch_crossentropy as kernels
 
 linear_crossentropy, piece = kernels.linear_crossentropy, kernels.piece
 

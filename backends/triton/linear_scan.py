@@ -8,7 +8,13 @@ The backward goes from the last token to the first, with the state c_t = a_t g_t
 import triton
 import triton.language as tl
 
-from ._chain import (
+from ._device.common import ChainTilings, Tiling
+from ._device.math import decay as decay_of
+from ._device.tokens import GOES_ON, PADDING, STARTS, read_kind
+from ._runtime.framework import operation, refusal
+from ._runtime.launch import like
+from ._runtime.operation import Operation
+from ._scan.chain import (
     READ_AGAIN,
     READ_LAST,
     WRITTEN,
@@ -19,12 +25,6 @@ from ._chain import (
     state_of,
     states_before_next_groups,
 )
-from ._common import ChainTilings, Tiling
-from ._framework import operation, refusal
-from ._launch import like
-from ._math import decay as decay_of
-from ._operation import Operation
-from ._tokens import GOES_ON, PADDING, STARTS, read_kind
 
 # A thread reads its tokens twice, and they should be in the cache the second time: tiles are small.
 # Where chains are few, that leaves room in the cache for longer tiles, and a chain has fewer. The

@@ -3,20 +3,20 @@
 De et al. 2024, arXiv:2402.19427. The slots of a ring are divided among programs, so that a single
 row fills a GPU: the first kernel makes for each part of a ring a weighted sum of its values,
 relative to the part's largest logit, and the second one puts the parts together. Products take
-operands as `_products` says, with the weights of values in two parts of bfloat16, so that 16 bits
+operands as `products.py` says, with the weights of values in two parts of bfloat16, so that 16 bits
 are rounded in queries and keys alone.
 """
 
 import triton
 import triton.language as tl
 
-from ._ahead import let_next_launch_begin, wait_for_launch_before
-from ._common import MULTIPROCESSORS
-from ._framework import forward_operation, overlap, refusal_of_steps, run
-from ._launch import Array, Launch, dtype_name, like
-from ._math import exp
-from ._products import operand, product
-from ._tokens import GOES_ON, PADDING, STARTS
+from ._device.ahead import let_next_launch_begin, wait_for_launch_before
+from ._device.common import MULTIPROCESSORS
+from ._device.math import exp
+from ._device.products import operand, product
+from ._device.tokens import GOES_ON, PADDING, STARTS
+from ._runtime.framework import forward_operation, overlap, refusal_of_steps, run
+from ._runtime.launch import Array, Launch, dtype_name, like
 
 _LOWEST = tl.constexpr(-1e30)  # below any logit; finite, so that a difference of two is 0
 _TILE = {"SLOTS": 32, "num_warps": 4, "num_stages": 2}

@@ -11,11 +11,11 @@ half, w = (1 - β) σ(-z) <= 1/2, log f is log(1 - w) = -log(1 + w / (1 - w)).
 import triton
 import triton.language as tl
 
-from ._framework import cast, operation, refusal_of_token_wise, run
-from ._launch import Array, Launch, dtype_name, like
-from ._math import exp, log1p, reciprocal, sigmoid
-from ._operation import Operation
-from ._token_wise import Tile, num_rows
+from ._device.math import exp, log1p, reciprocal, sigmoid
+from ._device.token_wise import Tile, num_rows
+from ._runtime.framework import cast, operation, refusal_of_token_wise, run
+from ._runtime.launch import Array, Launch, dtype_name, like
+from ._runtime.operation import Operation
 
 _TILE_SIZE = 2048  # elements; of a tensor of 16 bits, a thread loads two vectors of 16 bytes
 # The forward has so many times the programs of the backward, which each leave a line of sums.

@@ -13,12 +13,12 @@ import triton.language as tl
 
 from ..constants import MOST_ROWS_OF_MAPS
 from . import rms_norm
-from ._ahead import let_next_launch_begin, wait_for_launch_before
-from ._framework import forward_operation, overlap, refusal_of_steps, run
-from ._launch import Array, Launch, dtype_name
-from ._norm_linear_products import gated, of_one_row, of_rows
-from ._norm_linear_tiles import in_parts, tile_of
-from ._products import operand
+from ._decoding.norm_linear_products import gated, of_one_row, of_rows
+from ._decoding.norm_linear_tiles import in_parts, tile_of
+from ._device.ahead import let_next_launch_begin, wait_for_launch_before
+from ._device.products import operand
+from ._runtime.framework import forward_operation, overlap, refusal_of_steps, run
+from ._runtime.launch import Array, Launch, dtype_name
 
 _GATES = (None, "silu", "gelu")
 _AT_ONCE = 256  # numbers of what a gate or a sum makes, a program

@@ -8,19 +8,19 @@ import triton
 import triton.language as tl
 
 from ..constants import SMALLEST_BLOCK_OF_SCALES
-from . import _quantized_interpreted
-from ._ahead import let_next_launch_begin
-from ._common import IN_INTERPRETER
-from ._framework import aligned, forward_operation, overlap, refusal_of_steps, run
-from ._launch import Array, Launch, dtype_name
-from ._norm_linear_products import gated
-from ._quantized_columns import columns_of
-from ._quantized_products import of_one_row
-from ._quantized_tiles import tile
+from ._decoding.norm_linear_products import gated
+from ._device.ahead import let_next_launch_begin
+from ._device.common import IN_INTERPRETER
+from ._quantized import quantized_interpreted
+from ._quantized.quantized_columns import columns_of
+from ._quantized.quantized_products import of_one_row
+from ._quantized.quantized_tiles import tile
+from ._runtime.framework import aligned, forward_operation, overlap, refusal_of_steps, run
+from ._runtime.launch import Array, Launch, dtype_name
 
 _GATES = (None, "silu", "gelu")
 _MAX_WIDTH = 32768  # the registers of one program hold a row
-_in_interpreter = _quantized_interpreted.of_one_row
+_in_interpreter = quantized_interpreted.of_one_row
 
 
 def unsupported(

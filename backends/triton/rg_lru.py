@@ -17,7 +17,14 @@ import triton
 import triton.language as tl
 
 from ..constants import DECAY_EXPONENT, MAX_SQRT_GRADIENT
-from ._chain import (
+from ._device.common import ChainTilings, Tiling
+from ._device.math import decay as decay_of
+from ._device.math import sigmoid, softplus
+from ._device.tokens import GOES_ON, PADDING, STARTS, by_kind, read_kind
+from ._runtime.framework import cast, operation, refusal
+from ._runtime.launch import dtype_name, like
+from ._runtime.operation import Operation
+from ._scan.chain import (
     NOTHING_SAID,
     READ_LAST,
     WRITTEN,
@@ -29,13 +36,6 @@ from ._chain import (
     states_before_groups,
     states_before_next_groups,
 )
-from ._common import ChainTilings, Tiling
-from ._framework import cast, operation, refusal
-from ._launch import dtype_name, like
-from ._math import decay as decay_of
-from ._math import sigmoid, softplus
-from ._operation import Operation
-from ._tokens import GOES_ON, PADDING, STARTS, by_kind, read_kind
 
 _C = tl.constexpr(DECAY_EXPONENT)
 _MAX_INVERSE_ROOT = tl.constexpr(2 * MAX_SQRT_GRADIENT)
@@ -71,7 +71,7 @@ def rg_lru(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None):
 def _load(tensor, offsets, valid, kind, CACHED: tl.constexpr):
     """Elements as float32; 0 for padding, which may hold NaN.
 
-    CACHED: what caches are told (`_chain.py`), which made the forward faster and the backward not.
+    CACHED: what caches are told (`chain.py`), which made the forward faster and the backward not.
     """
     value = tl.load(tensor + offsets, valid, other=0.0, eviction_policy=CACHED).to(tl.float32)
     if kind is not None:

@@ -1,19 +1,19 @@
 """A token of Griffin's recurrent block, between its linear maps.  De et al. 2024, arXiv:2402.19427.
 
 A program makes some channels of one block of one row, from the convolution of all channels of the
-block; of several rows, `_rg_lru_step_rows.py` makes some at once. All arithmetic is float32.
+block; of several rows, `rg_lru_step_rows.py` makes some at once. All arithmetic is float32.
 """
 
 import triton
 import triton.language as tl
 
 from ..constants import DECAY_EXPONENT
-from ._ahead import let_next_launch_begin, wait_for_launch_before
-from ._framework import forward_operation, overlap, refusal_of_steps, run
-from ._launch import Array, Launch, dtype_name, like
-from ._math import decay, gelu, sigmoid, softplus
-from ._rg_lru_step_rows import rows_kernel, tile_of
-from ._tokens import GOES_ON, PADDING, STARTS, by_kind
+from ._decoding.rg_lru_step_rows import rows_kernel, tile_of
+from ._device.ahead import let_next_launch_begin, wait_for_launch_before
+from ._device.math import decay, gelu, sigmoid, softplus
+from ._device.tokens import GOES_ON, PADDING, STARTS, by_kind
+from ._runtime.framework import forward_operation, overlap, refusal_of_steps, run
+from ._runtime.launch import Array, Launch, dtype_name, like
 
 _DECAY_EXPONENT = tl.constexpr(DECAY_EXPONENT)
 _BLOCK_N, _WARPS = 32, 4

@@ -9,12 +9,12 @@ import triton
 import triton.language as tl
 
 from ..constants import SMALLEST_SCALED_EPSILON, SQUARES_SCALE
-from ._ahead import let_next_launch_begin, wait_for_launch_before
-from ._framework import cast, operation, overlap, refusal_of_joined, run
-from ._launch import Array, Launch, dtype_name, like
-from ._math import reciprocal_root
-from ._operation import Operation
-from ._token_wise import Tile, num_rows
+from ._device.ahead import let_next_launch_begin, wait_for_launch_before
+from ._device.math import reciprocal_root
+from ._device.token_wise import Tile, num_rows
+from ._runtime.framework import cast, operation, overlap, refusal_of_joined, run
+from ._runtime.launch import Array, Launch, dtype_name, like
+from ._runtime.operation import Operation
 
 _SCALE = tl.constexpr(SQUARES_SCALE)
 _SMALLEST_SCALED_EPSILON = tl.constexpr(SMALLEST_SCALED_EPSILON)

@@ -8,13 +8,13 @@ ring in place, by the implementation in `backends/torch` or `backends/jax`.
 from typing import Any
 
 from .. import host
-from . import _linear_attention
+from ._linear_attention import linear_attention
 
 kernels: Any
 if host.framework == "jax":
-    from . import _jax_attention as kernels
+    from ._attention import jax_attention as kernels
 else:
-    from . import _torch_attention as kernels
+    from ._attention import torch_attention as kernels
 
 
 def unsupported(
@@ -22,7 +22,7 @@ def unsupported(
 ) -> str | None:
     """Why this implementation refuses these arguments; None if it accepts them."""
     state = (initial_state or {}).values()
-    return _linear_attention.refusal(q, k, v, token_kind, *state)
+    return linear_attention.refusal(q, k, v, token_kind, *state)
 
 
 def sliding_window_attention(

@@ -10,11 +10,11 @@ each row from the forward, and computes each tile on its own:
 import triton
 import triton.language as tl
 
-from ._framework import operation, refusal_of_token_wise, run
-from ._launch import Array, Launch, like
-from ._math import exp_keeping_nan
-from ._operation import Operation
-from ._token_wise import num_rows
+from ._device.math import exp_keeping_nan
+from ._device.token_wise import num_rows
+from ._runtime.framework import operation, refusal_of_token_wise, run
+from ._runtime.launch import Array, Launch, like
+from ._runtime.operation import Operation
 
 _LANE_SIZE = 8  # logits, a vector of 16 bytes where they have 16 bits
 _TILE_SIZE, _BACKWARD_TILE_SIZE = 4096, 2048  # logits, two such vectors a thread

@@ -101,7 +101,7 @@ def _kernels(logits):
     """What finds the largest logits by kernels; None where it does not."""
     if not one_token.has_kernels(logits):
         return None
-    from keras_recurrent.backends.triton import _largest as kernels
+    from keras_recurrent.backends.triton._decoding import largest as kernels
 
     return kernels if kernels.unsupported(logits) is None else None
 

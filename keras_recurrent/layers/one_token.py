@@ -158,7 +158,7 @@ def embedding(token_ids, layer, scale, state=None):
         return None
     if layer.lora_enabled or layer.quantization_mode is not None or because_of_call(layer):
         return None
-    from keras_recurrent.backends.triton import _embedding as kernels
+    from keras_recurrent.backends.triton._decoding import embedding as kernels
 
     table, token = ops.convert_to_tensor(layer.embeddings), token_ids[:, 0]
     given = [(state or {}).get(name) for name in ("segment", "position")]
@@ -201,7 +201,7 @@ def _capped(found, cap):
     if cap is None:
         return found
     if dispatch.BACKEND == "torch":
-        from keras_recurrent.backends.triton import _soft_cap as kernels
+        from keras_recurrent.backends.triton._decoding import soft_cap as kernels
 
         if kernels.unsupported(found) is None:
             return kernels.soft_cap(found, cap)

@@ -19,19 +19,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from keras_recurrent.backends.triton import (
-    _attention_kernels,
-    _banded_attention,
-    _crossentropy_kernel,
-    _embedding,
-    _gated_chunks,
-    _gated_gradients,
-    _gated_operands,
-    _gated_output,
-    _gated_states,
-    _largest,
-    _linear_attention_step,
-    _ring,
-    _soft_cap,
     causal_conv1d,
     gated_linear_attention,
     gated_linear_unit,
@@ -47,9 +34,20 @@ from keras_recurrent.backends.triton import (
     rms_norm,
     token_crossentropy,
 )
-from keras_recurrent.backends.triton._norm_linear_tiles import tile_of
-from keras_recurrent.backends.triton._rg_lru_step_rows import rows_kernel
-from keras_recurrent.backends.triton._rg_lru_step_rows import tile_of as tile_of_rg_lru
+from keras_recurrent.backends.triton._attention import attention_kernels, banded_attention, ring
+from keras_recurrent.backends.triton._crossentropy import crossentropy_kernel
+from keras_recurrent.backends.triton._decoding import embedding, largest, soft_cap
+from keras_recurrent.backends.triton._decoding.norm_linear_tiles import tile_of
+from keras_recurrent.backends.triton._decoding.rg_lru_step_rows import rows_kernel
+from keras_recurrent.backends.triton._decoding.rg_lru_step_rows import tile_of as tile_of_rg_lru
+from keras_recurrent.backends.triton._linear_attention import (
+    gated_chunks,
+    gated_gradients,
+    gated_operands,
+    gated_output,
+    gated_states,
+    linear_attention_step,
+)
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SIZES = ("B", "T", "D", "H", "K", "V", "tiles", "chunks", "segment_chunks", "state_k", "state_v")
@@ -82,22 +80,22 @@ STREAMED = {**PREPARED, "totals": None, "decays": None, "states": None}
 STREAMED_BACK = {**STREAMED, "REVERSE": True}
 STREAMED_STATES = {**STREAMED, "queries": None, "pairs": None, "output": None, "final": None}
 del STREAMED_BACK["states"], STREAMED_STATES["states"]
-HALVES = {**LEVELS, "HALF": _gated_gradients.HALF, "LEVELS": 5}
+HALVES = {**LEVELS, "HALF": gated_gradients.HALF, "LEVELS": 5}
 GRADIENT = {**CHUNKS, **LEVELS, **SHORTER, "GAIN_PARTS": 1}
 EXACT = {**SHORTER, "SHORT": False, "PARTS": 3, "GAIN_PARTS": 3}
 STREAM = {**CHUNKS, **ONE_SEGMENT}
 STEP = {"BLOCK_K": 128, "BLOCK_V": 32}
 
-walk = _gated_states._walk_kernel
-prepare = _gated_operands.prepare_kernel
-pairs = _gated_operands.pairs_kernel
-gated = _gated_output.stream_kernel
-attend = _gated_chunks.attend_kernel
-gradient = _gated_chunks.gradient_kernel
-chunk_gradients = _gated_gradients.chunk_kernel
-pair_gradients = _gated_gradients.flagged_kernel
+walk = gated_states._walk_kernel
+prepare = gated_operands.prepare_kernel
+pairs = gated_operands.pairs_kernel
+gated = gated_output.stream_kernel
+attend = gated_chunks.attend_kernel
+gradient = gated_chunks.gradient_kernel
+chunk_gradients = gated_gradients.chunk_kernel
+pair_gradients = gated_gradients.flagged_kernel
 lightning = lightning_attention._walk_kernel
-step = _linear_attention_step._step_kernel
+step = linear_attention_step._step_kernel
 
 
 def every(*candidates):
@@ -106,15 +104,15 @@ def every(*candidates):
 
 
 ATTENTION = {
-    "output": _attention_kernels.forward_kernel,
-    "d_q": _attention_kernels.queries_kernel,
+    "output": attention_kernels.forward_kernel,
+    "d_q": attention_kernels.queries_kernel,
 }
 
 
 def attention(result, size, dtype=tl.bfloat16, kinds=False):
     """Ten heads of queries share one of keys, as in recurrentgemma_2b, whose heads are of 256."""
-    kernel = ATTENTION.get(result, _attention_kernels.keys_kernel)
-    constants = _banded_attention.constants(10, size, size, dtype) | {"G": 1, "parts": 1}
+    kernel = ATTENTION.get(result, attention_kernels.keys_kernel)
+    constants = banded_attention.constants(10, size, size, dtype) | {"G": 1, "parts": 1}
     absent = {"d_k": ("d_values",), "d_v": ("d_keys",)}
     constants |= dict.fromkeys(absent.get(result, ()))
     constants["rest" if dtype == tl.float32 else "total"] = None
@@ -122,7 +120,7 @@ def attention(result, size, dtype=tl.bfloat16, kinds=False):
         constants |= dict.fromkeys(
             ("token_kind", "first_key", "last_key", "first_query", "query_end")
         )
-    configurations = every(_banded_attention.candidates(result, size, size, dtype))
+    configurations = every(banded_attention.candidates(result, size, size, dtype))
     return kernel, constants, configurations[:1] if kinds else configurations
 
 
@@ -134,12 +132,12 @@ SCANS = {
     "rg_lru backward": (rg_lru._backward_kernel, every(*rg_lru.TILINGS)),
 }
 CONVS = every(causal_conv1d.TILINGS), every(causal_conv1d.BACKWARD_TILINGS)
-WALKS, EXACT_WALKS = (every(_gated_states.BLOCKS[short]) for short in (True, False))
-PREPARE = {plain: every(blocks) for plain, blocks in _gated_operands.PREPARE_BLOCKS.items()}
-PAIRS = every(_gated_operands.PAIRS_BLOCKS)
-GATED = {of: every(blocks) for of, blocks in _gated_output.BLOCKS.items()}
-CHUNK_GRADIENTS = every(_gated_gradients.BLOCKS)
-PAIR_GRADIENTS = every([_gated_gradients.FLAGGED_BLOCKS])
+WALKS, EXACT_WALKS = (every(gated_states.BLOCKS[short]) for short in (True, False))
+PREPARE = {plain: every(blocks) for plain, blocks in gated_operands.PREPARE_BLOCKS.items()}
+PAIRS = every(gated_operands.PAIRS_BLOCKS)
+GATED = {of: every(blocks) for of, blocks in gated_output.BLOCKS.items()}
+CHUNK_GRADIENTS = every(gated_gradients.BLOCKS)
+PAIR_GRADIENTS = every([gated_gradients.FLAGGED_BLOCKS])
 ATTEND = {of: every(blocks) for of, blocks in gated_linear_attention.ATTEND_BLOCKS.items()}
 GRADIENTS = {of: every(blocks) for of, blocks in gated_linear_attention.GRADIENT_BLOCKS.items()}
 LIGHTNING = {of: every(blocks) for of, blocks in lightning_attention.BLOCKS.items()}
@@ -166,8 +164,8 @@ def of_vocabulary(kernel, tile_size, vocabulary):
 
 def of_piece(vocabulary, fine=False, capped=True, **constants):
     """The kernel of `linear_crossentropy`, whose logits are float32."""
-    options = _crossentropy_kernel.options(vocabulary, capped, fine)
-    return _crossentropy_kernel.piece_kernel, options | constants, [{}]
+    options = crossentropy_kernel.options(vocabulary, capped, fine)
+    return crossentropy_kernel.piece_kernel, options | constants, [{}]
 
 
 LOSSES = token_crossentropy._forward_kernel, token_crossentropy._TILE_SIZE
@@ -233,22 +231,22 @@ ATTENTION_STEP = {
 }
 OF_A_STEP = {
     "embedding": (
-        _embedding._kernel,
-        {"D": 2560, "SCALED": True, "BLOCK": _embedding._BLOCK, "AHEAD": True},
-        [{"num_warps": _embedding._WARPS}],
+        embedding._kernel,
+        {"D": 2560, "SCALED": True, "BLOCK": embedding._BLOCK, "AHEAD": True},
+        [{"num_warps": embedding._WARPS}],
     ),
     "soft cap": (
-        _soft_cap._kernel,
-        {"BLOCK": _soft_cap._BLOCK, "AHEAD": True},
-        [{"num_warps": _soft_cap._WARPS}],
+        soft_cap._kernel,
+        {"BLOCK": soft_cap._BLOCK, "AHEAD": True},
+        [{"num_warps": soft_cap._WARPS}],
     ),
     "largest, parts": (
-        _largest._parts_kernel,
-        {"PARTS": 125, "BLOCK": _largest._BLOCK, "AHEAD": True},
-        [{"num_warps": _largest._WARPS}],
+        largest._parts_kernel,
+        {"PARTS": 125, "BLOCK": largest._BLOCK, "AHEAD": True},
+        [{"num_warps": largest._WARPS}],
     ),
     "largest, whole": (
-        _largest._whole_kernel,
+        largest._whole_kernel,
         {"PARTS": 125, "BLOCK": 128, "RECENT": 16, "AHEAD": True},
         [{}],
     ),
@@ -468,8 +466,8 @@ KERNELS = {
     ),
     "lightning step": (step, {**STEP, "log_f": None}, [{}]),
     "attention ring": (
-        _ring.to_rings_kernel,
-        {"G": 1, "K": 256, "V": 256, "BLOCK_K": 256, "BLOCK_V": 256, "SLOTS": _ring.SLOTS},
+        ring.to_rings_kernel,
+        {"G": 1, "K": 256, "V": 256, "BLOCK_K": 256, "BLOCK_V": 256, "SLOTS": ring.SLOTS},
         [{}],
     ),
     "attention of 256": attention("output", 256),

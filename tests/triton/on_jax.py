@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from keras_recurrent import dispatch
-from keras_recurrent.backends.triton import _jax
+from keras_recurrent.backends.triton._runtime import jax_functions
 from tests.ops import judge, steps, test_linear_crossentropy, test_steps, token_wise
 from tests.ops.cases import Case, draw
 
@@ -86,7 +86,7 @@ def launches_in_loops(jaxpr, in_loop=False):
     count = 0
     for equation in jaxpr.eqns:
         name = equation.primitive.name
-        count += in_loop and name == _jax.NAME
+        count += in_loop and name == jax_functions.NAME
         for value in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):

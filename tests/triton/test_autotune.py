@@ -14,7 +14,10 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 import keras_recurrent
-from keras_recurrent.backends.triton import _common, _search, _torch, linear_scan, rg_lru
+from keras_recurrent.backends.triton import linear_scan, rg_lru
+from keras_recurrent.backends.triton._device import common
+from keras_recurrent.backends.triton._runtime import search as _search
+from keras_recurrent.backends.triton._runtime import torch_operators
 from keras_recurrent.layers import RecurrentBlock
 from tests.ops import judge
 from tests.ops.cases import Case, draw
@@ -88,13 +91,13 @@ def clock(monkeypatch):
 def scan(length=9, dtype="float32", **sizes):
     """Launches a kernel with three candidates; returns the GROUPS of the one that is chosen."""
     x = torch.zeros(2, length, 4, dtype=getattr(torch, dtype))
-    candidates = tuple(_common.Tiling(64, groups, 4, 4) for groups in (16, 8, 32))
+    candidates = tuple(common.Tiling(64, groups, 4, 4) for groups in (16, 8, 32))
     sizes = {"batch": 2, "length": length, "width": 4, **sizes}
     return _search.run("scan", candidates, lambda tile: tile.GROUPS, (x, None), sizes)
 
 
 def test_tiles_that_wait_have_a_thread_at_most_for_each_number():
-    """As `_chain._wait_for` says: even with the fewest channels that a tile may have."""
+    """As `chain._wait_for` says: even with the fewest channels that a tile may have."""
     for module in (linear_scan, rg_lru):
         for name in ("TILINGS", "BACKWARD_TILINGS"):
             for tile in itertools.chain(*getattr(module, name, ())):
@@ -181,7 +184,7 @@ def test_every_operation_is_searched_forwards_and_backwards(operation, clock):
 @pytest.mark.parametrize(("operation", "case"), CASES)
 def test_candidates_compute_the_same(operation, case, clock, monkeypatch):
     """In the interpreter, which ignores warps and registers, only those with different tiles."""
-    monkeypatch.setattr(_common, "_MANY_CHAINS", 2)
+    monkeypatch.setattr(common, "_MANY_CHAINS", 2)
     most = 2  # different candidates of a kernel, as far as seen
     number = 0  # of the candidate that is tried; 0 is the default
 
@@ -210,13 +213,13 @@ def test_candidates_compute_the_same(operation, case, clock, monkeypatch):
 @pytest.mark.parametrize("operation", ["linear_scan", "rg_lru"])
 def test_every_launch_makes_its_own_carry(operation, clock, monkeypatch):
     """On a GPU, a launch would take states that an earlier one left there for its own."""
-    new, made = _torch.new, []
+    new, made = torch_operators.new, []
 
     def counted(array, like):
         made.append(new(array, like))
         return made[-1] if array.zeros else made.pop()
 
-    monkeypatch.setattr(_torch, "new", counted)
+    monkeypatch.setattr(torch_operators, "new", counted)
     with keras_recurrent.autotune() as found:
         judge.check(operation, "triton", draw(operation, Case(1, 20, 8)))
     assert len(made) == sum(2 * len(search.timings) + 1 for search in found)

@@ -11,8 +11,8 @@ import torch
 
 from keras_recurrent import implementation
 from keras_recurrent.backends.torch._states import overwritten
-from keras_recurrent.backends.triton import _embedding
-from keras_recurrent.backends.triton._common import INTERPRETED
+from keras_recurrent.backends.triton._decoding import embedding as _embedding
+from keras_recurrent.backends.triton._device.common import INTERPRETED
 from keras_recurrent.layers import one_token
 from keras_recurrent.layers.tokens import find_tokens
 from tests.models.tiny import tiny_causal_lm

@@ -8,22 +8,22 @@ if keras.config.backend() != "torch":
     pytest.skip("runs on torch", allow_module_level=True)
 
 from keras_recurrent.backends.constants import GOES_ON, PADDING, STARTS
-from keras_recurrent.backends.triton import (
-    _gated_levels,
-    _gated_operands,
-    _gated_output,
-    _linear_attention,
-    _torch,
-    gated_linear_attention,
+from keras_recurrent.backends.triton import gated_linear_attention
+from keras_recurrent.backends.triton._linear_attention import (
+    gated_levels,
+    gated_operands,
+    gated_output,
+    linear_attention,
 )
+from keras_recurrent.backends.triton._runtime import torch_operators
 from tests.ops import judge, native
 from tests.ops.cases import Case, draw, round_to
 
 OPERATION = "gated_linear_attention"
 CHUNK = 64
 # The lowest sums of logarithms that one reference serves: of a chunk forwards, and of its weights.
-LOWEST = _gated_operands.LOWEST_SUM.value
-LOWEST_OF_PAIRS = -2 * _gated_levels.RADIUS.value
+LOWEST = gated_operands.LOWEST_SUM.value
+LOWEST_OF_PAIRS = -2 * gated_levels.RADIUS.value
 
 
 def drawn_with(log_f, case):
@@ -40,9 +40,9 @@ def flags(drawn):
     tensors = {n: None if t is None else native.tensor(t, drawn.dtypes[n])
                for n, t in drawn.tensors.items()}  # fmt: skip
     kind = drawn.token_kind
-    sizes = _linear_attention.sizes_of(*(tensors[name] for name in "qkv"))
+    sizes = linear_attention.sizes_of(*(tensors[name] for name in "qkv"))
     with native.interpreted("triton"):
-        prepared = _gated_operands.prepare(
+        prepared = gated_operands.prepare(
             sizes, tensors["q"], tensors["k"], log_f=tensors["log_f"],
             token_kind=None if kind is None else native.tensor(kind, "int8"), parts=2,
         )  # fmt: skip
@@ -121,12 +121,12 @@ def test_documents_that_start_inside_a_chunk():
 
 def test_heads_whose_states_are_stored():
     """Those of more channels of keys than the output's walk takes."""
-    case = Case(1, 0, _gated_output.LARGEST_KEYS + 2, "bfloat16", values=18, state=True)
+    case = Case(1, 0, gated_output.LARGEST_KEYS + 2, "bfloat16", values=18, state=True)
     judge.check(OPERATION, "triton", drawn_with(stretches(-0.01, -5, -0.5), case))
 
 
 def test_segments_of_time_with_both_kinds_of_chunks(monkeypatch):
-    monkeypatch.setattr(_linear_attention, "_SHORTEST_SEGMENT", 1)
+    monkeypatch.setattr(linear_attention, "_SHORTEST_SEGMENT", 1)
     drawn = drawn_with(
         stretches(*SIDE_BY_SIDE, channels=18), Case(1, 0, 18, "bfloat16", kinds=True, state=True)
     )
@@ -144,12 +144,14 @@ def test_tiles_of_both_kinds_in_one_chunk(tied):
 
 def test_pairs_of_flagged_chunks_are_made_once(monkeypatch):
     """The backward takes them from the forward."""
-    kernels, run = [], _torch.run
-    monkeypatch.setattr(_torch, "run", lambda launch: kernels.append(launch.kernel) or run(launch))
+    kernels, run = [], torch_operators.run
+    monkeypatch.setattr(
+        torch_operators, "run", lambda launch: kernels.append(launch.kernel) or run(launch)
+    )
     drawn = drawn_with(stretches(-5, channels=18), Case(1, 0, 18, "bfloat16"))
     judge.run(OPERATION, "triton", drawn)
-    assert kernels.count(_gated_operands.prepare_kernel) == 2
-    assert kernels.count(_gated_operands.pairs_kernel) == 1
+    assert kernels.count(gated_operands.prepare_kernel) == 2
+    assert kernels.count(gated_operands.pairs_kernel) == 1
 
 
 @pytest.mark.parametrize("tokens", [5, 20, 40, 64 + 20, 64 + 40])

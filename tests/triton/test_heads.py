@@ -14,7 +14,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("compiles for a GPU", allow_module_level=True)
 
-from keras_recurrent.backends.triton import _search
+from keras_recurrent.backends.triton._runtime import search
 from tests.ops import judge
 from tests.ops.cases import Case, draw
 
@@ -44,10 +44,10 @@ def test_heads(operation, heads, situation, number, monkeypatch):
         taken = max(taken, chosen)
         try:
             return launch(candidates[chosen])
-        except _search._OUT_OF_RESOURCES:  # a search would not choose it
+        except search._OUT_OF_RESOURCES:  # a search would not choose it
             return launch(candidates[0])
 
-    monkeypatch.setattr(_search, "run", run)
+    monkeypatch.setattr(search, "run", run)
     keys, values = heads
     dtype, decay_dtype, kinds = situation
     # Long enough to be cut along time, where that does not take the reference too long.

@@ -9,8 +9,8 @@ if keras.config.backend() != "torch":
 import torch
 
 from keras_recurrent import implementation
-from keras_recurrent.backends.triton import _largest
-from keras_recurrent.backends.triton._common import INTERPRETED
+from keras_recurrent.backends.triton._decoding import largest as _largest
+from keras_recurrent.backends.triton._device.common import INTERPRETED
 from keras_recurrent.generation import torch_sampling
 
 if not (INTERPRETED or torch.cuda.is_available()):

@@ -9,9 +9,9 @@ if keras.config.backend() != "torch":
 import torch
 import triton
 
-from keras_recurrent.backends.triton import _interpreter, _torch
-from keras_recurrent.backends.triton._common import INTERPRETED
-from keras_recurrent.backends.triton._launch import Launch, like
+from keras_recurrent.backends.triton._device.common import INTERPRETED
+from keras_recurrent.backends.triton._runtime import interpreter, torch_operators
+from keras_recurrent.backends.triton._runtime.launch import Launch, like
 from tests.ops import judge, token_wise
 from tests.ops.cases import Case, draw
 
@@ -39,14 +39,14 @@ DRAWN = {
 @pytest.mark.parametrize("operation", DRAWN)
 def test_numpy_arrays_give_the_same_bits(operation, monkeypatch):
     launches = []
-    run = _torch.run
+    run = torch_operators.run
 
     def recorded(launch):
         outputs = run(launch)
         launches.append((launch, outputs))
         return outputs
 
-    monkeypatch.setattr(_torch, "run", recorded)
+    monkeypatch.setattr(torch_operators, "run", recorded)
     judge.run(operation, "triton", DRAWN[operation]())
     assert len(launches) > 1
     for launch, outputs in launches:
@@ -55,7 +55,7 @@ def test_numpy_arrays_give_the_same_bits(operation, monkeypatch):
         assert numbers <= len(names)
         given = [x for x in launch.inputs if x is not None]
         static = launch._replace(inputs=tuple(x is not None for x in launch.inputs))
-        found = iter(_interpreter.run(static, *map(to_numpy, given)))
+        found = iter(interpreter.run(static, *map(to_numpy, given)))
         for array, expected in zip(launch.outputs, outputs, strict=True):
             if array is None:
                 assert expected is None
@@ -71,7 +71,7 @@ def to_numpy(tensor):
     if tensor.dtype != torch.bfloat16:
         return tensor.detach().numpy()
     bits = tensor.detach().view(torch.int16).numpy()
-    return bits.view(_interpreter.dtype("bfloat16"))
+    return bits.view(interpreter.dtype("bfloat16"))
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -85,7 +85,7 @@ def test_what_an_update_writes_to(in_place):
     x = torch.zeros(2)
     updates = ((0, 0),)
     launch = Launch(Kernel(), 1, (x,), (like(x),), (), {}, updates, in_place)
-    (updated,) = _torch.run(launch)
+    (updated,) = torch_operators.run(launch)
     assert (updated is x) == in_place
     assert updated.tolist() == [1, 1]
     assert x.tolist() == ([1, 1] if in_place else [0, 0])
@@ -100,6 +100,6 @@ def test_a_failed_assembler_says_what_to_do():
 
     launch = Launch(Kernel(), 1, (torch.zeros(1),), (), (), {})
     with pytest.raises(triton.runtime.errors.PTXASError) as caught:
-        _torch.run(launch)
+        torch_operators.run(launch)
     assert "`scan_kernel`" in caught.value.__notes__[0]
     assert "TRITON_PTXAS_PATH" in caught.value.__notes__[0]

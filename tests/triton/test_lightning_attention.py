@@ -10,8 +10,9 @@ if keras.config.backend() != "torch":
 import triton.language as tl
 
 from keras_recurrent.backends.constants import GOES_ON, PADDING, STARTS
-from keras_recurrent.backends.triton import _linear_attention, lightning_attention
-from keras_recurrent.backends.triton._linear_attention import Cut
+from keras_recurrent.backends.triton import lightning_attention
+from keras_recurrent.backends.triton._linear_attention import linear_attention
+from keras_recurrent.backends.triton._linear_attention.linear_attention import Cut
 from tests.ops import judge
 from tests.ops.cases import Case, draw, round_to
 
@@ -32,7 +33,7 @@ SITUATIONS = [
 
 def cut_by(cut, monkeypatch):
     """Returns a list that fills with the totals of the pieces, [pieces, B, H, K, V]."""
-    found, run = [], _linear_attention.run
+    found, run = [], linear_attention.run
 
     def recorded(launch):
         results = run(launch)
@@ -41,7 +42,7 @@ def cut_by(cut, monkeypatch):
         return results
 
     monkeypatch.setattr(lightning_attention, "_cut", lambda *_, **__: cut)
-    monkeypatch.setattr(_linear_attention, "run", recorded)
+    monkeypatch.setattr(linear_attention, "run", recorded)
     return found
 
 

@@ -9,8 +9,8 @@ if keras.config.backend() != "torch":
 import torch
 
 from keras_recurrent import implementation
-from keras_recurrent.backends.triton import _soft_cap
-from keras_recurrent.backends.triton._common import INTERPRETED
+from keras_recurrent.backends.triton._decoding import soft_cap as _soft_cap
+from keras_recurrent.backends.triton._device.common import INTERPRETED
 from keras_recurrent.layers import one_token
 from keras_recurrent.models.recurrent_backbone import reversible_embedding
 

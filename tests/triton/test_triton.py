@@ -14,13 +14,10 @@ import torch
 import keras_recurrent
 from keras_recurrent import dispatch, ops
 from keras_recurrent.backends.constants import GOES_ON, PADDING, STARTS
-from keras_recurrent.backends.triton import (
-    _banded_attention,
-    _linear_attention,
-    _torch,
-    causal_conv1d,
-    lightning_attention,
-)
+from keras_recurrent.backends.triton import causal_conv1d, lightning_attention
+from keras_recurrent.backends.triton._attention import banded_attention
+from keras_recurrent.backends.triton._linear_attention import linear_attention as _linear_attention
+from keras_recurrent.backends.triton._runtime import torch_operators
 from tests.ops import judge, native, token_wise
 from tests.ops.cases import DRAW, Case, draw
 from tests.ops.test_ops import OPTIONS
@@ -98,7 +95,7 @@ def fits(name, kernel, limited, asynchronous, message):
         programs = 1 if walks else 2  # at a time on a multiprocessor
         assert kernel["shared"] <= 227 * 1024 / programs, message
         assert bool(kernel["tensor cores"]) == ("step" not in name), message
-        # With more, their descriptors exceed the registers for them (`_products.py`). Of kernels
+        # With more, their descriptors exceed the registers for them (`products.py`). Of kernels
         # with fewer registers, one with 8 of them was right on a GPU.
         assert kernel["asynchronous"] <= (8 if limited else 32), message
     if name.startswith("attention"):
@@ -123,7 +120,7 @@ def test_what_is_refused(operation, monkeypatch):
     for dtype in ("float16", "bfloat16", "float32"):
         assert unsupported(**arguments(operation, 5, dtype)) is None
     assert "float64" in unsupported(**arguments(operation, 5, "float64"))
-    monkeypatch.setattr("keras_recurrent.backends.triton._torch.INTERPRETED", False)
+    monkeypatch.setattr(torch_operators, "INTERPRETED", False)
     tensors = {n: t.cpu() for n, t in arguments(operation, 5).items()}
     assert "needs CUDA tensors, got one on cpu" in unsupported(**tensors)
 
@@ -133,7 +130,7 @@ def test_older_gpus_are_refused(monkeypatch):
     for capability, reason in (((9, 0), None), ((7, 5), "8.0 or later, got one of 7.5")):
         found = {"cuda:0": capability}
         monkeypatch.setattr("keras_recurrent.backends.torch._common._capabilities", found)
-        refused = _torch.refusal(tensor)
+        refused = torch_operators.refusal(tensor)
         assert refused is None if reason is None else reason in refused
 
 
@@ -193,7 +190,7 @@ def test_segments_of_time(operation, monkeypatch):
 @pytest.mark.parametrize("programs", [1, 256])
 def test_heads_that_share_keys(programs, monkeypatch):
     """In one part or in several; some tiles of keys are seen by all rows, without a mask."""
-    monkeypatch.setattr(_banded_attention, "_MANY_PROGRAMS", programs)
+    monkeypatch.setattr(banded_attention, "_MANY_PROGRAMS", programs)
     drawn = draw(
         "sliding_window_attention",
         Case(1, 200, 18, "bfloat16", heads=(6, 2), window=150, kinds=True, state=True),
@@ -313,7 +310,7 @@ def test_what_is_refused_without_a_state(operation, monkeypatch):
         assert unsupported(**tensors) is None
     _, tensors = without_a_state(operation, token_wise.Case((5, 4), "float64"))
     assert "float64" in unsupported(**tensors)
-    monkeypatch.setattr("keras_recurrent.backends.triton._torch.INTERPRETED", False)
+    monkeypatch.setattr(torch_operators, "INTERPRETED", False)
     _, tensors = without_a_state(operation, token_wise.Case((5, 4)))
     assert "needs CUDA tensors" in unsupported(**{n: t.cpu() for n, t in tensors.items()})
 
@@ -331,7 +328,7 @@ def test_long_rows_are_refused():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_programs_that_walk(operation, shape, dtype, monkeypatch):
     """The longest rows, and so few programs that each goes through several tiles."""
-    monkeypatch.setattr("keras_recurrent.backends.triton._token_wise._WARPS", 12)
+    monkeypatch.setattr("keras_recurrent.backends.triton._device.token_wise._WARPS", 12)
     drawn = token_wise.draw(operation, token_wise.Case(shape, dtype, "float32"))
     judge.check(operation, "triton", drawn)
 

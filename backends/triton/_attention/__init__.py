@@ -1,0 +1,1 @@
+"""Softmax attention: kernels, launches, and what each framework arranges around them."""

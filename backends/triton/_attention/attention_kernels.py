@@ -1,0 +1,324 @@
+"""The kernels of softmax attention; `banded_attention.py` says what they take and launches them.
+
+The forward computes an online softmax, relative to the largest logit so far. The backward computes
+the weights again, once for each query and once for each key, so that every sum has one program and
+one order. It finds them as exp(logit - origin) / total: `origin` is a query's largest logit, and
+`total` the sum of exp(logit - origin). With products of 16 bits there is no total, and `origin` is
+the logarithm of the sum of exp(logit): the weights then have as many digits as that number has
+behind the point, which is enough.
+
+The gradient of a logit is the difference of two numbers, of which the second is `delta`, the sum of
+d_output * output. Where a query attends to one key almost alone, they are all but equal, and an
+output of 16 bits would leave nothing but its rounding error. So the forward keeps the next 8 bits
+of such an output, too, in `rest`. With 32 bits the two numbers are rounded each by itself. The sum
+of weights * d_weights has the rounding errors of d_weights, which would then all but cancel, but it
+is not known before all keys have been gone through: where keys are far larger than one, d_q is
+about three times as wrong as that sum would make it.
+
+Most tiles of keys are visible to all rows of a tile of queries. A first loop goes through those,
+without a mask, and a second one through the tiles at the edges of what is visible.
+"""
+
+import triton
+import triton.language as tl
+
+from .._device.math import exp, exp_of_difference
+from .attention_tiles import (
+    block_number,
+    cast,
+    count_blocks,
+    key_rows,
+    load_rows,
+    product,
+    query_rows,
+    real_queries,
+    rest_of,
+    store_rows,
+    visible_keys,
+    with_rest,
+)
+from .ring import ring_slots
+
+_LOWEST = tl.constexpr(-1e30)  # below any logit; finite, so that a difference of two is 0
+
+
+@triton.jit
+def _locate_program(T, G, SHARE: tl.constexpr, ROWS: tl.constexpr):
+    """The first row, the row of the batch and the head of keys of this program.
+
+    Longest rows first, for load balance.
+    """
+    tiles = tl.cdiv(T * SHARE, ROWS)
+    heads = tl.num_programs(0) // tiles
+    tile = tiles - 1 - tl.program_id(0) // heads
+    return tile * ROWS, tl.program_id(0) % heads // G, tl.program_id(0) % G
+
+
+@triton.jit
+def _key_blocks(low, high, KEYS: tl.constexpr):
+    """The first key that any row sees, and `count_blocks` around the range that all rows see."""
+    begin = tl.min(low, 0)
+    num_before, num_inside, num_behind = count_blocks(
+        begin, tl.max(low, 0), tl.min(high, 0) + 1, tl.max(high, 0) + 1, KEYS
+    )
+    return begin, num_before, num_inside, num_behind
+
+
+@triton.jit(do_not_specialize=["T", "S", "window"])
+def forward_kernel(
+    q,
+    k,
+    v,
+    token_kind,
+    first_key,
+    last_key,
+    output,
+    rest,
+    origin,
+    total,
+    T,
+    S,
+    G,
+    window,
+    SHARE: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    TYPE: tl.constexpr,
+):
+    FINE: tl.constexpr = TYPE.is_fp32()
+    begin, b, g = _locate_program(T, G, SHARE, ROWS)
+    base, row, t = query_rows(begin, b, g * SHARE, T, G * SHARE, SHARE, ROWS)
+    low, high = visible_keys(t, b, first_key, last_key, T, window)
+    query = load_rows(q, base, row, real_queries(token_kind, t, b, T), K, BLOCK_K, TYPE)
+
+    peak = tl.full((ROWS,), _LOWEST, tl.float32)
+    row_total = tl.zeros((ROWS,), tl.float32)
+    weighted_sum = tl.zeros((ROWS, BLOCK_V), tl.float32)
+    start, num_before, num_inside, num_behind = _key_blocks(low, high, KEYS)
+    for EDGE in tl.static_range(2):
+        for i in range(num_before + num_behind if EDGE else num_inside):
+            first = start + block_number(i, num_before, num_inside, EDGE) * KEYS
+            key_base, key_row, s = key_rows(first, b, g, S, G, KEYS)
+            valid = s < S if EDGE else None
+            key = load_rows(k, key_base, key_row, valid, K, BLOCK_K, TYPE)
+            logits = product(query, tl.trans(key), tl.zeros((ROWS, KEYS), tl.float32), TYPE)
+            if EDGE:
+                visible = (low[:, None] <= s[None, :]) & (s[None, :] <= high[:, None])
+                logits = tl.where(visible, logits, float("-inf"))
+            new_peak = tl.maximum(peak, tl.max(logits, 1))
+            weights = exp_of_difference(logits, new_peak[:, None], FINE)
+            shrink = exp(peak - new_peak, FINE)
+            row_total = row_total * shrink + tl.sum(weights, 1)
+            value = load_rows(v, key_base, key_row, valid, V, BLOCK_V, TYPE)
+            weighted_sum = product(weights, value, weighted_sum * shrink[:, None], TYPE)
+            peak = new_peak
+    row_total = tl.where(row_total == 0, 1.0, row_total)  # rows that see no key
+    result = weighted_sum / row_total[:, None]
+    rounded = cast(result, output.dtype.element_ty)
+    if rest is not None:  # before a store, which would keep the result in registers
+        bits = rest_of(result, rounded, output.dtype.element_ty)
+        store_rows(rest, base, row, t < T, bits, V, BLOCK_V)
+    store_rows(output, base, row, t < T, rounded, V, BLOCK_V)
+    if total is None:
+        peak += tl.log(row_total)
+    else:
+        tl.store(total + base + row, row_total, t < T)
+    tl.store(origin + base + row, peak, t < T)
+
+
+@triton.jit(do_not_specialize=["T", "S", "window"])
+def queries_kernel(
+    q,
+    k,
+    v,
+    token_kind,
+    first_key,
+    last_key,
+    output,
+    rest,
+    origin,
+    total,
+    d_output,
+    d_q,
+    delta,
+    T,
+    S,
+    G,
+    window,
+    SHARE: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    TYPE: tl.constexpr,
+):
+    """Stores d_q and, for `keys_kernel`, delta [B, T, H], the sum of d_output * output."""
+    FINE: tl.constexpr = TYPE.is_fp32()
+    begin, b, g = _locate_program(T, G, SHARE, ROWS)
+    base, row, t = query_rows(begin, b, g * SHARE, T, G * SHARE, SHARE, ROWS)
+    low, high = visible_keys(t, b, first_key, last_key, T, window)
+    real = real_queries(token_kind, t, b, T)
+    query = load_rows(q, base, row, real, K, BLOCK_K, TYPE)
+    gradient = load_rows(d_output, base, row, real, V, BLOCK_V, TYPE)
+    result = load_rows(output, base, row, real, V, BLOCK_V, tl.float32)
+    if rest is not None:
+        bits = load_rows(rest, base, row, real, V, BLOCK_V, tl.int32)
+        result = with_rest(result, bits, output.dtype.element_ty)
+    row_delta = tl.sum(gradient.to(tl.float32) * result, 1)
+    tl.store(delta + base + row, row_delta, t < T)
+    row_origin = tl.load(origin + base + row, t < T, other=0.0)
+
+    d_query = tl.zeros((ROWS, BLOCK_K), tl.float32)
+    start, num_before, num_inside, num_behind = _key_blocks(low, high, KEYS)
+    for EDGE in tl.static_range(2):
+        for i in range(num_before + num_behind if EDGE else num_inside):
+            first = start + block_number(i, num_before, num_inside, EDGE) * KEYS
+            key_base, key_row, s = key_rows(first, b, g, S, G, KEYS)
+            valid = s < S if EDGE else None
+            key = load_rows(k, key_base, key_row, valid, K, BLOCK_K, TYPE)
+            value = load_rows(v, key_base, key_row, valid, V, BLOCK_V, TYPE)
+            logits = product(query, tl.trans(key), tl.zeros((ROWS, KEYS), tl.float32), TYPE)
+            if EDGE:
+                visible = (low[:, None] <= s[None, :]) & (s[None, :] <= high[:, None])
+                logits = tl.where(visible, logits, float("-inf"))
+            weights = exp_of_difference(logits, row_origin[:, None], FINE)
+            d_weights = product(gradient, tl.trans(value), tl.zeros_like(logits), TYPE)
+            d_logits = weights * (d_weights - row_delta[:, None])
+            if EDGE:  # a softmax over one key is constant: exactly 0, not rounding errors
+                d_logits = tl.where((low == high)[:, None], 0.0, d_logits)
+            d_query = product(d_logits, key, d_query, TYPE)
+    if total is not None:
+        d_query /= tl.load(total + base + row, t < T, other=1.0)[:, None]
+    store_rows(d_q, base, row, t < T, d_query, K, BLOCK_K)
+
+
+@triton.jit
+def _ring_gradient(
+    d_ring, s, b, g, is_added, position, end, C, G, D: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """The gradients [keys, BLOCK_D] that keys (or values) at s get from the final state's ring."""
+    d = tl.zeros((s.shape[0], BLOCK_D), tl.float32)
+    if C > 0:
+        slot, in_ring = ring_slots(s, b, position, end, C)
+        ring = b.to(tl.int64) * C * G + g
+        d = load_rows(d_ring, ring, slot * G, in_ring & is_added, D, BLOCK_D, tl.float32)
+    return d
+
+
+@triton.jit(do_not_specialize=["T", "S", "window", "C"])
+def keys_kernel(
+    q,
+    k,
+    v,
+    token_kind,
+    first_key,
+    last_key,
+    first_query,
+    query_end,
+    origin,
+    total,
+    d_output,
+    delta,
+    d_key_ring,
+    d_value_ring,
+    position,
+    end,
+    d_keys,
+    d_values,
+    T,
+    S,
+    G,
+    window,
+    C,
+    parts,
+    SHARE: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    TYPE: tl.constexpr,
+):
+    """Stores d_keys and d_values, [parts, B, S, G, ...]; a part sums over SHARE heads of queries.
+
+    Either may be None: for wide heads the sums of both take more registers than a thread has, and
+    two launches compute the weights twice.
+    d_key_ring, d_value_ring: [B, C, G, ...], the gradients of the final state (`ring.py`), or
+    None where they are added elsewhere.
+    """
+    FINE: tl.constexpr = TYPE.is_fp32()
+    # Earliest keys first, for load balance: they are seen by the most queries.
+    tiles = tl.cdiv(S, KEYS)
+    heads = tl.num_programs(0) // tiles
+    part = tl.program_id(0) % parts
+    b, g = tl.program_id(0) % heads // parts // G, tl.program_id(0) // parts % G
+    begin = tl.program_id(0) // heads * KEYS
+    latest = tl.minimum(begin + KEYS, S) - 1
+    if first_query is None:
+        start, inner_begin = begin, latest
+        inner_end, stop = tl.minimum(begin + window, T), tl.minimum(latest + window, T)
+    else:
+        row_of_batch = b.to(tl.int64) * S
+        start = tl.load(first_query + row_of_batch + begin)
+        inner_begin = tl.load(first_query + row_of_batch + latest)
+        inner_end = tl.load(query_end + row_of_batch + begin)
+        stop = tl.load(query_end + row_of_batch + latest)
+    start *= SHARE
+    num_before, num_inside, num_behind = count_blocks(
+        start, inner_begin * SHARE, inner_end * SHARE, stop * SHARE, ROWS
+    )
+
+    key_base, key_row, s = key_rows(begin, b, g, S, G, KEYS)
+    key = load_rows(k, key_base, key_row, s < S, K, BLOCK_K, TYPE)
+    if d_keys is not None:
+        value = load_rows(v, key_base, key_row, s < S, V, BLOCK_V, TYPE)
+        d_key = tl.zeros((KEYS, BLOCK_K), tl.float32)
+    if d_values is not None:
+        d_value = tl.zeros((KEYS, BLOCK_V), tl.float32)
+    head = (g * parts + part) * SHARE
+    for EDGE in tl.static_range(2):
+        for i in range(num_before + num_behind if EDGE else num_inside):
+            first = start + block_number(i, num_before, num_inside, EDGE) * ROWS
+            base, row, t = query_rows(first, b, head, T, G * parts * SHARE, SHARE, ROWS)
+            valid = t < T if EDGE else None
+            other = 0.0 if EDGE else None
+            real = real_queries(token_kind, t, b, T) if EDGE or token_kind is not None else None
+            query = load_rows(q, base, row, real, K, BLOCK_K, TYPE)
+            gradient = load_rows(d_output, base, row, real, V, BLOCK_V, TYPE)
+            row_origin = tl.load(origin + base + row, valid, other)
+            logits = product(key, tl.trans(query), tl.zeros((KEYS, ROWS), tl.float32), TYPE)
+            if EDGE:
+                low, high = visible_keys(t, b, first_key, last_key, T, window)
+                visible = (low[None, :] <= s[:, None]) & (s[:, None] <= high[None, :])
+                logits = tl.where(visible, logits, float("-inf"))
+            weights = exp_of_difference(logits, row_origin[None, :], FINE)
+            if total is not None:
+                row_total = tl.load(total + base + row, valid, 1.0 if EDGE else None)
+                weights *= (1.0 / row_total)[None, :]
+            if d_values is not None:
+                d_value = product(weights, gradient, d_value, TYPE)
+            if d_keys is not None:
+                row_delta = tl.load(delta + base + row, valid, other)
+                d_weights = product(value, tl.trans(gradient), tl.zeros_like(logits), TYPE)
+                d_logits = weights * (d_weights - row_delta[None, :])
+                if EDGE:
+                    d_logits = tl.where((low == high)[None, :], 0.0, d_logits)
+                d_key = product(d_logits, query, d_key, TYPE)
+    key_base += part.to(tl.int64) * (heads // parts) * S
+    if d_keys is not None:
+        if d_key_ring is not None:
+            d_key += _ring_gradient(d_key_ring, s, b, g, part == 0, position, end, C, G, K, BLOCK_K)
+        store_rows(d_keys, key_base, key_row, s < S, d_key, K, BLOCK_K)
+    if d_values is not None:
+        if d_value_ring is not None:
+            d_value += _ring_gradient(
+                d_value_ring, s, b, g, part == 0, position, end, C, G, V, BLOCK_V
+            )
+        store_rows(d_values, key_base, key_row, s < S, d_value, V, BLOCK_V)

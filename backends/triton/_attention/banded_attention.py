@@ -1,0 +1,237 @@
+"""Softmax attention of queries to a range of keys each, tile by tile: launches and their tiles.
+
+q: [B, T, H, K]; k: [B, S, G, K]; v: [B, S, G, V]. Query t sees the keys from first_key[t] to
+last_key[t], int32 [B, T], neither of which decreases along a row. Where those are None, S is T, and
+a query sees the `window` keys up to its own. Queries that `token_kind` marks as padding count as 0.
+
+The heads of queries that share a head of keys are rows of one matrix, token after token, so a tile
+loads each key once for all of them. Tiles of keys that no query of a tile sees are not loaded.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from .._device.common import MULTIPROCESSORS
+from .._runtime import search
+from .._runtime.framework import places_of_numbers, run
+from .._runtime.launch import Array, Launch, dtype_name, like
+from .attention_kernels import forward_kernel, keys_kernel, queries_kernel
+
+_MANY_PROGRAMS = 2 * MULTIPROCESSORS
+
+
+class VisibleKeys(NamedTuple):
+    """Which keys queries see: `window` of them, or those from `first_key` to `last_key`."""
+
+    token_kind: Any
+    first_key: Any
+    last_key: Any
+    window: int
+
+    def queries_of_keys(self, length):
+        """The first query that sees each key, and the first one after that which does not, [B, S].
+
+        Nones if the window alone decides.
+        """
+        if self.first_key is None or self.last_key is None:
+            return None, None
+        return (
+            places_of_numbers(self.last_key, length),
+            places_of_numbers(self.first_key, length, behind=True),
+        )
+
+
+class Tiles(NamedTuple):
+    """Rows of queries and keys in the tiles of a program, and its launch options."""
+
+    ROWS: int
+    KEYS: int
+    num_warps: int
+    num_stages: int
+
+
+# Candidates for each result, by the bits of the dtype of products, the default first. That is what
+# just fits into the registers and the shared memory of a multiprocessor of Hopper.
+_NARROW = {  # heads of up to 128 channels
+    "output": {
+        16: (
+            *(Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2)),
+            *(Tiles(128, 128, 8, 2), Tiles(64, 64, 4, 2)),
+        ),
+        32: (Tiles(32, 32, 8, 1), Tiles(32, 32, 4, 1), Tiles(16, 32, 4, 1)),
+    },
+    "d_q": {
+        16: (
+            *(Tiles(128, 64, 8, 2), Tiles(128, 32, 8, 3)),
+            *(Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 3)),
+        ),
+        32: (Tiles(16, 32, 4, 1), Tiles(32, 32, 8, 1), Tiles(32, 32, 4, 1)),
+    },
+    "d_k, d_v": {
+        16: (
+            *(Tiles(64, 128, 8, 2), Tiles(32, 128, 8, 3), Tiles(32, 128, 8, 2)),
+            *(Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 3)),
+        ),
+        32: (Tiles(32, 32, 8, 1), Tiles(16, 32, 4, 1), Tiles(32, 16, 4, 1)),
+    },
+}
+_WIDE = {
+    "output": {
+        16: (
+            *(Tiles(128, 64, 8, 2), Tiles(128, 32, 8, 3)),
+            *(Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2)),
+        ),
+        32: (Tiles(16, 32, 8, 1), Tiles(16, 32, 4, 1), Tiles(16, 16, 4, 1)),
+    },
+    "d_q": {
+        16: (
+            *(Tiles(128, 32, 8, 3), Tiles(128, 32, 8, 2)),
+            *(Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 2)),
+        ),
+        32: (Tiles(16, 16, 8, 1),),
+    },
+    "d_k": {
+        16: (Tiles(32, 128, 8, 3), Tiles(32, 128, 8, 2), Tiles(32, 64, 4, 2)),
+        32: (Tiles(16, 16, 8, 1), Tiles(32, 16, 8, 1)),
+    },
+    "d_v": {
+        16: (Tiles(32, 128, 8, 3),),
+        32: (Tiles(16, 16, 8, 1), Tiles(32, 16, 8, 1)),
+    },
+}
+
+
+def candidates(result, keys, values, dtype):
+    """The candidates for a result, with heads of `keys` and `values` channels."""
+    table = _WIDE if _is_wide(keys, values) else _NARROW
+    return table[result][dtype.primitive_bitwidth]
+
+
+def _results_of_keys(keys, values):
+    """The results of `keys_kernel`: for wide heads, two launches."""
+    return ("d_k", "d_v") if _is_wide(keys, values) else ("d_k, d_v",)
+
+
+def _is_wide(keys, values):
+    return max(keys, values) > 128
+
+
+def constants(share, keys, values, dtype):
+    """The constants of all kernels, where `share` heads of queries share a head of keys."""
+    return {
+        "SHARE": share,
+        "K": keys,
+        "V": values,
+        "BLOCK_K": max(16, triton.next_power_of_2(keys)),
+        "BLOCK_V": max(16, triton.next_power_of_2(values)),
+        "TYPE": dtype,
+    }
+
+
+def _dtype(*tensors):
+    """The dtype of the operands of products: 16 bits if all tensors share one of those."""
+    dtypes = {dtype_name(x) for x in tensors}
+    if dtypes == {"bfloat16"}:
+        return tl.bfloat16
+    return tl.float16 if dtypes == {"float16"} else tl.float32
+
+
+def results(q, k, v):
+    """`Array`s of the output [B, T, H, V], and of the `rest`, `origin` and `total` of `backward`.
+
+    `attention_kernels.py` explains these; the rest is None if the output is float32, the total if
+    products are of 16 bits.
+    """
+    queries = tuple(q.shape[:3])
+    output = Array((*queries, v.shape[3]), dtype_name(q))
+    sums = Array(queries, "float32")
+    rest = None if output.dtype == "float32" else output.with_dtype("int8")
+    return output, rest, sums, sums if _dtype(q, k, v).is_fp32() else None
+
+
+def forward(q, k, v, visible):
+    """Arrays for `results`."""
+    return _by_queries("output", forward_kernel, q, k, v, visible, (), results(q, k, v))
+
+
+def backward(d_output, d_rings, output, kept, q, k, v, visible, position=None, end=None):
+    """Returns the gradients of q, k and v, in a list, the last two perhaps in float32.
+
+    kept: what `forward` returned with the output.
+    d_rings: the gradients of the final state's keys and values, [B, C, G, ...], or Nones. position,
+    end: see `ring.py`.
+    """
+    _, origin, total = kept
+    inputs, outputs = (output, *kept, d_output), (like(q), like(origin))
+    d_q, delta = _by_queries("d_q", queries_kernel, q, k, v, visible, inputs, outputs)
+
+    length, heads = q.shape[1:3]
+    batch, places, groups, _ = k.shape
+    inputs = *visible[:3], *visible.queries_of_keys(places), origin, total, d_output, delta
+    inputs = q, k, v, *inputs, *d_rings, position, end
+    capacity = 0 if d_rings[0] is None else d_rings[0].shape[1]
+
+    def launch(results, options):
+        programs = batch * groups * triton.cdiv(places, options["KEYS"])
+        parts = _parts(heads // groups, programs)
+        options["SHARE"] //= parts
+        outputs = [
+            Array((parts, *x.shape), "float32" if parts > 1 else dtype_name(x))
+            if name in results
+            else None
+            for name, x in (("d_k", k), ("d_v", v))
+        ]
+        numbers = length, places, groups, visible.window, capacity, parts
+        found = run(Launch(keys_kernel, programs * parts, inputs, tuple(outputs), numbers, options))
+        gradients = (d for d in found if d is not None)
+        return [d.sum(0) if parts > 1 else d[0] for d in gradients]
+
+    d_q_k_v = [d_q]
+    for results in _results_of_keys(k.shape[3], v.shape[3]):
+        d_q_k_v += _run(results, functools.partial(launch, results), q, k, v, visible)
+    return d_q_k_v
+
+
+def _by_queries(result, kernel, q, k, v, visible, inputs, outputs):
+    batch, length = q.shape[:2]
+    places, groups = k.shape[1:3]
+    inputs, numbers = (q, k, v, *visible[:3], *inputs), (length, places, groups, visible.window)
+
+    def launch(options):
+        programs = batch * groups * triton.cdiv(length * options["SHARE"], options["ROWS"])
+        return run(Launch(kernel, programs, inputs, outputs, numbers, options))
+
+    return _run(result, launch, q, k, v, visible)
+
+
+def _run(result, launch, q, k, v, visible):
+    """What `launch` returns, with the constants and options of the kernel for a result."""
+    batch, length, heads, keys = q.shape
+    _, places, groups, values = v.shape
+    dtype = _dtype(q, k, v)
+    fixed = constants(heads // groups, keys, values, dtype)
+    return search.run(
+        f"sliding_window_attention {result}",
+        candidates(result, keys, values, dtype),
+        lambda tiles: launch({**fixed, **tiles._asdict()}),
+        (q, k, v, visible.first_key, visible.token_kind),
+        {
+            "batch": batch,
+            "length": length,
+            "places": places,
+            "window": visible.window,
+            "heads": heads,
+            "groups": groups,
+            "keys": keys,
+            "values": values,
+        },
+    )
+
+
+def _parts(share, programs):
+    """Into how many parts to split the `share` heads that share keys, so that programs suffice."""
+    enough = (n for n in range(1, share) if share % n == 0 and n * programs >= _MANY_PROGRAMS)
+    return next(enough, share)

@@ -1,0 +1,67 @@
+"""Attention's state, a ring of each document's last keys and values, as `backends/torch/_ring.py`.
+
+The token at position p of its document lies in slot p % C. position, end: int32 [B], the position
+of the next token to come, and the index in the row of keys behind its last token.
+"""
+
+import triton
+import triton.language as tl
+
+from .._runtime.framework import run
+from .._runtime.launch import Array, Launch, dtype_name
+from .attention_tiles import load_rows, store_rows
+
+SLOTS = 32  # of a program
+
+
+@triton.jit
+def ring_slots(s, b, position, end, C):
+    """The slots of the tokens at indices s of row b, and which of these tokens are in the ring."""
+    next_position = tl.load(position + b)
+    age = tl.load(end + b) - 1 - s
+    slot = (next_position - 1 - age) % C
+    return slot.to(tl.int64), (age >= 0) & (age < tl.minimum(next_position, C))
+
+
+@triton.jit(do_not_specialize=["S", "C"])
+def to_rings_kernel(
+    keys,
+    values,
+    position,
+    end,
+    key,
+    value,
+    S,
+    G,
+    C,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    blocks = tl.cdiv(C, SLOTS)
+    b, g = tl.program_id(0) // blocks // G, tl.program_id(0) // blocks % G
+    slot = tl.program_id(0) % blocks * SLOTS + tl.arange(0, SLOTS)
+    slot_rows = slot.to(tl.int64) * G
+    next_position = tl.load(position + b)
+    age = (next_position - 1 - slot + C) % C
+    s = (tl.load(end + b) - 1 - age).to(tl.int64)
+    filled = (age < next_position) & (slot < C)
+    row, ring = b.to(tl.int64) * S * G + g, b.to(tl.int64) * C * G + g
+    x = load_rows(keys, row, s * G, filled, K, BLOCK_K, tl.float32)
+    store_rows(key, ring, slot_rows, slot < C, x, K, BLOCK_K)
+    x = load_rows(values, row, s * G, filled, V, BLOCK_V, tl.float32)
+    store_rows(value, ring, slot_rows, slot < C, x, V, BLOCK_V)
+
+
+def to_rings(keys, values, position, end, capacity):
+    """The rings [B, capacity, G, ...] of rows [B, S, G, ...]; slots without a token hold 0."""
+    batch, places, groups, _ = keys.shape
+    rings = [Array((batch, capacity, *x.shape[2:]), dtype_name(x)) for x in (keys, values)]
+    programs = batch * groups * triton.cdiv(capacity, SLOTS)
+    options = {"K": keys.shape[3], "V": values.shape[3], "SLOTS": SLOTS}
+    options |= {f"BLOCK_{name}": triton.next_power_of_2(options[name]) for name in ("K", "V")}
+    numbers = places, groups, capacity
+    inputs = keys, values, position, end
+    return run(Launch(to_rings_kernel, programs, inputs, tuple(rings), numbers, options))

@@ -1,0 +1,140 @@
+"""Softmax attention on torch: a row's arrangement and its launches are one custom operator.
+
+As in `backends/torch`, a row of keys and values has those of the state first, then those of the
+real tokens, so that each query sees one range of it. Queries and outputs, which are larger where
+heads share keys, are not moved.
+"""
+
+import torch
+from torch import Tensor
+
+from ...torch import sliding_window_attention as plain
+from ...torch._autograd import register_autograd
+from ...torch._row import Row, attend, fake_gradients, fake_results
+from ...torch._sharding import is_sharded
+from .._runtime.torch_operators import contiguous, new, on_device_of
+from . import banded_attention, ring
+
+
+def attention(q, k, v, sliding_window=None, initial_state=None, token_kind=None, capacity=None):
+    """The function of the same parameters in `backends/torch`, which serves DTensors by itself."""
+    if (initial_state is not None and q.shape[1] == 1) or is_sharded(q):
+        return plain.sliding_window_attention(
+            q, k, v, sliding_window, initial_state, token_kind, capacity
+        )
+    return attend(_forward, q, k, v, sliding_window, initial_state, token_kind, capacity)
+
+
+def _arrange(*arguments):
+    """A `Row`, its keys and values, and which of them its queries see."""
+    row = Row(*arguments)
+    keys, values = row.keys_and_values()
+    window = row.window or keys.shape[1]
+    first_key, last_key = row.seen() or (None, None)
+    visible = banded_attention.VisibleKeys(row.token_kind, first_key, last_key, window)
+    return row, keys, values, visible
+
+
+@torch.library.custom_op("keras_recurrent::triton_sliding_window_attention", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    position: Tensor | None,
+    token_kind: Tensor | None,
+    window: int | None,
+    capacity: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    q, k, v, token_kind = contiguous(q, k, v, token_kind)
+    row, keys, values, visible = _arrange(q, k, v, key, value, position, token_kind, window)
+    with on_device_of(q):
+        output, *kept = banded_attention.forward(q, keys, values, visible)
+        position = row.next_position.int()
+        rings = [x.new_empty(x.shape[0], 0, *x.shape[2:]) for x in (keys, values)]
+        if capacity:
+            rings = ring.to_rings(keys, values, position, row.end.int(), capacity)
+    return output, *rings, position, *(_empty_for_none(q, kept))
+
+
+@_forward.register_fake
+def _(q, k, v, key, value, position, token_kind, window, capacity):
+    _, *kept = banded_attention.results(q, k, v)
+    kept = (array if array is None else new(array, q) for array in kept)
+    return *fake_results(q, k, v, capacity), *_empty_for_none(q, kept)
+
+
+@torch.library.custom_op(
+    "keras_recurrent::triton_sliding_window_attention_backward", mutates_args=()
+)
+def _backward(
+    d_output: Tensor,
+    d_key: Tensor | None,
+    d_value: Tensor | None,
+    output: Tensor,
+    rest: Tensor,
+    origin: Tensor,
+    total: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    position: Tensor | None,
+    token_kind: Tensor | None,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    q, k, v, token_kind, d_output, *d_rings = contiguous(
+        q, k, v, token_kind, d_output, d_key, d_value
+    )
+    row, keys, values, visible = _arrange(q, k, v, key, value, position, token_kind, window)
+    with on_device_of(q):
+        d_q, *d_rows = banded_attention.backward(
+            d_output,
+            d_rings,
+            output,
+            [x if x.numel() else None for x in (rest, origin, total)],
+            q,
+            keys,
+            values,
+            visible,
+            *((None, None) if d_key is None else (row.next_position.int(), row.end.int())),
+        )
+    return d_q, *row.gradients(d_rows)
+
+
+def _empty_for_none(q, tensors):
+    """An operator returns tensors alone."""
+    return [q.new_empty(0) if x is None else x for x in tensors]
+
+
+@_backward.register_fake
+def _(d_output, d_key, d_value, output, rest, origin, total, q, k, v, key, *options):
+    return fake_gradients(q, k, v, key)
+
+
+def _save(ctx, inputs, output):
+    *tensors, ctx.window, ctx.capacity = inputs
+    _, _, _, position, *kept = output
+    ctx.mark_non_differentiable(position, *kept)
+    ctx.save_for_backward(output[0], *kept, *tensors)
+    ctx.set_materialize_grads(False)  # nobody reads zeros for a state that is not used
+
+
+def _gradients(ctx, d_output, d_key, d_value, *_):
+    saved = ctx.saved_tensors  # read once: each time, a checkpoint recomputes it
+    output, (k, v, key) = saved[0], saved[5:8]
+    d_output = torch.zeros_like(output) if d_output is None else d_output
+    if d_key is not None or d_value is not None:
+        d_key, d_value = (
+            x.new_zeros(x.shape[0], ctx.capacity, *x.shape[2:]) if d is None else d
+            for d, x in ((d_key, k), (d_value, v))
+        )
+    d_q, d_k, d_v, *d_state = _backward(d_output, d_key, d_value, *saved, ctx.window)
+    if key is None:  # no initial state
+        d_state = None, None
+    return d_q, d_k, d_v, *d_state, None, None, None, None
+
+
+register_autograd(_forward, _gradients, _save, _backward)

@@ -1,0 +1,35 @@
+"""`linear_crossentropy` on JAX: plain JAX's, with one kernel for a piece of logits."""
+
+import jax.numpy as jnp
+
+from ...jax import _shards
+from ...jax.linear_crossentropy import operation
+from .._runtime import jax_functions
+from .._runtime.launch import Array, Launch
+from .crossentropy_kernel import options, piece_kernel, written
+
+refusal = jax_functions.refusal
+
+
+def piece(z, weights, tokens, soft_cap, dtype, with_gradients):
+    """As `_plain_piece` of plain JAX."""
+    dtype = jnp.dtype(dtype)
+
+    def kernel(z, weights, tokens):
+        rows, vocabulary = tokens.size, z.shape[-1]
+        inputs = z.reshape(rows, vocabulary), tokens.reshape(rows), weights.reshape(rows)
+        d_z = Array((rows, vocabulary), dtype.name) if with_gradients else None
+        constants = options(vocabulary, soft_cap is not None, dtype == jnp.float32)
+        outputs, numbers = (d_z, *written(rows)), (float(soft_cap or 0),)
+        d_z, losses, factors, best = jax_functions.run(
+            Launch(piece_kernel, rows, inputs, outputs, numbers, constants)
+        )
+        found = [losses, best, d_z, factors] if with_gradients else [losses, best]
+        return tuple(f.reshape(*tokens.shape, *f.shape[1:]) for f in found)
+
+    results = ("b t", "b t", "b t v", "b t") if with_gradients else ("b t", "b t")
+    given = "b t v", "b t", "b t"
+    return _shards.distributed(kernel, given, results, channels=None)(z, weights, tokens)
+
+
+linear_crossentropy = operation(piece)

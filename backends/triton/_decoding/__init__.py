@@ -1,0 +1,1 @@
+"""Kernels of decoding steps, and parts of the step operations."""

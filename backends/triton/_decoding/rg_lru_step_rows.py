@@ -1,0 +1,150 @@
+"""`rg_lru_step` for several rows at once, whose gates tensor cores multiply.
+
+A program makes some channels of one block of some rows. So the weights of gates are read once for
+all of these, where the kernel of one row would read them for each.
+"""
+
+import triton
+import triton.language as tl
+
+from ...constants import DECAY_EXPONENT
+from .._device.ahead import let_next_launch_begin, wait_for_launch_before
+from .._device.math import decay, gelu, sigmoid, softplus
+from .._device.products import operand, product
+from .._device.tokens import GOES_ON, PADDING, STARTS, by_kind, read_kind
+
+_DECAY_EXPONENT = tl.constexpr(DECAY_EXPONENT)
+_FEW_ROWS = {"BLOCK_B": 16, "BLOCK_C": 256, "BLOCK_N": 32, "num_warps": 4}
+# Tiles of 64 rows would make products asynchronous (`products.py`).
+_MANY_ROWS = {"BLOCK_B": 16, "BLOCK_C": 64, "BLOCK_N": 128, "num_warps": 4}
+
+
+def tile_of(rows, channels):
+    """The options of a program for so many rows, and channels of a block."""
+    tile = _FEW_ROWS if rows <= _FEW_ROWS["BLOCK_B"] else _MANY_ROWS
+    most = triton.next_power_of_2(max(16, channels))
+    return tile | {name: min(tile[name], most) for name in ("BLOCK_C", "BLOCK_N")}
+
+
+@triton.jit
+def _load(tensor, offsets, valid):
+    return tl.load(tensor + offsets, valid, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _seen(last_inputs, conv_kernel, conv_bias, places, row, d, valid, D, W: tl.constexpr):
+    """The convolution at channels d of rows but for the newest input: at the beginning of a
+    document, [1, channels], and after the inputs before, [rows, channels].
+    """
+    bias = _load(conv_bias, d, places)[None, :]
+    total = tl.where(valid, bias, 0.0)
+    for i in tl.static_range(W - 1):
+        offsets = row[:, None] * ((W - 1) * D) + i * D + d[None, :]
+        total += _load(last_inputs, offsets, valid) * _load(conv_kernel, i * D + d, places)[None, :]
+    return bias, total
+
+
+@triton.jit
+def _product(inputs, weight, total, rest, SHORT: tl.constexpr):
+    """total + rest + inputs weight, as precise as in float32: so are three numbers of bfloat16.
+
+    Tensor cores cut off what is below the last place of a sum. The two smaller numbers have a sum
+    of their own, `rest`, so that they cut nothing off the large one.
+    """
+    if SHORT:
+        part = operand(inputs, True)
+        total = product(part, weight, total, True)
+        for _ in tl.static_range(2):
+            inputs -= part.to(tl.float32)
+            part = operand(inputs, True)
+            rest = product(part, weight, rest, True)
+    else:
+        total = product(inputs, weight.to(tl.float32), total, False)
+    return total, rest
+
+
+@triton.jit
+def rows_kernel(
+    x,
+    gate,
+    last_inputs,
+    hidden,
+    conv_kernel,
+    conv_bias,
+    kernel_a,
+    bias_a,
+    kernel_x,
+    bias_x,
+    a_logit,
+    token_kind,
+    output,
+    next_inputs,
+    after,
+    rows,
+    D,
+    W: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SHORT: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    if AHEAD:
+        let_next_launch_begin()
+    TILES: tl.constexpr = (C + BLOCK_N - 1) // BLOCK_N
+    block = tl.program_id(0) // TILES % (D // C)
+    row = tl.program_id(0) // TILES // (D // C) * BLOCK_B + tl.arange(0, BLOCK_B).to(tl.int64)
+    n = tl.program_id(0) % TILES * BLOCK_N + tl.arange(0, BLOCK_N)
+    own = block * C + n
+    own_places = row[:, None] * D + own[None, :]
+    own_valid = (row < rows)[:, None] & (n < C)[None, :]
+    kind = tl.full((BLOCK_B,), GOES_ON, tl.int8)
+    gate_a = tl.zeros((BLOCK_B, BLOCK_N), tl.float32)
+    gate_x = tl.zeros((BLOCK_B, BLOCK_N), tl.float32)
+    rest_a = tl.zeros((BLOCK_B, BLOCK_N), tl.float32)
+    rest_x = tl.zeros((BLOCK_B, BLOCK_N), tl.float32)
+    for i in tl.static_range((C + BLOCK_C - 1) // BLOCK_C):
+        c = i * BLOCK_C + tl.arange(0, BLOCK_C)
+        d = block * C + c
+        valid = (row < rows)[:, None] & (c < C)[None, :]
+        places = block.to(tl.int64) * (C * C) + c[:, None] * C + n[None, :]
+        square = (c < C)[:, None] & (n < C)[None, :]
+        # Weights, and what the token before has left behind, need not wait.
+        weight_a = tl.load(kernel_a + places, square, other=0.0)
+        weight_x = tl.load(kernel_x + places, square, other=0.0)
+        first, later = _seen(last_inputs, conv_kernel, conv_bias, c < C, row, d, valid, D, W)
+        if i == 0:
+            if AHEAD:
+                wait_for_launch_before()
+            if token_kind is not None:
+                kind = read_kind(token_kind, row, row < rows)
+        weight = _load(conv_kernel, (W - 1) * D + d, c < C)[None, :]
+        newest = _load(x, row[:, None] * D + d[None, :], valid)
+        newest = tl.where((kind != PADDING)[:, None], newest, 0.0)
+        inputs = tl.where((kind == STARTS)[:, None], first, later) + newest * weight
+        gate_a, rest_a = _product(inputs, weight_a, gate_a, rest_a, SHORT)
+        gate_x, rest_x = _product(inputs, weight_x, gate_x, rest_x, SHORT)
+    kind = kind[:, None]
+    real = kind != PADDING
+    newest = _load(x, own_places, own_valid)
+    first, later = _seen(last_inputs, conv_kernel, conv_bias, n < C, row, own, own_valid, D, W)
+    weight = _load(conv_kernel, (W - 1) * D + own, n < C)[None, :]
+    mine = tl.where(kind == STARTS, first, later) + tl.where(real, newest, 0.0) * weight
+    gate_a += rest_a + _load(bias_a, own, n < C)[None, :]
+    gate_x += rest_x + _load(bias_x, own, n < C)[None, :]
+    log_a = -_DECAY_EXPONENT * softplus(-_load(a_logit, own, n < C))[None, :]
+    a, complement = decay(log_a * sigmoid(gate_a, True)[0], True)
+    gated = sigmoid(gate_x, True)[0] * mine
+    h = _load(hidden, own_places, own_valid)
+    h = by_kind(kind, a * h + tl.sqrt_rn(complement) * gated, gated, h)
+    tl.store(after + own_places, h, own_valid)
+    value = tl.where(real, _load(gate, own_places, own_valid), 0.0)
+    tl.store(output + own_places, gelu(value) * h, own_valid)
+    for i in tl.static_range(W - 1):
+        slots = row[:, None] * ((W - 1) * D) + i * D + own[None, :]
+        moved = newest
+        if i < W - 2:
+            moved = tl.where(kind == STARTS, 0.0, _load(last_inputs, slots + D, own_valid))
+        kept = _load(last_inputs, slots, own_valid)
+        tl.store(next_inputs + slots, tl.where(real, moved, kept), own_valid)

@@ -1,0 +1,58 @@
+"""c tanh(x / c), the soft cap of a step's logits, by one launch.
+
+torch takes three, each of which reads and writes all logits. This one rounds where they do, so that
+the same token is the largest.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from .._device.ahead import let_next_launch_begin, wait_for_launch_before
+from .._device.common import IN_INTERPRETER
+from .._device.math import tanh
+from .._runtime.framework import forward_operation, overlap, refusal_of_steps, run
+from .._runtime.launch import Launch, like
+
+_BLOCK, _WARPS = 2048, 4  # numbers of a program
+
+
+def unsupported(x) -> str | None:
+    """Why this implementation refuses these arguments; None if it accepts them."""
+    return refusal_of_steps(x)
+
+
+@triton.jit
+def _kernel(x, y, n, cap, BLOCK: tl.constexpr, AHEAD: tl.constexpr):
+    if AHEAD:
+        let_next_launch_begin()
+        wait_for_launch_before()
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + place, place < n, other=0.0).to(tl.float32)
+    # By a number torch divides on a GPU as if it multiplied by one over it.
+    value = (value * tl.div_rn(1.0, cap)).to(y.dtype.element_ty).to(tl.float32)
+    if IN_INTERPRETER:
+        value = tanh(value, True)
+    else:
+        value = libdevice.tanh(value)
+    value = value.to(y.dtype.element_ty).to(tl.float32) * cap
+    tl.store(y + place, value, place < n)
+
+
+def results(x, *, cap: float):
+    return (like(x),)
+
+
+def forward(x, *, cap: float):
+    count = x.shape[0] * x.shape[1]
+    options = {"BLOCK": _BLOCK, "num_warps": _WARPS, **overlap(x)}
+    programs = triton.cdiv(count, _BLOCK)
+    return run(Launch(_kernel, programs, (x,), results(x, cap=cap), (count, cap), options))
+
+
+_soft_cap = forward_operation("soft_cap", forward, results, count=1)
+
+
+def soft_cap(x, cap):
+    """x: [B, V]; cap: a number above 0. Returns [B, V] in x's dtype."""
+    return _soft_cap(x, cap=float(cap))

@@ -1,0 +1,1 @@
+"""Functions that kernels call on the device, and constants of the device."""

@@ -1,0 +1,68 @@
+"""The tiles of kernels, whether Triton's interpreter runs them, and what an error adds."""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1
+IN_INTERPRETER = tl.constexpr(INTERPRETED)  # the same, for kernels
+MULTIPROCESSORS = 128  # about as many as a large GPU has
+_MANY_CHAINS = MULTIPROCESSORS
+
+
+def words_on_assembler(kernel, plain):
+    """What a user can do where Triton's assembler fails. plain: the folder that needs none."""
+    return (
+        f"Triton's assembler, ptxas, did not compile `{kernel.__name__}` of "
+        f"keras_recurrent/backends/triton. `with keras_recurrent.implementation({plain!r}):` runs "
+        "the operation without it; the environment variable TRITON_PTXAS_PATH names another "
+        "ptxas, such as that of a newer CUDA toolkit."
+    )
+
+
+class Tiling(NamedTuple):
+    """The tile of a program, GROUPS * ROWS tokens of BLOCK_D channels, and its launch options.
+
+    A thread computes some channels of one group, ROWS tokens one after the other. Only the results
+    of whole groups pass between threads. Of bfloat16, 64 channels are 128 bytes, of which a thread
+    loads 16 (8 channels) at once. With 128 registers a thread, 16 warps fit on a multiprocessor.
+    """
+
+    BLOCK_D: int
+    GROUPS: int
+    ROWS: int
+    num_warps: int
+    maxnreg: int | None = None
+
+    @property
+    def tokens(self):
+        return self.GROUPS * self.ROWS
+
+    def fitted(self, length, width):
+        """Shrinks the tile for short sequences or few channels."""
+        block_d = min(self.BLOCK_D, max(16, triton.next_power_of_2(width)))
+        groups = self.GROUPS
+        while groups > 1 and groups * self.ROWS >= 2 * length:
+            groups //= 2
+        return Tiling(block_d, groups, self.ROWS, self.num_warps, self.maxnreg)
+
+
+class ChainTilings(NamedTuple):
+    """The candidates for the tiles of a chain (`chain.py`), in each tuple the default first.
+
+    The tiles of a chain wait for each other. Where few chains have to fill a GPU, tiles have more
+    tokens, so that a chain has fewer of them.
+    """
+
+    for_many_chains: tuple[Tiling, ...]
+    for_few_chains: tuple[Tiling, ...]
+    for_some_chains: tuple[Tiling, ...] = ()  # empty: those for many
+
+    def candidates(self, batch, width):
+        chains = batch * triton.cdiv(width, self.for_many_chains[0].BLOCK_D)
+        if chains < _MANY_CHAINS:
+            return self.for_few_chains
+        if chains < 2 * _MANY_CHAINS and self.for_some_chains:
+            return self.for_some_chains
+        return self.for_many_chains

@@ -1,0 +1,1 @@
+"""Linear attention in chunks: the parts that operations with and without gates share."""

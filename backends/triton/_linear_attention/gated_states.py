@@ -1,0 +1,155 @@
+"""The states between chunks of gated linear attention, computed chunk after chunk and stored.
+
+`walk` computes S, the states before each chunk, or, from the last chunk to the first, G, the
+gradients of the states after each chunk:
+
+    S' = decay S + (decay to the end * k)^T v,  G' = decay G + (decay from the start * q)^T d_output
+
+Where heads are too few to fill the GPU, time is cut into segments. A first launch computes for all
+segments at once what each does to a state, as a decay and a total. In a second one each segment
+starts from the state that the segments before it make.
+"""
+
+import triton
+import triton.language as tl
+
+from .._device.math import exp_of_decays, one_minus_exp
+from .._device.products import operand, product, sum_columns
+from .._runtime import search
+from .._runtime.launch import Array
+from .linear_attention import Blocks, load_tokens, locate_segment, real_tokens, walk_segments
+
+_LOG_ZERO = tl.constexpr(-1e4)  # its exponential is 0, and sums of it are finite
+BLOCKS = {  # candidates by `short`, the default first
+    True: (
+        Blocks(64, 128, 4, 3),
+        Blocks(64, 128, 4, 2),
+        Blocks(64, 64, 4, 3),
+        Blocks(128, 64, 8, 3),
+    ),
+    False: (Blocks(64, 32, 4, 2), Blocks(64, 32, 4, 1), Blocks(32, 32, 4, 2), Blocks(32, 64, 4, 2)),
+}
+
+
+@triton.jit
+def _applied_decays(log_f, starts):
+    """The logarithms of the decays applied to states, finite also where a document starts."""
+    log_f = tl.maximum(log_f, _LOG_ZERO, propagate_nan=tl.PropagateNan.ALL)
+    return tl.where(starts, _LOG_ZERO, log_f)
+
+
+@triton.jit
+def _load_columns(tensor, row, real, d, D, H):
+    """The transpose of `load_tokens`."""
+    offsets = row[None, :] * (H * D) + d[:, None]
+    return tl.load(tensor + offsets, real[None, :] & (d < D)[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["T", "chunks", "segment_chunks"])
+def _walk_kernel(
+    k,
+    v,
+    log_f,
+    token_kind,
+    initial,
+    totals,
+    decays,
+    states,
+    final,
+    T,
+    H,
+    K,
+    V,
+    chunks,
+    segment_chunks,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SHORT: tl.constexpr,
+    PARTS: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
+    """Stores the states; if `states` is None, totals and decays of all segments but the last.
+
+    If REVERSE, k is the queries and v the gradient of the output.
+    """
+    k_tiles = tl.cdiv(K, BLOCK_K)
+    tiles = k_tiles * tl.cdiv(V, BLOCK_V)
+    tile = tl.program_id(0) % tiles
+    segments, segment, head, heads = locate_segment(
+        tiles, chunks, segment_chunks, states is not None
+    )
+    b = head // H
+    d = tile % k_tiles * BLOCK_K + tl.arange(0, BLOCK_K)
+    e = tile // k_tiles * BLOCK_V + tl.arange(0, BLOCK_V)
+    row = tl.arange(0, CHUNK)
+    offsets = d[:, None] * V + e[None, :]
+    valid = (d < K)[:, None] & (e < V)[None, :]
+
+    state = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
+    decay = tl.full((BLOCK_K,), 1.0, tl.float32)
+    if states is not None:
+        if initial is not None:
+            head_offset = head.to(tl.int64) * K * V
+            state = tl.load(initial + head_offset + offsets, valid, other=0.0).to(tl.float32)
+        if totals is not None:
+            for s in range(segment):
+                line = (s * heads + head).to(tl.int64) * K
+                segment_decay = tl.load(decays + line + d, d < K, other=0.0)
+                total = tl.load(totals + line * V + offsets, valid, other=0.0)
+                state = segment_decay[:, None] * state + total
+
+    for i in range(segment * segment_chunks, tl.minimum((segment + 1) * segment_chunks, chunks)):
+        chunk = chunks - 1 - i if REVERSE else i
+        token = (b.to(tl.int64) * T + chunk * CHUNK) * H + head % H
+        real, starts = real_tokens(chunk, token_kind, b, T, CHUNK)
+        if states is not None:
+            slot = states + (head * chunks + chunk).to(tl.int64) * K * V
+            tl.store(slot + offsets, operand(state, SHORT), valid)
+        given_log_f = _load_columns(log_f + token * K, row, real, d, K, H)
+        if k is None:
+            key = one_minus_exp(given_log_f, not SHORT)
+        else:
+            key = _load_columns(k + token * K, row, real, d, K, H)
+        log_decay = _applied_decays(given_log_f, starts[None, :])
+        if REVERSE:
+            span = row[:, None] <= row[None, :]
+        else:
+            span = row[:, None] > row[None, :]
+        key *= exp_of_decays(sum_columns(log_decay, span, PARTS), not SHORT)
+        chunk_decay = exp_of_decays(tl.sum(log_decay, 1), not SHORT)
+        decay *= chunk_decay
+        value = load_tokens(v + token * V, row, real, e, V, H)
+        state = product(key, value, state * chunk_decay[:, None], SHORT)
+
+    if states is None:
+        line = (segment * heads + head).to(tl.int64) * K
+        tl.store(totals + line * V + offsets, state, valid)
+        tl.store(decays + line + d, decay, d < K)
+    elif final is not None and segment == segments - 1:
+        tl.store(final + head.to(tl.int64) * K * V + offsets, state, valid)
+
+
+def walk(sizes, k, v, initial, *, log_f, token_kind, parts, reverse=False, ends=True):
+    """Returns the states [B, H, chunks, K, V], as products take them, and the final one in float32.
+
+    There is no final one unless `ends`. If `reverse`, k is q, v the gradient of the output,
+    `initial` that of the final state, and the results are gradients of states.
+    """
+    shape = (sizes.batch, sizes.heads, sizes.chunks, sizes.keys, sizes.values)
+    states = Array(shape, "bfloat16" if sizes.short else "float32")
+    outputs = states, Array(sizes.state_shape, "float32") if ends else None
+    tensors = k, v, log_f, token_kind, initial
+
+    def launch(blocks):
+        options = {"CHUNK": sizes.chunk, "SHORT": sizes.short, "PARTS": parts, "REVERSE": reverse}
+        options |= blocks.options(sizes)
+        programs = sizes.batch * sizes.heads * triton.cdiv(sizes.keys, options["BLOCK_K"])
+        programs *= triton.cdiv(sizes.values, options["BLOCK_V"])
+        sums = sizes.state_shape, sizes.state_shape[:3]
+        return walk_segments(
+            _walk_kernel, sizes.chunks, programs, tensors, outputs, sums, sizes.numbers, options
+        )
+
+    name = "gated_linear_attention states" + " backward" * reverse
+    return search.run(name, BLOCKS[sizes.short], launch, (v, k, log_f, initial, token_kind), sizes)

@@ -1,0 +1,86 @@
+"""One token of linear attention, a step of generation: S' = diag(f) S + k v^T, o = S'^T q.
+
+The state is read once and written once. All arithmetic is float32.
+"""
+
+import triton
+import triton.language as tl
+
+from .._device.math import exp_of_decays, one_minus_exp
+from .._device.tokens import GOES_ON, PADDING, by_kind
+from .._runtime.framework import run
+from .._runtime.launch import Array, Launch, like
+from .linear_attention import block
+
+
+@triton.jit
+def _load(tensor, offsets, valid):
+    return tl.load(tensor + offsets, valid, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _step_kernel(
+    q,
+    k,
+    v,
+    log_f,
+    log_decay,
+    token_kind,
+    initial,
+    output,
+    final,
+    H,
+    K,
+    V,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    tiles = tl.cdiv(V, BLOCK_V)
+    head = tl.program_id(0) // tiles
+    key_row, value_row = head.to(tl.int64) * K, head.to(tl.int64) * V
+    d = tl.arange(0, BLOCK_K)
+    e = tl.program_id(0) % tiles * BLOCK_V + tl.arange(0, BLOCK_V)
+    k_valid, v_valid = d < K, e < V
+    kind = GOES_ON
+    if token_kind is not None:
+        kind = tl.load(token_kind + head // H)
+        k_valid, v_valid = k_valid & (kind != PADDING), v_valid & (kind != PADDING)
+
+    if log_f is not None:
+        logarithm = _load(log_f, key_row + d, k_valid)
+        f = exp_of_decays(logarithm, True)
+    else:
+        logarithm = tl.load(log_decay + head % H).to(tl.float32)
+        f = exp_of_decays(tl.where(d >= 0, logarithm, 0.0), True)
+    if k is None:
+        key = tl.where(k_valid, one_minus_exp(logarithm, True), 0.0)
+    else:
+        key = _load(k, key_row + d, k_valid)
+    f = by_kind(kind, f, 0.0, 1.0)
+    state = key[:, None] * _load(v, value_row + e, v_valid)[None, :]
+    offsets = key_row * V + d[:, None] * V + e[None, :]
+    valid = (d < K)[:, None] & (e < V)[None, :]
+    if initial is not None:
+        state += f[:, None] * _load(initial, offsets, valid)
+    tl.store(final + offsets, state, valid)
+    result = tl.sum(_load(q, key_row + d, k_valid)[:, None] * state, 0)
+    tl.store(output + value_row + e, result, e < V)
+
+
+def step(sizes, q, k, v, initial_state, *, token_kind, log_f=None, log_decay=None):
+    """The output [B, 1, H, V] and the final state, with decays by either logarithm."""
+    block_v = block(sizes.values, 32)
+    return run(
+        Launch(
+            _step_kernel,
+            sizes.batch * sizes.heads * triton.cdiv(sizes.values, block_v),
+            (q, k, v, log_f, log_decay, token_kind, initial_state),
+            (like(v), Array(sizes.state_shape, "float32")),
+            sizes.numbers[1:],
+            {
+                "BLOCK_K": triton.next_power_of_2(sizes.keys),
+                "BLOCK_V": block_v,
+                "num_warps": 4,
+            },
+        )
+    )

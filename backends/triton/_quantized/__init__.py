@@ -1,0 +1,1 @@
+"""Products with quantized weights, for `norm_quantized_linear`."""

@@ -1,0 +1,1 @@
+"""Scans over time that are chained from one program to the next."""
