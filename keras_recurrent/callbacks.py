@@ -9,8 +9,8 @@ import keras
 import numpy as np
 
 from keras_recurrent import callback_memory
+from keras_recurrent.checks.arguments import check_boolean, check_positive_integer
 from keras_recurrent.devices.jax_processes import own_path, whole
-from keras_recurrent.layers.checks import check_boolean, check_positive_integer
 
 __all__ = ["TrainingBackup"]
 

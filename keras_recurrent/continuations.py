@@ -7,14 +7,14 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_recurrent.checks.arguments import check_positive_integer
+from keras_recurrent.checks.token_ids import check_token_ids
 from keras_recurrent.devices.jax_processes import whole
 from keras_recurrent.dispatch import chosen_name
 from keras_recurrent.evaluation import no_gradients
 from keras_recurrent.generation.lengths import bucket
 from keras_recurrent.generation.text import TextPieces
-from keras_recurrent.layers.checks import check_positive_integer
 from keras_recurrent.models.recurrent_causal_lm import RecurrentCausalLM
-from keras_recurrent.models.token_ids import check_token_ids
 from keras_recurrent.ops.token_crossentropy import token_crossentropy
 
 TOKENS_AT_ONCE = 2048  # of all rows together, whose logits are in memory at a time

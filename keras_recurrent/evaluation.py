@@ -6,9 +6,9 @@ from typing import NamedTuple
 import keras
 import numpy as np
 
-from keras_recurrent.layers.checks import check_positive_integer
-from keras_recurrent.models.token_ids import check_token_ids
-from keras_recurrent.ops.operation import check_dtype
+from keras_recurrent.checks.arguments import check_positive_integer
+from keras_recurrent.checks.dtypes import check_dtype
+from keras_recurrent.checks.token_ids import check_token_ids
 from keras_recurrent.ops.token_crossentropy import token_crossentropy
 
 __all__ = ["LossByPosition", "loss_by_position"]

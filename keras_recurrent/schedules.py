@@ -3,7 +3,7 @@
 import keras
 from keras import ops
 
-from keras_recurrent.layers.checks import check_number, check_positive_integer
+from keras_recurrent.checks.arguments import check_number, check_positive_integer
 
 __all__ = ["InverseSquareRoot"]
 

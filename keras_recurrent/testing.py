@@ -16,8 +16,8 @@ import keras
 import keras_hub
 import numpy as np
 
+from keras_recurrent.checks.arguments import check_positive_integer
 from keras_recurrent.evaluation import no_gradients
-from keras_recurrent.layers.checks import check_positive_integer
 
 __all__ = [
     "Checked",

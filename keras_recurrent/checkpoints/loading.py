@@ -24,7 +24,7 @@ from keras_recurrent.checkpoints.overrides import (
     check_weights_fit,
     split_overrides,
 )
-from keras_recurrent.layers.checks import check_boolean
+from keras_recurrent.checks.arguments import check_boolean
 
 HINT = (
     "`presets` of a model's class lists its names; a model on the Hugging Face Hub is "

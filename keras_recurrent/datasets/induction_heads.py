@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from keras_recurrent.layers.checks import check_positive_integer
+from keras_recurrent.checks.arguments import check_positive_integer
 
 
 def induction_heads(num_examples, sequence_length=256, vocabulary_size=16, seed=0):

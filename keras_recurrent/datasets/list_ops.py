@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 
-from keras_recurrent.layers.checks import check_positive_integer
+from keras_recurrent.checks.arguments import check_positive_integer
 
 DIGITS = 10
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")

@@ -10,8 +10,8 @@ import grain
 import keras
 import numpy as np
 
+from keras_recurrent.checks.arguments import check_positive_integer
 from keras_recurrent.datasets.text_files import check_some_text, documents_of, pieces_of
-from keras_recurrent.layers.checks import check_positive_integer
 
 # What is packed at a time, and shuffled in itself: pieces of files, or documents of a dataset.
 PIECES, DOCUMENTS = 16, 1024

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from keras_recurrent.layers.checks import check_positive_integer
+from keras_recurrent.checks.arguments import check_positive_integer
 
 DIGITS = 10
 FIRST_DIGIT = 1

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from keras_recurrent.layers.checks import check_positive_integer
+from keras_recurrent.checks.arguments import check_positive_integer
 
 
 def selective_copying(num_examples, num_data=16, sequence_length=1024, vocabulary_size=16, seed=0):

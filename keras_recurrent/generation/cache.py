@@ -4,8 +4,8 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_recurrent.checks.arguments import check_positive_integer
 from keras_recurrent.generation.fit import check_fit, fit_of
-from keras_recurrent.layers.checks import check_positive_integer
 
 
 class GenerationCache:

@@ -6,13 +6,13 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_recurrent.checks.arguments import check_positive_integer, check_tensor, is_finite_number
+from keras_recurrent.checks.dtypes import check_dtype
+from keras_recurrent.checks.token_ids import check_token_ids
 from keras_recurrent.devices.jax_processes import whole
 from keras_recurrent.generation.cache import GenerationCache
 from keras_recurrent.generation.generate import tokens_and_lengths
-from keras_recurrent.layers.checks import check_positive_integer, check_tensor
 from keras_recurrent.models.samples import check_prompts
-from keras_recurrent.models.token_ids import check_token_ids
-from keras_recurrent.ops.operation import check_dtype, is_finite_number
 
 
 class Prompts(NamedTuple):

@@ -2,7 +2,7 @@
 
 import keras
 
-from keras_recurrent.layers.checks import check_boolean, check_positive_integer
+from keras_recurrent.checks.arguments import check_boolean, check_positive_integer
 from keras_recurrent.layers.initializers import clone_initializer
 from keras_recurrent.layers.streaming import StreamingLayer
 from keras_recurrent.ops.causal_conv1d import causal_conv1d, check_activation

@@ -3,7 +3,7 @@
 import keras
 from keras import ops
 
-from keras_recurrent.layers.checks import check_positive_integer, check_width_known
+from keras_recurrent.checks.arguments import check_positive_integer, check_width_known
 from keras_recurrent.layers.initializers import clone_initializer
 from keras_recurrent.layers.remat import RecomputableLayer, no_further_remat
 

@@ -3,8 +3,8 @@
 import keras
 from keras import ops
 
+from keras_recurrent.checks.arguments import check_divides, check_positive_integer
 from keras_recurrent.layers.causal_conv1d import CausalConv1D
-from keras_recurrent.layers.checks import check_divides, check_positive_integer
 from keras_recurrent.layers.default_sizes import default_expand_ratio
 from keras_recurrent.layers.initializers import clone_initializer
 from keras_recurrent.layers.lower_bounds import BoundedLayer

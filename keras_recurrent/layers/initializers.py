@@ -3,8 +3,8 @@
 import keras
 from keras import ops
 
-from keras_recurrent.layers.checks import check_number
-from keras_recurrent.ops.operation import accumulation_dtype, is_finite_number
+from keras_recurrent.checks.arguments import check_number, is_finite_number
+from keras_recurrent.checks.dtypes import accumulation_dtype
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")

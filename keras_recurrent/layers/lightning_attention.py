@@ -3,7 +3,7 @@
 import keras
 from keras import ops
 
-from keras_recurrent.layers.checks import check_boolean, check_positive_integer
+from keras_recurrent.checks.arguments import check_boolean, check_positive_integer
 from keras_recurrent.layers.initializers import clone_initializer
 from keras_recurrent.layers.lrpe import LRPE
 from keras_recurrent.layers.remat import no_further_remat

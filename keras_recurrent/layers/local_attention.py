@@ -3,13 +3,12 @@
 import keras
 from keras import ops
 
+from keras_recurrent.checks.arguments import check_number, check_positive_integer, is_finite_number
 from keras_recurrent.devices.jax_layouts import check_whole_rows
-from keras_recurrent.layers.checks import check_number, check_positive_integer
 from keras_recurrent.layers.initializers import clone_initializer
 from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.layers.rotary import rotate
 from keras_recurrent.layers.streaming import StreamingLayer
-from keras_recurrent.ops.operation import is_finite_number
 from keras_recurrent.ops.sliding_window_attention import capacity, sliding_window_attention
 
 

@@ -3,11 +3,11 @@
 import keras
 from keras import ops
 
-from keras_recurrent.layers.checks import check_positive_integer, check_tensor, check_width_known
+from keras_recurrent.checks.arguments import check_positive_integer, check_tensor, check_width_known
+from keras_recurrent.checks.dtypes import accumulation_dtype
 from keras_recurrent.layers.remat import RecomputableLayer
 from keras_recurrent.layers.streaming import StreamingLayer
 from keras_recurrent.ops.log_forget_gate import log_forget_gate
-from keras_recurrent.ops.operation import accumulation_dtype
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")

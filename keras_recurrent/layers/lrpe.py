@@ -4,10 +4,10 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_recurrent.layers.checks import check_tensor
+from keras_recurrent.checks.arguments import check_tensor
+from keras_recurrent.checks.dtypes import accumulation_dtype, check_dtype, dtype_of
+from keras_recurrent.checks.shapes import fits
 from keras_recurrent.layers.remat import RecomputableLayer
-from keras_recurrent.ops.operation import accumulation_dtype, check_dtype, dtype_of
-from keras_recurrent.ops.shapes import fits
 
 MAX_WAVELENGTH = 10_000
 

@@ -2,9 +2,9 @@
 
 import keras
 
+from keras_recurrent.checks.arguments import check_boolean, check_num_blocks, check_positive_integer
 from keras_recurrent.layers.causal_conv1d import CausalConv1D
 from keras_recurrent.layers.cg_lru import CGLRU, check_complex_channels
-from keras_recurrent.layers.checks import check_boolean, check_num_blocks, check_positive_integer
 from keras_recurrent.layers.dense import apply_to_tokens
 from keras_recurrent.layers.initializers import clone_initializer, get_decay_initializer
 from keras_recurrent.layers.remat import no_further_remat

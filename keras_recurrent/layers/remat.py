@@ -5,10 +5,10 @@ import contextlib
 import keras
 from keras import tree
 
+from keras_recurrent.checks.shapes import check_rank_known
 from keras_recurrent.compat import AutocastScope, get_autocast_scope, get_current_remat_mode
 from keras_recurrent.devices.torch_processes import check_not_sharded
 from keras_recurrent.dispatch import BACKEND, chosen_name, implementation
-from keras_recurrent.ops.shapes import check_rank_known
 
 if BACKEND == "tensorflow":
     from keras_recurrent.backends.tensorflow import _recompute

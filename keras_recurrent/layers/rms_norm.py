@@ -3,9 +3,9 @@
 import keras
 from keras import ops
 
-from keras_recurrent.layers.checks import check_boolean, check_number, check_width_known
+from keras_recurrent.checks.arguments import check_boolean, check_number, check_width_known
+from keras_recurrent.checks.dtypes import accumulation_dtype
 from keras_recurrent.layers.remat import RecomputableLayer
-from keras_recurrent.ops.operation import accumulation_dtype
 from keras_recurrent.ops.rms_norm import rms_norm
 
 

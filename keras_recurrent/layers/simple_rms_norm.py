@@ -2,7 +2,7 @@
 
 import keras
 
-from keras_recurrent.layers.checks import check_number
+from keras_recurrent.checks.arguments import check_number
 from keras_recurrent.layers.remat import RecomputableLayer
 from keras_recurrent.ops.rms_norm import rms_norm
 

@@ -4,8 +4,15 @@ import keras
 import numpy as np
 from keras import ops, tree
 
+from keras_recurrent.checks.arguments import check_boolean
+from keras_recurrent.checks.dtypes import accumulation_dtype
+from keras_recurrent.checks.states import (
+    check_per_token,
+    check_sizes_of_state,
+    check_state,
+    one_state,
+)
 from keras_recurrent.devices import torch_time
-from keras_recurrent.layers.checks import check_boolean
 from keras_recurrent.layers.gru_arguments import without_gru_arguments
 from keras_recurrent.layers.remat import RecomputableLayer
 from keras_recurrent.layers.sequences import (
@@ -15,12 +22,6 @@ from keras_recurrent.layers.sequences import (
     where_any_real,
     zero_padding,
 )
-from keras_recurrent.layers.state_checks import (
-    check_per_token,
-    check_sizes_of_state,
-    check_state,
-    one_state,
-)
 from keras_recurrent.layers.tokens import (
     Tokens,
     find_tokens,
@@ -28,7 +29,6 @@ from keras_recurrent.layers.tokens import (
     own_part,
     place_specs,
 )
-from keras_recurrent.ops.operation import accumulation_dtype
 
 
 class StreamingLayer(RecomputableLayer):

@@ -5,6 +5,7 @@ import keras_hub
 import numpy as np
 from keras import ops
 
+from keras_recurrent.checks.arguments import check_boolean
 from keras_recurrent.devices.jax_layouts import any_number_of_rows
 from keras_recurrent.generation.cache import new_cache
 from keras_recurrent.generation.fit import fit_of
@@ -18,7 +19,6 @@ from keras_recurrent.generation.prompts import (
 )
 from keras_recurrent.generation.stream import Stream
 from keras_recurrent.generation.ways import tell
-from keras_recurrent.layers.checks import check_boolean
 from keras_recurrent.models.samples import check_no_text
 
 

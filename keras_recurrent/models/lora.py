@@ -2,7 +2,7 @@
 
 import keras
 
-from keras_recurrent.layers.checks import check_positive_integer
+from keras_recurrent.checks.arguments import check_positive_integer
 
 
 class LoraBackbone:

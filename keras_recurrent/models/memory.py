@@ -10,8 +10,8 @@ import numpy as np
 from keras import backend, tree
 
 from keras_recurrent import compat
+from keras_recurrent.checks.arguments import check_positive_integer
 from keras_recurrent.devices.jax_layouts import axis_size, where_divided
-from keras_recurrent.layers.checks import check_positive_integer
 from keras_recurrent.layers.tokens import initial_places
 from keras_recurrent.models.recurrent_backbone import RecurrentBackbone
 

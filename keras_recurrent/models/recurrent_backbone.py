@@ -4,20 +4,16 @@ import keras
 import keras_hub
 from keras import ops
 
+from keras_recurrent.checks.arguments import check_positive_integer
+from keras_recurrent.checks.shapes import check_rank_known
+from keras_recurrent.checks.states import check_per_token, check_sizes_of_state, check_state
 from keras_recurrent.devices.jax_layouts import check_layout, laid_out, state_laid_out
 from keras_recurrent.devices.jax_processes import SavedByAllProcesses
 from keras_recurrent.layers import one_token
-from keras_recurrent.layers.checks import check_positive_integer
-from keras_recurrent.layers.state_checks import (
-    check_per_token,
-    check_sizes_of_state,
-    check_state,
-)
 from keras_recurrent.layers.tokens import find_tokens, initial_places, place_specs
 from keras_recurrent.models.lora import LoraBackbone
 from keras_recurrent.models.segments import SegmentsOptional
 from keras_recurrent.models.torch_training import TorchTraining
-from keras_recurrent.ops.shapes import check_rank_known
 
 
 class RecurrentBackbone(

@@ -7,6 +7,8 @@ import keras_hub
 import numpy as np
 from keras import ops
 
+from keras_recurrent.checks.shapes import check_rank_known
+from keras_recurrent.checks.token_ids import check_token_ids
 from keras_recurrent.models.calibration import layer_structure
 from keras_recurrent.models.generating_causal_lm import GeneratingCausalLM
 from keras_recurrent.models.loss_without_logits import LossWithoutLogits
@@ -17,9 +19,7 @@ from keras_recurrent.models.saved_training import SavedTraining
 from keras_recurrent.models.segments import SegmentsOptional
 from keras_recurrent.models.text_training import TextTraining
 from keras_recurrent.models.token_crossentropy import TokenCrossentropy
-from keras_recurrent.models.token_ids import check_token_ids
 from keras_recurrent.models.torch_training import TorchTraining
-from keras_recurrent.ops.shapes import check_rank_known
 from keras_recurrent.ops.token_crossentropy import token_crossentropy
 
 

@@ -5,7 +5,7 @@ import keras_hub
 import numpy as np
 
 from keras_recurrent import compat
-from keras_recurrent.layers.checks import check_boolean, check_positive_integer
+from keras_recurrent.checks.arguments import check_boolean, check_positive_integer
 from keras_recurrent.models.packing import pack_documents
 from keras_recurrent.models.samples import check_prompts
 from keras_recurrent.progress import progress

@@ -5,7 +5,7 @@ import keras_hub
 import numpy as np
 from keras import ops
 
-from keras_recurrent.layers.checks import check_boolean, check_positive_integer
+from keras_recurrent.checks.arguments import check_boolean, check_positive_integer
 from keras_recurrent.models.classifier_head import LastToken, Logits
 from keras_recurrent.models.parts import check_parts
 from keras_recurrent.models.samples import is_text, is_tokens

@@ -3,7 +3,7 @@
 import keras
 import keras_hub
 
-from keras_recurrent.layers.checks import check_positive_integer
+from keras_recurrent.checks.arguments import check_positive_integer
 
 
 class RecurrentTextClassifierPreprocessor(keras_hub.models.TextClassifierPreprocessor):

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from keras import tree
 
+from keras_recurrent.checks.arguments import check_number
 from keras_recurrent.layers import LocalAttention
-from keras_recurrent.layers.checks import check_number
 from keras_recurrent.models.memory import backbone_of, bytes_of, memory_sizes
 
 

@@ -3,8 +3,8 @@
 import numpy as np
 from keras import ops
 
+from keras_recurrent.checks.shapes import check_rank_known, fits
 from keras_recurrent.devices.torch_processes import check_not_sharded
-from keras_recurrent.ops.shapes import check_rank_known, fits
 
 
 class SegmentsOptional:

@@ -4,7 +4,7 @@ import keras
 from keras import ops
 
 from keras_recurrent import compat
-from keras_recurrent.ops.shapes import check_rank_known
+from keras_recurrent.checks.shapes import check_rank_known
 from keras_recurrent.ops.token_crossentropy import token_crossentropy
 
 

@@ -2,7 +2,9 @@
 
 import keras
 
-from keras_recurrent.ops.operation import Operation, dtype_of_sums, is_finite_number
+from keras_recurrent.checks.arguments import is_finite_number
+from keras_recurrent.checks.dtypes import dtype_of_sums
+from keras_recurrent.ops.operation import Operation
 
 REDUCTIONS = ("sum", None)
 

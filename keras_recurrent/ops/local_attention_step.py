@@ -3,7 +3,8 @@
 import keras
 from keras import ops
 
-from keras_recurrent.ops.operation import Operation, dtype_of
+from keras_recurrent.checks.dtypes import dtype_of
+from keras_recurrent.ops.operation import Operation
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")

@@ -2,8 +2,8 @@
 
 import keras
 
+from keras_recurrent.checks.dtypes import dtype_of
 from keras_recurrent.ops.norm_linear import NormLinearOperation, shown_in_lists
-from keras_recurrent.ops.operation import dtype_of
 
 _ENDS = ("", "_2", "_3")
 _OF_EACH = ("kernel", "kernel_scale", "kernel_zero")

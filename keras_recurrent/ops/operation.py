@@ -1,23 +1,12 @@
 """What the public operations share: their checks, their nodes in graphs, the way to dispatch."""
 
-import math
-import numbers
-
 import keras
 from keras import ops
 
 from keras_recurrent import dispatch
-from keras_recurrent.ops.shapes import check_rank_known, fits
+from keras_recurrent.checks.dtypes import check_dtype, dtype_of
+from keras_recurrent.checks.shapes import check_rank_known, fits
 
-FLOATS = ("float16", "bfloat16", "float32", "float64")
-INTEGERS = (
-    "segment_ids",
-    "previous_segment_id",
-    "initial_state['position']",
-    "tokens",
-    "position",
-    "positions",
-)
 OPERATIONS: dict[str, type["Operation"]] = {}
 
 
@@ -229,20 +218,6 @@ def symbolic(*groups):
     )
 
 
-def dtype_of(tensor):
-    return keras.backend.standardize_dtype(tensor.dtype)
-
-
-def accumulation_dtype(*dtypes):
-    """The dtype of states and sums: float64 if any of these is, else float32."""
-    return "float64" if "float64" in dtypes else "float32"
-
-
-def dtype_of_sums(tensors):
-    """The `accumulation_dtype` of a dict of tensors or Nones."""
-    return accumulation_dtype(*(dtype_of(t) for t in tensors.values() if t is not None))
-
-
 def _parts(shape, dims):
     """The sizes that the letters stand for; those of `...` are together."""
     if dims[0] != "...":
@@ -290,26 +265,3 @@ def _size(dim, sizes):
     factor, offset = dim.split(letter)
     size = sizes.get(letter)
     return None if size is None else int(factor or 1) * size + int(offset or 0)
-
-
-def is_finite_number(value):
-    """Whether a value is a number; truth values, NaN and infinities are none."""
-    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    # `torch.compile` takes no `math.isfinite`.
-    return real and -math.inf < value < math.inf
-
-
-def check_dtype(operation, name, dtype, int8=False):
-    if int8:
-        good, wanted = dtype == "int8", "int8"
-    elif name in ("mask", "padding_mask"):
-        good = dtype == "bool" or "int" in dtype
-        wanted = "boolean, True at real tokens, or integers, 0 at padding"
-    elif name == "token_kind":
-        good, wanted = dtype == "int8", "int8, as `keras_recurrent.ops.token_kind` returns it"
-    elif name in INTEGERS:
-        good, wanted = "int" in dtype, "integers"
-    else:
-        good, wanted = dtype in FLOATS, f"one of {', '.join(FLOATS)}"
-    if not good:
-        raise ValueError(f"`{operation}`: `{name}` must be {wanted}; got {dtype}. Cast it first.")

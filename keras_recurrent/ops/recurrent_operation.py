@@ -3,8 +3,9 @@
 import keras
 from keras import ops
 
+from keras_recurrent.checks.dtypes import dtype_of_sums
 from keras_recurrent.devices import torch_time
-from keras_recurrent.ops.operation import Operation, dtype_of_sums, shape_of
+from keras_recurrent.ops.operation import Operation, shape_of
 from keras_recurrent.ops.token_kind import token_kind
 
 

@@ -2,7 +2,8 @@
 
 import keras
 
-from keras_recurrent.ops.operation import Operation, dtype_of, dtype_of_sums
+from keras_recurrent.checks.dtypes import dtype_of, dtype_of_sums
+from keras_recurrent.ops.operation import Operation
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")

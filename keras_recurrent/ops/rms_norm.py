@@ -2,7 +2,8 @@
 
 import keras
 
-from keras_recurrent.ops.operation import Operation, is_finite_number
+from keras_recurrent.checks.arguments import is_finite_number
+from keras_recurrent.ops.operation import Operation
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")

@@ -9,9 +9,10 @@ from keras import ops
 
 from keras_recurrent import dispatch
 from keras_recurrent.backends.constants import PADDING, STARTS
+from keras_recurrent.checks.dtypes import check_dtype, dtype_of
+from keras_recurrent.checks.shapes import check_rank_known, fits
 from keras_recurrent.devices import torch_time
-from keras_recurrent.ops.operation import check_dtype, convert, dtype_of, symbolic
-from keras_recurrent.ops.shapes import check_rank_known, fits
+from keras_recurrent.ops.operation import convert, symbolic
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")

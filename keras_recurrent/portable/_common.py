@@ -3,7 +3,7 @@
 from keras import ops
 
 from keras_recurrent.backends.constants import PADDING, STARTS
-from keras_recurrent.ops.operation import accumulation_dtype, dtype_of
+from keras_recurrent.checks.dtypes import accumulation_dtype, dtype_of
 
 
 def sum_dtype(*tensors):

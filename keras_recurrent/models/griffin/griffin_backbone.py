@@ -2,6 +2,7 @@
 
 import keras
 
+from keras_recurrent.checks.arguments import check_boolean, check_number
 from keras_recurrent.devices.jax_layouts import (
     axis_of_weights,
     axis_size,
@@ -9,7 +10,6 @@ from keras_recurrent.devices.jax_layouts import (
     layout_map_with_axes,
 )
 from keras_recurrent.layers import LocalAttention, RecurrentBlock, RMSNorm
-from keras_recurrent.layers.checks import check_boolean, check_number
 from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.models.griffin.griffin_residual_block import GriffinResidualBlock
 from keras_recurrent.models.recurrent_backbone import (

@@ -2,9 +2,9 @@
 
 import keras
 
+from keras_recurrent.checks.arguments import check_boolean
 from keras_recurrent.devices.jax_layouts import axis_of_weights, check_layout, layout_map_with_axes
 from keras_recurrent.layers import LightningAttention, SimpleRMSNorm
-from keras_recurrent.layers.checks import check_boolean
 from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.models.recurrent_backbone import (
     RecurrentBackbone,

@@ -1,10 +1,16 @@
-"""Checks of arguments that several layers share."""
+"""Checks of numbers, booleans and tensors."""
 
+import math
 import numbers
 
 import numpy as np
 
-from keras_recurrent.ops.operation import is_finite_number
+
+def is_finite_number(value):
+    """Whether a value is a number; truth values, NaN and infinities are none."""
+    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    # `torch.compile` takes no `math.isfinite`.
+    return real and -math.inf < value < math.inf
 
 
 def check_positive_integer(name, value):

@@ -1,8 +1,8 @@
 """Checks of states, masks and segments that are given to a call."""
 
-from keras_recurrent.layers.checks import check_positive_integer, check_tensor
-from keras_recurrent.ops.operation import check_dtype, dtype_of
-from keras_recurrent.ops.shapes import check_rank_known, fits
+from keras_recurrent.checks.arguments import check_positive_integer, check_tensor
+from keras_recurrent.checks.dtypes import check_dtype, dtype_of
+from keras_recurrent.checks.shapes import check_rank_known, fits
 
 
 def one_state(state):
