@@ -25,7 +25,7 @@ import keras
 
 from keras_recurrent import import_order
 from keras_recurrent.backends import host, reference
-from keras_recurrent.devices import torch_time
+from keras_recurrent.devices import split_time
 
 BACKEND = keras.config.backend()
 host.configure(BACKEND, import_order.triton_would_crash)
@@ -217,7 +217,7 @@ def run(operation, arguments, implementation=None):
         raise NotImplementedError(str(choice))
     row = IMPLEMENTATIONS[operation]
     function = getattr(_implemented(operation, name), operation)
-    shards = torch_time.shards()
+    shards = split_time.shards()
     if shards is not None:
         return shards.run(operation, arguments, function)
     if BACKEND != "jax":

@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from keras_recurrent.devices import torch_shards, torch_time
+from keras_recurrent.backends.torch import _sequence
+from keras_recurrent.devices import split_time
 
 
 @contextlib.contextmanager
@@ -52,11 +53,11 @@ def sequence_parallel(group=None):
         raise RuntimeError(
             "`sequence_parallel` needs `torch.distributed.init_process_group`, called before."
         )
-    torch_time.push(Shards(group))
+    split_time.push(Shards(group))
     try:
         yield
     finally:
-        torch_time.pop()
+        split_time.pop()
 
 
 class Shards:
@@ -89,17 +90,17 @@ class Shards:
         batch, length = like.shape[:2]
         like = like.new_empty((batch, length * self.count))
         whole = [self.whole(t) for t in per_token]
-        torch_time.push(None)
+        split_time.push(None)
         try:
             return self.own(function(like, *whole))
         finally:
-            torch_time.pop()
+            split_time.pop()
 
     def run(self, operation, arguments, function):
         """What an implementation of an operation returns for this process's part of time."""
         if operation.endswith("_step"):
-            torch_time.refuse(f"`{operation}`")
-        rule = torch_shards.RULES.get(operation)
+            split_time.refuse(f"`{operation}`")
+        rule = _sequence.RULES.get(operation)
         if rule is None:
             return function(**arguments)
         return rule(self, arguments, function)

@@ -3,13 +3,13 @@
 from keras import ops
 
 from keras_recurrent import dispatch
-from keras_recurrent.devices import torch_time
+from keras_recurrent.devices import split_time
 from keras_recurrent.portable import sequences as portable
 
 
 def reverse(*tensors):
     """Each tensor `[B, T, ...]` from its last token to its first; None stays None."""
-    torch_time.refuse("`go_backwards=True`")
+    split_time.refuse("`go_backwards=True`")
     return tuple(None if x is None else ops.flip(x, axis=1) for x in tensors)
 
 
@@ -45,7 +45,7 @@ def repeat_over_padding(output, mask, before):
 
     before: `[B, D]`, what stands at padding in front of a row's first real token; None: 0.
     """
-    torch_time.refuse("`zero_output_for_mask=False`")
+    split_time.refuse("`zero_output_for_mask=False`")
     if dispatch.exports():
         return portable.repeat_over_padding(output, mask, before)
     length, real = ops.shape(mask)[1], ops.cast(mask, "int32")

@@ -12,7 +12,7 @@ from keras_recurrent.checks.states import (
     check_state,
     one_state,
 )
-from keras_recurrent.devices import torch_time
+from keras_recurrent.devices import split_time
 from keras_recurrent.layers.gru_arguments import without_gru_arguments
 from keras_recurrent.layers.remat import RecomputableLayer
 from keras_recurrent.layers.sequences import (
@@ -317,7 +317,7 @@ class StreamingLayer(RecomputableLayer):
         """What the call returns of the outputs over time, from what `stream` returned."""
         mask = None if mask is None else ops.cast(mask, "bool")
         if not self.return_sequences:
-            torch_time.refuse("`return_sequences=False`")
+            split_time.refuse("`return_sequences=False`")
             last = self.last_output(after)
             if last is not None:
                 return last

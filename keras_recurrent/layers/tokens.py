@@ -7,7 +7,7 @@ from keras import ops
 
 from keras_recurrent import dispatch
 from keras_recurrent.backends.constants import PADDING, STARTS
-from keras_recurrent.devices import torch_time
+from keras_recurrent.devices import split_time
 from keras_recurrent.devices.jax_layouts import laid_out
 from keras_recurrent.ops.operation import symbolic
 from keras_recurrent.ops.token_kind import token_kind
@@ -128,7 +128,7 @@ def _find(inputs, mask, segment_ids, segment, position, uses_position, return_st
     """A dict: `kind` if anything is given, `position`, `next_segment` and `next_position`."""
     found = {}
     if return_state or segment is not None:
-        torch_time.refuse("A state of a layer or network")
+        split_time.refuse("A state of a layer or network")
     # Devices with parts of a row each find this of the whole row, and so send nothing.
     if mask is not None:
         mask = laid_out(ops.cast(mask, "bool"), "tokens")
@@ -142,7 +142,7 @@ def _find(inputs, mask, segment_ids, segment, position, uses_position, return_st
     if uses_position:
         one_document = mask is None and segment_ids is None
         kind = None if one_document else found["kind"]
-        shards = torch_time.shards()
+        shards = split_time.shards()
         if shards is not None:
             found["position"] = shards.of_whole_rows(token_position, inputs, kind)
         else:

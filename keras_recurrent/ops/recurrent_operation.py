@@ -4,7 +4,7 @@ import keras
 from keras import ops
 
 from keras_recurrent.checks.dtypes import dtype_of_sums
-from keras_recurrent.devices import torch_time
+from keras_recurrent.devices import split_time
 from keras_recurrent.ops.operation import Operation, shape_of
 from keras_recurrent.ops.token_kind import token_kind
 
@@ -48,7 +48,7 @@ class RecurrentOperation(Operation):
             initial_state = cls.cast_state(initial_state, tensors)
         options = dict(options)
         if options.pop("reverse"):
-            torch_time.refuse("`reverse=True`")
+            split_time.refuse("`reverse=True`")
             tensors = {
                 name: ops.flip(t, axis=1) if t is not None and "T" in cls.shapes[name] else t
                 for name, t in tensors.items()

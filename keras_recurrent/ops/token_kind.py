@@ -11,7 +11,7 @@ from keras_recurrent import dispatch
 from keras_recurrent.backends.constants import PADDING, STARTS
 from keras_recurrent.checks.dtypes import check_dtype, dtype_of
 from keras_recurrent.checks.shapes import check_rank_known, fits
-from keras_recurrent.devices import torch_time
+from keras_recurrent.devices import split_time
 from keras_recurrent.ops.operation import convert, symbolic
 
 
@@ -70,7 +70,7 @@ def token_kind(like, mask=None, segment_ids=None, previous_segment_id=None, init
     if symbolic({"like": like, "initial_state": initial_state}, tokens):
         return TokenKind().symbolic_call(like, **tokens, initial_state=initial_state)
     mask, segment_ids, previous = tokens.values()
-    shards = torch_time.shards()
+    shards = split_time.shards()
     if shards is not None:
         return shards.of_whole_rows(
             lambda like, mask, segments: token_kind(like, mask, segments, previous, initial_state),

@@ -7,10 +7,10 @@ the implementation does.
 import torch
 from torch.nn import functional as F
 
-from keras_recurrent.backends.constants import DECAY_EXPONENT, PADDING, STARTS
-from keras_recurrent.backends.torch import _ring
-from keras_recurrent.backends.torch._common import accumulation_dtype
-from keras_recurrent.backends.torch._row import Row
+from ..constants import DECAY_EXPONENT, PADDING, STARTS
+from . import _ring
+from ._common import accumulation_dtype
+from ._row import Row
 
 
 def recurrence(log_decays):
