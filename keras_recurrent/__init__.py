@@ -28,8 +28,8 @@ from keras_recurrent import (
 from keras_recurrent.dispatch import implementation
 from keras_recurrent.generation.ways import which_generation
 from keras_recurrent.layers import both_directions
-from keras_recurrent.models.loss_without_logits import which_loss
 from keras_recurrent.ops.operation import which_implementation
+from keras_recurrent.training.loss_without_logits import which_loss
 from keras_recurrent.tuning import autotune
 
 exporting.install()

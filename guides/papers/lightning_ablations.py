@@ -46,8 +46,9 @@ from training import token_losses, train
 from keras_recurrent.layers import LightningAttention, RMSNorm, SimpleRMSNorm
 from keras_recurrent.layers.gated_linear_unit import GatedLinearUnit
 from keras_recurrent.layers.lightning_attention import alibi_slopes
+from keras_recurrent.layers.reversible_embedding import reversible_embedding
 from keras_recurrent.models import TransNormerResidualBlock
-from keras_recurrent.models.recurrent_backbone import RecurrentBackbone, reversible_embedding
+from keras_recurrent.models.recurrent_backbone import RecurrentBackbone
 from keras_recurrent.models.recurrent_causal_lm import RecurrentCausalLM
 
 RELEASED = "as released"

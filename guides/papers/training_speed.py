@@ -42,8 +42,9 @@ from runs import (
 )
 
 from keras_recurrent.layers import LocalAttention, SimpleRMSNorm
+from keras_recurrent.layers.reversible_embedding import reversible_embedding
 from keras_recurrent.models import GriffinCausalLM, TransNormerCausalLM, TransNormerResidualBlock
-from keras_recurrent.models.recurrent_backbone import RecurrentBackbone, reversible_embedding
+from keras_recurrent.models.recurrent_backbone import RecurrentBackbone
 from keras_recurrent.presets.transnormer import SIZES
 
 GRIFFINS = {"Hawk": "hawk", "Griffin": "griffin", "MQA": "mqa"}

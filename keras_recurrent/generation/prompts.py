@@ -12,7 +12,7 @@ from keras_recurrent.checks.token_ids import check_token_ids
 from keras_recurrent.devices.jax_processes import whole
 from keras_recurrent.generation.cache import GenerationCache
 from keras_recurrent.generation.generate import tokens_and_lengths
-from keras_recurrent.models.samples import check_prompts
+from keras_recurrent.training.samples import check_prompts
 
 
 class Prompts(NamedTuple):

@@ -30,7 +30,6 @@ from keras_recurrent.models.memory import (
     training_sizes,
 )
 from keras_recurrent.models.roofline import DecodingTime, decoding_time
-from keras_recurrent.models.token_crossentropy import TokenCrossentropy
 from keras_recurrent.models.transnormer.transnormer_backbone import TransNormerBackbone
 from keras_recurrent.models.transnormer.transnormer_causal_lm import TransNormerCausalLM
 from keras_recurrent.models.transnormer.transnormer_causal_lm_preprocessor import (
@@ -38,6 +37,7 @@ from keras_recurrent.models.transnormer.transnormer_causal_lm_preprocessor impor
 )
 from keras_recurrent.models.transnormer.transnormer_residual_block import TransNormerResidualBlock
 from keras_recurrent.models.transnormer.transnormer_tokenizer import TransNormerTokenizer
+from keras_recurrent.training.token_crossentropy import TokenCrossentropy
 
 __all__ = [
     "DecodingTime",

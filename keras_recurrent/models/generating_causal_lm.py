@@ -19,7 +19,7 @@ from keras_recurrent.generation.prompts import (
 )
 from keras_recurrent.generation.stream import Stream
 from keras_recurrent.generation.ways import tell
-from keras_recurrent.models.samples import check_no_text
+from keras_recurrent.training.samples import check_no_text
 
 
 class GeneratingCausalLM(keras_hub.models.CausalLM):

@@ -11,16 +11,16 @@ from keras_recurrent.checks.shapes import check_rank_known
 from keras_recurrent.checks.token_ids import check_token_ids
 from keras_recurrent.models.calibration import layer_structure
 from keras_recurrent.models.generating_causal_lm import GeneratingCausalLM
-from keras_recurrent.models.loss_without_logits import LossWithoutLogits
 from keras_recurrent.models.parts import check_parts
 from keras_recurrent.models.recurrent_backbone import token_input
-from keras_recurrent.models.samples import described, is_text, is_tokens
-from keras_recurrent.models.saved_training import SavedTraining
 from keras_recurrent.models.segments import SegmentsOptional
-from keras_recurrent.models.text_training import TextTraining
-from keras_recurrent.models.token_crossentropy import TokenCrossentropy
-from keras_recurrent.models.torch_training import TorchTraining
 from keras_recurrent.ops.token_crossentropy import token_crossentropy
+from keras_recurrent.training.loss_without_logits import LossWithoutLogits
+from keras_recurrent.training.samples import described, is_text, is_tokens
+from keras_recurrent.training.saved_training import SavedTraining
+from keras_recurrent.training.text_training import TextTraining
+from keras_recurrent.training.token_crossentropy import TokenCrossentropy
+from keras_recurrent.training.torch_training import TorchTraining
 
 
 class RecurrentCausalLM(

@@ -7,8 +7,8 @@ import numpy as np
 from keras_recurrent import compat
 from keras_recurrent.checks.arguments import check_boolean, check_positive_integer
 from keras_recurrent.models.packing import pack_documents
-from keras_recurrent.models.samples import check_prompts
 from keras_recurrent.progress import progress
+from keras_recurrent.training.samples import check_prompts
 
 TEXTS_AT_A_TIME = 4096
 

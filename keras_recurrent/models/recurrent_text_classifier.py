@@ -8,10 +8,10 @@ from keras import ops
 from keras_recurrent.checks.arguments import check_boolean, check_positive_integer
 from keras_recurrent.models.classifier_head import LastToken, Logits
 from keras_recurrent.models.parts import check_parts
-from keras_recurrent.models.samples import is_text, is_tokens
-from keras_recurrent.models.saved_training import SavedTraining
-from keras_recurrent.models.text_training import TextTraining
-from keras_recurrent.models.torch_training import CheckedTorchTraining
+from keras_recurrent.training.samples import is_text, is_tokens
+from keras_recurrent.training.saved_training import SavedTraining
+from keras_recurrent.training.text_training import TextTraining
+from keras_recurrent.training.torch_training import CheckedTorchTraining
 
 
 class RecurrentTextClassifier(

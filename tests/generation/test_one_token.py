@@ -10,9 +10,9 @@ from keras.quantizers import Int4QuantizationConfig, Int8QuantizationConfig
 import keras_recurrent
 from keras_recurrent import dispatch
 from keras_recurrent.layers import HGRN2, RecurrentBlock, one_token
+from keras_recurrent.layers.reversible_embedding import reversible_embedding
 from keras_recurrent.layers.tokens import Tokens
 from keras_recurrent.models import GriffinResidualBlock, HGRN2ResidualBlock
-from keras_recurrent.models.recurrent_backbone import reversible_embedding
 from tests.generation.test_programs import generate
 from tests.models.tiny import tiny_causal_lm
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from keras_recurrent.models import sources
+from keras_recurrent.training import sources
 from tests.models.tiny import FAMILIES
 
 pytestmark = pytest.mark.once

@@ -12,7 +12,7 @@ from keras_recurrent import implementation
 from keras_recurrent.backends.triton._decoding import soft_cap as _soft_cap
 from keras_recurrent.backends.triton._device.common import INTERPRETED
 from keras_recurrent.layers import one_token
-from keras_recurrent.models.recurrent_backbone import reversible_embedding
+from keras_recurrent.layers.reversible_embedding import reversible_embedding
 
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs an NVIDIA GPU or Triton's interpreter", allow_module_level=True)

@@ -11,13 +11,9 @@ from keras_recurrent.devices.jax_layouts import (
 )
 from keras_recurrent.layers import LocalAttention, RecurrentBlock, RMSNorm
 from keras_recurrent.layers.remat import no_further_remat
+from keras_recurrent.layers.reversible_embedding import reversible_embedding
 from keras_recurrent.models.griffin.griffin_residual_block import GriffinResidualBlock
-from keras_recurrent.models.recurrent_backbone import (
-    RecurrentBackbone,
-    check_layouts,
-    check_sizes,
-    reversible_embedding,
-)
+from keras_recurrent.models.recurrent_backbone import RecurrentBackbone, check_layouts, check_sizes
 
 # The arguments that a block type needs, beside those that all of them need.
 NEEDS = {

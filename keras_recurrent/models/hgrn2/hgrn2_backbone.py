@@ -6,13 +6,9 @@ from keras_recurrent.checks.arguments import check_boolean
 from keras_recurrent.devices.jax_layouts import axis_of_weights, check_layout, layout_map_with_axes
 from keras_recurrent.layers import HGRN2, LowerBounds, RMSNorm
 from keras_recurrent.layers.remat import no_further_remat
+from keras_recurrent.layers.reversible_embedding import reversible_embedding
 from keras_recurrent.models.hgrn2.hgrn2_residual_block import HGRN2ResidualBlock
-from keras_recurrent.models.recurrent_backbone import (
-    RecurrentBackbone,
-    check_layouts,
-    check_sizes,
-    reversible_embedding,
-)
+from keras_recurrent.models.recurrent_backbone import RecurrentBackbone, check_layouts, check_sizes
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")

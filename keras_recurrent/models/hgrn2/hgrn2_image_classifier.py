@@ -4,8 +4,8 @@ import keras
 import keras_hub
 
 from keras_recurrent.models.hgrn2.hgrn2_vision_backbone import HGRN2VisionBackbone
-from keras_recurrent.models.saved_training import SavedTraining
-from keras_recurrent.models.torch_training import CheckedTorchTraining
+from keras_recurrent.training.saved_training import SavedTraining
+from keras_recurrent.training.torch_training import CheckedTorchTraining
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")

@@ -6,7 +6,7 @@ import keras_hub
 from keras_recurrent.layers import BidirectionalHGRN2, LowerBounds, RMSNorm, SwiGLU
 from keras_recurrent.models.lora import LoraBackbone
 from keras_recurrent.models.recurrent_backbone import check_sizes
-from keras_recurrent.models.torch_training import CheckedTorchTraining
+from keras_recurrent.training.torch_training import CheckedTorchTraining
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")

@@ -8,8 +8,8 @@ import keras
 from keras import ops
 
 from keras_recurrent.checks.token_ids import check_segment_ids, check_token_ids
-from keras_recurrent.models import sources
-from keras_recurrent.models.samples import check_samples, is_strings, is_text, is_tokens
+from keras_recurrent.training import sources
+from keras_recurrent.training.samples import check_samples, is_strings, is_text, is_tokens
 
 
 class TextTraining:

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
-from keras_recurrent.models.recurrent_backbone import ReversibleEmbedding
-from keras_recurrent.models.token_crossentropy import TokenCrossentropy
+from keras_recurrent.layers.reversible_embedding import ReversibleEmbedding
 from keras_recurrent.ops.linear_crossentropy import linear_crossentropy
+from keras_recurrent.training.token_crossentropy import TokenCrossentropy
 
 # What a step calls: a subclass that has one of its own means logits by `y_pred`.
 _STEPS = ("train_step", "test_step", "call", "compute_loss", "compute_metrics")

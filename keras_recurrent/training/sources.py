@@ -11,7 +11,7 @@ import types
 import keras
 import numpy as np
 
-from keras_recurrent.models.samples import is_text, is_tokens
+from keras_recurrent.training.samples import is_text, is_tokens
 
 # Threads that read a dataset of grain, and the batches that they may be ahead of a step.
 THREADS = 4
@@ -232,7 +232,7 @@ def _of_grain_stream(x, preprocess, steps):
 
 
 def _of_grain_loader(x, preprocess, steps):
-    from keras_recurrent.models.grain_loader import LoaderDataset
+    from keras_recurrent.training.grain_loader import LoaderDataset
 
     return _of_grain_stream(LoaderDataset(x), preprocess, steps)
 

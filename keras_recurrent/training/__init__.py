@@ -1,0 +1,1 @@
+"""Training on text: data, the loss without logits, saved training states, modules of torch."""
