@@ -1,7 +1,5 @@
 """What a family says about its published checkpoints, and the layouts of all families."""
 
-import importlib
-
 from keras_recurrent.checkpoints.config_reader import UNUSED_ANYWHERE, ConfigReader
 from keras_recurrent.checkpoints.files import CONFIG_FILE
 
@@ -94,9 +92,8 @@ class Layout:
             )
 
 
-# The modules of this package's layouts, which register them. They load with the first checkpoint.
-_MODULES = ("hgrn2", "recurrent_gemma", "transnormer")
-_LAYOUTS = {}  # {model_type: (class of the backbone, layout)}
+# {model_type: (class of the backbone, layout)}, to which each family adds its own when imported.
+_LAYOUTS: dict = {}
 
 
 def register(backbone_cls, layout):
@@ -114,7 +111,7 @@ def register(backbone_cls, layout):
 
 def of_model_type(model_type):
     """`(class of the backbone, Layout)` of a `model_type` of `config.json`; None: not known."""
-    return _all_layouts().get(model_type)
+    return _LAYOUTS.get(model_type)
 
 
 def of_backbone(backbone):
@@ -123,16 +120,10 @@ def of_backbone(backbone):
     Raises:
         ValueError: its family has no published layout.
     """
-    for backbone_cls, layout in _all_layouts().values():
+    for backbone_cls, layout in _LAYOUTS.values():
         if type(backbone) is backbone_cls:
             return layout
     raise ValueError(
         f"`{type(backbone).__name__}` has no layout on the Hugging Face Hub. Save it with "
         "`save_to_preset`."
     )
-
-
-def _all_layouts():
-    for module in _MODULES:
-        importlib.import_module(f"keras_recurrent.checkpoints.{module}")
-    return _LAYOUTS

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from keras_recurrent.checkpoints.hgrn2 import HGRN2Layout
 from keras_recurrent.models import HGRN2Backbone, HGRN2CausalLM
+from keras_recurrent.models.hgrn2.checkpoint import HGRN2Layout
 from keras_recurrent.presets.hgrn2 import SIZES
 from tests.checkpoints import golden
 from tests.models import numpy_hgrn2

@@ -11,8 +11,8 @@ from ml_dtypes import bfloat16
 from safetensors.numpy import load_file
 
 from keras_recurrent.checkpoints import export
-from keras_recurrent.checkpoints.recurrent_gemma import RecurrentGemma
 from keras_recurrent.models import GriffinBackbone, GriffinCausalLM
+from keras_recurrent.models.griffin.checkpoint import RecurrentGemma
 from keras_recurrent.presets.griffin import SIZES as SIZES_OF_PRESETS
 from keras_recurrent.presets.griffin import embedding_scale
 from tests.checkpoints import golden

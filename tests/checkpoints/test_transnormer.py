@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from keras_recurrent.checkpoints.transnormer import TransNormer
 from keras_recurrent.models import TransNormerBackbone
+from keras_recurrent.models.transnormer.checkpoint import TransNormer
 from keras_recurrent.presets.transnormer import SIZES
 
 pytestmark = pytest.mark.once

@@ -13,7 +13,7 @@ read. A model that was trained in transformers on texts longer than its window s
 """
 
 from keras_recurrent.checkpoints.config_reader import MOST_LAYERS
-from keras_recurrent.checkpoints.layout import Layout, register
+from keras_recurrent.checkpoints.layout import Layout
 from keras_recurrent.checkpoints.tensor_table import (
     BLOCK_BIAS,
     DEPTHWISE,
@@ -22,7 +22,6 @@ from keras_recurrent.checkpoints.tensor_table import (
     TRANSPOSED,
     Tensor,
 )
-from keras_recurrent.models.griffin.griffin_backbone import GriffinBackbone
 from keras_recurrent.presets.griffin import embedding_scale
 
 BLOCK_TYPES = {"recurrent": "recurrent", "attention": "local_attention"}
@@ -163,9 +162,6 @@ class RecurrentGemma(Layout):
             *(tensor for block in blocks for tensor in block),
             Tensor("model.final_norm.weight", (d,), ("final_norm/scale",)),
         ]
-
-
-register(GriffinBackbone, RecurrentGemma())
 
 
 def _block(i, block_type, arguments):

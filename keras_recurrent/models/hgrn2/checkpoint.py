@@ -8,9 +8,8 @@ sigmoid for the gate and silu for the input.
 import numpy as np
 
 from keras_recurrent.checkpoints.config_reader import MOST_LAYERS
-from keras_recurrent.checkpoints.layout import Layout, register
+from keras_recurrent.checkpoints.layout import Layout
 from keras_recurrent.checkpoints.tensor_table import DEPTHWISE, SAME, TRANSPOSED, Tensor, Transform
-from keras_recurrent.models.hgrn2.hgrn2_backbone import HGRN2Backbone
 
 
 class HGRN2Layout(Layout):
@@ -97,9 +96,6 @@ class HGRN2Layout(Layout):
             weights = (f"{embedding}/reverse_embeddings",)
             tensors.append(Tensor("lm_head.weight", (v, d), weights, TRANSPOSED))
         return tensors
-
-
-register(HGRN2Backbone, HGRN2Layout())
 
 
 def _block(i, arguments):

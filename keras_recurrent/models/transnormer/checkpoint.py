@@ -5,9 +5,8 @@ one below the other; the first layer's θ has an axis of tokens between heads an
 """
 
 from keras_recurrent.checkpoints.config_reader import MOST_LAYERS
-from keras_recurrent.checkpoints.layout import Layout, register
+from keras_recurrent.checkpoints.layout import Layout
 from keras_recurrent.checkpoints.tensor_table import SAME, TRANSPOSED, Tensor, Transform, stacked
-from keras_recurrent.models.transnormer.transnormer_backbone import TransNormerBackbone
 
 # [heads, 1, channels] in the files.
 OF_ALL_TOKENS = Transform(lambda tensor: (tensor[:, 0],), lambda weight: weight[:, None])
@@ -81,9 +80,6 @@ class TransNormer(Layout):
             *(tensor for block in blocks for tensor in block),
             Tensor("lm_head.weight", (v, d), ("token_embedding/reverse_embeddings",), TRANSPOSED),
         ]
-
-
-register(TransNormerBackbone, TransNormer())
 
 
 def _first_of(num_layers):
