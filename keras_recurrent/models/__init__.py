@@ -3,26 +3,24 @@
 from keras_recurrent.generation.cache import GenerationCache
 from keras_recurrent.models.griffin.griffin_backbone import GriffinBackbone
 from keras_recurrent.models.griffin.griffin_causal_lm import GriffinCausalLM
-from keras_recurrent.models.griffin.griffin_causal_lm_preprocessor import (
-    GriffinCausalLMPreprocessor,
-)
 from keras_recurrent.models.griffin.griffin_residual_block import GriffinResidualBlock
 from keras_recurrent.models.griffin.griffin_text_classifier import GriffinTextClassifier
-from keras_recurrent.models.griffin.griffin_text_classifier_preprocessor import (
+from keras_recurrent.models.griffin.text import (
+    GriffinCausalLMPreprocessor,
     GriffinTextClassifierPreprocessor,
+    GriffinTokenizer,
 )
-from keras_recurrent.models.griffin.griffin_tokenizer import GriffinTokenizer
 from keras_recurrent.models.hgrn2.hgrn2_backbone import HGRN2Backbone
 from keras_recurrent.models.hgrn2.hgrn2_causal_lm import HGRN2CausalLM
-from keras_recurrent.models.hgrn2.hgrn2_causal_lm_preprocessor import HGRN2CausalLMPreprocessor
 from keras_recurrent.models.hgrn2.hgrn2_image_classifier import HGRN2ImageClassifier
 from keras_recurrent.models.hgrn2.hgrn2_residual_block import HGRN2ResidualBlock
 from keras_recurrent.models.hgrn2.hgrn2_text_classifier import HGRN2TextClassifier
-from keras_recurrent.models.hgrn2.hgrn2_text_classifier_preprocessor import (
-    HGRN2TextClassifierPreprocessor,
-)
-from keras_recurrent.models.hgrn2.hgrn2_tokenizer import HGRN2Tokenizer
 from keras_recurrent.models.hgrn2.hgrn2_vision_backbone import HGRN2VisionBackbone
+from keras_recurrent.models.hgrn2.text import (
+    HGRN2CausalLMPreprocessor,
+    HGRN2TextClassifierPreprocessor,
+    HGRN2Tokenizer,
+)
 from keras_recurrent.models.memory import (
     MemorySizes,
     TrainingSizes,
@@ -30,13 +28,13 @@ from keras_recurrent.models.memory import (
     training_sizes,
 )
 from keras_recurrent.models.roofline import DecodingTime, decoding_time
+from keras_recurrent.models.transnormer.text import (
+    TransNormerCausalLMPreprocessor,
+    TransNormerTokenizer,
+)
 from keras_recurrent.models.transnormer.transnormer_backbone import TransNormerBackbone
 from keras_recurrent.models.transnormer.transnormer_causal_lm import TransNormerCausalLM
-from keras_recurrent.models.transnormer.transnormer_causal_lm_preprocessor import (
-    TransNormerCausalLMPreprocessor,
-)
 from keras_recurrent.models.transnormer.transnormer_residual_block import TransNormerResidualBlock
-from keras_recurrent.models.transnormer.transnormer_tokenizer import TransNormerTokenizer
 from keras_recurrent.training.token_crossentropy import TokenCrossentropy
 
 __all__ = [

@@ -3,9 +3,7 @@
 import keras
 
 from keras_recurrent.models.griffin.griffin_backbone import GriffinBackbone
-from keras_recurrent.models.griffin.griffin_causal_lm_preprocessor import (
-    GriffinCausalLMPreprocessor,
-)
+from keras_recurrent.models.griffin.text import GriffinCausalLMPreprocessor
 from keras_recurrent.models.recurrent_causal_lm import RecurrentCausalLM
 
 

@@ -3,9 +3,7 @@
 import keras
 
 from keras_recurrent.models.griffin.griffin_backbone import GriffinBackbone
-from keras_recurrent.models.griffin.griffin_text_classifier_preprocessor import (
-    GriffinTextClassifierPreprocessor,
-)
+from keras_recurrent.models.griffin.text import GriffinTextClassifierPreprocessor
 from keras_recurrent.models.recurrent_text_classifier import RecurrentTextClassifier
 
 

@@ -3,7 +3,7 @@
 import keras
 
 from keras_recurrent.models.hgrn2.hgrn2_backbone import HGRN2Backbone
-from keras_recurrent.models.hgrn2.hgrn2_causal_lm_preprocessor import HGRN2CausalLMPreprocessor
+from keras_recurrent.models.hgrn2.text import HGRN2CausalLMPreprocessor
 from keras_recurrent.models.recurrent_causal_lm import RecurrentCausalLM
 
 

@@ -3,9 +3,7 @@
 import keras
 
 from keras_recurrent.models.hgrn2.hgrn2_backbone import HGRN2Backbone
-from keras_recurrent.models.hgrn2.hgrn2_text_classifier_preprocessor import (
-    HGRN2TextClassifierPreprocessor,
-)
+from keras_recurrent.models.hgrn2.text import HGRN2TextClassifierPreprocessor
 from keras_recurrent.models.recurrent_text_classifier import RecurrentTextClassifier
 
 

@@ -3,10 +3,8 @@
 import keras
 
 from keras_recurrent.models.recurrent_causal_lm import RecurrentCausalLM
+from keras_recurrent.models.transnormer.text import TransNormerCausalLMPreprocessor
 from keras_recurrent.models.transnormer.transnormer_backbone import TransNormerBackbone
-from keras_recurrent.models.transnormer.transnormer_causal_lm_preprocessor import (
-    TransNormerCausalLMPreprocessor,
-)
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")

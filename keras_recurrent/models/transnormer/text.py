@@ -1,7 +1,8 @@
-"""The tokenizer of the TransNormerLLM presets."""
+"""The tokenizer of TransNormerLLM presets, and its preprocessor."""
 
 import keras
 
+from keras_recurrent.models.recurrent_causal_lm_preprocessor import RecurrentCausalLMPreprocessor
 from keras_recurrent.models.transnormer.transnormer_backbone import TransNormerBackbone
 from keras_recurrent.tokenizers.byte_tokenizer import ByteTokenizer
 
@@ -24,3 +25,10 @@ class TransNormerTokenizer(ByteTokenizer):
     """
 
     backbone_cls = TransNormerBackbone
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class TransNormerCausalLMPreprocessor(RecurrentCausalLMPreprocessor):
+    __doc__ = RecurrentCausalLMPreprocessor.__doc__
+    backbone_cls = TransNormerBackbone
+    tokenizer_cls = TransNormerTokenizer

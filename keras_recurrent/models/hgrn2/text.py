@@ -1,8 +1,12 @@
-"""The tokenizer of the HGRN2 presets."""
+"""The tokenizer of HGRN2 presets, and the preprocessors of HGRN2."""
 
 import keras
 
 from keras_recurrent.models.hgrn2.hgrn2_backbone import HGRN2Backbone
+from keras_recurrent.models.recurrent_causal_lm_preprocessor import RecurrentCausalLMPreprocessor
+from keras_recurrent.models.recurrent_text_classifier_preprocessor import (
+    RecurrentTextClassifierPreprocessor,
+)
 from keras_recurrent.tokenizers.byte_tokenizer import ByteTokenizer
 
 
@@ -24,3 +28,17 @@ class HGRN2Tokenizer(ByteTokenizer):
     """
 
     backbone_cls = HGRN2Backbone
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class HGRN2CausalLMPreprocessor(RecurrentCausalLMPreprocessor):
+    __doc__ = RecurrentCausalLMPreprocessor.__doc__
+    backbone_cls = HGRN2Backbone
+    tokenizer_cls = HGRN2Tokenizer
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class HGRN2TextClassifierPreprocessor(RecurrentTextClassifierPreprocessor):
+    __doc__ = RecurrentTextClassifierPreprocessor.__doc__
+    backbone_cls = HGRN2Backbone
+    tokenizer_cls = HGRN2Tokenizer

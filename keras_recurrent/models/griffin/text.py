@@ -1,0 +1,43 @@
+"""The tokenizer of Griffin presets, and the preprocessors of Hawk and Griffin."""
+
+import keras
+
+from keras_recurrent.models.griffin.griffin_backbone import GriffinBackbone
+from keras_recurrent.models.recurrent_causal_lm_preprocessor import RecurrentCausalLMPreprocessor
+from keras_recurrent.models.recurrent_text_classifier_preprocessor import (
+    RecurrentTextClassifierPreprocessor,
+)
+from keras_recurrent.tokenizers.byte_tokenizer import ByteTokenizer
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class GriffinTokenizer(ByteTokenizer):
+    """The `ByteTokenizer` by the name that KerasHub finds for a Griffin preset.
+
+    KerasHub looks tokenizers up by their backbone, so every family of models has a class of its
+    own. A `ByteTokenizer` serves as well wherever one is passed by hand.
+
+    Example:
+
+    >>> import keras_hub
+    >>> import keras_recurrent
+    >>> tokenizer = keras_hub.tokenizers.Tokenizer.from_preset("hawk_tiny")
+    >>> tokenizer("hi")
+    array([107, 108], dtype=int32)
+    """
+
+    backbone_cls = GriffinBackbone
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class GriffinCausalLMPreprocessor(RecurrentCausalLMPreprocessor):
+    __doc__ = RecurrentCausalLMPreprocessor.__doc__
+    backbone_cls = GriffinBackbone
+    tokenizer_cls = GriffinTokenizer
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class GriffinTextClassifierPreprocessor(RecurrentTextClassifierPreprocessor):
+    __doc__ = RecurrentTextClassifierPreprocessor.__doc__
+    backbone_cls = GriffinBackbone
+    tokenizer_cls = GriffinTokenizer
