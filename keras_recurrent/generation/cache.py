@@ -5,7 +5,7 @@ import numpy as np
 from keras import ops
 
 from keras_recurrent.checks.arguments import check_positive_integer
-from keras_recurrent.generation.fit import check_fit, fit_of
+from keras_recurrent.generation.cache_key import check_fit, fit_of
 
 
 class GenerationCache:

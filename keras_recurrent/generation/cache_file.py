@@ -12,7 +12,7 @@ from keras import ops
 
 from keras_recurrent.checkpoints import files
 from keras_recurrent.devices.jax_processes import whole
-from keras_recurrent.generation.fit import Fit
+from keras_recurrent.generation.cache_key import Fit
 
 FORMAT, VERSION = "keras_recurrent.generation_cache", 2
 LAST_TOKEN, NUM_TOKENS, STATE = "last_token", "num_tokens", "state"

@@ -21,15 +21,15 @@ def takes_the_largest(sampler):
 
 
 def make_loops(model, compiled):
-    """What reads and writes for a model: a `torch_loop.Loop` or the `programs.Programs`.
+    """What reads and writes for a model: a `torch.loop.Loop` or the `xla_programs.Programs`.
 
     compiled: what `model.compile` got as `jit_compile`, None for "auto".
     """
     if keras.config.backend() == "torch":
-        from keras_recurrent.generation.torch_loop import Loop
+        from keras_recurrent.generation.torch.loop import Loop
 
         return Loop(model, compiled)
-    from keras_recurrent.generation.programs import Programs
+    from keras_recurrent.generation.xla_programs import Programs
 
     return Programs(model, compiled)
 

@@ -9,8 +9,8 @@ from keras import ops
 
 from keras_recurrent.checks.shapes import check_rank_known
 from keras_recurrent.checks.token_ids import check_token_ids
+from keras_recurrent.generation.causal_lm import GeneratingCausalLM
 from keras_recurrent.models.calibration import layer_structure
-from keras_recurrent.models.generating_causal_lm import GeneratingCausalLM
 from keras_recurrent.models.parts import check_parts
 from keras_recurrent.models.recurrent_backbone import token_input
 from keras_recurrent.models.segments import SegmentsOptional

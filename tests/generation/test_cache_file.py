@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from keras_recurrent.generation import cache_file
-from keras_recurrent.generation.fit import SAMPLED, _fingerprint
+from keras_recurrent.generation.cache_key import SAMPLED, _fingerprint
 from keras_recurrent.models import GenerationCache
 from tests.generation.test_cache import arrays, generate, given, more, other_model, prefill, tokens
 from tests.models.tiny import FAMILIES, SHARED, shared_by_families, tiny_causal_lm

@@ -49,7 +49,7 @@ def traced(monkeypatch):
     """Counts the programs or steps that are traced."""
     found = []
     if BACKEND == "torch":
-        from keras_recurrent.generation import torch_step as module
+        from keras_recurrent.generation.torch import step as module
 
         name = "make_fx"
     else:
@@ -159,7 +159,7 @@ SAMPLERS = {
 @on_torch
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_samplers_draw_what_they_draw_by_themselves(name):
-    from keras_recurrent.generation.torch_sampling import Choice
+    from keras_recurrent.generation.torch.sampling import Choice
 
     sampler, plain = SAMPLERS[name](), SAMPLERS[name]()
     rng = np.random.default_rng(0)
@@ -178,7 +178,7 @@ def test_samplers_draw_what_they_draw_by_themselves(name):
 
 @on_torch
 def test_no_draw_is_that_of_another_thread():
-    from keras_recurrent.generation.torch_sampling import Choice
+    from keras_recurrent.generation.torch.sampling import Choice
 
     sampler = SAMPLERS["random"]()
     (state,) = sampler.variables
@@ -236,10 +236,10 @@ def test_without_a_compiler_for_cpp_the_traced_step_runs(monkeypatch):
 def test_compiled_after_many_tokens(monkeypatch):
     import torch
 
-    from keras_recurrent.generation import torch_step
+    from keras_recurrent.generation.torch import step
 
     compiled = []
-    monkeypatch.setattr(torch_step, "COMPILED_AFTER", 30)
+    monkeypatch.setattr(step, "COMPILED_AFTER", 30)
     monkeypatch.setattr(
         torch._inductor, "compile", lambda graph, inputs: compiled.append(graph) or graph
     )

@@ -13,18 +13,18 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from keras_recurrent import which_generation
-from keras_recurrent.generation import torch_ways
-from keras_recurrent.generation.torch_cuda_graph import (
+from keras_recurrent.generation.torch import runner
+from keras_recurrent.generation.torch.cuda_graph import (
     RECENT,
     Captured,
     Graphs,
     side_by_side,
     write_over,
 )
-from keras_recurrent.generation.torch_rows import Rows
-from keras_recurrent.generation.torch_sampling import Choice
-from keras_recurrent.generation.torch_step import Step, _with_numbers
-from keras_recurrent.generation.torch_ways import _Replayed, _Run
+from keras_recurrent.generation.torch.loop import Rows
+from keras_recurrent.generation.torch.runner import _Replayed, _Run
+from keras_recurrent.generation.torch.sampling import Choice
+from keras_recurrent.generation.torch.step import Step, _with_numbers
 from tests.models.tiny import any_family, tiny_causal_lm
 
 
@@ -124,9 +124,9 @@ def test_a_graph_that_found_no_memory_is_tried_again(error, tried, monkeypatch):
         tries.append(arguments)
         raise error
 
-    monkeypatch.setattr(torch_ways, "Captured", captured)
-    monkeypatch.setattr(torch_ways.Ways, "_refused", lambda self, device: None)
-    ways, cache = torch_ways.Ways(model, None), model.backbone.get_initial_state(1)
+    monkeypatch.setattr(runner, "Captured", captured)
+    monkeypatch.setattr(runner.Ways, "_refused", lambda self, device: None)
+    ways, cache = runner.Ways(model, None), model.backbone.get_initial_state(1)
     token = torch.ones((1, 1), dtype=torch.int32, device=keras.tree.flatten(cache)[0].device)
     for _ in range(2):
         with ways.tokens(token, cache, Choice(keras_hub.samplers.GreedySampler())) as walk:

@@ -11,7 +11,7 @@ import torch
 from keras_recurrent import implementation
 from keras_recurrent.backends.triton._decoding import largest as _largest
 from keras_recurrent.backends.triton._device.common import INTERPRETED
-from keras_recurrent.generation import torch_sampling
+from keras_recurrent.generation.torch import sampling
 
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs an NVIDIA GPU or Triton's interpreter", allow_module_level=True)
@@ -60,7 +60,7 @@ def test_greedy_choices_are_made_by_it(monkeypatch):
     largest = _largest.largest
     monkeypatch.setattr(_largest, "largest", lambda x: calls.append(x) or largest(x))
     logits = torch.randn(2, 50, device=DEVICE)
-    choice = torch_sampling.Choice(keras_hub_sampler())
+    choice = sampling.Choice(keras_hub_sampler())
     with implementation("triton"):
         chosen = choice(logits)
     assert len(calls) == 1
@@ -72,7 +72,7 @@ def test_greedy_choices_are_made_by_it(monkeypatch):
 def test_greedy_choices_are_written_behind_others():
     recent = torch.arange(8, dtype=torch.int32, device=DEVICE).reshape(2, 4)
     expected, token = recent.clone(), recent[:, -1:].clone()
-    choice = torch_sampling.Choice(keras_hub_sampler())
+    choice = sampling.Choice(keras_hub_sampler())
     for seed in range(3):
         logits = torch.randn(2, 5000, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
         with implementation("triton"):
@@ -84,7 +84,7 @@ def test_greedy_choices_are_written_behind_others():
 
 def test_others_are_not_written_by_it():
     token = torch.tensor([[3]], device=DEVICE)
-    choice = torch_sampling.Choice(keras_hub_sampler("random"))
+    choice = sampling.Choice(keras_hub_sampler("random"))
     with implementation("triton"):
         assert not choice.writes(torch.zeros(1, 5, device=DEVICE), token, token.clone())
     assert token.item() == 3

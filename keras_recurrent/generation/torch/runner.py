@@ -12,8 +12,8 @@ import torch
 
 from keras_recurrent.backends.torch._hooks import why_calls_are_seen
 from keras_recurrent.dispatch import chosen_name
-from keras_recurrent.generation.torch_cuda_graph import Captured, Graphs
-from keras_recurrent.generation.torch_step import Step
+from keras_recurrent.generation.torch.cuda_graph import Captured, Graphs
+from keras_recurrent.generation.torch.step import Step
 from keras_recurrent.generation.ways import tell
 from keras_recurrent.layers import one_token
 
@@ -38,8 +38,8 @@ class Ways:
         """A `Walk` from `token` [B, 1] and `cache`, which it may write over.
 
         Args:
-            choice: the `torch_sampling.Choice` of the next tokens.
-            rows: the `torch_rows.Rows` that say which rows go on; None: all do.
+            choice: the `sampling.Choice` of the next tokens.
+            rows: the `loop.Rows` that say which rows go on; None: all do.
         """
         step, flat = self._step(cache, rows is not None), _contiguous(cache)
         with self._way(step, token, flat, choice, rows) as (graph, run):

@@ -40,7 +40,7 @@ class Programs:
         return self._read(token_ids, lengths, cache)
 
     def write(self, token_ids, lengths, stop_token_ids, cache=None, keep=False):
-        """Rows with new tokens, as `torch_loop.Loop.write`."""
+        """Rows with new tokens, as `torch.loop.Loop.write`."""
         tell(self._model, "program")
         given = _padded(token_ids, lengths)
         if keep and cache is None:
@@ -50,7 +50,7 @@ class Programs:
         return token_ids[:, : int(given[2])], lengths, after[0] if keep else None
 
     def steps(self, token_ids, lengths, stop_token_ids, cache=None):
-        """What writes token by token, as `torch_loop.Loop.steps`."""
+        """What writes token by token, as `torch.loop.Loop.steps`."""
         tell(self._model, "steps")
         if cache is None:
             cache = initial_cache(self._model, len(lengths), token_ids.shape[1], keep=True)

@@ -8,7 +8,7 @@ from keras import ops
 from keras_recurrent.checks.arguments import check_boolean
 from keras_recurrent.devices.jax_layouts import any_number_of_rows
 from keras_recurrent.generation.cache import new_cache
-from keras_recurrent.generation.fit import fit_of
+from keras_recurrent.generation.cache_key import fit_of
 from keras_recurrent.generation.generate import make_loops, make_writer, only_chooses
 from keras_recurrent.generation.lengths import bucket
 from keras_recurrent.generation.prompts import (

@@ -30,8 +30,8 @@ class Captured:
         weights: the tensors of the model's weights.
         prepared: tensors that depend on weights alone; some of them may be weights.
         token, cache: example inputs.
-        choice: the `torch_sampling.Choice` that makes the next token; None: whoever replays.
-        rows: the `torch_rows.Rows` that say which rows go on; None: all do.
+        choice: the `sampling.Choice` that makes the next token; None: whoever replays.
+        rows: the `loop.Rows` that say which rows go on; None: all do.
     """
 
     def __init__(self, run, weights, prepared, token, cache, choice, rows):

@@ -1,0 +1,1 @@
+"""Steps, loops and CUDA graphs of generation on torch."""
