@@ -1,6 +1,9 @@
 """Dtypes of tensors: which are accepted, and which a sum has."""
 
+import math
+
 import keras
+import numpy as np
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = (
@@ -15,6 +18,11 @@ INTEGERS = (
 
 def dtype_of(tensor):
     return keras.backend.standardize_dtype(tensor.dtype)
+
+
+def bytes_of(array):
+    """The bytes of an array, a tensor or a variable."""
+    return math.prod(array.shape) * np.dtype(dtype_of(array)).itemsize
 
 
 def accumulation_dtype(*dtypes):

@@ -5,6 +5,8 @@ import numpy as np
 from keras import ops
 
 from keras_recurrent.checks.arguments import check_positive_integer
+from keras_recurrent.checks.dtypes import bytes_of
+from keras_recurrent.generation.cache_file import read_file, write_file
 from keras_recurrent.generation.cache_key import check_fit, fit_of
 
 
@@ -53,8 +55,6 @@ class GenerationCache:
 
     @property
     def nbytes(self):
-        from keras_recurrent.models.memory import bytes_of  # which imports this file in the end
-
         return sum(bytes_of(array) for array in keras.tree.flatten(self.state))
 
     def __repr__(self):
@@ -138,8 +138,6 @@ class GenerationCache:
             ImportError: safetensors is not installed.
             IsADirectoryError: `path` is a directory.
         """
-        from keras_recurrent.generation.cache_file import write_file  # only when asked for
-
         write_file(self, path)
 
     @classmethod
@@ -156,11 +154,8 @@ class GenerationCache:
                 the sizes, the dtype, quantization, low-rank weights (LoRA) or the weights, of
                 which 256 numbers each are compared.
         """
-        from keras_recurrent.generation.cache_file import read_file  # only when asked for
-        from keras_recurrent.models.recurrent_backbone import RecurrentBackbone
-
         fit, read = read_file(path)
-        if not isinstance(getattr(model, "backbone", None), RecurrentBackbone):
+        if not hasattr(getattr(model, "backbone", None), "cache_spec"):
             raise ValueError(
                 "`model` must be a language model of `keras_recurrent.models`; got a "
                 f"{type(model).__name__}."

@@ -9,14 +9,15 @@ from keras_recurrent.checks.arguments import check_boolean
 from keras_recurrent.devices.jax_layouts import any_number_of_rows
 from keras_recurrent.generation.cache import new_cache
 from keras_recurrent.generation.cache_key import fit_of
-from keras_recurrent.generation.generate import make_loops, make_writer, only_chooses
 from keras_recurrent.generation.lengths import bucket
+from keras_recurrent.generation.loops import make_loops, make_writer
 from keras_recurrent.generation.prompts import (
     check_rows,
     check_sampler,
     check_stop_tokens,
     find_prompts,
 )
+from keras_recurrent.generation.samplers import only_chooses
 from keras_recurrent.generation.stream import Stream
 from keras_recurrent.generation.ways import tell
 from keras_recurrent.training.samples import check_no_text

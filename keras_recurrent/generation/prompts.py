@@ -11,7 +11,6 @@ from keras_recurrent.checks.dtypes import check_dtype
 from keras_recurrent.checks.token_ids import check_token_ids
 from keras_recurrent.devices.jax_processes import whole
 from keras_recurrent.generation.cache import GenerationCache
-from keras_recurrent.generation.generate import tokens_and_lengths
 from keras_recurrent.training.samples import check_prompts
 
 
@@ -263,3 +262,9 @@ def check_stop_tokens(ids, vocabulary_size):
                 "`stop_token_ids` must be token ids, integers from 0 to "
                 f"{vocabulary_size - 1}; got {number!r} among them, which nothing would stop at."
             )
+
+
+def tokens_and_lengths(inputs):
+    """The tokens [B, T] of prompts, and their lengths [B]: NumPy arrays."""
+    token_ids, mask = (whole(inputs[name]) for name in ("token_ids", "padding_mask"))
+    return token_ids.astype("int32"), mask.astype("bool").sum(axis=1).astype("int32")

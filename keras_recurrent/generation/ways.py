@@ -3,6 +3,8 @@
 import weakref
 from typing import NamedTuple
 
+from keras_recurrent.layers import one_token
+
 WAYS = {
     "cuda_graph": "each token is one launch of a CUDA graph",
     "compiled": "torch's compiler made each step of the graph that was traced once",
@@ -61,9 +63,7 @@ def which_generation(model):
     >>> keras_recurrent.which_generation(model).name
     'eager'
     """
-    from keras_recurrent.models.recurrent_causal_lm import RecurrentCausalLM
-
-    if not isinstance(model, RecurrentCausalLM):
+    if not hasattr(model, "prefill"):
         raise TypeError(
             "`model` must be a language model of keras_recurrent, such as `HGRN2CausalLM`; got "
             f"{type(model).__name__}."
@@ -73,6 +73,4 @@ def which_generation(model):
 
 def tell(model, name, refused=None):
     """Sets what `which_generation` answers."""
-    from keras_recurrent.layers import one_token
-
     _last[model] = Way(name, refused or {}, one_token.unfused_blocks(model))

@@ -11,8 +11,8 @@ from keras_recurrent.devices.jax_layouts import where_divided
 from keras_recurrent.devices.jax_processes import whole
 from keras_recurrent.dispatch import chosen_name
 from keras_recurrent.generation import loop
-from keras_recurrent.generation.generate import takes_the_largest
 from keras_recurrent.generation.lengths import bucket, initial_cache
+from keras_recurrent.generation.samplers import takes_the_largest
 from keras_recurrent.generation.ways import tell
 from keras_recurrent.layers import one_token
 

@@ -10,6 +10,7 @@ import numpy as np
 from keras import backend, tree
 
 from keras_recurrent import compat
+from keras_recurrent.checkpoints import loading
 from keras_recurrent.checks.arguments import check_positive_integer
 from keras_recurrent.devices.jax_layouts import axis_size, where_divided
 from keras_recurrent.layers.tokens import initial_places
@@ -226,8 +227,6 @@ def backbone_of(model):
 
 def _without_weights(preset):
     """The network of a preset, whose weights have shapes but no values."""
-    from keras_recurrent.checkpoints import loading  # only when asked for
-
     loader = loading.get_loader(preset)
     cls = loader.check_backbone_class()
     if isinstance(loader, loading.NamedPresetLoader):
@@ -261,11 +260,6 @@ def _arrays_of_one_row(backbone, length):
     for i, block in enumerate(backbone.transformer_layers):
         for path, array in tree.flatten_with_path(block.own_initial_state(1, length)):
             yield ("blocks", i, *path), array
-
-
-def bytes_of(array):
-    """The bytes of an array, a tensor or a variable."""
-    return math.prod(array.shape) * _item_size(array)
 
 
 def _item_size(array):

@@ -6,8 +6,9 @@ from typing import NamedTuple
 from keras import tree
 
 from keras_recurrent.checks.arguments import check_number
+from keras_recurrent.checks.dtypes import bytes_of
 from keras_recurrent.layers import LocalAttention
-from keras_recurrent.models.memory import backbone_of, bytes_of, memory_sizes
+from keras_recurrent.models.memory import backbone_of, memory_sizes
 
 
 class DecodingTime(NamedTuple):

@@ -10,7 +10,7 @@ import keras
 import keras_hub
 import torch
 
-from keras_recurrent.generation.generate import takes_the_largest
+from keras_recurrent.generation.samplers import takes_the_largest
 from keras_recurrent.layers import one_token
 
 # Between reading the state of a sampler's generator and assigning the next one.

@@ -1,23 +1,18 @@
-"""What writes for a language model: its own loops, or KerasHub's."""
+"""Chooses the decoding loop for a sampler and backend."""
+
+from typing import Any
 
 import keras
-import keras_hub
 import numpy as np
 
-from keras_recurrent.devices.jax_processes import whole
+from keras_recurrent.generation.prompts import tokens_and_lengths
+from keras_recurrent.generation.samplers import only_chooses
 
-Sampler = keras_hub.samplers.Sampler
-
-
-def only_chooses(sampler):
-    """Whether it has no loop of its own, but chooses tokens from probabilities."""
-    names = "__call__", "run_loop"
-    return all(getattr(type(sampler), name) is getattr(Sampler, name) for name in names)
-
-
-def takes_the_largest(sampler):
-    """Whether it is KerasHub's greedy one: the largest logit has the largest probability."""
-    return type(sampler) is keras_hub.samplers.GreedySampler and sampler.temperature > 0
+Loops: Any
+if keras.config.backend() == "torch":
+    from keras_recurrent.generation.torch.loop import Loop as Loops
+else:
+    from keras_recurrent.generation.xla_programs import Programs as Loops
 
 
 def make_loops(model, compiled):
@@ -25,13 +20,7 @@ def make_loops(model, compiled):
 
     compiled: what `model.compile` got as `jit_compile`, None for "auto".
     """
-    if keras.config.backend() == "torch":
-        from keras_recurrent.generation.torch.loop import Loop
-
-        return Loop(model, compiled)
-    from keras_recurrent.generation.xla_programs import Programs
-
-    return Programs(model, compiled)
+    return Loops(model, compiled)
 
 
 def make_writer(model, loops):
@@ -64,9 +53,3 @@ def _by_sampler(model, loops):
             return model._generate_by_sampler(inputs, stop_token_ids, network)
 
     return write
-
-
-def tokens_and_lengths(inputs):
-    """The tokens [B, T] of prompts, and their lengths [B]: NumPy arrays."""
-    token_ids, mask = (whole(inputs[name]) for name in ("token_ids", "padding_mask"))
-    return token_ids.astype("int32"), mask.astype("bool").sum(axis=1).astype("int32")
