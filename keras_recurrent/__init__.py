@@ -20,13 +20,14 @@ from keras_recurrent import (
     layers,
     models,
     ops,
-    saved_classes,  # noqa: F401, it registers classes with Keras
     schedules,
     testing,
     tokenizers,
 )
+from keras_recurrent.checkpoints import hub_hooks
 from keras_recurrent.dispatch import implementation
 from keras_recurrent.generation.ways import which_generation
+from keras_recurrent.gqa import placeholders
 from keras_recurrent.layers import both_directions
 from keras_recurrent.ops.operation import which_implementation
 from keras_recurrent.training.loss_without_logits import which_loss
@@ -34,6 +35,8 @@ from keras_recurrent.tuning import autotune
 
 exporting.install()
 both_directions.install()
+hub_hooks.install()
+placeholders.install()
 
 __version__ = "0.2.0"
 

@@ -1,17 +1,10 @@
-"""The private names of Keras and KerasHub that are used, and the hooks for presets in KerasHub.
+"""The private names of Keras and KerasHub that are used.
 
 The tables below have them all, and a test compares them with the code.
-
-KerasHub finds presets by name in a closed dictionary and then loads files. Its `get_preset_loader`
-is replaced here by one that also knows this package's names and checkpoints, for `from_preset` of
-all models, tokenizers and preprocessors, KerasHub's base classes included. Preprocessors and
-tokenizers are looked up by the class of the backbone. A backbone that differs from one of
-KerasHub's only inside the model names that class in its attribute `preprocessed_as`.
 """
 
 import functools
 import importlib
-from typing import Any
 
 # Names of modules inside KerasHub and Keras, each imported when a name of it is first asked for.
 SOURCE_NAMES = {
@@ -42,6 +35,14 @@ SOURCE_NAMES = {
     "preprocessing_function": "keras_hub.src.utils.tensor_utils",
     "print_msg": "keras.src.utils.io_utils",
     "register_presets": "keras_hub.src.utils.preset_utils",
+}
+
+# Modules of KerasHub with a `from_preset`, whose functions `checkpoints/hub_hooks.py` replaces.
+PRESET_MODULES = {
+    "backbone": "keras_hub.src.models.backbone",
+    "preprocessor": "keras_hub.src.models.preprocessor",
+    "task": "keras_hub.src.models.task",
+    "tokenizer": "keras_hub.src.tokenizers.tokenizer",
 }
 
 # Private attributes and methods that are read, called or overridden, and the classes that have
@@ -132,60 +133,15 @@ def __getattr__(name):
     return getattr(importlib.import_module(SOURCE_NAMES[name]), name)
 
 
-def _get_preset_loader(preset):
-    from keras_recurrent.checkpoints import loading  # only when asked for: it reads files
-
-    return loading.get_loader(preset)
-
-
-def find_class(preset, cls, backbone_cls):
-    """The class, of those that are built on `cls`, for the backbone of a preset.
-
-    Raises:
-        ValueError: there is none; names the classes that do take the backbone.
-    """
-    root = next(c for c in cls.__mro__ if c.__module__ in REPLACED_NAMES)
-    fitting = [c for c in __getattr__("list_subclasses")(root) if c.backbone_cls == backbone_cls]
-    if not any(issubclass(c, cls) for c in fitting):
-        # A language model rather than a classifier, if that is what was asked for.
-        kind = next(c for c in cls.__mro__ if c.__module__.startswith("keras_hub."))
-        fitting = [c for c in fitting if issubclass(c, kind)] or fitting
-        names = sorted({f"`{c.__name__}`" for c in fitting}) or [f"`{backbone_cls.__name__}`"]
-        raise ValueError(
-            f"{_name_of(preset)!r} is no preset of `{cls.__name__}`: its network is a "
-            f"`{backbone_cls.__name__}`. Call `from_preset` of {' or '.join(names)} instead."
-        )
-    return __getattr__("find_subclass")(_name_of(preset), cls, backbone_cls)
+def replace_names(module, **replacements):
+    """Puts other functions in the place of those that a module of KerasHub has by these names."""
+    for name, replacement in replacements.items():
+        setattr(importlib.import_module(module), name, replacement)
 
 
-def _find_preprocessing_class(preset, cls, backbone_cls):
-    backbone_cls = getattr(backbone_cls, "preprocessed_as", backbone_cls)
-    if cls.backbone_cls is backbone_cls:
-        return cls
-    return find_class(preset, cls, backbone_cls)
-
-
-def _name_of(preset):
-    """For errors. KerasHub's `from_preset` gets a loader where the loader is known already."""
-    return getattr(preset, "preset", preset)
-
-
-# What is replaced in the modules of KerasHub that have a `from_preset`.
-REPLACED_NAMES: dict[str, dict[str, Any]] = {
-    "keras_hub.src.models.backbone": {"get_preset_loader": _get_preset_loader},
-    "keras_hub.src.models.preprocessor": {
-        "get_preset_loader": _get_preset_loader,
-        "find_subclass": _find_preprocessing_class,
-    },
-    "keras_hub.src.models.task": {
-        "get_preset_loader": _get_preset_loader,
-        "find_subclass": find_class,
-    },
-    "keras_hub.src.tokenizers.tokenizer": {
-        "get_preset_loader": _get_preset_loader,
-        "find_subclass": _find_preprocessing_class,
-    },
-}
+def installed_preset_loader(preset):
+    """The loader of a preset, by the function that `from_preset` of a tokenizer calls."""
+    return importlib.import_module(PRESET_MODULES["tokenizer"]).get_preset_loader(preset)
 
 
 def replace_exporter(name, make):
@@ -204,8 +160,3 @@ def check_before_calls(cls, check):
         return original(self, *args, **kwargs)
 
     cls.__call__ = call
-
-
-for _module, _replacements in REPLACED_NAMES.items():
-    for _name, _replacement in _replacements.items():
-        setattr(importlib.import_module(_module), _name, _replacement)

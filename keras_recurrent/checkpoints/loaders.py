@@ -63,18 +63,18 @@ class NamedPresetLoader(RecurrentPresetLoader):
         name: string, the preset.
         backbone_cls: the class of its backbone.
         row: the row of its table in `keras_recurrent.presets`.
+        get_loader: the function that makes a loader of published weights.
     """
 
-    def __init__(self, name, backbone_cls, row):
+    def __init__(self, name, backbone_cls, row, get_loader):
         super().__init__(name, {}, backbone_cls)
         self.row = row
+        self._get_loader = get_loader
 
     @functools.cached_property
     def published(self):
         """The loader of the published weights."""
-        from keras_recurrent.checkpoints import loading  # which imports this module
-
-        return loading.get_loader(self.row.weights)
+        return self._get_loader(self.row.weights)
 
     def has_weights(self):
         return self.row.weights is not None

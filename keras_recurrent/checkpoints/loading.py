@@ -10,7 +10,7 @@ import os
 import keras
 import keras_hub
 
-from keras_recurrent import compat, saved_classes
+from keras_recurrent import compat
 from keras_recurrent.checkpoints import files, layout, names
 from keras_recurrent.checkpoints.loaders import (
     CheckpointLoader,
@@ -25,6 +25,7 @@ from keras_recurrent.checkpoints.overrides import (
     split_overrides,
 )
 from keras_recurrent.checks.arguments import check_boolean
+from keras_recurrent.gqa import placeholders
 
 HINT = (
     "`presets` of a model's class lists its names; a model on the Hugging Face Hub is "
@@ -48,7 +49,7 @@ def get_loader(preset):
             f"{preset!r}. A path goes in as `str(path)`."
         )
     if preset in names.PRESETS:
-        return NamedPresetLoader(preset, *names.PRESETS[preset])
+        return NamedPresetLoader(preset, *names.PRESETS[preset], get_loader)
     elsewhere = preset in compat.BUILTIN_PRESETS or "://" in preset or os.path.exists(preset)
     if not elsewhere:
         near = difflib.get_close_matches(preset, names.PRESETS, n=4)
@@ -78,7 +79,7 @@ def _loader_of_files(preset):
         return CheckpointLoader(preset_files, config, *found)
     if "registered_name" in config:
         # A class of ours that was not imported yet is only known to Keras by its name.
-        saved_classes.import_class(config["registered_name"])
+        placeholders.import_class(config["registered_name"])
         if not isinstance(config.get("config"), dict):
             raise ValueError(f"{files.CONFIG_FILE} of {preset!r} has no 'config' of its class.")
         return SavedPresetLoader(preset, config)
@@ -88,6 +89,31 @@ def _loader_of_files(preset):
         raise ValueError(
             f"{files.CONFIG_FILE} of {preset!r} is of no model that is known: {error}"
         ) from error
+
+
+def find_class(preset, cls, backbone_cls):
+    """The class, of those that are built on `cls`, for the backbone of a preset.
+
+    Raises:
+        ValueError: there is none; names the classes that do take the backbone.
+    """
+    root = next(c for c in cls.__mro__ if c.__module__ in compat.PRESET_MODULES.values())
+    fitting = [c for c in compat.list_subclasses(root) if c.backbone_cls == backbone_cls]
+    if not any(issubclass(c, cls) for c in fitting):
+        # A language model rather than a classifier, if that is what was asked for.
+        kind = next(c for c in cls.__mro__ if c.__module__.startswith("keras_hub."))
+        fitting = [c for c in fitting if issubclass(c, kind)] or fitting
+        names = sorted({f"`{c.__name__}`" for c in fitting}) or [f"`{backbone_cls.__name__}`"]
+        raise ValueError(
+            f"{_name_of(preset)!r} is no preset of `{cls.__name__}`: its network is a "
+            f"`{backbone_cls.__name__}`. Call `from_preset` of {' or '.join(names)} instead."
+        )
+    return compat.find_subclass(_name_of(preset), cls, backbone_cls)
+
+
+def _name_of(preset):
+    """For errors. KerasHub's `from_preset` gets a loader where the loader is known already."""
+    return getattr(preset, "preset", preset)
 
 
 def resolve_task(cls, preset, load_weights, overrides):
@@ -104,7 +130,7 @@ def resolve_task(cls, preset, load_weights, overrides):
     loader = get_loader(preset)
     backbone_cls = loader.check_backbone_class()
     if cls.backbone_cls != backbone_cls:
-        compat.find_class(preset, cls, backbone_cls)  # raises where there is none
+        find_class(preset, cls, backbone_cls)  # raises where there is none
     load_weights = _resolve_load_weights(loader, load_weights)
     if load_weights and "num_classes" not in overrides:
         _check_weights_of_head(loader, cls)

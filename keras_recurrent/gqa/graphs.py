@@ -5,7 +5,31 @@ import keras
 from keras_recurrent.gqa import sites as attention
 from keras_recurrent.gqa.pooling import transfer
 from keras_recurrent.gqa.regroup import regroup, regroup_built, replace_layer
-from keras_recurrent.saved_classes import GroupedModel
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class GroupedModel(keras.Model):
+    """A functional model where layers of other classes hold grouped attention layers.
+
+    The configurations of those layers do not say so. That of this model therefore has the
+    multi-head model, and how many key and value heads each of its attention layers got.
+    """
+
+    def __init__(self, inputs, outputs, multi_head, groups, name=None):
+        super().__init__(inputs, outputs, name=name)
+        self.multi_head = multi_head
+        self.groups = groups
+
+    def get_config(self):
+        # Keys of a JSON object are strings.
+        groups = {str(i): heads for i, heads in self.groups.items()}
+        return {"multi_head": self.multi_head, "groups": groups}
+
+    @classmethod
+    def from_config(cls, config, custom_objects=None):
+        model = keras.saving.deserialize_keras_object(config["multi_head"], custom_objects)
+        groups = {int(i): heads for i, heads in config["groups"].items()}
+        return rebuild(model, groups, config["multi_head"])
 
 
 def convert_graph(model, pooling, where):

@@ -5,8 +5,6 @@ from typing import Any, NamedTuple
 
 import keras
 
-from keras_recurrent.saved_classes import ScheduleTail
-
 
 class Uptraining(NamedTuple):
     """What `compile` and `fit` need to go on for a fraction of the original training.
@@ -77,6 +75,27 @@ def uptraining(original_steps, learning_rate, fraction=0.05, tail=False):
             f"{learning_rate!r}, which stays."
         )
     return Uptraining(steps, learning_rate, [StopAfter(steps)])
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class ScheduleTail(keras.optimizers.schedules.LearningRateSchedule):
+    """A schedule from one of its steps on: rate(t) = schedule(start + t)."""
+
+    def __init__(self, schedule, start):
+        self.schedule = schedule
+        self.start = start
+
+    def __call__(self, step):
+        return self.schedule(step + self.start)
+
+    def get_config(self):
+        schedule = keras.optimizers.schedules.serialize(self.schedule)
+        return {"schedule": schedule, "start": self.start}
+
+    @classmethod
+    def from_config(cls, config):
+        schedule = keras.optimizers.schedules.deserialize(config["schedule"])
+        return cls(schedule, config["start"])
 
 
 class StopAfter(keras.callbacks.Callback):

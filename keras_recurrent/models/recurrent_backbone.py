@@ -4,6 +4,8 @@ import keras
 import keras_hub
 from keras import ops
 
+from keras_recurrent.checkpoints import loading
+from keras_recurrent.checkpoints.export import export
 from keras_recurrent.checks.arguments import check_positive_integer
 from keras_recurrent.checks.shapes import check_rank_known
 from keras_recurrent.checks.states import check_per_token, check_sizes_of_state, check_state
@@ -85,8 +87,6 @@ class RecurrentBackbone(
         >>> backbone.count_params()
         921088
         """
-        from keras_recurrent.checkpoints import loading  # only when asked for
-
         loader, load_weights, kwargs = loading.resolve_backbone(cls, preset, load_weights, kwargs)
         return super().from_preset(loader, load_weights, **kwargs)
 
@@ -217,8 +217,6 @@ class RecurrentBackbone(
 
     def export_to_transformers(self, path, dtype=None, max_shard_size=5):
         """Writes the network as a checkpoint; see the method of the language model."""
-        from keras_recurrent.checkpoints.export import export  # only when asked for
-
         export(self, path, dtype=dtype, max_shard_size=max_shard_size)
 
     def rematerialized_call(self, layer_call, *args, **kwargs):

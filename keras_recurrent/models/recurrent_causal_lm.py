@@ -7,6 +7,8 @@ import keras_hub
 import numpy as np
 from keras import ops
 
+from keras_recurrent.checkpoints import loading
+from keras_recurrent.checkpoints.export import export
 from keras_recurrent.checks.shapes import check_rank_known
 from keras_recurrent.checks.token_ids import check_token_ids
 from keras_recurrent.generation.causal_lm import GeneratingCausalLM
@@ -118,8 +120,6 @@ class RecurrentCausalLM(
         >>> model.backbone.num_layers, model.preprocessor.sequence_length
         (2, 64)
         """
-        from keras_recurrent.checkpoints import loading  # only when asked for
-
         loader, load_weights, kwargs = loading.resolve_task(cls, preset, load_weights, kwargs)
         return super().from_preset(loader, load_weights, **kwargs)
 
@@ -221,8 +221,6 @@ class RecurrentCausalLM(
         >>> again.count_params() == model.count_params()
         True
         """
-        from keras_recurrent.checkpoints.export import export  # only when asked for
-
         tokenizer = getattr(self.preprocessor, "tokenizer", None)
         export(self.backbone, path, tokenizer, dtype, max_shard_size)
 

@@ -5,6 +5,7 @@ import keras_hub
 import numpy as np
 from keras import ops
 
+from keras_recurrent.checkpoints import loading
 from keras_recurrent.checks.arguments import check_boolean, check_positive_integer
 from keras_recurrent.models.classifier_head import LastToken, Logits
 from keras_recurrent.models.parts import check_parts
@@ -139,8 +140,6 @@ class RecurrentTextClassifier(
         >>> model.output_shape, model.preprocessor.sequence_length
         ((None, 3), 64)
         """
-        from keras_recurrent.checkpoints import loading  # only when asked for
-
         loader, load_weights, kwargs = loading.resolve_task(cls, preset, load_weights, kwargs)
         return super().from_preset(loader, load_weights, **kwargs)
 

@@ -87,9 +87,7 @@ class SentencePieceTokenizer(keras_hub.tokenizers.SentencePieceTokenizer):
         Raises:
             ValueError: the tokenizer there is another one, or there is none.
         """
-        from keras_recurrent.checkpoints import loading  # only when asked for
-
-        tokenizer = loading.get_loader(preset).load_tokenizer(cls, **kwargs)
+        tokenizer = compat.installed_preset_loader(preset).load_tokenizer(cls, **kwargs)
         if not isinstance(tokenizer, cls):
             raise ValueError(f"The tokenizer of {preset!r} is a `{type(tokenizer).__name__}`.")
         if tokenizer.proto is None:

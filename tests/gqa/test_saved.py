@@ -8,9 +8,8 @@ import keras_hub
 import numpy as np
 import pytest
 
-from keras_recurrent import saved_classes
 from keras_recurrent.conversion import convert_to_gqa, uptraining
-from keras_recurrent.gqa import attentions, graphs, hub_models
+from keras_recurrent.gqa import attentions, graphs, hub_models, placeholders
 from keras_recurrent.gqa import uptraining as uptraining_module
 from tests.gqa.oracle import numpy, set_weights
 from tests.processes import fresh_process
@@ -28,7 +27,8 @@ import keras_recurrent
 import keras, keras_hub
 import numpy as np
 
-assert not [name for name in sys.modules if name.startswith("keras_recurrent.gqa")]
+loaded = {name for name in sys.modules if name.startswith("keras_recurrent.gqa")}
+assert loaded == {"keras_recurrent.gqa", "keras_recurrent.gqa.placeholders"}
 arguments = json.loads(sys.argv[1])
 loaded = []
 for path, kind, inputs in arguments:
@@ -146,12 +146,11 @@ def test_every_registered_class_is_known_from_the_start():
         and keras.saving.get_registered_name(cls) != cls.__name__
     }
     assert registered == {
-        name: module for module, names in saved_classes.MODULES.items() for name in names
+        name: module for module, names in placeholders.MODULES.items() for name in names
     }
     for name in registered:
         cls = keras.saving.get_registered_object(f"keras_recurrent>{name}")
-        assert not issubclass(cls, saved_classes.Placeholder)  # its module is imported here
-    assert graphs.GroupedModel is saved_classes.GroupedModel
+        assert not issubclass(cls, placeholders.Placeholder)  # its module is imported here
 
 
 @pytest.mark.once
@@ -163,7 +162,7 @@ def test_a_placeholder_makes_way_for_the_class():
     objects = keras.saving.get_custom_objects()
     placeholder = type(
         "GroupedBloomAttention",
-        (saved_classes.Placeholder,),
+        (placeholders.Placeholder,),
         {"module": attentions.__name__},
     )
     try:

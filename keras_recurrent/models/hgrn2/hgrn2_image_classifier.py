@@ -3,6 +3,7 @@
 import keras
 import keras_hub
 
+from keras_recurrent.checkpoints import loading
 from keras_recurrent.models.hgrn2.hgrn2_vision_backbone import HGRN2VisionBackbone
 from keras_recurrent.training.saved_training import SavedTraining
 from keras_recurrent.training.torch_training import CheckedTorchTraining
@@ -111,7 +112,5 @@ class HGRN2ImageClassifier(CheckedTorchTraining, SavedTraining, keras_hub.models
                 none, or an argument that nothing understands.
             FileNotFoundError: a directory of `save_to_preset` without its `.weights.h5` files.
         """
-        from keras_recurrent.checkpoints import loading  # only when asked for
-
         loader, load_weights, kwargs = loading.resolve_task(cls, preset, load_weights, kwargs)
         return super().from_preset(loader, load_weights, **kwargs)

@@ -3,6 +3,7 @@
 import keras
 import keras_hub
 
+from keras_recurrent.checkpoints import loading
 from keras_recurrent.layers import BidirectionalHGRN2, LowerBounds, RMSNorm, SwiGLU
 from keras_recurrent.models.lora import LoraBackbone
 from keras_recurrent.models.recurrent_backbone import check_sizes
@@ -150,8 +151,6 @@ class HGRN2VisionBackbone(CheckedTorchTraining, LoraBackbone, keras_hub.models.B
         ... ).output_shape
         (None, 14, 14, 192)
         """
-        from keras_recurrent.checkpoints import loading  # only when asked for
-
         loader, load_weights, kwargs = loading.resolve_backbone(cls, preset, load_weights, kwargs)
         return super().from_preset(loader, load_weights, **kwargs)
 
