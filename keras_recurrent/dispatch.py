@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import keras
 
-from keras_recurrent import import_order
+from keras_recurrent import import_order, portable
 from keras_recurrent.backends import host, reference
 from keras_recurrent.devices import split_time
 
@@ -181,8 +181,6 @@ def _implemented(operation, name):
 
 def portable_module(operation):
     """What exporters take of an operation, or the reason why there is nothing."""
-    from keras_recurrent import portable  # later: it is written in operations of Keras
-
     found = f"{portable.__name__}.{operation}"
     if importlib.util.find_spec(found) is None:
         return f"there is no keras_recurrent/portable/{operation}.py"

@@ -20,6 +20,9 @@ import importlib.util
 
 from .. import host
 
+if host.framework == "jax":
+    from ..jax import _gpu
+
 
 def unavailable():
     """Why nothing in this folder can be imported; None if it can."""
@@ -34,6 +37,4 @@ def unavailable():
             "TensorFlow was imported before triton, which would now end in a segmentation fault; "
             "import keras_recurrent first, or begin the program with `import triton`"
         )
-    from ..jax import _gpu
-
     return _gpu.unavailable()

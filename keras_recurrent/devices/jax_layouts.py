@@ -37,6 +37,9 @@ from keras import ops
 
 from keras_recurrent.backends.constants import SEQUENCE
 
+if keras.config.backend() == "jax":
+    from keras_recurrent.backends.jax import _layouts
+
 ON_JAX = keras.config.backend() == "jax"  # where Keras has distributions; read once, for compilers
 
 
@@ -187,8 +190,6 @@ def flat_tokens(x):
     if distribution is None or not _parts_of_rows(distribution, x):
         flat = ops.reshape(x, (-1, x.shape[-1]))
         return flat, lambda y: ops.reshape(y, (batch, length, y.shape[-1]))
-    from keras_recurrent.backends.jax import _layouts
-
     where = distribution.device_mesh.backend_mesh, distribution.batch_dim_name
     flat = _layouts.flat_tokens(x, *where)
     return flat, lambda y: _layouts.rows_of_tokens(y, (batch, length), *where)

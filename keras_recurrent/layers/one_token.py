@@ -16,6 +16,9 @@ from keras_recurrent.ops.gated_linear_unit import gated_linear_unit
 from keras_recurrent.ops.norm_linear import norm_linear
 from keras_recurrent.ops.norm_quantized_linear import norm_quantized_linear
 
+if dispatch.BACKEND == "torch":
+    from keras_recurrent.layers.torch_calls import product_with_bias
+
 
 class _Writing(threading.local):
     now = False
@@ -140,8 +143,6 @@ def _map(dense, x):
     """dense(x) for x [B, D]."""
     if dispatch.BACKEND != "torch" or not dense.use_bias or dense.quantization_mode is not None:
         return dense(x)
-    from keras_recurrent.layers.torch_calls import product_with_bias
-
     return product_with_bias(dense, ops.cast(x, dense.compute_dtype))
 
 

@@ -1,0 +1,229 @@
+"""Imports run downward: no file imports from a room above its own, and there is no circle.
+
+The graph is built from the syntax trees: imports at the top of a file and inside functions, and the
+modules that are named by strings, which `importlib` and a module's `__getattr__` take.
+"""
+
+import ast
+import pathlib
+import re
+
+import pytest
+
+pytestmark = pytest.mark.once
+
+ROOT = pathlib.Path(__file__).parents[1]
+PACKAGE = "keras_recurrent"
+# From the ground up. A room imports from itself and from the rooms in lines above its own; rooms in
+# the same line do not import from each other.
+FLOORS = [
+    "backends presets import_order",
+    "compat progress",
+    "checks",
+    "portable devices",
+    "dispatch",
+    "ops",
+    "layers tokenizers datasets",
+    "training gqa export",
+    "checkpoints",
+    "generation",
+    "models",
+]
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms.split()}
+TOP = len(FLOORS)  # the other modules at the root of the package, and faces anywhere
+
+PACKAGE_MISSING = "imports a package that may be missing"
+LAZY_FACE = "a public name that is imported when it is first used"
+# {(file, module that is imported inside one of its functions): reason}
+INSIDE_FUNCTIONS = {
+    ("keras_recurrent/datasets/__init__.py", "datasets.packed_text"): LAZY_FACE,
+    ("keras_recurrent/dispatch.py", "backends"): PACKAGE_MISSING,
+    ("keras_recurrent/generation/torch/sampling.py", "backends.triton._decoding.largest"): (
+        PACKAGE_MISSING
+    ),
+    ("keras_recurrent/layers/one_token.py", "backends.triton._decoding.embedding"): PACKAGE_MISSING,
+    ("keras_recurrent/layers/one_token.py", "backends.triton._decoding.soft_cap"): PACKAGE_MISSING,
+    ("keras_recurrent/training/sources.py", "training.grain_loader"): PACKAGE_MISSING,
+    ("keras_recurrent/tuning.py", "backends.triton._runtime.search"): PACKAGE_MISSING,
+}
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+NAMES_MODULES = re.compile(rf'"{PACKAGE}\.[a-z]')  # in the source of a file
+
+
+def _files():
+    """`{name of a module: its file}`; links to `backends` and `presets` are not followed."""
+    files = {}
+    for folder in (PACKAGE, "backends", "presets"):
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            parts = file.relative_to(ROOT).with_suffix("").parts
+            if parts[:2] in ((PACKAGE, "backends"), (PACKAGE, "presets")):
+                continue
+            parts = parts[:-1] if parts[-1] == "__init__" else parts
+            files[".".join(parts if folder == PACKAGE else (PACKAGE, *parts))] = file
+    return files
+
+
+class Graph:
+    """The imports of every module from modules of the package.
+
+    Attributes:
+        files: `{module: its file}`.
+        imports: `{module: {(imported module, whether a function imports it)}}`.
+        faces: the modules of a docstring, imports and `__all__` alone that import from other rooms.
+    """
+
+    def __init__(self, sources):
+        """sources: `{module: (its file, its source)}`."""
+        self.files = {name: file for name, (file, _) in sources.items()}
+        self.imports, self.faces = {}, set()
+        for name, (_, source) in sources.items():
+            tree = ast.parse(source)
+            self.imports[name] = self._imports(name, tree, bool(NAMES_MODULES.search(source)))
+            others = any(room(target) != room(name) for target, _ in self.imports[name])
+            if others and all(map(_is_of_a_face, tree.body)):
+                self.faces.add(name)
+
+    def _imports(self, name, tree, with_strings):
+        found = set()
+
+        def visit(node, inside, imported):
+            """imported: whether strings here name what is imported."""
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                found.update((target, inside) for target in self._targets(name, node))
+            elif isinstance(node, ast.Constant):
+                if isinstance(node.value, str) and imported:
+                    # Of a formatted string, it is the part in front of the first brace.
+                    target = node.value.removesuffix(".")
+                    found.update({(target, inside)} if target in self.files else ())
+                return
+            elif isinstance(node, ast.expr) and not with_strings:
+                return
+            elif isinstance(node, FUNCTIONS):
+                inside, imported = True, False
+            elif isinstance(node, ast.Call) and inside:
+                imported = getattr(node.func, "attr", "") == "import_module"
+            for child in ast.iter_child_nodes(node):
+                visit(child, inside, imported)
+
+        visit(tree, False, True)
+        return {(target, inside) for target, inside in found if target not in (name, PACKAGE)}
+
+    def _targets(self, name, node):
+        if isinstance(node, ast.Import):
+            return {alias.name for alias in node.names} & self.files.keys()
+        base = node.module
+        if node.level:
+            package = name.split(".")
+            if self.files[name].name != "__init__.py":
+                package.pop()
+            package = package[: len(package) + 1 - node.level]
+            base = ".".join([*package, *filter(None, [node.module])])
+        names = {f"{base}.{alias.name}" for alias in node.names}
+        return {target if target in self.files else base for target in names} & self.files.keys()
+
+    def floor(self, name):
+        return TOP if name in self.faces else FLOOR.get(room(name), TOP)
+
+    def upward(self):
+        """`(module, imported module)` of the imports that do not run downward."""
+        return sorted(
+            (name, target)
+            for name, imports in self.imports.items()
+            for target, _ in imports
+            if self.floor(target) > self.floor(name)
+            or (self.floor(target) == self.floor(name) < TOP and room(target) != room(name))
+        )
+
+    def circles(self):
+        """Lists of modules that import each other (strongly connected components, Tarjan)."""
+        index, low, stack, found = {}, {}, [], []
+
+        def visit(name):
+            index[name] = low[name] = len(index)
+            stack.append(name)
+            for target in sorted({target for target, _ in self.imports[name]}):
+                if target not in index:
+                    visit(target)
+                if target in stack:
+                    low[name] = min(low[name], low[target])
+            if low[name] == index[name]:
+                circle = stack[stack.index(name) :]
+                del stack[stack.index(name) :]
+                if len(circle) > 1:
+                    found.append(sorted(circle))
+
+        for name in self.imports:
+            if name not in index:
+                visit(name)
+        return found
+
+    def inside_functions(self):
+        """`(file, imported module)` of the imports inside functions."""
+        return {
+            (self.files[name].relative_to(ROOT).as_posix(), target.removeprefix(f"{PACKAGE}."))
+            for name, imports in self.imports.items()
+            for target, inside in imports
+            if inside
+        }
+
+
+def room(name):
+    """The part of a module's name after the package's; an empty string for the package itself."""
+    return name.split(".")[1] if "." in name else ""
+
+
+def _is_of_a_face(node):
+    if isinstance(node, ast.Assign):
+        return [getattr(target, "id", None) for target in node.targets] == ["__all__"]
+    is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return is_docstring or isinstance(node, (ast.Import, ast.ImportFrom))
+
+
+@pytest.fixture(scope="module")
+def sources():
+    return {name: (file, file.read_text()) for name, file in _files().items()}
+
+
+@pytest.fixture(scope="module")
+def graph(sources):
+    return Graph(sources)
+
+
+def test_there_is_no_circle(graph):
+    assert graph.circles() == []
+
+
+def test_no_import_runs_upward(graph):
+    assert graph.upward() == []
+
+
+def test_imports_inside_functions_are_listed(graph):
+    assert graph.inside_functions() == set(INSIDE_FUNCTIONS)
+    assert set(INSIDE_FUNCTIONS.values()) == {PACKAGE_MISSING, LAZY_FACE}
+    assert len(INSIDE_FUNCTIONS) <= 8
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("compat", "from keras_recurrent.layers import remat"),
+        ("compat", "def f():\n    from keras_recurrent.layers.remat import RecomputableLayer"),
+        ("compat", 'def f():\n    return importlib.import_module("keras_recurrent.layers.remat")'),
+        ("compat", '_MODULES = {"remat": "keras_recurrent.layers.remat"}'),
+        ("backends.torch._ring", "from ...layers import remat"),
+        ("layers.remat", "from keras_recurrent.devices.torch_modules import TorchModule"),
+    ],
+    ids=["module", "function", "importlib", "table", "relative", "face"],
+)
+def test_an_upward_import_is_found(sources, name, line):
+    name, face = f"{PACKAGE}.{name}", f"{PACKAGE}.devices.torch_modules"
+    planted = {n: (file, "") for n, (file, _) in sources.items()} | {face: sources[face]}
+    planted[name] = sources[name][0], f"{line}\nX = 1"  # of imports alone, it would be a face
+    assert [source for source, _ in Graph(planted).upward()] == [name]
+
+
+def test_a_circle_is_found(sources):
+    below, above = (f"{PACKAGE}.layers.{name}" for name in ("rms_norm", "hgrn2"))
+    planted = {n: (file, "") for n, (file, _) in sources.items()} | {above: sources[above]}
+    planted[below] = sources[below][0], f"def f():\n    from {above} import HGRN2"
+    assert Graph(planted).circles() == [[above, below]]
