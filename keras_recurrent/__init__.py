@@ -16,7 +16,6 @@ from keras_recurrent import (
     conversion,
     datasets,
     evaluation,
-    exporting,
     layers,
     models,
     ops,
@@ -24,8 +23,10 @@ from keras_recurrent import (
     testing,
     tokenizers,
 )
+from keras_recurrent import exporting as exporting
 from keras_recurrent.checkpoints import hub_hooks
 from keras_recurrent.dispatch import implementation
+from keras_recurrent.export import exporters
 from keras_recurrent.generation.ways import which_generation
 from keras_recurrent.gqa import placeholders
 from keras_recurrent.layers import both_directions
@@ -33,7 +34,7 @@ from keras_recurrent.ops.operation import which_implementation
 from keras_recurrent.training.loss_without_logits import which_loss
 from keras_recurrent.tuning import autotune
 
-exporting.install()
+exporters.install()
 both_directions.install()
 hub_hooks.install()
 placeholders.install()

@@ -49,7 +49,8 @@ def get_loader(preset):
             f"{preset!r}. A path goes in as `str(path)`."
         )
     if preset in names.PRESETS:
-        return NamedPresetLoader(preset, *names.PRESETS[preset], get_loader)
+        backbone_cls, row = names.PRESETS[preset]
+        return NamedPresetLoader(preset, backbone_cls, row, get_loader)
     elsewhere = preset in compat.BUILTIN_PRESETS or "://" in preset or os.path.exists(preset)
     if not elsewhere:
         near = difflib.get_close_matches(preset, names.PRESETS, n=4)

@@ -7,7 +7,7 @@ There is no custom operator and no custom gradient, and nothing is written in pl
 may be unknown when a graph is made, and a graph then holds for all of them, with a loop over time;
 where the length is known, there is no loop either.
 
-Keras's `model.export` takes these (see `keras_recurrent.exporting`), and so does everything inside
+Keras's `model.export` takes these (see `export/exporters.py`), and so does everything inside
 `with keras_recurrent.implementation("portable"):`, for tools of one's own. They are slower than the
 files of `backends/`, and hold more memory.
 """
