@@ -20,6 +20,7 @@ WITHOUT_EXAMPLES = (
     "keras_recurrent.devices.torch",
     "keras_recurrent.generation.torch",
     "keras_recurrent.lm_evaluation_harness",
+    "keras_recurrent.training.torch_modules",
 )
 
 
