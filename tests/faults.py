@@ -334,7 +334,7 @@ FAULTS = [
     # Triton kernels and portable operations
     Fault(
         "triton_gated_dlogf_diag",
-        "backends/triton/_gated_gradients.py",
+        "backends/triton/_linear_attention/gated_gradients.py",
         old=(
             "takers = as_matrix(row[:, None] <= row[None, :], one)\n"
             "    d_log_decay += sum_rows(takers, query * d_query - key * d_key_of_pairs, 2)"
@@ -351,7 +351,7 @@ FAULTS = [
     ),
     Fault(
         "triton_ce_cap_gradient",
-        "backends/triton/_crossentropy_kernel.py",
+        "backends/triton/_crossentropy/crossentropy_kernel.py",
         old="d *= 1.0 - bounded * bounded",
         new="d *= 1.0 - bounded",
         tests={
@@ -474,7 +474,7 @@ FAULTS = [
     ),
     Fault(
         "loss_mean_of_weights",
-        "keras_recurrent/models/loss_without_logits.py",
+        "keras_recurrent/training/loss_without_logits.py",
         old="return total / ops.sum(ops.ones_like(tokens, dtype=total.dtype)), best",
         new=(
             "return total / (ops.sum(ops.ones_like(tokens, dtype=total.dtype)) if sample_weight "
@@ -484,14 +484,14 @@ FAULTS = [
     ),
     Fault(
         "loss_padding_label",
-        "keras_recurrent/models/token_crossentropy.py",
+        "keras_recurrent/training/token_crossentropy.py",
         old='y_true = ops.where(ops.cast(counts, "bool"), y_true, ops.zeros_like(y_true))',
         new="pass",
         tests={"torch": "models/test_causal_lm.py::test_a_label_without_weight_may_be_any_number"},
     ),
     Fault(
         "resume_optimizer",
-        "keras_recurrent/models/saved_training.py",
+        "keras_recurrent/training/saved_training.py",
         old="        if optimizer_built:",
         new="        if not optimizer_built:",
         tests={"torch": "models/test_saving.py::test_keras_files_and_training_goes_on"},
@@ -517,7 +517,7 @@ FAULTS = [
     ),
     Fault(
         "rows_stop_late",
-        "keras_recurrent/generation/torch_rows.py",
+        "keras_recurrent/generation/torch/loop.py",
         old="goes_on = (self.room[:, None] > 0)",
         new="goes_on = (self.room[:, None] >= 0)",
         tests={
@@ -549,7 +549,7 @@ FAULTS = [
     ),
     Fault(
         "sampler_temperature",
-        "keras_recurrent/generation/torch_sampling.py",
+        "keras_recurrent/generation/torch/sampling.py",
         old="torch.softmax(logits.float() / sampler.temperature, dim=-1)",
         new="torch.softmax(logits.float(), dim=-1)",
         tests={
@@ -561,14 +561,14 @@ FAULTS = [
     ),
     Fault(
         "sampler_seed_not_returned",
-        "keras_recurrent/generation/torch_sampling.py",
+        "keras_recurrent/generation/torch/sampling.py",
         old="self._state.assign([self._first, self._counter + draws])",
         new="pass",
         tests={"torch": "generation/test_programs.py::test_no_draw_is_that_of_another_thread"},
     ),
     Fault(
         "top_p_shift",
-        "keras_recurrent/generation/torch_sampling.py",
+        "keras_recurrent/generation/torch/sampling.py",
         old="torch.cumsum(best, dim=-1)[:, :-1] > sampler.p",
         new="torch.cumsum(best, dim=-1)[:, 1:] > sampler.p",
         tests={
@@ -598,7 +598,7 @@ FAULTS = [
     # Checkpoints, conversion and tokenizers
     Fault(
         "rg_swap_xy",
-        "keras_recurrent/checkpoints/recurrent_gemma.py",
+        "keras_recurrent/models/griffin/checkpoint.py",
         old=(
             'yield from linear("temporal_block.linear_x", d, r, "temporal_block/linear_x")\n'
             '        yield from linear("temporal_block.linear_y", d, r, '
@@ -613,7 +613,7 @@ FAULTS = [
     ),
     Fault(
         "rg_window",
-        "keras_recurrent/checkpoints/recurrent_gemma.py",
+        "keras_recurrent/models/griffin/checkpoint.py",
         old="+ (0 if config.flag(COUNTS_ITSELF, default=False) else 1)",
         new="+ 0",
         tests={
@@ -625,7 +625,7 @@ FAULTS = [
     ),
     Fault(
         "rg_logit_not_negated",
-        "keras_recurrent/checkpoints/recurrent_gemma.py",
+        "keras_recurrent/models/griffin/checkpoint.py",
         old='f"{ours}/a_logit", NEGATED)',
         new='f"{ours}/a_logit")',
         tests={"torch": "checkpoints/test_recurrent_gemma.py::test_logits_of_packed_documents"},
@@ -663,7 +663,7 @@ FAULTS = [
     # Faults found before any test caught them
     Fault(
         "hgrn2_swap_conv",
-        "keras_recurrent/checkpoints/hgrn2.py",
+        "keras_recurrent/models/hgrn2/checkpoint.py",
         old='ours = f"temporal_block/{name}/kernel"',
         new=(
             "other = {'f_conv1d': 'i_conv1d', 'i_conv1d': 'f_conv1d'}.get(name, name)\n"
@@ -673,7 +673,7 @@ FAULTS = [
     ),
     Fault(
         "loss_soft_cap_lost",
-        "keras_recurrent/models/loss_without_logits.py",
+        "keras_recurrent/training/loss_without_logits.py",
         old="sample_weight, soft_cap=embedding.logit_soft_cap",
         new="sample_weight",
         tests=dict.fromkeys(BACKENDS, "models/test_loss_without_logits.py::test_soft_cap"),
