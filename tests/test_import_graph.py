@@ -14,8 +14,8 @@ pytestmark = pytest.mark.once
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = "keras_recurrent"
-# From the ground up. A room imports from itself and from the rooms in lines above its own; rooms in
-# the same line do not import from each other.
+# From the ground up. A room imports from itself and from the rooms in lines above its own, but not
+# from its neighbors in a line.
 FLOORS = [
     "backends presets import_order",
     "compat progress",

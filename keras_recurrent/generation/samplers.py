@@ -1,4 +1,4 @@
-"""Samplers of KerasHub: which have a loop of their own, and which take the largest logit."""
+"""Properties of KerasHub's samplers: a custom loop, and the choice of the largest logit."""
 
 import keras_hub
 
