@@ -70,11 +70,12 @@ test-all: $(VENV)/.test
 	$(MAKE) --keep-going --no-print-directory $(BACKENDS:%=test-%)
 
 # CI passes TESTS_<backend>, files and folders, and NIGHTLY_<backend>, those whose nightly tests run
-# as well. BUDGET=check compares CPU seconds with tests/durations.json.
+# as well; pytest exits with 5 if none of these is for the backend. BUDGET=check compares CPU seconds
+# with tests/durations.json.
 BUDGET ?=
 $(BACKENDS:%=test-%): test-%: $(VENV)/.test
 	KERAS_BACKEND=$* $(BIN)/python -m pytest $(PYTEST_ARGS) $(BUDGET:%=--budget=%) \
-	  $(NIGHTLY_$*:%=--nightly=%) $(TESTS_$*)
+	  $(NIGHTLY_$*:%=--nightly=%) $(TESTS_$*) $(if $(TESTS_$*),|| test $$? -eq 5)
 
 # Tests that depend on no backend; on torch, `make test` runs them with the others.
 test-once: $(VENV)/.test
@@ -82,8 +83,9 @@ test-once: $(VENV)/.test
 
 # If anything fails, list the failing tests that CI's selection would have skipped.
 test-nightly: $(VENV)/.test
+	rm -f .pytest_cache/failed_*.json
 	$(MAKE) --keep-going --no-print-directory $(BACKENDS:%=test-%) $(BACKENDS:%=NIGHTLY_%=tests) \
-	  faults || { $(PYTHON) tests/selection.py --unselected; exit 1; }
+	  test-export test-harness faults || { $(PYTHON) tests/selection.py --unselected; exit 1; }
 
 # Remove cached bytecode and programs first: CI starts from a fresh clone and compiles them too.
 durations: $(VENV)/.test
@@ -113,7 +115,8 @@ test-export:
 	$(MAKE) --keep-going --no-print-directory $(BACKENDS:%=test-export-%)
 
 $(BACKENDS:%=test-export-%): test-export-%: $(EXPORT)/.installed
-	EXPORT_RUNTIMES=installed KERAS_BACKEND=$* $(EXPORT)/bin/python -m pytest $(PYTEST_ARGS) tests/export
+	EXPORT_RUNTIMES=installed KERAS_BACKEND=$* $(EXPORT)/bin/python -m pytest $(PYTEST_ARGS) tests/export \
+	  $(if $(NIGHTLY_$*),--nightly=tests/export)
 
 test-harness: $(HARNESS)/.installed
 	KERAS_BACKEND=torch $(HARNESS)/bin/python -m pytest tests/test_lm_evaluation_harness.py

@@ -84,6 +84,8 @@ def main():
         faults = [fault for fault in selected if backend in fault.tests]
         if faults:
             by_backend[backend] = faults
+    if not by_backend:
+        parser.error(f"none of these faults has a test on {arguments.backend}")
     if arguments.list:
         for backend, faults in by_backend.items():
             for fault in faults:

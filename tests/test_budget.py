@@ -14,9 +14,9 @@ def test_limit_is_1_5_times_entry_plus_3_seconds():
     entries = {"tests/a.py": 10.0}
     assert over_budget({"tests/a.py": 17.9, "tests/new.py": 2.9}, entries, scale=1) == []
     (line,) = over_budget({"tests/a.py": 18.1}, entries, scale=1)
-    assert line.startswith("tests/a.py: 18.1 CPU s, limit 18.0: make")
+    assert line.startswith("tests/a.py: 18.1 CPU s (scaled by 1.00), limit 18.0: make")
     (line,) = over_budget({"tests/new.py": 3.1}, entries, scale=1)
-    assert line.startswith("tests/new.py: 3.1 CPU s, limit 3.0")
+    assert line.startswith("tests/new.py: 3.1 CPU s (scaled by 1.00), limit 3.0")
 
 
 def test_limit_scales_with_machine_speed():
@@ -28,5 +28,5 @@ def test_entries_name_existing_files():
     durations = json.loads(DURATIONS.read_text())
     assert set(durations) == set(BACKENDS)
     for row in durations.values():
-        assert row["collection"] > 0
+        assert row["probe"] > 0
         assert [file for file in row["files"] if not (ROOT / file).exists()] == []

@@ -13,7 +13,8 @@ from tests.selection import BACKENDS, ROOT, select
 pytestmark = pytest.mark.once
 
 ROWS = tomllib.loads(selection.TABLE.read_text())["impact"]
-KEYS = {"files", "all", "nightly", "make", "everything", *BACKENDS}
+KEYS = {"files", "all", "nightly", "also", "everything", "make", *BACKENDS}
+TESTS_OF_DOCS = "tests/test_docs.py tests/test_imports.py tests/test_packaging.py"
 TRACKED = subprocess.run(
     ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True
 ).stdout.splitlines()
@@ -37,18 +38,20 @@ def test_table_names_existing_files_and_targets(row):
 
 def test_docs_change_runs_only_doc_tests():
     assert select(["docs/layers.md", "README.md"]).make_arguments() == [
-        *("lint", "test-torch", "TESTS_torch=tests/test_docs.py", "NIGHTLY_torch=", "docs")
+        *("lint", "test-torch", f"TESTS_torch={TESTS_OF_DOCS}", "NIGHTLY_torch=", "docs")
     ]
 
 
 def test_kernel_change_runs_ops_on_its_backend_only():
     selected = select(["backends/tensorflow/rg_lru.py"])
     assert selected.selects("tensorflow", "tests/ops/test_kernels.py", nightly=True)
-    assert not selected.tests["torch"]
+    assert not selected.selects("torch", "tests/ops/test_kernels.py", nightly=False)
     assert not selected.tests["jax"]
 
 
-@pytest.mark.parametrize("files", [None, [], ["new/file.py"], ["tests/conftest.py"], ["Makefile"]])
+@pytest.mark.parametrize(
+    "files", [None, [], ["new/file.py"], ["tests/conftest.py"], ["Makefile"], ["tests/test a.py"]]
+)
 def test_unknown_files_run_the_full_suite(files):
     arguments = select(files).make_arguments()
     assert [a for a in arguments if a.startswith("TESTS_")] == [
@@ -97,5 +100,5 @@ def test_changed_files_since_a_commit(tmp_path, monkeypatch):
     assert selection.changed_files(None) is None  # there is no origin/main
     assert selection.changed_files("HEAD") == []
     (tmp_path / "changed").write_text("2")
-    (tmp_path / "new").write_text("1")
-    assert selection.changed_files("HEAD") == ["changed", "new"]
+    (tmp_path / "new é").write_text("1")
+    assert selection.changed_files("HEAD") == ["changed", "new é"]

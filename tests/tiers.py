@@ -7,6 +7,8 @@ runs it. Failures of a run with `--nightly` are saved for `selection.py --unsele
 import json
 import os
 
+import pytest
+
 
 def addoption(parser):
     parser.getgroup("tiers", "test tiers").addoption(
@@ -20,10 +22,17 @@ def addoption(parser):
 class Tiers:
     def __init__(self, config, once):
         """once: the backend on which tests marked `once` run."""
-        self.config = config
         self.backend = os.environ["KERAS_BACKEND"]
         self.once = once
-        self.chosen = [path.rstrip("/") for path in config.option.nightly.split(",") if path]
+        here = config.invocation_params.dir
+        paths = [path.strip() for path in config.option.nightly.split(",")]
+        self.chosen = [(here / path).resolve() for path in paths if path]
+        for path in self.chosen:
+            if not path.exists():
+                raise pytest.UsageError(f"--nightly must name files and folders; {path} is neither")
+        named = [argument.partition("::") for argument in config.args if "::" in argument]
+        self.named = [((here / path).resolve(), name) for path, _, name in named]
+        self.cache = config.rootpath / ".pytest_cache"
         self.failed = {}  # test id → True if nightly
 
     def runs(self, item):
@@ -31,16 +40,15 @@ class Tiers:
             return False
         if not item.get_closest_marker("nightly"):
             return True
-        file = item.nodeid.partition("::")[0]
-        named = [argument for argument in self.config.args if "::" in argument]
-        return any(file == path or file.startswith(f"{path}/") for path in self.chosen) or any(
-            item.nodeid.startswith(name) for name in named
+        name = item.nodeid.partition("::")[2]
+        return any(item.path.is_relative_to(path) for path in self.chosen) or any(
+            item.path == path and name.startswith(start) for path, start in self.named
         )
 
-    def pytest_collection_modifyitems(self, items):
+    def pytest_collection_modifyitems(self, config, items):
         deselected = [item for item in items if not self.runs(item)]
         if deselected:
-            self.config.hook.pytest_deselected(items=deselected)
+            config.hook.pytest_deselected(items=deselected)
             items[:] = [item for item in items if self.runs(item)]
 
     def pytest_runtest_logreport(self, report):
@@ -49,9 +57,8 @@ class Tiers:
 
     def pytest_sessionfinish(self):
         if self.chosen and "PYTEST_XDIST_WORKER" not in os.environ:
-            folder = self.config.rootpath / ".pytest_cache"
-            folder.mkdir(exist_ok=True)
-            (folder / f"failed_{self.backend}.json").write_text(json.dumps(self.failed))
+            self.cache.mkdir(exist_ok=True)
+            (self.cache / f"failed_{self.backend}.json").write_text(json.dumps(self.failed))
 
 
 def configure(config, once):
