@@ -1,41 +1,43 @@
-"""Numbers that every implementation uses."""
+"""Constants shared by all implementations."""
 
-# The values of `token_kind`. `backends/__init__.py` says what each does to a state.
+# The values of `token_kind`. `backends/__init__.py` defines their effect on a state.
 GOES_ON, STARTS, PADDING = 0, 1, 2
 
 # c of RG-LRU and CG-LRU: the decay is a = σ(a_logit)^(c r), with r the recurrence gate.
 DECAY_EXPONENT = 8.0
 
-# The axis of a mesh of devices that splits the tokens of rows (JAX).
-SEQUENCE = "sequence"
+# The mesh axis that splits the time axis of sequences (JAX).
+SEQUENCE_AXIS = "sequence"
 
-# The compute capability that the kernels for NVIDIA GPUs need, for products of bfloat16.
+# The compute capability that the kernels for NVIDIA GPUs require, for bfloat16 products.
 LOWEST_CAPABILITY = (8, 0)
 
 # The input of RG-LRU and CG-LRU is multiplied by sqrt(1 - a^2). The derivative of this root,
-# 1 / (2 sqrt(1 - a^2)), grows without bound as the decay a goes to 1. It is held below this number,
+# 1 / (2 sqrt(1 - a^2)), grows without bound as the decay a goes to 1. It is clipped to this number,
 # as in DeepMind's released code.
 MAX_SQRT_GRADIENT = 1000.0
 
-# σ is 0 or 1 for gelu's gates beyond this on either side, which are taken for this in the argument
-# of σ: their third power may leave the dtype.
-LARGEST_GELU_GATE = 100.0
+# Gates of gelu are clipped to ± this in the argument of σ: beyond it σ is 0 or 1, and the third
+# power of a gate may overflow the dtype.
+GELU_CLIP = 100.0
 
-# RMSNorm makes the mean of x² from x² 2^-32: a sum of up to 2^32 of these has room wherever the
-# mean has, and powers of 2 round nothing. What leaves the range of float32 then, x² < 2^-94, is
-# nothing beside an ε of at least this. Beside a smaller one, small means are made from x² 2^32.
+# RMSNorm computes the mean of x² from x² 2^-32: a sum of up to 2^32 of these fits wherever the mean
+# does, and powers of 2 round nothing. Values that then underflow float32, x² < 2^-94, are
+# negligible compared with an ε of at least SMALLEST_SCALED_EPSILON. With a smaller ε, small means
+# are computed from x² 2^32.
 SQUARES_SCALE = 2.0**-32
 SMALLEST_SCALED_EPSILON = 2.0**-70
 
-# How many tokens `linear_crossentropy` takes through the vocabulary at a time, but on torch, which
-# counts logits. Each time, the gradient of the embedding is read and written in float32, which few
-# tokens would not be worth.
-TOKENS_OF_A_PIECE = 4096
+# Tokens in a chunk of `linear_crossentropy` on JAX and TensorFlow; torch limits the number of
+# logits instead. Each chunk reads and writes the gradient of the embedding in float32, a cost that
+# small chunks would not amortize.
+CROSSENTROPY_CHUNK = 4096
 
-# How many rows the kernels of a step's maps take at once: as many as tensor cores do.
-MOST_ROWS_OF_MAPS = 16
+# Batch rows that the fused linear layers of a decoding step take at once: a tile of tensor cores.
+MAX_FUSED_ROWS = 16
 
-# A row is quantized by 127 over its largest magnitude and this, as Keras does it.
+# Activations are quantized by 127 / (max |x| + ROW_EPSILON), as in Keras.
 ROW_EPSILON = 1e-7
-# Where blocks of channels have scales of their own, they are a power of 2, and at least so many.
-SMALLEST_BLOCK_OF_SCALES = 16
+# Smallest number of channels that share a quantization scale in block-wise quantization, where it
+# must be a power of 2.
+MIN_SCALE_BLOCK = 16

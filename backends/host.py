@@ -1,4 +1,4 @@
-"""Facts about the process that `keras_recurrent/dispatch.py` hands in: nothing here imports Keras.
+"""Facts about the process, set by `keras_recurrent/dispatch.py`: nothing here imports Keras.
 
 `framework` is the name of the Keras backend. `triton_would_crash()` returns True if importing
 Triton would end the process.
@@ -12,6 +12,6 @@ def triton_would_crash():
 
 
 def configure(keras_backend, would_crash):
-    """Sets both, before a folder of an implementation is imported."""
+    """Sets both facts; called before any implementation is imported."""
     global framework, triton_would_crash
     framework, triton_would_crash = keras_backend, would_crash

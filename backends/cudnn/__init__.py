@@ -1,13 +1,13 @@
-"""Softmax attention of NVIDIA's cuDNN, by way of torch.
+"""Softmax attention with NVIDIA's cuDNN, through torch.
 
-For rows that a window holds whole, without a state before them, documents or padding.
+It supports sequences no longer than the window, without a previous state, documents or padding.
 """
 
 import torch
 
 
 def unavailable():
-    """Why nothing in this folder can run; None if it can."""
+    """Reason cuDNN cannot run, or None."""
     if torch.version.cuda is None or not torch.backends.cudnn.is_available():
         return "this torch was built without cuDNN"
     return None

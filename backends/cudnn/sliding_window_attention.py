@@ -1,51 +1,53 @@
 """o_t = sum_s softmax_s(q_t · k_s) v_s over a window of keys.  De et al. 2024, arXiv:2402.19427.
 
-torch passes no window on to cuDNN, so this is for rows that a window holds whole.
+torch does not pass a window to cuDNN, so sequences must be no longer than the window.
 """
 
 import torch
 
 from ..torch import _ring
-from ..torch._common import in_forward_mode, is_capable, too_old
+from ..torch._common import capability_reason, forward_mode_active, has_capability
 from ..torch._row import attend
 from ..torch._sharding import is_sharded
 
 _DTYPES = torch.bfloat16, torch.float16
 _HOPPER, _LATER = (9, 0), (10, 0)
-_LARGEST_HEAD = {False: 256, True: 128}  # on Hopper; on later GPUs
+_MAX_HEAD_SIZE = {False: 256, True: 128}  # on Hopper; on later GPUs
 _VECTOR = 8  # channels
-# cuDNN plans anew for each shape, which only long rows are worth.
-_SHORTEST_ROW = 512
+# cuDNN builds a plan for each shape, a cost that only long sequences amortize.
+_MIN_LENGTH = 512
 
 
 def unsupported(
     q, k, v, sliding_window=None, initial_state=None, token_kind=None, capacity=None
 ) -> str | None:
-    """Why this implementation refuses these arguments; None if it accepts them."""
+    """Reason these arguments are unsupported, or None."""
     if initial_state is not None or token_kind is not None:
-        return "knows neither a state before a row, nor documents and padding inside it"
+        return (
+            "needs `initial_state` and `token_kind` None: cuDNN has no cache, documents or padding"
+        )
     length, channels = q.shape[1], q.shape[3]
     if sliding_window is not None and length > sliding_window:
-        return f"knows no window: {length} tokens are more than {sliding_window}"
-    if length < _SHORTEST_ROW:
-        return f"is for rows of {_SHORTEST_ROW} tokens or more, got {length}"
+        return f"needs all tokens in the window: {length} tokens are more than {sliding_window}"
+    if length < _MIN_LENGTH:
+        return f"needs sequences of {_MIN_LENGTH} tokens or more, got {length}"
     if q.dtype not in _DTYPES or not q.dtype == k.dtype == v.dtype:
-        return f"takes bfloat16 or float16 alone, got {q.dtype}, {k.dtype}, {v.dtype}"
+        return f"needs bfloat16 or float16, got {q.dtype}, {k.dtype}, {v.dtype}"
     if not q.is_cuda:
         return f"needs CUDA tensors, got one on {q.device}"
-    reason = too_old(q.device, _HOPPER)  # older ones are served no faster by cuDNN
+    reason = capability_reason(q.device, _HOPPER)  # on older GPUs cuDNN is no faster
     if reason is not None:
         return reason
-    largest = _LARGEST_HEAD[is_capable(q.device, _LATER)]
+    largest = _MAX_HEAD_SIZE[has_capability(q.device, _LATER)]
     if channels != v.shape[3] or channels % _VECTOR or channels > largest:
         sizes = f"a multiple of {_VECTOR} channels up to {largest}"
-        return f"takes heads of {sizes}, values like keys; got {channels} and {v.shape[3]}"
+        return f"needs heads of {sizes}, values like keys; got {channels} and {v.shape[3]}"
     if torch.are_deterministic_algorithms_enabled():
-        return "adds gradients up in no fixed order, and torch is told to be deterministic"
+        return "sums gradients in no fixed order, and torch is set to use deterministic algorithms"
     if is_sharded(q):
-        return "has no rule for DTensors (plain torch has)"
-    if in_forward_mode():
-        return "has no derivative in forward mode (plain torch has it)"
+        return "has no sharding rule for DTensors; plain torch has one"
+    if forward_mode_active():
+        return "has no forward-mode derivative; plain torch has one"
     return None
 
 
@@ -62,7 +64,7 @@ def sliding_window_attention(
 
 
 def _forward(q, k, v, key, value, position, token_kind, window, capacity):
-    # Called by its own name: `sdpa_kernel` would choose it for all threads of the process.
+    # Called directly: `sdpa_kernel` would select it for all threads of the process.
     output, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         *(x.transpose(1, 2) for x in (q, k, v)),
         attn_bias=None,

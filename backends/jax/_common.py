@@ -14,7 +14,7 @@ def accumulation_dtype(*tensors):
     return jnp.float64 if any(t.dtype == jnp.float64 for t in given) else jnp.float32
 
 
-def refusal_of_sizes(*tensors):
+def size_reason(*tensors):
     """Why no kernel takes tensors of these sizes, some of them None; None if they do."""
     for tensor in tensors:
         if tensor is None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ..constants import SEQUENCE
+from ..constants import SEQUENCE_AXIS
 from . import _sequence, linear_crossentropy
 from ._shards import over
 
@@ -67,10 +67,10 @@ def run(operation, function, arguments, mesh, batch_axis):
     if operation not in _DIMENSIONS or not is_free:
         with over(mesh):
             return function(**arguments)
-    if batch_axis == SEQUENCE:
+    if batch_axis == SEQUENCE_AXIS:
         raise ValueError(
-            f"The axis {SEQUENCE!r} of the mesh splits the tokens of rows, so it cannot split the "
-            "batch: give the distribution another `batch_dim_name`, or the axis another name."
+            f"The mesh axis {SEQUENCE_AXIS!r} splits the time axis, so it cannot split the batch: "
+            "give the distribution another `batch_dim_name`, or the axis another name."
         )
     of = _DIMENSIONS[operation]
     names = (*of.tensors, "initial_state", "token_kind")
@@ -97,7 +97,7 @@ def _on_shards(given, operation, function, options, mesh, batch_axis):
     def local(shard):
         if "t" in split:
             return _sequence.run(
-                operation, function, shard, options, SEQUENCE, mesh.shape[SEQUENCE]
+                operation, function, shard, options, SEQUENCE_AXIS, mesh.shape[SEQUENCE_AXIS]
             )
         return function(**shard, **options)
 
@@ -115,23 +115,23 @@ def _on_shards(given, operation, function, options, mesh, batch_axis):
 
 def _split(of, sizes, options, mesh, batch_axis):
     """The axes of the mesh, by the names of the dimensions that they split."""
-    others = tuple(name for name in mesh.axis_names if name not in (batch_axis, SEQUENCE))
+    others = tuple(name for name in mesh.axis_names if name not in (batch_axis, SEQUENCE_AXIS))
     count = math.prod(mesh.shape[name] for name in others)
     split = {"b": batch_axis} if sizes["b"] % mesh.shape[batch_axis] == 0 else {}
     if of.split and sizes[of.split[0]] % count == 0:
         split |= {name: others for name in of.split if sizes[name] % count == 0}
         if "g" not in split and sizes.get("g", 1) > 1:
             del split["h"]  # a shard's heads of queries would not share the keys equally
-    parts = mesh.shape.get(SEQUENCE, 1)
+    parts = mesh.shape.get(SEQUENCE_AXIS, 1)
     # One token, a step of generation, is seen by all.
     if parts > 1 and sizes["t"] > 1 and not _is_short(sizes, options):
         if sizes["t"] % parts:
             raise ValueError(
-                f"The {sizes['t']} tokens of a row cannot be split along the axis {SEQUENCE!r} of "
-                f"the mesh, whose size is {parts}. Pad rows to a multiple of it, such as "
+                f"Sequences of {sizes['t']} tokens cannot be split along the mesh axis "
+                f"{SEQUENCE_AXIS!r} of size {parts}. Pad sequences to a multiple of it, such as "
                 f"{sizes['t'] + -sizes['t'] % parts} tokens."
             )
-        split["t"] = SEQUENCE
+        split["t"] = SEQUENCE_AXIS
     return split
 
 
@@ -153,18 +153,18 @@ def flat_tokens(x, mesh, batch_axis):
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def rows_of_tokens(y, shape, mesh, batch_axis):
     """The inverse of `flat_tokens`, for rows of this shape [B, T]."""
-    parts = mesh.shape[batch_axis], mesh.shape[SEQUENCE]
+    parts = mesh.shape[batch_axis], mesh.shape[SEQUENCE_AXIS]
     local = tuple(size // count for size, count in zip(shape, parts, strict=True))
     return _by_tokens(lambda y: y.reshape(*local, y.shape[-1]), mesh, batch_axis, 2)(y)
 
 
 def _by_tokens(function, mesh, batch_axis, rank):
-    by_rank = {3: jax.P(batch_axis, SEQUENCE), 2: jax.P((batch_axis, SEQUENCE))}
+    by_rank = {3: jax.P(batch_axis, SEQUENCE_AXIS), 2: jax.P((batch_axis, SEQUENCE_AXIS))}
     return jax.shard_map(
         function,
         mesh=mesh,
         in_specs=by_rank[rank],
         out_specs=by_rank[5 - rank],
-        axis_names={batch_axis, SEQUENCE},
+        axis_names={batch_axis, SEQUENCE_AXIS},
         check_vma=False,
     )

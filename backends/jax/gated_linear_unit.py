@@ -6,7 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from ..constants import LARGEST_GELU_GATE
+from ..constants import GELU_CLIP
 from ._common import accumulation_dtype
 
 
@@ -17,7 +17,7 @@ def gated_linear_unit(gate, x, activation="silu"):
     gate = z = gate.astype(dtype)
     if activation == "gelu":
         # z σ(2 u), not z (1 + tanh(u)) / 2: that loses the digits of a gate that is nearly shut.
-        z = jnp.clip(gate, -LARGEST_GELU_GATE, LARGEST_GELU_GATE)
+        z = jnp.clip(gate, -GELU_CLIP, GELU_CLIP)
         z = math.sqrt(8 / math.pi) * (z + 0.044715 * z**3)
     return (gate * _sigmoid(z) * x.astype(dtype)).astype(x.dtype)
 

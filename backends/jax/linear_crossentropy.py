@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..constants import SEQUENCE, TOKENS_OF_A_PIECE
+from ..constants import CROSSENTROPY_CHUNK, SEQUENCE_AXIS
 from . import _platforms
 from ._common import accumulation_dtype
 
@@ -91,12 +91,14 @@ def on_shards(mesh, batch_axis, x, embedding, tokens, **others):
     soft_cap, split = others.pop("soft_cap"), None
     if tokens.ndim == 2:
         batch, length = tokens.shape
-        vocabulary = tuple(name for name in mesh.axis_names if name not in (batch_axis, SEQUENCE))
+        vocabulary = tuple(
+            name for name in mesh.axis_names if name not in (batch_axis, SEQUENCE_AXIS)
+        )
         parts = math.prod(mesh.shape[name] for name in vocabulary)
         split = _Split(
             mesh,
             batch_axis if batch % mesh.shape[batch_axis] == 0 else None,
-            SEQUENCE if length % mesh.shape.get(SEQUENCE, length + 1) == 0 else None,
+            SEQUENCE_AXIS if length % mesh.shape.get(SEQUENCE_AXIS, length + 1) == 0 else None,
             vocabulary if embedding.shape[0] % parts == 0 else (),
         )
     return _compiled(x, embedding, tokens, **others, how=_How(soft_cap, split, None))
@@ -177,7 +179,7 @@ def _walk_shard(how, with_gradients, x, embedding, weights, tokens):
     shape, width, split = tokens.shape, x.shape[-1], how.split
     length = shape[-1] if shape else 1
     batch = math.prod(shape[:-1])
-    size = min(length, max(1, TOKENS_OF_A_PIECE // max(1, batch)))
+    size = min(length, max(1, CROSSENTROPY_CHUNK // max(1, batch)))
     count = -(-length // max(1, size))
     vocabulary = _Vocabulary(embedding, split.vocabulary if split else ())
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ..constants import GOES_ON, PADDING
-from ..jax._common import refusal_of_sizes
+from ..jax._common import size_reason
 from ._lazy import pltpu
 
 LANES = 128
@@ -19,7 +19,7 @@ VMEM_OVERRIDE = "KERAS_RECURRENT_TPU_VMEM_MIB"
 
 def refusal(*tensors):
     """Why the kernels refuse tensors of these shapes and dtypes; None if they accept them."""
-    if reason := refusal_of_sizes(*tensors):
+    if reason := size_reason(*tensors):
         return reason
     for tensor in tensors:
         if tensor is None:

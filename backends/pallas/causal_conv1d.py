@@ -32,7 +32,7 @@ MOST_TAPS = 16
 def unsupported(
     x, kernel, bias=None, initial_state=None, token_kind=None, activation=None
 ) -> str | None:
-    """Why this implementation refuses these arguments; None if it accepts them."""
+    """Reason these arguments are unsupported, or None."""
     if not 2 <= kernel.shape[0] <= MOST_TAPS:
         return f"needs a kernel of 2 to {MOST_TAPS} taps, got one of {kernel.shape[0]}"
     return refusal(x, kernel, bias, initial_state)

@@ -23,7 +23,7 @@ HALVES = [2**level for level in range(CHUNK.bit_length() - 1)]  # tokens: 1, 2, 
 
 
 def unsupported(q, k, v, log_f, initial_state=None, token_kind=None) -> str | None:
-    """Why this implementation refuses these arguments; None if it accepts them."""
+    """Reason these arguments are unsupported, or None."""
     return _linear_attention.refusal(q, k, v, log_f, initial_state)
 
 

@@ -17,7 +17,7 @@ from ._linear_attention import row, row_and_column_numbers
 
 
 def unsupported(q, k, v, log_decay, initial_state=None, token_kind=None) -> str | None:
-    """Why this implementation refuses these arguments; None if it accepts them."""
+    """Reason these arguments are unsupported, or None."""
     return _linear_attention.refusal(q, k, v, log_decay, initial_state)
 
 

@@ -27,7 +27,7 @@ from ._streaming import (
 
 
 def unsupported(x, log_a, initial_state=None, token_kind=None) -> str | None:
-    """Why this implementation refuses these arguments; None if it accepts them."""
+    """Reason these arguments are unsupported, or None."""
     return refusal(x, log_a, initial_state)
 
 

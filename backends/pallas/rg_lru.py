@@ -38,7 +38,7 @@ from ._streaming import (
 
 
 def unsupported(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None) -> str | None:
-    """Why this implementation refuses these arguments; None if it accepts them."""
+    """Reason these arguments are unsupported, or None."""
     return refusal(x, gate_a, gate_x, a_logit, initial_state)
 
 

@@ -25,7 +25,7 @@ from ._linear_attention import products
 def unsupported(
     q, k, v, sliding_window=None, initial_state=None, token_kind=None, capacity=None
 ) -> str | None:
-    """Why this implementation refuses these arguments; None if it accepts them."""
+    """Reason these arguments are unsupported, or None."""
     if reason := _common.refusal(q, k, v):
         return reason
     before = 0 if initial_state is None else initial_state["key"].shape[1]

@@ -4,7 +4,7 @@ import math
 
 import tensorflow as tf
 
-from ..constants import LARGEST_GELU_GATE
+from ..constants import GELU_CLIP
 from ._common import accumulation_dtype, sigmoid
 
 
@@ -14,6 +14,6 @@ def gated_linear_unit(gate, x, activation="silu"):
     gate = z = tf.cast(gate, dtype)
     if activation == "gelu":
         # z σ(2 u), not z (1 + tanh(u)) / 2: that loses the digits of a gate that is nearly shut.
-        z = tf.clip_by_value(gate, -LARGEST_GELU_GATE, LARGEST_GELU_GATE)
+        z = tf.clip_by_value(gate, -GELU_CLIP, GELU_CLIP)
         z = math.sqrt(8 / math.pi) * (z + 0.044715 * z**3)
     return tf.cast(gate * sigmoid(z) * tf.cast(x, dtype), x.dtype)

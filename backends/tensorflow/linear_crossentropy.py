@@ -6,7 +6,7 @@ the gradients the logits are made once more.
 
 import tensorflow as tf
 
-from ..constants import TOKENS_OF_A_PIECE
+from ..constants import CROSSENTROPY_CHUNK
 from ._common import accumulation_dtype, as_tensors, dense_gradient
 
 
@@ -72,7 +72,7 @@ def _gradients(x, embedding, weights, tokens, soft_cap):
 def _cut(x, weights, tokens):
     """Pieces of the rows, [N, S, ...]; the last is filled up with rows of weight 0."""
     rows = tf.shape(x)[0]
-    size = tf.minimum(tf.maximum(rows, 1), TOKENS_OF_A_PIECE)
+    size = tf.minimum(tf.maximum(rows, 1), CROSSENTROPY_CHUNK)
     count = -(-rows // size)
 
     def cut(array):

@@ -20,7 +20,7 @@ _DEVICES = (
 _library = torch.library.Library("keras_recurrent", "FRAGMENT")
 
 
-def left_alone(function):
+def compile_only_in_graphs(function):
     """A function of gradients that torch's compiler leaves alone where it runs outside of a graph.
 
     There the compiler would look into what torch calls by itself: it would read saved tensors
@@ -54,7 +54,7 @@ def register_autograd(operator, gradients, save, backward):
 
 
 def _register(operator, of_some, save):
-    @left_alone
+    @compile_only_in_graphs
     def gradients(ctx, *d_results):
         if all(d is None for d in d_results):  # autograd calls this even then
             return (None,) * len(ctx.needs_input_grad)
@@ -63,17 +63,17 @@ def _register(operator, of_some, save):
     operator.register_autograd(gradients, setup_context=save)  # for other devices
     overload = operator._opoverload
 
-    left_alone(of_some)
-    left_alone(save)
+    compile_only_in_graphs(of_some)
+    compile_only_in_graphs(save)
 
-    @left_alone
+    @compile_only_in_graphs
     def compute(keyset, inputs):
         with torch._C._AutoDispatchBelowAutograd():
             return overload.redispatch(keyset & torch._C._after_autograd_keyset, *inputs)
 
     class Gradient(torch.autograd.Function):
         @staticmethod
-        @left_alone
+        @compile_only_in_graphs
         def forward(ctx, *inputs_and_call):
             *inputs, (keyset, transformed) = inputs_and_call
             if transformed:  # an outer transform may differentiate what is computed here
@@ -85,7 +85,7 @@ def _register(operator, of_some, save):
             return output
 
         @staticmethod
-        @left_alone
+        @compile_only_in_graphs
         def backward(ctx, *d_results):
             needs_input_grad = ctx.needs_input_grad
             ctx.needs_input_grad = needs_input_grad[:-1]
@@ -95,7 +95,7 @@ def _register(operator, of_some, save):
                 ctx.needs_input_grad = needs_input_grad
             return *found, None
 
-    @left_alone
+    @compile_only_in_graphs
     def kernel(keyset, *inputs):
         if forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled():
             _refuse_tangents(operator, inputs)

@@ -24,7 +24,7 @@ def _capability(device):
 
 
 @torch.compiler.assume_constant_result
-def is_capable(device, lowest):
+def has_capability(device, lowest):
     """Whether a GPU of NVIDIA has a compute capability, such as (9, 0).
 
     While torch compiles, this is called, not traced: its compiler cannot compare what a GPU has.
@@ -33,7 +33,7 @@ def is_capable(device, lowest):
 
 
 @torch.compiler.assume_constant_result
-def too_old(device, lowest):
+def capability_reason(device, lowest):
     """Why a GPU of NVIDIA does not have a compute capability; None if it does."""
     found = _capability(device)
     if found >= lowest:
@@ -204,7 +204,7 @@ def slope_of_gated(s, u, z_du):
     return torch.addcmul(s, z_du * torch.sigmoid(torch.neg(u)), s)
 
 
-def in_forward_mode():
+def forward_mode_active():
     """Whether tangents may be on their way, for which a function of autograd has no rule.
 
     torch's own operators then serve. The compiler, which refuses functions with such a rule, sees

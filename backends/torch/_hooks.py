@@ -12,7 +12,7 @@ def has_hooks(module):
     return _has(module, _ALL) or torch_module._has_any_global_hook()
 
 
-def why_calls_are_seen(modules):
+def hook_reason(modules):
     """Whose code runs before, after or in place of a call of one of these modules; else None."""
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return "torch has a hook for all modules"

@@ -1,6 +1,6 @@
-"""Whether operations may write a new state into the memory of the one before.
+"""Permission for operations to write a new state into the memory of the previous one.
 
-Steps of generation own their states, and write over them; everywhere else a state stays as it is.
+Decoding steps own their states and overwrite them; everywhere else states are immutable.
 """
 
 import contextlib
@@ -14,13 +14,13 @@ class _States(threading.local):
 _states = _States()
 
 
-def may_be_overwritten():
+def inplace_states_allowed():
     return _states.owned
 
 
 @contextlib.contextmanager
-def overwritten():
-    """Inside, states are written over."""
+def inplace_states():
+    """A context in which operations overwrite states."""
     before, _states.owned = _states.owned, True
     try:
         yield

@@ -13,9 +13,9 @@ import math
 import torch
 from torch.nn import functional as F
 
-from ..constants import LARGEST_GELU_GATE
-from ._autograd import left_alone
-from ._common import accumulation_dtype, elements_per_launch, in_forward_mode, slope_of_gated
+from ..constants import GELU_CLIP
+from ._autograd import compile_only_in_graphs
+from ._common import accumulation_dtype, elements_per_launch, forward_mode_active, slope_of_gated
 from ._sharding import is_sharded
 
 _SQRT_8_OVER_PI = math.sqrt(8 / math.pi)
@@ -23,7 +23,7 @@ _SQRT_8_OVER_PI = math.sqrt(8 / math.pi)
 
 def gated_linear_unit(gate, x, activation="silu"):
     """gate, x: of one shape; activation: "silu" or "gelu". Returns that shape in x's dtype."""
-    if in_forward_mode():
+    if forward_mode_active():
         return _forward(gate, x, activation)
     return _GatedLinearUnit.apply(gate, x, activation)
 
@@ -47,7 +47,7 @@ class _GatedLinearUnit(torch.autograd.Function):
         ctx.save_for_backward(gate, x)
 
     @staticmethod
-    @left_alone
+    @compile_only_in_graphs
     def backward(ctx, d_output):
         gate, x = ctx.saved_tensors
         # Somebody differentiates what is computed here, or it is on several devices.
@@ -79,7 +79,7 @@ def _activated(activation, z):
 
 def _gelu_arguments(z):
     """u of gelu(z) = z σ(u), and z u'."""
-    bounded = z.clamp(-LARGEST_GELU_GATE, LARGEST_GELU_GATE)
+    bounded = z.clamp(-GELU_CLIP, GELU_CLIP)
     scaled = bounded * _SQRT_8_OVER_PI
     cube = scaled * bounded * bounded
     return torch.add(scaled, cube, alpha=0.044715), torch.add(scaled, cube, alpha=3 * 0.044715)

@@ -11,13 +11,13 @@ an operator of its own: `torch.compile` joins it with what stands beside it.
 import torch
 
 from ..constants import SMALLEST_SCALED_EPSILON, SQUARES_SCALE
-from ._autograd import left_alone
-from ._common import accumulation_dtype, in_forward_mode
+from ._autograd import compile_only_in_graphs
+from ._common import accumulation_dtype, forward_mode_active
 
 
 def rms_norm(x, scale=None, epsilon=0.0):
     """x: [..., D]; scale: [D] or None. Returns [..., D] in x's dtype."""
-    if in_forward_mode():
+    if forward_mode_active():
         return _forward(x, scale, epsilon)
     return _RMSNorm.apply(x, scale, epsilon)
 
@@ -38,7 +38,7 @@ class _RMSNorm(torch.autograd.Function):
         ctx.save_for_backward(x, scale)
 
     @staticmethod
-    @left_alone
+    @compile_only_in_graphs
     def backward(ctx, d_output):
         x, scale = ctx.saved_tensors
         y, r = _normalized(x, scale, ctx.epsilon)

@@ -11,7 +11,7 @@ same kernel: with norms inside that kernel a step took twice as long.
 import triton
 import triton.language as tl
 
-from ..constants import MOST_ROWS_OF_MAPS
+from ..constants import MAX_FUSED_ROWS
 from . import rms_norm
 from ._decoding.norm_linear_products import gated, of_one_row, of_rows
 from ._decoding.norm_linear_tiles import in_parts, tile_of
@@ -38,10 +38,9 @@ def unsupported(
     gate=None,
 ) -> str | None:
     """Why this implementation refuses these arguments; None if it accepts them."""
-    if x.shape[0] > MOST_ROWS_OF_MAPS:
+    if x.shape[0] > MAX_FUSED_ROWS:
         return (
-            f"is for up to {MOST_ROWS_OF_MAPS} rows, got {x.shape[0]}: products of matrices are "
-            "faster"
+            f"is for up to {MAX_FUSED_ROWS} rows, got {x.shape[0]}: products of matrices are faster"
         )
     kernels = [k for k in (kernel, kernel_2, kernel_3) if k is not None]
     dtypes = {dtype_name(t) for t in (x, *kernels)}

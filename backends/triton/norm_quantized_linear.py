@@ -7,7 +7,7 @@ those columns of both maps. It reads its part of each weight once.
 import triton
 import triton.language as tl
 
-from ..constants import SMALLEST_BLOCK_OF_SCALES
+from ..constants import MIN_SCALE_BLOCK
 from ._decoding.norm_linear_products import gated
 from ._device.ahead import let_next_launch_begin
 from ._device.common import IN_INTERPRETER
@@ -53,7 +53,7 @@ def unsupported(
         return f"holds rows of up to {_MAX_WIDTH} channels, got {channels}"
     if dtype_name(x) not in ("float32", "bfloat16"):
         return f"takes rows of float32 or bfloat16, got {dtype_name(x)}"
-    least = SMALLEST_BLOCK_OF_SCALES
+    least = MIN_SCALE_BLOCK
     if block_size is not None and (block_size < least or block_size & (block_size - 1)):
         return f"takes blocks of a power of 2, {least} or more, got {block_size}"
     scales = [s for s in (kernel_scale, kernel_scale_2, kernel_scale_3) if s is not None]

@@ -35,7 +35,7 @@ import math
 import keras
 from keras import ops
 
-from keras_recurrent.backends.constants import SEQUENCE
+from keras_recurrent.backends.constants import SEQUENCE_AXIS
 
 if keras.config.backend() == "jax":
     from keras_recurrent.backends.jax import _layouts
@@ -67,14 +67,14 @@ def layout_map_with_axes(device_mesh, model_parallel_dim_name, data_parallel_dim
                 f"{device_mesh.axis_names}. Received: {name!r}. An axis that is to split nothing "
                 "has the size 1."
             )
-        if name == SEQUENCE:
+        if name == SEQUENCE_AXIS:
             raise ValueError(
-                f"`{argument}` must be another axis than {SEQUENCE!r}, which splits the tokens of "
-                "rows. Give the axis of the mesh another name, or name another axis."
+                f"`{argument}` must be another axis than {SEQUENCE_AXIS!r}, which splits the "
+                "tokens of rows. Give the axis of the mesh another name, or name another axis."
             )
     layout_map = keras.distribution.LayoutMap(device_mesh)
     layout_map["token_embedding/embeddings"] = (model, axis_of_weights(device_mesh, data))
-    time = SEQUENCE if SEQUENCE in device_mesh.axis_names else None
+    time = SEQUENCE_AXIS if SEQUENCE_AXIS in device_mesh.axis_names else None
     layout_map["hidden_states"] = (data, time, None)
     layout_map["logits"] = (data, time, model)
     layout_map["tokens"] = (data, None)
@@ -124,10 +124,10 @@ def check_whole_rows(what):
     """
     distribution = _distribution()
     mesh = distribution and distribution.device_mesh
-    if mesh and SEQUENCE in mesh.axis_names and axis_size(mesh, SEQUENCE) > 1:
+    if mesh and SEQUENCE_AXIS in mesh.axis_names and axis_size(mesh, SEQUENCE_AXIS) > 1:
         raise NotImplementedError(
-            f"{what} needs all tokens of a row, which the axis {SEQUENCE!r} of the mesh splits. "
-            "Leave this axis out of the mesh, or give attention a `sliding_window`."
+            f"{what} needs all tokens of a row, which the axis {SEQUENCE_AXIS!r} of the mesh "
+            "splits. Leave this axis out of the mesh, or give attention a `sliding_window`."
         )
 
 
@@ -197,16 +197,16 @@ def flat_tokens(x):
 
 def _parts_of_rows(distribution, x):
     mesh = distribution.device_mesh
-    if isinstance(x, keras.KerasTensor) or SEQUENCE not in mesh.axis_names:
+    if isinstance(x, keras.KerasTensor) or SEQUENCE_AXIS not in mesh.axis_names:
         return False
-    sizes = axis_size(mesh, distribution.batch_dim_name), axis_size(mesh, SEQUENCE)
+    sizes = axis_size(mesh, distribution.batch_dim_name), axis_size(mesh, SEQUENCE_AXIS)
     return all(size % count == 0 for size, count in zip(x.shape, sizes, strict=False))
 
 
 def axis_of_weights(device_mesh, data):
     """The axis over which weights are spread: of the data, or of the sequence where that is one."""
-    spread = SEQUENCE in device_mesh.axis_names and axis_size(device_mesh, data) == 1
-    return SEQUENCE if spread else data
+    spread = SEQUENCE_AXIS in device_mesh.axis_names and axis_size(device_mesh, data) == 1
+    return SEQUENCE_AXIS if spread else data
 
 
 def axis_size(device_mesh, axis):

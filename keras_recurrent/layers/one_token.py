@@ -8,7 +8,7 @@ import keras
 from keras import ops
 
 from keras_recurrent import dispatch
-from keras_recurrent.backends.constants import MOST_ROWS_OF_MAPS
+from keras_recurrent.backends.constants import MAX_FUSED_ROWS
 from keras_recurrent.layers import quantized
 from keras_recurrent.layers.rms_norm import RMSNorm
 from keras_recurrent.layers.tokens import Tokens
@@ -118,7 +118,7 @@ def linear(x, layers, norm=None, gate=None, residual=None):
     Quantized ones, which are alike, are those of `ops.norm_quantized_linear`, with a gate two.
     """
     operation: Callable = norm_linear
-    weights, most = plain_weights, MOST_ROWS_OF_MAPS
+    weights, most = plain_weights, MAX_FUSED_ROWS
     if layers[0].quantization_mode is not None:
         operation, weights, most = norm_quantized_linear, quantized.weights, 1
     if x.shape[0] <= most:

@@ -8,7 +8,7 @@ import numpy as np
 from keras import ops
 
 from keras_recurrent import dispatch
-from keras_recurrent.backends.constants import ROW_EPSILON, SMALLEST_BLOCK_OF_SCALES
+from keras_recurrent.backends.constants import MIN_SCALE_BLOCK, ROW_EPSILON
 
 BITS = {"int8": 8, "int4": 4}
 # Of `keras.quantizers.AbsMaxQuantizer`, as layers make it where nobody asks for another.
@@ -27,10 +27,10 @@ def because_of(layer):
     if layer.units * BITS[mode] % 32:
         return f"{name} has {layer.units} columns, no multiple of {32 // BITS[mode]} as for {mode}"
     size = block_size(layer)
-    if size is not None and (size < SMALLEST_BLOCK_OF_SCALES or size & (size - 1)):
+    if size is not None and (size < MIN_SCALE_BLOCK or size & (size - 1)):
         return (
             f"{name} is quantized in blocks of {size} channels, no power of 2 from "
-            f"{SMALLEST_BLOCK_OF_SCALES} on"
+            f"{MIN_SCALE_BLOCK} on"
         )
     if size is not None and not _has_blocks_in_order(layer, size):
         return f"the blocks of `{layer.name}` are not of channels that follow one another (`g_idx`)"

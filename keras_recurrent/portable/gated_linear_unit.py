@@ -4,7 +4,7 @@ import math
 
 from keras import ops
 
-from keras_recurrent.backends.constants import LARGEST_GELU_GATE
+from keras_recurrent.backends.constants import GELU_CLIP
 from keras_recurrent.portable._common import sum_dtype
 
 
@@ -13,6 +13,6 @@ def gated_linear_unit(gate, x, activation="silu"):
     dtype = sum_dtype(gate, x)
     u = z = ops.cast(gate, dtype)
     if activation == "gelu":
-        z = ops.clip(z, -LARGEST_GELU_GATE, LARGEST_GELU_GATE)
+        z = ops.clip(z, -GELU_CLIP, GELU_CLIP)
         u = math.sqrt(8 / math.pi) * (z + 0.044715 * z * z * z)
     return ops.cast(ops.cast(gate, dtype) * ops.sigmoid(u) * ops.cast(x, dtype), x.dtype)

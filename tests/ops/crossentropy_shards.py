@@ -42,7 +42,7 @@ def found(x, embedding, weights, tokens, reduction):
 
 
 def main():
-    plain.TOKENS_OF_A_PIECE = 8
+    plain.CROSSENTROPY_CHUNK = 8
     devices, reports = keras.distribution.list_devices(), {}
     for reduction in ("sum", None):
         for name, vocabulary in VOCABULARIES.items():

@@ -61,9 +61,9 @@ def test_what_is_taken(capability):
 
 def test_what_is_refused(capability, monkeypatch):
     assert "2049 tokens are more than 2048" in reason(length=2049)
-    assert "neither a state" in reason(initial_state={})
+    assert "`initial_state`" in reason(initial_state={})
     assert "documents" in reason(token_kind=Tensor(2, 1024))
-    assert "rows of 512 tokens or more, got 100" in reason(length=100)
+    assert "sequences of 512 tokens or more, got 100" in reason(length=100)
     assert "float32" in reason(dtype=torch.float32)
     assert "got one on cpu" in reason(device="cpu")
     assert "got 100 and 100" in reason(channels=100)

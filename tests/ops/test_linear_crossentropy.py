@@ -154,7 +154,7 @@ def small_pieces(monkeypatch):
         monkeypatch.setattr(PLAIN, "GRADIENTS", 8 * 31)  # of 8 tokens, whose logits are made by 3
         monkeypatch.setattr(PLAIN, "LOGITS", 3 * 31)
     else:
-        monkeypatch.setattr(PLAIN, "TOKENS_OF_A_PIECE", 8)
+        monkeypatch.setattr(PLAIN, "CROSSENTROPY_CHUNK", 8)
 
 
 @every_implementation

@@ -171,7 +171,7 @@ def test_padding_leaves_the_states_and_may_hold_anything(operation, implementati
 @pytest.mark.skipif(PLAIN != "torch", reason="elsewhere the compiler decides what is overwritten")
 @with_states
 def test_a_state_is_written_over_where_it_is_owned_alone(operation, implementation):
-    from keras_recurrent.backends.torch._states import overwritten
+    from keras_recurrent.backends.torch._states import inplace_states
 
     drawn = draw(operation, Case(2))
     given = {
@@ -182,7 +182,7 @@ def test_a_state_is_written_over_where_it_is_owned_alone(operation, implementati
     expected = step(**given)
     for name, state in before.items():
         np.testing.assert_array_equal(given[name].cpu(), state.cpu())
-    with overwritten():
+    with inplace_states():
         found = step(**given)
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_array_equal(a.cpu(), b.cpu())

@@ -129,7 +129,7 @@ LOSSES = {
 
 def check_pieces():
     """More tokens than a piece holds, alone and with a mapped axis."""
-    test_linear_crossentropy.PLAIN.TOKENS_OF_A_PIECE = 8
+    test_linear_crossentropy.PLAIN.CROSSENTROPY_CHUNK = 8
     case = test_linear_crossentropy.Case((3, 17), 6, 31, soft_cap=5.0)
     test_linear_crossentropy.check(case, "sum", "triton")
     tensors, integers = test_linear_crossentropy.draw(case)

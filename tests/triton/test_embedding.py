@@ -10,7 +10,7 @@ if keras.config.backend() != "torch":
 import torch
 
 from keras_recurrent import implementation
-from keras_recurrent.backends.torch._states import overwritten
+from keras_recurrent.backends.torch._states import inplace_states
 from keras_recurrent.backends.triton._decoding import embedding as _embedding
 from keras_recurrent.backends.triton._device.common import INTERPRETED
 from keras_recurrent.layers import one_token
@@ -74,7 +74,7 @@ def test_places_are_written_over_where_they_may_be(uses_position):
     table, tokens = torch.ones(3, 600, device=DEVICE), torch.tensor([2, 0], device=DEVICE)
     expected = _embedding.embedding(table, tokens, 1.0, "float32", *given)
     assert segment.tolist() == [-1, 4]
-    with overwritten():
+    with inplace_states():
         found = _embedding.embedding(table, tokens, 1.0, "float32", *given)
     for a, b in zip(found, expected, strict=True):
         assert (a is None and b is None) or torch.equal(a, b)

@@ -20,7 +20,7 @@ from jax.interpreters import ad, batching, mlir
 from triton.backends.compiler import GPUTarget
 
 from ...jax import _gpu, _shards
-from ...jax._common import refusal_of_sizes
+from ...jax._common import size_reason
 from .._device.common import INTERPRETED, words_on_assembler
 from . import interpreter
 from .operation import options_of
@@ -41,7 +41,7 @@ _ALIGNED = ("tt.divisibility", 16)  # bytes of an address, or a number's factor
 
 def refusal(*tensors):
     """Why no kernel takes tensors of these shapes and dtypes; None if they do."""
-    if reason := refusal_of_sizes(*tensors):
+    if reason := size_reason(*tensors):
         return reason
     for tensor in tensors:
         if tensor is None:

@@ -14,8 +14,8 @@ from torch.autograd import forward_ad
 from ...constants import LOWEST_CAPABILITY
 from ...torch import _sharding
 from ...torch._autograd import register_autograd
-from ...torch._common import is_capable, too_old
-from ...torch._states import may_be_overwritten
+from ...torch._common import capability_reason, has_capability
+from ...torch._states import inplace_states_allowed
 from .._device.common import INTERPRETED, words_on_assembler
 from .operation import options_of, tensors_of
 
@@ -31,7 +31,7 @@ def refusal(*tensors):
         if tensor.dtype == torch.float64:
             return "computes in float32, got a float64 tensor"
         if tensor.is_cuda:
-            reason = too_old(tensor.device, LOWEST_CAPABILITY)
+            reason = capability_reason(tensor.device, LOWEST_CAPABILITY)
             if reason is not None:
                 return reason
         elif not (INTERPRETED and tensor.device.type == "cpu"):
@@ -120,7 +120,7 @@ def places_of_numbers(rows, count, behind=False):
 
 def overlap(x):
     """The options of a launch that may begin before the one before it has ended."""
-    ahead = x.is_cuda and is_capable(x.device, _LAUNCHES_AHEAD)
+    ahead = x.is_cuda and has_capability(x.device, _LAUNCHES_AHEAD)
     return {"AHEAD": True, "launch_pdl": True} if ahead else {"AHEAD": False}
 
 
@@ -221,7 +221,7 @@ def forward_operation(name, forward, results, count, updates=()):
     def call(*given, **chosen):
         arguments = *given, *(chosen[name] for name in options)
         updated = [given[i] for i in places if given[i] is not None]
-        if not may_be_overwritten() or not all(t.is_contiguous() for t in updated):
+        if not inplace_states_allowed() or not all(t.is_contiguous() for t in updated):
             return operator(*arguments)
         found = in_place(*arguments)
         return *(found if new_ones > 1 else (found,)), *(given[i] for i in places)

@@ -10,7 +10,7 @@ import threading
 import keras
 import torch
 
-from keras_recurrent.backends.torch._hooks import why_calls_are_seen
+from keras_recurrent.backends.torch._hooks import hook_reason
 from keras_recurrent.dispatch import chosen_name
 from keras_recurrent.generation.torch.cuda_graph import Captured, Graphs
 from keras_recurrent.generation.torch.step import Step
@@ -76,7 +76,7 @@ class Ways:
 
     def _step(self, cache, masked=False):
         tensors = [*keras.tree.flatten(cache), *(v.value for v in self._model.variables)]
-        seen = why_calls_are_seen(_modules(self._model))
+        seen = hook_reason(_modules(self._model))
         unfused = tuple(one_token.unfused_blocks(self._model))
         key = seen, unfused, chosen_name(), masked, *((t.shape, t.dtype, t.device) for t in tensors)
         with self._lock:

@@ -12,7 +12,7 @@ import keras
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from keras_recurrent.backends.torch._states import overwritten
+from keras_recurrent.backends.torch._states import inplace_states
 from keras_recurrent.layers.one_token import writing
 
 COMPILED_AFTER = 2000  # tokens: torch's compiler takes as long as the traced graph for so many
@@ -64,7 +64,7 @@ class Step:
         mapping = list(zip(self._model.variables, weights, strict=True))
         mask, cache = (cache[0], cache[1:]) if self._masked else (None, cache)
         fused = contextlib.nullcontext() if self.not_traced else writing()
-        with keras.StatelessScope(mapping), fused, overwritten():
+        with keras.StatelessScope(mapping), fused, inplace_states():
             logits, hidden, cache = self._model.call_with_cache(
                 token, self.packed(cache), padding_mask=mask
             )
