@@ -5,9 +5,9 @@ torch does not pass a window to cuDNN, so sequences must be no longer than the w
 
 import torch
 
-from ..torch import _ring
+from ..torch import _circular_buffer
+from ..torch._attention_inputs import attend
 from ..torch._common import capability_reason, forward_mode_active, has_capability
-from ..torch._row import attend
 from ..torch._sharding import is_sharded
 
 _DTYPES = torch.bfloat16, torch.float16
@@ -74,5 +74,5 @@ def _forward(q, k, v, key, value, position, token_kind, window, capacity):
     )
     batch, length = q.shape[:2]
     position = torch.full((batch,), length, dtype=torch.int32, device=q.device)
-    rings = (_ring.of_whole_document(x, capacity) for x in (k, v))
-    return output.transpose(1, 2), *rings, position
+    buffers = (_circular_buffer.from_whole_document(x, capacity) for x in (k, v))
+    return output.transpose(1, 2), *buffers, position

@@ -22,8 +22,8 @@ def lowered(plain, **kernels):
     """An operation that runs the kernel of the platform that it is lowered for, else plain JAX.
 
     plain: a module with `forward`, `backward` and `operation`. kernels: {platform: a module that
-    has the first two, or whose `kernels` have them}. In a module with `KEEPS`, what `forward`
-    returns last is for `backward` alone, and each implementation reads its own. Without a
+    has the first two, or whose `kernels` have them}. In a module with `HAS_RESIDUALS`, what
+    `forward` returns last is for `backward` alone, and each implementation reads its own. Without a
     `backward`, modules have the operation's function alone, or plain JAX makes it `with_kernels`.
     """
     if hasattr(plain, "with_kernels"):
@@ -38,7 +38,7 @@ def lowered(plain, **kernels):
         | {"default": getattr(plain, name)}
         for name in ("forward", "backward")
     )
-    if getattr(plain, "KEEPS", False):
+    if getattr(plain, "HAS_RESIDUALS", False):
         return plain.operation(_keeping(forwards), _with_own(backwards))
     return plain.operation(_dependent(forwards), _dependent(backwards))
 

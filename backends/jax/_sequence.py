@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from ..constants import DECAY_EXPONENT, PADDING, STARTS
-from . import _ring
+from . import _circular_buffer
 from ._common import accumulation_dtype, filled, kind_masks
 
 
@@ -172,23 +172,26 @@ def _attention(function, shard, options, shards):
     end = jnp.full(batch, room)
     if first is not None:
         position = first["position"]
-        rows = tuple(_ring.to_row(first[name], position, end, room) for name in ("key", "value"))
+        rows = tuple(
+            _circular_buffer.to_sequence(first[name], position, end, room)
+            for name in ("key", "value")
+        )
         count = jnp.minimum(position, first["key"].shape[1])
         before = join(((rows, count, jnp.zeros(batch, bool)), position), before)
     (rows, _, _), position = before
     position = position.astype(jnp.int32)
-    ring = {
-        name: _ring.to_ring(x, position, end, room)
+    buffer = {
+        name: _circular_buffer.from_sequence(x, position, end, room)
         for name, x in zip(("key", "value"), rows, strict=True)
     }
-    shard = {**shard, "initial_state": {**ring, "position": position}}
+    shard = {**shard, "initial_state": {**buffer, "position": position}}
     output, state = function(**shard, **options)
     state = shards.of_last(state)
     if room != capacity:
         position, end = state["position"], jnp.full(batch, capacity)
         for name in ("key", "value"):
-            row = _ring.to_row(state[name], position, end, capacity)
-            state[name] = _ring.to_ring(row, position, end, capacity)
+            row = _circular_buffer.to_sequence(state[name], position, end, capacity)
+            state[name] = _circular_buffer.from_sequence(row, position, end, capacity)
     return output, state
 
 
@@ -226,7 +229,7 @@ def _last(rows, kind, room):
     places = jnp.sort(jnp.pad(places, ((0, 0), (room, 0)), constant_values=-1), axis=1)
     places = places[:, places.shape[1] - room :]
     valid = places >= 0
-    rows = tuple(_ring.take(x, jnp.maximum(places, 0), valid) for x in rows)
+    rows = tuple(_circular_buffer.take(x, jnp.maximum(places, 0), valid) for x in rows)
     return rows, jnp.sum(valid, axis=1), document[:, -1] > 0
 
 
@@ -239,7 +242,7 @@ def _join_last(left, right):
     index = jnp.where(place >= room - count[:, None], room, count[:, None]) + place
     valid = place >= room - count[:, None] - left_count[:, None]
     rows = tuple(
-        _ring.take(jnp.concatenate([x, y], axis=1), index, valid)
+        _circular_buffer.take(jnp.concatenate([x, y], axis=1), index, valid)
         for x, y in zip(left_rows, right_rows, strict=True)
     )
     return rows, jnp.minimum(count + left_count, room), left_starts | starts

@@ -36,7 +36,7 @@ from ._linear_attention import (
 )
 
 CHUNK = 64
-KEEPS = True  # nothing here, but the Triton kernels do
+HAS_RESIDUALS = True  # nothing here, but the Triton kernels do
 
 
 def state_shape(q, k, v, _):

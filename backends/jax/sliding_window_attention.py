@@ -1,8 +1,8 @@
 """o_t = sum_s softmax_s(q_t · k_s) v_s over a window of keys.  De et al. 2024, arXiv:2402.19427.
 
-Padding may be anywhere in a row. The real tokens are first moved to the front, behind those in the
-state, where a window is a band of the logits; the outputs are put back. Where all padding is at
-the end of its row, as it mostly is, nothing is moved.
+Padding may be anywhere in a sequence. The real tokens are first moved to the front, after the
+cached ones, where a window is a band of the logits; the outputs are moved back. If all padding is
+already at the end, as in most batches, nothing is moved.
 """
 
 import functools
@@ -11,23 +11,23 @@ import jax
 import jax.numpy as jnp
 
 from ..constants import GOES_ON, PADDING, STARTS
-from . import _banded_attention, _ring
+from . import _banded_attention, _circular_buffer
+from ._attention_inputs import AttentionInputs, attend_real_tokens_first, grouped
 from ._common import accumulation_dtype
-from ._row import Row, grouped, with_real_tokens_in_front
 
-KEEPS = True
+HAS_RESIDUALS = True
 
 
 def forward(q, k, v, of_queries, of_keys, *, window, dtype, one_document):
-    """Attention of queries that belong to the last of the keys, within documents.
+    """Attention within documents; the queries belong to the last of the keys.
 
     q: [B, T, G, R, K], where R heads share a key; k: [B, S, G, K]; v: [B, S, G, V]; of_queries,
-    of_keys: numbers of documents, [B, T] and [B, S]; window: less than S, or None; one_document:
-    whether the shapes alone say that all tokens are real and of one document. Returns
-    [B, T, G, R, V] in q's dtype, and what the backward reads of the forward: here two numbers for
-    each query, a pair of [B, T, G, R]: its largest logit, and the sum of exp(logit - largest).
+    of_keys: document numbers, [B, T] and [B, S]; window: less than S, or None; one_document: True
+    if the shapes alone imply that all tokens are real and belong to one document. Returns
+    [B, T, G, R, V] in q's dtype, and the residuals: here two numbers for each query, a pair of
+    [B, T, G, R]: its largest logit, and the sum of exp(logit - largest).
 
-    The number 0 marks a place without a token. It may hold anything; its output is 0.
+    Document 0 marks positions without a token, which may hold anything; their output is 0.
     """
     q, k, v = (
         _zero_without_token(of_queries, q),
@@ -40,8 +40,8 @@ def forward(q, k, v, of_queries, of_keys, *, window, dtype, one_document):
     return output.astype(q.dtype), sums
 
 
-def backward(q, k, v, of_queries, of_keys, kept, d_output, *, window, dtype, one_document):
-    """Returns the gradients of q, k and v in `dtype`; `kept`: what `forward` returned, not used."""
+def backward(q, k, v, of_queries, of_keys, residuals, d_output, *, window, dtype, one_document):
+    """Returns the gradients of q, k and v in `dtype`; `residuals`: of `forward`, not used."""
     q, k, v = (
         _zero_without_token(of_queries, q),
         _zero_without_token(of_keys, k),
@@ -56,7 +56,7 @@ def backward(q, k, v, of_queries, of_keys, kept, d_output, *, window, dtype, one
 
 
 def operation(forward, backward):
-    """The differentiable operation made of two functions with the parameters of those above."""
+    """Builds the operation from passes with the parameters of `forward` and `backward`."""
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
     def attention(window, capacity, q, k, v, initial_state, token_kind):
@@ -64,52 +64,62 @@ def operation(forward, backward):
 
     def save(window, capacity, q, k, v, initial_state, token_kind):
         def attend(tokens, q, k, v):
-            row = Row(q, k, v, initial_state, token_kind, tokens, window)
-            queries, keys, values = row.arranged()
-            output, kept = forward(queries, keys, values, *row.documents(), **row.options())
+            inputs = AttentionInputs(q, k, v, initial_state, token_kind, tokens, window)
+            queries, keys, values = inputs.arrange()
+            output, residuals = forward(
+                queries, keys, values, *inputs.documents(), **inputs.options()
+            )
             state = []
             if capacity is not None:
-                end = row.next_position, row.end
-                state = [*(_ring.to_ring(x, *end, capacity) for x in (keys, values)), end[0]]
-            return row.put_back(output), state, kept
+                end = inputs.next_position, inputs.end
+                state = [
+                    *(_circular_buffer.from_sequence(x, *end, capacity) for x in (keys, values)),
+                    end[0],
+                ]
+            return inputs.put_back(output), state, residuals
 
-        output, state, kept = with_real_tokens_in_front(attend, token_kind, q, k, v)
+        output, state, residuals = attend_real_tokens_first(attend, token_kind, q, k, v)
         results = (output.reshape(*q.shape[:3], v.shape[3]), *state)
-        return results, (q, k, v, initial_state, token_kind, kept)
+        return results, (q, k, v, initial_state, token_kind, residuals)
 
     def gradients(window, capacity, saved, d_results):
-        q, k, v, initial_state, token_kind, kept = saved
+        q, k, v, initial_state, token_kind, residuals = saved
 
         def attend(tokens, q, k, v, d_output):
-            row = Row(q, k, v, initial_state, token_kind, tokens, window)
-            queries, keys, values = row.arranged()
-            d_queries, *d_rows = backward(
+            inputs = AttentionInputs(q, k, v, initial_state, token_kind, tokens, window)
+            queries, keys, values = inputs.arrange()
+            d_queries, *d_sequences = backward(
                 queries,
                 keys,
                 values,
-                *row.documents(),
-                kept,
-                row.to_front(grouped(d_output, k)),
-                **row.options(),
+                *inputs.documents(),
+                residuals,
+                inputs.to_front(grouped(d_output, k)),
+                **inputs.options(),
             )
             if capacity is not None:
                 total = keys.shape[1]
-                d_rows = [
-                    d + _ring.to_row(d_ring, row.next_position, row.end, total)
-                    for d, d_ring in zip(d_rows, d_results[1:3], strict=True)
+                d_sequences = [
+                    d
+                    + _circular_buffer.to_sequence(
+                        d_buffer, inputs.next_position, inputs.end, total
+                    )
+                    for d, d_buffer in zip(d_sequences, d_results[1:3], strict=True)
                 ]
             d_state = None
             if initial_state is not None:
-                start = jnp.full_like(row.position, row.kept)
+                start = jnp.full_like(inputs.position, inputs.cached)
                 d_state = {
-                    name: _ring.to_ring(d[:, : row.kept], row.position, start, row.kept)
-                    for name, d in zip(("key", "value"), d_rows, strict=True)
+                    name: _circular_buffer.from_sequence(
+                        d[:, : inputs.cached], inputs.position, start, inputs.cached
+                    )
+                    for name, d in zip(("key", "value"), d_sequences, strict=True)
                 }
-            d_k, d_v = (row.put_back(d[:, row.kept :]) for d in d_rows)
-            d_q = row.put_back(d_queries)
+            d_k, d_v = (inputs.put_back(d[:, inputs.cached :]) for d in d_sequences)
+            d_q = inputs.put_back(d_queries)
             return (d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype)), d_state
 
-        d_tensors, d_state = with_real_tokens_in_front(attend, token_kind, q, k, v, d_results[0])
+        d_tensors, d_state = attend_real_tokens_first(attend, token_kind, q, k, v, d_results[0])
         d_tensors = [d.reshape(x.shape) for d, x in zip(d_tensors, (q, k, v), strict=True)]
         if d_state is not None:
             d_state = {
@@ -152,9 +162,9 @@ def _zero_without_token(documents, x):
 
 
 def _banded(x, q, window):
-    """x [B, S, ...] of keys, without a window as it is.
+    """Keys x [B, S, ...], unchanged without a window.
 
-    With a window cut or padded, so that `window` - 1 keys come before that of the first query.
+    With a window, cut or padded so that `window` - 1 keys precede that of the first query.
     """
     if window is None:
         return x
@@ -175,14 +185,18 @@ def _unbanded(d, x, q, window):
 
 
 def _one_token(q, k, v, window, state, token_kind):
-    """A step of generation: the ring is read without reordering it, and one slot is written."""
+    """A decoding step: reads the circular buffer in place and writes one slot."""
     dtype = accumulation_dtype(q, k, v)
     kind = jnp.full(q.shape[0], GOES_ON) if token_kind is None else token_kind[:, 0]
     real = (kind != PADDING)[:, None, None, None]
     q, k, v = (jnp.where(real, x, 0) for x in (q, k, v))
     position = jnp.where(kind == STARTS, 0, state["position"])
     capacity = state["key"].shape[1]
-    age = _ring.ages(position, capacity) if capacity else jnp.zeros((q.shape[0], 0), jnp.int32)
+    age = (
+        _circular_buffer.ages(position, capacity)
+        if capacity
+        else jnp.zeros((q.shape[0], 0), jnp.int32)
+    )
     filled = (age < position[:, None])[:, :, None, None]
     keys, values = (jnp.where(filled, state[name], 0) for name in ("key", "value"))
 

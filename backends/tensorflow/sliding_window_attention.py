@@ -1,15 +1,15 @@
 """o_t = sum_s softmax_s(q_t · k_s) v_s over a window of keys.  De et al. 2024, arXiv:2402.19427.
 
-Padding may be anywhere in a row. The real tokens are first moved to the front, behind those in the
-state, where a window is a band of the logits; the outputs are put back.
+Padding may be anywhere in a sequence. The real tokens are first moved to the front, after the
+cached ones, where a window is a band of the logits; the outputs are moved back.
 """
 
 import tensorflow as tf
 
 from ..constants import PADDING, STARTS
-from . import _banded_attention, _ring
+from . import _banded_attention, _circular_buffer
+from ._attention_inputs import AttentionInputs
 from ._common import as_tensors, dense_gradient, length_of
-from ._row import Row
 
 
 def sliding_window_attention(
@@ -18,14 +18,14 @@ def sliding_window_attention(
     """q: [B, T, H, K]; k: [B, T, G, K]; v: [B, T, G, V].
 
     Returns ([B, T, H, V] in q's dtype, {"key": [B, C, G, K], "value": [B, C, G, V], "position":
-    int32 [B]}, keys and values in their dtypes). C is that of the initial state, else `capacity`,
-    else `sliding_window` - 1; without any of them the state is an empty dict.
+    int32 [B]}, keys and values in their dtypes). C is the capacity of the initial state, else
+    `capacity`, else `sliding_window` - 1; without any of them the state is an empty dict.
     """
     q, k, v = as_tensors(q, k, v)
     if initial_state is None:
         if capacity is None and sliding_window is not None:
             capacity = sliding_window - 1
-        # A ring without slots.
+        # Empty buffers.
         key, value = (x[:, :0] for x in (k, v))
         position = tf.zeros([tf.shape(q)[0]], tf.int32)
     else:
@@ -33,65 +33,72 @@ def sliding_window_attention(
             *(initial_state[name] for name in ("key", "value", "position"))
         )
         capacity = length_of(key)
-    row = Row(q, k, v, key, position, token_kind, sliding_window)
+    inputs = AttentionInputs(q, k, v, key, position, token_kind, sliding_window)
     attend = _one_token if q.shape[1] == 1 and initial_state is not None else _attend
-    output, *rings = attend(row, 0 if capacity is None else capacity, q, k, v, key, value)
+    output, *buffers = attend(inputs, 0 if capacity is None else capacity, q, k, v, key, value)
     if capacity is None:
         return output, {}
-    return output, {"key": rings[0], "value": rings[1], "position": row.next_position}
+    return output, {"key": buffers[0], "value": buffers[1], "position": inputs.next_position}
 
 
-def _attend(row, capacity, q, k, v, key, value):
+def _attend(inputs, capacity, q, k, v, key, value):
     @tf.custom_gradient
     def run(q, k, v, key, value):
-        keys, values = row.after_state(k, key), row.after_state(v, value)
-        arguments = (row.grouped(q), row.banded(keys), row.banded(values))
-        output = _banded_attention.forward(*arguments, row.documents, row.window)
-        output = row.ungrouped(output, q.dtype)
-        rings = [_ring.to_ring(x, row.next_position, row.end, capacity) for x in (keys, values)]
+        keys, values = inputs.concat_cached(k, key), inputs.concat_cached(v, value)
+        arguments = (inputs.grouped(q), inputs.banded(keys), inputs.banded(values))
+        output = _banded_attention.forward(*arguments, inputs.documents, inputs.window)
+        output = inputs.ungrouped(output, q.dtype)
+        buffers = [
+            _circular_buffer.from_sequence(x, inputs.next_position, inputs.end, capacity)
+            for x in (keys, values)
+        ]
 
-        def gradient(d_output, *d_rings):
-            keys, values = row.after_state(k, key), row.after_state(v, value)
-            d_q, *d_rows = _banded_attention.backward(
-                row.grouped(dense_gradient(d_output, output, row.dtype)),
-                row.grouped(q),
-                row.banded(keys),
-                row.banded(values),
-                row.documents,
-                row.window,
+        def gradient(d_output, *d_buffers):
+            keys, values = inputs.concat_cached(k, key), inputs.concat_cached(v, value)
+            d_q, *d_sequences = _banded_attention.backward(
+                inputs.grouped(dense_gradient(d_output, output, inputs.dtype)),
+                inputs.grouped(q),
+                inputs.banded(keys),
+                inputs.banded(values),
+                inputs.documents,
+                inputs.window,
             )
             gradients, of_state = [], []
-            for d, ring, d_ring, x in zip(d_rows, rings, d_rings, (k, v), strict=True):
-                d = row.unbanded(d)
-                d_ring = dense_gradient(d_ring, ring, row.dtype)
-                d += _ring.to_row(d_ring, row.next_position, row.end, length_of(d))
-                gradients.append(tf.cast(row.put_back(d[:, row.kept :]), x.dtype))
-                d_state = _ring.to_ring(d[:, : row.kept], row.position, row.begin, row.kept)
+            for d, buffer, d_buffer, x in zip(d_sequences, buffers, d_buffers, (k, v), strict=True):
+                d = inputs.unbanded(d)
+                d_buffer = dense_gradient(d_buffer, buffer, inputs.dtype)
+                d += _circular_buffer.to_sequence(
+                    d_buffer, inputs.next_position, inputs.end, length_of(d)
+                )
+                gradients.append(tf.cast(inputs.put_back(d[:, inputs.cached :]), x.dtype))
+                d_state = _circular_buffer.from_sequence(
+                    d[:, : inputs.cached], inputs.position, inputs.begin, inputs.cached
+                )
                 of_state.append(tf.cast(d_state, x.dtype))
-            return [row.ungrouped(d_q, q.dtype), *gradients, *of_state]
+            return [inputs.ungrouped(d_q, q.dtype), *gradients, *of_state]
 
-        return (output, *rings), gradient
+        return (output, *buffers), gradient
 
     return run(q, k, v, key, value)
 
 
-def _one_token(row, capacity, q, k, v, key, value):
-    """A step of generation: the ring is read without reordering it, and one slot is written."""
-    kind, dtype = row.token_kind, row.dtype
-    real, position = tf.ones_like(row.position, tf.bool), row.position
+def _one_token(inputs, capacity, q, k, v, key, value):
+    """A decoding step: reads the circular buffer in place and writes one slot."""
+    kind, dtype = inputs.token_kind, inputs.dtype
+    real, position = tf.ones_like(inputs.position, tf.bool), inputs.position
     if kind is not None:
         real = kind[:, 0] != PADDING
         position = tf.where(kind[:, 0] == STARTS, 0, position)
         q, k, v = (tf.where(real[:, None, None, None], x, 0) for x in (q, k, v))
-    age = _ring.ages(position, capacity)
+    age = _circular_buffer.ages(position, capacity)
     filled = age < position[:, None]
     keys, values = (
-        tf.where(filled[:, :, None, None], tf.cast(ring, x.dtype), 0)
-        for ring, x in ((key, k), (value, v))
+        tf.where(filled[:, :, None, None], tf.cast(buffer, x.dtype), 0)
+        for buffer, x in ((key, k), (value, v))
     )
 
-    visible = filled & (age < row.window - 1) if row.window else filled
-    grouped = tf.reshape(tf.cast(q, dtype), [row.batch, row.groups, -1, q.shape[3]])
+    visible = filled & (age < inputs.window - 1) if inputs.window else filled
+    grouped = tf.reshape(tf.cast(q, dtype), [inputs.batch, inputs.groups, -1, q.shape[3]])
     own_key, own_value = (tf.cast(x, dtype)[:, 0, :, None] for x in (k, v))
     logits = tf.einsum("bgrk,bsgk->bgrs", grouped, tf.cast(keys, dtype))
     logits = tf.where(visible[:, None, None], logits, dtype.min)
@@ -99,10 +106,12 @@ def _one_token(row, capacity, q, k, v, key, value):
     weights = _banded_attention.softmax(tf.concat([logits, own_logit], axis=-1))
     output = tf.einsum("bgrs,bsgv->bgrv", weights[..., :-1], tf.cast(values, dtype))
     output += weights[..., -1:] * own_value
-    output = tf.reshape(output, [row.batch, 1, q.shape[2], v.shape[3]])
+    output = tf.reshape(output, [inputs.batch, 1, q.shape[2], v.shape[3]])
     output = tf.where(real[:, None, None, None], output, 0)
 
     slot = position % tf.maximum(capacity, 1)
     written = (tf.range(capacity) == slot[:, None]) & real[:, None]
-    rings = (tf.where(written[:, :, None, None], x, ring) for x, ring in ((k, keys), (v, values)))
-    return tf.cast(output, q.dtype), *rings
+    buffers = (
+        tf.where(written[:, :, None, None], x, buffer) for x, buffer in ((k, keys), (v, values))
+    )
+    return tf.cast(output, q.dtype), *buffers

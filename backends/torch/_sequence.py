@@ -8,9 +8,9 @@ import torch
 from torch.nn import functional as F
 
 from ..constants import DECAY_EXPONENT, PADDING, STARTS
-from . import _ring
+from . import _circular_buffer
+from ._attention_inputs import AttentionInputs
 from ._common import accumulation_dtype
-from ._row import Row
 
 
 def recurrence(log_decays):
@@ -128,15 +128,15 @@ def sliding_window_attention(shards, arguments, function):
     if room == 0:
         return function(**arguments)
     q, k, v, kind = (arguments[name] for name in ("q", "k", "v", "token_kind"))
-    row = Row(q, k, v, None, None, None, kind, window)
+    inputs = AttentionInputs(q, k, v, None, None, None, kind, window)
     lasts = [
-        _ring.to_row(
-            _ring.to_ring(x, row.next_position, row.end, room),
-            row.next_position,
-            torch.full_like(row.end, room),
+        _circular_buffer.to_sequence(
+            _circular_buffer.from_sequence(x, inputs.next_position, inputs.end, room),
+            inputs.next_position,
+            torch.full_like(inputs.end, room),
             room,
         )
-        for x in row.keys_and_values()
+        for x in inputs.keys_and_values()
     ]
     _, started = _counted(q, kind)
 
@@ -147,13 +147,16 @@ def sliding_window_attention(shards, arguments, function):
             states.append(tuple(_moved_up(x, y, count, started) for x, y in both))
         return states
 
-    counts = row.next_position, started
-    rows = shards.before(fold, lasts, counts)
-    position = torch.zeros_like(row.next_position)
+    counts = inputs.next_position, started
+    sequences = shards.before(fold, lasts, counts)
+    position = torch.zeros_like(inputs.next_position)
     gathered = zip(*(shards.gather(t) for t in counts), strict=True)
     for _, (count, started) in zip(range(shards.rank), gathered, strict=False):
         position = torch.where(started, count, position + count)
-    key, value = (_ring.to_ring(x, position, torch.full_like(position, room), room) for x in rows)
+    key, value = (
+        _circular_buffer.from_sequence(x, position, torch.full_like(position, room), room)
+        for x in sequences
+    )
     state = {"key": key, "value": value, "position": position.int()}
     return function(**{**arguments, "initial_state": state})
 
@@ -175,7 +178,9 @@ def _moved_up(before, last, count, started):
     room = before.shape[1]
     place = torch.arange(room, device=before.device)
     index = place + count.clamp_max(room)[:, None]
-    moved = _ring.take(before, index.clamp_max(room - 1), (index < room) & ~started[:, None])
+    moved = _circular_buffer.take(
+        before, index.clamp_max(room - 1), (index < room) & ~started[:, None]
+    )
     return moved + last
 
 

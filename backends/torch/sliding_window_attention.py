@@ -1,17 +1,17 @@
 """o_t = sum_s softmax_s(q_t · k_s) v_s over a window of keys.  De et al. 2024, arXiv:2402.19427.
 
-Padding may be anywhere in a row. The real tokens are first moved to the front, behind those in the
-state, where a window is a band of the logits; the outputs are put back.
+Padding may be anywhere in a sequence. The real tokens are first moved to the front, after the
+cached ones, where a window is a band of the logits; the outputs are moved back.
 """
 
 import torch
 from torch import Tensor
 
 from ..constants import PADDING, STARTS
-from . import _banded_attention, _ring, _sharding
+from . import _banded_attention, _circular_buffer, _sharding
+from ._attention_inputs import AttentionInputs, attend, fake_gradients, fake_results
 from ._autograd import register_autograd
 from ._common import accumulation_dtype, is_one_token
-from ._row import Row, attend, fake_gradients, fake_results
 
 
 def sliding_window_attention(
@@ -20,8 +20,8 @@ def sliding_window_attention(
     """q: [B, T, H, K]; k: [B, T, G, K]; v: [B, T, G, V].
 
     Returns ([B, T, H, V] in q's dtype, {"key": [B, C, G, K], "value": [B, C, G, V], "position":
-    int32 [B]}, keys and values in their dtypes). C is that of the initial state, else `capacity`,
-    else `sliding_window` - 1; without any of them the state is an empty dict.
+    int32 [B]}, keys and values in their dtypes). C is the capacity of the initial state, else
+    `capacity`, else `sliding_window` - 1; without any of them the state is an empty dict.
     """
     if initial_state is not None and is_one_token(q, k, v, *initial_state.values()):
         return _step(q, k, v, sliding_window, initial_state, token_kind)
@@ -49,14 +49,21 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if key is not None and q.shape[1] == 1:
         return _one_token(q, k, v, key, value, position, token_kind, window)
-    row = Row(q, k, v, key, value, position, token_kind, window)
-    keys, values = row.keys_and_values()
+    inputs = AttentionInputs(q, k, v, key, value, position, token_kind, window)
+    keys, values = inputs.keys_and_values()
     output = _banded_attention.forward(
-        row.grouped(q), row.by_head(keys), row.by_head(values), row.documents(), row.window
+        inputs.grouped(q),
+        inputs.head_major(keys),
+        inputs.head_major(values),
+        inputs.documents(),
+        inputs.window,
     )
-    output = row.put_back(output.transpose(1, 2).flatten(2, 3)).contiguous()
-    rings = (_ring.to_ring(x, row.next_position, row.end, capacity) for x in (keys, values))
-    return output.to(q.dtype), *rings, row.next_position.int()
+    output = inputs.put_back(output.transpose(1, 2).flatten(2, 3)).contiguous()
+    buffers = (
+        _circular_buffer.from_sequence(x, inputs.next_position, inputs.end, capacity)
+        for x in (keys, values)
+    )
+    return output.to(q.dtype), *buffers, inputs.next_position.int()
 
 
 @_forward.register_fake
@@ -78,22 +85,23 @@ def _backward(
     token_kind: Tensor | None,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    row = Row(q, k, v, key, value, position, token_kind, window)
-    keys, values = row.keys_and_values()
-    d_q, *d_rows = _banded_attention.backward(
-        row.grouped(d_output),
-        row.grouped(q),
-        row.by_head(keys),
-        row.by_head(values),
-        row.documents(),
-        row.window,
+    inputs = AttentionInputs(q, k, v, key, value, position, token_kind, window)
+    keys, values = inputs.keys_and_values()
+    d_q, *d_sequences = _banded_attention.backward(
+        inputs.grouped(d_output),
+        inputs.grouped(q),
+        inputs.head_major(keys),
+        inputs.head_major(values),
+        inputs.documents(),
+        inputs.window,
     )
-    d_q = row.put_back(d_q.transpose(1, 2).flatten(2, 3)).contiguous().to(q.dtype)
-    d_rows = [
-        d_row.transpose(1, 2) + _ring.to_row(d_ring, row.next_position, row.end, keys.shape[1])
-        for d_row, d_ring in zip(d_rows, (d_key, d_value), strict=True)
+    d_q = inputs.put_back(d_q.transpose(1, 2).flatten(2, 3)).contiguous().to(q.dtype)
+    d_sequences = [
+        d_sequence.transpose(1, 2)
+        + _circular_buffer.to_sequence(d_buffer, inputs.next_position, inputs.end, keys.shape[1])
+        for d_sequence, d_buffer in zip(d_sequences, (d_key, d_value), strict=True)
     ]
-    return d_q, *row.gradients(d_rows)
+    return d_q, *inputs.gradients(d_sequences)
 
 
 @_backward.register_fake
@@ -123,7 +131,7 @@ _sharding.register(_backward, (*_results, *_rows, "b", "b t"), _rows, "hg", rang
 
 
 def _one_token(q, k, v, key, value, position, token_kind, window):
-    """A step of generation: the ring is read without reordering it, and one slot is written."""
+    """A decoding step: reads the circular buffer in place and writes one slot."""
     dtype = accumulation_dtype(q, k, v, key, value)
     batch, _, heads, _ = q.shape
     groups, capacity = k.shape[2], key.shape[1]
@@ -133,11 +141,11 @@ def _one_token(q, k, v, key, value, position, token_kind, window):
         real = token_kind[:, 0] != PADDING
         position = position.masked_fill(token_kind[:, 0] == STARTS, 0)
         q, k, v = (x.masked_fill(~real[:, None, None, None], 0) for x in (q, k, v))
-    age = _ring.ages(position, capacity)
+    age = _circular_buffer.ages(position, capacity)
     filled = age < position[:, None]
     keys, values = (
-        ring.masked_fill(~filled[:, :, None, None], 0).to(x.dtype)
-        for ring, x in ((key, k), (value, v))
+        buffer.masked_fill(~filled[:, :, None, None], 0).to(x.dtype)
+        for buffer, x in ((key, k), (value, v))
     )
 
     visible = filled if window is None else filled & (age < window - 1)
@@ -152,9 +160,9 @@ def _one_token(q, k, v, key, value, position, token_kind, window):
 
     if capacity:
         slot = (position % capacity)[:, None, None, None]
-        for ring, x in ((keys, k), (values, v)):
+        for buffer, x in ((keys, k), (values, v)):
             index = slot.expand_as(x)
-            old = ring.gather(1, index)
-            ring.scatter_(1, index, torch.where(real[:, None, None, None], x, old))
+            old = buffer.gather(1, index)
+            buffer.scatter_(1, index, torch.where(real[:, None, None, None], x, old))
     output = output.view(batch, 1, heads, -1).to(q.dtype)
     return output, keys, values, (position + real).int()

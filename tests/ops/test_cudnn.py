@@ -20,7 +20,7 @@ import torch
 
 from keras_recurrent.backends import cudnn
 from keras_recurrent.backends.cudnn.sliding_window_attention import unsupported
-from keras_recurrent.backends.torch import _ring
+from keras_recurrent.backends.torch import _circular_buffer
 
 OPERATION = "sliding_window_attention"
 LONG = Case(2, 640, 64, "bfloat16", heads=(4, 1), window=700, values=64)
@@ -88,8 +88,8 @@ def test_a_torch_without_cudnn_says_so(monkeypatch):
 def test_the_ring_behind_a_whole_document(length, capacity):
     row = torch.randn(2, length, 1, 3)
     position = torch.full((2,), length)
-    expected = _ring.to_ring(row, position, position, capacity)
-    ring = _ring.of_whole_document(row, capacity)
+    expected = _circular_buffer.from_sequence(row, position, position, capacity)
+    ring = _circular_buffer.from_whole_document(row, capacity)
     assert torch.equal(ring, expected)
     assert ring.is_contiguous()
 

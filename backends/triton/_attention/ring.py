@@ -1,4 +1,4 @@
-"""Attention's state, a ring of each document's last keys and values, as `backends/torch/_ring.py`.
+"""Attention's state, circular buffers of the last keys and values as `torch/_circular_buffer.py`.
 
 The token at position p of its document lies in slot p % C. position, end: int32 [B], the position
 of the next token to come, and the index in the row of keys behind its last token.

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ...torch import sliding_window_attention as plain
+from ...torch._attention_inputs import AttentionInputs, attend, fake_gradients, fake_results
 from ...torch._autograd import register_autograd
-from ...torch._row import Row, attend, fake_gradients, fake_results
 from ...torch._sharding import is_sharded
 from .._runtime.torch_operators import contiguous, new, on_device_of
 from . import banded_attention, ring
@@ -26,11 +26,11 @@ def attention(q, k, v, sliding_window=None, initial_state=None, token_kind=None,
 
 
 def _arrange(*arguments):
-    """A `Row`, its keys and values, and which of them its queries see."""
-    row = Row(*arguments)
+    """`AttentionInputs`, their keys and values, and which of them its queries see."""
+    row = AttentionInputs(*arguments)
     keys, values = row.keys_and_values()
     window = row.window or keys.shape[1]
-    first_key, last_key = row.seen() or (None, None)
+    first_key, last_key = row.key_ranges() or (None, None)
     visible = banded_attention.VisibleKeys(row.token_kind, first_key, last_key, window)
     return row, keys, values, visible
 

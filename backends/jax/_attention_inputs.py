@@ -1,24 +1,24 @@
-"""The keys, values and queries of attention, with the real tokens of each row in front."""
+"""Keys, values and queries of attention, with real tokens first and padding last."""
 
 import jax
 import jax.numpy as jnp
 
 from ..constants import PADDING, STARTS
-from . import _ring
+from . import _circular_buffer
 from ._common import accumulation_dtype
 from ._real_tokens import RealTokens
 
 
-def with_real_tokens_in_front(attend, token_kind, *tensors):
-    """`attend(tokens, *tensors)`, where `tokens` moves real tokens in front of all padding.
+def attend_real_tokens_first(attend, token_kind, *tensors):
+    """Calls `attend(tokens, *tensors)`, where `tokens` moves real tokens before all padding.
 
-    Where they are in front already, as they mostly are, nothing is moved: moving reads and writes
-    every tensor once more. The tensors pass the branch with their heads in one axis; with an axis
-    for heads XLA would choose another layout for them and copy them.
+    If padding is already last, as in most batches, nothing is moved: moving reads and writes every
+    tensor once more. The tensors enter the branch with their heads in one axis; with an axis for
+    heads, XLA would choose another layout for them and copy them.
     """
     if token_kind is None:
         return attend(None, *tensors)
-    in_front, flat = _RealTokensInFront(token_kind), [flat_heads(x) for x in tensors]
+    first, flat = _RealTokensFirst(token_kind), [flatten_heads(x) for x in tensors]
 
     def attend_to(tokens):
         given = [
@@ -28,12 +28,12 @@ def with_real_tokens_in_front(attend, token_kind, *tensors):
         return attend(tokens, *given)
 
     return jax.lax.cond(
-        in_front.always, lambda: attend_to(in_front), lambda: attend_to(RealTokens(token_kind))
+        first.always, lambda: attend_to(first), lambda: attend_to(RealTokens(token_kind))
     )
 
 
-class _RealTokensInFront:
-    """`RealTokens` of rows whose padding is at the end: nothing has to be moved."""
+class _RealTokensFirst:
+    """`RealTokens` for sequences with padding at the end, where nothing has to be moved."""
 
     def __init__(self, token_kind):
         real = token_kind != PADDING
@@ -47,62 +47,68 @@ class _RealTokensInFront:
     put_back = to_front
 
 
-class Row:
-    """The tokens in the state and then the real tokens of each row, side by side."""
+class AttentionInputs:
+    """The cached tokens, followed by the real tokens of each sequence."""
 
     def __init__(self, q, k, v, initial_state, token_kind, tokens, window):
         self.q, self.k, self.v, self.state, self.tokens = q, k, v, initial_state, tokens
         self.dtype = accumulation_dtype(q, k, v)
         batch, self.length = q.shape[:2]
-        self.kept, self.position = 0, jnp.zeros(batch, jnp.int32)
+        self.cached, self.position = 0, jnp.zeros(batch, jnp.int32)
         if initial_state is not None:
-            self.kept, self.position = initial_state["key"].shape[1], initial_state["position"]
-        # A window of at least the row's length excludes no key.
-        self.window = window if window and window < self.kept + self.length else None
+            self.cached, self.position = initial_state["key"].shape[1], initial_state["position"]
+        # A window of at least the sequence length excludes no key.
+        self.window = window if window and window < self.cached + self.length else None
 
         count, start = jnp.full(batch, self.length), jnp.full(batch, -1)
         if self.tokens is not None:
             count = self.tokens.count[:, 0]
             nth = jnp.cumsum(token_kind != PADDING, axis=1) - 1
             start = jnp.max(jnp.where(token_kind == STARTS, nth, -1), axis=1)
-        self.end = self.kept + count
+        self.end = self.cached + count
         self.next_position = jnp.where(start < 0, self.position + count, count - start)
         self.next_position = self.next_position.astype(jnp.int32)
 
-    def arranged(self):
-        """The queries, the keys and the values, those in the state first."""
+    def arrange(self):
+        """The queries, keys and values, cached ones first."""
         keys, values = self.to_front(self.k), self.to_front(self.v)
         if self.state is not None:
-            end = jnp.full_like(self.position, self.kept)
+            end = jnp.full_like(self.position, self.cached)
             keys, values = (
                 jnp.concatenate(
-                    [_ring.to_row(ring, self.position, end, self.kept).astype(x.dtype), x], axis=1
+                    [
+                        _circular_buffer.to_sequence(
+                            buffer, self.position, end, self.cached
+                        ).astype(x.dtype),
+                        x,
+                    ],
+                    axis=1,
                 )
-                for ring, x in ((self.state["key"], keys), (self.state["value"], values))
+                for buffer, x in ((self.state["key"], keys), (self.state["value"], values))
             )
         return self.to_front(grouped(self.q, self.k)), keys, values
 
     def to_front(self, x):
-        """[B, T, ...] with its real tokens in front."""
+        """[B, T, ...] with the real tokens first."""
         if self.tokens is None:
             return x
-        return self.tokens.to_front(flat_heads(x)).reshape(x.shape)
+        return self.tokens.to_front(flatten_heads(x)).reshape(x.shape)
 
     def put_back(self, x):
-        """The opposite, and the transpose, of `to_front`; with the heads in one axis, [B, T, D]."""
-        return flat_heads(x) if self.tokens is None else self.tokens.put_back(flat_heads(x))
+        """The inverse, and the transpose, of `to_front`; with the heads in one axis, [B, T, D]."""
+        return flatten_heads(x) if self.tokens is None else self.tokens.put_back(flatten_heads(x))
 
     def options(self):
-        """What is known of the row when a program is traced, as arguments of both passes."""
-        one_document = self.tokens is None and not self.kept
+        """Static properties of the sequence, as keyword arguments of both passes."""
+        one_document = self.tokens is None and not self.cached
         return {"window": self.window, "dtype": self.dtype, "one_document": one_document}
 
     def documents(self):
-        """Numbers of the documents of queries and of keys, 0 where there is no token."""
+        """Document numbers of queries and of keys, 0 where there is no token."""
         of_queries = jnp.zeros((self.k.shape[0], self.length), jnp.int32)
         if self.tokens is not None:
             of_queries = self.tokens.document
-        age = self.kept - 1 - jnp.arange(self.kept)
+        age = self.cached - 1 - jnp.arange(self.cached)
         of_state = jnp.where(age < self.position[:, None], 0, -1)
         of_keys = jnp.concatenate([of_state, of_queries], axis=1)
         return of_queries + 1, of_keys + 1
@@ -113,6 +119,6 @@ def grouped(x, k):
     return x.reshape(*x.shape[:2], k.shape[2], -1, x.shape[3])
 
 
-def flat_heads(x):
+def flatten_heads(x):
     """[B, T, ...] as [B, T, D]."""
     return x.reshape(*x.shape[:2], -1)

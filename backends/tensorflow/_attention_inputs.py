@@ -1,77 +1,77 @@
-"""The keys, values and queries of attention, with the real tokens of each row in front."""
+"""Keys, values and queries of attention, with real tokens first and padding last."""
 
 import tensorflow as tf
 
 from ..constants import PADDING, STARTS
-from . import _ring
+from . import _circular_buffer
 from ._common import accumulation_dtype, length_of
 
 
-class Row:
-    """The tokens in the state and then the real tokens of each row, side by side."""
+class AttentionInputs:
+    """The cached tokens, followed by the real tokens of each sequence."""
 
     def __init__(self, q, k, v, key, position, token_kind, window):
         self.q, self.groups, self.position = q, k.shape[2], position
         self.dtype = accumulation_dtype(q, k, v)
-        self.batch, self.length, self.kept = tf.shape(q)[0], length_of(q), length_of(key)
+        self.batch, self.length, self.cached = tf.shape(q)[0], length_of(q), length_of(key)
         self.token_kind = token_kind
-        self.begin = tf.fill([self.batch], self.kept)
-        # A window of at least the row's length excludes no key.
-        total = self.kept + self.length
+        self.begin = tf.fill([self.batch], self.cached)
+        # A window of at least the sequence length excludes no key.
+        total = self.cached + self.length
         self.window = None if isinstance(total, int) and (window or total) >= total else window
         count, start = tf.fill([self.batch], self.length), tf.fill([self.batch], -1)
         of_queries = tf.zeros([self.batch, self.length], tf.int32)
         if token_kind is not None:
             self._arrange(token_kind)
             count, start, of_queries = self.count, self.start, self.of_queries
-        self.end = self.kept + count
+        self.end = self.cached + count
         self.next_position = tf.where(start < 0, position + count, count - start)
-        age = self.kept - 1 - tf.range(self.kept)
+        age = self.cached - 1 - tf.range(self.cached)
         of_state = tf.where(age < position[:, None], 0, -1)
-        # Numbers from 1 on: the zeros that pad a band are no document.
+        # Documents are numbered from 1, so that the zeros that pad a band belong to none.
         of_keys = tf.concat([of_state, of_queries], axis=1) + 1
         self.documents = (of_queries + 1, self._band(of_keys))
 
     def _arrange(self, token_kind):
         self.real, starts = token_kind != PADDING, token_kind == STARTS
-        place = tf.range(self.length)
+        target = tf.range(self.length)
         nth = tf.cumsum(tf.cast(self.real, tf.int32), axis=1) - 1
         self.count = nth[:, -1] + 1
-        # Padding is moved behind the real tokens, so that this is a permutation.
-        self.place = tf.where(self.real, nth, self.count[:, None] + place - 1 - nth)
+        # Padding is moved after the real tokens, so that this is a permutation.
+        self.target = tf.where(self.real, nth, self.count[:, None] + target - 1 - nth)
         row = tf.broadcast_to(tf.range(self.batch)[:, None], tf.shape(nth))
         self.order = tf.scatter_nd(
-            tf.stack([row, self.place], axis=-1),
-            tf.broadcast_to(place, tf.shape(nth)),
+            tf.stack([row, self.target], axis=-1),
+            tf.broadcast_to(target, tf.shape(nth)),
             tf.shape(nth),
         )
-        self.filled = place < self.count[:, None]
+        self.filled = target < self.count[:, None]
         self.start = tf.reduce_max(tf.where(starts, nth, -1), axis=1)
         starts_so_far = tf.cumsum(tf.cast(starts, tf.int32), axis=1)
         self.of_queries = tf.gather(starts_so_far, self.order, batch_dims=1)
 
     def to_front(self, x):
-        """[B, T, ...] with its real tokens in front, then zeros."""
-        return x if self.token_kind is None else _ring.take(x, self.order, self.filled)
+        """[B, T, ...] with the real tokens first, then zeros."""
+        return x if self.token_kind is None else _circular_buffer.take(x, self.order, self.filled)
 
     def put_back(self, x):
-        """The opposite, and the transpose, of `to_front`."""
-        return x if self.token_kind is None else _ring.take(x, self.place, self.real)
+        """The inverse, and the transpose, of `to_front`."""
+        return x if self.token_kind is None else _circular_buffer.take(x, self.target, self.real)
 
-    def after_state(self, x, ring):
-        """[B, kept + T, G, ...]: the tokens of the ring, then those of x."""
-        before = _ring.to_row(ring, self.position, self.begin, self.kept)
+    def concat_cached(self, x, buffer):
+        """The cached tokens, then those of x, [B, cached + T, G, ...]."""
+        before = _circular_buffer.to_sequence(buffer, self.position, self.begin, self.cached)
         return tf.concat([tf.cast(before, x.dtype), self.to_front(x)], axis=1)
 
     def grouped(self, x):
-        """[B, T, H, K] with its real tokens in front, as [B, G, T, H / G, K]."""
+        """[B, T, H, K] with the real tokens first, as [B, G, T, H / G, K]."""
         x = tf.cast(self.to_front(x), self.dtype)
         heads = x.shape[2] // self.groups
         x = tf.reshape(x, [self.batch, self.length, self.groups, heads, x.shape[3]])
         return tf.transpose(x, [0, 2, 1, 3, 4])
 
     def ungrouped(self, x, dtype):
-        """The opposite of `grouped`."""
+        """The inverse of `grouped`."""
         x = tf.transpose(x, [0, 2, 1, 3, 4])
         x = tf.reshape(x, [self.batch, self.length, self.q.shape[2], x.shape[4]])
         return tf.cast(self.put_back(x), dtype)
@@ -79,22 +79,22 @@ class Row:
     def banded(self, x):
         """[B, S, G, K] as [B, G, S, K].
 
-        With a window cut or padded, so that `window` - 1 keys come before that of the first query.
+        With a window, cut or padded so that `window` - 1 keys precede that of the first query.
         """
         return tf.transpose(self._band(tf.cast(x, self.dtype)), [0, 2, 1, 3])
 
     def _band(self, x):
         if self.window is None:
             return x
-        missing = tf.maximum(self.window - 1 - self.kept, 0)
+        missing = tf.maximum(self.window - 1 - self.cached, 0)
         x = tf.pad(x, [[0, 0], [missing, 0]] + [[0, 0]] * (len(x.shape) - 2))
-        return x[:, tf.maximum(self.kept - self.window + 1, 0) :]
+        return x[:, tf.maximum(self.cached - self.window + 1, 0) :]
 
     def unbanded(self, x):
         """The transpose of `banded`."""
         x = tf.transpose(x, [0, 2, 1, 3])
         if self.window is None:
             return x
-        missing = tf.maximum(self.kept - self.window + 1, 0)
+        missing = tf.maximum(self.cached - self.window + 1, 0)
         x = tf.pad(x, [[0, 0], [missing, 0], [0, 0], [0, 0]])
-        return x[:, tf.maximum(self.window - 1 - self.kept, 0) :]
+        return x[:, tf.maximum(self.window - 1 - self.cached, 0) :]
