@@ -198,7 +198,7 @@ def exports():
 def _elsewhere(name, arguments):
     """Why an implementation for one platform cannot run where these arguments are; else None."""
     if BACKEND == "jax" and name in _platforms.PLATFORMS:
-        return _platforms.elsewhere(arguments, _platforms.PLATFORMS[name])
+        return _platforms.platform_reason(arguments, _platforms.PLATFORMS[name])
     return None
 
 
@@ -227,7 +227,7 @@ def run(operation, arguments, implementation=None):
             for name, platform in _platforms.PLATFORMS.items()
             if not (_refusal(operation, name, arguments) or _elsewhere(name, arguments))
         }
-        function = _platforms.lowered(row["jax"], **kernels)
+        function = _platforms.choose_at_lowering(row["jax"], **kernels)
     distribution = keras.distribution.distribution()
     if distribution is None or name == PORTABLE:
         return function(**arguments)

@@ -1,12 +1,12 @@
-"""Softmax attention of a row of queries to the keys before them, block by block.
+"""Softmax attention of a sequence of queries to the keys before them, block by block.
 
 The T queries belong to the last T of the S keys: query t attends to key S - T + t and to the keys
-before it in the same document, to `window` in all. `window` None stands for all of them; else
+before it in the same document, to `window` in all. `window` None means all of them; else
 S - T is `window` - 1. A block of queries is multiplied with the keys that at least one of its
 queries attends to, so time grows with T times the window, and memory with T.
 
-q: [B, T, G, R, K], where R heads share a key; k: [B, S, G, K]; v: [B, S, G, V]; documents: numbers
-of the queries [B, T] and of the keys [B, S].
+q: [B, T, G, R, K], where R heads share a key; k: [B, S, G, K]; v: [B, S, G, V]; documents:
+document numbers of the queries [B, T] and of the keys [B, S].
 """
 
 import itertools
@@ -15,21 +15,21 @@ import jax
 import jax.numpy as jnp
 
 BLOCK = 64
-# Without a window the blocks are cut into so many spans. All blocks of a span are multiplied with
+# Spans of blocks without a window. All blocks of a span are multiplied with
 # the keys up to the span's end. With four spans a quarter of the products are of keys that no query
 # attends to, with one span half of them.
 SPANS = 4
 
 
 def forward(q, k, v, documents, window, dtype):
-    """Returns [B, T, G, R, V] and a pair of [B, T, G, R], which the kernels for TPU go back by.
+    """Returns [B, T, G, R, V] and a pair of [B, T, G, R], residuals for the TPU kernels.
 
-    That is each query's largest logit, and the sum of exp(logit - largest). Their one logarithm,
-    largest + log(sum), would have no more digits behind the point than the largest logit has.
+    The pair is the largest logit of each query, and the sum of exp(logit - largest). Their
+    logarithm, largest + log(sum), would have no more fractional digits than the largest logit.
     """
     length, before = q.shape[1], k.shape[1] - q.shape[1]
-    q, k, v, documents = _padded(q, k, v, documents, _block_size(length, window))
-    product = product_of(q, k, v, dtype)
+    q, k, v, documents = _pad_blocks(q, k, v, documents, _block_size(length, window))
+    product = product_in(q, k, v, dtype)
 
     def attend(carry, q, k, v, visible):
         logits = jnp.where(visible, product("blgrk,bsgk->bglrs", q, k), -jnp.inf)
@@ -44,7 +44,7 @@ def forward(q, k, v, documents, window, dtype):
             carry, block.queries(q), block.keys(k), block.keys(v), block.visible(documents)
         )
 
-    _, results = _over_blocks(step, None, q.shape[1], before, window)
+    _, results = _scan_blocks(step, None, q.shape[1], before, window)
     output, *sums = (x[:, :length] for x in results)
     return output, tuple(sums)
 
@@ -53,20 +53,20 @@ def backward(d_output, q, k, v, documents, window, dtype):
     """Returns the gradients of q, k and v in `dtype`."""
     length, before = q.shape[1], k.shape[1] - q.shape[1]
     size = _block_size(length, window)
-    d_output = _fill(d_output, -length % size, 0)
-    q, k, v, documents = _padded(q, k, v, documents, size)
-    product = product_of(q, k, v, dtype)
+    d_output = _pad_time(d_output, -length % size, 0)
+    q, k, v, documents = _pad_blocks(q, k, v, documents, size)
+    product = product_in(q, k, v, dtype)
 
     def step(gradients, block):
         q_b, k_b, v_b, d_o = block.queries(q), block.keys(k), block.keys(v), block.queries(d_output)
         logits = product("blgrk,bsgk->bglrs", q_b, k_b)
-        # Not by the sums of the forward: another program rounds logits otherwise, which shows where
-        # they are large.
+        # Not from the sums of the forward pass: another program rounds logits differently, which
+        # matters where they are large.
         weights = jax.nn.softmax(jnp.where(block.visible(documents), logits, -jnp.inf), axis=-1)
         d_weights = product("blgrv,bsgv->bglrs", d_o, v_b)
-        # The output would give the same sum, but it has been rounded. The difference comes first:
-        # that of products with the weights is rounded once more, which shows where one key has
-        # nearly all weight.
+        # The output would give the same sum, but it has been rounded. The difference is computed
+        # first: a difference of products with the weights is rounded once more, which matters
+        # where one key has nearly all the weight.
         mean = jnp.sum(weights * d_weights, axis=-1, keepdims=True)
         d_logits = weights * (d_weights - mean)
         d_k, d_v = gradients
@@ -75,7 +75,7 @@ def backward(d_output, q, k, v, documents, window, dtype):
         return (d_k, d_v), product("bglrs,bsgk->blgrk", d_logits, k_b)
 
     zeros = (jnp.zeros(k.shape, dtype), jnp.zeros(v.shape, dtype))
-    (d_k, d_v), d_q = _over_blocks(step, zeros, q.shape[1], before, window)
+    (d_k, d_v), d_q = _scan_blocks(step, zeros, q.shape[1], before, window)
     return d_q[:, :length], d_k[:, : before + length], d_v[:, : before + length]
 
 
@@ -99,14 +99,14 @@ class _Block:
         return jax.lax.dynamic_update_slice_in_dim(total, self.keys(total) + x, self.first, axis=1)
 
     def visible(self, documents):
-        """Whether a query attends to a key, [B, 1, size, 1, width]."""
+        """Mask of the keys that a query attends to, [B, 1, size, 1, width]."""
         of_queries, of_keys = documents
         same = self.queries(of_queries)[:, :, None] == self.keys(of_keys)[:, None]
         return (same & self._in_window)[:, None, :, None]
 
 
-def _over_blocks(step, carry, length, before, window):
-    """Call `step(carry, block) -> (carry, results [B, block, ...])` for one block after another."""
+def _scan_blocks(step, carry, length, before, window):
+    """Scans `step(carry, block) -> (carry, results [B, block, ...])` over the blocks."""
     size = _block_size(length, window)
     count = length // size
     edges = [0, count] if window else sorted({-(-count * i // SPANS) for i in range(SPANS + 1)})
@@ -122,40 +122,40 @@ def _over_blocks(step, carry, length, before, window):
             results.append(result)
         else:
             carry, result = jax.lax.scan(numbered, carry, jnp.arange(first, end))
-            results.append(jax.tree.map(_side_by_side, result))
+            results.append(jax.tree.map(_join_blocks, result))
     return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *results)
 
 
-def _side_by_side(blocks):
+def _join_blocks(blocks):
     """[N, B, block, ...] as [B, N * block, ...]."""
     rows = jnp.moveaxis(blocks, 0, 1)
     return rows.reshape(rows.shape[0], -1, *rows.shape[3:])
 
 
 def _block_size(length, window):
-    """Queries of a block: fewer in a short row or a narrow window, to pad less."""
+    """Number of queries in a block: fewer for short sequences or narrow windows, to pad less."""
     size = BLOCK
     while size > 8 and (size >= 2 * length or (window and size > window)):
         size //= 2
     return size
 
 
-def _padded(q, k, v, documents, size):
+def _pad_blocks(q, k, v, documents, size):
     missing = -q.shape[1] % size
-    # The places that fill up the last block are a document of their own, so none has an empty sum.
-    documents = [_fill(d, missing, -1) for d in documents]
-    return *(_fill(x, missing, 0) for x in (q, k, v)), documents
+    # Padding of the last block is a separate document, so that no query has an empty sum.
+    documents = [_pad_time(d, missing, -1) for d in documents]
+    return *(_pad_time(x, missing, 0) for x in (q, k, v)), documents
 
 
-def _fill(x, missing, value):
-    """x [B, T, ...] with `missing` more places at its end."""
+def _pad_time(x, missing, value):
+    """x [B, T, ...] with `missing` more positions at its end."""
     return jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2), constant_values=value)
 
 
-def product_of(q, k, v, dtype):
-    """`einsum` that computes in `dtype`."""
-    # By default accelerators round the operands of a product to 16 bits, which only changes those
-    # that have more.
+def product_in(q, k, v, dtype):
+    """Returns an `einsum` of two operands that computes in `dtype`."""
+    # By default accelerators round the operands of a product to 16 bits, which changes only wider
+    # dtypes.
     precision = jax.lax.Precision.HIGHEST if any(x.dtype.itemsize > 2 for x in (q, k, v)) else None
 
     def product(equation, a, b):

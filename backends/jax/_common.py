@@ -1,4 +1,4 @@
-"""What the operations of this folder share."""
+"""Helpers shared by the operations in plain JAX."""
 
 import functools
 
@@ -15,29 +15,29 @@ def accumulation_dtype(*tensors):
 
 
 def size_reason(*tensors):
-    """Why no kernel takes tensors of these sizes, some of them None; None if they do."""
+    """Reason kernels do not support the sizes of these tensors (or None each), or None."""
     for tensor in tensors:
         if tensor is None:
             continue
         if not all(isinstance(size, int) for size in tensor.shape):
-            return f"needs sizes that are known when a program is traced, got {tensor.shape}"
+            return f"needs static sizes, known when a program is traced, got {tensor.shape}"
         if 0 in tensor.shape:
             return f"needs tensors that are not empty, got {tensor.shape}"
     return None
 
 
-def in_dtype_of_sums(initial_state, *tensors):
-    """The initial state in the dtype of sums with these tensors; None stays None."""
+def cast_state(initial_state, *tensors):
+    """Casts the initial state to the accumulation dtype of these tensors; None stays None."""
     if initial_state is None:
         return None
     return initial_state.astype(accumulation_dtype(*tensors, initial_state))
 
 
-def from_zeros(state_shape):
-    """A decorator of a forward pass: an initial state that is None stands for zeros.
+def default_zero_state(state_shape):
+    """Decorates a forward pass: replaces an initial state of None by zeros.
 
-    state_shape: a function of the tensors before the state. Kernels that start from nothing do not
-    need these zeros, so it is not the operation that makes them.
+    state_shape: a function of the tensors before the state. The operation itself does not make
+    these zeros, since some kernels do not need them.
     """
 
     def decorate(forward):
@@ -53,8 +53,8 @@ def from_zeros(state_shape):
     return decorate
 
 
-def back_to_zeros(backward):
-    """A decorator of a backward pass, to go with `from_zeros`: such a state has no gradient."""
+def default_zero_state_gradient(backward):
+    """Decorates the backward pass of `default_zero_state`: a state of None has no gradient."""
 
     @functools.wraps(backward)
     def function(*arguments, **options):
@@ -68,7 +68,7 @@ def back_to_zeros(backward):
 
 
 def kind_masks(token_kind):
-    """(starts, padding), boolean [B, T]: which tokens are of that kind; both None if all go on."""
+    """Boolean masks (starts, padding) [B, T]; both None if all tokens continue a document."""
     if token_kind is None:
         return None, None
     return token_kind == STARTS, token_kind == PADDING
@@ -82,51 +82,51 @@ def filled(tensor, mask, value):
 
 
 def applied_decay(a, starts, padding):
-    """a as a token applies it to the state: 0 at a start, 1 at padding."""
+    """The decay applied to the state: 0 at a start, 1 at padding, else a."""
     return filled(filled(a, starts, 0), padding, 1)
 
 
 def sum_over_tokens(x):
-    """The sum [D] of x [B, T, D], first by halves: XLA fuses those with what computes x."""
+    """The sum [D] of x [B, T, D], first by halves, which XLA fuses with the computation of x."""
     while x.shape[1] % 2 == 0 and x.shape[1] > 8:
         x = x[:, : x.shape[1] // 2] + x[:, x.shape[1] // 2 :]
     return jnp.sum(x, axis=(0, 1))
 
 
-def with_gradient(forward, backward, keep_output=True, without=(), keeps=False):
-    """A `jax.custom_vjp` of `forward` whose gradient is `backward`.
+def define_gradient(forward, backward, keep_output=True, dropped=(), has_residuals=False):
+    """Returns a `jax.custom_vjp` of `forward` with the gradient `backward`.
 
-    For the backward pass only arguments and the output are kept, nothing that `forward` computed on
-    the way, unless it `keeps` that. So two implementations with the same parameters can share one
-    function: each pass chooses between them when it is lowered for a platform, independently of the
-    other pass.
+    The residuals are arguments and output only, no intermediate results of `forward`, unless it
+    `has_residuals`. So two implementations with the same parameters can share one function: each
+    pass chooses between them when it is lowered for a platform, independently of the other pass.
 
     Args:
         forward: a function of positional tensors, some of them None, that returns
             `(output, final_state)`.
         backward: a function of the same tensors, the output and the gradients of both results. It
-            returns a gradient for each tensor, None for one that has none.
-        keep_output: whether the output is kept; if not, `backward` gets None in its place.
-        without: positions of arguments that are not kept; `backward` gets None in their place.
-        keeps: whether `forward` returns that pair, and what `backward` gets in the output's place.
+            returns a gradient for each tensor, or None.
+        keep_output: boolean; if False, `backward` gets None in place of the output.
+        dropped: positions of arguments that are not saved; `backward` gets None in their place.
+        has_residuals: boolean; if True, `forward` returns the pair above and residuals, which
+            `backward` gets in place of the output.
     """
 
     def run(*arguments):
         found = forward(*arguments)
-        return found if keeps else (found, found[0] if keep_output else None)
+        return found if has_residuals else (found, found[0] if keep_output else None)
 
     @jax.custom_vjp
     def function(*arguments):
         return run(*arguments)[0]
 
     def save(*arguments):
-        results, kept = run(*arguments)
-        given = tuple(None if i in without else a for i, a in enumerate(arguments))
-        return results, (given, kept)
+        results, residuals = run(*arguments)
+        given = tuple(None if i in dropped else a for i, a in enumerate(arguments))
+        return results, (given, residuals)
 
     def gradients(saved, d_results):
-        given, kept = saved
-        return backward(*given, kept, *d_results)
+        given, residuals = saved
+        return backward(*given, residuals, *d_results)
 
     function.defvjp(save, gradients)
     return function

@@ -6,10 +6,10 @@ import os
 
 from ..constants import LOWEST_CAPABILITY
 
-LOWEST = 10 * LOWEST_CAPABILITY[0] + LOWEST_CAPABILITY[1]
+MIN_CAPABILITY = 10 * LOWEST_CAPABILITY[0] + LOWEST_CAPABILITY[1]
 OVERRIDE = "KERAS_RECURRENT_CUDA_CAPABILITY"
 CALL, OLDER_CALL = "triton_kernel_call_ffi", "triton_kernel_call"
-_NAMES = (  # all that is read of the plugin
+_NAMES = (  # all attributes of the plugin that are read
     "TritonKernel",
     "TritonKernelCall",
     "create_array_parameter",
@@ -19,9 +19,9 @@ _NAMES = (  # all that is read of the plugin
 
 
 def unavailable() -> str | None:
-    """Why launches cannot be put into programs of the installed JAX; None if they can."""
+    """Reason the installed JAX cannot launch Triton kernels from a program, or None."""
     if os.environ.get("TRITON_INTERPRET") == "1":
-        return None  # they are called back from programs for the CPU
+        return None  # interpreted in callbacks from CPU programs
     missing = [name for name in _NAMES if not hasattr(plugin(), name)]
     if len(missing) == len(_NAMES):
         return "JAX has no CUDA plugin; the extra `jax-cuda` of keras-recurrent installs it"
@@ -34,10 +34,10 @@ def plugin():
 
 
 @functools.cache
-def takes_part_in_graphs():
-    """Whether the plugin has the custom call that XLA makes a part of CUDA graphs.
+def supports_cuda_graphs():
+    """Returns True if the plugin has the custom call that XLA can include in CUDA graphs.
 
-    Then the host launches what surrounds such calls and the calls at once, and not one by one.
+    The host then launches these calls and the operations around them at once, not one by one.
     """
     module = getattr(plugin(), "_cuda_triton", None)
     return CALL in getattr(module, "registrations", dict)()
@@ -45,9 +45,9 @@ def takes_part_in_graphs():
 
 @functools.cache
 def capability():
-    """The compute capability to compile for, 90 for 9.0: the variable's, that of GPU 0, or 80.
+    """The compute capability to compile for, 90 for 9.0: from the variable, GPU 0, or 80.
 
-    80 is for machines without a GPU. What is compiled for it runs on later GPUs, too.
+    80 is for machines without a GPU. Code compiled for it also runs on later GPUs.
     """
     given = os.environ.get(OVERRIDE)
     if given:
@@ -57,8 +57,8 @@ def capability():
     try:
         return plugin().get_compute_capability(0)
     except RuntimeError:  # no driver, or no GPU
-        return LOWEST
+        return MIN_CAPABILITY
 
 
-def suffices():
-    return capability() >= LOWEST
+def has_min_capability():
+    return capability() >= MIN_CAPABILITY

@@ -36,7 +36,7 @@ def plan(q, v, longest):
     return Plan(groups, -(-chunks // groups), size)
 
 
-def over_groups(step, carry, tensors, outputs, plan, reverse=False):
+def scan_groups(step, carry, tensors, outputs, plan, reverse=False):
     """Call `step` for one group after another, and write its results into `outputs`.
 
     A group is sliced from the tensors and written into the outputs without a copy of the whole:
@@ -93,7 +93,7 @@ def states_before_groups(state_after, first, tensors, plan):
         return (state_after(state, tokens), before), ()
 
     before = jnp.zeros((plan.groups, *first.shape), first.dtype)
-    (_, before), _ = over_groups(step, (first, before), tensors, (), plan)
+    (_, before), _ = scan_groups(step, (first, before), tensors, (), plan)
     return before
 
 

@@ -1,7 +1,7 @@
-"""The choice between kernels and plain JAX that is made when a program is lowered.
+"""Choice between kernels and plain JAX when a program is lowered.
 
-JAX traces a program before it is known where it runs. All implementations that may serve are
-traced, and the one for the platform is compiled.
+JAX traces a program before the platform is known. All eligible implementations are traced, and the
+one for the platform is compiled.
 """
 
 import functools
@@ -14,45 +14,54 @@ from jax.interpreters import ad, batching, mlir
 from ..constants import LOWEST_CAPABILITY
 from . import _gpu
 
-PLATFORMS = {"pallas": "tpu", "triton": "cuda"}  # where an implementation runs; others everywhere
+PLATFORMS = {"pallas": "tpu", "triton": "cuda"}  # of implementations that run on one platform only
 
 
 @functools.cache
-def lowered(plain, **kernels):
-    """An operation that runs the kernel of the platform that it is lowered for, else plain JAX.
+def choose_at_lowering(plain, **kernels):
+    """Returns an operation that runs the kernel for the platform it is lowered for, else plain JAX.
 
-    plain: a module with `forward`, `backward` and `operation`. kernels: {platform: a module that
-    has the first two, or whose `kernels` have them}. In a module with `HAS_RESIDUALS`, what
-    `forward` returns last is for `backward` alone, and each implementation reads its own. Without a
-    `backward`, modules have the operation's function alone, or plain JAX makes it `with_kernels`.
+    Args:
+        plain: a module of plain JAX, in one of three forms: `forward`, `backward` and `operation`;
+            the function of the operation only; or `with_kernels(kernels)`, which builds the
+            operation. If it sets `HAS_RESIDUALS`, the last result of `forward` is residuals, which
+            only the `backward` of the same implementation reads.
+        kernels: {platform: a module with `forward` and `backward`, itself or in its `kernels`}.
     """
     if hasattr(plain, "with_kernels"):
         return plain.with_kernels(kernels)
     if not hasattr(plain, "backward"):
         name = plain.__name__.rpartition(".")[2]
-        return _of_forwards(
-            {of: getattr(module, name) for of, module in {**kernels, "default": plain}.items()}
+        return _choose_forward(
+            {
+                platform: getattr(module, name)
+                for platform, module in {**kernels, "default": plain}.items()
+            }
         )
     forwards, backwards = (
-        {p: getattr(getattr(of, "kernels", of), name) for p, of in kernels.items()}
+        {
+            p: getattr(getattr(platform, "kernels", platform), name)
+            for p, platform in kernels.items()
+        }
         | {"default": getattr(plain, name)}
         for name in ("forward", "backward")
     )
     if getattr(plain, "HAS_RESIDUALS", False):
-        return plain.operation(_keeping(forwards), _with_own(backwards))
-    return plain.operation(_dependent(forwards), _dependent(backwards))
+        return plain.operation(_with_residuals(forwards), _select_residuals(backwards))
+    return plain.operation(_choose_pass(forwards), _choose_pass(backwards))
 
 
-def _of_forwards(functions):
-    """A function of keyword arguments, of which arrays are operands and all others constants."""
+def _choose_forward(functions):
+    """Platform-dependent function of keyword arguments; all but arrays are constants."""
 
     @functools.partial(jax.jit, static_argnums=1)
     def program(arrays, others):
-        def run(of, *given):
-            return functions[of](**dict(zip(arrays, given, strict=True)), **dict(others))
+        def run(platform, *given):
+            return functions[platform](**dict(zip(arrays, given, strict=True)), **dict(others))
 
-        return by_platform(
-            {of: functools.partial(run, of) for of in functions}, tuple(arrays.values())
+        return switch_platform(
+            {platform: functools.partial(run, platform) for platform in functions},
+            tuple(arrays.values()),
         )
 
     def function(**arguments):
@@ -63,110 +72,117 @@ def _of_forwards(functions):
     return function
 
 
-def _dependent(functions):
+def _choose_pass(functions):
     def function(*arguments, **options):
-        return by_platform(
-            {of: functools.partial(f, **options) for of, f in functions.items()}, arguments
+        return switch_platform(
+            {platform: functools.partial(f, **options) for platform, f in functions.items()},
+            arguments,
         )
 
     return function
 
 
-def _keeping(functions):
-    """The results, and a dict of what each implementation keeps: zeros for all that do not run."""
+def _with_residuals(functions):
+    """Forward pass that also returns {platform: residuals}, zeros for those that do not run."""
 
     def function(*arguments, **options):
-        given = {of: functools.partial(f, **options) for of, f in functions.items()}
-        kept = {of: jax.eval_shape(f, *arguments)[1] for of, f in given.items()}
+        given = {platform: functools.partial(f, **options) for platform, f in functions.items()}
+        shapes = {platform: jax.eval_shape(f, *arguments)[1] for platform, f in given.items()}
 
-        def zeros(of):
-            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), kept[of])
+        def zeros(platform):
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[platform])
 
-        def run(of, *arguments):
-            results, own = given[of](*arguments)
-            return results, {o: own if o == of else zeros(o) for o in given}
+        def run(platform, *arguments):
+            results, residuals = given[platform](*arguments)
+            return results, {o: residuals if o == platform else zeros(o) for o in given}
 
-        return by_platform({of: functools.partial(run, of) for of in given}, arguments)
+        return switch_platform(
+            {platform: functools.partial(run, platform) for platform in given}, arguments
+        )
 
     return function
 
 
-def _with_own(functions):
-    """The same of what reads what was kept, the one dict among its arguments."""
+def _select_residuals(functions):
+    """Backward counterpart of `_with_residuals`: passes on the residuals of its platform."""
 
     def function(*arguments, **options):
-        def run(of, *arguments):
-            own = (x[of] if isinstance(x, dict) else x for x in arguments)
-            return functions[of](*own, **options)
+        def run(platform, *arguments):
+            residuals = (x[platform] if isinstance(x, dict) else x for x in arguments)
+            return functions[platform](*residuals, **options)
 
-        return by_platform({of: functools.partial(run, of) for of in functions}, arguments)
+        return switch_platform(
+            {platform: functools.partial(run, platform) for platform in functions}, arguments
+        )
 
     return function
 
 
-def by_platform(functions, arguments):
-    """What the function for the platform returns; {platform: function}, "default" for others.
+def switch_platform(functions, arguments):
+    """Calls the function for the platform; functions: {platform: function}, "default" for others.
 
-    `jax.lax.platform_dependent` would do for one platform. A program that is exported for several
-    has all of its branches lowered for each of them, which a kernel cannot be.
+    `jax.lax.platform_dependent` suffices for one platform only: in a program exported for several,
+    it lowers all branches for each platform, and kernels cannot be lowered for others.
     """
     branches = []
-    for of, function in functions.items():
+    for platform, function in functions.items():
         jaxpr, results = jax.make_jaxpr(function, return_shape=True)(*arguments)
-        branches.append((of, jaxpr))
-    found = _chosen.bind(*jax.tree.leaves(arguments), branches=tuple(branches))
+        branches.append((platform, jaxpr))
+    found = _switch.bind(*jax.tree.leaves(arguments), branches=tuple(branches))
     return jax.tree.unflatten(jax.tree.structure(results), found)
 
 
-_chosen = Primitive("keras_recurrent_by_platform")
-_chosen.multiple_results = True
+_switch = Primitive("keras_recurrent_by_platform")
+_switch.multiple_results = True
 
 
-@_chosen.def_abstract_eval
+@_switch.def_abstract_eval
 def _(*_, branches):
     return dict(branches)["default"].out_avals
 
 
-def _batched(arrays, axes, *, branches):
-    functions = {of: jax.vmap(jaxpr_as_fun(jaxpr), tuple(axes)) for of, jaxpr in branches}
-    found = by_platform(functions, arrays)
+def _batch(arrays, axes, *, branches):
+    functions = {
+        platform: jax.vmap(jaxpr_as_fun(jaxpr), tuple(axes)) for platform, jaxpr in branches
+    }
+    found = switch_platform(functions, arrays)
     return found, [0] * len(found)
 
 
-batching.primitive_batchers[_chosen] = _batched
+batching.primitive_batchers[_switch] = _batch
 
 
-def _differentiated(primals, tangents, *, branches):
-    """Kernels have no derivatives of their own: those of a pass itself are plain JAX's."""
+def _differentiate(primals, tangents, *, branches):
+    """Differentiates plain JAX in place of a kernel, which has no derivative."""
     plain = jaxpr_as_fun(dict(branches)["default"])
     return jax.jvp(plain, tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
 
 
-ad.primitive_jvps[_chosen] = _differentiated
+ad.primitive_jvps[_switch] = _differentiate
 
 
 def _lower(platform, ctx, *operands, branches):
     branches = dict(branches)
-    if platform == "cuda" and not _gpu.suffices():
+    if platform == "cuda" and not _gpu.has_min_capability():
         platform = "default"
     chosen = branches.get(platform, branches["default"])
     return mlir.lower_fun(jaxpr_as_fun(chosen), multiple_results=True)(ctx, *operands)
 
 
-mlir.register_lowering(_chosen, functools.partial(_lower, "default"))
+mlir.register_lowering(_switch, functools.partial(_lower, "default"))
 for _platform in PLATFORMS.values():
-    mlir.register_lowering(_chosen, functools.partial(_lower, _platform), platform=_platform)
+    mlir.register_lowering(_switch, functools.partial(_lower, _platform), platform=_platform)
 
 
 def is_traced(arguments):
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arguments))
 
 
-def elsewhere(arguments, platform):
-    """Why a kernel for a platform cannot run on these tensors; None if it can, or if it is unknown.
+def platform_reason(arguments, platform):
+    """Reason a kernel for `platform` cannot run on these tensors, or None; None while tracing.
 
-    It is unknown of the tensors in a program that is being traced: they are on no device yet, and
-    arrays beside them become constants of the program.
+    The platform of tensors in a program that is being traced is unknown: they are not on a device
+    yet, and arrays next to them become constants of the program.
     """
     if is_traced(arguments):
         return None

@@ -16,7 +16,7 @@ LEAST = 32  # tokens; in a chunk of fewer, the overhead of a step would dominate
 ELEMENTS = {"cpu": 2**16, "default": 2**26}
 
 
-def over_chunks(step, carry, tensors, reverse=False, least=LEAST):
+def scan_chunks(step, carry, tensors, reverse=False, least=LEAST):
     """Cut tensors along time, call `step` for each chunk, and concatenate its outputs.
 
     Args:

@@ -12,16 +12,22 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from ._common import back_to_zeros, from_zeros, in_dtype_of_sums, sum_over_tokens, with_gradient
+from ._common import (
+    cast_state,
+    default_zero_state,
+    default_zero_state_gradient,
+    define_gradient,
+    sum_over_tokens,
+)
 from ._real_tokens import RealTokens, gather
-from ._time_chunks import elements_before, over_chunks
+from ._time_chunks import elements_before, scan_chunks
 
 
 def state_shape(x, kernel, bias):
     return x.shape[0], kernel.shape[0] - 1, x.shape[2]
 
 
-@from_zeros(state_shape)
+@default_zero_state(state_shape)
 def forward(x, kernel, bias, initial_state, token_kind, activation=None):
     dtype = initial_state.dtype
     tokens, window = _tokens(token_kind), kernel.astype(dtype)
@@ -36,7 +42,7 @@ def forward(x, kernel, bias, initial_state, token_kind, activation=None):
             output = jax.nn.silu(output)
         return carry, (output.astype(x.dtype),)
 
-    _, (output,) = over_chunks(step, (), (in_front, document), least=window.shape[0])
+    _, (output,) = scan_chunks(step, (), (in_front, document), least=window.shape[0])
     if tokens is None:
         whole = jnp.concatenate([initial_state, x[:, -window.shape[0] :].astype(dtype)], axis=1)
         return output, whole[:, whole.shape[1] - initial_state.shape[1] :]
@@ -45,7 +51,7 @@ def forward(x, kernel, bias, initial_state, token_kind, activation=None):
     return tokens.put_back(output), jnp.where(valid, gather(whole, last), 0)
 
 
-@back_to_zeros
+@default_zero_state_gradient
 def backward(x, kernel, bias, initial_state, token_kind, _, d_output, d_final, activation=None):
     dtype, width = initial_state.dtype, kernel.shape[0]
     tokens, window = _tokens(token_kind), kernel.astype(dtype)
@@ -75,7 +81,7 @@ def backward(x, kernel, bias, initial_state, token_kind, _, d_output, d_final, a
 
     d_next = d_final if tokens is None else jnp.zeros_like(d_final)
     carry = d_next, jnp.zeros_like(window), jnp.zeros(x.shape[2], dtype)
-    (d_initial, d_window, d_bias), (d_x,) = over_chunks(
+    (d_initial, d_window, d_bias), (d_x,) = scan_chunks(
         step, carry, (in_front, document, d_in_front), reverse=True, least=width
     )
     if tokens is not None:
@@ -94,7 +100,7 @@ def backward(x, kernel, bias, initial_state, token_kind, _, d_output, d_final, a
 
 
 def operation(forward, backward):
-    """The differentiable operation made of two functions with the parameters of those above."""
+    """Builds the operation from passes with the parameters of `forward` and `backward`."""
 
     @functools.partial(jax.jit, static_argnames="activation")
     def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None, activation=None):
@@ -103,8 +109,8 @@ def operation(forward, backward):
         Returns ([B, T, D] in x's dtype, the last W - 1 real inputs [B, W - 1, D] in float32, or
         float64 if an argument is float64).
         """
-        state = in_dtype_of_sums(initial_state, x, kernel, bias)
-        run = with_gradient(
+        state = cast_state(initial_state, x, kernel, bias)
+        run = define_gradient(
             functools.partial(forward, activation=activation),
             functools.partial(backward, activation=activation),
             keep_output=False,

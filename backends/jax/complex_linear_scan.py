@@ -10,15 +10,15 @@ import jax.numpy as jnp
 
 from ._common import (
     applied_decay,
-    back_to_zeros,
+    cast_state,
+    default_zero_state,
+    default_zero_state_gradient,
+    define_gradient,
     filled,
-    from_zeros,
-    in_dtype_of_sums,
     kind_masks,
-    with_gradient,
 )
 from ._scan import adjoint_scan, previous, scan
-from ._time_chunks import elements_before, over_chunks
+from ._time_chunks import elements_before, scan_chunks
 
 
 @jax.jit
@@ -27,12 +27,12 @@ def complex_linear_scan(x, log_a, phase, initial_state=None, token_kind=None):
 
     Returns ([B, T, 2D] in x's dtype, [B, 2D] in float32, or float64 if an argument is float64).
     """
-    state = in_dtype_of_sums(initial_state, x, log_a, phase)
-    run = with_gradient(_forward, _backward, without=(0,))
+    state = cast_state(initial_state, x, log_a, phase)
+    run = define_gradient(_forward, _backward, dropped=(0,))
     return run(x, log_a, phase, state, token_kind)
 
 
-@from_zeros(lambda x, *_: (x.shape[0], x.shape[2]))
+@default_zero_state(lambda x, *_: (x.shape[0], x.shape[2]))
 def _forward(x, log_a, phase, initial_state, token_kind):
     dtype = initial_state.dtype
 
@@ -43,11 +43,11 @@ def _forward(x, log_a, phase, initial_state, token_kind):
         h = _to_real(scan(a, _to_complex(inputs), _to_complex(state)))
         return h[:, -1], (h.astype(x.dtype),)
 
-    final_state, (output,) = over_chunks(step, initial_state, (x, log_a, phase, token_kind))
+    final_state, (output,) = scan_chunks(step, initial_state, (x, log_a, phase, token_kind))
     return output, final_state
 
 
-@back_to_zeros
+@default_zero_state_gradient
 def _backward(_, log_a, phase, initial_state, token_kind, output, d_output, d_final):
     # A gradient g of complex numbers stands for d/d real + i d/d imaginary.
     dtype = initial_state.dtype
@@ -68,7 +68,7 @@ def _backward(_, log_a, phase, initial_state, token_kind, output, d_output, d_fi
         )
 
     tensors = (d_output, log_a, phase, token_kind, output)
-    d_initial, d_tensors = over_chunks(step, d_final, tensors, reverse=True)
+    d_initial, d_tensors = scan_chunks(step, d_final, tensors, reverse=True)
     return *d_tensors, d_initial, None
 
 

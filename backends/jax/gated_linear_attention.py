@@ -16,19 +16,19 @@ import jax.numpy as jnp
 
 from ._common import (
     applied_decay,
-    back_to_zeros,
+    cast_state,
+    default_zero_state,
+    default_zero_state_gradient,
+    define_gradient,
     filled,
-    from_zeros,
-    in_dtype_of_sums,
     kind_masks,
-    with_gradient,
 )
 from ._linear_attention import (
     chunked,
     inner_products,
-    over_groups,
     plan,
     product,
+    scan_groups,
     states,
     states_before_groups,
     transposed,
@@ -43,7 +43,7 @@ def state_shape(q, k, v, _):
     return q.shape[0], *q.shape[2:], v.shape[3]
 
 
-@from_zeros(state_shape)
+@default_zero_state(state_shape)
 def forward(q, k, v, log_f, initial_state, token_kind):
     """Returns the output and the final state, and what is kept for the backward."""
     if q.shape[1] == 1:
@@ -58,7 +58,7 @@ def forward(q, k, v, log_f, initial_state, token_kind):
         return state, unchunked(output).astype(tokens[2].dtype)
 
     tokens = q, k, v, log_f, token_kind
-    final_state, output = over_groups(step, initial_state, tokens, jnp.zeros_like(v), cut)
+    final_state, output = scan_groups(step, initial_state, tokens, jnp.zeros_like(v), cut)
     return (output, final_state), None
 
 
@@ -68,7 +68,7 @@ def _one_token(q, k, v, log_f, state, token_kind):
     return jnp.sum(q * state, axis=2)[:, None].astype(v.dtype), state
 
 
-@back_to_zeros
+@default_zero_state_gradient
 def backward(q, k, v, log_f, initial_state, token_kind, _, d_output, d_final):
     cut = plan(q, v, CHUNK)
     tensors = q, k, v, log_f, token_kind
@@ -97,13 +97,13 @@ def backward(q, k, v, log_f, initial_state, token_kind, _, d_output, d_final):
     # d_v overwrites d_output, which is not read after its group.
     d_q, d_k, d_log_f = jax.tree.map(jnp.zeros_like, (q, k, log_f))
     outputs = d_q, d_k, d_output, d_log_f
-    d_initial, gradients = over_groups(step, d_final, tensors, outputs, cut, reverse=True)
+    d_initial, gradients = scan_groups(step, d_final, tensors, outputs, cut, reverse=True)
     return *gradients, d_initial, None
 
 
 def operation(forward, backward):
-    """The differentiable operation made of two functions with the parameters of those above."""
-    run = with_gradient(forward, backward, keeps=True)
+    """Builds the operation from passes with the parameters of `forward` and `backward`."""
+    run = define_gradient(forward, backward, has_residuals=True)
 
     @jax.jit
     def gated_linear_attention(q, k, v, log_f, initial_state=None, token_kind=None):
@@ -112,7 +112,7 @@ def operation(forward, backward):
         Returns ([B, T, H, V] in v's dtype, [B, H, K, V] in float32, or float64 if an argument is
         float64).
         """
-        state = in_dtype_of_sums(initial_state, q, k, v, log_f)
+        state = cast_state(initial_state, q, k, v, log_f)
         return run(q, k, v, log_f, state, token_kind)
 
     return gated_linear_attention

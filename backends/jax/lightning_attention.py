@@ -10,13 +10,20 @@ import jax
 import jax.numpy as jnp
 
 from ..constants import GOES_ON, PADDING, STARTS
-from ._common import back_to_zeros, filled, from_zeros, in_dtype_of_sums, kind_masks, with_gradient
+from ._common import (
+    cast_state,
+    default_zero_state,
+    default_zero_state_gradient,
+    define_gradient,
+    filled,
+    kind_masks,
+)
 from ._linear_attention import (
     chunked,
     inner_products,
-    over_groups,
     plan,
     product,
+    scan_groups,
     states,
     states_before_groups,
     transposed,
@@ -30,7 +37,7 @@ def state_shape(q, k, v, _):
     return q.shape[0], *q.shape[2:], v.shape[3]
 
 
-@from_zeros(state_shape)
+@default_zero_state(state_shape)
 def forward(q, k, v, log_decay, initial_state, token_kind):
     if q.shape[1] == 1:
         return _one_token(q, k, v, log_decay, initial_state, token_kind)
@@ -46,7 +53,7 @@ def forward(q, k, v, log_decay, initial_state, token_kind):
         return state, unchunked(output).astype(v.dtype)
 
     tensors = q, k, v, _kinds(token_kind, q, cut)
-    final_state, output = over_groups(step, initial_state, tensors, jnp.zeros_like(v), cut)
+    final_state, output = scan_groups(step, initial_state, tensors, jnp.zeros_like(v), cut)
     return output, final_state
 
 
@@ -58,7 +65,7 @@ def _one_token(q, k, v, log_decay, state, token_kind):
     return jnp.sum(q * state, axis=2)[:, None].astype(v.dtype), state
 
 
-@back_to_zeros
+@default_zero_state_gradient
 def backward(q, k, v, log_decay, initial_state, token_kind, _, d_output, d_final):
     dtype, cut = initial_state.dtype, plan(q, v, CHUNK)
     tensors = q, k, v, _kinds(token_kind, q, cut)
@@ -92,13 +99,13 @@ def backward(q, k, v, log_decay, initial_state, token_kind, _, d_output, d_final
 
     # d_v overwrites d_output, which is not read after its group.
     outputs = jnp.zeros_like(q), jnp.zeros_like(k), d_output
-    d_initial, gradients = over_groups(step, d_final, tensors, outputs, cut, reverse=True)
+    d_initial, gradients = scan_groups(step, d_final, tensors, outputs, cut, reverse=True)
     return *gradients, jnp.zeros_like(log_decay), d_initial, None
 
 
 def operation(forward, backward):
-    """The differentiable operation made of two functions with the parameters of those above."""
-    run = with_gradient(forward, backward, keep_output=False)
+    """Builds the operation from passes with the parameters of `forward` and `backward`."""
+    run = define_gradient(forward, backward, keep_output=False)
 
     @jax.jit
     def lightning_attention(q, k, v, log_decay, initial_state=None, token_kind=None):
@@ -107,7 +114,7 @@ def operation(forward, backward):
         Returns ([B, T, H, V] in v's dtype, [B, H, K, V] in float32, or float64 if an argument is
         float64).
         """
-        state = in_dtype_of_sums(initial_state, q, k, v, log_decay)
+        state = cast_state(initial_state, q, k, v, log_decay)
         return run(q, k, v, log_decay, state, token_kind)
 
     return lightning_attention

@@ -71,7 +71,7 @@ def _by_platform(pieces, z, weights, tokens, *options):
         return lambda *tensors: piece(*tensors, *options)
 
     functions = {platform: of(piece) for platform, piece in pieces.items()}
-    return _platforms.by_platform(functions, (z, weights, tokens))
+    return _platforms.switch_platform(functions, (z, weights, tokens))
 
 
 def on_shards(mesh, batch_axis, x, embedding, tokens, **others):

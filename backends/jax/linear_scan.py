@@ -9,22 +9,22 @@ import jax.numpy as jnp
 
 from ._common import (
     applied_decay,
-    back_to_zeros,
+    cast_state,
+    default_zero_state,
+    default_zero_state_gradient,
+    define_gradient,
     filled,
-    from_zeros,
-    in_dtype_of_sums,
     kind_masks,
-    with_gradient,
 )
 from ._scan import adjoint_scan, previous, scan
-from ._time_chunks import elements_before, over_chunks
+from ._time_chunks import elements_before, scan_chunks
 
 
 def state_shape(x, log_a):
     return x.shape[0], x.shape[2]
 
 
-@from_zeros(state_shape)
+@default_zero_state(state_shape)
 def forward(x, log_a, initial_state, token_kind):
     dtype = initial_state.dtype
 
@@ -34,11 +34,11 @@ def forward(x, log_a, initial_state, token_kind):
         h = scan(a, filled(x.astype(dtype), padding, 0), state)
         return h[:, -1], (h.astype(x.dtype),)
 
-    final_state, (output,) = over_chunks(step, initial_state, (x, log_a, token_kind))
+    final_state, (output,) = scan_chunks(step, initial_state, (x, log_a, token_kind))
     return output, final_state
 
 
-@back_to_zeros
+@default_zero_state_gradient
 def backward(_, log_a, initial_state, token_kind, output, d_output, d_final):
     dtype = initial_state.dtype
 
@@ -53,13 +53,13 @@ def backward(_, log_a, initial_state, token_kind, output, d_output, d_final):
         return d_state, (d_x.astype(output.dtype), d_log_a.astype(log_a.dtype))
 
     tensors = (d_output, log_a, token_kind, output)
-    d_initial, (d_x, d_log_a) = over_chunks(step, d_final, tensors, reverse=True)
+    d_initial, (d_x, d_log_a) = scan_chunks(step, d_final, tensors, reverse=True)
     return d_x, d_log_a, d_initial, None
 
 
 def operation(forward, backward):
-    """The differentiable operation made of two functions with the parameters of those above."""
-    run = with_gradient(forward, backward, without=(0,))
+    """Builds the operation from passes with the parameters of `forward` and `backward`."""
+    run = define_gradient(forward, backward, dropped=(0,))
 
     @jax.jit
     def linear_scan(x, log_a, initial_state=None, token_kind=None):
@@ -67,7 +67,7 @@ def operation(forward, backward):
 
         Returns ([B, T, D] in x's dtype, [B, D] in float32, or float64 if an argument is float64).
         """
-        state = in_dtype_of_sums(initial_state, x, log_a)
+        state = cast_state(initial_state, x, log_a)
         return run(x, log_a, state, token_kind)
 
     return linear_scan

@@ -24,7 +24,7 @@ def backward(logits, lower_bound, _, d_log_f):
 
 
 def operation(forward, backward):
-    """The differentiable operation made of two functions with the parameters of those above."""
+    """Builds the operation from passes with the parameters of `forward` and `backward`."""
 
     @jax.custom_vjp
     def run(logits, lower_bound):

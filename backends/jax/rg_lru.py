@@ -17,23 +17,23 @@ import jax.numpy as jnp
 from ..constants import DECAY_EXPONENT, MAX_SQRT_GRADIENT
 from ._common import (
     applied_decay,
-    back_to_zeros,
+    cast_state,
+    default_zero_state,
+    default_zero_state_gradient,
+    define_gradient,
     filled,
-    from_zeros,
-    in_dtype_of_sums,
     kind_masks,
     sum_over_tokens,
-    with_gradient,
 )
 from ._scan import adjoint_scan, previous, scan
-from ._time_chunks import elements_before, over_chunks
+from ._time_chunks import elements_before, scan_chunks
 
 
 def state_shape(x, *_):
     return x.shape[0], x.shape[2]
 
 
-@from_zeros(state_shape)
+@default_zero_state(state_shape)
 def forward(x, gate_a, gate_x, a_logit, initial_state, token_kind):
     dtype = initial_state.dtype
 
@@ -45,11 +45,11 @@ def forward(x, gate_a, gate_x, a_logit, initial_state, token_kind):
         h = scan(a, _multiplier(log_a, starts) * i * u, state)
         return h[:, -1], (h.astype(x.dtype),)
 
-    final_state, (output,) = over_chunks(step, initial_state, (x, gate_a, gate_x, token_kind))
+    final_state, (output,) = scan_chunks(step, initial_state, (x, gate_a, gate_x, token_kind))
     return output, final_state
 
 
-@back_to_zeros
+@default_zero_state_gradient
 def backward(x, gate_a, gate_x, a_logit, initial_state, token_kind, output, d_output, d_final):
     dtype = initial_state.dtype
 
@@ -81,14 +81,14 @@ def backward(x, gate_a, gate_x, a_logit, initial_state, token_kind, output, d_ou
 
     carry = d_final, jnp.zeros(a_logit.shape, dtype)
     tensors = (x, gate_a, gate_x, token_kind, output, d_output)
-    (d_initial, d_rate), d_tensors = over_chunks(step, carry, tensors, reverse=True)
+    (d_initial, d_rate), d_tensors = scan_chunks(step, carry, tensors, reverse=True)
     d_a_logit = d_rate * DECAY_EXPONENT * jax.nn.sigmoid(-a_logit.astype(dtype))
     return *d_tensors, d_a_logit.astype(a_logit.dtype), d_initial, None
 
 
 def operation(forward, backward):
-    """The differentiable operation made of two functions with the parameters of those above."""
-    run = with_gradient(forward, backward)
+    """Builds the operation from passes with the parameters of `forward` and `backward`."""
+    run = define_gradient(forward, backward)
 
     @jax.jit
     def rg_lru(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None):
@@ -96,7 +96,7 @@ def operation(forward, backward):
 
         Returns ([B, T, D] in x's dtype, [B, D] in float32, or float64 if an argument is float64).
         """
-        state = in_dtype_of_sums(initial_state, x, gate_a, gate_x, a_logit)
+        state = cast_state(initial_state, x, gate_a, gate_x, a_logit)
         return run(x, gate_a, gate_x, a_logit, state, token_kind)
 
     return rg_lru

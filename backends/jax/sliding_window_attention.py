@@ -200,7 +200,7 @@ def _one_token(q, k, v, window, state, token_kind):
     filled = (age < position[:, None])[:, :, None, None]
     keys, values = (jnp.where(filled, state[name], 0) for name in ("key", "value"))
 
-    product = _banded_attention.product_of(q, k, v, dtype)
+    product = _banded_attention.product_in(q, k, v, dtype)
     queries = grouped(q, k)[:, 0]
     visible = age < (jnp.minimum(position[:, None], window - 1) if window else position[:, None])
     logits = jnp.where(visible[:, None, None], product("bgrk,bsgk->bgrs", queries, keys), -jnp.inf)

@@ -30,7 +30,7 @@ def backward(logits, tokens, _, largest, total, d_losses):
 
 
 def operation(forward, backward):
-    """The differentiable operation made of two functions with the parameters of those above."""
+    """Builds the operation from passes with the parameters of `forward` and `backward`."""
 
     @jax.custom_vjp
     def run(logits, tokens):

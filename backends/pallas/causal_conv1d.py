@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from ..constants import GOES_ON, PADDING, STARTS
 from ..jax import causal_conv1d as plain
-from ..jax._common import back_to_zeros, from_zeros
+from ..jax._common import default_zero_state, default_zero_state_gradient
 from ..jax._shards import per_shard
 from ._common import ROWS, refusal
 from ._lazy import pl
@@ -38,14 +38,14 @@ def unsupported(
     return refusal(x, kernel, bias, initial_state)
 
 
-@from_zeros(plain.state_shape)
+@default_zero_state(plain.state_shape)
 def forward(x, kernel, bias, initial_state, token_kind, activation=None):
     weights, bias = _filter(x, kernel, bias)
     run = _forward_with_silu if activation == "silu" else _forward
     return run(x, weights, bias, initial_state, token_kind)
 
 
-@back_to_zeros
+@default_zero_state_gradient
 def backward(x, kernel, bias, initial_state, token_kind, _, d_output, d_final, activation=None):
     place = _place_from_end(x, kernel, token_kind)
     weights, row = _filter(x, kernel, bias)

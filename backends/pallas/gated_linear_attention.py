@@ -13,7 +13,7 @@ would move data between vectors.
 import jax.numpy as jnp
 
 from ..jax import gated_linear_attention as plain
-from ..jax._common import back_to_zeros, from_zeros
+from ..jax._common import default_zero_state, default_zero_state_gradient
 from ..jax._shards import per_shard
 from . import _linear_attention
 from ._lazy import pltpu
@@ -27,12 +27,12 @@ def unsupported(q, k, v, log_f, initial_state=None, token_kind=None) -> str | No
     return _linear_attention.refusal(q, k, v, log_f, initial_state)
 
 
-@from_zeros(plain.state_shape)
+@default_zero_state(plain.state_shape)
 def forward(q, k, v, log_f, initial_state, token_kind):
     return _forward(q, k, v, log_f, initial_state, token_kind), None
 
 
-@back_to_zeros
+@default_zero_state_gradient
 def backward(q, k, v, log_f, initial_state, token_kind, _, d_output, d_final):
     tensors = (q, k, v, log_f, initial_state, token_kind, d_output, d_final)
     d_q, *d_k, d_v, d_log_f, d_initial = (_backward if k is not None else _backward_tied)(*tensors)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ..constants import PADDING, STARTS
 from ..jax import lightning_attention as plain
-from ..jax._common import back_to_zeros, from_zeros
+from ..jax._common import default_zero_state, default_zero_state_gradient
 from ..jax._shards import per_shard
 from . import _linear_attention
 from ._linear_attention import row, row_and_column_numbers
@@ -21,12 +21,12 @@ def unsupported(q, k, v, log_decay, initial_state=None, token_kind=None) -> str 
     return _linear_attention.refusal(q, k, v, log_decay, initial_state)
 
 
-@from_zeros(plain.state_shape)
+@default_zero_state(plain.state_shape)
 def forward(q, k, v, log_decay, initial_state, token_kind):
     return _forward(q, k, v, log_decay, initial_state, token_kind)
 
 
-@back_to_zeros
+@default_zero_state_gradient
 def backward(q, k, v, log_decay, initial_state, token_kind, _, d_output, d_final):
     tensors = (q, k, v, log_decay, initial_state, token_kind, d_output, d_final)
     d_q, d_k, d_v, d_initial = _backward(*tensors)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ..constants import GOES_ON
 from ..jax import linear_scan as plain
-from ..jax._common import back_to_zeros, from_zeros
+from ..jax._common import default_zero_state, default_zero_state_gradient
 from ..jax._shards import per_shard
 from ._common import refusal
 from ._lazy import pl
@@ -31,12 +31,12 @@ def unsupported(x, log_a, initial_state=None, token_kind=None) -> str | None:
     return refusal(x, log_a, initial_state)
 
 
-@from_zeros(plain.state_shape)
+@default_zero_state(plain.state_shape)
 def forward(x, log_a, initial_state, token_kind):
     return _forward(x, log_a, initial_state, token_kind)
 
 
-@back_to_zeros
+@default_zero_state_gradient
 def backward(_, log_a, initial_state, token_kind, output, d_output, d_final):
     tensors = (log_a, initial_state, token_kind, output, d_output, d_final)
     return *_backward(*tensors), None

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from ..constants import DECAY_EXPONENT, GOES_ON, MAX_SQRT_GRADIENT, STARTS
 from ..jax import rg_lru as plain
-from ..jax._common import back_to_zeros, from_zeros
+from ..jax._common import default_zero_state, default_zero_state_gradient
 from ..jax._shards import per_shard
 from ._common import refusal
 from ._lazy import pl
@@ -42,12 +42,12 @@ def unsupported(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None)
     return refusal(x, gate_a, gate_x, a_logit, initial_state)
 
 
-@from_zeros(plain.state_shape)
+@default_zero_state(plain.state_shape)
 def forward(x, gate_a, gate_x, a_logit, initial_state, token_kind):
     return _forward(x, gate_a, gate_x, _log_decay_of_open_gate(a_logit), initial_state, token_kind)
 
 
-@back_to_zeros
+@default_zero_state_gradient
 def backward(x, gate_a, gate_x, a_logit, initial_state, token_kind, output, d_output, d_final):
     tensors = (x, gate_a, gate_x, _log_decay_of_open_gate(a_logit), initial_state, token_kind)
     *d_tensors, d_rate, d_initial = _backward(*tensors, output, d_output, d_final)

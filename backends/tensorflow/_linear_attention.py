@@ -50,7 +50,7 @@ def grouped(x, plan):
     return tf.reshape(x, [tf.shape(x)[0], plan.groups, tokens, *x.shape[2:]])
 
 
-def over_groups(step, state, inputs, plan, dtypes, reverse=False):
+def scan_groups(step, state, inputs, plan, dtypes, reverse=False):
     """Call `step(state, *inputs of a group) -> (state, outputs)` for one group after another.
 
     Returns the last state and each output of all groups, [B, tokens, H, ...].

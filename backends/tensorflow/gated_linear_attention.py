@@ -26,8 +26,8 @@ from ._linear_attention import (
     chunked,
     grouped,
     inner_products,
-    over_groups,
     plan,
+    scan_groups,
     states,
     unchunked,
     ungrouped,
@@ -80,7 +80,7 @@ def gated_linear_attention(q, k, v, log_f, initial_state=None, token_kind=None):
             output = tf.matmul(q * from_start, before) + tf.matmul(_weights(q, k, levels), w)
             return state, [tf.cast(unchunked(output, heads, cut), v.dtype)]
 
-        state, (output,) = over_groups(step, flat(state), groups(q, k, v, log_f), cut, [v.dtype])
+        state, (output,) = scan_groups(step, flat(state), groups(q, k, v, log_f), cut, [v.dtype])
         return ungrouped(output, v), unflat(state)
 
     @tf.custom_gradient
@@ -112,12 +112,12 @@ def gated_linear_attention(q, k, v, log_f, initial_state=None, token_kind=None):
                     for d, x in zip(found, (q, v, log_f, *keys), strict=True)
                 ]
 
-            _, (before,) = over_groups(state_before, flat(state), inputs, cut, [dtype])
+            _, (before,) = scan_groups(state_before, flat(state), inputs, cut, [dtype])
             inputs.append(tf.transpose(before, [1, 0, 2, 3]))
             inputs.append(grouped(dense_gradient(d_output, output, dtype), cut))
             g = flat(dense_gradient(d_final_state, final_state, dtype))
             dtypes = [x.dtype for x in (q, v, log_f, *keys)]
-            g, found = over_groups(step, g, inputs, cut, dtypes, reverse=True)
+            g, found = scan_groups(step, g, inputs, cut, dtypes, reverse=True)
             found = [ungrouped(d, x) for d, x in zip(found, (q, v, log_f, *keys), strict=True)]
             return unflat(g), *found
 

@@ -22,8 +22,8 @@ from ._linear_attention import (
     chunked,
     grouped,
     inner_products,
-    over_groups,
     plan,
+    scan_groups,
     states,
     unchunked,
     ungrouped,
@@ -76,7 +76,7 @@ def lightning_attention(q, k, v, log_decay, initial_state=None, token_kind=None)
         sizes = state.shape[2:]
         inputs = [*(grouped(x, cut) for x in (q, k, v)), kinds]
         state = tf.reshape(state, [-1, *sizes])
-        state, (output,) = over_groups(step, state, inputs, cut, [dtype])
+        state, (output,) = scan_groups(step, state, inputs, cut, [dtype])
         return ungrouped(output, v), tf.reshape(state, [-1, heads, *sizes])
 
     @tf.custom_gradient
@@ -105,7 +105,7 @@ def lightning_attention(q, k, v, log_decay, initial_state=None, token_kind=None)
             sizes = final_state.shape[2:]
             g = tf.reshape(dense_gradient(d_final_state, final_state, dtype), [-1, *sizes])
             inputs = [*(grouped(x, cut) for x in (q, k, v, d_output)), kinds]
-            g, (d_k, d_v) = over_groups(step, g, inputs, cut, [dtype, dtype], reverse=True)
+            g, (d_k, d_v) = scan_groups(step, g, inputs, cut, [dtype, dtype], reverse=True)
             _, padding = kind_masks(token_kind)
             d_q, d_k, d_v = (
                 tf.cast(filled(d, padding, 0), x.dtype)

@@ -100,7 +100,7 @@ def main():
     in_place = step.lower(lowering_platforms=("cuda",)).as_text()
     reports["written over"] = in_place.count("#stablehlo.output_operand_alias")
     program = jax.jit(lambda x: ops.linear_scan(x, x)[0])
-    call = _gpu.CALL if _gpu.takes_part_in_graphs() else _gpu.OLDER_CALL
+    call = _gpu.CALL if _gpu.supports_cuda_graphs() else _gpu.OLDER_CALL
     allowed = [export.DisabledSafetyCheck.custom_call(call)]
     exported = export.export(program, platforms=("cpu", "cuda"), disabled_checks=allowed)(X)
     exported = export.deserialize(exported.serialize())
@@ -108,8 +108,8 @@ def main():
     difference = jnp.abs(exported.call(x) - program(x)).max()
     reports["exported"] = {"platforms": exported.platforms, "difference": float(difference)}
     reports["in graphs"] = f"@{_gpu.CALL}(" in in_place
-    reports["may be in graphs"] = _gpu.takes_part_in_graphs()
-    _gpu.takes_part_in_graphs = lambda: False
+    reports["may be in graphs"] = _gpu.supports_cuda_graphs()
+    _gpu.supports_cuda_graphs = lambda: False
     jax.clear_caches()
     older = jax.jit(hgrn2_step).trace(*STEP).lower(lowering_platforms=("cuda",)).as_text()
     reports["by the older call"] = older.count(f"@{_gpu.OLDER_CALL}(")

@@ -163,7 +163,7 @@ def _lower(ctx, *operands, launch):
     )
     call = gpu.TritonKernelCall(kernel, launch.programs, 1, 1, parameters)
     packed, aliases = zlib.compress(call.to_proto(metadata.name, b"")), _aliases(launch)
-    if _gpu.takes_part_in_graphs():
+    if _gpu.supports_cuda_graphs():
         lowering = jax.ffi.ffi_lowering(_gpu.CALL, operand_output_aliases=aliases)
         return lowering(ctx, *operands, opaque=packed)
     lowering = jax.ffi.ffi_lowering(
