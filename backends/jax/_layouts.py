@@ -1,10 +1,10 @@
-"""Operations over time on the shards of a mesh: each shard computes its rows and channels or heads.
+"""Operations over time on the shards of a mesh.
 
-XLA would choose by itself what to split, also inside the loops over time. Here the batch is split
-along one axis of the mesh, time along the one named "sequence", and channels or heads along all
-others; of batch, channels and heads, what these do not divide stays whole. Nothing is exchanged but
-what `_sequence` says of shards of time, and the gradients of what all shards share, such as the
-weights of a filter, once.
+Each shard computes its sequences and channels or heads. XLA would choose the split itself, also
+inside the loops over time. Here the batch is split along one axis of the mesh, time along the one
+named "sequence", and channels or heads along all others; batch, channels and heads that are not
+divisible stay whole. Communication is limited to that of `_sequence` between shards of time, and
+one sum of the gradients of tensors that all shards share, such as the weights of a filter.
 """
 
 import functools
@@ -27,8 +27,8 @@ class _Dimensions(NamedTuple):
     split: tuple[str, ...] = ("d",)
 
 
-_OF_ATTENTION = {"key": "b c g k", "value": "b c g v", "position": "b"}
-_BY_HEADS = {"q": "b t h k", "k": "b t h k", "v": "b t h v"}
+_ATTENTION_STATE = {"key": "b c g k", "value": "b c g v", "position": "b"}
+_HEADS = {"q": "b t h k", "k": "b t h k", "v": "b t h v"}
 _DIMENSIONS = {
     "linear_scan": _Dimensions({"x": "b t d", "log_a": "b t d"}, "b t d", "b d"),
     # The real parts of all channels come before the imaginary ones.
@@ -40,19 +40,17 @@ _DIMENSIONS = {
     ),
     "causal_conv1d": _Dimensions({"x": "b t d", "kernel": "w d", "bias": "d"}, "b t d", "b w d"),
     "gated_linear_attention": _Dimensions(
-        {**_BY_HEADS, "log_f": "b t h k"}, "b t h v", "b h k v", ("h",)
+        {**_HEADS, "log_f": "b t h k"}, "b t h v", "b h k v", ("h",)
     ),
-    "lightning_attention": _Dimensions(
-        {**_BY_HEADS, "log_decay": "h"}, "b t h v", "b h k v", ("h",)
-    ),
+    "lightning_attention": _Dimensions({**_HEADS, "log_decay": "h"}, "b t h v", "b h k v", ("h",)),
     "sliding_window_attention": _Dimensions(
-        {"q": "b t h k", "k": "b t g k", "v": "b t g v"}, "b t h v", _OF_ATTENTION, ("h", "g")
+        {"q": "b t h k", "k": "b t g k", "v": "b t g v"}, "b t h v", _ATTENTION_STATE, ("h", "g")
     ),
 }
 
 
 def run(operation, function, arguments, mesh, batch_axis):
-    """What `function(**arguments)` returns, computed on every shard by itself.
+    """Calls `function(**arguments)` on every shard independently.
 
     Args:
         operation: string, the operation's name.
@@ -63,7 +61,7 @@ def run(operation, function, arguments, mesh, batch_axis):
     """
     is_free = not jax.sharding.get_abstract_mesh().manual_axes
     if operation == "linear_crossentropy" and is_free:
-        return linear_crossentropy.on_shards(mesh, batch_axis, **arguments)
+        return linear_crossentropy.run_sharded(mesh, batch_axis, **arguments)
     if operation not in _DIMENSIONS or not is_free:
         with over(mesh):
             return function(**arguments)
@@ -72,24 +70,24 @@ def run(operation, function, arguments, mesh, batch_axis):
             f"The mesh axis {SEQUENCE_AXIS!r} splits the time axis, so it cannot split the batch: "
             "give the distribution another `batch_dim_name`, or the axis another name."
         )
-    of = _DIMENSIONS[operation]
-    names = (*of.tensors, "initial_state", "token_kind")
+    dimensions = _DIMENSIONS[operation]
+    names = (*dimensions.tensors, "initial_state", "token_kind")
     given = {name: arguments[name] for name in names if arguments.get(name) is not None}
     context = ("initial_state", "token_kind")
     options = {name: x for name, x in arguments.items() if name not in (*given, *context)}
-    return _on_shards(given, operation, function, tuple(options.items()), mesh, batch_axis)
+    return _run_sharded(given, operation, function, tuple(options.items()), mesh, batch_axis)
 
 
-# Compiled, as an eager call would otherwise be traced each time.
+# Compiled: otherwise every eager call would be traced.
 @functools.partial(jax.jit, static_argnums=range(1, 6))
-def _on_shards(given, operation, function, options, mesh, batch_axis):
-    of, options, sizes = _DIMENSIONS[operation], dict(options), {}
-    names = {**of.tensors, "initial_state": of.state, "token_kind": "b t"}
+def _run_sharded(given, operation, function, options, mesh, batch_axis):
+    dimensions, options, sizes = _DIMENSIONS[operation], dict(options), {}
+    names = {**dimensions.tensors, "initial_state": dimensions.state, "token_kind": "b t"}
     names = {name: names[name] for name in given}
     jax.tree.map(
         lambda dims, x: sizes.update(zip(dims.split(), x.shape, strict=True)), names, given
     )
-    split = _split(of, sizes, options, mesh, batch_axis)
+    split = _split(dimensions, sizes, options, mesh, batch_axis)
 
     def spec(dims):
         return jax.P(*(split.get(name) for name in dims.split()))
@@ -101,29 +99,29 @@ def _on_shards(given, operation, function, options, mesh, batch_axis):
             )
         return function(**shard, **options)
 
-    state, bounds = of.state, (options.get("sliding_window"), options.get("capacity"))
-    if state is _OF_ATTENTION and "initial_state" not in given and bounds == (None, None):
+    state, bounds = dimensions.state, (options.get("sliding_window"), options.get("capacity"))
+    if state is _ATTENTION_STATE and "initial_state" not in given and bounds == (None, None):
         state = {}
     return jax.shard_map(
         local,
         mesh=mesh,
         in_specs=(jax.tree.map(spec, names),),
-        out_specs=(spec(of.output), jax.tree.map(spec, state)),
+        out_specs=(spec(dimensions.output), jax.tree.map(spec, state)),
         check_vma=False,
     )(given)
 
 
-def _split(of, sizes, options, mesh, batch_axis):
-    """The axes of the mesh, by the names of the dimensions that they split."""
-    others = tuple(name for name in mesh.axis_names if name not in (batch_axis, SEQUENCE_AXIS))
-    count = math.prod(mesh.shape[name] for name in others)
+def _split(dimensions, sizes, options, mesh, batch_axis):
+    """Returns {dimension: axes of the mesh that split it}."""
+    other_axes = tuple(name for name in mesh.axis_names if name not in (batch_axis, SEQUENCE_AXIS))
+    count = math.prod(mesh.shape[name] for name in other_axes)
     split = {"b": batch_axis} if sizes["b"] % mesh.shape[batch_axis] == 0 else {}
-    if of.split and sizes[of.split[0]] % count == 0:
-        split |= {name: others for name in of.split if sizes[name] % count == 0}
+    if dimensions.split and sizes[dimensions.split[0]] % count == 0:
+        split |= {name: other_axes for name in dimensions.split if sizes[name] % count == 0}
         if "g" not in split and sizes.get("g", 1) > 1:
-            del split["h"]  # a shard's heads of queries would not share the keys equally
+            del split["h"]  # query heads of a shard would share keys unevenly
     parts = mesh.shape.get(SEQUENCE_AXIS, 1)
-    # One token, a step of generation, is seen by all.
+    # A single token, as in decoding, is not split.
     if parts > 1 and sizes["t"] > 1 and not _is_short(sizes, options):
         if sizes["t"] % parts:
             raise ValueError(
@@ -136,35 +134,36 @@ def _split(of, sizes, options, mesh, batch_axis):
 
 
 def _is_short(sizes, options):
-    """Whether a state of attention, made for rows shorter than the window, tells that they are."""
+    """Returns True if the KV cache shows that sequences are shorter than the window."""
     window = options.get("sliding_window")
     return window is not None and sizes.get("c", window) < window - 1
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def flat_tokens(x, mesh, batch_axis):
-    """x [B, T, D] as [B * T, D] in another order, in which no token leaves its device.
+def flatten_tokens(x, mesh, batch_axis):
+    """Reshapes x [B, T, D] to [B * T, D], in an order in which no token leaves its device.
 
-    In their own order, tokens of rows that are split along both axes would have to be exchanged.
+    In row-major order, devices would have to exchange the tokens of sequences that are split along
+    both axes.
     """
-    return _by_tokens(lambda x: x.reshape(-1, x.shape[-1]), mesh, batch_axis, 3)(x)
+    return _map_tokens(lambda x: x.reshape(-1, x.shape[-1]), mesh, batch_axis, 3)(x)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def rows_of_tokens(y, shape, mesh, batch_axis):
-    """The inverse of `flat_tokens`, for rows of this shape [B, T]."""
+def unflatten_tokens(y, shape, mesh, batch_axis):
+    """The inverse of `flatten_tokens`, for sequences of shape [B, T]."""
     parts = mesh.shape[batch_axis], mesh.shape[SEQUENCE_AXIS]
     local = tuple(size // count for size, count in zip(shape, parts, strict=True))
-    return _by_tokens(lambda y: y.reshape(*local, y.shape[-1]), mesh, batch_axis, 2)(y)
+    return _map_tokens(lambda y: y.reshape(*local, y.shape[-1]), mesh, batch_axis, 2)(y)
 
 
-def _by_tokens(function, mesh, batch_axis, rank):
-    by_rank = {3: jax.P(batch_axis, SEQUENCE_AXIS), 2: jax.P((batch_axis, SEQUENCE_AXIS))}
+def _map_tokens(function, mesh, batch_axis, rank):
+    specs = {3: jax.P(batch_axis, SEQUENCE_AXIS), 2: jax.P((batch_axis, SEQUENCE_AXIS))}
     return jax.shard_map(
         function,
         mesh=mesh,
-        in_specs=by_rank[rank],
-        out_specs=by_rank[5 - rank],
+        in_specs=specs[rank],
+        out_specs=specs[5 - rank],
         axis_names={batch_axis, SEQUENCE_AXIS},
         check_vma=False,
     )

@@ -1,7 +1,7 @@
-"""How linear attention cuts time into chunks, and joins chunks into groups.
+"""Chunks of linear attention along the time axis, and groups of chunks.
 
 All chunks of a group are computed together, by matrix products; the groups are computed one after
-another. So the temporaries of a group fit the cache, and do not grow with the sequence.
+another. So the temporaries of a group fit the cache, and do not grow with the sequence length.
 """
 
 import functools
@@ -10,12 +10,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-# Elements of an argument in one group.
+# Number of elements of an argument in one group.
 GROUP_SIZE = 1 << 16
 
 
 class Plan(NamedTuple):
-    """groups * chunks * size tokens: at least those of the row. `size` is a power of two."""
+    """groups * chunks * size tokens, at least the sequence length; `size` is a power of two."""
 
     groups: int
     chunks: int
@@ -27,7 +27,7 @@ class Plan(NamedTuple):
 
 
 def plan(q, v, longest):
-    """How to cut q: [B, T, H, K] and v: [B, T, H, V] into chunks of at most `longest` tokens."""
+    """Returns the `Plan` for chunks of up to `longest` tokens; q: [B, T, H, K]; v: [B, T, H, V]."""
     batch, length, heads, width = q.shape
     size = min(longest, 1 << (length - 1).bit_length())
     chunks = -(-length // size)
@@ -37,20 +37,20 @@ def plan(q, v, longest):
 
 
 def scan_groups(step, carry, tensors, outputs, plan, reverse=False):
-    """Call `step` for one group after another, and write its results into `outputs`.
+    """Calls `step` for one group after another, and writes its results into `outputs`.
 
-    A group is sliced from the tensors and written into the outputs without a copy of the whole:
-    copying and allocating memory would be most of the cost of a long sequence on a CPU.
+    A group is sliced from the tensors and written into the outputs without a full copy: copying and
+    allocating memory would be most of the cost of a long sequence on a CPU.
 
     Args:
-        step: a function of `carry`, the number of the group, its tokens [B, N, ...] of the tensors
-            and its tokens of the outputs. It returns the next carry and the new values of the
-            latter.
-        carry: what the first step gets.
+        step: a function of `carry`, the index of the group, and the slices [B, N, ...] of the
+            tensors and of the outputs that belong to the group. It returns the next carry and the
+            new slices of the outputs.
+        carry: the carry of the first step.
         tensors: a tree of tensors [B, T, ...]. They are padded with zeros to full groups.
-        outputs: a tree of tensors [B, T, ...] to be overwritten, of the results' dtypes; padded
-            likewise.
-        reverse: from the last group to the first.
+        outputs: a tree of tensors [B, T, ...] of the results' dtypes, padded likewise and
+            overwritten.
+        reverse: boolean, scans from the last group to the first.
 
     Returns:
         `(carry, outputs)`.
@@ -82,7 +82,7 @@ def scan_groups(step, carry, tensors, outputs, plan, reverse=False):
 
 
 def states_before_groups(state_after, first, tensors, plan):
-    """The state before each group, [groups, ...]. `first` is the one before the first group.
+    """The states before each group, [groups, ...]; `first`: the state before the first group.
 
     `state_after` is a function of the state before a group and of the group's tokens.
     """
@@ -121,7 +121,7 @@ def product(a, b):
 
 
 def inner_products(a, b):
-    """a b^T, summed in parts of 64 terms: the sum of partial sums has a smaller rounding error."""
+    """a b^T, summed in blocks of 64 terms, which reduces the rounding error."""
     parts = [slice(i, i + 64) for i in range(0, a.shape[-1], 64)]
     return sum(product(a[..., part], transposed(b[..., part])) for part in parts)
 
@@ -131,10 +131,10 @@ def transposed(a):
 
 
 def states(decay, added, first, reverse=False):
-    """S' = decay S + added, chunk by chunk, from the last one if `reverse`.
+    """S' = decay S + added, chunk by chunk, starting from the last if `reverse`.
 
-    decay: [B, H, chunks, K, 1], or what broadcasts to it; added: [B, H, chunks, K, V]; first:
-    [B, H, K, V]. Returns the state before each chunk, [B, H, chunks, K, V], and the last one.
+    decay: [B, H, chunks, K, 1], or broadcastable to it; added: [B, H, chunks, K, V]; first:
+    [B, H, K, V]. Returns the states before each chunk, [B, H, chunks, K, V], and the last state.
     """
     decay = jnp.broadcast_to(decay, (*decay.shape[:2], added.shape[2], *decay.shape[3:]))
 

@@ -23,13 +23,13 @@ def choose_at_lowering(plain, **kernels):
 
     Args:
         plain: a module of plain JAX, in one of three forms: `forward`, `backward` and `operation`;
-            the function of the operation only; or `with_kernels(kernels)`, which builds the
+            the function of the operation only; or `choose_kernels(kernels)`, which builds the
             operation. If it sets `HAS_RESIDUALS`, the last result of `forward` is residuals, which
             only the `backward` of the same implementation reads.
         kernels: {platform: a module with `forward` and `backward`, itself or in its `kernels`}.
     """
-    if hasattr(plain, "with_kernels"):
-        return plain.with_kernels(kernels)
+    if hasattr(plain, "choose_kernels"):
+        return plain.choose_kernels(kernels)
     if not hasattr(plain, "backward"):
         name = plain.__name__.rpartition(".")[2]
         return _choose_forward(
@@ -47,7 +47,7 @@ def choose_at_lowering(plain, **kernels):
         for name in ("forward", "backward")
     )
     if getattr(plain, "HAS_RESIDUALS", False):
-        return plain.operation(_with_residuals(forwards), _select_residuals(backwards))
+        return plain.operation(_with_residuals(forwards), _select_residual(backwards))
     return plain.operation(_choose_pass(forwards), _choose_pass(backwards))
 
 
@@ -103,7 +103,7 @@ def _with_residuals(functions):
     return function
 
 
-def _select_residuals(functions):
+def _select_residual(functions):
     """Backward counterpart of `_with_residuals`: passes on the residuals of its platform."""
 
     def function(*arguments, **options):

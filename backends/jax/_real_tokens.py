@@ -1,4 +1,4 @@
-"""The real tokens of each row moved to its front and back, for operations on neighbours."""
+"""Moves the real tokens of each sequence to its front and back, for operations on neighbors."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ from ..constants import PADDING, STARTS
 
 
 class RealTokens:
-    """Where the real tokens of rows [B, T] are before and after they are moved to the front.
+    """Positions [B, T] of the real tokens before and after they are moved to the front.
 
     `to_front` and `put_back` are each other's transpose: the gradient of one is the other.
     """
@@ -15,22 +15,22 @@ class RealTokens:
     def __init__(self, token_kind):
         real = token_kind != PADDING
         length = real.shape[1]
-        place = jnp.arange(length)
+        index = jnp.arange(length)
         self.real = real
         self.count = jnp.sum(real, axis=1, keepdims=True)
-        self._filled = place < self.count
-        self._source = jnp.argsort(jnp.where(real, place, length + place), axis=1)
+        self._filled = index < self.count
+        self._source = jnp.argsort(jnp.where(real, index, length + index), axis=1)
         self._target = jnp.maximum(jnp.cumsum(real, axis=1) - 1, 0)
         kind = jnp.take_along_axis(token_kind, self._source, axis=1)
-        # The number of starts so far: tokens of one document have the same.
+        # The number of starts so far identifies the document of a token.
         self.document = jnp.cumsum(kind == STARTS, axis=1)
 
     def to_front(self, x):
-        """x: [B, T, D]; returns its real tokens, then zeros."""
+        """x [B, T, D] with the real tokens first, then zeros."""
         return jnp.where(self._filled[:, :, None], gather(x, self._source), 0)
 
     def put_back(self, y):
-        """The opposite of `to_front`: tokens where they came from, zeros at padding."""
+        """The inverse of `to_front`, with zeros at padding."""
         return jnp.where(self.real[:, :, None], gather(y, self._target), 0)
 
 

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-# Tokens that one node of the tree joins. More make a flatter tree, but XLA fuses the steps of a
-# node and computes its first ones again for each output, which costs RADIX^2 / 2.
+# Tokens that one node of the tree combines. More make a flatter tree, but XLA fuses the steps of
+# a node and recomputes its first ones for each output, which costs RADIX^2 / 2.
 RADIX = 8
 
 
@@ -20,7 +20,7 @@ def scan(a, x, state, reverse=False):
 
     nodes = -(-length // RADIX)
     tail = ((0, 0), (0, nodes * RADIX - length), (0, 0))
-    # A tail of a = 1, x = 0 hands the state on as it is.
+    # A tail of a = 1, x = 0 leaves the state unchanged.
     a = jnp.pad(a, tail, constant_values=1).reshape(batch, nodes, RADIX, channels)
     x = jnp.pad(x, tail).reshape(batch, nodes, RADIX, channels)
 
@@ -52,7 +52,7 @@ def following(tensor, last):
 
 
 def _steps(a, x, state, reverse, axis):
-    """The recurrence step by step along an axis."""
+    """Computes the recurrence step by step along an axis."""
     out = []
     for j in _order(x.shape[axis], reverse):
         a_j, x_j = (jax.lax.index_in_dim(t, j, axis, False) for t in (a, x))

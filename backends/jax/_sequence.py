@@ -1,11 +1,11 @@
-"""Operations over time where each shard of a mesh axis has a part of every row's tokens.
+"""Operations over time where each shard of a mesh axis has a chunk of every sequence.
 
-What a shard has to know of those to its left is small: the state before its first token. Each
-shard sums its own tokens up to one element, such as the product of its decays and the state that
-its tokens alone leave behind, and elements are joined from shard to shard in a number of steps that
-grows as the logarithm of the shards. Then the operation runs as it would go on from that state.
+A shard needs little from the shards to its left: the state before its first token. Each shard
+reduces its tokens to one element, such as the product of its decays and the final state from a zero
+state, and elements are combined between shards in a number of steps that grows as the logarithm of
+the number of shards. Then the operation continues from the combined state.
 
-Inside `jax.shard_map`; token kinds say where documents start and what is padding, wherever it is.
+Runs inside `jax.shard_map`; token kinds mark starts of documents and padding, at any position.
 """
 
 import jax
@@ -17,76 +17,76 @@ from ._common import accumulation_dtype, filled, kind_masks
 
 
 def run(operation, function, shard, options, axis, count):
-    """What `function` returns for a shard of the tokens, and the state after those of all shards.
+    """Calls `function` for a shard of the tokens; returns output and state after all shards.
 
     Args:
         operation: string.
         function: an implementation of it.
-        shard: its tensors, by their names; those over time are this shard's.
-        options: its other arguments.
-        axis: string, the axis of the mesh that splits the tokens.
-        count: integer, its size.
+        shard: dict of its tensors, of which those with a time axis are this shard's.
+        options: dict of its other arguments.
+        axis: string, the mesh axis that splits the tokens.
+        count: integer, the size of this axis.
     """
     shards = _Shards(axis, count)
     if operation == "causal_conv1d":
         if shard["kernel"].shape[0] == 1:
             return function(**shard, **options)
-        before = _inputs_before(shard, shards)
+        before = _previous_inputs(shard, shards)
     elif operation == "sliding_window_attention":
         return _attention(function, shard, options, shards)
     else:
-        before = _state_before(operation, function, shard, options, shards)
+        before = _combined_state(operation, function, shard, options, shards)
     output, state = function(**{**shard, "initial_state": before}, **options)
-    return output, shards.of_last(state)
+    return output, shards.broadcast_last(state)
 
 
 class _Shards:
-    """The shards of the tokens, in their order."""
+    """The shards of the time axis, in order."""
 
     def __init__(self, axis, count):
         self.axis, self.count = axis, count
         self.rank = jax.lax.axis_index(axis)
 
     def before(self, join, element, nothing):
-        """The elements of all shards to the left joined; of the first shard `nothing`.
+        """Combines the elements of all shards to the left; `nothing` for the first shard.
 
         join: an associative function of two elements, the left one first.
         """
-        found = self._where(0, self._from_left(element, 1), nothing)
+        found = self._select_above(0, self._receive_from_left(element, 1), nothing)
         distance = 1
         while distance < self.count - 1:
-            left = self._from_left(found, distance)
-            found = self._where(distance, join(left, found), found)
+            left = self._receive_from_left(found, distance)
+            found = self._select_above(distance, join(left, found), found)
             distance *= 2
         return found
 
-    def of_last(self, tree):
-        """What the last shard has."""
+    def broadcast_last(self, tree):
+        """Broadcasts the tree of the last shard."""
         is_last = self.rank == self.count - 1
         return jax.tree.map(
             lambda x: jax.lax.psum(jnp.where(is_last, x, 0), self.axis) if x.size else x, tree
         )
 
-    def _from_left(self, tree, distance):
+    def _receive_from_left(self, tree, distance):
         pairs = [(i, i + distance) for i in range(self.count - distance)]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis, pairs) if x.size else x, tree)
 
-    def _where(self, rank, above, others):
-        """One tree in the shards above a rank, another one in all others."""
+    def _select_above(self, rank, above, others):
+        """Selects `above` in the shards above a rank, and `others` in the rest."""
         return jax.tree.map(lambda a, b: jnp.where(self.rank > rank, a, b), above, others)
 
 
-# === Recurrences: S = A S_before + (what the shard's tokens alone leave behind) ===
+# === Recurrences: S = A S_before + (final state of the shard's tokens from a zero state) ===
 
 
-def _state_before(operation, function, shard, options, shards):
+def _combined_state(operation, function, shard, options, shards):
     first = shard.get("initial_state")
     alone = {name: x for name, x in shard.items() if name != "initial_state"}
     _, state = function(**alone, **options)
     is_complex = operation == "complex_linear_scan"
     if is_complex:
         state = _to_complex(state)
-    decay = _decay_over(operation, shard, state)
+    decay = _total_decay(operation, shard, state)
 
     def join(left, right):
         return left[0] * right[0], right[0] * left[1] + right[1]
@@ -98,8 +98,8 @@ def _state_before(operation, function, shard, options, shards):
     return _to_real(state) if is_complex else state
 
 
-def _decay_over(operation, shard, state):
-    """What a shard's tokens together multiply the state by, as a tensor of the state's rank."""
+def _total_decay(operation, shard, state):
+    """The product of the decays of a shard's tokens, as a tensor of the state's rank."""
     kind = shard.get("token_kind")
     dtype = accumulation_dtype(*(x for x in shard.values() if x.dtype != jnp.int8))
     starts, padding = kind_masks(kind)
@@ -109,7 +109,7 @@ def _decay_over(operation, shard, state):
 
     if operation == "rg_lru":
         rate = DECAY_EXPONENT * jax.nn.softplus(-shard["a_logit"].astype(dtype))
-        # What is not a number at padding has no gradient either.
+        # NaN at padding has no gradient either.
         gate = filled(shard["gate_a"].astype(dtype), padding, 0)
         exponent = -rate * total(jax.nn.sigmoid(gate))
     elif operation == "lightning_attention":
@@ -140,7 +140,7 @@ def _to_real(x):
     return jnp.concatenate([x.real, x.imag], axis=-1)
 
 
-# === Convolution and window: the last real tokens of a document, of all shards to the left ===
+# === Convolution and window: the last real tokens of a document in all shards to the left ===
 
 
 def _attention(function, shard, options, shards):
@@ -148,8 +148,8 @@ def _attention(function, shard, options, shards):
     if window is None:
         raise NotImplementedError(
             f"`sliding_window_attention` over the mesh axis {shards.axis!r}, which splits the "
-            "tokens of a row: a shard knows the last tokens of those before, not all of them. Give "
-            "a `sliding_window`, or leave this axis out of the mesh."
+            "tokens of a sequence: a shard gets a window of the tokens before it, not all of them. "
+            "Give a `sliding_window`, or leave this axis out of the mesh."
         )
     capacity = options.get("capacity")
     if first is not None:
@@ -162,87 +162,89 @@ def _attention(function, shard, options, shards):
     if kind is not None:
         document = jnp.cumsum(kind == STARTS, axis=1)
         seen = jnp.sum((kind != PADDING) & (document == document[:, -1:]), axis=1)
-    own = _last((shard["k"], shard["v"]), kind, room), seen
+    last_tokens = _last_tokens((shard["k"], shard["v"]), kind, room), seen
 
     def join(left, right):
         starts = right[0][2]
-        return _join_last(left[0], right[0]), right[1] + jnp.where(starts, 0, left[1])
+        return _join_last_tokens(left[0], right[0]), right[1] + jnp.where(starts, 0, left[1])
 
-    before = shards.before(join, own, jax.tree.map(jnp.zeros_like, own))
+    before = shards.before(join, last_tokens, jax.tree.map(jnp.zeros_like, last_tokens))
     end = jnp.full(batch, room)
     if first is not None:
         position = first["position"]
-        rows = tuple(
+        sequences = tuple(
             _circular_buffer.to_sequence(first[name], position, end, room)
             for name in ("key", "value")
         )
         count = jnp.minimum(position, first["key"].shape[1])
-        before = join(((rows, count, jnp.zeros(batch, bool)), position), before)
-    (rows, _, _), position = before
+        before = join(((sequences, count, jnp.zeros(batch, bool)), position), before)
+    (sequences, _, _), position = before
     position = position.astype(jnp.int32)
     buffer = {
         name: _circular_buffer.from_sequence(x, position, end, room)
-        for name, x in zip(("key", "value"), rows, strict=True)
+        for name, x in zip(("key", "value"), sequences, strict=True)
     }
     shard = {**shard, "initial_state": {**buffer, "position": position}}
     output, state = function(**shard, **options)
-    state = shards.of_last(state)
+    state = shards.broadcast_last(state)
     if room != capacity:
         position, end = state["position"], jnp.full(batch, capacity)
         for name in ("key", "value"):
-            row = _circular_buffer.to_sequence(state[name], position, end, capacity)
-            state[name] = _circular_buffer.from_sequence(row, position, end, capacity)
+            sequence = _circular_buffer.to_sequence(state[name], position, end, capacity)
+            state[name] = _circular_buffer.from_sequence(sequence, position, end, capacity)
     return output, state
 
 
-def _inputs_before(shard, shards):
-    """The state of a convolution: the last inputs of the document, in order, at the right."""
+def _previous_inputs(shard, shards):
+    """The state of a convolution: the last inputs of the document, in order, right-aligned."""
     x, kind, first = shard["x"], shard.get("token_kind"), shard.get("initial_state")
     room = shard["kernel"].shape[0] - 1
     dtype = accumulation_dtype(*(x for x in shard.values() if x.dtype != jnp.int8))
-    own = _last((x.astype(dtype),), kind, room)
-    (inputs,), count, starts = shards.before(_join_last, own, jax.tree.map(jnp.zeros_like, own))
+    last_tokens = _last_tokens((x.astype(dtype),), kind, room)
+    (inputs,), count, starts = shards.before(
+        _join_last_tokens, last_tokens, jax.tree.map(jnp.zeros_like, last_tokens)
+    )
     if first is not None:
         given = (first,), jnp.full_like(count, room), jnp.zeros_like(starts)
-        (inputs,), _, _ = _join_last(given, ((inputs,), count, starts))
+        (inputs,), _, _ = _join_last_tokens(given, ((inputs,), count, starts))
     return inputs
 
 
-def _last(rows, kind, room):
-    """The last `room` real tokens of rows [B, T, ...] that are of the row's last document.
+def _last_tokens(sequences, kind, room):
+    """The last `room` real tokens of sequences [B, T, ...] that belong to the last document.
 
-    Returns rows [B, room, ...] with these at the right, their number [B], and whether a document
-    starts [B].
+    Returns these right-aligned in sequences [B, room, ...], their number [B], and a mask [B] of
+    sequences in which a document starts.
     """
-    batch, length = rows[0].shape[:2]
+    batch, length = sequences[0].shape[:2]
     if kind is None:
         kept = min(room, length)
-        rows = tuple(
+        sequences = tuple(
             jnp.pad(x[:, length - kept :], [(0, 0), (room - kept, 0)] + [(0, 0)] * (x.ndim - 2))
-            for x in rows
+            for x in sequences
         )
-        return rows, jnp.full(batch, kept), jnp.zeros(batch, bool)
-    # Places of real tokens, the last ones at the end.
-    places = jnp.where(kind == PADDING, -1, jnp.arange(length))
+        return sequences, jnp.full(batch, kept), jnp.zeros(batch, bool)
+    # Positions of real tokens, the last ones at the end.
+    positions = jnp.where(kind == PADDING, -1, jnp.arange(length))
     document = jnp.cumsum(kind == STARTS, axis=1)
-    places = jnp.where(document == document[:, -1:], places, -1)
-    places = jnp.sort(jnp.pad(places, ((0, 0), (room, 0)), constant_values=-1), axis=1)
-    places = places[:, places.shape[1] - room :]
-    valid = places >= 0
-    rows = tuple(_circular_buffer.take(x, jnp.maximum(places, 0), valid) for x in rows)
-    return rows, jnp.sum(valid, axis=1), document[:, -1] > 0
+    positions = jnp.where(document == document[:, -1:], positions, -1)
+    positions = jnp.sort(jnp.pad(positions, ((0, 0), (room, 0)), constant_values=-1), axis=1)
+    positions = positions[:, positions.shape[1] - room :]
+    valid = positions >= 0
+    sequences = tuple(_circular_buffer.take(x, jnp.maximum(positions, 0), valid) for x in sequences)
+    return sequences, jnp.sum(valid, axis=1), document[:, -1] > 0
 
 
-def _join_last(left, right):
-    """What `_last` finds of two parts of a row from what it found of each."""
-    (left_rows, left_count, left_starts), (right_rows, count, starts) = left, right
-    room = right_rows[0].shape[1]
+def _join_last_tokens(left, right):
+    """Joins the results of `_last_tokens` for two adjacent chunks of a sequence."""
+    (left_sequences, left_count, left_starts), (right_sequences, count, starts) = left, right
+    room = right_sequences[0].shape[1]
     left_count = jnp.where(starts, 0, left_count)
-    place = jnp.arange(room)
-    index = jnp.where(place >= room - count[:, None], room, count[:, None]) + place
-    valid = place >= room - count[:, None] - left_count[:, None]
-    rows = tuple(
+    slot = jnp.arange(room)
+    index = jnp.where(slot >= room - count[:, None], room, count[:, None]) + slot
+    valid = slot >= room - count[:, None] - left_count[:, None]
+    sequences = tuple(
         _circular_buffer.take(jnp.concatenate([x, y], axis=1), index, valid)
-        for x, y in zip(left_rows, right_rows, strict=True)
+        for x, y in zip(left_sequences, right_sequences, strict=True)
     )
-    return rows, jnp.minimum(count + left_count, room), left_starts | starts
+    return sequences, jnp.minimum(count + left_count, room), left_starts | starts

@@ -1,8 +1,8 @@
-"""Kernels on the shards of a mesh, and under `jax.vmap`, by the names of their dimensions.
+"""Kernels on the shards of a mesh and under `jax.vmap`, from the names of their dimensions.
 
-XLA can neither partition nor batch a kernel. Of the names of a tensor's dimensions, such as
-"b t d", `b` is the batch; another one, the channels or the heads, may be split or joined, too. All
-other dimensions stay whole.
+XLA can neither partition nor batch a kernel. In the names of a tensor's dimensions, such as
+"b t d", `b` is the batch; one other dimension, channels or heads, may be split or merged as well.
+All other dimensions stay whole.
 """
 
 import functools
@@ -17,25 +17,25 @@ def over(mesh):
 
 
 def distributed(kernel, arguments, results, channels="d"):
-    """`kernel` by `under_vmap` and `per_shard`, which have the same parameters."""
-    kernel = under_vmap(kernel, arguments, results, channels)
+    """Applies `batch_kernel` and `per_shard`, which have the same parameters."""
+    kernel = batch_kernel(kernel, arguments, results, channels)
     return per_shard(kernel, arguments, results, channels)
 
 
 def per_shard(kernel, arguments, results, channels="d"):
-    """`kernel`, run on every shard by itself where a mesh is set (see `over`).
+    """Returns a function that runs `kernel` on every shard if a mesh is set (see `over`).
 
     JAX's `custom_partitioning` does not reach the compiler for TPU (jax issue 38196), so the mesh
-    has to be known. Its first axis splits the batch, as in `keras.distribution`; all other axes
-    together split the channels or the heads. A dimension that its axes do not divide stays whole.
-    A result that lacks a dimension which is split, such as the gradient of a weight, is summed
-    over the shards.
+    must be known. Its first axis splits the batch, as in `keras.distribution`; all other axes
+    together split the channels or the heads. A dimension that is not divisible stays whole. A
+    result that lacks a split dimension, such as the gradient of a weight, is summed over the
+    shards.
 
     Args:
         kernel: a function of tensors, some of them None, that returns a tuple of tensors.
         arguments: the names of each tensor's dimensions.
-        results: the same for each result.
-        channels: the name of the dimension, other than `b`, that may be split; None if none may.
+        results: the names of each result's dimensions.
+        channels: the name of the dimension other than `b` that may be split, or None.
     """
 
     def call(*tensors):
@@ -81,10 +81,10 @@ def per_shard(kernel, arguments, results, channels="d"):
 
 
 def check_axes(operation, arguments):
-    """Raises where a tensor, or the mesh that is set, has Explicit axes.
+    """Raises an error if a tensor, or the mesh that is set, has Explicit axes.
 
-    `jax.make_mesh` makes such axes by default: there, each step of a program says how its result is
-    split, which the operations leave to XLA.
+    `jax.make_mesh` makes such axes by default: they require each step of a program to specify the
+    sharding of its result, which the operations leave to XLA.
     """
     meshes = [jax.sharding.get_abstract_mesh()]
     for tensor in jax.tree.leaves(arguments):
@@ -111,14 +111,14 @@ def _count(mesh, axes):
     return count
 
 
-def under_vmap(kernel, arguments, results, channels="d"):
-    """`kernel`, run once for all members of an axis that `jax.vmap` maps, where that can be.
+def batch_kernel(kernel, arguments, results, channels="d"):
+    """Returns a function that runs `kernel` once for an axis mapped by `jax.vmap`, if possible.
 
-    The axis becomes a part of the batch where all tensors that are mapped and all results have
-    one, else a part of the channels or heads where those have these, as with several seeds of a
-    model side by side. Otherwise the kernel runs for one member after another.
+    The axis is merged into the batch if all mapped tensors and all results have one, else into the
+    channels or heads if they all have these, as with several seeds of a model. Otherwise the kernel
+    runs for one member after another.
 
-    Args: those of `per_shard`.
+    Args: see `per_shard`.
     """
 
     @jax.custom_batching.custom_vmap
@@ -129,27 +129,27 @@ def under_vmap(kernel, arguments, results, channels="d"):
     def _(size, mapped, *tensors):
         mapped = [bool(jax.tree.leaves(m)) and m for m in mapped]
         for name in ("b", channels):
-            of_mapped = (names for names, m in zip(arguments, mapped, strict=True) if m)
-            if all(name in names.split() for names in (*of_mapped, *results)):
-                joined = functools.partial(_joined, name, size)
+            mapped_names = (names for names, m in zip(arguments, mapped, strict=True) if m)
+            if all(name in names.split() for names in (*mapped_names, *results)):
+                joined = functools.partial(_merge_axis, name, size)
                 given = map(joined, arguments, tensors, mapped)
                 found = call(*given)
-                found = map(functools.partial(_separated, name, size), results, found)
+                found = map(functools.partial(_split_axis, name, size), results, found)
                 return tuple(found), (True,) * len(results)
         moving = [x for x, m in zip(tensors, mapped, strict=True) if m]
 
-        def one(members):
+        def run_member(members):
             members = iter(members)
             given = (next(members) if m else x for x, m in zip(tensors, mapped, strict=True))
             return call(*given)
 
-        return jax.lax.map(one, moving), (True,) * len(results)
+        return jax.lax.map(run_member, moving), (True,) * len(results)
 
     return call
 
 
-def _joined(name, size, names, tensor, is_mapped):
-    """A tensor whose mapped axis, the first, is a part of the dimension `name`, if it has one."""
+def _merge_axis(name, size, names, tensor, is_mapped):
+    """Merges the mapped axis, the first, into the dimension `name`, if the tensor has it."""
     if tensor is None or name not in names.split():
         return tensor
     axis = names.split().index(name)
@@ -163,8 +163,8 @@ def _joined(name, size, names, tensor, is_mapped):
     return tensor.reshape(*tensor.shape[:axis], joined, *tensor.shape[axis + 2 :])
 
 
-def _separated(name, size, names, tensor):
-    """The inverse of `_joined`."""
+def _split_axis(name, size, names, tensor):
+    """The inverse of `_merge_axis`."""
     axis = names.split().index(name)
     shape = *tensor.shape[:axis], size, tensor.shape[axis] // size, *tensor.shape[axis + 1 :]
     return jnp.moveaxis(tensor.reshape(shape), axis, 0)

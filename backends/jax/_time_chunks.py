@@ -1,7 +1,7 @@
-"""A long sequence cut into chunks that are computed one after another, to keep temporaries small.
+"""Scans long sequences chunk by chunk, to keep temporaries small.
 
-If it were computed at once, every temporary would be as large as the arguments: it would be
-written to memory and read back, and on a CPU its pages would first have to be allocated.
+Computed at once, every temporary would be as large as the arguments: it would be written to memory
+and read back, and on a CPU its pages would first have to be allocated.
 """
 
 import functools
@@ -9,30 +9,32 @@ import functools
 import jax.numpy as jnp
 from jax import lax
 
-LEAST = 32  # tokens; in a chunk of fewer, the overhead of a step would dominate
-# Elements of a tensor in a chunk. On a CPU the chunk should fit the second-level cache. On a GPU
-# chunks cost time (an H200 takes 0.30 ms for a scan of 8 x 2048 x 2560 at once, 0.62 ms in chunks
-# of 2**22), and only bound the memory of the longest sequences.
+MIN_TOKENS = 32  # in a chunk; with fewer, the overhead of a step would dominate
+# Number of elements of a tensor in a chunk. On a CPU the chunk should fit the second-level cache.
+# On a GPU chunks cost time (an H200 takes 0.30 ms for a scan of 8 x 2048 x 2560 at once, 0.62 ms in
+# chunks of 2**22), and only bound the memory of the longest sequences.
 ELEMENTS = {"cpu": 2**16, "default": 2**26}
 
 
-def scan_chunks(step, carry, tensors, reverse=False, least=LEAST):
-    """Cut tensors along time, call `step` for each chunk, and concatenate its outputs.
+def scan_chunks(step, carry, tensors, reverse=False, min_tokens=MIN_TOKENS):
+    """Calls `step` for each chunk of the tensors along time, and concatenates its outputs.
 
     Args:
         step: a function of `carry`, `start` and the chunks [B, C, ...] of the tensors, which
             returns the next carry and a tuple of outputs [B, C, ...]. `start` is the index of the
             chunk's first token: the integer 0, or a traced integer.
-        carry: what the first step gets.
+        carry: the carry of the first step.
         tensors: a tuple of tensors [B, T, ...], some of them None, whose chunks are None too.
-        reverse: from the last chunk to the first.
-        least: the least number of tokens in a chunk, if there are several.
+        reverse: boolean, scans from the last chunk to the first.
+        min_tokens: integer, the smallest number of tokens in one of several chunks.
 
     Returns:
         `(carry, outputs)`, the outputs [B, T, D].
     """
     runs = {
-        platform: functools.partial(_run, step, reverse, max(least, LEAST, _tokens(tensors, limit)))
+        platform: functools.partial(
+            _run, step, reverse, max(min_tokens, MIN_TOKENS, _tokens(tensors, limit))
+        )
         for platform, limit in ELEMENTS.items()
     }
     if tensors[0].shape[1] < 2 * runs["cpu"].args[-1]:
@@ -49,7 +51,7 @@ def elements_before(x, start, first):
 
 
 def _tokens(tensors, elements):
-    """How many tokens of the first tensor have so many elements."""
+    """The number of tokens of the first tensor that have this number of elements."""
     x = tensors[0]
     return elements // max(1, x.size // x.shape[1])
 

@@ -42,7 +42,7 @@ def forward(x, kernel, bias, initial_state, token_kind, activation=None):
             output = jax.nn.silu(output)
         return carry, (output.astype(x.dtype),)
 
-    _, (output,) = scan_chunks(step, (), (in_front, document), least=window.shape[0])
+    _, (output,) = scan_chunks(step, (), (in_front, document), min_tokens=window.shape[0])
     if tokens is None:
         whole = jnp.concatenate([initial_state, x[:, -window.shape[0] :].astype(dtype)], axis=1)
         return output, whole[:, whole.shape[1] - initial_state.shape[1] :]
@@ -82,7 +82,7 @@ def backward(x, kernel, bias, initial_state, token_kind, _, d_output, d_final, a
     d_next = d_final if tokens is None else jnp.zeros_like(d_final)
     carry = d_next, jnp.zeros_like(window), jnp.zeros(x.shape[2], dtype)
     (d_initial, d_window, d_bias), (d_x,) = scan_chunks(
-        step, carry, (in_front, document, d_in_front), reverse=True, least=width
+        step, carry, (in_front, document, d_in_front), reverse=True, min_tokens=width
     )
     if tokens is not None:
         last, valid = _last_inputs(width, tokens)

@@ -57,7 +57,7 @@ def operation(piece=None):
 linear_crossentropy = operation()
 
 
-def with_kernels(kernels):
+def choose_kernels(kernels):
     """The operation that takes the kernel of the platform that it is lowered for.
 
     kernels: {platform: a module that has a `piece`}.
@@ -74,7 +74,7 @@ def _by_platform(pieces, z, weights, tokens, *options):
     return _platforms.switch_platform(functions, (z, weights, tokens))
 
 
-def on_shards(mesh, batch_axis, x, embedding, tokens, **others):
+def run_sharded(mesh, batch_axis, x, embedding, tokens, **others):
     """The same, of tokens `[B, T]` that the devices of a mesh share.
 
     Each device takes its own tokens through its own part of the vocabulary. Of every token, they

@@ -1,7 +1,7 @@
-"""How linear attention cuts time into chunks, and joins chunks into groups.
+"""Chunks of linear attention along the time axis, and groups of chunks.
 
 All chunks of a group are computed together, by matrix products; the groups are computed one after
-another. So the temporaries of a group fit the cache, and do not grow with the sequence.
+another. So the temporaries of a group fit the cache, and do not grow with the sequence length.
 """
 
 from typing import NamedTuple
@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from ._common import length_of
 
-# Elements of an argument in one group.
+# Number of elements of an argument in one group.
 _GROUP_SIZE = 1 << 17
 # Chunks of a group. The loop over them is unrolled.
 _MOST_CHUNKS = 8
@@ -18,7 +18,7 @@ _CHUNKS_OF_UNKNOWN_BATCH = 2
 
 
 class Plan(NamedTuple):
-    """groups * chunks * size tokens: at least those of the row. `size` is a power of two."""
+    """groups * chunks * size tokens, at least the sequence length; `size` is a power of two."""
 
     groups: int | tf.Tensor
     chunks: int
@@ -26,7 +26,7 @@ class Plan(NamedTuple):
 
 
 def plan(q, v, longest):
-    """How to cut q: [B, T, H, K] and v: [B, T, H, V] into chunks of at most `longest` tokens."""
+    """Returns the `Plan` for chunks of up to `longest` tokens; q: [B, T, H, K]; v: [B, T, H, V]."""
     batch, length, heads, width = q.shape
     size = longest if length is None else min(longest, 1 << (length - 1).bit_length())
     if batch is None:
@@ -91,7 +91,7 @@ def unchunked(y, heads, plan):
 
 
 def inner_products(a, b):
-    """a b^T, summed in parts of 64 terms: the sum of partial sums has a smaller rounding error."""
+    """a b^T, summed in blocks of 64 terms, which reduces the rounding error."""
     parts = [slice(i, i + 64) for i in range(0, a.shape[-1], 64)]
     return tf.add_n([tf.matmul(a[..., p], b[..., p], transpose_b=True) for p in parts])
 

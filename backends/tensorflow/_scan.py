@@ -4,8 +4,8 @@ import tensorflow as tf
 
 from ._common import in_chunks, length_of
 
-# Tokens that one node of the tree joins. XLA fuses the steps of a node and computes its first ones
-# again for each output: with 16 that costs more than it saves.
+# Tokens that one node of the tree combines. XLA fuses the steps of a node and computes its first
+# ones again for each output: with 16 that costs more than it saves.
 RADIX = 8
 # Levels of the tree where T is unknown. A loop over the T / 8**3 nodes of the last one follows.
 LEVELS_OF_UNKNOWN_LENGTH = 3

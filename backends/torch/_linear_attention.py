@@ -1,7 +1,7 @@
-"""How linear attention cuts time into chunks, and joins chunks into groups.
+"""Chunks of linear attention along the time axis, and groups of chunks.
 
 All chunks of a group are computed together, by matrix products; the groups are computed one after
-another. So the temporaries of a group fit the cache, and do not grow with the sequence.
+another. So the temporaries of a group fit the cache, and do not grow with the sequence length.
 """
 
 import torch
@@ -78,7 +78,7 @@ def smallest_decay(dtype):
 
 
 def inner_products(a, b):
-    """a b^T, summed in parts of 64 terms: the sum of partial sums has a smaller rounding error."""
+    """a b^T, summed in blocks of 64 terms, which reduces the rounding error."""
     parts = zip(a.split(64, -1), b.split(64, -1), strict=True)
     return sum(a_i @ b_i.mT for a_i, b_i in parts)
 

@@ -191,8 +191,8 @@ def flat_tokens(x):
         flat = ops.reshape(x, (-1, x.shape[-1]))
         return flat, lambda y: ops.reshape(y, (batch, length, y.shape[-1]))
     where = distribution.device_mesh.backend_mesh, distribution.batch_dim_name
-    flat = _layouts.flat_tokens(x, *where)
-    return flat, lambda y: _layouts.rows_of_tokens(y, (batch, length), *where)
+    flat = _layouts.flatten_tokens(x, *where)
+    return flat, lambda y: _layouts.unflatten_tokens(y, (batch, length), *where)
 
 
 def _parts_of_rows(distribution, x):
