@@ -40,8 +40,8 @@ def choose_at_lowering(plain, **kernels):
         )
     forwards, backwards = (
         {
-            p: getattr(getattr(platform, "kernels", platform), name)
-            for p, platform in kernels.items()
+            platform: getattr(getattr(module, "kernels", module), name)
+            for platform, module in kernels.items()
         }
         | {"default": getattr(plain, name)}
         for name in ("forward", "backward")

@@ -2,9 +2,9 @@
 
 De et al. 2024, arXiv:2402.19427, section 2.3 (the temporal convolution before the recurrence).
 
-Padding may be anywhere in a row, and the filter skips it. So the real tokens of a row are first
-moved to its front, where the filter is a sum of shifted rows, and the outputs are put back. The
-backward pass computes the argument of the activation again.
+Padding may be anywhere in a sequence, and the filter skips it. So the real tokens are first moved
+to the front, where the filter is a sum of shifted sequences, and the outputs are moved back. The
+backward pass recomputes the argument of the activation.
 """
 
 import functools
@@ -31,10 +31,10 @@ def state_shape(x, kernel, bias):
 def forward(x, kernel, bias, initial_state, token_kind, activation=None):
     dtype = initial_state.dtype
     tokens, window = _tokens(token_kind), kernel.astype(dtype)
-    in_front, document = _to_front(x, tokens)
+    real_first, document = _to_front(x, tokens)
 
     def step(carry, start, x_chunk, document_chunk):
-        inputs = _inputs(in_front, x_chunk, start, initial_state)
+        inputs = _inputs(real_first, x_chunk, start, initial_state)
         output = _filtered(
             inputs, window, bias, _same_document(document, document_chunk, start, window)
         )
@@ -42,12 +42,12 @@ def forward(x, kernel, bias, initial_state, token_kind, activation=None):
             output = jax.nn.silu(output)
         return carry, (output.astype(x.dtype),)
 
-    _, (output,) = scan_chunks(step, (), (in_front, document), min_tokens=window.shape[0])
+    _, (output,) = scan_chunks(step, (), (real_first, document), min_tokens=window.shape[0])
     if tokens is None:
         whole = jnp.concatenate([initial_state, x[:, -window.shape[0] :].astype(dtype)], axis=1)
         return output, whole[:, whole.shape[1] - initial_state.shape[1] :]
     last, valid = _last_inputs(window.shape[0], tokens)
-    whole = jnp.concatenate([initial_state, in_front.astype(dtype)], axis=1)
+    whole = jnp.concatenate([initial_state, real_first.astype(dtype)], axis=1)
     return tokens.put_back(output), jnp.where(valid, gather(whole, last), 0)
 
 
@@ -55,14 +55,14 @@ def forward(x, kernel, bias, initial_state, token_kind, activation=None):
 def backward(x, kernel, bias, initial_state, token_kind, _, d_output, d_final, activation=None):
     dtype, width = initial_state.dtype, kernel.shape[0]
     tokens, window = _tokens(token_kind), kernel.astype(dtype)
-    in_front, document = _to_front(x, tokens)
-    d_in_front, _ = _to_front(d_output, tokens)
+    real_first, document = _to_front(x, tokens)
+    d_real_first, _ = _to_front(d_output, tokens)
 
     def step(carry, start, x_chunk, document_chunk, d_y):
-        # d_next: the gradient of the last inputs, from the chunk after this one.
+        # d_next: the gradient of the last inputs, from the following chunk.
         d_next, d_window, d_bias = carry
         length, d_z = x_chunk.shape[1], d_y.astype(dtype)
-        inputs = _inputs(in_front, x_chunk, start, initial_state)
+        inputs = _inputs(real_first, x_chunk, start, initial_state)
         same_document = _same_document(document, document_chunk, start, window)
         if activation == "silu":
             d_z = _silu_gradient(d_z, _filtered(inputs, window, bias, same_document))
@@ -82,7 +82,7 @@ def backward(x, kernel, bias, initial_state, token_kind, _, d_output, d_final, a
     d_next = d_final if tokens is None else jnp.zeros_like(d_final)
     carry = d_next, jnp.zeros_like(window), jnp.zeros(x.shape[2], dtype)
     (d_initial, d_window, d_bias), (d_x,) = scan_chunks(
-        step, carry, (in_front, document, d_in_front), reverse=True, min_tokens=width
+        step, carry, (real_first, document, d_real_first), reverse=True, min_tokens=width
     )
     if tokens is not None:
         last, valid = _last_inputs(width, tokens)
@@ -128,7 +128,7 @@ def _tokens(token_kind):
 
 
 def _to_front(x, tokens):
-    """x with its real tokens in front, and the number [B, T] of each token's document."""
+    """x with the real tokens first, and the document number [B, T] of each token."""
     return (x, None) if tokens is None else (tokens.to_front(x), tokens.document)
 
 
@@ -155,9 +155,9 @@ def _silu_gradient(d_y, z):
 
 
 def _same_document(document, chunk, start, window):
-    """For each weight, whether the input that it multiplies is of the token's own document.
+    """For each weight, a mask of the inputs that belong to the document of the output token.
 
-    The inputs in the initial state are of document 0.
+    The inputs in the initial state belong to document 0.
     """
     width = window.shape[0]
     if document is None:
@@ -168,7 +168,7 @@ def _same_document(document, chunk, start, window):
 
 
 def _last_inputs(width, tokens):
-    """Indices [B, W - 1] of the last real inputs, and whether they are of the last document."""
+    """Indices [B, W - 1] of the last real inputs, and a mask of those in the last document."""
     last = tokens.count + jnp.arange(width - 1)
     documents = jnp.pad(tokens.document, ((0, 0), (width - 1, 0)))
     document = jnp.take_along_axis(documents, last, axis=1)

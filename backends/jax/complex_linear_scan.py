@@ -49,7 +49,7 @@ def _forward(x, log_a, phase, initial_state, token_kind):
 
 @default_zero_state_gradient
 def _backward(_, log_a, phase, initial_state, token_kind, output, d_output, d_final):
-    # A gradient g of complex numbers stands for d/d real + i d/d imaginary.
+    # A gradient g of complex numbers is d/d real + i d/d imaginary.
     dtype = initial_state.dtype
 
     def step(d_state, start, dh, log_a, phase, token_kind, h):

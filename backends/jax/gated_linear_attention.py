@@ -3,12 +3,12 @@
 Qin et al. 2024, arXiv:2404.07904, section 3 (HGRN2, where k_t = 1 - exp(log_f_t)); Yang et al.
 2023, arXiv:2312.06635, section 4 (gated linear attention).
 
-What came before a chunk reaches it through the state. Inside a chunk, token u attends to an earlier
+Tokens before a chunk contribute through the state. Inside a chunk, token u attends to an earlier
 token s with the weight a_us = sum_k q_u f_{s+1} ... f_u k_s. To compute these weights as matrix
-products, the decays are split between q_u and k_s: the chunk is halved again and again, and where
-u is in a right half and s in the left half beside it, q_u is multiplied by the decays from the
-boundary to u and k_s by those from s to the boundary. Decays are only multiplied, never divided by
-one another, so any decay is safe. A start is a decay of 0, and 0 needs no case of its own.
+products, the decays are split between q_u and k_s: the chunk is halved recursively, and where u is
+in a right half and s in the adjacent left half, q_u is multiplied by the decays from the boundary
+to u and k_s by the decays from s to the boundary. Decays are only multiplied, never divided by one
+another, so any decay is safe. A start is a decay of 0, which needs no special case.
 """
 
 import jax
@@ -36,7 +36,7 @@ from ._linear_attention import (
 )
 
 CHUNK = 64
-HAS_RESIDUALS = True  # nothing here, but the Triton kernels do
+HAS_RESIDUALS = True  # for Triton; None in this implementation
 
 
 def state_shape(q, k, v, _):
@@ -45,7 +45,7 @@ def state_shape(q, k, v, _):
 
 @default_zero_state(state_shape)
 def forward(q, k, v, log_f, initial_state, token_kind):
-    """Returns the output and the final state, and what is kept for the backward."""
+    """Returns the output and the final state, and the residuals."""
     if q.shape[1] == 1:
         return _one_token(q, k, v, log_f, initial_state, token_kind), None
     cut = plan(q, v, CHUNK)
@@ -122,7 +122,7 @@ gated_linear_attention = operation(forward, backward)
 
 
 def _prepared(dtype, q, k, v, log_f, token_kind):
-    """q, k, v and f of some tokens, [B, T, H, ...]; at padding 0, 0, 0 and 1; f is 0 at a start."""
+    """q, k, v and f of a group, [B, T, H, ...]; at padding 0, 0, 0 and 1; f is 0 at a start."""
     starts, padding = kind_masks(token_kind)
     q, v, log_f = (x.astype(dtype) for x in (q, v, log_f))
     k = -jnp.expm1(log_f) if k is None else k.astype(dtype)
@@ -136,9 +136,9 @@ def _prepared(dtype, q, k, v, log_f, token_kind):
 def _decays(f):
     """Products of decays, for halves of 1, 2, 4 ... tokens and for the chunk.
 
-    Returns [(those from the boundary to u, for right halves; those from s to the boundary, for left
-    halves), ...], those from the start of the chunk to u, and those from s to its end. A product
-    from s is without f_s: the decay of a token does not apply to what that token adds.
+    Returns the products [(from the boundary to u, for right halves; from s to the boundary, for
+    left halves), ...], from the start of the chunk to u, and from s to its end. A product from s
+    excludes f_s: the decay of a token does not apply to what that token adds.
     """
     from_start, to_end = f, jnp.ones_like(f)
     levels, half = [], 1
@@ -153,7 +153,7 @@ def _decays(f):
 
 
 def _total(from_start):
-    """The product of a chunk's decays, to multiply its state [..., K, V]: [..., K, 1]."""
+    """The product of a chunk's decays, [..., K, 1], for its state [..., K, V]."""
     return from_start[..., -1, :, None]
 
 
@@ -183,12 +183,12 @@ def _weights(q, k, levels):
 
 
 def _group_gradient(state, d_output, g, q, k, v, f):
-    """Gradients of q, k, v and log f of a group, and of the state before it; g: of that after it.
+    """Gradients of q, k, v, log f and the state before a group; g: that of the state after it.
 
     The gradient of log f_t is, in each channel, the sum of q_u f_{s+1} ... f_u k_s da_us over all
-    pairs s < t <= u, of which f_t is a factor. The pairs that a boundary separates give each f
-    between the boundary and u a sum over later u, and each f between s and the boundary a sum over
-    earlier s. Nothing is subtracted, so the result is as exact as the gradients of q and k.
+    pairs s < t <= u, of which f_t is a factor. The pairs on both sides of a boundary add to each f
+    between the boundary and u a sum over later u, and to each f between s and the boundary a sum
+    over earlier s. Nothing is subtracted, so the result is as exact as the gradients of q and k.
     """
     levels, from_start, to_end = _decays(f)
     total, q_in, k_out = _total(from_start), q * from_start, k * to_end
@@ -198,8 +198,8 @@ def _group_gradient(state, d_output, g, q, k, v, f):
     d_v = product(k_out, after) + product(transposed(_weights(q, k, levels)), d_output)
     d_q = product(d_output, transposed(before)) * from_start
     d_k = product(v, transposed(after)) * to_end
-    # Parts of the gradient of log f: `crossing` counts for every token of a block, `later` for its
-    # own token and those before it in the block, `earlier` for those after its own.
+    # Terms of the gradient of log f: `crossing` applies to every token of a block, `later` to its
+    # token and those before it in the block, `earlier` to those after it.
     crossing = jnp.sum(total * before * after, axis=-1)[..., None, :]
     later, earlier = q * d_q, k * d_k
 
@@ -225,5 +225,5 @@ def _group_gradient(state, d_output, g, q, k, v, f):
             [d_weights[..., :half, :half], d_weights[..., half:, half:]], axis=-3
         ).reshape(*d_weights.shape[:-3], -1, half, half)
 
-    d_own = d_weights[..., 0]  # of a token and itself, without a decay
+    d_own = d_weights[..., 0]  # weights of a token and itself have no decay
     return d_q + d_own * k, d_k + d_own * q, d_v, later + crossing, d_state

@@ -12,11 +12,11 @@ from ._common import accumulation_dtype
 
 @functools.partial(jax.jit, static_argnames="activation")
 def gated_linear_unit(gate, x, activation="silu"):
-    """gate, x: of one shape; activation: "silu" or "gelu". Returns that shape in x's dtype."""
+    """gate, x: the same shape; activation: "silu" or "gelu". Returns that shape in x's dtype."""
     dtype = accumulation_dtype(gate, x)
     gate = z = gate.astype(dtype)
     if activation == "gelu":
-        # z σ(2 u), not z (1 + tanh(u)) / 2: that loses the digits of a gate that is nearly shut.
+        # z σ(2 u), not z (1 + tanh(u)) / 2, which loses the digits of a nearly closed gate.
         z = jnp.clip(gate, -GELU_CLIP, GELU_CLIP)
         z = math.sqrt(8 / math.pi) * (z + 0.044715 * z**3)
     return (gate * _sigmoid(z) * x.astype(dtype)).astype(x.dtype)
@@ -27,5 +27,5 @@ def _sigmoid(z):
     return jax.nn.sigmoid(z)
 
 
-# JAX would take 1 - σ(z) for σ(-z), which loses the digits of a gate that is nearly open.
+# JAX would compute σ(-z) as 1 - σ(z), which loses the digits of a nearly open gate.
 _sigmoid.defjvps(lambda d_z, s, z: d_z * s * jax.nn.sigmoid(-z))

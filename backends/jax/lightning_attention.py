@@ -46,13 +46,13 @@ def forward(q, k, v, log_decay, initial_state, token_kind):
     def step(state, _, tokens, __):
         *tokens, kind = tokens
         between, from_start, to_end, total = _decays(log_decay, kind, cut, state.dtype)
-        q, k, w = _in_chunks(tokens, kind, cut, state.dtype)
+        q, k, w = _chunk_group(tokens, kind, cut, state.dtype)
         before, state = states(total, product(transposed(k * to_end), w), state)
         weights = _decayed(inner_products(q, k), between)
         output = product(q * from_start, before) + product(weights, w)
         return state, unchunked(output).astype(v.dtype)
 
-    tensors = q, k, v, _kinds(token_kind, q, cut)
+    tensors = q, k, v, _padded_kinds(token_kind, q, cut)
     final_state, output = scan_groups(step, initial_state, tensors, jnp.zeros_like(v), cut)
     return output, final_state
 
@@ -60,7 +60,9 @@ def forward(q, k, v, log_decay, initial_state, token_kind):
 def _one_token(q, k, v, log_decay, state, token_kind):
     cut = plan(q, v, CHUNK)
     *_, decay = _decays(log_decay, token_kind, cut, state.dtype)
-    q, k, w = (x[:, :, 0, 0, :, None] for x in _in_chunks((q, k, v), token_kind, cut, state.dtype))
+    q, k, w = (
+        x[:, :, 0, 0, :, None] for x in _chunk_group((q, k, v), token_kind, cut, state.dtype)
+    )
     state = decay[:, :, 0] * state + k * transposed(w)
     return jnp.sum(q * state, axis=2)[:, None].astype(v.dtype), state
 
@@ -68,12 +70,12 @@ def _one_token(q, k, v, log_decay, state, token_kind):
 @default_zero_state_gradient
 def backward(q, k, v, log_decay, initial_state, token_kind, _, d_output, d_final):
     dtype, cut = initial_state.dtype, plan(q, v, CHUNK)
-    tensors = q, k, v, _kinds(token_kind, q, cut)
+    tensors = q, k, v, _padded_kinds(token_kind, q, cut)
 
     def state_after(state, tokens):
         _, k, v, kind = tokens
         *_, to_end, total = _decays(log_decay, kind, cut, dtype)
-        k, w = _in_chunks((k, v), kind, cut, dtype)
+        k, w = _chunk_group((k, v), kind, cut, dtype)
         return states(total, product(transposed(k * to_end), w), state)[1]
 
     before = states_before_groups(state_after, initial_state, tensors, cut)
@@ -81,7 +83,7 @@ def backward(q, k, v, log_decay, initial_state, token_kind, _, d_output, d_final
     def step(g, group, tokens, old):
         *tokens, kind = tokens
         between, from_start, to_end, total = _decays(log_decay, kind, cut, dtype)
-        q, k, w, d_output = _in_chunks((*tokens, old[2]), kind, cut, dtype)
+        q, k, w, d_output = _chunk_group((*tokens, old[2]), kind, cut, dtype)
         q_in, k_out = q * from_start, k * to_end
         state = jax.lax.dynamic_index_in_dim(before, group, keepdims=False)
         earlier, _ = states(total, product(transposed(k_out), w), state)
@@ -123,8 +125,8 @@ def operation(forward, backward):
 lightning_attention = operation(forward, backward)
 
 
-def _kinds(token_kind, q, cut):
-    """The kinds of all tokens, the tail being padding; None if there is no tail and all go on."""
+def _padded_kinds(token_kind, q, cut):
+    """Token kinds padded to full groups; None if nothing is padded and all tokens continue."""
     missing = cut.tokens - q.shape[1]
     if missing and token_kind is None:
         token_kind = jnp.full(q.shape[:2], GOES_ON, jnp.int8)
@@ -133,19 +135,19 @@ def _kinds(token_kind, q, cut):
     return token_kind
 
 
-def _in_chunks(tensors, kind, cut, dtype):
+def _chunk_group(tensors, kind, cut, dtype):
     """Tensors of a group as [B, H, chunks, C, K], with zeros at padding."""
     _, padding = kind_masks(kind)
     return [chunked(filled(x.astype(dtype), padding, 0), cut) for x in tensors]
 
 
 def _decayed(weights, between):
-    """Weights times their decays; where those are 0, so is the result, also of NaN."""
+    """Weights times their decays; 0 where these are 0, even for NaN weights."""
     return jnp.where(between == 0, 0, weights * between)
 
 
 def _decays(log_decay, kind, cut, dtype):
-    """The decays of a group: from s to u, from the start of the chunk, to its end, and over it.
+    """The decays of a group: from s to u, from the start of a chunk, to its end, and in total.
 
     [B, H, chunks, C, C], twice [B, H, chunks, C, 1] and [B, H, chunks, 1, 1].
     """
@@ -164,8 +166,8 @@ def _decays(log_decay, kind, cut, dtype):
         return jnp.where(reaches, jnp.exp(logarithm), 0)
 
     whole, last = count[..., -1:, :], document[..., -1:, :]
-    place = jnp.arange(cut.size)
-    earlier = place[:, None] >= place
+    index = jnp.arange(cut.size)
+    earlier = index[:, None] >= index
     return (
         decay(jnp.abs(count - transposed(count)), earlier & (document == transposed(document))),
         decay(count, document == 0),

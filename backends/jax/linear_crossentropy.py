@@ -1,9 +1,9 @@
-"""losses = log Σ_v exp(z_v) - z_token of the logits z = x E^T, perhaps capped, c tanh(x E^T / c).
+"""losses = log Σ_v exp(z_v) - z_token of the logits z = x E^T, or with a cap c tanh(x E^T / c).
 
-The tokens go through the vocabulary some at a time, so that there are never the logits of all. The
-gradients of a sum are known but for one factor once the logits are, so they are made with it;
-those of single losses make the logits once more. The devices of a mesh may share rows, their
-tokens and the vocabulary.
+Logits are computed for one chunk of tokens at a time and never materialized for all. The gradients
+of a sum are known up to one factor as soon as the logits are, so they are computed together; the
+gradients of single losses recompute the logits. The devices of a mesh may split the batch, time and
+the vocabulary.
 """
 
 import functools
@@ -28,17 +28,17 @@ class _Split(NamedTuple):
     vocabulary: tuple[str, ...]
 
 
-class _How(NamedTuple):
-    """What is known of a call before its tensors."""
+class _Config(NamedTuple):
+    """Static configuration of a call."""
 
     soft_cap: float | None
     split: _Split | None
-    # Makes losses of logits in place of plain JAX, where the vocabulary is not split.
-    piece: Callable | None
+    # Computes losses from logits in place of plain JAX, if the vocabulary is not split.
+    chunk_losses: Callable | None
 
 
-def operation(piece=None):
-    """The operation. piece: makes losses of logits, as `_plain_piece` does; None: plain JAX."""
+def operation(chunk_losses=None):
+    """Builds the operation; chunk_losses: has the signature of `_plain_chunk_losses`, or None."""
 
     def linear_crossentropy(
         x, embedding, tokens, sample_weight=None, soft_cap=None, reduction="sum"
@@ -46,10 +46,10 @@ def operation(piece=None):
         """x: [..., D]; embedding: [V, D]; tokens, sample_weight: [...].
 
         Returns (losses times their weights, [...] or their sum, in float32, or float64 if a tensor
-        is; the token of the largest logit, int32 [...]).
+        is; the argmax of the logits, int32 [...]).
         """
-        how = _How(soft_cap, None, piece)
-        return _compiled(x, embedding, tokens, sample_weight, how, reduction)
+        config = _Config(soft_cap, None, chunk_losses)
+        return _compiled(x, embedding, tokens, sample_weight, config, reduction)
 
     return linear_crossentropy
 
@@ -58,29 +58,31 @@ linear_crossentropy = operation()
 
 
 def choose_kernels(kernels):
-    """The operation that takes the kernel of the platform that it is lowered for.
+    """Builds the operation with the kernel for the platform that it is lowered for.
 
-    kernels: {platform: a module that has a `piece`}.
+    kernels: {platform: a module that defines `chunk_losses`}.
     """
-    pieces = {platform: module.piece for platform, module in kernels.items()}
-    return operation(functools.partial(_by_platform, pieces | {"default": _plain_piece}))
+    candidates = {platform: module.chunk_losses for platform, module in kernels.items()}
+    return operation(
+        functools.partial(_choose_chunk_losses, candidates | {"default": _plain_chunk_losses})
+    )
 
 
-def _by_platform(pieces, z, weights, tokens, *options):
-    def of(piece):
-        return lambda *tensors: piece(*tensors, *options)
+def _choose_chunk_losses(candidates, z, weights, tokens, *options):
+    def bind_options(function):
+        return lambda *tensors: function(*tensors, *options)
 
-    functions = {platform: of(piece) for platform, piece in pieces.items()}
+    functions = {platform: bind_options(function) for platform, function in candidates.items()}
     return _platforms.switch_platform(functions, (z, weights, tokens))
 
 
 def run_sharded(mesh, batch_axis, x, embedding, tokens, **others):
-    """The same, of tokens `[B, T]` that the devices of a mesh share.
+    """Computes `linear_crossentropy` for tokens `[B, T]` that the devices of a mesh split.
 
-    Each device takes its own tokens through its own part of the vocabulary. Of every token, they
-    send each other the largest logit, the sum of exponentials and the logit of the label, a piece
-    of tokens at a time; of all pieces together, once, the gradients that they have in common. An
-    axis that does not divide its dimension splits nothing.
+    Each device computes the logits of its tokens for its shard of the vocabulary. For each chunk,
+    devices exchange the largest logit, the sum of exponentials and the label's logit of every
+    token; after all chunks, they sum shared gradients once. An axis that does not divide its
+    dimension splits nothing.
 
     Args:
         mesh: a `jax.sharding.Mesh`.
@@ -101,82 +103,86 @@ def run_sharded(mesh, batch_axis, x, embedding, tokens, **others):
             SEQUENCE_AXIS if length % mesh.shape.get(SEQUENCE_AXIS, length + 1) == 0 else None,
             vocabulary if embedding.shape[0] % parts == 0 else (),
         )
-    return _compiled(x, embedding, tokens, **others, how=_How(soft_cap, split, None))
+    return _compiled(x, embedding, tokens, **others, config=_Config(soft_cap, split, None))
 
 
-@functools.partial(jax.jit, static_argnames=("how", "reduction"))
-def _compiled(x, embedding, tokens, sample_weight, how, reduction):
+@functools.partial(jax.jit, static_argnames=("config", "reduction"))
+def _compiled(x, embedding, tokens, sample_weight, config, reduction):
     dtype = accumulation_dtype(x, embedding, sample_weight)
     if sample_weight is None:
         weights = jnp.ones(tokens.shape, dtype)
     else:
         weights = sample_weight.astype(dtype)
         tokens = jnp.where(weights == 0, 0, tokens)
-    of = _sum if reduction == "sum" else _each
-    return of(how, x, embedding, weights, tokens.astype(int))
+    loss = _total_loss if reduction == "sum" else _single_losses
+    return loss(config, x, embedding, weights, tokens.astype(int))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sum(how, x, embedding, weights, tokens):
-    losses, best = _walk(how, x, embedding, weights, tokens)
+def _total_loss(config, x, embedding, weights, tokens):
+    losses, best = _compute(config, x, embedding, weights, tokens)
     return jnp.sum(weights * losses), best
 
 
-def _sum_and_gradients(how, x, embedding, weights, tokens):
-    losses, best, *gradients = _walk(how, x, embedding, weights, tokens, True)
+def _total_loss_and_gradients(config, x, embedding, weights, tokens):
+    losses, best, *gradients = _compute(config, x, embedding, weights, tokens, True)
     return (jnp.sum(weights * losses), best), (*gradients, losses)
 
 
-def _times(how, gradients, d_results):
+def _scale_gradients(config, gradients, d_results):
     d_loss, _ = d_results
     return *((d_loss * d.astype(d_loss.dtype)).astype(d.dtype) for d in gradients), None
 
 
-_sum.defvjp(_sum_and_gradients, _times)
+_total_loss.defvjp(_total_loss_and_gradients, _scale_gradients)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _each(how, x, embedding, weights, tokens):
-    losses, best = _walk(how, x, embedding, weights, tokens)
+def _single_losses(config, x, embedding, weights, tokens):
+    losses, best = _compute(config, x, embedding, weights, tokens)
     return weights * losses, best
 
 
-def _save(how, *tensors):
-    return _each(how, *tensors), tensors
+def _save_tensors(config, *tensors):
+    return _single_losses(config, *tensors), tensors
 
 
-def _gradients(how, tensors, d_results):
+def _gradients(config, tensors, d_results):
     x, embedding, weights, tokens = tensors
     d_losses, _ = d_results
-    losses, _, *gradients = _walk(how, x, embedding, weights * d_losses, tokens, True)
+    losses, _, *gradients = _compute(config, x, embedding, weights * d_losses, tokens, True)
     return *gradients, losses * d_losses, None
 
 
-_each.defvjp(_save, _gradients)
+_single_losses.defvjp(_save_tensors, _gradients)
 
 
-def _walk(how, x, embedding, weights, tokens, with_gradients=False):
-    """The losses, their best tokens, and if wanted the gradients of x and embedding."""
-    walk, split = functools.partial(_walk_shard, how, with_gradients), how.split
+def _compute(config, x, embedding, weights, tokens, with_gradients=False):
+    """Returns losses, predicted tokens and, if requested, the gradients of x and embedding."""
+    compute, split = functools.partial(_compute_shard, config, with_gradients), config.split
     if split is not None:
-        of_tokens, of_x = jax.P(split.rows, split.time), jax.P(split.rows, split.time, None)
-        of_embedding = jax.P(split.vocabulary or None, None)
-        walk = jax.shard_map(
-            walk,
+        token_spec, x_spec = jax.P(split.rows, split.time), jax.P(split.rows, split.time, None)
+        embedding_spec = jax.P(split.vocabulary or None, None)
+        compute = jax.shard_map(
+            compute,
             mesh=split.mesh,
-            in_specs=(of_x, of_embedding, of_tokens, of_tokens),
-            out_specs=(of_tokens, of_tokens, *((of_x, of_embedding) if with_gradients else ())),
+            in_specs=(x_spec, embedding_spec, token_spec, token_spec),
+            out_specs=(
+                token_spec,
+                token_spec,
+                *((x_spec, embedding_spec) if with_gradients else ()),
+            ),
             check_vma=False,
         )
-    return walk(x, embedding, weights, tokens)
+    return compute(x, embedding, weights, tokens)
 
 
-def _walk_shard(how, with_gradients, x, embedding, weights, tokens):
-    """What `_walk` returns of one device's tokens, which see all of the vocabulary.
+def _compute_shard(config, with_gradients, x, embedding, weights, tokens):
+    """`_compute` for the tokens of one device, over the whole vocabulary.
 
-    Time is cut and the batch is not: where XLA shares the work, devices have some rows each.
+    Chunks cut time, not the batch: where XLA partitions the work, each device has some batch rows.
     """
-    shape, width, split = tokens.shape, x.shape[-1], how.split
+    shape, width, split = tokens.shape, x.shape[-1], config.split
     length = shape[-1] if shape else 1
     batch = math.prod(shape[:-1])
     size = min(length, max(1, CROSSENTROPY_CHUNK // max(1, batch)))
@@ -192,30 +198,30 @@ def _walk_shard(how, with_gradients, x, embedding, weights, tokens):
         array = jnp.moveaxis(array, 0, 1).reshape(batch, count * size, *rest)
         return array[:, :length].reshape(*shape, *rest)
 
-    def step(d_embedding, piece):
-        *found, d_more = _piece(how, vocabulary, piece, with_gradients)
-        return d_embedding + d_more if with_gradients else None, found
+    def step(d_embedding, chunk):
+        *results, d_chunk = _compute_chunk(config, vocabulary, chunk, with_gradients)
+        return d_embedding + d_chunk if with_gradients else None, results
 
     zeros = jnp.zeros(embedding.shape, weights.dtype) if with_gradients else None
-    pieces = cut(x, width), cut(weights), cut(tokens)
-    d_embedding, (losses, best, d_x) = jax.lax.scan(step, zeros, pieces)
-    found = joined(losses), joined(best)
+    chunks = cut(x, width), cut(weights), cut(tokens)
+    d_embedding, (losses, best, d_x) = jax.lax.scan(step, zeros, chunks)
+    results = joined(losses), joined(best)
     if not with_gradients:
-        return found
+        return results
     assert d_embedding is not None
     d_x = vocabulary.sum(joined(d_x, width)).astype(x.dtype)
-    of_tokens = [name for name in (split.rows, split.time) if name] if split else []
-    if of_tokens:
-        d_embedding = jax.lax.psum(d_embedding, of_tokens)
-    return *found, d_x, d_embedding.astype(embedding.dtype)
+    token_spec = [name for name in (split.rows, split.time) if name] if split else []
+    if token_spec:
+        d_embedding = jax.lax.psum(d_embedding, token_spec)
+    return *results, d_x, d_embedding.astype(embedding.dtype)
 
 
 class _Vocabulary:
-    """A device's part of the embeddings, and what the parts of all devices say of a token.
+    """The vocabulary shard of a device, and reductions over the shards of all devices.
 
     Args:
-        embedding: `[V, D]`, the part; parts are as long as each other.
-        axes: the axes of a mesh that split the vocabulary; none where the part is the whole.
+        embedding: `[V, D]`, the shard; all shards have the same size.
+        axes: the axes of a mesh that split the vocabulary; empty if it is not split.
     """
 
     def __init__(self, embedding, axes):
@@ -232,31 +238,31 @@ class _Vocabulary:
         return jax.lax.pmax(x, self.axes) if self.axes else x
 
     def best(self, z, largest):
-        """The first token whose logit is the largest one `[..., 1]` of all parts."""
+        """The first token whose logit is the largest one `[..., 1]` of all shards."""
         best = jnp.argmax(z, axis=-1).astype("int32") + self.first
         if not self.axes:
             return best
         is_largest = jnp.max(z, axis=-1) == largest[..., 0]
-        # Where logits are NaN no part has the largest: the first token, as good as any.
+        # With NaN logits no shard has the largest one: return the first token.
         best = jax.lax.pmin(jnp.where(is_largest, best, self.size), self.axes)
         return jnp.where(best == self.size, 0, best)
 
 
-def _piece(how, vocabulary, piece, with_gradients):
-    """Of some tokens: the losses, the best tokens, and the gradients of x and embedding.
+def _compute_chunk(config, vocabulary, chunk, with_gradients):
+    """Losses, predicted tokens, and gradients of x and embedding for a chunk of tokens.
 
-    The gradient of x is that of a device's part of the vocabulary, in the dtype of sums where the
-    parts are still to be added.
+    If the vocabulary is split, the gradient of x is that of the device's shard, in the accumulation
+    dtype, before the sum over shards.
     """
-    x, weights, tokens = piece
+    x, weights, tokens = chunk
     embedding, dtype = vocabulary.embedding, weights.dtype
     product = functools.partial(jnp.einsum, preferred_element_type=dtype)
     z = product("btd,vd->btv", x, embedding).astype(dtype)
-    of_logits = functools.partial(_of_logits, vocabulary)
-    if how.piece is not None and not vocabulary.axes:
-        of_logits = how.piece
-    options = how.soft_cap, jnp.promote_types(x.dtype, embedding.dtype), with_gradients
-    losses, best, *gradient = of_logits(z, weights, tokens, *options)
+    losses_from_logits = functools.partial(_losses_from_logits, vocabulary)
+    if config.chunk_losses is not None and not vocabulary.axes:
+        losses_from_logits = config.chunk_losses
+    options = config.soft_cap, jnp.promote_types(x.dtype, embedding.dtype), with_gradients
+    losses, best, *gradient = losses_from_logits(z, weights, tokens, *options)
     if not with_gradients:
         return losses, best, None, None
     d_z, factors = gradient
@@ -264,39 +270,41 @@ def _piece(how, vocabulary, piece, with_gradients):
     if factors is not None:
         d_x = d_x * factors[..., None]
         x = (x * factors[..., None]).astype(x.dtype)
-    d_x = d_x.astype(dtype if vocabulary.axes else piece[0].dtype)
+    d_x = d_x.astype(dtype if vocabulary.axes else chunk[0].dtype)
     return losses, best, d_x, product("btv,btd->vd", d_z, x).astype(dtype)
 
 
-def _plain_piece(z, weights, tokens, soft_cap, dtype, with_gradients):
-    """What becomes of logits z [B, T, V], in plain JAX.
+def _plain_chunk_losses(z, weights, tokens, soft_cap, dtype, with_gradients):
+    """Losses from logits z [B, T, V], in plain JAX.
 
-    Returns the losses and the best tokens [B, T]; with gradients also that of the sum of the losses
-    by weights, in `dtype`, and a factor of each token that it still lacks.
+    Returns losses and predicted tokens [B, T]; with gradients, also that of the weighted sum of the
+    losses, in `dtype`, and a factor for each token by which it must still be multiplied.
     """
     vocabulary = _Vocabulary(jax.ShapeDtypeStruct((z.shape[-1], 0), dtype), ())
-    found = _of_logits(vocabulary, z, weights, tokens, soft_cap, dtype, with_gradients)
-    return (*found[:3], jnp.ones_like(weights)) if with_gradients else found
+    results = _losses_from_logits(vocabulary, z, weights, tokens, soft_cap, dtype, with_gradients)
+    return (*results[:3], jnp.ones_like(weights)) if with_gradients else results
 
 
-def _of_logits(vocabulary, z, weights, tokens, soft_cap, dtype, with_gradients):
-    """As `_plain_piece`, of a device's part of the vocabulary; None for the factors: all are 1."""
+def _losses_from_logits(vocabulary, z, weights, tokens, soft_cap, dtype, with_gradients):
+    """`_plain_chunk_losses` for a vocabulary shard; factors are None, since all are 1."""
     if soft_cap is not None:
         z = soft_cap * jnp.tanh(z / soft_cap)
     known = (tokens >= 0) & (tokens < vocabulary.size)
     largest = vocabulary.max(jnp.max(z, axis=-1, keepdims=True))
     exponentials = jnp.exp(z - largest)
     total = vocabulary.sum(jnp.sum(exponentials, axis=-1, keepdims=True))
-    place = (jnp.where(known, tokens, 0) - vocabulary.first)[..., None]
+    label_index = (jnp.where(known, tokens, 0) - vocabulary.first)[..., None]
     last = z.shape[-1] - 1
-    own = jnp.take_along_axis(z, jnp.clip(place, 0, last), axis=-1)
-    own = vocabulary.sum(jnp.where((place >= 0) & (place <= last), own, 0))
-    losses = jnp.where(known, (jnp.log(total) + (largest - own))[..., 0], jnp.nan)
+    label_logit = jnp.take_along_axis(z, jnp.clip(label_index, 0, last), axis=-1)
+    label_logit = vocabulary.sum(
+        jnp.where((label_index >= 0) & (label_index <= last), label_logit, 0)
+    )
+    losses = jnp.where(known, (jnp.log(total) + (largest - label_logit))[..., 0], jnp.nan)
     best = vocabulary.best(z, largest)
     if not with_gradients:
         return losses, best
     weights = jnp.where(known, weights, jnp.nan)[..., None]
-    d_z = (exponentials / total - (jnp.arange(last + 1) == place)) * weights
+    d_z = (exponentials / total - (jnp.arange(last + 1) == label_index)) * weights
     if soft_cap is not None:
         d_z = d_z * (1 - jnp.square(z / soft_cap))
     return losses, best, d_z.astype(dtype), None

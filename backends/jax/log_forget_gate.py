@@ -16,7 +16,7 @@ def forward(logits, lower_bound):
 
 
 def backward(logits, lower_bound, _, d_log_f):
-    """What is needed is made of the logits again: in float32 it is twice their size in bfloat16."""
+    """Recomputes residuals from the logits: in float32 they would be twice the bfloat16 logits."""
     given = [x for x in (logits, lower_bound) if x is not None]
     _, pull_back = jax.vjp(lambda *given: forward(given[0], *given[1:] or [None])[0], *given)
     d_logits, *d_bound = pull_back(d_log_f)
@@ -31,7 +31,7 @@ def operation(forward, backward):
         return forward(logits, lower_bound)[0]
 
     def gradients(saved, d_log_f):
-        # Without the barrier XLA would share what both passes compute, and keep it.
+        # Without the barrier XLA would share and save what both passes compute.
         return backward(*jax.lax.optimization_barrier(saved), None, d_log_f)
 
     run.defvjp(lambda *given: (forward(*given)[0], given), gradients)
@@ -52,19 +52,19 @@ def _log_sigmoid(z):
     return jax.nn.log_sigmoid(z)
 
 
-# JAX would take the exponential of a difference of two large numbers for σ(-z).
+# JAX would compute σ(-z) as the exponential of a difference of two large numbers.
 _log_sigmoid.defjvps(lambda d_z, _, z: d_z * jax.nn.sigmoid(-z))
 
 
 @jax.custom_jvp
 def _bounded(z, log_bound, log_rest):
-    """log f, and where w = (1 - β) σ(-z) <= 1/2 as log(1 - w)."""
-    of_sum = jnp.logaddexp(log_bound, log_rest + _log_sigmoid(z))
+    """log f, computed as log(1 - w) where w = (1 - β) σ(-z) <= 1/2."""
+    log_sum = jnp.logaddexp(log_bound, log_rest + _log_sigmoid(z))
     forgotten = jnp.exp(log_rest) * jax.nn.sigmoid(-z)
-    # log(1 - w): on a CPU, XLA's log1p loses digits of float64 below 0, and none above.
+    # log(1 - w): on a CPU, XLA's log1p loses digits of float64 for negative arguments only.
     near_1 = -jnp.log1p(forgotten / (1 - jnp.minimum(forgotten, 0.5)))
-    is_near_1 = (forgotten <= 0.5) & ~jnp.isnan(of_sum)  # log β may be NaN
-    return jnp.where(is_near_1, near_1, of_sum)
+    is_near_1 = (forgotten <= 0.5) & ~jnp.isnan(log_sum)  # log β may be NaN
+    return jnp.where(is_near_1, near_1, log_sum)
 
 
 @_bounded.defjvp
@@ -72,7 +72,7 @@ def _(primals, tangents):
     # Not exp(log_bound - log f), whose exponent is rounded.
     z, log_bound, log_rest = primals
     d_z, d_bound, d_rest = tangents
-    log_ratio = log_rest + _log_sigmoid(z) - log_bound  # of the gate's share of f to the bound's
+    log_ratio = log_rest + _log_sigmoid(z) - log_bound  # of the gate's share of f and the bound's
     d_gate = d_rest + jax.nn.sigmoid(-z) * d_z
     tangent = jax.nn.sigmoid(log_ratio) * d_gate + jax.nn.sigmoid(-log_ratio) * d_bound
     return _bounded(*primals), tangent

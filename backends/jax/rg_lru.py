@@ -8,7 +8,7 @@ With g_t = dh_t + a_{t+1} g_{t+1} the gradients are
     dx = g s i,  di = g s x,  dlog a = a g h_{t-1} - a² g i x / s
     dr = -8 softplus(-a_logit) dlog a,  da_logit = 8 σ(-a_logit) Σ r dlog a
 
-where 1 / s is bounded as `MAX_SQRT_GRADIENT` says.
+where 1 / s is bounded by `MAX_SQRT_GRADIENT`.
 """
 
 import jax
@@ -59,7 +59,7 @@ def backward(x, gate_a, gate_x, a_logit, initial_state, token_kind, output, d_ou
         u, z_a, z_x = (filled(t.astype(dtype), padding, 0) for t in (x, gate_a, gate_x))
         r, i = jax.nn.sigmoid(z_a), jax.nn.sigmoid(z_x)
         log_a = _log_decay(r, a_logit)
-        # Not 1 - r: that loses the digits of a gate that is nearly open.
+        # Not 1 - r, which loses the digits of a nearly open gate.
         one_minus_r, one_minus_i = jax.nn.sigmoid(-z_a), jax.nn.sigmoid(-z_x)
         a = applied_decay(jnp.exp(log_a), starts, padding)
         multiplier = _multiplier(log_a, starts)
@@ -106,7 +106,7 @@ rg_lru = operation(forward, backward)
 
 
 def _log_decay(r, a_logit):
-    """log a where the recurrence gate is r."""
+    """log a for the recurrence gate r."""
     return -DECAY_EXPONENT * jax.nn.softplus(-a_logit.astype(r.dtype)) * r
 
 

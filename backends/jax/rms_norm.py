@@ -25,7 +25,7 @@ def _normalized(x, epsilon):
 
 @_normalized.defjvp
 def _(epsilon, arguments, tangents):
-    """dy = r (dx - y mean(y dx)): JAX's own derivative of r has r³, which leaves float32."""
+    """dy = r (dx - y mean(y dx)): JAX's own derivative of r has r³, which overflows float32."""
     (x,), (d_x,) = arguments, tangents
     r = _reciprocal_root(x, epsilon)
     y, d_y = x * r, d_x * r
@@ -33,9 +33,9 @@ def _(epsilon, arguments, tangents):
 
 
 def _reciprocal_root(x, epsilon):
-    """r by XLA's approximation, which it also uses for the quotient, and a Newton step.
+    """r from XLA's approximation, which XLA also uses for the quotient, and a Newton step.
 
-    0 where the mean square is 0 or leaves the range of the dtype. Half of z might be below it.
+    0 where the mean square is 0 or out of the range of the dtype. Half of z might underflow.
     """
     z = _mean_square(x, SQUARES_SCALE)
     if epsilon < SMALLEST_SCALED_EPSILON:

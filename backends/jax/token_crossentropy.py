@@ -1,8 +1,8 @@
 """loss = log Σ_v exp(logits_v) - logits_token.
 
-For the backward pass the logits are kept in their own dtype, with the largest logit and the sum of
-each row; JAX's own derivative would keep the softmax in float32. XLA casts the logits as it reads
-them, so nothing of their size is written but their gradient (logits of 16 bits on a CPU excepted).
+Residuals are the logits in their own dtype, and the largest logit and the sum of each token; JAX's
+own derivative would save the softmax in float32. XLA casts the logits as it reads them, so only
+their gradient is written at their size (except for 16-bit logits on a CPU).
 """
 
 import jax
@@ -12,20 +12,20 @@ from ._common import accumulation_dtype
 
 
 def forward(logits, tokens):
-    """Returns the losses, and of each row the largest logit and Σ_v exp(logits_v - largest)."""
+    """Returns losses, largest logits and Σ_v exp(logits_v - largest) of each token."""
     dtype = accumulation_dtype(logits)
     largest = jnp.max(logits, axis=-1).astype(dtype)
     total = jnp.sum(jnp.exp(logits.astype(dtype) - largest[..., None]), axis=-1)
-    place = jnp.clip(tokens, 0, logits.shape[-1] - 1)[..., None]
-    own = jnp.take_along_axis(logits, place, axis=-1)[..., 0].astype(dtype)
-    losses = _nan_where_unknown(jnp.log(total) + (largest - own), logits, tokens)
+    index = jnp.clip(tokens, 0, logits.shape[-1] - 1)[..., None]
+    label_logits = jnp.take_along_axis(logits, index, axis=-1)[..., 0].astype(dtype)
+    losses = _nan_where_unknown(jnp.log(total) + (largest - label_logits), logits, tokens)
     return losses, largest, total
 
 
 def backward(logits, tokens, _, largest, total, d_losses):
     d_losses = _nan_where_unknown(d_losses, logits, tokens)[..., None]
     softmax = jnp.exp(logits.astype(total.dtype) - largest[..., None]) / total[..., None]
-    d_logits = (softmax - _own(logits, tokens)) * d_losses
+    d_logits = (softmax - _label_mask(logits, tokens)) * d_losses
     return d_logits.astype(logits.dtype), None
 
 
@@ -41,7 +41,7 @@ def operation(forward, backward):
         return losses, (logits, tokens, *sums)
 
     def gradients(saved, d_losses):
-        # Without the barrier XLA would share the exponentials with the forward pass, and keep them.
+        # Without the barrier XLA would share the exponentials with the forward pass and save them.
         logits, tokens, *sums = jax.lax.optimization_barrier(saved)
         return backward(logits, tokens, None, *sums, d_losses)
 
@@ -61,8 +61,8 @@ def operation(forward, backward):
 token_crossentropy = operation(forward, backward)
 
 
-def _own(logits, tokens):
-    """True at the token's logit."""
+def _label_mask(logits, tokens):
+    """Mask of the label's logit."""
     return jnp.arange(logits.shape[-1]) == tokens[..., None]
 
 

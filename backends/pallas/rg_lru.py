@@ -9,7 +9,7 @@ goes from the last token to the first, with the state c_t = a_t g_t, g_t = dh_t 
     dx = g s i,  di = g s x,  dlog a = c h_{t-1} - g i x a² / s
     dr = -8 softplus(-a_logit) dlog a,  da_logit = 8 σ(-a_logit) Σ r dlog a
 
-where 1 / s is bounded as `MAX_SQRT_GRADIENT` says.
+where 1 / s is bounded by `MAX_SQRT_GRADIENT`.
 """
 
 import jax

@@ -28,7 +28,7 @@ def complex_linear_scan_gradient(
 ):
     """Returns the gradients of x, log_a, phase and initial_state.
 
-    A gradient g of complex numbers stands for d/d real + i d/d imaginary.
+    A gradient g of complex numbers is d/d real + i d/d imaginary.
     """
     h = _complex(complex_linear_scan(x, log_a, phase, initial_state, token_kind, dtype)[0])
     x, log_a, phase, d_output, g = cast(dtype, x, log_a, phase, d_output, d_final_state)

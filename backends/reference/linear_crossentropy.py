@@ -1,6 +1,6 @@
-"""losses = log Σ_v exp(z_v) - z_token of the logits z = x E^T, perhaps capped, c tanh(x E^T / c).
+"""losses = log Σ_v exp(z_v) - z_token of the logits z = x E^T, or with a cap c tanh(x E^T / c).
 
-As `token_crossentropy`, of logits that are made of what comes before them.
+`token_crossentropy` of logits computed from hidden states and embeddings.
 """
 
 import numpy as np
@@ -31,7 +31,7 @@ def linear_crossentropy_gradient(
     reduction="sum",
     dtype=np.float64,
 ):
-    """Returns the gradients of x and embedding, None for tokens, and that of the weights, if any.
+    """Returns the gradients of x and embedding, None for tokens, then that of weights, if any.
 
     d_output: the gradient of the losses or of their sum.
     """
@@ -50,7 +50,7 @@ def linear_crossentropy_gradient(
 
 
 def _prepared(x, embedding, tokens, sample_weight, soft_cap, dtype):
-    """The logits; tokens, with 0 where they do not count; weights."""
+    """Logits, tokens (0 where the weight is 0), and weights."""
     x, embedding = cast(dtype, x, embedding)
     logits = product(x, embedding.T)
     if soft_cap is not None:

@@ -2,10 +2,10 @@
 
 De et al. 2024, arXiv:2402.19427, section 2.3 (the temporal convolution before the recurrence).
 
-Padding may be anywhere in a row, and the filter skips it. So the real tokens of a row are first
-moved to its front, behind the W - 1 of the state, and padding to its end. Then the filter is a sum
-of shifted slices, one for each tap, of which only inputs of the token's own document count. The
-gradient is the same with the opposite shifts. The argument of the activation is computed again.
+Padding may be anywhere in a sequence, and the filter skips it. So the real tokens are first moved
+to the front, after the W - 1 tokens of the state, and padding to the end. Then the filter is a sum
+of shifted slices, one for each tap, masked to inputs of the same document. The gradient is the same
+with opposite shifts. The argument of the activation is recomputed.
 """
 
 from typing import NamedTuple
@@ -42,7 +42,7 @@ def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None, act
         return tf.concat([state, tf.cast(x, dtype)], axis=1)
 
     def tapped(inputs, tap):
-        """The input that a tap multiplies, for each token; zeros if it is of another document."""
+        """The input of a tap for each token; zeros if it belongs to another document."""
         rows = inputs[:, tap : tap + length]
         if tokens is None or tap == taps:
             return rows
@@ -51,7 +51,7 @@ def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None, act
         return filled(rows, other, 0)
 
     def mirrored(dy, tap):
-        """The transpose of `tapped`: for each input, dy of the token that a tap gives it to."""
+        """The transpose of `tapped`: for each input, dy of the output token of a tap."""
         ahead = taps - tap
         rows = tf.pad(dy, [[0, 0], [tap, ahead], [0, 0]])
         if tokens is None or tap == taps:
@@ -73,7 +73,7 @@ def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None, act
         if tokens is None:
             final_state = inputs[:, length:]
         else:
-            y = _move(y, tokens.place)
+            y = _move(y, tokens.target)
             final_state = filled(_move(inputs, tokens.last), tokens.outdated, 0)
 
         def gradient(dy, d_state):
@@ -93,7 +93,7 @@ def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None, act
                 d_weights.append(sum_over_tokens(dz * tapped(inputs, tap)))
             dx = tf.cast(d_inputs[:, taps:], x.dtype)
             return (
-                dx if tokens is None else _move(dx, tokens.place),
+                dx if tokens is None else _move(dx, tokens.target),
                 tf.cast(tf.stack(d_weights), kernel.dtype),
                 tf.cast(sum_over_tokens(dz), bias.dtype),
                 d_inputs[:, :taps],
@@ -108,17 +108,17 @@ def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None, act
 
 
 class _RealTokens(NamedTuple):
-    """How the real tokens of each row are moved in front of its padding.
+    """Permutation that moves the real tokens of each sequence before its padding.
 
-    `document` and `last` count the W - 1 inputs of the state, too: they come before token 0.
+    `document` and `last` include the W - 1 inputs of the state, which come before token 0.
     """
 
-    place: tf.Tensor  # [B, T]: where token t is moved to
-    order: tf.Tensor  # [B, T]: which token is moved to place t, the inverse permutation
-    empty: tf.Tensor  # [B, T]: whether padding is moved to place t
-    document: tf.Tensor  # [B, W - 1 + T]: how many documents have started up to a place
-    last: tf.Tensor  # [B, W - 1]: the places of the last inputs, which are the final state
-    outdated: tf.Tensor  # [B, W - 1]: whether these are from before the last start
+    target: tf.Tensor  # [B, T]: target index of token t
+    order: tf.Tensor  # [B, T]: token moved to index t, the inverse permutation
+    empty: tf.Tensor  # [B, T]: True if padding is moved to index t
+    document: tf.Tensor  # [B, W - 1 + T]: documents started up to an index
+    last: tf.Tensor  # [B, W - 1]: indices of the last inputs, the final state
+    outdated: tf.Tensor  # [B, W - 1]: True if these precede the last start
 
 
 # Documents are compared by `tf.not_equal`: where the batch is unknown, the result of `!=` may have
@@ -131,13 +131,13 @@ def _real_tokens(token_kind, taps):
     token = tf.range(length)
     real = tf.cumsum(tf.cast(~padding, tf.int32), axis=1)
     number = real[:, -1:]
-    place = tf.where(padding, number + token - real, real - 1)
-    order = _place(tf.broadcast_to(token, tf.shape(place)), place, length)
+    target = tf.where(padding, number + token - real, real - 1)
+    order = _place(tf.broadcast_to(token, tf.shape(target)), target, length)
     starts_so_far = tf.cumsum(tf.cast(starts, tf.int32), axis=1)
     document = tf.pad(tf.gather(starts_so_far, order, batch_dims=1), [[0, 0], [taps, 0]])
     last = number + tf.range(taps)
     return _RealTokens(
-        place=place,
+        target=target,
         order=order,
         empty=token >= number,
         document=document,

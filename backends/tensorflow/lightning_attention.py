@@ -87,7 +87,7 @@ def lightning_attention(q, k, v, log_decay, initial_state=None, token_kind=None)
         def gradient(d_output, d_final_state):
             d_output = dense_gradient(d_output, output, dtype)
             # The gradient of q is this operation on other tensors, those of k and v are the same
-            # reversed.
+            # in reverse.
             d_q, _ = all_tokens(d_output, v, k, tf.linalg.matrix_transpose(state))
 
             def step(g, *tokens):
@@ -120,7 +120,7 @@ def lightning_attention(q, k, v, log_decay, initial_state=None, token_kind=None)
 
 
 def _kinds(q, token_kind, cut):
-    """The kinds in groups, [B, groups, tokens], the tail being padding; None if all go on."""
+    """Token kinds in groups [B, groups, tokens], padded; None if all tokens continue."""
     missing = cut.groups * cut.chunks * cut.size - length_of(q)
     if q.shape[1] is not None and not missing:
         return grouped(token_kind, cut)
@@ -131,7 +131,7 @@ def _kinds(q, token_kind, cut):
 
 
 def _decays(log_decay, kind, batch, cut):
-    """The decays of a group: from s to u, from the start of the chunk, to its end, and over it.
+    """The decays of a group: from s to u, from the start of a chunk, to its end, and in total.
 
     [B * H * chunks, C, C], twice [B * H * chunks, C, 1] and [B * H * chunks, 1, 1].
     """

@@ -1,7 +1,7 @@
-"""losses = log Σ_v exp(z_v) - z_token of the logits z = x E^T, perhaps capped, c tanh(x E^T / c).
+"""losses = log Σ_v exp(z_v) - z_token of the logits z = x E^T, or with a cap c tanh(x E^T / c).
 
-The tokens go through the vocabulary some at a time, so that there are never the logits of all. For
-the gradients the logits are made once more.
+Logits are computed for one chunk of tokens at a time and never materialized for all. The gradients
+recompute them.
 """
 
 import tensorflow as tf
@@ -14,7 +14,7 @@ def linear_crossentropy(x, embedding, tokens, sample_weight=None, soft_cap=None,
     """x: [..., D]; embedding: [V, D]; tokens, sample_weight: [...].
 
     Returns (losses times their weights, [...] or their sum, in float32, or float64 if a tensor is;
-    the token of the largest logit, int32 [...]).
+    the argmax of the logits, int32 [...]).
     """
     x, embedding, tokens, sample_weight = as_tensors(x, embedding, tokens, sample_weight)
     dtype, tokens = accumulation_dtype(x, embedding, sample_weight), tf.cast(tokens, tf.int64)
@@ -31,14 +31,14 @@ def linear_crossentropy(x, embedding, tokens, sample_weight=None, soft_cap=None,
 
 
 def _losses(x, embedding, weights, tokens, soft_cap):
-    """Losses times their weights and best tokens, of rows."""
+    """Weighted losses and predicted tokens of x [N, D]."""
 
     @tf.custom_gradient
     def run(x, embedding, weights):
-        pieces = _cut(x, weights, tokens)
+        chunks = _split_chunks(x, weights, tokens)
         losses, best = tf.map_fn(
-            lambda piece: _piece(embedding, piece, soft_cap)[:2],
-            pieces,
+            lambda chunk: _chunk_losses(embedding, chunk, soft_cap)[:2],
+            chunks,
             fn_output_signature=(weights.dtype, tf.int32),
         )
         count = tf.shape(weights)[0]
@@ -55,22 +55,22 @@ def _losses(x, embedding, weights, tokens, soft_cap):
 
 
 def _gradients(x, embedding, weights, tokens, soft_cap):
-    pieces = _cut(x, weights, tokens)
-    parts = tf.TensorArray(x.dtype, tf.shape(pieces[0])[0], element_shape=pieces[0].shape[1:])
+    chunks = _split_chunks(x, weights, tokens)
+    d_x_chunks = tf.TensorArray(x.dtype, tf.shape(chunks[0])[0], element_shape=chunks[0].shape[1:])
 
-    def step(i, parts, total):
-        d_x, d_more = _piece(embedding, [p[i] for p in pieces], soft_cap)[2]()
-        return i + 1, parts.write(i, d_x), total + d_more
+    def step(i, d_x_chunks, total):
+        d_x, d_chunk = _chunk_losses(embedding, [p[i] for p in chunks], soft_cap)[2]()
+        return i + 1, d_x_chunks.write(i, d_x), total + d_chunk
 
-    start = 0, parts, tf.zeros(tf.shape(embedding), weights.dtype)
-    count = tf.shape(pieces[0])[0]
-    _, parts, total = tf.while_loop(lambda i, *_: i < count, step, start)
-    d_x = tf.reshape(parts.stack(), (-1, x.shape[-1]))[: tf.shape(x)[0]]
+    start = 0, d_x_chunks, tf.zeros(tf.shape(embedding), weights.dtype)
+    count = tf.shape(chunks[0])[0]
+    _, d_x_chunks, total = tf.while_loop(lambda i, *_: i < count, step, start)
+    d_x = tf.reshape(d_x_chunks.stack(), (-1, x.shape[-1]))[: tf.shape(x)[0]]
     return d_x, tf.cast(total, embedding.dtype)
 
 
-def _cut(x, weights, tokens):
-    """Pieces of the rows, [N, S, ...]; the last is filled up with rows of weight 0."""
+def _split_chunks(x, weights, tokens):
+    """Splits tokens into chunks [N, S, ...]; the last is padded with tokens of weight 0."""
     rows = tf.shape(x)[0]
     size = tf.minimum(tf.maximum(rows, 1), CROSSENTROPY_CHUNK)
     count = -(-rows // size)
@@ -82,9 +82,9 @@ def _cut(x, weights, tokens):
     return cut(x), cut(weights), cut(tokens)
 
 
-def _piece(embedding, piece, soft_cap):
-    """Losses, best tokens, and a function that makes the gradients of x and embedding."""
-    x, weights, tokens = piece
+def _chunk_losses(embedding, chunk, soft_cap):
+    """Losses, predicted tokens, and a function that returns the gradients of x and embedding."""
+    x, weights, tokens = chunk
     dtype = weights.dtype
     x_and_embedding = tf.cast(x, dtype), tf.cast(embedding, dtype)
     z = tf.matmul(*x_and_embedding, transpose_b=True)
@@ -95,15 +95,15 @@ def _piece(embedding, piece, soft_cap):
     largest = tf.reduce_max(z, axis=-1, keepdims=True)
     exponentials = tf.exp(z - largest)
     total = tf.reduce_sum(exponentials, axis=-1, keepdims=True)
-    is_own = tf.range(vocabulary) == tokens[:, None]
-    own = tf.reduce_sum(tf.where(is_own, z, tf.zeros((), dtype)), axis=-1)
+    is_label = tf.range(vocabulary) == tokens[:, None]
+    label_logit = tf.reduce_sum(tf.where(is_label, z, tf.zeros((), dtype)), axis=-1)
     nan = tf.constant(float("nan"), dtype)
-    losses = tf.math.log(total)[:, 0] + (largest[:, 0] - own)
+    losses = tf.math.log(total)[:, 0] + (largest[:, 0] - label_logit)
     losses = tf.where(known, losses, nan)
 
     def gradients():
         given = tf.where(known, weights, nan)[:, None]
-        d_z = (exponentials / total - tf.cast(is_own, dtype)) * given
+        d_z = (exponentials / total - tf.cast(is_label, dtype)) * given
         if soft_cap is not None:
             d_z = d_z * (1 - tf.square(z / soft_cap))
         d_x = tf.matmul(d_z, x_and_embedding[1])

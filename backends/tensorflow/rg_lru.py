@@ -8,7 +8,7 @@ With g_t = dh_t + a_{t+1} g_{t+1} the gradients are
     dx = g s i,  di = g s x,  dlog a = a g h_{t-1} - a² g i x / s
     dr = -8 softplus(-a_logit) dlog a,  da_logit = 8 σ(-a_logit) Σ r dlog a
 
-where 1 / s is bounded as `MAX_SQRT_GRADIENT` says.
+where 1 / s is bounded by `MAX_SQRT_GRADIENT`.
 """
 
 import tensorflow as tf

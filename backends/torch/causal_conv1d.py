@@ -2,10 +2,10 @@
 
 De et al. 2024, arXiv:2402.19427, section 2.3 (the temporal convolution before the recurrence).
 
-Padding may be anywhere in a row, and the filter skips it. So the real tokens of a row are first
-moved to its front, behind the W - 1 of the state, and padding to its end. Then the filter is a sum
-of shifted slices, one for each tap, of which only inputs of the token's own document count. The
-gradient goes back through the same slices. The argument of the activation is computed again.
+Padding may be anywhere in a sequence, and the filter skips it. So the real tokens are first moved
+to the front, after the W - 1 tokens of the state, and padding to the end. Then the filter is a sum
+of shifted slices, one for each tap, masked to inputs of the same document. The gradient goes back
+through the same slices. The argument of the activation is recomputed.
 """
 
 from typing import NamedTuple
@@ -52,17 +52,17 @@ def _step(x, kernel, bias, initial_state, token_kind, activation):
 
 
 class _RealTokens(NamedTuple):
-    """How the real tokens of each row are moved in front of its padding.
+    """Permutation that moves the real tokens of each sequence before its padding.
 
-    `document` and `last` count the W - 1 inputs of the state, too: they come before token 0.
+    `document` and `last` include the W - 1 inputs of the state, which come before token 0.
     """
 
-    place: Tensor  # [B, T]: where token t is moved to
-    order: Tensor  # [B, T]: which token is moved to place t, the inverse permutation
-    empty: Tensor  # [B, T]: whether padding is moved to place t
-    document: Tensor  # [B, W - 1 + T]: how many documents have started up to a place
-    last: Tensor  # [B, W - 1]: the places of the last inputs, which are the final state
-    outdated: Tensor  # [B, W - 1]: whether these are from before the last start
+    target: Tensor  # [B, T]: target index of token t
+    order: Tensor  # [B, T]: token moved to index t, the inverse permutation
+    empty: Tensor  # [B, T]: True if padding is moved to index t
+    document: Tensor  # [B, W - 1 + T]: documents started up to an index
+    last: Tensor  # [B, W - 1]: indices of the last inputs, the final state
+    outdated: Tensor  # [B, W - 1]: True if these precede the last start
 
 
 def _real_tokens(token_kind, taps):
@@ -73,14 +73,14 @@ def _real_tokens(token_kind, taps):
     token = torch.arange(length, device=token_kind.device)
     real = torch.cumsum(~padding, dim=1)
     number = real[:, -1:]
-    place = torch.where(padding, number + token - real, real - 1)
-    order = torch.empty_like(place).scatter_(1, place, token.expand_as(place))
+    target = torch.where(padding, number + token - real, real - 1)
+    order = torch.empty_like(target).scatter_(1, target, token.expand_as(target))
     starts_so_far = torch.cumsum(starts, dim=1)
     of_state = starts_so_far.new_zeros(batch, taps)
     document = torch.cat((of_state, starts_so_far.gather(1, order)), dim=1)
     last = number + torch.arange(taps, device=token_kind.device)
     return _RealTokens(
-        place=place,
+        target=target,
         order=order,
         empty=token >= number,
         document=document,
@@ -90,7 +90,7 @@ def _real_tokens(token_kind, taps):
 
 
 def _move(tensor, index):
-    """tensor[b, index[b, t]] of tensor [B, T, D]; faster than torch.gather, which moves numbers."""
+    """tensor[b, index[b, t]] of tensor [B, T, D]; faster than torch.gather, which moves scalars."""
     batch, length, width = tensor.shape
     index = index + length * torch.arange(batch, device=index.device).unsqueeze(1)
     return tensor.reshape(-1, width).index_select(0, index.flatten()).view(batch, -1, width)
@@ -101,7 +101,7 @@ def _shift(span, tap):
 
 
 def _same_document(tensor, tokens, span, tap, taps):
-    """`tensor`, with zeros where the input that a tap multiplies is of an earlier document."""
+    """`tensor`, with zeros where the input of a tap belongs to an earlier document."""
     if tokens is None or tap == taps:
         return tensor
     document = tokens.document
@@ -150,7 +150,7 @@ def _forward(
     y = y.to(x.dtype)
     if tokens is None:
         return y, fresh(inputs[:, length:], dtype)
-    return _move(y, tokens.place), fill_(_move(inputs, tokens.last), tokens.outdated, 0)
+    return _move(y, tokens.target), fill_(_move(inputs, tokens.last), tokens.outdated, 0)
 
 
 @_forward.register_fake
@@ -198,7 +198,7 @@ def _backward(
             d_weights[tap] += (d_tap * inputs[:, tapped]).sum((0, 1))
 
     dx = d_inputs[:, taps:]
-    dx = fresh(dx, x.dtype) if tokens is None else _move(dx.to(x.dtype), tokens.place)
+    dx = fresh(dx, x.dtype) if tokens is None else _move(dx.to(x.dtype), tokens.target)
     return (
         dx,
         d_weights.to(kernel.dtype),

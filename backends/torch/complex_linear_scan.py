@@ -110,5 +110,5 @@ register_gradient(
     _backward,
     ("b t c", "b t d", "b t d", "b c", "b t"),
     ("b t c", "b c"),
-    channels="",  # real and imaginary parts stand behind each other
+    channels="",  # the imaginary parts follow the real parts
 )

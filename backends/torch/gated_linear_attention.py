@@ -3,12 +3,12 @@
 Qin et al. 2024, arXiv:2404.07904, section 3 (HGRN2, where k_t = 1 - exp(log_f_t)); Yang et al.
 2023, arXiv:2312.06635, section 4 (gated linear attention).
 
-What came before a chunk reaches it through the state. Inside a chunk, token u attends to an earlier
+Tokens before a chunk contribute through the state. Inside a chunk, token u attends to an earlier
 token s with the weight a_us = sum_k q_u f_{s+1} ... f_u k_s. To compute these weights as matrix
-products, the decays are split between q_u and k_s: the chunk is halved again and again, and where
-u is in a right half and s in the left half beside it, q_u is multiplied by the decays from the
-boundary to u and k_s by those from s to the boundary. Decays are only multiplied, never divided by
-one another, so any decay is safe. A start is a decay of 0, and 0 needs no case of its own.
+products, the decays are split between q_u and k_s: the chunk is halved recursively, and where u is
+in a right half and s in the adjacent left half, q_u is multiplied by the decays from the boundary
+to u and k_s by the decays from s to the boundary. Decays are only multiplied, never divided by one
+another, so any decay is safe. A start is a decay of 0, which needs no special case.
 """
 
 import torch
@@ -165,15 +165,15 @@ def _prepared(q, k, v, log_f, token_kind, span, size, dtype):
 def _decays(f):
     """Products of decays, for halves of 1, 2, 4 ... tokens and for the chunk.
 
-    Returns [(those from the boundary to u, for right halves; those from s to the boundary, for left
-    halves), ...], those from the start of the chunk to u, and those from s to its end. A product
-    from s is without f_s: the decay of a token does not apply to what that token adds.
+    Returns the products [(from the boundary to u, for right halves; from s to the boundary, for
+    left halves), ...], from the start of the chunk to u, and from s to its end. A product from s
+    excludes f_s: the decay of a token does not apply to what that token adds.
     """
     from_start, to_end = f, torch.ones_like(f)
-    # With subnormal numbers a CPU computes several times as slowly. So the decays of right and left
-    # halves, which are multiplied with each other, are set to 0 below 1e-19. What one token
-    # contributes to another may be lost by that, if 1e-19 times as large, but not what the state
-    # does, whose decays are only multiplied with inputs.
+    # CPUs are several times slower with subnormal numbers. So the decays of right and left halves,
+    # which are multiplied with each other, are set to 0 below 1e-19. This may drop contributions
+    # of one token to another that are scaled by 1e-19, but none of the state, whose decays are only
+    # multiplied with inputs.
     least, least_of_two = smallest_decay(f.dtype), torch.finfo(f.dtype).tiny ** 0.5
     levels, half = [], 1
     while half < f.shape[-2]:
@@ -187,7 +187,7 @@ def _decays(f):
 
 
 def _total(from_start):
-    """The product of a chunk's decays, to multiply its state [..., K, V]: [..., K, 1]."""
+    """The product of a chunk's decays, [..., K, 1], for its state [..., K, V]."""
     return from_start[..., -1, :, None]
 
 
@@ -213,12 +213,12 @@ def _weights(q, k, levels):
 
 
 def _group_gradient(state, d_output, g, q, k, v, f):
-    """Gradients of q, k, v and log f of a group, and of the state before it; g: of that after it.
+    """Gradients of q, k, v, log f and the state before a group; g: that of the state after it.
 
     The gradient of log f_t is, in each channel, the sum of q_u f_{s+1} ... f_u k_s da_us over all
-    pairs s < t <= u, of which f_t is a factor. The pairs that a boundary separates give each f
-    between the boundary and u a sum over later u, and each f between s and the boundary a sum over
-    earlier s. Nothing is subtracted, so the result is as exact as the gradients of q and k.
+    pairs s < t <= u, of which f_t is a factor. The pairs on both sides of a boundary add to each f
+    between the boundary and u a sum over later u, and to each f between s and the boundary a sum
+    over earlier s. Nothing is subtracted, so the result is as exact as the gradients of q and k.
     """
     levels, from_start, to_end = _decays(f)
     total, q_in, k_out = _total(from_start), q * from_start, k * to_end
@@ -229,8 +229,8 @@ def _group_gradient(state, d_output, g, q, k, v, f):
     d_v = (k_out @ after).add_(_weights(q, k, levels).mT @ d_output)
     d_q = (d_output @ before.mT).mul_(from_start)
     d_k = (v @ after.mT).mul_(to_end)
-    # Parts of the gradient of log f: `crossing` counts for every token of a block, `later` for its
-    # own token and those before it in the block, `earlier` for those after its own.
+    # Terms of the gradient of log f: `crossing` applies to every token of a block, `later` to its
+    # token and those before it in the block, `earlier` to those after it.
     crossing = before.mul_(after).sum(-1).mul_(total.squeeze(-1)).unsqueeze(-2)
     later, earlier = q * d_q, k * d_k
 
@@ -250,7 +250,7 @@ def _group_gradient(state, d_output, g, q, k, v, f):
         later_right.addcmul_(q_right, d_right)
         earlier_left.addcmul_(k_left, d_left)
 
-    # Of a token and itself, without a decay.
+    # Weights of a token and itself have no decay.
     d_own = d_weights.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
     d_q.addcmul_(d_own, k)
     d_k.addcmul_(d_own, q)

@@ -66,7 +66,7 @@ def _forward(
     dtype = accumulation_dtype(q, k, v, log_decay, initial_state)
     state = state_or_zeros(initial_state, state_shape(q, v), dtype, v)
     output = v.new_empty(v.shape)
-    final_state = _attend(output, q, k, v, log_decay, state.flatten(0, 1), token_kind)
+    final_state = _write_output(output, q, k, v, log_decay, state.flatten(0, 1), token_kind)
     return output, fresh(final_state.view(state.shape), dtype)
 
 
@@ -76,8 +76,8 @@ def _(q, k, v, log_decay, initial_state, token_kind):
     return v.new_empty(v.shape), v.new_empty(state_shape(q, v), dtype=dtype)
 
 
-def _attend(output, q, k, v, log_decay, state, token_kind):
-    """Writes the output and returns the last of the states [B * H, K, V]."""
+def _write_output(output, q, k, v, log_decay, state, token_kind):
+    """Writes the output and returns the final state [B * H, K, V]."""
     size = chunk_size(q.shape[1], CHUNK)
     for span in groups_of(q, v, size):
         kinds = chunked_kinds(token_kind, span, size, q.shape[2])
@@ -104,8 +104,9 @@ def _backward(
     dtype = accumulation_dtype(q, k, v, log_decay, initial_state)
     state = state_or_zeros(initial_state, state_shape(q, v), dtype, v).flatten(0, 1)
     d_q, d_k, d_v = (x.new_empty(x.shape) for x in (q, k, v))
-    # The gradient of q is this operation on other tensors, those of k and v are the same reversed.
-    _attend(d_q, d_output, v, k, log_decay, state.mT, token_kind)
+    # The gradient of q is this operation on other tensors, those of k and v are the same in
+    # reverse.
+    _write_output(d_q, d_output, v, k, log_decay, state.mT, token_kind)
 
     g = d_final_state.flatten(0, 1)
     size = chunk_size(q.shape[1], CHUNK)
@@ -150,17 +151,17 @@ def _prepared(tensors, kinds, span, size, dtype):
 
 
 def _decays(log_decay, q, kinds, span, size, dtype):
-    """The decays of a group: from s to u, from the start of the chunk, to its end, and over it.
+    """The decays of a group: from s to u, from the start of a chunk, to its end, and in total.
 
     [B * H, chunks, C, C], twice [B * H, chunks, C, 1] and [B * H, chunks, 1, 1].
     """
     log_decay = log_decay.to(dtype).repeat(q.shape[0])[:, None, None, None]
     tokens = span.stop - span.start
-    all_alike = kinds[0] is None and tokens % size == 0  # one chunk then stands for all
+    all_alike = kinds[0] is None and tokens % size == 0  # one chunk then represents all
     last = size if all_alike else -(-tokens // size) * size
-    place = torch.arange(1, last + 1, device=q.device).view(1, -1, size, 1)
+    index = torch.arange(1, last + 1, device=q.device).view(1, -1, size, 1)
     starts, padding = kinds
-    real = place <= tokens
+    real = index <= tokens
     if padding is None:
         starts = torch.zeros_like(real)
     else:
@@ -174,7 +175,7 @@ def _decays(log_decay, q, kinds, span, size, dtype):
         return torch.threshold_(logarithm.exp_(), least, 0).masked_fill_(~reaches, 0)
 
     whole, last = count[..., -1:, :], document[..., -1:, :]
-    earlier = place >= place.mT
+    earlier = index >= index.mT
     return (
         decay((count - count.mT).abs_(), earlier & (document == document.mT)),
         decay(count, document == 0),

@@ -1,7 +1,7 @@
 """losses = log Σ_v exp(z_v) - z_token of the logits z = x E^T, perhaps capped, c tanh(x E^T / c).
 
 The library multiplies matrices. Between its products, one kernel (`crossentropy_kernel.py`) reads
-the logits of a piece of tokens, in float32, once, and writes the gradient over them.
+the logits of a chunk of tokens, in float32, once, and writes the gradient over them.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ if host.framework == "jax":
 else:
     from ._crossentropy import torch_crossentropy as kernels
 
-linear_crossentropy, piece = kernels.linear_crossentropy, kernels.piece
+linear_crossentropy, chunk_losses = kernels.linear_crossentropy, kernels.chunk_losses
 
 
 def unsupported(

@@ -11,8 +11,8 @@ from .crossentropy_kernel import options, piece_kernel, written
 refusal = jax_functions.refusal
 
 
-def piece(z, weights, tokens, soft_cap, dtype, with_gradients):
-    """As `_plain_piece` of plain JAX."""
+def chunk_losses(z, weights, tokens, soft_cap, dtype, with_gradients):
+    """As `_plain_chunk_losses` of plain JAX."""
     dtype = jnp.dtype(dtype)
 
     def kernel(z, weights, tokens):
@@ -32,4 +32,4 @@ def piece(z, weights, tokens, soft_cap, dtype, with_gradients):
     return _shards.distributed(kernel, given, results, channels=None)(z, weights, tokens)
 
 
-linear_crossentropy = operation(piece)
+linear_crossentropy = operation(chunk_losses)

@@ -10,8 +10,8 @@ from .crossentropy_kernel import options, piece_kernel, written
 refusal = torch_operators.refusal_of_token_wise
 
 
-def piece(z, weights, tokens, cap, dtype, d_z):
-    """As `piece` of plain torch."""
+def chunk_losses(z, weights, tokens, cap, dtype, d_z):
+    """As `chunk_losses` of plain torch."""
     rows, vocabulary = z.shape
     constants = options(vocabulary, cap > 0, dtype == torch.float32)
     inputs = z, tokens, weights, d_z
@@ -22,4 +22,4 @@ def piece(z, weights, tokens, cap, dtype, d_z):
     return losses, best, factors
 
 
-linear_crossentropy = operation("triton_linear_crossentropy", piece)
+linear_crossentropy = operation("triton_linear_crossentropy", chunk_losses)
