@@ -1,8 +1,8 @@
-"""How torch differentiates a custom operator, inside the transforms of `torch.func` as well.
+"""Gradients of custom operators, which also work inside the transforms of `torch.func`.
 
-`CustomOpDef.register_autograd` makes a kernel for derivatives that drops the tangents of forward
-mode, so that derivatives are zero without a word, and that refuses `torch.func.grad`. The kernel
-here refuses tangents, and computes gradients at each level of nested transforms.
+The autograd kernel of `CustomOpDef.register_autograd` silently drops the tangents of forward mode,
+so that derivatives are zero, and rejects `torch.func.grad`. The kernel here raises an error for
+tangents, and computes gradients at each level of nested transforms.
 """
 
 import torch
@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from . import _sharding
 
-# For these, a kernel can be registered that goes before torch's own, which is for all devices.
+# Devices for which a kernel takes precedence over torch's own, which is for all devices.
 _DEVICES = (
     *("CPU", "CUDA", "Meta", "MPS", "XPU", "XLA", "HPU", "IPU", "Lazy", "Other", "NestedTensor"),
     *("PrivateUse1", "PrivateUse2", "PrivateUse3"),
@@ -21,11 +21,11 @@ _library = torch.library.Library("keras_recurrent", "FRAGMENT")
 
 
 def compile_only_in_graphs(function):
-    """A function of gradients that torch's compiler leaves alone where it runs outside of a graph.
+    """Decorates a gradient function that torch's compiler must skip outside of graphs.
 
-    There the compiler would look into what torch calls by itself: it would read saved tensors
-    twice, which a checkpoint computes again but once. What is in a graph is compiled as ever, which
-    `torch.compiler.disable` would prevent.
+    Outside of graphs the compiler would trace functions that autograd calls: it would read saved
+    tensors twice, which a checkpoint recomputes only once. Inside graphs the function is compiled,
+    which `torch.compiler.disable` would prevent.
     """
     strategy = _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT)
     _dynamo.set_code_exec_strategy(function.__code__, strategy)
@@ -33,14 +33,14 @@ def compile_only_in_graphs(function):
 
 
 def register_autograd(operator, gradients, save, backward):
-    """Makes `gradients` the gradient of a custom operator; its other derivatives raise errors.
+    """Registers `gradients` for a custom operator; its other derivatives raise errors.
 
     Args:
-        operator: what `torch.library.custom_op` returned.
-        gradients: as `CustomOpDef.register_autograd` takes it. Not called where no gradient
-            arrives, which is told from zeros after `ctx.set_materialize_grads(False)` alone.
-        save: as it takes `setup_context`.
-        backward: the custom operator that `gradients` calls, which has no gradient of its own.
+        operator: the result of `torch.library.custom_op`.
+        gradients: as in `CustomOpDef.register_autograd`. Not called if all incoming gradients are
+            None, which requires `ctx.set_materialize_grads(False)`.
+        save: the `setup_context` of `CustomOpDef.register_autograd`.
+        backward: the custom operator that `gradients` calls, which is not differentiable.
     """
 
     def save_nothing(ctx, inputs, output):
@@ -53,17 +53,17 @@ def register_autograd(operator, gradients, save, backward):
     _register(backward, no_gradient, save_nothing)
 
 
-def _register(operator, of_some, save):
+def _register(operator, compute_gradients, save):
     @compile_only_in_graphs
     def gradients(ctx, *d_results):
         if all(d is None for d in d_results):  # autograd calls this even then
             return (None,) * len(ctx.needs_input_grad)
-        return of_some(ctx, *d_results)
+        return compute_gradients(ctx, *d_results)
 
     operator.register_autograd(gradients, setup_context=save)  # for other devices
     overload = operator._opoverload
 
-    compile_only_in_graphs(of_some)
+    compile_only_in_graphs(compute_gradients)
     compile_only_in_graphs(save)
 
     @compile_only_in_graphs
@@ -76,7 +76,7 @@ def _register(operator, of_some, save):
         @compile_only_in_graphs
         def forward(ctx, *inputs_and_call):
             *inputs, (keyset, transformed) = inputs_and_call
-            if transformed:  # an outer transform may differentiate what is computed here
+            if transformed:  # an outer transform may differentiate this computation
                 with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
                     output = compute(keyset, inputs)
             else:
@@ -90,7 +90,7 @@ def _register(operator, of_some, save):
             needs_input_grad = ctx.needs_input_grad
             ctx.needs_input_grad = needs_input_grad[:-1]
             try:
-                found = gradients(ctx, *_sharding.alike(d_results))
+                found = gradients(ctx, *_sharding.as_dtensors(d_results))
             finally:
                 ctx.needs_input_grad = needs_input_grad
             return *found, None
@@ -103,8 +103,8 @@ def _register(operator, of_some, save):
             return compute(keyset, inputs)
         if not torch._C._are_functorch_transforms_active():
             return Gradient.apply(*inputs, (keyset, False))
-        # torch has found the level of the transform already, and wants the gradient at that one:
-        # `Gradient.apply` would look for the level once more.
+        # torch has already selected the level of the transform, and needs the gradient at that
+        # level: `Gradient.apply` would select one again.
         with enable_single_level_autograd_function():
             return super(torch.autograd.Function, Gradient).apply(*inputs, (keyset, True))
 
@@ -117,7 +117,7 @@ def _refuse_tangents(operator, inputs):
         if not isinstance(tensor, torch.Tensor):
             continue
         if forward_ad.unpack_dual(tensor).tangent is not None:
-            name, is_gradient, plain = _described(operator)
+            name, is_gradient, plain = _describe(operator)
             if is_gradient:
                 raise NotImplementedError(_no_second_derivatives(operator))
             raise NotImplementedError(
@@ -129,7 +129,7 @@ def _refuse_tangents(operator, inputs):
 
 
 def _no_second_derivatives(operator):
-    name, _, plain = _described(operator)
+    name, _, plain = _describe(operator)
     return (
         f"`{name}` on torch has no second derivatives: its gradient cannot be differentiated "
         "(`create_graph=True`, `torch.func.hessian`, a gradient inside a gradient). Take "
@@ -137,12 +137,12 @@ def _no_second_derivatives(operator):
     )
 
 
-def _described(operator):
-    """The operation's name; whether the operator is its gradient; and another way out, if any."""
+def _describe(operator):
+    """Name of the operation, True if the operator is its gradient, and an alternative, if any."""
     name = operator._opoverload.name().partition("::")[2]
     operation = name.removesuffix("_backward").removeprefix("triton_")
     plain = ""
     if not hasattr(torch.ops.keras_recurrent, operation):
-        # Plain torch has it as a function of torch's own operators.
+        # In plain torch it is a function of torch's own operators.
         plain = ", or `with keras_recurrent.implementation('torch')`, which takes all derivatives"
     return operation, name.endswith("_backward"), plain

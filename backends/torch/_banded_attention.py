@@ -1,17 +1,17 @@
-"""Softmax attention of a row of queries to the keys before them, block by block.
+"""Softmax attention of a sequence of queries to the keys before them, block by block.
 
 The T queries belong to the last T of the S keys: query t attends to key S - T + t and to the keys
-before it in the same document, to `window` in all, or to every one if that is None. A block of
+before it in the same document, to `window` in all, or to all if that is None. A block of
 queries is multiplied with the keys that at least one of its queries attends to, so time grows with
 T times the window, and memory with T.
 
-q: [B, G, T, R, K], where R heads share a key; k: [B, G, S, K]; v: [B, G, S, V]; documents: numbers
-of the queries [B, T] and of the keys [B, S], or None if all are of one.
+q: [B, G, T, R, K], where R heads share a key; k: [B, G, S, K]; v: [B, G, S, V]; documents:
+document numbers of queries [B, T] and of keys [B, S], or None if all belong to one.
 """
 
 import torch
 
-# Queries of a block, times heads that share a key: enough for an efficient matrix product, and few
+# Queries in a block, times heads that share a key: enough for an efficient matrix product, and few
 # enough for the logits to stay in the cache.
 ROWS = 256
 
@@ -32,8 +32,8 @@ def backward(d_output, q, k, v, documents, window):
         k_b, v_b, d_o = k[:, :, keys], v[:, :, keys], _flat(d_output, queries)
         weights = _weights(queries, keys, q, k, documents, window)
         d_v[:, :, keys] += weights.transpose(2, 3) @ d_o
-        # The difference comes first: that of products with the weights would be rounded once more,
-        # which shows where large keys or queries are multiplied with it.
+        # The difference is computed first: a difference of products with the weights would be
+        # rounded once more, which matters where it is multiplied with large keys or queries.
         d_logits = d_o @ v_b.transpose(2, 3)
         d_logits.sub_((weights * d_logits).sum(-1, keepdim=True)).mul_(weights)
         d_q[:, :, queries] = (d_logits @ k_b).view(d_q[:, :, queries].shape)
@@ -61,14 +61,14 @@ def _flat(x, queries):
 def _weights(queries, keys, q, k, documents, window):
     """The softmax [B, G, block * R, keys] of a block of queries."""
     logits = _flat(q, queries) @ k[:, :, keys].transpose(2, 3)
-    own_key = torch.arange(queries.start, queries.stop, device=q.device) + k.shape[2] - q.shape[2]
-    distance = own_key[:, None] - torch.arange(keys.start, keys.stop, device=q.device)
+    last_key = torch.arange(queries.start, queries.stop, device=q.device) + k.shape[2] - q.shape[2]
+    distance = last_key[:, None] - torch.arange(keys.start, keys.stop, device=q.device)
     hidden = distance < 0
     if window is not None:
         hidden |= distance >= window
     if documents is not None:
-        of_queries, of_keys = documents
-        hidden = hidden | (of_queries[:, queries, None] != of_keys[:, None, keys])
+        query_documents, key_documents = documents
+        hidden = hidden | (query_documents[:, queries, None] != key_documents[:, None, keys])
         hidden = hidden[:, None]
     logits.view(*logits.shape[:2], -1, q.shape[3], logits.shape[3]).masked_fill_(
         hidden[..., None, :], float("-inf")

@@ -16,7 +16,7 @@ def state_shape(q, v):
 def step(q, k, v, decay, state, padding):
     """One token: S' = decay S + k v^T, o = S'^T q; at padding S stays.
 
-    q: [B, 1, H, K]; k: [B, H, K]; v: [B, 1, H, V]; decay: [B, H, K], or what broadcasts to it;
+    q: [B, 1, H, K]; k: [B, H, K]; v: [B, 1, H, V]; decay: [B, H, K], or broadcastable to it;
     state: [B, H, K, V]; padding: [B, 1, 1] or None. Returns ([B, 1, H, V] in v's dtype, S').
     """
     dtype = state.dtype
@@ -30,12 +30,12 @@ def step(q, k, v, decay, state, padding):
 
 
 def chunk_size(length, longest):
-    """Tokens of a chunk, a power of two: `longest`, or less if that holds the whole sequence."""
+    """Tokens in a chunk, a power of two: `longest`, or less for shorter sequences."""
     return min(longest, 1 << (length - 1).bit_length())
 
 
-def groups_of(q, v, size):
-    """Slices of the time axis of q [B, T, H, K] and v [B, T, H, V], some chunks long."""
+def group_spans(q, v, size):
+    """Slices of the time axis of q [B, T, H, K] and v [B, T, H, V], each several chunks long."""
     batch, length, heads, width = q.shape
     chunk = batch * heads * size * max(width, v.shape[3])
     step = size * max(1, 2 * elements_per_launch(q) // chunk)
@@ -55,14 +55,14 @@ def chunked(x, span, size, dtype):
 
 
 def unchunk_(out, span, y):
-    """Writes y [B * H, chunks, size, K] into a span of out [B, T, H, K], as `chunked` read it."""
+    """Writes y [B * H, chunks, size, K] into a span of out [B, T, H, K]; inverts `chunked`."""
     out = out[:, span].transpose(1, 2)
     batch, heads, length, width = out.shape
     out.copy_(y.view(batch, heads, -1, width)[:, :, :length])
 
 
 def chunked_kinds(token_kind, span, size, heads):
-    """`kind_masks` of a span, [B * heads, chunks, size, 1]; both None if all go on."""
+    """`kind_masks` of a span, [B * heads, chunks, size, 1]; both None if all tokens continue."""
     if token_kind is None:
         return None, None
     kind = token_kind[:, :, None, None].expand(-1, -1, heads, -1)
@@ -70,7 +70,7 @@ def chunked_kinds(token_kind, span, size, heads):
 
 
 def smallest_decay(dtype):
-    """Smaller decays are set to 0: times an input they may be subnormal, and a CPU slow with them.
+    """Smallest decay that is not set to 0: products with smaller ones may be subnormal, thus slow.
 
     1e-32 in float32, a million times its smallest normal number.
     """
@@ -84,10 +84,10 @@ def inner_products(a, b):
 
 
 def states_(decay, added, first, reverse=False):
-    """S' = decay S + added, chunk by chunk, from the last one if `reverse`.
+    """S' = decay S + added, chunk by chunk, starting from the last if `reverse`.
 
-    decay: [B * H, chunks, K, 1], or what broadcasts to it; added: [B * H, chunks, K, V], which
-    becomes the states before each chunk; first: [B * H, K, V]. Returns the last state.
+    decay: [B * H, chunks, K, 1], or broadcastable to it; added: [B * H, chunks, K, V], replaced
+    by the states before each chunk; first: [B * H, K, V]. Returns the last state.
     """
     decay = decay.expand(-1, added.shape[1], -1, -1)
     order = range(added.shape[1])

@@ -1,4 +1,4 @@
-"""The recurrence out_t = a_t * out_{t-1} + x_t and its adjoint, in few calls over the whole row."""
+"""The recurrence out_t = a_t * out_{t-1} + x_t and its adjoint, in few calls per sequence."""
 
 import torch
 
@@ -11,13 +11,13 @@ def scan_(a, x, state, out, reverse=False):
     """out_t = a_t * out_{t-1} + x_t (t+1 for t-1 if `reverse`), starting from `state`.
 
     a, x, out: [B, T, D]; state: [B, D], all of one dtype. The result is written into `out`, which
-    may be `a` or `x` itself.
+    may be `a` or `x`.
 
-    The tokens are cut into M chunks of C. All chunks are computed together, one token of each a
-    call. First from the state 0, which gives what a chunk adds to the state, and the product of
-    its decays. The same recurrence over these M totals gives the state before each chunk. Then all
-    is computed from that. Tokens c, c + C, c + 2C, ... are token c of every chunk: a strided view,
-    so nothing is padded or copied.
+    The tokens are cut into M chunks of C. All chunks are computed together, one token of each per
+    call: first from a zero state, which gives the contribution of a chunk to the state and the
+    product of its decays. This recurrence over the M totals gives the state before each chunk, from
+    which all tokens are computed. Tokens c, c + C, c + 2C, ... are token c of every chunk: a
+    strided view, so nothing is padded or copied.
     """
     batch, length, width = x.shape
     if length == 0:
@@ -51,8 +51,8 @@ def scan_(a, x, state, out, reverse=False):
 def adjoint_scan(a, d_out, d_state):
     """The gradients g_t = d_out_t + a_{t+1} * g_{t+1} of x_t.
 
-    g_T = d_out_T + d_state. That of the initial state, a_1 * g_1, is left to the caller, who
-    computes a * g in a buffer that it has.
+    g_T = d_out_T + d_state. The caller computes the gradient of the initial state, a_1 * g_1, from
+    a * g in an existing buffer.
     """
     g = torch.empty_like(a)
     torch.add(d_out[:, -1], d_state, out=g[:, -1])
@@ -61,7 +61,7 @@ def adjoint_scan(a, d_out, d_state):
 
 
 def times_previous_(tensor, out, state):
-    """Multiplies `tensor` in place by out_{t-1}; before the first token that is `state`."""
+    """Multiplies `tensor` in place by out_{t-1}, which is `state` for the first token."""
     tensor[:, 0].mul_(state)
     tensor[:, 1:].mul_(out[:, :-1])
     return tensor

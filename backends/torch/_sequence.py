@@ -1,7 +1,7 @@
-"""How each operation over time goes on from the parts of time before its own.
+"""Rules by which an operation over time continues from the chunks of previous devices.
 
-A rule takes `Shards`, the arguments of an implementation, and the implementation, and returns what
-the implementation does.
+A rule takes `Shards`, the arguments of an implementation, and the implementation, and returns the
+results of the implementation.
 """
 
 import torch
@@ -14,24 +14,24 @@ from ._common import accumulation_dtype
 
 
 def recurrence(log_decays):
-    """The rule of a recurrence `h = decay h + ...`.
+    """Returns the rule of a recurrence `h = decay h + ...`.
 
-    log_decays: a function of the arguments and the dtype of sums to log decays [B, T, ...] of each
-    token, and one of their product over time and a state to what is left of the state.
+    log_decays: two functions. The first returns the log decays [B, T, ...] of each token, from the
+    arguments and the accumulation dtype; the second applies their sums over time to a state.
     """
-    of_tokens, applied = log_decays
+    log_of_tokens, apply_decay = log_decays
 
     def rule(shards, arguments, function):
         state = arguments["initial_state"]
         zeros = {**arguments, "initial_state": None if state is None else torch.zeros_like(state)}
         added = function(**zeros)[1]
         first = torch.zeros_like(added) if state is None else state.to(added.dtype)
-        logs = _sum_over_time(of_tokens(arguments, added.dtype), arguments["token_kind"])
+        logs = _sum_over_time(log_of_tokens(arguments, added.dtype), arguments["token_kind"])
 
-        def fold(parts, _):
-            states = [parts[0][-1]]
-            for *product, of_part, _first in parts[:-1]:
-                states.append(applied(product, states[-1]) + of_part)
+        def fold(chunks, _):
+            states = [chunks[0][-1]]
+            for *product, chunk_state, _initial in chunks[:-1]:
+                states.append(apply_decay(product, states[-1]) + chunk_state)
             return [(state,) for state in states]
 
         (before,) = shards.before(fold, (*logs, added, first))
@@ -40,10 +40,10 @@ def recurrence(log_decays):
     return rule
 
 
-def _sum_over_time(of_tokens, token_kind):
-    """The sums [B, ...] of what each token adds; a start makes the first one -inf."""
+def _sum_over_time(log_of_tokens, token_kind):
+    """The sums [B, ...] of the logarithms of all tokens; a start makes the first one -inf."""
     sums = []
-    for i, x in enumerate(of_tokens):
+    for i, x in enumerate(log_of_tokens):
         if token_kind is not None:
             kind = token_kind.view(*token_kind.shape, *[1] * (x.ndim - 2))
             x = torch.where(kind == PADDING, 0, x)
@@ -53,13 +53,13 @@ def _sum_over_time(of_tokens, token_kind):
     return sums
 
 
-def _times(logs, state):
+def _scale(logs, state):
     (log,) = logs
     return log.exp().reshape(*log.shape, *[1] * (state.ndim - log.ndim)) * state
 
 
-def _rotated(logs, state):
-    """Of complex states, real and then imaginary parts."""
+def _rotate(logs, state):
+    """Scales and rotates complex states, given as real parts, then imaginary parts."""
     log, phase = logs
     x, y = state.chunk(2, dim=-1)
     real, imaginary = log.exp() * phase.cos(), log.exp() * phase.sin()
@@ -79,17 +79,17 @@ def _log_a_and_phase(arguments, dtype):
 
 
 def _log_of_gates(arguments, dtype):
-    of_open_gate = -DECAY_EXPONENT * F.softplus(-arguments["a_logit"].to(dtype))
-    return (torch.sigmoid(arguments["gate_a"].to(dtype)) * of_open_gate,)
+    open_gate = -DECAY_EXPONENT * F.softplus(-arguments["a_logit"].to(dtype))
+    return (torch.sigmoid(arguments["gate_a"].to(dtype)) * open_gate,)
 
 
-def _constant(arguments, dtype):
+def _log_decay(arguments, dtype):
     log_decay = arguments["log_decay"].detach().to(dtype)  # it has no gradient
     return (log_decay.expand(*arguments["q"].shape[:2], -1),)
 
 
 def causal_conv1d(shards, arguments, function):
-    """The last taps - 1 real tokens before a part."""
+    """Rule that receives the last taps - 1 real tokens before a chunk."""
     state, kind, x = (arguments[name] for name in ("initial_state", "token_kind", "x"))
     shape = x.shape[0], arguments["kernel"].shape[0] - 1, x.shape[2]
     dtype = accumulation_dtype(x, arguments["kernel"], arguments["bias"], state)
@@ -102,18 +102,18 @@ def causal_conv1d(shards, arguments, function):
         last = function(**{**arguments, "initial_state": nothing})[1]
     first = nothing if state is None else state.to(dtype)
 
-    def fold(parts, kinds):
-        states = [parts[0][1]]
-        for (of_part, _), (count, started) in zip(parts[:-1], kinds, strict=False):
-            states.append(_moved_up(states[-1], of_part, count, started))
+    def fold(chunks, kinds):
+        states = [chunks[0][1]]
+        for (added, _), (count, started) in zip(chunks[:-1], kinds, strict=False):
+            states.append(_append_tokens(states[-1], added, count, started))
         return [(state,) for state in states]
 
-    (before,) = shards.before(fold, (last, first), _counted(x, kind))
+    (before,) = shards.before(fold, (last, first), _count_tokens(x, kind))
     return function(**{**arguments, "initial_state": before})
 
 
 def sliding_window_attention(shards, arguments, function):
-    """The keys and values of a window before a part."""
+    """Rule that receives the keys and values of the window before a chunk."""
     window = arguments["sliding_window"]
     for name, wrong in (
         ("no `sliding_window`", window is None),
@@ -121,8 +121,8 @@ def sliding_window_attention(shards, arguments, function):
     ):
         if wrong:
             raise NotImplementedError(
-                f"`sliding_window_attention` with {name} inside `sequence_parallel`: it is split "
-                "by windows, and begins with the row."
+                f"`sliding_window_attention` with {name} inside `sequence_parallel`: give a "
+                "`sliding_window`, and no `initial_state`."
             )
     room = window - 1
     if room == 0:
@@ -138,13 +138,13 @@ def sliding_window_attention(shards, arguments, function):
         )
         for x in inputs.keys_and_values()
     ]
-    _, started = _counted(q, kind)
+    _, started = _count_tokens(q, kind)
 
-    def fold(parts, kinds):
-        states = [tuple(torch.zeros_like(x) for x in parts[0])]
-        for part, (count, started) in zip(parts[:-1], kinds, strict=False):
-            both = zip(states[-1], part, strict=True)
-            states.append(tuple(_moved_up(x, y, count, started) for x, y in both))
+    def fold(chunks, kinds):
+        states = [tuple(torch.zeros_like(x) for x in chunks[0])]
+        for chunk, (count, started) in zip(chunks[:-1], kinds, strict=False):
+            pairs = zip(states[-1], chunk, strict=True)
+            states.append(tuple(_append_tokens(x, y, count, started) for x, y in pairs))
         return states
 
     counts = inputs.next_position, started
@@ -161,23 +161,23 @@ def sliding_window_attention(shards, arguments, function):
     return function(**{**arguments, "initial_state": state})
 
 
-def _counted(x, kind):
-    """How many real tokens a part has, and whether a document starts in it, both [B]."""
+def _count_tokens(x, kind):
+    """The number of real tokens in a chunk, and a mask of starts in it, both [B]."""
     if kind is None:
         count = torch.full(x.shape[:1], x.shape[1], device=x.device)
         return count, torch.zeros_like(count, dtype=torch.bool)
     return (kind != PADDING).sum(1), (kind == STARTS).any(1)
 
 
-def _moved_up(before, last, count, started):
-    """The last tokens [B, C, ...] after a part, of those before it and the last ones in it.
+def _append_tokens(before, last, count, started):
+    """Appends the `last` tokens of a chunk to those `before` it, [B, C, ...]; keeps the last C.
 
-    count: how many tokens the part has, which stand at the end of `last`; started: whether a
-    document starts there, so that none before it counts.
+    count: the number of tokens in the chunk, which are at the end of `last`; started: mask of
+    chunks in which a document starts, which drops the tokens before it.
     """
     room = before.shape[1]
-    place = torch.arange(room, device=before.device)
-    index = place + count.clamp_max(room)[:, None]
+    slot = torch.arange(room, device=before.device)
+    index = slot + count.clamp_max(room)[:, None]
     moved = _circular_buffer.take(
         before, index.clamp_max(room - 1), (index < room) & ~started[:, None]
     )
@@ -185,11 +185,11 @@ def _moved_up(before, last, count, started):
 
 
 RULES = {
-    "linear_scan": recurrence((_log_a, _times)),
-    "complex_linear_scan": recurrence((_log_a_and_phase, _rotated)),
-    "rg_lru": recurrence((_log_of_gates, _times)),
-    "gated_linear_attention": recurrence((_log_f, _times)),
-    "lightning_attention": recurrence((_constant, _times)),
+    "linear_scan": recurrence((_log_a, _scale)),
+    "complex_linear_scan": recurrence((_log_a_and_phase, _rotate)),
+    "rg_lru": recurrence((_log_of_gates, _scale)),
+    "gated_linear_attention": recurrence((_log_f, _scale)),
+    "lightning_attention": recurrence((_log_decay, _scale)),
     "causal_conv1d": causal_conv1d,
     "sliding_window_attention": sliding_window_attention,
 }

@@ -1,4 +1,4 @@
-"""How custom operators run on `DTensor`s: on each device's rows of the batch, or its channels.
+"""Sharding rules of custom operators for `DTensor`s, split by batch or by channels.
 
 The rules of an operator follow from the names of its dimensions, such as "b t d". Batch and
 channels (or heads) are independent in all of them; time is not, nor is the inside of a head.
@@ -18,36 +18,37 @@ if torch.distributed.is_available():
 
 
 def register(operator, tensors, results, channels, gradient_of=None):
-    """Lets an operator take DTensors.
+    """Registers the sharding rules of an operator.
 
     Args:
-        operator: what `torch.library.custom_op` returned. Its tensors come before its options.
-        tensors: for each tensor that it takes, the names of its dimensions, such as "b t d".
-        results: the same for each tensor that it returns.
-        channels: names of dimensions beside "b" whose members are independent, all split together.
-        gradient_of: where results are gradients, the places of what they belong to among
-            `tensors`, None for what is not there. One without the dimension that is split, such as
-            a bias's, is then the sum of what the devices have.
+        operator: the result of `torch.library.custom_op`. Its tensors come before its options.
+        tensors: the dimension names of each tensor that it takes, such as "b t d".
+        results: the dimension names of each tensor that it returns.
+        channels: names of dimensions other than "b" whose elements are independent; all are split
+            together.
+        gradient_of: if results are gradients, the indices in `tensors` of the differentiated
+            tensors, or None each. A gradient without the split dimension, such as that of a bias,
+            is the sum over the devices.
     """
     if DTensor is None:
         return
     whole = Replicate() if gradient_of is None else Partial()
 
     @register_sharding(operator._opoverload)
-    def found(*arguments):
+    def rule(*arguments):
         options = [None] * (len(arguments) - len(tensors))
         given = arguments[: len(tensors)]
 
         def placements(split):
-            """The rule where these dimensions are split."""
+            """Placements if these dimensions are split."""
             inputs = [
                 None if x is None else _placement(names, split, Replicate())
                 for x, names in zip(given, tensors, strict=True)
             ]
             outputs = [_placement(names, split, whole) for names in results]
-            for i, place in enumerate(gradient_of or ()):
-                if place is not None and given[place] is None:
-                    outputs[i] = Replicate()  # nobody asks for it
+            for i, index in enumerate(gradient_of or ()):
+                if index is not None and given[index] is None:
+                    outputs[i] = Replicate()  # this gradient is never read
             return outputs, inputs + options
 
         whole_everywhere = [Replicate()] * len(results), placements("")[1]
@@ -56,12 +57,12 @@ def register(operator, tensors, results, channels, gradient_of=None):
 
 
 def _placement(names, split, otherwise):
-    places = [i for i, name in enumerate(names.split()) if name in split]
-    return Shard(places[0]) if places else otherwise
+    axes = [i for i, name in enumerate(names.split()) if name in split]
+    return Shard(axes[0]) if axes else otherwise
 
 
 def _can_split(given, tensors, channels):
-    """Whether the channels of all tensors can be split evenly."""
+    """Returns True if the channels of all tensors can be split evenly."""
     return not any(
         x.shape[i] % size
         for x, names in zip(given, tensors, strict=True)
@@ -73,13 +74,13 @@ def _can_split(given, tensors, channels):
 
 
 def _register_log_sigmoid():
-    """Of torch's own operators that we need, DTensors lack this one: element by element."""
+    """Registers an elementwise rule for the one torch operator used here that lacks one."""
 
     @register_sharding(torch.ops.aten.log_sigmoid_backward.default)
-    def found(d_output, x, buffer):
-        places = [Replicate(), *(Shard(axis) for axis in range(len(x.shape)))]
-        kept = len(buffer.shape) == len(x.shape)  # on a CPU; elsewhere it is empty
-        return [([p], [p, p, p if kept else Replicate()]) for p in places]
+    def rule(d_output, x, buffer):
+        placements = [Replicate(), *(Shard(axis) for axis in range(len(x.shape)))]
+        kept = len(buffer.shape) == len(x.shape)  # on a CPU; empty on other devices
+        return [([p], [p, p, p if kept else Replicate()]) for p in placements]
 
 
 if DTensor is not None:
@@ -87,12 +88,12 @@ if DTensor is not None:
 
 
 def is_sharded(tensor):
-    """Whether a tensor is a DTensor, of whose memory there are no views."""
+    """Returns True if a tensor is a DTensor, whose memory cannot be viewed."""
     return DTensor is not None and isinstance(tensor, DTensor)
 
 
-def alike(tensors):
-    """Plain tensors among DTensors as such: autograd makes zeros of gradients that are missing."""
+def as_dtensors(tensors):
+    """Converts plain tensors among DTensors, the zeros that autograd makes of missing gradients."""
     mesh = None if DTensor is None else _mesh(tensors)
     if mesh is None:
         return tensors

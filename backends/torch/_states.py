@@ -8,21 +8,21 @@ import threading
 
 
 class _States(threading.local):
-    owned = False
+    inplace = False
 
 
 _states = _States()
 
 
 def inplace_states_allowed():
-    return _states.owned
+    return _states.inplace
 
 
 @contextlib.contextmanager
 def inplace_states():
     """A context in which operations overwrite states."""
-    before, _states.owned = _states.owned, True
+    before, _states.inplace = _states.inplace, True
     try:
         yield
     finally:
-        _states.owned = before
+        _states.inplace = before

@@ -29,7 +29,7 @@ from ._linear_attention import (
     chunk_size,
     chunked,
     chunked_kinds,
-    groups_of,
+    group_spans,
     inner_products,
     smallest_decay,
     state_shape,
@@ -74,7 +74,7 @@ def _forward(
     state = state.flatten(0, 1)
     output = v.new_empty(v.shape)
     size = chunk_size(q.shape[1], CHUNK)
-    for span in groups_of(q, v, size):
+    for span in group_spans(q, v, size):
         q_g, k_g, v_g, f = _prepared(q, k, v, log_f, token_kind, span, size, dtype)
         levels, from_start, to_end = _decays(f)
         weights = _weights(q_g, k_g, levels)
@@ -103,7 +103,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     dtype = accumulation_dtype(q, k, v, log_f, initial_state)
     size = chunk_size(q.shape[1], CHUNK)
-    groups = groups_of(q, v, size)
+    groups = group_spans(q, v, size)
     state = state_or_zeros(initial_state, state_shape(q, v), dtype, v).flatten(0, 1)
     entering = [state]
     for span in groups[:-1]:

@@ -4,8 +4,8 @@ For silu u = z; for gelu, approximated by a tanh, u = sqrt(8 / π) (z + 0.044715
 
     dx = dy z σ(u),  dgate = dy x (σ(u) + z u' σ(u) σ(-u))
 
-torch's own derivatives lose digits (`slope_of_gated`). A function of autograd rather than an
-operator of its own: `torch.compile` joins it with what stands beside it.
+torch's own derivatives lose digits (`slope_of_gated`). An autograd function rather than a custom
+operator, so that `torch.compile` fuses it with adjacent operators.
 """
 
 import math
@@ -22,7 +22,7 @@ _SQRT_8_OVER_PI = math.sqrt(8 / math.pi)
 
 
 def gated_linear_unit(gate, x, activation="silu"):
-    """gate, x: of one shape; activation: "silu" or "gelu". Returns that shape in x's dtype."""
+    """gate, x: the same shape; activation: "silu" or "gelu". Returns that shape in x's dtype."""
     if forward_mode_active():
         return _forward(gate, x, activation)
     return _GatedLinearUnit.apply(gate, x, activation)
@@ -31,7 +31,7 @@ def gated_linear_unit(gate, x, activation="silu"):
 def _forward(gate, x, activation):
     dtype = accumulation_dtype(gate, x)
     z = gate.to(dtype)
-    # Not torch's own gelu, z (1 + tanh(u / 2)) / 2: it loses the digits of a gate nearly shut.
+    # Not torch's own gelu, z (1 + tanh(u / 2)) / 2: it loses the digits of a nearly closed gate.
     value = F.silu(z) if activation == "silu" else z * torch.sigmoid(_gelu_arguments(z)[0])
     return (value * x.to(dtype)).to(x.dtype)
 
@@ -50,13 +50,13 @@ class _GatedLinearUnit(torch.autograd.Function):
     @compile_only_in_graphs
     def backward(ctx, d_output):
         gate, x = ctx.saved_tensors
-        # Somebody differentiates what is computed here, or it is on several devices.
+        # With a gradient of this gradient, or tensors on several devices.
         if torch.is_grad_enabled() or is_sharded(x):
             value, slope = _activated(ctx.activation, gate.to(accumulation_dtype(gate, x)))
             d_gate, d_x = slope * x * d_output, value * d_output
             return d_gate.to(gate.dtype), d_x.to(x.dtype), None
         d_gate, d_x = gate.new_empty(gate.shape), x.new_empty(x.shape)
-        # Block by block: the temporaries stay in the cache. The compiler needs no such help.
+        # Block by block, so that temporaries stay in the cache; compiled code has no temporaries.
         size = x.numel() if torch.compiler.is_compiling() else elements_per_launch(x)
         blocks = (t.reshape(-1).split(size) for t in (gate, x, d_output, d_gate, d_x))
         for block in zip(*blocks, strict=True):

@@ -24,7 +24,7 @@ from ._linear_attention import (
     chunk_size,
     chunked,
     chunked_kinds,
-    groups_of,
+    group_spans,
     inner_products,
     smallest_decay,
     state_shape,
@@ -79,7 +79,7 @@ def _(q, k, v, log_decay, initial_state, token_kind):
 def _write_output(output, q, k, v, log_decay, state, token_kind):
     """Writes the output and returns the final state [B * H, K, V]."""
     size = chunk_size(q.shape[1], CHUNK)
-    for span in groups_of(q, v, size):
+    for span in group_spans(q, v, size):
         kinds = chunked_kinds(token_kind, span, size, q.shape[2])
         between, from_start, to_end, total = _decays(log_decay, q, kinds, span, size, state.dtype)
         q_g, k_g, v_g = _prepared((q, k, v), kinds, span, size, state.dtype)
@@ -110,7 +110,7 @@ def _backward(
 
     g = d_final_state.flatten(0, 1)
     size = chunk_size(q.shape[1], CHUNK)
-    for span in reversed(groups_of(q, v, size)):
+    for span in reversed(group_spans(q, v, size)):
         kinds = chunked_kinds(token_kind, span, size, q.shape[2])
         between, from_start, to_end, total = _decays(log_decay, q, kinds, span, size, dtype)
         q_g, k_g, v_g, d_output_g = _prepared((q, k, v, d_output), kinds, span, size, dtype)

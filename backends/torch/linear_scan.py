@@ -43,7 +43,7 @@ def _step(x, log_a, initial_state, token_kind):
 
 def _decay(log_a, token_kind, dtype):
     starts, padding = kind_masks(token_kind)
-    a = log_a.new_empty(log_a.shape, dtype=dtype)  # contiguous, whatever log_a is
+    a = log_a.new_empty(log_a.shape, dtype=dtype)  # contiguous, even if log_a is not
     torch.exp(log_a.to(dtype), out=a)
     return applied_decay_(a, starts, padding)
 
@@ -105,5 +105,5 @@ register_gradient(
     _backward,
     ("b t d", "b t d", "b d", "b t"),
     ("b t d", "b d"),
-    without=(0,),
+    dropped=(0,),
 )

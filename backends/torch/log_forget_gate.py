@@ -17,8 +17,8 @@ def log_forget_gate(logits, lower_bound=None):
     if lower_bound is None:
         return log_s
     log_bound, log_rest = lower_bound.to(dtype)
-    of_sum = torch.logaddexp(log_bound, log_rest + log_s)
+    log_sum = torch.logaddexp(log_bound, log_rest + log_s)
     forgotten = log_rest.detach().exp() * torch.sigmoid(-logits.detach())
-    # Near 1 the value of what is forgotten, the gradient of the sum.
-    near_1 = torch.log1p(-forgotten) + (of_sum - of_sum.detach())
-    return torch.where(forgotten <= 0.5, near_1, of_sum)
+    # Near 1, the value is log(1 - forgotten) and the gradient that of the sum.
+    near_1 = torch.log1p(-forgotten) + (log_sum - log_sum.detach())
+    return torch.where(forgotten <= 0.5, near_1, log_sum)

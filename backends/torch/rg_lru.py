@@ -30,7 +30,7 @@ from ._common import (
 )
 from ._scan import adjoint_scan, scan_, times_previous_
 
-# Where s divides, it is at least this: so the derivative of the root, 1 / (2 s), keeps its bound.
+# Lower bound of s as a divisor, which bounds the derivative of the root, 1 / (2 s).
 SMALLEST_DIVISOR = 1 / (2 * MAX_SQRT_GRADIENT)
 
 
@@ -55,11 +55,12 @@ def _step(x, gate_a, gate_x, a_logit, initial_state, token_kind):
     return h.to(x.dtype).unsqueeze(1), h
 
 
-# Everything but the scan is computed span by span and in place: the temporaries stay in the cache.
+# Everything but the scan is computed span by span and in place, so that temporaries stay in the
+# cache.
 
 
 def _log_decay_of_open_gate(a_logit):
-    """log a where r = 1."""
+    """log a for r = 1."""
     return -DECAY_EXPONENT * torch.logaddexp(torch.zeros_like(a_logit), -a_logit)
 
 
@@ -129,7 +130,7 @@ def _backward(
     g = adjoint_scan(a, dh.to(dtype), d_state)
     d_initial = a[:, 0] * g[:, 0]
 
-    # The buffers of g and a become those of dx and d_gate_a where the dtype allows it.
+    # dx and d_gate_a reuse the buffers of g and a if the dtypes are equal.
     dx = g if x.dtype == dtype else x.new_empty(x.shape)
     d_gate_a = a if gate_a.dtype == dtype else gate_a.new_empty(x.shape)
     d_gate_x = gate_x.new_empty(x.shape)

@@ -4,8 +4,8 @@ The gradients are
 
     dx = r (dy scale - x r mean(dy scale x r)),  dscale = Σ dy x r
 
-since torch's own derivative of r has r³, which leaves float32. A function of autograd rather than
-an operator of its own: `torch.compile` joins it with what stands beside it.
+since torch's own derivative of r has r³, which overflows float32. An autograd function rather than
+a custom operator, so that `torch.compile` fuses it with adjacent operators.
 """
 
 import torch
@@ -51,7 +51,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _normalized(x, scale, epsilon):
-    """x r and r; r is 0 where the mean square is 0 or leaves the range of the dtype."""
+    """x r and r; r is 0 where the mean square is 0 or out of the range of the dtype."""
     x = x.to(accumulation_dtype(x, scale))
     z = _mean_square(x, SQUARES_SCALE)
     if epsilon < SMALLEST_SCALED_EPSILON:

@@ -116,7 +116,7 @@ def _save(ctx, inputs, output):
 
 
 def _gradients(ctx, d_output, d_key, d_value, _):
-    # Read once: inside a checkpoint, each access computes the forward pass again.
+    # Read once: inside a checkpoint, each access recomputes the forward pass.
     saved = ctx.saved_tensors
     *found, d_key, d_value = _backward(d_output, d_key, d_value, *saved, ctx.window)
     given = saved[3] is not None

@@ -1,8 +1,7 @@
 """loss = log Σ_v exp(logits_v) - logits_token.
 
-For the backward pass the logits are kept in their own dtype, with the largest logit and the sum of
-each row. Only some rows at a time are cast, so nothing of the logits' size is made but their
-gradient.
+Residuals are the logits in their own dtype, and the largest logit and the sum of each token. Logits
+are cast block by block, so that only their gradient is allocated at their size.
 """
 
 import torch
@@ -19,8 +18,8 @@ def token_crossentropy(logits, tokens):
     return _forward(logits, tokens)[0]
 
 
-def _rows(logits, tokens):
-    """logits [N, V]; the index of each token's logit, [N, 1]; which tokens have none, [N, 1]."""
+def _flatten(logits, tokens):
+    """Flat logits [N, V], indices of the labels [N, 1], and a mask of invalid tokens [N, 1]."""
     size = logits.shape[-1]
     tokens = tokens.reshape(-1, 1).long()
     unknown = (tokens < 0) | (tokens >= size)
@@ -28,7 +27,7 @@ def _rows(logits, tokens):
 
 
 def _blocks(logits):
-    """Slices of rows with `elements_per_launch` elements each."""
+    """Slices of tokens with `elements_per_launch` logits each."""
     rows, size = logits.shape
     step = max(1, elements_per_launch(logits) // size)
     return [slice(i, min(i + step, rows)) for i in range(0, rows, step)]
@@ -36,15 +35,15 @@ def _blocks(logits):
 
 @torch.library.custom_op("keras_recurrent::token_crossentropy", mutates_args=())
 def _forward(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the losses; the largest of each row, and the sum of exp(logits - largest)."""
+    """Returns losses, the largest logit of each token, and the sum of exp(logits - largest)."""
     dtype, shape = accumulation_dtype(logits), tokens.shape
-    logits, own, unknown = _rows(logits, tokens)
+    logits, labels, unknown = _flatten(logits, tokens)
     largest = logits.amax(-1, keepdim=True).to(dtype)
     total = torch.empty_like(largest)
     for rows in _blocks(logits):
         exponentials = (logits[rows] - largest[rows]).exp_()
         torch.sum(exponentials, -1, keepdim=True, out=total[rows])
-    losses = total.log() + (largest - logits.gather(-1, own))
+    losses = total.log() + (largest - logits.gather(-1, labels))
     losses.masked_fill_(unknown, float("nan"))
     return losses.view(shape), largest.view(shape), total.view(shape)
 
@@ -61,13 +60,13 @@ def _backward(
     d_losses: Tensor, largest: Tensor, total: Tensor, logits: Tensor, tokens: Tensor
 ) -> Tensor:
     d_logits = logits.new_empty(logits.shape)
-    logits, own, unknown = _rows(logits, tokens)
+    logits, labels, unknown = _flatten(logits, tokens)
     d_losses, largest, total = (x.reshape(-1, 1) for x in (d_losses, largest, total))
     d_losses = d_losses.masked_fill(unknown, float("nan"))
     results = d_logits.view(logits.shape)
     for rows in _blocks(logits):
         softmax = (logits[rows] - largest[rows]).exp_().div_(total[rows])
-        softmax.scatter_add_(-1, own[rows], softmax.new_full(own[rows].shape, -1))
+        softmax.scatter_add_(-1, labels[rows], softmax.new_full(labels[rows].shape, -1))
         torch.mul(softmax, d_losses[rows], out=results[rows])
     return d_logits
 
@@ -84,5 +83,5 @@ register_gradient(
     ("b t", "b t", "b t"),
     channels="",
     keep_output=False,
-    sums=2,
+    num_residuals=2,
 )

@@ -73,7 +73,8 @@ def test_hooks_count_tokens_and_it_can_be_asked_why():
     found = which_generation(model)
     assert found.name == "eager"
     assert (
-        found.refused["traced"] == f"`{layer.name}` has a hook, or a `call` or `forward` of its own"
+        found.refused["traced"]
+        == f"`{layer.name}` has a hook, or an instance attribute `call` or `forward`"
     )
     handle.remove()
     generate(model, LENGTHS, TOTAL)
