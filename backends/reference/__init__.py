@@ -1,6 +1,6 @@
-"""The definition of every operation in NumPy, with one loop over time where there is time.
+"""The definition of every operation in NumPy, with one loop over time, if any.
 
-Each file has the operation and its gradient, derived by hand. Read here what an operation
+Each file has an operation and its gradient, derived by hand. It specifies what the operation
 computes; the tests compare every implementation with it. `dtype` is the precision of every step:
-float64 gives the expected results, float32 the error that a token-by-token loop in float32 makes.
+float64 gives the expected results, float32 the error of a token-by-token loop in float32.
 """

@@ -1,4 +1,4 @@
-"""What the definitions share."""
+"""Helpers shared by the definitions."""
 
 import numpy as np
 
@@ -6,11 +6,11 @@ from ..constants import GOES_ON
 
 
 def cast(dtype, *arrays):
-    """The arrays in the precision of the computation."""
+    """Casts the arrays to the precision of the computation."""
     return [np.asarray(array).astype(dtype) for array in arrays]
 
 
-def kinds_or_goes_on(token_kind, like):
+def broadcast_kinds(token_kind, like):
     """The kind of each token as [B, T, 1, ...], with as many axes as `like` [B, T, ...]."""
     if token_kind is None:
         token_kind = np.full(like.shape[:2], GOES_ON, np.int8)
@@ -18,7 +18,7 @@ def kinds_or_goes_on(token_kind, like):
 
 
 def state_or_zeros(initial_state, shape, dtype):
-    """The initial state in `dtype`; None stands for zeros."""
+    """The initial state in `dtype`; None means zeros."""
     if initial_state is None:
         return np.zeros(shape, dtype)
     return np.asarray(initial_state, dtype)
@@ -29,10 +29,10 @@ def sigmoid(z):
 
 
 def product(a, b):
-    """a b of a [..., K] and b [K, N].
+    """a b for a [..., K] and b [K, N].
 
-    In 32 bits one product after the other is added, as in a loop: in which order a library adds
-    them depends on the CPU, and with it how wrong a long sum is.
+    In 32 bits, products are added one after another, as in a loop: the order in which a library
+    adds them, and thus the error of a long sum, depends on the CPU.
     """
     if a.dtype != np.float32:
         return a @ b

@@ -1,13 +1,13 @@
-"""Linear attention with the decays f_t, shared by its definitions. Its state: a matrix a head."""
+"""Linear attention with decays f_t, shared by its definitions. The state is a matrix per head."""
 
 import numpy as np
 
 from ..constants import PADDING, STARTS
-from ._common import kinds_or_goes_on, state_or_zeros
+from ._common import broadcast_kinds, state_or_zeros
 
 
 def forward(q, k, v, f, initial_state, token_kind):
-    """S_t = diag(f_t) S_{t-1} + k_t v_t^T, o_t = S_t^T q_t. Returns all o and the last S."""
+    """S_t = diag(f_t) S_{t-1} + k_t v_t^T, o_t = S_t^T q_t. Returns all o and the final S."""
     output = np.zeros_like(v)
     for t, state in _states(k, v, f, initial_state, token_kind):
         output[:, t] = np.sum(q[:, t, :, :, None] * state, axis=2)
@@ -17,11 +17,11 @@ def forward(q, k, v, f, initial_state, token_kind):
 def gradient(d_output, g, q, k, v, f, initial_state, token_kind):
     """The gradients of q, k, v, log f and the initial state; g is that of the final state.
 
-    The gradient that arrives at a padded output is ignored.
+    The gradient of the output of a padding token is ignored.
     """
     states = dict(_states(k, v, f, initial_state, token_kind))
     states[-1] = _state_before(k, v, initial_state)
-    kind = kinds_or_goes_on(token_kind, v)
+    kind = broadcast_kinds(token_kind, v)
     d_q, d_k, d_v, d_log_f = (np.zeros_like(x) for x in (q, k, v, k))
     for t in reversed(range(v.shape[1])):
         padding, starts = kind[:, t] == PADDING, kind[:, t] == STARTS
@@ -42,8 +42,8 @@ def _state_before(k, v, initial_state):
 
 
 def _states(k, v, f, initial_state, token_kind):
-    """The number of each token, and the state after it."""
-    state, kind = _state_before(k, v, initial_state), kinds_or_goes_on(token_kind, v)
+    """Yields the index of each token and the state after it."""
+    state, kind = _state_before(k, v, initial_state), broadcast_kinds(token_kind, v)
     for t in range(v.shape[1]):
         decayed = np.where(kind[:, t, ..., None] == STARTS, 0, f[:, t, ..., None] * state)
         updated = decayed + k[:, t, ..., None] * v[:, t, :, None]

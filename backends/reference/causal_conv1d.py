@@ -7,7 +7,7 @@ With the activation "silu" the output is y_t σ(y_t).
 import numpy as np
 
 from ..constants import PADDING, STARTS
-from ._common import cast, kinds_or_goes_on, sigmoid
+from ._common import broadcast_kinds, cast, sigmoid
 
 
 def causal_conv1d(
@@ -25,8 +25,8 @@ def causal_conv1d(
     """
     x, kernel = cast(dtype, x, kernel)
     bias = 0 if bias is None else np.asarray(bias).astype(dtype)
-    window = _first_window(x, kernel, initial_state, dtype)
-    kind = kinds_or_goes_on(token_kind, x)
+    window = _initial_window(x, kernel, initial_state, dtype)
+    kind = broadcast_kinds(token_kind, x)
     output = np.empty_like(x)
     for t in range(x.shape[1]):
         window = _next_window(window, x[:, t], kind[:, t])
@@ -48,12 +48,12 @@ def causal_conv1d_gradient(
 ):
     """Returns the gradients of x, kernel, bias and initial_state.
 
-    The gradient that arrives at a padded output is ignored.
+    The gradient of the output of a padding token is ignored.
     """
     x, kernel, d_output, d_final_state = cast(dtype, x, kernel, d_output, d_final_state)
     bias = 0 if bias is None else np.asarray(bias).astype(dtype)
-    kind = kinds_or_goes_on(token_kind, x)
-    windows = [_first_window(x, kernel, initial_state, dtype)]
+    kind = broadcast_kinds(token_kind, x)
+    windows = [_initial_window(x, kernel, initial_state, dtype)]
     for t in range(x.shape[1]):
         windows.append(_next_window(windows[-1], x[:, t], kind[:, t]))
 
@@ -76,8 +76,8 @@ def causal_conv1d_gradient(
     return d_x, d_kernel, d_bias, g[:, 1:]
 
 
-def _first_window(x, kernel, initial_state, dtype):
-    """The last W inputs before the first token. The oldest never meets a weight: it is 0."""
+def _initial_window(x, kernel, initial_state, dtype):
+    """The last W inputs before the first token; the oldest is never used, and is 0."""
     window = np.zeros((x.shape[0], *kernel.shape), dtype)
     if initial_state is not None:
         window[:, 1:] = np.asarray(initial_state, dtype)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from ..constants import GOES_ON, PADDING, STARTS
-from ._common import cast, kinds_or_goes_on, state_or_zeros
+from ._common import broadcast_kinds, cast, state_or_zeros
 
 
 def complex_linear_scan(x, log_a, phase, initial_state=None, token_kind=None, dtype=np.float64):
@@ -13,7 +13,7 @@ def complex_linear_scan(x, log_a, phase, initial_state=None, token_kind=None, dt
     """
     x, log_a, phase = cast(dtype, x, log_a, phase)
     u, h = _complex(x), _complex(state_or_zeros(initial_state, x[:, 0].shape, dtype))
-    kind = kinds_or_goes_on(token_kind, x)
+    kind = broadcast_kinds(token_kind, x)
     output = np.empty_like(x)
     for t in range(x.shape[1]):
         k = kind[:, t]
@@ -34,7 +34,7 @@ def complex_linear_scan_gradient(
     x, log_a, phase, d_output, g = cast(dtype, x, log_a, phase, d_output, d_final_state)
     d_output, g = _complex(d_output), _complex(g)
     first = _complex(state_or_zeros(initial_state, x[:, 0].shape, dtype))
-    kind = kinds_or_goes_on(token_kind, x)
+    kind = broadcast_kinds(token_kind, x)
     d_x, d_log_a, d_phase = np.zeros_like(x), np.zeros_like(log_a), np.zeros_like(phase)
     for t in reversed(range(x.shape[1])):
         k = kind[:, t]

@@ -7,7 +7,7 @@ Qin et al. 2024, arXiv:2404.07904, section 3 (HGRN2, where k_t = 1 - exp(log_f_t
 import numpy as np
 
 from ..constants import PADDING
-from ._common import cast, kinds_or_goes_on
+from ._common import broadcast_kinds, cast
 from ._matrix_state import forward, gradient
 
 
@@ -38,7 +38,7 @@ def gated_linear_attention_gradient(
         d_output, d_final_state, q, _keys(k, log_f), v, f, initial_state, token_kind
     )
     if k is None:
-        d_log_f -= np.where(kinds_or_goes_on(token_kind, v) == PADDING, 0, d_k * f)
+        d_log_f -= np.where(broadcast_kinds(token_kind, v) == PADDING, 0, d_k * f)
         d_k = None
     return d_q, d_k, d_v, d_log_f, d_initial
 

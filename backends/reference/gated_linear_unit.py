@@ -12,7 +12,7 @@ from ._common import cast, sigmoid
 
 
 def gated_linear_unit(gate, x, activation="silu", dtype=np.float64):
-    """gate, x: tensors of one shape. Returns a tensor of that shape."""
+    """gate, x: [..., D]. Returns [..., D]."""
     gate, x = cast(dtype, gate, x)
     z, _ = _sigmoid_argument(gate, activation)
     return gate * sigmoid(z) * x

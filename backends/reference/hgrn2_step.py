@@ -1,9 +1,9 @@
-"""A token of HGRN2's recurrence, from its three linear maps.  Qin et al. 2024, arXiv:2404.07904.
+"""A decoding step of HGRN2, from its three projections.  Qin et al. 2024, arXiv:2404.07904.
 
     S' = diag(f) S + (1 - f) v^T,  f = β + (1 - β) σ(f logits)
     o = S'^T silu(q) K^(-1/2)
 
-Where a token begins a document, S is 0; padding leaves S as it is.
+At the start of a document S is 0; padding leaves S unchanged.
 """
 
 import numpy as np
@@ -22,7 +22,7 @@ def hgrn2_step(q, f, v, memory, lower_bound=None, token_kind=None, dtype=np.floa
     rest = 1.0 if lower_bound is None else np.exp(cast(dtype, lower_bound)[0][1])
     bound = 0.0 if lower_bound is None else np.exp(cast(dtype, lower_bound)[0][0])
     forgets, decay = rest * sigmoid(-f), bound + rest * sigmoid(f)
-    # Rounded, β and 1 - β do not add up to 1; β may be NaN.
+    # Rounded β and 1 - β do not add up to 1; β may be NaN.
     decay = np.where((forgets <= 0.5) & ~np.isnan(decay), 1 - forgets, decay)
     q, key, decay = (
         x.reshape(batch, heads, keys) for x in (q * sigmoid(q) * keys**-0.5, forgets, decay)

@@ -41,5 +41,5 @@ def lightning_attention_gradient(
 
 
 def _decays(log_decay, k):
-    """The decay of every token and key channel: one number a head."""
+    """The decay of every token and key channel, one number per head."""
     return np.broadcast_to(np.exp(log_decay)[:, None], k.shape)

@@ -3,14 +3,14 @@
 import numpy as np
 
 from ..constants import GOES_ON, PADDING, STARTS
-from ._common import cast, kinds_or_goes_on, state_or_zeros
+from ._common import broadcast_kinds, cast, state_or_zeros
 
 
 def linear_scan(x, log_a, initial_state=None, token_kind=None, dtype=np.float64):
     """x, log_a: [B, T, D]. Returns ([B, T, D], [B, D])."""
     x, log_a = cast(dtype, x, log_a)
     h = state_or_zeros(initial_state, x[:, 0].shape, dtype)
-    kind = kinds_or_goes_on(token_kind, x)
+    kind = broadcast_kinds(token_kind, x)
     output = np.empty_like(x)
     for t in range(x.shape[1]):
         k = kind[:, t]
@@ -27,7 +27,7 @@ def linear_scan_gradient(
     h, _ = linear_scan(x, log_a, initial_state, token_kind, dtype)
     x, log_a, d_output, g = cast(dtype, x, log_a, d_output, d_final_state)
     first = state_or_zeros(initial_state, x[:, 0].shape, dtype)
-    kind = kinds_or_goes_on(token_kind, x)
+    kind = broadcast_kinds(token_kind, x)
     d_x, d_log_a = np.zeros_like(x), np.zeros_like(log_a)
     for t in reversed(range(x.shape[1])):
         k = kind[:, t]

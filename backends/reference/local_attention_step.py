@@ -1,9 +1,9 @@
-"""A token of softmax attention to a window of those before.  De et al. 2024, arXiv:2402.19427.
+"""A decoding step of sliding-window attention.  De et al. 2024, arXiv:2402.19427.
 
     q = rotate(q, p) / sqrt(K),  k = rotate(k, p)      p: the token's position in its document
     o = Σ_s softmax_s(q · k_s) v_s                     p - window < s <= p
 
-`rotate` turns channels j and j + R together, by frequencies_j p radians (arXiv:2104.09864).
+`rotate` rotates channels j and j + R by frequencies_j p radians (arXiv:2104.09864).
 """
 
 import numpy as np

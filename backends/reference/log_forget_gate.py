@@ -1,10 +1,10 @@
 """log f = log(β + (1 - β) σ(logits)).  Qin et al. 2023, arXiv:2311.04823, section 3.2.
 
-The lower bound β is given as log β and log(1 - β). Rounded, the two stand for numbers whose sum is
-not quite 1, and where f is near 1, log f would show that difference alone. Where the gate forgets
-at most half, log f is therefore log(1 - w), of what is forgotten, w = (1 - β) σ(-logits), for which
-log(1 - β) suffices. The gradients are everywhere those of the formula above, with log β and
-log(1 - β) as two variables.
+The lower bound β is given as log β and log(1 - β). Rounded, they represent numbers whose sum
+is not exactly 1, and where f is near 1, log f would consist of that difference. Where the gate
+forgets at most half, log f is therefore log(1 - w), with the forgotten share w = (1 - β)
+σ(-logits), for which log(1 - β) suffices. The gradients are everywhere those of the formula above,
+with log β and log(1 - β) as two variables.
 """
 
 import numpy as np
@@ -19,10 +19,10 @@ def log_forget_gate(logits, lower_bound=None, dtype=np.float64):
     if lower_bound is None:
         return log_s
     log_bound, log_rest = cast(dtype, lower_bound)[0]
-    of_sum = np.logaddexp(log_bound, log_rest + log_s)
+    log_sum = np.logaddexp(log_bound, log_rest + log_s)
     forgotten = np.exp(log_rest) * sigmoid(-logits)
-    near_1 = (forgotten <= 0.5) & ~np.isnan(of_sum)  # log β may be NaN
-    return np.where(near_1, np.log1p(-np.minimum(forgotten, 0.5)), of_sum)
+    near_1 = (forgotten <= 0.5) & ~np.isnan(log_sum)  # log β may be NaN
+    return np.where(near_1, np.log1p(-np.minimum(forgotten, 0.5)), log_sum)
 
 
 def log_forget_gate_gradient(d_output, logits, lower_bound=None, dtype=np.float64):

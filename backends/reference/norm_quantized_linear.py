@@ -1,13 +1,15 @@
 """y = RMSNorm(x) W + b for up to three quantized matrices, then a gate or a residual.
 
 x is [B, K]; ε None: no norm. With `gate` the output is activation(y_1) * y_2. W is [K, N] int8, or
-with 4 bits [K, ceil(N / 2)], where a byte holds two neighbors, the first one in its lower half:
+with 4 bits [K, ceil(N / 2)], where a byte holds two adjacent channels, the first one in its lower
+half:
 
     W = kernel / kernel_scale                                kernel_scale [N]
     W = (kernel - kernel_zero) * kernel_scale                both [blocks of channels, N]
 
-As Keras's `Dense` has them. With `row_dtype`, the normalized row is rounded to that dtype, in it
-multiplied by 127 / (max |row| + 1e-7), and rounded to integers; products are divided by that, too.
+This is the format of Keras's `Dense`. With `row_dtype`, the normalized row is rounded to that
+dtype, multiplied in it by 127 / (max |row| + 1e-7), and rounded to integers; products are divided
+by this factor.
 """
 
 import numpy as np
@@ -73,7 +75,7 @@ def norm_quantized_linear(
 
 
 def rounded_row(x, dtype):
-    """Numbers as a dtype, named by a string, holds them."""
+    """x rounded to a dtype, given as a string."""
     if dtype == "bfloat16":
         import ml_dtypes
 
@@ -82,7 +84,7 @@ def rounded_row(x, dtype):
 
 
 def quantized_row(row):
-    """Integers up to 127, and by what a row's numbers were multiplied, in the row's dtype."""
+    """The row as integers up to 127, and the factor that it was multiplied by, in its dtype."""
     one = row.dtype.type
     factor = one(127) / (np.abs(row).max(-1, keepdims=True) + one(ROW_EPSILON))
     return np.clip(np.round(row * factor), one(-127), one(127)), factor

@@ -4,20 +4,20 @@
     log a_t = -8 softplus(-a_logit) r_t
     h_t = a_t h_{t-1} + sqrt(1 - a_t^2) i_t x_t
 
-Equation 6 of the paper prints softplus(a_logit); a = sigmoid(a_logit) makes it softplus(-a_logit).
+Equation 6 of the paper has softplus(a_logit); with a = sigmoid(a_logit) it is softplus(-a_logit).
 """
 
 import numpy as np
 
 from ..constants import DECAY_EXPONENT, GOES_ON, MAX_SQRT_GRADIENT, PADDING, STARTS
-from ._common import cast, kinds_or_goes_on, sigmoid, state_or_zeros
+from ._common import broadcast_kinds, cast, sigmoid, state_or_zeros
 
 
 def rg_lru(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None, dtype=np.float64):
     """x, gate_a, gate_x: [B, T, D]; a_logit: [D]. Returns ([B, T, D], [B, D])."""
     x, gate_a, gate_x, a_logit = cast(dtype, x, gate_a, gate_x, a_logit)
     h = state_or_zeros(initial_state, x[:, 0].shape, dtype)
-    kind = kinds_or_goes_on(token_kind, x)
+    kind = broadcast_kinds(token_kind, x)
     output = np.empty_like(x)
     for t in range(x.shape[1]):
         k = kind[:, t]
@@ -46,7 +46,7 @@ def rg_lru_gradient(
         dtype, x, gate_a, gate_x, a_logit, d_output, d_final_state
     )
     first = state_or_zeros(initial_state, x[:, 0].shape, dtype)
-    kind = kinds_or_goes_on(token_kind, x)
+    kind = broadcast_kinds(token_kind, x)
     d_x, d_gate_a, d_gate_x = np.zeros_like(x), np.zeros_like(x), np.zeros_like(x)
     d_a_logit = np.zeros_like(a_logit)
     for t in reversed(range(x.shape[1])):

@@ -1,11 +1,11 @@
-"""A token of Griffin's recurrent block, between its linear maps.  De et al. 2024, arXiv:2402.19427.
+"""A decoding step of Griffin's recurrent block, between its projections.  arXiv:2402.19427.
 
     c = Σ_i kernel_i x_{t-W+1+i} + bias                 a causal convolution of W tokens
     r = σ(W_a c + b_a), i = σ(W_x c + b_x)              W_a, W_x block-diagonal
     h = a h + sqrt(1 - a²) i c,  log a = -8 softplus(-a_logit) r
     y = gelu(gate) h
 
-Where a token begins a document, the window and h are 0, and h = i c; padding leaves both states.
+At the start of a document the window and h are 0, and h = i c; padding leaves both unchanged.
 """
 
 import numpy as np
