@@ -36,7 +36,7 @@ def forward(x, kernel, bias, initial_state, token_kind, activation=None):
     def step(carry, start, x_chunk, document_chunk):
         inputs = _inputs(real_first, x_chunk, start, initial_state)
         output = _filtered(
-            inputs, window, bias, _same_document(document, document_chunk, start, window)
+            inputs, window, bias, _document_masks(document, document_chunk, start, window)
         )
         if activation == "silu":
             output = jax.nn.silu(output)
@@ -63,12 +63,12 @@ def backward(x, kernel, bias, initial_state, token_kind, _, d_output, d_final, a
         d_next, d_window, d_bias = carry
         length, d_z = x_chunk.shape[1], d_y.astype(dtype)
         inputs = _inputs(real_first, x_chunk, start, initial_state)
-        same_document = _same_document(document, document_chunk, start, window)
+        document_masks = _document_masks(document, document_chunk, start, window)
         if activation == "silu":
-            d_z = _silu_gradient(d_z, _filtered(inputs, window, bias, same_document))
+            d_z = _silu_gradient(d_z, _filtered(inputs, window, bias, document_masks))
         d_inputs = jnp.pad(d_next, ((0, 0), (length, 0), (0, 0)))
         d_taps = []
-        for j, same in enumerate(same_document):
+        for j, same in enumerate(document_masks):
             d_tap = jnp.where(same, d_z, 0)
             d_taps.append(sum_over_tokens(d_tap * inputs[:, j : j + length]))
             d_inputs += jnp.pad(window[j] * d_tap, ((0, 0), (j, width - 1 - j), (0, 0)))
@@ -138,12 +138,12 @@ def _inputs(x, chunk, start, initial_state):
     return jnp.concatenate([elements_before(x, start, initial_state), chunk], axis=1)
 
 
-def _filtered(inputs, window, bias, same_document):
+def _filtered(inputs, window, bias, document_masks):
     """The filter on the chunk at the end of its inputs [B, W - 1 + C, D]."""
     length = inputs.shape[1] - window.shape[0] + 1
     output = sum(
         window[j] * jnp.where(same, inputs[:, j : j + length], 0)
-        for j, same in enumerate(same_document)
+        for j, same in enumerate(document_masks)
     )
     return output if bias is None else output + bias.astype(window.dtype)
 
@@ -154,7 +154,7 @@ def _silu_gradient(d_y, z):
     return d_y * s * (1 + z * jax.nn.sigmoid(-z))
 
 
-def _same_document(document, chunk, start, window):
+def _document_masks(document, chunk, start, window):
     """For each weight, a mask of the inputs that belong to the document of the output token.
 
     The inputs in the initial state belong to document 0.

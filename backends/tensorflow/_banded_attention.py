@@ -1,12 +1,12 @@
-"""Softmax attention of a row of queries to the keys before them, block by block.
+"""Softmax attention of a sequence of queries to the keys before them, block by block.
 
 The T queries belong to the last T of the S keys: query t attends to key S - T + t and to the keys
-before it in the same document, to `window` in all. `window` None stands for all of them; else
+before it in the same document, to `window` in all. `window` None means all of them; else
 S - T is `window` - 1. A block of queries is multiplied with the keys that at least one of its
 queries attends to, so time grows with T times the window, and memory with T.
 
-q: [B, G, T, R, K], where R heads share a key; k: [B, G, S, K]; v: [B, G, S, V]; documents: numbers
-of the queries [B, T] and of the keys [B, S].
+q: [B, G, T, R, K], where R heads share a key; k: [B, G, S, K]; v: [B, G, S, V]; documents:
+document numbers of the queries [B, T] and of the keys [B, S].
 """
 
 import itertools
@@ -14,7 +14,7 @@ import itertools
 import tensorflow as tf
 
 BLOCK = 64
-# Without a window the blocks are cut into so many spans. All blocks of a span are multiplied with
+# Spans of blocks without a window. All blocks of a span are multiplied with
 # the keys up to the span's end. With four spans a quarter of the products are of keys that no query
 # attends to, with one span half of them.
 SPANS = 4
@@ -32,8 +32,8 @@ def forward(q, k, v, documents, window):
         total = tf.reduce_sum(weights, axis=-1, keepdims=True)
         return carry, [tf.matmul(weights, block.keys(v)) / total]
 
-    _, (output,) = blocks.walk(attend, [], [v.shape[-1]], v.dtype)
-    return blocks.side_by_side(output, blocks.heads)[:, :, : blocks.length]
+    _, (output,) = blocks.scan_blocks(attend, [], [v.shape[-1]], v.dtype)
+    return blocks.join_blocks(output, blocks.heads)[:, :, : blocks.length]
 
 
 def backward(d_output, q, k, v, documents, window):
@@ -45,13 +45,13 @@ def backward(d_output, q, k, v, documents, window):
 
     def attend(block, carry):
         q_b, k_b, v_b, d_o = block.queries(q), block.keys(k), block.keys(v), block.queries(d_output)
-        # Not by sums that the forward kept: logits of another program are rounded otherwise, which
-        # shows where they are large.
+        # Not from sums of the forward pass: another program rounds logits differently, which
+        # matters where they are large.
         weights = softmax(block.hide(tf.matmul(q_b, k_b, transpose_b=True)))
         d_weights = tf.matmul(d_o, v_b, transpose_b=True)
-        # The output would give the same sum, but it has been rounded. The difference comes first:
-        # that of products with the weights is rounded once more, which shows where one key has
-        # nearly all weight.
+        # The output would give the same sum, but it has been rounded. The difference is computed
+        # first: a difference of products with the weights is rounded once more, which matters
+        # where one key has nearly all the weight.
         mean = tf.reduce_sum(weights * d_weights, axis=-1, keepdims=True)
         d_logits = weights * (d_weights - mean)
         d_keys = [
@@ -64,26 +64,26 @@ def backward(d_output, q, k, v, documents, window):
     sizes = [k.shape[-1], v.shape[-1]]
     carry = [tf.zeros_like(x[:, :, : blocks.overlap]) for x in (k, v)]
     sizes_of_results = [q.shape[-1], *(sizes if window else [])]
-    carry, (d_q, *done) = blocks.walk(attend, carry, sizes_of_results, q.dtype)
+    carry, (d_q, *done) = blocks.scan_blocks(attend, carry, sizes_of_results, q.dtype)
     if window:
-        done = [blocks.side_by_side(d, 1)[:, :, :, 0] for d in done]
+        done = [blocks.join_blocks(d, 1)[:, :, :, 0] for d in done]
         carry = [tf.concat(pair, axis=2) for pair in zip(done, carry, strict=True)]
-    d_q = blocks.side_by_side(d_q, blocks.heads)[:, :, : blocks.length]
+    d_q = blocks.join_blocks(d_q, blocks.heads)[:, :, : blocks.length]
     return d_q, *(d[:, :, :num_keys] for d in carry)
 
 
 def softmax(logits):
-    """The weights of a softmax over the last axis, by a quotient.
+    """Softmax over the last axis, with a division.
 
-    `tf.nn.softmax` multiplies by a reciprocal, which CPUs without AVX-512 approximate: a key that
-    has all weight gets 1 - 2^-24, and the gradients of its logits do not vanish.
+    `tf.nn.softmax` multiplies by a reciprocal, which CPUs without AVX-512 approximate: a key with
+    all the weight gets 1 - 2^-24, and the gradients of its logits do not vanish.
     """
     weights = tf.exp(logits - tf.reduce_max(logits, axis=-1, keepdims=True))
     return weights / tf.reduce_sum(weights, axis=-1, keepdims=True)
 
 
 class _Blocks:
-    """How queries and keys are cut into blocks. Any size but those of heads may be a tensor."""
+    """Partition of queries and keys into blocks. Any size except those of heads may be a tensor."""
 
     def __init__(self, q, k, documents, window):
         self.batch, self.groups, self.length = tf.shape(q)[0], q.shape[1], _size(q, 2)
@@ -97,10 +97,9 @@ class _Blocks:
             self.size //= 2
         self.count = -(-self.length // self.size)
         self.missing = self.count * self.size - self.length
-        # How many keys of a block are also keys of the next one.
+        # The number of keys that a block shares with the next one.
         self.overlap = window - 1 if window else 0
-        # The places that fill up the last block are a document of their own, so none has an empty
-        # sum.
+        # Padding of the last block is a separate document, so that no query has an empty sum.
         self.documents = [
             tf.pad(d, [[0, 0], [0, self.missing]], constant_values=-1) for d in documents
         ]
@@ -113,30 +112,30 @@ class _Blocks:
     def padded_keys(self, x):
         return tf.pad(x, [[0, 0], [0, 0], [0, self.missing], [0, 0]])
 
-    def side_by_side(self, results, heads):
+    def join_blocks(self, results, heads):
         """[blocks, B, G, size * heads, K] as [B, G, blocks * size, heads, K]."""
         rows = tf.transpose(results, [1, 2, 0, 3, 4])
         return tf.reshape(rows, [self.batch, self.groups, -1, heads, results.shape[4]])
 
-    def walk(self, step, carry, sizes, dtype):
-        """Call `step(block, carry) -> (carry, results)` for one block after another.
+    def scan_blocks(self, step, carry, sizes, dtype):
+        """Calls `step(block, carry) -> (carry, results)` for one block after another.
 
-        Returns the last carry and the results, stacked; `sizes` are those of their last axes.
+        Returns the last carry and the stacked results; `sizes` are the sizes of their last axes.
         """
         edges = [0, self.count]
-        # Spans need a known length: otherwise one may be empty, and has no results to stack.
+        # Spans need a known length: otherwise a span may be empty, with no results to stack.
         if not self.window and isinstance(self.count, int):
             edges = sorted({-(-self.count * i // SPANS) for i in range(SPANS + 1)})
         parts = []
         for first, end in itertools.pairwise(edges):
             width = self.overlap + self.size if self.window else self.before + end * self.size
             if not self.window:
-                carry = [_lengthened(x, width) for x in carry]
-            carry, results = self._walk_span(step, carry, first, end, width, sizes, dtype)
+                carry = [_pad_time(x, width) for x in carry]
+            carry, results = self._scan_span(step, carry, first, end, width, sizes, dtype)
             parts.append(results)
         return carry, [tf.concat(part, axis=0) for part in zip(*parts, strict=True)]
 
-    def _walk_span(self, step, carry, first, end, width, sizes, dtype):
+    def _scan_span(self, step, carry, first, end, width, sizes, dtype):
         if isinstance(first, int) and isinstance(end, int) and end - first == 1:
             carry, results = step(_Block(self, first, width), carry)
             return carry, [r[None] for r in results]
@@ -183,7 +182,7 @@ class _Block:
         return tf.slice(x, [0, 0, start, 0], sizes)
 
     def hide(self, logits):
-        """The logits [B, G, size * R, width], masked where a query does not attend to a key."""
+        """Masks logits [B, G, size * R, width] where a query does not attend to a key."""
         b = self.blocks
         index = b.before + self.start + tf.range(b.size)[:, None]
         distance = index - (self.first + tf.range(self.width))
@@ -200,18 +199,18 @@ class _Block:
         return tf.reshape(hidden, shape)
 
     def add(self, carry, d_keys):
-        """The sums so far of the gradients of keys: (those that later blocks add to, the others).
+        """Adds to the gradients of keys; returns (sums that later blocks add to, final sums).
 
-        Without a window later blocks add to all of them.
+        Without a window, later blocks add to all of them.
         """
         if not self.blocks.window:
             return [c + d for c, d in zip(carry, d_keys, strict=True)], []
         size = self.blocks.size
-        totals = [_lengthened(c, self.width) + d for c, d in zip(carry, d_keys, strict=True)]
+        totals = [_pad_time(c, self.width) + d for c, d in zip(carry, d_keys, strict=True)]
         return [t[:, :, size:] for t in totals], [t[:, :, :size] for t in totals]
 
 
-def _lengthened(x, length):
+def _pad_time(x, length):
     return tf.pad(x, [[0, 0], [0, 0], [0, length - _size(x, 2)], [0, 0]])
 
 

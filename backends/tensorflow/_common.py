@@ -1,4 +1,4 @@
-"""What the operations of this folder share."""
+"""Helpers shared by the operations in TensorFlow."""
 
 import tensorflow as tf
 
@@ -17,24 +17,24 @@ def as_tensors(*tensors):
 
 
 def dense_gradient(gradient, output, dtype):
-    """The gradient of an output in `dtype`. It may arrive as sparse slices or without its shape."""
+    """The gradient of an output in `dtype`, dense and with its shape, which it may lack."""
     gradient = tf.cast(tf.convert_to_tensor(gradient), dtype)
     gradient.set_shape(output.shape)
     return gradient
 
 
 def length_of(tensor):
-    """T of [B, T, ...]: a number where it is known, else a tensor."""
+    """T of [B, T, ...]: an integer if it is known, else a tensor."""
     return tf.shape(tensor)[1] if tensor.shape[1] is None else tensor.shape[1]
 
 
 def state_or_zeros(initial_state, shape, dtype):
-    """The initial state in `dtype`; None stands for zeros."""
+    """The initial state in `dtype`; None means zeros."""
     return tf.zeros(shape, dtype) if initial_state is None else tf.cast(initial_state, dtype)
 
 
 def kind_masks(token_kind):
-    """(starts, padding), boolean [B, T]: which tokens are of that kind; both None if all go on."""
+    """Boolean masks (starts, padding) [B, T]; both None if all tokens continue a document."""
     if token_kind is None:
         return None, None
     return token_kind == STARTS, token_kind == PADDING
@@ -52,12 +52,12 @@ def filled(tensor, mask, value):
 
 
 def applied_decay(a, starts, padding):
-    """a as a token applies it to the state: 0 at a start, 1 at padding."""
+    """The decay applied to the state: 0 at a start, 1 at padding, else a."""
     return filled(filled(a, starts, 0), padding, 1)
 
 
-def in_chunks(tensor, size, filler):
-    """[B, T, D] as [B, T / size, size, D]; the last chunk is filled up with `filler`."""
+def split_chunks(tensor, size, filler):
+    """[B, T, D] as [B, T / size, size, D]; the last chunk is padded with `filler`."""
     missing = -length_of(tensor) % size
     if tensor.shape[1] is None or missing:
         filler = tf.constant(filler, tensor.dtype)
@@ -68,31 +68,31 @@ def in_chunks(tensor, size, filler):
 
 
 def sum_over_tokens(x):
-    """The sum [D] of x [B, T, D], as a tree: at once, TensorFlow would add token by token."""
+    """The sum [D] of x [B, T, D], as a tree; `tf.reduce_sum` would add token by token."""
     levels = 0
     while levels < 3 if x.shape[1] is None else x.shape[1] > 8:
-        x, levels = tf.reduce_sum(in_chunks(x, 8, 0), axis=2), levels + 1
+        x, levels = tf.reduce_sum(split_chunks(x, 8, 0), axis=2), levels + 1
     return tf.reduce_sum(x, axis=[0, 1])
 
 
 @tf.custom_gradient
 def sigmoid(z):
-    """σ(z), which can be differentiated."""
+    """σ(z) with an accurate gradient."""
     s, rest = sigmoids(z)
 
     def gradient(d_s):
-        """TensorFlow would take 1 - σ(z) for σ(-z), which loses digits above 0."""
+        """Uses σ(-z), which TensorFlow would compute as 1 - σ(z), losing digits for z > 0."""
         return d_s * s * rest
 
     return s, gradient
 
 
 def sigmoids(z):
-    """σ(z) and σ(-z), the smaller one with all its digits.
+    """σ(z) and σ(-z), the smaller one with full precision.
 
-    On a CPU, `tf.sigmoid` is wrong by up to six units in the last place, this by little more than
-    two. Of a constant over a tensor a graph makes an approximate reciprocal, which CPUs round to
-    1 - 2^-24 where σ is 1; a quotient of two tensors stays one.
+    On a CPU, the error of `tf.sigmoid` is up to six units in the last place, of this function
+    little more than two. Graphs turn a constant divided by a tensor into an approximate reciprocal,
+    which CPUs round to 1 - 2^-24 where σ is 1; a quotient of two tensors remains a division.
     """
     e = tf.exp(-tf.abs(z))
     positive, one = z >= 0, tf.ones_like(e)

@@ -12,7 +12,7 @@ from ._common import length_of
 
 # Number of elements of an argument in one group.
 _GROUP_SIZE = 1 << 17
-# Chunks of a group. The loop over them is unrolled.
+# Number of chunks in a group. The loop over them is unrolled.
 _MOST_CHUNKS = 8
 _CHUNKS_OF_UNKNOWN_BATCH = 2
 
@@ -51,7 +51,7 @@ def grouped(x, plan):
 
 
 def scan_groups(step, state, inputs, plan, dtypes, reverse=False):
-    """Call `step(state, *inputs of a group) -> (state, outputs)` for one group after another.
+    """Calls `step(state, *inputs of a group) -> (state, outputs)` for one group after another.
 
     Returns the last state and each output of all groups, [B, tokens, H, ...].
     """
@@ -97,10 +97,10 @@ def inner_products(a, b):
 
 
 def states(decay, added, first, plan, reverse=False):
-    """S' = decay S + added, chunk by chunk, from the last one if `reverse`.
+    """S' = decay S + added, chunk by chunk, starting from the last if `reverse`.
 
     decay: [B * H * chunks, K or 1, 1]; added: [B * H * chunks, K, V]; first: [B * H, K, V].
-    Returns the state before each chunk, in the shape of `added`, and the last one.
+    Returns the states before each chunk, in the shape of `added`, and the last state.
     """
     decays, additions = (
         tf.unstack(tf.reshape(x, [-1, plan.chunks, *x.shape[1:]]), axis=1) for x in (decay, added)

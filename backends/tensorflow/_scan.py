@@ -2,12 +2,12 @@
 
 import tensorflow as tf
 
-from ._common import in_chunks, length_of
+from ._common import length_of, split_chunks
 
-# Tokens that one node of the tree combines. XLA fuses the steps of a node and computes its first
-# ones again for each output: with 16 that costs more than it saves.
+# Tokens that one node of the tree combines. XLA fuses the steps of a node and recomputes its
+# first ones for each output: with 16 this costs more than it saves.
 RADIX = 8
-# Levels of the tree where T is unknown. A loop over the T / 8**3 nodes of the last one follows.
+# Levels of the tree if T is unknown. A loop over the T / 8**3 nodes of the last one follows.
 LEVELS_OF_UNKNOWN_LENGTH = 3
 
 
@@ -17,9 +17,9 @@ def scan(a, x, state, reverse=False, levels=LEVELS_OF_UNKNOWN_LENGTH):
     a, x: [B, T, D]; state: [B, D], all of one dtype. Decays are only multiplied, never divided by
     one another, so that any decay, 0 included, is safe.
 
-    All chunks of eight tokens are computed together. First from the state 0, which gives what a
-    chunk adds to the state, and the product of its decays. The same recurrence over these totals
-    gives the state before each chunk. Then all is computed from that.
+    All chunks of eight tokens are computed together: first from a zero state, which gives the
+    contribution of a chunk to the state and the product of its decays. This recurrence over these
+    totals gives the state before each chunk, from which all tokens are computed.
     """
     if a.shape[1] is not None and a.shape[1] <= RADIX:
         return tf.stack(
@@ -28,8 +28,8 @@ def scan(a, x, state, reverse=False, levels=LEVELS_OF_UNKNOWN_LENGTH):
     if a.shape[1] is None and levels == 0:
         return _loop(a, x, state, reverse)
 
-    a_chunks = tf.unstack(in_chunks(a, RADIX, 1), axis=2)
-    x_chunks = tf.unstack(in_chunks(x, RADIX, 0), axis=2)
+    a_chunks = tf.unstack(split_chunks(a, RADIX, 1), axis=2)
+    x_chunks = tf.unstack(split_chunks(x, RADIX, 0), axis=2)
     totals = _steps(a_chunks, x_chunks, tf.zeros_like(x_chunks[0]), reverse)[0 if reverse else -1]
     decays = a_chunks[0]
     for a_c in a_chunks[1:]:
@@ -42,7 +42,7 @@ def scan(a, x, state, reverse=False, levels=LEVELS_OF_UNKNOWN_LENGTH):
 
 
 def _steps(a, x, state, reverse):
-    """The recurrence over lists of tensors, one for each token."""
+    """Computes the recurrence over lists of tensors, one for each token."""
     steps = list(zip(a, x, strict=True))
     out = []
     for a_t, x_t in reversed(steps) if reverse else steps:
@@ -52,7 +52,7 @@ def _steps(a, x, state, reverse):
 
 
 def _loop(a, x, state, reverse):
-    """The recurrence token by token."""
+    """Computes the recurrence token by token."""
     length = length_of(a)
 
     def step(i, state, out):
@@ -66,7 +66,7 @@ def _loop(a, x, state, reverse):
 
 
 def adjoint_scan(a, d_out, d_state):
-    """The gradients g_t = d_out_t + a_{t+1} * g_{t+1} of x_t, and a_t * g_t, the one of out_{t-1}.
+    """The gradients g_t = d_out_t + a_{t+1} * g_{t+1} of x_t, and a_t * g_t, of out_{t-1}.
 
     g_T = d_out_T + d_state.
     """

@@ -83,7 +83,7 @@ def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None, act
                 d_inputs = tf.pad(d_state, [[0, 0], [length, 0], [0, 0]])
             else:
                 dy = filled(_move(dy, tokens.order), tokens.empty, 0)
-                d_inputs = _place(filled(d_state, tokens.outdated, 0), tokens.last, taps + length)
+                d_inputs = _scatter(filled(d_state, tokens.outdated, 0), tokens.last, taps + length)
             dz, d_weights = dy, []
             if activation == "silu":
                 z = filtered(inputs, weights, bias)
@@ -132,7 +132,7 @@ def _real_tokens(token_kind, taps):
     real = tf.cumsum(tf.cast(~padding, tf.int32), axis=1)
     number = real[:, -1:]
     target = tf.where(padding, number + token - real, real - 1)
-    order = _place(tf.broadcast_to(token, tf.shape(target)), target, length)
+    order = _scatter(tf.broadcast_to(token, tf.shape(target)), target, length)
     starts_so_far = tf.cumsum(tf.cast(starts, tf.int32), axis=1)
     document = tf.pad(tf.gather(starts_so_far, order, batch_dims=1), [[0, 0], [taps, 0]])
     last = number + tf.range(taps)
@@ -153,7 +153,7 @@ def _move(tensor, index):
     return moved
 
 
-def _place(tensor, index, length):
+def _scatter(tensor, index, length):
     """The inverse of `_move`: tensor[b, t] at index[b, t], and zeros elsewhere."""
     batch = tf.shape(tensor)[0]
     row = tf.broadcast_to(tf.range(batch)[:, None], tf.shape(index))

@@ -54,7 +54,7 @@ def gated_linear_attention(q, k, v, log_f, initial_state=None, token_kind=None):
         f = applied_decay(tf.exp(log_f), starts, padding)
         return *(filled(x, padding, 0) for x in (q, k, v)), f
 
-    def in_chunks(*tokens):
+    def chunk_group(*tokens):
         return [chunked(x, cut) for x in prepared(*tokens)]
 
     def groups(q, k, v, log_f):
@@ -66,14 +66,14 @@ def gated_linear_attention(q, k, v, log_f, initial_state=None, token_kind=None):
     def unflat(state):
         return tf.reshape(state, [-1, heads, key_size, value_size])
 
-    def one_token(q, k, v, log_f, state):
+    def step_token(q, k, v, log_f, state):
         q, k, w, f = (x[:, 0, :, :, None] for x in prepared(q, k, v, log_f, token_kind))
         state = f * state + k * tf.linalg.matrix_transpose(w)
         return tf.cast(tf.reduce_sum(q * state, axis=2)[:, None], v.dtype), state
 
     def all_tokens(q, k, v, log_f, state):
         def step(state, *tokens):
-            q, k, w, f = in_chunks(*tokens)
+            q, k, w, f = chunk_group(*tokens)
             levels, from_start, to_end = _decays(f)
             added = tf.matmul(k * to_end, w, transpose_a=True)
             before, state = states(_total(from_start), added, state, cut)
@@ -86,14 +86,14 @@ def gated_linear_attention(q, k, v, log_f, initial_state=None, token_kind=None):
     @tf.custom_gradient
     def run(state, q, v, log_f, *keys):
         k = keys[0] if keys else None
-        forward = one_token if q.shape[1] == 1 else all_tokens
+        forward = step_token if q.shape[1] == 1 else all_tokens
         output, final_state = forward(q, k, v, log_f, state)
 
         def gradient(d_output, d_final_state):
             inputs = groups(q, k, v, log_f)
 
             def state_before(state, *tokens):
-                _, k, w, f = in_chunks(*tokens)
+                _, k, w, f = chunk_group(*tokens)
                 _, from_start, to_end = _decays(f)
                 added = tf.matmul(k * to_end, w, transpose_a=True)
                 return states(_total(from_start), added, state, cut)[1], [state]
@@ -102,7 +102,7 @@ def gated_linear_attention(q, k, v, log_f, initial_state=None, token_kind=None):
                 *inputs, state, d_output = tokens
                 _, padding = kind_masks(inputs[4])
                 d_output = chunked(filled(d_output, padding, 0), cut)
-                *found, g = _group_gradient(cut, state, d_output, g, *in_chunks(*inputs))
+                *found, g = _group_gradient(cut, state, d_output, g, *chunk_group(*inputs))
                 d_q, d_k, d_v, d_log_f = (unchunked(d, heads, cut) for d in found)
                 if not keys:
                     d_log_f -= d_k * tf.exp(tf.cast(inputs[3], dtype))

@@ -9,7 +9,7 @@ from ._common import accumulation_dtype, sigmoid
 
 
 def gated_linear_unit(gate, x, activation="silu"):
-    """gate, x: the same shape; activation: "silu" or "gelu". Returns that shape in x's dtype."""
+    """gate, x: [..., D]; activation: "silu" or "gelu". Returns [..., D] in x's dtype."""
     dtype = accumulation_dtype(gate, x)
     gate = z = tf.cast(gate, dtype)
     if activation == "gelu":

@@ -41,10 +41,10 @@ def lightning_attention(q, k, v, log_decay, initial_state=None, token_kind=None)
     q, k, v, log_decay, initial_state = as_tensors(q, k, v, log_decay, initial_state)
     dtype = accumulation_dtype(q, k, v, log_decay, initial_state)
     cut, heads = plan(q, v, CHUNK), q.shape[2]
-    kinds = _kinds(q, token_kind, cut)
+    kinds = _padded_kinds(q, token_kind, cut)
     logarithm = tf.cast(log_decay, dtype)
 
-    def in_chunks(tensors, kind):
+    def chunk_group(tensors, kind):
         """Tensors of a group as [B * H * chunks, C, K], with zeros at padding."""
         _, padding = kind_masks(kind)
         return [chunked(filled(tf.cast(x, dtype), padding, 0), cut) for x in tensors]
@@ -53,9 +53,11 @@ def lightning_attention(q, k, v, log_decay, initial_state=None, token_kind=None)
         batch = tf.shape(q)[0] // (heads * cut.chunks)
         return _decays(logarithm, kind, batch, cut)
 
-    def one_token(q, k, v, state):
+    def step_token(q, k, v, state):
         *_, decay = _decays(logarithm, token_kind, tf.shape(q)[0], cut)
-        q, k, w = (tf.reshape(x, [-1, heads, x.shape[2]]) for x in in_chunks((q, k, v), token_kind))
+        q, k, w = (
+            tf.reshape(x, [-1, heads, x.shape[2]]) for x in chunk_group((q, k, v), token_kind)
+        )
         decay = tf.reshape(decay, [-1, heads, 1, 1])
         state = decay * state + k[..., None] * w[:, :, None]
         return tf.reduce_sum(q[..., None] * state, axis=2)[:, None], state
@@ -65,7 +67,7 @@ def lightning_attention(q, k, v, log_decay, initial_state=None, token_kind=None)
 
         def step(state, *tokens):
             *inputs, kind = tokens
-            q, k, w = in_chunks(inputs, kind)
+            q, k, w = chunk_group(inputs, kind)
             between, from_start, to_end, total = decays(kind, q)
             added = tf.matmul(k * to_end, w, transpose_a=True)
             before, state = states(total, added, state, cut)
@@ -81,7 +83,7 @@ def lightning_attention(q, k, v, log_decay, initial_state=None, token_kind=None)
 
     @tf.custom_gradient
     def run(q, k, v, log_decay, state):
-        output, final_state = (one_token if q.shape[1] == 1 else all_tokens)(q, k, v, state)
+        output, final_state = (step_token if q.shape[1] == 1 else all_tokens)(q, k, v, state)
         output = tf.cast(output, v.dtype)
 
         def gradient(d_output, d_final_state):
@@ -92,7 +94,7 @@ def lightning_attention(q, k, v, log_decay, initial_state=None, token_kind=None)
 
             def step(g, *tokens):
                 *inputs, kind = tokens
-                q, k, w, d_output = in_chunks(inputs, kind)
+                q, k, w, d_output = chunk_group(inputs, kind)
                 between, from_start, to_end, total = decays(kind, q)
                 added = tf.matmul(q * from_start, d_output, transpose_a=True)
                 after, g = states(total, added, g, cut, reverse=True)
@@ -119,7 +121,7 @@ def lightning_attention(q, k, v, log_decay, initial_state=None, token_kind=None)
     return run(q, k, v, log_decay, state)
 
 
-def _kinds(q, token_kind, cut):
+def _padded_kinds(q, token_kind, cut):
     """Token kinds in groups [B, groups, tokens], padded; None if all tokens continue."""
     missing = cut.groups * cut.chunks * cut.size - length_of(q)
     if q.shape[1] is not None and not missing:

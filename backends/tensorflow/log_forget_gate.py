@@ -17,17 +17,17 @@ def log_forget_gate(logits, lower_bound=None):
         return log_s
     log_bound, log_rest = tf.unstack(tf.cast(lower_bound, dtype))
     rest = log_rest + log_s
-    # Not below a finite number: where both are -inf, so is the sum.
+    # Clipped to a finite number: where both terms are -inf, the sum is, too.
     larger = tf.maximum(tf.stop_gradient(tf.maximum(log_bound, rest)), logits.dtype.min)
     of_sum = larger + tf.math.log(tf.exp(log_bound - larger) + tf.exp(rest - larger))
     forgotten = tf.stop_gradient(tf.exp(log_rest) * sigmoid(-logits))
-    # Near 1 the value of what is forgotten, the gradient of the sum.
+    # Near 1, the value is log(1 - forgotten) and the gradient that of the sum.
     near_1 = tf.math.log1p(-forgotten) + (of_sum - tf.stop_gradient(of_sum))
     return tf.where(forgotten <= 0.5, near_1, of_sum)
 
 
 @tf.custom_gradient
 def _log_sigmoid(z):
-    """On a CPU, TensorFlow's own, and its gradient, are wrong by four units in the last place."""
+    """log σ(z); on a CPU, TensorFlow's own and its gradient have errors of four ulp."""
     value = tf.minimum(z, 0) - tf.math.log1p(tf.exp(-tf.abs(z)))
     return value, lambda d_value: d_value * sigmoid(-z)

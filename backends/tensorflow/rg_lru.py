@@ -27,7 +27,7 @@ from ._common import (
 )
 from ._scan import adjoint_scan, previous, scan
 
-# Where s divides, it is at least this: so the derivative of the root, 1 / (2 s), keeps its bound.
+# Lower bound of s as a divisor, which bounds the derivative of the root, 1 / (2 s).
 SMALLEST_DIVISOR = 1 / (2 * MAX_SQRT_GRADIENT)
 
 
@@ -45,8 +45,8 @@ def rg_lru(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None):
     def gates(gate_a, gate_x, a_logit):
         """(r, 1 - r), (i, 1 - i), log a, a, s."""
         of_a, of_x = (sigmoids(tf.cast(gate, dtype)) for gate in (gate_a, gate_x))
-        # On a CPU, in float32, tf.softplus is wrong by up to four units in the last place. That of
-        # only D numbers costs little in float64.
+        # On a CPU, in float32, the error of tf.softplus is up to four units in the last place. For
+        # only D numbers, float64 costs little.
         softplus = tf.math.softplus(-tf.cast(a_logit, tf.float64))
         log_a = of_a[0] * tf.cast(-DECAY_EXPONENT * softplus, dtype)
         a = applied_decay(tf.exp(log_a), starts, padding)

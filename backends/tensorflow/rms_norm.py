@@ -19,7 +19,7 @@ def _normalized(x, epsilon):
     @tf.custom_gradient
     def normalized(x):
         def gradient(d_y):
-            """r (dy - y mean(y dy)): the derivative of r itself has r³, which leaves float32."""
+            """r (dy - y mean(y dy)): the derivative of r has r³, which overflows float32."""
             r = _reciprocal_root(x, epsilon)
             y = x * r
             return r * (d_y - y * tf.reduce_mean(y * d_y, axis=-1, keepdims=True))
@@ -30,7 +30,7 @@ def _normalized(x, epsilon):
 
 
 def _reciprocal_root(x, epsilon):
-    """r; 0 where the mean square is 0 or leaves the range of the dtype."""
+    """r; 0 where the mean square is 0 or out of the range of the dtype."""
     z = _mean_square(x, SQUARES_SCALE)
     if epsilon < SMALLEST_SCALED_EPSILON:
         z = tf.where(z > 1, z, _mean_square(x, 1 / SQUARES_SCALE))

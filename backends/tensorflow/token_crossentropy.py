@@ -1,8 +1,8 @@
 """loss = log Σ_v exp(logits_v) - logits_token.
 
-For the backward pass the logits are kept in their own dtype, with the largest logit and the sum of
-each row. XLA (`jit_compile`, Keras's default) fuses the steps between; without it they make
-temporaries of the logits' size.
+Residuals are the logits in their own dtype, and the largest logit and the sum of each token. XLA
+(`jit_compile`, Keras's default) fuses the other steps; without it they allocate temporaries of the
+size of the logits.
 """
 
 import tensorflow as tf
@@ -25,21 +25,21 @@ def _losses(logits, tokens):
     size = tf.shape(logits, tf.int64)[-1]
     known = (tokens >= 0) & (tokens < size)
 
-    def logits_and_own():
-        """The logits in the dtype of sums, and a mask of the token's own logit."""
+    def logits_and_label_mask():
+        """The logits in the accumulation dtype, and a mask of the label's logit."""
         return tf.cast(logits, dtype), tf.range(size) == tokens[..., None]
 
     def nan_where_unknown(losses):
         return tf.where(known, losses, tf.constant(float("nan"), dtype))
 
-    z, is_own = logits_and_own()
+    z, is_own = logits_and_label_mask()
     largest = tf.reduce_max(z, axis=-1)
     total = tf.reduce_sum(tf.exp(z - largest[..., None]), axis=-1)
-    own = tf.reduce_sum(tf.where(is_own, z, tf.zeros((), dtype)), axis=-1)
-    losses = nan_where_unknown(tf.math.log(total) + (largest - own))
+    label_mask = tf.reduce_sum(tf.where(is_own, z, tf.zeros((), dtype)), axis=-1)
+    losses = nan_where_unknown(tf.math.log(total) + (largest - label_mask))
 
     def gradients(d_losses):
-        z, is_own = logits_and_own()
+        z, is_own = logits_and_label_mask()
         d_losses = nan_where_unknown(dense_gradient(d_losses, losses, dtype))[..., None]
         softmax = tf.exp(z - largest[..., None]) / total[..., None]
         return tf.cast((softmax - tf.cast(is_own, dtype)) * d_losses, logits.dtype), None

@@ -148,8 +148,8 @@ def register_gradient(
     """Registers `backward` as gradient of the operator `forward(*inputs) -> (output, final_state)`.
 
     Residuals are the inputs and the output. `backward` is called with the gradients of the results,
-    the output and the inputs. It returns a gradient for each input before the token kinds; those of
-    inputs that need none, or are None, are dropped.
+    the output and the inputs. It returns a gradient for each input before the token kinds;
+    gradients of inputs that need none, or are None, are dropped.
 
     Args:
         forward: an operator. An operation without a state returns only the output.

@@ -100,7 +100,7 @@ def _shift(span, tap):
     return slice(span.start + tap, span.stop + tap)
 
 
-def _same_document(tensor, tokens, span, tap, taps):
+def _mask_documents(tensor, tokens, span, tap, taps):
     """`tensor`, with zeros where the input of a tap belongs to an earlier document."""
     if tokens is None or tap == taps:
         return tensor
@@ -122,7 +122,7 @@ def _filtered(inputs, weights, bias, tokens, span, out=None):
     taps = weights.shape[0] - 1
     z = torch.mul(inputs[:, _shift(span, taps)], weights[taps], out=out)
     for tap in range(taps):
-        tapped = _same_document(inputs[:, _shift(span, tap)], tokens, span, tap, taps)
+        tapped = _mask_documents(inputs[:, _shift(span, tap)], tokens, span, tap, taps)
         z.addcmul_(tapped, weights[tap])
     return z if bias is None else z.add_(bias)
 
@@ -193,7 +193,7 @@ def _backward(
             dz_b = slope_of_gated(torch.sigmoid(z_b), z_b, z_b).mul_(dz_b)
         d_bias += dz_b.sum((0, 1))
         for tap in range(taps + 1):
-            d_tap, tapped = _same_document(dz_b, tokens, span, tap, taps), _shift(span, tap)
+            d_tap, tapped = _mask_documents(dz_b, tokens, span, tap, taps), _shift(span, tap)
             d_inputs[:, tapped].addcmul_(d_tap, weights[tap])
             d_weights[tap] += (d_tap * inputs[:, tapped]).sum((0, 1))
 

@@ -22,7 +22,7 @@ _SQRT_8_OVER_PI = math.sqrt(8 / math.pi)
 
 
 def gated_linear_unit(gate, x, activation="silu"):
-    """gate, x: the same shape; activation: "silu" or "gelu". Returns that shape in x's dtype."""
+    """gate, x: [..., D]; activation: "silu" or "gelu". Returns [..., D] in x's dtype."""
     if forward_mode_active():
         return _forward(gate, x, activation)
     return _GatedLinearUnit.apply(gate, x, activation)
