@@ -4,8 +4,8 @@ A kernel reads the sequence from HBM into VMEM, block by block, from the first t
 the backward pass from the last to the first. The state stays in VMEM between blocks, and every
 tensor is read or written once.
 
-A file defines `forward` and `backward` with the parameters they have in the file of the same name
-in `backends/jax`. That file's `operation` makes the differentiable function of them.
+A file defines `forward` and `backward` with the parameters of those in the file of the same name
+in `backends/jax`. The `operation` of that file builds the differentiable function from them.
 """
 
 from ._platform import unavailable as unavailable

@@ -1,7 +1,7 @@
-"""`pl` and `pltpu`, Pallas and its part for TPU, as every file of this folder imports them.
+"""Lazy imports of Pallas and its TPU module, as `pl` and `pltpu`.
 
-JAX calls them experimental and renames things in them. So they are imported only when a kernel is
-built: whatever is missing there, `import keras_recurrent` works and plain JAX runs.
+They are experimental in JAX, and names in them change. So they are imported only when a kernel is
+built: if a name is missing, `import keras_recurrent` works and plain JAX runs.
 """
 
 import importlib

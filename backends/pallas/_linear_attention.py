@@ -1,17 +1,19 @@
-"""How linear attention passes a row through VMEM: in blocks of tokens, cut into chunks.
+"""Streaming of linear attention through VMEM, in blocks of tokens, cut into chunks.
 
-A program computes a group of heads of one row, block by block. The states stay in VMEM, transposed
-to [V, K]: so the decays of the key channels lie along a vector. A block is computed chunk by chunk,
-by matrix products. The backward pass reads each block once, from the last to the first, and goes
-through its chunks twice: forwards for the states between them, then backwards for the gradients. If
-a row has several blocks, another kernel first computes the states at their beginnings.
+A program computes a group of heads of one sequence, block by block. The states stay in VMEM,
+transposed to [V, K], so that the decays of the key channels lie along a vector. A block is computed
+chunk by chunk, by matrix products. The backward pass reads each block once, from the last to the
+first, and scans its chunks twice: forwards for the states between them, then backwards for the
+gradients. If a sequence has several blocks, another kernel first computes the states at their
+beginnings.
 
-A single token, a step of generation, is refused: the plain version also reads and writes the state
-only once, and a chunk would multiply 128 tokens for it.
+A single token, as in a decoding step, is unsupported: the plain version also reads and writes the
+state only once, and a chunk would multiply 128 tokens for it.
 
-An operation defines a class, a chunk of one head, with the attribute `working_set`: how many arrays
-[C, C] or [C, K] it uses at a time. Its constructor takes a matrix product, `Tokens`, the head's
-number out of `per_head` (or None) and the tensors, [C, K or V]. Its methods take states [V, K]:
+An operation defines a class, a chunk of one head, with the attribute `working_set`: the number of
+arrays [C, C] or [C, K] that it uses at a time. Its constructor takes a matrix product, `Tokens`,
+the head's entry of `per_head` (or None) and the tensors, [C, K or V]. Its methods take states [V,
+K]:
 
     next_state(state): the state after the chunk. q, the first tensor, is None here;
     forward(state): the output [C, V] and the state after the chunk;
@@ -33,9 +35,9 @@ from ._lazy import pl, pltpu
 CHUNK = 128  # tokens: the side of the matrix unit
 
 
-def refusal(*tensors):
-    """Why the kernels refuse q, k, v and others, by shape and dtype; None if they accept them."""
-    reason = _common.refusal(*tensors)
+def unsupported_reason(*tensors):
+    """Reason the kernels do not support q, k, v and other tensors, or None."""
+    reason = _common.unsupported_reason(*tensors)
     if reason is None and tensors[0].shape[1] == 1:
         return "needs more than one token: for one, XLA reads and writes the state once, too"
     return reason
@@ -45,17 +47,17 @@ class Tokens:
     """The kinds of a chunk's tokens, as a row [1, C] and as a column [C, 1]."""
 
     def __init__(self, kind, left):
-        """kind: int32 [1, C]; from number `left` on, beyond the sequence, all is padding."""
+        """kind: int32 [1, C]; tokens from index `left`, beyond the sequence, are padding."""
         number = jax.lax.broadcasted_iota(jnp.int32, kind.shape, 1)
         self.row = jnp.where(number < left, kind, PADDING)
         self.column = column(self.row)
 
-    def without_padding(self, x):
+    def mask_padding(self, x):
         """x [C, K] with zeros at padding."""
         return jnp.where(jnp.broadcast_to(self.column, x.shape) == PADDING, 0, x)
 
     def applied_decay(self, decay):
-        """The decay [C, K] as a token applies it to the state: 0 at a start, 1 at padding."""
+        """The decay [C, K] applied to the state: 0 at a start, 1 at padding."""
         kind = jnp.broadcast_to(self.column, decay.shape)
         return jnp.where(kind == PADDING, 1, jnp.where(kind == STARTS, 0, decay))
 
@@ -67,12 +69,12 @@ def row_and_column_numbers(size):
 
 
 def token_number(x):
-    """The number of each token of x [C, K], in all of its row."""
+    """The index of each token of x [C, K], broadcast over channels."""
     return jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
 
 
 def column(row):
-    """[1, C] as [C, 1], through the diagonal of a square: little beside the products of a chunk."""
+    """[1, C] as [C, 1], through the diagonal of a square: cheap compared with the products."""
     rows, columns = row_and_column_numbers(row.shape[1])
     return jnp.sum(jnp.where(rows == columns, row, 0), axis=1, keepdims=True)
 
@@ -83,18 +85,18 @@ def row(column):
     return jnp.sum(jnp.where(rows == columns, column, 0), axis=0, keepdims=True)
 
 
-def sixteen_bit(tensors):
-    """Whether q, k and v are bfloat16."""
+def are_bfloat16(tensors):
+    """Returns True if q, k and v are bfloat16."""
     return all(x is None or x.dtype == jnp.bfloat16 for x in tensors[:3])
 
 
 def products(tensors):
-    """A function for the matrix product of chunks of these tensors; `over`: the axes summed over.
+    """Returns a matrix product of chunks of these tensors; `over`: the axes summed over.
 
     If q, k and v have 16 bits, both operands are rounded to bfloat16, for which the matrix unit
     needs one pass. Else the product is exact to float32.
     """
-    one_pass = sixteen_bit(tensors)
+    one_pass = are_bfloat16(tensors)
     dtype = jnp.bfloat16 if one_pass else jnp.float32
     precision = jax.lax.Precision.DEFAULT if one_pass else jax.lax.Precision.HIGHEST
 
@@ -108,22 +110,22 @@ def products(tensors):
 
 
 class _Block(NamedTuple):
-    """A tensor, or its shape and dtype, and which block of it each step of the grid has."""
+    """A tensor, or its shape and dtype, and the block that each step of the grid accesses."""
 
     tensor: jax.Array | jax.ShapeDtypeStruct
     spec: Any  # a `pl.BlockSpec`
 
 
 class _Grid(NamedTuple):
-    """The grid of a kernel: rows, groups of heads, and blocks of tokens one after another."""
+    """The grid of a kernel: sequences, groups of heads, and sequential blocks of tokens."""
 
     batch: int
     length: int
     heads: int
-    group: int  # heads of a group: the fewest whose channels fill whole vectors, else all
+    group: int  # heads in a group: the fewest whose channels fill whole vectors, else all
     keys: int
     values: int
-    chunks: int  # of a block
+    chunks: int  # in a block
 
     @property
     def block(self):
@@ -137,14 +139,14 @@ class _Grid(NamedTuple):
     def states(self):
         return (self.group, self.values, self.keys)
 
-    def in_order(self, t):
+    def forward_block(self, t):
         return t
 
-    def from_last(self, t):
+    def backward_block(self, t):
         return self.blocks - 1 - t
 
     def inputs(self, tensors, token_kind, per_head, block_of):
-        """Blocks of token kinds, `per_head` and tensors: in step t the block `block_of(t)`."""
+        """Blocks of token kinds, `per_head` and tensors; step t has block `block_of(t)`."""
         if token_kind is None:
             token_kind = jnp.full((self.batch, self.length), GOES_ON, jnp.int32)
         kind = token_kind.astype(jnp.int32)[:, None]
@@ -155,7 +157,7 @@ class _Grid(NamedTuple):
         return _Block(kind, spec), per_head, tensors
 
     def tokens(self, x, block_of):
-        """Blocks of x [B, T, H, ...], with its heads in one axis as the layers make and take it."""
+        """Blocks of x [B, T, H, ...], with heads in the channel axis, as in the layers."""
         shape = (self.batch, self.length, self.heads * x.shape[3])
         spec = pl.BlockSpec(
             (None, self.block, self.group * x.shape[3]), lambda b, h, t: (b, block_of(t), h)
@@ -163,11 +165,11 @@ class _Grid(NamedTuple):
         return _Block(x.reshape(shape), spec)
 
     def state(self, x):
-        """Blocks of x [B, H, K, V]: the states of a group, the same in all steps."""
+        """Blocks of x [B, H, K, V]: the states of a group, the same block in all steps."""
         block = (None, self.group, self.keys, self.values)
         return _Block(x, pl.BlockSpec(block, lambda b, h, t: (b, h, 0, 0)))
 
-    def first_states(self, x, block_of):
+    def block_states(self, x, block_of):
         """Blocks of x [B, H, blocks, V, K]: the states of a group before each block of tokens."""
         block = (None, self.group, None, self.values, self.keys)
         return _Block(x, pl.BlockSpec(block, lambda b, h, t: (b, h, block_of(t), 0, 0)))
@@ -177,8 +179,8 @@ class _Grid(NamedTuple):
         width = ref.shape[1] // self.group
         return slice(head * width, (head + 1) * width)
 
-    def over_chunks(self, chunk_class, inputs, block, work, reverse=False):
-        """Call `work(c, head, rows, chunk of that head)` for one chunk of a block after another."""
+    def scan_chunks(self, chunk_class, inputs, block, work, reverse=False):
+        """Calls `work(c, head, rows, chunk of the head)` for one chunk of a block after another."""
         kind, per_head, tensors = inputs
         product = products(tensors)
         first = pl.program_id(1) * self.group
@@ -197,8 +199,8 @@ class _Grid(NamedTuple):
         jax.lax.fori_loop(0, count, step, None)
 
     def call(self, kernel, inputs, outputs, scratch):
-        def each(what, blocks):
-            return jax.tree.map(what, blocks, is_leaf=lambda x: isinstance(x, _Block))
+        def map_blocks(function, blocks):
+            return jax.tree.map(function, blocks, is_leaf=lambda x: isinstance(x, _Block))
 
         def spec(block):
             return block.spec
@@ -206,9 +208,9 @@ class _Grid(NamedTuple):
         return pallas_call(
             kernel,
             grid=(self.batch, self.heads // self.group, self.blocks),
-            in_specs=each(spec, inputs),
-            out_specs=each(spec, outputs),
-            out_shape=each(
+            in_specs=map_blocks(spec, inputs),
+            out_specs=map_blocks(spec, outputs),
+            out_shape=map_blocks(
                 lambda block: jax.ShapeDtypeStruct(block.tensor.shape, block.tensor.dtype), outputs
             ),
             scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
@@ -217,11 +219,11 @@ class _Grid(NamedTuple):
                 vmem_limit_bytes=vmem_bytes(),
             ),
             name=kernel.__qualname__.split(".")[0].strip("_"),
-        )(*each(lambda block: block.tensor, inputs))
+        )(*map_blocks(lambda block: block.tensor, inputs))
 
 
 def _grid(chunk_class, tensors, streams):
-    """The grid for q, k, v, ... whose blocks are as long as VMEM has room for all `streams`."""
+    """The grid for q, k, v, ... with the longest blocks of all `streams` that fit VMEM."""
     (batch, length, heads, keys), values = tensors[0].shape, tensors[2].shape[3]
     group = next(
         (
@@ -232,11 +234,11 @@ def _grid(chunk_class, tensors, streams):
         heads,
     )
     chunks = pl.cdiv(length, CHUNK)
-    # Twice the block of a stream: the next one is fetched meanwhile.
+    # Twice the block of a stream, since the next one is prefetched.
     widths = sum(x.shape[3] * x.dtype.itemsize for x in streams if x is not None)
     bytes_of_chunk = group * (2 * CHUNK * widths + 4 * keys * values)
     working_set = 4 * CHUNK * max(CHUNK, keys, values) * chunk_class.working_set
-    if not sixteen_bit(tensors):
+    if not are_bfloat16(tensors):
         working_set *= 2  # products of float32 are split into several of bfloat16
     blocks = pl.cdiv(chunks, max(1, (vmem_bytes() - working_set) // bytes_of_chunk))
     return _Grid(batch, length, heads, group, keys, values, pl.cdiv(chunks, blocks))
@@ -245,7 +247,7 @@ def _grid(chunk_class, tensors, streams):
 def forward(chunk_class, tensors, initial_state, token_kind, per_head=None):
     """Returns the output, [B, T, H, V] as v, and the final state [B, H, K, V].
 
-    tensors: q, k, v and perhaps others, [B, T, H, ...] or None; per_head: float32 [H] or None.
+    tensors: q, k, v and optional others, [B, T, H, ...] or None; per_head: float32 [H] or None.
     """
     v = tensors[2]
     grid = _grid(chunk_class, tensors, [*tensors, v])
@@ -260,7 +262,7 @@ def forward(chunk_class, tensors, initial_state, token_kind, per_head=None):
             out, state[head] = chunk.forward(state[head])
             output[rows, grid.lanes(output, head)] = out.astype(output.dtype)
 
-        grid.over_chunks(chunk_class, inputs, pl.program_id(2), work)
+        grid.scan_chunks(chunk_class, inputs, pl.program_id(2), work)
 
         @pl.when(pl.program_id(2) == grid.blocks - 1)
         def _():
@@ -270,19 +272,19 @@ def forward(chunk_class, tensors, initial_state, token_kind, per_head=None):
     state = grid.state(initial_state)
     output, final_state = grid.call(
         kernel,
-        [grid.inputs(tensors, token_kind, per_head, grid.in_order), state],
-        [grid.tokens(v, grid.in_order), state],
+        [grid.inputs(tensors, token_kind, per_head, grid.forward_block), state],
+        [grid.tokens(v, grid.forward_block), state],
         [grid.states],
     )
     return output.reshape(v.shape), final_state
 
 
 def backward(chunk_class, tensors, initial_state, token_kind, d_output, d_final, per_head=None):
-    """Returns the gradients of the tensors that are not None, and that of the initial state."""
+    """Returns the gradients of tensors other than None, and that of the initial state."""
     grid = _grid(chunk_class, tensors, [*tensors, *tensors, d_output])
 
     def kernel(inputs, begin, d_output, d_final, gradients, d_initial, states, g):
-        block = grid.from_last(pl.program_id(2))
+        block = grid.backward_block(pl.program_id(2))
 
         @pl.when(block == grid.blocks - 1)
         def _():
@@ -304,19 +306,19 @@ def backward(chunk_class, tensors, initial_state, token_kind, d_output, d_final,
                 gradient[rows, grid.lanes(gradient, head)] = d.astype(gradient.dtype)
 
         if grid.chunks > 1:
-            grid.over_chunks(chunk_class, inputs, block, forwards)
-        grid.over_chunks(chunk_class, inputs, block, backwards, reverse=True)
+            grid.scan_chunks(chunk_class, inputs, block, forwards)
+        grid.scan_chunks(chunk_class, inputs, block, backwards, reverse=True)
 
         @pl.when(block == 0)
         def _():
             for head in range(grid.group):
                 d_initial[head] = g[head].T
 
-    block_of, state = grid.from_last, grid.state(initial_state)
+    block_of, state = grid.backward_block, grid.state(initial_state)
     begin = state
     if grid.blocks > 1:
         begin = _states(chunk_class, grid, tensors, initial_state, token_kind, per_head)
-        begin = grid.first_states(begin, block_of)
+        begin = grid.block_states(begin, block_of)
     gradients, d_initial = grid.call(
         kernel,
         [
@@ -350,9 +352,9 @@ def _states(chunk_class, grid, tensors, initial_state, token_kind, per_head):
 
         @pl.when(block < grid.blocks - 1)
         def _():
-            grid.over_chunks(chunk_class, inputs, block, work)
+            grid.scan_chunks(chunk_class, inputs, block, work)
 
-    def block_of(t):  # The last block is not needed, nor read again in the last step.
+    def block_of(t):  # The last block is not needed and not read again in the last step.
         return jnp.minimum(t, grid.blocks - 2)
 
     shape = (grid.batch, grid.heads, grid.blocks, grid.values, grid.keys)
@@ -362,7 +364,7 @@ def _states(chunk_class, grid, tensors, initial_state, token_kind, per_head):
             grid.inputs([None, *tensors[1:]], token_kind, per_head, block_of),
             grid.state(initial_state),
         ],
-        [grid.first_states(jax.ShapeDtypeStruct(shape, jnp.float32), grid.in_order)],
+        [grid.block_states(jax.ShapeDtypeStruct(shape, jnp.float32), grid.forward_block)],
         [grid.states],
     )
     return states

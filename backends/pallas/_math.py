@@ -1,10 +1,10 @@
-"""Functions that Mosaic, the compiler of the kernels, lacks or computes with too few digits."""
+"""Functions that Mosaic, the compiler of the kernels, lacks or computes inaccurately."""
 
 import jax.numpy as jnp
 
 
 def sigmoids(z):
-    """σ(z) and σ(-z), each exact to float32."""
+    """σ(z) and σ(-z), each accurate to float32."""
     e = jnp.exp(-jnp.abs(z))
     larger = 1 / (1 + e)
     smaller = e * larger
@@ -14,8 +14,8 @@ def sigmoids(z):
 def decay(log_a):
     """a = exp(log_a) and 1 - a.
 
-    Where a is near 1 the difference would cancel. There 1 - a is a power series in log_a, and a is
-    computed from it: even a small bias of `exp` would add up over the many tokens that such a
+    Where a is near 1, the difference would cancel. There 1 - a is a power series in log_a, and a is
+    computed from it: even a small bias of `exp` would accumulate over the many tokens that such a
     decay spans.
     """
     z = jnp.maximum(log_a, -0.35)

@@ -1,6 +1,6 @@
-"""Whether the installed JAX has what the kernels use.
+"""Availability of the Pallas functions that the kernels use in the installed JAX.
 
-`keras_recurrent/dispatch.py` imports this file whatever JAX has: it reads nothing of Pallas.
+`keras_recurrent/dispatch.py` imports this file with any JAX: it does not import Pallas itself.
 """
 
 import functools
@@ -8,7 +8,7 @@ import importlib
 
 import jax
 
-# All that the files of this folder read of `jax.experimental.pallas`; a test keeps it complete.
+# All names of `jax.experimental.pallas` that this folder uses; a test keeps the list complete.
 PALLAS_NAMES = (
     "BlockSpec",
     "cdiv",
@@ -28,7 +28,7 @@ PALLAS_NAMES = (
 
 @functools.cache
 def unavailable():
-    """Why no kernel of this folder can be built with the installed JAX; None if they can."""
+    """Reason the kernels cannot be built with the installed JAX, or None."""
     for name in PALLAS_NAMES:
         module, _, attribute = f"jax.experimental.pallas.{name}".rpartition(".")
         try:

@@ -1,4 +1,4 @@
-"""How an element-wise recurrence passes [B, T, D] through VMEM, in blocks of tokens and channels.
+"""Streaming of elementwise recurrences [B, T, D] through VMEM, in blocks of tokens and channels.
 
 The grid is (B, blocks of D, blocks of T). Its last axis is sequential: the state stays in VMEM
 from one block to the next. Tokens are in sublanes and channels in lanes, so the recurrence of a
@@ -13,16 +13,16 @@ import jax.numpy as jnp
 
 from ..constants import GOES_ON, PADDING
 from ._call import pallas_call
-from ._common import LANES, ROWS, kinds_beside_channels, rounded_up, vmem_bytes
+from ._common import LANES, ROWS, kinds_over_lanes, round_up, vmem_bytes
 from ._lazy import pl, pltpu
 
 F32 = jnp.float32
 SUBLANES = 8
-MOST_TOKENS, MOST_CHANNELS = 1024, 512  # larger blocks would not be faster
+MAX_TOKENS, MAX_CHANNELS = 1024, 512  # larger blocks are not faster
 
 
 class Blocks(NamedTuple):
-    """How [B, T, D] is cut into blocks of `tokens` times `channels`."""
+    """Partition of [B, T, D] into blocks of `tokens` times `channels`."""
 
     batch: int
     length: int
@@ -40,7 +40,7 @@ class Blocks(NamedTuple):
         return self.batch, 1, self.width
 
     def time(self, t):
-        """The number of the block of tokens in step t of the grid."""
+        """The index of the block of tokens in step t of the grid."""
         return self.grid[2] - 1 - t if self.reverse else t
 
     def sequence(self):
@@ -51,10 +51,10 @@ class Blocks(NamedTuple):
     def rows_before(self):
         """The tile of [B, T, D] that ends where a block begins; for the first block, any tile."""
 
-        def place(b, d, t):
+        def index_map(b, d, t):
             return b, jnp.maximum(self.time(t) * (self.tokens // ROWS) - 1, 0), d
 
-        return pl.BlockSpec((None, ROWS, self.channels), place)
+        return pl.BlockSpec((None, ROWS, self.channels), index_map)
 
     def kinds(self):
         """The blocks of token kinds [B, 1, T]."""
@@ -69,27 +69,27 @@ class Blocks(NamedTuple):
         return pl.BlockSpec((rows, self.channels), lambda b, d, t: (0, d))
 
 
-def blocks_for(like, tensors, reverse=False):
+def fit_blocks(like, tensors, reverse=False):
     """`Blocks` of [B, T, D], the shape of `like`, that fit VMEM for a kernel with all `tensors`."""
     batch, length, width = like.shape
-    counts = range(1, min(MOST_CHANNELS, rounded_up(width, LANES)) // LANES + 1)
-    # Of the widths that cover the channels with the fewest lanes, the largest.
-    channels = LANES * max(counts, key=lambda n: (-rounded_up(width, n * LANES), n))
-    # Bytes of a number in all tensors; twice, since the next block is fetched meanwhile.
+    counts = range(1, min(MAX_CHANNELS, round_up(width, LANES)) // LANES + 1)
+    # The largest of the widths that cover the channels with the fewest lanes.
+    channels = LANES * max(counts, key=lambda n: (-round_up(width, n * LANES), n))
+    # Bytes per element of all tensors; twice, since the next block is prefetched.
     each = 2 * sum(t.dtype.itemsize for t in tensors)
-    tokens = MOST_TOKENS
-    # A quarter of VMEM is left for the kernel's temporaries.
+    tokens = MAX_TOKENS
+    # A quarter of VMEM is reserved for the kernel's temporaries.
     while tokens > LANES and tokens * (channels * each + LANES * 4) > vmem_bytes() * 3 // 4:
         tokens //= 2
-    return Blocks(batch, length, width, min(tokens, rounded_up(length, LANES)), channels, reverse)
+    return Blocks(batch, length, width, min(tokens, round_up(length, LANES)), channels, reverse)
 
 
 def stream(kernel, blocks, token_kind, inputs, outputs, carried=1):
-    """Call `kernel(block, *inputs, *outputs, state)` for one block after another.
+    """Calls `kernel(block, *inputs, *outputs, state)` for one block after another.
 
     Args:
-        kernel: gets a `Block`, references to the blocks of all tensors, and a float32 scratch
-            [carried, channels] whose contents stay until the next block.
+        kernel: a function of a `Block`, references to the blocks of all tensors, and a float32
+            scratch [carried, channels] whose contents persist until the next block.
         token_kind: [B, T] or None.
         inputs: pairs of a tensor and its `pl.BlockSpec`.
         outputs: triples of a shape, a dtype and a `pl.BlockSpec`.
@@ -110,7 +110,7 @@ def stream(kernel, blocks, token_kind, inputs, outputs, carried=1):
             if token_kind is not None:
                 given, references = references[0][...], references[1:]
             start = time * blocks.tokens
-            kinds[...] = kinds_beside_channels(given, start, blocks.length, blocks.tokens)
+            kinds[...] = kinds_over_lanes(given, start, blocks.length, blocks.tokens)
         kernel(Block(blocks, time, step == 0, step == blocks.grid[2] - 1, kinds), *references)
 
     return pallas_call(
@@ -132,18 +132,18 @@ class Block(NamedTuple):
     """The block that a kernel computes."""
 
     blocks: Blocks
-    number: jax.Array  # in time: that of the first tokens is 0
-    first: jax.Array  # whether it is computed first: the last in time if `reverse`
-    last: jax.Array  # whether it is computed last
+    number: jax.Array  # in time, from 0
+    first: jax.Array  # True if it is computed first: the last in time if `reverse`
+    last: jax.Array  # True if it is computed last
     kinds: "jax.Ref | None"
 
-    def over_tiles(self, step, carry):
-        """`carry = step(i, rows, kind, carry)` for one tile of `ROWS` tokens after another.
+    def scan_tiles(self, step, carry):
+        """Calls `carry = step(i, rows, kind, carry)` for one tile of `ROWS` tokens after another.
 
         `rows` is the slice of tile `i`, `kind` its kinds [ROWS, channels], or None if all tokens
-        go on.
+        continue a document.
         """
-        tiles = min(self.blocks.tokens, rounded_up(self.blocks.length, ROWS)) // ROWS
+        tiles = min(self.blocks.tokens, round_up(self.blocks.length, ROWS)) // ROWS
 
         def tile(i, carry):
             i = tiles - 1 - i if self.blocks.reverse else i
@@ -155,7 +155,7 @@ class Block(NamedTuple):
 
         return jax.lax.fori_loop(0, tiles, tile, carry)
 
-    def zero_beyond_end(self, i, x):
+    def mask_end(self, i, x):
         """x [ROWS, channels], tile `i` of a tensor, with zeros beyond the end of the sequence."""
         if self.blocks.length % self.blocks.tokens == 0:
             return x
@@ -167,16 +167,16 @@ class Block(NamedTuple):
 def scan(a, one_minus_a, x, state, reverse=False):
     """h_t = a_t h_{t-1} + x_t. a, one_minus_a, x: [ROWS, L]; state: [1, L].
 
-    Returns h and the state after the last token. For products of decays the difference to 1 is
-    computed as well. Without it products near 1 would all be rounded in the same direction.
+    Returns h and the state after the last token. For products of decays, the difference from 1
+    is computed as well: otherwise products near 1 would all be rounded in the same direction.
     """
-    return _tile_by_tile(_scan_tile, (a, one_minus_a), x, state, reverse)
+    return _scan_each_tile(_scan_tile, (a, one_minus_a), x, state, reverse)
 
 
 def adjoint_scan(a, one_minus_a, d_output, d_next):
     """g_t = d_output_t + a_{t+1} g_{t+1}, where a g of the token after the last is `d_next` [1, L].
 
-    g is computed and not a_t g_t, from which g would have to be found by a division.
+    Computes g rather than a_t g_t, since g would then require a division.
     """
     a, one_minus_a = following(a, 1), following(one_minus_a, 0)
     return scan(a, one_minus_a, d_output, d_next, reverse=True)[0]
@@ -184,10 +184,10 @@ def adjoint_scan(a, one_minus_a, d_output, d_next):
 
 def hold(keep, x, state, reverse=False):
     """h_t = h_{t-1} where `keep` is 1, x_t where it is 0, without rounding; else like `scan`."""
-    return _tile_by_tile(_hold_tile, (keep,), x, state, reverse)
+    return _scan_each_tile(_hold_tile, (keep,), x, state, reverse)
 
 
-def _tile_by_tile(step, factors, x, state, reverse):
+def _scan_each_tile(step, factors, x, state, reverse):
     tiles = []
     for start in sorted(range(0, ROWS, SUBLANES), reverse=reverse):
         tile = slice(start, start + SUBLANES)
@@ -213,10 +213,10 @@ def _hold_tile(keep, x, state, reverse):
 
 
 def _doubling(shape, reverse):
-    """The steps of a scan by doubling: after each, a row has joined twice as many tokens.
+    """The steps of a scan by doubling: after each, a row combines twice as many tokens.
 
-    A step joins a row with the one 1, 2 or 4 before it: a mask of the rows that have such a row,
-    and a function that rolls a tensor so that it is in their place.
+    A step combines a row with the one 1, 2 or 4 rows before it. Yields a mask of the rows that have
+    such a row, and a function that rolls a tensor by this distance.
     """
     row = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
     for distance in (1, 2, 4):
@@ -240,7 +240,7 @@ def _row_number(h):
 
 
 def applied_decay(kind, a, one_minus_a):
-    """a and 1 - a as a token applies them to the state: 0 and 1 at a start, 1 and 0 at padding."""
+    """a and 1 - a applied to the state: 0 and 1 at a start, 1 and 0 at padding."""
     if kind is None:
         return a, one_minus_a
     going_on, padding = kind == GOES_ON, kind == PADDING
@@ -248,7 +248,7 @@ def applied_decay(kind, a, one_minus_a):
     return a, jnp.where(going_on, one_minus_a, jnp.where(padding, 0.0, 1.0))
 
 
-def without_padding(kind, *tensors):
+def mask_padding(kind, *tensors):
     """The tensors with zeros at padding and beyond the end of the sequence."""
     if kind is None:
         return tensors
@@ -258,7 +258,7 @@ def without_padding(kind, *tensors):
 def kahan_add(total, x):
     """Kahan summation: `total`, a sum and its rounding error, with the rows of x [ROWS, L] added.
 
-    Both are [SUBLANES, L]. A plain sum over all tokens of a long sequence would lose digits.
+    Both are [SUBLANES, L]. A plain sum over a long sequence would lose digits.
     """
     total, error = total
     x = x[:SUBLANES] + x[SUBLANES:] - error
@@ -267,7 +267,7 @@ def kahan_add(total, x):
 
 
 def zero_sum(channels):
-    """The `total` with which `kahan_add` begins."""
+    """The initial `total` of `kahan_add`."""
     zeros = jnp.zeros((SUBLANES, channels), F32)
     return zeros, zeros
 

@@ -2,11 +2,11 @@
 
 De et al. 2024, arXiv:2402.19427, section 2.3 (the temporal convolution before the recurrence).
 
-The filter skips padding. The j-th real input before a token is found step by step: it is the
+The filter skips padding. The j-th real input before a token is computed recursively: it is the
 (j-1)-th real input before the token's predecessor. So each j is a shift by one token, in which
-padding repeats the value before it and a start passes none on. In the backward pass the same
-shifts, backwards in time, give each input the gradients of the outputs after it, and one kernel
-computes the gradients of inputs and filter. Blocks without padding take a shorter way.
+padding repeats the value before it and a start passes 0. In the backward pass, the same shifts
+backwards in time give each input the gradients of the outputs after it, and one kernel computes the
+gradients of inputs and filter. Blocks without padding use a faster path.
 
 An activation is part of the kernel. Its gradient needs the filter's output, so the backward pass
 begins with a kernel forward in time, for the gradient of that output.
@@ -21,10 +21,10 @@ from ..constants import GOES_ON, PADDING, STARTS
 from ..jax import causal_conv1d as plain
 from ..jax._common import default_zero_state, default_zero_state_gradient
 from ..jax._shards import per_shard
-from ._common import ROWS, refusal
+from ._common import ROWS, unsupported_reason
 from ._lazy import pl
 from ._math import sigmoids
-from ._streaming import F32, blocks_for, following, hold, previous, stream, without_padding
+from ._streaming import F32, fit_blocks, following, hold, mask_padding, previous, stream
 
 MOST_TAPS = 16
 
@@ -35,7 +35,7 @@ def unsupported(
     """Reason these arguments are unsupported, or None."""
     if not 2 <= kernel.shape[0] <= MOST_TAPS:
         return f"needs a kernel of 2 to {MOST_TAPS} taps, got one of {kernel.shape[0]}"
-    return refusal(x, kernel, bias, initial_state)
+    return unsupported_reason(x, kernel, bias, initial_state)
 
 
 @default_zero_state(plain.state_shape)
@@ -47,28 +47,28 @@ def forward(x, kernel, bias, initial_state, token_kind, activation=None):
 
 @default_zero_state_gradient
 def backward(x, kernel, bias, initial_state, token_kind, _, d_output, d_final, activation=None):
-    place = _place_from_end(x, kernel, token_kind)
+    slot = _state_slots(x, kernel, token_kind)
     weights, row = _filter(x, kernel, bias)
     if activation == "silu":
         d_output, _ = _before_silu(x, weights, row, initial_state, token_kind, d_output)
-    d_x, d_filter, d_initial = _backward(x, weights, row, initial_state, place, d_output, d_final)
+    d_x, d_filter, d_initial = _backward(x, weights, row, initial_state, slot, d_output, d_final)
     d_filter = jnp.sum(d_filter, axis=0)
     d_kernel, d_bias = d_filter[:-1].astype(kernel.dtype), d_filter[-1]
-    d_initial = d_initial + _state_kept(d_final, token_kind, x.shape[1])
+    d_initial = d_initial + _kept_state_gradient(d_final, token_kind, x.shape[1])
     return d_x, d_kernel, None if bias is None else d_bias.astype(bias.dtype), d_initial, None
 
 
 def _filter(x, kernel, bias):
-    """The weights in float32, the last first, and the bias [1, D]."""
+    """The weights in float32, in reverse order, and the bias [1, D]."""
     bias = jnp.zeros(x.shape[2], F32) if bias is None else bias.astype(F32)
     return kernel[::-1].astype(F32), bias[None]
 
 
-def _place_from_end(x, kernel, token_kind):
-    """A number [B, T] for each token: its kind plus 4 times its place in the final state.
+def _state_slots(x, kernel, token_kind):
+    """An integer [B, T] for each token: its kind plus 4 times its slot in the final state.
 
-    The place is how many real tokens follow, at most the number of taps. It is the number of taps
-    if a document starts after the token, whose input then is not in the final state.
+    The slot is the number of real tokens that follow, at most the number of taps. It is the number
+    of taps if a document starts after the token, whose input is then not in the final state.
     """
     if token_kind is None:
         token_kind = jnp.full(x.shape[:2], GOES_ON, jnp.int32)
@@ -83,7 +83,7 @@ def _place_from_end(x, kernel, token_kind):
     return kind + 4 * jnp.where(starts_after > 0, taps, jnp.minimum(real_after, taps))
 
 
-def _state_kept(d_final, token_kind, length):
+def _kept_state_gradient(d_final, token_kind, length):
     """The gradient of the initial state's inputs that are still in the final state."""
     if token_kind is None:
         token_kind = jnp.full((d_final.shape[0], length), GOES_ON, jnp.int8)
@@ -104,11 +104,11 @@ def _forward_kernel(finish, block, x, weights, bias, initial, *references):
     taps = weights.shape[0]
 
     def tile(padded, i, rows, kind, before):
-        (value,) = without_padding(kind, x[rows, :].astype(F32))
+        (value,) = mask_padding(kind, x[rows, :].astype(F32))
         total = bias[...] + weights[:1, :] * value
         newest = []
         for j in range(1, taps):
-            held, last = _held(padded, kind, value, before[j - 1])
+            held, last = _hold_padding(padded, kind, value, before[j - 1])
             value = previous(held, before[j - 1])
             if kind is not None:
                 value = jnp.where(kind == GOES_ON, value, 0)
@@ -125,16 +125,16 @@ def _forward_kernel(finish, block, x, weights, bias, initial, *references):
 
 
 def _run(block, tile, special, state):
-    """Run `tile` over all tiles, and tell it whether `special` is true of a token of the block.
+    """Runs `tile` over all tiles; `is_special` is True if `special` holds for a token of the block.
 
-    `tile(is_special, i, rows, kind, state)`: it gets and returns the rows of the state in a tuple,
-    the last row first.
+    `tile(is_special, i, rows, kind, state)` takes and returns the rows of the state as a tuple, the
+    last row first.
     """
     count = state.shape[0]
 
     def over(is_special):
         newest_first = tuple(state[j : j + 1, :] for j in reversed(range(count)))
-        rows = block.over_tiles(functools.partial(tile, is_special), newest_first)
+        rows = block.scan_tiles(functools.partial(tile, is_special), newest_first)
         for j, row in enumerate(rows):
             state[count - 1 - j : count - j, :] = row
 
@@ -146,7 +146,7 @@ def _run(block, tile, special, state):
     pl.when(~some)(functools.partial(over, False))
 
 
-def _held(padded, kind, value, before, reverse=False):
+def _hold_padding(padded, kind, value, before, reverse=False):
     """`value`, in which padding repeats the token before it, and its last row."""
     if padded:
         return hold(jnp.where(kind == PADDING, 1.0, 0.0), value, before, reverse)
@@ -170,7 +170,7 @@ def _filtered(finish, x, weights, bias, initial_state, token_kind, *others):
     """`finish(output of the filter, *others)`, and the final state."""
     taps, width = weights.shape
     y = jax.ShapeDtypeStruct(x.shape, F32 if others else x.dtype)
-    blocks = blocks_for(x, [x, *others, y])
+    blocks = fit_blocks(x, [x, *others, y])
     inputs = [
         (x, blocks.sequence()),
         (weights, blocks.shared(taps)),
@@ -188,7 +188,7 @@ def _filtered(finish, x, weights, bias, initial_state, token_kind, *others):
 
 
 def _backward_kernel(block, x, weights, bias, initial, dy, d_final, dx, d_filter, d_initial, state):
-    """The state has the gradients of the outputs after a token, that of the next token last."""
+    """The state holds the gradients of the outputs after a token, the next token's last."""
     taps = weights.shape[0]
 
     @pl.when(block.first)
@@ -196,22 +196,22 @@ def _backward_kernel(block, x, weights, bias, initial, dy, d_final, dx, d_filter
         state[...] = jnp.zeros_like(state)
         d_filter[...] = jnp.zeros_like(d_filter)
 
-    def tile(special, i, rows, place, after):
-        kind = place & 3
-        u, value = without_padding(kind, x[rows, :].astype(F32), dy[rows, :].astype(F32))
+    def tile(special, i, rows, slot, after):
+        kind = slot & 3
+        u, value = mask_padding(kind, x[rows, :].astype(F32), dy[rows, :].astype(F32))
         total = weights[:1, :] * value
         sums = [u * value]
         d_bias, before = value, []
         for j in range(1, taps):
             passed = jnp.where(kind == STARTS, 0, value)
-            held, last = _held(special, kind, passed, after[j - 1], reverse=True)
-            (value,) = without_padding(kind, following(held, after[j - 1]))
+            held, last = _hold_padding(special, kind, passed, after[j - 1], reverse=True)
+            (value,) = mask_padding(kind, following(held, after[j - 1]))
             total = total + weights[j : j + 1, :] * value
             sums.append(u * value)
             before.append(last)
         if special:
             for j in range(1, taps):
-                in_state = (place >> 2 == j - 1) & (kind != PADDING)
+                in_state = (slot >> 2 == j - 1) & (kind != PADDING)
                 d_last = d_final[taps - 1 - j : taps - j, :]
                 total = total + jnp.where(in_state, d_last, 0)
         dx[rows, :] = total.astype(dx.dtype)
@@ -220,7 +220,7 @@ def _backward_kernel(block, x, weights, bias, initial, dy, d_final, dx, d_filter
             d_filter[row, :] += jnp.sum(product, axis=0, keepdims=True)
         return tuple(before)
 
-    _run(block, tile, lambda place: (place & 3 == PADDING) | (place >> 2 < taps - 1), state)
+    _run(block, tile, lambda slot: (slot & 3 == PADDING) | (slot >> 2 < taps - 1), state)
 
     @pl.when(block.last)
     def _():
@@ -236,9 +236,9 @@ def _backward_kernel(block, x, weights, bias, initial, dy, d_final, dx, d_filter
             d_initial[taps - 1 - i : taps - i, :] = total
 
 
-def _backward(x, weights, bias, initial_state, place, dy, d_final):
+def _backward(x, weights, bias, initial_state, slot, dy, d_final):
     taps, width = weights.shape
-    blocks = blocks_for(x, [x, dy, x], reverse=True)
+    blocks = fit_blocks(x, [x, dy, x], reverse=True)
     inputs = [
         (x, blocks.sequence()),
         (weights, blocks.shared(taps)),
@@ -252,7 +252,7 @@ def _backward(x, weights, bias, initial_state, place, dy, d_final):
         ((x.shape[0], taps + 1, width), F32, blocks.row(taps + 1)),
         ((x.shape[0], taps - 1, width), F32, blocks.row(taps - 1)),
     ]
-    return stream(_backward_kernel, blocks, place, inputs, outputs, carried=taps - 1)
+    return stream(_backward_kernel, blocks, slot, inputs, outputs, carried=taps - 1)
 
 
 _ARGUMENTS = ("b t d", "w d", "o d", "b s d", "b t")

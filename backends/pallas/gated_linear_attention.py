@@ -3,10 +3,10 @@
 Qin et al. 2024, arXiv:2404.07904, section 3 (HGRN2, where k_t = 1 - exp(log_f_t)); Yang et al.
 2023, arXiv:2312.06635, section 4 (gated linear attention).
 
-As in `backends/jax`, a chunk is halved again and again: where u is in a right half and s in the
-left half beside it, q_u is multiplied by the decays from the boundary to u and k_s by those from s
-to the boundary. Here each level is a product of the whole chunk, of which only the weights between
-its halves are kept. The matrix unit would take as long for the halves alone, and cutting them out
+As in `backends/jax`, a chunk is halved recursively: where u is in a right half and s in the
+adjacent left half, q_u is multiplied by the decays from the boundary to u and k_s by the decays
+from s to the boundary. Here each level is a product of the whole chunk, masked to the weights
+between its halves. The matrix unit would need the same time for the halves only, and slicing them
 would move data between vectors.
 """
 
@@ -24,7 +24,7 @@ HALVES = [2**level for level in range(CHUNK.bit_length() - 1)]  # tokens: 1, 2, 
 
 def unsupported(q, k, v, log_f, initial_state=None, token_kind=None) -> str | None:
     """Reason these arguments are unsupported, or None."""
-    return _linear_attention.refusal(q, k, v, log_f, initial_state)
+    return _linear_attention.unsupported_reason(q, k, v, log_f, initial_state)
 
 
 @default_zero_state(plain.state_shape)
@@ -65,7 +65,7 @@ class _Chunk:
         self.product, self.tokens, self.tied = product, tokens, k is None
         self.log_f = log_f.astype(jnp.float32)
         k = _one_minus_exp(self.log_f) if k is None else k.astype(jnp.float32)
-        self.k, self.v = tokens.without_padding(k), tokens.without_padding(v)
+        self.k, self.v = tokens.mask_padding(k), tokens.mask_padding(v)
         f = tokens.applied_decay(jnp.exp(self.log_f))
         self.later, self.earlier = row_and_column_numbers(CHUNK)
 
@@ -75,14 +75,14 @@ class _Chunk:
         self.levels = []
         for half in HALVES:
             self.levels.append((half, from_start, to_end))
-            other_half, in_right = _halves_exchanged(total, half), _in_right(f, half)
+            other_half, in_right = _exchange_halves(total, half), _right_half_mask(f, half)
             from_start = jnp.where(in_right, from_start * other_half, from_start)
             to_end = jnp.where(in_right, to_end, to_end * other_half)
             total = total * other_half
         self.k_out, self.from_start, self.to_end = self.k * to_end, from_start, to_end
         self.total = total[:1]
         if q is not None:
-            self.q = tokens.without_padding(q.astype(jnp.float32))
+            self.q = tokens.mask_padding(q.astype(jnp.float32))
             self.q_in = self.q * from_start
 
     def next_state(self, state):
@@ -94,33 +94,35 @@ class _Chunk:
 
     def weights(self):
         """a_us for s <= u, [C, C]."""
-        own = jnp.sum(self.q * self.k, axis=1, keepdims=True)
-        weights = jnp.where(self.later == self.earlier, own, 0)
+        diagonal = jnp.sum(self.q * self.k, axis=1, keepdims=True)
+        weights = jnp.where(self.later == self.earlier, diagonal, 0)
         for half, from_boundary, to_boundary in self.levels:
             pairs = self.product(self.q * from_boundary, self.k * to_boundary, over=(1, 1))
-            weights += jnp.where(self.between_halves(half), pairs, 0)
+            weights += jnp.where(self.half_pair_mask(half), pairs, 0)
         return weights
 
-    def between_halves(self, half):
-        """[C, C]: whether u is in a right half and s in the left half beside it."""
-        # Then the highest bit in which their numbers differ is `half`, and u has it set.
+    def half_pair_mask(self, half):
+        """Mask [C, C] of u in a right half and s in the adjacent left half."""
+        # The highest bit in which their indices differ is `half`, and it is set in u.
         differ = self.later ^ self.earlier
         return (half <= differ) & (differ < 2 * half) & (self.later > self.earlier)
 
     def backward(self, state, g, d_output):
         product, q, k = self.product, self.q, self.k
-        d_output = self.tokens.without_padding(d_output)
+        d_output = self.tokens.mask_padding(d_output)
         d_weights = product(d_output, self.v, over=(1, 1))
         d_v = product(self.k_out, g, over=(1, 1))
         d_v += product(self.weights(), d_output, over=(0, 0))
-        own = jnp.sum(jnp.where(self.later == self.earlier, d_weights, 0), axis=1, keepdims=True)
+        diagonal = jnp.sum(
+            jnp.where(self.later == self.earlier, d_weights, 0), axis=1, keepdims=True
+        )
         d_q = product(d_output, state) * self.from_start
         d_k = product(self.v, g) * self.to_end
 
         # The gradient of log f_t is a sum over all pairs s < t <= u, as in `backends/jax`: the
-        # gradient of the logarithm of a product of decays counts for each of its factors. So the
-        # gradients of a block are passed on to its halves, from the chunk down to single tokens,
-        # in reverse of how the products were made. Nothing is subtracted, so the result is as exact
+        # gradient of the logarithm of a product of decays applies to each of its factors. So the
+        # gradients of a block are propagated to its halves, from the chunk down to single tokens,
+        # in the reverse order of the products. Nothing is subtracted, so the result is as exact
         # as the gradients of q and k.
         of_start, of_end = q * d_q, k * d_k
         of_total = jnp.where(
@@ -129,38 +131,38 @@ class _Chunk:
             0,
         )
         for half, from_boundary, to_boundary in reversed(self.levels):
-            in_right = _in_right(q, half)
-            of_total += _halves_exchanged(of_total + jnp.where(in_right, of_start, of_end), half)
-            pairs = jnp.where(self.between_halves(half), d_weights, 0)
+            in_right = _right_half_mask(q, half)
+            of_total += _exchange_halves(of_total + jnp.where(in_right, of_start, of_end), half)
+            pairs = jnp.where(self.half_pair_mask(half), d_weights, 0)
             d_right = product(pairs, k * to_boundary) * from_boundary
             d_left = product(pairs, q * from_boundary, over=(0, 0)) * to_boundary
             d_q, d_k = d_q + d_right, d_k + d_left
             of_start, of_end = of_start + q * d_right, of_end + k * d_left
         d_log_f = of_start + of_total
-        d_q, d_k = d_q + own * k, d_k + own * q
+        d_q, d_k = d_q + diagonal * k, d_k + diagonal * q
         g = self.total * g + product(d_output, self.q_in, over=(0, 0))
         found = [d_q, d_v, d_log_f]
         if self.tied:
             found[2] -= d_k * jnp.exp(self.log_f)
         else:
             found.insert(1, d_k)
-        return [self.tokens.without_padding(d) for d in found], g
+        return [self.tokens.mask_padding(d) for d in found], g
 
 
-def _in_right(x, half):
-    """Whether the tokens of x [C, K] are in the right half of 2 * `half`."""
+def _right_half_mask(x, half):
+    """Mask of the tokens of x [C, K] in the right half of 2 * `half`."""
     return jnp.bitwise_and(_linear_attention.token_number(x), half) != 0
 
 
-def _halves_exchanged(x, half):
-    """x [C, K], the two halves of every 2 * `half` tokens exchanged."""
+def _exchange_halves(x, half):
+    """x [C, K] with the two halves of every 2 * `half` tokens exchanged."""
     return jnp.where(
-        _in_right(x, half), pltpu.roll(x, half, 0), pltpu.roll(x, x.shape[0] - half, 0)
+        _right_half_mask(x, half), pltpu.roll(x, half, 0), pltpu.roll(x, x.shape[0] - half, 0)
     )
 
 
 def _one_minus_exp(x):
-    """1 - exp(x) for x <= 0, exact to float32 also where exp(x) is near 1."""
+    """1 - exp(x) for x <= 0, accurate to float32 even where exp(x) is near 1."""
     series = 1.0
     for n in range(10, 1, -1):
         series = 1 + x / n * series

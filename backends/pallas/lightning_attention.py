@@ -2,8 +2,8 @@
 
 Qin et al. 2024, arXiv:2405.17381 (Lightning Attention), and 2023, arXiv:2307.14995
 (TransNormerLLM): inside a chunk (Q K^T * M) V with M_us = decay^(u - s), across chunks Q (K^T V).
-Padding does not tick the decay: M and its like are powers of it by the number of real tokens
-between two row_and_column_numbers, and 0 where a document begins between them.
+Padding does not decay the state: the exponent counts the real tokens between s and u, and M_us is 0
+where a document starts between them.
 """
 
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from ._linear_attention import row, row_and_column_numbers
 
 def unsupported(q, k, v, log_decay, initial_state=None, token_kind=None) -> str | None:
     """Reason these arguments are unsupported, or None."""
-    return _linear_attention.refusal(q, k, v, log_decay, initial_state)
+    return _linear_attention.unsupported_reason(q, k, v, log_decay, initial_state)
 
 
 @default_zero_state(plain.state_shape)
@@ -54,14 +54,12 @@ class _Chunk:
     working_set = 20
 
     def __init__(self, product, tokens, log_decay, q, k, v):
-        self.product, self.without_padding = product, tokens.without_padding
-        self.q, self.k, self.v = (
-            None if x is None else tokens.without_padding(x) for x in (q, k, v)
-        )
+        self.product, self.mask_padding = product, tokens.mask_padding
+        self.q, self.k, self.v = (None if x is None else tokens.mask_padding(x) for x in (q, k, v))
         later, earlier = row_and_column_numbers(k.shape[0])
 
         def count(mask):
-            """How many tokens up to each one, itself included, are in a mask [1, C]: [C, 1]."""
+            """The number of masked tokens up to and including each, [C, 1], from a mask [1, C]."""
             ones = jnp.broadcast_to(mask.astype(jnp.float32), later.shape)
             return jnp.sum(jnp.where(later >= earlier, ones, 0), axis=1, keepdims=True)
 
@@ -88,7 +86,7 @@ class _Chunk:
         return output, self.next_state(state)
 
     def backward(self, state, g, d_output):
-        product, d_output = self.product, self.without_padding(d_output)
+        product, d_output = self.product, self.mask_padding(d_output)
         weights = product(self.q, self.k, over=(1, 1)) * self.between
         d_weights = product(d_output, self.v, over=(1, 1)) * self.between
         d_q = product(d_weights, self.k) + product(d_output, state) * self.from_start
@@ -97,7 +95,7 @@ class _Chunk:
             self.k * self.to_end, g, over=(1, 1)
         )
         g = self.total * g + product(d_output, self.q * self.from_start, over=(0, 0))
-        return [self.without_padding(d) for d in (d_q, d_k, d_v)], g
+        return [self.mask_padding(d) for d in (d_q, d_k, d_v)], g
 
 
 lightning_attention = plain.operation(forward, backward)

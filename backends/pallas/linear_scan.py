@@ -1,6 +1,6 @@
 """h_t = exp(log_a_t) * h_{t-1} + x_t.  De et al. 2024, arXiv:2402.19427, section 2.4.
 
-The backward goes from the last token to the first, with the state c_t = a_t g_t:
+The backward pass runs from the last token to the first, with the state c_t = a_t g_t:
 
     g_t = dh_t + c_{t+1},  dx_t = g_t,  dlog_a_t = c_t h_{t-1}
 """
@@ -11,24 +11,24 @@ from ..constants import GOES_ON
 from ..jax import linear_scan as plain
 from ..jax._common import default_zero_state, default_zero_state_gradient
 from ..jax._shards import per_shard
-from ._common import refusal
+from ._common import unsupported_reason
 from ._lazy import pl
 from ._streaming import (
     F32,
     adjoint_scan,
     applied_decay,
-    blocks_for,
+    fit_blocks,
+    mask_padding,
     output_before,
     previous,
     scan,
     stream,
-    without_padding,
 )
 
 
 def unsupported(x, log_a, initial_state=None, token_kind=None) -> str | None:
     """Reason these arguments are unsupported, or None."""
-    return refusal(x, log_a, initial_state)
+    return unsupported_reason(x, log_a, initial_state)
 
 
 @default_zero_state(plain.state_shape)
@@ -48,14 +48,14 @@ def _forward_kernel(block, x, log_a, initial, h, final, state):
         state[...] = initial[...]
 
     def tile(i, rows, kind, state):
-        (u,) = without_padding(kind, x[rows, :].astype(F32))
+        (u,) = mask_padding(kind, x[rows, :].astype(F32))
         a = jnp.exp(log_a[rows, :].astype(F32))
         a, one_minus_a = applied_decay(kind, a, 1 - a)
         tile, state = scan(a, one_minus_a, u, state)
         h[rows, :] = tile.astype(h.dtype)
         return state
 
-    state[...] = block.over_tiles(tile, state[...])
+    state[...] = block.scan_tiles(tile, state[...])
 
     @pl.when(block.last)
     def _():
@@ -63,7 +63,7 @@ def _forward_kernel(block, x, log_a, initial, h, final, state):
 
 
 def _forward(x, log_a, initial_state, token_kind):
-    blocks = blocks_for(x, [x, log_a, x])
+    blocks = fit_blocks(x, [x, log_a, x])
     inputs = [
         (x, blocks.sequence()),
         (log_a, blocks.sequence()),
@@ -85,7 +85,7 @@ def _backward_kernel(
         state[...] = d_final[...]
 
     def tile(i, rows, kind, d_next):
-        d = block.zero_beyond_end(i, dh[rows, :].astype(F32))
+        d = block.mask_end(i, dh[rows, :].astype(F32))
         a = jnp.exp(log_a[rows, :].astype(F32))
         applied, one_minus_a = applied_decay(kind, a, 1 - a)
         g = adjoint_scan(applied, one_minus_a, d, d_next)
@@ -94,11 +94,11 @@ def _backward_kernel(
         d_decay = c * before
         if kind is not None:
             d_decay = jnp.where(kind == GOES_ON, d_decay, 0)
-        dx[rows, :] = without_padding(kind, g)[0].astype(dx.dtype)
+        dx[rows, :] = mask_padding(kind, g)[0].astype(dx.dtype)
         d_log_a[rows, :] = d_decay.astype(d_log_a.dtype)
         return c[:1]
 
-    state[...] = block.over_tiles(tile, state[...])
+    state[...] = block.scan_tiles(tile, state[...])
 
     @pl.when(block.last)
     def _():
@@ -106,7 +106,7 @@ def _backward_kernel(
 
 
 def _backward(log_a, initial_state, token_kind, h, dh, d_final):
-    blocks = blocks_for(h, [log_a, h, dh, h, log_a], reverse=True)
+    blocks = fit_blocks(h, [log_a, h, dh, h, log_a], reverse=True)
     inputs = [
         (log_a, blocks.sequence()),
         (h, blocks.sequence()),

@@ -4,7 +4,7 @@
     h_t = a_t h_{t-1} + s_t i_t x_t,  s_t = sqrt(1 - a_t²); a_t = 0, s_t = 1 at a start
 
 Gates, square root and scan are one kernel, which reads three tensors and writes one. The backward
-goes from the last token to the first, with the state c_t = a_t g_t, g_t = dh_t + c_{t+1}:
+pass runs from the last token to the first, with the state c_t = a_t g_t, g_t = dh_t + c_{t+1}:
 
     dx = g s i,  di = g s x,  dlog a = c h_{t-1} - g i x a² / s
     dr = -8 softplus(-a_logit) dlog a,  da_logit = 8 σ(-a_logit) Σ r dlog a
@@ -19,27 +19,27 @@ from ..constants import DECAY_EXPONENT, GOES_ON, MAX_SQRT_GRADIENT, STARTS
 from ..jax import rg_lru as plain
 from ..jax._common import default_zero_state, default_zero_state_gradient
 from ..jax._shards import per_shard
-from ._common import refusal
+from ._common import unsupported_reason
 from ._lazy import pl
 from ._math import decay, sigmoids
 from ._streaming import (
     F32,
     adjoint_scan,
     applied_decay,
-    blocks_for,
+    fit_blocks,
     kahan_add,
+    mask_padding,
     output_before,
     previous,
     scan,
     stream,
-    without_padding,
     zero_sum,
 )
 
 
 def unsupported(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None) -> str | None:
     """Reason these arguments are unsupported, or None."""
-    return refusal(x, gate_a, gate_x, a_logit, initial_state)
+    return unsupported_reason(x, gate_a, gate_x, a_logit, initial_state)
 
 
 @default_zero_state(plain.state_shape)
@@ -56,7 +56,7 @@ def backward(x, gate_a, gate_x, a_logit, initial_state, token_kind, output, d_ou
 
 
 def _log_decay_of_open_gate(a_logit):
-    """log a where r = 1, [D]."""
+    """log a for r = 1, [D]."""
     return -DECAY_EXPONENT * jax.nn.softplus(-a_logit.astype(F32))
 
 
@@ -66,16 +66,16 @@ def _forward_kernel(block, x, gate_a, gate_x, log_a_open, initial, h, final, sta
         state[...] = initial[...]
 
     def tile(i, rows, kind, state):
-        u, z_a, z_x = without_padding(kind, *(t[rows, :].astype(F32) for t in (x, gate_a, gate_x)))
+        u, z_a, z_x = mask_padding(kind, *(t[rows, :].astype(F32) for t in (x, gate_a, gate_x)))
         a, one_minus_a = decay(log_a_open[...] * sigmoids(z_a)[0])
-        multiplier = _one_at_start(kind, jnp.sqrt(_one_minus_a2(one_minus_a)))
+        multiplier = _multiplier_at_start(kind, jnp.sqrt(_one_minus_a2(one_minus_a)))
         gated = multiplier * sigmoids(z_x)[0] * u
         a, one_minus_a = applied_decay(kind, a, one_minus_a)
         tile, state = scan(a, one_minus_a, gated, state)
         h[rows, :] = tile.astype(h.dtype)
         return state
 
-    state[...] = block.over_tiles(tile, state[...])
+    state[...] = block.scan_tiles(tile, state[...])
 
     @pl.when(block.last)
     def _():
@@ -87,12 +87,12 @@ def _one_minus_a2(one_minus_a):
     return one_minus_a * (2 - one_minus_a)
 
 
-def _one_at_start(kind, multiplier):
+def _multiplier_at_start(kind, multiplier):
     return multiplier if kind is None else jnp.where(kind == STARTS, 1.0, multiplier)
 
 
 def _forward(x, gate_a, gate_x, log_a_open, initial_state, token_kind):
-    blocks = blocks_for(x, [x, gate_a, gate_x, x])
+    blocks = fit_blocks(x, [x, gate_a, gate_x, x])
     inputs = [
         (x, blocks.sequence()),
         (gate_a, blocks.sequence()),
@@ -130,19 +130,19 @@ def _backward_kernel(
 
     def tile(i, rows, kind, carry):
         d_next, d_sum = carry
-        u, z_a, z_x = without_padding(kind, *(t[rows, :].astype(F32) for t in (x, gate_a, gate_x)))
-        d = block.zero_beyond_end(i, dh[rows, :].astype(F32))
+        u, z_a, z_x = mask_padding(kind, *(t[rows, :].astype(F32) for t in (x, gate_a, gate_x)))
+        d = block.mask_end(i, dh[rows, :].astype(F32))
         (r, not_r), (gate, not_gate) = sigmoids(z_a), sigmoids(z_x)
         log_a = log_a_open[...] * r
         a, one_minus_a = decay(log_a)
         one_minus_a2 = _one_minus_a2(one_minus_a)
         d_root = jax.lax.rsqrt(jnp.maximum(4 * one_minus_a2, 1 / MAX_SQRT_GRADIENT**2))
-        multiplier = _one_at_start(kind, jnp.sqrt(one_minus_a2))
+        multiplier = _multiplier_at_start(kind, jnp.sqrt(one_minus_a2))
         applied, one_minus_a = applied_decay(kind, a, one_minus_a)
         g = adjoint_scan(applied, one_minus_a, d, d_next)
         c = applied * g
         before = previous(h[rows, :].astype(F32), output_before(block, i, rows_before, h, initial))
-        g_i = without_padding(kind, g)[0] * gate
+        g_i = mask_padding(kind, g)[0] * gate
         d_log_a = c * before - g_i * u * d_root * 2 * a * a
         if kind is not None:
             d_log_a = jnp.where(kind == GOES_ON, d_log_a, 0)
@@ -152,7 +152,7 @@ def _backward_kernel(
         return c[:1], kahan_add(d_sum, r * d_log_a)
 
     no_sum = zero_sum(block.blocks.channels)
-    state[...], (d_sum, _) = block.over_tiles(tile, (state[...], no_sum))
+    state[...], (d_sum, _) = block.scan_tiles(tile, (state[...], no_sum))
     d_rate[...] += jnp.sum(d_sum, axis=0, keepdims=True)
 
     @pl.when(block.last)
@@ -161,7 +161,7 @@ def _backward_kernel(
 
 
 def _backward(x, gate_a, gate_x, log_a_open, initial_state, token_kind, h, dh, d_final):
-    blocks = blocks_for(x, [x, gate_a, gate_x, h, dh, x, gate_a, gate_x], reverse=True)
+    blocks = fit_blocks(x, [x, gate_a, gate_x, h, dh, x, gate_a, gate_x], reverse=True)
     inputs = [
         (x, blocks.sequence()),
         (gate_a, blocks.sequence()),

@@ -2,8 +2,8 @@
 
 A block of queries attends to the blocks of keys in its window, which are in VMEM, from its own to
 the oldest. So the first logits of each query include its own key, and the running maximum of its
-softmax is finite from the start. Places without a token, whose document is 0, hold zeros and attend
-to one another.
+softmax is finite from the start. Positions without a token, whose document is 0, hold zeros and
+attend to one another.
 
 JAX's own kernel, splash attention, would fetch the window again for every head and every block of
 queries, and write the sums of the softmax 128 times.
@@ -26,34 +26,34 @@ def unsupported(
     q, k, v, sliding_window=None, initial_state=None, token_kind=None, capacity=None
 ) -> str | None:
     """Reason these arguments are unsupported, or None."""
-    if reason := _common.refusal(q, k, v):
+    if reason := _common.unsupported_reason(q, k, v):
         return reason
     before = 0 if initial_state is None else initial_state["key"].shape[1]
-    if _window.grid_for(q, k, v, sliding_window, before) is None:
+    if _window.fit_grid(q, k, v, sliding_window, before) is None:
         visible = min(sliding_window or math.inf, before + k.shape[1])
         return (
-            f"keeps in VMEM what a token sees: {_common.vmem_bytes() // 2**20} MiB are too little "
+            f"needs a token's window in VMEM: {_common.vmem_bytes() // 2**20} MiB are too small "
             f"for {visible} keys of {k.shape[3]} and values of {v.shape[3]} in {k.dtype}"
         )
     return None
 
 
-def forward(q, k, v, of_queries, of_keys, *, window, **_):
+def forward(q, k, v, query_documents, key_documents, *, window, **_):
     run = _per_shard(functools.partial(_forward, window), k, _GIVEN, (_OUTPUT,))
-    (output,) = run(q, k, v, of_queries, of_keys)
+    (output,) = run(q, k, v, query_documents, key_documents)
     return output, ()
 
 
-def backward(q, k, v, of_queries, of_keys, sums, d_output, *, window, dtype, **_):
-    del sums  # of the forward, whose logits may differ by a rounding: that changes large ones
+def backward(q, k, v, query_documents, key_documents, sums, d_output, *, window, dtype, **_):
+    del sums  # not used: logits of the forward pass may be rounded differently
     run = _per_shard(
         functools.partial(_backward, window),
         k,
         (*_GIVEN, _OUTPUT),
         (_QUERY, _QUERY, _OUTPUT),
     )
-    d_q, *d_shared = run(q, k, v, of_queries, of_keys, d_output)
-    # If the heads that share a key are split, each shard has a part of its gradient.
+    d_q, *d_shared = run(q, k, v, query_documents, key_documents, d_output)
+    # If the heads that share a key are split, each shard has a partial sum of its gradient.
     return d_q.astype(dtype), *(jnp.sum(d.astype(dtype), axis=3) for d in d_shared)
 
 
@@ -62,18 +62,18 @@ _GIVEN = (_QUERY, "b t g k", "b t g v", "b t", "b t")
 
 
 def _per_shard(function, k, arguments, results):
-    """`per_shard`: it splits the heads of keys, or those of queries if all share one of keys."""
+    """Applies `per_shard` to the key heads, or to the query heads if all share one key head."""
     return per_shard(function, arguments, results, "r" if k.shape[2] == 1 else "g")
 
 
-def _forward(window, q, k, v, of_queries, of_keys):
-    grid = _window.grid_for(q, k, v, window, k.shape[1] - q.shape[1])
+def _forward(window, q, k, v, query_documents, key_documents):
+    grid = _window.fit_grid(q, k, v, window, k.shape[1] - q.shape[1])
     product = products((q, k, v))
 
     def attention(step, q, output):
         @pl.when(step.has_queries)
         def _():
-            queries = step.of_tokens(q)
+            queries = step.mask_queries(q)
 
             def attend(slot, visible, sums):
                 highest, total, values = sums
@@ -86,28 +86,28 @@ def _forward(window, q, k, v, of_queries, of_keys):
 
             zeros = jnp.zeros((grid.block, 1), jnp.float32)
             start = zeros - jnp.inf, zeros, jnp.zeros(output.shape, jnp.float32)
-            _, total, values = step.over_window(attend, start)
+            _, total, values = step.scan_window(attend, start)
             output[...] = (values / total).astype(output.dtype)
 
     output = jax.ShapeDtypeStruct((*q.shape[:4], v.shape[3]), q.dtype)
     inputs, outputs = ([grid.head(x, grid.queries)] for x in (q, output))
-    (values,) = _window.call(grid, attention, k, v, of_queries, of_keys, inputs, outputs)
-    return (_window.from_by_head(values, output.shape),)
+    (values,) = _window.call(grid, attention, k, v, query_documents, key_documents, inputs, outputs)
+    return (_window.undo_head_layout(values, output.shape),)
 
 
-def _backward(window, q, k, v, of_queries, of_keys, d_output):
-    grid = _window.grid_for(q, k, v, window, k.shape[1] - q.shape[1])
+def _backward(window, q, k, v, query_documents, key_documents, d_output):
+    grid = _window.fit_grid(q, k, v, window, k.shape[1] - q.shape[1])
     product = products((q, k, v))
 
     def attention_backward(step, q, d_output, d_q, d_k, d_v, d_keys, d_values):
         @pl.when(step.has_new_keys)
         def _():
-            for ring in (d_keys, d_values):
-                ring[step.slot(step.number)] = jnp.zeros(ring.shape[1:], jnp.float32)
+            for buffer in (d_keys, d_values):
+                buffer[step.slot(step.number)] = jnp.zeros(buffer.shape[1:], jnp.float32)
 
         @pl.when(step.has_queries)
         def _():
-            queries, d_out = step.of_tokens(q), step.of_tokens(d_output)
+            queries, d_out = step.mask_queries(q), step.mask_queries(d_output)
 
             def logits_of(slot, visible):
                 logits = product(queries, step.keys[slot], over=(1, 1))
@@ -125,7 +125,7 @@ def _backward(window, q, k, v, of_queries, of_keys, d_output):
 
             zeros = jnp.zeros((grid.block, 1), jnp.float32)
             # The output would give the same mean, but it has been rounded.
-            highest, total, mean = step.over_window(add, (zeros - jnp.inf, zeros, zeros))
+            highest, total, mean = step.scan_window(add, (zeros - jnp.inf, zeros, zeros))
             mean /= total
 
             def attend(slot, visible, d_queries):
@@ -136,7 +136,7 @@ def _backward(window, q, k, v, of_queries, of_keys, d_output):
                 d_keys[slot] += product(d_logits, queries, over=(0, 0))
                 return d_queries + product(d_logits, step.keys[slot])
 
-            d_queries = step.over_window(attend, jnp.zeros(d_q.shape, jnp.float32))
+            d_queries = step.scan_window(attend, jnp.zeros(d_q.shape, jnp.float32))
             d_q[...] = d_queries.astype(d_q.dtype)
 
         @pl.when(step.has_dropped_keys)
@@ -154,19 +154,19 @@ def _backward(window, q, k, v, of_queries, of_keys, d_output):
         attention_backward,
         k,
         v,
-        of_queries,
-        of_keys,
+        query_documents,
+        key_documents,
         inputs,
         outputs,
         sums=(k.shape[3], v.shape[3]),
-        # The grid adds `shared` times as many steps: one for each block still in the rings.
-        steps_after=pl.cdiv(grid.ring_blocks - 1, grid.shared),
+        # The grid adds `shared` times this number of steps: one for each block in the buffers.
+        steps_after=pl.cdiv(grid.buffer_blocks - 1, grid.shared),
     )
     d_k, d_v = (
-        _window.from_by_head(d, x.shape)[:, x.shape[1] - k.shape[1] :, :, None]
+        _window.undo_head_layout(d, x.shape)[:, x.shape[1] - k.shape[1] :, :, None]
         for d, x in zip(d_aligned, aligned, strict=True)
     )
-    return _window.from_by_head(d_q, q.shape), d_k, d_v
+    return _window.undo_head_layout(d_q, q.shape), d_k, d_v
 
 
 sliding_window_attention = plain.operation(forward, backward)

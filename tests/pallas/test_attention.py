@@ -110,8 +110,8 @@ def test_a_window_must_fit_vmem():
     unsupported = dispatch.IMPLEMENTATIONS["sliding_window_attention"]["pallas"].unsupported
     x = jnp.ones((1, 50_000, 1, 128), "bfloat16")
     assert unsupported(x, x, x, 2048) is None
-    assert "14 MiB are too little for 50000 keys of 128" in unsupported(x, x, x)
+    assert "14 MiB are too small for 50000 keys of 128" in unsupported(x, x, x)
     state = {"key": jnp.ones((1, 30_000, 1, 128), "bfloat16")}
     x = x[:, :5]
     assert unsupported(x, x, x, 2048, state) is None
-    assert "too little for 30005 keys" in unsupported(x, x, x, None, state)
+    assert "too small for 30005 keys" in unsupported(x, x, x, None, state)
