@@ -3,10 +3,10 @@
 Hawk, Griffin and the MQA Transformer: De et al. 2024, arXiv:2402.19427, appendix C.
 RecurrentGemma: Botev et al. 2024, arXiv:2404.07839, and the published configurations.
 
-A row is one preset. `expansion` is the paper's M: the gated MLP is M * hidden_dim wide. `heads`
-counts queries; all of them share one key and value. The paper leaves the vocabulary open: 32,000
-tokens here, tied. `parameters` is what that makes, and what a test counts. A name is the paper's
-label, not a count.
+A row is one preset. `expansion` is the paper's M: the width of the gated MLP is M * hidden_dim.
+`heads` is the number of query heads; all share one key and value head. The paper does not specify
+the vocabulary: 32,000 tokens here, with tied embeddings. `parameters` is the resulting number, which
+a test verifies. A name is the paper's label, not a count.
 """
 
 from typing import NamedTuple
@@ -22,18 +22,18 @@ def embedding_scale(hidden_dim):
 
 
 class Kind(NamedTuple):
-    """What several rows share."""
+    """Properties shared by several rows."""
 
     label: str
-    block_types: tuple[str, ...]  # repeated, and cut at num_layers
-    sliding_window: int | None = None  # the tokens that a token sees, itself included
+    block_types: tuple[str, ...]  # repeated and truncated to num_layers
+    sliding_window: int | None = None  # tokens that a token attends to, itself included
     head_dim: int = 128
     num_blocks: int | None = 16  # blocks of the block-diagonal gates; None: as many as heads
     partial_rotary_factor: float = 1.0
     scaled_embeddings: bool = False
     final_logit_soft_cap: float | None = None
     a_initializer: str = "griffin"
-    sequence_length: int = 1024  # tokens a row of the preprocessor
+    sequence_length: int = 1024  # tokens per sequence in the preprocessor
 
 
 class Size(NamedTuple):
@@ -47,7 +47,7 @@ class Size(NamedTuple):
     heads: int
     vocabulary_size: int
     parameters: int
-    weights: str | None = None  # where they are, if there are any
+    weights: str | None = None  # address or file, if available
 
     @property
     def description(self):
@@ -55,7 +55,7 @@ class Size(NamedTuple):
 
     @property
     def backbone_arguments(self):
-        """Those of all block types, so that another pattern needs one override."""
+        """Arguments for all block types, so that another pattern needs one override."""
         kind = self.kind
         return {
             "vocabulary_size": self.vocabulary_size,

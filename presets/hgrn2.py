@@ -3,10 +3,10 @@
 Qin et al. 2024, arXiv:2404.07904, and the published configurations of flash-linear-attention.
 
 A row is one preset. Heads have `expand_ratio` channels. The width inside the SwiGLU is 8/3 of that
-of the model, rounded up to a multiple of 256, where nothing else is known. The paper leaves the
-vocabulary open but for the 44M model of WikiText-103: 32,000 tokens here, with output weights of
-their own, as in the published checkpoints. `parameters` is what that makes, and what a test counts.
-A name is the paper's label, not a count; depths and widths of 44M, 7B and the image models are
+of the model, rounded up to a multiple of 256, unless specified. The paper specifies the vocabulary
+only for the 44M model of WikiText-103: 32,000 tokens here, with untied output weights, as in the
+published checkpoints. `parameters` is the resulting number, which a test verifies. A name is the
+paper's label, not a count; depths and widths of 44M, 7B and the image models are
 derived from the paper's counts.
 """
 
@@ -21,12 +21,12 @@ class Size(NamedTuple):
     hidden_dim: int  # D
     num_layers: int
     intermediate_dim: int
-    expand_ratio: int  # K, channels a head
+    expand_ratio: int  # K, channels per head
     vocabulary_size: int
-    tied: bool  # whether the logits come from the embedding's own weights
+    tied: bool  # True if the logits use the weights of the embedding
     parameters: int
-    weights: str | None = None  # where they are published
-    sequence_length: int = 1024  # tokens a row of the preprocessor
+    weights: str | None = None  # address of published weights
+    sequence_length: int = 1024  # tokens per sequence in the preprocessor
 
     @property
     def description(self):
@@ -58,7 +58,7 @@ class VisionSize(NamedTuple):
     image_size: int  # pixels, each side
     patch_size: int
     parameters: int
-    weights: str | None = None  # where they are published
+    weights: str | None = None  # address of published weights
 
     @property
     def description(self):

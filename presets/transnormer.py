@@ -1,12 +1,12 @@
 """Sizes of TransNormerLLM.
 
-Qin et al. 2023, arXiv:2307.14995, and 2024, arXiv:2405.17381. The paper's tables leave out the
-depth of 1B and 7B and the SGLU's width from 1B on: these follow from parameter counts, as do all
-sizes of 44M (WikiText-103). The vocabulary of 15B is said to be about 100,000. Where weights are
-published, sizes are read from their files.
+Qin et al. 2023, arXiv:2307.14995, and 2024, arXiv:2405.17381. The paper's tables omit the depth
+of 1B and 7B and the width of the SGLU from 1B on: these are derived from parameter counts, as are
+all sizes of 44M (WikiText-103). The paper states a vocabulary of about 100,000 for 15B. Where
+weights are published, sizes are read from their files.
 
-A row is one preset. Heads are as wide as `hidden_dim / heads`. `parameters` is what the row makes,
-and what a test counts. A name is the paper's label, not a count.
+A row is one preset. The size of a head is `hidden_dim / heads`. `parameters` is the resulting
+number, which a test verifies. A name is the paper's label, not a count.
 """
 
 from typing import NamedTuple
@@ -20,12 +20,12 @@ class Size(NamedTuple):
     hidden_dim: int  # D
     num_layers: int
     heads: int
-    intermediate_dim: int  # inside the SGLU
+    intermediate_dim: int  # width inside the SGLU
     vocabulary_size: int
-    tied: bool  # whether the logits come from the embedding
-    sequence_length: int  # tokens a row of the preprocessor
+    tied: bool  # True if the logits use the weights of the embedding
+    sequence_length: int  # tokens per sequence in the preprocessor
     parameters: int
-    weights: str | None = None  # where they are published
+    weights: str | None = None  # address of published weights
 
     @property
     def description(self):
