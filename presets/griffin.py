@@ -5,8 +5,8 @@ RecurrentGemma: Botev et al. 2024, arXiv:2404.07839, and the published configura
 
 A row is one preset. `expansion` is the paper's M: the width of the gated MLP is M * hidden_dim.
 `heads` is the number of query heads; all share one key and value head. The paper does not specify
-the vocabulary: 32,000 tokens here, with tied embeddings. `parameters` is the resulting number, which
-a test verifies. A name is the paper's label, not a count.
+the vocabulary: 32,000 tokens here, with tied embeddings. `parameters` is the resulting number,
+which a test verifies. A name is the paper's label, not a count.
 """
 
 from typing import NamedTuple

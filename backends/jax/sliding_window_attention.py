@@ -185,7 +185,7 @@ def _unbanded(d, x, q, window):
 
 
 def _one_token(q, k, v, window, state, token_kind):
-    """A decoding step: reads the circular buffer in place and writes one slot."""
+    """A decoding step: reads the circular buffer without reordering it, and writes one slot."""
     dtype = accumulation_dtype(q, k, v)
     kind = jnp.full(q.shape[0], GOES_ON) if token_kind is None else token_kind[:, 0]
     real = (kind != PADDING)[:, None, None, None]

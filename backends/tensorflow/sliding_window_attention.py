@@ -83,7 +83,7 @@ def _attend(inputs, capacity, q, k, v, key, value):
 
 
 def _one_token(inputs, capacity, q, k, v, key, value):
-    """A decoding step: reads the circular buffer in place and writes one slot."""
+    """A decoding step: reads the circular buffer without reordering it, and writes one slot."""
     kind, dtype = inputs.token_kind, inputs.dtype
     real, position = tf.ones_like(inputs.position, tf.bool), inputs.position
     if kind is not None:

@@ -70,7 +70,7 @@ def chunked_kinds(token_kind, span, size, heads):
 
 
 def smallest_decay(dtype):
-    """Smallest decay that is not set to 0: products with smaller ones may be subnormal, thus slow.
+    """Smallest decay that is not set to 0: smaller ones may give subnormal products, slow on CPUs.
 
     1e-32 in float32, a million times its smallest normal number.
     """

@@ -56,7 +56,7 @@ class _GatedLinearUnit(torch.autograd.Function):
             d_gate, d_x = slope * x * d_output, value * d_output
             return d_gate.to(gate.dtype), d_x.to(x.dtype), None
         d_gate, d_x = gate.new_empty(gate.shape), x.new_empty(x.shape)
-        # Block by block, so that temporaries stay in the cache; compiled code has no temporaries.
+        # Block by block, so that temporaries stay in the cache; the compiler needs no blocks.
         size = x.numel() if torch.compiler.is_compiling() else elements_per_launch(x)
         blocks = (t.reshape(-1).split(size) for t in (gate, x, d_output, d_gate, d_x))
         for block in zip(*blocks, strict=True):

@@ -131,7 +131,7 @@ _sharding.register(_backward, (*_results, *_rows, "b", "b t"), _rows, "hg", rang
 
 
 def _one_token(q, k, v, key, value, position, token_kind, window):
-    """A decoding step: reads the circular buffer in place and writes one slot."""
+    """A decoding step: reads the circular buffer without reordering it, and writes one slot."""
     dtype = accumulation_dtype(q, k, v, key, value)
     batch, _, heads, _ = q.shape
     groups, capacity = k.shape[2], key.shape[1]
