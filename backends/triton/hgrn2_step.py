@@ -6,10 +6,10 @@ A program reads and writes some columns of a head's memory once. All arithmetic 
 import triton
 import triton.language as tl
 
-from ._device.ahead import let_next_launch_begin, wait_for_launch_before
 from ._device.math import exp, sigmoid
+from ._device.pdl import launch_dependents, wait_for_previous_launch
 from ._device.tokens import GOES_ON, PADDING, by_kind
-from ._runtime.framework import forward_operation, overlap, refusal_of_steps, run
+from ._runtime.framework import forward_operation, pdl_options, refusal_of_steps, run
 from ._runtime.launch import Array, Launch, like
 
 _BLOCK_V, _WARPS = 32, 4
@@ -49,10 +49,10 @@ def _kernel(
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    if AHEAD:
-        let_next_launch_begin()
+    if PDL:
+        launch_dependents()
     TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     head = (tl.program_id(0) // TILES).to(tl.int64)
     d = tl.arange(0, BLOCK_K)
@@ -60,8 +60,8 @@ def _kernel(
     offsets = head * (K * V) + d[:, None] * V + e[None, :]
     valid = (d < K)[:, None] & (e < V)[None, :]
     state = _load(memory, offsets, valid)
-    if AHEAD:
-        wait_for_launch_before()
+    if PDL:
+        wait_for_previous_launch()
     kind = GOES_ON
     if token_kind is not None:
         kind = tl.load(token_kind + head // H)
@@ -92,7 +92,7 @@ def forward(q, f, v, memory, lower_bound, token_kind):
     batch, heads, keys, values = memory.shape
     block_v = min(_BLOCK_V, triton.next_power_of_2(values))
     options = {"K": keys, "V": values, "BLOCK_K": triton.next_power_of_2(keys)}
-    options |= {"BLOCK_V": block_v, "num_warps": _WARPS, **overlap(q)}
+    options |= {"BLOCK_V": block_v, "num_warps": _WARPS, **pdl_options(q)}
     tensors = q, f, v, memory, lower_bound, token_kind
     outputs = results(*tensors)
     programs = batch * heads * triton.cdiv(values, block_v)

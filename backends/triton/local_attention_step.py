@@ -10,12 +10,12 @@ are rounded in queries and keys alone.
 import triton
 import triton.language as tl
 
-from ._device.ahead import let_next_launch_begin, wait_for_launch_before
 from ._device.common import MULTIPROCESSORS
 from ._device.math import exp
+from ._device.pdl import launch_dependents, wait_for_previous_launch
 from ._device.products import operand, product
 from ._device.tokens import GOES_ON, PADDING, STARTS
-from ._runtime.framework import forward_operation, overlap, refusal_of_steps, run
+from ._runtime.framework import forward_operation, pdl_options, refusal_of_steps, run
 from ._runtime.launch import Array, Launch, dtype_name, like
 
 _LOWEST = tl.constexpr(-1e30)  # below any logit; finite, so that a difference of two is 0
@@ -113,11 +113,11 @@ def _parts_kernel(
     TILES: tl.constexpr,
     PARTS: tl.constexpr,
     SHORT: tl.constexpr,
-    AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    if AHEAD:
-        let_next_launch_begin()
-        wait_for_launch_before()
+    if PDL:
+        launch_dependents()
+        wait_for_previous_launch()
     part, group = tl.program_id(0) % PARTS, (tl.program_id(0) // PARTS).to(tl.int64)
     b, g = group // G, group % G
     kind = GOES_ON
@@ -186,11 +186,11 @@ def _whole_kernel(
     BLOCK_V: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    if AHEAD:
-        let_next_launch_begin()
-        wait_for_launch_before()
+    if PDL:
+        launch_dependents()
+        wait_for_previous_launch()
     head = tl.program_id(0).to(tl.int64)
     part, e = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_V)
     rows = head * PARTS + part
@@ -223,7 +223,7 @@ def forward(q, k, v, key, value, position, frequencies, token_kind, *, sliding_w
         **{"K": keys, "V": values, "R": 0 if frequencies is None else frequencies.shape[0]},
         "BLOCK_H": max(16, triton.next_power_of_2(heads // groups)),
         **{"BLOCK_K": block_k, "BLOCK_V": block_v, "TILES": tiles, "PARTS": parts},
-        **{"SHORT": short, **tile, **overlap(q)},
+        **{"SHORT": short, **tile, **pdl_options(q)},
     }
     window = _ALL if sliding_window is None else min(sliding_window, _ALL)
     shape = batch, heads, parts
@@ -237,7 +237,7 @@ def forward(q, k, v, key, value, position, frequencies, token_kind, *, sliding_w
             updates=((3, 3), (4, 4)),
         )
     )
-    options = {"V": values, "BLOCK_V": block_v, "PARTS": parts, **overlap(q)}
+    options = {"V": values, "BLOCK_V": block_v, "PARTS": parts, **pdl_options(q)}
     options |= {"BLOCK_P": triton.next_power_of_2(parts)}
     output = Array((batch, heads, values), dtype_name(q))
     (output,) = run(Launch(_whole_kernel, batch * heads, tuple(of_parts), (output,), (), options))

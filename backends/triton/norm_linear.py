@@ -15,9 +15,9 @@ from ..constants import MAX_FUSED_ROWS
 from . import rms_norm
 from ._decoding.norm_linear_products import gated, of_one_row, of_rows
 from ._decoding.norm_linear_tiles import in_parts, tile_of
-from ._device.ahead import let_next_launch_begin, wait_for_launch_before
+from ._device.pdl import launch_dependents, wait_for_previous_launch
 from ._device.products import operand
-from ._runtime.framework import forward_operation, overlap, refusal_of_steps, run
+from ._runtime.framework import forward_operation, pdl_options, refusal_of_steps, run
 from ._runtime.launch import Array, Launch, dtype_name
 
 _GATES = (None, "silu", "gelu")
@@ -103,7 +103,7 @@ def _maps(
     STAGES: tl.constexpr,
     SHORT: tl.constexpr,
     AT_ONCE: tl.constexpr,
-    AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     if BLOCK_B == 1:
         total = of_one_row(
@@ -122,7 +122,7 @@ def _maps(
             BLOCK_N,
             BLOCK_K,
             AT_ONCE,
-            AHEAD,
+            PDL,
         )
         beside = total
     else:
@@ -175,7 +175,7 @@ def _kernel(
     STAGES: tl.constexpr,
     SHORT: tl.constexpr,
     AT_ONCE: tl.constexpr,
-    AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     TILES_2: tl.constexpr = 0 if GATE else (N_2 + BLOCK_N - 1) // BLOCK_N
@@ -186,12 +186,12 @@ def _kernel(
         tile %= TILES
         first = part * LENGTH
         y += part * rows * N
-    # Programs of several rows do not let others begin, which would take the shared memory that
-    # their own next programs need; and wait before their loads, of which x is one.
-    if AHEAD and BLOCK_B == 1:
-        let_next_launch_begin()
-    if AHEAD and BLOCK_B > 1:
-        wait_for_launch_before()
+    # With several rows, dependents may not start early: they would take the shared memory that
+    # this launch's own next programs need. These programs wait before their first load, which is x.
+    if PDL and BLOCK_B == 1:
+        launch_dependents()
+    if PDL and BLOCK_B > 1:
+        wait_for_previous_launch()
     if tile < TILES:
         n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         total, beside = _maps(
@@ -215,7 +215,7 @@ def _kernel(
             STAGES,
             SHORT,
             AT_ONCE,
-            AHEAD,
+            PDL,
         )
         if GATE and BLOCK_B > 1:
             if bias is not None:
@@ -251,7 +251,7 @@ def _kernel(
                 STAGES,
                 SHORT,
                 AT_ONCE,
-                AHEAD,
+                PDL,
             )
             _store_columns(total, bias_2, None, y_2, n, rows, N_2)
     if kernel_3 is not None:  # noqa: SIM102
@@ -278,7 +278,7 @@ def _kernel(
                 STAGES,
                 SHORT,
                 AT_ONCE,
-                AHEAD,
+                PDL,
             )
             _store_columns(total, bias_3, None, y_3, n, rows, N_3)
 
@@ -292,11 +292,11 @@ def _gate_kernel(
     N: tl.constexpr,
     GATE: tl.constexpr,
     BLOCK: tl.constexpr,
-    AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    if AHEAD:
-        let_next_launch_begin()
-        wait_for_launch_before()
+    if PDL:
+        launch_dependents()
+        wait_for_previous_launch()
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(first + n, n < N, other=0.0)
     value = gated(value, tl.load(second + n, n < N, other=0.0), GATE)
@@ -315,11 +315,11 @@ def _sum_kernel(
     N: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
-    AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    if AHEAD:
-        let_next_launch_begin()
-        wait_for_launch_before()
+    if PDL:
+        launch_dependents()
+        wait_for_previous_launch()
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     value = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(PARTS):
@@ -396,7 +396,7 @@ def _both(tensors, epsilon):
 def _gate_of_one_row(x, first, second, residual, output, gate):
     """The activated first map of one row x, times the second; both are float32."""
     columns = output.shape[1]
-    options = {"N": columns, "GATE": gate, "BLOCK": _AT_ONCE, **overlap(x)}
+    options = {"N": columns, "GATE": gate, "BLOCK": _AT_ONCE, **pdl_options(x)}
     programs = triton.cdiv(columns, _AT_ONCE)
     arrays = first, second, residual
     return run(Launch(_gate_kernel, programs, arrays, (output,), (), options))[0]
@@ -413,7 +413,7 @@ def _launch(tensors, residual, outputs, epsilon, gate, x_2=None):
     programs = sum(triton.cdiv(n, options["BLOCK_N"]) for n in columns)
     options |= dict(zip(("K", "N", "N_2", "N_3"), (channels, *widths), strict=True))
     options |= {"NORM": epsilon >= 0, "GATE": gate, "SHORT": dtype_name(kernel) == "bfloat16"}
-    options |= overlap(x)
+    options |= pdl_options(x)
     count = triton.cdiv(channels, options["LENGTH"])
     if count == 1:
         inputs = x, x_2, *tensors[1:], residual
@@ -421,7 +421,7 @@ def _launch(tensors, residual, outputs, epsilon, gate, x_2=None):
     inputs = x, x_2, None, kernel, *[None] * 6
     sums = Array((count, rows, widths[0]), "float32"), None, None
     sums, *_ = run(Launch(_kernel, programs * count, inputs, sums, (rows, epsilon), options))
-    options = {"N": widths[0], "PARTS": count, "BLOCK": _AT_ONCE, **overlap(x)}
+    options = {"N": widths[0], "PARTS": count, "BLOCK": _AT_ONCE, **pdl_options(x)}
     programs = triton.cdiv(rows * widths[0], _AT_ONCE)
     inputs = sums, bias, residual
     numbers = (rows * widths[0],)

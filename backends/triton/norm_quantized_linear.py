@@ -9,13 +9,13 @@ import triton.language as tl
 
 from ..constants import MIN_SCALE_BLOCK
 from ._decoding.norm_linear_products import gated
-from ._device.ahead import let_next_launch_begin
 from ._device.common import IN_INTERPRETER
+from ._device.pdl import launch_dependents
 from ._quantized import quantized_interpreted
 from ._quantized.quantized_columns import columns_of
 from ._quantized.quantized_products import of_one_row
 from ._quantized.quantized_tiles import tile
-from ._runtime.framework import aligned, forward_operation, overlap, refusal_of_steps, run
+from ._runtime.framework import aligned, forward_operation, pdl_options, refusal_of_steps, run
 from ._runtime.launch import Array, Launch, dtype_name
 
 _GATES = (None, "silu", "gelu")
@@ -156,14 +156,14 @@ def _kernel(
     DEPTH: tl.constexpr,
     VECTORS: tl.constexpr,
     WHOLE: tl.constexpr,
-    AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     COLUMNS: tl.constexpr = ACROSS * WORDS * 32 // BITS
     TILES: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
     TILES_2: tl.constexpr = TILES + (N_2 + COLUMNS - 1) // COLUMNS
     tile = tl.program_id(0)
-    if AHEAD:
-        let_next_launch_begin()
+    if PDL:
+        launch_dependents()
     # Which of the maps: one code for all, of which the compiler knows the columns if all are alike.
     first, columns = 0, N
     second, third = tile >= TILES, tile >= TILES_2
@@ -188,7 +188,7 @@ def _kernel(
         n = (tile * COLUMNS + tl.arange(0, COLUMNS),)
     else:
         n = columns_of(tile, BITS, ACROSS, WORDS)
-    # These are no results of the launch before, and are under way before it has ended.
+    # The previous launch does not write these, so their loads start before it has ended.
     divisors, offsets = (), ()
     for u in tl.static_range(len(n)):
         for i in tl.static_range(len(kernels)):
@@ -209,7 +209,7 @@ def _kernel(
         totals, unit, before = of_one_row(
             *(x, scale, kernels, scales, zeros, residual, tile, n, columns, epsilon),
             *(K, NORM, LIMBS, QUANTIZED, BITS, BLOCK_SIZE),
-            *(WARPS, ACROSS, WORDS, STEPS, DEPTH, VECTORS, WHOLE, AHEAD),
+            *(WARPS, ACROSS, WORDS, STEPS, DEPTH, VECTORS, WHOLE, PDL),
         )
     MAPS: tl.constexpr = len(kernels)
     for u in tl.static_range(len(n)):
@@ -282,7 +282,7 @@ def forward(
         "VECTORS": has_vectors(widths, bits, block_size, kernel_scale, options["WORDS"])
         and aligned(*weights),
         "WHOLE": channels % 4 == 0 and aligned(x, scale) and _has_words(scale),
-        **overlap(x),
+        **pdl_options(x),
     }
     columns = options["ACROSS"] * options["WORDS"] * 32 // bits
     programs = sum(triton.cdiv(n, columns) for n in (widths[:1] if gate else widths))

@@ -9,10 +9,10 @@ import triton.language as tl
 
 from ..constants import DECAY_EXPONENT
 from ._decoding.rg_lru_step_rows import rows_kernel, tile_of
-from ._device.ahead import let_next_launch_begin, wait_for_launch_before
 from ._device.math import decay, gelu, sigmoid, softplus
+from ._device.pdl import launch_dependents, wait_for_previous_launch
 from ._device.tokens import GOES_ON, PADDING, STARTS, by_kind
-from ._runtime.framework import forward_operation, overlap, refusal_of_steps, run
+from ._runtime.framework import forward_operation, pdl_options, refusal_of_steps, run
 from ._runtime.launch import Array, Launch, dtype_name, like
 
 _DECAY_EXPONENT = tl.constexpr(DECAY_EXPONENT)
@@ -103,16 +103,16 @@ def _kernel(
     BLOCK_W: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    if AHEAD:
-        let_next_launch_begin()
+    if PDL:
+        launch_dependents()
     TILES: tl.constexpr = (C + BLOCK_N - 1) // BLOCK_N
     block = tl.program_id(0) // TILES % (D // C)
     row = (tl.program_id(0) // TILES // (D // C)).to(tl.int64)
     c = tl.arange(0, BLOCK_C)
     n = tl.program_id(0) % TILES * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Weights, and what the token before has left behind, need not wait.
+    # Weights and the previous token's state are loaded before the wait.
     places = block.to(tl.int64) * (C * C) + c[:, None] * C + n[None, :]
     valid = (c < C)[:, None] & (n < C)[None, :]
     weight_a = tl.load(kernel_a + places, valid, other=0.0)
@@ -129,8 +129,8 @@ def _kernel(
     slots, kept = row * ((W - 1) * D) + i * D + own[None, :], (i < W - 1) & (n < C)[None, :]
     seen = _load(last_inputs, slots, kept)
     moved = _load(last_inputs, slots + D, kept & (i < W - 2))
-    if AHEAD:
-        wait_for_launch_before()
+    if PDL:
+        wait_for_previous_launch()
     kind = GOES_ON
     if token_kind is not None:
         kind = tl.load(token_kind + row)
@@ -188,7 +188,7 @@ def forward(
     tensors += kernel_a, bias_a, kernel_x, bias_x, a_logit, token_kind
     rows, width = x.shape
     blocks, channels = kernel_a.shape[:2]
-    options = {"W": conv_kernel.shape[0], "C": channels, **overlap(x)}
+    options = {"W": conv_kernel.shape[0], "C": channels, **pdl_options(x)}
     if rows == 1:
         kernel, numbers, count = _kernel, (width,), 1
         options |= {"BLOCK_N": min(_BLOCK_N, triton.next_power_of_2(channels))}

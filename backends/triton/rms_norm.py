@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 
 from ..constants import SMALLEST_SCALED_EPSILON, SQUARES_SCALE
-from ._device.ahead import let_next_launch_begin, wait_for_launch_before
 from ._device.math import reciprocal_root
+from ._device.pdl import launch_dependents, wait_for_previous_launch
 from ._device.token_wise import Tile, num_rows
-from ._runtime.framework import cast, operation, overlap, refusal_of_joined, run
+from ._runtime.framework import cast, operation, pdl_options, refusal_of_joined, run
 from ._runtime.launch import Array, Launch, dtype_name, like
 from ._runtime.operation import Operation
 
@@ -20,7 +20,7 @@ _SCALE = tl.constexpr(SQUARES_SCALE)
 _SMALLEST_SCALED_EPSILON = tl.constexpr(SMALLEST_SCALED_EPSILON)
 _MAX_WIDTH = 16384  # the registers of one program hold a row
 _TILE_SIZE = 2048  # elements, 16 a thread, unless a row is longer
-_FEW_ROWS = 16  # those of a step of generation, which takes less time than its launch
+_FEW_ROWS = 16  # at most so many in a decoding step, whose kernel takes less time than its launch
 
 
 def unsupported(x, scale=None, epsilon=0.0) -> str | None:
@@ -41,7 +41,7 @@ def _tile(width):
 
 
 def _stages(tile):
-    """How many tiles of a program are loaded ahead into shared memory."""
+    """Number of pipeline stages: tiles of a program that are prefetched into shared memory."""
     return 3 if tile.BLOCK_D < _MAX_WIDTH else 2
 
 
@@ -68,11 +68,11 @@ def _forward_kernel(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
-    AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    if AHEAD:
-        let_next_launch_begin()
-        wait_for_launch_before()
+    if PDL:
+        launch_dependents()
+        wait_for_previous_launch()
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)[:, None]
     d = tl.arange(0, BLOCK_D)[None, :]
@@ -141,8 +141,8 @@ def gradients(x, scale, y, dy, *, epsilon: float):
 def forward(x, scale, *, epsilon: float):
     width = x.shape[-1]
     tile, rows = _tile(width), num_rows(x)
-    ahead = overlap(x) if rows <= _FEW_ROWS else {"AHEAD": False}
-    options = {"D": width, **tile._asdict(), **ahead}
+    pdl = pdl_options(x) if rows <= _FEW_ROWS else {"PDL": False}
+    options = {"D": width, **tile._asdict(), **pdl}
     return run(
         Launch(_forward_kernel, tile.tiles(rows), (x, scale), (like(x),), (rows, epsilon), options)
     )

@@ -147,7 +147,7 @@ def of_rows(module, direction, width, **constants):
     """The kernel of an operation without a state, on rows of this width."""
     kernel = getattr(module, f"_{direction}_kernel")
     tile = module._tile(width)
-    sizes = {"D": width, "STAGES": rms_norm._stages(tile), "AHEAD": False}
+    sizes = {"D": width, "STAGES": rms_norm._stages(tile), "PDL": False}
     return kernel, tile._asdict() | sizes | constants, [{"num_warps": tile.num_warps}]
 
 
@@ -177,7 +177,7 @@ TOKEN_WISE = {
     for dtype in ("bfloat16", "float32")
     for name, kernel in {
         "rms_norm forward": of_rows(rms_norm, "forward", 2048),
-        "rms_norm forward of few rows": of_rows(rms_norm, "forward", 2048, AHEAD=True),
+        "rms_norm forward of few rows": of_rows(rms_norm, "forward", 2048, PDL=True),
         "rms_norm forward of 16384": of_rows(rms_norm, "forward", 16384),
         "rms_norm backward": of_rows(rms_norm, "backward", 2048),
         "rms_norm backward of 2560": of_rows(rms_norm, "backward", 2560),
@@ -216,7 +216,7 @@ def of_rows_through_maps(rows, channels, dtype="bfloat16", **constants):
     absent += ["scale"] * (rows > 1)
     sizes = {"K": channels, "N": 2048, "N_2": 2048, "N_3": 2048, "NORM": rows == 1, "GATE": 0}
     columns = 2048 * (1 + sum(f"kernel_{i}" in constants for i in (2, 3)))
-    sizes |= {"SHORT": dtype == "bfloat16", "AHEAD": True}
+    sizes |= {"SHORT": dtype == "bfloat16", "PDL": True}
     constants = dict.fromkeys(absent) | sizes | constants
     parts = constants["kernel_2"] is None and not constants["NORM"]
     tile = tile_of(rows, channels, columns, dtype, constants["GATE"], parts)
@@ -227,44 +227,44 @@ def of_rows_through_maps(rows, channels, dtype="bfloat16", **constants):
 
 ATTENTION_STEP = {
     **{"K": 256, "V": 256, "R": 64, "BLOCK_K": 256, "BLOCK_V": 256},
-    **{"TILES": 2, "PARTS": 16, "AHEAD": True},
+    **{"TILES": 2, "PARTS": 16, "PDL": True},
 }
 OF_A_STEP = {
     "embedding": (
         embedding._kernel,
-        {"D": 2560, "SCALED": True, "BLOCK": embedding._BLOCK, "AHEAD": True},
+        {"D": 2560, "SCALED": True, "BLOCK": embedding._BLOCK, "PDL": True},
         [{"num_warps": embedding._WARPS}],
     ),
     "soft cap": (
         soft_cap._kernel,
-        {"BLOCK": soft_cap._BLOCK, "AHEAD": True},
+        {"BLOCK": soft_cap._BLOCK, "PDL": True},
         [{"num_warps": soft_cap._WARPS}],
     ),
     "largest, parts": (
         largest._parts_kernel,
-        {"PARTS": 125, "BLOCK": largest._BLOCK, "AHEAD": True},
+        {"PARTS": 125, "BLOCK": largest._BLOCK, "PDL": True},
         [{"num_warps": largest._WARPS}],
     ),
     "largest, whole": (
         largest._whole_kernel,
-        {"PARTS": 125, "BLOCK": 128, "RECENT": 16, "AHEAD": True},
+        {"PARTS": 125, "BLOCK": 128, "RECENT": 16, "PDL": True},
         [{}],
     ),
     "hgrn2 step": (
         hgrn2_step._kernel,
-        {"K": 128, "V": 128, "BLOCK_K": 128, "BLOCK_V": hgrn2_step._BLOCK_V, "AHEAD": True},
+        {"K": 128, "V": 128, "BLOCK_K": 128, "BLOCK_V": hgrn2_step._BLOCK_V, "PDL": True},
         [{"num_warps": hgrn2_step._WARPS}],
     ),
     "rg_lru step": (
         rg_lru_step._kernel,
         {"W": 4, "C": 256, "BLOCK_W": 4, "BLOCK_C": 256, "BLOCK_N": rg_lru_step._BLOCK_N}
-        | {"AHEAD": True},
+        | {"PDL": True},
         [{"num_warps": rg_lru_step._WARPS}],
     ),
     **{
         f"rg_lru step of {rows} rows": (
             rows_kernel,
-            {"W": 4, "C": 256, "AHEAD": True, "SHORT": True},
+            {"W": 4, "C": 256, "PDL": True, "SHORT": True},
             [tile_of_rg_lru(rows, 256)],
         )
         for rows in (16, 64)
@@ -281,7 +281,7 @@ OF_A_STEP = {
     ),
     "local_attention step, whole": (
         local_attention_step._whole_kernel,
-        {"V": 256, "BLOCK_V": 256, "PARTS": 32, "BLOCK_P": 32, "AHEAD": True},
+        {"V": 256, "BLOCK_V": 256, "PARTS": 32, "BLOCK_P": 32, "PDL": True},
         [{}],
     ),
     "norm_linear of three": of_rows_through_maps(
@@ -298,17 +298,17 @@ OF_A_STEP = {
     ),
     "norm_linear, silu": (
         norm_linear._gate_kernel,
-        {"N": 5632, "GATE": 1, "BLOCK": norm_linear._AT_ONCE, "AHEAD": True} | {"residual": None},
+        {"N": 5632, "GATE": 1, "BLOCK": norm_linear._AT_ONCE, "PDL": True} | {"residual": None},
         [{}],
     ),
     "norm_linear, gelu": (
         norm_linear._gate_kernel,
-        {"N": 7680, "GATE": 2, "BLOCK": norm_linear._AT_ONCE, "AHEAD": False},
+        {"N": 7680, "GATE": 2, "BLOCK": norm_linear._AT_ONCE, "PDL": False},
         [{}],
     ),
     "norm_linear, sum of parts": (
         norm_linear._sum_kernel,
-        {"N": 2048, "PARTS": 11, "BLOCK": norm_linear._AT_ONCE, "AHEAD": True} | {"bias": None},
+        {"N": 2048, "PARTS": 11, "BLOCK": norm_linear._AT_ONCE, "PDL": True} | {"bias": None},
         [{}],
     ),
     "norm_linear of 16 rows, silu": of_rows_through_maps(16, 2048, kernel_2="given", GATE=1),
@@ -336,7 +336,7 @@ def of_quantized_maps(channels, widths, bits, block_size=0, limbs=None, **consta
     gate = constants.get("GATE", 0)
     options = norm_quantized_linear.tile(channels, widths, bits, gate, limbs, block_size)
     options |= {"LIMBS": limbs, "QUANTIZED": limbs == 1, "BLOCK_SIZE": block_size}
-    options |= {"NORM": True, "GATE": 0, "VECTORS": True, "WHOLE": True, "AHEAD": True}
+    options |= {"NORM": True, "GATE": 0, "VECTORS": True, "WHOLE": True, "PDL": True}
     options |= dict.fromkeys(absent) | constants
     if gate:
         options["y_2"] = None

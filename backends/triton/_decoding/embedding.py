@@ -9,9 +9,9 @@ written over where it may be.
 import triton
 import triton.language as tl
 
-from .._device.ahead import let_next_launch_begin, wait_for_launch_before
+from .._device.pdl import launch_dependents, wait_for_previous_launch
 from .._device.tokens import GOES_ON, STARTS
-from .._runtime.framework import forward_operation, overlap, refusal_of_steps, run
+from .._runtime.framework import forward_operation, pdl_options, refusal_of_steps, run
 from .._runtime.launch import Array, Launch
 
 _BLOCK, _WARPS = 512, 4  # channels of a program
@@ -38,11 +38,11 @@ def _kernel(
     D: tl.constexpr,
     SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
-    AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    if AHEAD:
-        let_next_launch_begin()
-        wait_for_launch_before()
+    if PDL:
+        launch_dependents()
+        wait_for_previous_launch()
     TILES: tl.constexpr = (D + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // TILES).to(tl.int64)
     d = tl.program_id(0) % TILES * BLOCK + tl.arange(0, BLOCK)
@@ -83,8 +83,8 @@ def forward(table, tokens, segment, position, *, scale: float, dtype: str):
     inputs = table, tokens, segment, position
     outputs = results(*inputs, scale=scale, dtype=dtype)
     programs = tokens.shape[0] * triton.cdiv(width, block)
-    # The first launch of a step: it lets others begin, and has none to begin before.
-    options |= {"AHEAD": overlap(table)["AHEAD"]}
+    # The first launch of a step: its dependents may start early, but it has no launch to overlap.
+    options |= {"PDL": pdl_options(table)["PDL"]}
     numbers = vocabulary, scale
     updates = tuple((i, i + 1) for i in (2, 3) if inputs[i] is not None)
     return run(Launch(_kernel, programs, inputs, outputs, numbers, options, updates))

@@ -8,8 +8,8 @@ same in any order.
 import triton
 import triton.language as tl
 
-from .._device.ahead import let_next_launch_begin, wait_for_launch_before
-from .._runtime.framework import forward_operation, overlap, refusal_of_steps, run
+from .._device.pdl import launch_dependents, wait_for_previous_launch
+from .._runtime.framework import forward_operation, pdl_options, refusal_of_steps, run
 from .._runtime.launch import Array, Launch
 
 _BLOCK, _WARPS = 2048, 4  # numbers of a program
@@ -27,10 +27,10 @@ def unsupported(x) -> str | None:
 
 
 @triton.jit
-def _parts_kernel(x, best, V, PARTS: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr):
-    if AHEAD:
-        let_next_launch_begin()
-        wait_for_launch_before()
+def _parts_kernel(x, best, V, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        launch_dependents()
+        wait_for_previous_launch()
     row, part = (tl.program_id(0) // PARTS).to(tl.int64), tl.program_id(0) % PARTS
     place = part * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + row * V + place, place < V, other=0.0).to(tl.float32)
@@ -50,11 +50,11 @@ def _whole_kernel(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     RECENT: tl.constexpr,
-    AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    if AHEAD:
-        let_next_launch_begin()
-        wait_for_launch_before()
+    if PDL:
+        launch_dependents()
+        wait_for_previous_launch()
     row, part = tl.program_id(0), tl.arange(0, BLOCK)
     pair = tl.max(tl.load(best + row * PARTS + part, part < PARTS, other=_NONE), 0)
     found = (pair & _LAST).to(tl.int32) ^ _LAST
@@ -80,10 +80,15 @@ def _best_of_parts(x):
     """The best number of each part of a row with its place, and the options of what goes on."""
     rows, width = x.shape
     parts = triton.cdiv(width, _BLOCK)
-    options = {"PARTS": parts, "BLOCK": _BLOCK, "num_warps": _WARPS, **overlap(x)}
+    options = {"PARTS": parts, "BLOCK": _BLOCK, "num_warps": _WARPS, **pdl_options(x)}
     best = Array((rows, parts), "int64")
     (best,) = run(Launch(_parts_kernel, rows * parts, (x,), (best,), (width,), options))
-    options = {"PARTS": parts, "BLOCK": triton.next_power_of_2(parts), "RECENT": 1, **overlap(x)}
+    options = {
+        "PARTS": parts,
+        "BLOCK": triton.next_power_of_2(parts),
+        "RECENT": 1,
+        **pdl_options(x),
+    }
     return best, options
 
 

@@ -7,8 +7,8 @@ the squares of x are summed in the same walk.
 import triton
 import triton.language as tl
 
-from .._device.ahead import wait_for_launch_before
 from .._device.math import gelu, reciprocal_root, silu
+from .._device.pdl import wait_for_previous_launch
 from .._device.products import product
 
 
@@ -45,7 +45,7 @@ def of_one_row(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     AT_ONCE: tl.constexpr,
-    AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The columns n [BLOCK_N] of RMSNorm(x) W, float32; of LENGTH channels from `first` on.
 
@@ -62,8 +62,8 @@ def of_one_row(
         scales = 1.0
         if scale is not None:
             scales = tl.load(scale + k, k < K, other=0.0).to(tl.float32)
-        if AHEAD and i == 0:
-            wait_for_launch_before()
+        if PDL and i == 0:
+            wait_for_previous_launch()
         value = tl.load(x + k, k < K, other=0.0).to(tl.float32)
         if x_2 is not None:
             value = gated(value, tl.load(x_2 + k, k < K, other=0.0), GATE)

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from ...constants import DECAY_EXPONENT
-from .._device.ahead import let_next_launch_begin, wait_for_launch_before
 from .._device.math import decay, gelu, sigmoid, softplus
+from .._device.pdl import launch_dependents, wait_for_previous_launch
 from .._device.products import operand, product
 from .._device.tokens import GOES_ON, PADDING, STARTS, by_kind, read_kind
 
@@ -88,10 +88,10 @@ def rows_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SHORT: tl.constexpr,
-    AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    if AHEAD:
-        let_next_launch_begin()
+    if PDL:
+        launch_dependents()
     TILES: tl.constexpr = (C + BLOCK_N - 1) // BLOCK_N
     block = tl.program_id(0) // TILES % (D // C)
     row = tl.program_id(0) // TILES // (D // C) * BLOCK_B + tl.arange(0, BLOCK_B).to(tl.int64)
@@ -110,13 +110,13 @@ def rows_kernel(
         valid = (row < rows)[:, None] & (c < C)[None, :]
         places = block.to(tl.int64) * (C * C) + c[:, None] * C + n[None, :]
         square = (c < C)[:, None] & (n < C)[None, :]
-        # Weights, and what the token before has left behind, need not wait.
+        # Weights and the previous token's state are loaded before the wait.
         weight_a = tl.load(kernel_a + places, square, other=0.0)
         weight_x = tl.load(kernel_x + places, square, other=0.0)
         first, later = _seen(last_inputs, conv_kernel, conv_bias, c < C, row, d, valid, D, W)
         if i == 0:
-            if AHEAD:
-                wait_for_launch_before()
+            if PDL:
+                wait_for_previous_launch()
             if token_kind is not None:
                 kind = read_kind(token_kind, row, row < rows)
         weight = _load(conv_kernel, (W - 1) * D + d, c < C)[None, :]

@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from .._device.ahead import let_next_launch_begin, wait_for_launch_before
 from .._device.common import IN_INTERPRETER
 from .._device.math import tanh
-from .._runtime.framework import forward_operation, overlap, refusal_of_steps, run
+from .._device.pdl import launch_dependents, wait_for_previous_launch
+from .._runtime.framework import forward_operation, pdl_options, refusal_of_steps, run
 from .._runtime.launch import Launch, like
 
 _BLOCK, _WARPS = 2048, 4  # numbers of a program
@@ -23,10 +23,10 @@ def unsupported(x) -> str | None:
 
 
 @triton.jit
-def _kernel(x, y, n, cap, BLOCK: tl.constexpr, AHEAD: tl.constexpr):
-    if AHEAD:
-        let_next_launch_begin()
-        wait_for_launch_before()
+def _kernel(x, y, n, cap, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        launch_dependents()
+        wait_for_previous_launch()
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + place, place < n, other=0.0).to(tl.float32)
     # By a number torch divides on a GPU as if it multiplied by one over it.
@@ -45,7 +45,7 @@ def results(x, *, cap: float):
 
 def forward(x, *, cap: float):
     count = x.shape[0] * x.shape[1]
-    options = {"BLOCK": _BLOCK, "num_warps": _WARPS, **overlap(x)}
+    options = {"BLOCK": _BLOCK, "num_warps": _WARPS, **pdl_options(x)}
     programs = triton.cdiv(count, _BLOCK)
     return run(Launch(_kernel, programs, (x,), results(x, cap=cap), (count, cap), options))
 

@@ -19,7 +19,7 @@ channels; the others read neighboring words of one.
 import triton
 import triton.language as tl
 
-from .._device.ahead import wait_for_launch_before
+from .._device.pdl import wait_for_previous_launch
 from .quantized_columns import of_all_threads
 from .quantized_row import bytes_of_row, four_numbers, of_four_threads, permuted
 from .quantized_weights import first_addresses, of_four_channels, scale_and_zero
@@ -228,7 +228,7 @@ def of_one_row(
     DEPTH: tl.constexpr,
     VECTORS: tl.constexpr,
     WHOLE: tl.constexpr,
-    AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The sums of the columns n, map after map, float32, what one is worth, and the residual.
 
@@ -279,8 +279,8 @@ def of_one_row(
     if scale is not None:
         for step in tl.static_range(STEPS):
             factors = factors + four_numbers(scale, own + step * SPAN, K, WHOLE)
-    if AHEAD:
-        wait_for_launch_before()
+    if PDL:
+        wait_for_previous_launch()
     before = ()
     for u in tl.static_range(len(n)):
         number = 0.0

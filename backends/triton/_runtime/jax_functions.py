@@ -70,9 +70,9 @@ def aligned(*tensors):
     return True
 
 
-def overlap(x):
-    """The options of a launch that may begin before the one before it has ended: not on JAX."""
-    return {"AHEAD": False}
+def pdl_options(x):
+    """Launch options for programmatic dependent launch (`pdl.py`), which JAX does not offer."""
+    return {"PDL": False}
 
 
 def no_search():

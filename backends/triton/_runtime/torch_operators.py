@@ -19,7 +19,7 @@ from ...torch._states import inplace_states_allowed
 from .._device.common import INTERPRETED, words_on_assembler
 from .operation import options_of, tensors_of
 
-_LAUNCHES_AHEAD = (9, 0)  # the compute capability from which launches may overlap
+_PDL_CAPABILITY = (9, 0)  # the compute capability from which launches may pdl_options
 _SCHEMA_TYPES: dict = {float: "float", bool: "bool", int: "int", str: "str"}
 _SCHEMA_TYPES |= {str | None: "str?", int | None: "int?"}
 
@@ -118,10 +118,10 @@ def places_of_numbers(rows, count, behind=False):
     return torch.searchsorted(rows, numbers, right=behind, out_int32=True)
 
 
-def overlap(x):
-    """The options of a launch that may begin before the one before it has ended."""
-    ahead = x.is_cuda and has_capability(x.device, _LAUNCHES_AHEAD)
-    return {"AHEAD": True, "launch_pdl": True} if ahead else {"AHEAD": False}
+def pdl_options(x):
+    """Launch options for programmatic dependent launch (`pdl.py`), where x's device has it."""
+    capable = x.is_cuda and has_capability(x.device, _PDL_CAPABILITY)
+    return {"PDL": True, "launch_pdl": True} if capable else {"PDL": False}
 
 
 def no_search() -> str | None:
