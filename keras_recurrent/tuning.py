@@ -60,7 +60,7 @@ def _search():
         reason = row if isinstance(row, str) else None
     if reason is None:
         search = importlib.import_module("keras_recurrent.backends.triton._runtime.search")
-        reason = search.unavailable()
+        reason = search.unavailable_reason()
     if reason is not None:
         raise NotImplementedError(
             f"`autotune` times Triton kernels on torch and an NVIDIA GPU; here {reason}."

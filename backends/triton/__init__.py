@@ -1,16 +1,23 @@
-"""Triton kernels for NVIDIA GPUs; each reads and writes a tensor as few times as it can.
+"""Triton kernels for NVIDIA GPUs; each reads and writes a tensor as few times as possible.
 
-In this folder a kernel is a GPU program, and the public function of a file is the implementation of
-an operation; what operations share is in the folders that begin with an underscore. Kernels and
-their launches (`_runtime/launch.py`) name no framework; `_runtime/torch_operators.py` makes custom
-operators of torch of them, `_runtime/jax_functions.py` functions of JAX. Tile sizes follow from
-shapes by a fixed rule, so the same inputs give the same bits, and a new shape costs one compilation
-a kernel. On torch they are timed and chosen at run time inside `keras_recurrent.autotune`
+A file of this folder implements the operation of its name; the folders that begin with an
+underscore hold the code that operations share:
+
+- `_runtime`: launches and operations, and how torch, JAX and the interpreter run them;
+- `_device`: functions that kernels call, such as exponentials and matrix products;
+- `_attention`, `_linear_attention`, `_scan`, `_crossentropy`, `_decoding`, `_quantized`: the
+  kernels of these groups of operations.
+
+Kernels and their launches (`_runtime/launch.py`) do not depend on a framework:
+`_runtime/torch_operators.py` turns them into custom operators of torch,
+`_runtime/jax_functions.py` into functions of JAX. Tile sizes follow from shapes by a fixed rule, so
+results for equal inputs are bit-identical, and a new shape costs one compilation per kernel. On
+torch, `keras_recurrent.autotune` times tile sizes and chooses the fastest at run time
 (`_runtime/search.py`).
 
-Arithmetic is float32. Matrix products in softmax attention take bfloat16 and float16 tensors as
-they are; those in linear attention take bfloat16 as it is. Float32 operands are split into bfloat16
-parts, and never rounded to TF32 (`_device/products.py`).
+Arithmetic is float32. Matrix products of softmax attention take bfloat16 and float16 operands
+directly, matrix products of linear attention bfloat16 alone. Float32 operands are split into
+bfloat16 parts, and never rounded to TF32 (`_device/products.py`).
 
 With TRITON_INTERPRET=1, set before triton is first imported, the same kernels run in NumPy on a
 CPU. That is very slow and meant for tests.
@@ -25,11 +32,11 @@ if host.framework == "jax":
 
 
 def unavailable():
-    """Why nothing in this folder can be imported; None if it can."""
+    """Reason why this folder cannot be imported, or None."""
     on_jax = host.framework == "jax"
     if importlib.util.find_spec("triton") is None:
-        how = "; the extra `jax-cuda` of keras-recurrent installs it" if on_jax else ""
-        return f"the package `triton` is not installed{how}"
+        remedy = "; the extra `jax-cuda` of keras-recurrent installs it" if on_jax else ""
+        return f"the package `triton` is not installed{remedy}"
     if not on_jax:
         return None
     if host.triton_would_crash():

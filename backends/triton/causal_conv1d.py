@@ -16,7 +16,7 @@ from ._device.common import Tiling
 from ._device.math import sigmoid
 from ._device.tokens import PADDING, STARTS
 from ._runtime import search
-from ._runtime.framework import cast, operation, refusal, run
+from ._runtime.framework import cast, operation, run, unsupported_reason
 from ._runtime.launch import Array, Launch, dtype_name, like
 from ._runtime.operation import Operation
 
@@ -42,10 +42,10 @@ BACKWARD_TILINGS = (
 def unsupported(
     x, kernel, bias=None, initial_state=None, token_kind=None, activation=None
 ) -> str | None:
-    """Why this implementation refuses these arguments; None if it accepts them."""
+    """Reason why this implementation cannot take these arguments, or None."""
     if kernel.shape[0] > _MAX_WIDTH:
-        return f"holds up to {_MAX_WIDTH} taps, got a kernel of {kernel.shape[0]}"
-    return refusal(x, kernel, bias, initial_state, token_kind)
+        return f"takes kernels of up to {_MAX_WIDTH} taps, got a kernel of {kernel.shape[0]}"
+    return unsupported_reason(x, kernel, bias, initial_state, token_kind)
 
 
 def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None, activation=None):

@@ -17,7 +17,12 @@ from ._linear_attention.gated_gradients import differentiate
 from ._linear_attention.gated_operands import pairs_of, prepare
 from ._linear_attention.gated_output import LARGEST_KEYS, stream
 from ._linear_attention.gated_states import walk
-from ._linear_attention.linear_attention import Blocks, gradient_of_state, refusal, sizes_of
+from ._linear_attention.linear_attention import (
+    Blocks,
+    gradient_of_state,
+    sizes_of,
+    unsupported_reason,
+)
 from ._linear_attention.linear_attention_step import step
 from ._runtime import search
 from ._runtime.framework import operation, run, zeros_like
@@ -37,8 +42,8 @@ GRADIENT_BLOCKS = {
 
 
 def unsupported(q, k, v, log_f, initial_state=None, token_kind=None) -> str | None:
-    """Why this implementation refuses these arguments; None if it accepts them."""
-    return refusal(q, k, v, log_f, initial_state, token_kind)
+    """Reason why this implementation cannot take these arguments, or None."""
+    return unsupported_reason(q, k, v, log_f, initial_state, token_kind)
 
 
 def gated_linear_attention(q, k, v, log_f, initial_state=None, token_kind=None):

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ._device.math import sigmoid
-from ._runtime.framework import operation, refusal_of_joined, run
+from ._runtime.framework import fusible_unsupported_reason, operation, run
 from ._runtime.launch import Launch, like
 from ._runtime.operation import Operation
 
@@ -21,8 +21,8 @@ _TILE = {"BLOCK": 2048, "num_warps": 4}
 
 
 def unsupported(gate, x, activation="silu") -> str | None:
-    """Why this implementation refuses these arguments; None if it accepts them."""
-    return refusal_of_joined(gate, x)
+    """Reason why this implementation cannot take these arguments, or None."""
+    return fusible_unsupported_reason(gate, x)
 
 
 def gated_linear_unit(gate, x, activation="silu"):

@@ -9,7 +9,7 @@ import triton.language as tl
 from ._device.math import exp, sigmoid
 from ._device.pdl import launch_dependents, wait_for_previous_launch
 from ._device.tokens import GOES_ON, PADDING, by_kind
-from ._runtime.framework import forward_operation, pdl_options, refusal_of_steps, run
+from ._runtime.framework import forward_operation, pdl_options, run, step_unsupported_reason
 from ._runtime.launch import Array, Launch, like
 
 _BLOCK_V, _WARPS = 32, 4
@@ -17,10 +17,10 @@ _MOST_KEYS = 256
 
 
 def unsupported(q, f, v, memory, lower_bound=None, token_kind=None) -> str | None:
-    """Why this implementation refuses these arguments; None if it accepts them."""
+    """Reason why this implementation cannot take these arguments, or None."""
     if memory.shape[2] > _MOST_KEYS:
-        return f"holds keys of up to {_MOST_KEYS} channels, got {memory.shape[2]}"
-    return refusal_of_steps(q, f, v, memory, lower_bound, token_kind)
+        return f"takes keys of up to {_MOST_KEYS} channels, got {memory.shape[2]}"
+    return step_unsupported_reason(q, f, v, memory, lower_bound, token_kind)
 
 
 def hgrn2_step(q, f, v, memory, lower_bound=None, token_kind=None):

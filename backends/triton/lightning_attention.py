@@ -32,8 +32,8 @@ from ._linear_attention.linear_attention import (
     locate_segment,
     most_segments,
     real_tokens,
-    refusal,
     sizes_of,
+    unsupported_reason,
     walk_segments,
 )
 from ._linear_attention.linear_attention_step import step
@@ -65,8 +65,8 @@ _KINDS = tl.constexpr(4096)  # tokens whose kinds are loaded at once
 
 
 def unsupported(q, k, v, log_decay, initial_state=None, token_kind=None) -> str | None:
-    """Why this implementation refuses these arguments; None if it accepts them."""
-    return refusal(q, k, v, log_decay, initial_state, token_kind)
+    """Reason why this implementation cannot take these arguments, or None."""
+    return unsupported_reason(q, k, v, log_decay, initial_state, token_kind)
 
 
 def lightning_attention(q, k, v, log_decay, initial_state=None, token_kind=None):

@@ -21,12 +21,15 @@ linear_crossentropy, chunk_losses = kernels.linear_crossentropy, kernels.chunk_l
 def unsupported(
     x, embedding, tokens, sample_weight=None, soft_cap=None, reduction="sum"
 ) -> str | None:
-    """Why this implementation refuses these arguments; None if it accepts them."""
+    """Reason why this implementation cannot take these arguments, or None."""
     if dtype_name(x) != dtype_name(embedding):
         return (
             f"needs `x` and `embedding` of one dtype, got {dtype_name(x)} and "
             f"{dtype_name(embedding)}"
         )
     if dtype_name(x) == "float16":
-        return "the gradient of logits, without its factor, leaves the range of float16"
-    return kernels.refusal(x, embedding, tokens, sample_weight)
+        return (
+            "takes float32 or bfloat16, got float16, whose range the unscaled gradient of logits "
+            "exceeds"
+        )
+    return kernels.unsupported_reason(x, embedding, tokens, sample_weight)

@@ -11,7 +11,7 @@ import triton.language as tl
 from ._device.common import ChainTilings, Tiling
 from ._device.math import decay as decay_of
 from ._device.tokens import GOES_ON, PADDING, STARTS, read_kind
-from ._runtime.framework import operation, refusal
+from ._runtime.framework import operation, unsupported_reason
 from ._runtime.launch import like
 from ._runtime.operation import Operation
 from ._scan.chain import (
@@ -43,8 +43,8 @@ BACKWARD_TILINGS = ChainTilings(
 
 
 def unsupported(x, log_a, initial_state=None, token_kind=None) -> str | None:
-    """Why this implementation refuses these arguments; None if it accepts them."""
-    return refusal(x, log_a, initial_state, token_kind)
+    """Reason why this implementation cannot take these arguments, or None."""
+    return unsupported_reason(x, log_a, initial_state, token_kind)
 
 
 def linear_scan(x, log_a, initial_state=None, token_kind=None):

@@ -15,7 +15,7 @@ from ._device.math import exp
 from ._device.pdl import launch_dependents, wait_for_previous_launch
 from ._device.products import operand, product
 from ._device.tokens import GOES_ON, PADDING, STARTS
-from ._runtime.framework import forward_operation, pdl_options, refusal_of_steps, run
+from ._runtime.framework import forward_operation, pdl_options, run, step_unsupported_reason
 from ._runtime.launch import Array, Launch, dtype_name, like
 
 _LOWEST = tl.constexpr(-1e30)  # below any logit; finite, so that a difference of two is 0
@@ -29,18 +29,18 @@ _ALL = 2**31 - 1  # a window that everything is in
 def unsupported(
     q, k, v, key, value, position, frequencies=None, token_kind=None, sliding_window=None
 ) -> str | None:
-    """Why this implementation refuses these arguments; None if it accepts them."""
+    """Reason why this implementation cannot take these arguments, or None."""
     if max(k.shape[2], v.shape[2]) > _MOST_CHANNELS:
-        return f"holds heads of up to {_MOST_CHANNELS} channels, got {max(k.shape[2], v.shape[2])}"
+        return f"takes heads of up to {_MOST_CHANNELS} channels, got {max(k.shape[2], v.shape[2])}"
     if q.shape[1] // k.shape[1] > _MOST_HEADS:
         share = q.shape[1] // k.shape[1]
-        return f"holds up to {_MOST_HEADS} heads of queries for one of keys, got {share}"
+        return f"takes up to {_MOST_HEADS} query heads per key head, got {share}"
     if key.shape[1] == 0:
-        return "needs a state with room for a token"
+        return "needs a state with room for at least one token, got a capacity of 0"
     dtypes = {dtype_name(t) for t in (q, k, v, key, value)}
     if len(dtypes) > 1:
         return f"takes tensors of one dtype, got {sorted(dtypes)}"
-    return refusal_of_steps(q, k, v, key, value, position, frequencies, token_kind)
+    return step_unsupported_reason(q, k, v, key, value, position, frequencies, token_kind)
 
 
 def local_attention_step(

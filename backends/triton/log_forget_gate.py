@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ._device.math import exp, log1p, reciprocal, sigmoid
 from ._device.token_wise import Tile, num_rows
-from ._runtime.framework import cast, operation, refusal_of_token_wise, run
+from ._runtime.framework import cast, operation, run, token_wise_unsupported_reason
 from ._runtime.launch import Array, Launch, dtype_name, like
 from ._runtime.operation import Operation
 
@@ -23,8 +23,8 @@ _FORWARD_PROGRAMS = 8
 
 
 def unsupported(logits, lower_bound=None) -> str | None:
-    """Why this implementation refuses these arguments; None if it accepts them."""
-    return refusal_of_token_wise(logits, lower_bound)
+    """Reason why this implementation cannot take these arguments, or None."""
+    return token_wise_unsupported_reason(logits, lower_bound)
 
 
 def log_forget_gate(logits, lower_bound=None):

@@ -17,7 +17,7 @@ from ._decoding.norm_linear_products import gated, of_one_row, of_rows
 from ._decoding.norm_linear_tiles import in_parts, tile_of
 from ._device.pdl import launch_dependents, wait_for_previous_launch
 from ._device.products import operand
-from ._runtime.framework import forward_operation, pdl_options, refusal_of_steps, run
+from ._runtime.framework import forward_operation, pdl_options, run, step_unsupported_reason
 from ._runtime.launch import Array, Launch, dtype_name
 
 _GATES = (None, "silu", "gelu")
@@ -37,16 +37,17 @@ def unsupported(
     epsilon=None,
     gate=None,
 ) -> str | None:
-    """Why this implementation refuses these arguments; None if it accepts them."""
+    """Reason why this implementation cannot take these arguments, or None."""
     if x.shape[0] > MAX_FUSED_ROWS:
         return (
-            f"is for up to {MAX_FUSED_ROWS} rows, got {x.shape[0]}: products of matrices are faster"
+            f"takes up to {MAX_FUSED_ROWS} rows, got {x.shape[0]}: for more, a matrix product "
+            "is faster"
         )
     kernels = [k for k in (kernel, kernel_2, kernel_3) if k is not None]
     dtypes = {dtype_name(t) for t in (x, *kernels)}
     if dtypes not in ({"float32"}, {"bfloat16"}):
-        return f"takes float32 or bfloat16, the same of x and kernels, got {sorted(dtypes)}"
-    return refusal_of_steps(x, scale, *kernels, bias, bias_2, bias_3, residual)
+        return f"needs `x` and kernels all in float32 or all in bfloat16, got {sorted(dtypes)}"
+    return step_unsupported_reason(x, scale, *kernels, bias, bias_2, bias_3, residual)
 
 
 def norm_linear(

@@ -15,7 +15,13 @@ from ._quantized import quantized_interpreted
 from ._quantized.quantized_columns import columns_of
 from ._quantized.quantized_products import of_one_row
 from ._quantized.quantized_tiles import tile
-from ._runtime.framework import aligned, forward_operation, pdl_options, refusal_of_steps, run
+from ._runtime.framework import (
+    aligned,
+    forward_operation,
+    pdl_options,
+    run,
+    step_unsupported_reason,
+)
 from ._runtime.launch import Array, Launch, dtype_name
 
 _GATES = (None, "silu", "gelu")
@@ -45,23 +51,23 @@ def unsupported(
     block_size=None,
     row_dtype=None,
 ) -> str | None:
-    """Why this implementation refuses these arguments; None if it accepts them."""
+    """Reason why this implementation cannot take these arguments, or None."""
     rows, channels = x.shape
     if rows != 1:
-        return f"is for one row, got {rows}: products of matrices are faster"
+        return f"takes one row, got {rows}: for more, a matrix product is faster"
     if channels > _MAX_WIDTH:
-        return f"holds rows of up to {_MAX_WIDTH} channels, got {channels}"
+        return f"takes rows of up to {_MAX_WIDTH} channels, got {channels}"
     if dtype_name(x) not in ("float32", "bfloat16"):
         return f"takes rows of float32 or bfloat16, got {dtype_name(x)}"
     least = MIN_SCALE_BLOCK
     if block_size is not None and (block_size < least or block_size & (block_size - 1)):
-        return f"takes blocks of a power of 2, {least} or more, got {block_size}"
+        return f"takes block sizes that are powers of 2, at least {least}, got {block_size}"
     scales = [s for s in (kernel_scale, kernel_scale_2, kernel_scale_3) if s is not None]
     odd = [s.shape[-1] for s in scales if s.shape[-1] * bits % 32]
     if odd:
-        return f"reads words of {32 // bits} columns, of which {odd[0]} is no multiple"
-    # JAX's check of tensors knows float and integer types alike.
-    return refusal_of_steps(x, scale, *scales, bias, bias_2, bias_3, residual)
+        return f"needs multiples of {32 // bits} columns, one 32-bit word, got {odd[0]}"
+    # On JAX, this check accepts float and integer dtypes alike.
+    return step_unsupported_reason(x, scale, *scales, bias, bias_2, bias_3, residual)
 
 
 def norm_quantized_linear(

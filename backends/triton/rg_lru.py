@@ -21,7 +21,7 @@ from ._device.common import ChainTilings, Tiling
 from ._device.math import decay as decay_of
 from ._device.math import sigmoid, softplus
 from ._device.tokens import GOES_ON, PADDING, STARTS, by_kind, read_kind
-from ._runtime.framework import cast, operation, refusal
+from ._runtime.framework import cast, operation, unsupported_reason
 from ._runtime.launch import dtype_name, like
 from ._runtime.operation import Operation
 from ._scan.chain import (
@@ -55,8 +55,8 @@ TILINGS = ChainTilings(
 
 
 def unsupported(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None) -> str | None:
-    """Why this implementation refuses these arguments; None if it accepts them."""
-    return refusal(x, gate_a, gate_x, a_logit, initial_state, token_kind)
+    """Reason why this implementation cannot take these arguments, or None."""
+    return unsupported_reason(x, gate_a, gate_x, a_logit, initial_state, token_kind)
 
 
 def rg_lru(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None):

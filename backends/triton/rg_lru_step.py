@@ -12,7 +12,7 @@ from ._decoding.rg_lru_step_rows import rows_kernel, tile_of
 from ._device.math import decay, gelu, sigmoid, softplus
 from ._device.pdl import launch_dependents, wait_for_previous_launch
 from ._device.tokens import GOES_ON, PADDING, STARTS, by_kind
-from ._runtime.framework import forward_operation, pdl_options, refusal_of_steps, run
+from ._runtime.framework import forward_operation, pdl_options, run, step_unsupported_reason
 from ._runtime.launch import Array, Launch, dtype_name, like
 
 _DECAY_EXPONENT = tl.constexpr(DECAY_EXPONENT)
@@ -34,11 +34,11 @@ def unsupported(
     a_logit,
     token_kind=None,
 ) -> str | None:
-    """Why this implementation refuses these arguments; None if it accepts them."""
+    """Reason why this implementation cannot take these arguments, or None."""
     if kernel_a.shape[1] > _MOST_CHANNELS:
-        return f"holds blocks of up to {_MOST_CHANNELS} channels, got {kernel_a.shape[1]}"
+        return f"takes blocks of up to {_MOST_CHANNELS} channels, got {kernel_a.shape[1]}"
     tensors = x, gate, window, hidden, conv_kernel, conv_bias, kernel_a, bias_a, kernel_x, bias_x
-    return refusal_of_steps(*tensors, a_logit, token_kind)
+    return step_unsupported_reason(*tensors, a_logit, token_kind)
 
 
 def rg_lru_step(

@@ -12,7 +12,7 @@ from ..constants import SMALLEST_SCALED_EPSILON, SQUARES_SCALE
 from ._device.math import reciprocal_root
 from ._device.pdl import launch_dependents, wait_for_previous_launch
 from ._device.token_wise import Tile, num_rows
-from ._runtime.framework import cast, operation, pdl_options, refusal_of_joined, run
+from ._runtime.framework import cast, fusible_unsupported_reason, operation, pdl_options, run
 from ._runtime.launch import Array, Launch, dtype_name, like
 from ._runtime.operation import Operation
 
@@ -24,10 +24,10 @@ _FEW_ROWS = 16  # at most so many in a decoding step, whose kernel takes less ti
 
 
 def unsupported(x, scale=None, epsilon=0.0) -> str | None:
-    """Why this implementation refuses these arguments; None if it accepts them."""
+    """Reason why this implementation cannot take these arguments, or None."""
     if x.shape[-1] > _MAX_WIDTH:
-        return f"holds rows of up to {_MAX_WIDTH} channels, got {x.shape[-1]}"
-    return refusal_of_joined(x, scale)
+        return f"takes rows of up to {_MAX_WIDTH} channels, got {x.shape[-1]}"
+    return fusible_unsupported_reason(x, scale)
 
 
 def rms_norm(x, scale=None, epsilon=0.0):

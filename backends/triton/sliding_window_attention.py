@@ -20,9 +20,9 @@ else:
 def unsupported(
     q, k, v, sliding_window=None, initial_state=None, token_kind=None, capacity=None
 ) -> str | None:
-    """Why this implementation refuses these arguments; None if it accepts them."""
+    """Reason why this implementation cannot take these arguments, or None."""
     state = (initial_state or {}).values()
-    return linear_attention.refusal(q, k, v, token_kind, *state)
+    return linear_attention.unsupported_reason(q, k, v, token_kind, *state)
 
 
 def sliding_window_attention(

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ._device.math import exp_keeping_nan
 from ._device.token_wise import num_rows
-from ._runtime.framework import operation, refusal_of_token_wise, run
+from ._runtime.framework import operation, run, token_wise_unsupported_reason
 from ._runtime.launch import Array, Launch, like
 from ._runtime.operation import Operation
 
@@ -22,8 +22,8 @@ _STAGES = 3  # tiles that are loaded ahead into shared memory
 
 
 def unsupported(logits, tokens) -> str | None:
-    """Why this implementation refuses these arguments; None if it accepts them."""
-    return refusal_of_token_wise(logits, tokens)
+    """Reason why this implementation cannot take these arguments, or None."""
+    return token_wise_unsupported_reason(logits, tokens)
 
 
 def token_crossentropy(logits, tokens):

@@ -83,7 +83,7 @@ def clock(monkeypatch):
             call()
         return time
 
-    monkeypatch.setattr(_search, "unavailable", lambda: None)
+    monkeypatch.setattr(_search, "unavailable_reason", lambda: None)
     monkeypatch.setattr(_search, "milliseconds", milliseconds)
     return times
 
@@ -161,7 +161,7 @@ def test_an_error_is_not_covered_up(clock, error):
 
 
 def test_a_graph_that_is_captured_waits_for_nothing(monkeypatch):
-    monkeypatch.setattr(_search, "unavailable", lambda: None)
+    monkeypatch.setattr(_search, "unavailable_reason", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with keras_recurrent.autotune(), pytest.raises(RuntimeError, match="before the capture"):
         scan()

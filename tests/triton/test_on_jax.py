@@ -131,7 +131,7 @@ def test_which_implementation_tells():
     choice = keras_recurrent.which_implementation(
         "rms_norm", X[0], epsilon=1e-6, implementation="triton"
     )
-    assert "XLA joins this operation with what stands around it" in str(choice)
+    assert "XLA fuses this operation with its neighbors" in str(choice)
 
 
 @with_triton
@@ -149,7 +149,7 @@ def test_what_is_refused():
     assert unsupported(X, X) is None
     assert "not empty, got (1, 0, 2)" in unsupported(X[:, :0], X[:, :0])
     assert "float64" in unsupported(X.astype("float64"), X)
-    assert "takes no complex64" in unsupported(X.astype("complex64"), X)
+    assert "got complex64" in unsupported(X.astype("complex64"), X)
 
 
 def test_which_implementation_is_not_known_of_a_traced_program():

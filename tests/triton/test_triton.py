@@ -130,7 +130,7 @@ def test_older_gpus_are_refused(monkeypatch):
     for capability, reason in (((9, 0), None), ((7, 5), "8.0 or later, got one of 7.5")):
         found = {"cuda:0": capability}
         monkeypatch.setattr("keras_recurrent.backends.torch._common._capabilities", found)
-        refused = torch_operators.refusal(tensor)
+        refused = torch_operators.unsupported_reason(tensor)
         assert refused is None if reason is None else reason in refused
 
 
@@ -147,7 +147,7 @@ def test_a_long_kernel_is_refused():
     ("channels", "dtype", "reason"),
     [
         (257, "float32", "up to 256 channels, got 257"),
-        (33, "bfloat16", "odd tails of 16 bits wrongly on Hopper, got heads of 33"),
+        (33, "bfloat16", "an even number of channels a head, got 33"),
         (33, "float32", None),
     ],
 )

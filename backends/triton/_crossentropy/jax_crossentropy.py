@@ -8,7 +8,7 @@ from .._runtime import jax_functions
 from .._runtime.launch import Array, Launch
 from .crossentropy_kernel import options, piece_kernel, written
 
-refusal = jax_functions.refusal
+unsupported_reason = jax_functions.unsupported_reason
 
 
 def chunk_losses(z, weights, tokens, soft_cap, dtype, with_gradients):

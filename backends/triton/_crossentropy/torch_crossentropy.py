@@ -7,7 +7,7 @@ from .._runtime import torch_operators
 from .._runtime.launch import Launch
 from .crossentropy_kernel import options, piece_kernel, written
 
-refusal = torch_operators.refusal_of_token_wise
+unsupported_reason = torch_operators.token_wise_unsupported_reason
 
 
 def chunk_losses(z, weights, tokens, cap, dtype, d_z):

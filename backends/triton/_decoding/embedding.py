@@ -11,15 +11,15 @@ import triton.language as tl
 
 from .._device.pdl import launch_dependents, wait_for_previous_launch
 from .._device.tokens import GOES_ON, STARTS
-from .._runtime.framework import forward_operation, pdl_options, refusal_of_steps, run
+from .._runtime.framework import forward_operation, pdl_options, run, step_unsupported_reason
 from .._runtime.launch import Array, Launch
 
 _BLOCK, _WARPS = 512, 4  # channels of a program
 
 
 def unsupported(table, tokens, segment=None, position=None) -> str | None:
-    """Why this implementation refuses these arguments; None if it accepts them."""
-    return refusal_of_steps(table, tokens, segment, position)
+    """Reason why this implementation cannot take these arguments, or None."""
+    return step_unsupported_reason(table, tokens, segment, position)
 
 
 @triton.jit

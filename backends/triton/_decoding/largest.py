@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .._device.pdl import launch_dependents, wait_for_previous_launch
-from .._runtime.framework import forward_operation, pdl_options, refusal_of_steps, run
+from .._runtime.framework import forward_operation, pdl_options, run, step_unsupported_reason
 from .._runtime.launch import Array, Launch
 
 _BLOCK, _WARPS = 2048, 4  # numbers of a program
@@ -20,10 +20,10 @@ _NONE = tl.constexpr(-(2**63))
 
 
 def unsupported(x) -> str | None:
-    """Why this implementation refuses these arguments; None if it accepts them."""
+    """Reason why this implementation cannot take these arguments, or None."""
     if not 0 < x.shape[-1] <= _BLOCK * _MOST_PARTS:
         return f"takes rows of 1 to {_BLOCK * _MOST_PARTS} numbers, got {x.shape[-1]}"
-    return refusal_of_steps(x)
+    return step_unsupported_reason(x)
 
 
 @triton.jit

@@ -11,15 +11,15 @@ from triton.language.extra import libdevice
 from .._device.common import IN_INTERPRETER
 from .._device.math import tanh
 from .._device.pdl import launch_dependents, wait_for_previous_launch
-from .._runtime.framework import forward_operation, pdl_options, refusal_of_steps, run
+from .._runtime.framework import forward_operation, pdl_options, run, step_unsupported_reason
 from .._runtime.launch import Launch, like
 
 _BLOCK, _WARPS = 2048, 4  # numbers of a program
 
 
 def unsupported(x) -> str | None:
-    """Why this implementation refuses these arguments; None if it accepts them."""
-    return refusal_of_steps(x)
+    """Reason why this implementation cannot take these arguments, or None."""
+    return step_unsupported_reason(x)
 
 
 @triton.jit

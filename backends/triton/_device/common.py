@@ -11,8 +11,11 @@ MULTIPROCESSORS = 128  # about as many as a large GPU has
 _MANY_CHAINS = MULTIPROCESSORS
 
 
-def words_on_assembler(kernel, plain):
-    """What a user can do where Triton's assembler fails. plain: the folder that needs none."""
+def assembler_error_note(kernel, plain):
+    """Note for an error of Triton's assembler: what the user can do.
+
+    plain: the name of the implementation that does not need the assembler.
+    """
     return (
         f"Triton's assembler, ptxas, did not compile `{kernel.__name__}` of "
         f"keras_recurrent/backends/triton. `with keras_recurrent.implementation({plain!r}):` runs "

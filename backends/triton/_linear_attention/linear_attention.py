@@ -17,9 +17,9 @@ _ENOUGH_PROGRAMS = common.MULTIPROCESSORS
 _SHORTEST_SEGMENT = 8  # chunks
 
 
-def refusal(*tensors):
-    """Why the kernels refuse tensors that begin with q, k, v; None if they accept them."""
-    reason = framework.refusal(*tensors)
+def unsupported_reason(*tensors):
+    """Reason why the kernels cannot take tensors, of which q, k, v are the first, or None."""
+    reason = framework.unsupported_reason(*tensors)
     if reason is not None:
         return reason
     for tensor in (tensors[0], tensors[2]):
@@ -27,7 +27,10 @@ def refusal(*tensors):
         if size > _LARGEST_HEAD:
             return f"takes heads of up to {_LARGEST_HEAD} channels, got {size}"
         if size > _SMALLEST_TILE and size % 2 and tensor.dtype.itemsize == 2:
-            return f"Triton compiles odd tails of 16 bits wrongly on Hopper, got heads of {size}"
+            return (
+                f"needs an even number of channels a head, got {size}: Triton compiles odd tails "
+                "of 16-bit tensors wrongly on Hopper"
+            )
     return None
 
 

@@ -1,8 +1,9 @@
-"""What the running Keras backend does for the files of this folder.
+"""Functions of the running Keras backend, torch or JAX, for the files of `backends/triton`.
 
-`run(launch)` returns the arrays that a launch writes, in the order of its outputs, None for one
-that is not wanted. `operation(definition)` makes a differentiable function of an `Operation`,
-`forward_operation` one without gradients, for steps of generation.
+- `run(launch)` runs a launch and returns its outputs in order, None for an output that is None.
+- `operation(definition)` makes an `Operation` a differentiable function.
+- `forward_operation(...)` makes a function without gradients, for decoding steps.
+- `*_unsupported_reason(*tensors)` return the reason why kernels cannot take tensors, or None.
 """
 
 from typing import Any
@@ -21,12 +22,13 @@ forward_operation = framework.forward_operation
 operation = framework.operation
 pdl_options = framework.pdl_options
 places_of_numbers = framework.places_of_numbers
-refusal = framework.refusal
-refusal_of_steps = framework.refusal_of_steps
-refusal_of_joined = framework.refusal_of_joined
-refusal_of_token_wise = framework.refusal_of_token_wise
+unsupported_reason = framework.unsupported_reason
+step_unsupported_reason = framework.step_unsupported_reason
+fusible_unsupported_reason = framework.fusible_unsupported_reason
+token_wise_unsupported_reason = framework.token_wise_unsupported_reason
 zeros_like = framework.zeros_like
 
 
 def run(launch):
+    """Looks `run` up in the framework's module at each call, where tests replace it."""
     return framework.run(launch)

@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 
 from ...jax import _gpu, _shards
 from ...jax._common import size_reason
-from .._device.common import INTERPRETED, words_on_assembler
+from .._device.common import INTERPRETED, assembler_error_note
 from . import interpreter
 from .operation import options_of
 
@@ -39,8 +39,8 @@ _PTX_VERSION, _PTX_VERSIONS = 86, {103: 88, 110: 90, 120: 87, 121: 88}
 _ALIGNED = ("tt.divisibility", 16)  # bytes of an address, or a number's factor
 
 
-def refusal(*tensors):
-    """Why no kernel takes tensors of these shapes and dtypes; None if they do."""
+def unsupported_reason(*tensors):
+    """Reason why kernels cannot take tensors of these shapes and dtypes, or None."""
     if reason := size_reason(*tensors):
         return reason
     for tensor in tensors:
@@ -49,16 +49,18 @@ def refusal(*tensors):
         if tensor.dtype == jnp.float64:
             return "computes in float32, got a float64 tensor"
         if tensor.dtype.name not in _TYPES:
-            return f"takes no {tensor.dtype.name}"
+            return f"takes tensors of {', '.join(_TYPES)}, got {tensor.dtype.name}"
     return None
 
 
-refusal_of_steps = refusal  # plain JAX takes over where an operation is differentiated
-refusal_of_token_wise = refusal
+# Where a decoding step is differentiated, plain JAX replaces the kernel.
+step_unsupported_reason = unsupported_reason
+token_wise_unsupported_reason = unsupported_reason
 
 
-def refusal_of_joined(*tensors):
-    return "XLA joins this operation with what stands around it"
+def fusible_unsupported_reason(*tensors):
+    """Reason for operations that XLA fuses with their neighbors: kernels are not used on JAX."""
+    return "XLA fuses this operation with its neighbors"
 
 
 def cast(x, dtype):
@@ -75,8 +77,8 @@ def pdl_options(x):
     return {"PDL": False}
 
 
-def no_search():
-    """Why kernels cannot be timed here: a program is lowered before there is anything to time."""
+def tuning_unavailable_reason():
+    """Reason why kernels cannot be timed: programs are lowered before they can run."""
     return "Keras runs on 'jax', whose programs take the default of each kernel"
 
 
@@ -236,7 +238,7 @@ def _compiled(kernel, signature, constants, aligned, options, target):
     try:
         compiled = triton.compile(source, target=target, options=options)
     except triton.runtime.errors.PTXASError as error:
-        error.add_note(words_on_assembler(kernel, "jax"))
+        error.add_note(assembler_error_note(kernel, "jax"))
         raise
     if compiled.metadata.global_scratch_size:
         raise NotImplementedError(f"`{kernel.__name__}` needs memory that JAX does not give it")

@@ -71,9 +71,9 @@ class Search(NamedTuple):
         return "\n".join([f"{self.kernel} on {self.device}: {sizes} ({dtypes})", *lines])
 
 
-def unavailable() -> str | None:
-    """Why kernels cannot be timed here; None if they can."""
-    return framework.no_search()
+def unavailable_reason() -> str | None:
+    """Reason why kernels cannot be timed here, or None."""
+    return framework.tuning_unavailable_reason()
 
 
 @contextlib.contextmanager

@@ -14,9 +14,9 @@ from torch.autograd import forward_ad
 from ...constants import LOWEST_CAPABILITY
 from ...torch import _sharding
 from ...torch._autograd import register_autograd
-from ...torch._common import capability_reason, has_capability
+from ...torch._common import has_capability, capability_reason
 from ...torch._states import inplace_states_allowed
-from .._device.common import INTERPRETED, words_on_assembler
+from .._device.common import INTERPRETED, assembler_error_note
 from .operation import options_of, tensors_of
 
 _PDL_CAPABILITY = (9, 0)  # the compute capability from which launches may pdl_options
@@ -24,8 +24,8 @@ _SCHEMA_TYPES: dict = {float: "float", bool: "bool", int: "int", str: "str"}
 _SCHEMA_TYPES |= {str | None: "str?", int | None: "int?"}
 
 
-def refusal(*tensors):
-    """Why no kernel takes these tensors, of which some may be None; None if they do."""
+def unsupported_reason(*tensors):
+    """Reason why kernels cannot take these tensors (or Nones), or None."""
     given = [t for t in tensors if t is not None]
     for tensor in given:
         if tensor.dtype == torch.float64:
@@ -39,27 +39,28 @@ def refusal(*tensors):
     return None
 
 
-def refusal_of_token_wise(*tensors):
-    """As `refusal`, for operations on one token at a time."""
+def token_wise_unsupported_reason(*tensors):
+    """Reason why kernels of operations without a state cannot take these tensors, or None."""
     if any(map(_sharding.is_sharded, tensors)):
-        return "has no rule for DTensors (plain torch has)"
-    return refusal(*tensors)
+        return "does not support DTensors (plain torch does)"
+    return unsupported_reason(*tensors)
 
 
-refusal_of_joined = refusal_of_token_wise  # XLA's on JAX
+fusible_unsupported_reason = token_wise_unsupported_reason  # on JAX, XLA fuses these operations
 
 
-def refusal_of_steps(*tensors):
-    """As `refusal`, for operations without gradients."""
+def step_unsupported_reason(*tensors):
+    """Reason why kernels without gradients cannot take these tensors, or None."""
     given = [t for t in tensors if t is not None]
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
-        return "has no gradients, and a tensor requires one (plain torch has them)"
-    if any(forward_ad.unpack_dual(t).tangent is not None for t in _if_forward_mode(given)):
+        return "has no gradients, but a tensor requires one (plain torch has them)"
+    if any(forward_ad.unpack_dual(t).tangent is not None for t in _dual_candidates(given)):
         return "has no derivative in forward mode (plain torch has it)"
-    return refusal_of_token_wise(*tensors)
+    return token_wise_unsupported_reason(*tensors)
 
 
-def _if_forward_mode(tensors):
+def _dual_candidates(tensors):
+    """The tensors inside a forward-mode level, where they may have tangents; else none."""
     return tensors if forward_ad._current_level >= 0 else ()
 
 
@@ -80,7 +81,7 @@ def run(launch):
     try:
         launch.kernel[(launch.programs,)](*arguments, **launch.options)
     except triton.runtime.errors.PTXASError as error:
-        error.add_note(words_on_assembler(launch.kernel, "torch"))
+        error.add_note(assembler_error_note(launch.kernel, "torch"))
         raise
     return outputs
 
@@ -124,8 +125,8 @@ def pdl_options(x):
     return {"PDL": True, "launch_pdl": True} if capable else {"PDL": False}
 
 
-def no_search() -> str | None:
-    """Why kernels cannot be timed here; None if they can."""
+def tuning_unavailable_reason() -> str | None:
+    """Reason why kernels cannot be timed here, or None."""
     if INTERPRETED:
         return "TRITON_INTERPRET=1 runs the Triton kernels in NumPy"
     return None if torch.cuda.is_available() else "torch finds no NVIDIA GPU"
