@@ -1,6 +1,7 @@
-"""A token of HGRN2's recurrence, from its three linear maps.  Qin et al. 2024, arXiv:2404.07904.
+"""One decoding step of HGRN2's recurrence, from its three projections.
 
-A program reads and writes some columns of a head's memory once. All arithmetic is float32.
+Qin et al. 2024, arXiv:2404.07904. A program reads and writes some columns of a head's memory once.
+All arithmetic is float32.
 """
 
 import triton
@@ -13,13 +14,13 @@ from ._runtime.framework import forward_operation, pdl_options, run, step_unsupp
 from ._runtime.launch import Array, Launch, like
 
 _BLOCK_V, _WARPS = 32, 4
-_MOST_KEYS = 256
+_MAX_KEYS = 256
 
 
 def unsupported(q, f, v, memory, lower_bound=None, token_kind=None) -> str | None:
     """Reason why this implementation cannot take these arguments, or None."""
-    if memory.shape[2] > _MOST_KEYS:
-        return f"takes keys of up to {_MOST_KEYS} channels, got {memory.shape[2]}"
+    if memory.shape[2] > _MAX_KEYS:
+        return f"takes keys of up to {_MAX_KEYS} channels, got {memory.shape[2]}"
     return step_unsupported_reason(q, f, v, memory, lower_bound, token_kind)
 
 
@@ -42,7 +43,7 @@ def _kernel(
     lower_bound,
     token_kind,
     output,
-    after,
+    next_memory,
     H,
     root,
     K: tl.constexpr,
@@ -66,19 +67,19 @@ def _kernel(
     if token_kind is not None:
         kind = tl.load(token_kind + head // H)
     k_valid, v_valid = (d < K) & (kind != PADDING), (e < V) & (kind != PADDING)
-    remembers, forgets = sigmoid(_load(f, head * K + d, k_valid), True)
+    forget_gate, input_gate = sigmoid(_load(f, head * K + d, k_valid), True)
     if lower_bound is not None:
         channel = head % H * K + d
         rest = exp(_load(lower_bound, H * K + channel, d < K), True)
-        remembers = exp(_load(lower_bound, channel, d < K), True) + rest * remembers
-        forgets *= rest
-        # Rounded, the bound and the rest do not add up to 1; the bound may be NaN.
-        near_1 = (forgets <= 0.5) & (remembers == remembers)
-        remembers = tl.where(near_1, 1.0 - forgets, remembers)
-    key = tl.where(k_valid, forgets, 0.0)
-    state = by_kind(kind, remembers, 0.0, 1.0)[:, None] * state
+        forget_gate = exp(_load(lower_bound, channel, d < K), True) + rest * forget_gate
+        input_gate *= rest
+        # After rounding, β and 1 - β do not add up to 1, and β may be NaN.
+        near_1 = (input_gate <= 0.5) & (forget_gate == forget_gate)
+        forget_gate = tl.where(near_1, 1.0 - input_gate, forget_gate)
+    key = tl.where(k_valid, input_gate, 0.0)
+    state = by_kind(kind, forget_gate, 0.0, 1.0)[:, None] * state
     state += key[:, None] * _load(v, head * V + e, v_valid)[None, :]
-    tl.store(after + offsets, state, valid)
+    tl.store(next_memory + offsets, state, valid)
     query = _load(q, head * K + d, k_valid)
     query *= sigmoid(query, True)[0] * root
     tl.store(output + head * V + e, tl.sum(query[:, None] * state, 0), e < V)

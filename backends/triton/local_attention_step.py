@@ -1,10 +1,10 @@
-"""A token of softmax attention to a window of those before, from its linear maps.
+"""One decoding step of sliding window attention, from the projections of the token.
 
-De et al. 2024, arXiv:2402.19427. The slots of a ring are divided among programs, so that a single
-row fills a GPU: the first kernel makes for each part of a ring a weighted sum of its values,
-relative to the part's largest logit, and the second one puts the parts together. Products take
-operands as `products.py` says, with the weights of values in two parts of bfloat16, so that 16 bits
-are rounded in queries and keys alone.
+De et al. 2024, arXiv:2402.19427. The slots of the circular KV buffer are divided among programs, so
+that a single sequence fills a GPU. The first kernel computes a weighted sum of the values of each
+part of the buffer, relative to the part's largest logit; the second kernel combines the parts.
+Products take operands as in `_device/products.py`. The attention weights are split into two
+bfloat16 parts, so that only queries and keys are rounded to 16 bits.
 """
 
 import triton
@@ -20,21 +20,21 @@ from ._runtime.launch import Array, Launch, dtype_name, like
 
 _LOWEST = tl.constexpr(-1e30)  # below any logit; finite, so that a difference of two is 0
 _TILE = {"SLOTS": 32, "num_warps": 4, "num_stages": 2}
-_TILE_OF_FLOAT32 = {"SLOTS": 16, "num_warps": 8, "num_stages": 1}
-_MOST_CHANNELS = 256
-_MOST_HEADS = 64  # of queries, that share a head of keys
-_ALL = 2**31 - 1  # a window that everything is in
+_FLOAT32_TILE = {"SLOTS": 16, "num_warps": 8, "num_stages": 1}
+_MAX_CHANNELS = 256
+_MAX_HEADS = 64  # query heads that share a key head
+_NO_WINDOW = 2**31 - 1  # a window without a limit
 
 
 def unsupported(
     q, k, v, key, value, position, frequencies=None, token_kind=None, sliding_window=None
 ) -> str | None:
     """Reason why this implementation cannot take these arguments, or None."""
-    if max(k.shape[2], v.shape[2]) > _MOST_CHANNELS:
-        return f"takes heads of up to {_MOST_CHANNELS} channels, got {max(k.shape[2], v.shape[2])}"
-    if q.shape[1] // k.shape[1] > _MOST_HEADS:
+    if max(k.shape[2], v.shape[2]) > _MAX_CHANNELS:
+        return f"takes heads of up to {_MAX_CHANNELS} channels, got {max(k.shape[2], v.shape[2])}"
+    if q.shape[1] // k.shape[1] > _MAX_HEADS:
         share = q.shape[1] // k.shape[1]
-        return f"takes up to {_MOST_HEADS} query heads per key head, got {share}"
+        return f"takes up to {_MAX_HEADS} query heads per key head, got {share}"
     if key.shape[1] == 0:
         return "needs a state with room for at least one token, got a capacity of 0"
     dtypes = {dtype_name(t) for t in (q, k, v, key, value)}
@@ -61,30 +61,30 @@ def _load(tensor, offsets, valid):
 
 
 @triton.jit
-def _rounded(x, SHORT: tl.constexpr):
+def _round_operand(x, SHORT: tl.constexpr):
     if SHORT:
         x = operand(x, True).to(tl.float32)
     return x
 
 
 @triton.jit
-def _rotated(x, rows, valid, c, place, frequencies, K: tl.constexpr, R: tl.constexpr):
-    """Rows [N] of K channels c [BLOCK_K], of which channels j and j + R are turned together."""
+def _load_rotated(x, rows, valid, c, token_position, frequencies, K: tl.constexpr, R: tl.constexpr):
+    """Loads `rows` [N] of K channels c [BLOCK_K] with rotary embedding: pairs are j and j + R."""
     offsets = rows[:, None] * K + c[None, :]
     valid = valid[:, None] & (c < K)[None, :]
-    found = _load(x, offsets, valid)
+    rotated = _load(x, offsets, valid)
     if frequencies is not None:
         turned = c < 2 * R
         partner = tl.where(c < R, R, -R)
         other = _load(x, offsets + partner[None, :], valid & turned[None, :])
-        angle = place.to(tl.float32) * _load(frequencies, c % R, turned)
+        angle = token_position.to(tl.float32) * _load(frequencies, c % R, turned)
         sine = tl.where(c < R, -tl.sin(angle), tl.sin(angle))
-        found = found * tl.cos(angle)[None, :] + other * sine[None, :]
-    return found
+        rotated = rotated * tl.cos(angle)[None, :] + other * sine[None, :]
+    return rotated
 
 
 @triton.jit(do_not_specialize=["C", "window"])
-def _parts_kernel(
+def _partial_kernel(
     q,
     k,
     v,
@@ -124,25 +124,27 @@ def _parts_kernel(
     if token_kind is not None:
         kind = tl.load(token_kind + b)
     real = kind != PADDING
-    place = tl.where(kind == STARTS, 0, tl.load(position + b)).to(tl.int32)
+    token_position = tl.where(kind == STARTS, 0, tl.load(position + b)).to(tl.int32)
 
     h, c, e = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     heads = group * SHARE + h
-    query = _rotated(q, heads, real & (h < SHARE), c, place, frequencies, K, R) * root
-    query = _rounded(query, SHORT)
-    one = group + tl.arange(0, 1)
-    own_key = _rotated(k, one, real & (one >= 0), c, place, frequencies, K, R)
-    own_key = _rounded(own_key, SHORT)
-    own_value = _load(v, group * V + e, real & (e < V))
+    query = _load_rotated(q, heads, real & (h < SHARE), c, token_position, frequencies, K, R) * root
+    query = _round_operand(query, SHORT)
+    group_row = group + tl.arange(0, 1)
+    token_key = _load_rotated(
+        k, group_row, real & (group_row >= 0), c, token_position, frequencies, K, R
+    )
+    token_key = _round_operand(token_key, SHORT)
+    token_value = _load(v, group * V + e, real & (e < V))
 
-    # The first part holds the token itself.
-    peak = tl.where(part == 0, tl.sum(query * own_key, 1), _LOWEST)
+    # The first part includes the token itself.
+    peak = tl.where(part == 0, tl.sum(query * token_key, 1), _LOWEST)
     total = tl.where((part == 0) & (h >= 0), 1.0, 0.0)
-    weighted = tl.where((part == 0) & (h >= 0)[:, None], own_value[None, :], 0.0)
+    weighted = tl.where((part == 0) & (h >= 0)[:, None], token_value[None, :], 0.0)
     for i in range(TILES):
         slot = (part * TILES + i) * SLOTS + tl.arange(0, SLOTS)
-        age = (place - 1 - slot + C) % C
-        visible = (slot < C) & (age < place) & (age < window - 1)
+        age = (token_position - 1 - slot + C) % C
+        visible = (slot < C) & (age < token_position) & (age < window - 1)
         rows = b * C * G + g + slot.to(tl.int64) * G
         in_key, in_value = visible[:, None] & (c < K)[None, :], visible[:, None] & (e < V)[None, :]
         keys = _load(key, rows[:, None] * K + c[None, :], in_key)
@@ -155,29 +157,29 @@ def _parts_kernel(
         values = _load(value, rows[:, None] * V + e[None, :], in_value)
         weighted = product(weights, values, weighted * shrink[:, None], SHORT)
         if SHORT:
-            weighted = product(weights - _rounded(weights, True), values, weighted, True)
+            weighted = product(weights - _round_operand(weights, True), values, weighted, True)
         peak = new_peak
         if kind == STARTS:
-            to = (slot < C)[:, None]
-            tl.store(next_key + rows[:, None] * K + c[None, :], 0.0, to & (c < K)[None, :])
-            tl.store(next_value + rows[:, None] * V + e[None, :], 0.0, to & (e < V)[None, :])
-    to = heads * PARTS + part
-    tl.store(peaks + to, peak, h < SHARE)
-    tl.store(totals + to, total, h < SHARE)
+            target = (slot < C)[:, None]
+            tl.store(next_key + rows[:, None] * K + c[None, :], 0.0, target & (c < K)[None, :])
+            tl.store(next_value + rows[:, None] * V + e[None, :], 0.0, target & (e < V)[None, :])
+    target = heads * PARTS + part
+    tl.store(peaks + target, peak, h < SHARE)
+    tl.store(totals + target, total, h < SHARE)
     stored = (h < SHARE)[:, None] & (e < V)[None, :]
-    tl.store(sums + to[:, None] * V + e[None, :], weighted, stored)
+    tl.store(sums + target[:, None] * V + e[None, :], weighted, stored)
 
-    # The token takes a slot, which this program has read to its end.
+    # The token is stored in a slot that this program has finished reading.
     tl.debug_barrier()
-    slot = place % C
-    writes = real & (slot // (TILES * SLOTS) == part)
+    slot = token_position % C
+    stores_token = real & (slot // (TILES * SLOTS) == part)
     row = b * C * G + slot * G + g
-    tl.store(next_key + row * K + c[None, :], own_key, writes & (c < K)[None, :])
-    tl.store(next_value + row * V + e, own_value, writes & (e < V))
+    tl.store(next_key + row * K + c[None, :], token_key, stores_token & (c < K)[None, :])
+    tl.store(next_value + row * V + e, token_value, stores_token & (e < V))
 
 
 @triton.jit
-def _whole_kernel(
+def _combine_kernel(
     sums,
     peaks,
     totals,
@@ -210,12 +212,12 @@ def forward(q, k, v, key, value, position, frequencies, token_kind, *, sliding_w
     batch, heads, keys = q.shape
     groups, values, capacity = v.shape[1], v.shape[2], key.shape[1]
     short = dtype_name(q) == "bfloat16"
-    tile = _TILE if short else _TILE_OF_FLOAT32
-    tiles_in_all = triton.cdiv(capacity, tile["SLOTS"])
-    # Two programs for a multiprocessor, or one for each tile where these are fewer.
-    parts = min(tiles_in_all, max(1, 2 * MULTIPROCESSORS // (batch * groups)))
-    tiles = triton.cdiv(tiles_in_all, parts)
-    parts = triton.cdiv(tiles_in_all, tiles)
+    tile = _TILE if short else _FLOAT32_TILE
+    num_tiles = triton.cdiv(capacity, tile["SLOTS"])
+    # Two programs per multiprocessor, or one per tile if there are fewer tiles.
+    parts = min(num_tiles, max(1, 2 * MULTIPROCESSORS // (batch * groups)))
+    tiles = triton.cdiv(num_tiles, parts)
+    parts = triton.cdiv(num_tiles, tiles)
     block_k, block_v = (max(16, triton.next_power_of_2(n)) for n in (keys, values))
     tensors = q, k, v, key, value, position, frequencies, token_kind
     options = {
@@ -225,13 +227,13 @@ def forward(q, k, v, key, value, position, frequencies, token_kind, *, sliding_w
         **{"BLOCK_K": block_k, "BLOCK_V": block_v, "TILES": tiles, "PARTS": parts},
         **{"SHORT": short, **tile, **pdl_options(q)},
     }
-    window = _ALL if sliding_window is None else min(sliding_window, _ALL)
+    window = _NO_WINDOW if sliding_window is None else min(sliding_window, _NO_WINDOW)
     shape = batch, heads, parts
-    of_parts = Array((*shape, values), "float32"), *[Array(shape, "float32")] * 2
-    *of_parts, next_key, next_value = run(
+    partial_outputs = Array((*shape, values), "float32"), *[Array(shape, "float32")] * 2
+    *partial_outputs, next_key, next_value = run(
         Launch(
-            *(_parts_kernel, batch * groups * parts, tensors),
-            (*of_parts, like(key), like(value)),
+            *(_partial_kernel, batch * groups * parts, tensors),
+            (*partial_outputs, like(key), like(value)),
             (capacity, groups, window, keys**-0.5),
             options,
             updates=((3, 3), (4, 4)),
@@ -240,7 +242,9 @@ def forward(q, k, v, key, value, position, frequencies, token_kind, *, sliding_w
     options = {"V": values, "BLOCK_V": block_v, "PARTS": parts, **pdl_options(q)}
     options |= {"BLOCK_P": triton.next_power_of_2(parts)}
     output = Array((batch, heads, values), dtype_name(q))
-    (output,) = run(Launch(_whole_kernel, batch * heads, tuple(of_parts), (output,), (), options))
+    (output,) = run(
+        Launch(_combine_kernel, batch * heads, tuple(partial_outputs), (output,), (), options)
+    )
     return output, next_key, next_value
 
 

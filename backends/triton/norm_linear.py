@@ -1,11 +1,13 @@
-"""y = RMSNorm(x) W + b for a few rows: what a step of generation spends most of its time on.
+"""y = RMSNorm(x) W + b for a few rows: norm and linear layers, most of a decoding step's time.
 
-A program makes some columns of y from all channels of x, or, where there are few columns, from some
-of the channels, and one more launch adds their sums. A single row is normalized in the same
-kernel. Its gate is made by the programs of the map behind it where each of these reads some
-channels, and else by a launch of its own, since programs that read two weights were slower by a
-third. A few rows are normalized by a launch before, multiplied by tensor cores, and gated in the
-same kernel: with norms inside that kernel a step took twice as long.
+A program computes some columns of y from all channels of x. Where there are few columns, it takes
+some of the channels, and another launch adds these partial sums.
+
+- A single row is normalized in the same kernel. The gate of a gated MLP is applied by the down
+  projection where its programs read some channels each, otherwise by a separate launch: programs
+  that read two weights were slower by a third.
+- Several rows are normalized by a launch before, multiplied on tensor cores, and gated in the same
+  kernel: with norms inside that kernel a step took twice as long.
 """
 
 import triton
@@ -13,15 +15,15 @@ import triton.language as tl
 
 from ..constants import MAX_FUSED_ROWS
 from . import rms_norm
-from ._decoding.norm_linear_products import gated, of_one_row, of_rows
-from ._decoding.norm_linear_tiles import in_parts, tile_of
+from ._decoding.norm_linear_products import apply_gate, project_row, project_rows
+from ._decoding.norm_linear_tiles import is_split, tile_options
 from ._device.pdl import launch_dependents, wait_for_previous_launch
 from ._device.products import operand
 from ._runtime.framework import forward_operation, pdl_options, run, step_unsupported_reason
 from ._runtime.launch import Array, Launch, dtype_name
 
 _GATES = (None, "silu", "gelu")
-_AT_ONCE = 256  # numbers of what a gate or a sum makes, a program
+_BLOCK = 256  # numbers of a program that applies a gate or adds partial sums
 
 
 def unsupported(
@@ -74,22 +76,22 @@ def norm_linear(
 @triton.jit
 def _store_columns(total, bias, residual, y, n, rows, N: tl.constexpr):
     row = tl.arange(0, total.shape[0])
-    places, valid = row[:, None] * N + n[None, :], (row < rows)[:, None] & (n < N)[None, :]
+    offsets, valid = row[:, None] * N + n[None, :], (row < rows)[:, None] & (n < N)[None, :]
     if bias is not None:
         total += tl.load(bias + n, n < N, other=0.0).to(tl.float32)[None, :]
     if residual is not None:
-        total += tl.load(residual + places, valid, other=0.0).to(tl.float32)
-    tl.store(y + places, operand(total, y.dtype.element_ty == tl.bfloat16), valid)
+        total += tl.load(residual + offsets, valid, other=0.0).to(tl.float32)
+    tl.store(y + offsets, operand(total, y.dtype.element_ty == tl.bfloat16), valid)
 
 
 @triton.jit
-def _maps(
+def _project(
     x,
     x_2,
     scale,
     kernel,
-    other,
-    first,
+    up_kernel,
+    first_channel,
     n,
     rows,
     epsilon,
@@ -103,16 +105,16 @@ def _maps(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     SHORT: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    SUM_AT_END: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if BLOCK_B == 1:
-        total = of_one_row(
+        total = project_row(
             x,
             x_2,
             scale,
             kernel,
-            first,
+            first_channel,
             n,
             epsilon,
             K,
@@ -122,16 +124,16 @@ def _maps(
             GATE,
             BLOCK_N,
             BLOCK_K,
-            AT_ONCE,
+            SUM_AT_END,
             PDL,
         )
-        beside = total
+        up = total
     else:
-        total, beside = of_rows(
+        total, up = project_rows(
             x,
             kernel,
-            other,
-            first,
+            up_kernel,
+            first_channel,
             n,
             rows,
             K,
@@ -143,7 +145,7 @@ def _maps(
             STAGES,
             SHORT,
         )
-    return total, beside
+    return total, up
 
 
 @triton.jit
@@ -175,17 +177,17 @@ def _kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     SHORT: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    SUM_AT_END: tl.constexpr,
     PDL: tl.constexpr,
 ):
     TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     TILES_2: tl.constexpr = 0 if GATE else (N_2 + BLOCK_N - 1) // BLOCK_N
     tile = tl.program_id(0)
-    first = 0
+    first_channel = 0
     if LENGTH < K:
         part = tile // TILES
         tile %= TILES
-        first = part * LENGTH
+        first_channel = part * LENGTH
         y += part * rows * N
     # With several rows, dependents may not start early: they would take the shared memory that
     # this launch's own next programs need. These programs wait before their first load, which is x.
@@ -195,13 +197,13 @@ def _kernel(
         wait_for_previous_launch()
     if tile < TILES:
         n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        total, beside = _maps(
+        total, up = _project(
             x,
             x_2,
             scale,
             kernel,
             kernel_2,
-            first,
+            first_channel,
             n,
             rows,
             epsilon,
@@ -215,23 +217,23 @@ def _kernel(
             BLOCK_K,
             STAGES,
             SHORT,
-            AT_ONCE,
+            SUM_AT_END,
             PDL,
         )
         if GATE and BLOCK_B > 1:
             if bias is not None:
                 total += tl.load(bias + n, n < N, other=0.0).to(tl.float32)[None, :]
             if bias_2 is not None:
-                beside += tl.load(bias_2 + n, n < N, other=0.0).to(tl.float32)[None, :]
-            total = gated(total, beside, GATE)
+                up += tl.load(bias_2 + n, n < N, other=0.0).to(tl.float32)[None, :]
+            total = apply_gate(total, up, GATE)
             _store_columns(total, None, residual, y, n, rows, N)
         else:
             _store_columns(total, bias, residual, y, n, rows, N)
-    # Two conditions each: the compiler knows the first.
+    # Nested conditions: the compiler knows the outer one.
     if kernel_2 is not None and GATE == 0:  # noqa: SIM102
         if tile >= TILES and tile < TILES + TILES_2:
             n = (tile - TILES) * BLOCK_N + tl.arange(0, BLOCK_N)
-            total, _ = _maps(
+            total, _ = _project(
                 x,
                 None,
                 scale,
@@ -251,14 +253,14 @@ def _kernel(
                 BLOCK_K,
                 STAGES,
                 SHORT,
-                AT_ONCE,
+                SUM_AT_END,
                 PDL,
             )
             _store_columns(total, bias_2, None, y_2, n, rows, N_2)
     if kernel_3 is not None:  # noqa: SIM102
         if tile >= TILES + TILES_2:
             n = (tile - TILES - TILES_2) * BLOCK_N + tl.arange(0, BLOCK_N)
-            total, _ = _maps(
+            total, _ = _project(
                 x,
                 None,
                 scale,
@@ -278,7 +280,7 @@ def _kernel(
                 BLOCK_K,
                 STAGES,
                 SHORT,
-                AT_ONCE,
+                SUM_AT_END,
                 PDL,
             )
             _store_columns(total, bias_3, None, y_3, n, rows, N_3)
@@ -286,8 +288,8 @@ def _kernel(
 
 @triton.jit
 def _gate_kernel(
-    first,
-    second,
+    gate_total,
+    up_total,
     residual,
     y,
     N: tl.constexpr,
@@ -299,8 +301,8 @@ def _gate_kernel(
         launch_dependents()
         wait_for_previous_launch()
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(first + n, n < N, other=0.0)
-    value = gated(value, tl.load(second + n, n < N, other=0.0), GATE)
+    value = tl.load(gate_total + n, n < N, other=0.0)
+    value = apply_gate(value, tl.load(up_total + n, n < N, other=0.0), GATE)
     if residual is not None:
         value += tl.load(residual + n, n < N, other=0.0).to(tl.float32)
     tl.store(y + n, value, n < N)
@@ -321,15 +323,15 @@ def _sum_kernel(
     if PDL:
         launch_dependents()
         wait_for_previous_launch()
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     value = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(PARTS):
-        value += tl.load(sums + part * n + place, place < n, other=0.0)
+        value += tl.load(sums + part * n + index, index < n, other=0.0)
     if bias is not None:
-        value += tl.load(bias + place % N, place < n, other=0.0).to(tl.float32)
+        value += tl.load(bias + index % N, index < n, other=0.0).to(tl.float32)
     if residual is not None:
-        value += tl.load(residual + place, place < n, other=0.0).to(tl.float32)
-    tl.store(y + place, value, place < n)
+        value += tl.load(residual + index, index < n, other=0.0).to(tl.float32)
+    tl.store(y + index, value, index < n)
 
 
 def results(
@@ -372,44 +374,48 @@ def forward(
     outputs = results(*tensors, residual, epsilon=epsilon, gate=gate)
     rows = x.shape[0]
     if gate and kernel_3 is not None:
-        gates = x, scale, kernel, kernel_2, None, bias, bias_2, None
-        behind = None, kernel_3, None, None, bias_3, None, None
-        if rows == 1 and in_parts(1, *kernel_3.shape):
-            first, second = _both(gates, epsilon)
-            return _launch((first, *behind), residual, outputs, -1.0, gate, second)
-        y, *_ = forward(*gates, None, epsilon=epsilon, gate=gate)
-        return forward(y, *behind, residual, epsilon=-1.0, gate=0)
+        gate_tensors = x, scale, kernel, kernel_2, None, bias, bias_2, None
+        down_arguments = None, kernel_3, None, None, bias_3, None, None
+        if rows == 1 and is_split(1, *kernel_3.shape):
+            gate_total, up_total = _gate_and_up(gate_tensors, epsilon)
+            return _launch((gate_total, *down_arguments), residual, outputs, -1.0, gate, up_total)
+        y, *_ = forward(*gate_tensors, None, epsilon=epsilon, gate=gate)
+        return forward(y, *down_arguments, residual, epsilon=-1.0, gate=0)
     if rows == 1 and gate:
-        first, second = _both(tensors, epsilon)
-        return _gate_of_one_row(x, first, second, residual, outputs[0], gate), None, None
+        gate_total, up_total = _gate_and_up(tensors, epsilon)
+        return _gate_row(x, gate_total, up_total, residual, outputs[0], gate), None, None
     if rows > 1 and epsilon >= 0:
         (x,) = rms_norm.forward(x, scale, epsilon=epsilon)
         tensors, epsilon = (x, None, *tensors[2:]), -1.0
     return _launch(tensors, residual, outputs, epsilon, gate)
 
 
-def _both(tensors, epsilon):
-    """Two maps of one row that a gate is between, float32."""
+def _gate_and_up(tensors, epsilon):
+    """The gate and up projections of one row, in float32, before the gate is applied."""
     whole = Array((1, tensors[2].shape[1]), "float32")
     return _launch(tensors, None, (whole, whole, None), epsilon, gate=0)[:2]
 
 
-def _gate_of_one_row(x, first, second, residual, output, gate):
-    """The activated first map of one row x, times the second; both are float32."""
+def _gate_row(x, gate_total, up_total, residual, output, gate):
+    """Applies the gate to one row: activation(gate_total) * up_total, both in float32."""
     columns = output.shape[1]
-    options = {"N": columns, "GATE": gate, "BLOCK": _AT_ONCE, **pdl_options(x)}
-    programs = triton.cdiv(columns, _AT_ONCE)
-    arrays = first, second, residual
+    options = {"N": columns, "GATE": gate, "BLOCK": _BLOCK, **pdl_options(x)}
+    programs = triton.cdiv(columns, _BLOCK)
+    arrays = gate_total, up_total, residual
     return run(Launch(_gate_kernel, programs, arrays, (output,), (), options))[0]
 
 
 def _launch(tensors, residual, outputs, epsilon, gate, x_2=None):
-    """Maps. A gate is between two of several rows; of one row between x and x_2, before a map."""
+    """Runs the projections of x.
+
+    With a gate, several rows take it between two projections; one row takes it between x and x_2,
+    before a single projection.
+    """
     x, _, kernel, kernel_2, kernel_3, bias, *_ = tensors
     rows, channels = x.shape
     widths = [0 if w is None else w.shape[1] for w in (kernel, kernel_2, kernel_3)]
     parts = kernel_2 is None and epsilon < 0
-    options = tile_of(rows, channels, sum(widths), dtype_name(kernel), gate, parts)
+    options = tile_options(rows, channels, sum(widths), dtype_name(kernel), gate, parts)
     columns = [widths[0], 0 if gate else widths[1], widths[2]]
     programs = sum(triton.cdiv(n, options["BLOCK_N"]) for n in columns)
     options |= dict(zip(("K", "N", "N_2", "N_3"), (channels, *widths), strict=True))
@@ -422,8 +428,8 @@ def _launch(tensors, residual, outputs, epsilon, gate, x_2=None):
     inputs = x, x_2, None, kernel, *[None] * 6
     sums = Array((count, rows, widths[0]), "float32"), None, None
     sums, *_ = run(Launch(_kernel, programs * count, inputs, sums, (rows, epsilon), options))
-    options = {"N": widths[0], "PARTS": count, "BLOCK": _AT_ONCE, **pdl_options(x)}
-    programs = triton.cdiv(rows * widths[0], _AT_ONCE)
+    options = {"N": widths[0], "PARTS": count, "BLOCK": _BLOCK, **pdl_options(x)}
+    programs = triton.cdiv(rows * widths[0], _BLOCK)
     inputs = sums, bias, residual
     numbers = (rows * widths[0],)
     return *run(Launch(_sum_kernel, programs, inputs, outputs[:1], numbers, options)), None, None

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ..constants import MIN_SCALE_BLOCK
-from ._decoding.norm_linear_products import gated
+from ._decoding.norm_linear_products import apply_gate
 from ._device.common import IN_INTERPRETER
 from ._device.pdl import launch_dependents
 from ._quantized import quantized_interpreted
@@ -222,7 +222,7 @@ def _kernel(
         total = totals[u] * (unit / divisors[MAPS * u]) + offsets[MAPS * u]
         if GATE:
             beside = totals[len(n) + u] * (unit / divisors[MAPS * u + 1]) + offsets[MAPS * u + 1]
-            total = gated(total, beside, GATE)
+            total = apply_gate(total, beside, GATE)
         if residual is not None:
             total += before[u].to(tl.float32)
         tl.store(y + n[u], total, n[u] < columns)

@@ -1,14 +1,15 @@
-"""A token of Griffin's recurrent block, between its linear maps.  De et al. 2024, arXiv:2402.19427.
+"""One decoding step of Griffin's recurrent block between its linear layers: convolution and RG-LRU.
 
-A program makes some channels of one block of one row, from the convolution of all channels of the
-block; of several rows, `rg_lru_step_rows.py` makes some at once. All arithmetic is float32.
+De et al. 2024, arXiv:2402.19427. A program computes some channels of one block of one row, from the
+convolution of all channels of the block. For several rows, `_decoding/rg_lru_step_batch.py` does.
+All arithmetic is float32.
 """
 
 import triton
 import triton.language as tl
 
 from ..constants import DECAY_EXPONENT
-from ._decoding.rg_lru_step_rows import rows_kernel, tile_of
+from ._decoding.rg_lru_step_batch import batch_kernel, tile_options
 from ._device.math import decay, gelu, sigmoid, softplus
 from ._device.pdl import launch_dependents, wait_for_previous_launch
 from ._device.tokens import GOES_ON, PADDING, STARTS, by_kind
@@ -17,7 +18,9 @@ from ._runtime.launch import Array, Launch, dtype_name, like
 
 _DECAY_EXPONENT = tl.constexpr(DECAY_EXPONENT)
 _BLOCK_N, _WARPS = 32, 4
-_MOST_CHANNELS = 512  # of a block, which a program holds beside two parts of its gates
+_MAX_CHANNELS = (
+    512  # a block's channels, which a program holds together with two tiles of gate weights
+)
 
 
 def unsupported(
@@ -35,8 +38,8 @@ def unsupported(
     token_kind=None,
 ) -> str | None:
     """Reason why this implementation cannot take these arguments, or None."""
-    if kernel_a.shape[1] > _MOST_CHANNELS:
-        return f"takes blocks of up to {_MOST_CHANNELS} channels, got {kernel_a.shape[1]}"
+    if kernel_a.shape[1] > _MAX_CHANNELS:
+        return f"takes blocks of up to {_MAX_CHANNELS} channels, got {kernel_a.shape[1]}"
     tensors = x, gate, window, hidden, conv_kernel, conv_bias, kernel_a, bias_a, kernel_x, bias_x
     return step_unsupported_reason(*tensors, a_logit, token_kind)
 
@@ -68,15 +71,16 @@ def _load(tensor, offsets, valid):
 
 
 @triton.jit
-def _seen(last_inputs, conv_kernel, conv_bias, row, d, valid, D, W: tl.constexpr):
-    """The convolution at some channels d of a row but for its newest input: at the beginning of a
-    document, and after the inputs before.
+def _convolve_previous(last_inputs, conv_kernel, conv_bias, row, d, valid, D, W: tl.constexpr):
+    """The convolution of previous inputs at channels d of a row, without its newest input.
+
+    Returns two versions: for a token that starts a document, and for one that continues it.
     """
     bias = _load(conv_bias, d, valid)
     total = bias
     for i in tl.static_range(W - 1):
-        seen = _load(last_inputs, row * ((W - 1) * D) + i * D + d, valid)
-        total += seen * _load(conv_kernel, i * D + d, valid)
+        previous = _load(last_inputs, row * ((W - 1) * D) + i * D + d, valid)
+        total += previous * _load(conv_kernel, i * D + d, valid)
     return bias, total
 
 
@@ -96,7 +100,7 @@ def _kernel(
     token_kind,
     output,
     next_inputs,
-    after,
+    next_hidden,
     D,
     W: tl.constexpr,
     C: tl.constexpr,
@@ -113,43 +117,50 @@ def _kernel(
     c = tl.arange(0, BLOCK_C)
     n = tl.program_id(0) % TILES * BLOCK_N + tl.arange(0, BLOCK_N)
     # Weights and the previous token's state are loaded before the wait.
-    places = block.to(tl.int64) * (C * C) + c[:, None] * C + n[None, :]
+    weight_offsets = block.to(tl.int64) * (C * C) + c[:, None] * C + n[None, :]
     valid = (c < C)[:, None] & (n < C)[None, :]
-    weight_a = tl.load(kernel_a + places, valid, other=0.0)
-    weight_x = tl.load(kernel_x + places, valid, other=0.0)
-    d, own = block * C + c, block * C + n
-    first, later = _seen(last_inputs, conv_kernel, conv_bias, row, d, c < C, D, W)
-    own_first, own_later = _seen(last_inputs, conv_kernel, conv_bias, row, own, n < C, D, W)
+    weight_a = tl.load(kernel_a + weight_offsets, valid, other=0.0)
+    weight_x = tl.load(kernel_x + weight_offsets, valid, other=0.0)
+    d, channel = block * C + c, block * C + n
+    at_start, continued = _convolve_previous(
+        last_inputs, conv_kernel, conv_bias, row, d, c < C, D, W
+    )
+    channel_start, channel_later = _convolve_previous(
+        last_inputs, conv_kernel, conv_bias, row, channel, n < C, D, W
+    )
     weight = _load(conv_kernel, (W - 1) * D + d, c < C)
-    own_weight = _load(conv_kernel, (W - 1) * D + own, n < C)
-    at_a, at_x = _load(bias_a, own, n < C), _load(bias_x, own, n < C)
-    log_a = -_DECAY_EXPONENT * softplus(-_load(a_logit, own, n < C))
-    h = _load(hidden, row * D + own, n < C)
+    channel_weight = _load(conv_kernel, (W - 1) * D + channel, n < C)
+    gate_bias_a, gate_bias_x = _load(bias_a, channel, n < C), _load(bias_x, channel, n < C)
+    log_a = -_DECAY_EXPONENT * softplus(-_load(a_logit, channel, n < C))
+    h = _load(hidden, row * D + channel, n < C)
     i = tl.arange(0, BLOCK_W)[:, None]
-    slots, kept = row * ((W - 1) * D) + i * D + own[None, :], (i < W - 1) & (n < C)[None, :]
-    seen = _load(last_inputs, slots, kept)
-    moved = _load(last_inputs, slots + D, kept & (i < W - 2))
+    slot_offsets, slot_valid = (
+        row * ((W - 1) * D) + i * D + channel[None, :],
+        (i < W - 1) & (n < C)[None, :],
+    )
+    previous = _load(last_inputs, slot_offsets, slot_valid)
+    moved = _load(last_inputs, slot_offsets + D, slot_valid & (i < W - 2))
     if PDL:
         wait_for_previous_launch()
     kind = GOES_ON
     if token_kind is not None:
         kind = tl.load(token_kind + row)
-    newest, own_newest = _load(x, row * D + d, c < C), _load(x, row * D + own, n < C)
-    value = _load(gate, row * D + own, n < C)
+    newest, channel_newest = _load(x, row * D + d, c < C), _load(x, row * D + channel, n < C)
+    value = _load(gate, row * D + channel, n < C)
     real = kind != PADDING
-    inputs = tl.where(kind == STARTS, first, later) + tl.where(real, newest, 0.0) * weight
-    mine = tl.where(kind == STARTS, own_first, own_later)
-    mine += tl.where(real, own_newest, 0.0) * own_weight
-    gate_a = tl.sum(inputs[:, None] * weight_a.to(tl.float32), 0) + at_a
-    gate_x = tl.sum(inputs[:, None] * weight_x.to(tl.float32), 0) + at_x
+    inputs = tl.where(kind == STARTS, at_start, continued) + tl.where(real, newest, 0.0) * weight
+    convolved = tl.where(kind == STARTS, channel_start, channel_later)
+    convolved += tl.where(real, channel_newest, 0.0) * channel_weight
+    gate_a = tl.sum(inputs[:, None] * weight_a.to(tl.float32), 0) + gate_bias_a
+    gate_x = tl.sum(inputs[:, None] * weight_x.to(tl.float32), 0) + gate_bias_x
     a, complement = decay(log_a * sigmoid(gate_a, True)[0], True)
-    gated = sigmoid(gate_x, True)[0] * mine
+    gated = sigmoid(gate_x, True)[0] * convolved
     h = by_kind(kind, a * h + tl.sqrt_rn(complement) * gated, gated, h)
-    tl.store(after + row * D + own, h, n < C)
-    tl.store(output + row * D + own, gelu(tl.where(real, value, 0.0)) * h, n < C)
+    tl.store(next_hidden + row * D + channel, h, n < C)
+    tl.store(output + row * D + channel, gelu(tl.where(real, value, 0.0)) * h, n < C)
     moved = tl.where(kind == STARTS, 0.0, moved)
-    moved = tl.where(i == W - 2, own_newest[None, :], moved)
-    tl.store(next_inputs + slots, tl.where(real, moved, seen), kept)
+    moved = tl.where(i == W - 2, channel_newest[None, :], moved)
+    tl.store(next_inputs + slot_offsets, tl.where(real, moved, previous), slot_valid)
 
 
 def results(
@@ -195,14 +206,14 @@ def forward(
         options |= {"BLOCK_C": triton.next_power_of_2(channels), "num_warps": _WARPS}
         options |= {"BLOCK_W": triton.next_power_of_2(max(1, conv_kernel.shape[0] - 1))}
     else:
-        kernel, numbers = rows_kernel, (rows, width)
+        kernel, numbers = batch_kernel, (rows, width)
         short = {dtype_name(kernel) for kernel in (kernel_a, kernel_x)} == {"bfloat16"}
-        options |= tile_of(rows, channels) | {"SHORT": short}
+        options |= tile_options(rows, channels) | {"SHORT": short}
         count = triton.cdiv(rows, options["BLOCK_B"])
     programs = count * blocks * triton.cdiv(channels, options["BLOCK_N"])
     shapes = tuple(window.shape), tuple(hidden.shape)
     outputs = like(x), *(Array(shape, "float32") for shape in shapes)
-    # The window is not written over: other programs read it for their own channels.
+    # The window is not updated in place: other programs read it for their channels.
     return run(Launch(kernel, programs, tensors, outputs, numbers, options, updates=((3, 2),)))
 
 

@@ -36,10 +36,12 @@ from keras_recurrent.backends.triton import (
 )
 from keras_recurrent.backends.triton._attention import attention_kernels, banded_attention, ring
 from keras_recurrent.backends.triton._crossentropy import crossentropy_kernel
-from keras_recurrent.backends.triton._decoding import embedding, largest, soft_cap
-from keras_recurrent.backends.triton._decoding.norm_linear_tiles import tile_of
-from keras_recurrent.backends.triton._decoding.rg_lru_step_rows import rows_kernel
-from keras_recurrent.backends.triton._decoding.rg_lru_step_rows import tile_of as tile_of_rg_lru
+from keras_recurrent.backends.triton._decoding import argmax, embedding, soft_cap
+from keras_recurrent.backends.triton._decoding.norm_linear_tiles import tile_options
+from keras_recurrent.backends.triton._decoding.rg_lru_step_batch import batch_kernel
+from keras_recurrent.backends.triton._decoding.rg_lru_step_batch import (
+    tile_options as rg_lru_tile_options,
+)
 from keras_recurrent.backends.triton._linear_attention import (
     gated_chunks,
     gated_gradients,
@@ -58,7 +60,16 @@ FLOATS += ("scale", "d_scale", "lower_bound", "d_bound", "d_log_f")
 FLOATS += ("losses", "d_losses", "largest", "total", "sums", "peaks", "frequencies")
 FLOATS += ("totals", "decays", "log_decay", "log_f", "origin", "delta", "d_keys", "d_values")
 FLOATS += ("scales", "squares", "given_d_log_f")
-FLOATS += ("memory", "after", "last_inputs", "next_inputs", "hidden", "conv_kernel", "conv_bias")
+FLOATS += (
+    "memory",
+    "next_memory",
+    "next_hidden",
+    "last_inputs",
+    "next_inputs",
+    "hidden",
+    "conv_kernel",
+    "conv_bias",
+)
 INTEGERS = ("carry", "token_at", "document_at", "real_counts", "start_counts", "tokens")
 INTEGERS += ("first_key", "last_key", "first_query", "query_end", "position", "end")
 
@@ -219,7 +230,7 @@ def of_rows_through_maps(rows, channels, dtype="bfloat16", **constants):
     sizes |= {"SHORT": dtype == "bfloat16", "PDL": True}
     constants = dict.fromkeys(absent) | sizes | constants
     parts = constants["kernel_2"] is None and not constants["NORM"]
-    tile = tile_of(rows, channels, columns, dtype, constants["GATE"], parts)
+    tile = tile_options(rows, channels, columns, dtype, constants["GATE"], parts)
     constants["LENGTH"] = tile.pop("LENGTH")
     constants = {name: value for name, value in constants.items() if value != "given"}
     return norm_linear._kernel, constants, [tile]
@@ -240,13 +251,13 @@ OF_A_STEP = {
         {"BLOCK": soft_cap._BLOCK, "PDL": True},
         [{"num_warps": soft_cap._WARPS}],
     ),
-    "largest, parts": (
-        largest._parts_kernel,
-        {"PARTS": 125, "BLOCK": largest._BLOCK, "PDL": True},
-        [{"num_warps": largest._WARPS}],
+    "argmax, partial": (
+        argmax._partial_kernel,
+        {"PARTS": 125, "BLOCK": argmax._BLOCK, "PDL": True},
+        [{"num_warps": argmax._WARPS}],
     ),
-    "largest, whole": (
-        largest._whole_kernel,
+    "argmax, combine": (
+        argmax._combine_kernel,
         {"PARTS": 125, "BLOCK": 128, "RECENT": 16, "PDL": True},
         [{}],
     ),
@@ -263,24 +274,24 @@ OF_A_STEP = {
     ),
     **{
         f"rg_lru step of {rows} rows": (
-            rows_kernel,
+            batch_kernel,
             {"W": 4, "C": 256, "PDL": True, "SHORT": True},
-            [tile_of_rg_lru(rows, 256)],
+            [rg_lru_tile_options(rows, 256)],
         )
         for rows in (16, 64)
     },
-    "local_attention step, parts": (
-        local_attention_step._parts_kernel,
+    "local_attention step, partial": (
+        local_attention_step._partial_kernel,
         ATTENTION_STEP | {"SHARE": 10, "BLOCK_H": 16, "SHORT": True},
         [local_attention_step._TILE],
     ),
-    "local_attention step, parts, float32": (
-        local_attention_step._parts_kernel,
+    "local_attention step, partial, float32": (
+        local_attention_step._partial_kernel,
         ATTENTION_STEP | {"SHARE": 4, "BLOCK_H": 16, "SHORT": False},
-        [local_attention_step._TILE_OF_FLOAT32],
+        [local_attention_step._FLOAT32_TILE],
     ),
-    "local_attention step, whole": (
-        local_attention_step._whole_kernel,
+    "local_attention step, combine": (
+        local_attention_step._combine_kernel,
         {"V": 256, "BLOCK_V": 256, "PARTS": 32, "BLOCK_P": 32, "PDL": True},
         [{}],
     ),
@@ -291,24 +302,30 @@ OF_A_STEP = {
     "norm_linear of 12,288 columns": (
         norm_linear._kernel,
         of_rows_through_maps(1, 2048, kernel_2="given", y_2="given", N=6144, N_2=6144)[1],
-        [{n: v for n, v in tile_of(1, 2048, 12288, "bfloat16", 0, False).items() if n != "LENGTH"}],
+        [
+            {
+                n: v
+                for n, v in tile_options(1, 2048, 12288, "bfloat16", 0, False).items()
+                if n != "LENGTH"
+            }
+        ],
     ),
     "norm_linear of two, float32": of_rows_through_maps(
         1, 2560, "float32", kernel_2="given", bias="given", y_2="given"
     ),
     "norm_linear, silu": (
         norm_linear._gate_kernel,
-        {"N": 5632, "GATE": 1, "BLOCK": norm_linear._AT_ONCE, "PDL": True} | {"residual": None},
+        {"N": 5632, "GATE": 1, "BLOCK": norm_linear._BLOCK, "PDL": True} | {"residual": None},
         [{}],
     ),
     "norm_linear, gelu": (
         norm_linear._gate_kernel,
-        {"N": 7680, "GATE": 2, "BLOCK": norm_linear._AT_ONCE, "PDL": False},
+        {"N": 7680, "GATE": 2, "BLOCK": norm_linear._BLOCK, "PDL": False},
         [{}],
     ),
     "norm_linear, sum of parts": (
         norm_linear._sum_kernel,
-        {"N": 2048, "PARTS": 11, "BLOCK": norm_linear._AT_ONCE, "PDL": True} | {"bias": None},
+        {"N": 2048, "PARTS": 11, "BLOCK": norm_linear._BLOCK, "PDL": True} | {"bias": None},
         [{}],
     ),
     "norm_linear of 16 rows, silu": of_rows_through_maps(16, 2048, kernel_2="given", GATE=1),
@@ -514,7 +531,7 @@ def dtype(argument, name):
         return special.get(argument, "*fp32")
     if name == "embedding" and argument not in ("table", "y", "V", "multiplier"):
         return "*i8" if argument == "kind" else "*i32"
-    if name.startswith("largest") and argument != "x":
+    if name.startswith("argmax") and argument != "x":
         return "*i64" if argument == "best" else "*i32"
     if name in QUANTIZED_MAPS and argument.startswith("kernel") and "scale" not in argument:
         return "*i8"

@@ -1,1 +1,1 @@
-"""Kernels of decoding steps, and parts of the step operations."""
+"""Kernels of decoding steps: embedding, soft cap and argmax, and code of the step operations."""

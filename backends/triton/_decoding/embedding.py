@@ -1,9 +1,9 @@
-"""The embeddings of a few tokens, as they enter a step of generation, and where rows are then.
+"""Token embeddings of a decoding step, with the token's kind and position and the next state.
 
-torch and Keras look a token up by seven launches: they cast it, take negative ones from the end,
-gather rows, which takes long for 16 of them, and multiply by the scale. Three and four more find
-whether a document starts, and what the state says of the places of rows after the token. It is
-written over where it may be.
+torch and Keras look a token up by seven launches: they cast it, take negative ids from the end,
+gather rows, which is slow for 16 of them, and multiply by the scale. Three and four more launches
+find out whether a document starts, and the segment and position of the state after the token. One
+kernel does all of this. The state is overwritten where that is allowed.
 """
 
 import triton
@@ -14,7 +14,7 @@ from .._device.tokens import GOES_ON, STARTS
 from .._runtime.framework import forward_operation, pdl_options, run, step_unsupported_reason
 from .._runtime.launch import Array, Launch
 
-_BLOCK, _WARPS = 512, 4  # channels of a program
+_BLOCK, _WARPS = 512, 4  # channels and warps of a program
 
 
 def unsupported(table, tokens, segment=None, position=None) -> str | None:
@@ -30,7 +30,7 @@ def _kernel(
     position,
     y,
     kind,
-    here,
+    current_position,
     next_segment,
     next_position,
     V,
@@ -50,30 +50,30 @@ def _kernel(
     token = tl.where(token < 0, token + V, token)
     value = tl.load(table + token * D + d, d < D, other=0.0).to(y.dtype.element_ty)
     if SCALED:
-        # Rounded to the dtype of the embeddings before, as torch does on GPUs.
+        # The factor is first rounded to the dtype of the embeddings, as torch does on GPUs.
         factor = (tl.zeros((BLOCK,), tl.float32) + multiplier).to(y.dtype.element_ty)
         value = value.to(tl.float32) * factor.to(tl.float32)
     tl.store(y + row * D + d, value, d < D)
-    one = tl.program_id(0) % TILES == 0
+    first_tile = tl.program_id(0) % TILES == 0
     if segment is not None:
         document = tl.load(segment + row)
-        tl.store(kind + row, tl.where(document < 0, STARTS, GOES_ON).to(tl.int8), one)
-        tl.store(next_segment + row, tl.maximum(document, 0), one)
+        tl.store(kind + row, tl.where(document < 0, STARTS, GOES_ON).to(tl.int8), first_tile)
+        tl.store(next_segment + row, tl.maximum(document, 0), first_tile)
     if position is not None:
-        place = tl.load(position + row)
-        tl.store(here + row, place, one)
-        tl.store(next_position + row, place + 1, one)
+        row_position = tl.load(position + row)
+        tl.store(current_position + row, row_position, first_tile)
+        tl.store(next_position + row, row_position + 1, first_tile)
 
 
 def results(table, tokens, segment, position, *, scale: float, dtype: str):
     rows = tokens.shape[0]
 
-    def of_rows(given, name):
+    def per_row(given, name):
         return None if given is None else Array((rows,), name)
 
     y = Array((rows, table.shape[1]), dtype)
-    here = of_rows(segment, "int8"), of_rows(position, "int32")
-    return y, *here, of_rows(segment, "int32"), of_rows(position, "int32")
+    current = per_row(segment, "int8"), per_row(position, "int32")
+    return y, *current, per_row(segment, "int32"), per_row(position, "int32")
 
 
 def forward(table, tokens, segment, position, *, scale: float, dtype: str):
@@ -83,7 +83,7 @@ def forward(table, tokens, segment, position, *, scale: float, dtype: str):
     inputs = table, tokens, segment, position
     outputs = results(*inputs, scale=scale, dtype=dtype)
     programs = tokens.shape[0] * triton.cdiv(width, block)
-    # The first launch of a step: its dependents may start early, but it has no launch to overlap.
+    # The first launch of a step: its dependents may start early, it does not start early itself.
     options |= {"PDL": pdl_options(table)["PDL"]}
     numbers = vocabulary, scale
     updates = tuple((i, i + 1) for i in (2, 3) if inputs[i] is not None)
@@ -96,12 +96,15 @@ _embedding = forward_operation(
 
 
 def embedding(table, tokens, scale, dtype, segment=None, position=None):
-    """Rows of a table [V, D] for integers [B], times a number: [B, D] of the dtype of a name.
+    """Embeddings of a decoding step's tokens.
 
-    Also what each token is, int8 [B], and where, int32 [B], and the segment and the position of the
-    next one, for the segment of the token before and the position of this one, int32 [B]; None
-    where these are. The next ones may be written over them: see `backends/torch/_states.py`.
+    table: [V, D]; tokens: integers [B]; scale: a factor; dtype: the name of the result's dtype.
+    segment: that of the previous token, int32 [B]; position: that of this token, int32 [B].
+
+    Returns (embeddings [B, D], token kinds int8 [B], positions int32 [B], the next token's segment
+    and position, int32 [B]); None for those whose argument is None. The next segment and position
+    may overwrite the given ones: see `backends/torch/_states.py`.
     """
     found = _embedding(table, tokens, segment, position, scale=float(scale), dtype=dtype)
     given = table, segment, position, segment, position
-    return tuple(None if of is None else t for t, of in zip(found, given, strict=True))
+    return tuple(None if argument is None else t for t, argument in zip(found, given, strict=True))

@@ -1,7 +1,7 @@
-"""c tanh(x / c), the soft cap of a step's logits, by one launch.
+"""c tanh(x / c), the soft cap of a decoding step's logits, in one launch.
 
-torch takes three, each of which reads and writes all logits. This one rounds where they do, so that
-the same token is the largest.
+torch needs three launches, each of which reads and writes all logits. This kernel rounds where
+torch does, so that the argmax is the same token.
 """
 
 import triton
@@ -14,7 +14,7 @@ from .._device.pdl import launch_dependents, wait_for_previous_launch
 from .._runtime.framework import forward_operation, pdl_options, run, step_unsupported_reason
 from .._runtime.launch import Launch, like
 
-_BLOCK, _WARPS = 2048, 4  # numbers of a program
+_BLOCK, _WARPS = 2048, 4  # numbers and warps of a program
 
 
 def unsupported(x) -> str | None:
@@ -29,7 +29,7 @@ def _kernel(x, y, n, cap, BLOCK: tl.constexpr, PDL: tl.constexpr):
         wait_for_previous_launch()
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + place, place < n, other=0.0).to(tl.float32)
-    # By a number torch divides on a GPU as if it multiplied by one over it.
+    # On a GPU, torch divides by a scalar by multiplying by its reciprocal.
     value = (value * tl.div_rn(1.0, cap)).to(y.dtype.element_ty).to(tl.float32)
     if IN_INTERPRETER:
         value = tanh(value, True)

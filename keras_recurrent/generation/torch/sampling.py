@@ -87,21 +87,21 @@ class Choice:
         greedy = self.waits_for_nothing and self._candidates is None
         kernels = _kernels(logits) if greedy else None
         if kernels:
-            kernels.write_largest(logits, token, recent)
+            kernels.write_argmax(logits, token, recent)
         return kernels is not None
 
 
 def _largest(logits):
     """The first of the largest logits of each row, the same token by kernels as by torch."""
     kernels = _kernels(logits)
-    return kernels.largest(logits) if kernels else logits.argmax(dim=-1)
+    return kernels.argmax(logits) if kernels else logits.argmax(dim=-1)
 
 
 def _kernels(logits):
     """What finds the largest logits by kernels; None where it does not."""
     if not one_token.has_kernels(logits):
         return None
-    from keras_recurrent.backends.triton._decoding import largest as kernels
+    from keras_recurrent.backends.triton._decoding import argmax as kernels
 
     return kernels if kernels.unsupported(logits) is None else None
 

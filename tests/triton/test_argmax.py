@@ -1,4 +1,4 @@
-"""The largest logit: the same place as `torch.argmax` finds."""
+"""The argmax kernels return the same index as `torch.argmax`."""
 
 import keras
 import pytest
@@ -9,7 +9,7 @@ if keras.config.backend() != "torch":
 import torch
 
 from keras_recurrent import implementation
-from keras_recurrent.backends.triton._decoding import largest as _largest
+from keras_recurrent.backends.triton._decoding import argmax as _argmax
 from keras_recurrent.backends.triton._device.common import INTERPRETED
 from keras_recurrent.generation.torch import sampling
 
@@ -22,8 +22,8 @@ NAN, INF = float("nan"), float("inf")
 
 def found(rows, dtype=torch.float32):
     x = torch.as_tensor(rows, dtype=dtype, device=DEVICE)
-    assert _largest.unsupported(x) is None
-    index = _largest.largest(x)
+    assert _argmax.unsupported(x) is None
+    index = _argmax.argmax(x)
     assert index.dtype == torch.int32
     expected = x.argmax(dim=-1)
     assert index.tolist() == expected.tolist()
@@ -51,14 +51,14 @@ def test_numbers_that_are_none():
 
 
 def test_rows_that_it_refuses():
-    assert "got 0" in _largest.unsupported(torch.zeros(1, 0, device=DEVICE))
-    assert "got 3000000" in _largest.unsupported(torch.zeros(1, 3_000_000, device=DEVICE))
+    assert "got 0" in _argmax.unsupported(torch.zeros(1, 0, device=DEVICE))
+    assert "got 3000000" in _argmax.unsupported(torch.zeros(1, 3_000_000, device=DEVICE))
 
 
 def test_greedy_choices_are_made_by_it(monkeypatch):
     calls = []
-    largest = _largest.largest
-    monkeypatch.setattr(_largest, "largest", lambda x: calls.append(x) or largest(x))
+    argmax = _argmax.argmax
+    monkeypatch.setattr(_argmax, "argmax", lambda x: calls.append(x) or argmax(x))
     logits = torch.randn(2, 50, device=DEVICE)
     choice = sampling.Choice(keras_hub_sampler())
     with implementation("triton"):

@@ -1,0 +1,111 @@
+"""The argmax of each row: the first index of the largest number, as `torch.argmax`.
+
+Several programs share a row. A second kernel combines their results, and may append the index to
+recent ones. A number and its index are packed into one 64-bit integer, so the maximum does not
+depend on the order of comparisons.
+"""
+
+import triton
+import triton.language as tl
+
+from .._device.pdl import launch_dependents, wait_for_previous_launch
+from .._runtime.framework import forward_operation, pdl_options, run, step_unsupported_reason
+from .._runtime.launch import Array, Launch
+
+_BLOCK, _WARPS = 2048, 4  # numbers and warps of a program
+_MAX_PARTS = 1024  # partial results that one program combines
+_MAX_INT = tl.constexpr(2**31 - 1)
+_INDEX_RANGE = tl.constexpr(2**31)
+_LOWEST = tl.constexpr(-(2**63))
+
+
+def unsupported(x) -> str | None:
+    """Reason why this implementation cannot take these arguments, or None."""
+    if not 0 < x.shape[-1] <= _BLOCK * _MAX_PARTS:
+        return f"takes rows of 1 to {_BLOCK * _MAX_PARTS} numbers, got {x.shape[-1]}"
+    return step_unsupported_reason(x)
+
+
+@triton.jit
+def _partial_kernel(x, best, V, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        launch_dependents()
+        wait_for_previous_launch()
+    row, part = (tl.program_id(0) // PARTS).to(tl.int64), tl.program_id(0) % PARTS
+    index = part * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + row * V + index, index < V, other=0.0).to(tl.float32)
+    # Integers that are ordered like the numbers, NaN above all, -0 equal to 0.
+    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
+    order = tl.where(value == value, tl.where(bits < 0, bits ^ _MAX_INT, bits), _MAX_INT)
+    # Of equal numbers the first index is the largest integer: `^ _MAX_INT` counts from the end.
+    key = order.to(tl.int64) * _INDEX_RANGE + (index ^ _MAX_INT).to(tl.int64)
+    tl.store(best + tl.program_id(0), tl.max(tl.where(index < V, key, _LOWEST), 0))
+
+
+@triton.jit
+def _combine_kernel(
+    best,
+    index,
+    recent,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RECENT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        launch_dependents()
+        wait_for_previous_launch()
+    row, part = tl.program_id(0), tl.arange(0, BLOCK)
+    key = tl.max(tl.load(best + row * PARTS + part, part < PARTS, other=_LOWEST), 0)
+    found = (key & _MAX_INT).to(tl.int32) ^ _MAX_INT
+    tl.store(index + row, found)
+    if recent is not None:
+        slot = tl.arange(0, RECENT)
+        later = tl.load(recent + row * RECENT + slot + 1, slot < RECENT - 1, other=0)
+        tl.debug_barrier()  # all are read before the first is overwritten
+        tl.store(recent + row * RECENT + slot, tl.where(slot < RECENT - 1, later, found))
+
+
+def results(x):
+    return (Array((x.shape[0],), "int32"),)
+
+
+def forward(x):
+    best, options = _partial_argmax(x)
+    outputs = *results(x), None
+    return run(Launch(_combine_kernel, x.shape[0], (best,), outputs, (), options))[:1]
+
+
+def _partial_argmax(x):
+    """The packed maximum of each part of a row, and options of the kernel that combines them."""
+    rows, width = x.shape
+    parts = triton.cdiv(width, _BLOCK)
+    options = {"PARTS": parts, "BLOCK": _BLOCK, "num_warps": _WARPS, **pdl_options(x)}
+    best = Array((rows, parts), "int64")
+    (best,) = run(Launch(_partial_kernel, rows * parts, (x,), (best,), (width,), options))
+    options = {
+        "PARTS": parts,
+        "BLOCK": triton.next_power_of_2(parts),
+        "RECENT": 1,
+        **pdl_options(x),
+    }
+    return best, options
+
+
+# `triton_largest` is the name of the registered operator.
+_argmax = forward_operation("largest", forward, results, count=1)
+
+
+def argmax(x):
+    """x: [B, V]. Returns int32 [B]: in each row the index of the first NaN or largest number."""
+    return _argmax(x)
+
+
+def write_argmax(x, index, recent):
+    """On torch: writes the argmax into index [B, 1], and appends it to the rows of recent [B, R].
+
+    R is a power of 2. Each row of `recent` shifts by one and drops its first index.
+    """
+    best, options = _partial_argmax(x.contiguous())
+    options["RECENT"] = recent.shape[1]
+    run(Launch(_combine_kernel, x.shape[0], (best, index, recent), (), (), options))
