@@ -1,7 +1,19 @@
-"""y = RMSNorm(x) W + b for one row, where W is quantized: see `norm_linear`.
+"""y = RMSNorm(x) W + b for one row, with W quantized to 8 or 4 bits: see `norm_linear`.
 
-A program makes integers of the normalized row, and some columns of y from all channels; with a gate
-those columns of both maps. It reads its part of each weight once.
+A program quantizes the normalized row and computes some columns of y from all channels; with a
+gate, these columns of both projections. It reads its tile of each weight once. This file has the
+arguments, the launch, and the kernel's beginning and end: it chooses the projection, then applies
+scales, bias, gate and residual. The product itself is spread over the files of `_quantized`:
+
+- `quantized_tiles.py` chooses, on the host, how many columns and warps a program has, and in how
+  many steps it goes through the channels;
+- `quantized_weights.py` loads words of weights, their scales and zero points, before the previous
+  launch has ended;
+- `quantized_row.py` loads the row, normalizes it, and makes each number one to three bytes (limbs);
+- `quantized_products.py` multiplies these bytes by the weights on tensor cores; its `project_row`
+  calls the functions of the other files in order;
+- `quantized_columns.py` defines which columns a thread has sums of, and adds the sums of threads;
+- `quantized_interpreted.py` has a `project_row` for Triton's interpreter, which runs no PTX.
 """
 
 import triton
@@ -12,9 +24,9 @@ from ._decoding.norm_linear_products import apply_gate
 from ._device.common import IN_INTERPRETER
 from ._device.pdl import launch_dependents
 from ._quantized import quantized_interpreted
-from ._quantized.quantized_columns import columns_of
-from ._quantized.quantized_products import of_one_row
-from ._quantized.quantized_tiles import tile
+from ._quantized.quantized_columns import column_indices
+from ._quantized.quantized_products import project_row
+from ._quantized.quantized_tiles import tile_options
 from ._runtime.framework import (
     aligned,
     forward_operation,
@@ -26,7 +38,7 @@ from ._runtime.launch import Array, Launch, dtype_name
 
 _GATES = (None, "silu", "gelu")
 _MAX_WIDTH = 32768  # the registers of one program hold a row
-_in_interpreter = quantized_interpreted.of_one_row
+_interpreted_project_row = quantized_interpreted.project_row
 
 
 def unsupported(
@@ -92,7 +104,10 @@ def norm_quantized_linear(
     block_size=None,
     row_dtype=None,
 ):
-    """Of the arguments `unsupported` takes. Returns a tuple of [1, N] in x's dtype."""
+    """x: [1, K]; kernels: [K, N] of int8, or int4 packed along N. Returns [1, N] each, in a tuple.
+
+    `keras_recurrent.ops.norm_quantized_linear` describes all arguments. Results have x's dtype.
+    """
     found = _norm_quantized_linear(
         *(x, scale, kernel, kernel_2, kernel_3),
         *(kernel_scale, kernel_scale_2, kernel_scale_3),
@@ -109,8 +124,8 @@ def norm_quantized_linear(
 
 
 @triton.jit
-def _scales_of(kernel_scale, n, columns, BLOCK_SIZE: tl.constexpr):
-    """By what sums of columns are divided; those of blocks were multiplied before."""
+def _load_divisors(kernel_scale, n, columns, BLOCK_SIZE: tl.constexpr):
+    """Divisors of the sums of columns n: Keras's scales; 1 where blocks have scales instead."""
     if BLOCK_SIZE:
         scales = 1.0
     else:
@@ -119,7 +134,7 @@ def _scales_of(kernel_scale, n, columns, BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
-def _plus(total, bias, n, valid):
+def _add_bias(total, bias, n, valid):
     return total if bias is None else total + tl.load(bias + n, valid, other=0.0).to(tl.float32)
 
 
@@ -170,7 +185,7 @@ def _kernel(
     tile = tl.program_id(0)
     if PDL:
         launch_dependents()
-    # Which of the maps: one code for all, of which the compiler knows the columns if all are alike.
+    # One code path serves all projections; the compiler knows the columns if they are equal.
     first, columns = 0, N
     second, third = tile >= TILES, tile >= TILES_2
     if kernel_2 is not None and GATE == 0:  # noqa: SIM102
@@ -193,36 +208,42 @@ def _kernel(
     if IN_INTERPRETER:
         n = (tile * COLUMNS + tl.arange(0, COLUMNS),)
     else:
-        n = columns_of(tile, BITS, ACROSS, WORDS)
+        n = column_indices(tile, BITS, ACROSS, WORDS)
     # The previous launch does not write these, so their loads start before it has ended.
     divisors, offsets = (), ()
     for u in tl.static_range(len(n)):
         for i in tl.static_range(len(kernels)):
-            divisors = divisors + (_scales_of(scales[i], n[u], columns, BLOCK_SIZE),)
+            divisors = divisors + (_load_divisors(scales[i], n[u], columns, BLOCK_SIZE),)
         valid = n[u] < columns
         if GATE:
-            offsets = offsets + (_plus(0.0, bias, n[u], valid), _plus(0.0, bias_2, n[u], valid))
+            offsets = offsets + (
+                _add_bias(0.0, bias, n[u], valid),
+                _add_bias(0.0, bias_2, n[u], valid),
+            )
         else:
-            offset = _plus(0.0, bias, n[u], valid & (second == 0))
-            offset = _plus(offset, bias_2, n[u], valid & second & (third == 0))
-            offsets = offsets + (_plus(offset, bias_3, n[u], valid & third),)
+            offset = _add_bias(0.0, bias, n[u], valid & (second == 0))
+            offset = _add_bias(offset, bias_2, n[u], valid & second & (third == 0))
+            offsets = offsets + (_add_bias(offset, bias_3, n[u], valid & third),)
     if IN_INTERPRETER:
-        totals, unit, before = _in_interpreter(
+        totals, unit, before = _interpreted_project_row(
             *(x, scale, kernels, scales, zeros, residual, n[0], columns, epsilon),
             *(K, NORM, LIMBS, QUANTIZED, BITS, BLOCK_SIZE, ROW),
         )
     else:
-        totals, unit, before = of_one_row(
+        totals, unit, before = project_row(
             *(x, scale, kernels, scales, zeros, residual, tile, n, columns, epsilon),
             *(K, NORM, LIMBS, QUANTIZED, BITS, BLOCK_SIZE),
             *(WARPS, ACROSS, WORDS, STEPS, DEPTH, VECTORS, WHOLE, PDL),
         )
-    MAPS: tl.constexpr = len(kernels)
+    PROJECTIONS: tl.constexpr = len(kernels)
     for u in tl.static_range(len(n)):
-        total = totals[u] * (unit / divisors[MAPS * u]) + offsets[MAPS * u]
+        total = totals[u] * (unit / divisors[PROJECTIONS * u]) + offsets[PROJECTIONS * u]
         if GATE:
-            beside = totals[len(n) + u] * (unit / divisors[MAPS * u + 1]) + offsets[MAPS * u + 1]
-            total = apply_gate(total, beside, GATE)
+            up = (
+                totals[len(n) + u] * (unit / divisors[PROJECTIONS * u + 1])
+                + offsets[PROJECTIONS * u + 1]
+            )
+            total = apply_gate(total, up, GATE)
         if residual is not None:
             total += before[u].to(tl.float32)
         tl.store(y + n[u], total, n[u] < columns)
@@ -241,12 +262,14 @@ def results(
     gate: int,
     **__,
 ):
-    first, second, third = _rows(x, (kernel_scale, kernel_scale_2, kernel_scale_3), dtype_name(x))
+    first, second, third = _output_arrays(
+        x, (kernel_scale, kernel_scale_2, kernel_scale_3), dtype_name(x)
+    )
     return first, None if gate else second, third
 
 
-def _rows(x, scales, dtype):
-    """What is written for each map, by its scales; None for one that is absent."""
+def _output_arrays(x, scales, dtype):
+    """The output `Array` of each projection, None for an absent one."""
     return tuple(None if s is None else Array((x.shape[0], s.shape[-1]), dtype) for s in scales)
 
 
@@ -275,19 +298,19 @@ def forward(
 ):
     scales = kernel_scale, kernel_scale_2, kernel_scale_3
     weights = kernel, kernel_2, kernel_3, *scales, kernel_zero, kernel_zero_2, kernel_zero_3
-    outputs = _rows(x, scales, dtype_name(x))
+    outputs = _output_arrays(x, scales, dtype_name(x))
     if gate:
         outputs = outputs[0], None, None
     channels, short = x.shape[1], dtype_name(x) == "bfloat16"
     widths = tuple(0 if s is None else s.shape[-1] for s in scales)
     limbs = 1 if quantized else 2 if short else 3
-    options = tile(channels, widths, bits, gate, limbs, block_size)
+    options = tile_options(channels, widths, bits, gate, limbs, block_size)
     options |= {"NORM": epsilon >= 0, "GATE": gate, "LIMBS": limbs, "QUANTIZED": quantized}
     options |= {
         "BLOCK_SIZE": block_size,
-        "VECTORS": has_vectors(widths, bits, block_size, kernel_scale, options["WORDS"])
+        "VECTORS": vectors_usable(widths, bits, block_size, kernel_scale, options["WORDS"])
         and aligned(*weights),
-        "WHOLE": channels % 4 == 0 and aligned(x, scale) and _has_words(scale),
+        "WHOLE": channels % 4 == 0 and aligned(x, scale) and _word_loads_usable(scale),
         **pdl_options(x),
     }
     columns = options["ACROSS"] * options["WORDS"] * 32 // bits
@@ -296,12 +319,16 @@ def forward(
     return run(Launch(_kernel, programs, inputs, outputs, (epsilon,), options))
 
 
-def _has_words(scale):
+def _word_loads_usable(scale):
+    """Returns True if the norm's scale is absent or of a dtype that is loaded as words."""
     return scale is None or dtype_name(scale) in ("float32", "bfloat16")
 
 
-def has_vectors(widths, bits, block_size, kernel_scale, words):
-    """Whether a thread's words are of one channel, and its scales of blocks in bfloat16."""
+def vectors_usable(widths, bits, block_size, kernel_scale, words):
+    """Returns True if a thread may load its words, scales and zero points as vectors.
+
+    The words of a thread must belong to one channel, and scales of blocks must be bfloat16.
+    """
     whole = all(n * bits % (32 * words) == 0 for n in widths)
     return whole and (not block_size or dtype_name(kernel_scale) == "bfloat16")
 

@@ -351,7 +351,7 @@ def of_quantized_maps(channels, widths, bits, block_size=0, limbs=None, **consta
         absent += [f"{name}{end}" for name in ("kernel", "kernel_scale", "y") if not width]
         absent += [f"kernel_zero{end}"] * (not width or not block_size)
     gate = constants.get("GATE", 0)
-    options = norm_quantized_linear.tile(channels, widths, bits, gate, limbs, block_size)
+    options = norm_quantized_linear.tile_options(channels, widths, bits, gate, limbs, block_size)
     options |= {"LIMBS": limbs, "QUANTIZED": limbs == 1, "BLOCK_SIZE": block_size}
     options |= {"NORM": True, "GATE": 0, "VECTORS": True, "WHOLE": True, "PDL": True}
     options |= dict.fromkeys(absent) | constants

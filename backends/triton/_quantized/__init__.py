@@ -1,1 +1,1 @@
-"""Products with quantized weights, for `norm_quantized_linear`."""
+"""Products with quantized weights, for `norm_quantized_linear.py`, which lists these files."""

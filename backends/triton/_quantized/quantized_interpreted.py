@@ -1,13 +1,13 @@
-"""As `quantized_products.py`, for Triton's interpreter, which runs no instructions of a GPU."""
+"""The products of `quantized_products.py` for Triton's interpreter, which runs no PTX."""
 
 import triton
 import triton.language as tl
 
-from .quantized_row import integers, measured, of_all
+from .quantized_row import block_sum_and_max, quantize, row_scales
 
 
 @triton.jit
-def of_one_row(
+def project_row(
     x,
     scale,
     kernels,
@@ -25,17 +25,17 @@ def of_one_row(
     BLOCK_SIZE: tl.constexpr,
     ROW: tl.constexpr,
 ):
-    """The sums of the columns n, map after map, float32, what one is worth, and the residual."""
+    """Returns the sums of the columns n of each weight in float32, their unit, and the residual."""
     SHORT: tl.constexpr = x.dtype.element_ty == tl.bfloat16
     k = tl.arange(0, ROW)
     value = tl.load(x + k, k < K, other=0.0).to(tl.float32)
     squares = value * value
     if scale is not None:
         value *= tl.load(scale + k, k < K, other=0.0).to(tl.float32)
-    squares, largest = of_all(squares, tl.abs(value))
-    norm, factor, unit = measured(*(squares, largest, epsilon, K, NORM, LIMBS, QUANTIZED, SHORT))
+    squares, largest = block_sum_and_max(squares, tl.abs(value))
+    norm, factor, unit = row_scales(*(squares, largest, epsilon, K, NORM, LIMBS, QUANTIZED, SHORT))
     row = tl.zeros((ROW,), tl.int64)
-    for limb in integers(value, norm, factor, LIMBS, QUANTIZED, SHORT):
+    for limb in quantize(value, norm, factor, LIMBS, QUANTIZED, SHORT):
         row = row * 256 + ((limb << 24) >> 24)
     valid = (k < K)[:, None] & (n < columns)[None, :]
     results = ()

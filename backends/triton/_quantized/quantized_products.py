@@ -1,38 +1,39 @@
-"""RMSNorm(x) W of one row, with W of integers of 8 or 4 bits: see `norm_quantized_linear`.
+"""RMSNorm(x) W of one row, with W in integers of 8 or 4 bits: see `norm_quantized_linear`.
 
-Tensor cores multiply bytes, here m16n8k32: 16 x 32 numbers by 32 x 8. They want four channels of a
-column in a word, where memory has four columns of a channel. So words are taken as they are: of the
-32 numbers that are summed up, each channel has four, and the row's number of that channel stands in
-one of them, in another one for each of four columns of the right operand. The other four of its
-columns hold another byte of the row's numbers, or those of other channels.
+Tensor cores multiply bytes, here with m16n8k32: 16 x 32 numbers by 32 x 8. They expect four
+channels of a column in a word, but in memory a word has four columns of a channel. Words are used
+without transposing them: each channel takes four of the 32 numbers that are summed. In the right
+operand, the row's number of that channel is at one of these four, at a different one in each of
+four columns, and the others are zero. The other four columns of the right operand hold another byte
+of the row's numbers, or the numbers of other channels.
 
-Of 4 bits, a word has eight columns: even ones in the lower halves of its bytes, odd ones in the
-upper. An instruction takes the even ones, 8 more than they are, as its first rows, and 16 times the
-odd ones as the others. What is too much of either, zero points with it, is a multiple of the sum of
-the row's numbers.
+A word of 4-bit weights has eight columns: even ones in the low nibbles of its bytes, odd ones in
+the high nibbles. An instruction takes the even columns, plus 8, as its first rows, and 16 times the
+odd columns as the others. The excess of either, which includes zero points, is a multiple of the
+sum of the row's numbers, and is subtracted.
 
-A tensor has one number for each thread, so that an operation on it is one of each thread, and `mma`
-and `shfl` may be among these. In a warp, `lane % 4` and, where ACROSS is 4, `lane // 16` say which
-channels; the others read neighboring words of one.
+A tensor has one number per thread, so that each operation on it is one instruction of each thread,
+and `mma` and `shfl` can be used as such. In a warp, `lane % 4` and, where ACROSS is 4, `lane // 16`
+determine the channels; the other bits of the lane determine neighboring words of a channel.
 """
 
 import triton
 import triton.language as tl
 
 from .._device.pdl import wait_for_previous_launch
-from .quantized_columns import of_all_threads
-from .quantized_row import bytes_of_row, four_numbers, of_four_threads, permuted
-from .quantized_weights import first_addresses, of_four_channels, scale_and_zero
+from .quantized_columns import block_sum
+from .quantized_row import gather_four_lanes, load_four, permute_bytes, quantize_row
+from .quantized_weights import load_four_channels, scale_and_zero, weight_addresses
 
-CHANNELS_OF_A_WARP = 64  # in a step, 16 of each thread; where ACROSS is 4, twice as many
-_CHANNELS_OF_A_WARP = tl.constexpr(CHANNELS_OF_A_WARP)
-_UPPER_HALVES = tl.constexpr(0xF0F0F0F0 - 2**32)  # a mask of words, as int32
+WARP_CHANNELS = 64  # a warp's channels in a step, 16 per thread; twice as many if ACROSS is 4
+_WARP_CHANNELS = tl.constexpr(WARP_CHANNELS)
+_HIGH_NIBBLES = tl.constexpr(0xF0F0F0F0 - 2**32)  # a mask of words, as int32
 _ONES = tl.constexpr(0x01010101)
 
 
 @triton.jit
-def _products(a, b, c, d, row, row_2, before):
-    """before [4], and the products of 16 rows of bytes, as one instruction's operands lie."""
+def _mma(a, b, c, d, row, row_2, before):
+    """Adds to `before` [4] the products of 16 rows of bytes: one `mma` with its operands."""
     return tl.inline_asm_elementwise(
         "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
         "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
@@ -45,8 +46,8 @@ def _products(a, b, c, d, row, row_2, before):
 
 
 @triton.jit
-def _nothing(like, COUNT: tl.constexpr):
-    """Zeros of COUNT instructions."""
+def _zeros(like, COUNT: tl.constexpr):
+    """Zeros as accumulators of COUNT `mma` instructions."""
     zero = like * 0
     found = ()
     for _ in tl.static_range(COUNT):
@@ -55,8 +56,8 @@ def _nothing(like, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _lower_halves_and_8(word):
-    """The lower half of each byte, which has a sign, and 8: in one operation, (word & 15) ^ 8."""
+def _low_nibbles_plus_8(word):
+    """The signed low nibble of each byte, plus 8: (word & 15) ^ 8 in one instruction."""
     return tl.inline_asm_elementwise(
         "lop3.b32 $0, $1, 0x0f0f0f0f, 0x08080808, 0x6a;",
         "=r,r",
@@ -68,17 +69,17 @@ def _lower_halves_and_8(word):
 
 
 @triton.jit
-def _two_rows_of_bytes(weights, i: tl.constexpr, g: tl.constexpr, BITS: tl.constexpr):
-    """Of the words from the i-th on, two; of 4 bits even columns of one, and odd ones, as above."""
+def _mma_rows(weights, i: tl.constexpr, g: tl.constexpr, BITS: tl.constexpr):
+    """Two `mma` rows from the i-th word on: two words of 8 bits; of 4 bits, one word's nibbles."""
     if BITS == 8:
         a, b = weights[i + 2 * g], weights[i + 2 * g + 1]
     else:
-        a, b = _lower_halves_and_8(weights[i + g]), weights[i + g] & _UPPER_HALVES
+        a, b = _low_nibbles_plus_8(weights[i + g]), weights[i + g] & _HIGH_NIBBLES
     return a, b
 
 
 @triton.jit
-def _of_four_channels(
+def _multiply_four_channels(
     weights,
     words,
     h: tl.constexpr,
@@ -88,61 +89,61 @@ def _of_four_channels(
     WORDS: tl.constexpr,
     BITS: tl.constexpr,
 ):
-    """The sums of each round with the products of the h-th four of a thread's channels."""
+    """Adds the products of the h-th four channels of a thread to the sums of each round."""
     for i in tl.static_range(0, 4, 2):
         found = ()
         for m in tl.static_range(len(words)):
             word = words[m][h]
             zero = word * 0
-            first = permuted(word, zero, selections[i])
-            second = permuted(word, zero, selections[i + 1])
+            first = permute_bytes(word, zero, selections[i])
+            second = permute_bytes(word, zero, selections[i + 1])
             for g in tl.static_range(GROUPS):
-                a, b = _two_rows_of_bytes(weights, i * WORDS, g, BITS)
-                c, d = _two_rows_of_bytes(weights, (i + 1) * WORDS, g, BITS)
-                found = found + (_products(a, b, c, d, first, second, sums[m * GROUPS + g]),)
+                a, b = _mma_rows(weights, i * WORDS, g, BITS)
+                c, d = _mma_rows(weights, (i + 1) * WORDS, g, BITS)
+                found = found + (_mma(a, b, c, d, first, second, sums[m * GROUPS + g]),)
         sums = found
     return sums
 
 
 @triton.jit
-def _of_the_row(words, h: tl.constexpr, FOURS: tl.constexpr, before):
-    """The sums of each round of the row alone, with those of FOURS fours of channels."""
+def _sum_row(words, h: tl.constexpr, FOURS: tl.constexpr, before):
+    """Adds FOURS times four channels of the row, without weights, to the row's sums per round."""
     for i in tl.static_range(0, FOURS, 2):
         found = ()
         for m in tl.static_range(len(words)):
             ones = words[m][h] * 0 + _ONES
             second = words[m][h + i + 1] if FOURS > 1 else ones * 0
-            found = found + (_products(ones, ones, ones, ones, words[m][h + i], second, before[m]),)
+            found = found + (_mma(ones, ones, ones, ones, words[m][h + i], second, before[m]),)
         before = found
     return before
 
 
 @triton.jit
-def _too_much(zero, of_row, i: tl.constexpr):
-    """What the sum of the i-th of a thread's columns of 4 bits has too much, in units of it."""
-    return zero * of_row if i % 2 else (zero + 8) * of_row
+def _excess(zero, row_rounds, i: tl.constexpr):
+    """The excess in the sum of a thread's i-th 4-bit column, from offset and zero point."""
+    return zero * row_rounds if i % 2 else (zero + 8) * row_rounds
 
 
 @triton.jit
-def _together(of_rounds, BETWEEN: tl.constexpr):
-    """What rounds are worth together, each BETWEEN times the next."""
-    total = of_rounds[0]
-    for m in tl.static_range(1, len(of_rounds)):
-        total = total * BETWEEN + of_rounds[m]
+def _combine_rounds(rounds, BETWEEN: tl.constexpr):
+    """Combines the totals of rounds; one unit of a round is BETWEEN units of the next."""
+    total = rounds[0]
+    for m in tl.static_range(1, len(rounds)):
+        total = total * BETWEEN + rounds[m]
     return total
 
 
 @triton.jit
-def _in_order(four, BITS: tl.constexpr):
-    """Four sums in the order of columns; the other way round as well.
+def _order_columns(four, BITS: tl.constexpr):
+    """Reorders four sums from instruction order to column order; it is its own inverse.
 
-    Instructions have those of two even columns of 4 bits before those of two odd ones.
+    With 4 bits, an instruction has the sums of two even columns before two odd ones.
     """
     return four if BITS == 8 else (four[0], four[2], four[1], four[3])
 
 
 @triton.jit
-def _of_threads_columns(
+def _column_sums(
     sums,
     row_sums,
     SETS: tl.constexpr,
@@ -150,23 +151,23 @@ def _of_threads_columns(
     GROUPS: tl.constexpr,
     BITS: tl.constexpr,
 ):
-    """A thread's sums in the order of columns: int32 of one limb, else float32."""
+    """A thread's sums in the order of columns: int32 for one limb, else float32."""
     BETWEEN: tl.constexpr = 256.0 if SETS == 2 else 65536.0
     found = ()
     for g in tl.static_range(GROUPS):
         for i in tl.static_range(4):
-            of_rounds = ()
+            rounds = ()
             for m in tl.static_range(len(row_sums)):
-                total = _in_order(sums[m * GROUPS + g], BITS)[i]
+                total = _order_columns(sums[m * GROUPS + g], BITS)[i]
                 if BITS == 4:
-                    total -= _too_much(0, row_sums[m][0], i)
-                of_rounds = of_rounds + (total if LIMBS == 1 else total.to(tl.float32),)
-            found = found + (_together(of_rounds, BETWEEN),)
+                    total -= _excess(0, row_sums[m][0], i)
+                rounds = rounds + (total if LIMBS == 1 else total.to(tl.float32),)
+            found = found + (_combine_rounds(rounds, BETWEEN),)
     return found
 
 
 @triton.jit
-def _of_a_block(
+def _add_block(
     sums,
     row_sums,
     numbers,
@@ -175,36 +176,36 @@ def _of_a_block(
     LIMBS: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """The totals of a thread's columns with the sums of a block of channels, float32.
+    """Adds a block of channels, times its scales, to the totals of a thread's columns, float32.
 
-    64 products of 16 bits by the difference of a number of 4 bits and one of 8 fit an int32; of 24
-    bits they do not. Sums of odd columns are 16 times as large, and shifted back.
+    64 products of a 16-bit number and the difference of a 4-bit and an 8-bit number fit in int32;
+    with 24-bit numbers they do not. Sums of odd columns are 16 times too large, and shifted right.
     """
     BETWEEN: tl.constexpr = 256 if SETS == 2 else 65536
     found = ()
     for g in tl.static_range(GROUPS):
         for i in tl.static_range(4):
             scale, zero = scale_and_zero(numbers[g][0], numbers[g][1], i)
-            of_rounds, of_row = (), ()
+            rounds, row_rounds = (), ()
             for m in tl.static_range(len(row_sums)):
-                of_rounds = of_rounds + (_in_order(sums[m * GROUPS + g], 4)[i],)
-                of_row = of_row + (row_sums[m][0],)
+                rounds = rounds + (_order_columns(sums[m * GROUPS + g], 4)[i],)
+                row_rounds = row_rounds + (row_sums[m][0],)
             if LIMBS < 3:
-                too_much = _too_much(zero, _together(of_row, BETWEEN), i)
-                total = _together(of_rounds, BETWEEN) >> 4 * (i % 2)
-                total = (total - too_much).to(tl.float32)
+                excess = _excess(zero, _combine_rounds(row_rounds, BETWEEN), i)
+                total = _combine_rounds(rounds, BETWEEN) >> 4 * (i % 2)
+                total = (total - excess).to(tl.float32)
             else:
-                exact = ()
+                corrected = ()
                 for m in tl.static_range(len(row_sums)):
-                    right = (of_rounds[m] >> 4 * (i % 2)) - _too_much(zero, of_row[m], i)
-                    exact = exact + (right.to(tl.float32),)
-                total = _together(exact, BETWEEN * 1.0)
+                    difference = (rounds[m] >> 4 * (i % 2)) - _excess(zero, row_rounds[m], i)
+                    corrected = corrected + (difference.to(tl.float32),)
+                total = _combine_rounds(corrected, BETWEEN * 1.0)
             found = found + (totals[4 * g + i] + total * scale,)
     return found
 
 
 @triton.jit
-def of_one_row(
+def project_row(
     x,
     scale,
     kernels,
@@ -230,55 +231,63 @@ def of_one_row(
     WHOLE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The sums of the columns n, map after map, float32, what one is worth, and the residual.
+    """Returns the sums of the columns n of each weight in float32, their unit, and the residual.
 
-    Pieces are a step of a map each, maps of a step one after another. Weights of DEPTH of them are
-    under way together, the first ones before the row is there; later ones take the registers of
-    those that were multiplied. A thread makes integers of four channels in a step. Without blocks,
-    sums of each byte of the row are exact.
+    A weight tile is one step of one weight; all weights of a step come before the next step. The
+    loads of DEPTH tiles are pending at a time, the first of them before the row is available; later
+    loads reuse the registers of tiles that were multiplied. In a step, a thread quantizes four
+    channels of the row. Without blocks, the sums over each byte of the row are exact.
     """
     SHORT: tl.constexpr = x.dtype.element_ty == tl.bfloat16
     SETS: tl.constexpr = 8 // ACROSS
     ROUNDS: tl.constexpr = LIMBS if SETS == 2 else (LIMBS + 1) // 2
-    SPAN: tl.constexpr = WARPS * SETS * _CHANNELS_OF_A_WARP
-    GROUPS: tl.constexpr = WORDS * 4 // BITS  # a thread's instructions with one pair of channels
-    # How many times four channels of a thread have one scale and zero point.
+    SPAN: tl.constexpr = WARPS * SETS * _WARP_CHANNELS
+    GROUPS: tl.constexpr = WORDS * 4 // BITS  # a thread's `mma` instructions per pair of channels
+    # Number of fours of a thread's channels that share a scale and zero point.
     FOURS: tl.constexpr = BLOCK_SIZE // 16 if BLOCK_SIZE > 0 and BLOCK_SIZE < 64 else 4
-    MAPS: tl.constexpr = len(kernels)
-    PIECES: tl.constexpr = MAPS * STEPS
+    PROJECTIONS: tl.constexpr = len(kernels)
+    WEIGHT_TILES: tl.constexpr = PROJECTIONS * STEPS
     thread = tl.arange(0, WARPS * 32)
     lane = thread % 32
-    # A thread has fours of channels from this one on, 16 apart.
-    channel = thread // 32 * SETS * _CHANNELS_OF_A_WARP + lane % 4 * 4
+    # The first of a thread's channels: fours of channels, 16 apart.
+    channel = thread // 32 * SETS * _WARP_CHANNELS + lane % 4 * 4
     if SETS == 2:
-        channel += lane // 16 * _CHANNELS_OF_A_WARP
-    reader = lane // 4 % ACROSS
-    word = (tile * ACROSS + reader) * WORDS
-    column = word * 8 + lane % 2 * 4  # the first of which it has scales of blocks
-    first = ()
-    for of_map in tl.static_range(MAPS):
-        first = first + (
-            first_addresses(
-                *(kernels[of_map], kernel_scales[of_map], kernel_zeros[of_map]),
+        channel += lane // 16 * _WARP_CHANNELS
+    column_thread = lane // 4 % ACROSS
+    word = (tile * ACROSS + column_thread) * WORDS
+    column = word * 8 + lane % 2 * 4  # the first column whose block scales the thread loads
+    addresses = ()
+    for projection in tl.static_range(PROJECTIONS):
+        addresses = addresses + (
+            weight_addresses(
+                *(kernels[projection], kernel_scales[projection], kernel_zeros[projection]),
                 *(channel, word, column, columns, BITS, BLOCK_SIZE, WORDS, VECTORS),
             ),
         )
-    under_way = ()  # of each of the next pieces, the four times four channels of a thread
-    for piece in tl.static_range(min(DEPTH, PIECES)):
+    pending = ()  # the next weight tiles: four times four channels of a thread each
+    for weight_tile in tl.static_range(min(DEPTH, WEIGHT_TILES)):
         fours = ()
         for h in tl.static_range(4):
             fours = fours + (
-                of_four_channels(
-                    *(first[piece % MAPS], channel, columns, piece // MAPS * SPAN, h),
+                load_four_channels(
+                    *(
+                        addresses[weight_tile % PROJECTIONS],
+                        channel,
+                        columns,
+                        weight_tile // PROJECTIONS * SPAN,
+                        h,
+                    ),
                     *(K, SPAN, BITS, BLOCK_SIZE, WORDS),
                 ),
             )
-        under_way = under_way + (fours,)
-    own = channel + lane // 4 % 4 * 16  # those of which it makes integers
+        pending = pending + (fours,)
+    row_channel = (
+        channel + lane // 4 % 4 * 16
+    )  # the first channel of the row that the thread quantizes
     factors = ()
     if scale is not None:
         for step in tl.static_range(STEPS):
-            factors = factors + four_numbers(scale, own + step * SPAN, K, WHOLE)
+            factors = factors + load_four(scale, row_channel + step * SPAN, K, WHOLE)
     if PDL:
         wait_for_previous_launch()
     before = ()
@@ -289,64 +298,70 @@ def of_one_row(
         before = before + (number,)
     values = ()
     for step in tl.static_range(STEPS):
-        values = values + four_numbers(x, own + step * SPAN, K, WHOLE)
-    row, unit = bytes_of_row(
+        values = values + load_four(x, row_channel + step * SPAN, K, WHOLE)
+    row, unit = quantize_row(
         *(values, factors, epsilon, lane),
         *(K, NORM, STEPS, SETS, LIMBS, QUANTIZED, SHORT),
     )
-    # Digits that say which byte of a word comes to the place of this thread's column, 0 to others.
+    # Selectors for `permute_bytes`: they move a byte to the position of this thread's column, and
+    # set the other bytes to 0.
     selections = ()
     for i in tl.static_range(4):
         selections = selections + (0x4444 - ((4 - i) << (lane // 4 % 4 * 4)),)
-    sums, totals, row_sums = (), (), _nothing(lane, ROUNDS)
-    for _ in tl.static_range(MAPS):
-        sums = sums + (_nothing(lane, GROUPS * ROUNDS),)
-        of_columns = ()
+    sums, totals, row_sums = (), (), _zeros(lane, ROUNDS)
+    for _ in tl.static_range(PROJECTIONS):
+        sums = sums + (_zeros(lane, GROUPS * ROUNDS),)
+        column_zeros = ()
         for _ in tl.static_range(4 * GROUPS):
-            of_columns = of_columns + (lane * 0.0,)
-        totals = totals + (of_columns,)
+            column_zeros = column_zeros + (lane * 0.0,)
+        totals = totals + (column_zeros,)
     for step in tl.static_range(STEPS):
-        words = of_four_threads(row[step], lane)
-        of_blocks = ()  # the row's sums in those of the step
+        words = gather_four_lanes(row[step], lane)
+        block_row_sums = ()  # the row's sums within the blocks of this step
         if BITS == 4:
             for h in tl.static_range(0, 4, FOURS):
                 if BLOCK_SIZE:
-                    row_sums = _nothing(lane, ROUNDS)
-                row_sums = _of_the_row(words, h, FOURS, row_sums)
-                of_blocks = of_blocks + (row_sums,)
+                    row_sums = _zeros(lane, ROUNDS)
+                row_sums = _sum_row(words, h, FOURS, row_sums)
+                block_row_sums = block_row_sums + (row_sums,)
         next_sums, next_totals = (), ()
-        for of_map in tl.static_range(MAPS):
-            fours, following = under_way[0], ()
-            of_sums, of_totals = sums[of_map], totals[of_map]
+        for projection in tl.static_range(PROJECTIONS):
+            fours, next_weights = pending[0], ()
+            new_sums, new_totals = sums[projection], totals[projection]
             for h in tl.static_range(4):
-                of_sums = _of_four_channels(
-                    fours[h][0], words, h, selections, of_sums, GROUPS, WORDS, BITS
+                new_sums = _multiply_four_channels(
+                    fours[h][0], words, h, selections, new_sums, GROUPS, WORDS, BITS
                 )
-                if step * MAPS + of_map + DEPTH < PIECES:
-                    following = following + (
-                        of_four_channels(
-                            *(first[(of_map + DEPTH) % MAPS], channel, columns),
-                            *((step + (of_map + DEPTH) // MAPS) * SPAN, h, K, SPAN),
+                if step * PROJECTIONS + projection + DEPTH < WEIGHT_TILES:
+                    next_weights = next_weights + (
+                        load_four_channels(
+                            *(addresses[(projection + DEPTH) % PROJECTIONS], channel, columns),
+                            *((step + (projection + DEPTH) // PROJECTIONS) * SPAN, h, K, SPAN),
                             *(BITS, BLOCK_SIZE, WORDS),
                         ),
                     )
                 if BLOCK_SIZE > 0 and h % FOURS == FOURS - 1:
-                    of_totals = _of_a_block(
-                        *(of_sums, of_blocks[h // FOURS], fours[h // FOURS * FOURS][1], of_totals),
+                    new_totals = _add_block(
+                        *(
+                            new_sums,
+                            block_row_sums[h // FOURS],
+                            fours[h // FOURS * FOURS][1],
+                            new_totals,
+                        ),
                         *(SETS, LIMBS, GROUPS),
                     )
-                    of_sums = _nothing(lane, GROUPS * ROUNDS)
-            next_sums, next_totals = next_sums + (of_sums,), next_totals + (of_totals,)
-            later = ()
-            for ahead in tl.static_range(1, len(under_way)):
-                later = later + (under_way[ahead],)
-            under_way = later + (following,)
+                    new_sums = _zeros(lane, GROUPS * ROUNDS)
+            next_sums, next_totals = next_sums + (new_sums,), next_totals + (new_totals,)
+            queue = ()
+            for position in tl.static_range(1, len(pending)):
+                queue = queue + (pending[position],)
+            pending = queue + (next_weights,)
         sums, totals = next_sums, next_totals
     found = ()
-    for of_map in tl.static_range(MAPS):
+    for projection in tl.static_range(PROJECTIONS):
         if BLOCK_SIZE:
-            found = found + totals[of_map]
+            found = found + totals[projection]
         else:
-            found = found + _of_threads_columns(sums[of_map], row_sums, SETS, LIMBS, GROUPS, BITS)
+            found = found + _column_sums(sums[projection], row_sums, SETS, LIMBS, GROUPS, BITS)
     SIXTEENTHS: tl.constexpr = BITS == 4 and BLOCK_SIZE == 0
-    return of_all_threads(found, thread, WARPS, ACROSS, LIMBS, SIXTEENTHS), unit, before
+    return block_sum(found, thread, WARPS, ACROSS, LIMBS, SIXTEENTHS), unit, before

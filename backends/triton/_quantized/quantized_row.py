@@ -1,8 +1,8 @@
-"""A row of x as integers of 8 bits each, for products of bytes: see `quantized_products`.
+"""The row x as signed bytes, for products of bytes: see `quantized_products`.
 
-A quantized row, as Keras has it, is integers of 8 bits. Other rows become fixed-point numbers of 16
-or 24 bits, relative to the largest magnitude: two or three bytes with a sign each, of which the
-first is worth 256 of the next.
+A row that Keras quantizes, too, becomes integers of 8 bits. Other rows become fixed-point numbers
+of 16 or 24 bits relative to the largest magnitude: two or three signed bytes (limbs), the highest
+first; one unit of a limb is 256 units of the next.
 """
 
 import triton
@@ -13,20 +13,20 @@ from .._device.common import IN_INTERPRETER
 from .._device.math import reciprocal_root
 
 _ROW_EPSILON = tl.constexpr(ROW_EPSILON)
-# Added to a float32, this rounds to integers, which are then the lowest bits of the sum.
-_ROUNDS = tl.constexpr(12582912.0)
-# What the largest magnitude becomes: 127 of the highest byte's units, so that rounding fits.
-_LARGEST_OF_2 = tl.constexpr(127.0 * 2**8)
-_LARGEST_OF_3 = tl.constexpr(127.0 * 2**16)
-_UPPER_SHORT = tl.constexpr(0xFFFF0000 - 2**32)  # a mask of words, as int32
-_SMALLEST = tl.constexpr(1e-30)  # of largest magnitudes: below, their inverse is infinite
+# Adding this to a float32 rounds it to an integer, which is then in the lowest bits of the sum.
+_ROUNDING_OFFSET = tl.constexpr(12582912.0)
+# Fixed-point value of the largest magnitude: 127 units of the highest byte, so that rounding fits.
+_MAX_OF_2_LIMBS = tl.constexpr(127.0 * 2**8)
+_MAX_OF_3_LIMBS = tl.constexpr(127.0 * 2**16)
+_HIGH_HALF = tl.constexpr(0xFFFF0000 - 2**32)  # a mask of words, as int32
+_SMALLEST_MAX = tl.constexpr(1e-30)  # smallest maximum: below it, the inverse is infinite
 
 
 @triton.jit
-def _rounded(value, SHORT: tl.constexpr):
-    """As the row's dtype holds it: bfloat16 if SHORT, else float32."""
+def _round_to_dtype(value, SHORT: tl.constexpr):
+    """Rounds to the row's dtype: bfloat16 if SHORT, else float32."""
     if SHORT:
-        if IN_INTERPRETER:  # which does not round, but leaves bits out
+        if IN_INTERPRETER:  # it truncates instead of rounding
             bits = value.to(tl.uint32, bitcast=True)
             bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
             value = bits.to(tl.float32, bitcast=True)
@@ -36,27 +36,28 @@ def _rounded(value, SHORT: tl.constexpr):
 
 
 @triton.jit
-def _whole(value):
-    return (value + _ROUNDS).to(tl.int32, bitcast=True)
+def _round_to_int(value):
+    """Rounds to an integer in the lowest bits; the other bits are left as they come."""
+    return (value + _ROUNDING_OFFSET).to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def _sum_and_largest(a, b, a_2, b_2):
+def _add_and_max(a, b, a_2, b_2):
     return a + a_2, tl.maximum(b, b_2, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def of_all(squares, largest):
-    """The sum of the first and the largest of the second, which is NaN if one of them is."""
-    if IN_INTERPRETER:  # whose maximum leaves NaN out
+def block_sum_and_max(squares, largest):
+    """The sum of squares and the maximum of magnitudes over a block; the maximum keeps NaN."""
+    if IN_INTERPRETER:  # its maximum ignores NaN
         squares, largest = tl.sum(squares, 0), tl.max(largest, 0) + tl.sum(largest * 0.0, 0)
     else:
-        squares, largest = tl.reduce((squares, largest), 0, _sum_and_largest)
+        squares, largest = tl.reduce((squares, largest), 0, _add_and_max)
     return squares, largest
 
 
 @triton.jit
-def measured(
+def row_scales(
     squares,
     largest,
     epsilon,
@@ -66,55 +67,57 @@ def measured(
     QUANTIZED: tl.constexpr,
     SHORT: tl.constexpr,
 ):
-    """The norm's factor, that of the integers, and what one of the last byte is worth.
+    """Returns the norm's factor, the factor from numbers to integers, and the lowest byte's unit.
 
-    Integers hold neither NaN nor infinity: the last is NaN if a number of the row is one of them.
+    Integers cannot be NaN or infinite: if a number of the row is, the unit is NaN.
     """
     norm = 1.0
     if NORM:
         mean = squares / K + epsilon
-        if SHORT and not QUANTIZED:  # what others wait for takes one instruction, wrong by 2e-7
+        if SHORT and not QUANTIZED:  # one instruction on the critical path, with an error of 2e-7
             norm = tl.where(mean > 0.0, tl.rsqrt(mean), mean * 0.0)
         else:
             norm = reciprocal_root(mean)
-    flaw = largest * 0.0
+    nan_or_zero = largest * 0.0
     if QUANTIZED:
-        # Rounding keeps the order, so the largest number may be rounded in place of all.
-        largest = _rounded(largest * norm, SHORT)
-        factor = _rounded(tl.div_rn(127.0, _rounded(largest + _ROW_EPSILON, SHORT)), SHORT)
+        # Rounding is monotonic, so rounding the maximum gives the maximum of rounded numbers.
+        largest = _round_to_dtype(largest * norm, SHORT)
+        factor = _round_to_dtype(
+            tl.div_rn(127.0, _round_to_dtype(largest + _ROW_EPSILON, SHORT)), SHORT
+        )
         unit = tl.div_rn(1.0, factor)
     else:
-        most: tl.constexpr = _LARGEST_OF_2 if LIMBS == 2 else _LARGEST_OF_3
-        largest = tl.maximum(largest, _SMALLEST)
-        factor = most / largest
-        unit = largest * (1.0 / most) * norm
-    return norm, factor, unit + flaw
+        limit: tl.constexpr = _MAX_OF_2_LIMBS if LIMBS == 2 else _MAX_OF_3_LIMBS
+        largest = tl.maximum(largest, _SMALLEST_MAX)
+        factor = limit / largest
+        unit = largest * (1.0 / limit) * norm
+    return norm, factor, unit + nan_or_zero
 
 
 @triton.jit
-def integers(
+def quantize(
     value, norm, factor, LIMBS: tl.constexpr, QUANTIZED: tl.constexpr, SHORT: tl.constexpr
 ):  # fmt: skip
-    """LIMBS bytes of each number, the first one first, in the lowest bits of as many int32."""
+    """LIMBS bytes of each number, highest first, each in the lowest bits of an int32."""
     if QUANTIZED:
-        value = _rounded(_rounded(value * norm, SHORT) * factor, SHORT)
-        found = (_whole(tl.minimum(tl.maximum(value, -127.0), 127.0)),)
+        value = _round_to_dtype(_round_to_dtype(value * norm, SHORT) * factor, SHORT)
+        found = (_round_to_int(tl.minimum(tl.maximum(value, -127.0), 127.0)),)
     else:
         high = value * factor
         last = ()
         if LIMBS == 3:
             value = high
-            high = (value * (1.0 / 256) + _ROUNDS) - _ROUNDS
-            last = (_whole(tl.minimum(value - high * 256.0, 127.0)),)
-        # The lower byte has a sign: 128 more for the upper one, and its own highest bit flipped.
-        bits = _whole(high + 128.0)
+            high = (value * (1.0 / 256) + _ROUNDING_OFFSET) - _ROUNDING_OFFSET
+            last = (_round_to_int(tl.minimum(value - high * 256.0, 127.0)),)
+        # The lower byte is signed: 128 is added before the split, and its highest bit flipped.
+        bits = _round_to_int(high + 128.0)
         found = (bits >> 8, bits ^ 128) + last
     return found
 
 
 @triton.jit
-def words_at(pointer, WORDS: tl.constexpr, LOAD: tl.constexpr):
-    """One, two or four words at an address that is a multiple of their size, by an instruction."""
+def load_words(pointer, WORDS: tl.constexpr, LOAD: tl.constexpr):
+    """Loads one, two or four words from an aligned address in one instruction LOAD."""
     if WORDS == 1:
         found = (
             tl.inline_asm_elementwise(
@@ -143,16 +146,16 @@ def words_at(pointer, WORDS: tl.constexpr, LOAD: tl.constexpr):
 
 
 @triton.jit
-def four_numbers(tensor, place, K: tl.constexpr, WHOLE: tl.constexpr):
-    """Four numbers that follow one another, float32; 0 behind the K-th."""
+def load_four(tensor, place, K: tl.constexpr, WHOLE: tl.constexpr):
+    """Loads four consecutive numbers as float32; 0 from the K-th on."""
     found = ()
     if WHOLE:
         first = tensor + tl.minimum(place, K - 4)
         if tensor.dtype.element_ty == tl.bfloat16:
-            a, b = words_at(first, 2, "ld.global")
-            words = a << 16, a & _UPPER_SHORT, b << 16, b & _UPPER_SHORT
+            a, b = load_words(first, 2, "ld.global")
+            words = a << 16, a & _HIGH_HALF, b << 16, b & _HIGH_HALF
         else:
-            words = words_at(first, 4, "ld.global")
+            words = load_words(first, 4, "ld.global")
         for i in tl.static_range(4):
             number = words[i].to(tl.float32, bitcast=True)
             found = found + (tl.where(place < K, number, 0.0),)
@@ -164,8 +167,8 @@ def four_numbers(tensor, place, K: tl.constexpr, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def permuted(a, b, select):
-    """A word of four bytes of two words: each hexadecimal digit says which, the lowest first."""
+def permute_bytes(a, b, select):
+    """A word of four bytes of a and b; hexadecimal digits of `select` choose them, lowest first."""
     return tl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $2, $3;",
         "=r,r,r,r",
@@ -177,8 +180,8 @@ def permuted(a, b, select):
 
 
 @triton.jit
-def _of_lane(word, lane):
-    """The word that another lane of the warp has."""
+def _shuffle_word(word, lane):
+    """The word of another lane of the warp."""
     return tl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;",
         "=r,r,r",
@@ -190,7 +193,7 @@ def _of_lane(word, lane):
 
 
 @triton.jit
-def bytes_of_row(
+def quantize_row(
     values,
     factors,
     epsilon,
@@ -203,10 +206,10 @@ def bytes_of_row(
     QUANTIZED: tl.constexpr,
     SHORT: tl.constexpr,
 ):
-    """Of each step, of each round a word of a thread's own four channels, and the unit.
+    """Quantizes the row. Returns, per step and round, a word of a thread's four channels; the unit.
 
-    In a round, the halves of a warp hold one byte of different channels, or, with one set of them,
-    two bytes. factors: of the norm, or ().
+    In a round, the halves of a warp hold one byte of different channels (SETS is 2), or two bytes
+    of the same channels. values, factors: numbers of the row, and of the norm's scale or ().
     """
     ROUNDS: tl.constexpr = LIMBS if SETS == 2 else (LIMBS + 1) // 2
     squares, largest = lane * 0.0, lane * 0.0
@@ -216,19 +219,19 @@ def bytes_of_row(
         number = values[i] * factors[i] if len(factors) > 0 else values[i]
         largest = tl.maximum(largest, tl.abs(number), propagate_nan=tl.PropagateNan.ALL)
         scaled = scaled + (number,)
-    squares, largest = of_all(squares, largest)
-    squares *= SETS / 2  # with one set, each value is one of two threads
-    norm, factor, unit = measured(*(squares, largest, epsilon, K, NORM, LIMBS, QUANTIZED, SHORT))
+    squares, largest = block_sum_and_max(squares, largest)
+    squares *= SETS / 2  # with one set, two threads have each value
+    norm, factor, unit = row_scales(*(squares, largest, epsilon, K, NORM, LIMBS, QUANTIZED, SHORT))
     found = ()
     for step in tl.static_range(STEPS):
-        words, four, of_step = (), (), ()
+        words, four, step_words = (), (), ()
         for i in tl.static_range(4):
             number = scaled[4 * step + i]
-            four = four + (integers(number, norm, factor, LIMBS, QUANTIZED, SHORT),)
+            four = four + (quantize(number, norm, factor, LIMBS, QUANTIZED, SHORT),)
         for limb in tl.static_range(LIMBS):
-            low = permuted(four[0][limb], four[1][limb], 0x40)
-            high = permuted(four[2][limb], four[3][limb], 0x40)
-            words = words + (permuted(low, high, 0x5410),)
+            low = permute_bytes(four[0][limb], four[1][limb], 0x40)
+            high = permute_bytes(four[2][limb], four[3][limb], 0x40)
+            words = words + (permute_bytes(low, high, 0x5410),)
         for m in tl.static_range(ROUNDS):
             if SETS == 2:
                 word = words[m]
@@ -236,18 +239,18 @@ def bytes_of_row(
                 word = tl.where(lane < 16, words[2 * m], words[2 * m + 1])
             else:
                 word = tl.where(lane < 16, words[2 * m], 0)
-            of_step = of_step + (word,)
-        found = found + (of_step,)
+            step_words = step_words + (word,)
+        found = found + (step_words,)
     return found, unit
 
 
 @triton.jit
-def of_four_threads(words, lane):
-    """Of each round, the words of the 16 channels that a thread multiplies: each made one."""
+def gather_four_lanes(words, lane):
+    """Gathers from four lanes, per round, the words of the 16 channels that a thread multiplies."""
     found = ()
     for m in tl.static_range(len(words)):
-        of_round = ()
+        round_words = ()
         for h in tl.static_range(4):
-            of_round = of_round + (_of_lane(words[m], (lane & 19) | (4 * h)),)
-        found = found + (of_round,)
+            round_words = round_words + (_shuffle_word(words[m], (lane & 19) | (4 * h)),)
+        found = found + (round_words,)
     return found

@@ -1,41 +1,41 @@
-"""What a program of `norm_quantized_linear` takes of its maps, by their size."""
+"""Tile sizes of `norm_quantized_linear`, by the sizes of its weights."""
 
 import triton
 
-from .quantized_products import CHANNELS_OF_A_WARP
+from .quantized_products import WARP_CHANNELS
 
-# (ACROSS, WORDS): threads that read neighboring words of a channel, and how many words each. Wide
-# tiles read whole sectors or lines of memory, narrow ones leave programs for all multiprocessors of
-# a large GPU.
+# By bits, the wide and the narrow tile (ACROSS, WORDS): threads that read neighboring words of a
+# channel, and words of each. Wide tiles read whole sectors or lines of memory; narrow tiles make
+# enough programs for all multiprocessors of a large GPU.
 _TILES = {8: ((4, 4), (4, 2)), 4: ((8, 1), (4, 1))}
 _PROGRAMS = 132
-_WARPS, _MOST_WARPS = 8, 16
-_MOST_STEPS = 4  # from which on a program has more warps
-# Words of each of 16 channels under way, and registers of a thread: so that two programs, of which
-# one may be of the next launch, fit a multiprocessor.
-_WORDS_UNDER_WAY = 4
+_WARPS, _MAX_WARPS = 8, 16
+_MAX_STEPS = 4  # with more steps, a program gets more warps
+# Words of each of 16 channels that are being loaded, and registers of a thread: two programs, one
+# of which may belong to the next launch, then fit on a multiprocessor.
+_PENDING_WORDS = 4
 _REGISTERS = 128
 
 
-def tile(channels, widths, bits, gate, limbs, block_size):
-    """The constants of a program, for rows of so many channels and maps of so many columns.
+def tile_options(channels, widths, bits, gate, limbs, block_size):
+    """The constants and launch options for a row of `channels` and weights of `widths` columns.
 
-    With a gate, a program makes columns of both maps.
+    With a gate, a program computes columns of both projections.
     """
     columns = widths[:1] if gate else widths
 
-    def programs(of):
-        return sum(triton.cdiv(n, of[0] * of[1] * 32 // bits) for n in columns)
+    def programs(shape):
+        return sum(triton.cdiv(n, shape[0] * shape[1] * 32 // bits) for n in columns)
 
     wide, narrow = _TILES[bits]
-    # Two narrow programs of 4 bits on one multiprocessor have more to do than a wide one.
+    # With 4 bits, two narrow programs on one multiprocessor do more work than one wide program.
     enough = programs(wide) >= _PROGRAMS if bits == 8 else programs(narrow) > _PROGRAMS
     across, words = wide if enough else narrow
-    depth = _WORDS_UNDER_WAY // words
+    depth = _PENDING_WORDS // words
     if bits == 8 and gate and limbs > 1:
         depth = 1
     warps = _warps(channels, across)
-    limited = bits == 4 and limbs < 3 and (not block_size or block_size >= CHANNELS_OF_A_WARP)
+    limited = bits == 4 and limbs < 3 and (not block_size or block_size >= WARP_CHANNELS)
     return {
         **dict(zip(("K", "N", "N_2", "N_3"), (channels, *widths), strict=True)),
         "ROW": triton.next_power_of_2(channels),
@@ -52,7 +52,7 @@ def tile(channels, widths, bits, gate, limbs, block_size):
 
 def _warps(channels, across):
     warps = _WARPS
-    while warps < _MOST_WARPS and triton.cdiv(channels, _span(warps, across)) > _MOST_STEPS:
+    while warps < _MAX_WARPS and triton.cdiv(channels, _span(warps, across)) > _MAX_STEPS:
         warps *= 2
     while warps > 1 and _span(warps // 2, across) >= channels:
         warps //= 2
@@ -60,5 +60,5 @@ def _warps(channels, across):
 
 
 def _span(warps, across):
-    """The channels of a step of a program."""
-    return warps * 8 // across * CHANNELS_OF_A_WARP
+    """Number of channels that a program processes in a step."""
+    return warps * 8 // across * WARP_CHANNELS

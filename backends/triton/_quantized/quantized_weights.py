@@ -1,41 +1,41 @@
-"""What a program of `norm_quantized_linear` reads of its maps: see `quantized_products`.
+"""Loads of weights, scales and zero points of `norm_quantized_linear`: see `quantized_products`.
 
-A piece is what a program multiplies in a step of one map. Loads of its weights, and of its scales
-and zero points of blocks, are under way before the row is there, as many pieces as registers hold.
+A weight tile is the part of one weight that a program multiplies in a step. Its weights, scales and
+zero points of blocks are loaded before the row is available, as many tiles as registers can hold.
 """
 
 import triton
 import triton.language as tl
 
-from .quantized_row import permuted, words_at
+from .quantized_row import load_words, permute_bytes
 
-_UPPER_SHORT = tl.constexpr(0xFFFF0000 - 2**32)  # a mask of words, as int32
+_HIGH_HALF = tl.constexpr(0xFFFF0000 - 2**32)  # a mask of words, as int32
 
 
 @triton.jit
-def _words_read_once(pointer, WORDS: tl.constexpr):
-    """Words of weights.
+def _stream_words(pointer, WORDS: tl.constexpr):
+    """Loads words of weights, each of which is read once.
 
-    Through the read-only cache (ld.global.nc), the assembler would move loads behind the wait for
-    the launch before.
+    With loads through the read-only cache (ld.global.nc), the assembler would move them after the
+    wait for the previous launch.
     """
-    return words_at(pointer, WORDS, "ld.global.L1::no_allocate.L2::128B")
+    return load_words(pointer, WORDS, "ld.global.L1::no_allocate.L2::128B")
 
 
 @triton.jit
-def _addresses(tensor, column, columns, TOGETHER: tl.constexpr, COUNT: tl.constexpr):
-    """Where COUNT elements of a row from a column on are: one address for TOGETHER of them.
+def _addresses(tensor, column, columns, VECTOR: tl.constexpr, COUNT: tl.constexpr):
+    """Addresses of COUNT elements of a row from `column` on, one for every VECTOR elements.
 
-    Those behind the last column are read as the last ones; sums of such columns are not written.
+    Beyond the last column, the last elements are read again; sums of such columns are not stored.
     """
-    found = ()
-    for i in tl.static_range(0, COUNT, TOGETHER):
-        found = found + (tensor + tl.minimum(column + i, columns - TOGETHER),)
-    return found
+    addresses = ()
+    for i in tl.static_range(0, COUNT, VECTOR):
+        addresses = addresses + (tensor + tl.minimum(column + i, columns - VECTOR),)
+    return addresses
 
 
 @triton.jit
-def first_addresses(
+def weight_addresses(
     kernel,
     scales,
     zeros,
@@ -48,7 +48,7 @@ def first_addresses(
     WORDS: tl.constexpr,
     VECTORS: tl.constexpr,
 ):
-    """Where a thread's words of its first channel are, and scales and zero points of each word."""
+    """Addresses of a thread's words in its first channel, and of their scales and zero points."""
     row_words = columns // (32 // BITS)
     words = kernel.to(tl.pointer_type(tl.int32)) + channel * row_words
     words = _addresses(words, word, row_words, WORDS if VECTORS else 1, WORDS)
@@ -66,7 +66,7 @@ def first_addresses(
 
 
 @triton.jit
-def _at(
+def _row_address(
     address,
     channel,
     offset: tl.constexpr,
@@ -75,10 +75,10 @@ def _at(
     K: tl.constexpr,
     WITHIN: tl.constexpr,
 ):
-    """The address `offset + within` rows behind that of a channel, so many within its 64 channels.
+    """The address of channel `channel + offset + within`, from that of `channel`.
 
-    WITHIN: none of a step's channels is behind the K-th. Such ones are read as others: the row has
-    zeros for them.
+    within: the channel's index among the 64 of a warp. WITHIN: all channels of the step are below
+    K. Otherwise channels beyond it read other ones, for which the row has zeros.
     """
     if WITHIN:
         address += offset * row_words
@@ -90,19 +90,22 @@ def _at(
 
 
 @triton.jit
-def _of_columns(addresses, rows, COUNT: tl.constexpr):
-    """Four scales or zero points, so many elements behind: COUNT words, or one each."""
-    found = ()
+def _load_columns(addresses, rows, COUNT: tl.constexpr):
+    """Loads four scales or zero points, `rows` elements after `addresses`, as COUNT words.
+
+    With four addresses, the numbers are loaded one by one instead.
+    """
+    columns = ()
     if len(addresses) == 1:
-        found = _words_read_once(addresses[0] + rows, COUNT)
+        columns = _stream_words(addresses[0] + rows, COUNT)
     else:
         for i in tl.static_range(4):
-            found = found + (tl.load(addresses[i] + rows),)
-    return found
+            columns = columns + (tl.load(addresses[i] + rows),)
+    return columns
 
 
 @triton.jit
-def of_four_channels(
+def load_four_channels(
     first,
     channel,
     columns,
@@ -114,17 +117,17 @@ def of_four_channels(
     BLOCK_SIZE: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """A thread's words of the h-th four of its channels in the step that is `offset` channels on.
+    """Loads a thread's words of the h-th four of its channels in the step at `offset` channels.
 
-    With those where a block begins, its scales and zero points: a pair of tuples of each word.
+    Where these channels begin a block, also loads its scales and zero points, a pair per word.
     """
     WITHIN: tl.constexpr = offset + SPAN <= K
     row_words = columns // (32 // BITS)
     words, numbers = (), ()
     for i in tl.static_range(4):
         for w in tl.static_range(len(first[0])):
-            place = _at(first[0][w], channel, offset, 16 * h + i, row_words, K, WITHIN)
-            words = words + _words_read_once(place, WORDS // len(first[0]))
+            place = _row_address(first[0][w], channel, offset, 16 * h + i, row_words, K, WITHIN)
+            words = words + _stream_words(place, WORDS // len(first[0]))
     if BLOCK_SIZE > 0 and h * 16 % min(BLOCK_SIZE, 64) == 0:
         if WITHIN and BLOCK_SIZE <= SPAN:
             blocks = (offset + 16 * h) // BLOCK_SIZE
@@ -134,8 +137,8 @@ def of_four_channels(
         for w in tl.static_range(WORDS):
             numbers = numbers + (
                 (
-                    _of_columns(first[1][w][0], blocks * columns, 2),
-                    _of_columns(first[1][w][1], blocks * columns, 1),
+                    _load_columns(first[1][w][0], blocks * columns, 2),
+                    _load_columns(first[1][w][1], blocks * columns, 1),
                 ),
             )
     return words, numbers
@@ -143,13 +146,13 @@ def of_four_channels(
 
 @triton.jit
 def scale_and_zero(scales, zeros, i: tl.constexpr):
-    """The i-th of four, float32 and int32, of words or of one each."""
+    """The i-th of four scales in float32 and zero points in int32, from words or single numbers."""
     if len(scales) == 2:
-        bits = scales[i // 2] & _UPPER_SHORT if i % 2 else scales[i // 2] << 16
-        # A digit of 8 and more is the sign of a byte.
+        bits = scales[i // 2] & _HIGH_HALF if i % 2 else scales[i // 2] << 16
+        # A selector of 8 or more repeats the sign of a byte.
         scale, zero = (
             bits.to(tl.float32, bitcast=True),
-            permuted(zeros[0], zeros[0], 0x8880 + 0x1111 * i),
+            permute_bytes(zeros[0], zeros[0], 0x8880 + 0x1111 * i),
         )
     else:
         scale, zero = scales[i].to(tl.float32), zeros[i].to(tl.int32)
