@@ -1,8 +1,8 @@
 """o_t = sum_s softmax_s(q_t · k_s) v_s over a window of keys.  De et al. 2024, arXiv:2402.19427.
 
-How the state, padding and documents become ranges of keys, and their gradients, is what plain torch
-and plain JAX do: each framework has a file of its own for that. One token of generation reads the
-ring in place, by the implementation in `backends/torch` or `backends/jax`.
+The state, padding and documents are turned into ranges of keys by the code of plain torch and plain
+JAX, so each framework has its file in `_attention`. A decoding step reads the circular KV buffer in
+place, by the implementation in `backends/torch` or `backends/jax`.
 """
 
 from typing import Any

@@ -76,7 +76,7 @@ def test_queries_that_attend_to_one_key(implementation, dtype, large):
     check("sliding_window_attention", implementation, on_a_grid(case, **{large: 256}))
 
 
-# Triton takes `delta` from a rounded output: `triton/_attention/attention_kernels.py` says so.
+# Triton takes `delta` from a rounded output: see `triton/_attention/attention_kernels.py`.
 @pytest.mark.parametrize("implementation", [PLAIN, *(["pallas"] if PLAIN == "jax" else [])])
 def test_logits_of_a_million(implementation):
     """A weight must not depend on whether its logit is rounded in the same way twice."""

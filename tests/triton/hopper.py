@@ -34,7 +34,11 @@ from keras_recurrent.backends.triton import (
     rms_norm,
     token_crossentropy,
 )
-from keras_recurrent.backends.triton._attention import attention_kernels, banded_attention, ring
+from keras_recurrent.backends.triton._attention import (
+    attention_kernels,
+    banded_attention,
+    circular_buffer,
+)
 from keras_recurrent.backends.triton._crossentropy import crossentropy_kernel
 from keras_recurrent.backends.triton._decoding import argmax, embedding, soft_cap
 from keras_recurrent.backends.triton._decoding.norm_linear_tiles import tile_options
@@ -483,8 +487,15 @@ KERNELS = {
     ),
     "lightning step": (step, {**STEP, "log_f": None}, [{}]),
     "attention ring": (
-        ring.to_rings_kernel,
-        {"G": 1, "K": 256, "V": 256, "BLOCK_K": 256, "BLOCK_V": 256, "SLOTS": ring.SLOTS},
+        circular_buffer.fill_buffers_kernel,
+        {
+            "G": 1,
+            "K": 256,
+            "V": 256,
+            "BLOCK_K": 256,
+            "BLOCK_V": 256,
+            "SLOTS": circular_buffer.SLOTS,
+        },
         [{}],
     ),
     "attention of 256": attention("output", 256),

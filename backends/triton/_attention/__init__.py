@@ -1,1 +1,1 @@
-"""Softmax attention: kernels, launches, and what each framework arranges around them."""
+"""Softmax attention: kernels, their launches, and the preparation of tensors in each framework."""

@@ -1,22 +1,22 @@
-"""The kernels of softmax attention; `banded_attention.py` says what they take and launches them.
+"""Kernels of softmax attention; `banded_attention.py` documents their tensors and runs them.
 
 The forward computes an online softmax, relative to the largest logit so far. The backward computes
 the weights again, once for each query and once for each key, so that every sum has one program and
-one order. It finds them as exp(logit - origin) / total: `origin` is a query's largest logit, and
-`total` the sum of exp(logit - origin). With products of 16 bits there is no total, and `origin` is
-the logarithm of the sum of exp(logit): the weights then have as many digits as that number has
-behind the point, which is enough.
+a fixed order. Weights are exp(logit - origin) / total: `origin` is a query's largest logit, and
+`total` the sum of exp(logit - origin). With 16-bit products there is no total, and `origin` is the
+logarithm of the sum of exp(logit): the weights then have as many digits as that number has after
+the decimal point, which is enough.
 
 The gradient of a logit is the difference of two numbers, of which the second is `delta`, the sum of
-d_output * output. Where a query attends to one key almost alone, they are all but equal, and an
-output of 16 bits would leave nothing but its rounding error. So the forward keeps the next 8 bits
-of such an output, too, in `rest`. With 32 bits the two numbers are rounded each by itself. The sum
-of weights * d_weights has the rounding errors of d_weights, which would then all but cancel, but it
-is not known before all keys have been gone through: where keys are far larger than one, d_q is
-about three times as wrong as that sum would make it.
+d_output * output. Where a query attends almost only to one key, the two are almost equal, and with
+a 16-bit output their difference would be only its rounding error. The forward therefore saves the
+next 8 bits of a 16-bit output in `rest`. With 32 bits the two numbers are rounded independently.
+The sum of weights * d_weights would have the same rounding errors as d_weights, which would almost
+cancel, but it is known only after the loop over all keys: where keys are far larger than one, the
+error of d_q is about three times that of such a sum.
 
-Most tiles of keys are visible to all rows of a tile of queries. A first loop goes through those,
-without a mask, and a second one through the tiles at the edges of what is visible.
+Most tiles of keys are visible to all rows of a tile of queries. A first loop processes these tiles
+without a mask, a second one the tiles at the edges of the visible range.
 """
 
 import triton
@@ -24,6 +24,7 @@ import triton.language as tl
 
 from .._device.math import exp, exp_of_difference
 from .attention_tiles import (
+    add_rest,
     block_number,
     cast,
     count_blocks,
@@ -32,21 +33,20 @@ from .attention_tiles import (
     product,
     query_rows,
     real_queries,
-    rest_of,
+    rounding_rest,
     store_rows,
     visible_keys,
-    with_rest,
 )
-from .ring import ring_slots
+from .circular_buffer import buffer_slots
 
 _LOWEST = tl.constexpr(-1e30)  # below any logit; finite, so that a difference of two is 0
 
 
 @triton.jit
 def _locate_program(T, G, SHARE: tl.constexpr, ROWS: tl.constexpr):
-    """The first row, the row of the batch and the head of keys of this program.
+    """The first row of this program's tile, its sequence in the batch, and its key head.
 
-    Longest rows first, for load balance.
+    Tiles with the most visible keys come first, for load balance.
     """
     tiles = tl.cdiv(T * SHARE, ROWS)
     heads = tl.num_programs(0) // tiles
@@ -56,12 +56,12 @@ def _locate_program(T, G, SHARE: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _key_blocks(low, high, KEYS: tl.constexpr):
-    """The first key that any row sees, and `count_blocks` around the range that all rows see."""
+    """The first key visible to any row, and `count_blocks` around the range visible to all rows."""
     begin = tl.min(low, 0)
-    num_before, num_inside, num_behind = count_blocks(
+    num_before, num_inside, num_after = count_blocks(
         begin, tl.max(low, 0), tl.min(high, 0) + 1, tl.max(high, 0) + 1, KEYS
     )
-    return begin, num_before, num_inside, num_behind
+    return begin, num_before, num_inside, num_after
 
 
 @triton.jit(do_not_specialize=["T", "S", "window"])
@@ -98,9 +98,9 @@ def forward_kernel(
     peak = tl.full((ROWS,), _LOWEST, tl.float32)
     row_total = tl.zeros((ROWS,), tl.float32)
     weighted_sum = tl.zeros((ROWS, BLOCK_V), tl.float32)
-    start, num_before, num_inside, num_behind = _key_blocks(low, high, KEYS)
+    start, num_before, num_inside, num_after = _key_blocks(low, high, KEYS)
     for EDGE in tl.static_range(2):
-        for i in range(num_before + num_behind if EDGE else num_inside):
+        for i in range(num_before + num_after if EDGE else num_inside):
             first = start + block_number(i, num_before, num_inside, EDGE) * KEYS
             key_base, key_row, s = key_rows(first, b, g, S, G, KEYS)
             valid = s < S if EDGE else None
@@ -120,7 +120,7 @@ def forward_kernel(
     result = weighted_sum / row_total[:, None]
     rounded = cast(result, output.dtype.element_ty)
     if rest is not None:  # before a store, which would keep the result in registers
-        bits = rest_of(result, rounded, output.dtype.element_ty)
+        bits = rounding_rest(result, rounded, output.dtype.element_ty)
         store_rows(rest, base, row, t < T, bits, V, BLOCK_V)
     store_rows(output, base, row, t < T, rounded, V, BLOCK_V)
     if total is None:
@@ -169,15 +169,15 @@ def queries_kernel(
     result = load_rows(output, base, row, real, V, BLOCK_V, tl.float32)
     if rest is not None:
         bits = load_rows(rest, base, row, real, V, BLOCK_V, tl.int32)
-        result = with_rest(result, bits, output.dtype.element_ty)
+        result = add_rest(result, bits, output.dtype.element_ty)
     row_delta = tl.sum(gradient.to(tl.float32) * result, 1)
     tl.store(delta + base + row, row_delta, t < T)
     row_origin = tl.load(origin + base + row, t < T, other=0.0)
 
     d_query = tl.zeros((ROWS, BLOCK_K), tl.float32)
-    start, num_before, num_inside, num_behind = _key_blocks(low, high, KEYS)
+    start, num_before, num_inside, num_after = _key_blocks(low, high, KEYS)
     for EDGE in tl.static_range(2):
-        for i in range(num_before + num_behind if EDGE else num_inside):
+        for i in range(num_before + num_after if EDGE else num_inside):
             first = start + block_number(i, num_before, num_inside, EDGE) * KEYS
             key_base, key_row, s = key_rows(first, b, g, S, G, KEYS)
             valid = s < S if EDGE else None
@@ -199,15 +199,15 @@ def queries_kernel(
 
 
 @triton.jit
-def _ring_gradient(
-    d_ring, s, b, g, is_added, position, end, C, G, D: tl.constexpr, BLOCK_D: tl.constexpr
+def _buffer_gradient(
+    d_buffer, s, b, g, is_added, position, end, C, G, D: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """The gradients [keys, BLOCK_D] that keys (or values) at s get from the final state's ring."""
+    """Gradients [keys, BLOCK_D] of keys (or values) at s from the circular buffer's gradients."""
     d = tl.zeros((s.shape[0], BLOCK_D), tl.float32)
     if C > 0:
-        slot, in_ring = ring_slots(s, b, position, end, C)
-        ring = b.to(tl.int64) * C * G + g
-        d = load_rows(d_ring, ring, slot * G, in_ring & is_added, D, BLOCK_D, tl.float32)
+        slot, in_buffer = buffer_slots(s, b, position, end, C)
+        buffer_base = b.to(tl.int64) * C * G + g
+        d = load_rows(d_buffer, buffer_base, slot * G, in_buffer & is_added, D, BLOCK_D, tl.float32)
     return d
 
 
@@ -225,8 +225,8 @@ def keys_kernel(
     total,
     d_output,
     delta,
-    d_key_ring,
-    d_value_ring,
+    d_key_buffer,
+    d_value_buffer,
     position,
     end,
     d_keys,
@@ -246,12 +246,12 @@ def keys_kernel(
     KEYS: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    """Stores d_keys and d_values, [parts, B, S, G, ...]; a part sums over SHARE heads of queries.
+    """Stores d_keys and d_values, [parts, B, S, G, ...]; a part sums over SHARE query heads.
 
-    Either may be None: for wide heads the sums of both take more registers than a thread has, and
+    Either may be None: for wide heads the sums of both take more registers than a thread has, so
     two launches compute the weights twice.
-    d_key_ring, d_value_ring: [B, C, G, ...], the gradients of the final state (`ring.py`), or
-    None where they are added elsewhere.
+    d_key_buffer, d_value_buffer: [B, C, G, ...], the gradients of the final state
+    (`circular_buffer.py`), or None where the caller adds them.
     """
     FINE: tl.constexpr = TYPE.is_fp32()
     # Earliest keys first, for load balance: they are seen by the most queries.
@@ -271,7 +271,7 @@ def keys_kernel(
         inner_end = tl.load(query_end + row_of_batch + begin)
         stop = tl.load(query_end + row_of_batch + latest)
     start *= SHARE
-    num_before, num_inside, num_behind = count_blocks(
+    num_before, num_inside, num_after = count_blocks(
         start, inner_begin * SHARE, inner_end * SHARE, stop * SHARE, ROWS
     )
 
@@ -284,7 +284,7 @@ def keys_kernel(
         d_value = tl.zeros((KEYS, BLOCK_V), tl.float32)
     head = (g * parts + part) * SHARE
     for EDGE in tl.static_range(2):
-        for i in range(num_before + num_behind if EDGE else num_inside):
+        for i in range(num_before + num_after if EDGE else num_inside):
             first = start + block_number(i, num_before, num_inside, EDGE) * ROWS
             base, row, t = query_rows(first, b, head, T, G * parts * SHARE, SHARE, ROWS)
             valid = t < T if EDGE else None
@@ -313,12 +313,14 @@ def keys_kernel(
                 d_key = product(d_logits, query, d_key, TYPE)
     key_base += part.to(tl.int64) * (heads // parts) * S
     if d_keys is not None:
-        if d_key_ring is not None:
-            d_key += _ring_gradient(d_key_ring, s, b, g, part == 0, position, end, C, G, K, BLOCK_K)
+        if d_key_buffer is not None:
+            d_key += _buffer_gradient(
+                d_key_buffer, s, b, g, part == 0, position, end, C, G, K, BLOCK_K
+            )
         store_rows(d_keys, key_base, key_row, s < S, d_key, K, BLOCK_K)
     if d_values is not None:
-        if d_value_ring is not None:
-            d_value += _ring_gradient(
-                d_value_ring, s, b, g, part == 0, position, end, C, G, V, BLOCK_V
+        if d_value_buffer is not None:
+            d_value += _buffer_gradient(
+                d_value_buffer, s, b, g, part == 0, position, end, C, G, V, BLOCK_V
             )
         store_rows(d_values, key_base, key_row, s < S, d_value, V, BLOCK_V)

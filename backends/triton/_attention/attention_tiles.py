@@ -1,8 +1,8 @@
 """Tiles of queries and keys in softmax attention: addresses, visibility and products.
 
-A tile of queries is a matrix whose rows are the SHARE heads of one token that share a head of keys,
-then those of the next token. The rows of a tile of keys are tokens of one head of keys. Offsets of
-a tile are int64, those inside a tile int32.
+A tile of queries is a matrix whose rows are the SHARE query heads of a token that share a key head,
+then the query heads of the next token, and so on. The rows of a tile of keys are tokens of one key
+head. Offsets of a tile are int64, offsets inside a tile int32.
 """
 
 import triton
@@ -15,9 +15,9 @@ from .._device.tokens import PADDING
 
 @triton.jit
 def query_rows(begin, b, head, T, H, SHARE: tl.constexpr, ROWS: tl.constexpr):
-    """The offset of row `begin` of the heads from `head` on, those of ROWS rows to it, and tokens.
+    """The offset of row `begin` of the heads from `head` on, relative offsets of ROWS rows, tokens.
 
-    Offsets count rows of [B, T, H, ...]. Where SHARE is H, the compiler sees that rows adjoin.
+    Offsets count rows of [B, T, H, ...]. If SHARE is H, the compiler sees that rows are contiguous.
     """
     row = tl.arange(0, ROWS)
     later_tokens = (begin % SHARE + row) // SHARE
@@ -27,7 +27,7 @@ def query_rows(begin, b, head, T, H, SHARE: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def key_rows(begin, b, g, S, G, KEYS: tl.constexpr):
-    """The offset of key `begin` of head g, those of KEYS keys to it, and the indices of the keys.
+    """The offset of key `begin` of head g, relative offsets of KEYS keys, and indices of the keys.
 
     Offsets count rows of [B, S, G, ...].
     """
@@ -37,7 +37,7 @@ def key_rows(begin, b, g, S, G, KEYS: tl.constexpr):
 
 @triton.jit
 def real_queries(token_kind, t, b, T):
-    """Which of the tokens t exist and are no padding."""
+    """Mask of the tokens t that exist and are not padding."""
     real = t < T
     if token_kind is not None:
         real = tl.load(token_kind + b.to(tl.int64) * T + t, real, other=PADDING) != PADDING
@@ -58,19 +58,19 @@ def visible_keys(t, b, first_key, last_key, T, window):
 
 @triton.jit
 def count_blocks(begin, inner_begin, inner_end, end, BLOCK: tl.constexpr):
-    """How many blocks of a range, `begin` to `end`, lie before, inside and behind an inner range.
+    """Numbers of blocks of the range `begin` to `end` before, inside and after an inner range.
 
-    Blocks inside lie in the inner range as a whole; the others, at the edges, need a mask.
+    Blocks inside lie completely in the inner range; the others, at its edges, need a mask.
     """
     num_before = tl.cdiv(tl.maximum(tl.minimum(inner_begin, end) - begin, 0), BLOCK)
     num_inside = tl.maximum(inner_end - begin - num_before * BLOCK, 0) // BLOCK
-    num_behind = tl.cdiv(tl.maximum(end - begin - (num_before + num_inside) * BLOCK, 0), BLOCK)
-    return num_before, num_inside, num_behind
+    num_after = tl.cdiv(tl.maximum(end - begin - (num_before + num_inside) * BLOCK, 0), BLOCK)
+    return num_before, num_inside, num_after
 
 
 @triton.jit
 def block_number(i, num_before, num_inside, EDGE: tl.constexpr):
-    """The number of the i-th block inside, or, for EDGE, of the i-th one of all others."""
+    """The index of the i-th inside block, or, with EDGE, of the i-th block at the edges."""
     if EDGE:
         number = tl.where(i < num_before, i, i + num_inside)
     else:
@@ -105,10 +105,10 @@ def store_rows(tensor, base, row, valid, x, D: tl.constexpr, BLOCK_D: tl.constex
 
 @triton.jit
 def product(a, b, total, TYPE: tl.constexpr):
-    """total + a b in float32, of operands of TYPE; `products.py` says how float32 is multiplied.
+    """total + a b in float32, with operands of TYPE; `_device/products.py` explains float32.
 
-    The backward computes logits again and must get the same ones. Tensor cores sum in a fixed
-    order. NumPy, in the interpreter, sums in an order that depends on the place in the tile: there
+    The backward recomputes logits and must get identical ones. Tensor cores sum in a fixed order.
+    NumPy, in the interpreter, sums in an order that depends on the position in the tile, so there
     float32 operands are summed in float64.
     """
     if IN_INTERPRETER and TYPE.is_fp32():
@@ -119,10 +119,10 @@ def product(a, b, total, TYPE: tl.constexpr):
 
 
 @triton.jit
-def rest_of(x, rounded, TYPE: tl.constexpr):
-    """What x lost when it was rounded to TYPE, of 16 bits, in 8 bits: int8.
+def rounding_rest(x, rounded, TYPE: tl.constexpr):
+    """The next 8 bits of x after it was rounded to TYPE, of 16 bits, as int8.
 
-    A number in float32 has 16 bits more than in bfloat16, and 13 more than in float16.
+    A float32 number has 16 bits more than bfloat16, and 13 more than float16.
     """
     SHIFT: tl.constexpr = 8 if TYPE.is_bf16() else 5
     bits = x.to(tl.int32, bitcast=True) - rounded.to(tl.float32).to(tl.int32, bitcast=True)
@@ -130,8 +130,8 @@ def rest_of(x, rounded, TYPE: tl.constexpr):
 
 
 @triton.jit
-def with_rest(rounded, rest, TYPE: tl.constexpr):
-    """x from `rounded`, again in float32, and what `rest_of` returned."""
+def add_rest(rounded, rest, TYPE: tl.constexpr):
+    """x in float32 from `rounded` and its `rounding_rest`."""
     SHIFT: tl.constexpr = 8 if TYPE.is_bf16() else 5
     bits = rounded.to(tl.int32, bitcast=True) + (rest << SHIFT)
     return bits.to(tl.float32, bitcast=True)

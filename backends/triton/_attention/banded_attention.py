@@ -1,11 +1,11 @@
-"""Softmax attention of queries to a range of keys each, tile by tile: launches and their tiles.
+"""Softmax attention in which each query sees a range of keys: launches and tile sizes.
 
 q: [B, T, H, K]; k: [B, S, G, K]; v: [B, S, G, V]. Query t sees the keys from first_key[t] to
-last_key[t], int32 [B, T], neither of which decreases along a row. Where those are None, S is T, and
-a query sees the `window` keys up to its own. Queries that `token_kind` marks as padding count as 0.
+last_key[t], int32 [B, T], neither of which decreases along a sequence. If they are None, S is T,
+and a query sees the `window` keys up to its own. Queries that `token_kind` marks as padding are 0.
 
-The heads of queries that share a head of keys are rows of one matrix, token after token, so a tile
-loads each key once for all of them. Tiles of keys that no query of a tile sees are not loaded.
+Query heads that share a key head are rows of one matrix, token after token, so a tile loads each
+key once for all of them. Tiles of keys that are invisible to a tile of queries are not loaded.
 """
 
 import functools
@@ -16,7 +16,7 @@ import triton.language as tl
 
 from .._device.common import MULTIPROCESSORS
 from .._runtime import search
-from .._runtime.framework import places_of_numbers, run
+from .._runtime.framework import run, search_sorted_rows
 from .._runtime.launch import Array, Launch, dtype_name, like
 from .attention_kernels import forward_kernel, keys_kernel, queries_kernel
 
@@ -24,7 +24,7 @@ _MANY_PROGRAMS = 2 * MULTIPROCESSORS
 
 
 class VisibleKeys(NamedTuple):
-    """Which keys queries see: `window` of them, or those from `first_key` to `last_key`."""
+    """The range of keys that each query sees: a `window`, or from `first_key` to `last_key`."""
 
     token_kind: Any
     first_key: Any
@@ -32,15 +32,15 @@ class VisibleKeys(NamedTuple):
     window: int
 
     def queries_of_keys(self, length):
-        """The first query that sees each key, and the first one after that which does not, [B, S].
+        """The first query that sees each key, and the first later one that does not, [B, S].
 
-        Nones if the window alone decides.
+        (None, None) if only the window matters.
         """
         if self.first_key is None or self.last_key is None:
             return None, None
         return (
-            places_of_numbers(self.last_key, length),
-            places_of_numbers(self.first_key, length, behind=True),
+            search_sorted_rows(self.last_key, length),
+            search_sorted_rows(self.first_key, length, right=True),
         )
 
 
@@ -53,8 +53,8 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-# Candidates for each result, by the bits of the dtype of products, the default first. That is what
-# just fits into the registers and the shared memory of a multiprocessor of Hopper.
+# Candidates for each result, by the bits of the products' dtype, the default first: it just fits
+# into the registers and shared memory of a Hopper multiprocessor.
 _NARROW = {  # heads of up to 128 channels
     "output": {
         16: (
@@ -110,8 +110,8 @@ def candidates(result, keys, values, dtype):
     return table[result][dtype.primitive_bitwidth]
 
 
-def _results_of_keys(keys, values):
-    """The results of `keys_kernel`: for wide heads, two launches."""
+def _key_results(keys, values):
+    """The results of each launch of `keys_kernel`: wide heads need two launches."""
     return ("d_k", "d_v") if _is_wide(keys, values) else ("d_k, d_v",)
 
 
@@ -120,7 +120,7 @@ def _is_wide(keys, values):
 
 
 def constants(share, keys, values, dtype):
-    """The constants of all kernels, where `share` heads of queries share a head of keys."""
+    """The constants of all kernels; `share` query heads share a key head."""
     return {
         "SHARE": share,
         "K": keys,
@@ -132,7 +132,7 @@ def constants(share, keys, values, dtype):
 
 
 def _dtype(*tensors):
-    """The dtype of the operands of products: 16 bits if all tensors share one of those."""
+    """The dtype of operands of products: a 16-bit one if all tensors have it, else float32."""
     dtypes = {dtype_name(x) for x in tensors}
     if dtypes == {"bfloat16"}:
         return tl.bfloat16
@@ -140,10 +140,10 @@ def _dtype(*tensors):
 
 
 def results(q, k, v):
-    """`Array`s of the output [B, T, H, V], and of the `rest`, `origin` and `total` of `backward`.
+    """`Array`s of the output [B, T, H, V] and of the residuals `rest`, `origin` and `total`.
 
-    `attention_kernels.py` explains these; the rest is None if the output is float32, the total if
-    products are of 16 bits.
+    `attention_kernels.py` explains them. `rest` is None if the output is float32, `total` is None
+    with 16-bit products.
     """
     queries = tuple(q.shape[:3])
     output = Array((*queries, v.shape[3]), dtype_name(q))
@@ -153,30 +153,30 @@ def results(q, k, v):
 
 
 def forward(q, k, v, visible):
-    """Arrays for `results`."""
-    return _by_queries("output", forward_kernel, q, k, v, visible, (), results(q, k, v))
+    """Returns the arrays that `results` describes."""
+    return _run_query_kernel("output", forward_kernel, q, k, v, visible, (), results(q, k, v))
 
 
-def backward(d_output, d_rings, output, kept, q, k, v, visible, position=None, end=None):
-    """Returns the gradients of q, k and v, in a list, the last two perhaps in float32.
+def backward(d_output, d_buffers, output, residuals, q, k, v, visible, position=None, end=None):
+    """Returns the gradients of q, k and v, in a list, the last two possibly in float32.
 
-    kept: what `forward` returned with the output.
-    d_rings: the gradients of the final state's keys and values, [B, C, G, ...], or Nones. position,
-    end: see `ring.py`.
+    residuals: the arrays that `forward` returned after the output.
+    d_buffers: the gradients of the final state's keys and values, [B, C, G, ...], or Nones.
+    position, end: see `circular_buffer.py`.
     """
-    _, origin, total = kept
-    inputs, outputs = (output, *kept, d_output), (like(q), like(origin))
-    d_q, delta = _by_queries("d_q", queries_kernel, q, k, v, visible, inputs, outputs)
+    _, origin, total = residuals
+    inputs, outputs = (output, *residuals, d_output), (like(q), like(origin))
+    d_q, delta = _run_query_kernel("d_q", queries_kernel, q, k, v, visible, inputs, outputs)
 
     length, heads = q.shape[1:3]
-    batch, places, groups, _ = k.shape
-    inputs = *visible[:3], *visible.queries_of_keys(places), origin, total, d_output, delta
-    inputs = q, k, v, *inputs, *d_rings, position, end
-    capacity = 0 if d_rings[0] is None else d_rings[0].shape[1]
+    batch, num_positions, groups, _ = k.shape
+    inputs = *visible[:3], *visible.queries_of_keys(num_positions), origin, total, d_output, delta
+    inputs = q, k, v, *inputs, *d_buffers, position, end
+    capacity = 0 if d_buffers[0] is None else d_buffers[0].shape[1]
 
     def launch(results, options):
-        programs = batch * groups * triton.cdiv(places, options["KEYS"])
-        parts = _parts(heads // groups, programs)
+        programs = batch * groups * triton.cdiv(num_positions, options["KEYS"])
+        parts = _num_parts(heads // groups, programs)
         options["SHARE"] //= parts
         outputs = [
             Array((parts, *x.shape), "float32" if parts > 1 else dtype_name(x))
@@ -184,44 +184,49 @@ def backward(d_output, d_rings, output, kept, q, k, v, visible, position=None, e
             else None
             for name, x in (("d_k", k), ("d_v", v))
         ]
-        numbers = length, places, groups, visible.window, capacity, parts
-        found = run(Launch(keys_kernel, programs * parts, inputs, tuple(outputs), numbers, options))
-        gradients = (d for d in found if d is not None)
+        numbers = length, num_positions, groups, visible.window, capacity, parts
+        arrays = run(
+            Launch(keys_kernel, programs * parts, inputs, tuple(outputs), numbers, options)
+        )
+        gradients = (d for d in arrays if d is not None)
         return [d.sum(0) if parts > 1 else d[0] for d in gradients]
 
     d_q_k_v = [d_q]
-    for results in _results_of_keys(k.shape[3], v.shape[3]):
-        d_q_k_v += _run(results, functools.partial(launch, results), q, k, v, visible)
+    for results in _key_results(k.shape[3], v.shape[3]):
+        d_q_k_v += _run_search(results, functools.partial(launch, results), q, k, v, visible)
     return d_q_k_v
 
 
-def _by_queries(result, kernel, q, k, v, visible, inputs, outputs):
+def _run_query_kernel(result, kernel, q, k, v, visible, inputs, outputs):
     batch, length = q.shape[:2]
-    places, groups = k.shape[1:3]
-    inputs, numbers = (q, k, v, *visible[:3], *inputs), (length, places, groups, visible.window)
+    num_positions, groups = k.shape[1:3]
+    inputs, numbers = (
+        (q, k, v, *visible[:3], *inputs),
+        (length, num_positions, groups, visible.window),
+    )
 
     def launch(options):
         programs = batch * groups * triton.cdiv(length * options["SHARE"], options["ROWS"])
         return run(Launch(kernel, programs, inputs, outputs, numbers, options))
 
-    return _run(result, launch, q, k, v, visible)
+    return _run_search(result, launch, q, k, v, visible)
 
 
-def _run(result, launch, q, k, v, visible):
-    """What `launch` returns, with the constants and options of the kernel for a result."""
+def _run_search(result, launch, q, k, v, visible):
+    """Calls `launch` with the constants and the chosen tile of the kernel for a result."""
     batch, length, heads, keys = q.shape
-    _, places, groups, values = v.shape
+    _, num_positions, groups, values = v.shape
     dtype = _dtype(q, k, v)
-    fixed = constants(heads // groups, keys, values, dtype)
+    kernel_constants = constants(heads // groups, keys, values, dtype)
     return search.run(
         f"sliding_window_attention {result}",
         candidates(result, keys, values, dtype),
-        lambda tiles: launch({**fixed, **tiles._asdict()}),
+        lambda tiles: launch({**kernel_constants, **tiles._asdict()}),
         (q, k, v, visible.first_key, visible.token_kind),
         {
             "batch": batch,
             "length": length,
-            "places": places,
+            "positions": num_positions,
             "window": visible.window,
             "heads": heads,
             "groups": groups,
@@ -231,7 +236,7 @@ def _run(result, launch, q, k, v, visible):
     )
 
 
-def _parts(share, programs):
-    """Into how many parts to split the `share` heads that share keys, so that programs suffice."""
-    enough = (n for n in range(1, share) if share % n == 0 and n * programs >= _MANY_PROGRAMS)
-    return next(enough, share)
+def _num_parts(share, programs):
+    """Number of parts into which `share` query heads are split, so that programs fill the GPU."""
+    sufficient = (n for n in range(1, share) if share % n == 0 and n * programs >= _MANY_PROGRAMS)
+    return next(sufficient, share)

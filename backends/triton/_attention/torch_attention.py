@@ -1,7 +1,7 @@
-"""Softmax attention on torch: a row's arrangement and its launches are one custom operator.
+"""Softmax attention on torch: one custom operator arranges keys and values and launches kernels.
 
-As in `backends/torch`, a row of keys and values has those of the state first, then those of the
-real tokens, so that each query sees one range of it. Queries and outputs, which are larger where
+As in `backends/torch`, the keys and values of a sequence are those of the state, then those of the
+real tokens, so that each query sees one range of them. Queries and outputs, which are larger where
 heads share keys, are not moved.
 """
 
@@ -13,11 +13,11 @@ from ...torch._attention_inputs import AttentionInputs, attend, fake_gradients, 
 from ...torch._autograd import register_autograd
 from ...torch._sharding import is_sharded
 from .._runtime.torch_operators import contiguous, new, on_device_of
-from . import banded_attention, ring
+from . import banded_attention, circular_buffer
 
 
 def attention(q, k, v, sliding_window=None, initial_state=None, token_kind=None, capacity=None):
-    """The function of the same parameters in `backends/torch`, which serves DTensors by itself."""
+    """Sliding window attention; DTensors and single tokens with a state go to `backends/torch`."""
     if (initial_state is not None and q.shape[1] == 1) or is_sharded(q):
         return plain.sliding_window_attention(
             q, k, v, sliding_window, initial_state, token_kind, capacity
@@ -26,13 +26,13 @@ def attention(q, k, v, sliding_window=None, initial_state=None, token_kind=None,
 
 
 def _arrange(*arguments):
-    """`AttentionInputs`, their keys and values, and which of them its queries see."""
-    row = AttentionInputs(*arguments)
-    keys, values = row.keys_and_values()
-    window = row.window or keys.shape[1]
-    first_key, last_key = row.key_ranges() or (None, None)
-    visible = banded_attention.VisibleKeys(row.token_kind, first_key, last_key, window)
-    return row, keys, values, visible
+    """A `Row`, its keys and values, and the range of them that each query sees."""
+    arrangement = Row(*arguments)
+    keys, values = arrangement.keys_and_values()
+    window = arrangement.window or keys.shape[1]
+    first_key, last_key = arrangement.seen() or (None, None)
+    visible = banded_attention.VisibleKeys(arrangement.token_kind, first_key, last_key, window)
+    return arrangement, keys, values, visible
 
 
 @torch.library.custom_op("keras_recurrent::triton_sliding_window_attention", mutates_args=())
@@ -48,21 +48,23 @@ def _forward(
     capacity: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     q, k, v, token_kind = contiguous(q, k, v, token_kind)
-    row, keys, values, visible = _arrange(q, k, v, key, value, position, token_kind, window)
+    arrangement, keys, values, visible = _arrange(q, k, v, key, value, position, token_kind, window)
     with on_device_of(q):
-        output, *kept = banded_attention.forward(q, keys, values, visible)
-        position = row.next_position.int()
-        rings = [x.new_empty(x.shape[0], 0, *x.shape[2:]) for x in (keys, values)]
+        output, *residuals = banded_attention.forward(q, keys, values, visible)
+        position = arrangement.next_position.int()
+        buffers = [x.new_empty(x.shape[0], 0, *x.shape[2:]) for x in (keys, values)]
         if capacity:
-            rings = ring.to_rings(keys, values, position, row.end.int(), capacity)
-    return output, *rings, position, *(_empty_for_none(q, kept))
+            buffers = circular_buffer.fill_buffers(
+                keys, values, position, arrangement.end.int(), capacity
+            )
+    return output, *buffers, position, *(_empty_for_none(q, residuals))
 
 
 @_forward.register_fake
 def _(q, k, v, key, value, position, token_kind, window, capacity):
-    _, *kept = banded_attention.results(q, k, v)
-    kept = (array if array is None else new(array, q) for array in kept)
-    return *fake_results(q, k, v, capacity), *_empty_for_none(q, kept)
+    _, *residuals = banded_attention.results(q, k, v)
+    residuals = (array if array is None else new(array, q) for array in residuals)
+    return *fake_results(q, k, v, capacity), *_empty_for_none(q, residuals)
 
 
 @torch.library.custom_op(
@@ -85,27 +87,31 @@ def _backward(
     token_kind: Tensor | None,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    q, k, v, token_kind, d_output, *d_rings = contiguous(
+    q, k, v, token_kind, d_output, *d_buffers = contiguous(
         q, k, v, token_kind, d_output, d_key, d_value
     )
-    row, keys, values, visible = _arrange(q, k, v, key, value, position, token_kind, window)
+    arrangement, keys, values, visible = _arrange(q, k, v, key, value, position, token_kind, window)
     with on_device_of(q):
         d_q, *d_rows = banded_attention.backward(
             d_output,
-            d_rings,
+            d_buffers,
             output,
             [x if x.numel() else None for x in (rest, origin, total)],
             q,
             keys,
             values,
             visible,
-            *((None, None) if d_key is None else (row.next_position.int(), row.end.int())),
+            *(
+                (None, None)
+                if d_key is None
+                else (arrangement.next_position.int(), arrangement.end.int())
+            ),
         )
-    return d_q, *row.gradients(d_rows)
+    return d_q, *arrangement.gradients(d_rows)
 
 
 def _empty_for_none(q, tensors):
-    """An operator returns tensors alone."""
+    """Replaces None by an empty tensor: an operator returns only tensors."""
     return [q.new_empty(0) if x is None else x for x in tensors]
 
 
@@ -116,14 +122,14 @@ def _(d_output, d_key, d_value, output, rest, origin, total, q, k, v, key, *opti
 
 def _save(ctx, inputs, output):
     *tensors, ctx.window, ctx.capacity = inputs
-    _, _, _, position, *kept = output
-    ctx.mark_non_differentiable(position, *kept)
-    ctx.save_for_backward(output[0], *kept, *tensors)
-    ctx.set_materialize_grads(False)  # nobody reads zeros for a state that is not used
+    _, _, _, position, *residuals = output
+    ctx.mark_non_differentiable(position, *residuals)
+    ctx.save_for_backward(output[0], *residuals, *tensors)
+    ctx.set_materialize_grads(False)  # the gradient of an unused state stays None
 
 
 def _gradients(ctx, d_output, d_key, d_value, *_):
-    saved = ctx.saved_tensors  # read once: each time, a checkpoint recomputes it
+    saved = ctx.saved_tensors  # read once: inside a checkpoint, each access recomputes the forward
     output, (k, v, key) = saved[0], saved[5:8]
     d_output = torch.zeros_like(output) if d_output is None else d_output
     if d_key is not None or d_value is not None:

@@ -82,9 +82,9 @@ def tuning_unavailable_reason():
     return "Keras runs on 'jax', whose programs take the default of each kernel"
 
 
-def places_of_numbers(rows, count, behind=False):
-    """As `torch_operators.places_of_numbers`."""
-    find = functools.partial(jnp.searchsorted, v=jnp.arange(count), side=("left", "right")[behind])
+def search_sorted_rows(rows, count, right=False):
+    """The JAX version of `torch_operators.search_sorted_rows`."""
+    find = functools.partial(jnp.searchsorted, v=jnp.arange(count), side=("left", "right")[right])
     return jax.vmap(find)(rows).astype(jnp.int32)
 
 

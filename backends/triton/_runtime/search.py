@@ -19,7 +19,7 @@ import triton
 from .framework import framework
 
 # Sizes that kernels are not compiled for: a key has them rounded up to the next power of two.
-_ROUNDED = ("batch", "length", "places", "window")
+_ROUNDED = ("batch", "length", "positions", "window")
 # Milliseconds, in which `do_bench` makes as many calls as fit.
 _WARMUP, _REPETITION = 10, 50
 # Errors of Triton where a configuration exceeds the device's registers or shared memory.

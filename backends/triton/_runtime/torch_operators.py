@@ -109,14 +109,14 @@ def cast(x, dtype):
 zeros_like = torch.zeros_like
 
 
-def places_of_numbers(rows, count, behind=False):
-    """Where 0, 1, ... would be in each row, whose numbers never fall: int32 [B, count].
+def search_sorted_rows(rows, count, right=False):
+    """The insertion index of 0, 1, ..., count - 1 in each sorted row: int32 [B, count].
 
-    Of several places for a number the first, or, if `behind`, the one behind those that have it.
+    Of several possible indices it is the first, or, if `right`, the last, as in `searchsorted`.
     """
     numbers = torch.arange(count, device=rows.device, dtype=torch.int32)
     numbers = numbers.expand(rows.shape[0], count).contiguous()
-    return torch.searchsorted(rows, numbers, right=behind, out_int32=True)
+    return torch.searchsorted(rows, numbers, right=right, out_int32=True)
 
 
 def pdl_options(x):

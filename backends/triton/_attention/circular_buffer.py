@@ -1,7 +1,7 @@
-"""Attention's state, circular buffers of the last keys and values as `torch/_circular_buffer.py`.
+"""The state of sliding window attention: a circular KV buffer of each document's last tokens.
 
-The token at position p of its document lies in slot p % C. position, end: int32 [B], the position
-of the next token to come, and the index in the row of keys behind its last token.
+The token at position p of its document is in slot p % C. position: int32 [B], the position of the
+next token. end: int32 [B], the index after the last token among the S keys of a sequence.
 """
 
 import triton
@@ -11,12 +11,12 @@ from .._runtime.framework import run
 from .._runtime.launch import Array, Launch, dtype_name
 from .attention_tiles import load_rows, store_rows
 
-SLOTS = 32  # of a program
+SLOTS = 32  # slots of a program
 
 
 @triton.jit
-def ring_slots(s, b, position, end, C):
-    """The slots of the tokens at indices s of row b, and which of these tokens are in the ring."""
+def buffer_slots(s, b, position, end, C):
+    """The slots of the tokens at indices s of sequence b, and a mask of those in the buffer."""
     next_position = tl.load(position + b)
     age = tl.load(end + b) - 1 - s
     slot = (next_position - 1 - age) % C
@@ -24,7 +24,7 @@ def ring_slots(s, b, position, end, C):
 
 
 @triton.jit(do_not_specialize=["S", "C"])
-def to_rings_kernel(
+def fill_buffers_kernel(
     keys,
     values,
     position,
@@ -48,20 +48,20 @@ def to_rings_kernel(
     age = (next_position - 1 - slot + C) % C
     s = (tl.load(end + b) - 1 - age).to(tl.int64)
     filled = (age < next_position) & (slot < C)
-    row, ring = b.to(tl.int64) * S * G + g, b.to(tl.int64) * C * G + g
+    row, buffer_base = b.to(tl.int64) * S * G + g, b.to(tl.int64) * C * G + g
     x = load_rows(keys, row, s * G, filled, K, BLOCK_K, tl.float32)
-    store_rows(key, ring, slot_rows, slot < C, x, K, BLOCK_K)
+    store_rows(key, buffer_base, slot_rows, slot < C, x, K, BLOCK_K)
     x = load_rows(values, row, s * G, filled, V, BLOCK_V, tl.float32)
-    store_rows(value, ring, slot_rows, slot < C, x, V, BLOCK_V)
+    store_rows(value, buffer_base, slot_rows, slot < C, x, V, BLOCK_V)
 
 
-def to_rings(keys, values, position, end, capacity):
-    """The rings [B, capacity, G, ...] of rows [B, S, G, ...]; slots without a token hold 0."""
-    batch, places, groups, _ = keys.shape
-    rings = [Array((batch, capacity, *x.shape[2:]), dtype_name(x)) for x in (keys, values)]
+def fill_buffers(keys, values, position, end, capacity):
+    """Buffers [B, capacity, G, ...] from keys and values [B, S, G, ...]; 0 in empty slots."""
+    batch, num_positions, groups, _ = keys.shape
+    buffers = [Array((batch, capacity, *x.shape[2:]), dtype_name(x)) for x in (keys, values)]
     programs = batch * groups * triton.cdiv(capacity, SLOTS)
     options = {"K": keys.shape[3], "V": values.shape[3], "SLOTS": SLOTS}
     options |= {f"BLOCK_{name}": triton.next_power_of_2(options[name]) for name in ("K", "V")}
-    numbers = places, groups, capacity
+    numbers = num_positions, groups, capacity
     inputs = keys, values, position, end
-    return run(Launch(to_rings_kernel, programs, inputs, tuple(rings), numbers, options))
+    return run(Launch(fill_buffers_kernel, programs, inputs, tuple(buffers), numbers, options))
