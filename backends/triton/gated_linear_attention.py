@@ -3,19 +3,20 @@
 Qin et al. 2024, arXiv:2404.07904, section 3 (HGRN2, where k_t = 1 - exp(log_f_t)); Yang et al.
 2023, arXiv:2312.06635, section 4 (gated linear attention).
 
-For bfloat16 and heads of up to 128 channels of keys, `gated_output.py` has the kernels forwards,
-and `gated_gradients.py` backwards. Else the states between chunks are stored in device memory,
-then all chunks are computed at once. The backward computes the states so, and their gradients from
-the last chunk to the first. Where k is None, keys are computed in registers, and their gradients
-are not stored.
+For bfloat16 and heads of up to 128 channels of keys, `_linear_attention/gated_output.py` has the
+kernels of the forward, `gated_gradients.py` those of the backward. Otherwise the states between
+chunks are stored in device memory (`gated_states.py`), and then all chunks are computed in one
+launch (`gated_chunks.py`). The backward recomputes the states in this way, and computes their
+gradients from the last chunk to the first. If k is None, keys are computed in registers, and their
+gradients are not stored.
 """
 
 import triton
 
 from ._linear_attention.gated_chunks import attend_kernel, gradient_kernel
 from ._linear_attention.gated_gradients import differentiate
-from ._linear_attention.gated_operands import pairs_of, prepare
-from ._linear_attention.gated_output import LARGEST_KEYS, stream
+from ._linear_attention.gated_operands import pairs_array, prepare
+from ._linear_attention.gated_output import MAX_KEYS, stream
 from ._linear_attention.gated_states import walk
 from ._linear_attention.linear_attention import (
     Blocks,
@@ -30,7 +31,7 @@ from ._runtime.launch import Array, Launch, dtype_name, like
 from ._runtime.operation import Operation
 
 # Candidates by `short`, the default first. A thread keeps its rows of all tiles in registers.
-# Chunks are of 32 tokens, whose products are not asynchronous (`products.py`).
+# Chunks have 32 tokens, so that their products are not asynchronous (`products.py`).
 ATTEND_BLOCKS = {
     True: (Blocks(64, 128, 2), Blocks(64, 128, 2, num_stages=2), Blocks(32, 128, 2)),
     False: (Blocks(32, 64, 4), Blocks(64, 64, 4), Blocks(32, 64, 2), Blocks(32, 128, 8)),
@@ -47,7 +48,7 @@ def unsupported(q, k, v, log_f, initial_state=None, token_kind=None) -> str | No
 
 
 def gated_linear_attention(q, k, v, log_f, initial_state=None, token_kind=None):
-    """q, k, log_f: [B, T, H, K]; v: [B, T, H, V]; log_f <= 0. k None stands for 1 - exp(log_f).
+    """q, k, log_f: [B, T, H, K]; v: [B, T, H, V]; log_f <= 0. If k is None, it is 1 - exp(log_f).
 
     Returns ([B, T, H, V] in v's dtype, [B, H, K, V] in float32).
     """
@@ -55,14 +56,14 @@ def gated_linear_attention(q, k, v, log_f, initial_state=None, token_kind=None):
 
 
 def _parts(sizes, log_f):
-    """How many numbers of bfloat16 a logarithm of a decay is split into (`products.py`)."""
+    """Number of bfloat16 parts into which the logarithm of a decay is split (`products.py`)."""
     if not sizes.short:
         return 3
     return 1 if dtype_name(log_f) == "bfloat16" else 2
 
 
 def _attend(sizes, q, k, v, states, dtype, *, log_f, token_kind, parts, reverse=False):
-    """The output in `dtype`; if `reverse`, the gradient of v, with that of the output as v."""
+    """The output in `dtype`; if `reverse`, the gradient of v, where v is that of the output."""
     flags = {"SHORT": sizes.short, "REVERSE": reverse}
     tensors = q, k, v, log_f, token_kind
 
@@ -80,7 +81,7 @@ def _attend(sizes, q, k, v, states, dtype, *, log_f, token_kind, parts, reverse=
 
 
 def _differentiate(sizes, q, k, v, d_output, states, d_states, *, log_f, token_kind, parts):
-    """The gradients of q, k and log_f, None where k is."""
+    """The gradients of q, k (None if k is None) and log_f."""
     tensors = q, k, v, log_f, token_kind
     outputs = like(q), None if k is None else like(k), like(log_f)
 
@@ -97,8 +98,8 @@ def _differentiate(sizes, q, k, v, d_output, states, d_states, *, log_f, token_k
 
 
 def results(q, k, v, log_f, initial_state, token_kind):
-    sizes = _streamed(q, k, v)
-    pairs = like(_no_pairs(q)) if sizes is None else pairs_of(sizes)
+    sizes = _streaming_sizes(q, k, v)
+    pairs = like(_empty_pairs(q)) if sizes is None else pairs_array(sizes)
     return like(v), Array(sizes_of(q, k, v).state_shape, "float32"), pairs
 
 
@@ -107,24 +108,24 @@ def gradients(q, k, v, log_f, initial_state, token_kind, output, pairs, d_output
     return like(q), d_k, like(v), like(log_f), gradient_of_state(initial_state), None
 
 
-def _streamed(q, k, v):
-    """Their `Sizes` for kernels that make the operands of all chunks at once; None for others."""
+def _streaming_sizes(q, k, v):
+    """The `Sizes` for `gated_output.py`; None if other kernels must be used."""
     sizes = sizes_of(q, k, v)
-    streamed = sizes.short and sizes.keys <= LARGEST_KEYS and sizes.length > 1
+    streamed = sizes.short and sizes.keys <= MAX_KEYS and sizes.length > 1
     return sizes if streamed else None
 
 
-def _no_pairs(q):
-    """What the other kernels keep: nothing."""
+def _empty_pairs(q):
+    """The empty residual of kernels that do not save pairs."""
     return zeros_like(q[:, 0, :, :0])
 
 
 def forward(q, k, v, log_f, initial_state, token_kind):
-    sizes = _streamed(q, k, v)
+    sizes = _streaming_sizes(q, k, v)
     decays = {"log_f": log_f, "token_kind": token_kind}
     if q.shape[1] == 1:
         found = step(sizes_of(q, k, v), q, k, v, initial_state, **decays)
-        return *found, _no_pairs(q)
+        return *found, _empty_pairs(q)
     if sizes is not None:
         decays["parts"] = _parts(sizes, log_f)
         prepared = prepare(sizes, q, k, **decays)
@@ -133,11 +134,11 @@ def forward(q, k, v, log_f, initial_state, token_kind):
     decays["parts"] = _parts(sizes, log_f)
     states, final_state = walk(sizes, k, v, initial_state, **decays)
     output = _attend(sizes, q, k, v, states, dtype_name(v), **decays)
-    return output, final_state, _no_pairs(q)
+    return output, final_state, _empty_pairs(q)
 
 
 def backward(q, k, v, log_f, initial_state, token_kind, output, pairs, d_output, d_final):
-    sizes = _streamed(q, k, v)
+    sizes = _streaming_sizes(q, k, v)
     decays = {"log_f": log_f, "token_kind": token_kind}
     if sizes is not None:
         decays["parts"] = _parts(sizes, log_f)

@@ -10,11 +10,11 @@ registers: no state is stored. The gradients have the same form, and the same ke
 with (d_O, V, K, S^T) in place of (Q, K, V, S) for Q, and backwards in time, with G the gradient of
 the state, with (K, Q, d_O, G) for V and (V, d_O, Q, G^T) for K.
 
-Where heads are too few to fill the GPU, time is cut into segments, and these into pieces: a first
-launch computes for all pieces at once what each does to a state, as a decay and a total, and in a
-second one each segment starts from the state that the pieces before it make. The first launch reads
-only what the end of a segment remembers: of most heads, few tokens. Of heads that do not decay it
-reads all; pieces, shorter than segments, spread these over the GPU.
+If there are too few heads to fill the GPU, time is split into segments, and these into subsegments.
+A first launch computes the effect of each subsegment on a state, as a decay and a total; in a
+second launch each segment starts from the state after the previous subsegments. The first launch
+reads only tokens that the state at the end of a segment depends on: few tokens for most heads, but
+all of them for heads without decay. Subsegments, shorter than segments, spread these over the GPU.
 """
 
 import triton
@@ -26,11 +26,11 @@ from ._device.products import operand, product
 from ._device.tokens import GOES_ON, PADDING, STARTS
 from ._linear_attention.linear_attention import (
     Blocks,
-    Cut,
+    TimeSplit,
     gradient_of_state,
     load_tokens,
     locate_segment,
-    most_segments,
+    max_segments,
     real_tokens,
     sizes_of,
     unsupported_reason,
@@ -42,11 +42,11 @@ from ._runtime.framework import operation, zeros_like
 from ._runtime.launch import Array, dtype_name, like
 from ._runtime.operation import Operation
 
-# Candidates by `short` and by whether heads are wider than 128 channels, the default first. The
-# state, [K, BLOCK_V], takes at most 64 registers of a thread. The parts that float32 is split into
-# take many more, so for its wide heads there is one candidate. Tiles of 128×32 were compiled
-# wrongly for heads of 66 channels. The tiles that load ahead in 2 stages leave shared memory for a
-# second program on a multiprocessor: where there are so many programs, that comes first.
+# Candidates by (`short`, heads are wider than 128 channels), the default first. The state,
+# [K, BLOCK_V], takes at most 64 registers of a thread. The parts into which float32 is split take
+# many more, so its wide heads have one candidate. Tiles of 128×32 were compiled wrongly for heads
+# of 66 channels. Tiles with 2 pipeline stages leave shared memory for a second program on a
+# multiprocessor: with enough programs, they come first.
 BLOCKS = {
     (True, False): (Blocks(128, 64, 4, 4), Blocks(128, 64, 4, 3), Blocks(128, 64, 4, 2)),
     (True, True): (
@@ -58,10 +58,10 @@ BLOCKS = {
     (False, False): (Blocks(128, 32, 8), Blocks(128, 16, 8), Blocks(128, 64, 8)),
     (False, True): (Blocks(256, 32, 8),),
 }
-_SHORTEST_PIECE = 8  # chunks
-_MOST_PIECES = 32  # in all, where there are no more segments
-_FORGOTTEN = tl.constexpr(104.0)  # exp(-104) is 0 in float32, and times any number below 1e-6
-_KINDS = tl.constexpr(4096)  # tokens whose kinds are loaded at once
+_SHORTEST_SUBSEGMENT = 8  # chunks
+_MAX_SUBSEGMENTS = 32  # of all segments together, unless there are more segments
+_FORGOTTEN = tl.constexpr(104.0)  # exp(-104) is 0 in float32; times any number it is below 1e-6
+_KINDS = tl.constexpr(4096)  # tokens whose kinds are loaded at a time
 
 
 def unsupported(q, k, v, log_decay, initial_state=None, token_kind=None) -> str | None:
@@ -85,9 +85,9 @@ def _power(exponent, log_decay, FINE: tl.constexpr):
 
 @triton.jit
 def _count_tokens(real, starts, row, num_tokens, token_kind):
-    """For each token, how many real tokens and document starts there are up to it; and the totals.
+    """The numbers of real tokens and of document starts up to each token, and in the whole chunk.
 
-    num_tokens: how many tokens the chunk has. Without kinds, the counts of each token are the same
+    num_tokens: the number of tokens in the chunk. Without kinds, the counts of tokens are the same
     for every chunk, and are computed once.
     """
     if token_kind is None:
@@ -99,12 +99,12 @@ def _count_tokens(real, starts, row, num_tokens, token_kind):
 
 
 @triton.jit
-def _remembered_from(
+def _first_remembered_chunk(
     start, end, log_decay, token_kind, b, T, chunks, CHUNK: tl.constexpr, REVERSE: tl.constexpr
 ):
-    """The first of the chunks from `start` to `end` that the state behind them depends on.
+    """The first of the chunks from `start` to `end` on which the state after them depends.
 
-    Before it, so many tokens follow that nothing is left, or a document starts later.
+    Earlier chunks have decayed to 0, or belong to an earlier document.
     """
     reach = tl.minimum(1.0 / tl.maximum(-log_decay, 1e-9) * _FORGOTTEN, T)  # tokens
     first = start
@@ -122,7 +122,7 @@ def _remembered_from(
     return tl.maximum(first, end - 1 - (reach / CHUNK).to(tl.int32))
 
 
-@triton.jit(do_not_specialize=["T", "pieces", "chunks", "segment_chunks"])
+@triton.jit(do_not_specialize=["T", "subsegments", "chunks", "segment_chunks"])
 def _walk_kernel(
     q,
     k,
@@ -140,7 +140,7 @@ def _walk_kernel(
     V,
     state_k,
     state_v,
-    pieces,
+    subsegments,
     chunks,
     segment_chunks,
     BLOCK_K: tl.constexpr,
@@ -151,14 +151,14 @@ def _walk_kernel(
 ):
     """Stores the output of each token, from the tokens up to it, or, if REVERSE, from it on.
 
-    Where `output` is None, stores the totals and decays of the pieces of all segments but the last:
-    `pieces` a segment.
+    If `output` is None, stores the totals and decays of the subsegments of all segments but the
+    last: `subsegments` per segment.
     state_k, state_v: the strides of states along K and along V.
-    final: None where it is not wanted.
+    final: None if it is not needed.
     """
     tiles = tl.cdiv(V, BLOCK_V)
     segments, part, head, heads = locate_segment(
-        tiles, chunks, segment_chunks, output is not None, pieces
+        tiles, chunks, segment_chunks, output is not None, subsegments
     )
     b = head // H
     row = tl.arange(0, CHUNK)
@@ -171,11 +171,11 @@ def _walk_kernel(
     state = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
     decay = 1.0
     if output is None:
-        # The decay of what is left out does not matter: those of what follows it make 0.
-        end = (part + 1) * (segment_chunks // pieces)
-        start = _remembered_from(
-            part * (segment_chunks // pieces),
-            (part // pieces + 1) * segment_chunks,
+        # The decays of skipped chunks do not matter: later decays reduce their product to 0.
+        end = (part + 1) * (segment_chunks // subsegments)
+        start = _first_remembered_chunk(
+            part * (segment_chunks // subsegments),
+            (part // subsegments + 1) * segment_chunks,
             *(head_log_decay, token_kind, b, T, chunks, CHUNK, REVERSE),
         )
     else:
@@ -184,7 +184,7 @@ def _walk_kernel(
             state = tl.load(initial + head.to(tl.int64) * K * V + offsets, valid, other=0.0)
             state = state.to(tl.float32)
         if totals is not None:
-            for s in tl.range(part * pieces, num_stages=3):
+            for s in tl.range(part * subsegments, num_stages=3):
                 line = s * heads + head
                 total = tl.load(totals + line.to(tl.int64) * K * V + offsets, valid, other=0.0)
                 state = tl.load(decays + line) * state + total
@@ -235,32 +235,34 @@ def _walk_kernel(
         tl.store(final + head.to(tl.int64) * K * V + offsets, state, valid)
 
 
-def _cut(programs, chunks, at_once=1):
-    """The `Cut` that takes the least time, with so many programs at once on a multiprocessor.
+def _choose_split(programs, chunks, concurrent=1):
+    """The fastest `TimeSplit`, with `concurrent` programs on a multiprocessor.
 
-    To add the total of a piece takes a program a fourth of the time of a chunk.
+    Adding the total of a subsegment takes a program a fourth of the time of a chunk.
     """
 
     def time(segments):
-        turns = triton.cdiv(programs * segments, at_once * common.MULTIPROCESSORS)
-        return turns * triton.cdiv(chunks, segments) + segments / 4
+        waves = triton.cdiv(programs * segments, concurrent * common.MULTIPROCESSORS)
+        return waves * triton.cdiv(chunks, segments) + segments / 4
 
-    segments = min(range(1, most_segments(programs, chunks) + 1), key=time)
-    chunks_of_each = triton.cdiv(chunks, segments)
-    pieces = max(1, min(_MOST_PIECES // segments, chunks_of_each // _SHORTEST_PIECE))
-    segment_chunks = triton.cdiv(chunks_of_each, pieces) * pieces
-    return Cut(triton.cdiv(chunks, segment_chunks), segment_chunks, pieces)
+    segments = min(range(1, max_segments(programs, chunks) + 1), key=time)
+    chunks_per_segment = triton.cdiv(chunks, segments)
+    subsegments = max(
+        1, min(_MAX_SUBSEGMENTS // segments, chunks_per_segment // _SHORTEST_SUBSEGMENT)
+    )
+    segment_chunks = triton.cdiv(chunks_per_segment, subsegments) * subsegments
+    return TimeSplit(triton.cdiv(chunks, segment_chunks), segment_chunks, subsegments)
 
 
 def _walk(
     q, k, v, initial, dtype, *, log_decay, token_kind, transposed=False, reverse=False, ends=True
 ):  # fmt: skip
-    """The output in `dtype`, and the final state; None for it unless `ends`.
+    """The output in `dtype`, and the final state, which is None unless `ends`.
 
-    transposed: the initial state is [B, H, V, K], and there is no final one.
+    transposed: the initial state is [B, H, V, K], and there is no final state.
     """
     wide = q.shape[3] > 128
-    # Float32 is split into parts, which only short chunks leave registers for.
+    # Float32 is split into parts, for which only short chunks leave enough registers.
     sizes = sizes_of(q, k, v, chunk=32 if wide else 64, chunk_of_float32=16)
     batch, heads, keys, values = sizes.state_shape
     state_shape = (batch, heads, values, keys) if transposed else sizes.state_shape
@@ -274,21 +276,21 @@ def _walk(
         return batch * heads * triton.cdiv(values, blocks.options(sizes)["BLOCK_V"])
 
     programs = programs_of(candidates[0])
-    if programs > common.MULTIPROCESSORS or _cut(programs, sizes.chunks).segments > 1:
+    if programs > common.MULTIPROCESSORS or _choose_split(programs, sizes.chunks).segments > 1:
         candidates = tuple(sorted(candidates, key=lambda blocks: blocks.num_stages))
 
     def launch(blocks):
         options = {"CHUNK": sizes.chunk, "SHORT": sizes.short, "REVERSE": reverse}
         options |= blocks.options(sizes)
         programs = programs_of(blocks)
-        cut = _cut(programs, sizes.chunks, at_once=2 if blocks.num_stages == 2 else 1)
+        split = _choose_split(programs, sizes.chunks, concurrent=2 if blocks.num_stages == 2 else 1)
         strides = (1, keys) if transposed else (values, 1)
-        numbers = *sizes.numbers, *strides, cut.pieces
+        numbers = *sizes.numbers, *strides, split.subsegments
         sums = state_shape, (batch, heads)
         return walk_segments(
             *(_walk_kernel, sizes.chunks, programs, tensors, outputs, sums, numbers, options),
-            cut=cut,
-            of_sums={"num_stages": BLOCKS[sizes.short, wide][0].num_stages},
+            split=split,
+            sum_options={"num_stages": BLOCKS[sizes.short, wide][0].num_stages},
         )
 
     name = "lightning_attention" + " transposed" * transposed + " backward" * reverse

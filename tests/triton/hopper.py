@@ -57,7 +57,7 @@ from keras_recurrent.backends.triton._linear_attention import (
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SIZES = ("B", "T", "D", "H", "K", "V", "tiles", "chunks", "segment_chunks", "state_k", "state_v")
-SIZES += ("pieces", "S", "G", "C", "window", "parts", "rows", "n")
+SIZES += ("subsegments", "S", "G", "C", "window", "parts", "rows", "n")
 MULTIPLES_OF_16 = ("T", "D", "n", "K", "V", "state_k", "state_v")
 FLOATS = ("initial", "final", "d_initial", "d_final", "d_logit", "d_parameters", "a_logit")
 FLOATS += ("scale", "d_scale", "lower_bound", "d_bound", "d_log_f")

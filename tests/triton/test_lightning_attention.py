@@ -12,7 +12,7 @@ import triton.language as tl
 from keras_recurrent.backends.constants import GOES_ON, PADDING, STARTS
 from keras_recurrent.backends.triton import lightning_attention
 from keras_recurrent.backends.triton._linear_attention import linear_attention
-from keras_recurrent.backends.triton._linear_attention.linear_attention import Cut
+from keras_recurrent.backends.triton._linear_attention.linear_attention import TimeSplit
 from tests.ops import judge
 from tests.ops.cases import Case, draw, round_to
 
@@ -24,14 +24,14 @@ DECAYS = [(0, -np.inf, -1.5), (-2.6, -1e-9, -20), (-1e4, -0.5, -1e-38)]
 # Of float32 16 tokens are a chunk, of bfloat16 64. Pieces of one chunk and of several; the last
 # segment is not full, and neither is its last chunk.
 SITUATIONS = [
-    ("none", "float32", 203, Cut(3, 6, 3)),
-    ("one document", "float32", 203, Cut(3, 6, 3)),
-    ("documents", "float32", 203, Cut(4, 4, 4)),
-    ("one document", "bfloat16", 603, Cut(3, 4, 2)),
+    ("none", "float32", 203, TimeSplit(3, 6, 3)),
+    ("one document", "float32", 203, TimeSplit(3, 6, 3)),
+    ("documents", "float32", 203, TimeSplit(4, 4, 4)),
+    ("one document", "bfloat16", 603, TimeSplit(3, 4, 2)),
 ]
 
 
-def cut_by(cut, monkeypatch):
+def split_by(split, monkeypatch):
     """Returns a list that fills with the totals of the pieces, [pieces, B, H, K, V]."""
     found, run = [], linear_attention.run
 
@@ -41,7 +41,7 @@ def cut_by(cut, monkeypatch):
             found.append(keras.ops.convert_to_numpy(results[0]))
         return results
 
-    monkeypatch.setattr(lightning_attention, "_cut", lambda *_, **__: cut)
+    monkeypatch.setattr(lightning_attention, "_choose_split", lambda *_, **__: split)
     monkeypatch.setattr(linear_attention, "run", recorded)
     return found
 
@@ -63,7 +63,7 @@ def pad(drawn, *places):
 
 
 @pytest.mark.parametrize(
-    ("kinds", "dtype", "length", "cut", "log_decay"),
+    ("kinds", "dtype", "length", "split", "log_decay"),
     [
         pytest.param(
             *situation, decay, marks=() if (i - j) % len(DECAYS) == 0 else pytest.mark.nightly
@@ -72,7 +72,7 @@ def pad(drawn, *places):
         for j, decay in enumerate(DECAYS)
     ],
 )
-def test_decays_beside_each_other(kinds, dtype, length, cut, log_decay, monkeypatch):
+def test_decays_beside_each_other(kinds, dtype, length, split, log_decay, monkeypatch):
     case = Case(2, length, 6, dtype, "float32", kinds=kinds != "none", state=True)
     drawn = drawn_with(log_decay, case)
     if kinds != "none":
@@ -81,7 +81,7 @@ def test_decays_beside_each_other(kinds, dtype, length, cut, log_decay, monkeypa
     if kinds == "documents":
         drawn.token_kind[0, [3, 60, 130, 190]] = STARTS
         drawn.token_kind[1, 64] = STARTS
-    found = cut_by(cut, monkeypatch)
+    found = split_by(split, monkeypatch)
     judge.check(OPERATION, "triton", drawn)
     assert len(found) == 4  # of the output and of three gradients
 
@@ -100,7 +100,7 @@ def test_kinds_that_are_loaded_in_several_parts(at_once, monkeypatch):
     case = Case(1, segment + 200, 4, "bfloat16", "float32", kinds=True)
     drawn = drawn_with((-0.3, -0.5, -0.4), case)
     pad(drawn, slice(50, segment))
-    found = cut_by(Cut(2, segment // 64, 5), monkeypatch)
+    found = split_by(TimeSplit(2, segment // 64, 5), monkeypatch)
     judge.check(OPERATION, "triton", drawn)
     assert len(found) == 4
 
@@ -112,7 +112,7 @@ def empty(totals):
 
 def test_what_is_forgotten_is_not_read(monkeypatch):
     """What 104 / -log_decay tokens follow, forwards and backwards in time."""
-    found = cut_by(Cut(3, 6, 3), monkeypatch)
+    found = split_by(TimeSplit(3, 6, 3), monkeypatch)
     judge.run(OPERATION, "triton", drawn_with((0, -5, -2.6), Case(1, 288, 6)))
     never, quick, slow = [False] * 6, [True, True, False] * 2, [True, False, False] * 2
     expected = [list(heads) for heads in zip(never, quick, slow, strict=True)]
@@ -121,7 +121,7 @@ def test_what_is_forgotten_is_not_read(monkeypatch):
 
 def test_what_is_forgotten_beside_padding_and_documents(monkeypatch):
     """Padding decays nothing, so that older tokens are remembered; documents forget at once."""
-    found = cut_by(Cut(2, 6, 3), monkeypatch)
+    found = split_by(TimeSplit(2, 6, 3), monkeypatch)
     drawn = drawn_with((0, -1e4, -2.6), Case(1, 192, 6, kinds=True))
     pad(drawn, slice(60, 96), slice(100, 130))
     judge.run(OPERATION, "triton", drawn)
@@ -134,21 +134,23 @@ def test_what_is_forgotten_beside_padding_and_documents(monkeypatch):
 
 @pytest.mark.parametrize("programs", [1, 3, 16, 32, 40, 48, 64, 80, 96, 127, 128, 4096])
 @pytest.mark.parametrize("chunks", [1, 7, 16, 130, 512, 2048, 20_000])
-@pytest.mark.parametrize("at_once", [1, 2])
-def test_cuts_cover_time(programs, chunks, at_once):
-    segments, segment_chunks, pieces = lightning_attention._cut(programs, chunks, at_once)
+@pytest.mark.parametrize("concurrent", [1, 2])
+def test_cuts_cover_time(programs, chunks, concurrent):
+    segments, segment_chunks, subsegments = lightning_attention._choose_split(
+        programs, chunks, concurrent
+    )
     assert (segments - 1) * segment_chunks < chunks <= segments * segment_chunks
-    assert segment_chunks % pieces == 0
+    assert segment_chunks % subsegments == 0
     if programs >= 128 or chunks < 16:
         assert segments == 1
 
 
 def test_one_turn_of_all_multiprocessors():
     """16 heads of 128 channels are 32 programs a row."""
-    assert lightning_attention._cut(32, 2048) == Cut(4, 512, 8)
-    assert lightning_attention._cut(64, 1024) == Cut(2, 512, 16)
-    assert lightning_attention._cut(80, 1024).segments == 3  # two turns
-    assert lightning_attention._cut(96, 1024).segments == 1
-    assert lightning_attention._cut(32, 2048, at_once=2) == Cut(8, 256, 4)
-    assert lightning_attention._cut(64, 1024, at_once=2) == Cut(4, 256, 8)
-    assert lightning_attention._cut(80, 1024, at_once=2).segments == 3
+    assert lightning_attention._choose_split(32, 2048) == TimeSplit(4, 512, 8)
+    assert lightning_attention._choose_split(64, 1024) == TimeSplit(2, 512, 16)
+    assert lightning_attention._choose_split(80, 1024).segments == 3  # two turns
+    assert lightning_attention._choose_split(96, 1024).segments == 1
+    assert lightning_attention._choose_split(32, 2048, concurrent=2) == TimeSplit(8, 256, 4)
+    assert lightning_attention._choose_split(64, 1024, concurrent=2) == TimeSplit(4, 256, 8)
+    assert lightning_attention._choose_split(80, 1024, concurrent=2).segments == 3

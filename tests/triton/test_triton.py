@@ -169,11 +169,11 @@ def test_heads_of_several_tiles(operation):
 def test_segments_of_time(operation, monkeypatch):
     """Few heads are cut along time, where rows are long; here, into segments of a chunk or two."""
     module, name = {
-        "gated_linear_attention": (_linear_attention, "segments_of"),
-        "lightning_attention": (lightning_attention, "_cut"),
+        "gated_linear_attention": (_linear_attention, "even_split"),
+        "lightning_attention": (lightning_attention, "_choose_split"),
     }[operation]
     monkeypatch.setattr(_linear_attention, "_SHORTEST_SEGMENT", 1)
-    monkeypatch.setattr(lightning_attention, "_SHORTEST_PIECE", 1)
+    monkeypatch.setattr(lightning_attention, "_SHORTEST_SUBSEGMENT", 1)
     cuts, cut_of = [], getattr(module, name)
 
     def recorded(*given, **options):

@@ -1,1 +1,1 @@
-"""Linear attention in chunks: the parts that operations with and without gates share."""
+"""Chunked linear attention: code that gated linear attention and Lightning Attention share."""

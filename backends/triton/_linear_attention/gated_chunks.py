@@ -1,10 +1,10 @@
 """Chunks of gated linear attention: outputs and gradients, given the states between chunks.
 
-`gated_levels.py` says how pairs of tokens inside a chunk are weighted. In the backward, with Z the
-gradients of the pairs' weights, a level computes R = exp(X) * (Z Y), the gradient of q in right
-halves and of k in left ones, and W^T (R * (q or k)), that of log f: sums without a subtraction,
-and so as exact as the gradients of q and k. Inside a block of one reference, the gradient of log f
-is the sum of q * d_q - k * d_k from a token to the end of its block, or of its document.
+`gated_levels.py` defines the weights of pairs of tokens inside a chunk. In the backward, with Z the
+gradients of these weights, a level computes R = exp(X) * (Z Y), the gradient of q in right halves
+and of k in left halves, and W^T (R * (q or k)), the gradient of log f: sums without a subtraction,
+which are as exact as the gradients of q and k. Inside a block with one reference, the gradient of
+log f is the sum of q * d_q - k * d_k from a token to the end of its block, or of its document.
 """
 
 import triton
@@ -14,16 +14,16 @@ from .._device.math import exp_of_decays
 from .._device.products import ones, operand, product, sum_rows
 from .gated_levels import (
     add_pair_weights,
+    adjacent_halves,
     as_matrix,
-    blocks_of_one_reference,
     count_documents,
     document_ends,
-    in_adjacent_halves,
-    in_right_half,
-    in_same_block,
+    find_reference_blocks,
     interval_matrix,
     load_chunk,
     locate_program,
+    right_half,
+    same_block,
     span_matrix,
     span_matrix_transposed,
 )
@@ -52,7 +52,7 @@ def attend_kernel(
     PARTS: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
-    """Stores the output, or, if REVERSE, the gradient of v, from that of the output as v."""
+    """Stores the output; if REVERSE, the gradient of v, where v is the gradient of the output."""
     tile, chunk, head, b, token = locate_program(T, H, chunks, tl.cdiv(V, BLOCK_V), CHUNK)
     row = tl.arange(0, CHUNK)
     e = tile * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -97,10 +97,10 @@ def add_pair_gradients(
     d_query, d_key, d_log_decay, d_weights, query, key, log_decay, row, document_end,
     LEVELS: tl.constexpr, SHORT: tl.constexpr, PARTS: tl.constexpr, GAIN_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of some channels' q, k and log f, plus those by way of pairs of tokens.
+    """Adds the gradients through pairs of tokens to those of q, k and log f, for some channels.
 
     d_weights: the gradients of the pairs' weights, at [later token, earlier token] and transposed.
-    document_end: of each token, the place behind its document; None: there is one document.
+    document_end: the index after each token's document; None for a single document.
     """
     d_diagonal = tl.sum(tl.where(row[:, None] == row[None, :], d_weights, 0.0), 1)[:, None]
     one = ones(d_weights)
@@ -109,12 +109,12 @@ def add_pair_gradients(
     d_key += d_diagonal * query
     first_level = 0
     if SHORT:
-        first_level, from_reference = blocks_of_one_reference(row, log_decay, LEVELS, PARTS)
+        first_level, from_reference = find_reference_blocks(row, log_decay, LEVELS, PARTS)
         query_decay = exp_of_decays(from_reference, False)
         key_decay = exp_of_decays(-from_reference, False)
-        in_block = in_same_block(row, first_level)
+        in_block = same_block(row, first_level)
         zeros = tl.zeros_like(query)
-        # Both gains take the rounded operands, so that pairs of two later tokens cancel.
+        # Both gains use the rounded operands, so that pairs of two later tokens cancel.
         query_y = operand(query * query_decay, True)
         key_y = operand(key * key_decay, True)
         pairs = tl.where(in_block & (row[:, None] > row[None, :]), d_weights, 0.0)
@@ -125,18 +125,18 @@ def add_pair_gradients(
         d_y = product(pairs, query_y, zeros, True)
         d_key += d_y * key_decay
         gain -= key_y * d_y
-        # Pairs of two tokens behind this one cancel, and pairs of an earlier and a later one stay.
+        # Pairs of two later tokens cancel; pairs of an earlier and a later token remain.
         end = ((row >> first_level) + 1) << first_level
         if document_end is not None:
             end = tl.minimum(end, document_end)
         gains = interval_matrix(row, row, end, one)
         d_log_decay += sum_rows(gains, gain, GAIN_PARTS + 1)
     for level in range(first_level, LEVELS):
-        right = in_right_half(row, level)[:, None]
+        right = right_half(row, level)[:, None]
         span = span_matrix(row, level, one)
         decay = exp_of_decays(sum_rows(span, log_decay, PARTS), not SHORT)
         undecayed_y = tl.where(right, query, key)
-        pairs = tl.where(in_adjacent_halves(row, level), d_weights, 0.0)
+        pairs = tl.where(adjacent_halves(row, level), d_weights, 0.0)
         d_y = product(pairs, undecayed_y * decay, tl.zeros_like(query), SHORT)
         d_y *= decay
         d_query += tl.where(right, d_y, 0.0)
@@ -185,7 +185,7 @@ def gradient_kernel(
     d_upper = tl.zeros((CHUNK, CHUNK), tl.float32)
     d_query = tl.zeros((CHUNK, BLOCK_K), tl.float32)
     d_key = tl.zeros((CHUNK, BLOCK_K), tl.float32)
-    d_chunk_decay = tl.zeros((BLOCK_K,), tl.float32)  # of the state before the chunk
+    d_chunk_decay = tl.zeros((BLOCK_K,), tl.float32)  # from the state before the chunk
     for start in range(0, V, BLOCK_V):
         e = start + tl.arange(0, BLOCK_V)
         value = operand(load_tokens(v + token * V, row, real, e, V, H), SHORT)

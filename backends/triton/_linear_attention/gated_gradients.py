@@ -1,23 +1,26 @@
-"""The gradients of gated linear attention for bfloat16, from operands made for all chunks at once.
+"""The gradients of gated linear attention for bfloat16, from operands prepared for all chunks.
 
-With the names of `gated_output.py`, G the gradient of the state behind a chunk, and dA that of A,
-dO V^T where a later token sees an earlier one:
+With the names of `gated_output.py`, G the gradient of the state after a chunk, and dA the gradient
+of A, which is dO V^T where a later token sees an earlier one:
 
     dQ' = dO (exp(r) S)^T + dA K',  dK' = V (exp(g_end - s) G)^T + dA^T Q'
     dQ = exp(g - r) dQ',  dK = exp(s - g) dK',  dV = K' (exp(g_end - s) G) + A^T dO
 
-The gradient of log f at a token is what later queries gain, or the token's own, by the state before
-the chunk, sum Q' dQ'; what earlier keys give to the state behind it, sum K' dK'; what the first
-state gives to that, the sum over V of exp(g_end) S G; and what pairs of an earlier token and a
-later one, or the token's own, gain. The last is the sum of Q' dQ' - K' dK' of pairs from the token
-on, where pairs of two of these cancel exactly: both terms take the numbers that were multiplied.
+The gradient of log f at a token has four terms:
 
-`stream_kernel`, backwards in time, computes dV and stores exp(g_end - s) G of each chunk; forwards
-it stores exp(r) S. Then `chunk_kernel` has all that the gradients of a chunk and of some channels
-of its keys take. Where the flag of these channels is set, it leaves pairs out, and `flagged_kernel`
-adds what they give. A program of it has 32 tokens, half a chunk: for pairs of two of them it takes
-references and levels as `gated_levels.py` says, and for those of a token of each half the boundary
-between both is the reference, so that no exponent is above 0.
+- from the state before the chunk to this and later queries: sum Q' dQ';
+- from earlier keys to the state after the chunk: sum K' dK';
+- from the state before the chunk to the state after it: the sum over V of exp(g_end) S G;
+- from pairs of an earlier token and this or a later one: the sum of Q' dQ' - K' dK' of pairs from
+  the token on. Pairs of two of these tokens cancel exactly, as both terms use the numbers that
+  were multiplied.
+
+Backwards in time, `stream_kernel` computes dV and stores exp(g_end - s) G of each chunk; forwards
+it stores exp(r) S. `chunk_kernel` then has all it needs for the gradients of a chunk and of some
+channels of its keys. Where the flag of these channels is set, it omits pairs, and `flagged_kernel`
+adds their contribution. A program of `flagged_kernel` has 32 tokens, half a chunk. For pairs inside
+it, it uses references and levels as in `gated_levels.py`; for pairs across the halves, the boundary
+between them is the reference, so that no exponent is above 0.
 """
 
 import triton
@@ -38,13 +41,13 @@ from .gated_levels import (
     locate_program,
 )
 from .gated_operands import SEVERAL, prepare
-from .gated_output import LARGEST_KEYS, load_tile, stream_back, stream_states
+from .gated_output import MAX_KEYS, load_tile, stream_backward, stream_states
 from .linear_attention import Blocks, block, load_tokens, real_tokens
 
 # Products of 64 rows are asynchronous (`products.py`): a loop over values has fewer of them.
 BLOCKS = (Blocks(64, 32, 4, 3), Blocks(64, 32, 4, 2))
 FLAGGED_BLOCKS = Blocks(64, 64, 4)
-HALF = 32  # tokens, whose products are not asynchronous
+HALF = 32  # tokens of half a chunk, whose products are not asynchronous
 
 
 @triton.jit(do_not_specialize=["T", "chunks"])
@@ -71,26 +74,26 @@ def chunk_kernel(
     BLOCK_V: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Stores the gradients of q, k (where it is not None) and log f, without flagged pairs."""
+    """Stores the gradients of q, k (if it is not None) and log f, without flagged pairs."""
     tiles = tl.cdiv(K, BLOCK_K)
     tile, chunk, head, b, token = locate_program(T, H, chunks, tiles, CHUNK)
-    place = (head * chunks + chunk).to(tl.int64)
+    chunk_index = (head * chunks + chunk).to(tl.int64)
     row = tl.arange(0, CHUNK)
     d = tile * BLOCK_K + tl.arange(0, BLOCK_K)
     real, starts = real_tokens(chunk, token_kind, b, T, CHUNK)
     inside = row < T - chunk * CHUNK
-    flag = tl.load(flags + place * tiles + tile)
+    flag = tl.load(flags + chunk_index * tiles + tile)
 
     d_lower = tl.zeros((CHUNK, CHUNK), tl.float32)  # dA
-    d_upper = tl.zeros((CHUNK, CHUNK), tl.float32)  # and its transpose
+    d_upper = tl.zeros((CHUNK, CHUNK), tl.float32)  # the transpose of dA
     d_query = tl.zeros((CHUNK, BLOCK_K), tl.float32)
     d_key = tl.zeros((CHUNK, BLOCK_K), tl.float32)
-    d_decay = tl.zeros((BLOCK_V, BLOCK_K), tl.float32)  # of the state before the chunk
+    d_decay = tl.zeros((BLOCK_V, BLOCK_K), tl.float32)  # from the state before the chunk
     for start in range(0, V, BLOCK_V):
         e = start + tl.arange(0, BLOCK_V)
         value = load_tile(v + token * V, row, real, e, V, H)
         gradient = load_tile(d_output + token * V, row, real, e, V, H)
-        offsets = place * K * V + e[:, None] * K + d[None, :]
+        offsets = chunk_index * K * V + e[:, None] * K + d[None, :]
         valid = (e < V)[:, None] & (d < K)[None, :]
         state = tl.load(states + offsets, valid, other=0.0)
         d_state = tl.load(d_states + offsets, valid, other=0.0)
@@ -102,12 +105,12 @@ def chunk_kernel(
 
     query = load_tile(queries + token * K, row, inside, d, K, H)
     key = load_tile(keys + token * K, row, inside, d, K, H)
-    between = tl.load(scales + (place * 3 + 1) * K + d, d < K, other=0.0)
-    place_of_row = tl.where(flag == 0, row, CHUNK)  # where flagged, beside all pairs
-    d_diagonal = tl.sum(tl.where(place_of_row[:, None] == row[None, :], d_lower, 0.0), 1)[:, None]
+    between = tl.load(scales + (chunk_index * 3 + 1) * K + d, d < K, other=0.0)
+    pair_row = tl.where(flag == 0, row, CHUNK)  # a flagged row has an index outside the chunk
+    d_diagonal = tl.sum(tl.where(pair_row[:, None] == row[None, :], d_lower, 0.0), 1)[:, None]
     one = ones(d_lower)
-    d_lower = operand(tl.where(row[:, None] > place_of_row[None, :], d_lower, 0.0), True)
-    d_upper = operand(tl.where(place_of_row[:, None] < row[None, :], d_upper, 0.0), True)
+    d_lower = operand(tl.where(row[:, None] > pair_row[None, :], d_lower, 0.0), True)
+    d_upper = operand(tl.where(pair_row[:, None] < row[None, :], d_upper, 0.0), True)
     d_query = product(d_lower, key, d_query, True)
     d_key_of_pairs = product(d_upper, query, tl.zeros_like(d_key), True)
     takers = as_matrix(row[:, None] > row[None, :], one)
@@ -168,7 +171,7 @@ def flagged_kernel(
     LEVELS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Adds what flagged pairs give to the gradients of half a chunk's tokens."""
+    """Adds the contribution of flagged pairs to the gradients of half a chunk's tokens."""
     tiles = tl.cdiv(K, BLOCK_K)
     tile, half, head, b, token = locate_program(T, H, 2 * chunks, tiles, HALF)
     flag = tl.load(flags + (head * chunks + half // 2).to(tl.int64) * tiles + tile)
@@ -180,7 +183,8 @@ def flagged_kernel(
         other = half + tl.where(later, -1, 1)
         other_real, other_starts = real_tokens(other, token_kind, b, T, HALF)
         other_token = token + (other - half) * HALF * H
-        # In the later half, these tokens are queries of the other half's keys; else keys.
+        # Tokens of the later half are queries for the other half's keys; tokens of the earlier half
+        # are keys for the other half's queries.
         if later:
             other_y = v
         else:
@@ -216,7 +220,8 @@ def flagged_kernel(
         other_query, other_key, _log_f, other_decay = load_chunk(
             q, k, log_f, other_token, row, other_real, other_starts, d, K, H, True
         )
-        # From the boundary up to a token of the later half, and behind one of the earlier.
+        # Spans of decays: from the boundary to a token of the later half, or from a token of the
+        # earlier half to the boundary.
         forth, back = row[:, None] >= row[None, :], row[:, None] < row[None, :]
         span = as_matrix(tl.where(later, forth, back), one)
         decay = exp_of_decays(sum_rows(span, log_decay, PARTS), False)
@@ -251,16 +256,18 @@ def flagged_kernel(
 
 
 def differentiate(sizes, q, k, v, initial, pairs, d_output, d_final, *, log_f, token_kind, parts):
-    """The gradients of q, k (None where it is), v, log f and the initial state."""
+    """The gradients of q, k (None if k is None), v, log f and the initial state."""
     decays = {"log_f": log_f, "token_kind": token_kind, "parts": parts}
     prepared = prepare(sizes, q, k, **decays, pairs=pairs)
     flags = prepared.flags
-    d_v, d_states, d_initial = stream_back(sizes, prepared, d_output, d_final, token_kind, initial)
+    d_v, d_states, d_initial = stream_backward(
+        sizes, prepared, d_output, d_final, token_kind, initial
+    )
     states = stream_states(sizes, prepared, v, initial, token_kind)
     outputs = like(q), None if k is None else like(k), like(log_f)
     numbers = *sizes.numbers, sizes.chunks
-    # As many channels as one flag is for.
-    width = block(triton.cdiv(sizes.keys, flags.shape[3]), LARGEST_KEYS)
+    # The number of channels that share a flag.
+    width = block(triton.cdiv(sizes.keys, flags.shape[3]), MAX_KEYS)
     tensors = prepared.queries, prepared.keys, v, log_f, token_kind, prepared.scales, flags
     tensors = *tensors, d_output, states, d_states
 

@@ -1,6 +1,6 @@
-"""What decays make of the operands of a chunk of gated linear attention, for all chunks at once.
+"""Operands of gated linear attention with their decays applied, for all chunks in one launch.
 
-`gated_output.py` says how they make the output, and what Q', K', r, s, A and a flag are.
+`gated_output.py` defines Q', K', r, s, A and flags, and computes the output from them.
 """
 
 from typing import Any, NamedTuple
@@ -22,16 +22,16 @@ from .gated_levels import (
 )
 from .linear_attention import Blocks, load_tokens, real_tokens
 
-# The lowest sum of a chunk's logarithms for which r and s are its half. Between two chunks, a state
-# is multiplied by exp(g_end - s) of one and exp(r) of the next at once, which is 4e-38 at least:
-# where it is 0, a chunk's first tokens do not see the last ones of the chunk before.
+# The lowest sum of a chunk's logarithms for which r and s are half of it. Between two chunks, a
+# state is multiplied by exp(g_end - s) of one and exp(r) of the next in one step, which is at least
+# 4e-38: if it were 0, a chunk's first tokens would not see the last ones of the chunk before.
 LOWEST_SUM = tl.constexpr(-86.0)
-# A flag's bits: the pairs of its channels take several references; documents start in its chunk.
+# Bits of a flag: pairs need several references in its channels; documents start in its chunk.
 SEVERAL, DOCUMENTS = tl.constexpr(1), tl.constexpr(2)
-# Candidates, the default first, by whether log f is bfloat16 and there are no documents: then 96
-# registers nearly suffice, with which five programs run on a multiprocessor; else many would be
-# spilled. All have one tile and as many warps, which decide in which order sums are rounded: the
-# backward finds the forward's flags.
+# Candidates, the default first. True: log f is bfloat16 and there are no documents; then 96
+# registers nearly suffice, with which five programs run on a multiprocessor. Otherwise many
+# registers would be spilled. All candidates have the same tile and number of warps, which determine
+# the order in which sums are rounded: the backward must compute the forward's flags.
 PREPARE_BLOCKS = {
     True: tuple(Blocks(64, 16, 4, maxnreg=registers) for registers in (96, 112)),
     False: tuple(Blocks(64, 16, 4, maxnreg=registers) for registers in (128, None)),
@@ -57,13 +57,13 @@ def prepare_kernel(
     CHUNK: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Stores Q', K', exp(r), exp(s - r) and exp(g_end - s), and whether A is not Q' K'^T."""
+    """Stores Q', K', exp(r), exp(s - r) and exp(g_end - s), and a flag if A is not Q' K'^T."""
     tiles = tl.cdiv(K, BLOCK_K)
     tile, chunk, head, b, token = locate_program(T, H, chunks, tiles, CHUNK)
     row = tl.arange(0, CHUNK)
     d = tile * BLOCK_K + tl.arange(0, BLOCK_K)
     real, starts = real_tokens(chunk, token_kind, b, T, CHUNK)
-    place = (head * chunks + chunk).to(tl.int64)
+    chunk_index = (head * chunks + chunk).to(tl.int64)
     offsets = row[:, None] * (H * K) + d[None, :]
     valid = (chunk * CHUNK + row < T)[:, None] & (d < K)[None, :]
     log_decay = finite_decays(load_tokens(log_f + token * K, row, real, d, K, H), starts)
@@ -80,8 +80,7 @@ def prepare_kernel(
         query = tl.where((document == 0)[:, None], query, 0.0)
     tl.store(queries + token * K + offsets, operand(query, True), valid)
     if k is None:
-        # Loaded again, from a cache: kept in registers since the sums, it would leave room for
-        # fewer programs at a time.
+        # Loaded again, from a cache: if it stayed in registers, fewer programs would run at a time.
         key = one_minus_exp(load_tokens(log_f + token * K, row, real, d, K, H), False)
     else:
         key = load_tokens(k + token * K, row, real, d, K, H)
@@ -94,19 +93,19 @@ def prepare_kernel(
     if token_kind is not None:
         between = tl.where(last_document == 0, between, 0.0)
         flag |= tl.where(last_document > 0, DOCUMENTS, 0).to(tl.int8)
-    line = scales + place * 3 * K + d
+    line = scales + chunk_index * 3 * K + d
     tl.store(line, exp_of_decays(reference, False), d < K)
     tl.store(line + K, between, d < K)
     tl.store(line + 2 * K, exp_of_decays(end - key_reference, False), d < K)
-    tl.store(flags + place * tiles + tile, flag)
+    tl.store(flags + chunk_index * tiles + tile, flag)
 
 
 @triton.jit
-def any_flag(flags, place, TILES: tl.constexpr):
-    """Whether one of a chunk's flags is set."""
-    flag = tl.load(flags + place * TILES)
+def any_flag(flags, chunk_index, TILES: tl.constexpr):
+    """Returns True if any of a chunk's flags is set."""
+    flag = tl.load(flags + chunk_index * TILES)
     for tile in tl.static_range(1, TILES):
-        flag = tl.maximum(flag, tl.load(flags + place * TILES + tile))
+        flag = tl.maximum(flag, tl.load(flags + chunk_index * TILES + tile))
     return flag != 0
 
 
@@ -128,10 +127,10 @@ def pairs_kernel(
     PARTS: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Stores A of flagged chunks, and above its diagonal the transpose, for the backward."""
+    """Stores A of flagged chunks, with its transpose above the diagonal, for the backward."""
     _tile, chunk, head, b, token = locate_program(T, H, chunks, 1, CHUNK)
-    place = (head * chunks + chunk).to(tl.int64)
-    if any_flag(flags, place, TILES):
+    chunk_index = (head * chunks + chunk).to(tl.int64)
+    if any_flag(flags, chunk_index, TILES):
         row = tl.arange(0, CHUNK)
         real, starts = real_tokens(chunk, token_kind, b, T, CHUNK)
         weights = tl.zeros((CHUNK, CHUNK), tl.float32)
@@ -149,11 +148,11 @@ def pairs_kernel(
             visible &= document[:, None] == document[None, :]
         weights = operand(tl.where(visible, weights, 0.0), True)
         weights += tl.trans(tl.where(row[:, None] > row[None, :], weights, 0.0))
-        tl.store(pairs + place * CHUNK * CHUNK + row[:, None] * CHUNK + row[None, :], weights)
+        tl.store(pairs + chunk_index * CHUNK * CHUNK + row[:, None] * CHUNK + row[None, :], weights)
 
 
 class Prepared(NamedTuple):
-    """What the kernels of this file store."""
+    """The arrays that the kernels of this file store."""
 
     queries: Any  # Q' and K', [B, T, H, K]
     keys: Any
@@ -162,20 +161,20 @@ class Prepared(NamedTuple):
     pairs: Any  # A plus its transpose above the diagonal, [B, H, chunks * tokens * tokens]
 
 
-def pairs_of(sizes):
-    """The `Array` of A and its transpose, which the backward takes as the forward left them.
+def pairs_array(sizes):
+    """The `Array` of A and its transpose, which the forward saves for the backward.
 
-    With heads of 128 channels it has half the size of q, of which the chunks that are flagged fill
-    their part. Made again where all are, it would take twice as long as all other operands.
+    With heads of 128 channels it has half the size of q; only flagged chunks are filled. If all
+    chunks are flagged, computing it again would take twice as long as all other operands.
     """
     return Array((sizes.batch, sizes.heads, sizes.chunks * sizes.chunk * sizes.chunk), "bfloat16")
 
 
 def prepare(sizes, q, k, *, log_f, token_kind, parts, pairs=None):
-    """What the output and the gradients take. pairs: those that were made before, if any."""
+    """The `Prepared` operands of the output and the gradients. pairs: saved ones, or None."""
     shape = sizes.batch, sizes.heads, sizes.chunks
     tensors = q, k, log_f, token_kind
-    of_scales = Array((*shape, 3, sizes.keys), "float32")
+    scales_array = Array((*shape, 3, sizes.keys), "float32")
     numbers = *sizes.numbers[:3], sizes.chunks
 
     def options_of(blocks):
@@ -186,12 +185,12 @@ def prepare(sizes, q, k, *, log_f, token_kind, parts, pairs=None):
     def launch_preparation(blocks):
         options = options_of(blocks)
         tiles = triton.cdiv(sizes.keys, options["BLOCK_K"])
-        outputs = like(q), like(q), of_scales, Array((*shape, tiles), "int8")
+        outputs = like(q), like(q), scales_array, Array((*shape, tiles), "int8")
         programs = sizes.programs * tiles
         return run(Launch(prepare_kernel, programs, tensors, outputs, numbers, options))
 
     name = "gated_linear_attention preparation"
-    # One part: log f is bfloat16.
+    # parts is 1 where log f is bfloat16.
     candidates = PREPARE_BLOCKS[parts == 1 and token_kind is None]
     queries, keys, scales, flags = search.run(name, candidates, launch_preparation, tensors, sizes)
     if pairs is not None:
@@ -199,7 +198,7 @@ def prepare(sizes, q, k, *, log_f, token_kind, parts, pairs=None):
 
     def launch_pairs(blocks):
         options = options_of(blocks) | {"LEVELS": sizes.levels, "TILES": flags.shape[3]}
-        inputs, outputs = (*tensors, flags), (pairs_of(sizes),)
+        inputs, outputs = (*tensors, flags), (pairs_array(sizes),)
         return run(Launch(pairs_kernel, sizes.programs, inputs, outputs, numbers, options))
 
     name = "gated_linear_attention pairs"

@@ -5,9 +5,9 @@ gradients of the states after each chunk:
 
     S' = decay S + (decay to the end * k)^T v,  G' = decay G + (decay from the start * q)^T d_output
 
-Where heads are too few to fill the GPU, time is cut into segments. A first launch computes for all
-segments at once what each does to a state, as a decay and a total. In a second one each segment
-starts from the state that the segments before it make.
+If there are too few heads to fill the GPU, time is split into segments. A first launch computes the
+effect of each segment on a state, as a decay and a total. In a second launch each segment starts
+from the state after the previous segments.
 """
 
 import triton
@@ -33,14 +33,14 @@ BLOCKS = {  # candidates by `short`, the default first
 
 @triton.jit
 def _applied_decays(log_f, starts):
-    """The logarithms of the decays applied to states, finite also where a document starts."""
+    """The logarithms of the decays applied to states; finite even where a document starts."""
     log_f = tl.maximum(log_f, _LOG_ZERO, propagate_nan=tl.PropagateNan.ALL)
     return tl.where(starts, _LOG_ZERO, log_f)
 
 
 @triton.jit
 def _load_columns(tensor, row, real, d, D, H):
-    """The transpose of `load_tokens`."""
+    """Loads the transpose of `load_tokens`."""
     offsets = row[None, :] * (H * D) + d[:, None]
     return tl.load(tensor + offsets, real[None, :] & (d < D)[:, None], other=0.0).to(tl.float32)
 
@@ -71,7 +71,7 @@ def _walk_kernel(
 ):
     """Stores the states; if `states` is None, totals and decays of all segments but the last.
 
-    If REVERSE, k is the queries and v the gradient of the output.
+    If REVERSE, k is the queries, and v is the gradient of the output.
     """
     k_tiles = tl.cdiv(K, BLOCK_K)
     tiles = k_tiles * tl.cdiv(V, BLOCK_V)
@@ -131,10 +131,10 @@ def _walk_kernel(
 
 
 def walk(sizes, k, v, initial, *, log_f, token_kind, parts, reverse=False, ends=True):
-    """Returns the states [B, H, chunks, K, V], as products take them, and the final one in float32.
+    """Returns the states [B, H, chunks, K, V] in the dtype of products, the final one in float32.
 
-    There is no final one unless `ends`. If `reverse`, k is q, v the gradient of the output,
-    `initial` that of the final state, and the results are gradients of states.
+    The final state is None unless `ends`. If `reverse`, k is q, v is the gradient of the output,
+    `initial` is the gradient of the final state, and the results are gradients of states.
     """
     shape = (sizes.batch, sizes.heads, sizes.chunks, sizes.keys, sizes.values)
     states = Array(shape, "bfloat16" if sizes.short else "float32")

@@ -1,4 +1,4 @@
-"""What the kernels of linear attention share: sizes, tiles, and how they load a chunk of tokens."""
+"""Shared code of the kernels of linear attention: sizes, tiles, segments, loads of a chunk."""
 
 from typing import NamedTuple
 
@@ -11,9 +11,9 @@ from .._runtime import framework
 from .._runtime.framework import run
 from .._runtime.launch import Array, Launch, dtype_name, like
 
-_LARGEST_HEAD = 256
-_SMALLEST_TILE = 32  # channels; larger heads may end within a tile (flash-linear-attention, #1241)
-_ENOUGH_PROGRAMS = common.MULTIPROCESSORS
+_MAX_HEAD = 256
+_SMALLEST_TILE = 32  # channels; larger heads may end inside a tile (flash-linear-attention, #1241)
+_FULL_GPU_PROGRAMS = common.MULTIPROCESSORS
 _SHORTEST_SEGMENT = 8  # chunks
 
 
@@ -24,8 +24,8 @@ def unsupported_reason(*tensors):
         return reason
     for tensor in (tensors[0], tensors[2]):
         size = tensor.shape[3]
-        if size > _LARGEST_HEAD:
-            return f"takes heads of up to {_LARGEST_HEAD} channels, got {size}"
+        if size > _MAX_HEAD:
+            return f"takes heads of up to {_MAX_HEAD} channels, got {size}"
         if size > _SMALLEST_TILE and size % 2 and tensor.dtype.itemsize == 2:
             return (
                 f"needs an even number of channels a head, got {size}: Triton compiles odd tails "
@@ -35,7 +35,7 @@ def unsupported_reason(*tensors):
 
 
 class Sizes(NamedTuple):
-    """Those of q: [B, T, H, K] and v: [B, T, H, V], and `short`, the precision of products."""
+    """The sizes of q: [B, T, H, K] and v: [B, T, H, V]; `short`: products take bfloat16."""
 
     batch: int
     length: int
@@ -51,7 +51,7 @@ class Sizes(NamedTuple):
 
     @property
     def levels(self):
-        """How often a chunk can be halved, down to single tokens."""
+        """Number of times that a chunk can be halved, down to single tokens."""
         return self.chunk.bit_length() - 1
 
     @property
@@ -60,7 +60,7 @@ class Sizes(NamedTuple):
 
     @property
     def programs(self):
-        """How many chunks all heads have, of which each is a program's."""
+        """Number of chunks of all heads, one program each."""
         return self.batch * self.heads * self.chunks
 
     @property
@@ -70,7 +70,7 @@ class Sizes(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """How many channels of keys and of values a program takes at a time, and its launch options."""
+    """Channels of keys and of values that a program takes at a time, and its launch options."""
 
     BLOCK_K: int
     BLOCK_V: int
@@ -79,7 +79,7 @@ class Blocks(NamedTuple):
     maxnreg: int | None = None
 
     def options(self, sizes):
-        """Arguments of a launch; blocks shrink for heads of few channels."""
+        """Constants and options of a launch; blocks shrink for heads of few channels."""
         return {
             "BLOCK_K": block(sizes.keys, self.BLOCK_K),
             "BLOCK_V": block(sizes.values, self.BLOCK_V),
@@ -92,7 +92,8 @@ class Blocks(NamedTuple):
 def sizes_of(q, k, v, chunk=64, chunk_of_float32=32):
     """The `Sizes` of q, k (or None) and v. Only bfloat16 tensors are `short`.
 
-    Others get shorter chunks, as the parts that float32 is split into (`products.py`) need room.
+    Other tensors get shorter chunks: the parts into which float32 is split (`products.py`) take
+    registers and shared memory.
     """
     short = all(x is None or dtype_name(x) == "bfloat16" for x in (q, k, v))
     batch, length, heads, keys = q.shape
@@ -102,57 +103,57 @@ def sizes_of(q, k, v, chunk=64, chunk_of_float32=32):
 
 
 def block(size, largest):
-    """The smallest power of two from 16 on that holds `size`, at most `largest`."""
+    """The smallest power of two that is at least `size` and 16, but at most `largest`."""
     return min(largest, max(16, triton.next_power_of_2(size)))
 
 
 def gradient_of_state(initial):
-    """The `Array` for the gradient of an initial state, in float32; None where there is none."""
+    """The float32 `Array` of the gradient of an initial state; None without an initial state."""
     return None if initial is None else like(initial).with_dtype("float32")
 
 
-class Cut(NamedTuple):
-    """How many segments time is cut into, the chunks of each, and in how many pieces each has sums.
+class TimeSplit(NamedTuple):
+    """Number of segments of the time axis, chunks of a segment, and subsegments of a segment.
 
-    Pieces have the same number of chunks.
+    A subsegment has a total and a decay. All have the same number of chunks.
     """
 
     segments: int
     segment_chunks: int
-    pieces: int = 1
+    subsegments: int = 1
 
 
-def most_segments(programs, chunks):
-    """How many segments time may be cut into: one where programs fill the GPU, else none short."""
-    if programs >= _ENOUGH_PROGRAMS:
+def max_segments(programs, chunks):
+    """Maximum number of segments: one if programs fill the GPU, else all segments stay long."""
+    if programs >= _FULL_GPU_PROGRAMS:
         return 1
-    return max(1, min(2 * _ENOUGH_PROGRAMS // programs, chunks // _SHORTEST_SEGMENT))
+    return max(1, min(2 * _FULL_GPU_PROGRAMS // programs, chunks // _SHORTEST_SEGMENT))
 
 
-def segments_of(programs, chunks):
-    """The `Cut` of time into so many segments, so that the whole GPU works."""
-    segment_chunks = triton.cdiv(chunks, most_segments(programs, chunks))
-    return Cut(triton.cdiv(chunks, segment_chunks), segment_chunks)
+def even_split(programs, chunks):
+    """The `TimeSplit` into as many segments as fill the GPU."""
+    segment_chunks = triton.cdiv(chunks, max_segments(programs, chunks))
+    return TimeSplit(triton.cdiv(chunks, segment_chunks), segment_chunks)
 
 
 def walk_segments(
-    kernel, chunks, programs, tensors, outputs, sums, numbers, options, cut=None, of_sums=None
+    kernel, chunks, programs, tensors, outputs, sums, numbers, options, split=None, sum_options=None
 ):
-    """Runs a kernel that goes through the chunks of each segment; returns what it writes.
+    """Runs a kernel that goes through the chunks of each segment; returns its outputs.
 
-    Its arguments are the tensors, a total and a decay of each piece of all segments but the last,
-    the outputs, the numbers, and how many chunks there are in all and in a segment. With several
-    segments, a first launch writes the totals and decays alone, from which each segment of a second
-    one finds the state that it starts from.
+    The kernel's arguments are the tensors, a total and a decay of each subsegment of all segments
+    but the last, the outputs, the numbers, and the numbers of chunks in all and in a segment. With
+    several segments, a first launch writes only totals and decays. In a second launch each segment
+    computes its initial state from them.
 
     Args:
-        programs: how many programs go through a segment.
-        sums: the shapes of a piece's total and decay, for all heads.
-        cut: a `Cut`; None for that of `segments_of`.
-        of_sums: options of the first launch in place of others.
+        programs: the number of programs of a segment.
+        sums: the shapes of a subsegment's total and decay, for all heads.
+        split: a `TimeSplit`; None for that of `even_split`.
+        sum_options: options that the first launch overrides.
     """
 
-    segments, segment_chunks, pieces = cut or segments_of(programs, chunks)
+    segments, segment_chunks, subsegments = split or even_split(programs, chunks)
     numbers = *numbers, chunks, segment_chunks
 
     def walk(count, inputs, outputs, options=options):
@@ -160,22 +161,22 @@ def walk_segments(
 
     found = None, None
     if segments > 1:
-        computed = (segments - 1) * pieces
+        computed = (segments - 1) * subsegments
         arrays = (Array((computed, *shape), "float32") for shape in sums)
         written = *arrays, *[None] * len(outputs)
-        found = walk(computed, tensors, written, options | (of_sums or {}))[:2]
+        found = walk(computed, tensors, written, options | (sum_options or {}))[:2]
     return walk(segments, (*tensors, *found), outputs)
 
 
 @triton.jit
-def locate_segment(tiles, chunks, segment_chunks, ALL: tl.constexpr, pieces=1):
-    """How many segments there are, this program's one, its head, and how many heads, of all rows.
+def locate_segment(tiles, chunks, segment_chunks, ALL: tl.constexpr, subsegments=1):
+    """Returns the number of segments, this program's segment and head, and the number of heads.
 
-    ALL: whether the launch goes through all segments, or through the pieces of all but the last;
-        then the program's one is a piece.
+    Heads are counted over the batch. ALL: the launch goes through all segments; otherwise it goes
+    through the subsegments of all segments but the last, and the second value is a subsegment.
     """
     segments = tl.cdiv(chunks, segment_chunks)
-    computed = segments if ALL else (segments - 1) * pieces
+    computed = segments if ALL else (segments - 1) * subsegments
     segment = tl.program_id(0) // tiles % computed
     head = tl.program_id(0) // tiles // computed
     return segments, segment, head, tl.num_programs(0) // tiles // computed
@@ -183,7 +184,7 @@ def locate_segment(tiles, chunks, segment_chunks, ALL: tl.constexpr, pieces=1):
 
 @triton.jit
 def real_tokens(chunk, token_kind, b, T, CHUNK: tl.constexpr):
-    """Which tokens of a chunk exist and are no padding, and which of them start a document."""
+    """Masks of the tokens of a chunk that exist and are not padding, and that start a document."""
     t = chunk * CHUNK + tl.arange(0, CHUNK)
     real = t < T
     starts = tl.full((CHUNK,), False, tl.int1)
@@ -196,7 +197,7 @@ def real_tokens(chunk, token_kind, b, T, CHUNK: tl.constexpr):
 
 @triton.jit
 def load_tokens(tensor, row, real, d, D, H):
-    """[CHUNK, BLOCK_D] in float32; 0 for padding and beyond the tensor.
+    """Loads [CHUNK, BLOCK_D] in float32; 0 for padding and beyond the tensor.
 
     tensor: a pointer into [B, T, H, D] to the chunk's first token.
     """

@@ -1,4 +1,4 @@
-"""One token of linear attention, a step of generation: S' = diag(f) S + k v^T, o = S'^T q.
+"""One decoding step of linear attention: S' = diag(f) S + k v^T, o = S'^T q.
 
 The state is read once and written once. All arithmetic is float32.
 """
@@ -68,7 +68,7 @@ def _step_kernel(
 
 
 def step(sizes, q, k, v, initial_state, *, token_kind, log_f=None, log_decay=None):
-    """The output [B, 1, H, V] and the final state, with decays by either logarithm."""
+    """The output [B, 1, H, V] and the final state; decays are `log_f` or `log_decay`."""
     block_v = block(sizes.values, 32)
     return run(
         Launch(
