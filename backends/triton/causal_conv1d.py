@@ -1,11 +1,11 @@
 """y_t = bias + sum_j kernel[j] * x_{t-W+1+j}, per channel.  De et al. 2024, arXiv:2402.19427, §2.3.
 
-The filter skips padding, which may stand anywhere. So kernels work on positions, not on tokens: a
-real token's position is how many real tokens its row has before it. The state holds the positions
--W+1 to -1 of document 0, and padding takes the positions behind the real tokens. A small kernel
-tabulates which token, of which document, each position has. A program of the forward goes along
-positions with the last W inputs in registers, one of the backward with the gradients of the next W
-outputs. For the gradient of an activation it starts W - 1 positions before its own, and computes
+The filter skips padding, which may be anywhere. Kernels therefore work on positions, not on tokens:
+a real token's position is the number of real tokens before it in its sequence. The state has the
+positions -W+1 to -1 of document 0, and padding has the positions after the real tokens. A small
+kernel tabulates the token and the document of each position. A program of the forward goes through
+positions with the last W inputs in registers, a program of the backward with the gradients of the
+next W outputs. For the gradient of an activation it starts W - 1 positions earlier, and computes
 the filter's results again.
 """
 
@@ -22,8 +22,8 @@ from ._runtime.operation import Operation
 
 _MAX_WIDTH = 16
 _POSITIONS_BLOCK = 4096
-# In the backward: how often a thread goes through ROWS positions of its own, and how many of these
-# times are under way at once, one being computed and the others read.
+# In the backward: the number of steps of ROWS positions of a thread, and the number of pipeline
+# stages, of which one is computed while the others are loaded.
 _STEPS, _STAGES = 16, tl.constexpr(4)
 TILINGS = (
     Tiling(64, 4, 8, 2),
@@ -60,7 +60,7 @@ def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None, act
 def _positions_kernel(
     token_kind, token_at, document_at, real_counts, start_counts, T, BLOCK: tl.constexpr
 ):
-    """Stores for each position its token and document, [B, T], and for each row two counts, [B].
+    """Stores the token and document of each position, [B, T], and two counts per sequence, [B].
 
     real_counts: real tokens. start_counts: tokens that start a document.
     """
@@ -85,9 +85,9 @@ def _positions_kernel(
 
 @triton.jit
 def _locate_program(T, D, BLOCK_D: tl.constexpr, TILE: tl.constexpr, W: tl.constexpr):
-    """The tile of TILE positions, how many there are, the row of the batch, and the channels.
+    """The tile of TILE positions, the number of tiles, the sequence in the batch, the channels.
 
-    A launch has one dimension: the others of a GPU end at 65,535.
+    A launch has one dimension: the other dimensions of a grid end at 65,535.
     """
     blocks, tiles = tl.cdiv(D, BLOCK_D), tl.cdiv(T + W - 1, TILE)
     rest = tl.program_id(0) // blocks
@@ -96,10 +96,10 @@ def _locate_program(T, D, BLOCK_D: tl.constexpr, TILE: tl.constexpr, W: tl.const
 
 
 @triton.jit
-def _token_and_document(position, T, token_at, document_at, INSIDE: tl.constexpr):
-    """The token and the document at each position.
+def _load_token_and_document(position, T, token_at, document_at, INSIDE: tl.constexpr):
+    """Loads the token and the document at each position.
 
-    token_at, document_at: pointers to those of a row.
+    token_at, document_at: pointers to the tables of a sequence.
     """
     t, document = position, position * 0
     if token_at is not None:
@@ -111,8 +111,8 @@ def _token_and_document(position, T, token_at, document_at, INSIDE: tl.constexpr
 
 
 @triton.jit
-def _offsets(origin, i, t, D, d, token_at):
-    """The offsets of tokens t, which are i behind those at `origin` where positions are tokens."""
+def _token_offsets(origin, i, t, D, d, token_at):
+    """The offsets of tokens t; without tables, positions are tokens, i after those at `origin`."""
     if token_at is None:
         offsets = origin + i * D
     else:
@@ -121,8 +121,8 @@ def _offsets(origin, i, t, D, d, token_at):
 
 
 @triton.jit
-def _row_sizes(b, T, real_counts, start_counts):
-    """How many real tokens there are, and the number of the last document."""
+def _sequence_sizes(b, T, real_counts, start_counts):
+    """The number of real tokens of a sequence, and the index of its last document."""
     num_real, last_document = T, 0
     if real_counts is not None:
         num_real, last_document = tl.load(real_counts + b), tl.load(start_counts + b)
@@ -130,8 +130,8 @@ def _row_sizes(b, T, real_counts, start_counts):
 
 
 @triton.jit
-def _parameters(kernel, bias, d, D, W: tl.constexpr):
-    """The filter's weights, that of the current token first, and the bias."""
+def _load_parameters(kernel, bias, d, D, W: tl.constexpr):
+    """Loads the filter's weights, the current token's first, and the bias."""
     weights = ()
     for k in tl.static_range(W):
         weights = weights + (tl.load(kernel + (W - 1 - k) * D + d, d < D, other=0.0),)
@@ -142,10 +142,12 @@ def _parameters(kernel, bias, d, D, W: tl.constexpr):
 
 
 @triton.jit
-def _input(x, initial, position, offsets, num_real, d, D, W: tl.constexpr, INSIDE: tl.constexpr):
-    """The input at each position: 0 before the state, and after the last real token.
+def _load_input(
+    x, initial, position, offsets, num_real, d, D, W: tl.constexpr, INSIDE: tl.constexpr
+):
+    """Loads the input at each position: 0 before the state, and after the last real token.
 
-    x, initial: pointers to the row's inputs and state. INSIDE: all positions are real tokens.
+    x, initial: pointers to a sequence's inputs and state. INSIDE: all positions are real tokens.
     """
     real = d < D
     if not INSIDE:
@@ -158,8 +160,8 @@ def _input(x, initial, position, offsets, num_real, d, D, W: tl.constexpr, INSID
 
 
 @triton.jit
-def _filtered(values, documents, weights, bias_value, token_at, W: tl.constexpr):
-    """The filter's result at the last of some positions, without inputs of other documents."""
+def _filter(values, documents, weights, bias_value, token_at, W: tl.constexpr):
+    """The filter's result at the last of these positions, without inputs of other documents."""
     total = bias_value
     for k in tl.static_range(W):
         tap = values[-1 - k]
@@ -170,7 +172,7 @@ def _filtered(values, documents, weights, bias_value, token_at, W: tl.constexpr)
 
 
 @triton.jit
-def _gradient(
+def _load_gradient(
     dy,
     z,
     position,
@@ -181,7 +183,7 @@ def _gradient(
     FINE: tl.constexpr,
     INSIDE: tl.constexpr,
 ):
-    """The gradient of the filter's results z; 0 behind the last real token and before the first."""
+    """Loads the gradient of the filter's results z; 0 outside the real tokens."""
     valid = d_valid
     if not INSIDE:
         valid = d_valid & (position >= 0) & (position < num_real)
@@ -224,26 +226,26 @@ def _forward_kernel(
     if token_at is not None:
         token_at += row
         document_at += row
-    num_real, last_document = _row_sizes(b, T, real_counts, start_counts)
+    num_real, last_document = _sequence_sizes(b, T, real_counts, start_counts)
     tile_begin = tile * (GROUPS * ROWS) - (W - 1)
     begin = tile_begin + tl.arange(0, GROUPS)[:, None] * ROWS
 
-    weights, bias_value = _parameters(kernel, bias, d, D, W)
+    weights, bias_value = _load_parameters(kernel, bias, d, D, W)
 
     values = ()
     tokens = ()
     documents = ()
     for j in tl.static_range(ROWS + W - 1):
         position = begin + j - (W - 1)
-        t, document = _token_and_document(position, T, token_at, document_at, False)
+        t, document = _load_token_and_document(position, T, token_at, document_at, False)
         offsets = t.to(tl.int64) * D + d
-        values = values + (_input(x, initial, position, offsets, num_real, d, D, W, False),)
+        values = values + (_load_input(x, initial, position, offsets, num_real, d, D, W, False),)
         tokens = tokens + (t,)
         documents = documents + (document,)
-    # The compiler moves no load ahead of a store: all loads come first.
+    # The compiler does not move loads before stores: all loads come first.
     for j in tl.static_range(ROWS):
         position = begin + j
-        total = _filtered(values[j : j + W], documents[j : j + W], weights, bias_value, token_at, W)
+        total = _filter(values[j : j + W], documents[j : j + W], weights, bias_value, token_at, W)
         if SILU:
             total *= sigmoid(total, FINE)[0]
         offsets = tokens[j + W - 1].to(tl.int64) * D + d
@@ -256,7 +258,7 @@ def _forward_kernel(
 
 
 @triton.jit
-def _gradients_of_rows(
+def _sequence_gradients(
     dy,
     d_final,
     x,
@@ -282,16 +284,15 @@ def _gradients_of_rows(
     STEPS: tl.constexpr,
     INSIDE: tl.constexpr,
 ):
-    """Goes through STEPS * ROWS positions from `begin` [GROUPS, 1] on; pointers are those of a row.
+    """Processes STEPS * ROWS positions from `begin` [GROUPS, 1] on; pointers are a sequence's.
 
-    INSIDE: all positions that are read are those of real tokens, none of whose inputs is in the
-    final state.
+    INSIDE: all positions that are read are real tokens, whose inputs are not in the final state.
     """
     FINE: tl.constexpr = x.dtype.element_ty == tl.float32
-    BEFORE: tl.constexpr = W - 1 if SILU else 0  # inputs that the first z needs
+    HISTORY: tl.constexpr = W - 1 if SILU else 0  # inputs that the first z needs
     d_valid = d < D
     origin = begin.to(tl.int64) * D + d
-    weights, bias_value = _parameters(kernel, bias, d, D, W)
+    weights, bias_value = _load_parameters(kernel, bias, d, D, W)
     sums = ()
     for _ in tl.static_range(W):
         sums = sums + (tl.zeros((GROUPS, BLOCK_D), tl.float32),)
@@ -301,42 +302,48 @@ def _gradients_of_rows(
     gradients = ()
     tokens = ()
     documents = ()
-    for j in tl.static_range(BEFORE + W - 1):
-        position = begin + (j - BEFORE)
-        t, document = _token_and_document(position, T, token_at, document_at, INSIDE)
-        offsets = _offsets(origin, j - BEFORE, t, D, d, token_at)
-        values = values + (_input(x, initial, position, offsets, num_real, d, D, W, INSIDE),)
+    for j in tl.static_range(HISTORY + W - 1):
+        position = begin + (j - HISTORY)
+        t, document = _load_token_and_document(position, T, token_at, document_at, INSIDE)
+        offsets = _token_offsets(origin, j - HISTORY, t, D, d, token_at)
+        values = values + (_load_input(x, initial, position, offsets, num_real, d, D, W, INSIDE),)
         documents = documents + (document,)
-        if j >= BEFORE:
+        if j >= HISTORY:
             z = bias_value
             if SILU:
-                z = _filtered(values, documents, weights, bias_value, token_at, W)
-            gradient = _gradient(dy, z, position, offsets, num_real, d_valid, SILU, FINE, INSIDE)
+                z = _filter(values, documents, weights, bias_value, token_at, W)
+            gradient = _load_gradient(
+                dy, z, position, offsets, num_real, d_valid, SILU, FINE, INSIDE
+            )
             gradients = gradients + (gradient,)
             tokens = tokens + (t,)
-    values, documents = values[BEFORE:], documents[BEFORE:]
+    values, documents = values[HISTORY:], documents[HISTORY:]
     num_steps = STEPS
-    if not INSIDE:  # those of the last tile may end early
+    if not INSIDE:  # the steps of the last tile may end early
         num_steps = tl.minimum(STEPS, tl.cdiv(T - tl.min(begin), ROWS))
-    # Positions that are looked up in tables are not read ahead, for which registers would spill,
-    # nor beside states, for which shared memory would be needed.
+    # Loads are not pipelined with tables of positions, where registers would spill, nor with
+    # states, where shared memory would be needed.
     STATES: tl.constexpr = initial is not None or d_final is not None
     STAGES: tl.constexpr = 1 if token_at is not None or (STATES and not INSIDE) else _STAGES
     for step in tl.range(0, num_steps, num_stages=STAGES):
         for j in tl.static_range(ROWS):
             i = step * ROWS + j + W - 1
             position = begin + i
-            t, document = _token_and_document(position, T, token_at, document_at, INSIDE)
-            offsets = _offsets(origin, i, t, D, d, token_at)
-            values = values + (_input(x, initial, position, offsets, num_real, d, D, W, INSIDE),)
+            t, document = _load_token_and_document(position, T, token_at, document_at, INSIDE)
+            offsets = _token_offsets(origin, i, t, D, d, token_at)
+            values = values + (
+                _load_input(x, initial, position, offsets, num_real, d, D, W, INSIDE),
+            )
             documents = documents + (document,)
             z = bias_value
             if SILU:
-                z = _filtered(values, documents, weights, bias_value, token_at, W)
-            gradient = _gradient(dy, z, position, offsets, num_real, d_valid, SILU, FINE, INSIDE)
+                z = _filter(values, documents, weights, bias_value, token_at, W)
+            gradient = _load_gradient(
+                dy, z, position, offsets, num_real, d_valid, SILU, FINE, INSIDE
+            )
             gradients = gradients + (gradient,)
             tokens = tokens + (t,)
-        # The compiler moves no load ahead of a store: all loads of a step come first.
+        # The compiler does not move loads before stores: all loads of a step come first.
         for j in tl.static_range(ROWS):
             i = step * ROWS + j
             position = begin + i
@@ -354,7 +361,7 @@ def _gradients_of_rows(
                 new_sums = new_sums + (sums[k] + values[j] * gradient,)
             sums = new_sums
             d_bias += gradients[j]
-            offsets = _offsets(origin, i, tokens[j], D, d, token_at)
+            offsets = _token_offsets(origin, i, tokens[j], D, d, token_at)
             if INSIDE:
                 tl.store(dx + offsets, d_value, d_valid)
             else:
@@ -395,12 +402,12 @@ def _backward_kernel(
 ):
     """Stores dx and d_initial, and each program's sums of the gradients of kernel and bias.
 
-    A group of a tile goes through STEPS * ROWS positions, and reads the W - 1 behind them, too, and
-    for the gradient of an activation those before them.
+    A group of a tile processes STEPS * ROWS positions. It also reads the W - 1 positions after
+    them, and, for the gradient of an activation, the W - 1 positions before them.
     d_parameters: [B, tiles, W + 1, D], W lines for the kernel and one for the bias.
     """
-    OWN: tl.constexpr = STEPS * ROWS  # positions whose dx a group stores
-    tile, tiles, b, d = _locate_program(T, D, BLOCK_D, GROUPS * OWN, W)
+    GROUP_POSITIONS: tl.constexpr = STEPS * ROWS  # positions whose dx a group stores
+    tile, tiles, b, d = _locate_program(T, D, BLOCK_D, GROUPS * GROUP_POSITIONS, W)
     row, state = b.to(tl.int64) * T, b.to(tl.int64) * (W - 1) * D
     x += row * D
     dy += row * D
@@ -414,24 +421,24 @@ def _backward_kernel(
         token_at += row
         document_at += row
     d_parameters += (b.to(tl.int64) * tiles + tile) * (W + 1) * D
-    num_real, last_document = _row_sizes(b, T, real_counts, start_counts)
+    num_real, last_document = _sequence_sizes(b, T, real_counts, start_counts)
 
-    first = tile * (GROUPS * OWN) - (W - 1)
-    begin = first + tl.arange(0, GROUPS)[:, None] * OWN
-    given = dy, d_final, x, kernel, bias, initial, token_at, document_at, num_real, last_document
+    first = tile * (GROUPS * GROUP_POSITIONS) - (W - 1)
+    begin = first + tl.arange(0, GROUPS)[:, None] * GROUP_POSITIONS
+    pointers = dy, d_final, x, kernel, bias, initial, token_at, document_at, num_real, last_document
     results = dx, d_parameters, d_initial
-    if (first >= W - 1) & (first + GROUPS * OWN + W - 1 <= num_real):
-        _gradients_of_rows(
-            *given, *results, begin, d, T, D, W, SILU, BLOCK_D, GROUPS, ROWS, STEPS, True
+    if (first >= W - 1) & (first + GROUPS * GROUP_POSITIONS + W - 1 <= num_real):
+        _sequence_gradients(
+            *pointers, *results, begin, d, T, D, W, SILU, BLOCK_D, GROUPS, ROWS, STEPS, True
         )
     else:
-        _gradients_of_rows(
-            *given, *results, begin, d, T, D, W, SILU, BLOCK_D, GROUPS, ROWS, STEPS, False
+        _sequence_gradients(
+            *pointers, *results, begin, d, T, D, W, SILU, BLOCK_D, GROUPS, ROWS, STEPS, False
         )
 
 
-def _positions(token_kind):
-    """The results of `_positions_kernel`; Nones where every token goes on."""
+def _tabulate_positions(token_kind):
+    """The results of `_positions_kernel`; Nones without kinds, where positions are tokens."""
     if token_kind is None:
         return (None,) * 4
     batch, length = token_kind.shape
@@ -441,26 +448,26 @@ def _positions(token_kind):
     return run(Launch(_positions_kernel, batch, (token_kind,), outputs, (length,), options))
 
 
-def _state(x, kernel):
+def _state_array(x, kernel):
     return Array((x.shape[0], kernel.shape[0] - 1, x.shape[2]), "float32")
 
 
 def results(x, kernel, bias, initial_state, token_kind, *, activation: str | None):
-    return like(x), _state(x, kernel)
+    return like(x), _state_array(x, kernel)
 
 
 def gradients(
     x, kernel, bias, initial_state, token_kind, output, dy, d_final, *, activation: str | None
 ):  # fmt: skip
     d_bias = None if bias is None else like(bias)
-    return like(x), like(kernel), d_bias, _state(x, kernel), None
+    return like(x), like(kernel), d_bias, _state_array(x, kernel), None
 
 
 def forward(x, kernel, bias, initial_state, token_kind, *, activation: str | None):
     batch, length, width = x.shape
     taps, silu = kernel.shape[0], activation == "silu"
     tensors = x, kernel, bias, initial_state
-    inputs = *tensors, *_positions(token_kind)
+    inputs = *tensors, *_tabulate_positions(token_kind)
     outputs = results(x, kernel, bias, initial_state, token_kind, activation=activation)
 
     def launch(tile):
@@ -480,7 +487,7 @@ def backward(
     batch, length, width = x.shape
     taps, silu = kernel.shape[0], activation == "silu"
     tensors = dy, d_final, x, kernel, bias, initial_state
-    inputs = *tensors, *_positions(token_kind)
+    inputs = *tensors, *_tabulate_positions(token_kind)
 
     def launch(tile):
         tile = tile.fitted(length + taps - 1, width)
@@ -488,7 +495,7 @@ def backward(
         tiles = triton.cdiv(length + taps - 1, tile.tokens * steps)
         programs = batch * tiles * triton.cdiv(width, tile.BLOCK_D)
         sums = Array((batch * tiles, taps + 1, width), "float32")
-        outputs = like(x), sums, _state(x, kernel)
+        outputs = like(x), sums, _state_array(x, kernel)
         options = {"W": taps, "SILU": silu, "STEPS": steps, **tile._asdict()}
         dx, d_parameters, d_initial = run(
             Launch(_backward_kernel, programs, inputs, outputs, (length, width), options)

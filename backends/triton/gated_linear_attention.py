@@ -71,7 +71,7 @@ def _attend(sizes, q, k, v, states, dtype, *, log_f, token_kind, parts, reverse=
         options = {"CHUNK": sizes.chunk, "LEVELS": sizes.levels, "PARTS": parts, **flags}
         options |= blocks.options(sizes)
         programs = sizes.programs * triton.cdiv(sizes.values, options["BLOCK_V"])
-        outputs, numbers = (like(v).with_dtype(dtype),), (*sizes.numbers, sizes.chunks)
+        outputs, numbers = (like(v).astype(dtype),), (*sizes.numbers, sizes.chunks)
         return run(Launch(attend_kernel, programs, (*tensors, states), outputs, numbers, options))
 
     name = "gated_linear_attention " + ("gradient of v" if reverse else "output")
@@ -164,6 +164,6 @@ kernels = operation(
         dimensions=("b t h k", "b t h k", "b t h v", "b t h k", "b h k v", "b t"),
         result_dimensions=("b t h v", "b h k v", "b h p"),
         channels="h",
-        kept=1,
+        num_residuals=1,
     )
 )

@@ -1,6 +1,6 @@
 """y = activation(gate) * x, activation(z) = z σ(u).  Shazeer 2020, arXiv:2002.05202.
 
-For silu u = z; for gelu, approximated by a tanh, u = sqrt(8 / π) (z + 0.044715 z³). Backward:
+For silu u = z; for the tanh approximation of gelu, u = sqrt(8 / π) (z + 0.044715 z³). Backward:
 
     dx = dy z σ(u),  dgate = dy x σ(u) (1 + z u' σ(-u))
 """
@@ -16,7 +16,7 @@ from ._runtime.launch import Launch, like
 from ._runtime.operation import Operation
 
 _SQRT_8_OVER_PI = tl.constexpr(1.5957691216057308)
-# Of a tensor of 16 bits, a thread loads two vectors of 16 bytes.
+# A thread loads two vectors of 16 bytes from a 16-bit tensor.
 _TILE = {"BLOCK": 2048, "num_warps": 4}
 
 
@@ -26,13 +26,13 @@ def unsupported(gate, x, activation="silu") -> str | None:
 
 
 def gated_linear_unit(gate, x, activation="silu"):
-    """gate, x: the same shape; activation: "silu" or "gelu". Returns that shape in x's dtype."""
+    """gate, x: [...], of one shape; activation: "silu" or "gelu". Returns [...] in x's dtype."""
     return kernels(gate, x, gelu=activation == "gelu")
 
 
 @triton.jit
 def _sigmoids(z, GELU: tl.constexpr, FINE: tl.constexpr):
-    """σ(u), σ(-u) and z u'. Where σ rounds to 0 or 1, z u' is not exact, but finite."""
+    """σ(u), σ(-u) and z u'. If σ rounds to 0 or 1, z u' is inexact but finite."""
     u, slope = z, z
     if GELU:
         z = tl.where(tl.abs(z) > 10.0, tl.where(z > 0.0, 10.0, -10.0), z)
@@ -44,7 +44,7 @@ def _sigmoids(z, GELU: tl.constexpr, FINE: tl.constexpr):
 
 @triton.jit
 def _locate_program(n, BLOCK: tl.constexpr):
-    """The offset of this program's first element, those of all from there, and which are valid."""
+    """The offset of this program's first element, relative offsets of all, and their mask."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
     offsets = tl.arange(0, BLOCK)
     return start, offsets, offsets < n - start

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from ._device.math import exp, sigmoid
 from ._device.pdl import launch_dependents, wait_for_previous_launch
-from ._device.tokens import GOES_ON, PADDING, by_kind
+from ._device.tokens import GOES_ON, PADDING, select_by_kind
 from ._runtime.framework import forward_operation, pdl_options, run, step_unsupported_reason
 from ._runtime.launch import Array, Launch, like
 
@@ -77,7 +77,7 @@ def _kernel(
         near_1 = (input_gate <= 0.5) & (forget_gate == forget_gate)
         forget_gate = tl.where(near_1, 1.0 - input_gate, forget_gate)
     key = tl.where(k_valid, input_gate, 0.0)
-    state = by_kind(kind, forget_gate, 0.0, 1.0)[:, None] * state
+    state = select_by_kind(kind, forget_gate, 0.0, 1.0)[:, None] * state
     state += key[:, None] * _load(v, head * V + e, v_valid)[None, :]
     tl.store(next_memory + offsets, state, valid)
     query = _load(q, head * K + d, k_valid)

@@ -59,7 +59,7 @@ BLOCKS = {
     (False, True): (Blocks(256, 32, 8),),
 }
 _SHORTEST_SUBSEGMENT = 8  # chunks
-_MAX_SUBSEGMENTS = 32  # of all segments together, unless there are more segments
+_MAX_SUBSEGMENTS = 32  # summed over all segments, unless there are more segments
 _FORGOTTEN = tl.constexpr(104.0)  # exp(-104) is 0 in float32; times any number it is below 1e-6
 _KINDS = tl.constexpr(4096)  # tokens whose kinds are loaded at a time
 
@@ -268,7 +268,7 @@ def _walk(
     state_shape = (batch, heads, values, keys) if transposed else sizes.state_shape
     tensors = q, k, v, log_decay, token_kind, initial
     final = Array(state_shape, "float32") if ends and not transposed else None
-    outputs = like(v).with_dtype(dtype), final
+    outputs = like(v).astype(dtype), final
 
     candidates = BLOCKS[sizes.short, wide]
 

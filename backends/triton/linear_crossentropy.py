@@ -1,7 +1,8 @@
-"""losses = log Σ_v exp(z_v) - z_token of the logits z = x E^T, perhaps capped, c tanh(x E^T / c).
+"""losses = log Σ_v exp(z_v) - z_token of logits z = x E^T, optionally capped, c tanh(x E^T / c).
 
-The library multiplies matrices. Between its products, one kernel (`crossentropy_kernel.py`) reads
-the logits of a chunk of tokens, in float32, once, and writes the gradient over them.
+The framework's library multiplies matrices. Between its products, one kernel
+(`_crossentropy/crossentropy_kernel.py`) reads the float32 logits of a chunk of tokens once and
+overwrites them with the gradient.
 """
 
 from typing import Any

@@ -14,11 +14,11 @@ from ._device.tokens import GOES_ON, PADDING, STARTS, read_kind
 from ._runtime.framework import operation, unsupported_reason
 from ._runtime.launch import like
 from ._runtime.operation import Operation
-from ._scan.chain import (
+from ._scan.chained_scan import (
     READ_AGAIN,
     READ_LAST,
     WRITTEN,
-    launch_chains,
+    launch_chained_scan,
     load_previous_output,
     locate_program,
     new_outputs,
@@ -27,9 +27,9 @@ from ._scan.chain import (
 )
 
 # A thread reads its tokens twice, and they should be in the cache the second time: tiles are small.
-# Where chains are few, that leaves room in the cache for longer tiles, and a chain has fewer. The
-# compiler takes 48 to 64 registers by itself; where 80 are named, it takes more of them, reads
-# farther ahead, and fewer programs share the cache.
+# With few chains, the cache has room for longer tiles, and a chain has fewer of them. By default
+# the compiler takes 48 to 64 registers; with a limit of 80, it takes more of them and prefetches
+# farther, and fewer programs share the cache.
 TILINGS = ChainTilings(
     (Tiling(64, 16, 4, 4, 80), Tiling(64, 16, 8, 4, 80), Tiling(128, 8, 8, 4, 80)),
     (Tiling(64, 16, 16, 8, 80), Tiling(32, 64, 8, 8, 80), Tiling(64, 16, 16, 8, 128)),
@@ -54,7 +54,7 @@ def linear_scan(x, log_a, initial_state=None, token_kind=None):
 
 @triton.jit
 def _decay(log_a, kind):
-    """exp(log_a), but 0 for a token that starts a document, and 1 for padding."""
+    """exp(log_a); 0 for a token that starts a document, and 1 for padding."""
     FINE: tl.constexpr = log_a.dtype == tl.float32
     log_a = log_a.to(tl.float32)
     if kind is None:
@@ -67,7 +67,7 @@ def _decay(log_a, kind):
 
 @triton.jit
 def _load_step(x, log_a, token_kind, row, d, t_valid, d_valid, D, CACHED: tl.constexpr):
-    """x_t and a_t; 0 and 1, which change no state, for padding and after the last token."""
+    """Loads x_t and a_t; 0 and 1 for padding and after the last token, where the state stays."""
     offsets, valid = row * D + d, t_valid & d_valid
     x_t = tl.load(x + offsets, valid, other=0.0, eviction_policy=CACHED).to(tl.float32)
     log_a_t = tl.load(log_a + offsets, valid, other=0.0, eviction_policy=CACHED)
@@ -205,13 +205,13 @@ def results(x, log_a, initial_state, token_kind):
 
 def forward(x, log_a, initial_state, token_kind):
     tensors = x, log_a, initial_state, token_kind
-    return launch_chains("linear_scan", _forward_kernel, TILINGS, tensors, new_outputs(x))
+    return launch_chained_scan("linear_scan", _forward_kernel, TILINGS, tensors, new_outputs(x))
 
 
 def backward(x, log_a, initial_state, token_kind, h, dh, d_final):
     tensors = dh, log_a, h, initial_state, token_kind, d_final
     gradients = like(h), like(log_a), state_of(h)
-    found = launch_chains(
+    found = launch_chained_scan(
         "linear_scan backward", _backward_kernel, BACKWARD_TILINGS, tensors, gradients
     )
     return *found, None
@@ -226,7 +226,7 @@ kernels = operation(
         gradients,
         dimensions=("b t d", "b t d", "b d", "b t"),
         result_dimensions=("b t d", "b d"),
-        keeps_output=True,
-        without=("x",),
+        saves_output=True,
+        unused_in_backward=("x",),
     )
 )

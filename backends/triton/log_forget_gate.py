@@ -4,8 +4,8 @@ With a = log β and b = log(1 - β) + log σ(z) it is log(exp(a) + exp(b)), and 
 
     dz = dlog f σ(b - a) σ(-z),  da = Σ dlog f σ(a - b),  dlog(1 - β) = Σ dlog f σ(b - a)
 
-for which the backward needs only z, β and the gradient of log f. Where the gate forgets at most
-half, w = (1 - β) σ(-z) <= 1/2, log f is log(1 - w) = -log(1 + w / (1 - w)).
+for which the backward needs only z, β and the gradient of log f. If the gate forgets at most half,
+w = (1 - β) σ(-z) <= 1/2, log f is log(1 - w) = -log(1 + w / (1 - w)).
 """
 
 import triton
@@ -17,8 +17,8 @@ from ._runtime.framework import cast, operation, run, token_wise_unsupported_rea
 from ._runtime.launch import Array, Launch, dtype_name, like
 from ._runtime.operation import Operation
 
-_TILE_SIZE = 2048  # elements; of a tensor of 16 bits, a thread loads two vectors of 16 bytes
-# The forward has so many times the programs of the backward, which each leave a line of sums.
+_TILE_SIZE = 2048  # elements; a thread loads two vectors of 16 bytes from a 16-bit tensor
+# The forward has this many times the programs of the backward, each of which stores a line of sums.
 _FORWARD_PROGRAMS = 8
 
 
@@ -28,7 +28,7 @@ def unsupported(logits, lower_bound=None) -> str | None:
 
 
 def log_forget_gate(logits, lower_bound=None):
-    """logits: [..., D]; lower_bound: [2, D], log β and log(1 - β); None stands for β = 0.
+    """logits: [..., D]; lower_bound: [2, D], log β and log(1 - β), or None for β = 0.
 
     Returns [..., D] in float32.
     """
@@ -42,7 +42,7 @@ def _tile(width):
 
 @triton.jit
 def _locate_program(D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr):
-    """This program, how many there are, the offset of its first tile, the step to its next; d."""
+    """This program, the number of programs, the offset of its first tile, its step, channels."""
     blocks = tl.cdiv(D, BLOCK_D)
     program, programs = tl.program_id(0) // blocks, tl.num_programs(0) // blocks
     d = (tl.program_id(0) % blocks) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
@@ -50,22 +50,22 @@ def _locate_program(D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _bound(lower_bound, row, d, D):
-    """log β in row 0, log(1 - β) in row 1."""
+def _load_bound(lower_bound, row, d, D):
+    """Loads log β (row 0) or log(1 - β) (row 1)."""
     return tl.load(lower_bound + row * D + d, d < D, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _log_sigmoid(z, FINE: tl.constexpr):
-    """log σ(z), and exp(-|z|)."""
+    """log σ(z) and exp(-|z|)."""
     e = exp(-tl.abs(z), FINE)
     return tl.where(z > 0.0, 0.0, z) - log1p(e, FINE), e
 
 
 @triton.jit
-def _sigmoid_of_minus(z, e):
-    """σ(-z), of e = exp(-|z|)."""
-    # On a GPU, e need not be NaN where z is.
+def _negative_sigmoid(z, e):
+    """σ(-z) from e = exp(-|z|)."""
+    # On a GPU, e may be a number even if z is NaN.
     return tl.where(z == z, tl.where(z > 0.0, e, 1.0) * reciprocal(1.0 + e), z)
 
 
@@ -84,7 +84,10 @@ def _forward_kernel(
     logits += start
     log_f += start
     if lower_bound is not None:
-        log_beta, log_not_beta = _bound(lower_bound, 0, d, D), _bound(lower_bound, 1, d, D)
+        log_beta, log_not_beta = (
+            _load_bound(lower_bound, 0, d, D),
+            _load_bound(lower_bound, 1, d, D),
+        )
     row = tl.arange(0, ROWS)[:, None]
     offsets = row * D + d
     for tile in range(program, tl.cdiv(rows, ROWS), programs):
@@ -94,12 +97,12 @@ def _forward_kernel(
         if lower_bound is not None:
             above = log_not_beta + log_s
             larger = tl.where(log_beta > above, log_beta, above)
-            forgotten = exp(log_not_beta, FINE) * _sigmoid_of_minus(z, e)
-            near_1 = (forgotten <= 0.5) & (log_beta == log_beta)  # log β may be NaN
+            forgotten = exp(log_not_beta, FINE) * _negative_sigmoid(z, e)
+            small = (forgotten <= 0.5) & (log_beta == log_beta)  # log β may be NaN
             ratio = forgotten * reciprocal(1.0 - tl.minimum(forgotten, 0.5))
             gap = tl.where(above == log_beta, 0.0, tl.abs(above - log_beta))  # both may be -inf
-            log = log1p(tl.where(near_1, ratio, exp(-gap, FINE)), FINE)
-            log_s = tl.where(near_1, -log, larger + log)
+            log = log1p(tl.where(small, ratio, exp(-gap, FINE)), FINE)
+            log_s = tl.where(small, -log, larger + log)
         tl.store(log_f + offsets, log_s, valid)
         logits += step
         log_f += step
@@ -123,7 +126,10 @@ def _backward_kernel(
     logits += start
     d_logits += start
     if lower_bound is not None:
-        log_beta, log_not_beta = _bound(lower_bound, 0, d, D), _bound(lower_bound, 1, d, D)
+        log_beta, log_not_beta = (
+            _load_bound(lower_bound, 0, d, D),
+            _load_bound(lower_bound, 1, d, D),
+        )
     row = tl.arange(0, ROWS)[:, None]
     offsets = row * D + d
     d_below = tl.zeros((ROWS, BLOCK_D), tl.float32)
@@ -138,7 +144,7 @@ def _backward_kernel(
             d_below += gradient * below
             gradient *= above
             d_above += gradient
-        gradient *= _sigmoid_of_minus(z, e)
+        gradient *= _negative_sigmoid(z, e)
         tl.store(d_logits + offsets, gradient, valid)
         d_log_f += step
         logits += step
@@ -150,7 +156,7 @@ def _backward_kernel(
 
 
 def results(logits, lower_bound):
-    return (like(logits).with_dtype("float32"),)
+    return (like(logits).astype("float32"),)
 
 
 def gradients(logits, lower_bound, log_f, d_log_f):
@@ -160,7 +166,7 @@ def gradients(logits, lower_bound, log_f, d_log_f):
 def forward(logits, lower_bound):
     tile, rows, blocks = _sizes(logits)
     programs = min(tile.tiles(rows), _FORWARD_PROGRAMS * tile.programs(rows, blocks))
-    log_f = like(logits).with_dtype("float32")
+    log_f = like(logits).astype("float32")
     tensors, options = (logits, lower_bound), {"D": logits.shape[-1], **tile._asdict()}
     return run(Launch(_forward_kernel, programs * blocks, tensors, (log_f,), (rows,), options))
 
@@ -178,7 +184,7 @@ def backward(logits, lower_bound, log_f, d_log_f):
 
 
 def _sizes(logits):
-    """The tile, how many rows there are, and how many blocks of channels."""
+    """The tile, the number of rows, and the number of blocks of channels."""
     tile = _tile(logits.shape[-1])
     return tile, num_rows(logits), triton.cdiv(logits.shape[-1], tile.BLOCK_D)
 

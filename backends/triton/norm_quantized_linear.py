@@ -28,7 +28,7 @@ from ._quantized.quantized_columns import column_indices
 from ._quantized.quantized_products import project_row
 from ._quantized.quantized_tiles import tile_options
 from ._runtime.framework import (
-    aligned,
+    are_aligned,
     forward_operation,
     pdl_options,
     run,
@@ -309,8 +309,8 @@ def forward(
     options |= {
         "BLOCK_SIZE": block_size,
         "VECTORS": vectors_usable(widths, bits, block_size, kernel_scale, options["WORDS"])
-        and aligned(*weights),
-        "WHOLE": channels % 4 == 0 and aligned(x, scale) and _word_loads_usable(scale),
+        and are_aligned(*weights),
+        "WHOLE": channels % 4 == 0 and are_aligned(x, scale) and _word_loads_usable(scale),
         **pdl_options(x),
     }
     columns = options["ACROSS"] * options["WORDS"] * 32 // bits

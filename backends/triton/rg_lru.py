@@ -20,15 +20,15 @@ from ..constants import DECAY_EXPONENT, MAX_SQRT_GRADIENT
 from ._device.common import ChainTilings, Tiling
 from ._device.math import decay as decay_of
 from ._device.math import sigmoid, softplus
-from ._device.tokens import GOES_ON, PADDING, STARTS, by_kind, read_kind
+from ._device.tokens import GOES_ON, PADDING, STARTS, read_kind, select_by_kind
 from ._runtime.framework import cast, operation, unsupported_reason
 from ._runtime.launch import dtype_name, like
 from ._runtime.operation import Operation
-from ._scan.chain import (
-    NOTHING_SAID,
+from ._scan.chained_scan import (
+    DEFAULT_POLICY,
     READ_LAST,
     WRITTEN,
-    launch_chains,
+    launch_chained_scan,
     load_previous_output,
     locate_program,
     new_outputs,
@@ -69,9 +69,9 @@ def rg_lru(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None):
 
 @triton.jit
 def _load(tensor, offsets, valid, kind, CACHED: tl.constexpr):
-    """Elements as float32; 0 for padding, which may hold NaN.
+    """Loads elements as float32; 0 for padding, which may contain NaN.
 
-    CACHED: what caches are told (`chain.py`), which made the forward faster and the backward not.
+    CACHED: a cache policy (`chained_scan.py`); it made the forward faster, but not the backward.
     """
     value = tl.load(tensor + offsets, valid, other=0.0, eviction_policy=CACHED).to(tl.float32)
     if kind is not None:
@@ -129,7 +129,7 @@ def _forward_kernel(
         x_t = i * _load(x, offsets, valid, kind, READ_LAST)
         s_x = tl.sqrt(s2) * x_t
         if kind is not None:
-            a = by_kind(kind, a, 0.0, 1.0)
+            a = select_by_kind(kind, a, 0.0, 1.0)
             s_x = tl.where(kind == STARTS, x_t, s_x)
         a = tl.where(valid, a, 1.0)
         decay *= a
@@ -198,10 +198,10 @@ def _backward_kernel(
         valid = (start + row >= 0) & d_valid
         kind = read_kind(token_kind, row, start + row >= 0)
         offsets = row * D + d[None, :]
-        r, _ = sigmoid(_load(gate_a, offsets, valid, kind, NOTHING_SAID), FINE)
+        r, _ = sigmoid(_load(gate_a, offsets, valid, kind, DEFAULT_POLICY), FINE)
         a, _ = decay_of(r * strongest, FINE)
         if kind is not None:
-            a = by_kind(kind, a, 0.0, 1.0)
+            a = select_by_kind(kind, a, 0.0, 1.0)
         a = tl.where(valid, a, 1.0)
         decay *= a
         total = a * (total + tl.load(dh + offsets, valid, other=0.0).to(tl.float32))
@@ -215,16 +215,16 @@ def _backward_kernel(
         valid = (start + row >= 0) & d_valid
         kind = read_kind(token_kind, row, start + row >= 0)
         offsets = row * D + d[None, :]
-        r, not_r = sigmoid(_load(gate_a, offsets, valid, kind, NOTHING_SAID), FINE)
-        i, not_i = sigmoid(_load(gate_x, offsets, valid, kind, NOTHING_SAID), FINE)
-        x_t = _load(x, offsets, valid, kind, NOTHING_SAID)
+        r, not_r = sigmoid(_load(gate_a, offsets, valid, kind, DEFAULT_POLICY), FINE)
+        i, not_i = sigmoid(_load(gate_x, offsets, valid, kind, DEFAULT_POLICY), FINE)
+        x_t = _load(x, offsets, valid, kind, DEFAULT_POLICY)
         log_a = r * strongest
         a, s2 = decay_of(log_a, FINE)
         inverse_root = tl.rsqrt(tl.maximum(s2, 1e-36))
         s = s2 * inverse_root
         if kind is not None:
-            a = by_kind(kind, a, 0.0, 1.0)
-            s = by_kind(kind, s, 1.0, 0.0)
+            a = select_by_kind(kind, a, 0.0, 1.0)
+            s = select_by_kind(kind, s, 1.0, 0.0)
         g = c + tl.load(dh + offsets, valid, other=0.0).to(tl.float32)
         c = a * g
         gi = g * i
@@ -252,13 +252,13 @@ def gradients(x, gate_a, gate_x, a_logit, initial_state, token_kind, h, dh, d_fi
 
 def forward(x, gate_a, gate_x, a_logit, initial_state, token_kind):
     tensors = x, gate_a, gate_x, a_logit, initial_state, token_kind
-    return launch_chains("rg_lru", _forward_kernel, TILINGS, tensors, new_outputs(x))
+    return launch_chained_scan("rg_lru", _forward_kernel, TILINGS, tensors, new_outputs(x))
 
 
 def backward(x, gate_a, gate_x, a_logit, initial_state, token_kind, h, dh, d_final):
     tensors = dh, x, gate_a, gate_x, a_logit, h, initial_state, token_kind, d_final
     gradients = like(x), like(gate_a), like(gate_x), state_of(x)
-    *d_tensors, d_initial, d_logit = launch_chains(
+    *d_tensors, d_initial, d_logit = launch_chained_scan(
         "rg_lru backward", _backward_kernel, TILINGS, tensors, gradients, channel_sums=True
     )
     return *d_tensors, cast(d_logit, dtype_name(a_logit)), d_initial, None
@@ -273,6 +273,6 @@ kernels = operation(
         gradients,
         dimensions=("b t d", "b t d", "b t d", "d", "b d", "b t"),
         result_dimensions=("b t d", "b d"),
-        keeps_output=True,
+        saves_output=True,
     )
 )

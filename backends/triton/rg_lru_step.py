@@ -12,7 +12,7 @@ from ..constants import DECAY_EXPONENT
 from ._decoding.rg_lru_step_batch import batch_kernel, tile_options
 from ._device.math import decay, gelu, sigmoid, softplus
 from ._device.pdl import launch_dependents, wait_for_previous_launch
-from ._device.tokens import GOES_ON, PADDING, STARTS, by_kind
+from ._device.tokens import GOES_ON, PADDING, STARTS, select_by_kind
 from ._runtime.framework import forward_operation, pdl_options, run, step_unsupported_reason
 from ._runtime.launch import Array, Launch, dtype_name, like
 
@@ -155,7 +155,7 @@ def _kernel(
     gate_x = tl.sum(inputs[:, None] * weight_x.to(tl.float32), 0) + gate_bias_x
     a, complement = decay(log_a * sigmoid(gate_a, True)[0], True)
     gated = sigmoid(gate_x, True)[0] * convolved
-    h = by_kind(kind, a * h + tl.sqrt_rn(complement) * gated, gated, h)
+    h = select_by_kind(kind, a * h + tl.sqrt_rn(complement) * gated, gated, h)
     tl.store(next_hidden + row * D + channel, h, n < C)
     tl.store(output + row * D + channel, gelu(tl.where(real, value, 0.0)) * h, n < C)
     moved = tl.where(kind == STARTS, 0.0, moved)

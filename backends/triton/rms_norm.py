@@ -18,8 +18,8 @@ from ._runtime.operation import Operation
 
 _SCALE = tl.constexpr(SQUARES_SCALE)
 _SMALLEST_SCALED_EPSILON = tl.constexpr(SMALLEST_SCALED_EPSILON)
-_MAX_WIDTH = 16384  # the registers of one program hold a row
-_TILE_SIZE = 2048  # elements, 16 a thread, unless a row is longer
+_MAX_WIDTH = 16384  # channels of a row, which the registers of one program hold
+_TILE_SIZE = 2048  # elements, 16 a thread; more if a row is longer
 _FEW_ROWS = 16  # at most so many in a decoding step, whose kernel takes less time than its launch
 
 
@@ -46,10 +46,10 @@ def _stages(tile):
 
 
 @triton.jit
-def _reciprocal_root(x, epsilon, D):
+def _reciprocal_rms(x, epsilon, D):
     """r of each row, correctly rounded: in a row of one channel dx is proportional to 1 - x² r².
 
-    0 where the mean square is 0 or leaves the range of float32; `constants.py` says how it is made.
+    0 if the mean square is 0 or exceeds the range of float32; `constants.py` explains the scaling.
     """
     z = tl.sum(x * (x * _SCALE), 1)[:, None] / D / _SCALE
     if epsilon < _SMALLEST_SCALED_EPSILON:
@@ -78,7 +78,7 @@ def _forward_kernel(
     d = tl.arange(0, BLOCK_D)[None, :]
     valid = (row < rows - first) & (d < D)
     value = tl.load(x + first * D + (row * D + d), valid, other=0.0).to(tl.float32)
-    value *= _reciprocal_root(value, epsilon, D)
+    value *= _reciprocal_rms(value, epsilon, D)
     if scale is not None:
         value *= tl.load(scale + d, d < D, other=0.0).to(tl.float32)
     tl.store(y + first * D + (row * D + d), value, valid)
@@ -115,7 +115,7 @@ def _backward_kernel(
         valid = real & (d < D)
         value = tl.load(x + offsets, valid, other=0.0).to(tl.float32)
         gradient = tl.load(dy + offsets, valid, other=0.0).to(tl.float32)
-        r = _reciprocal_root(value, epsilon, D)
+        r = _reciprocal_rms(value, epsilon, D)
         value *= tl.where(real, r, 0.0)
         if scale is not None:
             total += gradient * value

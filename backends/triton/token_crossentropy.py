@@ -1,8 +1,8 @@
 """loss = log Σ_v exp(logits_v) - logits_token.
 
-In the forward a program goes through a row. Each of its lanes keeps the largest logit so far, and
-the sum of exponentials relative to it; lanes are combined at the end. The backward takes these of
-each row from the forward, and computes each tile on its own:
+In the forward a program goes through a row of logits. Each lane has the largest logit so far and
+the sum of exponentials relative to it; lanes are combined at the end. The forward saves both for
+each row, and the backward computes each tile independently:
 
     dlogits_v = (exp(logits_v - largest) / sum - [v = token]) dloss
 """
@@ -16,9 +16,9 @@ from ._runtime.framework import operation, run, token_wise_unsupported_reason
 from ._runtime.launch import Array, Launch, like
 from ._runtime.operation import Operation
 
-_LANE_SIZE = 8  # logits, a vector of 16 bytes where they have 16 bits
+_LANE_SIZE = 8  # logits, a vector of 16 bytes if they have 16 bits
 _TILE_SIZE, _BACKWARD_TILE_SIZE = 4096, 2048  # logits, two such vectors a thread
-_STAGES = 3  # tiles that are loaded ahead into shared memory
+_STAGES = 3  # pipeline stages: tiles that are prefetched into shared memory
 
 
 def unsupported(logits, tokens) -> str | None:
@@ -35,14 +35,14 @@ def token_crossentropy(logits, tokens):
 
 
 def _tile(vocabulary, tile_size):
-    """How many logits a tile has, and the warps of a program."""
+    """The number of logits of a tile, and the warps of a program."""
     block = max(_LANE_SIZE, min(tile_size, triton.next_power_of_2(vocabulary)))
     return {"BLOCK": block, "num_warps": max(1, block // 512)}
 
 
 @triton.jit
-def _finite(largest):
-    """0 in place of -inf, as -inf - -inf would be NaN."""
+def _zero_if_infinite(largest):
+    """Replaces -inf by 0: -inf - -inf would be NaN."""
     return tl.where(largest == float("-inf"), 0.0, largest)
 
 
@@ -74,11 +74,11 @@ def _forward_kernel(
         z = tl.load(logits + v, v < V, other=float("-inf")).to(tl.float32)
         old_peaks = peaks
         peaks = tl.maximum(peaks, tl.max(z, 1))
-        origin = _finite(peaks)
+        origin = _zero_if_infinite(peaks)
         more = tl.sum(exp_keeping_nan(z - origin[:, None], FINE), 1)
         sums = sums * exp_keeping_nan(old_peaks - origin, FINE) + more
     highest = tl.max(peaks, 0)
-    sums = tl.sum(sums * exp_keeping_nan(peaks - _finite(highest), FINE), 0)
+    sums = tl.sum(sums * exp_keeping_nan(peaks - _zero_if_infinite(highest), FINE), 0)
     token = tl.load(tokens + row).to(tl.int64)
     known = (token >= 0) & (token < V)
     token_logit = tl.load(logits + token, known, other=float("nan")).to(tl.float32)
@@ -105,7 +105,7 @@ def _backward_kernel(
 
 
 def results(logits, tokens):
-    """The losses, and of each row the largest logit and the sum of exp(logit - largest)."""
+    """`Array`s of the losses, and of each row's largest logit and sum of exp(logit - largest)."""
     return (Array(tuple(tokens.shape), "float32"),) * 3
 
 
@@ -138,6 +138,6 @@ kernels = operation(
         dimensions=("... v", "..."),
         result_dimensions=("...",) * 3,
         channels=None,
-        kept=2,
+        num_residuals=2,
     )
 )

@@ -180,7 +180,7 @@ def of_vocabulary(kernel, tile_size, vocabulary):
 def of_piece(vocabulary, fine=False, capped=True, **constants):
     """The kernel of `linear_crossentropy`, whose logits are float32."""
     options = crossentropy_kernel.options(vocabulary, capped, fine)
-    return crossentropy_kernel.piece_kernel, options | constants, [{}]
+    return crossentropy_kernel.chunk_kernel, options | constants, [{}]
 
 
 LOSSES = token_crossentropy._forward_kernel, token_crossentropy._TILE_SIZE

@@ -213,13 +213,13 @@ def test_candidates_compute_the_same(operation, case, clock, monkeypatch):
 @pytest.mark.parametrize("operation", ["linear_scan", "rg_lru"])
 def test_every_launch_makes_its_own_carry(operation, clock, monkeypatch):
     """On a GPU, a launch would take states that an earlier one left there for its own."""
-    new, made = torch_operators.new, []
+    allocate, made = torch_operators.allocate, []
 
     def counted(array, like):
-        made.append(new(array, like))
+        made.append(allocate(array, like))
         return made[-1] if array.zeros else made.pop()
 
-    monkeypatch.setattr(torch_operators, "new", counted)
+    monkeypatch.setattr(torch_operators, "allocate", counted)
     with keras_recurrent.autotune() as found:
         judge.check(operation, "triton", draw(operation, Case(1, 20, 8)))
     assert len(made) == sum(2 * len(search.timings) + 1 for search in found)

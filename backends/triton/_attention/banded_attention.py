@@ -148,7 +148,7 @@ def results(q, k, v):
     queries = tuple(q.shape[:3])
     output = Array((*queries, v.shape[3]), dtype_name(q))
     sums = Array(queries, "float32")
-    rest = None if output.dtype == "float32" else output.with_dtype("int8")
+    rest = None if output.dtype == "float32" else output.astype("int8")
     return output, rest, sums, sums if _dtype(q, k, v).is_fp32() else None
 
 

@@ -1,7 +1,7 @@
 """Softmax attention on JAX: launches for keys and values that plain JAX has arranged.
 
-The keys of a sequence are the state's tokens, then the real tokens, then padding. A query sees keys
-of its own segment, which is the number of its document. `forward` and `backward` have the
+The keys of a sequence are the state's tokens, then the real tokens, then padding. A query sees the keys
+in its segment, which is the number of its document. `forward` and `backward` have the
 parameters of those in `backends/jax`.
 """
 

@@ -12,7 +12,7 @@ from ...torch import sliding_window_attention as plain
 from ...torch._attention_inputs import AttentionInputs, attend, fake_gradients, fake_results
 from ...torch._autograd import register_autograd
 from ...torch._sharding import is_sharded
-from .._runtime.torch_operators import contiguous, new, on_device_of
+from .._runtime.torch_operators import allocate, contiguous, device_guard
 from . import banded_attention, circular_buffer
 
 
@@ -49,7 +49,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     q, k, v, token_kind = contiguous(q, k, v, token_kind)
     arrangement, keys, values, visible = _arrange(q, k, v, key, value, position, token_kind, window)
-    with on_device_of(q):
+    with device_guard(q):
         output, *residuals = banded_attention.forward(q, keys, values, visible)
         position = arrangement.next_position.int()
         buffers = [x.new_empty(x.shape[0], 0, *x.shape[2:]) for x in (keys, values)]
@@ -63,7 +63,7 @@ def _forward(
 @_forward.register_fake
 def _(q, k, v, key, value, position, token_kind, window, capacity):
     _, *residuals = banded_attention.results(q, k, v)
-    residuals = (array if array is None else new(array, q) for array in residuals)
+    residuals = (array if array is None else allocate(array, q) for array in residuals)
     return *fake_results(q, k, v, capacity), *_empty_for_none(q, residuals)
 
 
@@ -91,7 +91,7 @@ def _backward(
         q, k, v, token_kind, d_output, d_key, d_value
     )
     arrangement, keys, values, visible = _arrange(q, k, v, key, value, position, token_kind, window)
-    with on_device_of(q):
+    with device_guard(q):
         d_q, *d_rows = banded_attention.backward(
             d_output,
             d_buffers,

@@ -1,4 +1,4 @@
-"""`linear_crossentropy` on JAX: plain JAX's, with one kernel for a piece of logits."""
+"""`linear_crossentropy` on JAX: plain JAX's loop, with a kernel for each chunk of logits."""
 
 import jax.numpy as jnp
 
@@ -6,13 +6,13 @@ from ...jax import _shards
 from ...jax.linear_crossentropy import operation
 from .._runtime import jax_functions
 from .._runtime.launch import Array, Launch
-from .crossentropy_kernel import options, piece_kernel, written
+from .crossentropy_kernel import chunk_kernel, options, output_arrays
 
 unsupported_reason = jax_functions.unsupported_reason
 
 
-def chunk_losses(z, weights, tokens, soft_cap, dtype, with_gradients):
-    """As `_plain_chunk_losses` of plain JAX."""
+def piece(z, weights, tokens, soft_cap, dtype, with_gradients):
+    """The kernel's version of `_plain_piece` in `backends/jax/linear_crossentropy.py`."""
     dtype = jnp.dtype(dtype)
 
     def kernel(z, weights, tokens):
@@ -20,16 +20,16 @@ def chunk_losses(z, weights, tokens, soft_cap, dtype, with_gradients):
         inputs = z.reshape(rows, vocabulary), tokens.reshape(rows), weights.reshape(rows)
         d_z = Array((rows, vocabulary), dtype.name) if with_gradients else None
         constants = options(vocabulary, soft_cap is not None, dtype == jnp.float32)
-        outputs, numbers = (d_z, *written(rows)), (float(soft_cap or 0),)
+        outputs, numbers = (d_z, *output_arrays(rows)), (float(soft_cap or 0),)
         d_z, losses, factors, best = jax_functions.run(
-            Launch(piece_kernel, rows, inputs, outputs, numbers, constants)
+            Launch(chunk_kernel, rows, inputs, outputs, numbers, constants)
         )
-        found = [losses, best, d_z, factors] if with_gradients else [losses, best]
-        return tuple(f.reshape(*tokens.shape, *f.shape[1:]) for f in found)
+        arrays = [losses, best, d_z, factors] if with_gradients else [losses, best]
+        return tuple(f.reshape(*tokens.shape, *f.shape[1:]) for f in arrays)
 
     results = ("b t", "b t", "b t v", "b t") if with_gradients else ("b t", "b t")
-    given = "b t v", "b t", "b t"
-    return _shards.distributed(kernel, given, results, channels=None)(z, weights, tokens)
+    arguments = "b t v", "b t", "b t"
+    return _shards.distributed(kernel, arguments, results, channels=None)(z, weights, tokens)
 
 
 linear_crossentropy = operation(chunk_losses)

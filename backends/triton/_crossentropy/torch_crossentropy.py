@@ -1,23 +1,23 @@
-"""`linear_crossentropy` on torch: plain torch's, with one kernel for a piece of logits."""
+"""`linear_crossentropy` on torch: plain torch's loop, with a kernel for each chunk of logits."""
 
 import torch
 
 from ...torch.linear_crossentropy import operation
 from .._runtime import torch_operators
 from .._runtime.launch import Launch
-from .crossentropy_kernel import options, piece_kernel, written
+from .crossentropy_kernel import chunk_kernel, options, output_arrays
 
 unsupported_reason = torch_operators.token_wise_unsupported_reason
 
 
-def chunk_losses(z, weights, tokens, cap, dtype, d_z):
-    """As `chunk_losses` of plain torch."""
+def piece(z, weights, tokens, cap, dtype, d_z):
+    """The kernel's version of `piece` in `backends/torch/linear_crossentropy.py`."""
     rows, vocabulary = z.shape
     constants = options(vocabulary, cap > 0, dtype == torch.float32)
     inputs = z, tokens, weights, d_z
-    with torch_operators.on_device_of(z):
+    with torch_operators.device_guard(z):
         losses, factors, best = torch_operators.run(
-            Launch(piece_kernel, rows, inputs, written(rows), (cap,), constants)
+            Launch(chunk_kernel, rows, inputs, output_arrays(rows), (cap,), constants)
         )
     return losses, best, factors
 

@@ -11,7 +11,7 @@ from ...constants import DECAY_EXPONENT
 from .._device.math import decay, gelu, sigmoid, softplus
 from .._device.pdl import launch_dependents, wait_for_previous_launch
 from .._device.products import operand, product
-from .._device.tokens import GOES_ON, PADDING, STARTS, by_kind, read_kind
+from .._device.tokens import GOES_ON, PADDING, STARTS, read_kind, select_by_kind
 
 _DECAY_EXPONENT = tl.constexpr(DECAY_EXPONENT)
 _FEW_ROWS = {"BLOCK_B": 16, "BLOCK_C": 256, "BLOCK_N": 32, "num_warps": 4}
@@ -148,7 +148,7 @@ def batch_kernel(
     a, complement = decay(log_a * sigmoid(gate_a, True)[0], True)
     gated = sigmoid(gate_x, True)[0] * convolved
     h = _load(hidden, offsets, valid_outputs)
-    h = by_kind(kind, a * h + tl.sqrt_rn(complement) * gated, gated, h)
+    h = select_by_kind(kind, a * h + tl.sqrt_rn(complement) * gated, gated, h)
     tl.store(next_hidden + offsets, h, valid_outputs)
     value = tl.where(real, _load(gate, offsets, valid_outputs), 0.0)
     tl.store(output + offsets, gelu(value) * h, valid_outputs)

@@ -1,4 +1,4 @@
-"""The tiles of kernels, whether Triton's interpreter runs them, and what an error adds."""
+"""Tiles of kernels, the flag of Triton's interpreter, and a note for the assembler's errors."""
 
 from typing import NamedTuple
 
@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1
-IN_INTERPRETER = tl.constexpr(INTERPRETED)  # the same, for kernels
-MULTIPROCESSORS = 128  # about as many as a large GPU has
+IN_INTERPRETER = tl.constexpr(INTERPRETED)  # as a constant for kernels
+MULTIPROCESSORS = 128  # approximate number in a large GPU
 _MANY_CHAINS = MULTIPROCESSORS
 
 
@@ -27,9 +27,9 @@ def assembler_error_note(kernel, plain):
 class Tiling(NamedTuple):
     """The tile of a program, GROUPS * ROWS tokens of BLOCK_D channels, and its launch options.
 
-    A thread computes some channels of one group, ROWS tokens one after the other. Only the results
-    of whole groups pass between threads. Of bfloat16, 64 channels are 128 bytes, of which a thread
-    loads 16 (8 channels) at once. With 128 registers a thread, 16 warps fit on a multiprocessor.
+    A thread computes some channels of one group, ROWS tokens one after the other. Threads exchange
+    only the results of whole groups. 64 channels of bfloat16 are 128 bytes, of which a thread loads
+    16 bytes (8 channels) at once. With 128 registers a thread, 16 warps fit on a multiprocessor.
     """
 
     BLOCK_D: int
@@ -52,15 +52,15 @@ class Tiling(NamedTuple):
 
 
 class ChainTilings(NamedTuple):
-    """The candidates for the tiles of a chain (`chain.py`), in each tuple the default first.
+    """Candidates for the tiles of a chained scan (`chained_scan.py`), the default first.
 
-    The tiles of a chain wait for each other. Where few chains have to fill a GPU, tiles have more
-    tokens, so that a chain has fewer of them.
+    The tiles of a chain wait for each other. If only few chains fill the GPU, tiles have more
+    tokens, so that a chain has fewer tiles.
     """
 
     for_many_chains: tuple[Tiling, ...]
     for_few_chains: tuple[Tiling, ...]
-    for_some_chains: tuple[Tiling, ...] = ()  # empty: those for many
+    for_some_chains: tuple[Tiling, ...] = ()  # empty: use those of many chains
 
     def candidates(self, batch, width):
         chains = batch * triton.cdiv(width, self.for_many_chains[0].BLOCK_D)

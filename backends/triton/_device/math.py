@@ -1,8 +1,8 @@
-"""Exponentials and functions made of them, by the GPU's approximate instructions.
+"""Exponentials and functions based on them, by the GPU's approximate instructions.
 
-These are off by two units in the last place at most, and flush numbers below 1e-38 to 0. FINE, for
-float32 tensors, corrects the further error of the change to base 2. Triton's interpreter runs no
-inline assembly: there the plain formulas stand in.
+The error of these instructions is at most two units in the last place, and they flush numbers below
+1e-38 to 0. FINE, for float32 tensors, also corrects the error of the change to base 2. Triton's
+interpreter runs no inline assembly and uses the plain formulas.
 """
 
 import triton
@@ -35,7 +35,7 @@ def exp(z, FINE: tl.constexpr):
         e = tl.exp(z)
     else:
         if FINE:
-            # -inf would make NaN below; exp(-100) is 0, too. NaN stays NaN.
+            # -inf would become NaN below; exp(-100) is 0, too. NaN stays NaN.
             z = tl.maximum(z, -100.0, propagate_nan=tl.PropagateNan.ALL)
         power = z * _LOG2_E
         e = _exp2(power)
@@ -48,7 +48,7 @@ def exp(z, FINE: tl.constexpr):
 
 @triton.jit
 def exp_keeping_nan(z, FINE: tl.constexpr):
-    """exp(z) as above, and NaN for NaN, from which `exp` makes a number if FINE."""
+    """exp(z), with NaN for NaN: if FINE, `exp` may turn NaN into a number."""
     e = exp(z, FINE)
     if FINE:
         e = tl.where(z == z, e, z)
@@ -57,7 +57,7 @@ def exp_keeping_nan(z, FINE: tl.constexpr):
 
 @triton.jit
 def exp_of_difference(z, origin, FINE: tl.constexpr):
-    """exp(z - origin); unless FINE, difference and change of base are one instruction."""
+    """exp(z - origin); unless FINE, one instruction subtracts and changes the base."""
     if IN_INTERPRETER or FINE:
         e = exp(z - origin, FINE)
     else:
@@ -80,7 +80,7 @@ def reciprocal(z):
 @triton.jit
 def sigmoid(z, FINE: tl.constexpr):
     """σ(z) and σ(-z), both without cancellation."""
-    # At 87, 1 + e still has a reciprocal that is no subnormal number.
+    # Up to 87, the reciprocal of 1 + e is a normal number.
     e = exp(tl.minimum(-z, 87.0, propagate_nan=tl.PropagateNan.ALL), FINE)
     s = reciprocal(1.0 + e)
     return s, e * s
@@ -88,7 +88,7 @@ def sigmoid(z, FINE: tl.constexpr):
 
 @triton.jit
 def tanh(z, FINE: tl.constexpr):
-    """(1 - e) / (1 + e) of e = exp(-2 |z|); near 0, where 1 - e would cancel, by a series."""
+    """(1 - e) / (1 + e) with e = exp(-2 |z|); a series near 0, where 1 - e would cancel."""
     e = exp(-2.0 * tl.abs(z), FINE)
     far = (1.0 - e) * reciprocal(1.0 + e)
     square = z * z
@@ -107,7 +107,7 @@ def silu(z):
 
 @triton.jit
 def gelu(z):
-    """By tanh: z σ(2 sqrt(2 / π) (z + 0.044715 z³)), whose σ is 0 or 1 beyond 10."""
+    """The tanh approximation: z σ(2 sqrt(2 / π) (z + 0.044715 z³)), whose σ is 0 or 1 beyond 10."""
     near = tl.where(tl.abs(z) > 10.0, tl.where(z > 0.0, 10.0, -10.0), z)
     u = (near + 0.044715 * near * near * near) * _SQRT_8_OVER_PI
     return z * tl.where(u < -80.0, 0.0, sigmoid(u, True)[0])
@@ -117,9 +117,9 @@ def gelu(z):
 def log1p(e, FINE: tl.constexpr):
     """log(1 + e) for e from 0 to 1.
 
-    FINE: by the series of 2 artanh(y), y = e / (2 + e). Its first term is written as e - e y, so
-    only the correction of e is rounded. Otherwise a polynomial, off by three units in the last
-    place at most.
+    FINE: the series of 2 artanh(y), y = e / (2 + e). Its first term is written as e - e y, so only
+    the correction of e is rounded. Otherwise a polynomial with an error of at most three units in
+    the last place.
     """
     if FINE:
         y = e / (2.0 + e)
@@ -166,7 +166,7 @@ def one_minus_exp(z, FINE: tl.constexpr):
 
 @triton.jit
 def exp_of_decays(z, FINE: tl.constexpr):
-    """exp(z) for z <= 0. FINE: near 0 by a series, for the reason given in `decay`."""
+    """exp(z) for z <= 0. FINE: a series near 0, for the reason given in `decay`."""
     e = exp(z, FINE)
     if FINE:
         e = tl.where(z > _SERIES_FROM, 1.0 - _one_minus_exp_near_0(z), e)
@@ -177,9 +177,9 @@ def exp_of_decays(z, FINE: tl.constexpr):
 def decay(log_a, FINE: tl.constexpr):
     """a = exp(log_a) and 1 - a² = (1 - a)(1 + a).
 
-    Where a is near 1, the difference would cancel, and 1 - a is a series in log_a. With FINE, a is
-    made of that series, too: such decays multiply over many tokens, and so would a small bias of
-    the instruction.
+    If a is near 1, the difference would cancel, and 1 - a is a series in log_a. With FINE, a is
+    computed from that series, too: such decays multiply over many tokens, and a small bias of the
+    instruction would accumulate.
     """
     near_1 = log_a > _SERIES_FROM
     difference = _one_minus_exp_near_0(log_a)

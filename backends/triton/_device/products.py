@@ -1,19 +1,19 @@
 """Matrix products of the Triton kernels, and their precision.
 
-SHORT, for bfloat16 tensors: operands are bfloat16, or rounded to it where they were computed, and
+SHORT, for bfloat16 tensors: operands are bfloat16, or are rounded to it if they were computed, and
 sums are float32. Otherwise operands are float32 and multiplied as "bf16x6": each is split into
-parts of bfloat16, and six products of parts have the precision of float32. They run on tensor
-cores, while "ieee" would not. float16 tensors go the same way, since a state may exceed the range
-of float16.
+bfloat16 parts, and six products of parts have the precision of float32. They run on tensor cores,
+while "ieee" would not. float16 tensors are multiplied as float32, since a state may exceed the
+range of float16.
 
-Products of tiles with 64 rows are asynchronous on Hopper, and each takes registers for descriptors
-of its operands. ptxas 12.8, which comes with Triton 3.6 and 3.7, compiles a kernel wrongly that has
-more descriptors than registers for them: it read beyond its shared memory. The large kernels take
-tiles of 32 rows, whose products are not asynchronous.
+Products of tiles with 64 rows are asynchronous on Hopper, and each needs registers for descriptors
+of its operands. ptxas 12.8, which comes with Triton 3.6 and 3.7, miscompiles a kernel with more
+descriptors than registers for them: it read beyond its shared memory. The large kernels therefore
+use tiles of 32 rows, whose products are not asynchronous.
 
 Triton's compiler got dot(x.T, y) wrong on Hopper where x was the result of another dot (Triton
-issue 6124, flash-linear-attention issues 640 and 984). So the first operand of a product is never
-the transpose of a computed tensor: kernels compute the transpose itself.
+issue 6124, flash-linear-attention issues 640 and 984). The first operand of a product is therefore
+never the transpose of a computed tensor: kernels compute the transpose itself.
 """
 
 import triton
@@ -26,9 +26,9 @@ PRECISION = tl.constexpr("ieee" if INTERPRETED else "bf16x6")
 
 @triton.jit
 def operand(x, SHORT: tl.constexpr):
-    """x in the dtype of operands.
+    """Converts x to the dtype of operands.
 
-    The interpreter stores bfloat16 as integers: there x is float32, rounded to bfloat16.
+    The interpreter stores bfloat16 as integers, so there x is float32, rounded to bfloat16.
     """
     if SHORT:
         if IN_INTERPRETER:
@@ -54,19 +54,18 @@ def product(a, b, total, SHORT: tl.constexpr):
 def ones(square):
     """Layout hint: ones that the compiler must derive from `square`, the result of products.
 
-    What is computed from them keeps the register layout of products, and needs no conversion to
-    become the first operand of the next one. Returns 1 for each row of `square` (which may be a
-    batch), also if it holds infinities or, on a GPU, NaN.
+    Tensors that are computed from them keep the register layout of products, and become the first
+    operand of the next product without a conversion. Returns 1 for each row of `square` (which may
+    be a batch), even if it contains infinities or, on a GPU, NaN.
     """
     return tl.minimum(tl.maximum(tl.sum(square, len(square.shape) - 1), 1.0), 1.0)
 
 
 @triton.jit
 def sum_rows(mask, x, PARTS: tl.constexpr):
-    """mask x: for each row of `mask`, of 0 and 1, the sum of the rows of x at its ones.
+    """mask x: for each row of `mask`, which has 0 and 1, the sum of the rows of x at its ones.
 
-    x is split into PARTS numbers of bfloat16, of 8 bits each: 1 is exact for bfloat16 and 3 for
-    float32.
+    x is split into PARTS bfloat16 numbers of 8 bits: 1 part is exact for bfloat16, 3 for float32.
     """
     part = operand(x, True)
     total = tl.dot(mask, part)
@@ -79,9 +78,9 @@ def sum_rows(mask, x, PARTS: tl.constexpr):
 
 @triton.jit
 def sum_columns(x, mask, PARTS: tl.constexpr):
-    """x mask: for each column of `mask`, True or False, the sum of the columns of x that it marks.
+    """x mask: for each column of the boolean `mask`, the sum of the columns of x that it marks.
 
-    PARTS: as in `sum_rows`.
+    PARTS: see `sum_rows`.
     """
     mask = tl.where(mask, 1.0, 0.0)
     if not IN_INTERPRETER:

@@ -1,8 +1,7 @@
-"""What the kernels of operations without a state share.
+"""Tiles of the kernels of operations without a state.
 
-Each program goes through several tiles of tokens on its own. Where it sums something over tokens
-for each channel, it stores its own sums as one line of a small tensor, and these lines are summed
-afterwards: so the same inputs give the same bits.
+Each program goes through several tiles of tokens. Its sums over tokens are one line of a small
+tensor, and these lines are summed afterwards, so that results are bit-identical for equal inputs.
 """
 
 import math
@@ -10,8 +9,8 @@ from typing import NamedTuple
 
 import triton
 
-# Sixteen for each multiprocessor of an H100 or H200, which then has 128 registers for each thread.
-# A constant, not what the device has: the order of sums depends on it.
+# Sixteen for each multiprocessor of an H100 or H200, which leaves 128 registers for each thread.
+# A constant, not the number of the device at hand: the order of sums depends on it.
 _WARPS = 132 * 16
 
 
@@ -23,14 +22,14 @@ class Tile(NamedTuple):
     num_warps: int
 
     def tiles(self, rows):
-        """How many tiles, one below another, cover all rows."""
+        """Number of tiles that cover all rows."""
         return triton.cdiv(rows, self.ROWS)
 
     def programs(self, rows, blocks=1):
-        """How many programs share the rows, in each of so many blocks of channels."""
+        """Number of programs that share the rows of one of `blocks` blocks of channels."""
         return min(self.tiles(rows), max(1, _WARPS // (self.num_warps * blocks)))
 
 
 def num_rows(x):
-    """How many rows [..., D] has."""
+    """Number of rows of [..., D]."""
     return math.prod(x.shape[:-1]) if x.shape[-1] else 0

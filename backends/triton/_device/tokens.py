@@ -1,4 +1,4 @@
-"""Kinds of tokens, as kernels compare them; `backends/constants.py` has their values."""
+"""Token kinds as constants of kernels; `backends/constants.py` defines their values."""
 
 import triton
 import triton.language as tl
@@ -12,7 +12,7 @@ PADDING = tl.constexpr(constants.PADDING)
 
 @triton.jit
 def read_kind(token_kind, offsets, valid):
-    """The kinds of some tokens, PADDING where `valid` is False; None if there are no kinds."""
+    """Loads token kinds, PADDING where `valid` is False; None if `token_kind` is None."""
     kind = None
     if token_kind is not None:
         kind = tl.load(token_kind + offsets, valid, other=PADDING)
@@ -20,6 +20,6 @@ def read_kind(token_kind, offsets, valid):
 
 
 @triton.jit
-def by_kind(kind, goes_on, starts, padding):
-    """For each token the value that its kind chooses."""
+def select_by_kind(kind, goes_on, starts, padding):
+    """Selects one of three values for each token, by its kind."""
     return tl.where(kind == GOES_ON, goes_on, tl.where(kind == STARTS, starts, padding))

@@ -109,7 +109,7 @@ def block(size, largest):
 
 def gradient_of_state(initial):
     """The float32 `Array` of the gradient of an initial state; None without an initial state."""
-    return None if initial is None else like(initial).with_dtype("float32")
+    return None if initial is None else like(initial).astype("float32")
 
 
 class TimeSplit(NamedTuple):

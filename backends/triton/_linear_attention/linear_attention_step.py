@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from .._device.math import exp_of_decays, one_minus_exp
-from .._device.tokens import GOES_ON, PADDING, by_kind
+from .._device.tokens import GOES_ON, PADDING, select_by_kind
 from .._runtime.framework import run
 from .._runtime.launch import Array, Launch, like
 from .linear_attention import block
@@ -56,7 +56,7 @@ def _step_kernel(
         key = tl.where(k_valid, one_minus_exp(logarithm, True), 0.0)
     else:
         key = _load(k, key_row + d, k_valid)
-    f = by_kind(kind, f, 0.0, 1.0)
+    f = select_by_kind(kind, f, 0.0, 1.0)
     state = key[:, None] * _load(v, value_row + e, v_valid)[None, :]
     offsets = key_row * V + d[:, None] * V + e[None, :]
     valid = (d < K)[:, None] & (e < V)[None, :]

@@ -1,1 +1,1 @@
-"""Launches and operations, and what runs them in torch, in JAX and in the interpreter."""
+"""Launches and operations, and the code that runs them on torch, on JAX and in the interpreter."""

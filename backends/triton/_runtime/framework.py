@@ -16,7 +16,7 @@ if host.framework == "jax":
 else:
     from . import torch_operators as framework
 
-aligned = framework.aligned
+are_aligned = framework.are_aligned
 cast = framework.cast
 forward_operation = framework.forward_operation
 operation = framework.operation

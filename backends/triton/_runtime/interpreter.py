@@ -4,11 +4,11 @@ import threading
 
 import numpy as np
 
-_lock = threading.Lock()  # the interpreter keeps the program's number for the whole process
+_lock = threading.Lock()  # the interpreter stores the program id globally in the process
 
 
 class _Pointer:
-    """What the interpreter asks of a tensor, for a NumPy array."""
+    """A NumPy array with the methods of a tensor that the interpreter calls."""
 
     def __init__(self, array):
         self.array = array
@@ -39,11 +39,14 @@ class _Pointer:
         return self.array.strides
 
     def copy_(self, other):
-        """The interpreter has written into the array itself."""
+        """Does nothing: the interpreter has written into the array itself."""
 
 
 def run(launch, *arrays):
-    """The arrays that a launch writes; its inputs say only which of them are given."""
+    """Runs a launch on NumPy arrays and returns its outputs.
+
+    The inputs of the launch are booleans: True for each of the given `arrays`.
+    """
     rest = iter(arrays)
     inputs = [np.ascontiguousarray(next(rest)) if given else None for given in launch.inputs]
     outputs = [None if a is None else np.zeros(a.shape, dtype(a.dtype)) for a in launch.outputs]

@@ -1,11 +1,11 @@
-"""Launches in programs of JAX, by the custom call for Triton's kernels that its CUDA plugin brings.
+"""Launches in JAX programs, through the custom call for Triton kernels of JAX's CUDA plugin.
 
-A kernel is compiled by Triton to PTX when a program is lowered, for the GPU at hand, and by JAX's
-own assembler when the program first runs. Where Triton's interpreter is on, launches run in NumPy
-on the host, called back from programs for the CPU.
+Triton compiles a kernel to PTX when a program is lowered, for the GPU at hand; JAX's own assembler
+compiles the PTX when the program first runs. With Triton's interpreter, launches run in NumPy on
+the host, called back from CPU programs.
 
-JAX's plugin calls the module used here private. `jax-triton` does the same by names that are
-public, and needs JAX 0.11.
+JAX's plugin declares the module used here private. `jax-triton` uses public names for the same
+purpose, and needs JAX 0.11.
 """
 
 import functools
@@ -34,9 +34,9 @@ _TYPES = {
     "int64": "i64",
     "int8": "i8",
 }
-# What the oldest assembler understands that JAX takes (CUDA 12.6), and that later GPUs need.
+# The PTX version of the oldest assembler that JAX supports (CUDA 12.6), and of later GPUs.
 _PTX_VERSION, _PTX_VERSIONS = 86, {103: 88, 110: 90, 120: 87, 121: 88}
-_ALIGNED = ("tt.divisibility", 16)  # bytes of an address, or a number's factor
+_ALIGNED = ("tt.divisibility", 16)  # of an address in bytes, or of an integer
 
 
 def unsupported_reason(*tensors):
@@ -67,8 +67,8 @@ def cast(x, dtype):
     return x.astype(dtype)
 
 
-def aligned(*tensors):
-    """Whether all begin at a multiple of 16 bytes, as XLA's arrays do."""
+def are_aligned(*tensors):
+    """Returns True: XLA's arrays begin at multiples of 16 bytes."""
     return True
 
 
@@ -89,7 +89,7 @@ def search_sorted_rows(rows, count, right=False):
 
 
 def run(launch):
-    """The arrays that a launch writes, in the program that is being traced."""
+    """Adds a launch to the program that is being traced; returns its outputs."""
     given = [x for x in launch.inputs if x is not None]
     static = launch._replace(
         inputs=tuple(x is not None for x in launch.inputs),
@@ -99,25 +99,25 @@ def run(launch):
     return tuple(None if array is None else next(found) for array in launch.outputs)
 
 
-NAME = "keras_recurrent_triton"  # of a launch, in a program
+NAME = "keras_recurrent_triton"  # the primitive of a launch
 _launch = Primitive(NAME)
 _launch.multiple_results = True
 
 
-def _written(launch):
+def _present_outputs(launch):
     return [array for array in launch.outputs if array is not None]
 
 
 @_launch.def_abstract_eval
 def _(*_, launch):
-    return [jax.core.ShapedArray(a.shape, jnp.dtype(a.dtype)) for a in _written(launch)]
+    return [jax.core.ShapedArray(a.shape, jnp.dtype(a.dtype)) for a in _present_outputs(launch)]
 
 
-def _one_after_another(arrays, axes, *, launch):
-    """A launch for each member of an axis that `jax.vmap` maps."""
+def _batch_by_loop(arrays, axes, *, launch):
+    """The rule of `jax.vmap`: one launch for each member of the mapped axis."""
     arrays = [x if a is None else jnp.moveaxis(x, a, 0) for x, a in zip(arrays, axes, strict=True)]
 
-    def one(mapped):
+    def launch_one(mapped):
         mapped = iter(mapped)
         return _launch.bind(
             *(x if a is None else next(mapped) for x, a in zip(arrays, axes, strict=True)),
@@ -125,17 +125,17 @@ def _one_after_another(arrays, axes, *, launch):
         )
 
     mapped = [x for x, a in zip(arrays, axes, strict=True) if a is not None]
-    return jax.lax.map(one, mapped), [0] * len(_written(launch))
+    return jax.lax.map(launch_one, mapped), [0] * len(_present_outputs(launch))
 
 
-batching.primitive_batchers[_launch] = _one_after_another
+batching.primitive_batchers[_launch] = _batch_by_loop
 
 
 def _no_derivative(primals, tangents, *, launch):
     raise NotImplementedError(
-        f"the Triton kernel `{launch.kernel.__name__}` has no derivative here: it is a step of "
-        "generation, or itself a gradient. Leave `implementation` to choose by itself, or name "
-        "'jax', which has it."
+        f"the Triton kernel `{launch.kernel.__name__}` has no derivative: it is a decoding step "
+        "or itself a gradient. Leave `implementation` unset, or set it to 'jax', which has the "
+        "derivative."
     )
 
 
@@ -178,21 +178,21 @@ def _lower(ctx, *operands, launch):
 
 
 def _aliases(launch):
-    """{the place of an operand: that of the result in its memory}; XLA copies where it must."""
+    """{index of an operand: index of the result that reuses its memory}; XLA copies if needed."""
     written = [array is not None for array in launch.outputs]
     return {sum(launch.inputs[:i]): sum(written[:out]) for i, out in launch.updates} or None
 
 
 def compile_launch(launch, inputs, target):
-    """A launch's kernel, compiled, and its arguments as pairs of a type and a value.
+    """Compiles a launch's kernel. Returns it, and its arguments as pairs of a type and a value.
 
-    The value of an array, whose type is "array", is how many bytes of it to set to zero first.
-    inputs: shapes and dtypes of the arrays that are given, in their order.
+    The value of an array, whose type is "array", is the number of its bytes to zero first.
+    inputs: shapes and dtypes of the given arrays, in order.
     """
     inputs = iter(inputs)
     arrays = [(next(inputs).dtype.name, 0) if given else None for given in launch.inputs]
     for array in launch.outputs:
-        arrays.append(None if array is None else (array.dtype, _bytes(array) * array.zeros))
+        arrays.append(None if array is None else (array.dtype, _num_bytes(array) * array.zeros))
     options = dict(launch.options)
     names = launch.kernel.arg_names
     values = dict(zip(names, [*arrays, *launch.numbers], strict=False))
@@ -209,26 +209,26 @@ def compile_launch(launch, inputs, target):
             signature[name] = "constexpr"
             constants[(i,)] = value
         else:
-            signature[name] = _type_of(value)
+            signature[name] = _scalar_type(value)
             if isinstance(value, int) and value % 16 == 0 and name not in unspecialized:
                 aligned[(i,)] = [list(_ALIGNED)]
             arguments.append((signature[name], value))
     key = tuple(signature.items()), tuple(constants.items()), tuple(aligned), tuple(options.items())
-    return _compiled(launch.kernel, *key, target), arguments
+    return _compile(launch.kernel, *key, target), arguments
 
 
-def _bytes(array):
+def _num_bytes(array):
     return int(jnp.dtype(array.dtype).itemsize * functools.reduce(int.__mul__, array.shape, 1))
 
 
-def _type_of(number):
+def _scalar_type(number):
     if isinstance(number, float):
         return "fp32"
     return "i32" if -(2**31) <= number < 2**31 else "i64"
 
 
 @functools.cache
-def _compiled(kernel, signature, constants, aligned, options, target):
+def _compile(kernel, signature, constants, aligned, options, target):
     source = triton.compiler.ASTSource(
         kernel, dict(signature), dict(constants), {i: [list(_ALIGNED)] for i in aligned}
     )
@@ -241,12 +241,14 @@ def _compiled(kernel, signature, constants, aligned, options, target):
         error.add_note(assembler_error_note(kernel, "jax"))
         raise
     if compiled.metadata.global_scratch_size:
-        raise NotImplementedError(f"`{kernel.__name__}` needs memory that JAX does not give it")
+        raise NotImplementedError(
+            f"`{kernel.__name__}` needs global scratch memory, which JAX does not provide"
+        )
     return compiled
 
 
 def _interpret(ctx, *operands, launch):
-    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in _written(launch)]
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in _present_outputs(launch)]
 
     def call(*arrays):
         return jax.pure_callback(
@@ -256,37 +258,36 @@ def _interpret(ctx, *operands, launch):
     return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
 
 
-def _refuse(ctx, *operands, launch):
+def _raise_not_cuda(ctx, *operands, launch):
     raise NotImplementedError(
         "the Triton kernels run where a program is lowered for CUDA, got one for "
-        f"{', '.join(ctx.module_context.platforms)}: leave `implementation` to choose by itself. "
-        "For tests, the environment variable TRITON_INTERPRET=1, set before Python starts, has "
-        "Triton interpret them on a CPU, slowly"
+        f"{', '.join(ctx.module_context.platforms)}: leave `implementation` unset. For tests, the "
+        "environment variable TRITON_INTERPRET=1, set before Python starts, makes Triton interpret "
+        "them on a CPU, slowly"
     )
 
 
-mlir.register_lowering(_launch, _refuse)
+mlir.register_lowering(_launch, _raise_not_cuda)
 mlir.register_lowering(_launch, _lower, platform="cuda")
 if INTERPRETED:
     mlir.register_lowering(_launch, _interpret, platform="cpu")
 
 
 def forward_operation(name, forward, results, count, updates=()):
-    """The function of an operation's tensors and options, without gradients."""
-    del name, results, count, updates  # the launches say all
+    """Makes the forward of a decoding step a function of tensors and options, without gradients."""
+    del name, results, count, updates  # launches contain all of this
     return jax.jit(forward, static_argnames=tuple(options_of(forward)))
 
 
 def operation(definition):
-    """The function of an `Operation`'s tensors and options; None where XLA serves it as well."""
+    """Makes an `Operation` a function of tensors and options; None where XLA does as well."""
     return definition.dimensions and _Kernels(definition)
 
 
 class _Kernels:
-    """The passes of an operation, and the differentiable function made of them.
+    """The forward and backward of an operation, and the differentiable function made of them.
 
-    `forward` and `backward` have the parameters of those in the file of the same name in
-    `backends/jax`.
+    `forward` and `backward` have the parameters of those in the operation's file in `backends/jax`.
     """
 
     def __init__(self, definition):
@@ -301,33 +302,34 @@ class _Kernels:
 def _passes(definition):
     """The forward and the backward of an `Operation`, on shards and under `jax.vmap`.
 
-    Over time, what is kept stands beside the results, and in the place of the output backwards.
+    An operation over time returns its residual separately from the results, and its backward takes
+    the residual in place of the output.
     """
     tensors, results = definition.dimensions, definition.result_dimensions
-    keeps = bool(definition.kept) and not definition.is_token_wise
-    output = results[:1] if definition.keeps_output else results[-1:] if keeps else (None,)
-    d_results = results[:-1] if keeps else results
+    has_residuals = bool(definition.num_residuals) and not definition.is_token_wise
+    output = results[:1] if definition.saves_output else results[-1:] if has_residuals else (None,)
+    d_results = results[:-1] if has_residuals else results
     differentiable, channels = definition.differentiable, definition.channels
 
     def forward(*arguments, **options):
         run = functools.partial(definition.forward, **options)
-        given, written = _named((tensors, results), arguments[0])
+        given, written = _expand_token_dims((tensors, results), arguments[0])
         found = _shards.distributed(run, given, written, channels)(*arguments)
-        return (found[:-1], found[-1]) if keeps else found
+        return (found[:-1], found[-1]) if has_residuals else found
 
     def backward(*arguments, **options):
         given = zip(differentiable, arguments, strict=False)
-        present = [x is not None or name in definition.without for name, x in given]
+        present = [x is not None or name in definition.unused_in_backward for name, x in given]
 
         def gradients(*arguments):
-            if keeps:
+            if has_residuals:
                 arguments = *arguments[: len(tensors)], None, *arguments[len(tensors) :]
             found = definition.backward(*arguments, **options)
             return tuple(d for d, p in zip(found, present, strict=False) if p)
 
-        of_present = [t for t, p in zip(tensors, present, strict=False) if p]
+        present_tensors = [t for t, p in zip(tensors, present, strict=False) if p]
         names = *tensors, *output, *d_results
-        given, written = _named((names, of_present), arguments[0])
+        given, written = _expand_token_dims((names, present_tensors), arguments[0])
         found = iter(_shards.distributed(gradients, given, written, channels)(*arguments))
         found = [next(found) if p else None for p in present]
         return *found, *[None] * (len(tensors) - len(found))
@@ -335,9 +337,9 @@ def _passes(definition):
     return forward, backward
 
 
-def _named(names, first):
-    """Names of dimensions with "b" and others in place of "...", by the first tensor's rank."""
+def _expand_token_dims(names, first):
+    """Replaces "..." in names of dimensions by "b" and more names, by the first tensor's rank."""
     if first is None or not names[0][0].startswith("..."):
         return names
     tokens = " ".join(["b", *(f"t{i}" for i in range(1, first.ndim))][: first.ndim - 1])
-    return [[n and n.replace("...", tokens) for n in of] for of in names]
+    return [[n and n.replace("...", tokens) for n in group] for group in names]

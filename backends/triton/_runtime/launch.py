@@ -1,7 +1,7 @@
-"""A launch of a kernel, as a value: which kernel, on what, and what it writes.
+"""A kernel launch as a value: the kernel, its inputs and its outputs.
 
-It names no framework. `torch_operators.py` allocates what a kernel writes and runs it at once;
-`jax_functions.py` makes it a part of the program that is being traced.
+A launch does not depend on a framework. `torch_operators.py` allocates the outputs and runs the
+kernel immediately; `jax_functions.py` adds the launch to the program that is being traced.
 """
 
 from typing import Any, NamedTuple
@@ -10,39 +10,39 @@ import triton
 
 
 class Array(NamedTuple):
-    """An array that a launch makes: its shape, the name of its dtype, and what it holds before."""
+    """An output of a launch: its shape, the name of its dtype, and its initial contents."""
 
     shape: tuple
     dtype: str
-    zeros: bool = False  # else anything
+    zeros: bool = False  # True: zeros before the launch; False: arbitrary numbers
 
-    def with_dtype(self, dtype):
+    def astype(self, dtype):
         return self._replace(dtype=dtype)
 
 
 def like(x):
-    """An `Array` of the shape and dtype of an array of a framework."""
+    """An `Array` with the shape and dtype of a framework's array x."""
     return Array(tuple(x.shape), dtype_name(x))
 
 
 def dtype_name(x):
-    """The name of an array's dtype, "float32", in every framework."""
+    """The name of an array's dtype, such as "float32", in any framework."""
     return str(x.dtype).removeprefix("torch.")
 
 
 class Launch(NamedTuple):
-    """A kernel's arguments, in their order, and its grid, which has one dimension.
+    """A kernel, its one-dimensional grid, and its arguments in order.
 
-    JAX hands over inputs before outputs, so every kernel takes them in this order.
+    JAX passes inputs before outputs, so every kernel takes them in this order.
     """
 
     kernel: triton.runtime.jit.KernelInterface
     programs: int
     inputs: tuple  # arrays of a framework, contiguous; None for one that is absent
-    outputs: tuple  # `Array`s; None for one that is not wanted
+    outputs: tuple  # `Array`s; None for one that is not needed
     numbers: tuple  # sizes, strides and other scalars
-    options: dict[str, Any]  # constants by name, and how many warps and registers a program has
-    # The places of inputs and of their new values among the outputs: such an output holds what the
-    # input does before the kernel writes to it, and may take its memory.
+    options: dict[str, Any]  # constants by name, and the numbers of warps and registers
+    # Pairs (index of an input, index of the output with its new value): such an output begins as a
+    # copy of the input, and may reuse its memory.
     updates: tuple[tuple[int, int], ...] = ()
-    in_place: bool = False  # nothing else reads the inputs that it updates: no copy is needed
+    in_place: bool = False  # True: updated inputs are used nowhere else, and need no copy

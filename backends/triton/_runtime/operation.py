@@ -1,4 +1,4 @@
-"""An operation as launches, with what a framework has to know of it."""
+"""An operation as two functions that launch kernels, with the facts that frameworks need."""
 
 import inspect
 from collections.abc import Callable
@@ -9,17 +9,16 @@ INTEGERS = ("token_kind", "tokens")
 
 
 class Operation(NamedTuple):
-    """Two functions of arrays, forward and backward, and the shapes of what they return.
+    """Two functions of arrays, forward and backward, and the shapes of their results.
 
-    forward(*tensors, **options) returns a tuple: the output, then the final state where there is
-    one, then what only the backward reads.
-    backward(*tensors, output, *d_results, **options) returns a gradient for each tensor, None for
-    one that is absent or has none. Where something was kept for it, that comes before d_results. Of
-    d_results all but the first may be None where nothing depends on that result, as torch has it;
-    on JAX they are zeros then.
-    results and gradients take the same arguments, and return `Array`s in place of arrays.
+    - forward(*tensors, **options) returns a tuple: the output, the final state if there is one,
+      then residuals that only the backward reads.
+    - backward(*tensors, output, *residuals, *d_results, **options) returns a gradient for each
+      tensor, None for one that is absent or has no gradient. All d_results but the first may be
+      None if nothing depends on that result; this is so on torch, while JAX passes zeros.
+    - results and gradients take the arguments of forward and backward, and return `Array`s.
 
-    Of tensors some may be None. Options are keyword arguments, numbers or strings.
+    Tensors may be None. Options are keyword arguments, numbers or strings.
     """
 
     name: str
@@ -27,15 +26,15 @@ class Operation(NamedTuple):
     results: Callable
     backward: Callable
     gradients: Callable
-    # A name for each dimension of each tensor, such as "b t d", and of each result; "..." are those
-    # of tokens, any number. None where XLA does on JAX, which needs the names, what kernels do.
-    # Results are all that the forward returns.
+    # Names of the dimensions of each tensor, such as "b t d", and of each result of forward,
+    # residuals included; "..." means any number of token dimensions. JAX needs the names; they
+    # are None where XLA replaces the kernels on JAX.
     dimensions: tuple | None = None
     result_dimensions: tuple | None = None
-    channels: str | None = "d"  # the dimension, beside the batch, whose members are independent
-    keeps_output: bool = False  # else the backward gets None in its place
-    without: tuple = ()  # tensors that the backward does not read, and gets None for
-    kept: int = 0  # how many of the last results only the backward reads
+    channels: str | None = "d"  # the dimension besides the batch whose members are independent
+    saves_output: bool = False  # False: the backward gets None in place of the output
+    unused_in_backward: tuple = ()  # tensors for which the backward gets None
+    num_residuals: int = 0  # number of the last results that only the backward reads
 
     @property
     def tensors(self):
@@ -44,12 +43,16 @@ class Operation(NamedTuple):
 
     @property
     def num_results(self):
-        """How many results there are beside those that only the backward reads."""
-        return 1 if self.result_dimensions is None else len(self.result_dimensions) - self.kept
+        """Number of results without residuals."""
+        return (
+            1
+            if self.result_dimensions is None
+            else len(self.result_dimensions) - self.num_residuals
+        )
 
     @property
     def is_token_wise(self):
-        """Whether it sees one token at a time."""
+        """Returns True if the operation processes each token independently."""
         return self.dimensions is None or self.dimensions[0].startswith("...")
 
     @property

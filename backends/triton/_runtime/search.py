@@ -2,10 +2,10 @@
 
 Each kernel has `candidates`, tiles and launch options that are correct for any arguments; the first
 is the default. Inside `autotune`, the first call with a new key (kernel, device, dtypes, sizes)
-times them all on its own arguments, and from then on the fastest serves that key. `launch`
-allocates scratch memory at each call: a kernel may overwrite it, and allocating it takes time, too.
+times all of them on its arguments; after that, this key uses the fastest. `launch` allocates
+scratch memory in each call: a kernel may overwrite it, and the time of the allocation counts.
 
-Results are kept for the process, not for a thread, because autograd runs the backward in another
+Results are stored per process, not per thread, because autograd runs the backward in another
 thread.
 """
 
@@ -18,11 +18,11 @@ import triton
 
 from .framework import framework
 
-# Sizes that kernels are not compiled for: a key has them rounded up to the next power of two.
+# Sizes that are not compiled into kernels: keys round them up to the next power of two.
 _ROUNDED = ("batch", "length", "positions", "window")
-# Milliseconds, in which `do_bench` makes as many calls as fit.
+# Milliseconds of warm-up and measurement, which `do_bench` fills with calls.
 _WARMUP, _REPETITION = 10, 50
-# Errors of Triton where a configuration exceeds the device's registers or shared memory.
+# Errors of Triton if a configuration exceeds the device's registers or shared memory.
 _OUT_OF_RESOURCES = (
     triton.runtime.errors.OutOfResources,
     triton.runtime.errors.PTXASError,
@@ -35,7 +35,7 @@ _lock = threading.Lock()  # two searches at once would slow each other down
 
 
 class Timing(NamedTuple):
-    """The time of a configuration; None if the device has no room for it."""
+    """The time of a configuration; None if the device lacks resources for it."""
 
     configuration: dict
     milliseconds: float | None
@@ -47,7 +47,7 @@ class Timing(NamedTuple):
 
 
 class Search(NamedTuple):
-    """The times of a kernel's candidates at some sizes, that of its default first."""
+    """The times of a kernel's candidates for some sizes, the default first."""
 
     kernel: str
     device: str
@@ -89,10 +89,10 @@ def autotune():
 
 
 def run(kernel, candidates, launch, tensors, sizes):
-    """Returns `launch(candidate)`, with the fastest one known for these sizes, else the default.
+    """Returns `launch(candidate)` for the fastest candidate known for these sizes, or the default.
 
-    kernel: its name in reports. tensors (some may be None): their device and dtypes are part of the
-    key, as are the sizes (a dict or named tuple).
+    kernel: its name in reports. tensors (or Nones): their device and dtypes are part of the key.
+    sizes: a dict or named tuple, the rest of the key.
     """
     if len(candidates) == 1 or not (_fastest or _open_reports):
         return launch(candidates[0])
@@ -103,7 +103,7 @@ def run(kernel, candidates, launch, tensors, sizes):
     key = kernel, candidates, device, dtypes, *sizes.values()
     if _open_reports and key not in _fastest:
         with _lock:
-            if key not in _fastest:  # else another thread has searched meanwhile
+            if key not in _fastest:  # another thread may have searched in the meantime
                 name = framework.device_name(device)
                 times = timed(launch, candidates)
                 timings = [Timing(c._asdict(), t) for c, t in zip(candidates, times, strict=True)]
@@ -115,7 +115,7 @@ def run(kernel, candidates, launch, tensors, sizes):
 
 
 def timed(launch, candidates):
-    """The milliseconds of each candidate, None where the device has no room for it."""
+    """The milliseconds of each candidate, None if the device lacks resources for it."""
     times = []
     reason = None
     for candidate in candidates:
@@ -130,5 +130,5 @@ def timed(launch, candidates):
 
 
 def milliseconds(call):
-    """The median time of a call on the device, whose L2 cache is cleared before each call."""
+    """The median time of a call on the device, with the L2 cache cleared before each call."""
     return framework.milliseconds(call, _WARMUP, _REPETITION)

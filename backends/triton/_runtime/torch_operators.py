@@ -1,7 +1,7 @@
-"""Launches on torch, and the custom operators made of them.
+"""Launches on torch, and custom operators made of them.
 
 An operation is a custom operator of torch with a custom operator for its gradients: one node for
-`torch.compile`, no graph breaks, and the same limits as `backends/torch`.
+`torch.compile`, no graph breaks, and the same limitations as `backends/torch`.
 """
 
 import contextlib
@@ -65,16 +65,16 @@ def _dual_candidates(tensors):
 
 
 def run(launch):
-    """Runs a kernel on the device of its inputs; returns what it writes."""
-    first, before = _first(launch.inputs), {out: place for place, out in launch.updates}
+    """Runs a launch on the device of its inputs; returns its outputs."""
+    first, before = _first_tensor(launch.inputs), {out: place for place, out in launch.updates}
 
     def output(i, array):
         if array is None:
             return None
         if i not in before:
-            return new(array, first)
+            return allocate(array, first)
         given = launch.inputs[before[i]]
-        return given if launch.in_place or _overwrites.now else cast(given, array.dtype)
+        return given if launch.in_place or _in_place_updates.enabled else cast(given, array.dtype)
 
     outputs = tuple(output(i, array) for i, array in enumerate(launch.outputs))
     arguments = *launch.inputs, *outputs, *launch.numbers
@@ -86,23 +86,23 @@ def run(launch):
     return outputs
 
 
-class _Overwrites(threading.local):
-    """Whether launches write updated states into the memory of those before."""
+class _InPlaceUpdates(threading.local):
+    """Flag of a thread: launches write updated states into the memory of the previous ones."""
 
-    now = False
-
-
-_overwrites = _Overwrites()
+    enabled = False
 
 
-def new(array, like):
+_in_place_updates = _InPlaceUpdates()
+
+
+def allocate(array, like):
     """A tensor for an `Array`, on the device of `like`."""
     make = like.new_zeros if array.zeros else like.new_empty
     return make(array.shape, dtype=getattr(torch, array.dtype))
 
 
 def cast(x, dtype):
-    """A contiguous copy that shares no memory: what an operator returns must not be a view."""
+    """A contiguous copy in its own memory: an operator must not return a view."""
     return x.to(getattr(torch, dtype), copy=True, memory_format=torch.contiguous_format)
 
 
@@ -133,12 +133,12 @@ def tuning_unavailable_reason() -> str | None:
 
 
 def device_name(device):
-    """The kind of a device, as reports name it."""
+    """The name of a device in reports."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def milliseconds(call, warmup, repetition):
-    """The median time of a call on the device, whose L2 cache is cleared before each call."""
+    """The median time of a call on the device, with the L2 cache cleared before each call."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "`autotune` cannot time kernels while a CUDA graph is captured. Call the model once at "
@@ -148,7 +148,11 @@ def milliseconds(call, warmup, repetition):
 
 
 def _operator(name, function, fake, names, options, count):
-    """The custom operator of a function that returns `count` arrays, and of its `Array`s."""
+    """Registers a custom operator for a function that returns `count` arrays.
+
+    fake: the function of the same arguments that returns `Array`s. names: the names of the tensors.
+    options: {name: annotation} of the options.
+    """
 
     def arguments_of(arguments):
         given = arguments[: len(names)]
@@ -156,14 +160,16 @@ def _operator(name, function, fake, names, options, count):
 
     def call(*arguments):
         given, chosen = arguments_of(arguments)
-        with on_device_of(_first(given)):
-            found = function(*contiguous(*given), **chosen)[:count]
-            return _results(found, lambda x: x, given)
+        with device_guard(_first_tensor(given)):
+            outputs = function(*contiguous(*given), **chosen)[:count]
+            return _operator_outputs(outputs, lambda x: x, given)
 
     def call_fake(*arguments):
         given, chosen = arguments_of(arguments)
-        found = fake(*given, **chosen)[:count]
-        return _results(found, lambda array: new(array, _first(given)), given)
+        outputs = fake(*given, **chosen)[:count]
+        return _operator_outputs(
+            outputs, lambda array: allocate(array, _first_tensor(given)), given
+        )
 
     results = "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
     schema = f"({_parameters(names, options)}) -> {results}"
@@ -180,11 +186,12 @@ def _parameters(names, options, updated=()):
 
 
 def forward_operation(name, forward, results, count, updates=()):
-    """The function of an operation's tensors and options, without gradients, as a custom operator.
+    """Makes a decoding step a function of tensors and options, as a custom operator.
 
-    forward and results are as those of an `Operation`, and return `count` arrays. updates: the
-    tensors of which the last ones are the new values. Where states may be overwritten
-    (`backends/torch/_states.py`), these are written in their places.
+    It has no gradients. forward and results are like those of an `Operation`, and return `count`
+    arrays, of which the last ones are the new values of the tensors named in `updates`. Where
+    states may be overwritten (`backends/torch/_states.py`), a second operator updates these tensors
+    in place.
     """
     tensors, options = tensors_of(forward), options_of(forward)
     operator = _operator(
@@ -192,25 +199,27 @@ def forward_operation(name, forward, results, count, updates=()):
     )
     if not updates:
         return lambda *given, **chosen: operator(*given, *(chosen[name] for name in options))
-    places, new_ones = [tensors.index(updated) for updated in updates], count - len(updates)
+    update_indices, num_new = [tensors.index(updated) for updated in updates], count - len(updates)
 
     def overwrite(*arguments):
         given = contiguous(*arguments[: len(tensors)])
         chosen = dict(zip(options, arguments[len(tensors) :], strict=True))
-        _overwrites.now = True
+        _in_place_updates.enabled = True
         try:
-            with on_device_of(_first(given)):
-                return _results(forward(*given, **chosen)[:new_ones], lambda x: x, given)
+            with device_guard(_first_tensor(given)):
+                return _operator_outputs(forward(*given, **chosen)[:num_new], lambda x: x, given)
         finally:
-            _overwrites.now = False
+            _in_place_updates.enabled = False
 
     def overwrite_fake(*arguments):
         given = arguments[: len(tensors)]
         chosen = dict(zip(options, arguments[len(tensors) :], strict=True))
-        found = results(*given, **chosen)[:new_ones]
-        return _results(found, lambda array: new(array, _first(given)), given)
+        outputs = results(*given, **chosen)[:num_new]
+        return _operator_outputs(
+            outputs, lambda array: allocate(array, _first_tensor(given)), given
+        )
 
-    outputs = "Tensor" if new_ones == 1 else f"({', '.join(['Tensor'] * new_ones)})"
+    outputs = "Tensor" if num_new == 1 else f"({', '.join(['Tensor'] * num_new)})"
     in_place = torch.library.custom_op(
         f"keras_recurrent::triton_{name}_",
         overwrite,
@@ -221,31 +230,31 @@ def forward_operation(name, forward, results, count, updates=()):
 
     def call(*given, **chosen):
         arguments = *given, *(chosen[name] for name in options)
-        updated = [given[i] for i in places if given[i] is not None]
+        updated = [given[i] for i in update_indices if given[i] is not None]
         if not inplace_states_allowed() or not all(t.is_contiguous() for t in updated):
             return operator(*arguments)
-        found = in_place(*arguments)
-        return *(found if new_ones > 1 else (found,)), *(given[i] for i in places)
+        outputs = in_place(*arguments)
+        return *(outputs if num_new > 1 else (outputs,)), *(given[i] for i in update_indices)
 
     return call
 
 
 def operation(definition):
-    """The function of an `Operation`'s tensors and options, as a custom operator."""
+    """Makes an `Operation` a differentiable function of tensors and options: custom operators."""
     tensors, options = definition.tensors, definition.options
-    with_gradient = len(definition.differentiable)
+    num_differentiable = len(definition.differentiable)
     num_results = definition.num_results
     name = f"keras_recurrent::triton_{definition.name}"
 
-    kept = [f"kept_{i}" for i in range(definition.kept)]
+    residuals = [f"kept_{i}" for i in range(definition.num_residuals)]
     d_results = [f"d_result_{i}" for i in range(num_results)]
     forward = _operator(
         *(name, definition.forward, definition.results),
-        *(tensors, options, num_results + len(kept)),
+        *(tensors, options, num_results + len(residuals)),
     )
     backward = _operator(
         *(f"{name}_backward", definition.backward, definition.gradients),
-        *([*tensors, "output", *kept, *d_results], options, with_gradient),
+        *([*tensors, "output", *residuals, *d_results], options, num_differentiable),
     )
 
     def save(ctx, inputs, output):
@@ -257,71 +266,74 @@ def operation(definition):
         ctx.output = results[0].shape, results[0].dtype
         read = zip(tensors, inputs, strict=False)
         ctx.save_for_backward(
-            *(None if name in definition.without else x for name, x in read),
-            results[0] if definition.keeps_output else None,
+            *(None if name in definition.unused_in_backward else x for name, x in read),
+            results[0] if definition.saves_output else None,
             *only_for_backward,
         )
 
     def gradients(ctx, *d_results):
-        # Read once: inside a checkpoint, each access computes the forward pass again.
+        # Read once: inside a checkpoint, each access recomputes the forward pass.
         saved = ctx.saved_tensors
         d_output, *d_others = d_results[:num_results]
         if d_output is None:
             shape, dtype = ctx.output
-            d_output = _first(d_others).new_zeros(shape, dtype=dtype)
-        found = backward(*saved, d_output, *d_others, *ctx.options)
-        found = (found,) if isinstance(found, torch.Tensor) else found
-        needed = ctx.needs_input_grad[:with_gradient]
-        given = (dx if need else None for need, dx in zip(needed, found, strict=True))
-        return *given, *[None] * (len(tensors) - with_gradient + len(options))
+            d_output = _first_tensor(d_others).new_zeros(shape, dtype=dtype)
+        outputs = backward(*saved, d_output, *d_others, *ctx.options)
+        outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+        needed = ctx.needs_input_grad[:num_differentiable]
+        given = (dx if need else None for need, dx in zip(needed, outputs, strict=True))
+        return *given, *[None] * (len(tensors) - num_differentiable + len(options))
 
     register_autograd(forward, gradients, save, backward)
     if not definition.is_token_wise:
         _register_sharding(definition, forward, backward)
 
     def call(*tensors, **chosen):
-        found = forward(*tensors, *(chosen[name] for name in options))
-        if not kept:
-            return found
-        return found[0] if num_results == 1 else found[:num_results]
+        outputs = forward(*tensors, *(chosen[name] for name in options))
+        if not residuals:
+            return outputs
+        return outputs[0] if num_results == 1 else outputs[:num_results]
 
     return call
 
 
 def _register_sharding(definition, forward, backward):
-    """Lets both operators of an operation over time take DTensors."""
+    """Registers the sharding rules of both operators of an operation over time, for DTensors."""
     tensors, results = definition.dimensions, definition.result_dimensions
-    with_gradient, num_results = len(definition.differentiable), definition.num_results
+    num_differentiable, num_results = len(definition.differentiable), definition.num_results
     _sharding.register(forward, tensors, results, definition.channels)
     _sharding.register(
         backward,
         (*tensors, results[0], *results[num_results:], *results[:num_results]),
-        tensors[:with_gradient],
+        tensors[:num_differentiable],
         definition.channels,
-        [None if x in definition.without else i for i, x in enumerate(definition.differentiable)],
+        [
+            None if x in definition.unused_in_backward else i
+            for i, x in enumerate(definition.differentiable)
+        ],
     )
 
 
-def _first(tensors):
+def _first_tensor(tensors):
     return next(x for x in tensors if x is not None)
 
 
 def contiguous(*tensors):
-    """The tensors in the memory layout that kernels assume; None stays None."""
+    """The tensors in the contiguous layout that kernels expect; None stays None."""
     return [None if x is None else x.contiguous() for x in tensors]
 
 
-def aligned(*tensors):
-    """Whether all begin at a multiple of 16 bytes, which parts of tensors need not."""
+def are_aligned(*tensors):
+    """Returns True if all tensors begin at multiples of 16 bytes, which views may not do."""
     return all(x is None or x.data_ptr() % 16 == 0 for x in tensors)
 
 
-def on_device_of(tensor):
-    """A context in which Triton launches on the tensor's device, not on torch's current one."""
+def device_guard(tensor):
+    """A context in which Triton launches on the tensor's device instead of torch's current one."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
-def _results(found, tensor, given):
-    """What an operator returns: an empty tensor stands for the gradient of an absent one."""
-    found = tuple(_first(given).new_empty(0) if x is None else tensor(x) for x in found)
-    return found if len(found) > 1 else found[0]
+def _operator_outputs(outputs, tensor, given):
+    """The outputs of an operator; None, the gradient of an absent tensor, becomes an empty one."""
+    outputs = tuple(_first_tensor(given).new_empty(0) if x is None else tensor(x) for x in outputs)
+    return outputs if len(outputs) > 1 else outputs[0]

@@ -1,1 +1,1 @@
-"""Scans over time that are chained from one program to the next."""
+"""Chained scans over time: each program waits for the state of the previous one."""

@@ -1,21 +1,21 @@
-"""A linear recurrence over tiles that run at the same time, in one pass over memory.
+"""A chained scan: a linear recurrence over concurrent tiles, in one pass over memory.
 
-The tiles of some channels of a row, from the first token to the last, are a chain. A program
-computes what its tile does to a state, as the pair (decay, total) of
+The tiles of some channels of a sequence, from the first token to the last, are a chain. A program
+computes the effect of its tile on a state, as the pair (decay, total) of
 
     state_after = decay * state_before + total,
 
-waits for the state that the tile before it leaves, publishes its own, and only then computes the
-output of its tokens. They are read from device memory once, and again from a cache. Each tile adds
-the time of a trip to the L2 cache to its chain.
+waits for the state after the previous tile, publishes its own state, and only then computes the
+output of its tokens. Tokens are read from device memory once, and again from a cache. Each tile
+adds the time of an L2 cache access to its chain.
 
-States travel through the array `carry`, whose zeros say that nothing has arrived: no flag and no
-memory fence is needed. The bits of a float32 number are stored inverted. Those that would be zero
-then are of a NaN that arithmetic does not produce.
+States are passed in the array `carry`, where zero means that a state has not arrived: no flag and
+no memory fence is needed. The bits of a float32 number are stored inverted. The only number whose
+inverted bits are zero is a NaN that arithmetic does not produce.
 
-A tile waits only for programs with smaller numbers. The GPU starts programs in the order of their
-numbers, so those are running or done. The order of all sums is fixed: the same inputs give the same
-bits.
+A tile waits only for programs with smaller ids. The GPU starts programs in the order of their ids,
+so these are running or finished. The order of all sums is fixed, so results are bit-identical for
+equal inputs.
 """
 
 import triton
@@ -25,20 +25,20 @@ from .._runtime import search
 from .._runtime.framework import run
 from .._runtime.launch import Array, Launch, like
 
-# What caches are told of numbers that are read again, read for the last time, and only written:
-# else tensors that go by push tiles out of them that programs are about to read again.
+# Cache policies for numbers that are read again, read for the last time, or only written: without
+# them, streamed tensors evict tiles that programs are about to read again.
 READ_AGAIN, READ_LAST = tl.constexpr("evict_last"), tl.constexpr("evict_first")
-WRITTEN, NOTHING_SAID = tl.constexpr(".cs"), tl.constexpr("")
+WRITTEN, DEFAULT_POLICY = tl.constexpr(".cs"), tl.constexpr("")
 _EMPTY = tl.constexpr(0)
 _NAN = tl.constexpr(0x7FC00000)
 
 
-def launch_chains(name, kernel, tilings, tensors, outputs, channel_sums=False):
+def launch_chained_scan(name, kernel, tilings, tensors, outputs, channel_sums=False):
     """Runs `kernel` once for each tile of each chain, with tiles from `tilings` (`search.py`).
 
     Its arguments are the tensors (or Nones), the outputs, of which the first is [B, T, D], the
     scratch memory, B, T, D, the number of tiles in a chain, and the tile's sizes. Scratch memory is
-    `carry`, and before it, with `channel_sums`, float32 [tiles * B, D], where a tile stores one sum
+    `carry`; with `channel_sums`, float32 [tiles * B, D] precedes it, where a tile stores one sum
     for each channel. Returns the outputs, and with `channel_sums` the total [D] of these sums.
     """
     batch, length, width = outputs[0].shape
@@ -66,19 +66,19 @@ def launch_chains(name, kernel, tilings, tensors, outputs, channel_sums=False):
 
 
 def state_of(x):
-    """[B, D] in float32: the final state of x [B, T, D], or the gradient of the initial one."""
+    """The `Array` of a state of x [B, T, D], or of its gradient: [B, D] in float32."""
     batch, _, width = x.shape
     return Array((batch, width), "float32")
 
 
 def new_outputs(x):
-    """[B, T, D] in x's dtype for the outputs, and the final state."""
+    """The `Array`s of the outputs [B, T, D], in x's dtype, and of the final state."""
     return like(x), state_of(x)
 
 
 @triton.jit
 def locate_program(B, D, BLOCK_D: tl.constexpr):
-    """The tile, the row of the batch and the channels of this program."""
+    """The tile, the sequence in the batch and the channels of this program."""
     blocks = tl.cdiv(D, BLOCK_D)
     chain = tl.program_id(0) % (B * blocks)
     d = chain % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -87,7 +87,7 @@ def locate_program(B, D, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _compose(decay, total, next_decay, next_total):
-    """One step after another, as one step."""
+    """Composes two consecutive steps into one."""
     return decay * next_decay, next_decay * total + next_total
 
 
@@ -95,7 +95,8 @@ def _compose(decay, total, next_decay, next_total):
 def _append(decay, total, last_decay, last_total, decay_2, total_2, last_decay_2, last_total_2):
     """The operator of an exclusive scan over groups.
 
-    An operand is a run of groups: the step of all but its last group, and that of its last group.
+    An operand describes consecutive groups: the step of all but the last group, and that of the
+    last group.
     """
     decay, total = _compose(decay, total, last_decay, last_total)
     decay, total = _compose(decay, total, decay_2, total_2)
@@ -110,11 +111,11 @@ def _publish(pointers, state, valid):
 
 @triton.jit
 def _wait_for(pointers, valid):
-    """The published numbers, once all of them have arrived.
+    """Waits until all published numbers have arrived, and returns them.
 
-    Each number must be polled by exactly one thread: of two that poll the same one, one may leave
-    before it arrived and the other after. That holds because tiles that wait are full ones, which
-    have at least as many numbers as threads, even where rows have no more than 16 channels.
+    Each number must be polled by exactly one thread: of two threads that poll the same number, one
+    may leave before it has arrived and the other after. This holds because tiles that wait are full
+    ones, which have at least as many numbers as threads, even with only 16 channels.
     """
     bits = tl.load(pointers, valid, other=-1, volatile=True)
     while tl.max(tl.max((bits == _EMPTY).to(tl.int32), 1), 0) != 0:
@@ -126,9 +127,10 @@ def _wait_for(pointers, valid):
 def _receive_and_publish(
     decay, total, initial, final, carry, B, D, tile, tiles, b, d, GROUPS: tl.constexpr
 ):  # fmt: skip
-    """The states before the tile and after each group.
+    """Receives the state before the tile and publishes the one after it.
 
-    decay, total: what the tile does to a state up to the end of each group.
+    Returns the states before the tile and after each group.
+    decay, total: the effect of the tile on a state up to the end of each group.
     initial, final: [B, D], the states before the first tile (or None) and after the last one.
     """
     group = tl.arange(0, GROUPS)[:, None]
@@ -156,7 +158,7 @@ def _receive_and_publish(
 def states_before_groups(
     decay, total, initial, final, carry, B, D, tile, tiles, b, d, GROUPS: tl.constexpr
 ):  # fmt: skip
-    """The state before each group, given what each group does to a state."""
+    """The state before each group, from the effect of each group on a state."""
     one, zero = tl.full(decay.shape, 1.0, tl.float32), tl.zeros_like(total)
     decay_before, total_before, decay, total = tl.associative_scan(
         (one, zero, decay, total), 0, _append
@@ -172,10 +174,10 @@ def states_before_groups(
 def states_before_next_groups(
     decay, total, initial, final, carry, B, D, tile, tiles, b, d, GROUPS: tl.constexpr
 ):  # fmt: skip
-    """Returns the next group's index, so that a thread may go on there, and the state before it.
+    """Returns the next group's index, where a thread may continue, and the state before it.
 
-    The last group's next one is the first. This scan takes half the work of that in
-    `states_before_groups`, which a thread needs that keeps its tokens in registers.
+    The first group follows the last one. This scan takes half the work of the one in
+    `states_before_groups`, which is needed if a thread keeps its tokens in registers.
     """
     decay, total = tl.associative_scan((decay, total), 0, _compose)
     state_before, state_after = _receive_and_publish(
@@ -188,7 +190,7 @@ def states_before_next_groups(
 
 @triton.jit
 def load_previous_output(h, initial, start, row, b, d, d_valid, D):
-    """h_{t-1} of the token t = start + row, where h points at the token `start`."""
+    """Loads h_{t-1} for the tokens t = start + row; h points to the token `start`."""
     t = start + row
     previous = tl.load(h + (row - 1) * D + d, (t > 0) & d_valid, other=0.0).to(tl.float32)
     if initial is not None:
