@@ -124,8 +124,8 @@ def forward(q, k, v, log_f, initial_state, token_kind):
     sizes = _streaming_sizes(q, k, v)
     decays = {"log_f": log_f, "token_kind": token_kind}
     if q.shape[1] == 1:
-        found = step(sizes_of(q, k, v), q, k, v, initial_state, **decays)
-        return *found, _empty_pairs(q)
+        output_and_state = step(sizes_of(q, k, v), q, k, v, initial_state, **decays)
+        return *output_and_state, _empty_pairs(q)
     if sizes is not None:
         decays["parts"] = _parts(sizes, log_f)
         prepared = prepare(sizes, q, k, **decays)

@@ -99,7 +99,7 @@ def _count_tokens(real, starts, row, num_tokens, token_kind):
 
 
 @triton.jit
-def _first_remembered_chunk(
+def _find_remembered_start(
     start, end, log_decay, token_kind, b, T, chunks, CHUNK: tl.constexpr, REVERSE: tl.constexpr
 ):
     """The first of the chunks from `start` to `end` on which the state after them depends.
@@ -112,11 +112,11 @@ def _first_remembered_chunk(
         t = (chunks - end if REVERSE else start) * CHUNK
         length = tl.minimum((end - start) * CHUNK, T - t)
         for n in range(0, length, _KINDS):
-            place = n + tl.arange(0, _KINDS)
-            pointers = token_kind + b.to(tl.int64) * T + t + place
-            kind = tl.load(pointers, place < length, other=GOES_ON)
+            index = n + tl.arange(0, _KINDS)
+            pointers = token_kind + b.to(tl.int64) * T + t + index
+            kind = tl.load(pointers, index < length, other=GOES_ON)
             reach += tl.sum((kind == PADDING).to(tl.int32), 0)
-            chunk = (t + place) // CHUNK
+            chunk = (t + index) // CHUNK
             chunk = chunks - 1 - chunk if REVERSE else chunk
             first = tl.maximum(first, tl.max(tl.where(kind == STARTS, chunk, start), 0))
     return tl.maximum(first, end - 1 - (reach / CHUNK).to(tl.int32))
@@ -173,7 +173,7 @@ def _walk_kernel(
     if output is None:
         # The decays of skipped chunks do not matter: later decays reduce their product to 0.
         end = (part + 1) * (segment_chunks // subsegments)
-        start = _first_remembered_chunk(
+        start = _find_remembered_start(
             part * (segment_chunks // subsegments),
             (part // subsegments + 1) * segment_chunks,
             *(head_log_decay, token_kind, b, T, chunks, CHUNK, REVERSE),

@@ -211,10 +211,10 @@ def forward(x, log_a, initial_state, token_kind):
 def backward(x, log_a, initial_state, token_kind, h, dh, d_final):
     tensors = dh, log_a, h, initial_state, token_kind, d_final
     gradients = like(h), like(log_a), state_of(h)
-    found = launch_chained_scan(
+    computed = launch_chained_scan(
         "linear_scan backward", _backward_kernel, BACKWARD_TILINGS, tensors, gradients
     )
-    return *found, None
+    return *computed, None
 
 
 kernels = operation(

@@ -68,9 +68,9 @@ def norm_linear(
     """x: [B, K]; scale: [K]; kernels: [K, N] each. Returns a tuple of [B, N] in x's dtype."""
     tensors = x, scale, kernel, kernel_2, kernel_3, bias, bias_2, bias_3, residual
     epsilon = -1.0 if epsilon is None else float(epsilon)
-    found = _norm_linear(*tensors, epsilon=epsilon, gate=_GATES.index(gate))
+    outputs = _norm_linear(*tensors, epsilon=epsilon, gate=_GATES.index(gate))
     count = 1 if gate else sum(k is not None for k in (kernel, kernel_2, kernel_3))
-    return tuple(found[:count])
+    return tuple(outputs[:count])
 
 
 @triton.jit

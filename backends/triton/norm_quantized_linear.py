@@ -108,7 +108,7 @@ def norm_quantized_linear(
 
     `keras_recurrent.ops.norm_quantized_linear` describes all arguments. Results have x's dtype.
     """
-    found = _norm_quantized_linear(
+    outputs = _norm_quantized_linear(
         *(x, scale, kernel, kernel_2, kernel_3),
         *(kernel_scale, kernel_scale_2, kernel_scale_3),
         *(kernel_zero, kernel_zero_2, kernel_zero_3),
@@ -120,7 +120,7 @@ def norm_quantized_linear(
         quantized=row_dtype is not None,
     )
     count = 1 if gate else sum(k is not None for k in (kernel, kernel_2, kernel_3))
-    return tuple(found[:count])
+    return tuple(outputs[:count])
 
 
 @triton.jit

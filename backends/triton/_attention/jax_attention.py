@@ -1,8 +1,8 @@
 """Softmax attention on JAX: launches for keys and values that plain JAX has arranged.
 
-The keys of a sequence are the state's tokens, then the real tokens, then padding. A query sees the keys
-in its segment, which is the number of its document. `forward` and `backward` have the
-parameters of those in `backends/jax`.
+The keys of a sequence are the state's tokens, then the real tokens, then padding. A query sees keys
+of the document whose number is its segment. `forward` and `backward` have the parameters of those
+in `backends/jax`.
 """
 
 import jax
@@ -25,8 +25,8 @@ def forward(q, k, v, query_segments, key_segments, **options):
 
     def launch(q, k, v, query_segments, key_segments):
         k, v, visible = _visible(q, k, v, query_segments, key_segments, **options)
-        found = banded_attention.forward(_flat(q), k, v, visible)
-        return tuple(x.reshape(*q.shape[:4], *x.shape[3:]) for x in found if x is not None)
+        computed = banded_attention.forward(_flat(q), k, v, visible)
+        return tuple(x.reshape(*q.shape[:4], *x.shape[3:]) for x in computed if x is not None)
 
     residuals = iter(
         _distributed(launch, k, _ARGUMENTS, results)(q, k, v, query_segments, key_segments)

@@ -57,13 +57,13 @@ def _combine_kernel(
         wait_for_previous_launch()
     row, part = tl.program_id(0), tl.arange(0, BLOCK)
     key = tl.max(tl.load(best + row * PARTS + part, part < PARTS, other=_LOWEST), 0)
-    found = (key & _MAX_INT).to(tl.int32) ^ _MAX_INT
-    tl.store(index + row, found)
+    row_argmax = (key & _MAX_INT).to(tl.int32) ^ _MAX_INT
+    tl.store(index + row, row_argmax)
     if recent is not None:
         slot = tl.arange(0, RECENT)
         later = tl.load(recent + row * RECENT + slot + 1, slot < RECENT - 1, other=0)
         tl.debug_barrier()  # all are read before the first is overwritten
-        tl.store(recent + row * RECENT + slot, tl.where(slot < RECENT - 1, later, found))
+        tl.store(recent + row * RECENT + slot, tl.where(slot < RECENT - 1, later, row_argmax))
 
 
 def results(x):

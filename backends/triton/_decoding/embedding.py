@@ -105,6 +105,8 @@ def embedding(table, tokens, scale, dtype, segment=None, position=None):
     and position, int32 [B]); None for those whose argument is None. The next segment and position
     may overwrite the given ones: see `backends/torch/_states.py`.
     """
-    found = _embedding(table, tokens, segment, position, scale=float(scale), dtype=dtype)
-    given = table, segment, position, segment, position
-    return tuple(None if argument is None else t for t, argument in zip(found, given, strict=True))
+    arrays = _embedding(table, tokens, segment, position, scale=float(scale), dtype=dtype)
+    arguments = table, segment, position, segment, position
+    return tuple(
+        None if argument is None else t for t, argument in zip(arrays, arguments, strict=True)
+    )

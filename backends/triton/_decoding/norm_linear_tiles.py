@@ -66,8 +66,8 @@ def tile_options(rows, channels, columns, dtype, gate, parts):
 
 
 def _num_parts(blocks, tiles, least):
-    found = [n for n in range(1, _MAX_PARTS + 1) if blocks % n == 0]
-    return next((n for n in found if n * tiles >= least), found[-1])
+    divisors = [n for n in range(1, _MAX_PARTS + 1) if blocks % n == 0]
+    return next((n for n in divisors if n * tiles >= least), divisors[-1])
 
 
 def _row_tile(channels, columns, dtype, parts):

@@ -159,5 +159,5 @@ def batch_kernel(
             moved = tl.where(
                 kind == STARTS, 0.0, _load(last_inputs, slot_offsets + D, valid_outputs)
             )
-        kept = _load(last_inputs, slot_offsets, valid_outputs)
-        tl.store(next_inputs + slot_offsets, tl.where(real, moved, kept), valid_outputs)
+        stored = _load(last_inputs, slot_offsets, valid_outputs)
+        tl.store(next_inputs + slot_offsets, tl.where(real, moved, stored), valid_outputs)

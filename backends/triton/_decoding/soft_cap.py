@@ -27,8 +27,8 @@ def _kernel(x, y, n, cap, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         launch_dependents()
         wait_for_previous_launch()
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + place, place < n, other=0.0).to(tl.float32)
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + index, index < n, other=0.0).to(tl.float32)
     # On a GPU, torch divides by a scalar by multiplying by its reciprocal.
     value = (value * tl.div_rn(1.0, cap)).to(y.dtype.element_ty).to(tl.float32)
     if IN_INTERPRETER:
@@ -36,7 +36,7 @@ def _kernel(x, y, n, cap, BLOCK: tl.constexpr, PDL: tl.constexpr):
     else:
         value = libdevice.tanh(value)
     value = value.to(y.dtype.element_ty).to(tl.float32) * cap
-    tl.store(y + place, value, place < n)
+    tl.store(y + index, value, index < n)
 
 
 def results(x, *, cap: float):

@@ -14,16 +14,16 @@ from .._device.math import exp_of_decays
 from .._device.products import ones, operand, product, sum_rows
 from .gated_levels import (
     add_pair_weights,
-    adjacent_halves,
     as_matrix,
+    block_pair_mask,
     count_documents,
     document_ends,
     find_reference_blocks,
     interval_matrix,
+    level_pair_mask,
     load_chunk,
     locate_program,
-    right_half,
-    same_block,
+    right_half_mask,
     span_matrix,
     span_matrix_transposed,
 )
@@ -112,7 +112,7 @@ def add_pair_gradients(
         first_level, from_reference = find_reference_blocks(row, log_decay, LEVELS, PARTS)
         query_decay = exp_of_decays(from_reference, False)
         key_decay = exp_of_decays(-from_reference, False)
-        in_block = same_block(row, first_level)
+        in_block = block_pair_mask(row, first_level)
         zeros = tl.zeros_like(query)
         # Both gains use the rounded operands, so that pairs of two later tokens cancel.
         query_y = operand(query * query_decay, True)
@@ -132,11 +132,11 @@ def add_pair_gradients(
         gains = interval_matrix(row, row, end, one)
         d_log_decay += sum_rows(gains, gain, GAIN_PARTS + 1)
     for level in range(first_level, LEVELS):
-        right = right_half(row, level)[:, None]
+        right = right_half_mask(row, level)[:, None]
         span = span_matrix(row, level, one)
         decay = exp_of_decays(sum_rows(span, log_decay, PARTS), not SHORT)
         undecayed_y = tl.where(right, query, key)
-        pairs = tl.where(adjacent_halves(row, level), d_weights, 0.0)
+        pairs = tl.where(level_pair_mask(row, level), d_weights, 0.0)
         d_y = product(pairs, undecayed_y * decay, tl.zeros_like(query), SHORT)
         d_y *= decay
         d_query += tl.where(right, d_y, 0.0)

@@ -200,8 +200,8 @@ def flagged_kernel(
             across = load_tile(other_y + other_token * V, row, other_real, e, V, H)
             d_lower = product(gradient, tl.trans(value), d_lower, True)
             d_upper = product(value, tl.trans(gradient), d_upper, True)
-            own = tl.where(later, gradient, value)
-            d_across = product(own, tl.trans(across), d_across, True)
+            operand_y = tl.where(later, gradient, value)
+            d_across = product(operand_y, tl.trans(across), d_across, True)
         d_weights = tl.where(row[:, None] >= row[None, :], d_lower, d_upper)
         document_end = None
         if token_kind is not None:
@@ -277,7 +277,7 @@ def differentiate(sizes, q, k, v, initial, pairs, d_output, d_final, *, log_f, t
         return run(Launch(chunk_kernel, programs, tensors, outputs, numbers, options))
 
     name = "gated_linear_attention gradients"
-    found = search.run(name, BLOCKS, launch, tensors, sizes)
+    chunk_gradients = search.run(name, BLOCKS, launch, tensors, sizes)
     tensors = q, k, v, log_f, token_kind, flags, d_output
     options = {**FLAGGED_BLOCKS.options(sizes), "BLOCK_K": width}
     options |= {"HALF": HALF, "LEVELS": sizes.levels - 1, "PARTS": parts}
@@ -288,7 +288,7 @@ def differentiate(sizes, q, k, v, initial, pairs, d_output, d_final, *, log_f, t
         Launch(
             flagged_kernel,
             programs,
-            (*tensors, *found),
+            (*tensors, *chunk_gradients),
             outputs,
             numbers,
             options,

@@ -78,7 +78,7 @@ def interval_matrix(row, low, high, one):
 
 
 @triton.jit
-def right_half(row, level):
+def right_half_mask(row, level):
     """Mask of the tokens in right halves at this level."""
     return (row >> level) % 2 == 1
 
@@ -90,7 +90,7 @@ def span_matrix(row, level, one):
     In a right half these are the tokens from the boundary to the token itself, in a left half the
     tokens after the token up to the boundary.
     """
-    right, half_begin = right_half(row, level), row >> level << level
+    right, half_begin = right_half_mask(row, level), row >> level << level
     low = tl.where(right, half_begin, row + 1)
     high = tl.where(right, row + 1, half_begin + (1 << level))
     return interval_matrix(row, low, high, one)
@@ -99,14 +99,14 @@ def span_matrix(row, level, one):
 @triton.jit
 def span_matrix_transposed(row, level, one):
     """The transpose of W."""
-    right, half_begin = right_half(row, level), row >> level << level
+    right, half_begin = right_half_mask(row, level), row >> level << level
     low = tl.where(right, row, half_begin)
     high = tl.where(right, half_begin + (1 << level), row)
     return interval_matrix(row, low, high, one)
 
 
 @triton.jit
-def adjacent_halves(row, level):
+def level_pair_mask(row, level):
     """Mask of this level's pairs of tokens, in both orders: one in each half next to a boundary."""
     return (row[:, None] ^ row[None, :]) & (-1 << level) == 1 << level
 
@@ -156,7 +156,7 @@ def document_ends(document):
 
 
 @triton.jit
-def same_block(row, level):
+def block_pair_mask(row, level):
     """Mask of the pairs of tokens in the same block of 2^level tokens."""
     return row[:, None] >> level == row[None, :] >> level
 
@@ -169,7 +169,7 @@ def find_reference_blocks(row, log_decay, LEVELS: tl.constexpr, PARTS: tl.conste
     """
     level = tl.where(tl.min(tl.sum(log_decay, 0), 0) >= -2 * RADIUS, LEVELS, _SHORT_BLOCKS)
     half = tl.where(row[:, None] >= row[None, :], 0.5, -0.5)
-    half = operand(tl.where(same_block(row, level), half, 0.0), True)
+    half = operand(tl.where(block_pair_mask(row, level), half, 0.0), True)
     from_reference = sum_rows(half, log_decay, PARTS)
     # The margin of 0.5 allows for sums that are rounded in another order than the one above.
     fits = tl.min(tl.min(from_reference, 1), 0) >= -RADIUS - 0.5
@@ -197,7 +197,7 @@ def add_pair_weights(
             pairs = product(query_y, tl.trans(key_y), tl.zeros_like(weights), True)
             ordered = row[:, None] >= row[None, :]
         # Pairs in the other order may be infinite.
-        weights += tl.where(same_block(row, first_level) & ordered, pairs, 0.0)
+        weights += tl.where(block_pair_mask(row, first_level) & ordered, pairs, 0.0)
     else:
         first_level = 0
         diagonal = tl.sum(query * one[:, None] * key, 1)
@@ -205,10 +205,10 @@ def add_pair_weights(
     if first_level < LEVELS:
         # Without the condition around the loop, Triton would not prefetch chunks.
         for level in range(first_level, LEVELS):
-            y = tl.where(right_half(row, level)[:, None], query, key)
+            y = tl.where(right_half_mask(row, level)[:, None], query, key)
             span = span_matrix(row, level, one)
             y *= exp_of_decays(sum_rows(span, log_decay, PARTS), not SHORT)
             y = operand(y, SHORT)
             pairs = product(y, tl.trans(y), tl.zeros_like(weights), SHORT)
-            weights += tl.where(adjacent_halves(row, level), pairs, 0.0)
+            weights += tl.where(level_pair_mask(row, level), pairs, 0.0)
     return weights

@@ -159,13 +159,13 @@ def walk_segments(
     def walk(count, inputs, outputs, options=options):
         return run(Launch(kernel, programs * count, inputs, outputs, numbers, options))
 
-    found = None, None
+    segment_sums = None, None
     if segments > 1:
         computed = (segments - 1) * subsegments
         arrays = (Array((computed, *shape), "float32") for shape in sums)
         written = *arrays, *[None] * len(outputs)
-        found = walk(computed, tensors, written, options | (sum_options or {}))[:2]
-    return walk(segments, (*tensors, *found), outputs)
+        segment_sums = walk(computed, tensors, written, options | (sum_options or {}))[:2]
+    return walk(segments, (*tensors, *segment_sums), outputs)
 
 
 @triton.jit

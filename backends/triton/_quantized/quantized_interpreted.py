@@ -40,19 +40,19 @@ def project_row(
     valid = (k < K)[:, None] & (n < columns)[None, :]
     results = ()
     for i in tl.static_range(len(kernels)):
-        place = k[:, None] * (columns * BITS // 8) + (n * BITS // 8)[None, :]
-        weight = tl.load(kernels[i] + place, valid, other=0).to(tl.int32)
+        offsets = k[:, None] * (columns * BITS // 8) + (n * BITS // 8)[None, :]
+        weight = tl.load(kernels[i] + offsets, valid, other=0).to(tl.int32)
         if BITS == 4:
             weight = (weight << (28 - 4 * (n % 2))[None, :]) >> 28
         if BLOCK_SIZE:
-            place = (k // BLOCK_SIZE)[:, None] * columns + n[None, :]
-            weight -= tl.load(kernel_zeros[i] + place, valid, other=0)
-            factors = tl.load(kernel_scales[i] + place, valid, other=0.0).to(tl.float32)
+            offsets = (k // BLOCK_SIZE)[:, None] * columns + n[None, :]
+            weight -= tl.load(kernel_zeros[i] + offsets, valid, other=0)
+            factors = tl.load(kernel_scales[i] + offsets, valid, other=0.0).to(tl.float32)
             products = (row[:, None] * weight).to(tl.float32) * factors
         else:
             products = row[:, None] * weight
         results = results + (tl.sum(products, 0).to(tl.float32),)
-    before = 0.0
+    row_residual = 0.0
     if residual is not None:
-        before = tl.load(residual + n, n < columns, other=0.0)
-    return results, unit, (before,)
+        row_residual = tl.load(residual + n, n < columns, other=0.0)
+    return results, unit, (row_residual,)

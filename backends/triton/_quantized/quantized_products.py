@@ -49,10 +49,10 @@ def _mma(a, b, c, d, row, row_2, before):
 def _zeros(like, COUNT: tl.constexpr):
     """Zeros as accumulators of COUNT `mma` instructions."""
     zero = like * 0
-    found = ()
+    accumulators = ()
     for _ in tl.static_range(COUNT):
-        found = found + ((zero, zero, zero, zero),)
-    return found
+        accumulators = accumulators + ((zero, zero, zero, zero),)
+    return accumulators
 
 
 @triton.jit
@@ -91,7 +91,7 @@ def _multiply_four_channels(
 ):
     """Adds the products of the h-th four channels of a thread to the sums of each round."""
     for i in tl.static_range(0, 4, 2):
-        found = ()
+        new_sums = ()
         for m in tl.static_range(len(words)):
             word = words[m][h]
             zero = word * 0
@@ -100,8 +100,8 @@ def _multiply_four_channels(
             for g in tl.static_range(GROUPS):
                 a, b = _mma_rows(weights, i * WORDS, g, BITS)
                 c, d = _mma_rows(weights, (i + 1) * WORDS, g, BITS)
-                found = found + (_mma(a, b, c, d, first, second, sums[m * GROUPS + g]),)
-        sums = found
+                new_sums = new_sums + (_mma(a, b, c, d, first, second, sums[m * GROUPS + g]),)
+        sums = new_sums
     return sums
 
 
@@ -109,12 +109,14 @@ def _multiply_four_channels(
 def _sum_row(words, h: tl.constexpr, FOURS: tl.constexpr, before):
     """Adds FOURS times four channels of the row, without weights, to the row's sums per round."""
     for i in tl.static_range(0, FOURS, 2):
-        found = ()
+        new_sums = ()
         for m in tl.static_range(len(words)):
             ones = words[m][h] * 0 + _ONES
             second = words[m][h + i + 1] if FOURS > 1 else ones * 0
-            found = found + (_mma(ones, ones, ones, ones, words[m][h + i], second, before[m]),)
-        before = found
+            new_sums = new_sums + (
+                _mma(ones, ones, ones, ones, words[m][h + i], second, before[m]),
+            )
+        before = new_sums
     return before
 
 
@@ -153,7 +155,7 @@ def _column_sums(
 ):
     """A thread's sums in the order of columns: int32 for one limb, else float32."""
     BETWEEN: tl.constexpr = 256.0 if SETS == 2 else 65536.0
-    found = ()
+    columns = ()
     for g in tl.static_range(GROUPS):
         for i in tl.static_range(4):
             rounds = ()
@@ -162,8 +164,8 @@ def _column_sums(
                 if BITS == 4:
                     total -= _excess(0, row_sums[m][0], i)
                 rounds = rounds + (total if LIMBS == 1 else total.to(tl.float32),)
-            found = found + (_combine_rounds(rounds, BETWEEN),)
-    return found
+            columns = columns + (_combine_rounds(rounds, BETWEEN),)
+    return columns
 
 
 @triton.jit
@@ -182,7 +184,7 @@ def _add_block(
     with 24-bit numbers they do not. Sums of odd columns are 16 times too large, and shifted right.
     """
     BETWEEN: tl.constexpr = 256 if SETS == 2 else 65536
-    found = ()
+    new_totals = ()
     for g in tl.static_range(GROUPS):
         for i in tl.static_range(4):
             scale, zero = scale_and_zero(numbers[g][0], numbers[g][1], i)
@@ -200,8 +202,8 @@ def _add_block(
                     difference = (rounds[m] >> 4 * (i % 2)) - _excess(zero, row_rounds[m], i)
                     corrected = corrected + (difference.to(tl.float32),)
                 total = _combine_rounds(corrected, BETWEEN * 1.0)
-            found = found + (totals[4 * g + i] + total * scale,)
-    return found
+            new_totals = new_totals + (totals[4 * g + i] + total * scale,)
+    return new_totals
 
 
 @triton.jit
@@ -290,12 +292,12 @@ def project_row(
             factors = factors + load_four(scale, row_channel + step * SPAN, K, WHOLE)
     if PDL:
         wait_for_previous_launch()
-    before = ()
+    residuals = ()
     for u in tl.static_range(len(n)):
         number = 0.0
         if residual is not None:
             number = tl.load(residual + n[u], n[u] < columns, other=0.0)
-        before = before + (number,)
+        residuals = residuals + (number,)
     values = ()
     for step in tl.static_range(STEPS):
         values = values + load_four(x, row_channel + step * SPAN, K, WHOLE)
@@ -357,11 +359,13 @@ def project_row(
                 queue = queue + (pending[position],)
             pending = queue + (next_weights,)
         sums, totals = next_sums, next_totals
-    found = ()
+    column_sums = ()
     for projection in tl.static_range(PROJECTIONS):
         if BLOCK_SIZE:
-            found = found + totals[projection]
+            column_sums = column_sums + totals[projection]
         else:
-            found = found + _column_sums(sums[projection], row_sums, SETS, LIMBS, GROUPS, BITS)
+            column_sums = column_sums + _column_sums(
+                sums[projection], row_sums, SETS, LIMBS, GROUPS, BITS
+            )
     SIXTEENTHS: tl.constexpr = BITS == 4 and BLOCK_SIZE == 0
-    return block_sum(found, thread, WARPS, ACROSS, LIMBS, SIXTEENTHS), unit, before
+    return block_sum(column_sums, thread, WARPS, ACROSS, LIMBS, SIXTEENTHS), unit, residuals

@@ -101,7 +101,7 @@ def quantize(
     """LIMBS bytes of each number, highest first, each in the lowest bits of an int32."""
     if QUANTIZED:
         value = _round_to_dtype(_round_to_dtype(value * norm, SHORT) * factor, SHORT)
-        found = (_round_to_int(tl.minimum(tl.maximum(value, -127.0), 127.0)),)
+        limbs = (_round_to_int(tl.minimum(tl.maximum(value, -127.0), 127.0)),)
     else:
         high = value * factor
         last = ()
@@ -111,21 +111,21 @@ def quantize(
             last = (_round_to_int(tl.minimum(value - high * 256.0, 127.0)),)
         # The lower byte is signed: 128 is added before the split, and its highest bit flipped.
         bits = _round_to_int(high + 128.0)
-        found = (bits >> 8, bits ^ 128) + last
-    return found
+        limbs = (bits >> 8, bits ^ 128) + last
+    return limbs
 
 
 @triton.jit
 def load_words(pointer, WORDS: tl.constexpr, LOAD: tl.constexpr):
     """Loads one, two or four words from an aligned address in one instruction LOAD."""
     if WORDS == 1:
-        found = (
+        words = (
             tl.inline_asm_elementwise(
                 LOAD + ".b32 $0, [$1];", "=r,l", [pointer], dtype=tl.int32, is_pure=False, pack=1
             ),
         )
     elif WORDS == 2:
-        found = tl.inline_asm_elementwise(
+        words = tl.inline_asm_elementwise(
             LOAD + ".v2.b32 {$0, $1}, [$2];",
             "=r,=r,l",
             [pointer],
@@ -134,7 +134,7 @@ def load_words(pointer, WORDS: tl.constexpr, LOAD: tl.constexpr):
             pack=1,
         )
     else:
-        found = tl.inline_asm_elementwise(
+        words = tl.inline_asm_elementwise(
             LOAD + ".v4.b32 {$0, $1, $2, $3}, [$4];",
             "=r,=r,=r,=r,l",
             [pointer],
@@ -142,15 +142,15 @@ def load_words(pointer, WORDS: tl.constexpr, LOAD: tl.constexpr):
             is_pure=False,
             pack=1,
         )
-    return found
+    return words
 
 
 @triton.jit
-def load_four(tensor, place, K: tl.constexpr, WHOLE: tl.constexpr):
+def load_four(tensor, column, K: tl.constexpr, WHOLE: tl.constexpr):
     """Loads four consecutive numbers as float32; 0 from the K-th on."""
-    found = ()
+    numbers = ()
     if WHOLE:
-        first = tensor + tl.minimum(place, K - 4)
+        first = tensor + tl.minimum(column, K - 4)
         if tensor.dtype.element_ty == tl.bfloat16:
             a, b = load_words(first, 2, "ld.global")
             words = a << 16, a & _HIGH_HALF, b << 16, b & _HIGH_HALF
@@ -158,12 +158,12 @@ def load_four(tensor, place, K: tl.constexpr, WHOLE: tl.constexpr):
             words = load_words(first, 4, "ld.global")
         for i in tl.static_range(4):
             number = words[i].to(tl.float32, bitcast=True)
-            found = found + (tl.where(place < K, number, 0.0),)
+            numbers = numbers + (tl.where(column < K, number, 0.0),)
     else:
         for i in tl.static_range(4):
-            number = tl.load(tensor + place + i, place + i < K, other=0.0)
-            found = found + (number.to(tl.float32),)
-    return found
+            number = tl.load(tensor + column + i, column + i < K, other=0.0)
+            numbers = numbers + (number.to(tl.float32),)
+    return numbers
 
 
 @triton.jit
@@ -222,7 +222,7 @@ def quantize_row(
     squares, largest = block_sum_and_max(squares, largest)
     squares *= SETS / 2  # with one set, two threads have each value
     norm, factor, unit = row_scales(*(squares, largest, epsilon, K, NORM, LIMBS, QUANTIZED, SHORT))
-    found = ()
+    row_words = ()
     for step in tl.static_range(STEPS):
         words, four, step_words = (), (), ()
         for i in tl.static_range(4):
@@ -240,17 +240,17 @@ def quantize_row(
             else:
                 word = tl.where(lane < 16, words[2 * m], 0)
             step_words = step_words + (word,)
-        found = found + (step_words,)
-    return found, unit
+        row_words = row_words + (step_words,)
+    return row_words, unit
 
 
 @triton.jit
 def gather_four_lanes(words, lane):
     """Gathers from four lanes, per round, the words of the 16 channels that a thread multiplies."""
-    found = ()
+    gathered = ()
     for m in tl.static_range(len(words)):
         round_words = ()
         for h in tl.static_range(4):
             round_words = round_words + (_shuffle_word(words[m], (lane & 19) | (4 * h)),)
-        found = found + (round_words,)
-    return found
+        gathered = gathered + (round_words,)
+    return gathered

@@ -54,12 +54,16 @@ def weight_addresses(
     words = _addresses(words, word, row_words, WORDS if VECTORS else 1, WORDS)
     numbers = ()
     if BLOCK_SIZE:
-        place = channel // BLOCK_SIZE * columns
+        block_offset = channel // BLOCK_SIZE * columns
         for w in tl.static_range(WORDS):
             numbers = numbers + (
                 (
-                    _addresses(scales + place, column + 8 * w, columns, 4 if VECTORS else 1, 4),
-                    _addresses(zeros + place, column + 8 * w, columns, 4 if VECTORS else 1, 4),
+                    _addresses(
+                        scales + block_offset, column + 8 * w, columns, 4 if VECTORS else 1, 4
+                    ),
+                    _addresses(
+                        zeros + block_offset, column + 8 * w, columns, 4 if VECTORS else 1, 4
+                    ),
                 ),
             )
     return words, numbers
@@ -106,7 +110,7 @@ def _load_columns(addresses, rows, COUNT: tl.constexpr):
 
 @triton.jit
 def load_four_channels(
-    first,
+    addresses,
     channel,
     columns,
     offset: tl.constexpr,
@@ -125,9 +129,11 @@ def load_four_channels(
     row_words = columns // (32 // BITS)
     words, numbers = (), ()
     for i in tl.static_range(4):
-        for w in tl.static_range(len(first[0])):
-            place = _row_address(first[0][w], channel, offset, 16 * h + i, row_words, K, WITHIN)
-            words = words + _stream_words(place, WORDS // len(first[0]))
+        for w in tl.static_range(len(addresses[0])):
+            address = _row_address(
+                addresses[0][w], channel, offset, 16 * h + i, row_words, K, WITHIN
+            )
+            words = words + _stream_words(address, WORDS // len(addresses[0]))
     if BLOCK_SIZE > 0 and h * 16 % min(BLOCK_SIZE, 64) == 0:
         if WITHIN and BLOCK_SIZE <= SPAN:
             blocks = (offset + 16 * h) // BLOCK_SIZE
@@ -137,8 +143,8 @@ def load_four_channels(
         for w in tl.static_range(WORDS):
             numbers = numbers + (
                 (
-                    _load_columns(first[1][w][0], blocks * columns, 2),
-                    _load_columns(first[1][w][1], blocks * columns, 1),
+                    _load_columns(addresses[1][w][0], blocks * columns, 2),
+                    _load_columns(addresses[1][w][1], blocks * columns, 1),
                 ),
             )
     return words, numbers

@@ -48,10 +48,10 @@ def run(launch, *arrays):
     The inputs of the launch are booleans: True for each of the given `arrays`.
     """
     rest = iter(arrays)
-    inputs = [np.ascontiguousarray(next(rest)) if given else None for given in launch.inputs]
+    inputs = [np.ascontiguousarray(next(rest)) if is_given else None for is_given in launch.inputs]
     outputs = [None if a is None else np.zeros(a.shape, dtype(a.dtype)) for a in launch.outputs]
-    for place, out in launch.updates:
-        outputs[out][...] = inputs[place]
+    for index, out in launch.updates:
+        outputs[out][...] = inputs[index]
     tensors = [None if x is None else _Pointer(x) for x in (*inputs, *outputs)]
     with _lock:
         launch.kernel[(launch.programs,)](*tensors, *launch.numbers, **dict(launch.options))

@@ -90,13 +90,13 @@ def search_sorted_rows(rows, count, right=False):
 
 def run(launch):
     """Adds a launch to the program that is being traced; returns its outputs."""
-    given = [x for x in launch.inputs if x is not None]
+    present = [x for x in launch.inputs if x is not None]
     static = launch._replace(
         inputs=tuple(x is not None for x in launch.inputs),
         options=tuple(sorted(launch.options.items())),
     )
-    found = iter(_launch.bind(*given, launch=static))
-    return tuple(None if array is None else next(found) for array in launch.outputs)
+    results = iter(_launch.bind(*present, launch=static))
+    return tuple(None if array is None else next(results) for array in launch.outputs)
 
 
 NAME = "keras_recurrent_triton"  # the primitive of a launch
@@ -190,7 +190,7 @@ def compile_launch(launch, inputs, target):
     inputs: shapes and dtypes of the given arrays, in order.
     """
     inputs = iter(inputs)
-    arrays = [(next(inputs).dtype.name, 0) if given else None for given in launch.inputs]
+    arrays = [(next(inputs).dtype.name, 0) if is_given else None for is_given in launch.inputs]
     for array in launch.outputs:
         arrays.append(None if array is None else (array.dtype, _num_bytes(array) * array.zeros))
     options = dict(launch.options)
@@ -313,26 +313,30 @@ def _passes(definition):
 
     def forward(*arguments, **options):
         run = functools.partial(definition.forward, **options)
-        given, written = _expand_token_dims((tensors, results), arguments[0])
-        found = _shards.distributed(run, given, written, channels)(*arguments)
-        return (found[:-1], found[-1]) if has_residuals else found
+        input_dims, output_dims = _expand_token_dims((tensors, results), arguments[0])
+        outputs = _shards.distributed(run, input_dims, output_dims, channels)(*arguments)
+        return (outputs[:-1], outputs[-1]) if has_residuals else outputs
 
     def backward(*arguments, **options):
-        given = zip(differentiable, arguments, strict=False)
-        present = [x is not None or name in definition.unused_in_backward for name, x in given]
+        named_inputs = zip(differentiable, arguments, strict=False)
+        present = [
+            x is not None or name in definition.unused_in_backward for name, x in named_inputs
+        ]
 
         def gradients(*arguments):
             if has_residuals:
                 arguments = *arguments[: len(tensors)], None, *arguments[len(tensors) :]
-            found = definition.backward(*arguments, **options)
-            return tuple(d for d, p in zip(found, present, strict=False) if p)
+            outputs = definition.backward(*arguments, **options)
+            return tuple(d for d, p in zip(outputs, present, strict=False) if p)
 
         present_tensors = [t for t, p in zip(tensors, present, strict=False) if p]
         names = *tensors, *output, *d_results
-        given, written = _expand_token_dims((names, present_tensors), arguments[0])
-        found = iter(_shards.distributed(gradients, given, written, channels)(*arguments))
-        found = [next(found) if p else None for p in present]
-        return *found, *[None] * (len(tensors) - len(found))
+        input_dims, output_dims = _expand_token_dims((names, present_tensors), arguments[0])
+        outputs = iter(
+            _shards.distributed(gradients, input_dims, output_dims, channels)(*arguments)
+        )
+        outputs = [next(outputs) if p else None for p in present]
+        return *outputs, *[None] * (len(tensors) - len(outputs))
 
     return forward, backward
 

@@ -26,8 +26,8 @@ _SCHEMA_TYPES |= {str | None: "str?", int | None: "int?"}
 
 def unsupported_reason(*tensors):
     """Reason why kernels cannot take these tensors (or Nones), or None."""
-    given = [t for t in tensors if t is not None]
-    for tensor in given:
+    present = [t for t in tensors if t is not None]
+    for tensor in present:
         if tensor.dtype == torch.float64:
             return "computes in float32, got a float64 tensor"
         if tensor.is_cuda:
@@ -51,10 +51,10 @@ fusible_unsupported_reason = token_wise_unsupported_reason  # on JAX, XLA fuses 
 
 def step_unsupported_reason(*tensors):
     """Reason why kernels without gradients cannot take these tensors, or None."""
-    given = [t for t in tensors if t is not None]
-    if torch.is_grad_enabled() and any(t.requires_grad for t in given):
+    present = [t for t in tensors if t is not None]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in present):
         return "has no gradients, but a tensor requires one (plain torch has them)"
-    if any(forward_ad.unpack_dual(t).tangent is not None for t in _dual_candidates(given)):
+    if any(forward_ad.unpack_dual(t).tangent is not None for t in _dual_candidates(present)):
         return "has no derivative in forward mode (plain torch has it)"
     return token_wise_unsupported_reason(*tensors)
 
@@ -66,15 +66,17 @@ def _dual_candidates(tensors):
 
 def run(launch):
     """Runs a launch on the device of its inputs; returns its outputs."""
-    first, before = _first_tensor(launch.inputs), {out: place for place, out in launch.updates}
+    first, before = _first_tensor(launch.inputs), {out: index for index, out in launch.updates}
 
     def output(i, array):
         if array is None:
             return None
         if i not in before:
             return allocate(array, first)
-        given = launch.inputs[before[i]]
-        return given if launch.in_place or _in_place_updates.enabled else cast(given, array.dtype)
+        updated = launch.inputs[before[i]]
+        return (
+            updated if launch.in_place or _in_place_updates.enabled else cast(updated, array.dtype)
+        )
 
     outputs = tuple(output(i, array) for i, array in enumerate(launch.outputs))
     arguments = *launch.inputs, *outputs, *launch.numbers
@@ -154,21 +156,21 @@ def _operator(name, function, fake, names, options, count):
     options: {name: annotation} of the options.
     """
 
-    def arguments_of(arguments):
-        given = arguments[: len(names)]
-        return given, dict(zip(options, arguments[len(names) :], strict=True))
+    def split_arguments(arguments):
+        tensors = arguments[: len(names)]
+        return tensors, dict(zip(options, arguments[len(names) :], strict=True))
 
     def call(*arguments):
-        given, chosen = arguments_of(arguments)
-        with device_guard(_first_tensor(given)):
-            outputs = function(*contiguous(*given), **chosen)[:count]
-            return _operator_outputs(outputs, lambda x: x, given)
+        tensors, chosen = split_arguments(arguments)
+        with device_guard(_first_tensor(tensors)):
+            outputs = function(*contiguous(*tensors), **chosen)[:count]
+            return _operator_outputs(outputs, lambda x: x, tensors)
 
     def call_fake(*arguments):
-        given, chosen = arguments_of(arguments)
-        outputs = fake(*given, **chosen)[:count]
+        tensors, chosen = split_arguments(arguments)
+        outputs = fake(*tensors, **chosen)[:count]
         return _operator_outputs(
-            outputs, lambda array: allocate(array, _first_tensor(given)), given
+            outputs, lambda array: allocate(array, _first_tensor(tensors)), tensors
         )
 
     results = "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
@@ -181,8 +183,8 @@ def _operator(name, function, fake, names, options, count):
 def _parameters(names, options, updated=()):
     """The parameters in the schema of a custom operator."""
     tensors = [f"Tensor({n}!)? {n}" if n in updated else f"Tensor? {n}" for n in names]
-    others = [f"{_SCHEMA_TYPES[kind]} {option}" for option, kind in options.items()]
-    return ", ".join(tensors + others)
+    scalars = [f"{_SCHEMA_TYPES[kind]} {option}" for option, kind in options.items()]
+    return ", ".join(tensors + scalars)
 
 
 def forward_operation(name, forward, results, count, updates=()):

@@ -49,7 +49,7 @@ def launch_chained_scan(name, kernel, tilings, tensors, outputs, channel_sums=Fa
         sums = [Array((tiles * batch, width), "float32")] if channel_sums else []
         carry = Array((max(1, tiles - 1), batch, width), "int32", zeros=True)
         programs = tiles * batch * triton.cdiv(width, tile.BLOCK_D)
-        *found, _ = run(
+        *arrays, _ = run(
             Launch(
                 kernel,
                 programs,
@@ -59,7 +59,7 @@ def launch_chained_scan(name, kernel, tilings, tensors, outputs, channel_sums=Fa
                 tile._asdict(),
             )
         )
-        return (*found[:-1], found[-1].sum(0)) if channel_sums else tuple(found)
+        return (*arrays[:-1], arrays[-1].sum(0)) if channel_sums else tuple(arrays)
 
     sizes = {"batch": batch, "length": length, "width": width}
     return search.run(name, tilings.candidates(batch, width), launch, tensors, sizes)
