@@ -277,7 +277,7 @@ FAULTS = [
     ),
     Fault(
         "tf_row_order",
-        "backends/tensorflow/_row.py",
+        "backends/tensorflow/_attention_inputs.py",
         old="tf.gather(starts_so_far, self.order, batch_dims=1)",
         new="tf.gather(starts_so_far, self.place, batch_dims=1)",
         tests={
@@ -321,7 +321,7 @@ FAULTS = [
     ),
     Fault(
         "torch_ring_wrap",
-        "backends/torch/_ring.py",
+        "backends/torch/_circular_buffer.py",
         old="count = length % capacity if capacity else 0",
         new="count = (length - 1) % capacity if capacity else 0",
         tests={"torch": "ops/test_cudnn.py::test_the_ring_behind_a_whole_document[8-7]"},
@@ -402,7 +402,7 @@ FAULTS = [
     Fault(
         "dispatch_elsewhere",
         "keras_recurrent/dispatch.py",
-        old="return _platforms.elsewhere(arguments, _platforms.PLATFORMS[name])",
+        old="return _platforms.platform_reason(arguments, _platforms.PLATFORMS[name])",
         new="return None",
         tests={"jax": "triton/test_on_jax.py::test_which_implementation_tells"},
     ),

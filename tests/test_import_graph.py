@@ -38,7 +38,7 @@ LAZY_FACE = "a public name that is imported when it is first used"
 INSIDE_FUNCTIONS = {
     ("keras_recurrent/datasets/__init__.py", "datasets.packed_text"): LAZY_FACE,
     ("keras_recurrent/dispatch.py", "backends"): PACKAGE_MISSING,
-    ("keras_recurrent/generation/torch/sampling.py", "backends.triton._decoding.largest"): (
+    ("keras_recurrent/generation/torch/sampling.py", "backends.triton._decoding.argmax"): (
         PACKAGE_MISSING
     ),
     ("keras_recurrent/layers/one_token.py", "backends.triton._decoding.embedding"): PACKAGE_MISSING,
@@ -210,7 +210,7 @@ def test_imports_inside_functions_are_listed(graph):
         ("compat", "def f():\n    from keras_recurrent.layers.remat import RecomputableLayer"),
         ("compat", 'def f():\n    return importlib.import_module("keras_recurrent.layers.remat")'),
         ("compat", '_MODULES = {"remat": "keras_recurrent.layers.remat"}'),
-        ("backends.torch._ring", "from ...layers import remat"),
+        ("backends.torch._circular_buffer", "from ...layers import remat"),
         ("layers.remat", "from keras_recurrent.devices.torch_modules import TorchModule"),
     ],
     ids=["module", "function", "importlib", "table", "relative", "face"],

@@ -26,11 +26,11 @@ def attention(q, k, v, sliding_window=None, initial_state=None, token_kind=None,
 
 
 def _arrange(*arguments):
-    """A `Row`, its keys and values, and the range of them that each query sees."""
-    arrangement = Row(*arguments)
+    """`AttentionInputs`, their keys and values, and the range of them that each query sees."""
+    arrangement = AttentionInputs(*arguments)
     keys, values = arrangement.keys_and_values()
     window = arrangement.window or keys.shape[1]
-    first_key, last_key = arrangement.seen() or (None, None)
+    first_key, last_key = arrangement.key_ranges() or (None, None)
     visible = banded_attention.VisibleKeys(arrangement.token_kind, first_key, last_key, window)
     return arrangement, keys, values, visible
 

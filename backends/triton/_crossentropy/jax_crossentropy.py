@@ -11,8 +11,8 @@ from .crossentropy_kernel import chunk_kernel, options, output_arrays
 unsupported_reason = jax_functions.unsupported_reason
 
 
-def piece(z, weights, tokens, soft_cap, dtype, with_gradients):
-    """The kernel's version of `_plain_piece` in `backends/jax/linear_crossentropy.py`."""
+def chunk_losses(z, weights, tokens, soft_cap, dtype, with_gradients):
+    """The kernel's version of `_plain_chunk_losses` in `backends/jax/linear_crossentropy.py`."""
     dtype = jnp.dtype(dtype)
 
     def kernel(z, weights, tokens):

@@ -10,8 +10,8 @@ from .crossentropy_kernel import chunk_kernel, options, output_arrays
 unsupported_reason = torch_operators.token_wise_unsupported_reason
 
 
-def piece(z, weights, tokens, cap, dtype, d_z):
-    """The kernel's version of `piece` in `backends/torch/linear_crossentropy.py`."""
+def chunk_losses(z, weights, tokens, cap, dtype, d_z):
+    """The kernel's version of `chunk_losses` in `backends/torch/linear_crossentropy.py`."""
     rows, vocabulary = z.shape
     constants = options(vocabulary, cap > 0, dtype == torch.float32)
     inputs = z, tokens, weights, d_z

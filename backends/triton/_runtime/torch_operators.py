@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from ...constants import LOWEST_CAPABILITY
 from ...torch import _sharding
 from ...torch._autograd import register_autograd
-from ...torch._common import has_capability, capability_reason
+from ...torch._common import capability_reason, has_capability
 from ...torch._states import inplace_states_allowed
 from .._device.common import INTERPRETED, assembler_error_note
 from .operation import options_of, tensors_of
