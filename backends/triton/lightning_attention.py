@@ -59,7 +59,7 @@ BLOCKS = {
     (False, True): (Blocks(256, 32, 8),),
 }
 _SHORTEST_SUBSEGMENT = 8  # chunks
-_MAX_SUBSEGMENTS = 32  # summed over all segments, unless there are more segments
+_MAX_SUBSEGMENTS = 32  # in all segments together, at least one each
 _FORGOTTEN = tl.constexpr(104.0)  # exp(-104) is 0 in float32; times any number it is below 1e-6
 _KINDS = tl.constexpr(4096)  # tokens whose kinds are loaded at a time
 

@@ -63,8 +63,8 @@ def _log_sigmoid(z, FINE: tl.constexpr):
 
 
 @triton.jit
-def _negative_sigmoid(z, e):
-    """σ(-z) from e = exp(-|z|)."""
+def _one_minus_sigmoid(z, e):
+    """1 - σ(z) = σ(-z), from e = exp(-|z|)."""
     # On a GPU, e may be a number even if z is NaN.
     return tl.where(z == z, tl.where(z > 0.0, e, 1.0) * reciprocal(1.0 + e), z)
 
@@ -97,7 +97,7 @@ def _forward_kernel(
         if lower_bound is not None:
             above = log_not_beta + log_s
             larger = tl.where(log_beta > above, log_beta, above)
-            forgotten = exp(log_not_beta, FINE) * _negative_sigmoid(z, e)
+            forgotten = exp(log_not_beta, FINE) * _one_minus_sigmoid(z, e)
             small = (forgotten <= 0.5) & (log_beta == log_beta)  # log β may be NaN
             ratio = forgotten * reciprocal(1.0 - tl.minimum(forgotten, 0.5))
             gap = tl.where(above == log_beta, 0.0, tl.abs(above - log_beta))  # both may be -inf
@@ -144,7 +144,7 @@ def _backward_kernel(
             d_below += gradient * below
             gradient *= above
             d_above += gradient
-        gradient *= _negative_sigmoid(z, e)
+        gradient *= _one_minus_sigmoid(z, e)
         tl.store(d_logits + offsets, gradient, valid)
         d_log_f += step
         logits += step

@@ -18,9 +18,7 @@ from ._runtime.launch import Array, Launch, dtype_name, like
 
 _DECAY_EXPONENT = tl.constexpr(DECAY_EXPONENT)
 _BLOCK_N, _WARPS = 32, 4
-_MAX_CHANNELS = (
-    512  # a block's channels, which a program holds together with two tiles of gate weights
-)
+_MAX_CHANNELS = 512  # of a block; a program holds them and two tiles of gate weights
 
 
 def unsupported(

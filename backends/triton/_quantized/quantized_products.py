@@ -107,7 +107,7 @@ def _multiply_four_channels(
 
 @triton.jit
 def _sum_row(words, h: tl.constexpr, FOURS: tl.constexpr, before):
-    """Adds FOURS times four channels of the row, without weights, to the row's sums per round."""
+    """Adds FOURS groups of four channels of the row, without weights, to the row's sums."""
     for i in tl.static_range(0, FOURS, 2):
         new_sums = ()
         for m in tl.static_range(len(words)):
@@ -283,9 +283,7 @@ def project_row(
                 ),
             )
         pending = pending + (fours,)
-    row_channel = (
-        channel + lane // 4 % 4 * 16
-    )  # the first channel of the row that the thread quantizes
+    row_channel = channel + lane // 4 % 4 * 16  # the first channel that the thread quantizes
     factors = ()
     if scale is not None:
         for step in tl.static_range(STEPS):

@@ -19,7 +19,7 @@ from ...torch._states import inplace_states_allowed
 from .._device.common import INTERPRETED, assembler_error_note
 from .operation import options_of, tensors_of
 
-_PDL_CAPABILITY = (9, 0)  # the compute capability from which launches may pdl_options
+_PDL_CAPABILITY = (9, 0)  # lowest compute capability with programmatic dependent launch
 _SCHEMA_TYPES: dict = {float: "float", bool: "bool", int: "int", str: "str"}
 _SCHEMA_TYPES |= {str | None: "str?", int | None: "int?"}
 
@@ -264,7 +264,7 @@ def operation(definition):
         only_for_backward = results[num_results:]
         ctx.options = inputs[len(tensors) :]
         ctx.mark_non_differentiable(*only_for_backward)
-        ctx.set_materialize_grads(False)  # nothing reads zeros of a state's size
+        ctx.set_materialize_grads(False)  # the gradient of an unused state stays None
         ctx.output = results[0].shape, results[0].dtype
         read = zip(tensors, inputs, strict=False)
         ctx.save_for_backward(
