@@ -97,7 +97,7 @@ def scan(length=9, dtype="float32", **sizes):
 
 
 def test_tiles_that_wait_have_a_thread_at_most_for_each_number():
-    """As `chain._wait_for` says: even with the fewest channels that a tile may have."""
+    """See `chained_scan._wait_for`: even with the fewest channels that a tile may have."""
     for module in (linear_scan, rg_lru):
         for name in ("TILINGS", "BACKWARD_TILINGS"):
             for tile in itertools.chain(*getattr(module, name, ())):
