@@ -33,7 +33,7 @@ def check(report):
     of_attention, of_length, of_axis = report["refused"]
     assert of_attention.startswith("NotImplementedError: `sliding_window_attention`")
     assert "Give a `sliding_window`" in of_attention
-    assert of_length.startswith("ValueError: The 63 tokens")
+    assert of_length.startswith("ValueError: Sequences of 63 tokens")
     assert "such as 64 tokens" in of_length
     assert "cannot split the batch: give the distribution another `batch_dim_name`" in of_axis
 
