@@ -1,4 +1,4 @@
-"""Text for training, and tasks that show what a model's memory can do."""
+"""Packed text for training, and synthetic tasks that measure a model's memory."""
 
 import importlib
 

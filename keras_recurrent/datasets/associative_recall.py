@@ -1,4 +1,4 @@
-"""Multi-query associative recall: pairs of keys and values, then keys alone."""
+"""Multi-query associative recall: key-value pairs, followed by keys as queries."""
 
 import numbers
 
@@ -21,34 +21,34 @@ def associative_recall(
     labels    .  .  .  .  .  .  .  . 11  .  .  .  8  . 13  .
     ```
 
-    Arora et al. 2023 (arXiv:2312.04927, section 4). A row begins with pairs of a key and its value;
-    then keys come up again, and at each the model should say its value. Between them stands the
-    token 0. A model must keep all pairs of a row at once: how many it can is the measure of its
-    state.
+    Arora et al. 2023 (arXiv:2312.04927, section 4). A sequence begins with pairs of a key and its
+    value. Then keys are repeated as queries, separated by the token 0, and the model must predict
+    the value of each. It must store all pairs of a sequence at once: the number of pairs that it
+    recalls measures the capacity of its state.
 
-    No key comes twice among the pairs of a row or among its queries, nor does a value among the
-    pairs. Tokens from 1 up to half the vocabulary are keys, those of the other half are values.
+    The keys of a sequence are distinct, as are its values and its queries. Tokens from 1 up to
+    half the vocabulary are keys, tokens of the other half are values.
 
     Args:
-        num_examples: integer, rows.
-        num_pairs: integer, pairs in a row.
-        sequence_length: integer, tokens in a row.
-        vocabulary_size: integer, tokens there are.
-        num_queries: integer, how many of a row's keys come up again; None: all.
-        power: float, a: queries stand at even distances 2 g behind the pairs, drawn with a
-            probability in proportion to g^(a - 1). 1 is uniform; the less, the more of them are
-            near the pairs.
-        seed: integer, of NumPy's generator: the same examples for the same arguments.
+        num_examples: integer, number of sequences.
+        num_pairs: integer, pairs in a sequence.
+        sequence_length: integer, tokens in a sequence.
+        vocabulary_size: integer, number of token ids.
+        num_queries: integer, queries in a sequence. None: one for each pair.
+        power: float, a: queries are at even distances 2 g after the pairs, drawn with a probability
+            proportional to g^(a - 1). 1 is uniform; with smaller values, more queries are near the
+            pairs.
+        seed: integer, seed of NumPy's generator. Equal arguments give equal examples.
 
     Returns:
-        `(tokens, labels, weights)`, each `[num_examples, sequence_length]`: int32 tokens, int32
-        labels, 0 where there is nothing to say, and float32 weights, 1 at queries and 0 elsewhere:
-        the `x`, `y` and `sample_weight` of `fit`.
+        `(tokens, labels, weights)`, each `[num_examples, sequence_length]`: int32 tokens; int32
+        labels, 0 at positions without a query; and float32 weights, 1 at queries and 0 elsewhere.
+        They are the `x`, `y` and `sample_weight` of `fit`.
 
     Raises:
-        ValueError: a number that is no integer from 1 on; a `power` not above 0; more pairs than
-            the vocabulary has keys; more queries than pairs; a row too short for its pairs and
-            queries.
+        ValueError: a number is not an integer of at least 1; `power` is not above 0; there are more
+            pairs than keys in the vocabulary, or more queries than pairs; or `sequence_length` is
+            too short for pairs and queries.
 
     Example:
 
@@ -67,26 +67,26 @@ def associative_recall(
     slots = (sequence_length - 2 * num_pairs) // 2
     rng = np.random.default_rng(seed)
     half = vocabulary_size // 2
-    keys = 1 + _distinct(rng, num_examples, np.zeros(half - 1), num_pairs)
-    values = half + _distinct(rng, num_examples, np.zeros(vocabulary_size - half), num_pairs)
+    keys = 1 + _draw_distinct(rng, num_examples, np.zeros(half - 1), num_pairs)
+    values = half + _draw_distinct(rng, num_examples, np.zeros(vocabulary_size - half), num_pairs)
 
     tokens = np.zeros((num_examples, sequence_length), "int32")
     labels, weights = np.zeros_like(tokens), np.zeros(tokens.shape, "float32")
     tokens[:, : 2 * num_pairs : 2] = keys
     tokens[:, 1 : 2 * num_pairs : 2] = values
-    asked = _distinct(rng, num_examples, np.zeros(num_pairs), num_queries)
+    asked = _draw_distinct(rng, num_examples, np.zeros(num_pairs), num_queries)
     near_first = (power - 1) * np.log(np.arange(1, slots + 1))
-    distance = _distinct(rng, num_examples, near_first, num_queries)
-    places = 2 * (num_pairs + distance)
-    np.put_along_axis(tokens, places, np.take_along_axis(keys, asked, axis=1), axis=1)
-    np.put_along_axis(labels, places, np.take_along_axis(values, asked, axis=1), axis=1)
-    np.put_along_axis(weights, places, 1.0, axis=1)
+    distance = _draw_distinct(rng, num_examples, near_first, num_queries)
+    positions = 2 * (num_pairs + distance)
+    np.put_along_axis(tokens, positions, np.take_along_axis(keys, asked, axis=1), axis=1)
+    np.put_along_axis(labels, positions, np.take_along_axis(values, asked, axis=1), axis=1)
+    np.put_along_axis(weights, positions, 1.0, axis=1)
     return tokens, labels, weights
 
 
-def _distinct(rng, num_examples, log_weights, count):
-    """`[num_examples, count]` places of `log_weights`, none twice in a row, likely ones first."""
-    # The largest of Gumbel noise added to logarithms are draws without replacement.
+def _draw_distinct(rng, num_examples, log_weights, count):
+    """Draws `count` distinct indices into `log_weights` per example: `[num_examples, count]`."""
+    # The largest sums of log weights and Gumbel noise are a sample without replacement.
     noise = rng.gumbel(size=(num_examples, len(log_weights)))
     return np.argsort(-(log_weights + noise), axis=1)[:, :count]
 
@@ -111,8 +111,8 @@ def _check(num_examples, num_pairs, num_queries, sequence_length, vocabulary_siz
         )
     if num_queries > num_pairs:
         raise ValueError(
-            f"`num_queries` must be at most `num_pairs`, {num_pairs}: a key comes up again once; "
-            f"got {num_queries}."
+            f"`num_queries` must be at most `num_pairs`, {num_pairs}: each key is queried at most "
+            f"once; got {num_queries}."
         )
     if sequence_length // 2 < num_pairs + num_queries:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Induction heads: what came after a special token."""
+"""Induction heads: recall of the token that followed a special token."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from keras_recurrent.checks.arguments import check_positive_integer
 
 
 def induction_heads(num_examples, sequence_length=256, vocabulary_size=16, seed=0):
-    """Examples of the task of induction heads, ready for `fit`.
+    """Examples of the induction heads task, ready for `fit`.
 
     ```
     tokens    4 1 15 7 2 2 9 15
@@ -14,27 +14,27 @@ def induction_heads(num_examples, sequence_length=256, vocabulary_size=16, seed=
     ```
 
     Gu & Dao 2023 (arXiv:2312.00752, section 4.1.2), as in Griffin (De et al. 2024,
-    arXiv:2402.19427, section 6.1 and appendix H), whose sizes are the defaults. A row has one
-    special token, the last of the vocabulary, somewhere among random ones, and ends in it again: a
-    model must say what came after it. One that has learned this can do it in rows far longer than
-    those it was trained on.
+    arXiv:2402.19427, section 6.1 and appendix H), whose sizes are the defaults. A sequence has
+    one special token, the last of the vocabulary, at a random position among random tokens, and
+    ends with it again. The model must predict the token that followed it. A model that has learned
+    the task solves it in sequences far longer than those in training.
 
-    All tokens but the special one are drawn independently and uniformly, and so is its place.
+    The other tokens and the position of the special one are drawn independently and uniformly.
 
     Args:
-        num_examples: integer, rows.
-        sequence_length: integer, tokens in a row, at least 3.
-        vocabulary_size: integer, tokens there are, at least 2.
-        seed: integer, of NumPy's generator: the same examples for the same arguments.
+        num_examples: integer, number of sequences.
+        sequence_length: integer, tokens in a sequence, at least 3.
+        vocabulary_size: integer, number of token ids, at least 2.
+        seed: integer, seed of NumPy's generator. Equal arguments give equal examples.
 
     Returns:
-        `(tokens, labels, weights)`, each `[num_examples, sequence_length]`: int32 tokens, int32
-        labels, 0 where there is nothing to say, and float32 weights, 1 at the last place and 0
-        elsewhere: the `x`, `y` and `sample_weight` of `fit`.
+        `(tokens, labels, weights)`, each `[num_examples, sequence_length]`: int32 tokens; int32
+        labels, 0 at all positions but the last; and float32 weights, 1 at the last position and 0
+        elsewhere. They are the `x`, `y` and `sample_weight` of `fit`.
 
     Raises:
-        ValueError: a number that is no integer from 1 on; fewer than 3 tokens in a row, or than 2
-            in the vocabulary.
+        ValueError: a number is not an integer of at least 1, `sequence_length` is below 3, or
+            `vocabulary_size` is below 2.
 
     Example:
 
@@ -56,8 +56,8 @@ def induction_heads(num_examples, sequence_length=256, vocabulary_size=16, seed=
     special = vocabulary_size - 1
     tokens = rng.integers(0, special, (num_examples, sequence_length), dtype="int32")
     labels, weights = np.zeros_like(tokens), np.zeros(tokens.shape, "float32")
-    rows, place = np.arange(num_examples), rng.integers(0, sequence_length - 2, num_examples)
-    tokens[rows, place] = special
+    rows, position = np.arange(num_examples), rng.integers(0, sequence_length - 2, num_examples)
+    tokens[rows, position] = special
     tokens[:, -1] = special
-    labels[:, -1], weights[:, -1] = tokens[rows, place + 1], 1.0
+    labels[:, -1], weights[:, -1] = tokens[rows, position + 1], 1.0
     return tokens, labels, weights

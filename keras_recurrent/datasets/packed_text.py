@@ -1,4 +1,4 @@
-"""Text larger than memory, from files into packed rows."""
+"""Packed sequences from text files that need not fit into memory."""
 
 import collections
 import numbers
@@ -11,15 +11,15 @@ import keras
 import numpy as np
 
 from keras_recurrent.checks.arguments import check_positive_integer
-from keras_recurrent.datasets.text_files import check_some_text, documents_of, pieces_of
+from keras_recurrent.datasets.text_files import check_not_empty, read_documents, split_files
 
-# What is packed at a time, and shuffled in itself: pieces of files, or documents of a dataset.
-PIECES, DOCUMENTS = 16, 1024
+# Sizes of the groups that are packed and shuffled together.
+CHUNKS_PER_GROUP, DOCUMENTS_PER_GROUP = 16, 1024
 THREADS = 2
 
 
 class PackedText(grain.IterDataset):
-    """Batches of packed rows of the text in files, which need not fit into memory.
+    """Batches of packed sequences from text files, which need not fit into memory.
 
     ```python
     import keras_recurrent
@@ -33,46 +33,46 @@ class PackedText(grain.IterDataset):
         )
     ```
 
-    A line is a document; empty ones are left out. In files `.jsonl` a line is an object, whose
-    "text" is the document. What else there is comes by a dataset of grain that yields strings: of
-    a document a file, say, `grain.MapDataset.source(paths).map(lambda path: open(path).read())`.
+    Each line is a document; empty lines are skipped. In `.jsonl` files each line is an object whose
+    "text" is the document. For other formats, pass a dataset of grain that yields strings; with one
+    document per file: `grain.MapDataset.source(paths).map(lambda path: open(path).read())`.
 
-    **Order.** With a seed, text is shuffled, in each pass anew: the files are cut into pieces of
-    256 KiB at ends of lines, sixteen of them, from anywhere, are read at a time, and their
-    documents, and the rows that these make, are shuffled among each other. A dataset of grain of
-    known length is shuffled as a whole, and 1024 documents are packed at a time. Little more than
-    what is packed at a time is in memory. The same arguments give the same batches.
+    **Order.** With a seed, text is shuffled anew in each pass: files are split at ends of lines
+    into chunks of 256 KiB, sixteen random chunks are read at a time, and their documents and the
+    packed sequences are shuffled. A dataset of grain of known length is shuffled as a whole, and
+    1024 documents are packed at a time. Memory holds little more than the documents that are packed
+    together. Equal arguments give equal batches.
 
-    **Processes.** Where several processes train one model, each reads files of its own, such as
-    `files[keras.distribution.process_id() :: keras.distribution.num_processes()]`, and its share of
-    the rows of a batch, under a distribution with `auto_shard_dataset=False`.
+    **Processes.** If several processes train one model, each reads different files, such as
+    `files[keras.distribution.process_id() :: keras.distribution.num_processes()]`, and yields its
+    share of each batch, under a distribution with `auto_shard_dataset=False`.
 
-    **Place.** It is a dataset of grain: `iter(rows)` has `get_state()`, a small dictionary that
-    JSON can hold, and `set_state(state)`, after which it goes on from there, reading again only
-    what is packed together. Keras reads ahead of the step that it trains;
-    `keras_recurrent.callbacks.TrainingBackup` keeps the place after the batch that was trained.
+    **Position.** This is a dataset of grain: `iter(rows)` has `get_state()`, which returns a small
+    dictionary that JSON can hold, and `set_state(state)`, which continues from there and reads
+    again only the group of documents that are packed together. Keras reads ahead of the training
+    step; `keras_recurrent.callbacks.TrainingBackup` saves the position after the last trained
+    batch.
 
     Args:
         documents: a path or a list of paths; or a `grain.MapDataset` of strings, which is read
-            `passes` times as files are; or a `grain.IterDataset` of strings, which is read once, to
-            its end.
+            `passes` times like files; or a `grain.IterDataset` of strings, which is read once.
         preprocessor: a `RecurrentCausalLMPreprocessor` with `packed=True`.
-        batch_size: integer, rows a batch.
-        passes: integer, how often all text is read; the last batch may be smaller. None: without
-            end, for `fit` with `steps_per_epoch`.
-        seed: integer, of the shuffling; None leaves text in its order.
+        batch_size: integer, sequences per batch.
+        passes: integer, number of times that all text is read; the last batch may be smaller. None:
+            endless, for `fit` with `steps_per_epoch`.
+        seed: integer, seed of the shuffling. None: no shuffling.
 
     Yields:
-        `(x, y, sample_weight)`, as the preprocessor makes them: `x` a dictionary of `token_ids`
-        (int32), `padding_mask` (bool) and `segment_ids` (int32), `y` (int32) and `sample_weight`
-        (bool), all `[batch_size, sequence_length]`.
+        `(x, y, sample_weight)` of the preprocessor: `x` is a dictionary of `token_ids` (int32),
+        `padding_mask` (bool) and `segment_ids` (int32), `y` is int32 and `sample_weight` bool, all
+        `[batch_size, sequence_length]`.
 
     Raises:
         ImportError: grain is not installed.
         FileNotFoundError: there is no such file.
-        ValueError: files of another format, no text at all, a preprocessor that does not pack,
-            numbers that are none from 1 on; `seed` or `passes` for a dataset that has an order
-            and an end of its own. While text is read: a line that is not UTF-8 or not as above.
+        ValueError: a file has another format, there is no text, the preprocessor does not pack, a
+            number is not an integer of at least 1, or `seed` or `passes` is given for a
+            `grain.IterDataset`. While text is read: a line is not UTF-8, or has no string "text".
 
     Example:
 
@@ -104,55 +104,64 @@ class PackedText(grain.IterDataset):
                 f"{type(preprocessor).__name__}."
             )
         self._preprocessor, self._shuffles = preprocessor, seed is not None
-        groups, says = self._groups(documents, passes, seed)
+        groups, description = self._make_groups(documents, passes, seed)
         self.is_endless = passes is None and not isinstance(documents, grain.IterDataset)
         rows = grain.experimental.FlatMapIterDataset(groups, _Rows())
         self._batches = rows.batch(batch_size)
         self.description = {
-            "documents": says,
+            "documents": description,
             "batch_size": int(batch_size),
             "sequence_length": preprocessor.sequence_length,
             "passes": passes,
             "seed": seed,
         }
-        self._next_start = None  # where the next iterator begins, if not at the beginning
-        self._trained = None  # the iterator that began there
+        self._next_start = None  # (state, skip) of the next iterator, or None for the beginning
+        self._trained = None  # the iterator that was made with it
 
-    def _groups(self, documents, passes, seed) -> tuple[Any, Any]:
-        """What is packed together, as rows, and what tells this text from another."""
+    def _make_groups(self, documents, passes, seed) -> tuple[Any, Any]:
+        """Returns a dataset of lists of packed sequences, and a description of the documents."""
         if isinstance(documents, grain.IterDataset):
             if seed is not None or passes is not None:
                 raise ValueError(
-                    "`seed` and `passes`: a `grain.IterDataset` has an order and an end of its "
-                    "own. Leave both out, and shuffle and repeat the dataset itself."
+                    "`seed` and `passes`: a `grain.IterDataset` has an order and an end already. "
+                    "Leave both out, and shuffle and repeat the dataset itself."
                 )
-            groups = documents.batch(DOCUMENTS, batch_fn=list)
-            return groups.map(lambda texts: self._packed(texts, None)), "a stream"
+            groups = documents.batch(DOCUMENTS_PER_GROUP, batch_fn=list)
+            return groups.map(lambda texts: self._pack(texts, None)), "a stream"
         elements: Any
-        says: Any
+        description: Any
         if isinstance(documents, grain.MapDataset):
-            elements, size, read, says = documents, DOCUMENTS, _same, len(documents)
+            elements, size, read, description = (
+                documents,
+                DOCUMENTS_PER_GROUP,
+                _identity,
+                len(documents),
+            )
         else:
             if isinstance(documents, (str, os.PathLike)):
                 documents = [documents]
             paths = [os.fspath(path) for path in documents]
-            elements, size, read = grain.MapDataset.source(pieces_of(paths)), PIECES, _read
-            check_some_text(paths)
-            says = [[os.path.basename(path), os.path.getsize(path)] for path in paths]
+            elements, size, read = (
+                grain.MapDataset.source(split_files(paths)),
+                CHUNKS_PER_GROUP,
+                _read_chunks,
+            )
+            check_not_empty(paths)
+            description = [[os.path.basename(path), os.path.getsize(path)] for path in paths]
         if seed is not None:
             elements = elements.shuffle(seed=seed)
         if len(elements) < sys.maxsize:
             elements = elements.repeat(passes)
         groups = elements.batch(size, batch_fn=list).random_map(
-            lambda group, rng: self._packed(read(group), rng), seed=seed or 0
+            lambda group, rng: self._pack(read(group), rng), seed=seed or 0
         )
         options = grain.ReadOptions(num_threads=THREADS, prefetch_buffer_size=THREADS)
-        return groups.to_iter_dataset(options), says
+        return groups.to_iter_dataset(options), description
 
-    def _packed(self, texts, rng):
-        """A list of rows, each `(x, y, sample_weight)`."""
+    def _pack(self, texts, rng):
+        """Packs texts into a list of sequences, each `(x, y, sample_weight)`."""
         if self._shuffles:
-            texts = [texts[place] for place in rng.permutation(len(texts))]
+            texts = [texts[i] for i in rng.permutation(len(texts))]
         x, y, sample_weight = self._preprocessor.pack(texts)
         rows = np.flatnonzero(x["padding_mask"].any(axis=1))
         rows = rng.permutation(rows) if self._shuffles else rows
@@ -165,51 +174,51 @@ class PackedText(grain.IterDataset):
         if self._next_start is None:
             return PackedTextIterator(iter(self._batches))
         (state, skip), self._next_start = self._next_start, None
-        self._trained = PackedTextIterator(iter(self._batches), skip, self._nothing, True)
+        self._trained = PackedTextIterator(iter(self._batches), skip, self._padding_batch, True)
         if state is not None:
             self._trained.set_state(state)
         return self._trained
 
-    def _nothing(self):
-        """A batch of the shape of all others, which costs nothing."""
+    def _padding_batch(self):
+        """Returns a batch of padding, with the shape of all others."""
         size, length = self.description["batch_size"], self.description["sequence_length"]
         x, y, sample_weight = self._preprocessor.pack([], length)
         return keras.tree.map_structure(lambda a: np.repeat(a, size, 0), (x, y, sample_weight))
 
-    # What a backup asks for.
+    # Called by `keras_recurrent.callbacks.TrainingBackup`.
 
     def start_at(self, state=None, skip=0):
-        """Lets the next iterator begin at a place, after `skip` batches of padding.
+        """Makes the next iterator begin at a state, after `skip` batches of padding.
 
-        Keras counts the batches of an epoch, and so takes those once more that it has trained.
+        Keras counts the batches of an epoch and takes those again that it has trained.
         """
         self._next_start, self._trained = (state, skip), None
 
     def state_after(self, number):
-        """The place after so many batches of that iterator, padding included."""
-        if self._trained is None:  # Keras has not asked for a batch yet
+        """Returns the state after `number` batches of that iterator, including padding."""
+        if self._trained is None:  # no batch was read yet
             return self._next_start and self._next_start[0]
         return self._trained.state_after(number)
 
 
 class PackedTextIterator(grain.DatasetIterator):
-    """Batches one after another. Keeps the place after each until it is asked for a later one."""
+    """Iterator of batches. Keeps the state after each until a later one is requested."""
 
-    def __init__(self, batches, skip=0, nothing=None, keeps_places=False):
+    def __init__(self, batches, skip=0, padding_batch=None, keeps_positions=False):
         super().__init__()
-        self._batches, self._skip, self._nothing = batches, skip, nothing
-        self._given, self._keeps_places = 0, keeps_places
-        # The place after each batch that was given, as not all of them were trained yet.
-        self._places = collections.deque([(0, batches.get_state())])
+        self._batches, self._skip, self._padding_batch = batches, skip, padding_batch
+        self._given, self._keeps_positions = 0, keeps_positions
+        # (number of batches, state after them), as batches are read before they are trained.
+        self._positions = collections.deque([(0, batches.get_state())])
 
     def __next__(self):
         if self._given < self._skip:
             self._given += 1
-            return self._nothing()
+            return self._padding_batch()
         batch = next(self._batches)
         self._given += 1
-        if self._keeps_places:
-            self._places.append((self._given, self._batches.get_state()))
+        if self._keeps_positions:
+            self._positions.append((self._given, self._batches.get_state()))
         return batch
 
     def get_state(self):
@@ -217,24 +226,24 @@ class PackedTextIterator(grain.DatasetIterator):
 
     def set_state(self, state):
         self._batches.set_state(state)
-        self._places = collections.deque([(self._given, state)])
+        self._positions = collections.deque([(self._given, state)])
 
     def state_after(self, number):
-        while len(self._places) > 1 and self._places[1][0] <= number:
-            self._places.popleft()
-        return self._places[0][1]
+        while len(self._positions) > 1 and self._positions[1][0] <= number:
+            self._positions.popleft()
+        return self._positions[0][1]
 
 
-def _same(documents):
+def _identity(documents):
     return documents
 
 
-def _read(pieces):
-    return [text for piece in pieces for text in documents_of(piece)]
+def _read_chunks(chunks):
+    return [text for chunk in chunks for text in read_documents(chunk)]
 
 
 class _Rows(grain.experimental.FlatMapTransform):
-    """Rows one by one, of a list of them."""
+    """Flattens lists of sequences."""
 
     def flat_map(self, element):
         return element

@@ -1,4 +1,4 @@
-"""A phone book, and then names whose numbers are asked for."""
+"""Phone book lookup: names with numbers, followed by names as queries."""
 
 import numpy as np
 
@@ -18,42 +18,44 @@ def phone_book(
     vocabulary_size=64,
     seed=0,
 ):
-    """Examples of looking up numbers in a phone book, ready for `fit`.
+    """Examples of phone book lookup, ready for `fit`.
 
     ```
     tokens    0 40 21 3 9  0 13 58 7 7  0 25 40 1 5  0 13 58 7 7
     labels    .  .  . . .  .  .  . . .  .  .  . . .  .  .  7 7 .
     ```
 
-    Jelassi et al. 2024 (arXiv:2402.01032, section 3.2), whom Griffin follows (De et al. 2024,
-    arXiv:2402.19427, section 6.2, figure 6c). A row is a book of names, each with its number, and
-    then some of its names again, with their numbers: these are to be predicted, digit by digit,
-    each from what stands before it. The papers ask models that have read text from the web, show
-    two such queries as examples and count the third; here a model is trained on it.
+    Jelassi et al. 2024 (arXiv:2402.01032, section 3.2), as in Griffin (De et al. 2024,
+    arXiv:2402.19427, section 6.2, figure 6c). A sequence is a book of names, each with its number,
+    followed by some of its names as queries, again with their numbers. The model predicts the
+    digits of the queries, each from the tokens before it. The papers evaluate models trained on
+    text from the web, with two such queries as examples and the third as the test; here the model
+    is trained on the task.
 
-    The token 0 begins each line, tokens 1 to 10 are the digits, and all others are parts of names:
-    a name is `name_length` of them, drawn independently. No name comes twice in a book, nor among
-    the queries; digits are drawn independently. The book has `num_names` lines of
-    `1 + name_length + number_length` tokens, and the queries are as long a line.
+    The token 0 begins each line, tokens 1 to 10 are digits, and all other tokens are parts of
+    names. A name is `name_length` tokens, drawn independently; the names of a book are distinct,
+    as are the queries. Digits are drawn independently. The book has `num_names` lines of
+    `1 + name_length + number_length` tokens; queries are lines of that length, too.
 
     Args:
-        num_examples: integer, rows.
+        num_examples: integer, number of sequences.
         num_names: integer, names in a book.
-        num_queries: integer, how many of them are asked for.
+        num_queries: integer, queries in a sequence.
         name_length: integer, tokens of a name.
         number_length: integer, digits of a number.
-        vocabulary_size: integer, tokens there are.
-        seed: integer, of NumPy's generator: the same examples for the same arguments.
+        vocabulary_size: integer, number of token ids.
+        seed: integer, seed of NumPy's generator. Equal arguments give equal examples.
 
     Returns:
-        `(tokens, labels, weights)`, each `[num_examples, T]` with T the tokens of all lines: int32
-        tokens, int32 labels, at each place the token after it where that is a digit of a query and
-        0 elsewhere, and float32 weights, 1 at those places and 0 elsewhere: the `x`, `y` and
-        `sample_weight` of `fit`. The last query alone is `weights[:, -line:]`, of a line's length.
+        `(tokens, labels, weights)`, each `[num_examples, T]`, with T the number of tokens of all
+        lines: int32 tokens; int32 labels, the next token if it is a digit of a query, and 0
+        elsewhere; and float32 weights, 1 at those positions and 0 elsewhere. They are the `x`, `y`
+        and `sample_weight` of `fit`. `weights[:, -line:]`, with the length of a line, is the last
+        query.
 
     Raises:
-        ValueError: a number that is no integer from 1 on; more queries than names; a vocabulary
-            with fewer names than the book.
+        ValueError: a number is not an integer of at least 1, there are more queries than names, or
+            the vocabulary has fewer names than the book.
 
     Example:
 
@@ -81,15 +83,15 @@ def phone_book(
     parts = vocabulary_size - FIRST_NAME
     if max(0, parts) ** name_length < num_names:
         raise ValueError(
-            f"`vocabulary_size` must leave enough names beside the {FIRST_NAME} tokens of lines "
-            f"and digits: {max(0, parts)} tokens in names of {name_length} make "
-            f"{max(0, parts) ** name_length}, and `num_names` is {num_names}."
+            f"`vocabulary_size` must leave enough tokens for names after the {FIRST_NAME} tokens "
+            f"of lines and digits: {max(0, parts)} tokens in names of {name_length} make "
+            f"{max(0, parts) ** name_length} names, and `num_names` is {num_names}."
         )
     rng = np.random.default_rng(seed)
     line = 1 + name_length + number_length
     book = np.zeros((num_examples, num_names, line), "int32")
     for row in book:
-        row[:, 1 : 1 + name_length] = _names(rng, num_names, name_length, parts)
+        row[:, 1 : 1 + name_length] = _draw_names(rng, num_names, name_length, parts)
     shape = num_examples, num_names, number_length
     book[:, :, 1 + name_length :] = FIRST_DIGIT + rng.integers(0, DIGITS, shape)
     asked = np.argsort(rng.random((num_examples, num_names)), axis=1)[:, :num_queries]
@@ -102,13 +104,13 @@ def phone_book(
     return tuple(array.reshape(num_examples, -1) for array in (tokens, labels, weights))
 
 
-def _names(rng, count, length, parts):
-    """[count, length] tokens, no row twice."""
-    if parts**length <= 4 * count:  # all that there are, in an order by chance
+def _draw_names(rng, count, length, parts):
+    """Draws `count` distinct names: tokens [count, length]."""
+    if parts**length <= 4 * count:  # permute all possible names
         chosen = rng.permutation(parts**length)[:count]
         return FIRST_NAME + np.stack(np.unravel_index(chosen, (parts,) * length), axis=1)
     names = np.empty((0, length), "int64")
-    while len(names) < count:  # of so many, few come twice
+    while len(names) < count:  # duplicates are rare among so many
         drawn = np.concatenate([names, rng.integers(0, parts, (2 * count, length))])
         names = drawn[np.sort(np.unique(drawn, axis=0, return_index=True)[1])]
     return FIRST_NAME + names[:count]

@@ -1,4 +1,4 @@
-"""Selective copying: data among noise, to be repeated in its order."""
+"""Selective copying: data tokens among noise, to be repeated in order."""
 
 import numpy as np
 
@@ -14,29 +14,30 @@ def selective_copying(num_examples, num_data=16, sequence_length=1024, vocabular
     ```
 
     Gu & Dao 2023 (arXiv:2312.00752, section 3.1), as in Griffin (De et al. 2024,
-    arXiv:2402.19427, section 6.1 and appendix H), whose sizes are the defaults. A row begins with
-    `num_data` tokens of data, anywhere among noise, and ends in as many tokens that ask for them,
-    one after another. A model must tell data from noise, count it and keep it all: the distances
-    between them differ from row to row, so that none can be learned.
+    arXiv:2402.19427, section 6.1 and appendix H), whose sizes are the defaults. A sequence begins
+    with `num_data` data tokens at random positions among noise and ends with `num_data` query
+    tokens, at which the model must predict the data in order. It must separate data from noise,
+    count it and store all of it. The distances between data tokens vary, so no fixed offset can be
+    learned.
 
-    The token 0 is noise and the last one of the vocabulary asks; those between are data, drawn
-    independently and uniformly, and so are the sets of their places.
+    The token 0 is noise, the last token of the vocabulary is the query, and the others are data.
+    Data tokens and the sets of their positions are drawn independently and uniformly.
 
     Args:
-        num_examples: integer, rows.
-        num_data: integer, tokens of data in a row.
-        sequence_length: integer, tokens in a row, those that ask included.
-        vocabulary_size: integer, tokens there are.
-        seed: integer, of NumPy's generator: the same examples for the same arguments.
+        num_examples: integer, number of sequences.
+        num_data: integer, data tokens in a sequence.
+        sequence_length: integer, tokens in a sequence, including the queries.
+        vocabulary_size: integer, number of token ids.
+        seed: integer, seed of NumPy's generator. Equal arguments give equal examples.
 
     Returns:
-        `(tokens, labels, weights)`, each `[num_examples, sequence_length]`: int32 tokens, int32
-        labels, 0 where there is nothing to say, and float32 weights, 1 at the last `num_data`
-        places and 0 elsewhere: the `x`, `y` and `sample_weight` of `fit`.
+        `(tokens, labels, weights)`, each `[num_examples, sequence_length]`: int32 tokens; int32
+        labels, 0 before the queries; and float32 weights, 1 at the last `num_data` positions and 0
+        elsewhere. They are the `x`, `y` and `sample_weight` of `fit`.
 
     Raises:
-        ValueError: a number that is no integer from 1 on; a vocabulary of fewer than 3 tokens; a
-            row too short for its data and as many answers.
+        ValueError: a number is not an integer of at least 1, `vocabulary_size` is below 3, or
+            `sequence_length` is below twice `num_data`.
 
     Example:
 
@@ -51,7 +52,7 @@ def selective_copying(num_examples, num_data=16, sequence_length=1024, vocabular
         check_positive_integer(name, size)
     if vocabulary_size < 3:
         raise ValueError(
-            "`vocabulary_size` must be at least 3, for data, noise and a token that asks; got "
+            "`vocabulary_size` must be at least 3, for data, noise and the query token; got "
             f"{vocabulary_size}."
         )
     if sequence_length < 2 * num_data:
@@ -64,8 +65,8 @@ def selective_copying(num_examples, num_data=16, sequence_length=1024, vocabular
     labels, weights = np.zeros_like(tokens), np.zeros(tokens.shape, "float32")
     data = rng.integers(1, vocabulary_size - 1, (num_examples, num_data))
     noise = rng.random((num_examples, sequence_length - num_data))
-    places = np.sort(np.argpartition(noise, num_data - 1, axis=1)[:, :num_data], axis=1)
-    np.put_along_axis(tokens, places, data, axis=1)
+    positions = np.sort(np.argpartition(noise, num_data - 1, axis=1)[:, :num_data], axis=1)
+    np.put_along_axis(tokens, positions, data, axis=1)
     tokens[:, -num_data:] = vocabulary_size - 1
     labels[:, -num_data:], weights[:, -num_data:] = data, 1.0
     return tokens, labels, weights

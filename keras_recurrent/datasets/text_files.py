@@ -1,11 +1,11 @@
-"""Files of text in pieces, each of which can be read without those before it."""
+"""Text files in chunks that can be read independently of each other."""
 
 import json
 import os
 from typing import NamedTuple
 
-# Bytes of a piece. It has all documents that begin in it, and is read to the end of the last.
-PIECE = 256 * 1024
+# Size of a chunk. Reading it yields the documents that begin in it, the last one to its end.
+CHUNK_BYTES = 256 * 1024
 JSON_LINES = (".jsonl", ".ndjson")
 OTHER_FORMATS = (
     *(".gz", ".bz2", ".xz", ".zst", ".zip", ".tar"),
@@ -13,7 +13,7 @@ OTHER_FORMATS = (
 )
 
 
-class Piece(NamedTuple):
+class Chunk(NamedTuple):
     """Bytes of a file, from `begin` up to `end`."""
 
     path: str
@@ -21,30 +21,33 @@ class Piece(NamedTuple):
     end: int
 
 
-def pieces_of(paths):
-    """The `Piece`s of all files, in order.
+def split_files(paths):
+    """Returns the `Chunk`s of all files, in order.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a file of another format.
+        ValueError: a file has another format.
     """
-    found = []
+    chunks = []
     for path in paths:
         if not os.path.isfile(path):
             raise FileNotFoundError(f"`documents`: there is no file {path!r}.")
         if path.lower().endswith(OTHER_FORMATS):
             raise ValueError(
                 f"`documents` must be files of text, a document a line, or `.jsonl`; got {path!r}. "
-                "Make text of it, or pass a dataset of grain that yields strings, such as "
+                "Convert it to text, or pass a dataset of grain that yields strings, such as "
                 "`grain.MapDataset.source(paths).map(read)`."
             )
         size = os.path.getsize(path)
-        found += [Piece(path, begin, min(begin + PIECE, size)) for begin in range(0, size, PIECE)]
-    return found
+        chunks += [
+            Chunk(path, begin, min(begin + CHUNK_BYTES, size))
+            for begin in range(0, size, CHUNK_BYTES)
+        ]
+    return chunks
 
 
-def check_some_text(paths):
-    """Raises for files of empty lines alone, in which a reader without end would look for ever.
+def check_not_empty(paths):
+    """Raises an error for files without text, on which an endless reader would never return.
 
     Raises:
         ValueError: no file has a line that is not empty.
@@ -56,21 +59,21 @@ def check_some_text(paths):
     raise ValueError(f"`documents` holds no text: {', '.join(map(repr, paths))}.")
 
 
-def documents_of(piece):
-    """The strings of the lines that begin in a piece, without empty ones.
+def read_documents(chunk):
+    """Returns the lines that begin in a chunk as strings, without empty ones.
 
     Raises:
-        ValueError: a line that is not UTF-8, or, in a file of JSON, has no string "text".
+        ValueError: a line is not UTF-8, or, in a JSON Lines file, has no string "text".
     """
     documents = []
-    with open(piece.path, "rb") as file:
-        if piece.begin:  # the line that begins before belongs to the piece before
-            file.seek(piece.begin - 1)
+    with open(chunk.path, "rb") as file:
+        if chunk.begin:  # skip the line that begins in the previous chunk
+            file.seek(chunk.begin - 1)
             file.readline()
-        while (at := file.tell()) < piece.end:
+        while (at := file.tell()) < chunk.end:
             line = file.readline()
             if line.strip():
-                documents.append(_document(line, piece.path, at))
+                documents.append(_document(line, chunk.path, at))
     return documents
 
 
@@ -79,8 +82,8 @@ def _document(line, path, at):
         text = line.decode("utf-8").rstrip("\r\n")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{path!r} is not UTF-8 in the line that begins at byte {at} ({error.reason}). Write "
-            "it anew in UTF-8."
+            f"{path!r} is not UTF-8 in the line that begins at byte {at} ({error.reason}). Save "
+            "it as UTF-8."
         ) from error
     if not path.lower().endswith(JSON_LINES):
         return text

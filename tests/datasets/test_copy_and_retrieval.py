@@ -114,7 +114,7 @@ def test_a_seed_makes_the_same_examples(task):
         (
             phone_book,
             {"vocabulary_size": 13},
-            "2 tokens in names of 2 make 4, and `num_names` is 7",
+            "2 tokens in names of 2 make 4 names, and `num_names` is 7",
         ),
         (phone_book, {"vocabulary_size": 5}, "0 tokens in names of 2 make 0"),
     ],

@@ -96,7 +96,10 @@ def test_a_seed_makes_the_same_examples():
         ),
         ({"max_args": 1}, "`max_args` must be at least 2"),
         ({"min_length": 31}, "`min_length` must be at most `max_length`, 30; got 31"),
-        ({"max_depth": 2}, "`min_length` must be at most 6, the longest row with `max_depth=2`"),
+        (
+            {"max_depth": 2},
+            "`min_length` must be at most 6, the longest sequence with `max_depth=2`",
+        ),
     ],
 )
 def test_what_does_not_fit_is_said(changes, message):
@@ -107,6 +110,6 @@ def test_what_does_not_fit_is_said(changes, message):
 
 
 def test_lengths_that_hardly_any_row_has_are_an_error(monkeypatch):
-    monkeypatch.setitem(list_ops.__globals__, "TRIES", 1000)
-    with pytest.raises(ValueError, match="no row of 122 to 122 tokens came up in 1,000 draws"):
+    monkeypatch.setitem(list_ops.__globals__, "MAX_DRAWS", 1000)
+    with pytest.raises(ValueError, match="no sequence of 122 to 122 tokens in 1,000 draws"):
         list_ops(1, min_length=122, max_length=122, max_depth=3)

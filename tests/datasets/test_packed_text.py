@@ -40,11 +40,11 @@ def lines(path):
 @pytest.mark.parametrize("piece", [1, 7, 64, 10**6])
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_every_line_is_read_once_wherever_pieces_begin(monkeypatch, tmp_path, piece, end):
-    monkeypatch.setattr(text_files, "PIECE", piece)
+    monkeypatch.setattr(text_files, "CHUNK_BYTES", piece)
     path = tmp_path / "text.txt"
     texts = ["first", "", "é" * 20, "  ", "x", "last without an end"]
     path.write_bytes(end.join(texts).encode())
-    found = [text_files.documents_of(piece) for piece in text_files.pieces_of([str(path)])]
+    found = [text_files.read_documents(piece) for piece in text_files.split_files([str(path)])]
     assert [text for texts in found for text in texts] == [text for text in texts if text.strip()]
 
 
@@ -52,8 +52,8 @@ def test_every_line_is_read_once_wherever_pieces_begin(monkeypatch, tmp_path, pi
 def test_objects_of_json(tmp_path):
     path = tmp_path / "text.jsonl"
     path.write_text('{"text": "one\\ntwo", "id": 3}\n{"text": "é"}\n', encoding="utf-8")
-    (piece,) = text_files.pieces_of([str(path)])
-    assert text_files.documents_of(piece) == ["one\ntwo", "é"]
+    (piece,) = text_files.split_files([str(path)])
+    assert text_files.read_documents(piece) == ["one\ntwo", "é"]
     for line, match in [
         ('{"txt": "a"}', 'begins at byte 0 must be an object with a string "text"'),
         ('["text"]', 'must be an object with a string "text"'),
@@ -61,7 +61,7 @@ def test_objects_of_json(tmp_path):
     ]:
         path.write_text(line)
         with pytest.raises(ValueError, match=match):
-            text_files.documents_of(*text_files.pieces_of([str(path)]))
+            text_files.read_documents(*text_files.split_files([str(path)]))
 
 
 def rows_of_all(texts):
@@ -75,7 +75,7 @@ def rows_of(paths, **arguments):
 
 @pytest.mark.once
 def test_a_pass_has_all_documents_once_and_each_pass_its_own_order(tmp_path, monkeypatch):
-    monkeypatch.setattr(text_files, "PIECE", 64)
+    monkeypatch.setattr(text_files, "CHUNK_BYTES", 64)
     paths = write_text(tmp_path)
     wanted = [text for path in paths for text in lines(path)]
     in_order = documents_in(rows_of(paths, passes=1))
@@ -95,7 +95,7 @@ def test_a_pass_has_all_documents_once_and_each_pass_its_own_order(tmp_path, mon
 @pytest.mark.once
 @pytest.mark.parametrize("number", [0, 1, 30, 61])
 def test_it_goes_on_where_it_stopped(tmp_path, monkeypatch, number):
-    monkeypatch.setattr(text_files, "PIECE", 64)
+    monkeypatch.setattr(text_files, "CHUNK_BYTES", 64)
     paths = write_text(tmp_path)
     batches = iter(rows_of(paths, seed=3))
     list(itertools.islice(batches, number))
