@@ -10,7 +10,7 @@ import numpy as np
 
 from keras_recurrent import callback_memory
 from keras_recurrent.checks.arguments import check_boolean, check_positive_integer
-from keras_recurrent.devices.jax_processes import own_path, whole
+from keras_recurrent.devices.jax_processes import gather_to_numpy, shared_output_path
 
 __all__ = ["TrainingBackup"]
 
@@ -288,7 +288,7 @@ def write(path, content, parts):
         content: what JSON can hold.
         parts: `{name: list of variables or arrays}`.
     """
-    with own_path(path) as own:
+    with shared_output_path(path) as own:
         _write(own, content, parts)
 
 
@@ -302,7 +302,7 @@ def _write(path, content, parts):
         with zipfile.ZipFile(file, "w") as archive:
             for part, variables in parts.items():
                 for i, variable in enumerate(variables):
-                    array = np.asarray(whole(variable))
+                    array = np.asarray(gather_to_numpy(variable))
                     with archive.open(f"{part}/{i}", "w", force_zip64=True) as entry:
                         np.lib.format.write_array(entry, _plain(array), allow_pickle=False)
             archive.writestr(CONTENT, json.dumps({**content, "variables": names}, default=int))

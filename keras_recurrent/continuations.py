@@ -9,7 +9,7 @@ from keras import ops
 
 from keras_recurrent.checks.arguments import check_positive_integer
 from keras_recurrent.checks.token_ids import check_token_ids
-from keras_recurrent.devices.jax_processes import whole
+from keras_recurrent.devices.jax_processes import gather_to_numpy
 from keras_recurrent.dispatch import chosen_name
 from keras_recurrent.evaluation import no_gradients
 from keras_recurrent.generation.lengths import bucket
@@ -306,7 +306,7 @@ def _judge_of(model):
     def on_the_host(token_ids, targets, real, state):
         with no_gradients():
             loss, best, state = run(*map(ops.convert_to_tensor, (token_ids, targets, real)), state)
-        return whole(loss).astype("float64"), whole(best), state
+        return gather_to_numpy(loss).astype("float64"), gather_to_numpy(best), state
 
     return on_the_host
 

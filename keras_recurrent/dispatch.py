@@ -215,7 +215,7 @@ def run(operation, arguments, implementation=None):
         raise NotImplementedError(str(choice))
     row = IMPLEMENTATIONS[operation]
     function = getattr(_implemented(operation, name), operation)
-    shards = split_time.shards()
+    shards = split_time.active_shards()
     if shards is not None:
         return shards.run(operation, arguments, function)
     if BACKEND != "jax":

@@ -34,7 +34,7 @@ def recurrence(log_decays):
                 states.append(apply_decay(product, states[-1]) + chunk_state)
             return [(state,) for state in states]
 
-        (before,) = shards.before(fold, (*logs, added, first))
+        (before,) = shards.state_before(fold, (*logs, added, first))
         return function(**{**arguments, "initial_state": before})
 
     return rule
@@ -108,7 +108,7 @@ def causal_conv1d(shards, arguments, function):
             states.append(_append_tokens(states[-1], added, count, started))
         return [(state,) for state in states]
 
-    (before,) = shards.before(fold, (last, first), _count_tokens(x, kind))
+    (before,) = shards.state_before(fold, (last, first), _count_tokens(x, kind))
     return function(**{**arguments, "initial_state": before})
 
 
@@ -148,7 +148,7 @@ def sliding_window_attention(shards, arguments, function):
         return states
 
     counts = inputs.next_position, started
-    sequences = shards.before(fold, lasts, counts)
+    sequences = shards.state_before(fold, lasts, counts)
     position = torch.zeros_like(inputs.next_position)
     gathered = zip(*(shards.gather(t) for t in counts), strict=True)
     for _, (count, started) in zip(range(shards.rank), gathered, strict=False):

@@ -1,5 +1,5 @@
-"""Checkpoints in the layout of the Hugging Face Hub, in and out, and presets.
+"""Presets, and import and export of checkpoints in the layout of the Hugging Face Hub.
 
-The machinery is the same for all families. A family says in a `Layout` what its `config.json`
-means and which tensor makes which weight; see `models/griffin/checkpoint.py`.
+All families share this code. The `Layout` of a family defines how its `config.json` is read and
+which tensor becomes which weight; see `models/griffin/checkpoint.py`.
 """

@@ -1,22 +1,22 @@
-"""The tensors of a checkpoint in `.safetensors` files: headers first, values one by one."""
+"""Reader of `.safetensors` checkpoints: headers first, then one tensor at a time."""
 
 import math
 import os
 from typing import NamedTuple
 
 from keras_recurrent.checkpoints import files
-from keras_recurrent.checkpoints.messages import shown
+from keras_recurrent.checkpoints.messages import short_repr
 
 ONE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-# Names of the safetensors format, and of NumPy with ml_dtypes.
+# {name in the safetensors format: name in NumPy with ml_dtypes}
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 
 
 class Header(NamedTuple):
-    """What a file says about one of its tensors."""
+    """Header of a tensor: its file, shape and dtype, in the names of safetensors."""
 
     path: str
     shape: tuple[int, ...]
@@ -24,10 +24,10 @@ class Header(NamedTuple):
 
 
 class Checkpoint:
-    """The tensors of a preset: one `model.safetensors`, or several files with an index.
+    """Tensors of a preset: one `model.safetensors`, or several files with an index.
 
-    Only headers are read at first. Values come one tensor at a time, in the dtype of the file.
-    Nothing but safetensors is ever opened: pickled weights may run code when they are loaded.
+    Making the object reads headers only. `read` returns one tensor, in the dtype of the file.
+    Only safetensors files are opened: loading pickled weights may run code.
 
     Args:
         preset: string, a directory or `hf://owner/repository`.
@@ -36,8 +36,8 @@ class Checkpoint:
         tensors: `{name: Header}`.
 
     Raises:
-        FileNotFoundError: there are no such files, or one that the index names is missing.
-        ValueError: a file is damaged, or the files do not hold what the index says.
+        FileNotFoundError: there are no such files, or a file of the index is missing.
+        ValueError: a file is damaged, or the files do not hold the tensors of the index.
         ImportError: safetensors is not installed.
     """
 
@@ -55,24 +55,24 @@ class Checkpoint:
                 tensor = sorted(set(headers) ^ listed)[0]
                 where = "the index alone" if tensor in listed else "the file alone"
                 raise ValueError(
-                    f"{INDEX_FILE} of {preset!r} and {name} differ: {shown(tensor)} is in {where}. "
-                    "The files are not of one checkpoint; fetch them all again."
+                    f"{INDEX_FILE} of {preset!r} and {name} differ: {short_repr(tensor)} is in "
+                    f"{where}. The files are not of one checkpoint; fetch them all again."
                 )
             self.tensors |= headers
 
     def read(self, name):
-        """The values of a tensor, a NumPy array."""
+        """Returns the values of a tensor as a NumPy array."""
         with self._open(self.tensors[name].path, "np") as file:
             return file.get_tensor(name)
 
     def num_bytes(self):
-        """The size of all tensors."""
+        """Returns the size of all tensors in bytes."""
         return sum(
             math.prod(header.shape) * BYTES.get(header.dtype, 0) for header in self.tensors.values()
         )
 
     def _listings(self):
-        """`{file: the set of its tensors, or None where no index tells}`."""
+        """Returns `{file: set of its tensors}`, with None for the tensors without an index."""
         try:
             index = self._files.read_json(INDEX_FILE)
         except FileNotFoundError:
@@ -84,11 +84,11 @@ class Checkpoint:
             raise ValueError(f"{INDEX_FILE} of {self.preset!r} has no 'weight_map'.")
         listed = {}
         for name, file in weight_map.items():
-            beside = isinstance(file, str) and os.path.basename(file) == file
-            if not beside or not file.endswith(".safetensors"):
+            is_file_name = isinstance(file, str) and os.path.basename(file) == file
+            if not is_file_name or not file.endswith(".safetensors"):
                 raise ValueError(
-                    f"{INDEX_FILE} of {self.preset!r} names {shown(file)}. Tensors are read from "
-                    ".safetensors files beside the index alone."
+                    f"{INDEX_FILE} of {self.preset!r} names {short_repr(file)}. Tensors are read "
+                    "only from .safetensors files in the directory of the index."
                 )
             listed.setdefault(file, set()).add(name)
         return dict(sorted(listed.items()))
@@ -103,7 +103,7 @@ class Checkpoint:
                 }
         except self._error_class as error:
             raise ValueError(f"{path} is damaged or cut off ({error}). Fetch it again.") from error
-        # Of a name that stands there twice, the package takes one without a word.
+        # safetensors silently keeps one of two tensors with the same name; `parse_json` raises.
         with open(path, "rb") as file:
             files.parse_json(file.read(int.from_bytes(file.read(8), "little")), path)
         return headers

@@ -1,4 +1,4 @@
-"""A model as a checkpoint in the layout of the Hugging Face Hub."""
+"""Export of a model to a checkpoint in the layout of the Hugging Face Hub."""
 
 import errno
 import json
@@ -11,7 +11,7 @@ import numpy as np
 
 from keras_recurrent.checkpoints import files, layout
 from keras_recurrent.checkpoints.checkpoint import DTYPES, INDEX_FILE, ONE_FILE
-from keras_recurrent.devices.jax_processes import is_first, own_path, whole
+from keras_recurrent.devices.jax_processes import gather_to_numpy, is_first, shared_output_path
 from keras_recurrent.progress import progress
 
 GIGABYTE = 1024**3
@@ -20,25 +20,27 @@ GIGABYTE = 1024**3
 def export(backbone, path, tokenizer=None, dtype=None, max_shard_size=5):
     """Writes `config.json`, the tensors and the tokenizer's file into a new directory.
 
-    All is written beside `path` first, in a folder `.export-*`, and moved there at the end: `path`
-    never holds a part. A process that is killed leaves that folder, which may be deleted once no
-    export into the same parent directory runs.
+    All files are first written to a folder `.export-*` in the parent directory, which is renamed to
+    `path` at the end: `path` never holds an incomplete checkpoint. A process that is killed leaves
+    that folder. Delete it when no export into the same parent directory is running.
 
     Args:
         backbone: a backbone whose family has a `Layout`.
         path: string, a directory that does not exist yet or is empty.
-        tokenizer: a `keras_recurrent.tokenizers.SentencePieceTokenizer`, or another one or None,
-            which leaves no file.
-        dtype: `"float32"`, `"bfloat16"` or `"float16"`, of all tensors; None: as the weights are.
-        max_shard_size: number, gigabytes a file at most, if no tensor alone is larger.
+        tokenizer: a `keras_recurrent.tokenizers.SentencePieceTokenizer`. Another tokenizer, or
+            None, writes no file.
+        dtype: `"float32"`, `"bfloat16"` or `"float16"`, of all tensors. None: the variable dtype of
+            the backbone.
+        max_shard_size: number, the largest size of a file in GiB. A larger tensor gets a file of
+            that size.
 
     Raises:
-        ValueError: the layout cannot hold the model, it is quantized, the dtype is not one of
-            these or too narrow for a weight, or `max_shard_size` is not above 0.
-        FileExistsError: there is something at `path`, perhaps put there meanwhile by another
-            process.
+        ValueError: the layout cannot hold the model, the model is quantized, the dtype is not one
+            of these or too narrow for a weight, or `max_shard_size` is not above 0.
+        FileExistsError: `path` exists and is not empty, possibly because another process wrote to
+            it during the export.
     """
-    with own_path(os.fspath(path)) as path:
+    with shared_output_path(os.fspath(path)) as path:
         _export(backbone, path, tokenizer, dtype, max_shard_size)
 
 
@@ -46,15 +48,15 @@ def _export(backbone, path, tokenizer, dtype, max_shard_size):
     path = os.path.abspath(path)
     if os.path.islink(path):
         raise FileExistsError(
-            f"{path!r} is a symbolic link. Name the directory that it leads to, or a new one."
+            f"{path!r} is a symbolic link. Pass the directory that it points to, or a new one."
         )
     if os.path.exists(path) and (not os.path.isdir(path) or os.listdir(path)):
-        raise FileExistsError(f"{path!r} is there and not empty. Name a new directory.")
+        raise FileExistsError(f"{path!r} exists and is not empty. Pass a new directory.")
     if not isinstance(max_shard_size, (int, float)) or not max_shard_size > 0:
         raise ValueError(
             f"`max_shard_size` must be a number of gigabytes above 0; got {max_shard_size!r}."
         )
-    family = layout.of_backbone(backbone)
+    family = layout.get_layout(backbone)
     arguments = backbone.get_config()
     config = family.config(arguments)
     weights = _weights(backbone)
@@ -67,7 +69,7 @@ def _export(backbone, path, tokenizer, dtype, max_shard_size):
     tensors_of_model = family.tensors(arguments)
 
     def values(tensor):
-        arrays = [whole(weights[weight]()) for weight in tensor.weights]
+        arrays = [gather_to_numpy(weights[weight]()) for weight in tensor.weights]
         return np.ascontiguousarray(tensor.transform.to_tensor(*arrays).astype(dtype))
 
     for tensor in tensors_of_model:
@@ -99,25 +101,25 @@ def _export(backbone, path, tokenizer, dtype, max_shard_size):
 def _move(folder, path):
     try:
         if os.path.isdir(path):
-            os.rmdir(path)  # not every system moves a directory onto an empty one
+            os.rmdir(path)  # not every system renames a directory to an existing empty one
         os.rename(folder, path)
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise
         raise FileExistsError(
-            f"{path!r} was empty when this export began, and is not any more: another one may have "
-            "ended first. Nothing in it was changed. Name a new directory."
+            f"{path!r} was empty when this export began, and is not any more: another export may "
+            "have ended first. Nothing in it was changed. Pass a new directory."
         ) from error
 
 
 def _weights(backbone):
-    """`{path: function that returns the values}`, with low-rank weights merged in."""
+    """Returns `{path: function that returns the values}`, with LoRA weights merged."""
     weights = {}
     for layer in backbone._flatten_layers(include_self=False):
         if getattr(layer, "quantization_mode", None):
             raise ValueError(
                 f"The model is quantized ({layer.name!r} to {layer.quantization_mode}), and its "
-                "weights are not what they were. Export it before `quantize`."
+                "original weights are lost. Export it before `quantize`."
             )
         for variable in layer._trainable_variables:
             if not variable.name.startswith("lora_"):
@@ -127,12 +129,12 @@ def _weights(backbone):
 
 
 def _check_range(tensor, weights, dtype):
-    """Raises for a tensor with a finite number that would become inf in `dtype`."""
+    """Raises an error for a tensor with a finite number that would become inf in `dtype`."""
     for path in tensor.weights:
         weight = weights[path]()
         if keras.backend.standardize_dtype(weight.dtype) == dtype:
             continue
-        values = whole(weight)
+        values = gather_to_numpy(weight)
         largest = np.max(np.abs(values), where=np.isfinite(values), initial=0)
         with np.errstate(over="ignore"):
             narrowed = largest.astype(dtype)
@@ -145,7 +147,7 @@ def _check_range(tensor, weights, dtype):
 
 
 def _shards(tensors, dtype, max_bytes):
-    """`{file: [Tensor, ...]}`, in order, a new file where one would grow above `max_bytes`."""
+    """Returns `{file: [Tensor, ...]}`, in order, with files of at most `max_bytes` if possible."""
     groups, size = [[]], 0
     for tensor in tensors:
         bytes_ = _bytes(tensor, dtype)

@@ -5,16 +5,16 @@ import importlib
 import json
 import os
 
-from keras_recurrent.checkpoints.messages import shown
+from keras_recurrent.checkpoints.messages import short_repr
 
 HUB = "hf://"
 CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.model"
-MOST_BYTES_OF_JSON = 100_000_000  # as many as the safetensors format allows its headers
+MAX_JSON_BYTES = 100_000_000  # as many as the safetensors format allows its headers
 
 
 def require(package, why):
-    """A package of the extra `huggingface`, or an error that says how to get it."""
+    """Imports a package of the extra `huggingface`, or raises an error with the install command."""
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
@@ -27,13 +27,13 @@ def require(package, why):
 
 
 def fetch(preset, name):
-    """The local path of the file `name` of a preset: a directory, or `hf://owner/repository`.
+    """Returns the local path of the file `name` of a directory or of `hf://owner/repository`.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ConnectionError: the Hub cannot be reached, and the file was not fetched before.
-        PermissionError: the repository is open only to those who accepted its terms.
-        ValueError: the Hub knows no such repository.
+        ConnectionError: the Hub cannot be reached, and the file is not in the local cache.
+        PermissionError: the terms of the repository were not accepted.
+        ValueError: the Hub has no such repository.
     """
     if not preset.startswith(HUB):
         path = os.path.join(preset, name)
@@ -54,7 +54,7 @@ def fetch(preset, name):
         raise FileNotFoundError(_no_file(preset, name)) from error
     except errors.GatedRepoError as error:
         raise PermissionError(
-            f"{preset!r} is open to those who accepted its terms. Accept them on its page of the "
+            f"{preset!r} is open only after its terms are accepted. Accept them on its page of the "
             "Hugging Face Hub, then log in on this machine with `hf auth login`."
         ) from error
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
@@ -66,7 +66,7 @@ def fetch(preset, name):
 
 
 class PresetFiles:
-    """The files of one preset, each of which is fetched once in the life of this object.
+    """Files of one preset. Each is fetched once in the lifetime of this object.
 
     Args:
         preset: string, a directory or `hf://owner/repository`.
@@ -74,10 +74,10 @@ class PresetFiles:
 
     def __init__(self, preset):
         self.preset = preset
-        self._paths = {}  # {name: path, or None: there is no such file}
+        self._paths = {}  # {name: path, or None if there is no such file}
 
     def path(self, name):
-        """The local path of a file; raises what `fetch` raises."""
+        """Returns the local path of a file; raises the errors of `fetch`."""
         if name not in self._paths:
             try:
                 self._paths[name] = fetch(self.preset, name)
@@ -89,7 +89,7 @@ class PresetFiles:
         return self._paths[name]
 
     def exists(self, name):
-        """Whether there is a file `name`; on the Hub, by fetching it."""
+        """Returns True if there is a file `name`. On the Hub, the file is fetched."""
         try:
             self.path(name)
         except FileNotFoundError:
@@ -97,41 +97,41 @@ class PresetFiles:
         return True
 
     def read_json(self, name):
-        """The content of a JSON file, which must be an object.
+        """Returns the content of a JSON file, which must be an object.
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: it is not JSON, not an object, or has a key twice.
+            ValueError: it is not JSON, not an object, or repeats a key.
         """
         path = self.path(name)
         size = os.path.getsize(path)
-        if size > MOST_BYTES_OF_JSON:
+        if size > MAX_JSON_BYTES:
             raise ValueError(
-                f"{path} has {size:,} bytes, and is not read: at most {MOST_BYTES_OF_JSON:,} are."
+                f"{path} has {size:,} bytes and is not read: the limit is {MAX_JSON_BYTES:,} bytes."
             )
         with open(path, "rb") as file:
             return parse_json(file.read(), path)
 
 
 def parse_json(text, where):
-    """The dictionary that a file's bytes say in JSON.
+    """Parses the bytes of a JSON file into a dictionary.
 
     Args:
         text: bytes.
-        where: string, the file, for the errors.
+        where: string, the file, for error messages.
 
     Raises:
-        ValueError: it is not JSON, not an object, or an object in it has a key twice.
+        ValueError: it is not JSON, not an object, or an object in it repeats a key.
     """
     repeated = []
 
     def to_dict(pairs):
         content = dict(pairs)
         if len(content) < len(pairs):
-            left = collections.Counter(key for key, _ in pairs) - collections.Counter(
+            surplus = collections.Counter(key for key, _ in pairs) - collections.Counter(
                 content.keys()
             )
-            repeated.extend(left)
+            repeated.extend(surplus)
         return content
 
     try:
@@ -144,8 +144,8 @@ def parse_json(text, where):
         raise ValueError(f"{where} must hold a JSON object; it holds a {type(content).__name__}.")
     if repeated:
         raise ValueError(
-            f"{where} has the key {shown(repeated[0])} twice, of which only one can hold. Fetch it "
-            "again."
+            f"{where} has the key {short_repr(repeated[0])} twice, of which only one can hold. "
+            "Fetch it again."
         )
     return content
 

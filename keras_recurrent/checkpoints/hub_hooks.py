@@ -1,10 +1,10 @@
-"""Presets of this package in KerasHub's `from_preset`.
+"""Hooks that make this package's presets available in KerasHub's `from_preset`.
 
 KerasHub finds presets by name in a closed dictionary and then loads files. Its `get_preset_loader`
 is replaced by one that also knows this package's names and checkpoints, for `from_preset` of all
-models, tokenizers and preprocessors, KerasHub's base classes included. Preprocessors and tokenizers
-are looked up by the class of the backbone. A backbone that differs from one of KerasHub's only
-inside the model names that class in its attribute `preprocessed_as`.
+models, tokenizers and preprocessors, including KerasHub's base classes. Preprocessors and
+tokenizers are looked up by the class of the backbone. A backbone that takes the same inputs as a
+backbone of KerasHub names that class in its attribute `preprocessed_as`.
 """
 
 from keras_recurrent import compat
@@ -12,7 +12,7 @@ from keras_recurrent.checkpoints.loading import find_class, get_loader
 
 
 def install():
-    """Puts the functions of this package in the place of KerasHub's."""
+    """Replaces functions of KerasHub by those of this package."""
     modules = compat.PRESET_MODULES
     compat.replace_names(modules["backbone"], get_preset_loader=get_loader)
     compat.replace_names(modules["task"], get_preset_loader=get_loader, find_subclass=find_class)

@@ -1,21 +1,21 @@
-"""What a family says about its published checkpoints, and the layouts of all families."""
+"""Base class for the checkpoint layout of a family, and the registry of all layouts."""
 
-from keras_recurrent.checkpoints.config_reader import UNUSED_ANYWHERE, ConfigReader
+from keras_recurrent.checkpoints.config_reader import COMMON_UNUSED_KEYS, ConfigReader
 from keras_recurrent.checkpoints.files import CONFIG_FILE
 
 
 class Layout:
-    """The layout of one family's checkpoints on the Hugging Face Hub.
+    """Layout of one family's checkpoints on the Hugging Face Hub.
 
-    A family defines the attributes, `read_config`, `requirements`, `write_config` and `tensors`;
-    reading, writing and their checks are the same for all.
+    A family defines the attributes, `read_config`, `requirements`, `write_config` and `tensors`.
+    All families share reading, writing and their checks.
 
     Attributes:
-        model_type: string, of `config.json`.
+        model_type: string, `model_type` of `config.json`.
         architecture: string, the class that transformers loads.
-        tokenizer_class: string, the same for a SentencePiece tokenizer.
-        unused: keys of `config.json` that do not change what the model computes, beside
-            `UNUSED_ANYWHERE`.
+        tokenizer_class: string, the SentencePiece tokenizer class that transformers loads.
+        unused: keys of `config.json`, in addition to `COMMON_UNUSED_KEYS`, that do not change the
+            outputs of the model.
     """
 
     model_type: str
@@ -24,44 +24,44 @@ class Layout:
     unused: tuple[str, ...] = ()
 
     def read_config(self, config):
-        """The backbone's arguments, from a `ConfigReader`."""
+        """Returns the backbone's arguments, from a `ConfigReader`."""
         raise NotImplementedError
 
     def requirements(self, arguments):
-        """What the layout has no key for, or not for every value.
+        """Returns the backbone arguments of which the layout cannot store every value.
 
         Returns:
-            A dictionary of names of the backbone's arguments, each with a pair: whether the value
-            in `arguments` fits, and what it must be, in words.
+            `{argument: (fits, requirement)}`: True if the value in `arguments` can be stored, and
+            the values that can be, in words.
         """
         return {}
 
     def write_config(self, arguments):
-        """The dictionary of `config.json`, from arguments that meet the `requirements`."""
+        """Returns the dictionary of `config.json`, from arguments that meet `requirements`."""
         raise NotImplementedError
 
     def tensors(self, arguments):
-        """A list of `Tensor`, all that a checkpoint of such a backbone holds."""
+        """Returns a list of `Tensor`, all tensors in a checkpoint of such a backbone."""
         raise NotImplementedError
 
     def backbone_arguments(self, config, where):
-        """The backbone's arguments, from a dictionary; every key is read.
+        """Returns the backbone's arguments, from a dictionary, all of whose keys are read.
 
         Raises:
-            ValueError: a key is missing, unknown, or has a value that this version does not serve.
+            ValueError: a key is missing, unknown, or has an unsupported value.
         """
         reader = ConfigReader(config, where)
-        reader.only("model_type", self.model_type)
-        reader.unused(*UNUSED_ANYWHERE, *self.unused)
+        reader.fixed("model_type", self.model_type)
+        reader.ignore(*COMMON_UNUSED_KEYS, *self.unused)
         arguments = self.read_config(reader)
-        reader.done()
+        reader.check_all_read()
         return arguments
 
     def config(self, arguments):
-        """The dictionary of `config.json`, which read again gives `arguments`.
+        """Returns the dictionary of `config.json`; reading it gives `arguments` again.
 
         Raises:
-            ValueError: the layout has no key for the value of an argument; names all such.
+            ValueError: the layout cannot store the values of some arguments; names them all.
         """
         requirements = self.requirements(arguments)
         self._check(
@@ -80,26 +80,26 @@ class Layout:
         return config
 
     def _check(self, unfit, arguments):
-        """Raises for `{argument: what it must be}`, where there are any."""
+        """Raises an error if `unfit`, `{argument: requirement}`, is not empty."""
         if unfit:
-            said = "; ".join(
+            conflicts = "; ".join(
                 f"`{name}` is {arguments[name]!r}, and must be {wanted}"
                 for name, wanted in unfit.items()
             )
             raise ValueError(
-                f"A checkpoint of the type {self.model_type!r} cannot hold this model: {said}. "
-                "Save it with `save_to_preset` instead."
+                f"A checkpoint of the type {self.model_type!r} cannot hold this model: "
+                f"{conflicts}. Save it with `save_to_preset` instead."
             )
 
 
-# {model_type: (class of the backbone, layout)}, to which each family adds its own when imported.
+# {model_type: (class of the backbone, layout)}. A family registers its layout when imported.
 _LAYOUTS: dict = {}
 
 
 def register(backbone_cls, layout):
-    """Lets models of a backbone be read from and written to checkpoints of a layout.
+    """Registers the checkpoint layout of a backbone.
 
-    `from_preset` then takes directories and repositories whose `config.json` has the layout's
+    `from_preset` then loads directories and repositories whose `config.json` has the layout's
     `model_type`, and `export_to_transformers` writes them.
 
     Args:
@@ -109,13 +109,13 @@ def register(backbone_cls, layout):
     _LAYOUTS[layout.model_type] = (backbone_cls, layout)
 
 
-def of_model_type(model_type):
-    """`(class of the backbone, Layout)` of a `model_type` of `config.json`; None: not known."""
+def find_layout(model_type):
+    """Returns `(class of the backbone, Layout)` of a `model_type`, or None if it is unknown."""
     return _LAYOUTS.get(model_type)
 
 
-def of_backbone(backbone):
-    """The `Layout` of a backbone.
+def get_layout(backbone):
+    """Returns the `Layout` of a backbone.
 
     Raises:
         ValueError: its family has no published layout.

@@ -1,6 +1,6 @@
-"""Loaders of models from a name in a table, and from checkpoints of the Hugging Face Hub.
+"""Loaders of named presets and of checkpoints in the layout of the Hugging Face Hub.
 
-A loader serves one `from_preset`. What it read of a preset's files is forgotten with it.
+A loader is made for one call of `from_preset` and caches the files that it read.
 """
 
 import functools
@@ -13,21 +13,21 @@ import keras
 
 from keras_recurrent import compat, presets
 from keras_recurrent.checkpoints import checkpoint, files, tensor_table
-from keras_recurrent.checkpoints.messages import shown
+from keras_recurrent.checkpoints.messages import short_repr
 from keras_recurrent.checkpoints.overrides import (
     check_overrides,
     check_weights_fit,
     split_overrides,
 )
 from keras_recurrent.tokenizers import SentencePieceTokenizer
-from keras_recurrent.tokenizers.sentence_piece_tokenizer import faults_of
+from keras_recurrent.tokenizers.sentence_piece_tokenizer import describe_errors
 
 logger = logging.getLogger("keras_recurrent")
 _announced = set()
 
 
 class RecurrentPresetLoader(compat.PresetLoader):
-    """Base class: a model is a backbone and a preprocessor, and no override is ignored."""
+    """Base class: builds a model from a backbone and a preprocessor, and ignores no override."""
 
     def __init__(self, preset, config, backbone_cls):
         super().__init__(preset, config)
@@ -37,16 +37,16 @@ class RecurrentPresetLoader(compat.PresetLoader):
         return self.backbone_cls
 
     def has_weights(self):
-        """Whether weights belong to it, even if they are not to be found."""
+        """Returns True if the preset has weights, even if their files are missing."""
         return True
 
     def make_preprocessor(self, cls, load_weights, **kwargs):
-        """The preprocessor of a model with or without its weights, or None."""
+        """Returns the preprocessor of a model with or without its weights, or None."""
         raise NotImplementedError
 
     def load_task(self, cls, load_weights, load_task_weights, **kwargs):
         task, backbone, preprocessor = split_overrides(self.preset, cls, kwargs)
-        # First what is quickly read, so that its faults are found before weights are.
+        # The preprocessor is quick to read, so its errors are raised before weights are read.
         if "preprocessor" not in task and cls.preprocessor_cls is not None:
             task["preprocessor"] = self.make_preprocessor(
                 cls.preprocessor_cls, load_weights, **preprocessor
@@ -57,13 +57,13 @@ class RecurrentPresetLoader(compat.PresetLoader):
 
 
 class NamedPresetLoader(RecurrentPresetLoader):
-    """Builds the models of a name from sizes, and weights of this package or published elsewhere.
+    """Loader of a preset in a table: its sizes, and weights of this package or on the Hub.
 
     Args:
         name: string, the preset.
         backbone_cls: the class of its backbone.
         row: the row of its table in `keras_recurrent.presets`.
-        get_loader: the function that makes a loader of published weights.
+        get_loader: the function that returns the loader of published weights.
     """
 
     def __init__(self, name, backbone_cls, row, get_loader):
@@ -73,20 +73,20 @@ class NamedPresetLoader(RecurrentPresetLoader):
 
     @functools.cached_property
     def published(self):
-        """The loader of the published weights."""
+        """Loader of the published weights."""
         return self._get_loader(self.row.weights)
 
     def has_weights(self):
         return self.row.weights is not None
 
-    def is_published_elsewhere(self):
+    def has_hub_weights(self):
         return self.has_weights() and self.row.weights.startswith(files.HUB)
 
     def load_backbone(self, cls, load_weights, **kwargs):
         check_overrides(self.preset, [cls], kwargs)
         if load_weights and self.has_weights():
             check_weights_fit(self.preset, kwargs)
-            if self.is_published_elsewhere():
+            if self.has_hub_weights():
                 return self.published.load_backbone(cls, True, **kwargs)
             _check_dtype(kwargs.get("dtype"))
             backbone = cls(**self.row.backbone_arguments, **kwargs)
@@ -100,7 +100,7 @@ class NamedPresetLoader(RecurrentPresetLoader):
         return cls(**{**self.row.backbone_arguments, **kwargs})
 
     def load_tokenizer(self, cls, config_file=None, **kwargs):
-        if self.is_published_elsewhere():
+        if self.has_hub_weights():
             return self.published.load_tokenizer(cls, **kwargs)
         check_overrides(self.preset, [cls], kwargs)
         return cls(**kwargs)
@@ -110,10 +110,10 @@ class NamedPresetLoader(RecurrentPresetLoader):
         return super().load_preprocessor(cls, **{**self.row.preprocessor_arguments, **kwargs})
 
     def make_preprocessor(self, cls, load_weights, **kwargs):
-        if self.is_published_elsewhere() and "tokenizer" not in kwargs:
+        if self.has_hub_weights() and "tokenizer" not in kwargs:
             if load_weights:
                 return self._make_published_preprocessor(cls, kwargs)
-            # Fresh weights were trained with no tokenizer; this one needs no network.
+            # Fresh weights belong to no tokenizer; the default one needs no network.
             kwargs["tokenizer"] = cls.tokenizer_cls()
         return self.load_preprocessor(cls, **kwargs)
 
@@ -125,10 +125,10 @@ class NamedPresetLoader(RecurrentPresetLoader):
 
 
 class CheckpointLoader(RecurrentPresetLoader):
-    """Reads a checkpoint: `config.json`, `.safetensors` files and, if present, `tokenizer.model`.
+    """Loader of `config.json`, `.safetensors` files and, if present, `tokenizer.model`.
 
-    Configuration and tensors are compared with the model before one is built. Tensors are then
-    read one by one.
+    The configuration and the headers of the tensors are checked before the model is built. Tensors
+    are then read one by one.
 
     Args:
         preset_files: the `PresetFiles` of a directory or of `hf://owner/repository`.
@@ -157,14 +157,14 @@ class CheckpointLoader(RecurrentPresetLoader):
         return backbone
 
     def read_config(self):
-        """The backbone's arguments."""
+        """Returns the backbone's arguments."""
         return self.layout.backbone_arguments(self.config, self._where())
 
     def read_headers(self):
-        """The backbone's arguments, the `Checkpoint`, and the list of its `Tensor`s, which fit."""
+        """Returns the backbone's arguments, the `Checkpoint` and its `Tensor`s, all checked."""
         arguments = self.read_config()
         found = checkpoint.Checkpoint(self.preset)
-        # Each block has a tensor at least. So the table of tensors is not larger than the headers.
+        # Each block has at least one tensor. This bounds the size of the table of tensors.
         if arguments["num_layers"] > len(found.tensors):
             raise ValueError(
                 f"{self._where()} says {arguments['num_layers']} blocks, more than the weights "
@@ -186,17 +186,17 @@ class CheckpointLoader(RecurrentPresetLoader):
         path = self.files.path(files.TOKENIZER_FILE)
         with open(path, "rb") as file:
             proto = file.read()
-        with faults_of(path):
+        with describe_errors(path):
             return SentencePieceTokenizer(proto, **{**ids, **kwargs})
 
     def _token_id(self, key):
         id = self.config.get(key)
-        # Where several tokens end a text, the first is the one that ends a document in training.
+        # If several tokens end a text, the first is the one that ends a document in training.
         first = id[0] if isinstance(id, list) and id else id
         if first is not None and (not isinstance(first, int) or isinstance(first, bool)):
             raise ValueError(
-                f"{key!r} is {shown(id)} in {self._where()}; it must be an integer, or a list of "
-                "integers."
+                f"{key!r} is {short_repr(id)} in {self._where()}; it must be an integer, or a list "
+                "of integers."
             )
         return first
 
@@ -210,14 +210,14 @@ class CheckpointLoader(RecurrentPresetLoader):
         if kwargs:
             raise ValueError(
                 f"{', '.join(map(repr, sorted(kwargs)))}: {self.preset!r} has no "
-                f"{files.TOKENIZER_FILE}, so there is no preprocessor to take it. Pass a "
-                "`tokenizer=` as well."
+                f"{files.TOKENIZER_FILE} and so no preprocessor that takes it. Pass `tokenizer=` "
+                "as well."
             )
         return None
 
 
 class SavedPresetLoader(compat.KerasPresetLoader):
-    """KerasHub's loader of what `save_to_preset` wrote; it opens files of weights before a model.
+    """KerasHub's loader of directories of `save_to_preset`; checks weight files before loading.
 
     Args:
         preset: string, a directory or a repository.
@@ -235,7 +235,7 @@ class SavedPresetLoader(compat.KerasPresetLoader):
         return super().load_task(cls, load_weights, load_task_weights, **kwargs)
 
     def _check_weights(self):
-        """Raises for a file of weights in a directory that is damaged."""
+        """Raises an error if a file of weights in the directory is damaged."""
         for path in sorted(glob.glob(os.path.join(glob.escape(self.preset), "*.weights.h5"))):
             try:
                 with h5py.File(path) as file:

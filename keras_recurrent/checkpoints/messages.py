@@ -1,4 +1,4 @@
-"""What stands in errors of values and names from files, which may be of any size."""
+"""Short forms, for error messages, of values and names from files, which may have any size."""
 
 import reprlib
 
@@ -7,12 +7,12 @@ _short.maxlevel, _short.maxstring, _short.maxother, _short.maxlong = 4, 120, 120
 _short.maxlist = _short.maxtuple = _short.maxdict = 12
 
 
-def shown(value):
-    """The `repr` of a value, cut where it is long or nested deeply."""
+def short_repr(value):
+    """Returns the `repr` of a value, shortened if it is long or nested deeply."""
     return _short.repr(value)
 
 
-def listed(names, limit=4):
-    """The first few of a list of names or sentences, and how many more there are."""
+def abbreviate(names, limit=4):
+    """Joins the first `limit` names or sentences and the number of further ones."""
     rest = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + rest

@@ -1,4 +1,4 @@
-"""The names of presets, which `from_preset` knows as soon as `keras_recurrent` is imported."""
+"""Registry of preset names, available to `from_preset` after `import keras_recurrent`."""
 
 from keras_recurrent import compat
 
@@ -7,7 +7,7 @@ PRESETS: dict = {}
 
 
 def register(backbone_cls, table):
-    """Makes a table, `{name: row}`, known to `from_preset` and `presets` of a backbone's models."""
+    """Registers a table `{name: row}` for `from_preset` and `presets` of a backbone's models."""
     family = backbone_cls.__name__.removesuffix("Backbone").lower()
     for name, row in table.items():
         PRESETS[name] = (backbone_cls, row)

@@ -1,11 +1,11 @@
-"""Arguments of `from_preset` that change a preset. Each has an effect or is an error."""
+"""Arguments of `from_preset` that override a preset. Each has an effect or raises an error."""
 
 import difflib
 import inspect
 
 
 def split_overrides(preset, cls, kwargs):
-    """Three dictionaries: the arguments of a task, of its backbone and of its preprocessor."""
+    """Returns three dictionaries: arguments of the task, its backbone and its preprocessor."""
     classes = (cls, cls.backbone_cls, cls.preprocessor_cls)
     check_overrides(preset, classes, kwargs)
     shares = ({}, {}, {})
@@ -15,14 +15,14 @@ def split_overrides(preset, cls, kwargs):
     for given, share in zip(("backbone", "preprocessor"), shares[1:], strict=True):
         if given in shares[0] and share:
             raise ValueError(
-                f"{', '.join(map(repr, share))}: belongs to the {given}, which is given as "
-                f"`{given}=`. Pass it where you make the {given}."
+                f"{', '.join(map(repr, share))}: belongs to the {given}, which is passed as "
+                f"`{given}=`. Pass it to the constructor of the {given}."
             )
     return shares
 
 
 def check_overrides(preset, classes, kwargs):
-    """Raises for the arguments that none of `classes` takes."""
+    """Raises an error for arguments that none of `classes` takes."""
     known = [key for c in classes for key in _parameters(c)]
     for key in kwargs:
         if key not in known:
@@ -42,7 +42,7 @@ def _parameters(cls):
 
 
 def check_weights_fit(preset, overrides):
-    """Raises where overrides change the shape of a backbone that gets weights from a file."""
+    """Raises an error if overrides change the shape of a backbone whose weights are loaded."""
     changed = sorted(overrides.keys() - {"dtype"})
     if changed:
         raise ValueError(

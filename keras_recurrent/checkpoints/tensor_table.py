@@ -1,4 +1,4 @@
-"""How tensors of a file become weights of a model, and back."""
+"""Mapping between the tensors of a checkpoint and the weights of a model."""
 
 import warnings
 from collections.abc import Callable
@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from keras_recurrent.checkpoints.checkpoint import DTYPES
-from keras_recurrent.checkpoints.messages import listed, shown
+from keras_recurrent.checkpoints.messages import abbreviate, short_repr
 from keras_recurrent.progress import progress
 
 
 class Transform(NamedTuple):
-    """A tensor of a file to the values of one or more weights, and back, bit for bit."""
+    """Lossless conversion of a checkpoint's tensor to the values of its weights, and back."""
 
     to_weights: Callable[[Any], tuple]
     to_tensor: Callable[..., Any]
@@ -30,7 +30,10 @@ BLOCK_BIAS = Transform(lambda tensor: (tensor[:, None],), lambda weight: weight[
 
 
 def stacked(count):
-    """`count` matrices of one size, one below the other in the file, transposed in the model."""
+    """Returns the `Transform` of `count` matrices of one size, concatenated along axis 0.
+
+    Each matrix is transposed in the model.
+    """
     return Transform(
         lambda tensor: tuple(part.T for part in np.split(tensor, count)),
         lambda *weights: np.concatenate([weight.T for weight in weights]),
@@ -38,7 +41,7 @@ def stacked(count):
 
 
 class Tensor(NamedTuple):
-    """A tensor of a checkpoint: its name and shape there, and the weights that it makes."""
+    """A tensor of a checkpoint: its name, its shape, and the weights that it is converted to."""
 
     name: str
     shape: tuple[int, ...]
@@ -47,19 +50,19 @@ class Tensor(NamedTuple):
 
 
 def check(checkpoint, tensors):
-    """Compares what a checkpoint holds with what a model needs, before anything is read.
+    """Compares the headers of a checkpoint with the tensors that a model needs.
 
     Raises:
-        ValueError: tensors are missing, too many, of another shape or of a dtype that is not
-            read. All of them are counted, the first few named.
+        ValueError: tensors are missing, unknown, or of a wrong shape or an unsupported dtype. The
+            message has the number of each and the first few names.
     """
     wanted = {tensor.name: tensor.shape for tensor in tensors}
     found = checkpoint.tensors
     faults = {
         "missing": [repr(name) for name in wanted if name not in found],
-        "unknown": [shown(name) for name in sorted(found) if name not in wanted],
+        "unknown": [short_repr(name) for name in sorted(found) if name not in wanted],
         "of another shape": [
-            f"{name!r} {shown(list(found[name].shape))} instead of {list(shape)}"
+            f"{name!r} {short_repr(list(found[name].shape))} instead of {list(shape)}"
             for name, shape in wanted.items()
             if name in found and found[name].shape != tuple(shape)
         ],
@@ -69,18 +72,18 @@ def check(checkpoint, tensors):
             if name in found and found[name].dtype not in DTYPES
         ],
     }
-    lines = [f"{len(names)} {what}: {listed(names)}" for what, names in faults.items() if names]
+    lines = [f"{len(names)} {what}: {abbreviate(names)}" for what, names in faults.items() if names]
     if lines:
         raise ValueError(
             f"The tensors of {checkpoint.preset!r} are not those of the model in its config.json. "
             + "; ".join(lines)
-            + ". The two files may be of different models, or weights of a part of the model "
-            "alone, such as adapters."
+            + ". The two files may be of different models, or the weights of only a part of the "
+            "model, such as adapters."
         )
 
 
 def assign(backbone, checkpoint, tensors):
-    """Reads the tensors one by one into the weights of a backbone; warns of NaN in them, once."""
+    """Reads the tensors one by one into the weights of a backbone; warns once if any hold NaN."""
     variables = {variable.path: variable for variable in backbone.variables}
     with_nan = []
     with progress(f"Reading {checkpoint.preset}", "weights", checkpoint.num_bytes()) as done:
@@ -95,16 +98,17 @@ def assign(backbone, checkpoint, tensors):
             done(array.nbytes)
     if with_nan:
         warnings.warn(
-            f"Tensors of {checkpoint.preset!r} hold NaN, and so will what the model computes: "
-            f"{listed(with_nan, 1)}. The files are of a run that diverged, or damaged.",
+            f"Tensors of {checkpoint.preset!r} hold NaN, and the outputs of the model will, too: "
+            f"{abbreviate(with_nan, 1)}. The files are damaged, or of a run that diverged.",
             stacklevel=2,
         )
 
 
 def has_nan(array):
-    """Whether an array of floating-point numbers holds NaN; nothing of its size is made.
+    """Returns True if a floating-point array holds NaN. Allocates no array of its size.
 
-    As integers, the bits of NaN are above those of infinity: unsigned, where its sign is set.
+    Compared as integers, the bits of a NaN are above those of infinity; for a NaN with the sign
+    bit set, as unsigned integers and above those of −infinity.
     """
     infinity, bits = np.array(np.inf, array.dtype), array.dtype.itemsize * 8
     signed, unsigned = array.view(f"int{bits}"), array.view(f"uint{bits}")

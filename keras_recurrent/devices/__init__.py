@@ -1,1 +1,1 @@
-"""Models on several devices."""
+"""Training and inference on several devices."""

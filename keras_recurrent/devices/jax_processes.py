@@ -1,11 +1,11 @@
-"""One model in several processes of JAX, each of which has some of the devices.
+"""Saving and gathering in JAX programs of several processes, each with some of the devices.
 
-All processes call what a program calls in one: they gather a tensor at a time where it is whole,
-and the first of them writes files.
+All processes call the same functions. Tensors are gathered one at a time, and only the first
+process writes files.
 
 `keras.callbacks.OrbaxCheckpoint`, with the extra `orbax`, gathers nothing: each process writes its
-shards of weights and slots while training goes on, and `model.load_weights(directory)` reads them
-where a model of the same layout wants them. It takes strings for paths.
+shards of weights and optimizer slots while training continues, and `model.load_weights(directory)`
+loads them into a model with the same layout. It takes paths as strings.
 """
 
 import contextlib
@@ -17,20 +17,20 @@ import keras
 from keras import ops
 
 
-def several():
-    """Whether there are other processes, which have other devices of the same program."""
+def is_multi_process():
+    """Returns True if other processes run the same JAX program on other devices."""
     return _jax() is not None and _jax().process_count() > 1
 
 
 def is_first():
-    """Whether this process is the one that writes."""
-    return not several() or _jax().process_index() == 0
+    """Returns True in the process that writes files."""
+    return not is_multi_process() or _jax().process_index() == 0
 
 
-def whole(tensor):
-    """A variable or tensor as a NumPy array; all processes must ask for it together."""
+def gather_to_numpy(tensor):
+    """Returns a variable or tensor as a NumPy array. All processes must call it together."""
     value = tensor.value if isinstance(tensor, keras.Variable) else tensor
-    if not several() or not isinstance(value, _jax().Array):
+    if not is_multi_process() or not isinstance(value, _jax().Array):
         return ops.convert_to_numpy(value)
     if value.is_fully_addressable or value.is_fully_replicated:
         return ops.convert_to_numpy(value)
@@ -40,67 +40,67 @@ def whole(tensor):
 
 
 @contextlib.contextmanager
-def own_path(path):
-    """A path to write to: the same for the first process, for others one that is removed.
+def shared_output_path(path):
+    """Context manager that yields `path` in the first process, a temporary path in others.
 
-    No process goes on before all have written.
+    Returns after all processes have left the block.
     """
     if is_first():
         yield path
     else:
         with tempfile.TemporaryDirectory() as folder:
             yield os.path.join(folder, os.path.basename(path))
-    if several():
+    if is_multi_process():
         from jax.experimental import multihost_utils
 
         multihost_utils.sync_global_devices("keras_recurrent: written")
 
 
 class SavedByAllProcesses:
-    """Lets several processes save a Keras model whose weights and slots are spread over them.
+    """Mixin to save a Keras model whose weights and optimizer slots several processes share.
 
-    All of them call the method that saves. Each tensor is gathered by itself, and the first
-    process alone writes it.
+    All processes call the method. Tensors are gathered one at a time, and only the first process
+    writes them.
     """
 
     def save(self, filepath, *args, **kwargs):
-        """Saves the model to a `.keras` file: `keras.Model.save`, whose arguments it takes."""
-        with _gathering(self), own_path(filepath) as path:
+        """Saves the model to a `.keras` file, with the arguments of `keras.Model.save`."""
+        with _gather_on_save(self), shared_output_path(filepath) as path:
             return super().save(path, *args, **kwargs)  # type: ignore[misc]
 
     def save_weights(self, filepath, *args, **kwargs):
-        """Saves the weights alone: `keras.Model.save_weights`, whose arguments it takes."""
-        with _gathering(self), own_path(filepath) as path:
+        """Saves only the weights, with the arguments of `keras.Model.save_weights`."""
+        with _gather_on_save(self), shared_output_path(filepath) as path:
             return super().save_weights(path, *args, **kwargs)  # type: ignore[misc]
 
     def save_to_preset(self, preset_dir, *args, **kwargs):
-        """Saves model, weights, tokenizer and preprocessor to a folder that `from_preset` takes.
+        """Saves model, weights, tokenizer and preprocessor to a folder for `from_preset`.
 
-        Low-rank adapters are saved with it, and a model gives the same outputs when it is loaded.
+        LoRA weights are included: the loaded model gives the same outputs.
 
         Args:
-            preset_dir: string, the folder; it is made where there is none.
-            max_shard_size: integer or float, the size in GB from which on weights are several
-                files; None: they are one.
+            preset_dir: string, the folder, which is created if it does not exist.
+            max_shard_size: integer or float, the size in GB above which weights are split into
+                several files. None: one file.
         """
-        with _gathering(self), own_path(preset_dir) as path:
+        with _gather_on_save(self), shared_output_path(preset_dir) as path:
             return super().save_to_preset(path, *args, **kwargs)  # type: ignore[misc]
 
 
 @contextlib.contextmanager
-def _gathering(model):
-    """Has the layers and the optimizer of a model hand over whole arrays, where they are saved."""
-    if not several():
+def _gather_on_save(model):
+    """Makes the layers and the optimizer of a model gather whole arrays when they are saved."""
+    if not is_multi_process():
         yield
         return
     savers = {layer: layer.save_own_variables for layer in model._flatten_layers()}
     if optimizer := getattr(model, "optimizer", None):
         savers[optimizer] = functools.partial(_save_slots, optimizer)
-    # A method that saves a model may save its backbone by the same method.
-    savers = {of: save for of, save in savers.items() if not isinstance(save, _Whole)}
+    # Saving a model may save its backbone by the same method, inside this one.
+    savers = {saver: save for saver, save in savers.items() if not isinstance(save, _GatheringSave)}
     for saver, save in savers.items():
-        # Past `__setattr__` of Keras, which tracks what a layer has.
-        object.__setattr__(saver, "save_own_variables", _Whole(save))
+        # `__setattr__` of Keras would track the attribute.
+        object.__setattr__(saver, "save_own_variables", _GatheringSave(save))
     try:
         yield
     finally:
@@ -109,27 +109,27 @@ def _gathering(model):
 
 
 def _save_slots(optimizer, store):
-    """As Keras does, which would ask each variable for its NumPy array."""
+    """Stores an optimizer's variables as Keras does, but without converting them to NumPy."""
     for i, variable in enumerate(optimizer.variables):
         store[str(i)] = variable
 
 
-class _Whole:
-    """A `save_own_variables` with a store that gathers what it is given."""
+class _GatheringSave:
+    """A `save_own_variables` that gathers the tensors it stores."""
 
     def __init__(self, save):
         self._save = save
 
     def __call__(self, store):
-        self._save(_Gathered(store))
+        self._save(_GatheringStore(store))
 
 
-class _Gathered:
+class _GatheringStore:
     def __init__(self, store):
         self._store = store
 
     def __setitem__(self, name, tensor):
-        array = whole(tensor)
+        array = gather_to_numpy(tensor)
         if is_first():
             self._store[name] = array
 

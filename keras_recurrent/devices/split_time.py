@@ -1,13 +1,13 @@
-"""Whether the time of rows is split over processes of torch. Imports nothing of torch."""
+"""State of `sequence_parallel` on torch: the shards of the active block. Imports no torch."""
 
 from typing import Any
 
-# For all threads: on a GPU, autograd computes a block again in a thread of its own.
+# Shared by all threads: on a GPU, autograd recomputes a block in a separate thread.
 _shards: list[Any] = []
 
 
-def shards():
-    """The `torch_sequence.Shards` in whose block this runs; None outside."""
+def active_shards():
+    """Returns the `torch_sequence.Shards` of the active `sequence_parallel` block, or None."""
     return _shards[-1] if _shards else None
 
 
@@ -19,10 +19,10 @@ def pop():
     _shards.pop()
 
 
-def refuse(what):
-    """Raises where time is split and this cannot be computed."""
-    if shards() is not None:
+def check_not_split(what):
+    """Raises an error inside `sequence_parallel`, for features that need whole sequences."""
+    if active_shards() is not None:
         raise NotImplementedError(
-            f"{what} inside `sequence_parallel`, where each process has a part of each row. Call "
-            "it on whole rows, outside."
+            f"{what} inside `sequence_parallel`, where each process has a part of each sequence. "
+            "Call it on whole sequences, outside."
         )

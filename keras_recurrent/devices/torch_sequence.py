@@ -1,4 +1,4 @@
-"""Rows longer than a device: sequence parallelism on torch."""
+"""Sequence parallelism on torch, for sequences that do not fit on one device."""
 
 import contextlib
 
@@ -12,33 +12,35 @@ from keras_recurrent.devices import split_time
 
 @contextlib.contextmanager
 def sequence_parallel(group=None):
-    """Inside, operations over time take each process's part of the time of the same rows.
+    """Context manager in which operations over time run on one shard of each sequence.
 
-    The processes of the group have equal parts of each row, in the order of their ranks, and call
-    the same operations on them. Outputs and gradients are those of the whole rows:
+    The processes of the group have equal shards of each sequence, in the order of their ranks, and
+    call the same operations on them. Outputs and gradients equal those of the whole sequences:
 
-    - Of a recurrence, the processes exchange the product of decays over each part and the state
-      that it ends in, which do not grow with its length, and each goes on from what came before
-      its own. That takes two passes over a part.
-    - Of a convolution and of attention with a window, they exchange the last tokens of each part.
-    - Masks and segments are gathered, a number a token, so that `keras_recurrent.ops.token_kind`
-      and positions are those of the whole rows.
+    - For a recurrence, the processes exchange the product of decays over each shard and the final
+      state of each shard, whose sizes do not depend on its length. Each process continues from the
+      state before its shard. This takes two passes over a shard.
+    - For a convolution and attention with a window, they exchange the last tokens of each shard.
+    - Masks and segments are gathered, one number per token, so that
+      `keras_recurrent.ops.token_kind` and positions equal those of the whole sequences.
 
-    Layers and networks of these operations work on parts of rows as well. Labels are parts like the
-    inputs, the token after a part's last one included, which is on the next process: make them of
-    whole rows first. A loss is then the mean over a part; with `DistributedDataParallel` over the
-    group, gradients are those of the mean over whole rows. The backward pass belongs inside, too.
+    Layers and networks of these operations work on shards, too. Labels are shards like the inputs.
+    The label of a shard's last token is the first token of the next process: make labels from whole
+    sequences before splitting them. A loss is then the mean over a shard; with
+    `DistributedDataParallel` over the group, gradients equal those of the mean over whole
+    sequences. Run the backward pass inside the block as well.
 
-    An `initial_state` of a recurrence or convolution is that before the whole row: all processes
-    give it, and the first one's counts. A `final_state` is that after a process's own part.
+    An `initial_state` of a recurrence or convolution is the state before the whole sequence: all
+    processes pass it, and that of the first process is used. A `final_state` is the state after the
+    process's shard.
 
     Args:
-        group: a process group of torch; None: all processes.
+        group: a process group of torch. None: all processes.
 
     Raises:
-        NotImplementedError: what is not split, by its name: attention without a window or with an
-            `initial_state`, `reverse=True`, layers with a state or with `return_sequences=False`,
-            second derivatives; and `generate`, which follows from these.
+        NotImplementedError: for features that need whole sequences, named in the message: attention
+            without a window or with an `initial_state`, `reverse=True`, layers with a state or with
+            `return_sequences=False`, second derivatives, and therefore `generate`.
         RuntimeError: `torch.distributed` is not initialized.
 
     Example:
@@ -51,7 +53,7 @@ def sequence_parallel(group=None):
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
-            "`sequence_parallel` needs `torch.distributed.init_process_group`, called before."
+            "`sequence_parallel` needs `torch.distributed.init_process_group` to be called first."
         )
     split_time.push(Shards(group))
     try:
@@ -61,68 +63,68 @@ def sequence_parallel(group=None):
 
 
 class Shards:
-    """The parts of time on the processes of a group, each on one."""
+    """Shards of sequences, one on each process of a group."""
 
     def __init__(self, group):
         self.group, self.count = group, dist.get_world_size(group)
         self.rank = dist.get_rank(group)
 
     def gather(self, tensor):
-        """The tensors of all processes, in a list, without gradients."""
+        """Returns the tensors of all processes in a list, without gradients."""
         tensor = tensor.detach().contiguous()
-        found = [torch.empty_like(tensor) for _ in range(self.count)]
-        dist.all_gather(found, tensor, group=self.group)
-        return found
+        tensors = [torch.empty_like(tensor) for _ in range(self.count)]
+        dist.all_gather(tensors, tensor, group=self.group)
+        return tensors
 
-    def whole(self, tensor):
-        """Parts [B, T] of all processes in a row, without gradients; None stays None."""
+    def concatenate(self, tensor):
+        """Concatenates the shards [B, T] of all processes, without gradients. None stays None."""
         return None if tensor is None else torch.cat(self.gather(tensor), dim=1)
 
-    def own(self, tensor):
-        """The part of this process of whole rows [B, T]."""
+    def local_part(self, tensor):
+        """Returns this process's shard of whole sequences [B, T]."""
         return tensor.chunk(self.count, dim=1)[self.rank].contiguous()
 
-    def of_whole_rows(self, function, like, *per_token):
-        """This process's part of what `function(like, *per_token)` finds of whole rows.
+    def run_whole(self, function, like, *per_token):
+        """Returns this process's shard of `function(like, *per_token)` on whole sequences.
 
-        function: of integers alone; `like` is a tensor [B, T, ...] that gives the shape.
+        function: takes integer tensors. `like` is a tensor [B, T, ...] that gives the shape.
         """
         batch, length = like.shape[:2]
         like = like.new_empty((batch, length * self.count))
-        whole = [self.whole(t) for t in per_token]
+        whole = [self.concatenate(t) for t in per_token]
         split_time.push(None)
         try:
-            return self.own(function(like, *whole))
+            return self.local_part(function(like, *whole))
         finally:
             split_time.pop()
 
     def run(self, operation, arguments, function):
-        """What an implementation of an operation returns for this process's part of time."""
+        """Runs an implementation of an operation on this process's shard."""
         if operation.endswith("_step"):
-            split_time.refuse(f"`{operation}`")
+            split_time.check_not_split(f"`{operation}`")
         rule = _sequence.RULES.get(operation)
         if rule is None:
             return function(**arguments)
         return rule(self, arguments, function)
 
-    def before(self, fold, floats, integers=()):
-        """The state before this process's part, with gradients.
+    def state_before(self, fold, floats, integers=()):
+        """Returns the state before this process's shard, with gradients.
 
         Args:
-            fold: a function of `floats` and `integers` of each part, in two lists of lists, to the
-                states before each part: a list of tuples of tensors.
-            floats, integers: this process's own.
+            fold: a function from `floats` and `integers` of each shard, in two lists of lists, to
+                the states before each shard, a list of tuples of tensors.
+            floats, integers: tensors of this process.
 
         Returns:
             A tuple of tensors.
         """
         gathered = [self.gather(t) for t in integers]
-        of_parts = [list(part) for part in zip(*gathered, strict=True)] or [[]] * self.count
-        return _Before.apply(self, fold, of_parts, *floats)
+        integer_parts = [list(part) for part in zip(*gathered, strict=True)] or [[]] * self.count
+        return _Before.apply(self, fold, integer_parts, *floats)
 
 
 class _Before(torch.autograd.Function):
-    """Also on the first process, before which there is nothing: all take part in the gradient."""
+    """State before a shard. Runs on the first process, too: all take part in the gradient."""
 
     @staticmethod
     def forward(ctx, shards, fold, integers, *floats):
@@ -135,23 +137,25 @@ class _Before(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *d_states):
         shards, size = ctx.shards, len(ctx.needs_input_grad) - 3
-        of_parts = list(zip(*(shards.gather(d) for d in d_states), strict=True))
+        d_parts = list(zip(*(shards.gather(d) for d in d_states), strict=True))
         saved = ctx.saved_tensors
         parts = [saved[i : i + size] for i in range(0, len(saved), size)]
         with torch.enable_grad():
-            own = [t.detach().requires_grad_() for t in parts[shards.rank]]
-            parts[shards.rank] = own
+            local = [t.detach().requires_grad_() for t in parts[shards.rank]]
+            parts[shards.rank] = local
             states = ctx.fold(parts, ctx.integers)
             pairs = [
                 (state, d_state)
-                for state, d_state in zip(_flat(states), _flat(of_parts), strict=True)
+                for state, d_state in zip(_flat(states), _flat(d_parts), strict=True)
                 if state.requires_grad
             ]
-        if not pairs:  # the last process, whose part nothing follows
-            return None, None, None, *(torch.zeros_like(t) for t in own)
-        of_states, d_of_states = zip(*pairs, strict=True)
-        found = torch.autograd.grad(of_states, own, d_of_states, allow_unused=True)
-        zeros = (torch.zeros_like(t) if d is None else d for t, d in zip(own, found, strict=True))
+        if not pairs:  # the last process: no shard follows its own
+            return None, None, None, *(torch.zeros_like(t) for t in local)
+        outputs, d_outputs = zip(*pairs, strict=True)
+        gradients = torch.autograd.grad(outputs, local, d_outputs, allow_unused=True)
+        zeros = (
+            torch.zeros_like(t) if d is None else d for t, d in zip(local, gradients, strict=True)
+        )
         return None, None, None, *zeros
 
 

@@ -1,4 +1,4 @@
-"""Tensor parallel plans of torch for the linear maps of a `TorchModule`."""
+"""Tensor-parallel styles of torch for the linear layers of a `TorchModule`."""
 
 from typing import Any
 
@@ -8,19 +8,19 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 
 class ColumnParallel(ParallelStyle):
-    """A linear map whose outputs are split over the devices, for torch's `parallelize_module`.
+    """Splits the outputs of a linear layer over the devices, for torch's `parallelize_module`.
 
     ```
     y_i = W_i x + b_i
     ```
 
-    As `torch.distributed.tensor.parallel.ColwiseParallel`, which takes modules of torch alone,
-    whose weights are `[outputs, inputs]`: kernels of Keras are `[inputs, outputs]`. A device i has
-    W_i and b_i, those of its channels or heads, and works on them alone, in our operations as
-    well, up to a `RowParallel` map. torch refuses heads that cannot be split evenly.
+    `torch.distributed.tensor.parallel.ColwiseParallel` takes only modules of torch, whose weights
+    are `[outputs, inputs]`; kernels of Keras are `[inputs, outputs]`. Device i has W_i and b_i of
+    its channels or heads and computes only these, including in the operations of this package, up
+    to a `RowParallel` layer. torch raises an error for heads that cannot be split evenly.
 
-    Activations are `DTensor`s, which have the shapes of the whole. So all of a step runs inside
-    `implicit_replication`, and what the plan does not name is replicated by `distribute_module`:
+    Activations are `DTensor`s, which have global shapes. Run the whole step inside
+    `implicit_replication`; `distribute_module` replicates weights that are not in the plan:
 
     ```
     from torch.distributed.device_mesh import init_device_mesh
@@ -49,17 +49,17 @@ class ColumnParallel(ParallelStyle):
         kernel = getattr(module, "kernel", None)
         if not isinstance(kernel, torch.nn.Parameter) or kernel.ndim != 2:
             raise ValueError(
-                f"`{type(self).__name__}` splits linear maps, with a `kernel` [inputs, outputs]; "
+                f"`{type(self).__name__}` splits linear layers with a `kernel` [inputs, outputs]; "
                 f"got {getattr(module, 'layer', module)}."
             )
         return distribute_module(module, device_mesh, self._split, None, self._gather)
 
     def _split(self, name, module, mesh):
-        for of_parameter, parameter in list(module.named_parameters(recurse=False)):
-            placement = getattr(self, of_parameter, Replicate())
+        for parameter_name, parameter in list(module.named_parameters(recurse=False)):
+            placement = getattr(self, parameter_name, Replicate())
             split = distribute_tensor(parameter.detach(), mesh, [placement])
             module.register_parameter(
-                of_parameter, torch.nn.Parameter(split, requires_grad=parameter.requires_grad)
+                parameter_name, torch.nn.Parameter(split, requires_grad=parameter.requires_grad)
             )
 
     def _gather(self, module, output, mesh):
@@ -67,13 +67,13 @@ class ColumnParallel(ParallelStyle):
 
 
 class RowParallel(ColumnParallel):
-    """A linear map whose inputs are split over the devices, behind a `ColumnParallel` one.
+    """Splits the inputs of a linear layer that follows a `ColumnParallel` one.
 
     ```
     y = sum_i W_i x_i + b
     ```
 
-    The devices' parts are added, which is all that they exchange.
+    The only communication is the sum of the devices' partial outputs.
 
     Raises:
         ValueError: the plan names a module without a kernel of two axes.

@@ -11,7 +11,7 @@ import numpy as np
 from keras import ops
 
 from keras_recurrent.checkpoints import files
-from keras_recurrent.devices.jax_processes import whole
+from keras_recurrent.devices.jax_processes import gather_to_numpy
 from keras_recurrent.generation.cache_key import Fit
 
 FORMAT, VERSION = "keras_recurrent.generation_cache", 2
@@ -130,4 +130,4 @@ def _checksum(tensors):
 
 
 def _as_numpy(array):
-    return np.ascontiguousarray(whole(array))
+    return np.ascontiguousarray(gather_to_numpy(array))

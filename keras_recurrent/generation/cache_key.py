@@ -9,7 +9,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_recurrent.devices.jax_processes import several, whole
+from keras_recurrent.devices.jax_processes import gather_to_numpy, is_multi_process
 
 SAMPLED = 256  # numbers of each weight
 
@@ -92,10 +92,10 @@ def check_fit(fit, model, name="cache"):
 def _fingerprint(weights):
     """A hash of numbers evenly spaced in each weight, which reads little from the device."""
     parts = [ops.cast(_sample(weight), "float32") for weight in weights]
-    if parts and not several():
+    if parts and not is_multi_process():
         parts = [ops.concatenate(parts)]  # one copy from the device
     # One program that joins parts of several processes has been seen to wait forever on CPUs.
-    numbers = np.concatenate([np.zeros(0, "float32"), *map(whole, parts)])
+    numbers = np.concatenate([np.zeros(0, "float32"), *map(gather_to_numpy, parts)])
     shapes = json.dumps([list(weight.shape) for weight in weights])
     return hashlib.sha256(shapes.encode() + numbers.astype("<f4").tobytes()).hexdigest()
 

@@ -6,7 +6,7 @@ import numpy as np
 from keras import ops
 
 from keras_recurrent.checks.arguments import check_boolean
-from keras_recurrent.devices.jax_layouts import any_number_of_rows
+from keras_recurrent.devices.jax_layouts import allow_uneven_batches
 from keras_recurrent.generation.cache import new_cache
 from keras_recurrent.generation.cache_key import fit_of
 from keras_recurrent.generation.lengths import bucket
@@ -109,7 +109,7 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
         check_boolean("strip_prompt", strip_prompt)
         check_boolean("return_cache", return_cache)
         if cache is None and not return_cache:
-            with any_number_of_rows():
+            with allow_uneven_batches():
                 return super().generate(inputs, max_length, stop_token_ids, strip_prompt)
         loops = self._own_loops("return_cache" if cache is None else "cache")
         stops = self._stop_token_ids(stop_token_ids)

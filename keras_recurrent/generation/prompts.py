@@ -9,7 +9,7 @@ from keras import ops
 from keras_recurrent.checks.arguments import check_positive_integer, check_tensor, is_finite_number
 from keras_recurrent.checks.dtypes import check_dtype
 from keras_recurrent.checks.token_ids import check_token_ids
-from keras_recurrent.devices.jax_processes import whole
+from keras_recurrent.devices.jax_processes import gather_to_numpy
 from keras_recurrent.generation.cache import GenerationCache
 from keras_recurrent.training.samples import check_prompts
 
@@ -194,7 +194,7 @@ def check_rows(inputs, vocabulary_size, empty=False):
         raise ValueError(f"`token_ids` must be integers; got {dtype}. Cast them first.")
     dtype = keras.backend.standardize_dtype(inputs["padding_mask"].dtype)
     check_dtype("generate", "padding_mask", dtype)
-    real = whole(inputs["padding_mask"]).astype("bool")
+    real = gather_to_numpy(inputs["padding_mask"]).astype("bool")
     shapes = [tuple(ops.shape(inputs["token_ids"])), real.shape]
     if shapes[0] != shapes[1] or len(shapes[0]) != 2 or not shapes[0][0]:
         raise ValueError(
@@ -208,7 +208,7 @@ def check_rows(inputs, vocabulary_size, empty=False):
             "`padding_mask`: prompts must stand at the left of their rows, without gaps. Move the "
             "padding to the right; new tokens are written there."
         )
-    token_ids = whole(inputs["token_ids"])
+    token_ids = gather_to_numpy(inputs["token_ids"])
     check_token_ids("token_ids", token_ids, vocabulary_size, real)
 
 
@@ -266,5 +266,5 @@ def check_stop_tokens(ids, vocabulary_size):
 
 def tokens_and_lengths(inputs):
     """The tokens [B, T] of prompts, and their lengths [B]: NumPy arrays."""
-    token_ids, mask = (whole(inputs[name]) for name in ("token_ids", "padding_mask"))
+    token_ids, mask = (gather_to_numpy(inputs[name]) for name in ("token_ids", "padding_mask"))
     return token_ids.astype("int32"), mask.astype("bool").sum(axis=1).astype("int32")

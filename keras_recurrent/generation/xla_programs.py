@@ -7,8 +7,8 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_recurrent.devices.jax_layouts import where_divided
-from keras_recurrent.devices.jax_processes import whole
+from keras_recurrent.devices.jax_layouts import drop_uneven_axes
+from keras_recurrent.devices.jax_processes import gather_to_numpy
 from keras_recurrent.dispatch import chosen_name
 from keras_recurrent.generation import loop
 from keras_recurrent.generation.lengths import bucket, initial_cache
@@ -46,7 +46,7 @@ class Programs:
         if keep and cache is None:
             cache = initial_cache(self._model, len(lengths), token_ids.shape[1], keep)
         token_ids, lengths, *after = self._write(*given, stop_token_ids, cache, keep)
-        token_ids, lengths = map(whole, (token_ids, lengths))
+        token_ids, lengths = map(gather_to_numpy, (token_ids, lengths))
         return token_ids[:, : int(given[2])], lengths, after[0] if keep else None
 
     def steps(self, token_ids, lengths, stop_token_ids, cache=None):
@@ -93,7 +93,7 @@ class Steps:
         # Before the host waits for the device. Where all rows have just met stop tokens, this step
         # changes nothing.
         self._launch()
-        return whole(self._walk.token)[:, 0]
+        return gather_to_numpy(self._walk.token)[:, 0]
 
     def cache(self):
         """What each row has seen: all its tokens but the last."""
@@ -123,7 +123,7 @@ def _distributed(array):
     distribution = keras.distribution.distribution()
     if distribution is None:
         return array
-    layout = where_divided(distribution.get_data_layout(array.shape), array.shape)
+    layout = drop_uneven_axes(distribution.get_data_layout(array.shape), array.shape)
     return keras.distribution.distribute_tensor(array, layout)
 
 

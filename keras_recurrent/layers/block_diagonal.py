@@ -3,7 +3,7 @@
 import keras
 from keras import ops
 
-from keras_recurrent.devices.jax_layouts import flat_tokens
+from keras_recurrent.devices.jax_layouts import flatten_tokens
 from keras_recurrent.layers.initializers import clone_initializer
 from keras_recurrent.layers.remat import no_further_remat
 
@@ -36,7 +36,7 @@ def apply_blocks(dense, inputs):
     """
     num_blocks, _, units = dense.bias.shape
     width = inputs.shape[-1] // num_blocks
-    tokens, in_rows = flat_tokens(inputs)
+    tokens, in_rows = flatten_tokens(inputs)
     blocks = ops.transpose(ops.reshape(tokens, (-1, num_blocks, width)), (1, 0, 2))
     outputs = ops.transpose(dense(blocks), (1, 0, 2))
     return in_rows(ops.reshape(outputs, (-1, num_blocks * units)))

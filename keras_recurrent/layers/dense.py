@@ -1,6 +1,6 @@
 """Linear maps of the tokens of a sequence."""
 
-from keras_recurrent.devices.jax_layouts import flat_tokens
+from keras_recurrent.devices.jax_layouts import flatten_tokens
 
 
 def apply_to_tokens(dense, inputs):
@@ -9,5 +9,5 @@ def apply_to_tokens(dense, inputs):
     The gradient of the weight sums over all tokens. If these were two axes, XLA on a CPU would
     first write a transposed copy of the output's gradient.
     """
-    tokens, in_rows = flat_tokens(inputs)
+    tokens, in_rows = flatten_tokens(inputs)
     return in_rows(dense(tokens))

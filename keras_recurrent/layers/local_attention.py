@@ -4,7 +4,7 @@ import keras
 from keras import ops
 
 from keras_recurrent.checks.arguments import check_number, check_positive_integer, is_finite_number
-from keras_recurrent.devices.jax_layouts import check_whole_rows
+from keras_recurrent.devices.jax_layouts import check_whole_sequences
 from keras_recurrent.layers.initializers import clone_initializer
 from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.layers.rotary import rotate
@@ -116,7 +116,7 @@ class LocalAttention(StreamingLayer):
         check_positive_integer("num_key_value_heads", num_key_value_heads)
         check_positive_integer("head_dim", head_dim)
         if sliding_window is None:
-            check_whole_rows("`LocalAttention` without a `sliding_window`")
+            check_whole_sequences("`LocalAttention` without a `sliding_window`")
         else:
             check_positive_integer("sliding_window", sliding_window)
             sliding_window = int(sliding_window)

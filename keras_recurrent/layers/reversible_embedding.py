@@ -2,7 +2,7 @@
 
 import keras
 
-from keras_recurrent.devices.jax_layouts import laid_out
+from keras_recurrent.devices.jax_layouts import apply_layout
 from keras_recurrent.layers import one_token
 
 
@@ -23,7 +23,7 @@ class ReversibleEmbedding(keras.layers.ReversibleEmbedding):
         outputs = one_token.logits(inputs, self) if reverse else None
         if outputs is None:
             outputs = super().call(inputs, reverse)
-        return laid_out(outputs, "logits" if reverse else "hidden_states")
+        return apply_layout(outputs, "logits" if reverse else "hidden_states")
 
     def quantized_call(self, inputs, reverse=False):
         outputs = one_token.logits(inputs, self) if reverse else None

@@ -9,7 +9,7 @@ from keras_recurrent.portable import sequences as portable
 
 def reverse(*tensors):
     """Each tensor `[B, T, ...]` from its last token to its first; None stays None."""
-    split_time.refuse("`go_backwards=True`")
+    split_time.check_not_split("`go_backwards=True`")
     return tuple(None if x is None else ops.flip(x, axis=1) for x in tensors)
 
 
@@ -45,7 +45,7 @@ def repeat_over_padding(output, mask, before):
 
     before: `[B, D]`, what stands at padding in front of a row's first real token; None: 0.
     """
-    split_time.refuse("`zero_output_for_mask=False`")
+    split_time.check_not_split("`zero_output_for_mask=False`")
     if dispatch.exports():
         return portable.repeat_over_padding(output, mask, before)
     length, real = ops.shape(mask)[1], ops.cast(mask, "int32")

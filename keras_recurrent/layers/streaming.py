@@ -317,7 +317,7 @@ class StreamingLayer(RecomputableLayer):
         """What the call returns of the outputs over time, from what `stream` returned."""
         mask = None if mask is None else ops.cast(mask, "bool")
         if not self.return_sequences:
-            split_time.refuse("`return_sequences=False`")
+            split_time.check_not_split("`return_sequences=False`")
             last = self.last_output(after)
             if last is not None:
                 return last

@@ -8,7 +8,7 @@ from keras import ops
 from keras_recurrent import dispatch
 from keras_recurrent.backends.constants import PADDING, STARTS
 from keras_recurrent.devices import split_time
-from keras_recurrent.devices.jax_layouts import laid_out
+from keras_recurrent.devices.jax_layouts import apply_layout
 from keras_recurrent.ops.operation import symbolic
 from keras_recurrent.ops.token_kind import token_kind
 from keras_recurrent.portable.positions import positions
@@ -128,25 +128,25 @@ def _find(inputs, mask, segment_ids, segment, position, uses_position, return_st
     """A dict: `kind` if anything is given, `position`, `next_segment` and `next_position`."""
     found = {}
     if return_state or segment is not None:
-        split_time.refuse("A state of a layer or network")
+        split_time.check_not_split("A state of a layer or network")
     # Devices with parts of a row each find this of the whole row, and so send nothing.
     if mask is not None:
-        mask = laid_out(ops.cast(mask, "bool"), "tokens")
+        mask = apply_layout(ops.cast(mask, "bool"), "tokens")
     if segment_ids is not None:
-        segment_ids = laid_out(segment_ids, "tokens")
+        segment_ids = apply_layout(segment_ids, "tokens")
     if segment is not None:
         segment = ops.cast(segment, "int32")
     if any(tensor is not None for tensor in (mask, segment_ids, segment)):
         kind = token_kind(inputs, mask, segment_ids, segment)
-        found["kind"] = laid_out(kind, "tokens")
+        found["kind"] = apply_layout(kind, "tokens")
     if uses_position:
         one_document = mask is None and segment_ids is None
         kind = None if one_document else found["kind"]
-        shards = split_time.shards()
+        shards = split_time.active_shards()
         if shards is not None:
-            found["position"] = shards.of_whole_rows(token_position, inputs, kind)
+            found["position"] = shards.run_whole(token_position, inputs, kind)
         else:
-            found["position"] = laid_out(token_position(inputs, kind, position), "tokens")
+            found["position"] = apply_layout(token_position(inputs, kind, position), "tokens")
     if return_state:
         if uses_position:
             last = found["position"][:, -1]

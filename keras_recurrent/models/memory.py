@@ -12,7 +12,7 @@ from keras import backend, tree
 from keras_recurrent import compat
 from keras_recurrent.checkpoints import loading
 from keras_recurrent.checks.arguments import check_positive_integer
-from keras_recurrent.devices.jax_layouts import axis_size, where_divided
+from keras_recurrent.devices.jax_layouts import axis_size, drop_uneven_axes
 from keras_recurrent.layers.tokens import initial_places
 from keras_recurrent.models.recurrent_backbone import RecurrentBackbone
 
@@ -177,7 +177,7 @@ def _bytes_of_weights(weights, layout_map):
     total = 0
     for weight in weights:
         layout = layout_map and layout_map[weight.path]
-        if layout and where_divided(layout, weight.shape).axes != tuple(layout.axes):
+        if layout and drop_uneven_axes(layout, weight.shape).axes != tuple(layout.axes):
             raise ValueError(
                 f"`layout_map` splits the weight `{weight.path}` of shape {tuple(weight.shape)} by "
                 f"{tuple(layout.axes)} over a mesh of {layout.device_mesh.shape}, which does not "
@@ -188,7 +188,7 @@ def _bytes_of_weights(weights, layout_map):
 
 
 def _layout_of_state(layout_map, path, shape):
-    """As `keras_recurrent.devices.jax_layouts.state_laid_out` chooses it."""
+    """As `keras_recurrent.devices.jax_layouts.apply_state_layout` chooses it."""
     if layout_map is None:
         return None
     layout = layout_map["/".join(("state", *map(str, path)))]
@@ -196,7 +196,7 @@ def _layout_of_state(layout_map, path, shape):
         rows, _ = layout_map["tokens"].axes
         axes = (rows, *[None] * (len(shape) - 1))
         layout = keras.distribution.TensorLayout(axes, layout_map.device_mesh)
-    return where_divided(layout, shape)
+    return drop_uneven_axes(layout, shape)
 
 
 def _shape_on_a_device(layout, shape):

@@ -9,7 +9,7 @@ from keras_recurrent.checkpoints.export import export
 from keras_recurrent.checks.arguments import check_positive_integer
 from keras_recurrent.checks.shapes import check_rank_known
 from keras_recurrent.checks.states import check_per_token, check_sizes_of_state, check_state
-from keras_recurrent.devices.jax_layouts import check_layout, state_laid_out
+from keras_recurrent.devices.jax_layouts import apply_state_layout, check_layout
 from keras_recurrent.devices.jax_processes import SavedByAllProcesses
 from keras_recurrent.layers import one_token
 from keras_recurrent.layers.reversible_embedding import ReversibleEmbedding
@@ -179,7 +179,7 @@ class RecurrentBackbone(
         x = self.final_norm(x)
         if cache is None:
             return x, None
-        return x, state_laid_out({"blocks": tuple(states), **places})
+        return x, apply_state_layout({"blocks": tuple(states), **places})
 
     def block_arguments(self, embeddings):
         """A dictionary of further call arguments for each block, such as its lower bound."""
@@ -213,7 +213,7 @@ class RecurrentBackbone(
             block.own_initial_state(batch_size, max_length) for block in self.transformer_layers
         )
         places = initial_places(batch_size, self.uses_position)
-        return state_laid_out({"blocks": blocks, **places})
+        return apply_state_layout({"blocks": blocks, **places})
 
     def export_to_transformers(self, path, dtype=None, max_shard_size=5):
         """Writes the network as a checkpoint; see the method of the language model."""

@@ -2,7 +2,7 @@
 
 import keras
 
-from keras_recurrent.devices.jax_layouts import laid_out
+from keras_recurrent.devices.jax_layouts import apply_layout
 from keras_recurrent.layers import StreamingLayer, one_token
 from keras_recurrent.layers.remat import no_further_remat
 
@@ -101,8 +101,10 @@ class ResidualBlock(StreamingLayer):
             return_state=True,
             **kwargs,
         )
-        x = laid_out(inputs + x, "hidden_states")
-        x = laid_out(x + self.inner(self.mlp, self.inner(self.channel_norm, x)), "hidden_states")
+        x = apply_layout(inputs + x, "hidden_states")
+        x = apply_layout(
+            x + self.inner(self.mlp, self.inner(self.channel_norm, x)), "hidden_states"
+        )
         return x, {"temporal_block": after}
 
     def get_config(self):

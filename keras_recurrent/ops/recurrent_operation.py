@@ -48,7 +48,7 @@ class RecurrentOperation(Operation):
             initial_state = cls.cast_state(initial_state, tensors)
         options = dict(options)
         if options.pop("reverse"):
-            split_time.refuse("`reverse=True`")
+            split_time.check_not_split("`reverse=True`")
             tensors = {
                 name: ops.flip(t, axis=1) if t is not None and "T" in cls.shapes[name] else t
                 for name, t in tensors.items()

@@ -70,9 +70,9 @@ def token_kind(like, mask=None, segment_ids=None, previous_segment_id=None, init
     if symbolic({"like": like, "initial_state": initial_state}, tokens):
         return TokenKind().symbolic_call(like, **tokens, initial_state=initial_state)
     mask, segment_ids, previous = tokens.values()
-    shards = split_time.shards()
+    shards = split_time.active_shards()
     if shards is not None:
-        return shards.of_whole_rows(
+        return shards.run_whole(
             lambda like, mask, segments: token_kind(like, mask, segments, previous, initial_state),
             *(like, mask, segment_ids),
         )

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, which need no file, and SentencePiece, which checkpoints bring."""
+"""Tokenizers: bytes, without a vocabulary file, and the SentencePiece files of checkpoints."""
 
 from keras_recurrent.tokenizers.byte_tokenizer import ByteTokenizer
 from keras_recurrent.tokenizers.sentence_piece_tokenizer import SentencePieceTokenizer

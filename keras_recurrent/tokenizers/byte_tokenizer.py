@@ -1,4 +1,4 @@
-"""Text as bytes, with start, end and padding tokens."""
+"""Byte tokenizer with start, end and padding tokens."""
 
 import keras
 import keras_hub
@@ -13,17 +13,17 @@ VOCABULARY_SIZE = FIRST_BYTE + 256
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class ByteTokenizer(keras_hub.tokenizers.ByteTokenizer):
-    """Turns text into its UTF-8 bytes and back. It needs no file and knows every text.
+    """Tokenizes text as UTF-8 bytes, without a vocabulary file and without unknown tokens.
 
     Tokens are 0 for padding, 1 for the start and 2 for the end of a document, and 3 to 258 for the
-    bytes 0 to 255: `vocabulary_size()` is 259. Text is taken as it is, neither lowercased nor
-    normalized, so `detokenize(tokenize(text)) == text`. It runs with or without TensorFlow
-    installed, also inside `tf.data` and Grain pipelines.
+    bytes 0 to 255: `vocabulary_size()` is 259. Text is neither lowercased nor normalized, so
+    `detokenize(tokenize(text)) == text`. It runs with or without TensorFlow installed, also inside
+    `tf.data` and Grain pipelines.
 
     Args:
-        errors: `"replace"`, `"ignore"` or `"strict"`: what `detokenize` does with bytes that are
-            not valid UTF-8, as a model may write them, and with ids of 259 and more. Defaults to
-            `"replace"`, which writes U+FFFD for them.
+        errors: `"replace"`, `"ignore"` or `"strict"`: the treatment by `detokenize` of bytes that
+            are not valid UTF-8, which a model may generate, and of ids of 259 and more. Defaults to
+            `"replace"`, which yields U+FFFD.
         dtype: integer dtype of the tokens. Defaults to `"int32"`.
         **kwargs: `name`, as for any layer.
 
@@ -32,7 +32,7 @@ class ByteTokenizer(keras_hub.tokenizers.ByteTokenizer):
 
     Returns:
         A list of tokens for every string, an array for a single string, a ragged tensor inside
-        `tf.data`. Start and end tokens are left to the preprocessor.
+        `tf.data`. The preprocessor adds start and end tokens.
 
     Raises:
         ValueError: `dtype` is not an integer type, or `errors` is unknown; in `detokenize` with
@@ -55,31 +55,31 @@ class ByteTokenizer(keras_hub.tokenizers.ByteTokenizer):
         self._add_special_token("<end>", "end_token")
         self._add_special_token("<pad>", "pad_token")
         super().__init__(lowercase=False, errors=errors, dtype=dtype, **kwargs)
-        # Without weights it is ready, but a model would refuse to quantize a layer not built.
+        # There are no weights to build, but `quantize` of a model rejects layers not built.
         self.built = True
 
     def vocabulary_size(self):
-        """The number of tokens: 259."""
+        """Returns the number of tokens, 259."""
         return VOCABULARY_SIZE
 
     def get_vocabulary(self):
-        """A dictionary of all tokens and their ids; a byte goes by the character of its number."""
+        """Returns `{token: id}` of all tokens. The token of a byte is the character of its code."""
         return {self.id_to_token(id): id for id in range(VOCABULARY_SIZE)}
 
     def id_to_token(self, id):
-        """The token of an id: `"<pad>"`, `"<start>"`, `"<end>"`, or the byte as a character."""
+        """Returns the token of an id: `"<pad>"`, `"<start>"`, `"<end>"`, or a byte's character."""
         if not 0 <= id < VOCABULARY_SIZE:
             raise ValueError(f"`id` must be from 0 to {VOCABULARY_SIZE - 1}. Received: {id}")
         return SPECIAL_TOKENS[id] if id < FIRST_BYTE else chr(id - FIRST_BYTE)
 
     def token_to_id(self, token):
-        """The id of a token, see `id_to_token`."""
+        """Returns the id of a token; see `id_to_token`."""
         if token in SPECIAL_TOKENS:
             return SPECIAL_TOKENS.index(token)
         if len(token) != 1 or ord(token) > 255:
             raise ValueError(
-                "`token` must be a special token or one character of the codes 0 to 255, which "
-                f"stands for a byte. Received: {token!r}"
+                "`token` must be a special token or one character with a code from 0 to 255, for "
+                f"the byte of that code. Received: {token!r}"
             )
         return FIRST_BYTE + ord(token)
 
@@ -88,7 +88,7 @@ class ByteTokenizer(keras_hub.tokenizers.ByteTokenizer):
 
     @compat.preprocessing_function
     def _tokenize_tf(self, inputs):
-        # KerasHub's own fails on an empty string that stands alone.
+        # KerasHub's method fails on a single empty string.
         import tensorflow as tf
 
         single = inputs.shape.rank == 0
@@ -103,7 +103,7 @@ class ByteTokenizer(keras_hub.tokenizers.ByteTokenizer):
         return texts if batched else texts[0]
 
     def _decode(self, ids):
-        # 255 is a byte that UTF-8 never uses, so `errors` decides about unknown ids, too.
+        # UTF-8 never uses the byte 255, so `errors` applies to unknown ids, too.
         codes = np.minimum(ids[ids >= FIRST_BYTE] - FIRST_BYTE, 255)
         return codes.astype("uint8").tobytes().decode("utf-8", errors=self.errors)
 
@@ -130,14 +130,14 @@ class ByteTokenizer(keras_hub.tokenizers.ByteTokenizer):
 
     def get_config(self):
         config = super().get_config()
-        # What a byte tokenizer without loss has no use for.
+        # Arguments that a lossless byte tokenizer does not use.
         for key in ("lowercase", "sequence_length", "normalization_form", "replacement_char"):
             del config[key]
         return config
 
 
 def _shift(tokens):
-    """Makes room for the special tokens, in nested lists, arrays and ragged tensors."""
+    """Shifts ids past the special tokens, in nested lists, arrays and ragged tensors."""
     if isinstance(tokens, list):
         return [_shift(t) for t in tokens]
     return tokens + FIRST_BYTE

@@ -1,4 +1,4 @@
-"""SentencePiece, with start, end and padding tokens by their ids."""
+"""SentencePiece tokenizer with start, end and padding tokens given by id."""
 
 import contextlib
 import os
@@ -12,8 +12,8 @@ SPECIAL_TOKENS = ("start_token", "end_token", "pad_token")
 
 
 @contextlib.contextmanager
-def faults_of(path):
-    """Makes what goes wrong inside, in one of several packages, a ValueError that names a file."""
+def describe_errors(path):
+    """Re-raises errors of any package, other than ImportError, as a ValueError with the path."""
     try:
         yield
     except ImportError:
@@ -24,15 +24,15 @@ def faults_of(path):
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class SentencePieceTokenizer(keras_hub.tokenizers.SentencePieceTokenizer):
-    """A SentencePiece tokenizer for any family of models, as checkpoints bring it.
+    """SentencePiece tokenizer of a checkpoint, for any family of models.
 
-    KerasHub's tokenizers know their special tokens by name, one class a family. Here they are ids,
-    as `config.json` of a checkpoint and the SentencePiece file itself have them.
+    KerasHub's tokenizers identify special tokens by name, with one class per family. This class
+    identifies them by id, as `config.json` of a checkpoint and the SentencePiece file do.
 
     Args:
-        proto: the path or the bytes of a SentencePiece file; None: it is loaded later.
-        start_token_id, end_token_id, pad_token_id: integers; None: as the file says, where a file
-            without padding pads with its end token.
+        proto: path or bytes of a SentencePiece file. None: it is loaded later.
+        start_token_id, end_token_id, pad_token_id: integers. None: the ids of the file; a file
+            without a padding token pads with its end token.
         dtype: integer dtype of the tokens. Defaults to `"int32"`.
         **kwargs: as in `keras_hub.tokenizers.SentencePieceTokenizer`.
 
@@ -41,7 +41,7 @@ class SentencePieceTokenizer(keras_hub.tokenizers.SentencePieceTokenizer):
 
     Returns:
         A list of tokens for every string, an array for a single string, a ragged tensor inside
-        `tf.data`. Start and end tokens are left to the preprocessor.
+        `tf.data`. The preprocessor adds start and end tokens.
 
     Raises:
         ValueError: the file has no start or end token and none is given, or an id is not in it.
@@ -77,23 +77,21 @@ class SentencePieceTokenizer(keras_hub.tokenizers.SentencePieceTokenizer):
         self._given_pad_token_id = pad_token_id
         self._special_token_attrs = list(SPECIAL_TOKENS)
         super().__init__(proto=proto, dtype=dtype, **kwargs)
-        # Without weights it is ready, but a model would refuse to quantize a layer not built.
+        # There are no weights to build, but `quantize` of a model rejects layers not built.
         self.built = True
 
     @classmethod
     def from_preset(cls, preset, **kwargs):
-        """The tokenizer of a checkpoint or a directory of `save_to_preset`.
+        """Loads the tokenizer of a checkpoint or of a directory of `save_to_preset`.
 
         Raises:
-            ValueError: the tokenizer there is another one, or there is none.
+            ValueError: the preset has another tokenizer, or none.
         """
         tokenizer = compat.installed_preset_loader(preset).load_tokenizer(cls, **kwargs)
         if not isinstance(tokenizer, cls):
             raise ValueError(f"The tokenizer of {preset!r} is a `{type(tokenizer).__name__}`.")
         if tokenizer.proto is None:
-            raise ValueError(
-                f"{preset!r} brings no SentencePiece file. Pass one of your own as `proto`."
-            )
+            raise ValueError(f"{preset!r} has no SentencePiece file. Pass one as `proto`.")
         return tokenizer
 
     def load_assets(self, dir_path):
@@ -101,29 +99,29 @@ class SentencePieceTokenizer(keras_hub.tokenizers.SentencePieceTokenizer):
         path = os.path.join(dir_path, name)
         with open(path, "rb") as file:
             proto = file.read()
-        with faults_of(path):
-            self.set_proto(proto)  # by its path, KerasHub leaves the file open
+        with describe_errors(path):
+            self.set_proto(proto)  # given a path, KerasHub leaves the file open
 
     def _update_special_token_ids(self):
-        # KerasHub calls this once the file is there.
+        # KerasHub calls this after the file is loaded.
         file = self._sentence_piece_spm
-        of_file = {
+        file_ids = {
             "start_token": file.bos_id(),
             "end_token": file.eos_id(),
             "pad_token": file.pad_id() if file.pad_id() >= 0 else file.eos_id(),
         }
         for name in SPECIAL_TOKENS:
             given = getattr(self, f"_given_{name}_id")
-            id = of_file[name] if given is None else given
+            id = file_ids[name] if given is None else given
             if not 0 <= id < self.vocabulary_size():
                 raise ValueError(
                     f"`{name}_id` must be from 0 to {self.vocabulary_size() - 1}, the tokens of "
-                    f"the SentencePiece file; got {given}, where the file says {of_file[name]}."
+                    f"the SentencePiece file; got {given}, and the file has {file_ids[name]}."
                 )
             setattr(self, f"{name}_id", id)
             setattr(self, name, self.id_to_token(id))
 
-    # A model may have room for more tokens than the file has, and write them: they are unknown.
+    # The vocabulary of a model may be larger than the file's. It may generate such ids: unknown.
 
     def _canonicalize_detokenize_spm_inputs(self, inputs):
         rows, batched = super()._canonicalize_detokenize_spm_inputs(inputs)

@@ -4,7 +4,7 @@ import sys
 
 import keras
 
-from keras_recurrent.devices.torch_processes import HOW, check_not_sharded, number_of_processes
+from keras_recurrent.devices.torch_processes import MODULE_HINT, check_not_sharded, count_processes
 
 
 class TorchTraining:
@@ -36,12 +36,12 @@ class TorchTraining:
         Raises:
             RuntimeError: torch has several, and nothing averages their gradients.
         """
-        processes = number_of_processes()
+        processes = count_processes()
         if processes > 1 and keras.distribution.distribution() is None:
             raise RuntimeError(
                 f"`fit` would train {processes} different models: `torch.distributed` has "
                 f"{processes} processes, and nothing averages their gradients, also beside "
-                f"`DistributedDataParallel(model)`, which averages in its own calls. {HOW}"
+                f"`DistributedDataParallel(model)`, which averages in its own calls. {MODULE_HINT}"
             )
         return super().make_train_function(force)  # type: ignore[misc]
 

@@ -98,7 +98,10 @@ def test_an_index_and_its_files(tmp_path):
         (lambda index: index.update({NORM: "part2.safetensors"}), "no part2.safetensors"),
         (lambda index: index.update({NORM: "part1.safetensors"}), f"'{NORM}' is in the file alone"),
         (lambda index: index.update(x="part1.safetensors"), "'x' is in the index alone"),
-        (lambda index: index.update({NORM: "../part0.safetensors"}), "beside the index alone"),
+        (
+            lambda index: index.update({NORM: "../part0.safetensors"}),
+            "only from .safetensors files",
+        ),
         (lambda index: index.update({NORM: "part0.bin"}), "names 'part0.bin'"),
         (lambda index: index.update({NORM: 3}), "names 3. Tensors are read"),
         (lambda index: index.update({NORM: ["part0.safetensors"]}), "names .'part0.safetensors'."),
@@ -166,7 +169,7 @@ def test_pickled_weights_are_not_read(tmp_path, nothing_built):
         ({"hidden_act": "gelu"}, "'hidden_act', which this version does not know"),
         ({"block_types": ["recurrent", "mamba"]}, "'block_types' is .*'recurrent' and 'attention'"),
         ({"block_types": []}, "'block_types' is"),
-        ({"conv1d_width": 3}, "'conv1d_width' is 3 .* serves 4"),
+        ({"conv1d_width": 3}, "'conv1d_width' is 3 .* supports 4"),
         ({"attention_bias": True}, "'attention_bias' is True"),
         ({"tie_word_embeddings": False}, "'tie_word_embeddings' is False"),
         ({"intermediate_size": 191}, "'intermediate_size' is 191 .* a multiple of 2"),
@@ -187,7 +190,7 @@ def test_pickled_weights_are_not_read(tmp_path, nothing_built):
         ({"lru_width": 66}, "is 66 in .* a multiple of 'num_attention_heads', 4"),
         ({f"key{i:03}": i for i in range(500)}, "'key003' and 496 more, which this version"),
         ({"model_type": ["recurrent_gemma"]}, "'model_type' is .'recurrent_gemma'. .* a string"),
-        ({"model_type": "mamba9"}, "config.json of .* is of no model that is known"),
+        ({"model_type": "mamba9"}, "config.json of .* is of an unknown model"),
         ({"model_type": None, "registered_name": 3}, "'(model_type|registered_name)' is .* string"),
         ({"rope_parameters": {**ROPE, "rope_type": "yarn"}}, "'rope_type' is 'yarn' in 'rope_par"),
         ({"rope_parameters": {**ROPE, "factor": 8.0}}, "'rope_parameters' of .* has 'factor'"),
@@ -212,7 +215,7 @@ def test_what_a_configuration_may_leave_out(tmp_path):
     assert config["block_types"] == ("recurrent", "recurrent", "local_attention")
     assert config["sliding_window"] == 17
     path = golden.copy(tmp_path / "less", drop=("hidden_size",))
-    with pytest.raises(ValueError, match="says nothing of 'hidden_size'"):
+    with pytest.raises(ValueError, match="has no 'hidden_size'"):
         golden.model(path)
 
 
@@ -242,8 +245,8 @@ def test_more_blocks_than_there_are_tensors(tmp_path, nothing_built):
 
 def test_files_larger_than_any_configuration(tmp_path, monkeypatch):
     path = golden.copy(tmp_path / "large")
-    monkeypatch.setattr(files, "MOST_BYTES_OF_JSON", 100)
-    with pytest.raises(ValueError, match=r"config.json has .* bytes, and is not read"):
+    monkeypatch.setattr(files, "MAX_JSON_BYTES", 100)
+    with pytest.raises(ValueError, match=r"config.json has .* bytes and is not read"):
         golden.model(path)
 
 
@@ -407,7 +410,7 @@ def test_fresh_models_of_published_names_need_no_network(hub):
 @pytest.mark.parametrize(
     ("error", "kind", "match"),
     [
-        (errors.GatedRepoError, PermissionError, "accepted its terms"),
+        (errors.GatedRepoError, PermissionError, "its terms are accepted"),
         (errors.RepositoryNotFoundError, ValueError, "no repository"),
         (errors.HFValidationError, ValueError, "'hf://owner/repository'"),
         (errors.LocalEntryNotFoundError, ConnectionError, "cannot be reached"),

@@ -81,7 +81,7 @@ def test_a_round_trip_keeps_every_bit(model, path, tmp_path):
     model.export_to_transformers(tmp_path / "export")
     original = load_file(path / "model.safetensors")
     assert_same_tensors(tmp_path / "export", original, "float32")
-    of_family = layout.of_backbone(model.backbone)
+    of_family = layout.get_layout(model.backbone)
     arguments = [
         of_family.backbone_arguments(json.loads((folder / "config.json").read_text()), "a config")
         for folder in (path, tmp_path / "export")
@@ -110,7 +110,7 @@ def assert_same_tensors(folder, wanted, dtype):
 
 @pytest.mark.once
 def test_every_weight_has_its_tensor(model):
-    tensors = layout.of_backbone(model.backbone).tensors(model.backbone.get_config())
+    tensors = layout.get_layout(model.backbone).tensors(model.backbone.get_config())
     shapes = {w.path: tuple(w.shape) for w in model.backbone.weights}
     paths = [path for tensor in tensors for path in tensor.weights]
     assert sorted(paths) == sorted(shapes)

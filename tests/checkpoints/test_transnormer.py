@@ -74,14 +74,14 @@ def test_widths():
     ],
 )
 def test_what_is_not_served(key, value):
-    with pytest.raises(ValueError, match=f"'{key}' is .* in config.json; this version serves"):
+    with pytest.raises(ValueError, match=f"'{key}' is .* in config.json; this version supports"):
         TransNormer().backbone_arguments({**CONFIG, key: value}, "config.json")
 
 
 def test_keys_that_are_missing_or_not_known():
     for key in ("decoder_embed_dim", "decoder_layers", "decoder_attention_heads", "vocab_size"):
         config = {k: v for k, v in CONFIG.items() if k != key}
-        with pytest.raises(ValueError, match=f"says nothing of '{key}'"):
+        with pytest.raises(ValueError, match=f"has no '{key}'"):
             TransNormer().backbone_arguments(config, "config.json")
     with pytest.raises(ValueError, match="has 'window', which this version does not know"):
         TransNormer().backbone_arguments({**CONFIG, "window": 7}, "config.json")

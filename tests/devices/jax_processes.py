@@ -18,7 +18,7 @@ import keras  # noqa: E402
 keras.utils.set_random_seed(0)
 keras.distribution.initialize(f"localhost:{port}", num_processes=2, process_id=number)
 
-from keras_recurrent.devices.jax_processes import whole  # noqa: E402
+from keras_recurrent.devices.jax_processes import gather_to_numpy  # noqa: E402
 from tests.devices.jax_layouts import batch, make  # noqa: E402
 from tests.models.tiny import FAMILIES  # noqa: E402
 
@@ -43,7 +43,7 @@ def written(model):
 
 
 def equal(a, b):
-    arrays = [[whole(weight) for weight in model.weights] for model in (a, b)]
+    arrays = [[gather_to_numpy(weight) for weight in model.weights] for model in (a, b)]
     return all(map(np.array_equal, *arrays))
 
 

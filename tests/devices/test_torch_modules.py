@@ -96,10 +96,10 @@ def test_only_models_that_are_built_become_modules():
 
 
 def test_fit_beside_other_processes_says_the_way(monkeypatch):
-    monkeypatch.setattr("keras_recurrent.training.torch_training.number_of_processes", lambda: 2)
+    monkeypatch.setattr("keras_recurrent.training.torch_training.count_processes", lambda: 2)
     model = tiny_causal_lm(family="hgrn2")
     model.compile("adam", model.loss)
     with pytest.raises(RuntimeError, match=r"2 different models.*torch_modules.TorchModule"):
         model.fit(X, X["token_ids"], verbose=0)
-    assert torch_processes.number_of_processes() == 1
+    assert torch_processes.count_processes() == 1
     model.evaluate(X, X["token_ids"], verbose=0)

@@ -29,7 +29,7 @@ def test_models():
 
 
 def test_a_fault_of_another_type_is_told(monkeypatch):
-    def unchecked(self, key, default=1, multiple_of=1, most=None):
+    def unchecked(self, key, default=1, multiple_of=1, maximum=None):
         return self._value(key, default) // multiple_of * multiple_of
 
     monkeypatch.setattr(config_reader.ConfigReader, "integer", unchecked)

@@ -69,5 +69,5 @@ def test_it_runs_inside_a_tensorflow_pipeline():
 
 @pytest.mark.once
 def test_a_preset_of_bytes_has_no_file():
-    with pytest.raises(ValueError, match="'hawk_tiny' brings no SentencePiece file"):
+    with pytest.raises(ValueError, match="'hawk_tiny' has no SentencePiece file"):
         SentencePieceTokenizer.from_preset("hawk_tiny")

@@ -12,7 +12,7 @@ model does, and says so by `window_includes_current_token`, which transformers k
 read. A model that was trained in transformers on texts longer than its window should get this key.
 """
 
-from keras_recurrent.checkpoints.config_reader import MOST_LAYERS
+from keras_recurrent.checkpoints.config_reader import MAX_LAYERS
 from keras_recurrent.checkpoints.layout import Layout
 from keras_recurrent.checkpoints.tensor_table import (
     BLOCK_BIAS,
@@ -41,28 +41,28 @@ class RecurrentGemma(Layout):
         hidden_dim = config.integer("hidden_size")
         num_query_heads = config.integer("num_attention_heads")
         rope = config.section("rope_parameters")
-        rope.only("rope_type", "default")
-        pattern = config.list_of(
+        rope.fixed("rope_type", "default")
+        pattern = config.name_list(
             "block_types", BLOCK_TYPES, default=("recurrent", "recurrent", "attention")
         )
-        config.only("_block_types", list(pattern))  # a copy of `block_types`
+        config.fixed("_block_types", list(pattern))  # a copy of `block_types`
         head_dim = config.integer("head_dim", default=hidden_dim // num_query_heads)
-        rotary = _rope_number(config, rope, "partial_rotary_factor", 0.5, most=1)
-        num_layers = config.integer("num_hidden_layers", most=MOST_LAYERS)
+        rotary = _rope_number(config, rope, "partial_rotary_factor", 0.5, maximum=1)
+        num_layers = config.integer("num_hidden_layers", maximum=MAX_LAYERS)
         mixers = pattern[:num_layers]
         if "attention" in mixers and int(rotary * head_dim) % 2:
             wanted = f"parts of 'head_dim', {head_dim}, that are an even number of channels"
-            raise config.unsupported("partial_rotary_factor", rotary, wanted)
+            raise config.unsupported_error("partial_rotary_factor", rotary, wanted)
         # transformers takes a missing number as that of the queries; the files mean 1.
         num_key_value_heads = config.integer("num_key_value_heads", default=1)
         if "attention" in mixers and num_query_heads % num_key_value_heads:
             wanted = f"what divides 'num_attention_heads', {num_query_heads}"
-            raise config.unsupported("num_key_value_heads", num_key_value_heads, wanted)
+            raise config.unsupported_error("num_key_value_heads", num_key_value_heads, wanted)
         lru_width = config.integer("lru_width", default=hidden_dim)
         if "recurrent" in mixers and lru_width % num_query_heads:
             # The gates have a block for each head.
             wanted = f"a multiple of 'num_attention_heads', {num_query_heads}"
-            raise config.unsupported("lru_width", lru_width, wanted)
+            raise config.unsupported_error("lru_width", lru_width, wanted)
         arguments = {
             "vocabulary_size": config.integer("vocab_size"),
             "num_layers": num_layers,
@@ -82,14 +82,14 @@ class RecurrentGemma(Layout):
             "final_logit_soft_cap": config.number("logits_soft_cap", default=30.0),
             "layer_norm_epsilon": config.number("rms_norm_eps", default=1e-6),
         }
-        config.only("hidden_activation", "gelu_pytorch_tanh")
-        config.only("conv1d_width", TAPS)
-        config.only("attention_bias", False)
-        config.only("attention_dropout", 0.0, 0)
-        config.only("tie_word_embeddings", True)
-        config.only("embeddings_scale_by_sqrt_dim", True)
-        config.only("rope_scaling", None)
-        rope.done()
+        config.fixed("hidden_activation", "gelu_pytorch_tanh")
+        config.fixed("conv1d_width", TAPS)
+        config.fixed("attention_bias", False)
+        config.fixed("attention_dropout", 0.0, 0)
+        config.fixed("tie_word_embeddings", True)
+        config.fixed("embeddings_scale_by_sqrt_dim", True)
+        config.fixed("rope_scaling", None)
+        rope.check_all_read()
         return arguments
 
     def requirements(self, arguments):
@@ -206,13 +206,13 @@ def _block(i, block_type, arguments):
     yield from linear("mlp_block.down_proj", m, d, "mlp/down_proj")
 
 
-def _rope_number(config, rope, key, default, most=None):
+def _rope_number(config, rope, key, default, maximum=None):
     """A number in the section of rotary positions, or outside of it in older files."""
-    outside = config.number(key, default=default, most=most)
-    inside = rope.number(key, default=outside, most=most)
+    outside = config.number(key, default=default, maximum=maximum)
+    inside = rope.number(key, default=outside, maximum=maximum)
     if key in config.config and inside != outside:
         raise ValueError(
-            f"{key!r} is {outside} in {config.where}, but {inside} in {rope.where}. Take out the "
+            f"{key!r} is {outside} in {config.source}, but {inside} in {rope.source}. Take out the "
             "one that does not hold."
         )
     return inside

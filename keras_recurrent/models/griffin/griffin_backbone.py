@@ -4,10 +4,10 @@ import keras
 
 from keras_recurrent.checks.arguments import check_boolean, check_number
 from keras_recurrent.devices.jax_layouts import (
-    axis_of_weights,
     axis_size,
     check_layout,
-    layout_map_with_axes,
+    get_weight_axis,
+    make_layout_map,
 )
 from keras_recurrent.layers import LocalAttention, RecurrentBlock, RMSNorm
 from keras_recurrent.layers.remat import no_further_remat
@@ -297,8 +297,8 @@ class GriffinBackbone(RecurrentBackbone):
         ```
         """
         data, model = data_parallel_dim_name, model_parallel_dim_name
-        layout_map = layout_map_with_axes(device_mesh, model, data)
-        data = axis_of_weights(device_mesh, data)
+        layout_map = make_layout_map(device_mesh, model, data)
+        data = get_weight_axis(device_mesh, data)
         layout_map["block.*(linear_x|linear_y|q_proj|gate_proj|up_proj)/kernel"] = (data, model)
         layout_map["block.*(linear_x|linear_y|gate_proj|up_proj)/bias"] = (model,)
         shared = num_key_value_heads % axis_size(device_mesh, model)

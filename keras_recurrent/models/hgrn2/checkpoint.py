@@ -7,7 +7,7 @@ sigmoid for the gate and silu for the input.
 
 import numpy as np
 
-from keras_recurrent.checkpoints.config_reader import MOST_LAYERS
+from keras_recurrent.checkpoints.config_reader import MAX_LAYERS
 from keras_recurrent.checkpoints.layout import Layout
 from keras_recurrent.checkpoints.tensor_table import DEPTHWISE, SAME, TRANSPOSED, Tensor, Transform
 
@@ -31,16 +31,16 @@ class HGRN2Layout(Layout):
         expand_ratio = config.integer("expand_ratio", default=hidden_dim // num_heads)
         if hidden_dim % expand_ratio:
             wanted = f"what divides 'hidden_size', {hidden_dim}"
-            raise config.unsupported("expand_ratio", expand_ratio, wanted)
+            raise config.unsupported_error("expand_ratio", expand_ratio, wanted)
         hidden_ratio = config.integer("hidden_ratio", default=4)
         third = int(hidden_dim * hidden_ratio * 2 / 3)
         has_convolutions = config.flag("use_short_conv", default=False)
         conv_size = config.integer("conv_size", default=4)
         # An early version could share one convolution between the three maps.
-        config.only("share_conv_kernel", *([False] if has_convolutions else [False, True]))
+        config.fixed("share_conv_kernel", *([False] if has_convolutions else [False, True]))
         arguments = {
             "vocabulary_size": config.integer("vocab_size"),
-            "num_layers": config.integer("num_hidden_layers", most=MOST_LAYERS),
+            "num_layers": config.integer("num_hidden_layers", maximum=MAX_LAYERS),
             "hidden_dim": hidden_dim,
             "intermediate_dim": config.integer("intermediate_size", default=-(-third // 256) * 256),
             "expand_ratio": expand_ratio,
@@ -51,9 +51,9 @@ class HGRN2Layout(Layout):
             "input_activation": "linear",
             "layer_norm_epsilon": config.number("norm_eps", default=1e-6),
         }
-        config.only("hidden_act", "swish", "silu")
-        config.only("elementwise_affine", True)
-        config.only("attn", None)  # blocks of softmax attention in between
+        config.fixed("hidden_act", "swish", "silu")
+        config.fixed("elementwise_affine", True)
+        config.fixed("attn", None)  # blocks of softmax attention in between
         return arguments
 
     def requirements(self, arguments):

@@ -4,7 +4,7 @@ Qin et al. 2023, arXiv:2307.14995. One tensor holds the maps to queries, keys, v
 one below the other; the first layer's θ has an axis of tokens between heads and channels.
 """
 
-from keras_recurrent.checkpoints.config_reader import MOST_LAYERS
+from keras_recurrent.checkpoints.config_reader import MAX_LAYERS
 from keras_recurrent.checkpoints.layout import Layout
 from keras_recurrent.checkpoints.tensor_table import SAME, TRANSPOSED, Tensor, Transform, stacked
 
@@ -23,17 +23,17 @@ class TransNormer(Layout):
 
     def read_config(self, config):
         hidden_dim = config.integer("decoder_embed_dim")
-        num_layers = config.integer("decoder_layers", most=MOST_LAYERS)
+        num_layers = config.integer("decoder_layers", maximum=MAX_LAYERS)
         num_heads = config.integer("decoder_attention_heads")
         inner = config.integer("hidden_dim", default=hidden_dim, multiple_of=num_heads)
-        config.only("linear_use_lrpe_list", _first_of(num_layers))
-        config.only("linear_act_fun", "silu", "swish")
-        config.only("norm_type", "simplermsnorm")
-        config.only("no_scale_embedding", False)
-        config.only("bias", False)
-        config.only("tie_word_embeddings", False)
+        config.fixed("linear_use_lrpe_list", _first_of(num_layers))
+        config.fixed("linear_act_fun", "silu", "swish")
+        config.fixed("norm_type", "simplermsnorm")
+        config.fixed("no_scale_embedding", False)
+        config.fixed("bias", False)
+        config.fixed("tie_word_embeddings", False)
         if config.config.get("glu_dim") == -1:
-            config.only("glu_dim", -1)
+            config.fixed("glu_dim", -1)
             intermediate_dim = hidden_dim
         else:
             intermediate_dim = config.integer("glu_dim")

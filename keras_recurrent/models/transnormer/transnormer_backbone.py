@@ -3,7 +3,7 @@
 import keras
 
 from keras_recurrent.checks.arguments import check_boolean
-from keras_recurrent.devices.jax_layouts import axis_of_weights, check_layout, layout_map_with_axes
+from keras_recurrent.devices.jax_layouts import check_layout, get_weight_axis, make_layout_map
 from keras_recurrent.layers import LightningAttention, SimpleRMSNorm
 from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.layers.reversible_embedding import reversible_embedding
@@ -192,8 +192,8 @@ class TransNormerBackbone(RecurrentBackbone):
         ```
         """
         data, model = data_parallel_dim_name, model_parallel_dim_name
-        layout_map = layout_map_with_axes(device_mesh, model, data)
-        data = axis_of_weights(device_mesh, data)
+        layout_map = make_layout_map(device_mesh, model, data)
+        data = get_weight_axis(device_mesh, data)
         layout_map["token_embedding/reverse_embeddings"] = (data, model)
         layout_map["block.*(q_proj|k_proj|v_proj|u_proj|gate_proj|up_proj)/kernel"] = (data, model)
         layout_map["block.*(o_proj|down_proj)/kernel"] = (model, data)
