@@ -1,5 +1,5 @@
-"""Grouped-query attention from multi-head models: pooled weights, then a little more training.
+"""Conversion of multi-head models to grouped-query attention, and uptraining.
 
 Ainslie et al. 2023, arXiv:2305.13245. Users import it from `keras_recurrent.conversion`; importing
-`keras_recurrent` loads `placeholders.py` alone.
+`keras_recurrent` loads only `placeholders.py`.
 """

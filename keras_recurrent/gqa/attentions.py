@@ -1,6 +1,6 @@
-"""Grouped-query stand-ins for the attention layers that KerasHub's models keep caches of.
+"""Grouped-query versions of the cached attention layers in KerasHub's models.
 
-Each is called as the layer whose place it takes, and its cache is [B, 2, S, G, K] instead of
+Each takes the arguments of the layer that it replaces. Its cache is [B, 2, S, G, K] instead of
 [B, 2, S, N, K]: smaller by N / G. `num_key_value_heads` is G.
 """
 
@@ -10,18 +10,18 @@ from keras import ops
 
 from keras_recurrent.compat import T5MultiHeadAttention
 from keras_recurrent.gqa.grouping import (
+    attention_scores,
     fold_mask,
     fold_queries,
     mix_values,
-    read_cache,
-    scores_of_heads,
     unfold_outputs,
+    update_cache,
 )
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class CachedGroupedQueryAttention(keras_hub.layers.CachedMultiHeadAttention):
-    """For `keras_hub.layers.CachedMultiHeadAttention`: GPT-2, OPT, BART, `TransformerDecoder`."""
+    """Grouped `CachedMultiHeadAttention`, for GPT-2, OPT, BART and `TransformerDecoder`."""
 
     def __init__(self, num_heads, key_dim, *, num_key_value_heads, **kwargs):
         super().__init__(num_heads, key_dim, **kwargs)
@@ -73,7 +73,7 @@ class CachedGroupedQueryAttention(keras_hub.layers.CachedMultiHeadAttention):
             return_attention_scores=return_attention_scores,
         )
         if scores is not None:
-            # [B, G, T · repeats, S]: the time axis goes where `unfold_outputs` has it.
+            # [B, G, T · repeats, S]: move the time axis for `unfold_outputs`.
             scores = ops.transpose(scores, (0, 2, 1, 3))
             scores = ops.transpose(unfold_outputs(scores, self.num_heads), (0, 2, 1, 3))
         return unfold_outputs(output, self.num_heads), scores
@@ -84,7 +84,7 @@ class CachedGroupedQueryAttention(keras_hub.layers.CachedMultiHeadAttention):
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class GroupedBloomAttention(keras.layers.Layer):
-    """For the attention of Bloom: linear biases (ALiBi, arXiv:2108.12409), one a query head."""
+    """Grouped attention of Bloom, with ALiBi, a linear bias per query head (arXiv:2108.12409)."""
 
     def __init__(
         self,
@@ -112,8 +112,8 @@ class GroupedBloomAttention(keras.layers.Layer):
         self._alibi_layer = keras_hub.layers.AlibiBias(dtype=self.dtype_policy)
         self._output_dense = keras.layers.Dense(
             hidden_dim,
-            kernel_initializer=fresh(self.kernel_initializer),
-            bias_initializer=fresh(self.bias_initializer),
+            kernel_initializer=copy_initializer(self.kernel_initializer),
+            bias_initializer=copy_initializer(self.bias_initializer),
             dtype=self.dtype_policy,
             name="output_dense",
         )
@@ -128,8 +128,8 @@ class GroupedBloomAttention(keras.layers.Layer):
             "btd,dnk->btnk",
             output_shape=(None, heads, self._head_dim),
             bias_axes="nk",
-            kernel_initializer=fresh(self.kernel_initializer),
-            bias_initializer=fresh(self.bias_initializer),
+            kernel_initializer=copy_initializer(self.kernel_initializer),
+            bias_initializer=copy_initializer(self.bias_initializer),
             dtype=self.dtype_policy,
             name=name,
         )
@@ -139,12 +139,12 @@ class GroupedBloomAttention(keras.layers.Layer):
     def call(self, hidden_states, attention_mask=None, cache=None, cache_update_index=None):
         batch, length, hidden_dim = ops.shape(hidden_states)
         query = self._query_dense(hidden_states)
-        key, value, cache = read_cache(
+        key, value, cache = update_cache(
             cache,
             cache_update_index,
             lambda: (self._key_dense(hidden_states), self._value_dense(hidden_states)),
         )
-        scores = self._alibi_layer(scores_of_heads(query, key) * self._head_dim**-0.5)
+        scores = self._alibi_layer(attention_scores(query, key) * self._head_dim**-0.5)
         mask = None if attention_mask is None else ops.expand_dims(attention_mask, 1)
         weights = ops.cast(self._dropout_layer(self._softmax(scores, mask)), self.compute_dtype)
         output = ops.reshape(mix_values(weights, value), (batch, length, hidden_dim))
@@ -163,9 +163,9 @@ class GroupedBloomAttention(keras.layers.Layer):
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class GroupedGPTNeoXAttention(keras.layers.Layer):
-    """For the attention of GPT-NeoX: rotary positions on the first part of each head.
+    """Grouped attention of GPT-NeoX, with rotary positions on the first part of each head.
 
-    The query, key and value kernels of GPT-NeoX are one; here the queries have one of their own.
+    GPT-NeoX has one kernel for queries, keys and values; here queries have a separate kernel.
     """
 
     def __init__(
@@ -213,8 +213,8 @@ class GroupedGPTNeoXAttention(keras.layers.Layer):
             equation,
             output_shape=(None, *output_shape),
             bias_axes="nk" if len(output_shape) > 1 else "k",
-            kernel_initializer=fresh(self.kernel_initializer),
-            bias_initializer=fresh(self.bias_initializer),
+            kernel_initializer=copy_initializer(self.kernel_initializer),
+            bias_initializer=copy_initializer(self.bias_initializer),
             dtype=self.dtype_policy,
             name=name,
         )
@@ -230,13 +230,13 @@ class GroupedGPTNeoXAttention(keras.layers.Layer):
         batch, length, _ = ops.shape(hidden_states)
         start = 0 if cache_update_index is None else cache_update_index
         query = self._rotate(self._query_dense(hidden_states), start)
-        key, value, cache = read_cache(
+        key, value, cache = update_cache(
             cache,
             cache_update_index,
             lambda: ops.split(self._key_value_dense(hidden_states), 2, axis=-1),
         )
-        # As in KerasHub the cache has keys before rotation: the first is at position 0.
-        scores = scores_of_heads(query, self._rotate(key, 0)) * self._head_dim**-0.5
+        # As in KerasHub, the cache has keys before rotation; the first is at position 0.
+        scores = attention_scores(query, self._rotate(key, 0)) * self._head_dim**-0.5
         mask = None if attention_mask is None else ops.expand_dims(attention_mask, 1)
         weights = self._dropout_layer(self._softmax(scores, mask), training=training)
         output = mix_values(ops.cast(weights, self.compute_dtype), value)
@@ -248,7 +248,7 @@ class GroupedGPTNeoXAttention(keras.layers.Layer):
         return ops.concatenate((rotated, x[..., self._rotary_dim :]), axis=-1)
 
     def split_fused(self, kernel):
-        """Queries, and keys with values, of a fused kernel or bias [..., N, 3 K]."""
+        """Splits a fused kernel or bias [..., N, 3 K] into queries, and keys with values."""
         return kernel[..., : self._head_dim], kernel[..., self._head_dim :]
 
     def get_config(self):
@@ -266,7 +266,7 @@ class GroupedGPTNeoXAttention(keras.layers.Layer):
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class GroupedT5Attention(T5MultiHeadAttention):
-    """For the attention of T5's decoder, to itself or to the encoder: relative positions."""
+    """Grouped self- or cross-attention of T5's decoder, with relative positions."""
 
     def __init__(self, *, num_key_value_heads, **kwargs):
         super().__init__(**kwargs)
@@ -287,20 +287,20 @@ class GroupedT5Attention(T5MultiHeadAttention):
         batch, length, _ = ops.shape(hidden_states)
         source = hidden_states if key_value_states is None else key_value_states
 
-        def heads_of(states, heads):
+        def split_heads(states, heads):
             return ops.reshape(states, (batch, -1, heads, self.key_value_dim))
 
-        query = heads_of(self.query_projector(hidden_states), self.num_heads)
-        key, value, cache = read_cache(
+        query = split_heads(self.query_projector(hidden_states), self.num_heads)
+        key, value, cache = update_cache(
             cache,
             cache_update_index,
             lambda: (
-                heads_of(self.key_projector(source), self.num_key_value_heads),
-                heads_of(self.value_projector(source), self.num_key_value_heads),
+                split_heads(self.key_projector(source), self.num_key_value_heads),
+                split_heads(self.value_projector(source), self.num_key_value_heads),
             ),
         )
-        # T5 does not scale. The first layer of a stack makes the bias, with the mask in it.
-        scores = scores_of_heads(query, key)
+        # T5 does not scale scores. The first layer of a stack makes the bias, including the mask.
+        scores = attention_scores(query, key)
         if position_bias is None:
             position_bias = self._bias(length, ops.shape(key)[1], cache_update_index)
             if mask is not None:
@@ -329,6 +329,6 @@ class GroupedT5Attention(T5MultiHeadAttention):
         }
 
 
-def fresh(initializer):
-    """An initializer of the same kind: one object for two weights draws the same numbers."""
+def copy_initializer(initializer):
+    """Copies an initializer: one object shared by two weights would draw equal numbers."""
     return type(initializer).from_config(initializer.get_config())

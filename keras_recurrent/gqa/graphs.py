@@ -1,4 +1,4 @@
-"""Keras models: functional, sequential, models inside them, and layers that hold attention."""
+"""Conversion of functional and sequential models, with nested models and layers."""
 
 import keras
 
@@ -9,10 +9,11 @@ from keras_recurrent.gqa.regroup import regroup, regroup_built, replace_layer
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class GroupedModel(keras.Model):
-    """A functional model where layers of other classes hold grouped attention layers.
+    """Functional model with grouped attention layers nested in layers of other classes.
 
-    The configurations of those layers do not say so. That of this model therefore has the
-    multi-head model, and how many key and value heads each of its attention layers got.
+    The configurations of those layers do not show the grouping. The configuration of this model
+    therefore has the multi-head model and the number of key and value heads of each attention
+    layer.
     """
 
     def __init__(self, inputs, outputs, multi_head, groups, name=None):
@@ -33,11 +34,11 @@ class GroupedModel(keras.Model):
 
 
 def convert_graph(model, pooling, where):
-    """A model like the functional or sequential `model`, with grouped attention."""
+    """Converts a functional or sequential model to grouped attention."""
     attention.check_classes(model, GroupedModel)
     sites = attention.find_sites(model)
-    chosen = dict.fromkeys(attention.choose(sites, pooling.groups, where), pooling.groups)
-    attention.check_state(model)
+    chosen = dict.fromkeys(attention.choose_sites(sites, pooling.groups, where), pooling.groups)
+    attention.check_plain_weights(model)
     if isinstance(model, GroupedModel):
         new = rebuild(model, model.groups | chosen, model.multi_head)
     else:
@@ -49,31 +50,31 @@ def convert_graph(model, pooling, where):
 
 
 def rebuild(model, groups, multi_head):
-    """A model of the layers of `model`, with `groups` ({position of an attention layer: heads}).
+    """Rebuilds `model` with grouped attention; `groups` is `{index of attention layer: heads}`.
 
-    Layers are made from their configurations, which do not say that attention inside of them was
-    grouped: also of a `GroupedModel`, `groups` has to name all of its layers.
+    Layers are made from their configurations, which do not show grouped attention nested in them:
+    `groups` must have all grouped layers, including those that a `GroupedModel` already has.
     """
     sites = attention.find_sites(model)
-    in_graph = {id(sites[i].layer): heads for i, heads in groups.items() if not sites[i].held}
+    in_graph = {id(sites[i].layer): heads for i, heads in groups.items() if not sites[i].is_nested}
 
     def clone(layer):
         if id(layer) in in_graph:
             return regroup(layer, in_graph[id(layer)])
         cloned = type(layer).from_config(layer.get_config())
-        if hasattr(layer, "_flash_attention"):  # which Keras leaves out of `get_config`
+        if hasattr(layer, "_flash_attention"):  # missing from `get_config` of Keras
             cloned._flash_attention = layer._flash_attention
         return cloned
 
     new = keras.models.clone_model(model, clone_function=clone, recursive=True)
-    held = {i: heads for i, heads in groups.items() if sites[i].held}
-    if not held:
+    nested = {i: heads for i, heads in groups.items() if sites[i].is_nested}
+    if not nested:
         return new
     new_sites = attention.find_sites(new)
-    for i, heads in held.items():
+    for i, heads in nested.items():
         layer = new_sites[i].layer
         replace_layer(new, layer, regroup_built(layer, heads))
-    inputs, outputs = attention.ends(new)
+    inputs, outputs = attention.get_graph_ends(new)
     grouped = GroupedModel(inputs, outputs, multi_head, groups, name=model.name)
     if model.compiled:
         grouped.compile_from_config(model.get_compile_config())

@@ -1,6 +1,6 @@
-"""Attention where groups of query heads share a key head and a value head, beside a cache.
+"""Grouped-query attention with a cache: groups of query heads share a key and a value head.
 
-Ainslie et al. 2023, arXiv:2305.13245, figure 2. Head n of the queries reads group n // (N / G).
+Ainslie et al. 2023, arXiv:2305.13245, figure 2. Query head n uses group n // (N / G).
 """
 
 from keras import ops
@@ -9,7 +9,7 @@ from keras import ops
 def fold_queries(query, groups):
     """[B, T, N, K] → [B, T · N / G, G, K]: the heads of a group become queries of one head.
 
-    So keys and values are read once a group and never repeated, whatever kernel does the rest.
+    Any attention kernel then reads keys and values once per group, without repeating them.
     """
     batch, length, heads, size = ops.shape(query)
     query = ops.reshape(query, (batch, length, groups, heads // groups, size))
@@ -18,7 +18,7 @@ def fold_queries(query, groups):
 
 
 def fold_mask(mask, repeats):
-    """[B, T, S] → [B, T · repeats, S], as the queries; [B, 1, S] goes for all of them."""
+    """[B, T, S] → [B, T · repeats, S], like the queries; [B, 1, S] applies to all queries."""
     if mask is None or mask.shape[1] == 1:
         return mask
     return ops.repeat(mask, repeats, axis=1)
@@ -33,7 +33,7 @@ def unfold_outputs(output, heads):
     return ops.reshape(output, (batch, rows // repeats, heads, size))
 
 
-def scores_of_heads(query, key):
+def attention_scores(query, key):
     """q · k for each query head: [B, T, N, K], [B, S, G, K] → [B, N, T, S]."""
     batch, length, heads, size = ops.shape(query)
     groups = key.shape[2]
@@ -51,13 +51,13 @@ def mix_values(weights, value):
     return ops.reshape(output, (batch, length, heads, value.shape[3]))
 
 
-def read_cache(cache, index, project):
-    """Keys, values and the cache [B, 2, S, G, K] after new ones were written at `index`.
+def update_cache(cache, index, project):
+    """Writes new keys and values to a cache [B, 2, S, G, K]; returns keys, values and the cache.
 
     Args:
-        cache: the array, or None: keys and values are those of this call.
-        index: where to write, or None: the cache is read as it is.
-        project: a function without arguments that gives the new keys and values, [B, T, G, K].
+        cache: the array. None: returns the new keys and values.
+        index: the position to write to. None: the cache is not changed.
+        project: a function without arguments that returns the new keys and values, [B, T, G, K].
     """
     if cache is None:
         if index is not None:

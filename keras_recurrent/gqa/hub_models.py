@@ -1,4 +1,4 @@
-"""KerasHub's models with multi-head attention and a cache, with grouped-query attention."""
+"""Grouped-query versions of KerasHub's models with multi-head attention and a cache."""
 
 from typing import Any
 
@@ -8,15 +8,15 @@ from keras import ops
 
 from keras_recurrent.gqa.regroup import regroup_built, replace_layer
 
-Mixin: Any = object  # for type checkers, which do not see the class that it is mixed into
+Mixin: Any = object  # hides from type checkers that the methods of the other base are missing
 
 
 class GroupedBackbone(Mixin):
-    """Mixed into a backbone: its decoder's attention layers get fewer key and value heads.
+    """Mixin for a backbone: reduces the key and value heads of its decoder's attention layers.
 
     Args:
-        num_key_value_heads: int, of the self-attention of the decoder.
-        cross_num_key_value_heads: int, of its attention to the encoder, if it has one.
+        num_key_value_heads: int, heads of the decoder's self-attention.
+        cross_num_key_value_heads: int, heads of the decoder's cross-attention, if it has any.
     """
 
     decoder = "transformer_layers"
@@ -44,7 +44,7 @@ class GroupedBackbone(Mixin):
 
 
 class GroupedCausalLM(Mixin):
-    """Mixed into a causal language model: its cache has the heads that keys and values have."""
+    """Mixin for a causal language model: makes a cache with `num_key_value_heads` heads."""
 
     def _build_cache(self, token_ids):
         backbone = self.backbone
@@ -57,7 +57,7 @@ class GroupedCausalLM(Mixin):
 
 
 class GroupedSeq2SeqLM(Mixin):
-    """Mixed into an encoder-decoder model: both caches have the heads of keys and values."""
+    """Mixin for an encoder-decoder model: makes both caches with the reduced number of heads."""
 
     def _initialize_cache(self, encoder_token_ids, decoder_token_ids):
         backbone = self.backbone
@@ -144,7 +144,7 @@ class GroupedT5Seq2SeqLM(GroupedSeq2SeqLM, keras_hub.models.T5Seq2SeqLM):
     backbone_cls = GroupedT5Backbone
 
 
-# A multi-head model and what it becomes, for backbones and for the tasks that generate.
+# {multi-head model: grouped version}, for backbones and for the tasks that generate.
 GROUPED_MODELS: dict[Any, Any] = {
     grouped.__bases__[1]: grouped
     for grouped in (

@@ -1,8 +1,8 @@
-"""What a saved model of converted attention needs to load again, registered with Keras at import.
+"""Placeholders in Keras's registry for the classes of saved converted models.
 
-Keras imports the module that a file names only for Keras and KerasHub themselves. So a class that
-may stand in a file has to be registered by `import keras_recurrent` alone. Placeholders are
-registered under the names of these classes, so that importing this package loads none of them.
+Keras imports the module named in a file only for classes of Keras and KerasHub. All other classes
+in a file must be registered by `import keras_recurrent`. Placeholders registered under their names
+avoid importing the modules of these classes before they are needed.
 """
 
 import importlib
@@ -10,7 +10,7 @@ import importlib
 import keras
 
 PACKAGE = "keras_recurrent"
-# Classes whose modules load when a file, or `convert_to_gqa`, first needs them.
+# {module: classes}. A module is imported when a file or `convert_to_gqa` first needs it.
 MODULES = {
     "keras_recurrent.gqa.attentions": (
         "CachedGroupedQueryAttention",
@@ -38,9 +38,9 @@ MODULES = {
 
 
 class Placeholder(keras.Layer):
-    """Stands in Keras's registry for a class that is imported when a model is made from a file.
+    """Entry in Keras's registry that imports the class when a model is made from a file.
 
-    Importing its module registers the class itself under the same name, in this one's place.
+    Importing the module registers the class itself under the same name.
     """
 
     module: str
@@ -64,9 +64,9 @@ def install():
 
 
 def import_class(registered_name):
-    """Puts the class itself in the place of its placeholder, if there is one by that name.
+    """Replaces a placeholder by its class, if there is one with that name.
 
-    KerasHub's `from_preset` looks at the class before it makes an object of it.
+    KerasHub's `from_preset` inspects the class before it makes an object.
     """
     registered = keras.saving.get_registered_object(registered_name)
     if isinstance(registered, type) and issubclass(registered, Placeholder):

@@ -1,6 +1,6 @@
-"""Weights of H key and value heads, as weights of G.  Ainslie et al. 2023, arXiv:2305.13245, §2.1.
+"""Pooling of H key and value heads into G.  Ainslie et al. 2023, arXiv:2305.13245, §2.1.
 
-Heads are consecutive: head g of the new ones stands for heads g·H/G to (g+1)·H/G − 1.
+Groups are consecutive: the new head g replaces heads g·H/G to (g+1)·H/G − 1.
 """
 
 import keras
@@ -14,12 +14,12 @@ POOLINGS = ("mean", "first", "random")
 
 
 class Pooling:
-    """How heads become fewer: their mean, the first of each group, or new ones from scratch.
+    """Pooling method: the mean of each group, its first head, or newly drawn heads.
 
     Args:
         name: "mean", "first" or "random".
         num_key_value_heads: int, G.
-        seed: int, for "random": heads are drawn as the layer's own initializer draws them.
+        seed: int, for "random", which draws heads by the layer's initializer.
     """
 
     def __init__(self, name, num_key_value_heads, seed):
@@ -28,7 +28,7 @@ class Pooling:
         self._seeds = np.random.default_rng(seed)
 
     def pool(self, values, axis, size):
-        """`values` with `axis` made `size` long; along it lie the heads, each G-th of `size`."""
+        """Reduces `axis` of `values`, which has the heads, to `size`: G heads of `size` / G."""
         values = np.moveaxis(np.asarray(values), axis, 0)
         repeats = values.shape[0] // size
         grouped = values.reshape(self.groups, repeats, size // self.groups, *values.shape[1:])
@@ -36,7 +36,7 @@ class Pooling:
         return np.moveaxis(pooled.reshape(size, *values.shape[1:]), 0, axis)
 
     def draw(self, variable, initializer):
-        """Values for a variable from its initializer, with a seed of ours if it takes one."""
+        """Draws values for a variable by its initializer, with our seed if it takes one."""
         config = initializer.get_config()
         if "seed" in config:
             config["seed"] = int(self._seeds.integers(2**31))
@@ -44,10 +44,10 @@ class Pooling:
 
 
 def transfer(old, new, pooling):
-    """Assigns all weights of `old` to `new`, which is built like it but has fewer heads.
+    """Assigns all weights of `old` to `new`, which is built alike but has fewer heads.
 
-    Layers are met in the order of both models. A weight that has another shape differs along one
-    axis, that of the heads, and is pooled there.
+    The layers of both models are visited in parallel. Weights of different shapes differ along one
+    axis, the axis of heads, and are pooled along it.
     """
     size = sum(_bytes(variable) for variable in old.variables)
     with progress(f"Converting {old.name}", "weights", size) as done:
@@ -69,7 +69,7 @@ def _transfer(old, new, pooling, seen, done):
         _transfer_fused(old, new, pooling)
         done(sum(_bytes(variable) for variable in old.variables))
         return
-    variables = zip(_own_variables(old), _own_variables(new), strict=True)
+    variables = zip(_direct_variables(old), _direct_variables(new), strict=True)
     for before, after in variables:
         _assign(before, after, pooling, new)
         done(_bytes(before))
@@ -77,13 +77,13 @@ def _transfer(old, new, pooling, seen, done):
         _transfer(before, after, pooling, seen, done)
 
 
-def _own_variables(layer):
+def _direct_variables(layer):
     return [*layer._trainable_variables, *layer._non_trainable_variables]
 
 
 def _assign(before, after, pooling, owner):
     if before.shape == after.shape:
-        # JAX would share the array, and training one model would take it from the other.
+        # JAX would share the array, and training one model would delete it for the other.
         after.assign(ops.copy(before))
         return
     _assign_pooled(_float32(before), after, pooling, owner)
@@ -100,7 +100,7 @@ def _assign_pooled(values, after, pooling, owner):
 
 
 def _transfer_fused(old, new, pooling):
-    """One kernel for queries, keys and values to one for queries and one for the others."""
+    """Splits a kernel for queries, keys and values into one for queries and one for the rest."""
     for name in ("kernel", "bias"):
         query, key_value = new.split_fused(_float32(getattr(old._qkv_dense, name)))
         getattr(new._query_dense, name).assign(query)

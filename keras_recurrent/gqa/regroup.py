@@ -1,4 +1,4 @@
-"""An attention layer with fewer key and value heads in the place of another one."""
+"""Replacement of an attention layer by one with fewer key and value heads."""
 
 import contextlib
 
@@ -30,7 +30,7 @@ GROUPED = (
 
 
 def is_attention(layer):
-    """Whether the layer has key and value heads that this package knows of, or a subclass does."""
+    """Returns True for layers of the supported attention classes and their subclasses."""
     return isinstance(layer, MULTI_HEAD + GROUPED)
 
 
@@ -44,7 +44,7 @@ def num_key_value_heads(layer):
 
 
 def head_dims(layer):
-    """The sizes of a key head and of a value head."""
+    """Returns the sizes of a key head and of a value head."""
     if isinstance(layer, keras.layers.MultiHeadAttention):
         return layer.key_dim, layer.value_dim
     if isinstance(layer, T5MultiHeadAttention):
@@ -55,15 +55,15 @@ def head_dims(layer):
     return size, size
 
 
-def refusal(layer, groups):
-    """Why the layer cannot get `groups` key and value heads; None if it can."""
+def unsupported_reason(layer, groups) -> str | None:
+    """Returns the reason why a layer cannot have `groups` key and value heads, or None."""
     heads = num_key_value_heads(layer)
     if heads % groups:
         return f"it has {heads} key and value heads, which {groups} does not divide"
     if type(layer) not in MULTI_HEAD + GROUPED:
         return (
-            f"{type(layer).__name__} is a class of its own, and what it changes would be lost; "
-            "leave it out by `where`"
+            f"{type(layer).__name__} is a custom class, whose changes would be lost; leave it out "
+            "by `where`"
         )
     if type(layer) is not keras.layers.MultiHeadAttention:
         return None
@@ -76,21 +76,21 @@ def refusal(layer, groups):
     output_shape = layer.get_config()["output_shape"]
     if output_shape not in (None, (query_width,)):
         return (
-            f"`output_shape` is {output_shape}, and keras.layers.GroupQueryAttention gives back "
-            f"the width of the queries, {query_width}"
+            f"`output_shape` is {output_shape}, and keras.layers.GroupQueryAttention returns the "
+            f"width of the queries, {query_width}"
         )
     if len(layer.query_dense.equation.partition(",")[0]) != 3:
-        return "it attends over more than one axis, or over one among others (`attention_axes`)"
+        return "it attends over more than one axis, or over one of several (`attention_axes`)"
     if value_width != query_width:
         return (
             f"queries have width {query_width} and values {value_width}, and "
-            "keras.layers.GroupQueryAttention wants the same"
+            "keras.layers.GroupQueryAttention needs equal widths"
         )
     return None
 
 
 def regrouped_config(layer, groups):
-    """The class that takes the layer's place, and the arguments that make it."""
+    """Returns the class that replaces the layer, and its arguments."""
     if type(layer) is T5MultiHeadAttention:
         return GroupedT5Attention, _t5_config(layer) | {"num_key_value_heads": groups}
     config = layer.get_config()
@@ -108,13 +108,13 @@ def regrouped_config(layer, groups):
             keras_hub.layers.CachedMultiHeadAttention: CachedGroupedQueryAttention,
             BloomAttention: GroupedBloomAttention,
         }.get(type(layer), type(layer))
-    if hasattr(layer, "_flash_attention"):  # which Keras leaves out of `get_config`
+    if hasattr(layer, "_flash_attention"):  # missing from `get_config` of Keras
         config["flash_attention"] = layer._flash_attention
     return cls, config | {"num_key_value_heads": groups}
 
 
 def _t5_config(layer):
-    """What `get_config` would give if the layer had it."""
+    """Returns the configuration of a T5 layer, which has no `get_config`."""
     return {
         "name": layer.name,
         "trainable": layer.trainable,
@@ -129,28 +129,28 @@ def _t5_config(layer):
 
 
 def regroup(layer, groups):
-    """A layer with `groups` key and value heads, not built."""
+    """Returns a copy of a layer with `groups` key and value heads, not built."""
     cls, config = regrouped_config(layer, groups)
     return cls.from_config(config)
 
 
 def regroup_built(layer, groups):
-    """A layer with `groups` key and value heads, built as `layer` is; its weights are fresh."""
+    """Returns a copy of a layer with `groups` key and value heads, built with fresh weights."""
     new = regroup(layer, groups)
     if isinstance(layer, T5MultiHeadAttention):
         for name in ("query", "key", "value", "output"):
             before = getattr(layer, f"{name}_projector")
             shape = (None, None, before.kernel.shape[0])
-            build_with_paths_of(before, getattr(new, f"{name}_projector"), shape)
+            build_with_same_paths(before, getattr(new, f"{name}_projector"), shape)
         new.built = True
     elif isinstance(layer, (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)):
         projections = (layer._query_dense, layer._value_dense, layer._key_dense)
         shapes = [(None, None, _input_width(projection)) for projection in projections]
-        build_with_paths_of(layer, new, *shapes)
+        build_with_same_paths(layer, new, *shapes)
     else:
         fused = hasattr(layer, "_qkv_dense")
         width = _input_width(layer._qkv_dense if fused else layer._query_dense)
-        build_with_paths_of(layer, new, (None, None, width))
+        build_with_same_paths(layer, new, (None, None, width))
     return new
 
 
@@ -159,17 +159,17 @@ def _input_width(dense):
 
 
 def replace_layer(root, old, new):
-    """Puts `new` wherever `old` is held below `root`: attributes, lists, dictionaries.
+    """Replaces `old` by `new` in all attributes, lists and dictionaries of layers below `root`.
 
-    The order of the layers stays, so files of weights and the order of `model.weights` fit those
-    of a model that was built with `new` from the start.
+    The order of layers does not change: files of weights and `model.weights` are those of a model
+    that was built with `new`.
     """
     for holder in root._flatten_layers():
         if not any(layer is old for layer in holder._layers):
             continue
         holder._tracker.replace_tracked_value("layers", old, new)
         for name, value in list(vars(holder).items()):
-            if name == "_layers":  # the tracker's own list
+            if name == "_layers":  # the list of the tracker, replaced above
                 continue
             if value is old:
                 setattr(holder, name, new)
@@ -182,14 +182,14 @@ def replace_layer(root, old, new):
                     if entry is old:
                         dict.__setitem__(value, key, new)
     if keras.backend.backend() == "torch":
-        # A built layer lists all parameters below it for torch: make those lists anew.
+        # On torch, a built layer lists all parameters below it: update these lists.
         for layer in root._flatten_layers():
             if hasattr(layer, "_torch_params"):
                 layer._track_variables()
 
 
-def build_with_paths_of(old, new, *args, **kwargs):
-    """Builds `new` under the names that `old` was built under, so its weights have those paths."""
+def build_with_same_paths(old, new, *args, **kwargs):
+    """Builds `new` in the name scopes of `old`, so that its weights have the same paths."""
     with contextlib.ExitStack() as scopes:
         for name in old.path.split("/")[:-1]:
             scopes.enter_context(keras.name_scope(name))

@@ -1,4 +1,4 @@
-"""What a conversion saves, as a table."""
+"""Table of the parameters and the cache size before and after a conversion."""
 
 import keras
 import keras_hub
@@ -6,21 +6,21 @@ import ml_dtypes
 import numpy as np
 
 from keras_recurrent.gqa import sites as attention
-from keras_recurrent.gqa.hub import CONFIGURABLE, decoder_sites, is_hub
+from keras_recurrent.gqa.hub import CONFIGURABLE, decoder_sites, is_hub_model
 from keras_recurrent.gqa.regroup import head_dims, num_key_value_heads
 
 
 def gqa_report(before, after, context_length=4096):
-    """A Markdown table of parameters and of the keys and values kept, before and after.
+    """Returns a Markdown table of parameters and cached keys and values, before and after.
 
-    A layer with G key and value heads of sizes K and V keeps G (K + V) numbers a token, in the
-    compute dtype. Counted are the layers whose keys and values a decoder keeps: not those of
-    encoders. Cross-attention keeps those of the tokens of the encoder; both are taken to have
-    `context_length` tokens.
+    A layer with G key and value heads of sizes K and V caches G (K + V) numbers per token, in the
+    compute dtype. The table counts layers whose keys and values a decoder caches, not those of
+    encoders. Cross-attention caches those of the encoder's tokens; encoder and decoder are both
+    assumed to have `context_length` tokens.
 
     Args:
-        before: the model that was given to `convert_to_gqa`.
-        after: the model that came back.
+        before: the model passed to `convert_to_gqa`.
+        after: the model that it returned.
         context_length: int, tokens.
 
     Returns:
@@ -55,27 +55,27 @@ def gqa_report(before, after, context_length=4096):
 
 
 def key_value_bytes(model):
-    """Bytes of keys and values that a decoder keeps for one token."""
+    """Returns the bytes of keys and values that a decoder caches for one token."""
     if isinstance(model, keras_hub.models.Task):
         model = model.backbone
     if type(model) in CONFIGURABLE:
         configured = CONFIGURABLE[type(model)]
         layers = configured.decoder_layers(model)
         return configured.caches * sum(_projected_bytes(layer) for layer in layers)
-    sites = decoder_sites(model) if is_hub(model) else attention.find_sites(model)
+    sites = decoder_sites(model) if is_hub_model(model) else attention.find_sites(model)
     return sum(_site_bytes(site.layer) for site in sites if site.kind != attention.ENCODER)
 
 
 def _site_bytes(layer):
-    return num_key_value_heads(layer) * sum(head_dims(layer)) * _bytes_of(layer.compute_dtype)
+    return num_key_value_heads(layer) * sum(head_dims(layer)) * _item_bytes(layer.compute_dtype)
 
 
 def _projected_bytes(decoder):
-    """Of keys, and of values of the same size, that KerasHub's decoder layer makes of a token."""
-    if getattr(decoder, "is_kv_shared_layer", False):  # it reads those of a layer below
+    """Returns the bytes per token of keys, and of values of equal size, of a decoder layer."""
+    if getattr(decoder, "is_kv_shared_layer", False):  # uses the cache of a layer below
         return 0
     keys = [layer for layer in decoder._flatten_layers() if layer.name in ("key", "k_proj")]
-    return sum(2 * _output_size(key) * _bytes_of(key.compute_dtype) for key in keys)
+    return sum(2 * _output_size(key) * _item_bytes(key.compute_dtype) for key in keys)
 
 
 def _output_size(dense):
@@ -84,5 +84,5 @@ def _output_size(dense):
     return int(np.prod(dense.partial_output_shape[1:]))
 
 
-def _bytes_of(dtype):
+def _item_bytes(dtype):
     return int(np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype).itemsize)

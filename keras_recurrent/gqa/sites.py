@@ -1,7 +1,7 @@
-"""Where a model attends, and which of its attention layers are to be grouped.
+"""Search for the attention layers of a model, and choice of those to group.
 
-By default those whose keys and values a decoder keeps: causal self-attention and cross-attention,
-not the self-attention of encoders (Ainslie et al. 2023, arXiv:2305.13245, §2.2).
+The default choice is the layers whose keys and values a decoder caches: causal self-attention and
+cross-attention, not the self-attention of encoders (Ainslie et al. 2023, arXiv:2305.13245, §2.2).
 """
 
 from typing import Any, NamedTuple
@@ -10,11 +10,11 @@ import keras
 import keras_hub
 import numpy as np
 
-from keras_recurrent.gqa.regroup import is_attention, refusal
+from keras_recurrent.gqa.regroup import is_attention, unsupported_reason
 
 CAUSAL, CROSS, ENCODER, UNKNOWN = "causal", "cross", "encoder", "unknown"
 
-# Operations on masks that keep zero what is zero above the diagonal.
+# Operations that keep the zeros of a mask above the diagonal.
 _KEEP_ZEROS = ("Cast", "ExpandDims", "LogicalAnd", "Minimum", "Multiply", "BroadcastTo", "Identity")
 
 
@@ -23,45 +23,46 @@ class Site(NamedTuple):
 
     Attributes:
         layer: the layer.
-        kind: "causal", "cross", "encoder" or, where the graph cannot tell, "unknown".
-        held: whether it is part of another layer, and no layer of the graph.
+        kind: "causal", "cross", "encoder" or, if the graph does not show it, "unknown".
+        is_nested: True if it is part of another layer, and not a layer of the graph.
     """
 
     layer: Any
     kind: str
-    held: bool
+    is_nested: bool
 
 
 def find_sites(model):
-    """All `Site`s of a functional or sequential model, in the order of its layers."""
-    sites, calls = {}, _calls(model)
+    """Returns all `Site`s of a functional or sequential model, in the order of its layers."""
+    sites, calls = {}, _collect_calls(model)
     for layer in _graph_layers(model):
         if is_attention(layer):
-            kinds = {_kind_of_call(*call) for call in calls.get(id(layer), ())}
+            kinds = {_call_kind(*call) for call in calls.get(id(layer), ())}
             kind = kinds.pop() if len(kinds) == 1 else UNKNOWN
-            sites.setdefault(id(layer), Site(layer, kind, held=False))
+            sites.setdefault(id(layer), Site(layer, kind, is_nested=False))
             continue
-        for held in layer._flatten_layers(include_self=False):
-            if is_attention(held):
-                kind = _kind_of_held(layer, held, calls.get(id(layer), ()))
-                sites.setdefault(id(held), Site(held, kind, held=True))
+        for nested in layer._flatten_layers(include_self=False):
+            if is_attention(nested):
+                kind = _nested_kind(layer, nested, calls.get(id(layer), ()))
+                sites.setdefault(id(nested), Site(nested, kind, is_nested=True))
     return list(sites.values())
 
 
-def choose(sites, groups, where):
-    """The positions in `sites` of the layers to group, all of which can be.
+def choose_sites(sites, groups, where):
+    """Returns the indices into `sites` of the layers to group.
 
     Raises:
-        ValueError: the graph does not tell and there is no `where`, a name in it is no attention
-            layer, nothing is chosen, or something chosen cannot be grouped.
+        ValueError: `where` is None and the graph does not show the kind of a layer, a name in
+            `where` is not an attention layer, no layer is chosen, or one cannot be grouped.
     """
     if where is None:
         unknown = [site.layer.path for site in sites if site.kind == UNKNOWN]
         if unknown:
             raise ValueError(
-                f"The graph does not tell whether {_listing(unknown)} attends causally, to another "
-                "sequence or, as encoders do, to all of its own. Choose by `where`: names, or a "
-                "function of an attention layer, for instance `where=lambda layer: True` for all."
+                f"The graph does not show whether {_quote_names(unknown)} attends causally, to "
+                "another sequence or, as in encoders, to its whole sequence. Choose by `where`: "
+                "names, or a function of an attention layer, such as `where=lambda layer: True` "
+                "for all."
             )
         chosen = [i for i, site in enumerate(sites) if site.kind in (CAUSAL, CROSS)]
     elif callable(where):
@@ -71,17 +72,21 @@ def choose(sites, groups, where):
         known = {name for site in sites for name in (site.layer.name, site.layer.path)}
         if names - known:
             raise ValueError(
-                f"`where` names {_listing(sorted(names - known))}; the attention layers here are "
-                f"{_listing([site.layer.path for site in sites]) or 'none'}."
+                f"`where` names {_quote_names(sorted(names - known))}; the attention layers here "
+                f"are {_quote_names([site.layer.path for site in sites]) or 'none'}."
             )
         chosen = [i for i, s in enumerate(sites) if names & {s.layer.name, s.layer.path}]
     if not chosen:
         raise ValueError(
             f"There is nothing to convert: of {len(sites)} attention layers "
-            + ("`where` chooses none." if where is not None else "none is causal or crosses over.")
+            + (
+                "`where` chooses none."
+                if where is not None
+                else "none is causal or cross-attention."
+            )
         )
     for i in chosen:
-        reason = refusal(sites[i].layer, groups)
+        reason = unsupported_reason(sites[i].layer, groups)
         if reason:
             raise ValueError(f"{sites[i].layer.path!r} cannot be converted: {reason}.")
     return chosen
@@ -94,23 +99,23 @@ def check_groups(num_key_value_heads):
         )
 
 
-def check_state(model):
-    """Raises for weights that are not plain ones: quantized, or low-rank beside others."""
+def check_plain_weights(model):
+    """Raises an error for quantized weights and for LoRA weights."""
     for layer in model._flatten_layers():
         if layer is not model and getattr(layer, "quantization_mode", None):
             raise ValueError(
-                f"{layer.path!r} is quantized ({layer.quantization_mode}), and the mean of heads "
-                "is taken of plain weights. Convert first, then `quantize`."
+                f"{layer.path!r} is quantized ({layer.quantization_mode}), and heads are pooled "
+                "from floating-point weights. Convert first, then `quantize`."
             )
         if getattr(layer, "lora_enabled", False):
             raise ValueError(
-                f"{layer.path!r} has LoRA weights, which are not those of fewer heads. Merge "
-                "them into a model without LoRA, convert that, then `enable_lora`."
+                f"{layer.path!r} has LoRA weights, which do not fit fewer heads. Merge them into a "
+                "model without LoRA, convert that, then `enable_lora`."
             )
 
 
 def _graph_layers(model):
-    """The layers that the graph calls, those of models inside it in place of the models."""
+    """Yields the layers that the graph calls, with nested models replaced by their layers."""
     for layer in model._flatten_layers(include_self=False, recursive=False):
         if is_graph(layer):
             yield from _graph_layers(layer)
@@ -119,36 +124,36 @@ def _graph_layers(model):
 
 
 def is_graph(model):
-    """Whether Keras knows the graph of the model: functional, or sequential and built."""
+    """Returns True for models whose graph Keras knows: functional and sequential models."""
     return isinstance(model, keras.Sequential) or (
         isinstance(model, keras.Model) and hasattr(model, "_nodes_by_depth")
     )
 
 
-def ends(model):
-    """The symbolic inputs and outputs of a functional or a sequential model."""
+def get_graph_ends(model):
+    """Returns the symbolic inputs and outputs of a functional or sequential model."""
     if isinstance(model, keras.Sequential):
         return model.inputs[0], model.outputs[0]
     return model.input, model.output
 
 
 def check_classes(model, *served):
-    """Raises for a model of a class that may compute more than its graph, also inside `model`."""
+    """Raises an error for a model, or a nested one, whose class may compute more than its graph."""
     if not type(model).__module__.startswith("keras.") and not isinstance(model, served):
         raise ValueError(
             f"{model.name!r} is a {type(model).__name__}, and what that class adds to its graph "
             "would be lost. Convert `keras.Model(model.input, model.output)`, or, if it is a "
-            "model inside another one, convert it first and build the other on what comes back."
+            "nested model, convert it first and build the outer model on the result."
         )
     for layer in model._flatten_layers(include_self=False, recursive=False):
         if is_graph(layer):
             check_classes(layer)
 
 
-def _calls(model):
-    """`{id of a layer: [(args, kwargs), ...]}` of all calls in the graph and in graphs below it."""
+def _collect_calls(model):
+    """Returns `{id of a layer: [(args, kwargs), ...]}` of the graph and of nested graphs."""
     if isinstance(model, keras.Sequential):
-        model = keras.Model(*ends(model), name=model.name)
+        model = keras.Model(*get_graph_ends(model), name=model.name)
     calls = {}
     for nodes in model._nodes_by_depth.values():
         for node in nodes:
@@ -156,12 +161,12 @@ def _calls(model):
             calls.setdefault(id(node.operation), []).append(call)
     for layer in model._flatten_layers(include_self=False, recursive=False):
         if is_graph(layer):
-            calls |= _calls(layer)
+            calls |= _collect_calls(layer)
     return calls
 
 
-def _kind_of_call(args, kwargs):
-    """Of a direct call of an attention layer."""
+def _call_kind(args, kwargs):
+    """Returns the kind of a direct call of an attention layer."""
     names = ("query", "value", "key", "query_mask", "value_mask", "key_mask", "attention_mask")
     given = dict(zip(names, args, strict=False)) | kwargs
     if given.get("use_causal_mask"):
@@ -169,13 +174,13 @@ def _kind_of_call(args, kwargs):
     if given.get("query") is not given.get("value"):
         return CROSS
     mask = given.get("attention_mask")
-    if mask is None or mask.shape[-2] == 1:  # a mask of keys alone, the same for all queries
+    if mask is None or mask.shape[-2] == 1:  # one mask of keys for all queries
         return ENCODER
     return CAUSAL if _is_causal(mask) else UNKNOWN
 
 
 def _is_causal(mask):
-    """Whether the graph, or a constant, shows that the mask is zero above the diagonal."""
+    """Returns True if the graph or a constant shows that a mask is zero above the diagonal."""
     if not isinstance(mask, keras.KerasTensor):
         mask = keras.ops.convert_to_numpy(mask).astype(bool)
         return mask.shape[-1] > 1 and not np.triu(mask, 1).any()
@@ -189,8 +194,8 @@ def _is_causal(mask):
     return any(_is_causal(x) for x in tensors if len(getattr(x, "shape", ())) > 1)
 
 
-def _kind_of_held(holder, layer, calls):
-    """Of an attention layer inside another layer: only KerasHub's own are known."""
+def _nested_kind(holder, layer, calls):
+    """Returns the kind of an attention layer nested in a layer of KerasHub, or "unknown"."""
     if type(holder) is keras_hub.layers.TransformerDecoder:
         if layer is holder._cross_attention_layer:
             return CROSS
@@ -201,5 +206,5 @@ def _kind_of_held(holder, layer, calls):
     return UNKNOWN
 
 
-def _listing(names):
+def _quote_names(names):
     return ", ".join(map(repr, names))

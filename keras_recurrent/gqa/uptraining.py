@@ -1,4 +1,4 @@
-"""The training that follows a conversion.  Ainslie et al. 2023, arXiv:2305.13245, §2.1."""
+"""Uptraining: training after a conversion.  Ainslie et al. 2023, arXiv:2305.13245, §2.1."""
 
 import math
 from typing import Any, NamedTuple
@@ -7,12 +7,12 @@ import keras
 
 
 class Uptraining(NamedTuple):
-    """What `compile` and `fit` need to go on for a fraction of the original training.
+    """Arguments of `compile` and `fit` for a fraction of the original training.
 
     Attributes:
         steps: int, batches.
         learning_rate: a float or a `keras.optimizers.schedules.LearningRateSchedule`.
-        callbacks: a list for `fit`, which ends it after these steps, whatever `epochs` says.
+        callbacks: a list for `fit`, which ends training after these steps, for any `epochs`.
     """
 
     steps: int
@@ -21,27 +21,27 @@ class Uptraining(NamedTuple):
 
 
 def uptraining(original_steps, learning_rate, fraction=0.05, tail=False):
-    """Steps, learning rate and callbacks for training a converted model on.
+    """Returns steps, learning rate and callbacks to continue training of a converted model.
 
-    The recipe stays that of the original training, for α = `fraction` of its S steps:
+    The recipe is that of the original training, for α = `fraction` of its S steps:
 
         steps = ⌈α S⌉;   rate(t) = rate_original(S) or, with `tail`, rate_original(S − steps + t)
 
     Source: Ainslie et al. 2023, arXiv:2305.13245, §2.1 and §3.1 (α = 0.05).
 
     Args:
-        original_steps: int, S, the steps that the multi-head model was trained for.
-        learning_rate: what it was trained with, a float or a `LearningRateSchedule`.
+        original_steps: int, S, the number of training steps of the multi-head model.
+        learning_rate: the learning rate of that training, a float or a `LearningRateSchedule`.
         fraction: float, α, above 0, at most 1.
-        tail: bool. False: the rate stays what it was at the end. True: the last part of the
-            original schedule is run through once more.
+        tail: bool. False: the rate is the final rate of the schedule. True: the last part of the
+            original schedule is repeated.
 
     Returns:
         An `Uptraining`. Its callbacks count from the start of one `fit`: make another one for
         another `fit`.
 
     Raises:
-        ValueError: a number out of range, or a schedule that ends at a rate of 0 without `tail`.
+        ValueError: a number is out of range, or a schedule ends at a rate of 0 without `tail`.
 
     Example:
 
@@ -50,14 +50,14 @@ def uptraining(original_steps, learning_rate, fraction=0.05, tail=False):
     >>> plan.steps, plan.learning_rate
     (500, 0.001)
 
-    with which `model.compile(keras.optimizers.Adam(plan.learning_rate), ...)` and
-    `model.fit(data, epochs=100, callbacks=plan.callbacks)` take 500 steps.
+    With it, `model.compile(keras.optimizers.Adam(plan.learning_rate), ...)` and
+    `model.fit(data, epochs=100, callbacks=plan.callbacks)` train for 500 steps.
     """
     if not isinstance(original_steps, int) or original_steps < 1:
         raise ValueError(f"`original_steps` must be an integer above 0; got {original_steps!r}.")
     if not 0 < fraction <= 1:
         raise ValueError(f"`fraction` must be above 0 and at most 1; got {fraction!r}.")
-    # 0.07 · 100 is 7.000000000000001, and 7 is meant.
+    # Rounded, as 0.07 · 100 is 7.000000000000001.
     steps = max(1, math.ceil(round(fraction * original_steps, 6)))
     if isinstance(learning_rate, keras.optimizers.schedules.LearningRateSchedule):
         if tail:
@@ -66,20 +66,20 @@ def uptraining(original_steps, learning_rate, fraction=0.05, tail=False):
             learning_rate = float(learning_rate(original_steps))
             if learning_rate <= 0:
                 raise ValueError(
-                    "The schedule in `learning_rate` ends at a rate of 0, with which nothing is "
-                    "learned. Set `tail=True`, or give the rate itself."
+                    "The schedule in `learning_rate` ends at a rate of 0, which trains nothing. "
+                    "Set `tail=True`, or pass a number."
                 )
     elif tail:
         raise ValueError(
-            "`tail` is the last part of a schedule, but `learning_rate` is a number, "
-            f"{learning_rate!r}, which stays."
+            "`tail` repeats the last part of a schedule, but `learning_rate` is the number "
+            f"{learning_rate!r}."
         )
     return Uptraining(steps, learning_rate, [StopAfter(steps)])
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class ScheduleTail(keras.optimizers.schedules.LearningRateSchedule):
-    """A schedule from one of its steps on: rate(t) = schedule(start + t)."""
+    """Schedule that starts at a step of another: rate(t) = schedule(start + t)."""
 
     def __init__(self, schedule, start):
         self.schedule = schedule

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from keras_recurrent.conversion import convert_to_gqa, gqa_report
-from keras_recurrent.gqa.hub import CONFIGURABLE, REFUSED, class_refusal
+from keras_recurrent.gqa.hub import CONFIGURABLE, unsupported_class_reason
 from keras_recurrent.gqa.hub_models import GROUPED_MODELS
 from tests.gqa.families import CAUSAL, CONFIGURED, HEADS, POSITIONS, SEQ2SEQ, VOCABULARY
 from tests.gqa.oracle import assert_equal, numpy, set_weights, share, share_heads
+from tests.gqa.unsupported import UNSUPPORTED
 
 # KerasHub's T5 passes its masks by hand and does not tell Keras so.
 pytestmark = pytest.mark.filterwarnings(
@@ -174,8 +175,8 @@ def test_every_backbone_of_kerashub_is_converted_or_refused_with_a_reason():
     }
     grouped = {cls for cls in GROUPED_MODELS if issubclass(cls, hub.Backbone)}
     converted = grouped | set(CONFIGURABLE)
-    assert {cls for cls in exported if class_refusal(cls) is None} == converted
-    assert {cls.__name__ for cls in exported - converted} == set(REFUSED)
+    assert {cls for cls in exported if unsupported_class_reason(cls) is None} == converted
+    assert {cls.__name__ for cls in exported - converted} == UNSUPPORTED
     # Each of the converted ones is shown to be.
     shown = (*CAUSAL, *SEQ2SEQ, *CONFIGURED)
     assert {cls.__name__ for cls in converted} == {f"{name}Backbone" for name in shown}
