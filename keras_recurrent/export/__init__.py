@@ -1,1 +1,1 @@
-"""What `model.export` of Keras does for models with layers of this package."""
+"""Exporters of `model.export` for models with layers of this package."""

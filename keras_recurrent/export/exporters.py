@@ -1,15 +1,15 @@
-"""What `model.export` of Keras does for models with layers of this package.
+"""Exporters of `model.export` for models with layers of this package.
 
-Keras's exporters are called with the portable operations (`keras_recurrent.portable`), and on torch
-with batch and time unknown where the model's inputs leave them open: Keras itself would make a
-graph for a batch and a time of 1. Models without a layer of this package are exported by Keras
-alone. `install` puts these functions in the place of Keras's.
+Keras's exporters run with the portable operations (`keras_recurrent.portable`). On torch, sizes of
+batch and time that are None in the model's inputs stay dynamic; Keras itself would make a graph for
+a batch and a time of 1. Models without a layer of this package are exported by Keras unchanged.
+`install` replaces Keras's functions.
 
-A SavedModel keeps the operations of the backend, which TensorFlow runs as they are. That of a
-language model on TensorFlow has a signature `step` beside `serve`: it takes `token_ids` [B, T], the
-next tokens of each row, and the arrays of a state by their names, and returns `logits` and the same
-names. A state in which nothing was seen is 0 everywhere and -1 in `segment`; its arrays have the
-shapes of the signature, which are those of `get_initial_state`.
+A SavedModel keeps the operations of the backend, which TensorFlow runs. The SavedModel of a
+language model on TensorFlow has a signature `step` in addition to `serve`: it takes `token_ids`
+[B, T], the next tokens of each sequence, and the arrays of a state by name, and returns `logits`
+and the arrays under these names. The initial state is 0 everywhere and -1 in `segment`; its arrays
+have the shapes of the signature, which are those of `get_initial_state`.
 
 ONNX from torch with `opset_version=27` has ONNX's own `LinearAttention` and `CausalConvWithState`
 (`keras_recurrent.portable._opset_27`); other versions have loops over time instead.
@@ -31,12 +31,12 @@ from keras_recurrent.portable import _opset_27
 
 
 def install():
-    """Puts the exporters of this module in the place of Keras's."""
+    """Replaces Keras's exporters by those of this module."""
     for name, export in EXPORTERS.items():
-        compat.replace_exporter(name, functools.partial(_exporter, export))
+        compat.replace_exporter(name, functools.partial(_wrap_exporter, export))
 
 
-def _exporter(ours, original):
+def _wrap_exporter(export_function, original):
     parameters = inspect.signature(original)
 
     @functools.wraps(original)
@@ -45,9 +45,9 @@ def _exporter(ours, original):
         given |= given.pop("kwargs", {})
         if not has_our_layers(given["model"]):
             return original(*args, **kwargs)
-        name = None if ours is _saved_model else dispatch.PORTABLE
+        name = None if export_function is _saved_model else dispatch.PORTABLE
         with dispatch.implementation(name):
-            return ours(original, **given)
+            return export_function(original, **given)
 
     return export
 
@@ -82,18 +82,18 @@ def _saved_model(original, model, filepath, verbose=None, input_signature=None, 
 
 
 def _state_spec(backbone):
-    """The state of any number of rows, with room for all tokens that attention may look at.
+    """Returns the spec of a state, with any batch size and room for all tokens of the window.
 
-    Less room would be no error, and wrong text. Where attention has no window, it is left open.
+    Less room would give wrong text without an error. Without a window, the size is None.
     """
-    blocks = tuple(_state_spec_of_block(block) for block in backbone.transformer_layers)
+    blocks = tuple(_block_state_spec(block) for block in backbone.transformer_layers)
     return {**backbone.cache_spec(), "blocks": blocks}
 
 
-def _state_spec_of_block(block):
+def _block_state_spec(block):
     try:
         state = block.own_initial_state(1)
-    except ValueError:  # it asks how long texts will be
+    except ValueError:  # the block needs a maximum length
         return block.own_state_spec()
     return tree.map_structure(
         lambda t: keras.KerasTensor((None, *t.shape[1:]), keras.backend.standardize_dtype(t.dtype)),
@@ -102,10 +102,10 @@ def _state_spec_of_block(block):
 
 
 def state_names(state):
-    """The names of a state's arrays in the signature `step` of a SavedModel, in order.
+    """Returns the names of a state's arrays in the signature `step` of a SavedModel.
 
     Args:
-        state: as `model.backbone.get_initial_state` or `model.backbone.cache_spec()` has it.
+        state: a state of `model.backbone.get_initial_state` or `model.backbone.cache_spec()`.
 
     Returns:
         A list of strings, such as `"blocks_0_temporal_block_rg_lru_hidden"`, in the order of
@@ -115,14 +115,14 @@ def state_names(state):
 
 
 def _torch_program(original, model, filepath, input_signature=None, verbose=None, **kwargs):
-    if kwargs:  # sizes and other wishes for `torch.export`
+    if kwargs:  # dynamic shapes and other arguments of `torch.export`
         return original(model, filepath, input_signature, verbose, **kwargs)
     if not str(filepath).endswith(".pt2"):
         raise ValueError(f"`filepath` must end in '.pt2' with format='torch'; got {filepath!r}.")
     import torch
 
-    torch.export.save(_traced(model, _signature(model, input_signature)), str(filepath))
-    _tell(filepath, verbose)
+    torch.export.save(_trace(model, _signature(model, input_signature)), str(filepath))
+    _print_saved(filepath, verbose)
     return filepath
 
 
@@ -132,7 +132,7 @@ def _onnx(original, model, filepath, verbose=None, input_signature=None, opset_v
         return original(model, filepath, verbose, input_signature, opset_version)
     write = {"torch": _onnx_from_torch, "jax": _onnx_from_jax}[dispatch.BACKEND]
     write(model, str(filepath), input_signature, opset_version)
-    _tell(filepath, verbose)
+    _print_saved(filepath, verbose)
 
 
 def _onnx_from_torch(model, filepath, input_signature, opset_version):
@@ -144,19 +144,19 @@ def _onnx_from_torch(model, filepath, input_signature, opset_version):
             f"`opset_version` must be at most {_opset_27.EXPORTERS_OPSET}, or {_opset_27.OPSET}, "
             f"which has operators for these layers; got {opset_version}."
         )
-    with _opset_27.operators() if newest else contextlib.nullcontext():
-        traced = _traced(model, input_signature)
+    with _opset_27.use_operators() if newest else contextlib.nullcontext():
+        traced = _trace(model, input_signature)
     program = torch.onnx.export(
         traced,
         dynamo=True,
-        input_names=_names(tree.flatten(input_signature)),
+        input_names=_input_names(tree.flatten(input_signature)),
         opset_version=_opset_27.EXPORTERS_OPSET if newest else opset_version,
         custom_translation_table=_opset_27.translations() if newest else None,
         verbose=False,
     )
     assert program is not None
     if newest:
-        _opset_27.finish(program.model)
+        _opset_27.upgrade(program.model)
     program.save(filepath)
 
 
@@ -167,7 +167,7 @@ def _onnx_from_jax(model, filepath, input_signature, opset_version):
     def predict(*tensors):
         return model(*tree.pack_sequence_as(input_signature, tensors), training=False)
 
-    # Sizes by name: the inputs have their batch and their time in common.
+    # Named sizes: all inputs share batch and time.
     names = ("batch", "time", "size_2", "size_3", "size_4")
     specs = tree.flatten(input_signature)
     inputs = [
@@ -181,7 +181,7 @@ def _onnx_from_jax(model, filepath, input_signature, opset_version):
     jax2onnx.to_onnx(
         predict,
         inputs=inputs,
-        input_names=_names(specs),
+        input_names=_input_names(specs),
         return_mode="file",
         output_path=filepath,
         **opset,
@@ -195,7 +195,7 @@ def _openvino(original, model, filepath, verbose=None, input_signature=None, **k
 
     with tempfile.TemporaryDirectory() as folder:
         if dispatch.BACKEND == "torch":
-            # By way of ONNX: of torch's own programs, OpenVINO reads no loop.
+            # Through ONNX: OpenVINO cannot read loops in programs of torch.
             path = str(pathlib.Path(folder, "model.onnx"))
             _onnx_from_torch(model, path, _signature(model, input_signature), None)
             converted = openvino.convert_model(path)
@@ -203,18 +203,18 @@ def _openvino(original, model, filepath, verbose=None, input_signature=None, **k
             path = str(pathlib.Path(folder, "model.xml"))
             original(model, path, False, input_signature, **kwargs)
             converted = openvino.Core().read_model(path)
-            # Beside the outputs, OpenVINO returns sizes that TensorFlow computes on its way.
+            # In addition to the outputs, OpenVINO returns sizes that TensorFlow computes.
             results = [r for r in converted.get_results() if _is_output(r)]
             converted = openvino.Model(results, converted.get_parameters())
         openvino.save_model(converted, str(filepath), compress_to_fp16=False)
-    _tell(filepath, verbose)
+    _print_saved(filepath, verbose)
 
 
 def _is_output(result):
     return any(name.startswith("Identity") for name in result.get_output_tensor(0).get_names())
 
 
-def _as_keras(original, model, filepath, **kwargs):
+def _export_as_keras(original, model, filepath, **kwargs):
     return original(model, filepath, **kwargs)
 
 
@@ -223,30 +223,30 @@ EXPORTERS: dict[str, Any] = {
     "export_torch": _torch_program,
     "export_onnx": _onnx,
     "export_openvino": _openvino,
-    "export_litert": _as_keras,
+    "export_litert": _export_as_keras,
 }
 
 
 def _signature(model, input_signature):
-    """The model's, where none is given, with names in the order in which Keras goes through them.
+    """Returns the given or the model's signature, with dictionaries sorted by name.
 
-    torch would take a dictionary's as they stand.
+    Keras flattens dictionaries in sorted order, torch in insertion order.
     """
     given = input_signature or compat.get_input_signature(model)
     return [dict(sorted(part.items())) if isinstance(part, dict) else part for part in given]
 
 
-def _names(specs):
+def _input_names(specs):
     return [getattr(spec, "name", None) or f"input_{i}" for i, spec in enumerate(specs)]
 
 
-def _tell(filepath, verbose):
+def _print_saved(filepath, verbose):
     if verbose is not False:
         compat.print_msg(f"Saved artifact at '{filepath}'.")
 
 
-def _traced(model, input_signature):
-    """The program of `torch.export`, for every size that the signature leaves open."""
+def _trace(model, input_signature):
+    """Returns the program of `torch.export`, with dynamic sizes where the signature has None."""
     import torch
 
     model.eval()
@@ -256,16 +256,16 @@ def _traced(model, input_signature):
 
 
 def _sample(spec):
-    # torch takes sizes of 0 and 1 for constants, also those of parts.
+    # torch specializes sizes of 0 and 1, also of chunks of a tensor.
     shape = [5 if size is None else size for size in spec.shape]
     return keras.ops.ones(shape, spec.dtype)
 
 
 def _dynamic_shapes(input_signature):
-    """The open sizes of each input, as `torch.export` takes them for the call of a Keras model."""
+    """Returns the dynamic sizes of each input, for `torch.export` of a Keras model's call."""
     import torch
 
-    def open_sizes(spec):
+    def dynamic_sizes(spec):
         return {i: torch.export.Dim.DYNAMIC for i, n in enumerate(spec.shape) if n is None}
 
-    return [tree.map_structure(open_sizes, tuple(input_signature))]
+    return [tree.map_structure(dynamic_sizes, tuple(input_signature))]

@@ -18,7 +18,7 @@ from keras_recurrent.models.recurrent_backbone import token_input
 from keras_recurrent.models.segments import SegmentsOptional
 from keras_recurrent.ops.token_crossentropy import token_crossentropy
 from keras_recurrent.training.loss_without_logits import LossWithoutLogits
-from keras_recurrent.training.samples import described, is_text, is_tokens
+from keras_recurrent.training.samples import describe, is_text, is_tokens
 from keras_recurrent.training.saved_training import SavedTraining
 from keras_recurrent.training.text_training import TextTraining
 from keras_recurrent.training.token_crossentropy import TokenCrossentropy
@@ -342,13 +342,13 @@ def _as_ids(name, ids):
     wanted = f"`{name}` must be integers [batch, time], at least one"
     if isinstance(ids, dict):
         raise ValueError(
-            f"{wanted}; got {described(ids)}. Pass its parts: `model.score(x['token_ids'], "
+            f"{wanted}; got {describe(ids)}. Pass its parts: `model.score(x['token_ids'], "
             "x['padding_mask'])`."
         )
     if not hasattr(ids, "dtype") or not hasattr(ids, "shape"):
-        raise ValueError(f"{wanted}; got {described(ids)}.")
+        raise ValueError(f"{wanted}; got {describe(ids)}.")
     if isinstance(ids, np.ndarray) and ids.dtype.kind in "USO" and ids.size:
-        text = "text" if is_text(ids) else described(given)
+        text = "text" if is_text(ids) else describe(given)
         raise ValueError(
             f"{wanted}; got {text}. `preprocessor.generate_preprocess` makes `token_ids` and "
             "`padding_mask` of text."

@@ -1,1 +1,1 @@
-"""Training on text: data, the loss without logits, saved training states, modules of torch."""
+"""Training on text: data sources, the loss without logits, saved training state, torch modules."""

@@ -1,10 +1,10 @@
-"""A `DataLoader` of grain as one of grain's datasets, which it is not by itself."""
+"""Adapter that turns a `DataLoader` of grain into a dataset of grain."""
 
 import grain
 
 
 class LoaderDataset(grain.IterDataset):
-    """What a `grain.DataLoader` yields."""
+    """Dataset of the elements of a `grain.DataLoader`."""
 
     def __init__(self, loader):
         super().__init__()
@@ -15,7 +15,7 @@ class LoaderDataset(grain.IterDataset):
 
 
 class LoaderIterator(grain.DatasetIterator):
-    """One pass, whose place can be kept as that of a loader's own iterator."""
+    """Iterator of one pass, with the state of the loader's iterator."""
 
     def __init__(self, iterator):
         super().__init__()

@@ -1,4 +1,8 @@
-"""Training steps of language models whose loss is made of hidden states, without all logits."""
+"""Training steps of language models that compute the loss from hidden states, without logits.
+
+Inside such a step, Keras's `y_pred` is in turn the hidden states that `call` returns, the argument
+of `compute_loss`, and on JAX the predicted tokens that `compute_metrics` gets.
+"""
 
 import threading
 from typing import Any, NamedTuple
@@ -10,14 +14,14 @@ from keras_recurrent.layers.reversible_embedding import ReversibleEmbedding
 from keras_recurrent.ops.linear_crossentropy import linear_crossentropy
 from keras_recurrent.training.token_crossentropy import TokenCrossentropy
 
-# What a step calls: a subclass that has one of its own means logits by `y_pred`.
-_STEPS = ("train_step", "test_step", "call", "compute_loss", "compute_metrics")
-# Of the step under way in this thread: its `model`, and the `best` tokens once the loss is known.
-_under_way = threading.local()
+# Methods that a step calls. A subclass that overrides one expects logits as `y_pred`.
+_STEP_METHODS = ("train_step", "test_step", "call", "compute_loss", "compute_metrics")
+# `model` of the running step in this thread, and `best`, the predicted tokens, after the loss.
+_active_step = threading.local()
 
 
-class LossWay(NamedTuple):
-    """What the loss of a step is made of, and why not of hidden states."""
+class LossReport(NamedTuple):
+    """Source of the loss, hidden states or logits, and the reason for logits."""
 
     made_of: str
     because: str | None
@@ -27,21 +31,21 @@ class LossWay(NamedTuple):
 
 
 def which_loss(model):
-    """Tell whether `fit` and `evaluate` make the loss without the logits of all tokens, or why not.
+    """Reports whether `fit` and `evaluate` compute the loss without logits, or why they do not.
 
-    Where they do, by `keras_recurrent.ops.linear_crossentropy`, a step needs two tensors of the
-    logits' size less, and what it returns and learns is the same.
+    From hidden states, by `keras_recurrent.ops.linear_crossentropy`, a step needs two tensors of
+    the size of the logits less, with equal results.
 
     Args:
         model: a language model of this package.
 
     Returns:
         A named tuple of `made_of`, `"hidden states"` or `"logits"`, and `because`, the reason for
-        logits: a loss or a metric other than the defaults of `compile`, a method of a subclass, or
-        another that it names; None for hidden states.
+        logits, such as a loss or a metric other than the defaults of `compile`, or an overridden
+        method of a subclass. It is None for hidden states.
 
     Raises:
-        TypeError: `model` is no language model of this package.
+        TypeError: `model` is not a language model of this package.
 
     Example:
 
@@ -58,22 +62,22 @@ def which_loss(model):
             "`which_loss` takes a language model of keras_recurrent, such as `GriffinCausalLM`; "
             f"got {type(model).__name__}."
         )
-    because = model.logits_because()
-    return LossWay("logits" if because else "hidden states", because)
+    reason = model.logits_reason()
+    return LossReport("logits" if reason else "hidden states", reason)
 
 
-class _AskedFor:
-    """What `compile` got beside the loss."""
+class _RequestedMetrics:
+    """Arguments of `compile` other than the loss."""
 
     def __init__(self, metrics, others):
         self.metrics, self.others = metrics, others
 
 
 class LossWithoutLogits:
-    """Base class of a language model: with its default loss, a step makes no logits.
+    """Mixin for a language model: with the default loss, a step computes no logits.
 
-    The model then returns its hidden states inside `train_step` and `test_step`, and nowhere else;
-    the loss finds the best tokens, of which the accuracy is made.
+    Inside `train_step` and `test_step` only, the model then returns hidden states, and the loss
+    finds the predicted tokens, from which the accuracy is computed.
     """
 
     backbone: Any
@@ -87,19 +91,19 @@ class LossWithoutLogits:
         if isinstance(weighted_metrics, str) and weighted_metrics == "auto":
             weighted_metrics = [keras.metrics.SparseCategoricalAccuracy()]  # as in KerasHub
         others = [name for name in ("metrics", "loss_weights") if kwargs.get(name) is not None]
-        # In an object, where Keras does not take the metrics for further ones of the model.
-        self._asked_for = _AskedFor(weighted_metrics or (), others)
+        # In an object, since Keras tracks metrics in attributes as additional ones.
+        self._requested_metrics = _RequestedMetrics(weighted_metrics or (), others)
         super().compile(optimizer, loss, weighted_metrics=weighted_metrics, **kwargs)  # type: ignore[misc]
 
-    def logits_because(self):
-        """Why the loss is made of logits; None where it is not."""
+    def logits_reason(self) -> str | None:
+        """Returns the reason why the loss is computed from logits, or None if it is not."""
         if not getattr(self, "compiled", False):
             return "the model is not compiled"
         if type(self.loss) is not TokenCrossentropy or self.loss.reduction != "sum_over_batch_size":
             return "the loss is not the default `TokenCrossentropy()`"
-        if self._asked_for.others:
-            return f"`compile` got `{self._asked_for.others[0]}`"
-        for metric in self._asked_for.metrics:
+        if self._requested_metrics.others:
+            return f"`compile` got `{self._requested_metrics.others[0]}`"
+        for metric in self._requested_metrics.metrics:
             if type(metric) is not keras.metrics.SparseCategoricalAccuracy:
                 name = metric if isinstance(metric, str) else type(metric).__name__
                 return f"the metric {name!r} reads logits"
@@ -109,50 +113,50 @@ class LossWithoutLogits:
         if getattr(embedding, "quantization_mode", None) is not None:
             return "`token_embedding` is quantized"
         if embedding.compute_dtype == "float16":
-            return "in float16 gradients need the scale of the loss before they are made"
-        for name in _STEPS:
+            return "in float16 the loss must be scaled before gradients are computed"
+        for name in _STEP_METHODS:
             if getattr(type(self), name).__module__.partition(".")[0] != __name__.partition(".")[0]:
-                return f"`{type(self).__name__}` has a `{name}` of its own"
+                return f"`{type(self).__name__}` overrides `{name}`"
         return None
 
     def train_step(self, *args, **kwargs):
-        return self._without_logits(super().train_step, *args, **kwargs)  # type: ignore[misc]
+        return self._run_without_logits(super().train_step, *args, **kwargs)  # type: ignore[misc]
 
     def test_step(self, *args, **kwargs):
-        return self._without_logits(super().test_step, *args, **kwargs)  # type: ignore[misc]
+        return self._run_without_logits(super().test_step, *args, **kwargs)  # type: ignore[misc]
 
-    def _without_logits(self, step, *args, **kwargs):
-        if self.logits_because() is not None:
+    def _run_without_logits(self, step, *args, **kwargs):
+        if self.logits_reason() is not None:
             return step(*args, **kwargs)
-        _under_way.model, _under_way.best = self, None
+        _active_step.model, _active_step.best = self, None
         try:
             return step(*args, **kwargs)
         finally:
-            _under_way.model = _under_way.best = None
+            _active_step.model = _active_step.best = None
 
     def call(self, inputs, training=None, mask=None):
-        if getattr(_under_way, "model", None) is self:
+        if getattr(_active_step, "model", None) is self:
             return self.backbone(inputs, training=training)
         return super().call(inputs, training=training, mask=mask)  # type: ignore[misc]
 
     def compute_loss_and_updates(self, *args, **kwargs):
-        """On JAX: the best tokens leave the function that is differentiated as `y_pred`."""
-        found = super().compute_loss_and_updates(*args, **kwargs)  # type: ignore[misc]
-        loss, (unscaled, y_pred, *rest) = found
-        if getattr(_under_way, "model", None) is self:
-            y_pred = _under_way.best
+        """Returns the predicted tokens as `y_pred` from the differentiated function of JAX."""
+        outputs = super().compute_loss_and_updates(*args, **kwargs)  # type: ignore[misc]
+        loss, (unscaled, y_pred, *rest) = outputs
+        if getattr(_active_step, "model", None) is self:
+            y_pred = _active_step.best
         return loss, (unscaled, y_pred, *rest)
 
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        if getattr(_under_way, "model", None) is not self:
+        if getattr(_active_step, "model", None) is not self:
             return super().compute_loss(x, y, y_pred, sample_weight, training)  # type: ignore[misc]
-        loss, _under_way.best = self.loss_of_hidden_states(y_pred, y, sample_weight)
-        # Keras's sum of one of several losses, which knows of the replicas of `tf.distribute`.
+        loss, _active_step.best = self.loss_of_hidden_states(y_pred, y, sample_weight)
+        # Keras's aggregation of a loss, which handles the replicas of `tf.distribute`.
         losses = map(self._aggregate_additional_loss, (loss, *self.losses))
-        return sum(ops.cast(of_all, loss.dtype) for of_all in losses)
+        return sum(ops.cast(value, loss.dtype) for value in losses)
 
     def loss_of_hidden_states(self, hidden_states, y, sample_weight=None):
-        """The mean loss of tokens `y` `[B, T]`, and the tokens of the largest logits."""
+        """Returns the mean loss of tokens `y` `[B, T]`, and the tokens of the largest logits."""
         embedding = self.backbone.token_embedding
         weights = embedding.embeddings
         if not embedding.tie_weights:
@@ -171,12 +175,12 @@ class LossWithoutLogits:
         return total / ops.sum(ops.ones_like(tokens, dtype=total.dtype)), best
 
     def compute_metrics(self, x, y, y_pred, sample_weight=None):
-        if getattr(_under_way, "model", None) is not self:
+        if getattr(_active_step, "model", None) is not self:
             return super().compute_metrics(x, y, y_pred, sample_weight)  # type: ignore[misc]
-        best = y_pred if keras.config.backend() == "jax" else _under_way.best
+        best = y_pred if keras.config.backend() == "jax" else _active_step.best
         if self._compile_metrics is not None and not self._compile_metrics.built:
             self._compile_metrics.build(y, best)
         matches = ops.equal(ops.cast(y, "int32"), best)
-        for accuracy in self._asked_for.metrics:
+        for accuracy in self._requested_metrics.metrics:
             keras.metrics.Mean.update_state(accuracy, matches, sample_weight)
         return self.get_metrics_result()

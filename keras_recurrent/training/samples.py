@@ -1,20 +1,20 @@
-"""What language models are given: text, or tokens, or a dataset of them."""
+"""Kinds of training samples and prompts: strings or tokens, with their checks."""
 
 import numpy as np
 
 
 def is_tokens(x):
-    """Whether these are the inputs of a model, as its preprocessor makes them."""
+    """Returns True for model inputs, such as a preprocessor returns."""
     return isinstance(x, dict) and "token_ids" in x
 
 
 def is_strings(x):
-    """Whether these are strings in memory, in a list, a tuple or an array."""
+    """Returns True for strings in memory, in a list, a tuple or an array."""
     return isinstance(x, (list, tuple, np.ndarray)) and is_text(x)
 
 
 def is_text(x):
-    """Whether these are several strings, in memory or in a tensor of TensorFlow."""
+    """Returns True for several strings, in memory or in a tensor of TensorFlow."""
     if isinstance(x, (str, bytes)):
         return False
     dtype = getattr(x, "dtype", None)
@@ -28,28 +28,28 @@ def is_text(x):
 
 
 def check_samples(name, x, preprocessor_cls, has_preprocessor):
-    """Raises for what is neither several strings nor tokens, nor anything that may yield them.
+    """Raises an error unless `x` is several strings, tokens, or a possible source of them.
 
     Args:
         name: string, the argument.
-        x: what `fit` or `evaluate` got.
+        x: the argument of `fit` or `evaluate`.
         preprocessor_cls: the class of the model's preprocessor.
-        has_preprocessor: boolean, whether the model has one.
+        has_preprocessor: boolean, True if the model has one.
 
     Raises:
-        ValueError: numbers, one string (also as what an unbatched dataset yields), another
+        ValueError: numbers, a single string (also an element of an unbatched dataset), another
             dictionary, nothing, or text without a preprocessor.
     """
     if is_tokens(x):
         return
     if _is_empty(x):
-        raise ValueError(f"`{name}` holds nothing to train on; got no strings at all.")
+        raise ValueError(f"`{name}` must hold at least one string; got none.")
     if is_text(x):
         if not has_preprocessor:
             raise _no_preprocessor(name, preprocessor_cls, "train on tokens")
         if getattr(x, "ndim", 1) == 0:
             raise ValueError(
-                f"`{name}` must be several strings; got one, of no axis. A dataset of strings "
+                f"`{name}` must be several strings; got one, without an axis. A dataset of strings "
                 "needs `.batch(...)`."
             )
         return
@@ -57,15 +57,15 @@ def check_samples(name, x, preprocessor_cls, has_preprocessor):
     if x is None or in_memory or (hasattr(x, "dtype") and hasattr(x, "shape")):
         raise ValueError(
             f"`{name}` must be several strings, or tokens in a dictionary of `token_ids` and "
-            f"`padding_mask` with their labels beside it; got {described(x)}."
+            f"`padding_mask` followed by their labels; got {describe(x)}."
         )
 
 
 def check_no_text(inputs, preprocessor_cls):
-    """Raises for prompts that are text, where a model has no preprocessor.
+    """Raises an error for text prompts to a model without a preprocessor.
 
     Raises:
-        ValueError: names `inputs`, an argument of `generate`.
+        ValueError: `inputs`, the argument of `generate`, is text.
     """
     if not _is_empty(inputs) and (isinstance(inputs, (str, bytes)) or is_text(inputs)):
         instead = "pass a dictionary of `token_ids` and `padding_mask`, each [batch, time]"
@@ -73,32 +73,32 @@ def check_no_text(inputs, preprocessor_cls):
 
 
 def _no_preprocessor(name, preprocessor_cls, instead):
-    """The error where text comes, and nothing makes tokens of it."""
+    """Returns the error for text without a preprocessor."""
     return ValueError(
-        f"`{name}` is text, and the model has no preprocessor to make tokens of it. Pass a "
-        f"`preprocessor=` where you make the model, such as a `{preprocessor_cls.__name__}`, or "
+        f"`{name}` is text, and the model has no preprocessor to tokenize it. Pass "
+        f"`preprocessor=`, such as a `{preprocessor_cls.__name__}`, when you make the model, or "
         f"{instead}."
     )
 
 
 def check_prompts(inputs):
-    """Raises for prompts that are neither one string nor several.
+    """Raises an error for prompts that are neither one string nor several.
 
     Raises:
-        ValueError: names `inputs`, an argument of `generate`.
+        ValueError: `inputs`, the argument of `generate`, has another type or is empty.
     """
     if _is_empty(inputs):
         raise ValueError("`inputs` must hold at least one prompt; got none.")
     if not isinstance(inputs, str) and not is_text(inputs):
         raise ValueError(
-            "`inputs` must be a string or several of them where the model has a preprocessor; got "
-            f"{described(inputs)}. Tokens go into a model with `preprocessor=None`, bytes through "
-            "`bytes.decode`."
+            "`inputs` must be one or several strings if the model has a preprocessor; got "
+            f"{describe(inputs)}. Pass tokens to a model with `preprocessor=None`; decode bytes "
+            "with `bytes.decode`."
         )
 
 
-def described(x):
-    """What a value is, in few words."""
+def describe(x):
+    """Returns a short description of a value for error messages."""
     if isinstance(x, dict):
         return f"a dictionary of {sorted(map(str, x))}"
     if isinstance(x, str):

@@ -1,4 +1,4 @@
-"""Training that goes on from a `.keras` file, and directories without what training needs."""
+"""Saves the compile config and optimizer in `.keras` files; omits the optimizer from presets."""
 
 import contextlib
 
@@ -6,15 +6,15 @@ import keras
 
 from keras_recurrent.devices.jax_processes import SavedByAllProcesses
 
-# What this package's models keep beside the arguments that every Keras model can be compiled with.
-OWN = ("sampler", "optimizer_built")
+# Arguments saved in addition to those that `compile` of every Keras model takes.
+OWN_ARGUMENTS = ("sampler", "optimizer_built")
 
 
 class SavedTraining(SavedByAllProcesses):
-    """Lets a `.keras` file keep how a model was compiled, and its optimizer's state.
+    """Mixin that saves the compile arguments and the optimizer's state in a `.keras` file.
 
-    Keras leaves this to models with a `compile` of their own, as KerasHub's tasks have it, and
-    would otherwise warn that training cannot go on.
+    Keras requires this of models that override `compile`, such as KerasHub's tasks, and otherwise
+    warns that training cannot be resumed.
     """
 
     def get_compile_config(self):
@@ -22,11 +22,11 @@ class SavedTraining(SavedByAllProcesses):
         if not config:
             return config
         arguments = {**config, "optimizer_built": self.optimizer.built}  # type: ignore[attr-defined]
-        # As Keras writes an object, so that a model of another class can read it as well.
+        # A serialized object, so that models of other classes can read it, too.
         return keras.saving.serialize_keras_object(CompileArguments(arguments))
 
     def compile_from_config(self, config):
-        # Older files have the arguments by themselves.
+        # Older files have only the arguments.
         config = config["config"] if config.get("class_name") == "CompileArguments" else config
         config = keras.saving.deserialize_keras_object(config)
         optimizer_built = config.pop("optimizer_built")
@@ -34,9 +34,9 @@ class SavedTraining(SavedByAllProcesses):
         if optimizer_built:
             self.optimizer.build(self.trainable_variables)  # type: ignore[attr-defined]
 
-    # A directory of `save_to_preset` says nothing of how a model was compiled. KerasHub writes the
-    # optimizer's variables into it all the same, twice the size of the weights, and warns of them
-    # when it reads them for an optimizer that has not trained.
+    # A directory of `save_to_preset` has no compile arguments. KerasHub still writes the
+    # optimizer's variables to it, twice the size of the weights, and warns when it loads them into
+    # an optimizer that has not trained.
 
     def save_task_weights(self, filepath):
         with _without_optimizer(self):
@@ -58,10 +58,10 @@ def _without_optimizer(model):
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class CompileArguments:
-    """The arguments of `compile` in a file, for a model without `SavedTraining`.
+    """Arguments of `compile` in a file, readable by models without `SavedTraining`.
 
-    `keras.models.clone_model` makes such a model, a plain functional one, and compiles it as the
-    original. It generates nothing, and its `compile` takes no sampler.
+    `keras.models.clone_model` makes such a model, a plain functional one, and compiles it like the
+    original. It cannot generate, and its `compile` takes no sampler.
     """
 
     def __init__(self, arguments):
@@ -72,5 +72,5 @@ class CompileArguments:
 
     @classmethod
     def from_config(cls, config):
-        config = {name: value for name, value in config.items() if name not in OWN}
+        config = {name: value for name, value in config.items() if name not in OWN_ARGUMENTS}
         return keras.saving.deserialize_keras_object(config)

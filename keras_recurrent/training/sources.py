@@ -1,7 +1,7 @@
-"""Whatever Keras trains on, with its batches of strings made into tokens on the way.
+"""Adapters that tokenize the batches of each kind of data source.
 
 The sources of Keras are arrays in memory, `tf.data`, grain, torch's `DataLoader`, `PyDataset` and
-Python generators. What comes out of `as_source` is one that Keras reads by itself.
+Python generators. `as_source` returns one of these.
 """
 
 import random
@@ -13,56 +13,56 @@ import numpy as np
 
 from keras_recurrent.training.samples import is_text, is_tokens
 
-# Threads that read a dataset of grain, and the batches that they may be ahead of a step.
+# Number of threads that read a dataset of grain, and of batches read ahead.
 THREADS = 4
 
 
 def as_source(x, preprocess, steps=None):
-    """A source of batches for Keras, and how many of them Keras has to count for an epoch.
+    """Returns a source of tokenized batches for Keras, and the steps per epoch to pass to Keras.
 
     Args:
         x: a `tf.data.Dataset`, a dataset or `DataLoader` of grain, a `DataLoader` of torch, a
-            `PyDataset` or a generator, whose batches are strings, or tokens with their labels. All
-            else is returned as it is, and Keras judges it.
-        preprocess: function of `(x, y, sample_weight)`, which makes tokens of strings.
-        steps: integer, the batches of an epoch; None: as many as there are.
+            `PyDataset` or a generator, whose batches are strings, or tokens with their labels.
+            Anything else is returned unchanged, for Keras to check.
+        preprocess: function of `(x, y, sample_weight)` that tokenizes strings.
+        steps: integer, batches per epoch. None: all batches of `x`.
 
     Returns:
-        The source, and `steps`: None where the source knows them.
+        The source, and `steps`, None if the source knows them.
     """
     if is_packed_text(x):
         if x.is_endless and steps is None:
             raise ValueError(
-                "The `PackedText` has no end. Say by `steps_per_epoch`, `validation_steps` or "
-                "`steps` how many of its batches are wanted, or give it a number of `passes`."
+                "The `PackedText` has no end. Pass the number of batches as `steps_per_epoch`, "
+                "`validation_steps` or `steps`, or give it a number of `passes`."
             )
         return x, steps
     if isinstance(x, keras.utils.PyDataset):
-        return PreparedPyDataset(x, preprocess), steps
+        return TokenizedPyDataset(x, preprocess), steps
     if isinstance(x, types.GeneratorType):
-        return (_prepared(batch, preprocess) for batch in x), steps
-    kind = next((kind for kind in ADAPTERS if _comes_from(x, *kind)), None)
+        return (_tokenize_batch(batch, preprocess) for batch in x), steps
+    kind = next((kind for kind in ADAPTERS if _is_instance_by_name(x, *kind)), None)
     return (x, steps) if kind is None else ADAPTERS[kind](x, preprocess, steps)
 
 
 def is_packed_text(x):
-    """Whether this is a `PackedText`, told without importing grain."""
-    return _comes_from(x, "PackedText", "keras_recurrent.datasets")
+    """Returns True for a `PackedText`, without importing grain."""
+    return _is_instance_by_name(x, "PackedText", "keras_recurrent.datasets")
 
 
 def split(parts, fraction):
-    """`(x, y, sample_weight)` for training and for validation, which gets the last ones.
+    """Splits `(x, y, sample_weight)` into training samples and the last ones for validation.
 
     Raises:
-        ValueError: no entry would be left for one of the two.
+        ValueError: one of the two would be empty.
     """
     parts = tuple(_indexable(part) for part in parts)
     length = _length(parts[0])
     at = int(np.floor(length * (1.0 - fraction)))
     if not 0 < at < length:
         raise ValueError(
-            f"`validation_split` of {fraction} leaves nothing to train on or nothing to validate "
-            f"with, of {length} samples."
+            f"`validation_split` of {fraction} leaves no samples for training or none for "
+            f"validation, of {length}."
         )
     return tuple(
         tuple(_take(part, np.arange(begin, end)) for part in parts)
@@ -71,15 +71,15 @@ def split(parts, fraction):
 
 
 def as_arrays(*parts):
-    """Labels and weights in lists as arrays, which Keras would take for trees of numbers."""
+    """Converts labels and weights in lists to arrays; Keras would take lists for nested data."""
     return tuple(np.asarray(part) if isinstance(part, (list, tuple)) else part for part in parts)
 
 
-class Indexed(keras.utils.PyDataset):
-    """Batches by number, on and on. An epoch has the next `steps` of them.
+class IndexedBatches(keras.utils.PyDataset):
+    """Endless sequence of batches by number. An epoch has the next `steps` of them.
 
-    What comes in an epoch follows from its number, so that a run that is broken off and resumed at
-    a later epoch goes on as it would have. `EpochNumber` tells it the number.
+    The batches of an epoch follow from its number, so a run resumed at a later epoch trains on the
+    same batches. `EpochNumber` sets the number.
     """
 
     def __init__(self, steps, **kwargs):
@@ -94,23 +94,23 @@ class Indexed(keras.utils.PyDataset):
         return self.batch(self.epoch * self._steps + index)
 
 
-class InMemory(Indexed):
-    """Batches of strings, or rows of tokens, that are in memory, in a new order in each pass.
+class InMemory(IndexedBatches):
+    """Batches of strings or tokens in memory, in a new order in each pass.
 
-    The order follows from the number of the pass and a seed, which is drawn by Python's `random`,
-    and so from `keras.utils.set_random_seed`.
+    The order follows from the number of the pass and a seed drawn by Python's `random`, and so from
+    `keras.utils.set_random_seed`.
 
     Args:
-        parts: `(x, y, sample_weight)`: several strings or tokens, and for each an entry of the
-            others, which may be None.
-        preprocess: function of `(x, y, sample_weight)`, which makes tokens of strings; None: `x`
-            are tokens.
-        batch_size: integer; None: 32, as in Keras.
-        shuffle: whether each pass has an order of its own; "batch": of whole batches alone.
-        steps: integer, the batches of an epoch; None: a pass.
+        parts: `(x, y, sample_weight)`: several strings or tokens, and labels and weights with one
+            entry for each, or None.
+        preprocess: function of `(x, y, sample_weight)` that tokenizes strings. None: `x` are
+            tokens.
+        batch_size: integer. None: 32, as in Keras.
+        shuffle: boolean, shuffles each pass; "batch": shuffles whole batches.
+        steps: integer, batches per epoch. None: one pass.
 
     Raises:
-        ValueError: the parts are not of one length.
+        ValueError: the parts differ in length.
     """
 
     def __init__(self, parts, preprocess, batch_size=None, shuffle=False, steps=None):
@@ -122,47 +122,47 @@ class InMemory(Indexed):
                 f"{' and '.join(map(str, sorted(lengths)))} entries."
             )
         self._length, self._batch_size = lengths.pop(), batch_size or 32
-        self._batches_of_a_pass = -(-self._length // self._batch_size)
-        super().__init__(steps or self._batches_of_a_pass)
+        self._batches_per_pass = -(-self._length // self._batch_size)
+        super().__init__(steps or self._batches_per_pass)
         self._preprocess, self._shuffle = preprocess, shuffle
         self._seed = random.randrange(2**32) if shuffle else 0
-        self._order_of = {}  # the pass that was last asked for, and its order
+        self._orders = {}  # {last pass: its order}
 
     def batch(self, number):
-        number_of_pass, index = divmod(number, self._batches_of_a_pass)
-        if number_of_pass not in self._order_of:
-            self._order_of = {number_of_pass: self._order(number_of_pass)}
-        order = self._order_of[number_of_pass]
-        places = order[index * self._batch_size : (index + 1) * self._batch_size]
-        batch = tuple(_take(part, places) for part in self._parts)
+        pass_index, index = divmod(number, self._batches_per_pass)
+        if pass_index not in self._orders:
+            self._orders = {pass_index: self._order(pass_index)}
+        order = self._orders[pass_index]
+        indices = order[index * self._batch_size : (index + 1) * self._batch_size]
+        batch = tuple(_take(part, indices) for part in self._parts)
         if self._preprocess is not None:
-            return _prepared(batch, self._preprocess)
-        return _without_none(*batch)
+            return _tokenize_batch(batch, self._preprocess)
+        return _drop_none(*batch)
 
-    def _order(self, number_of_pass):
+    def _order(self, pass_index):
         order = np.arange(self._length)
-        rng = np.random.default_rng((self._seed, number_of_pass))
+        rng = np.random.default_rng((self._seed, pass_index))
         if self._shuffle == "batch":  # the last batch, which may be smaller, stays the last
-            whole = self._length // self._batch_size * self._batch_size
-            rng.shuffle(order[:whole].reshape(-1, self._batch_size))
+            end = self._length // self._batch_size * self._batch_size
+            rng.shuffle(order[:end].reshape(-1, self._batch_size))
         elif self._shuffle:
             rng.shuffle(order)
         return order
 
 
-class OfGrain(Indexed):
-    """The batches of a `grain.MapDataset`, read by a few threads."""
+class GrainSource(IndexedBatches):
+    """Tokenized batches of a `grain.MapDataset`, read by several threads."""
 
     def __init__(self, dataset, preprocess, steps):
         super().__init__(steps, workers=THREADS, max_queue_size=THREADS)
         self._dataset, self._preprocess = dataset, preprocess
 
     def batch(self, number):
-        return _prepared(self._dataset[number], self._preprocess)
+        return _tokenize_batch(self._dataset[number], self._preprocess)
 
 
 class EpochNumber(keras.callbacks.Callback):
-    """Tells an `Indexed` source which epoch begins."""
+    """Sets the number of the epoch in an `IndexedBatches` source."""
 
     def __init__(self, source):
         super().__init__()
@@ -172,8 +172,8 @@ class EpochNumber(keras.callbacks.Callback):
         self._source.epoch = epoch
 
 
-class PreparedPyDataset(keras.utils.PyDataset):
-    """The batches of another `PyDataset`, as tokens."""
+class TokenizedPyDataset(keras.utils.PyDataset):
+    """Tokenized batches of another `PyDataset`."""
 
     def __init__(self, dataset, preprocess):
         super().__init__(dataset.workers, dataset.use_multiprocessing, dataset.max_queue_size)
@@ -184,7 +184,7 @@ class PreparedPyDataset(keras.utils.PyDataset):
         return self._dataset.num_batches
 
     def __getitem__(self, index):
-        return _prepared(self._dataset[index], self._preprocess)
+        return _tokenize_batch(self._dataset[index], self._preprocess)
 
     def on_epoch_begin(self):
         self._dataset.on_epoch_begin()
@@ -193,72 +193,72 @@ class PreparedPyDataset(keras.utils.PyDataset):
         self._dataset.on_epoch_end()
 
 
-def _of_tensorflow(x, preprocess, steps):
+def _adapt_tensorflow(x, preprocess, steps):
     import tensorflow as tf
 
-    prepared = x.map(preprocess, num_parallel_calls=tf.data.AUTOTUNE)
-    return prepared.prefetch(tf.data.AUTOTUNE), steps
+    tokenized = x.map(preprocess, num_parallel_calls=tf.data.AUTOTUNE)
+    return tokenized.prefetch(tf.data.AUTOTUNE), steps
 
 
-def _of_torch(x, preprocess, steps):
+def _adapt_torch(x, preprocess, steps):
     import torch
 
-    class Prepared(torch.utils.data.IterableDataset):
+    class Tokenized(torch.utils.data.IterableDataset):
         def __iter__(self):
-            return (_prepared(batch, preprocess) for batch in x)
+            return (_tokenize_batch(batch, preprocess) for batch in x)
 
-    class PreparedOfKnownLength(Prepared):
+    class SizedTokenized(Tokenized):
         def __len__(self):
             return len(x)
 
     known = hasattr(x.dataset, "__len__")
-    dataset = PreparedOfKnownLength() if known else Prepared()
+    dataset = SizedTokenized() if known else Tokenized()
     return torch.utils.data.DataLoader(dataset, batch_size=None), steps
 
 
-def _of_grain(x, preprocess, steps):
+def _adapt_grain_map(x, preprocess, steps):
     length = len(x)
     endless = length == sys.maxsize
     if endless and steps is None:
         raise ValueError(
-            "The dataset has no end, as after `repeat()`. Say by `steps_per_epoch`, "
-            "`validation_steps` or `steps` how many of its batches are wanted."
+            "The dataset has no end, as after `repeat()`. Pass the number of batches as "
+            "`steps_per_epoch`, `validation_steps` or `steps`."
         )
-    return OfGrain(x if endless else x.repeat(), preprocess, steps or length), None
+    return GrainSource(x if endless else x.repeat(), preprocess, steps or length), None
 
 
-def _of_grain_stream(x, preprocess, steps):
-    return x.map(lambda batch: _prepared(batch, preprocess)), steps
+def _adapt_grain_iter(x, preprocess, steps):
+    return x.map(lambda batch: _tokenize_batch(batch, preprocess)), steps
 
 
-def _of_grain_loader(x, preprocess, steps):
+def _adapt_grain_loader(x, preprocess, steps):
     from keras_recurrent.training.grain_loader import LoaderDataset
 
-    return _of_grain_stream(LoaderDataset(x), preprocess, steps)
+    return _adapt_grain_iter(LoaderDataset(x), preprocess, steps)
 
 
-# By the name of a class and of its package, as Keras does: none of these need be installed.
+# {(class name, package): adapter}. As in Keras, names avoid importing the packages.
 ADAPTERS = {
-    ("DatasetV2", "tensorflow.python."): _of_tensorflow,
-    ("DataLoader", "torch.utils.data"): _of_torch,
-    ("MapDataset", "grain"): _of_grain,
-    ("IterDataset", "grain"): _of_grain_stream,
-    ("DataLoader", "grain"): _of_grain_loader,
+    ("DatasetV2", "tensorflow.python."): _adapt_tensorflow,
+    ("DataLoader", "torch.utils.data"): _adapt_torch,
+    ("MapDataset", "grain"): _adapt_grain_map,
+    ("IterDataset", "grain"): _adapt_grain_iter,
+    ("DataLoader", "grain"): _adapt_grain_loader,
 }
 
 
-def _comes_from(x, name, package):
+def _is_instance_by_name(x, name, package):
     return any(c.__name__ == name and c.__module__.startswith(package) for c in type(x).__mro__)
 
 
-def _prepared(batch, preprocess):
-    """A batch of tokens and their labels, in NumPy, of a batch of strings, or of tokens."""
+def _tokenize_batch(batch, preprocess):
+    """Converts a batch of strings or tokens to NumPy arrays of tokens and labels."""
     if isinstance(batch, (str, bytes)):
         raise ValueError(
-            "Each batch must hold several strings; got one string. Give lists of them, such as "
-            "`dataset.batch(8)` makes."
+            "Each batch must hold several strings; got one string. Batch the dataset, such as by "
+            "`dataset.batch(8)`."
         )
-    # Torch and generators give strings as a list or tuple, which Keras would take for (x, y).
+    # Torch and generators yield strings as a list or tuple, which Keras would take for (x, y).
     parts = (batch,) if is_text(batch) else batch
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(parts)
     y, sample_weight = as_arrays(y, sample_weight)
@@ -266,15 +266,15 @@ def _prepared(batch, preprocess):
         x = _as_strings(x) if is_text(x) else x
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(preprocess(x, y, sample_weight))
         x, y, sample_weight = keras.tree.map_structure(_as_numpy, (x, y, sample_weight))
-    return _without_none(x, y, sample_weight)
+    return _drop_none(x, y, sample_weight)
 
 
-def _without_none(*parts):
+def _drop_none(*parts):
     return tuple(part for part in parts if part is not None)
 
 
 def _as_strings(x):
-    """A list of `str`, of text in any form."""
+    """Converts text in any form to a list of `str`."""
     x = x.numpy() if hasattr(x, "numpy") else x
     texts = np.ravel(x).tolist() if isinstance(x, np.ndarray) else x
     return [text.decode("utf-8") if isinstance(text, bytes) else text for text in texts]
@@ -285,7 +285,7 @@ def _as_numpy(x):
 
 
 def _indexable(part):
-    """Strings as a list, and tensors as arrays."""
+    """Converts strings to a list and tensors to arrays."""
     if part is None or is_tokens(part):
         return part
     return _as_strings(part) if is_text(part) else np.asarray(part)
@@ -295,11 +295,11 @@ def _length(part):
     return len(next(iter(part.values()))) if isinstance(part, dict) else len(part)
 
 
-def _take(part, places):
+def _take(part, indices):
     if part is None:
         return None
     if isinstance(part, list):
-        return [part[place] for place in places]
+        return [part[i] for i in indices]
     if isinstance(part, dict):
-        return {name: array[places] for name, array in part.items()}
-    return part[places]
+        return {name: array[indices] for name, array in part.items()}
+    return part[indices]

@@ -1,4 +1,4 @@
-"""`fit` and `evaluate` on strings, whichever way they come."""
+"""`fit`, `evaluate` and `predict` on strings from any source."""
 
 import contextlib
 import warnings
@@ -13,9 +13,9 @@ from keras_recurrent.training.samples import check_samples, is_strings, is_text,
 
 
 class TextTraining:
-    """Lets a model with a preprocessor train on strings from every source of Keras.
+    """Mixin that lets a model with a preprocessor train on strings from every source of Keras.
 
-    A model says by `check_labels` which labels belong to them.
+    A model defines `check_labels` for its kind of labels.
     """
 
     preprocessor: Any
@@ -33,41 +33,40 @@ class TextTraining:
         validation_split=None,
         **kwargs,
     ):
-        """As in Keras, from strings or from the tokens that the preprocessor makes of them.
+        """Trains the model as `keras.Model.fit`, on strings or on the preprocessor's tokens.
 
-        Strings come in a list, an array, or in the batches of a `tf.data.Dataset`, a dataset or
-        `DataLoader` of grain, a `DataLoader` of torch, a `keras.utils.PyDataset` or a generator;
-        `keras_recurrent.datasets.PackedText` reads them from files. So do those of
-        `validation_data`.
+        `x` and `validation_data` are strings in a list or an array, or a source whose batches are
+        strings: a `tf.data.Dataset`, a dataset or `DataLoader` of grain, a `DataLoader` of torch, a
+        `keras.utils.PyDataset` or a generator. `keras_recurrent.datasets.PackedText` reads strings
+        from files.
 
-        A language model makes its labels of the strings. A classifier is given them: a number for
-        each string, as `y`, or beside the strings in each batch of a source.
+        A language model makes its labels from the strings. A classifier takes one number for each
+        string, as `y`, or with the strings in each batch of a source.
 
-        Strings in a list or an array are shuffled in each epoch, as arrays are in Keras, unless
+        Strings in a list or an array are shuffled in each epoch, like arrays in Keras, unless
         `shuffle=False`. The order follows from `keras.utils.set_random_seed` and the number of the
-        epoch, so that a run that is resumed finds the order that it would have had.
+        epoch, so a resumed run has the order of an uninterrupted one.
 
         With a packing preprocessor, lists and arrays of strings are packed as a whole, and
-        `batch_size`, `validation_split` and `shuffle` mean rows; in other sources each batch of
-        strings is packed by itself. See `RecurrentCausalLMPreprocessor`.
+        `batch_size`, `validation_split` and `shuffle` apply to packed sequences. In other sources
+        each batch of strings is packed separately. See `RecurrentCausalLMPreprocessor`.
 
         Under a `tf.distribute.MirroredStrategy` each replica takes its part of `batch_size`, and
-        their gradients are averaged: as on one device, if every batch can be divided by the number
-        of replicas. In a last, smaller one that cannot, rows of the smaller parts weigh more.
+        gradients are averaged. Results equal those on one device if the number of replicas divides
+        every batch; otherwise sequences in the smaller parts of the last batch have more weight.
 
-        Of tokens in NumPy arrays all ids and segments are looked at first. Inside a step they are
-        not: there, negative ids count from the end of the vocabulary. Those beyond it are an error
-        of torch, and of TensorFlow on a CPU without XLA; elsewhere NaN, zeros or another token take
-        their place. What a negative segment does there stands in
-        `keras_recurrent.layers.StreamingLayer`. At padding any id and segment may stand.
+        All ids and segments of tokens in NumPy arrays are checked before training. Tokens in other
+        sources are not: inside a step, negative ids count from the end of the vocabulary. Ids
+        beyond it raise an error on torch, and on TensorFlow on a CPU without XLA; elsewhere the
+        result is NaN, zeros or another token. `keras_recurrent.layers.StreamingLayer` describes
+        negative segments. At padding, any id and segment is allowed.
 
         Raises:
-            ValueError: neither strings nor tokens nor a source of them, no strings at all, strings
-                where the model has no preprocessor, labels beside strings for a language model or
-                none for a classifier, tokens without labels, or NumPy arrays with a `token_ids`
-                that the vocabulary lacks, a label that there is not (unless its weight is 0 in a
-                language model), or a segment below 0; a `PackedText` without end and
-                without `steps_per_epoch`.
+            ValueError: `x` is not strings, tokens or a source of them, or is empty; strings without
+                a preprocessor; labels with strings for a language model, or no labels for a
+                classifier; tokens without labels; NumPy arrays with an id outside the vocabulary,
+                an invalid label (unless its weight is 0 in a language model) or a segment below 0;
+                an endless `PackedText` without `steps_per_epoch`.
         """
         x = self.as_samples(x)
         self._check_samples(x, y, sample_weight)
@@ -82,28 +81,28 @@ class TextTraining:
             validation_data = (validation_data, None, None)
         steps = kwargs.pop("steps_per_epoch", None)
         if is_text(x):
-            parts = self._rows(x, y, sample_weight)
+            parts = self._pack(x, y, sample_weight)
             if validation_split and validation_data is None:
                 parts, held_out = sources.split(parts, validation_split)
-                validation_data = (self._in_memory(held_out, batch_size), None, None)
+                validation_data = (self._make_in_memory_source(held_out, batch_size), None, None)
             validation_split = y = sample_weight = None
-            # Its order is its own affair.
-            x = self._in_memory(parts, batch_size, kwargs.get("shuffle", True), steps)
+            # The source shuffles by itself.
+            x = self._make_in_memory_source(parts, batch_size, kwargs.get("shuffle", True), steps)
             kwargs["shuffle"], steps = False, None
         elif is_tokens(x):
             y, sample_weight = sources.as_arrays(y, sample_weight)
         else:
             if not isinstance(x, keras.utils.PyDataset):
-                kwargs.setdefault("shuffle", False)  # Keras cannot, and would warn
+                kwargs.setdefault("shuffle", False)  # Keras cannot shuffle sources, and would warn
             x, steps = sources.as_source(x, self.preprocess_samples, steps)
-        if isinstance(x, sources.Indexed):
-            kwargs["callbacks"] = _with(sources.EpochNumber(x), kwargs.get("callbacks"))
+        if isinstance(x, sources.IndexedBatches):
+            kwargs["callbacks"] = _prepend_callback(sources.EpochNumber(x), kwargs.get("callbacks"))
         if validation_data is not None:
             size = kwargs.get("validation_batch_size") or batch_size
-            validation_data, kwargs["validation_steps"] = self._held_out(
+            validation_data, kwargs["validation_steps"] = self._make_validation_data(
                 validation_data, size, kwargs.get("validation_steps")
             )
-        with _quiet_end_of(x, validation_data):
+        with _ignore_end_of_data(x, validation_data):
             return keras.Model.fit(
                 self,
                 x=x,
@@ -117,33 +116,33 @@ class TextTraining:
             )
 
     def evaluate(self, x=None, y=None, batch_size=None, sample_weight=None, **kwargs):
-        """As in Keras, from strings or tokens in what `fit` takes; checked and packed as there."""
-        if not kwargs.get("_use_cached_eval_dataset"):  # as `fit` calls it
+        """Evaluates the model as `keras.Model.evaluate`, on the same inputs as `fit`."""
+        if not kwargs.get("_use_cached_eval_dataset"):  # set in calls by `fit`
             x = self.as_samples(x)
             self._check_samples(x, y, sample_weight)
             steps = kwargs.get("steps")
-            (x, y, sample_weight), kwargs["steps"] = self._held_out(
+            (x, y, sample_weight), kwargs["steps"] = self._make_validation_data(
                 (x, y, sample_weight), batch_size, steps
             )
-        with _quiet_end_of(x):
+        with _ignore_end_of_data(x):
             return keras.Model.evaluate(
                 self, x=x, y=y, batch_size=batch_size, sample_weight=sample_weight, **kwargs
             )
 
     def predict(self, x=None, batch_size=None, **kwargs):
-        """As in Keras, logits for strings or tokens, which come in whatever `fit` takes."""
+        """Returns logits as `keras.Model.predict`, for the same inputs as `fit`."""
         steps, x = kwargs.pop("steps", None), self.as_samples(x)
         check_samples("x", x, self.preprocessor_cls, self.preprocessor is not None)
         if is_text(x):
-            x, steps = self._in_memory((x, None, None), batch_size, steps=steps), None
+            x, steps = self._make_in_memory_source((x, None, None), batch_size, steps=steps), None
         elif not is_tokens(x):
             x, steps = sources.as_source(x, self.preprocess_samples, steps)
         return keras.Model.predict(self, x=x, batch_size=batch_size, steps=steps, **kwargs)
 
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
-        """Under a `tf.distribute` strategy Keras builds by one batch: here that of one replica.
+        """Builds the model from one replica's batch under a `tf.distribute` strategy.
 
-        Keras would take the mean of all replicas' batches, which boolean masks have not.
+        Keras would take the mean over the batches of all replicas, which fails for boolean masks.
         """
         strategy = self._distribute_strategy
         if strategy is not None and iterator is not None:
@@ -155,7 +154,7 @@ class TextTraining:
         super()._maybe_symbolic_build(iterator, data_batch)  # type: ignore[misc]
 
     def _check_samples(self, x, y=None, sample_weight=None, *, name="x"):
-        """Raises for what cannot be learned: by its kind, or by the numbers in NumPy arrays."""
+        """Raises an error for samples of a wrong kind and for invalid ids in NumPy arrays."""
         check_samples(name, x, self.preprocessor_cls, self.preprocessor is not None)
         if is_tokens(x):
             size = self.backbone.vocabulary_size
@@ -164,34 +163,37 @@ class TextTraining:
         self.check_labels(name, x, y, sample_weight)
 
     def as_samples(self, x):
-        """Strings or tokens, of what a model takes beside them; anything else as it is."""
+        """Converts further inputs of a model to strings or tokens. Returns others unchanged."""
         return x
 
     def check_labels(self, name, x, y, sample_weight):
-        """Raises for labels that do not fit to strings or tokens in memory."""
+        """Raises an error for labels that do not fit strings or tokens in memory."""
         raise NotImplementedError
 
-    def _held_out(self, parts, batch_size, steps):
-        """`(x, y, sample_weight)` that Keras can evaluate, and the steps of an evaluation."""
+    def _make_validation_data(self, parts, batch_size, steps):
+        """Returns `(x, y, sample_weight)` for evaluation by Keras, and the number of steps."""
         x, *labels = parts
         if is_text(x):
-            x, labels = self._in_memory(self._rows(*parts), batch_size, steps=steps), (None, None)
+            x, labels = (
+                self._make_in_memory_source(self._pack(*parts), batch_size, steps=steps),
+                (None, None),
+            )
             return (x, *labels), None
         if is_tokens(x):
             return (x, *sources.as_arrays(*labels)), steps
-        if isinstance(x, sources.Indexed):
+        if isinstance(x, sources.IndexedBatches):
             return parts, steps
         x, steps = sources.as_source(x, self.preprocess_samples, steps)
         return (x, *labels), steps
 
-    def _rows(self, x, y, sample_weight):
-        """Strings as they are, or, with a packing preprocessor, the rows that they make."""
+    def _pack(self, x, y, sample_weight):
+        """Packs strings with a packing preprocessor; returns them unchanged with another."""
         if not getattr(self.preprocessor, "packed", False):
             return x, y, sample_weight
         rows = self.preprocessor(x, y=y, sample_weight=sample_weight)
         return keras.tree.map_structure(ops.convert_to_numpy, rows)
 
-    def _in_memory(self, parts, batch_size, shuffle=False, steps=None):
+    def _make_in_memory_source(self, parts, batch_size, shuffle=False, steps=None):
         preprocess = None if is_tokens(parts[0]) else self.preprocess_samples
         return sources.InMemory(parts, preprocess, batch_size, shuffle, steps)
 
@@ -203,8 +205,8 @@ class TextTraining:
 
 
 @contextlib.contextmanager
-def _quiet_end_of(*data):
-    """Keras warns where data of unknown length ends, as a `PackedText` of some passes is to."""
+def _ignore_end_of_data(*data):
+    """Silences Keras's warning at the end of data, which is expected of a finite `PackedText`."""
     parts = [part[0] if isinstance(part, tuple) else part for part in data]
     if not any(sources.is_packed_text(part) and not part.is_endless for part in parts):
         yield
@@ -214,8 +216,8 @@ def _quiet_end_of(*data):
         yield
 
 
-def _with(callback, callbacks):
-    """The callbacks that `fit` got, in any of their forms, and one before them."""
+def _prepend_callback(callback, callbacks):
+    """Adds a callback to the `callbacks` argument of `fit`, in any of its forms."""
     if callbacks is None:
         return [callback]
     if isinstance(callbacks, keras.callbacks.CallbackList):

@@ -1,4 +1,4 @@
-"""The loss of language models."""
+"""Cross-entropy loss of language models."""
 
 import keras
 from keras import ops
@@ -10,29 +10,29 @@ from keras_recurrent.ops.token_crossentropy import token_crossentropy
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class TokenCrossentropy(keras.losses.Loss):
-    """Crossentropy between the logits of tokens and the tokens that follow.
+    """Cross-entropy between logits and the next tokens.
 
     ```
     loss = -log softmax(y_pred)[y_true]
     ```
 
-    As `keras.losses.SparseCategoricalCrossentropy(from_logits=True)`, by the operation
-    `keras_recurrent.ops.token_crossentropy`: Keras would copy the logits to float32 first, and
-    some of its backends twice more, gigabytes where rows and vocabulary are large. The default
-    `loss` of the language models' `compile`.
+    Equals `keras.losses.SparseCategoricalCrossentropy(from_logits=True)`, computed by the operation
+    `keras_recurrent.ops.token_crossentropy`. Keras would first copy the logits to float32, and on
+    some backends twice more: gigabytes for long sequences and large vocabularies. It is the default
+    `loss` in `compile` of the language models.
 
     Args:
         reduction, name: as in `keras.losses.Loss`.
-        dtype: of the result; None: `keras.config.floatx()`. The losses of tokens are computed in
-            float32, or float64 if the logits are, and then cast to it.
+        dtype: dtype of the result. None: `keras.config.floatx()`. The losses of tokens are computed
+            in float32, or float64 for float64 logits, and then cast to it.
 
     Call arguments:
-        y_true: integers `[B, T]`. Where one is not in the vocabulary the loss is NaN, unless its
+        y_true: integers `[B, T]`. The loss of a token outside the vocabulary is NaN, unless its
             weight is 0.
         y_pred: logits `[B, T, vocabulary]`, of any float dtype.
-        sample_weight: `[B, T]`, 0 where a token does not count: any number may stand there, such
-            as -1 or -100, and its logits get no gradient. So it is where a Keras mask of `y_pred`
-            is False.
+        sample_weight: `[B, T]`, 0 for tokens to ignore. Their labels may be any number, such as -1
+            or -100, and their logits get no gradient. Tokens where a Keras mask of `y_pred` is
+            False are ignored, too.
 
     Returns:
         A scalar in `dtype`, the mean over the tokens; `[B, T]` with `reduction=None`.
@@ -45,7 +45,7 @@ class TokenCrossentropy(keras.losses.Loss):
     >>> print(f"{float(loss):.3f}")
     0.347
 
-    Labels that other libraries pad with -100:
+    Example with labels padded with -100, as in other libraries:
 
     >>> labels = np.array([[0, -100]])
     >>> logits = np.array([[[9.0, 0.0], [0.0, 0.0]]])
@@ -59,20 +59,20 @@ class TokenCrossentropy(keras.losses.Loss):
 
     @property
     def dtype(self):
-        """None: Keras then casts neither the logits nor the tokens."""
+        """Returns None, so that Keras casts neither the logits nor the tokens."""
         return None
 
     def __call__(self, y_true, y_pred, sample_weight=None):
         # A loss of NaN times a weight of 0 would still be NaN.
         y_true = ops.convert_to_tensor(y_true)
-        for counts in (sample_weight, compat.get_keras_mask(y_pred)):
-            if counts is not None:
-                counts = ops.convert_to_tensor(counts)
-                check_rank_known(self.name, "sample_weight", counts)
+        for weight in (sample_weight, compat.get_keras_mask(y_pred)):
+            if weight is not None:
+                weight = ops.convert_to_tensor(weight)
+                check_rank_known(self.name, "sample_weight", weight)
                 check_rank_known(self.name, "y_true", y_true)
-                if len(counts.shape) == len(y_true.shape) + 1:
-                    counts = ops.squeeze(counts, -1)
-                y_true = ops.where(ops.cast(counts, "bool"), y_true, ops.zeros_like(y_true))
+                if len(weight.shape) == len(y_true.shape) + 1:
+                    weight = ops.squeeze(weight, -1)
+                y_true = ops.where(ops.cast(weight, "bool"), y_true, ops.zeros_like(y_true))
         return super().__call__(y_true, y_pred, sample_weight)
 
     def call(self, y_true, y_pred):

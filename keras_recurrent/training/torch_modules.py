@@ -1,4 +1,4 @@
-"""Keras models as modules of torch, whose parameters `torch.distributed` can average and shard."""
+"""Keras models as torch modules, whose parameters `torch.distributed` can average and shard."""
 
 from typing import Any
 
@@ -11,50 +11,50 @@ from keras_recurrent.training.loss_without_logits import LossWithoutLogits
 
 
 class TorchModule(torch.nn.Module):
-    """A Keras model as torch's tools for several devices expect it. On the Keras backend torch.
+    """Keras model as a torch module for training on several devices. Keras must run on torch.
 
-    A module for each layer, called where the layer is, with the model's own weights for
-    parameters: `block_0.mlp.gate_proj.kernel`. From then on the layers read their weights from
-    these modules, so that what torch makes of the parameters, such as shards, is what computes.
-    Make one of a model that is built, once, behind `enable_lora`, and call it in place of the
-    model.
+    Each layer has a module, which is called in place of the layer and has the layer's weights as
+    parameters, such as `block_0.mlp.gate_proj.kernel`. Layers then read their weights from these
+    modules, so they compute with the parameters that torch replaces, such as shards. Make one
+    module of a built model, after `enable_lora`, and call it in place of the model.
 
-    `DistributedDataParallel` takes it as it is. `fully_shard` (FSDP2) takes a block, and then the
-    whole; a `keras.RematScope` goes with both. So does a policy
-    `mixed_bfloat16` of Keras, and `torch.nn.utils.clip_grad_norm_`. Beside that policy,
-    `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32,
-    cast_forward_inputs=False)` gathers half as many bytes, and rounds the weights, too, that the
-    policy keeps in float32, such as those of decays.
-    `torch.distributed.checkpoint` saves shards, which load into a `TorchModule` of an ordinary
-    model, also in one process. Weights are then trained by an optimizer of torch, in a loop of
-    your own; those of a sharded model are read by `module.state_dict()`, not by Keras.
+    - `DistributedDataParallel` takes the module. `fully_shard` (FSDP2) takes each block and then
+      the whole module. `keras.RematScope`, Keras's policy `mixed_bfloat16` and
+      `torch.nn.utils.clip_grad_norm_` work with both.
+    - In addition to that policy, `MixedPrecisionPolicy(param_dtype=torch.bfloat16,
+      reduce_dtype=torch.float32, cast_forward_inputs=False)` halves the gathered bytes, but also
+      rounds the weights that the policy keeps in float32, such as those of decays.
+    - `torch.distributed.checkpoint` saves shards, which load into a `TorchModule` of an unsharded
+      model, also in one process.
+    - Weights are trained by an optimizer of torch, in a custom loop. Read the weights of a sharded
+      model by `module.state_dict()`, not by Keras.
 
     Args:
-        model: a Keras model that is built: of this package, or functional.
+        model: a built Keras model, of this package or functional.
 
     Call arguments:
-        *args, **kwargs: those of the model.
-        labels: integers `[B, T]`, of a language model of this package whose `compile` has its
-            default loss: the token after each one. The module then returns the loss, which is made
-            of hidden states, without the logits of all tokens. Not beside tensor parallelism. The
-            loss is NaN where the vocabulary lacks a label whose weight is not 0.
-        sample_weight: `[B, T]`, beside `labels`: how much each token counts, 0 for padding, where
-            any label may stand, such as -100; None: all alike.
+        *args, **kwargs: arguments of the model.
+        labels: integers `[B, T]`, the next tokens, for a language model of this package whose
+            `compile` has its default loss. The module then returns the loss, computed from hidden
+            states without the logits of all tokens. Not supported with tensor parallelism. The loss
+            is NaN if a label with a weight other than 0 is outside the vocabulary.
+        sample_weight: `[B, T]`, with `labels`: the weight of each token, 0 for padding, whose label
+            may be any number, such as -100. None: equal weights.
 
     Returns:
-        What the model returns; with `labels`, a scalar, the mean over the tokens of this process.
+        The outputs of the model; with `labels`, a scalar, the mean over the tokens of this process.
 
     Attributes:
         model: the Keras model.
-        blocks: a list of the modules of a network's residual blocks, in order; empty where it has
-            none.
+        blocks: a list of the modules of a network's residual blocks, in order. Empty for a model
+            without such blocks.
 
     Raises:
-        ValueError: no model, one that is not built, one that has such a module already, or one
-            whose layers share a name; at a call, `labels` for a model that makes its loss of
-            logits, a `sample_weight` without `labels`, or another shape than the tokens have.
+        ValueError: `model` is not a Keras model, is not built, has such a module already, or has
+            layers with equal names; in a call, `labels` for a model that computes its loss from
+            logits, `sample_weight` without `labels`, or a shape other than that of the tokens.
 
-    Example, for each process that `torchrun` starts, with a loss of each process's own rows:
+    Example, for each process that `torchrun` starts, with a loss of each process's sequences:
 
     ```
     torch.distributed.init_process_group()
@@ -89,42 +89,43 @@ class TorchModule(torch.nn.Module):
                 continue
             if hasattr(self, layer.name):
                 raise ValueError(
-                    f"`model` has two layers {layer.name!r}, or torch's modules have that name for "
-                    "something else. Give each layer a name of its own."
+                    f"`model` has two layers {layer.name!r}, or torch's modules have another "
+                    "attribute with that name. Give each layer a unique name."
                 )
             self.add_module(layer.name, LayerModule(layer, modules))
         network = getattr(model, "backbone", model)
         blocks = getattr(network, "transformer_layers", ())
         self._blocks = [modules[id(layer)] for layer in blocks]
         tops = (modules[id(layer)] for layer in layers)
-        self._outermost = _Outermost([v for module in tops for v in module.variables])
+        self._shard_scope = _ShardScope([v for module in tops for v in module.variables])
         for module in modules.values():
-            module.take_calls(self._outermost)
+            module.route_calls(self._shard_scope)
 
     @property
     def blocks(self):
-        """The modules of the residual blocks, in order."""
+        """Modules of the residual blocks, in order."""
         return list(self._blocks)
 
     def __call__(self, *args, **kwargs):
-        with self._outermost:
+        with self._shard_scope:
             return super().__call__(*args, **kwargs)
 
     def forward(self, *args, labels=None, sample_weight=None, **kwargs):
         if labels is None:
             if sample_weight is not None:
-                raise ValueError("`sample_weight` weighs `labels`, which are None: give both.")
+                raise ValueError("`sample_weight` weighs `labels`, which are None: pass both.")
             return self.model(*args, **kwargs)
-        if because := self._logits_because():
+        if reason := self._logits_reason():
             raise ValueError(
-                f"`labels` ask for a loss without logits, which this model needs: {because}. "
-                "Leave them out, and take `model.loss(labels, module(...), sample_weight)`."
+                f"`labels` request a loss without logits, but this model needs logits: {reason}. "
+                "Leave them out, and use `model.loss(labels, module(...), sample_weight)`."
             )
         hidden_states = self.model.backbone(*args, **kwargs)
         if isinstance(hidden_states, DTensor):
             raise ValueError(
-                "`labels` do not go with tensor parallelism: there the vocabulary is not split. "
-                "Leave them out, and take `model.loss(labels, module(...), sample_weight)`."
+                "`labels` are not supported with tensor parallelism, which does not split the "
+                "vocabulary. Leave them out, and use `model.loss(labels, module(...), "
+                "sample_weight)`."
             )
         rows = tuple(hidden_states.shape[:2])
         for name, given in (("labels", labels), ("sample_weight", sample_weight)):
@@ -135,41 +136,41 @@ class TorchModule(torch.nn.Module):
                 )
         return self.model.loss_of_hidden_states(hidden_states, labels, sample_weight)[0]
 
-    def _logits_because(self):
+    def _logits_reason(self):
         if not isinstance(self.model, LossWithoutLogits):
-            return f"`{type(self.model).__name__}` is no language model of keras_recurrent"
-        return self.model.logits_because()
+            return f"`{type(self.model).__name__}` is not a language model of keras_recurrent"
+        return self.model.logits_reason()
 
 
 class LayerModule(torch.nn.Module):
-    """The module of one layer inside a `TorchModule`: its own weights, and those of its sublayers.
+    """Module of one layer in a `TorchModule`, with its weights and the modules of its sublayers.
 
     Args:
-        layer: a Keras layer that is built.
-        modules: a dict to which this one and those of sublayers are added, by the layer's id.
+        layer: a built Keras layer.
+        modules: `{id of a layer: module}`, to which this module and those of sublayers are added.
     """
 
     def __init__(self, layer, modules):
         super().__init__()
         if isinstance(layer.call, LayerModule):
             raise ValueError(
-                f"`model` has a `TorchModule` already, to which its layer {layer.name!r} belongs. "
-                "Use that one."
+                f"`model` has a `TorchModule` already, which contains its layer {layer.name!r}. "
+                "Use that module."
             )
         modules[id(layer)] = self
         object.__setattr__(self, "layer", layer)
-        self.variables: list = []  # of all layers below, with the module and the name there
-        below = set()
+        self.variables: list = []  # (variable, module, name) of all layers below
+        seen = set()
         for sublayer in layer._layers:
-            below.update(id(v) for v in sublayer.variables)
+            seen.update(id(v) for v in sublayer.variables)
             module = modules.get(id(sublayer)) or LayerModule(sublayer, modules)
             self.add_module(sublayer.name, module)
             self.variables += module.variables
         for variable in layer.variables:
-            if id(variable) not in below:
+            if id(variable) not in seen:
                 self._add(variable)
         self._call = layer.call
-        self._outermost: Any = None
+        self._shard_scope: Any = None
 
     def _add(self, variable):
         name = variable.name
@@ -181,13 +182,13 @@ class LayerModule(torch.nn.Module):
             self.register_buffer(name, variable.value)
         self.variables.append((variable, self, name))
 
-    def take_calls(self, outermost):
-        """From now on, a call of the layer is a call of this module."""
-        self._outermost = outermost
+    def route_calls(self, shard_scope):
+        """Makes calls of the layer call this module."""
+        self._shard_scope = shard_scope
         object.__setattr__(self.layer, "call", self)
 
     def __call__(self, *args, **kwargs):
-        with self._outermost:
+        with self._shard_scope:
             return super().__call__(*args, **kwargs)
 
     def forward(self, *args, **kwargs):
@@ -196,10 +197,10 @@ class LayerModule(torch.nn.Module):
         return self._call(*args, **kwargs)
 
 
-class _Outermost:
-    """Around each call. Behind the outermost one, layers have their shards.
+class _ShardScope:
+    """Context manager of a call. After the outermost one, variables are bound to shards again.
 
-    What `fully_shard` gathers for a call it lets go of later, and without a word.
+    `fully_shard` frees the weights that it gathers for a call, without notice.
     """
 
     def __init__(self, variables):
@@ -225,7 +226,7 @@ def _bind(variable, value):
 
 
 def _top_layers(model):
-    """The layers that a model calls, those of networks inside it by themselves."""
+    """Yields the layers that a model calls, with nested models replaced by their layers."""
     for layer in model._layers:
         if isinstance(layer, keras.Model):
             yield from _top_layers(layer)

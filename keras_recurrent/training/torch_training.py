@@ -1,4 +1,4 @@
-"""Models as modules of torch: their parameters, and `fit` where there are several processes."""
+"""Parameters of models on torch, and the check of `fit` in several processes."""
 
 import sys
 
@@ -8,13 +8,14 @@ from keras_recurrent.devices.torch_processes import MODULE_HINT, check_not_shard
 
 
 class TorchTraining:
-    """Base class of the models: right, or refused, where torch has several processes.
+    """Mixin for models on torch: registers parameters, and checks for several processes.
 
-    A model with a `__call__` calls `check_not_sharded` there, and others are a
-    `CheckedTorchTraining`: each nested call that torch's compiler follows counts to its limit.
+    A model that overrides `__call__` calls `check_not_sharded` there; other models use
+    `CheckedTorchTraining`. One method less matters, since torch's compiler limits the depth of
+    nested calls.
 
-    KerasHub's models set attributes past torch, and so have no parameters until `fit` looks for
-    them once more: `DistributedDataParallel(model)` finds none. Here they have.
+    KerasHub's models bypass torch when they set attributes. Without this class they have no
+    parameters before `fit`, and `DistributedDataParallel(model)` finds none.
     """
 
     def __setattr__(self, name, value):
@@ -24,30 +25,31 @@ class TorchTraining:
             super().__setattr__(name, value)
 
     def named_modules(self, *args, **kwargs):
-        """As in torch, by which it finds parameters: those since added, as of LoRA, included."""
+        """Yields modules as torch does, after registering parameters added since, as by LoRA."""
         known = getattr(self, "_torch_params", None)
         if known is not None and set(known) != {v.path for v in self.variables}:  # type: ignore[attr-defined]
             self._track_variables()  # type: ignore[attr-defined]
         return super().named_modules(*args, **kwargs)  # type: ignore[misc]
 
     def make_train_function(self, force=False):
-        """As in Keras, for one process.
+        """Makes Keras's train function, for one process.
 
         Raises:
-            RuntimeError: torch has several, and nothing averages their gradients.
+            RuntimeError: torch has several processes, and nothing averages their gradients.
         """
         processes = count_processes()
         if processes > 1 and keras.distribution.distribution() is None:
             raise RuntimeError(
                 f"`fit` would train {processes} different models: `torch.distributed` has "
-                f"{processes} processes, and nothing averages their gradients, also beside "
-                f"`DistributedDataParallel(model)`, which averages in its own calls. {MODULE_HINT}"
+                f"{processes} processes, and nothing averages their gradients. "
+                "`DistributedDataParallel(model)` averages only in calls of itself, not in `fit`. "
+                f"{MODULE_HINT}"
             )
         return super().make_train_function(force)  # type: ignore[misc]
 
 
 class CheckedTorchTraining(TorchTraining):
-    """The same for a model without a `__call__` of its own."""
+    """Mixin like `TorchTraining`, for models that do not override `__call__`."""
 
     def __call__(self, *args, **kwargs):
         check_not_sharded(self)

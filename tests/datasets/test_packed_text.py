@@ -163,7 +163,10 @@ def test_a_language_model_trains_and_is_evaluated_on_it(tmp_path):
     np.testing.assert_allclose(history["val_loss"][1], wanted[0], rtol=1e-4)
     np.testing.assert_allclose(model.evaluate(held_out, verbose=0), wanted, rtol=1e-4)
     for use in (model.fit, model.evaluate, model.predict):
-        with pytest.raises(ValueError, match=r"The `PackedText` has no end\. Say by `steps_per_e"):
+        with pytest.raises(
+            ValueError,
+            match=r"The `PackedText` has no end\. Pass .*`steps_per_epoch`",
+        ):
             use(endless, verbose=0)
 
 

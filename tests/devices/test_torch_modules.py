@@ -66,7 +66,7 @@ def test_with_labels_a_module_returns_the_loss(family):
 def test_labels_are_refused_where_the_loss_is_made_of_logits():
     x = keras.Input((2,))
     module = TorchModule(keras.Model(x, keras.layers.Dense(2)(x)))
-    with pytest.raises(ValueError, match=r"`Functional` is no language model.*Leave them out"):
+    with pytest.raises(ValueError, match=r"`Functional` is not a language model.*Leave them out"):
         module(np.ones((1, 2)), labels=np.ones((1, 2)))
     with pytest.raises(ValueError, match="`sample_weight` weighs `labels`"):
         module(np.ones((1, 2)), sample_weight=np.ones(1))

@@ -386,7 +386,7 @@ def test_samples_are_strings_or_tokens_with_labels(has_preprocessor):
                 use(["a", "b"], np.array([1, 2]), verbose=0)
     for x in ([], np.array([], "str")):
         for use in (model.fit, model.evaluate):
-            with pytest.raises(ValueError, match="`x` holds nothing"):
+            with pytest.raises(ValueError, match="`x` must hold at least one string"):
                 use(x, verbose=0)
     with pytest.raises(ValueError, match="`x` must be several strings"):
         model.train_on_batch(tokens)
@@ -396,7 +396,7 @@ def test_samples_are_strings_or_tokens_with_labels(has_preprocessor):
 def test_text_needs_a_preprocessor():
     with pytest.raises(ValueError, match="`x` is text, and the model has no preprocessor"):
         tiny_causal_lm(num_layers=1).fit(TEXTS, verbose=0)
-    with pytest.raises(ValueError, match="`x` holds nothing to train on"):
+    with pytest.raises(ValueError, match="`x` must hold at least one string"):
         language_model().fit([], verbose=0)
 
 

@@ -146,7 +146,7 @@ def test_what_asks_for_logits_says_so():
 
     own = Own(model.backbone)
     own.compile()
-    assert "`Own` has a `compute_loss` of its own" in ask(own).because
+    assert "`Own` overrides `compute_loss`" in ask(own).because
     assert ask(tiny_causal_lm(dtype="float16")).made_of == "logits"
     uncompiled = type(model)(model.backbone, compile=False)
     assert "not compiled" in ask(uncompiled).because

@@ -107,7 +107,7 @@ def test_a_directory_of_a_backbone_alone(tmp_path):
     model = language_model()
     model.backbone.save_to_preset(str(tmp_path))
     for arguments in ({}, {"sequence_length": 4}):
-        with pytest.raises(FileNotFoundError, match=r"backbone alone. .*`preprocessor=None` makes"):
+        with pytest.raises(FileNotFoundError, match=r"only a backbone. .*`preprocessor=None`"):
             type(model).from_preset(str(tmp_path), **arguments)
     again = type(model).from_preset(str(tmp_path), preprocessor=None)
     assert again.preprocessor is None

@@ -205,7 +205,7 @@ def test_the_last_strings_are_held_out(model, wanted):
     arguments = {"validation_split": 0.25, "batch_size": 9, "verbose": 0}
     found = model.fit(TEXTS, steps_per_epoch=1, **arguments).history["val_loss"][0]
     np.testing.assert_allclose(found, model.evaluate(TEXTS[9:], verbose=0)[0], rtol=1e-5)
-    with pytest.raises(ValueError, match=r"`validation_split` of 0.99 leaves nothing .* of 12 sam"):
+    with pytest.raises(ValueError, match=r"`validation_split` of 0.99 leaves no samples .* of 12"):
         model.fit(TEXTS, validation_split=0.99, verbose=0)
 
 
