@@ -1,13 +1,12 @@
-"""What exporters take: each operation, forward alone, in operators that every format has.
+"""Portable implementations for exporters: the forward pass in operators that every format has.
 
-A file is an operation, as in `backends/`, and takes and returns what the files there do. It is
-written in `keras.ops` for all Keras backends at once, and in what ONNX, LiteRT, OpenVINO and
-`torch.export` all have: arithmetic, exponentials, products of matrices, slices and concatenations.
-There is no custom operator and no custom gradient, and nothing is written in place. Batch and time
-may be unknown when a graph is made, and a graph then holds for all of them, with a loop over time;
-where the length is known, there is no loop either.
+A file is an operation, as in `backends/`, with the same arguments and results. It is written in
+`keras.ops` for all Keras backends, and uses only operators that ONNX, LiteRT, OpenVINO and
+`torch.export` all have: arithmetic, exponentials, matrix products, slices and concatenations. There
+are no custom operators, no custom gradients and no in-place writes. Batch and time may be dynamic;
+a graph with dynamic time has a loop over time, a graph of known length has none.
 
-Keras's `model.export` takes these (see `export/exporters.py`), and so does everything inside
-`with keras_recurrent.implementation("portable"):`, for tools of one's own. They are slower than the
-files of `backends/`, and hold more memory.
+Keras's `model.export` uses them (see `export/exporters.py`). For other tools, enter
+`with keras_recurrent.implementation("portable"):`. They are slower than the files of `backends/`
+and need more memory.
 """

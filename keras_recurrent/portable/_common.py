@@ -1,4 +1,4 @@
-"""What the operations of this folder share: dtypes, token kinds, exact logarithms."""
+"""Helpers of this folder's operations: dtypes, masks of token kinds, accurate logarithms."""
 
 from keras import ops
 
@@ -7,7 +7,7 @@ from keras_recurrent.checks.dtypes import accumulation_dtype, dtype_of
 
 
 def sum_dtype(*tensors):
-    """The dtype of states and sums, of tensors or Nones."""
+    """Returns the dtype of states and sums for tensors, some of which may be None."""
     return accumulation_dtype(*(dtype_of(t) for t in tensors if t is not None))
 
 
@@ -15,30 +15,33 @@ def state_or_zeros(initial_state, shape, dtype):
     return ops.zeros(shape, dtype) if initial_state is None else ops.cast(initial_state, dtype)
 
 
-def kinds(token_kind, ndim):
-    """Whether tokens are starts, and padding: two tensors [B, T, 1, ...], or twice None."""
+def token_masks(token_kind, ndim):
+    """Returns masks of starts and of padding [B, T, 1, ...], or None, None."""
     if token_kind is None:
         return None, None
-    token_kind = ops.cast(token_kind, "int32")  # runtimes compare few dtypes
+    token_kind = ops.cast(token_kind, "int32")  # runtimes compare only some dtypes
     for _ in range(ndim - 2):
         token_kind = ops.expand_dims(token_kind, -1)
     return ops.equal(token_kind, STARTS), ops.equal(token_kind, PADDING)
 
 
-def where(condition, value, tensor):
-    """`value`, a number, where the condition holds, else the tensor; None: nowhere."""
+def fill_where(condition, value, tensor):
+    """Replaces the elements of a tensor where `condition` is True by the number `value`.
+
+    condition: a boolean tensor, or None, which replaces nothing.
+    """
     if condition is None:
         return tensor
     return ops.where(condition, ops.cast(value, tensor.dtype), tensor)
 
 
 def applied_decay(a, starts, padding):
-    """The decay of the state before a token: 0 at a start, 1 at padding."""
-    return where(padding, 1.0, where(starts, 0.0, a))
+    """Returns the decays of the state before each token: 0 at a start, 1 at padding."""
+    return fill_where(padding, 1.0, fill_where(starts, 0.0, a))
 
 
-# Formats have no `expm1`, `log1p` and exact `softplus`, and make of them what loses the digits of
-# small numbers. These keep all but the last few.
+# Formats have no `expm1`, `log1p` and accurate `softplus`, and replace them by formulas that lose
+# the digits of small numbers. These functions keep all but the last few digits.
 
 
 def minus_expm1(x):

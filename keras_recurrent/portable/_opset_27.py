@@ -1,9 +1,9 @@
-"""ONNX's own operators for these recurrences, `LinearAttention` and `CausalConvWithState`.
+"""Export to ONNX's operators for recurrences, `LinearAttention` and `CausalConvWithState`.
 
-They came with opset 27, which torch's exporter does not write yet: it stops at 25. So while a model
-is traced, operators without a body stand where they belong; each becomes a node of a domain of our
-own, and `finish` moves those into ONNX's domain and the model to opset 27. They know of no padding:
-there keys are 0 and the logarithm of the decay is 0; where a document starts, the decay is 0.
+They are part of opset 27, but torch's exporter supports only opset 25. Models are therefore traced
+with operators without a body. Each becomes a node of a private domain, and `upgrade` moves these
+nodes to ONNX's domain and the model to opset 27. ONNX's operators have no padding: at padding, keys
+and the logarithm of the decay are 0; at a document start, the decay is 0.
 """
 
 import contextlib
@@ -13,31 +13,31 @@ from keras import ops
 
 OPSET, EXPORTERS_OPSET = 27, 25
 _DOMAIN = "keras_recurrent.onnx"
-# What is new in opset 26 and 27 beside what we use, and takes more dtypes than before, no others.
+# Operators in use that changed in opset 26 or 27 only by supporting more dtypes.
 _WIDENED = {"Range"}
-_FORGETS_ALL = -1e4  # the logarithm of a decay that is 0 in float32 and in float64
-_wanted = contextvars.ContextVar("opset 27", default=False)
+_LOG_OF_ZERO = -1e4  # exp of it is 0 in float32 and in float64
+_active = contextvars.ContextVar("opset 27", default=False)
 
 
 @contextlib.contextmanager
-def operators():
-    """Lets the portable operations take these operators."""
-    token = _wanted.set(True)
+def use_operators():
+    """Context manager in which the portable operations use these operators."""
+    token = _active.set(True)
     try:
         yield
     finally:
-        _wanted.reset(token)
+        _active.reset(token)
 
 
-def wanted():
-    return _wanted.get()
+def is_active():
+    return _active.get()
 
 
 def linear_attention(q, k, v, log_f, state, starts):
-    """As `_linear_attention.linear_attention`, of a state that is given."""
+    """Computes `_linear_attention.linear_attention` with an initial state, which is required."""
     heads = q.shape[2]
     if starts is not None:
-        log_f = ops.where(starts, ops.cast(_FORGETS_ALL, log_f.dtype), log_f)
+        log_f = ops.where(starts, ops.cast(_LOG_OF_ZERO, log_f.dtype), log_f)
     q, k, v, log_f = (ops.reshape(x, (*ops.shape(x)[:2], -1)) for x in (q, k, v, log_f))
     output, after = _torch_operators().linear_attention(q, k, v, state, log_f, heads)
     return ops.reshape(output, (*ops.shape(output)[:2], heads, state.shape[3])), after
@@ -55,7 +55,7 @@ _library = None
 
 
 def _torch_operators():
-    """The operators without a body: torch traces them, and cannot run them."""
+    """Returns the operators without a body, which torch can trace but not run."""
     global _library
     import torch
 
@@ -82,7 +82,7 @@ def _torch_operators():
 
 
 def translations():
-    """What `torch.onnx.export` makes of the operators without a body."""
+    """Returns the `custom_translation_table` of `torch.onnx.export` for these operators."""
     linear, conv = _placeholder("LinearAttention"), _placeholder("CausalConvWithState")
 
     def linear_attention(q, k, v, state, log_f, heads: int):
@@ -105,7 +105,7 @@ def translations():
 
 
 def _placeholder(name):
-    """An operator like ONNX's of that name, in a domain of our own."""
+    """Returns a copy of ONNX's operator `name` in the private domain."""
     import onnx
     from onnxscript import values
 
@@ -124,8 +124,8 @@ def _placeholder(name):
     return values.Op(values.Opset(_DOMAIN, 1), name, schema)
 
 
-def finish(model):
-    """Makes an `onnx_ir.Model` of the exporter's last opset one of opset 27, in place."""
+def upgrade(model):
+    """Upgrades an `onnx_ir.Model` from the exporter's last opset to opset 27, in place."""
     import onnx
 
     for node in model.graph.all_nodes():
@@ -135,8 +135,8 @@ def finish(model):
             since = onnx.defs.get_schema(node.op_type, OPSET).since_version
             if since > model.opset_imports[""]:
                 raise NotImplementedError(
-                    f"`opset_version`: {node.op_type} of opset {model.opset_imports['']} means "
-                    f"something else in {OPSET}. Leave `opset_version` out."
+                    f"`opset_version`: {node.op_type} of opset {model.opset_imports['']} has "
+                    f"another meaning in {OPSET}. Leave `opset_version` out."
                 )
     model.opset_imports.pop(_DOMAIN, None)
     model.opset_imports[""] = OPSET

@@ -1,15 +1,15 @@
 """y_t = bias + sum_j kernel[j] * x_{t-W+1+j}, over the real tokens of a document.
 
-What a tap sees is what the tap before it saw at the last real token before: a value that padding
-repeats, which is a recurrence with decays of 0 and 1 and exact. In a loop over time the last inputs
-are the state.
+The input of a tap is the input of the next tap at the previous real token. Padding repeats it, by
+a recurrence with decays of 0 and 1, which is exact. In a loop over time, the last inputs are the
+state.
 """
 
 from keras import ops
 
 from keras_recurrent.portable import _loop, _opset_27
-from keras_recurrent.portable._common import kinds, state_or_zeros, sum_dtype, where
-from keras_recurrent.portable._scan import before_each, scan
+from keras_recurrent.portable._common import fill_where, state_or_zeros, sum_dtype, token_masks
+from keras_recurrent.portable._scan import scan, states_before
 
 
 def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None, activation=None):
@@ -19,16 +19,16 @@ def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None, act
     taps = kernel.shape[0] - 1
     kernel = ops.cast(kernel, dtype)
     state = state_or_zeros(initial_state, (batch, taps, width), dtype)
-    if _opset_27.wanted() and taps and (token_kind is None or x.shape[1] == 1):
-        starts, padding = kinds(token_kind, 3)
+    if _opset_27.is_active() and taps and (token_kind is None or x.shape[1] == 1):
+        starts, padding = token_masks(token_kind, 3)
         bias = ops.zeros((width,), dtype) if bias is None else ops.cast(bias, dtype)
-        inputs = where(padding, 0.0, ops.cast(x, dtype))
-        seen = where(starts, 0.0, state)
+        inputs = fill_where(padding, 0.0, ops.cast(x, dtype))
+        seen = fill_where(starts, 0.0, state)
         y, after = _opset_27.causal_conv1d(inputs, kernel, bias, seen, activation)
         after = after if padding is None else ops.where(padding, state, after)
         return ops.cast(y, x.dtype), after
     if _loop.is_needed(x):
-        y, after = _in_loop(ops.cast(x, dtype), kernel, state, token_kind)
+        y, after = _loop_over_time(ops.cast(x, dtype), kernel, state, token_kind)
     elif token_kind is None:
         inputs = ops.concatenate([state, ops.cast(x, dtype)], axis=1)
         y = inputs[:, taps:] * kernel[taps]
@@ -36,39 +36,39 @@ def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None, act
             y = y + inputs[:, tap : tap + length] * kernel[tap]
         after = inputs[:, length:]
     else:
-        y, after = _with_kinds(ops.cast(x, dtype), kernel, state, token_kind)
+        y, after = _convolve_with_kinds(ops.cast(x, dtype), kernel, state, token_kind)
     y = y if bias is None else y + ops.cast(bias, dtype)
     y = y * ops.sigmoid(y) if activation == "silu" else y
     return ops.cast(y, x.dtype), after
 
 
-def _in_loop(x, kernel, state, token_kind):
-    def step(last, x, *of_kind):
-        goes_on, padding = of_kind or (None, None)
-        before = last if goes_on is None else last * goes_on
+def _loop_over_time(x, kernel, state, token_kind):
+    def step(last, x, *masks):
+        continues, padding = masks or (None, None)
+        before = last if continues is None else last * continues
         inputs = ops.concatenate([before, ops.expand_dims(x, 1)], axis=1)
         after = inputs[:, 1:]
         return after if padding is None else ops.where(padding, last, after), inputs
 
-    starts, padding = kinds(token_kind, 4)
-    of_kinds = () if padding is None else (ops.cast(~starts, x.dtype), padding)
-    x = x if padding is None else where(padding[..., 0], 0.0, x)
-    # The loop returns all inputs of each token: on torch its steps take no weight and no number
+    starts, padding = token_masks(token_kind, 4)
+    masks = () if padding is None else (ops.cast(~starts, x.dtype), padding)
+    x = x if padding is None else fill_where(padding[..., 0], 0.0, x)
+    # The loop returns all inputs of each token: on torch its steps cannot use weights or numbers
     # from outside.
-    inputs, after = _loop.loop(step, state, (x, *of_kinds))
+    inputs, after = _loop.loop(step, state, (x, *masks))
     return ops.sum(inputs * kernel, axis=2), after
 
 
-def _with_kinds(x, kernel, state, token_kind):
+def _convolve_with_kinds(x, kernel, state, token_kind):
     taps = kernel.shape[0] - 1
-    starts, padding = kinds(token_kind, 3)
+    starts, padding = token_masks(token_kind, 3)
     repeats = ops.cast(padding, x.dtype)
-    seen = where(padding, 0.0, x)
+    seen = fill_where(padding, 0.0, x)
     y, after = seen * kernel[taps], []
     for tap in reversed(range(taps)):
-        held = scan(repeats, where(padding, 0.0, seen), state[:, tap])
+        held = scan(repeats, fill_where(padding, 0.0, seen), state[:, tap])
         after.append(held[:, -1])
-        seen = where(starts, 0.0, before_each(held, state[:, tap]))
+        seen = fill_where(starts, 0.0, states_before(held, state[:, tap]))
         y = y + seen * kernel[tap]
     after = ops.stack(after[::-1], axis=1) if after else state
     return y, after

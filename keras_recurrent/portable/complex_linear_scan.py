@@ -1,13 +1,13 @@
-"""h_t = exp(log_a_t + i phase_t) * h_{t-1} + x_t, real parts in front of imaginary parts."""
+"""h_t = exp(log_a_t + i phase_t) * h_{t-1} + x_t, real parts followed by imaginary parts."""
 
 from keras import ops
 
 from keras_recurrent.portable._common import (
     applied_decay,
-    kinds,
+    fill_where,
     state_or_zeros,
     sum_dtype,
-    where,
+    token_masks,
 )
 from keras_recurrent.portable._scan import scan
 
@@ -15,13 +15,13 @@ from keras_recurrent.portable._scan import scan
 def complex_linear_scan(x, log_a, phase, initial_state=None, token_kind=None):
     """x: [B, T, 2D]; log_a, phase: [B, T, D]. Returns ([B, T, 2D], [B, 2D])."""
     dtype = sum_dtype(x, log_a, phase, initial_state)
-    starts, padding = kinds(token_kind, 3)
+    starts, padding = token_masks(token_kind, 3)
     batch, _, width = ops.shape(x)
     state = state_or_zeros(initial_state, (batch, width), dtype)
     r = applied_decay(ops.exp(ops.cast(log_a, dtype)), starts, padding)
-    phase = where(padding, 0.0, ops.cast(phase, dtype))
+    phase = fill_where(padding, 0.0, ops.cast(phase, dtype))
     a = ops.concatenate([r * ops.cos(phase), r * ops.sin(phase)], axis=-1)
-    h = scan(a, where(padding, 0.0, ops.cast(x, dtype)), state, multiply=_multiply)
+    h = scan(a, fill_where(padding, 0.0, ops.cast(x, dtype)), state, multiply=_multiply)
     return ops.cast(h, x.dtype), h[:, -1]
 
 

@@ -2,7 +2,7 @@
 
 from keras import ops
 
-from keras_recurrent.portable._common import kinds, minus_expm1, sum_dtype, where
+from keras_recurrent.portable._common import fill_where, minus_expm1, sum_dtype, token_masks
 from keras_recurrent.portable._linear_attention import linear_attention
 
 
@@ -12,8 +12,8 @@ def gated_linear_attention(q, k, v, log_f, initial_state=None, token_kind=None):
     Returns ([B, T, H, V], [B, H, K, V]).
     """
     dtype = sum_dtype(q, k, v, log_f, initial_state)
-    starts, padding = kinds(token_kind, 4)
-    log_f, q, w = (where(padding, 0.0, ops.cast(x, dtype)) for x in (log_f, q, v))
-    k = minus_expm1(log_f) if k is None else where(padding, 0.0, ops.cast(k, dtype))
+    starts, padding = token_masks(token_kind, 4)
+    log_f, q, w = (fill_where(padding, 0.0, ops.cast(x, dtype)) for x in (log_f, q, v))
+    k = minus_expm1(log_f) if k is None else fill_where(padding, 0.0, ops.cast(k, dtype))
     output, state = linear_attention(q, k, w, log_f, initial_state, starts, padding)
     return ops.cast(output, v.dtype), state

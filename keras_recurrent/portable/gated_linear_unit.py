@@ -9,7 +9,7 @@ from keras_recurrent.portable._common import sum_dtype
 
 
 def gated_linear_unit(gate, x, activation="silu"):
-    """gate, x: of one shape; activation: "silu" or "gelu". Returns that shape."""
+    """gate, x: tensors of equal shape; activation: "silu" or "gelu". Returns that shape."""
     dtype = sum_dtype(gate, x)
     u = z = ops.cast(gate, dtype)
     if activation == "gelu":

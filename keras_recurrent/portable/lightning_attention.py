@@ -2,7 +2,7 @@
 
 from keras import ops
 
-from keras_recurrent.portable._common import kinds, sum_dtype, where
+from keras_recurrent.portable._common import fill_where, sum_dtype, token_masks
 from keras_recurrent.portable._linear_attention import linear_attention
 
 
@@ -12,10 +12,10 @@ def lightning_attention(q, k, v, log_decay, initial_state=None, token_kind=None)
     Returns ([B, T, H, V], [B, H, K, V]).
     """
     dtype = sum_dtype(q, k, v, log_decay, initial_state)
-    starts, padding = kinds(token_kind, 4)
+    starts, padding = token_masks(token_kind, 4)
     batch, length, heads = ops.shape(q)[:3]
     log_f = ops.reshape(ops.cast(log_decay, dtype), (1, 1, heads, 1))
-    log_f = where(padding, 0.0, ops.broadcast_to(log_f, (batch, length, heads, 1)))
-    q, k, w = (where(padding, 0.0, ops.cast(x, dtype)) for x in (q, k, v))
+    log_f = fill_where(padding, 0.0, ops.broadcast_to(log_f, (batch, length, heads, 1)))
+    q, k, w = (fill_where(padding, 0.0, ops.cast(x, dtype)) for x in (q, k, v))
     output, state = linear_attention(q, k, w, log_f, initial_state, starts, padding)
     return ops.cast(output, v.dtype), state

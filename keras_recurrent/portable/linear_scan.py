@@ -4,10 +4,10 @@ from keras import ops
 
 from keras_recurrent.portable._common import (
     applied_decay,
-    kinds,
+    fill_where,
     state_or_zeros,
     sum_dtype,
-    where,
+    token_masks,
 )
 from keras_recurrent.portable._scan import scan
 
@@ -15,9 +15,9 @@ from keras_recurrent.portable._scan import scan
 def linear_scan(x, log_a, initial_state=None, token_kind=None):
     """x, log_a: [B, T, D]. Returns ([B, T, D], [B, D])."""
     dtype = sum_dtype(x, log_a, initial_state)
-    starts, padding = kinds(token_kind, 3)
+    starts, padding = token_masks(token_kind, 3)
     batch, _, width = ops.shape(x)
     state = state_or_zeros(initial_state, (batch, width), dtype)
     a = applied_decay(ops.exp(ops.cast(log_a, dtype)), starts, padding)
-    h = scan(a, where(padding, 0.0, ops.cast(x, dtype)), state)
+    h = scan(a, fill_where(padding, 0.0, ops.cast(x, dtype)), state)
     return ops.cast(h, x.dtype), h[:, -1]

@@ -13,13 +13,13 @@ def log_forget_gate(logits, lower_bound=None):
     if lower_bound is None:
         return log_s
     log_bound, log_rest = (ops.cast(lower_bound[i], dtype) for i in range(2))
-    of_sum = _logaddexp(log_bound, log_rest + log_s)
+    log_sum = _logaddexp(log_bound, log_rest + log_s)
     forgotten = ops.exp(log_rest) * ops.sigmoid(-logits)
     near_1 = ops.minimum(forgotten, 0.5)
-    return ops.where(forgotten <= 0.5, -log1p(near_1 / (1.0 - near_1)), of_sum)
+    return ops.where(forgotten <= 0.5, -log1p(near_1 / (1.0 - near_1)), log_sum)
 
 
 def _logaddexp(x, y):
-    """With -inf as a logarithm, too: that of no lower bound."""
+    """Computes log(exp(x) + exp(y)), also for x of -inf, the logarithm of a lower bound of 0."""
     largest = ops.maximum(x, y)
     return largest + log1p(ops.exp(ops.minimum(x, y) - largest))

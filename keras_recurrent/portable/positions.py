@@ -1,4 +1,4 @@
-"""How many real tokens of its document come before each token, without sorting."""
+"""Number of real tokens of its document before each token, computed without sorting."""
 
 from keras import ops
 
@@ -7,9 +7,10 @@ from keras_recurrent.portable._scan import scan
 
 
 def positions(kind, first):
-    """kind: int8 [B, T]; first: int32 [B], of a first token that goes on. Returns int32 [B, T].
+    """kind: int8 [B, T]; first: int32 [B], position of a first token that continues a document.
 
-    What a document starts with is kept along it by a recurrence in float32, exact up to 2^24.
+    A recurrence in float32, exact up to 2^24, carries the number of tokens before a document along
+    the document. Returns int32 [B, T].
     """
     kind = ops.cast(kind, "int32")
     real = ops.cast(ops.not_equal(kind, PADDING), "int32")

@@ -1,4 +1,4 @@
-"""What `keras_recurrent.layers.sequences` does, without sorting and without looking up places."""
+"""Portable `keras_recurrent.layers.sequences`, without sorting and gathering."""
 
 from keras import ops
 
@@ -6,14 +6,14 @@ from keras_recurrent.portable._scan import scan
 
 
 def last_real(x, mask):
-    """x [B, T, ...] at the last real token of each row, [B, 1, ...]; mask: boolean [B, T]."""
+    """Returns x [B, T, ...] at the last real token of each sequence, [B, 1, ...]. mask: [B, T]."""
     count = ops.cumsum(ops.cast(mask, "int32"), axis=1)
     last = mask & ops.equal(count, count[:, -1:])
-    return ops.sum(ops.where(_with_axes_of(x, last), x, ops.zeros_like(x)), axis=1, keepdims=True)
+    return ops.sum(ops.where(_expand_to(x, last), x, ops.zeros_like(x)), axis=1, keepdims=True)
 
 
 def repeat_over_padding(output, mask, before):
-    """[B, T, D], whose padding repeats the last real output; before: [B, D], or None for 0."""
+    """Repeats the last real output [B, T, D] at padding. before: [B, D], or None for zeros."""
     if before is None:
         before = ops.zeros_like(output[:, 0])
     real = mask[..., None]
@@ -21,7 +21,7 @@ def repeat_over_padding(output, mask, before):
     return scan(repeats, ops.where(real, output, ops.zeros_like(output)), before)
 
 
-def _with_axes_of(x, mask):
+def _expand_to(x, mask):
     for _ in x.shape[2:]:
         mask = mask[..., None]
     return mask
