@@ -16,6 +16,7 @@ from keras_recurrent.layers.reversible_embedding import ReversibleEmbedding
 from keras_recurrent.layers.tokens import find_tokens, initial_places, place_specs
 from keras_recurrent.models.lora import LoraBackbone
 from keras_recurrent.models.segments import SegmentsOptional
+from keras_recurrent.models.stored_arguments import StoredArguments
 from keras_recurrent.training.torch_training import TorchTraining
 
 
@@ -24,6 +25,7 @@ class RecurrentBackbone(
     SegmentsOptional,
     TorchTraining,
     LoraBackbone,
+    StoredArguments,
     keras_hub.models.Backbone,
 ):
     """Base class of the networks: token ids in, the hidden states before the logits out.

@@ -218,25 +218,27 @@ class GriffinBackbone(RecurrentBackbone):
             trainable=trainable,
         )
 
-        # === Config ===
-        self.vocabulary_size = vocabulary_size
-        self.num_layers = num_layers
-        self.hidden_dim = hidden_dim
-        self.intermediate_dim = intermediate_dim
-        self.lru_width = lru_width
-        self.num_blocks = num_blocks
-        self.block_types = block_types
-        self.num_query_heads = num_query_heads
-        self.num_key_value_heads = num_key_value_heads
-        self.head_dim = head_dim
-        self.sliding_window = sliding_window
-        self.rope_max_wavelength = rope_max_wavelength
-        self.partial_rotary_factor = partial_rotary_factor
-        self.final_logit_soft_cap = final_logit_soft_cap
-        self.a_initializer = a_initializer
-        self.scale_first_input = scale_first_input
-        self.recurrence = recurrence
-        self.layer_norm_epsilon = layer_norm_epsilon
+        self.store_arguments(
+            vocabulary_size=vocabulary_size,
+            num_layers=num_layers,
+            hidden_dim=hidden_dim,
+            intermediate_dim=intermediate_dim,
+            lru_width=lru_width,
+            num_blocks=num_blocks,
+            block_types=block_types,
+            num_query_heads=num_query_heads,
+            num_key_value_heads=num_key_value_heads,
+            head_dim=head_dim,
+            sliding_window=sliding_window,
+            rope_max_wavelength=rope_max_wavelength,
+            partial_rotary_factor=partial_rotary_factor,
+            embedding_scale=embedding_scale,
+            final_logit_soft_cap=final_logit_soft_cap,
+            a_initializer=a_initializer,
+            scale_first_input=scale_first_input,
+            recurrence=recurrence,
+            layer_norm_epsilon=layer_norm_epsilon,
+        )
 
     def default_lora_layer_names(self):
         """The linear maps of the blocks that mix tokens, for `enable_lora`."""
@@ -310,30 +312,6 @@ class GriffinBackbone(RecurrentBackbone):
         gates = "block.*(rg_lru|cg_lru)/(recurrence_gate|input_gate)/(kernel|bias)"
         layout_map[gates] = (model, None, None)
         return layout_map
-
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "vocabulary_size": self.vocabulary_size,
-            "num_layers": self.num_layers,
-            "hidden_dim": self.hidden_dim,
-            "intermediate_dim": self.intermediate_dim,
-            "lru_width": self.lru_width,
-            "num_blocks": self.num_blocks,
-            "block_types": self.block_types,
-            "num_query_heads": self.num_query_heads,
-            "num_key_value_heads": self.num_key_value_heads,
-            "head_dim": self.head_dim,
-            "sliding_window": self.sliding_window,
-            "rope_max_wavelength": self.rope_max_wavelength,
-            "partial_rotary_factor": self.partial_rotary_factor,
-            "embedding_scale": self.embedding_scale,
-            "final_logit_soft_cap": self.final_logit_soft_cap,
-            "a_initializer": keras.saving.serialize_keras_object(self.a_initializer),
-            "scale_first_input": self.scale_first_input,
-            "recurrence": self.recurrence,
-            "layer_norm_epsilon": self.layer_norm_epsilon,
-        }
 
 
 def _check_block_types(block_types, num_layers, **arguments):

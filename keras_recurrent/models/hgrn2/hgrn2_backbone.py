@@ -133,18 +133,19 @@ class HGRN2Backbone(RecurrentBackbone):
             token_embedding, blocks, final_norm, dtype=dtype, name=name, trainable=trainable
         )
 
-        # === Config ===
-        self.vocabulary_size = vocabulary_size
-        self.num_layers = num_layers
-        self.hidden_dim = hidden_dim
-        self.intermediate_dim = intermediate_dim
-        self.expand_ratio = expand_ratio
-        self.conv_size = conv_size
-        self.use_lower_bounds = use_lower_bounds
-        self.tie_word_embeddings = tie_word_embeddings
-        self.gate_activation = gate_activation
-        self.input_activation = input_activation
-        self.layer_norm_epsilon = layer_norm_epsilon
+        self.store_arguments(
+            vocabulary_size=vocabulary_size,
+            num_layers=num_layers,
+            hidden_dim=hidden_dim,
+            intermediate_dim=intermediate_dim,
+            expand_ratio=expand_ratio,
+            conv_size=conv_size,
+            use_lower_bounds=use_lower_bounds,
+            tie_word_embeddings=tie_word_embeddings,
+            gate_activation=gate_activation,
+            input_activation=input_activation,
+            layer_norm_epsilon=layer_norm_epsilon,
+        )
 
     def block_arguments(self, embeddings):
         if self.lower_bounds is None:
@@ -211,19 +212,3 @@ class HGRN2Backbone(RecurrentBackbone):
         layout_map["block.*conv1d/kernel"] = (None, model)
         layout_map["block.*temporal_block/norm/scale"] = (model,)
         return layout_map
-
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "vocabulary_size": self.vocabulary_size,
-            "num_layers": self.num_layers,
-            "hidden_dim": self.hidden_dim,
-            "intermediate_dim": self.intermediate_dim,
-            "expand_ratio": self.expand_ratio,
-            "conv_size": self.conv_size,
-            "use_lower_bounds": self.use_lower_bounds,
-            "tie_word_embeddings": self.tie_word_embeddings,
-            "gate_activation": keras.saving.serialize_keras_object(self.gate_activation),
-            "input_activation": keras.saving.serialize_keras_object(self.input_activation),
-            "layer_norm_epsilon": self.layer_norm_epsilon,
-        }

@@ -7,11 +7,14 @@ from keras_recurrent.checkpoints import loading
 from keras_recurrent.layers import BidirectionalHGRN2, LowerBounds, RMSNorm, SwiGLU
 from keras_recurrent.models.lora import LoraBackbone
 from keras_recurrent.models.recurrent_backbone import check_sizes
+from keras_recurrent.models.stored_arguments import StoredArguments
 from keras_recurrent.training.torch_training import CheckedTorchTraining
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-class HGRN2VisionBackbone(CheckedTorchTraining, LoraBackbone, keras_hub.models.Backbone):
+class HGRN2VisionBackbone(
+    CheckedTorchTraining, LoraBackbone, StoredArguments, keras_hub.models.Backbone
+):
     """The network of HGRN2 for images: patches are tokens, mixed in both directions.
 
     ```
@@ -129,14 +132,15 @@ class HGRN2VisionBackbone(CheckedTorchTraining, LoraBackbone, keras_hub.models.B
         x = keras.layers.Reshape((rows, columns, hidden_dim), dtype=dtype, name="patches")(x)
         super().__init__(inputs=inputs, outputs=x, dtype=dtype, name=name, trainable=trainable)
 
-        # === Config ===
-        self.image_shape = tuple(image_shape)
-        self.patch_size = patch_size
-        self.num_layers = num_layers
-        self.hidden_dim = hidden_dim
-        self.intermediate_dim = intermediate_dim
-        self.expand_ratio = expand_ratio
-        self.layer_norm_epsilon = layer_norm_epsilon
+        self.store_arguments(
+            image_shape=tuple(image_shape),
+            patch_size=patch_size,
+            num_layers=num_layers,
+            hidden_dim=hidden_dim,
+            intermediate_dim=intermediate_dim,
+            expand_ratio=expand_ratio,
+            layer_norm_epsilon=layer_norm_epsilon,
+        )
         self.data_format = "channels_last"  # of the outputs, for KerasHub's tasks
 
     @classmethod
@@ -157,15 +161,3 @@ class HGRN2VisionBackbone(CheckedTorchTraining, LoraBackbone, keras_hub.models.B
     def default_lora_layer_names(self):
         """The linear maps that mix patches, for `enable_lora`."""
         return ["q_proj", "f_proj", "i_proj", "o_proj"]
-
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "image_shape": self.image_shape,
-            "patch_size": self.patch_size,
-            "num_layers": self.num_layers,
-            "hidden_dim": self.hidden_dim,
-            "intermediate_dim": self.intermediate_dim,
-            "expand_ratio": self.expand_ratio,
-            "layer_norm_epsilon": self.layer_norm_epsilon,
-        }

@@ -132,16 +132,17 @@ class TransNormerBackbone(RecurrentBackbone):
             trainable=trainable,
         )
 
-        # === Config ===
-        self.vocabulary_size = vocabulary_size
-        self.num_layers = num_layers
-        self.hidden_dim = hidden_dim
-        self.intermediate_dim = intermediate_dim
-        self.num_heads = num_heads
-        self.head_dim = head_dim
-        self.decay_schedule = decay_schedule
-        self.tie_word_embeddings = tie_word_embeddings
-        self.layer_norm_epsilon = layer_norm_epsilon
+        self.store_arguments(
+            vocabulary_size=vocabulary_size,
+            num_layers=num_layers,
+            hidden_dim=hidden_dim,
+            intermediate_dim=intermediate_dim,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            decay_schedule=decay_schedule,
+            tie_word_embeddings=tie_word_embeddings,
+            layer_norm_epsilon=layer_norm_epsilon,
+        )
 
     def default_lora_layer_names(self):
         """The linear maps of the blocks that mix tokens, for `enable_lora`."""
@@ -199,17 +200,3 @@ class TransNormerBackbone(RecurrentBackbone):
         layout_map["block.*(o_proj|down_proj)/kernel"] = (model, data)
         layout_map["block.*lrpe/theta"] = (model, None)
         return layout_map
-
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "vocabulary_size": self.vocabulary_size,
-            "num_layers": self.num_layers,
-            "hidden_dim": self.hidden_dim,
-            "intermediate_dim": self.intermediate_dim,
-            "num_heads": self.num_heads,
-            "head_dim": self.head_dim,
-            "decay_schedule": self.decay_schedule,
-            "tie_word_embeddings": self.tie_word_embeddings,
-            "layer_norm_epsilon": self.layer_norm_epsilon,
-        }
