@@ -31,8 +31,8 @@ def export(backbone, path, tokenizer=None, dtype=None, max_shard_size=5):
             None, writes no file.
         dtype: `"float32"`, `"bfloat16"` or `"float16"`, of all tensors. None: the variable dtype of
             the backbone.
-        max_shard_size: number, the largest size of a file in GiB. A larger tensor gets a file of
-            that size.
+        max_shard_size: number, the largest size of a file in GiB. A larger tensor gets a
+            separate file.
 
     Raises:
         ValueError: the layout cannot hold the model, the model is quantized, the dtype is not one

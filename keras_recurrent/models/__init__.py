@@ -1,4 +1,4 @@
-"""Language models, and classifiers of texts and images, in KerasHub's shape."""
+"""Language models, and classifiers of texts and images, with KerasHub's API."""
 
 from keras_recurrent.generation.cache import GenerationCache
 from keras_recurrent.models.griffin.griffin_backbone import GriffinBackbone

@@ -1,14 +1,14 @@
-"""A network in parts, for quantization that calibrates one block after the other.
+"""Decomposition of a network for quantization that calibrates one block after another.
 
-Keras runs the tokens through what comes before the blocks, and what that returns through one block
-after the other, each called with its inputs alone.
+Keras runs the tokens through the layers before the blocks, and the result through one block after
+another, each called with its inputs only.
 """
 
 import keras
 
 
 class EmbeddedTokens(keras.Layer):
-    """What a network's first block gets: the embeddings, scaled as the network scales them."""
+    """Input of the first block: the scaled embeddings."""
 
     def __init__(self, backbone):
         super().__init__(dtype=backbone.dtype_policy, autocast=False)
@@ -20,11 +20,11 @@ class EmbeddedTokens(keras.Layer):
 
 
 class BlockWithArguments(keras.Layer):
-    """A block, called with the further arguments that its network gives it.
+    """A block with the further arguments that its network passes to it.
 
     Args:
         block: a layer.
-        arguments: the dictionary of them.
+        arguments: a dictionary of call arguments.
     """
 
     def __init__(self, block, arguments):
@@ -38,11 +38,11 @@ class BlockWithArguments(keras.Layer):
 
 
 def layer_structure(backbone, example):
-    """The `quantization_layer_structure` of a `RecurrentBackbone`.
+    """Returns the `quantization_layer_structure` of a `RecurrentBackbone`.
 
     Args:
         backbone: the network.
-        example: integers `[B, T]`, any tokens; arguments of blocks do not depend on them.
+        example: integers `[B, T]`, any tokens; the arguments of blocks do not depend on them.
     """
     arguments = backbone.block_arguments(backbone.embed(example))
     blocks = zip(backbone.transformer_layers, arguments, strict=True)

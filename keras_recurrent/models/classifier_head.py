@@ -1,4 +1,4 @@
-"""What stands between a network and the classes."""
+"""Layers between a network and the classes."""
 
 import keras
 from keras import ops
@@ -8,7 +8,7 @@ from keras_recurrent.layers.sequences import last_real, where_any_real
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class LastToken(keras.layers.Layer):
-    """The hidden state of each row's last real token, wherever padding stands; 0 without one."""
+    """Hidden state of the last real token of each sequence, or 0 without real tokens."""
 
     def call(self, hidden_states, padding_mask):
         """hidden_states: `[B, T, D]`. padding_mask: `[B, T]`, 0 at padding. Returns `[B, D]`."""
@@ -21,13 +21,13 @@ class LastToken(keras.layers.Layer):
         return keras.KerasTensor((batch, width), dtype=self.compute_dtype)
 
     def get_config(self):
-        return super().get_config()  # Keras wants one where a policy is an argument
+        return super().get_config()  # Keras requires the method for a layer with a policy argument
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class Logits(keras.layers.Dense):
-    """A linear map that stays as it is when a model is quantized.
+    """Linear layer that is not quantized with the model.
 
-    KerasHub's files do not tell in which dtype the head of a task is. Keras leaves subclasses of
-    `Dense` alone.
+    KerasHub's files do not store the dtype of a task's head. Keras does not quantize subclasses of
+    `Dense`.
     """

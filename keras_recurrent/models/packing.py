@@ -1,30 +1,30 @@
-"""Several documents a row."""
+"""Packing of several documents into a sequence."""
 
 import numpy as np
 
-# A row that stays open this long has little room left; the limit keeps packing linear in time.
+# Older rows have little room left; the limit keeps packing linear in time.
 OPEN_ROWS = 32
 
 
 def pack_documents(documents, sequence_length, pad_token_id):
-    """Lays documents into as few rows as first-fit finds, each into the first row with room.
+    """Packs documents by first-fit, each into the first sequence with room.
 
-    A document longer than a row is cut into pieces of a row. The token after the last one of a
-    piece is that token's label, so that every token but a document's first is a label just once.
+    A document longer than a sequence is split into chunks. The label of the last token of a chunk
+    is the first token of the next one, so each token except a document's first is a label once.
 
     Args:
         documents: a list of integer arrays `[length]`.
-        sequence_length: integer, the tokens of a row.
-        pad_token_id: integer that fills what stays empty.
+        sequence_length: integer, tokens in a sequence.
+        pad_token_id: integer, the token at padding.
 
     Returns:
-        Arrays `[rows, sequence_length]`: token ids (int32), True at tokens (bool), the number of
-        the document in its row counted from 1 and 0 at padding (int32), the token after each token
-        in its document (int32), and True where there is one (bool). At least one row.
+        Arrays `[rows, sequence_length]`, at least one row: token ids (int32), True at tokens
+        (bool), the number of the document in its row, from 1, and 0 at padding (int32), the next
+        token of the document (int32), and True where there is one (bool).
     """
     pieces = []
     for tokens in documents:
-        # Where only the last token is left over, it is a label already and needs no row.
+        # A remaining last token is a label already and needs no chunk.
         for begin in range(0, max(len(tokens) - 1, min(len(tokens), 1)), sequence_length):
             end = begin + sequence_length
             pieces.append((tokens[begin:end], tokens[begin + 1 : end + 1]))

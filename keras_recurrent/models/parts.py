@@ -1,17 +1,18 @@
-"""The parts that a model is made of: a backbone, and a preprocessor that suits it."""
+"""Checks of a model's backbone and preprocessor."""
 
 
 def check_parts(cls, backbone, preprocessor, kind):
-    """Raises for a backbone or a preprocessor of another class, or a tokenizer with more tokens.
+    """Raises an error for an unsuitable backbone, preprocessor or tokenizer.
 
     Args:
         cls: the class of the model, which has `backbone_cls` and `preprocessor_cls`.
-        backbone: what the model got.
-        preprocessor: what the model got; None: its inputs are tokens.
-        kind: the class of KerasHub of which every preprocessor for such a model is.
+        backbone: the argument of the model.
+        preprocessor: the argument of the model. None: its inputs are tokens.
+        kind: KerasHub's base class of preprocessors for such models.
 
     Raises:
-        ValueError: names the part.
+        ValueError: the backbone or preprocessor has another class, or the tokenizer has more tokens
+            than the backbone.
     """
     if not isinstance(backbone, cls.backbone_cls):
         raise ValueError(
@@ -24,7 +25,7 @@ def check_parts(cls, backbone, preprocessor, kind):
     other = not issubclass(family, cls.backbone_cls) and not isinstance(backbone, family)
     if other or not isinstance(preprocessor, kind):
         raise ValueError(
-            f"`preprocessor` must be a `{cls.preprocessor_cls.__name__}`, or None where inputs "
+            f"`preprocessor` must be a `{cls.preprocessor_cls.__name__}`, or None for inputs that "
             f"are tokens; got a `{type(preprocessor).__name__}`."
         )
     _check_vocabulary(backbone, preprocessor)
@@ -37,10 +38,10 @@ def _check_vocabulary(backbone, preprocessor):
     try:
         size = tokenizer.vocabulary_size()
     except ValueError:
-        return  # a saved tokenizer, which gets its file after the model is made
+        return  # a saved tokenizer, whose file is loaded after the model is made
     if size > backbone.vocabulary_size:
         raise ValueError(
             f"`preprocessor`: its tokenizer has {size} tokens, the backbone knows "
             f"{backbone.vocabulary_size}. Give the backbone a larger `vocabulary_size`, or pass "
-            "`preprocessor=None` and train on tokens of your own."
+            "`preprocessor=None` and train on tokens."
         )

@@ -1,4 +1,4 @@
-"""What the networks of all families share: the way from tokens to hidden states, the cache."""
+"""Base class of the networks of all families, from tokens to hidden states, and their cache."""
 
 import keras
 import keras_hub
@@ -28,24 +28,26 @@ class RecurrentBackbone(
     StoredArguments,
     keras_hub.models.Backbone,
 ):
-    """Base class of the networks: token ids in, the hidden states before the logits out.
+    """Base class of the networks: from token ids to the hidden states before the logits.
 
-    An embedding, residual blocks that stream (see `keras_recurrent.layers.StreamingLayer`), and a
-    last norm. A family makes these in its constructor and hands them to this one; it adds its
-    configuration, `default_lora_layer_names` and `get_layout_map`.
+    A network is an embedding, residual blocks (see `keras_recurrent.layers.StreamingLayer`) and a
+    final norm. The constructor of a family makes these, passes them to this class, and calls
+    `store_arguments` with its arguments. A family also defines `default_lora_layer_names` and
+    `get_layout_map`.
 
     Args:
-        token_embedding: a `keras.layers.ReversibleEmbedding`, which also makes the logits.
-        transformer_layers: a list of blocks, each a `StreamingLayer`.
+        token_embedding: a `keras.layers.ReversibleEmbedding`, which also computes the logits.
+        transformer_layers: a list of blocks, each a `StreamingLayer`. The attribute has the name
+            that KerasHub uses.
         final_norm: a layer.
-        embedding_scale: float that multiplies the embeddings; None: 1.
+        embedding_scale: float, factor of the embeddings. None: 1.
         dtype, name, trainable: as in `keras_hub.models.Backbone`.
 
     Call arguments:
         inputs: a dictionary of `token_ids` `[B, T]`, `padding_mask` `[B, T]` (True or 1 at real
-            tokens; padding may stand anywhere in a row and changes nothing), and optionally
-            `segment_ids` `[B, T]`, at least 0, one number for each of several documents in a row,
-            which then know nothing of each other, as in `keras_recurrent.layers.StreamingLayer`.
+            tokens; padding may be at any position and does not change the results), and optionally
+            `segment_ids` `[B, T]`, at least 0, one number for each document of a packed sequence.
+            Documents do not affect each other; see `keras_recurrent.layers.StreamingLayer`.
 
     Returns:
         `[B, T, hidden_dim]`, in the compute dtype.
@@ -78,9 +80,10 @@ class RecurrentBackbone(
 
     @classmethod
     def from_preset(cls, preset, load_weights=None, **kwargs):
-        """A backbone by the name of its sizes, or from a directory of `save_to_preset`.
+        """Loads a backbone by name, from a checkpoint, or from a directory of `save_to_preset`.
 
-        As in the `from_preset` of its language model, with the backbone's arguments alone.
+        Takes the same presets as `from_preset` of its language model, and arguments of the backbone
+        only.
 
         Example:
 
@@ -96,7 +99,7 @@ class RecurrentBackbone(
         return self.hidden_states(token_ids, padding_mask, segment_ids)[0]
 
     def embed(self, token_ids):
-        """The inputs of the first block: the embeddings of tokens, scaled.
+        """Returns the inputs of the first block, the scaled embeddings of tokens.
 
         Args:
             token_ids: integers `[B, T]`.
@@ -104,42 +107,41 @@ class RecurrentBackbone(
         Returns:
             `[B, T, hidden_dim]`, in the compute dtype.
         """
-        x = self._embedded_at_once(token_ids)
+        x = self._fused_embedding(token_ids)
         if x is not None:
             return x
         x = self.token_embedding(token_ids)
         return x if self.embedding_scale is None else ops.multiply(x, self.embedding_scale)
 
-    def _embedded_at_once(self, token_ids, state=None):
-        """As `one_token.embedding`, where the class is the package's own; else None."""
-        own = type(self).embed is RecurrentBackbone.embed
-        if not own or type(self.token_embedding) is not ReversibleEmbedding:
+    def _fused_embedding(self, token_ids, state=None):
+        """Returns `one_token.embedding` if the class overrides neither layer nor `embed`."""
+        is_base = type(self).embed is RecurrentBackbone.embed
+        if not is_base or type(self.token_embedding) is not ReversibleEmbedding:
             return None
         return one_token.embedding(token_ids, self.token_embedding, self.embedding_scale, state)
 
     def hidden_states(
         self, token_ids, padding_mask=None, segment_ids=None, cache=None, intercept=None
     ):
-        """The hidden states of tokens, from embedding to last norm.
+        """Computes the hidden states of tokens, from the embedding to the final norm.
 
         Args:
-            token_ids: integers `[B, T]`, any at padding.
-            padding_mask: boolean `[B, T]`, or integers, False or 0 at padding; None: all tokens are
-                real.
+            token_ids: integers `[B, T]`, arbitrary at padding.
+            padding_mask: boolean or integer `[B, T]`, False or 0 at padding. None: no padding.
             segment_ids: integers `[B, T]`, at least 0, as in
-                `keras_recurrent.layers.StreamingLayer`; None: one document a row, or the one before
-                goes on.
-            cache: the cache to go on from, as `get_initial_state` makes it; None: nothing was
-                seen, and no cache returns.
-            intercept: a function of activations and a number, -1 for the embeddings and i for the
-                output of block i; the network goes on with what it returns.
+                `keras_recurrent.layers.StreamingLayer`. None: one document per sequence, or the
+                continuation of the document in the cache.
+            cache: a cache, as from `get_initial_state`. None: starts from the initial state, and
+                returns no cache.
+            intercept: a function of activations and an index, -1 for the embeddings and i for the
+                output of block i. Its result replaces the activations.
 
         Returns:
             `(hidden states [B, T, hidden_dim], cache)`.
 
         Raises:
-            ValueError: a mask or segments that are not `[B, T]` or of another dtype, a cache of
-                another structure or of other shapes.
+            ValueError: the mask or the segments have another shape or dtype, or the cache has
+                another structure or other shapes.
         """
         check_rank_known(type(self).__name__, "token_ids", token_ids)
         for name, tensor in (("padding_mask", padding_mask), ("segment_ids", segment_ids)):
@@ -148,13 +150,13 @@ class RecurrentBackbone(
             check_state(cache, self.cache_spec(token_ids.shape[0]), "cache")
         if padding_mask is not None:
             padding_mask = ops.cast(padding_mask, "bool")
-            # Whatever stands at padding, such as -100, is looked up like any other token.
+            # Ids at padding, such as -100, must be valid for the embedding, too.
             token_ids = ops.where(padding_mask, token_ids, ops.zeros_like(token_ids))
         step = None
         if cache is not None and padding_mask is None and segment_ids is None:
-            step = self._embedded_at_once(token_ids, cache)
-        # Found once, for all blocks. They get no `mask`: Keras would attach it to all that follows,
-        # and rescale the loss by it.
+            step = self._fused_embedding(token_ids, cache)
+        # Computed once for all blocks. Blocks get no `mask`, which Keras would propagate to the
+        # outputs and use to rescale the loss.
         if step is None:
             tokens, places = find_tokens(
                 *(token_ids, padding_mask, segment_ids, cache),
@@ -184,31 +186,30 @@ class RecurrentBackbone(
         return x, apply_state_layout({"blocks": tuple(states), **places})
 
     def block_arguments(self, embeddings):
-        """A dictionary of further call arguments for each block, such as its lower bound."""
+        """Returns a dictionary of further call arguments per block, such as its lower bound."""
         return [{} for _ in self.transformer_layers]
 
     def cache_spec(self, batch_size=None):
-        """The structure of a generation cache, as `KerasTensor`s."""
+        """Returns the structure of a generation cache, as `KerasTensor`s."""
         blocks = tuple(block.own_state_spec(batch_size) for block in self.transformer_layers)
         return {"blocks": blocks, **place_specs(batch_size, self.uses_position)}
 
     def get_initial_state(self, batch_size, max_length=None):
-        """The generation cache in which nothing was seen.
+        """Returns the initial generation cache.
 
-        It is a dict of `blocks`, a tuple with the own part of each block's state, of `segment`
-        `[B]`, and of `position` `[B]` where a block uses positions. All arrays have the batch
-        first. See `keras_recurrent.layers.StreamingLayer`.
+        It is a dict of `blocks`, a tuple with the state of each block, `segment` `[B]`, and, if a
+        block uses positions, `position` `[B]`. The first axis of all arrays is the batch. See
+        `keras_recurrent.layers.StreamingLayer`.
 
         Args:
-            batch_size: integer, rows.
-            max_length: integer, the most tokens that a row will have. Blocks of attention keep the
-                keys and values of that many, or of their window where it is shorter, and need to
-                be told where there is no window. A row that gets longer loses its oldest tokens
-                there. A recurrent block's state has one size.
+            batch_size: integer, number of sequences.
+            max_length: integer, maximum number of tokens of a sequence. Attention blocks cache keys
+                and values of that many tokens, or of their window if it is shorter. Blocks without
+                a window need the argument. Beyond this length, attention loses the oldest tokens.
+                The size of a recurrent state does not depend on it.
 
         Raises:
-            ValueError: a number that is no integer from 1 on, or no `max_length` where a block
-                needs it.
+            ValueError: a number is not an integer of at least 1, or `max_length` is missing.
         """
         check_sizes_of_state(batch_size, max_length)
         blocks = tuple(
@@ -218,7 +219,7 @@ class RecurrentBackbone(
         return apply_state_layout({"blocks": blocks, **places})
 
     def export_to_transformers(self, path, dtype=None, max_shard_size=5):
-        """Writes the network as a checkpoint; see the method of the language model."""
+        """Exports the network to a checkpoint; see the method of the language model."""
         export(self, path, dtype=dtype, max_shard_size=max_shard_size)
 
     def rematerialized_call(self, layer_call, *args, **kwargs):
@@ -227,12 +228,12 @@ class RecurrentBackbone(
 
 
 def token_input(name):
-    """An input of the functional model, integers `[B, T]`."""
+    """Returns an input of the functional model, integers `[B, T]`."""
     return keras.Input((None,), dtype="int32", name=name)
 
 
 def check_layouts(vocabulary_size, hidden_dim, intermediate_dim):
-    """Raises for weights of all families that a distribution cannot split, before there are any."""
+    """Raises an error for weights of all families that the active distribution cannot split."""
     check_layout(
         "token_embedding/embeddings", vocabulary_size=vocabulary_size, hidden_dim=hidden_dim
     )
@@ -242,6 +243,6 @@ def check_layouts(vocabulary_size, hidden_dim, intermediate_dim):
 
 
 def check_sizes(**sizes):
-    """Raises for a size that is no integer from 1 on, before any layer is made of it."""
+    """Raises an error for sizes that are not integers of at least 1."""
     for name, size in sizes.items():
         check_positive_integer(name, size)

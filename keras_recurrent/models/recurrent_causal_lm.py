@@ -1,4 +1,4 @@
-"""What the language models of all families share: training, scores, generation."""
+"""Base class of the language models of all families: training, scores, generation."""
 
 import contextlib
 
@@ -35,18 +35,18 @@ class RecurrentCausalLM(
 ):
     """Base class of the language models: a `RecurrentBackbone`, and logits from its embedding.
 
-    A family says `backbone_cls` and `preprocessor_cls`, and registers its class with Keras.
+    A family defines `backbone_cls` and `preprocessor_cls`, and registers its class with Keras.
 
-    For a copy, give `type(model).from_config(model.get_config())` the weights of the model.
-    `keras.models.clone_model` copies the graph alone: a plain functional model, which generates
-    nothing, and in which the embedding and the logits no longer share their weights, tied or not.
-    Neither has low-rank weights.
+    To copy a model, assign its weights to `type(model).from_config(model.get_config())`.
+    `keras.models.clone_model` copies only the graph, to a plain functional model, which cannot
+    generate and in which tied weights of embedding and logits become separate. Neither copy has
+    LoRA weights.
 
     Args:
         backbone: a `RecurrentBackbone`.
-        preprocessor: a `RecurrentCausalLMPreprocessor`; None: inputs are tokens.
-        compile: whether to compile with KerasHub's defaults. They suit fine-tuning (Adam at 2e-5):
-            compile with an optimizer of your own to train from the start.
+        preprocessor: a `RecurrentCausalLMPreprocessor`. None: inputs are tokens.
+        compile: boolean, compiles with KerasHub's defaults, which suit fine-tuning (Adam at 2e-5).
+            To train from scratch, compile with another optimizer.
         name: string.
         trainable: boolean.
 
@@ -58,15 +58,15 @@ class RecurrentCausalLM(
         Logits `[B, T, vocabulary_size]`, in the compute dtype.
 
     Raises:
-        ValueError: a backbone or preprocessor of another kind, or a tokenizer with tokens that the
-            backbone does not know.
+        ValueError: the backbone or preprocessor is of another class, or the tokenizer has more
+            tokens than the backbone.
     """
 
     def __init__(self, backbone, preprocessor=None, compile=True, name=None, trainable=True):
         check_parts(type(self), backbone, preprocessor, keras_hub.models.CausalLMPreprocessor)
         self.backbone = backbone
         self.preprocessor = preprocessor
-        # The inputs are what the preprocessor makes.
+        # The graph has the inputs that the preprocessor makes.
         packed = getattr(preprocessor, "packed", False)
         inputs = dict(backbone.input)
         if packed:
@@ -82,34 +82,35 @@ class RecurrentCausalLM(
 
     @classmethod
     def from_preset(cls, preset, load_weights=None, **kwargs):
-        """A model by name, from a checkpoint, or from a directory of `save_to_preset`.
+        """Loads a model by name, from a checkpoint, or from a directory of `save_to_preset`.
 
-        `presets` of the class lists the names. Those without published weights start from fresh
-        initialization, and say so once; `griffin_tiny_text` has its weights in this package; the
-        others fetch theirs from the Hugging Face Hub.
+        `presets` of the class lists the names. Presets without published weights start from fresh
+        initialization, with one message. The weights of `griffin_tiny_text` are in this package;
+        other weights are fetched from the Hugging Face Hub.
 
-        A checkpoint is a directory of `config.json` and `.safetensors` files as transformers
-        saves them, or the name of one on the Hub, such as `"hf://google/recurrentgemma-2b"`
-        (with the extra `huggingface` of this package). Its `tokenizer.model` makes the
-        preprocessor; without one, `preprocessor` is None and the model takes tokens. Weights get
-        the dtype of the Keras policy or of `dtype=`, one tensor at a time: `dtype="bfloat16"`
-        never holds more of the model than that.
+        A checkpoint is a directory of `config.json` and `.safetensors` files as saved by
+        transformers, or a repository on the Hub, such as `"hf://google/recurrentgemma-2b"` (with
+        the extra `huggingface` of this package). Its `tokenizer.model` makes the preprocessor;
+        without this file, `preprocessor` is None and the model takes tokens. Weights are converted
+        to the dtype of the Keras policy or of `dtype=` one tensor at a time: with
+        `dtype="bfloat16"`, memory never holds the model in a larger dtype.
 
         Args:
             preset: string, a name, a directory, or `hf://owner/repository`.
-            load_weights: None, the default, loads weights where they belong to the preset: all but
-                names without published ones. True insists on them, False leaves them alone.
-            **kwargs: whatever the backbone (`vocabulary_size=`, `dtype=`), the preprocessor
-                (`sequence_length=`, `packed=`) and the model (`preprocessor=`, `compile=`) take,
-                in place of what the preset says.
+            load_weights: boolean. None, the default: loads weights if the preset has any, that is
+                all but names without published weights. True: raises an error if it has none.
+                False: starts from fresh initialization.
+            **kwargs: arguments of the backbone (`vocabulary_size=`, `dtype=`), the preprocessor
+                (`sequence_length=`, `packed=`) and the model (`preprocessor=`, `compile=`), which
+                override those of the preset.
 
         Raises:
-            ValueError: an unknown name, one of another class, `load_weights=True` where there are
-                none, or an argument that nothing understands; a checkpoint whose configuration this
-                version does not serve, or whose tensors are missing, too many, misshapen or
-                damaged. All of this is known before a model is built.
-            FileNotFoundError: a checkpoint without `.safetensors` files, as pickled weights are not
-                read; a directory of `save_to_preset` without its `.weights.h5`.
+            ValueError: the name is unknown or of another class, `load_weights=True` and there are
+                no weights, an argument is unknown, the configuration of a checkpoint is not
+                supported, or its tensors are missing, unknown, misshapen or damaged. All errors are
+                raised before a model is built.
+            FileNotFoundError: a checkpoint has no `.safetensors` files (pickled weights are not
+                read), or a directory of `save_to_preset` has no `.weights.h5`.
 
         Example:
 
@@ -126,17 +127,18 @@ class RecurrentCausalLM(
     def compile(
         self, optimizer="auto", loss="auto", *, weighted_metrics="auto", sampler="top_k", **kwargs
     ):
-        """Sets how the model trains and samples; see `keras_hub.models.CausalLM.compile`.
+        """Configures training and sampling; see `keras_hub.models.CausalLM.compile`.
 
-        The loss is a `keras_recurrent.models.TokenCrossentropy` where none is given. With it and
-        the default metric, accuracy, `fit` and `evaluate` never make the logits of all tokens;
-        `keras_recurrent.which_loss` tells why where they do.
+        The default loss is `keras_recurrent.models.TokenCrossentropy`. With it and the default
+        metric, accuracy, `fit` and `evaluate` do not compute the logits of all tokens;
+        `keras_recurrent.which_loss` returns the reason if they do.
 
         Raises:
-            ValueError: the sampler is unknown; it is speculative, which takes back tokens that it
-                tried, as a recurrent state cannot; or it returns several beams for a prompt.
+            ValueError: the sampler is unknown; it is the speculative sampler, which needs a
+                rollback that recurrent states do not support; or it returns several beams for a
+                prompt.
         """
-        # KerasHub hands back a name that it does not know, or looks for the name in small letters.
+        # KerasHub returns an unknown name unchanged, or raises KeyError for its lower case.
         with contextlib.suppress(KeyError):
             sampler = keras_hub.samplers.get(sampler)
         if isinstance(sampler, str):
@@ -146,13 +148,13 @@ class RecurrentCausalLM(
             )
         if isinstance(sampler, keras_hub.samplers.SpeculativeSampler):
             raise ValueError(
-                f"`sampler`: `{type(self).__name__}` does not support the speculative sampler. It "
-                "takes back tokens that it tried, which a recurrent state cannot undo. Use "
-                "'top_k', 'top_p', 'random', 'greedy', 'beam' or 'contrastive'."
+                f"`sampler`: `{type(self).__name__}` does not support the speculative sampler, "
+                "which rejects tokens that a recurrent state cannot undo. Use 'top_k', 'top_p', "
+                "'random', 'greedy', 'beam' or 'contrastive'."
             )
         if getattr(sampler, "return_all_beams", False):
             raise ValueError(
-                "`sampler`: `generate` has one text for a prompt. Leave out `return_all_beams`."
+                "`sampler`: `generate` returns one text per prompt. Leave out `return_all_beams`."
             )
         if isinstance(loss, str) and loss == "auto":
             loss = TokenCrossentropy()
@@ -167,45 +169,46 @@ class RecurrentCausalLM(
         if config:
             arguments = config["config"]
             arguments["sampler"] = keras_hub.samplers.serialize(self.sampler)
-            # Keras keeps what "auto" is for `fit` here; generation decides for itself.
+            # Keras stores the value that "auto" has for `fit`; generation resolves it separately.
             wanted = self._compiles_generation
             arguments["jit_compile"] = "auto" if wanted is None else wanted
         return config
 
     def export_to_transformers(self, path, dtype=None, max_shard_size=5):
-        """Writes the model as a checkpoint that transformers and `from_preset` read.
+        """Exports the model to a checkpoint for transformers and `from_preset`.
 
-        `config.json`, the tensors in `.safetensors` files, and `tokenizer.model` if the
-        preprocessor has a `SentencePieceTokenizer` (a `ByteTokenizer` leaves no file). Low-rank
-        weights are merged in. What appears at `path` is complete: all is written beside it first,
-        in a folder `.export-*`. A process that is killed leaves that folder, which may be deleted
-        once no export into the same parent directory runs.
+        Writes `config.json`, the tensors in `.safetensors` files, and `tokenizer.model` if the
+        preprocessor has a `SentencePieceTokenizer` (a `ByteTokenizer` has no file). LoRA weights
+        are merged. Files are first written to a folder `.export-*` in the parent directory, which
+        is renamed at the end, so `path` is always complete. A process that is killed leaves that
+        folder. Delete it when no export into the same parent directory is running.
 
-        These checkpoints hold models whose backbone has
+        Requirements on the backbone:
 
-        - of Griffin, `block_types` of `"recurrent"` and `"local_attention"`; `lru_width`,
+        - Griffin: `block_types` of `"recurrent"` and `"local_attention"`; `lru_width`,
           `num_query_heads`, `sliding_window` and `final_logit_soft_cap` that are not None, even
-          where no block uses them; `num_blocks` equal to `num_query_heads`; `embedding_scale`
+          if no block uses them; `num_blocks` equal to `num_query_heads`; `embedding_scale`
           equal to `float(ml_dtypes.bfloat16(hidden_dim**0.5))`, the square root in bfloat16;
           `scale_first_input=False` and `recurrence="rg_lru"`; `partial_rotary_factor` and
-          `layer_norm_epsilon` above 0;
-        - of HGRN2, `gate_activation="silu"`, `input_activation="linear"` and `layer_norm_epsilon`
-          above 0;
-        - of TransNormerLLM, `decay_schedule="checkpoints"`, `tie_word_embeddings=False` and
+          `layer_norm_epsilon` above 0.
+        - HGRN2: `gate_activation="silu"`, `input_activation="linear"` and `layer_norm_epsilon`
+          above 0.
+        - TransNormerLLM: `decay_schedule="checkpoints"`, `tie_word_embeddings=False` and
           `layer_norm_epsilon=1e-6`.
 
         Args:
             path: string, a directory that does not exist yet or is empty.
-            dtype: `"float32"`, `"bfloat16"` or `"float16"`; None: the dtype of the weights, in
-                which a checkpoint read in its own dtype comes back bit for bit.
-            max_shard_size: number, gigabytes a file at most, if no tensor alone is larger.
+            dtype: `"float32"`, `"bfloat16"` or `"float16"`. None: the dtype of the weights;
+                exporting a checkpoint that was loaded in its own dtype reproduces it bit for bit.
+            max_shard_size: number, the largest size of a file in GiB. A larger tensor gets a
+                separate file.
 
         Raises:
-            ValueError: checkpoints of this family cannot hold the model, of which all that is not
-                as above is named; it is quantized; `dtype` is none of these or too narrow for a
-                weight; or `max_shard_size` is not above 0.
-            FileExistsError: there is something at `path`, or a symbolic link, or another process
-                has put something there meanwhile.
+            ValueError: the model does not meet the requirements, all of which are named; it is
+                quantized; `dtype` is not one of these or too narrow for a weight; or
+                `max_shard_size` is not above 0.
+            FileExistsError: `path` is a symbolic link, or exists and is not empty, possibly because
+                another process wrote to it during the export.
 
         Example:
 
@@ -228,10 +231,10 @@ class RecurrentCausalLM(
         return layer_call  # only the backbone's blocks are rematerialized
 
     def get_quantization_layer_structure(self, mode):
-        """The parts of the network that GPTQ and AWQ calibrate one by one; None for other modes.
+        """Returns the layers that GPTQ and AWQ calibrate one by one, or None for other modes.
 
-        As the forward pass calls them: with scaled embeddings, and with the lower bound of each
-        block where a family has them.
+        They are called as in the forward pass: with scaled embeddings, and with the lower bound of
+        each block in families that have them.
         """
         if mode not in ("gptq", "awq"):
             return None
@@ -240,16 +243,16 @@ class RecurrentCausalLM(
     def check_labels(self, name, x, y, sample_weight):
         if is_text(x) and not (y is None and sample_weight is None):
             raise ValueError(
-                f"`y` and `sample_weight` are made of the strings in `{name}`: the tokens that "
-                "follow, and which of them are real. Leave them out."
+                f"`y` and `sample_weight` are made from the strings in `{name}`: the next tokens, "
+                "and which of them are real. Leave them out."
             )
         if is_tokens(x) and isinstance(self.loss, TokenCrossentropy):
             if y is None:
                 raise ValueError(
-                    f"`{name}` holds tokens, whose labels are needed beside it: the tokens that "
-                    "follow, [batch, time]. A preprocessor makes both of strings."
+                    f"`{name}` holds tokens, which need labels: the next tokens, [batch, time]. A "
+                    "preprocessor makes both from strings."
                 )
-            hint = "Give labels that do not count a `sample_weight` of 0."
+            hint = "Give labels to ignore a `sample_weight` of 0."
             check_token_ids("y", y, self.backbone.vocabulary_size, sample_weight, hint)
 
     # === Scores ===
@@ -262,28 +265,26 @@ class RecurrentCausalLM(
         layer_intercept_fn=None,
         target_ids=None,
     ):
-        """Logits or losses of given tokens; can intercept layer activations.
+        """Computes logits or losses of tokens, and can intercept layer activations.
 
         Args:
             token_ids: integers `[B, T]`.
-            padding_mask: boolean `[B, T]`, or integers, False or 0 at padding; None: all tokens are
-                real.
+            padding_mask: boolean or integer `[B, T]`, False or 0 at padding. None: no padding.
             scoring_mode: `"logits"` or `"loss"`.
-            layer_intercept_fn: a function of activations `[B, T, hidden_dim]` and a number, -1 for
-                the embeddings and i for the output of block i; the model goes on with what it
-                returns.
-            target_ids: integers `[B, T]`, the tokens that should follow; needed for `"loss"`, which
-                is NaN where the vocabulary lacks one.
+            layer_intercept_fn: a function of activations `[B, T, hidden_dim]` and an index, -1 for
+                the embeddings and i for the output of block i. Its result replaces the activations.
+            target_ids: integers `[B, T]`, the next tokens; needed for `"loss"`, which is NaN for
+                ids outside the vocabulary.
 
         Returns:
             Logits `[B, T, vocabulary_size]`, or the cross-entropy of each target in nats `[B, T]`,
-            in float32, or float64 if the logits are.
+            in float32, or float64 for float64 logits.
 
         Raises:
-            ValueError: an unknown `scoring_mode`, `"loss"` without `target_ids`, targets of another
-                shape, ids that are no integers `[B, T]`, such as text, or none at all, a mask of
-                another shape or of floats, or a NumPy array or list of `token_ids` with an id that
-                the vocabulary lacks.
+            ValueError: `scoring_mode` is unknown; `target_ids` are missing for `"loss"` or have
+                another shape; ids are not integers `[B, T]`, such as text, or are empty; the mask
+                has another shape or is float; or a NumPy array or list of `token_ids` has an id
+                outside the vocabulary.
 
         Example:
 
@@ -303,8 +304,8 @@ class RecurrentCausalLM(
             )
         if scoring_mode == "loss" and target_ids is None:
             raise ValueError(
-                "`target_ids` is needed for `scoring_mode='loss'`: the tokens that should follow, "
-                "such as `keras.ops.roll(token_ids, -1, axis=1)`."
+                "`target_ids` is needed for `scoring_mode='loss'`: the next tokens, such as "
+                "`keras.ops.roll(token_ids, -1, axis=1)`."
             )
         token_ids = _as_ids("token_ids", token_ids)
         check_token_ids("token_ids", token_ids, self.backbone.vocabulary_size, padding_mask)
@@ -315,7 +316,7 @@ class RecurrentCausalLM(
                 raise ValueError(
                     "`target_ids` must have the shape of `token_ids`, "
                     f"{tuple(token_ids.shape)}; got {tuple(target_ids.shape)}. Leave out the last "
-                    "token, which nothing follows, or give it a target."
+                    "token, which has no next token, or give it a target."
                 )
         if padding_mask is not None:
             padding_mask = ops.convert_to_tensor(padding_mask)
@@ -329,7 +330,7 @@ class RecurrentCausalLM(
 
 
 def _as_ids(name, ids):
-    """Ids `[B, T]`, at least one, as the array or tensor that they are, else as an array."""
+    """Validates ids `[B, T]`; returns arrays and tensors unchanged, and lists as an array."""
     given = ids
     if isinstance(ids, (str, bytes, list, tuple)):
         try:
@@ -337,7 +338,7 @@ def _as_ids(name, ids):
         except ValueError:
             raise ValueError(
                 f"`{name}` must be integers [batch, time]; got rows of several lengths. Pad "
-                "them, and say by `padding_mask` where."
+                "them, and pass a `padding_mask`."
             ) from None
     wanted = f"`{name}` must be integers [batch, time], at least one"
     if isinstance(ids, dict):
@@ -351,7 +352,7 @@ def _as_ids(name, ids):
         text = "text" if is_text(ids) else describe(given)
         raise ValueError(
             f"{wanted}; got {text}. `preprocessor.generate_preprocess` makes `token_ids` and "
-            "`padding_mask` of text."
+            "`padding_mask` from text."
         )
     check_rank_known("score", name, ids)
     dtype, shape = keras.backend.standardize_dtype(ids.dtype), tuple(ids.shape)

@@ -1,4 +1,4 @@
-"""Strings to rows of tokens, one document a row or several."""
+"""Preprocessor of the language models: strings to padded or packed sequences of tokens."""
 
 import keras
 import keras_hub
@@ -10,53 +10,53 @@ from keras_recurrent.models.packing import pack_documents
 from keras_recurrent.progress import progress
 from keras_recurrent.training.samples import check_prompts
 
-TEXTS_AT_A_TIME = 4096
+TEXTS_PER_CALL = 4096
 
 
 class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
-    """Turns strings into what the language models train on and generate from.
+    """Converts strings to the inputs of the language models for training and generation.
 
-    Returns `(x, y, sample_weight)`: `x` a dictionary of tokens, `y` the token after each token of
-    `x`, and `sample_weight` True where `y` is a token to learn.
+    Returns `(x, y, sample_weight)`: `x` is a dictionary of tokens, `y` the next token of each token
+    in `x`, and `sample_weight` is True where `y` is a token to learn.
 
-    **Padded**, the default, a string is a row, as everywhere in KerasHub: `x` holds `token_ids` and
-    `padding_mask`, `[batch_size, sequence_length]`. Short strings are padded; of longer ones all
-    after the first `sequence_length + 1` tokens is cut off.
+    **Padded**, the default: each string is a sequence, as in KerasHub. `x` has `token_ids` and
+    `padding_mask`, `[batch_size, sequence_length]`. Short strings are padded, and long strings are
+    truncated after `sequence_length + 1` tokens.
 
-    **Packed**, with `packed=True`, the strings of a call share as few rows as they need, and no
-    text is lost. `x` also holds `segment_ids`, the number of its document for every token, counted
-    from 1 in each row (0 at padding), by which the model keeps documents apart: a packed document
-    gives the numbers it would give alone. No label crosses from a document to the next.
-    A document that fits in a row is never cut; a longer one goes on in further rows, without memory
-    of the rows before, and still every one of its tokens is a label once. The number of rows
-    follows the text. Thus:
+    **Packed**, with `packed=True`: the strings of a call are packed into as few sequences as
+    possible, without losing text. `x` also has `segment_ids`, the number of each token's document,
+    from 1 in each sequence (0 at padding). The model separates documents by it: a packed document
+    has the same results as alone. The label of a token is never in another document. A document
+    that fits into a sequence is not split; a longer one continues in further sequences, without the
+    state of those before, but each of its tokens is still a label once. The number of sequences
+    depends on the text. Therefore:
 
     - `fit` and `evaluate` of the models pack lists and arrays of strings as a whole and
-      then take `batch_size` rows a step, so that all steps have one shape.
-    - In a dataset, each batch of strings is packed by itself. For batches of one shape, cut them
-      anew: `dataset.map(preprocessor).unbatch().batch(8)`; `fit` takes the result as it is.
+      then take `batch_size` sequences per step, so that all steps have equal shapes.
+    - In a dataset, each batch of strings is packed separately. For batches of equal shapes, batch
+      again: `dataset.map(preprocessor).unbatch().batch(8)`; `fit` takes the result directly.
 
     Args:
-        tokenizer: the family's, a `ByteTokenizer`, or any KerasHub tokenizer with start, end and
-            padding tokens.
-        sequence_length: integer, tokens a row. Defaults to 1024.
-        add_start_token: whether a document begins with the start token. Defaults to True.
-        add_end_token: whether a document ends with the end token. Defaults to True.
-        packed: whether documents share rows. Defaults to False.
+        tokenizer: the tokenizer of the family, a `ByteTokenizer`, or any KerasHub tokenizer with
+            start, end and padding tokens.
+        sequence_length: integer, tokens in a sequence. Defaults to 1024.
+        add_start_token: boolean, begins documents with the start token. Defaults to True.
+        add_end_token: boolean, ends documents with the end token. Defaults to True.
+        packed: boolean, packs documents into sequences. Defaults to False.
         **kwargs: `name`, as for any layer.
 
     Call arguments:
         x: a string, or a list, array or tensor of strings.
-        y, sample_weight: leave them out; both are made here.
-        sequence_length: integer, tokens a row in this call.
+        y, sample_weight: must be left out; both are made from `x`.
+        sequence_length: integer, tokens in a sequence in this call.
 
-    Generation takes its prompts from `generate_preprocess` and its text from
-    `generate_postprocess`; neither packs.
+    `generate_preprocess` makes prompts for generation, and `generate_postprocess` converts the
+    results to text; neither packs.
 
     Raises:
-        ValueError: a `sequence_length`, here or in a call, that is no integer from 1 on; labels or
-            weights beside strings to pack; no prompts, or one that is longer than `max_length`,
-            or `sequence_length` where none is given. (In a `tf.data` pipeline it is cut instead.)
+        ValueError: `sequence_length` is not an integer of at least 1; labels or weights are passed
+            with strings to pack; there are no prompts, or one is longer than `max_length`, which
+            defaults to `sequence_length`. (A `tf.data` pipeline truncates it instead.)
 
     Example:
 
@@ -73,7 +73,7 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
     [[1 1 1 0 1 1 0 0]]
     """
 
-    # A family's class says its `backbone_cls` and `tokenizer_cls`, by which KerasHub finds it.
+    # A family's class defines `backbone_cls` and `tokenizer_cls`, by which KerasHub finds it.
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
 
     def build(self, input_shape):
         super().build(input_shape)
-        self.packer.built = True  # a model with layers that are not built refuses to quantize
+        self.packer.built = True  # `quantize` of a model rejects layers that are not built
 
     def call(self, x, y=None, sample_weight=None, sequence_length=None):
         if sequence_length is not None:
@@ -108,14 +108,14 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
             return super().call(x, y, sample_weight, sequence_length=sequence_length)
         if y is not None or sample_weight is not None:
             raise ValueError(
-                "`y` and `sample_weight` are made here, of the strings in `x`, whose rows are not "
-                "those of the result when they are packed. Leave them out."
+                "`y` and `sample_weight` are made from the strings in `x`, which do not correspond "
+                "to the packed sequences. Leave them out."
             )
         pack = self._pack_in_graph if compat.in_tf_function() else self._pack
         return pack(x, sequence_length or self.sequence_length)
 
     def _generate_preprocess_python(self, x, sequence_length=None):
-        # KerasHub's begins with the start token whatever `add_start_token` says.
+        # KerasHub's method adds the start token for any `add_start_token`.
         if not self.built:
             self.build(None)
         token_ids, padding_mask = self.packer(
@@ -127,8 +127,8 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
         return {"token_ids": token_ids, "padding_mask": padding_mask}
 
     def generate_preprocess(self, x, sequence_length=None):
-        # It is the `max_length` of `generate`. KerasHub would take a negative one for a number of
-        # tokens to cut off at the end, and 0 for None.
+        # `sequence_length` is the `max_length` of `generate`. KerasHub would take a negative value
+        # as a number of tokens to cut off at the end, and 0 as None.
         if sequence_length is not None:
             check_positive_integer("max_length", sequence_length)
         check_prompts(x)
@@ -139,27 +139,27 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
         return inputs
 
     def _check_prompts_are_whole(self, x, padding_mask, max_length):
-        """Raises for a prompt of which the end was cut off."""
+        """Raises an error for a prompt that was truncated."""
         single = isinstance(x, (str, bytes)) or getattr(x, "ndim", 1) == 0
         full = np.atleast_2d(keras.ops.convert_to_numpy(padding_mask)).all(axis=1)
-        for row in np.flatnonzero(full):  # hardly ever any
+        for row in np.flatnonzero(full):  # usually empty
             tokens = self.tokenizer(x) if single else self.tokenizer(x[row : row + 1])[0]
             length = int(self.add_start_token) + len(tokens)
             if length > max_length:
                 raise ValueError(
-                    f"`max_length` is {max_length} tokens, prompt and answer together, and prompt "
-                    f"{row} alone has {length}. Ask for a larger `max_length`, or cut the prompt."
+                    f"`max_length` is {max_length} tokens, including prompt and answer, and prompt "
+                    f"{row} has {length}. Pass a larger `max_length`, or shorten the prompt."
                 )
 
     def pack(self, texts, sequence_length=None):
-        """Packs a list of strings, as a call does where `packed=True`, in NumPy arrays.
+        """Packs a list of strings, like a call with `packed=True`, into NumPy arrays.
 
         Args:
             texts: a list of strings.
-            sequence_length: integer, tokens a row; None: that of the preprocessor.
+            sequence_length: integer, tokens in a sequence. None: the preprocessor's.
 
         Returns:
-            `(x, y, sample_weight)`, all `[rows, sequence_length]`; one row at least.
+            `(x, y, sample_weight)`, all `[rows, sequence_length]`, with at least one row.
         """
         tokens = self.tokenizer(texts) if texts else []
         return _as_samples(*self._rows(tokens, sequence_length or self.sequence_length))
@@ -171,15 +171,15 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
         return compat.convert_preprocessing_outputs_python(_as_samples(*rows))
 
     def _tokens(self, texts):
-        """The tokens of each of several strings."""
+        """Tokenizes several strings."""
         if not isinstance(texts, (list, tuple)):
             return self.tokenizer(texts)
         tokens = []
         with progress("Packing text", "text", sum(map(len, texts))) as done:
-            for begin in range(0, len(texts), TEXTS_AT_A_TIME):
-                some = texts[begin : begin + TEXTS_AT_A_TIME]
-                tokens += list(self.tokenizer(some))
-                done(sum(map(len, some)))
+            for begin in range(0, len(texts), TEXTS_PER_CALL):
+                batch = texts[begin : begin + TEXTS_PER_CALL]
+                tokens += list(self.tokenizer(batch))
+                done(sum(map(len, batch)))
         return tokens
 
     def _pack_in_graph(self, x, sequence_length):

@@ -1,4 +1,4 @@
-"""What the text classifiers of all families share."""
+"""Base class of the text classifiers of all families."""
 
 import keras
 import keras_hub
@@ -18,46 +18,45 @@ from keras_recurrent.training.torch_training import CheckedTorchTraining
 class RecurrentTextClassifier(
     CheckedTorchTraining, TextTraining, SavedTraining, keras_hub.models.TextClassifier
 ):
-    """Base class of the text classifiers: a network, and a linear map of its last token.
+    """Base class of the text classifiers: a network, and a linear layer on its last token.
 
     ```
-    h = dropout(x_T)                the hidden state of a row's last real token
-    h = dropout([x_T; x'_1])        with `bidirectional`: x' reads the row from its last token
+    h = dropout(x_T)                the hidden state of a text's last real token
+    h = dropout([x_T; x'_1])        with `bidirectional`: x' from the reversed text
     z = activation(W h + b)
     ```
 
-    A recurrent network knows of a whole row what the hidden state of its last token tells. A family
-    says `backbone_cls` and `preprocessor_cls`, and registers its class with Keras.
+    The hidden state of the last token depends on the whole text. A family defines `backbone_cls`
+    and `preprocessor_cls`, and registers its class with Keras.
 
     Args:
-        backbone: a `RecurrentBackbone`. Where its logits have weights of their own
-            (`tie_word_embeddings=False` in an HGRN2), these serve nothing here, and are frozen.
+        backbone: a `RecurrentBackbone`. Separate weights of its logits
+            (`tie_word_embeddings=False` in HGRN2) are not used and are frozen.
         num_classes: integer, the number of outputs; 1 for regression.
-        preprocessor: a `RecurrentTextClassifierPreprocessor`; None: inputs are tokens.
-        bidirectional: boolean, whether the same network reads each row from its last token to its
-            first as well. Its weights serve both directions, so that every preset does; a row
-            begins with the start token in one direction, and with the end token in the other. A
-            step takes twice the time.
-        activation: of the outputs, such as `"softmax"`; None: they are logits, or the prediction of
-            a regression.
-        dropout: float, the part of the last hidden states that is dropped in training.
-        compile: whether to compile with the defaults of `compile`. They suit fine-tuning (Adam at
-            5e-5): compile with an optimizer of your own to train from the start.
+        preprocessor: a `RecurrentTextClassifierPreprocessor`. None: inputs are tokens.
+        bidirectional: boolean, also runs the network over each text in reverse. Both directions use
+            the same weights, so every preset works. A text begins with the start token in one
+            direction and with the end token in the other. A step takes twice the time.
+        activation: activation of the outputs, such as `"softmax"`. None: the outputs are logits, or
+            the prediction of a regression.
+        dropout: float, dropout rate of the last hidden states.
+        compile: boolean, compiles with the defaults of `compile`, which suit fine-tuning (Adam at
+            5e-5). To train from scratch, compile with another optimizer.
         name: string.
         trainable: boolean.
 
     Call arguments:
-        inputs: a dictionary of `token_ids` and `padding_mask`, both `[B, T]`, as the backbone takes
-            them. Padding may stand anywhere in a row and changes nothing. Of a row without a real
-            token the hidden state is 0.
+        inputs: a dictionary of `token_ids` and `padding_mask`, both `[B, T]`, as for the backbone.
+            Padding may be at any position and does not change the results. The hidden state of a
+            text without real tokens is 0.
 
     Returns:
         `[B, num_classes]`, in the dtype of the weights: float32 under `"mixed_bfloat16"`.
 
     Raises:
-        ValueError: a backbone or preprocessor of another kind, a tokenizer with tokens that the
-            backbone does not know, a `num_classes` that is no integer from 1 on, or a
-            `bidirectional` that is no boolean.
+        ValueError: the backbone or preprocessor is of another class, the tokenizer has more tokens
+            than the backbone, `num_classes` is not an integer of at least 1, or `bidirectional` is
+            not a boolean.
     """
 
     def __init__(
@@ -74,13 +73,13 @@ class RecurrentTextClassifier(
     ):
         kind = keras_hub.models.TextClassifierPreprocessor
         check_parts(type(self), backbone, preprocessor, kind)
-        if num_classes is None:  # it has a default for `from_preset`, where a file may tell it
+        if num_classes is None:  # the default is for `from_preset`, where a file may have it
             raise ValueError("`num_classes` is needed: the number of classes, or 1 for regression.")
         check_positive_integer("num_classes", num_classes)
         check_boolean("bidirectional", bidirectional)
         self.backbone = backbone
         self.preprocessor = preprocessor
-        # Weights that no loss reaches would be a warning of Keras, and decay.
+        # Keras would warn of unused weights, and weight decay would change them.
         for weight in backbone.token_embedding.weights:
             if weight.name == "reverse_embeddings":
                 weight.trainable = False
@@ -94,12 +93,12 @@ class RecurrentTextClassifier(
         inputs = dict(backbone.input)
         x = self.last_token(backbone(inputs), inputs["padding_mask"])
         if bidirectional:
-            turned = {name: ops.flip(tensor, axis=1) for name, tensor in inputs.items()}
-            first = self.last_token(backbone(turned), turned["padding_mask"])
+            reversed_inputs = {name: ops.flip(tensor, axis=1) for name, tensor in inputs.items()}
+            first = self.last_token(backbone(reversed_inputs), reversed_inputs["padding_mask"])
             x = ops.concatenate([x, first], axis=-1)
         outputs = self.output_dense(self.output_dropout(x))
 
-        # `compile` reads it.
+        # `compile`, called by the base class, reads `num_classes`.
         self.num_classes = num_classes
         self.bidirectional = bidirectional
         self.activation = keras.activations.get(activation)
@@ -110,26 +109,27 @@ class RecurrentTextClassifier(
 
     @classmethod
     def from_preset(cls, preset, load_weights=None, **kwargs):
-        """A classifier by the name of a preset, from a checkpoint, or a saved directory.
+        """Loads a classifier by name, from a checkpoint, or from a directory of `save_to_preset`.
 
-        What a language model's `from_preset` takes, this takes, too, a directory that a language
-        model was saved to included: the network has its weights then, and those of the classes
-        are fresh. A directory of a classifier's own `save_to_preset` brings these as well, unless
-        `num_classes` is given.
+        Takes the same presets as `from_preset` of a language model, including directories of a
+        saved language model; the network then has its weights, and the weights of the classes are
+        fresh. A directory of a saved classifier also has the weights of the classes, which are
+        loaded unless `num_classes` is passed.
 
         Args:
             preset: string, a name, a directory, or `hf://owner/repository`.
-            load_weights: None, the default, loads weights where they belong to the preset: all but
-                names without published ones. True insists on them, False leaves them alone.
-            **kwargs: whatever the backbone (`dtype=`), the preprocessor (`sequence_length=`) and
-                the classifier (`num_classes=`, `bidirectional=`, `dropout=`) take, in place of what
-                the preset says.
+            load_weights: boolean. None, the default: loads weights if the preset has any, that is
+                all but names without published weights. True: raises an error if it has none.
+                False: starts from fresh initialization.
+            **kwargs: arguments of the backbone (`dtype=`), the preprocessor (`sequence_length=`)
+                and the classifier (`num_classes=`, `bidirectional=`, `dropout=`), which override
+                those of the preset.
 
         Raises:
-            ValueError: an unknown name, one of another class, no `num_classes` where the preset has
-                none, `load_weights=True` where there are none, or an argument that nothing
-                understands; a checkpoint that does not fit.
-            FileNotFoundError: a directory of `save_to_preset` without its `.weights.h5` files.
+            ValueError: the name is unknown or of another class, `num_classes` is missing,
+                `load_weights=True` and there are no weights, an argument is unknown, or a
+                checkpoint does not fit.
+            FileNotFoundError: a directory of `save_to_preset` has no `.weights.h5` files.
 
         Example:
 
@@ -144,12 +144,12 @@ class RecurrentTextClassifier(
         return super().from_preset(loader, load_weights, **kwargs)
 
     def compile(self, optimizer="auto", loss="auto", *, metrics="auto", **kwargs):
-        """Sets how the model trains; see `keras_hub.models.TextClassifier.compile`.
+        """Configures training; see `keras_hub.models.TextClassifier.compile`.
 
-        `"auto"` is Adam at 5e-5; crossentropy with integer labels and their accuracy; and, with
-        `num_classes=1`, the mean squared error and the mean absolute one.
+        `"auto"` is Adam at 5e-5, with the cross-entropy of integer labels and their accuracy, or,
+        with `num_classes=1`, the mean squared error and the mean absolute error.
         """
-        if self.num_classes == 1:  # a crossentropy of one class would be 0
+        if self.num_classes == 1:  # the cross-entropy of one class would be 0
             if isinstance(loss, str) and loss == "auto":
                 loss = keras.losses.MeanSquaredError()
             if isinstance(metrics, str) and metrics == "auto":
@@ -157,7 +157,7 @@ class RecurrentTextClassifier(
         super().compile(optimizer, loss, metrics=metrics, **kwargs)
 
     def as_samples(self, x):
-        """Pairs of strings in memory as tokens."""
+        """Tokenizes pairs of strings in memory."""
         if not _is_pair(x) or isinstance(x[0], str) or self.preprocessor is None:
             return x
         first, second = map(len, x)
@@ -175,16 +175,16 @@ class RecurrentTextClassifier(
 
     def check_labels(self, name, x, y, sample_weight):
         if not (is_text(x) or is_tokens(x)):
-            return  # a source brings them
+            return  # a source yields the labels
         if y is None:
             raise ValueError(
-                f"`y` is needed beside `{name}`: a label for each row, as in `model.fit(texts, "
+                f"`y` is needed with `{name}`: a label for each text, as in `model.fit(texts, "
                 "labels)`, and as `validation_data=(texts, labels)`."
             )
         if is_tokens(x) and "segment_ids" in x:
             raise ValueError(
-                f"`{name}` has `segment_ids`, but a row is one text here, with one label. Give "
-                "each text a row of its own."
+                f"`{name}` has `segment_ids`, but a classifier takes one text with one label per "
+                "row. Pass each text in a separate row."
             )
         if isinstance(self.loss, keras.losses.SparseCategoricalCrossentropy):
             _check_classes(y, self.num_classes)
@@ -209,19 +209,19 @@ def _is_pair(x):
 
 
 def _check_numbers(labels):
-    """Raises for a list or a NumPy array that does not hold a finite number for each row."""
+    """Raises an error unless a list or NumPy array has a finite number for each row."""
     if not isinstance(labels, (list, tuple, np.ndarray)):
         return
     labels = np.asarray(labels)
     if labels.dtype.kind not in "iubf":
-        found = f"{labels.dtype}"
+        problem = f"{labels.dtype}"
     elif not _is_one_each(labels):
-        found = f"the shape {labels.shape}"
+        problem = f"the shape {labels.shape}"
     elif not np.isfinite(labels).all():
-        found = "NaN or infinity"
+        problem = "NaN or infinity"
     else:
         return
-    raise ValueError(f"`y` must be finite numbers, one for each row; got {found}.")
+    raise ValueError(f"`y` must be finite numbers, one for each row; got {problem}.")
 
 
 def _is_one_each(labels):
@@ -229,21 +229,21 @@ def _is_one_each(labels):
 
 
 def _check_classes(labels, num_classes):
-    """Raises for a list or a NumPy array that does not hold classes, which no backend notices."""
+    """Raises an error for a list or NumPy array of invalid classes, which no backend checks."""
     if not isinstance(labels, (list, tuple, np.ndarray)):
         return
     labels = np.asarray(labels)
     if labels.dtype.kind not in "iubf":
-        found = f"{labels.dtype}"
+        problem = f"{labels.dtype}"
     elif not _is_one_each(labels):
-        found = f"the shape {labels.shape}"
+        problem = f"the shape {labels.shape}"
     elif labels.size and not np.isin(labels, np.arange(num_classes)).all():
-        found = f"numbers from {labels.min()} to {labels.max()}"
+        problem = f"numbers from {labels.min()} to {labels.max()}"
     else:
         return
     raise ValueError(
         f"`y` must be integers from 0 to {num_classes - 1}, a class for each row; got "
-        f"{found}. Numbers that are no classes are learned with `num_classes=1`, and other labels "
-        "with another `loss` in `compile`, such as rows of probabilities with "
-        "`keras.losses.CategoricalCrossentropy(from_logits=True)`."
+        f"{problem}. For numbers other than classes, use `num_classes=1`, and for other labels, "
+        "another `loss` in `compile`, such as "
+        "`keras.losses.CategoricalCrossentropy(from_logits=True)` for rows of probabilities."
     )

@@ -1,4 +1,4 @@
-"""Strings and labels to what text classifiers train on."""
+"""Preprocessor of the text classifiers."""
 
 import keras
 import keras_hub
@@ -7,33 +7,32 @@ from keras_recurrent.checks.arguments import check_positive_integer
 
 
 class RecurrentTextClassifierPreprocessor(keras_hub.models.TextClassifierPreprocessor):
-    """Turns strings into what the text classifiers read: a row of tokens for each.
+    """Converts strings to the inputs of the text classifiers, one sequence of tokens for each.
 
-    A row is the start token, the text and the end token, and padding behind. Of a text that is too
-    long the end is cut off, but never the end token, at which the classifiers read off what they
-    know. A pair of texts makes one row, `<start> first <end> second <end>`; both are cut where the
-    row is too short.
+    A sequence is the start token, the text, the end token and padding. A text that is too long is
+    truncated before the end token, whose hidden state the classifiers use. A pair of texts is one
+    sequence, `<start> first <end> second <end>`; both are truncated if they are too long.
 
     Args:
-        tokenizer: the family's, a `ByteTokenizer`, or any KerasHub tokenizer with start, end and
-            padding tokens.
-        sequence_length: integer, tokens a row, at least 3. Defaults to 512.
-        truncate: `"round_robin"` or `"waterfall"`: whether a pair that is too long loses tokens at
-            both ends in turn, or of the second text first.
+        tokenizer: the tokenizer of the family, a `ByteTokenizer`, or any KerasHub tokenizer with
+            start, end and padding tokens.
+        sequence_length: integer, tokens in a sequence, at least 3. Defaults to 512.
+        truncate: `"round_robin"`, which truncates both texts of a pair evenly, or `"waterfall"`,
+            which truncates the second text first.
         **kwargs: `name`, as for any layer.
 
     Call arguments:
-        x: a string, or a list, array or tensor of strings. A tuple of two of these, by its name as
-            in `preprocessor(x=(first, second))`, is a pair; alone, KerasHub takes it for (x, y). A
-            model takes pairs in the same form: `model.fit((first, second), labels)`.
-        y, sample_weight: labels and their weights, which are handed on.
+        x: a string, or a list, array or tensor of strings. Pass a pair as a tuple of two of these
+            by keyword, `preprocessor(x=(first, second))`; KerasHub takes a positional tuple as
+            (x, y). A model takes pairs in the same form: `model.fit((first, second), labels)`.
+        y, sample_weight: labels and their weights, returned unchanged.
 
     Returns:
         x as a dictionary of `token_ids` and `padding_mask`, `[batch_size, sequence_length]`; with
         labels `(x, y)`, with weights `(x, y, sample_weight)`.
 
     Raises:
-        ValueError: a `sequence_length` that is no integer from 3 on, or an unknown `truncate`.
+        ValueError: `sequence_length` is not an integer of at least 3, or `truncate` is unknown.
 
     Example:
 
@@ -50,14 +49,14 @@ class RecurrentTextClassifierPreprocessor(keras_hub.models.TextClassifierPreproc
      [1 1 1 0 0 0]]
     """
 
-    # A family's class says its `backbone_cls` and `tokenizer_cls`, by which KerasHub finds it.
+    # A family's class defines `backbone_cls` and `tokenizer_cls`, by which KerasHub finds it.
 
     def __init__(self, tokenizer, sequence_length=512, truncate="round_robin", **kwargs):
         check_positive_integer("sequence_length", sequence_length)
         if sequence_length < 3:
             raise ValueError(
-                "`sequence_length` must be at least 3, for the start token, one of the text and "
-                f"the end token; got {sequence_length}."
+                "`sequence_length` must be at least 3, for the start token, one token of the text "
+                f"and the end token; got {sequence_length}."
             )
         if truncate not in ("round_robin", "waterfall"):
             raise ValueError(f"`truncate` must be 'round_robin' or 'waterfall'; got {truncate!r}.")
@@ -65,12 +64,12 @@ class RecurrentTextClassifierPreprocessor(keras_hub.models.TextClassifierPreproc
 
     def build(self, input_shape):
         super().build(input_shape)
-        self.packer.built = True  # a model with layers that are not built refuses to quantize
+        self.packer.built = True  # `quantize` of a model rejects layers that are not built
 
     def call(self, x, y=None, sample_weight=None):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(
             super().call(x, y=y, sample_weight=sample_weight)
         )
-        # The network would take these for documents that know nothing of each other.
+        # KerasHub's `segment_ids` would separate the texts of a pair.
         x = {name: x[name] for name in ("token_ids", "padding_mask")}
         return keras.utils.pack_x_y_sample_weight(x, y, sample_weight)

@@ -1,4 +1,4 @@
-"""The residual block that families share: tokens are mixed, then channels."""
+"""Base class of residual blocks, which mix tokens and then channels."""
 
 import keras
 
@@ -8,25 +8,25 @@ from keras_recurrent.layers.remat import no_further_remat
 
 
 class ResidualBlock(StreamingLayer):
-    """Base class of residual blocks: tokens are mixed, then channels, each behind a norm.
+    """Base class of residual blocks, which mix tokens and then channels, each after a norm.
 
     ```
     x = x + temporal_block(norm(x))
     x = x + mlp(norm(x))
     ```
 
-    A family says `make_norm` and `make_mlp`, and registers its class with Keras. Further call
-    arguments (see `StreamingLayer.check_arguments`) go to the layer that mixes tokens.
+    A family defines `make_norm` and `make_mlp`, and registers its class with Keras. Further call
+    arguments (see `StreamingLayer.check_arguments`) are passed to the layer that mixes tokens.
 
-    With `keras.RematScope` around its making, the block keeps only its inputs for the backward
-    pass and computes the rest once more; what is inside the block never does so by itself.
+    Made inside a `keras.RematScope`, the block saves only its inputs for the backward pass and
+    recomputes the rest. Its sublayers are not rematerialized separately.
 
     Args:
         temporal_block: the layer that mixes tokens: any `StreamingLayer` whose output has the
             shape of its input.
         intermediate_dim: integer, the width inside the layer that mixes channels.
         layer_norm_epsilon: float, ε of the norms.
-        return_state: boolean, whether a call returns `(output, state)`.
+        return_state: boolean. True: a call returns `(output, state)`.
         **kwargs: `return_sequences`, `zero_output_for_mask` and `go_backwards`, as in
             `keras_recurrent.layers.StreamingLayer`; `name`, `dtype`, `trainable`.
 
@@ -54,11 +54,11 @@ class ResidualBlock(StreamingLayer):
         self.layer_norm_epsilon = layer_norm_epsilon
 
     def make_norm(self, name):
-        """One of the two norms."""
+        """Returns one of the two norms."""
         raise NotImplementedError
 
     def make_mlp(self, name):
-        """The layer that mixes channels."""
+        """Returns the layer that mixes channels."""
         raise NotImplementedError
 
     def build(self, input_shape):

@@ -1,4 +1,4 @@
-"""The least time that a step of generation can take on a device, by its memory and arithmetic."""
+"""Lower bound of the time of a decoding step, from a device's bandwidth and arithmetic rate."""
 
 import math
 from typing import NamedTuple
@@ -8,11 +8,11 @@ from keras import tree
 from keras_recurrent.checks.arguments import check_number
 from keras_recurrent.checks.dtypes import bytes_of
 from keras_recurrent.layers import LocalAttention
-from keras_recurrent.models.memory import backbone_of, memory_sizes
+from keras_recurrent.models.memory import get_backbone, memory_sizes
 
 
 class DecodingTime(NamedTuple):
-    """Seconds of one step of generation, at least; see `decoding_time`."""
+    """Lower bound of the time of a decoding step in seconds; see `decoding_time`."""
 
     weights: float
     cache: float
@@ -24,33 +24,33 @@ class DecodingTime(NamedTuple):
 
 
 def decoding_time(model, batch_size, length, *, bytes_per_second, flops_per_second):
-    """The least time that a step of generation takes: one new token for each row.
+    """Returns a lower bound of the time of a decoding step, one new token for each sequence.
 
     ```
-    weights   max(bytes of weights / bandwidth, 2 batch_size numbers of weights / arithmetic)
+    weights   max(bytes of weights / bandwidth, 2 batch_size number of weights / arithmetic)
     cache     max(bytes of the cache / bandwidth, its operations / arithmetic)
     ```
 
-    De et al. 2024 (arXiv:2402.19427, section 4.2 and appendix F): every weight is read once a step,
-    and so is the cache of every row. A weight is one multiplication and one addition for each row;
-    a cached key or value is as many for each head of queries that shares it, a number of a
-    recurrent state for one. Writing, norms and activations are not counted, nor is a table of
-    embeddings that logits do not share: a step reads one row of it.
+    De et al. 2024 (arXiv:2402.19427, section 4.2 and appendix F): a step reads each weight and the
+    cache of each sequence once. Each weight takes one multiplication and one addition per sequence,
+    a cached key or value as many per query head that shares it, and a number of a recurrent state
+    as many once. Writes to memory, norms and activations are not counted, nor is an embedding table
+    not shared with the logits, of which a step reads one row per sequence.
 
     Args:
         model: a language model or a backbone, or the name of a preset, as in `memory_sizes`.
-        batch_size: integer, rows.
-        length: integer, tokens a row has seen.
-        bytes_per_second: number above 0, the bandwidth of the device's memory.
-        flops_per_second: number above 0, additions and multiplications of the device, in the dtype
-            of the weights.
+        batch_size: integer, number of sequences.
+        length: integer, tokens of a sequence before the step.
+        bytes_per_second: number above 0, the memory bandwidth of the device.
+        flops_per_second: number above 0, additions and multiplications per second in the dtype of
+            the weights.
 
     Returns:
         A `DecodingTime` of seconds, `weights` and `cache`, with their sum `total`.
-        `batch_size / total` is the most tokens that can be written a second.
+        `batch_size / total` is an upper bound of the tokens per second.
 
     Raises:
-        ValueError: as `memory_sizes`, or a rate that is no finite number above 0.
+        ValueError: as in `memory_sizes`, or a rate is not a finite number above 0.
 
     Example: RecurrentGemma 2B in bfloat16 on an H200, whose memory copies at 4.27 TB/s.
 
@@ -65,11 +65,11 @@ def decoding_time(model, batch_size, length, *, bytes_per_second, flops_per_seco
     """
     check_number("bytes_per_second", bytes_per_second, above=0)
     check_number("flops_per_second", flops_per_second, above=0)
-    model = backbone_of(model)
+    model = get_backbone(model)
     sizes = memory_sizes(model, batch_size, length)
     read = list(model.weights)
     if not model.token_embedding.tie_weights:
-        # Beside those of the logits, a step reads one row of embeddings for each token.
+        # Of separate embeddings, a step reads only one row for each token.
         read = [w for w in read if w is not model.token_embedding.embeddings]
     multiplied = 2 * batch_size * sum(math.prod(w.shape) for w in read)
     return DecodingTime(
@@ -79,7 +79,7 @@ def decoding_time(model, batch_size, length, *, bytes_per_second, flops_per_seco
 
 
 def _flops(backbone, batch_size, length):
-    """The operations on what the cache holds."""
+    """Returns the number of operations on the cache."""
     total = 0
     for block in backbone.transformer_layers:
         mixer, uses = block.temporal_block, 1

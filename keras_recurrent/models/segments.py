@@ -1,4 +1,4 @@
-"""Models that read packed documents, but do not ask for them."""
+"""Optional `segment_ids` input for packed documents."""
 
 import numpy as np
 from keras import ops
@@ -8,20 +8,19 @@ from keras_recurrent.devices.torch_processes import check_not_sharded
 
 
 class SegmentsOptional:
-    """Lets a functional model take `segment_ids` beside the inputs of its graph, or leave them out.
+    """Mixin that lets a functional model take `segment_ids` that its graph does not have.
 
-    KerasHub's models take `token_ids` and `padding_mask`, and so do the graphs here: what is made
-    of a graph alone, such as a clone or an exported program, then takes what a preprocessor makes.
-    Segments go around the graph, through `call_with_segments`. (Keras's optional inputs would not
-    do: a dictionary must name them all the same, and a SavedModel needs their tensors.) A graph
-    that does have `segment_ids`, that of a model with a packing preprocessor, gets zeros where
-    none are given: a row is then one document.
+    The graphs take `token_ids` and `padding_mask`, like KerasHub's models, so that clones and
+    exported programs, which are made from the graph, take the outputs of a preprocessor. Calls with
+    segments bypass the graph through `call_with_segments`. (Keras's optional inputs do not suffice:
+    a dictionary must name them, and a SavedModel needs their tensors.) The graph of a model with a
+    packing preprocessor has `segment_ids`; zeros are the default, for one document per sequence.
 
-    Keras calls a model by `__call__` and, on JAX, by `call` alone.
+    Keras calls a model by `__call__` and, on JAX, also directly by `call`.
     """
 
     def call_with_segments(self, token_ids, padding_mask, segment_ids):
-        """The model's outputs for rows of several documents."""
+        """Computes the outputs for packed sequences."""
         raise NotImplementedError
 
     def __call__(self, inputs, *args, **kwargs):
@@ -29,12 +28,12 @@ class SegmentsOptional:
         for name, tensor in inputs.items() if isinstance(inputs, dict) else ():
             check_rank_known(type(self).__name__, name, tensor)
         _check_padding_mask(inputs)
-        inputs = self._with_segments_of_graph(inputs)
+        inputs = self._fill_segments(inputs)
         return super().__call__(inputs, *args, **kwargs)  # type: ignore[misc]
 
     def call(self, inputs, training=None, mask=None):
-        inputs = self._with_segments_of_graph(inputs)
-        if self._goes_around_graph(inputs):
+        inputs = self._fill_segments(inputs)
+        if self._bypasses_graph(inputs):
             names = ("token_ids", "padding_mask", "segment_ids")
             return self.call_with_segments(
                 *(ops.convert_to_tensor(inputs[name], "int32") for name in names)
@@ -42,15 +41,15 @@ class SegmentsOptional:
         return super().call(inputs, training=training, mask=mask)  # type: ignore[misc]
 
     def compute_output_spec(self, inputs, training=None, mask=None):
-        if self._goes_around_graph(inputs):
+        if self._bypasses_graph(inputs):
             inputs = {name: inputs[name] for name in self.input}  # type: ignore[attr-defined]
         return super().compute_output_spec(inputs, training, mask)  # type: ignore[misc]
 
-    def _goes_around_graph(self, inputs):
+    def _bypasses_graph(self, inputs):
         given = isinstance(inputs, dict) and "segment_ids" in inputs
         return given and "segment_ids" not in self.input  # type: ignore[attr-defined]
 
-    def _with_segments_of_graph(self, inputs):
+    def _fill_segments(self, inputs):
         if not isinstance(inputs, dict) or inputs.get("segment_ids") is not None:
             return inputs
         inputs = {name: tensor for name, tensor in inputs.items() if name != "segment_ids"}

@@ -234,9 +234,9 @@ def test_a_prompt_that_does_not_fit_is_an_error():
     model = language_model()
     assert model.generate("tick", max_length=5) == "tick"
     for prompts, row in [("tick", 0), (["t", "tick"], 1), (np.array(["t", "tick"]), 1)]:
-        with pytest.raises(ValueError, match=f"`max_length` is 4 .*prompt {row} alone has 5"):
+        with pytest.raises(ValueError, match=f"`max_length` is 4 .*prompt {row} has 5"):
             model.generate(prompts, max_length=4)
-    with pytest.raises(ValueError, match=r"`max_length` is 16 .*prompt 0 alone has 18"):
+    with pytest.raises(ValueError, match=r"`max_length` is 16 .*prompt 0 has 18"):
         model.generate("tick tock, tick t")
 
 
@@ -335,7 +335,7 @@ def test_prompts_are_strings_where_there_is_a_preprocessor():
         (["tick", 1], "a list with int and str"),
         (None, "NoneType"),
     ]:
-        match = rf"`inputs` must be a string .*got {got}.*`preprocessor=None`"
+        match = rf"`inputs` must be one or several strings .*got {got}.*`preprocessor=None`"
         with pytest.raises(ValueError, match=match):
             model.generate(prompts)
     for prompts in ([], np.array([], "str")):
@@ -382,7 +382,9 @@ def test_samples_are_strings_or_tokens_with_labels(has_preprocessor):
         model.fit(good, tokens, validation_data=(good,), verbose=0)
     if has_preprocessor:
         for use in (model.fit, model.evaluate):
-            with pytest.raises(ValueError, match="`y` and `sample_weight` are made of the strings"):
+            with pytest.raises(
+                ValueError, match="`y` and `sample_weight` are made from the strings"
+            ):
                 use(["a", "b"], np.array([1, 2]), verbose=0)
     for x in ([], np.array([], "str")):
         for use in (model.fit, model.evaluate):

@@ -166,7 +166,7 @@ def test_lora_trains_its_own_weights_alone():
 @pytest.mark.once
 def test_bad_sizes():
     for name, value, match in [
-        ("image_shape", (9, 8, 1), "`image_shape` must be filled by patches"),
+        ("image_shape", (9, 8, 1), "`image_shape` must be a multiple of `patch_size`"),
         ("image_shape", (8, 8), "`image_shape` must be "),
         ("image_shape", (None, 8, 1), r"`image_shape\[0\]` must be an integer"),
         ("patch_size", 0, "`patch_size` must be an integer, at least 1; got 0"),

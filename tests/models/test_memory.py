@@ -88,7 +88,7 @@ def test_a_name_makes_no_weights():
     assert not compat.global_state.get_global_attribute("uninitialized_variables")
     with pytest.raises(ValueError, match="Near names: 'hawk_7b'"):
         memory_sizes("hawk_8b", 1, 1)
-    with pytest.raises(ValueError, match="`HGRN2VisionBackbone`, which keeps no state"):
+    with pytest.raises(ValueError, match="`HGRN2VisionBackbone`, which has no state"):
         memory_sizes("hgrn2_vision_tiny", 1, 1)
 
 
@@ -150,7 +150,7 @@ def test_sizes_of_nothing_are_errors():
         for number in (0, 1.5, "1"):
             with pytest.raises(ValueError, match=f"`{name}` must be an integer, at least 1"):
                 memory_sizes(model, **{"batch_size": 1, "length": 1, name: number})
-    with pytest.raises(ValueError, match="`Sequential`, which keeps no state"):
+    with pytest.raises(ValueError, match="`Sequential`, which has no state"):
         memory_sizes(keras.Sequential(), batch_size=1, length=1)
 
 

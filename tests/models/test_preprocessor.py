@@ -180,5 +180,7 @@ def test_rows_without_tokens_are_errors():
 @pytest.mark.once
 def test_labels_beside_strings_to_pack_are_errors():
     packs = preprocessor(packed=True)
-    with pytest.raises(ValueError, match="`y` and `sample_weight` are made here"):
+    with pytest.raises(
+        ValueError, match="`y` and `sample_weight` are made from the strings in `x`"
+    ):
         packs(["tick"], y=[1])

@@ -213,7 +213,7 @@ def test_lora_beside_the_embedding(family, tmp_path):
     trainable = {weight.path.rsplit("/", 1)[1] for weight in model.trainable_weights}
     assert {"lora_embeddings_a", "lora_embeddings_b"} < trainable
     assert all("lora" in name for name in trainable)
-    with pytest.raises(ValueError, match="no place for the low-rank weights of 'token_embedding'"):
+    with pytest.raises(ValueError, match="cannot hold the low-rank weights of 'token_embedding'"):
         model.backbone.save_lora_weights(str(tmp_path / "hawk.lora.h5"))
 
 
@@ -228,12 +228,12 @@ def test_low_rank_weights_that_were_there_before_train_on(family, tmp_path):
     assert all("lora" in path for path in trainable)
     for layer in ("token_embedding", "gate_proj", "o_proj"):
         assert sum(f"{layer}/lora" in path for path in trainable) >= 2, layer
-    with pytest.raises(ValueError, match="no place for the low-rank weights"):
+    with pytest.raises(ValueError, match="cannot hold the low-rank weights"):
         model.backbone.save_lora_weights(str(tmp_path / "hawk.lora.h5"))
     model = language_model(family)
     model.backbone.transformer_layers[0].mlp.gate_proj.enable_lora(3)
     model.backbone.enable_lora(2)
-    with pytest.raises(ValueError, match="no place for the low-rank weights of 'gate_proj'"):
+    with pytest.raises(ValueError, match="cannot hold the low-rank weights of 'gate_proj'"):
         model.backbone.save_lora_weights(str(tmp_path / "hawk.lora.h5"))
 
 

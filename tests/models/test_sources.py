@@ -216,7 +216,7 @@ def test_batches_that_are_none_are_errors(model):
     numbers = torch.utils.data.DataLoader([{"text": "tick"}] * 2)
     with pytest.raises(ValueError, match=r"`x` must be several .* got a dictionary of \['text'\]"):
         model.fit(numbers, verbose=0)
-    with pytest.raises(ValueError, match="`y` and `sample_weight` are made of the strings"):
+    with pytest.raises(ValueError, match="`y` and `sample_weight` are made from the strings"):
         model.fit(TEXTS, np.zeros(2), verbose=0)
 
 

@@ -396,13 +396,13 @@ def test_bad_parts_and_labels():
     model = classifier()
     tokens = model.preprocessor(TEXTS)
     for x, y, match in [
-        (TEXTS, None, r"`y` is needed beside `x`: a label for each row, as in `model.fit\(texts"),
+        (TEXTS, None, r"`y` is needed with `x`: a label for each text, as in `model.fit\(texts"),
         (TEXTS, LABELS[:5], "one entry for each string; got 5 and 12|12 and 5"),
         (TEXTS, [3] * 12, "`y` must be integers from 0 to 2, .* got numbers from 3 to 3"),
         (TEXTS, [-1] * 12, "got numbers from -1 to -1"),
         (TEXTS, [0.5] * 12, "from 0.5 to 0.5.*`num_classes=1`"),
         (TEXTS, ["spam"] * 12, "`y` must be integers .* got <U4"),
-        (tokens, None, "`y` is needed beside `x`"),
+        (tokens, None, "`y` is needed with `x`"),
         (tokens, [7] * 12, "got numbers from 7 to 7"),
         (
             {**tokens, "segment_ids": tokens["token_ids"]},
@@ -430,5 +430,5 @@ def test_bad_parts_and_labels():
     ]:
         with pytest.raises(ValueError, match=match):
             regression.fit(TEXTS, y, verbose=0)
-    with pytest.raises(ValueError, match="`y` is needed beside `validation_data`"):
+    with pytest.raises(ValueError, match="`y` is needed with `validation_data`"):
         model.fit(TEXTS, LABELS, validation_data=TEXTS, verbose=0)

@@ -1,15 +1,15 @@
-"""RecurrentGemma's checkpoints: Griffin with a few things computed differently.
+"""Checkpoint layout of RecurrentGemma, a variant of Griffin.
 
 Botev et al. 2024, arXiv:2404.07839. Numbers in the file and here differ: its `intermediate_size`
 counts both branches of the gated MLP; its `recurrent_param` is -Λ.
 
-`attention_window_size` means two things. The published models were trained with DeepMind's code,
-where a token with a window of 2048 sees 2048 tokens before itself, so 2049 with itself, the
-`sliding_window` here. transformers takes the same number, 2048, for all that a token sees: past the
-window it leaves out a token that the model was trained with. A published file is therefore read as
-it was trained. A file that is written here has the number with which transformers computes what the
-model does, and says so by `window_includes_current_token`, which transformers keeps and does not
-read. A model that was trained in transformers on texts longer than its window should get this key.
+`attention_window_size` has two meanings. The published models were trained with DeepMind's code,
+where with a window of 2048 a token attends to 2048 tokens before itself, so to 2049 including
+itself, the `sliding_window` here. In transformers the number includes the token itself: beyond the
+window it omits a token that the model was trained with. Published files are therefore read with
+DeepMind's meaning. Exported files have the number with which transformers reproduces the model,
+and the key `window_includes_current_token`, which transformers keeps and ignores. Add this key to a
+model that was trained in transformers on texts longer than its window.
 """
 
 from keras_recurrent.checkpoints.config_reader import MAX_LAYERS
@@ -26,7 +26,7 @@ from keras_recurrent.presets.griffin import embedding_scale
 
 BLOCK_TYPES = {"recurrent": "recurrent", "attention": "local_attention"}
 COUNTS_ITSELF = "window_includes_current_token"
-TAPS = 4  # of the temporal convolution
+TAPS = 4  # taps of the temporal convolution
 
 
 class RecurrentGemma(Layout):
@@ -35,7 +35,7 @@ class RecurrentGemma(Layout):
     model_type = "recurrent_gemma"
     architecture = "RecurrentGemmaForCausalLM"
     tokenizer_class = "GemmaTokenizer"
-    unused = ("w_init_variance_scale", "final_w_init_variance_scale")  # of fresh weights
+    unused = ("w_init_variance_scale", "final_w_init_variance_scale")  # initialization only
 
     def read_config(self, config):
         hidden_dim = config.integer("hidden_size")
@@ -53,7 +53,7 @@ class RecurrentGemma(Layout):
         if "attention" in mixers and int(rotary * head_dim) % 2:
             wanted = f"parts of 'head_dim', {head_dim}, that are an even number of channels"
             raise config.unsupported_error("partial_rotary_factor", rotary, wanted)
-        # transformers takes a missing number as that of the queries; the files mean 1.
+        # A missing number is that of the queries in transformers, but 1 in the published files.
         num_key_value_heads = config.integer("num_key_value_heads", default=1)
         if "attention" in mixers and num_query_heads % num_key_value_heads:
             wanted = f"what divides 'num_attention_heads', {num_query_heads}"
@@ -138,7 +138,7 @@ class RecurrentGemma(Layout):
             COUNTS_ITSELF: True,
             "logits_soft_cap": arguments["final_logit_soft_cap"],
             "rms_norm_eps": arguments["layer_norm_epsilon"],
-            # transformers 5 reads the one, earlier versions the other.
+            # transformers 5 reads the first form, earlier versions the second.
             "rope_parameters": {"rope_type": "default", **rope},
             **rope,
             "hidden_activation": "gelu_pytorch_tanh",
@@ -165,7 +165,7 @@ class RecurrentGemma(Layout):
 
 
 def _block(i, block_type, arguments):
-    """The tensors of a residual block: `{theirs} {shape} {ours}`, as the paper's section 2."""
+    """Yields the tensors of a residual block: `{theirs} {shape} {ours}`, as in section 2."""
     d, m = arguments["hidden_dim"], arguments["intermediate_dim"]
 
     def tensor(name, shape, weight, transform=SAME):
@@ -207,12 +207,12 @@ def _block(i, block_type, arguments):
 
 
 def _rope_number(config, rope, key, default, maximum=None):
-    """A number in the section of rotary positions, or outside of it in older files."""
+    """Returns a number from the section of rotary positions, or from outside in older files."""
     outside = config.number(key, default=default, maximum=maximum)
     inside = rope.number(key, default=outside, maximum=maximum)
     if key in config.config and inside != outside:
         raise ValueError(
-            f"{key!r} is {outside} in {config.source}, but {inside} in {rope.source}. Take out the "
-            "one that does not hold."
+            f"{key!r} is {outside} in {config.source}, but {inside} in {rope.source}. Remove the "
+            "wrong one."
         )
     return inside

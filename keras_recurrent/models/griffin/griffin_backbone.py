@@ -1,4 +1,4 @@
-"""The network of Hawk, Griffin and the Transformer beside them, from tokens to hidden states."""
+"""Network of Hawk, Griffin and the MQA Transformer, from tokens to hidden states."""
 
 import keras
 
@@ -15,7 +15,7 @@ from keras_recurrent.layers.reversible_embedding import reversible_embedding
 from keras_recurrent.models.griffin.griffin_residual_block import GriffinResidualBlock
 from keras_recurrent.models.recurrent_backbone import RecurrentBackbone, check_layouts, check_sizes
 
-# The arguments that a block type needs, beside those that all of them need.
+# {block type: arguments that it needs in addition to those of all types}
 NEEDS = {
     "recurrent": ("lru_width",),
     "local_attention": ("num_query_heads", "sliding_window"),
@@ -25,13 +25,13 @@ NEEDS = {
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class GriffinBackbone(RecurrentBackbone):
-    """The network of Hawk, Griffin and the MQA Transformer: tokens in, hidden states out.
+    """Network of Hawk, Griffin and the MQA Transformer, from tokens to hidden states.
 
-    Residual blocks (see `GriffinResidualBlock`) between an embedding, whose weights are also those
-    of the logits, and a last RMSNorm. De et al. 2024, arXiv:2402.19427, section 2. `block_types`
-    says what mixes the tokens: Hawk is all `"recurrent"`, Griffin repeats `("recurrent",
+    Residual blocks (see `GriffinResidualBlock`) between an embedding, whose weights also compute
+    the logits, and a final RMSNorm. De et al. 2024, arXiv:2402.19427, section 2. `block_types` sets
+    the layers that mix tokens: Hawk is all `"recurrent"`, Griffin repeats `("recurrent",
     "recurrent", "local_attention")`, and the Transformer that the paper compares with is all
-    `"global_attention"`. Arguments of blocks that the pattern does not have are not used.
+    `"global_attention"`. Arguments of block types outside the pattern are ignored.
 
     RecurrentGemma (Botev et al. 2024, arXiv:2404.07839) is Griffin with an `embedding_scale` of
     sqrt(D), a `final_logit_soft_cap` of 30 and a `partial_rotary_factor` of 0.5.
@@ -45,46 +45,46 @@ class GriffinBackbone(RecurrentBackbone):
         num_blocks: integer, blocks of the RG-LRU's block-diagonal gates; must divide `lru_width`.
             Defaults to 16.
         block_types: a pattern of `"recurrent"`, `"local_attention"` and `"global_attention"`,
-            repeated and cut at `num_layers`; or one of these names, for all blocks.
+            repeated up to `num_layers`; or one of these names, for all blocks.
         num_query_heads: integer, heads of queries in the blocks of attention.
         num_key_value_heads: integer, heads of keys and values, which must divide
             `num_query_heads`. Defaults to 1.
         head_dim: integer, the size of a head. Defaults to 128.
-        sliding_window: integer, how many tokens a token sees in local attention, itself included:
-            1024 in the paper.
+        sliding_window: integer, the number of tokens that a token attends to in local attention,
+            including itself: 1024 in the paper.
         rope_max_wavelength: number, the base of the rotary positions' wavelengths.
-        partial_rotary_factor: float, the part of each head that rotary positions turn; 0: none
+        partial_rotary_factor: float, the fraction of each head with rotary positions. 0: none
             (NoPE).
-        embedding_scale: float that multiplies the embeddings; None: 1.
-        final_logit_soft_cap: float, s in logits `s tanh(z / s)`; None: z as it is.
-        a_initializer: how the recurrences' decays start; see `keras_recurrent.layers.RGLRU`.
+        embedding_scale: float, factor of the embeddings. None: 1.
+        final_logit_soft_cap: float, s in logits `s tanh(z / s)`. None: no soft cap.
+        a_initializer: initializer of the recurrences' decays; see `keras_recurrent.layers.RGLRU`.
         layer_norm_epsilon: float, ε of all RMSNorms.
-        scale_first_input: boolean, whether recurrences scale a document's first input as the
-            paper's equation 4 does; see `keras_recurrent.layers.RGLRU`. No preset does.
+        scale_first_input: boolean. True: recurrences scale a document's first input as in the
+            paper's equation 4; see `keras_recurrent.layers.RGLRU`. False in all presets.
         recurrence: `"rg_lru"`, or `"cg_lru"`, its complex variant, with an even `lru_width`; see
-            `keras_recurrent.layers.RecurrentBlock`. No preset has that.
+            `keras_recurrent.layers.RecurrentBlock`. `"rg_lru"` in all presets.
         dtype: a dtype, policy or its name; `"mixed_bfloat16"` computes in bfloat16 but keeps
             weights, recurrences and their states in float32.
         name: string.
         trainable: boolean.
 
-    Linear maps and convolutions start LeCun-normal with biases of 0, also where RecurrentGemma's
-    released code starts some of them smaller.
+    Linear layers and convolutions are initialized LeCun-normal, with biases of 0. RecurrentGemma's
+    released code uses smaller values for some of them.
 
     Call arguments:
         inputs: a dictionary of `token_ids` `[B, T]`, `padding_mask` `[B, T]` (True or 1 at real
-            tokens; padding may stand anywhere in a row and changes nothing), and optionally
-            `segment_ids` `[B, T]`, at least 0, one number for each of several documents in a row,
-            which then know nothing of each other, as in `keras_recurrent.layers.StreamingLayer`.
+            tokens; padding may be at any position and does not change the results), and optionally
+            `segment_ids` `[B, T]`, at least 0, one number for each document of a packed sequence.
+            Documents do not affect each other; see `keras_recurrent.layers.StreamingLayer`.
 
     Returns:
         `[B, T, hidden_dim]`, in the compute dtype.
 
     Raises:
-        ValueError: a size below 1, an unknown block type, an empty pattern, a pattern with blocks
-            whose arguments are missing, a `num_blocks` that does not divide `lru_width`, a
-            `num_key_value_heads` that does not divide `num_query_heads`, or a
-            float or boolean that is none.
+        ValueError: a size is below 1, a block type is unknown, the pattern is empty or has blocks
+            whose arguments are missing, `num_blocks` does not divide `lru_width`,
+            `num_key_value_heads` does not divide `num_query_heads`, or a number or boolean has
+            another type.
 
     Example: a small Griffin.
 
@@ -172,7 +172,7 @@ class GriffinBackbone(RecurrentBackbone):
             "local_attention": lambda: attention(sliding_window),
             "global_attention": lambda: attention(None),
         }
-        # A string would be read as a pattern of its letters.
+        # A string would be a pattern of its letters.
         block_types = (block_types,) if isinstance(block_types, str) else tuple(block_types)
         _check_block_types(
             block_types,
@@ -241,7 +241,7 @@ class GriffinBackbone(RecurrentBackbone):
         )
 
     def default_lora_layer_names(self):
-        """The linear maps of the blocks that mix tokens, for `enable_lora`."""
+        """Returns the names of the layers that `enable_lora` adapts, those that mix tokens."""
         return ["linear_x", "linear_y", "linear_out", "q_proj", "k_proj", "v_proj", "o_proj"]
 
     @staticmethod
@@ -251,39 +251,39 @@ class GriffinBackbone(RecurrentBackbone):
         data_parallel_dim_name="batch",
         num_key_value_heads=1,
     ):
-        """How to lay the weights over devices, for `keras.distribution.ModelParallel`.
+        """Returns the layout of weights and states for `keras.distribution.ModelParallel`.
 
-        Inside a recurrent block every channel keeps to itself, and its gates to their blocks: the
-        `lru_width` and the MLP's `intermediate_dim` are split along the model axis, so that a block
-        communicates only where it returns to the residual stream. So are the heads of queries, and
-        those of keys and values where the axis divides them, but not one that all share. (The real
-        and imaginary parts of `recurrence="cg_lru"` are far apart, and exchanged.) Along the data
-        axis the other dimension of weights is split, and gathered where they are used, while
-        activations are split by rows (FSDP, or ZeRO-3): a mesh of (8, 1) is FSDP, one of (1, 8)
-        tensor parallelism, others are both. States and caches are split by rows and heads or
-        channels. Small weights, such as norms, are copied.
+        Along the model axis, `lru_width`, with the blocks of its gates, the MLP's
+        `intermediate_dim` and query heads are split, and key and value heads if the axis divides
+        their number; a single shared head is replicated. Channels inside a recurrent block are
+        independent, so a block communicates only at the residual stream. (The real and imaginary
+        parts of `recurrence="cg_lru"` are on different devices and are exchanged.) Along the data
+        axis, the other dimension of weights is split and gathered for use, and activations are
+        split by sequences (FSDP, or ZeRO-3): a mesh of (8, 1) is FSDP, a mesh of (1, 8) is tensor
+        parallelism, and others combine both. States and caches are split by sequences and heads or
+        channels. Small weights, such as norms, are replicated.
 
-        A third axis, named "sequence", is for rows longer than a device (sequence parallelism): it
-        splits the tokens of rows, whose number it must divide, as
-        `keras_recurrent.devices.jax_layouts` tells.
-        Where the data axis has one device, weights are split along this one in its place. Blocks
-        of `"global_attention"` are refused.
+        A third axis, named "sequence", is for sequences that do not fit on one device (sequence
+        parallelism). It splits each sequence, whose length it must divide; see
+        `keras_recurrent.devices.jax_layouts`.
+        If the data axis has one device, weights are split along this axis instead. Blocks of
+        `"global_attention"` are not supported with this axis.
 
         Args:
             device_mesh: a `keras.distribution.DeviceMesh`.
-            model_parallel_dim_name: string, its axis for the model. Its size must divide
+            model_parallel_dim_name: string, the mesh axis for the model. Its size must divide
                 `vocabulary_size`, `lru_width`, `num_blocks`, `num_query_heads` and
                 `intermediate_dim`.
-            data_parallel_dim_name: string, its axis for the data. Its size must divide
+            data_parallel_dim_name: string, the mesh axis for the data. Its size must divide
                 `hidden_dim`.
-            num_key_value_heads: integer, that of the network.
+            num_key_value_heads: integer, number of key and value heads of the network.
 
         Returns:
             A `keras.distribution.LayoutMap`.
 
         Raises:
-            ValueError: `device_mesh` is no mesh or lacks an axis of these names. A backbone raises
-                it where an axis does not divide what it splits, before it makes weights.
+            ValueError: `device_mesh` is not a mesh or lacks an axis of these names. A backbone
+                raises it before making weights if an axis does not divide the size that it splits.
 
         Example:
 

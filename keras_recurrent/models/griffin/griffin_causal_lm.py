@@ -1,4 +1,4 @@
-"""Hawk and Griffin as language models."""
+"""Language model with Hawk or Griffin."""
 
 import keras
 
@@ -9,20 +9,20 @@ from keras_recurrent.models.recurrent_causal_lm import RecurrentCausalLM
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class GriffinCausalLM(RecurrentCausalLM):
-    """Hawk and Griffin as language models.
+    """Language model with Hawk or Griffin.
 
-    A `GriffinBackbone`, and the logits of the next token from its embedding's own weights.
-    De et al. 2024, arXiv:2402.19427. It does what a KerasHub causal language model does: `fit` and
-    `evaluate` on strings or tokens, `generate`, `score`, `save_to_preset`, LoRA through
-    `backbone.enable_lora`, `quantize("int8")`. With recurrent blocks and local attention, a step of
-    generation takes the same time and memory at every length of text; global attention keeps the
-    keys and values of all of it.
+    A `GriffinBackbone`, and logits of the next token computed by its embedding's weights. De et al.
+    2024, arXiv:2402.19427. The class supports KerasHub's causal language model API: `fit` and
+    `evaluate` on strings or tokens, `generate`, `score`, `save_to_preset`, LoRA by
+    `backbone.enable_lora`, and `quantize("int8")`. With recurrent blocks and local attention, time
+    and memory of a decoding step do not depend on the length of the text; global attention caches
+    the keys and values of the whole text.
 
     Args:
         backbone: a `GriffinBackbone`.
         preprocessor: a `GriffinCausalLMPreprocessor`; None: inputs are tokens.
-        compile: whether to compile with KerasHub's defaults. They suit fine-tuning (Adam at 2e-5):
-            compile with an optimizer of your own to train from the start.
+        compile: boolean, compiles with KerasHub's defaults, which suit fine-tuning (Adam at 2e-5).
+            To train from scratch, compile with another optimizer.
         name: string.
         trainable: boolean.
 
@@ -34,10 +34,10 @@ class GriffinCausalLM(RecurrentCausalLM):
         Logits `[B, T, vocabulary_size]`, in the compute dtype.
 
     Raises:
-        ValueError: a backbone or preprocessor of another kind, or a tokenizer with tokens that the
-            backbone does not know.
+        ValueError: the backbone or preprocessor is of another class, or the tokenizer has more
+            tokens than the backbone.
 
-    Example: a small Hawk learns a text and goes on with it.
+    Example: a small Hawk learns a text and continues it.
 
     >>> import keras, keras_recurrent
     >>> model = keras_recurrent.models.GriffinCausalLM.from_preset("hawk_tiny", num_layers=1)
@@ -47,7 +47,7 @@ class GriffinCausalLM(RecurrentCausalLM):
     >>> text.startswith("All happy")
     True
 
-    Without a preprocessor, a prompt is a row of tokens with room for more, all at its left:
+    Without a preprocessor, a prompt is an array of tokens with padding at its right for the answer:
 
     >>> import numpy as np
     >>> model = keras_recurrent.models.GriffinCausalLM(model.backbone)

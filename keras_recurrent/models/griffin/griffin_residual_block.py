@@ -1,4 +1,4 @@
-"""The residual block of Griffin and Hawk."""
+"""Residual block of Griffin and Hawk."""
 
 import keras
 from keras import ops
@@ -18,7 +18,7 @@ from keras_recurrent.ops import local_attention_step, rg_lru_step
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class GriffinResidualBlock(ResidualBlock):
-    """The residual block of Griffin and Hawk: tokens are mixed, then channels.
+    """Residual block of Griffin and Hawk, which mixes tokens and then channels.
 
     ```
     x = x + temporal_block(RMSNorm(x))
@@ -28,8 +28,8 @@ class GriffinResidualBlock(ResidualBlock):
     De et al. 2024 (arXiv:2402.19427, section 2.1). The norms multiply by 1 + `scale`, as in
     DeepMind's released code.
 
-    With `keras.RematScope` around its making, the block keeps only its inputs for the backward
-    pass and computes the rest once more; what is inside the block never does so by itself.
+    Made inside a `keras.RematScope`, the block saves only its inputs for the backward pass and
+    recomputes the rest. Its sublayers are not rematerialized separately.
 
     Args:
         temporal_block: the layer that mixes tokens, such as a
@@ -37,7 +37,7 @@ class GriffinResidualBlock(ResidualBlock):
             output has the shape of its input.
         intermediate_dim: integer, the width inside the gated MLP.
         layer_norm_epsilon: float, ε of the norms.
-        return_state: boolean, whether a call returns `(output, state)`.
+        return_state: boolean. True: a call returns `(output, state)`.
         **kwargs: `return_sequences`, `zero_output_for_mask` and `go_backwards`, as in
             `keras_recurrent.layers.StreamingLayer`; `name`, `dtype`, `trainable`.
 

@@ -1,4 +1,4 @@
-"""The tokenizer of Griffin presets, and the preprocessors of Hawk and Griffin."""
+"""Tokenizer of Griffin presets, and preprocessors of Hawk and Griffin."""
 
 import keras
 
@@ -12,10 +12,10 @@ from keras_recurrent.tokenizers.byte_tokenizer import ByteTokenizer
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class GriffinTokenizer(ByteTokenizer):
-    """The `ByteTokenizer` by the name that KerasHub finds for a Griffin preset.
+    """`ByteTokenizer` under the class that KerasHub finds for a Griffin preset.
 
-    KerasHub looks tokenizers up by their backbone, so every family of models has a class of its
-    own. A `ByteTokenizer` serves as well wherever one is passed by hand.
+    KerasHub finds tokenizers by their backbone, so each family of models has a separate class. Code
+    may also pass a `ByteTokenizer`.
 
     Example:
 

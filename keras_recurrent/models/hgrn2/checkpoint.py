@@ -1,8 +1,8 @@
-"""HGRN2's checkpoints, as flash-linear-attention writes them.
+"""Checkpoint layout of HGRN2 in flash-linear-attention.
 
-There, the norm inside a layer that mixes tokens has ε = 1e-5 whatever `norm_eps` says, the gate's
-activation is silu and the input has none. The paper (Qin et al. 2024, arXiv:2404.07904) prints a
-sigmoid for the gate and silu for the input.
+In that library, the norm inside a layer that mixes tokens has ε = 1e-5 for any `norm_eps`, the
+gate's activation is silu and the input has none. The paper (Qin et al. 2024, arXiv:2404.07904) has
+a sigmoid for the gate and silu for the input.
 """
 
 import numpy as np
@@ -18,7 +18,7 @@ class HGRN2Layout(Layout):
     model_type = "hgrn2"
     architecture = "HGRN2ForCausalLM"
     tokenizer_class = "LlamaTokenizer"
-    # They choose kernels of that library and change nothing in the model.
+    # These keys choose kernels of that library and do not change the model.
     unused = (
         *("attn_mode", "fuse_norm", "fuse_swiglu", "fuse_cross_entropy"),
         *("fuse_linear_cross_entropy", "use_l2warp"),
@@ -26,7 +26,7 @@ class HGRN2Layout(Layout):
 
     def read_config(self, config):
         hidden_dim = config.integer("hidden_size")
-        # Heads by their number or by their size, of which the latter has precedence.
+        # Heads are given by number or by size; the size has precedence.
         num_heads = config.integer("num_heads", default=max(1, hidden_dim // 128))
         expand_ratio = config.integer("expand_ratio", default=hidden_dim // num_heads)
         if hidden_dim % expand_ratio:
@@ -36,7 +36,7 @@ class HGRN2Layout(Layout):
         third = int(hidden_dim * hidden_ratio * 2 / 3)
         has_convolutions = config.flag("use_short_conv", default=False)
         conv_size = config.integer("conv_size", default=4)
-        # An early version could share one convolution between the three maps.
+        # An early version could share one convolution between the three projections.
         config.fixed("share_conv_kernel", *([False] if has_convolutions else [False, True]))
         arguments = {
             "vocabulary_size": config.integer("vocab_size"),
@@ -99,7 +99,7 @@ class HGRN2Layout(Layout):
 
 
 def _block(i, arguments):
-    """The tensors of a residual block: `{theirs} {shape} {ours}`."""
+    """Yields the tensors of a residual block: `{theirs} {shape} {ours}`."""
     d, m, taps = arguments["hidden_dim"], arguments["intermediate_dim"], arguments["conv_size"]
 
     def tensor(name, shape, weight, transform=SAME):

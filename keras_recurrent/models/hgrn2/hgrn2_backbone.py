@@ -1,4 +1,4 @@
-"""The network of HGRN2, from tokens to hidden states."""
+"""Network of HGRN2, from tokens to hidden states."""
 
 import keras
 
@@ -13,28 +13,27 @@ from keras_recurrent.models.recurrent_backbone import RecurrentBackbone, check_l
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class HGRN2Backbone(RecurrentBackbone):
-    """The network of HGRN2: tokens in, hidden states out.
+    """Network of HGRN2, from tokens to hidden states.
 
-    Residual blocks (see `HGRN2ResidualBlock`) between an embedding and a last RMSNorm, with one
-    table of lower bounds for the forget gates of all blocks: the higher a block, the longer it
-    remembers at least. Qin et al. 2024, arXiv:2404.07904.
+    Residual blocks (see `HGRN2ResidualBlock`) between an embedding and a final RMSNorm, with one
+    table of lower bounds for the forget gates of all blocks. The bounds, and with them the shortest
+    memory, increase from block to block. Qin et al. 2024, arXiv:2404.07904.
 
     Args:
         vocabulary_size: integer, the number of tokens.
         num_layers: integer, the number of residual blocks.
         hidden_dim: integer, the width D of the residual stream.
         intermediate_dim: integer, the width inside the SwiGLU, about 8 D / 3.
-        expand_ratio: integer, the size K of a head, of which D is a multiple: how much larger than
-            D the state of a block is. Defaults to 128.
-        conv_size: integer, the tokens that short convolutions behind the linear maps see; None:
-            there are none.
-        use_lower_bounds: boolean; without, all lower bounds are 0, as is that of the first block.
-        tie_word_embeddings: boolean, whether the logits come from the embedding's own weights, and
-            not from weights of their own.
+        expand_ratio: integer, the size K of a head, which must divide D. The state of a block has
+            K D numbers. Defaults to 128.
+        conv_size: integer, taps of short convolutions after the projections. None: no convolutions.
+        use_lower_bounds: boolean. False: all lower bounds are 0, as in the first block.
+        tie_word_embeddings: boolean. True: the embedding's weights compute the logits. False:
+            logits have separate weights.
         gate_activation, input_activation: as in `keras_recurrent.layers.HGRN2`, whose defaults are
             those of the published checkpoints; the paper prints `"sigmoid"` and `"silu"`.
-        layer_norm_epsilon: float, ε of the blocks' norms and the last. That inside the layers that
-            mix tokens has 1e-5.
+        layer_norm_epsilon: float, ε of the blocks' norms and the final norm. The norm inside the
+            layers that mix tokens has 1e-5.
         dtype: a dtype, policy or its name; `"mixed_bfloat16"` computes in bfloat16 but keeps
             weights, forget gates, recurrences and their states in float32.
         name: string.
@@ -42,16 +41,16 @@ class HGRN2Backbone(RecurrentBackbone):
 
     Call arguments:
         inputs: a dictionary of `token_ids` `[B, T]`, `padding_mask` `[B, T]` (True or 1 at real
-            tokens; padding may stand anywhere in a row and changes nothing), and optionally
-            `segment_ids` `[B, T]`, at least 0, one number for each of several documents in a row,
-            which then know nothing of each other, as in `keras_recurrent.layers.StreamingLayer`.
+            tokens; padding may be at any position and does not change the results), and optionally
+            `segment_ids` `[B, T]`, at least 0, one number for each document of a packed sequence.
+            Documents do not affect each other; see `keras_recurrent.layers.StreamingLayer`.
 
     Returns:
         `[B, T, hidden_dim]`, in the compute dtype.
 
     Raises:
-        ValueError: a size below 1, an `expand_ratio` that does not divide `hidden_dim`, or a bad
-            `conv_size`.
+        ValueError: a size is below 1, `expand_ratio` does not divide `hidden_dim`, or `conv_size`
+            is invalid.
 
     Example:
 
@@ -105,7 +104,7 @@ class HGRN2Backbone(RecurrentBackbone):
             token_embedding = reversible_embedding(
                 vocabulary_size, hidden_dim, tie_word_embeddings, dtype=dtype
             )
-            # A block by itself has nothing to learn of bounds.
+            # The bound of a single block is constant.
             self.lower_bounds = None
             if use_lower_bounds and num_layers > 1:
                 self.lower_bounds = LowerBounds(num_layers, dtype=dtype, name="lower_bounds")
@@ -155,40 +154,40 @@ class HGRN2Backbone(RecurrentBackbone):
         return [{}, *({"lower_bound": bounds[i]} for i in above)]
 
     def default_lora_layer_names(self):
-        """The linear maps of the blocks that mix tokens, for `enable_lora`."""
+        """Returns the names of the layers that `enable_lora` adapts, those that mix tokens."""
         return ["q_proj", "f_proj", "i_proj", "o_proj"]
 
     @staticmethod
     def get_layout_map(
         device_mesh, model_parallel_dim_name="model", data_parallel_dim_name="batch"
     ):
-        """How to lay the weights over devices, for `keras.distribution.ModelParallel`.
+        """Returns the layout of weights and states for `keras.distribution.ModelParallel`.
 
-        Heads keep to themselves up to the norm before the output: they, and the SwiGLU's
-        `intermediate_dim`, are split along the model axis. Along the data axis the other dimension
-        of weights is split, and gathered where they are used, while activations are split by rows
-        (FSDP, or ZeRO-3): a mesh of (8, 1) is FSDP, one of (1, 8) tensor parallelism, others are
-        both. States and caches are split by rows and heads or channels. Small weights, such as
-        norms and lower bounds, are copied.
+        Along the model axis, heads, which are independent up to the norm before the output, and the
+        SwiGLU's `intermediate_dim` are split. Along the data axis, the other dimension of weights
+        is split and gathered for use, and activations are split by sequences (FSDP, or ZeRO-3): a
+        mesh of (8, 1) is FSDP, a mesh of (1, 8) is tensor parallelism, and others combine both.
+        States and caches are split by sequences and heads or channels. Small weights, such as norms
+        and lower bounds, are replicated.
 
-        A third axis, named "sequence", is for rows longer than a device (sequence parallelism): it
-        splits the tokens of rows, whose number it must divide, as
-        `keras_recurrent.devices.jax_layouts` tells.
-        Where the data axis has one device, weights are split along this one in its place.
+        A third axis, named "sequence", is for sequences that do not fit on one device (sequence
+        parallelism). It splits each sequence, whose length it must divide; see
+        `keras_recurrent.devices.jax_layouts`.
+        If the data axis has one device, weights are split along this axis instead.
 
         Args:
             device_mesh: a `keras.distribution.DeviceMesh`.
-            model_parallel_dim_name: string, its axis for the model. Its size must divide
+            model_parallel_dim_name: string, the mesh axis for the model. Its size must divide
                 `vocabulary_size`, the number of heads and `intermediate_dim`.
-            data_parallel_dim_name: string, its axis for the data. Its size must divide
+            data_parallel_dim_name: string, the mesh axis for the data. Its size must divide
                 `hidden_dim`.
 
         Returns:
             A `keras.distribution.LayoutMap`.
 
         Raises:
-            ValueError: `device_mesh` is no mesh or lacks an axis of these names. A backbone raises
-                it where an axis does not divide what it splits, before it makes weights.
+            ValueError: `device_mesh` is not a mesh or lacks an axis of these names. A backbone
+                raises it before making weights if an axis does not divide the size that it splits.
 
         Example:
 

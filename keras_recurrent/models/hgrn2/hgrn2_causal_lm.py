@@ -1,4 +1,4 @@
-"""HGRN2 as a language model."""
+"""Language model with HGRN2."""
 
 import keras
 
@@ -9,18 +9,18 @@ from keras_recurrent.models.recurrent_causal_lm import RecurrentCausalLM
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class HGRN2CausalLM(RecurrentCausalLM):
-    """HGRN2 as a language model.
+    """Language model with HGRN2.
 
-    An `HGRN2Backbone`, and the logits of the next token. Qin et al. 2024, arXiv:2404.07904. It does
-    what a KerasHub causal language model does: `fit` and `evaluate` on strings or tokens,
-    `generate`, `score`, `save_to_preset`, LoRA through `backbone.enable_lora`, `quantize("int8")`.
-    A step of generation takes the same time and memory at every length of text.
+    An `HGRN2Backbone`, and logits of the next token. Qin et al. 2024, arXiv:2404.07904. The class
+    supports KerasHub's causal language model API: `fit` and `evaluate` on strings or tokens,
+    `generate`, `score`, `save_to_preset`, LoRA by `backbone.enable_lora`, and `quantize("int8")`.
+    Time and memory of a decoding step do not depend on the length of the text.
 
     Args:
         backbone: an `HGRN2Backbone`.
         preprocessor: an `HGRN2CausalLMPreprocessor`; None: inputs are tokens.
-        compile: whether to compile with KerasHub's defaults. They suit fine-tuning (Adam at 2e-5):
-            compile with an optimizer of your own to train from the start.
+        compile: boolean, compiles with KerasHub's defaults, which suit fine-tuning (Adam at 2e-5).
+            To train from scratch, compile with another optimizer.
         name: string.
         trainable: boolean.
 
@@ -32,11 +32,11 @@ class HGRN2CausalLM(RecurrentCausalLM):
         Logits `[B, T, vocabulary_size]`, in the compute dtype.
 
     Raises:
-        ValueError: a backbone or preprocessor of another kind, or a tokenizer with tokens that the
-            backbone does not know.
+        ValueError: the backbone or preprocessor is of another class, or the tokenizer has more
+            tokens than the backbone.
 
-    Example: a small HGRN2 learns a text and goes on with it. `"hgrn2_1.3b_100b"` comes with
-    weights, from the Hugging Face Hub.
+    Example: a small HGRN2 learns a text and continues it. `"hgrn2_1.3b_100b"` has weights on the
+    Hugging Face Hub.
 
     >>> import keras, keras_recurrent
     >>> model = keras_recurrent.models.HGRN2CausalLM.from_preset("hgrn2_tiny", num_layers=1)

@@ -1,4 +1,4 @@
-"""HGRN2 as a classifier of images."""
+"""Image classifier with HGRN2."""
 
 import keras
 import keras_hub
@@ -11,23 +11,22 @@ from keras_recurrent.training.torch_training import CheckedTorchTraining
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class HGRN2ImageClassifier(CheckedTorchTraining, SavedTraining, keras_hub.models.ImageClassifier):
-    """HGRN2 as a classifier of images.
+    """Image classifier with HGRN2.
 
-    An `HGRN2VisionBackbone`, the mean of its patches, and a linear map to one logit a class. Qin et
-    al. 2024, arXiv:2404.07904. It is a KerasHub image classifier: `fit`, `evaluate` and `predict`
-    on images, `save_to_preset`. Nothing is resized or scaled: images come in the backbone's
-    `image_shape`, as floats around 0.
+    An `HGRN2VisionBackbone`, the mean over patches, and a linear layer with one logit per class.
+    Qin et al. 2024, arXiv:2404.07904. The class supports KerasHub's image classifier API: `fit`,
+    `evaluate` and `predict` on images, and `save_to_preset`. Images are neither resized nor scaled:
+    they must have the backbone's `image_shape`, as floats around 0.
 
     Args:
         backbone: an `HGRN2VisionBackbone`.
         num_classes: integer. Defaults to 1000, as in ImageNet.
-        preprocessor: a layer or function that is applied to what `fit`, `evaluate` and `predict`
-            get; None: images come as they are.
+        preprocessor: a layer or function that is applied to the inputs of `fit`, `evaluate` and
+            `predict`. None: no preprocessing.
         pooling: `"avg"` or `"max"`, over patches.
-        activation: of the outputs; None: they are logits.
-        dropout: float, the part of the pooled channels that is dropped in training.
-        compile: whether to compile with KerasHub's defaults (Adam at 5e-5, cross-entropy,
-            accuracy).
+        activation: activation of the outputs. None: they are logits.
+        dropout: float, dropout rate of the pooled channels.
+        compile: boolean, compiles with KerasHub's defaults (Adam at 5e-5, cross-entropy, accuracy).
         name: string.
         trainable: boolean.
 
@@ -37,7 +36,7 @@ class HGRN2ImageClassifier(CheckedTorchTraining, SavedTraining, keras_hub.models
     Returns:
         `[B, num_classes]`, logits if `activation` is None.
 
-    Example: bright images from dark ones.
+    Example: bright and dark images.
 
     >>> import numpy as np
     >>> import keras, keras_recurrent
@@ -78,38 +77,39 @@ class HGRN2ImageClassifier(CheckedTorchTraining, SavedTraining, keras_hub.models
             trainable=trainable,
         )
 
-    # Without a preprocessor, KerasHub would only hand images on, as a dataset that Keras cannot
-    # shuffle, with a warning of Keras and one of grain.
+    # Without a preprocessor, KerasHub would pass images to Keras as a dataset that Keras cannot
+    # shuffle, with warnings of Keras and grain.
 
     def fit(self, *args, **kwargs):
-        """As in Keras; see `keras.Model.fit`."""
-        return self._trains_by().fit(self, *args, **kwargs)
+        """Trains the classifier; see `keras.Model.fit`."""
+        return self._trainer().fit(self, *args, **kwargs)
 
     def evaluate(self, *args, **kwargs):
-        """As in Keras; see `keras.Model.evaluate`."""
-        return self._trains_by().evaluate(self, *args, **kwargs)
+        """Evaluates the classifier; see `keras.Model.evaluate`."""
+        return self._trainer().evaluate(self, *args, **kwargs)
 
     def predict(self, *args, **kwargs):
-        """As in Keras; see `keras.Model.predict`."""
-        return self._trains_by().predict(self, *args, **kwargs)
+        """Returns predictions; see `keras.Model.predict`."""
+        return self._trainer().predict(self, *args, **kwargs)
 
-    def _trains_by(self):
+    def _trainer(self):
         return keras.Model if self.preprocessor is None else keras_hub.models.ImageClassifier
 
     @classmethod
     def from_preset(cls, preset, load_weights=None, **kwargs):
-        """A classifier by the name of its sizes, or from a directory of `save_to_preset`.
+        """Loads a classifier by name, or from a directory of `save_to_preset`.
 
         Args:
             preset: string, one of `presets` of the class, or a directory.
-            load_weights: None, the default, loads weights where they belong to the preset: all but
-                names without published ones. True insists on them, False leaves them alone.
-            **kwargs: whatever the backbone (`image_shape=`, `dtype=`) and the classifier
-                (`num_classes=`, `dropout=`) take, in place of what the preset says.
+            load_weights: boolean. None, the default: loads weights if the preset has any, that is
+                all but names without published weights. True: raises an error if it has none.
+                False: starts from fresh initialization.
+            **kwargs: arguments of the backbone (`image_shape=`, `dtype=`) and the classifier
+                (`num_classes=`, `dropout=`), which override those of the preset.
 
         Raises:
-            ValueError: an unknown name, one of another class, `load_weights=True` where there are
-                none, or an argument that nothing understands.
+            ValueError: the name is unknown or of another class, `load_weights=True` and there are
+                no weights, or an argument is unknown.
             FileNotFoundError: a directory of `save_to_preset` without its `.weights.h5` files.
         """
         loader, load_weights, kwargs = loading.resolve_task(cls, preset, load_weights, kwargs)

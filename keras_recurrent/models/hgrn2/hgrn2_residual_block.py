@@ -1,4 +1,4 @@
-"""The residual block of HGRN2."""
+"""Residual block of HGRN2."""
 
 import keras
 from keras import ops
@@ -11,7 +11,7 @@ from keras_recurrent.ops import hgrn2_step
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class HGRN2ResidualBlock(BoundedLayer, ResidualBlock):
-    """The residual block of HGRN2: tokens are mixed, then channels.
+    """Residual block of HGRN2, which mixes tokens and then channels.
 
     ```
     x = x + temporal_block(RMSNorm(x))
@@ -20,14 +20,14 @@ class HGRN2ResidualBlock(BoundedLayer, ResidualBlock):
 
     Qin et al. 2024 (arXiv:2404.07904, section 3).
 
-    With `keras.RematScope` around its making, the block keeps only its inputs for the backward
-    pass and computes the rest once more; what is inside the block never does so by itself.
+    Made inside a `keras.RematScope`, the block saves only its inputs for the backward pass and
+    recomputes the rest. Its sublayers are not rematerialized separately.
 
     Args:
         temporal_block: the layer that mixes tokens, a `keras_recurrent.layers.HGRN2` or `HGRN`.
         intermediate_dim: integer, the width inside the SwiGLU.
         layer_norm_epsilon: float, ε of the norms.
-        return_state: boolean, whether a call returns `(output, state)`.
+        return_state: boolean. True: a call returns `(output, state)`.
         **kwargs: `return_sequences`, `zero_output_for_mask` and `go_backwards`, as in
             `keras_recurrent.layers.StreamingLayer`; `name`, `dtype`, `trainable`.
 

@@ -1,4 +1,4 @@
-"""HGRN2 as a classifier of texts."""
+"""Text classifier with HGRN2."""
 
 import keras
 
@@ -9,42 +9,43 @@ from keras_recurrent.models.recurrent_text_classifier import RecurrentTextClassi
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class HGRN2TextClassifier(RecurrentTextClassifier):
-    """HGRN2 as a classifier of texts, and for regression.
+    """Text classifier with HGRN2, also for regression.
 
-    An `HGRN2Backbone`, and a linear map of the hidden state of each row's last real token. Qin et
-    al. 2024, arXiv:2404.07904, is the network's source. It does what a KerasHub text classifier
-    does: `fit`, `evaluate` and `predict` on strings and labels or on tokens, `save_to_preset`, LoRA
-    through `backbone.enable_lora`, `quantize("int8")`, which leaves the last map as it is.
+    An `HGRN2Backbone`, and a linear layer on the hidden state of each text's last real token. The
+    network is that of Qin et al. 2024, arXiv:2404.07904. The class supports KerasHub's text
+    classifier API: `fit`, `evaluate` and `predict` on strings and labels or on tokens,
+    `save_to_preset`, LoRA by `backbone.enable_lora`, and `quantize("int8")`, which does not
+    quantize the last layer.
 
     Args:
-        backbone: an `HGRN2Backbone`. Where its logits have weights of their own, these serve
-            nothing here, and are frozen: set `backbone.token_embedding.trainable = True` before a
-            language model trains on the same object.
+        backbone: an `HGRN2Backbone`. Separate weights of its logits are not used and are frozen:
+            set `backbone.token_embedding.trainable = True` before training a language model with
+            the same backbone.
         num_classes: integer, the number of outputs; 1 for regression.
         preprocessor: an `HGRN2TextClassifierPreprocessor`; None: inputs are tokens.
-        bidirectional: boolean, whether the same network reads each row from its last token to its
-            first as well, in twice the time; the map then has both hidden states.
-        activation: of the outputs, such as `"softmax"`; None: they are logits, or the prediction of
-            a regression.
-        dropout: float, the part of the last hidden states that is dropped in training.
-        compile: whether to compile with the defaults: Adam at 5e-5, which suits fine-tuning, and
-            crossentropy with accuracy, or, with `num_classes=1`, the mean squared error.
+        bidirectional: boolean, also runs the network over each text in reverse, in twice the time;
+            the linear layer then takes both hidden states.
+        activation: activation of the outputs, such as `"softmax"`. None: the outputs are logits, or
+            the prediction of a regression.
+        dropout: float, dropout rate of the last hidden states.
+        compile: boolean, compiles with the defaults: Adam at 5e-5, which suits fine-tuning, and
+            cross-entropy with accuracy, or, with `num_classes=1`, the mean squared error.
         name: string.
         trainable: boolean.
 
     Call arguments:
-        inputs: a dictionary of `token_ids` and `padding_mask`, both `[B, T]`. Padding may
-            stand anywhere in a row and changes nothing.
+        inputs: a dictionary of `token_ids` and `padding_mask`, both `[B, T]`. Padding may be at any
+            position and does not change the results.
 
     Returns:
         `[B, num_classes]`, in the dtype of the weights: float32 under `"mixed_bfloat16"`.
 
     Raises:
-        ValueError: a backbone or preprocessor of another kind, a tokenizer with tokens that the
-            backbone does not know, a `num_classes` that is no integer from 1 on, or a
-            `bidirectional` that is no boolean.
+        ValueError: the backbone or preprocessor is of another class, the tokenizer has more tokens
+            than the backbone, `num_classes` is not an integer of at least 1, or `bidirectional` is
+            not a boolean.
 
-    Example: how many letters a text has, by regression.
+    Example: regression of the number of letters in a text.
 
     >>> import keras, keras_recurrent
     >>> model = keras_recurrent.models.HGRN2TextClassifier.from_preset(

@@ -1,4 +1,4 @@
-"""The network of HGRN2 for images, from pixels to a hidden state for each patch."""
+"""Network of HGRN2 for images, from pixels to a hidden state for each patch."""
 
 import keras
 import keras_hub
@@ -15,11 +15,11 @@ from keras_recurrent.training.torch_training import CheckedTorchTraining
 class HGRN2VisionBackbone(
     CheckedTorchTraining, LoraBackbone, StoredArguments, keras_hub.models.Backbone
 ):
-    """The network of HGRN2 for images: patches are tokens, mixed in both directions.
+    """Network of HGRN2 for images: patches are tokens, mixed in both directions.
 
     ```
     x = W patch + position                      one token for each patch, row by row
-    x = x + BidirectionalHGRN2(RMSNorm(x))      with lower bounds that rise from block to block
+    x = x + BidirectionalHGRN2(RMSNorm(x))      with lower bounds that increase from block to block
     x = x + SwiGLU(RMSNorm(x))
     ```
 
@@ -32,7 +32,7 @@ class HGRN2VisionBackbone(
         num_layers: integer, the number of blocks.
         hidden_dim: integer, the width D.
         intermediate_dim: integer, the width inside the SwiGLU, 3 D in the paper's sizes.
-        expand_ratio: integer, the size of a head, of which D is a multiple. Defaults to 64.
+        expand_ratio: integer, the size of a head, which must divide D. Defaults to 64.
         layer_norm_epsilon: float, ε of the norms.
         dtype: a dtype, policy or its name.
         name: string.
@@ -45,8 +45,8 @@ class HGRN2VisionBackbone(
         `[B, height / patch_size, width / patch_size, hidden_dim]`, in the compute dtype.
 
     Raises:
-        ValueError: a size below 1, an `image_shape` that patches do not fill, or an `expand_ratio`
-            that does not divide `hidden_dim`.
+        ValueError: a size is below 1, `patch_size` does not divide `image_shape`, or `expand_ratio`
+            does not divide `hidden_dim`.
 
     Example:
 
@@ -92,8 +92,8 @@ class HGRN2VisionBackbone(
         )
         if height % patch_size or width % patch_size:
             raise ValueError(
-                f"`image_shape` must be filled by patches of `patch_size` = {patch_size} pixels; "
-                f"got {tuple(image_shape)}. Resize or crop the images first."
+                f"`image_shape` must be a multiple of `patch_size`, {patch_size} pixels; got "
+                f"{tuple(image_shape)}. Resize or crop the images first."
             )
         rows, columns = height // patch_size, width // patch_size
 
@@ -115,7 +115,7 @@ class HGRN2VisionBackbone(
             rows * columns, dtype=dtype, name="position_embedding"
         )
         x = keras.ops.add(x, positions(x))
-        bounds = [None]  # the first block's is 0
+        bounds = [None]  # the bound of the first block is 0
         if num_layers > 1:
             table = LowerBounds(num_layers, dtype=dtype, name="lower_bounds")(x)
             bounds += [table[i] for i in range(num_layers - 1)]
@@ -145,7 +145,7 @@ class HGRN2VisionBackbone(
 
     @classmethod
     def from_preset(cls, preset, load_weights=None, **kwargs):
-        """A network by the name of its sizes, or from a directory of `save_to_preset`.
+        """Loads a network by name, or from a directory of `save_to_preset`.
 
         Example:
 
@@ -159,5 +159,5 @@ class HGRN2VisionBackbone(
         return super().from_preset(loader, load_weights, **kwargs)
 
     def default_lora_layer_names(self):
-        """The linear maps that mix patches, for `enable_lora`."""
+        """Returns the names of the layers that `enable_lora` adapts, those that mix patches."""
         return ["q_proj", "f_proj", "i_proj", "o_proj"]

@@ -1,4 +1,4 @@
-"""The tokenizer of HGRN2 presets, and the preprocessors of HGRN2."""
+"""Tokenizer of HGRN2 presets, and preprocessors of HGRN2."""
 
 import keras
 
@@ -12,11 +12,11 @@ from keras_recurrent.tokenizers.byte_tokenizer import ByteTokenizer
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class HGRN2Tokenizer(ByteTokenizer):
-    """The `ByteTokenizer` by the name that KerasHub finds for an HGRN2 preset.
+    """`ByteTokenizer` under the class that KerasHub finds for an HGRN2 preset.
 
-    KerasHub looks tokenizers up by their backbone, so every family of models has a class of its
-    own. A `ByteTokenizer` serves as well wherever one is passed by hand, and a checkpoint brings
-    its own (see `keras_recurrent.tokenizers.SentencePieceTokenizer`).
+    KerasHub finds tokenizers by their backbone, so each family of models has a separate class. Code
+    may also pass a `ByteTokenizer`. Checkpoints have another tokenizer, see
+    `keras_recurrent.tokenizers.SentencePieceTokenizer`.
 
     Example:
 

@@ -1,7 +1,8 @@
-"""TransNormerLLM's checkpoints.
+"""Checkpoint layout of TransNormerLLM.
 
-Qin et al. 2023, arXiv:2307.14995. One tensor holds the maps to queries, keys, values and gates,
-one below the other; the first layer's θ has an axis of tokens between heads and channels.
+Qin et al. 2023, arXiv:2307.14995. One tensor has the projections to queries, keys, values and
+gates, concatenated along axis 0. θ of the first layer has an axis of tokens between heads and
+channels.
 """
 
 from keras_recurrent.checkpoints.config_reader import MAX_LAYERS
@@ -9,7 +10,7 @@ from keras_recurrent.checkpoints.layout import Layout
 from keras_recurrent.checkpoints.tensor_table import SAME, TRANSPOSED, Tensor, Transform, stacked
 
 # [heads, 1, channels] in the files.
-OF_ALL_TOKENS = Transform(lambda tensor: (tensor[:, 0],), lambda weight: weight[:, None])
+LRPE_THETA = Transform(lambda tensor: (tensor[:, 0],), lambda weight: weight[:, None])
 SGLU = {"l1": "gate_proj", "l2": "up_proj", "l3": "down_proj"}
 
 
@@ -19,14 +20,14 @@ class TransNormer(Layout):
     model_type = "transnormer"
     architecture = "TransnormerForCausalLM"
     tokenizer_class = "LlamaTokenizer"
-    unused = ("add_bos_token",)  # of training
+    unused = ("add_bos_token",)  # training only
 
     def read_config(self, config):
         hidden_dim = config.integer("decoder_embed_dim")
         num_layers = config.integer("decoder_layers", maximum=MAX_LAYERS)
         num_heads = config.integer("decoder_attention_heads")
         inner = config.integer("hidden_dim", default=hidden_dim, multiple_of=num_heads)
-        config.fixed("linear_use_lrpe_list", _first_of(num_layers))
+        config.fixed("linear_use_lrpe_list", _lrpe_layers(num_layers))
         config.fixed("linear_act_fun", "silu", "swish")
         config.fixed("norm_type", "simplermsnorm")
         config.fixed("no_scale_embedding", False)
@@ -65,7 +66,7 @@ class TransNormer(Layout):
             "hidden_dim": arguments["num_heads"] * arguments["head_dim"],
             "glu_dim": arguments["intermediate_dim"],
             "linear_act_fun": "silu",
-            "linear_use_lrpe_list": _first_of(arguments["num_layers"]),
+            "linear_use_lrpe_list": _lrpe_layers(arguments["num_layers"]),
             "norm_type": "simplermsnorm",
             "no_scale_embedding": False,
             "bias": False,
@@ -82,13 +83,13 @@ class TransNormer(Layout):
         ]
 
 
-def _first_of(num_layers):
-    """1 for the first layer, which alone has positions, and 0 for the others."""
+def _lrpe_layers(num_layers):
+    """Returns 1 for the first layer, the only one with positions, and 0 for the others."""
     return [1] + [0] * (num_layers - 1)
 
 
 def _block(i, arguments):
-    """The tensors of a residual block: `{theirs} {shape} {ours}`."""
+    """Yields the tensors of a residual block: `{theirs} {shape} {ours}`."""
     d, m = arguments["hidden_dim"], arguments["intermediate_dim"]
     heads, head_dim = arguments["num_heads"], arguments["head_dim"]
     inner = heads * head_dim
@@ -114,7 +115,7 @@ def _block(i, arguments):
             "token_mixer.lrpe.theta",
             (heads, 1, head_dim),
             "temporal_block/lrpe/theta",
-            transform=OF_ALL_TOKENS,
+            transform=LRPE_THETA,
         )
     for theirs, ours in SGLU.items():
         shape = (d, m) if theirs == "l3" else (m, d)

@@ -1,4 +1,4 @@
-"""The tokenizer of TransNormerLLM presets, and its preprocessor."""
+"""Tokenizer of TransNormerLLM presets, and its preprocessor."""
 
 import keras
 
@@ -9,11 +9,11 @@ from keras_recurrent.tokenizers.byte_tokenizer import ByteTokenizer
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class TransNormerTokenizer(ByteTokenizer):
-    """The `ByteTokenizer` by the name that KerasHub finds for a TransNormerLLM preset.
+    """`ByteTokenizer` under the class that KerasHub finds for a TransNormerLLM preset.
 
-    KerasHub looks tokenizers up by their backbone, so every family of models has a class of its
-    own. A `ByteTokenizer` serves as well wherever one is passed by hand, and a checkpoint brings
-    its own (see `keras_recurrent.tokenizers.SentencePieceTokenizer`).
+    KerasHub finds tokenizers by their backbone, so each family of models has a separate class. Code
+    may also pass a `ByteTokenizer`. Checkpoints have another tokenizer, see
+    `keras_recurrent.tokenizers.SentencePieceTokenizer`.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""The network of TransNormerLLM, from tokens to hidden states."""
+"""Network of TransNormerLLM, from tokens to hidden states."""
 
 import keras
 
@@ -13,12 +13,12 @@ from keras_recurrent.models.transnormer.transnormer_residual_block import TransN
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class TransNormerBackbone(RecurrentBackbone):
-    """The network of TransNormerLLM: tokens in, hidden states out.
+    """Network of TransNormerLLM, from tokens to hidden states.
 
     Residual blocks of Lightning Attention (see `TransNormerResidualBlock`) between an embedding,
-    multiplied by sqrt(D), and a last SimpleRMSNorm. The first block alone has positions, by LRPE;
-    decays fall with the layers. Qin et al. 2023 (arXiv:2307.14995) and 2024 (arXiv:2405.17381).
-    Training takes the same time a token at every length, and so does writing.
+    multiplied by sqrt(D), and a final SimpleRMSNorm. Only the first block has positions, by LRPE;
+    decays decrease with depth. Qin et al. 2023 (arXiv:2307.14995) and 2024 (arXiv:2405.17381). The
+    time per token in training and in decoding does not depend on the sequence length.
 
     Args:
         vocabulary_size: integer, the number of tokens.
@@ -28,31 +28,31 @@ class TransNormerBackbone(RecurrentBackbone):
         num_heads: integer, heads of Lightning Attention.
         head_dim: integer, the size of a head; `hidden_dim / num_heads` in the published models.
             Defaults to 128.
-        decay_schedule: `"checkpoints"`, as the published models compute, or `"paper"`, with which
-            all but the last layers forget within a few tokens; see
+        decay_schedule: `"checkpoints"`, as in the published models, or `"paper"`, with which all
+            but the last layers forget within a few tokens; see
             `keras_recurrent.layers.LightningAttention`.
-        tie_word_embeddings: whether the logits come from the embedding's weights. Defaults to
-            False: from weights of their own, as in the published models.
+        tie_word_embeddings: boolean. True: the embedding's weights compute the logits. Defaults to
+            False: logits have separate weights, as in the published models.
         layer_norm_epsilon: float, ε of the norms of the residual stream.
         dtype: a dtype, policy or its name; `"mixed_bfloat16"` computes in bfloat16 but keeps
             weights and states in float32.
         name: string.
         trainable: boolean.
 
-    All linear maps start LeCun-normal, embeddings so that their products with sqrt(D), and the
-    logits, have about unit variance.
+    All linear layers are initialized LeCun-normal, and embeddings such that their products with
+    sqrt(D), and the logits, have about unit variance.
 
     Call arguments:
         inputs: a dictionary of `token_ids` `[B, T]`, `padding_mask` `[B, T]` (True or 1 at real
-            tokens; padding may stand anywhere in a row and changes nothing), and optionally
-            `segment_ids` `[B, T]`, at least 0, one number for each of several documents in a row,
-            which then know nothing of each other, as in `keras_recurrent.layers.StreamingLayer`.
+            tokens; padding may be at any position and does not change the results), and optionally
+            `segment_ids` `[B, T]`, at least 0, one number for each document of a packed sequence.
+            Documents do not affect each other; see `keras_recurrent.layers.StreamingLayer`.
 
     Returns:
         `[B, T, hidden_dim]`, in the compute dtype.
 
     Raises:
-        ValueError: an unknown `decay_schedule`, or a size below 1.
+        ValueError: `decay_schedule` is unknown, or a size is below 1.
 
     Example: a small TransNormerLLM.
 
@@ -145,39 +145,39 @@ class TransNormerBackbone(RecurrentBackbone):
         )
 
     def default_lora_layer_names(self):
-        """The linear maps of the blocks that mix tokens, for `enable_lora`."""
+        """Returns the names of the layers that `enable_lora` adapts, those that mix tokens."""
         return ["q_proj", "k_proj", "v_proj", "u_proj", "o_proj"]
 
     @staticmethod
     def get_layout_map(
         device_mesh, model_parallel_dim_name="model", data_parallel_dim_name="batch"
     ):
-        """How to lay the weights over devices, for `keras.distribution.ModelParallel`.
+        """Returns the layout of weights and states for `keras.distribution.ModelParallel`.
 
-        Heads keep to themselves up to the norm before the output: they, and the SGLU's
-        `intermediate_dim`, are split along the model axis. Along the data axis the other dimension
-        of weights is split, and gathered where they are used, while activations are split by rows
-        (FSDP, or ZeRO-3): a mesh of (8, 1) is FSDP, one of (1, 8) tensor parallelism, others are
-        both. States and caches are split by rows and heads or channels.
+        Along the model axis, heads, which are independent up to the norm before the output, and the
+        SGLU's `intermediate_dim` are split. Along the data axis, the other dimension of weights is
+        split and gathered for use, and activations are split by sequences (FSDP, or ZeRO-3): a mesh
+        of (8, 1) is FSDP, a mesh of (1, 8) is tensor parallelism, and others combine both. States
+        and caches are split by sequences and heads or channels.
 
-        A third axis, named "sequence", is for rows longer than a device (sequence parallelism): it
-        splits the tokens of rows, whose number it must divide, as
-        `keras_recurrent.devices.jax_layouts` tells.
-        Where the data axis has one device, weights are split along this one in its place.
+        A third axis, named "sequence", is for sequences that do not fit on one device (sequence
+        parallelism). It splits each sequence, whose length it must divide; see
+        `keras_recurrent.devices.jax_layouts`.
+        If the data axis has one device, weights are split along this axis instead.
 
         Args:
             device_mesh: a `keras.distribution.DeviceMesh`.
-            model_parallel_dim_name: string, its axis for the model. Its size must divide
+            model_parallel_dim_name: string, the mesh axis for the model. Its size must divide
                 `vocabulary_size`, `num_heads` and `intermediate_dim`.
-            data_parallel_dim_name: string, its axis for the data. Its size must divide
+            data_parallel_dim_name: string, the mesh axis for the data. Its size must divide
                 `hidden_dim`.
 
         Returns:
             A `keras.distribution.LayoutMap`.
 
         Raises:
-            ValueError: `device_mesh` is no mesh or lacks an axis of these names. A backbone raises
-                it where an axis does not divide what it splits, before it makes weights.
+            ValueError: `device_mesh` is not a mesh or lacks an axis of these names. A backbone
+                raises it before making weights if an axis does not divide the size that it splits.
 
         Example:
 

@@ -1,4 +1,4 @@
-"""TransNormerLLM as a language model."""
+"""Language model with TransNormerLLM."""
 
 import keras
 
@@ -9,19 +9,19 @@ from keras_recurrent.models.transnormer.transnormer_backbone import TransNormerB
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class TransNormerCausalLM(RecurrentCausalLM):
-    """TransNormerLLM as a language model.
+    """Language model with TransNormerLLM.
 
-    A `TransNormerBackbone`, and the logits of the next token from weights beside its embedding's.
-    Qin et al. 2023 (arXiv:2307.14995) and 2024 (arXiv:2405.17381). It does what a KerasHub causal
-    language model does: `fit` and `evaluate` on strings or tokens, `generate`, `score`,
-    `save_to_preset`, LoRA through `backbone.enable_lora`, `quantize("int8")`. A token takes the
-    same time at every length of text, to learn and to write.
+    A `TransNormerBackbone`, and logits of the next token computed by separate weights. Qin et al.
+    2023 (arXiv:2307.14995) and 2024 (arXiv:2405.17381). The class supports KerasHub's causal
+    language model API: `fit` and `evaluate` on strings or tokens, `generate`, `score`,
+    `save_to_preset`, LoRA by `backbone.enable_lora`, and `quantize("int8")`. The time per token in
+    training and in decoding does not depend on the length of the text.
 
     Args:
         backbone: a `TransNormerBackbone`.
         preprocessor: a `TransNormerCausalLMPreprocessor`; None: inputs are tokens.
-        compile: whether to compile with KerasHub's defaults. They suit fine-tuning (Adam at 2e-5):
-            compile with an optimizer of your own to train from the start.
+        compile: boolean, compiles with KerasHub's defaults, which suit fine-tuning (Adam at 2e-5).
+            To train from scratch, compile with another optimizer.
         name: string.
         trainable: boolean.
 
@@ -33,10 +33,10 @@ class TransNormerCausalLM(RecurrentCausalLM):
         Logits `[B, T, vocabulary_size]`, in the compute dtype.
 
     Raises:
-        ValueError: a backbone or preprocessor of another kind, or a tokenizer with tokens that the
-            backbone does not know.
+        ValueError: the backbone or preprocessor is of another class, or the tokenizer has more
+            tokens than the backbone.
 
-    Example: a small TransNormerLLM learns a text and goes on with it.
+    Example: a small TransNormerLLM learns a text and continues it.
 
     >>> import keras, keras_recurrent
     >>> model = keras_recurrent.models.TransNormerCausalLM.from_preset("tnl_tiny", num_layers=1)

@@ -1,4 +1,4 @@
-"""The residual block of TransNormerLLM."""
+"""Residual block of TransNormerLLM."""
 
 import keras
 
@@ -8,7 +8,7 @@ from keras_recurrent.models.residual_block import ResidualBlock
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class TransNormerResidualBlock(ResidualBlock):
-    """The residual block of TransNormerLLM: tokens are mixed, then channels.
+    """Residual block of TransNormerLLM, which mixes tokens and then channels.
 
     ```
     x = x + temporal_block(SimpleRMSNorm(x))
@@ -17,15 +17,15 @@ class TransNormerResidualBlock(ResidualBlock):
 
     Qin et al. 2023 (arXiv:2307.14995, section 3.1).
 
-    With `keras.RematScope` around its making, the block keeps only its inputs for the backward
-    pass and computes the rest once more; what is inside the block never does so by itself.
+    Made inside a `keras.RematScope`, the block saves only its inputs for the backward pass and
+    recomputes the rest. Its sublayers are not rematerialized separately.
 
     Args:
         temporal_block: the layer that mixes tokens, a `keras_recurrent.layers.LightningAttention`
             in TransNormerLLM: any `StreamingLayer` whose output has the shape of its input.
         intermediate_dim: integer, the width inside the SGLU.
         layer_norm_epsilon: float, ε of the norms.
-        return_state: boolean, whether a call returns `(output, state)`.
+        return_state: boolean. True: a call returns `(output, state)`.
         **kwargs: `return_sequences`, `zero_output_for_mask` and `go_backwards`, as in
             `keras_recurrent.layers.StreamingLayer`; `name`, `dtype`, `trainable`.
 
