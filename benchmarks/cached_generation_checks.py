@@ -296,7 +296,7 @@ class Recorder(keras_hub.samplers.GreedySampler):
 
 def cached_logits(model, rows):
     """How far logits with a cache are from those without one, of their range, and wrong tokens."""
-    checked = testing._Model(model, rows, NEW_TOKENS, None)
+    checked = testing._Checker(model, rows, NEW_TOKENS, None)
     before, model.sampler = model.sampler, Recorder()
     inputs = checked._inputs(rows, max(LENGTHS) + NEW_TOKENS)
     with evaluation.no_gradients():
@@ -363,7 +363,7 @@ def brief(words):
 
 def measure(family):
     rows, model = prompts(), build(family)
-    checked = testing._Model(model, rows, NEW_TOKENS, None)
+    checked = testing._Checker(model, rows, NEW_TOKENS, None)
     plain = checked.logits(rows[:1])[0]
     results = {"name": family.name, "logits": plain.tolist()}
     results["new"] = sum(max(LENGTHS) + NEW_TOKENS - length for length in LENGTHS)
@@ -372,7 +372,7 @@ def measure(family):
     if keras.backend.backend() == "torch":  # where nothing is compiled
         results["blind"] = outcome(CHECKS[0], forgetful(build(family)), rows) is None
     if family.window:
-        wide = testing._Model(build(family, 64), rows, NEW_TOKENS, None).logits(rows[:1])[0]
+        wide = testing._Checker(build(family, 64), rows, NEW_TOKENS, None).logits(rows[:1])[0]
         results["window"] = float(np.abs(wide - plain)[-1].max() / np.ptp(plain[-1]))
     return results
 

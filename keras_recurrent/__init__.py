@@ -3,13 +3,13 @@
 from keras_recurrent.import_order import (
     check_backend,
     check_import_order,
-    warn_of_left_out_kernels,
+    warn_about_disabled_kernels,
 )
 
-# Before anything imports Keras.
+# These checks must run before anything imports Keras.
 check_backend()
 check_import_order()
-warn_of_left_out_kernels()
+warn_about_disabled_kernels()
 
 from keras_recurrent import (
     callbacks,

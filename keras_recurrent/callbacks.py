@@ -1,4 +1,4 @@
-"""Training that is broken off and goes on, in the same bits."""
+"""Backup of training runs, which resume bit-identically."""
 
 import io
 import json
@@ -15,20 +15,19 @@ from keras_recurrent.devices.jax_processes import gather_to_numpy, shared_output
 __all__ = ["TrainingBackup"]
 
 WEIGHTS, SLOTS, METRICS, GENERATORS = "weights", "optimizer", "metrics", "generators"
-VERSION = 2  # 1 had no memory of other callbacks
+VERSION = 2  # version 1 had no state of other callbacks
 CONTENT = "content.json"
 
 
 class TrainingBackup(keras.callbacks.Callback):
-    """Keeps all that a training run needs to go on from inside an epoch, in one file.
+    """Saves the complete state of a training run in one file, to resume inside an epoch.
 
-    A run that is killed at any moment, and started again by the same program, ends in the same
-    bits as one that was not, on the same backend and machine: the file has the weights, the
-    variables of the optimizer, those of metrics, the seeds of layers such as dropout (on torch
-    also the states of torch's generators) and the place in the data.
-    It is written beside `path` and then put into its place, so that there is always a whole one:
-    the last, or the one before. It is written before the first step of each epoch and then every
-    `save_freq` batches, and is deleted when training ends.
+    A run that is killed at any time and started again by the same program ends bit-identical to an
+    uninterrupted one, on the same backend and machine. The file has the weights, the variables of
+    the optimizer and of metrics, the seeds of layers such as dropout (on torch also the states of
+    torch's generators) and the position in the data. It is written before the first step of each
+    epoch and then every `save_freq` batches, and is deleted when training ends. A temporary file is
+    written first and then renamed, so there is always a complete file, the last or the one before.
 
     ```python
     import keras
@@ -41,44 +40,50 @@ class TrainingBackup(keras.callbacks.Callback):
         model.fit(rows, steps_per_epoch=10_000, epochs=20, callbacks=[backup])
     ```
 
-    The resumed epoch counts its batches from the first one on; those that were trained before the
-    backup pass by without a step, and callbacks hear of them once more.
+    The resumed epoch counts batches from its beginning. Batches trained before the backup are
+    skipped without a step, but callbacks are called for them again.
 
-    **Data.** A `keras_recurrent.datasets.PackedText` jumps to its place: pass it as `data`, too.
-    Any other source must begin anew in each epoch and give the same batches in the same epoch of
-    another run; what was trained of the epoch is then read again. So do strings in memory and
-    datasets of grain of known length in `fit` of this package's language models, shuffled or not
-    (after `keras.utils.set_random_seed`), and unshuffled arrays, `tf.data` and loaders. A
-    generator or any stream that goes on from epoch to epoch does not, nor do arrays that Keras
-    shuffles.
+    **Data.** A `keras_recurrent.datasets.PackedText` resumes at its position: pass it as `data`,
+    too. Any other source must restart in each epoch and yield the same batches in the same epoch of
+    another run; the batches of the epoch before the backup are then read again.
 
-    **What Keras itself does not keep.** `keras.callbacks.BackupAndRestore` with `save_freq="epoch"`
-    resumes at ends of epochs, in the same bits where the source is as above and no layer draws
-    random numbers. Take `double_checkpoint=True` for it: a file that is cut off while it is written
-    is replaced by the one before. It keeps neither the seeds of layers (a dropout begins with its
-    first numbers again), nor on torch the generators of torch itself, from which a dropout without
-    a seed draws, nor the place in data that goes on from epoch to epoch; with an integer as
-    `save_freq` it restores weights from inside an epoch and begins that epoch anew. Weights and the
-    epoch's number are two files: a process that is killed between the two trains an epoch twice.
-    Nor does it keep what other callbacks remember (the patience of `EarlyStopping`, the best value
-    of `ModelCheckpoint`): this one does for those in `callbacks`. Neither keeps the `History` of
-    epochs before, nor the state of Python's and NumPy's generators.
+    - Supported: strings in memory and datasets of grain of known length in `fit` of this package's
+      language models, shuffled or not (after `keras.utils.set_random_seed`), and unshuffled arrays,
+      `tf.data` and loaders.
+    - Not supported: generators and other streams that continue from epoch to epoch, and arrays that
+      Keras shuffles.
+
+    **Compared with Keras.** `keras.callbacks.BackupAndRestore` with `save_freq="epoch"` resumes at
+    the end of an epoch, bit-identically for the sources above if no layer draws random numbers. Use
+    it with `double_checkpoint=True`, which falls back to the previous file if a write was
+    interrupted. It does not save
+
+    - the seeds of layers: a dropout repeats its first numbers;
+    - on torch, the generators of torch, from which a dropout without a seed draws;
+    - the position in data that continues from epoch to epoch;
+    - the state of other callbacks (the patience of `EarlyStopping`, the best value of
+      `ModelCheckpoint`), which this class saves for those in `callbacks`.
+
+    With an integer `save_freq`, it restores weights from inside an epoch and restarts that epoch.
+    It writes weights and the number of the epoch to two files: a process killed between the two
+    trains an epoch twice. Neither class saves the `History` of earlier epochs and the state of
+    Python's and NumPy's generators.
 
     Args:
         path: string, the file.
-        save_freq: integer, batches from one backup to the next.
-        data: the `PackedText` that the model trains on, without `passes`; None for other sources.
-        delete_checkpoint: whether the file goes when training ends. If not, a run that is started
-            again after its end has the last weights and trains no more.
-        callbacks: a list of those callbacks of the same `fit` whose memory is kept, too: of
-            `keras.callbacks.EarlyStopping`, `ModelCheckpoint` and `ReduceLROnPlateau`, that is the
-            best value so far, the epochs without a better one, and the best weights of an
+        save_freq: integer, batches between backups.
+        data: the `PackedText` that the model trains on, without `passes`. None for other sources.
+        delete_checkpoint: boolean, deletes the file when training ends. If False, a run started
+            again after its end has the last weights and trains no further.
+        callbacks: a list of callbacks of the same `fit` whose state is saved, too, of the classes
+            `keras.callbacks.EarlyStopping`, `ModelCheckpoint` and `ReduceLROnPlateau`: the best
+            value, the number of epochs without a better one, and the best weights of an
             `EarlyStopping` that restores them.
 
     Raises:
-        ValueError: an argument of another kind; in `fit`, a file that is damaged or belongs to
-            another model, data or number of steps, before anything is changed (TensorFlow makes
-            metrics in the first step, and compares them there).
+        ValueError: an argument has another type; in `fit`, before anything is changed, the file is
+            damaged or belongs to another model, data or number of steps. (TensorFlow makes metrics
+            in the first step, and they are compared there.)
 
     Example:
 
@@ -127,17 +132,17 @@ class TrainingBackup(keras.callbacks.Callback):
         self.path = os.path.abspath(os.fspath(path))
         self.save_freq, self.data, self.delete_checkpoint = save_freq, data, delete_checkpoint
 
-    # Only what begins is listened to: a callback for ends of batches would let Keras wait for
-    # each step. A backup is written when a step begins, never between epochs, where a source may
-    # draw random numbers as it begins anew.
+    # There is no `on_train_batch_end`, for which Keras would wait for each step. A backup is
+    # written at the beginning of a step, never between epochs, where a source may draw random
+    # numbers when it restarts.
 
     def on_train_begin(self, logs=None):
         model = self.model
-        # `self.model` would let JAX bring back its state at each step.
+        # Reading `self.model` in each step would make JAX synchronize its state.
         self._steps_per_execution = model.steps_per_execution
         self._epoch = None
-        self._trained = 0  # the batches of this process, those included that pass by
-        self._last = 0  # those of this epoch after the step that began last
+        self._trained = 0  # batches of earlier epochs in this process, including skipped ones
+        self._last = 0  # batches of this epoch, up to the end of the latest step
         self._resumed = Backup(self.path) if os.path.exists(self.path) else None
         if self._resumed is None:
             model._initial_epoch = None
@@ -148,18 +153,18 @@ class TrainingBackup(keras.callbacks.Callback):
             self.data.start_at(content.get("place"), content.get("batch", 0))
 
     def on_epoch_begin(self, epoch, logs=None):
-        # Keras has read it by now. A `fit` after one that is broken off begins with its own epoch.
+        # Keras has read the value. A later `fit` must begin with its `initial_epoch`.
         self.model._initial_epoch = None
         self._epoch, self._trained, self._last = epoch, self._trained + self._last, 0
         self._saved = -self.save_freq
         if self._resumed is not None:
-            # All callbacks have forgotten by now what they knew, as training began.
+            # All callbacks have reset their state by now, at the beginning of training.
             callback_memory.restore(
                 self.callbacks, self._resumed.content["callbacks"], self._resumed.arrays
             )
             self._saved = self._resumed.content["batch"]
             if self._saved:
-                self._let_pass(self._resumed, self._saved)
+                self._skip_batches(self._resumed, self._saved)
 
     def on_train_batch_begin(self, batch, logs=None):
         self._last = batch + self._steps_per_execution
@@ -175,11 +180,11 @@ class TrainingBackup(keras.callbacks.Callback):
         if self.delete_checkpoint:
             if os.path.exists(self.path):
                 os.remove(self.path)
-        elif self._epoch is not None:  # something was left to train
+        elif self._epoch is not None:  # at least one epoch was trained
             self._write(self._epoch + 1, 0, self._trained + self._last)
 
     def _restore(self, backup):
-        """Weights, the optimizer, and the epoch to begin with."""
+        """Restores the weights, the optimizer and the initial epoch."""
         model, content = self.model, backup.content
         if model.optimizer is not None and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
@@ -187,7 +192,7 @@ class TrainingBackup(keras.callbacks.Callback):
         if content["batch"] and steps != wanted:
             raise ValueError(
                 f"{self.path} was written inside an epoch of {steps} steps; this one has {wanted}. "
-                "Take the same data, batch size and `steps_per_epoch`, or delete the file."
+                "Use the same data, batch size and `steps_per_epoch`, or delete the file."
             )
         if content["batch"] % model.steps_per_execution:
             raise ValueError(
@@ -195,17 +200,17 @@ class TrainingBackup(keras.callbacks.Callback):
                 f"a `steps_per_execution` that divides these, not {model.steps_per_execution}, or "
                 "delete the file."
             )
-        described = None if self.data is None else json.loads(json.dumps(self.data.description))
-        if content["data"] != described:
+        description = None if self.data is None else json.loads(json.dumps(self.data.description))
+        if content["data"] != description:
             raise ValueError(
-                f"{self.path} was written with the data {content['data']}; now it is {described}. "
-                "Take the same, or delete the file."
+                f"{self.path} was written with the data {content['data']}; now it is "
+                f"{description}. Use the same data, or delete the file."
             )
-        there = [kept["class"] for kept in content["callbacks"]]
-        if there != (here := callback_memory.describe(self.callbacks)):
+        saved = [callback["class"] for callback in content["callbacks"]]
+        if saved != (current := callback_memory.describe(self.callbacks)):
             raise ValueError(
-                f"{self.path} was written with the callbacks {there}; now they are {here}. Pass "
-                "the same as `callbacks`, or delete the file."
+                f"{self.path} was written with the callbacks {saved}; now they are {current}. Pass "
+                "equal `callbacks`, or delete the file."
             )
         for part, variables in _parts(model).items():
             if part != METRICS or not _makes_metrics_late():
@@ -214,8 +219,8 @@ class TrainingBackup(keras.callbacks.Callback):
         backup.assign(_slots(model), SLOTS)
         model._initial_epoch = content["epoch"]
 
-    def _let_pass(self, backup, batches):
-        """The steps of an epoch that were trained before: their batches are taken, no more."""
+    def _skip_batches(self, backup, batches):
+        """Makes the first steps of an epoch only read their batches, which were trained before."""
         model = self.model
         train, history, logs = model.train_function, model.history, None
 
@@ -226,10 +231,10 @@ class TrainingBackup(keras.callbacks.Callback):
 
         def train_function(*arguments):
             nonlocal logs
-            if self._last > batches or model.history is not history:  # another `fit` has its own
+            if self._last > batches or model.history is not history:  # a later `fit` has another
                 model.train_function = train
                 return train(*arguments)
-            if keras.backend.backend() == "torch":  # which gets batches, the others an iterator
+            if keras.backend.backend() == "torch":  # gets a batch; other backends get an iterator
                 return logs
             for _ in range(self._steps_per_execution):
                 batch = next(arguments[-1])
@@ -244,7 +249,7 @@ class TrainingBackup(keras.callbacks.Callback):
 
     def _write(self, epoch, batch, trained):
         model = self.model
-        remembered, arrays = callback_memory.memory_of(self.callbacks)
+        remembered, arrays = callback_memory.collect_memory(self.callbacks)
         content = {
             "version": VERSION,
             "epoch": epoch,
@@ -254,11 +259,13 @@ class TrainingBackup(keras.callbacks.Callback):
             "place": None if self.data is None else self.data.state_after(trained),
             "callbacks": remembered,
         }
-        write(self.path, content, _parts(model) | {GENERATORS: generators()} | arrays)
+        write_backup(
+            self.path, content, _parts(model) | {GENERATORS: get_generator_states()} | arrays
+        )
 
 
 def _makes_metrics_late():
-    """Whether Keras makes the variables of metrics in the first step, and not before it."""
+    """Returns True if Keras makes the variables of metrics in the first step, not before it."""
     return keras.backend.backend() == "tensorflow"
 
 
@@ -270,8 +277,8 @@ def _slots(model):
     return [] if model.optimizer is None else model.optimizer.variables
 
 
-def generators():
-    """The states of torch's own generators, from which a dropout without a seed draws there."""
+def get_generator_states():
+    """Returns the states of torch's generators, from which a dropout without a seed draws."""
     if keras.backend.backend() != "torch":
         return []
     import torch
@@ -280,31 +287,31 @@ def generators():
     return [state.cpu().numpy() for state in states]
 
 
-def write(path, content, parts):
-    """Writes variables beside `path`, one after another, and puts the file into its place.
+def write_backup(path, content, parts):
+    """Writes variables one by one to a temporary file, and renames it to `path`.
 
     Args:
         path: string.
-        content: what JSON can hold.
+        content: a dictionary for JSON.
         parts: `{name: list of variables or arrays}`.
     """
-    with shared_output_path(path) as own:
-        _write(own, content, parts)
+    with shared_output_path(path) as local_path:
+        _write(local_path, content, parts)
 
 
 def _write(path, content, parts):
     folder, name = os.path.split(path)
     os.makedirs(folder, exist_ok=True)
-    # Always of one name, so that processes that are killed leave one file at most.
+    # A fixed name, so that killed processes leave at most one file.
     temporary = os.path.join(folder, f".{name}.part")
-    names = {part: [_described(v) for v in variables] for part, variables in parts.items()}
+    names = {part: [_describe_variable(v) for v in variables] for part, variables in parts.items()}
     with open(temporary, "wb") as file:
         with zipfile.ZipFile(file, "w") as archive:
             for part, variables in parts.items():
                 for i, variable in enumerate(variables):
                     array = np.asarray(gather_to_numpy(variable))
                     with archive.open(f"{part}/{i}", "w", force_zip64=True) as entry:
-                        np.lib.format.write_array(entry, _plain(array), allow_pickle=False)
+                        np.lib.format.write_array(entry, _to_integers(array), allow_pickle=False)
             archive.writestr(CONTENT, json.dumps({**content, "variables": names}, default=int))
         file.flush()
         os.fsync(file.fileno())
@@ -312,10 +319,10 @@ def _write(path, content, parts):
 
 
 class Backup:
-    """A file that `write` wrote.
+    """Reader of a file of `write_backup`.
 
     Raises:
-        ValueError: it is damaged, or of another version.
+        ValueError: the file is damaged, or of another version.
     """
 
     def __init__(self, path):
@@ -326,45 +333,45 @@ class Backup:
                 raise zipfile.BadZipFile(f"in its part {damaged}")
             self.content = json.loads(self._archive.read(CONTENT))
         except (zipfile.BadZipFile, KeyError, ValueError) as error:
-            raise ValueError(f"{path} is damaged ({error}). Delete it to begin anew.") from error
+            raise ValueError(f"{path} is damaged ({error}). Delete it to start again.") from error
         if self.content.get("version") != VERSION:
             raise ValueError(
                 f"{path} is of version {self.content.get('version')!r}; this package reads "
-                f"{VERSION}. Delete it to begin anew."
+                f"{VERSION}. Delete it to start again."
             )
 
     def check(self, variables, part):
-        """Raises where the file has variables of other shapes or dtypes."""
-        there, wanted = self.content["variables"][part], [_described(v) for v in variables]
-        if there == wanted:
+        """Raises an error if variables differ from those of the file in shape or dtype."""
+        saved, wanted = self.content["variables"][part], [_describe_variable(v) for v in variables]
+        if saved == wanted:
             return
-        pairs = zip(there + [None] * len(wanted), wanted + [None] * len(there), strict=True)
+        pairs = zip(saved + [None] * len(wanted), wanted + [None] * len(saved), strict=True)
         theirs, ours = next((a, b) for a, b in pairs if a != b)
         raise ValueError(
-            f"{self.path} belongs to another model, optimizer or metrics: of {part} it has "
-            f"{len(there)} variables and here are {len(wanted)}, of which the first that differ "
-            f"are {theirs} and {ours}. Delete the file to begin anew."
+            f"{self.path} belongs to another model, optimizer or metrics: its {part} are "
+            f"{len(saved)} variables, here they are {len(wanted)}; the first difference is "
+            f"{theirs} instead of {ours}. Delete the file to start again."
         )
 
     def assign(self, variables, part):
-        """Gives variables the values that are in the file."""
+        """Assigns the values of the file to variables."""
         for variable, array in zip(variables, self.arrays(part), strict=True):
             variable.assign(array)
 
     def arrays(self, part):
-        """The arrays of a part one after another, as NumPy has them."""
+        """Yields the arrays of a part as NumPy arrays."""
         for i, (_, dtype) in enumerate(self.content["variables"][part]):
             array = self._array(part, i)
-            yield array if array.dtype.name == dtype else _of_dtype(array, dtype)
+            yield array if array.dtype.name == dtype else _view_as(array, dtype)
 
     def assign_generators(self):
-        """Gives torch's own generators the states that are in the file."""
-        there = len(self.content["variables"][GENERATORS])
-        if not there:
+        """Sets torch's generators to the states in the file."""
+        saved = len(self.content["variables"][GENERATORS])
+        if not saved:
             return
         import torch
 
-        states = [torch.from_numpy(self._array(GENERATORS, i)) for i in range(there)]
+        states = [torch.from_numpy(self._array(GENERATORS, i)) for i in range(saved)]
         torch.set_rng_state(states[0])
         for device, state in enumerate(states[1 : 1 + torch.cuda.device_count()]):
             torch.cuda.set_rng_state(state, device)
@@ -374,17 +381,17 @@ class Backup:
         return np.lib.format.read_array(data, allow_pickle=False)
 
 
-def _described(variable):
-    # Names differ where a program makes a second model.
+def _describe_variable(variable):
+    # Without the name, which differs for a second model in a program.
     return [list(variable.shape), keras.backend.standardize_dtype(variable.dtype)]
 
 
-def _plain(array):
-    """NumPy's files hold no bfloat16 and 8-bit floats: as integers of their bits."""
+def _to_integers(array):
+    """Views bfloat16 and 8-bit floats, which NumPy's files cannot hold, as integers."""
     return array.view(f"u{array.itemsize}") if array.dtype.kind == "V" else array
 
 
-def _of_dtype(array, dtype):
+def _view_as(array, dtype):
     import ml_dtypes
 
     return array.view(getattr(ml_dtypes, dtype))

@@ -1,4 +1,4 @@
-"""What a language model says of continuations of a context, which is read once for all of them."""
+"""Scores and generates continuations of contexts, processing each context once."""
 
 import functools
 from collections.abc import Callable
@@ -17,26 +17,26 @@ from keras_recurrent.generation.text import TextPieces
 from keras_recurrent.models.recurrent_causal_lm import RecurrentCausalLM
 from keras_recurrent.ops.token_crossentropy import token_crossentropy
 
-TOKENS_AT_ONCE = 2048  # of all rows together, whose logits are in memory at a time
-WRITTEN_AT_ONCE = 32  # tokens of a row, before its text is searched for what ends it
+TOKENS_PER_CALL = 2048  # tokens of a batch whose logits are in memory at a time
+NEW_TOKENS_PER_CALL = 32  # generated tokens before texts are searched for stop strings
 
 
 class Continuations:
-    """Scores and writes continuations of contexts, many at a time.
+    """Scores and generates continuations of contexts, in batches.
 
-    A context that several requests have in common is read once, and each continuation goes on from
-    the state behind it. Shapes are rounded up to powers of two, so that few programs are compiled.
+    A context that several requests share is processed once, and each continuation starts from the
+    state after it. Shapes are rounded up to powers of two, so that few programs are compiled.
 
     Args:
-        model: a language model of this package, whose weights are used as they are at each call.
-        batch_size: integer, the most rows that are read at a time, contexts or continuations. As
-            many states of contexts and of continuations are in memory.
-        max_length: integer, the most tokens that the model reads for one answer; the oldest tokens
-            of a longer context are left out. None: there is no limit.
+        model: a language model of this package. Each call uses its current weights.
+        batch_size: integer, maximum number of contexts or continuations in a batch. Memory holds as
+            many states of contexts and of continuations.
+        max_length: integer, maximum number of tokens processed for one answer; the oldest tokens of
+            a longer context are dropped. None: no limit.
 
     Raises:
-        TypeError: `model` is no language model of this package.
-        ValueError: a number that is no integer from 1 on.
+        TypeError: `model` is not a language model of this package.
+        ValueError: a number is not an integer of at least 1.
 
     Example:
 
@@ -47,7 +47,7 @@ class Continuations:
     >>> found = several.score([([1, 100], [101, 102]), ([1, 100], [103])])
     >>> [score < 0 for score, is_greedy in found]
     [True, True]
-    >>> (text,) = several.write([[1, 100]], until=["."], max_new_tokens=3, end_token_id=2)
+    >>> (text,) = several.generate([[1, 100]], until=["."], max_new_tokens=3, end_token_id=2)
     >>> "." not in text and len(text) <= 3
     True
     """
@@ -63,65 +63,65 @@ class Continuations:
             check_positive_integer("max_length", max_length)
         self.batch_size, self.max_length = batch_size, max_length
         self._preprocessor = model.preprocessor
-        # The same weights behind tokens instead of text, with a sampler of its own.
+        # A model of the same backbone that takes tokens and has its own sampler.
         self._model = type(model)(model.backbone, preprocessor=None, compile=False)
         self._model.compile(sampler="greedy")
-        self._judge = _judge_of(self._model)
+        self._scorer = _make_scorer(self._model)
 
     def score(self, requests):
-        """The probabilities of continuations.
+        """Computes log probabilities of continuations.
 
         Args:
-            requests: a list of pairs `(context, continuation)`, both lists of token ids, the
-                context of at least one.
+            requests: a list of pairs `(context, continuation)`, both lists of token ids. A context
+                has at least one token.
 
         Returns:
-            A list of pairs: log p(continuation | context), a float in nats, and whether each token
-            of the continuation is the most probable one at its place. They are 0.0 and True of a
-            continuation without tokens.
+            A list of pairs: log p(continuation | context), a float in nats, and a boolean, True if
+            each token of the continuation is the most probable one. They are 0.0 and True for an
+            empty continuation.
 
         Raises:
-            ValueError: a request that is no pair, text instead of tokens, a context without any, an
-                id that the vocabulary lacks, or a continuation longer than `max_length`.
+            ValueError: a request is not a pair of lists of token ids, a context is empty, an id is
+                outside the vocabulary, or a continuation is longer than `max_length`.
         """
-        requests = [self._cut(*_pair(request)) for request in requests]
-        of_context: dict = {}
+        requests = [self._truncate(*_check_pair(request)) for request in requests]
+        numbers_of_context: dict = {}
         for number, (context, _) in enumerate(requests):
-            of_context.setdefault(tuple(context), []).append(number)
+            numbers_of_context.setdefault(tuple(context), []).append(number)
         found: list = [(0.0, True)] * len(requests)
-        for contexts in self._batches(of_context):
-            pairs = [(row, n) for row, c in enumerate(contexts) for n in of_context[c]]
+        for contexts in self._batches(numbers_of_context):
+            pairs = [(row, n) for row, c in enumerate(contexts) for n in numbers_of_context[c]]
             pairs.sort(key=lambda pair: -len(requests[pair[1]][1]))
             longest = len(requests[pairs[0][1]][1])
-            cache = self._read(contexts, longest)
+            cache = self._prefill(contexts, longest)
             for first in range(0, len(pairs), self.batch_size):
                 rows, numbers = zip(*pairs[first : first + self.batch_size], strict=True)
-                scores = self._scores(
-                    cache.select(self._filled(rows)), [requests[n][1] for n in numbers]
+                scores = self._score_batch(
+                    cache.select(self._pad_indices(rows)), [requests[n][1] for n in numbers]
                 )
                 for number, score in zip(numbers, scores, strict=True):
                     found[number] = score
         return found
 
-    def write(self, contexts, until, max_new_tokens, end_token_id):
-        """The most probable continuations, token by token, as text.
+    def generate(self, contexts, until, max_new_tokens, end_token_id):
+        """Generates continuations greedily and returns them as text.
 
         Args:
             contexts: a list of lists of token ids, at least one id each.
-            until: a list of strings; a continuation ends before the first of them that it has.
-            max_new_tokens: integer, the most tokens of a continuation.
-            end_token_id: integer, the token that ends a continuation, too.
+            until: a list of stop strings; a continuation ends before the first of them.
+            max_new_tokens: integer, maximum number of tokens in a continuation.
+            end_token_id: integer, the token that also ends a continuation.
 
         Returns:
             A list of strings.
 
         Raises:
-            ValueError: the model has no preprocessor, which makes text of tokens; text instead of
-                tokens, a context without any, an id that the vocabulary lacks; a `max_new_tokens`
-                that is no integer from 1 on or not below `max_length`; an empty string in `until`.
+            ValueError: the model has no preprocessor to detokenize; a context is not a list of
+                token ids or is empty; an id is outside the vocabulary; `max_new_tokens` is not an
+                integer of at least 1 and below `max_length`; `until` has an empty string.
         """
         if self._preprocessor is None:
-            raise ValueError("The model has no preprocessor, which would make text of tokens.")
+            raise ValueError("The model has no preprocessor, which would detokenize the answers.")
         check_positive_integer("max_new_tokens", max_new_tokens)
         if self.max_length is not None and max_new_tokens >= self.max_length:
             raise ValueError(
@@ -129,56 +129,60 @@ class Continuations:
                 f"for a context; got {max_new_tokens}."
             )
         if "" in until:
-            raise ValueError(f"`until` must be strings that are not empty; got {until!r}.")
-        cut = [self._cut(context, room=max_new_tokens)[0] for context in contexts]
+            raise ValueError(f"`until` must be non-empty strings; got {until!r}.")
+        cut = [self._truncate(context, room=max_new_tokens)[0] for context in contexts]
         texts: dict = dict.fromkeys(map(tuple, cut))
-        for some in self._batches(texts):
-            cache = self._read(some, max_new_tokens)
+        for batch in self._batches(texts):
+            cache = self._prefill(batch, max_new_tokens)
             texts.update(
-                zip(some, self._texts(cache, until, max_new_tokens, end_token_id), strict=False)
+                zip(
+                    batch,
+                    self._generate_texts(cache, until, max_new_tokens, end_token_id),
+                    strict=False,
+                )
             )
         return [texts[tuple(context)] for context in cut]
 
-    def _cut(self, context, continuation=(), room=None):
-        """A request of which no more than `max_length` tokens are read."""
-        context = _token_list("context", context)
-        continuation = _token_list("continuation", continuation)
+    def _truncate(self, context, continuation=(), room=None):
+        """Validates a request and drops the oldest tokens beyond `max_length`."""
+        context = _check_tokens("context", context)
+        continuation = _check_tokens("continuation", continuation)
         if not context:
             raise ValueError("Every context needs at least one token, such as a start token.")
         vocabulary_size = self._model.backbone.vocabulary_size
         check_token_ids("context", np.array(context), vocabulary_size)
         check_token_ids("continuation", np.array(continuation, "int64"), vocabulary_size)
         if self.max_length is not None:
-            # The last token of a continuation is not read.
+            # The last token of a continuation is not processed.
             room = max(len(continuation) - 1, 0) if room is None else room
             if room >= self.max_length:
                 raise ValueError(
-                    f"`max_length` is {self.max_length} tokens, and a continuation alone has "
-                    f"{len(continuation)}. Ask for a larger `max_length`."
+                    f"`max_length` is {self.max_length} tokens, and a continuation has "
+                    f"{len(continuation)}. Pass a larger `max_length`."
                 )
             context = context[-(self.max_length - room) :]
         return context, continuation
 
     def _batches(self, contexts):
-        """Lists of contexts, the longest first: what is too large for the memory shows early."""
+        """Yields lists of contexts, the longest first, so that a lack of memory shows early."""
         order = sorted(contexts, key=len, reverse=True)
         for first in range(0, len(order), self.batch_size):
             yield order[first : first + self.batch_size]
 
-    def _filled(self, rows):
-        """A list of rows, of which the last repeats up to a power of two, or to `batch_size`."""
+    def _pad_indices(self, rows):
+        """Repeats the last of `rows` up to a power of two, at most `batch_size`."""
         rows = list(rows)
         size = min(_power_of_two(len(rows)), self.batch_size)
         return rows + rows[-1:] * (size - len(rows))
 
-    def _read(self, contexts, room):
-        """The cache behind contexts, with room for as many tokens more; some rows repeat others."""
+    def _prefill(self, contexts, room):
+        """Returns the cache after contexts, padded with repeats, with room for `room` tokens."""
         longest = len(contexts[0])
         token_ids = np.zeros((len(contexts), longest), "int32")
         for row, context in zip(token_ids, contexts, strict=True):
             row[: len(context)] = context
         lengths = np.array([len(context) for context in contexts])
-        rows = self._filled(range(len(contexts)))
+        rows = self._pad_indices(range(len(contexts)))
         prompts = {
             "token_ids": token_ids[rows],
             "padding_mask": (np.arange(longest) < lengths[:, None])[rows],
@@ -186,7 +190,7 @@ class Continuations:
         keeps_state = self._model.backbone.keeps_state
         return self._model.prefill(prompts, None if keeps_state else bucket(longest + room))
 
-    def _scores(self, cache, continuations):
+    def _score_batch(self, cache, continuations):
         rows, width = cache.batch_size, _power_of_two(len(continuations[0]))
         lengths = np.zeros((rows, 1), int)
         inputs, targets = (np.zeros((rows, width), "int32") for _ in range(2))
@@ -196,34 +200,36 @@ class Continuations:
             inputs[row, 1 : len(new)] = new[:-1]
         real = np.arange(width) < lengths
         state, total, greedy = cache.state, np.zeros(rows), np.ones(rows, bool)
-        size = max(1, TOKENS_AT_ONCE // rows)
+        size = max(1, TOKENS_PER_CALL // rows)
         for first in range(0, width, size):
             part = slice(first, first + size)
             if not real[:, part].any():
                 break
-            loss, best, state = self._judge(inputs[:, part], targets[:, part], real[:, part], state)
+            loss, best, state = self._scorer(
+                inputs[:, part], targets[:, part], real[:, part], state
+            )
             total -= np.where(real[:, part], loss, 0.0).sum(axis=1)
             greedy &= (best | ~real[:, part]).all(axis=1)
         found = zip(total.tolist(), greedy.tolist(), strict=True)
         return [score for score, _ in zip(found, continuations, strict=False)]
 
-    def _texts(self, cache, until, max_new_tokens, end_token_id):
+    def _generate_texts(self, cache, until, max_new_tokens, end_token_id):
         answers = [Answer(self._preprocessor, token, until) for token in cache.last_token]
-        left = max_new_tokens
-        while left and not all(answer.ended for answer in answers):
-            count = min(left, WRITTEN_AT_ONCE)
-            left -= count
-            # Rows that have ended are written on: batches of one size share a program.
-            written, cache = self._model.generate(
+        remaining = max_new_tokens
+        while remaining and not all(answer.ended for answer in answers):
+            count = min(remaining, NEW_TOKENS_PER_CALL)
+            remaining -= count
+            # Generation continues for answers that have ended: batches of one size share a program.
+            generated, cache = self._model.generate(
                 None, count, (end_token_id,), cache=cache, return_cache=True
             )
-            rows = zip(answers, written["token_ids"], written["padding_mask"], strict=True)
+            rows = zip(answers, generated["token_ids"], generated["padding_mask"], strict=True)
             for answer, tokens, real in rows:
                 answer.add(tokens[real], end_token_id)
         return [answer.end() for answer in answers]
 
 
-def _pair(request):
+def _check_pair(request):
     if isinstance(request, (list, tuple)) and len(request) == 2:
         return request
     raise ValueError(
@@ -231,23 +237,22 @@ def _pair(request):
     )
 
 
-def _token_list(name, tokens):
+def _check_tokens(name, tokens):
     ids = np.asarray(tokens)
     if ids.ndim == 1 and (ids.dtype.kind in "iu" or not ids.size):
         return ids.astype("int64").tolist()
     raise ValueError(
-        f"`{name}` must be a list of token ids, integers, which a tokenizer makes of text; got "
-        f"{tokens!r}."
+        f"`{name}` must be a list of token ids, integers, as from a tokenizer; got {tokens!r}."
     )
 
 
 class Answer:
-    """The text of one row, which ends before the first of some strings.
+    """Text of one answer, which ends before the first stop string.
 
     Args:
-        preprocessor: the model's, which makes text of tokens.
-        last_token: integer, the token before the first.
-        until: a list of strings.
+        preprocessor: the preprocessor of the model, which detokenizes.
+        last_token: integer, the last token of the context.
+        until: a list of stop strings.
     """
 
     def __init__(self, preprocessor, last_token, until):
@@ -255,7 +260,7 @@ class Answer:
         self._text, self.ended = "", False
 
     def add(self, tokens, end_token_id):
-        """Takes more tokens, up to an end token."""
+        """Appends tokens, up to an end token."""
         for token in tokens:
             if self.ended:
                 return
@@ -265,7 +270,7 @@ class Answer:
                 self._append(self._pieces.add(token))
 
     def end(self):
-        """The text."""
+        """Returns the text."""
         if not self.ended:
             self._finish()
         return self._text
@@ -277,44 +282,44 @@ class Answer:
     def _append(self, piece):
         before, self._text = len(self._text), self._text + piece
         starts = (max(0, before - len(stop) + 1) for stop in self._until)
-        places = [self._text.find(*pair) for pair in zip(self._until, starts, strict=True)]
-        places = [place for place in places if place >= 0]
-        if places:
-            self._text, self.ended = self._text[: min(places)], True
+        positions = [self._text.find(*pair) for pair in zip(self._until, starts, strict=True)]
+        positions = [position for position in positions if position >= 0]
+        if positions:
+            self._text, self.ended = self._text[: min(positions)], True
 
 
 def _power_of_two(number):
     return 1 << max(number - 1, 0).bit_length()
 
 
-def _judge_of(model):
-    """A function `(token_ids, targets, real, state)`, all but the last `[B, T]`.
+def _make_scorer(model):
+    """Returns a function of `token_ids`, `targets` and `real`, all `[B, T]`, and `state`.
 
-    It returns the losses of the targets, whether each is the most probable, both NumPy `[B, T]`,
-    and the state behind the tokens that are real.
+    It returns the losses of the targets and True where a target is the most probable token, both
+    NumPy arrays `[B, T]`, and the state after the real tokens.
     """
 
-    def judge(token_ids, targets, real, state):
+    def score_tokens(token_ids, targets, real, state):
         hidden_states, state = model.backbone.hidden_states(token_ids, real, cache=state)
         logits = model.backbone.token_embedding(hidden_states, reverse=True)
         best = ops.equal(ops.cast(ops.argmax(logits, axis=-1), targets.dtype), targets)
         return token_crossentropy(logits, targets), best, state
 
     on_jax = keras.config.backend() == "jax"
-    run: Callable = _compiled_by_jax(model, judge) if on_jax else judge
+    run: Callable = _compile_with_jax(model, score_tokens) if on_jax else score_tokens
 
-    def on_the_host(token_ids, targets, real, state):
+    def run_on_host(token_ids, targets, real, state):
         with no_gradients():
             loss, best, state = run(*map(ops.convert_to_tensor, (token_ids, targets, real)), state)
         return gather_to_numpy(loss).astype("float64"), gather_to_numpy(best), state
 
-    return on_the_host
+    return run_on_host
 
 
-def _compiled_by_jax(model, function):
+def _compile_with_jax(model, function):
     import jax
 
-    # What `implementation` has chosen is a part of the program.
+    # The choice of `implementation` is a static argument of the program.
     @functools.partial(jax.jit, static_argnames="implementation")
     def program(weights, arguments, implementation):
         with keras.StatelessScope(list(zip(model.variables, weights, strict=True))):

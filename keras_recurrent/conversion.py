@@ -1,7 +1,7 @@
-"""Reads and writes checkpoints, and turns multi-head attention into grouped-query attention.
+"""Checkpoints, and conversion of multi-head attention to grouped-query attention.
 
-Each name is imported when it is first used, so that `import keras_recurrent` loads little. Models
-that were converted load again after `import keras_recurrent` alone.
+Each name is imported when it is first used, so that `import keras_recurrent` is fast. Saved
+converted models load after `import keras_recurrent`.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""How well a language model predicts a token, by how much of the text it has seen."""
+"""Loss of a language model as a function of the position in the text."""
 
 import contextlib
 from typing import NamedTuple
@@ -13,17 +13,16 @@ from keras_recurrent.ops.token_crossentropy import token_crossentropy
 
 __all__ = ["LossByPosition", "loss_by_position"]
 
-PIECE = 1024  # tokens whose logits are in memory at a time, of all rows of a batch together
+TOKENS_PER_CALL = 1024  # tokens of a batch whose logits are in memory at a time
 
 
 class LossByPosition(NamedTuple):
-    """What `loss_by_position` measured.
+    """Result of `loss_by_position`.
 
     Attributes:
-        loss: float64 `[T - 1]`, the mean loss of the tokens at each place, in nats; NaN where no
-            row has one. `loss[0]` is that of the second token of a row, for which a model has read
-            one.
-        num_texts: int64 `[T - 1]`, how many rows it is the mean of.
+        loss: float64 `[T - 1]`, the mean loss at each position, in nats; NaN at positions without
+            tokens. `loss[0]` is the loss of the second token, predicted from the first.
+        num_texts: int64 `[T - 1]`, the number of texts in each mean.
     """
 
     loss: np.ndarray
@@ -31,10 +30,10 @@ class LossByPosition(NamedTuple):
 
     @property
     def running_mean(self):
-        """float64 `[T - 1]`, the mean loss of all tokens up to each place, in nats, NaN before any.
+        """Mean loss of all tokens up to each position, float64 `[T - 1]`, in nats.
 
-        It is the loss of texts as long as that, the curve of Griffin's figures 5 and 10 (De et al.
-        2024, arXiv:2402.19427).
+        This is the loss of texts of that length, the curve of Griffin's figures 5 and 10 (De et al.
+        2024, arXiv:2402.19427). NaN before the first token.
         """
         total = np.cumsum(np.where(self.num_texts > 0, self.loss, 0.0) * self.num_texts)
         with np.errstate(invalid="ignore"):
@@ -42,29 +41,29 @@ class LossByPosition(NamedTuple):
 
 
 def loss_by_position(model, token_ids, padding_mask=None, batch_size=8):
-    """The loss of a language model at each place of a text, over many texts.
+    """Computes the loss of a language model at each position, averaged over texts.
 
-    It is -log p(token t | tokens before t), from one forward pass over whole rows. A model that
-    makes use of what it read far back has a falling curve; one that cannot read texts longer than
-    those it was trained on has a curve that rises behind their length.
+    The loss is -log p(token t | tokens before t), from one forward pass over whole sequences. The
+    curve falls for a model that uses distant tokens. It rises after the training length for a model
+    that does not generalize to longer texts.
 
     Args:
         model: a language model of this package.
-        token_ids: integers `[N, T]`, a NumPy array or what makes one: N texts of up to T tokens, at
-            least 2.
-        padding_mask: boolean `[N, T]`, or integers, False or 0 at padding; None: all tokens are
-            real. A token counts where it and the one before it are real.
-        batch_size: integer, rows of a forward pass. Beside a forward pass it takes the logits of
-            1,024 tokens, however long a row is.
+        token_ids: integers `[N, T]`, a NumPy array or convertible to one: N texts of up to T
+            tokens, at least 2.
+        padding_mask: boolean or integer `[N, T]`, False or 0 at padding. None: no padding. A token
+            is counted if it and the one before it are real.
+        batch_size: integer, sequences per forward pass. Memory in addition to the forward pass is
+            that of the logits of 1,024 tokens, for any sequence length.
 
     Returns:
         A `LossByPosition`.
 
     Raises:
-        TypeError: `model` is no language model of this package.
-        ValueError: ids that are no integers `[N, T]`, at least two a row, or that the vocabulary
-            lacks; a mask of another shape or with no token that counts; a `batch_size` that is no
-            integer from 1 on.
+        TypeError: `model` is not a language model of this package.
+        ValueError: `token_ids` are not integers `[N, T]` with T of at least 2, or are outside the
+            vocabulary; the mask has another shape or leaves no token to count; `batch_size` is not
+            an integer of at least 1.
 
     Example:
 
@@ -85,12 +84,12 @@ def loss_by_position(model, token_ids, padding_mask=None, batch_size=8):
             f"`keras_recurrent.models.GriffinCausalLM`; got {type(model).__name__}."
         )
     check_positive_integer("batch_size", batch_size)
-    token_ids, mask = _checked(token_ids, padding_mask, backbone.vocabulary_size)
+    token_ids, mask = _check_inputs(token_ids, padding_mask, backbone.vocabulary_size)
     counts = mask[:, 1:] & mask[:, :-1]
     total = np.zeros(token_ids.shape[1] - 1)
     for first in range(0, len(token_ids), batch_size):
         rows = slice(first, first + batch_size)
-        losses = _losses(
+        losses = _token_losses(
             backbone, token_ids[rows], mask[rows] if padding_mask is not None else None
         )
         total += np.where(counts[rows], losses, 0.0).sum(axis=0)
@@ -99,11 +98,11 @@ def loss_by_position(model, token_ids, padding_mask=None, batch_size=8):
         return LossByPosition(total / count, count)
 
 
-def _checked(token_ids, padding_mask, vocabulary_size):
+def _check_inputs(token_ids, padding_mask, vocabulary_size):
     token_ids = np.asarray(keras.ops.convert_to_numpy(token_ids))
     if token_ids.ndim != 2 or token_ids.dtype.kind not in "iu" or token_ids.shape[1] < 2:
         raise ValueError(
-            "`token_ids` must be integers [texts, tokens], at least two tokens a text; got "
+            "`token_ids` must be integers [texts, tokens], with at least two tokens; got "
             f"{token_ids.dtype} of shape {token_ids.shape}."
         )
     mask = np.ones(token_ids.shape, bool)
@@ -122,9 +121,9 @@ def _checked(token_ids, padding_mask, vocabulary_size):
     return token_ids, mask
 
 
-def _losses(backbone, token_ids, mask):
-    """float64 [B, T - 1]; anything at padding."""
-    found, size = [], max(1, PIECE // len(token_ids))
+def _token_losses(backbone, token_ids, mask):
+    """Returns losses, float64 [B, T - 1], with arbitrary values at padding."""
+    chunks, size = [], max(1, TOKENS_PER_CALL // len(token_ids))
     with no_gradients():
         hidden, _ = backbone.hidden_states(
             keras.ops.convert_to_tensor(token_ids[:, :-1], "int32"),
@@ -136,13 +135,13 @@ def _losses(backbone, token_ids, mask):
             if mask is not None:
                 targets = np.where(mask[:, first + 1 : first + 1 + logits.shape[1]], targets, 0)
             losses = token_crossentropy(logits, keras.ops.convert_to_tensor(targets, "int32"))
-            found.append(keras.ops.convert_to_numpy(losses).astype("float64"))
-    return np.concatenate(found, axis=1)
+            chunks.append(keras.ops.convert_to_numpy(losses).astype("float64"))
+    return np.concatenate(chunks, axis=1)
 
 
 @contextlib.contextmanager
 def no_gradients():
-    """Keeps torch from remembering what a gradient would need."""
+    """Context manager that disables gradients on torch."""
     if keras.config.backend() != "torch":
         yield
         return

@@ -1,7 +1,7 @@
-"""The language models under lm-evaluation-harness (Gao et al., `lm_eval`), which must be installed.
+"""Adapter for lm-evaluation-harness (Gao et al.), the package `lm_eval`, which must be installed.
 
-`python -m keras_recurrent.lm_evaluation_harness` is its own command line, which then knows these
-models by the name `keras_recurrent`:
+`python -m keras_recurrent.lm_evaluation_harness` is the harness's command line, with the models of
+this package under the name `keras_recurrent`:
 
     KERAS_BACKEND=jax python -m keras_recurrent.lm_evaluation_harness run --model keras_recurrent \\
       --model_args pretrained=hf://fla-hub/hgrn2-1.3B-100B,dtype=bfloat16 \\
@@ -27,36 +27,36 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 __all__ = ["HarnessLM"]
 
-# Names by which tasks say how much may be written, the most important first.
+# Options of tasks for the maximum number of generated tokens, in the order of precedence.
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-# What tasks may say beside them, which changes nothing where the most probable token is taken.
+# Further options, which have no effect on greedy decoding.
 WITHOUT_EFFECT = {"do_sample", "temperature", "top_p", "top_k", "until"}
 
 
 @register_model("keras_recurrent")
 class HarnessLM(TemplateLM):
-    """A language model of this package for lm-evaluation-harness.
+    """Language model of this package for lm-evaluation-harness.
 
-    The answers to one question go on from the state behind it, which is read once. Text is written
-    greedily. A context is the tokens that the model's preprocessor makes of it, with a start token
-    where it adds one; an empty one is the start token, or the end token where there is no other.
+    A question is processed once, and all its answers start from the state after it. Text is
+    generated greedily. The model's preprocessor tokenizes contexts and adds its start token, if
+    any; an empty context is the start token, or the end token of a model without one.
 
     Args:
-        pretrained: a language model with a preprocessor, or what `from_preset` takes, such as
+        pretrained: a language model with a preprocessor, or an argument of `from_preset`, such as
             `"hf://fla-hub/hgrn2-1.3B-100B"`.
-        batch_size: integer, the most contexts and answers that are read at a time.
-        max_length: integer, the most tokens that the model reads for one answer: longer contexts
-            lose their oldest tokens, and longer texts are scored in windows of as many. None: there
-            is no limit.
-        max_gen_toks: integer, the most tokens that are written where a task does not say it.
-        device: taken for the harness's signature; Keras's backend chooses the device.
-        **kwargs: what `from_preset` takes where `pretrained` is a name, such as `dtype=`.
+        batch_size: integer, maximum number of contexts or answers in a batch.
+        max_length: integer, maximum number of tokens processed for one answer: longer contexts lose
+            their oldest tokens, and longer texts are scored in windows of this length. None: no
+            limit.
+        max_gen_toks: integer, maximum number of generated tokens for tasks that do not set it.
+        device: ignored; Keras's backend chooses the device.
+        **kwargs: arguments of `from_preset`, if `pretrained` is a name, such as `dtype=`.
 
     Raises:
-        ImportError: on import of this module, where `lm_eval` is not installed.
-        TypeError: `pretrained` is no language model of this package.
-        ValueError: it has no preprocessor; a `batch_size` such as `"auto"`, a number that is no
-            integer from 1 on, or arguments for a model that is there already.
+        ImportError: on import of this module, if `lm_eval` is not installed.
+        TypeError: `pretrained` is not a language model of this package.
+        ValueError: the model has no preprocessor, a number is not an integer of at least 1, such as
+            `batch_size="auto"`, or `kwargs` are passed with a model.
 
     Example:
 
@@ -66,8 +66,8 @@ class HarnessLM(TemplateLM):
     from keras_recurrent.models import HGRN2CausalLM
 
     model = HGRN2CausalLM.from_preset("hf://fla-hub/hgrn2-1.3B-100B", dtype="bfloat16")
-    found = lm_eval.simple_evaluate(HarnessLM(model, batch_size=16), tasks=["piqa"])
-    print(lm_eval.utils.make_table(found))
+    results = lm_eval.simple_evaluate(HarnessLM(model, batch_size=16), tasks=["piqa"])
+    print(lm_eval.utils.make_table(results))
     ```
     """
 
@@ -92,8 +92,8 @@ class HarnessLM(TemplateLM):
         self._continuations = Continuations(pretrained, batch_size, max_length)
         if pretrained.preprocessor is None:
             raise ValueError(
-                "`pretrained` must have a preprocessor, which makes tokens of text; this model has "
-                "none. `from_preset(..., preprocessor=...)` gives it one."
+                "`pretrained` must have a preprocessor, which tokenizes text; this model has none. "
+                "Pass `preprocessor=` to `from_preset`."
             )
         self.batch_size, self.max_length = batch_size, max_length
         self.max_gen_toks = _as_integer("max_gen_toks", max_gen_toks)
@@ -123,58 +123,58 @@ class HarnessLM(TemplateLM):
         return found
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
-        windows, of_text = [], []
+        windows, request_of_window = [], []
         for number, request in enumerate(requests):
             tokens = self.tok_encode(request.args[0], add_special_tokens=False)
             size = self.max_length or max(len(tokens), 1)
             for window in get_rolling_token_windows(tokens, self.prefix_token_id, size, 1):
                 windows.append(make_disjoint_window(window))
-                of_text.append(number)
+                request_of_window.append(number)
         totals = [0.0] * len(requests)
         scores = self._continuations.score(windows)
-        for number, (score, _) in zip(of_text, scores, strict=True):
+        for number, (score, _) in zip(request_of_window, scores, strict=True):
             totals[number] += score
         for request, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
 
     def generate_until(self, requests, disable_tqdm=False):
-        alike: dict = {}
+        groups: dict = {}
         for number, request in enumerate(requests):
-            until, limit = self._how_to_end(request.args[1])
-            alike.setdefault((tuple(until), limit), []).append(number)
+            until, limit = self._stop_options(request.args[1])
+            groups.setdefault((tuple(until), limit), []).append(number)
         found = [""] * len(requests)
-        for (until, limit), numbers in alike.items():
+        for (until, limit), numbers in groups.items():
             contexts = [
                 self.tok_encode(requests[n].args[0]) or [self.prefix_token_id] for n in numbers
             ]
-            texts = self._continuations.write(contexts, list(until), limit, self.eot_token_id)
+            texts = self._continuations.generate(contexts, list(until), limit, self.eot_token_id)
             for number, text in zip(numbers, texts, strict=True):
                 found[number] = text
                 self.cache_hook.add_partial("generate_until", requests[number].args, text)
         return found
 
-    def _how_to_end(self, options):
-        """The strings that end an answer, and the most tokens that it may have."""
+    def _stop_options(self, options):
+        """Returns the stop strings of an answer and its maximum number of tokens."""
         until = options.get("until") or []
         until = [until] if isinstance(until, str) else list(until)
         if options.get("do_sample") and options.get("temperature", 1.0) > 0:
             raise ValueError(
-                "This adapter writes greedily, and the task wants samples (`do_sample`). Pass "
+                "This adapter generates greedily, and the task needs sampling (`do_sample`). Pass "
                 "`gen_kwargs='do_sample=False'`, or leave the task out."
             )
         unknown = sorted(set(options) - set(LIMITS) - WITHOUT_EFFECT)
         if unknown:
             raise ValueError(
-                f"The task asks for {unknown}, which this adapter does not know. It knows "
-                f"{sorted({*LIMITS, *WITHOUT_EFFECT})}."
+                f"The task has the options {unknown}, which this adapter does not support. It "
+                f"supports {sorted({*LIMITS, *WITHOUT_EFFECT})}."
             )
         limits = [options[name] for name in LIMITS if options.get(name) is not None]
         return until, _as_integer(LIMITS[0], limits[0]) if limits else self.max_gen_toks
 
 
 def _as_integer(name, value):
-    """An integer that the command line may have left as text."""
+    """Converts an argument of the command line to an integer."""
     try:
         return int(value)
     except ValueError:

@@ -1,30 +1,30 @@
-"""Keras's progress bar for work that takes a while, where somebody looks."""
+"""Keras's progress bar for long work, shown only in an interactive session."""
 
 import contextlib
 import sys
 
 import keras
 
-# What takes a few seconds: bytes of weights, or of text.
+# Bytes of weights or text whose processing takes a few seconds.
 LARGE = {"weights": 2**28, "text": 2**24}
 
 
 @contextlib.contextmanager
 def progress(what, kind, size):
-    """A bar in bytes of what takes more than a few seconds, in a terminal or a notebook.
+    """Shows a progress bar in bytes for work of more than a few seconds.
 
-    Silent where the output goes to a file, and after
+    Prints nothing if the output goes to a file, and after
     `keras.config.disable_interactive_logging()`.
 
     Args:
         what: string, a line above the bar.
-        kind: "weights" or "text", which is faster and slower to go through.
+        kind: "weights" or "text", which is processed more slowly.
         size: integer, bytes.
 
     Yields:
-        A function of the bytes that are done in addition.
+        A function that takes the number of bytes done since its last call.
     """
-    if size < LARGE[kind] or not is_watched():
+    if size < LARGE[kind] or not is_interactive():
         yield lambda done: None
         return
     print(what, flush=True)
@@ -38,11 +38,11 @@ def progress(what, kind, size):
             bar.update(so_far)
 
     yield done
-    bar.update(size)  # which ends the line
+    bar.update(size)  # ends the line
 
 
-def is_watched():
-    """Whether somebody sees what is printed."""
+def is_interactive():
+    """Returns True in a terminal or a notebook, with interactive logging enabled."""
     if not keras.config.is_interactive_logging_enabled():
         return False
     return sys.stdout.isatty() or "ipykernel" in sys.modules

@@ -1,4 +1,4 @@
-"""Learning rates that the papers trained with and Keras has not."""
+"""Learning rate schedules of the papers that Keras does not have."""
 
 import keras
 from keras import ops
@@ -10,30 +10,30 @@ __all__ = ["InverseSquareRoot"]
 
 @keras.saving.register_keras_serializable("keras_recurrent")
 class InverseSquareRoot(keras.optimizers.schedules.LearningRateSchedule):
-    """A learning rate that rises for a while, then falls as one over the square root of the step.
+    """Linear warmup, followed by a decay with the inverse square root of the step.
 
     rate(t) = learning_rate · t / warmup_steps            for t < warmup_steps,
-    rate(t) = learning_rate · sqrt(warmup_steps / t)      from there on,
+    rate(t) = learning_rate · sqrt(warmup_steps / t)      after that,
 
-    with t the updates made so far, so that the first update has a rate of 0. The factor is that of
-    Vaswani et al. 2017 (arXiv:1706.03762, section 5.3), here as a share of the highest rate, as
-    fairseq's `inverse_sqrt` has it, with which HGRN2 was trained on WikiText-103 (Qin et al. 2024,
-    arXiv:2404.07904). It needs no number of steps to be planned: a run may go on.
+    where t is the number of updates made so far, so the first update has a rate of 0. The factor is
+    that of Vaswani et al. 2017 (arXiv:1706.03762, section 5.3), relative to the highest rate as in
+    fairseq's `inverse_sqrt`, with which HGRN2 was trained on WikiText-103 (Qin et al. 2024,
+    arXiv:2404.07904). It does not depend on the total number of steps, so a run can be extended.
 
     Args:
-        learning_rate: number above 0, the highest rate, which step `warmup_steps` has.
-        warmup_steps: integer from 1 on, the step to which the rate rises.
+        learning_rate: number above 0, the highest rate, reached at step `warmup_steps`.
+        warmup_steps: integer of at least 1, the number of warmup steps.
         name: string.
 
     Call arguments:
-        step: integer or float tensor, the updates made so far.
+        step: integer or float tensor, the number of updates made so far.
 
     Returns:
         The rate, a float tensor of `keras.config.floatx()` and the shape of `step`.
 
     Raises:
-        ValueError: a `learning_rate` that is not finite and above 0, or a `warmup_steps` that is no
-            integer from 1 on.
+        ValueError: `learning_rate` is not finite and above 0, or `warmup_steps` is not an integer
+            of at least 1.
 
     Example:
 
@@ -55,7 +55,7 @@ class InverseSquareRoot(keras.optimizers.schedules.LearningRateSchedule):
 
     def __call__(self, step):
         with keras.name_scope(self.name):
-            # Divided in float32, in which a step is exact, whatever Keras's default is.
+            # Divided in float32, in which steps are exact, for any `keras.config.floatx()`.
             share = ops.cast(step, "float32") / self.warmup_steps
             share = ops.minimum(share, ops.rsqrt(ops.maximum(share, 1.0)))
             return ops.cast(self.learning_rate * share, keras.config.floatx())

@@ -1,12 +1,12 @@
-"""Checks that generation with a cache is right, for any `keras_hub.models.CausalLM`.
+"""Checks of generation with a cache, for any `keras_hub.models.CausalLM`.
 
-A recurrent state, or a cache of keys and values, can be wrong without anybody seeing it: texts stay
-fluent. These functions compare what a model writes with its own plain forward passes, which have no
-cache. Each raises an `AssertionError` that says where the two differ.
+An error in a recurrent state, or in a cache of keys and values, is easily overlooked: texts stay
+fluent. These functions compare generated tokens with plain forward passes of the model, which use
+no cache. Each raises an `AssertionError` with the position of the first difference.
 
-They read tokens, not text, need no weights but random ones, and hold for every dtype: where the two
-best logits are closer than rounding may move them, either token is right, and a row is not followed
-further. That a check could have failed is checked as well.
+They take tokens, work with random weights, and support every dtype. If the two largest logits are
+closer than rounding errors, either token is accepted, and the rest of the sequence is skipped. A
+check raises an error if no token could have failed it.
 """
 
 import contextlib
@@ -26,16 +26,16 @@ __all__ = [
     "assert_padding_changes_nothing",
 ]
 
-# Of the range of a token's logits: how far rounding may move one, by the model's compute dtype.
+# {compute dtype: rounding error of a logit, relative to the range of the token's logits}
 TOLERANCE = {"float32": 1e-4, "float64": 1e-8, "float16": 1e-2, "bfloat16": 3e-2}
 
 
 class Checked(NamedTuple):
-    """What a check compared.
+    """Counts of a check.
 
     Attributes:
-        decisions: integer, new tokens that were compared.
-        clear: integer, those of them where only one token was right.
+        decisions: integer, number of new tokens compared.
+        clear: integer, number of these for which only one token was accepted.
     """
 
     decisions: int
@@ -43,25 +43,25 @@ class Checked(NamedTuple):
 
 
 def assert_cached_equals_plain(model, rows, new_tokens=8, tolerance=None):
-    """Asserts that each token written with a cache has the best logit of a plain forward pass.
+    """Asserts that each token generated with a cache has the best logit of a plain forward pass.
 
     Args:
         model: a `keras_hub.models.CausalLM` that takes `token_ids` and `padding_mask`, and
-            `position_ids` or not, which are then counted from each row's first token.
+            optionally `position_ids`, counted from the first token of each prompt.
         rows: a list of lists of token ids, prompts of any lengths.
-        new_tokens: integer, how many tokens the longest row gets; shorter ones are filled to the
-            same length.
-        tolerance: float, how far rounding may move a logit, of the range of all logits of the
-            token; None: 1e-4 in float32, 1e-8 in float64, 0.01 in float16, 0.03 in bfloat16 and of
+        new_tokens: integer, number of tokens generated for the longest prompt; shorter ones are
+            continued to the same length.
+        tolerance: float, rounding error of a logit, relative to the range of the token's logits.
+            None: 1e-4 in float32, 1e-8 in float64, 0.01 in float16, 0.03 in bfloat16 and for
             quantized models.
 
     Returns:
         A `Checked`.
 
     Raises:
-        AssertionError: another token was written.
-        ValueError: the model is none of these, the rows are no prompts, or logits are so even that
-            no token would have been wrong.
+        AssertionError: another token was generated.
+        ValueError: `model` is not such a model, `rows` are not prompts, or all logits are so close
+            that no token could have failed.
 
     Example:
 
@@ -71,17 +71,17 @@ def assert_cached_equals_plain(model, rows, new_tokens=8, tolerance=None):
     >>> assert_cached_equals_plain(model, [[1, 70, 71, 72], [1, 80]], new_tokens=3).decisions
     8
     """
-    checked = _Model(model, rows, new_tokens, tolerance)
+    checked = _Checker(model, rows, new_tokens, tolerance)
     with checked.greedy() as generate:
-        written = generate(rows)
-    return checked.compare(rows, written)
+        generated = generate(rows)
+    return checked.compare(rows, generated)
 
 
 def assert_padding_changes_nothing(model, rows, new_tokens=8, tolerance=None):
-    """Asserts that a row alone, and in a batch with others, behind any padding, is the same.
+    """Asserts that padding and other prompts in the batch do not change a prompt's results.
 
-    Logits of plain forward passes are compared with and without padding behind the row, and what is
-    written to each row alone with what is written to all at once, whatever ids stand at padding.
+    Compares the logits of plain forward passes with and without padding after the prompt, and the
+    tokens generated for each prompt alone and in a batch, with different ids at padding.
 
     Args, returns and errors are those of `assert_cached_equals_plain`.
 
@@ -93,15 +93,15 @@ def assert_padding_changes_nothing(model, rows, new_tokens=8, tolerance=None):
     >>> assert_padding_changes_nothing(model, [[1, 70, 71, 72], [1, 80]], new_tokens=3).decisions
     8
     """
-    checked = _Model(model, rows, new_tokens, tolerance)
-    together = checked.logits(rows)
+    checked = _Checker(model, rows, new_tokens, tolerance)
+    batched = checked.logits(rows)
     for i, row in enumerate(rows):
         (alone,) = checked.logits([row])
-        difference = np.abs(together[i] - alone).max(axis=1) / np.ptp(alone, axis=1)
+        difference = np.abs(batched[i] - alone).max(axis=1) / np.ptp(alone, axis=1)
         token = int(difference.argmax())
         if difference[token] > checked.tolerance:
             raise AssertionError(
-                f"Padding changes a plain forward pass: behind token {token} of row {i} a logit is "
+                f"Padding changes a plain forward pass: after token {token} of row {i} a logit is "
                 f"off by {difference[token]:.2g} of their range when other rows are longer; "
                 f"{checked.tolerance:.2g} is allowed."
             )
@@ -109,17 +109,16 @@ def assert_padding_changes_nothing(model, rows, new_tokens=8, tolerance=None):
         alone = [generate([row])[0] for row in rows]
         found = Checked(0, 0)
         for fill in (0, 1):
-            written = generate(rows, fill)
-            found = checked.compare(rows, written, alone, f" in a batch, padded with {fill},")
+            generated = generate(rows, fill)
+            found = checked.compare(rows, generated, alone, f" in a batch, padded with {fill},")
     return found
 
 
 def assert_cuts_change_nothing(model, rows, new_tokens=8, tolerance=None):
-    """Asserts that a row is gone on with in the same way wherever its prompt is cut.
+    """Asserts that the position at which a prompt is split does not change the continuation.
 
-    What the model wrote after a prompt is given to it again, up to each of its tokens, as a longer
-    prompt. A model of this package is also asked to go on from a cache of the prompt's first
-    tokens, cut at every place.
+    The prompt and each number of its generated tokens are passed as a longer prompt. Models of this
+    package also continue from a cache of the prompt's first tokens, for every split.
 
     Args, returns and errors are those of `assert_cached_equals_plain`.
 
@@ -131,24 +130,24 @@ def assert_cuts_change_nothing(model, rows, new_tokens=8, tolerance=None):
     >>> assert_cuts_change_nothing(model, [[1, 70, 71, 72]], new_tokens=3).decisions
     3
     """
-    checked = _Model(model, rows, new_tokens, tolerance)
+    checked = _Checker(model, rows, new_tokens, tolerance)
     with checked.greedy() as generate:
         whole = generate(rows)
         for count in range(1, new_tokens):
             longer = [row[: len(given) + count] for row, given in zip(whole, rows, strict=True)]
-            checked.compare(longer, generate(longer), whole, f" behind {count} tokens of its own")
+            checked.compare(longer, generate(longer), whole, f" after {count} generated tokens")
         for cut in range(1, max(map(len, rows))) if hasattr(model, "prefill") else ():
             first = [row[:cut] for row in rows]
             cache = model.prefill(**checked.prefill_arguments(first))
             rest = [row[cut:] for row in rows]
-            found = generate(rest, cache=cache)
-            written = [a + b for a, b in zip(first, found, strict=True)]
-            checked.compare(rows, written, whole, f" from a cache of the first {cut} tokens")
+            continued = generate(rest, cache=cache)
+            generated = [a + b for a, b in zip(first, continued, strict=True)]
+            checked.compare(rows, generated, whole, f" from a cache of the first {cut} tokens")
     return checked.compare(rows, whole)
 
 
-class _Model:
-    """A language model by tokens, and the rule by which its rows are compared."""
+class _Checker:
+    """Comparison of a language model's generated tokens with its plain forward passes."""
 
     def __init__(self, model, rows, new_tokens, tolerance):
         _check(model, rows, new_tokens)
@@ -161,14 +160,14 @@ class _Model:
         self.tolerance = TOLERANCE[dtype] if tolerance is None else tolerance
 
     def logits(self, rows):
-        """Logits by plain forward passes: for each row [its length, vocabulary_size], float32."""
+        """Returns logits of plain forward passes, float32 [length, vocabulary_size] per row."""
         logits_of_rows = zip(rows, self._forward(self._inputs(rows)), strict=True)
         found = [logits[: len(row)] for row, logits in logits_of_rows]
         for number, logits in enumerate(found):
             if not (finite := np.isfinite(logits).all(axis=1)).all():
                 raise AssertionError(
                     f"A plain forward pass of {len(rows)} rows has logits that are not finite, "
-                    f"behind token {int(finite.argmin())} of row {number}."
+                    f"after token {int(finite.argmin())} of row {number}."
                 )
         return found
 
@@ -180,8 +179,8 @@ class _Model:
     def _inputs(self, rows, length=None, fill=0):
         length = length or max(map(len, rows))
         token_ids = np.full((len(rows), length), fill, "int32")
-        for place, row in zip(token_ids, rows, strict=True):
-            place[: len(row)] = row
+        for ids, row in zip(token_ids, rows, strict=True):
+            ids[: len(row)] = row
         positions = np.arange(length, dtype="int32")
         mask = positions < np.array([len(row) for row in rows])[:, None]
         inputs = {"token_ids": token_ids, "padding_mask": mask.astype("int32")}
@@ -191,7 +190,7 @@ class _Model:
 
     @contextlib.contextmanager
     def greedy(self):
-        """A function that fills rows with the best tokens."""
+        """Context manager that yields a function for greedy generation."""
         model = self._model
         before = model.sampler, model.generate_function
         preprocessor = model.preprocessor
@@ -201,21 +200,21 @@ class _Model:
                 inputs = self._inputs(rows, self._length, fill)
                 inputs = keras.tree.map_structure(keras.ops.convert_to_tensor, inputs)
                 try:
-                    written = write(inputs, stop_token_ids=None)["token_ids"]
+                    generated = generate_function(inputs, stop_token_ids=None)["token_ids"]
                 except KeyError as error:
                     raise ValueError(
-                        f"`model` must generate from {sorted(inputs)}; its `generate_step` asks "
-                        f"for {error} as well."
+                        f"`model` must generate from {sorted(inputs)}; its `generate_step` also "
+                        f"needs {error}."
                     ) from error
-                return keras.ops.convert_to_numpy(written).tolist()
+                return keras.ops.convert_to_numpy(generated).tolist()
             seen = int(cache.num_tokens.max())
             inputs = self._inputs(rows, self._length - seen)
-            written = model.generate(inputs, stop_token_ids=None, cache=cache)["token_ids"]
-            return written.tolist()
+            generated = model.generate(inputs, stop_token_ids=None, cache=cache)["token_ids"]
+            return generated.tolist()
 
         try:
             model.sampler, model.generate_function = keras_hub.samplers.GreedySampler(), None
-            write = model.make_generate_function()
+            generate_function = model.make_generate_function()
             model.preprocessor = None
             yield generate
         finally:
@@ -225,11 +224,11 @@ class _Model:
     def prefill_arguments(self, rows):
         return {"inputs": self._inputs(rows), "max_length": self._length + 1}
 
-    def compare(self, rows, written, expected=None, where=""):
-        """Raises where a new token is clearly not the best, or not the expected one."""
+    def compare(self, rows, generated, expected=None, where=""):
+        """Raises an error if a new token is clearly not the best, or not the expected one."""
         decisions = clear = 0
         for i, (logits, tokens, given) in enumerate(
-            zip(self.logits(written), written, rows, strict=True)
+            zip(self.logits(generated), generated, rows, strict=True)
         ):
             for t in range(len(given), len(tokens)):
                 before, token = logits[t - 1], tokens[t]
@@ -246,17 +245,17 @@ class _Model:
                 if expected and expected[i][t] != token:
                     if best - second > allowed:
                         raise AssertionError(
-                            f"Token {t} of row {i}{where} is {token}, as a plain forward pass has "
-                            f"it, but otherwise {expected[i][t]}, whose logit is lower by "
+                            f"Token {t} of row {i}{where} is {token}, as in a plain forward pass, "
+                            f"but otherwise {expected[i][t]}, whose logit is lower by "
                             f"{best - before[expected[i][t]]:.3g}, where {allowed:.3g} may be "
                             "rounding."
                         )
-                    break  # both were right, and what follows differs
+                    break  # both are accepted, and the continuations differ
         if not clear:
             raise ValueError(
-                f"`model`: at none of {decisions} new tokens do its best two logits differ by more "
-                "than rounding may move them, so that nothing would be found. Give it larger "
-                "weights, or other `rows`."
+                f"`model`: at none of {decisions} new tokens do the two largest logits differ by "
+                "more than rounding errors, so the check could not fail. Use larger weights, or "
+                "other `rows`."
             )
         return Checked(decisions, clear)
 

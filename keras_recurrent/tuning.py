@@ -1,4 +1,4 @@
-"""A search for the fastest configurations of kernels, on the device at hand."""
+"""Autotuning of kernels on the current device."""
 
 import contextlib
 import importlib
@@ -8,35 +8,32 @@ from keras_recurrent import dispatch
 
 @contextlib.contextmanager
 def autotune():
-    """Time the configurations of the Triton kernels at hand, and keep the fastest.
+    """Autotunes the Triton kernels called inside a `with` block, on torch and an NVIDIA GPU.
 
-    The kernels of `backends/triton` for NVIDIA GPUs come with tiles that were chosen for the
-    GPU and the shapes of our benchmarks. On torch they can be searched; programs of JAX are
-    lowered before there is anything to time, and take the defaults. Inside this block, the
-    first call of a kernel at new sizes times up to five configurations of it on its own
-    arguments, forwards as backwards, and the fastest serves these sizes from then on: in every
-    thread, also after the block, until the process ends. Batch sizes, lengths and windows share
-    what was found up to the next power of two; all other sizes, dtypes and devices are searched
-    each for themselves.
+    The default tiles of the kernels in `backends/triton` were chosen for the GPU and the shapes of
+    our benchmarks. Inside this block, the first call of a kernel with new sizes times up to five
+    configurations on its arguments, in forward and backward passes. The fastest is used for these
+    sizes until the process ends, in every thread and also after the block. Batch sizes, lengths and
+    windows share results up to the next power of two; other sizes, dtypes and devices are tuned
+    separately. JAX lowers programs before anything can be timed and uses the defaults.
 
-    A search compiles each configuration, a second or so, and takes 256 MB of the GPU's memory
-    while it measures. Configurations differ in the order of sums: what is found may change results
-    in their last digits, and another search may find another. A configuration for which the GPU
-    has no room is left out.
+    Tuning compiles each configuration, about a second each, and takes 256 MB of GPU memory.
+    Configurations differ in the order of sums: results may change in their last digits, and tuning
+    again may choose another one. Configurations that exceed the resources of the GPU are skipped.
 
-    A compiled model calls the kernels as well: enter the block around its calls, not inside of
-    what is compiled, and before CUDA graphs are captured.
+    A compiled model calls the kernels, too: enter the block around its calls, not inside the
+    compiled function, and before CUDA graphs are captured.
 
     Returns:
-        A context manager whose value is a list. It fills with what was searched: `kernel` and
-        `device`, strings; `sizes`, a dict; `dtypes`, those of the tensors, None for one that is
-        absent; `timings`, of which each has a `configuration`, a dict, and `milliseconds`, the
-        median on the device or None if there was no room, the default first; and `fastest`, one
-        of them. Printed, each is a small table, to be reported to us: then defaults can improve.
+        A context manager whose value is a list of results: `kernel` and `device`, strings; `sizes`,
+        a dict; `dtypes` of the tensors, None for an absent one; `timings`, each with a
+        `configuration`, a dict, and `milliseconds`, the median on the device or None if it was
+        skipped, with the default first; and `fastest`, one of them. Each prints as a small table.
+        Please report them, so that defaults can improve.
 
     Raises:
-        NotImplementedError: there is nothing to search: Keras runs on another backend than torch,
-            or Triton or an NVIDIA GPU is missing.
+        NotImplementedError: Keras runs on another backend than torch, or Triton or an NVIDIA GPU is
+            missing.
         RuntimeError: a kernel with new sizes is called while a CUDA graph is captured.
 
     Example:
@@ -53,7 +50,7 @@ def autotune():
 
 
 def _search():
-    """The module that searches."""
+    """Returns the module of the search."""
     reason: str | None = f"Keras runs on {dispatch.BACKEND!r}, which has none"
     if "triton" in dispatch.serving():
         row = dispatch.IMPLEMENTATIONS["linear_scan"]["triton"]

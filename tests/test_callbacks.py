@@ -223,12 +223,12 @@ def test_a_backup_of_something_else_is_an_error(trained, tmp_path):
     backup.set_model(other)
     backup.set_params({"steps": STEPS})
     with pytest.raises(
-        ValueError, match=r"another model.*of weights it has 4 variables and here ar"
+        ValueError, match=r"another model.*its weights are 4 variables, here they ar"
     ):
         backup.on_train_begin()
     (tmp_path / "run.backup").write_bytes((tmp_path / "run.backup").read_bytes()[:-100])
     before = resumed.values(trained.begin())
-    with pytest.raises(ValueError, match=r"run.backup is damaged .*Delete it to begin anew"):
+    with pytest.raises(ValueError, match=r"run.backup is damaged .*Delete it to start again"):
         train(trained.model, folder)
     assert_same_bits(trained.model, before)
 
@@ -322,7 +322,7 @@ def test_a_file_that_stays_ends_the_next_run_at_once(trained, tmp_path):
 def test_variables_of_all_dtypes(dtype, tmp_path):
     path = str(tmp_path / "backup")
     variable = keras.Variable(np.arange(3) % 2, dtype=dtype, trainable=False)
-    callbacks.write(path, {"version": callbacks.VERSION}, {"weights": [variable]})
+    callbacks.write_backup(path, {"version": callbacks.VERSION}, {"weights": [variable]})
     wanted = keras.ops.convert_to_numpy(variable)
     variable.assign(keras.ops.zeros(3))
     callbacks.Backup(path).assign([variable], "weights")

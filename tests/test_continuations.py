@@ -66,7 +66,7 @@ def test_scores_are_those_of_whole_texts():
 @any_family
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_scores_are_the_same_in_any_batches_and_pieces(family, batch_size, monkeypatch):
-    monkeypatch.setattr(continuations, "TOKENS_AT_ONCE", 4)
+    monkeypatch.setattr(continuations, "TOKENS_PER_CALL", 4)
     model = tiny_causal_lm(family=family)
     asked = requests(model)
     check_scores(model, Continuations(model, batch_size).score(asked), asked)
@@ -92,7 +92,9 @@ def test_each_context_is_read_once(monkeypatch):
 @pytest.mark.once
 @any_family
 def test_what_is_written_is_what_generate_writes(family, monkeypatch):
-    monkeypatch.setattr(continuations, "WRITTEN_AT_ONCE", 5)  # stop strings lie across two of them
+    monkeypatch.setattr(
+        continuations, "NEW_TOKENS_PER_CALL", 5
+    )  # stop strings lie across two of them
     model = byte_model(family)
     model.compile(sampler="greedy")
     contexts = ["It was", "Call me Ishmael", "All", "It was"]
@@ -102,13 +104,13 @@ def test_what_is_written_is_what_generate_writes(family, monkeypatch):
         for text, row in zip(contexts, tokens, strict=True)
     ]
     several = Continuations(model, batch_size=2)
-    assert several.write(tokens, ["\x00no\x00"], 23, end_token_id=2) == wanted
+    assert several.generate(tokens, ["\x00no\x00"], 23, end_token_id=2) == wanted
     for stop in (wanted[0][3:6], wanted[1][9:11], wanted[2][:1]):
-        found = several.write(tokens, ["\x00no\x00", stop], 23, end_token_id=2)
+        found = several.generate(tokens, ["\x00no\x00", stop], 23, end_token_id=2)
         assert found == [text.partition(stop)[0] for text in wanted]
     last = next(letter for letter in reversed(wanted[1]) if letter.isascii())
     (end,) = model.preprocessor.tokenizer(last)
-    found = several.write(tokens[1:2], [], 23, end_token_id=end)
+    found = several.generate(tokens[1:2], [], 23, end_token_id=end)
     assert found == [wanted[1].partition(last)[0]]
 
 
@@ -144,8 +146,8 @@ def test_longer_contexts_lose_their_oldest_tokens():
     context, new = draw(30, 4)
     (found,) = several.score([(context, new)])
     np.testing.assert_allclose(found[0], by_hand(model, context[-7:], new)[0], rtol=1e-5)
-    assert several.write([context], [], 6, 2) == several.write([context[-4:]], [], 6, 2)
-    assert several.write([context], [], 6, 2) != several.write([context[-3:]], [], 6, 2)
+    assert several.generate([context], [], 6, 2) == several.generate([context[-4:]], [], 6, 2)
+    assert several.generate([context], [], 6, 2) != several.generate([context[-3:]], [], 6, 2)
 
 
 @pytest.mark.once
@@ -169,14 +171,14 @@ def test_what_cannot_be_done_is_an_error():
         with pytest.raises(ValueError, match=r"`continuation` must be a list of token ids.* got"):
             several.score([([1], new)])
     with pytest.raises(ValueError, match=r"`context` must be a list of token ids.* got 'one'"):
-        several.write(["one"], [], 4, 2)
+        several.generate(["one"], [], 4, 2)
     with pytest.raises(ValueError, match="`continuation` must be ids from 0 to 258"):
         several.score([([1], [259])])
     with pytest.raises(ValueError, match=r"`max_length` is 8 tokens, and a continuation .* 9"):
         several.score([([1], [5] * 9)])
     with pytest.raises(ValueError, match="`max_new_tokens` must be below `max_length`, 8"):
-        several.write([[1]], [], 8, 2)
-    with pytest.raises(ValueError, match="`until` must be strings that are not empty"):
-        several.write([[1]], [""], 4, 2)
+        several.generate([[1]], [], 8, 2)
+    with pytest.raises(ValueError, match="`until` must be non-empty strings"):
+        several.generate([[1]], [""], 4, 2)
     with pytest.raises(ValueError, match="no preprocessor"):
-        Continuations(tiny_causal_lm(family="hgrn2")).write([[1]], [], 4, 2)
+        Continuations(tiny_causal_lm(family="hgrn2")).generate([[1]], [], 4, 2)

@@ -20,8 +20,8 @@ def test_it_is_the_mean_of_what_score_gives(family, monkeypatch):
     model, token_ids = tiny_causal_lm(family=family), texts()
     wanted = model.score(token_ids[:, :-1], scoring_mode="loss", target_ids=token_ids[:, 1:])
     wanted = keras.ops.convert_to_numpy(wanted).astype("float64")
-    for piece in (evaluation.PIECE, 6):  # all logits at once, and those of three places
-        monkeypatch.setattr(evaluation, "PIECE", piece)
+    for piece in (evaluation.TOKENS_PER_CALL, 6):  # all logits at once, and those of three places
+        monkeypatch.setattr(evaluation, "TOKENS_PER_CALL", piece)
         found = loss_by_position(model, token_ids, batch_size=2)
         np.testing.assert_allclose(found.loss, wanted.mean(0), rtol=1e-5)
         np.testing.assert_array_equal(found.num_texts, np.full(8, 5))
@@ -69,7 +69,7 @@ def test_what_cannot_be_measured_is_an_error():
         loss_by_position(keras.layers.Dense(1), token_ids)
     for given, match in [
         ((token_ids[0],), r"`token_ids` must be integers .*; got int64 of shape \(9,\)"),
-        ((token_ids[:, :1],), "at least two tokens a text"),
+        ((token_ids[:, :1],), "with at least two tokens"),
         ((token_ids * 1.0,), "must be integers"),
         ((token_ids + VOCABULARY,), "`token_ids` must be ids from 0 to 60"),
         ((token_ids, token_ids[:, 1:] > 0), "`padding_mask` must have the shape of `token_ids`"),

@@ -150,7 +150,7 @@ def test_kernels_that_an_order_of_imports_leaves_out_on_jax(crashes, monkeypatch
     monkeypatch.setattr(import_order.os.path, "exists", lambda path: gpu)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        import_order.warn_of_left_out_kernels()
+        import_order.warn_about_disabled_kernels()
     assert ["Import keras_recurrent first" in str(w.message) for w in caught] == [True] * gpu
 
 
@@ -215,7 +215,7 @@ def test_the_backend_is_known_without_keras(crashes, monkeypatch, tmp_path):
             r"'tensorflow', which is not installed \(KERAS_BACKEND is not set",
         ),
         ("jax", ("torch",), r"'jax', which is not installed.*KERAS_BACKEND to 'torch', installed"),
-        ("pytorch", ("torch", "jax"), r"'pytorch', which is no backend.* to 'jax' or 'torch'"),
+        ("pytorch", ("torch", "jax"), r"'pytorch', which is not a backend.* to 'jax' or 'torch'"),
         ("torch", (), r"'torch', which is not installed.*extra `jax` .*, or pip install jax"),
         ("tensorflow", ("tensorflow",), None),
         ("numpy", (), None),

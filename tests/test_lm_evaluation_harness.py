@@ -148,8 +148,8 @@ def test_what_cannot_be_done_is_an_error():
     with pytest.raises(ValueError, match="`pretrained` must have a preprocessor"):
         HarnessLM(tiny_causal_lm(family="hgrn2"))
     for options, match in [
-        ({"do_sample": True, "temperature": 0.7}, "writes greedily"),
-        ({"num_beams": 4}, "asks for \\['num_beams'\\]"),
+        ({"do_sample": True, "temperature": 0.7}, "generates greedily"),
+        ({"num_beams": 4}, "options \\['num_beams'\\]"),
     ]:
         with pytest.raises(ValueError, match=match):
             HarnessLM(model).generate_until([Instance("generate_until", {}, ("a", options), 0)])

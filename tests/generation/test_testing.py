@@ -99,14 +99,14 @@ def test_a_model_that_generates_from_more(monkeypatch):
         return generate_step(inputs, stop_token_ids)
 
     monkeypatch.setattr(model, "generate_step", asks_for_more)
-    with pytest.raises(ValueError, match="its `generate_step` asks for 'predict_token_ids' as"):
+    with pytest.raises(ValueError, match="its `generate_step` also needs 'predict_token_ids'"):
         testing.assert_cached_equals_plain(model, ROWS, new_tokens=3)
 
 
 @pytest.mark.once
 def test_the_wrong_one_of_two_is_named():
     model = tiny_causal_lm(family=FAMILY)
-    checked = testing._Model(model, ROWS, 3, None)
+    checked = testing._Checker(model, ROWS, 3, None)
     with checked.greedy() as generate:
         right = generate(ROWS)
     other = [list(row) for row in right]
@@ -155,13 +155,13 @@ def test_a_mask_that_is_not_heeded_is_found(monkeypatch):
 @pytest.mark.once
 def test_padding_that_moves_plain_logits_is_found(monkeypatch):
     model = tiny_causal_lm(family=FAMILY)
-    forward = testing._Model._forward
+    forward = testing._Checker._forward
 
     def moved(self, inputs):
         return forward(self, inputs) + np.arange(VOCABULARY) * inputs["token_ids"].shape[1] / 10
 
-    monkeypatch.setattr(testing._Model, "_forward", moved)
-    with pytest.raises(AssertionError, match="Padding changes a plain forward pass: behind token"):
+    monkeypatch.setattr(testing._Checker, "_forward", moved)
+    with pytest.raises(AssertionError, match="Padding changes a plain forward pass: after token"):
         testing.assert_padding_changes_nothing(model, ROWS, new_tokens=3)
 
 
@@ -169,14 +169,14 @@ def test_padding_that_moves_plain_logits_is_found(monkeypatch):
 def test_logits_that_are_not_finite_are_found(monkeypatch):
     """As padding makes them where a whole row of a softmax is masked."""
     model = tiny_causal_lm(family=FAMILY)
-    forward = testing._Model._forward
+    forward = testing._Checker._forward
 
     def masked(self, inputs):
         padded = ~inputs["padding_mask"].astype(bool).all(axis=1)
         return np.where(padded[:, None, None], np.nan, forward(self, inputs))
 
-    monkeypatch.setattr(testing._Model, "_forward", masked)
-    with pytest.raises(AssertionError, match="not finite, behind token 0 of row 1"):
+    monkeypatch.setattr(testing._Checker, "_forward", masked)
+    with pytest.raises(AssertionError, match="not finite, after token 0 of row 1"):
         testing.assert_padding_changes_nothing(model, ROWS, new_tokens=3)
 
 
@@ -213,5 +213,5 @@ def test_what_cannot_be_checked():
     embeddings = model.backbone.token_embedding.embeddings
     embeddings.assign(np.zeros(embeddings.shape, "float32"))
     if FAMILY != "transnormer" and model.backbone.token_embedding.tie_weights:
-        with pytest.raises(ValueError, match="nothing would be found"):
+        with pytest.raises(ValueError, match="could not fail"):
             testing.assert_cached_equals_plain(model, ROWS, new_tokens=2)
