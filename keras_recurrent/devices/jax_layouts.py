@@ -74,8 +74,8 @@ def make_layout_map(device_mesh, model_parallel_dim_name, data_parallel_dim_name
             )
         if name == SEQUENCE_AXIS:
             raise ValueError(
-                f"`{argument}` must be another axis than {SEQUENCE_AXIS!r}, which splits sequences. "
-                "Rename the axis of the mesh, or pass another axis."
+                f"`{argument}` must be another axis than {SEQUENCE_AXIS!r}, which splits "
+                "sequences. Rename the axis of the mesh, or pass another axis."
             )
     layout_map = keras.distribution.LayoutMap(device_mesh)
     layout_map["token_embedding/embeddings"] = (model, get_weight_axis(device_mesh, data))
