@@ -487,7 +487,7 @@ FAULTS = [
     Fault(
         "loss_padding_label",
         "keras_recurrent/training/token_crossentropy.py",
-        old='y_true = ops.where(ops.cast(counts, "bool"), y_true, ops.zeros_like(y_true))',
+        old='y_true = ops.where(ops.cast(weight, "bool"), y_true, ops.zeros_like(y_true))',
         new="pass",
         tests={"torch": "models/test_causal_lm.py::test_a_label_without_weight_may_be_any_number"},
     ),
