@@ -99,7 +99,7 @@ def test_what_devices_do_not_divide_is_refused_by_name(family):
     fine = {"vocabulary_size": 64, "intermediate_dim": 40, "lru_width": 24}
     fine = {name: size for name, size in fine.items() if name in FAMILIES[family].sizes}
     expected = [
-        ({}, "`token_embedding/embeddings` is to .*, `vocabulary_size=64`"),
+        ({}, "`token_embedding/embeddings` is split .*, `vocabulary_size=64`"),
         (fine, f"block_0/temporal.*`{heads[0]}`, {heads[1]}[.] Take a"),
         ({**fine, "intermediate_dim": 44}, "mlp/gate_proj/kernel` is .* `intermediate_dim`, 44"),
     ]

@@ -50,7 +50,7 @@ def test_what_shards_of_time_do_not_have_is_refused_before_weights_are_made():
     layout_map = models.GriffinBackbone.get_layout_map(mesh)
     kinds = {"block_types": ("recurrent", "global_attention")}
     with keras.distribution.ModelParallel(layout_map=layout_map).scope():
-        message = "`LocalAttention` without a `sliding_window` needs all tokens of a row"
+        message = "`LocalAttention` without a `sliding_window` needs all tokens of a sequence"
         with pytest.raises(NotImplementedError, match=message):
             tiny_backbone(family="griffin", **kinds)
     for argument in ("model_parallel_dim_name", "data_parallel_dim_name"):
