@@ -9,6 +9,9 @@
 - `cudnn/` is softmax attention from NVIDIA's library, on torch, for sequences no longer than the
   window.
 
+`signatures.py` has one entry for each operation: its tensors and results with their dimensions.
+Argument checks, sharding rules and custom operators are made from it.
+
 Functions here take and return tensors of their framework. They do not depend on layers or Keras:
 `keras_recurrent/dispatch.py` chooses the implementation of a call, and sets the name of the
 framework (`host.py`).
@@ -74,7 +77,8 @@ decoding steps: they take one token of each sequence, [B, D]. In Triton they hav
 
 ## How to add one
 
-Write the file: the tests find it by its name and compare it with the reference. For example,
+Write the file: the tests find it by its name and compare it with the reference. (A new operation
+also needs an entry in `signatures.py` and a file in `reference/`.) For example,
 
     KERAS_BACKEND=torch python -m pytest tests/ops -k "linear_scan and torch"
 

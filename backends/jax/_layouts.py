@@ -9,44 +9,13 @@ one sum of the gradients of tensors that all shards share, such as the weights o
 
 import functools
 import math
-from typing import Any, NamedTuple
 
 import jax
 
 from ..constants import SEQUENCE_AXIS
+from ..signatures import SIGNATURES, TOKENS
 from . import _sequence, linear_crossentropy
 from ._shards import over
-
-
-class _Dimensions(NamedTuple):
-    """Names of the dimensions: "b" is the batch, those in `split` are channels or heads."""
-
-    tensors: dict[str, Any]
-    output: str
-    state: Any
-    split: tuple[str, ...] = ("d",)
-
-
-_ATTENTION_STATE = {"key": "b c g k", "value": "b c g v", "position": "b"}
-_HEADS = {"q": "b t h k", "k": "b t h k", "v": "b t h v"}
-_DIMENSIONS = {
-    "linear_scan": _Dimensions({"x": "b t d", "log_a": "b t d"}, "b t d", "b d"),
-    # The real parts of all channels come before the imaginary ones.
-    "complex_linear_scan": _Dimensions(
-        {"x": "b t c", "log_a": "b t d", "phase": "b t d"}, "b t c", "b c", ()
-    ),
-    "rg_lru": _Dimensions(
-        {"x": "b t d", "gate_a": "b t d", "gate_x": "b t d", "a_logit": "d"}, "b t d", "b d"
-    ),
-    "causal_conv1d": _Dimensions({"x": "b t d", "kernel": "w d", "bias": "d"}, "b t d", "b w d"),
-    "gated_linear_attention": _Dimensions(
-        {**_HEADS, "log_f": "b t h k"}, "b t h v", "b h k v", ("h",)
-    ),
-    "lightning_attention": _Dimensions({**_HEADS, "log_decay": "h"}, "b t h v", "b h k v", ("h",)),
-    "sliding_window_attention": _Dimensions(
-        {"q": "b t h k", "k": "b t g k", "v": "b t g v"}, "b t h v", _ATTENTION_STATE, ("h", "g")
-    ),
-}
 
 
 def run(operation, function, arguments, mesh, batch_axis):
@@ -62,7 +31,8 @@ def run(operation, function, arguments, mesh, batch_axis):
     is_free = not jax.sharding.get_abstract_mesh().manual_axes
     if operation == "linear_crossentropy" and is_free:
         return linear_crossentropy.run_sharded(mesh, batch_axis, **arguments)
-    if operation not in _DIMENSIONS or not is_free:
+    signature = SIGNATURES[operation]
+    if not signature.is_over_time or not is_free:
         with over(mesh):
             return function(**arguments)
     if batch_axis == SEQUENCE_AXIS:
@@ -70,8 +40,7 @@ def run(operation, function, arguments, mesh, batch_axis):
             f"The mesh axis {SEQUENCE_AXIS!r} splits the time axis, so it cannot split the batch: "
             "give the distribution another `batch_dim_name`, or the axis another name."
         )
-    dimensions = _DIMENSIONS[operation]
-    names = (*dimensions.tensors, "initial_state", "token_kind")
+    names = (*signature.tensors, "initial_state", "token_kind")
     given = {name: arguments[name] for name in names if arguments.get(name) is not None}
     context = ("initial_state", "token_kind")
     options = {name: x for name, x in arguments.items() if name not in (*given, *context)}
@@ -81,62 +50,63 @@ def run(operation, function, arguments, mesh, batch_axis):
 # Compiled: otherwise every eager call would be traced.
 @functools.partial(jax.jit, static_argnums=range(1, 6))
 def _run_sharded(given, operation, function, options, mesh, batch_axis):
-    dimensions, options, sizes = _DIMENSIONS[operation], dict(options), {}
-    names = {**dimensions.tensors, "initial_state": dimensions.state, "token_kind": "b t"}
+    signature, options, sizes = SIGNATURES[operation], dict(options), {}
+    state = signature.state
+    names = {**signature.tensors, "initial_state": state, "token_kind": TOKENS}
     names = {name: names[name] for name in given}
     jax.tree.map(
         lambda dims, x: sizes.update(zip(dims.split(), x.shape, strict=True)), names, given
     )
-    split = _split(dimensions, sizes, options, mesh, batch_axis)
+    split = _split(signature.channels, sizes, options, mesh, batch_axis)
 
     def spec(dims):
         return jax.P(*(split.get(name) for name in dims.split()))
 
     def local(shard):
-        if "t" in split:
+        if "T" in split:
             return _sequence.run(
                 operation, function, shard, options, SEQUENCE_AXIS, mesh.shape[SEQUENCE_AXIS]
             )
         return function(**shard, **options)
 
-    state, bounds = dimensions.state, (options.get("sliding_window"), options.get("capacity"))
-    if state is _ATTENTION_STATE and "initial_state" not in given and bounds == (None, None):
+    bounds = options.get("sliding_window"), options.get("capacity")
+    if isinstance(state, dict) and "initial_state" not in given and bounds == (None, None):
         state = {}
     return jax.shard_map(
         local,
         mesh=mesh,
         in_specs=(jax.tree.map(spec, names),),
-        out_specs=(spec(dimensions.output), jax.tree.map(spec, state)),
+        out_specs=(spec(signature.output), jax.tree.map(spec, state)),
         check_vma=False,
     )(given)
 
 
-def _split(dimensions, sizes, options, mesh, batch_axis):
+def _split(channels, sizes, options, mesh, batch_axis):
     """Returns {dimension: axes of the mesh that split it}."""
     other_axes = tuple(name for name in mesh.axis_names if name not in (batch_axis, SEQUENCE_AXIS))
     count = math.prod(mesh.shape[name] for name in other_axes)
-    split = {"b": batch_axis} if sizes["b"] % mesh.shape[batch_axis] == 0 else {}
-    if dimensions.split and sizes[dimensions.split[0]] % count == 0:
-        split |= {name: other_axes for name in dimensions.split if sizes[name] % count == 0}
-        if "g" not in split and sizes.get("g", 1) > 1:
-            del split["h"]  # query heads of a shard would share keys unevenly
+    split = {"B": batch_axis} if sizes["B"] % mesh.shape[batch_axis] == 0 else {}
+    if channels and sizes[channels[0]] % count == 0:
+        split |= {name: other_axes for name in channels if sizes[name] % count == 0}
+        if "G" not in split and sizes.get("G", 1) > 1:
+            del split["H"]  # query heads of a shard would share keys unevenly
     parts = mesh.shape.get(SEQUENCE_AXIS, 1)
     # A single token, as in decoding, is not split.
-    if parts > 1 and sizes["t"] > 1 and not _is_short(sizes, options):
-        if sizes["t"] % parts:
+    if parts > 1 and sizes["T"] > 1 and not _is_short(sizes, options):
+        if sizes["T"] % parts:
             raise ValueError(
-                f"Sequences of {sizes['t']} tokens cannot be split along the mesh axis "
+                f"Sequences of {sizes['T']} tokens cannot be split along the mesh axis "
                 f"{SEQUENCE_AXIS!r} of size {parts}. Pad sequences to a multiple of it, such as "
-                f"{sizes['t'] + -sizes['t'] % parts} tokens."
+                f"{sizes['T'] + -sizes['T'] % parts} tokens."
             )
-        split["t"] = SEQUENCE_AXIS
+        split["T"] = SEQUENCE_AXIS
     return split
 
 
 def _is_short(sizes, options):
     """Returns True if the KV cache shows that sequences are shorter than the window."""
     window = options.get("sliding_window")
-    return window is not None and sizes.get("c", window) < window - 1
+    return window is not None and sizes.get("C", window) < window - 1
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

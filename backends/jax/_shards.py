@@ -1,7 +1,7 @@
 """Kernels on the shards of a mesh and under `jax.vmap`, from the names of their dimensions.
 
 XLA can neither partition nor batch a kernel. In the names of a tensor's dimensions, such as
-"b t d", `b` is the batch; one other dimension, channels or heads, may be split or merged as well.
+"B T D", `B` is the batch; one other dimension, channels or heads, may be split or merged as well.
 All other dimensions stay whole.
 """
 
@@ -16,13 +16,13 @@ def over(mesh):
     return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
-def distributed(kernel, arguments, results, channels="d"):
+def distributed(kernel, arguments, results, channels):
     """Applies `batch_kernel` and `per_shard`, which have the same parameters."""
     kernel = batch_kernel(kernel, arguments, results, channels)
     return per_shard(kernel, arguments, results, channels)
 
 
-def per_shard(kernel, arguments, results, channels="d"):
+def per_shard(kernel, arguments, results, channels):
     """Returns a function that runs `kernel` on every shard if a mesh is set (see `over`).
 
     JAX's `custom_partitioning` does not reach the compiler for TPU (jax issue 38196), so the mesh
@@ -35,7 +35,7 @@ def per_shard(kernel, arguments, results, channels="d"):
         kernel: a function of tensors, some of them None, that returns a tuple of tensors.
         arguments: the names of each tensor's dimensions.
         results: the names of each result's dimensions.
-        channels: the name of the dimension other than `b` that may be split, or None.
+        channels: the names of the dimensions other than `B` that may be split.
     """
 
     def call(*tensors):
@@ -49,7 +49,7 @@ def per_shard(kernel, arguments, results, channels="d"):
                 sizes |= zip(names.split(), tensor.shape, strict=True)
         split = {
             name: axes
-            for name, axes in (("b", free[:1]), (channels, free[1:]))
+            for name, axes in (("B", free[:1]), *((name, free[1:]) for name in channels))
             if axes and name in sizes and sizes[name] % _count(mesh, axes) == 0
         }
 
@@ -111,7 +111,7 @@ def _count(mesh, axes):
     return count
 
 
-def batch_kernel(kernel, arguments, results, channels="d"):
+def batch_kernel(kernel, arguments, results, channels):
     """Returns a function that runs `kernel` once for an axis mapped by `jax.vmap`, if possible.
 
     The axis is merged into the batch if all mapped tensors and all results have one, else into the
@@ -128,7 +128,7 @@ def batch_kernel(kernel, arguments, results, channels="d"):
     @call.def_vmap
     def _(size, mapped, *tensors):
         mapped = [bool(jax.tree.leaves(m)) and m for m in mapped]
-        for name in ("b", channels):
+        for name in ("B", *channels):
             mapped_names = (names for names, m in zip(arguments, mapped, strict=True) if m)
             if all(name in names.split() for names in (*mapped_names, *results)):
                 joined = functools.partial(_merge_axis, name, size)

@@ -21,6 +21,7 @@ from ..constants import GOES_ON, PADDING, STARTS
 from ..jax import causal_conv1d as plain
 from ..jax._common import default_zero_state, default_zero_state_gradient
 from ..jax._shards import per_shard
+from ..signatures import SIGNATURES
 from ._common import ROWS, unsupported_reason
 from ._lazy import pl
 from ._math import sigmoids
@@ -255,13 +256,18 @@ def _backward(x, weights, bias, initial_state, slot, dy, d_final):
     return stream(_backward_kernel, blocks, slot, inputs, outputs, carried=taps - 1)
 
 
-_ARGUMENTS = ("b t d", "w d", "o d", "b s d", "b t")
-_RESULTS = ("b t d", "b s d")
-_forward = per_shard(functools.partial(_filtered, _identity), _ARGUMENTS, _RESULTS)
-_forward_with_silu = per_shard(functools.partial(_filtered, _silu), _ARGUMENTS, _RESULTS)
-_before_silu = per_shard(
-    functools.partial(_filtered, _silu_gradient), (*_ARGUMENTS, "b t d"), _RESULTS
-)
-_backward = per_shard(_backward, (*_ARGUMENTS, "b t d", "b s d"), ("b t d", "b f d", "b s d"))
+(_X, _KERNEL, _, *_CONTEXT), _RESULTS, _CHANNELS = SIGNATURES["causal_conv1d"].layout
+_TENSORS = (_X, _KERNEL, "1 D", *_CONTEXT)  # the bias as a row
+
+
+def _per_shard(function, saved=(), results=_RESULTS):
+    return per_shard(function, (*_TENSORS, *saved), results, _CHANNELS)
+
+
+_forward = _per_shard(functools.partial(_filtered, _identity))
+_forward_with_silu = _per_shard(functools.partial(_filtered, _silu))
+_before_silu = _per_shard(functools.partial(_filtered, _silu_gradient), saved=(_X,))
+# Gradients of the filter and the bias are rows F of one tensor, for each row of the batch.
+_backward = _per_shard(_backward, saved=_RESULTS, results=(_X, "B F D", _RESULTS[1]))
 
 causal_conv1d = plain.operation(forward, backward)

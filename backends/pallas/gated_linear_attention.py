@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from ..jax import gated_linear_attention as plain
 from ..jax._common import default_zero_state, default_zero_state_gradient
 from ..jax._shards import per_shard
+from ..signatures import SIGNATURES
 from . import _linear_attention
 from ._lazy import pltpu
 from ._linear_attention import CHUNK, row_and_column_numbers
@@ -50,12 +51,11 @@ def _backward(q, k, v, log_f, initial_state, token_kind, d_output, d_final):
     return *gradients, d_initial
 
 
-_KEY, _VALUE, _STATE = "b t h k", "b t h v", "b h k v"
-_TENSORS = (_KEY, _KEY, _VALUE, _KEY, _STATE, "b t")
-_SAVED = (*_TENSORS, _VALUE, _STATE)
-_forward = per_shard(_forward, _TENSORS, (_VALUE, _STATE), "h")
-_backward_tied = per_shard(_backward, _SAVED, (_KEY, _VALUE, _KEY, _STATE), "h")
-_backward = per_shard(_backward, _SAVED, (_KEY, _KEY, _VALUE, _KEY, _STATE), "h")
+_TENSORS, _RESULTS, _CHANNELS = SIGNATURES["gated_linear_attention"].layout
+_SAVED = (*_TENSORS, *_RESULTS)
+_forward = per_shard(_forward, _TENSORS, _RESULTS, _CHANNELS)
+_backward_tied = per_shard(_backward, _SAVED, (_TENSORS[0], *_TENSORS[2:-1]), _CHANNELS)
+_backward = per_shard(_backward, _SAVED, _TENSORS[:-1], _CHANNELS)
 
 
 class _Chunk:

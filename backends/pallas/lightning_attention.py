@@ -12,6 +12,7 @@ from ..constants import PADDING, STARTS
 from ..jax import lightning_attention as plain
 from ..jax._common import default_zero_state, default_zero_state_gradient
 from ..jax._shards import per_shard
+from ..signatures import SIGNATURES
 from . import _linear_attention
 from ._linear_attention import row, row_and_column_numbers
 
@@ -44,10 +45,9 @@ def _backward(q, k, v, log_decay, initial_state, token_kind, d_output, d_final):
     return *gradients, d_initial
 
 
-_KEY, _VALUE, _STATE = "b t h k", "b t h v", "b h k v"
-_TENSORS = (_KEY, _KEY, _VALUE, "h", _STATE, "b t")
-_forward = per_shard(_forward, _TENSORS, (_VALUE, _STATE), "h")
-_backward = per_shard(_backward, (*_TENSORS, _VALUE, _STATE), (_KEY, _KEY, _VALUE, _STATE), "h")
+_TENSORS, _RESULTS, _CHANNELS = SIGNATURES["lightning_attention"].layout
+_forward = per_shard(_forward, _TENSORS, _RESULTS, _CHANNELS)
+_backward = per_shard(_backward, (*_TENSORS, *_RESULTS), (*_TENSORS[:3], _RESULTS[1]), _CHANNELS)
 
 
 class _Chunk:

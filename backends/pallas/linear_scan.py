@@ -11,6 +11,7 @@ from ..constants import GOES_ON
 from ..jax import linear_scan as plain
 from ..jax._common import default_zero_state, default_zero_state_gradient
 from ..jax._shards import per_shard
+from ..signatures import SIGNATURES
 from ._common import unsupported_reason
 from ._lazy import pl
 from ._streaming import (
@@ -124,8 +125,8 @@ def _backward(log_a, initial_state, token_kind, h, dh, d_final):
     return dx, d_log_a, d_initial[:, 0]
 
 
-_TBD = "b t d"
-_forward = per_shard(_forward, (_TBD, _TBD, "b d", "b t"), (_TBD, "b d"))
-_backward = per_shard(_backward, (_TBD, "b d", "b t", _TBD, _TBD, "b d"), (_TBD, _TBD, "b d"))
+_TENSORS, _RESULTS, _CHANNELS = SIGNATURES["linear_scan"].layout
+_forward = per_shard(_forward, _TENSORS, _RESULTS, _CHANNELS)
+_backward = per_shard(_backward, (*_TENSORS[1:], _RESULTS[0], *_RESULTS), _TENSORS[:-1], _CHANNELS)
 
 linear_scan = plain.operation(forward, backward)

@@ -19,6 +19,7 @@ from ..constants import DECAY_EXPONENT, GOES_ON, MAX_SQRT_GRADIENT, STARTS
 from ..jax import rg_lru as plain
 from ..jax._common import default_zero_state, default_zero_state_gradient
 from ..jax._shards import per_shard
+from ..signatures import SIGNATURES
 from ._common import unsupported_reason
 from ._lazy import pl
 from ._math import decay, sigmoids
@@ -179,9 +180,14 @@ def _backward(x, gate_a, gate_x, log_a_open, initial_state, token_kind, h, dh, d
     return *d_tensors, d_rate[:, 0], d_initial[:, 0]
 
 
-_TENSORS = ("b t d",) * 3
-_ARGUMENTS = (*_TENSORS, "d", "b d", "b t")
-_forward = per_shard(_forward, _ARGUMENTS, ("b t d", "b d"))
-_backward = per_shard(_backward, (*_ARGUMENTS, "b t d", "b t d", "b d"), (*_TENSORS, "b d", "b d"))
+_TENSORS, _RESULTS, _CHANNELS = SIGNATURES["rg_lru"].layout
+_forward = per_shard(_forward, _TENSORS, _RESULTS, _CHANNELS)
+# The gradient of the logits is summed over time alone, [B, D].
+_backward = per_shard(
+    _backward,
+    (*_TENSORS, _RESULTS[0], *_RESULTS),
+    (*_TENSORS[:3], "B D", _RESULTS[1]),
+    _CHANNELS,
+)
 
 rg_lru = plain.operation(forward, backward)

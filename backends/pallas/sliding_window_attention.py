@@ -57,13 +57,13 @@ def backward(q, k, v, query_documents, key_documents, sums, d_output, *, window,
     return d_q.astype(dtype), *(jnp.sum(d.astype(dtype), axis=3) for d in d_shared)
 
 
-_QUERY, _OUTPUT = "b t g r k", "b t g r v"
-_GIVEN = (_QUERY, "b t g k", "b t g v", "b t", "b t")
+_QUERY, _OUTPUT = "B T G R K", "B T G R V"
+_GIVEN = (_QUERY, "B T G K", "B T G V", "B T", "B T")
 
 
 def _per_shard(function, k, arguments, results):
     """Applies `per_shard` to the key heads, or to the query heads if all share one key head."""
-    return per_shard(function, arguments, results, "r" if k.shape[2] == 1 else "g")
+    return per_shard(function, arguments, results, ("R",) if k.shape[2] == 1 else ("G",))
 
 
 def _forward(window, q, k, v, query_documents, key_documents):

@@ -4,6 +4,7 @@ import torch
 from torch.autograd import forward_ad
 
 from ..constants import PADDING, STARTS
+from ..signatures import SIGNATURES, TOKENS
 from . import _sharding
 from ._autograd import register_autograd
 
@@ -135,15 +136,13 @@ def applied_decay_(a, starts, padding):
 
 
 def register_gradient(
+    operation,
     forward,
     backward,
-    dimensions,
-    result_dimensions,
-    channels="d",
     keep_output=True,
     dropped=(),
     options=0,
-    num_residuals=0,
+    residuals=(),
 ):
     """Registers `backward` as gradient of the operator `forward(*inputs) -> (output, final_state)`.
 
@@ -152,17 +151,14 @@ def register_gradient(
     gradients of inputs that need none, or are None, are dropped.
 
     Args:
+        operation: string, the name of the operation, whose signature has the dimensions.
         forward: an operator. An operation without a state returns only the output.
         backward: an operator `(d_output, d_final_state, output, *inputs)`.
-        dimensions: the dimension names of each tensor that `forward` takes, such as "b t d", the
-            token kinds last.
-        result_dimensions: the dimension names of each tensor that it returns.
-        channels: the dimensions other than the batch whose elements are independent.
         keep_output: boolean; if False, the output is not saved and `backward` does not take it.
         dropped: positions of inputs that are not saved; `backward` does not take them.
         options: the number of inputs after the token kinds, which are not tensors.
-        num_residuals: the number of last results that only the backward pass needs. `backward`
-            takes them, before the output, in place of their gradients.
+        residuals: the dimension names of each further result, which only the backward pass needs.
+            `backward` takes them, before the output, in place of their gradients.
     """
     num_undifferentiated = 1 + options
 
@@ -170,29 +166,34 @@ def register_gradient(
         tensors = inputs[: len(inputs) - options]
         ctx.options = inputs[len(tensors) :]
         kept = [x for i, x in enumerate(tensors) if i not in dropped]
-        found = output[-num_residuals:] if num_residuals else ()
+        found = output[len(output) - len(residuals) :] if residuals else ()
         ctx.mark_non_differentiable(*found)
         ctx.save_for_backward(*found, *(output[:1] if keep_output else ()), *kept)
 
     def gradients(ctx, *d_results):
         # Read once: inside a checkpoint, each access recomputes the forward pass.
         saved = ctx.saved_tensors
-        found = backward(*d_results[: len(d_results) - num_residuals], *saved, *ctx.options)
+        found = backward(*d_results[: len(d_results) - len(residuals)], *saved, *ctx.options)
         found = (found,) if isinstance(found, torch.Tensor) else found
         needed = ctx.needs_input_grad[: len(ctx.needs_input_grad) - num_undifferentiated]
         given = (dx if need else None for need, dx in zip(needed, found, strict=True))
         return *given, *[None] * num_undifferentiated
 
     register_autograd(forward, gradients, save, backward)
-    kept = [i for i in range(len(dimensions)) if i not in dropped]
-    before = (*result_dimensions, *(result_dimensions[:1] if keep_output else ()))
-    _sharding.register(forward, dimensions, result_dimensions, channels)
+    tensors, results, channels = SIGNATURES[operation].layout
+    tensors, results = (
+        tuple(dimensions.replace("...", TOKENS) for dimensions in group)
+        for group in (tensors, (*results, *residuals))
+    )
+    kept = [i for i in range(len(tensors)) if i not in dropped]
+    before = (*results, *(results[:1] if keep_output else ()))
+    _sharding.register(forward, tensors, results, channels)
     _sharding.register(
         backward,
-        (*before, *(dimensions[i] for i in kept)),
-        dimensions[:-1],
+        (*before, *(tensors[i] for i in kept)),
+        tensors[:-1],
         channels,
-        [len(before) + kept.index(i) if i in kept else None for i in range(len(dimensions) - 1)],
+        [len(before) + kept.index(i) if i in kept else None for i in range(len(tensors) - 1)],
     )
 
 

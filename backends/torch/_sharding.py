@@ -1,6 +1,6 @@
 """Sharding rules of custom operators for `DTensor`s, split by batch or by channels.
 
-The rules of an operator follow from the names of its dimensions, such as "b t d". Batch and
+The rules of an operator follow from the names of its dimensions, such as "B T D". Batch and
 channels (or heads) are independent in all of them; time is not, nor is the inside of a head.
 """
 
@@ -22,9 +22,9 @@ def register(operator, tensors, results, channels, gradient_of=None):
 
     Args:
         operator: the result of `torch.library.custom_op`. Its tensors come before its options.
-        tensors: the dimension names of each tensor that it takes, such as "b t d".
+        tensors: the dimension names of each tensor that it takes, such as "B T D".
         results: the dimension names of each tensor that it returns.
-        channels: names of dimensions other than "b" whose elements are independent; all are split
+        channels: names of dimensions other than "B" whose elements are independent; all are split
             together.
         gradient_of: if results are gradients, the indices in `tensors` of the differentiated
             tensors, or None each. A gradient without the split dimension, such as that of a bias,
@@ -51,8 +51,10 @@ def register(operator, tensors, results, channels, gradient_of=None):
                     outputs[i] = Replicate()  # this gradient is never read
             return outputs, inputs + options
 
-        whole_everywhere = [Replicate()] * len(results), placements("")[1]
-        splits = ["b", channels] if channels and _can_split(given, tensors, channels) else ["b"]
+        whole_everywhere = [Replicate()] * len(results), placements(())[1]
+        splits = [("B",)]
+        if channels and _can_split(given, tensors, channels):
+            splits.append(channels)
         return [whole_everywhere, *map(placements, splits)]
 
 

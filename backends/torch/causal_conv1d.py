@@ -218,11 +218,4 @@ def _(dy, d_state, x, kernel, bias, initial_state, token_kind, activation):
     )
 
 
-register_gradient(
-    _forward,
-    _backward,
-    ("b t d", "w d", "d", "b s d", "b t"),
-    ("b t d", "b s d"),
-    keep_output=False,
-    options=1,
-)
+register_gradient("causal_conv1d", _forward, _backward, keep_output=False, options=1)

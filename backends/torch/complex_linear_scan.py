@@ -105,10 +105,4 @@ def _(dh, d_state, h, x, log_a, phase, initial_state, token_kind):
     )
 
 
-register_gradient(
-    _forward,
-    _backward,
-    ("b t c", "b t d", "b t d", "b c", "b t"),
-    ("b t c", "b c"),
-    channels="",  # the imaginary parts follow the real parts
-)
+register_gradient("complex_linear_scan", _forward, _backward)

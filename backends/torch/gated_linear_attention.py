@@ -140,14 +140,7 @@ def _(d_output, d_final_state, q, k, v, log_f, initial_state, token_kind):
     )
 
 
-register_gradient(
-    _forward,
-    _backward,
-    ("b t h k", "b t h k", "b t h v", "b t h k", "b h k v", "b t"),
-    ("b t h v", "b h k v"),
-    channels="h",
-    keep_output=False,
-)
+register_gradient("gated_linear_attention", _forward, _backward, keep_output=False)
 
 
 def _prepared(q, k, v, log_f, token_kind, span, size, dtype):

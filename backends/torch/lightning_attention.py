@@ -134,14 +134,7 @@ def _(d_output, d_final_state, q, k, v, log_decay, initial_state, token_kind):
     return tuple(x.new_empty(x.shape) for x in given)
 
 
-register_gradient(
-    _forward,
-    _backward,
-    ("b t h k", "b t h k", "b t h v", "h", "b h k v", "b t"),
-    ("b t h v", "b h k v"),
-    channels="h",
-    keep_output=False,
-)
+register_gradient("lightning_attention", _forward, _backward, keep_output=False)
 
 
 def _prepared(tensors, kinds, span, size, dtype):

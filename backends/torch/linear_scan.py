@@ -100,10 +100,4 @@ def _(dh, d_state, h, log_a, initial_state, token_kind):
     )
 
 
-register_gradient(
-    _forward,
-    _backward,
-    ("b t d", "b t d", "b d", "b t"),
-    ("b t d", "b d"),
-    dropped=(0,),
-)
+register_gradient("linear_scan", _forward, _backward, dropped=(0,))

@@ -170,9 +170,4 @@ def _(dh, d_state, h, x, gate_a, gate_x, a_logit, initial_state, token_kind):
     )
 
 
-register_gradient(
-    _forward,
-    _backward,
-    ("b t d", "b t d", "b t d", "d", "b d", "b t"),
-    ("b t d", "b d"),
-)
+register_gradient("rg_lru", _forward, _backward)

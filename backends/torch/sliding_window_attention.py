@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..constants import PADDING, STARTS
+from ..signatures import SIGNATURES
 from . import _banded_attention, _circular_buffer, _sharding
 from ._attention_inputs import AttentionInputs, attend, fake_gradients, fake_results
 from ._autograd import register_autograd
@@ -124,10 +125,9 @@ def _gradients(ctx, d_output, d_key, d_value, _):
 
 
 register_autograd(_forward, _gradients, _save, _backward)
-_rows = "b t h k", "b t g k", "b t g k", "b c g k", "b c g k"
-_results = "b t h k", "b c g k", "b c g k"
-_sharding.register(_forward, (*_rows, "b", "b t"), (*_results, "b"), "hg")
-_sharding.register(_backward, (*_results, *_rows, "b", "b t"), _rows, "hg", range(3, 8))
+_tensors, _results, _channels = SIGNATURES["sliding_window_attention"].layout
+_sharding.register(_forward, _tensors, _results, _channels)
+_sharding.register(_backward, (*_results[:-1], *_tensors), _tensors[:-2], _channels, range(3, 8))
 
 
 def _one_token(q, k, v, key, value, position, token_kind, window):

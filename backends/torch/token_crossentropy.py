@@ -77,11 +77,5 @@ def _(d_losses, largest, total, logits, tokens):
 
 
 register_gradient(
-    _forward,
-    _backward,
-    ("b t v", "b t"),
-    ("b t", "b t", "b t"),
-    channels="",
-    keep_output=False,
-    num_residuals=2,
+    "token_crossentropy", _forward, _backward, keep_output=False, residuals=("...", "...")
 )

@@ -518,7 +518,5 @@ kernels = operation(
         results,
         backward,
         gradients,
-        dimensions=("b t d", "w d", "d", "b s d", "b t"),
-        result_dimensions=("b t d", "b s d"),
     )
 )

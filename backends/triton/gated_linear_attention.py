@@ -161,9 +161,6 @@ kernels = operation(
         results,
         backward,
         gradients,
-        dimensions=("b t h k", "b t h k", "b t h v", "b t h k", "b h k v", "b t"),
-        result_dimensions=("b t h v", "b h k v", "b h p"),
-        channels="h",
-        num_residuals=1,
+        residuals=("B H P",),
     )
 )

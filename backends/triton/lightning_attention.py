@@ -328,8 +328,5 @@ kernels = operation(
         results,
         backward,
         gradients,
-        dimensions=("b t h k", "b t h k", "b t h v", "h", "b h k v", "b t"),
-        result_dimensions=("b t h v", "b h k v"),
-        channels="h",
     )
 )

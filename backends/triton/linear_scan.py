@@ -224,8 +224,6 @@ kernels = operation(
         results,
         backward,
         gradients,
-        dimensions=("b t d", "b t d", "b d", "b t"),
-        result_dimensions=("b t d", "b d"),
         saves_output=True,
         unused_in_backward=("x",),
     )

@@ -196,7 +196,5 @@ kernels = operation(
         results,
         backward,
         gradients,
-        dimensions=("... d", "n d"),
-        result_dimensions=("... d",),
     )
 )

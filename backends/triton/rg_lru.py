@@ -271,8 +271,6 @@ kernels = operation(
         results,
         backward,
         gradients,
-        dimensions=("b t d", "b t d", "b t d", "d", "b d", "b t"),
-        result_dimensions=("b t d", "b d"),
         saves_output=True,
     )
 )

@@ -162,4 +162,4 @@ def backward(x, scale, y, dy, *, epsilon: float):
     return dx, None if scale is None else cast(d_scale.sum(0), dtype_name(scale))
 
 
-kernels = operation(Operation("rms_norm", forward, results, backward, gradients))
+kernels = operation(Operation("rms_norm", forward, results, backward, gradients, on_jax=False))

@@ -135,9 +135,6 @@ kernels = operation(
         results,
         backward,
         gradients,
-        dimensions=("... v", "..."),
-        result_dimensions=("...",) * 3,
-        channels=None,
-        num_residuals=2,
+        residuals=("...", "..."),
     )
 )

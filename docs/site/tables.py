@@ -11,6 +11,7 @@ import re
 
 import keras
 
+from keras_recurrent.backends.signatures import SIGNATURES
 from keras_recurrent.models import (
     GriffinCausalLM,
     HGRN2CausalLM,
@@ -23,14 +24,6 @@ from keras_recurrent.presets import griffin, hgrn2, transnormer
 DOCS = pathlib.Path(__file__).parents[1]
 BACKENDS = DOCS.parent / "backends"
 FOLDERS = ("reference", "jax", "torch", "tensorflow", "triton", "pallas", "cudnn")
-# Those of a step of generation.
-LAST = (
-    "norm_linear",
-    "norm_quantized_linear",
-    "hgrn2_step",
-    "rg_lru_step",
-    "local_attention_step",
-)
 LENGTH = 32_768  # tokens that the state of the tables has read
 VOCABULARY = {259: "259 (bytes)"}
 
@@ -115,11 +108,9 @@ def vision():
 
 
 def implementations():
-    """The table of implementations, from the files below backends/."""
-    names = sorted(path.stem for path in BACKENDS.glob("reference/[!_]*.py"))
-    names.sort(key=lambda name: LAST.index(name) if name in LAST else -1)
+    """The table of implementations, from the signatures and the files below backends/."""
     lines = [["operation", *FOLDERS], ["---"] + [":---:"] * len(FOLDERS)]
-    for name in names:
+    for name in SIGNATURES:
         marks = ("✓" if (BACKENDS / f / f"{name}.py").exists() else "" for f in FOLDERS)
         lines.append([f"`{name}`", *marks])
     return _table(lines)

@@ -13,9 +13,9 @@ from ...jax import _shards
 from ...jax import sliding_window_attention as plain
 from . import banded_attention
 
-_QUERY, _KEY, _VALUE, _OUTPUT = "b t g r k", "b t g k", "b t g v", "b t g r v"
-_ARGUMENTS = (_QUERY, "b s g k", "b s g v", "b t", "b s")
-_RESIDUALS = (_OUTPUT, _OUTPUT, "b t g r", "b t g r")  # output, rest, origin, total
+_QUERY, _KEY, _VALUE, _OUTPUT = "B T G R K", "B T G K", "B T G V", "B T G R V"
+_ARGUMENTS = (_QUERY, "B S G K", "B S G V", "B T", "B S")
+_RESIDUALS = (_OUTPUT, _OUTPUT, "B T G R", "B T G R")  # output, rest, origin, total
 
 
 def forward(q, k, v, query_segments, key_segments, **options):
@@ -46,14 +46,14 @@ def backward(q, k, v, query_segments, key_segments, residuals, d_output, *, dtyp
         return d_q.reshape(q.shape).astype(dtype), d_k.astype(dtype), d_v.astype(dtype)
 
     run = _distributed(
-        launch, k, (*_ARGUMENTS, *_RESIDUALS, _OUTPUT), (_QUERY, "b s g k", "b s g v")
+        launch, k, (*_ARGUMENTS, *_RESIDUALS, _OUTPUT), (_QUERY, "B S G K", "B S G V")
     )
     return run(q, k, v, query_segments, key_segments, *residuals, d_output)
 
 
 def _distributed(launch, k, arguments, results):
     """The function on shards and under `jax.vmap`; query heads of a single key head are split."""
-    channels = "r" if k.shape[2] == 1 else "g"
+    channels = ("R",) if k.shape[2] == 1 else ("G",)
     return _shards.distributed(launch, arguments, results, channels)
 
 

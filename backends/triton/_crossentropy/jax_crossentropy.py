@@ -27,9 +27,9 @@ def chunk_losses(z, weights, tokens, soft_cap, dtype, with_gradients):
         arrays = [losses, best, d_z, factors] if with_gradients else [losses, best]
         return tuple(f.reshape(*tokens.shape, *f.shape[1:]) for f in arrays)
 
-    results = ("b t", "b t", "b t v", "b t") if with_gradients else ("b t", "b t")
-    arguments = "b t v", "b t", "b t"
-    return _shards.distributed(kernel, arguments, results, channels=None)(z, weights, tokens)
+    results = ("B T", "B T", "B T V", "B T") if with_gradients else ("B T", "B T")
+    arguments = "B T V", "B T", "B T"
+    return _shards.distributed(kernel, arguments, results, channels=())(z, weights, tokens)
 
 
 linear_crossentropy = operation(chunk_losses)

@@ -281,7 +281,7 @@ def forward_operation(name, forward, results, count, updates=()):
 
 def operation(definition):
     """Makes an `Operation` a function of tensors and options; None where XLA does as well."""
-    return definition.dimensions and _Kernels(definition)
+    return _Kernels(definition) if definition.on_jax else None
 
 
 class _Kernels:
@@ -342,8 +342,8 @@ def _passes(definition):
 
 
 def _expand_token_dims(names, first):
-    """Replaces "..." in names of dimensions by "b" and more names, by the first tensor's rank."""
+    """Replaces "..." in names of dimensions by "B" and more names, by the first tensor's rank."""
     if first is None or not names[0][0].startswith("..."):
         return names
-    tokens = " ".join(["b", *(f"t{i}" for i in range(1, first.ndim))][: first.ndim - 1])
+    tokens = " ".join(["B", *(f"T{i}" for i in range(1, first.ndim))][: first.ndim - 1])
     return [[n and n.replace("...", tokens) for n in group] for group in names]

@@ -4,6 +4,8 @@ import inspect
 from collections.abc import Callable
 from typing import NamedTuple
 
+from ...signatures import SIGNATURES
+
 # Arguments that have no gradient, always the last ones.
 INTEGERS = ("token_kind", "tokens")
 
@@ -26,15 +28,30 @@ class Operation(NamedTuple):
     results: Callable
     backward: Callable
     gradients: Callable
-    # Names of the dimensions of each tensor, such as "b t d", and of each result of forward,
-    # residuals included; "..." means any number of token dimensions. JAX needs the names; they
-    # are None where XLA replaces the kernels on JAX.
-    dimensions: tuple | None = None
-    result_dimensions: tuple | None = None
-    channels: str | None = "d"  # the dimension besides the batch whose members are independent
     saves_output: bool = False  # False: the backward gets None in place of the output
     unused_in_backward: tuple = ()  # tensors for which the backward gets None
-    num_residuals: int = 0  # number of the last results that only the backward reads
+    residuals: tuple = ()  # names of the dimensions of the last results, only for the backward
+    on_jax: bool = True  # False where XLA replaces the kernels on JAX
+
+    @property
+    def dimensions(self):
+        """Names of the dimensions of each tensor; "..." means any number of token dimensions."""
+        return SIGNATURES[self.name].layout[0]
+
+    @property
+    def result_dimensions(self):
+        """Names of the dimensions of each result of forward, residuals included."""
+        return (*SIGNATURES[self.name].layout[1], *self.residuals)
+
+    @property
+    def channels(self):
+        """Dimensions besides the batch whose members are independent."""
+        return SIGNATURES[self.name].channels
+
+    @property
+    def num_residuals(self):
+        """Number of the last results that only the backward reads."""
+        return len(self.residuals)
 
     @property
     def tensors(self):
@@ -44,16 +61,12 @@ class Operation(NamedTuple):
     @property
     def num_results(self):
         """Number of results without residuals."""
-        return (
-            1
-            if self.result_dimensions is None
-            else len(self.result_dimensions) - self.num_residuals
-        )
+        return len(self.result_dimensions) - self.num_residuals
 
     @property
     def is_token_wise(self):
         """Returns True if the operation processes each token independently."""
-        return self.dimensions is None or self.dimensions[0].startswith("...")
+        return self.dimensions[0].startswith("...")
 
     @property
     def options(self):

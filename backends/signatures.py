@@ -1,0 +1,211 @@
+"""Signatures of the operations: their tensors and results, each with its dimensions.
+
+Dimensions are written with the letters of this folder's `__init__.py`: "B T D". A letter may carry
+a factor or an offset, "2D" or "W-1"; "..." at the front is any number of axes; a number is itself.
+
+Argument checks, results of symbolic calls, sharding rules, custom operators and the manual's table
+read them here.
+"""
+
+from typing import Any, NamedTuple
+
+SUMS = "sums"
+TOKENS = "B T"
+
+
+class Result(NamedTuple):
+    """A result of an operation.
+
+    Attributes:
+        dimensions: string.
+        dtype: the name of the tensor whose dtype it has; `SUMS`, float32, or float64 if any tensor
+            is; or a dtype.
+    """
+
+    dimensions: str
+    dtype: str = SUMS
+
+
+class Signature(NamedTuple):
+    """The tensors and results of an operation.
+
+    Attributes:
+        tensors: `{name: dimensions}`, in the order of an implementation's parameters. The initial
+            state and the token kinds of an operation over time follow.
+        results: a `Result` each. The second one of an operation over time is its state, a dict
+            where it has several arrays.
+        channels: dimensions other than `B` whose members are independent, so that devices may
+            split them; those named after the first are split together with it.
+        optional: names of the tensors that may be None.
+        is_over_time: boolean, whether it takes an initial state and token kinds.
+        alternatives: `{name: {tensor: dimensions}}`, other dimensions that options select.
+    """
+
+    tensors: dict[str, str]
+    results: tuple[Any, ...]
+    channels: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    is_over_time: bool = False
+    alternatives: dict[str, dict[str, str]] = {}
+
+    @property
+    def output(self):
+        """The dimensions of the first result."""
+        return self.results[0].dimensions
+
+    @property
+    def state(self):
+        """The dimensions of the state, or a dict of those of its arrays; None if there is none."""
+        if not self.is_over_time:
+            return None
+        state = self.results[1]
+        if isinstance(state, dict):
+            return {name: part.dimensions for name, part in state.items()}
+        return state.dimensions
+
+    @property
+    def layout(self):
+        """Dimensions of the tensors that an implementation takes and returns, and the channels.
+
+        Arrays of a state are counted one by one.
+        """
+        found = []
+        for result in self.results:
+            parts = result.values() if isinstance(result, dict) else [result]
+            found += [part.dimensions for part in parts]
+        context = (*found[1:], TOKENS) if self.is_over_time else ()
+        return (*self.tensors.values(), *context), tuple(found), self.channels
+
+
+def _over_time(tensors, output, state, channels=("D",), optional=()):
+    return Signature(tensors, (output, state), channels, optional, is_over_time=True)
+
+
+_HEADS = {"q": "B T H K", "k": "B T H K", "v": "B T H V"}
+_LINEAR_ATTENTION = Result("B T H V", "v"), Result("B H K V"), ("H",)
+_ENDS = ("", "_2", "_3")
+_WIDTHS, _PACKED_WIDTHS = "NML", "PQR"  # of up to three kernels; R is a byte for one or two of L
+
+
+def _each(name, widths, before=""):
+    """The dimensions of a tensor of each kernel."""
+    return {f"{name}{end}": f"{before}{width}" for end, width in zip(_ENDS, widths, strict=True)}
+
+
+_KERNELS = {"x": "B K", "scale": "K", **_each("kernel", _WIDTHS, "K "), **_each("bias", _WIDTHS)}
+_PACKED_KERNELS = {
+    "x": "B K",
+    "scale": "K",
+    **_each("kernel", _PACKED_WIDTHS, "K "),
+    **_each("kernel_scale", _WIDTHS),
+    **_each("kernel_zero", _WIDTHS, "G "),
+    **_each("bias", _WIDTHS),
+}
+_OF_KERNELS = tuple(Result(f"B {width}", "x") for width in _WIDTHS)
+
+
+def _all_but(required, tensors):
+    return tuple(name for name in (*tensors, "residual") if name not in required)
+
+
+# In the order of the manual: steps of generation come last.
+SIGNATURES = {
+    "causal_conv1d": _over_time(
+        {"x": "B T D", "kernel": "W D", "bias": "D"},
+        Result("B T D", "x"),
+        Result("B W-1 D"),
+        optional=("bias",),
+    ),
+    # Real parts of all channels come before the imaginary ones, so no device can have a part.
+    "complex_linear_scan": _over_time(
+        {"x": "B T 2D", "log_a": "B T D", "phase": "B T D"},
+        Result("B T 2D", "x"),
+        Result("B 2D"),
+        channels=(),
+    ),
+    "gated_linear_attention": _over_time(
+        {**_HEADS, "log_f": "B T H K"}, *_LINEAR_ATTENTION, optional=("k",)
+    ),
+    "gated_linear_unit": Signature({"gate": "...", "x": "..."}, (Result("...", "x"),)),
+    "lightning_attention": _over_time({**_HEADS, "log_decay": "H"}, *_LINEAR_ATTENTION),
+    "linear_crossentropy": Signature(
+        {"x": "... D", "embedding": "V D", "tokens": "...", "sample_weight": "..."},
+        (Result("..."), Result("...", "int32")),
+        optional=("sample_weight",),
+    ),
+    "linear_scan": _over_time(
+        {"x": "B T D", "log_a": "B T D"}, Result("B T D", "x"), Result("B D")
+    ),
+    "log_forget_gate": Signature(
+        {"logits": "... D", "lower_bound": "2 D"},
+        (Result("... D"),),
+        ("D",),
+        optional=("lower_bound",),
+    ),
+    "rg_lru": _over_time(
+        {"x": "B T D", "gate_a": "B T D", "gate_x": "B T D", "a_logit": "D"},
+        Result("B T D", "x"),
+        Result("B D"),
+    ),
+    "rms_norm": Signature(
+        {"x": "... D", "scale": "D"}, (Result("... D", "x"),), optional=("scale",)
+    ),
+    "sliding_window_attention": _over_time(
+        {"q": "B T H K", "k": "B T G K", "v": "B T G V"},
+        Result("B T H V", "q"),
+        {
+            "key": Result("B C G K", "k"),
+            "value": Result("B C G V", "v"),
+            "position": Result("B", "int32"),
+        },
+        channels=("H", "G"),
+    ),
+    "token_crossentropy": Signature({"logits": "... V", "tokens": "..."}, (Result("..."),)),
+    "norm_linear": Signature(
+        {**_KERNELS, "residual": "B N"},
+        _OF_KERNELS,
+        optional=_all_but(("x", "kernel"), _KERNELS),
+        # A third kernel may take what a gate between the first two gives.
+        alternatives={"gate": {"kernel_3": "N L", "residual": "B L"}},
+    ),
+    "norm_quantized_linear": Signature(
+        {**_PACKED_KERNELS, "residual": "B N"},
+        _OF_KERNELS,
+        optional=_all_but(("x", "kernel", "kernel_scale"), _PACKED_KERNELS),
+        alternatives={"blocks": _each("kernel_scale", _WIDTHS, "G ")},
+    ),
+    "hgrn2_step": Signature(
+        {"q": "B D", "f": "B D", "v": "B E", "memory": "B H K V", "lower_bound": "2 D"},
+        (Result("B E", "v"), Result("B H K V")),
+        optional=("lower_bound",),
+    ),
+    "rg_lru_step": Signature(
+        {
+            "x": "B D",
+            "gate": "B D",
+            "window": "B W-1 D",
+            "hidden": "B D",
+            "conv_kernel": "W D",
+            "conv_bias": "D",
+            "kernel_a": "N C C",
+            "bias_a": "N C",
+            "kernel_x": "N C C",
+            "bias_x": "N C",
+            "a_logit": "D",
+        },
+        (Result("B D", "x"), Result("B W-1 D"), Result("B D")),
+    ),
+    "local_attention_step": Signature(
+        {
+            "q": "B H K",
+            "k": "B G K",
+            "v": "B G V",
+            "key": "B C G K",
+            "value": "B C G V",
+            "position": "B",
+            "frequencies": "R",
+        },
+        (Result("B H V", "q"), Result("B C G K", "k"), Result("B C G V", "v")),
+        optional=("frequencies",),
+    ),
+}
