@@ -6,6 +6,7 @@ import keras
 import numpy as np
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
+_INTEGER_DTYPES = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
 INTEGERS = (
     "segment_ids",
     "previous_segment_id",
@@ -32,20 +33,33 @@ def accumulation_dtype(*dtypes):
 
 def dtype_of_sums(tensors):
     """The `accumulation_dtype` of a dict of tensors or Nones."""
-    return accumulation_dtype(*(dtype_of(t) for t in tensors.values() if t is not None))
+    for tensor in tensors.values():
+        if tensor is not None and keras.backend.standardize_dtype(tensor.dtype) == "float64":
+            return "float64"
+    return "float32"
 
 
-def check_dtype(operation, name, dtype, int8=False):
+def accepted_dtypes(name, int8=False):
+    """The dtypes that an argument of this name may have, as a frozenset and in words."""
     if int8:
-        good, wanted = dtype == "int8", "int8"
+        good, wanted = ("int8",), "int8"
     elif name in ("mask", "padding_mask"):
-        good = dtype == "bool" or "int" in dtype
+        good = ("bool", *_INTEGER_DTYPES)
         wanted = "boolean, True at real tokens, or integers, 0 at padding"
     elif name == "token_kind":
-        good, wanted = dtype == "int8", "int8, as `keras_recurrent.ops.token_kind` returns it"
+        good, wanted = ("int8",), "int8, as `keras_recurrent.ops.token_kind` returns it"
     elif name in INTEGERS:
-        good, wanted = "int" in dtype, "integers"
+        good, wanted = _INTEGER_DTYPES, "integers"
     else:
-        good, wanted = dtype in FLOATS, f"one of {', '.join(FLOATS)}"
-    if not good:
-        raise ValueError(f"`{operation}`: `{name}` must be {wanted}; got {dtype}. Cast it first.")
+        good, wanted = FLOATS, f"one of {', '.join(FLOATS)}"
+    return frozenset(good), wanted
+
+
+def check_dtype(operation, name, dtype):
+    good, wanted = accepted_dtypes(name)
+    if dtype not in good:
+        raise dtype_error(operation, name, wanted, dtype)
+
+
+def dtype_error(operation, name, wanted, dtype):
+    return ValueError(f"`{operation}`: `{name}` must be {wanted}; got {dtype}. Cast it first.")

@@ -10,7 +10,7 @@ from keras_recurrent.backends.constants import PADDING, STARTS
 from keras_recurrent.devices import split_time
 from keras_recurrent.devices.jax_layouts import apply_layout
 from keras_recurrent.ops.operation import symbolic
-from keras_recurrent.ops.token_kind import token_kind
+from keras_recurrent.ops.token_kind import kinds_of_tokens, token_kind
 from keras_recurrent.portable.positions import positions
 
 
@@ -85,7 +85,9 @@ def find_tokens(
     if symbolic({"inputs": inputs}, given):
         found = FindTokens(uses_position, return_state).symbolic_call(inputs, **given)
     else:
-        found = _find(inputs, **given, uses_position=uses_position, return_state=return_state)
+        # Layers and networks have checked the tensors.
+        wanted = {"uses_position": uses_position, "return_state": return_state}
+        found = _find(kinds_of_tokens, inputs, **given, **wanted)
     tokens = Tokens(found.pop("kind", None), found.pop("position", None))
     return tokens, {name.removeprefix("next_"): array for name, array in found.items()}
 
@@ -100,7 +102,7 @@ class FindTokens(keras.Operation):
         self.return_state = return_state
 
     def call(self, inputs, **given):
-        return _find(inputs, **given, **self._wanted())
+        return _find(token_kind, inputs, **given, **self._wanted())
 
     def compute_output_spec(self, inputs, **given):
         batch, length = inputs.shape[:2]
@@ -124,8 +126,11 @@ class FindTokens(keras.Operation):
         return {"name": self.name, **self._wanted()}
 
 
-def _find(inputs, mask, segment_ids, segment, position, uses_position, return_state):
-    """A dict: `kind` if anything is given, `position`, `next_segment` and `next_position`."""
+def _find(find_kinds, inputs, mask, segment_ids, segment, position, uses_position, return_state):
+    """A dict: `kind` if anything is given, `position`, `next_segment` and `next_position`.
+
+    find_kinds: `token_kind`, or `kinds_of_tokens` where tensors are checked.
+    """
     found = {}
     if return_state or segment is not None:
         split_time.check_not_split("A state of a layer or network")
@@ -136,8 +141,8 @@ def _find(inputs, mask, segment_ids, segment, position, uses_position, return_st
         segment_ids = apply_layout(segment_ids, "tokens")
     if segment is not None:
         segment = ops.cast(segment, "int32")
-    if any(tensor is not None for tensor in (mask, segment_ids, segment)):
-        kind = token_kind(inputs, mask, segment_ids, segment)
+    if not (mask is None and segment_ids is None and segment is None):
+        kind = find_kinds(inputs, mask, segment_ids, segment)
         found["kind"] = apply_layout(kind, "tokens")
     if uses_position:
         one_document = mask is None and segment_ids is None

@@ -8,9 +8,6 @@ from keras_recurrent.ops.recurrent_operation import RecurrentOperation
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class CausalConv1DOperation(RecurrentOperation):
     function = "causal_conv1d"
-    shapes = {"x": "B T D", "kernel": "W D", "bias": "D"}
-    state_shape = "B W-1 D"
-    optional = ("bias",)
     options = RecurrentOperation.options | {"activation": None}
 
     @classmethod

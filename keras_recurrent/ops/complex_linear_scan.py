@@ -8,8 +8,6 @@ from keras_recurrent.ops.recurrent_operation import RecurrentOperation
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class ComplexLinearScan(RecurrentOperation):
     function = "complex_linear_scan"
-    shapes = {"x": "B T 2D", "log_a": "B T D", "phase": "B T D"}
-    state_shape = "B 2D"
 
 
 def complex_linear_scan(

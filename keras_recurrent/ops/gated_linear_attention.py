@@ -8,10 +8,6 @@ from keras_recurrent.ops.recurrent_operation import RecurrentOperation
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class GatedLinearAttentionOperation(RecurrentOperation):
     function = "gated_linear_attention"
-    shapes = {"q": "B T H K", "k": "B T H K", "v": "B T H V", "log_f": "B T H K"}
-    state_shape = "B H K V"
-    output_like = "v"
-    optional = ("k",)
 
 
 def gated_linear_attention(

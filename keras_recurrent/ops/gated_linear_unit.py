@@ -8,7 +8,6 @@ from keras_recurrent.ops.operation import Operation
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class GatedLinearUnitOperation(Operation):
     function = "gated_linear_unit"
-    shapes = {"gate": "...", "x": "..."}
     options = {"activation": None}
 
     @classmethod

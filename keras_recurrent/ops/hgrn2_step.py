@@ -2,29 +2,19 @@
 
 import keras
 
-from keras_recurrent.checks.dtypes import dtype_of, dtype_of_sums
 from keras_recurrent.ops.operation import Operation
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class HGRN2StepOperation(Operation):
     function = "hgrn2_step"
-    shapes = {
-        "q": "B D",
-        "f": "B D",
-        "v": "B E",
-        "memory": "B H K V",
-        "lower_bound": "2 D",
-    }
-    output_like = "v"
-    optional = ("lower_bound",)
-    context = ("token_kind",)
+    context = {"token_kind": "B"}
 
     @classmethod
     def check(cls, tensors, context, options):
-        sizes = cls.check_tensors({"memory": tensors["memory"]}, cls.shapes)
+        sizes = cls.check_tensors({"memory": tensors["memory"]})
         for name, part in (("q", "K"), ("f", "K"), ("v", "V")):
-            cls.check_tensors({name: tensors[name]}, cls.shapes)
+            cls.check_tensors({name: tensors[name]})
             known = sizes["H"], sizes[part], tensors[name].shape[-1]
             if None not in known and known[0] * known[1] != known[2]:
                 raise ValueError(
@@ -32,18 +22,7 @@ class HGRN2StepOperation(Operation):
                     f"{known[0] * known[1]} as in `memory` [B, H, K, V]; got "
                     f"{tuple(tensors[name].shape)}."
                 )
-        sizes = super().check(tensors, context, options)
-        cls.check_tensors(context, {"token_kind": "B"})
-        return sizes
-
-    @classmethod
-    def lower(cls, tensors, context, options):
-        return {**tensors, **context}
-
-    def output_spec(self, tensors, sizes):
-        memory = tensors["memory"]
-        output = keras.KerasTensor(tensors["v"].shape, dtype_of(tensors["v"]))
-        return output, keras.KerasTensor(memory.shape, dtype_of_sums(tensors))
+        return super().check(tensors, context, options)
 
 
 def hgrn2_step(q, f, v, memory, *, lower_bound=None, token_kind=None, implementation=None):

@@ -8,9 +8,6 @@ from keras_recurrent.ops.recurrent_operation import RecurrentOperation
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class LightningAttentionOperation(RecurrentOperation):
     function = "lightning_attention"
-    shapes = {"q": "B T H K", "k": "B T H K", "v": "B T H V", "log_decay": "H"}
-    state_shape = "B H K V"
-    output_like = "v"
 
 
 def lightning_attention(

@@ -3,7 +3,6 @@
 import keras
 
 from keras_recurrent.checks.arguments import is_finite_number
-from keras_recurrent.checks.dtypes import dtype_of_sums
 from keras_recurrent.ops.operation import Operation
 
 REDUCTIONS = ("sum", None)
@@ -12,8 +11,6 @@ REDUCTIONS = ("sum", None)
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class LinearCrossentropyOperation(Operation):
     function = "linear_crossentropy"
-    shapes = {"x": "... D", "embedding": "V D", "tokens": "...", "sample_weight": "..."}
-    optional = ("sample_weight",)
     options = {"soft_cap": None, "reduction": "sum"}
 
     @classmethod
@@ -38,10 +35,10 @@ class LinearCrossentropyOperation(Operation):
         return sizes
 
     def output_spec(self, tensors, sizes):
-        floats = {name: t for name, t in tensors.items() if name != "tokens"}
-        shape = () if self.options["reduction"] == "sum" else sizes["..."]
-        loss = keras.KerasTensor(shape, dtype_of_sums(floats))
-        return loss, keras.KerasTensor(sizes["..."], "int32")
+        loss, best = super().output_spec(tensors, sizes)
+        if self.options["reduction"] == "sum":
+            loss = keras.KerasTensor((), loss.dtype)
+        return loss, best
 
 
 def linear_crossentropy(

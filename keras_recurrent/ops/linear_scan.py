@@ -8,8 +8,6 @@ from keras_recurrent.ops.recurrent_operation import RecurrentOperation
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class LinearScan(RecurrentOperation):
     function = "linear_scan"
-    shapes = {"x": "B T D", "log_a": "B T D"}
-    state_shape = "B D"
 
 
 def linear_scan(

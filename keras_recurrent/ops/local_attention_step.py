@@ -3,25 +3,14 @@
 import keras
 from keras import ops
 
-from keras_recurrent.checks.dtypes import dtype_of
 from keras_recurrent.ops.operation import Operation
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class LocalAttentionStepOperation(Operation):
     function = "local_attention_step"
-    shapes = {
-        "q": "B H K",
-        "k": "B G K",
-        "v": "B G V",
-        "key": "B C G K",
-        "value": "B C G V",
-        "position": "B",
-        "frequencies": "R",
-    }
-    optional = ("frequencies",)
     options = {"sliding_window": None}
-    context = ("token_kind",)
+    context = {"token_kind": "B"}
 
     @classmethod
     def check(cls, tensors, context, options):
@@ -32,7 +21,6 @@ class LocalAttentionStepOperation(Operation):
                 f"got {window!r}."
             )
         sizes = super().check(tensors, context, options)
-        cls.check_tensors(context, {"token_kind": "B"})
         if sizes["H"] % sizes["G"]:
             raise ValueError(
                 f"`local_attention_step`: the number of heads of `k` and `v`, {sizes['G']}, must "
@@ -56,14 +44,6 @@ class LocalAttentionStepOperation(Operation):
             ops.cast(tensors[ring], tensors[x].dtype) for ring, x in (("key", "k"), ("value", "v"))
         )
         return {**tensors, "key": key, "value": value, "position": position, **context, **options}
-
-    def output_spec(self, tensors, sizes):
-        q, k, v = tensors["q"], tensors["k"], tensors["v"]
-        return (
-            keras.KerasTensor((*q.shape[:2], v.shape[2]), dtype_of(q)),
-            keras.KerasTensor(tensors["key"].shape, dtype_of(k)),
-            keras.KerasTensor(tensors["value"].shape, dtype_of(v)),
-        )
 
 
 def local_attention_step(

@@ -2,19 +2,12 @@
 
 import keras
 
-from keras_recurrent.checks.dtypes import dtype_of_sums
 from keras_recurrent.ops.operation import Operation
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class LogForgetGateOperation(Operation):
     function = "log_forget_gate"
-    shapes = {"logits": "... D", "lower_bound": "2 D"}
-    output_like = "logits"
-    optional = ("lower_bound",)
-
-    def output_spec(self, tensors, sizes):
-        return keras.KerasTensor(tensors["logits"].shape, dtype_of_sums(tensors))
 
 
 def log_forget_gate(logits, lower_bound=None, *, implementation=None):

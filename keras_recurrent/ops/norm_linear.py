@@ -3,7 +3,7 @@
 import keras
 
 from keras_recurrent.checks.arguments import is_finite_number
-from keras_recurrent.ops.operation import Operation, shape_of
+from keras_recurrent.ops.operation import Operation
 
 GATES = (None, "silu", "gelu")
 
@@ -24,23 +24,9 @@ def _list_in_words(given):
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class NormLinearOperation(Operation):
     function = "norm_linear"
-    shapes = {
-        "x": "B K",
-        "scale": "K",
-        "kernel": "K N",
-        "kernel_2": "K M",
-        "kernel_3": "K L",
-        "bias": "N",
-        "bias_2": "M",
-        "bias_3": "L",
-        "residual": "B N",
-    }
-    optional = ("scale", "kernel_2", "kernel_3", "bias", "bias_2", "bias_3", "residual")
     options = {"epsilon": None, "gate": None}
     parameters: tuple[str, ...] = ("x", "kernels", "biases", "scale", "residual")
     beside_kernels = {"bias": "biases"}  # what each kernel may have
-    # The shapes of a third map, where it takes what a gate gives; empty where there is none.
-    behind_gate: dict[str, str] = {"kernel_3": "N L", "residual": "B L"}
     shown = shown_in_lists({"kernel": "kernels", **beside_kernels})
 
     @classmethod
@@ -85,14 +71,15 @@ class NormLinearOperation(Operation):
         if gate not in GATES:
             raise ValueError(f"`{cls.function}`: `gate` must be one of {GATES}; got {gate!r}.")
         several, third = (tensors[name] is not None for name in ("kernel_2", "kernel_3"))
-        if gate is not None and (not several or (third and not cls.behind_gate)):
+        behind_gate = cls.alternatives.get("gate")  # arguments where a third kernel follows a gate
+        if gate is not None and (not several or (third and not behind_gate)):
             third_may = ", or three, of which the last takes what the gate gives"
             raise ValueError(
                 f"`{cls.function}`: a `gate` is between two kernels, so `kernels` must have two"
-                f"{third_may if cls.behind_gate else ''}; got {1 + several + third}."
+                f"{third_may if behind_gate else ''}; got {1 + several + third}."
             )
-        letters = cls.shapes | (cls.behind_gate if gate is not None and third else {})
-        sizes = cls.check_tensors(tensors, letters)
+        arguments = behind_gate if gate is not None and third else None
+        sizes = cls.check_tensors(tensors, arguments)
         if sizes["K"] == 0:
             raise ValueError(f"`{cls.function}`: `x` must have at least one channel; got none.")
         if gate is not None and sizes["N"] != sizes["M"]:
@@ -108,15 +95,14 @@ class NormLinearOperation(Operation):
         return sizes
 
     def output_spec(self, tensors, sizes):
-        dtype = keras.backend.standardize_dtype(tensors["x"].dtype)
-        wanted = [("kernel", "B N"), ("kernel_2", "B M"), ("kernel_3", "B L")]
+        names = ("kernel", "kernel_2", "kernel_3")
+        specs = super().output_spec(tensors, sizes)
+        outputs = [
+            spec for name, spec in zip(names, specs, strict=True) if tensors.get(name) is not None
+        ]
         if self.options["gate"] is not None:
-            wanted = wanted[:1] if tensors.get("kernel_3") is None else wanted[2:]
-        return tuple(
-            keras.KerasTensor(shape_of(shape, sizes), dtype)
-            for name, shape in wanted
-            if tensors.get(name) is not None
-        )
+            outputs = outputs[:1] if tensors.get("kernel_3") is None else outputs[2:]
+        return tuple(outputs)
 
 
 def norm_linear(
@@ -181,6 +167,6 @@ def norm_linear(
     """
     given = {"x": x, "kernels": kernels, "biases": biases, "scale": scale, "residual": residual}
     expanded = NormLinearOperation.expand(given)
-    tensors = {name: expanded[name] for name in NormLinearOperation.shapes}
+    tensors = {name: expanded[name] for name in NormLinearOperation.signature.tensors}
     options = {"epsilon": epsilon, "gate": gate}
     return list(NormLinearOperation.apply(tensors, implementation, options))

@@ -10,21 +10,9 @@ _OF_EACH = ("kernel", "kernel_scale", "kernel_zero")
 _WIDTHS, _BYTES = "NML", "PQR"
 
 
-def _shapes(in_blocks):
-    shapes = {"x": "B K", "scale": "K"}
-    shapes |= {f"kernel{end}": f"K {of}" for end, of in zip(_ENDS, _BYTES, strict=True)}
-    blocks = "G " if in_blocks else ""
-    shapes |= {f"kernel_scale{e}": blocks + of for e, of in zip(_ENDS, _WIDTHS, strict=True)}
-    shapes |= {f"kernel_zero{end}": f"G {of}" for end, of in zip(_ENDS, _WIDTHS, strict=True)}
-    shapes |= {f"bias{end}": of for end, of in zip(_ENDS, _WIDTHS, strict=True)}
-    return shapes | {"residual": "B N"}
-
-
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class NormQuantizedLinearOperation(NormLinearOperation):
     function = "norm_quantized_linear"
-    shapes = _shapes(in_blocks=False)
-    optional = tuple(name for name in shapes if name not in ("x", "kernel", "kernel_scale"))
     options = {
         "epsilon": None,
         "gate": None,
@@ -38,14 +26,13 @@ class NormQuantizedLinearOperation(NormLinearOperation):
         "kernel_zero": "kernel_zeros",
         "bias": "biases",
     }
-    behind_gate = {}
     shown = shown_in_lists({"kernel": "kernels", **beside_kernels})
     int8 = tuple(f"{name}{end}" for name in ("kernel", "kernel_zero") for end in _ENDS)
 
     @classmethod
-    def check_tensors(cls, tensors, letters):
+    def check_tensors(cls, tensors, arguments=None):
         in_blocks = len(getattr(tensors.get("kernel_zero"), "shape", ())) > 0
-        return super().check_tensors(tensors, _shapes(in_blocks))
+        return super().check_tensors(tensors, cls.alternatives["blocks"] if in_blocks else None)
 
     @classmethod
     def check(cls, tensors, context, options):
@@ -181,6 +168,6 @@ def norm_quantized_linear(
     given |= {"kernel_zeros": kernel_zeros, "scale": scale, "residual": residual}
     expanded = operation.expand(given)
     options = {"epsilon": epsilon, "gate": gate, "bits": bits, "block_size": block_size}
-    tensors = {name: expanded[name] for name in operation.shapes}
+    tensors = {name: expanded[name] for name in operation.signature.tensors}
     options |= {"quantize_row": quantize_row}
     return list(operation.apply(tensors, implementation, options))

@@ -4,8 +4,9 @@ import keras
 from keras import ops
 
 from keras_recurrent import dispatch
-from keras_recurrent.checks.dtypes import check_dtype, dtype_of
-from keras_recurrent.checks.shapes import check_rank_known, fits
+from keras_recurrent.backends.signatures import SIGNATURES, SUMS, Signature
+from keras_recurrent.checks import tensors as tensor_checks
+from keras_recurrent.checks.dtypes import dtype_of, dtype_of_sums
 
 OPERATIONS: dict[str, type["Operation"]] = {}
 
@@ -14,34 +15,50 @@ class Operation(keras.Operation):
     """An operation, which may be a node of a Keras graph. Its public function calls `apply`.
 
     Class attributes:
-        function: the name of the public function, and of the files in `backends/`.
-        shapes: the shapes of its tensors in letters: `D` channels. A letter may carry a factor,
-            `2D`, or an offset, `W-1`; `...` at the front is any number of axes; a number is itself.
-        output_like: the tensor that gives the output its shape and dtype.
-        optional: the tensors that may be None.
+        function: the name of the public function, of the files in `backends/`, and of the
+            signature, which has the tensors and results with their dimensions.
         options: `{name: default}` of further arguments of an implementation, which are no tensors
             and are known when a graph is made.
-        context: the tensors that implementations take in another form, made by `lower`.
+        context: `{name: dimensions}` of further tensors, which `lower` may change.
         parameters: the tensors of the public function, in its order, where they are not those of
-            `shapes`; `expand` then makes these of them.
+            the signature; `expand` then makes these of them.
         shown: `{name: what errors call a tensor}`, where that is not its name.
         int8: the tensors that are of that dtype.
+        signature, arguments, alternatives, required: made of the signature when the class is
+            defined, so that a call parses nothing. `arguments` has an `Argument` of each tensor,
+            `alternatives` those with other dimensions.
     """
 
     function: str
-    shapes: dict[str, str]
-    output_like: str = "x"  # not `output`, which is Keras's
-    optional: tuple[str, ...] = ()
     options: dict = {}
-    context: tuple[str, ...] = ()
+    context: dict[str, str] = {}
     parameters: tuple[str, ...] = ()
     shown: dict[str, str] = {}
     int8: tuple[str, ...] = ()
+    signature: Signature
+    arguments: dict[str, tensor_checks.Argument]
+    alternatives: dict[str, dict[str, tensor_checks.Argument]]
+    required: frozenset[str]
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
-        if "function" in vars(cls):
-            OPERATIONS[cls.function] = cls
+        if "function" not in vars(cls):
+            return
+        OPERATIONS[cls.function] = cls
+        cls.signature = signature = SIGNATURES[cls.function]
+        cls.required = frozenset(signature.tensors) - {*signature.optional}
+        cls.arguments = cls._parse({**signature.tensors, **cls.context})
+        cls.alternatives = {
+            name: {**cls.arguments, **cls._parse(dimensions)}
+            for name, dimensions in signature.alternatives.items()
+        }
+
+    @classmethod
+    def _parse(cls, dimensions):
+        return {
+            name: tensor_checks.argument(cls.shown.get(name, name), of, name in cls.int8)
+            for name, of in dimensions.items()
+        }
 
     def __init__(self, implementation=None, name=None, **options):
         super().__init__(name=name)
@@ -61,13 +78,13 @@ class Operation(keras.Operation):
 
     @classmethod
     def expand(cls, given):
-        """The tensors of `shapes`, as far as they are given, from a dict of the `parameters`."""
+        """The signature's tensors, as far as they are given, from a dict of the `parameters`."""
         return given
 
     @classmethod
     def lower(cls, tensors, context, options):
         """The keyword arguments of an implementation."""
-        return {**tensors, **options}
+        return {**tensors, **context, **options}
 
     @classmethod
     def finish(cls, results, options):
@@ -75,47 +92,56 @@ class Operation(keras.Operation):
         return results
 
     def call(self, **arguments):
-        tensors = {name: arguments.pop(name) for name in self.shapes if name in arguments}
-        return self.apply(tensors, self.implementation, self.options, **arguments)
+        tensors, context = self._tensors_and_context(arguments)
+        return self.apply(tensors, self.implementation, self.options, **context)
 
     def rematerialized_call(self, call, *args, **kwargs):
         # Implementations keep little more than their tensors; TensorFlow refuses keywords here.
         return call
 
     def compute_output_spec(self, **arguments):
-        tensors = {name: arguments.pop(name) for name in self.shapes if name in arguments}
-        return self.output_spec(tensors, self.check(tensors, arguments, self.options))
+        tensors, context = self._tensors_and_context(arguments)
+        return self.output_spec(tensors, self.check(tensors, context, self.options))
+
+    def _tensors_and_context(self, arguments):
+        names = self.signature.tensors
+        tensors = {name: arguments.pop(name) for name in names if name in arguments}
+        return tensors, arguments
 
     def output_spec(self, tensors, sizes):
-        """What is returned, as `KerasTensor`s, from what `check` returned."""
-        like = tensors[self.output_like]
-        return keras.KerasTensor(like.shape, dtype_of(like))
+        """`KerasTensor`s of the results; `sizes` are those that `check` returned."""
+        specs = tuple(self._spec(result, tensors, sizes) for result in self.signature.results)
+        return specs if len(specs) > 1 else specs[0]
+
+    @classmethod
+    def _spec(cls, result, tensors, sizes):
+        if isinstance(result, dict):
+            return {name: cls._spec(part, tensors, sizes) for name, part in result.items()}
+        same = cls.signature.tensors.get(result.dtype) == result.dimensions
+        if same:  # it may know sizes that the first tensor with this dimension does not
+            shape = tensors[result.dtype].shape
+        else:
+            shape = tensor_checks.shape_of(result.dimensions, sizes)
+        return keras.KerasTensor(shape, cls.result_dtype(result, tensors))
+
+    @classmethod
+    def result_dtype(cls, result, tensors):
+        """The dtype of a `Result` of the signature."""
+        if result.dtype == SUMS:
+            return dtype_of_sums(tensors)
+        like = tensors.get(result.dtype)
+        return result.dtype if like is None else dtype_of(like)
 
     @classmethod
     def check(cls, tensors, context, options):
-        """Raise for what no implementation can take; return the sizes behind the letters."""
-        return cls.check_tensors(tensors, cls.shapes)
+        """Raises for what no implementation can take; returns `{dimension: size}`."""
+        return cls.check_tensors({**tensors, **context})
 
     @classmethod
-    def check_tensors(cls, tensors, letters):
-        sizes: dict[str, int | tuple | None] = {}
-        given = {}
-        for name, tensor in tensors.items():
-            if tensor is not None:
-                shown = cls.shown.get(name, name)
-                check_rank_known(cls.function, shown, tensor)
-                given[shown] = (tuple(tensor.shape), letters[name].split())
-                check_dtype(cls.function, shown, dtype_of(tensor), name in cls.int8)
-            elif name in cls.shapes and name not in cls.optional:
-                raise ValueError(f"`{cls.function}` needs the argument `{name}`; got None.")
-        for name, (shape, dims) in given.items():
-            _check_rank(cls.function, name, shape, dims)
-            for dim, size in zip(dims, _parts(shape, dims), strict=True):
-                if (dim.isalpha() or dim == "...") and sizes.get(dim) is None:
-                    sizes[dim] = size
-        for name, (shape, dims) in given.items():
-            _check_sizes(cls.function, name, shape, dims, sizes)
-        return sizes
+    def check_tensors(cls, tensors, arguments=None):
+        """Checks dtypes and shapes; returns `{dimension: size}`."""
+        arguments = cls.arguments if arguments is None else arguments
+        return tensor_checks.check_tensors(cls.function, tensors, arguments, cls.required)
 
     def get_config(self):
         return {"name": self.name, "implementation": self.implementation, **self.options}
@@ -154,7 +180,7 @@ def which_implementation(operation, *tensors, implementation=None, **arguments):
             f"`operation` must be one of {', '.join(sorted(OPERATIONS))}; got {name!r}."
         )
     cls = OPERATIONS[name]
-    parameters = cls.parameters or tuple(cls.shapes)
+    parameters = cls.parameters or tuple(cls.signature.tensors)
     if len(tensors) > len(parameters):
         raise ValueError(
             f"`{name}` takes {len(parameters)} tensors, {', '.join(parameters)}; got "
@@ -164,7 +190,7 @@ def which_implementation(operation, *tensors, implementation=None, **arguments):
     if unknown:
         raise ValueError(f"`{name}` takes no argument {', '.join(map(repr, unknown))}.")
     given = cls.expand(arguments | dict(zip(parameters, tensors, strict=False)))
-    named = convert(name, {argument: given.get(argument) for argument in cls.shapes})
+    named = convert(name, {argument: given.get(argument) for argument in cls.signature.tensors})
     context = convert(name, {argument: given.get(argument) for argument in cls.context})
     options = {option: given.get(option, cls.options[option]) for option in cls.options}
     cls.check(named, context, options)
@@ -182,86 +208,33 @@ def which_implementation(operation, *tensors, implementation=None, **arguments):
     return dispatch.choose(name, native, implementation)
 
 
-def shape_of(dims, sizes):
-    """The shape that "B 2D W-1" stands for; None where a size is not known yet."""
-    return tuple(_size(dim, sizes) for dim in dims.split())
-
-
 def convert(operation, tensors):
-    """As tensors, but for Nones and symbols; errors name the operation and the argument."""
+    """As tensors, except Nones and symbols; errors name the operation and the argument."""
     # Not `tree.map_structure`: Keras replaces a dict that becomes an attribute of a layer by one
     # of its own class.
-    return {name: _convert_one(operation, name, t) for name, t in tensors.items()}
-
-
-def _convert_one(operation, name, tensor):
-    if isinstance(tensor, dict):
-        return convert(operation, tensor)
-    if tensor is None or isinstance(tensor, keras.KerasTensor):
-        return tensor
-    try:
-        return ops.convert_to_tensor(tensor)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"`{operation}`: `{name}` must be a tensor, or numbers that `numpy.asarray` makes an "
-            f"array of; got {type(tensor).__name__}: {error}"
-        ) from error
+    converted = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, dict):
+            tensor = convert(operation, tensor)
+        elif tensor is not None and not isinstance(tensor, keras.KerasTensor):
+            try:
+                tensor = ops.convert_to_tensor(tensor)
+            except (TypeError, ValueError) as error:
+                raise ValueError(
+                    f"`{operation}`: `{name}` must be a tensor, or numbers that `numpy.asarray` "
+                    f"makes an array of; got {type(tensor).__name__}: {error}"
+                ) from error
+        converted[name] = tensor
+    return converted
 
 
 def symbolic(*groups):
-    """Whether a tensor is, in these dicts of them."""
+    """Returns True if any value of these dicts is a `KerasTensor`."""
     # Not `tree.flatten`, which takes longer than all checks together.
-    return any(
-        symbolic(t) if isinstance(t, dict) else isinstance(t, keras.KerasTensor)
-        for tensors in groups
-        for t in tensors.values()
-    )
-
-
-def _parts(shape, dims):
-    """The sizes that the letters stand for; those of `...` are together."""
-    if dims[0] != "...":
-        return shape
-    leading = len(shape) - len(dims) + 1
-    return (shape[:leading], *shape[leading:])
-
-
-def _check_rank(operation, name, shape, dims):
-    least = len(dims) - (dims[0] == "...")
-    if len(shape) < least or (len(shape) > least and dims[0] != "..."):
-        wanted = f"at least {least}" if dims[0] == "..." else str(least)
-        wanted += " dimension" if least == 1 else " dimensions"
-        raise ValueError(
-            f"`{operation}`: `{name}` must have {wanted}, [{', '.join(dims)}]; got the shape "
-            f"{shape}."
-        )
-
-
-def _check_sizes(operation, name, shape, dims, sizes):
-    for dim, size in zip(dims, _parts(shape, dims), strict=True):
-        expected = _size(dim, sizes)
-        if not _agree(expected, size):
-            known = ", ".join(f"{letter} = {n}" for letter, n in sizes.items() if n is not None)
-            wanted = "" if dim.isdigit() else f": {dim} should be {expected}, not {size}"
-            raise ValueError(
-                f"`{operation}`: `{name}` must have the shape [{', '.join(dims)}], with {known}; "
-                f"got the shape {shape}{wanted}."
-            )
-
-
-def _agree(expected, size):
-    if isinstance(expected, tuple):
-        return fits(size, expected)
-    return None in (expected, size) or expected == size
-
-
-def _size(dim, sizes):
-    """What `B`, `2D`, `W-1`, `2` or `...` stands for; None if it is not known yet."""
-    if dim == "...":
-        return sizes[dim]
-    if dim.isdigit():
-        return int(dim)
-    letter = next(c for c in dim if c.isalpha())
-    factor, offset = dim.split(letter)
-    size = sizes.get(letter)
-    return None if size is None else int(factor or 1) * size + int(offset or 0)
+    for tensors in groups:
+        for tensor in tensors.values():
+            if isinstance(tensor, keras.KerasTensor):
+                return True
+            if isinstance(tensor, dict) and symbolic(tensor):
+                return True
+    return False

@@ -1,12 +1,11 @@
 """What the operations over time share: states, token kinds and direction."""
 
-import keras
 from keras import ops
 
-from keras_recurrent.checks.dtypes import dtype_of_sums
+from keras_recurrent.backends.signatures import TOKENS
 from keras_recurrent.devices import split_time
-from keras_recurrent.ops.operation import Operation, shape_of
-from keras_recurrent.ops.token_kind import token_kind
+from keras_recurrent.ops.operation import Operation
+from keras_recurrent.ops.token_kind import kinds_of_tokens
 
 
 class RecurrentOperation(Operation):
@@ -16,87 +15,107 @@ class RecurrentOperation(Operation):
     arrays is a dict.
 
     Class attributes:
-        state_shape: the shape of the state in letters, or a dict of those of its arrays.
         start_matters: whether a token that starts a document computes something else than one that
             goes on from a state of zeros.
+        state_names: `{name: "initial_state[...]"}` of a state of several arrays.
     """
 
-    state_shape: str | dict[str, str]
     options = {"reverse": False}
-    context = ("initial_state", "mask", "segment_ids", "previous_segment_id", "token_kind")
+    context = {
+        "initial_state": "",  # its dimensions are in the signature
+        "mask": TOKENS,
+        "segment_ids": TOKENS,
+        "previous_segment_id": "B",
+        "token_kind": TOKENS,
+    }
     start_matters = False
+    state_names: dict[str, str] = {}
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        state = cls.signature.state
+        if isinstance(state, dict):
+            cls.state_names = {name: f"initial_state[{name!r}]" for name in state}
+            state = {cls.state_names[name]: state[name] for name in state}
+        else:
+            state = {"initial_state": state}
+        cls.arguments = cls.arguments | cls._parse(state)
 
     @classmethod
     def finish(cls, results, options):
         output, final_state = results
         return (ops.flip(output, axis=1) if options["reverse"] else output), final_state
 
-    def output_spec(self, tensors, sizes):
-        state_shape = shape_of(self.state_shape, sizes)
-        state = keras.KerasTensor(state_shape, dtype_of_sums(tensors))
-        return super().output_spec(tensors, sizes), state
-
     @classmethod
     def cast_state(cls, state, tensors):
-        """The state in the dtype that implementations take."""
-        return ops.cast(state, dtype_of_sums(tensors))
+        """The state in the dtypes that implementations take."""
+        result = cls.signature.results[1]
+        if not isinstance(result, dict):
+            return ops.cast(state, cls.result_dtype(result, tensors))
+        return {
+            name: ops.cast(state[name], cls.result_dtype(part, tensors))
+            for name, part in result.items()
+        }
 
     @classmethod
     def lower(cls, tensors, context, options):
-        initial_state, mask, segment_ids, previous, kind = (context[name] for name in cls.context)
+        initial_state, kind = context["initial_state"], context["token_kind"]
+        mask, segment_ids = context["mask"], context["segment_ids"]
+        previous = context["previous_segment_id"]
         if initial_state is not None:
             initial_state = cls.cast_state(initial_state, tensors)
         options = dict(options)
         if options.pop("reverse"):
             split_time.check_not_split("`reverse=True`")
             tensors = {
-                name: ops.flip(t, axis=1) if t is not None and "T" in cls.shapes[name] else t
-                for name, t in tensors.items()
+                name: ops.flip(t, axis=1) if t is not None and "T" in dimensions else t
+                for (name, t), dimensions in zip(
+                    tensors.items(), cls.signature.tensors.values(), strict=True
+                )
             }
             mask, segment_ids = (
                 None if t is None else ops.flip(t, axis=1) for t in (mask, segment_ids)
             )
-        tokens = (mask, segment_ids, previous)
         marks_start = cls.start_matters and initial_state is None
-        if kind is None and (marks_start or any(t is not None for t in tokens)):
-            kind = token_kind(tensors[cls.output_like], *tokens, initial_state=initial_state)
+        one_document = mask is None and segment_ids is None and previous is None
+        if kind is None and (marks_start or not one_document):
+            like = tensors[cls.signature.results[0].dtype]
+            kind = kinds_of_tokens(like, mask, segment_ids, previous, initial_state)
         return {**tensors, "initial_state": initial_state, "token_kind": kind, **options}
 
     @classmethod
     def check(cls, tensors, context, options):
-        cls._check_kind_alone(context, options)
-        letters = cls.shapes | {
-            **dict.fromkeys(("mask", "segment_ids", "token_kind"), "B T"),
-            "previous_segment_id": "B",
-        }
-        if isinstance(cls.state_shape, str):
-            letters["initial_state"] = cls.state_shape
-        elif context.get("initial_state") is not None:
-            context, of_state = cls._by_name(context, cls.state_shape)
-            letters |= of_state
-        given = tensors | context
-        sizes = cls.check_tensors(given, letters)
+        if context.get("token_kind") is not None:
+            cls._check_kind_alone(context, options)
+        if cls.state_names and context.get("initial_state") is not None:
+            context = cls._by_name(context)
+        given = {**tensors, **context}
+        sizes = cls.check_tensors(given)
         if sizes["T"] == 0:
-            first = next(iter(cls.shapes))
+            first = next(iter(tensors))
             raise ValueError(
                 f"`{cls.function}`: `{first}` must have at least one token; got the shape "
-                f"{tuple(tensors[first].shape)} for [{', '.join(cls.shapes[first].split())}]."
+                f"{tuple(tensors[first].shape)} for [{', '.join(cls._dimensions(first))}]."
             )
         for name, tensor in given.items():
+            if tensor is None or 0 not in tensor.shape:
+                continue
             # Attention with a window of one token and a filter of one tap have empty states.
-            if tensor is None or 0 not in tensor.shape or {"C", "W-1"} & {*letters[name].split()}:
+            if {"C", "W-1"} & {*cls._dimensions(name)}:
                 continue
             raise ValueError(
                 f"`{cls.function}`: `{name}` must have no empty dimension; got the shape "
-                f"{tuple(tensor.shape)} for [{', '.join(letters[name].split())}]. Leave out calls "
+                f"{tuple(tensor.shape)} for [{', '.join(cls._dimensions(name))}]. Leave out calls "
                 "with nothing to compute."
             )
         return sizes
 
     @classmethod
+    def _dimensions(cls, name):
+        return cls.arguments[name].dimensions.names
+
+    @classmethod
     def _check_kind_alone(cls, context, options):
-        if context.get("token_kind") is None:
-            return
         names = ("mask", "segment_ids", "previous_segment_id")
         beside = [name for name in names if context.get(name) is not None]
         beside += ["reverse"] if options["reverse"] else []
@@ -107,16 +126,14 @@ class RecurrentOperation(Operation):
             )
 
     @classmethod
-    def _by_name(cls, context, shapes):
-        """The arrays of a state as arguments by themselves, and their letters."""
-        state = context["initial_state"]
-        if not isinstance(state, dict) or set(state) != set(shapes):
+    def _by_name(cls, context):
+        """The arrays of a state as arguments by themselves."""
+        state, names = context["initial_state"], cls.state_names
+        if not isinstance(state, dict) or set(state) != set(names):
             got = f"a dict of {sorted(state)}" if isinstance(state, dict) else type(state).__name__
             raise ValueError(
-                f"`{cls.function}`: `initial_state` must be a dict of {sorted(shapes)}, as the "
+                f"`{cls.function}`: `initial_state` must be a dict of {sorted(names)}, as the "
                 f"operation returns it; got {got}."
             )
-        names = {name: f"initial_state[{name!r}]" for name in shapes}
-        parts = {names[name]: state[name] for name in shapes}
-        letters = {names[name]: shapes[name] for name in shapes}
-        return context | {"initial_state": None} | parts, letters
+        parts = {names[name]: state[name] for name in names}
+        return context | {"initial_state": None} | parts

@@ -8,8 +8,6 @@ from keras_recurrent.ops.recurrent_operation import RecurrentOperation
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class RGLRUOperation(RecurrentOperation):
     function = "rg_lru"
-    shapes = {"x": "B T D", "gate_a": "B T D", "gate_x": "B T D", "a_logit": "D"}
-    state_shape = "B D"
     start_matters = True  # the multiplier of the input is 1 there
 
 

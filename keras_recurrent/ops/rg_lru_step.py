@@ -2,33 +2,19 @@
 
 import keras
 
-from keras_recurrent.checks.dtypes import dtype_of, dtype_of_sums
 from keras_recurrent.ops.operation import Operation
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class RGLRUStepOperation(Operation):
     function = "rg_lru_step"
-    shapes = {
-        "x": "B D",
-        "gate": "B D",
-        "window": "B W-1 D",
-        "hidden": "B D",
-        "conv_kernel": "W D",
-        "conv_bias": "D",
-        "kernel_a": "N C C",
-        "bias_a": "N C",
-        "kernel_x": "N C C",
-        "bias_x": "N C",
-        "a_logit": "D",
-    }
-    context = ("token_kind",)
+    context = {"token_kind": "B"}
 
     @classmethod
     def check(cls, tensors, context, options):
         # These first, so that an error names the one of them that does not fit the others.
         first = {name: tensors[name] for name in ("x", "conv_kernel", "kernel_a")}
-        sizes = cls.check_tensors(first, cls.shapes)
+        sizes = cls.check_tensors(first)
         if sizes["W"] == 0:
             raise ValueError("`rg_lru_step`: `conv_kernel` must have at least one row; got none.")
         known = sizes["N"], sizes["C"], sizes["D"]
@@ -37,21 +23,7 @@ class RGLRUStepOperation(Operation):
                 f"`rg_lru_step`: `kernel_a` must have the shape [N, C, C] with N C = {known[2]}; "
                 f"got {tuple(tensors['kernel_a'].shape)}."
             )
-        sizes = super().check(tensors, context, options)
-        cls.check_tensors(context, {"token_kind": "B"})
-        return sizes
-
-    @classmethod
-    def lower(cls, tensors, context, options):
-        return {**tensors, **context}
-
-    def output_spec(self, tensors, sizes):
-        like, dtype = tensors["x"], dtype_of_sums(tensors)
-        return (
-            keras.KerasTensor(like.shape, dtype_of(like)),
-            keras.KerasTensor(tensors["window"].shape, dtype),
-            keras.KerasTensor(tensors["hidden"].shape, dtype),
-        )
+        return super().check(tensors, context, options)
 
 
 def rg_lru_step(

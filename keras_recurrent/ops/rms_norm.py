@@ -9,8 +9,6 @@ from keras_recurrent.ops.operation import Operation
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class RMSNormOperation(Operation):
     function = "rms_norm"
-    shapes = {"x": "... D", "scale": "D"}
-    optional = ("scale",)
     options = {"epsilon": None}
 
     @classmethod

@@ -1,39 +1,19 @@
 """Causal softmax attention to a window of the tokens before, or to all of them."""
 
 import keras
-from keras import ops
 
-from keras_recurrent.ops.operation import shape_of
 from keras_recurrent.ops.recurrent_operation import RecurrentOperation
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class SlidingWindowAttentionOperation(RecurrentOperation):
     function = "sliding_window_attention"
-    shapes = {"q": "B T H K", "k": "B T G K", "v": "B T G V"}
-    state_shape = {"key": "B C G K", "value": "B C G V", "position": "B"}
-    output_like = "q"
     options = RecurrentOperation.options | {"sliding_window": None, "max_length": None}
 
     def output_spec(self, tensors, sizes):
-        q, k, v = tensors.values()
-        output = keras.KerasTensor((*q.shape[:3], v.shape[3]), q.dtype)
         sizes.setdefault("C", self._room(self.options))
-        if sizes["C"] is None:
-            return output, {}
-        dtypes = {"key": k.dtype, "value": v.dtype, "position": "int32"}
-        return output, {
-            name: keras.KerasTensor(shape_of(dims, sizes), dtypes[name])
-            for name, dims in self.state_shape.items()
-        }
-
-    @classmethod
-    def cast_state(cls, state, tensors):
-        return {
-            "key": ops.cast(state["key"], tensors["k"].dtype),
-            "value": ops.cast(state["value"], tensors["v"].dtype),
-            "position": ops.cast(state["position"], "int32"),
-        }
+        output, state = super().output_spec(tensors, sizes)
+        return output, {} if sizes["C"] is None else state
 
     @classmethod
     def lower(cls, tensors, context, options):

@@ -2,14 +2,13 @@
 
 import keras
 
-from keras_recurrent.checks.dtypes import dtype_of, dtype_of_sums
+from keras_recurrent.checks.dtypes import dtype_of
 from keras_recurrent.ops.operation import Operation
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class TokenCrossentropyOperation(Operation):
     function = "token_crossentropy"
-    shapes = {"logits": "... V", "tokens": "..."}
 
     @classmethod
     def check(cls, tensors, context, options):
@@ -28,9 +27,6 @@ class TokenCrossentropyOperation(Operation):
             wide = dtype_of(tokens) in ("uint32", "uint64")
             tokens = keras.ops.cast(tokens, "int64" if wide else "int32")
         return {**tensors, "tokens": tokens}
-
-    def output_spec(self, tensors, sizes):
-        return keras.KerasTensor(sizes["..."], dtype_of_sums(tensors))
 
 
 def token_crossentropy(logits, tokens, *, implementation=None):
