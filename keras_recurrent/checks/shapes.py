@@ -2,10 +2,13 @@
 
 
 def fits(shape, wanted):
-    """Whether two shapes can be the same; None stands for any size."""
-    return len(shape) == len(wanted) and all(
-        None in (a, b) or a == b for a, b in zip(shape, wanted, strict=True)
-    )
+    """Returns True if two shapes can be equal; None stands for any size."""
+    if len(shape) != len(wanted):
+        return False
+    for a, b in zip(shape, wanted, strict=True):
+        if a is not None and b is not None and a != b:
+            return False
+    return True
 
 
 def check_rank_known(owner, name, tensor):

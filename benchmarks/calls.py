@@ -1,0 +1,73 @@
+"""Counts the Python calls of this package's own functions in one call of a layer, eager on torch.
+
+    KERAS_BACKEND=torch python benchmarks/calls.py             # --functions lists what is called
+
+Each layer is called three times and the third call is counted, by `sys.setprofile`. Python 3.12
+and later make no calls for list comprehensions, so counts are lower there.
+"""
+
+import argparse
+import collections
+import pathlib
+import sys
+
+import keras
+import numpy as np
+
+import keras_recurrent
+from keras_recurrent.layers import HGRN2, RGLRU
+
+PACKAGE = pathlib.Path(keras_recurrent.__file__).parent
+FOLDERS = tuple(f"{folder.resolve()}/" for folder in (PACKAGE, PACKAGE / "backends"))
+BATCH, LENGTH, WIDTH = 2, 10, 8
+
+
+def count_calls(function):
+    """`{(file, function): calls}` of the third call of `function`."""
+    calls: collections.Counter = collections.Counter()
+
+    def count(frame, event, _):
+        if event == "call":
+            calls[frame.f_code] += 1
+
+    function()
+    function()
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    found: collections.Counter = collections.Counter()
+    for code, number in calls.items():
+        file = str(pathlib.Path(code.co_filename).resolve())
+        if file.startswith(FOLDERS):
+            found[file, code.co_name] += number
+    return found
+
+
+def cases():
+    """`{name: function without arguments}`."""
+    x = np.random.default_rng(0).normal(size=(BATCH, LENGTH, WIDTH)).astype("float32")
+    x, mask = keras.ops.convert_to_tensor(x), keras.ops.ones((BATCH, LENGTH), "bool")
+    found = {}
+    for name, layer in {"RGLRU": RGLRU(num_blocks=4), "HGRN2": HGRN2(expand_ratio=4)}.items():
+        _, state = layer(x, return_state=True)
+        context = {"mask": mask, "initial_state": state, "return_state": True}
+        found[f"{name}(x)"] = lambda layer=layer: layer(x)
+        found[f"{name}(x), mask and state"] = lambda layer=layer, c=context: layer(x, **c)
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--functions", action="store_true", help="also list calls by function")
+    arguments = parser.parse_args()
+    for name, function in cases().items():
+        calls = count_calls(function)
+        print(f"{name}: {calls.total()} calls in {len({file for file, _ in calls})} files")
+        for (file, called), number in calls.most_common() if arguments.functions else ():
+            print(f"  {number:4} {pathlib.Path(file).name}: {called}")
+
+
+if __name__ == "__main__":
+    main()
