@@ -231,13 +231,20 @@ class StreamingLayer(RecomputableLayer):
 
     def own_initial_state(self, batch_size, max_length=None):
         """The layer's own part of `get_initial_state`."""
-        inside = self.streaming_sublayers()
-        return {
-            name: inside[name].own_initial_state(batch_size, max_length)
-            if name in inside
-            else ops.zeros((batch_size, *part.shape[1:]), part.dtype)
-            for name, part in self.own_state_spec().items()
-        }
+        return self._zeros(self.own_state_spec(), batch_size, max_length)
+
+    def _zeros(self, spec, batch_size, max_length):
+        """`own_initial_state` from `own_state_spec`, which is computed once for all layers."""
+        inside, state = self.streaming_sublayers(), {}
+        for name, part in spec.items():
+            layer = inside.get(name)
+            if layer is None:
+                state[name] = ops.zeros((batch_size, *part.shape[1:]), part.dtype)
+            elif type(layer).own_initial_state is StreamingLayer.own_initial_state:
+                state[name] = layer._zeros(part, batch_size, max_length)
+            else:
+                state[name] = layer.own_initial_state(batch_size, max_length)
+        return state
 
     @property
     def uses_position(self):
