@@ -8,6 +8,7 @@ and later make no calls for list comprehensions, so counts are lower there.
 
 import argparse
 import collections
+import functools
 import pathlib
 import sys
 
@@ -53,8 +54,8 @@ def cases():
     for name, layer in {"RGLRU": RGLRU(num_blocks=4), "HGRN2": HGRN2(expand_ratio=4)}.items():
         _, state = layer(x, return_state=True)
         context = {"mask": mask, "initial_state": state, "return_state": True}
-        found[f"{name}(x)"] = lambda layer=layer: layer(x)
-        found[f"{name}(x), mask and state"] = lambda layer=layer, c=context: layer(x, **c)
+        found[f"{name}(x)"] = functools.partial(layer, x)
+        found[f"{name}(x), mask and state"] = functools.partial(layer, x, **context)
     return found
 
 

@@ -41,6 +41,7 @@ def dtype_of_sums(tensors):
 
 def accepted_dtypes(name, int8=False):
     """The dtypes that an argument of this name may have, as a frozenset and in words."""
+    good: tuple[str, ...]
     if int8:
         good, wanted = ("int8",), "int8"
     elif name in ("mask", "padding_mask"):

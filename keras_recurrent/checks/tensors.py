@@ -1,6 +1,6 @@
 """Checks of an operation's tensors: dtypes, and shapes written as dimensions such as "B T 2D"."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from keras.backend import standardize_dtype
 
@@ -85,7 +85,7 @@ def check_tensors(operation, tensors, arguments, required=()):
                 raise ValueError(f"`{operation}` needs the argument `{name}`; got None.")
             continue
         argument = arguments[name]
-        shape = getattr(tensor, "shape", None)
+        shape: Any = getattr(tensor, "shape", None)
         if shape is None or getattr(shape, "rank", 0) is None:
             check_rank_known(operation, argument.name, tensor)  # raises
         dtype = standardize_dtype(tensor.dtype)

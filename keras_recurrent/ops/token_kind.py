@@ -69,7 +69,8 @@ def token_kind(like, mask=None, segment_ids=None, previous_segment_id=None, init
     _check(tokens, like)
     if symbolic({"like": like, "initial_state": initial_state}, tokens):
         return TokenKind().symbolic_call(like, **tokens, initial_state=initial_state)
-    return kinds_of_tokens(like, *tokens.values(), initial_state)
+    mask, segment_ids, previous = tokens.values()
+    return kinds_of_tokens(like, mask, segment_ids, previous, initial_state)
 
 
 def kinds_of_tokens(like, mask=None, segment_ids=None, previous=None, initial_state=None):
@@ -77,7 +78,9 @@ def kinds_of_tokens(like, mask=None, segment_ids=None, previous=None, initial_st
     shards = split_time.active_shards()
     if shards is not None:
         return shards.run_whole(
-            lambda *whole: kinds_of_whole_rows(*whole, previous, initial_state),
+            lambda like, mask, segments: kinds_of_whole_rows(
+                like, mask, segments, previous, initial_state
+            ),
             *(like, mask, segment_ids),
         )
     return kinds_of_whole_rows(like, mask, segment_ids, previous, initial_state)
