@@ -1,20 +1,13 @@
-"""What layers with a state share: their call, the structure of a state, their checks."""
+"""The base class of layers over time: their call and its checks."""
 
 import keras
 import numpy as np
 from keras import ops, tree
 
 from keras_recurrent.checks.arguments import check_boolean
-from keras_recurrent.checks.dtypes import accumulation_dtype
-from keras_recurrent.checks.states import (
-    check_per_token,
-    check_sizes_of_state,
-    check_state,
-    one_state,
-)
+from keras_recurrent.checks.states import check_per_token, check_state, one_state
 from keras_recurrent.devices import split_time
 from keras_recurrent.layers.gru_arguments import without_gru_arguments
-from keras_recurrent.layers.remat import RecomputableLayer
 from keras_recurrent.layers.sequences import (
     last_real,
     repeat_over_padding,
@@ -22,16 +15,11 @@ from keras_recurrent.layers.sequences import (
     where_any_real,
     zero_padding,
 )
-from keras_recurrent.layers.tokens import (
-    Tokens,
-    find_tokens,
-    initial_places,
-    own_part,
-    place_specs,
-)
+from keras_recurrent.layers.states import StatefulLayer, in_order
+from keras_recurrent.layers.tokens import check_handed_down, find_tokens, own_part
 
 
-class StreamingLayer(RecomputableLayer):
+class StreamingLayer(StatefulLayer):
     """Base class of layers that carry a state along a sequence.
 
     A sequence may be cut anywhere, also between two packed documents or inside padding, and
@@ -219,46 +207,6 @@ class StreamingLayer(RecomputableLayer):
         """
         return None
 
-    def streaming_sublayers(self):
-        """`{name: layer}` of the streaming layers inside, whose states are parts of this one's."""
-        return {}
-
-    def own_state_spec(self, batch_size=None):
-        """The layer's own part of a state, as `KerasTensor`s: `segment` and `position` aside."""
-        self._check_built()
-        inside = self.streaming_sublayers()
-        return {name: layer.own_state_spec(batch_size) for name, layer in inside.items()}
-
-    def own_initial_state(self, batch_size, max_length=None):
-        """The layer's own part of `get_initial_state`."""
-        return self._zeros(self.own_state_spec(), batch_size, max_length)
-
-    def _zeros(self, spec, batch_size, max_length):
-        """`own_initial_state` from `own_state_spec`, which is computed once for all layers."""
-        inside, state = self.streaming_sublayers(), {}
-        for name, part in spec.items():
-            layer = inside.get(name)
-            if layer is None:
-                state[name] = ops.zeros((batch_size, *part.shape[1:]), part.dtype)
-            elif type(layer).own_initial_state is StreamingLayer.own_initial_state:
-                state[name] = layer._zeros(part, batch_size, max_length)
-            else:
-                state[name] = layer.own_initial_state(batch_size, max_length)
-        return state
-
-    @property
-    def uses_position(self):
-        """Whether this layer, or one inside, reads `tokens.position`. A subclass may set it."""
-        return any(layer.uses_position for layer in self.streaming_sublayers().values())
-
-    @property
-    def keeps_state(self):
-        """Whether the layer can return a state where none was given.
-
-        Attention to all tokens cannot: nobody has said how many tokens its state has room for.
-        """
-        return all(layer.keeps_state for layer in self.streaming_sublayers().values())
-
     def check_arguments(self, inputs, **kwargs):
         """Raise for call arguments that a subclass takes beside those of `StreamingLayer`.
 
@@ -318,7 +266,7 @@ class StreamingLayer(RecomputableLayer):
             output = self.finish(output, inputs)
         # A layer inside may have another dtype, and Keras on torch multiplies float64 as float32.
         output = ops.cast(output, self.compute_dtype)
-        return (output, _sorted({**after, **places})) if return_state else output
+        return (output, in_order({**after, **places})) if return_state else output
 
     def _returned(self, output, inputs, mask, before, after):
         """What the call returns of the outputs over time, from what `stream` returned."""
@@ -397,97 +345,16 @@ class StreamingLayer(RecomputableLayer):
             "and `go_backwards` as in a GRU."
         )
 
-    # === States ===
-
-    def state_spec(self, batch_size=None):
-        """The state's structure, as `KerasTensor`s.
-
-        A size of None is one that each state has for itself: the rows where `batch_size` is None,
-        and the tokens that a state of attention has room for, which `get_initial_state` may be
-        told to make fewer than the window reaches.
-        """
-        spec = self.own_state_spec(batch_size)
-        return _sorted({**spec, **place_specs(batch_size, self.uses_position)})
-
-    def get_initial_state(self, batch_size, max_length=None):
-        """The state in which nothing was seen, for `batch_size` rows.
-
-        `max_length` is the number of tokens that a row will have at most, for layers that keep
-        all they have seen; where the state has one size it makes no difference.
-
-        Raises:
-            ValueError: a number that is no integer from 1 on, or no `max_length` where it is
-                needed.
-        """
-        check_sizes_of_state(batch_size, max_length)
-        state = self.own_initial_state(batch_size, max_length)
-        return _sorted({**state, **initial_places(batch_size, self.uses_position)})
-
-    @property
-    def state_dtype(self):
-        """The dtype of states and of the weights that make decays: never below float32."""
-        return accumulation_dtype(self.compute_dtype)
-
-    def array_spec(self, batch_size, *shape):
-        """An array of the state."""
-        return keras.KerasTensor((batch_size, *shape), dtype=self.state_dtype)
-
-    def no_bound(self):
-        """The error where a state is asked for whose size is not known."""
-        return ValueError(
-            f"The state of `{type(self).__name__}` keeps all of a document, and needs to know how "
-            "much room to make. Give the layer a `max_length`, in tokens, or start from "
-            "`get_initial_state(batch_size, max_length=...)`."
-        )
-
     def _returns_state(self, return_state):
         if return_state is None:
             return self.return_state
         check_boolean("return_state", return_state)
         return return_state
 
-    def _check_built(self):
-        if not self.built:
-            raise ValueError(
-                f"The state of `{type(self).__name__}` is as wide as its inputs, which are not "
-                "known yet. Call the layer first, or `layer.build((None, None, width))`."
-            )
-
-    def _check_tokens(self, tokens, mask, segment_ids, own_state):
-        """Raise for what does not fit to the tokens that an outer layer hands down."""
-        name = type(self).__name__
-        if not isinstance(tokens, Tokens):
-            raise ValueError(
-                f"`{name}`: `tokens` must be the `Tokens` that the outer layer's `stream` got; got "
-                f"a {type(tokens).__name__}. A layer by itself takes `mask` and `segment_ids`."
-            )
-        if tokens.position is None and self.uses_position:
-            raise ValueError(
-                f"`{name}`: `tokens` have no `position`, which this layer uses. Name the layer in "
-                "the outer layer's `streaming_sublayers`, so that positions are found."
-            )
-        if self.go_backwards or not self.return_sequences:
-            argument = "go_backwards=True" if self.go_backwards else "return_sequences=False"
-            raise ValueError(
-                f"`{name}` has `{argument}`, which is for the outermost layer: inside another one, "
-                "every layer reads the same tokens in the same order and returns all of them."
-            )
-        for argument, tensor in (("mask", mask), ("segment_ids", segment_ids)):
-            if tensor is not None:
-                raise ValueError(
-                    f"`{name}`: `tokens` say all of masks and segments; got `{argument}` beside "
-                    "them. Leave one of them out."
-                )
-        if own_state and "segment" in own_state:
-            raise ValueError(
-                f"`{name}`: beside `tokens`, `initial_state` is the layer's own part of a state; "
-                "got one with `segment`, which belongs to the outermost layer."
-            )
-
     def _check(self, inputs, mask, segment_ids, state, return_state, tokens, arguments):
         """Raise for call arguments that do not fit. Inside another layer, that one has checked."""
         if tokens is not None:
-            self._check_tokens(tokens, mask, segment_ids, state)
+            check_handed_down(self, tokens, mask, segment_ids, state)
             return
         self.check_arguments(inputs, **arguments)
         batch, length = inputs.shape[:2]
@@ -502,8 +369,3 @@ class StreamingLayer(RecomputableLayer):
             check_per_token(type(self).__name__, name, tensor, (batch, length))
         if state is not None:
             check_state(state, self.state_spec(batch), "initial_state")
-
-
-def _sorted(state):
-    """The order in which Keras goes through a dict, so that all states have the same."""
-    return {name: state[name] for name in sorted(state)}

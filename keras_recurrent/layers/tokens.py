@@ -181,6 +181,38 @@ def initial_places(batch_size, uses_position):
     return {**places, "segment": ops.full((batch_size,), -1, "int32")}
 
 
+def check_handed_down(layer, tokens, mask, segment_ids, own_state):
+    """Raises where call arguments of an inner layer contradict the tokens handed down to it."""
+    name = type(layer).__name__
+    if not isinstance(tokens, Tokens):
+        raise ValueError(
+            f"`{name}`: `tokens` must be the `Tokens` that the outer layer's `stream` got; got "
+            f"a {type(tokens).__name__}. A layer by itself takes `mask` and `segment_ids`."
+        )
+    if tokens.position is None and layer.uses_position:
+        raise ValueError(
+            f"`{name}`: `tokens` have no `position`, which this layer uses. Name the layer in "
+            "the outer layer's `streaming_sublayers`, so that positions are found."
+        )
+    if layer.go_backwards or not layer.return_sequences:
+        argument = "go_backwards=True" if layer.go_backwards else "return_sequences=False"
+        raise ValueError(
+            f"`{name}` has `{argument}`, which is for the outermost layer: inside another one, "
+            "every layer reads the same tokens in the same order and returns all of them."
+        )
+    for argument, tensor in (("mask", mask), ("segment_ids", segment_ids)):
+        if tensor is not None:
+            raise ValueError(
+                f"`{name}`: `tokens` say all of masks and segments; got `{argument}` beside "
+                "them. Leave one of them out."
+            )
+    if own_state and "segment" in own_state:
+        raise ValueError(
+            f"`{name}`: beside `tokens`, `initial_state` is the layer's own part of a state; "
+            "got one with `segment`, which belongs to the outermost layer."
+        )
+
+
 def token_position(inputs, kind=None, first=None):
     """How many real tokens of its document come before each token, int32 `[B, T]`.
 
