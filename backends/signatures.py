@@ -77,81 +77,72 @@ class Signature(NamedTuple):
         return (*self.tensors.values(), *context), tuple(found), self.channels
 
 
+def _named(text):
+    """`{name: dimensions}` of text such as "x: B T D, a_logit: D"."""
+    pairs = (pair.split(":") for pair in text.split(","))
+    return {name.strip(): dimensions.strip() for name, dimensions in pairs}
+
+
 def _over_time(tensors, output, state, channels=("D",), optional=()):
-    return Signature(tensors, (output, state), channels, optional, is_over_time=True)
+    return Signature(_named(tensors), (output, state), channels, optional, is_over_time=True)
 
 
-_HEADS = {"q": "B T H K", "k": "B T H K", "v": "B T H V"}
+_HEADS = "q: B T H K, k: B T H K, v: B T H V"
 _LINEAR_ATTENTION = Result("B T H V", "v"), Result("B H K V"), ("H",)
-_ENDS = ("", "_2", "_3")
 _WIDTHS, _PACKED_WIDTHS = "NML", "PQR"  # of up to three kernels; R is a byte for one or two of L
 
 
 def _each(name, widths, before=""):
     """The dimensions of a tensor of each kernel."""
-    return {f"{name}{end}": f"{before}{width}" for end, width in zip(_ENDS, widths, strict=True)}
+    ends = ("", "_2", "_3")
+    return {f"{name}{end}": f"{before}{width}" for end, width in zip(ends, widths, strict=True)}
 
 
-_KERNELS = {"x": "B K", "scale": "K", **_each("kernel", _WIDTHS, "K "), **_each("bias", _WIDTHS)}
-_PACKED_KERNELS = {
-    "x": "B K",
-    "scale": "K",
-    **_each("kernel", _PACKED_WIDTHS, "K "),
-    **_each("kernel_scale", _WIDTHS),
-    **_each("kernel_zero", _WIDTHS, "G "),
-    **_each("bias", _WIDTHS),
-}
-_OF_KERNELS = tuple(Result(f"B {width}", "x") for width in _WIDTHS)
-
-
-def _all_but(required, tensors):
-    return tuple(name for name in (*tensors, "residual") if name not in required)
+def _of_kernels(required, alternatives, **of_each):
+    """The signature of a product with up to three kernels; `of_each`: their tensors."""
+    tensors = {"x": "B K", "scale": "K"}
+    for dimensions in of_each.values():
+        tensors |= dimensions
+    tensors |= {**_each("bias", _WIDTHS), "residual": "B N"}
+    results = tuple(Result(f"B {width}", "x") for width in _WIDTHS)
+    optional = tuple(name for name in tensors if name not in required)
+    return Signature(tensors, results, (), optional, False, alternatives)
 
 
 # In the order of the manual: steps of generation come last.
 SIGNATURES = {
     "causal_conv1d": _over_time(
-        {"x": "B T D", "kernel": "W D", "bias": "D"},
+        "x: B T D, kernel: W D, bias: D",
         Result("B T D", "x"),
         Result("B W-1 D"),
         optional=("bias",),
     ),
     # Real parts of all channels come before the imaginary ones, so no device can have a part.
     "complex_linear_scan": _over_time(
-        {"x": "B T 2D", "log_a": "B T D", "phase": "B T D"},
-        Result("B T 2D", "x"),
-        Result("B 2D"),
-        channels=(),
+        "x: B T 2D, log_a: B T D, phase: B T D", Result("B T 2D", "x"), Result("B 2D"), ()
     ),
     "gated_linear_attention": _over_time(
-        {**_HEADS, "log_f": "B T H K"}, *_LINEAR_ATTENTION, optional=("k",)
+        f"{_HEADS}, log_f: B T H K", *_LINEAR_ATTENTION, optional=("k",)
     ),
-    "gated_linear_unit": Signature({"gate": "...", "x": "..."}, (Result("...", "x"),)),
-    "lightning_attention": _over_time({**_HEADS, "log_decay": "H"}, *_LINEAR_ATTENTION),
+    "gated_linear_unit": Signature(_named("gate: ..., x: ..."), (Result("...", "x"),)),
+    "lightning_attention": _over_time(f"{_HEADS}, log_decay: H", *_LINEAR_ATTENTION),
     "linear_crossentropy": Signature(
-        {"x": "... D", "embedding": "V D", "tokens": "...", "sample_weight": "..."},
+        _named("x: ... D, embedding: V D, tokens: ..., sample_weight: ..."),
         (Result("..."), Result("...", "int32")),
         optional=("sample_weight",),
     ),
-    "linear_scan": _over_time(
-        {"x": "B T D", "log_a": "B T D"}, Result("B T D", "x"), Result("B D")
-    ),
+    "linear_scan": _over_time("x: B T D, log_a: B T D", Result("B T D", "x"), Result("B D")),
     "log_forget_gate": Signature(
-        {"logits": "... D", "lower_bound": "2 D"},
-        (Result("... D"),),
-        ("D",),
-        optional=("lower_bound",),
+        _named("logits: ... D, lower_bound: 2 D"), (Result("... D"),), ("D",), ("lower_bound",)
     ),
     "rg_lru": _over_time(
-        {"x": "B T D", "gate_a": "B T D", "gate_x": "B T D", "a_logit": "D"},
-        Result("B T D", "x"),
-        Result("B D"),
+        "x: B T D, gate_a: B T D, gate_x: B T D, a_logit: D", Result("B T D", "x"), Result("B D")
     ),
     "rms_norm": Signature(
-        {"x": "... D", "scale": "D"}, (Result("... D", "x"),), optional=("scale",)
+        _named("x: ... D, scale: D"), (Result("... D", "x"),), optional=("scale",)
     ),
     "sliding_window_attention": _over_time(
-        {"q": "B T H K", "k": "B T G K", "v": "B T G V"},
+        "q: B T H K, k: B T G K, v: B T G V",
         Result("B T H V", "q"),
         {
             "key": Result("B C G K", "k"),
@@ -160,51 +151,37 @@ SIGNATURES = {
         },
         channels=("H", "G"),
     ),
-    "token_crossentropy": Signature({"logits": "... V", "tokens": "..."}, (Result("..."),)),
-    "norm_linear": Signature(
-        {**_KERNELS, "residual": "B N"},
-        _OF_KERNELS,
-        optional=_all_but(("x", "kernel"), _KERNELS),
+    "token_crossentropy": Signature(_named("logits: ... V, tokens: ..."), (Result("..."),)),
+    "norm_linear": _of_kernels(
+        ("x", "kernel"),
         # A third kernel may take what a gate between the first two gives.
-        alternatives={"gate": {"kernel_3": "N L", "residual": "B L"}},
+        {"gate": _named("kernel_3: N L, residual: B L")},
+        kernel=_each("kernel", _WIDTHS, "K "),
     ),
-    "norm_quantized_linear": Signature(
-        {**_PACKED_KERNELS, "residual": "B N"},
-        _OF_KERNELS,
-        optional=_all_but(("x", "kernel", "kernel_scale"), _PACKED_KERNELS),
-        alternatives={"blocks": _each("kernel_scale", _WIDTHS, "G ")},
+    "norm_quantized_linear": _of_kernels(
+        ("x", "kernel", "kernel_scale"),
+        {"blocks": _each("kernel_scale", _WIDTHS, "G ")},
+        kernel=_each("kernel", _PACKED_WIDTHS, "K "),
+        scale=_each("kernel_scale", _WIDTHS),
+        zero=_each("kernel_zero", _WIDTHS, "G "),
     ),
     "hgrn2_step": Signature(
-        {"q": "B D", "f": "B D", "v": "B E", "memory": "B H K V", "lower_bound": "2 D"},
+        _named("q: B D, f: B D, v: B E, memory: B H K V, lower_bound: 2 D"),
         (Result("B E", "v"), Result("B H K V")),
         optional=("lower_bound",),
     ),
     "rg_lru_step": Signature(
-        {
-            "x": "B D",
-            "gate": "B D",
-            "window": "B W-1 D",
-            "hidden": "B D",
-            "conv_kernel": "W D",
-            "conv_bias": "D",
-            "kernel_a": "N C C",
-            "bias_a": "N C",
-            "kernel_x": "N C C",
-            "bias_x": "N C",
-            "a_logit": "D",
-        },
+        _named(
+            "x: B D, gate: B D, window: B W-1 D, hidden: B D, conv_kernel: W D, conv_bias: D, "
+            "kernel_a: N C C, bias_a: N C, kernel_x: N C C, bias_x: N C, a_logit: D"
+        ),
         (Result("B D", "x"), Result("B W-1 D"), Result("B D")),
     ),
     "local_attention_step": Signature(
-        {
-            "q": "B H K",
-            "k": "B G K",
-            "v": "B G V",
-            "key": "B C G K",
-            "value": "B C G V",
-            "position": "B",
-            "frequencies": "R",
-        },
+        _named(
+            "q: B H K, k: B G K, v: B G V, key: B C G K, value: B C G V, position: B, "
+            "frequencies: R"
+        ),
         (Result("B H V", "q"), Result("B C G K", "k"), Result("B C G V", "v")),
         optional=("frequencies",),
     ),

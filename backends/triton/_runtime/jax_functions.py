@@ -306,7 +306,7 @@ def _passes(definition):
     the residual in place of the output.
     """
     tensors, results = definition.dimensions, definition.result_dimensions
-    has_residuals = bool(definition.num_residuals) and not definition.is_token_wise
+    has_residuals = bool(definition.residuals) and not definition.is_token_wise
     output = results[:1] if definition.saves_output else results[-1:] if has_residuals else (None,)
     d_results = results[:-1] if has_residuals else results
     differentiable, channels = definition.differentiable, definition.channels

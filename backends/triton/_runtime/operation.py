@@ -49,11 +49,6 @@ class Operation(NamedTuple):
         return SIGNATURES[self.name].channels
 
     @property
-    def num_residuals(self):
-        """Number of the last results that only the backward reads."""
-        return len(self.residuals)
-
-    @property
     def tensors(self):
         """The names of the tensors."""
         return tensors_of(self.forward)
@@ -61,7 +56,7 @@ class Operation(NamedTuple):
     @property
     def num_results(self):
         """Number of results without residuals."""
-        return len(self.result_dimensions) - self.num_residuals
+        return len(self.result_dimensions) - len(self.residuals)
 
     @property
     def is_token_wise(self):

@@ -248,7 +248,7 @@ def operation(definition):
     num_results = definition.num_results
     name = f"keras_recurrent::triton_{definition.name}"
 
-    residuals = [f"kept_{i}" for i in range(definition.num_residuals)]
+    residuals = [f"kept_{i}" for i in range(len(definition.residuals))]
     d_results = [f"d_result_{i}" for i in range(num_results)]
     forward = _operator(
         *(name, definition.forward, definition.results),
