@@ -113,7 +113,9 @@ def test_the_wrong_one_of_two_is_named():
     other[1][3] = (other[1][3] + 1) % VOCABULARY
     with pytest.raises(AssertionError, match=rf"3 of row 1 here is {other[1][3]}, and must be"):
         checked.compare(ROWS, other, right, " here")
-    words = rf"3 of row 1 here is {right[1][3]}, as a plain .* but otherwise {other[1][3]}, whose"
+    words = (
+        rf"3 of row 1 here is {right[1][3]}, as in a plain .* but otherwise {other[1][3]}, whose"
+    )
     with pytest.raises(AssertionError, match=words):
         checked.compare(ROWS, right, other, " here")
 

@@ -376,9 +376,9 @@ def test_samples_are_strings_or_tokens_with_labels(has_preprocessor):
     good = {"token_ids": tokens, "padding_mask": np.ones((2, 3), "int32")}
     with pytest.raises(ValueError, match=r"`validation_data` must be several strings.*got int64"):
         model.fit(good, tokens, validation_data=tokens, verbose=0)
-    with pytest.raises(ValueError, match="`x` holds tokens, whose labels are needed"):
+    with pytest.raises(ValueError, match="`x` holds tokens, which need labels"):
         model.fit(good, verbose=0)
-    with pytest.raises(ValueError, match="`validation_data` holds tokens, whose labels are needed"):
+    with pytest.raises(ValueError, match="`validation_data` holds tokens, which need labels"):
         model.fit(good, tokens, validation_data=(good,), verbose=0)
     if has_preprocessor:
         for use in (model.fit, model.evaluate):

@@ -136,7 +136,9 @@ def test_shares_that_are_not_to_be_had_are_errors():
     mesh = layout_map("hgrn2", (1, 1)).device_mesh
     for wrong in (mesh, keras.distribution.LayoutMap(mesh)):
         for function in (training_sizes, lambda *a, **k: memory_sizes(*a, 1, 1, **k)):
-            with pytest.raises(ValueError, match="`layout_map` must be what `get_layout_map`"):
+            with pytest.raises(
+                ValueError, match="`layout_map` must be the result of `get_layout_map`"
+            ):
                 function("hgrn2_tiny", layout_map=wrong)
     for number in (-1, 1.5):
         with pytest.raises(ValueError, match="`num_slots` must be an integer, at least 0"):

@@ -407,7 +407,7 @@ def test_bad_parts_and_labels():
         (
             {**tokens, "segment_ids": tokens["token_ids"]},
             LABELS,
-            "`x` has `segment_ids`, but a row",
+            "`x` has `segment_ids`, but a classifier",
         ),
         ("tick", [0], "`x` must be several strings, .* got one string"),
     ]:
