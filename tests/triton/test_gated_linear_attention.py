@@ -121,7 +121,7 @@ def test_documents_that_start_inside_a_chunk():
 
 def test_heads_whose_states_are_stored():
     """Those of more channels of keys than the output's walk takes."""
-    case = Case(1, 0, gated_output.LARGEST_KEYS + 2, "bfloat16", values=18, state=True)
+    case = Case(1, 0, gated_output.MAX_KEYS + 2, "bfloat16", values=18, state=True)
     judge.check(OPERATION, "triton", drawn_with(stretches(-0.01, -5, -0.5), case))
 
 
