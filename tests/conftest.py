@@ -9,8 +9,8 @@ import pathlib
 import pytest
 
 from tests import budget, tiers
+from tests.selection import BACKENDS
 
-BACKENDS = ("jax", "torch", "tensorflow")
 INSTALLED = [name for name in BACKENDS if importlib.util.find_spec(name)]
 # Tests marked `once` do not depend on the backend; they run on torch, which compiles least.
 ONCE = "torch" if "torch" in INSTALLED else INSTALLED[0]

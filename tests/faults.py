@@ -25,8 +25,9 @@ import tempfile
 import time
 from typing import NamedTuple
 
+from tests.selection import BACKENDS
+
 ROOT = pathlib.Path(__file__).parents[1]
-BACKENDS = ("jax", "torch", "tensorflow")
 OPTIONS = ("-q", "--tb=short", "-p", "no:cacheprovider")
 TIME_LIMIT = 300  # seconds for one run of pytest
 TESTS_FAILED, USAGE_ERROR = 1, 4  # exit codes of pytest; 2 to 5: no test result

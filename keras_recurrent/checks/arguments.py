@@ -7,7 +7,7 @@ import numpy as np
 
 
 def is_finite_number(value):
-    """Whether a value is a number; truth values, NaN and infinities are none."""
+    """Returns True if a value is a finite number, not a boolean."""
     real = isinstance(value, numbers.Real) and not isinstance(value, bool)
     # `torch.compile` takes no `math.isfinite`.
     return real and -math.inf < value < math.inf

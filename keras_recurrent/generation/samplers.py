@@ -6,11 +6,11 @@ Sampler = keras_hub.samplers.Sampler
 
 
 def only_chooses(sampler):
-    """Whether it has no loop of its own, but chooses tokens from probabilities."""
+    """Returns True if it only chooses tokens from probabilities, in the loop of the base class."""
     names = "__call__", "run_loop"
     return all(getattr(type(sampler), name) is getattr(Sampler, name) for name in names)
 
 
 def takes_the_largest(sampler):
-    """Whether it is KerasHub's greedy one: the largest logit has the largest probability."""
+    """Returns True for KerasHub's greedy sampler: the largest logit is the most probable token."""
     return type(sampler) is keras_hub.samplers.GreedySampler and sampler.temperature > 0
