@@ -109,7 +109,7 @@ def _of_kernels(required, alternatives, **of_each):
     return Signature(tensors, results, (), optional, False, alternatives)
 
 
-# In the order of the manual: steps of generation come last.
+# In the order of the manual: decoding steps come last.
 SIGNATURES = {
     "causal_conv1d": _over_time(
         "x: B T D, kernel: W D, bias: D",
@@ -185,4 +185,14 @@ SIGNATURES = {
         (Result("B H V", "q"), Result("B C G K", "k"), Result("B C G V", "v")),
         optional=("frequencies",),
     ),
+    "embedding_step": Signature(
+        _named("table: V D, token_ids: B, segment: B, position: B"),
+        (
+            Result("B D"),
+            *(Result("B", dtype) for dtype in ("int8", "int32", "int32", "int32")),
+        ),
+        optional=("segment", "position"),
+    ),
+    "soft_cap": Signature(_named("x: B V"), (Result("B V", "x"),)),
+    "argmax": Signature(_named("x: B V"), (Result("B", "int32"),)),
 }

@@ -23,7 +23,7 @@ import keras
 import numpy as np
 
 from keras_recurrent import which_generation
-from keras_recurrent.layers import one_token
+from keras_recurrent.layers.decoding import decoding_scope
 from keras_recurrent.models import GriffinCausalLM, HGRN2CausalLM
 
 if keras.config.backend() == "torch":
@@ -69,7 +69,7 @@ def logits_apart(model):
         return keras.ops.convert_to_numpy(keras.ops.cast(found, "float32"))
 
     no_gradients = [torch.no_grad()] if keras.config.backend() == "torch" else []
-    fused, expected = logits(one_token.writing(), *no_gradients), logits(*no_gradients)
+    fused, expected = logits(decoding_scope(), *no_gradients), logits(*no_gradients)
     return float(np.abs(fused - expected).max() / np.abs(expected).max())
 
 

@@ -1,7 +1,8 @@
 """Decide which implementation of an operation runs.
 
 A folder below `backends/` is an implementation, a file in it an operation. `PREFERENCE` says which
-folders serve a Keras backend, fastest first; the first that accepts the arguments runs. An
+folders serve a Keras backend, fastest first; the first that accepts the arguments runs. Where the
+backend's own folder has no file of an operation, `portable/` has its plain implementation. An
 implementation that is missing, or refuses (by its `unsupported`), says why, and the next is asked.
 One that raises an error is not replaced by the next, and an error while a folder is imported is
 raised: a folder is left out only where it says by `unavailable` that something it needs is missing.
@@ -84,13 +85,26 @@ for _name in serving():
     for _operation, _module in _implementation(_name, IMPLEMENTATIONS).items():
         IMPLEMENTATIONS[_operation][_name] = _module
 
+# What exporters take, and the plain implementation of an operation without a file for this backend.
+PORTABLE = "portable"
+
+
+def portable_module(operation):
+    """The portable implementation of an operation, or the reason why there is none."""
+    found = f"{portable.__name__}.{operation}"
+    if importlib.util.find_spec(found) is None:
+        return f"there is no keras_recurrent/portable/{operation}.py"
+    return importlib.import_module(found)
+
+
+for _operation, _row in IMPLEMENTATIONS.items():
+    if isinstance(_row.get(BACKEND), str):
+        _row[BACKEND] = portable_module(_operation)
+
 if BACKEND == "jax":
     from keras_recurrent.backends.jax import _layouts, _platforms, _shards
 if BACKEND == "torch":
     from keras_recurrent.backends.torch import _common as torch_common
-
-# What exporters take: not in the table above, since it is never a choice for computing.
-PORTABLE = "portable"
 
 _chosen = threading.local()  # `name`; torch.compile sees through it, not through a ContextVar
 
@@ -141,9 +155,10 @@ class Choice(NamedTuple):
     def __str__(self):
         runs = "nothing runs"
         if self.implementation:
-            portable = self.implementation == PORTABLE
-            folder = "keras_recurrent" if portable else "backends"
-            runs = f"{folder}/{self.implementation}/{self.operation}.py runs"
+            folder = f"backends/{self.implementation}"
+            if _implemented(self.operation, self.implementation) is portable_module(self.operation):
+                folder = "keras_recurrent/portable"
+            runs = f"{folder}/{self.operation}.py runs"
         elif BACKEND not in PREFERENCE:
             runs += f". keras_recurrent has implementations for {', '.join(PREFERENCE)}; the "
             runs += "environment variable KERAS_BACKEND, set before Keras is imported, chooses"
@@ -158,7 +173,7 @@ def choose(operation, arguments, implementation=None):
     for candidate in (_check(name),) if name else serving():
         reason = _refusal(operation, candidate, arguments)
         if reason is None and not name:
-            reason = _elsewhere(candidate, arguments)
+            reason = _platform_reason(candidate, arguments)
         if reason is None:
             return Choice(operation, candidate, refused)
         refused[candidate] = reason
@@ -179,14 +194,6 @@ def _implemented(operation, name):
     return portable_module(operation) if name == PORTABLE else IMPLEMENTATIONS[operation][name]
 
 
-def portable_module(operation):
-    """What exporters take of an operation, or the reason why there is nothing."""
-    found = f"{portable.__name__}.{operation}"
-    if importlib.util.find_spec(found) is None:
-        return f"there is no keras_recurrent/portable/{operation}.py"
-    return importlib.import_module(found)
-
-
 def exports():
     """Whether a graph is made for an exporter: by the name, or by `torch.export`."""
     name = chosen_name()
@@ -195,11 +202,27 @@ def exports():
     return torch_common.is_exporting()
 
 
-def _elsewhere(name, arguments):
+def _platform_reason(name, arguments):
     """Why an implementation for one platform cannot run where these arguments are; else None."""
     if BACKEND == "jax" and name in _platforms.PLATFORMS:
         return _platforms.platform_reason(arguments, _platforms.PLATFORMS[name])
     return None
+
+
+def decodes_with_kernels(tensor):
+    """Returns True if a decoding step on this tensor's device should call the Triton kernels.
+
+    That is on an NVIDIA GPU, or wherever `implementation("triton")` is in force.
+    """
+    if "triton" not in serving() or keras.distribution.distribution() is not None:
+        return False
+    if chosen_name():
+        return chosen_name() == "triton"
+    if BACKEND == "jax":
+        import jax
+
+        return jax.default_backend() == "gpu"
+    return tensor.is_cuda
 
 
 def is_traced(arguments):
@@ -225,7 +248,7 @@ def run(operation, arguments, implementation=None):
         kernels = {
             platform: row[name]
             for name, platform in _platforms.PLATFORMS.items()
-            if not (_refusal(operation, name, arguments) or _elsewhere(name, arguments))
+            if not (_refusal(operation, name, arguments) or _platform_reason(name, arguments))
         }
         function = _platforms.choose_at_lowering(row["jax"], **kernels)
     distribution = keras.distribution.distribution()
@@ -233,6 +256,12 @@ def run(operation, arguments, implementation=None):
         return function(**arguments)
     mesh = distribution.device_mesh.backend_mesh
     return _layouts.run(operation, function, arguments, mesh, distribution.batch_dim_name)
+
+
+def chosen_module(operation, arguments):
+    """The file that `choose` names, for functions beside the operation; None if there is none."""
+    name = choose(operation, arguments).implementation
+    return None if name is None else _implemented(operation, name)
 
 
 def _check(name):

@@ -329,10 +329,16 @@ FAULTS = [
     ),
     Fault(
         "step_start_keeps_position",
-        "backends/torch/local_attention_step.py",
-        old="position = position.masked_fill(token_kind == STARTS, 0)",
-        new="position = position",
-        tests={"torch": "ops/test_steps.py::test_forward[local_attention_step-torch-many rows]"},
+        "keras_recurrent/portable/local_attention_step.py",
+        old="position = fill_where(starts, 0, position[:, None])",
+        new="position = position[:, None]",
+        tests={
+            backend: (
+                "ops/test_steps.py::test_one_row_that_starts_a_document"
+                f"[local_attention_step-{backend}]"
+            )
+            for backend in BACKENDS
+        },
     ),
     # Triton kernels and portable operations
     Fault(
@@ -461,7 +467,7 @@ FAULTS = [
         new=(
             '"kernel_zeros": None if size is None else [0 * dense.kernel_zero for dense in layers],'
         ),
-        tests={"torch": "generation/test_one_token.py::test_the_same_tokens_quantized[int4]"},
+        tests={"torch": "generation/test_fused_steps.py::test_the_same_tokens_quantized[int4]"},
     ),
     Fault(
         "lora_biases_train",
@@ -716,17 +722,6 @@ FAULTS = [
         new="    return total, total\n",
         tests={
             "torch": "ops/test_steps.py::test_one_row_that_starts_a_document[rg_lru_step-triton]"
-        },
-    ),
-    Fault(
-        "jax_step_start_keeps_position",
-        "backends/jax/local_attention_step.py",
-        old="position = jnp.where(token_kind == STARTS, 0, position)",
-        new="pass",
-        tests={
-            "jax": (
-                "ops/test_steps.py::test_one_row_that_starts_a_document[local_attention_step-jax]"
-            )
         },
     ),
     Fault(

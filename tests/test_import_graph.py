@@ -38,11 +38,6 @@ LAZY_FACE = "a public name that is imported when it is first used"
 INSIDE_FUNCTIONS = {
     ("keras_recurrent/datasets/__init__.py", "datasets.packed_text"): LAZY_FACE,
     ("keras_recurrent/dispatch.py", "backends"): PACKAGE_MISSING,
-    ("keras_recurrent/generation/torch/sampling.py", "backends.triton._decoding.argmax"): (
-        PACKAGE_MISSING
-    ),
-    ("keras_recurrent/layers/one_token.py", "backends.triton._decoding.embedding"): PACKAGE_MISSING,
-    ("keras_recurrent/layers/one_token.py", "backends.triton._decoding.soft_cap"): PACKAGE_MISSING,
     ("keras_recurrent/training/sources.py", "training.grain_loader"): PACKAGE_MISSING,
     ("keras_recurrent/tuning.py", "backends.triton._runtime.search"): PACKAGE_MISSING,
 }

@@ -23,7 +23,8 @@ from keras_recurrent.presets import griffin, hgrn2, transnormer
 
 DOCS = pathlib.Path(__file__).parents[1]
 BACKENDS = DOCS.parent / "backends"
-FOLDERS = ("reference", "jax", "torch", "tensorflow", "triton", "pallas", "cudnn")
+PORTABLE = BACKENDS.parent / "keras_recurrent" / "portable"
+FOLDERS = ("reference", "jax", "torch", "tensorflow", "portable", "triton", "pallas", "cudnn")
 LENGTH = 32_768  # tokens that the state of the tables has read
 VOCABULARY = {259: "259 (bytes)"}
 
@@ -111,7 +112,8 @@ def implementations():
     """The table of implementations, from the signatures and the files below backends/."""
     lines = [["operation", *FOLDERS], ["---"] + [":---:"] * len(FOLDERS)]
     for name in SIGNATURES:
-        marks = ("✓" if (BACKENDS / f / f"{name}.py").exists() else "" for f in FOLDERS)
+        folders = (PORTABLE if f == PORTABLE.name else BACKENDS / f for f in FOLDERS)
+        marks = ("✓" if (folder / f"{name}.py").exists() else "" for folder in folders)
         lines.append([f"`{name}`", *marks])
     return _table(lines)
 

@@ -3,7 +3,7 @@
 import weakref
 from typing import NamedTuple
 
-from keras_recurrent.layers import one_token
+from keras_recurrent.layers.decoding import unfused_blocks
 
 WAYS = {
     "cuda_graph": "each token is one launch of a CUDA graph",
@@ -73,4 +73,4 @@ def which_generation(model):
 
 def tell(model, name, refused=None):
     """Sets what `which_generation` answers."""
-    _last[model] = Way(name, refused or {}, one_token.unfused_blocks(model))
+    _last[model] = Way(name, refused or {}, unfused_blocks(model))

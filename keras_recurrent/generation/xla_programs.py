@@ -14,7 +14,7 @@ from keras_recurrent.generation import loop
 from keras_recurrent.generation.lengths import bucket, initial_cache
 from keras_recurrent.generation.samplers import takes_the_largest
 from keras_recurrent.generation.ways import tell
-from keras_recurrent.layers import one_token
+from keras_recurrent.layers.decoding import decoding_scope, unfused_blocks
 
 
 class Programs:
@@ -132,7 +132,7 @@ def _read(model, token_ids, mask, cache):
 
 
 def _step(model, token_ids, mask, cache):
-    with one_token.writing():
+    with decoding_scope():
         logits, _, cache = model.call_with_cache(token_ids, cache, padding_mask=mask)
     return logits[:, 0], cache
 
@@ -170,7 +170,7 @@ def _of_jax(model):
     # What `implementation` has chosen, and which blocks take no fused steps, are part of a program,
     # too.
     def variant():
-        return chosen_name(), tuple(one_token.unfused_blocks(model))
+        return chosen_name(), tuple(unfused_blocks(model))
 
     @functools.partial(jax.jit, static_argnames="variant")
     def read_program(token_ids, lengths, cache, weights, variant):

@@ -1,21 +1,27 @@
-"""What gated multilayer perceptrons share: three linear maps and a product."""
+"""Base class of gated multilayer perceptrons: three linear layers and a product."""
 
 import keras
 from keras import ops
 
 from keras_recurrent.checks.arguments import check_positive_integer, check_width_known
+from keras_recurrent.layers import decoding
 from keras_recurrent.layers.initializers import clone_initializer
 from keras_recurrent.layers.remat import RecomputableLayer, no_further_remat
+from keras_recurrent.ops.gated_linear_unit import gated_linear_unit
 
 
 class GatedLinearUnit(RecomputableLayer):
     """Base class of the gated multilayer perceptrons: `W_down gated(W_gate x, W_up x)`.
 
-    Shazeer 2020 (arXiv:2002.05202). A subclass says `gated`, and whether there are biases; the
-    sublayers are `gate_proj`, `up_proj` and `down_proj`, all `Dense`.
+    Shazeer 2020 (arXiv:2002.05202). The sublayers are `gate_proj`, `up_proj` and `down_proj`, all
+    `Dense`. Subclasses set the attributes:
+
+    - `use_bias`: whether the sublayers have biases;
+    - `gate_activation`: "gelu", "silu" or None, of the gate.
     """
 
     use_bias: bool
+    gate_activation: str | None
 
     def __init__(
         self,
@@ -34,8 +40,10 @@ class GatedLinearUnit(RecomputableLayer):
         self.up_proj = self._dense(intermediate_dim, "up_proj")
 
     def gated(self, gate, x):
-        """What the gate lets through."""
-        raise NotImplementedError
+        """activation(gate) * x."""
+        if self.gate_activation is None:
+            return ops.multiply(gate, x)
+        return gated_linear_unit(gate, x, activation=self.gate_activation)
 
     def _dense(self, units, name):
         with no_further_remat():
@@ -64,6 +72,26 @@ class GatedLinearUnit(RecomputableLayer):
         gate, x = self.inner(self.gate_proj, inputs), self.inner(self.up_proj, inputs)
         y = self.inner(self.down_proj, self.gated(gate, x))
         return ops.cast(y, self.compute_dtype)  # Keras on torch multiplies float64 as float32
+
+    def unfused_reason(self):
+        """Reason why a decoding step calls the layer instead of `fused_step`, or None."""
+        if self.gate_activation is None:
+            return f"`{self.name}` has no fused step"
+        for name in ("call", "gated"):
+            is_base = getattr(type(self), name) is getattr(GatedLinearUnit, name)
+            if name in vars(self) or not is_base:
+                return f"`{self.name}` has a `{name}` of its own"
+        return decoding.denses_reason([self.gate_proj, self.up_proj], [self.down_proj])
+
+    def fused_step(self, x, norm):
+        """x + layer(norm(x)) for x [B, D]."""
+        layers = [self.gate_proj, self.up_proj, self.down_proj]
+        if all(dense.quantization_mode is None for dense in layers):
+            (y,) = decoding.linear(x, layers, norm, gate=self.gate_activation, residual=x)
+            return y
+        (y,) = decoding.linear(x, layers[:2], norm, gate=self.gate_activation)
+        (y,) = decoding.linear(y, layers[2:], residual=x)
+        return y
 
     def compute_output_shape(self, input_shape):
         return tuple(input_shape)

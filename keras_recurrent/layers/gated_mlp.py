@@ -3,7 +3,6 @@
 import keras
 
 from keras_recurrent.layers.gated_linear_unit import GatedLinearUnit
-from keras_recurrent.ops.gated_linear_unit import gated_linear_unit
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -45,9 +44,7 @@ class GatedMLP(GatedLinearUnit):
     """
 
     use_bias = True
-
-    def gated(self, gate, x):
-        return gated_linear_unit(gate, x, activation="gelu")
+    gate_activation = "gelu"
 
     def get_config(self):
         return {

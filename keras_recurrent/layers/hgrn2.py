@@ -4,6 +4,7 @@ import keras
 from keras import ops
 
 from keras_recurrent.checks.arguments import check_divides, check_positive_integer
+from keras_recurrent.layers import decoding
 from keras_recurrent.layers.causal_conv1d import CausalConv1D
 from keras_recurrent.layers.default_sizes import default_expand_ratio
 from keras_recurrent.layers.initializers import clone_initializer
@@ -11,6 +12,7 @@ from keras_recurrent.layers.lower_bounds import BoundedLayer
 from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.layers.rms_norm import RMSNorm
 from keras_recurrent.ops import gated_linear_attention
+from keras_recurrent.ops.decoding_steps import hgrn2_step
 
 NORM_EPSILON = 1e-5
 
@@ -207,6 +209,27 @@ class HGRN2(BoundedLayer):
         """The layer's output from what its heads recall."""
         o = ops.reshape(o, (*ops.shape(o)[:2], self.width))
         return self.inner(self.o_proj, self.inner(self.norm, o))
+
+    def unfused_reason(self):
+        if self.conv_size is not None:
+            return f"`{self.name}` has convolutions"
+        activations = self.gate_activation, self.input_activation
+        if activations != (keras.activations.silu, keras.activations.linear):
+            return f"`{self.name}` has other activations than silu of gates and none of inputs"
+        return decoding.first_reason(
+            decoding.class_reason(self, HGRN2),
+            decoding.denses_reason([self.q_proj, self.f_proj, self.i_proj], [self.o_proj]),
+            decoding.norm_reason(self.norm),
+        )
+
+    def fused_step(self, x, norm, tokens, state, lower_bound=None):
+        q, f, v = decoding.linear(x, [self.q_proj, self.f_proj, self.i_proj], norm)
+        if lower_bound is not None:
+            lower_bound = ops.cast(lower_bound, self.state_dtype)
+        kinds = decoding.token_kinds(tokens)
+        o, memory = hgrn2_step(q, f, v, state["memory"], lower_bound, kinds)
+        (x,) = decoding.linear(o, [self.o_proj], self.norm, residual=x)
+        return x, {"memory": memory}
 
     def own_state_spec(self, batch_size=None):
         of_convolutions = super().own_state_spec(batch_size)

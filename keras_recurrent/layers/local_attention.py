@@ -5,10 +5,12 @@ from keras import ops
 
 from keras_recurrent.checks.arguments import check_number, check_positive_integer, is_finite_number
 from keras_recurrent.devices.jax_layouts import check_whole_sequences
+from keras_recurrent.layers import decoding
 from keras_recurrent.layers.initializers import clone_initializer
 from keras_recurrent.layers.remat import no_further_remat
-from keras_recurrent.layers.rotary import rotate
+from keras_recurrent.layers.rotary import frequencies, rotate
 from keras_recurrent.layers.streaming import StreamingLayer
+from keras_recurrent.ops.decoding_steps import local_attention_step
 from keras_recurrent.ops.sliding_window_attention import capacity, sliding_window_attention
 
 
@@ -236,6 +238,26 @@ class LocalAttention(StreamingLayer):
             "key": ops.zeros(shape, self.compute_dtype),
             "value": ops.zeros(shape, self.compute_dtype),
         }
+
+    def unfused_reason(self):
+        return decoding.first_reason(
+            decoding.class_reason(self, LocalAttention),
+            decoding.denses_reason([self.q_proj, self.k_proj, self.v_proj], [self.o_proj]),
+        )
+
+    def fused_step(self, x, norm, tokens, state):
+        q, k, v = (
+            ops.cast(ops.reshape(y, (y.shape[0], -1, self.head_dim)), self.compute_dtype)
+            for y in decoding.linear(x, [self.q_proj, self.k_proj, self.v_proj], norm)
+        )
+        o, key, value = local_attention_step(
+            *(q, k, v, state["key"], state["value"], tokens.position[:, 0]),
+            frequencies=frequencies(self.rotary_dim, self.rope_max_wavelength, self.state_dtype),
+            sliding_window=self.sliding_window,
+            token_kind=decoding.token_kinds(tokens),
+        )
+        (x,) = decoding.linear(ops.reshape(o, (o.shape[0], -1)), [self.o_proj], residual=x)
+        return x, {"key": key, "value": value}
 
     def get_config(self):
         return {

@@ -1,4 +1,4 @@
-"""Quantized `Dense` layers, as fused steps of generation take them."""
+"""Quantized layers of Keras as arguments of fused operations, and reasons why some are not."""
 
 import contextlib
 import weakref
@@ -16,12 +16,12 @@ _VALUES = (-127, 127)
 _in_order: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
-def because_of(layer):
-    """Why a fused step does not compute a quantized `Dense`; None if it does."""
+def dense_reason(layer):
+    """Reason why a fused step does not compute a quantized `Dense`, or None."""
     mode, name = layer.quantization_mode, f"`{layer.name}`"
     if mode not in BITS:
         return f"{name} is quantized ({mode}), for which there is no fused operation"
-    reason = _because_of_quantizer(layer)
+    reason = _quantizer_reason(layer)
     if reason is not None:
         return reason
     if layer.units * BITS[mode] % 32:
@@ -37,8 +37,8 @@ def because_of(layer):
     return None
 
 
-def because_of_difference(layers):
-    """Why one operation does not compute several `Dense`; None if it does."""
+def difference_reason(layers):
+    """Reason why one operation does not compute several `Dense`, or None."""
     kinds = [_kind(layer) for layer in layers]
     for layer, kind in zip(layers, kinds, strict=True):
         if kind != kinds[0]:
@@ -49,13 +49,13 @@ def because_of_difference(layers):
 
 
 def block_size(layer):
-    """How many channels of a layer have one scale a column; None if all have."""
+    """The channels that share a scale in each column of a layer; None if all channels do."""
     size = getattr(layer, "_int4_block_size", None)
     return None if size is None or size == -1 else size
 
 
 def weights(layers):
-    """What `ops.norm_quantized_linear` takes of the weights of quantized `Dense`."""
+    """The weights of quantized `Dense` as arguments of `norm_quantized_linear`."""
     size = block_size(layers[0])
     return {
         "kernels": [ops.convert_to_tensor(dense._kernel) for dense in layers],
@@ -67,12 +67,12 @@ def weights(layers):
     }
 
 
-def because_of_logits(layer):
-    """Why no fused operation makes a row's logits by a quantized embedding; None if one does."""
+def logits_reason(layer):
+    """Reason why no fused operation computes logits with a quantized embedding, or None."""
     name = f"`{layer.name}`"
     if layer.quantization_mode != "int8" or layer.tie_weights:
         return f"{name} makes logits by a matrix that is tied, or packed along channels"
-    reason = _because_of_quantizer(layer, axes=(None, (-1,)))
+    reason = _quantizer_reason(layer, axes=(None, (-1,)))
     if reason is not None:
         return reason
     if layer.input_dim % 4:
@@ -80,12 +80,14 @@ def because_of_logits(layer):
     return None
 
 
-def weights_of_logits(layer):
-    """What `ops.norm_quantized_linear` takes of a quantized `ReversibleEmbedding`."""
+def logits_weights(layer):
+    """The weights of a quantized `ReversibleEmbedding` as arguments of `norm_quantized_linear`."""
     scale = ops.cast(layer.reverse_embeddings_scale, layer.compute_dtype)
     return {
         "kernels": [ops.convert_to_tensor(layer.reverse_embeddings)],
         "kernel_scales": [scale],
+        "kernel_zeros": None,
+        "biases": [None],
         "quantize_row": layer.inputs_quantizer is not None,
     }
 
@@ -97,8 +99,8 @@ def _kind(layer):
     return mode, block_size(layer), layer.inputs_quantizer is not None
 
 
-def _because_of_quantizer(layer, axes=None):
-    """Why a fused step does not quantize a layer's rows; None if it does, or nobody does.
+def _quantizer_reason(layer, axes=None):
+    """Reason why a fused step does not quantize the layer's inputs as it does, or None.
 
     axes: those that the quantizer may have; None: any, since the layer passes one at each call.
     """
@@ -118,7 +120,7 @@ def _is_plain(quantizer):
 
 
 def _has_blocks_in_order(layer, size):
-    """Looked at once for each value that `g_idx` gets: a step must not wait for the device."""
+    """Reads `g_idx` once for each of its values: a step must not wait for the device."""
     # Not `g_idx.value`, which a program that is being traced replaces by a symbol.
     value = layer.g_idx._value
     version = getattr(value, "_version", None)  # torch's, which rises where a tensor is written

@@ -1,8 +1,10 @@
 """The recurrent block of Griffin and Hawk."""
 
 import keras
+from keras import ops
 
 from keras_recurrent.checks.arguments import check_boolean, check_num_blocks, check_positive_integer
+from keras_recurrent.layers import decoding
 from keras_recurrent.layers.causal_conv1d import CausalConv1D
 from keras_recurrent.layers.cg_lru import CGLRU, check_complex_channels
 from keras_recurrent.layers.dense import apply_to_tokens
@@ -10,6 +12,7 @@ from keras_recurrent.layers.initializers import clone_initializer, get_decay_ini
 from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.layers.rg_lru import RGLRU
 from keras_recurrent.layers.streaming import StreamingLayer
+from keras_recurrent.ops.decoding_steps import rg_lru_step
 from keras_recurrent.ops.gated_linear_unit import gated_linear_unit
 
 RECURRENCES = {"rg_lru": RGLRU, "cg_lru": CGLRU}
@@ -198,6 +201,42 @@ class RecurrentBlock(StreamingLayer):
         gate = self._mapped(self.linear_y, inputs)
         x = gated_linear_unit(gate, output, activation="gelu")
         return self._mapped(self.linear_out, x)
+
+    def unfused_reason(self):
+        unit = self.unit
+        reason = decoding.first_reason(
+            decoding.class_reason(self, RecurrentBlock), decoding.class_reason(unit, RGLRU)
+        )
+        if reason is not None:
+            return reason
+        if unit.scale_first_input:
+            return f"`{unit.name}` scales a document's first input"
+        gates = unit.recurrence_gate, unit.input_gate
+        return decoding.first_reason(
+            *(decoding.dense_reason(gate, keras.layers.EinsumDense) for gate in gates),
+            decoding.class_reason(self.conv1d, CausalConv1D),
+            decoding.denses_reason([self.linear_x, self.linear_y], [self.linear_out]),
+        )
+
+    def fused_step(self, x, norm, tokens, state):
+        branch, gate = decoding.linear(x, [self.linear_x, self.linear_y], norm)
+        unit, conv, dtype = self.rg_lru, self.conv1d, self.compute_dtype
+        y, window, hidden = rg_lru_step(
+            x=branch,
+            gate=gate,
+            window=state["conv1d"]["inputs"],
+            hidden=state["rg_lru"]["hidden"],
+            conv_kernel=conv.kernel,
+            conv_bias=conv.bias,
+            kernel_a=ops.cast(unit.recurrence_gate.kernel, dtype),
+            bias_a=ops.squeeze(ops.cast(unit.recurrence_gate.bias, dtype), 1),
+            kernel_x=ops.cast(unit.input_gate.kernel, dtype),
+            bias_x=ops.squeeze(ops.cast(unit.input_gate.bias, dtype), 1),
+            a_logit=unit.a_logit,
+            token_kind=decoding.token_kinds(tokens),
+        )
+        (x,) = decoding.linear(y, [self.linear_out], residual=x)
+        return x, {"conv1d": {"inputs": window}, "rg_lru": {"hidden": hidden}}
 
     def get_config(self):
         return {

@@ -1,9 +1,13 @@
 """The token embedding of a backbone, which also makes the logits."""
 
 import keras
+from keras import ops
 
+from keras_recurrent import dispatch
 from keras_recurrent.devices.jax_layouts import apply_layout
-from keras_recurrent.layers import one_token
+from keras_recurrent.layers import decoding, quantized
+from keras_recurrent.layers.tokens import Tokens
+from keras_recurrent.ops.decoding_steps import embedding_step, norm_quantized_linear, soft_cap
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -20,14 +24,62 @@ class ReversibleEmbedding(keras.layers.ReversibleEmbedding):
         return {name: value for name, value in config.items() if not name.startswith("lora_")}
 
     def call(self, inputs, reverse=False):
-        outputs = one_token.logits(inputs, self) if reverse else None
+        outputs = self._fused_logits(inputs) if reverse else None
         if outputs is None:
             outputs = super().call(inputs, reverse)
         return apply_layout(outputs, "logits" if reverse else "hidden_states")
 
     def quantized_call(self, inputs, reverse=False):
-        outputs = one_token.logits(inputs, self) if reverse else None
+        outputs = self._fused_logits(inputs) if reverse else None
         return super().quantized_call(inputs, reverse) if outputs is None else outputs
+
+    def fused_embedding(self, token_ids, scale=None, state=None):
+        """The embeddings of token ids [B, 1], times a scale, by one launch; None if not possible.
+
+        With a state, and a real token of each sequence, returns `(embeddings, tokens, places)`,
+        the latter two as from `tokens.find_tokens`. On JAX, XLA computes the same without a kernel.
+        """
+        if dispatch.BACKEND != "torch" or self.mask_zero:
+            return None
+        token_ids = ops.convert_to_tensor(token_ids)
+        changed = self.lora_enabled or self.quantization_mode is not None or "call" in vars(self)
+        if changed or not decoding.can_fuse(token_ids):
+            return None
+        x, kind, position, *after = embedding_step(
+            ops.convert_to_tensor(self.embeddings),
+            token_ids[:, 0],
+            segment=(state or {}).get("segment"),
+            position=(state or {}).get("position"),
+            scale=1.0 if scale is None else scale,
+            dtype=self.compute_dtype,
+        )
+        if state is None:
+            return x[:, None]
+        tokens = Tokens(kind[:, None], None if position is None else position[:, None])
+        places = zip(("segment", "position"), after, strict=True)
+        return x[:, None], tokens, {name: place for name, place in places if place is not None}
+
+    def _fused_logits(self, hidden_states):
+        """The logits of hidden states [B, 1, D], or None where Keras's layer computes them as well.
+
+        A kernel multiplies one row by a quantized matrix, which Keras converts to floats; on torch,
+        another one caps the logits.
+        """
+        quantized_row = self.quantization_mode is not None
+        has_cap = self.logit_soft_cap is not None and dispatch.BACKEND == "torch"
+        if not (has_cap or quantized_row) or not decoding.can_fuse(hidden_states):
+            return None
+        if quantized_row:
+            if hidden_states.shape[0] > 1 or quantized.logits_reason(self) is not None:
+                return None
+            hidden = ops.cast(hidden_states[:, 0], self.compute_dtype)
+            (logits,) = norm_quantized_linear(hidden, **quantized.logits_weights(self))
+        else:
+            dtype = self.reverse_dtype or self.compute_dtype
+            hidden = ops.cast(hidden_states[:, 0], dtype)
+            kernel = ops.transpose(self.embeddings) if self.tie_weights else self.reverse_embeddings
+            logits = ops.matmul(hidden, ops.cast(kernel, dtype))
+        return soft_cap(logits, self.logit_soft_cap)[:, None]
 
     def quantize(self, mode=None, type_check=True, config=None):
         # Keras refuses subclasses, which might compute something else; this one does not.

@@ -1,7 +1,6 @@
 """The gated linear unit of TransNormerLLM."""
 
 import keras
-from keras import ops
 
 from keras_recurrent.layers.gated_linear_unit import GatedLinearUnit
 
@@ -46,9 +45,7 @@ class SGLU(GatedLinearUnit):
     """
 
     use_bias = False
+    gate_activation = None
 
     def __init__(self, intermediate_dim, kernel_initializer="lecun_normal", **kwargs):
         super().__init__(intermediate_dim, kernel_initializer, **kwargs)
-
-    def gated(self, gate, x):
-        return ops.multiply(gate, x)

@@ -200,6 +200,14 @@ class StreamingLayer(StatefulLayer):
         """
         return output
 
+    def unfused_reason(self):
+        """Reason why a decoding step calls the layer instead of `fused_step`, or None.
+
+        A layer with a fused step defines `fused_step(x, norm, tokens, state, **kwargs)`, which
+        returns `(x + layer(norm(x)), next state)` for x `[B, D]`, one token of each sequence.
+        """
+        return f"there is no fused step for a {type(self).__name__}"
+
     def last_output(self, state):
         """The output of the last real token, `[B, D]`, from the layer's own part of a state.
 

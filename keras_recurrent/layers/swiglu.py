@@ -3,7 +3,6 @@
 import keras
 
 from keras_recurrent.layers.gated_linear_unit import GatedLinearUnit
-from keras_recurrent.ops.gated_linear_unit import gated_linear_unit
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -44,9 +43,7 @@ class SwiGLU(GatedLinearUnit):
     """
 
     use_bias = False
+    gate_activation = "silu"
 
     def __init__(self, intermediate_dim, kernel_initializer="lecun_normal", **kwargs):
         super().__init__(intermediate_dim, kernel_initializer, **kwargs)
-
-    def gated(self, gate, x):
-        return gated_linear_unit(gate, x, activation="silu")

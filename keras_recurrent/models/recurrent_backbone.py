@@ -11,7 +11,6 @@ from keras_recurrent.checks.shapes import check_rank_known
 from keras_recurrent.checks.states import check_per_token, check_sizes_of_state, check_state
 from keras_recurrent.devices.jax_layouts import apply_state_layout, check_layout
 from keras_recurrent.devices.jax_processes import SavedByAllProcesses
-from keras_recurrent.layers import one_token
 from keras_recurrent.layers.reversible_embedding import ReversibleEmbedding
 from keras_recurrent.layers.tokens import find_tokens, initial_places, place_specs
 from keras_recurrent.models.lora import LoraBackbone
@@ -114,11 +113,11 @@ class RecurrentBackbone(
         return x if self.embedding_scale is None else ops.multiply(x, self.embedding_scale)
 
     def _fused_embedding(self, token_ids, state=None):
-        """Returns `one_token.embedding` if the class overrides neither layer nor `embed`."""
+        """The embeddings by `fused_embedding`, if the class overrides neither layer nor `embed`."""
         is_base = type(self).embed is RecurrentBackbone.embed
         if not is_base or type(self.token_embedding) is not ReversibleEmbedding:
             return None
-        return one_token.embedding(token_ids, self.token_embedding, self.embedding_scale, state)
+        return self.token_embedding.fused_embedding(token_ids, self.embedding_scale, state)
 
     def hidden_states(
         self, token_ids, padding_mask=None, segment_ids=None, cache=None, intercept=None

@@ -3,7 +3,8 @@
 import keras
 
 from keras_recurrent.devices.jax_layouts import apply_layout
-from keras_recurrent.layers import StreamingLayer, one_token
+from keras_recurrent.layers import StreamingLayer, decoding
+from keras_recurrent.layers.gated_linear_unit import GatedLinearUnit
 from keras_recurrent.layers.remat import no_further_remat
 
 
@@ -74,30 +75,39 @@ class ResidualBlock(StreamingLayer):
     def streaming_sublayers(self):
         return {"temporal_block": self.temporal_block}
 
-    def unfused_because(self):
-        """Why a step of generation runs this block layer by layer; None if fused operations do."""
-        return f"there are no fused operations for a {type(self).__name__}"
+    def unfused_reason(self):
+        if not isinstance(self.mlp, GatedLinearUnit):
+            return f"`{self.mlp.name}` is a {type(self.mlp).__name__}, not a gated linear unit"
+        return decoding.first_reason(
+            self.temporal_block.unfused_reason(),
+            self.mlp.unfused_reason(),
+            *map(decoding.norm_reason, (self.temporal_norm, self.channel_norm)),
+        )
 
-    def step(self, x, tokens, state):
-        """One token of each row, x [B, D], by fused operations: its output, and the state after it.
+    def step(self, x, tokens, state, **kwargs):
+        """Computes a decoding step with fused operations.
 
-        tokens: as `stream` gets them. state: that of the layer that mixes tokens.
+        Args:
+            x: `[B, D]`, one token of each sequence.
+            tokens, **kwargs: as in `stream`.
+            state: that of the layer that mixes tokens.
 
-        A family whose block has such a step takes the call arguments of `stream`, too, and returns
-        None where a layer in the block is not as the family made it.
+        Returns:
+            `(output [B, D], next state)`.
         """
-        return None
+        x, state = self.temporal_block.fused_step(x, self.temporal_norm, tokens, state, **kwargs)
+        return self.mlp.fused_step(x, self.channel_norm), state
 
     def stream(self, inputs, tokens, state, **kwargs):
-        if one_token.wanted(inputs):
-            found = self.step(inputs[:, 0], tokens, state.get("temporal_block"), **kwargs)
-            if found is not None:
-                return found[0][:, None], {"temporal_block": found[1]}
+        before = state.get("temporal_block")
+        if before and decoding.can_fuse(inputs) and self.unfused_reason() is None:
+            x, after = self.step(inputs[:, 0], tokens, before, **kwargs)
+            return x[:, None], {"temporal_block": after}
         x, after = self.inner(
             self.temporal_block,
             self.inner(self.temporal_norm, inputs),
             tokens=tokens,
-            initial_state=state.get("temporal_block"),
+            initial_state=before,
             return_state=True,
             **kwargs,
         )

@@ -4,9 +4,6 @@ Those over time return `(output, final_state)`; `gated_linear_unit`, `log_forget
 and `token_crossentropy` see one token at a time, and return their output alone. So does
 `linear_crossentropy`, the loss of hidden states, which returns the best tokens, too.
 
-`norm_linear`, `norm_quantized_linear`, `hgrn2_step`, `rg_lru_step` and `local_attention_step` are
-for generation, which asks for no gradients.
-
 Gradients are of first order and in reverse mode on every backend. Second derivatives are to be had
 with the implementations `jax` and `tensorflow`, forward mode (tangents) with `tensorflow`; of
 `rms_norm`, `gated_linear_unit` and `log_forget_gate` both with `jax`, `torch` and `tensorflow`, but
@@ -18,17 +15,12 @@ from keras_recurrent.ops.causal_conv1d import causal_conv1d
 from keras_recurrent.ops.complex_linear_scan import complex_linear_scan
 from keras_recurrent.ops.gated_linear_attention import gated_linear_attention
 from keras_recurrent.ops.gated_linear_unit import gated_linear_unit
-from keras_recurrent.ops.hgrn2_step import hgrn2_step
 from keras_recurrent.ops.lightning_attention import lightning_attention
 from keras_recurrent.ops.linear_crossentropy import linear_crossentropy
 from keras_recurrent.ops.linear_scan import linear_scan
-from keras_recurrent.ops.local_attention_step import local_attention_step
 from keras_recurrent.ops.log_forget_gate import log_forget_gate
-from keras_recurrent.ops.norm_linear import norm_linear
-from keras_recurrent.ops.norm_quantized_linear import norm_quantized_linear
 from keras_recurrent.ops.operation import which_implementation
 from keras_recurrent.ops.rg_lru import rg_lru
-from keras_recurrent.ops.rg_lru_step import rg_lru_step
 from keras_recurrent.ops.rms_norm import rms_norm
 from keras_recurrent.ops.sliding_window_attention import sliding_window_attention
 from keras_recurrent.ops.token_crossentropy import token_crossentropy
@@ -39,16 +31,11 @@ __all__ = [
     "complex_linear_scan",
     "gated_linear_attention",
     "gated_linear_unit",
-    "hgrn2_step",
     "lightning_attention",
     "linear_crossentropy",
     "linear_scan",
-    "local_attention_step",
     "log_forget_gate",
-    "norm_linear",
-    "norm_quantized_linear",
     "rg_lru",
-    "rg_lru_step",
     "rms_norm",
     "sliding_window_attention",
     "token_crossentropy",

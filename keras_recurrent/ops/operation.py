@@ -20,9 +20,6 @@ class Operation(keras.Operation):
         options: `{name: default}` of further arguments of an implementation, which are no tensors
             and are known when a graph is made.
         context: `{name: dimensions}` of further tensors, which `lower` may change.
-        parameters: the tensors of the public function, in its order, where they are not those of
-            the signature; `expand` then makes these of them.
-        shown: `{name: what errors call a tensor}`, where that is not its name.
         int8: the tensors that are of that dtype.
         signature, arguments, alternatives, required: made of the signature when the class is
             defined, so that a call parses nothing. `arguments` has an `Argument` of each tensor,
@@ -32,8 +29,6 @@ class Operation(keras.Operation):
     function: str
     options: dict = {}
     context: dict[str, str] = {}
-    parameters: tuple[str, ...] = ()
-    shown: dict[str, str] = {}
     int8: tuple[str, ...] = ()
     signature: Signature
     arguments: dict[str, tensor_checks.Argument]
@@ -56,7 +51,7 @@ class Operation(keras.Operation):
     @classmethod
     def _parse(cls, dimensions):
         return {
-            name: tensor_checks.argument(cls.shown.get(name, name), of, name in cls.int8)
+            name: tensor_checks.argument(name, of, name in cls.int8)
             for name, of in dimensions.items()
         }
 
@@ -75,11 +70,6 @@ class Operation(keras.Operation):
             return cls(implementation, **options).symbolic_call(**tensors, **context)
         arguments = cls.lower(tensors, context, options)
         return cls.finish(dispatch.run(cls.function, arguments, implementation), options)
-
-    @classmethod
-    def expand(cls, given):
-        """The signature's tensors, as far as they are given, from a dict of the `parameters`."""
-        return given
 
     @classmethod
     def lower(cls, tensors, context, options):
@@ -180,7 +170,7 @@ def which_implementation(operation, *tensors, implementation=None, **arguments):
             f"`operation` must be one of {', '.join(sorted(OPERATIONS))}; got {name!r}."
         )
     cls = OPERATIONS[name]
-    parameters = cls.parameters or tuple(cls.signature.tensors)
+    parameters = tuple(cls.signature.tensors)
     if len(tensors) > len(parameters):
         raise ValueError(
             f"`{name}` takes {len(parameters)} tensors, {', '.join(parameters)}; got "
@@ -189,7 +179,7 @@ def which_implementation(operation, *tensors, implementation=None, **arguments):
     unknown = sorted(arguments.keys() - {*parameters, *cls.context, *cls.options})
     if unknown:
         raise ValueError(f"`{name}` takes no argument {', '.join(map(repr, unknown))}.")
-    given = cls.expand(arguments | dict(zip(parameters, tensors, strict=False)))
+    given = arguments | dict(zip(parameters, tensors, strict=False))
     named = convert(name, {argument: given.get(argument) for argument in cls.signature.tensors})
     context = convert(name, {argument: given.get(argument) for argument in cls.context})
     options = {option: given.get(option, cls.options[option]) for option in cls.options}

@@ -1,5 +1,8 @@
-"""Helpers of this folder's operations: dtypes, masks of token kinds, accurate logarithms."""
+"""Helpers of this folder's operations: dtypes, token kinds, products, accurate logarithms."""
 
+import contextlib
+
+import keras
 from keras import ops
 
 from keras_recurrent.backends.constants import PADDING, STARTS
@@ -38,6 +41,20 @@ def fill_where(condition, value, tensor):
 def applied_decay(a, starts, padding):
     """Returns the decays of the state before each token: 0 at a start, 1 at padding."""
     return fill_where(padding, 1.0, fill_where(starts, 0.0, a))
+
+
+def matmul(a, b):
+    """a b in full precision, which TPUs reduce by default; `ops.matmul` reduces float64 on torch."""
+    with _full_precision():
+        return a @ b
+
+
+def _full_precision():
+    if keras.backend.backend() != "jax":
+        return contextlib.nullcontext()
+    import jax
+
+    return jax.default_matmul_precision("highest")
 
 
 # Formats have no `expm1`, `log1p` and accurate `softplus`, and replace them by formulas that lose

@@ -21,4 +21,5 @@ def rms_norm(x, scale=None, epsilon=0.0):
 
 
 def _mean_square(x, scale):
-    return ops.mean(x * scale * x, axis=-1, keepdims=True) / scale
+    # Not `ops.mean`, which reduces float64 in float32 on torch.
+    return ops.sum(x * scale * x, axis=-1, keepdims=True) / x.shape[-1] / scale

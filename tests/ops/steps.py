@@ -244,29 +244,3 @@ def draw(operation, case, seed=0):
     }
     given = {n: t if t is None else round_to(dtypes[n], t) for n, t in tensors.items()}
     return Drawn(given, options, dtypes)
-
-
-def public(operation, tensors):
-    """The arguments of the public operation for a dict of drawn tensors."""
-    plurals = {"kernel": "kernels", "bias": "biases"}
-    if operation == "norm_quantized_linear":
-        plurals |= {"kernel_scale": "kernel_scales", "kernel_zero": "kernel_zeros"}
-    elif operation != "norm_linear":
-        return tensors
-    ends = ("", "_2", "_3")
-    lists = {
-        plural: [tensors.get(f"{name}{end}") for end in ends] for name, plural in plurals.items()
-    }
-    count = sum(kernel is not None for kernel in lists["kernels"])
-    lists = {name: found[:count] for name, found in lists.items()}
-    if all(zero is None for zero in lists.get("kernel_zeros", ())):
-        lists.pop("kernel_zeros", None)
-    return {n: t for n, t in tensors.items() if n[:6] != "kernel" and n[:4] != "bias"} | lists
-
-
-def public_options(operation, options):
-    """The options of the public operation for those that are drawn."""
-    if operation != "norm_quantized_linear":
-        return options
-    options = dict(options)
-    return options | {"quantize_row": options.pop("row_dtype") is not None}

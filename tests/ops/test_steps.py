@@ -11,8 +11,11 @@ import keras
 import numpy as np
 import pytest
 
-from keras_recurrent import dispatch, ops, which_implementation
+from keras_recurrent import dispatch
 from keras_recurrent.backends.constants import PADDING, STARTS
+from keras_recurrent.backends.signatures import SIGNATURES
+from keras_recurrent.ops import decoding_steps
+from keras_recurrent.ops.operation import OPERATIONS
 from tests.ops import native
 from tests.ops.cases import unit
 from tests.ops.judge import INTERPRETED, PLAIN, kernels, longer_than
@@ -95,14 +98,12 @@ def test_a_row_with_nan_or_infinity_gives_no_numbers(implementation, number, qua
 def test_weights_that_begin_at_no_multiple_of_16_bytes(implementation):
     x, kernel = np.ones((1, 8), "float32"), np.arange(9 * 24).reshape(9, 24) % 100
     kernel, scale = native.tensor(kernel, "int8"), native.tensor(np.ones(24), "float32")
-    maps = functools.partial(ops.norm_quantized_linear, implementation=implementation)
-    if native.refusal(
-        dispatch.IMPLEMENTATIONS["norm_quantized_linear"][implementation],
-        {"x": native.tensor(x, "float32"), "scale": None, "kernel": kernel, "kernel_scale": scale},
-    ):
+    module = dispatch.IMPLEMENTATIONS["norm_quantized_linear"][implementation]
+    given = {"x": native.tensor(x, "float32"), "scale": None, "kernel_scale": scale}
+    if native.refusal(module, {**given, "kernel": kernel}):
         pytest.skip(f"{implementation} is not here")
-    (found,) = maps(native.tensor(x, "float32"), [kernel[1:]], [scale])
-    (expected,) = maps(native.tensor(x, "float32"), [kernel[1:].clone()], [scale])
+    (found,) = module.norm_quantized_linear(**given, kernel=kernel[1:])
+    (expected,) = module.norm_quantized_linear(**given, kernel=kernel[1:].clone())
     np.testing.assert_array_equal(found.cpu(), expected.cpu())
 
 
@@ -178,7 +179,8 @@ def test_a_state_is_written_over_where_it_is_owned_alone(operation, implementati
         n: native.tensor(t, drawn.dtypes[n]) for n, t in drawn.tensors.items() if t is not None
     }
     before = {name: given[name].clone() for name in STATES[operation]}
-    step = functools.partial(getattr(ops, operation), implementation=implementation)
+    step = getattr(dispatch.IMPLEMENTATIONS[operation][implementation], operation)
+    step = functools.partial(step, **drawn.options)
     expected = step(**given)
     for name, state in before.items():
         np.testing.assert_array_equal(given[name].cpu(), state.cpu())
@@ -191,114 +193,66 @@ def test_a_state_is_written_over_where_it_is_owned_alone(operation, implementati
         assert (state.data_ptr() == given[name].data_ptr()) == here
 
 
-X, KERNEL = np.ones((2, 3), "float32"), np.ones((3, 4), "float32")
-STEP = {
-    **dict.fromkeys(("x", "gate", "hidden"), np.ones((1, 4), "float32")),
-    **dict.fromkeys(("bias_a", "bias_x"), np.ones((2, 2), "float32")),
-    **dict.fromkeys(("kernel_a", "kernel_x"), np.ones((2, 2, 2), "float32")),
-    **dict.fromkeys(("conv_bias", "a_logit"), np.ones(4, "float32")),
-    **{"window": np.ones((1, 3, 4), "float32"), "conv_kernel": np.ones((4, 4), "float32")},
-}
-
-
-def refused_step(**changes):
-    return lambda: ops.rg_lru_step(**{**STEP, **changes})
-
-
-BYTES, SCALES, BLOCKS = np.ones((3, 4), "int8"), np.ones(4, "float32"), np.ones((2, 8), "float32")
-
-
-def refused_weights(*arguments, **options):
-    return lambda: ops.norm_quantized_linear(X, *arguments, **options)
-
-
-IN_BLOCKS = {"bits": 4, "quantize_row": False}
-REFUSED = {
-    r"`kernels\[0\]` must be int8": refused_weights([KERNEL], [SCALES]),
-    "`bits` must be 8 or 4": refused_weights([BYTES], [SCALES], bits=2),
-    "`quantize_row` must be True or False": refused_weights([BYTES], [SCALES], quantize_row="no"),
-    "must have 2 bytes a channel": refused_weights([BYTES], [SCALES], bits=4),
-    "`kernel_scales` must be a list": refused_weights([BYTES], []),
-    "`block_size` must be a positive": refused_weights([BYTES], [BLOCKS], block_size=0),
-    "a `block_size` is for `bits=4`": refused_weights([BYTES], [BLOCKS], block_size=2),
-    "`kernel_zeros` must have as many": refused_weights(
-        [BYTES], [BLOCKS], block_size=2, **IN_BLOCKS
-    ),
-    "give their `block_size`": refused_weights(
-        [BYTES], [BLOCKS], kernel_zeros=[BLOCKS.astype("int8")], **IN_BLOCKS
-    ),
-    "`kernel_scales` must have as many": refused_weights([BYTES], [None]),
-    "must have 1 blocks": refused_weights(
-        *([BYTES], [BLOCKS]), kernel_zeros=[BLOCKS.astype("int8")], block_size=4, **IN_BLOCKS
-    ),
-    "`window` must have the shape": refused_step(window=np.ones((1, 2, 4), "float32")),
-    "`kernel_a` must have the shape": refused_step(
-        **dict.fromkeys(("kernel_a", "kernel_x"), np.ones((3, 2, 2), "float32")),
-        **dict.fromkeys(("bias_a", "bias_x"), np.ones((3, 2), "float32")),
-    ),
-    "list of one to three": lambda: ops.norm_linear(X, []),
-    "matrices": lambda: ops.norm_linear(X, KERNEL),
-    "must have the shape": lambda: ops.norm_linear(X, [KERNEL.T]),
-    "`scale` is the norm.s: pass its `epsilon`": lambda: ops.norm_linear(X, [KERNEL], scale=X[0]),
-    "`epsilon` must be a finite": lambda: ops.norm_linear(X, [KERNEL], epsilon=-1.0),
-    "`gate` must be one of": lambda: ops.norm_linear(X, [KERNEL] * 2, gate="relu"),
-    "or three, of which the last takes what the gate gives; got 1": lambda: ops.norm_linear(
-        X, [KERNEL], gate="silu"
-    ),
-    r"`kernels\[1\]` is None": lambda: ops.norm_linear(X, [KERNEL, None]),
-    "`kernels` must be a list .* got 4": lambda: ops.norm_linear(X, [KERNEL] * 4),
-    "`biases` must be a list .* 1; got 2": lambda: ops.norm_linear(X, [KERNEL], biases=[None] * 2),
-    "at least one channel": lambda: ops.norm_linear(X[:, :0], [KERNEL[:0]]),
-    "between two kernels, so `kernels` must have two; got 3": refused_weights(
-        [BYTES] * 3, [SCALES] * 3, gate="silu"
-    ),
-    r"`kernels\[2\]` must have the shape": lambda: ops.norm_linear(X, [KERNEL] * 3, gate="silu"),
-    "one width": lambda: ops.norm_linear(X, [KERNEL, KERNEL[:, :2]], gate="silu"),
-    "for one output; got 2": lambda: ops.norm_linear(X, [KERNEL] * 2, residual=X @ KERNEL),
-    "`q` must have .* H K = 4 as in `memory`": lambda: ops.hgrn2_step(
-        X, X, X, np.ones((2, 2, 2, 2), "f4")
-    ),
-    "`v` must have .* H V = 1 as in `memory`": lambda: ops.hgrn2_step(
-        X, X, X, np.ones((2, 1, 3, 1), "f4")
-    ),
-    r"`conv_kernel` must .*: D should be 4": refused_step(conv_kernel=np.ones((3, 5), "float32")),
-    "`conv_kernel` must have at least one": refused_step(conv_kernel=np.ones((0, 4), "float32")),
-    "`kernel_a` must have the shape .* N C = 4": refused_step(
-        kernel_a=np.ones((2, 3, 3), "float32")
-    ),
-    r"`kernels\[1\]` must have": lambda: ops.norm_linear(X, [KERNEL, KERNEL.T]),
-    r"`biases\[1\]` must have": lambda: ops.norm_linear(X, [KERNEL] * 2, biases=[None, X]),
-    "`token_kind` must be int8": lambda: ops.hgrn2_step(
-        X, X, X, np.ones((2, 1, 3, 3), "f4"), token_kind=np.ones(2, "int32")
-    ),
-}
-
-
-@pytest.mark.once
-@pytest.mark.parametrize("words", REFUSED)
-def test_what_is_refused(words):
-    with pytest.raises(ValueError, match=words):
-        REFUSED[words]()
+@pytest.mark.skipif(PLAIN != "torch", reason="elsewhere nothing asks whether a gradient is needed")
+@pytest.mark.parametrize("operation", [o for o, i in KERNELS if i == "triton"])
+def test_kernels_refuse_tensors_that_need_gradients(operation):
+    drawn = draw(operation, Case(1, widths=(16, 16)))
+    given = {
+        name: None if t is None else native.tensor(t, drawn.dtypes[name])
+        for name, t in drawn.tensors.items()
+    }
+    first = next(iter(given))
+    given[first].requires_grad_()
+    reason = native.refusal(
+        dispatch.IMPLEMENTATIONS[operation]["triton"], {**given, **drawn.options}
+    )
+    assert "has no gradients" in reason
 
 
 def test_in_a_graph():
-    x = keras.Input((3,), batch_size=2)
-    graph = keras.Model(x, ops.norm_linear(x, [KERNEL, KERNEL[:, :2]], epsilon=1e-5))
-    found = graph(X)
-    expected = ops.norm_linear(X, [KERNEL, KERNEL[:, :2]], epsilon=1e-5)
-    for a, b in zip(found, expected, strict=True):
-        np.testing.assert_allclose(*map(keras.ops.convert_to_numpy, (a, b)), rtol=1e-6)
-    (behind,) = ops.norm_linear(x, [KERNEL, KERNEL, KERNEL[0, :, None]], gate="silu")
-    assert behind.shape == (2, 1)
+    """Models that were saved with these operations as nodes load: their classes are registered."""
+    x, kernel = keras.Input((3,), batch_size=2), np.ones((3, 4), "float32")
+    given = dict.fromkeys(SIGNATURES["norm_linear"].tensors)
+    given |= {"x": x, "kernel": kernel, "kernel_2": kernel, "kernel_3": np.ones((4, 1), "float32")}
+    operation = decoding_steps.NormLinearOperation(gate="silu")
+    (output,) = operation(**given)
+    assert output.shape == (2, 1)
+    model = keras.Model(x, output)
+    model = keras.Model.from_config(model.get_config())
+    (expected,) = decoding_steps.norm_linear(
+        np.ones((2, 3), "float32"), [kernel, kernel, given["kernel_3"]], [], gate="silu"
+    )
+    found = model(np.ones((2, 3), "float32"))
+    np.testing.assert_allclose(*map(keras.ops.convert_to_numpy, (found, expected)), rtol=1e-6)
+    for operation in STATES:
+        assert keras.saving.get_registered_object(
+            f"keras_recurrent>{OPERATIONS[operation].__name__}"
+        )
 
 
-def test_which_implementation_takes_lists():
-    for arguments in (([KERNEL],), ([KERNEL, KERNEL], [None, KERNEL[0]])):
-        choice = which_implementation("norm_linear", X, *arguments, epsilon=1e-5)
-        assert choice.implementation in dispatch.IMPLEMENTATIONS["norm_linear"]
-    choice = which_implementation(ops.norm_linear, np.tile(X, (9, 1)), kernels=[KERNEL] * 2)
-    assert choice.implementation == PLAIN
-    with pytest.raises(ValueError, match="`kernels` must be a list"):
-        which_implementation("norm_linear", X)
-    with pytest.raises(ValueError, match="takes no argument 'kernel'"):
-        which_implementation("norm_linear", X, kernel=KERNEL)
+class TestTokens:
+    """`argmax`, `soft_cap` and `embedding_step`, against the definitions."""
+
+    X = np.random.default_rng(0).normal(size=(3, 50)).astype("float32")
+
+    def check(self, operation, *arguments, tolerance=0.0, **options):
+        given = [keras.ops.convert_to_tensor(a) for a in arguments]
+        names = SIGNATURES[operation].tensors
+        found = dispatch.run(operation, {**dict(zip(names, given, strict=False)), **options})
+        expected = definition(operation)(*arguments, **options)
+        results = zip(*map(keras.tree.flatten, (found, expected)), strict=True)
+        for a, b in ((a, b) for a, b in results if b is not None):
+            np.testing.assert_allclose(keras.ops.convert_to_numpy(a), b, rtol=0, atol=tolerance)
+
+    def test_argmax(self):
+        x = self.X.copy()
+        x[1, [7, 9]] = 100
+        self.check("argmax", x)
+
+    def test_soft_cap(self):
+        self.check("soft_cap", self.X, tolerance=1e-6, cap=0.5)
+
+    def test_embedding_step(self):
+        tokens, segment, position = np.array([[2, 0], [-1, 3], [0, 5]], "int32")
+        self.check("embedding_step", self.X, tokens, scale=2.0, dtype="float32")
+        self.check("embedding_step", self.X, tokens, segment, position, dtype="float32")

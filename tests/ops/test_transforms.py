@@ -4,7 +4,7 @@ import keras
 import pytest
 
 from keras_recurrent import dispatch, ops
-from tests.ops import cases, steps, test_linear_crossentropy, token_wise
+from tests.ops import cases, test_linear_crossentropy, token_wise
 from tests.ops.test_ops import OPTIONS
 
 if keras.config.backend() != "torch":
@@ -18,13 +18,12 @@ from tests.ops.native import tensor
 
 KERNELS = [
     (operation, implementation)
-    for operation, row in dispatch.IMPLEMENTATIONS.items()
-    for implementation, module in row.items()
+    for operation in (*cases.DRAW, *token_wise.DRAW, "linear_crossentropy")
+    for implementation, module in dispatch.IMPLEMENTATIONS[operation].items()
     if not isinstance(module, str)
 ]
 # All are registered in one way. In Triton's interpreter most take seconds.
 CHEAP = [k for k in KERNELS if k[1] == "torch" or k[0] in (*token_wise.DRAW, "linear_scan")]
-CHEAP += [k for k in KERNELS if k[1] != "torch" and k[0] in steps.DRAW]
 every_kernel = pytest.mark.parametrize(("operation", "implementation"), KERNELS)
 every_cheap_kernel = pytest.mark.parametrize(("operation", "implementation"), CHEAP)
 
@@ -41,17 +40,6 @@ def arguments_of(operation):
     if operation in token_wise.DRAW:
         drawn = token_wise.draw(operation, token_wise.Case((2, 5, 8)))
         options, differentiated = drawn.options, drawn.differentiated
-    elif operation in steps.DRAW:
-        # Rounding a row to integers has no derivative.
-        case = steps.Case(1, widths=(8, 4), quantize_row=False)
-        drawn = steps.draw(operation, case)
-        constants = ("lower_bound", "position", "frequencies")
-        options = steps.public_options(operation, drawn.options)
-        differentiated = [n for n in drawn.dtypes if n not in constants]
-        differentiated = [n for n in differentiated if drawn.dtypes[n] != "int8"]
-        for name in differentiated:
-            if name.startswith("kernel_scale"):  # its sines would turn too fast for differences
-                drawn.tensors[name] *= 100
     else:
         drawn = cases.draw(operation, cases.Case(2, 5, 3))
         options = OPTIONS.get(operation, {})
@@ -67,8 +55,6 @@ def example(operation, implementation):
 
     def loss(tensors):
         arguments = {**given, **tensors}
-        if operation in steps.DRAW:
-            arguments = steps.public(operation, arguments)
         results = keras.tree.flatten(getattr(ops, operation)(**arguments, **options))
         return sum(result.sin().sum() for result in results if result.is_floating_point())
 
@@ -107,10 +93,7 @@ def test_forward_mode_is_right_or_refused(operation, implementation):
             return forward_ad.unpack_dual(loss(duals)).tangent
 
     for derivative in (lambda: torch.func.jvp(loss, (tensors,), (tangents,))[1], dual):
-        if has_no_gradient(operation, implementation):
-            with pytest.raises(NotImplementedError, match=NO_GRADIENT):
-                derivative()
-        elif is_one_operator(operation, implementation):
+        if is_one_operator(operation, implementation):
             with pytest.raises(NotImplementedError, match=f"`{operation}` .* Use reverse mode"):
                 derivative()
         else:
@@ -125,15 +108,6 @@ def test_forward_mode_beside_an_operation_is_not_refused():
     torch.testing.assert_close(derivative, loss(tensors))
 
 
-def has_no_gradient(operation, implementation):
-    return operation in steps.DRAW and implementation != "torch"
-
-
-# What plain torch makes a step of, which is then what refuses.
-MADE_OF = {"rg_lru_step": "rg_lru", "local_attention_step": "sliding_window_attention"}
-NO_GRADIENT = "has no (gradients|derivative in forward mode)"
-
-
 def is_one_operator(operation, implementation):
     name = operation if implementation == "torch" else f"{implementation}_{operation}"
     return hasattr(torch.ops.keras_recurrent, name)
@@ -142,11 +116,6 @@ def is_one_operator(operation, implementation):
 @every_cheap_kernel
 def test_gradients_of_functions(operation, implementation):
     loss, tensors = example(operation, implementation)
-    if has_no_gradient(operation, implementation):
-        for ask in (gradients, lambda loss, tensors: torch.func.grad(loss)(tensors)):
-            with pytest.raises(NotImplementedError, match=NO_GRADIENT):
-                ask(loss, tensors)
-        return
     wanted = gradients(loss, tensors)
     torch.testing.assert_close(torch.func.grad(loss)(tensors), wanted)
     value, pullback = torch.func.vjp(loss, tensors)
@@ -213,12 +182,6 @@ def test_second_derivatives_are_right_or_refused(operation, implementation):
         return dict(zip(leaves, torch.autograd.grad(slope, leaves.values()), strict=True))
 
     ways = torch.func.grad(slope), twice, torch.func.jacfwd(torch.func.grad(loss))
-    if has_no_gradient(operation, implementation):
-        for derivative in ways:
-            with pytest.raises(NotImplementedError, match=NO_GRADIENT):
-                derivative(tensors)
-        return
-    operation = MADE_OF.get(operation, operation)
     if is_one_operator(operation, implementation):
         refusal = f"`{operation}` on torch has no (second derivatives|derivative in forward mode)"
         for derivative in ways:

@@ -19,7 +19,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from keras_recurrent.backends.triton import (
+    argmax,
     causal_conv1d,
+    embedding_step,
     gated_linear_attention,
     gated_linear_unit,
     hgrn2_step,
@@ -32,6 +34,7 @@ from keras_recurrent.backends.triton import (
     rg_lru,
     rg_lru_step,
     rms_norm,
+    soft_cap,
     token_crossentropy,
 )
 from keras_recurrent.backends.triton._attention import (
@@ -40,7 +43,6 @@ from keras_recurrent.backends.triton._attention import (
     circular_buffer,
 )
 from keras_recurrent.backends.triton._crossentropy import crossentropy_kernel
-from keras_recurrent.backends.triton._decoding import argmax, embedding, soft_cap
 from keras_recurrent.backends.triton._decoding.norm_linear_tiles import tile_options
 from keras_recurrent.backends.triton._decoding.rg_lru_step_batch import batch_kernel
 from keras_recurrent.backends.triton._decoding.rg_lru_step_batch import (
@@ -246,9 +248,9 @@ ATTENTION_STEP = {
 }
 OF_A_STEP = {
     "embedding": (
-        embedding._kernel,
-        {"D": 2560, "SCALED": True, "BLOCK": embedding._BLOCK, "PDL": True},
-        [{"num_warps": embedding._WARPS}],
+        embedding_step._kernel,
+        {"D": 2560, "SCALED": True, "BLOCK": embedding_step._BLOCK, "PDL": True},
+        [{"num_warps": embedding_step._WARPS}],
     ),
     "soft cap": (
         soft_cap._kernel,

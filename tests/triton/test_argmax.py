@@ -9,7 +9,7 @@ if keras.config.backend() != "torch":
 import torch
 
 from keras_recurrent import implementation
-from keras_recurrent.backends.triton._decoding import argmax as _argmax
+from keras_recurrent.backends.triton import argmax as _argmax
 from keras_recurrent.backends.triton._device.common import INTERPRETED
 from keras_recurrent.generation.torch import sampling
 

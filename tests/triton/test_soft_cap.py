@@ -9,9 +9,9 @@ if keras.config.backend() != "torch":
 import torch
 
 from keras_recurrent import implementation
-from keras_recurrent.backends.triton._decoding import soft_cap as _soft_cap
+from keras_recurrent.backends.triton import soft_cap as _soft_cap
 from keras_recurrent.backends.triton._device.common import INTERPRETED
-from keras_recurrent.layers import one_token
+from keras_recurrent.layers.decoding import decoding_scope
 from keras_recurrent.layers.reversible_embedding import reversible_embedding
 
 if not (INTERPRETED or torch.cuda.is_available()):
@@ -36,14 +36,14 @@ def test_numbers(dtype, cap):
 @pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16"])
 def test_a_step_takes_it(dtype, tie_weights, cap, monkeypatch):
     calls, soft_cap = [], _soft_cap.soft_cap
-    monkeypatch.setattr(_soft_cap, "soft_cap", lambda *a: calls.append(a) or soft_cap(*a))
+    monkeypatch.setattr(_soft_cap, "soft_cap", lambda **a: calls.append(a) or soft_cap(**a))
     layer = reversible_embedding(61, 16, tie_weights, cap, dtype)
     layer.build()
     hidden_states = keras.random.normal((2, 1, 16), dtype=layer.compute_dtype, seed=0)
     with torch.no_grad(), implementation("triton"):
         expected = layer(hidden_states, reverse=True)
         assert not calls  # this is no step of generation
-        with one_token.writing():
+        with decoding_scope():
             found = layer(hidden_states, reverse=True)
     assert len(calls) == (cap is not None)
     assert found.dtype == expected.dtype

@@ -1,1 +1,1 @@
-"""Kernels of decoding steps: embedding, soft cap and argmax, and code of the step operations."""
+"""Code that kernels of decoding steps share."""

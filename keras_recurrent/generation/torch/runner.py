@@ -15,7 +15,7 @@ from keras_recurrent.dispatch import chosen_name
 from keras_recurrent.generation.torch.cuda_graph import Captured, Graphs
 from keras_recurrent.generation.torch.step import Step
 from keras_recurrent.generation.ways import tell
-from keras_recurrent.layers import one_token
+from keras_recurrent.layers.decoding import unfused_blocks
 
 KEPT = 8  # traced steps of a model, for as many batch sizes and rooms
 
@@ -77,7 +77,7 @@ class Ways:
     def _step(self, cache, masked=False):
         tensors = [*keras.tree.flatten(cache), *(v.value for v in self._model.variables)]
         seen = hook_reason(_modules(self._model))
-        unfused = tuple(one_token.unfused_blocks(self._model))
+        unfused = tuple(unfused_blocks(self._model))
         key = seen, unfused, chosen_name(), masked, *((t.shape, t.dtype, t.device) for t in tensors)
         with self._lock:
             if key not in self._steps:

@@ -10,8 +10,8 @@ import keras
 import keras_hub
 import torch
 
+from keras_recurrent import dispatch
 from keras_recurrent.generation.samplers import takes_the_largest
-from keras_recurrent.layers import one_token
 
 # Between reading the state of a sampler's generator and assigning the next one.
 _ONE_AT_A_TIME = threading.Lock()
@@ -69,7 +69,7 @@ class Choice:
         if not self.waits_for_nothing:
             return sampler.get_next_token(sampler.compute_probabilities(logits))
         if self._candidates is None:
-            return _largest(logits)
+            return dispatch.run("argmax", {"x": logits})
         probabilities = torch.softmax(logits.float() / sampler.temperature, dim=-1)
         probabilities, tokens = self._candidates(sampler, probabilities)
         # As Keras and `torch.multinomial` do, of which the latter waits to see whether all numbers
@@ -85,25 +85,10 @@ class Choice:
         The latter is [B, a power of 2]; the first one of each row is dropped.
         """
         greedy = self.waits_for_nothing and self._candidates is None
-        kernels = _kernels(logits) if greedy else None
-        if kernels:
-            kernels.write_argmax(logits, token, recent)
-        return kernels is not None
-
-
-def _largest(logits):
-    """The first of the largest logits of each row, the same token by kernels as by torch."""
-    kernels = _kernels(logits)
-    return kernels.argmax(logits) if kernels else logits.argmax(dim=-1)
-
-
-def _kernels(logits):
-    """What finds the largest logits by kernels; None where it does not."""
-    if not one_token.has_kernels(logits):
-        return None
-    from keras_recurrent.backends.triton._decoding import argmax as kernels
-
-    return kernels if kernels.unsupported(logits) is None else None
+        write = getattr(dispatch.chosen_module("argmax", {"x": logits}), "write_argmax", None)
+        if greedy and write is not None:
+            write(logits, token, recent)
+        return greedy and write is not None
 
 
 def _all(sampler, probabilities):

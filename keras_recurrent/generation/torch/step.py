@@ -13,7 +13,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from keras_recurrent.backends.torch._states import inplace_states
-from keras_recurrent.layers.one_token import writing
+from keras_recurrent.layers.decoding import decoding_scope
 
 COMPILED_AFTER = 2000  # tokens: torch's compiler takes as long as the traced graph for so many
 
@@ -63,7 +63,7 @@ class Step:
     def _call(self, weights, token, *cache):
         mapping = list(zip(self._model.variables, weights, strict=True))
         mask, cache = (cache[0], cache[1:]) if self._masked else (None, cache)
-        fused = contextlib.nullcontext() if self.not_traced else writing()
+        fused = contextlib.nullcontext() if self.not_traced else decoding_scope()
         with keras.StatelessScope(mapping), fused, inplace_states():
             logits, hidden, cache = self._model.call_with_cache(
                 token, self.packed(cache), padding_mask=mask

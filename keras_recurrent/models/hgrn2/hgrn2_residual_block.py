@@ -1,12 +1,10 @@
 """Residual block of HGRN2."""
 
 import keras
-from keras import ops
 
-from keras_recurrent.layers import HGRN2, RMSNorm, SwiGLU, one_token
+from keras_recurrent.layers import RMSNorm, SwiGLU
 from keras_recurrent.layers.lower_bounds import BoundedLayer
 from keras_recurrent.models.residual_block import ResidualBlock
-from keras_recurrent.ops import hgrn2_step
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -59,41 +57,3 @@ class HGRN2ResidualBlock(BoundedLayer, ResidualBlock):
 
     def make_mlp(self, name):
         return SwiGLU(self.intermediate_dim, dtype=self.dtype_policy, name=name)
-
-    def unfused_because(self):
-        mixer, mlp = self.temporal_block, self.mlp
-        if type(mixer) is not HGRN2:
-            return f"`{mixer.name}` is a {type(mixer).__name__}, no HGRN2"
-        if type(mlp) is not SwiGLU:
-            return f"`{mlp.name}` is a {type(mlp).__name__}, no SwiGLU"
-        if mixer.conv_size is not None:
-            return f"`{mixer.name}` has convolutions"
-        activations = mixer.gate_activation, mixer.input_activation
-        if activations != (keras.activations.silu, keras.activations.linear):
-            return f"`{mixer.name}` has other activations than silu of gates and none of inputs"
-        maps = [[mixer.q_proj, mixer.f_proj, mixer.i_proj], [mixer.o_proj]]
-        maps += [[mlp.gate_proj, mlp.up_proj], [mlp.down_proj]]
-        norms = self.temporal_norm, self.channel_norm, mixer.norm
-        return one_token.first(
-            [
-                *map(one_token.because_of_call, (mixer, mlp)),
-                one_token.because_of_maps(*maps),
-                *map(one_token.because_of_norm, norms),
-            ]
-        )
-
-    def step(self, x, tokens, state, lower_bound=None):
-        mixer, mlp = self.temporal_block, self.mlp
-        if not state or self.unfused_because() is not None:
-            return None
-        if lower_bound is not None:
-            lower_bound = ops.cast(lower_bound, mixer.state_dtype)
-        maps = mixer.q_proj, mixer.f_proj, mixer.i_proj
-        q, f, v = one_token.linear(x, maps, self.temporal_norm)
-        o, memory = hgrn2_step(
-            *(q, f, v, state["memory"]),
-            lower_bound=lower_bound,
-            token_kind=one_token.kinds(tokens),
-        )
-        (x,) = one_token.linear(o, [mixer.o_proj], mixer.norm, residual=x)
-        return one_token.mlp(x, mlp, self.channel_norm, "silu"), {"memory": memory}

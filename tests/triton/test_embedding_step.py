@@ -11,9 +11,9 @@ import torch
 
 from keras_recurrent import implementation
 from keras_recurrent.backends.torch._states import inplace_states
-from keras_recurrent.backends.triton._decoding import embedding as _embedding
+from keras_recurrent.backends.triton import embedding_step as _embedding
 from keras_recurrent.backends.triton._device.common import INTERPRETED
-from keras_recurrent.layers import one_token
+from keras_recurrent.layers.decoding import decoding_scope
 from keras_recurrent.layers.tokens import find_tokens
 from tests.models.tiny import tiny_causal_lm
 
@@ -30,7 +30,7 @@ def test_rows_of_a_table(width, scale, dtype, of_table):
     generator = torch.Generator().manual_seed(0)
     table = torch.randn(11, width, generator=generator).to(DEVICE, of_table)
     tokens = torch.tensor([0, 10, 3, -1], dtype=torch.int32, device=DEVICE)
-    found, *places = _embedding.embedding(table, tokens, scale, dtype)
+    found, *places = _embedding.embedding_step(table, tokens, scale=scale, dtype=dtype)
     assert places == [None] * 4
     as_given = getattr(torch, dtype)
     expected = table[tokens.long()].to(as_given)
@@ -55,8 +55,8 @@ def test_where_rows_are_is_what_layers_find(uses_position):
         token_ids, state=state, uses_position=uses_position, return_state=True
     )
     table = torch.ones(2, 600, device=DEVICE)
-    _, kind, here, *after = _embedding.embedding(
-        table, token_ids[:, 0], 1.0, "float32", segment, state.get("position")
+    _, kind, here, *after = _embedding.embedding_step(
+        table, token_ids[:, 0], segment, state.get("position")
     )
     same(kind[:, None], expected.kind)
     assert here is None or torch.equal(here, position)
@@ -72,10 +72,10 @@ def test_places_are_written_over_where_they_may_be(uses_position):
     position = torch.tensor([0, 7], dtype=torch.int32, device=DEVICE)
     given = segment, position if uses_position else None
     table, tokens = torch.ones(3, 600, device=DEVICE), torch.tensor([2, 0], device=DEVICE)
-    expected = _embedding.embedding(table, tokens, 1.0, "float32", *given)
+    expected = _embedding.embedding_step(table, tokens, *given)
     assert segment.tolist() == [-1, 4]
     with inplace_states():
-        found = _embedding.embedding(table, tokens, 1.0, "float32", *given)
+        found = _embedding.embedding_step(table, tokens, *given)
     for a, b in zip(found, expected, strict=True):
         assert (a is None and b is None) or torch.equal(a, b)
     assert found[3] is segment
@@ -86,8 +86,8 @@ def test_places_are_written_over_where_they_may_be(uses_position):
 
 @pytest.fixture
 def launches(monkeypatch):
-    found, embedding = [], _embedding.embedding
-    monkeypatch.setattr(_embedding, "embedding", lambda *a: found.append(a) or embedding(*a))
+    found, embedding = [], _embedding.embedding_step
+    monkeypatch.setattr(_embedding, "embedding_step", lambda **a: found.append(a) or embedding(**a))
     return found
 
 
@@ -104,7 +104,7 @@ def test_a_step_takes_it(family, dtype, launches):
     model = tiny_causal_lm(family=family, num_layers=1, dtype=dtype, **scale)
     plain = embedded(model, [[3], [0]])
     assert not launches  # this is no step of generation
-    with one_token.writing():
+    with decoding_scope():
         found = embedded(model, [[3], [0]])
         embedded(model, [[3, 4]])
     assert len(launches) == 1
@@ -122,6 +122,6 @@ def test_what_it_does_not_compute(change, launches):
     else:
         layer.quantize("int8")
     plain = embedded(model, [[3]])
-    with one_token.writing():
+    with decoding_scope():
         assert torch.equal(embedded(model, [[3]]), plain)
     assert not launches

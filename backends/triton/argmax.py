@@ -8,9 +8,15 @@ depend on the order of comparisons.
 import triton
 import triton.language as tl
 
-from .._device.pdl import launch_dependents, wait_for_previous_launch
-from .._runtime.framework import forward_operation, pdl_options, run, step_unsupported_reason
-from .._runtime.launch import Array, Launch
+from ._device.pdl import launch_dependents, wait_for_previous_launch
+from ._runtime.framework import (
+    forward_operation,
+    fusible_unsupported_reason,
+    pdl_options,
+    run,
+    step_unsupported_reason,
+)
+from ._runtime.launch import Array, Launch
 
 _BLOCK, _WARPS = 2048, 4  # numbers and warps of a program
 _MAX_PARTS = 1024  # partial results that one program combines
@@ -23,7 +29,7 @@ def unsupported(x) -> str | None:
     """Reason why this implementation cannot take these arguments, or None."""
     if not 0 < x.shape[-1] <= _BLOCK * _MAX_PARTS:
         return f"takes rows of 1 to {_BLOCK * _MAX_PARTS} numbers, got {x.shape[-1]}"
-    return step_unsupported_reason(x)
+    return fusible_unsupported_reason(x) or step_unsupported_reason(x)
 
 
 @triton.jit

@@ -8,18 +8,24 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from .._device.common import IN_INTERPRETER
-from .._device.math import tanh
-from .._device.pdl import launch_dependents, wait_for_previous_launch
-from .._runtime.framework import forward_operation, pdl_options, run, step_unsupported_reason
-from .._runtime.launch import Launch, like
+from ._device.common import IN_INTERPRETER
+from ._device.math import tanh
+from ._device.pdl import launch_dependents, wait_for_previous_launch
+from ._runtime.framework import (
+    forward_operation,
+    fusible_unsupported_reason,
+    pdl_options,
+    run,
+    step_unsupported_reason,
+)
+from ._runtime.launch import Launch, like
 
 _BLOCK, _WARPS = 2048, 4  # numbers and warps of a program
 
 
-def unsupported(x) -> str | None:
+def unsupported(x, cap) -> str | None:
     """Reason why this implementation cannot take these arguments, or None."""
-    return step_unsupported_reason(x)
+    return fusible_unsupported_reason(x) or step_unsupported_reason(x)
 
 
 @triton.jit

@@ -9,10 +9,10 @@ from keras.quantizers import Int4QuantizationConfig, Int8QuantizationConfig
 
 import keras_recurrent
 from keras_recurrent import dispatch
-from keras_recurrent.layers import HGRN2, RecurrentBlock, one_token
-from keras_recurrent.layers.reversible_embedding import reversible_embedding
-from keras_recurrent.layers.tokens import Tokens
+from keras_recurrent.layers import HGRN2, RecurrentBlock, decoding
+from keras_recurrent.layers import reversible_embedding as embeddings
 from keras_recurrent.models import GriffinResidualBlock, HGRN2ResidualBlock
+from keras_recurrent.models.residual_block import ResidualBlock
 from tests.generation.test_programs import generate
 from tests.models.tiny import tiny_causal_lm
 
@@ -29,16 +29,13 @@ LENGTHS, TOTAL = (4, 6), 12
 @pytest.fixture
 def fused(monkeypatch):
     """Counts the fused steps of blocks."""
-    found = []
-    for block in (HGRN2ResidualBlock, GriffinResidualBlock):
+    found, step = [], ResidualBlock.step
 
-        def counted(self, *args, original=block.step, **kwargs):
-            result = original(self, *args, **kwargs)
-            if result is not None:
-                found.append(self)
-            return result
+    def counted(self, *args, **kwargs):
+        found.append(self)
+        return step(self, *args, **kwargs)
 
-        monkeypatch.setattr(block, "step", counted)
+    monkeypatch.setattr(ResidualBlock, "step", counted)
     return found
 
 
@@ -103,7 +100,7 @@ def test_maps_of_rows(rows, dtype):
     maps = [Dense(8, bias_initializer="normal", dtype=dtype), Dense(8, use_bias=False, dtype=dtype)]
     expected = [dense(x) + x for dense in maps]
     with torch.no_grad(), keras_recurrent.implementation("triton"):
-        found = [one_token.linear(x, [dense], residual=x)[0] for dense in maps]
+        found = [decoding.linear(x, [dense], residual=x)[0] for dense in maps]
     for a, b in zip(found, expected, strict=True):
         tolerance = 1e-5 if dtype == "float32" else 2e-2  # two roundings to bfloat16 of up to 4
         a, b = (ops.convert_to_numpy(ops.cast(t, "float32")) for t in (a, b))
@@ -116,7 +113,7 @@ def test_gated_maps_of_rows(rows):
     maps = [Dense(8, bias_initializer="normal") for _ in range(2)]
     expected = ops.silu(maps[0](x)) * maps[1](x) + x
     with torch.no_grad(), keras_recurrent.implementation("triton"):
-        (found,) = one_token.linear(x, maps, gate="silu", residual=x)
+        (found,) = decoding.linear(x, maps, gate="silu", residual=x)
     found, expected = map(ops.convert_to_numpy, (found, expected))
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
 
@@ -142,11 +139,11 @@ LOGITS = {
 @pytest.mark.filterwarnings("ignore:.*The use of `x.T` on tensors:UserWarning")
 @pytest.mark.parametrize(("config", "options", "rows", "fused"), LOGITS.values(), ids=LOGITS)
 def test_logits_of_a_quantized_matrix(config, options, rows, fused, monkeypatch):
-    calls, maps = [], one_token.norm_quantized_linear
+    calls, linear = [], embeddings.norm_quantized_linear
     monkeypatch.setattr(
-        one_token, "norm_quantized_linear", lambda *a, **k: calls.append(a) or maps(*a, **k)
+        embeddings, "norm_quantized_linear", lambda *a, **k: calls.append(a) or linear(*a, **k)
     )
-    layer = reversible_embedding(
+    layer = embeddings.reversible_embedding(
         **{"vocabulary_size": 64, "hidden_dim": 32, "tie_weights": False, "dtype": "float32"}
         | options
     )
@@ -156,7 +153,7 @@ def test_logits_of_a_quantized_matrix(config, options, rows, fused, monkeypatch)
     with torch.no_grad(), keras_recurrent.implementation("triton"):
         expected = layer(hidden_states, reverse=True)
         assert not calls  # this is no step of generation
-        with one_token.writing():
+        with decoding.decoding_scope():
             found = layer(hidden_states, reverse=True)
     assert len(calls) == fused
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
@@ -171,7 +168,7 @@ def test_16_bits(family, dtype, fused):
     x = keras.ops.cast(rng.normal(size=(1, 1, model.backbone.hidden_dim)), "bfloat16")
     state = block.get_initial_state(1)
     results = []
-    for context in (one_token.writing, lambda: keras_recurrent.implementation("torch")):
+    for context in (decoding.decoding_scope, lambda: keras_recurrent.implementation("torch")):
         with keras_recurrent.implementation("triton"), context(), torch.no_grad():
             results.append(block(x, initial_state=state, return_state=True))
     assert len(fused) == 1
@@ -253,27 +250,14 @@ REASONS = {
 }
 
 
-def step(block, width):
-    """What the fused step of a block makes of one token, or None."""
-    if not block.built:
-        block.build((None, None, width))
-    x = keras.ops.ones((1, width), block.compute_dtype)
-    tokens = Tokens(position=keras.ops.zeros((1, 1), "int32"))
-    state = block.get_initial_state(1)["temporal_block"]
-    with keras_recurrent.implementation("torch"):
-        return block.step(x, tokens, state)
-
-
 @pytest.mark.parametrize("family", ["hgrn2", "griffin"])
 @pytest.mark.parametrize("change", REASONS, ids=[f.__name__ for f in REASONS])
 def test_other_layers_take_the_ordinary_path(change, family):
     backbone = tiny_causal_lm(family=family, num_layers=1).backbone
     block = backbone.transformer_layers[0]
-    assert step(block, backbone.hidden_dim) is not None
-    assert block.unfused_because() is None
+    assert block.unfused_reason() is None
     change(block)
-    assert step(block, backbone.hidden_dim) is None
-    assert REASONS[change] in block.unfused_because()
+    assert REASONS[change] in block.unfused_reason()
 
 
 def test_another_order_of_blocks_is_seen_when_it_comes():
@@ -292,7 +276,7 @@ def test_another_order_of_blocks_is_seen_when_it_comes():
             return model.generate(inputs, stop_token_ids=None)["token_ids"]
 
     for in_order in (True, False, True):
-        assert (block.unfused_because() is None) == in_order
+        assert (block.unfused_reason() is None) == in_order
         np.testing.assert_array_equal(write("triton"), write("torch"))
         block.mlp.down_proj.g_idx.assign(keras.ops.flip(block.mlp.down_proj.g_idx))
 
@@ -324,7 +308,9 @@ VARIANTS = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants_take_the_ordinary_path(variant):
-    assert step(VARIANTS[variant](), 8) is None
+    block = VARIANTS[variant]()
+    block.build((None, None, 8))
+    assert block.unfused_reason() is not None
 
 
 def test_only_generation_takes_them(fused):

@@ -9,17 +9,26 @@ kernel does all of this. The state is overwritten where that is allowed.
 import triton
 import triton.language as tl
 
-from .._device.pdl import launch_dependents, wait_for_previous_launch
-from .._device.tokens import GOES_ON, STARTS
-from .._runtime.framework import forward_operation, pdl_options, run, step_unsupported_reason
-from .._runtime.launch import Array, Launch
+from ._device.pdl import launch_dependents, wait_for_previous_launch
+from ._device.tokens import GOES_ON, STARTS
+from ._runtime.framework import (
+    forward_operation,
+    fusible_unsupported_reason,
+    pdl_options,
+    run,
+    step_unsupported_reason,
+)
+from ._runtime.launch import Array, Launch
 
 _BLOCK, _WARPS = 512, 4  # channels and warps of a program
 
 
-def unsupported(table, tokens, segment=None, position=None) -> str | None:
+def unsupported(
+    table, token_ids, segment=None, position=None, scale=1.0, dtype="float32"
+) -> str | None:
     """Reason why this implementation cannot take these arguments, or None."""
-    return step_unsupported_reason(table, tokens, segment, position)
+    tensors = table, token_ids, segment, position
+    return fusible_unsupported_reason(*tensors) or step_unsupported_reason(*tensors)
 
 
 @triton.jit
@@ -95,17 +104,14 @@ _embedding = forward_operation(
 )
 
 
-def embedding(table, tokens, scale, dtype, segment=None, position=None):
-    """Embeddings of a decoding step's tokens.
+def embedding_step(table, token_ids, segment=None, position=None, scale=1.0, dtype="float32"):
+    """table: [V, D]; token_ids: integers [B]; segment, position: int32 [B].
 
-    table: [V, D]; tokens: integers [B]; scale: a factor; dtype: the name of the result's dtype.
-    segment: that of the previous token, int32 [B]; position: that of this token, int32 [B].
-
-    Returns (embeddings [B, D], token kinds int8 [B], positions int32 [B], the next token's segment
-    and position, int32 [B]); None for those whose argument is None. The next segment and position
-    may overwrite the given ones: see `backends/torch/_states.py`.
+    Returns ([B, D] in `dtype`, token kinds int8 [B], positions, the next segments and positions),
+    None for those whose argument is None. The next segments and positions may overwrite the given
+    ones: see `backends/torch/_states.py`.
     """
-    arrays = _embedding(table, tokens, segment, position, scale=float(scale), dtype=dtype)
+    arrays = _embedding(table, token_ids, segment, position, scale=float(scale), dtype=dtype)
     arguments = table, segment, position, segment, position
     return tuple(
         None if argument is None else t for t, argument in zip(arrays, arguments, strict=True)

@@ -1,0 +1,140 @@
+"""Decoding steps by fused operations, which read each weight once, on NVIDIA GPUs.
+
+A layer that has such a step defines `fused_step`, and `unfused_reason`, which returns the reason
+why its call runs instead, or None.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable
+
+import keras
+from keras import ops
+
+from keras_recurrent import dispatch
+from keras_recurrent.backends.constants import MAX_FUSED_ROWS
+from keras_recurrent.layers import quantized
+from keras_recurrent.layers.rms_norm import RMSNorm
+from keras_recurrent.ops.decoding_steps import norm_linear, norm_quantized_linear
+from keras_recurrent.ops.gated_linear_unit import gated_linear_unit
+
+if dispatch.BACKEND == "torch":
+    from keras_recurrent.layers.torch_calls import product_with_bias
+
+
+class _Scope(threading.local):
+    active = False
+
+
+_scope = _Scope()
+
+
+@contextlib.contextmanager
+def decoding_scope():
+    """Inside, no gradients are needed, and layers may call fused operations."""
+    before, _scope.active = _scope.active, True
+    try:
+        yield
+    finally:
+        _scope.active = before
+
+
+def can_fuse(inputs):
+    """Returns True if a layer should take its fused step for inputs [B, T, ...]."""
+    return _scope.active and inputs.shape[1] == 1 and dispatch.decodes_with_kernels(inputs)
+
+
+def unfused_blocks(model):
+    """`{block: reason}` of the blocks that run layer by layer; empty where no kernels serve."""
+    if not dispatch.decodes_with_kernels(model.variables[0].value):
+        return {}
+    reasons = ((b.name, b.unfused_reason()) for b in model.backbone.transformer_layers)
+    return {name: reason for name, reason in reasons if reason is not None}
+
+
+def first_reason(*reasons):
+    """Returns the first reason that is not None; None if all are."""
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def class_reason(layer, cls):
+    """Reason why a step written for `cls` does not compute `layer`, or None.
+
+    Torch hooks are not considered: where a model has some, no fused step is asked for.
+    """
+    if type(layer) is not cls:
+        return f"`{layer.name}` is of class {type(layer).__name__}, not {cls.__name__}"
+    return f"`{layer.name}` has a `call` of its own" if "call" in vars(layer) else None
+
+
+def norm_reason(norm):
+    """Reason why a fused step does not compute a norm, or None."""
+    return class_reason(norm, RMSNorm)
+
+
+def dense_reason(layer, cls=keras.layers.Dense):
+    """Reason why a fused step does not compute a layer of Keras's class `cls`, or None."""
+    reason = class_reason(layer, cls)
+    if reason is not None:
+        return reason
+    if cls is keras.layers.Dense and layer.activation is not keras.activations.linear:
+        return f"`{layer.name}` has an activation of its own"
+    if layer.lora_enabled:
+        return f"`{layer.name}` has a LoRA adapter"
+    if layer.quantization_mode is None:
+        return None
+    if cls is not keras.layers.Dense:
+        return f"`{layer.name}`, of class {cls.__name__}, is quantized"
+    return quantized.dense_reason(layer)
+
+
+def denses_reason(*groups):
+    """Reason why fused steps do not compute lists of `Dense`, one operation for each, or None."""
+    for group in groups:
+        reason = first_reason(*map(dense_reason, group)) or quantized.difference_reason(group)
+        if reason is not None:
+            return reason
+    return None
+
+
+def linear(x, layers, norm=None, gate=None, residual=None):
+    """The outputs of up to three `Dense` for the normalized x [B, D]; see `ops.decoding_steps`.
+
+    Quantized layers are quantized alike, and two of them may have a gate.
+    """
+    operation: Callable = norm_linear
+    weights, max_rows = _weights, MAX_FUSED_ROWS
+    if layers[0].quantization_mode is not None:
+        operation, weights, max_rows = norm_quantized_linear, quantized.weights, 1
+    if x.shape[0] <= max_rows:
+        return operation(
+            x,
+            **weights(layers),
+            biases=[dense.bias if dense.use_bias else None for dense in layers],
+            scale=None if norm is None else norm.factor(),
+            epsilon=None if norm is None else norm.epsilon,
+            gate=gate,
+            residual=residual,
+        )
+    x = x if norm is None else norm(x)
+    if gate is not None:
+        to_gate, to_up, *layers = layers
+        x = gated_linear_unit(_apply(to_gate, x), _apply(to_up, x), activation=gate)
+    outputs = [_apply(dense, x) for dense in layers] or [x]
+    return outputs if residual is None else [outputs[0] + residual]
+
+
+def _weights(layers):
+    return {"kernels": [ops.cast(dense.kernel, dense.compute_dtype) for dense in layers]}
+
+
+def _apply(dense, x):
+    """dense(x) for x [B, D]."""
+    if dispatch.BACKEND != "torch" or not dense.use_bias or dense.quantization_mode is not None:
+        return dense(x)
+    return product_with_bias(dense, ops.cast(x, dense.compute_dtype))
+
+
+def token_kinds(tokens):
+    """The kind of the only token of each sequence, int8 [B], or None."""
+    return None if tokens.kind is None else tokens.kind[:, 0]

@@ -1,0 +1,149 @@
+"""Operations of a decoding step, which layers call for one token of each sequence.
+
+They are not public: the arguments are those of an implementation in `backends/`. The Triton kernels
+read each weight once and have no gradients. The plain implementation of all backends is in
+`portable/`.
+"""
+
+import keras
+from keras import ops
+
+from keras_recurrent import dispatch
+from keras_recurrent.checks.dtypes import dtype_of
+from keras_recurrent.ops.operation import Operation
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class NormLinearOperation(Operation):
+    function = "norm_linear"
+    options = {"epsilon": None, "gate": None}
+
+    @classmethod
+    def check(cls, tensors, context, options):
+        gated_product = options["gate"] is not None and tensors["kernel_3"] is not None
+        return cls.check_tensors(tensors, cls.alternatives["gate"] if gated_product else None)
+
+    def output_spec(self, tensors, sizes):
+        kernels = [tensors.get(name) for name in ("kernel", "kernel_2", "kernel_3")]
+        specs = zip(super().output_spec(tensors, sizes), kernels, strict=True)
+        outputs = [spec for spec, kernel in specs if kernel is not None]
+        if self.options["gate"] is not None:
+            outputs = outputs[2:] or outputs[:1]
+        return tuple(outputs)
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class NormQuantizedLinearOperation(NormLinearOperation):
+    function = "norm_quantized_linear"
+    options = {"epsilon": None, "gate": None, "bits": 8, "block_size": None, "quantize_row": True}
+    int8 = tuple(f"{name}{end}" for name in ("kernel", "kernel_zero") for end in ("", "_2", "_3"))
+
+    @classmethod
+    def check(cls, tensors, context, options):
+        in_blocks = options["block_size"] is not None
+        return cls.check_tensors(tensors, cls.alternatives["blocks"] if in_blocks else None)
+
+    @classmethod
+    def lower(cls, tensors, context, options):
+        options = dict(options)
+        quantized = options.pop("quantize_row")
+        return {**tensors, **options, "row_dtype": dtype_of(tensors["x"]) if quantized else None}
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class HGRN2StepOperation(Operation):
+    function = "hgrn2_step"
+    context = {"token_kind": "B"}
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class RGLRUStepOperation(Operation):
+    function = "rg_lru_step"
+    context = {"token_kind": "B"}
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class LocalAttentionStepOperation(Operation):
+    function = "local_attention_step"
+    options = {"sliding_window": None}
+    context = {"token_kind": "B"}
+
+    @classmethod
+    def lower(cls, tensors, context, options):
+        frequencies = tensors["frequencies"]
+        if frequencies is not None and frequencies.shape[0] == 0:
+            tensors = {**tensors, "frequencies": None}
+        position = ops.cast(tensors["position"], "int32")
+        # As in a layer, a state has the dtypes of keys and values.
+        key, value = (
+            ops.cast(tensors[cache], tensors[x].dtype)
+            for cache, x in (("key", "k"), ("value", "v"))
+        )
+        return {**tensors, "key": key, "value": value, "position": position, **context, **options}
+
+
+def norm_linear(x, kernels, biases, **others):
+    """Up to three linear layers of the normalized rows of x [B, D]; the gate of two; a residual.
+
+    See `backends/reference/norm_linear.py`. Lists replace the tensors of several kernels.
+
+    Returns:
+        A list of outputs [B, N], one for each kernel, or one with a gate.
+    """
+    return _apply(NormLinearOperation, {"x": x}, {"kernel": kernels, "bias": biases}, others)
+
+
+def norm_quantized_linear(x, kernels, kernel_scales, kernel_zeros, biases, **others):
+    """The counterpart of `norm_linear` for the quantized kernels of `keras.layers.Dense`.
+
+    See `backends/reference/norm_quantized_linear.py`. With `quantize_row`, the normalized row is
+    quantized as well.
+    """
+    lists = {"kernel": kernels, "kernel_scale": kernel_scales, "bias": biases}
+    if kernel_zeros is not None:
+        lists["kernel_zero"] = kernel_zeros
+    return _apply(NormQuantizedLinearOperation, {"x": x}, lists, others)
+
+
+def _apply(operation, tensors, lists, others):
+    for name, given in lists.items():
+        ends = ("", "_2", "_3")[: len(given)]
+        tensors |= {f"{name}{end}": t for end, t in zip(ends, given, strict=True)}
+    options = {name: others.pop(name) for name in operation.options if name in others}
+    tensors = {name: (tensors | others).get(name) for name in operation.signature.tensors}
+    return list(operation.apply(tensors, None, operation.options | options))
+
+
+def hgrn2_step(q, f, v, memory, lower_bound=None, token_kind=None):
+    """HGRN2 between its projections: `backends/reference/hgrn2_step.py`."""
+    tensors = {"q": q, "f": f, "v": v, "memory": memory, "lower_bound": lower_bound}
+    return HGRN2StepOperation.apply(tensors, None, token_kind=token_kind)
+
+
+def rg_lru_step(token_kind=None, **tensors):
+    """Griffin's recurrent block between its projections: `backends/reference/rg_lru_step.py`."""
+    return RGLRUStepOperation.apply(tensors, None, token_kind=token_kind)
+
+
+def local_attention_step(
+    q, k, v, key, value, position, frequencies=None, sliding_window=None, token_kind=None
+):
+    """Attention of one query: `backends/reference/local_attention_step.py`."""
+    tensors = {"q": q, "k": k, "v": v, "key": key, "value": value}
+    tensors |= {"position": position, "frequencies": frequencies}
+    options = {"sliding_window": sliding_window}
+    return LocalAttentionStepOperation.apply(tensors, None, options, token_kind=token_kind)
+
+
+def embedding_step(table, token_ids, segment=None, position=None, scale=1.0, dtype="float32"):
+    """Embeddings, token kinds, positions and the next state of a step's tokens.
+
+    See `backends/reference/embedding_step.py`.
+    """
+    arguments = {"table": table, "token_ids": token_ids, "segment": segment, "position": position}
+    return dispatch.run("embedding_step", {**arguments, "scale": scale, "dtype": dtype})
+
+
+def soft_cap(x, cap):
+    """cap tanh(x / cap) of logits [B, V]; x itself if `cap` is None."""
+    return x if cap is None else dispatch.run("soft_cap", {"x": x, "cap": cap})

@@ -1,0 +1,27 @@
+"""A decoding step of HGRN2, from its three projections.  Qin et al. 2024, arXiv:2404.07904."""
+
+from keras import ops
+
+from keras_recurrent.portable._common import applied_decay, fill_where, sum_dtype, token_masks
+
+
+def hgrn2_step(q, f, v, memory, lower_bound=None, token_kind=None):
+    """q, f: [B, H K]; v: [B, H V]; memory: [B, H, K, V]. Returns ([B, H V], the next memory)."""
+    dtype = sum_dtype(q, f, v, memory, lower_bound)
+    batch, heads, keys, values = memory.shape
+    query, logits, value = (ops.cast(x, dtype) for x in (q, f, v))
+    query = query * ops.sigmoid(query) * keys**-0.5
+    decay, key = ops.sigmoid(logits), ops.sigmoid(-logits)
+    if lower_bound is not None:
+        bounds = ops.exp(ops.cast(lower_bound, dtype))
+        decay, key = bounds[0] + bounds[1] * decay, bounds[1] * key
+        # Rounded β and 1 - β do not add up to 1; β may be NaN.
+        decay = ops.where((key <= 0.5) & ~ops.isnan(decay), 1 - key, decay)
+    query, key, decay = (ops.reshape(x, (batch, heads, keys)) for x in (query, key, decay))
+    value = ops.reshape(value, (batch, heads, values))
+    starts, padding = token_masks(None if token_kind is None else token_kind[:, None], 3)
+    key, value = fill_where(padding, 0.0, key), fill_where(padding, 0.0, value)
+    decay = applied_decay(decay, starts, padding)
+    memory = decay[..., None] * ops.cast(memory, dtype) + key[..., None] * value[:, :, None]
+    output = ops.sum(query[..., None] * memory, axis=2)
+    return ops.cast(ops.reshape(output, (batch, heads * values)), v.dtype), memory

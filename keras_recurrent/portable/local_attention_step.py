@@ -1,0 +1,66 @@
+"""A decoding step of sliding-window attention.  De et al. 2024, arXiv:2402.19427."""
+
+from keras import ops
+
+from keras_recurrent.portable._common import fill_where, matmul, sum_dtype, token_masks
+from keras_recurrent.portable.sliding_window_attention import MASKED_LOGIT
+
+
+def local_attention_step(
+    q, k, v, key, value, position, frequencies=None, token_kind=None, sliding_window=None
+):
+    """q: [B, H, K]; k: [B, G, K]; v: [B, G, V]; key, value: [B, C, G, ...]; position: [B].
+
+    Returns (o [B, H, V], the next key and value).
+    """
+    dtype = sum_dtype(q, k, v, key, value)
+    starts, padding = token_masks(None if token_kind is None else token_kind[:, None], 2)
+    position = fill_where(starts, 0, position[:, None])
+    rotated_q, rotated_k = ops.cast(q, dtype), ops.cast(k, dtype)
+    if frequencies is not None:
+        angle = ops.cast(position, dtype)[..., None] * ops.cast(frequencies, dtype)
+        rotated_q, rotated_k = _rotate(rotated_q, angle), _rotate(rotated_k, angle)
+    q, k = ops.cast(rotated_q * q.shape[2] ** -0.5, q.dtype), ops.cast(rotated_k, k.dtype)
+    slots = key.shape[1]
+    slot = ops.arange(0, slots, dtype="int32")[None]
+    distance = ops.mod(position - 1 - slot, max(slots, 1)) + 1  # of the token in each slot
+    visible = distance <= position
+    if sliding_window is not None:
+        visible &= distance < sliding_window
+    always = ops.ones((*ops.shape(position)[:1], 1), "bool")
+    visible = ops.concatenate([visible, always], axis=1)
+    new_slot = ops.equal(slot, ops.mod(position, max(slots, 1)))
+    if padding is not None:
+        new_slot &= ~padding
+    caches = [
+        _update_cache(cache, ops.expand_dims(x, 1), starts, new_slot)
+        for cache, x in ((key, k), (value, v))
+    ]
+    (keys, key), (values, value) = caches
+    output = _attend(ops.cast(q, dtype), ops.cast(keys, dtype), ops.cast(values, dtype), visible)
+    return ops.cast(output, q.dtype), key, value
+
+
+def _update_cache(cache, x, starts, new_slot):
+    """Returns the earlier tokens and this one, [B, C+1, G, ...], and the next cache."""
+    mask = None if starts is None else starts[..., None, None]
+    cache = fill_where(mask, 0, ops.cast(cache, x.dtype))
+    after = ops.where(new_slot[..., None, None], x, cache)
+    return ops.concatenate([cache, x], axis=1), after
+
+
+def _attend(q, k, v, visible):
+    """q: [B, H, K]; k, v: [B, S, G, K or V]; visible: [B, S]. Returns [B, H, V]."""
+    batch, heads, size = ops.shape(q)
+    q = ops.reshape(q, (batch, k.shape[2], heads // k.shape[2], size))
+    logits = matmul(q, ops.transpose(k, (0, 2, 3, 1)))
+    masked = ops.cast(MASKED_LOGIT, logits.dtype)
+    weights = ops.softmax(ops.where(visible[:, None, None], logits, masked), axis=-1)
+    output = matmul(weights, ops.transpose(v, (0, 2, 1, 3)))
+    return ops.reshape(output, (batch, heads, v.shape[3]))
+
+
+def _rotate(x, angle):
+    half, cos, sin = angle.shape[2], ops.cos(angle), ops.sin(angle)
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return ops.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=2)

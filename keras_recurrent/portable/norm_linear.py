@@ -1,0 +1,42 @@
+"""y = RMSNorm(x) W + b for up to three matrices, then a gate or a residual."""
+
+from keras import ops
+
+from keras_recurrent.portable._common import matmul, sum_dtype
+from keras_recurrent.portable.gated_linear_unit import gated_linear_unit
+from keras_recurrent.portable.rms_norm import rms_norm
+
+
+def norm_linear(
+    x,
+    scale,
+    kernel,
+    kernel_2=None,
+    kernel_3=None,
+    bias=None,
+    bias_2=None,
+    bias_3=None,
+    residual=None,
+    epsilon=None,
+    gate=None,
+):
+    """x: [B, K]; scale: [K]; kernels: [K, N] each. Returns a tuple of [B, N] in x's dtype."""
+    kernels, biases = (kernel, kernel_2, kernel_3), (bias, bias_2, bias_3)
+    dtype = sum_dtype(x, scale, *kernels, *biases, residual)
+    y = ops.cast(x, dtype)
+    if epsilon is not None:
+        y = rms_norm(y, scale, epsilon)
+
+    def linear(x, weight, offset):
+        y = matmul(x, ops.cast(weight, dtype))
+        return y if offset is None else y + ops.cast(offset, dtype)
+
+    if gate is not None:
+        y = gated_linear_unit(linear(y, kernel, bias), linear(y, kernel_2, bias_2), gate)
+        outputs = [y if kernel_3 is None else linear(y, kernel_3, bias_3)]
+    else:
+        pairs = zip(kernels, biases, strict=True)
+        outputs = [linear(y, *pair) for pair in pairs if pair[0] is not None]
+    if residual is not None:
+        outputs[0] = outputs[0] + ops.cast(residual, dtype)
+    return tuple(ops.cast(output, x.dtype) for output in outputs)
