@@ -1,12 +1,19 @@
 """Helpers of this folder's operations: dtypes, token kinds, products, accurate logarithms."""
 
 import contextlib
+from typing import Any
 
 import keras
 from keras import ops
 
 from keras_recurrent.backends.constants import PADDING, STARTS
 from keras_recurrent.checks.dtypes import accumulation_dtype, dtype_of
+
+# On JAX, Keras computes these in float32 for float64, too.
+_functions: Any = ops
+if keras.backend.backend() == "jax":
+    import jax.numpy as _functions
+cos, sin, tanh = _functions.cos, _functions.sin, _functions.tanh
 
 
 def sum_dtype(*tensors):
@@ -44,7 +51,7 @@ def applied_decay(a, starts, padding):
 
 
 def matmul(a, b):
-    """a b in full precision, which TPUs reduce by default; `ops.matmul` reduces float64 on torch."""
+    """a b in full precision: TPUs reduce it by default, and `ops.matmul` that of float64 on torch."""
     with _full_precision():
         return a @ b
 
@@ -63,7 +70,7 @@ def _full_precision():
 
 def minus_expm1(x):
     """1 - exp(x) for x <= 0, as 2 t / (1 + t) with t = tanh(-x / 2)."""
-    t = ops.tanh(-0.5 * x)
+    t = tanh(-0.5 * x)
     return 2.0 * t / (1.0 + t)
 
 

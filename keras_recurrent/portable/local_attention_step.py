@@ -2,7 +2,7 @@
 
 from keras import ops
 
-from keras_recurrent.portable._common import fill_where, matmul, sum_dtype, token_masks
+from keras_recurrent.portable._common import cos, fill_where, matmul, sin, sum_dtype, token_masks
 from keras_recurrent.portable.sliding_window_attention import MASKED_LOGIT
 
 
@@ -61,6 +61,6 @@ def _attend(q, k, v, visible):
 
 
 def _rotate(x, angle):
-    half, cos, sin = angle.shape[2], ops.cos(angle), ops.sin(angle)
+    half, c, s = angle.shape[2], cos(angle), sin(angle)
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return ops.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=2)
+    return ops.concatenate([a * c - b * s, b * c + a * s, rest], axis=2)
