@@ -51,7 +51,7 @@ def applied_decay(a, starts, padding):
 
 
 def matmul(a, b):
-    """a b in full precision: TPUs reduce it by default, and `ops.matmul` that of float64 on torch."""
+    """a b in full precision, unlike that of TPUs, and of `ops.matmul` with float64 on torch."""
     with _full_precision():
         return a @ b
 
