@@ -231,7 +231,16 @@ def is_traced(arguments):
 
 
 def run(operation, arguments, implementation=None):
-    """Call the implementation that `choose` names."""
+    """Computes an operation with the implementation that `choose` names."""
+    return resolve(operation, arguments, implementation)(**arguments)
+
+
+def resolve(operation, arguments, implementation=None):
+    """Returns the function that computes an operation on these arguments, given by keyword.
+
+    Raises:
+        NotImplementedError: no implementation accepts them.
+    """
     choice = choose(operation, arguments, implementation)
     name = choice.implementation
     if name is None:
@@ -240,9 +249,9 @@ def run(operation, arguments, implementation=None):
     function = getattr(_implemented(operation, name), operation)
     shards = split_time.active_shards()
     if shards is not None:
-        return shards.run(operation, arguments, function)
+        return lambda **arguments: shards.run(operation, arguments, function)
     if BACKEND != "jax":
-        return function(**arguments)
+        return function
     _shards.check_axes(operation, arguments)
     if name in _platforms.PLATFORMS and not (implementation or chosen_name()):
         kernels = {
@@ -253,9 +262,9 @@ def run(operation, arguments, implementation=None):
         function = _platforms.choose_at_lowering(row["jax"], **kernels)
     distribution = keras.distribution.distribution()
     if distribution is None or name == PORTABLE:
-        return function(**arguments)
-    mesh = distribution.device_mesh.backend_mesh
-    return _layouts.run(operation, function, arguments, mesh, distribution.batch_dim_name)
+        return function
+    mesh, axis = distribution.device_mesh.backend_mesh, distribution.batch_dim_name
+    return lambda **arguments: _layouts.run(operation, function, arguments, mesh, axis)
 
 
 def chosen_module(operation, arguments):

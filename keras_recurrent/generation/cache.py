@@ -172,6 +172,6 @@ class GenerationCache:
         return type(self)(state, last_token, num_tokens, self.max_length, self.fit)
 
 
-def new_cache(model, state, last_token, num_tokens, max_length):
-    """A cache of a model as it is now."""
-    return GenerationCache(state, last_token, num_tokens, max_length, fit_of(model))
+def key_of(model, cache):
+    """The key of a model's next cache: that of the given cache, which was checked, or a new one."""
+    return fit_of(model) if cache is None else cache.fit

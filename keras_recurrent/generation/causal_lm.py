@@ -1,25 +1,16 @@
 """What language models do to write: at once, as a stream, and from what they have read before."""
 
-import keras
 import keras_hub
 import numpy as np
 from keras import ops
 
 from keras_recurrent.checks.arguments import check_boolean
 from keras_recurrent.devices.jax_layouts import allow_uneven_batches
-from keras_recurrent.generation.cache import new_cache
-from keras_recurrent.generation.cache_key import fit_of
+from keras_recurrent.generation.cache import GenerationCache, key_of
 from keras_recurrent.generation.lengths import bucket
-from keras_recurrent.generation.loops import make_loops, make_writer
-from keras_recurrent.generation.prompts import (
-    check_rows,
-    check_sampler,
-    check_stop_tokens,
-    find_prompts,
-)
-from keras_recurrent.generation.samplers import only_chooses
+from keras_recurrent.generation.loops import GenerateFunction
+from keras_recurrent.generation.prompts import check_sampler, check_stop_tokens, find_prompts
 from keras_recurrent.generation.stream import Stream
-from keras_recurrent.generation.ways import tell
 from keras_recurrent.training.samples import check_no_text
 
 
@@ -109,20 +100,28 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
         check_boolean("strip_prompt", strip_prompt)
         check_boolean("return_cache", return_cache)
         if cache is None and not return_cache:
-            with allow_uneven_batches():
-                return super().generate(inputs, max_length, stop_token_ids, strip_prompt)
+            if self.make_generate_function().loops is None:
+                with allow_uneven_batches():
+                    return super().generate(inputs, max_length, stop_token_ids, strip_prompt)
+            if hasattr(inputs, "as_numpy_iterator"):  # a `tf.data.Dataset`
+                batches = inputs.as_numpy_iterator()
+                found = [
+                    self.generate(b, max_length, stop_token_ids, strip_prompt) for b in batches
+                ]
+                return _concatenate(found)
         loops = self._own_loops("return_cache" if cache is None else "cache")
         stops = self._stop_token_ids(stop_token_ids)
         rows = find_prompts(self, inputs, max_length, cache)
         token_ids, lengths, state = loops.write(
             rows.token_ids, rows.lengths, stops, cache and cache.state, return_cache
         )
-        written = self._as_given(rows, token_ids, lengths, strip_prompt)
+        generated = self._as_given(rows, token_ids, lengths, strip_prompt)
         if not return_cache:
-            return written
+            return generated
         last = token_ids[np.arange(len(lengths)), lengths - 1]
         limit = self._limit(cache, token_ids.shape[1])
-        return written, new_cache(self, state, last, rows.seen + lengths, limit)
+        key = key_of(self, cache)
+        return generated, GenerationCache(state, last, rows.seen + lengths, limit, key)
 
     def prefill(self, inputs, max_length=None, cache=None):
         """Reads prompts without writing, to write from them as often as one likes.
@@ -184,7 +183,8 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
         else:
             state = cache.state
         state = loops.read(rows.token_ids, rows.lengths - 1, state)
-        return new_cache(self, state, rows.last_token, rows.num_tokens, limit)
+        key = key_of(self, cache)
+        return GenerationCache(state, rows.last_token, rows.num_tokens, limit, key)
 
     def stream(self, inputs=None, max_length=None, stop_token_ids="auto", cache=None):
         """Text, or tokens where the model has no preprocessor, as it is written.
@@ -223,10 +223,10 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
         rows = find_prompts(self, inputs, max_length, cache)
         steps = loops.steps(rows.token_ids, rows.lengths, stops, cache and cache.state)
         limit = self._limit(cache, rows.token_ids.shape[1])
-        return Stream(steps, rows, stops, self.preprocessor, limit, fit_of(self))
+        return Stream(steps, rows, stops, self.preprocessor, limit, key_of(self, cache))
 
     def make_generate_function(self):
-        """The generation of one batch of tokens, compiled, behind a check of the prompts."""
+        """The compiled generation of one batch of tokens: a `loops.GenerateFunction`."""
         if getattr(self, "generate_function", None) is None:
             if not hasattr(self, "sampler"):
                 raise ValueError(
@@ -234,37 +234,21 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
                     '`model.compile(sampler="greedy")`, or with another one, first.'
                 )
             check_sampler(self.sampler, self.backbone.vocabulary_size)
-            own = type(self).generate_step is not GeneratingCausalLM.generate_step
-            plain = own or self.run_eagerly
-            loops = None if plain else make_loops(self, self._compiles_generation)
-            write = loops and make_writer(self, loops)
-            generate = write or super().make_generate_function()
-
-            def checked_generate(inputs, stop_token_ids=None):
-                check_rows(inputs, self.backbone.vocabulary_size)
-                check_stop_tokens(stop_token_ids, self.backbone.vocabulary_size)
-                if write is None:
-                    tell(self, *self._hub_way(own))
-                return generate(inputs, stop_token_ids=stop_token_ids)
-
-            checked_generate.loops = loops  # type: ignore[attr-defined]
-            self.generate_function = checked_generate
+            self.generate_function = GenerateFunction(
+                self,
+                has_custom_step=type(self).generate_step is not GeneratingCausalLM.generate_step,
+                compiled=self._compiles_generation,
+                make_hub_function=super().make_generate_function,
+            )
         return self.generate_function
 
     def _own_loops(self, argument):
-        """What reads and writes, where the model does so itself."""
-        loops = self.make_generate_function().loops
-        if loops is not None and only_chooses(self.sampler):
-            return loops
-        if loops is not None:
-            why = f"the sampler {type(self.sampler).__name__} has a loop of its own"
-            mend = "Compile with 'greedy', 'top_k', 'top_p' or 'random'"
-        elif self.run_eagerly:
-            why, mend = "`compile` got `run_eagerly=True`", "Compile without it"
-        else:
-            why = "the class has a `generate_step` of its own"
-            mend = "Go on from `backbone.get_initial_state` by `call_with_cache`"
-        raise ValueError(f"`{argument}` needs the package's own loop, and {why}. {mend}.")
+        """The package's own loops, which `argument` needs."""
+        function = self.make_generate_function()
+        if function.loops is None:
+            reason, mend = function.hub_loop_reason
+            raise ValueError(f"`{argument}` needs the package's own loop, and {reason}. {mend}.")
+        return function.loops
 
     def _stop_token_ids(self, ids):
         if isinstance(ids, str) and ids == "auto":
@@ -300,20 +284,6 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
             return written
         texts = self.preprocessor.generate_postprocess(written)
         return texts[0] if rows.single else texts
-
-    def _hub_way(self, own):
-        """For `which_generation`, where KerasHub runs `generate_step`."""
-        by_torch = keras.config.backend() == "torch"
-        if self.run_eagerly:
-            refused = "traced" if by_torch else "program"
-            return "eager", {refused: "`compile` got `run_eagerly=True`"}
-        reason = "the class has a `generate_step` of its own"
-        if not own:
-            name = type(self.sampler).__name__
-            reason = f"`{name}` has a loop of its own, in which all rows are at one place"
-        if own and by_torch:
-            return "eager", {"traced": reason}
-        return "sampler", {"program": reason}
 
     def generate_step(self, inputs, stop_token_ids=None):
         """Writes into one batch of tokens; compiled by `generate`, which users call.
@@ -369,6 +339,13 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
             "token_ids": token_ids,
             "padding_mask": _written(token_ids, padding_mask, stop_token_ids),
         }
+
+
+def _concatenate(batches):
+    """Joins the results of several batches: lists of texts, or dictionaries of arrays."""
+    if isinstance(batches[0], dict):
+        return {name: np.concatenate([b[name] for b in batches]) for name in batches[0]}
+    return [text for batch in batches for text in batch]
 
 
 def _written(token_ids, padding_mask, stop_token_ids):

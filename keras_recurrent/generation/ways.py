@@ -71,6 +71,6 @@ def which_generation(model):
     return _last.get(model)
 
 
-def tell(model, name, refused=None):
+def record_mode(model, name, refused=None):
     """Sets what `which_generation` answers."""
     _last[model] = Way(name, refused or {}, unfused_blocks(model))

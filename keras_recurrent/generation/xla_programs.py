@@ -12,8 +12,8 @@ from keras_recurrent.devices.jax_processes import gather_to_numpy
 from keras_recurrent.dispatch import chosen_name
 from keras_recurrent.generation import loop
 from keras_recurrent.generation.lengths import bucket, initial_cache
-from keras_recurrent.generation.samplers import takes_the_largest
-from keras_recurrent.generation.ways import tell
+from keras_recurrent.generation.samplers import is_greedy
+from keras_recurrent.generation.ways import record_mode
 from keras_recurrent.layers.decoding import decoding_scope, unfused_blocks
 
 
@@ -41,7 +41,7 @@ class Programs:
 
     def write(self, token_ids, lengths, stop_token_ids, cache=None, keep=False):
         """Rows with new tokens, as `torch.loop.Loop.write`."""
-        tell(self._model, "program")
+        record_mode(self._model, "program")
         given = _padded(token_ids, lengths)
         if keep and cache is None:
             cache = initial_cache(self._model, len(lengths), token_ids.shape[1], keep)
@@ -51,7 +51,7 @@ class Programs:
 
     def steps(self, token_ids, lengths, stop_token_ids, cache=None):
         """What writes token by token, as `torch.loop.Loop.steps`."""
-        tell(self._model, "steps")
+        record_mode(self._model, "steps")
         if cache is None:
             cache = initial_cache(self._model, len(lengths), token_ids.shape[1], keep=True)
         cache = self.read(token_ids, lengths - 1, cache)
@@ -138,7 +138,7 @@ def _step(model, token_ids, mask, cache):
 
 
 def _choice(sampler, logits):
-    if takes_the_largest(sampler):
+    if is_greedy(sampler):
         return ops.argmax(logits, axis=-1)
     return sampler.get_next_token(sampler.compute_probabilities(logits))
 

@@ -11,6 +11,7 @@ from keras_recurrent.layers.initializers import clone_initializer
 from keras_recurrent.layers.lower_bounds import BoundedLayer
 from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.layers.rms_norm import RMSNorm
+from keras_recurrent.layers.streaming import stream_inner
 from keras_recurrent.ops import gated_linear_attention
 from keras_recurrent.ops.decoding_steps import hgrn2_step
 
@@ -173,12 +174,8 @@ class HGRN2(BoundedLayer):
             "i": self.inner(self.i_proj, inputs),
         }
         for name, convolution in self.convolutions.items():
-            maps[name[0]], after[name] = self.inner(
-                convolution,
-                maps[name[0]],
-                tokens=tokens,
-                initial_state=state.get(name),
-                return_state=True,
+            maps[name[0]], after[name] = stream_inner(
+                self, convolution, maps[name[0]], tokens, state.get(name)
             )
         q, v, log_f = self.gates(**maps, lower_bound=lower_bound)
         o, after["memory"] = gated_linear_attention(

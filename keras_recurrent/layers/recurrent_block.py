@@ -11,7 +11,7 @@ from keras_recurrent.layers.dense import apply_to_tokens
 from keras_recurrent.layers.initializers import clone_initializer, get_decay_initializer
 from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.layers.rg_lru import RGLRU
-from keras_recurrent.layers.streaming import StreamingLayer
+from keras_recurrent.layers.streaming import StreamingLayer, stream_inner
 from keras_recurrent.ops.decoding_steps import rg_lru_step
 from keras_recurrent.ops.gated_linear_unit import gated_linear_unit
 
@@ -189,9 +189,7 @@ class RecurrentBlock(StreamingLayer):
     def stream(self, inputs, tokens, state):
         x, after = self._mapped(self.linear_x, inputs), {}
         for name, layer in self.streaming_sublayers().items():
-            x, after[name] = self.inner(
-                layer, x, tokens=tokens, initial_state=state.get(name), return_state=True
-            )
+            x, after[name] = stream_inner(self, layer, x, tokens, state.get(name))
         return x, after
 
     def _mapped(self, dense, inputs):

@@ -39,14 +39,19 @@ class RecomputableLayer(keras.layers.Layer):
         product of matrices in 10, and a block has twelve such calls: steps of few tokens waited
         for it. A layer that needs nothing of that is called without.
         """
-        if BACKEND != "torch" or _recomputes(layer) or not is_plain(self, layer, inputs):
-            return layer(inputs, **kwargs)
-        return call_plain(layer, inputs, **kwargs)
+        if is_called_directly(self, layer, inputs):
+            return call_plain(layer, inputs, **kwargs)
+        return layer(inputs, **kwargs)
 
     def rematerialized_call(self, layer_call, *args, **kwargs):
         if super().rematerialized_call(layer_call, *args, **kwargs) is layer_call:
             return layer_call  # made without a `keras.RematScope`, or one for other layers
         return recompute(layer_call)
+
+
+def is_called_directly(outer, layer, inputs):
+    """Returns True if `inner` calls `layer` without Keras's `__call__`."""
+    return BACKEND == "torch" and not _recomputes(layer) and is_plain(outer, layer, inputs)
 
 
 def _recomputes(layer):

@@ -40,8 +40,7 @@ def call_plain(layer, inputs, **kwargs):
 
     The product of a `Dense` adds its bias.
     """
-    scope = _scope_of(layer)
-    with contextlib.nullcontext() if scope is None else scope:
+    with weights_scope(layer):
         if type(layer) is keras.layers.Dense and _product_can_add_bias(layer, inputs):
             return product_with_bias(layer, inputs)
         return layer.call(inputs, **kwargs)
@@ -81,15 +80,15 @@ def product_with_bias(dense, x):
     return y if dense.activation is None else dense.activation(y)
 
 
-def _scope_of(layer):
-    """The scope that Keras enters to call `layer`; None where it stays in the one around.
+def weights_scope(layer):
+    """The context in which Keras calls `layer`: the dtype that weights are cast to.
 
-    That may be one of another dtype, as where a layer calls methods of one inside of it.
+    The enclosing scope may have another dtype, as where a layer calls a method of an inner layer.
     """
-    around = get_autocast_scope()
-    if around is None:
-        mixed = layer.compute_dtype != layer.variable_dtype
-        return AutocastScope(layer.compute_dtype) if mixed else None
-    if not layer.autocast:
-        return None if around.dtype is None else AutocastScope(None)
-    return None if around.dtype == layer.compute_dtype else AutocastScope(layer.compute_dtype)
+    dtype = layer.compute_dtype if layer.autocast else None
+    enclosing = get_autocast_scope()
+    if enclosing is None:
+        is_needed = layer.compute_dtype != layer.variable_dtype
+    else:
+        is_needed = enclosing.dtype != dtype
+    return AutocastScope(dtype) if is_needed else contextlib.nullcontext()

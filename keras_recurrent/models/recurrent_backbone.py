@@ -12,6 +12,7 @@ from keras_recurrent.checks.states import check_per_token, check_sizes_of_state,
 from keras_recurrent.devices.jax_layouts import apply_state_layout, check_layout
 from keras_recurrent.devices.jax_processes import SavedByAllProcesses
 from keras_recurrent.layers.reversible_embedding import ReversibleEmbedding
+from keras_recurrent.layers.streaming import stream_inner
 from keras_recurrent.layers.tokens import find_tokens, initial_places, place_specs
 from keras_recurrent.models.lora import LoraBackbone
 from keras_recurrent.models.segments import SegmentsOptional
@@ -170,14 +171,9 @@ class RecurrentBackbone(
         states = []
         arguments = self.block_arguments(x)
         for i, (block, further) in enumerate(zip(self.transformer_layers, arguments, strict=True)):
-            if cache is None:
-                x = block(x, tokens=tokens, return_state=False, **further)
-            else:
-                state = cache["blocks"][i]
-                x, state = block(
-                    x, tokens=tokens, initial_state=state, return_state=True, **further
-                )
-                states.append(state)
+            state = None if cache is None else cache["blocks"][i]
+            x, state = stream_inner(self, block, x, tokens, state, cache is not None, **further)
+            states.append(state)
             x = intercept(x, i)
         x = self.final_norm(x)
         if cache is None:

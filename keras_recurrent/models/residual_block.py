@@ -6,6 +6,7 @@ from keras_recurrent.devices.jax_layouts import apply_layout
 from keras_recurrent.layers import StreamingLayer, decoding
 from keras_recurrent.layers.gated_linear_unit import GatedLinearUnit
 from keras_recurrent.layers.remat import no_further_remat
+from keras_recurrent.layers.streaming import stream_inner
 
 
 class ResidualBlock(StreamingLayer):
@@ -103,14 +104,8 @@ class ResidualBlock(StreamingLayer):
         if before and decoding.can_fuse(inputs) and self.unfused_reason() is None:
             x, after = self.step(inputs[:, 0], tokens, before, **kwargs)
             return x[:, None], {"temporal_block": after}
-        x, after = self.inner(
-            self.temporal_block,
-            self.inner(self.temporal_norm, inputs),
-            tokens=tokens,
-            initial_state=before,
-            return_state=True,
-            **kwargs,
-        )
+        x = self.inner(self.temporal_norm, inputs)
+        x, after = stream_inner(self, self.temporal_block, x, tokens, before, **kwargs)
         x = apply_layout(inputs + x, "hidden_states")
         x = apply_layout(
             x + self.inner(self.mlp, self.inner(self.channel_norm, x)), "hidden_states"

@@ -69,7 +69,8 @@ class Operation(keras.Operation):
         if symbolic(tensors, context):
             return cls(implementation, **options).symbolic_call(**tensors, **context)
         arguments = cls.lower(tensors, context, options)
-        return cls.finish(dispatch.run(cls.function, arguments, implementation), options)
+        function = dispatch.resolve(cls.function, arguments, implementation)
+        return cls.finish(function(**arguments), options)
 
     @classmethod
     def lower(cls, tensors, context, options):

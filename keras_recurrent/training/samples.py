@@ -3,6 +3,29 @@
 import numpy as np
 
 
+class Texts(list):
+    """A list of strings, `str` each, whose elements need no further check."""
+
+
+def as_texts(x):
+    """Converts several strings in memory to `Texts`. Returns anything else unchanged."""
+    if isinstance(x, Texts) or getattr(x, "ndim", 1) == 0:
+        return x
+    texts = x
+    if getattr(getattr(x, "dtype", None), "name", None) == "string":  # a tensor of TensorFlow
+        texts = x.numpy()
+    if isinstance(texts, np.ndarray) and texts.dtype.kind in "OUS":
+        texts = np.ravel(texts).tolist()
+    if not isinstance(texts, (list, tuple)):
+        return x
+    found = Texts()
+    for text in texts:
+        if not isinstance(text, (str, bytes)):
+            return x
+        found.append(text.decode("utf-8") if isinstance(text, bytes) else text)
+    return found
+
+
 def is_tokens(x):
     """Returns True for model inputs, such as a preprocessor returns."""
     return isinstance(x, dict) and "token_ids" in x
@@ -17,6 +40,8 @@ def is_text(x):
     """Returns True for several strings, in memory or in a tensor of TensorFlow."""
     if isinstance(x, (str, bytes)):
         return False
+    if isinstance(x, Texts):
+        return True
     dtype = getattr(x, "dtype", None)
     if isinstance(dtype, np.dtype):
         if dtype.kind != "O":

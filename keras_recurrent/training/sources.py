@@ -11,7 +11,7 @@ import types
 import keras
 import numpy as np
 
-from keras_recurrent.training.samples import is_text, is_tokens
+from keras_recurrent.training.samples import Texts, as_texts, is_text, is_tokens
 
 # Number of threads that read a dataset of grain, and of batches read ahead.
 THREADS = 4
@@ -263,21 +263,14 @@ def _tokenize_batch(batch, preprocess):
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(parts)
     y, sample_weight = as_arrays(y, sample_weight)
     if not is_tokens(x):
-        x = _as_strings(x) if is_text(x) else x
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(preprocess(x, y, sample_weight))
+        found = preprocess(as_texts(x), y, sample_weight)
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(found)
         x, y, sample_weight = keras.tree.map_structure(_as_numpy, (x, y, sample_weight))
     return _drop_none(x, y, sample_weight)
 
 
 def _drop_none(*parts):
     return tuple(part for part in parts if part is not None)
-
-
-def _as_strings(x):
-    """Converts text in any form to a list of `str`."""
-    x = x.numpy() if hasattr(x, "numpy") else x
-    texts = np.ravel(x).tolist() if isinstance(x, np.ndarray) else x
-    return [text.decode("utf-8") if isinstance(text, bytes) else text for text in texts]
 
 
 def _as_numpy(x):
@@ -288,7 +281,8 @@ def _indexable(part):
     """Converts strings to a list and tensors to arrays."""
     if part is None or is_tokens(part):
         return part
-    return _as_strings(part) if is_text(part) else np.asarray(part)
+    part = as_texts(part)
+    return part if isinstance(part, Texts) else np.asarray(part)
 
 
 def _length(part):
@@ -298,8 +292,8 @@ def _length(part):
 def _take(part, indices):
     if part is None:
         return None
-    if isinstance(part, list):
-        return [part[i] for i in indices]
+    if isinstance(part, Texts):
+        return Texts(part[i] for i in indices)
     if isinstance(part, dict):
         return {name: array[indices] for name, array in part.items()}
     return part[indices]

@@ -9,7 +9,14 @@ from keras import ops
 
 from keras_recurrent.checks.token_ids import check_segment_ids, check_token_ids
 from keras_recurrent.training import sources
-from keras_recurrent.training.samples import check_samples, is_strings, is_text, is_tokens
+from keras_recurrent.training.samples import (
+    Texts,
+    as_texts,
+    check_samples,
+    is_strings,
+    is_text,
+    is_tokens,
+)
 
 
 class TextTraining:
@@ -68,13 +75,13 @@ class TextTraining:
                 an invalid label (unless its weight is 0 in a language model) or a segment below 0;
                 an endless `PackedText` without `steps_per_epoch`.
         """
-        x = self.as_samples(x)
+        x = as_texts(self.as_samples(x))
         self._check_samples(x, y, sample_weight)
         if is_strings(validation_data):
             validation_data = (validation_data,)
         if isinstance(validation_data, (tuple, list)):
             held_out, *labels = keras.utils.unpack_x_y_sample_weight(tuple(validation_data))
-            validation_data = (self.as_samples(held_out), *labels)
+            validation_data = (as_texts(self.as_samples(held_out)), *labels)
             self._check_samples(*validation_data, name="validation_data")
         elif validation_data is not None:
             self._check_samples(validation_data, name="validation_data")
@@ -118,7 +125,7 @@ class TextTraining:
     def evaluate(self, x=None, y=None, batch_size=None, sample_weight=None, **kwargs):
         """Evaluates the model as `keras.Model.evaluate`, on the same inputs as `fit`."""
         if not kwargs.get("_use_cached_eval_dataset"):  # set in calls by `fit`
-            x = self.as_samples(x)
+            x = as_texts(self.as_samples(x))
             self._check_samples(x, y, sample_weight)
             steps = kwargs.get("steps")
             (x, y, sample_weight), kwargs["steps"] = self._make_validation_data(
@@ -131,7 +138,7 @@ class TextTraining:
 
     def predict(self, x=None, batch_size=None, **kwargs):
         """Returns logits as `keras.Model.predict`, for the same inputs as `fit`."""
-        steps, x = kwargs.pop("steps", None), self.as_samples(x)
+        steps, x = kwargs.pop("steps", None), as_texts(self.as_samples(x))
         check_samples("x", x, self.preprocessor_cls, self.preprocessor is not None)
         if is_text(x):
             x, steps = self._make_in_memory_source((x, None, None), batch_size, steps=steps), None
@@ -190,7 +197,7 @@ class TextTraining:
         """Packs strings with a packing preprocessor; returns them unchanged with another."""
         if not getattr(self.preprocessor, "packed", False):
             return x, y, sample_weight
-        rows = self.preprocessor(x, y=y, sample_weight=sample_weight)
+        rows = self.preprocessor(list(x), y=y, sample_weight=sample_weight)
         return keras.tree.map_structure(ops.convert_to_numpy, rows)
 
     def _make_in_memory_source(self, parts, batch_size, shuffle=False, steps=None):
@@ -201,6 +208,7 @@ class TextTraining:
         check_samples("x", x, self.preprocessor_cls, self.preprocessor is not None)
         if is_tokens(x):
             return keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
+        x = list(x) if isinstance(x, Texts) else x
         return super().preprocess_samples(x, y, sample_weight)  # type: ignore[misc]
 
 

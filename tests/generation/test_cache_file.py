@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_recurrent.generation import cache_file
+from keras_recurrent.generation import cache_file, cache_key
 from keras_recurrent.generation.cache_key import SAMPLED, _fingerprint
 from keras_recurrent.models import GenerationCache
 from tests.generation.test_cache import arrays, generate, given, more, other_model, prefill, tokens
@@ -153,6 +153,16 @@ def test_what_is_no_cache(model, tmp_path):
         damage()
         with pytest.raises(ValueError, match=words):
             GenerationCache.load(path, model)
+
+
+@pytest.mark.once
+def test_weights_are_hashed_once_a_turn(model, monkeypatch):
+    """Fails if a conversation turn reads the weights from the device twice."""
+    cache, calls = prefill(model, given()), []
+    fingerprint = cache_key._fingerprint
+    monkeypatch.setattr(cache_key, "_fingerprint", lambda w: calls.append(w) or fingerprint(w))
+    model.generate(None, max_length=2, stop_token_ids=None, cache=cache, return_cache=True)
+    assert len(calls) == 1
 
 
 @pytest.mark.once

@@ -234,9 +234,9 @@ def test_a_prompt_that_does_not_fit_is_an_error():
     model = language_model()
     assert model.generate("tick", max_length=5) == "tick"
     for prompts, row in [("tick", 0), (["t", "tick"], 1), (np.array(["t", "tick"]), 1)]:
-        with pytest.raises(ValueError, match=f"`max_length` is 4 .*prompt {row} has 5"):
+        with pytest.raises(ValueError, match=f"`max_length` is 4 .*prompt {row} alone has 5"):
             model.generate(prompts, max_length=4)
-    with pytest.raises(ValueError, match=r"`max_length` is 16 .*prompt 0 has 18"):
+    with pytest.raises(ValueError, match=r"`max_length` is 16 .*prompt 0 alone has 18"):
         model.generate("tick tock, tick t")
 
 

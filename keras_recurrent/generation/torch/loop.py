@@ -30,6 +30,12 @@ class Loop:
     @torch.no_grad()
     def read(self, token_ids, lengths, cache):
         """The cache after the first `lengths` (NumPy, [B]) tokens of each row (NumPy, [B, T])."""
+        for tokens, mask in self._pieces(token_ids, lengths):
+            _, cache = self._model.backbone.hidden_states(tokens, mask, cache=cache)
+        return cache
+
+    def _pieces(self, token_ids, lengths):
+        """Yields the tokens and masks that a model reads at once, of the first `lengths` tokens."""
         token_ids = keras.ops.convert_to_tensor(token_ids)
         rows = torch.as_tensor(lengths, device=token_ids.device)[:, None]
         size = longest_piece(len(lengths))
@@ -38,9 +44,7 @@ class Loop:
             mask = None
             if stop > lengths.min():
                 mask = torch.arange(start, stop, device=token_ids.device) < rows
-            piece = token_ids[:, start:stop]
-            _, cache = self._model.backbone.hidden_states(piece, mask, cache=cache)
-        return cache
+            yield token_ids[:, start:stop], mask
 
     @torch.no_grad()
     def write(self, token_ids, lengths, stop_token_ids, cache=None, keep=False):
@@ -61,7 +65,10 @@ class Loop:
         longest = int(room.max())
         if longest == 0 and not keep:
             return token_ids, lengths, None
-        cache, token = self._begin(token_ids, lengths, cache, keep)
+        cache = self._new_cache(token_ids, cache, keep)
+        for tokens, mask in self._pieces(token_ids, lengths - 1):
+            _, cache = self._model.backbone.hidden_states(tokens, mask, cache=cache)
+        token = _last_token(token_ids, lengths)
         if longest == 0:
             return token_ids, lengths, cache
         choice = Choice(self._model.sampler)
@@ -93,23 +100,22 @@ class Loop:
     @torch.no_grad()
     def steps(self, token_ids, lengths, stop_token_ids, cache=None):
         """What writes token by token: see `Steps`. The arguments are those of `write`."""
-        cache, token = self._begin(token_ids, lengths, cache, keep=True)
+        cache = self.read(token_ids, lengths - 1, self._new_cache(token_ids, cache, keep=True))
+        token = _last_token(token_ids, lengths)
         room = torch.as_tensor(token_ids.shape[1] - lengths, device=token.device)
         stops = torch.as_tensor(stop_token_ids or (), dtype=token.dtype, device=token.device)
         return Steps(self._model.sampler, self.ways, token, cache, Rows(room, stops))
 
-    def _begin(self, token_ids, lengths, cache, keep):
-        """The cache after all but the last token of each row, and those tokens [B, 1].
-
-        The cache shares no memory with one that was given: a step may write over it.
-        """
+    def _new_cache(self, token_ids, cache, keep):
+        """A copy of a given cache, since a step may overwrite it, or the initial cache."""
         if cache is None:
-            cache = initial_cache(self._model, len(lengths), token_ids.shape[1], keep)
-        else:
-            cache = keras.tree.map_structure(torch.clone, cache)
-        cache = self.read(token_ids, lengths - 1, cache)
-        last = token_ids[np.arange(len(lengths)), lengths - 1][:, None]
-        return cache, keras.ops.convert_to_tensor(last)
+            return initial_cache(self._model, *token_ids.shape, keep)
+        return keras.tree.map_structure(torch.clone, cache)
+
+
+def _last_token(token_ids, lengths):
+    last = token_ids[np.arange(len(lengths)), lengths - 1][:, None]
+    return keras.ops.convert_to_tensor(last)
 
 
 class Steps:

@@ -14,7 +14,7 @@ from keras_recurrent.backends.torch._hooks import hook_reason
 from keras_recurrent.dispatch import chosen_name
 from keras_recurrent.generation.torch.cuda_graph import Captured, Graphs
 from keras_recurrent.generation.torch.step import Step
-from keras_recurrent.generation.ways import tell
+from keras_recurrent.generation.ways import record_mode
 from keras_recurrent.layers.decoding import unfused_blocks
 
 KEPT = 8  # traced steps of a model, for as many batch sizes and rooms
@@ -115,7 +115,7 @@ class Ways:
             mask = (rows.active,) if rows else ()
             yield None, self._without_graph(step, prepared, token, [*mask, *flat], refused)
             return
-        tell(self._model, "cuda_graph")
+        record_mode(self._model, "cuda_graph")
         if choice is not None:
             choice.generator = graph.generator
         graph.begin(prepared, token, flat, rows)
@@ -127,7 +127,7 @@ class Ways:
         slower = step.not_compiled(token.device)
         reasons = {"cuda_graph": refused, "compiled": slower, "traced": step.not_traced}
         way = "eager" if step.not_traced else "traced" if slower else "compiled"
-        tell(self._model, way, {other: why for other, why in reasons.items() if why})
+        record_mode(self._model, way, {other: why for other, why in reasons.items() if why})
 
         def run(token, flat):
             step.count += 1

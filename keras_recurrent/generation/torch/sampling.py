@@ -11,7 +11,7 @@ import keras_hub
 import torch
 
 from keras_recurrent import dispatch
-from keras_recurrent.generation.samplers import takes_the_largest
+from keras_recurrent.generation.samplers import is_greedy
 
 # Between reading the state of a sampler's generator and assigning the next one.
 _ONE_AT_A_TIME = threading.Lock()
@@ -33,7 +33,7 @@ class Choice:
 
     def __init__(self, sampler):
         self._sampler, self._candidates = sampler, _DRAWN.get(type(sampler))
-        own = self._candidates is not None or takes_the_largest(sampler)
+        own = self._candidates is not None or is_greedy(sampler)
         self.waits_for_nothing = own
         self.settings = (type(sampler), str(sampler.get_config())) if own else None
         self.generator = None
