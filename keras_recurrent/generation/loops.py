@@ -9,8 +9,9 @@ from keras_recurrent.generation.prompts import check_rows, check_stop_tokens, to
 from keras_recurrent.generation.samplers import has_base_loop
 from keras_recurrent.generation.ways import record_mode
 
+ON_TORCH = keras.config.backend() == "torch"
 Loops: Any
-if keras.config.backend() == "torch":
+if ON_TORCH:
     from keras_recurrent.generation.torch.loop import Loop as Loops
 else:
     from keras_recurrent.generation.xla_programs import Programs as Loops
@@ -31,10 +32,12 @@ class GenerateFunction:
         hub_loop_reason: a pair, the reason for KerasHub's loop and the mend; or None.
     """
 
+    loops: Any
+    hub_loop_reason: Any
+
     def __init__(self, model, has_custom_step, compiled, make_hub_function):
         self._model, self._has_custom_step = model, has_custom_step
-        self.loops, self.hub_loop_reason = None, None
-        on_torch = keras.config.backend() == "torch"
+        self.hub_loop_reason = None
         if model.run_eagerly:
             self.hub_loop_reason = "`compile` got `run_eagerly=True`", "Compile without it"
         elif has_custom_step:
@@ -45,13 +48,15 @@ class GenerateFunction:
                 f"the sampler {type(model.sampler).__name__} has a loop of its own",
                 "Compile with 'greedy', 'top_k', 'top_p' or 'random'",
             )
-            if on_torch:
-                self._generate = _sampler_loop(model, Loops(model, compiled))
-                return
-        if self.hub_loop_reason is None:
-            self.loops = Loops(model, compiled)
-        else:
-            self._hub_function, self._generate = make_hub_function(), self._generate_with_hub
+        self.loops = None if self.hub_loop_reason else Loops(model, compiled)
+        self._run = self._run_own_loop
+        if self.hub_loop_reason:
+            self._run = self._run_hub_loop
+            runs_layers = model.run_eagerly or has_custom_step
+            if ON_TORCH and not runs_layers:
+                self._hub_function = _sampler_loop(model, Loops(model, compiled))
+            else:
+                self._hub_function = make_hub_function()
 
     def __call__(self, inputs, stop_token_ids=None):
         """Generates.
@@ -65,21 +70,20 @@ class GenerateFunction:
         """
         check_rows(inputs, self._model.backbone.vocabulary_size)
         check_stop_tokens(stop_token_ids, self._model.backbone.vocabulary_size)
-        return self._generate(inputs, stop_token_ids)
+        return self._run(inputs, None if stop_token_ids is None else tuple(stop_token_ids))
 
-    def _generate(self, inputs, stop_token_ids):
-        stop_token_ids = None if stop_token_ids is None else tuple(stop_token_ids)
+    def _run_own_loop(self, inputs, stop_token_ids):
         token_ids, lengths, _ = self.loops.write(*tokens_and_lengths(inputs), stop_token_ids)
         real = np.arange(token_ids.shape[1]) < lengths[:, None]
         batch = {"token_ids": token_ids, "padding_mask": real}
         return keras.tree.map_structure(keras.ops.convert_to_tensor, batch)
 
-    def _generate_with_hub(self, inputs, stop_token_ids):
-        on_torch, reason = keras.config.backend() == "torch", self.hub_loop_reason[0]
-        if self._model.run_eagerly or (self._has_custom_step and on_torch):
-            record_mode(self._model, "eager", {"traced" if on_torch else "program": reason})
-        else:
-            record_mode(self._model, "sampler", {"program": reason})
+    def _run_hub_loop(self, inputs, stop_token_ids):
+        if self._model.run_eagerly or (self._has_custom_step and ON_TORCH):
+            faster = "traced" if ON_TORCH else "program"
+            record_mode(self._model, "eager", {faster: self.hub_loop_reason[0]})
+        elif not ON_TORCH:
+            record_mode(self._model, "sampler", {"program": self.hub_loop_reason[0]})
         return self._hub_function(inputs, stop_token_ids=stop_token_ids)
 
 

@@ -109,7 +109,7 @@ class Loop:
     def _new_cache(self, token_ids, cache, keep):
         """A copy of a given cache, since a step may overwrite it, or the initial cache."""
         if cache is None:
-            return initial_cache(self._model, *token_ids.shape, keep)
+            return initial_cache(self._model, len(token_ids), token_ids.shape[1], keep)
         return keras.tree.map_structure(torch.clone, cache)
 
 
