@@ -67,7 +67,7 @@ def norm_quantized_linear(
 
 def _quantize_row(y):
     """Returns the row as integers from -127 to 127, and the factor that it was multiplied by."""
-    largest = ops.max(ops.abs(y), axis=-1, keepdims=True, initial=0) + ROW_EPSILON
+    largest = ops.max(ops.abs(y), axis=-1, keepdims=True) + ROW_EPSILON
     factor = ops.full_like(largest, 127) / largest  # 127 / largest rounds a reciprocal on torch
     return ops.clip(ops.round(y * factor), -127, 127), factor
 

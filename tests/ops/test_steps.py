@@ -107,14 +107,6 @@ def test_weights_that_begin_at_no_multiple_of_16_bytes(implementation):
     np.testing.assert_array_equal(found.cpu(), expected.cpu())
 
 
-@quantized_maps
-def test_quantized_maps_of_no_rows(implementation):
-    drawn = draw("norm_quantized_linear", Case(1, widths=(32,)))
-    drawn.tensors["x"] = drawn.tensors["x"][:0]
-    (found,), _ = run("norm_quantized_linear", implementation, drawn)
-    assert found.shape == (0, 32)
-
-
 def check(operation, implementation, case):
     drawn = draw(operation, case)
     with native.precision(case.dtype):
