@@ -232,10 +232,10 @@ class LocalAttention(StreamingLayer):
         Its capacity is `max_length` tokens of a document (None: the layer's `max_length`), or that
         of the window if it is smaller.
         """
-        room = capacity(self.sliding_window, self.max_length if max_length is None else max_length)
-        if room is None:
+        slots = capacity(self.sliding_window, self.max_length if max_length is None else max_length)
+        if slots is None:
             raise self.no_bound()
-        shape = (batch_size, room, self.num_key_value_heads, self.head_dim)
+        shape = (batch_size, slots, self.num_key_value_heads, self.head_dim)
         return {
             "key": ops.zeros(shape, self.compute_dtype),
             "value": ops.zeros(shape, self.compute_dtype),
