@@ -1,17 +1,20 @@
-"""Decide which implementation of an operation runs.
+"""Choice of the implementation that runs an operation.
 
-A folder below `backends/` is an implementation, a file in it an operation. `PREFERENCE` says which
-folders serve a Keras backend, fastest first; the first that accepts the arguments runs. Where the
-backend's own folder has no file of an operation, `portable/` has its plain implementation. An
-implementation that is missing, or refuses (by its `unsupported`), says why, and the next is asked.
-One that raises an error is not replaced by the next, and an error while a folder is imported is
-raised: a folder is left out only where it says by `unavailable` that something it needs is missing.
-On a Keras backend without a row in `PREFERENCE`, everything can be imported and layers can be
-made, but every operation refuses.
+A folder below `backends/` is an implementation, a file in it is an operation. `PREFERENCE` lists
+the folders for each Keras backend, fastest first; the first that accepts the arguments runs. If the
+backend's folder has no file for an operation, `portable/` implements it.
 
-JAX traces a program before it is known where it runs. There the automatic choice between Pallas,
-Triton and plain JAX is made by the arguments' shapes and dtypes, and by the platform once the
-program is lowered: all that may serve are traced, one is compiled.
+- An implementation that is missing, or rejects the arguments by its `unsupported`, gives a reason,
+  and the next one is tried.
+- An implementation that raises an error does not fall back to the next one.
+- A folder is skipped only if its `unavailable` gives a reason. Other errors during its import are
+  raised.
+- On a Keras backend without an entry in `PREFERENCE`, everything can be imported and layers can be
+  created, but all operations raise an error.
+
+JAX traces a program before its platform is known. The automatic choice between Pallas, Triton and
+plain JAX depends on shapes and dtypes while tracing, and on the platform when the program is
+lowered: all candidates are traced, and one is compiled.
 """
 
 import contextlib
@@ -55,23 +58,23 @@ PREFERENCE = preference(interprets_triton=os.environ.get("TRITON_INTERPRET") == 
 
 
 def serving():
-    """The implementations that serve the running Keras backend, fastest first; perhaps none."""
+    """Returns the implementations for the current Keras backend, fastest first; may be empty."""
     return PREFERENCE.get(BACKEND, ())
 
 
 def _names(package):
-    """The operations that a package has files of: its public modules."""
+    """Returns the names of the operations in a package, its public modules."""
     names = (module.name for module in pkgutil.iter_modules(package.__path__))
     return [name for name in names if not name.startswith("_")]
 
 
 def _operations(package):
-    """{operation: its module}."""
+    """Returns {operation: its module} of a package."""
     return {n: importlib.import_module(f"{package.__name__}.{n}") for n in _names(package)}
 
 
 def _implementation(name, operations):
-    """{operation: its module in a folder of backends/, or the reason why there is none}."""
+    """Returns {operation: its module in a folder of backends/, or the reason if it is missing}."""
     folder = importlib.import_module(f"keras_recurrent.backends.{name}")
     unavailable = getattr(folder, "unavailable", None)
     reason = unavailable() if unavailable else None
@@ -79,18 +82,18 @@ def _implementation(name, operations):
     return {o: found.get(o, f"there is no backends/{name}/{o}.py") for o in operations}
 
 
-# {operation: {implementation: its module, or the reason why there is none}}
+# {operation: {implementation: its module, or the reason if it is missing}}
 IMPLEMENTATIONS: dict = {operation: {} for operation in _operations(reference)}
 for _name in serving():
     for _operation, _module in _implementation(_name, IMPLEMENTATIONS).items():
         IMPLEMENTATIONS[_operation][_name] = _module
 
-# What exporters take, and the plain implementation of an operation without a file for this backend.
+# Name of the implementation for exporters and for operations without a file for this backend.
 PORTABLE = "portable"
 
 
 def portable_module(operation):
-    """The portable implementation of an operation, or the reason why there is none."""
+    """Returns the portable implementation of an operation, or the reason if it is missing."""
     found = f"{portable.__name__}.{operation}"
     if importlib.util.find_spec(found) is None:
         return f"there is no keras_recurrent/portable/{operation}.py"
@@ -106,20 +109,20 @@ if BACKEND == "jax":
 if BACKEND == "torch":
     from keras_recurrent.backends.torch import _common as torch_common
 
-_chosen = threading.local()  # `name`; torch.compile sees through it, not through a ContextVar
+_chosen = threading.local()  # has `name`; torch.compile can trace it, unlike a ContextVar
 
 
 @contextlib.contextmanager
 def implementation(name):
-    """Run operations in one named implementation, and in no other, inside a `with` block.
+    """Context manager in which all operations run in one named implementation.
 
-    The choice is made when an operation is called or traced: a function that was compiled
-    before keeps what it was compiled with.
+    The choice is made when an operation is called or traced: a compiled function keeps the
+    implementation it was compiled with.
 
     Args:
-        name: string, a folder of `backends/` that serves the running Keras backend, such as
-            `"jax"`; `"portable"`, which exporters take (see `keras_recurrent.portable`); None
-            restores the automatic choice.
+        name: string, a folder of `backends/` for the current Keras backend, such as `"jax"`; or
+            `"portable"`, for exporters (see `keras_recurrent.portable`). None: restores the
+            automatic choice.
 
     Raises:
         ValueError: the name is unknown on this backend.
@@ -132,7 +135,7 @@ def implementation(name):
     ...     h, state = keras_recurrent.ops.linear_scan(x, -x)
     """
     if name is not None:
-        _check(name)
+        _check_name(name)
     before = chosen_name()
     _chosen.name = name
     try:
@@ -142,11 +145,18 @@ def implementation(name):
 
 
 def chosen_name():
+    """Returns the name of the active `implementation` block, or None."""
     return getattr(_chosen, "name", None)
 
 
 class Choice(NamedTuple):
-    """Which implementation runs an operation, and why the ones before it do not."""
+    """The implementation that runs an operation, and why faster ones do not.
+
+    Attributes:
+        operation: string, the name of the operation.
+        implementation: string, a folder of `backends/` or "portable". None: none can run.
+        refused: `{implementation: reason}` of faster implementations.
+    """
 
     operation: str
     implementation: str | None
@@ -167,11 +177,14 @@ class Choice(NamedTuple):
 
 
 def choose(operation, arguments, implementation=None):
-    """The `Choice` for native tensors, by the keyword arguments of an implementation (a dict)."""
+    """Returns the `Choice` for native tensors.
+
+    arguments: the keyword arguments of an implementation, a dict.
+    """
     name = implementation or (PORTABLE if exports() else chosen_name())
     refused = {}
-    for candidate in (_check(name),) if name else serving():
-        reason = _refusal(operation, candidate, arguments)
+    for candidate in (_check_name(name),) if name else serving():
+        reason = _unsupported_reason(operation, candidate, arguments)
         if reason is None and not name:
             reason = _platform_reason(candidate, arguments)
         if reason is None:
@@ -180,8 +193,8 @@ def choose(operation, arguments, implementation=None):
     return Choice(operation, None, refused)
 
 
-def _refusal(operation, name, arguments):
-    """Why an implementation refuses these arguments or is missing; None if it takes them."""
+def _unsupported_reason(operation, name, arguments):
+    """Reason why an implementation does not support these arguments or is missing, or None."""
     module = _implemented(operation, name)
     if isinstance(module, str):
         return module
@@ -190,12 +203,12 @@ def _refusal(operation, name, arguments):
 
 
 def _implemented(operation, name):
-    """The module of an implementation, or the reason why it is missing."""
+    """Returns the module of an implementation, or the reason if it is missing."""
     return portable_module(operation) if name == PORTABLE else IMPLEMENTATIONS[operation][name]
 
 
 def exports():
-    """Whether a graph is made for an exporter: by the name, or by `torch.export`."""
+    """Returns True if a graph is being exported, with "portable" or by `torch.export`."""
     name = chosen_name()
     if name or BACKEND != "torch":
         return name == PORTABLE
@@ -203,7 +216,7 @@ def exports():
 
 
 def _platform_reason(name, arguments):
-    """Why an implementation for one platform cannot run where these arguments are; else None."""
+    """Reason why an implementation for one platform cannot run with these arguments, or None."""
     if BACKEND == "jax" and name in _platforms.PLATFORMS:
         return _platforms.platform_reason(arguments, _platforms.PLATFORMS[name])
     return None
@@ -212,7 +225,7 @@ def _platform_reason(name, arguments):
 def decodes_with_kernels(tensor):
     """Returns True if a decoding step on this tensor's device should call the Triton kernels.
 
-    That is on an NVIDIA GPU, or wherever `implementation("triton")` is in force.
+    This is the case on an NVIDIA GPU, and inside `implementation("triton")`.
     """
     if "triton" not in serving() or keras.distribution.distribution() is not None:
         return False
@@ -226,7 +239,7 @@ def decodes_with_kernels(tensor):
 
 
 def is_traced(arguments):
-    """Whether the arguments are those of a program of JAX that is being traced."""
+    """Returns True if JAX is tracing the arguments."""
     return BACKEND == "jax" and _platforms.is_traced(arguments)
 
 
@@ -257,7 +270,9 @@ def resolve(operation, arguments, implementation=None):
         kernels = {
             platform: row[name]
             for name, platform in _platforms.PLATFORMS.items()
-            if not (_refusal(operation, name, arguments) or _platform_reason(name, arguments))
+            if not (
+                _unsupported_reason(operation, name, arguments) or _platform_reason(name, arguments)
+            )
         }
         function = _platforms.choose_at_lowering(row["jax"], **kernels)
     distribution = keras.distribution.distribution()
@@ -268,15 +283,15 @@ def resolve(operation, arguments, implementation=None):
 
 
 def chosen_module(operation, arguments):
-    """The file that `choose` names, for functions beside the operation; None if there is none."""
+    """Returns the module of the implementation that `choose` returns, or None."""
     name = choose(operation, arguments).implementation
     return None if name is None else _implemented(operation, name)
 
 
-def _check(name):
+def _check_name(name):
     if name not in (*serving(), PORTABLE):
         raise ValueError(
             f"`implementation` must be one of {', '.join(map(repr, serving())) or 'none'} on the "
-            f"Keras backend {BACKEND!r}; got {name!r}. KERAS_BACKEND changes the backend."
+            f"Keras backend {BACKEND!r}; got {name!r}. To change the backend, set KERAS_BACKEND."
         )
     return name

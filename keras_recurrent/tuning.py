@@ -42,7 +42,7 @@ def autotune():
     with keras_recurrent.autotune() as found:
         model.fit(x, y, epochs=1)
     print(*found, sep="\\n")
-    model.fit(x, y, epochs=10)  # as fast, and nothing more is searched
+    model.fit(x, y, epochs=10)  # uses the results, without further tuning
     ```
     """
     with _search().autotune() as found:

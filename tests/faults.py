@@ -416,8 +416,8 @@ FAULTS = [
     Fault(
         "segments_before_padding",
         "keras_recurrent/ops/token_kind.py",
-        old="front = ops.argsort(place - length * ones, axis=1)",
-        new="front = ops.argsort(place + 0 * ones, axis=1)",
+        old="order = ops.argsort(index - length * ones, axis=1)",
+        new="order = ops.argsort(index + 0 * ones, axis=1)",
         tests={
             "jax": "ops/test_token_kind.py::test_as_a_walk_along_the_row[segments-True-True]",
             "tensorflow": (

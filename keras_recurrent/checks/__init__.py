@@ -1,1 +1,1 @@
-"""Checks of arguments, dtypes, shapes, states and token ids, for every other room."""
+"""Checks of arguments, dtypes, shapes, states and token ids, used by all other folders."""

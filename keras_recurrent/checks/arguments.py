@@ -9,12 +9,12 @@ import numpy as np
 def is_finite_number(value):
     """Returns True if a value is a finite number, not a boolean."""
     real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    # `torch.compile` takes no `math.isfinite`.
+    # `torch.compile` does not support `math.isfinite`.
     return real and -math.inf < value < math.inf
 
 
 def check_positive_integer(name, value):
-    # NumPy's integers are accepted: sizes often come from its functions.
+    # NumPy integers are accepted: many NumPy functions return sizes.
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
         raise ValueError(f"`{name}` must be an integer, at least 1; got {value!r}.")
 
@@ -25,7 +25,7 @@ def check_boolean(name, value):
 
 
 def check_number(name, value, above=None):
-    """A finite number: above `above`, or from 0 on where that is None."""
+    """Raises an error unless `value` is a finite number above `above`, or at least 0 if None."""
     wanted = "at least 0" if above is None else f"above {above}"
     if not is_finite_number(value) or not (value >= 0 if above is None else value > above):
         raise ValueError(f"`{name}` must be a finite number {wanted}; got {value!r}.")
@@ -35,12 +35,12 @@ def check_width_known(layer, input_shape):
     if input_shape[-1] is None:
         raise ValueError(
             f"`{type(layer).__name__}` needs inputs whose last dimension, the width, is known; got "
-            f"the shape {tuple(input_shape)}."
+            f"the shape {tuple(input_shape)}. Set it, as in `keras.Input((None, 64))`."
         )
 
 
 def check_num_blocks(num_blocks, width):
-    check_divides("num_blocks", num_blocks, "the width that the gates work on", width)
+    check_divides("num_blocks", num_blocks, "the width of the gates", width)
 
 
 def check_divides(name, number, what, width):
@@ -48,8 +48,7 @@ def check_divides(name, number, what, width):
         fitting = [n for n in range(1, width + 1) if width % n == 0]
         nearest = min(fitting, key=lambda n: abs(n - number))
         raise ValueError(
-            f"`{name}` must divide {what}, {width}; got {number}. The nearest that does is "
-            f"{nearest}."
+            f"`{name}` must divide {what}, {width}; got {number}. The nearest divisor is {nearest}."
         )
 
 
@@ -57,5 +56,5 @@ def check_tensor(name, value):
     if not hasattr(value, "shape"):
         raise ValueError(
             f"`{name}` must be a tensor or an array; got a {type(value).__name__}. "
-            "`numpy.asarray` makes one of lists."
+            "`numpy.asarray` converts lists."
         )

@@ -1,4 +1,4 @@
-"""Dtypes of tensors: which are accepted, and which a sum has."""
+"""Accepted dtypes of arguments, and dtypes of sums."""
 
 import math
 
@@ -22,17 +22,17 @@ def dtype_of(tensor):
 
 
 def bytes_of(array):
-    """The bytes of an array, a tensor or a variable."""
+    """Returns the size of an array, a tensor or a variable in bytes."""
     return math.prod(array.shape) * np.dtype(dtype_of(array)).itemsize
 
 
 def accumulation_dtype(*dtypes):
-    """The dtype of states and sums: float64 if any of these is, else float32."""
+    """Returns the dtype of states and sums: float64 if any of these is, else float32."""
     return "float64" if "float64" in dtypes else "float32"
 
 
 def dtype_of_sums(tensors):
-    """The `accumulation_dtype` of a dict of tensors or Nones."""
+    """Returns the `accumulation_dtype` of a dict of tensors, some of which may be None."""
     for tensor in tensors.values():
         if tensor is not None and keras.backend.standardize_dtype(tensor.dtype) == "float64":
             return "float64"
@@ -40,7 +40,7 @@ def dtype_of_sums(tensors):
 
 
 def accepted_dtypes(name, int8=False):
-    """The dtypes that an argument of this name may have, as a frozenset and in words."""
+    """Returns the dtypes that an argument of this name may have, as a frozenset and in words."""
     good: tuple[str, ...]
     if int8:
         good, wanted = ("int8",), "int8"

@@ -1,8 +1,8 @@
-"""Shapes of which a part is not known yet."""
+"""Checks of partially known shapes."""
 
 
 def fits(shape, wanted):
-    """Returns True if two shapes can be equal; None stands for any size."""
+    """Returns True if two shapes can be equal; None matches any size."""
     if len(shape) != len(wanted):
         return False
     for a, b in zip(shape, wanted, strict=True):
@@ -12,7 +12,7 @@ def fits(shape, wanted):
 
 
 def check_rank_known(owner, name, tensor):
-    """Raises for what is no tensor, or one of TensorFlow of an unknown number of dimensions.
+    """Raises an error unless `tensor` is None, or a tensor with a known number of dimensions.
 
     Raises:
         ValueError: names the argument.
@@ -23,7 +23,7 @@ def check_rank_known(owner, name, tensor):
         )
     if getattr(getattr(tensor, "shape", None), "rank", 0) is None:
         raise ValueError(
-            f"`{owner}`: `{name}` must have a known number of dimensions, though not known sizes; "
-            "got a tensor of unknown shape. Give the `tf.TensorSpec` or the dataset a shape such "
-            "as [None, None], or call `set_shape` on the tensor."
+            f"`{owner}`: `{name}` must have a known number of dimensions, whose sizes may be "
+            "unknown; got a tensor of unknown shape. Give the `tf.TensorSpec` or the dataset a "
+            "shape such as [None, None], or call `set_shape` on the tensor."
         )

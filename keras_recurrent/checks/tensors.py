@@ -12,10 +12,10 @@ class Dimensions(NamedTuple):
     """The dimensions of a tensor, parsed; see `keras_recurrent.backends.signatures`.
 
     Attributes:
-        names: the dimensions as they are written.
-        has_leading: boolean, whether "..." is at the front.
+        names: the dimensions as written, such as "2D".
+        has_leading: boolean, whether the dimensions begin with "...".
         terms: `(name, letter, factor, offset)` of each other dimension, whose size is `factor`
-            times that of the letter, plus `offset`. The letter of a number is None.
+            times the size of the letter, plus `offset`. The letter of a number is None.
     """
 
     names: tuple
@@ -33,7 +33,7 @@ class Argument(NamedTuple):
 
 
 def parse(dimensions):
-    """The `Dimensions` of a string such as "... 2D"."""
+    """Returns the `Dimensions` of a string such as "... 2D"."""
     names = tuple(dimensions.split())
     has_leading = names[:1] == ("...",)
     return Dimensions(names, has_leading, tuple(map(_term, names[has_leading:])))
@@ -48,12 +48,12 @@ def _term(name):
 
 
 def argument(name, dimensions, int8=False):
-    """The `Argument` of a tensor with dimensions such as "B T D"."""
+    """Returns the `Argument` of a tensor with dimensions such as "B T D"."""
     return Argument(name, parse(dimensions), *accepted_dtypes(name, int8))
 
 
 def shape_of(dimensions, sizes):
-    """The shape of dimensions such as "... 2D W-1"; None where a size is not known yet."""
+    """Returns the shape of dimensions such as "... 2D W-1", with None for unknown sizes."""
     _, has_leading, terms = parse(dimensions)
     shape = tuple(
         offset if letter is None else None if size is None else factor * size + offset
@@ -73,7 +73,7 @@ def check_tensors(operation, tensors, arguments, required=()):
         required: names of tensors that must not be None.
 
     Returns:
-        `{letter: size}`; None where a size is not known yet, and a tuple for "...".
+        `{letter: size}`, with None for unknown sizes, and a tuple for "...".
 
     Raises:
         ValueError: names the argument.
@@ -92,7 +92,7 @@ def check_tensors(operation, tensors, arguments, required=()):
         if dtype not in argument.dtypes:
             raise dtype_error(operation, argument.name, argument.dtypes_in_words, dtype)
         given.append((argument, tuple(shape)))
-    # Loops without functions of their own: they take most of the time of a check.
+    # The loops are inline, because they take most of the time of a check.
     sizes = {}
     for argument, shape in given:
         _, has_leading, terms = argument.dimensions

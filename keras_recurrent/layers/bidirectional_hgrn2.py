@@ -1,11 +1,11 @@
-"""HGRN2 in both directions, for what is no text."""
+"""Bidirectional HGRN2, for non-causal inputs such as images."""
 
 import keras
 from keras import ops
 
 from keras_recurrent.layers.gru_arguments import (
-    IN_BOTH_DIRECTIONS,
-    INSTEAD,
+    ALTERNATIVES,
+    BIDIRECTIONAL_ALTERNATIVES,
     without_gru_arguments,
 )
 from keras_recurrent.layers.hgrn2 import HGRN2
@@ -16,7 +16,7 @@ from keras_recurrent.ops import gated_linear_attention
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class BidirectionalHGRN2(RecomputableLayer):
-    """HGRN2 from the first token and from the last, with the same gates.
+    """HGRN2 in both directions of time, with shared gates.
 
     ```
     o_t = S_t^T q_t + R_t^T q_t        S_t runs forward, R_t = diag(f_t) R_{t+1} + (1 - f_t) v_t^T
@@ -25,7 +25,7 @@ class BidirectionalHGRN2(RecomputableLayer):
 
     Every token sees all others, as the patches of an image should (Qin et al. 2024,
     arXiv:2404.07904, section 4). Queries, gates and values are those of
-    `keras_recurrent.layers.HGRN2`, made once and used for both; there is no state.
+    `keras_recurrent.layers.HGRN2`, computed once for both directions. The layer has no state.
 
     Args:
         expand_ratio, gate_activation, input_activation, kernel_initializer: as in
@@ -35,18 +35,18 @@ class BidirectionalHGRN2(RecomputableLayer):
     Call arguments:
         inputs: `[B, T, D]`.
         lower_bound: `[2, D]`, as in `keras_recurrent.layers.HGRN2`; None: β is 0.
-        mask: boolean `[B, T]`, or integers, False or 0 at padding, which changes nothing for other
+        mask: boolean `[B, T]`, or integers, False or 0 at padding, which does not affect other
             tokens.
 
     Returns:
         y as `[B, T, D]` in the compute dtype.
 
-    Sublayers: `hgrn2`, an `HGRN2`, whose own sublayers are called, and which is not called itself.
+    Sublayers: `hgrn2`, an `HGRN2`. Its sublayers are called, the layer itself is not.
 
     Raises:
-        ValueError: as `keras_recurrent.layers.HGRN2`.
+        ValueError: as in `keras_recurrent.layers.HGRN2`.
 
-    Example: the order of tokens may be turned around.
+    Example: reversing the tokens reverses the outputs.
 
     ```python
     import keras
@@ -55,8 +55,8 @@ class BidirectionalHGRN2(RecomputableLayer):
 
     layer = BidirectionalHGRN2(expand_ratio=4)
     x = np.random.normal(size=(2, 10, 8)).astype("float32")
-    y, turned = (keras.ops.convert_to_numpy(layer(x)) for x in (x, x[:, ::-1]))
-    np.testing.assert_allclose(y, turned[:, ::-1], rtol=1e-4, atol=1e-5)
+    y, y_reversed = (keras.ops.convert_to_numpy(layer(x)) for x in (x, x[:, ::-1]))
+    np.testing.assert_allclose(y, y_reversed[:, ::-1], rtol=1e-4, atol=1e-5)
     ```
     """
 
@@ -68,7 +68,8 @@ class BidirectionalHGRN2(RecomputableLayer):
         kernel_initializer="lecun_normal",
         **kwargs,
     ):
-        kwargs = without_gru_arguments(type(self).__name__, kwargs, INSTEAD | IN_BOTH_DIRECTIONS)
+        alternatives = ALTERNATIVES | BIDIRECTIONAL_ALTERNATIVES
+        kwargs = without_gru_arguments(type(self).__name__, kwargs, alternatives)
         super().__init__(autocast=False, **kwargs)
         self.supports_masking = True
         self.hgrn2 = HGRN2(

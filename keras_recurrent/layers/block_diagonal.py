@@ -1,4 +1,4 @@
-"""Block-diagonal linear maps, the form of the gates."""
+"""Block-diagonal linear layers, used as gates."""
 
 import keras
 from keras import ops
@@ -9,10 +9,10 @@ from keras_recurrent.layers.remat import no_further_remat
 
 
 def block_diagonal_dense(layer, name, units):
-    """A gate of `layer`: `num_blocks` linear maps, each from one block of its width to `units`.
+    """Builds a gate of `layer`: a linear layer with `num_blocks` blocks of `units` outputs each.
 
-    It is an `EinsumDense`, so that LoRA and quantization work on it. A kernel of shape
-    `[num_blocks, block width, units]` is drawn with the block width as its fan-in.
+    The gate is an `EinsumDense`, so LoRA and quantization apply to it. Its kernel has the shape
+    `[num_blocks, block width, units]` and is initialized with the block width as its fan-in.
     """
     with no_further_remat():
         dense = keras.layers.EinsumDense(
@@ -29,14 +29,14 @@ def block_diagonal_dense(layer, name, units):
 
 
 def apply_blocks(dense, inputs):
-    """Applies a block-diagonal map to `[B, T, D]`; returns `[B, T, num_blocks * units]`.
+    """Applies a block-diagonal layer to `[B, T, D]`; returns `[B, T, num_blocks * units]`.
 
-    The product is made with the blocks as the first axis and the tokens as the second. XLA by
-    itself would put the tokens last, and all that follows would read memory across them.
+    The matrix product has the blocks as its first axis and the tokens as its second. By default,
+    XLA would put the tokens last, and subsequent operations would access memory with a stride.
     """
     num_blocks, _, units = dense.bias.shape
     width = inputs.shape[-1] // num_blocks
-    tokens, in_rows = flatten_tokens(inputs)
+    tokens, restore_time = flatten_tokens(inputs)
     blocks = ops.transpose(ops.reshape(tokens, (-1, num_blocks, width)), (1, 0, 2))
     outputs = ops.transpose(dense(blocks), (1, 0, 2))
-    return in_rows(ops.reshape(outputs, (-1, num_blocks * units)))
+    return restore_time(ops.reshape(outputs, (-1, num_blocks * units)))

@@ -1,4 +1,4 @@
-"""The causal depthwise convolution over time."""
+"""Causal depthwise convolution over time."""
 
 import keras
 
@@ -10,7 +10,7 @@ from keras_recurrent.ops.causal_conv1d import causal_conv1d, check_activation
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class CausalConv1D(StreamingLayer):
-    """A causal convolution over time with one filter a channel, which can be streamed.
+    """Causal depthwise convolution over time, with a state for streaming.
 
     ```
     z_t = b + sum_j kernel[j] * x_{t-W+1+j},   j = 0 … W-1
@@ -18,16 +18,16 @@ class CausalConv1D(StreamingLayer):
     ```
 
     The temporal convolution of the recurrent block of De et al. 2024 (arXiv:2402.19427, section
-    2.3). `kernel[W-1]` meets the current token. Unlike `keras.layers.DepthwiseConv1D` it carries
-    a state, passes over padding and does not read across documents: the filter sees the last W
-    real tokens of the document, and zeros before them.
+    2.3). `kernel[W-1]` multiplies the current token. Unlike `keras.layers.DepthwiseConv1D`, the
+    layer carries a state, skips padding and does not read across documents: the filter sees the
+    last W real tokens of the document, and zeros before them.
 
     Args:
         kernel_size: integer, W, at least 1.
         use_bias: boolean.
-        activation: None, or `"silu"`, computed along with the convolution.
-        kernel_initializer: of the kernel, with W as its fan-in.
-        bias_initializer: of the bias.
+        activation: None, or `"silu"`, fused with the convolution.
+        kernel_initializer: initializer of the kernel, whose fan-in is W.
+        bias_initializer: initializer of the bias.
         return_state: boolean, whether a call returns `(output, state)`.
         **kwargs: `return_sequences`, `zero_output_for_mask` and `go_backwards`, as in
             `keras_recurrent.layers.StreamingLayer`; `name`, `dtype`, `trainable`.
@@ -40,13 +40,13 @@ class CausalConv1D(StreamingLayer):
     Returns:
         y as `[B, T, D]` in the compute dtype; sums are float32 (float64 under a float64 policy).
         With `return_state` also the state: `{"inputs": [B, W - 1, D] float32, the last W - 1 real
-        inputs, the latest last, "segment": [B] int32}`.
+        inputs, the most recent one last, "segment": [B] int32}`.
 
-    Weights: `kernel` `[W, D]` and `bias` `[D]`, float32 also under a policy of 16 bits.
+    Weights: `kernel` `[W, D]` and `bias` `[D]`, float32 even under a 16-bit policy.
 
     Raises:
-        ValueError: a `kernel_size` below 1, another `activation`, inputs that are not `[B, T, D]`,
-            a state of another structure or shape.
+        ValueError: `kernel_size` is below 1, `activation` is unsupported, the inputs are not
+            `[B, T, D]`, or the state has another structure or shape.
 
     Example:
 

@@ -27,22 +27,22 @@ class CGLRU(GatedLRU):
     ```
 
     De et al. 2024 (arXiv:2402.19427, appendix B). u, r, i, Λ, θ and h have half the width of x;
-    W_a and W_x are block-diagonal, from the whole width to half of it. The paper does not say how
-    θ starts: here 8θ, the angle of a step with an open gate, is uniform in [0, 2π), as the phases
-    of the LRU are (Orvieto et al. 2023, arXiv:2303.06349). 1 - |ã_t|^2 is computed as
-    -expm1(2 log |ã_t|) in float32, and the root's derivative is held below 1000 as in DeepMind's
-    released code of the RG-LRU.
+    W_a and W_x are block-diagonal, from the whole width to half of it. The paper does not give the
+    initialization of θ: here 8θ, the angle of a step with an open gate, is uniform in [0, 2π), like
+    the phases of the LRU (Orvieto et al. 2023, arXiv:2303.06349). 1 - |ã_t|^2 is computed as
+    -expm1(2 log |ã_t|) in float32, and the derivative of the square root is limited to 1000 as in
+    DeepMind's released code of the RG-LRU.
 
     Args:
         num_blocks: integer, blocks on the diagonal of W_a and W_x; must divide the width into
             blocks of even width. None: as in `keras_recurrent.layers.RGLRU`, in even blocks.
-        a_initializer: how Λ starts: `"griffin"`, `"recurrentgemma"`, or a Keras initializer of Λ;
+        a_initializer: initializer of Λ: `"griffin"`, `"recurrentgemma"`, or a Keras initializer;
             see `keras_recurrent.layers.RGLRU`.
-        kernel_initializer: of W_a and W_x, with the width of a block as their fan-in.
-        bias_initializer: of b_a and b_x.
+        kernel_initializer: initializer of W_a and W_x, whose fan-in is the width of a block.
+        bias_initializer: initializer of b_a and b_x.
         return_state: boolean, whether a call returns `(output, state)`.
         scale_first_input: boolean, whether the square root multiplies the input of a document's
-            first token as well; see `keras_recurrent.layers.RGLRU`.
+            first token, too; see `keras_recurrent.layers.RGLRU`.
         **kwargs: `return_sequences`, `zero_output_for_mask` and `go_backwards`, as in
             `keras_recurrent.layers.StreamingLayer`; `name`, `dtype`, `trainable`.
 
@@ -57,12 +57,12 @@ class CGLRU(GatedLRU):
 
     Weights: the gates' kernels `[num_blocks, D / num_blocks, D / num_blocks / 2]` and biases, in
     `EinsumDense` sublayers `recurrence_gate` and `input_gate`; `a_logit`, Λ, and `theta`, θ in
-    radians, `[D / 2]`, float32 also under a policy of 16 bits.
+    radians, `[D / 2]`, float32 even under a 16-bit policy.
 
     Raises:
-        ValueError: inputs that are not `[B, T, D]`, an odd D, a `num_blocks` that does not divide
-            D into blocks of even width, an unknown `a_initializer`, a state of another structure
-            or shape.
+        ValueError: the inputs are not `[B, T, D]`, D is odd, `num_blocks` does not divide D into
+            blocks of even width, `a_initializer` is unknown, or the state has another structure or
+            shape.
 
     Example:
 
@@ -116,10 +116,11 @@ class CGLRU(GatedLRU):
 
 
 def check_complex_channels(name, width, num_blocks):
-    """Raise for a width that `CGLRU` cannot have, `name` in errors, or a number of blocks of it."""
+    """Raises an error for an odd width, or for blocks of odd width. `name` names the width."""
     if width % 2:
         raise ValueError(
-            f"`CGLRU` reads real parts and imaginary parts, so {name} must be even; got {width}."
+            f"`CGLRU` splits channels into real and imaginary parts, so {name} must be even; got "
+            f"{width}."
         )
     if num_blocks is None:
         return

@@ -1,7 +1,7 @@
-"""Decoding steps by fused operations, which read each weight once, on NVIDIA GPUs.
+"""Decoding steps with fused operations, which read each weight once, on NVIDIA GPUs.
 
-A layer that has such a step defines `fused_step`, and `unfused_reason`, which returns the reason
-why its call runs instead, or None.
+A layer with such a step defines `fused_step`, and `unfused_reason`, which returns the reason why
+the step cannot run for this layer, or None.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ _scope = _Scope()
 
 @contextlib.contextmanager
 def decoding_scope():
-    """Inside, no gradients are needed, and layers may call fused operations."""
+    """Context manager in which layers may call fused operations, which have no gradients."""
     before, _scope.active = _scope.active, True
     try:
         yield
@@ -45,7 +45,7 @@ def can_fuse(inputs):
 
 
 def unfused_blocks(model):
-    """`{block: reason}` of the blocks that run layer by layer; empty where no kernels serve."""
+    """Returns `{block: reason}` of the blocks without a fused step; empty without kernels."""
     if not dispatch.decodes_with_kernels(model.variables[0].value):
         return {}
     reasons = ((b.name, b.unfused_reason()) for b in model.backbone.transformer_layers)
@@ -53,32 +53,32 @@ def unfused_blocks(model):
 
 
 def first_reason(*reasons):
-    """Returns the first reason that is not None; None if all are."""
+    """Returns the first reason that is not None, or None."""
     return next((reason for reason in reasons if reason is not None), None)
 
 
 def class_reason(layer, cls):
-    """Reason why a step written for `cls` does not compute `layer`, or None.
+    """Reason why a fused step of `cls` cannot compute `layer`, or None.
 
-    Torch hooks are not considered: where a model has some, no fused step is asked for.
+    Torch hooks are not checked: no fused step is requested for a model that has any.
     """
     if type(layer) is not cls:
         return f"`{layer.name}` is of class {type(layer).__name__}, not {cls.__name__}"
-    return f"`{layer.name}` has a `call` of its own" if "call" in vars(layer) else None
+    return f"`{layer.name}` has a custom `call`" if "call" in vars(layer) else None
 
 
 def norm_reason(norm):
-    """Reason why a fused step does not compute a norm, or None."""
+    """Reason why a fused step cannot compute a norm, or None."""
     return class_reason(norm, RMSNorm)
 
 
 def dense_reason(layer, cls=keras.layers.Dense):
-    """Reason why a fused step does not compute a layer of Keras's class `cls`, or None."""
+    """Reason why a fused step cannot compute a layer of Keras's class `cls`, or None."""
     reason = class_reason(layer, cls)
     if reason is not None:
         return reason
     if cls is keras.layers.Dense and layer.activation is not keras.activations.linear:
-        return f"`{layer.name}` has an activation of its own"
+        return f"`{layer.name}` has an activation"
     if layer.lora_enabled:
         return f"`{layer.name}` has a LoRA adapter"
     if layer.quantization_mode is None:
@@ -89,7 +89,7 @@ def dense_reason(layer, cls=keras.layers.Dense):
 
 
 def denses_reason(*groups):
-    """Reason why fused steps do not compute lists of `Dense`, one operation for each, or None."""
+    """Reason why fused operations cannot compute groups of `Dense`, one operation each, or None."""
     for group in groups:
         reason = first_reason(*map(dense_reason, group)) or quantized.difference_reason(group)
         if reason is not None:
@@ -98,9 +98,9 @@ def denses_reason(*groups):
 
 
 def linear(x, layers, norm=None, gate=None, residual=None):
-    """The outputs of up to three `Dense` for the normalized x [B, D]; see `ops.decoding_steps`.
+    """Applies up to three `Dense` to the normalized x [B, D]; see `ops.decoding_steps`.
 
-    Quantized layers are quantized alike, and two of them may have a gate.
+    Quantized layers must have equal quantization; two of them may form a gated unit.
     """
     operation: Callable = norm_linear
     weights, max_rows = _weights, MAX_FUSED_ROWS
@@ -129,12 +129,12 @@ def _weights(layers):
 
 
 def _apply(dense, x):
-    """dense(x) for x [B, D]."""
+    """Computes dense(x) for x [B, D]."""
     if dispatch.BACKEND != "torch" or not dense.use_bias or dense.quantization_mode is not None:
         return dense(x)
     return product_with_bias(dense, ops.cast(x, dense.compute_dtype))
 
 
 def token_kinds(tokens):
-    """The kind of the only token of each sequence, int8 [B], or None."""
+    """Returns the kind of the only token of each sequence, int8 [B], or None."""
     return None if tokens.kind is None else tokens.kind[:, 0]

@@ -1,4 +1,4 @@
-"""Linear maps of the tokens of a sequence."""
+"""Linear layers applied to each token of a sequence."""
 
 from keras_recurrent.devices.jax_layouts import flatten_tokens
 
@@ -6,8 +6,8 @@ from keras_recurrent.devices.jax_layouts import flatten_tokens
 def apply_to_tokens(dense, inputs):
     """Applies a `Dense` to `[B, T, D]`, as one matrix `[B * T, D]`.
 
-    The gradient of the weight sums over all tokens. If these were two axes, XLA on a CPU would
-    first write a transposed copy of the output's gradient.
+    The gradient of the weight is a sum over all tokens. With two axes of tokens, XLA on CPUs would
+    first copy the gradient of the output to transpose it.
     """
-    tokens, in_rows = flatten_tokens(inputs)
-    return in_rows(dense(tokens))
+    tokens, restore_time = flatten_tokens(inputs)
+    return restore_time(dense(tokens))

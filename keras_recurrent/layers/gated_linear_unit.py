@@ -11,13 +11,13 @@ from keras_recurrent.ops.gated_linear_unit import gated_linear_unit
 
 
 class GatedLinearUnit(RecomputableLayer):
-    """Base class of the gated multilayer perceptrons: `W_down gated(W_gate x, W_up x)`.
+    """Base class of gated multilayer perceptrons: `W_down gated(W_gate x, W_up x)`.
 
     Shazeer 2020 (arXiv:2002.05202). The sublayers are `gate_proj`, `up_proj` and `down_proj`, all
     `Dense`. Subclasses set the attributes:
 
-    - `use_bias`: whether the sublayers have biases;
-    - `gate_activation`: "gelu", "silu" or None, of the gate.
+    - `use_bias`: boolean, whether the sublayers have biases;
+    - `gate_activation`: the activation of the gate, "gelu", "silu" or None.
     """
 
     use_bias: bool
@@ -40,7 +40,7 @@ class GatedLinearUnit(RecomputableLayer):
         self.up_proj = self._dense(intermediate_dim, "up_proj")
 
     def gated(self, gate, x):
-        """activation(gate) * x."""
+        """Computes activation(gate) * x."""
         if self.gate_activation is None:
             return ops.multiply(gate, x)
         return gated_linear_unit(gate, x, activation=self.gate_activation)
@@ -59,8 +59,8 @@ class GatedLinearUnit(RecomputableLayer):
     def build(self, input_shape):
         if len(input_shape) < 2:
             raise ValueError(
-                f"`{type(self).__name__}` needs inputs of shape [batch, ..., width], of two axes "
-                f"or more; got the shape {tuple(input_shape)}."
+                f"`{type(self).__name__}` needs inputs of shape [batch, ..., width], with at least "
+                f"two axes; got the shape {tuple(input_shape)}."
             )
         check_width_known(self, input_shape)
         self.gate_proj.build(input_shape)
@@ -74,17 +74,17 @@ class GatedLinearUnit(RecomputableLayer):
         return ops.cast(y, self.compute_dtype)  # Keras on torch multiplies float64 as float32
 
     def unfused_reason(self):
-        """Reason why a decoding step calls the layer instead of `fused_step`, or None."""
+        """Reason why `fused_step` cannot compute a decoding step of this layer, or None."""
         if self.gate_activation is None:
             return f"`{self.name}` has no fused step"
         for name in ("call", "gated"):
             is_base = getattr(type(self), name) is getattr(GatedLinearUnit, name)
             if name in vars(self) or not is_base:
-                return f"`{self.name}` has a `{name}` of its own"
+                return f"`{self.name}` has a custom `{name}`"
         return decoding.denses_reason([self.gate_proj, self.up_proj], [self.down_proj])
 
     def fused_step(self, x, norm):
-        """x + layer(norm(x)) for x [B, D]."""
+        """Computes x + layer(norm(x)) for x [B, D]."""
         layers = [self.gate_proj, self.up_proj, self.down_proj]
         if all(dense.quantization_mode is None for dense in layers):
             (y,) = decoding.linear(x, layers, norm, gate=self.gate_activation, residual=x)

@@ -1,4 +1,4 @@
-"""The gated multilayer perceptron of Griffin and Hawk."""
+"""Gated multilayer perceptron of Griffin and Hawk."""
 
 import keras
 
@@ -7,7 +7,7 @@ from keras_recurrent.layers.gated_linear_unit import GatedLinearUnit
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class GatedMLP(GatedLinearUnit):
-    """The gated multilayer perceptron (GeGLU) of Griffin and Hawk.
+    """Gated multilayer perceptron (GeGLU) of Griffin and Hawk.
 
     ```
     y = W_down (gelu(W_gate x + b_gate) * (W_up x + b_up)) + b_down
@@ -16,13 +16,13 @@ class GatedMLP(GatedLinearUnit):
     De et al. 2024 (arXiv:2402.19427, section 2.2), with the tanh-approximated gelu.
 
     Args:
-        intermediate_dim: integer, the width inside; three times that of the inputs in the paper.
-        kernel_initializer: of the three kernels.
-        bias_initializer: of the three biases.
+        intermediate_dim: integer, the inner width; three times that of the inputs in the paper.
+        kernel_initializer: initializer of the three kernels.
+        bias_initializer: initializer of the three biases.
         **kwargs: `name`, `dtype`, `trainable`.
 
     Call arguments:
-        inputs: `[B, ..., D]`, of two axes or more.
+        inputs: `[B, ..., D]`, with at least two axes.
 
     Returns:
         `[B, ..., D]` in the compute dtype.
@@ -30,8 +30,8 @@ class GatedMLP(GatedLinearUnit):
     Sublayers: `gate_proj`, `up_proj`, `down_proj`, all `Dense`.
 
     Raises:
-        ValueError: an `intermediate_dim` below 1, or inputs of fewer than two axes or whose width
-            is not known.
+        ValueError: `intermediate_dim` is below 1, or the inputs have fewer than two axes or an
+            unknown width.
 
     Example:
 

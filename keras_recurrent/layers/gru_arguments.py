@@ -1,29 +1,29 @@
-"""Arguments of `keras.layers.GRU` and `LSTM` that layers do not have, and what to do instead."""
+"""Arguments of `keras.layers.GRU` and `LSTM` that layers do not support, and alternatives."""
 
-_IN_THE_EQUATION = "The layer's equation, in its docstring, says what there is: leave it out."
-_OF_WEIGHTS = (
+_FIXED_EQUATION = "The equation in the layer's docstring is fixed: leave the argument out."
+_WEIGHT_ALTERNATIVE = (
     "Give the optimizer a `weight_decay`, as in `keras.optimizers.AdamW(weight_decay=0.1)`, or, "
-    "once the layer is built, set `weight.{kind} = ...` on those of `layer.trainable_weights` that "
-    "should have one."
+    "after the layer is built, set `weight.{kind} = ...` on the chosen "
+    "`layer.trainable_weights`."
 )
-_BOTH_DIRECTIONS = "Every output has seen all tokens, in both directions."
+_BIDIRECTIONAL = "Every output has seen all tokens, in both directions."
 
-INSTEAD = {
-    "units": "The output is as wide as the input: put a `keras.layers.Dense` before or behind it.",
-    "dropout": "Put `keras.layers.Dropout(rate)` before or behind the layer.",
-    "recurrent_dropout": "What goes from token to token is kept: put `keras.layers.Dropout(rate)` "
-    "before or behind the layer.",
+ALTERNATIVES = {
+    "units": "The output is as wide as the input: add a `keras.layers.Dense` before or after it.",
+    "dropout": "Add `keras.layers.Dropout(rate)` before or after the layer.",
+    "recurrent_dropout": "The recurrence has no dropout: add `keras.layers.Dropout(rate)` before "
+    "or after the layer.",
     **{
-        f"{weights}_{kind}": _OF_WEIGHTS.format(kind=kind)
+        f"{weights}_{kind}": _WEIGHT_ALTERNATIVE.format(kind=kind)
         for weights in ("kernel", "recurrent", "bias")
         for kind in ("regularizer", "constraint")
     },
-    "stateful": "No state is kept from call to call. Carry it: `y, state = layer(x, "
+    "stateful": "The layer stores no state between calls. Pass it: `y, state = layer(x, "
     "initial_state=state, return_state=True)`, with None as the first `state`; the docstring of "
-    "`RecurrentBlock` has a model that keeps it from batch to batch.",
+    "`RecurrentBlock` has a model that stores it between batches.",
     "unroll": "There is no loop over tokens to unroll: leave it out.",
-    "use_cudnn": "The fastest kernel is chosen by itself; `keras_recurrent.implementation(...)` "
-    "insists on one.",
+    "use_cudnn": "The fastest kernel is chosen automatically; "
+    "`keras_recurrent.implementation(...)` selects a specific one.",
     "time_major": "Inputs are [batch, time, width]: transpose them.",
     "seed": "Calls draw no random numbers, and initializers have their own seeds: leave it out.",
     "recurrent_initializer": "There is no recurrent kernel: leave it out.",
@@ -32,20 +32,20 @@ INSTEAD = {
             *("activation", "recurrent_activation", "use_bias", "bias_initializer"),
             *("reset_after", "unit_forget_bias", "implementation"),
         ),
-        _IN_THE_EQUATION,
+        _FIXED_EQUATION,
     ),
 }
-# The further arguments that a layer in both directions does not have.
-IN_BOTH_DIRECTIONS = {
-    "return_sequences": _BOTH_DIRECTIONS
-    + " `keras.layers.GlobalAveragePooling1D` behind it makes one of them all.",
-    "return_state": _BOTH_DIRECTIONS + " There is no state to go on from.",
-    "go_backwards": _BOTH_DIRECTIONS + " Neither does it need `keras.layers.Bidirectional`.",
+# Further arguments that a bidirectional layer does not support.
+BIDIRECTIONAL_ALTERNATIVES = {
+    "return_sequences": _BIDIRECTIONAL
+    + " To reduce them to one, add `keras.layers.GlobalAveragePooling1D` after the layer.",
+    "return_state": _BIDIRECTIONAL + " There is no state to continue from.",
+    "go_backwards": _BIDIRECTIONAL + " `keras.layers.Bidirectional` is not needed either.",
     "zero_output_for_mask": "Multiply the output by the mask.",
 }
-# The values that ask for nothing: they are accepted.
+# Values without an effect, which are accepted.
 NEUTRAL = {
-    **{name: (None,) for name in INSTEAD if name.endswith(("regularizer", "constraint"))},
+    **{name: (None,) for name in ALTERNATIVES if name.endswith(("regularizer", "constraint"))},
     **dict.fromkeys(("dropout", "recurrent_dropout"), (0, None)),
     **dict.fromkeys(("stateful", "unroll", "time_major"), (False,)),
     **{"use_cudnn": ("auto", False), "seed": (None,), "zero_output_for_mask": (None,)},
@@ -53,15 +53,15 @@ NEUTRAL = {
 }
 
 
-def without_gru_arguments(owner, kwargs, instead=INSTEAD):
-    """The keyword arguments without those of a GRU that ask for nothing.
+def without_gru_arguments(owner, kwargs, alternatives=ALTERNATIVES):
+    """Removes arguments of a GRU whose values have no effect from keyword arguments.
 
     Raises:
-        ValueError: some ask for what `owner` does not have.
+        ValueError: other values, which `owner` does not support.
     """
-    given = {name: value for name, value in kwargs.items() if name in instead}
-    refused = [name for name, value in given.items() if value not in NEUTRAL.get(name, ())]
-    if refused:
-        reasons = " ".join(f"`{name}={given[name]!r}`: {instead[name]}" for name in refused)
-        raise ValueError(f"`{owner}` has not all arguments of a GRU. {reasons}")
-    return {name: value for name, value in kwargs.items() if name not in instead}
+    given = {name: value for name, value in kwargs.items() if name in alternatives}
+    unsupported = [name for name, value in given.items() if value not in NEUTRAL.get(name, ())]
+    if unsupported:
+        advice = " ".join(f"`{name}={given[name]!r}`: {alternatives[name]}" for name in unsupported)
+        raise ValueError(f"`{owner}` does not support all arguments of a GRU. {advice}")
+    return {name: value for name, value in kwargs.items() if name not in alternatives}

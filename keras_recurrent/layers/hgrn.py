@@ -1,4 +1,4 @@
-"""The first HGRN's layer that mixes tokens: a gated linear recurrence, channel by channel."""
+"""Token-mixing layer of HGRN: an element-wise gated linear recurrence."""
 
 import keras
 from keras import ops
@@ -11,7 +11,7 @@ from keras_recurrent.ops import linear_scan
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class HGRN(BoundedLayer):
-    """The hierarchically gated linear recurrence of HGRN, version 1.
+    """Hierarchically gated linear recurrence of HGRN, the first version.
 
     ```
     f_t = β + (1 - β) σ(W_f x_t)                           forget gate, β the layer's lower bound
@@ -20,19 +20,19 @@ class HGRN(BoundedLayer):
     ```
 
     Qin et al. 2023 (arXiv:2311.04823), in the real-valued form that HGRN2 is compared with (Qin et
-    al. 2024, arXiv:2404.07904, section 2). Its state has one number a channel, where that of
-    `HGRN2` has `expand_ratio`.
+    al. 2024, arXiv:2404.07904, section 2). Its state has one number per channel; that of `HGRN2`
+    has `expand_ratio`.
 
     Args:
-        kernel_initializer: of the three kernels.
+        kernel_initializer: initializer of the three kernels.
         return_state: boolean, whether a call returns `(output, state)`.
         **kwargs: `return_sequences`, `zero_output_for_mask` and `go_backwards`, as in
             `keras_recurrent.layers.StreamingLayer`; `name`, `dtype`, `trainable`.
 
     Call arguments:
         inputs: `[B, T, D]`.
-        lower_bound: `[2, D]`, log β and log(1 - β), a row of what
-            `keras_recurrent.layers.LowerBounds` returns; None: β is 0.
+        lower_bound: `[2, D]`, log β and log(1 - β), one entry of the output of
+            `keras_recurrent.layers.LowerBounds`; None: β is 0.
         mask, segment_ids, initial_state, return_state, tokens: as in
             `keras_recurrent.layers.StreamingLayer`.
 
@@ -41,11 +41,11 @@ class HGRN(BoundedLayer):
         `{"hidden": [B, D] float32, "segment": [B] int32}`.
 
     Sublayers: `f_proj`, `i_proj`, `o_proj`, all `Dense` without bias. Forget gates and the
-    recurrence are computed in float32 also under a policy of 16 bits.
+    recurrence are computed in float32 even under a 16-bit policy.
 
     Raises:
-        ValueError: inputs that are not `[B, T, D]`, a lower bound or a state of another structure
-            or shape.
+        ValueError: the inputs are not `[B, T, D]`, or the lower bound or the state has another
+            structure or shape.
 
     Example:
 
@@ -82,9 +82,9 @@ class HGRN(BoundedLayer):
 
     def stream(self, inputs, tokens, state, lower_bound=None):
         log_f = self.log_forget_gate(self.inner(self.f_proj, inputs), lower_bound)
-        kept = ops.cast(ops.silu(self.inner(self.i_proj, inputs)), self.state_dtype)
+        x = ops.cast(ops.silu(self.inner(self.i_proj, inputs)), self.state_dtype)
         h, hidden = linear_scan(
-            *(-ops.expm1(log_f) * kept, log_f),
+            *(-ops.expm1(log_f) * x, log_f),
             initial_state=state.get("hidden"),
             token_kind=tokens.kind,
         )

@@ -1,4 +1,4 @@
-"""HGRN2's layer that mixes tokens: a gated linear recurrence whose state is a matrix."""
+"""Token-mixing layer of HGRN2: a gated linear recurrence whose state is a matrix."""
 
 import keras
 from keras import ops
@@ -20,7 +20,7 @@ NORM_EPSILON = 1e-5
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class HGRN2(BoundedLayer):
-    """The gated linear recurrence of HGRN2: an HGRN whose state is expanded to a matrix a head.
+    """Gated linear recurrence of HGRN2: an HGRN whose state is expanded to a matrix per head.
 
     ```
     q_t = silu(W_q x_t)                          output gate
@@ -31,48 +31,48 @@ class HGRN2(BoundedLayer):
     y_t = W_o RMSNorm(o_t)                       the norm over all heads, ε = 1e-5
     ```
 
-    Qin et al. 2024 (arXiv:2404.07904, section 3). It is linear attention whose keys are what the
-    gates forget: they have no weights of their own. The paper prints a sigmoid for the output gate
-    and silu for the input; the published checkpoints have silu and nothing, and are the default.
+    Qin et al. 2024 (arXiv:2404.07904, section 3). The layer is linear attention whose keys are
+    1 - f: they have no separate weights. The paper prints a sigmoid for the output gate and silu
+    for the input; the published checkpoints have silu and no activation, which are the defaults.
 
     Args:
-        expand_ratio: integer, K, the size of a head, of which the width is a multiple: how much
-            larger than that of an `HGRN` the state is. None: the largest divisor of the width up to
-            the paper's 128. Once the layer is built, the attribute of this name tells the number.
-        gate_activation: of the output gate; `"silu"`, in the paper `"sigmoid"`.
-        input_activation: of the input; `"linear"`, in the paper `"silu"`.
-        conv_size: integer, the tokens that short causal convolutions without bias see, one each
-            behind W_q, W_f and W_i, before the activations above; None: there are none.
-        kernel_initializer: of all kernels.
+        expand_ratio: integer, K, the size of a head and the expansion of the state compared with
+            that of an `HGRN`; must divide the width. None: the largest divisor of the width up to
+            the paper's 128. After `build`, the attribute of this name is the resolved number.
+        gate_activation: activation of the output gate; `"silu"`, in the paper `"sigmoid"`.
+        input_activation: activation of the input; `"linear"`, in the paper `"silu"`.
+        conv_size: integer, the number of taps of short causal convolutions without bias, one after
+            each of W_q, W_f and W_i, before the activations above. None: no convolutions.
+        kernel_initializer: initializer of all kernels.
         return_state: boolean, whether a call returns `(output, state)`.
         **kwargs: `return_sequences`, `zero_output_for_mask` and `go_backwards`, as in
             `keras_recurrent.layers.StreamingLayer`; `name`, `dtype`, `trainable`.
 
     Call arguments:
         inputs: `[B, T, D]`.
-        lower_bound: `[2, D]`, log β and log(1 - β), a row of what
-            `keras_recurrent.layers.LowerBounds` returns; None: β is 0. Not with `go_backwards`:
-            both directions with a bound are `keras_recurrent.layers.BidirectionalHGRN2`.
+        lower_bound: `[2, D]`, log β and log(1 - β), one entry of the output of
+            `keras_recurrent.layers.LowerBounds`; None: β is 0. Not supported with `go_backwards`:
+            for both directions with a bound, use `keras_recurrent.layers.BidirectionalHGRN2`.
         mask, segment_ids, initial_state, return_state, tokens: as in
             `keras_recurrent.layers.StreamingLayer`.
 
     Returns:
         y as `[B, T, D]` in the compute dtype. With `return_state` also the state:
         `{"memory": [B, D / K, K, K] float32, "segment": [B] int32}`, and with `conv_size` the
-        parts of three `CausalConv1D`, `"q_conv1d"`, `"f_conv1d"` and `"i_conv1d"`, each `{"inputs":
-        [B, conv_size - 1, D] float32}`.
+        states of three `CausalConv1D`, `"q_conv1d"`, `"f_conv1d"` and `"i_conv1d"`, each
+        `{"inputs": [B, conv_size - 1, D] float32}`.
 
     Sublayers: `q_proj`, `f_proj`, `i_proj`, `o_proj`, all `Dense` without bias, `norm`, and with
-    `conv_size` the convolutions. Forget gates and the memory are computed in float32 also under a
-    policy of 16 bits.
+    `conv_size` the convolutions. Forget gates and the memory are computed in float32 even under a
+    16-bit policy.
 
     Raises:
-        ValueError: inputs that are not `[B, T, D]`, an `expand_ratio` that does not divide D, a D
-            above 128 that no number from 8 to 128 divides where it is None, a bad `conv_size`, a
-            lower bound beside `go_backwards`, a lower bound or a state of another structure or
-            shape.
+        ValueError: the inputs are not `[B, T, D]`; `expand_ratio` does not divide D, or is None
+            and no number from 8 to 128 divides a D above 128; `conv_size` is not an integer of at
+            least 1; a lower bound is passed with `go_backwards`; or the lower bound or the state
+            has another structure or shape.
 
-    Example: a sequence in two parts.
+    Example: a sequence in two chunks.
 
     ```python
     import keras
@@ -158,9 +158,9 @@ class HGRN2(BoundedLayer):
         super().check_arguments(inputs, lower_bound=lower_bound, **kwargs)
         if self.go_backwards and lower_bound is not None:
             raise ValueError(
-                "`HGRN2` with `go_backwards=True` takes no `lower_bound`. Both directions share "
-                "gates and their bound in `keras_recurrent.layers.BidirectionalHGRN2`, which takes "
-                "one; `keras.layers.Bidirectional(HGRN2(...))` is called without."
+                "`HGRN2` with `go_backwards=True` does not support `lower_bound`. Use "
+                "`keras_recurrent.layers.BidirectionalHGRN2`, whose directions share the gates and "
+                "their bound, or call `keras.layers.Bidirectional(HGRN2(...))` without a bound."
             )
 
     def streaming_sublayers(self):
@@ -168,16 +168,16 @@ class HGRN2(BoundedLayer):
 
     def stream(self, inputs, tokens, state, lower_bound=None):
         after = {}
-        maps = {
+        projected = {
             "q": self.inner(self.q_proj, inputs),
             "f": self.inner(self.f_proj, inputs),
             "i": self.inner(self.i_proj, inputs),
         }
         for name, convolution in self.convolutions.items():
-            maps[name[0]], after[name] = stream_inner(
-                self, convolution, maps[name[0]], tokens, state.get(name)
+            projected[name[0]], after[name] = stream_inner(
+                self, convolution, projected[name[0]], tokens, state.get(name)
             )
-        q, v, log_f = self.gates(**maps, lower_bound=lower_bound)
+        q, v, log_f = self.gates(**projected, lower_bound=lower_bound)
         o, after["memory"] = gated_linear_attention(
             *(q, None, v, log_f),
             initial_state=state.get("memory"),
@@ -189,7 +189,7 @@ class HGRN2(BoundedLayer):
         return self.output_of(output)
 
     def gates(self, q, f, i, lower_bound):
-        """Queries, values and log forget gates, heads apart, from the three linear maps."""
+        """Returns queries, values and log forget gates by heads, from the three projections."""
         q = self._activated(q, self.gate_activation) * self.expand_ratio**-0.5
         log_f = self.log_forget_gate(f, lower_bound)
         v = self._activated(i, self.input_activation)
@@ -198,12 +198,12 @@ class HGRN2(BoundedLayer):
         return tuple(ops.reshape(x, heads) for x in (q, v, log_f))
 
     def _activated(self, x, activation):
-        """A convolution has applied silu itself."""
+        """Applies an activation, unless a convolution has applied it (silu)."""
         done = self.conv_size is not None and activation is keras.activations.silu
         return x if done else activation(x)
 
     def output_of(self, o):
-        """The layer's output from what its heads recall."""
+        """Returns the layer's output from the outputs of its heads."""
         o = ops.reshape(o, (*ops.shape(o)[:2], self.width))
         return self.inner(self.o_proj, self.inner(self.norm, o))
 
@@ -212,7 +212,7 @@ class HGRN2(BoundedLayer):
             return f"`{self.name}` has convolutions"
         activations = self.gate_activation, self.input_activation
         if activations != (keras.activations.silu, keras.activations.linear):
-            return f"`{self.name}` has other activations than silu of gates and none of inputs"
+            return f"`{self.name}` has activations other than silu for gates and none for inputs"
         return decoding.first_reason(
             decoding.class_reason(self, HGRN2),
             decoding.denses_reason([self.q_proj, self.f_proj, self.i_proj], [self.o_proj]),
@@ -229,9 +229,9 @@ class HGRN2(BoundedLayer):
         return x, {"memory": memory}
 
     def own_state_spec(self, batch_size=None):
-        of_convolutions = super().own_state_spec(batch_size)
+        convolutions = super().own_state_spec(batch_size)
         heads, size = self.width // self.expand_ratio, self.expand_ratio
-        return {"memory": self.array_spec(batch_size, heads, size, size), **of_convolutions}
+        return {"memory": self.array_spec(batch_size, heads, size, size), **convolutions}
 
     def get_config(self):
         return {

@@ -1,4 +1,4 @@
-"""How decays start out."""
+"""Initializers of decays."""
 
 import keras
 from keras import ops
@@ -9,29 +9,29 @@ from keras_recurrent.checks.dtypes import accumulation_dtype
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class DecayLogit(keras.initializers.RandomUniform):
-    """Draws Λ such that a = σ(Λ), raised to a power, is uniform between two bounds.
+    """Samples Λ such that a = σ(Λ), raised to a power, is uniform between two bounds.
 
     ```
     u ~ U[minval, maxval)        a = u^(1/power)        Λ = log a - log(1 - a)
     ```
 
-    De et al. 2024 (arXiv:2402.19427, section 2.4) draw a^8 from [0.9, 0.999]; DeepMind's released
-    code of RecurrentGemma draws a^2 from [0.9^2, 0.999^2], that is, a itself lies in
+    De et al. 2024 (arXiv:2402.19427, section 2.4) sample a^8 from [0.9, 0.999]; DeepMind's released
+    code of RecurrentGemma samples a^2 from [0.9^2, 0.999^2], that is, a itself is in
     [0.9, 0.999], uniform by area in the unit disk (Orvieto et al. 2023, arXiv:2303.06349). The
-    first remembers about eight times as long. Layers know the two as
+    first remembers about eight times as long. In layers, the two are
     `a_initializer="griffin"` and `a_initializer="recurrentgemma"`.
 
-    1 - a is computed as -expm1(log(u) / power), which keeps its digits near a = 1, in float32
-    (float64 for a float64 weight).
+    1 - a is computed as -expm1(log(u) / power), which is accurate near a = 1, in float32 (float64
+    for a float64 weight).
 
     Args:
         minval: float, the lower bound of a^power, above 0.
-        maxval: float, its upper bound, below 1.
-        power: float.
+        maxval: float, the upper bound of a^power, below 1.
+        power: float, above 0.
         seed: as in `keras.initializers.RandomUniform`.
 
     Raises:
-        ValueError: not 0 < minval <= maxval < 1, or a power that is not above 0.
+        ValueError: 0 < minval <= maxval < 1 does not hold, or `power` is not above 0.
 
     Example:
 
@@ -68,7 +68,7 @@ class DecayLogit(keras.initializers.RandomUniform):
 
 
 def get_decay_initializer(identifier):
-    """The initializer of Λ that an `a_initializer` argument means."""
+    """Returns the initializer of Λ for an `a_initializer` argument."""
     if identifier == "griffin":
         return DecayLogit(0.9, 0.999, power=8.0)
     if identifier == "recurrentgemma":
@@ -83,7 +83,7 @@ def get_decay_initializer(identifier):
 
 
 def clone_initializer(initializer):
-    """A copy that draws its own numbers: an instance draws the same ones each time it is asked."""
+    """Copies an initializer, because an instance returns equal values in every call."""
     if isinstance(initializer, keras.initializers.Initializer):
         return initializer.clone()
     return initializer

@@ -1,4 +1,4 @@
-"""The layer that mixes tokens in TransNormerLLM: linear attention with a decay a head."""
+"""Token-mixing layer of TransNormerLLM: linear attention with one decay per head."""
 
 import keras
 from keras import ops
@@ -14,7 +14,7 @@ from keras_recurrent.ops import lightning_attention
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class LightningAttention(StreamingLayer):
-    """Linear attention with a constant decay a head: one speed at every length, fixed memory.
+    """Linear attention with a constant decay per head, in linear time with a state of fixed size.
 
     ```
     q_t, k_t = silu(W_q x_t), silu(W_k x_t);   v_t, u_t = W_v x_t, W_u x_t
@@ -23,39 +23,41 @@ class LightningAttention(StreamingLayer):
     ```
 
     Qin et al. 2024 (arXiv:2405.17381) and 2023 (arXiv:2307.14995). MiniMax-01 (MiniMax 2025,
-    arXiv:2501.08313) has a sigmoid around W_u x_t and silu around W_v x_t. Time grows as the
-    length, and the state has one size. With `use_lrpe`, as in TransNormerLLM's first layer, queries
-    and keys also know their distance (see `keras_recurrent.layers.LRPE`), and heads of them are
-    twice as wide; positions count the real tokens of a document, and begin at 0 in each.
+    arXiv:2501.08313) has a sigmoid around W_u x_t and silu around W_v x_t. Time grows linearly with
+    the sequence length. With `use_lrpe`, as in TransNormerLLM's first layer, queries and keys also
+    encode their distance (see `keras_recurrent.layers.LRPE`), and their heads are twice as wide;
+    positions count the real tokens of a document, from 0.
 
-    λ is a constant of head h = 1..H and layer l = 0..L-1. The higher its layer, the longer a head
-    remembers.
+    λ is a constant of head h = 1..H and layer l = 0..L-1. Heads of higher layers have a longer
+    memory.
 
     ```
     "checkpoints"   λ = exp(-s_h (1 - l / (L - 1) + 1e-5))      exp(-s_h (1 + 1e-5)) where L is 1
     "paper"         λ = exp(-(8 h / H) (1 - l / L))
     ```
 
-    "paper" is what the papers print. It forgets quickly: what a head remembers falls to 1 / e in
-    1 / ((8 h / H) (1 - l / L)) tokens, that is H / 8 in the first head of the first layer, H / 4
-    halfway up, H L / 8 in the last layer, and less than one token in half of all heads. It is there
-    to repeat the papers. "checkpoints" is what the published models compute, with the slopes s_h of
-    ALiBi (Press et al. 2021, arXiv:2108.12409); its last head remembers the longest, 256 tokens in
-    the first layer and more in each layer above. Where H is a power of two, s_h =
-    2^(-8 h / H). Otherwise, with n the largest power of two below H, the slopes of n heads are
-    followed by every second one of 2 n heads, from the first on.
+    "paper" is the schedule printed in the papers, provided to reproduce them. It forgets quickly:
+    the memory of a head decays to 1 / e in 1 / ((8 h / H) (1 - l / L)) tokens, that is H / 8 in the
+    first head of the first layer, H / 4 in the middle layer, H L / 8 in the last layer, and less
+    than one token in half of all heads.
+
+    "checkpoints" is the schedule of the published models, with the slopes s_h of ALiBi (Press et
+    al. 2021, arXiv:2108.12409). Its last head has the longest memory, 256 tokens in the first layer
+    and more in each layer above. If H is a power of two, s_h = 2^(-8 h / H). Otherwise, with n the
+    largest power of two below H, the slopes of n heads are followed by every second slope of 2 n
+    heads, from the first on.
 
     Args:
         num_heads: integer, H.
         head_dim: integer, the size of a head; 128 in the published models.
         decay_schedule: `"checkpoints"`, or `"paper"`, which forgets within a few tokens; see above.
-        layer_index: integer, l, the layer's place in its network, from 0.
+        layer_index: integer, l, the index of the layer in its network, from 0.
         num_layers: integer, L, the number of such layers.
         use_lrpe: boolean, whether queries and keys get positions.
-        gate_activation: of the gate u; `"linear"`, in MiniMax-01 `"sigmoid"`.
-        value_activation: of the values v; `"linear"`, in MiniMax-01 `"silu"`.
-        query_key_activation: of the queries q and keys k; `"silu"` in both.
-        kernel_initializer: of the five linear maps.
+        gate_activation: activation of the gate u; `"linear"`, in MiniMax-01 `"sigmoid"`.
+        value_activation: activation of the values v; `"linear"`, in MiniMax-01 `"silu"`.
+        query_key_activation: activation of the queries q and keys k; `"silu"` in both.
+        kernel_initializer: initializer of the five kernels.
         return_state: boolean, whether a call returns `(output, state)`.
         **kwargs: `return_sequences`, `zero_output_for_mask` and `go_backwards`, as in
             `keras_recurrent.layers.StreamingLayer`; `name`, `dtype`, `trainable`.
@@ -69,18 +71,18 @@ class LightningAttention(StreamingLayer):
         y as `[B, T, D]` in the compute dtype; the memory and its sums are float32 (float64 under a
         float64 policy). With `return_state` also the state: `{"memory": [B, num_heads, head_dim,
         head_dim] float32, "segment": [B] int32}`. With `use_lrpe`, `memory`
-        is `[B, num_heads, 2 * head_dim, head_dim]`, and there is `"position": [B] int32`, that of
-        the token to come.
+        is `[B, num_heads, 2 * head_dim, head_dim]`, and the state also has
+        `"position": [B] int32`, the position of the next token.
 
     Sublayers: `q_proj`, `k_proj`, `v_proj`, `u_proj` and `o_proj`, all `Dense` without bias, with
     kernels `[D, num_heads * head_dim]`, and `[num_heads * head_dim, D]` in `o_proj`; `norm`, and
     with `use_lrpe` the `lrpe` that queries and keys share.
 
     Raises:
-        ValueError: inputs that are not `[B, T, D]`, an unknown `decay_schedule`, a `layer_index`
-            that is not below `num_layers`, a state of another structure or shape.
+        ValueError: the inputs are not `[B, T, D]`, `decay_schedule` is unknown, `layer_index` is
+            not below `num_layers`, or the state has another structure or shape.
 
-    Example: a sequence in two parts.
+    Example: a sequence in two chunks.
 
     ```python
     import keras
@@ -182,7 +184,7 @@ class LightningAttention(StreamingLayer):
         return self.inner(self.o_proj, ops.multiply(gate, self.inner(self.norm, o)))
 
     def _heads(self, x, inputs):
-        # Not the shape of x: tf2onnx would take that from inside the linear map, without time.
+        # The shape of x would not do: tf2onnx takes it from inside `Dense`, without the time axis.
         return ops.reshape(x, (*ops.shape(inputs)[:2], self.num_heads, self.head_dim))
 
     def own_state_spec(self, batch_size=None):
@@ -206,7 +208,7 @@ class LightningAttention(StreamingLayer):
 
 
 def log_decay(schedule, num_heads, layer_index, num_layers):
-    """log λ of each head, `num_heads` numbers below 0; see `LightningAttention`."""
+    """Returns log λ of each head, `num_heads` numbers below 0; see `LightningAttention`."""
     if not isinstance(layer_index, int) or not 0 <= layer_index < num_layers:
         raise ValueError(
             f"`layer_index` must be an integer from 0 to `num_layers` - 1, {num_layers - 1}; got "
@@ -224,7 +226,7 @@ def log_decay(schedule, num_heads, layer_index, num_layers):
 
 
 def alibi_slopes(num_heads):
-    """The slopes of ALiBi (Press et al. 2021, arXiv:2108.12409), one a head."""
+    """Returns the slopes of ALiBi (Press et al. 2021, arXiv:2108.12409), one per head."""
     power = 1 << (num_heads.bit_length() - 1)
     slopes = [2 ** (-8 * h / power) for h in range(1, power + 1)]
     return (

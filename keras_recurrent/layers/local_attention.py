@@ -1,4 +1,4 @@
-"""Attention to a window of the tokens before, or to all of them, as Griffin has it."""
+"""Causal attention of Griffin, to a sliding window or to all earlier tokens."""
 
 import keras
 from keras import ops
@@ -16,7 +16,7 @@ from keras_recurrent.ops.sliding_window_attention import capacity, sliding_windo
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class LocalAttention(StreamingLayer):
-    """Causal attention with shared keys and values and rotary positions, which can be streamed.
+    """Causal multi-query or grouped-query attention with rotary positions and a KV cache.
 
     ```
     q_t, k_t = rotate(W_q x_t, t) / sqrt(head_dim), rotate(W_k x_t, t);   v_t = W_v x_t
@@ -25,31 +25,34 @@ class LocalAttention(StreamingLayer):
     ```
 
     The attention block of De et al. 2024 (arXiv:2402.19427, section 2.3): local with a window, in
-    Griffin; global without one, in the Transformer that the paper compares with. Keys and values
-    have fewer heads than queries: one in multi-query attention (Shazeer 2019, arXiv:1911.02150),
-    more in grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245). The positions are
-    rotary (Su et al. 2021, arXiv:2104.09864).
+    Griffin; global without one, in the paper's Transformer baseline. Keys and values have fewer
+    heads than queries: one in multi-query attention (Shazeer 2019, arXiv:1911.02150), more in
+    grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245). The positions are rotary (Su et
+    al. 2021, arXiv:2104.09864).
 
-    t and s count the real tokens of a document: positions begin at 0 in each, and padding takes
-    no room in the window. Time grows as T times the window. The state keeps the keys and values
-    of the document's last tokens, as many as the window reaches, so a step of generation costs
-    the same at every length.
+    t and s count the real tokens of a document: positions start at 0 in each document, and padding
+    does not occupy the window. Time grows with T times the window. The state is a circular KV cache
+    of the document's last tokens. With a window, its size and the cost of a decoding step do not
+    depend on the length.
 
     Args:
-        num_query_heads: integer, heads of queries.
-        num_key_value_heads: integer, heads of keys and values; must divide `num_query_heads`.
+        num_query_heads: integer, the number of query heads.
+        num_key_value_heads: integer, the number of key and value heads; must divide
+            `num_query_heads`.
         head_dim: integer, the size of a head.
-        sliding_window: integer, how many tokens each sees, itself included; None: all before it.
-        max_length: integer, how many tokens of a document a state has room for. Needed to stream
-            without a window, here or in `get_initial_state`; with one, a state needs no more than
-            `sliding_window - 1`. After each call, a state forgets the oldest tokens of a longer
-            document: which, then depends on where the sequence was cut.
-        rope_max_wavelength: number; channels j and j + r / 2 are a pair, which turns by its power
-            -2j / r in radians a token, where r is the number of channels that turn.
-        partial_rotary_factor: float, the part of a head's channels that turn, the first ones; 0:
-            no positions.
-        kernel_initializer: of the four linear maps.
-        bias_initializer: of b_o.
+        sliding_window: integer, the number of tokens that each token attends to, including itself.
+            None: all earlier tokens and itself.
+        max_length: integer, the capacity of a state, in tokens of a document. Required for
+            streaming without a window, here or in `get_initial_state`; with a window, a state needs
+            at most `sliding_window - 1`. After each call, a state drops the oldest tokens of a
+            document that exceeds it; results then depend on how the sequence was split.
+        rope_max_wavelength: number; channels j and j + r / 2 are a pair, which rotates by
+            `rope_max_wavelength^(-2j / r)` radians per token, where r is the number of rotated
+            channels.
+        partial_rotary_factor: float, the fraction of a head's channels that are rotated, which are
+            the first ones. 0: no positions.
+        kernel_initializer: initializer of the four kernels.
+        bias_initializer: initializer of b_o.
         return_state: boolean, whether a call returns `(output, state)`.
         **kwargs: `return_sequences`, `zero_output_for_mask` and `go_backwards`, as in
             `keras_recurrent.layers.StreamingLayer`; `name`, `dtype`, `trainable`.
@@ -62,23 +65,22 @@ class LocalAttention(StreamingLayer):
     Returns:
         y as `[B, T, D]` in the compute dtype. With `return_state` also the state: `{"key",
         "value": [B, C, num_key_value_heads, head_dim] in the compute dtype, "position": [B] int32,
-        the position of the token to come, "segment": [B] int32}`. The token at position p is in
-        slot p mod C. Where no state was given, C is `sliding_window - 1` or `max_length`, the
-        smaller of the two; else that of the state given. Logits and sums are float32 under a policy
-        of 16 bits.
+        the position of the next token, "segment": [B] int32}`. The token at position p is in
+        slot p mod C. C is that of `initial_state`, or else the smaller of `sliding_window - 1` and
+        `max_length`. Logits and sums are float32 under a 16-bit policy.
 
     Sublayers: `q_proj`, `k_proj`, `v_proj`, without bias, and `o_proj`, all `Dense`, with kernels
     `[D, heads * head_dim]`, and `[num_query_heads * head_dim, D]` in `o_proj`.
 
     Raises:
-        ValueError: inputs that are not `[B, T, D]`, a `num_key_value_heads` that does not divide
-            `num_query_heads`, a `partial_rotary_factor` not between 0 and 1 or that leaves an odd
-            number of channels to turn, a state of another structure or shape, or a state asked
-            for where neither `sliding_window` nor `max_length` bounds it.
-        NotImplementedError: no `sliding_window`, where a distribution splits the tokens of rows
-            (see `keras_recurrent.devices.jax_layouts`).
+        ValueError: the inputs are not `[B, T, D]`; `num_key_value_heads` does not divide
+            `num_query_heads`; `partial_rotary_factor` is not between 0 and 1, or the number of
+            rotated channels is odd; the state has another structure or shape; or a state is
+            requested but neither `sliding_window` nor `max_length` limits it.
+        NotImplementedError: `sliding_window` is None and a distribution splits sequences (see
+            `keras_recurrent.devices.jax_layouts`).
 
-    Example: a text longer than the window, in parts.
+    Example: a sequence longer than the window, in chunks.
 
     ```python
     import keras
@@ -90,8 +92,8 @@ class LocalAttention(StreamingLayer):
     whole = keras.ops.convert_to_numpy(layer(x))
 
     state = layer.get_initial_state(batch_size=2)
-    for part in np.split(x, 5, axis=1):
-        output, state = layer(part, initial_state=state, return_state=True)
+    for chunk in np.split(x, 5, axis=1):
+        output, state = layer(chunk, initial_state=state, return_state=True)
     np.testing.assert_allclose(
         keras.ops.convert_to_numpy(output), whole[:, -10:], rtol=1e-4, atol=1e-5
     )
@@ -127,14 +129,15 @@ class LocalAttention(StreamingLayer):
             max_length = int(max_length)
         if num_query_heads % num_key_value_heads:
             raise ValueError(
-                "`num_key_value_heads` must divide `num_query_heads`, an equal number of which "
-                f"share each; got {num_key_value_heads} for {num_query_heads}."
+                "`num_key_value_heads` must divide `num_query_heads`, because equal groups of "
+                "query heads share keys and values; got "
+                f"{num_key_value_heads} for {num_query_heads}."
             )
         in_bounds = is_finite_number(partial_rotary_factor) and 0 <= partial_rotary_factor <= 1
         self.rotary_dim = int(partial_rotary_factor * head_dim) if in_bounds else 0
         if not in_bounds or self.rotary_dim % 2:
             raise ValueError(
-                "`partial_rotary_factor` must be between 0 and 1, and its part of `head_dim`, "
+                "`partial_rotary_factor` must be between 0 and 1, and this fraction of `head_dim`, "
                 f"{head_dim}, an even number of channels; got {partial_rotary_factor!r}."
             )
         check_number("rope_max_wavelength", rope_max_wavelength, above=0)
@@ -177,7 +180,7 @@ class LocalAttention(StreamingLayer):
         return self.inner(self.o_proj, output)
 
     def attend(self, q, k, v, tokens, state):
-        """What the heads see, `[B, T, heads times head_dim]`, from the three linear maps."""
+        """Returns the outputs of the heads `[B, T, heads * head_dim]` from the projections."""
         q = self._rotated(q, tokens.position, scale=self.head_dim**-0.5)
         output, after = sliding_window_attention(
             q,
@@ -186,18 +189,18 @@ class LocalAttention(StreamingLayer):
             ops.cast(self._heads(v, tokens.position), self.compute_dtype),
             self.sliding_window,
             max_length=self.max_length,
-            # A first token that starts a document sees nothing of the state, and is at position 0.
+            # If the first token starts a document, the state is ignored and the position is 0.
             initial_state={**state, "position": tokens.position[:, 0]} if state else None,
             token_kind=tokens.kind,
         )
-        after.pop("position", None)  # the outermost layer keeps it
+        after.pop("position", None)  # returned by the outermost layer
         inner = self.num_query_heads * self.head_dim
         return ops.reshape(output, (*ops.shape(q)[:2], inner)), after
 
     def _heads(self, x, position):
-        # Not -1: TensorFlow would lose the static size where the time is not known.
+        # With -1, TensorFlow would lose the static size if the time is unknown.
         heads = x.shape[-1] // self.head_dim
-        # And not the shape of x: tf2onnx would take that from inside the linear map, without time.
+        # The shape of x would not do: tf2onnx takes it from inside `Dense`, without the time axis.
         return ops.reshape(x, (*ops.shape(position), heads, self.head_dim))
 
     def _rotated(self, x, position, scale=1.0):
@@ -212,11 +215,10 @@ class LocalAttention(StreamingLayer):
         return self.sliding_window is not None or self.max_length is not None
 
     def own_state_spec(self, batch_size=None):
-        """The layer's own part of a state, as `KerasTensor`s.
+        """The layer's part of a state, as `KerasTensor`s.
 
-        The size of the ring, C, is None also where `sliding_window` says how many tokens are
-        needed at most: a state that `get_initial_state(max_length=...)` has made for short rows
-        has room for fewer, and keeps its size from call to call.
+        The capacity of the KV cache, C, is None even if `sliding_window` limits it: a state of
+        `get_initial_state(max_length=...)` may have a smaller capacity, which calls preserve.
         """
         shape = (batch_size, None, self.num_key_value_heads, self.head_dim)
         return {
@@ -225,15 +227,15 @@ class LocalAttention(StreamingLayer):
         }
 
     def own_initial_state(self, batch_size, max_length=None):
-        """The layer's own part of `get_initial_state`.
+        """The layer's part of `get_initial_state`.
 
-        It has room for `max_length` tokens of a document (None: as the layer says), or for those
-        that a window reaches where they are fewer.
+        Its capacity is `max_length` tokens of a document (None: the layer's `max_length`), or that
+        of the window if it is smaller.
         """
-        room = capacity(self.sliding_window, self.max_length if max_length is None else max_length)
-        if room is None:
+        slots = capacity(self.sliding_window, self.max_length if max_length is None else max_length)
+        if slots is None:
             raise self.no_bound()
-        shape = (batch_size, room, self.num_key_value_heads, self.head_dim)
+        shape = (batch_size, slots, self.num_key_value_heads, self.head_dim)
         return {
             "key": ops.zeros(shape, self.compute_dtype),
             "value": ops.zeros(shape, self.compute_dtype),

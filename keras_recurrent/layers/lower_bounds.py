@@ -12,35 +12,35 @@ from keras_recurrent.ops.log_forget_gate import log_forget_gate
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class LowerBounds(RecomputableLayer):
-    """How much each layer of HGRN and HGRN2 remembers at least: the higher a layer, the more.
+    """Learned lower bounds of the forget gates of HGRN and HGRN2, which increase with the layer.
 
     ```
     β = cumsum(softmax(P, axis=0), axis=0) - its first row      P, β: [L, D]
     ```
 
     Qin et al. 2023 (arXiv:2311.04823, section 3.2) and 2024 (arXiv:2404.07904). β of a layer is at
-    least that of the layer below; that of the first layer is 0, and is left out.
+    least that of the layer below; β of the first layer is 0 and is omitted.
 
-    The layer has no use for the values of its inputs: it takes them so that Keras sees its weight
-    in a model. Call it on the embeddings.
+    The outputs do not depend on the values of the inputs, which make the layer's weight part of a
+    Keras model. Call it on the embeddings.
 
     Args:
-        num_layers: integer, L, at least 2: a layer by itself has no bound.
+        num_layers: integer, L, at least 2, because the first layer has no bound.
         **kwargs: `name`, `dtype`, `trainable`.
 
     Call arguments:
         inputs: `[..., D]`.
 
     Returns:
-        `[L - 1, 2, D]` in float32 (float64 under a float64 policy) whatever the compute dtype:
+        `[L - 1, 2, D]` in float32 (float64 under a float64 policy) for any compute dtype:
         log β and log(1 - β) of the second layer, the third and so on, each from a sum of
-        exponentials, so that neither loses digits where the other is near 0. One row is the
-        `lower_bound` of an `HGRN2` or `HGRN`.
+        exponentials, so that both are accurate near 0. One entry `[2, D]` is the `lower_bound` of
+        an `HGRN2` or `HGRN`.
 
-    Weights: `logits`, P, `[L, D]`, zeros at first, by which β rises evenly.
+    Weights: `logits`, P, `[L, D]`, initialized with zeros, for which β increases evenly.
 
     Raises:
-        ValueError: a `num_layers` below 2, or inputs whose width is not known.
+        ValueError: `num_layers` is below 2, or the width of the inputs is unknown.
 
     Example: three layers.
 
@@ -62,7 +62,7 @@ class LowerBounds(RecomputableLayer):
 
     def __init__(self, num_layers, **kwargs):
         super().__init__(autocast=False, **kwargs)
-        self.supports_masking = True  # inputs may have a mask, which the bounds have not
+        self.supports_masking = True  # inputs may have a mask, outputs have none
         check_positive_integer("num_layers", num_layers)
         if num_layers < 2:
             raise ValueError(
@@ -83,7 +83,7 @@ class LowerBounds(RecomputableLayer):
         )
 
     def call(self, inputs):
-        # β of layer i is the sum of the softmax over rows 1 to i, 1 - β that over all other rows.
+        # β of layer i is the sum of the softmax over rows 1 to i, 1 - β the sum of all other rows.
         layer = ops.arange(1, self.num_layers)[:, None, None]
         share = ops.arange(0, self.num_layers)[None, :, None]
         inside = ops.logical_and(share >= 1, share <= layer)
@@ -115,7 +115,8 @@ class BoundedLayer(StreamingLayer):
     """Base class of streaming layers whose forget gates have a lower bound.
 
     Call arguments:
-        lower_bound: `[2, D]`, log β and log(1 - β), a row of what `LowerBounds` returns; None: 0.
+        lower_bound: `[2, D]`, log β and log(1 - β), one entry of the output of `LowerBounds`; None:
+            β is 0.
         inputs, mask, segment_ids, initial_state, return_state, tokens: as in
             `keras_recurrent.layers.StreamingLayer`.
     """
@@ -125,7 +126,7 @@ class BoundedLayer(StreamingLayer):
         check_lower_bound(lower_bound, inputs.shape[-1])
 
     def log_forget_gate(self, logits, lower_bound):
-        """log f, with f = β + (1 - β) σ(logits), in the dtype of states."""
+        """Returns log f, with f = β + (1 - β) σ(logits), in the dtype of states."""
         if lower_bound is not None:
             lower_bound = ops.cast(lower_bound, self.state_dtype)
         return log_forget_gate(ops.cast(logits, self.compute_dtype), lower_bound)
@@ -138,6 +139,6 @@ def check_lower_bound(lower_bound, width):
     if tuple(lower_bound.shape) != (2, width):
         raise ValueError(
             f"`lower_bound` must have the shape (2, {width}), log β and log(1 - β) of the layer's "
-            f"channels; got {tuple(lower_bound.shape)}. Pass a row of what "
-            "`keras_recurrent.layers.LowerBounds` returns."
+            f"channels; got {tuple(lower_bound.shape)}. Pass one entry of the output of "
+            "`keras_recurrent.layers.LowerBounds`, `bounds[i]`."
         )

@@ -1,4 +1,4 @@
-"""The positions of TransNormerLLM's first layer."""
+"""Position encoding of TransNormerLLM's first layer."""
 
 import keras
 import numpy as np
@@ -14,35 +14,35 @@ MAX_WAVELENGTH = 10_000
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class LRPE(RecomputableLayer):
-    """Linearized relative positions with learned frequencies: each channel becomes two.
+    """Linearized relative position encoding with learned frequencies; doubles the channels.
 
     ```
     y_t = [x_t cos(θ t), x_t sin(θ t)]
     ```
 
-    for queries and keys alike, so that y_t · y_s is the sum of x_t x_s cos(θ (t - s)) over the
-    channels: only the distance counts. Qin et al. 2023 (arXiv:2307.14995, section 3.1, LRPE);
-    TransNormerLLM has it in its first layer alone. All is computed in float32 (float64 under a
-    float64 policy), as an angle of many tokens has no digits left in 16 bits.
+    for queries and keys, so that y_t · y_s is the sum of x_t x_s cos(θ (t - s)) over the channels,
+    which depends only on the distance. Qin et al. 2023 (arXiv:2307.14995, section 3.1, LRPE);
+    TransNormerLLM has it in its first layer only. The layer computes in float32 (float64 under a
+    float64 policy), because 16 bits cannot represent the angles of late tokens.
 
     Args:
         **kwargs: `name`, `dtype`, `trainable`.
 
     Call arguments:
         inputs: `[B, T, H, K]`, queries or keys by heads.
-        positions: integers `[B, T]`, t: the place of each token in its document.
+        positions: integers `[B, T]`, t: the position of each token in its document.
 
     Returns:
         `[B, T, H, 2 K]` in the compute dtype.
 
-    Weights: `theta`, θ, `[H, K]`, never below float32; at first `10000^(-2 j / (H K))`, j counting
-    the channels of all heads.
+    Weights: `theta`, θ, `[H, K]`, at least float32, initialized with `10000^(-2 j / (H K))`, where
+    j counts the channels of all heads.
 
     Raises:
-        ValueError: inputs that are not `[B, T, H, K]` with known H and K, or positions that are not
+        ValueError: the inputs are not `[B, T, H, K]` with known H and K, or the positions are not
             integers `[B, T]`.
 
-    Example: the second position, with a frequency of 1.
+    Example: two positions, with a frequency of 1.
 
     ```python
     import keras
@@ -61,8 +61,8 @@ class LRPE(RecomputableLayer):
     def build(self, input_shape):
         if len(input_shape) != 4 or None in input_shape[2:]:
             raise ValueError(
-                "`LRPE` needs inputs of shape [batch, time, heads, head size], the last two known; "
-                f"got the shape {tuple(input_shape)}."
+                "`LRPE` needs inputs of shape [batch, time, heads, head size] with known heads and "
+                f"head size; got the shape {tuple(input_shape)}."
             )
         self.theta = self.add_weight(
             name="theta",
@@ -76,8 +76,8 @@ class LRPE(RecomputableLayer):
         _check_positions(positions, inputs.shape[:2])
         x = ops.cast(inputs, self._angle_dtype)
         angle = ops.cast(positions, self._angle_dtype)[:, :, None, None] * self.theta
-        turned = ops.concatenate([x * ops.cos(angle), x * ops.sin(angle)], axis=-1)
-        return ops.cast(turned, self.compute_dtype)
+        rotated = ops.concatenate([x * ops.cos(angle), x * ops.sin(angle)], axis=-1)
+        return ops.cast(rotated, self.compute_dtype)
 
     @property
     def _angle_dtype(self):

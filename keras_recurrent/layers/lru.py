@@ -1,4 +1,4 @@
-"""What the real-gated and the complex-gated linear recurrent units have in common."""
+"""Base class of the real-gated and complex-gated linear recurrent units."""
 
 import keras
 from keras import ops
@@ -11,7 +11,7 @@ from keras_recurrent.layers.streaming import StreamingLayer
 
 
 class GatedLRU(StreamingLayer):
-    """The arguments, gates, decays and state of `RGLRU` and `CGLRU`."""
+    """Base class of `RGLRU` and `CGLRU`, with their arguments, gates, decays and state."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class GatedLRU(StreamingLayer):
         self.scale_first_input = scale_first_input
 
     def add_gates_and_decays(self, channels):
-        """The two gates, from the layer's width to `channels`, and Λ of each channel."""
+        """Adds the two gates, from the layer's width to `channels`, and Λ of each channel."""
         block_width = channels // self.num_blocks
         self.recurrence_gate = block_diagonal_dense(self, "recurrence_gate", block_width)
         self.input_gate = block_diagonal_dense(self, "input_gate", block_width)
@@ -47,7 +47,7 @@ class GatedLRU(StreamingLayer):
         )
 
     def log_decay(self, recurrence_gate):
-        """log |a_t| = -8 softplus(-Λ) r_t."""
+        """Returns log |a_t| = -8 softplus(-Λ) r_t."""
         return -DECAY_EXPONENT * ops.softplus(-self.a_logit) * recurrence_gate
 
     def last_output(self, state):
@@ -69,10 +69,10 @@ class GatedLRU(StreamingLayer):
 
 
 def input_multiplier(log_a):
-    """sqrt(1 - a^2), exactly, with its derivative held below MAX_SQRT_GRADIENT."""
+    """Returns sqrt(1 - a^2), exactly, with a derivative limited by MAX_SQRT_GRADIENT."""
     z = -ops.expm1(2 * log_a)
     derivative = ops.rsqrt(ops.maximum(4 * z, 1 / MAX_SQRT_GRADIENT**2))
-    # z - stop_gradient(z) is 0: the value stays, and the gradient is the bounded derivative.
+    # z - stop_gradient(z) is 0: the value is unchanged, and its gradient is the limited derivative.
     return ops.stop_gradient(ops.sqrt(z)) + ops.stop_gradient(derivative) * (
         z - ops.stop_gradient(z)
     )

@@ -1,4 +1,4 @@
-"""The recurrent block of Griffin and Hawk."""
+"""Recurrent block of Griffin and Hawk."""
 
 import keras
 from keras import ops
@@ -20,28 +20,29 @@ RECURRENCES = {"rg_lru": RGLRU, "cg_lru": CGLRU}
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class RecurrentBlock(StreamingLayer):
-    """The recurrent block of Griffin and Hawk: mixes tokens where a transformer has attention.
+    """Recurrent block of Griffin and Hawk, the token-mixing layer in place of attention.
 
     ```
     y_t = W_out (RG-LRU(conv1d(W_x x_t + b_x)) * gelu(W_y x_t + b_y)) + b_out
     ```
 
     De et al. 2024 (arXiv:2402.19427, section 2.3), with the tanh-approximated gelu. Time and
-    memory grow linearly with the sequence, and the state has a fixed size.
+    memory grow linearly with the sequence length, and the state has a fixed size.
 
     Args:
-        lru_width: integer, the width inside, where convolution and recurrence run; about 4/3 of
+        lru_width: integer, the inner width, of the convolution and the recurrence; about 4/3 of
             the inputs' width in the paper.
-        kernel_size: integer, the tokens that the convolution sees.
-        num_blocks: integer, blocks of the RG-LRU's gates; must divide `lru_width`. None: 16 where
-            that divides it, else fewer; see `keras_recurrent.layers.RGLRU`.
+        kernel_size: integer, the number of taps of the convolution.
+        num_blocks: integer, the number of blocks of the RG-LRU's gates; must divide `lru_width`.
+            None: 16 if that divides it, else fewer; see `keras_recurrent.layers.RGLRU`.
         a_initializer: see `keras_recurrent.layers.RGLRU`.
-        kernel_initializer: of the three linear maps and of the gates.
-        bias_initializer: of all biases.
+        kernel_initializer: initializer of the kernels of the linear layers and the gates.
+        bias_initializer: initializer of all biases.
         return_state: boolean, whether a call returns `(output, state)`.
         scale_first_input: boolean; see `keras_recurrent.layers.RGLRU`.
         recurrence: `"rg_lru"`, or `"cg_lru"`, the complex variant of the paper's appendix B
-            (`keras_recurrent.layers.CGLRU`), which did not help there; `lru_width` is then even.
+            (`keras_recurrent.layers.CGLRU`), which was not better in the paper; `lru_width` must
+            then be even.
         **kwargs: `return_sequences`, `zero_output_for_mask` and `go_backwards`, as in
             `keras_recurrent.layers.StreamingLayer`; `name`, `dtype`, `trainable`.
 
@@ -53,28 +54,28 @@ class RecurrentBlock(StreamingLayer):
     Returns:
         `[B, T, D]` in the compute dtype. With `return_state` also the state:
         `{"conv1d": {"inputs": [B, W - 1, lru_width] float32}, "rg_lru": {"hidden": [B, lru_width]
-        float32}, "segment": [B] int32}`, W the `kernel_size`. With `recurrence="cg_lru"` the name
-        `"rg_lru"` is `"cg_lru"`.
+        float32}, "segment": [B] int32}`, where W is `kernel_size`. With `recurrence="cg_lru"`,
+        `"cg_lru"` replaces `"rg_lru"`.
 
-    Sublayers: `linear_x`, `linear_y`, `conv1d`, `rg_lru` or `cg_lru`, `linear_out`. The linear maps
-    are called with all tokens of all rows as `[B * T, D]`, which hooks and activity regularizers
-    of them see.
+    Sublayers: `linear_x`, `linear_y`, `conv1d`, `rg_lru` or `cg_lru`, `linear_out`. The inputs of
+    the linear layers are all tokens of the batch, `[B * T, D]`; hooks and activity regularizers get
+    this shape.
 
     Raises:
-        ValueError: inputs that are not `[B, T, D]`, a `num_blocks` that does not divide
-            `lru_width`, a bad `kernel_size`, an unknown `a_initializer` or `recurrence`, an
-            `lru_width` or `num_blocks` that `CGLRU` cannot have, a state of another structure or
-            shape.
+        ValueError: the inputs are not `[B, T, D]`; `num_blocks` does not divide `lru_width`;
+            `kernel_size` is not an integer of at least 1; `a_initializer` or `recurrence` is
+            unknown; `CGLRU` does not support the `lru_width` or `num_blocks`; or the state has
+            another structure or shape.
 
-    Example: truncated backpropagation. A text is read 32 bytes at a time; the state is carried on
-    from one part to the next, the gradient is not.
+    Example: truncated backpropagation through time. A text is split into chunks of 32 bytes; the
+    state is passed from one chunk to the next, the gradient is not.
 
     ```python
     import keras
     import numpy as np
     from keras_recurrent.layers import RecurrentBlock
 
-    class Reader(keras.Model):
+    class CharacterModel(keras.Model):
         def __init__(self, batch_size):
             super().__init__()
             self.embed = keras.layers.Embedding(256, 16)
@@ -96,12 +97,12 @@ class RecurrentBlock(StreamingLayer):
             return self.head(x)
 
     text = np.frombuffer(b"All happy families are alike. " * 64, "uint8").astype("int32")
-    rows = text[: 4 * 321].reshape(4, 321)  # four readers, each at its own place
-    reader = Reader(batch_size=4)
-    reader.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    sequences = text[: 4 * 321].reshape(4, 321)
+    model = CharacterModel(batch_size=4)
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     for start in range(0, 320, 32):
-        part = rows[:, start : start + 33]
-        loss = reader.train_on_batch(part[:, :-1], part[:, 1:])
+        chunk = sequences[:, start : start + 33]
+        loss = model.train_on_batch(chunk[:, :-1], chunk[:, 1:])
     ```
     """
 
@@ -153,7 +154,7 @@ class RecurrentBlock(StreamingLayer):
                 dtype=self.dtype_policy,
                 name=recurrence,
             )
-            setattr(self, recurrence, unit)  # files of weights have this name
+            setattr(self, recurrence, unit)  # weight files use this name
             self.linear_x = self._dense(lru_width, "linear_x")
             self.linear_y = self._dense(lru_width, "linear_y")
 
@@ -187,18 +188,18 @@ class RecurrentBlock(StreamingLayer):
         return getattr(self, self.recurrence)
 
     def stream(self, inputs, tokens, state):
-        x, after = self._mapped(self.linear_x, inputs), {}
+        x, after = self._project(self.linear_x, inputs), {}
         for name, layer in self.streaming_sublayers().items():
             x, after[name] = stream_inner(self, layer, x, tokens, state.get(name))
         return x, after
 
-    def _mapped(self, dense, inputs):
+    def _project(self, dense, inputs):
         return apply_to_tokens(lambda tokens: self.inner(dense, tokens), inputs)
 
     def finish(self, output, inputs):
-        gate = self._mapped(self.linear_y, inputs)
+        gate = self._project(self.linear_y, inputs)
         x = gated_linear_unit(gate, output, activation="gelu")
-        return self._mapped(self.linear_out, x)
+        return self._project(self.linear_out, x)
 
     def unfused_reason(self):
         unit = self.unit

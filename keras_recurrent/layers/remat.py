@@ -1,4 +1,4 @@
-"""Recomputing a layer in the backward pass instead of keeping what is inside it."""
+"""Rematerialization: recomputes a layer in the backward pass instead of saving activations."""
 
 import contextlib
 
@@ -17,27 +17,27 @@ elif BACKEND == "torch":
 
 
 class RecomputableLayer(keras.layers.Layer):
-    """Base class of layers that `keras.RematScope` may recompute, by `recompute`."""
+    """Base class of layers that support `keras.RematScope`, through `recompute`."""
 
     def __call__(self, *args, **kwargs):
-        # One override for all that comes before Keras's own: torch's compiler goes through a frame
-        # of this stack by a dozen of its own, and deep models come close to Python's limit.
+        # A single override of `__call__`: torch's compiler adds a dozen frames for each frame of
+        # this stack, and deep models approach Python's recursion limit.
         return super().__call__(*args, **self.prepare_call(args, kwargs))
 
     def prepare_call(self, args, kwargs):
-        """Check the arguments of a call before Keras reads them; returns `kwargs`."""
+        """Checks the arguments of a call before Keras reads them; returns `kwargs`."""
         if BACKEND == "torch":
             check_not_sharded(self)
-        if args:  # Keras itself would ask for the length of the shape
+        if args:  # Keras reads the length of the shape
             check_rank_known(type(self).__name__, "inputs", args[0])
         return kwargs
 
     def inner(self, layer, inputs, **kwargs):
-        """`layer(inputs, **kwargs)`, for a layer inside of this one.
+        """Calls a layer inside this one, `layer(inputs, **kwargs)`, with little overhead.
 
-        On torch each call of a layer by Keras takes the host 50 microseconds, which launches a
-        product of matrices in 10, and a block has twelve such calls: steps of few tokens waited
-        for it. A layer that needs nothing of that is called without.
+        On torch, Keras's `__call__` takes 50 microseconds of host time, a launch of a matrix
+        product 10. A block has twelve calls, which would dominate steps of few tokens. If
+        `torch_calls.is_plain` allows it, the layer is called without this overhead.
         """
         if is_called_directly(self, layer, inputs):
             return call_plain(layer, inputs, **kwargs)
@@ -45,7 +45,7 @@ class RecomputableLayer(keras.layers.Layer):
 
     def rematerialized_call(self, layer_call, *args, **kwargs):
         if super().rematerialized_call(layer_call, *args, **kwargs) is layer_call:
-            return layer_call  # made without a `keras.RematScope`, or one for other layers
+            return layer_call  # created outside a `keras.RematScope`, or in one for other layers
         return recompute(layer_call)
 
 
@@ -55,17 +55,17 @@ def is_called_directly(outer, layer, inputs):
 
 
 def _recomputes(layer):
-    """Whether a `keras.RematScope` that may recompute was open when the layer was made."""
+    """Returns True if the layer was created in a `keras.RematScope` that may recompute it."""
     remat = layer._remat_mode
     return remat is not None and remat.mode is not None
 
 
 def no_further_remat():
-    """A scope in which a layer makes its sublayers, so that they keep what they compute.
+    """Returns a scope in which a layer creates sublayers that are not rematerialized separately.
 
-    A layer takes up the `keras.RematScope` in which it is made. Under one that recomputes the outer
-    layer, its sublayers would otherwise be recomputed a second time, each by itself. One that names
-    layers may name sublayers, too.
+    A layer uses the `keras.RematScope` in which it is created. If that scope recomputes the outer
+    layer, the sublayers would be recomputed twice. A scope that lists layers stays in force,
+    because it may list sublayers.
     """
     current = get_current_remat_mode()
     if current is not None and current.mode == "list_of_layers":
@@ -74,14 +74,16 @@ def no_further_remat():
 
 
 def recompute(layer_call):
-    """A function that computes what `layer_call` does, and computes it again for the gradient.
+    """Wraps `layer_call` so that it is recomputed in the backward pass.
 
-    `keras.remat` alone serves calls with positional tensors: TensorFlow refuses keywords, JAX
-    would trace flags and refuses strings. So float tensors, which carry the gradients, go in by
-    position, and all else is closed over. A graph of TensorFlow without XLA could train a weight
-    before the recomputation reads it: there, gradients wait for all that is recomputed. On torch
-    and TensorFlow it is computed again when Keras's call is over, on GPUs of torch in another
-    thread, and casts weights and chooses implementations as it did.
+    `keras.remat` supports only calls with positional tensors: TensorFlow rejects keywords, and JAX
+    traces flags and rejects strings. Therefore, float tensors, which carry the gradients, are
+    passed by position, and all other arguments are captured by a closure.
+
+    A TensorFlow graph without XLA could update a weight before the recomputation reads it: there,
+    gradients depend on all recomputed outputs. On torch and TensorFlow, the recomputation runs
+    after Keras's call has returned, on torch GPUs in another thread. It restores the autocast scope
+    and the chosen implementation of the call.
     """
 
     def call(*args, **kwargs):
@@ -95,7 +97,7 @@ def recompute(layer_call):
                 filled[place] = tensor
             args_again, kwargs_again = tree.pack_sequence_as((args, kwargs), filled)
             casts = contextlib.nullcontext() if scope is None else AutocastScope(scope.dtype)
-            # Entered only where it is missing, so that nothing is set while a compiler traces.
+            # Entered only if needed, so that nothing is set while a compiler traces.
             named = contextlib.nullcontext() if chosen == chosen_name() else implementation(chosen)
             with casts, named:
                 outputs = layer_call(*args_again, **kwargs_again)

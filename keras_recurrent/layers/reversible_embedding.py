@@ -1,4 +1,4 @@
-"""The token embedding of a backbone, which also makes the logits."""
+"""Token embedding of a backbone, which also computes the logits."""
 
 import keras
 from keras import ops
@@ -12,11 +12,11 @@ from keras_recurrent.ops.decoding_steps import embedding_step, norm_quantized_li
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class ReversibleEmbedding(keras.layers.ReversibleEmbedding):
-    """Keras's, whose configuration leaves out low-rank weights, as a backbone's does.
+    """Keras's `ReversibleEmbedding` with fused decoding steps, and a config without LoRA weights.
 
-    A clone of a language model has the embedding inside the backbone and for the logits. Only the
-    latter would get low-rank weights, and Keras cannot build untied ones with them. The class has
-    the name of Keras's, by which files of weights find it.
+    A clone of a language model has two copies of the embedding, in the backbone and for the logits.
+    Only the second would get low-rank weights, and Keras cannot build untied embeddings with them.
+    The class has the same name as Keras's, which weight files contain.
     """
 
     def get_config(self):
@@ -34,10 +34,10 @@ class ReversibleEmbedding(keras.layers.ReversibleEmbedding):
         return super().quantized_call(inputs, reverse) if outputs is None else outputs
 
     def fused_embedding(self, token_ids, scale=None, state=None):
-        """The embeddings of token ids [B, 1], times a scale, by one launch; None if not possible.
+        """Returns scaled embeddings of token ids [B, 1] from one kernel, or None if unsupported.
 
-        With a state, and a real token of each sequence, returns `(embeddings, tokens, places)`,
-        the latter two as from `tokens.find_tokens`. On JAX, XLA computes the same without a kernel.
+        With a state, returns `(embeddings, tokens, places)`, the last two as from
+        `tokens.find_tokens`; all tokens must be real. On JAX, XLA fuses this without a kernel.
         """
         if dispatch.BACKEND != "torch" or self.mask_zero:
             return None
@@ -60,10 +60,10 @@ class ReversibleEmbedding(keras.layers.ReversibleEmbedding):
         return x[:, None], tokens, {name: place for name, place in places if place is not None}
 
     def _fused_logits(self, hidden_states):
-        """The logits of hidden states [B, 1, D], or None where Keras's layer computes them as well.
+        """Returns the logits of hidden states [B, 1, D], or None without a suitable kernel.
 
-        A kernel multiplies one row by a quantized matrix, which Keras converts to floats; on torch,
-        another one caps the logits.
+        One kernel multiplies a vector by a quantized matrix, which Keras would convert to floats.
+        On torch, another applies the soft cap.
         """
         quantized_row = self.quantization_mode is not None
         has_cap = self.logit_soft_cap is not None and dispatch.BACKEND == "torch"
@@ -82,22 +82,22 @@ class ReversibleEmbedding(keras.layers.ReversibleEmbedding):
         return soft_cap(logits, self.logit_soft_cap)[:, None]
 
     def quantize(self, mode=None, type_check=True, config=None):
-        # Keras refuses subclasses, which might compute something else; this one does not.
+        # Keras rejects subclasses, which might compute something else; this one does not.
         super().quantize(mode, type_check=False, config=config)
 
 
 def reversible_embedding(
     vocabulary_size, hidden_dim, tie_weights=True, logit_soft_cap=None, dtype=None
 ):
-    """The `token_embedding` of a backbone, which also makes the logits."""
+    """Creates the `token_embedding` of a backbone, which also computes the logits."""
     return ReversibleEmbedding(
         vocabulary_size,
         hidden_dim,
         tie_weights=tie_weights,
-        # So that logits have about unit variance: the last norm makes hidden states of unit size.
+        # Logits have about unit variance, because the final norm scales hidden states to unit size.
         embeddings_initializer=keras.initializers.RandomNormal(stddev=hidden_dim**-0.5),
         logit_soft_cap=logit_soft_cap,
-        # Without this, Keras computes the logits in float32 inside a model, but not outside.
+        # By default, Keras computes the logits in float32 inside a model, but not outside.
         reverse_dtype=keras.dtype_policies.get(dtype).compute_dtype,
         dtype=dtype,
         name="token_embedding",

@@ -1,4 +1,4 @@
-"""The real-gated linear recurrent unit."""
+"""Real-gated linear recurrent unit."""
 
 import keras
 from keras import ops
@@ -13,7 +13,7 @@ from keras_recurrent.ops import rg_lru, token_kind
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class RGLRU(GatedLRU):
-    """The real-gated linear recurrent unit (RG-LRU) of Griffin and Hawk.
+    """Real-gated linear recurrent unit (RG-LRU) of Griffin and Hawk.
 
     ```
     r_t = σ(W_a x_t + b_a)                           recurrence gate
@@ -22,23 +22,23 @@ class RGLRU(GatedLRU):
     h_t = a_t h_{t-1} + sqrt(1 - a_t^2) (i_t x_t)    h_t = i_t x_t at a document's start
     ```
 
-    De et al. 2024 (arXiv:2402.19427, section 2.4). W_a and W_x are block-diagonal and see the
-    present token only, so that the recurrence is linear in h and runs in parallel over time.
+    De et al. 2024 (arXiv:2402.19427, section 2.4). W_a and W_x are block-diagonal and depend only
+    on the current token, so the recurrence is linear in h and runs in parallel over time.
 
     Args:
-        num_blocks: integer, blocks on the diagonal of W_a and W_x; must divide the width. None:
-            16 as in the paper where that divides it, else the largest divisor below that leaves
-            blocks of at least 4 channels, or 1 if there is none. Once the layer is built, the
-            attribute of this name tells the number.
-        a_initializer: how Λ starts: `"griffin"` (the paper: a^8 uniform in [0.9, 0.999]),
+        num_blocks: integer, the number of blocks of W_a and W_x; must divide the width. None: 16
+            as in the paper if that divides it, else the largest smaller divisor with blocks of at
+            least 4 channels, or 1 if there is none. After `build`, the attribute of this name is
+            the resolved number.
+        a_initializer: initializer of Λ: `"griffin"` (the paper: a^8 uniform in [0.9, 0.999]),
             `"recurrentgemma"` (the released code: a^2 uniform in [0.9^2, 0.999^2]), or a Keras
-            initializer of Λ.
-        kernel_initializer: of W_a and W_x, with the width of a block as their fan-in.
-        bias_initializer: of b_a and b_x.
+            initializer.
+        kernel_initializer: initializer of W_a and W_x, whose fan-in is the width of a block.
+        bias_initializer: initializer of b_a and b_x.
         return_state: boolean, whether a call returns `(output, state)`.
-        scale_first_input: boolean, whether the square root multiplies the input of a document's
-            first token as well, as equation 4 of the paper has it. False: h = i x there, as in
-            DeepMind's released code, which RecurrentGemma was trained with.
+        scale_first_input: boolean, whether the square root also multiplies the input of a
+            document's first token, as in equation 4 of the paper. False: h = i x for that token, as
+            in DeepMind's released code, with which RecurrentGemma was trained.
         **kwargs: `return_sequences`, `zero_output_for_mask` and `go_backwards`, as in
             `keras_recurrent.layers.StreamingLayer`; `name`, `dtype`, `trainable`.
 
@@ -48,19 +48,19 @@ class RGLRU(GatedLRU):
             `keras_recurrent.layers.StreamingLayer`.
 
     Returns:
-        h as `[B, T, D]` in the compute dtype; all behind the gates' linear maps is computed in
-        float32 (float64 under a float64 policy). With `return_state` also the state:
+        h as `[B, T, D]` in the compute dtype; everything after the linear layers of the gates is
+        computed in float32 (float64 under a float64 policy). With `return_state` also the state:
         `{"hidden": [B, D] float32, "segment": [B] int32}`.
 
     Weights: the gates' kernels `[num_blocks, D / num_blocks, D / num_blocks]` and biases, in
-    `EinsumDense` sublayers `recurrence_gate` and `input_gate` (LoRA and quantization work on
-    them), and `a_logit`, Λ, `[D]`, float32 also under a policy of 16 bits.
+    `EinsumDense` sublayers `recurrence_gate` and `input_gate` (which support LoRA and
+    quantization), and `a_logit`, Λ, `[D]`, float32 even under a 16-bit policy.
 
     Raises:
-        ValueError: inputs that are not `[B, T, D]`, a `num_blocks` that does not divide D, an
-            unknown `a_initializer`, a state of another structure or shape.
+        ValueError: the inputs are not `[B, T, D]`, `num_blocks` does not divide D, `a_initializer`
+            is unknown, or the state has another structure or shape.
 
-    Example: a sequence in two parts.
+    Example: a sequence in two chunks.
 
     ```python
     import keras
@@ -100,10 +100,10 @@ class RGLRU(GatedLRU):
         return output, {"hidden": hidden}
 
     def _scaled_at_starts(self, inputs, gate_a, tokens):
-        """The inputs, times the square root at tokens where `rg_lru` leaves it out."""
+        """Multiplies the inputs of document starts by the square root, which `rg_lru` omits."""
         kind = token_kind(inputs) if tokens.kind is None else tokens.kind
         starts = ops.equal(kind, STARTS)[..., None]
-        # Elsewhere zeros, since padding may hold NaN, which would reach gradients.
+        # Zeros at other tokens: NaN at padding would propagate to gradients.
         x, gate_a = (ops.where(starts, x, ops.zeros_like(x)) for x in (inputs, gate_a))
         r = ops.sigmoid(ops.cast(gate_a, self.state_dtype))
         scaled = input_multiplier(self.log_decay(r)) * ops.cast(x, self.state_dtype)

@@ -11,21 +11,21 @@ from keras_recurrent.ops.rms_norm import rms_norm
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class RMSNorm(RecomputableLayer):
-    """Root mean square normalization, with a weight stored as its distance from 1, or as it is.
+    """Root mean square normalization, with a weight that is centered at 0 or 1.
 
     ```
     y = x / sqrt(mean(x^2) + ε) * (1 + scale)      zero_centered=True
     y = x / sqrt(mean(x^2) + ε) * scale            zero_centered=False
     ```
 
-    Zhang and Sennrich 2019 (arXiv:1910.07467). The first form is that of RecurrentGemma's released
-    code: weight decay pulls towards the plain norm, not towards 0. The second is that of HGRN2's,
-    and of `keras.layers.RMSNormalization`. The mean runs over the last axis; all is computed in
-    float32 (float64 for float64 inputs).
+    Zhang and Sennrich 2019 (arXiv:1910.07467). RecurrentGemma's released code has the first form,
+    for which weight decay pulls towards the norm without a weight, not towards 0. HGRN2's code and
+    `keras.layers.RMSNormalization` have the second. The mean is over the last axis; the layer
+    computes in float32 (float64 for float64 inputs).
 
     Args:
         epsilon: float, ε.
-        zero_centered: boolean, whether the weight is stored as its distance from 1.
+        zero_centered: boolean, whether the weight is stored as its difference from 1.
         **kwargs: `name`, `dtype`, `trainable`.
 
     Call arguments:
@@ -35,8 +35,8 @@ class RMSNorm(RecomputableLayer):
         `[..., D]` in the compute dtype.
 
     Raises:
-        ValueError: inputs whose width is not known, an `epsilon` that is no finite number
-            from 0 on, or a `zero_centered` that is no boolean.
+        ValueError: the width of the inputs is unknown, `epsilon` is not a finite number of at least
+            0, or `zero_centered` is not a boolean.
 
     Example:
 
@@ -72,10 +72,10 @@ class RMSNorm(RecomputableLayer):
         return rms_norm(inputs, self.factor(), epsilon=self.epsilon)
 
     def factor(self):
-        """What the normalized inputs are multiplied by, [D]."""
+        """Returns the factor of the normalized inputs, [D]."""
         scale = ops.convert_to_tensor(self.scale)
         if self.zero_centered:
-            # In 16 bits, 1 + scale would round small values of scale away.
+            # In 16 bits, 1 + scale would lose small values of scale.
             scale = 1 + ops.cast(scale, accumulation_dtype(self.compute_dtype))
         return scale
 

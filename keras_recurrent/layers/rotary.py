@@ -4,19 +4,19 @@ from keras import ops
 
 
 def frequencies(rotary_dim, max_wavelength, dtype):
-    """By how many radians a token pairs of channels turn, as in `rotate`."""
+    """Returns the rotation of each pair of channels in radians per token; see `rotate`."""
     half = rotary_dim // 2
     return max_wavelength ** (-ops.arange(0, half, dtype=dtype) / max(half, 1))
 
 
 def rotate(x, positions, max_wavelength, rotary_dim):
-    """Turns pairs of channels by angles that grow with the position (RoPE, arXiv:2104.09864).
+    """Rotates pairs of channels by angles proportional to the position (RoPE, arXiv:2104.09864).
 
-    Channel j below r / 2 and channel j + r / 2 are turned by position * max_wavelength^(-2j / r),
-    where r is `rotary_dim`; channels from r on stay as they are.
+    Channel j below r / 2 and channel j + r / 2 are rotated by position * max_wavelength^(-2j / r),
+    where r is `rotary_dim`; channels from r on do not change.
 
     Args:
-        x: `[B, T, heads, head_dim]`, float32 or float64, as the angles then are.
+        x: `[B, T, heads, head_dim]`, float32 or float64, which is also the dtype of the angles.
         positions: integers `[B, T]`.
         max_wavelength: number.
         rotary_dim: integer, even, at most head_dim.

@@ -1,4 +1,4 @@
-"""The gated linear unit of TransNormerLLM."""
+"""Gated linear unit of TransNormerLLM."""
 
 import keras
 
@@ -7,23 +7,23 @@ from keras_recurrent.layers.gated_linear_unit import GatedLinearUnit
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class SGLU(GatedLinearUnit):
-    """The simple gated linear unit that mixes channels in TransNormerLLM.
+    """Simple gated linear unit, the channel-mixing layer of TransNormerLLM.
 
     ```
     y = W_down (W_gate x * W_up x)
     ```
 
-    Qin et al. 2023 (arXiv:2307.14995, section 3.1): without activation, as the product itself is
-    nonlinear, and without biases.
+    Qin et al. 2023 (arXiv:2307.14995, section 3.1). There is no activation, because the product is
+    nonlinear, and there are no biases.
 
     Args:
-        intermediate_dim: integer, the width inside; 2.75 times that of the inputs in the
-            published models.
-        kernel_initializer: of the three kernels.
+        intermediate_dim: integer, the inner width; 2.75 times that of the inputs in the published
+            models.
+        kernel_initializer: initializer of the three kernels.
         **kwargs: `name`, `dtype`, `trainable`.
 
     Call arguments:
-        inputs: `[B, ..., D]`, of two axes or more.
+        inputs: `[B, ..., D]`, with at least two axes.
 
     Returns:
         `[B, ..., D]` in the compute dtype.
@@ -31,8 +31,8 @@ class SGLU(GatedLinearUnit):
     Sublayers: `gate_proj`, `up_proj`, `down_proj`, all `Dense`.
 
     Raises:
-        ValueError: an `intermediate_dim` below 1, or inputs of fewer than two axes or whose width
-            is not known.
+        ValueError: `intermediate_dim` is below 1, or the inputs have fewer than two axes or an
+            unknown width.
 
     Example:
 

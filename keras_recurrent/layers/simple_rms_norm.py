@@ -9,15 +9,15 @@ from keras_recurrent.ops.rms_norm import rms_norm
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class SimpleRMSNorm(RecomputableLayer):
-    """Root mean square normalization without a weight, as TransNormerLLM has it.
+    """Root mean square normalization without a weight, as in TransNormerLLM.
 
     ```
     y = x / sqrt(mean(x^2) + ε)
     ```
 
     Qin et al. 2023 (arXiv:2307.14995, SRMSNorm), where ε is not printed; the published models have
-    1e-6. The mean runs over the last axis; all is computed in float32 (float64 for float64
-    inputs). `keras.layers.RMSNormalization` always has a weight, which a checkpoint then lacks.
+    1e-6. The mean is over the last axis; the layer computes in float32 (float64 for float64
+    inputs). `keras.layers.RMSNormalization` always has a weight, which these checkpoints lack.
 
     Args:
         epsilon: float, ε.
@@ -30,7 +30,7 @@ class SimpleRMSNorm(RecomputableLayer):
         `[..., D]` in the compute dtype.
 
     Raises:
-        ValueError: an `epsilon` that is no finite number from 0 on.
+        ValueError: `epsilon` is not a finite number of at least 0.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""The base class of layers over time: their call and its checks."""
+"""Base class of layers over time: their call and its checks."""
 
 import keras
 import numpy as np
@@ -27,77 +27,77 @@ if BACKEND == "torch":
 class StreamingLayer(StatefulLayer):
     """Base class of layers that carry a state along a sequence.
 
-    A sequence may be cut anywhere, also between two packed documents or inside padding, and
-    carried on from the state of the part before: the numbers are those of the whole sequence.
+    A sequence may be split at any token, including between packed documents and inside padding.
+    Each chunk continues from the state of the chunk before, with the results of the whole sequence.
 
-    A state is a dict of arrays, batch first. Each layer has its own part: float32 arrays (float64
-    under a float64 policy, whatever the compute dtype; only the keys and values of attention are in
-    the compute dtype). That of a layer with streaming layers inside has a dict for each of these,
-    by its name. Beside the own part of the outermost layer stand, once, int32 `segment` `[B]`, the
-    segment of the last real token, -1 where nothing was seen, and, where a layer uses positions,
-    int32 `position` `[B]`, that of the next token of the document. No state and that of
-    `get_initial_state` mean the same.
+    A state is a dict of arrays, batch first. Each layer has its part: float32 arrays (float64 under
+    a float64 policy, for any compute dtype; only the keys and values of attention have the compute
+    dtype). The part of a layer with streaming sublayers has a dict for each, by name. The state of
+    the outermost layer also has `segment`, int32 `[B]`, the segment of the last real token, or -1
+    before any token, and, if a layer uses positions, `position`, int32 `[B]`, the position of the
+    next token of the document. No state is equivalent to that of `get_initial_state`.
 
-    It stands where a `keras.layers.GRU` would, `keras.layers.Bidirectional` around it included,
-    with the arguments below that it has from there; its output is as wide as its input. The
-    arguments belong to the outermost layer: one that is called with `tokens` leaves padding as it
-    is, and refuses the other two.
+    The layer can replace a `keras.layers.GRU`, also inside `keras.layers.Bidirectional`, with the
+    arguments of a GRU listed below; its output is as wide as its input. These arguments are for the
+    outermost layer: a layer called with `tokens` does not change outputs at padding and does not
+    support `return_sequences=False` and `go_backwards=True`.
 
-    A subclass with a `build` of its own calls `super().build` first, which sets `self.width`, D. It
-    defines `stream`, whose output has the shape of its input, and `own_state_spec`; where it reads
-    `tokens.position`, also `uses_position = True`. Work on each token by itself that comes last may
-    be left to `finish`, and `last_output` may say what the state tells of the output. One with
-    streaming layers inside names them in `streaming_sublayers`, from which its state follows, and
-    calls each with `tokens=tokens`, its part of the state as `initial_state`, and
-    `return_state=True`.
+    A subclass that overrides `build` calls `super().build` first, which sets `self.width`, D. It
+    defines `stream`, whose output has the shape of its input, and `own_state_spec`; if it reads
+    `tokens.position`, also `uses_position = True`. Final token-wise computations can be in
+    `finish`, and `last_output` can return the output from the state. A subclass with streaming
+    sublayers returns them from `streaming_sublayers`, which defines its state, and calls each with
+    `tokens=tokens`, its part of the state as `initial_state`, and `return_state=True`.
 
     Args:
-        return_state: boolean, whether a call returns `(output, state)` or the output alone.
-        return_sequences: boolean, whether the output has all tokens, `[B, T, D]`, or the last real
-            one of each row, `[B, D]`, and no mask: gates, norms and linear maps behind the
-            recurrence are then made for these alone. For a row without a real token it is 0, or
-            what `initial_state` implies where the output is the state, as in `RGLRU` and `CGLRU`.
-        zero_output_for_mask: what stands at padding where the output has all tokens. None:
-            anything. False: the last real output again, as in a GRU, and in front of the first
-            what `return_sequences=False` gives for a row without one. True: 0.
-        go_backwards: boolean, whether to read from the last token to the first, and return outputs
-            in that order. Mask and segments are turned around with the inputs, so that a document
-            starts at its last token; so is the mask that is passed on. The state is that after the
-            first token, and `initial_state` what comes after the last.
+        return_state: boolean, whether a call returns `(output, state)` or only the output.
+        return_sequences: boolean. True: the output has all tokens, `[B, T, D]`. False: only the
+            last real token of each sequence, `[B, D]`, without a mask; gates, norms and linear
+            layers after the recurrence are computed only for these tokens. For a sequence without a
+            real token it is 0, or, if the output is the state as in `RGLRU` and `CGLRU`, that of
+            `initial_state`.
+        zero_output_for_mask: the outputs at padding, with `return_sequences=True`. None: arbitrary.
+            False: the last real output, as in a GRU, and before the first real token the output
+            that `return_sequences=False` has for a sequence without one. True: 0.
+        go_backwards: boolean, whether to process the sequence from the last token to the first, and
+            return outputs in that order. Mask and segments are reversed with the inputs, so a
+            document starts at its last token; the returned mask is also reversed. The state is that
+            after the first token, and `initial_state` the one after the last token.
         **kwargs: `name`, `dtype`, `trainable`, as in `keras.layers.Layer`. Other arguments of a GRU
-            are refused unless they ask for nothing, as `dropout=0` does.
+            raise an error unless their values have no effect, such as `dropout=0`.
 
     Call arguments:
         inputs: `[B, T, D]`, cast to the compute dtype.
-        mask: boolean `[B, T]`, or integers, False or 0 at padding, which may stand anywhere in a
-            row: padding leaves the state as it was, and the output there does not matter. Keras
-            passes on the mask of a layer before, such as `Embedding(mask_zero=True)`.
-        segment_ids: integers `[B, T]`, at least 0, one number a document: nothing passes from one
-            to the next. None: the document before goes on, or, where nothing was seen, document 0
-            begins. Values are not looked at, and negative ones mean that nothing was seen: where
-            that is so, tokens of -1 do not start a document, but go on from the initial state; and
-            a state after a token of a negative segment is taken by a call without segments for one
-            that has seen nothing. At padding any number may stand.
-        initial_state: the state to go on from, or a list of it alone; None: nothing was seen.
-        return_state: boolean; None: as in the constructor.
-        tokens: for a layer inside another one: the `keras_recurrent.layers.Tokens` that the
-            outermost layer has made of the mask, the segments and the state, and which stand in
-            place of these. `initial_state` and the state returned are then the layer's own part.
-        inputs_mask: filled in by Keras, with the mask that comes with `inputs` when other tensors
-            are passed beside them. `mask` has precedence.
+        mask: boolean `[B, T]`, or integers, False or 0 at padding, which may be at any position:
+            padding does not change the state, and its output is arbitrary. Keras passes the mask of
+            an earlier layer, such as `Embedding(mask_zero=True)`.
+        segment_ids: integers `[B, T]`, at least 0, one number per document: documents do not affect
+            each other. None: the document before continues, or, before any token, document 0
+            starts. Values at padding are arbitrary. Values are not checked; negative ones mean that
+            nothing was seen: before any token, tokens of -1 do not start a document, but continue
+            from the initial state, and after a token of a negative segment, a call without segments
+            treats the state as initial.
+        initial_state: the state to continue from, or a list of only this state. None: the initial
+            state.
+        return_state: boolean. None: as in the constructor.
+        tokens: only for a layer inside another one: the `keras_recurrent.layers.Tokens` that the
+            outermost layer computes from mask, segments and state, and that replace them.
+            `initial_state` and the returned state are then the layer's part.
+        inputs_mask: filled in by Keras with the mask of `inputs` if other tensors are passed, too.
+            `mask` has precedence.
 
     Returns:
         `[B, T, D]` in the compute dtype, `[B, D]` without `return_sequences`, or with
         `return_state` a pair of it and the state after the last token.
 
     Raises:
-        ValueError: inputs that are not `[B, T, D]` or have no token, a mask or segments that are
-            not `[B, T]` or of another dtype, a state of another structure or shape, an argument
-            that is no boolean, arguments of a GRU that are not there, `go_backwards` or
-            `return_sequences=False` inside another layer.
+        ValueError: the inputs are not `[B, T, D]` or have no token; the mask or the segments have
+            another shape than `[B, T]` or another dtype; the state has another structure or shape;
+            an argument is not a boolean; an argument of a GRU is not supported; or a layer inside
+            another one has `go_backwards=True` or `return_sequences=False`.
 
-    Example: both directions of a padded batch. Keras hands states through `Bidirectional` in its
-    compute dtype; give it `dtype="float32"` where the layer has a policy of 16 bits.
+    Example: both directions of a padded batch. Keras casts states inside `Bidirectional` to its
+    compute dtype; give it `dtype="float32"` if the layer has a 16-bit policy.
 
     ```python
     import keras
@@ -109,7 +109,7 @@ class StreamingLayer(StatefulLayer):
     assert both(np.ones((2, 5, 8), "float32"), mask=mask).shape == (2, 16)
     ```
 
-    Example: a layer of one's own around another.
+    Example: a custom layer around another layer.
 
     ```python
     import keras
@@ -167,7 +167,7 @@ class StreamingLayer(StatefulLayer):
         self.go_backwards = go_backwards
         self.supports_masking = True
 
-    # === What a subclass defines ===
+    # === Methods for subclasses ===
 
     def build(self, input_shape):
         if len(input_shape) != 3 or input_shape[-1] is None:
@@ -179,12 +179,12 @@ class StreamingLayer(StatefulLayer):
         self.input_spec = keras.layers.InputSpec(ndim=3, axes={-1: self.width})
 
     def stream(self, inputs, tokens, state):
-        """The output and the layer's own part of the state after the last token.
+        """Returns the output and the layer's part of the state after the last token.
 
         Args:
-            inputs: `[B, T, D]` in the compute dtype, turned around with `go_backwards`.
-            tokens: the `Tokens`, in the same order.
-            state: the layer's own part of the state, an empty dict where nothing was seen.
+            inputs: `[B, T, D]` in the compute dtype, reversed with `go_backwards`.
+            tokens: the `Tokens`, in the order of the inputs.
+            state: the layer's part of the state, or an empty dict for the initial state.
         """
         raise NotImplementedError(
             f"`{type(self).__name__}` must define `stream(inputs, tokens, state)`, which returns "
@@ -192,12 +192,12 @@ class StreamingLayer(StatefulLayer):
         )
 
     def finish(self, output, inputs):
-        """The layer's output from what `stream` returned and the inputs, token by token.
+        """Computes the layer's output from the output of `stream` and the inputs, token-wise.
 
-        Without `return_sequences` it is called on the last real token of each row alone.
+        Without `return_sequences`, it is called only on the last real token of each sequence.
 
         Args:
-            output: `[B, N, ...]`, as `stream` returns it, at all tokens or some.
+            output: `[B, N, ...]`, the output of `stream`, at all tokens or some.
             inputs: `[B, N, D]`, at the same tokens.
 
         Returns:
@@ -206,7 +206,7 @@ class StreamingLayer(StatefulLayer):
         return output
 
     def unfused_reason(self):
-        """Reason why a decoding step calls the layer instead of `fused_step`, or None.
+        """Reason why `fused_step` cannot compute a decoding step of this layer, or None.
 
         A layer with a fused step defines `fused_step(x, norm, tokens, state, **kwargs)`, which
         returns `(x + layer(norm(x)), next state)` for x `[B, D]`, one token of each sequence.
@@ -214,17 +214,17 @@ class StreamingLayer(StatefulLayer):
         return f"there is no fused step for a {type(self).__name__}"
 
     def last_output(self, state):
-        """The output of the last real token, `[B, D]`, from the layer's own part of a state.
+        """Returns the output of the last real token, `[B, D]`, from the layer's part of a state.
 
-        None: the state does not tell it, or is the empty dict of nothing seen.
+        Returns None if the state does not determine it, or is the empty dict of the initial state.
         """
         return None
 
     def check_arguments(self, inputs, **kwargs):
-        """Raise for call arguments that a subclass takes beside those of `StreamingLayer`.
+        """Checks the call arguments that a subclass takes in addition to those of `StreamingLayer`.
 
         A subclass with an argument `scale` defines `check_arguments(self, inputs, scale=1.0,
-        **kwargs)`, hands `**kwargs` to this method, and gets `scale` in its `stream`, too.
+        **kwargs)`, passes `**kwargs` to this method, and gets `scale` in its `stream`, too.
         """
         if kwargs:
             raise TypeError(
@@ -236,7 +236,7 @@ class StreamingLayer(StatefulLayer):
     # === The call ===
 
     def prepare_call(self, args, kwargs):
-        if isinstance(kwargs.get("return_state"), np.bool_):  # Keras would make a tensor of it
+        if isinstance(kwargs.get("return_state"), np.bool_):  # Keras would convert it to a tensor
             kwargs = {**kwargs, "return_state": bool(kwargs["return_state"])}
         return super().prepare_call(args, kwargs)
 
@@ -277,12 +277,12 @@ class StreamingLayer(StatefulLayer):
             output = self._returned(output, inputs, mask, initial_state or {}, after)
         else:
             output = self.finish(output, inputs)
-        # A layer inside may have another dtype, and Keras on torch multiplies float64 as float32.
+        # A sublayer may have another dtype, and Keras on torch multiplies float64 as float32.
         output = ops.cast(output, self.compute_dtype)
         return (output, in_order({**after, **places})) if return_state else output
 
     def _returned(self, output, inputs, mask, before, after):
-        """What the call returns of the outputs over time, from what `stream` returned."""
+        """Returns the outputs over time that the call returns, from the output of `stream`."""
         mask = None if mask is None else ops.cast(mask, "bool")
         if not self.return_sequences:
             split_time.check_not_split("`return_sequences=False`")
@@ -344,9 +344,9 @@ class StreamingLayer(StatefulLayer):
             "go_backwards": self.go_backwards,
         }
 
-    # === What `keras.layers.Bidirectional` and `keras.layers.RNN` read ===
+    # === Attributes that `keras.layers.Bidirectional` and `keras.layers.RNN` read ===
 
-    stateful = False  # nothing is kept from call to call
+    stateful = False  # no state is stored between calls
     states = None
 
     @property
@@ -365,7 +365,7 @@ class StreamingLayer(StatefulLayer):
         return return_state
 
     def _check(self, inputs, mask, segment_ids, state, return_state, tokens, arguments):
-        """Raise for call arguments that do not fit. Inside another layer, that one has checked."""
+        """Checks the call arguments. Inside another layer, only those that `tokens` replaces."""
         if tokens is not None:
             check_handed_down(self, tokens, mask, segment_ids, state)
             return

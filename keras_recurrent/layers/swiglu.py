@@ -1,4 +1,4 @@
-"""The gated multilayer perceptron of HGRN2."""
+"""Gated multilayer perceptron of HGRN2."""
 
 import keras
 
@@ -7,7 +7,7 @@ from keras_recurrent.layers.gated_linear_unit import GatedLinearUnit
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class SwiGLU(GatedLinearUnit):
-    """The gated multilayer perceptron (SwiGLU) that mixes channels in HGRN2.
+    """Gated multilayer perceptron (SwiGLU), the channel-mixing layer of HGRN2.
 
     ```
     y = W_down (silu(W_gate x) * W_up x)
@@ -16,12 +16,12 @@ class SwiGLU(GatedLinearUnit):
     Shazeer 2020 (arXiv:2002.05202), without biases.
 
     Args:
-        intermediate_dim: integer, the width inside; about 8/3 of that of the inputs in HGRN2.
-        kernel_initializer: of the three kernels.
+        intermediate_dim: integer, the inner width; about 8/3 of that of the inputs in HGRN2.
+        kernel_initializer: initializer of the three kernels.
         **kwargs: `name`, `dtype`, `trainable`.
 
     Call arguments:
-        inputs: `[B, ..., D]`, of two axes or more.
+        inputs: `[B, ..., D]`, with at least two axes.
 
     Returns:
         `[B, ..., D]` in the compute dtype.
@@ -29,8 +29,8 @@ class SwiGLU(GatedLinearUnit):
     Sublayers: `gate_proj`, `up_proj`, `down_proj`, all `Dense`.
 
     Raises:
-        ValueError: an `intermediate_dim` below 1, or inputs of fewer than two axes or whose width
-            is not known.
+        ValueError: `intermediate_dim` is below 1, or the inputs have fewer than two axes or an
+            unknown width.
 
     Example:
 

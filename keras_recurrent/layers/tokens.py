@@ -1,4 +1,4 @@
-"""What layers need to know of their tokens: found once, then handed down."""
+"""Kinds and positions of tokens, computed once and passed to all sublayers."""
 
 from typing import Any, NamedTuple
 
@@ -15,18 +15,19 @@ from keras_recurrent.portable.positions import positions
 
 
 class Tokens(NamedTuple):
-    """What a layer needs to know of its tokens, beside their values.
+    """Kinds and positions of the tokens of a sequence.
 
-    The outermost layer or the network makes it from the mask, the segments and the state, and each
-    layer hands it to the layers inside.
+    The outermost layer or the network computes them from mask, segments and state, and each layer
+    passes them to its sublayers.
 
     Attributes:
-        kind: int8 `[B, T]`, as `keras_recurrent.ops.token_kind` returns it. None: there is no mask,
-            no segments and no state, so that every row is one document from its first token on.
-        position: int32 `[B, T]`, how many real tokens of its document come before each token. At
-            padding it counts those of the document before. None: no layer here asks for it.
+        kind: int8 `[B, T]`, the result of `keras_recurrent.ops.token_kind`. None: there is no mask,
+            no segments and no state, so each sequence is one document that starts at its first
+            token.
+        position: int32 `[B, T]`, the number of real tokens of the document before each token. At
+            padding it counts those of the document before. None: no layer uses positions.
 
-    Example: a layer of one's own that sums the tokens of each document.
+    Example: a custom layer that sums the tokens of each document.
 
     ```python
     import keras
@@ -60,20 +61,19 @@ class Tokens(NamedTuple):
 def find_tokens(
     inputs, mask=None, segment_ids=None, state=None, uses_position=False, return_state=False
 ):
-    """The `Tokens` of a sequence, and what the state after it says of where each row is.
+    """Computes the `Tokens` of a sequence, and `segment` and `position` of the state after it.
 
     Args:
-        inputs: `[B, T, ...]`, for their shape.
+        inputs: `[B, T, ...]`; only the shape is used.
         mask, segment_ids: as in `StreamingLayer`, or None.
-        state: a state with `segment` and, if positions are used, `position`; None: nothing was
-            seen.
-        uses_position: boolean, whether to find positions.
-        return_state: boolean, whether to find what the state after holds.
+        state: a state with `segment` and, if positions are used, `position`. None: the initial
+            state.
+        uses_position: boolean, whether to compute positions.
+        return_state: boolean, whether to compute the entries of the next state.
 
     Returns:
-        `(tokens, places)`: a `Tokens` and, with `return_state`, the dict of `segment` and, if
-        positions are used, `position`, as the state after the sequence has them; else an empty
-        dict.
+        `(tokens, places)`: a `Tokens` and, with `return_state`, a dict of `segment` and, if
+        positions are used, `position` of the state after the sequence; else an empty dict.
     """
     state = state or {}
     given = {
@@ -86,15 +86,15 @@ def find_tokens(
         found = FindTokens(uses_position, return_state).symbolic_call(inputs, **given)
     else:
         # Layers and networks have checked the tensors.
-        wanted = {"uses_position": uses_position, "return_state": return_state}
-        found = _find(kinds_of_tokens, inputs, **given, **wanted)
+        options = {"uses_position": uses_position, "return_state": return_state}
+        found = _find(kinds_of_tokens, inputs, **given, **options)
     tokens = Tokens(found.pop("kind", None), found.pop("position", None))
     return tokens, {name.removeprefix("next_"): array for name, array in found.items()}
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class FindTokens(keras.Operation):
-    """`find_tokens`, as a node of a Keras graph."""
+    """Node of a Keras graph that computes `find_tokens`."""
 
     def __init__(self, uses_position=False, return_state=False, name=None):
         super().__init__(name=name)
@@ -102,7 +102,7 @@ class FindTokens(keras.Operation):
         self.return_state = return_state
 
     def call(self, inputs, **given):
-        return _find(token_kind, inputs, **given, **self._wanted())
+        return _find(token_kind, inputs, **given, **self._options())
 
     def compute_output_spec(self, inputs, **given):
         batch, length = inputs.shape[:2]
@@ -119,22 +119,23 @@ class FindTokens(keras.Operation):
     def rematerialized_call(self, call, *args, **kwargs):
         return call  # it has no gradient
 
-    def _wanted(self):
+    def _options(self):
         return {"uses_position": self.uses_position, "return_state": self.return_state}
 
     def get_config(self):
-        return {"name": self.name, **self._wanted()}
+        return {"name": self.name, **self._options()}
 
 
 def _find(find_kinds, inputs, mask, segment_ids, segment, position, uses_position, return_state):
-    """A dict: `kind` if anything is given, `position`, `next_segment` and `next_position`.
+    """Returns a dict of `kind` and `position`, and `next_segment` and `next_position`.
 
-    find_kinds: `token_kind`, or `kinds_of_tokens` where tensors are checked.
+    Entries that are not needed are missing. find_kinds: `token_kind`, or `kinds_of_tokens` for
+    tensors that are checked.
     """
     found = {}
     if return_state or segment is not None:
         split_time.check_not_split("A state of a layer or network")
-    # Devices with parts of a row each find this of the whole row, and so send nothing.
+    # Each device computes this for whole sequences, so shards need no communication.
     if mask is not None:
         mask = apply_layout(ops.cast(mask, "bool"), "tokens")
     if segment_ids is not None:
@@ -161,65 +162,66 @@ def _find(find_kinds, inputs, mask, segment_ids, segment, position, uses_positio
     return found
 
 
-PLACES = ("position", "segment")  # what a state says of where each row is, once, at its top
+# Entries of a state that only the outermost layer has: the place of each sequence in its document.
+PLACES = ("position", "segment")
 
 
 def own_part(state):
-    """A layer's own part of its state: all but the places. None stays None."""
+    """Returns a layer's part of its state, without the entries in `PLACES`. None stays None."""
     return state and {name: part for name, part in state.items() if name not in PLACES}
 
 
 def place_specs(batch_size, uses_position):
-    """The places of a state, as `KerasTensor`s."""
+    """Returns the entries `PLACES` of a state, as `KerasTensor`s."""
     names = PLACES if uses_position else ("segment",)
     return {name: keras.KerasTensor((batch_size,), "int32") for name in names}
 
 
 def initial_places(batch_size, uses_position):
-    """The places where nothing was seen."""
+    """Returns the entries `PLACES` of an initial state."""
     places = {"position": ops.zeros((batch_size,), "int32")} if uses_position else {}
     return {**places, "segment": ops.full((batch_size,), -1, "int32")}
 
 
 def check_handed_down(layer, tokens, mask, segment_ids, own_state):
-    """Raises where call arguments of an inner layer contradict the tokens handed down to it."""
+    """Raises an error if call arguments of an inner layer contradict the tokens passed to it."""
     name = type(layer).__name__
     if not isinstance(tokens, Tokens):
         raise ValueError(
             f"`{name}`: `tokens` must be the `Tokens` that the outer layer's `stream` got; got "
-            f"a {type(tokens).__name__}. A layer by itself takes `mask` and `segment_ids`."
+            f"a {type(tokens).__name__}. Outside another layer, pass `mask` and `segment_ids`."
         )
     if tokens.position is None and layer.uses_position:
         raise ValueError(
-            f"`{name}`: `tokens` have no `position`, which this layer uses. Name the layer in "
-            "the outer layer's `streaming_sublayers`, so that positions are found."
+            f"`{name}`: `tokens` have no `position`, which this layer uses. Return the layer from "
+            "the outer layer's `streaming_sublayers`, so that positions are computed."
         )
     if layer.go_backwards or not layer.return_sequences:
         argument = "go_backwards=True" if layer.go_backwards else "return_sequences=False"
         raise ValueError(
-            f"`{name}` has `{argument}`, which is for the outermost layer: inside another one, "
-            "every layer reads the same tokens in the same order and returns all of them."
+            f"`{name}` has `{argument}`, which is for the outermost layer. Leave it out: a layer "
+            "inside another one processes tokens in their order and returns all of them."
         )
     for argument, tensor in (("mask", mask), ("segment_ids", segment_ids)):
         if tensor is not None:
             raise ValueError(
-                f"`{name}`: `tokens` say all of masks and segments; got `{argument}` beside "
-                "them. Leave one of them out."
+                f"`{name}`: `tokens` replace masks and segments; got `tokens` and `{argument}`. "
+                "Leave one of them out."
             )
     if own_state and "segment" in own_state:
         raise ValueError(
-            f"`{name}`: beside `tokens`, `initial_state` is the layer's own part of a state; "
-            "got one with `segment`, which belongs to the outermost layer."
+            f"`{name}`: with `tokens`, `initial_state` must be the layer's part of a state; got "
+            "one with `segment`. Pass `state[name]` of the outer layer's state."
         )
 
 
 def token_position(inputs, kind=None, first=None):
-    """How many real tokens of its document come before each token, int32 `[B, T]`.
+    """Returns the number of real tokens of its document before each token, int32 `[B, T]`.
 
     Args:
-        inputs: `[B, T, ...]`, for their shape.
-        kind: int8 `[B, T]`; None: all tokens are real, and a row goes on with one document.
-        first: int32 `[B]`, the position of a first token that goes on; None: 0.
+        inputs: `[B, T, ...]`; only the shape is used.
+        kind: int8 `[B, T]`. None: all tokens are real and continue one document.
+        first: int32 `[B]`, the position of a first token that continues a document. None: 0.
     """
     batch, length = ops.shape(inputs)[:2]
     first = ops.zeros((batch,), "int32") if first is None else ops.cast(first, "int32")
@@ -229,14 +231,14 @@ def token_position(inputs, kind=None, first=None):
         return first[:, None] + ops.arange(0, length, dtype="int32")
     if dispatch.exports():
         return positions(kind, first)
-    # Operators, not `ops`, where numbers meet tensors: see `keras_recurrent.ops.token_kind`.
+    # Operators, not `ops`, for numbers and tensors: see `keras_recurrent/ops/token_kind.py`.
     starts = kind == STARTS
     real = ops.cast(kind != PADDING, "int32")
-    before = ops.cumsum(real, axis=1) - real  # real tokens of the row before each
+    before = ops.cumsum(real, axis=1) - real  # real tokens of the sequence before each token
     document = ops.cumsum(ops.cast(starts, "int32"), axis=1)
-    place = ops.arange(0, length, dtype="int32")[None]
-    # The places where documents start, in front and in their order: the d-th is in column d - 1.
-    order = ops.cast(ops.argsort(ops.where(starts, place, place + length), axis=1), "int32")
+    index = ops.arange(0, length, dtype="int32")[None]
+    # Indices of document starts, in their order, come first: the d-th is in column d - 1.
+    order = ops.cast(ops.argsort(ops.where(starts, index, index + length), axis=1), "int32")
     start = ops.take_along_axis(
         ops.take_along_axis(before, order, axis=1), ops.relu(document - 1), axis=1
     )
@@ -244,19 +246,19 @@ def token_position(inputs, kind=None, first=None):
 
 
 def last_segment(inputs, mask, segment_ids, previous):
-    """The segment of each row's last real token, int32 `[B]`.
+    """Returns the segment of the last real token of each sequence, int32 `[B]`.
 
-    Without `segment_ids` the previous segment goes on, or document 0 begins. A row without a real
-    token keeps its `previous` segment: -1 where that is None.
+    Without `segment_ids`, the previous segment continues, or document 0 starts. A sequence without
+    a real token keeps its `previous` segment, -1 if that is None.
 
     Args:
-        inputs: `[B, T, ...]`, for their shape.
+        inputs: `[B, T, ...]`; only the shape is used.
         mask, segment_ids: as in `StreamingLayer`, or None.
         previous: the `segment` `[B]` of the state before, or None.
     """
     batch, length = ops.shape(inputs)[:2]
     if previous is None:
-        # Not `ops.full`: on torch it reads the value back from the device, and waits for that.
+        # Not `ops.full`: on torch it reads the value back from the device, which synchronizes.
         previous = -ops.ones((batch,), "int32")
     if segment_ids is None:
         seen = ops.relu(previous)

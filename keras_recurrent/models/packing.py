@@ -22,15 +22,15 @@ def pack_documents(documents, sequence_length, pad_token_id):
         (bool), the number of the document in its row, from 1, and 0 at padding (int32), the next
         token of the document (int32), and True where there is one (bool).
     """
-    pieces = []
+    chunks = []
     for tokens in documents:
         # A remaining last token is a label already and needs no chunk.
         for begin in range(0, max(len(tokens) - 1, min(len(tokens), 1)), sequence_length):
             end = begin + sequence_length
-            pieces.append((tokens[begin:end], tokens[begin + 1 : end + 1]))
+            chunks.append((tokens[begin:end], tokens[begin + 1 : end + 1]))
 
     rows, open_rows = [[]], {0: sequence_length}
-    for inputs, labels in pieces:
+    for inputs, labels in chunks:
         row = next((r for r, room in open_rows.items() if room >= len(inputs)), None)
         if row is None:
             row = len(rows)
@@ -49,12 +49,12 @@ def pack_documents(documents, sequence_length, pad_token_id):
         np.full(shape, pad_token_id, "int32"),
     )
     segment_ids, has_label = np.zeros(shape, "int32"), np.zeros(shape, "bool")
-    for row, row_pieces in enumerate(rows):
-        at = 0
-        for segment, (inputs, labels) in enumerate(row_pieces, start=1):
-            token_ids[row, at : at + len(inputs)] = inputs
-            segment_ids[row, at : at + len(inputs)] = segment
-            label_ids[row, at : at + len(labels)] = labels
-            has_label[row, at : at + len(labels)] = True
-            at += len(inputs)
+    for row, row_chunks in enumerate(rows):
+        offset = 0
+        for segment, (inputs, labels) in enumerate(row_chunks, start=1):
+            token_ids[row, offset : offset + len(inputs)] = inputs
+            segment_ids[row, offset : offset + len(inputs)] = segment
+            label_ids[row, offset : offset + len(labels)] = labels
+            has_label[row, offset : offset + len(labels)] = True
+            offset += len(inputs)
     return token_ids, segment_ids > 0, segment_ids, label_ids, has_label

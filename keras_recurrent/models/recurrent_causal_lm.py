@@ -337,8 +337,8 @@ def _as_ids(name, ids):
             ids = np.asarray(ids)
         except ValueError:
             raise ValueError(
-                f"`{name}` must be integers [batch, time]; got rows of several lengths. Pad "
-                "them, and pass a `padding_mask`."
+                f"`{name}` must be integers [batch, time]; got sequences of different lengths. "
+                "Pad them, and pass a `padding_mask`."
             ) from None
     wanted = f"`{name}` must be integers [batch, time], at least one"
     if isinstance(ids, dict):

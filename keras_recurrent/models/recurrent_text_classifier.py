@@ -184,7 +184,7 @@ class RecurrentTextClassifier(
         if is_tokens(x) and "segment_ids" in x:
             raise ValueError(
                 f"`{name}` has `segment_ids`, but a classifier takes one text with one label per "
-                "row. Pass each text in a separate row."
+                "sequence. Pass each text as a separate sequence."
             )
         if isinstance(self.loss, keras.losses.SparseCategoricalCrossentropy):
             _check_classes(y, self.num_classes)
@@ -209,7 +209,7 @@ def _is_pair(x):
 
 
 def _check_numbers(labels):
-    """Raises an error unless a list or NumPy array has a finite number for each row."""
+    """Raises an error unless a list or NumPy array has a finite number for each sample."""
     if not isinstance(labels, (list, tuple, np.ndarray)):
         return
     labels = np.asarray(labels)
@@ -221,7 +221,7 @@ def _check_numbers(labels):
         problem = "NaN or infinity"
     else:
         return
-    raise ValueError(f"`y` must be finite numbers, one for each row; got {problem}.")
+    raise ValueError(f"`y` must be finite numbers, one for each sample; got {problem}.")
 
 
 def _is_one_each(labels):
@@ -242,7 +242,7 @@ def _check_classes(labels, num_classes):
     else:
         return
     raise ValueError(
-        f"`y` must be integers from 0 to {num_classes - 1}, a class for each row; got "
+        f"`y` must be integers from 0 to {num_classes - 1}, a class for each sample; got "
         f"{problem}. For numbers other than classes, use `num_classes=1`, and for other labels, "
         "another `loss` in `compile`, such as "
         "`keras.losses.CategoricalCrossentropy(from_logits=True)` for rows of probabilities."

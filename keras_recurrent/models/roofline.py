@@ -69,7 +69,7 @@ def decoding_time(model, batch_size, length, *, bytes_per_second, flops_per_seco
     sizes = memory_sizes(model, batch_size, length)
     read = list(model.weights)
     if not model.token_embedding.tie_weights:
-        # Of separate embeddings, a step reads only one row for each token.
+        # If embeddings are separate, a step reads only one row of them per token.
         read = [w for w in read if w is not model.token_embedding.embeddings]
     multiplied = 2 * batch_size * sum(math.prod(w.shape) for w in read)
     return DecodingTime(

@@ -1,14 +1,19 @@
 """Operations on tensors, on every Keras backend.
 
-Those over time return `(output, final_state)`; `gated_linear_unit`, `log_forget_gate`, `rms_norm`
-and `token_crossentropy` see one token at a time, and return their output alone. So does
-`linear_crossentropy`, the loss of hidden states, which returns the best tokens, too.
+Operations over time return `(output, final_state)`. `gated_linear_unit`, `log_forget_gate`,
+`rms_norm` and `token_crossentropy` compute each token independently and return only the output.
+`linear_crossentropy` also computes each token independently, and returns the loss of hidden states
+and the predicted tokens.
 
-Gradients are of first order and in reverse mode on every backend. Second derivatives are to be had
-with the implementations `jax` and `tensorflow`, forward mode (tangents) with `tensorflow`; of
-`rms_norm`, `gated_linear_unit` and `log_forget_gate` both with `jax`, `torch` and `tensorflow`, but
-for forward mode of `log_forget_gate` with `jax`.
-Elsewhere they raise an error: on torch NotImplementedError, which names the operation.
+All operations have first-order gradients in reverse mode on every backend. Further derivatives are
+available with these implementations:
+
+- Second derivatives: `jax` and `tensorflow`.
+- Forward mode (tangents): `tensorflow`.
+- `rms_norm`, `gated_linear_unit` and `log_forget_gate` have both with `jax`, `torch` and
+  `tensorflow`, except forward mode of `log_forget_gate` with `jax`.
+
+All others raise an error: on torch NotImplementedError, which names the operation.
 """
 
 from keras_recurrent.ops.causal_conv1d import causal_conv1d

@@ -1,4 +1,4 @@
-"""The causal depthwise convolution."""
+"""Causal depthwise convolution."""
 
 import keras
 
@@ -17,11 +17,11 @@ class CausalConv1DOperation(RecurrentOperation):
 
 
 def check_activation(where, activation):
-    """Raise for all but None and "silu", which kernels compute along with the convolution."""
+    """Raises an error unless the activation is None or "silu", which the kernels fuse."""
     if activation not in (None, "silu"):
         raise ValueError(
             f"`{where}`: `activation` must be None or 'silu'; got {activation!r}. Apply any other "
-            "to the output."
+            "activation to the output."
         )
 
 
@@ -39,7 +39,7 @@ def causal_conv1d(
     reverse=False,
     implementation=None,
 ):
-    """A causal convolution over time, one filter a channel.
+    """Computes a causal depthwise convolution over time.
 
     ```
     z_t = bias + sum_j kernel[j] * x_{t-W+1+j},   j = 0 … W-1
@@ -47,33 +47,33 @@ def causal_conv1d(
     ```
 
     The temporal convolution before the recurrence of De et al. 2024 (arXiv:2402.19427, section
-    2.3). `kernel[W-1]` meets the current token. Padding is passed over: the filter sees the last
-    W real tokens of the document, those of the state included, and zeros before them.
+    2.3). `kernel[W-1]` multiplies the current token. Padding is skipped: the filter sees the last W
+    real tokens of the document, including those of the state, and zeros before them.
 
-    A NaN or an infinity reaches the outputs of the W tokens that see it, and the gradients of the
-    inputs of those outputs and of its channel's filter and bias; nothing else.
+    A NaN or an infinity reaches only the outputs of the W tokens that see it, and the gradients of
+    the inputs of those outputs and of its channel's filter and bias.
 
     Args:
         x: `[B, T, D]`, float16, bfloat16, float32 or float64.
         kernel: `[W, D]`, W at least 1.
         bias: `[D]`, or None.
-        activation: None, or `"silu"`, computed along with the convolution: z is not kept for the
-            gradient, but made again.
-        initial_state: `[B, W - 1, D]`, the last real inputs, the latest last; None: zeros.
+        activation: None, or `"silu"`, fused with the convolution: z is not saved for the gradient,
+            but recomputed.
+        initial_state: `[B, W - 1, D]`, the last real inputs, the most recent one last; None: zeros.
         mask, segment_ids, previous_segment_id, token_kind, reverse, implementation: as in
             `keras_recurrent.ops.linear_scan`.
 
     Returns:
         `(output, final_state)`: y as `[B, T, D]` in the dtype of `x`, and the last W - 1 real
-        inputs of the document as `[B, W - 1, D]`. States and sums are float32, or
-        float64 if a tensor is. Both carry gradients.
+        inputs of the document as `[B, W - 1, D]`. States and sums are float32, or float64 if a
+        tensor is. Both carry gradients.
 
     Raises:
         ValueError: a shape or dtype does not fit, `x` has no token, a tensor is empty along another
             axis, or the activation or the implementation is unknown.
         NotImplementedError: no implementation accepts the arguments; says why for each.
 
-    Example: the difference to the token before.
+    Example: the difference from the token before.
 
     >>> import numpy as np
     >>> from keras_recurrent.ops import causal_conv1d

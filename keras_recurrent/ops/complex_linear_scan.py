@@ -1,4 +1,4 @@
-"""The diagonal linear recurrence on complex numbers."""
+"""Diagonal linear recurrence on complex numbers."""
 
 import keras
 
@@ -23,7 +23,7 @@ def complex_linear_scan(
     reverse=False,
     implementation=None,
 ):
-    """Every state of a diagonal linear recurrence on complex numbers.
+    """Computes all states of a diagonal linear recurrence on complex numbers.
 
     ```
     h_t = exp(log_a_t + i phase_t) * h_{t-1} + x_t
@@ -32,12 +32,12 @@ def complex_linear_scan(
     The recurrence of the complex-gated unit of De et al. 2024 (arXiv:2402.19427, appendix B). A
     complex vector of D numbers is a real one of 2D: the real parts, then the imaginary ones.
 
-    A NaN or an infinity reaches as far as in `keras_recurrent.ops.linear_scan`.
+    A NaN or an infinity propagates as in `keras_recurrent.ops.linear_scan`.
 
     Args:
         x: `[B, T, 2D]`, float16, bfloat16, float32 or float64.
-        log_a: `[B, T, D]`, the natural logarithm of the decays' magnitudes: at most 0, and -inf
-            forgets all.
+        log_a: `[B, T, D]`, the natural logarithm of the decays' magnitudes, at most 0; -inf is a
+            decay of 0.
         phase: `[B, T, D]`, the decays' angles in radians.
         initial_state: `[B, 2D]`, h before the first token; None: zeros.
         mask, segment_ids, previous_segment_id, token_kind, reverse, implementation: as in
@@ -52,7 +52,7 @@ def complex_linear_scan(
             axis, or the implementation is unknown.
         NotImplementedError: no implementation accepts the arguments; says why for each.
 
-    Example: a quarter turn a token.
+    Example: a quarter turn per token.
 
     >>> import numpy as np
     >>> from keras_recurrent.ops import complex_linear_scan

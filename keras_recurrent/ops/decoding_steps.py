@@ -1,8 +1,8 @@
 """Operations of a decoding step, which layers call for one token of each sequence.
 
-They are not public: the arguments are those of an implementation in `backends/`. The Triton kernels
-read each weight once and have no gradients. The plain implementation of all backends is in
-`portable/`.
+These operations are not public: their arguments are those of an implementation in `backends/`. The
+Triton kernels read each weight once and have no gradients. `portable/` has an implementation for
+all backends.
 """
 
 import keras
@@ -74,7 +74,7 @@ class LocalAttentionStepOperation(Operation):
         if frequencies is not None and frequencies.shape[0] == 0:
             tensors = {**tensors, "frequencies": None}
         position = ops.cast(tensors["position"], "int32")
-        # As in a layer, a state has the dtypes of keys and values.
+        # The cache has the dtypes of keys and values, as in a layer.
         key, value = (
             ops.cast(tensors[cache], tensors[x].dtype)
             for cache, x in (("key", "k"), ("value", "v"))
@@ -83,9 +83,9 @@ class LocalAttentionStepOperation(Operation):
 
 
 def norm_linear(x, kernels, biases, **others):
-    """Up to three linear layers of the normalized rows of x [B, D]; the gate of two; a residual.
+    """Applies RMSNorm and up to three linear layers to x [B, D], then a gate or a residual.
 
-    See `backends/reference/norm_linear.py`. Lists replace the tensors of several kernels.
+    See `backends/reference/norm_linear.py`. Kernels and biases are passed as lists.
 
     Returns:
         A list of outputs [B, N], one for each kernel, or one with a gate.
@@ -94,10 +94,10 @@ def norm_linear(x, kernels, biases, **others):
 
 
 def norm_quantized_linear(x, kernels, kernel_scales, kernel_zeros, biases, **others):
-    """The counterpart of `norm_linear` for the quantized kernels of `keras.layers.Dense`.
+    """Counterpart of `norm_linear` for quantized kernels of `keras.layers.Dense`.
 
-    See `backends/reference/norm_quantized_linear.py`. With `quantize_row`, the normalized row is
-    quantized as well.
+    See `backends/reference/norm_quantized_linear.py`. With `quantize_row`, the normalized input is
+    also quantized.
     """
     lists = {"kernel": kernels, "kernel_scale": kernel_scales, "bias": biases}
     if kernel_zeros is not None:
@@ -115,20 +115,23 @@ def _apply(operation, tensors, lists, others):
 
 
 def hgrn2_step(q, f, v, memory, lower_bound=None, token_kind=None):
-    """HGRN2 between its projections: `backends/reference/hgrn2_step.py`."""
+    """Computes HGRN2 between its projections; see `backends/reference/hgrn2_step.py`."""
     tensors = {"q": q, "f": f, "v": v, "memory": memory, "lower_bound": lower_bound}
     return HGRN2StepOperation.apply(tensors, None, token_kind=token_kind)
 
 
 def rg_lru_step(token_kind=None, **tensors):
-    """Griffin's recurrent block between its projections: `backends/reference/rg_lru_step.py`."""
+    """Computes Griffin's recurrent block between its projections.
+
+    See `backends/reference/rg_lru_step.py`.
+    """
     return RGLRUStepOperation.apply(tensors, None, token_kind=token_kind)
 
 
 def local_attention_step(
     q, k, v, key, value, position, frequencies=None, sliding_window=None, token_kind=None
 ):
-    """Attention of one query: `backends/reference/local_attention_step.py`."""
+    """Computes the attention of one query; see `backends/reference/local_attention_step.py`."""
     tensors = {"q": q, "k": k, "v": v, "key": key, "value": value}
     tensors |= {"position": position, "frequencies": frequencies}
     options = {"sliding_window": sliding_window}
@@ -136,7 +139,7 @@ def local_attention_step(
 
 
 def embedding_step(table, token_ids, segment=None, position=None, scale=1.0, dtype="float32"):
-    """Embeddings, token kinds, positions and the next state of a step's tokens.
+    """Returns embeddings, token kinds, positions and the next state of a step's tokens.
 
     See `backends/reference/embedding_step.py`.
     """
@@ -145,5 +148,5 @@ def embedding_step(table, token_ids, segment=None, position=None, scale=1.0, dty
 
 
 def soft_cap(x, cap):
-    """cap tanh(x / cap) of logits [B, V]; x itself if `cap` is None."""
+    """Returns cap tanh(x / cap) for logits [B, V], or x if `cap` is None."""
     return x if cap is None else dispatch.run("soft_cap", {"x": x, "cap": cap})

@@ -1,4 +1,4 @@
-"""Linear attention with a decay for every key channel and token."""
+"""Linear attention with a decay per key channel and token."""
 
 import keras
 
@@ -24,7 +24,7 @@ def gated_linear_attention(
     reverse=False,
     implementation=None,
 ):
-    """Linear attention whose memory, one matrix a head, forgets channel by channel.
+    """Computes linear attention with a matrix per head as memory, which decays per channel.
 
     ```
     S_t = diag(exp(log_f_t)) S_{t-1} + k_t v_t^T
@@ -33,37 +33,37 @@ def gated_linear_attention(
 
     The recurrence of HGRN2 (Qin et al. 2024, arXiv:2404.07904, section 3), whose keys are 1 - f,
     and of gated linear attention (Yang et al. 2023, arXiv:2312.06635). Queries are not scaled.
-    Tokens are worked on in chunks, by matrix products; all but the arguments is recomputed for the
-    gradient. Any decay is safe, from exactly 0 to exactly 1, and so is any product of them.
+    Tokens are processed in chunks, by matrix products; the gradient recomputes everything except
+    the arguments. All decays from exactly 0 to exactly 1, and all their products, are safe.
 
-    A NaN or an infinity in a token's query reaches the output of that token alone. In its key,
-    value or decay it reaches, within its row and head, the outputs of all later tokens, those of
-    later documents too, and of up to 127 tokens before it, in its chunk: it is multiplied with
-    weights of 0, and 0 times NaN is NaN. The gradients of the same row and head may all be lost.
-    Other rows and heads are not touched. Padding may hold anything.
+    A NaN or an infinity in a token's query reaches only the output of that token. In its key, value
+    or decay it reaches, within its sequence and head, the outputs of all later tokens, including
+    later documents, and of up to 127 earlier tokens in its chunk: it is multiplied by weights of 0,
+    and 0 times NaN is NaN. All gradients of the same sequence and head may become NaN. Other
+    sequences and heads are not affected. Padding may contain anything.
 
     Args:
         q: `[B, T, H, K]`, the queries: float16, bfloat16, float32 or float64.
         k: `[B, T, H, K]`, the keys; None: `1 - exp(log_f)`, which is never stored.
         v: `[B, T, H, V]`, the values. V may differ from K.
-        log_f: `[B, T, H, K]`, the natural logarithm of the decays: at most 0, and -inf forgets
-            all. May be float32 beside tensors of 16 bits.
+        log_f: `[B, T, H, K]`, the natural logarithm of the decays, at most 0; -inf is a decay of 0.
+            May be float32 if other tensors have 16 bits.
         initial_state: `[B, H, K, V]`, S before the first token; None: zeros.
         mask, segment_ids, previous_segment_id, token_kind, reverse, implementation: as in
             `keras_recurrent.ops.linear_scan`.
 
     Returns:
         `(output, final_state)`: o as `[B, T, H, V]` in the dtype of `v`, and the last S as
-        `[B, H, K, V]`. States and sums are float32, or float64 if a tensor is, also where the
-        tensors have 16 bits, and so are products but those of the kernels for GPUs. Both carry
-        gradients. The output at padding is finite, and says nothing.
+        `[B, H, K, V]`. States, sums and products are float32, or float64 if a tensor is, even for
+        16-bit tensors; only the products of the GPU kernels may have 16 bits. Both results carry
+        gradients. The output at padding is finite and otherwise arbitrary.
 
     Raises:
         ValueError: a shape or dtype does not fit, `q` has no token, a tensor is empty along another
             axis, or the implementation is unknown.
         NotImplementedError: no implementation accepts the arguments; says why for each.
 
-    Example: remember, recall at half strength, and recall after a reset.
+    Example: a value is stored, then read after a decay of 1/2, and after a reset.
 
     >>> import numpy as np
     >>> from keras_recurrent.ops import gated_linear_attention

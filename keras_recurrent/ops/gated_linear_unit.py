@@ -1,4 +1,4 @@
-"""The product inside gated linear units."""
+"""Product of a gated linear unit."""
 
 import keras
 
@@ -16,13 +16,13 @@ class GatedLinearUnitOperation(Operation):
         if activation not in ("silu", "gelu"):
             raise ValueError(
                 f"`{cls.function}`: `activation` must be 'silu' or 'gelu'; got {activation!r}. "
-                "Apply any other to the gate, and multiply."
+                "Apply any other activation to the gate, and multiply."
             )
         return super().check(tensors, context, options)
 
 
 def gated_linear_unit(gate, x, *, activation, implementation=None):
-    """A gate times what it lets through.
+    """Computes `activation(gate) * x`, the product of a gated linear unit.
 
     ```
     y = activation(gate) * x
@@ -30,21 +30,21 @@ def gated_linear_unit(gate, x, *, activation, implementation=None):
     gelu(z) = z (1 + tanh(sqrt(2 / π) (z + 0.044715 z^3))) / 2
     ```
 
-    What is between the linear maps of SwiGLU and GeGLU (Shazeer 2020, arXiv:2002.05202), with the
-    tanh-approximated gelu of Griffin (De et al. 2024, arXiv:2402.19427). Only the arguments are
-    kept for the gradient.
+    The operation between the linear layers of SwiGLU and GeGLU (Shazeer 2020, arXiv:2002.05202),
+    with the tanh-approximated gelu of Griffin (De et al. 2024, arXiv:2402.19427). Only the
+    arguments are saved for the gradient.
 
-    A NaN or an infinity, in an argument or in the gradient that arrives, reaches its own place in y
-    and in the gradients, and no other.
+    A NaN or an infinity, in an argument or in the incoming gradient, reaches only the same element
+    of y and of the gradients.
 
     Args:
-        gate: of any shape, float16, bfloat16, float32 or float64.
-        x: of the same shape.
+        gate: a tensor of any shape, float16, bfloat16, float32 or float64.
+        x: a tensor of the same shape.
         activation: `"silu"` or `"gelu"`.
         implementation: as in `keras_recurrent.ops.linear_scan`.
 
     Returns:
-        y in the shape and dtype of `x`. All is computed in float32, or float64 if a tensor is, and
+        y with the shape and dtype of `x`, computed in float32, or float64 if a tensor is, and
         rounded once.
 
     Raises:
@@ -52,7 +52,7 @@ def gated_linear_unit(gate, x, *, activation, implementation=None):
             unknown.
         NotImplementedError: no implementation accepts the arguments; says why for each.
 
-    Example: a closed gate, one half open and an open one.
+    Example: a closed, a half-open and an open gate.
 
     >>> import numpy as np
     >>> from keras_recurrent.ops import gated_linear_unit

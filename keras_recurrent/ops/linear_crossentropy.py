@@ -1,4 +1,4 @@
-"""The crossentropy of tokens, of what the logits are made of."""
+"""Cross-entropy from hidden states, without materializing the logits."""
 
 import keras
 
@@ -19,7 +19,7 @@ class LinearCrossentropyOperation(Operation):
         if soft_cap is not None and (not is_finite_number(soft_cap) or soft_cap <= 0):
             raise ValueError(
                 f"`{cls.function}`: `soft_cap` must be a finite number above 0, or None for logits "
-                f"without a bound; got {soft_cap!r}."
+                f"without a cap; got {soft_cap!r}."
             )
         if reduction not in REDUCTIONS:
             raise ValueError(
@@ -51,44 +51,44 @@ def linear_crossentropy(
     reduction="sum",
     implementation=None,
 ):
-    """The crossentropy of tokens from hidden states, without the logits of all of them.
+    """Computes the cross-entropy of tokens from hidden states, without materializing the logits.
 
     ```
     z = x E^T,  or  c tanh(x E^T / c) with a soft cap c
     loss = Σ_t w_t (log(sum(exp(z_t))) - z_t[token_t])
     ```
 
-    It is `keras_recurrent.ops.token_crossentropy` of logits that some thousand tokens at a time
-    are given and that are forgotten at once: with a vocabulary of 256,000, the logits of 16,384
-    tokens and their gradient would take 8 gigabytes each in 16 bits. Products are summed in the
-    dtype of the loss, and the logits not rounded to that of `x`; the gradient of `embedding` is
-    summed in it, too. The gradient of the sum is made in the forward pass, where one is asked for
-    (on TensorFlow in the backward); that of single losses makes the logits once more.
+    The result is that of `keras_recurrent.ops.token_crossentropy`, but only the logits of a few
+    thousand tokens exist at a time: with a vocabulary of 256,000, the logits of 16,384 tokens and
+    their gradient would take 8 gigabytes each in 16 bits. Products, and the gradient of
+    `embedding`, are accumulated in the dtype of the loss, and logits are not rounded to the dtype
+    of `x`. The gradient of the sum is computed in the forward pass if it is needed (on TensorFlow
+    in the backward pass); the gradient of single losses recomputes the logits.
 
-    A loss is NaN, and so is its gradient, where the vocabulary lacks the token, unless its weight
-    is 0: there any number may stand, such as -100.
+    The loss of a token id outside the vocabulary, and its gradient, are NaN. If the weight of the
+    token is 0, its id is arbitrary, such as -100.
 
     Args:
         x: `[..., D]`, float16, bfloat16, float32 or float64: hidden states.
-        embedding: `[V, D]`, as `x`: the embeddings of tied weights; of untied ones, a map
-            `[D, V]`, its transpose.
+        embedding: `[V, D]`, of any of these dtypes: the embeddings if weights are tied, or else the
+            transpose of the kernel `[D, V]` of the logits.
         tokens: `[...]`, integers from 0 to V - 1.
         sample_weight: `[...]`, floats; None: all 1.
-        soft_cap: number, the bound c of logits, as RecurrentGemma has it; None: no bound.
-        reduction: `"sum"`, or None for a loss of each token.
+        soft_cap: number, the soft cap c of logits, as in RecurrentGemma; None: no cap.
+        reduction: `"sum"`, or None for the loss of each token.
         implementation: as in `keras_recurrent.ops.linear_scan`.
 
     Returns:
-        `(loss, best)`: the sum of the losses in nats times their weights, a scalar, or these
-        `[...]`, in float32, or float64 if a float tensor is; and the token with the largest logit
-        `[...]`, int32, the first of several.
+        `(loss, best)`: the sum of the weighted losses in nats, a scalar, or the weighted losses
+        `[...]`, in float32, or float64 if a float tensor is; and the argmax of the logits `[...]`,
+        int32, the first of equal ones.
 
     Raises:
-        ValueError: a shape or dtype does not fit, V is 0, `soft_cap` or `reduction` is none of the
-            above, or the implementation is unknown.
+        ValueError: a shape or dtype does not fit, V is 0, `soft_cap` or `reduction` is invalid, or
+            the implementation is unknown.
         NotImplementedError: no implementation accepts the arguments; says why for each.
 
-    Example: accuracy beside the loss.
+    Example: the loss and the predicted tokens.
 
     >>> import numpy as np
     >>> from keras_recurrent.ops import linear_crossentropy

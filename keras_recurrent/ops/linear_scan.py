@@ -1,4 +1,4 @@
-"""The diagonal linear recurrence."""
+"""Diagonal linear recurrence."""
 
 import keras
 
@@ -22,38 +22,40 @@ def linear_scan(
     reverse=False,
     implementation=None,
 ):
-    """Every state of a diagonal linear recurrence.
+    """Computes all states of a diagonal linear recurrence.
 
     ```
     h_t = exp(log_a_t) * h_{t-1} + x_t
     ```
 
-    The recurrence of De et al. 2024 (arXiv:2402.19427, section 2.4) and of its relatives, with
-    whatever gates and multipliers the caller has put into `x` and `log_a`. All but the arguments
-    and the output is recomputed for the gradient.
+    The recurrence of De et al. 2024 (arXiv:2402.19427, section 2.4) and of similar networks; `x`
+    and `log_a` include all gates and multipliers. The gradient recomputes everything except the
+    arguments and the output.
 
-    A NaN or an infinity reaches the states of its own token and of all later ones in its row and
-    channel, those of later documents too, since 0 times NaN is NaN; the gradients of the same
-    channel may all be lost. Other rows and channels are not touched. Padding may hold anything.
+    A NaN or an infinity reaches the states of its token and of all later tokens in its sequence and
+    channel, including later documents, because 0 times NaN is NaN; all gradients of the same
+    channel may become NaN. Other sequences and channels are not affected. Padding may contain
+    anything.
 
     Args:
         x: `[B, T, D]`, float16, bfloat16, float32 or float64.
-        log_a: `[B, T, D]`, the natural logarithm of the decays: at most 0, and -inf forgets all.
-            May be float32 beside an `x` of 16 bits.
+        log_a: `[B, T, D]`, the natural logarithm of the decays, at most 0; -inf is a decay of 0.
+            May be float32 if `x` has 16 bits.
         initial_state: `[B, D]`, h before the first token; None: zeros.
-        mask: boolean `[B, T]`, or integers, False or 0 at padding, which may stand anywhere in a
-            row: a padded token leaves the state as it was. None: every token is real.
-        segment_ids: integers `[B, T]`, at least 0: a token never sees one of another segment
-            (documents packed in a row). None: one document. What a negative number does stands in
+        mask: boolean `[B, T]`, or integers, False or 0 at padding, which may be at any position: a
+            padding token does not change the state. None: all tokens are real.
+        segment_ids: integers `[B, T]`, at least 0: a token is independent of those of other
+            segments (packed documents). None: one document. For negative numbers, see
             `keras_recurrent.ops.token_kind`.
-        previous_segment_id: int32 `[B]`, the segment of the last real token before this row, -1
-            where there was none. None: -1 without an `initial_state`; with one, the first real
-            token goes on from it.
-        token_kind: int8 `[B, T]`, in place of these three and without `reverse`: what
-            `keras_recurrent.ops.token_kind` makes of them, for operations that share it.
-        reverse: run from the last token to the first.
-        implementation: the name of the one implementation to run, a folder of `backends/`; None:
-            the fastest that accepts the arguments (`keras_recurrent.which_implementation`).
+        previous_segment_id: int32 `[B]`, the segment of the last real token before this sequence,
+            -1 if there is none. None: -1 without an `initial_state`; with one, the first real token
+            continues from it.
+        token_kind: int8 `[B, T]`, the result of `keras_recurrent.ops.token_kind`, which replaces
+            the three arguments above in several operations on the same tokens. Not supported with
+            `reverse`.
+        reverse: boolean, whether to run from the last token to the first.
+        implementation: string, the only implementation to run, a folder of `backends/`. None: the
+            fastest that accepts the arguments (see `keras_recurrent.which_implementation`).
 
     Returns:
         `(output, final_state)`: h as `[B, T, D]` in the dtype of `x`, and the last h as `[B, D]`.

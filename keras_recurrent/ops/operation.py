@@ -1,4 +1,4 @@
-"""What the public operations share: their checks, their nodes in graphs, the way to dispatch."""
+"""Base class of the public operations: checks, nodes of Keras graphs, and dispatch."""
 
 import keras
 from keras import ops
@@ -12,18 +12,20 @@ OPERATIONS: dict[str, type["Operation"]] = {}
 
 
 class Operation(keras.Operation):
-    """An operation, which may be a node of a Keras graph. Its public function calls `apply`.
+    """Base class of operations, which can be nodes of a Keras graph.
+
+    The public function of an operation calls `apply`.
 
     Class attributes:
         function: the name of the public function, of the files in `backends/`, and of the
             signature, which has the tensors and results with their dimensions.
-        options: `{name: default}` of further arguments of an implementation, which are no tensors
+        options: `{name: default}` of further arguments of an implementation, which are not tensors
             and are known when a graph is made.
         context: `{name: dimensions}` of further tensors, which `lower` may change.
-        int8: the tensors that are of that dtype.
-        signature, arguments, alternatives, required: made of the signature when the class is
-            defined, so that a call parses nothing. `arguments` has an `Argument` of each tensor,
-            `alternatives` those with other dimensions.
+        int8: the names of int8 tensors.
+        signature, arguments, alternatives, required: derived from the signature when the class is
+            defined, so that calls do not parse it. `arguments` has an `Argument` for each tensor,
+            `alternatives` has those with other dimensions.
     """
 
     function: str
@@ -51,8 +53,8 @@ class Operation(keras.Operation):
     @classmethod
     def _parse(cls, dimensions):
         return {
-            name: tensor_checks.argument(name, of, name in cls.int8)
-            for name, of in dimensions.items()
+            name: tensor_checks.argument(name, text, name in cls.int8)
+            for name, text in dimensions.items()
         }
 
     def __init__(self, implementation=None, name=None, **options):
@@ -62,7 +64,7 @@ class Operation(keras.Operation):
 
     @classmethod
     def apply(cls, tensors, implementation, options=None, **context):
-        """Compute at once, or add a node to the graph where an argument is symbolic."""
+        """Computes the results, or adds a node to the graph if an argument is symbolic."""
         tensors, context = convert(cls.function, tensors), convert(cls.function, context)
         options = options or {}
         cls.check(tensors, context, options)
@@ -74,12 +76,12 @@ class Operation(keras.Operation):
 
     @classmethod
     def lower(cls, tensors, context, options):
-        """The keyword arguments of an implementation."""
+        """Returns the keyword arguments of an implementation."""
         return {**tensors, **context, **options}
 
     @classmethod
     def finish(cls, results, options):
-        """What the public function returns, from the results of an implementation."""
+        """Returns the results of the public function from those of an implementation."""
         return results
 
     def call(self, **arguments):
@@ -87,7 +89,7 @@ class Operation(keras.Operation):
         return self.apply(tensors, self.implementation, self.options, **context)
 
     def rematerialized_call(self, call, *args, **kwargs):
-        # Implementations keep little more than their tensors; TensorFlow refuses keywords here.
+        # Implementations save little more than their tensors; TensorFlow rejects keywords here.
         return call
 
     def compute_output_spec(self, **arguments):
@@ -100,7 +102,7 @@ class Operation(keras.Operation):
         return tensors, arguments
 
     def output_spec(self, tensors, sizes):
-        """`KerasTensor`s of the results; `sizes` are those that `check` returned."""
+        """Returns `KerasTensor`s of the results; `sizes` is the result of `check`."""
         specs = tuple(self._spec(result, tensors, sizes) for result in self.signature.results)
         return specs if len(specs) > 1 else specs[0]
 
@@ -109,7 +111,7 @@ class Operation(keras.Operation):
         if isinstance(result, dict):
             return {name: cls._spec(part, tensors, sizes) for name, part in result.items()}
         same = cls.signature.tensors.get(result.dtype) == result.dimensions
-        if same:  # it may know sizes that the first tensor with this dimension does not
+        if same:  # its shape may have sizes that are unknown in the first tensor
             shape = tensors[result.dtype].shape
         else:
             shape = tensor_checks.shape_of(result.dimensions, sizes)
@@ -117,7 +119,7 @@ class Operation(keras.Operation):
 
     @classmethod
     def result_dtype(cls, result, tensors):
-        """The dtype of a `Result` of the signature."""
+        """Returns the dtype of a `Result` of the signature."""
         if result.dtype == SUMS:
             return dtype_of_sums(tensors)
         like = tensors.get(result.dtype)
@@ -125,7 +127,10 @@ class Operation(keras.Operation):
 
     @classmethod
     def check(cls, tensors, context, options):
-        """Raises for what no implementation can take; returns `{dimension: size}`."""
+        """Raises an error for arguments that every implementation rejects.
+
+        Returns `{dimension: size}`.
+        """
         return cls.check_tensors({**tensors, **context})
 
     @classmethod
@@ -139,23 +144,23 @@ class Operation(keras.Operation):
 
 
 def which_implementation(operation, *tensors, implementation=None, **arguments):
-    """Tell which implementation would run an operation, and why not the others.
+    """Returns the implementation that would run an operation, and why others would not.
 
     Args:
         operation: a function of `keras_recurrent.ops`, or its name.
-        *tensors: its tensors, in its order.
-        implementation: as the operation takes it.
-        **arguments: what else the operation takes, such as `initial_state`, `mask`, `segment_ids`,
-            `reverse` or `sliding_window`.
+        *tensors: the tensors of the operation, in order.
+        implementation: the argument `implementation` of the operation.
+        **arguments: other arguments of the operation, such as `initial_state`, `mask`,
+            `segment_ids`, `reverse` or `sliding_window`.
 
     Returns:
-        A `Choice`: `.implementation` is the name of a folder of `backends/`, or None if nothing
-        would run, `.refused` is `{name: reason}` for those that were asked before. `str()` of it
-        is a sentence.
+        A `Choice`: `.implementation` is the name of a folder of `backends/`, or None if no
+        implementation would run. `.refused` is `{name: reason}` for faster ones that cannot run.
+        `str()` converts it to a sentence.
 
     Raises:
-        ValueError: the operation or the implementation is unknown, the operation would refuse the
-            arguments itself, or a tensor is symbolic, or traced by JAX.
+        ValueError: the operation or the implementation is unknown, the operation would raise a
+            ValueError for the arguments, or a tensor is symbolic or traced by JAX.
 
     Example:
 
@@ -187,22 +192,25 @@ def which_implementation(operation, *tensors, implementation=None, **arguments):
     cls.check(named, context, options)
     if symbolic(named, context):
         raise ValueError(
-            "`which_implementation` needs tensors with values: the choice may depend on the "
-            "device they are on. Got a symbolic KerasTensor."
+            "`which_implementation` needs tensors with values, because the choice may depend on "
+            "their device. Got a symbolic KerasTensor."
         )
     native = cls.lower(named, context, options)
     if dispatch.is_traced(native):
         raise ValueError(
-            "`which_implementation` needs tensors with values. Got some of a program that JAX "
-            "traces: what runs is chosen when it is lowered for a platform."
+            "`which_implementation` needs tensors with values. Got tensors of a program that JAX "
+            "traces: the implementation is chosen when it is lowered for a platform."
         )
     return dispatch.choose(name, native, implementation)
 
 
 def convert(operation, tensors):
-    """As tensors, except Nones and symbols; errors name the operation and the argument."""
-    # Not `tree.map_structure`: Keras replaces a dict that becomes an attribute of a layer by one
-    # of its own class.
+    """Converts arguments to tensors, except None and symbolic tensors.
+
+    Errors name the operation and the argument.
+    """
+    # Not `tree.map_structure`: Keras replaces a dict that is an attribute of a layer by another
+    # class.
     converted = {}
     for name, tensor in tensors.items():
         if isinstance(tensor, dict):
@@ -213,7 +221,7 @@ def convert(operation, tensors):
             except (TypeError, ValueError) as error:
                 raise ValueError(
                     f"`{operation}`: `{name}` must be a tensor, or numbers that `numpy.asarray` "
-                    f"makes an array of; got {type(tensor).__name__}: {error}"
+                    f"can convert; got {type(tensor).__name__}: {error}"
                 ) from error
         converted[name] = tensor
     return converted

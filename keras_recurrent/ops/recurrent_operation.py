@@ -1,4 +1,4 @@
-"""What the operations over time share: states, token kinds and direction."""
+"""Base class of operations over time, with states, token kinds and direction."""
 
 from keras import ops
 
@@ -9,14 +9,14 @@ from keras_recurrent.ops.token_kind import kinds_of_tokens
 
 
 class RecurrentOperation(Operation):
-    """An operation over time, which returns `(output, final_state)`.
+    """Base class of operations over time, which return `(output, final_state)`.
 
-    `B` is batch and `T` time: `reverse` flips the tensors that have a `T`. A state of several
-    arrays is a dict.
+    `B` is the batch and `T` is time: `reverse` flips tensors with a dimension `T`. A state of
+    several arrays is a dict.
 
     Class attributes:
-        start_matters: whether a token that starts a document computes something else than one that
-            goes on from a state of zeros.
+        start_matters: boolean, whether the start of a document differs from a token that continues
+            from a state of zeros.
         state_names: `{name: "initial_state[...]"}` of a state of several arrays.
     """
 
@@ -48,7 +48,7 @@ class RecurrentOperation(Operation):
 
     @classmethod
     def cast_state(cls, state, tensors):
-        """The state in the dtypes that implementations take."""
+        """Casts the state to the dtypes that implementations take."""
         result = cls.signature.results[1]
         if not isinstance(result, dict):
             return ops.cast(state, cls.result_dtype(result, tensors))
@@ -88,7 +88,7 @@ class RecurrentOperation(Operation):
         if context.get("token_kind") is not None:
             cls._check_kind_alone(context, options)
         if cls.state_names and context.get("initial_state") is not None:
-            context = cls._by_name(context)
+            context = cls._flatten_state(context)
         given = {**tensors, **context}
         sizes = cls.check_tensors(given)
         if sizes["T"] == 0:
@@ -105,8 +105,8 @@ class RecurrentOperation(Operation):
                 continue
             raise ValueError(
                 f"`{cls.function}`: `{name}` must have no empty dimension; got the shape "
-                f"{tuple(tensor.shape)} for [{', '.join(cls._dimensions(name))}]. Leave out calls "
-                "with nothing to compute."
+                f"{tuple(tensor.shape)} for [{', '.join(cls._dimensions(name))}]. Skip the call if "
+                "there is nothing to compute."
             )
         return sizes
 
@@ -117,17 +117,17 @@ class RecurrentOperation(Operation):
     @classmethod
     def _check_kind_alone(cls, context, options):
         names = ("mask", "segment_ids", "previous_segment_id")
-        beside = [name for name in names if context.get(name) is not None]
-        beside += ["reverse"] if options["reverse"] else []
-        if beside:
+        redundant = [name for name in names if context.get(name) is not None]
+        redundant += ["reverse"] if options["reverse"] else []
+        if redundant:
             raise ValueError(
-                f"`{cls.function}`: `token_kind` says all of mask, segments and what came before, "
-                f"first token first; got `{beside[0]}` beside it. Leave one of them out."
+                f"`{cls.function}`: got both `token_kind` and `{redundant[0]}`. `token_kind` "
+                "includes masks and segments, and is not reversed. Leave one of them out."
             )
 
     @classmethod
-    def _by_name(cls, context):
-        """The arrays of a state as arguments by themselves."""
+    def _flatten_state(cls, context):
+        """Replaces a state by its arrays, as separate arguments."""
         state, names = context["initial_state"], cls.state_names
         if not isinstance(state, dict) or set(state) != set(names):
             got = f"a dict of {sorted(state)}" if isinstance(state, dict) else type(state).__name__

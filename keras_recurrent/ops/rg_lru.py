@@ -1,4 +1,4 @@
-"""The real-gated linear recurrent unit, gates included."""
+"""Real-gated linear recurrent unit, including its gates."""
 
 import keras
 
@@ -8,7 +8,7 @@ from keras_recurrent.ops.recurrent_operation import RecurrentOperation
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class RGLRUOperation(RecurrentOperation):
     function = "rg_lru"
-    start_matters = True  # the multiplier of the input is 1 there
+    start_matters = True  # the multiplier of the first input is 1
 
 
 def rg_lru(
@@ -25,7 +25,7 @@ def rg_lru(
     reverse=False,
     implementation=None,
 ):
-    """The real-gated linear recurrent unit, from the gates' pre-activations.
+    """Computes the real-gated linear recurrent unit from the pre-activations of its gates.
 
     ```
     r_t = sigmoid(gate_a_t)                          recurrence gate
@@ -34,13 +34,13 @@ def rg_lru(
     h_t = a_t h_{t-1} + sqrt(1 - a_t^2) (i_t x_t)
     ```
 
-    De et al. 2024 (arXiv:2402.19427, section 2.4). Equation 6 there prints softplus(a_logit); with
-    a = sigmoid(a_logit) it must be softplus(-a_logit), and DeepMind's released code stores
-    -a_logit. Where nothing was seen before a token, h_t = i_t x_t, without the square root.
-    1 - a^2 is computed as -expm1(2 log a), which keeps its digits near a = 1; the root's
-    derivative, unbounded there, is held below 1000 as in the released code.
+    De et al. 2024 (arXiv:2402.19427, section 2.4). Equation 6 of the paper prints
+    softplus(a_logit); with a = sigmoid(a_logit) it must be softplus(-a_logit), and DeepMind's
+    released code stores -a_logit. For the first token of a document, h_t = i_t x_t, without the
+    square root. 1 - a^2 is computed as -expm1(2 log a), which is accurate near a = 1; the
+    derivative of the square root, unbounded near a = 1, is limited to 1000 as in the released code.
 
-    A NaN or an infinity reaches as far as in `keras_recurrent.ops.linear_scan`, and the gradient of
+    A NaN or an infinity propagates as in `keras_recurrent.ops.linear_scan`, and to the gradient of
     its channel's `a_logit`.
 
     Args:
@@ -48,7 +48,7 @@ def rg_lru(
         gate_a: `[B, T, D]`, the recurrence gate before its sigmoid.
         gate_x: `[B, T, D]`, the input gate before its sigmoid.
         a_logit: `[D]`, the paper's Λ.
-        initial_state: `[B, D]`, h before the first token; None: nothing was seen.
+        initial_state: `[B, D]`, h before the first token. None: the first token starts a document.
         mask, segment_ids, previous_segment_id, token_kind, reverse, implementation: as in
             `keras_recurrent.ops.linear_scan`.
 

@@ -22,34 +22,39 @@ class RMSNormOperation(Operation):
 
 
 def rms_norm(x, scale=None, *, epsilon, implementation=None):
-    """Root mean square normalization over the last axis.
+    """Computes root mean square normalization over the last axis.
 
     ```
     y = x / sqrt(mean(x^2) + ε) * scale
     ```
 
-    Zhang and Sennrich 2019 (arXiv:1910.07467). Only the arguments are kept for the gradient.
+    Zhang and Sennrich 2019 (arXiv:1910.07467). Only the arguments are saved for the gradient.
 
-    A NaN in a row of `x`, or in the gradient that arrives at it, makes the whole row NaN, in y and
-    in the gradient of `x`, and reaches no other row. An infinity in `x` does the same to the
-    gradient, but leaves y at 0 beside itself. The gradient of `scale` sums over all rows: a NaN in
-    `x` reaches all of it, an infinity or what arrives its own channel. A number of `scale` that is
-    not finite reaches its channel of y in every row, and all of the gradient of `x`.
+    Non-finite numbers propagate as follows; a row is a vector `[D]`.
+
+    - A NaN in a row of `x`, or in its incoming gradient, makes the row of y and of the gradient of
+      `x` NaN, and no other row.
+    - An infinity in `x` makes the row of the gradient NaN; the other elements of y in its row
+      are 0.
+    - The gradient of `scale` sums over all rows: a NaN in `x` reaches all of it; an infinity, or a
+      non-finite incoming gradient, reaches only its channel.
+    - A non-finite number in `scale` reaches its channel of y in every row, and all of the gradient
+      of `x`.
 
     Args:
         x: `[..., D]`, float16, bfloat16, float32 or float64.
-        scale: `[D]`, of any of these dtypes, often float32 beside tensors of 16 bits; None: ones.
+        scale: `[D]`, of any of these dtypes, often float32 if `x` has 16 bits; None: ones.
         epsilon: number, ε, at least 0 and finite.
         implementation: as in `keras_recurrent.ops.linear_scan`.
 
     Returns:
-        y as `[..., D]` in the dtype of `x`. All is computed in float32, or float64 if a tensor is,
-        and rounded once. Where the mean of the squares of a row leaves the range of that dtype, or
-        is 0 and ε is 0, too, y and the gradient of x are 0.
+        y as `[..., D]` in the dtype of `x`, computed in float32, or float64 if a tensor is, and
+        rounded once. If the mean of the squares of a row exceeds the range of that dtype, or if it
+        and ε are 0, y and the gradient of `x` are 0.
 
     Raises:
-        ValueError: a shape or dtype does not fit, `epsilon` is no finite number from 0 on, or the
-            implementation is unknown.
+        ValueError: a shape or dtype does not fit, `epsilon` is not a finite number of at least 0,
+            or the implementation is unknown.
         NotImplementedError: no implementation accepts the arguments; says why for each.
 
     Example:

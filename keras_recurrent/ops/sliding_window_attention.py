@@ -1,4 +1,4 @@
-"""Causal softmax attention to a window of the tokens before, or to all of them."""
+"""Causal softmax attention to a sliding window, or to all earlier tokens."""
 
 import keras
 
@@ -11,7 +11,7 @@ class SlidingWindowAttentionOperation(RecurrentOperation):
     options = RecurrentOperation.options | {"sliding_window": None, "max_length": None}
 
     def output_spec(self, tensors, sizes):
-        sizes.setdefault("C", self._room(self.options))
+        sizes.setdefault("C", self._capacity(self.options))
         output, state = super().output_spec(tensors, sizes)
         return output, {} if sizes["C"] is None else state
 
@@ -19,10 +19,10 @@ class SlidingWindowAttentionOperation(RecurrentOperation):
     def lower(cls, tensors, context, options):
         arguments = super().lower(tensors, context, options)
         del arguments["max_length"]
-        return {**arguments, "capacity": cls._room(options)}
+        return {**arguments, "capacity": cls._capacity(options)}
 
     @staticmethod
-    def _room(options):
+    def _capacity(options):
         return capacity(options["sliding_window"], options["max_length"])
 
     @classmethod
@@ -39,13 +39,13 @@ class SlidingWindowAttentionOperation(RecurrentOperation):
         if heads % groups:
             raise ValueError(
                 f"`{cls.function}`: the number of heads of `k` and `v`, {groups}, must divide that "
-                f"of `q`, {heads}: an equal number of these share each."
+                f"of `q`, {heads}, because equal groups of query heads share keys and values."
             )
         return sizes
 
 
 def capacity(sliding_window, max_length):
-    """How many tokens a new state has room for; None: nothing bounds them."""
+    """Returns the capacity of a new KV cache in tokens; None if it is unlimited."""
     if sliding_window is None:
         return max_length
     return sliding_window - 1 if max_length is None else min(max_length, sliding_window - 1)
@@ -66,45 +66,46 @@ def sliding_window_attention(
     reverse=False,
     implementation=None,
 ):
-    """Causal softmax attention to a window of the tokens before, or to all of them.
+    """Computes causal softmax attention to a sliding window, or to all earlier tokens.
 
     ```
     o_t = sum_s p_ts v_s,   p_ts = softmax over s of q_t · k_s,   t - sliding_window < s <= t
     ```
 
     The local attention of De et al. 2024 (arXiv:2402.19427, section 2.3) and, without a window,
-    the usual one. Queries come in H heads, keys and values in G of them, each shared by H / G
-    consecutive heads of queries: with G = 1 it is multi-query attention (Shazeer 2019,
-    arXiv:1911.02150), between 1 and H grouped-query attention (Ainslie et al. 2023,
-    arXiv:2305.13245). Queries are not scaled here.
+    global causal attention. There are H query heads and G key and value heads, each shared by H / G
+    consecutive query heads: G = 1 is multi-query attention (Shazeer 2019, arXiv:1911.02150), G
+    between 1 and H is grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245). Queries are
+    not scaled.
 
-    t and s count the real tokens of a document: padding and other documents are not seen, and
-    take no room in the window. Time grows as T times the window, memory as T.
+    t and s count the real tokens of a document: tokens do not attend to padding and other
+    documents, which do not occupy the window. Time grows with T times the window, memory with T.
 
-    A NaN or an infinity in a query reaches the output of its own token alone, and in a key those of
-    the tokens that see it. In a value it may reach every output of its row and of the heads that
-    share it, also of earlier tokens and of other documents: blocks of tokens are multiplied at
-    once, and a weight of 0 times NaN is NaN. The gradients of the same row may all be lost. Other
-    rows are not touched. Padding may hold anything.
+    A NaN or an infinity in a query reaches only the output of its token, and in a key only those of
+    the tokens that attend to it. In a value it may reach all outputs of its sequence and of the
+    heads that share it, including earlier tokens and other documents: blocks of tokens are
+    multiplied at once, and a weight of 0 times NaN is NaN. All gradients of the same sequence may
+    become NaN. Other sequences are not affected. Padding may contain anything.
 
-    The state is a ring of the document's last C tokens. The one at position p of its document,
-    from 0 on, is in slot p mod C; slots without a token are zero. A new document empties it.
-    Keys and values keep their dtype: what was computed in bfloat16 gains nothing in float32.
+    The state is a circular KV cache of the document's last C tokens. The token at position p of its
+    document, from 0, is in slot p mod C; empty slots are zero. A new document clears it. Keys and
+    values are stored in their dtype, because float32 would not add precision.
 
     Args:
         q: `[B, T, H, K]`, float16, bfloat16, float32 or float64.
         k: `[B, T, G, K]`; G divides H.
         v: `[B, T, G, V]`.
-        sliding_window: integer, how many tokens each sees, itself included; None: all before it.
-        max_length: integer, the tokens of a document that the returned state has room for. A
-            window needs no more than `sliding_window - 1`, and without `max_length` gets them.
-            Where neither is given, nor an `initial_state`, the state returned is an empty dict,
-            from which nothing can go on. Once a document is longer than its state, the state
-            keeps its last tokens.
-        initial_state: a state `{"key": [B, C, G, K], "value": [B, C, G, V], "position": [B]}`;
-            `position` is that of the token to come: it tells which slots are filled. (A layer's
-            state has it once, at the top, beside `segment`.) The state returned has the same C.
-            None: nothing was seen.
+        sliding_window: integer, the number of tokens that each token attends to, including itself.
+            None: all earlier tokens and itself.
+        max_length: integer, the capacity of the returned state, in tokens of a document. With a
+            window, the capacity is at most `sliding_window - 1`, which is the default. If
+            `sliding_window`, `max_length` and `initial_state` are all None, the returned state is
+            an empty dict, from which a call cannot continue. The state of a document that exceeds
+            the capacity has the last tokens.
+        initial_state: a state `{"key": [B, C, G, K], "value": [B, C, G, V], "position": [B]}`.
+            `position` is that of the next token and determines the filled slots. (The state of a
+            layer has it only once, at the top level, next to `segment`.) The returned state has the
+            same C. None: the first token starts a document.
         mask, segment_ids, previous_segment_id, token_kind, reverse, implementation: as in
             `keras_recurrent.ops.linear_scan`.
 
@@ -115,11 +116,11 @@ def sliding_window_attention(
 
     Raises:
         ValueError: a shape or dtype does not fit, `q` has no token, a tensor is empty along another
-            axis, G does not divide H, `sliding_window` or `max_length` is no integer from 1 on, or
-            the implementation is unknown.
+            axis, G does not divide H, `sliding_window` or `max_length` is not an integer of at
+            least 1, or the implementation is unknown.
         NotImplementedError: no implementation accepts the arguments; says why for each.
 
-    Example: equal keys, so each token sees the mean of itself and the one before.
+    Example: equal keys, so each output is the mean of a value and the one before.
 
     >>> import numpy as np
     >>> from keras_recurrent.ops import sliding_window_attention

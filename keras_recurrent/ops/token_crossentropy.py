@@ -1,4 +1,4 @@
-"""The crossentropy of tokens."""
+"""Cross-entropy of tokens from logits."""
 
 import keras
 
@@ -23,31 +23,30 @@ class TokenCrossentropyOperation(Operation):
     @classmethod
     def lower(cls, tensors, context, options):
         tokens = tensors["tokens"]
-        if dtype_of(tokens) not in ("int32", "int64"):  # kernels take no others
+        if dtype_of(tokens) not in ("int32", "int64"):  # the dtypes of the kernels
             wide = dtype_of(tokens) in ("uint32", "uint64")
             tokens = keras.ops.cast(tokens, "int64" if wide else "int32")
         return {**tensors, "tokens": tokens}
 
 
 def token_crossentropy(logits, tokens, *, implementation=None):
-    """The negative logarithm of the probability that logits give to tokens, in nats.
+    """Computes the cross-entropy of tokens from logits, in nats.
 
     ```
     loss = -log softmax(logits)[token] = log(sum(exp(logits))) - logits[token]
     ```
 
-    Logits of 16 bits are not copied to 32: for the gradient they are kept as they are, with two
-    numbers a token, and nothing else of their size is made but their gradient. On TensorFlow that
-    takes XLA (`jit_compile`); on a CPU, XLA copies them all the same.
+    16-bit logits are not converted to 32 bits: they are saved for the gradient without a copy, with
+    two numbers per token, and only their gradient needs memory of their size. On TensorFlow this
+    requires XLA (`jit_compile`); on CPUs, XLA makes a copy.
 
-    A logit of -inf is a token that cannot come; its gradient is 0, and the loss of such a token
-    itself inf. The loss of a token that is not
-    in the vocabulary, -1 or V, is NaN, and so is the gradient of its logits: no backend looks at
-    the numbers before, which would mean to wait for the GPU. Where a token does not count, put any
-    other there and leave out its loss.
+    A logit of -inf is a token of probability 0: its gradient is 0, and the loss of such a token is
+    inf. For token ids outside the vocabulary, such as -1 or V, the loss and the gradient of the
+    logits are NaN: no backend validates ids, because this would synchronize with the GPU. For
+    tokens to ignore, pass any id of the vocabulary and discard the loss.
 
-    A NaN or inf among the logits of a token, or in the gradient that arrives at its loss, reaches
-    the loss and the gradient of all logits of this token, and of no other.
+    A NaN or inf in the logits of a token, or in the incoming gradient of its loss, reaches the loss
+    and the gradient of all logits of this token, and of no other token.
 
     Args:
         logits: `[..., V]`, float16, bfloat16, float32 or float64.
@@ -55,13 +54,13 @@ def token_crossentropy(logits, tokens, *, implementation=None):
         implementation: as in `keras_recurrent.ops.linear_scan`.
 
     Returns:
-        The losses as `[...]` in float32, or float64 if the logits are. All is computed in it.
+        The losses as `[...]` in float32, or float64 if the logits are, computed in this dtype.
 
     Raises:
         ValueError: a shape or dtype does not fit, V is 0, or the implementation is unknown.
         NotImplementedError: no implementation accepts the arguments; says why for each.
 
-    Example: a sure one, one of two and one of three.
+    Example: probabilities of 1, 1/2 and 1/3.
 
     >>> import numpy as np
     >>> from keras_recurrent.ops import token_crossentropy

@@ -1,7 +1,7 @@
-"""Masks, packed documents and what came before, as one number a token.
+"""Kinds of tokens: combines masks, packed documents and states into one number per token.
 
-Numbers meet tensors by operators here: `ops` of Keras would, on torch, copy each number to the GPU
-and wait for all that the GPU has to do.
+Python operators combine numbers and tensors in this file: on torch, functions of `keras.ops` would
+copy each number to the GPU and synchronize.
 """
 
 import keras
@@ -17,7 +17,7 @@ from keras_recurrent.ops.operation import convert, symbolic
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class TokenKind(keras.Operation):
-    """`token_kind`, as a node of a Keras graph."""
+    """Node of a Keras graph that computes `token_kind`."""
 
     def call(self, like, **tokens):
         return token_kind(like, **tokens)
@@ -30,28 +30,29 @@ class TokenKind(keras.Operation):
 
 
 def token_kind(like, mask=None, segment_ids=None, previous_segment_id=None, initial_state=None):
-    """What each token is to a recurrence: 0 goes on, 1 starts a document, 2 is padding.
+    """Returns the kind of each token: 0 continues a document, 1 starts one, 2 is padding.
 
-    A token starts a document when the real token before it belongs to another segment, or when
-    there is none and nothing was seen before the row. Implementations know of masks and segments
-    only this. Operations take it in their place, so that several on the same tokens find it once.
+    A token starts a document if the real token before it has another segment, or if there is no
+    real token before it, in the sequence or in the state. Implementations get masks and segments
+    only in this form. It can be computed once and passed to several operations on the same tokens.
 
     Args:
-        like: a tensor `[B, T, ...]`: gives the shape.
-        mask: boolean `[B, T]`, or integers, False or 0 at padding; None: every token is real.
-        segment_ids: integers `[B, T]`, at least 0, one number a document; None: one document.
-            Values are not looked at. As -1 is the segment before all tokens, tokens of -1 at the
-            front of a row do not start a document, but go on. At padding any number may stand.
-        previous_segment_id: int32 `[B]`, the segment of the last real token before the row, -1
-            where nothing was seen. None: -1 if `initial_state` is None too, else the segment of
-            the row's first real token, which so goes on from the state.
-        initial_state: the state before the row; only whether it is None matters.
+        like: a tensor `[B, T, ...]`, of which only the shape is used.
+        mask: boolean `[B, T]`, or integers, False or 0 at padding; None: all tokens are real.
+        segment_ids: integers `[B, T]`, at least 0, one number per document; None: one document.
+            Values are not checked. As -1 is the segment before all tokens, tokens of -1 at the
+            start of a sequence continue a document. Values at padding are arbitrary.
+        previous_segment_id: int32 `[B]`, the segment of the last real token before the sequence,
+            -1 if there is none. None: -1 if `initial_state` is also None, else the segment of the
+            first real token of the sequence, which then continues from the state.
+        initial_state: the state before the sequence, or None; its values are not used.
 
     Returns:
         int8 `[B, T]`.
 
     Raises:
-        ValueError: `like` has no time, or an argument not its batch and time, or another dtype.
+        ValueError: `like` has fewer than two axes, or an argument has another batch or time or an
+            unsupported dtype.
 
     Example:
 
@@ -74,19 +75,19 @@ def token_kind(like, mask=None, segment_ids=None, previous_segment_id=None, init
 
 
 def kinds_of_tokens(like, mask=None, segment_ids=None, previous=None, initial_state=None):
-    """`token_kind` of tensors that are checked, and not symbolic."""
+    """Computes `token_kind` for tensors that are checked and not symbolic."""
     shards = split_time.active_shards()
     if shards is not None:
         return shards.run_whole(
-            lambda like, mask, segments: kinds_of_whole_rows(
+            lambda like, mask, segments: kinds_of_whole_sequences(
                 like, mask, segments, previous, initial_state
             ),
             *(like, mask, segment_ids),
         )
-    return kinds_of_whole_rows(like, mask, segment_ids, previous, initial_state)
+    return kinds_of_whole_sequences(like, mask, segment_ids, previous, initial_state)
 
 
-def kinds_of_whole_rows(like, mask, segment_ids, previous, initial_state):
+def kinds_of_whole_sequences(like, mask, segment_ids, previous, initial_state):
     batch = ops.shape(like)[0]
     if previous is not None:
         previous = ops.cast(previous, "int32")
@@ -98,40 +99,40 @@ def kinds_of_whole_rows(like, mask, segment_ids, previous, initial_state):
 
 
 def _kinds_in_one_document(like, mask, previous):
-    """Where there are no segments: at most the first real token of a row starts."""
+    """Computes kinds without segments: only the first real token of a sequence may be a start."""
     batch, length = ops.shape(like)[:2]
     starts = None if previous is None else previous < 0
     if mask is None and starts is not None and like.shape[1] == 1:
-        return ops.cast(starts, "int8")[:, None]  # a step of generation: one comparison
+        return ops.cast(starts, "int8")[:, None]  # a decoding step: one comparison
     if mask is None:
         real = ops.ones((batch, length), "bool")
     else:
         real = ops.cast(mask, "bool")
     if mask is None and not dispatch.exports():
         first = ops.arange(length, dtype="int32")[None] == 0
-    else:  # exporters have a sum, and not all a range of unknown length
+    else:  # exporters support sums, but not all support a range of unknown length
         first = ops.cumsum(ops.cast(real, "int32"), axis=1) == 1
     starts = ops.zeros_like(real) if starts is None else real & first & starts[:, None]
     return _kinds(starts, real)
 
 
 def _kinds_by_segments(like, mask, segment_ids, previous):
-    """A real token starts where the one before it is of another segment."""
+    """Computes kinds with segments: a start if the real token before has another segment."""
     batch, length = ops.shape(like)[:2]
     segments = segment_ids
     if mask is not None:
-        # Real tokens to the front, in their order.
+        # Real tokens first, in their order.
         real = ops.cast(mask, "bool")
-        place, ones = ops.arange(0, length, dtype="int32")[None], ops.cast(real, "int32")
-        front = ops.argsort(place - length * ones, axis=1)
-        segments = ops.take_along_axis(segments, front, axis=1)
+        index, ones = ops.arange(0, length, dtype="int32")[None], ops.cast(real, "int32")
+        order = ops.argsort(index - length * ones, axis=1)
+        segments = ops.take_along_axis(segments, order, axis=1)
     else:
         real = ops.ones((batch, length), "bool")
     previous = segments[:, :1] if previous is None else previous[:, None]
-    # The segment of the real token before each.
+    # The segment of the real token before each token.
     before = ops.concatenate([previous, segments[:, :-1]], axis=1)
     if mask is not None:
-        # The number of real tokens before each in its row tells which that is.
+        # Its index is the number of real tokens before each token.
         before = ops.take_along_axis(before, ops.cumsum(ones, axis=1) - ones, axis=1)
     return _kinds(real & ops.not_equal(segment_ids, before), real)
 
@@ -145,7 +146,7 @@ def _check(tokens, like):
         check_rank_known("token_kind", name, tensor)
     if len(like.shape) < 2:
         raise ValueError(
-            f"`token_kind`: `like` must have the shape [B, T, ...]; got {tuple(like.shape)}."
+            f"`token_kind`: `like` must have the shape [batch, time, ...]; got {tuple(like.shape)}."
         )
     for name, tensor in tokens.items():
         if tensor is None:
@@ -154,6 +155,6 @@ def _check(tokens, like):
         wanted = tuple(like.shape[: 1 if name == "previous_segment_id" else 2])
         if not fits(tensor.shape, wanted):
             raise ValueError(
-                f"`token_kind`: `{name}` must have the shape {wanted}, as `like` begins; got "
-                f"{tuple(tensor.shape)}."
+                f"`token_kind`: `{name}` must have the shape {wanted}, the first axes of `like`; "
+                f"got {tuple(tensor.shape)}."
             )

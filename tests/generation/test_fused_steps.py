@@ -237,13 +237,13 @@ def activation(block):
 
 REASONS = {
     lora: "`gate_proj` has a LoRA adapter",
-    quantized: "`gate_proj` and `up_proj` are one operation, and not quantized alike",
+    quantized: "`gate_proj` and `up_proj` share one operation, but have different quantization",
     in_float8: "`up_proj` is quantized (float8)",
     in_odd_blocks: "`down_proj` is quantized in blocks of 24 channels",
-    in_other_order: "the blocks of `down_proj` are not of channels that follow",
-    its_own_quantizer: "`down_proj` quantizes its inputs by another",
-    replaced_call: "`down_proj` has a `call` of its own",
-    replaced_outside: "`temporal_block` has a `call` of its own",
+    in_other_order: "the channels of a block of `down_proj` are not consecutive",
+    its_own_quantizer: "`down_proj` quantizes its inputs with another",
+    replaced_call: "`down_proj` has a custom `call`",
+    replaced_outside: "`temporal_block` has a custom `call`",
     own_norm: "`temporal_norm` is of class OwnNorm",
     own_dense: "`up_proj` is of class OwnDense",
     activation: "`gate_proj` has an activation",

@@ -321,7 +321,7 @@ def test_inside_another_layer(name):
 
 
 REFUSED = [
-    ({"dropout": 0.1}, r"`dropout=0.1`: Put `keras.layers.Dropout\(rate\)` before or behind"),
+    ({"dropout": 0.1}, r"`dropout=0.1`: Add `keras.layers.Dropout\(rate\)` before or after"),
     ({"recurrent_dropout": 0.1}, r"`recurrent_dropout=0.1`: .*`keras.layers.Dropout"),
     ({"kernel_regularizer": "l2"}, r"`weight_decay`.*`weight.regularizer = ...`"),
     ({"recurrent_constraint": "max_norm"}, r"`weight.constraint = ...`"),
@@ -348,7 +348,7 @@ NOTHING = {
 def test_arguments_of_a_gru(name):
     make = ROWS[name].make
     for arguments, message in REFUSED:
-        with pytest.raises(ValueError, match=f"`{name.split()[0]}` has not all.*{message}"):
+        with pytest.raises(ValueError, match=f"`{name.split()[0]}` does not support.*{message}"):
             make(**arguments)
     assert make(**NOTHING).get_config().keys() == make().get_config().keys()
     assert make().stateful is False
@@ -395,7 +395,7 @@ def test_what_bidirectional_does_not_hand_on():
     both = keras.layers.Bidirectional(forward, backward_layer=backward)
     for arguments, message in (
         (given, r"got `segment_ids=...`.* Call two layers.*RGLRU.*go_backwards=True.*flip"),
-        ({"return_state": True}, r"argument of the layer inside: `RGLRU\(..., return_state=True"),
+        ({"return_state": True}, r"to the wrapped layer: `RGLRU\(..., return_state=True"),
     ):
         with pytest.raises(ValueError, match=message):
             both(x, **arguments)
@@ -428,7 +428,7 @@ def test_bidirectional_hgrn2_is_no_gru():
     make = layers.BidirectionalHGRN2
     for arguments in ({"return_sequences": False}, {"go_backwards": True}, {"return_state": True}):
         with pytest.raises(
-            ValueError, match=r"`BidirectionalHGRN2` has not all.* has seen all tok"
+            ValueError, match=r"`BidirectionalHGRN2` does not support.* has seen all tok"
         ):
             make(4, **arguments)
     with pytest.raises(ValueError, match=r"`dropout=0.5`"):

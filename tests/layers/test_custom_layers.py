@@ -125,7 +125,7 @@ def test_what_is_handed_down_is_checked():
         layer(x, tokens=np.zeros((3, 8)))
     with pytest.raises(ValueError, match=r"`tokens` have no `position`.*`streaming_sublayers`"):
         layer(x, tokens=Tokens())
-    with pytest.raises(ValueError, match="`initial_state` is the layer's own part"):
+    with pytest.raises(ValueError, match="`initial_state` must be the layer's part"):
         layer(x, tokens=tokens, initial_state=layer.get_initial_state(3))
     for sizes in ((0,), (-1,), (2, 0), (2, 1.5)):
         with pytest.raises(ValueError, match="must be an integer, at least 1"):

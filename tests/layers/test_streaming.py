@@ -91,7 +91,7 @@ def test_tokens_are_handed_down(name, segment_ids):
             np.testing.assert_array_equal, numpy((output, state)), numpy(wanted)
         )
     for argument in ("mask", "segment_ids"):
-        with pytest.raises(ValueError, match=f"got `{argument}` beside them. Leave one of them"):
+        with pytest.raises(ValueError, match=f"`tokens` and `{argument}`. Leave one of them"):
             layer(x, tokens=tokens, **{argument: mask})
 
 

@@ -321,7 +321,7 @@ def test_tokens_are_found_once(family, monkeypatch):
         for name in ("ops.token_kind", "layers.tokens", "models.recurrent_backbone")
     ]
     backbone, counts = tiny_backbone(family=family), collections.Counter()
-    for name in ("find_tokens", "kinds_of_whole_rows", "token_position", "last_segment"):
+    for name in ("find_tokens", "kinds_of_whole_sequences", "token_position", "last_segment"):
         for module in modules:
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, counted(counts, getattr(module, name)))
@@ -335,7 +335,7 @@ def test_tokens_are_found_once(family, monkeypatch):
             assert counts["token_position"] == uses_position
             assert counts["last_segment"] == (before is not None)
             if others or before:
-                assert counts["kinds_of_whole_rows"] == 1
+                assert counts["kinds_of_whole_sequences"] == 1
 
 
 def counted(counts, function):

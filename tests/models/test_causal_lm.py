@@ -307,7 +307,7 @@ def test_scores_of_what_is_no_tokens_are_an_error():
         with pytest.raises(ValueError, match=r"`token_ids` must be .*got .*`preprocessor"):
             model.score(text)
     for ids, got in [
-        ([[1, 2], [3]], "rows of several lengths"),
+        ([[1, 2], [3]], "sequences of different lengths"),
         (np.ones((1, 2)), "float64"),
         ([1, 2], r"\(2,\)"),
         ([], r"float64 of shape \(0,\)"),

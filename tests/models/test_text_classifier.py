@@ -424,7 +424,7 @@ def test_bad_parts_and_labels():
         model.predict("tick", verbose=0)
     regression = classifier(num_classes=1)
     for y, match in [
-        (one_hot, r"`y` must be finite numbers, one for each row; got the shape \(12, 3\)"),
+        (one_hot, r"`y` must be finite numbers, one for each sample; got the shape \(12, 3\)"),
         (["1"] * 12, "got <U1"),
         ([np.nan] * 12, "got NaN or infinity"),
     ]:

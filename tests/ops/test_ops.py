@@ -269,12 +269,12 @@ BAD = {
     "kinds and a mask": (
         {},
         {"token_kind": np.zeros((2, 4), "int8"), "mask": np.ones((2, 4), "bool")},
-        "got `mask` beside it",
+        "got both `token_kind` and `mask`",
     ),
     "kinds and a direction": (
         {},
         {"token_kind": np.zeros((2, 4), "int8"), "reverse": True},
-        "got `reverse` beside it",
+        "got both `token_kind` and `reverse`",
     ),
     "name": ({}, {"implementation": "cuda"}, "`implementation` must be one of"),
 }

@@ -99,5 +99,5 @@ def test_what_does_not_fit_is_said():
         shape = 2 if name == "previous_segment_id" else (2, 5)
         with pytest.raises(ValueError, match=f"`token_kind`: `{name}` must be .*; got float32"):
             token_kind(x, **{name: np.zeros(shape, "float32")})  # a mask to be added to logits
-    with pytest.raises(ValueError, match=r"`like` must have the shape \[B, T, ...\]; got \(5,\)"):
+    with pytest.raises(ValueError, match=r"`like` must have the shape \[batch, time, ...\]; got"):
         token_kind(np.zeros(5))

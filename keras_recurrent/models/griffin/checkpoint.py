@@ -56,7 +56,7 @@ class RecurrentGemma(Layout):
         # A missing number is that of the queries in transformers, but 1 in the published files.
         num_key_value_heads = config.integer("num_key_value_heads", default=1)
         if "attention" in mixers and num_query_heads % num_key_value_heads:
-            wanted = f"what divides 'num_attention_heads', {num_query_heads}"
+            wanted = f"a divisor of 'num_attention_heads', {num_query_heads}"
             raise config.unsupported_error("num_key_value_heads", num_key_value_heads, wanted)
         lru_width = config.integer("lru_width", default=hidden_dim)
         if "recurrent" in mixers and lru_width % num_query_heads:

@@ -30,7 +30,7 @@ class HGRN2Layout(Layout):
         num_heads = config.integer("num_heads", default=max(1, hidden_dim // 128))
         expand_ratio = config.integer("expand_ratio", default=hidden_dim // num_heads)
         if hidden_dim % expand_ratio:
-            wanted = f"what divides 'hidden_size', {hidden_dim}"
+            wanted = f"a divisor of 'hidden_size', {hidden_dim}"
             raise config.unsupported_error("expand_ratio", expand_ratio, wanted)
         hidden_ratio = config.integer("hidden_ratio", default=4)
         third = int(hidden_dim * hidden_ratio * 2 / 3)

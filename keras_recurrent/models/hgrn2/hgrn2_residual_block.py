@@ -31,8 +31,8 @@ class HGRN2ResidualBlock(BoundedLayer, ResidualBlock):
 
     Call arguments:
         inputs: `[B, T, D]`.
-        lower_bound: `[2, D]`, log β and log(1 - β), a row of what
-            `keras_recurrent.layers.LowerBounds` returns; None: β is 0.
+        lower_bound: `[2, D]`, log β and log(1 - β), one entry of the output of
+            `keras_recurrent.layers.LowerBounds`; None: β is 0.
         mask, segment_ids, initial_state, return_state, tokens: as in
             `keras_recurrent.layers.StreamingLayer`.
 
