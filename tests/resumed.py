@@ -22,13 +22,13 @@ STEPS, EPOCHS = 6, 3
 DTYPES = {"token_ids": "int32", "padding_mask": "bool", "segment_ids": "int32"}
 
 
-def write_text(folder):
-    """Two files of a few hundred lines; returns their paths."""
+def write_text(folder, lines=16):
+    """Writes two files of as many lines; returns their paths."""
     rng = np.random.default_rng(0)
     paths = [pathlib.Path(folder, name) for name in ("one.txt", "two.txt")]
     for path in paths:
-        lines = ["".join(rng.choice(list("abc é"), rng.integers(0, 40))) for _ in range(200)]
-        path.write_text("\n".join(lines), encoding="utf-8")
+        texts = ["".join(rng.choice(list("abc é"), rng.integers(0, 40))) for _ in range(lines)]
+        path.write_text("\n".join(texts), encoding="utf-8")
     return [str(path) for path in paths]
 
 

@@ -75,12 +75,27 @@ def test_presets(tables, name, cls):
 
 @pytest.mark.once
 @pytest.mark.parametrize("name", ["griffin", "hgrn2", "transnormer", "vision", "implementations"])
-def test_tables_are_what_the_package_says(tables, name):
-    """`make tables` writes them anew."""
+def test_tables_are_what_the_package_says(tables, name, monkeypatch):
+    """`make tables` writes them anew. Of each family, two models are built for the last column."""
+    families = (GriffinCausalLM, HGRN2CausalLM, TransNormerCausalLM)
+    presets = {k: row["metadata"]["params"] for cls in families for k, row in cls.presets.items()}
+    built = {k for cls in families for k in [*cls.presets][:: len(cls.presets) - 1]}
+    memory_sizes = tables.memory_sizes
+
+    def sizes(preset, **arguments):
+        if preset in built:
+            return memory_sizes(preset, **arguments)
+        return types.SimpleNamespace(parameters=2 * presets[preset], cache=0)  # in bfloat16
+
+    monkeypatch.setattr(tables, "memory_sizes", sizes)
     ((page, table),) = (
         (page, makes[name]) for page, makes in tables.TABLES.items() if name in makes
     )
-    assert tables.place_of(name).findall(PAGES[f"docs/{page}"]) == [table()]
+    (written,) = tables.place_of(name).findall(PAGES[f"docs/{page}"])
+    for line, expected in zip(written.splitlines(), table().splitlines(), strict=True):
+        if expected.split("`")[1:2] and expected.split("`")[1] in presets.keys() - built:
+            line, expected = (text.rpartition(" | ")[0] for text in (line, expected))
+        assert line == expected
 
 
 def examples():
@@ -96,7 +111,7 @@ def examples():
 @pytest.mark.parametrize("example", list(examples()))
 def test_examples(example, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # some write files
-    exec(example, {})
+    exec(re.sub(r"\bepochs=\d+", "epochs=1", example), {})
 
 
 def headings(text):

@@ -14,14 +14,14 @@ from keras_recurrent import layers, models
 from keras_recurrent.tokenizers import ByteTokenizer
 from tests.layers.table import ROWS, WIDTH
 from tests.models.test_hgrn2_image_classifier import SIZES as VISION_SIZES
-from tests.models.tiny import FAMILIES, shared_by_families
+from tests.models.tiny import FAMILIES, FEWER_LAYERS, shared_by_families
 
 # The harnesses train on datasets, and leave it to Keras to shuffle them.
 pytestmark = pytest.mark.filterwarnings("ignore:`shuffle=True` was passed, but will be ignored")
 
 BATCH, LENGTH = 2, 5
 # Two blocks: in a Griffin, one of them is local attention.
-SIZES = {family: {**row.sizes, "num_layers": 2} for family, row in FAMILIES.items()}
+SIZES = {family: {**row.sizes, "num_layers": 2, **FEWER_LAYERS} for family, row in FAMILIES.items()}
 VISION_SIZES = {**VISION_SIZES, "num_layers": 1}
 
 

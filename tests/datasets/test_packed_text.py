@@ -76,7 +76,7 @@ def rows_of(paths, **arguments):
 @pytest.mark.once
 def test_a_pass_has_all_documents_once_and_each_pass_its_own_order(tmp_path, monkeypatch):
     monkeypatch.setattr(text_files, "CHUNK_BYTES", 64)
-    paths = write_text(tmp_path)
+    paths = write_text(tmp_path, lines=200)
     wanted = [text for path in paths for text in lines(path)]
     in_order = documents_in(rows_of(paths, passes=1))
     assert sorted(in_order) == sorted(wanted)

@@ -13,7 +13,14 @@ import pytest
 import keras_recurrent
 from keras_recurrent.models import GenerationCache
 from tests.generation.test_programs import prompts
-from tests.models.tiny import FAMILIES, SHARED, VOCABULARY, shared_by_families, tiny_causal_lm
+from tests.models.tiny import (
+    FAMILIES,
+    FEWER_LAYERS,
+    SHARED,
+    VOCABULARY,
+    shared_by_families,
+    tiny_causal_lm,
+)
 
 BACKEND = keras.config.backend()
 ROOM = 64  # what attention to all tokens has room for, as `generate` makes it for short rows
@@ -22,7 +29,7 @@ ROWS = (5, 9, 2)  # the lengths of prompts
 
 @pytest.fixture(scope="module", params=SHARED)
 def model(request):
-    model = tiny_causal_lm(family=request.param)
+    model = tiny_causal_lm(family=request.param, **FEWER_LAYERS)
     model.compile(sampler="greedy")
     return model
 
@@ -173,7 +180,7 @@ def test_rows_are_selected_repeated_and_joined(model):
 
 def other_model(model, **kwargs):
     family = next(name for name, row in FAMILIES.items() if isinstance(model, row.causal_lm))
-    other = tiny_causal_lm(family=family, **{"seed": 1, **kwargs})
+    other = tiny_causal_lm(family=family, **{"seed": 1, **FEWER_LAYERS, **kwargs})
     other.compile(sampler="greedy")
     return other
 
@@ -182,7 +189,7 @@ def other_model(model, **kwargs):
 def test_long_prompts_are_read_in_pieces(family, monkeypatch):
     monkeypatch.setattr("keras_recurrent.generation.lengths.SHORTEST_PIECE", 4)
     monkeypatch.setattr("keras_recurrent.generation.lengths.TOKENS_AT_ONCE", 4)
-    model = tiny_causal_lm(family=family)
+    model = tiny_causal_lm(family=family, **FEWER_LAYERS)
     rows = given((30, 11, 4))
     lengths, hidden_states = [], type(model.backbone).hidden_states
 
@@ -228,7 +235,7 @@ def test_the_room_ends(model):
 @pytest.mark.once
 @shared_by_families
 def test_what_no_cache_goes_with(family):
-    model = tiny_causal_lm(family=family)
+    model = tiny_causal_lm(family=family, **FEWER_LAYERS)
     model.compile(sampler="greedy")
     cache, rows = prefill(model, given()), tokens(given((3, 3)), 8)
     for call, words in (
@@ -263,7 +270,7 @@ def test_what_no_cache_goes_with(family):
 @shared_by_families
 def test_rows_of_tokens_say_how_long_they_get(family):
     """Whatever `max_length` says, with a cache as without."""
-    model = tiny_causal_lm(family=family)
+    model = tiny_causal_lm(family=family, **FEWER_LAYERS)
     model.compile(sampler="greedy")
     plain = generate(model, given((3, 3)), 8, max_length=4)
     assert {len(row) for row in plain} == {8}
@@ -273,7 +280,7 @@ def test_rows_of_tokens_say_how_long_they_get(family):
 @shared_by_families
 def test_random_tokens_are_those_of_one_call(family):
     """The same seed, batch and row give the same draws, whether the cache is kept or not."""
-    model = tiny_causal_lm(family=family)
+    model = tiny_causal_lm(family=family, **FEWER_LAYERS)
 
     def with_seed(write):
         keras.utils.set_random_seed(5)
@@ -337,7 +344,7 @@ def test_a_stream_writes_what_generate_writes(model):
 
 @shared_by_families
 def test_a_stream_tells_how_it_writes(family):
-    model = tiny_causal_lm(family=family)
+    model = tiny_causal_lm(family=family, **FEWER_LAYERS)
     model.compile(sampler="greedy")
     next(model.stream(tokens(given((3,)), 8), stop_token_ids=None))
     name = keras_recurrent.which_generation(model).name

@@ -23,7 +23,7 @@ if isinstance(dispatch.IMPLEMENTATIONS["hgrn2_step"]["triton"], str):
 
 import torch
 
-LENGTHS, TOTAL = (4, 6), 12
+LENGTHS, TOTAL = (4, 6), 9
 
 
 @pytest.fixture

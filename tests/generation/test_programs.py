@@ -12,7 +12,7 @@ from keras_recurrent.generation.lengths import bucket, piece
 from tests.gpu import needs_int8_products
 from tests.models import plain_generation
 from tests.models.test_generation import MARGIN
-from tests.models.tiny import VOCABULARY, shared_by_families, tiny_causal_lm
+from tests.models.tiny import FEWER_LAYERS, VOCABULARY, shared_by_families, tiny_causal_lm
 
 BACKEND = keras.config.backend()
 on_torch = pytest.mark.skipif(BACKEND != "torch", reason="steps are traced on torch")
@@ -63,7 +63,7 @@ def traced(monkeypatch):
 
 @shared_by_families
 def test_lengths_of_a_bucket_share_a_program_and_others_write_the_same(family, traced):
-    model = tiny_causal_lm(family=family)
+    model = tiny_causal_lm(family=family, **FEWER_LAYERS)
     model.compile(sampler="greedy")
     # A bucket's start, its middle, another prompt's length, its end, and the next bucket.
     totals = [12, 30, 64, 70]

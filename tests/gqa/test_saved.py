@@ -118,7 +118,29 @@ def test_every_kind_of_converted_model_loads_after_importing_the_package(tmp_pat
 
 
 @pytest.mark.once
+def test_files_of_before():
+    """Next to `test_files_of_before_load`, without the time to start a process."""
+    grouped, backbone = (
+        keras.saving.load_model(BEFORE / f"{name}.keras")
+        for name in ("grouped_model", "gpt2_backbone")
+    )
+    assert type(grouped).__name__ == "GroupedModel"
+    assert type(backbone).__name__ == "GroupedGPT2Backbone"
+    assert int(grouped.optimizer.iterations) == 1
+    rate = grouped.optimizer.get_config()["learning_rate"]
+    assert rate["registered_name"] == "keras_recurrent>ScheduleTail"
+    with np.load(BEFORE / "outputs.npz") as wanted:
+        for model, given, name in (
+            (grouped, SEQUENCE, "grouped_model"),
+            (backbone, TOKENS, "gpt2_backbone"),
+        ):
+            np.testing.assert_allclose(numpy(model(given)), wanted[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.nightly
+@pytest.mark.once
 def test_files_of_before_load():
+    """In a process that has not imported the modules of their classes."""
     with np.load(BEFORE / "outputs.npz") as file:
         wanted = dict(file)
     found = load_in_new_process(

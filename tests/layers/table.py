@@ -122,11 +122,12 @@ shared_by_layers = pytest.mark.parametrize(
 layer_with_sublayers = pytest.mark.parametrize("name", WITH_SUBLAYERS)
 
 
-def parametrize_layers(names, **axes):
+def parametrize_layers(names, default=STREAMING, **axes):
     """Parametrizes a test over layers and named values, each axis given as {id: value}.
 
     On JAX and TensorFlow every second combination is nightly, in a checkerboard: each layer runs
-    half of the combinations, and neighboring layers run opposite halves.
+    half of the combinations, and neighboring layers run opposite halves. Layers that are not in
+    `default` are nightly.
     """
     parameters = []
     for i, name in enumerate(names):
@@ -135,7 +136,8 @@ def parametrize_layers(names, **axes):
                 list(values)[index] for values, index in zip(axes.values(), indices, strict=True)
             ]
             values = [values[id] for values, id in zip(axes.values(), ids, strict=True)]
-            always = keras.config.backend() == "torch" or (i + sum(indices)) % 2 == 0
+            even = keras.config.backend() == "torch" or (i + sum(indices)) % 2 == 0
+            always = even and name in default
             marks = () if always else pytest.mark.nightly
             parameters.append(
                 pytest.param(name, *values, id="-".join([name, *map(str, ids)]), marks=marks)

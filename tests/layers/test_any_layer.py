@@ -10,7 +10,17 @@ import pytest
 from keras_recurrent import layers
 from tests.layers import loops
 from tests.layers.gradients import call_with, gradients
-from tests.layers.table import ATTENTION, ROWS, WIDTH, any_layer, assert_close, built, inputs, numpy
+from tests.layers.table import (
+    ATTENTION,
+    ROWS,
+    WIDTH,
+    any_layer,
+    assert_close,
+    built,
+    inputs,
+    numpy,
+    parametrize_layers,
+)
 from tests.ops.native import precision
 
 # Keras takes float64 through float32: in matrix products on torch, in gelu on TensorFlow.
@@ -19,8 +29,7 @@ THROUGH_FLOAT32 = [
     *("HGRN2 of the paper, with convolutions", "SGLU", *ATTENTION),
 ]
 # Not float32, in which all else here is compared.
-POLICIES = ["mixed_bfloat16", "float64"]
-POLICIES += [pytest.param(p, marks=pytest.mark.once) for p in ("bfloat16", "mixed_float16")]
+POLICIES = {policy: policy for policy in ("mixed_bfloat16", "float64")}
 
 
 @pytest.mark.once
@@ -101,9 +110,16 @@ def test_passes_the_mask_on(name):
     np.testing.assert_array_equal(numpy(after.seen), tokens != 0)
 
 
-@any_layer
-@pytest.mark.parametrize("policy", POLICIES)
+@parametrize_layers(ROWS, default=ROWS, policy=POLICIES)
 def test_policies(name, policy):
+    with precision(policy):
+        check_policy(name, policy)
+
+
+@pytest.mark.once
+@any_layer
+@pytest.mark.parametrize("policy", ["bfloat16", "mixed_float16"])
+def test_more_policies(name, policy):
     with precision(policy):
         check_policy(name, policy)
 

@@ -91,6 +91,7 @@ def check_streaming(layer):
             assert_close(output, numpy(whole[0]), where=mask)
 
 
+@pytest.mark.once
 def test_a_composite_layer(tmp_path):
     layer = Composite()
     check_streaming(layer)

@@ -99,7 +99,8 @@ def test_tokens_are_handed_down(name, segment_ids):
 def test_random_parts_equal_the_whole(name):
     layer, x = built(name), inputs()
     rng = np.random.default_rng(2)
-    for _ in range(6):
+    # TensorFlow and JAX dispatch or compile each part; `test_parts_equal_the_whole` has more.
+    for _ in range(6 if keras.config.backend() == "torch" else 3):
         mask = rng.random(x.shape[:2]) < 0.7
         segment_ids = np.cumsum(rng.random(x.shape[:2]) < 0.3, axis=1)
         cuts = np.cumsum(rng.permutation([1, 1, 1, 1, 4]))[:-1]

@@ -11,6 +11,7 @@ from keras_recurrent.models import GriffinBackbone
 from tests.models import numpy_griffin
 from tests.models.tiny import (
     FAMILIES,
+    FEWER_LAYERS,
     SIZES,
     VOCABULARY,
     any_family,
@@ -137,7 +138,7 @@ def test_positions_scales_and_caps_are_those_of_the_paper_and_of_recurrentgemma(
 
 def test_the_complex_recurrence():
     """`recurrence="cg_lru"` in whole texts, in parts and written to a configuration."""
-    model = tiny_causal_lm(num_layers=2, recurrence="cg_lru")
+    model = tiny_causal_lm(recurrence="cg_lru", **{"num_layers": 2, **FEWER_LAYERS})
     token_ids = tokens()
     wanted = numpy_griffin.logits(model, token_ids)
     logits = forward(model, token_ids, np.ones_like(token_ids))

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import keras_recurrent
-from tests.models.tiny import VOCABULARY, shared_by_families, tiny_causal_lm
+from tests.models.tiny import FEWER_LAYERS, VOCABULARY, shared_by_families, tiny_causal_lm
 
 BACKEND = keras.config.backend()
 BATCH, LENGTH = 5, 12
@@ -60,7 +60,7 @@ def compare(make, weights=..., **compiled):
 
 @shared_by_families
 def test_fit_and_evaluate_give_the_same(family):
-    compare(lambda: tiny_causal_lm(family=family))
+    compare(lambda: tiny_causal_lm(family=family, **FEWER_LAYERS))
 
 
 @pytest.mark.once
@@ -84,7 +84,7 @@ def test_packed_rows():
         segments = (np.arange(LENGTH) // 5).astype("int32") * np.ones((BATCH, 1), "int32")
         return model.evaluate({**x, "segment_ids": segments}, y, sample_weight=weights, verbose=0)
 
-    model = tiny_causal_lm()
+    model = tiny_causal_lm(**FEWER_LAYERS)
     model.compile()
     found = with_segments(model)
     model.compile(weighted_metrics=[OfLogits()])

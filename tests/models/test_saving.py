@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from keras_recurrent.models import GriffinCausalLM
-from tests.models.tiny import FAMILIES, SHARED, set_weights, shared_by_families
+from tests.models.tiny import FAMILIES, FEWER_LAYERS, SHARED, set_weights, shared_by_families
 
 TEXTS = ["to be", "or not"]
 # Linear maps that low-rank weights go beside, in two blocks, and that mix tokens in int8.
@@ -116,7 +116,7 @@ def test_a_directory_of_a_backbone_alone(tmp_path):
 
 
 def test_keras_files_and_training_goes_on(tmp_path):
-    model = language_model()
+    model = language_model(**FEWER_LAYERS)
     model.compile(keras.optimizers.AdamW(0.01), sampler=keras_hub.samplers.TopKSampler(k=3, seed=1))
     model.train_on_batch(TEXTS)
     model.save(tmp_path / "hawk.keras")

@@ -20,7 +20,7 @@ DRAWN = {
     "rg_lru": lambda: draw("rg_lru", Case(2, 40, 5, "bfloat16", "float32", kinds=True)),
     "causal_conv1d": lambda: draw("causal_conv1d", Case(2, 21, 5, kinds=True, state=True)),
     "gated_linear_attention": lambda: draw(
-        "gated_linear_attention", Case(2, 40, 3, kinds=True, tied=True)
+        "gated_linear_attention", Case(1, 40, 3, kinds=True, tied=True)
     ),
     "lightning_attention": lambda: draw("lightning_attention", Case(1, 40, 3, state=True)),
     "sliding_window_attention": lambda: draw(
