@@ -42,6 +42,7 @@ from keras_recurrent.backends.triton._attention import (
     banded_attention,
     circular_buffer,
 )
+from keras_recurrent.backends.triton._convolution import convolution_positions
 from keras_recurrent.backends.triton._crossentropy import crossentropy_kernel
 from keras_recurrent.backends.triton._decoding.norm_linear_tiles import tile_options
 from keras_recurrent.backends.triton._decoding.rg_lru_step_batch import batch_kernel
@@ -403,13 +404,13 @@ KERNELS = {
     # Triton makes a size of 1 a constant, which lacks what a number in a register has.
     **{f"{name}, one row": (of, {"B": 1}, tiles[:1]) for name, (of, tiles) in SCANS.items()},
     **{name: (of, {}, tiles) for name, (of, tiles) in SCANS.items()},
-    "causal_conv1d positions": (causal_conv1d._positions_kernel, {"BLOCK": 1024}, [{}]),
-    "causal_conv1d forward": (causal_conv1d._forward_kernel, CONV, CONVS[0][:1]),
-    "causal_conv1d backward": (causal_conv1d._backward_kernel, CONV, CONVS[1][:1]),
-    "causal_conv1d forward, silu": (causal_conv1d._forward_kernel, SILU, CONVS[0]),
-    "causal_conv1d backward, silu": (causal_conv1d._backward_kernel, SILU, CONVS[1]),
+    "causal_conv1d positions": (convolution_positions.positions_kernel, {"BLOCK": 1024}, [{}]),
+    "causal_conv1d forward": (causal_conv1d.forward_kernel, CONV, CONVS[0][:1]),
+    "causal_conv1d backward": (causal_conv1d.backward_kernel, CONV, CONVS[1][:1]),
+    "causal_conv1d forward, silu": (causal_conv1d.forward_kernel, SILU, CONVS[0]),
+    "causal_conv1d backward, silu": (causal_conv1d.backward_kernel, SILU, CONVS[1]),
     "causal_conv1d backward, silu, no kinds": (
-        causal_conv1d._backward_kernel,
+        causal_conv1d.backward_kernel,
         {**SILU, **ALL_REAL, "initial": None, "d_final": None},
         CONVS[1],
     ),

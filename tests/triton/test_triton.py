@@ -214,7 +214,7 @@ def test_tiles_that_are_not_full(operation, length):
 @every_operation
 def test_programs_have_one_number(operation, monkeypatch):
     """Of its second and third a GPU has no more than 65,535: fewer than rows or tiles of tokens."""
-    grids, kernel = [], type(causal_conv1d._forward_kernel)
+    grids, kernel = [], type(causal_conv1d.forward_kernel)
     launch = kernel.__getitem__
 
     def seen(self, grid):
