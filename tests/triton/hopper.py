@@ -240,7 +240,7 @@ def of_rows_through_maps(rows, channels, dtype="bfloat16", **constants):
     tile = tile_options(rows, channels, columns, dtype, constants["GATE"], parts)
     constants["LENGTH"] = tile.pop("LENGTH")
     constants = {name: value for name, value in constants.items() if value != "given"}
-    return norm_linear._kernel, constants, [tile]
+    return norm_linear.columns_kernel, constants, [tile]
 
 
 ATTENTION_STEP = {
@@ -307,7 +307,7 @@ OF_A_STEP = {
     ),
     "norm_linear of two": of_rows_through_maps(1, 2560, kernel_2="given", y_2="given"),
     "norm_linear of 12,288 columns": (
-        norm_linear._kernel,
+        norm_linear.columns_kernel,
         of_rows_through_maps(1, 2048, kernel_2="given", y_2="given", N=6144, N_2=6144)[1],
         [
             {
@@ -321,17 +321,17 @@ OF_A_STEP = {
         1, 2560, "float32", kernel_2="given", bias="given", y_2="given"
     ),
     "norm_linear, silu": (
-        norm_linear._gate_kernel,
+        norm_linear.gate_kernel,
         {"N": 5632, "GATE": 1, "BLOCK": norm_linear._BLOCK, "PDL": True} | {"residual": None},
         [{}],
     ),
     "norm_linear, gelu": (
-        norm_linear._gate_kernel,
+        norm_linear.gate_kernel,
         {"N": 7680, "GATE": 2, "BLOCK": norm_linear._BLOCK, "PDL": False},
         [{}],
     ),
     "norm_linear, sum of parts": (
-        norm_linear._sum_kernel,
+        norm_linear.sum_kernel,
         {"N": 2048, "PARTS": 11, "BLOCK": norm_linear._BLOCK, "PDL": True} | {"bias": None},
         [{}],
     ),
