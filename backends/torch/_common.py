@@ -1,5 +1,7 @@
 """Helpers shared by the operations in plain torch. Names ending in `_` modify a tensor in place."""
 
+import inspect
+
 import torch
 from torch.autograd import forward_ad
 
@@ -133,6 +135,61 @@ def _expand_mask(tensor, mask):
 def applied_decay_(a, starts, padding):
     """The decay applied to the state, in place of a: 0 at a start, 1 at padding."""
     return fill_(fill_(a, starts, 0), padding, 1)
+
+
+def define_operator(
+    operation, forward, backward, state_shape, keep_output=True, dropped=(), options=None
+):
+    """Makes two functions of an operation over time a custom operator that has a gradient.
+
+    The schemas and the fake results of the operator and of its gradient follow from the
+    operation's signature. `register_gradient` describes the arguments that are not listed here.
+
+    Args:
+        forward: a function `(*tensors, initial_state, token_kind, *options)` that returns the
+            output and the final state.
+        backward: a function `(d_output, d_final_state, output, *inputs)` that returns a gradient
+            for each tensor and the initial state, empty for a tensor that is None.
+        state_shape: a function of the tensors that returns the shape of the state.
+        options: `{name: type}` of the parameters after the token kinds, with types of schemas.
+    """
+    signature, options = SIGNATURES[operation], options or {}
+    names, like = list(signature.tensors), signature.results[0].dtype
+    optional = (*signature.optional, "initial_state", "token_kind")
+
+    def define(name, function, num_results):
+        parameters = list(inspect.signature(function).parameters)
+        types = {n: options.get(n, "Tensor?" if n in optional else "Tensor") for n in parameters}
+        schema = ", ".join(f"{kind} {n}" for n, kind in types.items())
+        results = ", ".join(["Tensor"] * num_results)
+        return parameters, torch.library.custom_op(
+            f"keras_recurrent::{name}",
+            function,
+            mutates_args=(),
+            schema=f"({schema}) -> ({results})",
+        )
+
+    _, operator = define(operation, forward, 2)
+    parameters, gradient = define(f"{operation}_backward", backward, len(names) + 1)
+
+    @operator.register_fake
+    def _(*arguments):
+        tensors, initial_state = arguments[: len(names)], arguments[len(names)]
+        output = tensors[names.index(like)]
+        dtype = accumulation_dtype(*tensors, initial_state)
+        final_state = output.new_empty(state_shape(*tensors), dtype=dtype)
+        return output.new_empty(output.shape), final_state
+
+    @gradient.register_fake
+    def _(*arguments):
+        given, d_final_state = dict(zip(parameters, arguments, strict=True)), arguments[1]
+        # An input that is not saved has the shape and the dtype of the output, the third argument.
+        tensors = [given.get(name, arguments[2]) for name in names]
+        found = (tensors[0].new_empty(0) if x is None else x.new_empty(x.shape) for x in tensors)
+        return *found, d_final_state.new_empty(d_final_state.shape)
+
+    register_gradient(operation, operator, gradient, keep_output, dropped, len(options))
+    return operator
 
 
 def register_gradient(
