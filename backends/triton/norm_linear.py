@@ -70,20 +70,7 @@ def norm_linear(
     return tuple(outputs[:count])
 
 
-def results(
-    x,
-    scale,
-    kernel,
-    kernel_2,
-    kernel_3,
-    bias,
-    bias_2,
-    bias_3,
-    residual,
-    *,
-    epsilon: float,
-    gate: int,
-):
+def results(x, scale, kernel, kernel_2, kernel_3, *_, gate: int, **__):
     def output(weight):
         return None if weight is None else Array((x.shape[0], weight.shape[1]), dtype_name(x))
 
@@ -107,7 +94,7 @@ def forward(
     gate: int,
 ):
     tensors = x, scale, kernel, kernel_2, kernel_3, bias, bias_2, bias_3
-    outputs = results(*tensors, residual, epsilon=epsilon, gate=gate)
+    outputs = results(*tensors, gate=gate)
     rows = x.shape[0]
     if gate and kernel_3 is not None:
         gate_tensors = x, scale, kernel, kernel_2, None, bias, bias_2, None
