@@ -58,7 +58,7 @@ worth one.
 
 - `token_kind` is int8 [B, T], or None if all tokens continue a document. `constants.py` names its
   values:
-  - GOES_ON: the token continues from the state before it.
+  - CONTINUES: the token continues from the state before it.
   - STARTS: the token begins a document: the state before it is ignored.
   - PADDING: the token leaves the state unchanged. Its inputs may be anything, including NaN, and
     get gradients of exactly 0. Its output is finite and otherwise arbitrary.

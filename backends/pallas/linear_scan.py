@@ -7,7 +7,7 @@ The backward pass runs from the last token to the first, with the state c_t = a_
 
 import jax.numpy as jnp
 
-from ..constants import GOES_ON
+from ..constants import CONTINUES
 from ..jax import linear_scan as plain
 from ..jax._common import default_zero_state, default_zero_state_gradient
 from ..jax._shards import per_shard
@@ -94,7 +94,7 @@ def _backward_kernel(
         before = previous(h[rows, :].astype(F32), output_before(block, i, rows_before, h, initial))
         d_decay = c * before
         if kind is not None:
-            d_decay = jnp.where(kind == GOES_ON, d_decay, 0)
+            d_decay = jnp.where(kind == CONTINUES, d_decay, 0)
         dx[rows, :] = mask_padding(kind, g)[0].astype(dx.dtype)
         d_log_a[rows, :] = d_decay.astype(d_log_a.dtype)
         return c[:1]

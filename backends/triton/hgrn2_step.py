@@ -10,7 +10,7 @@ import triton.language as tl
 from ._device.common import load_float32
 from ._device.math import exp, sigmoid
 from ._device.pdl import launch_dependents, wait_for_previous_launch
-from ._device.tokens import GOES_ON, PADDING, select_by_kind
+from ._device.tokens import CONTINUES, PADDING, select_by_kind
 from ._runtime.framework import forward_operation, pdl_options, run, step_unsupported_reason
 from ._runtime.launch import Array, Launch, like
 
@@ -59,7 +59,7 @@ def _kernel(
     state = load_float32(memory, offsets, valid)
     if PDL:
         wait_for_previous_launch()
-    kind = GOES_ON
+    kind = CONTINUES
     if token_kind is not None:
         kind = tl.load(token_kind + head // H)
     k_valid, v_valid = (d < K) & (kind != PADDING), (e < V) & (kind != PADDING)

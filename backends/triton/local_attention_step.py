@@ -14,7 +14,7 @@ from ._device.common import MULTIPROCESSORS, load_float32
 from ._device.math import exp
 from ._device.pdl import launch_dependents, wait_for_previous_launch
 from ._device.products import operand, product
-from ._device.tokens import GOES_ON, PADDING, STARTS
+from ._device.tokens import CONTINUES, PADDING, STARTS
 from ._runtime.framework import forward_operation, pdl_options, run, step_unsupported_reason
 from ._runtime.launch import Array, Launch, dtype_name, like
 
@@ -115,7 +115,7 @@ def _partial_kernel(
         wait_for_previous_launch()
     part, group = tl.program_id(0) % PARTS, (tl.program_id(0) // PARTS).to(tl.int64)
     b, g = group // G, group % G
-    kind = GOES_ON
+    kind = CONTINUES
     if token_kind is not None:
         kind = tl.load(token_kind + b)
     real = kind != PADDING

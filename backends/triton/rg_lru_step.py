@@ -12,7 +12,7 @@ from ._decoding.rg_lru_step_batch import DECAY_EXPONENT, batch_kernel, tile_opti
 from ._device.common import load_float32
 from ._device.math import decay, gelu, sigmoid, softplus
 from ._device.pdl import launch_dependents, wait_for_previous_launch
-from ._device.tokens import GOES_ON, PADDING, STARTS, select_by_kind
+from ._device.tokens import CONTINUES, PADDING, STARTS, select_by_kind
 from ._runtime.framework import forward_operation, pdl_options, run, step_unsupported_reason
 from ._runtime.launch import Array, Launch, dtype_name, like
 
@@ -135,7 +135,7 @@ def _kernel(
     moved = load_float32(last_inputs, slot_offsets + D, slot_valid & (i < W - 2))
     if PDL:
         wait_for_previous_launch()
-    kind = GOES_ON
+    kind = CONTINUES
     if token_kind is not None:
         kind = tl.load(token_kind + row)
     newest = load_float32(x, row * D + d, c < C)

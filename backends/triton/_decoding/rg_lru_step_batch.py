@@ -12,7 +12,7 @@ from .._device.common import load_float32
 from .._device.math import decay, gelu, sigmoid, softplus
 from .._device.pdl import launch_dependents, wait_for_previous_launch
 from .._device.products import operand, product
-from .._device.tokens import GOES_ON, PADDING, STARTS, read_kind, select_by_kind
+from .._device.tokens import CONTINUES, PADDING, STARTS, read_kind, select_by_kind
 
 DECAY_EXPONENT = tl.constexpr(constants.DECAY_EXPONENT)
 _FEW_ROWS = {"BLOCK_B": 16, "BLOCK_C": 256, "BLOCK_N": 32, "num_warps": 4}
@@ -102,7 +102,7 @@ def batch_kernel(
     channel = block * C + n
     offsets = row[:, None] * D + channel[None, :]
     valid_outputs = (row < rows)[:, None] & (n < C)[None, :]
-    kind = tl.full((BLOCK_B,), GOES_ON, tl.int8)
+    kind = tl.full((BLOCK_B,), CONTINUES, tl.int8)
     gate_a = tl.zeros((BLOCK_B, BLOCK_N), tl.float32)
     gate_x = tl.zeros((BLOCK_B, BLOCK_N), tl.float32)
     rest_a = tl.zeros((BLOCK_B, BLOCK_N), tl.float32)
