@@ -86,7 +86,7 @@ also needs an entry in `signatures.py` and a file in `reference/`.) For example,
     KERAS_BACKEND=torch python -m pytest tests/ops -k "linear_scan and torch"
 
 runs them for one operation and implementation. Gradients are defined with `jax.custom_vjp`,
-`tf.custom_gradient`, or `register_gradient` of `torch/_common.py`. A file of `triton/` serves two
+`tf.custom_gradient`, or `define_operator` of `torch/_common.py`. A file of `triton/` serves two
 frameworks: its `forward` and `backward` are framework-independent launches (`_runtime/launch.py`),
 from which an `Operation` (`_runtime/operation.py`) builds a torch operator and a JAX function.
 

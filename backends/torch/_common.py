@@ -157,39 +157,38 @@ def define_operator(
     names, like = list(signature.tensors), signature.results[0].dtype
     optional = (*signature.optional, "initial_state", "token_kind")
 
-    def define(name, function, num_results):
-        parameters = list(inspect.signature(function).parameters)
-        types = {n: options.get(n, "Tensor?" if n in optional else "Tensor") for n in parameters}
-        schema = ", ".join(f"{kind} {n}" for n, kind in types.items())
-        results = ", ".join(["Tensor"] * num_results)
-        return parameters, torch.library.custom_op(
-            f"keras_recurrent::{name}",
-            function,
-            mutates_args=(),
-            schema=f"({schema}) -> ({results})",
-        )
-
-    _, operator = define(operation, forward, 2)
-    parameters, gradient = define(f"{operation}_backward", backward, len(names) + 1)
-
-    @operator.register_fake
-    def _(*arguments):
+    def fake_results(*arguments):
         tensors, initial_state = arguments[: len(names)], arguments[len(names)]
         output = tensors[names.index(like)]
         dtype = accumulation_dtype(*tensors, initial_state)
         final_state = output.new_empty(state_shape(*tensors), dtype=dtype)
         return output.new_empty(output.shape), final_state
 
-    @gradient.register_fake
-    def _(*arguments):
-        given, d_final_state = dict(zip(parameters, arguments, strict=True)), arguments[1]
+    def fake_gradients(*arguments):
+        given = dict(zip(_parameters(backward), arguments, strict=True))
         # An input that is not saved has the shape and the dtype of the output, the third argument.
         tensors = [given.get(name, arguments[2]) for name in names]
         found = (tensors[0].new_empty(0) if x is None else x.new_empty(x.shape) for x in tensors)
-        return *found, d_final_state.new_empty(d_final_state.shape)
+        return *found, arguments[1].new_empty(arguments[1].shape)
 
+    def define(name, function, fake, num_results):
+        types = options | dict.fromkeys(optional, "Tensor?")
+        schema = ", ".join(f"{types.get(n, 'Tensor')} {n}" for n in _parameters(function))
+        schema = f"({schema}) -> ({', '.join(['Tensor'] * num_results)})"
+        defined = torch.library.custom_op(
+            f"keras_recurrent::{name}", function, mutates_args=(), schema=schema
+        )
+        defined.register_fake(fake)
+        return defined
+
+    operator = define(operation, forward, fake_results, 2)
+    gradient = define(f"{operation}_backward", backward, fake_gradients, len(names) + 1)
     register_gradient(operation, operator, gradient, keep_output, dropped, len(options))
     return operator
+
+
+def _parameters(function):
+    return list(inspect.signature(function).parameters)
 
 
 def register_gradient(
