@@ -24,6 +24,7 @@ from ._linear_attention import (
     plan,
     product,
     scan_groups,
+    state_shape,
     states,
     states_before_groups,
     transposed,
@@ -31,10 +32,6 @@ from ._linear_attention import (
 )
 
 CHUNK = 64
-
-
-def state_shape(q, k, v, _):
-    return q.shape[0], *q.shape[2:], v.shape[3]
 
 
 @default_zero_state(state_shape)

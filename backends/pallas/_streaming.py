@@ -155,6 +155,22 @@ class Block(NamedTuple):
 
         return jax.lax.fori_loop(0, tiles, tile, carry)
 
+    def scan_states(self, step, initial, state, final):
+        """`scan_tiles` from `initial` on; the scratch `state` is carried on to the next block.
+
+        The state after the last block is stored in `final`.
+        """
+
+        @pl.when(self.first)
+        def _():
+            state[...] = initial[...]
+
+        state[...] = self.scan_tiles(step, state[...])
+
+        @pl.when(self.last)
+        def _():
+            final[...] = state[...]
+
     def mask_end(self, i, x):
         """x [ROWS, channels], tile `i` of a tensor, with zeros beyond the end of the sequence."""
         if self.blocks.length % self.blocks.tokens == 0:

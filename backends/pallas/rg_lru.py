@@ -62,10 +62,6 @@ def _log_decay_of_open_gate(a_logit):
 
 
 def _forward_kernel(block, x, gate_a, gate_x, log_a_open, initial, h, final, state):
-    @pl.when(block.first)
-    def _():
-        state[...] = initial[...]
-
     def tile(i, rows, kind, state):
         u, z_a, z_x = mask_padding(kind, *(t[rows, :].astype(F32) for t in (x, gate_a, gate_x)))
         a, one_minus_a = decay(log_a_open[...] * sigmoids(z_a)[0])
@@ -76,11 +72,7 @@ def _forward_kernel(block, x, gate_a, gate_x, log_a_open, initial, h, final, sta
         h[rows, :] = tile.astype(h.dtype)
         return state
 
-    state[...] = block.scan_tiles(tile, state[...])
-
-    @pl.when(block.last)
-    def _():
-        final[...] = state[...]
+    block.scan_states(tile, initial, state, final)
 
 
 def _one_minus_a2(one_minus_a):
