@@ -58,7 +58,7 @@ worth one.
 
 - `token_kind` is int8 [B, T], or None if all tokens continue a document. `constants.py` names its
   values:
-  - GOES_ON: the token continues from the state before it.
+  - CONTINUES: the token continues from the state before it.
   - STARTS: the token begins a document: the state before it is ignored.
   - PADDING: the token leaves the state unchanged. Its inputs may be anything, including NaN, and
     get gradients of exactly 0. Its output is finite and otherwise arbitrary.
@@ -86,7 +86,7 @@ also needs an entry in `signatures.py` and a file in `reference/`.) For example,
     KERAS_BACKEND=torch python -m pytest tests/ops -k "linear_scan and torch"
 
 runs them for one operation and implementation. Gradients are defined with `jax.custom_vjp`,
-`tf.custom_gradient`, or `register_gradient` of `torch/_common.py`. A file of `triton/` serves two
+`tf.custom_gradient`, or `define_operator` of `torch/_common.py`. A file of `triton/` serves two
 frameworks: its `forward` and `backward` are framework-independent launches (`_runtime/launch.py`),
 from which an `Operation` (`_runtime/operation.py`) builds a torch operator and a JAX function.
 

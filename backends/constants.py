@@ -1,7 +1,7 @@
 """Constants shared by all implementations."""
 
 # The values of `token_kind`. `backends/__init__.py` defines their effect on a state.
-GOES_ON, STARTS, PADDING = 0, 1, 2
+CONTINUES, STARTS, PADDING = 0, 1, 2
 
 # c of RG-LRU and CG-LRU: the decay is a = σ(a_logit)^(c r), with r the recurrence gate.
 DECAY_EXPONENT = 8.0

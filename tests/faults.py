@@ -371,7 +371,7 @@ FAULTS = [
     ),
     Fault(
         "triton_conv_document",
-        "backends/triton/causal_conv1d.py",
+        "backends/triton/_convolution/convolution_forward.py",
         old="tap = tl.where(documents[-1 - k] == documents[-1], tap, 0.0)",
         new="tap = tl.where(documents[-1 - k] <= documents[-1], tap, 0.0)",
         tests={

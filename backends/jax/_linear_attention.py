@@ -14,6 +14,10 @@ import jax.numpy as jnp
 GROUP_SIZE = 1 << 16
 
 
+def state_shape(q, k, v, _):
+    return q.shape[0], *q.shape[2:], v.shape[3]
+
+
 class Plan(NamedTuple):
     """groups * chunks * size tokens, at least the sequence length; `size` is a power of two."""
 

@@ -29,6 +29,7 @@ from ._linear_attention import (
     plan,
     product,
     scan_groups,
+    state_shape,
     states,
     states_before_groups,
     transposed,
@@ -37,10 +38,6 @@ from ._linear_attention import (
 
 CHUNK = 64
 HAS_RESIDUALS = True  # for Triton; None in this implementation
-
-
-def state_shape(q, k, v, _):
-    return q.shape[0], *q.shape[2:], v.shape[3]
 
 
 @default_zero_state(state_shape)

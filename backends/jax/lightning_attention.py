@@ -9,7 +9,7 @@ where a document starts between them.
 import jax
 import jax.numpy as jnp
 
-from ..constants import GOES_ON, PADDING, STARTS
+from ..constants import CONTINUES, PADDING, STARTS
 from ._common import (
     cast_state,
     default_zero_state,
@@ -24,6 +24,7 @@ from ._linear_attention import (
     plan,
     product,
     scan_groups,
+    state_shape,
     states,
     states_before_groups,
     transposed,
@@ -31,10 +32,6 @@ from ._linear_attention import (
 )
 
 CHUNK = 64
-
-
-def state_shape(q, k, v, _):
-    return q.shape[0], *q.shape[2:], v.shape[3]
 
 
 @default_zero_state(state_shape)
@@ -129,7 +126,7 @@ def _padded_kinds(token_kind, q, cut):
     """Token kinds padded to full groups; None if nothing is padded and all tokens continue."""
     missing = cut.tokens - q.shape[1]
     if missing and token_kind is None:
-        token_kind = jnp.full(q.shape[:2], GOES_ON, jnp.int8)
+        token_kind = jnp.full(q.shape[:2], CONTINUES, jnp.int8)
     if missing:
         token_kind = jnp.pad(token_kind, [(0, 0), (0, missing)], constant_values=PADDING)
     return token_kind

@@ -10,7 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from ..constants import GOES_ON, PADDING, STARTS
+from ..constants import CONTINUES, PADDING, STARTS
 from . import _banded_attention, _circular_buffer
 from ._attention_inputs import AttentionInputs, attend_real_tokens_first, grouped
 from ._common import accumulation_dtype
@@ -187,7 +187,7 @@ def _unbanded(d, x, q, window):
 def _one_token(q, k, v, window, state, token_kind):
     """A decoding step: reads the circular buffer without reordering it, and writes one slot."""
     dtype = accumulation_dtype(q, k, v)
-    kind = jnp.full(q.shape[0], GOES_ON) if token_kind is None else token_kind[:, 0]
+    kind = jnp.full(q.shape[0], CONTINUES) if token_kind is None else token_kind[:, 0]
     real = (kind != PADDING)[:, None, None, None]
     q, k, v = (jnp.where(real, x, 0) for x in (q, k, v))
     position = jnp.where(kind == STARTS, 0, state["position"])

@@ -5,7 +5,7 @@ import os
 import jax
 import jax.numpy as jnp
 
-from ..constants import GOES_ON, PADDING
+from ..constants import CONTINUES, PADDING
 from ..jax._common import size_reason
 from ._lazy import pltpu
 
@@ -54,5 +54,5 @@ def kinds_over_lanes(token_kind, start, length, size):
     """
     token = start + jax.lax.broadcasted_iota(jnp.int32, (size, LANES), 0)
     if token_kind is None:
-        return jnp.where(token < length, GOES_ON, PADDING)
+        return jnp.where(token < length, CONTINUES, PADDING)
     return jnp.where(token < length, jnp.broadcast_to(token_kind, (LANES, size)).T, PADDING)

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..constants import GOES_ON, PADDING, STARTS
+from ..constants import CONTINUES, PADDING, STARTS
 from . import _common
 from ._call import pallas_call
 from ._common import LANES, vmem_bytes
@@ -148,7 +148,7 @@ class _Grid(NamedTuple):
     def inputs(self, tensors, token_kind, per_head, block_of):
         """Blocks of token kinds, `per_head` and tensors; step t has block `block_of(t)`."""
         if token_kind is None:
-            token_kind = jnp.full((self.batch, self.length), GOES_ON, jnp.int32)
+            token_kind = jnp.full((self.batch, self.length), CONTINUES, jnp.int32)
         kind = token_kind.astype(jnp.int32)[:, None]
         spec = pl.BlockSpec((None, 1, self.block), lambda b, h, t: (b, 0, block_of(t)))
         if per_head is not None:

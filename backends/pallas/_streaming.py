@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..constants import GOES_ON, PADDING
+from ..constants import CONTINUES, PADDING
 from ._call import pallas_call
 from ._common import LANES, ROWS, kinds_over_lanes, round_up, vmem_bytes
 from ._lazy import pl, pltpu
@@ -155,6 +155,22 @@ class Block(NamedTuple):
 
         return jax.lax.fori_loop(0, tiles, tile, carry)
 
+    def scan_states(self, step, initial, state, final):
+        """`scan_tiles` from `initial` on; the scratch `state` is carried on to the next block.
+
+        The state after the last block is stored in `final`.
+        """
+
+        @pl.when(self.first)
+        def _():
+            state[...] = initial[...]
+
+        state[...] = self.scan_tiles(step, state[...])
+
+        @pl.when(self.last)
+        def _():
+            final[...] = state[...]
+
     def mask_end(self, i, x):
         """x [ROWS, channels], tile `i` of a tensor, with zeros beyond the end of the sequence."""
         if self.blocks.length % self.blocks.tokens == 0:
@@ -243,9 +259,9 @@ def applied_decay(kind, a, one_minus_a):
     """a and 1 - a applied to the state: 0 and 1 at a start, 1 and 0 at padding."""
     if kind is None:
         return a, one_minus_a
-    going_on, padding = kind == GOES_ON, kind == PADDING
-    a = jnp.where(going_on, a, jnp.where(padding, 1.0, 0.0))
-    return a, jnp.where(going_on, one_minus_a, jnp.where(padding, 0.0, 1.0))
+    continues, padding = kind == CONTINUES, kind == PADDING
+    a = jnp.where(continues, a, jnp.where(padding, 1.0, 0.0))
+    return a, jnp.where(continues, one_minus_a, jnp.where(padding, 0.0, 1.0))
 
 
 def mask_padding(kind, *tensors):

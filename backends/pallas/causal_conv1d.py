@@ -17,7 +17,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from ..constants import GOES_ON, PADDING, STARTS
+from ..constants import CONTINUES, PADDING, STARTS
 from ..jax import causal_conv1d as plain
 from ..jax._common import default_zero_state, default_zero_state_gradient
 from ..jax._shards import per_shard
@@ -72,7 +72,7 @@ def _state_slots(x, kernel, token_kind):
     of taps if a document starts after the token, whose input is then not in the final state.
     """
     if token_kind is None:
-        token_kind = jnp.full(x.shape[:2], GOES_ON, jnp.int32)
+        token_kind = jnp.full(x.shape[:2], CONTINUES, jnp.int32)
     kind = token_kind.astype(jnp.int32)
 
     def count_after(mask):
@@ -87,7 +87,7 @@ def _state_slots(x, kernel, token_kind):
 def _kept_state_gradient(d_final, token_kind, length):
     """The gradient of the initial state's inputs that are still in the final state."""
     if token_kind is None:
-        token_kind = jnp.full((d_final.shape[0], length), GOES_ON, jnp.int8)
+        token_kind = jnp.full((d_final.shape[0], length), CONTINUES, jnp.int8)
     real_tokens = jnp.sum(token_kind != PADDING, axis=1)
     displaced = jnp.where(jnp.any(token_kind == STARTS, axis=1), d_final.shape[1], real_tokens)
     source = jnp.arange(d_final.shape[1]) - displaced[:, None]
@@ -112,7 +112,7 @@ def _forward_kernel(finish, block, x, weights, bias, initial, *references):
             held, last = _hold_padding(padded, kind, value, before[j - 1])
             value = previous(held, before[j - 1])
             if kind is not None:
-                value = jnp.where(kind == GOES_ON, value, 0)
+                value = jnp.where(kind == CONTINUES, value, 0)
             total = total + weights[j : j + 1, :] * value
             newest.append(last)
         y[rows, :] = finish(total, *(t[rows, :].astype(F32) for t in others)).astype(y.dtype)

@@ -7,13 +7,12 @@ The backward pass runs from the last token to the first, with the state c_t = a_
 
 import jax.numpy as jnp
 
-from ..constants import GOES_ON
+from ..constants import CONTINUES
 from ..jax import linear_scan as plain
 from ..jax._common import default_zero_state, default_zero_state_gradient
 from ..jax._shards import per_shard
 from ..signatures import SIGNATURES
 from ._common import unsupported_reason
-from ._lazy import pl
 from ._streaming import (
     F32,
     adjoint_scan,
@@ -44,10 +43,6 @@ def backward(_, log_a, initial_state, token_kind, output, d_output, d_final):
 
 
 def _forward_kernel(block, x, log_a, initial, h, final, state):
-    @pl.when(block.first)
-    def _():
-        state[...] = initial[...]
-
     def tile(i, rows, kind, state):
         (u,) = mask_padding(kind, x[rows, :].astype(F32))
         a = jnp.exp(log_a[rows, :].astype(F32))
@@ -56,11 +51,7 @@ def _forward_kernel(block, x, log_a, initial, h, final, state):
         h[rows, :] = tile.astype(h.dtype)
         return state
 
-    state[...] = block.scan_tiles(tile, state[...])
-
-    @pl.when(block.last)
-    def _():
-        final[...] = state[...]
+    block.scan_states(tile, initial, state, final)
 
 
 def _forward(x, log_a, initial_state, token_kind):
@@ -81,10 +72,6 @@ def _forward(x, log_a, initial_state, token_kind):
 def _backward_kernel(
     block, log_a, h, rows_before, initial, dh, d_final, dx, d_log_a, d_initial, state
 ):
-    @pl.when(block.first)
-    def _():
-        state[...] = d_final[...]
-
     def tile(i, rows, kind, d_next):
         d = block.mask_end(i, dh[rows, :].astype(F32))
         a = jnp.exp(log_a[rows, :].astype(F32))
@@ -94,16 +81,12 @@ def _backward_kernel(
         before = previous(h[rows, :].astype(F32), output_before(block, i, rows_before, h, initial))
         d_decay = c * before
         if kind is not None:
-            d_decay = jnp.where(kind == GOES_ON, d_decay, 0)
+            d_decay = jnp.where(kind == CONTINUES, d_decay, 0)
         dx[rows, :] = mask_padding(kind, g)[0].astype(dx.dtype)
         d_log_a[rows, :] = d_decay.astype(d_log_a.dtype)
         return c[:1]
 
-    state[...] = block.scan_tiles(tile, state[...])
-
-    @pl.when(block.last)
-    def _():
-        d_initial[...] = state[...]
+    block.scan_states(tile, d_final, state, d_initial)
 
 
 def _backward(log_a, initial_state, token_kind, h, dh, d_final):

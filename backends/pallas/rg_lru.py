@@ -15,7 +15,7 @@ where 1 / s is bounded by `MAX_SQRT_GRADIENT`.
 import jax
 import jax.numpy as jnp
 
-from ..constants import DECAY_EXPONENT, GOES_ON, MAX_SQRT_GRADIENT, STARTS
+from ..constants import CONTINUES, DECAY_EXPONENT, MAX_SQRT_GRADIENT, STARTS
 from ..jax import rg_lru as plain
 from ..jax._common import default_zero_state, default_zero_state_gradient
 from ..jax._shards import per_shard
@@ -62,10 +62,6 @@ def _log_decay_of_open_gate(a_logit):
 
 
 def _forward_kernel(block, x, gate_a, gate_x, log_a_open, initial, h, final, state):
-    @pl.when(block.first)
-    def _():
-        state[...] = initial[...]
-
     def tile(i, rows, kind, state):
         u, z_a, z_x = mask_padding(kind, *(t[rows, :].astype(F32) for t in (x, gate_a, gate_x)))
         a, one_minus_a = decay(log_a_open[...] * sigmoids(z_a)[0])
@@ -76,11 +72,7 @@ def _forward_kernel(block, x, gate_a, gate_x, log_a_open, initial, h, final, sta
         h[rows, :] = tile.astype(h.dtype)
         return state
 
-    state[...] = block.scan_tiles(tile, state[...])
-
-    @pl.when(block.last)
-    def _():
-        final[...] = state[...]
+    block.scan_states(tile, initial, state, final)
 
 
 def _one_minus_a2(one_minus_a):
@@ -146,7 +138,7 @@ def _backward_kernel(
         g_i = mask_padding(kind, g)[0] * gate
         d_log_a = c * before - g_i * u * d_root * 2 * a * a
         if kind is not None:
-            d_log_a = jnp.where(kind == GOES_ON, d_log_a, 0)
+            d_log_a = jnp.where(kind == CONTINUES, d_log_a, 0)
         dx[rows, :] = (g_i * multiplier).astype(dx.dtype)
         d_gate_a[rows, :] = (d_log_a * log_a * not_r).astype(d_gate_a.dtype)
         d_gate_x[rows, :] = (g_i * multiplier * u * not_gate).astype(d_gate_x.dtype)

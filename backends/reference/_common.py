@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ..constants import GOES_ON
+from ..constants import CONTINUES
 
 
 def cast(dtype, *arrays):
@@ -13,7 +13,7 @@ def cast(dtype, *arrays):
 def broadcast_kinds(token_kind, like):
     """The kind of each token as [B, T, 1, ...], with as many axes as `like` [B, T, ...]."""
     if token_kind is None:
-        token_kind = np.full(like.shape[:2], GOES_ON, np.int8)
+        token_kind = np.full(like.shape[:2], CONTINUES, np.int8)
     return np.expand_dims(token_kind, tuple(range(2, like.ndim)))
 
 

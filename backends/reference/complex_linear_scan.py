@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ..constants import GOES_ON, PADDING, STARTS
+from ..constants import CONTINUES, PADDING, STARTS
 from ._common import broadcast_kinds, cast, state_or_zeros
 
 
@@ -41,7 +41,7 @@ def complex_linear_scan_gradient(
         a = _decay(log_a[:, t], phase[:, t])
         g = g + d_output[:, t]
         d_x[:, t] = _real(np.where(k == PADDING, 0, g))
-        product = np.where(k == GOES_ON, np.conj(g) * a * (h[:, t - 1] if t else first), 0)
+        product = np.where(k == CONTINUES, np.conj(g) * a * (h[:, t - 1] if t else first), 0)
         d_log_a[:, t] = product.real
         d_phase[:, t] = -product.imag
         g = np.where(k == PADDING, g, np.where(k == STARTS, 0, np.conj(a) * g))

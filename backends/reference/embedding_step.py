@@ -6,7 +6,7 @@ the token continues its segment.
 
 import numpy as np
 
-from ..constants import GOES_ON, STARTS
+from ..constants import CONTINUES, STARTS
 from ._common import cast
 
 
@@ -19,7 +19,7 @@ def embedding_step(table, token_ids, segment=None, position=None, scale=1.0, dty
     (table,) = cast(dtype, table)
     kind = next_segment = next_position = None
     if segment is not None:
-        kind = np.where(segment < 0, STARTS, GOES_ON).astype(np.int8)
+        kind = np.where(segment < 0, STARTS, CONTINUES).astype(np.int8)
         next_segment = np.maximum(segment, 0)
     if position is not None:
         next_position = position + 1

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ..constants import GOES_ON, PADDING, STARTS
+from ..constants import CONTINUES, PADDING, STARTS
 from ._common import broadcast_kinds, cast, state_or_zeros
 
 
@@ -34,6 +34,6 @@ def linear_scan_gradient(
         a = np.exp(log_a[:, t])
         g = g + d_output[:, t]
         d_x[:, t] = np.where(k == PADDING, 0, g)
-        d_log_a[:, t] = np.where(k == GOES_ON, g * a * (h[:, t - 1] if t else first), 0)
+        d_log_a[:, t] = np.where(k == CONTINUES, g * a * (h[:, t - 1] if t else first), 0)
         g = np.where(k == PADDING, g, np.where(k == STARTS, 0, a * g))
     return d_x, d_log_a, g

@@ -9,7 +9,7 @@ Equation 6 of the paper has softplus(a_logit); with a = sigmoid(a_logit) it is s
 
 import numpy as np
 
-from ..constants import DECAY_EXPONENT, GOES_ON, MAX_SQRT_GRADIENT, PADDING, STARTS
+from ..constants import CONTINUES, DECAY_EXPONENT, MAX_SQRT_GRADIENT, PADDING, STARTS
 from ._common import broadcast_kinds, cast, sigmoid, state_or_zeros
 
 
@@ -63,7 +63,7 @@ def rg_lru_gradient(
         )
         d_sqrt = 1 / np.sqrt(np.maximum(4 * z, 1 / MAX_SQRT_GRADIENT**2))
         d_log_a = g * a * (h[:, t - 1] if t else first) - g * i * x[:, t] * d_sqrt * 2 * a * a
-        d_log_a = np.where(k == GOES_ON, d_log_a, 0)
+        d_log_a = np.where(k == CONTINUES, d_log_a, 0)
         d_gate_a[:, t] = d_log_a * log_a * sigmoid(-gate_a[:, t])
         d_a_logit += np.sum(d_log_a * DECAY_EXPONENT * r * sigmoid(-a_logit), axis=0)
 

@@ -10,7 +10,7 @@ C. `position` [B] is the position of the next token; it determines which slots a
 
 import numpy as np
 
-from ..constants import GOES_ON, PADDING, STARTS
+from ..constants import CONTINUES, PADDING, STARTS
 from ._common import cast
 
 
@@ -104,7 +104,7 @@ def _keys_and_walks(k, v, sliding_window, initial_state, token_kind, capacity):
         capacity = sliding_window - 1
     length = k.shape[1] - cached
     if token_kind is None:
-        token_kind = np.full((k.shape[0], length), GOES_ON)
+        token_kind = np.full((k.shape[0], length), CONTINUES)
     walks = [
         _walk_sequence(token_kind[index], int(positions[index]), cached, capacity, sliding_window)
         for index in range(k.shape[0])

@@ -8,7 +8,7 @@ where a document starts between them.
 
 import tensorflow as tf
 
-from ..constants import GOES_ON, PADDING, STARTS
+from ..constants import CONTINUES, PADDING, STARTS
 from ._common import (
     accumulation_dtype,
     as_tensors,
@@ -127,7 +127,7 @@ def _padded_kinds(q, token_kind, cut):
     if q.shape[1] is not None and not missing:
         return grouped(token_kind, cut)
     if token_kind is None:
-        token_kind = tf.fill(tf.shape(q)[:2], tf.constant(GOES_ON, tf.int8))
+        token_kind = tf.fill(tf.shape(q)[:2], tf.constant(CONTINUES, tf.int8))
     filler = tf.constant(PADDING, token_kind.dtype)
     return grouped(tf.pad(token_kind, [[0, 0], [0, missing]], constant_values=filler), cut)
 

@@ -31,6 +31,16 @@ def attend(forward, q, k, v, sliding_window, initial_state, token_kind, capacity
     return output, {"key": key, "value": value, "position": position} if keeps else {}
 
 
+def schema(num_results, before="", after=""):
+    """The schema of an operator of the tensors that `AttentionInputs` takes.
+
+    before, after: the operator's other parameters.
+    """
+    inputs = "Tensor q, Tensor k, Tensor v, Tensor? key, Tensor? value, Tensor? position"
+    inputs += ", Tensor? token_kind, SymInt? window"
+    return f"({before}{inputs}{after}) -> ({', '.join(['Tensor'] * num_results)})"
+
+
 def fake_results(q, k, v, capacity):
     """Fake results of the operators that `attend` calls."""
     batch, length, heads, _ = q.shape

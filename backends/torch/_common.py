@@ -1,5 +1,7 @@
 """Helpers shared by the operations in plain torch. Names ending in `_` modify a tensor in place."""
 
+import inspect
+
 import torch
 from torch.autograd import forward_ad
 
@@ -133,6 +135,60 @@ def _expand_mask(tensor, mask):
 def applied_decay_(a, starts, padding):
     """The decay applied to the state, in place of a: 0 at a start, 1 at padding."""
     return fill_(fill_(a, starts, 0), padding, 1)
+
+
+def define_operator(
+    operation, forward, backward, state_shape, keep_output=True, dropped=(), options=None
+):
+    """Makes two functions of an operation over time a custom operator that has a gradient.
+
+    The schemas and the fake results of the operator and of its gradient follow from the
+    operation's signature. `register_gradient` describes the arguments that are not listed here.
+
+    Args:
+        forward: a function `(*tensors, initial_state, token_kind, *options)` that returns the
+            output and the final state.
+        backward: a function `(d_output, d_final_state, output, *inputs)` that returns a gradient
+            for each tensor and the initial state, empty for a tensor that is None.
+        state_shape: a function of the tensors that returns the shape of the state.
+        options: `{name: type}` of the parameters after the token kinds, with types of schemas.
+    """
+    signature, options = SIGNATURES[operation], options or {}
+    names, like = list(signature.tensors), signature.results[0].dtype
+    optional = (*signature.optional, "initial_state", "token_kind")
+
+    def fake_results(*arguments):
+        tensors, initial_state = arguments[: len(names)], arguments[len(names)]
+        output = tensors[names.index(like)]
+        dtype = accumulation_dtype(*tensors, initial_state)
+        final_state = output.new_empty(state_shape(*tensors), dtype=dtype)
+        return output.new_empty(output.shape), final_state
+
+    def fake_gradients(*arguments):
+        given = dict(zip(_parameters(backward), arguments, strict=True))
+        # An input that is not saved has the shape and the dtype of the output, the third argument.
+        tensors = [given.get(name, arguments[2]) for name in names]
+        found = (tensors[0].new_empty(0) if x is None else x.new_empty(x.shape) for x in tensors)
+        return *found, arguments[1].new_empty(arguments[1].shape)
+
+    def define(name, function, fake, num_results):
+        types = options | dict.fromkeys(optional, "Tensor?")
+        schema = ", ".join(f"{types.get(n, 'Tensor')} {n}" for n in _parameters(function))
+        schema = f"({schema}) -> ({', '.join(['Tensor'] * num_results)})"
+        defined = torch.library.custom_op(
+            f"keras_recurrent::{name}", function, mutates_args=(), schema=schema
+        )
+        defined.register_fake(fake)
+        return defined
+
+    operator = define(operation, forward, fake_results, 2)
+    gradient = define(f"{operation}_backward", backward, fake_gradients, len(names) + 1)
+    register_gradient(operation, operator, gradient, keep_output, dropped, len(options))
+    return operator
+
+
+def _parameters(function):
+    return list(inspect.signature(function).parameters)
 
 
 def register_gradient(

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from ._common import (
     accumulation_dtype,
+    define_operator,
     fill_,
     filled,
     fresh,
     is_one_token,
     kind_masks,
-    register_gradient,
     slope_of_gated,
     spans,
     state_or_zeros,
@@ -36,7 +36,7 @@ def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None, act
     float64).
     """
     tensors = x, kernel, bias, initial_state
-    return (_step if is_one_token(*tensors) else _forward)(*tensors, token_kind, activation)
+    return (_step if is_one_token(*tensors) else _operator)(*tensors, token_kind, activation)
 
 
 def _step(x, kernel, bias, initial_state, token_kind, activation):
@@ -127,15 +127,7 @@ def _filtered(inputs, weights, bias, tokens, span, out=None):
     return z if bias is None else z.add_(bias)
 
 
-@torch.library.custom_op("keras_recurrent::causal_conv1d", mutates_args=())
-def _forward(
-    x: Tensor,
-    kernel: Tensor,
-    bias: Tensor | None,
-    initial_state: Tensor | None,
-    token_kind: Tensor | None,
-    activation: str | None,
-) -> tuple[Tensor, Tensor]:
+def _forward(x, kernel, bias, initial_state, token_kind, activation):
     dtype = accumulation_dtype(x, kernel, bias, initial_state)
     length, taps = x.shape[1], kernel.shape[0] - 1
     tokens = _real_tokens(token_kind, taps)
@@ -153,24 +145,7 @@ def _forward(
     return _move(y, tokens.target), fill_(_move(inputs, tokens.last), tokens.outdated, 0)
 
 
-@_forward.register_fake
-def _(x, kernel, bias, initial_state, token_kind, activation):
-    dtype = accumulation_dtype(x, kernel, bias, initial_state)
-    batch, _, width = x.shape
-    return x.new_empty(x.shape), x.new_empty((batch, kernel.shape[0] - 1, width), dtype=dtype)
-
-
-@torch.library.custom_op("keras_recurrent::causal_conv1d_backward", mutates_args=())
-def _backward(
-    dy: Tensor,
-    d_state: Tensor,
-    x: Tensor,
-    kernel: Tensor,
-    bias: Tensor | None,
-    initial_state: Tensor | None,
-    token_kind: Tensor | None,
-    activation: str | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _backward(dy, d_state, x, kernel, bias, initial_state, token_kind, activation):
     dtype = accumulation_dtype(x, kernel, bias, initial_state)
     length, taps = x.shape[1], kernel.shape[0] - 1
     tokens = _real_tokens(token_kind, taps)
@@ -202,20 +177,16 @@ def _backward(
     return (
         dx,
         d_weights.to(kernel.dtype),
-        d_bias if bias is None else d_bias.to(bias.dtype),
+        x.new_empty(0) if bias is None else d_bias.to(bias.dtype),
         fresh(d_inputs[:, :taps], dtype),
     )
 
 
-@_backward.register_fake
-def _(dy, d_state, x, kernel, bias, initial_state, token_kind, activation):
-    dtype = accumulation_dtype(x, kernel, bias, initial_state)
-    return (
-        x.new_empty(x.shape),
-        kernel.new_empty(kernel.shape),
-        kernel.new_empty(x.shape[2:], dtype=dtype if bias is None else bias.dtype),
-        d_state.new_empty(d_state.shape),
-    )
-
-
-register_gradient("causal_conv1d", _forward, _backward, keep_output=False, options=1)
+_operator = define_operator(
+    "causal_conv1d",
+    _forward,
+    _backward,
+    lambda x, kernel, *_: (x.shape[0], kernel.shape[0] - 1, x.shape[2]),
+    keep_output=False,
+    options={"activation": "str?"},
+)

@@ -6,15 +6,14 @@ dx_t = g_t and dlog_a_t + i dphase_t = g_t conj(a_t h_{t-1}).
 """
 
 import torch
-from torch import Tensor
 
 from ._common import (
     accumulation_dtype,
     applied_decay_,
+    define_operator,
     fill_,
     fresh,
     kind_masks,
-    register_gradient,
     state_or_zeros,
 )
 from ._scan import adjoint_scan, scan_, times_previous_
@@ -25,7 +24,7 @@ def complex_linear_scan(x, log_a, phase, initial_state=None, token_kind=None):
 
     Returns ([B, T, 2D] in x's dtype, [B, 2D] in float32, or float64 if an argument is float64).
     """
-    return _forward(x, log_a, phase, initial_state, token_kind)
+    return _operator(x, log_a, phase, initial_state, token_kind)
 
 
 def _to_complex(tensor, dtype):
@@ -43,14 +42,7 @@ def _decay(log_a, phase, token_kind, dtype):
     return applied_decay_(a, starts, padding)
 
 
-@torch.library.custom_op("keras_recurrent::complex_linear_scan", mutates_args=())
-def _forward(
-    x: Tensor,
-    log_a: Tensor,
-    phase: Tensor,
-    initial_state: Tensor | None,
-    token_kind: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def _forward(x, log_a, phase, initial_state, token_kind):
     dtype = accumulation_dtype(x, log_a, phase, initial_state)
     state = state_or_zeros(initial_state, x[:, 0].shape, dtype, x)
     _, padding = kind_masks(token_kind)
@@ -60,23 +52,7 @@ def _forward(
     return _to_real(h, x.dtype), _to_real(h[:, -1], dtype)
 
 
-@_forward.register_fake
-def _(x, log_a, phase, initial_state, token_kind):
-    dtype = accumulation_dtype(x, log_a, phase, initial_state)
-    return x.new_empty(x.shape), x.new_empty((x.shape[0], x.shape[2]), dtype=dtype)
-
-
-@torch.library.custom_op("keras_recurrent::complex_linear_scan_backward", mutates_args=())
-def _backward(
-    dh: Tensor,
-    d_state: Tensor,
-    h: Tensor,
-    x: Tensor,
-    log_a: Tensor,
-    phase: Tensor,
-    initial_state: Tensor | None,
-    token_kind: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _backward(dh, d_state, h, x, log_a, phase, initial_state, token_kind):
     dtype = accumulation_dtype(x, log_a, phase, initial_state)
     state = state_or_zeros(initial_state, d_state.shape, dtype, x)
     _, padding = kind_masks(token_kind)
@@ -95,14 +71,6 @@ def _backward(
     )
 
 
-@_backward.register_fake
-def _(dh, d_state, h, x, log_a, phase, initial_state, token_kind):
-    return (
-        x.new_empty(x.shape),
-        log_a.new_empty(log_a.shape),
-        phase.new_empty(phase.shape),
-        d_state.new_empty(d_state.shape),
-    )
-
-
-register_gradient("complex_linear_scan", _forward, _backward)
+_operator = define_operator(
+    "complex_linear_scan", _forward, _backward, lambda x, *_: (x.shape[0], x.shape[2])
+)

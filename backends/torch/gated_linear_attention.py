@@ -12,15 +12,14 @@ another, so any decay is safe. A start is a decay of 0, which needs no special c
 """
 
 import torch
-from torch import Tensor
 
 from ._common import (
     accumulation_dtype,
     applied_decay_,
+    define_operator,
     fill_,
     fresh,
     is_one_token,
-    register_gradient,
     state_or_zeros,
     step_masks,
     where,
@@ -48,7 +47,7 @@ def gated_linear_attention(q, k, v, log_f, initial_state=None, token_kind=None):
     float64).
     """
     tensors = q, k, v, log_f, initial_state
-    return (_step if is_one_token(*tensors) else _forward)(*tensors, token_kind)
+    return (_step if is_one_token(*tensors) else _operator)(*tensors, token_kind)
 
 
 def _step(q, k, v, log_f, initial_state, token_kind):
@@ -60,15 +59,7 @@ def _step(q, k, v, log_f, initial_state, token_kind):
     return step(q, k, v, where(starts, 0.0, log_f.exp()), state, padding)
 
 
-@torch.library.custom_op("keras_recurrent::gated_linear_attention", mutates_args=())
-def _forward(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor,
-    log_f: Tensor,
-    initial_state: Tensor | None,
-    token_kind: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def _forward(q, k, v, log_f, initial_state, token_kind):
     dtype = accumulation_dtype(q, k, v, log_f, initial_state)
     state = state_or_zeros(initial_state, state_shape(q, v), dtype, v)
     state = state.flatten(0, 1)
@@ -84,23 +75,7 @@ def _forward(
     return output, fresh(state.view(state_shape(q, v)), dtype)
 
 
-@_forward.register_fake
-def _(q, k, v, log_f, initial_state, token_kind):
-    dtype = accumulation_dtype(q, k, v, log_f, initial_state)
-    return v.new_empty(v.shape), v.new_empty(state_shape(q, v), dtype=dtype)
-
-
-@torch.library.custom_op("keras_recurrent::gated_linear_attention_backward", mutates_args=())
-def _backward(
-    d_output: Tensor,
-    d_final_state: Tensor,
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor,
-    log_f: Tensor,
-    initial_state: Tensor | None,
-    token_kind: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _backward(d_output, d_final_state, q, k, v, log_f, initial_state, token_kind):
     dtype = accumulation_dtype(q, k, v, log_f, initial_state)
     size = chunk_size(q.shape[1], CHUNK)
     groups = group_spans(q, v, size)
@@ -129,18 +104,13 @@ def _backward(
     return d_q, d_k, d_v, d_log_f, fresh(g.view(d_final_state.shape), dtype)
 
 
-@_backward.register_fake
-def _(d_output, d_final_state, q, k, v, log_f, initial_state, token_kind):
-    return (
-        q.new_empty(q.shape),
-        q.new_empty(0) if k is None else k.new_empty(k.shape),
-        v.new_empty(v.shape),
-        log_f.new_empty(log_f.shape),
-        d_final_state.new_empty(d_final_state.shape),
-    )
-
-
-register_gradient("gated_linear_attention", _forward, _backward, keep_output=False)
+_operator = define_operator(
+    "gated_linear_attention",
+    _forward,
+    _backward,
+    lambda q, k, v, *_: state_shape(q, v),
+    keep_output=False,
+)
 
 
 def _prepared(q, k, v, log_f, token_kind, span, size, dtype):

@@ -7,15 +7,14 @@ where a document starts between them.
 """
 
 import torch
-from torch import Tensor
 
 from ._common import (
     accumulation_dtype,
+    define_operator,
     fill_,
     fresh,
     is_one_token,
     kind_masks,
-    register_gradient,
     state_or_zeros,
     step_masks,
     where,
@@ -43,7 +42,7 @@ def lightning_attention(q, k, v, log_decay, initial_state=None, token_kind=None)
     float64).
     """
     tensors = q, k, v, log_decay, initial_state
-    return (_step if is_one_token(*tensors) else _forward)(*tensors, token_kind)
+    return (_step if is_one_token(*tensors) else _operator)(*tensors, token_kind)
 
 
 def _step(q, k, v, log_decay, initial_state, token_kind):
@@ -54,26 +53,12 @@ def _step(q, k, v, log_decay, initial_state, token_kind):
     return step(q, k[:, 0].to(dtype), v, decay, state, padding)
 
 
-@torch.library.custom_op("keras_recurrent::lightning_attention", mutates_args=())
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    initial_state: Tensor | None,
-    token_kind: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def _forward(q, k, v, log_decay, initial_state, token_kind):
     dtype = accumulation_dtype(q, k, v, log_decay, initial_state)
     state = state_or_zeros(initial_state, state_shape(q, v), dtype, v)
     output = v.new_empty(v.shape)
     final_state = _write_output(output, q, k, v, log_decay, state.flatten(0, 1), token_kind)
     return output, fresh(final_state.view(state.shape), dtype)
-
-
-@_forward.register_fake
-def _(q, k, v, log_decay, initial_state, token_kind):
-    dtype = accumulation_dtype(q, k, v, log_decay, initial_state)
-    return v.new_empty(v.shape), v.new_empty(state_shape(q, v), dtype=dtype)
 
 
 def _write_output(output, q, k, v, log_decay, state, token_kind):
@@ -90,17 +75,7 @@ def _write_output(output, q, k, v, log_decay, state, token_kind):
     return state
 
 
-@torch.library.custom_op("keras_recurrent::lightning_attention_backward", mutates_args=())
-def _backward(
-    d_output: Tensor,
-    d_final_state: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    initial_state: Tensor | None,
-    token_kind: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _backward(d_output, d_final_state, q, k, v, log_decay, initial_state, token_kind):
     dtype = accumulation_dtype(q, k, v, log_decay, initial_state)
     state = state_or_zeros(initial_state, state_shape(q, v), dtype, v).flatten(0, 1)
     d_q, d_k, d_v = (x.new_empty(x.shape) for x in (q, k, v))
@@ -128,13 +103,13 @@ def _backward(
     return d_q, d_k, d_v, torch.zeros_like(log_decay), fresh(g.view(d_final_state.shape), dtype)
 
 
-@_backward.register_fake
-def _(d_output, d_final_state, q, k, v, log_decay, initial_state, token_kind):
-    given = (q, k, v, log_decay, d_final_state)
-    return tuple(x.new_empty(x.shape) for x in given)
-
-
-register_gradient("lightning_attention", _forward, _backward, keep_output=False)
+_operator = define_operator(
+    "lightning_attention",
+    _forward,
+    _backward,
+    lambda q, k, v, *_: state_shape(q, v),
+    keep_output=False,
+)
 
 
 def _prepared(tensors, kinds, span, size, dtype):

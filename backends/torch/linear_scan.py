@@ -5,17 +5,16 @@ dx_t = g_t, dlog_a_t = g_t a_t h_{t-1}.
 """
 
 import torch
-from torch import Tensor
 
 from ._common import (
     accumulation_dtype,
     applied_decay_,
+    define_operator,
     fill_,
     filled,
     fresh,
     is_one_token,
     kind_masks,
-    register_gradient,
     state_or_zeros,
     step_masks,
     where,
@@ -29,7 +28,7 @@ def linear_scan(x, log_a, initial_state=None, token_kind=None):
     Returns ([B, T, D] in x's dtype, [B, D] in float32, or float64 if an argument is float64).
     """
     one = is_one_token(x, log_a, initial_state)
-    return (_step if one else _forward)(x, log_a, initial_state, token_kind)
+    return (_step if one else _operator)(x, log_a, initial_state, token_kind)
 
 
 def _step(x, log_a, initial_state, token_kind):
@@ -48,10 +47,7 @@ def _decay(log_a, token_kind, dtype):
     return applied_decay_(a, starts, padding)
 
 
-@torch.library.custom_op("keras_recurrent::linear_scan", mutates_args=())
-def _forward(
-    x: Tensor, log_a: Tensor, initial_state: Tensor | None, token_kind: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _forward(x, log_a, initial_state, token_kind):
     dtype = accumulation_dtype(x, log_a, initial_state)
     state = state_or_zeros(initial_state, x[:, 0].shape, dtype, x)
     _, padding = kind_masks(token_kind)
@@ -61,21 +57,7 @@ def _forward(
     return h.to(x.dtype), fresh(h[:, -1], dtype)
 
 
-@_forward.register_fake
-def _(x, log_a, initial_state, token_kind):
-    dtype = accumulation_dtype(x, log_a, initial_state)
-    return x.new_empty(x.shape), x.new_empty((x.shape[0], x.shape[2]), dtype=dtype)
-
-
-@torch.library.custom_op("keras_recurrent::linear_scan_backward", mutates_args=())
-def _backward(
-    dh: Tensor,
-    d_state: Tensor,
-    h: Tensor,
-    log_a: Tensor,
-    initial_state: Tensor | None,
-    token_kind: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(dh, d_state, h, log_a, initial_state, token_kind):
     dtype = accumulation_dtype(h, log_a, initial_state)
     state = state_or_zeros(initial_state, d_state.shape, dtype, h)
     _, padding = kind_masks(token_kind)
@@ -91,13 +73,6 @@ def _backward(
     )
 
 
-@_backward.register_fake
-def _(dh, d_state, h, log_a, initial_state, token_kind):
-    return (
-        h.new_empty(h.shape),
-        log_a.new_empty(log_a.shape),
-        d_state.new_empty(d_state.shape),
-    )
-
-
-register_gradient("linear_scan", _forward, _backward, dropped=(0,))
+_operator = define_operator(
+    "linear_scan", _forward, _backward, lambda x, *_: (x.shape[0], x.shape[2]), dropped=(0,)
+)

@@ -12,17 +12,16 @@ where 1 / s is bounded by `MAX_SQRT_GRADIENT`.
 """
 
 import torch
-from torch import Tensor
 
 from ..constants import DECAY_EXPONENT, MAX_SQRT_GRADIENT
 from ._common import (
     accumulation_dtype,
     applied_decay_,
+    define_operator,
     fill_,
     fresh,
     is_one_token,
     kind_masks,
-    register_gradient,
     spans,
     state_or_zeros,
     step_masks,
@@ -40,7 +39,7 @@ def rg_lru(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None):
     Returns ([B, T, D] in x's dtype, [B, D] in float32, or float64 if an argument is float64).
     """
     arguments = x, gate_a, gate_x, a_logit, initial_state
-    return (_step if is_one_token(*arguments) else _forward)(*arguments, token_kind)
+    return (_step if is_one_token(*arguments) else _operator)(*arguments, token_kind)
 
 
 def _step(x, gate_a, gate_x, a_logit, initial_state, token_kind):
@@ -77,15 +76,7 @@ def _multiplier(log_a, starts):
     return fill_((2 * log_a).expm1_().neg_().sqrt_(), starts, 1)
 
 
-@torch.library.custom_op("keras_recurrent::rg_lru", mutates_args=())
-def _forward(
-    x: Tensor,
-    gate_a: Tensor,
-    gate_x: Tensor,
-    a_logit: Tensor,
-    initial_state: Tensor | None,
-    token_kind: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def _forward(x, gate_a, gate_x, a_logit, initial_state, token_kind):
     dtype = accumulation_dtype(x, gate_a, gate_x, a_logit, initial_state)
     state = state_or_zeros(initial_state, x[:, 0].shape, dtype, x)
     log_a_open = _log_decay_of_open_gate(a_logit.to(dtype))
@@ -100,24 +91,7 @@ def _forward(
     return h.to(x.dtype), fresh(h[:, -1], dtype)
 
 
-@_forward.register_fake
-def _(x, gate_a, gate_x, a_logit, initial_state, token_kind):
-    dtype = accumulation_dtype(x, gate_a, gate_x, a_logit, initial_state)
-    return x.new_empty(x.shape), x.new_empty((x.shape[0], x.shape[2]), dtype=dtype)
-
-
-@torch.library.custom_op("keras_recurrent::rg_lru_backward", mutates_args=())
-def _backward(
-    dh: Tensor,
-    d_state: Tensor,
-    h: Tensor,
-    x: Tensor,
-    gate_a: Tensor,
-    gate_x: Tensor,
-    a_logit: Tensor,
-    initial_state: Tensor | None,
-    token_kind: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _backward(dh, d_state, h, x, gate_a, gate_x, a_logit, initial_state, token_kind):
     dtype = accumulation_dtype(x, gate_a, gate_x, a_logit, initial_state)
     state = state_or_zeros(initial_state, d_state.shape, dtype, x)
     logit = a_logit.to(dtype)
@@ -159,15 +133,4 @@ def _backward(
     return dx, d_gate_a, d_gate_x, d_logit.to(a_logit.dtype), d_initial
 
 
-@_backward.register_fake
-def _(dh, d_state, h, x, gate_a, gate_x, a_logit, initial_state, token_kind):
-    return (
-        x.new_empty(x.shape),
-        gate_a.new_empty(x.shape),
-        gate_x.new_empty(x.shape),
-        a_logit.new_empty(a_logit.shape),
-        d_state.new_empty(d_state.shape),
-    )
-
-
-register_gradient("rg_lru", _forward, _backward)
+_operator = define_operator("rg_lru", _forward, _backward, lambda x, *_: (x.shape[0], x.shape[2]))

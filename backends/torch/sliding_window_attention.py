@@ -5,12 +5,11 @@ cached ones, where a window is a band of the logits; the outputs are moved back.
 """
 
 import torch
-from torch import Tensor
 
 from ..constants import PADDING, STARTS
 from ..signatures import SIGNATURES
 from . import _banded_attention, _circular_buffer, _sharding
-from ._attention_inputs import AttentionInputs, attend, fake_gradients, fake_results
+from ._attention_inputs import AttentionInputs, attend, fake_gradients, fake_results, schema
 from ._autograd import register_autograd
 from ._common import accumulation_dtype, is_one_token
 
@@ -36,18 +35,12 @@ def _step(q, k, v, sliding_window, state, token_kind):
     return output, {"key": key, "value": value, "position": position}
 
 
-@torch.library.custom_op("keras_recurrent::sliding_window_attention", mutates_args=())
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key: Tensor | None,
-    value: Tensor | None,
-    position: Tensor | None,
-    token_kind: Tensor | None,
-    window: int | None,
-    capacity: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "keras_recurrent::sliding_window_attention",
+    mutates_args=(),
+    schema=schema(4, after=", SymInt capacity"),
+)
+def _forward(q, k, v, key, value, position, token_kind, window, capacity):
     if key is not None and q.shape[1] == 1:
         return _one_token(q, k, v, key, value, position, token_kind, window)
     inputs = AttentionInputs(q, k, v, key, value, position, token_kind, window)
@@ -72,21 +65,13 @@ def _(q, k, v, key, value, position, token_kind, window, capacity):
     return fake_results(q, k, v, capacity)
 
 
-@torch.library.custom_op("keras_recurrent::sliding_window_attention_backward", mutates_args=())
-def _backward(
-    d_output: Tensor,
-    d_key: Tensor,
-    d_value: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key: Tensor | None,
-    value: Tensor | None,
-    position: Tensor | None,
-    token_kind: Tensor | None,
-    window: int | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    inputs = AttentionInputs(q, k, v, key, value, position, token_kind, window)
+@torch.library.custom_op(
+    "keras_recurrent::sliding_window_attention_backward",
+    mutates_args=(),
+    schema=schema(5, before="Tensor d_output, Tensor d_key, Tensor d_value, "),
+)
+def _backward(d_output, d_key, d_value, q, *others):
+    inputs = AttentionInputs(q, *others)
     keys, values = inputs.keys_and_values()
     d_q, *d_sequences = _banded_attention.backward(
         inputs.grouped(d_output),
@@ -106,7 +91,7 @@ def _backward(
 
 
 @_backward.register_fake
-def _(d_output, d_key, d_value, q, k, v, key, value, position, kind, window):
+def _(d_output, d_key, d_value, q, k, v, key, *_):
     return fake_gradients(q, k, v, key)
 
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ._device.pdl import launch_dependents, wait_for_previous_launch
-from ._device.tokens import GOES_ON, STARTS
+from ._device.tokens import CONTINUES, STARTS
 from ._runtime.framework import (
     forward_operation,
     fusible_unsupported_reason,
@@ -66,7 +66,7 @@ def _kernel(
     first_tile = tl.program_id(0) % TILES == 0
     if segment is not None:
         document = tl.load(segment + row)
-        tl.store(kind + row, tl.where(document < 0, STARTS, GOES_ON).to(tl.int8), first_tile)
+        tl.store(kind + row, tl.where(document < 0, STARTS, CONTINUES).to(tl.int8), first_tile)
         tl.store(next_segment + row, tl.maximum(document, 0), first_tile)
     if position is not None:
         row_position = tl.load(position + row)

@@ -7,9 +7,10 @@ All arithmetic is float32.
 import triton
 import triton.language as tl
 
+from ._device.common import load_float32
 from ._device.math import exp, sigmoid
 from ._device.pdl import launch_dependents, wait_for_previous_launch
-from ._device.tokens import GOES_ON, PADDING, select_by_kind
+from ._device.tokens import CONTINUES, PADDING, select_by_kind
 from ._runtime.framework import forward_operation, pdl_options, run, step_unsupported_reason
 from ._runtime.launch import Array, Launch, like
 
@@ -27,11 +28,6 @@ def unsupported(q, f, v, memory, lower_bound=None, token_kind=None) -> str | Non
 def hgrn2_step(q, f, v, memory, lower_bound=None, token_kind=None):
     """q, f: [B, H K]; v: [B, H V]; memory: [B, H, K, V]. Returns ([B, H V], the next memory)."""
     return _hgrn2_step(q, f, v, memory, lower_bound, token_kind)
-
-
-@triton.jit
-def _load(tensor, offsets, valid):
-    return tl.load(tensor + offsets, valid, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -60,27 +56,27 @@ def _kernel(
     e = tl.program_id(0) % TILES * BLOCK_V + tl.arange(0, BLOCK_V)
     offsets = head * (K * V) + d[:, None] * V + e[None, :]
     valid = (d < K)[:, None] & (e < V)[None, :]
-    state = _load(memory, offsets, valid)
+    state = load_float32(memory, offsets, valid)
     if PDL:
         wait_for_previous_launch()
-    kind = GOES_ON
+    kind = CONTINUES
     if token_kind is not None:
         kind = tl.load(token_kind + head // H)
     k_valid, v_valid = (d < K) & (kind != PADDING), (e < V) & (kind != PADDING)
-    forget_gate, input_gate = sigmoid(_load(f, head * K + d, k_valid), True)
+    forget_gate, input_gate = sigmoid(load_float32(f, head * K + d, k_valid), True)
     if lower_bound is not None:
         channel = head % H * K + d
-        rest = exp(_load(lower_bound, H * K + channel, d < K), True)
-        forget_gate = exp(_load(lower_bound, channel, d < K), True) + rest * forget_gate
+        rest = exp(load_float32(lower_bound, H * K + channel, d < K), True)
+        forget_gate = exp(load_float32(lower_bound, channel, d < K), True) + rest * forget_gate
         input_gate *= rest
         # After rounding, β and 1 - β do not add up to 1, and β may be NaN.
         near_1 = (input_gate <= 0.5) & (forget_gate == forget_gate)
         forget_gate = tl.where(near_1, 1.0 - input_gate, forget_gate)
     key = tl.where(k_valid, input_gate, 0.0)
     state = select_by_kind(kind, forget_gate, 0.0, 1.0)[:, None] * state
-    state += key[:, None] * _load(v, head * V + e, v_valid)[None, :]
+    state += key[:, None] * load_float32(v, head * V + e, v_valid)[None, :]
     tl.store(next_memory + offsets, state, valid)
-    query = _load(q, head * K + d, k_valid)
+    query = load_float32(q, head * K + d, k_valid)
     query *= sigmoid(query, True)[0] * root
     tl.store(output + head * V + e, tl.sum(query[:, None] * state, 0), e < V)
 

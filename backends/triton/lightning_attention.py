@@ -23,7 +23,7 @@ import triton.language as tl
 from ._device import common
 from ._device.math import exp_of_decays
 from ._device.products import operand, product
-from ._device.tokens import GOES_ON, PADDING, STARTS
+from ._device.tokens import CONTINUES, PADDING, STARTS
 from ._linear_attention.linear_attention import (
     Blocks,
     TimeSplit,
@@ -114,7 +114,7 @@ def _find_remembered_start(
         for n in range(0, length, _KINDS):
             index = n + tl.arange(0, _KINDS)
             pointers = token_kind + b.to(tl.int64) * T + t + index
-            kind = tl.load(pointers, index < length, other=GOES_ON)
+            kind = tl.load(pointers, index < length, other=CONTINUES)
             reach += tl.sum((kind == PADDING).to(tl.int32), 0)
             chunk = (t + index) // CHUNK
             chunk = chunks - 1 - chunk if REVERSE else chunk

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ._device.common import ChainTilings, Tiling
 from ._device.math import decay as decay_of
-from ._device.tokens import GOES_ON, PADDING, STARTS, read_kind
+from ._device.tokens import CONTINUES, PADDING, STARTS, read_kind
 from ._runtime.framework import operation, unsupported_reason
 from ._runtime.launch import like
 from ._runtime.operation import Operation
@@ -190,7 +190,7 @@ def _backward_kernel(
         d_log_a_t = c * previous
         if kind is not None:
             g = tl.where(kind == PADDING, 0.0, g)
-            d_log_a_t = tl.where(kind == GOES_ON, d_log_a_t, 0.0)
+            d_log_a_t = tl.where(kind == CONTINUES, d_log_a_t, 0.0)
         tl.store(dx + offsets, g, valid, cache_modifier=WRITTEN)
         tl.store(d_log_a + offsets, d_log_a_t, valid, cache_modifier=WRITTEN)
 

@@ -10,11 +10,11 @@ bfloat16 parts, so that only queries and keys are rounded to 16 bits.
 import triton
 import triton.language as tl
 
-from ._device.common import MULTIPROCESSORS
+from ._device.common import MULTIPROCESSORS, load_float32
 from ._device.math import exp
 from ._device.pdl import launch_dependents, wait_for_previous_launch
 from ._device.products import operand, product
-from ._device.tokens import GOES_ON, PADDING, STARTS
+from ._device.tokens import CONTINUES, PADDING, STARTS
 from ._runtime.framework import forward_operation, pdl_options, run, step_unsupported_reason
 from ._runtime.launch import Array, Launch, dtype_name, like
 
@@ -56,11 +56,6 @@ def local_attention_step(
 
 
 @triton.jit
-def _load(tensor, offsets, valid):
-    return tl.load(tensor + offsets, valid, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def _round_operand(x, SHORT: tl.constexpr):
     if SHORT:
         x = operand(x, True).to(tl.float32)
@@ -72,12 +67,12 @@ def _load_rotated(x, rows, valid, c, token_position, frequencies, K: tl.constexp
     """Loads `rows` [N] of K channels c [BLOCK_K] with rotary embedding: pairs are j and j + R."""
     offsets = rows[:, None] * K + c[None, :]
     valid = valid[:, None] & (c < K)[None, :]
-    rotated = _load(x, offsets, valid)
+    rotated = load_float32(x, offsets, valid)
     if frequencies is not None:
         turned = c < 2 * R
         partner = tl.where(c < R, R, -R)
-        other = _load(x, offsets + partner[None, :], valid & turned[None, :])
-        angle = token_position.to(tl.float32) * _load(frequencies, c % R, turned)
+        other = load_float32(x, offsets + partner[None, :], valid & turned[None, :])
+        angle = token_position.to(tl.float32) * load_float32(frequencies, c % R, turned)
         sine = tl.where(c < R, -tl.sin(angle), tl.sin(angle))
         rotated = rotated * tl.cos(angle)[None, :] + other * sine[None, :]
     return rotated
@@ -120,7 +115,7 @@ def _partial_kernel(
         wait_for_previous_launch()
     part, group = tl.program_id(0) % PARTS, (tl.program_id(0) // PARTS).to(tl.int64)
     b, g = group // G, group % G
-    kind = GOES_ON
+    kind = CONTINUES
     if token_kind is not None:
         kind = tl.load(token_kind + b)
     real = kind != PADDING
@@ -135,7 +130,7 @@ def _partial_kernel(
         k, group_row, real & (group_row >= 0), c, token_position, frequencies, K, R
     )
     token_key = _round_operand(token_key, SHORT)
-    token_value = _load(v, group * V + e, real & (e < V))
+    token_value = load_float32(v, group * V + e, real & (e < V))
 
     # The first part includes the token itself.
     peak = tl.where(part == 0, tl.sum(query * token_key, 1), _LOWEST)
@@ -147,14 +142,14 @@ def _partial_kernel(
         visible = (slot < C) & (age < token_position) & (age < window - 1)
         rows = b * C * G + g + slot.to(tl.int64) * G
         in_key, in_value = visible[:, None] & (c < K)[None, :], visible[:, None] & (e < V)[None, :]
-        keys = _load(key, rows[:, None] * K + c[None, :], in_key)
+        keys = load_float32(key, rows[:, None] * K + c[None, :], in_key)
         logits = product(query, tl.trans(keys), tl.zeros((BLOCK_H, SLOTS), tl.float32), SHORT)
         logits = tl.where(visible[None, :], logits, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(logits, 1))
         weights, shrink = exp(logits - new_peak[:, None], True), exp(peak - new_peak, True)
         weights = tl.where(visible[None, :], weights, 0.0)
         total = total * shrink + tl.sum(weights, 1)
-        values = _load(value, rows[:, None] * V + e[None, :], in_value)
+        values = load_float32(value, rows[:, None] * V + e[None, :], in_value)
         weighted = product(weights, values, weighted * shrink[:, None], SHORT)
         if SHORT:
             weighted = product(weights - _round_operand(weights, True), values, weighted, True)
@@ -198,9 +193,9 @@ def _combine_kernel(
     rows = head * PARTS + part
     peak = tl.load(peaks + rows, part < PARTS, other=_LOWEST)
     shrink = exp(peak - tl.max(peak, 0), True)
-    total = tl.sum(shrink * _load(totals, rows, part < PARTS), 0)
+    total = tl.sum(shrink * load_float32(totals, rows, part < PARTS), 0)
     valid = (part < PARTS)[:, None] & (e < V)[None, :]
-    weighted = _load(sums, rows[:, None] * V + e[None, :], valid) * shrink[:, None]
+    weighted = load_float32(sums, rows[:, None] * V + e[None, :], valid) * shrink[:, None]
     tl.store(output + head * V + e, tl.sum(weighted, 0) / total, e < V)
 
 

@@ -11,14 +11,11 @@ some of the channels, and another launch adds these partial sums.
 """
 
 import triton
-import triton.language as tl
 
 from ..constants import MAX_FUSED_ROWS
 from . import rms_norm
-from ._decoding.norm_linear_products import apply_gate, project_row, project_rows
+from ._decoding.norm_linear_kernels import columns_kernel, gate_kernel, sum_kernel
 from ._decoding.norm_linear_tiles import is_split, tile_options
-from ._device.pdl import launch_dependents, wait_for_previous_launch
-from ._device.products import operand
 from ._runtime.framework import forward_operation, pdl_options, run, step_unsupported_reason
 from ._runtime.launch import Array, Launch, dtype_name
 
@@ -73,281 +70,7 @@ def norm_linear(
     return tuple(outputs[:count])
 
 
-@triton.jit
-def _store_columns(total, bias, residual, y, n, rows, N: tl.constexpr):
-    row = tl.arange(0, total.shape[0])
-    offsets, valid = row[:, None] * N + n[None, :], (row < rows)[:, None] & (n < N)[None, :]
-    if bias is not None:
-        total += tl.load(bias + n, n < N, other=0.0).to(tl.float32)[None, :]
-    if residual is not None:
-        total += tl.load(residual + offsets, valid, other=0.0).to(tl.float32)
-    tl.store(y + offsets, operand(total, y.dtype.element_ty == tl.bfloat16), valid)
-
-
-@triton.jit
-def _project(
-    x,
-    x_2,
-    scale,
-    kernel,
-    up_kernel,
-    first_channel,
-    n,
-    rows,
-    epsilon,
-    K: tl.constexpr,
-    N: tl.constexpr,
-    LENGTH: tl.constexpr,
-    NORM: tl.constexpr,
-    GATE: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    SHORT: tl.constexpr,
-    SUM_AT_END: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    if BLOCK_B == 1:
-        total = project_row(
-            x,
-            x_2,
-            scale,
-            kernel,
-            first_channel,
-            n,
-            epsilon,
-            K,
-            N,
-            LENGTH,
-            NORM,
-            GATE,
-            BLOCK_N,
-            BLOCK_K,
-            SUM_AT_END,
-            PDL,
-        )
-        up = total
-    else:
-        total, up = project_rows(
-            x,
-            kernel,
-            up_kernel,
-            first_channel,
-            n,
-            rows,
-            K,
-            N,
-            LENGTH,
-            GATE,
-            BLOCK_B,
-            BLOCK_K,
-            STAGES,
-            SHORT,
-        )
-    return total, up
-
-
-@triton.jit
-def _kernel(
-    x,
-    x_2,
-    scale,
-    kernel,
-    kernel_2,
-    kernel_3,
-    bias,
-    bias_2,
-    bias_3,
-    residual,
-    y,
-    y_2,
-    y_3,
-    rows,
-    epsilon,
-    K: tl.constexpr,
-    N: tl.constexpr,
-    N_2: tl.constexpr,
-    N_3: tl.constexpr,
-    LENGTH: tl.constexpr,
-    NORM: tl.constexpr,
-    GATE: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    SHORT: tl.constexpr,
-    SUM_AT_END: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    TILES_2: tl.constexpr = 0 if GATE else (N_2 + BLOCK_N - 1) // BLOCK_N
-    tile = tl.program_id(0)
-    first_channel = 0
-    if LENGTH < K:
-        part = tile // TILES
-        tile %= TILES
-        first_channel = part * LENGTH
-        y += part * rows * N
-    # With several rows, dependents may not start early: they would take the shared memory that
-    # this launch's own next programs need. These programs wait before their first load, which is x.
-    if PDL and BLOCK_B == 1:
-        launch_dependents()
-    if PDL and BLOCK_B > 1:
-        wait_for_previous_launch()
-    if tile < TILES:
-        n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        total, up = _project(
-            x,
-            x_2,
-            scale,
-            kernel,
-            kernel_2,
-            first_channel,
-            n,
-            rows,
-            epsilon,
-            K,
-            N,
-            LENGTH,
-            NORM,
-            GATE,
-            BLOCK_B,
-            BLOCK_N,
-            BLOCK_K,
-            STAGES,
-            SHORT,
-            SUM_AT_END,
-            PDL,
-        )
-        if GATE and BLOCK_B > 1:
-            if bias is not None:
-                total += tl.load(bias + n, n < N, other=0.0).to(tl.float32)[None, :]
-            if bias_2 is not None:
-                up += tl.load(bias_2 + n, n < N, other=0.0).to(tl.float32)[None, :]
-            total = apply_gate(total, up, GATE)
-            _store_columns(total, None, residual, y, n, rows, N)
-        else:
-            _store_columns(total, bias, residual, y, n, rows, N)
-    # Nested conditions: the compiler knows the outer one.
-    if kernel_2 is not None and GATE == 0:  # noqa: SIM102
-        if tile >= TILES and tile < TILES + TILES_2:
-            n = (tile - TILES) * BLOCK_N + tl.arange(0, BLOCK_N)
-            total, _ = _project(
-                x,
-                None,
-                scale,
-                kernel_2,
-                None,
-                0,
-                n,
-                rows,
-                epsilon,
-                K,
-                N_2,
-                LENGTH,
-                NORM,
-                0,
-                BLOCK_B,
-                BLOCK_N,
-                BLOCK_K,
-                STAGES,
-                SHORT,
-                SUM_AT_END,
-                PDL,
-            )
-            _store_columns(total, bias_2, None, y_2, n, rows, N_2)
-    if kernel_3 is not None:  # noqa: SIM102
-        if tile >= TILES + TILES_2:
-            n = (tile - TILES - TILES_2) * BLOCK_N + tl.arange(0, BLOCK_N)
-            total, _ = _project(
-                x,
-                None,
-                scale,
-                kernel_3,
-                None,
-                0,
-                n,
-                rows,
-                epsilon,
-                K,
-                N_3,
-                LENGTH,
-                NORM,
-                0,
-                BLOCK_B,
-                BLOCK_N,
-                BLOCK_K,
-                STAGES,
-                SHORT,
-                SUM_AT_END,
-                PDL,
-            )
-            _store_columns(total, bias_3, None, y_3, n, rows, N_3)
-
-
-@triton.jit
-def _gate_kernel(
-    gate_total,
-    up_total,
-    residual,
-    y,
-    N: tl.constexpr,
-    GATE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    if PDL:
-        launch_dependents()
-        wait_for_previous_launch()
-    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(gate_total + n, n < N, other=0.0)
-    value = apply_gate(value, tl.load(up_total + n, n < N, other=0.0), GATE)
-    if residual is not None:
-        value += tl.load(residual + n, n < N, other=0.0).to(tl.float32)
-    tl.store(y + n, value, n < N)
-
-
-@triton.jit
-def _sum_kernel(
-    sums,
-    bias,
-    residual,
-    y,
-    n,
-    N: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    if PDL:
-        launch_dependents()
-        wait_for_previous_launch()
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.zeros((BLOCK,), tl.float32)
-    for part in tl.static_range(PARTS):
-        value += tl.load(sums + part * n + index, index < n, other=0.0)
-    if bias is not None:
-        value += tl.load(bias + index % N, index < n, other=0.0).to(tl.float32)
-    if residual is not None:
-        value += tl.load(residual + index, index < n, other=0.0).to(tl.float32)
-    tl.store(y + index, value, index < n)
-
-
-def results(
-    x,
-    scale,
-    kernel,
-    kernel_2,
-    kernel_3,
-    bias,
-    bias_2,
-    bias_3,
-    residual,
-    *,
-    epsilon: float,
-    gate: int,
-):
+def results(x, scale, kernel, kernel_2, kernel_3, *_, gate: int, **__):
     def output(weight):
         return None if weight is None else Array((x.shape[0], weight.shape[1]), dtype_name(x))
 
@@ -371,7 +94,7 @@ def forward(
     gate: int,
 ):
     tensors = x, scale, kernel, kernel_2, kernel_3, bias, bias_2, bias_3
-    outputs = results(*tensors, residual, epsilon=epsilon, gate=gate)
+    outputs = results(*tensors, gate=gate)
     rows = x.shape[0]
     if gate and kernel_3 is not None:
         gate_tensors = x, scale, kernel, kernel_2, None, bias, bias_2, None
@@ -402,7 +125,7 @@ def _gate_row(x, gate_total, up_total, residual, output, gate):
     options = {"N": columns, "GATE": gate, "BLOCK": _BLOCK, **pdl_options(x)}
     programs = triton.cdiv(columns, _BLOCK)
     arrays = gate_total, up_total, residual
-    return run(Launch(_gate_kernel, programs, arrays, (output,), (), options))[0]
+    return run(Launch(gate_kernel, programs, arrays, (output,), (), options))[0]
 
 
 def _launch(tensors, residual, outputs, epsilon, gate, x_2=None):
@@ -424,15 +147,15 @@ def _launch(tensors, residual, outputs, epsilon, gate, x_2=None):
     count = triton.cdiv(channels, options["LENGTH"])
     if count == 1:
         inputs = x, x_2, *tensors[1:], residual
-        return run(Launch(_kernel, programs, inputs, outputs, (rows, epsilon), options))
+        return run(Launch(columns_kernel, programs, inputs, outputs, (rows, epsilon), options))
     inputs = x, x_2, None, kernel, *[None] * 6
     sums = Array((count, rows, widths[0]), "float32"), None, None
-    sums, *_ = run(Launch(_kernel, programs * count, inputs, sums, (rows, epsilon), options))
+    sums, *_ = run(Launch(columns_kernel, programs * count, inputs, sums, (rows, epsilon), options))
     options = {"N": widths[0], "PARTS": count, "BLOCK": _BLOCK, **pdl_options(x)}
     programs = triton.cdiv(rows * widths[0], _BLOCK)
     inputs = sums, bias, residual
     numbers = (rows * widths[0],)
-    return *run(Launch(_sum_kernel, programs, inputs, outputs[:1], numbers, options)), None, None
+    return *run(Launch(sum_kernel, programs, inputs, outputs[:1], numbers, options)), None, None
 
 
 _norm_linear = forward_operation("norm_linear", forward, results, count=3)

@@ -249,22 +249,8 @@ def _kernel(
         tl.store(y + n[u], total, n[u] < columns)
 
 
-def results(
-    x,
-    scale,
-    kernel,
-    kernel_2,
-    kernel_3,
-    kernel_scale,
-    kernel_scale_2,
-    kernel_scale_3,
-    *_,
-    gate: int,
-    **__,
-):
-    first, second, third = _output_arrays(
-        x, (kernel_scale, kernel_scale_2, kernel_scale_3), dtype_name(x)
-    )
+def results(x, scale, kernel, kernel_2, kernel_3, *others, gate: int, **_):
+    first, second, third = _output_arrays(x, others[:3], dtype_name(x))
     return first, None if gate else second, third
 
 

@@ -20,7 +20,7 @@ from ..constants import DECAY_EXPONENT, MAX_SQRT_GRADIENT
 from ._device.common import ChainTilings, Tiling
 from ._device.math import decay as decay_of
 from ._device.math import sigmoid, softplus
-from ._device.tokens import GOES_ON, PADDING, STARTS, read_kind, select_by_kind
+from ._device.tokens import CONTINUES, PADDING, STARTS, read_kind, select_by_kind
 from ._runtime.framework import cast, operation, unsupported_reason
 from ._runtime.launch import dtype_name, like
 from ._runtime.operation import Operation
@@ -231,7 +231,7 @@ def _backward_kernel(
         previous = load_previous_output(h, initial, start, row, b, d[None, :], d_valid, D)
         d_log_a = c * previous - gi * x_t * (a * a * tl.minimum(inverse_root, _MAX_INVERSE_ROOT))
         if kind is not None:
-            d_log_a = tl.where(kind == GOES_ON, d_log_a, 0.0)
+            d_log_a = tl.where(kind == CONTINUES, d_log_a, 0.0)
         d_strongest += tl.where(valid, r * d_log_a, 0.0)
         tl.store(dx + offsets, gi * s, valid)
         tl.store(d_gate_a + offsets, d_log_a * log_a * not_r, valid)

@@ -8,15 +8,14 @@ All arithmetic is float32.
 import triton
 import triton.language as tl
 
-from ..constants import DECAY_EXPONENT
-from ._decoding.rg_lru_step_batch import batch_kernel, tile_options
+from ._decoding.rg_lru_step_batch import DECAY_EXPONENT, batch_kernel, tile_options
+from ._device.common import load_float32
 from ._device.math import decay, gelu, sigmoid, softplus
 from ._device.pdl import launch_dependents, wait_for_previous_launch
-from ._device.tokens import GOES_ON, PADDING, STARTS, select_by_kind
+from ._device.tokens import CONTINUES, PADDING, STARTS, select_by_kind
 from ._runtime.framework import forward_operation, pdl_options, run, step_unsupported_reason
 from ._runtime.launch import Array, Launch, dtype_name, like
 
-_DECAY_EXPONENT = tl.constexpr(DECAY_EXPONENT)
 _BLOCK_N, _WARPS = 32, 4
 _MAX_CHANNELS = 512  # of a block; a program holds them and two tiles of gate weights
 
@@ -64,21 +63,16 @@ def rg_lru_step(
 
 
 @triton.jit
-def _load(tensor, offsets, valid):
-    return tl.load(tensor + offsets, valid, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def _convolve_previous(last_inputs, conv_kernel, conv_bias, row, d, valid, D, W: tl.constexpr):
     """The convolution of previous inputs at channels d of a row, without its newest input.
 
     Returns two versions: for a token that starts a document, and for one that continues it.
     """
-    bias = _load(conv_bias, d, valid)
+    bias = load_float32(conv_bias, d, valid)
     total = bias
     for i in tl.static_range(W - 1):
-        previous = _load(last_inputs, row * ((W - 1) * D) + i * D + d, valid)
-        total += previous * _load(conv_kernel, i * D + d, valid)
+        previous = load_float32(last_inputs, row * ((W - 1) * D) + i * D + d, valid)
+        total += previous * load_float32(conv_kernel, i * D + d, valid)
     return bias, total
 
 
@@ -126,25 +120,27 @@ def _kernel(
     channel_start, channel_later = _convolve_previous(
         last_inputs, conv_kernel, conv_bias, row, channel, n < C, D, W
     )
-    weight = _load(conv_kernel, (W - 1) * D + d, c < C)
-    channel_weight = _load(conv_kernel, (W - 1) * D + channel, n < C)
-    gate_bias_a, gate_bias_x = _load(bias_a, channel, n < C), _load(bias_x, channel, n < C)
-    log_a = -_DECAY_EXPONENT * softplus(-_load(a_logit, channel, n < C))
-    h = _load(hidden, row * D + channel, n < C)
+    weight = load_float32(conv_kernel, (W - 1) * D + d, c < C)
+    channel_weight = load_float32(conv_kernel, (W - 1) * D + channel, n < C)
+    gate_bias_a = load_float32(bias_a, channel, n < C)
+    gate_bias_x = load_float32(bias_x, channel, n < C)
+    log_a = -DECAY_EXPONENT * softplus(-load_float32(a_logit, channel, n < C))
+    h = load_float32(hidden, row * D + channel, n < C)
     i = tl.arange(0, BLOCK_W)[:, None]
     slot_offsets, slot_valid = (
         row * ((W - 1) * D) + i * D + channel[None, :],
         (i < W - 1) & (n < C)[None, :],
     )
-    previous = _load(last_inputs, slot_offsets, slot_valid)
-    moved = _load(last_inputs, slot_offsets + D, slot_valid & (i < W - 2))
+    previous = load_float32(last_inputs, slot_offsets, slot_valid)
+    moved = load_float32(last_inputs, slot_offsets + D, slot_valid & (i < W - 2))
     if PDL:
         wait_for_previous_launch()
-    kind = GOES_ON
+    kind = CONTINUES
     if token_kind is not None:
         kind = tl.load(token_kind + row)
-    newest, channel_newest = _load(x, row * D + d, c < C), _load(x, row * D + channel, n < C)
-    value = _load(gate, row * D + channel, n < C)
+    newest = load_float32(x, row * D + d, c < C)
+    channel_newest = load_float32(x, row * D + channel, n < C)
+    value = load_float32(gate, row * D + channel, n < C)
     real = kind != PADDING
     inputs = tl.where(kind == STARTS, at_start, continued) + tl.where(real, newest, 0.0) * weight
     convolved = tl.where(kind == STARTS, channel_start, channel_later)
@@ -161,22 +157,8 @@ def _kernel(
     tl.store(next_inputs + slot_offsets, tl.where(real, moved, previous), slot_valid)
 
 
-def results(
-    x,
-    gate,
-    window,
-    hidden,
-    conv_kernel,
-    conv_bias,
-    kernel_a,
-    bias_a,
-    kernel_x,
-    bias_x,
-    a_logit,
-    token_kind,
-):
-    shapes = tuple(window.shape), tuple(hidden.shape)
-    return like(x), *(Array(shape, "float32") for shape in shapes)
+def results(x, gate, window, hidden, *_):
+    return like(x), *(Array(tuple(state.shape), "float32") for state in (window, hidden))
 
 
 def forward(
@@ -209,8 +191,7 @@ def forward(
         options |= tile_options(rows, channels) | {"SHORT": short}
         count = triton.cdiv(rows, options["BLOCK_B"])
     programs = count * blocks * triton.cdiv(channels, options["BLOCK_N"])
-    shapes = tuple(window.shape), tuple(hidden.shape)
-    outputs = like(x), *(Array(shape, "float32") for shape in shapes)
+    outputs = results(*tensors)
     # The window is not updated in place: other programs read it for their channels.
     return run(Launch(kernel, programs, tensors, outputs, numbers, options, updates=((3, 2),)))
 

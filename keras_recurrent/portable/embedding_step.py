@@ -2,7 +2,7 @@
 
 from keras import ops
 
-from keras_recurrent.backends.constants import GOES_ON, STARTS
+from keras_recurrent.backends.constants import CONTINUES, STARTS
 
 
 def embedding_step(table, token_ids, segment=None, position=None, scale=1.0, dtype="float32"):
@@ -15,7 +15,7 @@ def embedding_step(table, token_ids, segment=None, position=None, scale=1.0, dty
     y = y if scale == 1 else ops.multiply(y, scale)
     kind = next_segment = next_position = None
     if segment is not None:
-        kind = ops.cast(ops.where(segment < 0, STARTS, GOES_ON), "int8")
+        kind = ops.cast(ops.where(segment < 0, STARTS, CONTINUES), "int8")
         next_segment = ops.maximum(segment, 0)
     if position is not None:
         next_position = position + 1

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from keras_recurrent.backends.constants import GOES_ON
+from keras_recurrent.backends.constants import CONTINUES
 from keras_recurrent.backends.reference.norm_quantized_linear import quantized_row, rounded_row
 from keras_recurrent.backends.reference.rms_norm import rms_norm
 from tests.ops.cases import round_to
@@ -22,7 +22,7 @@ class Case(NamedTuple):
     gate: str | None = None
     residual: bool = False
     kinds: bool = False
-    first_kind: int = GOES_ON  # of the first row, where rows have kinds
+    first_kind: int = CONTINUES  # of the first row, where rows have kinds
     # Of `norm_quantized_linear`: a weight's bits, a block's channels, whether rows are quantized.
     bits: int = 8
     block_size: int | None = None

@@ -42,6 +42,7 @@ from keras_recurrent.backends.triton._attention import (
     banded_attention,
     circular_buffer,
 )
+from keras_recurrent.backends.triton._convolution import convolution_positions
 from keras_recurrent.backends.triton._crossentropy import crossentropy_kernel
 from keras_recurrent.backends.triton._decoding.norm_linear_tiles import tile_options
 from keras_recurrent.backends.triton._decoding.rg_lru_step_batch import batch_kernel
@@ -239,7 +240,7 @@ def of_rows_through_maps(rows, channels, dtype="bfloat16", **constants):
     tile = tile_options(rows, channels, columns, dtype, constants["GATE"], parts)
     constants["LENGTH"] = tile.pop("LENGTH")
     constants = {name: value for name, value in constants.items() if value != "given"}
-    return norm_linear._kernel, constants, [tile]
+    return norm_linear.columns_kernel, constants, [tile]
 
 
 ATTENTION_STEP = {
@@ -306,7 +307,7 @@ OF_A_STEP = {
     ),
     "norm_linear of two": of_rows_through_maps(1, 2560, kernel_2="given", y_2="given"),
     "norm_linear of 12,288 columns": (
-        norm_linear._kernel,
+        norm_linear.columns_kernel,
         of_rows_through_maps(1, 2048, kernel_2="given", y_2="given", N=6144, N_2=6144)[1],
         [
             {
@@ -320,17 +321,17 @@ OF_A_STEP = {
         1, 2560, "float32", kernel_2="given", bias="given", y_2="given"
     ),
     "norm_linear, silu": (
-        norm_linear._gate_kernel,
+        norm_linear.gate_kernel,
         {"N": 5632, "GATE": 1, "BLOCK": norm_linear._BLOCK, "PDL": True} | {"residual": None},
         [{}],
     ),
     "norm_linear, gelu": (
-        norm_linear._gate_kernel,
+        norm_linear.gate_kernel,
         {"N": 7680, "GATE": 2, "BLOCK": norm_linear._BLOCK, "PDL": False},
         [{}],
     ),
     "norm_linear, sum of parts": (
-        norm_linear._sum_kernel,
+        norm_linear.sum_kernel,
         {"N": 2048, "PARTS": 11, "BLOCK": norm_linear._BLOCK, "PDL": True} | {"bias": None},
         [{}],
     ),
@@ -403,13 +404,13 @@ KERNELS = {
     # Triton makes a size of 1 a constant, which lacks what a number in a register has.
     **{f"{name}, one row": (of, {"B": 1}, tiles[:1]) for name, (of, tiles) in SCANS.items()},
     **{name: (of, {}, tiles) for name, (of, tiles) in SCANS.items()},
-    "causal_conv1d positions": (causal_conv1d._positions_kernel, {"BLOCK": 1024}, [{}]),
-    "causal_conv1d forward": (causal_conv1d._forward_kernel, CONV, CONVS[0][:1]),
-    "causal_conv1d backward": (causal_conv1d._backward_kernel, CONV, CONVS[1][:1]),
-    "causal_conv1d forward, silu": (causal_conv1d._forward_kernel, SILU, CONVS[0]),
-    "causal_conv1d backward, silu": (causal_conv1d._backward_kernel, SILU, CONVS[1]),
+    "causal_conv1d positions": (convolution_positions.positions_kernel, {"BLOCK": 1024}, [{}]),
+    "causal_conv1d forward": (causal_conv1d.forward_kernel, CONV, CONVS[0][:1]),
+    "causal_conv1d backward": (causal_conv1d.backward_kernel, CONV, CONVS[1][:1]),
+    "causal_conv1d forward, silu": (causal_conv1d.forward_kernel, SILU, CONVS[0]),
+    "causal_conv1d backward, silu": (causal_conv1d.backward_kernel, SILU, CONVS[1]),
     "causal_conv1d backward, silu, no kinds": (
-        causal_conv1d._backward_kernel,
+        causal_conv1d.backward_kernel,
         {**SILU, **ALL_REAL, "initial": None, "d_final": None},
         CONVS[1],
     ),

@@ -7,7 +7,7 @@ import pytest
 if keras.config.backend() != "torch":
     pytest.skip("runs on torch", allow_module_level=True)
 
-from keras_recurrent.backends.constants import GOES_ON, PADDING, STARTS
+from keras_recurrent.backends.constants import CONTINUES, PADDING, STARTS
 from keras_recurrent.backends.triton import gated_linear_attention
 from keras_recurrent.backends.triton._linear_attention import (
     gated_levels,
@@ -74,7 +74,7 @@ def test_chunks_of_both_kinds_in_one_row(decay_dtype, tied, kinds):
     case = Case(1, 0, 20, "bfloat16", decay_dtype, kinds=kinds, state=True, tied=tied)
     drawn = drawn_with(log_f, case)
     if kinds:  # else many documents start, whose first decays do not count
-        drawn.token_kind[:] = GOES_ON
+        drawn.token_kind[:] = CONTINUES
         drawn.token_kind[:, [5, 64, 100, 101, 200, 290]] = STARTS
         drawn.token_kind[:, [20, 150, 151]] = PADDING
         drawn.d_output[:, [20, 150, 151]] = 0
@@ -119,7 +119,7 @@ def test_documents_that_start_inside_a_chunk():
     drawn = drawn_with(
         stretches(-0.1, -0.1, -0.1, channels=18), Case(1, 0, 18, "bfloat16", kinds=True, state=True)
     )
-    drawn.token_kind[:] = GOES_ON
+    drawn.token_kind[:] = CONTINUES
     drawn.token_kind[:, 3:120:9] = STARTS
     drawn.tensors["log_f"][:, 3:120:9] = -np.inf
     assert flags(drawn) == [1, 1, 0]
@@ -173,7 +173,7 @@ def test_documents_across_the_halves_of_chunks(starts):
     """Fast and slow decays: pairs of both halves meet within a document, and only there."""
     log_f = stretches(-4, -0.1, channels=18)
     drawn = drawn_with(log_f, Case(1, 0, 18, "bfloat16", "float32", kinds=True, state=True))
-    drawn.token_kind[:] = GOES_ON
+    drawn.token_kind[:] = CONTINUES
     drawn.token_kind[:, starts] = STARTS
     drawn.token_kind[:, 100:] = PADDING
     drawn.d_output[:, 100:] = 0
@@ -193,7 +193,7 @@ def test_what_later_documents_gain_stays_there(place, channels):
     """Decays before it whose outputs are not used have gradients of 0, not rounding errors."""
     drawn = drawn_with(np.full(128, -0.05), Case(1, 128, channels, "bfloat16", "float32"))
     drawn.d_output[:, :place] = 0
-    kind = np.full((1, 128), GOES_ON, "int8")
+    kind = np.full((1, 128), CONTINUES, "int8")
     kind[:, place] = STARTS
     found = judge.run(OPERATION, "triton", drawn._replace(token_kind=kind))
     assert not np.any(found["gradient of log_f"][:, :place])
@@ -231,7 +231,7 @@ def test_gradients_beside_padding_that_is_not_finite(mean, tied):
     """As beside zeros, and those of padding are 0."""
     case = Case(1, 0, 18, "bfloat16", kinds=True, state=True, tied=tied)
     drawn = drawn_with(stretches(mean, mean, channels=18), case)
-    drawn.token_kind[:] = GOES_ON
+    drawn.token_kind[:] = CONTINUES
     padding = [0, 7, 31, 32, 63, 64, 100, *range(120, 128)]
     drawn.token_kind[:, padding] = PADDING
     found = []
@@ -251,7 +251,7 @@ def test_padding_may_hold_anything():
     drawn = draw(OPERATION, Case(2, 5, 8, dtype="bfloat16", kinds=True))
     tensors = {name: native.tensor(drawn.tensors[name], drawn.dtypes[name]) for name in "qkv"}
     log_f = native.tensor(drawn.tensors["log_f"], drawn.dtypes["log_f"])
-    kind = np.full((2, 5), GOES_ON, "int8")
+    kind = np.full((2, 5), CONTINUES, "int8")
     kind[1] = PADDING
     for tensor in (*tensors.values(), log_f):
         tensor[1] = float("nan")

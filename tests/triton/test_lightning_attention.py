@@ -9,7 +9,7 @@ if keras.config.backend() != "torch":
 
 import triton.language as tl
 
-from keras_recurrent.backends.constants import GOES_ON, PADDING, STARTS
+from keras_recurrent.backends.constants import CONTINUES, PADDING, STARTS
 from keras_recurrent.backends.triton import lightning_attention
 from keras_recurrent.backends.triton._linear_attention import linear_attention
 from keras_recurrent.backends.triton._linear_attention.linear_attention import TimeSplit
@@ -52,7 +52,7 @@ def drawn_with(log_decay, case):
     dtype = drawn.dtypes["log_decay"]
     drawn.tensors["log_decay"][:] = round_to(dtype, np.array(log_decay, "float64"))
     if drawn.token_kind is not None:
-        drawn.token_kind[:] = GOES_ON
+        drawn.token_kind[:] = CONTINUES
     return drawn
 
 

@@ -13,7 +13,7 @@ import torch
 
 import keras_recurrent
 from keras_recurrent import dispatch, ops
-from keras_recurrent.backends.constants import GOES_ON, PADDING, STARTS
+from keras_recurrent.backends.constants import CONTINUES, PADDING, STARTS
 from keras_recurrent.backends.triton import causal_conv1d, lightning_attention
 from keras_recurrent.backends.triton._attention import banded_attention
 from keras_recurrent.backends.triton._linear_attention import linear_attention as _linear_attention
@@ -195,7 +195,7 @@ def test_heads_that_share_keys(programs, monkeypatch):
         "sliding_window_attention",
         Case(1, 200, 18, "bfloat16", heads=(3, 1), window=150, kinds=True, state=True),
     )
-    drawn.token_kind[:] = GOES_ON
+    drawn.token_kind[:] = CONTINUES
     drawn.token_kind[:, [20, 170]] = PADDING, STARTS
     drawn.d_output[:, 20] = 0
     judge.check("sliding_window_attention", "triton", drawn)
@@ -214,7 +214,7 @@ def test_tiles_that_are_not_full(operation, length):
 @every_operation
 def test_programs_have_one_number(operation, monkeypatch):
     """Of its second and third a GPU has no more than 65,535: fewer than rows or tiles of tokens."""
-    grids, kernel = [], type(causal_conv1d._forward_kernel)
+    grids, kernel = [], type(causal_conv1d.forward_kernel)
     launch = kernel.__getitem__
 
     def seen(self, grid):

@@ -8,7 +8,7 @@ in `backends/jax`.
 import jax
 import jax.numpy as jnp
 
-from ...constants import GOES_ON, PADDING
+from ...constants import CONTINUES, PADDING
 from ...jax import _shards
 from ...jax import sliding_window_attention as plain
 from . import banded_attention
@@ -81,7 +81,7 @@ def _visible(q, k, v, query_segments, key_segments, *, window, one_document, **_
     first = jnp.take_along_axis(document_begin, jnp.maximum(last, 0), axis=1)
     if window is not None:
         first = jnp.maximum(first, last - window + 1)
-    kind = jnp.where(query_segments > 0, GOES_ON, PADDING).astype(jnp.int8)
+    kind = jnp.where(query_segments > 0, CONTINUES, PADDING).astype(jnp.int8)
     first, last = first.astype(jnp.int32), last.astype(jnp.int32)
     return k, v, banded_attention.VisibleKeys(kind, first, last, window or total)
 

@@ -6,10 +6,9 @@ heads share keys, are not moved.
 """
 
 import torch
-from torch import Tensor
 
 from ...torch import sliding_window_attention as plain
-from ...torch._attention_inputs import AttentionInputs, attend, fake_gradients, fake_results
+from ...torch._attention_inputs import AttentionInputs, attend, fake_gradients, fake_results, schema
 from ...torch._autograd import register_autograd
 from ...torch._sharding import is_sharded
 from .._runtime.torch_operators import allocate, contiguous, device_guard
@@ -35,18 +34,12 @@ def _arrange(*arguments):
     return arrangement, keys, values, visible
 
 
-@torch.library.custom_op("keras_recurrent::triton_sliding_window_attention", mutates_args=())
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key: Tensor | None,
-    value: Tensor | None,
-    position: Tensor | None,
-    token_kind: Tensor | None,
-    window: int | None,
-    capacity: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "keras_recurrent::triton_sliding_window_attention",
+    mutates_args=(),
+    schema=schema(7, after=", SymInt capacity"),
+)
+def _forward(q, k, v, key, value, position, token_kind, window, capacity):
     q, k, v, token_kind = contiguous(q, k, v, token_kind)
     arrangement, keys, values, visible = _arrange(q, k, v, key, value, position, token_kind, window)
     with device_guard(q):
@@ -67,30 +60,24 @@ def _(q, k, v, key, value, position, token_kind, window, capacity):
     return *fake_results(q, k, v, capacity), *_empty_for_none(q, residuals)
 
 
+_D_RESULTS = "Tensor d_output, Tensor? d_key, Tensor? d_value, "
+_RESIDUALS = "Tensor output, Tensor rest, Tensor origin, Tensor total, "
+
+
 @torch.library.custom_op(
-    "keras_recurrent::triton_sliding_window_attention_backward", mutates_args=()
+    "keras_recurrent::triton_sliding_window_attention_backward",
+    mutates_args=(),
+    schema=schema(5, before=_D_RESULTS + _RESIDUALS),
 )
-def _backward(
-    d_output: Tensor,
-    d_key: Tensor | None,
-    d_value: Tensor | None,
-    output: Tensor,
-    rest: Tensor,
-    origin: Tensor,
-    total: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key: Tensor | None,
-    value: Tensor | None,
-    position: Tensor | None,
-    token_kind: Tensor | None,
-    window: int | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _backward(d_output, d_key, d_value, output, rest, origin, total, q, k, v, *others):
+    *state, token_kind, window = others
     q, k, v, token_kind, d_output, *d_buffers = contiguous(
         q, k, v, token_kind, d_output, d_key, d_value
     )
-    arrangement, keys, values, visible = _arrange(q, k, v, key, value, position, token_kind, window)
+    arrangement, keys, values, visible = _arrange(q, k, v, *state, token_kind, window)
+    ends = None, None
+    if d_key is not None:
+        ends = arrangement.next_position.int(), arrangement.end.int()
     with device_guard(q):
         d_q, *d_rows = banded_attention.backward(
             d_output,
@@ -101,11 +88,7 @@ def _backward(
             keys,
             values,
             visible,
-            *(
-                (None, None)
-                if d_key is None
-                else (arrangement.next_position.int(), arrangement.end.int())
-            ),
+            *ends,
         )
     return d_q, *arrangement.gradients(d_rows)
 

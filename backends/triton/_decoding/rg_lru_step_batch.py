@@ -7,13 +7,14 @@ all of them, while the kernel for one row would read them for each row.
 import triton
 import triton.language as tl
 
-from ...constants import DECAY_EXPONENT
+from ... import constants
+from .._device.common import load_float32
 from .._device.math import decay, gelu, sigmoid, softplus
 from .._device.pdl import launch_dependents, wait_for_previous_launch
 from .._device.products import operand, product
-from .._device.tokens import GOES_ON, PADDING, STARTS, read_kind, select_by_kind
+from .._device.tokens import CONTINUES, PADDING, STARTS, read_kind, select_by_kind
 
-_DECAY_EXPONENT = tl.constexpr(DECAY_EXPONENT)
+DECAY_EXPONENT = tl.constexpr(constants.DECAY_EXPONENT)
 _FEW_ROWS = {"BLOCK_B": 16, "BLOCK_C": 256, "BLOCK_N": 32, "num_warps": 4}
 # Tiles of 64 rows would make products asynchronous (`products.py`).
 _MANY_ROWS = {"BLOCK_B": 16, "BLOCK_C": 64, "BLOCK_N": 128, "num_warps": 4}
@@ -27,11 +28,6 @@ def tile_options(rows, channels):
 
 
 @triton.jit
-def _load(tensor, offsets, valid):
-    return tl.load(tensor + offsets, valid, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def _convolve_previous(
     last_inputs, conv_kernel, conv_bias, weight_offsets, row, d, valid, D, W: tl.constexpr
 ):
@@ -40,13 +36,13 @@ def _convolve_previous(
     Returns two versions: for tokens that start a document, [1, channels], and for tokens that
     continue one, [rows, channels].
     """
-    bias = _load(conv_bias, d, weight_offsets)[None, :]
+    bias = load_float32(conv_bias, d, weight_offsets)[None, :]
     total = tl.where(valid, bias, 0.0)
     for i in tl.static_range(W - 1):
         offsets = row[:, None] * ((W - 1) * D) + i * D + d[None, :]
         total += (
-            _load(last_inputs, offsets, valid)
-            * _load(conv_kernel, i * D + d, weight_offsets)[None, :]
+            load_float32(last_inputs, offsets, valid)
+            * load_float32(conv_kernel, i * D + d, weight_offsets)[None, :]
         )
     return bias, total
 
@@ -106,7 +102,7 @@ def batch_kernel(
     channel = block * C + n
     offsets = row[:, None] * D + channel[None, :]
     valid_outputs = (row < rows)[:, None] & (n < C)[None, :]
-    kind = tl.full((BLOCK_B,), GOES_ON, tl.int8)
+    kind = tl.full((BLOCK_B,), CONTINUES, tl.int8)
     gate_a = tl.zeros((BLOCK_B, BLOCK_N), tl.float32)
     gate_x = tl.zeros((BLOCK_B, BLOCK_N), tl.float32)
     rest_a = tl.zeros((BLOCK_B, BLOCK_N), tl.float32)
@@ -128,36 +124,36 @@ def batch_kernel(
                 wait_for_previous_launch()
             if token_kind is not None:
                 kind = read_kind(token_kind, row, row < rows)
-        weight = _load(conv_kernel, (W - 1) * D + d, c < C)[None, :]
-        newest = _load(x, row[:, None] * D + d[None, :], valid)
+        weight = load_float32(conv_kernel, (W - 1) * D + d, c < C)[None, :]
+        newest = load_float32(x, row[:, None] * D + d[None, :], valid)
         newest = tl.where((kind != PADDING)[:, None], newest, 0.0)
         inputs = tl.where((kind == STARTS)[:, None], at_start, continued) + newest * weight
         gate_a, rest_a = _float32_product(inputs, weight_a, gate_a, rest_a, SHORT)
         gate_x, rest_x = _float32_product(inputs, weight_x, gate_x, rest_x, SHORT)
     kind = kind[:, None]
     real = kind != PADDING
-    newest = _load(x, offsets, valid_outputs)
+    newest = load_float32(x, offsets, valid_outputs)
     at_start, continued = _convolve_previous(
         last_inputs, conv_kernel, conv_bias, n < C, row, channel, valid_outputs, D, W
     )
-    weight = _load(conv_kernel, (W - 1) * D + channel, n < C)[None, :]
+    weight = load_float32(conv_kernel, (W - 1) * D + channel, n < C)[None, :]
     convolved = tl.where(kind == STARTS, at_start, continued) + tl.where(real, newest, 0.0) * weight
-    gate_a += rest_a + _load(bias_a, channel, n < C)[None, :]
-    gate_x += rest_x + _load(bias_x, channel, n < C)[None, :]
-    log_a = -_DECAY_EXPONENT * softplus(-_load(a_logit, channel, n < C))[None, :]
+    gate_a += rest_a + load_float32(bias_a, channel, n < C)[None, :]
+    gate_x += rest_x + load_float32(bias_x, channel, n < C)[None, :]
+    log_a = -DECAY_EXPONENT * softplus(-load_float32(a_logit, channel, n < C))[None, :]
     a, complement = decay(log_a * sigmoid(gate_a, True)[0], True)
     gated = sigmoid(gate_x, True)[0] * convolved
-    h = _load(hidden, offsets, valid_outputs)
+    h = load_float32(hidden, offsets, valid_outputs)
     h = select_by_kind(kind, a * h + tl.sqrt_rn(complement) * gated, gated, h)
     tl.store(next_hidden + offsets, h, valid_outputs)
-    value = tl.where(real, _load(gate, offsets, valid_outputs), 0.0)
+    value = tl.where(real, load_float32(gate, offsets, valid_outputs), 0.0)
     tl.store(output + offsets, gelu(value) * h, valid_outputs)
     for i in tl.static_range(W - 1):
         slot_offsets = row[:, None] * ((W - 1) * D) + i * D + channel[None, :]
         moved = newest
         if i < W - 2:
             moved = tl.where(
-                kind == STARTS, 0.0, _load(last_inputs, slot_offsets + D, valid_outputs)
+                kind == STARTS, 0.0, load_float32(last_inputs, slot_offsets + D, valid_outputs)
             )
-        stored = _load(last_inputs, slot_offsets, valid_outputs)
+        stored = load_float32(last_inputs, slot_offsets, valid_outputs)
         tl.store(next_inputs + slot_offsets, tl.where(real, moved, stored), valid_outputs)

@@ -1,4 +1,4 @@
-"""Tiles of kernels, the flag of Triton's interpreter, and a note for the assembler's errors."""
+"""Tiles and loads of kernels, the interpreter's flag, and a note for the assembler's errors."""
 
 from typing import NamedTuple
 
@@ -9,6 +9,12 @@ INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1
 IN_INTERPRETER = tl.constexpr(INTERPRETED)  # as a constant for kernels
 MULTIPROCESSORS = 128  # approximate number in a large GPU
 _MANY_CHAINS = MULTIPROCESSORS
+
+
+@triton.jit
+def load_float32(tensor, offsets, valid):
+    """Loads a tensor's elements as float32, 0 where `valid` is False."""
+    return tl.load(tensor + offsets, valid, other=0.0).to(tl.float32)
 
 
 def assembler_error_note(kernel, plain):

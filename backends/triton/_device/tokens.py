@@ -5,7 +5,7 @@ import triton.language as tl
 
 from ... import constants
 
-GOES_ON = tl.constexpr(constants.GOES_ON)
+CONTINUES = tl.constexpr(constants.CONTINUES)
 STARTS = tl.constexpr(constants.STARTS)
 PADDING = tl.constexpr(constants.PADDING)
 
@@ -20,6 +20,6 @@ def read_kind(token_kind, offsets, valid):
 
 
 @triton.jit
-def select_by_kind(kind, goes_on, starts, padding):
+def select_by_kind(kind, continues, starts, padding):
     """Selects one of three values for each token, by its kind."""
-    return tl.where(kind == GOES_ON, goes_on, tl.where(kind == STARTS, starts, padding))
+    return tl.where(kind == CONTINUES, continues, tl.where(kind == STARTS, starts, padding))

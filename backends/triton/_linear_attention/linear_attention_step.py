@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from .._device.math import exp_of_decays, one_minus_exp
-from .._device.tokens import GOES_ON, PADDING, select_by_kind
+from .._device.tokens import CONTINUES, PADDING, select_by_kind
 from .._runtime.framework import run
 from .._runtime.launch import Array, Launch, like
 from .linear_attention import block
@@ -41,7 +41,7 @@ def _step_kernel(
     d = tl.arange(0, BLOCK_K)
     e = tl.program_id(0) % tiles * BLOCK_V + tl.arange(0, BLOCK_V)
     k_valid, v_valid = d < K, e < V
-    kind = GOES_ON
+    kind = CONTINUES
     if token_kind is not None:
         kind = tl.load(token_kind + head // H)
         k_valid, v_valid = k_valid & (kind != PADDING), v_valid & (kind != PADDING)

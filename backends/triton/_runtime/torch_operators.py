@@ -149,11 +149,11 @@ def milliseconds(call, warmup, repetition):
     return triton.testing.do_bench(call, warmup, repetition, return_mode="median")
 
 
-def _operator(name, function, fake, names, options, count):
+def _operator(name, function, fake, names, options, count, updates=()):
     """Registers a custom operator for a function that returns `count` arrays.
 
     fake: the function of the same arguments that returns `Array`s. names: the names of the tensors.
-    options: {name: annotation} of the options.
+    options: {name: annotation} of the options. updates: the names of tensors updated in place.
     """
 
     def split_arguments(arguments):
@@ -174,13 +174,13 @@ def _operator(name, function, fake, names, options, count):
         )
 
     results = "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
-    schema = f"({_parameters(names, options)}) -> {results}"
-    operator = torch.library.custom_op(name, call, mutates_args=(), schema=schema)
+    schema = f"({_parameters(names, options, updates)}) -> {results}"
+    operator = torch.library.custom_op(name, call, mutates_args=updates, schema=schema)
     operator.register_fake(call_fake)
     return operator
 
 
-def _parameters(names, options, updated=()):
+def _parameters(names, options, updated):
     """The parameters in the schema of a custom operator."""
     tensors = [f"Tensor({n}!)? {n}" if n in updated else f"Tensor? {n}" for n in names]
     scalars = [f"{_SCHEMA_TYPES[kind]} {option}" for option, kind in options.items()]
@@ -203,32 +203,16 @@ def forward_operation(name, forward, results, count, updates=()):
         return lambda *given, **chosen: operator(*given, *(chosen[name] for name in options))
     update_indices, num_new = [tensors.index(updated) for updated in updates], count - len(updates)
 
-    def overwrite(*arguments):
-        given = contiguous(*arguments[: len(tensors)])
-        chosen = dict(zip(options, arguments[len(tensors) :], strict=True))
+    def overwrite(*given, **chosen):
         _in_place_updates.enabled = True
         try:
-            with device_guard(_first_tensor(given)):
-                return _operator_outputs(forward(*given, **chosen)[:num_new], lambda x: x, given)
+            return forward(*given, **chosen)
         finally:
             _in_place_updates.enabled = False
 
-    def overwrite_fake(*arguments):
-        given = arguments[: len(tensors)]
-        chosen = dict(zip(options, arguments[len(tensors) :], strict=True))
-        outputs = results(*given, **chosen)[:num_new]
-        return _operator_outputs(
-            outputs, lambda array: allocate(array, _first_tensor(given)), given
-        )
-
-    outputs = "Tensor" if num_new == 1 else f"({', '.join(['Tensor'] * num_new)})"
-    in_place = torch.library.custom_op(
-        f"keras_recurrent::triton_{name}_",
-        overwrite,
-        mutates_args=tuple(updates),
-        schema=f"({_parameters(tensors, options, updates)}) -> {outputs}",
+    in_place = _operator(
+        f"keras_recurrent::triton_{name}_", overwrite, results, tensors, options, num_new, updates
     )
-    in_place.register_fake(overwrite_fake)
 
     def call(*given, **chosen):
         arguments = *given, *(chosen[name] for name in options)
