@@ -10,6 +10,7 @@ import types
 import pytest
 
 import keras_recurrent
+from keras_recurrent.backends.signatures import SIGNATURES
 from keras_recurrent.models import GriffinCausalLM, HGRN2CausalLM, TransNormerCausalLM
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -52,7 +53,9 @@ def test_support_matrix():
         for implementation, mark in zip(implementations, marks, strict=True)
         if mark == "✓"
     }
-    files = (ROOT / "backends").glob("*/[!_]*.py")
+    files = [*(ROOT / "backends").glob("*/[!_]*.py")]
+    files += (ROOT / "keras_recurrent").glob("portable/[!_]*.py")
+    files = [file for file in files if file.stem in SIGNATURES]
     assert said == {(file.parent.name, file.stem) for file in files}
 
 
