@@ -8,10 +8,10 @@ from keras_recurrent.layers import decoding
 from keras_recurrent.layers.causal_conv1d import CausalConv1D
 from keras_recurrent.layers.default_sizes import default_expand_ratio
 from keras_recurrent.layers.initializers import clone_initializer
+from keras_recurrent.layers.inner_streaming import stream_inner
 from keras_recurrent.layers.lower_bounds import BoundedLayer
 from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.layers.rms_norm import RMSNorm
-from keras_recurrent.layers.streaming import stream_inner
 from keras_recurrent.ops import gated_linear_attention
 from keras_recurrent.ops.decoding_steps import hgrn2_step
 

@@ -9,9 +9,10 @@ from keras_recurrent.layers.causal_conv1d import CausalConv1D
 from keras_recurrent.layers.cg_lru import CGLRU, check_complex_channels
 from keras_recurrent.layers.dense import apply_to_tokens
 from keras_recurrent.layers.initializers import clone_initializer, get_decay_initializer
+from keras_recurrent.layers.inner_streaming import stream_inner
 from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.layers.rg_lru import RGLRU
-from keras_recurrent.layers.streaming import StreamingLayer, stream_inner
+from keras_recurrent.layers.streaming import StreamingLayer
 from keras_recurrent.ops.decoding_steps import rg_lru_step
 from keras_recurrent.ops.gated_linear_unit import gated_linear_unit
 

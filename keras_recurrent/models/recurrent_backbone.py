@@ -11,8 +11,8 @@ from keras_recurrent.checks.shapes import check_rank_known
 from keras_recurrent.checks.states import check_per_token, check_sizes_of_state, check_state
 from keras_recurrent.devices.jax_layouts import apply_state_layout, check_layout
 from keras_recurrent.devices.jax_processes import SavedByAllProcesses
+from keras_recurrent.layers.inner_streaming import stream_inner
 from keras_recurrent.layers.reversible_embedding import ReversibleEmbedding
-from keras_recurrent.layers.streaming import stream_inner
 from keras_recurrent.layers.tokens import find_tokens, initial_places, place_specs
 from keras_recurrent.models.lora import LoraBackbone
 from keras_recurrent.models.segments import SegmentsOptional

@@ -5,8 +5,8 @@ import keras
 from keras_recurrent.devices.jax_layouts import apply_layout
 from keras_recurrent.layers import StreamingLayer, decoding
 from keras_recurrent.layers.gated_linear_unit import GatedLinearUnit
+from keras_recurrent.layers.inner_streaming import stream_inner
 from keras_recurrent.layers.remat import no_further_remat
-from keras_recurrent.layers.streaming import stream_inner
 
 
 class ResidualBlock(StreamingLayer):
