@@ -27,7 +27,7 @@ from keras_recurrent import exporting as exporting
 from keras_recurrent.checkpoints import hub_hooks
 from keras_recurrent.dispatch import implementation
 from keras_recurrent.export import exporters
-from keras_recurrent.generation.ways import which_generation
+from keras_recurrent.generation.modes import which_generation
 from keras_recurrent.gqa import placeholders
 from keras_recurrent.layers import both_directions
 from keras_recurrent.ops.operation import which_implementation

@@ -188,11 +188,12 @@ class TrainingBackup(keras.callbacks.Callback):
         model, content = self.model, backup.content
         if model.optimizer is not None and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
-        steps, wanted = content["steps"], self.params.get("steps")
-        if content["batch"] and steps != wanted:
+        steps, current = content["steps"], self.params.get("steps")
+        if content["batch"] and steps != current:
             raise ValueError(
-                f"{self.path} was written inside an epoch of {steps} steps; this one has {wanted}. "
-                "Use the same data, batch size and `steps_per_epoch`, or delete the file."
+                f"{self.path} was written inside an epoch of {steps} steps; this one has "
+                f"{current}. Use the same data, batch size and `steps_per_epoch`, or delete "
+                "the file."
             )
         if content["batch"] % model.steps_per_execution:
             raise ValueError(
@@ -342,15 +343,15 @@ class Backup:
 
     def check(self, variables, part):
         """Raises an error if variables differ from those of the file in shape or dtype."""
-        saved, wanted = self.content["variables"][part], [_describe_variable(v) for v in variables]
-        if saved == wanted:
+        saved, current = self.content["variables"][part], [_describe_variable(v) for v in variables]
+        if saved == current:
             return
-        pairs = zip(saved + [None] * len(wanted), wanted + [None] * len(saved), strict=True)
-        theirs, ours = next((a, b) for a, b in pairs if a != b)
+        pairs = zip(saved + [None] * len(current), current + [None] * len(saved), strict=True)
+        in_file, in_model = next((a, b) for a, b in pairs if a != b)
         raise ValueError(
             f"{self.path} belongs to another model, optimizer or metrics: its {part} are "
-            f"{len(saved)} variables, here they are {len(wanted)}; the first difference is "
-            f"{theirs} instead of {ours}. Delete the file to start again."
+            f"{len(saved)} variables, here they are {len(current)}; the first difference is "
+            f"{in_file} instead of {in_model}. Delete the file to start again."
         )
 
     def assign(self, variables, part):

@@ -13,7 +13,7 @@ from keras_recurrent.devices.jax_processes import gather_to_numpy
 from keras_recurrent.dispatch import chosen_name
 from keras_recurrent.evaluation import no_gradients
 from keras_recurrent.generation.lengths import bucket
-from keras_recurrent.generation.text import TextPieces
+from keras_recurrent.generation.text import IncrementalDetokenizer
 from keras_recurrent.models.recurrent_causal_lm import RecurrentCausalLM
 from keras_recurrent.ops.token_crossentropy import token_crossentropy
 
@@ -121,7 +121,10 @@ class Continuations:
                 integer of at least 1 and below `max_length`; `until` has an empty string.
         """
         if self._preprocessor is None:
-            raise ValueError("The model has no preprocessor, which would detokenize the answers.")
+            raise ValueError(
+                "`model` must have a preprocessor to detokenize the answers; it has none. Create "
+                "the model with its `preprocessor`."
+            )
         check_positive_integer("max_new_tokens", max_new_tokens)
         if self.max_length is not None and max_new_tokens >= self.max_length:
             raise ValueError(
@@ -130,7 +133,7 @@ class Continuations:
             )
         if "" in until:
             raise ValueError(f"`until` must be non-empty strings; got {until!r}.")
-        cut = [self._truncate(context, room=max_new_tokens)[0] for context in contexts]
+        cut = [self._truncate(context, num_new=max_new_tokens)[0] for context in contexts]
         texts: dict = dict.fromkeys(map(tuple, cut))
         for batch in self._batches(texts):
             cache = self._prefill(batch, max_new_tokens)
@@ -143,8 +146,11 @@ class Continuations:
             )
         return [texts[tuple(context)] for context in cut]
 
-    def _truncate(self, context, continuation=(), room=None):
-        """Validates a request and drops the oldest tokens beyond `max_length`."""
+    def _truncate(self, context, continuation=(), num_new=None):
+        """Validates a request and drops the oldest tokens beyond `max_length`.
+
+        num_new: integer, number of processed tokens after the context. None: len(continuation) - 1.
+        """
         context = _check_tokens("context", context)
         continuation = _check_tokens("continuation", continuation)
         if not context:
@@ -154,13 +160,13 @@ class Continuations:
         check_token_ids("continuation", np.array(continuation, "int64"), vocabulary_size)
         if self.max_length is not None:
             # The last token of a continuation is not processed.
-            room = max(len(continuation) - 1, 0) if room is None else room
-            if room >= self.max_length:
+            num_new = max(len(continuation) - 1, 0) if num_new is None else num_new
+            if num_new >= self.max_length:
                 raise ValueError(
                     f"`max_length` is {self.max_length} tokens, and a continuation has "
                     f"{len(continuation)}. Pass a larger `max_length`."
                 )
-            context = context[-(self.max_length - room) :]
+            context = context[-(self.max_length - num_new) :]
         return context, continuation
 
     def _batches(self, contexts):
@@ -175,8 +181,8 @@ class Continuations:
         size = min(_power_of_two(len(rows)), self.batch_size)
         return rows + rows[-1:] * (size - len(rows))
 
-    def _prefill(self, contexts, room):
-        """Returns the cache after contexts, padded with repeats, with room for `room` tokens."""
+    def _prefill(self, contexts, num_new):
+        """Returns the cache after contexts, padded with repeats, for `num_new` more tokens."""
         longest = len(contexts[0])
         token_ids = np.zeros((len(contexts), longest), "int32")
         for row, context in zip(token_ids, contexts, strict=True):
@@ -188,7 +194,7 @@ class Continuations:
             "padding_mask": (np.arange(longest) < lengths[:, None])[rows],
         }
         keeps_state = self._model.backbone.keeps_state
-        return self._model.prefill(prompts, None if keeps_state else bucket(longest + room))
+        return self._model.prefill(prompts, None if keeps_state else bucket(longest + num_new))
 
     def _score_batch(self, cache, continuations):
         rows, width = cache.batch_size, _power_of_two(len(continuations[0]))
@@ -256,8 +262,8 @@ class Answer:
     """
 
     def __init__(self, preprocessor, last_token, until):
-        self._pieces, self._until = TextPieces(preprocessor, last_token), until
-        self._text, self.ended = "", False
+        self._detokenizer = IncrementalDetokenizer(preprocessor, last_token)
+        self._until, self._text, self.ended = until, "", False
 
     def add(self, tokens, end_token_id):
         """Appends tokens, up to an end token."""
@@ -267,7 +273,7 @@ class Answer:
             if token == end_token_id:
                 self._finish()
             else:
-                self._append(self._pieces.add(token))
+                self._append(self._detokenizer.add(token))
 
     def end(self):
         """Returns the text."""
@@ -276,11 +282,11 @@ class Answer:
         return self._text
 
     def _finish(self):
-        self._append(self._pieces.end())
+        self._append(self._detokenizer.end())
         self.ended = True
 
-    def _append(self, piece):
-        before, self._text = len(self._text), self._text + piece
+    def _append(self, chunk):
+        before, self._text = len(self._text), self._text + chunk
         starts = (max(0, before - len(stop) + 1) for stop in self._until)
         positions = [self._text.find(*pair) for pair in zip(self._until, starts, strict=True)]
         positions = [position for position in positions if position >= 0]

@@ -516,8 +516,8 @@ FAULTS = [
     Fault(
         "jax_programs_stop",
         "keras_recurrent/generation/loop.py",
-        old="done = ops.logical_or(walk.done, count >= room)",
-        new="done = ops.logical_or(walk.done, count > room)",
+        old="done = ops.logical_or(state.done, count >= free_length)",
+        new="done = ops.logical_or(state.done, count > free_length)",
         tests={
             "jax": (
                 "generation/test_cache.py::test_going_on_neither_drops_nor_repeats_a_token[hgrn2]"
@@ -527,8 +527,8 @@ FAULTS = [
     Fault(
         "rows_stop_late",
         "keras_recurrent/generation/torch/loop.py",
-        old="goes_on = (self.room[:, None] > 0)",
-        new="goes_on = (self.room[:, None] >= 0)",
+        old="continues = (self.free_length[:, None] > 0)",
+        new="continues = (self.free_length[:, None] >= 0)",
         tests={
             "torch": (
                 "generation/test_cache.py::"
@@ -571,7 +571,7 @@ FAULTS = [
     Fault(
         "sampler_seed_not_returned",
         "keras_recurrent/generation/torch/sampling.py",
-        old="self._state.assign([self._first, self._counter + draws])",
+        old="self._state.assign([self._base_seed, self._counter + draws])",
         new="pass",
         tests={"torch": "generation/test_programs.py::test_no_draw_is_that_of_another_thread"},
     ),
@@ -591,11 +591,11 @@ FAULTS = [
         "continuation_stop_string",
         "keras_recurrent/continuations.py",
         old=(
-            "before, self._text = len(self._text), self._text + piece\n"
+            "before, self._text = len(self._text), self._text + chunk\n"
             "        starts = (max(0, before - len(stop) + 1) for stop in self._until)"
         ),
         new=(
-            "before, self._text = len(self._text), self._text + piece\n"
+            "before, self._text = len(self._text), self._text + chunk\n"
             "        starts = (before for stop in self._until)"
         ),
         tests={

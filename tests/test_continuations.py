@@ -180,5 +180,5 @@ def test_what_cannot_be_done_is_an_error():
         several.generate([[1]], [], 8, 2)
     with pytest.raises(ValueError, match="`until` must be non-empty strings"):
         several.generate([[1]], [""], 4, 2)
-    with pytest.raises(ValueError, match="no preprocessor"):
+    with pytest.raises(ValueError, match="must have a preprocessor"):
         Continuations(tiny_causal_lm(family="hgrn2")).generate([[1]], [], 4, 2)

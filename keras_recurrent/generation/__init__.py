@@ -1,10 +1,12 @@
-"""How the language models write: `CausalLM.generate` by the way that suits the backend.
+"""Text generation: prompt processing, decoding loops and caches of the language models.
 
-A step is one token through the network, from a cache to the next. `causal_lm.py` has `generate`,
-`prefill` and `stream`, and chooses the loop: `loop.py` walks step by step inside a program of JAX
-or TensorFlow (`xla_programs.py`); on torch `torch/loop.py` walks in Python, over a step that
-`torch/step.py` has traced. `torch/runner.py` says how that runs: as a CUDA graph
-(`torch/cuda_graph.py`), compiled, or as it was traced. `torch/sampling.py` chooses tokens without
-waiting for the device, `lengths.py` says which lengths share a program, and `ways.py` keeps by
-which way the last call wrote.
+A decoding step processes one token of each sequence and updates the cache.
+
+- `causal_lm.py` has `generate`, `prefill` and `stream`; `loops.py` chooses the decoding loop.
+- `loop.py` is the loop for JAX and TensorFlow, which `xla_programs.py` compiles.
+- `torch/loop.py` is the loop for torch, in Python, over a step that `torch/step.py` traces.
+  `torch/runner.py` runs the step as a CUDA graph (`torch/cuda_graph.py`), compiled or as traced;
+  `torch/sampling.py` chooses tokens without waiting for the device.
+- `lengths.py` defines which lengths share a program, and `modes.py` records the mode of the last
+  call for `which_generation`.
 """

@@ -1,4 +1,4 @@
-"""A `GenerationCache` in a safetensors file."""
+"""Safetensors files of a `GenerationCache`."""
 
 import dataclasses
 import hashlib
@@ -12,21 +12,22 @@ from keras import ops
 
 from keras_recurrent.checkpoints import files
 from keras_recurrent.devices.jax_processes import gather_to_numpy
-from keras_recurrent.generation.cache_key import Fit
+from keras_recurrent.generation.cache_key import CacheKey
 
 FORMAT, VERSION = "keras_recurrent.generation_cache", 2
 LAST_TOKEN, NUM_TOKENS, STATE = "last_token", "num_tokens", "state"
 
 
 def write_file(cache, path):
-    """Writes a cache beside `path`, and then in its place."""
+    """Writes a cache to a temporary file in the directory of `path`, and renames it to `path`."""
     to_bytes = files.require("safetensors.numpy", "Saving a cache").save
     path = os.path.realpath(os.fspath(path))
     if os.path.isdir(path):
         raise IsADirectoryError(
             f"{path!r} is a directory. Name a file, such as 'chat.safetensors'."
         )
-    tensors = {STATE + name: _as_numpy(array) for name, array in _named(cache.state).items()}
+    state = _flatten_state(cache.state)
+    tensors = {STATE + name: _as_numpy(array) for name, array in state.items()}
     tensors |= {LAST_TOKEN: cache.last_token, NUM_TOKENS: cache.num_tokens}
     content = {
         "version": VERSION,
@@ -49,13 +50,15 @@ def write_file(cache, path):
 
 
 def read_file(path):
-    """The `Fit` of the cache in a file, and a function of a model that it fits.
+    """Reads a file of `write_file`.
 
-    The function returns `(state, last_token, num_tokens, max_length)`.
+    Returns:
+        The `CacheKey` of the cache, and a function that takes the model of this key and returns
+        `(state, last_token, num_tokens, max_length)`.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is damaged, or no cache of this version.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is damaged, or is not a cache of this version.
     """
     package = files.require("safetensors", "Loading a cache")
     path = os.fspath(path)
@@ -68,65 +71,68 @@ def read_file(path):
     except package.SafetensorError as error:
         raise ValueError(f"{path} is damaged or cut off ({error}).") from error
     if metadata.get("format") != FORMAT:
-        raise ValueError(f"{path} holds no cache: `GenerationCache.save` writes one.")
+        raise ValueError(f"{path} must be a file that `GenerationCache.save` has written.")
     if metadata.get("sha256") != _checksum(tensors):
-        raise ValueError(f"{path} is damaged: its numbers are not those that were written.")
+        raise ValueError(f"{path} is damaged: its checksum does not match its tensors.")
     content = files.parse_json(metadata.get("content", "").encode(), path)
     if content.get("version") != VERSION:
         raise ValueError(
-            f"{path} is of version {content.get('version')!r}; this package reads {VERSION}."
+            f"{path} is of version {content.get('version')!r}; this package reads {VERSION}. "
+            "Process the text again with `prefill`."
         )
     try:
-        fit, max_length = Fit(**content["fit"]), content["max_length"]
+        key, max_length = CacheKey(**content["fit"]), content["max_length"]
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{path} does not say which model it fits ({error}).") from error
+        raise ValueError(f"{path} does not name the model it belongs to ({error}).") from error
 
-    def arrays(model):
+    def read_tensors(model):
         last_token, num_tokens = (tensors.pop(name, None) for name in (LAST_TOKEN, NUM_TOKENS))
         if last_token is None or last_token.ndim != 1 or not last_token.size:
-            raise ValueError(f"{path} has no {LAST_TOKEN!r} of any row.")
+            raise ValueError(f"{path} must have {LAST_TOKEN!r} of at least one sequence.")
         if num_tokens is None or num_tokens.shape != last_token.shape:
-            raise ValueError(f"{path} has no {NUM_TOKENS!r} of each row.")
-        return _state(model, tensors, len(last_token), path), last_token, num_tokens, max_length
+            raise ValueError(f"{path} must have {NUM_TOKENS!r} of each sequence.")
+        state = _pack_state(model, tensors, len(last_token), path)
+        return state, last_token, num_tokens, max_length
 
-    return fit, arrays
+    return key, read_tensors
 
 
-def _state(model, tensors, batch_size, path):
-    """The state that the tensors of a file make, in the structure that the model has."""
+def _pack_state(model, tensors, batch_size, path):
+    """Returns the tensors of a file as a state of the model."""
     spec = model.backbone.cache_spec(batch_size)
-    wanted = {STATE + name: part for name, part in _named(spec).items()}
-    if tensors.keys() != wanted.keys():
-        name = sorted(tensors.keys() ^ wanted.keys())[0]
-        raise ValueError(f"{path} does not hold the state of its model: {name!r} is in one alone.")
-    for name, part in wanted.items():
-        found = tensors[name].shape, tensors[name].dtype.name
-        # JAX makes float32 of float64 unless it is told to keep that.
+    specs = {STATE + name: part for name, part in _flatten_state(spec).items()}
+    if tensors.keys() != specs.keys():
+        name = sorted(tensors.keys() ^ specs.keys())[0]
+        owner = "the file" if name in tensors else "the model"
+        raise ValueError(f"{path} must hold the state of its model: {name!r} is only in {owner}.")
+    for name, part in specs.items():
+        shape, saved_dtype = tensors[name].shape, tensors[name].dtype.name
+        # JAX converts float64 to float32 unless `jax_enable_x64` is set.
         dtype = _as_numpy(ops.zeros(1, part.dtype)).dtype.name
-        fits = len(found[0]) == len(part.shape) and all(
-            size in (None, n) for n, size in zip(found[0], part.shape, strict=True)
+        same_shape = len(shape) == len(part.shape) and all(
+            size in (None, n) for n, size in zip(shape, part.shape, strict=True)
         )
-        if not fits or found[1] != dtype:
+        if not same_shape or saved_dtype != dtype:
             raise ValueError(
-                f"{path}: {name!r} must be {dtype} of the shape {tuple(part.shape)}; it is "
-                f"{found[1]} of {found[0]}."
+                f"{path}: {name!r} must be {dtype} of shape {tuple(part.shape)}; got "
+                f"{saved_dtype} of shape {shape}."
             )
-    arrays = [ops.convert_to_tensor(tensors[name], part.dtype) for name, part in wanted.items()]
+    arrays = [ops.convert_to_tensor(tensors[name], part.dtype) for name, part in specs.items()]
     return keras.tree.pack_sequence_as(spec, arrays)
 
 
-def _named(state):
-    """The arrays of a state by their paths, such as `.blocks.0.hidden`, in the order of `tree`."""
-    found = keras.tree.flatten_with_path(state)
-    return {"".join(f".{part}" for part in path): array for path, array in found}
+def _flatten_state(state):
+    """Returns `{path: array}`, with paths such as `.blocks.0.hidden`, in the order of `tree`."""
+    pairs = keras.tree.flatten_with_path(state)
+    return {"".join(f".{part}" for part in path): array for path, array in pairs}
 
 
 def _checksum(tensors):
-    """A hash of the numbers, not of the content of `metadata`, which is JSON."""
-    found = hashlib.sha256()
+    """Returns a hash of names and values of tensors, without the metadata."""
+    checksum = hashlib.sha256()
     for name in sorted(tensors):
-        found.update(name.encode() + np.ascontiguousarray(tensors[name]).tobytes())
-    return found.hexdigest()
+        checksum.update(name.encode() + np.ascontiguousarray(tensors[name]).tobytes())
+    return checksum.hexdigest()
 
 
 def _as_numpy(array):

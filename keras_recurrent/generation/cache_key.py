@@ -1,4 +1,4 @@
-"""Which model a cache fits: its configuration, dtype and weights, compared by name."""
+"""Key of the model that a cache belongs to: its configuration, dtype and weights."""
 
 import dataclasses
 import hashlib
@@ -11,20 +11,22 @@ from keras import ops
 
 from keras_recurrent.devices.jax_processes import gather_to_numpy, is_multi_process
 
-SAMPLED = 256  # numbers of each weight
+SAMPLED = 256  # elements of each weight that are hashed
 
 
 @dataclasses.dataclass(frozen=True)
-class Fit:
-    """What a cache depends on, all of which can be written as JSON.
+class CacheKey:
+    """Properties of a model that its caches depend on, serializable as JSON.
+
+    The names of the attributes are part of the file format.
 
     Attributes:
-        backbone: the name of the backbone's class.
-        configuration: its configuration, without name and dtype.
+        backbone: the class name of the backbone.
+        configuration: its configuration, without name, dtype and `trainable`.
         dtype: the name of its dtype policy.
-        quantization: the names of the modes in which layers are quantized.
+        quantization: the quantization modes of its layers.
         lora: the ranks of low-rank weights.
-        weights: a hash of `SAMPLED` numbers of each weight, the same on every backend.
+        weights: a hash of `SAMPLED` elements of each weight, equal on every backend.
     """
 
     backbone: str
@@ -35,15 +37,15 @@ class Fit:
     weights: str
 
 
-def fit_of(model):
-    """The `Fit` of a language model as it is now."""
+def cache_key(model):
+    """Returns the `CacheKey` of a language model with its current weights."""
     backbone = model.backbone
     config = backbone.get_config()
     plain = {k: v for k, v in config.items() if k not in ("name", "dtype", "trainable")}
     layers = list(backbone._flatten_layers(include_self=False))
     quantized = {getattr(layer, "quantization_mode", None) for layer in layers}
     ranks = {layer.lora_rank for layer in layers if getattr(layer, "lora_enabled", False)}
-    return Fit(
+    return CacheKey(
         type(backbone).__name__,
         json.loads(json.dumps(plain, default=str)),
         backbone.dtype_policy.name,
@@ -53,48 +55,55 @@ def fit_of(model):
     )
 
 
-def check_fit(fit, model, name="cache"):
-    """Raises for a model other than the one of a `Fit`.
+def check_same_model(key, model, name="cache"):
+    """Raises an error if a `CacheKey` belongs to another model.
+
+    Args:
+        key: the `CacheKey` of a cache.
+        model: the language model that the cache is used with.
+        name: string, the argument that the error names.
 
     Raises:
-        ValueError: says what differs.
+        ValueError: the key differs from that of `model`; the message names the difference.
     """
-    now = fit_of(model)
-    if fit == now:
+    current = cache_key(model)
+    if key == current:
         return
-    again = "Read the text again with `prefill`."
-    if fit.backbone != now.backbone:
-        raise ValueError(f"`{name}` is of a `{fit.backbone}`; this is a `{now.backbone}`. {again}")
-    if fit.configuration != now.configuration:
-        names = fit.configuration.keys() | now.configuration.keys()
-        which = next(
-            n for n in sorted(names) if fit.configuration.get(n) != now.configuration.get(n)
-        )
+    mend = "Process the text again with `prefill`."
+    if key.backbone != current.backbone:
         raise ValueError(
-            f"`{name}` is of a model with {which}={fit.configuration.get(which)!r}; this "
-            f"one has {now.configuration.get(which)!r}. {again}"
+            f"`{name}` belongs to a `{key.backbone}`; this is a `{current.backbone}`. {mend}"
         )
-    for what, before, after in (
-        ("dtype", fit.dtype, now.dtype),
-        ("quantization", fit.quantization or None, now.quantization or None),
-        ("low-rank weights (LoRA)", fit.lora or None, now.lora or None),
+    if key.configuration != current.configuration:
+        saved, configured = key.configuration, current.configuration
+        names = sorted(saved.keys() | configured.keys())
+        option = next(n for n in names if saved.get(n) != configured.get(n))
+        raise ValueError(
+            f"`{name}` belongs to a model with {option}={saved.get(option)!r}; this one has "
+            f"{configured.get(option)!r}. {mend}"
+        )
+    for property_name, before, after in (
+        ("dtype", key.dtype, current.dtype),
+        ("quantization", key.quantization or None, current.quantization or None),
+        ("low-rank weights (LoRA)", key.lora or None, current.lora or None),
     ):
         if before != after:
             raise ValueError(
-                f"`{name}` is of a model with the {what} {before}; this one has {after}. {again}"
+                f"`{name}` belongs to a model with the {property_name} {before}; this one has "
+                f"{after}. {mend}"
             )
     raise ValueError(
-        f"`{name}` is of a model with other weights, as before training or before weights were "
-        f"loaded. {again}"
+        f"`{name}` belongs to a model with other weights, such as before training or before "
+        f"weights were loaded. {mend}"
     )
 
 
 def _fingerprint(weights):
-    """A hash of numbers evenly spaced in each weight, which reads little from the device."""
+    """Returns a hash of evenly spaced elements of each weight, few of which leave the device."""
     parts = [ops.cast(_sample(weight), "float32") for weight in weights]
     if parts and not is_multi_process():
         parts = [ops.concatenate(parts)]  # one copy from the device
-    # One program that joins parts of several processes has been seen to wait forever on CPUs.
+    # With several processes, concatenating in one program was observed to deadlock on CPUs.
     numbers = np.concatenate([np.zeros(0, "float32"), *map(gather_to_numpy, parts)])
     shapes = json.dumps([list(weight.shape) for weight in weights])
     return hashlib.sha256(shapes.encode() + numbers.astype("<f4").tobytes()).hexdigest()
@@ -102,6 +111,6 @@ def _fingerprint(weights):
 
 def _sample(weight):
     size = int(np.prod(weight.shape))
-    step = size // SAMPLED | 1  # odd: an even one may fall into the same columns in all rows
+    step = size // SAMPLED | 1  # odd: an even step may hit the same columns in all rows
     value = weight.value if isinstance(weight, keras.Variable) else weight
     return ops.reshape(value, (-1,))[::step]

@@ -1,42 +1,45 @@
-"""Which lengths of rows share a program, how prompts are cut, and how much room a cache has."""
+"""Sequence lengths that share a program, chunk lengths of prompts, and capacities of caches."""
 
-SHORTEST, FACTOR, FINE = 64, 4, 1024
-SHORTEST_PIECE, PIECES = 256, 16
-TOKENS_AT_ONCE = 16_384  # of all rows: some 1.5 GiB in a model of two billion parameters
+MIN_BUCKET, COARSE_FACTOR, FINE_FROM = 64, 4, 1024
+MIN_CHUNK, MAX_CHUNKS = 256, 16
+TOKENS_PER_CHUNK = 16_384  # of the whole batch: some 1.5 GiB for a model of 2 billion parameters
 
 
 def bucket(length):
-    """The length that rows of `length` tokens are padded to: 64, 256, 1024, then powers of two.
+    """Returns the padded length of sequences: 64, 256, 1024, then powers of two.
 
-    So rows of 1 to 32,768 tokens take eight programs at most. From 1024 on, the room in the caches
-    of global attention is at most twice what is needed.
+    Lengths of 1 to 32,768 tokens take at most eight programs. From 1024 on, the caches of global
+    attention have at most twice the capacity that is needed.
     """
-    room = SHORTEST
-    while room < length:
-        room *= FACTOR if room < FINE else 2
-    return room
+    padded = MIN_BUCKET
+    while padded < length:
+        padded *= COARSE_FACTOR if padded < FINE_FROM else 2
+    return padded
 
 
-def longest_piece(batch_size):
-    """How many tokens of each row are read at once at most, a power of two."""
-    share = max(SHORTEST_PIECE, TOKENS_AT_ONCE // batch_size)
+def max_chunk_length(batch_size):
+    """Returns the maximum number of tokens of each sequence in a chunk, a power of two."""
+    share = max(MIN_CHUNK, TOKENS_PER_CHUNK // batch_size)
     return 1 << share.bit_length() - 1
 
 
-def piece(batch_size, room):
-    """How many tokens of rows of `room` tokens are read at once, where they are many."""
-    return min(room, longest_piece(batch_size), max(SHORTEST_PIECE, room // PIECES))
+def chunk_length(batch_size, length):
+    """Returns the number of tokens of each sequence in a chunk, for sequences padded to `length`.
+
+    It is at least 1/16 of `length`, within the limits, so that a program has few iterations.
+    """
+    return min(length, max_chunk_length(batch_size), max(MIN_CHUNK, length // MAX_CHUNKS))
 
 
 def initial_cache(model, batch_size, length, keep):
-    """The cache in which nothing was seen.
+    """Returns the cache before the first token.
 
     Args:
         model: a language model.
-        batch_size: integer, rows.
-        length: integer, how many tokens a row will have.
-        keep: whether it will be gone on with afterwards. Then it has room for as many tokens as
-            there will be, unless a block attends to all tokens.
+        batch_size: integer.
+        length: integer, the final number of tokens of a sequence.
+        keep: boolean, True if the cache is used after this call. Its capacity is then unlimited
+            unless a block attends to all tokens; otherwise it is the bucket of `length`.
     """
-    room = None if keep and model.backbone.keeps_state else bucket(length)
-    return model.backbone.get_initial_state(batch_size, max_length=room)
+    max_length = None if keep and model.backbone.keeps_state else bucket(length)
+    return model.backbone.get_initial_state(batch_size, max_length=max_length)

@@ -5,9 +5,13 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_recurrent.generation.prompts import check_rows, check_stop_tokens, tokens_and_lengths
+from keras_recurrent.generation.modes import record_mode
+from keras_recurrent.generation.prompts import (
+    check_prompt_tokens,
+    check_stop_tokens,
+    tokens_and_lengths,
+)
 from keras_recurrent.generation.samplers import has_base_loop
-from keras_recurrent.generation.ways import record_mode
 
 ON_TORCH = keras.config.backend() == "torch"
 Loops: Any
@@ -22,14 +26,14 @@ class GenerateFunction:
 
     Args:
         model: the language model.
-        has_custom_step: boolean, whether its class overrides `generate_step`.
+        has_custom_step: boolean, True if its class overrides `generate_step`.
         compiled: `jit_compile` of `model.compile`, None for "auto".
         make_hub_function: a function that returns KerasHub's function for one batch.
 
     Attributes:
         loops: a `torch.loop.Loop` or the `xla_programs.Programs`, which decode for samplers that
             only choose tokens; None where KerasHub's loop does.
-        hub_loop_reason: a pair, the reason for KerasHub's loop and the mend; or None.
+        hub_loop_reason: a pair, the reason for KerasHub's loop and the mend, or None.
     """
 
     loops: Any
@@ -42,14 +46,14 @@ class GenerateFunction:
             self.hub_loop_reason = "`compile` got `run_eagerly=True`", "Compile without it"
         elif has_custom_step:
             mend = "Continue from `backbone.get_initial_state` with `call_with_cache`"
-            self.hub_loop_reason = "the class has a `generate_step` of its own", mend
+            self.hub_loop_reason = "the class overrides `generate_step`", mend
         elif not has_base_loop(model.sampler):
             self.hub_loop_reason = (
-                f"the sampler {type(model.sampler).__name__} has a loop of its own",
+                f"the sampler {type(model.sampler).__name__} has a custom loop",
                 "Compile with 'greedy', 'top_k', 'top_p' or 'random'",
             )
         self.loops = None if self.hub_loop_reason else Loops(model, compiled)
-        self._run = self._run_own_loop
+        self._run = self._run_package_loop
         if self.hub_loop_reason:
             self._run = self._run_hub_loop
             runs_layers = model.run_eagerly or has_custom_step
@@ -59,23 +63,23 @@ class GenerateFunction:
                 self._hub_function = make_hub_function()
 
     def __call__(self, inputs, stop_token_ids=None):
-        """Generates.
+        """Generates tokens after prompts.
 
         Args:
-            inputs: `{"token_ids", "padding_mask"}`, each `[B, T]`.
+            inputs: a dictionary of `token_ids` and `padding_mask` `[B, T]`.
             stop_token_ids: a tuple of integers, or None.
 
         Returns:
-            The same two tensors with the new tokens.
+            A dictionary of `token_ids` and `padding_mask` `[B, T]`, with the new tokens.
         """
-        check_rows(inputs, self._model.backbone.vocabulary_size)
+        check_prompt_tokens(inputs, self._model.backbone.vocabulary_size)
         check_stop_tokens(stop_token_ids, self._model.backbone.vocabulary_size)
         return self._run(inputs, None if stop_token_ids is None else tuple(stop_token_ids))
 
-    def _run_own_loop(self, inputs, stop_token_ids):
-        token_ids, lengths, _ = self.loops.write(*tokens_and_lengths(inputs), stop_token_ids)
-        real = np.arange(token_ids.shape[1]) < lengths[:, None]
-        batch = {"token_ids": token_ids, "padding_mask": real}
+    def _run_package_loop(self, inputs, stop_token_ids):
+        token_ids, lengths, _ = self.loops.generate(*tokens_and_lengths(inputs), stop_token_ids)
+        mask = np.arange(token_ids.shape[1]) < lengths[:, None]
+        batch = {"token_ids": token_ids, "padding_mask": mask}
         return keras.tree.map_structure(keras.ops.convert_to_tensor, batch)
 
     def _run_hub_loop(self, inputs, stop_token_ids):
@@ -88,13 +92,13 @@ class GenerateFunction:
 
 
 def _sampler_loop(model, loops):
-    """KerasHub's loop of a sampler on torch, over traced steps."""
+    """Returns a function that runs a sampler's loop of KerasHub on torch, over traced steps."""
     import torch
 
     @torch.no_grad()
     def generate(inputs, stop_token_ids):
         inputs = keras.tree.map_structure(keras.ops.convert_to_tensor, inputs)
-        with loops.ways.network() as network:
-            return model._generate_by_sampler(inputs, stop_token_ids, network)
+        with loops.runner.step_function() as step:
+            return model._generate_by_sampler(inputs, stop_token_ids, step)
 
     return generate

@@ -1,4 +1,4 @@
-"""What language models are asked to go on from, and its checks."""
+"""Validation and tokenization of prompts, and checks of samplers and stop tokens."""
 
 from typing import Any, NamedTuple
 
@@ -15,21 +15,23 @@ from keras_recurrent.training.samples import check_prompts
 
 
 class Prompts(NamedTuple):
-    """Rows of tokens to go on from, behind what a cache has seen.
+    """Tokens of the prompts of one call, with space for new tokens.
 
     Attributes:
-        token_ids: int32 `[B, T]`, a NumPy array. Behind a cache its last token comes first.
+        token_ids: int32 `[B, T]`, a NumPy array, padded to the maximum length. With a cache, each
+            sequence begins with the last token of the cache, which its state does not contain yet.
         lengths: int32 `[B]`, at least 1.
-        given: int32 `[B]`, how many tokens of each row are no part of this call: 1 behind a cache.
-        seen: int64 `[B]`, how many tokens the cache has seen.
-        single: boolean, whether there was one string, and not a list.
+        num_context: int32 `[B]`, number of tokens that belong to an earlier call: 1 with a cache,
+            else 0.
+        num_cached: int64 `[B]`, number of tokens in the state of the cache.
+        is_single: boolean, True if the input was one string and not a list.
     """
 
     token_ids: Any
     lengths: Any
-    given: Any
-    seen: Any
-    single: bool
+    num_context: Any
+    num_cached: Any
+    is_single: bool
 
     @property
     def last_token(self):
@@ -37,155 +39,163 @@ class Prompts(NamedTuple):
 
     @property
     def num_tokens(self):
-        return self.seen + self.lengths
+        return self.num_cached + self.lengths
 
     @property
-    def room(self):
+    def free_length(self):
+        """Maximum number of new tokens of each sequence, `[B]`."""
         return self.token_ids.shape[1] - self.lengths
 
 
-def find_prompts(model, inputs, max_length, cache=None, writes=True):
-    """The `Prompts` of a call.
+def parse_prompts(model, inputs, max_length, cache=None, generates=True):
+    """Validates the arguments of a call and returns its `Prompts`.
 
     Args:
         model: the language model.
-        inputs: strings, or tokens where it has no preprocessor; None: nothing, behind a cache.
-        max_length: integer, the tokens of a row that are given and written in this call; None: as
-            the preprocessor says. Rows of tokens say it themselves, whatever stands here, as in
-            KerasHub.
-        cache: the `GenerationCache` to go on from, or None.
-        writes: whether there will be new tokens; if not, rows are as long as the longest prompt.
+        inputs: strings, or tokens if the model has no preprocessor. None: only with a cache,
+            nothing is added to it.
+        max_length: integer, maximum number of tokens of a sequence in this call, including the
+            prompt. None: the `sequence_length` of the preprocessor. Ignored for tokens, whose
+            padded length it is, as in KerasHub.
+        cache: the `GenerationCache` to continue from, or None.
+        generates: boolean. False: no tokens are generated, and sequences are padded to the longest
+            prompt.
 
     Raises:
-        ValueError: inputs of another kind or number than the rows of the cache, empty prompts where
-            there is no cache, prompts longer than `max_length`, or no room left; a cache of another
-            model.
+        ValueError: `inputs` have another type, or their number differs from the sequences of
+            `cache`; a prompt is empty, without a cache; a prompt is longer than `max_length`, or
+            new tokens would exceed the `max_length` of the cache; `cache` belongs to another model.
     """
     if max_length is not None:
         check_positive_integer("max_length", max_length)
     check_cache(model, cache)
     if model.preprocessor is None:
-        rows, limit, single = _tokens(model, inputs, max_length, cache)
+        prompts, limit, is_single = _parse_tokens(model, inputs, max_length, cache)
     else:
-        rows, limit, single = _texts(model, inputs, max_length, cache)
-    if not writes:
-        limit = max(map(len, rows))
-    seen = np.zeros(len(rows), "int64")
+        prompts, limit, is_single = _parse_texts(model, inputs, max_length, cache)
+    if not generates:
+        limit = max(map(len, prompts))
+    num_context = int(cache is not None)
+    num_cached = np.zeros(len(prompts), "int64")
     if cache is not None:
-        if cache.batch_size != len(rows):
+        if cache.batch_size != len(prompts):
             raise ValueError(
-                f"`inputs` must be one text for each row of `cache`, {cache.batch_size}; got "
-                f"{len(rows)}. `cache.select`, `cache.repeat` and `GenerationCache.join` make "
-                "other rows."
+                f"`inputs` must be one text for each sequence of `cache`, {cache.batch_size}; got "
+                f"{len(prompts)}. Change the number of sequences with `cache.select`, "
+                "`cache.repeat` or `GenerationCache.join`."
             )
-        rows = [[last, *row] for last, row in zip(cache.last_token, rows, strict=True)]
-        seen, limit = cache.num_tokens - 1, limit + 1
-    lengths = np.array([len(row) for row in rows], "int32")
+        prompts = [[last, *tokens] for last, tokens in zip(cache.last_token, prompts, strict=True)]
+        num_cached, limit = cache.num_tokens - 1, limit + 1
+    lengths = np.array([len(tokens) for tokens in prompts], "int32")
     for number, length in enumerate(lengths):
         if length > limit:
-            behind = int(cache is not None)
             raise ValueError(
-                f"`max_length` is {limit - behind} tokens, prompt and answer together, and prompt "
-                f"{number} alone has {length - behind}. Ask for a larger `max_length`, or cut the "
-                "prompt."
+                f"`max_length` is {limit - num_context} tokens, including the prompt, and prompt "
+                f"{number} alone has {length - num_context}. Pass a larger `max_length`, or "
+                "truncate the prompt."
             )
-    if writes:
-        _check_room(seen, limit, cache)
-    token_ids = np.zeros((len(rows), limit), "int32")
-    for place, tokens in zip(token_ids, rows, strict=True):
-        place[: len(tokens)] = tokens
-    given = np.full(len(rows), int(cache is not None), "int32")
-    return Prompts(token_ids, lengths, given, seen, single)
+    if generates:
+        _check_free_length(num_cached, limit, cache)
+    token_ids = np.zeros((len(prompts), limit), "int32")
+    for row, tokens in zip(token_ids, prompts, strict=True):
+        row[: len(tokens)] = tokens
+    context = np.full(len(prompts), num_context, "int32")
+    return Prompts(token_ids, lengths, context, num_cached, is_single)
 
 
 def check_cache(model, cache):
-    """Raises for what is neither None nor a `GenerationCache` that the model fits."""
+    """Raises a `ValueError` unless `cache` is None or a `GenerationCache` of the model."""
     if cache is None:
         return
     if not isinstance(cache, GenerationCache):
         raise ValueError(
-            "`cache` must be a `GenerationCache`, as `prefill` returns it; got a "
+            "`cache` must be a `GenerationCache`, such as `prefill` returns; got a "
             f"{type(cache).__name__}."
         )
     cache.check(model)
 
 
-def _check_room(seen, limit, cache):
+def _check_free_length(num_cached, limit, cache):
     if cache is None or cache.max_length is None:
         return
-    row = int(np.argmax(seen))
-    left = cache.max_length - int(seen[row]) - 1
+    longest = int(np.argmax(num_cached))
+    used = int(num_cached[longest]) + 1
+    left = cache.max_length - used
     if limit - 1 > left:
         raise ValueError(
-            f"`cache` has room for {cache.max_length} tokens a row, of which row {row} has used "
-            f"{int(seen[row]) + 1}: {left} are left, and this call may need {limit - 1}. Ask for a "
-            "smaller `max_length`, or begin with a larger one in `prefill`."
+            f"`cache` has a `max_length` of {cache.max_length} tokens, of which sequence {longest} "
+            f"has used {used}: {left} are left, and this call may need {limit - 1}. Pass a smaller "
+            "`max_length`, or a larger one to `prefill`."
         )
 
 
-def _texts(model, inputs, max_length, cache):
+def _parse_texts(model, inputs, max_length, cache):
     preprocessor = model.preprocessor
     limit = max_length or preprocessor.sequence_length
     if inputs is None and cache is not None:
         inputs = "" if cache.batch_size == 1 else [""] * cache.batch_size
     check_prompts(inputs)
-    single = isinstance(inputs, str) or getattr(inputs, "ndim", 1) == 0
-    # Strings may come in tensors of TensorFlow, which NumPy reads as bytes.
+    is_single = isinstance(inputs, str) or getattr(inputs, "ndim", 1) == 0
+    # NumPy converts the strings of TensorFlow's tensors to bytes.
     texts = [inputs] if isinstance(inputs, str) else np.ravel(np.asarray(inputs, object)).tolist()
-    if single and cache is not None and cache.batch_size > 1:
+    if is_single and cache is not None and cache.batch_size > 1:
         raise ValueError(
-            f"`inputs` must be a list of one text for each row of `cache`, {cache.batch_size}; got "
-            "one string."
+            "`inputs` must be a list of one text for each sequence of `cache`, "
+            f"{cache.batch_size}; got one string."
         )
     tokenizer = preprocessor.tokenizer
-    rows = [np.asarray(tokens).tolist() for tokens in tokenizer(list(map(_as_text, texts)))]
+    prompts = [np.asarray(tokens).tolist() for tokens in tokenizer(list(map(_as_text, texts)))]
     if cache is None and preprocessor.add_start_token:
-        rows = [[tokenizer.start_token_id, *row] for row in rows]
+        prompts = [[tokenizer.start_token_id, *tokens] for tokens in prompts]
     if cache is None:
-        _check_not_empty(map(len, rows))
-    return rows, limit, single
+        _check_not_empty(map(len, prompts))
+    return prompts, limit, is_single
 
 
 def _as_text(text):
     return text.decode() if isinstance(text, bytes) else str(text)
 
 
-def _tokens(model, inputs, max_length, cache):
+def _parse_tokens(model, inputs, max_length, cache):
     if inputs is None and cache is not None:
         if max_length is None:
             raise ValueError(
-                "`max_length` must say how many tokens to write where there are no `inputs`."
+                "`max_length` must be the number of tokens to generate if there are no `inputs`; "
+                "got None."
             )
         return [[] for _ in range(cache.batch_size)], max_length, False
-    check_rows(inputs, model.backbone.vocabulary_size, empty=cache is not None)
+    check_prompt_tokens(inputs, model.backbone.vocabulary_size, allow_empty=cache is not None)
     token_ids, lengths = tokens_and_lengths(inputs)
-    rows = [row[:length].tolist() for row, length in zip(token_ids, lengths, strict=True)]
-    return rows, token_ids.shape[1], False
+    prompts = [row[:length].tolist() for row, length in zip(token_ids, lengths, strict=True)]
+    return prompts, token_ids.shape[1], False
 
 
 def _check_not_empty(lengths):
     for number, length in enumerate(lengths):
         if not length:
             raise ValueError(
-                "Every prompt needs at least one token to go on from; row "
-                f"{number} has none. A preprocessor with `add_start_token=True` gives it one, also "
-                "for an empty string."
+                f"Every prompt must have at least one token; prompt {number} has none. A "
+                "preprocessor with `add_start_token=True` adds one, also to an empty string."
             )
 
 
-def check_rows(inputs, vocabulary_size, empty=False):
-    """Raises for what is no dictionary of tokens to go on from.
+def check_prompt_tokens(inputs, vocabulary_size, allow_empty=False):
+    """Validates prompts of tokens.
 
     Args:
-        inputs: what `generate` got.
+        inputs: the `inputs` of `generate`.
         vocabulary_size: integer.
-        empty: whether rows may have no token.
+        allow_empty: boolean, True allows prompts without tokens.
+
+    Raises:
+        ValueError: `inputs` are not a dictionary of `token_ids` and `padding_mask` `[B, T]`, with
+            at least one prompt, ids of the vocabulary and padding only after the prompts.
     """
     if not isinstance(inputs, dict) or set(inputs) != {"token_ids", "padding_mask"}:
         got = sorted(inputs) if isinstance(inputs, dict) else type(inputs).__name__
         raise ValueError(
-            "Without a preprocessor, prompts are a dictionary of `token_ids` and `padding_mask`, "
-            f"each [batch, time], one document a row; got {got}."
+            "Without a preprocessor, prompts must be a dictionary of `token_ids` and "
+            f"`padding_mask`, each [batch, time], one document per sequence; got {got}."
         )
     for name in ("token_ids", "padding_mask"):
         check_tensor(name, inputs[name])
@@ -194,26 +204,26 @@ def check_rows(inputs, vocabulary_size, empty=False):
         raise ValueError(f"`token_ids` must be integers; got {dtype}. Cast them first.")
     dtype = keras.backend.standardize_dtype(inputs["padding_mask"].dtype)
     check_dtype("generate", "padding_mask", dtype)
-    real = gather_to_numpy(inputs["padding_mask"]).astype("bool")
-    shapes = [tuple(ops.shape(inputs["token_ids"])), real.shape]
+    mask = gather_to_numpy(inputs["padding_mask"]).astype("bool")
+    shapes = [tuple(ops.shape(inputs["token_ids"])), mask.shape]
     if shapes[0] != shapes[1] or len(shapes[0]) != 2 or not shapes[0][0]:
         raise ValueError(
             "`token_ids` and `padding_mask` must both have the shape [batch, time], with at least "
             f"one prompt; got {shapes[0]} and {shapes[1]}."
         )
-    if not empty:
-        _check_not_empty(real.sum(axis=1))
-    if (real[:, 1:] > real[:, :-1]).any():
+    if not allow_empty:
+        _check_not_empty(mask.sum(axis=1))
+    if (mask[:, 1:] > mask[:, :-1]).any():
         raise ValueError(
-            "`padding_mask`: prompts must stand at the left of their rows, without gaps. Move the "
-            "padding to the right; new tokens are written there."
+            "`padding_mask` must be False only after the prompts; got padding before or inside a "
+            "prompt. Move the padding to the right, where new tokens are inserted."
         )
     token_ids = gather_to_numpy(inputs["token_ids"])
-    check_token_ids("token_ids", token_ids, vocabulary_size, real)
+    check_token_ids("token_ids", token_ids, vocabulary_size, mask)
 
 
 def check_sampler(sampler, vocabulary_size):
-    """Raises for what is no sampler, and for numbers of KerasHub's that choose no token."""
+    """Validates the sampler, and `k`, `p`, `temperature` and `num_beams` of KerasHub's samplers."""
     kind = type(sampler).__name__
     if isinstance(sampler, type) or not hasattr(sampler, "get_next_token"):
         raise ValueError(
@@ -222,18 +232,18 @@ def check_sampler(sampler, vocabulary_size):
         )
     if not type(sampler).__module__.startswith("keras_hub."):
         return
-    all_tokens = f"an integer from 1 to {vocabulary_size}, as many tokens as the vocabulary has"
-    for name, fits, most, wanted in (
-        ("k", _is_count, vocabulary_size, all_tokens),
-        ("num_beams", _is_count, np.inf, "an integer from 1 on"),
-        ("temperature", _is_measure, np.inf, "a number above 0"),
-        ("p", _is_measure, 1, "a number above 0, at most 1"),
+    up_to_vocabulary = f"an integer from 1 to {vocabulary_size}, the size of the vocabulary"
+    for name, is_valid, maximum, description in (
+        ("k", _is_positive_integer, vocabulary_size, up_to_vocabulary),
+        ("num_beams", _is_positive_integer, np.inf, "an integer of at least 1"),
+        ("temperature", _is_positive_number, np.inf, "a number above 0"),
+        ("p", _is_positive_number, 1, "a number above 0, at most 1"),
     ):
         number = getattr(sampler, name, None)
-        if number is not None and not (fits(number) and number <= most):
+        if number is not None and not (is_valid(number) and number <= maximum):
             raise ValueError(
-                f"`sampler`: `{name}` of {kind} must be {wanted}; got {number!r}. 'greedy' takes "
-                "the likeliest token each time."
+                f"`sampler`: `{name}` of {kind} must be {description}; got {number!r}. Use "
+                "'greedy' for the most probable token."
             )
 
 
@@ -241,30 +251,30 @@ def _is_integer(number):
     return isinstance(number, (int, np.integer)) and not isinstance(number, bool)
 
 
-def _is_count(number):
+def _is_positive_integer(number):
     return _is_integer(number) and number >= 1
 
 
-def _is_measure(number):
+def _is_positive_number(number):
     return is_finite_number(number) and number > 0
 
 
 def check_stop_tokens(ids, vocabulary_size):
-    """Raises for what is neither None nor a tuple of ids that the vocabulary has."""
+    """Raises a `ValueError` unless `ids` is None or a tuple of token ids of the vocabulary."""
     if ids is not None and (not isinstance(ids, (tuple, list)) or not ids):
         raise ValueError(
-            "`stop_token_ids` must be a tuple of one or more token ids, or None to fill all rows; "
-            f"got {ids!r}."
+            "`stop_token_ids` must be a tuple of one or more token ids, or None to generate up to "
+            f"the maximum length; got {ids!r}."
         )
     for number in ids or ():
         if not _is_integer(number) or not 0 <= number < vocabulary_size:
             raise ValueError(
                 "`stop_token_ids` must be token ids, integers from 0 to "
-                f"{vocabulary_size - 1}; got {number!r} among them, which nothing would stop at."
+                f"{vocabulary_size - 1}; got {number!r} among them."
             )
 
 
 def tokens_and_lengths(inputs):
-    """The tokens [B, T] of prompts, and their lengths [B]: NumPy arrays."""
+    """Returns the tokens [B, T] of prompts and their lengths [B], as NumPy arrays."""
     token_ids, mask = (gather_to_numpy(inputs[name]) for name in ("token_ids", "padding_mask"))
     return token_ids.astype("int32"), mask.astype("bool").sum(axis=1).astype("int32")

@@ -1,59 +1,65 @@
-"""Text from tokens that come one by one."""
+"""Conversion of tokens to text, one token at a time."""
 
 import numpy as np
 
-CUT = "\ufffd"  # what stands for bytes that are no character, or not yet one
-LONGEST_CHARACTER = 4  # bytes, each a token at most
+REPLACEMENT = "\ufffd"  # text of bytes that are an invalid or incomplete character
+LONGEST_CHARACTER = 4  # bytes, each one token at most
 
 
-class TextPieces:
-    """The text of one row, in pieces that together are what all its tokens mean.
+class IncrementalDetokenizer:
+    """Converts the tokens of one sequence to text incrementally.
 
-    A character whose bytes are several tokens is held back until it is whole.
+    The returned chunks, joined, are the text of all tokens. A character whose bytes are several
+    tokens is returned when it is complete.
 
     Args:
-        preprocessor: the model's, which makes text of tokens.
-        last_token: integer, the token before the first, whose text is out already: a word may have
-            another text behind it than alone.
+        preprocessor: the preprocessor of the model, which detokenizes.
+        last_token: integer, the token before the first, whose text was returned before. The text of
+            a token may depend on the token before it.
     """
 
     def __init__(self, preprocessor, last_token):
         self._preprocessor = preprocessor
         self._without_text = set(getattr(preprocessor.tokenizer, "special_token_ids", ()))
         self._tokens = [int(last_token)]
-        if (self._text(self._tokens) or CUT).endswith(CUT):
+        if (self._text(self._tokens) or REPLACEMENT).endswith(REPLACEMENT):
             self._tokens = []
-        self._before = len(self._tokens)  # of these, which only say how the others are read
-        self._out = len(self._text(self._tokens))  # how much of the text of these is out
+        self._num_context = len(self._tokens)  # tokens that are only context of the others
+        self._num_returned = len(self._text(self._tokens))  # characters of the text of `_tokens`
 
     def add(self, token):
-        """The text that one more token makes certain; it may be empty."""
+        """Returns the text that one more token completes; it may be empty."""
         if int(token) in self._without_text:
             return ""
         self._tokens.append(int(token))
         text = self._text(self._tokens)
-        if text is not None and len(text) > self._out and not text.endswith(CUT):
-            piece = text[self._out :]
-            self._tokens = self._tokens[self._before :]
-            self._before, self._out = len(self._tokens), len(self._text(self._tokens))
-            return piece
-        # What is older than a character is long cannot become one any more.
+        if text is not None and len(text) > self._num_returned and not text.endswith(REPLACEMENT):
+            chunk = text[self._num_returned :]
+            self._tokens = self._tokens[self._num_context :]
+            self._num_context = len(self._tokens)
+            self._num_returned = len(self._text(self._tokens))
+            return chunk
+        # Later bytes cannot complete a character that began this many tokens ago.
         certain = self._text(self._tokens[: 1 - LONGEST_CHARACTER])
         if not certain or text is None or not text.startswith(certain):
             return ""
-        piece, self._out = certain[self._out :], max(self._out, len(certain))
-        return piece
+        chunk = certain[self._num_returned :]
+        self._num_returned = max(self._num_returned, len(certain))
+        return chunk
 
     def end(self):
-        """The text that was held back, as it stands."""
-        return self._text(self._tokens, strict=True)[self._out :]
+        """Returns the remaining text, which may end in an incomplete character."""
+        return self._text(self._tokens, strict=True)[self._num_returned :]
 
     def _text(self, tokens, strict=False):
-        """None where the tokenizer refuses bytes that are no character, unless it may."""
-        rows = {"token_ids": np.array([tokens], "int32")}
-        rows["padding_mask"] = np.ones_like(rows["token_ids"], dtype=bool)
+        """Returns the text of tokens; None for invalid bytes that the tokenizer rejects.
+
+        strict: boolean, True raises the tokenizer's error instead.
+        """
+        batch = {"token_ids": np.array([tokens], "int32")}
+        batch["padding_mask"] = np.ones_like(batch["token_ids"], dtype=bool)
         try:
-            (text,) = self._preprocessor.generate_postprocess(rows) if tokens else ("",)
+            (text,) = self._preprocessor.generate_postprocess(batch) if tokens else ("",)
         except UnicodeDecodeError:
             if strict:
                 raise

@@ -1,4 +1,4 @@
-"""Reading and writing as programs of JAX or TensorFlow, one for a batch size and a bucket."""
+"""Programs of JAX or TensorFlow for prompts and decoding, one per batch size and bucket."""
 
 import functools
 import platform
@@ -12,114 +12,123 @@ from keras_recurrent.devices.jax_processes import gather_to_numpy
 from keras_recurrent.dispatch import chosen_name
 from keras_recurrent.generation import loop
 from keras_recurrent.generation.lengths import bucket, initial_cache
+from keras_recurrent.generation.modes import record_mode
 from keras_recurrent.generation.samplers import is_greedy
-from keras_recurrent.generation.ways import record_mode
 from keras_recurrent.layers.decoding import decoding_scope, unfused_blocks
 
 
 class Programs:
-    """The programs of a language model.
+    """Programs of a language model.
 
     Args:
-        model: the language model, whose sampler chooses tokens from probabilities.
-        compiled: whether XLA compiles them on TensorFlow, as it always does on JAX; None: where it
-            can.
+        model: the language model, whose sampler only samples from probabilities.
+        compiled: boolean, True compiles with XLA on TensorFlow, as always on JAX. None: where XLA
+            supports the model.
     """
 
     def __init__(self, model, compiled):
         self._model = model
         if keras.config.backend() == "jax":
-            self._read, self._write, self._begin = _of_jax(model)
+            self._prefill, self._generate, self._begin = _jax_programs(model)
         else:
-            compiled = _xla_can(model) if compiled is None else compiled
-            self._read, self._write, self._begin = _of_tensorflow(model, compiled)
+            compiled = _supports_xla(model) if compiled is None else compiled
+            programs = _tensorflow_programs(model, compiled)
+            self._prefill, self._generate, self._begin = programs
 
-    def read(self, token_ids, lengths, cache):
-        """The cache after the first `lengths` (NumPy, [B]) tokens of each row (NumPy, [B, T])."""
-        token_ids, lengths, _ = _padded(token_ids, lengths)
-        return self._read(token_ids, lengths, cache)
+    def prefill(self, token_ids, lengths, cache):
+        """Returns the cache after the first `lengths` tokens of each sequence.
 
-    def write(self, token_ids, lengths, stop_token_ids, cache=None, keep=False):
-        """Rows with new tokens, as `torch.loop.Loop.write`."""
+        Args:
+            token_ids: integers `[B, T]`, a NumPy array.
+            lengths: integers `[B]`, a NumPy array.
+            cache: the cache before these tokens.
+        """
+        token_ids, lengths, _ = _pad_to_bucket(token_ids, lengths)
+        return self._prefill(token_ids, lengths, cache)
+
+    def generate(self, token_ids, lengths, stop_token_ids, cache=None, keep=False):
+        """Generates tokens after prompts, as `torch.loop.Loop.generate`."""
         record_mode(self._model, "program")
-        given = _padded(token_ids, lengths)
+        padded = _pad_to_bucket(token_ids, lengths)
         if keep and cache is None:
             cache = initial_cache(self._model, len(lengths), token_ids.shape[1], keep)
-        token_ids, lengths, *after = self._write(*given, stop_token_ids, cache, keep)
+        max_length = token_ids.shape[1]
+        token_ids, lengths, *after = self._generate(*padded, stop_token_ids, cache, keep)
         token_ids, lengths = map(gather_to_numpy, (token_ids, lengths))
-        return token_ids[:, : int(given[2])], lengths, after[0] if keep else None
+        return token_ids[:, :max_length], lengths, after[0] if keep else None
 
     def steps(self, token_ids, lengths, stop_token_ids, cache=None):
-        """What writes token by token, as `torch.loop.Loop.steps`."""
+        """Returns the `Steps` that generate token by token, as `torch.loop.Loop.steps`."""
         record_mode(self._model, "steps")
         if cache is None:
             cache = initial_cache(self._model, len(lengths), token_ids.shape[1], keep=True)
-        cache = self.read(token_ids, lengths - 1, cache)
-        last = token_ids[np.arange(len(lengths)), lengths - 1][:, None]
-        room = np.asarray(token_ids.shape[1] - lengths, "int32")
-        walk, advance = self._begin(cache, _distributed(last), _distributed(room), stop_token_ids)
-        return Steps(self._model.sampler, advance, walk, int(room.max()))
+        cache = self.prefill(token_ids, lengths - 1, cache)
+        last = _distribute(token_ids[np.arange(len(lengths)), lengths - 1][:, None])
+        free_length = np.asarray(token_ids.shape[1] - lengths, "int32")
+        state, advance = self._begin(cache, last, _distribute(free_length), stop_token_ids)
+        return Steps(self._model.sampler, advance, state, int(free_length.max()))
 
 
 class Steps:
-    """Tokens of all rows, one at each call; the next one is under way before it is asked for.
+    """Function that returns the next token of each sequence, and computes one token ahead.
 
     Args:
-        sampler: the sampler of the model, which chooses tokens.
-        advance: a function from a `loop.Walk` to the one with a token more.
-        walk: the `loop.Walk` where the rows begin.
-        longest: how many tokens the row with most room has room for.
+        sampler: the sampler of the model.
+        advance: a function from a `loop.DecodingState` to the one after the next token.
+        state: the `loop.DecodingState` after the prompts.
+        max_tokens: integer, maximum number of new tokens of any sequence.
     """
 
-    def __init__(self, sampler, advance, walk, longest):
+    def __init__(self, sampler, advance, state, max_tokens):
         self._sampler, self._advance = sampler, advance
-        self._walk = self._ahead = walk
-        self._left = longest
+        self._state = self._next_state = state
+        self._tokens_left = max_tokens
         self._launch()
 
     def _launch(self):
-        if self._left:
-            self._left -= 1
-            self._seeds = self._seeds_now()
-            self._ahead = self._advance(self._walk)
-            self._drawn = self._seeds_now()
+        if self._tokens_left:
+            self._tokens_left -= 1
+            self._seeds_before = self._copy_seeds()
+            self._next_state = self._advance(self._state)
+            self._seeds_after = self._copy_seeds()
 
-    def _seeds_now(self):
+    def _copy_seeds(self):
         return [ops.copy(v.value) for v in self._sampler.variables]
 
     def __call__(self):
-        """Tokens [B], a NumPy array; of a row that is done, its last one again."""
-        self._walk = self._ahead
-        # Before the host waits for the device. Where all rows have just met stop tokens, this step
-        # changes nothing.
+        """Returns tokens [B], a NumPy array; for a sequence that has ended, its last one again."""
+        self._state = self._next_state
+        # Launched before the host waits for the device. If all sequences have just ended at stop
+        # tokens, this step changes nothing.
         self._launch()
-        return gather_to_numpy(self._walk.token)[:, 0]
+        return gather_to_numpy(self._state.token)[:, 0]
 
     def cache(self):
-        """What each row has seen: all its tokens but the last."""
-        return self._walk.cache
+        """Returns the cache after all tokens of each sequence but the last."""
+        return self._state.cache
 
     def close(self):
-        """Gives back the random numbers of the token that nobody has asked for."""
-        if self._ahead is self._walk:
+        """Restores the seeds from before the token that was computed ahead."""
+        if self._next_state is self._state:
             return
-        pairs = zip(self._seeds_now(), self._drawn, strict=True)
+        pairs = zip(self._copy_seeds(), self._seeds_after, strict=True)
+        # Unchanged, unless the sampler was used elsewhere.
         if all(np.array_equal(*map(ops.convert_to_numpy, pair)) for pair in pairs):
-            for variable, value in zip(self._sampler.variables, self._seeds, strict=True):
+            for variable, value in zip(self._sampler.variables, self._seeds_before, strict=True):
                 variable.assign(value)
-        self._ahead = self._walk
+        self._next_state = self._state
 
 
-def _padded(token_ids, lengths):
-    """Tokens padded to their bucket, lengths and the number of tokens that a row may have."""
-    batch, limit = token_ids.shape
-    room = np.zeros((batch, bucket(limit) - limit), "int32")
-    token_ids = np.concatenate((token_ids, room), axis=1)
-    return _distributed(token_ids), _distributed(lengths), np.int32(limit)
+def _pad_to_bucket(token_ids, lengths):
+    """Returns tokens padded to their bucket, lengths, and the maximum length of a sequence."""
+    batch_size, max_length = token_ids.shape
+    padding = np.zeros((batch_size, bucket(max_length) - max_length), "int32")
+    token_ids = np.concatenate((token_ids, padding), axis=1)
+    return _distribute(token_ids), _distribute(lengths), np.int32(max_length)
 
 
-def _distributed(array):
-    """On the devices of `keras.distribution`, if there is one."""
+def _distribute(array):
+    """Moves an array to the devices of `keras.distribution`, if one is set."""
     distribution = keras.distribution.distribution()
     if distribution is None:
         return array
@@ -127,7 +136,7 @@ def _distributed(array):
     return keras.distribution.distribute_tensor(array, layout)
 
 
-def _read(model, token_ids, mask, cache):
+def _prefill(model, token_ids, mask, cache):
     return model.backbone.hidden_states(token_ids, mask, cache=cache)[1]
 
 
@@ -137,13 +146,14 @@ def _step(model, token_ids, mask, cache):
     return logits[:, 0], cache
 
 
-def _choice(sampler, logits):
+def _sample(sampler, logits):
     if is_greedy(sampler):
         return ops.argmax(logits, axis=-1)
     return sampler.get_next_token(sampler.compute_probabilities(logits))
 
 
-def _of_jax(model):
+def _jax_programs(model):
+    """Returns the functions `prefill`, `generate` and `begin` of `Programs`."""
     import jax
 
     sampler = model.sampler
@@ -158,36 +168,35 @@ def _of_jax(model):
 
             return call
 
-        def choose(logits, seeds):
+        def sample(logits, seeds):
             generators = list(zip(sampler.variables, seeds, strict=True))
             with keras.StatelessScope(generators) as scope:
-                tokens = _choice(sampler, logits)
-            found = ((scope.get_current_value(v), value) for v, value in generators)
-            return tokens, [value if new is None else new for new, value in found]
+                tokens = _sample(sampler, logits)
+            pairs = ((scope.get_current_value(v), value) for v, value in generators)
+            return tokens, [value if new is None else new for new, value in pairs]
 
-        return loop.Network(stateless(_read), stateless(_step), choose)
+        return loop.Network(stateless(_prefill), stateless(_step), sample)
 
-    # What `implementation` has chosen, and which blocks take no fused steps, are part of a program,
-    # too.
+    # A program also depends on the choice of `implementation` and on the blocks that are not fused.
     def variant():
         return chosen_name(), tuple(unfused_blocks(model))
 
     @functools.partial(jax.jit, static_argnames="variant")
-    def read_program(token_ids, lengths, cache, weights, variant):
-        return loop.read(network(weights), cache, token_ids, lengths)
+    def prefill_program(token_ids, lengths, cache, weights, variant):
+        return loop.prefill(network(weights), cache, token_ids, lengths)
 
     @functools.partial(jax.jit, static_argnames=("stop_token_ids", "keep", "variant"))
-    def write_program(
-        token_ids, lengths, limit, cache, weights, seeds, stop_token_ids, keep, variant
+    def generate_program(
+        token_ids, lengths, max_length, cache, weights, seeds, stop_token_ids, keep, variant
     ):
         if cache is None:
             cache = model.backbone.get_initial_state(*token_ids.shape)
-        rows = token_ids, lengths, limit, stop_token_ids
-        return loop.write(network(weights), cache, *rows, list(seeds), keep)
+        prompts = token_ids, lengths, max_length, stop_token_ids
+        return loop.generate(network(weights), cache, *prompts, list(seeds), keep)
 
     @functools.partial(jax.jit, static_argnames=("stop_token_ids", "variant"))
-    def step_program(walk, room, weights, stop_token_ids, variant):
-        return loop.advance(network(weights), walk, room, stop_token_ids, keep=True)
+    def step_program(state, free_length, weights, stop_token_ids, variant):
+        return loop.advance(network(weights), state, free_length, stop_token_ids, keep=True)
 
     def weights():
         return [v.value for v in model.variables]
@@ -199,35 +208,35 @@ def _of_jax(model):
         for variable, value in zip(sampler.variables, values, strict=True):
             variable.assign(value)
 
-    def read(token_ids, lengths, cache):
-        return read_program(token_ids, lengths, cache, weights(), variant=variant())
+    def prefill(token_ids, lengths, cache):
+        return prefill_program(token_ids, lengths, cache, weights(), variant=variant())
 
-    def write(token_ids, lengths, limit, stop_token_ids, cache, keep):
-        token_ids, lengths, drawn, *after = write_program(
-            *(token_ids, lengths, limit, cache, weights(), seeds()),
+    def generate(token_ids, lengths, max_length, stop_token_ids, cache, keep):
+        token_ids, lengths, new_seeds, *after = generate_program(
+            *(token_ids, lengths, max_length, cache, weights(), seeds()),
             stop_token_ids=stop_token_ids,
             keep=keep,
             variant=variant(),
         )
-        assign(drawn)
+        assign(new_seeds)
         return token_ids, lengths, *after
 
-    def begin(cache, token, room, stop_token_ids):
-        token, room, now = ops.convert_to_tensor(token), ops.convert_to_tensor(room), weights()
-        chosen = {"stop_token_ids": stop_token_ids, "variant": variant()}
+    def begin(cache, token, free_length, stop_token_ids):
+        token, free_length = map(ops.convert_to_tensor, (token, free_length))
+        values, options = weights(), {"stop_token_ids": stop_token_ids, "variant": variant()}
 
-        def advance(walk):
-            walk = step_program(walk._replace(seeds=seeds()), room, now, **chosen)
-            assign(walk.seeds)
-            return walk
+        def advance(state):
+            state = step_program(state._replace(seeds=seeds()), free_length, values, **options)
+            assign(state.seeds)
+            return state
 
-        return loop.begin(cache, token, room, seeds()), advance
+        return loop.initial_state(cache, token, free_length, seeds()), advance
 
-    return read, write, begin
+    return prefill, generate, begin
 
 
-def _xla_can(model):
-    """Whether XLA compiles for TensorFlow: on CPUs as well, unlike `fit` in Keras."""
+def _supports_xla(model):
+    """Returns True if XLA compiles the model on TensorFlow, on CPUs as well, unlike Keras's fit."""
     import tensorflow as tf
 
     layers = model.backbone._flatten_layers()
@@ -238,51 +247,53 @@ def _xla_can(model):
     )
 
 
-def _of_tensorflow(model, compiled):
+def _tensorflow_programs(model, compiled):
+    """Returns the functions `prefill`, `generate` and `begin` of `Programs`."""
     import tensorflow as tf
 
     sampler = model.sampler
     network = loop.Network(
-        functools.partial(_read, model),
+        functools.partial(_prefill, model),
         functools.partial(_step, model),
-        lambda logits, seeds: (_choice(sampler, logits), seeds),
+        lambda logits, seeds: (_sample(sampler, logits), seeds),
     )
     function = functools.partial(tf.function, jit_compile=compiled)
 
-    # A program is traced anew where the variables are others, such as after `enable_lora`, and
-    # where `implementation` has chosen another one.
+    # `variant` retraces a program when the variables change, such as after `enable_lora`, or the
+    # choice of `implementation`.
     @function
-    def read_program(token_ids, lengths, cache, traced_for):
-        return loop.read(network, cache, token_ids, lengths)
+    def prefill_program(token_ids, lengths, cache, variant):
+        return loop.prefill(network, cache, token_ids, lengths)
 
     @function
-    def write_program(token_ids, lengths, limit, stop_token_ids, cache, keep, traced_for):
+    def generate_program(token_ids, lengths, max_length, stop_token_ids, cache, keep, variant):
         if cache is None:
             cache = model.backbone.get_initial_state(*token_ids.shape)
-        rows = token_ids, lengths, limit, stop_token_ids
-        token_ids, lengths, _, *after = loop.write(network, cache, *rows, (), keep)
+        prompts = token_ids, lengths, max_length, stop_token_ids
+        token_ids, lengths, _, *after = loop.generate(network, cache, *prompts, (), keep)
         return token_ids, lengths, *after
 
     @function
-    def step_program(walk, room, stop_token_ids, traced_for):
-        return loop.advance(network, walk, room, stop_token_ids, keep=True)
+    def step_program(state, free_length, stop_token_ids, variant):
+        return loop.advance(network, state, free_length, stop_token_ids, keep=True)
 
-    def traced_for():
+    def variant():
         variables = ((v.path, tuple(v.shape), v.dtype) for v in model.variables)
         return chosen_name(), tuple(variables)
 
-    def read(*arguments):
-        return read_program(*arguments, traced_for())
+    def prefill(*arguments):
+        return prefill_program(*arguments, variant())
 
-    def write(*arguments):
-        return write_program(*arguments, traced_for())
+    def generate(*arguments):
+        return generate_program(*arguments, variant())
 
-    def begin(cache, token, room, stop_token_ids):
-        token, room, now = ops.convert_to_tensor(token), ops.convert_to_tensor(room), traced_for()
+    def begin(cache, token, free_length, stop_token_ids):
+        token, free_length = map(ops.convert_to_tensor, (token, free_length))
+        current = variant()
 
-        def advance(walk):
-            return step_program(walk, room, stop_token_ids, now)
+        def advance(state):
+            return step_program(state, free_length, stop_token_ids, current)
 
-        return loop.begin(cache, token, room, ()), advance
+        return loop.initial_state(cache, token, free_length, ()), advance
 
-    return read, write, begin
+    return prefill, generate, begin

@@ -187,8 +187,8 @@ def other_model(model, **kwargs):
 
 @shared_by_families
 def test_long_prompts_are_read_in_pieces(family, monkeypatch):
-    monkeypatch.setattr("keras_recurrent.generation.lengths.SHORTEST_PIECE", 4)
-    monkeypatch.setattr("keras_recurrent.generation.lengths.TOKENS_AT_ONCE", 4)
+    monkeypatch.setattr("keras_recurrent.generation.lengths.MIN_CHUNK", 4)
+    monkeypatch.setattr("keras_recurrent.generation.lengths.TOKENS_PER_CHUNK", 4)
     model = tiny_causal_lm(family=family, **FEWER_LAYERS)
     rows = given((30, 11, 4))
     lengths, hidden_states = [], type(model.backbone).hidden_states
@@ -211,14 +211,14 @@ def test_the_room_ends(model):
         assert prefill(model, rows).max_length is None
         assert prefill(model, rows).nbytes == prefill(model, given((30, 4, 4))).nbytes
         return
-    with pytest.raises(ValueError, match="`max_length` must say how many tokens a row will have"):
+    with pytest.raises(ValueError, match="`max_length` must be the maximum number of tokens"):
         model.prefill(tokens(rows))
-    with pytest.raises(ValueError, match="`max_length` is 8 tokens, and row 1 has 9"):
+    with pytest.raises(ValueError, match="`max_length` is 8 tokens, and sequence 1 has 9"):
         model.prefill(tokens(rows), max_length=8)
     cache = model.prefill(tokens(rows), max_length=12)
     assert cache.max_length == 12
     _, cache = more(model, cache, 2, return_cache=True)
-    with pytest.raises(ValueError, match=r"row 1 has used 11: 1 are left.*may need 2"):
+    with pytest.raises(ValueError, match=r"sequence 1 has used 11: 1 are left.*may need 2"):
         more(model, cache, 2)
     assert more(model, cache, 1) == [
         row[n + 2 : n + 3] for row, n in zip(generate(model, rows, 12), ROWS, strict=True)
@@ -226,9 +226,9 @@ def test_the_room_ends(model):
     uneven = model.prefill(tokens([[5] * 9, [6, 7]]), max_length=12)
     uneven = model.prefill(tokens([[8], [9] * 7]), cache=uneven)
     assert uneven.num_tokens.tolist() == [10, 9]
-    with pytest.raises(ValueError, match="`max_length` is 12 tokens, and row 0 has 13"):
+    with pytest.raises(ValueError, match="`max_length` is 12 tokens, and sequence 0 has 13"):
         model.prefill(tokens([[8] * 3, [9]]), cache=uneven)
-    with pytest.raises(ValueError, match="belongs to the first `prefill`"):
+    with pytest.raises(ValueError, match="only to the first `prefill`"):
         model.prefill(tokens(rows), max_length=20, cache=cache)
 
 
@@ -239,9 +239,9 @@ def test_what_no_cache_goes_with(family):
     model.compile(sampler="greedy")
     cache, rows = prefill(model, given()), tokens(given((3, 3)), 8)
     for call, words in (
-        (lambda: model.generate(rows, stop_token_ids=None, cache=cache), "one text for each row"),
+        (lambda: model.generate(rows, stop_token_ids=None, cache=cache), "text for each sequence"),
         (lambda: model.generate(rows, stop_token_ids="auto", cache=cache), "`stop_token_ids` must"),
-        (lambda: model.generate(None, None, None, cache=cache), "`max_length` must say"),
+        (lambda: model.generate(None, None, None, cache=cache), "must be the number of tokens"),
         (lambda: model.generate(None, 3, (VOCABULARY,), cache=cache), "from 0 to"),
         (lambda: model.generate(None, 0, None, cache=cache), "`max_length`"),
         (lambda: model.generate("text", 3, None, cache=cache), "no preprocessor"),
@@ -254,7 +254,7 @@ def test_what_no_cache_goes_with(family):
         with pytest.raises(ValueError, match=words):
             call()
     for how, words in (
-        ({"sampler": "beam"}, "BeamSampler has a loop of its own"),
+        ({"sampler": "beam"}, "BeamSampler has a custom loop"),
         ({"sampler": "greedy", "run_eagerly": True}, "run_eagerly"),
     ):
         model.compile(**how)
@@ -403,6 +403,6 @@ def test_a_stream_that_is_broken_off_inside_a_step():
     stream._steps = Interrupted()
     with pytest.raises(KeyboardInterrupt):
         next(stream)
-    with pytest.raises(RuntimeError, match="an exception broke off a step"):
+    with pytest.raises(RuntimeError, match="an exception interrupted a step"):
         stream.cache  # noqa: B018
     assert list(stream) == []

@@ -79,7 +79,7 @@ def test_other_models_are_refused_by_name(model, tmp_path):
     low_rank.backbone.enable_lora(2)
     quantized.quantize("int8")
     for other, words in (
-        (tiny_causal_lm(family=family), f"is of a `{type(model.backbone).__name__}`; this is a"),
+        (tiny_causal_lm(family=family), f"to a `{type(model.backbone).__name__}`; this is a"),
         (other_model(model, **{size: value}), f"{size}=.*; this one has {value}"),
         (
             other_model(model, seed=0, dtype="mixed_bfloat16"),
@@ -136,19 +136,19 @@ def test_what_is_no_cache(model, tmp_path):
     for damage, words in (
         (lambda: path.write_bytes(whole[: len(whole) // 2]), "damaged or cut off"),
         (lambda: path.write_bytes(b"{}"), "damaged or cut off"),
-        (flipped, "damaged: its numbers"),
-        (lambda: written(format="pt"), "holds no cache"),
+        (flipped, "damaged: its checksum"),
+        (lambda: written(format="pt"), "must be a file that"),
         (lambda: written(content=json.dumps({**content, "version": 1})), "of version 1"),
         (lambda: written(content="["), "not JSON"),
         (
             lambda: written(content=json.dumps({"version": cache_file.VERSION})),
-            "which model it fits",
+            "name the model it belongs to",
         ),
-        (lambda: written(without(name)), "does not hold the state"),
-        (lambda: written({**tensors, name: tensors[name][:1]}), "must be .* of the shape"),
+        (lambda: written(without(name)), "must hold the state"),
+        (lambda: written({**tensors, name: tensors[name][:1]}), "must be .* of shape"),
         (lambda: written({**tensors, name: tensors[name].astype("int8")}), "must be .* int8"),
-        (lambda: written(without("last_token")), "no 'last_token'"),
-        (lambda: written({**tensors, "num_tokens": tensors["num_tokens"][:1]}), "no 'num_tokens'"),
+        (lambda: written(without("last_token")), "must have 'last_token'"),
+        (lambda: written({**tensors, "num_tokens": tensors["num_tokens"][:1]}), "'num_tokens'"),
     ):
         damage()
         with pytest.raises(ValueError, match=words):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from keras_recurrent import which_generation
-from keras_recurrent.generation.lengths import bucket, piece
+from keras_recurrent.generation.lengths import bucket, chunk_length
 from tests.gpu import needs_int8_products
 from tests.models import plain_generation
 from tests.models.test_generation import MARGIN
@@ -40,7 +40,7 @@ def test_buckets():
     for length in (1, 64, 65, 1025, 32768, 100_000):
         room = bucket(length)
         assert room >= length
-        assert room % piece(3, room) == 0
+        assert room % chunk_length(3, room) == 0
         assert room <= 2 * length or room <= 1024
 
 
@@ -55,7 +55,7 @@ def traced(monkeypatch):
     else:
         from keras_recurrent.generation import loop as module
 
-        name = "write"
+        name = "generate"
     original = getattr(module, name)
     monkeypatch.setattr(module, name, lambda *args: found.append(args) or original(*args))
     return found
@@ -82,8 +82,8 @@ def test_prompts_are_read_in_pieces(family, monkeypatch):
     model = tiny_causal_lm(family=family, num_layers=1)
     model.compile(sampler="greedy")
     expected = generate(model, (50, 3, 31), 60)["token_ids"]
-    monkeypatch.setattr("keras_recurrent.generation.lengths.SHORTEST_PIECE", 16)
-    monkeypatch.setattr("keras_recurrent.generation.lengths.TOKENS_AT_ONCE", 16)
+    monkeypatch.setattr("keras_recurrent.generation.lengths.MIN_CHUNK", 16)
+    monkeypatch.setattr("keras_recurrent.generation.lengths.TOKENS_PER_CHUNK", 16)
     model.compile(sampler="greedy")
     np.testing.assert_array_equal(generate(model, (50, 3, 31), 60)["token_ids"], expected)
 
@@ -159,12 +159,12 @@ SAMPLERS = {
 @on_torch
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_samplers_draw_what_they_draw_by_themselves(name):
-    from keras_recurrent.generation.torch.sampling import Choice
+    from keras_recurrent.generation.torch.sampling import TokenSampler
 
     sampler, plain = SAMPLERS[name](), SAMPLERS[name]()
     rng = np.random.default_rng(0)
     draws = 40
-    choice = Choice(sampler)
+    choice = TokenSampler(sampler)
     choice.begin(draws + 5)
     for t in range(draws):
         logits = keras.ops.convert_to_tensor(3 * rng.normal(size=(3, 50)), "float32")
@@ -178,11 +178,11 @@ def test_samplers_draw_what_they_draw_by_themselves(name):
 
 @on_torch
 def test_no_draw_is_that_of_another_thread():
-    from keras_recurrent.generation.torch.sampling import Choice
+    from keras_recurrent.generation.torch.sampling import TokenSampler
 
     sampler = SAMPLERS["random"]()
     (state,) = sampler.variables
-    first, second = Choice(sampler), Choice(sampler)
+    first, second = TokenSampler(sampler), TokenSampler(sampler)
     first.begin(10)
     second.begin(3)
     logits = keras.ops.zeros((4, 1000))
@@ -315,7 +315,7 @@ def test_without_a_sampler_there_is_nothing_to_write_by():
         (None, "must be a `keras_hub.samplers.Sampler`.* got None"),
         (keras_hub.samplers.GreedySampler, "must be a `keras_hub.samplers.Sampler`.* got <class"),
         (keras_hub.samplers.TopKSampler(k=2.5), "`k` of TopKSampler must be an integer"),
-        (keras_hub.samplers.BeamSampler(num_beams=0), "`num_beams` of BeamSampler .* from 1 on"),
+        (keras_hub.samplers.BeamSampler(num_beams=0), "`num_beams` of BeamSampler .* at least 1"),
         (keras_hub.samplers.RandomSampler(temperature=0.0), "`temperature` of .* above 0; got 0.0"),
         (keras_hub.samplers.RandomSampler(temperature=np.nan), "`temperature` of .* got nan"),
         (keras_hub.samplers.TopPSampler(p=1.5), "`p` of TopPSampler .* at most 1; got 1.5"),

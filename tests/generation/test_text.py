@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_recurrent.generation.text import TextPieces
+from keras_recurrent.generation.text import IncrementalDetokenizer
 from keras_recurrent.models import GriffinCausalLMPreprocessor
 from keras_recurrent.tokenizers import ByteTokenizer, SentencePieceTokenizer
 from tests.models.tiny import tiny_causal_lm
@@ -14,8 +14,8 @@ from tests.tokenizers.sentence_piece import train
 
 
 def pieces_of(preprocessor, tokens, last_token):
-    pieces = TextPieces(preprocessor, last_token)
-    return [*(pieces.add(token) for token in tokens), pieces.end()]
+    detokenizer = IncrementalDetokenizer(preprocessor, last_token)
+    return [*(detokenizer.add(token) for token in tokens), detokenizer.end()]
 
 
 def preprocessor_of(tokenizer):

@@ -185,9 +185,9 @@ def test_prompts_need_a_token_and_no_gaps():
     model = tiny_causal_lm(num_layers=1)
     token_ids = np.full((2, 5), 7, "int32")
     for real, match in [
-        ([[1, 1, 0, 0, 0], [0, 0, 0, 0, 0]], "row 1 has none"),
-        ([[1, 1, 0, 0, 0], [0, 1, 1, 0, 0]], "at the left"),
-        ([[1, 1, 0, 1, 0], [1, 1, 1, 0, 0]], "at the left"),
+        ([[1, 1, 0, 0, 0], [0, 0, 0, 0, 0]], "prompt 1 has none"),
+        ([[1, 1, 0, 0, 0], [0, 1, 1, 0, 0]], "False only after"),
+        ([[1, 1, 0, 1, 0], [1, 1, 1, 0, 0]], "False only after"),
     ]:
         prompt = {"token_ids": token_ids, "padding_mask": np.array(real)}
         with pytest.raises(ValueError, match=match):
@@ -196,7 +196,7 @@ def test_prompts_need_a_token_and_no_gaps():
     for prompt, match in [
         (token_ids, "dictionary of `token_ids` and `padding_mask`.*got ndarray"),
         ({"token_ids": token_ids}, r"got \['token_ids'\]"),
-        ({"token_ids": token_ids, "padding_mask": real, "segment_ids": real}, "one document a row"),
+        ({"token_ids": token_ids, "padding_mask": real, "segment_ids": real}, "one document per"),
         ({"token_ids": token_ids, "padding_mask": real[:, :3]}, r"got \(2, 5\) and \(2, 3\)"),
         ({"token_ids": token_ids[:0], "padding_mask": real[:0]}, "at least one prompt"),
         ({"token_ids": token_ids + 0.5, "padding_mask": real}, "must be integers; got float64"),
@@ -428,7 +428,7 @@ def test_an_empty_string_is_a_prompt():
     model = language_model()
     assert isinstance(model.generate("", max_length=4), str)
     model.preprocessor.add_start_token = False
-    with pytest.raises(ValueError, match=r"at least one token .* with `add_start_token=True`"):
+    with pytest.raises(ValueError, match=r"at least one token; .* with `add_start_token=True`"):
         model.generate("", max_length=4)
 
 

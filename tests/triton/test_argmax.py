@@ -60,7 +60,7 @@ def test_greedy_choices_are_made_by_it(monkeypatch):
     argmax = _argmax.argmax
     monkeypatch.setattr(_argmax, "argmax", lambda x: calls.append(x) or argmax(x))
     logits = torch.randn(2, 50, device=DEVICE)
-    choice = sampling.Choice(keras_hub_sampler())
+    choice = sampling.TokenSampler(keras_hub_sampler())
     with implementation("triton"):
         chosen = choice(logits)
     assert len(calls) == 1
@@ -72,11 +72,11 @@ def test_greedy_choices_are_made_by_it(monkeypatch):
 def test_greedy_choices_are_written_behind_others():
     recent = torch.arange(8, dtype=torch.int32, device=DEVICE).reshape(2, 4)
     expected, token = recent.clone(), recent[:, -1:].clone()
-    choice = sampling.Choice(keras_hub_sampler())
+    choice = sampling.TokenSampler(keras_hub_sampler())
     for seed in range(3):
         logits = torch.randn(2, 5000, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
         with implementation("triton"):
-            assert choice.writes(logits, token, recent)
+            assert choice.store_argmax(logits, token, recent)
         expected = torch.cat((expected[:, 1:], logits.argmax(dim=-1)[:, None]), dim=1)
         assert recent.tolist() == expected.tolist()
         assert token.tolist() == expected[:, -1:].tolist()
@@ -84,9 +84,9 @@ def test_greedy_choices_are_written_behind_others():
 
 def test_others_are_not_written_by_it():
     token = torch.tensor([[3]], device=DEVICE)
-    choice = sampling.Choice(keras_hub_sampler("random"))
+    choice = sampling.TokenSampler(keras_hub_sampler("random"))
     with implementation("triton"):
-        assert not choice.writes(torch.zeros(1, 5, device=DEVICE), token, token.clone())
+        assert not choice.store_argmax(torch.zeros(1, 5, device=DEVICE), token, token.clone())
     assert token.item() == 3
 
 

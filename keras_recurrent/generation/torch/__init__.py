@@ -1,1 +1,1 @@
-"""Steps, loops and CUDA graphs of generation on torch."""
+"""Decoding steps, loops and CUDA graphs on torch."""

@@ -1,7 +1,7 @@
-"""A step of generation as a CUDA graph: the host launches all its kernels at once.
+"""Decoding steps as CUDA graphs: the host launches all kernels of a step at once.
 
-A graph reads and writes at fixed addresses. So it has a token and a cache of its own, into which a
-call of `generate` copies where it begins, and it belongs to one call at a time.
+A graph uses fixed addresses. It therefore owns buffers for the token and the cache, to which each
+call of `generate` copies its initial values, and it serves one call at a time.
 """
 
 import collections
@@ -10,196 +10,202 @@ import threading
 
 import torch
 
-_capturing = threading.Lock()  # torch aborts where two threads capture at once
+_capturing = threading.Lock()  # torch aborts if two threads capture at once
 
-ALIGNED = 16  # bytes, for kernels that load as many at once
-# Tokens of a row that a graph keeps, for whoever replays to fetch at once: a power of 2.
+ALIGNMENT = 16  # bytes, for vectorized loads
+# Number of latest tokens of each sequence that a graph stores, to be fetched at once; a power of 2.
 RECENT = 16
-# Caches and logits of graphs that wait for a call take at most this part of their device's memory,
-# those of the last shapes aside. What a step holds in between comes on top.
-KEPT_PART = 16
+# Caches and logits of unused graphs take at most 1 / POOL_DIVISOR of the device memory. The most
+# recent shapes are always kept, and temporary memory of a step is not counted.
+POOL_DIVISOR = 16
 
 
-class Captured:
-    """A step, captured.
+class CapturedStep:
+    """CUDA graph of a decoding step.
 
     Args:
-        run: a function of `prepared`, a token [B, 1], with `rows` a mask [B, 1], and the tensors of
-            a cache, to logits [B, vocabulary], hidden states [B, hidden_dim] and the tensors of the
-            next cache.
+        run: a function of `prepared`, a token [B, 1], a mask [B, 1] if there are `sequences`, and
+            the tensors of a cache. It returns logits [B, vocabulary], hidden states
+            [B, hidden_dim] and the tensors of the next cache.
         weights: the tensors of the model's weights.
-        prepared: tensors that depend on weights alone; some of them may be weights.
+        prepared: tensors that depend only on weights; some of them may be weights.
         token, cache: example inputs.
-        choice: the `sampling.Choice` that makes the next token; None: whoever replays.
-        rows: the `loop.Rows` that say which rows go on; None: all do.
+        sampler: the `sampling.TokenSampler` that is captured, too. None: the caller samples.
+        sequences: the `loop.ActiveSequences`. None: the state of all sequences is updated.
     """
 
-    def __init__(self, run, weights, prepared, token, cache, choice, rows):
-        self.chooses, self.generator = choice is not None, choice and choice.generator
-        self.rows = rows and rows.copy()
+    def __init__(self, run, weights, prepared, token, cache, sampler, sequences):
+        self.samples, self.generator = sampler is not None, sampler and sampler.generator
+        self.sequences = sequences and sequences.copy()
         self._run, self._prepared = run, list(prepared)
         self.token = token.clone()
-        self.cache, self._joined = side_by_side(cache)
+        self.cache, self._stacks = clone_stacked(cache)
         # A copy between two replays takes three times as long as one more launch in the graph.
-        keeps = self.chooses and self.rows is None
-        self.recent = token.new_zeros(len(token), RECENT) if keeps else None
+        stores_tokens = self.samples and self.sequences is None
+        self.recent = token.new_zeros(len(token), RECENT) if stores_tokens else None
         with _capturing, torch.cuda.device(token.device), torch.no_grad():
-            # Kernels are compiled and loaded before, which cannot be part of a graph.
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                self._step(choice)
-            torch.cuda.current_stream().wait_stream(side)
+            # Run once before, to compile and load kernels, which cannot be captured.
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self._step(sampler)
+            torch.cuda.current_stream().wait_stream(stream)
             self._graph = torch.cuda.CUDAGraph()
             if self.generator is not None:
                 self._graph.register_generator_state(self.generator)
-            # Other threads may go on with work of their own meanwhile.
+            # Other threads may use the device during the capture.
             with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-                self.logits, self.hidden = self._step(choice)
-        of_weights = {t.untyped_storage().data_ptr() for t in weights}
-        own = [t for t in self._prepared if t.untyped_storage().data_ptr() not in of_weights]
-        self.bytes = sum(t.nbytes for t in (*own, *self.cache, self.logits, self.hidden))
+                self.logits, self.hidden = self._step(sampler)
+        addresses = {t.untyped_storage().data_ptr() for t in weights}
+        owned = [t for t in self._prepared if t.untyped_storage().data_ptr() not in addresses]
+        self.bytes = sum(t.nbytes for t in (*owned, *self.cache, self.logits, self.hidden))
 
-    def _step(self, choice):
-        """One token; the next cache becomes the cache, and the next token the token."""
-        mask = (self.rows.active,) if self.rows else ()
+    def _step(self, sampler):
+        """Computes one token, and overwrites the buffers of the cache and the token."""
+        mask = (self.sequences.active,) if self.sequences else ()
         logits, hidden, *after = self._run(*self._prepared, self.token, *mask, *self.cache)
         tensors, after = list(self.cache), list(after)
-        # Tokens are chosen before the copies: what chooses follows on a kernel and may begin before
-        # that has ended.
-        written = self.recent is not None and choice.writes(logits, self.token, self.recent)
-        if choice is not None and not written:
-            token = self._next(choice(logits))
+        # Sampling precedes the copies: its kernel directly follows that of the logits, and may
+        # begin before that has ended.
+        stored = self.recent is not None and sampler.store_argmax(logits, self.token, self.recent)
+        if sampler is not None and not stored:
+            token = self._next(sampler(logits))
             tensors.append(self.token)
             after.append(token)
             if self.recent is not None:
                 tensors.append(self.recent)
                 after.append(torch.cat((self.recent[:, 1:], token), dim=1))
-        write_over(tensors, after, self._joined)
+        overwrite(tensors, after, self._stacks)
         return logits, hidden
 
-    def set_token(self, chosen):
-        """Makes what was chosen, [B], the next token, in rows that go on."""
-        self.token.copy_(self._next(chosen))
+    def set_token(self, sampled):
+        """Sets the next tokens to `sampled` [B], except in sequences that have ended."""
+        self.token.copy_(self._next(sampled))
 
-    def _next(self, chosen):
-        chosen = chosen.to(self.token.dtype)[:, None]
-        return self.rows.advance(self.token, chosen) if self.rows else chosen
+    def _next(self, sampled):
+        sampled = sampled.to(self.token.dtype)[:, None]
+        return self.sequences.advance(self.token, sampled) if self.sequences else sampled
 
-    def begin(self, prepared, token, cache, rows):
-        """Sets where a call begins, and the weights as they are now."""
-        for own, given in zip(self._prepared, prepared, strict=True):
-            if own.data_ptr() != given.data_ptr():
-                own.copy_(given)
-        self._place(token, cache)
-        if rows is not None:
-            self.rows.set(rows)
+    def begin(self, prepared, token, cache, sequences):
+        """Copies the initial values of a call, and the current weights, to the buffers."""
+        for buffer, value in zip(self._prepared, prepared, strict=True):
+            if buffer.data_ptr() != value.data_ptr():
+                buffer.copy_(value)
+        self._copy_inputs(token, cache)
+        if sequences is not None:
+            self.sequences.set(sequences)
 
-    def _place(self, token, cache):
+    def _copy_inputs(self, token, cache):
         self.token.copy_(token)
-        for own, given in zip(self.cache, cache, strict=True):
-            own.copy_(given)
+        for buffer, value in zip(self.cache, cache, strict=True):
+            buffer.copy_(value)
 
     def replay(self):
-        """One token on from where the graph is."""
+        """Advances the buffers by one token."""
         self._graph.replay()
 
-    def copies(self, token, cache):
-        """What the step returns for such a token and cache, as tensors that stay as they are."""
-        self._place(token, cache)
+    def run(self, token, cache):
+        """Returns copies of the results of the step for a token and a cache."""
+        self._copy_inputs(token, cache)
         self.replay()
         return [t.clone() for t in (self.logits, self.hidden, *self.cache)]
 
 
-def side_by_side(tensors):
-    """Copies of tensors, and, of those that are alike, their places and the tensor they are in.
+def clone_stacked(tensors):
+    """Copies tensors, with those of equal shape and dtype in one stacked tensor.
 
-    One launch writes over all that are alike, by as many programs as their size asks for.
+    One launch overwrites a stacked tensor.
+
+    Returns:
+        The list of copies, and a list of `(indices, stacked tensor)`, of which the copies are
+        views.
     """
-    alike: dict = {}
-    for place, t in enumerate(tensors):
-        alike.setdefault((t.shape, t.dtype), []).append(place)
-    copies, joined = {}, []
-    for places in alike.values():
-        of_kind = [tensors[place] for place in places]
-        if len(places) > 1 and of_kind[0].nbytes % ALIGNED == 0:
-            whole = torch.stack(of_kind)
-            joined.append((places, whole))
-            of_kind = [whole[i] for i in range(len(places))]
+    groups: dict = {}
+    for index, t in enumerate(tensors):
+        groups.setdefault((t.shape, t.dtype), []).append(index)
+    copies, stacks = {}, []
+    for indices in groups.values():
+        group = [tensors[index] for index in indices]
+        if len(indices) > 1 and group[0].nbytes % ALIGNMENT == 0:
+            stack = torch.stack(group)
+            stacks.append((indices, stack))
+            group = [stack[i] for i in range(len(indices))]
         else:
-            of_kind = [t.clone() for t in of_kind]
-        copies.update(zip(places, of_kind, strict=True))
-    return [copies[place] for place in range(len(tensors))], joined
+            group = [t.clone() for t in group]
+        copies.update(zip(indices, group, strict=True))
+    return [copies[index] for index in range(len(tensors))], stacks
 
 
-def write_over(tensors, after, joined=()):
-    """Writes new values, of which some may be parts of the tensors, over the tensors.
+def overwrite(tensors, after, stacks=()):
+    """Overwrites tensors with new values, which may be views of the tensors.
 
-    joined: as `side_by_side` gives it.
+    stacks: a list of `(indices, stacked tensor)` of `clone_stacked`.
     """
-    own = {t.untyped_storage().data_ptr() for t in tensors}
-    moved = {}
-    for place, (t, new) in enumerate(zip(tensors, after, strict=True)):
-        # What a step has written over is there already. What else is a part of the tensors is read
-        # before any of these is overwritten.
+    addresses = {t.untyped_storage().data_ptr() for t in tensors}
+    changed = {}
+    for index, (t, new) in enumerate(zip(tensors, after, strict=True)):
+        # A tensor that the step has overwritten in place is its own new value. Other views of the
+        # tensors are copied before any of these is overwritten.
         if new is not t:
-            moved[place] = new.clone() if new.untyped_storage().data_ptr() in own else new
-    for places, whole in joined:
-        if moved.keys() >= set(places):
-            torch.stack([moved.pop(place) for place in places], out=whole)
-    of_dtype: dict = {}
-    for place, new in moved.items():
-        to, values = of_dtype.setdefault(new.dtype, ([], []))
-        to.append(tensors[place])
+            is_view = new.untyped_storage().data_ptr() in addresses
+            changed[index] = new.clone() if is_view else new
+    for indices, stack in stacks:
+        if changed.keys() >= set(indices):
+            torch.stack([changed.pop(index) for index in indices], out=stack)
+    by_dtype: dict = {}
+    for index, new in changed.items():
+        targets, values = by_dtype.setdefault(new.dtype, ([], []))
+        targets.append(tensors[index])
         values.append(new)
-    for to, values in of_dtype.values():
-        torch._foreach_copy_(to, values)  # one launch for all of them
+    for targets, values in by_dtype.values():
+        torch._foreach_copy_(targets, values)  # one launch for all of them
 
 
-class Graphs:
-    """The graphs of a model that wait for the next call.
+class GraphPool:
+    """Unused graphs of a model.
 
-    A call takes one out and gives it back at its end. One that a call left with an exception, or
-    that another thread uses, is not here, so no two calls ever share buffers.
+    A call acquires a graph and releases it at its end. A graph that another thread uses, or whose
+    call raised an exception, is not in the pool: two calls never share buffers.
     """
 
     def __init__(self):
-        self._waiting: collections.OrderedDict = collections.OrderedDict()
+        self._unused: collections.OrderedDict = collections.OrderedDict()
         self._lock = threading.Lock()
-        # A stream that is collected gives its graph back at any moment, also while this thread
-        # holds the lock. So graphs come through a queue that may be filled at any moment.
-        self._given_back: queue.SimpleQueue = queue.SimpleQueue()
+        # Garbage collection of a stream releases its graph at any moment, even while this thread
+        # holds the lock, so released graphs are put in a queue first.
+        self._released: queue.SimpleQueue = queue.SimpleQueue()
 
-    def take(self, key):
-        """A graph that was captured for this key, or None."""
+    def acquire(self, key):
+        """Returns a graph that was captured for this key, or None."""
         with self._lock:
-            self._keep_what_came_back()
-            graphs = self._waiting.get(key)
+            self._store_released()
+            graphs = self._unused.get(key)
             return graphs.pop() if graphs else None
 
-    def forget(self, step):
-        """Drops the graphs whose keys begin with a step that will not be taken again."""
+    def drop(self, step):
+        """Deletes the graphs whose keys begin with `step`."""
         with self._lock:
-            self._keep_what_came_back()
-            for key in [key for key in self._waiting if key[0] is step]:
-                del self._waiting[key]
+            self._store_released()
+            for key in [key for key in self._unused if key[0] is step]:
+                del self._unused[key]
 
-    def give(self, key, graph):
-        self._given_back.put((key, graph))
+    def release(self, key, graph):
+        """Returns a graph to the pool."""
+        self._released.put((key, graph))
         if self._lock.acquire(blocking=False):
             try:
-                self._keep_what_came_back()
+                self._store_released()
             finally:
                 self._lock.release()
 
-    def _keep_what_came_back(self):
-        while not self._given_back.empty():
-            key, graph = self._given_back.get()
+    def _store_released(self):
+        while not self._released.empty():
+            key, graph = self._released.get()
             device = torch.cuda.get_device_properties(graph.token.device)
-            self._waiting.setdefault(key, []).append(graph)
-            self._waiting.move_to_end(key)
-            while self._bytes() > device.total_memory // KEPT_PART and len(self._waiting) > 1:
-                self._waiting.popitem(last=False)
+            self._unused.setdefault(key, []).append(graph)
+            self._unused.move_to_end(key)
+            while self._bytes() > device.total_memory // POOL_DIVISOR and len(self._unused) > 1:
+                self._unused.popitem(last=False)
 
     def _bytes(self):
-        return sum(graph.bytes for graphs in self._waiting.values() for graph in graphs)
+        return sum(graph.bytes for graphs in self._unused.values() for graph in graphs)

@@ -1,6 +1,6 @@
-"""How a step on torch runs: as a CUDA graph, else compiled, else as it was traced.
+"""Runs decoding steps on torch: as a CUDA graph, else compiled, else as traced.
 
-Where a user's hooks see the calls of layers, each step runs through these.
+If a module has a hook, each step runs eagerly through the layers, which call the hook.
 """
 
 import collections
@@ -12,122 +12,135 @@ import torch
 
 from keras_recurrent.backends.torch._hooks import hook_reason
 from keras_recurrent.dispatch import chosen_name
-from keras_recurrent.generation.torch.cuda_graph import Captured, Graphs
+from keras_recurrent.generation.modes import record_mode
+from keras_recurrent.generation.torch.cuda_graph import CapturedStep, GraphPool
 from keras_recurrent.generation.torch.step import Step
-from keras_recurrent.generation.ways import record_mode
 from keras_recurrent.layers.decoding import unfused_blocks
 
-KEPT = 8  # traced steps of a model, for as many batch sizes and rooms
+MAX_STEPS = 8  # traced steps of a model, one for each batch size and capacity of its cache
 
 
-class Ways:
-    """The traced steps of a model and their graphs, by the shapes of the cache and the weights.
+class Runner:
+    """Traced steps and CUDA graphs of a model, by the shapes of its cache and weights.
 
     Args:
         model: the language model.
-        compiled: what `model.compile` got as `jit_compile`, None for "auto".
+        compiled: `jit_compile` of `model.compile`, None for "auto".
     """
 
     def __init__(self, model, compiled):
         self._model, self._compiled = model, compiled
         self._steps: collections.OrderedDict = collections.OrderedDict()
-        self._graphs, self._lock = Graphs(), threading.Lock()
+        self._graphs, self._lock = GraphPool(), threading.Lock()
 
     @contextlib.contextmanager
-    def tokens(self, token, cache, choice, rows=None):
-        """A `Walk` from `token` [B, 1] and `cache`, which it may write over.
+    def decode(self, token, cache, sampler, sequences=None):
+        """Context manager that yields a decoder, a `_GraphDecoder` or `_FunctionDecoder`.
 
         Args:
-            choice: the `sampling.Choice` of the next tokens.
-            rows: the `loop.Rows` that say which rows go on; None: all do.
+            token: integers [B, 1], the last token of each sequence.
+            cache: the cache before it, which may be overwritten.
+            sampler: the `sampling.TokenSampler`.
+            sequences: the `loop.ActiveSequences`. None: the state of all sequences is updated.
         """
-        step, flat = self._step(cache, rows is not None), _contiguous(cache)
-        with self._way(step, token, flat, choice, rows) as (graph, run):
+        step, flat = self._step(cache, sequences is not None), _flatten_contiguous(cache)
+        with self._fastest(step, token, flat, sampler, sequences) as (graph, run):
             yield (
-                _Replayed(step, graph, choice)
+                _GraphDecoder(step, graph, sampler)
                 if graph
-                else _Run(step, run, token, flat, choice, rows)
+                else _FunctionDecoder(step, run, token, flat, sampler, sequences)
             )
 
     @contextlib.contextmanager
-    def network(self):
-        """A function of a token [B, 1] and a cache, for a sampler with a loop of its own.
+    def step_function(self):
+        """Context manager that yields a function of a token [B, 1] and a cache.
 
-        It returns logits [B, vocabulary], hidden states [B, hidden_dim] and the next cache.
+        It returns logits [B, vocabulary], hidden states [B, hidden_dim] and the next cache, for
+        samplers with a custom loop.
         """
-        of_batch: dict = {}
+        by_batch_size: dict = {}
         with contextlib.ExitStack() as stack:
 
             def begin(token, cache):
-                step, flat = self._step(cache), _contiguous(cache)
-                graph, run = stack.enter_context(self._way(step, token, flat))
-                return step, graph.copies if graph else run
+                step, flat = self._step(cache), _flatten_contiguous(cache)
+                graph, run = stack.enter_context(self._fastest(step, token, flat))
+                return step, graph.run if graph else run
 
-            def network(token, cache):
-                if len(token) not in of_batch:
-                    of_batch[len(token)] = begin(token, cache)
-                step, run = of_batch[len(token)]
-                # The sampler may go on from the same cache again; a step may write over it.
+            def step_function(token, cache):
+                if len(token) not in by_batch_size:
+                    by_batch_size[len(token)] = begin(token, cache)
+                step, run = by_batch_size[len(token)]
+                # The sampler may continue from this cache again; a step may overwrite its input.
                 flat = [t.clone() for t in keras.tree.flatten(cache)]
                 logits, hidden, *flat = run(token, flat)
-                return logits, hidden, step.packed(flat)
+                return logits, hidden, step.pack_cache(flat)
 
-            yield network
+            yield step_function
 
     def _step(self, cache, masked=False):
         tensors = [*keras.tree.flatten(cache), *(v.value for v in self._model.variables)]
-        seen = hook_reason(_modules(self._model))
+        hooked = hook_reason(_modules(self._model))
         unfused = tuple(unfused_blocks(self._model))
-        key = seen, unfused, chosen_name(), masked, *((t.shape, t.dtype, t.device) for t in tensors)
+        signature = ((t.shape, t.dtype, t.device) for t in tensors)
+        key = hooked, unfused, chosen_name(), masked, *signature
         with self._lock:
             if key not in self._steps:
-                self._steps[key] = Step(self._model, cache, self._compiled, masked, seen)
+                self._steps[key] = Step(self._model, cache, self._compiled, masked, hooked)
             self._steps.move_to_end(key)
-            while len(self._steps) > KEPT:
+            while len(self._steps) > MAX_STEPS:
                 _, step = self._steps.popitem(last=False)
-                self._graphs.forget(step)
+                self._graphs.drop(step)
             return self._steps[key]
 
     @contextlib.contextmanager
-    def _way(self, step, token, flat, choice=None, rows=None):
-        """A CUDA graph that begins here, for the length of a call, and None; or None and a function
-        of a token and a flat cache.
+    def _fastest(self, step, token, flat, sampler=None, sequences=None):
+        """Context manager that yields `(graph, None)` or `(None, function)`.
 
-        With KerasHub's samplers a graph makes the next token, too, by numbers that `choice` seeds.
+        The graph is a `CapturedStep` that starts from `token` and `flat`, reserved for one call;
+        the function takes a token and a flat cache. With KerasHub's samplers the graph also samples
+        the next token, with random numbers that `sampler` seeds.
         """
-        if choice is not None and not choice.waits_for_nothing:
-            choice = None
+        if sampler is not None and not sampler.is_capturable:
+            sampler = None
         prepared, graph, key = step.prepared(), None, None
-        refused = self._refused(token.device) or step.not_captured
-        if refused is None:
+        reason = self._graph_reason(token.device) or step.not_captured_reason
+        if reason is None:
             weights = step.weights()
-            # Graphs are forgotten by the step, which comes first.
-            key = step, *(t.data_ptr() for t in weights), choice and choice.settings
-            key = *key, rows and rows.stops.shape
-            graph = self._graphs.take(key)
+            # The step comes first, since `GraphPool.drop` compares it.
+            key = step, *(t.data_ptr() for t in weights), sampler and sampler.settings
+            key = *key, sequences and sequences.stops.shape
+            graph = self._graphs.acquire(key)
+            inputs = token, flat, sampler, sequences
             try:
-                graph = graph or Captured(step.traced, weights, prepared, token, flat, choice, rows)
-            except torch.OutOfMemoryError as error:  # there may be room at another call
-                refused = f"a graph of its own did not fit into memory: {error}"
+                graph = graph or CapturedStep(step.traced, weights, prepared, *inputs)
+            except torch.OutOfMemoryError as error:  # memory may suffice in a later call
+                reason = f"another CUDA graph did not fit into memory: {error}"
             except RuntimeError as error:
-                refused = step.not_captured = f"torch could not capture the step: {error}"
+                reason = step.not_captured_reason = f"torch could not capture the step: {error}"
         if graph is None:
-            mask = (rows.active,) if rows else ()
-            yield None, self._without_graph(step, prepared, token, [*mask, *flat], refused)
+            mask = (sequences.active,) if sequences else ()
+            yield None, self._function(step, prepared, token, [*mask, *flat], reason)
             return
         record_mode(self._model, "cuda_graph")
-        if choice is not None:
-            choice.generator = graph.generator
-        graph.begin(prepared, token, flat, rows)
+        if sampler is not None:
+            sampler.generator = graph.generator
+        graph.begin(prepared, token, flat, sequences)
         yield graph, None
-        self._graphs.give(key, graph)
+        self._graphs.release(key, graph)
 
-    def _without_graph(self, step, prepared, token, flat, refused):
-        fastest = step.fastest(*prepared, token, *flat)
-        slower = step.not_compiled(token.device)
-        reasons = {"cuda_graph": refused, "compiled": slower, "traced": step.not_traced}
-        way = "eager" if step.not_traced else "traced" if slower else "compiled"
-        record_mode(self._model, way, {other: why for other, why in reasons.items() if why})
+    def _function(self, step, prepared, token, flat, graph_reason):
+        fastest = step.fastest_function(*prepared, token, *flat)
+        compiler_reason = step.not_compiled_reason(token.device)
+        reasons = {
+            "cuda_graph": graph_reason,
+            "compiled": compiler_reason,
+            "traced": step.not_traced_reason,
+        }
+        if step.not_traced_reason:
+            mode = "eager"
+        else:
+            mode = "traced" if compiler_reason else "compiled"
+        record_mode(self._model, mode, {name: reason for name, reason in reasons.items() if reason})
 
         def run(token, flat):
             step.count += 1
@@ -135,80 +148,83 @@ class Ways:
 
         return run
 
-    def _refused(self, device):
+    def _graph_reason(self, device):
+        """Reason no CUDA graph can be captured, or None."""
         if device.type != "cuda":
-            return f"the model is on the device {device.type!r}, not on an NVIDIA GPU"
+            return f"the model must be on an NVIDIA GPU; it is on {device.type!r}"
         if self._compiled is False:
             return "`compile` got `jit_compile=False`"
         if torch.cuda.is_current_stream_capturing():
-            return "another capture is under way"
+            return "another capture is in progress"
         return None
 
 
-class _Replayed:
-    """Tokens by a CUDA graph."""
+class _GraphDecoder:
+    """Decodes by replaying a CUDA graph."""
 
-    def __init__(self, step, graph, choice):
-        self._step, self._graph, self._choice = step, graph, choice
+    def __init__(self, step, graph, sampler):
+        self._step, self._graph, self._sampler = step, graph, sampler
 
     def next_token(self):
-        """The next token [B, 1] of each row, which the next call may overwrite."""
+        """Returns the next tokens [B, 1], which the next call may overwrite."""
         self._graph.replay()
-        if not self._graph.chooses:
-            self._graph.set_token(self._choice(self._graph.logits))
+        if not self._graph.samples:
+            self._graph.set_token(self._sampler(self._graph.logits))
         return self._graph.token
 
-    def write(self, written, start, stop):
-        """The next tokens into the columns from start to stop, at most `RECENT`, of `written`."""
+    def generate(self, generated, start, stop):
+        """Stores the next tokens in columns start to stop of `generated`, at most `RECENT`."""
         for t in range(start, stop):
-            self._choice.seed(t)
+            self._sampler.seed(t)
             token = self.next_token()
             if self._graph.recent is None:
-                written[:, t : t + 1] = token
+                generated[:, t : t + 1] = token
         if self._graph.recent is not None:
-            written[:, start:stop] = self._graph.recent[:, start - stop :]
+            generated[:, start:stop] = self._graph.recent[:, start - stop :]
 
     def cache(self):
-        """What each row has seen: all but the last token. Nothing overwrites it."""
-        return self._step.packed(t.clone() for t in self._graph.cache)
+        """Returns a copy of the cache after all tokens but the last."""
+        return self._step.pack_cache(t.clone() for t in self._graph.cache)
 
 
-class _Run:
-    """Tokens by a function of a token and the tensors of a cache."""
+class _FunctionDecoder:
+    """Decodes by calling a function of a token and the tensors of a cache."""
 
-    def __init__(self, step, run, token, flat, choice, rows):
-        self._step, self._run, self._choice = step, run, choice
-        self._token, self._flat, self._rows = token, flat, rows
+    def __init__(self, step, run, token, flat, sampler, sequences):
+        self._step, self._run, self._sampler = step, run, sampler
+        self._token, self._flat, self._sequences = token, flat, sequences
 
     def next_token(self):
-        """The next token [B, 1] of each row."""
-        mask = (self._rows.active,) if self._rows else ()
+        """Returns the next tokens [B, 1]."""
+        mask = (self._sequences.active,) if self._sequences else ()
         logits, _, *self._flat = self._run(self._token, [*mask, *self._flat])
-        chosen = self._choice(logits).to(self._token.dtype)[:, None]
-        self._token = self._rows.advance(self._token, chosen) if self._rows else chosen
+        sampled = self._sampler(logits).to(self._token.dtype)[:, None]
+        if self._sequences:
+            sampled = self._sequences.advance(self._token, sampled)
+        self._token = sampled
         return self._token
 
-    def write(self, written, start, stop):
-        """The next tokens into the columns from start to stop of `written`."""
+    def generate(self, generated, start, stop):
+        """Stores the next tokens in columns start to stop of `generated`."""
         for t in range(start, stop):
-            self._choice.seed(t)
-            written[:, t : t + 1] = self.next_token()
+            self._sampler.seed(t)
+            generated[:, t : t + 1] = self.next_token()
 
     def cache(self):
-        """What each row has seen: all but the last token. Nothing overwrites it."""
-        return self._step.packed(t.clone() for t in self._flat)
+        """Returns a copy of the cache after all tokens but the last."""
+        return self._step.pack_cache(t.clone() for t in self._flat)
 
 
 def _modules(model):
-    """The modules of torch in a model, its layers and what is in these, each once."""
-    found, waiting = {None}, list(model._flatten_layers())
-    while waiting:
-        module = waiting.pop()
-        if module not in found:
-            found.add(module)
-            waiting.extend(module._modules.values())
+    """Yields the torch modules of a model once each: its layers and their submodules."""
+    visited, pending = {None}, list(model._flatten_layers())
+    while pending:
+        module = pending.pop()
+        if module not in visited:
+            visited.add(module)
+            pending.extend(module._modules.values())
             yield module
 
 
-def _contiguous(cache):
+def _flatten_contiguous(cache):
     return [t.contiguous() for t in keras.tree.flatten(cache)]

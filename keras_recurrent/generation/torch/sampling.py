@@ -1,7 +1,8 @@
-"""KerasHub's samplers on torch, without waiting for the device: the same tokens from the same seed.
+"""KerasHub's samplers on torch, without waiting for the device.
 
-Keras on torch reads the state of a sampler's generator at every draw. Here it is read once: each
-draw adds 1 to it, so all that follow are known.
+They sample the same tokens as KerasHub from the same seed. Keras on torch copies the state of a
+sampler's generator from the device at every draw. Here it is copied once: each draw adds 1 to it,
+so all later states are known.
 """
 
 import threading
@@ -13,85 +14,97 @@ import torch
 from keras_recurrent import dispatch
 from keras_recurrent.generation.samplers import is_greedy
 
-# Between reading the state of a sampler's generator and assigning the next one.
-_ONE_AT_A_TIME = threading.Lock()
+# Held from reading the state of a sampler's generator to assigning the next one.
+_state_lock = threading.Lock()
 
 
-class Choice:
-    """The next token of each row, from logits [B, vocabulary], for a sampler.
+class TokenSampler:
+    """Samples the next token of each sequence from logits [B, vocabulary].
 
-    `begin` takes the numbers of as many draws as there may be out of the sampler's generator, so
-    that other threads get others. `seed` comes before each draw, with its number from 0 on. `end`
-    tells how many draws there were.
+    `begin` reserves random numbers of the sampler's generator for a maximum number of draws, so
+    that other threads draw different ones. `seed` precedes each draw, with its index from 0. `end`
+    returns the random numbers that were not used.
+
+    Args:
+        sampler: a sampler of KerasHub, or of another class, which is called as it is: `begin`,
+            `seed` and `end` have no effect.
 
     Attributes:
-        waits_for_nothing: whether a call can be part of a CUDA graph. A sampler of a class that is
-            not KerasHub's own chooses by itself, and needs nothing of this.
-        generator: of random numbers; None: there are none.
-        settings: what the calls depend on beside logits and seed.
+        is_capturable: boolean, True if a call can be captured in a CUDA graph, as with KerasHub's
+            samplers that only sample from probabilities.
+        generator: the random number generator. None: calls are deterministic or not capturable.
+        settings: properties of the sampler that captured calls depend on.
     """
 
     def __init__(self, sampler):
-        self._sampler, self._candidates = sampler, _DRAWN.get(type(sampler))
-        own = self._candidates is not None or is_greedy(sampler)
-        self.waits_for_nothing = own
-        self.settings = (type(sampler), str(sampler.get_config())) if own else None
+        self._sampler, self._candidates = sampler, _CANDIDATES.get(type(sampler))
+        self.is_capturable = self._candidates is not None or is_greedy(sampler)
+        self.settings = None
+        if self.is_capturable:
+            self.settings = type(sampler), str(sampler.get_config())
         self.generator = None
         if self._candidates:
             self._state = sampler.seed_generator.state
             self.generator = torch.Generator(self._state.value.device)
 
     def begin(self, draws):
-        """Goes on from where the sampler's generator is now, with room for as many draws."""
+        """Reserves random numbers for at most `draws` draws."""
         if self.generator is not None:
-            with _ONE_AT_A_TIME:
-                self._first, self._counter = self._state_now()
+            with _state_lock:
+                self._base_seed, self._counter = self._read_state()
                 self._end = self._counter + draws
-                self._state.assign([self._first, self._end])
+                self._state.assign([self._base_seed, self._end])
 
     def seed(self, draw):
+        """Seeds the generator for the draw of this index."""
         if self.generator is not None:
-            self.generator.manual_seed((self._first + self._counter + draw) & 0xFFFFFFFF)
+            self.generator.manual_seed((self._base_seed + self._counter + draw) & 0xFFFFFFFF)
 
     def end(self, draws):
-        """Gives back what was not drawn, unless others have drawn since."""
+        """Returns the unused random numbers after `draws` draws, if no other draws followed."""
         if self.generator is not None:
-            with _ONE_AT_A_TIME:
-                if self._state_now() == [self._first, self._end]:
-                    self._state.assign([self._first, self._counter + draws])
+            with _state_lock:
+                if self._read_state() == [self._base_seed, self._end]:
+                    self._state.assign([self._base_seed, self._counter + draws])
 
-    def _state_now(self):
+    def _read_state(self):
         return keras.ops.convert_to_numpy(self._state.value).tolist()
 
     def __call__(self, logits):
-        """Tokens [B]."""
+        """Returns tokens [B]."""
         sampler = self._sampler
-        if not self.waits_for_nothing:
+        if not self.is_capturable:
             return sampler.get_next_token(sampler.compute_probabilities(logits))
         if self._candidates is None:
             return dispatch.run("argmax", {"x": logits})
         probabilities = torch.softmax(logits.float() / sampler.temperature, dim=-1)
         probabilities, tokens = self._candidates(sampler, probabilities)
-        # As Keras and `torch.multinomial` do, of which the latter waits to see whether all numbers
-        # are in order.
+        # As Keras and `torch.multinomial`, which waits for the device to validate probabilities.
         probabilities = torch.softmax(probabilities.log(), dim=-1)
         noise = torch.empty_like(probabilities).exponential_(1, generator=self.generator)
-        chosen = (probabilities / noise).argmax(dim=-1, keepdim=True)
-        return (chosen if tokens is None else tokens.gather(1, chosen))[:, 0]
+        sampled = (probabilities / noise).argmax(dim=-1, keepdim=True)
+        return (sampled if tokens is None else tokens.gather(1, sampled))[:, 0]
 
-    def writes(self, logits, token, recent):
-        """Whether a kernel has written tokens over `token` [B, 1] and to the end of `recent`.
+    def store_argmax(self, logits, token, recent):
+        """Stores greedy tokens with one kernel, if there is one for this sampler and device.
 
-        The latter is [B, a power of 2]; the first one of each row is dropped.
+        Args:
+            logits: [B, vocabulary].
+            token: integers [B, 1], overwritten with the new tokens.
+            recent: integers [B, R] with R a power of 2. Each row drops its first token and appends
+                the new one.
+
+        Returns:
+            True if the tokens were stored.
         """
-        greedy = self.waits_for_nothing and self._candidates is None
+        is_argmax = self.is_capturable and self._candidates is None
         write = getattr(dispatch.chosen_module("argmax", {"x": logits}), "write_argmax", None)
-        if greedy and write is not None:
+        if is_argmax and write is not None:
             write(logits, token, recent)
-        return greedy and write is not None
+        return is_argmax and write is not None
 
 
-def _all(sampler, probabilities):
+def _all_tokens(sampler, probabilities):
     return probabilities, None
 
 
@@ -102,12 +115,14 @@ def _top_k(sampler, probabilities):
 def _top_p(sampler, probabilities):
     k = probabilities.shape[1] if sampler.k is None else sampler.k
     best, tokens = torch.topk(probabilities, k, sorted=True)
-    dropped = torch.cumsum(best, dim=-1)[:, :-1] > sampler.p  # before a token, p is reached
+    dropped = torch.cumsum(best, dim=-1)[:, :-1] > sampler.p  # p is reached before the token
     return torch.cat((best[:, :1], best[:, 1:].masked_fill(dropped, 0)), dim=1), tokens
 
 
-_DRAWN = {
+# {class of sampler: function of the sampler and probabilities [B, vocabulary] that returns the
+# probabilities of the candidates [B, K] and their tokens, None for all tokens in order}
+_CANDIDATES = {
     keras_hub.samplers.TopKSampler: _top_k,
     keras_hub.samplers.TopPSampler: _top_p,
-    keras_hub.samplers.RandomSampler: _all,
+    keras_hub.samplers.RandomSampler: _all_tokens,
 }

@@ -1,8 +1,8 @@
-"""A step of generation on torch, traced once past Keras and then run without it.
+"""Decoding steps on torch, traced once and then run without Keras.
 
-What depends on weights alone, such as their casts and HGRN2's lower bounds, is a graph of its own
-that runs once a call. A step that a user's hooks shall see is not traced: a graph would keep what
-they did then, or leave them out.
+Computations that depend only on weights, such as casts and the lower bounds of HGRN2, are a
+separate graph that runs once per call. A step of a model with hooks is not traced: the graph would
+repeat their effects during tracing, or omit them.
 """
 
 import contextlib
@@ -15,106 +15,110 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from keras_recurrent.backends.torch._states import inplace_states
 from keras_recurrent.layers.decoding import decoding_scope
 
-COMPILED_AFTER = 2000  # tokens: torch's compiler takes as long as the traced graph for so many
+COMPILED_AFTER = 2000  # tokens; the traced graph takes as long for these as torch's compiler
 
 _tracing = threading.Lock()
 
 
 class Step:
-    """One token of each row through the network.
+    """Decoding step of one token of each sequence.
 
     Args:
         model: the language model.
-        cache: a cache of the shapes that all shall have.
-        compiled: True: torch's compiler is asked for at once; None: once a step has been taken
-            `COMPILED_AFTER` times; False: never.
-        masked: whether the step takes a mask, boolean [B, 1], between token and cache, and leaves
-            the cache of a row alone where it is False.
-        not_traced: why each step runs through the layers; None: it is traced.
+        cache: a cache with the shapes of all later calls.
+        compiled: True compiles with torch's compiler at the first token, None after
+            `COMPILED_AFTER` tokens, False never.
+        masked: boolean, True if the step takes a mask, boolean [B, 1], between token and cache. The
+            cache of a sequence is unchanged where it is False.
+        not_traced_reason: reason to run each step through the layers, or None.
     """
 
-    def __init__(self, model, cache, compiled, masked, not_traced=None):
+    def __init__(self, model, cache, compiled, masked, not_traced_reason=None):
         self._model, self._structure = model, keras.tree.map_structure(lambda t: None, cache)
-        self._wanted, self._lock, self.count = compiled, threading.Lock(), 0
+        self._use_compiler, self._lock, self.count = compiled, threading.Lock(), 0
         self._masked = masked
-        self.not_traced = not_traced
+        self.not_traced_reason = not_traced_reason
         self._compiled = None
-        self._no_compiler: str | None = None
-        self.not_captured: str | None = not_traced  # why torch could make no CUDA graph of it
-        if not_traced:
-            self._prepare, self.traced = (lambda *weights: weights), self._through_layers
+        self._no_compiler_reason: str | None = None
+        self.not_captured_reason: str | None = not_traced_reason
+        if not_traced_reason:
+            self._prepare, self.traced = (lambda *weights: weights), self._run_layers
             return
-        flat = [t.clone() for t in keras.tree.flatten(cache)]  # a step writes over its cache
+        flat = [t.clone() for t in keras.tree.flatten(cache)]  # a step overwrites its cache
         token = torch.ones((flat[0].shape[0], 1), dtype=torch.int32, device=flat[0].device)
         weights = self.weights()
         mask = (torch.ones_like(token, dtype=torch.bool),) if masked else ()
-        # Keras and torch both trace by what is global to a thread or to the process.
+        # Tracing in Keras and torch uses global state of the thread and the process.
         with _tracing, torch.no_grad():
             traced = make_fx(self._call)(weights, token, *mask, *flat)
-        self._prepare, self.traced = _split(_with_numbers(traced), len(weights))
+        self._prepare, self.traced = _split(_inline_scalars(traced), len(weights))
 
     def weights(self):
         return [v.value for v in self._model.variables]
 
     def prepared(self):
-        """What depends on weights alone, from the weights as they now are."""
+        """Returns the tensors that depend only on weights, for the current weights."""
         return self._prepare(*self.weights())
 
     def _call(self, weights, token, *cache):
         mapping = list(zip(self._model.variables, weights, strict=True))
         mask, cache = (cache[0], cache[1:]) if self._masked else (None, cache)
-        fused = contextlib.nullcontext() if self.not_traced else decoding_scope()
+        fused = contextlib.nullcontext() if self.not_traced_reason else decoding_scope()
         with keras.StatelessScope(mapping), fused, inplace_states():
             logits, hidden, cache = self._model.call_with_cache(
-                token, self.packed(cache), padding_mask=mask
+                token, self.pack_cache(cache), padding_mask=mask
             )
-        # Contiguous as the cache was: what is compiled takes tensors of these strides alone.
+        # Contiguous like the given cache: a compiled step only takes tensors of these strides.
         flat = (t.contiguous() for t in keras.tree.flatten(cache))
         return logits[:, 0].contiguous(), hidden[:, 0].contiguous(), *flat
 
-    def _through_layers(self, *inputs):
+    def _run_layers(self, *inputs):
         count = len(self._model.variables)
         return self._call(inputs[:count], *inputs[count:])
 
-    def packed(self, flat):
+    def pack_cache(self, flat):
+        """Returns the tensors of a cache in its structure."""
         return keras.tree.pack_sequence_as(self._structure, list(flat))
 
-    def not_compiled(self, device):
-        """Why torch's compiler does not take the next token; None if it does."""
+    def not_compiled_reason(self, device):
+        """Reason the next token does not run in a compiled step, or None."""
         if device.type != "cpu":
-            return "it is asked on CPUs alone"
-        if self.not_traced:
-            return self.not_traced
-        if self._wanted is False:
+            return "torch's compiler is only used on CPUs"
+        if self.not_traced_reason:
+            return self.not_traced_reason
+        if self._use_compiler is False:
             return "`compile` got `jit_compile=False`"
-        if not self._wanted and self.count < COMPILED_AFTER:
-            return f"it begins after {COMPILED_AFTER} tokens; `compile(jit_compile=True)` asks now"
-        return self._no_compiler
+        if not self._use_compiler and self.count < COMPILED_AFTER:
+            return (
+                f"compiled after {COMPILED_AFTER} tokens; `compile(jit_compile=True)` compiles at "
+                "the first"
+            )
+        return self._no_compiler_reason
 
-    def fastest(self, *inputs):
-        """The graph compiled, or as it was traced."""
-        if self.not_compiled(inputs[-1].device):
+    def fastest_function(self, *inputs):
+        """Returns the step compiled for these inputs, or as traced."""
+        if self.not_compiled_reason(inputs[-1].device):
             return self.traced
-        # Documented: it compiles graphs that Dynamo has not made. It takes seconds to import.
+        # Inductor's documented entry for graphs not made by Dynamo. The import takes seconds.
         import torch._inductor as inductor
         from torch._inductor.exc import InvalidCxxCompiler
 
         with self._lock:
-            if self._compiled is None and self._no_compiler is None:
+            if self._compiled is None and self._no_compiler_reason is None:
                 try:
                     with torch.no_grad():
-                        rows = make_fx(self.traced, _OF_ONE_ROW)(*inputs)
-                        self._compiled = inductor.compile(rows, list(inputs))
+                        graph = make_fx(self.traced, _SINGLE_ROW)(*inputs)
+                        self._compiled = inductor.compile(graph, list(inputs))
                 except InvalidCxxCompiler as error:
-                    self._no_compiler = f"it found no compiler for C++: {error}"
+                    self._no_compiler_reason = f"torch found no C++ compiler: {error}"
         return self._compiled or self.traced
 
 
-def _mm_of_one_row(a, b):
-    """A product of one row as a sum, which torch's compiler reads at the speed of memory.
+def _single_row_mm(a, b):
+    """Computes a matrix product of one row as a sum, which torch's compiler makes memory-bound.
 
-    The library's product of matrices takes up to twice as long on a CPU, most where b is
-    transposed, as the embedding is. Other dtypes would be rounded on the way.
+    The library's matrix product takes up to twice as long on a CPU, most if b is transposed, like
+    the embedding. Only float32: in other dtypes the products would be rounded before the sum.
     """
     if a.shape[0] != 1 or a.dtype != torch.float32 or b.dtype != torch.float32:
         return NotImplemented
@@ -123,14 +127,14 @@ def _mm_of_one_row(a, b):
     return (a.t() * b).sum(0, keepdim=True)
 
 
-_OF_ONE_ROW = {torch.ops.aten.mm.default: _mm_of_one_row}
+_SINGLE_ROW = {torch.ops.aten.mm.default: _single_row_mm}
 
 
-def _with_numbers(traced):
-    """Multiplies by a number where the graph has a constant of no dimension, to the same bits.
+def _inline_scalars(traced):
+    """Replaces factors that are constant 0-d tensors by Python numbers, bit-identically.
 
-    Of a tensor and another one of no dimension, torch runs a kernel for any strides and dtypes,
-    which takes four times as long on a GPU.
+    For a 0-d tensor, torch runs a kernel for arbitrary strides and dtypes, which takes four times
+    as long on a GPU.
     """
     for node in traced.graph.nodes:
         if node.target is not torch.ops.aten.mul.Tensor:
@@ -143,7 +147,7 @@ def _with_numbers(traced):
             continue
         value = x.meta["val"]
         if value.ndim and value.is_floating_point():
-            # On a GPU torch casts the constant to the dtype of x first, on a CPU it does not.
+            # torch casts the constant to the dtype of x on a GPU, but not on a CPU.
             constant = constant if constant.device.type == "cpu" else constant.to(value.dtype)
             node.args = x, constant.item()
     traced.graph.eliminate_dead_code()
@@ -152,9 +156,10 @@ def _with_numbers(traced):
 
 
 def _split(traced, num_weights):
-    """Two graphs, what depends on the first inputs alone, the weights, and all else.
+    """Splits a graph into the part that depends only on weights, its first inputs, and the rest.
 
-    The first takes the weights; the second what the first returns, then the other inputs.
+    The first graph takes the weights. The second takes the results of the first, then the other
+    inputs.
     """
     nodes = list(traced.graph.nodes)
     inputs = [n for n in nodes if n.op == "placeholder"]

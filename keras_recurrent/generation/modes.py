@@ -1,0 +1,88 @@
+"""Decoding mode of the last call of `generate` or `stream`, and reasons against faster modes."""
+
+import weakref
+from typing import NamedTuple
+
+from keras_recurrent.layers.decoding import unfused_blocks
+
+MODES = {
+    "cuda_graph": "each token is one launch of a CUDA graph",
+    "compiled": "each token is a step that torch's compiler compiled",
+    "traced": "each token is a step that was traced once and runs kernel by kernel",
+    "program": "all tokens are one program of the framework",
+    "steps": "each token is a program of the framework",
+    "sampler": "the loop of the sampler, compiled where KerasHub compiles it",
+    "eager": "each token runs through Keras's layers",
+}
+
+_last: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+class GenerationMode(NamedTuple):
+    """Result of `which_generation`.
+
+    Attributes:
+        name: string, the mode.
+        refused: `{faster mode: reason}`.
+        unfused: `{block: reason}` of the blocks that run layer by layer.
+    """
+
+    name: str
+    refused: dict[str, str]
+    unfused: dict[str, str]
+
+    def __str__(self):
+        refused = "".join(f"\n  not {name}: {reason}" for name, reason in self.refused.items())
+        unfused = "".join(
+            f"\n  {block} runs layer by layer: {reason}" for block, reason in self.unfused.items()
+        )
+        return f"{self.name}: {MODES[self.name]}{refused}{unfused}"
+
+
+def which_generation(model):
+    """Reports the decoding mode of the last call, and the reasons against faster modes.
+
+    The modes are
+
+    - `"cuda_graph"`: on torch and an NVIDIA GPU, each token is one launch;
+    - `"compiled"`: on torch and CPUs, torch's compiler has compiled the step;
+    - `"traced"`: on torch, the step was traced once and runs kernel by kernel, also in the loop of
+      a sampler such as beam search;
+    - `"program"`: on JAX and TensorFlow, all tokens are one program;
+    - `"steps"`: on JAX and TensorFlow, each token of a `stream` is a program;
+    - `"sampler"`: on JAX and TensorFlow, the loop of a sampler such as beam search;
+    - `"eager"`: each token runs through Keras's layers, because of `compile(run_eagerly=True)`, a
+      subclass that overrides `generate_step` or, on torch, a module with a hook.
+
+    Args:
+        model: a language model of this package.
+
+    Returns:
+        A named tuple, or None before the first call of `generate` or `stream`. `name` is the mode,
+        `refused` a dictionary of faster modes and reasons, and `unfused` a dictionary of the blocks
+        whose steps do not run as fused operations and reasons, such as a LoRA adapter. `unfused`
+        is empty except on NVIDIA GPUs, where such operations exist.
+
+    Raises:
+        TypeError: `model` is not a language model of this package.
+
+    Example:
+
+    >>> import keras_recurrent
+    >>> model = keras_recurrent.models.GriffinCausalLM.from_preset("hawk_tiny", num_layers=1)
+    >>> model.compile(sampler="greedy", run_eagerly=True)
+    >>> text = model.generate("a", max_length=4)
+    >>> keras_recurrent.which_generation(model).name
+    'eager'
+    """
+    if not hasattr(model, "prefill"):
+        raise TypeError(
+            "`model` must be a language model of keras_recurrent, such as `HGRN2CausalLM`; got "
+            f"{type(model).__name__}."
+        )
+    return _last.get(model)
+
+
+def record_mode(model, name, refused=None):
+    """Sets the result of `which_generation`."""
+    _last[model] = GenerationMode(name, refused or {}, unfused_blocks(model))
