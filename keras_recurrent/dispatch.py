@@ -105,7 +105,7 @@ for _operation, _row in IMPLEMENTATIONS.items():
         _row[BACKEND] = portable_module(_operation)
 
 if BACKEND == "jax":
-    from keras_recurrent.backends.jax import _layouts, _platforms, _shards
+    from keras_recurrent.backends.jax import _gpu, _layouts, _platforms, _shards
 if BACKEND == "torch":
     from keras_recurrent.backends.torch import _common as torch_common
 
@@ -223,19 +223,21 @@ def _platform_reason(name, arguments):
 
 
 def decodes_with_kernels(tensor):
-    """Returns True if a decoding step on this tensor's device should call the Triton kernels.
+    """Returns True if decoding steps on this tensor's device should call Triton kernels.
 
-    This is the case on an NVIDIA GPU, and inside `implementation("triton")`.
+    This is on an NVIDIA GPU that the kernels support, or wherever `implementation("triton")` is in
+    force.
     """
-    if "triton" not in serving() or keras.distribution.distribution() is not None:
+    kernels = IMPLEMENTATIONS["soft_cap"].get("triton", "")
+    if isinstance(kernels, str) or keras.distribution.distribution() is not None:
         return False
     if chosen_name():
         return chosen_name() == "triton"
     if BACKEND == "jax":
         import jax
 
-        return jax.default_backend() == "gpu"
-    return tensor.is_cuda
+        return jax.default_backend() == "gpu" and _gpu.has_min_capability()
+    return tensor.is_cuda and kernels.unsupported(tensor.detach(), cap=1.0) is None
 
 
 def is_traced(arguments):

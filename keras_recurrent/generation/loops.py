@@ -33,7 +33,7 @@ class GenerateFunction:
     Attributes:
         loops: a `torch.loop.Loop` or the `xla_programs.Programs`, which decode for samplers that
             only choose tokens; None where KerasHub's loop does.
-        hub_loop_reason: a pair, the reason for KerasHub's loop and the mend, or None.
+        hub_loop_reason: a pair, the reason for KerasHub's loop and the remedy, or None.
     """
 
     loops: Any

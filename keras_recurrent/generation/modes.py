@@ -6,7 +6,7 @@ from typing import NamedTuple
 from keras_recurrent.layers.decoding import unfused_blocks
 
 MODES = {
-    "cuda_graph": "each token is one launch of a CUDA graph",
+    "cuda_graph": "each step is one launch of a CUDA graph, KerasHub's samplers included",
     "compiled": "each token is a step that torch's compiler compiled",
     "traced": "each token is a step that was traced once and runs kernel by kernel",
     "program": "all tokens are one program of the framework",
@@ -44,7 +44,8 @@ def which_generation(model):
 
     The modes are
 
-    - `"cuda_graph"`: on torch and an NVIDIA GPU, each token is one launch;
+    - `"cuda_graph"`: on torch and an NVIDIA GPU, each step is one launch, which includes the choice
+      of the token by KerasHub's samplers; another sampler runs between the launches;
     - `"compiled"`: on torch and CPUs, torch's compiler has compiled the step;
     - `"traced"`: on torch, the step was traced once and runs kernel by kernel, also in the loop of
       a sampler such as beam search;

@@ -1,7 +1,10 @@
 """Decoding steps with fused operations, which read each weight once, on NVIDIA GPUs.
 
 A layer with such a step defines `fused_step`, and `unfused_reason`, which returns the reason why
-the step cannot run for this layer, or None.
+the step cannot run for this layer, or None. `ResidualBlock.stream` takes the fused steps of a block
+if `can_fuse(inputs)` and its `unfused_reason` is None. `linear`, and the operations of
+`ops/decoding_steps.py`, go through `dispatch`, which falls back to `portable/` where a Triton
+kernel refuses.
 """
 
 import contextlib

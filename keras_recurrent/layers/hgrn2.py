@@ -23,7 +23,7 @@ class HGRN2(BoundedLayer):
     """Gated linear recurrence of HGRN2: an HGRN whose state is expanded to a matrix per head.
 
     ```
-    q_t = silu(W_q x_t)                          output gate
+    q_t = silu(W_q x_t)                          query, the paper's output gate
     f_t = β + (1 - β) σ(W_f x_t)                 forget gate, β the layer's lower bound
     v_t = W_i x_t                                input
     S_t = diag(f_t) S_{t-1} + (1 - f_t) v_t^T    in each head, K x K
