@@ -14,6 +14,8 @@ _functions: Any = ops
 if keras.backend.backend() == "jax":
     import jax.numpy as _functions
 cos, sin, tanh = _functions.cos, _functions.sin, _functions.tanh
+# Of the framework, for decoding steps, which are never exported; see `log1p` below.
+framework_expm1, framework_log1p = _functions.expm1, _functions.log1p
 
 
 def sum_dtype(*tensors):

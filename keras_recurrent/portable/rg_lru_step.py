@@ -2,9 +2,17 @@
 
 from keras import ops
 
-from keras_recurrent.portable._common import fill_where, matmul, sum_dtype, token_masks
+from keras_recurrent.backends.constants import DECAY_EXPONENT
+from keras_recurrent.portable._common import (
+    applied_decay,
+    fill_where,
+    framework_expm1,
+    framework_log1p,
+    matmul,
+    sum_dtype,
+    token_masks,
+)
 from keras_recurrent.portable.gated_linear_unit import gated_linear_unit
-from keras_recurrent.portable.rg_lru import rg_lru
 
 
 def rg_lru_step(
@@ -33,9 +41,20 @@ def rg_lru_step(
     def block_diagonal(kernel, bias):
         blocks = ops.transpose(ops.reshape(c, (-1, *bias.shape)), (1, 0, 2))
         y = ops.transpose(matmul(blocks, ops.cast(kernel, dtype)), (1, 0, 2))
-        return ops.reshape(y + ops.cast(bias, dtype), (-1, 1, c.shape[1]))
+        return ops.reshape(y + ops.cast(bias, dtype), (-1, c.shape[1]))
 
     gates = block_diagonal(kernel_a, bias_a), block_diagonal(kernel_x, bias_x)
-    h, hidden = rg_lru(c[:, None], *gates, a_logit, hidden, kinds)
+    h = _recurrence(c, *gates, a_logit, ops.cast(hidden, dtype), starts, padding)
     after = seen[:, 1:] if padding is None else ops.where(padding, window, seen[:, 1:])
-    return ops.cast(gated_linear_unit(gate, h[:, 0], "gelu"), x.dtype), after, hidden
+    return ops.cast(gated_linear_unit(gate, h, "gelu"), x.dtype), after, h
+
+
+def _recurrence(x, gate_a, gate_x, a_logit, hidden, starts, padding):
+    """One step of `rg_lru`; with the framework's logarithms, whose digits XLA keeps."""
+    starts, padding = (None if mask is None else mask[:, 0] for mask in (starts, padding))
+    z = -ops.cast(a_logit, x.dtype)
+    softplus = ops.relu(z) + framework_log1p(ops.exp(-ops.abs(z)))
+    log_a = -DECAY_EXPONENT * softplus * ops.sigmoid(gate_a)
+    scale = fill_where(starts, 1.0, ops.sqrt(-framework_expm1(2.0 * log_a)))
+    inputs = fill_where(padding, 0.0, scale * ops.sigmoid(gate_x) * x)
+    return applied_decay(ops.exp(log_a), starts, padding) * hidden + inputs

@@ -30,6 +30,9 @@ from tests.ops.steps import (
     token_kinds,
 )
 
+if PLAIN == "jax":
+    import jax
+
 KERNELS = kernels(DRAW)
 quantized_maps = pytest.mark.parametrize(
     "implementation", [i for o, i in KERNELS if o == "norm_quantized_linear"]
@@ -47,7 +50,10 @@ def run(operation, implementation, drawn):
     reason = native.refusal(module, {**arguments, **drawn.options})
     if reason is not None:
         pytest.skip(f"{implementation} refuses: {reason}")
-    results = getattr(module, operation)(**arguments, **drawn.options)
+    function = functools.partial(getattr(module, operation), **drawn.options)
+    if implementation == "jax":  # one program is cheaper to compile than each of its operations
+        function = jax.jit(function)
+    results = function(**arguments)
     return [native.to_numpy(r) for r in results], [native.dtype(r) for r in results]
 
 
