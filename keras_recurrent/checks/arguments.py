@@ -19,6 +19,12 @@ def check_positive_integer(name, value):
         raise ValueError(f"`{name}` must be an integer, at least 1; got {value!r}.")
 
 
+def check_positive_integers(**values):
+    """Raises an error unless all values are integers of at least 1."""
+    for name, value in values.items():
+        check_positive_integer(name, value)
+
+
 def check_boolean(name, value):
     if not isinstance(value, (bool, np.bool_)):
         raise ValueError(f"`{name}` must be True or False; got {value!r}.")

@@ -1,8 +1,8 @@
 """Multi-query associative recall: key-value pairs, followed by keys as queries."""
 
-import numbers
-
 import numpy as np
+
+from keras_recurrent.checks.arguments import check_positive_integers
 
 
 def associative_recall(
@@ -92,15 +92,13 @@ def _draw_distinct(rng, num_examples, log_weights, count):
 
 
 def _check(num_examples, num_pairs, num_queries, sequence_length, vocabulary_size, power):
-    for name, number in (
-        ("num_examples", num_examples),
-        ("num_pairs", num_pairs),
-        ("num_queries", num_queries),
-        ("sequence_length", sequence_length),
-        ("vocabulary_size", vocabulary_size),
-    ):
-        if not isinstance(number, numbers.Integral) or number < 1:
-            raise ValueError(f"`{name}` must be an integer, at least 1; got {number!r}.")
+    check_positive_integers(
+        num_examples=num_examples,
+        num_pairs=num_pairs,
+        num_queries=num_queries,
+        sequence_length=sequence_length,
+        vocabulary_size=vocabulary_size,
+    )
     if not power > 0:
         raise ValueError(f"`power` must be above 0; got {power}.")
     if vocabulary_size // 2 - 1 < num_pairs:

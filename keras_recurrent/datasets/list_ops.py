@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 
-from keras_recurrent.checks.arguments import check_positive_integer
+from keras_recurrent.checks.arguments import check_positive_integers
 
 DIGITS = 10
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
@@ -121,14 +121,13 @@ def _apply(operator, values):
 
 
 def _check(num_examples, min_length, max_length, max_depth, max_args):
-    for name, number in (
-        ("num_examples", num_examples),
-        ("min_length", min_length),
-        ("max_length", max_length),
-        ("max_depth", max_depth),
-        ("max_args", max_args),
-    ):
-        check_positive_integer(name, number)
+    check_positive_integers(
+        num_examples=num_examples,
+        min_length=min_length,
+        max_length=max_length,
+        max_depth=max_depth,
+        max_args=max_args,
+    )
     if max_args < 2:
         raise ValueError(f"`max_args` must be at least 2, as in every list; got {max_args}.")
     if min_length > max_length:

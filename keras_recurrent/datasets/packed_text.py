@@ -128,24 +128,17 @@ class PackedText(grain.IterDataset):
                 )
             groups = documents.batch(DOCUMENTS_PER_GROUP, batch_fn=list)
             return groups.map(lambda texts: self._pack(texts, None)), "a stream"
-        elements: Any
+        elements: Any = documents
+        read: Any
         description: Any
         if isinstance(documents, grain.MapDataset):
-            elements, size, read, description = (
-                documents,
-                DOCUMENTS_PER_GROUP,
-                _identity,
-                len(documents),
-            )
+            size, read, description = DOCUMENTS_PER_GROUP, list, len(documents)
         else:
             if isinstance(documents, (str, os.PathLike)):
                 documents = [documents]
             paths = [os.fspath(path) for path in documents]
-            elements, size, read = (
-                grain.MapDataset.source(split_files(paths)),
-                CHUNKS_PER_GROUP,
-                _read_chunks,
-            )
+            elements = grain.MapDataset.source(split_files(paths))
+            size, read = CHUNKS_PER_GROUP, _read_chunks
             check_not_empty(paths)
             description = [[os.path.basename(path), os.path.getsize(path)] for path in paths]
         if seed is not None:
@@ -232,10 +225,6 @@ class PackedTextIterator(grain.DatasetIterator):
         while len(self._positions) > 1 and self._positions[1][0] <= number:
             self._positions.popleft()
         return self._positions[0][1]
-
-
-def _identity(documents):
-    return documents
 
 
 def _read_chunks(chunks):

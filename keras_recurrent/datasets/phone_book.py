@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from keras_recurrent.checks.arguments import check_positive_integer
+from keras_recurrent.checks.arguments import check_positive_integers
 
 DIGITS = 10
 FIRST_DIGIT = 1
@@ -66,16 +66,14 @@ def phone_book(
     >>> list(line[3:]) == list(labels[0, weights[0] > 0])
     True
     """
-    sizes = {
-        "num_examples": num_examples,
-        "num_names": num_names,
-        "num_queries": num_queries,
-        "name_length": name_length,
-        "number_length": number_length,
-        "vocabulary_size": vocabulary_size,
-    }
-    for name, size in sizes.items():
-        check_positive_integer(name, size)
+    check_positive_integers(
+        num_examples=num_examples,
+        num_names=num_names,
+        num_queries=num_queries,
+        name_length=name_length,
+        number_length=number_length,
+        vocabulary_size=vocabulary_size,
+    )
     if num_queries > num_names:
         raise ValueError(
             f"`num_queries` must be at most `num_names`, {num_names}; got {num_queries}."

@@ -1,5 +1,6 @@
 """State of `sequence_parallel` on torch: the shards of the active block. Imports no torch."""
 
+import contextlib
 from typing import Any
 
 # Shared by all threads: on a GPU, autograd recomputes a block in a separate thread.
@@ -11,12 +12,14 @@ def active_shards():
     return _shards[-1] if _shards else None
 
 
-def push(shards):
+@contextlib.contextmanager
+def activate(shards):
+    """Context manager in which `active_shards` returns `shards`; None: sequences are whole."""
     _shards.append(shards)
-
-
-def pop():
-    _shards.pop()
+    try:
+        yield
+    finally:
+        _shards.pop()
 
 
 def check_not_split(what):

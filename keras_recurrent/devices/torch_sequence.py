@@ -55,11 +55,8 @@ def sequence_parallel(group=None):
         raise RuntimeError(
             "`sequence_parallel` needs `torch.distributed.init_process_group` to be called first."
         )
-    split_time.push(Shards(group))
-    try:
+    with split_time.activate(Shards(group)):
         yield
-    finally:
-        split_time.pop()
 
 
 class Shards:
@@ -92,11 +89,8 @@ class Shards:
         batch, length = like.shape[:2]
         like = like.new_empty((batch, length * self.count))
         whole = [self.concatenate(t) for t in per_token]
-        split_time.push(None)
-        try:
+        with split_time.activate(None):
             return self.local_part(function(like, *whole))
-        finally:
-            split_time.pop()
 
     def run(self, operation, arguments, function):
         """Runs an implementation of an operation on this process's shard."""

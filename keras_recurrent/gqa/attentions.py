@@ -8,7 +8,7 @@ import keras
 import keras_hub
 from keras import ops
 
-from keras_recurrent.compat import T5MultiHeadAttention
+from keras_recurrent.compat import BloomAttention, GPTNeoXAttention, T5MultiHeadAttention
 from keras_recurrent.gqa.grouping import (
     attention_scores,
     fold_mask,
@@ -83,24 +83,12 @@ class CachedGroupedQueryAttention(keras_hub.layers.CachedMultiHeadAttention):
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-class GroupedBloomAttention(keras.layers.Layer):
+class GroupedBloomAttention(BloomAttention):
     """Grouped attention of Bloom, with ALiBi, a linear bias per query head (arXiv:2108.12409)."""
 
-    def __init__(
-        self,
-        num_heads,
-        num_key_value_heads,
-        dropout=0.0,
-        kernel_initializer="glorot_uniform",
-        bias_initializer="zeros",
-        **kwargs,
-    ):
-        super().__init__(**kwargs)
-        self.num_heads = num_heads
+    def __init__(self, num_heads, num_key_value_heads, **kwargs):
+        super().__init__(num_heads, **kwargs)
         self.num_key_value_heads = num_key_value_heads
-        self.dropout = dropout
-        self.kernel_initializer = keras.initializers.get(kernel_initializer)
-        self.bias_initializer = keras.initializers.get(bias_initializer)
 
     def build(self, inputs_shape):
         hidden_dim = inputs_shape[-1]
@@ -111,11 +99,7 @@ class GroupedBloomAttention(keras.layers.Layer):
         self._value_dense = self._projection("value_dense", groups, inputs_shape)
         self._alibi_layer = keras_hub.layers.AlibiBias(dtype=self.dtype_policy)
         self._output_dense = keras.layers.Dense(
-            hidden_dim,
-            kernel_initializer=copy_initializer(self.kernel_initializer),
-            bias_initializer=copy_initializer(self.bias_initializer),
-            dtype=self.dtype_policy,
-            name="output_dense",
+            hidden_dim, name="output_dense", **_dense_arguments(self)
         )
         self._output_dense.build(inputs_shape)
         self._dropout_layer = keras.layers.Dropout(
@@ -124,17 +108,8 @@ class GroupedBloomAttention(keras.layers.Layer):
         self._softmax = keras.layers.Softmax(dtype="float32", name="softmax")
 
     def _projection(self, name, heads, input_shape):
-        layer = keras.layers.EinsumDense(
-            "btd,dnk->btnk",
-            output_shape=(None, heads, self._head_dim),
-            bias_axes="nk",
-            kernel_initializer=copy_initializer(self.kernel_initializer),
-            bias_initializer=copy_initializer(self.bias_initializer),
-            dtype=self.dtype_policy,
-            name=name,
-        )
-        layer.build(input_shape)
-        return layer
+        output_shape = (heads, self._head_dim)
+        return _build_einsum(self, name, "btd,dnk->btnk", output_shape, input_shape)
 
     def call(self, hidden_states, attention_mask=None, cache=None, cache_update_index=None):
         batch, length, hidden_dim = ops.shape(hidden_states)
@@ -152,71 +127,34 @@ class GroupedBloomAttention(keras.layers.Layer):
         return output if cache is None else (output, cache)
 
     def get_config(self):
-        return super().get_config() | {
-            "num_heads": self.num_heads,
-            "num_key_value_heads": self.num_key_value_heads,
-            "dropout": self.dropout,
-            "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
-            "bias_initializer": keras.initializers.serialize(self.bias_initializer),
-        }
+        return super().get_config() | {"num_key_value_heads": self.num_key_value_heads}
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-class GroupedGPTNeoXAttention(keras.layers.Layer):
+class GroupedGPTNeoXAttention(GPTNeoXAttention):
     """Grouped attention of GPT-NeoX, with rotary positions on the first part of each head.
 
     GPT-NeoX has one kernel for queries, keys and values; here queries have a separate kernel.
     """
 
-    def __init__(
-        self,
-        num_heads,
-        num_key_value_heads,
-        hidden_dim,
-        dropout=0.0,
-        rotary_percentage=0.25,
-        rotary_max_wavelength=10000,
-        kernel_initializer="glorot_uniform",
-        bias_initializer="zeros",
-        **kwargs,
-    ):
-        super().__init__(**kwargs)
-        self.num_heads = num_heads
+    def __init__(self, num_heads, num_key_value_heads, hidden_dim, **kwargs):
+        super().__init__(num_heads, hidden_dim, **kwargs)
         self.num_key_value_heads = num_key_value_heads
-        self.hidden_dim = hidden_dim
-        self.dropout = dropout
-        self.rotary_percentage = rotary_percentage
-        self.rotary_max_wavelength = rotary_max_wavelength
-        self.kernel_initializer = keras.initializers.get(kernel_initializer)
-        self.bias_initializer = keras.initializers.get(bias_initializer)
-        self._head_dim = hidden_dim // num_heads
-        self._rotary_dim = int(self._head_dim * rotary_percentage)
-        self._rotary = keras_hub.layers.RotaryEmbedding(
-            max_wavelength=rotary_max_wavelength, dtype=self.dtype_policy
-        )
 
     def build(self, input_shape):
-        groups, size = self.num_key_value_heads, self._head_dim
-        self._query_dense = self._dense("query", "btd,dnk->btnk", (self.num_heads, size))
-        self._query_dense.build(input_shape)
-        self._key_value_dense = self._dense("key_value", "btd,dnk->btnk", (groups, 2 * size))
-        self._key_value_dense.build(input_shape)
-        self._output_dense = self._dense("attention_output", "btd,dk->btk", (self.hidden_dim,))
-        self._output_dense.build(input_shape)
+        groups, size = self.num_key_value_heads, self.attn_head_size
+        self._query_dense = _build_einsum(
+            self, "query", "btd,dnk->btnk", (self.num_heads, size), input_shape
+        )
+        self._key_value_dense = _build_einsum(
+            self, "key_value", "btd,dnk->btnk", (groups, 2 * size), input_shape
+        )
+        self._output_dense = _build_einsum(
+            self, "attention_output", "btd,dk->btk", (self.hidden_dim,), input_shape
+        )
         self._softmax = keras.layers.Softmax(dtype="float32", name="attention_softmax")
         self._dropout_layer = keras.layers.Dropout(
             self.dropout, dtype=self.dtype_policy, name="attention_dropout"
-        )
-
-    def _dense(self, name, equation, output_shape):
-        return keras.layers.EinsumDense(
-            equation,
-            output_shape=(None, *output_shape),
-            bias_axes="nk" if len(output_shape) > 1 else "k",
-            kernel_initializer=copy_initializer(self.kernel_initializer),
-            bias_initializer=copy_initializer(self.bias_initializer),
-            dtype=self.dtype_policy,
-            name=name,
         )
 
     def call(
@@ -236,7 +174,7 @@ class GroupedGPTNeoXAttention(keras.layers.Layer):
             lambda: ops.split(self._key_value_dense(hidden_states), 2, axis=-1),
         )
         # As in KerasHub, the cache has keys before rotation; the first is at position 0.
-        scores = attention_scores(query, self._rotate(key, 0)) * self._head_dim**-0.5
+        scores = attention_scores(query, self._rotate(key, 0)) * self.attn_head_size**-0.5
         mask = None if attention_mask is None else ops.expand_dims(attention_mask, 1)
         weights = self._dropout_layer(self._softmax(scores, mask), training=training)
         output = mix_values(ops.cast(weights, self.compute_dtype), value)
@@ -244,24 +182,17 @@ class GroupedGPTNeoXAttention(keras.layers.Layer):
         return output, cache
 
     def _rotate(self, x, start):
-        rotated = self._rotary(x[..., : self._rotary_dim], start_index=start)
-        return ops.concatenate((rotated, x[..., self._rotary_dim :]), axis=-1)
+        rotated = self.rotary_embedding_layer(x[..., : self.rotary_dim], start_index=start)
+        return ops.concatenate((rotated, x[..., self.rotary_dim :]), axis=-1)
 
     def split_fused(self, kernel):
         """Splits a fused kernel or bias [..., N, 3 K] into queries, and keys with values."""
-        return kernel[..., : self._head_dim], kernel[..., self._head_dim :]
+        return kernel[..., : self.attn_head_size], kernel[..., self.attn_head_size :]
 
     def get_config(self):
-        return super().get_config() | {
-            "num_heads": self.num_heads,
-            "num_key_value_heads": self.num_key_value_heads,
-            "hidden_dim": self.hidden_dim,
-            "dropout": self.dropout,
-            "rotary_percentage": self.rotary_percentage,
-            "rotary_max_wavelength": self.rotary_max_wavelength,
-            "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
-            "bias_initializer": keras.initializers.serialize(self.bias_initializer),
-        }
+        config = super().get_config() | {"num_key_value_heads": self.num_key_value_heads}
+        del config["max_sequence_length"]  # KerasHub does not use it
+        return config
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -318,17 +249,43 @@ class GroupedT5Attention(T5MultiHeadAttention):
         return self.compute_bias(query_length, key_length, 0 if start is None else start)
 
     def get_config(self):
-        return super().get_config() | {
-            "is_decoder": self.is_decoder,
-            "hidden_dim": self.hidden_dim,
-            "key_value_dim": self.key_value_dim,
-            "num_heads": self.num_heads,
-            "num_key_value_heads": self.num_key_value_heads,
-            "dropout": self.dropout_layer.rate,
-            "use_relative_attention_bias": self.use_relative_attention_bias,
-        }
+        groups = {"num_key_value_heads": self.num_key_value_heads}
+        return super().get_config() | t5_arguments(self) | groups
 
 
-def copy_initializer(initializer):
+def t5_arguments(layer):
+    """Returns the constructor arguments of a T5 attention layer, which has no `get_config`."""
+    return {
+        "is_decoder": layer.is_decoder,
+        "hidden_dim": layer.hidden_dim,
+        "key_value_dim": layer.key_value_dim,
+        "num_heads": layer.num_heads,
+        "dropout": layer.dropout_layer.rate,
+        "use_relative_attention_bias": layer.use_relative_attention_bias,
+    }
+
+
+def _build_einsum(layer, name, equation, output_shape, input_shape):
+    """Returns a built projection of a Bloom or GPT-NeoX attention layer."""
+    dense = keras.layers.EinsumDense(
+        equation,
+        output_shape=(None, *output_shape),
+        bias_axes="nk" if len(output_shape) > 1 else "k",
+        name=name,
+        **_dense_arguments(layer),
+    )
+    dense.build(input_shape)
+    return dense
+
+
+def _dense_arguments(layer):
+    return {
+        "kernel_initializer": _copy_initializer(layer.kernel_initializer),
+        "bias_initializer": _copy_initializer(layer.bias_initializer),
+        "dtype": layer.dtype_policy,
+    }
+
+
+def _copy_initializer(initializer):
     """Copies an initializer: one object shared by two weights would draw equal numbers."""
     return type(initializer).from_config(initializer.get_config())

@@ -5,7 +5,7 @@ import keras
 from keras_recurrent.gqa.graphs import convert_graph
 from keras_recurrent.gqa.hub import convert_hub, is_hub_model
 from keras_recurrent.gqa.pooling import POOLINGS, Pooling
-from keras_recurrent.gqa.sites import check_groups, is_graph
+from keras_recurrent.gqa.sites import is_graph
 
 
 def convert_to_gqa(model, num_key_value_heads, pooling="mean", where=None, seed=0):
@@ -62,7 +62,10 @@ def convert_to_gqa(model, num_key_value_heads, pooling="mean", where=None, seed=
     >>> [tuple(w.shape) for w in grouped.weights if w.path == "attention/key/kernel"]
     [(32, 2, 4)]
     """
-    check_groups(num_key_value_heads)
+    if not isinstance(num_key_value_heads, int) or num_key_value_heads < 1:
+        raise ValueError(
+            f"`num_key_value_heads` must be an integer of at least 1; got {num_key_value_heads!r}."
+        )
     if pooling not in POOLINGS:
         raise ValueError(
             f"`pooling` must be one of {', '.join(map(repr, POOLINGS))}; got {pooling!r}."

@@ -76,83 +76,77 @@ class GroupedSeq2SeqLM(Mixin):
         )
 
 
-serializable = keras.saving.register_keras_serializable(package="keras_recurrent")
+# {multi-head model: grouped version}, for backbones and for the tasks that generate.
+GROUPED_MODELS: dict[Any, Any] = {}
 
 
-@serializable
+def grouped_version(cls):
+    """Registers a class, whose second base is the multi-head model, here and with Keras."""
+    multi_head = cls.__bases__[1]
+    GROUPED_MODELS[multi_head] = cls
+    if issubclass(cls, GroupedBackbone):
+        cls.preprocessed_as = multi_head  # for `keras_recurrent.checkpoints.hub_hooks`
+    return keras.saving.register_keras_serializable(package="keras_recurrent")(cls)
+
+
+@grouped_version
 class GroupedGPT2Backbone(GroupedBackbone, keras_hub.models.GPT2Backbone):
-    preprocessed_as = keras_hub.models.GPT2Backbone
+    """GPT-2 with grouped-query attention."""
 
 
-@serializable
+@grouped_version
 class GroupedOPTBackbone(GroupedBackbone, keras_hub.models.OPTBackbone):
-    preprocessed_as = keras_hub.models.OPTBackbone
+    """OPT with grouped-query attention."""
 
 
-@serializable
+@grouped_version
 class GroupedGPTNeoXBackbone(GroupedBackbone, keras_hub.models.GPTNeoXBackbone):
-    preprocessed_as = keras_hub.models.GPTNeoXBackbone
+    """GPT-NeoX with grouped-query attention."""
 
 
-@serializable
+@grouped_version
 class GroupedBloomBackbone(GroupedBackbone, keras_hub.models.BloomBackbone):
-    preprocessed_as = keras_hub.models.BloomBackbone
+    """Bloom with grouped-query attention."""
 
 
-@serializable
+@grouped_version
 class GroupedBartBackbone(GroupedBackbone, keras_hub.models.BartBackbone):
-    preprocessed_as = keras_hub.models.BartBackbone
     decoder = "decoder_transformer_layers"
     cross_attention = "_cross_attention_layer"
 
 
-@serializable
+@grouped_version
 class GroupedT5Backbone(GroupedBackbone, keras_hub.models.T5Backbone):
-    preprocessed_as = keras_hub.models.T5Backbone
     decoder = "decoder_transformer_layers"
     self_attention = "self_attention"
     cross_attention = "cross_attention"
 
 
-@serializable
+@grouped_version
 class GroupedGPT2CausalLM(GroupedCausalLM, keras_hub.models.GPT2CausalLM):
     backbone_cls = GroupedGPT2Backbone
 
 
-@serializable
+@grouped_version
 class GroupedOPTCausalLM(GroupedCausalLM, keras_hub.models.OPTCausalLM):
     backbone_cls = GroupedOPTBackbone
 
 
-@serializable
+@grouped_version
 class GroupedGPTNeoXCausalLM(GroupedCausalLM, keras_hub.models.GPTNeoXCausalLM):
     backbone_cls = GroupedGPTNeoXBackbone
 
 
-@serializable
+@grouped_version
 class GroupedBloomCausalLM(GroupedCausalLM, keras_hub.models.BloomCausalLM):
     backbone_cls = GroupedBloomBackbone
 
 
-@serializable
+@grouped_version
 class GroupedBartSeq2SeqLM(GroupedSeq2SeqLM, keras_hub.models.BartSeq2SeqLM):
     backbone_cls = GroupedBartBackbone
 
 
-@serializable
+@grouped_version
 class GroupedT5Seq2SeqLM(GroupedSeq2SeqLM, keras_hub.models.T5Seq2SeqLM):
     backbone_cls = GroupedT5Backbone
-
-
-# {multi-head model: grouped version}, for backbones and for the tasks that generate.
-GROUPED_MODELS: dict[Any, Any] = {
-    grouped.__bases__[1]: grouped
-    for grouped in (
-        *(GroupedGPT2Backbone, GroupedGPT2CausalLM),
-        *(GroupedOPTBackbone, GroupedOPTCausalLM),
-        *(GroupedGPTNeoXBackbone, GroupedGPTNeoXCausalLM),
-        *(GroupedBloomBackbone, GroupedBloomCausalLM),
-        *(GroupedBartBackbone, GroupedBartSeq2SeqLM),
-        *(GroupedT5Backbone, GroupedT5Seq2SeqLM),
-    )
-}

@@ -3,11 +3,10 @@
 Groups are consecutive: the new head g replaces heads g·H/G to (g+1)·H/G − 1.
 """
 
-import keras
-import ml_dtypes
 import numpy as np
 from keras import ops
 
+from keras_recurrent.checks.dtypes import bytes_of
 from keras_recurrent.progress import progress
 
 POOLINGS = ("mean", "first", "random")
@@ -49,14 +48,9 @@ def transfer(old, new, pooling):
     The layers of both models are visited in parallel. Weights of different shapes differ along one
     axis, the axis of heads, and are pooled along it.
     """
-    size = sum(_bytes(variable) for variable in old.variables)
+    size = sum(map(bytes_of, old.variables))
     with progress(f"Converting {old.name}", "weights", size) as done:
         _transfer(old, new, pooling, set(), done)
-
-
-def _bytes(variable):
-    dtype = keras.backend.standardize_dtype(variable.dtype)
-    return int(np.prod(variable.shape)) * np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
 
 
 def _transfer(old, new, pooling, seen, done):
@@ -67,12 +61,12 @@ def _transfer(old, new, pooling, seen, done):
         new.trainable = old.trainable
     if hasattr(new, "split_fused") and not hasattr(old, "split_fused"):
         _transfer_fused(old, new, pooling)
-        done(sum(_bytes(variable) for variable in old.variables))
+        done(sum(map(bytes_of, old.variables)))
         return
     variables = zip(_direct_variables(old), _direct_variables(new), strict=True)
     for before, after in variables:
         _assign(before, after, pooling, new)
-        done(_bytes(before))
+        done(bytes_of(before))
     for before, after in zip(old._layers, new._layers, strict=True):
         _transfer(before, after, pooling, seen, done)
 

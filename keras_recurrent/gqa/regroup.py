@@ -11,22 +11,18 @@ from keras_recurrent.gqa.attentions import (
     GroupedBloomAttention,
     GroupedGPTNeoXAttention,
     GroupedT5Attention,
+    t5_arguments,
 )
 
-MULTI_HEAD = (
-    keras.layers.MultiHeadAttention,
-    keras_hub.layers.CachedMultiHeadAttention,
-    BloomAttention,
-    GPTNeoXAttention,
-    T5MultiHeadAttention,
-)
-GROUPED = (
-    keras.layers.GroupQueryAttention,
-    CachedGroupedQueryAttention,
-    GroupedBloomAttention,
-    GroupedGPTNeoXAttention,
-    GroupedT5Attention,
-)
+# {multi-head attention: grouped attention}
+GROUPED_CLASSES = {
+    keras.layers.MultiHeadAttention: keras.layers.GroupQueryAttention,
+    keras_hub.layers.CachedMultiHeadAttention: CachedGroupedQueryAttention,
+    BloomAttention: GroupedBloomAttention,
+    GPTNeoXAttention: GroupedGPTNeoXAttention,
+    T5MultiHeadAttention: GroupedT5Attention,
+}
+MULTI_HEAD, GROUPED = tuple(GROUPED_CLASSES), tuple(GROUPED_CLASSES.values())
 
 
 def is_attention(layer):
@@ -35,8 +31,7 @@ def is_attention(layer):
 
 
 def num_query_heads(layer):
-    heads = getattr(layer, "num_query_heads", None)
-    return layer.num_heads if heads is None else heads
+    return getattr(layer, "num_query_heads", None) or layer.num_heads
 
 
 def num_key_value_heads(layer):
@@ -89,49 +84,25 @@ def unsupported_reason(layer, groups) -> str | None:
     return None
 
 
-def regrouped_config(layer, groups):
-    """Returns the class that replaces the layer, and its arguments."""
+def regroup(layer, groups):
+    """Returns a copy of a layer with `groups` key and value heads, not built."""
     if type(layer) is T5MultiHeadAttention:
-        return GroupedT5Attention, _t5_config(layer) | {"num_key_value_heads": groups}
-    config = layer.get_config()
+        config = t5_arguments(layer) | {
+            "name": layer.name,
+            "trainable": layer.trainable,
+            "dtype": layer.dtype_policy,
+        }
+    else:
+        config = layer.get_config()
     if type(layer) is keras.layers.MultiHeadAttention:
         for name in ("value_dim", "output_shape", "attention_axes"):
             del config[name]
         config["num_query_heads"] = config.pop("num_heads")
         config["head_dim"] = config.pop("key_dim")
-        cls = keras.layers.GroupQueryAttention
-    elif type(layer) is GPTNeoXAttention:
-        del config["max_sequence_length"]
-        cls = GroupedGPTNeoXAttention
-    else:
-        cls = {
-            keras_hub.layers.CachedMultiHeadAttention: CachedGroupedQueryAttention,
-            BloomAttention: GroupedBloomAttention,
-        }.get(type(layer), type(layer))
     if hasattr(layer, "_flash_attention"):  # missing from `get_config` of Keras
         config["flash_attention"] = layer._flash_attention
-    return cls, config | {"num_key_value_heads": groups}
-
-
-def _t5_config(layer):
-    """Returns the configuration of a T5 layer, which has no `get_config`."""
-    return {
-        "name": layer.name,
-        "trainable": layer.trainable,
-        "dtype": layer.dtype_policy,
-        "is_decoder": layer.is_decoder,
-        "hidden_dim": layer.hidden_dim,
-        "key_value_dim": layer.key_value_dim,
-        "num_heads": layer.num_heads,
-        "dropout": layer.dropout_layer.rate,
-        "use_relative_attention_bias": layer.use_relative_attention_bias,
-    }
-
-
-def regroup(layer, groups):
-    """Returns a copy of a layer with `groups` key and value heads, not built."""
-    cls, config = regrouped_config(layer, groups)
-    return cls.from_config(config)
+    cls = GROUPED_CLASSES.get(type(layer), type(layer))
+    return cls.from_config(config | {"num_key_value_heads": groups})
 
 
 def regroup_built(layer, groups):

@@ -2,7 +2,6 @@
 
 import keras
 import keras_hub
-import ml_dtypes
 import numpy as np
 
 from keras_recurrent.gqa import sites as attention
@@ -67,7 +66,9 @@ def key_value_bytes(model):
 
 
 def _site_bytes(layer):
-    return num_key_value_heads(layer) * sum(head_dims(layer)) * _item_bytes(layer.compute_dtype)
+    return (
+        num_key_value_heads(layer) * sum(head_dims(layer)) * np.dtype(layer.compute_dtype).itemsize
+    )
 
 
 def _projected_bytes(decoder):
@@ -75,14 +76,10 @@ def _projected_bytes(decoder):
     if getattr(decoder, "is_kv_shared_layer", False):  # uses the cache of a layer below
         return 0
     keys = [layer for layer in decoder._flatten_layers() if layer.name in ("key", "k_proj")]
-    return sum(2 * _output_size(key) * _item_bytes(key.compute_dtype) for key in keys)
+    return sum(2 * _output_size(key) * np.dtype(key.compute_dtype).itemsize for key in keys)
 
 
 def _output_size(dense):
     if isinstance(dense, keras.layers.Dense):
         return dense.units
     return int(np.prod(dense.partial_output_shape[1:]))
-
-
-def _item_bytes(dtype):
-    return int(np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype).itemsize)

@@ -92,13 +92,6 @@ def choose_sites(sites, groups, where):
     return chosen
 
 
-def check_groups(num_key_value_heads):
-    if not isinstance(num_key_value_heads, int) or num_key_value_heads < 1:
-        raise ValueError(
-            f"`num_key_value_heads` must be an integer of at least 1; got {num_key_value_heads!r}."
-        )
-
-
 def check_plain_weights(model):
     """Raises an error for quantized weights and for LoRA weights."""
     for layer in model._flatten_layers():

@@ -11,7 +11,7 @@ from keras import backend, tree
 
 from keras_recurrent import compat
 from keras_recurrent.checkpoints import loading
-from keras_recurrent.checks.arguments import check_positive_integer
+from keras_recurrent.checks.arguments import check_positive_integers
 from keras_recurrent.devices.jax_layouts import axis_size, drop_uneven_axes
 from keras_recurrent.layers.tokens import initial_places
 from keras_recurrent.models.recurrent_backbone import RecurrentBackbone
@@ -114,8 +114,7 @@ def memory_sizes(model, batch_size, length, layout_map=None):
     >>> memory_sizes("griffin_7b", 64, 1_000, layout_map).parameters
     3601600512
     """
-    for name, number in (("batch_size", batch_size), ("length", length)):
-        check_positive_integer(name, number)
+    check_positive_integers(batch_size=batch_size, length=length)
     _check_layout_map(layout_map)
     backbone = get_backbone(model)
     sizes = dict.fromkeys(MemorySizes._fields, 0)

@@ -44,10 +44,8 @@ def pack_documents(documents, sequence_length, pad_token_id):
             del open_rows[row]
 
     shape = (len(rows), sequence_length)
-    token_ids, label_ids = (
-        np.full(shape, pad_token_id, "int32"),
-        np.full(shape, pad_token_id, "int32"),
-    )
+    token_ids = np.full(shape, pad_token_id, "int32")
+    label_ids = token_ids.copy()
     segment_ids, has_label = np.zeros(shape, "int32"), np.zeros(shape, "bool")
     for row, row_chunks in enumerate(rows):
         offset = 0

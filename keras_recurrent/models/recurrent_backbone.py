@@ -6,7 +6,7 @@ from keras import ops
 
 from keras_recurrent.checkpoints import loading
 from keras_recurrent.checkpoints.export import export
-from keras_recurrent.checks.arguments import check_positive_integer
+from keras_recurrent.checks.arguments import check_positive_integers
 from keras_recurrent.checks.shapes import check_rank_known
 from keras_recurrent.checks.states import check_per_token, check_sizes_of_state, check_state
 from keras_recurrent.devices.jax_layouts import apply_state_layout, check_layout
@@ -32,7 +32,7 @@ class RecurrentBackbone(
 
     A network is an embedding, residual blocks (see `keras_recurrent.layers.StreamingLayer`) and a
     final norm. The constructor of a family makes these, passes them to this class, and calls
-    `store_arguments` with its arguments. A family also defines `default_lora_layer_names` and
+    `store_arguments(cls, locals())`. A family also defines `default_lora_layer_names` and
     `get_layout_map`.
 
     Args:
@@ -227,17 +227,17 @@ def token_input(name):
     return keras.Input((None,), dtype="int32", name=name)
 
 
-def check_layouts(vocabulary_size, hidden_dim, intermediate_dim):
-    """Raises an error for weights of all families that the active distribution cannot split."""
+def check_network_sizes(vocabulary_size, num_layers, hidden_dim, intermediate_dim):
+    """Raises an error for sizes below 1 and those that the active distribution cannot split."""
+    check_positive_integers(
+        vocabulary_size=vocabulary_size,
+        num_layers=num_layers,
+        hidden_dim=hidden_dim,
+        intermediate_dim=intermediate_dim,
+    )
     check_layout(
         "token_embedding/embeddings", vocabulary_size=vocabulary_size, hidden_dim=hidden_dim
     )
     check_layout(
         "block_0/mlp/gate_proj/kernel", hidden_dim=hidden_dim, intermediate_dim=intermediate_dim
     )
-
-
-def check_sizes(**sizes):
-    """Raises an error for sizes that are not integers of at least 1."""
-    for name, size in sizes.items():
-        check_positive_integer(name, size)

@@ -208,42 +208,37 @@ def _is_pair(x):
     return isinstance(x, tuple) and len(x) == 2 and all(map(is_text, x))
 
 
-def _check_numbers(labels):
-    """Raises an error unless a list or NumPy array has a finite number for each sample."""
+def _labels_problem(labels, num_classes=None) -> str | None:
+    """Returns a description of invalid labels, which no backend checks, or None.
+
+    Args:
+        labels: a list or NumPy array. Other labels are not checked.
+        num_classes: integer, the number of classes. None: the labels are finite numbers.
+    """
     if not isinstance(labels, (list, tuple, np.ndarray)):
-        return
+        return None
     labels = np.asarray(labels)
     if labels.dtype.kind not in "iubf":
-        problem = f"{labels.dtype}"
-    elif not _is_one_each(labels):
-        problem = f"the shape {labels.shape}"
-    elif not np.isfinite(labels).all():
-        problem = "NaN or infinity"
-    else:
-        return
-    raise ValueError(f"`y` must be finite numbers, one for each sample; got {problem}.")
+        return f"{labels.dtype}"
+    if labels.ndim != 1 and (labels.ndim != 2 or labels.shape[1] != 1):
+        return f"the shape {labels.shape}"
+    if num_classes is None:
+        return None if np.isfinite(labels).all() else "NaN or infinity"
+    if labels.size and not np.isin(labels, np.arange(num_classes)).all():
+        return f"numbers from {labels.min()} to {labels.max()}"
+    return None
 
 
-def _is_one_each(labels):
-    return labels.ndim == 1 or (labels.ndim == 2 and labels.shape[1] == 1)
+def _check_numbers(labels):
+    if problem := _labels_problem(labels):
+        raise ValueError(f"`y` must be finite numbers, one for each sample; got {problem}.")
 
 
 def _check_classes(labels, num_classes):
-    """Raises an error for a list or NumPy array of invalid classes, which no backend checks."""
-    if not isinstance(labels, (list, tuple, np.ndarray)):
-        return
-    labels = np.asarray(labels)
-    if labels.dtype.kind not in "iubf":
-        problem = f"{labels.dtype}"
-    elif not _is_one_each(labels):
-        problem = f"the shape {labels.shape}"
-    elif labels.size and not np.isin(labels, np.arange(num_classes)).all():
-        problem = f"numbers from {labels.min()} to {labels.max()}"
-    else:
-        return
-    raise ValueError(
-        f"`y` must be integers from 0 to {num_classes - 1}, a class for each sample; got "
-        f"{problem}. For numbers other than classes, use `num_classes=1`, and for other labels, "
-        "another `loss` in `compile`, such as "
-        "`keras.losses.CategoricalCrossentropy(from_logits=True)` for rows of probabilities."
-    )
+    if problem := _labels_problem(labels, num_classes):
+        raise ValueError(
+            f"`y` must be integers from 0 to {num_classes - 1}, a class for each sample; got "
+            f"{problem}. For numbers other than classes, use `num_classes=1`, and for other "
+            "labels, another `loss` in `compile`, such as "
+            "`keras.losses.CategoricalCrossentropy(from_logits=True)` for rows of probabilities."
+        )

@@ -1,5 +1,7 @@
 """Constructor arguments of a backbone as attributes and in its configuration."""
 
+import inspect
+
 import keras
 
 PLAIN = (str, int, float, tuple, type(None))
@@ -10,11 +12,19 @@ class StoredArguments:
 
     _argument_names: tuple = ()
 
-    def store_arguments(self, **arguments):
-        """Stores the arguments that `from_config` needs, after the base class is constructed."""
-        for name, value in arguments.items():
-            setattr(self, name, value)
-        self._argument_names = tuple(arguments)
+    def store_arguments(self, cls, values):
+        """Stores the arguments that `from_config` needs, after the base class is constructed.
+
+        Args:
+            cls: the class whose constructor calls this method. All its arguments are stored, except
+                `dtype`, `name` and `trainable`.
+            values: the `locals()` of its constructor.
+        """
+        parameters = list(inspect.signature(cls.__init__).parameters)[1:]  # without `self`
+        names = [name for name in parameters if name not in ("dtype", "name", "trainable")]
+        for name in names:
+            setattr(self, name, values[name])
+        self._argument_names = tuple(names)
 
     def get_config(self):
         config = super().get_config()  # type: ignore[misc]

@@ -7,7 +7,7 @@ from keras_recurrent.portable._linear_attention import linear_attention
 
 
 def gated_linear_attention(q, k, v, log_f, initial_state=None, token_kind=None):
-    """q, k, log_f: [B, T, H, K]; v: [B, T, H, V]; k None: 1 - exp(log_f).
+    """q, k: [B, T, H, K]; log_f: [B, T, H, K or 1]; v: [B, T, H, V]; k None: 1 - exp(log_f).
 
     Returns ([B, T, H, V], [B, H, K, V]).
     """

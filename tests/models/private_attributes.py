@@ -29,9 +29,11 @@ PRIVATE_ATTRIBUTES = {
     "_keras_history": ("keras.src.ops.node.Node",),
     "_nodes_by_depth": ("keras.src.ops.function.Function",),
     # Attention
+    "_alibi_layer": ("keras_hub.src.models.bloom.bloom_attention.BloomAttention",),
     "_build_attention": ("keras.layers.MultiHeadAttention",),
     "_compute_attention": ("keras.layers.MultiHeadAttention",),
     "_cross_attention_layer": ("keras_hub.layers.TransformerDecoder",),
+    "_dropout_layer": ("keras_hub.src.models.bloom.bloom_attention.BloomAttention",),
     "_flash_attention": ("keras.layers.MultiHeadAttention", "keras.layers.GroupQueryAttention"),
     "_get_common_kwargs_for_sublayer": ("keras.layers.MultiHeadAttention",),
     "_key_dense": ("keras.layers.MultiHeadAttention", "keras.layers.GroupQueryAttention"),
@@ -51,6 +53,10 @@ PRIVATE_ATTRIBUTES = {
         "keras_hub.layers.TransformerDecoder",
         "keras_hub.src.models.bloom.bloom_decoder.BloomDecoder",
         "keras_hub.src.models.gpt_neo_x.gpt_neo_x_decoder.GPTNeoXDecoder",
+    ),
+    "_softmax": (
+        "keras_hub.src.models.bloom.bloom_attention.BloomAttention",
+        "keras_hub.src.models.gpt_neo_x.gpt_neo_x_attention.GPTNeoXAttention",
     ),
     "_value_dense": ("keras.layers.MultiHeadAttention", "keras.layers.GroupQueryAttention"),
     # Quantized weights

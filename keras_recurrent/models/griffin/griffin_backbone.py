@@ -2,7 +2,7 @@
 
 import keras
 
-from keras_recurrent.checks.arguments import check_boolean, check_number
+from keras_recurrent.checks.arguments import check_boolean, check_number, check_positive_integer
 from keras_recurrent.devices.jax_layouts import (
     axis_size,
     check_layout,
@@ -13,7 +13,7 @@ from keras_recurrent.layers import LocalAttention, RecurrentBlock, RMSNorm
 from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.layers.reversible_embedding import reversible_embedding
 from keras_recurrent.models.griffin.griffin_residual_block import GriffinResidualBlock
-from keras_recurrent.models.recurrent_backbone import RecurrentBackbone, check_layouts, check_sizes
+from keras_recurrent.models.recurrent_backbone import RecurrentBackbone, check_network_sizes
 
 # {block type: arguments that it needs in addition to those of all types}
 NEEDS = {
@@ -131,47 +131,36 @@ class GriffinBackbone(RecurrentBackbone):
         name=None,
         trainable=True,
     ):
-        check_sizes(
-            vocabulary_size=vocabulary_size,
-            num_layers=num_layers,
-            hidden_dim=hidden_dim,
-            intermediate_dim=intermediate_dim,
-        )
+        check_network_sizes(vocabulary_size, num_layers, hidden_dim, intermediate_dim)
         if final_logit_soft_cap is not None:
             check_number("final_logit_soft_cap", final_logit_soft_cap, above=0)
         if embedding_scale is not None:
             check_number("embedding_scale", embedding_scale, above=0)
         check_boolean("scale_first_input", scale_first_input)
 
-        def recurrent():
-            check_sizes(num_blocks=num_blocks)
-            return RecurrentBlock(
-                lru_width,
-                num_blocks=num_blocks,
-                a_initializer=a_initializer,
-                scale_first_input=scale_first_input,
-                recurrence=recurrence,
-                dtype=dtype,
-                name="temporal_block",
-            )
-
-        def attention(window):
+        def make_mixer(block_type):
+            if block_type == "recurrent":
+                check_positive_integer("num_blocks", num_blocks)
+                return RecurrentBlock(
+                    lru_width,
+                    num_blocks=num_blocks,
+                    a_initializer=a_initializer,
+                    scale_first_input=scale_first_input,
+                    recurrence=recurrence,
+                    dtype=dtype,
+                    name="temporal_block",
+                )
             return LocalAttention(
                 num_query_heads,
                 num_key_value_heads,
                 head_dim,
-                sliding_window=window,
+                sliding_window=sliding_window if block_type == "local_attention" else None,
                 rope_max_wavelength=rope_max_wavelength,
                 partial_rotary_factor=partial_rotary_factor,
                 dtype=dtype,
                 name="temporal_block",
             )
 
-        make = {
-            "recurrent": recurrent,
-            "local_attention": lambda: attention(sliding_window),
-            "global_attention": lambda: attention(None),
-        }
         # A string would be a pattern of its letters.
         block_types = (block_types,) if isinstance(block_types, str) else tuple(block_types)
         _check_block_types(
@@ -182,7 +171,6 @@ class GriffinBackbone(RecurrentBackbone):
             sliding_window=sliding_window,
         )
 
-        check_layouts(vocabulary_size, hidden_dim, intermediate_dim)
         for i, block_type in enumerate(block_types[:num_layers]):
             path = f"block_{i}/temporal_block"
             if block_type == "recurrent":
@@ -200,7 +188,7 @@ class GriffinBackbone(RecurrentBackbone):
             token_embedding = reversible_embedding(
                 vocabulary_size, hidden_dim, logit_soft_cap=final_logit_soft_cap, dtype=dtype
             )
-            mixers = [make[block_types[i % len(block_types)]]() for i in range(num_layers)]
+            mixers = [make_mixer(block_types[i % len(block_types)]) for i in range(num_layers)]
             final_norm = RMSNorm(layer_norm_epsilon, dtype=dtype, name="final_norm")
         blocks = [
             GriffinResidualBlock(
@@ -217,28 +205,7 @@ class GriffinBackbone(RecurrentBackbone):
             name=name,
             trainable=trainable,
         )
-
-        self.store_arguments(
-            vocabulary_size=vocabulary_size,
-            num_layers=num_layers,
-            hidden_dim=hidden_dim,
-            intermediate_dim=intermediate_dim,
-            lru_width=lru_width,
-            num_blocks=num_blocks,
-            block_types=block_types,
-            num_query_heads=num_query_heads,
-            num_key_value_heads=num_key_value_heads,
-            head_dim=head_dim,
-            sliding_window=sliding_window,
-            rope_max_wavelength=rope_max_wavelength,
-            partial_rotary_factor=partial_rotary_factor,
-            embedding_scale=embedding_scale,
-            final_logit_soft_cap=final_logit_soft_cap,
-            a_initializer=a_initializer,
-            scale_first_input=scale_first_input,
-            recurrence=recurrence,
-            layer_norm_epsilon=layer_norm_epsilon,
-        )
+        self.store_arguments(GriffinBackbone, locals())
 
     def default_lora_layer_names(self):
         """Returns the names of the layers that `enable_lora` adapts, those that mix tokens."""

@@ -2,13 +2,13 @@
 
 import keras
 
-from keras_recurrent.checks.arguments import check_boolean
+from keras_recurrent.checks.arguments import check_boolean, check_positive_integer
 from keras_recurrent.devices.jax_layouts import check_layout, get_weight_axis, make_layout_map
 from keras_recurrent.layers import HGRN2, LowerBounds, RMSNorm
 from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.layers.reversible_embedding import reversible_embedding
 from keras_recurrent.models.hgrn2.hgrn2_residual_block import HGRN2ResidualBlock
-from keras_recurrent.models.recurrent_backbone import RecurrentBackbone, check_layouts, check_sizes
+from keras_recurrent.models.recurrent_backbone import RecurrentBackbone, check_network_sizes
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -85,16 +85,10 @@ class HGRN2Backbone(RecurrentBackbone):
         name=None,
         trainable=True,
     ):
-        check_sizes(
-            vocabulary_size=vocabulary_size,
-            num_layers=num_layers,
-            hidden_dim=hidden_dim,
-            intermediate_dim=intermediate_dim,
-            expand_ratio=expand_ratio,
-        )
+        check_network_sizes(vocabulary_size, num_layers, hidden_dim, intermediate_dim)
+        check_positive_integer("expand_ratio", expand_ratio)
         check_boolean("use_lower_bounds", use_lower_bounds)
         check_boolean("tie_word_embeddings", tie_word_embeddings)
-        check_layouts(vocabulary_size, hidden_dim, intermediate_dim)
         num_heads = hidden_dim // expand_ratio
         check_layout(
             "block_0/temporal_block/q_proj/kernel", hidden_dim=hidden_dim, num_heads=num_heads
@@ -131,20 +125,7 @@ class HGRN2Backbone(RecurrentBackbone):
         super().__init__(
             token_embedding, blocks, final_norm, dtype=dtype, name=name, trainable=trainable
         )
-
-        self.store_arguments(
-            vocabulary_size=vocabulary_size,
-            num_layers=num_layers,
-            hidden_dim=hidden_dim,
-            intermediate_dim=intermediate_dim,
-            expand_ratio=expand_ratio,
-            conv_size=conv_size,
-            use_lower_bounds=use_lower_bounds,
-            tie_word_embeddings=tie_word_embeddings,
-            gate_activation=gate_activation,
-            input_activation=input_activation,
-            layer_norm_epsilon=layer_norm_epsilon,
-        )
+        self.store_arguments(HGRN2Backbone, locals())
 
     def block_arguments(self, embeddings):
         if self.lower_bounds is None:

@@ -4,9 +4,9 @@ import keras
 import keras_hub
 
 from keras_recurrent.checkpoints import loading
+from keras_recurrent.checks.arguments import check_positive_integers
 from keras_recurrent.layers import BidirectionalHGRN2, LowerBounds, RMSNorm, SwiGLU
 from keras_recurrent.models.lora import LoraBackbone
-from keras_recurrent.models.recurrent_backbone import check_sizes
 from keras_recurrent.models.stored_arguments import StoredArguments
 from keras_recurrent.training.torch_training import CheckedTorchTraining
 
@@ -81,8 +81,8 @@ class HGRN2VisionBackbone(
             raise ValueError(
                 f"`image_shape` must be (height, width, channels) in pixels; got {image_shape}."
             )
-        height, width, channels = image_shape
-        check_sizes(
+        image_shape = height, width, channels = tuple(image_shape)
+        check_positive_integers(
             **{"image_shape[0]": height, "image_shape[1]": width, "image_shape[2]": channels},
             patch_size=patch_size,
             num_layers=num_layers,
@@ -93,7 +93,7 @@ class HGRN2VisionBackbone(
         if height % patch_size or width % patch_size:
             raise ValueError(
                 f"`image_shape` must be a multiple of `patch_size`, {patch_size} pixels; got "
-                f"{tuple(image_shape)}. Resize or crop the images first."
+                f"{image_shape}. Resize or crop the images first."
             )
         rows, columns = height // patch_size, width // patch_size
 
@@ -132,15 +132,7 @@ class HGRN2VisionBackbone(
         x = keras.layers.Reshape((rows, columns, hidden_dim), dtype=dtype, name="patches")(x)
         super().__init__(inputs=inputs, outputs=x, dtype=dtype, name=name, trainable=trainable)
 
-        self.store_arguments(
-            image_shape=tuple(image_shape),
-            patch_size=patch_size,
-            num_layers=num_layers,
-            hidden_dim=hidden_dim,
-            intermediate_dim=intermediate_dim,
-            expand_ratio=expand_ratio,
-            layer_norm_epsilon=layer_norm_epsilon,
-        )
+        self.store_arguments(HGRN2VisionBackbone, locals())
         self.data_format = "channels_last"  # of the outputs, for KerasHub's tasks
 
     @classmethod

@@ -7,7 +7,7 @@ channels.
 
 from keras_recurrent.checkpoints.config_reader import MAX_LAYERS
 from keras_recurrent.checkpoints.layout import Layout
-from keras_recurrent.checkpoints.tensor_table import SAME, TRANSPOSED, Tensor, Transform, stacked
+from keras_recurrent.checkpoints.tensor_table import TRANSPOSED, Tensor, Transform, stacked
 
 # [heads, 1, channels] in the files.
 LRPE_THETA = Transform(lambda tensor: (tensor[:, 0],), lambda weight: weight[:, None])
@@ -94,31 +94,16 @@ def _block(i, arguments):
     heads, head_dim = arguments["num_heads"], arguments["head_dim"]
     inner = heads * head_dim
 
-    def tensor(name, shape, *weights, transform=SAME):
+    def tensor(name, shape, weights, transform=TRANSPOSED):
         paths = tuple(f"block_{i}/{weight}" for weight in weights)
         return Tensor(f"model.layers.{i}.{name}", shape, paths, transform)
 
-    yield tensor(
-        "token_mixer.qkvu_proj.weight",
-        (4 * inner, d),
-        *(f"temporal_block/{name}_proj/kernel" for name in "qkvu"),
-        transform=stacked(4),
-    )
-    yield tensor(
-        "token_mixer.out_proj.weight",
-        (d, inner),
-        "temporal_block/o_proj/kernel",
-        transform=TRANSPOSED,
-    )
+    qkvu = [f"temporal_block/{name}_proj/kernel" for name in "qkvu"]
+    yield tensor("token_mixer.qkvu_proj.weight", (4 * inner, d), qkvu, stacked(4))
+    yield tensor("token_mixer.out_proj.weight", (d, inner), ["temporal_block/o_proj/kernel"])
     if i == 0:
-        yield tensor(
-            "token_mixer.lrpe.theta",
-            (heads, 1, head_dim),
-            "temporal_block/lrpe/theta",
-            transform=LRPE_THETA,
-        )
+        theta = ["temporal_block/lrpe/theta"]
+        yield tensor("token_mixer.lrpe.theta", (heads, 1, head_dim), theta, LRPE_THETA)
     for theirs, ours in SGLU.items():
         shape = (d, m) if theirs == "l3" else (m, d)
-        yield tensor(
-            f"channel_mixer.{theirs}.weight", shape, f"mlp/{ours}/kernel", transform=TRANSPOSED
-        )
+        yield tensor(f"channel_mixer.{theirs}.weight", shape, [f"mlp/{ours}/kernel"])

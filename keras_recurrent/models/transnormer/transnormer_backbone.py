@@ -7,7 +7,7 @@ from keras_recurrent.devices.jax_layouts import check_layout, get_weight_axis, m
 from keras_recurrent.layers import LightningAttention, SimpleRMSNorm
 from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.layers.reversible_embedding import reversible_embedding
-from keras_recurrent.models.recurrent_backbone import RecurrentBackbone, check_layouts, check_sizes
+from keras_recurrent.models.recurrent_backbone import RecurrentBackbone, check_network_sizes
 from keras_recurrent.models.transnormer.transnormer_residual_block import TransNormerResidualBlock
 
 
@@ -86,14 +86,8 @@ class TransNormerBackbone(RecurrentBackbone):
         name=None,
         trainable=True,
     ):
-        check_sizes(
-            vocabulary_size=vocabulary_size,
-            num_layers=num_layers,
-            hidden_dim=hidden_dim,
-            intermediate_dim=intermediate_dim,
-        )
+        check_network_sizes(vocabulary_size, num_layers, hidden_dim, intermediate_dim)
         check_boolean("tie_word_embeddings", tie_word_embeddings)
-        check_layouts(vocabulary_size, hidden_dim, intermediate_dim)
         check_layout(
             "block_0/temporal_block/q_proj/kernel", hidden_dim=hidden_dim, num_heads=num_heads
         )
@@ -131,18 +125,7 @@ class TransNormerBackbone(RecurrentBackbone):
             name=name,
             trainable=trainable,
         )
-
-        self.store_arguments(
-            vocabulary_size=vocabulary_size,
-            num_layers=num_layers,
-            hidden_dim=hidden_dim,
-            intermediate_dim=intermediate_dim,
-            num_heads=num_heads,
-            head_dim=head_dim,
-            decay_schedule=decay_schedule,
-            tie_word_embeddings=tie_word_embeddings,
-            layer_norm_epsilon=layer_norm_epsilon,
-        )
+        self.store_arguments(TransNormerBackbone, locals())
 
     def default_lora_layer_names(self):
         """Returns the names of the layers that `enable_lora` adapts, those that mix tokens."""
