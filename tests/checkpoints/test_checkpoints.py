@@ -186,7 +186,7 @@ def test_pickled_weights_are_not_read(tmp_path, nothing_built):
         ({"rms_norm_eps": 1e-60}, "'rms_norm_eps' is 1e-60 .* a number above 0"),
         ({"rope_parameters": {**ROPE, "partial_rotary_factor": 1.5}}, "is 1.5 in .* at most 1"),
         ({"rope_parameters": {**ROPE, "partial_rotary_factor": 0.2}}, "'head_dim', 16, .* even"),
-        ({"num_key_value_heads": 3}, "is 3 in .* divides 'num_attention_heads', 4"),
+        ({"num_key_value_heads": 3}, "is 3 in .* a divisor of 'num_attention_heads', 4"),
         ({"lru_width": 66}, "is 66 in .* a multiple of 'num_attention_heads', 4"),
         ({f"key{i:03}": i for i in range(500)}, "'key003' and 496 more, which this version"),
         ({"model_type": ["recurrent_gemma"]}, "'model_type' is .'recurrent_gemma'. .* a string"),
