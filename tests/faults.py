@@ -690,7 +690,7 @@ FAULTS = [
     Fault(
         "rms_scale_low_precision",
         "keras_recurrent/layers/rms_norm.py",
-        old="scale = 1 + ops.cast(scale, accumulation_dtype(self.compute_dtype))",
+        old="scale = 1 + ops.cast(scale, self.state_dtype)",
         new="scale = 1 + ops.cast(scale, self.compute_dtype)",
         tests={"torch": "layers/test_precision.py::test_rms_norm[True-{}-bfloat16]"},
     ),
