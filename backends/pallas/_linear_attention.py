@@ -214,10 +214,6 @@ class _Grid(NamedTuple):
                 lambda block: jax.ShapeDtypeStruct(block.tensor.shape, block.tensor.dtype), outputs
             ),
             scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
-            compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("parallel", "parallel", "arbitrary"),
-                vmem_limit_bytes=vmem_bytes(),
-            ),
             name=kernel.__qualname__.split(".")[0].strip("_"),
         )(*map_blocks(lambda block: block.tensor, inputs))
 

@@ -209,10 +209,7 @@ class LocalAttention(StreamingLayer):
         `get_initial_state(max_length=...)` may have a smaller capacity, which calls preserve.
         """
         shape = (batch_size, None, self.num_key_value_heads, self.head_dim)
-        return {
-            "key": keras.KerasTensor(shape, dtype=self.compute_dtype),
-            "value": keras.KerasTensor(shape, dtype=self.compute_dtype),
-        }
+        return {name: keras.KerasTensor(shape, self.compute_dtype) for name in ("key", "value")}
 
     def own_initial_state(self, batch_size, max_length=None):
         """The layer's part of `get_initial_state`.
@@ -224,10 +221,7 @@ class LocalAttention(StreamingLayer):
         if slots is None:
             raise self.no_bound()
         shape = (batch_size, slots, self.num_key_value_heads, self.head_dim)
-        return {
-            "key": ops.zeros(shape, self.compute_dtype),
-            "value": ops.zeros(shape, self.compute_dtype),
-        }
+        return {name: ops.zeros(shape, self.compute_dtype) for name in ("key", "value")}
 
     def unfused_reason(self):
         return decoding.first_reason(
