@@ -32,4 +32,4 @@ def from_sequence(sequence, position, end, capacity):
 
 def ages(position, capacity):
     """The age of each slot in tokens, [B, C]; at least `position` for an empty slot."""
-    return (position[:, None] - 1 - jnp.arange(capacity)) % capacity
+    return (position[:, None] - 1 - jnp.arange(capacity)) % max(capacity, 1)

@@ -115,9 +115,8 @@ def _total_decay(operation, shard, state):
     elif operation == "lightning_attention":
         tokens = total(jnp.ones((*shard["q"].shape[:2], 1), dtype))
         log_decay = jax.lax.stop_gradient(shard["log_decay"].astype(dtype))
-        exponent = jnp.where(
-            tokens == 0, 0, tokens * log_decay
-        )  # a decay of 0 has the logarithm -inf
+        # A decay of 0 has the logarithm -inf.
+        exponent = jnp.where(tokens == 0, 0, tokens * log_decay)
     elif operation == "gated_linear_attention":
         exponent = total(shard["log_f"])
     else:

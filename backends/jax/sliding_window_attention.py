@@ -29,16 +29,16 @@ def forward(q, k, v, of_queries, of_keys, *, window, dtype, one_document):
 
     Document 0 marks positions without a token, which may hold anything; their output is 0.
     """
-    inputs = _banded_inputs(q, k, v, of_queries, of_keys, window)
-    output, sums = _banded_attention.forward(*inputs, window, dtype)
+    q, keys, values, documents = _banded_inputs(q, k, v, of_queries, of_keys, window)
+    output, sums = _banded_attention.forward(q, keys, values, documents, window, dtype)
     return output.astype(q.dtype), sums
 
 
 def backward(q, k, v, of_queries, of_keys, residuals, d_output, *, window, dtype, one_document):
     """Returns the gradients of q, k and v in `dtype`; `residuals`: of `forward`, not used."""
     d_output = _zero_without_token(of_queries, d_output).astype(dtype)
-    inputs = _banded_inputs(q, k, v, of_queries, of_keys, window)
-    d_q, *d_banded = _banded_attention.backward(d_output, *inputs, window, dtype)
+    q, keys, values, documents = _banded_inputs(q, k, v, of_queries, of_keys, window)
+    d_q, *d_banded = _banded_attention.backward(d_output, q, keys, values, documents, window, dtype)
     return d_q, *(_pad_start(d, -_missing_keys(k, q, window)) for d in d_banded)
 
 
@@ -86,34 +86,27 @@ def operation(forward, backward):
             )
             if capacity is not None:
                 total = keys.shape[1]
+                end = inputs.next_position, inputs.end
                 d_sequences = [
-                    d
-                    + _circular_buffer.to_sequence(
-                        d_buffer, inputs.next_position, inputs.end, total
-                    )
+                    d + _circular_buffer.to_sequence(d_buffer, *end, total)
                     for d, d_buffer in zip(d_sequences, d_results[1:3], strict=True)
                 ]
             d_state = None
             if initial_state is not None:
                 start = jnp.full_like(inputs.position, inputs.cached)
-                d_state = {
-                    name: _circular_buffer.from_sequence(
+                d_key, d_value = (
+                    _circular_buffer.from_sequence(
                         d[:, : inputs.cached], inputs.position, start, inputs.cached
-                    )
-                    for name, d in zip(("key", "value"), d_sequences, strict=True)
-                }
+                    ).astype(x.dtype)
+                    for d, x in zip(d_sequences, (k, v), strict=True)
+                )
+                d_state = {"key": d_key, "value": d_value, "position": None}
             d_k, d_v = (inputs.put_back(d[:, inputs.cached :]) for d in d_sequences)
             d_q = inputs.put_back(d_queries)
             return (d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype)), d_state
 
         d_tensors, d_state = attend_real_tokens_first(attend, token_kind, q, k, v, d_results[0])
         d_tensors = [d.reshape(x.shape) for d, x in zip(d_tensors, (q, k, v), strict=True)]
-        if d_state is not None:
-            d_state = {
-                "key": d_state["key"].astype(k.dtype),
-                "value": d_state["value"].astype(v.dtype),
-                "position": None,
-            }
         return *d_tensors, d_state, None
 
     attention.defvjp(save, gradients)
@@ -178,11 +171,7 @@ def _one_token(q, k, v, window, state, token_kind):
     q, k, v = (jnp.where(real, x, 0) for x in (q, k, v))
     position = jnp.where(kind == STARTS, 0, state["position"])
     capacity = state["key"].shape[1]
-    age = (
-        _circular_buffer.ages(position, capacity)
-        if capacity
-        else jnp.zeros((q.shape[0], 0), jnp.int32)
-    )
+    age = _circular_buffer.ages(position, capacity)
     filled = (age < position[:, None])[:, :, None, None]
     keys, values = (jnp.where(filled, state[name], 0) for name in ("key", "value"))
 

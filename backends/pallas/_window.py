@@ -201,14 +201,9 @@ def call(
     streamed = len(inputs) + len(outputs)
 
     def body(query_documents, key_documents, k, v, *references):
-        blocks, buffers, sums = (
-            references[:streamed],
-            references[streamed : streamed + 3],
-            references[streamed + 3 :],
-        )
-        step = Step(
-            grid, pl.program_id(2), pl.program_id(3), query_documents, key_documents, *buffers
-        )
+        blocks, (keys, values, documents, *sums) = references[:streamed], references[streamed:]
+        number, head, buffers = pl.program_id(2), pl.program_id(3), (keys, values, documents)
+        step = Step(grid, number, head, query_documents, key_documents, *buffers)
 
         @pl.when(step.has_new_keys)
         def _():

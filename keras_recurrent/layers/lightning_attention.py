@@ -219,6 +219,5 @@ def alibi_slopes(num_heads):
     """Returns the slopes of ALiBi (Press et al. 2021, arXiv:2108.12409), one per head."""
     power = 1 << (num_heads.bit_length() - 1)
     slopes = [2 ** (-8 * h / power) for h in range(1, power + 1)]
-    return (
-        slopes + alibi_slopes(2 * power)[::2][: num_heads - power] if power < num_heads else slopes
-    )
+    others = alibi_slopes(2 * power)[::2] if power < num_heads else []
+    return slopes + others[: num_heads - power]

@@ -7,18 +7,13 @@ import keras
 from keras import ops
 
 from keras_recurrent.backends.constants import PADDING, STARTS
-from keras_recurrent.checks.dtypes import accumulation_dtype, dtype_of
+from keras_recurrent.checks.dtypes import sum_dtype as sum_dtype
 
 # On JAX, Keras computes these in float32 for float64, too.
 _functions: Any = ops
 if keras.backend.backend() == "jax":
     import jax.numpy as _functions
 cos, sin, tanh = _functions.cos, _functions.sin, _functions.tanh
-
-
-def sum_dtype(*tensors):
-    """Returns the dtype of states and sums for tensors, some of which may be None."""
-    return accumulation_dtype(*(dtype_of(t) for t in tensors if t is not None))
 
 
 def state_or_zeros(initial_state, shape, dtype):
