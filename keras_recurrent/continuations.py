@@ -137,13 +137,8 @@ class Continuations:
         texts: dict = dict.fromkeys(map(tuple, cut))
         for batch in self._batches(texts):
             cache = self._prefill(batch, max_new_tokens)
-            texts.update(
-                zip(
-                    batch,
-                    self._generate_texts(cache, until, max_new_tokens, end_token_id),
-                    strict=False,
-                )
-            )
+            answers = self._generate_texts(cache, until, max_new_tokens, end_token_id)
+            texts.update(zip(batch, answers, strict=False))
         return [texts[tuple(context)] for context in cut]
 
     def _truncate(self, context, continuation=(), num_new=None):

@@ -139,13 +139,10 @@ def _token_losses(backbone, token_ids, mask):
     return np.concatenate(chunks, axis=1)
 
 
-@contextlib.contextmanager
 def no_gradients():
-    """Context manager that disables gradients on torch."""
+    """Returns a context manager that disables gradients on torch."""
     if keras.config.backend() != "torch":
-        yield
-        return
+        return contextlib.nullcontext()
     import torch
 
-    with torch.no_grad():
-        yield
+    return torch.no_grad()

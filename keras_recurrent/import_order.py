@@ -60,9 +60,10 @@ def check_import_order():
     if keras_backend() != "torch" or not triton_would_crash():
         return
     version = importlib.metadata.version("triton")
+    tensorflow = getattr(sys.modules["tensorflow"], "__version__", "of unknown version")
     raise ImportError(
         "TensorFlow was imported before triton, and Keras on torch, which imports triton, would "
-        f"end in a segmentation fault (tensorflow {_version('tensorflow')}, triton {version}). "
+        f"end in a segmentation fault (tensorflow {tensorflow}, triton {version}). "
         "Import keras_recurrent before tensorflow, or begin the program with `import triton`."
     )
 
@@ -110,7 +111,3 @@ def _keras_home():
         return os.path.expanduser(os.environ["KERAS_HOME"])
     home = os.path.expanduser("~")
     return os.path.join(home if os.access(home, os.W_OK) else "/tmp", ".keras")
-
-
-def _version(package):
-    return getattr(sys.modules[package], "__version__", "of unknown version")

@@ -278,9 +278,9 @@ FAULTS = [
     ),
     Fault(
         "tf_row_order",
-        "backends/tensorflow/_attention_inputs.py",
-        old="tf.gather(starts_so_far, self.order, batch_dims=1)",
-        new="tf.gather(starts_so_far, self.place, batch_dims=1)",
+        "backends/tensorflow/_real_tokens.py",
+        old="tf.gather(self.starts, self._order, batch_dims=1)",
+        new="tf.gather(self.starts, self.target, batch_dims=1)",
         tests={
             "tensorflow": (
                 "ops/test_sliding_window_attention.py::test_logits_far_from_zero[tensorflow]"
@@ -690,7 +690,7 @@ FAULTS = [
     Fault(
         "rms_scale_low_precision",
         "keras_recurrent/layers/rms_norm.py",
-        old="scale = 1 + ops.cast(scale, accumulation_dtype(self.compute_dtype))",
+        old="scale = 1 + ops.cast(scale, self.state_dtype)",
         new="scale = 1 + ops.cast(scale, self.compute_dtype)",
         tests={"torch": "layers/test_precision.py::test_rms_norm[True-{}-bfloat16]"},
     ),

@@ -71,22 +71,17 @@ class AttentionInputs:
 
     def arrange(self):
         """The queries, keys and values, cached ones first."""
-        keys, values = self.to_front(self.k), self.to_front(self.v)
-        if self.state is not None:
-            end = jnp.full_like(self.position, self.cached)
-            keys, values = (
-                jnp.concatenate(
-                    [
-                        _circular_buffer.to_sequence(
-                            buffer, self.position, end, self.cached
-                        ).astype(x.dtype),
-                        x,
-                    ],
-                    axis=1,
-                )
-                for buffer, x in ((self.state["key"], keys), (self.state["value"], values))
-            )
+        keys, values = self._after_cached("key", self.k), self._after_cached("value", self.v)
         return self.to_front(grouped(self.q, self.k)), keys, values
+
+    def _after_cached(self, name, x):
+        """The cached tokens, followed by those of x."""
+        x = self.to_front(x)
+        if self.state is None:
+            return x
+        end = jnp.full_like(self.position, self.cached)
+        before = _circular_buffer.to_sequence(self.state[name], self.position, end, self.cached)
+        return jnp.concatenate([before.astype(x.dtype), x], axis=1)
 
     def to_front(self, x):
         """[B, T, ...] with the real tokens first."""

@@ -3,8 +3,9 @@
 `position` [B] is the position of the next token. Slots not yet reached by a token are empty.
 """
 
-import jax
 import jax.numpy as jnp
+
+from ._common import take
 
 
 def to_sequence(buffer, position, end, length):
@@ -31,10 +32,4 @@ def from_sequence(sequence, position, end, capacity):
 
 def ages(position, capacity):
     """The age of each slot in tokens, [B, C]; at least `position` for an empty slot."""
-    return (position[:, None] - 1 - jnp.arange(capacity)) % capacity
-
-
-def take(x, index, valid):
-    """x[b, index[b, i]] where `valid`, else 0; x: [B, T, ...]; index, valid: [B, I]."""
-    taken = jax.vmap(lambda sequence, i: sequence[i])(x, index)
-    return jnp.where(valid.reshape(*valid.shape, *[1] * (x.ndim - 2)), taken, 0)
+    return (position[:, None] - 1 - jnp.arange(capacity)) % max(capacity, 1)

@@ -86,6 +86,21 @@ def applied_decay(a, starts, padding):
     return filled(filled(a, starts, 0), padding, 1)
 
 
+def to_complex(x):
+    """Complex numbers [..., D] of x [..., 2D], real parts followed by imaginary parts."""
+    return jax.lax.complex(*jnp.split(x, 2, axis=-1))
+
+
+def to_real(x):
+    """The inverse of `to_complex`."""
+    return jnp.concatenate([x.real, x.imag], axis=-1)
+
+
+def take(x, index, valid):
+    """x[b, index[b, i]] where `valid`, else 0; x: [B, T, ...]; index, valid: [B, I]."""
+    return filled(jax.vmap(lambda sequence, i: sequence[i])(x, index), ~valid, 0)
+
+
 def sum_over_tokens(x):
     """The sum [D] of x [B, T, D], first by halves, which XLA fuses with the computation of x."""
     while x.shape[1] % 2 == 0 and x.shape[1] > 8:

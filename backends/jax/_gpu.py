@@ -58,7 +58,3 @@ def capability():
         return plugin().get_compute_capability(0)
     except RuntimeError:  # no driver, or no GPU
         return MIN_CAPABILITY
-
-
-def has_min_capability():
-    return capability() >= MIN_CAPABILITY

@@ -163,7 +163,7 @@ ad.primitive_jvps[_switch] = _differentiate
 
 def _lower(platform, ctx, *operands, branches):
     branches = dict(branches)
-    if platform == "cuda" and not _gpu.has_min_capability():
+    if platform == "cuda" and _gpu.capability() < _gpu.MIN_CAPABILITY:
         platform = "default"
     chosen = branches.get(platform, branches["default"])
     return mlir.lower_fun(jaxpr_as_fun(chosen), multiple_results=True)(ctx, *operands)

@@ -1,9 +1,9 @@
 """Moves the real tokens of each sequence to its front and back, for operations on neighbors."""
 
-import jax
 import jax.numpy as jnp
 
 from ..constants import PADDING, STARTS
+from ._common import take
 
 
 class RealTokens:
@@ -27,13 +27,8 @@ class RealTokens:
 
     def to_front(self, x):
         """x [B, T, D] with the real tokens first, then zeros."""
-        return jnp.where(self._filled[:, :, None], gather(x, self._source), 0)
+        return take(x, self._source, self._filled)
 
     def put_back(self, y):
         """The inverse of `to_front`, with zeros at padding."""
-        return jnp.where(self.real[:, :, None], gather(y, self._target), 0)
-
-
-def gather(x, index):
-    """x[b, index[b, s]]; x: [B, T, D]; index: [B, S]."""
-    return jax.vmap(lambda row, i: row[i])(x, index)
+        return take(y, self._target, self.real)

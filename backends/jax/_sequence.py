@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from ..constants import DECAY_EXPONENT, PADDING, STARTS
 from . import _circular_buffer
-from ._common import accumulation_dtype, filled, kind_masks
+from ._common import accumulation_dtype, filled, kind_masks, take, to_complex, to_real
 
 
 def run(operation, function, shard, options, axis, count):
@@ -85,7 +85,7 @@ def _combined_state(operation, function, shard, options, shards):
     _, state = function(**alone, **options)
     is_complex = operation == "complex_linear_scan"
     if is_complex:
-        state = _to_complex(state)
+        state = to_complex(state)
     decay = _total_decay(operation, shard, state)
 
     def join(left, right):
@@ -94,8 +94,8 @@ def _combined_state(operation, function, shard, options, shards):
     nothing = jnp.ones_like(decay), jnp.zeros_like(state)
     decay, state = shards.before(join, (decay, state), nothing)
     if first is not None:
-        state = state + decay * (_to_complex(first) if is_complex else first)
-    return _to_real(state) if is_complex else state
+        state = state + decay * (to_complex(first) if is_complex else first)
+    return to_real(state) if is_complex else state
 
 
 def _total_decay(operation, shard, state):
@@ -115,9 +115,8 @@ def _total_decay(operation, shard, state):
     elif operation == "lightning_attention":
         tokens = total(jnp.ones((*shard["q"].shape[:2], 1), dtype))
         log_decay = jax.lax.stop_gradient(shard["log_decay"].astype(dtype))
-        exponent = jnp.where(
-            tokens == 0, 0, tokens * log_decay
-        )  # a decay of 0 has the logarithm -inf
+        # A decay of 0 has the logarithm -inf.
+        exponent = jnp.where(tokens == 0, 0, tokens * log_decay)
     elif operation == "gated_linear_attention":
         exponent = total(shard["log_f"])
     else:
@@ -130,14 +129,6 @@ def _total_decay(operation, shard, state):
         starts = jnp.any(starts, axis=1)
         decay = jnp.where(starts.reshape(-1, *[1] * (decay.ndim - 1)), 0, decay)
     return decay.reshape(*decay.shape, *[1] * (state.ndim - decay.ndim))
-
-
-def _to_complex(x):
-    return jax.lax.complex(*jnp.split(x, 2, axis=-1))
-
-
-def _to_real(x):
-    return jnp.concatenate([x.real, x.imag], axis=-1)
 
 
 # === Convolution and window: the last real tokens of a document in all shards to the left ===
@@ -231,7 +222,7 @@ def _last_tokens(sequences, kind, room):
     positions = jnp.sort(jnp.pad(positions, ((0, 0), (room, 0)), constant_values=-1), axis=1)
     positions = positions[:, positions.shape[1] - room :]
     valid = positions >= 0
-    sequences = tuple(_circular_buffer.take(x, jnp.maximum(positions, 0), valid) for x in sequences)
+    sequences = tuple(take(x, jnp.maximum(positions, 0), valid) for x in sequences)
     return sequences, jnp.sum(valid, axis=1), document[:, -1] > 0
 
 
@@ -244,7 +235,7 @@ def _join_last_tokens(left, right):
     index = jnp.where(slot >= room - count[:, None], room, count[:, None]) + slot
     valid = slot >= room - count[:, None] - left_count[:, None]
     sequences = tuple(
-        _circular_buffer.take(jnp.concatenate([x, y], axis=1), index, valid)
+        take(jnp.concatenate([x, y], axis=1), index, valid)
         for x, y in zip(left_sequences, right_sequences, strict=True)
     )
     return sequences, jnp.minimum(count + left_count, room), left_starts | starts

@@ -6,6 +6,7 @@ All other dimensions stay whole.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +51,7 @@ def per_shard(kernel, arguments, results, channels):
         split = {
             name: axes
             for name, axes in (("B", free[:1]), *((name, free[1:]) for name in channels))
-            if axes and name in sizes and sizes[name] % _count(mesh, axes) == 0
+            if axes and name in sizes and sizes[name] % math.prod(map(mesh.shape.get, axes)) == 0
         }
 
         def spec(names):
@@ -102,13 +103,6 @@ def check_axes(operation, arguments):
                 f"`jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto,) * "
                 f"{len(mesh.axis_names)})`, or call the operation inside `jax.sharding.auto_axes`."
             )
-
-
-def _count(mesh, axes):
-    count = 1
-    for name in axes:
-        count *= mesh.shape[name]
-    return count
 
 
 def batch_kernel(kernel, arguments, results, channels):

@@ -18,8 +18,9 @@ from ._common import (
     default_zero_state_gradient,
     define_gradient,
     sum_over_tokens,
+    take,
 )
-from ._real_tokens import RealTokens, gather
+from ._real_tokens import RealTokens
 from ._time_chunks import elements_before, scan_chunks
 
 
@@ -48,7 +49,7 @@ def forward(x, kernel, bias, initial_state, token_kind, activation=None):
         return output, whole[:, whole.shape[1] - initial_state.shape[1] :]
     last, valid = _last_inputs(window.shape[0], tokens)
     whole = jnp.concatenate([initial_state, real_first.astype(dtype)], axis=1)
-    return tokens.put_back(output), jnp.where(valid, gather(whole, last), 0)
+    return tokens.put_back(output), take(whole, last, valid)
 
 
 @default_zero_state_gradient
@@ -88,7 +89,7 @@ def backward(x, kernel, bias, initial_state, token_kind, _, d_output, d_final, a
         last, valid = _last_inputs(width, tokens)
         add = jax.vmap(lambda d, i, g: d.at[i].add(g))
         d_inputs = jnp.concatenate([d_initial, d_x.astype(dtype)], axis=1)
-        d_inputs = add(d_inputs, last, jnp.where(valid, d_final, 0))
+        d_inputs = add(d_inputs, last, jnp.where(valid[:, :, None], d_final, 0))
         d_initial, d_x = d_inputs[:, : width - 1], tokens.put_back(d_inputs[:, width - 1 :])
     return (
         d_x.astype(x.dtype),
@@ -172,4 +173,4 @@ def _last_inputs(width, tokens):
     last = tokens.count + jnp.arange(width - 1)
     documents = jnp.pad(tokens.document, ((0, 0), (width - 1, 0)))
     document = jnp.take_along_axis(documents, last, axis=1)
-    return last, (document == tokens.document[:, -1:])[:, :, None]
+    return last, document == tokens.document[:, -1:]

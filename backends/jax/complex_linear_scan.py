@@ -16,6 +16,8 @@ from ._common import (
     define_gradient,
     filled,
     kind_masks,
+    to_complex,
+    to_real,
 )
 from ._scan import adjoint_scan, previous, scan
 from ._time_chunks import elements_before, scan_chunks
@@ -40,7 +42,7 @@ def _forward(x, log_a, phase, initial_state, token_kind):
         starts, padding = kind_masks(token_kind)
         a = applied_decay(_decay(log_a, phase, dtype), starts, padding)
         inputs = filled(x.astype(dtype), padding, 0)
-        h = _to_real(scan(a, _to_complex(inputs), _to_complex(state)))
+        h = to_real(scan(a, to_complex(inputs), to_complex(state)))
         return h[:, -1], (h.astype(x.dtype),)
 
     final_state, (output,) = scan_chunks(step, initial_state, (x, log_a, phase, token_kind))
@@ -55,13 +57,13 @@ def _backward(_, log_a, phase, initial_state, token_kind, output, d_output, d_fi
     def step(d_state, start, dh, log_a, phase, token_kind, h):
         starts, padding = kind_masks(token_kind)
         a = applied_decay(_decay(log_a, phase, dtype), starts, padding)
-        dh, d_state = _to_complex(dh.astype(dtype)), _to_complex(d_state)
+        dh, d_state = to_complex(dh.astype(dtype)), to_complex(d_state)
         g, d_state = adjoint_scan(jnp.conj(a), dh, d_state)
         state = elements_before(output, start, initial_state[:, None])[:, 0]
-        h = previous(_to_complex(h.astype(dtype)), _to_complex(state))
+        h = previous(to_complex(h.astype(dtype)), to_complex(state))
         d_exponent = filled(filled(jnp.conj(g) * a * h, starts, 0), padding, 0)
-        d_x = filled(_to_real(g), padding, 0)
-        return _to_real(d_state), (
+        d_x = filled(to_real(g), padding, 0)
+        return to_real(d_state), (
             d_x.astype(output.dtype),
             d_exponent.real.astype(log_a.dtype),
             -d_exponent.imag.astype(phase.dtype),
@@ -75,11 +77,3 @@ def _backward(_, log_a, phase, initial_state, token_kind, output, d_output, d_fi
 def _decay(log_a, phase, dtype):
     magnitude, phase = jnp.exp(log_a.astype(dtype)), phase.astype(dtype)
     return jax.lax.complex(magnitude * jnp.cos(phase), magnitude * jnp.sin(phase))
-
-
-def _to_complex(x):
-    return jax.lax.complex(*jnp.split(x, 2, axis=-1))
-
-
-def _to_real(h):
-    return jnp.concatenate([h.real, h.imag], axis=-1)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from ..constants import CONTINUES, PADDING, STARTS
 from . import _banded_attention, _circular_buffer
 from ._attention_inputs import AttentionInputs, attend_real_tokens_first, grouped
-from ._common import accumulation_dtype
+from ._common import accumulation_dtype, filled
 
 HAS_RESIDUALS = True
 
@@ -29,30 +29,17 @@ def forward(q, k, v, of_queries, of_keys, *, window, dtype, one_document):
 
     Document 0 marks positions without a token, which may hold anything; their output is 0.
     """
-    q, k, v = (
-        _zero_without_token(of_queries, q),
-        _zero_without_token(of_keys, k),
-        _zero_without_token(of_keys, v),
-    )
-    documents = of_queries, _banded(of_keys, q, window)
-    k, v = (_banded(x, q, window) for x in (k, v))
-    output, sums = _banded_attention.forward(q, k, v, documents, window, dtype)
+    q, keys, values, documents = _banded_inputs(q, k, v, of_queries, of_keys, window)
+    output, sums = _banded_attention.forward(q, keys, values, documents, window, dtype)
     return output.astype(q.dtype), sums
 
 
 def backward(q, k, v, of_queries, of_keys, residuals, d_output, *, window, dtype, one_document):
     """Returns the gradients of q, k and v in `dtype`; `residuals`: of `forward`, not used."""
-    q, k, v = (
-        _zero_without_token(of_queries, q),
-        _zero_without_token(of_keys, k),
-        _zero_without_token(of_keys, v),
-    )
-    d_output = _zero_without_token(of_queries, d_output)
-    documents = of_queries, _banded(of_keys, q, window)
-    keys, values = (_banded(x, q, window) for x in (k, v))
-    d_output = d_output.astype(dtype)
+    d_output = _zero_without_token(of_queries, d_output).astype(dtype)
+    q, keys, values, documents = _banded_inputs(q, k, v, of_queries, of_keys, window)
     d_q, *d_banded = _banded_attention.backward(d_output, q, keys, values, documents, window, dtype)
-    return d_q, *(_unbanded(d, k, q, window) for d in d_banded)
+    return d_q, *(_pad_start(d, -_missing_keys(k, q, window)) for d in d_banded)
 
 
 def operation(forward, backward):
@@ -99,34 +86,27 @@ def operation(forward, backward):
             )
             if capacity is not None:
                 total = keys.shape[1]
+                end = inputs.next_position, inputs.end
                 d_sequences = [
-                    d
-                    + _circular_buffer.to_sequence(
-                        d_buffer, inputs.next_position, inputs.end, total
-                    )
+                    d + _circular_buffer.to_sequence(d_buffer, *end, total)
                     for d, d_buffer in zip(d_sequences, d_results[1:3], strict=True)
                 ]
             d_state = None
             if initial_state is not None:
                 start = jnp.full_like(inputs.position, inputs.cached)
-                d_state = {
-                    name: _circular_buffer.from_sequence(
+                d_key, d_value = (
+                    _circular_buffer.from_sequence(
                         d[:, : inputs.cached], inputs.position, start, inputs.cached
-                    )
-                    for name, d in zip(("key", "value"), d_sequences, strict=True)
-                }
+                    ).astype(x.dtype)
+                    for d, x in zip(d_sequences, (k, v), strict=True)
+                )
+                d_state = {"key": d_key, "value": d_value, "position": None}
             d_k, d_v = (inputs.put_back(d[:, inputs.cached :]) for d in d_sequences)
             d_q = inputs.put_back(d_queries)
             return (d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype)), d_state
 
         d_tensors, d_state = attend_real_tokens_first(attend, token_kind, q, k, v, d_results[0])
         d_tensors = [d.reshape(x.shape) for d, x in zip(d_tensors, (q, k, v), strict=True)]
-        if d_state is not None:
-            d_state = {
-                "key": d_state["key"].astype(k.dtype),
-                "value": d_state["value"].astype(v.dtype),
-                "position": None,
-            }
         return *d_tensors, d_state, None
 
     attention.defvjp(save, gradients)
@@ -158,30 +138,29 @@ sliding_window_attention = operation(forward, backward)
 
 def _zero_without_token(documents, x):
     """x [B, N, ...] with zeros where the document is 0."""
-    return jnp.where((documents > 0).reshape(*documents.shape, *[1] * (x.ndim - 2)), x, 0)
+    return filled(x, documents <= 0, 0)
 
 
-def _banded(x, q, window):
-    """Keys x [B, S, ...], unchanged without a window.
+def _banded_inputs(q, k, v, of_queries, of_keys, window):
+    """Queries, keys, values and documents for `_banded_attention`, with zeros without a token.
 
-    With a window, cut or padded so that `window` - 1 keys precede that of the first query.
+    With a window, keys are cut or padded so that `window` - 1 keys precede that of the first query.
     """
-    if window is None:
-        return x
-    missing = window - 1 - (x.shape[1] - q.shape[1])
-    if missing < 0:
-        return x[:, -missing:]
-    return jnp.pad(x, [(0, 0), (missing, 0)] + [(0, 0)] * (x.ndim - 2))
+    missing, q = _missing_keys(k, q, window), _zero_without_token(of_queries, q)
+    k, v = (_pad_start(_zero_without_token(of_keys, x), missing) for x in (k, v))
+    return q, k, v, (of_queries, _pad_start(of_keys, missing))
 
 
-def _unbanded(d, x, q, window):
-    """The transpose of `_banded`."""
-    if window is None:
-        return d
-    missing = window - 1 - (x.shape[1] - q.shape[1])
-    if missing >= 0:
-        return d[:, missing:]
-    return jnp.pad(d, [(0, 0), (-missing, 0)] + [(0, 0)] * (d.ndim - 2))
+def _missing_keys(k, q, window):
+    """The number of keys to add at the start; below 0, the number of keys to remove."""
+    return 0 if window is None else window - 1 - (k.shape[1] - q.shape[1])
+
+
+def _pad_start(x, count):
+    """x [B, S, ...] with `count` zeros at the start, or without the first -`count` elements."""
+    if count <= 0:
+        return x[:, -count:]
+    return jnp.pad(x, [(0, 0), (count, 0)] + [(0, 0)] * (x.ndim - 2))
 
 
 def _one_token(q, k, v, window, state, token_kind):
@@ -192,11 +171,7 @@ def _one_token(q, k, v, window, state, token_kind):
     q, k, v = (jnp.where(real, x, 0) for x in (q, k, v))
     position = jnp.where(kind == STARTS, 0, state["position"])
     capacity = state["key"].shape[1]
-    age = (
-        _circular_buffer.ages(position, capacity)
-        if capacity
-        else jnp.zeros((q.shape[0], 0), jnp.int32)
-    )
+    age = _circular_buffer.ages(position, capacity)
     filled = (age < position[:, None])[:, :, None, None]
     keys, values = (jnp.where(filled, state[name], 0) for name in ("key", "value"))
 

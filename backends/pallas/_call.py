@@ -4,15 +4,23 @@ import jax
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 
-from ._lazy import pl
+from ._common import vmem_bytes
+from ._lazy import pl, pltpu
 
 _call = Primitive("keras_recurrent_pallas_call")
 _call.multiple_results = True
 
 
-def pallas_call(kernel, **options):
-    """Wraps `jax.experimental.pallas.pallas_call`; `options` must include `out_shape`."""
-    call = pl.pallas_call(kernel, **options)
+def pallas_call(kernel, grid, **options):
+    """Wraps `jax.experimental.pallas.pallas_call`; `options` must include `out_shape`.
+
+    The first two axes of the grid are parallel, and the others sequential.
+    """
+    parameters = pltpu.CompilerParams(
+        dimension_semantics=("parallel", "parallel", *["arbitrary"] * (len(grid) - 2)),
+        vmem_limit_bytes=vmem_bytes(),
+    )
+    call = pl.pallas_call(kernel, grid=grid, compiler_params=parameters, **options)
 
     def checked(*arrays):
         jaxpr = jax.make_jaxpr(call)(*arrays)

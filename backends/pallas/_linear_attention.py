@@ -174,6 +174,14 @@ class _Grid(NamedTuple):
         block = (None, self.group, None, self.values, self.keys)
         return _Block(x, pl.BlockSpec(block, lambda b, h, t: (b, h, block_of(t), 0, 0)))
 
+    def transpose_states(self, condition, source, target):
+        """Writes the transposed states of a group to `target` in the step of the condition."""
+
+        @pl.when(condition)
+        def _():
+            for head in range(self.group):
+                target[head] = source[head].T
+
     def lanes(self, ref, head):
         """The channels of a head of the group."""
         width = ref.shape[1] // self.group
@@ -214,10 +222,6 @@ class _Grid(NamedTuple):
                 lambda block: jax.ShapeDtypeStruct(block.tensor.shape, block.tensor.dtype), outputs
             ),
             scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
-            compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("parallel", "parallel", "arbitrary"),
-                vmem_limit_bytes=vmem_bytes(),
-            ),
             name=kernel.__qualname__.split(".")[0].strip("_"),
         )(*map_blocks(lambda block: block.tensor, inputs))
 
@@ -253,10 +257,7 @@ def forward(chunk_class, tensors, initial_state, token_kind, per_head=None):
     grid = _grid(chunk_class, tensors, [*tensors, v])
 
     def kernel(inputs, initial, output, final, state):
-        @pl.when(pl.program_id(2) == 0)
-        def _():
-            for head in range(grid.group):
-                state[head] = initial[head].T
+        grid.transpose_states(pl.program_id(2) == 0, initial, state)
 
         def work(_, head, rows, chunk):
             out, state[head] = chunk.forward(state[head])
@@ -264,10 +265,7 @@ def forward(chunk_class, tensors, initial_state, token_kind, per_head=None):
 
         grid.scan_chunks(chunk_class, inputs, pl.program_id(2), work)
 
-        @pl.when(pl.program_id(2) == grid.blocks - 1)
-        def _():
-            for head in range(grid.group):
-                final[head] = state[head].T
+        grid.transpose_states(pl.program_id(2) == grid.blocks - 1, state, final)
 
     state = grid.state(initial_state)
     output, final_state = grid.call(
@@ -286,10 +284,7 @@ def backward(chunk_class, tensors, initial_state, token_kind, d_output, d_final,
     def kernel(inputs, begin, d_output, d_final, gradients, d_initial, states, g):
         block = grid.backward_block(pl.program_id(2))
 
-        @pl.when(block == grid.blocks - 1)
-        def _():
-            for head in range(grid.group):
-                g[head] = d_final[head].T
+        grid.transpose_states(block == grid.blocks - 1, d_final, g)
 
         for head in range(grid.group):
             states[0, head] = begin[head] if grid.blocks > 1 else begin[head].T
@@ -309,10 +304,7 @@ def backward(chunk_class, tensors, initial_state, token_kind, d_output, d_final,
             grid.scan_chunks(chunk_class, inputs, block, forwards)
         grid.scan_chunks(chunk_class, inputs, block, backwards, reverse=True)
 
-        @pl.when(block == 0)
-        def _():
-            for head in range(grid.group):
-                d_initial[head] = g[head].T
+        grid.transpose_states(block == 0, g, d_initial)
 
     block_of, state = grid.backward_block, grid.state(initial_state)
     begin = state
@@ -340,10 +332,7 @@ def _states(chunk_class, grid, tensors, initial_state, token_kind, per_head):
     def kernel(inputs, initial, begin, state):
         block = pl.program_id(2)
 
-        @pl.when(block == 0)
-        def _():
-            for head in range(grid.group):
-                state[head] = initial[head].T
+        grid.transpose_states(block == 0, initial, state)
 
         begin[...] = state[...]
 

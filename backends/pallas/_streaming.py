@@ -120,10 +120,6 @@ def stream(kernel, blocks, token_kind, inputs, outputs, carried=1):
         out_specs=[spec for *_, spec in outputs],
         out_shape=[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, _ in outputs],
         scratch_shapes=scratch,
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=vmem_bytes(),
-        ),
         name=kernel.__name__.strip("_"),
     )(*(tensor for tensor, _ in inputs))
 

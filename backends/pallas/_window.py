@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from ._call import pallas_call
 from ._common import LANES, round_up, vmem_bytes
 from ._lazy import pl, pltpu
+from ._linear_attention import row_and_column_numbers
 
 # Tokens in a block; the first size that fits VMEM is used. Longer blocks would compute more logits
 # of keys outside the window of a query.
@@ -138,11 +139,10 @@ class Step(NamedTuple):
 
         `slot` is the slot of the block, `visible` [N, N] a mask of keys that a query attends to.
         """
-        grid, square = self.grid, (self.grid.block, self.grid.block)
+        grid = self.grid
         query_documents = column(self._documents(self.query_documents[...]))
-        distance_in_block = jax.lax.broadcasted_iota(
-            jnp.int32, square, 0
-        ) - jax.lax.broadcasted_iota(jnp.int32, square, 1)
+        queries, keys = row_and_column_numbers(grid.block)
+        distance_in_block = queries - keys
 
         def step(age, carry):
             slot = self.slot(self.number - age)
@@ -201,14 +201,9 @@ def call(
     streamed = len(inputs) + len(outputs)
 
     def body(query_documents, key_documents, k, v, *references):
-        blocks, buffers, sums = (
-            references[:streamed],
-            references[streamed : streamed + 3],
-            references[streamed + 3 :],
-        )
-        step = Step(
-            grid, pl.program_id(2), pl.program_id(3), query_documents, key_documents, *buffers
-        )
+        blocks, (keys, values, documents, *sums) = references[:streamed], references[streamed:]
+        number, head, buffers = pl.program_id(2), pl.program_id(3), (keys, values, documents)
+        step = Step(grid, number, head, query_documents, key_documents, *buffers)
 
         @pl.when(step.has_new_keys)
         def _():
@@ -228,10 +223,6 @@ def call(
             grid.buffer(1, grid.block, jnp.int32),
             *(grid.buffer(grid.block, size, jnp.float32) for size in sums),
         ],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"),
-            vmem_limit_bytes=vmem_bytes(),
-        ),
         name=kernel.__name__.strip("_"),
     )(*(tensor for tensor, _ in given))
 

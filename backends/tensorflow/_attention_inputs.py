@@ -2,9 +2,10 @@
 
 import tensorflow as tf
 
-from ..constants import PADDING, STARTS
+from ..constants import STARTS
 from . import _circular_buffer
 from ._common import accumulation_dtype, length_of
+from ._real_tokens import RealTokens
 
 
 class AttentionInputs:
@@ -21,9 +22,10 @@ class AttentionInputs:
         self.window = None if isinstance(total, int) and (window or total) >= total else window
         count, start = tf.fill([self.batch], self.length), tf.fill([self.batch], -1)
         of_queries = tf.zeros([self.batch, self.length], tf.int32)
-        if token_kind is not None:
-            self._arrange(token_kind)
-            count, start, of_queries = self.count, self.start, self.of_queries
+        self.tokens = None if token_kind is None else RealTokens(token_kind)
+        if self.tokens is not None:
+            count, of_queries = self.tokens.count[:, 0], self.tokens.document
+            start = tf.reduce_max(tf.where(token_kind == STARTS, self.tokens.target, -1), axis=1)
         self.end = self.cached + count
         self.next_position = tf.where(start < 0, position + count, count - start)
         age = self.cached - 1 - tf.range(self.cached)
@@ -32,31 +34,13 @@ class AttentionInputs:
         of_keys = tf.concat([of_state, of_queries], axis=1) + 1
         self.documents = (of_queries + 1, self._band(of_keys))
 
-    def _arrange(self, token_kind):
-        self.real, starts = token_kind != PADDING, token_kind == STARTS
-        target = tf.range(self.length)
-        nth = tf.cumsum(tf.cast(self.real, tf.int32), axis=1) - 1
-        self.count = nth[:, -1] + 1
-        # Padding is moved after the real tokens, so that this is a permutation.
-        self.target = tf.where(self.real, nth, self.count[:, None] + target - 1 - nth)
-        row = tf.broadcast_to(tf.range(self.batch)[:, None], tf.shape(nth))
-        self.order = tf.scatter_nd(
-            tf.stack([row, self.target], axis=-1),
-            tf.broadcast_to(target, tf.shape(nth)),
-            tf.shape(nth),
-        )
-        self.filled = target < self.count[:, None]
-        self.start = tf.reduce_max(tf.where(starts, nth, -1), axis=1)
-        starts_so_far = tf.cumsum(tf.cast(starts, tf.int32), axis=1)
-        self.of_queries = tf.gather(starts_so_far, self.order, batch_dims=1)
-
     def to_front(self, x):
         """[B, T, ...] with the real tokens first, then zeros."""
-        return x if self.token_kind is None else _circular_buffer.take(x, self.order, self.filled)
+        return x if self.tokens is None else self.tokens.to_front(x)
 
     def put_back(self, x):
         """The inverse, and the transpose, of `to_front`."""
-        return x if self.token_kind is None else _circular_buffer.take(x, self.target, self.real)
+        return x if self.tokens is None else self.tokens.put_back(x)
 
     def concat_cached(self, x, buffer):
         """The cached tokens, then those of x, [B, cached + T, G, ...]."""

@@ -6,6 +6,8 @@ capacity C may be 0, and may be unknown when a graph is traced.
 
 import tensorflow as tf
 
+from ._common import take
+
 
 def to_sequence(buffer, position, end, length):
     """The tokens of `buffer` [B, C, ...] as a sequence [B, length, ...] that ends at index `end`.
@@ -33,11 +35,3 @@ def from_sequence(sequence, position, end, capacity):
 def ages(position, capacity):
     """The age of each slot in tokens, [B, C]; at least `position` for an empty slot."""
     return (position[:, None] - 1 - tf.range(capacity)) % tf.maximum(capacity, 1)
-
-
-def take(x, index, valid):
-    """x[b, index[b, i]] where `valid`, else 0; x: [B, T, ...]; index, valid: [B, I]."""
-    valid = tf.reshape(valid, tf.concat([tf.shape(valid), [1] * (len(x.shape) - 2)], 0))
-    taken = tf.where(valid, tf.gather(x, index, batch_dims=1), tf.zeros([], x.dtype))
-    taken.set_shape([*index.shape, *x.shape[2:]])  # lost if the batch is unknown
-    return taken

@@ -67,6 +67,25 @@ def split_chunks(tensor, size, filler):
     )
 
 
+def move(x, index):
+    """x[b, index[b, i]]; x: [B, T, ...]; index: [B, I]."""
+    moved = tf.gather(x, index, batch_dims=1)
+    moved.set_shape([*index.shape, *x.shape[2:]])  # lost if the batch is unknown
+    return moved
+
+
+def scatter(x, index, length):
+    """The inverse of `move`: x[b, i] at index[b, i] of [B, length, ...], and zeros elsewhere."""
+    batch = tf.shape(x)[0]
+    row = tf.broadcast_to(tf.range(batch)[:, None], tf.shape(index))
+    return tf.scatter_nd(tf.stack([row, index], axis=-1), x, [batch, length, *x.shape[2:]])
+
+
+def take(x, index, valid):
+    """x[b, index[b, i]] where `valid`, else 0; x: [B, T, ...]; index, valid: [B, I]."""
+    return filled(move(x, index), ~valid, 0)
+
+
 def sum_over_tokens(x):
     """The sum [D] of x [B, T, D], as a tree; `tf.reduce_sum` would add token by token."""
     levels = 0

@@ -31,12 +31,9 @@ def accumulation_dtype(*dtypes):
     return "float64" if "float64" in dtypes else "float32"
 
 
-def dtype_of_sums(tensors):
-    """Returns the `accumulation_dtype` of a dict of tensors, some of which may be None."""
-    for tensor in tensors.values():
-        if tensor is not None and keras.backend.standardize_dtype(tensor.dtype) == "float64":
-            return "float64"
-    return "float32"
+def sum_dtype(*tensors):
+    """Returns the `accumulation_dtype` of tensors, some of which may be None."""
+    return accumulation_dtype(*(dtype_of(t) for t in tensors if t is not None))
 
 
 def accepted_dtypes(name, int8=False):

@@ -83,22 +83,12 @@ class CausalConv1D(StreamingLayer):
 
     def build(self, input_shape):
         super().build(input_shape)
-        self.kernel = self.add_weight(
-            name="kernel",
-            shape=(self.kernel_size, self.width),
-            initializer=clone_initializer(self.kernel_initializer),
-            dtype=self.state_dtype,
-            autocast=False,
-        )
+        shape, initializer = (self.kernel_size, self.width), self.kernel_initializer
+        self.kernel = self.add_state_weight("kernel", shape, clone_initializer(initializer))
         self.bias = None
         if self.use_bias:
-            self.bias = self.add_weight(
-                name="bias",
-                shape=(self.width,),
-                initializer=clone_initializer(self.bias_initializer),
-                dtype=self.state_dtype,
-                autocast=False,
-            )
+            initializer = clone_initializer(self.bias_initializer)
+            self.bias = self.add_state_weight("bias", (self.width,), initializer)
 
     def stream(self, inputs, tokens, state):
         output, window = causal_conv1d(

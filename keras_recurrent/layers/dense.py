@@ -1,13 +1,27 @@
-"""Linear layers applied to each token of a sequence."""
+"""Linear layers inside another layer."""
 
-from keras_recurrent.devices.jax_layouts import flatten_tokens
+import keras
+
+from keras_recurrent.layers.initializers import clone_initializer
+from keras_recurrent.layers.remat import no_further_remat
 
 
-def apply_to_tokens(dense, inputs):
-    """Applies a `Dense` to `[B, T, D]`, as one matrix `[B * T, D]`.
+def inner_dense(layer, units, name, use_bias=False):
+    """Creates a `Dense` inside `layer`, with that layer's initializers and dtype.
 
-    The gradient of the weight is a sum over all tokens. With two axes of tokens, XLA on CPUs would
-    first copy the gradient of the output to transpose it.
+    Args:
+        layer: the outer layer. Its `kernel_initializer` and, with a bias, its `bias_initializer`
+            are cloned.
+        units: integer, the size of the output.
+        name: string, the name of the new layer.
+        use_bias: boolean, whether it has a bias.
     """
-    tokens, restore_time = flatten_tokens(inputs)
-    return restore_time(dense(tokens))
+    with no_further_remat():
+        return keras.layers.Dense(
+            units,
+            use_bias=use_bias,
+            kernel_initializer=clone_initializer(layer.kernel_initializer),
+            bias_initializer=clone_initializer(layer.bias_initializer) if use_bias else "zeros",
+            dtype=layer.dtype_policy,
+            name=name,
+        )

@@ -5,8 +5,8 @@ from keras import ops
 
 from keras_recurrent.checks.arguments import check_positive_integer, check_width_known
 from keras_recurrent.layers import decoding
-from keras_recurrent.layers.initializers import clone_initializer
-from keras_recurrent.layers.remat import RecomputableLayer, no_further_remat
+from keras_recurrent.layers.dense import inner_dense
+from keras_recurrent.layers.remat import RecomputableLayer
 from keras_recurrent.ops.gated_linear_unit import gated_linear_unit
 
 
@@ -36,25 +36,14 @@ class GatedLinearUnit(RecomputableLayer):
         self.kernel_initializer = keras.initializers.get(kernel_initializer)
         self.bias_initializer = keras.initializers.get(bias_initializer)
         self.supports_masking = True
-        self.gate_proj = self._dense(intermediate_dim, "gate_proj")
-        self.up_proj = self._dense(intermediate_dim, "up_proj")
+        self.gate_proj = inner_dense(self, intermediate_dim, "gate_proj", self.use_bias)
+        self.up_proj = inner_dense(self, intermediate_dim, "up_proj", self.use_bias)
 
     def gated(self, gate, x):
         """Computes activation(gate) * x."""
         if self.gate_activation is None:
             return ops.multiply(gate, x)
         return gated_linear_unit(gate, x, activation=self.gate_activation)
-
-    def _dense(self, units, name):
-        with no_further_remat():
-            return keras.layers.Dense(
-                units,
-                use_bias=self.use_bias,
-                kernel_initializer=clone_initializer(self.kernel_initializer),
-                bias_initializer=clone_initializer(self.bias_initializer),
-                dtype=self.dtype_policy,
-                name=name,
-            )
 
     def build(self, input_shape):
         if len(input_shape) < 2:
@@ -65,7 +54,7 @@ class GatedLinearUnit(RecomputableLayer):
         check_width_known(self, input_shape)
         self.gate_proj.build(input_shape)
         self.up_proj.build(input_shape)
-        self.down_proj = self._dense(input_shape[-1], "down_proj")
+        self.down_proj = inner_dense(self, input_shape[-1], "down_proj", self.use_bias)
         self.down_proj.build((*input_shape[:-1], self.intermediate_dim))
 
     def call(self, inputs):

@@ -3,9 +3,8 @@
 import keras
 from keras import ops
 
-from keras_recurrent.layers.initializers import clone_initializer
+from keras_recurrent.layers.dense import inner_dense
 from keras_recurrent.layers.lower_bounds import BoundedLayer
-from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.ops import linear_scan
 
 
@@ -64,21 +63,11 @@ class HGRN(BoundedLayer):
 
     def build(self, input_shape):
         super().build(input_shape)
-        with no_further_remat():
-            self.f_proj = self._dense("f_proj")
-            self.i_proj = self._dense("i_proj")
-            self.o_proj = self._dense("o_proj")
-
-    def _dense(self, name):
-        dense = keras.layers.Dense(
-            self.width,
-            use_bias=False,
-            kernel_initializer=clone_initializer(self.kernel_initializer),
-            dtype=self.dtype_policy,
-            name=name,
-        )
-        dense.build((None, None, self.width))
-        return dense
+        self.f_proj = inner_dense(self, self.width, "f_proj")
+        self.i_proj = inner_dense(self, self.width, "i_proj")
+        self.o_proj = inner_dense(self, self.width, "o_proj")
+        for projection in (self.f_proj, self.i_proj, self.o_proj):
+            projection.build(input_shape)
 
     def stream(self, inputs, tokens, state, lower_bound=None):
         log_f = self.log_forget_gate(self.inner(self.f_proj, inputs), lower_bound)

@@ -7,6 +7,7 @@ from keras_recurrent.checks.arguments import check_divides, check_positive_integ
 from keras_recurrent.layers import decoding
 from keras_recurrent.layers.causal_conv1d import CausalConv1D
 from keras_recurrent.layers.default_sizes import default_expand_ratio
+from keras_recurrent.layers.dense import inner_dense
 from keras_recurrent.layers.initializers import clone_initializer
 from keras_recurrent.layers.inner_streaming import stream_inner
 from keras_recurrent.layers.lower_bounds import BoundedLayer
@@ -116,11 +117,13 @@ class HGRN2(BoundedLayer):
         if self.expand_ratio is None:
             self.expand_ratio = default_expand_ratio(self.width)
         check_divides("expand_ratio", self.expand_ratio, "the width of the inputs", self.width)
+        self.q_proj = inner_dense(self, self.width, "q_proj")
+        self.f_proj = inner_dense(self, self.width, "f_proj")
+        self.i_proj = inner_dense(self, self.width, "i_proj")
+        self.o_proj = inner_dense(self, self.width, "o_proj")
+        for projection in (self.q_proj, self.f_proj, self.i_proj, self.o_proj):
+            projection.build(input_shape)
         with no_further_remat():
-            self.q_proj = self._dense("q_proj")
-            self.f_proj = self._dense("f_proj")
-            self.i_proj = self._dense("i_proj")
-            self.o_proj = self._dense("o_proj")
             self.norm = RMSNorm(
                 NORM_EPSILON, zero_centered=False, dtype=self.dtype_policy, name="norm"
             )
@@ -129,17 +132,6 @@ class HGRN2(BoundedLayer):
                 self.q_conv1d = self._convolution("q_conv1d", self.gate_activation)
                 self.f_conv1d = self._convolution("f_conv1d")
                 self.i_conv1d = self._convolution("i_conv1d", self.input_activation)
-
-    def _dense(self, name):
-        dense = keras.layers.Dense(
-            self.width,
-            use_bias=False,
-            kernel_initializer=clone_initializer(self.kernel_initializer),
-            dtype=self.dtype_policy,
-            name=name,
-        )
-        dense.build((None, None, self.width))
-        return dense
 
     def _convolution(self, name, activation=None):
         convolution = CausalConv1D(

@@ -4,7 +4,7 @@ import keras
 from keras import ops
 
 from keras_recurrent.checks.arguments import check_boolean, check_positive_integer
-from keras_recurrent.layers.initializers import clone_initializer
+from keras_recurrent.layers.dense import inner_dense
 from keras_recurrent.layers.lrpe import LRPE
 from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.layers.simple_rms_norm import SimpleRMSNorm
@@ -131,22 +131,13 @@ class LightningAttention(StreamingLayer):
         self.query_key_activation = keras.activations.get(query_key_activation)
         self.kernel_initializer = keras.initializers.get(kernel_initializer)
         inner = num_heads * head_dim
+        self.q_proj = inner_dense(self, inner, "q_proj")
+        self.k_proj = inner_dense(self, inner, "k_proj")
+        self.v_proj = inner_dense(self, inner, "v_proj")
+        self.u_proj = inner_dense(self, inner, "u_proj")
         with no_further_remat():
-            self.q_proj = self._dense(inner, "q_proj")
-            self.k_proj = self._dense(inner, "k_proj")
-            self.v_proj = self._dense(inner, "v_proj")
-            self.u_proj = self._dense(inner, "u_proj")
             self.norm = SimpleRMSNorm(dtype=self.dtype_policy, name="norm")
             self.lrpe = LRPE(dtype=self.dtype_policy, name="lrpe") if use_lrpe else None
-
-    def _dense(self, units, name):
-        return keras.layers.Dense(
-            units,
-            use_bias=False,
-            kernel_initializer=clone_initializer(self.kernel_initializer),
-            dtype=self.dtype_policy,
-            name=name,
-        )
 
     def build(self, input_shape):
         super().build(input_shape)
@@ -156,8 +147,7 @@ class LightningAttention(StreamingLayer):
         self.norm.build(inner_shape)
         if self.lrpe:
             self.lrpe.build((*input_shape[:2], self.num_heads, self.head_dim))
-        with no_further_remat():
-            self.o_proj = self._dense(self.width, "o_proj")
+        self.o_proj = inner_dense(self, self.width, "o_proj")
         self.o_proj.build(inner_shape)
 
     @property
@@ -229,6 +219,5 @@ def alibi_slopes(num_heads):
     """Returns the slopes of ALiBi (Press et al. 2021, arXiv:2108.12409), one per head."""
     power = 1 << (num_heads.bit_length() - 1)
     slopes = [2 ** (-8 * h / power) for h in range(1, power + 1)]
-    return (
-        slopes + alibi_slopes(2 * power)[::2][: num_heads - power] if power < num_heads else slopes
-    )
+    others = alibi_slopes(2 * power)[::2] if power < num_heads else []
+    return slopes + others[: num_heads - power]

@@ -6,8 +6,7 @@ from keras import ops
 from keras_recurrent.checks.arguments import check_number, check_positive_integer, is_finite_number
 from keras_recurrent.devices.jax_layouts import check_whole_sequences
 from keras_recurrent.layers import decoding
-from keras_recurrent.layers.initializers import clone_initializer
-from keras_recurrent.layers.remat import no_further_remat
+from keras_recurrent.layers.dense import inner_dense
 from keras_recurrent.layers.rotary import frequencies, rotate
 from keras_recurrent.layers.streaming import StreamingLayer
 from keras_recurrent.ops.decoding_steps import local_attention_step
@@ -150,26 +149,15 @@ class LocalAttention(StreamingLayer):
         self.partial_rotary_factor = partial_rotary_factor
         self.kernel_initializer = keras.initializers.get(kernel_initializer)
         self.bias_initializer = keras.initializers.get(bias_initializer)
-        self.q_proj = self._dense(num_query_heads * head_dim, "q_proj", use_bias=False)
-        self.k_proj = self._dense(num_key_value_heads * head_dim, "k_proj", use_bias=False)
-        self.v_proj = self._dense(num_key_value_heads * head_dim, "v_proj", use_bias=False)
-
-    def _dense(self, units, name, use_bias):
-        with no_further_remat():
-            return keras.layers.Dense(
-                units,
-                use_bias=use_bias,
-                kernel_initializer=clone_initializer(self.kernel_initializer),
-                bias_initializer=clone_initializer(self.bias_initializer),
-                dtype=self.dtype_policy,
-                name=name,
-            )
+        self.q_proj = inner_dense(self, num_query_heads * head_dim, "q_proj")
+        self.k_proj = inner_dense(self, num_key_value_heads * head_dim, "k_proj")
+        self.v_proj = inner_dense(self, num_key_value_heads * head_dim, "v_proj")
 
     def build(self, input_shape):
         super().build(input_shape)
         for projection in (self.q_proj, self.k_proj, self.v_proj):
             projection.build(input_shape)
-        self.o_proj = self._dense(self.width, "o_proj", use_bias=True)
+        self.o_proj = inner_dense(self, self.width, "o_proj", use_bias=True)
         self.o_proj.build((*input_shape[:2], self.num_query_heads * self.head_dim))
 
     def stream(self, inputs, tokens, state):
@@ -221,10 +209,7 @@ class LocalAttention(StreamingLayer):
         `get_initial_state(max_length=...)` may have a smaller capacity, which calls preserve.
         """
         shape = (batch_size, None, self.num_key_value_heads, self.head_dim)
-        return {
-            "key": keras.KerasTensor(shape, dtype=self.compute_dtype),
-            "value": keras.KerasTensor(shape, dtype=self.compute_dtype),
-        }
+        return {name: keras.KerasTensor(shape, self.compute_dtype) for name in ("key", "value")}
 
     def own_initial_state(self, batch_size, max_length=None):
         """The layer's part of `get_initial_state`.
@@ -236,10 +221,7 @@ class LocalAttention(StreamingLayer):
         if slots is None:
             raise self.no_bound()
         shape = (batch_size, slots, self.num_key_value_heads, self.head_dim)
-        return {
-            "key": ops.zeros(shape, self.compute_dtype),
-            "value": ops.zeros(shape, self.compute_dtype),
-        }
+        return {name: ops.zeros(shape, self.compute_dtype) for name in ("key", "value")}
 
     def unfused_reason(self):
         return decoding.first_reason(

@@ -4,7 +4,6 @@ import keras
 from keras import ops
 
 from keras_recurrent.checks.arguments import check_positive_integer, check_tensor, check_width_known
-from keras_recurrent.checks.dtypes import accumulation_dtype
 from keras_recurrent.layers.remat import RecomputableLayer
 from keras_recurrent.layers.streaming import StreamingLayer
 from keras_recurrent.ops.log_forget_gate import log_forget_gate
@@ -74,13 +73,7 @@ class LowerBounds(RecomputableLayer):
     def build(self, input_shape):
         check_width_known(self, input_shape)
         self.width = input_shape[-1]
-        self.logits = self.add_weight(
-            name="logits",
-            shape=(self.num_layers, self.width),
-            initializer="zeros",
-            dtype=self._bounds_dtype,
-            autocast=False,
-        )
+        self.logits = self.add_state_weight("logits", (self.num_layers, self.width), "zeros")
 
     def call(self, inputs):
         # β of layer i is the sum of the softmax over rows 1 to i, 1 - β the sum of all other rows.
@@ -101,11 +94,7 @@ class LowerBounds(RecomputableLayer):
     def compute_output_spec(self, inputs):
         check_width_known(self, inputs.shape)
         shape = (self.num_layers - 1, 2, inputs.shape[-1])
-        return keras.KerasTensor(shape, dtype=self._bounds_dtype)
-
-    @property
-    def _bounds_dtype(self):
-        return accumulation_dtype(self.compute_dtype)
+        return keras.KerasTensor(shape, dtype=self.state_dtype)
 
     def get_config(self):
         return {**super().get_config(), "num_layers": self.num_layers}

@@ -5,7 +5,7 @@ import numpy as np
 from keras import ops
 
 from keras_recurrent.checks.arguments import check_tensor
-from keras_recurrent.checks.dtypes import accumulation_dtype, check_dtype, dtype_of
+from keras_recurrent.checks.dtypes import check_dtype, dtype_of
 from keras_recurrent.checks.shapes import fits
 from keras_recurrent.layers.remat import RecomputableLayer
 
@@ -64,24 +64,14 @@ class LRPE(RecomputableLayer):
                 "`LRPE` needs inputs of shape [batch, time, heads, head size] with known heads and "
                 f"head size; got the shape {tuple(input_shape)}."
             )
-        self.theta = self.add_weight(
-            name="theta",
-            shape=input_shape[2:],
-            initializer=_frequencies,
-            dtype=self._angle_dtype,
-            autocast=False,
-        )
+        self.theta = self.add_state_weight("theta", input_shape[2:], _frequencies)
 
     def call(self, inputs, positions):
         _check_positions(positions, inputs.shape[:2])
-        x = ops.cast(inputs, self._angle_dtype)
-        angle = ops.cast(positions, self._angle_dtype)[:, :, None, None] * self.theta
+        x = ops.cast(inputs, self.state_dtype)
+        angle = ops.cast(positions, self.state_dtype)[:, :, None, None] * self.theta
         rotated = ops.concatenate([x * ops.cos(angle), x * ops.sin(angle)], axis=-1)
         return ops.cast(rotated, self.compute_dtype)
-
-    @property
-    def _angle_dtype(self):
-        return accumulation_dtype(self.compute_dtype)
 
     def compute_output_spec(self, inputs, positions):
         _check_positions(positions, inputs.shape[:2])

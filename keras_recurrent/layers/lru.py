@@ -38,13 +38,8 @@ class GatedLRU(StreamingLayer):
         block_width = channels // self.num_blocks
         self.recurrence_gate = block_diagonal_dense(self, "recurrence_gate", block_width)
         self.input_gate = block_diagonal_dense(self, "input_gate", block_width)
-        self.a_logit = self.add_weight(
-            name="a_logit",
-            shape=(channels,),
-            initializer=clone_initializer(self.a_initializer),
-            dtype=self.state_dtype,
-            autocast=False,
-        )
+        initializer = clone_initializer(self.a_initializer)
+        self.a_logit = self.add_state_weight("a_logit", (channels,), initializer)
 
     def log_decay(self, recurrence_gate):
         """Returns log |a_t| = -8 softplus(-Λ) r_t."""

@@ -4,10 +4,11 @@ import keras
 from keras import ops
 
 from keras_recurrent.checks.arguments import check_boolean, check_num_blocks, check_positive_integer
+from keras_recurrent.devices.jax_layouts import flatten_tokens
 from keras_recurrent.layers import decoding
 from keras_recurrent.layers.causal_conv1d import CausalConv1D
 from keras_recurrent.layers.cg_lru import CGLRU, check_complex_channels
-from keras_recurrent.layers.dense import apply_to_tokens
+from keras_recurrent.layers.dense import inner_dense
 from keras_recurrent.layers.initializers import clone_initializer, get_decay_initializer
 from keras_recurrent.layers.inner_streaming import stream_inner
 from keras_recurrent.layers.remat import no_further_remat
@@ -156,17 +157,8 @@ class RecurrentBlock(StreamingLayer):
                 name=recurrence,
             )
             setattr(self, recurrence, unit)  # weight files use this name
-            self.linear_x = self._dense(lru_width, "linear_x")
-            self.linear_y = self._dense(lru_width, "linear_y")
-
-    def _dense(self, units, name):
-        return keras.layers.Dense(
-            units,
-            kernel_initializer=clone_initializer(self.kernel_initializer),
-            bias_initializer=clone_initializer(self.bias_initializer),
-            dtype=self.dtype_policy,
-            name=name,
-        )
+        self.linear_x = inner_dense(self, lru_width, "linear_x", use_bias=True)
+        self.linear_y = inner_dense(self, lru_width, "linear_y", use_bias=True)
 
     def build(self, input_shape):
         super().build(input_shape)
@@ -176,8 +168,7 @@ class RecurrentBlock(StreamingLayer):
         self.conv1d.build(inner_shape)
         self.linear_x.build(input_shape)
         self.linear_y.build(input_shape)
-        with no_further_remat():
-            self.linear_out = self._dense(self.width, "linear_out")
+        self.linear_out = inner_dense(self, self.width, "linear_out", use_bias=True)
         self.linear_out.build(inner_shape)
 
     def streaming_sublayers(self):
@@ -195,7 +186,13 @@ class RecurrentBlock(StreamingLayer):
         return x, after
 
     def _project(self, dense, inputs):
-        return apply_to_tokens(lambda tokens: self.inner(dense, tokens), inputs)
+        """Applies a `Dense` to `[B, T, D]`, as one matrix `[B * T, D]`.
+
+        The gradient of the weight is a sum over all tokens. With two axes of tokens, XLA on CPUs
+        would first copy the gradient of the output to transpose it.
+        """
+        tokens, restore_time = flatten_tokens(inputs)
+        return restore_time(self.inner(dense, tokens))
 
     def finish(self, output, inputs):
         gate = self._project(self.linear_y, inputs)

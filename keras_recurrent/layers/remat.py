@@ -5,6 +5,7 @@ import contextlib
 import keras
 from keras import tree
 
+from keras_recurrent.checks.dtypes import accumulation_dtype
 from keras_recurrent.checks.shapes import check_rank_known
 from keras_recurrent.compat import AutocastScope, get_autocast_scope, get_current_remat_mode
 from keras_recurrent.devices.torch_processes import check_not_sharded
@@ -42,6 +43,15 @@ class RecomputableLayer(keras.layers.Layer):
         if is_called_directly(self, layer, inputs):
             return call_plain(layer, inputs, **kwargs)
         return layer(inputs, **kwargs)
+
+    @property
+    def state_dtype(self):
+        """The dtype of states, angles and the weights of decays: at least float32."""
+        return accumulation_dtype(self.compute_dtype)
+
+    def add_state_weight(self, name, shape, initializer):
+        """Adds a weight in `state_dtype`, which Keras does not cast to the compute dtype."""
+        return self.add_weight(shape, initializer, self.state_dtype, autocast=False, name=name)
 
     def rematerialized_call(self, layer_call, *args, **kwargs):
         if super().rematerialized_call(layer_call, *args, **kwargs) is layer_call:

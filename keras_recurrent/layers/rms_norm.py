@@ -3,14 +3,13 @@
 import keras
 from keras import ops
 
-from keras_recurrent.checks.arguments import check_boolean, check_number, check_width_known
-from keras_recurrent.checks.dtypes import accumulation_dtype
-from keras_recurrent.layers.remat import RecomputableLayer
+from keras_recurrent.checks.arguments import check_boolean, check_width_known
+from keras_recurrent.layers.simple_rms_norm import SimpleRMSNorm
 from keras_recurrent.ops.rms_norm import rms_norm
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-class RMSNorm(RecomputableLayer):
+class RMSNorm(SimpleRMSNorm):
     """Root mean square normalization, with a weight that is centered at 0 or 1.
 
     ```
@@ -51,12 +50,9 @@ class RMSNorm(RecomputableLayer):
     """
 
     def __init__(self, epsilon=1e-6, zero_centered=True, **kwargs):
-        super().__init__(**kwargs)
-        check_number("epsilon", epsilon)
+        super().__init__(epsilon, **kwargs)
         check_boolean("zero_centered", zero_centered)
-        self.epsilon = epsilon
         self.zero_centered = zero_centered
-        self.supports_masking = True
 
     def build(self, input_shape):
         check_width_known(self, input_shape)
@@ -76,15 +72,8 @@ class RMSNorm(RecomputableLayer):
         scale = ops.convert_to_tensor(self.scale)
         if self.zero_centered:
             # In 16 bits, 1 + scale would lose small values of scale.
-            scale = 1 + ops.cast(scale, accumulation_dtype(self.compute_dtype))
+            scale = 1 + ops.cast(scale, self.state_dtype)
         return scale
 
-    def compute_output_shape(self, input_shape):
-        return tuple(input_shape)
-
     def get_config(self):
-        return {
-            **super().get_config(),
-            "epsilon": self.epsilon,
-            "zero_centered": self.zero_centered,
-        }
+        return {**super().get_config(), "zero_centered": self.zero_centered}

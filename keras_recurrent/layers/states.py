@@ -3,7 +3,6 @@
 import keras
 from keras import ops
 
-from keras_recurrent.checks.dtypes import accumulation_dtype
 from keras_recurrent.checks.states import check_sizes_of_state
 from keras_recurrent.layers.remat import RecomputableLayer
 from keras_recurrent.layers.tokens import initial_places, place_specs
@@ -73,11 +72,6 @@ class StatefulLayer(RecomputableLayer):
         check_sizes_of_state(batch_size, max_length)
         state = self.own_initial_state(batch_size, max_length)
         return in_order({**state, **initial_places(batch_size, self.uses_position)})
-
-    @property
-    def state_dtype(self):
-        """The dtype of states and of the weights of decays: at least float32."""
-        return accumulation_dtype(self.compute_dtype)
 
     def array_spec(self, batch_size, *shape):
         """An array of the state, as a `KerasTensor` `[batch_size, *shape]`."""

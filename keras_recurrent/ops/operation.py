@@ -6,7 +6,7 @@ from keras import ops
 from keras_recurrent import dispatch
 from keras_recurrent.backends.signatures import SIGNATURES, SUMS, Signature
 from keras_recurrent.checks import tensors as tensor_checks
-from keras_recurrent.checks.dtypes import dtype_of, dtype_of_sums
+from keras_recurrent.checks.dtypes import dtype_of, sum_dtype
 
 OPERATIONS: dict[str, type["Operation"]] = {}
 
@@ -121,7 +121,7 @@ class Operation(keras.Operation):
     def result_dtype(cls, result, tensors):
         """Returns the dtype of a `Result` of the signature."""
         if result.dtype == SUMS:
-            return dtype_of_sums(tensors)
+            return sum_dtype(*tensors.values())
         like = tensors.get(result.dtype)
         return result.dtype if like is None else dtype_of(like)
 

@@ -7,7 +7,7 @@ import keras
 from keras import ops
 
 from keras_recurrent.backends.constants import PADDING, STARTS
-from keras_recurrent.checks.dtypes import accumulation_dtype, dtype_of
+from keras_recurrent.checks.dtypes import sum_dtype as sum_dtype
 
 # On JAX, Keras computes these in float32 for float64, too.
 _functions: Any = ops
@@ -16,11 +16,6 @@ if keras.backend.backend() == "jax":
 cos, sin, tanh = _functions.cos, _functions.sin, _functions.tanh
 # Of the framework, for decoding steps, which are never exported; see `log1p` below.
 framework_expm1, framework_log1p = _functions.expm1, _functions.log1p
-
-
-def sum_dtype(*tensors):
-    """Returns the dtype of states and sums for tensors, some of which may be None."""
-    return accumulation_dtype(*(dtype_of(t) for t in tensors if t is not None))
 
 
 def state_or_zeros(initial_state, shape, dtype):

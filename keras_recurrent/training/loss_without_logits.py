@@ -5,6 +5,7 @@ of `compute_loss`, and on JAX the predicted tokens that `compute_metrics` gets.
 """
 
 import threading
+import types
 from typing import Any, NamedTuple
 
 import keras
@@ -66,13 +67,6 @@ def which_loss(model):
     return LossReport("logits" if reason else "hidden states", reason)
 
 
-class _RequestedMetrics:
-    """Arguments of `compile` other than the loss."""
-
-    def __init__(self, metrics, others):
-        self.metrics, self.others = metrics, others
-
-
 class LossWithoutLogits:
     """Mixin for a language model: with the default loss, a step computes no logits.
 
@@ -92,7 +86,9 @@ class LossWithoutLogits:
             weighted_metrics = [keras.metrics.SparseCategoricalAccuracy()]  # as in KerasHub
         others = [name for name in ("metrics", "loss_weights") if kwargs.get(name) is not None]
         # In an object, since Keras tracks metrics in attributes as additional ones.
-        self._requested_metrics = _RequestedMetrics(weighted_metrics or (), others)
+        self._requested_metrics = types.SimpleNamespace(
+            metrics=weighted_metrics or (), others=others
+        )
         super().compile(optimizer, loss, weighted_metrics=weighted_metrics, **kwargs)  # type: ignore[misc]
 
     def logits_reason(self) -> str | None:

@@ -79,7 +79,7 @@ class IndexedBatches(keras.utils.PyDataset):
     """Endless sequence of batches by number. An epoch has the next `steps` of them.
 
     The batches of an epoch follow from its number, so a run resumed at a later epoch trains on the
-    same batches. `EpochNumber` sets the number.
+    same batches. A callback calls `start_epoch`.
     """
 
     def __init__(self, steps, **kwargs):
@@ -92,6 +92,10 @@ class IndexedBatches(keras.utils.PyDataset):
 
     def __getitem__(self, index):
         return self.batch(self.epoch * self._steps + index)
+
+    def start_epoch(self, epoch, logs=None):
+        """Sets the number of the epoch, as the `on_epoch_begin` of a callback."""
+        self.epoch = epoch
 
 
 class InMemory(IndexedBatches):
@@ -159,17 +163,6 @@ class GrainSource(IndexedBatches):
 
     def batch(self, number):
         return _tokenize_batch(self._dataset[number], self._preprocess)
-
-
-class EpochNumber(keras.callbacks.Callback):
-    """Sets the number of the epoch in an `IndexedBatches` source."""
-
-    def __init__(self, source):
-        super().__init__()
-        self._source = source
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self._source.epoch = epoch
 
 
 class TokenizedPyDataset(keras.utils.PyDataset):

@@ -103,7 +103,8 @@ class TextTraining:
                 kwargs.setdefault("shuffle", False)  # Keras cannot shuffle sources, and would warn
             x, steps = sources.as_source(x, self.preprocess_samples, steps)
         if isinstance(x, sources.IndexedBatches):
-            kwargs["callbacks"] = _prepend_callback(sources.EpochNumber(x), kwargs.get("callbacks"))
+            callback = keras.callbacks.LambdaCallback(on_epoch_begin=x.start_epoch)
+            kwargs["callbacks"] = _prepend_callback(callback, kwargs.get("callbacks"))
         if validation_data is not None:
             size = kwargs.get("validation_batch_size") or batch_size
             validation_data, kwargs["validation_steps"] = self._make_validation_data(
