@@ -236,7 +236,7 @@ def decodes_with_kernels(tensor):
     if BACKEND == "jax":
         import jax
 
-        return jax.default_backend() == "gpu" and _gpu.has_min_capability()
+        return jax.default_backend() == "gpu" and _gpu.capability() >= _gpu.MIN_CAPABILITY
     return tensor.is_cuda and kernels.unsupported(tensor.detach(), cap=1.0) is None
 
 

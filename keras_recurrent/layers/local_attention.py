@@ -235,7 +235,7 @@ class LocalAttention(StreamingLayer):
             for y in decoding.linear(x, [self.q_proj, self.k_proj, self.v_proj], norm)
         )
         o, key, value = local_attention_step(
-            *(q, k, v, state["key"], state["value"], tokens.position[:, 0]),
+            **{"q": q, "k": k, "v": v, **state, "position": tokens.position[:, 0]},
             frequencies=frequencies(self.rotary_dim, self.rope_max_wavelength, self.state_dtype),
             sliding_window=self.sliding_window,
             token_kind=decoding.token_kinds(tokens),

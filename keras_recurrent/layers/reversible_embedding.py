@@ -46,8 +46,8 @@ class ReversibleEmbedding(keras.layers.ReversibleEmbedding):
         if changed or not decoding.can_fuse(token_ids):
             return None
         x, kind, position, *after = embedding_step(
-            ops.convert_to_tensor(self.embeddings),
-            token_ids[:, 0],
+            table=ops.convert_to_tensor(self.embeddings),
+            token_ids=token_ids[:, 0],
             segment=(state or {}).get("segment"),
             position=(state or {}).get("position"),
             scale=1.0 if scale is None else scale,

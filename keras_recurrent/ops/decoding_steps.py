@@ -128,23 +128,18 @@ def rg_lru_step(token_kind=None, **tensors):
     return RGLRUStepOperation.apply(tensors, None, token_kind=token_kind)
 
 
-def local_attention_step(
-    q, k, v, key, value, position, frequencies=None, sliding_window=None, token_kind=None
-):
+def local_attention_step(sliding_window=None, token_kind=None, **tensors):
     """Computes the attention of one query; see `backends/reference/local_attention_step.py`."""
-    tensors = {"q": q, "k": k, "v": v, "key": key, "value": value}
-    tensors |= {"position": position, "frequencies": frequencies}
     options = {"sliding_window": sliding_window}
     return LocalAttentionStepOperation.apply(tensors, None, options, token_kind=token_kind)
 
 
-def embedding_step(table, token_ids, segment=None, position=None, scale=1.0, dtype="float32"):
+def embedding_step(**arguments):
     """Returns embeddings, token kinds, positions and the next state of a step's tokens.
 
     See `backends/reference/embedding_step.py`.
     """
-    arguments = {"table": table, "token_ids": token_ids, "segment": segment, "position": position}
-    return dispatch.run("embedding_step", {**arguments, "scale": scale, "dtype": dtype})
+    return dispatch.run("embedding_step", arguments)
 
 
 def soft_cap(x, cap):
