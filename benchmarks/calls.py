@@ -3,7 +3,8 @@
     KERAS_BACKEND=torch python benchmarks/calls.py             # --functions lists what is called
 
 Each layer is called three times and the third call is counted, by `sys.setprofile`. Python 3.12
-and later make no calls for list comprehensions, so counts are lower there.
+and later make no calls for list comprehensions, so counts are lower there. The last line counts the
+package's own frames on the stack from `generate` to the first kernel of the prompt.
 """
 
 import argparse
@@ -11,11 +12,13 @@ import collections
 import functools
 import pathlib
 import sys
+import traceback
 
 import keras
 import numpy as np
 
 import keras_recurrent
+from keras_recurrent import dispatch
 from keras_recurrent.layers import HGRN2, RGLRU
 
 PACKAGE = pathlib.Path(keras_recurrent.__file__).parent
@@ -40,9 +43,36 @@ def count_calls(function):
         sys.setprofile(None)
     found: collections.Counter = collections.Counter()
     for code, number in calls.items():
-        file = str(pathlib.Path(code.co_filename).resolve())
-        if file.startswith(FOLDERS):
+        if (file := own_file(code.co_filename)) is not None:
             found[file, code.co_name] += number
+    return found
+
+
+def own_file(name):
+    """The resolved path of a file of this package; None for another file."""
+    file = str(pathlib.Path(name).resolve())
+    return file if file.startswith(FOLDERS) else None
+
+
+def frames_to_first_kernel():
+    """`[(file, function)]` on the stack in the first RG-LRU kernel of `generate`, itself last."""
+    model = keras_recurrent.models.GriffinCausalLM.from_preset("hawk_tiny", num_layers=1)
+    model.compile(sampler="greedy")
+    kernels, found = dispatch.IMPLEMENTATIONS["rg_lru"][dispatch.BACKEND], []
+    kernel = kernels.rg_lru
+
+    def record(**arguments):
+        if not found:
+            stack = [(own_file(frame.filename), frame.name) for frame in traceback.extract_stack()]
+            found.extend((file, name) for file, name in stack[:-1] if file is not None)
+            found.append((kernels.__file__, "rg_lru"))
+        return kernel(**arguments)
+
+    kernels.rg_lru = record
+    try:
+        model.generate("hello", max_length=12)
+    finally:
+        kernels.rg_lru = kernel
     return found
 
 
@@ -68,6 +98,10 @@ def main():
         print(f"{name}: {calls.total()} calls in {len({file for file, _ in calls})} files")
         for (file, called), number in calls.most_common() if arguments.functions else ():
             print(f"  {number:4} {pathlib.Path(file).name}: {called}")
+    frames = frames_to_first_kernel()
+    print(f"generate to the first kernel: {len(frames)} frames")
+    for file, called in frames if arguments.functions else ():
+        print(f"       {pathlib.Path(file).name}: {called}")
 
 
 if __name__ == "__main__":
