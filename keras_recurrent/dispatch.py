@@ -225,8 +225,8 @@ def _platform_reason(name, arguments):
 def decodes_with_kernels(tensor):
     """Returns True if decoding steps on this tensor's device should call Triton kernels.
 
-    This is on an NVIDIA GPU that the kernels support, or wherever `implementation("triton")` is in
-    force.
+    True on an NVIDIA GPU that the kernels support, and in an `implementation("triton")` block.
+    False under `keras.distribution`, and in a block of another implementation.
     """
     kernels = IMPLEMENTATIONS["soft_cap"].get("triton", "")
     if isinstance(kernels, str) or keras.distribution.distribution() is not None:

@@ -155,7 +155,7 @@ class GenerationCache:
             FileNotFoundError: the file does not exist.
             ValueError: the file is not a saved cache, is damaged, or belongs to another model. The
                 message names the difference: the sizes, the dtype, quantization, low-rank weights
-                (LoRA), or the weights, of which 256 numbers each are compared.
+                (LoRA), or the weights, compared by a hash of about 256 elements of each.
         """
         key, read_tensors = read_file(path)
         if not hasattr(getattr(model, "backbone", None), "cache_spec"):

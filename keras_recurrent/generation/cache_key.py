@@ -11,7 +11,7 @@ from keras import ops
 
 from keras_recurrent.devices.jax_processes import gather_to_numpy, is_multi_process
 
-SAMPLED = 256  # elements of each weight that are hashed
+SAMPLED = 256  # approximate number of hashed elements of a weight; small ones are hashed whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,7 @@ class CacheKey:
         dtype: the name of its dtype policy.
         quantization: the quantization modes of its layers.
         lora: the ranks of low-rank weights.
-        weights: a hash of `SAMPLED` elements of each weight, equal on every backend.
+        weights: a hash of about `SAMPLED` elements of each weight, equal on every backend.
     """
 
     backbone: str
@@ -99,7 +99,7 @@ def check_same_model(key, model, name="cache"):
 
 
 def _fingerprint(weights):
-    """Returns a hash of evenly spaced elements of each weight, few of which leave the device."""
+    """Returns a hash of evenly spaced elements of each weight; only these go to the host."""
     parts = [ops.cast(_sample(weight), "float32") for weight in weights]
     if parts and not is_multi_process():
         parts = [ops.concatenate(parts)]  # one copy from the device

@@ -18,7 +18,7 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
     """Base class of `RecurrentCausalLM` with its text generation."""
 
     def call_with_cache(self, token_ids, cache, cache_update_index=None, padding_mask=None):
-        """Computes the logits of the next tokens, and the cache after them.
+        """Computes next-token logits for `token_ids`, and the cache after `token_ids`.
 
         Args:
             token_ids: integers `[B, T]`, the tokens after those in the cache.
@@ -57,10 +57,10 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
 
         Args:
             inputs: a string or several strings. Without a preprocessor, a dictionary of `token_ids`
-                and `padding_mask` `[B, T]`: prompts, followed by padding for new tokens. Without
-                `cache` and `return_cache`, also a `tf.data.Dataset` of batches of these. With a
-                `cache`, one text for each of its sequences, which continues it without another
-                start token and may be empty. None: nothing is added to the cache.
+                and `padding_mask` `[B, T]`: prompts, followed by padding for new tokens. A
+                `tf.data.Dataset` of such batches is also accepted without `cache` and
+                `return_cache`. With a `cache`, one text per sequence of the cache, which is
+                appended without a start token and may be empty. None: continues the cache as it is.
             max_length: integer, maximum number of tokens of a sequence in this call, including the
                 prompt but not the tokens in the cache. None: the preprocessor's `sequence_length`.
                 Without a preprocessor it is T, and `max_length` is only used if `inputs` is None.
@@ -76,13 +76,13 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
             `return_cache`, a pair of these and the new `GenerationCache`.
 
         Raises:
-            ValueError: `inputs` is text without a preprocessor, has no prompt, an empty one (the
-                preprocessor's start token counts) or one longer than `max_length`; a token id or
-                stop token is outside the vocabulary; `k`, `p`, `temperature` or `num_beams` of the
-                sampler are out of range; `cache` belongs to another model, has another number of
-                sequences, or would exceed its `max_length`; a cache is passed or returned, and the
-                model does not use the decoding loop of this package (beam and contrastive search,
-                `run_eagerly=True`, a subclass that overrides `generate_step`).
+            ValueError: `inputs` is text and the model has no preprocessor; there is no prompt, or
+                one is empty (the preprocessor's start token counts) or longer than `max_length`;
+                a token id or stop token is outside the vocabulary; `k`, `p`, `temperature` or
+                `num_beams` of the sampler are out of range; `cache` belongs to another model, has
+                another number of sequences, or would exceed its `max_length`; or `cache` or
+                `return_cache` is used and the model does not use the decoding loop of this package
+                (beam and contrastive search, `run_eagerly=True`, a custom `generate_step`).
 
         Example: two turns of a conversation.
 
@@ -277,7 +277,10 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
         return None if ids is None else tuple(int(i) for i in ids)
 
     def _cache_max_length(self, cache, length, exact=False):
-        """Returns the `max_length` of the cache after this call, whose sequences have `length`."""
+        """Returns the `max_length` of the cache after a call with sequences of `length` tokens.
+
+        exact: boolean, True uses `length` itself, False a bucket of lengths or None (no limit).
+        """
         if cache is not None:
             return cache.max_length
         if exact or length is None:
@@ -333,7 +336,8 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
             return step(ops.slice(prompt, [0, index - 1], [ops.shape(prompt)[0], 1]), cache)
 
         # A sampler first passes the token at `index - 1`, then the rest of longer prompts token by
-        # token. A recurrent state must not process a token twice, so the cache ends before it.
+        # token. A recurrent state must not process a token twice, so the prefilled cache ends
+        # before the token at `index - 1`.
         batch_size, length = ops.shape(token_ids)
         mask = ops.broadcast_to(ops.arange(length, dtype="int32") < index - 1, ops.shape(token_ids))
         cache = self.backbone.get_initial_state(batch_size, max_length=length)
@@ -367,7 +371,7 @@ def _concatenate(batches):
 
 
 def _output_mask(token_ids, padding_mask, stop_token_ids):
-    """Returns a mask, True up to and including the first new stop token, else everywhere."""
+    """Returns a mask: True up to and including the first new stop token, or everywhere if none."""
     if stop_token_ids is None:
         return ops.ones_like(token_ids, dtype="bool")
     stops = ops.any(ops.stack([ops.equal(token_ids, i) for i in stop_token_ids]), axis=0)

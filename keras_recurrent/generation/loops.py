@@ -31,9 +31,9 @@ class GenerateFunction:
         make_hub_function: a function that returns KerasHub's function for one batch.
 
     Attributes:
-        loops: a `torch.loop.Loop` or the `xla_programs.Programs`, which decode for samplers that
-            only choose tokens; None where KerasHub's loop does.
-        hub_loop_reason: a pair, the reason for KerasHub's loop and the remedy, or None.
+        loops: the decoding loop of this package, a `torch.loop.Loop` or `xla_programs.Programs`,
+            for samplers without a custom loop. None: KerasHub's loop is used.
+        hub_loop_reason: a pair, the reason for using KerasHub's loop and the remedy, or None.
     """
 
     loops: Any
@@ -92,7 +92,7 @@ class GenerateFunction:
 
 
 def _sampler_loop(model, loops):
-    """Returns a function that runs a sampler's loop of KerasHub on torch, over traced steps."""
+    """Returns a function that runs the custom loop of a KerasHub sampler over traced steps."""
     import torch
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Decoding mode of the last call of `generate` or `stream`, and reasons against faster modes."""
+"""Decoding mode of the last call of `generate` or `stream`, and why faster modes were not used."""
 
 import weakref
 from typing import NamedTuple
@@ -6,12 +6,12 @@ from typing import NamedTuple
 from keras_recurrent.layers.decoding import unfused_blocks
 
 MODES = {
-    "cuda_graph": "each step is one launch of a CUDA graph, KerasHub's samplers included",
-    "compiled": "each token is a step that torch's compiler compiled",
+    "cuda_graph": "each step is one CUDA graph launch, which includes sampling where possible",
+    "compiled": "each token is a step compiled by torch's compiler",
     "traced": "each token is a step that was traced once and runs kernel by kernel",
-    "program": "all tokens are one program of the framework",
-    "steps": "each token is a program of the framework",
-    "sampler": "the loop of the sampler, compiled where KerasHub compiles it",
+    "program": "all tokens are one compiled program of the framework",
+    "steps": "each token is one compiled program of the framework",
+    "sampler": "KerasHub's generation loop, compiled where KerasHub compiles it",
     "eager": "each token runs through Keras's layers",
 }
 
@@ -40,20 +40,22 @@ class GenerationMode(NamedTuple):
 
 
 def which_generation(model):
-    """Reports the decoding mode of the last call, and the reasons against faster modes.
+    """Reports the decoding mode of the last call, and why faster modes were not used.
 
     The modes are
 
-    - `"cuda_graph"`: on torch and an NVIDIA GPU, each step is one launch, which includes the choice
-      of the token by KerasHub's samplers; another sampler runs between the launches;
-    - `"compiled"`: on torch and CPUs, torch's compiler has compiled the step;
+    - `"cuda_graph"`: on torch and an NVIDIA GPU, each step is one launch of a CUDA graph. The
+      greedy, top-k, top-p and random samplers of KerasHub are part of the graph; others run between
+      launches;
+    - `"compiled"`: on torch and CPUs, the step was compiled by torch's compiler;
     - `"traced"`: on torch, the step was traced once and runs kernel by kernel, also in the loop of
       a sampler such as beam search;
     - `"program"`: on JAX and TensorFlow, all tokens are one program;
     - `"steps"`: on JAX and TensorFlow, each token of a `stream` is a program;
-    - `"sampler"`: on JAX and TensorFlow, the loop of a sampler such as beam search;
-    - `"eager"`: each token runs through Keras's layers, because of `compile(run_eagerly=True)`, a
-      subclass that overrides `generate_step` or, on torch, a module with a hook.
+    - `"sampler"`: on JAX and TensorFlow, KerasHub's generation loop, for a sampler such as beam
+      search or a subclass that overrides `generate_step`;
+    - `"eager"`: each token runs through Keras's layers, because of `compile(run_eagerly=True)` or,
+      on torch, a subclass that overrides `generate_step` or a module with a hook.
 
     Args:
         model: a language model of this package.

@@ -55,8 +55,9 @@ def parse_prompts(model, inputs, max_length, cache=None, generates=True):
         inputs: strings, or tokens if the model has no preprocessor. None: only with a cache,
             nothing is added to it.
         max_length: integer, maximum number of tokens of a sequence in this call, including the
-            prompt. None: the `sequence_length` of the preprocessor. Ignored for tokens, whose
-            padded length it is, as in KerasHub.
+            prompt. None: the `sequence_length` of the preprocessor. Without a preprocessor, the
+            padded length T of `inputs` is the maximum, as in KerasHub, and `max_length` is only
+            used if `inputs` is None.
         cache: the `GenerationCache` to continue from, or None.
         generates: boolean. False: no tokens are generated, and sequences are padded to the longest
             prompt.
@@ -195,7 +196,7 @@ def check_prompt_tokens(inputs, vocabulary_size, allow_empty=False):
         got = sorted(inputs) if isinstance(inputs, dict) else type(inputs).__name__
         raise ValueError(
             "Without a preprocessor, prompts must be a dictionary of `token_ids` and "
-            f"`padding_mask`, each [batch, time], one document per sequence; got {got}."
+            f"`padding_mask`, each [batch, time], one prompt per sequence; got {got}."
         )
     for name in ("token_ids", "padding_mask"):
         check_tensor(name, inputs[name])
@@ -241,9 +242,9 @@ def check_sampler(sampler, vocabulary_size):
     ):
         number = getattr(sampler, name, None)
         if number is not None and not (is_valid(number) and number <= maximum):
+            hint = "" if name == "num_beams" else " Use 'greedy' for the most probable token."
             raise ValueError(
-                f"`sampler`: `{name}` of {kind} must be {description}; got {number!r}. Use "
-                "'greedy' for the most probable token."
+                f"`sampler`: `{name}` of {kind} must be {description}; got {number!r}.{hint}"
             )
 
 

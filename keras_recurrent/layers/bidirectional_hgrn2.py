@@ -19,7 +19,8 @@ class BidirectionalHGRN2(RecomputableLayer):
     """HGRN2 in both directions of time, with shared gates.
 
     ```
-    o_t = S_t^T q_t + R_t^T q_t        S_t runs forward, R_t = diag(f_t) R_{t+1} + (1 - f_t) v_t^T
+    R_t = diag(f_t) R_{t+1} + (1 - f_t) v_t^T        the state of the reverse direction
+    o_t = (S_t^T q_t + R_t^T q_t) K^(-1/2)           S_t runs forward
     y_t = W_o RMSNorm(o_t)
     ```
 

@@ -3,8 +3,8 @@
 A layer with such a step defines `fused_step`, and `unfused_reason`, which returns the reason why
 the step cannot run for this layer, or None. `ResidualBlock.stream` takes the fused steps of a block
 if `can_fuse(inputs)` and its `unfused_reason` is None. `linear`, and the operations of
-`ops/decoding_steps.py`, go through `dispatch`, which falls back to `portable/` where a Triton
-kernel refuses.
+`ops/decoding_steps.py`, go through `dispatch`, which falls back to `portable/` if the Triton
+kernel does not support the arguments.
 """
 
 import contextlib
@@ -101,9 +101,15 @@ def denses_reason(*groups):
 
 
 def linear(x, layers, norm=None, gate=None, residual=None):
-    """Applies up to three `Dense` to the normalized x [B, D]; see `ops.decoding_steps`.
+    """Applies an optional RMSNorm and up to three `Dense` to x [B, D]; returns a list of outputs.
 
-    Quantized layers must have equal quantization; two of them may form a gated unit.
+    Args:
+        x: `[B, D]`.
+        layers: `Dense` layers, all quantized in the same way or not at all.
+        norm: the `RMSNorm` of x, or None.
+        gate: activation of a gated unit of the first two layers, or None. A third layer is applied
+            to its result; quantized layers must be exactly two.
+        residual: `[B, N]`, added to the only output, or None.
     """
     operation: Callable = norm_linear
     weights, max_rows = _weights, MAX_FUSED_ROWS

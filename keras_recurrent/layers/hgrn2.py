@@ -204,7 +204,7 @@ class HGRN2(BoundedLayer):
             return f"`{self.name}` has convolutions"
         activations = self.gate_activation, self.input_activation
         if activations != (keras.activations.silu, keras.activations.linear):
-            return f"`{self.name}` has activations other than silu for gates and none for inputs"
+            return f"`{self.name}` must have a silu output gate and a linear input activation"
         return decoding.first_reason(
             decoding.class_reason(self, HGRN2),
             decoding.denses_reason([self.q_proj, self.f_proj, self.i_proj], [self.o_proj]),

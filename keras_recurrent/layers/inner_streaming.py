@@ -1,4 +1,4 @@
-"""Calls of streaming layers inside other layers and models."""
+"""Calls an inner streaming layer without Keras's `__call__` overhead, where that is safe."""
 
 from keras import ops
 
@@ -14,13 +14,16 @@ if BACKEND == "torch":
 def stream_inner(outer, layer, inputs, tokens, state=None, return_state=True, **kwargs):
     """Calls a streaming layer inside another layer or a model.
 
+    On torch, `layer.stream` and `layer.finish` are called directly if `is_called_directly` and the
+    layer has no custom `call`; otherwise the layer itself is called.
+
     Args:
         outer: the layer or model that calls it.
         layer: a `StreamingLayer`.
         inputs: `[B, T, D]`.
         tokens: the `Tokens` of the outer layer.
-        state: the layer's own part of the state, or None.
-        return_state: boolean.
+        state: the inner layer's part of the state, or None.
+        return_state: boolean, whether to return the next state.
         **kwargs: further arguments of `layer.stream`.
 
     Returns:

@@ -30,7 +30,7 @@ class StreamingLayer(StatefulLayer):
     dtype). The part of a layer with streaming sublayers has a dict for each, by name. The state of
     the outermost layer also has `segment`, int32 `[B]`, the segment of the last real token, or -1
     before any token, and, if a layer uses positions, `position`, int32 `[B]`, the position of the
-    next token of the document. No state is equivalent to that of `get_initial_state`.
+    next token of the document. Omitting the state is equivalent to passing `get_initial_state`.
 
     The layer can replace a `keras.layers.GRU`, also inside `keras.layers.Bidirectional`, with the
     arguments of a GRU listed below; its output is as wide as its input. These arguments are for the
@@ -48,30 +48,33 @@ class StreamingLayer(StatefulLayer):
         return_state: boolean, whether a call returns `(output, state)` or only the output.
         return_sequences: boolean. True: the output has all tokens, `[B, T, D]`. False: only the
             last real token of each sequence, `[B, D]`, without a mask; gates, norms and linear
-            layers after the recurrence are computed only for these tokens. For a sequence without a
-            real token it is 0, or, if the output is the state as in `RGLRU` and `CGLRU`, that of
-            `initial_state`.
-        zero_output_for_mask: the outputs at padding, with `return_sequences=True`. None: arbitrary.
+            layers after the recurrence are computed only for these tokens. The output of a sequence
+            without a real token is 0; in layers whose output is the state, such as `RGLRU` and
+            `CGLRU`, it is the output of `initial_state`.
+        zero_output_for_mask: boolean or None, the outputs at padding with `return_sequences=True`.
+            None: arbitrary.
             False: the last real output, as in a GRU, and before the first real token the output
             that `return_sequences=False` has for a sequence without one. True: 0.
         go_backwards: boolean, whether to process the sequence from the last token to the first, and
             return outputs in that order. Mask and segments are reversed with the inputs, so a
-            document starts at its last token; the returned mask is also reversed. The state is that
-            after the first token, and `initial_state` the one after the last token.
+            document starts at its last token; the returned mask is also reversed. `initial_state`
+            precedes the last token, which is processed first. The returned state follows the first
+            token, which is processed last.
         **kwargs: `name`, `dtype`, `trainable`, as in `keras.layers.Layer`. Other arguments of a GRU
             raise an error unless their values have no effect, such as `dropout=0`.
 
     Call arguments:
         inputs: `[B, T, D]`, cast to the compute dtype.
-        mask: boolean `[B, T]`, or integers, False or 0 at padding, which may be at any position:
-            padding does not change the state, and its output is arbitrary. Keras passes the mask of
-            an earlier layer, such as `Embedding(mask_zero=True)`.
-        segment_ids: integers `[B, T]`, at least 0, one number per document: documents do not affect
-            each other. None: the document before continues, or, before any token, document 0
-            starts. Values at padding are arbitrary. Values are not checked; negative ones mean that
-            nothing was seen: before any token, tokens of -1 do not start a document, but continue
-            from the initial state, and after a token of a negative segment, a call without segments
-            treats the state as initial.
+        mask: boolean `[B, T]`, or integers; False or 0 at padding, which may be at any position.
+            Padding does not change the state. Its output is arbitrary unless
+            `zero_output_for_mask` is set. Keras passes the mask of an earlier layer, such as
+            `Embedding(mask_zero=True)`.
+        segment_ids: integers `[B, T]`, at least 0, one number per document. Documents do not affect
+            each other. None: the document of the previous call continues, or document 0 starts if
+            there are no earlier tokens. Values at padding are arbitrary. Values are not checked.
+            -1 stands for "no token yet": at the start of a sequence without earlier tokens, tokens
+            of segment -1 continue from the initial state instead of starting a document. If the
+            last segment of a state is negative, a call without segments starts a document.
         initial_state: the state to continue from, or a list of only this state. None: the initial
             state.
         return_state: boolean. None: as in the constructor.
@@ -348,9 +351,9 @@ class StreamingLayer(StatefulLayer):
     def state_size(self):
         name = type(self).__name__
         raise ValueError(
-            f"`{name}` is no cell for `keras.layers.RNN`: it takes whole sequences. Call it in its "
-            f"place, `{name}(...)(x)`, with `return_sequences`, `return_state`, `initial_state` "
-            "and `go_backwards` as in a GRU."
+            f"`keras.layers.RNN` requires a cell; `{name}` is a layer over whole sequences. "
+            f"Replace `RNN({name}(...))` by `{name}(...)`, with `return_sequences`, "
+            "`return_state`, `initial_state` and `go_backwards` as in a GRU."
         )
 
     def _returns_state(self, return_state):

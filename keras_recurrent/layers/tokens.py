@@ -24,8 +24,9 @@ class Tokens(NamedTuple):
         kind: int8 `[B, T]`, the result of `keras_recurrent.ops.token_kind`. None: there is no mask,
             no segments and no state, so each sequence is one document that starts at its first
             token.
-        position: int32 `[B, T]`, the number of real tokens of the document before each token. At
-            padding it counts those of the document before. None: no layer uses positions.
+        position: int32 `[B, T]`, the index of each token in its document, not counting padding. At
+            padding: the number of real tokens so far in the most recent document. None: no layer
+            uses positions.
 
     Example: a custom layer that sums the tokens of each document.
 
@@ -162,7 +163,7 @@ def _find(find_kinds, inputs, mask, segment_ids, segment, position, uses_positio
     return found
 
 
-# Entries of a state that only the outermost layer has: the place of each sequence in its document.
+# Entries that only the state of the outermost layer has: each sequence's document position.
 PLACES = ("position", "segment")
 
 
@@ -216,7 +217,7 @@ def check_handed_down(layer, tokens, mask, segment_ids, own_state):
 
 
 def token_position(inputs, kind=None, first=None):
-    """Returns the number of real tokens of its document before each token, int32 `[B, T]`.
+    """Returns the index of each token in its document, int32 `[B, T]`; see `Tokens.position`.
 
     Args:
         inputs: `[B, T, ...]`; only the shape is used.

@@ -83,12 +83,14 @@ class LocalAttentionStepOperation(Operation):
 
 
 def norm_linear(x, kernels, biases, **others):
-    """Applies RMSNorm and up to three linear layers to x [B, D], then a gate or a residual.
+    """Applies RMSNorm and up to three linear layers to x [B, D], with optional gate and residual.
 
-    See `backends/reference/norm_linear.py`. Kernels and biases are passed as lists.
+    With `gate`, the first two kernels form a gated unit, and the third, if any, is applied to its
+    result. `residual` is added to the first output. Kernels and biases are passed as lists. See
+    `backends/reference/norm_linear.py`.
 
     Returns:
-        A list of outputs [B, N], one for each kernel, or one with a gate.
+        A list of outputs [B, N]: one for each kernel, or a single one with `gate`.
     """
     return _apply(NormLinearOperation, {"x": x}, {"kernel": kernels, "bias": biases}, others)
 

@@ -1,4 +1,4 @@
-"""Base class of the public operations: checks, nodes of Keras graphs, and dispatch."""
+"""Base class of operations: argument checks, nodes of Keras graphs, and dispatch."""
 
 import keras
 from keras import ops
@@ -14,11 +14,9 @@ OPERATIONS: dict[str, type["Operation"]] = {}
 class Operation(keras.Operation):
     """Base class of operations, which can be nodes of a Keras graph.
 
-    The public function of an operation calls `apply`.
-
     Class attributes:
-        function: the name of the public function, of the files in `backends/`, and of the
-            signature, which has the tensors and results with their dimensions.
+        function: the name of the function that calls `apply`, of the files in `backends/`, and of
+            the signature, which lists tensors and results with their dimensions.
         options: `{name: default}` of further arguments of an implementation, which are not tensors
             and are known when a graph is made.
         context: `{name: dimensions}` of further tensors, which `lower` may change.
@@ -89,7 +87,8 @@ class Operation(keras.Operation):
         return self.apply(tensors, self.implementation, self.options, **context)
 
     def rematerialized_call(self, call, *args, **kwargs):
-        # Implementations save little more than their tensors; TensorFlow rejects keywords here.
+        # Not rematerialized: implementations save few residuals besides their inputs and outputs,
+        # and TensorFlow's recomputation does not accept keyword arguments.
         return call
 
     def compute_output_spec(self, **arguments):

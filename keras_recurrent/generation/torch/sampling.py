@@ -23,7 +23,7 @@ class TokenSampler:
 
     `begin` reserves random numbers of the sampler's generator for a maximum number of draws, so
     that other threads draw different ones. `seed` precedes each draw, with its index from 0. `end`
-    returns the random numbers that were not used.
+    releases the random numbers that were not used.
 
     Args:
         sampler: a sampler of KerasHub, or of another class, which is called as it is: `begin`,
@@ -61,7 +61,10 @@ class TokenSampler:
             self.generator.manual_seed((self._base_seed + self._counter + draw) & 0xFFFFFFFF)
 
     def end(self, draws):
-        """Returns the unused random numbers after `draws` draws, if no other draws followed."""
+        """Releases the unused random numbers, unless the generator was used since `begin`.
+
+        draws: the number of draws that were made.
+        """
         if self.generator is not None:
             with _state_lock:
                 if self._read_state() == [self._base_seed, self._end]:
