@@ -4,7 +4,8 @@
 only a part of the tests runs, plus 15 seconds, as a file then compiles what others share with it.
 `--budget=write` updates the entries of the files that ran, on the current backend. Nightly tests
 are not counted. Times are multiplied by the recorded time of a fixed computation over the measured
-one, which compensates for slower or busy machines.
+one, which compensates for slower or busy machines: it is measured between tests, while other
+workers run theirs, since two workers share the units of one core on many machines.
 """
 
 import collections
@@ -13,6 +14,7 @@ import json
 import os
 import pathlib
 import resource
+import statistics
 import time
 
 import pytest
@@ -20,6 +22,7 @@ import pytest
 DURATIONS = pathlib.Path(__file__).with_name("durations.json")
 FACTOR = 1.5
 SLACK, SLACK_OF_PART = 3, 15  # seconds
+PROBE_INTERVAL = 20  # seconds between two probes of a worker
 
 
 def cpu_seconds():
@@ -28,7 +31,7 @@ def cpu_seconds():
 
 
 def probe():
-    """CPU seconds of a computation in Python, the least of five times."""
+    """CPU seconds of a computation in Python, the least of three times."""
 
     def measure():
         before = time.process_time()
@@ -36,7 +39,7 @@ def probe():
         sum(table[key] for key in sorted(table, reverse=True))
         return time.process_time() - before
 
-    return min(measure() for _ in range(5))
+    return min(measure() for _ in range(3))
 
 
 def over_budget(files, entries, scale, slack=SLACK):
@@ -71,7 +74,7 @@ class Budget:
         self.backend = os.environ["KERAS_BACKEND"]
         self.is_controller = "PYTEST_XDIST_WORKER" not in os.environ
         self.runs_tests = not (self.is_controller and getattr(config.option, "numprocesses", None))
-        self.probes = []
+        self.probes, self.last_probe = [], time.monotonic()
         self.seconds = collections.defaultdict(float)  # test id → CPU seconds
         self.messages = []
         if config.option.budget == "check":
@@ -81,10 +84,12 @@ class Budget:
         if self.runs_tests:
             # Or the first test would pay for it.
             importlib.import_module("keras_recurrent")
-            self.probes.append(probe())
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item):
+        if not self.probes or time.monotonic() - self.last_probe > PROBE_INTERVAL:
+            self.probes.append(probe())
+            self.last_probe = time.monotonic()
         self.before = cpu_seconds()
         return (yield)
 
@@ -109,8 +114,6 @@ class Budget:
         self.probes.extend(getattr(node, "workeroutput", {}).get("probes", ()))
 
     def pytest_sessionfinish(self, session, exitstatus):
-        if self.runs_tests:
-            self.probes.append(probe())
         if not self.is_controller:
             self.config.workeroutput["probes"] = self.probes
             return
@@ -119,7 +122,7 @@ class Budget:
         files = collections.defaultdict(float)
         for test, seconds in self.seconds.items():
             files[test.partition("::")[0]] += seconds
-        measured = sum(self.probes) / len(self.probes)
+        measured = statistics.median(self.probes)
         complete = self.config.args == self.config.getini("testpaths")
         if self.config.option.budget == "write":
             self.write(files, measured, complete)

@@ -27,7 +27,8 @@ FILES = {
     if path.relative_to(PACKAGE).parts[0] != "backends"
 }
 OF_NAMED_TUPLES = {"_fields", "_replace"}
-OF_TORCH = {"_foreach_copy_"}  # its name for copies of many tensors in one launch
+# Copies of many tensors in one launch; a number that changes when a tensor is overwritten.
+OF_TORCH = {"_foreach_copy_", "_version"}
 
 
 def private(names):
