@@ -17,7 +17,8 @@ BACKENDS := jax torch tensorflow
 PAPERS := associative_recall extrapolation gates grouped_queries lightning_ablations phone_book \
   state_size synthetic_tasks throughput training_speed
 BIN := $(VENV)/bin
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+# Python compiles the modules that are imported; pip would compile all, which takes a minute.
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
 INSTALLED := pyproject.toml constraints.txt $(VENV)/.created
 
 MAKEFLAGS += --no-builtin-rules
@@ -131,7 +132,7 @@ $(EXPORT)/.installed $(HARNESS)/.installed: $(VENV)/.test
 	$(BIN)/python -m venv --without-pip $(@D)
 	echo "import site; site.addsitedir('$$($(BIN)/python -c '$(SITE)')')" \
 	  > $$($(@D)/bin/python -c '$(SITE)')/packages_of_venv.pth
-	$(BIN)/python -m pip --python $(@D)/bin/python install --quiet --constraint constraints.txt $(ADDED)
+	$(BIN)/python -m pip --python $(@D)/bin/python install --quiet --no-compile --constraint constraints.txt $(ADDED)
 	@touch $@
 
 # How many draws, and the first: make fuzz FUZZ="--draws 500 --start 2000"
@@ -163,7 +164,7 @@ tables: $(VENV)/.test
 
 $(DOCS)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(DOCS)
-	@$(DOCS)/bin/python -m pip install --quiet --constraint constraints.txt \
+	@$(DOCS)/bin/python -m pip install --quiet --no-compile --constraint constraints.txt \
 	  $$($(DOCS)/bin/python -c '$(EXTRA_DOCS)')
 	@touch $@
 

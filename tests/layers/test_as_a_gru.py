@@ -358,7 +358,7 @@ def test_arguments_of_a_gru(name):
             with pytest.raises(ValueError, match=f"`{argument}` must be True or False; got"):
                 make(**{argument: value})
     for cell in (make(), [make()]):
-        with pytest.raises(ValueError, match=r"no cell for `keras.layers.RNN`.*`return_state`"):
+        with pytest.raises(ValueError, match=r"`keras.layers.RNN` requires a cell.*`return_state`"):
             keras.layers.RNN(cell)
 
 

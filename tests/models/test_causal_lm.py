@@ -196,7 +196,7 @@ def test_prompts_need_a_token_and_no_gaps():
     for prompt, match in [
         (token_ids, "dictionary of `token_ids` and `padding_mask`.*got ndarray"),
         ({"token_ids": token_ids}, r"got \['token_ids'\]"),
-        ({"token_ids": token_ids, "padding_mask": real, "segment_ids": real}, "one document per"),
+        ({"token_ids": token_ids, "padding_mask": real, "segment_ids": real}, "one prompt per"),
         ({"token_ids": token_ids, "padding_mask": real[:, :3]}, r"got \(2, 5\) and \(2, 3\)"),
         ({"token_ids": token_ids[:0], "padding_mask": real[:0]}, "at least one prompt"),
         ({"token_ids": token_ids + 0.5, "padding_mask": real}, "must be integers; got float64"),
