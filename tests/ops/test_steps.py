@@ -82,33 +82,22 @@ ON_ALL_BACKENDS = ["perceptron", "bfloat16, rows", "float64", "extreme"]
 ON_ALL_BACKENDS += ["4 bits, blocks", "4 bits, columns", "three widths"]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(
-            case,
-            id=name,
-            marks=pytest.mark.nightly if PLAIN != "torch" and name not in ON_ALL_BACKENDS else (),
-        )
-        for name, case in CASES.items()
-    ],
-)
+def every_case_of(cases):
+    nightly = set() if PLAIN == "torch" else cases.keys() - set(ON_ALL_BACKENDS)
+    params = [
+        pytest.param(case, id=name, marks=pytest.mark.nightly if name in nightly else ())
+        for name, case in cases.items()
+    ]
+    return pytest.mark.parametrize("case", params)
+
+
+@every_case_of(CASES)
 @every_kernel
 def test_forward(operation, implementation, case):
     check(operation, implementation, case)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(
-            case,
-            id=name,
-            marks=pytest.mark.nightly if PLAIN != "torch" and name not in ON_ALL_BACKENDS else (),
-        )
-        for name, case in QUANTIZED.items()
-    ],
-)
+@every_case_of(QUANTIZED)
 @quantized_maps
 def test_quantized(implementation, case):
     check("norm_quantized_linear", implementation, case)
