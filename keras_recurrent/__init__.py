@@ -29,7 +29,7 @@ from keras_recurrent.dispatch import implementation
 from keras_recurrent.export import exporters
 from keras_recurrent.generation.modes import which_generation
 from keras_recurrent.gqa import placeholders
-from keras_recurrent.layers import both_directions
+from keras_recurrent.layers import both_directions, integer_products, saved_quantization
 from keras_recurrent.ops.operation import which_implementation
 from keras_recurrent.training.loss_without_logits import which_loss
 from keras_recurrent.tuning import autotune
@@ -37,7 +37,9 @@ from keras_recurrent.tuning import autotune
 exporters.install()
 both_directions.install()
 hub_hooks.install()
+integer_products.install()
 placeholders.install()
+saved_quantization.install()
 
 __version__ = "0.2.0"
 

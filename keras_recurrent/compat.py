@@ -45,6 +45,10 @@ PRESET_MODULES = {
     "tokenizer": "keras_hub.src.tokenizers.tokenizer",
 }
 
+# Modules of Keras in which other files replace functions.
+EXPORT = "keras.src.export"
+JAX_OPERATIONS = "keras.src.backend.jax.numpy"
+
 
 def __getattr__(name):
     if name not in SOURCE_NAMES:
@@ -63,10 +67,10 @@ def installed_preset_loader(preset):
     return importlib.import_module(PRESET_MODULES["tokenizer"]).get_preset_loader(preset)
 
 
-def replace_exporter(name, make):
-    """Replaces a function of Keras that `model.export` calls by `make(function)`."""
-    module = importlib.import_module("keras.src.export")
-    setattr(module, name, make(getattr(module, name)))
+def replace_function(owner, name, make):
+    """Replaces a function of a class of Keras, or of a module by its name, by `make(function)`."""
+    owner = importlib.import_module(owner) if isinstance(owner, str) else owner
+    setattr(owner, name, make(getattr(owner, name)))
 
 
 def check_before_calls(cls, check):

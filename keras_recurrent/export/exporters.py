@@ -33,7 +33,8 @@ from keras_recurrent.portable import _opset_27
 def install():
     """Replaces Keras's exporters by those of this module."""
     for name, export in EXPORTERS.items():
-        compat.replace_exporter(name, functools.partial(_wrap_exporter, export))
+        make = functools.partial(_wrap_exporter, export)
+        compat.replace_function(compat.EXPORT, name, make)
 
 
 def _wrap_exporter(export_function, original):

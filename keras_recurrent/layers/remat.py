@@ -10,6 +10,7 @@ from keras_recurrent.checks.shapes import check_rank_known
 from keras_recurrent.compat import AutocastScope, get_autocast_scope, get_current_remat_mode
 from keras_recurrent.devices.torch_processes import check_not_sharded
 from keras_recurrent.dispatch import BACKEND, chosen_name, implementation
+from keras_recurrent.layers.saved_quantization import SavedQuantization
 
 if BACKEND == "tensorflow":
     from keras_recurrent.backends.tensorflow import _recompute
@@ -17,7 +18,7 @@ elif BACKEND == "torch":
     from keras_recurrent.layers.torch_calls import call_plain, is_plain
 
 
-class RecomputableLayer(keras.layers.Layer):
+class RecomputableLayer(SavedQuantization, keras.layers.Layer):
     """Base class of layers that support `keras.RematScope`, through `recompute`."""
 
     def __call__(self, *args, **kwargs):

@@ -13,6 +13,7 @@ from keras_recurrent.devices.jax_layouts import apply_state_layout, check_layout
 from keras_recurrent.devices.jax_processes import SavedByAllProcesses
 from keras_recurrent.layers.inner_streaming import stream_inner
 from keras_recurrent.layers.reversible_embedding import ReversibleEmbedding
+from keras_recurrent.layers.saved_quantization import SavedQuantization
 from keras_recurrent.layers.tokens import find_tokens, initial_places, place_specs
 from keras_recurrent.models.lora import LoraBackbone
 from keras_recurrent.models.segments import SegmentsOptional
@@ -26,6 +27,7 @@ class RecurrentBackbone(
     TorchTraining,
     LoraBackbone,
     StoredArguments,
+    SavedQuantization,
     keras_hub.models.Backbone,
 ):
     """Base class of the networks: from token ids to the hidden states before the logits.

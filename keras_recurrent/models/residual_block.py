@@ -123,4 +123,4 @@ class ResidualBlock(StreamingLayer):
     @classmethod
     def from_config(cls, config):
         temporal_block = keras.layers.deserialize(config["temporal_block"])
-        return cls(**{**config, "temporal_block": temporal_block})
+        return super().from_config({**config, "temporal_block": temporal_block})

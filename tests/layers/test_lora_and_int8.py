@@ -90,3 +90,19 @@ def test_lora_trains_on_int8():
     model.compile(keras.optimizers.Adam(0.03), "mse", jit_compile=jit)
     history = model.fit(x, target, epochs=10, verbose=0).history["loss"]
     assert history[-1] < 0.98 * history[0]
+
+
+@pytest.mark.once
+@quiet
+@layer_with_sublayers
+def test_quantized_layers_reload_in_a_sequential_model(name, tmp_path):
+    """Keras restores only layers that it saves itself, and builds these under another path."""
+    layer, x = built(name, dtype="bfloat16"), inputs()
+    model = keras.Sequential([type(layer).from_config(layer.get_config())])
+    model.build((None, None, WIDTH))
+    config = keras.quantizers.Int8QuantizationConfig(activation_quantizer=None)
+    model.quantize(config=config)
+    wanted = numpy(model(x))
+    model.save(tmp_path / "model.keras")
+    again = keras.saving.load_model(tmp_path / "model.keras")
+    np.testing.assert_array_equal(numpy(again(x)), wanted)

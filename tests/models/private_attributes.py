@@ -6,9 +6,11 @@ TorchLayer is a base class of `keras.Layer` on torch.
 
 PRIVATE_ATTRIBUTES = {
     # Layers
+    "_dtype_policy": ("keras.Layer",),
     "_flatten_layers": ("keras.Layer",),
     "_layers": ("keras.Layer",),
     "_non_trainable_variables": ("keras.Layer",),
+    "_post_build": ("keras.Layer",),
     "_remat_mode": ("keras.Layer",),
     "_torch_params": ("keras.src.backend.torch.layer.TorchLayer",),
     "_track_variables": ("keras.src.backend.torch.layer.TorchLayer",),
@@ -60,6 +62,7 @@ PRIVATE_ATTRIBUTES = {
     ),
     "_value_dense": ("keras.layers.MultiHeadAttention", "keras.layers.GroupQueryAttention"),
     # Quantized weights
+    "_get_kernel_with_merged_lora": ("keras.layers.Dense", "keras.layers.EinsumDense"),
     "_int4_block_size": ("keras.layers.Dense",),
     "_kernel": ("keras.layers.Dense",),
     # Low-rank weights

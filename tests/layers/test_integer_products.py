@@ -1,0 +1,50 @@
+"""Products of int8 tensors, which XLA for NVIDIA GPUs doubles for some sizes."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_recurrent.layers.integer_products import contracted_size
+
+EQUATIONS = {
+    "nk,ko->no": ((7, -1), (-1, 5)),
+    "btk,ko->bto": ((2, 7, -1), (-1, 5)),
+    "hnk,hko->hno": ((4, 7, -1), (4, -1, 5)),
+    "b...k,ok->b...o": ((2, 3, 7, -1), (5, -1)),
+}
+
+
+@pytest.mark.parametrize("equation", EQUATIONS)
+@pytest.mark.parametrize("size", [3, 4, 6])
+def test_products_of_int8_are_exact(equation, size):
+    """On JAX with an NVIDIA GPU, sizes that are no multiple of 4 gave twice the product."""
+    rng = np.random.default_rng(0)
+    shapes = [tuple(size if n == -1 else n for n in shape) for shape in EQUATIONS[equation]]
+    a, b = (rng.integers(-127, 128, shape).astype("int8") for shape in shapes)
+    wanted = np.einsum(equation, a.astype("int64"), b.astype("int64"))
+    found = keras.ops.convert_to_numpy(keras.ops.einsum(equation, *map(keras.ops.array, (a, b))))
+    np.testing.assert_array_equal(found, wanted)
+    if equation == "nk,ko->no":
+        found = keras.ops.convert_to_numpy(keras.ops.matmul(*map(keras.ops.array, (a, b))))
+        np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.skipif(keras.config.backend() != "jax", reason="a guard for XLA")
+def test_xla_multiplies_int32_where_int8_is_inexact():
+    """The same fault, on machines without a GPU."""
+    import jax
+
+    for product in (keras.ops.matmul, lambda a, b: keras.ops.einsum("nk,ko->no", a, b)):
+        for size in (6, 8):
+            program = jax.make_jaxpr(product)(
+                np.ones((7, size), "int8"), np.ones((size, 5), "int8")
+            )
+            assert (f"i32[7,{size}]" in str(program)) == (size == 6)
+
+
+@pytest.mark.once
+def test_sizes_of_contracted_axes():
+    a, b = np.zeros((2, 3, 5, 7)), np.zeros((3, 7, 5))
+    assert contracted_size("abcd,bdc->ab", a, b) == 35
+    assert contracted_size("...cd,adc->...c", a, b) == 7
+    assert contracted_size("a...d, bdc -> ab...c", a, b) == 7
