@@ -46,7 +46,7 @@ class SavedTraining(SavedByAllProcesses):
         if excluded := config.pop("excluded_from_weight_decay", None):
             config["optimizer"] = keras.optimizers.get(config["optimizer"])
             weight_decay.restore_exclusions(config["optimizer"], self, excluded)
-        self.compile(**config)  # type: ignore[attr-defined]
+        self.compile(**config)
         if optimizer_built:
             self.optimizer.build(self.trainable_variables)  # type: ignore[attr-defined]
 

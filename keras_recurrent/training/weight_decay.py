@@ -137,7 +137,7 @@ def warn_of_decayed_decays(optimizer, model):
 
 
 def _updating_optimizers(optimizer):
-    """Returns the optimizers that update weights: those inside wrappers, or the optimizer."""
+    """Returns the optimizers that update weights, which wrappers contain."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return _updating_optimizers(optimizer.inner_optimizer)
     if isinstance(optimizer, keras.optimizers.MultiOptimizer):

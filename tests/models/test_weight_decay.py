@@ -54,7 +54,7 @@ def rg_lru():
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_decays_keep_their_values_in_a_step_without_gradients(name):
-    """Λ decays where an optimizer in a wrapper, or with a method of its own, gets no exclusions."""
+    """Λ decays if an inner optimizer, or one that overrides `_apply_weight_decay`, ignores it."""
     model = rg_lru()
     variables = [v for v in model.trainable_variables if v.name != "scale"]
     assert set(decayed_names(OPTIMIZERS[name](), variables)) == {"a_logit", "bias", "kernel"}
