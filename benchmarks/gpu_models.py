@@ -262,7 +262,9 @@ def attempt(name, passes, model, step, vocabulary, batch, length):
 def measure_compiled(pair):
     """`train_on_batch`, which `fit` calls, as one graph."""
     model = ours(pair)
-    model.compile(keras.optimizers.AdamW(1e-5), jit_compile=True)
+    optimizer = keras.optimizers.AdamW(1e-5)
+    keras_recurrent.exclude_from_weight_decay(optimizer, model)
+    model.compile(optimizer, jit_compile=True)
 
     def step(token_ids):
         x = {"token_ids": token_ids, "padding_mask": torch.ones_like(token_ids)}

@@ -29,6 +29,7 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 import keras
 import numpy as np
 
+from keras_recurrent import exclude_from_weight_decay
 from keras_recurrent.models import GriffinBackbone, GriffinCausalLM, HGRN2Backbone, HGRN2CausalLM
 
 BACKEND = keras.config.backend()
@@ -93,7 +94,9 @@ def on_jax(arguments, count):
         scope = keras.distribution.ModelParallel(layout_map=layout_map).scope()
     with scope:
         model = make(arguments)
-        model.compile(keras.optimizers.AdamW(1e-5), model.loss, weighted_metrics=[])
+        optimizer = keras.optimizers.AdamW(1e-5)
+        exclude_from_weight_decay(optimizer, model)
+        model.compile(optimizer, model.loss, weighted_metrics=[])
         if arguments.split == "heads":
             return {"speeds": writing(model, arguments), "bytes": on_a_device(model.weights)}
         x, y = batch(arguments, count)

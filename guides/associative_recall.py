@@ -19,6 +19,7 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 import keras
 import matplotlib.figure
 
+from keras_recurrent import exclude_from_weight_decay
 from keras_recurrent.datasets import associative_recall
 from keras_recurrent.layers import HGRN, HGRN2, CausalConv1D, LowerBounds, RMSNorm, StreamingLayer
 from keras_recurrent.models import HGRN2ResidualBlock
@@ -119,8 +120,10 @@ def train(name, training, validation, epochs):
     rate = keras.optimizers.schedules.CosineDecay(
         0.0, steps, warmup_target=LEARNING_RATE, warmup_steps=max(1, steps // 10)
     )
+    optimizer = keras.optimizers.AdamW(rate, weight_decay=0.01, clipnorm=1.0)
+    exclude_from_weight_decay(optimizer, model)
     model.compile(
-        optimizer=keras.optimizers.AdamW(rate, weight_decay=0.01, clipnorm=1.0),
+        optimizer=optimizer,
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         weighted_metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
     )

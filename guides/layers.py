@@ -18,7 +18,7 @@ import time
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
 # First: KerasHub imports TensorFlow, behind which Triton's kernels are left out on JAX.
-import keras_recurrent  # noqa: F401
+import keras_recurrent
 
 # isort: split
 import keras
@@ -200,7 +200,9 @@ def train(task, name, seeds):
         rate = keras.optimizers.schedules.CosineDecay(
             0.0, steps, warmup_target=LEARNING_RATE, warmup_steps=max(1, steps // 10)
         )
-        model.compile(keras.optimizers.AdamW(rate, weight_decay=0.01, clipnorm=1.0), task.loss())
+        optimizer = keras.optimizers.AdamW(rate, weight_decay=0.01, clipnorm=1.0)
+        keras_recurrent.exclude_from_weight_decay(optimizer, model)
+        model.compile(optimizer, task.loss())
         clock = Seconds()
         model.fit(x, y, task.batch_size, task.epochs, callbacks=[clock], verbose=0)
         seconds += clock.seconds[1:]  # the first compiles

@@ -36,6 +36,7 @@ os.environ["XLA_FLAGS"] = " ".join(
 import keras
 import numpy as np
 
+from keras_recurrent import exclude_from_weight_decay
 from keras_recurrent.models import (
     HGRN2Backbone,
     HGRN2CausalLM,
@@ -76,6 +77,7 @@ def fit(model):
     on_jax = keras.config.backend() == "jax"
     # On TensorFlow each replica would clip the gradient of its own rows, before these are summed.
     optimizer = keras.optimizers.AdamW(LEARNING_RATE, global_clipnorm=1.0 if on_jax else None)
+    exclude_from_weight_decay(optimizer, model)
     model.compile(optimizer, model.loss, weighted_metrics=[], jit_compile=on_jax)
     x, y = batch()
     return model.fit(x, y, batch_size=ROWS, epochs=STEPS, shuffle=False, verbose=0).history["loss"]
@@ -227,7 +229,11 @@ def heads_split(module):
 def learn(module, called, x, y, around):
     import torch
 
-    optimizer = torch.optim.AdamW(module.parameters(), LEARNING_RATE)
+    undecayed = module.find_parameters(exclude_from_weight_decay(None, module.model))
+    ids = {id(parameter) for parameter in undecayed}
+    others = [parameter for parameter in module.parameters() if id(parameter) not in ids]
+    groups = [{"params": others}, {"params": undecayed, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, LEARNING_RATE)
     losses = []
     for _ in range(STEPS):
         with around():

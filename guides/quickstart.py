@@ -18,7 +18,7 @@ import pydoc_data.topics
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
 # First: KerasHub imports TensorFlow, behind which Triton's kernels are left out on JAX.
-import keras_recurrent  # noqa: F401
+import keras_recurrent
 
 # isort: split
 import keras
@@ -98,12 +98,17 @@ def bits_per_byte(labels, logits):
 
 
 def compile_for_training(model, steps):
-    """AdamW, with a rate that rises quickly and falls to nothing."""
+    """AdamW, with a rate that rises quickly and falls to nothing.
+
+    Weight decay would shorten the memory that the network begins with: decays are excluded.
+    """
     rate = keras.optimizers.schedules.CosineDecay(
         0.0, steps, warmup_target=LEARNING_RATE, warmup_steps=max(1, steps // 20)
     )
+    optimizer = keras.optimizers.AdamW(rate, weight_decay=0.1, clipnorm=1.0)
+    keras_recurrent.exclude_from_weight_decay(optimizer, model)
     model.compile(
-        optimizer=keras.optimizers.AdamW(rate, weight_decay=0.1, clipnorm=1.0),
+        optimizer=optimizer,
         weighted_metrics=[bits_per_byte],
         sampler=keras_hub.samplers.TopPSampler(p=0.9, temperature=0.8),
     )

@@ -22,7 +22,7 @@ import zlib
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
 # First: KerasHub imports TensorFlow, behind which Triton's kernels are left out on JAX.
-import keras_recurrent  # noqa: F401
+import keras_recurrent
 
 # isort: split
 import keras
@@ -100,7 +100,9 @@ class ConstantThenLinear(keras.optimizers.schedules.LearningRateSchedule):
 def train(model, texts, steps, decay_steps, output):
     """Trains the model, beginning where an earlier run was broken off."""
     rate = ConstantThenLinear(LEARNING_RATE, WARMUP_STEPS, steps, decay_steps)
-    model.compile(keras.optimizers.AdamW(rate, weight_decay=WEIGHT_DECAY, clipnorm=1.0), model.loss)
+    optimizer = keras.optimizers.AdamW(rate, weight_decay=WEIGHT_DECAY, clipnorm=1.0)
+    keras_recurrent.exclude_from_weight_decay(optimizer, model)
+    model.compile(optimizer, model.loss)
     # An eighth of the held-out text, so that overfitting shows while it trains.
     glimpse = [document for _, held_out in texts.values() for document in held_out[::8]]
     model.fit(

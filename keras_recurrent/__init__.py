@@ -32,6 +32,7 @@ from keras_recurrent.gqa import placeholders
 from keras_recurrent.layers import both_directions, integer_products, saved_quantization
 from keras_recurrent.ops.operation import which_implementation
 from keras_recurrent.training.loss_without_logits import which_loss
+from keras_recurrent.training.weight_decay import exclude_from_weight_decay
 from keras_recurrent.tuning import autotune
 
 exporters.install()
@@ -49,6 +50,7 @@ __all__ = [
     "conversion",
     "datasets",
     "evaluation",
+    "exclude_from_weight_decay",
     "implementation",
     "layers",
     "models",

@@ -506,6 +506,24 @@ FAULTS = [
         tests={"torch": "models/test_saving.py::test_keras_files_and_training_goes_on"},
     ),
     Fault(
+        "weight_decay_overwritten",
+        "keras_recurrent/training/weight_decay.py",
+        old="    optimizer._exclude_from_weight_decay.update(earlier)",
+        new="",
+        tests={"torch": "models/test_weight_decay.py::test_exclusions_of_the_user_stay"},
+    ),
+    Fault(
+        "weight_decay_inner_optimizer",
+        "keras_recurrent/training/weight_decay.py",
+        old="        return _updating_optimizers(optimizer.inner_optimizer)",
+        new="        return [optimizer]",
+        tests=dict.fromkeys(
+            ("jax", "torch", "tensorflow"),
+            "models/test_weight_decay.py::"
+            "test_decays_keep_their_values_in_a_step_without_gradients[scaled]",
+        ),
+    ),
+    Fault(
         "schedule_rsqrt",
         "keras_recurrent/schedules.py",
         old="ops.rsqrt(ops.maximum(share, 1.0))",

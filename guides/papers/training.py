@@ -4,6 +4,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_recurrent import exclude_from_weight_decay
 from keras_recurrent.evaluation import no_gradients
 from keras_recurrent.ops import token_crossentropy
 
@@ -32,6 +33,7 @@ def train(models, optimizer, batches, logits=None, every=None, watch=None, facto
     """
     optimizers = [type(optimizer).from_config(optimizer.get_config()) for _ in models]
     for model, own in zip(models, optimizers, strict=True):
+        exclude_from_weight_decay(own, model)
         own.build(model.trainable_variables)
     start = _in_one_program if keras.config.backend() == "jax" else _by_keras
     step, finish = start(models, optimizers, factors or [1.0] * len(models), logits)

@@ -34,6 +34,7 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 import keras
 import numpy as np
 
+from keras_recurrent import exclude_from_weight_decay
 from keras_recurrent.models import GriffinTextClassifier, HGRN2TextClassifier
 
 FAMILIES = {"griffin": GriffinTextClassifier, "hgrn2": HGRN2TextClassifier}
@@ -166,9 +167,9 @@ def train(bidirectional):
     rate = keras.optimizers.schedules.CosineDecay(
         0.0, steps, warmup_target=arguments.learning_rate, warmup_steps=max(1, steps // 20)
     )
-    model.compile(
-        keras.optimizers.AdamW(rate, weight_decay=0.1, global_clipnorm=1.0), metrics=["accuracy"]
-    )
+    optimizer = keras.optimizers.AdamW(rate, weight_decay=0.1, global_clipnorm=1.0)
+    exclude_from_weight_decay(optimizer, model)  # the decays, so that the model forgets no sooner
+    model.compile(optimizer, metrics=["accuracy"])
     name = "In both directions" if bidirectional else "Forwards"
     print(f"\n{name}: {model.count_params():,} weights")
     model.fit(

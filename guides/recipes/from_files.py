@@ -32,6 +32,7 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import keras
 
+from keras_recurrent import exclude_from_weight_decay
 from keras_recurrent.callbacks import TrainingBackup
 from keras_recurrent.datasets import PackedText
 from keras_recurrent.models import GriffinBackbone, GriffinCausalLM, GriffinCausalLMPreprocessor
@@ -194,8 +195,10 @@ steps = arguments.epochs * arguments.steps_per_epoch
 rate = keras.optimizers.schedules.CosineDecay(
     0.0, steps, warmup_target=arguments.learning_rate, warmup_steps=max(1, steps // 20)
 )
+optimizer = keras.optimizers.AdamW(rate, weight_decay=0.1, global_clipnorm=1.0)
+exclude_from_weight_decay(optimizer, model)  # the decays, so that the model forgets no sooner
 model.compile(
-    keras.optimizers.AdamW(rate, weight_decay=0.1, global_clipnorm=1.0),
+    optimizer,
     weighted_metrics=[keras.metrics.SparseCategoricalCrossentropy(from_logits=True, name="nats")],
     sampler="top_p",
 )

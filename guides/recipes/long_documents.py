@@ -21,7 +21,7 @@ import pydoc_data.topics
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
 # First: KerasHub imports TensorFlow, behind which Triton's kernels are left out on JAX.
-import keras_recurrent  # noqa: F401
+import keras_recurrent
 
 # isort: split
 import keras
@@ -47,7 +47,9 @@ def trained(texts, epochs, sequence_length):
     model = GriffinCausalLM.from_preset(
         "griffin_tiny", packed=True, sequence_length=sequence_length
     )
-    model.compile(keras.optimizers.AdamW(4e-3, global_clipnorm=1.0))
+    optimizer = keras.optimizers.AdamW(4e-3, global_clipnorm=1.0)
+    keras_recurrent.exclude_from_weight_decay(optimizer, model)
+    model.compile(optimizer)
     model.fit(texts, batch_size=16, epochs=epochs, verbose=2)
     return model
 

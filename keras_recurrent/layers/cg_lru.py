@@ -86,7 +86,8 @@ class CGLRU(GatedLRU):
             self.num_blocks = default_num_blocks(self.width, multiple_of=2)
         self.add_gates_and_decays(self.width // 2)
         initializer = keras.initializers.RandomUniform(0.0, 2 * math.pi / DECAY_EXPONENT)
-        self.theta = self.add_state_weight("theta", (self.width // 2,), initializer)
+        shape = (self.width // 2,)
+        self.theta = self.add_state_weight("theta", shape, initializer, weight_decay=False)
 
     def stream(self, inputs, tokens, state):
         kind = token_kind(inputs) if tokens.kind is None else tokens.kind

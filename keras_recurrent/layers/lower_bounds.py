@@ -73,7 +73,8 @@ class LowerBounds(RecomputableLayer):
     def build(self, input_shape):
         check_width_known(self, input_shape)
         self.width = input_shape[-1]
-        self.logits = self.add_state_weight("logits", (self.num_layers, self.width), "zeros")
+        shape = (self.num_layers, self.width)
+        self.logits = self.add_state_weight("logits", shape, "zeros", weight_decay=False)
 
     def call(self, inputs):
         # β of layer i is the sum of the softmax over rows 1 to i, 1 - β the sum of all other rows.

@@ -64,7 +64,8 @@ class LRPE(RecomputableLayer):
                 "`LRPE` needs inputs of shape [batch, time, heads, head size] with known heads and "
                 f"head size; got the shape {tuple(input_shape)}."
             )
-        self.theta = self.add_state_weight("theta", input_shape[2:], _frequencies)
+        shape = input_shape[2:]
+        self.theta = self.add_state_weight("theta", shape, _frequencies, weight_decay=False)
 
     def call(self, inputs, positions):
         _check_positions(positions, inputs.shape[:2])

@@ -39,7 +39,9 @@ class GatedLRU(StreamingLayer):
         self.recurrence_gate = block_diagonal_dense(self, "recurrence_gate", block_width)
         self.input_gate = block_diagonal_dense(self, "input_gate", block_width)
         initializer = clone_initializer(self.a_initializer)
-        self.a_logit = self.add_state_weight("a_logit", (channels,), initializer)
+        self.a_logit = self.add_state_weight(
+            "a_logit", (channels,), initializer, weight_decay=False
+        )
 
     def log_decay(self, recurrence_gate):
         """Returns log |a_t| = -8 softplus(-Λ) r_t."""

@@ -50,9 +50,15 @@ class RecomputableLayer(SavedQuantization, keras.layers.Layer):
         """The dtype of states, angles and the weights of decays: at least float32."""
         return accumulation_dtype(self.compute_dtype)
 
-    def add_state_weight(self, name, shape, initializer):
-        """Adds a weight in `state_dtype`, which Keras does not cast to the compute dtype."""
-        return self.add_weight(shape, initializer, self.state_dtype, autocast=False, name=name)
+    def add_state_weight(self, name, shape, initializer, weight_decay=True):
+        """Adds a weight in `state_dtype`, which Keras does not cast to the compute dtype.
+
+        `weight_decay=False`, for weights of decays: `exclude_from_weight_decay` excludes it.
+        """
+        dtype = self.state_dtype
+        weight = self.add_weight(shape, initializer, dtype, autocast=False, name=name)
+        weight.weight_decay = weight_decay
+        return weight
 
     def rematerialized_call(self, layer_call, *args, **kwargs):
         if super().rematerialized_call(layer_call, *args, **kwargs) is layer_call:

@@ -5,23 +5,35 @@ import contextlib
 import keras
 
 from keras_recurrent.devices.jax_processes import SavedByAllProcesses
+from keras_recurrent.training import weight_decay
 
 # Arguments saved in addition to those that `compile` of every Keras model takes.
-OWN_ARGUMENTS = ("sampler", "optimizer_built")
+OWN_ARGUMENTS = ("sampler", "optimizer_built", "excluded_from_weight_decay")
 
 
 class SavedTraining(SavedByAllProcesses):
     """Mixin that saves the compile arguments and the optimizer's state in a `.keras` file.
 
     Keras requires this of models that override `compile`, such as KerasHub's tasks, and otherwise
-    warns that training cannot be resumed.
+    warns that training cannot be resumed. Exclusions from weight decay, which no configuration of
+    an optimizer of Keras has, are saved as paths of weights.
     """
+
+    def compile(self, *args, **kwargs):
+        super().compile(*args, **kwargs)  # type: ignore[misc]
+        if self.optimizer is not None:  # type: ignore[attr-defined]
+            weight_decay.warn_of_decayed_decays(self.optimizer, self)  # type: ignore[attr-defined]
 
     def get_compile_config(self):
         config = super().get_compile_config()  # type: ignore[misc]
         if not config:
             return config
-        arguments = {**config, "optimizer_built": self.optimizer.built}  # type: ignore[attr-defined]
+        optimizer = self.optimizer  # type: ignore[attr-defined]
+        arguments = {
+            **config,
+            "optimizer_built": optimizer.built,
+            "excluded_from_weight_decay": weight_decay.excluded_paths(optimizer, self),
+        }
         # A serialized object, so that models of other classes can read it, too.
         return keras.saving.serialize_keras_object(CompileArguments(arguments))
 
@@ -30,7 +42,11 @@ class SavedTraining(SavedByAllProcesses):
         config = config["config"] if config.get("class_name") == "CompileArguments" else config
         config = keras.saving.deserialize_keras_object(config)
         optimizer_built = config.pop("optimizer_built")
-        self.compile(**config)  # type: ignore[attr-defined]
+        # Older files have no exclusions.
+        if excluded := config.pop("excluded_from_weight_decay", None):
+            config["optimizer"] = keras.optimizers.get(config["optimizer"])
+            weight_decay.restore_exclusions(config["optimizer"], self, excluded)
+        self.compile(**config)
         if optimizer_built:
             self.optimizer.build(self.trainable_variables)  # type: ignore[attr-defined]
 

@@ -62,7 +62,13 @@ class TorchModule(torch.nn.Module):
     for block in module.blocks:
         torch.distributed.fsdp.fully_shard(block)
     torch.distributed.fsdp.fully_shard(module)
-    optimizer = torch.optim.AdamW(module.parameters())
+    undecayed = module.find_parameters(exclude_from_weight_decay(None, model))
+    ids = {id(parameter) for parameter in undecayed}
+    groups = [
+        {"params": [p for p in module.parameters() if id(p) not in ids]},
+        {"params": undecayed, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.1)
     for x, y, sample_weight in batches:
         loss = module(x, labels=y, sample_weight=sample_weight)
         loss.backward()
@@ -105,6 +111,16 @@ class TorchModule(torch.nn.Module):
     def blocks(self):
         """Modules of the residual blocks, in order."""
         return list(self._blocks)
+
+    def find_parameters(self, variables):
+        """Returns the parameters of Keras variables, which are shards after `fully_shard`."""
+        ids = {id(variable) for variable in variables}
+        parameters = {
+            id(variable): getattr(module, name)
+            for variable, module, name in self._shard_scope.variables
+            if id(variable) in ids
+        }
+        return list(parameters.values())
 
     def __call__(self, *args, **kwargs):
         with self._shard_scope:
@@ -204,11 +220,11 @@ class _ShardScope:
     """
 
     def __init__(self, variables):
-        self._variables, self._depth, self._shards = variables, 0, {}
+        self.variables, self._depth, self._shards = variables, 0, {}
 
     def __enter__(self):
         if self._depth == 0:
-            for variable, module, name in self._variables:
+            for variable, module, name in self.variables:
                 if isinstance(value := getattr(module, name), DTensor):
                     self._shards[id(variable)] = value
         self._depth += 1
@@ -216,7 +232,7 @@ class _ShardScope:
     def __exit__(self, *error):
         self._depth -= 1
         if self._depth == 0:
-            for variable, module, name in self._variables:
+            for variable, module, name in self.variables:
                 _bind(variable, self._shards.get(id(variable), getattr(module, name)))
 
 

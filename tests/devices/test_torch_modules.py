@@ -43,6 +43,8 @@ def test_a_module_has_the_weights_of_its_model_and_computes_by_its_own(family):
     owner = next(m for m in norm.modules() if m._parameters)
     name = next(iter(owner._parameters))
     setattr(owner, name, type(next(owner.parameters()))(owner._parameters[name].detach() * 2 + 1))
+    found = module.find_parameters(model.weights)
+    assert {id(p) for p in found} == {id(p) for p in module.parameters()}
     changed = module(X)
     assert not torch.allclose(changed, wanted)
     assert (model(X) == changed).all()
