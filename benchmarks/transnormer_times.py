@@ -42,7 +42,7 @@ def model_step(model, length):
 
 
 def lightning_attention(x):
-    return LightningAttention(HEADS, WIDTH // HEADS, layer_index=1, num_layers=3)(x)
+    return LightningAttention(HEADS, head_dim=WIDTH // HEADS, layer_index=1, num_layers=3)(x)
 
 
 def softmax_attention(x):

@@ -38,7 +38,11 @@ BYTES = 160  # that a training step takes for each token, block and channel, as 
 
 def lightning_attention(width, layer):
     return LightningAttention(
-        HEADS, width // HEADS, layer_index=layer, num_layers=LAYERS, use_lrpe=layer == 0
+        HEADS,
+        head_dim=width // HEADS,
+        layer_index=layer,
+        num_layers=LAYERS,
+        use_lrpe=layer == 0,
     )
 
 

@@ -62,7 +62,7 @@ class Attention(keras.layers.Layer):
 
 LAYERS = {
     "RecurrentBlock": lambda width, causal: RecurrentBlock(width),
-    "HGRN2": lambda width, causal: HGRN2(width // HEADS),
+    "HGRN2": lambda width, causal: HGRN2(expand_ratio=width // HEADS),
     "GRU": lambda width, causal: keras.layers.GRU(width, return_sequences=True),
     "LSTM": lambda width, causal: keras.layers.LSTM(width, return_sequences=True),
     "attention": Attention,

@@ -772,6 +772,27 @@ FAULTS = [
             )
         },
     ),
+    Fault(
+        "positional_num_blocks",
+        "keras_recurrent/layers/lru.py",
+        old="        *,\n        num_blocks=None,",
+        new="        num_blocks=None,",
+        tests={"torch": "layers/test_errors.py::test_the_size_of_a_gru[RGLRU]"},
+    ),
+    Fault(
+        "units_hint_lost",
+        "keras_recurrent/layers/gru_arguments.py",
+        old="{n: v for n, v in kwargs.items() if n not in names}",
+        new="{}",
+        tests={"torch": "layers/test_errors.py::test_the_size_of_a_gru[RecurrentBlock]"},
+    ),
+    Fault(
+        "memory_dtype_lost",
+        "keras_recurrent/models/memory.py",
+        old="dtype or keras.config.dtype_policy().name",
+        new="keras.config.dtype_policy().name",
+        tests={"torch": "models/test_memory.py::test_dtype_of_a_preset[bfloat16]"},
+    ),
 ]
 
 if __name__ == "__main__":

@@ -34,7 +34,9 @@ class Layer(NamedTuple):
 
 
 LAYERS = {name: Layer(row.make) for name, row in ROWS.items()} | {
-    "BidirectionalHGRN2": Layer(lambda **kwargs: layers.BidirectionalHGRN2(4, **kwargs)),
+    "BidirectionalHGRN2": Layer(
+        lambda **kwargs: layers.BidirectionalHGRN2(expand_ratio=4, **kwargs)
+    ),
     "LowerBounds": Layer(
         lambda **kwargs: layers.LowerBounds(3, **kwargs), output_shape=(2, 2, WIDTH)
     ),

@@ -9,8 +9,6 @@ table stands behind a comment with its name, and ends at the next empty line.
 import pathlib
 import re
 
-import keras
-
 from keras_recurrent.backends.signatures import SIGNATURES
 from keras_recurrent.models import (
     GriffinCausalLM,
@@ -26,6 +24,7 @@ BACKENDS = DOCS.parent / "backends"
 PORTABLE = BACKENDS.parent / "keras_recurrent" / "portable"
 FOLDERS = ("reference", "jax", "torch", "tensorflow", "portable", "triton", "pallas", "cudnn")
 LENGTH = 32_768  # tokens that the state of the tables has read
+DTYPE = "bfloat16"  # of the weights, as published
 VOCABULARY = {259: "259 (bytes)"}
 
 
@@ -78,20 +77,15 @@ FAMILIES = {
 
 
 def presets(name):
-    """The table of a family: sizes, parameters, and memory in bfloat16."""
+    """The table of a family: sizes, parameters, and memory in `DTYPE`."""
     cls, rows, columns, fill = FAMILIES[name]
     header = ["preset", *columns, "parameters", "weights", "state of a row"]
     lines = [header, ["---"] + ["---" if c == "blocks" else "---:" for c in header[1:]]]
-    before = keras.config.dtype_policy()
-    keras.config.set_dtype_policy("bfloat16")
-    try:
-        for preset, entry in cls.presets.items():
-            sizes = memory_sizes(preset, batch_size=1, length=LENGTH)
-            parameters = f"{entry['metadata']['params']:,}"
-            memory = (_bytes(sizes.parameters), _bytes(sizes.cache))
-            lines.append([f"`{preset}`", *fill(rows[preset]), parameters, *memory])
-    finally:
-        keras.config.set_dtype_policy(before)
+    for preset, entry in cls.presets.items():
+        sizes = memory_sizes(preset, batch_size=1, length=LENGTH, dtype=DTYPE)
+        parameters = f"{entry['metadata']['params']:,}"
+        memory = (_bytes(sizes.parameters), _bytes(sizes.cache))
+        lines.append([f"`{preset}`", *fill(rows[preset]), parameters, *memory])
     return _table(lines)
 
 

@@ -125,7 +125,7 @@ class Attention(LightningAttention):
 
     def __init__(self, variant, num_heads, head_dim, **kwargs):
         gate = variant.gate or "linear"
-        super().__init__(num_heads, head_dim, gate_activation=gate, **kwargs)
+        super().__init__(num_heads, head_dim=head_dim, gate_activation=gate, **kwargs)
         if variant.decay == "none":
             self.log_decay = (0.0,) * self.num_heads
         if variant.decay == "alike":  # the first layer's, in all of them
@@ -182,7 +182,7 @@ def build(variant, size, seed):
             Attention(
                 variant,
                 size.num_heads,
-                size.width // size.num_heads,
+                head_dim=size.width // size.num_heads,
                 layer_index=i,
                 num_layers=size.num_layers,
                 use_lrpe=variant.lrpe == "all" or (variant.lrpe == "first" and i == 0),

@@ -101,8 +101,15 @@ def run(name, names, size, seeds):
     rows_a_step = max(1, size.tokens // size.row(names))
 
     def rows(count, seed):
-        lengths = size.queries, size.name_length, size.number_length
-        return phone_book(count, names, *lengths, size.vocabulary, seed)
+        return phone_book(
+            count,
+            names,
+            num_queries=size.queries,
+            name_length=size.name_length,
+            number_length=size.number_length,
+            vocabulary_size=size.vocabulary,
+            seed=seed,
+        )
 
     start = time.perf_counter()
     curves, losses = learn(

@@ -92,10 +92,14 @@ def rows_of_task(task, size):
     """A function of how many rows, their seed and optionally their length."""
     if task == "copying":
         return lambda count, seed: selective_copying(
-            count, size.copying_data, size.copying_length, VOCABULARY, seed
+            count,
+            num_data=size.copying_data,
+            sequence_length=size.copying_length,
+            vocabulary_size=VOCABULARY,
+            seed=seed,
         )
     return lambda count, seed, length=size.induction_length: induction_heads(
-        count, length, VOCABULARY, seed
+        count, sequence_length=length, vocabulary_size=VOCABULARY, seed=seed
     )
 
 

@@ -103,7 +103,13 @@ def twin(sizes, dtype):
     heads, head_dim = sizes["num_heads"], sizes["head_dim"]
     blocks = [
         TransNormerResidualBlock(
-            LocalAttention(heads, heads, head_dim, None, dtype=dtype, name="temporal_block"),
+            LocalAttention(
+                heads,
+                num_key_value_heads=heads,
+                head_dim=head_dim,
+                dtype=dtype,
+                name="temporal_block",
+            ),
             sizes["intermediate_dim"],
             dtype=dtype,
             name=f"block_{i}",

@@ -53,9 +53,10 @@ def check_divides(name, number, what, width):
     if width % number:
         fitting = [n for n in range(1, width + 1) if width % n == 0]
         nearest = min(fitting, key=lambda n: abs(n - number))
-        raise ValueError(
-            f"`{name}` must divide {what}, {width}; got {number}. The nearest divisor is {nearest}."
-        )
+        mend = f"The nearest divisor is {nearest}."
+        if number > width:  # probably meant as a width
+            mend = "It does not set the width of the output: leave it out for the default."
+        raise ValueError(f"`{name}` must divide {what}, {width}; got {number}. {mend}")
 
 
 def check_tensor(name, value):

@@ -10,6 +10,7 @@ def associative_recall(
     num_pairs,
     sequence_length,
     vocabulary_size,
+    *,
     num_queries=None,
     power=0.01,
     seed=0,

@@ -5,7 +5,7 @@ import numpy as np
 from keras_recurrent.checks.arguments import check_positive_integer
 
 
-def induction_heads(num_examples, sequence_length=256, vocabulary_size=16, seed=0):
+def induction_heads(num_examples, *, sequence_length=256, vocabulary_size=16, seed=0):
     """Examples of the induction heads task, ready for `fit`.
 
     ```

@@ -15,7 +15,7 @@ LIST_PROBABILITY = 0.25  # of an argument being a list
 MAX_DRAWS = 1_000_000  # draws of one example before an error about its length
 
 
-def list_ops(num_examples, min_length=500, max_length=2000, max_depth=10, max_args=10, seed=0):
+def list_ops(num_examples, *, min_length=500, max_length=2000, max_depth=10, max_args=10, seed=0):
     """Examples of ListOps, ready for `fit`.
 
     ```

@@ -90,7 +90,7 @@ class PackedText(grain.IterDataset):
      [  1 111 114 113 106 104 117   2]]
     """
 
-    def __init__(self, documents, preprocessor, batch_size, passes=None, seed=None):
+    def __init__(self, documents, preprocessor, batch_size, *, passes=None, seed=None):
         super().__init__()
         check_positive_integer("batch_size", batch_size)
         if passes is not None:

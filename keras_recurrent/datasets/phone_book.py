@@ -12,6 +12,7 @@ FIRST_NAME = FIRST_DIGIT + DIGITS
 def phone_book(
     num_examples,
     num_names,
+    *,
     num_queries=3,
     name_length=2,
     number_length=7,

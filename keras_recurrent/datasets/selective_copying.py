@@ -5,7 +5,9 @@ import numpy as np
 from keras_recurrent.checks.arguments import check_positive_integer
 
 
-def selective_copying(num_examples, num_data=16, sequence_length=1024, vocabulary_size=16, seed=0):
+def selective_copying(
+    num_examples, *, num_data=16, sequence_length=1024, vocabulary_size=16, seed=0
+):
     """Examples of selective copying, ready for `fit`.
 
     ```

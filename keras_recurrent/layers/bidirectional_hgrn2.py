@@ -3,11 +3,7 @@
 import keras
 from keras import ops
 
-from keras_recurrent.layers.gru_arguments import (
-    ALTERNATIVES,
-    BIDIRECTIONAL_ALTERNATIVES,
-    without_gru_arguments,
-)
+from keras_recurrent.layers.gru_arguments import ALTERNATIVES, BIDIRECTIONAL_ALTERNATIVES
 from keras_recurrent.layers.hgrn2 import HGRN2
 from keras_recurrent.layers.lower_bounds import check_lower_bound
 from keras_recurrent.layers.remat import RecomputableLayer
@@ -61,22 +57,23 @@ class BidirectionalHGRN2(RecomputableLayer):
     ```
     """
 
+    gru_alternatives = ALTERNATIVES | BIDIRECTIONAL_ALTERNATIVES
+
     def __init__(
         self,
+        *,
         expand_ratio=None,
         gate_activation="silu",
         input_activation="linear",
         kernel_initializer="lecun_normal",
         **kwargs,
     ):
-        alternatives = ALTERNATIVES | BIDIRECTIONAL_ALTERNATIVES
-        kwargs = without_gru_arguments(type(self).__name__, kwargs, alternatives)
         super().__init__(autocast=False, **kwargs)
         self.supports_masking = True
         self.hgrn2 = HGRN2(
-            expand_ratio,
-            gate_activation,
-            input_activation,
+            expand_ratio=expand_ratio,
+            gate_activation=gate_activation,
+            input_activation=input_activation,
             kernel_initializer=kernel_initializer,
             dtype=self.dtype_policy,
             name="hgrn2",

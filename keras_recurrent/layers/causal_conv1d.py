@@ -64,6 +64,7 @@ class CausalConv1D(StreamingLayer):
     def __init__(
         self,
         kernel_size=4,
+        *,
         use_bias=True,
         activation=None,
         kernel_initializer="lecun_normal",

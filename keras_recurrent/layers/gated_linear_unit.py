@@ -26,6 +26,7 @@ class GatedLinearUnit(RecomputableLayer):
     def __init__(
         self,
         intermediate_dim,
+        *,
         kernel_initializer="lecun_normal",
         bias_initializer="zeros",
         **kwargs,

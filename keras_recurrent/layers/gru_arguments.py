@@ -1,5 +1,7 @@
 """Arguments of `keras.layers.GRU` and `LSTM` that layers do not support, and alternatives."""
 
+import inspect
+
 _FIXED_EQUATION = "The equation in the layer's docstring is fixed: leave the argument out."
 _WEIGHT_ALTERNATIVE = (
     "Give the optimizer a `weight_decay`, as in `keras.optimizers.AdamW(weight_decay=0.1)`, or, "
@@ -9,7 +11,8 @@ _WEIGHT_ALTERNATIVE = (
 _BIDIRECTIONAL = "Every output has seen all tokens, in both directions."
 
 ALTERNATIVES = {
-    "units": "The output is as wide as the input: add a `keras.layers.Dense` before or after it.",
+    "units": "The output is as wide as the input: add a `keras.layers.Dense` before or after the "
+    "layer.",
     "dropout": "Add `keras.layers.Dropout(rate)` before or after the layer.",
     "recurrent_dropout": "The recurrence has no dropout: add `keras.layers.Dropout(rate)` before "
     "or after the layer.",
@@ -53,7 +56,7 @@ NEUTRAL = {
 }
 
 
-def without_gru_arguments(owner, kwargs, alternatives=ALTERNATIVES):
+def without_gru_arguments(owner, kwargs, alternatives):
     """Removes arguments of a GRU whose values have no effect from keyword arguments.
 
     Raises:
@@ -63,5 +66,41 @@ def without_gru_arguments(owner, kwargs, alternatives=ALTERNATIVES):
     unsupported = [name for name, value in given.items() if value not in NEUTRAL.get(name, ())]
     if unsupported:
         advice = " ".join(f"`{name}={given[name]!r}`: {alternatives[name]}" for name in unsupported)
-        raise ValueError(f"`{owner}` does not support all arguments of a GRU. {advice}")
+        raise ValueError(f"`{owner}` does not support these arguments. {advice}")
     return {name: value for name, value in kwargs.items() if name not in alternatives}
+
+
+def check_constructor_arguments(cls, args, kwargs):
+    """Raises a helpful error if a layer's arguments do not fit the signature of its `__init__`.
+
+    Raises:
+        TypeError: there are too many positional arguments, such as the `units` of a GRU.
+        ValueError: an argument of a GRU is not supported, as in `without_gru_arguments`.
+    """
+    signature = inspect.signature(cls.__init__)
+    try:
+        signature.bind(None, *args, **kwargs)
+        return
+    except TypeError as error:
+        cause = error
+    _, *parameters = signature.parameters.values()
+    names = [parameter.name for parameter in parameters]
+    without_gru_arguments(
+        cls.__name__, {n: v for n, v in kwargs.items() if n not in names}, cls.gru_alternatives
+    )
+    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    surplus = args[len(positional) :]
+    if not surplus:
+        return  # Python's error names the missing or repeated argument
+    values = ", ".join(map(repr, surplus))
+    if positional:
+        accepted = ", ".join(f"`{name}`" for name in positional)
+        message = f"`{cls.__name__}` takes only {accepted} by position; got also {values}."
+    else:
+        message = f"`{cls.__name__}` takes no positional arguments; got {values}. There are no "
+        message += f"`units`. {cls.gru_alternatives['units']}"
+    keyword_only = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    named = [f"{name}={value!r}" for name, value in zip(keyword_only, surplus, strict=False)]
+    if named:
+        message += f" To set `{', '.join(named)}`, pass arguments by name."
+    raise TypeError(message) from cause

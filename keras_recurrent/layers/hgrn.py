@@ -57,7 +57,7 @@ class HGRN(BoundedLayer):
     ```
     """
 
-    def __init__(self, kernel_initializer="lecun_normal", return_state=False, **kwargs):
+    def __init__(self, *, kernel_initializer="lecun_normal", return_state=False, **kwargs):
         super().__init__(return_state=return_state, **kwargs)
         self.kernel_initializer = keras.initializers.get(kernel_initializer)
 

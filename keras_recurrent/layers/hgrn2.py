@@ -92,6 +92,7 @@ class HGRN2(BoundedLayer):
 
     def __init__(
         self,
+        *,
         expand_ratio=None,
         gate_activation="silu",
         input_activation="linear",
@@ -125,7 +126,7 @@ class HGRN2(BoundedLayer):
             projection.build(input_shape)
         with no_further_remat():
             self.norm = RMSNorm(
-                NORM_EPSILON, zero_centered=False, dtype=self.dtype_policy, name="norm"
+                epsilon=NORM_EPSILON, zero_centered=False, dtype=self.dtype_policy, name="norm"
             )
             self.norm.build(input_shape)
             if self.conv_size is not None:

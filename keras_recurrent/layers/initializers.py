@@ -46,7 +46,7 @@ class DecayLogit(keras.initializers.RandomUniform):
     ```
     """
 
-    def __init__(self, minval=0.9, maxval=0.999, power=8.0, seed=None):
+    def __init__(self, minval=0.9, maxval=0.999, *, power=8.0, seed=None):
         bounds = is_finite_number(minval) and is_finite_number(maxval)
         if not bounds or not 0 < minval <= maxval < 1:
             raise ValueError(

@@ -102,6 +102,7 @@ class LightningAttention(StreamingLayer):
     def __init__(
         self,
         num_heads,
+        *,
         head_dim=128,
         decay_schedule="checkpoints",
         layer_index=0,

@@ -103,6 +103,7 @@ class LocalAttention(StreamingLayer):
     def __init__(
         self,
         num_query_heads,
+        *,
         num_key_value_heads=1,
         head_dim=128,
         sliding_window=None,

@@ -55,6 +55,8 @@ class LRPE(RecomputableLayer):
     ```
     """
 
+    gru_alternatives = {"units": "The output is twice as wide as the input."}
+
     def __init__(self, **kwargs):
         super().__init__(autocast=False, **kwargs)
 

@@ -15,6 +15,7 @@ class GatedLRU(StreamingLayer):
 
     def __init__(
         self,
+        *,
         num_blocks=None,
         a_initializer="griffin",
         kernel_initializer="lecun_normal",

@@ -111,6 +111,7 @@ class RecurrentBlock(StreamingLayer):
     def __init__(
         self,
         lru_width,
+        *,
         kernel_size=4,
         num_blocks=None,
         a_initializer="griffin",
@@ -148,7 +149,7 @@ class RecurrentBlock(StreamingLayer):
                 name="conv1d",
             )
             unit = RECURRENCES[recurrence](
-                num_blocks,
+                num_blocks=num_blocks,
                 a_initializer=clone_initializer(self.a_initializer),
                 kernel_initializer=clone_initializer(self.kernel_initializer),
                 bias_initializer=clone_initializer(self.bias_initializer),

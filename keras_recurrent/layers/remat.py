@@ -10,6 +10,7 @@ from keras_recurrent.checks.shapes import check_rank_known
 from keras_recurrent.compat import AutocastScope, get_autocast_scope, get_current_remat_mode
 from keras_recurrent.devices.torch_processes import check_not_sharded
 from keras_recurrent.dispatch import BACKEND, chosen_name, implementation
+from keras_recurrent.layers import gru_arguments
 from keras_recurrent.layers.saved_quantization import SavedQuantization
 
 if BACKEND == "tensorflow":
@@ -19,7 +20,19 @@ elif BACKEND == "torch":
 
 
 class RecomputableLayer(SavedQuantization, keras.layers.Layer):
-    """Base class of layers that support `keras.RematScope`, through `recompute`."""
+    """Base class of layers: checks of their arguments, and `keras.RematScope` by `recompute`."""
+
+    # {name: alternative} of arguments of `keras.layers.GRU` that the layer does not support.
+    gru_alternatives = {"units": gru_arguments.ALTERNATIVES["units"]}
+
+    def __new__(cls, *args, **kwargs):
+        gru_arguments.check_constructor_arguments(cls, args, kwargs)
+        return super().__new__(cls, *args, **kwargs)
+
+    def __init__(self, **kwargs):
+        owner = type(self).__name__
+        kwargs = gru_arguments.without_gru_arguments(owner, kwargs, self.gru_alternatives)
+        super().__init__(**kwargs)
 
     def __call__(self, *args, **kwargs):
         # A single override of `__call__`: torch's compiler adds a dozen frames for each frame of

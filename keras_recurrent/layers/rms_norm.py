@@ -49,8 +49,8 @@ class RMSNorm(SimpleRMSNorm):
     ```
     """
 
-    def __init__(self, epsilon=1e-6, zero_centered=True, **kwargs):
-        super().__init__(epsilon, **kwargs)
+    def __init__(self, *, epsilon=1e-6, zero_centered=True, **kwargs):
+        super().__init__(epsilon=epsilon, **kwargs)
         check_boolean("zero_centered", zero_centered)
         self.zero_centered = zero_centered
 

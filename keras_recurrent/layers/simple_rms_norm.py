@@ -46,7 +46,7 @@ class SimpleRMSNorm(RecomputableLayer):
     ```
     """
 
-    def __init__(self, epsilon=1e-6, **kwargs):
+    def __init__(self, *, epsilon=1e-6, **kwargs):
         super().__init__(**kwargs)
         check_number("epsilon", epsilon)
         self.epsilon = epsilon

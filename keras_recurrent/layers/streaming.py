@@ -7,7 +7,7 @@ from keras import ops, tree
 from keras_recurrent.checks.arguments import check_boolean
 from keras_recurrent.checks.states import check_per_token, check_state, one_state
 from keras_recurrent.devices import split_time
-from keras_recurrent.layers.gru_arguments import without_gru_arguments
+from keras_recurrent.layers.gru_arguments import ALTERNATIVES
 from keras_recurrent.layers.sequences import (
     last_real,
     repeat_over_padding,
@@ -89,6 +89,7 @@ class StreamingLayer(StatefulLayer):
         `return_state` a pair of it and the state after the last token.
 
     Raises:
+        TypeError: an argument that must be named is positional, such as the `units` of a GRU.
         ValueError: the inputs are not `[B, T, D]` or have no token; the mask or the segments have
             another shape than `[B, T]` or another dtype; the state has another structure or shape;
             an argument is not a boolean; an argument of a GRU is not supported; or a layer inside
@@ -118,7 +119,7 @@ class StreamingLayer(StatefulLayer):
         def __init__(self, num_blocks=4, **kwargs):
             super().__init__(**kwargs)
             self.num_blocks = num_blocks
-            self.rg_lru = RGLRU(num_blocks)
+            self.rg_lru = RGLRU(num_blocks=num_blocks)
 
         def build(self, input_shape):
             super().build(input_shape)
@@ -143,15 +144,17 @@ class StreamingLayer(StatefulLayer):
     ```
     """
 
+    gru_alternatives = ALTERNATIVES
+
     def __init__(
         self,
+        *,
         return_state=False,
         return_sequences=True,
         zero_output_for_mask=None,
         go_backwards=False,
         **kwargs,
     ):
-        kwargs = without_gru_arguments(type(self).__name__, kwargs)
         # Keras would cast a float32 state to the compute dtype of a mixed policy.
         super().__init__(autocast=False, **kwargs)
         check_boolean("return_state", return_state)

@@ -45,5 +45,5 @@ class SwiGLU(GatedLinearUnit):
     use_bias = False
     gate_activation = "silu"
 
-    def __init__(self, intermediate_dim, kernel_initializer="lecun_normal", **kwargs):
-        super().__init__(intermediate_dim, kernel_initializer, **kwargs)
+    def __init__(self, intermediate_dim, *, kernel_initializer="lecun_normal", **kwargs):
+        super().__init__(intermediate_dim, kernel_initializer=kernel_initializer, **kwargs)

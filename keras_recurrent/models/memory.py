@@ -59,7 +59,7 @@ class TrainingSizes(NamedTuple):
         return sum(self)
 
 
-def memory_sizes(model, batch_size, length, layout_map=None):
+def memory_sizes(model, batch_size, length, *, dtype=None, layout_map=None):
     """Returns the memory of a model during generation in bytes, without activations.
 
     A decoding step reads all of it once, which determines its time on memory-bound hardware. De et
@@ -76,9 +76,12 @@ def memory_sizes(model, batch_size, length, layout_map=None):
 
     Args:
         model: a language model or a backbone; or the name of a preset, whose weights are not
-            allocated and have the dtype of the Keras policy.
+            allocated.
         batch_size: integer, number of sequences.
         length: integer, tokens of a sequence, including prompt and answer.
+        dtype: string, only for the name of a preset: the name of a Keras dtype policy, as in
+            `from_preset`. `"bfloat16"` halves weights, keys and values, `"mixed_bfloat16"` only
+            keys and values. None: the default of `from_preset`.
         layout_map: the result of `get_layout_map` of the backbone's class for a device mesh; sizes
             are then those on each device. None: one device. The devices of the mesh need not exist,
             on any backend: sizes are only computed.
@@ -90,8 +93,9 @@ def memory_sizes(model, batch_size, length, layout_map=None):
 
     Raises:
         ValueError: `batch_size` or `length` is not an integer of at least 1, the model is not one
-            of these, a name is unknown, `layout_map` has another type, or its mesh does not divide
-            a weight that it splits.
+            of these, a name is unknown, `dtype` is not a policy of floating-point weights or given
+            with a model, `layout_map` has another type, or its mesh does not divide a weight that
+            it splits.
 
     Example:
 
@@ -104,6 +108,8 @@ def memory_sizes(model, batch_size, length, layout_map=None):
     True
     >>> memory_sizes("griffin_7b", batch_size=1, length=1_000).parameters
     27685019648
+    >>> memory_sizes("griffin_7b", batch_size=1, length=1_000, dtype="bfloat16").parameters
+    13843996672
 
     On each of eight devices, of which pairs share the same sequences:
 
@@ -111,12 +117,12 @@ def memory_sizes(model, batch_size, length, layout_map=None):
     >>> devices = [f"gpu:{i}" for i in range(8)]
     >>> mesh = keras.distribution.DeviceMesh((4, 2), ("batch", "model"), devices)
     >>> layout_map = GriffinBackbone.get_layout_map(mesh)
-    >>> memory_sizes("griffin_7b", 64, 1_000, layout_map).parameters
+    >>> memory_sizes("griffin_7b", 64, 1_000, layout_map=layout_map).parameters
     3601600512
     """
     check_positive_integers(batch_size=batch_size, length=length)
     _check_layout_map(layout_map)
-    backbone = get_backbone(model)
+    backbone = get_backbone(model, dtype)
     sizes = dict.fromkeys(MemorySizes._fields, 0)
     sizes["parameters"] = _weight_bytes(backbone.weights, layout_map)
     for path, array in _iterate_arrays(backbone, length):
@@ -126,19 +132,19 @@ def memory_sizes(model, batch_size, length, layout_map=None):
     return MemorySizes(**sizes)
 
 
-def training_sizes(model, num_slots=2, layout_map=None):
+def training_sizes(model, *, num_slots=2, dtype=None, layout_map=None):
     """Returns the memory of a model during training in bytes, without activations.
 
     Gradients and optimizer slots have the shape, the dtype and the device of their weight: with
-    Adam in float32, 16 bytes per parameter. A layout map that splits weights over the data axis
-    (FSDP) splits them, too. Temporary arrays, such as the gathered weights of a block, are not
-    counted.
+    Adam in float32 or `"mixed_bfloat16"`, 16 bytes per parameter, in `"bfloat16"` 8. A layout map
+    that splits weights over the data axis (FSDP) splits them, too. Temporary arrays, such as the
+    gathered weights of a block, are not counted; the result does not depend on the batch.
 
     Args:
         model: a language model, a backbone or the name of a preset, as in `memory_sizes`.
         num_slots: integer, optimizer slots per weight: 2 for Adam, 1 for SGD with momentum or Lion,
             0 for plain SGD.
-        layout_map: as in `memory_sizes`; sizes are then those on each device.
+        dtype, layout_map: as in `memory_sizes`.
 
     Returns:
         A `TrainingSizes` of bytes: `parameters`, `gradients` and `slots`, with their sum `total`.
@@ -155,7 +161,7 @@ def training_sizes(model, num_slots=2, layout_map=None):
     if not isinstance(num_slots, int) or num_slots < 0:
         raise ValueError(f"`num_slots` must be an integer, at least 0. Received: {num_slots!r}")
     _check_layout_map(layout_map)
-    backbone = get_backbone(model)
+    backbone = get_backbone(model, dtype)
     trainable = _weight_bytes(backbone.trainable_weights, layout_map)
     return TrainingSizes(
         _weight_bytes(backbone.weights, layout_map), trainable, num_slots * trainable
@@ -207,14 +213,21 @@ def _shard_shape(layout, shape):
     ]
 
 
-def get_backbone(model):
+def get_backbone(model, dtype=None):
     """Returns the network of a language model, a backbone or the name of a preset.
 
+    Args:
+        model: one of these.
+        dtype: the name of the dtype policy of a preset, or None for its default.
+
     Raises:
-        ValueError: `model` is none of these.
+        ValueError: `model` is none of these, or `dtype` is not a policy of floating-point weights,
+            or is given with a model.
     """
+    if dtype is not None:
+        _check_dtype(model, dtype)
     if isinstance(model, str):
-        model = _build_without_weights(model)
+        model = _build_without_weights(model, dtype)
     backbone = getattr(model, "backbone", model)
     if not isinstance(backbone, RecurrentBackbone):
         raise ValueError(
@@ -224,22 +237,41 @@ def get_backbone(model):
     return backbone
 
 
-def _build_without_weights(preset):
+def _check_dtype(model, dtype):
+    if not isinstance(model, str):
+        raise ValueError(
+            f"`dtype` is only for the name of a preset, but `model` is a `{type(model).__name__}`, "
+            f"which has its own; got {dtype!r}. Leave it out."
+        )
+    try:
+        policy = keras.dtype_policies.get(dtype if isinstance(dtype, str) else "")
+        is_valid = keras.backend.is_float_dtype(policy.variable_dtype)
+    except ValueError:
+        is_valid = False
+    if not is_valid or policy.quantization_mode is not None:
+        raise ValueError(
+            "`dtype` must be the name of a Keras dtype policy of floating-point weights, such as "
+            f"'bfloat16' or 'mixed_bfloat16'; got {dtype!r}. For quantized weights, pass the "
+            "quantized model."
+        )
+
+
+def _build_without_weights(preset, dtype):
     """Builds the network of a preset, with weights that have shapes but no values."""
     loader = loading.get_loader(preset)
     cls = loader.check_backbone_class()
     if isinstance(loader, loading.NamedPresetLoader):
-        policy = keras.config.dtype_policy().name
-        return _build_named_preset(cls, loader.row, policy)
+        return _build_named_preset(cls, loader.row, dtype or keras.config.dtype_policy().name)
     with _abstract_weights():
-        return loader.load_backbone(cls, load_weights=False)
+        overrides = {} if dtype is None else {"dtype": dtype}
+        return loader.load_backbone(cls, load_weights=False, **overrides)
 
 
 @functools.lru_cache(maxsize=4)
-def _build_named_preset(cls, row, _policy):
+def _build_named_preset(cls, row, dtype):
     """Builds and caches a network: building takes seconds, and planners query many meshes."""
     with _abstract_weights():
-        return cls(**row.backbone_arguments)
+        return cls(**row.backbone_arguments, dtype=dtype)
 
 
 @contextlib.contextmanager

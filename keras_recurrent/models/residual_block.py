@@ -46,6 +46,7 @@ class ResidualBlock(StreamingLayer):
         self,
         temporal_block,
         intermediate_dim,
+        *,
         layer_norm_epsilon=1e-6,
         return_state=False,
         **kwargs,

@@ -23,7 +23,7 @@ class DecodingTime(NamedTuple):
         return sum(self)
 
 
-def decoding_time(model, batch_size, length, *, bytes_per_second, flops_per_second):
+def decoding_time(model, batch_size, length, *, bytes_per_second, flops_per_second, dtype=None):
     """Returns a lower bound of the time of a decoding step, one new token for each sequence.
 
     ```
@@ -44,6 +44,7 @@ def decoding_time(model, batch_size, length, *, bytes_per_second, flops_per_seco
         bytes_per_second: number above 0, the memory bandwidth of the device.
         flops_per_second: number above 0, additions and multiplications per second in the dtype of
             the weights.
+        dtype: string, the dtype policy of a preset, as in `memory_sizes`.
 
     Returns:
         A `DecodingTime` of seconds, `weights` and `cache`, with their sum `total`.
@@ -54,18 +55,15 @@ def decoding_time(model, batch_size, length, *, bytes_per_second, flops_per_seco
 
     Example: RecurrentGemma 2B in bfloat16 on an H200, whose memory copies at 4.27 TB/s.
 
-    >>> import keras
-    >>> from keras_recurrent.models import GriffinBackbone, decoding_time
+    >>> from keras_recurrent.models import decoding_time
     >>> h200 = {"bytes_per_second": 4.27e12, "flops_per_second": 790e12}
-    >>> keras.config.set_dtype_policy("bfloat16")
-    >>> time = decoding_time("recurrentgemma_2b", 1, 2048, **h200)
-    >>> keras.config.set_dtype_policy("float32")
+    >>> time = decoding_time("recurrentgemma_2b", 1, 2048, dtype="bfloat16", **h200)
     >>> round(1000 * time.total, 2)  # milliseconds
     1.26
     """
     check_number("bytes_per_second", bytes_per_second, above=0)
     check_number("flops_per_second", flops_per_second, above=0)
-    model = get_backbone(model)
+    model = get_backbone(model, dtype)
     sizes = memory_sizes(model, batch_size, length)
     read = list(model.weights)
     if not model.token_embedding.tie_weights:

@@ -66,6 +66,7 @@ class SentencePieceTokenizer(keras_hub.tokenizers.SentencePieceTokenizer):
     def __init__(
         self,
         proto=None,
+        *,
         start_token_id=None,
         end_token_id=None,
         pad_token_id=None,

@@ -46,7 +46,7 @@ def test_induction_heads_ask_for_what_came_after():
     np.testing.assert_allclose(np.bincount(place, minlength=12)[:10] / 3000, 0.1, atol=0.025)
     np.testing.assert_allclose(np.bincount(labels[:, -1]) / 3000, 0.2, atol=0.03)
     assert not np.bincount(place, minlength=12)[10:].any()
-    assert induction_heads(1, 3, 2)[0].tolist() == [[1, 0, 1]]
+    assert induction_heads(1, sequence_length=3, vocabulary_size=2)[0].tolist() == [[1, 0, 1]]
 
 
 @pytest.mark.parametrize("parts", [3, 40])  # all names there are, and few of them

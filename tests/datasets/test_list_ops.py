@@ -80,7 +80,9 @@ def test_lists_and_digits_are_drawn_as_in_long_range_arena():
 
 
 def test_a_seed_makes_the_same_examples():
-    first, again, other = (list_ops(20, 20, 50, seed=seed) for seed in (1, 1, 2))
+    first, again, other = (
+        list_ops(20, min_length=20, max_length=50, seed=seed) for seed in (1, 1, 2)
+    )
     for a, b in zip(first, again, strict=True):
         np.testing.assert_array_equal(a, b)
     assert (first[0] != other[0]).any()

@@ -134,12 +134,12 @@ def refusals():
     ways = {
         "`reverse=True`": lambda: ops.linear_scan(x, -x, reverse=True),
         "no `sliding_window`": lambda: ops.sliding_window_attention(q, q, q),
-        "`return_sequences=False`": lambda: layers.RGLRU(2, return_sequences=False)(x),
-        "`go_backwards=True`": lambda: layers.RGLRU(2, go_backwards=True)(x),
-        "`zero_output_for_mask=False`": lambda: layers.RGLRU(2, zero_output_for_mask=False)(
-            x, mask=ids == 0
-        ),
-        "A state of a layer": lambda: layers.RGLRU(2, return_state=True)(x),
+        "`return_sequences=False`": lambda: layers.RGLRU(num_blocks=2, return_sequences=False)(x),
+        "`go_backwards=True`": lambda: layers.RGLRU(num_blocks=2, go_backwards=True)(x),
+        "`zero_output_for_mask=False`": lambda: layers.RGLRU(
+            num_blocks=2, zero_output_for_mask=False
+        )(x, mask=ids == 0),
+        "A state of a layer": lambda: layers.RGLRU(num_blocks=2, return_state=True)(x),
         "A state of a layer or network": lambda: model.generate(
             {"token_ids": np.ones((1, 8), "int32"), "padding_mask": np.array([[1] * 3 + [0] * 5])},
             stop_token_ids=None,

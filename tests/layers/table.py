@@ -48,7 +48,9 @@ ROWS = {
         },
     ),
     "RecurrentBlock with CGLRU": Row(
-        lambda **kwargs: layers.RecurrentBlock(12, 3, num_blocks=3, recurrence="cg_lru", **kwargs),
+        lambda **kwargs: layers.RecurrentBlock(
+            12, kernel_size=3, num_blocks=3, recurrence="cg_lru", **kwargs
+        ),
         state={
             "conv1d": {"inputs": (2, 12)},
             "cg_lru": {"hidden": (12,)},
@@ -57,7 +59,12 @@ ROWS = {
     ),
     "LocalAttention": Row(
         lambda **kwargs: layers.LocalAttention(
-            4, 2, head_dim=4, sliding_window=4, partial_rotary_factor=0.5, **kwargs
+            4,
+            num_key_value_heads=2,
+            head_dim=4,
+            sliding_window=4,
+            partial_rotary_factor=0.5,
+            **kwargs,
         ),
         state={"key": (3, 2, 4), "value": (3, 2, 4), "position": (), "segment": ()},
     ),
@@ -70,7 +77,13 @@ ROWS = {
         state={"memory": (2, 4, 4), "segment": ()},
     ),
     "HGRN2 of the paper, with convolutions": Row(
-        lambda **kwargs: layers.HGRN2(2, "sigmoid", "silu", conv_size=3, **kwargs),
+        lambda **kwargs: layers.HGRN2(
+            expand_ratio=2,
+            gate_activation="sigmoid",
+            input_activation="silu",
+            conv_size=3,
+            **kwargs,
+        ),
         state={
             "memory": (4, 2, 2),
             "segment": (),
@@ -84,7 +97,7 @@ ROWS = {
     "LightningAttention": Row(
         # With positions; the models have layers without.
         lambda **kwargs: layers.LightningAttention(
-            4, 2, layer_index=1, num_layers=3, use_lrpe=True, **kwargs
+            4, head_dim=2, layer_index=1, num_layers=3, use_lrpe=True, **kwargs
         ),
         state={"memory": (4, 4, 2), "segment": (), "position": ()},
     ),

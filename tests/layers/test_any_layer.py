@@ -125,7 +125,7 @@ def test_more_policies(name, policy):
 
 
 MORE_LAYERS = {
-    "BidirectionalHGRN2": lambda **kwargs: layers.BidirectionalHGRN2(4, **kwargs),
+    "BidirectionalHGRN2": lambda **kwargs: layers.BidirectionalHGRN2(expand_ratio=4, **kwargs),
     "LowerBounds": lambda **kwargs: layers.LowerBounds(3, **kwargs),
 }
 

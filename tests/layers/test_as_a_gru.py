@@ -380,12 +380,12 @@ def test_regularizers_and_constraints_of_weights():
 
 def test_hgrn2_with_a_bound_in_both_directions():
     bound = np.log(np.full((2, WIDTH), 0.5, "float32"))
-    layer = layers.HGRN2(4, go_backwards=True)
+    layer = layers.HGRN2(expand_ratio=4, go_backwards=True)
     for x in (inputs(), keras.Input((None, WIDTH))):
         with pytest.raises(ValueError, match=r"keras_recurrent.layers.BidirectionalHGRN2"):
             layer(x, lower_bound=bound)
         with pytest.raises(ValueError, match=r"keras_recurrent.layers.BidirectionalHGRN2"):
-            keras.layers.Bidirectional(layers.HGRN2(4))(x, lower_bound=bound)
+            keras.layers.Bidirectional(layers.HGRN2(expand_ratio=4))(x, lower_bound=bound)
 
 
 @pytest.mark.once
@@ -431,7 +431,7 @@ def test_bidirectional_hgrn2_is_no_gru():
         with pytest.raises(
             ValueError, match=r"`BidirectionalHGRN2` does not support.* has seen all tok"
         ):
-            make(4, **arguments)
+            make(expand_ratio=4, **arguments)
     with pytest.raises(ValueError, match=r"`dropout=0.5`"):
-        make(4, dropout=0.5)
-    make(4, return_sequences=True, go_backwards=False, zero_output_for_mask=None)
+        make(expand_ratio=4, dropout=0.5)
+    make(expand_ratio=4, return_sequences=True, go_backwards=False, zero_output_for_mask=None)

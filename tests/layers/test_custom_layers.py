@@ -21,7 +21,7 @@ class Composite(StreamingLayer):
         self.inner = {
             "attention": LocalAttention(2, head_dim=4, sliding_window=3),
             "rg_lru": RGLRU(num_blocks=2),
-            "hgrn2": HGRN2(4, conv_size=2),
+            "hgrn2": HGRN2(expand_ratio=4, conv_size=2),
         }
 
     def build(self, input_shape):

@@ -47,7 +47,7 @@ def test_sizes_of_heads(make):
     for width, good in ((131, "128 or 192"), (262, "256 or 320")):
         with pytest.raises(ValueError, match=f"divisor of {width} .* such as {good}, or pass"):
             make().build((None, None, width))
-        make(1).build((None, None, width))
+        make(expand_ratio=1).build((None, None, width))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What cannot work is refused with the argument's name and the mend, before any work."""
 
 import functools
+import inspect
 import re
 
 import keras
@@ -68,7 +69,11 @@ def test_wrong_width(name):
     ("make", "width", "message"),
     [
         (lambda: layers.RGLRU(num_blocks=5), 8, r"`num_blocks` must divide .*, 8; got 5.*is 4"),
-        (lambda: layers.RGLRU(16), 8, r"`num_blocks` must divide .*, 8; got 16.*is 8"),
+        (
+            lambda: layers.RGLRU(num_blocks=16),
+            8,
+            r"`num_blocks` must divide .*, 8; got 16.*not set the width",
+        ),
         (lambda: layers.CGLRU(num_blocks=3), 8, r"`num_blocks` must divide"),
         (lambda: layers.CGLRU(num_blocks=8), 8, r"into blocks of even width; got 8"),
         (lambda: layers.CGLRU(num_blocks=1), 7, r"must be even; got 7"),
@@ -100,16 +105,24 @@ def test_wrong_width(name):
         ),
         (lambda: layers.LightningAttention(2, gate_activation="sigma"), 8, r"sigma"),
         (lambda: layers.RecurrentBlock(0), 8, r"`lru_width` must be .*at least 1; got 0"),
-        (lambda: layers.HGRN2(3), 8, r"`expand_ratio` must divide the width .*, 8; got 3.*is 2"),
-        (lambda: layers.HGRN2(0), 8, r"`expand_ratio` must be .*at least 1; got 0"),
-        (lambda: layers.HGRN2(4, conv_size=0), 8, r"`conv_size` must be .*at least 1; got 0"),
+        (
+            lambda: layers.HGRN2(expand_ratio=3),
+            8,
+            r"`expand_ratio` must divide the width .*, 8; got 3.*is 2",
+        ),
+        (lambda: layers.HGRN2(expand_ratio=0), 8, r"`expand_ratio` must be .*at least 1; got 0"),
+        (
+            lambda: layers.HGRN2(expand_ratio=4, conv_size=0),
+            8,
+            r"`conv_size` must be .*at least 1; got 0",
+        ),
         (lambda: layers.LowerBounds(0), 8, r"`num_layers` must be .*at least 1; got 0"),
         (lambda: layers.LowerBounds(1), 8, r"`num_layers` must be at least 2"),
         (lambda: layers.LowerBounds(2), None, r"width, is known"),
         (lambda: layers.SwiGLU(0), 8, r"`intermediate_dim` must be .*at least 1; got 0"),
         (lambda: layers.LocalAttention(0), 8, r"`num_query_heads` must be .*at least 1; got 0"),
         (
-            lambda: layers.LocalAttention(4, 3),
+            lambda: layers.LocalAttention(4, num_key_value_heads=3),
             8,
             r"`num_key_value_heads` must divide .*got 3 for 4",
         ),
@@ -139,13 +152,17 @@ def test_wrong_width(name):
         (lambda: layers.SGLU(0), 8, r"`intermediate_dim` must be .*at least 1; got 0"),
         (lambda: layers.LightningAttention(0), 8, r"`num_heads` must be .*at least 1; got 0"),
         (lambda: layers.LightningAttention(2, head_dim=0), 8, r"`head_dim` must be"),
-        (lambda: layers.LightningAttention(2, 4, "alibi"), 8, r"`decay_schedule` must be .*'alibi"),
         (
-            lambda: layers.LightningAttention(2, 4, layer_index=3, num_layers=3),
+            lambda: layers.LightningAttention(2, decay_schedule="alibi"),
+            8,
+            r"`decay_schedule` must be .*'alibi",
+        ),
+        (
+            lambda: layers.LightningAttention(2, layer_index=3, num_layers=3),
             8,
             r"to .*, 2; got 3",
         ),
-        (lambda: layers.LightningAttention(2, 4, layer_index=0.5), 8, r"integer from 0.*got 0.5"),
+        (lambda: layers.LightningAttention(2, layer_index=0.5), 8, r"integer from 0.*got 0.5"),
         (lambda: layers.LRPE(), 8, r"needs inputs of shape \[batch, time, heads, head size\]"),
         (lambda: layers.RGLRU(a_initializer="hawk"), 8, r"`a_initializer` must be \"griffin\""),
         (lambda: layers.CGLRU(a_initializer="hawk"), 8, r"`a_initializer` must be \"griffin\""),
@@ -154,6 +171,52 @@ def test_wrong_width(name):
 def test_bad_arguments(make, width, message):
     with pytest.raises(ValueError, match=message):
         make().build((None, None, width))
+
+
+LAYERS = [
+    name
+    for name, value in vars(layers).items()
+    if name in layers.__all__ and issubclass(value, keras.layers.Layer)
+]
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_size_of_a_gru(name):
+    """`RGLRU(16)` set `num_blocks`, and `RecurrentBlock(units=16)` had Python's error alone."""
+    layer = getattr(layers, name)
+    parameters = inspect.signature(layer).parameters.values()
+    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert len(positional) <= 1
+    arguments, message = (), r"takes no positional.*got 16\. There are no `units`. The output"
+    if positional:
+        arguments, message = (8,), f"takes only `{positional[0]}` by position; got also 16"
+    with pytest.raises(TypeError, match=f"`{name}` {message}"):
+        layer(*arguments, 16)
+    for required in ({}, dict.fromkeys(positional, 8)):
+        with pytest.raises(ValueError, match=f"`{name}` does not support.*`units=16`: The output"):
+            layer(units=16, **required)
+
+
+@pytest.mark.once
+def test_surplus_positional_arguments_are_named():
+    with pytest.raises(TypeError, match=r"as wide as .* To set `num_blocks=16, a_initializer='zer"):
+        layers.RGLRU(16, "zeros")
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'lru_width'"):
+        layers.RecurrentBlock()
+
+
+@pytest.mark.once
+def test_arguments_of_custom_layers():
+    """The check of arguments by their names refused names that a custom layer takes itself."""
+
+    class WithDropout(layers.RGLRU):
+        def __init__(self, units, *sizes, **kwargs):
+            self.units, self.sizes, self.rate = units, sizes, kwargs.pop("dropout")
+            super().__init__(**kwargs)
+
+    layer = WithDropout(3, 4, dropout=0.1, num_blocks=2)
+    assert (layer.units, layer.sizes, layer.rate, layer.num_blocks) == (3, (4,), 0.1, 2)
 
 
 NUMBERS = [
@@ -255,7 +318,7 @@ def test_masks_and_segments_of_another_shape(name):
 @pytest.mark.once
 def test_bounds_and_positions_of_another_shape():
     with pytest.raises(ValueError, match=r"`lower_bound` must be a tensor or an array; got a floa"):
-        layers.HGRN2(4)(inputs(), lower_bound=0.5)
+        layers.HGRN2(expand_ratio=4)(inputs(), lower_bound=0.5)
     with pytest.raises(ValueError, match=r"`positions` must have the shape .*\(2, 5\); got \(2, 4"):
         layers.LRPE()(np.zeros((2, 5, 1, 4), "float32"), positions=np.zeros((2, 4), "int32"))
 

@@ -76,7 +76,11 @@ def test_linear_maps_of_a_block_differ():
 
 @pytest.mark.parametrize("layer_class", [layers.RGLRU, layers.CGLRU])
 def test_any_keras_initializer_of_decays(layer_class):
-    for identifier in ("zeros", keras.initializers.Constant(2.0), layers.DecayLogit(0.5, 0.6, 1.0)):
+    for identifier in (
+        "zeros",
+        keras.initializers.Constant(2.0),
+        layers.DecayLogit(0.5, 0.6, power=1.0),
+    ):
         layer = layer_class(num_blocks=2, a_initializer=identifier)
         again = layer_class.from_config(layer.get_config())
         again.build((None, None, 8))
@@ -97,8 +101,9 @@ def test_an_initializer_can_be_saved():
 
 
 @pytest.mark.parametrize(
-    "arguments", [(0.0, 0.5), (0.9, 1.0), (0.9, 0.8), (0.9, 0.99, 0.0), (0.9, 0.99, -1.0)]
+    ("bounds", "power"),
+    [((0.0, 0.5), 8), ((0.9, 1.0), 8), ((0.9, 0.8), 8), ((0.9, 0.99), 0.0), ((0.9, 0.99), -1.0)],
 )
-def test_bounds_that_make_no_decay(arguments):
+def test_bounds_that_make_no_decay(bounds, power):
     with pytest.raises(ValueError, match=r"`minval`|`power`"):
-        layers.DecayLogit(*arguments)
+        layers.DecayLogit(*bounds, power=power)

@@ -31,8 +31,8 @@ from tests.models.tiny import VOCABULARY, tiny_causal_lm
 LAYERS = {
     "HGRN": lambda dtype: HGRN(dtype=dtype),
     "HGRN2": lambda dtype: HGRN2(expand_ratio=4, conv_size=4, dtype=dtype),
-    "LightningAttention": lambda dtype: LightningAttention(2, 4, dtype=dtype),
-    "LocalAttention": lambda dtype: LocalAttention(2, 1, 4, 5, dtype=dtype),
+    "LightningAttention": lambda dtype: LightningAttention(2, head_dim=4, dtype=dtype),
+    "LocalAttention": lambda dtype: LocalAttention(2, head_dim=4, sliding_window=5, dtype=dtype),
     "RecurrentBlock": lambda dtype: RecurrentBlock(8, dtype=dtype),
     "SwiGLU": lambda dtype: SwiGLU(16, dtype=dtype),
 }
@@ -242,7 +242,7 @@ def test_layers_in_float32_inside_of_mixed_ones_keep_their_weights():
     """A layer may call methods of one inside of it, and then its own scope is around."""
     policies = keras.dtype_policies.DTypePolicyMap(default_policy="mixed_bfloat16")
     policies["mine/.*"] = keras.DTypePolicy("float32")
-    layer = BidirectionalHGRN2(4, dtype=policies, name="mine")
+    layer = BidirectionalHGRN2(expand_ratio=4, dtype=policies, name="mine")
     x = keras.random.normal((2, 7, 8), seed=1)
     directly = layer(x)
     handle = seen_by_all(lambda *_: None)

@@ -126,7 +126,9 @@ def both_ways(w, x):
 
 
 def test_bidirectional_is_a_keras_layer(tmp_path):
-    layer = layers.BidirectionalHGRN2(4, "sigmoid", "silu", dtype="mixed_bfloat16")
+    layer = layers.BidirectionalHGRN2(
+        expand_ratio=4, gate_activation="sigmoid", input_activation="silu", dtype="mixed_bfloat16"
+    )
     again = type(layer).from_config(layer.get_config())
     assert again.get_config() == layer.get_config()
     sequence = keras.Input((8, WIDTH))
@@ -140,7 +142,9 @@ def test_bidirectional_is_a_keras_layer(tmp_path):
 
 @pytest.mark.once
 @pytest.mark.parametrize(
-    "layer", [layers.HGRN2(4), layers.HGRN(), layers.BidirectionalHGRN2(4)], ids=str
+    "layer",
+    [layers.HGRN2(expand_ratio=4), layers.HGRN(), layers.BidirectionalHGRN2(expand_ratio=4)],
+    ids=str,
 )
 def test_a_bound_of_another_shape(layer):
     for x in (inputs(), keras.Input((None, WIDTH))):

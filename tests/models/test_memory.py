@@ -81,6 +81,31 @@ def test_the_name_of_a_preset_stands_for_its_model():
 
 
 @pytest.mark.once
+@pytest.mark.parametrize("dtype", ["bfloat16", "mixed_bfloat16"])
+def test_dtype_of_a_preset(dtype, tmp_path):
+    """Sizes had the dtype of Keras's policy alone, and the manual's table another one."""
+    rates = {"bytes_per_second": 1.0, "flops_per_second": 1e30}
+    model = GriffinBackbone.from_preset("griffin_tiny", dtype=dtype)
+    GriffinBackbone.from_preset("griffin_tiny").save_to_preset(tmp_path)
+    for name in ("griffin_tiny", str(tmp_path)):
+        assert memory_sizes(name, 2, 100, dtype=dtype) == memory_sizes(model, 2, 100)
+        assert training_sizes(name, dtype=dtype) == training_sizes(model)
+        times = decoding_time(name, 2, 100, dtype=dtype, **rates)
+        assert times == decoding_time(model, 2, 100, **rates)
+
+
+@pytest.mark.once
+def test_dtypes_that_presets_do_not_have():
+    functions = (training_sizes, lambda *a, **k: memory_sizes(*a, 1, 1, **k))
+    for function in functions:
+        for wrong in ("bf16", "int8_from_bfloat16", "int32", 16, ""):
+            with pytest.raises(ValueError, match="`dtype` must be the name of a Keras dtype pol"):
+                function("griffin_tiny", dtype=wrong)
+        with pytest.raises(ValueError, match=r"`dtype` is only for the name.*`GriffinCausalLM`"):
+            function(tiny_causal_lm(), dtype="bfloat16")
+
+
+@pytest.mark.once
 def test_a_name_makes_no_weights():
     """These would be 27 gigabytes, now or when Keras next makes what has no values yet."""
     large = memory_sizes("griffin_7b", 1, 1000)
@@ -103,7 +128,7 @@ def layout_map(family, sizes, names=("batch", "model")):
 def test_one_device_has_all(family):
     model = tiny_causal_lm(family=family)
     whole = layout_map(family, (1, 1))
-    assert memory_sizes(model, 3, 10, whole) == memory_sizes(model, 3, 10)
+    assert memory_sizes(model, 3, 10, layout_map=whole) == memory_sizes(model, 3, 10)
     assert training_sizes(model, layout_map=whole) == training_sizes(model)
 
 
@@ -119,13 +144,13 @@ def test_shares_of_a_device():
         assert part.total >= whole.total / 8
     names = ("batch", "sequence", "model")
     rows = layout_map("hgrn2", (1, 4, 2), names)
-    part = training_sizes("hgrn2_7b", 0, rows)
+    part = training_sizes("hgrn2_7b", num_slots=0, layout_map=rows)
     np.testing.assert_allclose(part.total, 2 * 4 * 6_738_677_760 / 8, rtol=1e-3)
     one = memory_sizes("hgrn2_150m", 16, 100)
-    many = memory_sizes("hgrn2_150m", 16, 100, layout_map("hgrn2", (4, 2)))
+    many = memory_sizes("hgrn2_150m", 16, 100, layout_map=layout_map("hgrn2", (4, 2)))
     assert (8 * many.recurrent_state, 4 * many.places) == (one.recurrent_state, one.places)
     # Five rows are split over no four devices, heads over two.
-    odd = memory_sizes("hgrn2_150m", 5, 100, layout_map("hgrn2", (4, 2)))
+    odd = memory_sizes("hgrn2_150m", 5, 100, layout_map=layout_map("hgrn2", (4, 2)))
     assert 2 * odd.recurrent_state == 5 * one.recurrent_state // 16
 
 
@@ -142,7 +167,7 @@ def test_shares_that_are_not_to_be_had_are_errors():
                 function("hgrn2_tiny", layout_map=wrong)
     for number in (-1, 1.5):
         with pytest.raises(ValueError, match="`num_slots` must be an integer, at least 0"):
-            training_sizes("hgrn2_tiny", number)
+            training_sizes("hgrn2_tiny", num_slots=number)
 
 
 @pytest.mark.once

@@ -99,7 +99,7 @@ def test_what_a_layer_returns_of_a_padded_row(outputs):
     rng = np.random.default_rng(0)
     x, mask = rng.normal(size=(4, 20, 6)).astype("float32"), rng.random((4, 20)) < 0.6
     mask[0], mask[1, :3], mask[2, -3:] = False, False, False
-    for layer in RGLRU(2, **outputs), RecurrentBlock(8, **outputs):
+    for layer in RGLRU(num_blocks=2, **outputs), RecurrentBlock(8, **outputs):
         expected = layer(x, mask=mask)
         with keras_recurrent.implementation("portable"):
             exported = layer(x, mask=mask)

@@ -109,7 +109,8 @@ def test_a_scan_of_small_heads_is_hgrn2(guide, ratio):
     bound = np.log(np.array([[0.3] * 4, [0.7] * 4], "float32"))
     keras.utils.set_random_seed(0)
     layer, scanned = (
-        kind(ratio, return_state=True) for kind in (state_size.HGRN2, state_size.ScannedHGRN2)
+        kind(expand_ratio=ratio, return_state=True)
+        for kind in (state_size.HGRN2, state_size.ScannedHGRN2)
     )
     expected, state = layer(x, lower_bound=bound)
     scanned.build(x.shape)

@@ -112,6 +112,7 @@ class GriffinBackbone(RecurrentBackbone):
         num_layers,
         hidden_dim,
         intermediate_dim,
+        *,
         lru_width=None,
         num_blocks=16,
         block_types=("recurrent",),
@@ -152,8 +153,8 @@ class GriffinBackbone(RecurrentBackbone):
                 )
             return LocalAttention(
                 num_query_heads,
-                num_key_value_heads,
-                head_dim,
+                num_key_value_heads=num_key_value_heads,
+                head_dim=head_dim,
                 sliding_window=sliding_window if block_type == "local_attention" else None,
                 rope_max_wavelength=rope_max_wavelength,
                 partial_rotary_factor=partial_rotary_factor,
@@ -189,10 +190,14 @@ class GriffinBackbone(RecurrentBackbone):
                 vocabulary_size, hidden_dim, logit_soft_cap=final_logit_soft_cap, dtype=dtype
             )
             mixers = [make_mixer(block_types[i % len(block_types)]) for i in range(num_layers)]
-            final_norm = RMSNorm(layer_norm_epsilon, dtype=dtype, name="final_norm")
+            final_norm = RMSNorm(epsilon=layer_norm_epsilon, dtype=dtype, name="final_norm")
         blocks = [
             GriffinResidualBlock(
-                mixer, intermediate_dim, layer_norm_epsilon, dtype=dtype, name=f"block_{i}"
+                mixer,
+                intermediate_dim,
+                layer_norm_epsilon=layer_norm_epsilon,
+                dtype=dtype,
+                name=f"block_{i}",
             )
             for i, mixer in enumerate(mixers)
         ]

@@ -51,7 +51,7 @@ class GriffinResidualBlock(ResidualBlock):
     """
 
     def make_norm(self, name):
-        return RMSNorm(self.layer_norm_epsilon, dtype=self.dtype_policy, name=name)
+        return RMSNorm(epsilon=self.layer_norm_epsilon, dtype=self.dtype_policy, name=name)
 
     def make_mlp(self, name):
         return GatedMLP(self.intermediate_dim, dtype=self.dtype_policy, name=name)

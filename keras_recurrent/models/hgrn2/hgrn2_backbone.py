@@ -74,6 +74,7 @@ class HGRN2Backbone(RecurrentBackbone):
         num_layers,
         hidden_dim,
         intermediate_dim,
+        *,
         expand_ratio=128,
         conv_size=None,
         use_lower_bounds=True,
@@ -104,21 +105,25 @@ class HGRN2Backbone(RecurrentBackbone):
                 self.lower_bounds = LowerBounds(num_layers, dtype=dtype, name="lower_bounds")
             mixers = [
                 HGRN2(
-                    expand_ratio,
-                    gate_activation,
-                    input_activation,
-                    conv_size,
+                    expand_ratio=expand_ratio,
+                    gate_activation=gate_activation,
+                    input_activation=input_activation,
+                    conv_size=conv_size,
                     dtype=dtype,
                     name="temporal_block",
                 )
                 for _ in range(num_layers)
             ]
             final_norm = RMSNorm(
-                layer_norm_epsilon, zero_centered=False, dtype=dtype, name="final_norm"
+                epsilon=layer_norm_epsilon, zero_centered=False, dtype=dtype, name="final_norm"
             )
         blocks = [
             HGRN2ResidualBlock(
-                mixer, intermediate_dim, layer_norm_epsilon, dtype=dtype, name=f"block_{i}"
+                mixer,
+                intermediate_dim,
+                layer_norm_epsilon=layer_norm_epsilon,
+                dtype=dtype,
+                name=f"block_{i}",
             )
             for i, mixer in enumerate(mixers)
         ]

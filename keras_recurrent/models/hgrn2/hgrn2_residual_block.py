@@ -52,7 +52,7 @@ class HGRN2ResidualBlock(BoundedLayer, ResidualBlock):
 
     def make_norm(self, name):
         return RMSNorm(
-            self.layer_norm_epsilon, zero_centered=False, dtype=self.dtype_policy, name=name
+            epsilon=self.layer_norm_epsilon, zero_centered=False, dtype=self.dtype_policy, name=name
         )
 
     def make_mlp(self, name):

@@ -76,6 +76,7 @@ class HGRN2VisionBackbone(
         num_layers,
         hidden_dim,
         intermediate_dim,
+        *,
         expand_ratio=64,
         layer_norm_epsilon=1e-6,
         dtype=None,
@@ -103,7 +104,7 @@ class HGRN2VisionBackbone(
         rows, columns = height // patch_size, width // patch_size
 
         def norm(name):
-            return RMSNorm(layer_norm_epsilon, zero_centered=False, dtype=dtype, name=name)
+            return RMSNorm(epsilon=layer_norm_epsilon, zero_centered=False, dtype=dtype, name=name)
 
         # === Functional model ===
         inputs = keras.Input((height, width, channels), name="images")
@@ -126,9 +127,9 @@ class HGRN2VisionBackbone(
             bounds += [table[i] for i in range(num_layers - 1)]
         for i in range(num_layers):
             y = norm(f"block_{i}_temporal_norm")(x)
-            y = BidirectionalHGRN2(expand_ratio, dtype=dtype, name=f"block_{i}_temporal_block")(
-                y, lower_bound=bounds[i]
-            )
+            y = BidirectionalHGRN2(
+                expand_ratio=expand_ratio, dtype=dtype, name=f"block_{i}_temporal_block"
+            )(y, lower_bound=bounds[i])
             x = keras.ops.add(x, y)
             y = norm(f"block_{i}_channel_norm")(x)
             y = SwiGLU(intermediate_dim, dtype=dtype, name=f"block_{i}_mlp")(y)

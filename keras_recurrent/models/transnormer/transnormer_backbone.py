@@ -78,6 +78,7 @@ class TransNormerBackbone(RecurrentBackbone):
         hidden_dim,
         intermediate_dim,
         num_heads,
+        *,
         head_dim=128,
         decay_schedule="checkpoints",
         tie_word_embeddings=False,
@@ -99,8 +100,8 @@ class TransNormerBackbone(RecurrentBackbone):
             mixers = [
                 LightningAttention(
                     num_heads,
-                    head_dim,
-                    decay_schedule,
+                    head_dim=head_dim,
+                    decay_schedule=decay_schedule,
                     layer_index=i,
                     num_layers=num_layers,
                     use_lrpe=i == 0,
@@ -109,10 +110,14 @@ class TransNormerBackbone(RecurrentBackbone):
                 )
                 for i in range(num_layers)
             ]
-            final_norm = SimpleRMSNorm(layer_norm_epsilon, dtype=dtype, name="final_norm")
+            final_norm = SimpleRMSNorm(epsilon=layer_norm_epsilon, dtype=dtype, name="final_norm")
         blocks = [
             TransNormerResidualBlock(
-                mixer, intermediate_dim, layer_norm_epsilon, dtype=dtype, name=f"block_{i}"
+                mixer,
+                intermediate_dim,
+                layer_norm_epsilon=layer_norm_epsilon,
+                dtype=dtype,
+                name=f"block_{i}",
             )
             for i, mixer in enumerate(mixers)
         ]

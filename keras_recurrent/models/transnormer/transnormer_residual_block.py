@@ -49,7 +49,7 @@ class TransNormerResidualBlock(ResidualBlock):
     """
 
     def make_norm(self, name):
-        return SimpleRMSNorm(self.layer_norm_epsilon, dtype=self.dtype_policy, name=name)
+        return SimpleRMSNorm(epsilon=self.layer_norm_epsilon, dtype=self.dtype_policy, name=name)
 
     def make_mlp(self, name):
         return SGLU(self.intermediate_dim, dtype=self.dtype_policy, name=name)
