@@ -49,7 +49,7 @@ def decayed_names(optimizer, variables):
 
 def rg_lru():
     x = keras.Input((None, 4))
-    return keras.Model(x, RMSNorm()(RGLRU(2)(x)))
+    return keras.Model(x, RMSNorm()(RGLRU(num_blocks=2)(x)))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -114,7 +114,7 @@ def test_wrong_arguments():
         ((optimizer, model), "has taken a step.*load it and call"),
         ((model, adamw()), "The order is"),
         (("adamw", model), "must be an optimizer of Keras; got 'adamw'"),
-        ((adamw(), RGLRU(2)), "`RGLRU`, is not built"),
+        ((adamw(), RGLRU(num_blocks=2)), "`RGLRU`, is not built"),
         ((by_function, model), r"optimizer.build\(model.trainable_variables\)"),
     ):
         with pytest.raises(ValueError, match=message):
