@@ -4,31 +4,41 @@ import contextlib
 
 import keras
 
+from keras_recurrent.compat import BackendNeutralCompileConfig, use_public_optimizers
 from keras_recurrent.devices.jax_processes import SavedByAllProcesses
 
 # Arguments saved in addition to those that `compile` of every Keras model takes.
 OWN_ARGUMENTS = ("sampler", "optimizer_built")
 
 
-class SavedTraining(SavedByAllProcesses):
+class SavedTraining(BackendNeutralCompileConfig, SavedByAllProcesses):
     """Mixin that saves the compile arguments and the optimizer's state in a `.keras` file.
 
     Keras requires this of models that override `compile`, such as KerasHub's tasks, and otherwise
-    warns that training cannot be resumed.
+    warns that training cannot be resumed. The file loads on every backend.
     """
+
+    def compile(self, *args, jit_compile="auto", **kwargs):
+        super().compile(*args, jit_compile=jit_compile, **kwargs)  # type: ignore[misc]
+        self._requested_jit_compile = jit_compile
 
     def get_compile_config(self):
         config = super().get_compile_config()  # type: ignore[misc]
         if not config:
             return config
-        arguments = {**config, "optimizer_built": self.optimizer.built}  # type: ignore[attr-defined]
+        arguments = {
+            **config,
+            # Keras stores the value that "auto" has on this backend.
+            "jit_compile": self._requested_jit_compile,
+            "optimizer_built": self.optimizer.built,  # type: ignore[attr-defined]
+        }
         # A serialized object, so that models of other classes can read it, too.
         return keras.saving.serialize_keras_object(CompileArguments(arguments))
 
     def compile_from_config(self, config):
         # Older files have only the arguments.
         config = config["config"] if config.get("class_name") == "CompileArguments" else config
-        config = keras.saving.deserialize_keras_object(config)
+        config = keras.saving.deserialize_keras_object(use_public_optimizers(config))
         optimizer_built = config.pop("optimizer_built")
         self.compile(**config)  # type: ignore[attr-defined]
         if optimizer_built:

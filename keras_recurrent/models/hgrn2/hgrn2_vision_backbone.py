@@ -5,6 +5,7 @@ import keras_hub
 
 from keras_recurrent.checkpoints import loading
 from keras_recurrent.checks.arguments import check_positive_integers
+from keras_recurrent.compat import BackendNeutralCompileConfig
 from keras_recurrent.layers import BidirectionalHGRN2, LowerBounds, RMSNorm, SwiGLU
 from keras_recurrent.models.lora import LoraBackbone
 from keras_recurrent.models.stored_arguments import StoredArguments
@@ -13,7 +14,11 @@ from keras_recurrent.training.torch_training import CheckedTorchTraining
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class HGRN2VisionBackbone(
-    CheckedTorchTraining, LoraBackbone, StoredArguments, keras_hub.models.Backbone
+    BackendNeutralCompileConfig,
+    CheckedTorchTraining,
+    LoraBackbone,
+    StoredArguments,
+    keras_hub.models.Backbone,
 ):
     """Network of HGRN2 for images: patches are tokens, mixed in both directions.
 
