@@ -18,12 +18,12 @@ class SavedTraining(BackendNeutralCompileConfig, SavedByAllProcesses):
     warns that training cannot be resumed. The file loads on every backend.
     """
 
-    def compile(self, *args, jit_compile="auto", **kwargs):
-        super().compile(*args, jit_compile=jit_compile, **kwargs)  # type: ignore[misc]
-        self._requested_jit_compile = jit_compile
+    def compile(self, *args, **kwargs):
+        super().compile(*args, **kwargs)  # type: ignore[misc]
+        self._requested_jit_compile = kwargs.get("jit_compile", "auto")
 
     def get_compile_config(self):
-        config = super().get_compile_config()  # type: ignore[misc]
+        config = super().get_compile_config()
         if not config:
             return config
         arguments = {
@@ -40,7 +40,7 @@ class SavedTraining(BackendNeutralCompileConfig, SavedByAllProcesses):
         config = config["config"] if config.get("class_name") == "CompileArguments" else config
         config = keras.saving.deserialize_keras_object(use_public_optimizers(config))
         optimizer_built = config.pop("optimizer_built")
-        self.compile(**config)  # type: ignore[attr-defined]
+        self.compile(**config)
         if optimizer_built:
             self.optimizer.build(self.trainable_variables)  # type: ignore[attr-defined]
 
