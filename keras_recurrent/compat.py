@@ -56,6 +56,35 @@ def __getattr__(name):
     return getattr(importlib.import_module(SOURCE_NAMES[name]), name)
 
 
+class BackendNeutralCompileConfig:
+    """Mixin for a Keras model whose compile config names optimizers by their public names.
+
+    On torch, Keras stores `keras.src.backend.torch.optimizers.torch_adam`. Loading it imports
+    torch, on any backend, which can crash after TensorFlow.
+    """
+
+    def get_compile_config(self):
+        return use_public_optimizers(super().get_compile_config())  # type: ignore[misc]
+
+    def compile_from_config(self, config):
+        super().compile_from_config(use_public_optimizers(config))  # type: ignore[misc]
+
+
+def use_public_optimizers(config):
+    """Returns a serialized config with torch's optimizer classes replaced by the public ones.
+
+    config: a dictionary, list or other value, in which optimizers may be nested.
+    """
+    if isinstance(config, (list, tuple)):
+        return type(config)(map(use_public_optimizers, config))
+    if not isinstance(config, dict):
+        return config
+    config = {name: use_public_optimizers(value) for name, value in config.items()}
+    if str(config.get("module")).startswith("keras.src.backend.torch.optimizers."):
+        config |= {"module": "keras.optimizers", "registered_name": None}
+    return config
+
+
 def replace_names(module, **replacements):
     """Replaces functions of a module of KerasHub."""
     for name, replacement in replacements.items():

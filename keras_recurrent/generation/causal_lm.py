@@ -57,13 +57,14 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
 
         Args:
             inputs: a string or several strings. Without a preprocessor, a dictionary of `token_ids`
-                and `padding_mask` `[B, T]`: prompts, followed by padding for new tokens. A
-                `tf.data.Dataset` of such batches is also accepted without `cache` and
-                `return_cache`. With a `cache`, one text per sequence of the cache, which is
-                appended without a start token and may be empty. None: continues the cache as it is.
+                and `padding_mask` `[B, T]`: prompts, followed by padding. A `tf.data.Dataset` of
+                such batches is also accepted without `cache` and `return_cache`. With a `cache`,
+                one text per sequence of the cache, which is appended without a start token and may
+                be empty. None: continues the cache as it is.
             max_length: integer, maximum number of tokens of a sequence in this call, including the
-                prompt but not the tokens in the cache. None: the preprocessor's `sequence_length`.
-                Without a preprocessor it is T, and `max_length` is only used if `inputs` is None.
+                prompt but not the tokens in the cache. None: the preprocessor's `sequence_length`,
+                or T without a preprocessor. Padding is added or removed to give `max_length`
+                columns.
             stop_token_ids: a tuple of token ids, each of which ends a sequence. None: sequences end
                 at `max_length`. `"auto"`: the tokenizer's end token, which requires a preprocessor.
             strip_prompt: boolean, True returns only new tokens, without the prompt.
@@ -80,9 +81,10 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
                 one is empty (the preprocessor's start token counts) or longer than `max_length`;
                 a token id or stop token is outside the vocabulary; `k`, `p`, `temperature` or
                 `num_beams` of the sampler are out of range; `cache` belongs to another model, has
-                another number of sequences, or would exceed its `max_length`; or `cache` or
-                `return_cache` is used and the model does not use the decoding loop of this package
-                (beam and contrastive search, `run_eagerly=True`, a custom `generate_step`).
+                another number of sequences, or would exceed its `max_length`; prompts of beam
+                search differ in length; or `cache` or `return_cache` is used and the model does not
+                use the decoding loop of this package (beam and contrastive search,
+                `run_eagerly=True`, a custom `generate_step`).
 
         Example: two turns of a conversation.
 
@@ -99,18 +101,19 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
             check_no_text(inputs, self.preprocessor_cls)
         check_boolean("strip_prompt", strip_prompt)
         check_boolean("return_cache", return_cache)
+        stops = self._stop_token_ids(stop_token_ids)
         if cache is None and not return_cache:
-            if self.make_generate_function().loops is None:
-                with allow_uneven_batches():
-                    return super().generate(inputs, max_length, stop_token_ids, strip_prompt)
             if hasattr(inputs, "as_numpy_iterator"):  # a `tf.data.Dataset`
                 batches = inputs.as_numpy_iterator()
-                generated = [
-                    self.generate(b, max_length, stop_token_ids, strip_prompt) for b in batches
-                ]
-                return _concatenate(generated)
+                return _concatenate(
+                    [self.generate(b, max_length, stop_token_ids, strip_prompt) for b in batches]
+                )
+            if self.make_generate_function().loops is None:
+                if self.preprocessor is None:  # KerasHub ignores `max_length` for tokens
+                    inputs = parse_prompts(self, inputs, max_length).as_batch()
+                with allow_uneven_batches():
+                    return super().generate(inputs, max_length, stops, strip_prompt)
         loops = self._require_loops("return_cache" if cache is None else "cache")
-        stops = self._stop_token_ids(stop_token_ids)
         prompts = parse_prompts(self, inputs, max_length, cache)
         token_ids, lengths, state = loops.generate(
             prompts.token_ids, prompts.lengths, stops, cache and cache.state, return_cache

@@ -3,10 +3,12 @@
 from typing import Any
 
 import keras
+import keras_hub
 import numpy as np
 
 from keras_recurrent.generation.modes import record_mode
 from keras_recurrent.generation.prompts import (
+    check_equal_lengths,
     check_prompt_tokens,
     check_stop_tokens,
     tokens_and_lengths,
@@ -74,6 +76,8 @@ class GenerateFunction:
         """
         check_prompt_tokens(inputs, self._model.backbone.vocabulary_size)
         check_stop_tokens(stop_token_ids, self._model.backbone.vocabulary_size)
+        if isinstance(self._model.sampler, keras_hub.samplers.BeamSampler):
+            check_equal_lengths(inputs)
         return self._run(inputs, None if stop_token_ids is None else tuple(stop_token_ids))
 
     def _run_package_loop(self, inputs, stop_token_ids):

@@ -46,6 +46,11 @@ class Prompts(NamedTuple):
         """Maximum number of new tokens of each sequence, `[B]`."""
         return self.token_ids.shape[1] - self.lengths
 
+    def as_batch(self):
+        """Returns the dictionary of `token_ids` and `padding_mask` `[B, T]`."""
+        mask = np.arange(self.token_ids.shape[1]) < self.lengths[:, None]
+        return {"token_ids": self.token_ids, "padding_mask": mask}
+
 
 def parse_prompts(model, inputs, max_length, cache=None, generates=True):
     """Validates the arguments of a call and returns its `Prompts`.
@@ -55,9 +60,8 @@ def parse_prompts(model, inputs, max_length, cache=None, generates=True):
         inputs: strings, or tokens if the model has no preprocessor. None: only with a cache,
             nothing is added to it.
         max_length: integer, maximum number of tokens of a sequence in this call, including the
-            prompt. None: the `sequence_length` of the preprocessor. Without a preprocessor, the
-            padded length T of `inputs` is the maximum, as in KerasHub, and `max_length` is only
-            used if `inputs` is None.
+            prompt. None: the `sequence_length` of the preprocessor, or without a preprocessor the
+            padded length T of `inputs`.
         cache: the `GenerationCache` to continue from, or None.
         generates: boolean. False: no tokens are generated, and sequences are padded to the longest
             prompt.
@@ -168,7 +172,7 @@ def _parse_tokens(model, inputs, max_length, cache):
     check_prompt_tokens(inputs, model.backbone.vocabulary_size, allow_empty=cache is not None)
     token_ids, lengths = tokens_and_lengths(inputs)
     prompts = [row[:length].tolist() for row, length in zip(token_ids, lengths, strict=True)]
-    return prompts, token_ids.shape[1], False
+    return prompts, max_length or token_ids.shape[1], False
 
 
 def _check_not_empty(lengths):
@@ -221,6 +225,20 @@ def check_prompt_tokens(inputs, vocabulary_size, allow_empty=False):
         )
     token_ids = gather_to_numpy(inputs["token_ids"])
     check_token_ids("token_ids", token_ids, vocabulary_size, mask)
+
+
+def check_equal_lengths(inputs):
+    """Raises a `ValueError` for prompts of different lengths, for the sampler of beam search.
+
+    Its scores would contain its own choices in place of the last tokens of longer prompts.
+    """
+    lengths = tokens_and_lengths(inputs)[1]
+    if len(set(lengths.tolist())) > 1:
+        raise ValueError(
+            "`inputs` must be prompts of equal length for beam search; got prompts of "
+            f"{lengths.min()} to {lengths.max()} tokens. Call `generate` once for each length, or "
+            "compile with another sampler, such as 'greedy'."
+        )
 
 
 def check_sampler(sampler, vocabulary_size):

@@ -36,7 +36,8 @@ def convert_to_gqa(model, num_key_value_heads, pooling="mean", where=None, seed=
         where: the attention layers to convert: their names or paths, or a function from an
             attention layer to a bool. None: causal self-attention, with `use_causal_mask` or a
             triangular mask in the graph, and cross-attention, whose queries and values are
-            different tensors; not other self-attention, such as in encoders.
+            different tensors. Bidirectional self-attention, such as in encoders, is only converted
+            if it is chosen: it has no cache to shrink, and the paper did not test it.
         seed: int, for "random".
 
     Returns:
@@ -45,11 +46,12 @@ def convert_to_gqa(model, num_key_value_heads, pooling="mean", where=None, seed=
         Weights are pooled in float32 and stored in their dtype.
 
     Raises:
-        TypeError: `model` is not such a model.
+        TypeError: `model` is not a Keras model.
         ValueError: G does not divide the heads; the model or a chosen layer cannot be
-            converted, is quantized or has LoRA weights; there is nothing to convert; or the graph
-            does not show how a layer of another class uses its attention, and `where` is None. All
-            errors are raised before anything is built.
+            converted, is quantized or has LoRA weights; the model has no attention layers, or none
+            is chosen; it is a subclassed model without a graph; or the graph does not show how a
+            layer of another class uses its attention, and `where` is None. All errors are raised
+            before anything is built.
 
     Example:
 
@@ -77,8 +79,9 @@ def convert_to_gqa(model, num_key_value_heads, pooling="mean", where=None, seed=
         raise TypeError(f"`model` must be a Keras model; got a {type(model).__name__}.")
     if not is_graph(model):
         raise ValueError(
-            f"A {type(model).__name__} has no graph that shows how it calls its layers. Convert "
-            "`keras.Model(inputs, outputs)` of symbolic inputs and the model's outputs for them."
+            f"A {type(model).__name__} has no graph that shows how it calls its layers. With "
+            "`x = keras.Input(...)`, convert `keras.Model(x, model(x))`, in which the model is a "
+            "layer, and choose its attention layers by `where`. The class needs `get_config`."
         )
     if not model.built:
         raise ValueError("`model` has no weights yet. Call or build it first.")

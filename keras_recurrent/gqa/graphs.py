@@ -2,13 +2,14 @@
 
 import keras
 
+from keras_recurrent.compat import BackendNeutralCompileConfig
 from keras_recurrent.gqa import sites as attention
 from keras_recurrent.gqa.pooling import transfer
 from keras_recurrent.gqa.regroup import regroup, regroup_built, replace_layer
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-class GroupedModel(keras.Model):
+class GroupedModel(BackendNeutralCompileConfig, keras.Model):
     """Functional model with grouped attention layers nested in layers of other classes.
 
     The configurations of those layers do not show the grouping. The configuration of this model

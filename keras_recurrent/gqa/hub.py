@@ -167,6 +167,11 @@ def unsupported_class_reason(cls) -> str | None:
     """Returns the reason why backbones of this class cannot be converted, or None."""
     if cls in CONFIGURABLE or cls in GROUPED_MODELS or cls in GROUPED_CLASSES:
         return None
+    if cls.__module__.partition(".")[0] == __name__.partition(".")[0]:
+        return (
+            "models of keras_recurrent have few attention layers or none. Set "
+            "`num_key_value_heads`, where it has this argument, when you make the model"
+        )
     if not cls.__module__.startswith("keras_hub."):
         return "it is a custom class, which may use its heads in other ways"
     return (

@@ -13,9 +13,9 @@ def gqa_report(before, after, context_length=4096):
     """Returns a Markdown table of parameters and cached keys and values, before and after.
 
     A layer with G key and value heads of sizes K and V caches G (K + V) numbers per token, in the
-    compute dtype. The table counts layers whose keys and values a decoder caches, not those of
-    encoders. Cross-attention caches those of the encoder's tokens; encoder and decoder are both
-    assumed to have `context_length` tokens.
+    compute dtype. The table counts layers whose keys and values a decoder caches, not bidirectional
+    self-attention as in encoders, of which only the parameters shrink. Cross-attention caches those
+    of the encoder's tokens; encoder and decoder are both assumed to have `context_length` tokens.
 
     Args:
         before: the model passed to `convert_to_gqa`.
@@ -49,7 +49,8 @@ def gqa_report(before, after, context_length=4096):
     }
     lines = ["|  | before | after | after / before |", "| --- | ---: | ---: | ---: |"]
     for name, (old, new) in rows.items():
-        lines.append(f"| {name} | {old:,} | {new:,} | {new / old:.3f} |")
+        ratio = f"{new / old:.3f}" if old else "–"
+        lines.append(f"| {name} | {old:,} | {new:,} | {ratio} |")
     return "\n".join(lines)
 
 

@@ -10,7 +10,7 @@ import keras
 import keras_hub
 import numpy as np
 
-from keras_recurrent.gqa.regroup import is_attention, unsupported_reason
+from keras_recurrent.gqa.regroup import MULTI_HEAD, is_attention, unsupported_reason
 
 CAUSAL, CROSS, ENCODER, UNKNOWN = "causal", "cross", "encoder", "unknown"
 
@@ -52,9 +52,18 @@ def choose_sites(sites, groups, where):
     """Returns the indices into `sites` of the layers to group.
 
     Raises:
-        ValueError: `where` is None and the graph does not show the kind of a layer, a name in
-            `where` is not an attention layer, no layer is chosen, or one cannot be grouped.
+        ValueError: there are no sites, `where` is None and the graph does not show the kind of a
+            layer, a name in `where` is not an attention layer, no layer is chosen, or one cannot be
+            grouped.
     """
+    if not sites:
+        supported = ", ".join(cls.__name__ for cls in MULTI_HEAD)
+        raise ValueError(
+            "There is nothing to convert: `model` has no attention layers of Keras or KerasHub "
+            f"({supported}, or their grouped-query versions). A custom attention layer, such as "
+            "`LocalAttention` of keras_recurrent, needs its own argument for the number of key and "
+            "value heads."
+        )
     if where is None:
         unknown = [site.layer.path for site in sites if site.kind == UNKNOWN]
         if unknown:
@@ -77,14 +86,14 @@ def choose_sites(sites, groups, where):
             )
         chosen = [i for i, s in enumerate(sites) if names & {s.layer.name, s.layer.path}]
     if not chosen:
-        raise ValueError(
-            f"There is nothing to convert: of {len(sites)} attention layers "
-            + (
-                "`where` chooses none."
-                if where is not None
-                else "none is causal or cross-attention."
+        detail = "`where` chooses none."
+        if where is None:
+            detail = (
+                "none is causal or cross-attention. Bidirectional self-attention, as in encoders, "
+                "has no cache to shrink, and the GQA paper did not convert it. To convert it all "
+                "the same, choose it by `where`, such as `where=lambda layer: True` for all."
             )
-        )
+        raise ValueError(f"There is nothing to convert: of {len(sites)} attention layers {detail}")
     for i in chosen:
         reason = unsupported_reason(sites[i].layer, groups)
         if reason:

@@ -9,6 +9,7 @@ from keras_recurrent.checkpoints.export import export
 from keras_recurrent.checks.arguments import check_positive_integers
 from keras_recurrent.checks.shapes import check_rank_known
 from keras_recurrent.checks.states import check_per_token, check_sizes_of_state, check_state
+from keras_recurrent.compat import BackendNeutralCompileConfig
 from keras_recurrent.devices.jax_layouts import apply_state_layout, check_layout
 from keras_recurrent.devices.jax_processes import SavedByAllProcesses
 from keras_recurrent.layers.inner_streaming import stream_inner
@@ -22,6 +23,7 @@ from keras_recurrent.training.torch_training import TorchTraining
 
 
 class RecurrentBackbone(
+    BackendNeutralCompileConfig,
     SavedByAllProcesses,
     SegmentsOptional,
     TorchTraining,

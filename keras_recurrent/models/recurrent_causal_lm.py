@@ -167,11 +167,7 @@ class RecurrentCausalLM(
     def get_compile_config(self):
         config = super().get_compile_config()
         if config:
-            arguments = config["config"]
-            arguments["sampler"] = keras_hub.samplers.serialize(self.sampler)
-            # Keras stores the value that "auto" has for `fit`; generation resolves it separately.
-            wanted = self._compiles_generation
-            arguments["jit_compile"] = "auto" if wanted is None else wanted
+            config["config"]["sampler"] = keras_hub.samplers.serialize(self.sampler)
         return config
 
     def export_to_transformers(self, path, dtype=None, max_shard_size=5):

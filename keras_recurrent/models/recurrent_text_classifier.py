@@ -79,10 +79,6 @@ class RecurrentTextClassifier(
         check_boolean("bidirectional", bidirectional)
         self.backbone = backbone
         self.preprocessor = preprocessor
-        # Keras would warn of unused weights, and weight decay would change them.
-        for weight in backbone.token_embedding.weights:
-            if weight.name == "reverse_embeddings":
-                weight.trainable = False
         dtype = backbone.dtype_policy
         self.last_token = LastToken(dtype=dtype, name="last_token")
         self.output_dropout = keras.layers.Dropout(dropout, dtype=dtype, name="output_dropout")
@@ -106,6 +102,11 @@ class RecurrentTextClassifier(
         super().__init__(
             inputs=inputs, outputs=outputs, compile=compile, name=name, trainable=trainable
         )
+        # Keras would warn of unused weights, and weight decay would change them. On JAX the base
+        # class makes all weights trainable.
+        for weight in backbone.token_embedding.weights:
+            if weight.name == "reverse_embeddings":
+                weight.trainable = False
 
     @classmethod
     def from_preset(cls, preset, load_weights=None, **kwargs):

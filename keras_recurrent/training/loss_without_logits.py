@@ -22,7 +22,7 @@ _active_step = threading.local()
 
 
 class LossReport(NamedTuple):
-    """Source of the loss, hidden states or logits, and the reason for logits."""
+    """Source of the loss, hidden states or logits, and the reasons for logits."""
 
     made_of: str
     because: str | None
@@ -41,7 +41,7 @@ def which_loss(model):
         model: a language model of this package.
 
     Returns:
-        A named tuple of `made_of`, `"hidden states"` or `"logits"`, and `because`, the reason for
+        A named tuple of `made_of`, `"hidden states"` or `"logits"`, and `because`, all reasons for
         logits, such as a loss or a metric other than the defaults of `compile`, or an overridden
         method of a subclass. It is None for hidden states.
 
@@ -55,8 +55,8 @@ def which_loss(model):
     >>> print(keras_recurrent.which_loss(model))
     hidden states
     >>> model.compile(weighted_metrics=["sparse_top_k_categorical_accuracy"])
-    >>> keras_recurrent.which_loss(model).made_of
-    'logits'
+    >>> print(keras_recurrent.which_loss(model))
+    logits: the metric 'sparse_top_k_categorical_accuracy' reads logits
     """
     if not isinstance(model, LossWithoutLogits):
         raise TypeError(
@@ -84,36 +84,40 @@ class LossWithoutLogits:
     def compile(self, optimizer="auto", loss="auto", *, weighted_metrics="auto", **kwargs):
         if isinstance(weighted_metrics, str) and weighted_metrics == "auto":
             weighted_metrics = [keras.metrics.SparseCategoricalAccuracy()]  # as in KerasHub
-        others = [name for name in ("metrics", "loss_weights") if kwargs.get(name) is not None]
         # In an object, since Keras tracks metrics in attributes as additional ones.
         self._requested_metrics = types.SimpleNamespace(
-            metrics=weighted_metrics or (), others=others
+            weighted=_flatten(weighted_metrics), unweighted=_flatten(kwargs.get("metrics"))
         )
+        self._has_loss_weights = kwargs.get("loss_weights") is not None
         super().compile(optimizer, loss, weighted_metrics=weighted_metrics, **kwargs)  # type: ignore[misc]
 
     def logits_reason(self) -> str | None:
-        """Returns the reason why the loss is computed from logits, or None if it is not."""
+        """Returns the reasons why the loss is computed from logits, or None if it is not."""
         if not getattr(self, "compiled", False):
             return "the model is not compiled"
+        return "; ".join(self._logits_reasons()) or None
+
+    def _logits_reasons(self):
         if type(self.loss) is not TokenCrossentropy or self.loss.reduction != "sum_over_batch_size":
-            return "the loss is not the default `TokenCrossentropy()`"
-        if self._requested_metrics.others:
-            return f"`compile` got `{self._requested_metrics.others[0]}`"
-        for metric in self._requested_metrics.metrics:
+            yield "the loss is not the default `TokenCrossentropy()`"
+        if self._has_loss_weights:
+            yield "`compile` got `loss_weights`"
+        requested = self._requested_metrics
+        for metric in requested.weighted + requested.unweighted:
             if type(metric) is not keras.metrics.SparseCategoricalAccuracy:
-                name = metric if isinstance(metric, str) else type(metric).__name__
-                return f"the metric {name!r} reads logits"
+                yield f"the metric {_metric_name(metric)!r} reads logits"
+            elif metric in requested.unweighted:
+                yield f"{_metric_name(metric)!r} is in `metrics` and not in `weighted_metrics`"
         embedding = self.backbone.token_embedding
         if type(embedding) is not ReversibleEmbedding:
-            return f"`token_embedding` is a `{type(embedding).__name__}`"
-        if getattr(embedding, "quantization_mode", None) is not None:
-            return "`token_embedding` is quantized"
+            yield f"`token_embedding` is a `{type(embedding).__name__}`"
+        elif getattr(embedding, "quantization_mode", None) is not None:
+            yield "`token_embedding` is quantized"
         if embedding.compute_dtype == "float16":
-            return "in float16 the loss must be scaled before gradients are computed"
+            yield "in float16 the loss must be scaled before gradients are computed"
         for name in _STEP_METHODS:
             if getattr(type(self), name).__module__.partition(".")[0] != __name__.partition(".")[0]:
-                return f"`{type(self).__name__}` overrides `{name}`"
-        return None
+                yield f"`{type(self).__name__}` overrides `{name}`"
 
     def train_step(self, *args, **kwargs):
         return self._run_without_logits(super().train_step, *args, **kwargs)  # type: ignore[misc]
@@ -177,6 +181,16 @@ class LossWithoutLogits:
         if self._compile_metrics is not None and not self._compile_metrics.built:
             self._compile_metrics.build(y, best)
         matches = ops.equal(ops.cast(y, "int32"), best)
-        for accuracy in self._requested_metrics.metrics:
+        for accuracy in self._requested_metrics.weighted:
             keras.metrics.Mean.update_state(accuracy, matches, sample_weight)
         return self.get_metrics_result()
+
+
+def _flatten(metrics):
+    """Returns a list of the metrics of the one output, which Keras takes in nested structures."""
+    return keras.tree.flatten(metrics or [])
+
+
+def _metric_name(metric):
+    """Returns a string metric itself, or the name of a function or class."""
+    return metric if isinstance(metric, str) else getattr(metric, "__name__", type(metric).__name__)

@@ -4,6 +4,7 @@ import contextlib
 
 import keras
 
+from keras_recurrent.compat import BackendNeutralCompileConfig, use_public_optimizers
 from keras_recurrent.devices.jax_processes import SavedByAllProcesses
 from keras_recurrent.training import weight_decay
 
@@ -11,26 +12,29 @@ from keras_recurrent.training import weight_decay
 OWN_ARGUMENTS = ("sampler", "optimizer_built", "excluded_from_weight_decay")
 
 
-class SavedTraining(SavedByAllProcesses):
+class SavedTraining(BackendNeutralCompileConfig, SavedByAllProcesses):
     """Mixin that saves the compile arguments and the optimizer's state in a `.keras` file.
 
     Keras requires this of models that override `compile`, such as KerasHub's tasks, and otherwise
-    warns that training cannot be resumed. Exclusions from weight decay, which no configuration of
-    an optimizer of Keras has, are saved as paths of weights.
+    warns that training cannot be resumed. The file loads on every backend. Exclusions from weight
+    decay, which no configuration of an optimizer of Keras has, are saved as paths of weights.
     """
 
     def compile(self, *args, **kwargs):
         super().compile(*args, **kwargs)  # type: ignore[misc]
+        self._requested_jit_compile = kwargs.get("jit_compile", "auto")
         if self.optimizer is not None:  # type: ignore[attr-defined]
             weight_decay.warn_of_decayed_decays(self.optimizer, self)  # type: ignore[attr-defined]
 
     def get_compile_config(self):
-        config = super().get_compile_config()  # type: ignore[misc]
+        config = super().get_compile_config()
         if not config:
             return config
         optimizer = self.optimizer  # type: ignore[attr-defined]
         arguments = {
             **config,
+            # Keras stores the value that "auto" has on this backend.
+            "jit_compile": self._requested_jit_compile,
             "optimizer_built": optimizer.built,
             "excluded_from_weight_decay": weight_decay.excluded_paths(optimizer, self),
         }
@@ -40,7 +44,7 @@ class SavedTraining(SavedByAllProcesses):
     def compile_from_config(self, config):
         # Older files have only the arguments.
         config = config["config"] if config.get("class_name") == "CompileArguments" else config
-        config = keras.saving.deserialize_keras_object(config)
+        config = keras.saving.deserialize_keras_object(use_public_optimizers(config))
         optimizer_built = config.pop("optimizer_built")
         # Older files have no exclusions.
         if excluded := config.pop("excluded_from_weight_decay", None):

@@ -267,14 +267,75 @@ def test_what_no_cache_goes_with(family):
                 call()
 
 
-@shared_by_families
-def test_rows_of_tokens_say_how_long_they_get(family):
-    """Whatever `max_length` says, with a cache as without."""
-    model = tiny_causal_lm(family=family, **FEWER_LAYERS)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        # XLA compiles each of them.
+        pytest.param(arguments, marks=() if BACKEND == "torch" else pytest.mark.nightly)
+        for arguments in (
+            {"sampler": "greedy"},
+            {"sampler": "greedy", "run_eagerly": True},
+            {"sampler": "beam"},
+        )
+    ],
+    ids=["package loop", "eager", "KerasHub's loop"],
+)
+def test_max_length_of_tokens(arguments):
+    """Fails if the columns of `inputs` take the place of `max_length`, in any mode."""
+    model = tiny_causal_lm(family="hgrn2", num_layers=1)
+    model.compile(**arguments)
+    rows = given((3, 3))
+    wanted = generate(model, rows, 8)
+    stop = wanted[0][5]
+    assert {len(row) for row in wanted} == {8}
+    for columns in (3, 8, 12):
+        assert generate(model, rows, columns, max_length=8) == wanted
+        stopped = generate(model, rows, columns, (stop,), max_length=8)
+        assert stopped[0] == wanted[0][: wanted[0].index(stop, 3) + 1]
+        new = model.generate(tokens(rows, columns), 8, None, strip_prompt=True)
+        assert lists(new) == [row[3:] for row in wanted]
+        with pytest.raises(ValueError, match=r"`max_length` is 2 tokens, .* prompt 0 alone has 3"):
+            generate(model, rows, columns, max_length=2)
+
+
+@pytest.mark.once
+def test_max_length_of_tokens_with_a_cache():
+    """Fails if padding columns count as new tokens, or `max_length` differs between the calls."""
+    model = tiny_causal_lm(family="hgrn2", num_layers=1)
     model.compile(sampler="greedy")
-    plain = generate(model, given((3, 3)), 8, max_length=4)
-    assert {len(row) for row in plain} == {8}
-    assert generate(model, given((3, 3)), 8, max_length=4, return_cache=True)[0] == plain
+    first, second = given((3, 3)), given((2, 2), seed=5)
+    wanted = generate(model, first, 8, return_cache=True)[0]
+    cache = model.prefill(tokens(first), max_length=8)
+    for columns in (2, 5, 9):
+        assert generate(model, first, columns + 1, max_length=8, return_cache=True)[0] == wanted
+        more = generate(model, second, columns, max_length=5, cache=cache)
+        assert {len(row) for row in more} == {5}
+        stream = model.stream(tokens(second, columns), 5, None, cache=cache)
+        assert joined(second, [list(row) for row in zip(*stream, strict=True)]) == more
+
+
+@pytest.mark.once
+def test_max_length_of_a_dataset_of_tokens():
+    """Fails if KerasHub's loop gets a dataset, of which it ignores `max_length`."""
+    tf = pytest.importorskip("tensorflow")
+    model = tiny_causal_lm(family="hgrn2", num_layers=1)
+    batch = tokens(given((3, 3, 3)))
+    for sampler in ("greedy", "beam"):
+        model.compile(sampler=sampler)
+        wanted = lists(model.generate(batch, 8, None))
+        assert {len(row) for row in wanted} == {8}
+        dataset = tf.data.Dataset.from_tensor_slices(batch).batch(2)
+        assert lists(model.generate(dataset, 8, None)) == wanted
+
+
+@pytest.mark.once
+def test_beam_search_needs_prompts_of_equal_length():
+    """Fails if the scores of a longer prompt contain tokens that are not in it."""
+    model = tiny_causal_lm(family="hgrn2", num_layers=1)
+    for arguments in ({}, {"run_eagerly": True}):
+        model.compile(sampler="beam", **arguments)
+        with pytest.raises(ValueError, match=r"`inputs` must be .* equal .* got .* of 4 to 9 tok"):
+            generate(model, given((4, 9)), 12)
 
 
 @shared_by_families

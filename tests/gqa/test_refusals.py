@@ -5,7 +5,8 @@ import keras_hub
 import numpy as np
 import pytest
 
-from keras_recurrent.conversion import convert_to_gqa
+from keras_recurrent.conversion import convert_to_gqa, gqa_report
+from tests.models.tiny import tiny_backbone
 
 pytestmark = pytest.mark.once
 
@@ -34,9 +35,14 @@ class OwnModel(keras.Model):
         super().__init__(x, attention()(x, x, use_causal_mask=True))
 
 
+@keras.saving.register_keras_serializable(package="test_refusals")
 class Code(keras.Model):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.attention = attention(name="held")
+
     def call(self, x):
-        return x
+        return self.attention(x, x)
 
 
 class Holder(keras.layers.Layer):
@@ -127,10 +133,10 @@ class OwnTask(hub.GPT2CausalLM):
         (lambda: model_of(OwnAttention(4, 2)), 2, "OwnAttention is a custom class"),
         (OwnModel, 2, "what that class adds to its graph would be lost"),
         (lambda: nested(OwnModel), 2, "what that class adds to its graph would be lost"),
-        (lambda: nested(lambda: keras.layers.Dense(2)), 2, "nothing to convert: of 0"),
-        (Code, 2, "A Code has no graph that shows how it calls its layers"),
+        (lambda: nested(lambda: keras.layers.Dense(2)), 2, "no attention layers of Keras or Keras"),
+        (Code, 2, "A Code has no graph .* convert `keras.Model\\(x, model\\(x\\)\\)`.* by `where`"),
         (holder, 2, "does not show whether 'holder/held' attends causally"),
-        (encoder, 2, "nothing to convert: of 1 attention layers none is causal"),
+        (encoder, 2, "of 1 attention layers none is causal .*Bidirectional .*choose it by `where`"),
         (quantized, 2, "is quantized \\(int8\\)"),
         (with_lora, 2, "has LoRA weights"),
         (gpt2, 3, "4 key and value heads, which 3 does not divide"),
@@ -140,6 +146,7 @@ class OwnTask(hub.GPT2CausalLM):
         (bert, 1, "BertBackbone cannot be converted: it keeps no keys and values"),
         (falcon, 1, "FalconBackbone cannot be converted: .* its attention has no grouped"),
         (lambda: OwnTask(gpt2()), 2, "OwnTask cannot be converted"),
+        (tiny_backbone, 1, "GriffinBackbone cannot be converted: .* Set `num_key_value_heads`"),
     ],
 )
 def test_refused(model, groups, message):
@@ -186,3 +193,12 @@ def test_chosen_layers_are_converted():
     assert convert_to_gqa(holder(), 2, where=lambda layer: True)(x).shape == (1, 3, WIDTH)
     own = OwnModel()
     assert convert_to_gqa(keras.Model(own.input, own.output), 2)(x).shape == (1, 3, WIDTH)
+    inputs = keras.Input((3, WIDTH))
+    code = keras.Model(inputs, Code()(inputs))
+    for model in (encoder(), code):
+        grouped = convert_to_gqa(model, 2, where=lambda layer: True)
+        assert grouped(x).shape == (1, 3, WIDTH)
+        assert grouped.count_params() < model.count_params()
+    # An encoder has no cache.
+    report = gqa_report(encoder(), convert_to_gqa(encoder(), 2, where=lambda layer: True))
+    assert "| key-value bytes a token | 0 | 0 | – |" in report

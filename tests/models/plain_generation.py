@@ -57,13 +57,13 @@ def draw(sampler, probabilities):
 
 
 def beam(model, num_beams, prompt, given, stop_ids=()):
-    """Beam search; a given token is forced on every beam, whose score is its own choice's."""
+    """Beam search after prompts of equal length."""
     batch, length = prompt.shape
     beams = np.repeat(prompt[:, None], num_beams, axis=1)
     scores = np.full((batch, num_beams), -1e9)
     scores[:, 0] = 0
     margin = np.inf
-    for index in range(given.sum(axis=1).min(), length):
+    for index in range(given[0].sum(), length):
         flat = beams.reshape(-1, length)
         if all_stopped(flat, np.repeat(given, num_beams, axis=0), stop_ids):
             break
@@ -77,8 +77,7 @@ def beam(model, num_beams, prompt, given, stop_ids=()):
         chosen = order[:, :num_beams]
         scores = np.take_along_axis(candidates, chosen, axis=1)
         beams = np.take_along_axis(beams, (chosen // vocabulary)[..., None], axis=1)
-        token = np.where(given[:, None, index], beams[..., index], chosen % vocabulary)
-        beams[..., index] = token
+        beams[..., index] = chosen % vocabulary
     best = scores.argmax(axis=1)
     return beams[np.arange(batch), best], margin
 

@@ -1,10 +1,12 @@
 """A training step that makes no logits is the step that makes them."""
 
 import keras
+import keras_hub
 import numpy as np
 import pytest
 
 import keras_recurrent
+from keras_recurrent.models import TokenCrossentropy
 from tests.models.tiny import FEWER_LAYERS, VOCABULARY, shared_by_families, tiny_causal_lm
 
 BACKEND = keras.config.backend()
@@ -133,8 +135,8 @@ def test_what_asks_for_logits_says_so():
     assert ask(model) == ("hidden states", None)
     model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     assert "the loss is not the default" in ask(model).because
-    model.compile(metrics=["accuracy"])
-    assert "`compile` got `metrics`" in ask(model).because
+    model.compile(loss_weights=[1.0])
+    assert ask(model).because == "`compile` got `loss_weights`"
     model.compile(weighted_metrics=["accuracy"])
     assert "the metric 'accuracy' reads logits" in str(ask(model))
     model.compile(weighted_metrics=None)
@@ -152,6 +154,35 @@ def test_what_asks_for_logits_says_so():
     assert "not compiled" in ask(uncompiled).because
     with pytest.raises(TypeError, match=r"takes a language model.*got Dense"):
         ask(keras.layers.Dense(1))
+
+
+@pytest.mark.once
+def test_a_metric_that_reads_logits_is_named():
+    """Fails if the argument, a container or only another reason is named, and not the metric."""
+    model, accuracy = tiny_causal_lm(num_layers=1), keras.metrics.SparseCategoricalAccuracy
+    perplexity = keras_hub.metrics.Perplexity
+    for arguments in (
+        {"weighted_metrics": [accuracy(), perplexity()]},
+        {"weighted_metrics": [[accuracy(), perplexity()]]},
+        {"weighted_metrics": {"token_embedding": [perplexity()]}},
+        {"metrics": [perplexity()]},
+        {"weighted_metrics": [keras.metrics.mean_squared_error]},
+    ):
+        model.compile(**arguments)
+        name = "mean_squared_error" if "function" in str(arguments) else "Perplexity"
+        assert keras_recurrent.which_loss(model) == ("logits", f"the metric {name!r} reads logits")
+    for loss in (keras.losses.MeanSquaredError(), TokenCrossentropy(reduction="sum")):
+        model.compile(loss=loss, weighted_metrics=[perplexity()])
+        because = keras_recurrent.which_loss(model).because
+        assert "loss is not the default" in because
+        assert "metric 'Perplexity'" in because
+    model.compile(metrics=[accuracy()])
+    assert "is in `metrics` and not in `weighted_m" in keras_recurrent.which_loss(model).because
+    for arguments in ({"metrics": []}, {"weighted_metrics": [[accuracy()]]}):
+        model.compile(**arguments)
+        assert keras_recurrent.which_loss(model).made_of == "hidden states"
+        x, y, weights = data()
+        assert np.isfinite(model.evaluate(x, y, sample_weight=weights, verbose=0)).all()
 
 
 @pytest.mark.once

@@ -8,8 +8,16 @@ import numpy as np
 import pytest
 
 import keras_recurrent
-from keras_recurrent.models import GriffinCausalLM
-from tests.models.tiny import FAMILIES, FEWER_LAYERS, SHARED, set_weights, shared_by_families
+from keras_recurrent.models import GriffinCausalLM, HGRN2TextClassifier
+from tests.models.tiny import (
+    FAMILIES,
+    FEWER_LAYERS,
+    SHARED,
+    set_weights,
+    shared_by_families,
+    tiny_causal_lm,
+)
+from tests.processes import fresh_process
 
 TEXTS = ["to be", "or not"]
 # Linear maps that low-rank weights go beside, in two blocks, and that mix tokens in int8.
@@ -134,6 +142,74 @@ def test_keras_files_and_training_goes_on(tmp_path):
     for one in (model, again):
         one.train_on_batch(TEXTS)
     np.testing.assert_allclose(logits(again), logits(model), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        keras.optimizers.Adam,
+        lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.AdamW()),
+        lambda: keras.optimizers.MultiOptimizer(
+            keras.optimizers.OptimizerMap(keras.optimizers.SGD())
+        ),
+    ],
+    ids=["Adam", "LossScaleOptimizer", "MultiOptimizer"],
+)
+def test_a_compile_config_names_no_backend(make_optimizer):
+    """Fails if it names torch's class of an optimizer, which would import torch to load it."""
+    model = tiny_causal_lm(family="hgrn2", num_layers=1)
+    for one in (model, HGRN2TextClassifier(model.backbone, num_classes=2), model.backbone):
+        one.compile(make_optimizer(), "mse")
+        config = one.get_compile_config()
+        assert "keras.src" not in json.dumps(config)
+        arguments = config.get("config", config)
+        assert "config" not in config or arguments["jit_compile"] == "auto"
+        # As in files that name the class, here one that cannot be imported.
+        arguments["optimizer"] = _replace_module(arguments["optimizer"])
+        one.compile_from_config(config)
+        assert type(one.optimizer) is type(make_optimizer())
+
+
+def _replace_module(config):
+    """Replaces the public modules of optimizers by one that does not exist, but looks private."""
+    text = json.dumps(config)
+    for name in ("Adam", "AdamW", "SGD"):
+        public = f'"module": "keras.optimizers", "class_name": "{name}"'
+        private = public.replace("keras.optimizers", "keras.src.backend.torch.optimizers.missing")
+        text = text.replace(public, private)
+    assert ".missing" in text
+    return json.loads(text)
+
+
+@pytest.mark.nightly
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("family", "dtype", "saved_on", "loaded_on"),
+    [
+        ("griffin", "float32", "torch", "tensorflow"),
+        ("hgrn2", "float32", "torch", "jax"),
+        ("transnormer", "mixed_float16", "torch", "tensorflow"),
+        ("transnormer", "mixed_float16", "jax", "torch"),
+    ],
+)
+def test_training_continues_on_another_backend(family, dtype, saved_on, loaded_on, tmp_path):
+    """Fails if the file imports the first backend, or optimizer state or compilation differ."""
+    for backend in (saved_on, loaded_on):
+        pytest.importorskip(backend)
+    arguments = str(tmp_path / "model.keras"), family, dtype
+    module = "tests.models.saved_on_another_backend"
+    saved, loaded = (
+        fresh_process("-m", module, action, *arguments, KERAS_BACKEND=backend)
+        for action, backend in (("save", saved_on), ("load", loaded_on))
+    )
+    if loaded_on != "torch":
+        assert "torch" not in loaded["frameworks"]
+    assert loaded["optimizer"] == saved["optimizer"]
+    assert loaded["variables"] == saved["variables"]
+    assert loaded["jit_compile"] == (loaded_on == "jax")
+    tolerance = 1e-5 if dtype == "float32" else 5e-4
+    np.testing.assert_allclose(loaded["losses"], saved["losses"], rtol=tolerance)
 
 
 @pytest.mark.once

@@ -341,6 +341,12 @@ def test_missing_weights_of_the_classes_are_an_error(tmp_path):
         models.HGRN2TextClassifier.from_preset(str(tmp_path), num_classes=5)
 
 
+def test_unused_weights_are_frozen():
+    """Fails on JAX, where Keras makes weights trainable that were frozen too early."""
+    frozen = [w.name for w in classifier().non_trainable_weights]
+    assert frozen == ["reverse_embeddings"]
+
+
 @pytest.mark.once
 @pytest.mark.filterwarnings("error:Gradients do not exist")
 def test_only_what_is_used_is_trained():

@@ -72,7 +72,12 @@ def test_each_layer_names_its_decays():
             super().build(input_shape)
             self.rate = self.add_state_weight("rate", (2,), "ones", weight_decay=False)
 
-    shapes = {CGLRU(1): (1, 2, 4), HGRN(): (1, 2, 4), LRPE(): (1, 2, 3, 4), Custom(): (1, 2, 4)}
+    shapes = {
+        CGLRU(num_blocks=1): (1, 2, 4),
+        HGRN(): (1, 2, 4),
+        LRPE(): (1, 2, 3, 4),
+        Custom(): (1, 2, 4),
+    }
     shapes[LowerBounds(2)] = (1, 4)
     for layer, shape in shapes.items():
         layer.build(shape)

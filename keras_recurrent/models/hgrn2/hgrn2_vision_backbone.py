@@ -5,6 +5,7 @@ import keras_hub
 
 from keras_recurrent.checkpoints import loading
 from keras_recurrent.checks.arguments import check_positive_integers
+from keras_recurrent.compat import BackendNeutralCompileConfig
 from keras_recurrent.layers import BidirectionalHGRN2, LowerBounds, RMSNorm, SwiGLU
 from keras_recurrent.layers.saved_quantization import SavedQuantization
 from keras_recurrent.models.lora import LoraBackbone
@@ -14,6 +15,7 @@ from keras_recurrent.training.torch_training import CheckedTorchTraining
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class HGRN2VisionBackbone(
+    BackendNeutralCompileConfig,
     CheckedTorchTraining,
     LoraBackbone,
     StoredArguments,
