@@ -10,6 +10,7 @@ from keras_recurrent.checks.shapes import check_rank_known
 from keras_recurrent.compat import AutocastScope, get_autocast_scope, get_current_remat_mode
 from keras_recurrent.devices.torch_processes import check_not_sharded
 from keras_recurrent.dispatch import BACKEND, chosen_name, implementation
+from keras_recurrent.layers.loss_scale import warn_if_unscaled
 
 if BACKEND == "tensorflow":
     from keras_recurrent.backends.tensorflow import _recompute
@@ -31,6 +32,8 @@ class RecomputableLayer(keras.layers.Layer):
             check_not_sharded(self)
         if args:  # Keras reads the length of the shape
             check_rank_known(type(self).__name__, "inputs", args[0])
+        if self.compute_dtype == "float16":
+            warn_if_unscaled(self)
         return kwargs
 
     def inner(self, layer, inputs, **kwargs):
