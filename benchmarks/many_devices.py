@@ -7,8 +7,8 @@ A row of the table a call, by an argument and the backend, jax or torch:
     heads     RecurrentGemma 2B writes one text, tensor parallel; on JAX alone
     time      HGRN2 1.3B, one row, sequence parallel; `--tokens 1048576` for a longer one
 
-Each count of devices is measured in fresh processes, one for each device on torch. `--toy` tries it
-at a tiny size, on a CPU that is taken for `--devices 2`.
+Each count of devices is measured in fresh processes, one for each device on torch. `--dtype` sets
+the dtype policy. `--toy` tries it at a tiny size, on a CPU that is taken for `--devices 2`.
 """
 
 import argparse
@@ -49,7 +49,7 @@ TOYS: dict[type, dict[str, Any]] = {
 def make(arguments):
     writes = arguments.split == "heads"
     cls, network = (GriffinCausalLM, GriffinBackbone) if writes else (HGRN2CausalLM, HGRN2Backbone)
-    keras.config.set_dtype_policy("float32" if arguments.toy else "bfloat16")
+    keras.config.set_dtype_policy(arguments.dtype)
     with keras.RematScope() if arguments.split == "time" else contextlib.nullcontext():
         if arguments.toy:
             return cls(network(**TOYS[network]))
@@ -129,7 +129,6 @@ def on_a_device(variables):
 def on_torch(arguments, count):
     import torch
     import torch.distributed as dist
-    from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
     from keras_recurrent.devices.torch_modules import TorchModule
@@ -142,9 +141,7 @@ def on_torch(arguments, count):
     module = TorchModule(make(arguments))
     called: Any = module
     if arguments.split == "weights" and count > 1:
-        for block in module.blocks:
-            fully_shard(block)
-        called = fully_shard(module)
+        called = module.fully_shard()
     elif count > 1:
         called = DistributedDataParallel(module)
     optimizer = torch.optim.AdamW(module.parameters(), 1e-5, fused=on_gpu)
@@ -189,15 +186,25 @@ def in_processes(arguments, count):
 
 def cells(found):
     if found is None:
-        return "failed", "", 0.0
+        return "failed", ""
     low, high = min(found["speeds"]), max(found["speeds"])
-    return f"{low:,.0f} to {high:,.0f}", f"{found['bytes'] / 2**30:.3f}", np.median(found["speeds"])
+    return f"{low:,.0f} to {high:,.0f}", f"{found['bytes'] / 2**30:.3f}"
+
+
+def ratios(one, all_):
+    """Bytes of weights and slots on a device, and speed, against those of one device."""
+    if one is None or all_ is None:
+        return "", ""
+    speeds = (np.median(found["speeds"]) for found in (all_, one))
+    return f"{all_['bytes'] / one['bytes']:.3f}", f"{np.divide(*speeds):.2f}"
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("split", choices=("rows", "weights", "heads", "time"))
     parser.add_argument("--devices", type=int, default=2)
+    policies = ("float32", "mixed_bfloat16", "bfloat16")
+    parser.add_argument("--dtype", choices=policies, default="bfloat16")
     parser.add_argument("--tokens", type=int, default=131_072, help="of the row of `time`")
     parser.add_argument("--toy", action="store_true")
     parser.add_argument("--measure", type=int, help=argparse.SUPPRESS)
@@ -209,11 +216,14 @@ def main():
         if found:
             print(json.dumps(found))
         return
-    one, all_ = (cells(in_processes(arguments, n)) for n in (1, arguments.devices))
-    print("| split | backend | tokens/s, one | GiB | tokens/s, all | GiB a device | times |")
-    print("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
-    times = f"{all_[2] / one[2]:.2f}" if one[2] and all_[2] else ""
-    print(f"| {arguments.split} | {BACKEND} |", " | ".join((*one[:2], *all_[:2], times)), "|")
+    one, all_ = (in_processes(arguments, n) for n in (1, arguments.devices))
+    print(
+        "| split | backend | dtype policy | tokens/s, one | GiB of weights and slots "
+        "| tokens/s, all | GiB a device | times the memory | times the speed |"
+    )
+    print("| --- | --- | --- |" + " ---: |" * 6)
+    row = (arguments.split, BACKEND, arguments.dtype, *cells(one), *cells(all_))
+    print("|", " | ".join((*row, *ratios(one, all_))), "|")
 
 
 if __name__ == "__main__":

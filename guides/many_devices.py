@@ -187,7 +187,7 @@ def share(size, rank, processes):
 def distributed(model, split, mixed_precision):
     """A module with the parameters, what is called in its place, and a context around each step."""
     import torch
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.nn.parallel import DistributedDataParallel
 
     from keras_recurrent.devices.torch_modules import TorchModule
@@ -200,9 +200,7 @@ def distributed(model, split, mixed_precision):
         # Gathered in 16 bits, summed in 32, kept in 32.
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
         policy = policy if mixed_precision else MixedPrecisionPolicy()
-        for block in module.blocks:
-            fully_shard(block, mp_policy=policy)
-        return module, fully_shard(module, mp_policy=policy), contextlib.nullcontext
+        return module, module.fully_shard(mp_policy=policy), contextlib.nullcontext
     around = sequence_parallel if split == "time" else contextlib.nullcontext
     return module, DistributedDataParallel(module), around
 

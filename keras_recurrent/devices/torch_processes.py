@@ -6,7 +6,7 @@ from typing import Any
 MODULE_HINT = (
     "Make `module = keras_recurrent.devices.torch_modules.TorchModule(model)` and train it in a "
     "custom loop, with `torch.nn.parallel.DistributedDataParallel(module)` or "
-    "`torch.distributed.fsdp.fully_shard`; its docstring shows both."
+    "`module.fully_shard()`; its docstring shows both."
 )
 
 

@@ -11,6 +11,7 @@ from keras_recurrent.compat import AutocastScope, get_autocast_scope, get_curren
 from keras_recurrent.devices.torch_processes import check_not_sharded
 from keras_recurrent.dispatch import BACKEND, chosen_name, implementation
 from keras_recurrent.layers import gru_arguments
+from keras_recurrent.layers.loss_scale import warn_if_unscaled
 from keras_recurrent.layers.saved_quantization import SavedQuantization
 
 if BACKEND == "tensorflow":
@@ -45,6 +46,8 @@ class RecomputableLayer(SavedQuantization, keras.layers.Layer):
             check_not_sharded(self)
         if args:  # Keras reads the length of the shape
             check_rank_known(type(self).__name__, "inputs", args[0])
+        if self.compute_dtype == "float16":
+            warn_if_unscaled(self)
         return kwargs
 
     def inner(self, layer, inputs, **kwargs):

@@ -1,11 +1,14 @@
 """Keras models as torch modules, whose parameters `torch.distributed` can average and shard."""
 
+from collections import Counter
 from typing import Any
 
 import keras
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from keras_recurrent.training.loss_without_logits import LossWithoutLogits
 
@@ -18,12 +21,8 @@ class TorchModule(torch.nn.Module):
     modules, so they compute with the parameters that torch replaces, such as shards. Make one
     module of a built model, after `enable_lora`, and call it in place of the model.
 
-    - `DistributedDataParallel` takes the module. `fully_shard` (FSDP2) takes each block and then
-      the whole module. `keras.RematScope`, Keras's policy `mixed_bfloat16` and
-      `torch.nn.utils.clip_grad_norm_` work with both.
-    - In addition to that policy, `MixedPrecisionPolicy(param_dtype=torch.bfloat16,
-      reduce_dtype=torch.float32, cast_forward_inputs=False)` halves the gathered bytes, but also
-      rounds the weights that the policy keeps in float32, such as those of decays.
+    - `DistributedDataParallel` takes the module; its method `fully_shard` applies FSDP2.
+      `keras.RematScope`, every dtype policy and `torch.nn.utils.clip_grad_norm_` work with both.
     - `torch.distributed.checkpoint` saves shards, which load into a `TorchModule` of an unsharded
       model, also in one process.
     - Weights are trained by an optimizer of torch, in a custom loop. Read the weights of a sharded
@@ -58,10 +57,7 @@ class TorchModule(torch.nn.Module):
 
     ```
     torch.distributed.init_process_group()
-    module = TorchModule(model)
-    for block in module.blocks:
-        torch.distributed.fsdp.fully_shard(block)
-    torch.distributed.fsdp.fully_shard(module)
+    module = TorchModule(model).fully_shard()
     undecayed = module.find_parameters(exclude_from_weight_decay(None, model))
     ids = {id(parameter) for parameter in undecayed}
     groups = [
@@ -122,9 +118,64 @@ class TorchModule(torch.nn.Module):
         }
         return list(parameters.values())
 
+    def fully_shard(self, mesh=None, **options):
+        """Shards weights, gradients and slots over processes by FSDP2, each block as a group.
+
+        FSDP needs one dtype in a group, but under the policy `bfloat16` decays, lower bounds and
+        convolutions keep float32 weights. Each process holds those whole, as replicated `DTensor`s,
+        and their gradients are averaged at the end of a backward pass. So are those of every weight
+        whose dtype differs from that of most weights.
+
+        Call it once, before the optimizer is made.
+
+        Args:
+            mesh: the `DeviceMesh` of the processes. None: all processes.
+            **options: further arguments of `torch.distributed.fsdp.fully_shard` for all groups,
+                such as `mp_policy` and `reshard_after_forward`.
+
+        Returns:
+            The module.
+
+        Raises:
+            ValueError: a weight is a `DTensor`, such as one of tensor parallelism, and weights have
+                several dtypes.
+        """
+        parameters = list(self.parameters())
+        if mesh is None:
+            kind = parameters[0].device.type
+            mesh = init_device_mesh(kind, (torch.distributed.get_world_size(),))
+        sizes: Counter = Counter()
+        for parameter in parameters:
+            sizes[parameter.dtype] += parameter.numel()
+        ((dtype, _),) = sizes.most_common(1)
+        if len(sizes) > 1 and any(isinstance(p, DTensor) for p in parameters):
+            raise ValueError(
+                "`fully_shard` does not combine weights that are `DTensor`s already with weights "
+                f"of several dtypes, {', '.join(map(str, sizes))}. Use the dtype policy "
+                '"float32" or "mixed_bfloat16", whose weights are all float32.'
+            )
+        replicas: dict = {}
+        for _, module, name in self._shard_scope.variables:
+            parameter = module._parameters.get(name)
+            if parameter is not None and parameter.dtype is not dtype:
+                if parameter not in replicas:
+                    replicas[parameter] = _replicate(parameter, mesh)
+                module._replicate(name, replicas[parameter])
+        _GradientAverage(list(replicas.values()))
+        for module in (*self._blocks, self):
+            fsdp.fully_shard(module, mesh=mesh, ignored_params={*replicas.values()}, **options)
+        with self._shard_scope:
+            pass  # binds variables to shards, which frees the whole weights
+        return self
+
     def __call__(self, *args, **kwargs):
         with self._shard_scope:
-            return super().__call__(*args, **kwargs)
+            try:
+                return super().__call__(*args, **kwargs)
+            except AssertionError as error:
+                if "uniform original parameter dtype" in str(error):
+                    error.add_note("Call `module.fully_shard()`, which shards several dtypes.")
+                raise
 
     def forward(self, *args, labels=None, sample_weight=None, **kwargs):
         if labels is None:
@@ -176,6 +227,7 @@ class LayerModule(torch.nn.Module):
         modules[id(layer)] = self
         object.__setattr__(self, "layer", layer)
         self.variables: list = []  # (variable, module, name) of all layers below
+        self._replicated: set = set()  # names of weights that FSDP leaves whole
         seen = set()
         for sublayer in layer._layers:
             seen.update(id(v) for v in sublayer.variables)
@@ -207,9 +259,19 @@ class LayerModule(torch.nn.Module):
         with self._shard_scope:
             return super().__call__(*args, **kwargs)
 
+    def _replicate(self, name, parameter):
+        """Registers a replicated `DTensor` as a weight, of which calls read the local tensor."""
+        self.register_parameter(name, parameter)
+        self._replicated.add(name)
+
+    def _local(self, name):
+        """Returns the tensor that a call computes with."""
+        value = getattr(self, name)
+        return value.to_local() if name in self._replicated else value
+
     def forward(self, *args, **kwargs):
         for variable, module, name in self.variables:
-            _bind(variable, getattr(module, name))
+            _bind(variable, module._local(name))
         return self._call(*args, **kwargs)
 
 
@@ -234,6 +296,42 @@ class _ShardScope:
         if self._depth == 0:
             for variable, module, name in self.variables:
                 _bind(variable, self._shards.get(id(variable), getattr(module, name)))
+
+
+class _GradientAverage:
+    """Averages the gradients of replicated weights over processes after each backward pass."""
+
+    def __init__(self, parameters):
+        self._parameters, self._pending = parameters, set()
+        for parameter in parameters:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._schedule)
+
+    def _schedule(self, parameter):
+        self._pending.add(parameter)
+        torch.autograd.Variable._execution_engine.queue_callback(self._average)
+
+    @torch.no_grad()
+    def _average(self):
+        # A mean added to another process's gradients and averaged again stays the mean, so
+        # gradients accumulate over several passes.
+        pending = [p for p in self._parameters if p in self._pending]
+        self._pending.clear()
+        if not pending:  # a callback for each gradient, of which the first one averages all
+            return
+        mesh = pending[0].device_mesh
+        local = [p.grad.to_local() for p in pending]
+        total = torch.cat([gradient.flatten() for gradient in local])
+        for dimension in range(mesh.ndim):
+            torch.distributed.all_reduce(total, group=mesh.get_group(dimension))
+        means = (total / mesh.size()).split([gradient.numel() for gradient in local])
+        for gradient, mean in zip(local, means, strict=True):
+            gradient.copy_(mean.view_as(gradient))
+
+
+def _replicate(parameter, mesh):
+    whole = DTensor.from_local(parameter.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return torch.nn.Parameter(whole, parameter.requires_grad)
 
 
 def _bind(variable, value):

@@ -4,7 +4,9 @@ import keras
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_module
 from torch.nn.parallel import DistributedDataParallel
 
 from keras_recurrent.devices.torch_modules import TorchModule
@@ -49,9 +51,21 @@ def weights_of_shards(model):
     model.get_weights()
 
 
+def shard_two_dtypes(model):
+    module = TorchModule(tiny_causal_lm(family="hgrn2", dtype="bfloat16"))
+    fully_shard(module)(X)
+
+
+def shard_two_dtypes_of_tensor_parallelism(model):
+    module = TorchModule(tiny_causal_lm(family="hgrn2", dtype="bfloat16"))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    distribute_module(module, mesh).fully_shard()
+
+
 WAYS = (
     *(fit, fit_beside_a_wrapper, train_on_batch, fit_a_backbone),
     *(fully_shard_the_model, fully_shard_a_block, weights_of_shards),
+    *(shard_two_dtypes, shard_two_dtypes_of_tensor_parallelism),
 )
 
 
@@ -63,7 +77,8 @@ def compare(case, rank, processes, folder):
         try:
             way(tiny_causal_lm(family="hgrn2"))
         except Exception as error:
-            found[way.__name__] = f"{type(error).__name__}: {error}"
+            notes = "".join(getattr(error, "__notes__", ()))
+            found[way.__name__] = f"{type(error).__name__}: {error}{notes}"
         else:
             found[way.__name__] = "no error"
         dist.barrier()

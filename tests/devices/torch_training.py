@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_module
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import parallelize_module
@@ -60,15 +60,13 @@ def ddp(module):
     return DistributedDataParallel(module)
 
 
-def fsdp(module, **policy):
-    for block in module.blocks:
-        fully_shard(block, **policy)
-    return fully_shard(module, **policy)
+def fsdp(module):
+    return module.fully_shard()
 
 
 def fsdp_in_16_bits(module):
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-    return fsdp(module, mp_policy=policy)
+    return module.fully_shard(mp_policy=policy)
 
 
 def tensor_parallel(module):
@@ -90,13 +88,16 @@ WAYS = {
     "fsdp": fsdp,
     "fsdp_remat": fsdp,
     "fsdp_in_16_bits": fsdp_in_16_bits,
+    "fsdp_mixed_bfloat16": fsdp,
+    "fsdp_bfloat16": fsdp,
 }
+POLICIES = {"bfloat16": "bfloat16", "mixed_bfloat16": "mixed_bfloat16", "16_bits": "mixed_bfloat16"}
 
 
 def make(way, family):
     remat = way.endswith("remat")
     with keras.RematScope() if remat else contextlib.nullcontext():
-        dtype = "mixed_bfloat16" if way.endswith("16_bits") else "float32"
+        dtype = POLICIES.get(way.partition("fsdp_")[2].removeprefix("in_"), "float32")
         # Heads are split among the processes.
         sizes = {"num_heads": 4} if family == "transnormer" else {}
         return tiny_causal_lm(family=family, dtype=dtype, **sizes)
@@ -107,27 +108,59 @@ def compare(way, family, rank, processes, folder):
     one_losses, one = train(TorchModule(model := make(way, family)), model, logits=logits)
     model = make(way, family)
     module = TorchModule(model)
+    part = ROWS // processes
+    rows = slice(part * rank, part * (rank + 1))
     if way == "tensor":  # each process sees all rows
         losses, many = train(WAYS[way](module), model, replicated=implicit_replication)
     else:
-        part = ROWS // processes
-        own = slice(part * rank, part * (rank + 1))
-        losses, many = train(WAYS[way](module), model, own, logits=logits)
+        losses, many = train(WAYS[way](module), model, rows, logits=logits)
     dist.all_reduce(losses)
     found = {"losses": float((losses / processes - one_losses).abs().max())}
     if many:  # in the first process
         assert many.keys() == one.keys()
         found["weights"] = max(float((many[n] - one[n]).abs().max()) for n in one if ":" not in n)
         found["slots"] = max(float((many[n] - one[n]).abs().max()) for n in one if ":" in n)
-    if way == "fsdp":
-        found["loaded"] = saved_and_loaded(module, model, family, folder / family)
+    if way in ("fsdp", "fsdp_bfloat16"):
+        found["loaded"] = saved_and_loaded(module, way, family, folder / f"{way}_{family}")
+    if way == "fsdp_bfloat16":
+        found["replicated"] = difference_of_replicas(module, one, many)
+        found["accumulated"] = difference_of_accumulated(module, rows)
     return found
 
 
-def saved_and_loaded(module, model, family, folder):
+def float32_parameters(module):
+    found = {name: p for name, p in module.named_parameters() if p.dtype is torch.float32}
+    assert found
+    return found
+
+
+def difference_of_replicas(module, one, many):
+    """Largest relative difference of slots of float32 weights; 1 if processes' weights differ."""
+    for parameter in float32_parameters(module).values():
+        local = parameter.to_local()
+        every = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, local)
+        if not all(torch.equal(local, other) for other in every):
+            return 1.0
+    slots = [f"{name}:exp_avg" for name in float32_parameters(module)] if many else []
+    return max((float((many[n] - one[n]).norm() / one[n].norm()) for n in slots), default=0.0)
+
+
+def difference_of_accumulated(module, rows):
+    """Relative difference of gradients of two backward passes from twice those of one."""
+    x, y, real = batch(rows)
+    passes = []
+    for _ in range(2):
+        module(x, labels=y, sample_weight=real).backward()
+        gradients = [p.grad.to_local().flatten() for p in float32_parameters(module).values()]
+        passes.append(torch.cat(gradients))
+    return float((passes[1] - 2 * passes[0]).norm() / passes[1].norm())
+
+
+def saved_and_loaded(module, way, family, folder):
     """How far logits are from those of an ordinary model that read the shards."""
     dcp.save(module.state_dict(), checkpoint_id=folder)
-    fresh = TorchModule(make("", family))
+    fresh = TorchModule(make(way, family))
     state = fresh.state_dict()
     dcp.load(state, checkpoint_id=folder)
     fresh.load_state_dict(state)

@@ -4,6 +4,9 @@ Inputs and weights of linear layers are such that nothing else rounds: outputs m
 of 16 bits next to the exact ones.
 """
 
+import re
+import warnings
+
 import keras
 import numpy as np
 import pytest
@@ -99,3 +102,29 @@ def test_rotated_keys():
     exact = np.concatenate([turned.real, turned.imag], axis=-1)
     error = 303 * 2**-22 * np.abs(pairs).max()  # of angles in float32
     assert_rounded_once(state["key"][:, 0, 0], exact, "bfloat16", error)
+
+
+@pytest.mark.parametrize(
+    ("policy", "scaled", "expected"),
+    [
+        ("mixed_float16", False, r"does not scale the loss.*LossScaleOptimizer"),
+        ("mixed_float16", True, None),
+        ("float16", True, "keeps its weights in float16"),
+        ("mixed_bfloat16", False, None),
+    ],
+)
+def test_float16_layer_in_a_float32_model(policy, scaled, expected):
+    """Weights became NaN without a warning: Keras scales the loss only for a model's own policy."""
+    layer = layers.RMSNorm(dtype=policy)
+    model = keras.Sequential([keras.Input((2, 4)), layer, keras.layers.Dense(1)])
+    optimizer = keras.optimizers.SGD()
+    optimizer = keras.optimizers.LossScaleOptimizer(optimizer) if scaled else optimizer
+    model.compile(optimizer, "mse", run_eagerly=True)
+    x, y = np.ones((1, 2, 4), "float32"), np.ones((1, 2, 1), "float32")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model.train_on_batch(x, y)
+    found = [str(w.message) for w in caught if f"`{layer.name}`" in str(w.message)]
+    assert len(found) == (expected is not None)
+    assert expected is None or re.search(expected, found[0])

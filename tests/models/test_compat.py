@@ -28,7 +28,7 @@ FILES = {
 }
 OF_NAMED_TUPLES = {"_fields", "_replace"}
 # Copies of many tensors in one launch; a number that changes when a tensor is overwritten.
-OF_TORCH = {"_foreach_copy_", "_version"}
+OF_TORCH = {"_execution_engine", "_foreach_copy_", "_version"}
 
 
 def private(names):
