@@ -29,7 +29,7 @@ export TPU_ACCELERATOR_TYPE ?= v5litepod-4
 export TPU_WORKER_HOSTNAMES ?= localhost
 endif
 
-.PHONY: help quickstart test test-all test-nightly test-once test-devices test-export test-harness
+.PHONY: help quickstart test test-all test-nightly test-once test-gpu test-devices test-export test-harness
 .PHONY: smoke faults durations fuzz lint format clean docs docs-serve tables notebooks
 .PHONY: $(PAPERS:%=paper-%) $(BACKENDS:%=test-%) $(BACKENDS:%=test-devices-%)
 .PHONY: $(BACKENDS:%=test-export-%) $(BACKENDS:%=fuzz-%)
@@ -44,6 +44,7 @@ help:
 	@echo "make durations    update tests/durations.json, the CPU seconds of each test file"
 	@echo "make faults       apply each planted fault to a copy of the package; a test must fail"
 	@echo "make test-devices tests on several simulated devices; make test-devices-jax for one backend"
+	@echo "make test-gpu     the tests of one backend, jax or torch, on an NVIDIA GPU"
 	@echo "make test-export  model.export to each format, run by its runtime; make test-export-torch"
 	@echo "make test-harness language models under lm-evaluation-harness, on tasks of local text"
 	@echo "make fuzz         operations on thousands of random inputs, hours; make fuzz-jax for one backend"
@@ -77,6 +78,21 @@ BUDGET ?=
 $(BACKENDS:%=test-%): test-%: $(VENV)/.test
 	KERAS_BACKEND=$* $(BIN)/python -m pytest $(PYTEST_ARGS) $(BUDGET:%=--budget=%) \
 	  $(NIGHTLY_$*:%=--nightly=%) $(TESTS_$*) $(if $(TESTS_$*),|| test $$? -eq 5)
+
+# On a machine with an NVIDIA GPU. GPU_PYTHON names the Python of an environment that exists; otherwise
+# this package and its backend for CUDA are installed into .venv-gpu-….
+GPU_VENV := .venv-gpu-$(KERAS_BACKEND)
+
+test-gpu: $(if $(GPU_PYTHON),,$(GPU_VENV)/.test)
+	XLA_PYTHON_CLIENT_PREALLOCATE=false KERAS_BACKEND=$(KERAS_BACKEND) \
+	  $(or $(GPU_PYTHON),$(GPU_VENV)/bin/python) -m pytest --numprocesses=auto --dist=worksteal $(TESTS)
+
+$(GPU_VENV)/.test: $(INSTALLED)
+	$(if $(filter jax torch,$(KERAS_BACKEND)),,$(error KERAS_BACKEND must be jax or torch; got "$(KERAS_BACKEND)"))
+	$(PYTHON) -m venv $(GPU_VENV)
+	$(GPU_VENV)/bin/python -m pip install --quiet --no-compile --constraint constraints.txt \
+	  --editable ".[$(KERAS_BACKEND)$(if $(filter jax,$(KERAS_BACKEND)),-cuda),test]"
+	@touch $@
 
 # Tests that depend on no backend; on torch, `make test` runs them with the others.
 test-once: $(VENV)/.test
@@ -181,7 +197,7 @@ notebooks:
 	$(PYTHON) guides/recipes/notebooks.py
 
 clean:
-	rm -rf $(VENV) $(EXPORT) $(HARNESS) $(DOCS) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-gpu-* $(EXPORT) $(HARNESS) $(DOCS) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 
 # Empty files record what is installed; one that is older than its prerequisites is made again.
 $(VENV)/.created:

@@ -98,6 +98,7 @@ IN_FLOAT32 = ("a_logit", "conv1d/kernel", "conv1d/bias", "lower_bounds/logits", 
 
 def harness(name):
     """A method of KerasHub's, bound. The module is imported here as it imports TensorFlow."""
+    pytest.importorskip("tensorflow", reason="KerasHub's tests import it")
     from keras_hub.src.tests import test_case
 
     class TestCase(test_case.TestCase):

@@ -9,7 +9,6 @@ import pytest
 
 from keras_recurrent import which_generation
 from keras_recurrent.generation.lengths import bucket, chunk_length
-from tests.gpu import needs_int8_products
 from tests.models import plain_generation
 from tests.models.test_generation import MARGIN
 from tests.models.tiny import FEWER_LAYERS, VOCABULARY, shared_by_families, tiny_causal_lm
@@ -100,7 +99,6 @@ def change_weights(model):
 
 
 def quantize(model):
-    needs_int8_products()
     model.quantize("int8")
 
 

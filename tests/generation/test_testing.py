@@ -7,7 +7,6 @@ import pytest
 
 from keras_recurrent import testing
 from keras_recurrent.models import GenerationCache
-from tests.gpu import needs_int8_products
 from tests.models.tiny import (
     SHARED,
     VOCABULARY,
@@ -41,7 +40,6 @@ def test_our_models_are_right(family):
 def test_narrow_numbers(how):
     model = tiny_causal_lm(family="hgrn2", dtype="bfloat16" if how == "bfloat16" else "float32")
     if how != "bfloat16":
-        needs_int8_products()
         model.quantize(how)
     # Where steps are compiled or maps quantized, each takes most of a minute: one shows it there.
     quick = how == "bfloat16" and keras.config.backend() == "torch"

@@ -63,7 +63,7 @@ print("done")
 def test_strings_need_no_tensorflow():
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TENSORFLOW],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
         capture_output=True,
         text=True,
         timeout=300,

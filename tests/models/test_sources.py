@@ -222,7 +222,7 @@ def test_batches_that_are_none_are_errors(model):
 
 @pytest.mark.once
 def test_tokens_pass_through_every_source(model, wanted):
-    rows = keras.tree.map_structure(np.asarray, model.preprocessor(TEXTS))
+    rows = keras.tree.map_structure(keras.ops.convert_to_numpy, model.preprocessor(TEXTS))
 
     class Tokens(Strings):
         def __getitem__(self, index):

@@ -168,7 +168,7 @@ def test_every_source_trains_as_lists_do():
     wanted = losses(TEXTS, LABELS, batch_size=3, **held_out)
     assert wanted[0] != wanted[1]
     assert losses(np.array(TEXTS), np.array(LABELS), batch_size=3, **held_out) == wanted
-    tokens = keras.tree.map_structure(np.asarray, model.preprocessor(TEXTS))
+    tokens = keras.tree.map_structure(keras.ops.convert_to_numpy, model.preprocessor(TEXTS))
     found = losses(tokens, LABELS, batch_size=3, validation_data=(tokens, LABELS))
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
     for name, make in SOURCES.items():
