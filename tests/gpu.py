@@ -13,4 +13,3 @@ def has_gpu():
 
         return jax.default_backend() == "gpu"
     return False
-

@@ -11,6 +11,7 @@ HUB = "hf://"
 CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.model"
 MAX_JSON_BYTES = 100_000_000  # as many as the safetensors format allows its headers
+MAX_JSON_DEPTH = 500  # Python writes values nested up to about 1,000 levels, and reads deeper ones
 
 
 def require(package, why):
@@ -136,10 +137,13 @@ def parse_json(text, where):
 
     try:
         content = json.loads(text.decode("utf-8"), object_pairs_hook=to_dict)
-    except RecursionError:
-        raise ValueError(f"{where} is nested too deeply to be read. Fetch it again.") from None
+        too_deep = _depth(content) > MAX_JSON_DEPTH
+    except RecursionError:  # of Python up to 3.11
+        too_deep = True
     except ValueError as error:
         raise ValueError(f"{where} is not JSON: {error}. Fetch it again.") from error
+    if too_deep:
+        raise ValueError(f"{where} is nested too deeply to be read. Fetch it again.")
     if not isinstance(content, dict):
         raise ValueError(f"{where} must hold a JSON object; it holds a {type(content).__name__}.")
     if repeated:
@@ -148,6 +152,15 @@ def parse_json(text, where):
             "Fetch it again."
         )
     return content
+
+
+def _depth(value):
+    """Returns how deeply dictionaries and lists are nested, without recursion."""
+    depth, level = 0, [value]
+    while level := [item for item in level if isinstance(item, (dict, list))]:
+        depth += 1
+        level = [x for item in level for x in (item.values() if isinstance(item, dict) else item)]
+    return depth
 
 
 def _no_file(preset, name):

@@ -74,14 +74,6 @@ def check_same_model(key, model, name="cache"):
         raise ValueError(
             f"`{name}` belongs to a `{key.backbone}`; this is a `{current.backbone}`. {mend}"
         )
-    if key.configuration != current.configuration:
-        saved, configured = key.configuration, current.configuration
-        names = sorted(saved.keys() | configured.keys())
-        option = next(n for n in names if saved.get(n) != configured.get(n))
-        raise ValueError(
-            f"`{name}` belongs to a model with {option}={saved.get(option)!r}; this one has "
-            f"{configured.get(option)!r}. {mend}"
-        )
     for property_name, before, after in (
         ("dtype", key.dtype, current.dtype),
         ("quantization", key.quantization or None, current.quantization or None),
@@ -92,6 +84,14 @@ def check_same_model(key, model, name="cache"):
                 f"`{name}` belongs to a model with the {property_name} {before}; this one has "
                 f"{after}. {mend}"
             )
+    if key.configuration != current.configuration:
+        saved, configured = key.configuration, current.configuration
+        names = sorted(saved.keys() | configured.keys())
+        option = next(n for n in names if saved.get(n) != configured.get(n))
+        raise ValueError(
+            f"`{name}` belongs to a model with {option}={saved.get(option)!r}; this one has "
+            f"{configured.get(option)!r}. {mend}"
+        )
     raise ValueError(
         f"`{name}` belongs to a model with other weights, such as before training or before "
         f"weights were loaded. {mend}"

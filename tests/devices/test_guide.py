@@ -28,7 +28,11 @@ def run(tmp_path, *arguments):
         [sys.executable, SCRIPT, "--split", *arguments, "--output", str(tmp_path)],
         cwd=ROOT,
         # torch on the CPU has fewer threads than processes would take, and no GPU is needed.
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+            "OMP_NUM_THREADS": "1",
+        },
         capture_output=True,
         text=True,
         timeout=900,

@@ -99,7 +99,8 @@ def change_weights(model):
 
 
 def quantize(model):
-    model.quantize("int8")
+    # Activations near a half would be rounded up in one program and down in another.
+    model.quantize(config=keras.quantizers.Int8QuantizationConfig(activation_quantizer=None))
 
 
 CHANGES = {

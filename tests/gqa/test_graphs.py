@@ -204,7 +204,8 @@ def test_policy_trainability_window_and_gate_stay():
     set_weights(model)
     layer.key_dense.trainable = False
     same = convert_to_gqa(model, HEADS)
-    assert_equal(same(data(LENGTH)[0]), model(data(LENGTH)[0]))
+    found, expected = (numpy(net(data(LENGTH)[0])) for net in (same, model))
+    np.testing.assert_allclose(found, expected, rtol=2**-7, atol=2**-9)  # a unit of bfloat16
     grouped = convert_to_gqa(model, 2).get_layer("a")
     assert grouped.dtype_policy.name == "mixed_bfloat16"
     assert (grouped.sliding_window, grouped.use_gate) == (2, True)

@@ -27,7 +27,7 @@ INTERPRETED = ("triton",) if os.environ.get("TRITON_INTERPRET") == "1" else ()
 
 # How exactly an exponential or a sum is rounded depends on the GPU and on the CPU, and so does how
 # lucky the loop was.
-NEIGHBORS = 4
+NEIGHBORS = 8
 
 
 def kernels(operations):

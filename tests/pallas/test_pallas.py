@@ -14,6 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+if jax.default_backend() == "gpu":
+    pytest.skip("kernels for TPU are interpreted and lowered on a CPU", allow_module_level=True)
+
 import keras_recurrent
 from keras_recurrent import dispatch, ops
 from keras_recurrent.backends.pallas import _common
