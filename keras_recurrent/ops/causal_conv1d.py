@@ -75,11 +75,12 @@ def causal_conv1d(
 
     Example: the difference from the token before.
 
+    >>> import keras
     >>> import numpy as np
     >>> from keras_recurrent.ops import causal_conv1d
     >>> x = np.array([[[1], [4], [9], [16]]], "float32")
     >>> y, state = causal_conv1d(x, np.array([[-1], [1]], "float32"))
-    >>> np.array(y).ravel()
+    >>> keras.ops.convert_to_numpy(y).ravel()
     array([1., 3., 5., 7.], dtype=float32)
     """
     return CausalConv1DOperation.apply(

@@ -54,12 +54,13 @@ def complex_linear_scan(
 
     Example: a quarter turn per token.
 
+    >>> import keras
     >>> import numpy as np
     >>> from keras_recurrent.ops import complex_linear_scan
     >>> x = np.array([[[1, 0], [0, 0], [0, 0]]], "float32")
     >>> quarter = np.full((1, 3, 1), np.pi / 2, "float32")
     >>> h, state = complex_linear_scan(x, np.zeros((1, 3, 1), "float32"), quarter)
-    >>> np.array(h).round(3) + 0
+    >>> keras.ops.convert_to_numpy(h).round(3) + 0
     array([[[ 1.,  0.],
             [ 0.,  1.],
             [-1.,  0.]]], dtype=float32)

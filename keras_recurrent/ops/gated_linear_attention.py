@@ -65,6 +65,7 @@ def gated_linear_attention(
 
     Example: a value is stored, then read after a decay of 1/2, and after a reset.
 
+    >>> import keras
     >>> import numpy as np
     >>> from keras_recurrent.ops import gated_linear_attention
     >>> q = np.ones((1, 3, 1, 1), "float32")
@@ -72,7 +73,7 @@ def gated_linear_attention(
     >>> v = np.array([[7, 9], [0, 0], [0, 0]], "float32").reshape(1, 3, 1, 2)
     >>> log_f = np.array([0, np.log(0.5), -np.inf], "float32").reshape(1, 3, 1, 1)
     >>> output, state = gated_linear_attention(q, k, v, log_f)
-    >>> np.array(output)[0, :, 0].round(3)
+    >>> keras.ops.convert_to_numpy(output)[0, :, 0].round(3)
     array([[7. , 9. ],
            [3.5, 4.5],
            [0. , 0. ]], dtype=float32)

@@ -54,10 +54,12 @@ def gated_linear_unit(gate, x, *, activation, implementation=None):
 
     Example: a closed, a half-open and an open gate.
 
+    >>> import keras
     >>> import numpy as np
     >>> from keras_recurrent.ops import gated_linear_unit
     >>> gate, x = np.array([-9, 1, 9], "float32"), np.ones(3, "float32")
-    >>> np.array(gated_linear_unit(gate, x, activation="silu")).round(2)
+    >>> y = gated_linear_unit(gate, x, activation="silu")
+    >>> keras.ops.convert_to_numpy(y).round(2)
     array([-0.  ,  0.73,  9.  ], dtype=float32)
     """
     return GatedLinearUnitOperation.apply(

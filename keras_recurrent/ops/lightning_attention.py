@@ -65,13 +65,14 @@ def lightning_attention(
 
     Example: the memory decays by half per token.
 
+    >>> import keras
     >>> import numpy as np
     >>> from keras_recurrent.ops import lightning_attention
     >>> q = np.ones((1, 3, 1, 1), "float32")
     >>> k = np.array([1, 0, 0], "float32").reshape(1, 3, 1, 1)
     >>> v = np.array([8, 0, 0], "float32").reshape(1, 3, 1, 1)
     >>> output, state = lightning_attention(q, k, v, np.log([0.5]).astype("float32"))
-    >>> np.array(output).ravel().round(3)
+    >>> keras.ops.convert_to_numpy(output).ravel().round(3)
     array([8., 4., 2.], dtype=float32)
     """
     return LightningAttentionOperation.apply(

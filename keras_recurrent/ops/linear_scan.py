@@ -68,12 +68,13 @@ def linear_scan(
 
     Example:
 
+    >>> import keras
     >>> import numpy as np
     >>> from keras_recurrent.ops import linear_scan
     >>> x = np.ones((1, 3, 1), "float32")
     >>> log_a = np.full((1, 3, 1), np.log(0.5), "float32")
     >>> h, state = linear_scan(x, log_a)
-    >>> np.array(h).ravel()
+    >>> keras.ops.convert_to_numpy(h).ravel()
     array([1.  , 1.5 , 1.75], dtype=float32)
     """
     return LinearScan.apply(

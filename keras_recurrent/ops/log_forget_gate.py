@@ -45,11 +45,13 @@ def log_forget_gate(logits, lower_bound=None, *, implementation=None):
 
     Example: closed, half-open and open gates with a bound of 1/2.
 
+    >>> import keras
     >>> import numpy as np
     >>> from keras_recurrent.ops import log_forget_gate
     >>> logits = np.array([[-100], [0], [100]], "float32")
     >>> bound = np.log([[0.5], [0.5]]).astype("float32")
-    >>> np.exp(np.array(log_forget_gate(logits, bound)).ravel()).round(4)
+    >>> log_f = keras.ops.convert_to_numpy(log_forget_gate(logits, bound))
+    >>> np.exp(log_f).ravel().round(4)
     array([0.5 , 0.75, 1.  ], dtype=float32)
     """
     return LogForgetGateOperation.apply(

@@ -63,11 +63,12 @@ def rg_lru(
 
     Example: open input gates, half-open recurrence gates and a = 1/2.
 
+    >>> import keras
     >>> import numpy as np
     >>> from keras_recurrent.ops import rg_lru
     >>> x = np.ones((1, 2, 1), "float32")
     >>> h, state = rg_lru(x, 0 * x, 100 * x, np.zeros(1, "float32"))
-    >>> np.array(h).ravel().round(4)
+    >>> keras.ops.convert_to_numpy(h).ravel().round(4)
     array([1.   , 1.0605], dtype=float32)
     """
     return RGLRUOperation.apply(

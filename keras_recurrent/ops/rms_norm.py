@@ -59,10 +59,12 @@ def rms_norm(x, scale=None, *, epsilon, implementation=None):
 
     Example:
 
+    >>> import keras
     >>> import numpy as np
     >>> from keras_recurrent.ops import rms_norm
     >>> x = np.array([[3, 4], [-30, 40]], "float32")
-    >>> np.array(rms_norm(x, np.array([1, 2], "float32"), epsilon=0)).round(4)
+    >>> y = rms_norm(x, np.array([1, 2], "float32"), epsilon=0)
+    >>> keras.ops.convert_to_numpy(y).round(4)
     array([[ 0.8485,  2.2627],
            [-0.8485,  2.2627]], dtype=float32)
     """

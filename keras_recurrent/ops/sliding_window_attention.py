@@ -122,15 +122,16 @@ def sliding_window_attention(
 
     Example: equal keys, so each output is the mean of a value and the one before.
 
+    >>> import keras
     >>> import numpy as np
     >>> from keras_recurrent.ops import sliding_window_attention
     >>> q = k = np.ones((1, 4, 1, 2), "float32")
     >>> v = np.array([[[[1]], [[3]], [[5]], [[9]]]], "float32")
     >>> o, state = sliding_window_attention(q, k, v, sliding_window=2)
-    >>> np.array(o).ravel()
+    >>> keras.ops.convert_to_numpy(o).ravel()
     array([1., 2., 4., 7.], dtype=float32)
-    >>> np.array(state["value"]).ravel(), np.array(state["position"])
-    (array([9.], dtype=float32), array([4], dtype=int32))
+    >>> keras.ops.convert_to_numpy(state["value"]).ravel(), int(state["position"][0])
+    (array([9.], dtype=float32), 4)
     """
     return SlidingWindowAttentionOperation.apply(
         {"q": q, "k": k, "v": v},

@@ -62,10 +62,12 @@ def token_crossentropy(logits, tokens, *, implementation=None):
 
     Example: probabilities of 1, 1/2 and 1/3.
 
+    >>> import keras
     >>> import numpy as np
     >>> from keras_recurrent.ops import token_crossentropy
     >>> logits = np.array([[0, 99, 0], [5, 5, -np.inf], [0, 0, 0]], "float32")
-    >>> np.exp(-np.array(token_crossentropy(logits, np.array([1, 1, 1])))).round(4)
+    >>> loss = token_crossentropy(logits, np.array([1, 1, 1]))
+    >>> np.exp(-keras.ops.convert_to_numpy(loss)).round(4)
     array([1.    , 0.5   , 0.3333], dtype=float32)
     """
     return TokenCrossentropyOperation.apply({"logits": logits, "tokens": tokens}, implementation)

@@ -56,11 +56,13 @@ def token_kind(like, mask=None, segment_ids=None, previous_segment_id=None, init
 
     Example:
 
+    >>> import keras
     >>> import numpy as np
     >>> from keras_recurrent.ops import token_kind
     >>> x = np.zeros((1, 5, 2))
     >>> mask = np.array([[False, True, True, True, True]])
-    >>> np.array(token_kind(x, mask, segment_ids=np.array([[0, 0, 0, 1, 1]])))
+    >>> kinds = token_kind(x, mask, segment_ids=np.array([[0, 0, 0, 1, 1]]))
+    >>> keras.ops.convert_to_numpy(kinds)
     array([[2, 1, 0, 1, 0]], dtype=int8)
     """
     tokens = convert(

@@ -160,7 +160,7 @@ def test_a_language_model_trains_and_is_evaluated_on_it(tmp_path):
     assert history["loss"][1] < history["loss"][0]
     # All of its text, as if it were in memory.
     wanted = model.evaluate(lines(paths[0]), batch_size=4, verbose=0)
-    np.testing.assert_allclose(history["val_loss"][1], wanted[0], rtol=1e-4)
+    np.testing.assert_allclose(float(history["val_loss"][1]), float(wanted[0]), rtol=1e-4)
     np.testing.assert_allclose(model.evaluate(held_out, verbose=0), wanted, rtol=1e-4)
     for use in (model.fit, model.evaluate, model.predict):
         with pytest.raises(

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from keras_recurrent import dispatch
+from tests.gpu import has_gpu
 from tests.ops import cases, native
 from tests.ops.cases import PARTS, beside, named, round_to, unit
 from tests.ops.token_wise import INTEGERS
@@ -27,7 +28,7 @@ INTERPRETED = ("triton",) if os.environ.get("TRITON_INTERPRET") == "1" else ()
 
 # How exactly an exponential or a sum is rounded depends on the GPU and on the CPU, and so does how
 # lucky the loop was.
-NEIGHBORS = 8
+NEIGHBORS = 32 if has_gpu() else 4
 
 
 def kernels(operations):
