@@ -18,6 +18,7 @@ from keras_recurrent.generation.lengths import bucket, initial_cache
 from keras_recurrent.generation.modes import record_mode
 from keras_recurrent.generation.samplers import is_greedy, sampler_settings
 from keras_recurrent.layers.decoding import decoding_scope, unfused_blocks
+from keras_recurrent.progress import announce
 
 
 class Programs:
@@ -162,6 +163,7 @@ def _network(model, snapshot, weights):
     weights: values for the variables of the model. None: TensorFlow's programs read the variables.
     """
     snapshot.verify()
+    announce("Compiling generation, once for a batch size and a range of lengths")
     sampler, values = model.sampler, zip(model.variables, weights or (), strict=weights is not None)
     values = list(values)
 
