@@ -100,11 +100,11 @@ class GenerateFunction:
 def _loops(model, compiled):
     """Returns the loops of an earlier `compile` if their programs are still valid, or new ones."""
     snapshot, loops = Snapshot(model), getattr(model, "_decoding_loops", None)
-    settings_known = ON_TORCH or sampler_settings(model.sampler) is not None
-    is_valid = loops is not None and loops.snapshot.matches(snapshot) and settings_known
-    if not is_valid or loops.compiled != compiled:
-        loops = model._decoding_loops = Loops(model, compiled, snapshot)
-    return loops
+    is_known = ON_TORCH or sampler_settings(model.sampler) is not None
+    if loops and is_known and loops.compiled == compiled and loops.snapshot.matches(snapshot):
+        return loops
+    model._decoding_loops = Loops(model, compiled, snapshot)
+    return model._decoding_loops
 
 
 def _as_batch(token_ids, lengths):

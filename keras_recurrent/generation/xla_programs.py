@@ -164,8 +164,8 @@ def _network(model, snapshot, weights):
     """
     snapshot.verify()
     announce("Compiling generation, once for a batch size and a range of lengths")
-    sampler, values = model.sampler, zip(model.variables, weights or (), strict=weights is not None)
-    values = list(values)
+    sampler = model.sampler
+    values = list(zip(model.variables, weights, strict=True)) if weights else []
 
     def stateless(function):
         def call(*arguments):
