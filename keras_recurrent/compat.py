@@ -19,6 +19,7 @@ SOURCE_NAMES = {
     "TASK_CONFIG_FILE": "keras_hub.src.utils.preset_utils",
     "TASK_WEIGHTS_FILE": "keras_hub.src.utils.preset_utils",
     "TOKENIZER_CONFIG_FILE": "keras_hub.src.utils.preset_utils",
+    "Node": "keras.src.ops.node",
     "T5MultiHeadAttention": "keras_hub.src.models.t5.t5_multi_head_attention",
     "canonicalize_python_token_inputs": "keras_hub.src.utils.tensor_utils",
     "check_file_exists": "keras_hub.src.utils.preset_utils",

@@ -41,6 +41,12 @@ def progress(what, kind, size):
     bar.update(size)  # ends the line
 
 
+def announce(what):
+    """Prints a line before work of several seconds, such as compilation, if `is_interactive`."""
+    if is_interactive():
+        print(what, flush=True)
+
+
 def is_interactive():
     """Returns True in a terminal or a notebook, with interactive logging enabled."""
     if not keras.config.is_interactive_logging_enabled():

@@ -55,3 +55,13 @@ def test_it_is_silent_where_nobody_looks(monkeypatch, tmp_path, capsys, why):
         monkeypatch.setattr(keras.config, "is_interactive_logging_enabled", lambda: False)
     for _ in work(tmp_path):
         assert capsys.readouterr().out == ""
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("is_watched", [True, False])
+def test_compilation_prints_a_line_only_in_interactive_sessions(monkeypatch, capsys, is_watched):
+    """The first `generate` printed nothing for up to half a minute."""
+    if is_watched:
+        watch(monkeypatch)
+    progress.announce("Compiling generation")
+    assert ("Compiling" in capsys.readouterr().out) == is_watched

@@ -13,7 +13,8 @@ from keras_recurrent.generation.prompts import (
     check_stop_tokens,
     tokens_and_lengths,
 )
-from keras_recurrent.generation.samplers import has_base_loop
+from keras_recurrent.generation.samplers import has_base_loop, sampler_settings
+from keras_recurrent.generation.snapshot import Snapshot
 
 ON_TORCH = keras.config.backend() == "torch"
 Loops: Any
@@ -54,13 +55,13 @@ class GenerateFunction:
                 f"the sampler {type(model.sampler).__name__} has a custom loop",
                 "Compile with 'greedy', 'top_k', 'top_p' or 'random'",
             )
-        self.loops = None if self.hub_loop_reason else Loops(model, compiled)
+        self.loops = None if self.hub_loop_reason else _loops(model, compiled)
         self._run = self._run_package_loop
         if self.hub_loop_reason:
             self._run = self._run_hub_loop
             runs_layers = model.run_eagerly or has_custom_step
             if ON_TORCH and not runs_layers:
-                self._hub_function = _sampler_loop(model, Loops(model, compiled))
+                self._hub_function = _sampler_loop(model, _loops(model, compiled))
             else:
                 self._hub_function = make_hub_function()
 
@@ -82,17 +83,34 @@ class GenerateFunction:
 
     def _run_package_loop(self, inputs, stop_token_ids):
         token_ids, lengths, _ = self.loops.generate(*tokens_and_lengths(inputs), stop_token_ids)
-        mask = np.arange(token_ids.shape[1]) < lengths[:, None]
-        batch = {"token_ids": token_ids, "padding_mask": mask}
-        return keras.tree.map_structure(keras.ops.convert_to_tensor, batch)
+        return _as_batch(token_ids, lengths)
 
     def _run_hub_loop(self, inputs, stop_token_ids):
+        token_ids, lengths = tokens_and_lengths(inputs)
+        if not self._has_custom_step and (lengths == token_ids.shape[1]).all():
+            return _as_batch(token_ids, lengths)
         if self._model.run_eagerly or (self._has_custom_step and ON_TORCH):
             faster = "traced" if ON_TORCH else "program"
             record_mode(self._model, "eager", {faster: self.hub_loop_reason[0]})
         elif not ON_TORCH:
             record_mode(self._model, "sampler", {"program": self.hub_loop_reason[0]})
         return self._hub_function(inputs, stop_token_ids=stop_token_ids)
+
+
+def _loops(model, compiled):
+    """Returns the loops of an earlier `compile` if their programs are still valid, or new ones."""
+    snapshot, loops = Snapshot(model), getattr(model, "_decoding_loops", None)
+    is_known = ON_TORCH or sampler_settings(model.sampler) is not None
+    if loops and is_known and loops.compiled == compiled and loops.snapshot.matches(snapshot):
+        return loops
+    model._decoding_loops = Loops(model, compiled, snapshot)
+    return model._decoding_loops
+
+
+def _as_batch(token_ids, lengths):
+    mask = np.arange(token_ids.shape[1]) < lengths[:, None]
+    batch = {"token_ids": token_ids, "padding_mask": mask}
+    return keras.tree.map_structure(keras.ops.convert_to_tensor, batch)
 
 
 def _sampler_loop(model, loops):

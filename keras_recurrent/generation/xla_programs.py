@@ -1,7 +1,10 @@
 """Programs of JAX or TensorFlow for prompts and decoding, one per batch size and bucket."""
 
+import contextlib
 import functools
+import inspect
 import platform
+from typing import Any
 
 import keras
 import numpy as np
@@ -13,8 +16,9 @@ from keras_recurrent.dispatch import chosen_name
 from keras_recurrent.generation import loop
 from keras_recurrent.generation.lengths import bucket, initial_cache
 from keras_recurrent.generation.modes import record_mode
-from keras_recurrent.generation.samplers import is_greedy
+from keras_recurrent.generation.samplers import is_greedy, sampler_settings
 from keras_recurrent.layers.decoding import decoding_scope, unfused_blocks
+from keras_recurrent.progress import announce
 
 
 class Programs:
@@ -24,16 +28,12 @@ class Programs:
         model: the language model, whose sampler only samples from probabilities.
         compiled: boolean, True compiles with XLA on TensorFlow, as always on JAX. None: where XLA
             supports the model.
+        snapshot: the `Snapshot` of the model.
     """
 
-    def __init__(self, model, compiled):
-        self._model = model
-        if keras.config.backend() == "jax":
-            self._prefill, self._generate, self._begin = _jax_programs(model)
-        else:
-            compiled = _supports_xla(model) if compiled is None else compiled
-            programs = _tensorflow_programs(model, compiled)
-            self._prefill, self._generate, self._begin = programs
+    def __init__(self, model, compiled, snapshot):
+        self._model, self.compiled, self.snapshot = model, compiled, snapshot
+        self._prefill, self._generate, self._begin = _programs(model, snapshot, compiled)
 
     def prefill(self, token_ids, lengths, cache):
         """Returns the cache after the first `lengths` tokens of each sequence.
@@ -48,11 +48,16 @@ class Programs:
 
     def generate(self, token_ids, lengths, stop_token_ids, cache=None, keep=False):
         """Generates tokens after prompts, as `torch.loop.Loop.generate`."""
+        max_length = token_ids.shape[1]
+        is_full = (lengths == max_length).all()
+        if is_full and not keep:
+            return token_ids, lengths, None
+        if keep and cache is None:
+            cache = initial_cache(self._model, len(lengths), max_length, keep)
+        if is_full:
+            return token_ids, lengths, self.prefill(token_ids, lengths - 1, cache)
         record_mode(self._model, "program")
         padded = _pad_to_bucket(token_ids, lengths)
-        if keep and cache is None:
-            cache = initial_cache(self._model, len(lengths), token_ids.shape[1], keep)
-        max_length = token_ids.shape[1]
         token_ids, lengths, *after = self._generate(*padded, stop_token_ids, cache, keep)
         token_ids, lengths = map(gather_to_numpy, (token_ids, lengths))
         return token_ids[:, :max_length], lengths, after[0] if keep else None
@@ -152,40 +157,46 @@ def _sample(sampler, logits):
     return sampler.get_next_token(sampler.compute_probabilities(logits))
 
 
-def _jax_programs(model):
-    """Returns the functions `prefill`, `generate` and `begin` of `Programs`."""
-    import jax
+def _network(model, snapshot, weights):
+    """Returns the `loop.Network` of a program that is being traced.
 
+    weights: values for the variables of the model. None: TensorFlow's programs read the variables.
+    """
+    snapshot.verify()
+    announce("Compiling generation, once for a batch size and a range of lengths")
     sampler = model.sampler
+    values = list(zip(model.variables, weights, strict=True)) if weights else []
 
-    def network(weights):
-        weights = list(zip(model.variables, weights, strict=True))
+    def stateless(function):
+        def call(*arguments):
+            with keras.StatelessScope(values) if values else contextlib.nullcontext():
+                return function(model, *arguments)
 
-        def stateless(function):
-            def call(*arguments):
-                with keras.StatelessScope(weights):
-                    return function(model, *arguments)
+        return call
 
-            return call
+    def sample(logits, seeds):
+        if not seeds:
+            return _sample(sampler, logits), seeds
+        generators = list(zip(sampler.variables, seeds, strict=True))
+        with keras.StatelessScope(generators) as scope:
+            tokens = _sample(sampler, logits)
+        pairs = ((scope.get_current_value(v), value) for v, value in generators)
+        return tokens, [value if new is None else new for new, value in pairs]
 
-        def sample(logits, seeds):
-            generators = list(zip(sampler.variables, seeds, strict=True))
-            with keras.StatelessScope(generators) as scope:
-                tokens = _sample(sampler, logits)
-            pairs = ((scope.get_current_value(v), value) for v, value in generators)
-            return tokens, [value if new is None else new for new, value in pairs]
+    return loop.Network(stateless(_prefill), stateless(_step), sample)
 
-        return loop.Network(stateless(_prefill), stateless(_step), sample)
 
-    # A program also depends on the choice of `implementation` and on the blocks that are not fused.
-    def variant():
-        return chosen_name(), tuple(unfused_blocks(model))
+def _programs(model, snapshot, compiled):
+    """Returns the functions `prefill`, `generate` and `begin` of `Programs`."""
+    on_jax = keras.config.backend() == "jax"
+    function = _jit if on_jax else _tensorflow_function(model, compiled)
+    network = functools.partial(_network, model, snapshot)
 
-    @functools.partial(jax.jit, static_argnames="variant")
+    @function
     def prefill_program(token_ids, lengths, cache, weights, variant):
         return loop.prefill(network(weights), cache, token_ids, lengths)
 
-    @functools.partial(jax.jit, static_argnames=("stop_token_ids", "keep", "variant"))
+    @function
     def generate_program(
         token_ids, lengths, max_length, cache, weights, seeds, stop_token_ids, keep, variant
     ):
@@ -194,18 +205,32 @@ def _jax_programs(model):
         prompts = token_ids, lengths, max_length, stop_token_ids
         return loop.generate(network(weights), cache, *prompts, list(seeds), keep)
 
-    @functools.partial(jax.jit, static_argnames=("stop_token_ids", "variant"))
+    @function
     def step_program(state, free_length, weights, stop_token_ids, variant):
         return loop.advance(network(weights), state, free_length, stop_token_ids, keep=True)
 
+    # A program also depends on the sampler's arguments, the choice of `implementation` and, on JAX,
+    # the blocks that are not fused. TensorFlow's programs depend on the variables that they read,
+    # which change, such as in `enable_lora`.
+    def variant():
+        layers: Any = unfused_blocks(model)
+        if not on_jax:
+            layers = ((v.path, tuple(v.shape), v.dtype) for v in model.variables)
+        return sampler_settings(model.sampler), chosen_name(), tuple(layers)
+
     def weights():
-        return [v.value for v in model.variables]
+        return [v.value for v in model.variables] if on_jax else None
+
+    # The state of a custom sampler on TensorFlow may be more than its random number generators.
+    def generators():
+        is_known = on_jax or sampler_settings(model.sampler) is not None
+        return model.sampler.variables if is_known else []
 
     def seeds():
-        return [v.value for v in sampler.variables]
+        return [v.value for v in generators()]
 
     def assign(values):
-        for variable, value in zip(sampler.variables, values, strict=True):
+        for variable, value in zip(generators(), values, strict=True):
             variable.assign(value)
 
     def prefill(token_ids, lengths, cache):
@@ -235,6 +260,20 @@ def _jax_programs(model):
     return prefill, generate, begin
 
 
+def _jit(function):
+    import jax
+
+    names = inspect.signature(function).parameters.keys()
+    return jax.jit(function, static_argnames=names & {"stop_token_ids", "keep", "variant"})
+
+
+def _tensorflow_function(model, compiled):
+    import tensorflow as tf
+
+    compiled = _supports_xla(model) if compiled is None else compiled
+    return functools.partial(tf.function, jit_compile=compiled)
+
+
 def _supports_xla(model):
     """Returns True if XLA compiles the model on TensorFlow, on CPUs as well, unlike Keras's fit."""
     import tensorflow as tf
@@ -245,55 +284,3 @@ def _supports_xla(model):
         and platform.system() != "Darwin"
         and not tf.distribute.has_strategy()
     )
-
-
-def _tensorflow_programs(model, compiled):
-    """Returns the functions `prefill`, `generate` and `begin` of `Programs`."""
-    import tensorflow as tf
-
-    sampler = model.sampler
-    network = loop.Network(
-        functools.partial(_prefill, model),
-        functools.partial(_step, model),
-        lambda logits, seeds: (_sample(sampler, logits), seeds),
-    )
-    function = functools.partial(tf.function, jit_compile=compiled)
-
-    # `variant` retraces a program when the variables change, such as after `enable_lora`, or the
-    # choice of `implementation`.
-    @function
-    def prefill_program(token_ids, lengths, cache, variant):
-        return loop.prefill(network, cache, token_ids, lengths)
-
-    @function
-    def generate_program(token_ids, lengths, max_length, stop_token_ids, cache, keep, variant):
-        if cache is None:
-            cache = model.backbone.get_initial_state(*token_ids.shape)
-        prompts = token_ids, lengths, max_length, stop_token_ids
-        token_ids, lengths, _, *after = loop.generate(network, cache, *prompts, (), keep)
-        return token_ids, lengths, *after
-
-    @function
-    def step_program(state, free_length, stop_token_ids, variant):
-        return loop.advance(network, state, free_length, stop_token_ids, keep=True)
-
-    def variant():
-        variables = ((v.path, tuple(v.shape), v.dtype) for v in model.variables)
-        return chosen_name(), tuple(variables)
-
-    def prefill(*arguments):
-        return prefill_program(*arguments, variant())
-
-    def generate(*arguments):
-        return generate_program(*arguments, variant())
-
-    def begin(cache, token, free_length, stop_token_ids):
-        token, free_length = map(ops.convert_to_tensor, (token, free_length))
-        current = variant()
-
-        def advance(state):
-            return step_program(state, free_length, stop_token_ids, current)
-
-        return loop.initial_state(cache, token, free_length, ()), advance
-
-    return prefill, generate, begin

@@ -9,6 +9,11 @@ import pytest
 
 from keras_recurrent import which_generation
 from keras_recurrent.generation.lengths import bucket, chunk_length
+<<<<<<< HEAD
+=======
+from keras_recurrent.generation.snapshot import Snapshot
+from tests.gpu import needs_int8_products
+>>>>>>> h-first
 from tests.models import plain_generation
 from tests.models.test_generation import MARGIN
 from tests.models.tiny import FEWER_LAYERS, VOCABULARY, shared_by_families, tiny_causal_lm
@@ -83,8 +88,83 @@ def test_prompts_are_read_in_pieces(family, monkeypatch):
     expected = generate(model, (50, 3, 31), 60)["token_ids"]
     monkeypatch.setattr("keras_recurrent.generation.lengths.MIN_CHUNK", 16)
     monkeypatch.setattr("keras_recurrent.generation.lengths.TOKENS_PER_CHUNK", 16)
+    model = tiny_causal_lm(family=family, num_layers=1)
     model.compile(sampler="greedy")
     np.testing.assert_array_equal(generate(model, (50, 3, 31), 60)["token_ids"], expected)
+
+
+@pytest.mark.parametrize("sampler", ["greedy", "beam"])
+def test_nothing_left_to_generate_runs_no_program(sampler, traced, monkeypatch):
+    """JAX compiled 29 seconds for a call that returned its prompts."""
+    model = tiny_causal_lm(family="hgrn2", num_layers=1)
+    model.compile(sampler=sampler)
+    monkeypatch.setattr(type(model), "_generate_by_sampler", None)
+    found = generate(model, (9, 9), 9)
+    assert len(traced) == 0
+    np.testing.assert_array_equal(found["token_ids"], prompts((9, 9), 9)["token_ids"])
+    assert np.asarray(found["padding_mask"]).all()
+
+
+def test_compile_reuses_programs_with_the_seed_of_the_new_sampler(traced):
+    """A reused program must not continue the random numbers of the sampler it was traced with."""
+    model = tiny_causal_lm(family="hgrn2", num_layers=1)
+    written = []
+    for seed in (5, 6, 5):
+        model.compile(sampler=keras_hub.samplers.RandomSampler(seed=seed))
+        written.append(generate(model, (4, 6), 20)["token_ids"])
+    assert len(traced) == 1
+    np.testing.assert_array_equal(written[0], written[2])
+    assert (written[0] != written[1]).any()
+
+
+def test_compile_after_a_change_of_a_layer_traces_again(traced):
+    model = tiny_causal_lm(family="hgrn2", num_layers=1)
+    model.compile(sampler="greedy")
+    before = generate(model, (4, 6), 14)["token_ids"]
+    model.backbone.transformer_layers[0].mlp.down_proj.activation = keras.activations.exponential
+    model.compile(sampler="greedy")
+    assert (generate(model, (4, 6), 14)["token_ids"] != before).any()
+    assert len(traced) == 2
+
+
+def double(x):
+    return 2 * x
+
+
+LAYER_CHANGES = {
+    "a number": lambda layer, patch: setattr(layer, "scale", 2.0),
+    "an entry": lambda layer, patch: layer.options.update({"scale": 2.0}),
+    "elements": lambda layer, patch: layer.table.fill(2.0),
+    "a method": lambda layer, patch: setattr(layer, "call", layer.build),
+    "a class's method": lambda layer, patch: patch.setattr(type(layer), "call", double),
+    "a user's function": lambda layer, patch: setattr(layer, "activation", double),
+}
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("change", LAYER_CHANGES.values(), ids=LAYER_CHANGES)
+def test_snapshots_differ_after(change, monkeypatch):
+    model = tiny_causal_lm(family="hgrn2", num_layers=1)
+    layer = model.backbone.transformer_layers[0].mlp.gate_proj
+    layer.options, layer.table = {}, np.zeros(3)
+    before = Snapshot(model)
+    assert before.matches(Snapshot(model))
+    change(layer, monkeypatch)
+    assert not before.matches(Snapshot(model))
+
+
+@pytest.mark.once
+def test_programs_traced_during_a_change_are_not_reused():
+    """The layer is as before at the next `compile`, but not the program of the longer cache."""
+    model = tiny_causal_lm(**FEWER_LAYERS)
+    model.compile(sampler="greedy")
+    layer = model.backbone.transformer_layers[0].mlp.gate_proj
+    loops = model.make_generate_function().loops
+    original, layer.activation = layer.activation, keras.activations.relu
+    generate(model, (4,), 8)
+    layer.activation = original
+    model.compile(sampler="greedy")
+    assert model.make_generate_function().loops is not loops
 
 
 def change_lora(model):

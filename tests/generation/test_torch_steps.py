@@ -13,6 +13,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from keras_recurrent import which_generation
+from keras_recurrent.generation.snapshot import Snapshot
 from keras_recurrent.generation.torch import runner
 from keras_recurrent.generation.torch.cuda_graph import (
     RECENT,
@@ -130,7 +131,8 @@ def test_a_graph_that_found_no_memory_is_tried_again(error, tried, monkeypatch):
 
     monkeypatch.setattr(runner, "CapturedStep", captured)
     monkeypatch.setattr(runner.Runner, "_graph_reason", lambda self, device: None)
-    model_runner, cache = runner.Runner(model, None), model.backbone.get_initial_state(1)
+    model_runner = runner.Runner(model, None, Snapshot(model))
+    cache = model.backbone.get_initial_state(1)
     token = torch.ones((1, 1), dtype=torch.int32, device=keras.tree.flatten(cache)[0].device)
     for _ in range(2):
         with model_runner.decode(

@@ -22,10 +22,12 @@ class Loop:
     Args:
         model: the language model, whose sampler only samples from probabilities.
         compiled: `jit_compile` of `model.compile`, None for "auto".
+        snapshot: the `Snapshot` of the model.
     """
 
-    def __init__(self, model, compiled):
-        self._model, self.runner = model, Runner(model, compiled)
+    def __init__(self, model, compiled, snapshot):
+        self.compiled, self.snapshot = compiled, snapshot
+        self._model, self.runner = model, Runner(model, compiled, snapshot)
 
     @torch.no_grad()
     def prefill(self, token_ids, lengths, cache):

@@ -26,10 +26,11 @@ class Runner:
     Args:
         model: the language model.
         compiled: `jit_compile` of `model.compile`, None for "auto".
+        snapshot: the `Snapshot` of the model.
     """
 
-    def __init__(self, model, compiled):
-        self._model, self._compiled = model, compiled
+    def __init__(self, model, compiled, snapshot):
+        self._model, self._compiled, self._snapshot = model, compiled, snapshot
         self._steps: collections.OrderedDict = collections.OrderedDict()
         self._graphs, self._lock = GraphPool(), threading.Lock()
 
@@ -85,6 +86,7 @@ class Runner:
         key = hooked, unfused, chosen_name(), masked, *signature
         with self._lock:
             if key not in self._steps:
+                self._snapshot.verify()
                 self._steps[key] = Step(self._model, cache, self._compiled, masked, hooked)
             self._steps.move_to_end(key)
             while len(self._steps) > MAX_STEPS:

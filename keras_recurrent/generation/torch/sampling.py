@@ -12,7 +12,7 @@ import keras_hub
 import torch
 
 from keras_recurrent import dispatch
-from keras_recurrent.generation.samplers import is_greedy
+from keras_recurrent.generation.samplers import is_greedy, sampler_settings
 
 # Held from reading the state of a sampler's generator to assigning the next one.
 _state_lock = threading.Lock()
@@ -37,11 +37,10 @@ class TokenSampler:
     """
 
     def __init__(self, sampler):
-        self._sampler, self._candidates = sampler, _CANDIDATES.get(type(sampler))
-        self.is_capturable = self._candidates is not None or is_greedy(sampler)
-        self.settings = None
-        if self.is_capturable:
-            self.settings = type(sampler), str(sampler.get_config())
+        self._sampler, self.settings = sampler, sampler_settings(sampler)
+        self._candidates = _CANDIDATES.get(type(sampler)) if self.settings else None
+        is_argmax = self.settings is not None and is_greedy(sampler)
+        self.is_capturable = self._candidates is not None or is_argmax
         self.generator = None
         if self._candidates:
             self._state = sampler.seed_generator.state

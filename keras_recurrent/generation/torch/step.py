@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from keras_recurrent.backends.torch._states import inplace_states
 from keras_recurrent.layers.decoding import decoding_scope
+from keras_recurrent.progress import announce
 
 COMPILED_AFTER = 2000  # tokens; the traced graph takes as long for these as torch's compiler
 
@@ -105,6 +106,7 @@ class Step:
 
         with self._lock:
             if self._compiled is None and self._no_compiler_reason is None:
+                announce("Compiling generation, once for a batch size and a range of lengths")
                 try:
                     with torch.no_grad():
                         graph = make_fx(self.traced, _SINGLE_ROW)(*inputs)
