@@ -23,8 +23,12 @@ os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
 # Tests spend most time compiling, so XLA's optimizations are off. The older emitters and a single
 # LLVM module more than halve compile time. XLA aborts on unknown flags, so these are set for one
 # version only.
-# On GPUs, each process would measure and choose other kernels.
-_XLA_FLAGS = ["--xla_backend_optimization_level=0", "--xla_gpu_autotune_level=0"]
+# On GPUs, each process would measure and choose other kernels, and add gradients in any order.
+_XLA_FLAGS = [
+    "--xla_backend_optimization_level=0",
+    "--xla_gpu_autotune_level=0",
+    "--xla_gpu_deterministic_ops=true",
+]
 if "jax" in INSTALLED and importlib.metadata.version("jax").startswith("0.10."):
     _XLA_FLAGS += [
         "--xla_cpu_use_fusion_emitters=false",

@@ -9,11 +9,7 @@ import pytest
 
 from keras_recurrent import which_generation
 from keras_recurrent.generation.lengths import bucket, chunk_length
-<<<<<<< HEAD
-=======
 from keras_recurrent.generation.snapshot import Snapshot
-from tests.gpu import needs_int8_products
->>>>>>> h-first
 from tests.models import plain_generation
 from tests.models.test_generation import MARGIN
 from tests.models.tiny import FEWER_LAYERS, VOCABULARY, shared_by_families, tiny_causal_lm
