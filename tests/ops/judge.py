@@ -28,7 +28,8 @@ INTERPRETED = ("triton",) if os.environ.get("TRITON_INTERPRET") == "1" else ()
 
 # How exactly an exponential or a sum is rounded depends on the GPU and on the CPU, and so does how
 # lucky the loop was.
-NEIGHBORS = 32 if has_gpu() else 4
+NEIGHBORS = 4
+UNITS = 2 if has_gpu() else 1  # CUDA's exp, log1p and tanh are off by up to 2 units
 
 
 def kernels(operations):
@@ -149,11 +150,11 @@ def longer_than(dtype):
 
 
 def moved(rng, array, dtype):
-    """Numbers moved up or down by one unit in the last place, or not; what has none as it is."""
+    """Numbers moved by up to `UNITS` in the last place; what has none as it is."""
     if array is None or dtype not in cases.EPSILON:
         return array
-    sign = rng.integers(-1, 2, np.shape(array))
-    return round_to(dtype, array * (1 + sign * cases.EPSILON[dtype]))
+    units = rng.integers(-UNITS, UNITS + 1, np.shape(array))
+    return round_to(dtype, array * (1 + units * cases.EPSILON[dtype]))
 
 
 def neighbor(drawn, seed, d_results):
