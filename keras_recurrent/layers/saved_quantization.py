@@ -41,11 +41,12 @@ class SavedQuantization:
     def get_config(self):
         own = self._dtype_policy
         layers = [layer for layer in _sublayers(self) if layer.quantization_mode is not None]
-        if not layers or isinstance(own, DTypePolicyMap):
+        if not layers:
             return super().get_config()  # type: ignore[misc]
-        # Not a default policy of None, with which Keras erases the dtypes of the live policies.
-        policies = {self._policy_key(layer): layer.dtype_policy for layer in layers}
-        self._dtype_policy = DTypePolicyMap(own.name, policies)
+        if not isinstance(own, DTypePolicyMap):
+            # Not a default policy of None, with which Keras erases the dtypes of the live policies.
+            policies = {self._policy_key(layer): layer.dtype_policy for layer in layers}
+            self._dtype_policy = DTypePolicyMap(own.name, policies)
         try:
             config = super().get_config()  # type: ignore[misc]
         finally:
