@@ -752,7 +752,7 @@ FAULTS = [
     Fault(
         "activation_quantizer_lost",
         "keras_recurrent/layers/saved_quantization.py",
-        old="layer.inputs_quantizer = quantizers[self._path_inside(layer)]",
+        old="layer.inputs_quantizer = quantizers[path]",
         new="pass",
         tests={
             "torch": (

@@ -9,7 +9,12 @@ from keras_recurrent.devices.jax_layouts import allow_uneven_batches
 from keras_recurrent.generation.cache import GenerationCache, next_cache_key
 from keras_recurrent.generation.lengths import bucket
 from keras_recurrent.generation.loops import GenerateFunction
-from keras_recurrent.generation.prompts import check_sampler, check_stop_tokens, parse_prompts
+from keras_recurrent.generation.prompts import (
+    as_batch,
+    check_sampler,
+    check_stop_tokens,
+    parse_prompts,
+)
 from keras_recurrent.generation.stream import Stream
 from keras_recurrent.training.samples import check_no_text
 
@@ -110,7 +115,8 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
                 )
             if self.make_generate_function().loops is None:
                 if self.preprocessor is None:  # KerasHub ignores `max_length` for tokens
-                    inputs = parse_prompts(self, inputs, max_length).as_batch()
+                    prompts = parse_prompts(self, inputs, max_length)
+                    inputs = as_batch(prompts.token_ids, prompts.lengths)
                 with allow_uneven_batches():
                     return super().generate(inputs, max_length, stops, strip_prompt)
         loops = self._require_loops("return_cache" if cache is None else "cache")

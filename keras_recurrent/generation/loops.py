@@ -4,10 +4,10 @@ from typing import Any
 
 import keras
 import keras_hub
-import numpy as np
 
 from keras_recurrent.generation.modes import record_mode
 from keras_recurrent.generation.prompts import (
+    as_batch,
     check_equal_lengths,
     check_prompt_tokens,
     check_stop_tokens,
@@ -83,12 +83,12 @@ class GenerateFunction:
 
     def _run_package_loop(self, inputs, stop_token_ids):
         token_ids, lengths, _ = self.loops.generate(*tokens_and_lengths(inputs), stop_token_ids)
-        return _as_batch(token_ids, lengths)
+        return _as_tensors(token_ids, lengths)
 
     def _run_hub_loop(self, inputs, stop_token_ids):
         token_ids, lengths = tokens_and_lengths(inputs)
         if not self._has_custom_step and (lengths == token_ids.shape[1]).all():
-            return _as_batch(token_ids, lengths)
+            return _as_tensors(token_ids, lengths)
         if self._model.run_eagerly or (self._has_custom_step and ON_TORCH):
             faster = "traced" if ON_TORCH else "program"
             record_mode(self._model, "eager", {faster: self.hub_loop_reason[0]})
@@ -107,10 +107,8 @@ def _loops(model, compiled):
     return model._decoding_loops
 
 
-def _as_batch(token_ids, lengths):
-    mask = np.arange(token_ids.shape[1]) < lengths[:, None]
-    batch = {"token_ids": token_ids, "padding_mask": mask}
-    return keras.tree.map_structure(keras.ops.convert_to_tensor, batch)
+def _as_tensors(token_ids, lengths):
+    return keras.tree.map_structure(keras.ops.convert_to_tensor, as_batch(token_ids, lengths))
 
 
 def _sampler_loop(model, loops):

@@ -46,19 +46,14 @@ class Prompts(NamedTuple):
         """Maximum number of new tokens of each sequence, `[B]`."""
         return self.token_ids.shape[1] - self.lengths
 
-    def as_batch(self):
-        """Returns the dictionary of `token_ids` and `padding_mask` `[B, T]`."""
-        mask = np.arange(self.token_ids.shape[1]) < self.lengths[:, None]
-        return {"token_ids": self.token_ids, "padding_mask": mask}
-
 
 def parse_prompts(model, inputs, max_length, cache=None, generates=True):
     """Validates the arguments of a call and returns its `Prompts`.
 
     Args:
         model: the language model.
-        inputs: strings, or tokens if the model has no preprocessor. None: only with a cache,
-            nothing is added to it.
+        inputs: strings, or tokens if the model has no preprocessor. None: nothing is
+            appended to the cache; requires `cache`.
         max_length: integer, maximum number of tokens of a sequence in this call, including the
             prompt. None: the `sequence_length` of the preprocessor, or without a preprocessor the
             padded length T of `inputs`.
@@ -227,10 +222,18 @@ def check_prompt_tokens(inputs, vocabulary_size, allow_empty=False):
     check_token_ids("token_ids", token_ids, vocabulary_size, mask)
 
 
+def as_batch(token_ids, lengths):
+    """Returns the dictionary of `token_ids` and `padding_mask` `[B, T]`."""
+    return {
+        "token_ids": token_ids,
+        "padding_mask": np.arange(token_ids.shape[1]) < lengths[:, None],
+    }
+
+
 def check_equal_lengths(inputs):
     """Raises a `ValueError` for prompts of different lengths, for the sampler of beam search.
 
-    Its scores would contain its own choices in place of the last tokens of longer prompts.
+    The score of a longer prompt would include sampled tokens that the prompt then replaces.
     """
     lengths = tokens_and_lengths(inputs)[1]
     if len(set(lengths.tolist())) > 1:

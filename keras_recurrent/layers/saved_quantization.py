@@ -13,10 +13,10 @@ from keras_recurrent import compat
 def install():
     """Makes layers save the zero points of GPTQ and AWQ, which Keras 3.15.1 leaves out."""
     for cls in (keras.layers.Dense, keras.layers.EinsumDense):
-        compat.replace_function(cls, "_get_kernel_with_merged_lora", _with_zero_point)
+        compat.replace_function(cls, "_get_kernel_with_merged_lora", _add_zero_point)
 
 
-def _with_zero_point(saved_kernel):
+def _add_zero_point(saved_kernel):
     @functools.wraps(saved_kernel)
     def call(layer):
         kernel, scale, zero_point = saved_kernel(layer)
@@ -88,22 +88,23 @@ class SavedQuantization:
             # Keras cannot save a layer whose quantized policy is in a map.
             if isinstance(policy, DTypePolicyMap):
                 layer._dtype_policy = policy[layer.path or ""]
-            if self._path_inside(layer) in quantizers:
-                layer.inputs_quantizer = quantizers[self._path_inside(layer)]
+            path = self._path_inside(layer)
+            if path in quantizers:
+                layer.inputs_quantizer = quantizers[path]
 
     def _path_inside(self, layer):
         """Returns the path of a sublayer without the path of the model around this layer.
 
-        The sublayers of a backbone are built before it, and have paths of their own.
+        The sublayers of a backbone are built before it, so their paths do not contain its path.
         """
         outer = self.path or ""  # type: ignore[attr-defined]
         is_inside = layer.path is not None and layer.path.startswith(f"{outer}/")
         return layer.path[outer.rfind("/") + 1 :] if is_inside else layer.path
 
     def _policy_key(self, layer):
-        """Returns the key of a sublayer in the map of policies, a regular expression.
+        """Returns the key of a sublayer in the `DTypePolicyMap`, a regular expression.
 
-        Keras builds a layer inside a `Sequential` with its path, and loads it without.
+        Inside a `Sequential`, paths begin with the model's name, except while a file is loaded.
         """
         inside = self._path_inside(layer)
         return inside if inside == layer.path else f"(.*/)?{re.escape(inside)}"
