@@ -173,7 +173,7 @@ def on_torch(arguments, count):
     return found if rank == 0 else None
 
 
-def in_processes(arguments, count):
+def measure_in_processes(arguments, count):
     """What fresh processes find on so many devices: the JSON that the first one prints."""
     script = ("benchmarks.many_devices", *sys.argv[1:], "--measure", str(count))
     launch = ["-m"]
@@ -216,7 +216,7 @@ def main():
         if found:
             print(json.dumps(found))
         return
-    one, all_ = (in_processes(arguments, n) for n in (1, arguments.devices))
+    one, all_ = (measure_in_processes(arguments, n) for n in (1, arguments.devices))
     print(
         "| split | backend | dtype policy | tokens/s, one | GiB of weights and slots "
         "| tokens/s, all | GiB a device | times the memory | times the speed |"

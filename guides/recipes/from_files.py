@@ -196,7 +196,7 @@ rate = keras.optimizers.schedules.CosineDecay(
     0.0, steps, warmup_target=arguments.learning_rate, warmup_steps=max(1, steps // 20)
 )
 optimizer = keras.optimizers.AdamW(rate, weight_decay=0.1, global_clipnorm=1.0)
-exclude_from_weight_decay(optimizer, model)  # the decays, so that the model forgets no sooner
+exclude_from_weight_decay(optimizer, model)  # weight decay would shorten the memory
 model.compile(
     optimizer,
     weighted_metrics=[keras.metrics.SparseCategoricalCrossentropy(from_logits=True, name="nats")],

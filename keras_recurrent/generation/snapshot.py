@@ -47,7 +47,7 @@ class Snapshot:
         return self.is_complete and other.is_complete and self._state == other._state
 
     def verify(self):
-        """Makes the snapshot incomplete if the layers have changed; for each traced program."""
+        """Marks the snapshot as incomplete if the layers changed; runs before each tracing."""
         self.is_complete = self.matches(Snapshot(self._model))
 
     def _key(self, value):

@@ -58,6 +58,6 @@ def contracted_size(subscripts, x1, x2):
 
 
 def _axis(labels, label):
-    """The axis of a label; negative after an ellipsis, which stands for any number of axes."""
+    """The axis of a label; negative after an ellipsis, which matches any number of axes."""
     before, ellipsis, after = labels.partition("...")
     return after.index(label) - len(after) if ellipsis and label in after else before.index(label)

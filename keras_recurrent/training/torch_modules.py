@@ -122,9 +122,9 @@ class TorchModule(torch.nn.Module):
         """Shards weights, gradients and slots over processes by FSDP2, each block as a group.
 
         FSDP needs one dtype in a group, but under the policy `bfloat16` decays, lower bounds and
-        convolutions keep float32 weights. Each process holds those whole, as replicated `DTensor`s,
-        and their gradients are averaged at the end of a backward pass. So are those of every weight
-        whose dtype differs from that of most weights.
+        convolutions keep float32 weights. Every weight whose dtype is not the most common one,
+        counted in elements, is kept whole in each process, as a replicated `DTensor`, and its
+        gradients are averaged at the end of a backward pass.
 
         Call it once, before the optimizer is made.
 

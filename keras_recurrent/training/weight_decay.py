@@ -9,10 +9,10 @@ from keras_recurrent.dispatch import BACKEND
 
 
 def exclude_from_weight_decay(optimizer, model, *, norms_and_biases=False):
-    """Excludes the weights of decays from weight decay, in addition to earlier exclusions.
+    """Excludes weights that set decays, angles and lower bounds, in addition to earlier exclusions.
 
-    Weight decay pulls these weights towards 0, where a layer forgets sooner: Λ of `RGLRU` and
-    `CGLRU`, the angles θ of `CGLRU` and `LRPE`, the logits of `LowerBounds`, and weights that a
+    Weight decay pulls these weights towards 0, which makes a layer forget sooner. They are Λ of
+    `RGLRU` and `CGLRU`, θ of `CGLRU` and `LRPE`, the logits of `LowerBounds`, and weights that a
     custom layer adds by `add_state_weight(..., weight_decay=False)`. Call this function before
     `compile`, and after `optimizer.exclude_from_weight_decay`, which discards earlier exclusions.
 

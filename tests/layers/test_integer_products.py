@@ -17,7 +17,7 @@ EQUATIONS = {
 @pytest.mark.parametrize("equation", EQUATIONS)
 @pytest.mark.parametrize("size", [3, 4, 6])
 def test_products_of_int8_are_exact(equation, size):
-    """On JAX with an NVIDIA GPU, sizes that are no multiple of 4 gave twice the product."""
+    """On JAX with an NVIDIA GPU, the product is doubled unless the size is a multiple of 4."""
     rng = np.random.default_rng(0)
     shapes = [tuple(size if n == -1 else n for n in shape) for shape in EQUATIONS[equation]]
     a, b = (rng.integers(-127, 128, shape).astype("int8") for shape in shapes)
@@ -31,7 +31,7 @@ def test_products_of_int8_are_exact(equation, size):
 
 @pytest.mark.skipif(keras.config.backend() != "jax", reason="a guard for XLA")
 def test_xla_multiplies_int32_where_int8_is_inexact():
-    """The same fault, on machines without a GPU."""
+    """Detects the doubled products without a GPU, from the dtype that XLA multiplies."""
     import jax
 
     for product in (keras.ops.matmul, lambda a, b: keras.ops.einsum("nk,ko->no", a, b)):
