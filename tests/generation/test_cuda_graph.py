@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from keras_recurrent import which_generation
+from keras_recurrent.generation.torch.sampling import TokenSampler
 from tests.generation.test_programs import CHANGES, SAMPLERS, generate, prompts
 from tests.gpu import has_gpu
 from tests.models import plain_generation
@@ -64,6 +65,48 @@ def test_random_tokens_are_those_of_the_traced_step(name):
         found, expected = (generate(m, LENGTHS, total)["token_ids"] for m in (model, traced))
         np.testing.assert_array_equal(found, expected)
     assert which_generation(model).name == "cuda_graph"
+
+
+def while_capturing(monkeypatch, action):
+    """Runs `action` while a step with sampling is captured."""
+    sample = TokenSampler.__call__
+
+    def sampled(self, logits):
+        if torch.cuda.is_current_stream_capturing():
+            action()
+        return sample(self, logits)
+
+    monkeypatch.setattr(TokenSampler, "__call__", sampled)
+
+
+def captured():
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.ones(1, device="cuda")
+    return graph
+
+
+def test_a_graph_that_is_garbage_outlives_a_capture(monkeypatch):
+    def garbage():
+        cycle = [graphs.pop()]
+        cycle.append(cycle)
+        del cycle
+        for _ in range(3 * gc.get_threshold()[0]):
+            kept.append([])  # collects garbage, if that is enabled
+
+    kept, graphs, model = [], [captured()], compiled(SAMPLERS["top_k"]())
+    while_capturing(monkeypatch, garbage)
+    generate(model, LENGTHS, TOTAL)
+    assert which_generation(model)[:2] == ("cuda_graph", {})
+
+
+def test_random_tokens_after_a_capture_that_failed(monkeypatch):
+    model, traced = (compiled(SAMPLERS["top_k"](), jit_compile=c) for c in ("auto", False))
+    graphs = [captured()]
+    while_capturing(monkeypatch, graphs.clear)  # no graph can be destroyed during a capture
+    found, expected = (generate(m, LENGTHS, TOTAL)["token_ids"] for m in (model, traced))
+    assert "could not capture" in which_generation(model).refused["cuda_graph"]
+    np.testing.assert_array_equal(found, expected)
 
 
 class Second(keras_hub.samplers.Sampler):

@@ -12,7 +12,13 @@ from keras_recurrent import dispatch, ops
 from keras_recurrent.backends.reference import linear_crossentropy as reference
 from tests.ops import native
 from tests.ops.cases import round_to, unit
-from tests.ops.judge import NEIGHBORS, kernels, longer_than, moved
+from tests.ops.judge import (
+    NEIGHBORS,
+    elementary_functions_of_the_gpu,
+    kernels,
+    longer_than,
+    moved,
+)
 from tests.processes import fresh_process
 
 BACKEND = keras.config.backend()
@@ -97,10 +103,10 @@ def run(tensors, integers, dtype, d_loss, implementation, **options):
 
 
 def defined(tensors, integers, d_loss, dtype, **options):
-    loss, best = reference.linear_crossentropy(**tensors, **integers, dtype=dtype, **options)
-    gradients = reference.linear_crossentropy_gradient(
-        d_loss, **tensors, **integers, dtype=dtype, **options
-    )
+    arguments = tensors | integers | options | {"dtype": dtype}
+    with elementary_functions_of_the_gpu():
+        loss, best = reference.linear_crossentropy(**arguments)
+        gradients = reference.linear_crossentropy_gradient(d_loss, **arguments)
     names = [*tensors][:2] + ["tokens"] + [*tensors][2:]
     found = zip(names, gradients, strict=False)
     return {"loss": loss} | {f"gradient of {n}": g for n, g in found if n in tensors}, best

@@ -5,6 +5,8 @@ call of `generate` copies its initial values, and it serves one call at a time.
 """
 
 import collections
+import contextlib
+import gc
 import queue
 import threading
 
@@ -54,7 +56,8 @@ class CapturedStep:
             if self.generator is not None:
                 self._graph.register_generator_state(self.generator)
             # Other threads may use the device during the capture.
-            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            capture = torch.cuda.graph(self._graph, capture_error_mode="thread_local")
+            with _no_garbage_collection(), capture:
                 self.logits, self.hidden = self._step(sampler)
         addresses = {t.untyped_storage().data_ptr() for t in weights}
         owned = [t for t in self._prepared if t.untyped_storage().data_ptr() not in addresses]
@@ -109,6 +112,18 @@ class CapturedStep:
         self._copy_inputs(token, cache)
         self.replay()
         return [t.clone() for t in (self.logits, self.hidden, *self.cache)]
+
+
+@contextlib.contextmanager
+def _no_garbage_collection():
+    """Context manager during which no other graph is destroyed, which would end the capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def clone_stacked(tensors):

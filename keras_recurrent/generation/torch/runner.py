@@ -120,6 +120,8 @@ class Runner:
             except RuntimeError as error:
                 reason = step.not_captured_reason = f"torch could not capture the step: {error}"
         if graph is None:
+            if sampler is not None:
+                sampler.renew_generator()
             mask = (sequences.active,) if sequences else ()
             yield None, self._function(step, prepared, token, [*mask, *flat], reason)
             return

@@ -44,6 +44,11 @@ class TokenSampler:
         self.generator = None
         if self._candidates:
             self._state = sampler.seed_generator.state
+            self.renew_generator()
+
+    def renew_generator(self):
+        """Replaces the generator: after a failed capture, torch refuses to draw from it."""
+        if self._candidates:
             self.generator = torch.Generator(self._state.value.device)
 
     def begin(self, draws):
