@@ -79,7 +79,7 @@ FAMILIES = {
 def presets(name):
     """The table of a family: sizes, parameters, and memory in `DTYPE`."""
     cls, rows, columns, fill = FAMILIES[name]
-    header = ["preset", *columns, "parameters", "weights", "state of a row"]
+    header = ["preset", *columns, "parameters", "weights", "state of a sequence"]
     lines = [header, ["---"] + ["---" if c == "blocks" else "---:" for c in header[1:]]]
     for preset, entry in cls.presets.items():
         sizes = memory_sizes(preset, batch_size=1, length=LENGTH, dtype=DTYPE)

@@ -55,7 +55,7 @@ def check_divides(name, number, what, width):
         nearest = min(fitting, key=lambda n: abs(n - number))
         mend = f"The nearest divisor is {nearest}."
         if number > width:  # probably meant as a width
-            mend = "It does not set the width of the output: leave it out for the default."
+            mend = f"`{name}` does not set the width of the output: leave it out for the default."
         raise ValueError(f"`{name}` must divide {what}, {width}; got {number}. {mend}")
 
 

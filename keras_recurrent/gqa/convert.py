@@ -79,9 +79,10 @@ def convert_to_gqa(model, num_key_value_heads, pooling="mean", where=None, seed=
         raise TypeError(f"`model` must be a Keras model; got a {type(model).__name__}.")
     if not is_graph(model):
         raise ValueError(
-            f"A {type(model).__name__} has no graph that shows how it calls its layers. With "
-            "`x = keras.Input(...)`, convert `keras.Model(x, model(x))`, in which the model is a "
-            "layer, and choose its attention layers by `where`. The class needs `get_config`."
+            f"`{type(model).__name__}` is not a functional model, so it is unknown how it calls "
+            "its layers. With `x = keras.Input(...)`, convert `keras.Model(x, model(x))`, and "
+            "choose its attention layers by `where`. The class needs a `get_config` that returns "
+            "all arguments of its `__init__`, and an `__init__` that passes `**kwargs` to Keras."
         )
     if not model.built:
         raise ValueError("`model` has no weights yet. Call or build it first.")

@@ -1,5 +1,6 @@
 """Conversion of KerasHub's backbones and tasks."""
 
+import inspect
 import operator
 from typing import NamedTuple
 
@@ -101,9 +102,7 @@ def _plan(backbone, groups, where):
     cls = type(backbone)
     reason = unsupported_class_reason(cls)
     if reason:
-        raise ValueError(
-            f"A {cls.__name__} cannot be converted: {reason}. Supported: {_SUPPORTED}."
-        )
+        raise ValueError(f"`{cls.__name__}` cannot be converted: {reason}.")
     if cls in CONFIGURABLE:
         return cls, _plan_configured(backbone, groups, where)
     sites = decoder_sites(backbone)
@@ -156,9 +155,9 @@ def _task_class(task, backbone_cls):
         return cls
     if cls not in GROUPED_MODELS:
         raise ValueError(
-            f"A {cls.__name__} cannot be converted: of the tasks on a "
-            f"{type(task.backbone).__name__}, only the one that generates can be. Convert the "
-            "backbone, and build the task on it."
+            f"`{cls.__name__}` cannot be converted: of the tasks on a "
+            f"`{type(task.backbone).__name__}`, only the one that generates text can be. Convert "
+            "the backbone, and build the task on it."
         )
     return GROUPED_MODELS[cls]
 
@@ -168,13 +167,15 @@ def unsupported_class_reason(cls) -> str | None:
     if cls in CONFIGURABLE or cls in GROUPED_MODELS or cls in GROUPED_CLASSES:
         return None
     if cls.__module__.partition(".")[0] == __name__.partition(".")[0]:
-        return (
-            "models of keras_recurrent have few attention layers or none. Set "
-            "`num_key_value_heads`, where it has this argument, when you make the model"
-        )
+        if "num_key_value_heads" in inspect.signature(cls).parameters:
+            return "build it with `num_key_value_heads` and train it so"
+        return "it has no keys and values that query heads could share"
     if not cls.__module__.startswith("keras_hub."):
-        return "it is a custom class, which may use its heads in other ways"
+        return (
+            "it is a custom class, which may use its heads in other ways. Supported backbones of "
+            f"KerasHub: {_SUPPORTED}"
+        )
     return (
-        "it keeps no keys and values from token to token, as encoders and vision models, or its "
-        "attention has no grouped-query version in this package"
+        "it has no cache of keys and values, as encoders and vision models, or its attention has "
+        f"no grouped-query version in this package. Supported: {_SUPPORTED}"
     )

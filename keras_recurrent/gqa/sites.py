@@ -68,10 +68,10 @@ def choose_sites(sites, groups, where):
         unknown = [site.layer.path for site in sites if site.kind == UNKNOWN]
         if unknown:
             raise ValueError(
-                f"The graph does not show whether {_quote_names(unknown)} attends causally, to "
-                "another sequence or, as in encoders, to its whole sequence. Choose by `where`: "
-                "names, or a function of an attention layer, such as `where=lambda layer: True` "
-                "for all."
+                f"It is unknown whether {_quote_names(unknown)} attends causally, to another "
+                "sequence or, as in encoders, to the whole sequence. Choose the layers to convert "
+                "by `where`: names, or a function of an attention layer, such as "
+                "`where=lambda layer: True` for all."
             )
         chosen = [i for i, site in enumerate(sites) if site.kind in (CAUSAL, CROSS)]
     elif callable(where):
@@ -90,8 +90,8 @@ def choose_sites(sites, groups, where):
         if where is None:
             detail = (
                 "none is causal or cross-attention. Bidirectional self-attention, as in encoders, "
-                "has no cache to shrink, and the GQA paper did not convert it. To convert it all "
-                "the same, choose it by `where`, such as `where=lambda layer: True` for all."
+                "has no cache to shrink, and the GQA paper did not convert it. To convert it "
+                "nevertheless, pass `where`, such as `where=lambda layer: True` for all layers."
             )
         raise ValueError(f"There is nothing to convert: of {len(sites)} attention layers {detail}")
     for i in chosen:

@@ -1,6 +1,12 @@
 """Arguments of `keras.layers.GRU` and `LSTM` that layers do not support, and alternatives."""
 
+import difflib
 import inspect
+
+import keras
+
+# Arguments of every layer of Keras. `input_shape` and `input_dim` are older ones.
+KERAS_ARGUMENTS = (*inspect.signature(keras.Layer.__init__).parameters, "input_shape", "input_dim")
 
 _FIXED_EQUATION = "The equation in the layer's docstring is fixed: leave the argument out."
 _WEIGHT_ALTERNATIVE = (
@@ -25,15 +31,18 @@ ALTERNATIVES = {
     "initial_state=state, return_state=True)`, with None as the first `state`; the docstring of "
     "`RecurrentBlock` has a model that stores it between batches.",
     "unroll": "There is no loop over tokens to unroll: leave it out.",
-    "use_cudnn": "The fastest kernel is chosen automatically; "
-    "`keras_recurrent.implementation(...)` selects a specific one.",
+    **dict.fromkeys(
+        ("use_cudnn", "implementation"),
+        "The fastest kernel is chosen automatically; `keras_recurrent.implementation(...)` selects "
+        "a specific one.",
+    ),
     "time_major": "Inputs are [batch, time, width]: transpose them.",
     "seed": "Calls draw no random numbers, and initializers have their own seeds: leave it out.",
     "recurrent_initializer": "There is no recurrent kernel: leave it out.",
     **dict.fromkeys(
         (
             *("activation", "recurrent_activation", "use_bias", "bias_initializer"),
-            *("reset_after", "unit_forget_bias", "implementation"),
+            *("reset_after", "unit_forget_bias"),
         ),
         _FIXED_EQUATION,
     ),
@@ -74,7 +83,8 @@ def check_constructor_arguments(cls, args, kwargs):
     """Raises a helpful error if a layer's arguments do not fit the signature of its `__init__`.
 
     Raises:
-        TypeError: there are too many positional arguments, such as the `units` of a GRU.
+        TypeError: there are too many positional arguments, such as the `units` of a GRU, or a
+            required argument is missing.
         ValueError: an argument of a GRU is not supported, as in `without_gru_arguments`.
     """
     signature = inspect.signature(cls.__init__)
@@ -85,22 +95,50 @@ def check_constructor_arguments(cls, args, kwargs):
         cause = error
     _, *parameters = signature.parameters.values()
     names = [parameter.name for parameter in parameters]
-    without_gru_arguments(
-        cls.__name__, {n: v for n, v in kwargs.items() if n not in names}, cls.gru_alternatives
-    )
+    unknown = {n: v for n, v in kwargs.items() if n not in names}
+    without_gru_arguments(cls.__name__, unknown, cls.gru_alternatives)
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    surplus = args[len(positional) :]
-    if not surplus:
-        return  # Python's error names the missing or repeated argument
-    values = ", ".join(map(repr, surplus))
-    if positional:
-        accepted = ", ".join(f"`{name}`" for name in positional)
-        message = f"`{cls.__name__}` takes only {accepted} by position; got also {values}."
+    given = (*positional[: len(args)], *kwargs)
+    missing = [p.name for p in parameters if p.name in positional and p.default is p.empty]
+    missing = [name for name in missing if name not in given]
+    if surplus := args[len(positional) :]:
+        message = f"`{cls.__name__}` takes no positional arguments; got "
+        if positional:
+            message = f"`{cls.__name__}` takes only {_quoted(positional)} by position; got also "
+        message += f"{', '.join(map(repr, surplus))}."
+        if isinstance(surplus[0], int):
+            message += f" The layer has no argument `units`. {cls.gru_alternatives['units']}"
+        if optional := [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]:
+            message += f" Pass optional arguments by keyword: {_quoted(optional)}."
+    elif missing:
+        message = f"`{cls.__name__}` needs {_quoted(missing)}."
+        if unknown := [name for name in unknown if name not in KERAS_ARGUMENTS]:
+            message += f" {_unknown_arguments(cls, unknown)}"
     else:
-        message = f"`{cls.__name__}` takes no positional arguments; got {values}. There are no "
-        message += f"`units`. {cls.gru_alternatives['units']}"
-    keyword_only = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-    named = [f"{name}={value!r}" for name, value in zip(keyword_only, surplus, strict=False)]
-    if named:
-        message += f" To set `{', '.join(named)}`, pass arguments by name."
+        return  # Python's error names the repeated argument
     raise TypeError(message) from cause
+
+
+def check_known_arguments(cls, kwargs):
+    """Raises an error with similar names if Keras would not accept keyword arguments.
+
+    Raises:
+        ValueError: some are not arguments of every layer of Keras.
+    """
+    if unknown := [name for name in kwargs if name not in KERAS_ARGUMENTS]:
+        raise ValueError(f"`{cls.__name__}`: {_unknown_arguments(cls, unknown)}")
+
+
+def _unknown_arguments(cls, unknown):
+    _, *parameters = inspect.signature(cls.__init__).parameters.values()
+    names = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    similar = [close for name in unknown for close in difflib.get_close_matches(name, names, 1)]
+    mend = f"Did you mean {_quoted(similar)}? " if similar else ""
+    return (
+        f"The layer has no argument {_quoted(unknown)}. {mend}Its arguments are "
+        f"{_quoted(names) or 'none'}, and those of every Keras layer."
+    )
+
+
+def _quoted(names):
+    return ", ".join(f"`{name}`" for name in names)

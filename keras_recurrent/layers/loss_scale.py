@@ -23,20 +23,21 @@ def warn_if_unscaled(layer):
         return
     if layer.variable_dtype == "float16":
         reason = (
-            "keeps its weights in float16, in which Adam's epsilon and second moments underflow"
+            "stores its weights in float16, in which Adam's epsilon and second moments underflow"
         )
         advice = ""
     elif not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         reason = (
-            f"computes in float16, but the optimizer of `{model.name}` does not scale the loss, so "
-            'a gradient above 65,504 overflows. Keras scales it if the model has `"mixed_float16"`'
+            f"computes in float16, but the optimizer of `{model.name}` does not scale the loss: "
+            "small gradients become 0, and those above 65,504 infinite. Keras scales the loss only "
+            'if the dtype policy of the whole model is `"mixed_float16"`'
         )
         advice = ", or pass `keras.optimizers.LossScaleOptimizer(optimizer)` to `compile`"
     else:
         return
     _warned_models.add(model)
     warnings.warn(
-        f'`{layer.name}`, `dtype="{layer.dtype_policy.name}"`, {reason}. Use '
+        f'The layer `{layer.name}` with `dtype="{layer.dtype_policy.name}"` {reason}. Use '
         f'`dtype="mixed_bfloat16"`{advice}.',
         stacklevel=2,
     )

@@ -55,7 +55,7 @@ class LRPE(RecomputableLayer):
     ```
     """
 
-    gru_alternatives = {"units": "The output is twice as wide as the input."}
+    gru_alternatives = {"units": "The output is twice as wide as the input: leave it out."}
 
     def __init__(self, **kwargs):
         super().__init__(autocast=False, **kwargs)

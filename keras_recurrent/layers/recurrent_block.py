@@ -9,6 +9,7 @@ from keras_recurrent.layers import decoding
 from keras_recurrent.layers.causal_conv1d import CausalConv1D
 from keras_recurrent.layers.cg_lru import CGLRU, check_complex_channels
 from keras_recurrent.layers.dense import inner_dense
+from keras_recurrent.layers.gru_arguments import ALTERNATIVES
 from keras_recurrent.layers.initializers import clone_initializer, get_decay_initializer
 from keras_recurrent.layers.inner_streaming import stream_inner
 from keras_recurrent.layers.remat import no_further_remat
@@ -107,6 +108,11 @@ class RecurrentBlock(StreamingLayer):
         loss = model.train_on_batch(chunk[:, :-1], chunk[:, 1:])
     ```
     """
+
+    gru_alternatives = ALTERNATIVES | {
+        "units": f"{ALTERNATIVES['units']} `lru_width` is the width inside the block, as in "
+        "`RecurrentBlock(lru_width=32)`."
+    }
 
     def __init__(
         self,

@@ -33,6 +33,7 @@ class RecomputableLayer(SavedQuantization, keras.layers.Layer):
     def __init__(self, **kwargs):
         owner = type(self).__name__
         kwargs = gru_arguments.without_gru_arguments(owner, kwargs, self.gru_alternatives)
+        gru_arguments.check_known_arguments(type(self), kwargs)
         super().__init__(**kwargs)
 
     def __call__(self, *args, **kwargs):

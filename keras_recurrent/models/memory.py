@@ -240,8 +240,8 @@ def get_backbone(model, dtype=None):
 def _check_dtype(model, dtype):
     if not isinstance(model, str):
         raise ValueError(
-            f"`dtype` is only for the name of a preset, but `model` is a `{type(model).__name__}`, "
-            f"which has its own; got {dtype!r}. Leave it out."
+            f"`dtype` is only supported if `model` is the name of a preset. A "
+            f"`{type(model).__name__}` has its own dtype; got {dtype!r}. Leave it out."
         )
     try:
         policy = keras.dtype_policies.get(dtype if isinstance(dtype, str) else "")

@@ -99,13 +99,15 @@ class LossWithoutLogits:
 
     def _logits_reasons(self):
         if type(self.loss) is not TokenCrossentropy or self.loss.reduction != "sum_over_batch_size":
-            yield "the loss is not the default `TokenCrossentropy()`"
+            yield "the loss is not the default `TokenCrossentropy()`, of a `compile` without `loss`"
         if self._has_loss_weights:
             yield "`compile` got `loss_weights`"
         requested = self._requested_metrics
         for metric in requested.weighted + requested.unweighted:
             if type(metric) is not keras.metrics.SparseCategoricalAccuracy:
-                yield f"the metric {_metric_name(metric)!r} reads logits"
+                name = _metric_name(metric)
+                other = "; `keras.metrics.SparseCategoricalAccuracy()` does not"
+                yield f"the metric {name!r} reads logits{other if name == 'accuracy' else ''}"
             elif metric in requested.unweighted:
                 yield f"{_metric_name(metric)!r} is in `metrics` and not in `weighted_metrics`"
         embedding = self.backbone.token_embedding

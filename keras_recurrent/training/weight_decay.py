@@ -62,8 +62,8 @@ def exclude_from_weight_decay(optimizer, model, *, norms_and_biases=False):
     check_boolean("norms_and_biases", norms_and_biases)
     if not isinstance(model, keras.Layer):
         raise ValueError(
-            f"`model` must be a Keras model or layer; got a `{type(model).__name__}`. The order is "
-            "`exclude_from_weight_decay(optimizer, model)`."
+            f"`model` must be a Keras model or layer; got a `{type(model).__name__}`. The model is "
+            "the second argument: `exclude_from_weight_decay(optimizer, model)`."
         )
     if not model.built:
         raise ValueError(
@@ -72,21 +72,22 @@ def exclude_from_weight_decay(optimizer, model, *, norms_and_biases=False):
         )
     if not isinstance(optimizer, (keras.optimizers.Optimizer, type(None))):
         raise ValueError(
-            f"`optimizer` must be an optimizer of Keras; got {optimizer!r}. For another library's, "
-            "pass None, and use the variables that are returned."
+            f"`optimizer` must be an optimizer of Keras; got {optimizer!r}. For an optimizer of "
+            "another library, pass None and use the list of variables that is returned."
         )
     optimizers = [] if optimizer is None else _updating_optimizers(optimizer)
     if optimizer is not None and not optimizers:
         raise ValueError(
-            "`optimizer`, a `MultiOptimizer`, calls its function for optimizers when it is built. "
-            "Call `optimizer.build(model.trainable_variables)` first."
+            "`optimizer` is a `MultiOptimizer` that creates its optimizers when it is built. Call "
+            "`optimizer.build(model.trainable_variables)` first."
         )
     for updating in optimizers:
         if getattr(updating, "_exclude_from_weight_decay_cache", None):
             raise ValueError(
-                f"`optimizer`, a `{type(updating).__name__}`, has taken a step, and compiled steps "
-                "keep the exclusions of the first one. Call `exclude_from_weight_decay` before "
-                "training. To continue a run, save the model, load it and call this function then."
+                f"`optimizer`, a `{type(updating).__name__}`, has already taken a step. After it, "
+                "exclusions have no effect. Call `exclude_from_weight_decay` before training. To "
+                "continue a run, save the model, load it, and call this function on what was "
+                "loaded."
             )
     variables = [v for v in model.weights if not getattr(v, "weight_decay", True)]
     if norms_and_biases:
@@ -116,7 +117,7 @@ def restore_exclusions(optimizer, model, paths):
 
 
 def warn_of_decayed_decays(optimizer, model):
-    """Warns if the optimizer applies weight decay to weights of decays."""
+    """Warns if the optimizer decays weights that set decays, angles or lower bounds."""
     decayed = [
         (updating, variable)
         for updating in _updating_optimizers(optimizer)
@@ -129,9 +130,9 @@ def warn_of_decayed_decays(optimizer, model):
         updating, variable = decayed[0]
         warnings.warn(
             f"`{type(updating).__name__}` has a weight decay of {_decay_rate(updating, variable)} "
-            f"for {len(decayed)} weights of decays, such as {variable.path}, which makes the model "
-            "forget sooner. Call `keras_recurrent.exclude_from_weight_decay(optimizer, model)` "
-            "before `compile`.",
+            "for weights that set decays, angles or lower bounds, such as "
+            f"{variable.path!r} ({len(decayed)} in all). The model then forgets sooner. Call "
+            "`keras_recurrent.exclude_from_weight_decay(optimizer, model)` before `compile`.",
             stacklevel=2,
         )
 

@@ -188,7 +188,7 @@ def test_the_size_of_a_gru(name):
     parameters = inspect.signature(layer).parameters.values()
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert len(positional) <= 1
-    arguments, message = (), r"takes no positional.*got 16\. There are no `units`. The output"
+    arguments, message = (), r"takes no positional.*got 16\. .* no argument `units`. The output"
     if positional:
         arguments, message = (8,), f"takes only `{positional[0]}` by position; got also 16"
     with pytest.raises(TypeError, match=f"`{name}` {message}"):
@@ -200,10 +200,25 @@ def test_the_size_of_a_gru(name):
 
 @pytest.mark.once
 def test_surplus_positional_arguments_are_named():
-    with pytest.raises(TypeError, match=r"as wide as .* To set `num_blocks=16, a_initializer='zer"):
+    message = r"got 16, 'zeros'.* as wide as .*by keyword: `num_blocks`, `a_initializer`, "
+    with pytest.raises(TypeError, match=message):
         layers.RGLRU(16, "zeros")
-    with pytest.raises(TypeError, match="missing 1 required positional argument: 'lru_width'"):
+    with pytest.raises(TypeError, match=r"positional arguments; got 0\.1\. Pass"):
+        layers.RMSNorm(0.1)  # no width, hence no advice about `units`
+
+
+@pytest.mark.once
+def test_names_of_other_libraries_are_answered_with_similar_ones():
+    """`LocalAttention(num_heads=4)` got Python's error, which did not show the mistake."""
+    message = (
+        r"needs `num_query_heads`\. .* no argument `num_heads`. Did you mean `num_query_heads`"
+    )
+    with pytest.raises(TypeError, match=message):
+        layers.LocalAttention(num_heads=4, name="attention")
+    with pytest.raises(TypeError, match=r"`RecurrentBlock` needs `lru_width`\.$"):
         layers.RecurrentBlock()
+    with pytest.raises(ValueError, match=r"`window`\. Did you mean `sliding_window`"):
+        layers.LocalAttention(4, window=8)
 
 
 @pytest.mark.once

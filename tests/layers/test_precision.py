@@ -109,7 +109,7 @@ def test_rotated_keys():
     [
         ("mixed_float16", False, r"does not scale the loss.*LossScaleOptimizer"),
         ("mixed_float16", True, None),
-        ("float16", True, "keeps its weights in float16"),
+        ("float16", True, "stores its weights in float16"),
         ("mixed_bfloat16", False, None),
     ],
 )

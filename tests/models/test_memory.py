@@ -101,7 +101,7 @@ def test_dtypes_that_presets_do_not_have():
         for wrong in ("bf16", "int8_from_bfloat16", "int32", 16, ""):
             with pytest.raises(ValueError, match="`dtype` must be the name of a Keras dtype pol"):
                 function("griffin_tiny", dtype=wrong)
-        with pytest.raises(ValueError, match=r"`dtype` is only for the name.*`GriffinCausalLM`"):
+        with pytest.raises(ValueError, match=r"`dtype` is only supported.*`GriffinCausalLM`"):
             function(tiny_causal_lm(), dtype="bfloat16")
 
 

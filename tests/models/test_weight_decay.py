@@ -116,8 +116,8 @@ def test_wrong_arguments():
     optimizer.apply([keras.ops.zeros(v.shape) for v in model.trainable_variables])
     by_function = keras.optimizers.MultiOptimizer(lambda variable: optimizer)
     for arguments, message in (
-        ((optimizer, model), "has taken a step.*load it and call"),
-        ((model, adamw()), "The order is"),
+        ((optimizer, model), "has already taken a step.*load it, and call"),
+        ((model, adamw()), "is the second argument"),
         (("adamw", model), "must be an optimizer of Keras; got 'adamw'"),
         ((adamw(), RGLRU(num_blocks=2)), "`RGLRU`, is not built"),
         ((by_function, model), r"optimizer.build\(model.trainable_variables\)"),
@@ -134,7 +134,7 @@ def test_compile_warns_once_and_changes_nothing(family):
     """A model trains with decaying decays, and nothing says so."""
     model = tiny_causal_lm(family=family)
     for optimizer in (adamw(), "adamw", keras.optimizers.LossScaleOptimizer(adamw())):
-        with pytest.warns(UserWarning, match=r"0\.\d+ for \d weights? .*exclude_from_") as found:
+        with pytest.warns(UserWarning, match=r"0\.\d+ for weights .*exclude_from_") as found:
             model.compile(optimizer)
         assert len(found) == 1
         assert not exclude_paths(model)
