@@ -9,8 +9,10 @@ packages are measured in turns. `difference` is the largest difference between t
 gradients, relative to the largest value.
 """
 
+import functools
 import json
 import os
+from collections.abc import Callable
 
 os.environ["KERAS_BACKEND"] = "jax"
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -60,8 +62,12 @@ def slopes(key, shape):
     return -jnp.exp2(-8 * jnp.arange(1, HEADS + 1) / HEADS)
 
 
-WORK = {
-    "gated, decays above 0.97": (ours_gated, peer_gated, lambda *a: gates(*a, 0.97)),
+WORK: dict[str, tuple[Callable, Callable, Callable]] = {
+    "gated, decays above 0.97": (
+        ours_gated,
+        peer_gated,
+        functools.partial(gates, lower_bound=0.97),
+    ),
     "gated, decays down to e^-10": (ours_gated, peer_gated, decays),
     "lightning": (ours_lightning, peer_lightning, slopes),
 }

@@ -112,8 +112,8 @@ def check_constructor_arguments(cls, args, kwargs):
             message += f" Pass optional arguments by keyword: {_quoted(optional)}."
     elif missing:
         message = f"`{cls.__name__}` needs {_quoted(missing)}."
-        if unknown := [name for name in unknown if name not in KERAS_ARGUMENTS]:
-            message += f" {_unknown_arguments(cls, unknown)}"
+        if others := [name for name in unknown if name not in KERAS_ARGUMENTS]:
+            message += f" {_unknown_arguments(cls, others)}"
     else:
         return  # Python's error names the repeated argument
     raise TypeError(message) from cause
