@@ -31,8 +31,8 @@ class Layout:
         """Returns the backbone arguments of which the layout cannot store every value.
 
         Returns:
-            `{argument: (fits, requirement)}`: True if the value in `arguments` can be stored, and
-            the values that can be, in words.
+            `{argument: (fits, requirement)}`: True if the value in `arguments` can be stored, and a
+            description of the values that can be stored.
         """
         return {}
 
