@@ -68,11 +68,9 @@ def base_classes(module, node):
     """`[(module, node)]` of a class and its base classes in this package, most derived first."""
     classes = [(module, node)]
     for base in node.bases:
-        base_module, base_node = (
-            find(module, base.id) if isinstance(base, ast.Name) else (None, None)
-        )
+        home, base_node = find(module, base.id) if isinstance(base, ast.Name) else (None, None)
         if base_node:
-            inherited = base_classes(base_module, base_node)
+            inherited = base_classes(home, base_node)
             classes = [pair for pair in classes if pair not in inherited] + inherited
     return classes
 
@@ -90,7 +88,7 @@ def module_docstring(name):
     return ast.get_docstring(ast.parse(path.read_text()))
 
 
-def first_sentence(text):
+def opening_sentence(text):
     paragraph = " ".join(text.partition("\n\n")[0].split())
     return re.split(r"(?<=\.) (?=[A-Z`])", paragraph)[0].rstrip(":")
 
@@ -100,8 +98,8 @@ def signature(arguments):
     for argument in ast.walk(arguments):
         if isinstance(argument, ast.arg):
             argument.annotation = None
-    text = ast.unparse(arguments)
-    return f"({re.sub(r'^(self|cls)(, )?', '', text)})".replace("'", '"').replace("(/, ", "(")
+    text = re.sub(r"^(self|cls)\b(, )?", "", ast.unparse(arguments))
+    return f"({text.removeprefix('/, ')})".replace("'", '"')
 
 
 def class_signature(classes):
@@ -127,7 +125,7 @@ def methods(classes, inherited):
             if text and statement.name != "call":
                 is_property = any("property" in ast.unparse(d) for d in statement.decorator_list)
                 arguments = "" if is_property else signature(statement.args)
-                seen[statement.name] = f"`.{statement.name}{arguments}`: {first_sentence(text)}"
+                seen[statement.name] = f"`.{statement.name}{arguments}`: {opening_sentence(text)}"
     names = (name for name in seen if not any(re.search(pattern, name) for pattern in hidden))
     return [f"    - {seen[name]}" for name in names]
 
@@ -138,10 +136,8 @@ def entry(page, name, options):
     home, node = find(module, attribute)
     if node is None and parse(name):  # a module
         path, _ = parse(name)
-        target, sentence = (
-            os.path.relpath(path, page.parent),
-            first_sentence(module_docstring(name)),
-        )
+        target = os.path.relpath(path, page.parent)
+        sentence = opening_sentence(module_docstring(name))
         return [f'- <a id="{name}"></a>[`{attribute}`]({target}), a module\\', f"  {sentence}"]
     if node is None:
         raise SystemExit(f"{page.name}: {name} is not defined in the package")
@@ -149,7 +145,7 @@ def entry(page, name, options):
     is_class = isinstance(node, ast.ClassDef)
     classes = base_classes(home, node) if is_class else []
     arguments = class_signature(classes) if is_class else signature(node.args)
-    sentence = first_sentence(docstring(home, node))
+    sentence = opening_sentence(docstring(home, node))
     lines = [
         f'- <a id="{name}"></a>[`{attribute}`]({target})`{arguments}`\\',
         f"  {sentence}",

@@ -28,7 +28,7 @@ class Layout:
         raise NotImplementedError
 
     def requirements(self, arguments):
-        """Returns the backbone arguments of which the layout cannot store every value.
+        """Returns the backbone arguments that the layout restricts, with their requirements.
 
         Returns:
             `{argument: (fits, requirement)}`: True if the value in `arguments` can be stored, and a
@@ -45,7 +45,7 @@ class Layout:
         raise NotImplementedError
 
     def backbone_arguments(self, config, where):
-        """Returns the backbone's arguments, from a dictionary, all of whose keys are read.
+        """Returns the backbone's arguments from the dictionary of `config.json`.
 
         Raises:
             ValueError: a key is missing, unknown, or has an unsupported value.

@@ -16,7 +16,10 @@ class StatefulLayer(RecomputableLayer):
         return {}
 
     def own_state_spec(self, batch_size=None):
-        """Returns the layer's part of a state, without `segment` and `position`, as specs."""
+        """Returns the layer's part of a state, as `KerasTensor`s.
+
+        It has neither `segment` nor `position`.
+        """
         self._check_built()
         inside = self.streaming_sublayers()
         return {name: layer.own_state_spec(batch_size) for name, layer in inside.items()}

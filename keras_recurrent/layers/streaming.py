@@ -74,7 +74,7 @@ class StreamingLayer(StatefulLayer):
         segment_ids: integers `[B, T]`, at least 0, one number per document. Documents do not affect
             each other. None: the document of the previous call continues, or document 0 starts if
             there are no earlier tokens. Values at padding are arbitrary. Values are not checked.
-            -1 stands for "no token yet": at the start of a sequence without earlier tokens, tokens
+            -1 means "no token yet": at the start of a sequence without earlier tokens, tokens
             of segment -1 continue from the initial state instead of starting a document. If the
             last segment of a state is negative, a call without segments starts a document.
         initial_state: the state to continue from, or a list of only this state. None: the initial

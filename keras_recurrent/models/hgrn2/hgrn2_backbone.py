@@ -17,7 +17,7 @@ class HGRN2Backbone(RecurrentBackbone):
 
     Residual blocks (see `HGRN2ResidualBlock`) between an embedding and a final RMSNorm, with one
     table of lower bounds for the forget gates of all blocks. The bounds increase from block to
-    block, and so does the shortest memory. Qin et al. 2024, arXiv:2404.07904.
+    block, which lengthens the shortest memory. Qin et al. 2024, arXiv:2404.07904.
 
     Args:
         vocabulary_size: integer, the number of tokens.
