@@ -49,7 +49,7 @@ help:
 	@echo "make test-harness language models under lm-evaluation-harness, on tasks of local text"
 	@echo "make fuzz         operations on thousands of random inputs, hours; make fuzz-jax for one backend"
 	@echo "make docs         the manual, into build/site; make docs-serve shows it while you write"
-	@echo "make tables       the manual's tables of presets and implementations, from the package"
+	@echo "make tables       the manual's generated tables and API lists, from the package"
 	@echo "make lint         ruff and mypy"
 	@echo "make format       format the code and fix lint errors with ruff"
 	@echo "make notebooks    those of guides/recipes, from their scripts"
@@ -174,9 +174,10 @@ docs: $(DOCS)/.installed
 docs-serve: $(DOCS)/.installed
 	@$(MKDOCS) serve --config-file docs/site/mkdocs.yml
 
-# Presets and implementations, which the tests compare with the package.
+# Presets, implementations and lists of the API reference; the tests compare them with the package.
 tables: $(VENV)/.test
 	KERAS_BACKEND=torch $(BIN)/python docs/site/tables.py
+	$(BIN)/python docs/site/reference.py
 
 $(DOCS)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(DOCS)

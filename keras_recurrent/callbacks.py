@@ -27,7 +27,7 @@ class TrainingBackup(keras.callbacks.Callback):
     the optimizer and of metrics, the seeds of layers such as dropout (on torch also the states of
     torch's generators) and the position in the data. It is written before the first step of each
     epoch and then every `save_freq` batches, and is deleted when training ends. A temporary file is
-    written first and then renamed, so there is always a complete file, the last or the one before.
+    written first and then renamed, so a complete file exists at any time.
 
     ```python
     import keras
@@ -58,16 +58,16 @@ class TrainingBackup(keras.callbacks.Callback):
     it with `double_checkpoint=True`, which falls back to the previous file if a write was
     interrupted. It does not save
 
-    - the seeds of layers: a dropout repeats its first numbers;
-    - on torch, the generators of torch, from which a dropout without a seed draws;
+    - the seeds of layers: a dropout layer repeats its first random numbers;
+    - on torch, the generators of torch, from which a dropout layer without a seed draws;
     - the position in data that continues from epoch to epoch;
     - the state of other callbacks (the patience of `EarlyStopping`, the best value of
       `ModelCheckpoint`), which this class saves for those in `callbacks`.
 
     With an integer `save_freq`, it restores weights from inside an epoch and restarts that epoch.
-    It writes weights and the number of the epoch to two files: a process killed between the two
-    trains an epoch twice. Neither class saves the `History` of earlier epochs and the state of
-    Python's and NumPy's generators.
+    It writes weights and the number of the epoch to two files: if the process is killed between the
+    two writes, an epoch is trained twice. Neither class saves the `History` of earlier epochs and
+    the state of Python's and NumPy's generators.
 
     Args:
         path: string, the file.

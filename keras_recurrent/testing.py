@@ -31,7 +31,7 @@ TOLERANCE = {"float32": 1e-4, "float64": 1e-8, "float16": 1e-2, "bfloat16": 3e-2
 
 
 class Checked(NamedTuple):
-    """Counts of a check.
+    """Numbers of tokens that a check compared.
 
     Attributes:
         decisions: integer, number of new tokens compared.

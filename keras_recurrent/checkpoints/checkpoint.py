@@ -26,8 +26,8 @@ class Header(NamedTuple):
 class Checkpoint:
     """Tensors of a preset: one `model.safetensors`, or several files with an index.
 
-    Making the object reads headers only. `read` returns one tensor, in the dtype of the file.
-    Only safetensors files are opened: loading pickled weights may run code.
+    The constructor reads only headers; `read` returns one tensor, in the dtype of the file. Only
+    safetensors files are opened, because loading pickled weights may run code.
 
     Args:
         preset: string, a directory or `hf://owner/repository`.

@@ -28,11 +28,11 @@ class Layout:
         raise NotImplementedError
 
     def requirements(self, arguments):
-        """Returns the backbone arguments of which the layout cannot store every value.
+        """Returns the backbone arguments that the layout restricts, with their requirements.
 
         Returns:
-            `{argument: (fits, requirement)}`: True if the value in `arguments` can be stored, and
-            the values that can be, in words.
+            `{argument: (fits, requirement)}`: True if the value in `arguments` can be stored, and a
+            description of the values that can be stored.
         """
         return {}
 
@@ -45,7 +45,7 @@ class Layout:
         raise NotImplementedError
 
     def backbone_arguments(self, config, where):
-        """Returns the backbone's arguments, from a dictionary, all of whose keys are read.
+        """Returns the backbone's arguments from the dictionary of `config.json`.
 
         Raises:
             ValueError: a key is missing, unknown, or has an unsupported value.

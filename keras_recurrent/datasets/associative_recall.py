@@ -15,7 +15,7 @@ def associative_recall(
     power=0.01,
     seed=0,
 ):
-    """Examples of multi-query associative recall (MQAR), ready for `fit`.
+    """Generates examples of multi-query associative recall (MQAR), ready for `fit`.
 
     ```
     tokens    5 13  2 11  7  8  0  0  2  0  0  0  7  0  5  0

@@ -6,7 +6,7 @@ from keras_recurrent.checks.arguments import check_positive_integer
 
 
 def induction_heads(num_examples, *, sequence_length=256, vocabulary_size=16, seed=0):
-    """Examples of the induction heads task, ready for `fit`.
+    """Generates examples of the induction heads task, ready for `fit`.
 
     ```
     tokens    4 1 15 7 2 2 9 15

@@ -16,7 +16,7 @@ MAX_DRAWS = 1_000_000  # draws of one example before an error about its length
 
 
 def list_ops(num_examples, *, min_length=500, max_length=2000, max_depth=10, max_args=10, seed=0):
-    """Examples of ListOps, ready for `fit`.
+    """Generates examples of ListOps, ready for `fit`.
 
     ```
     [MAX 4 3 [MIN 2 3 ] 1 0 ]      is 4
@@ -24,10 +24,10 @@ def list_ops(num_examples, *, min_length=500, max_length=2000, max_depth=10, max
 
     Nangia & Bowman 2018 (arXiv:1804.06028), in the form of Long Range Arena (Tay et al. 2020,
     arXiv:2011.04006, section 2.2.1), whose lengths, depths and numbers of arguments are the
-    defaults, and whose split has 96,000 examples to train on and 2,000 each to validate and test
-    with. The value of a sequence is one of ten classes. To compute it, a model must process the
-    whole sequence and match the brackets: the value of an inner list is needed at the end of a list
-    that began long before it.
+    defaults. Its split has 96,000 training, 2,000 validation and 2,000 test examples. The value of
+    a sequence is one of ten classes. To compute it, a model must process the whole sequence and
+    match the brackets: the value of an inner list is needed at the end of a list that began long
+    before it.
 
     A list has an operator and 2 to `max_args` arguments, with every number equally probable. An
     argument is a list with a probability of 1/4, and a digit otherwise; at `max_depth` it is a

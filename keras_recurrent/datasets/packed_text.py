@@ -48,8 +48,8 @@ class PackedText(grain.IterDataset):
     share of each batch, under a distribution with `auto_shard_dataset=False`.
 
     **Position.** This is a dataset of grain: `iter(rows)` has `get_state()`, which returns a small
-    dictionary that JSON can hold, and `set_state(state)`, which continues from there and reads
-    again only the group of documents that are packed together. Keras reads ahead of the training
+    JSON-serializable dictionary, and `set_state(state)`, which continues from there. Only the
+    group of documents that are packed together is read again. Keras reads ahead of the training
     step; `keras_recurrent.callbacks.TrainingBackup` saves the position after the last trained
     batch.
 

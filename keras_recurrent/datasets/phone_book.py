@@ -19,7 +19,7 @@ def phone_book(
     vocabulary_size=64,
     seed=0,
 ):
-    """Examples of phone book lookup, ready for `fit`.
+    """Generates examples of phone book lookup, ready for `fit`.
 
     ```
     tokens    0 40 21 3 9  0 13 58 7 7  0 25 40 1 5  0 13 58 7 7
@@ -29,9 +29,9 @@ def phone_book(
     Jelassi et al. 2024 (arXiv:2402.01032, section 3.2), as in Griffin (De et al. 2024,
     arXiv:2402.19427, section 6.2, figure 6c). A sequence is a book of names, each with its number,
     followed by some of its names as queries, again with their numbers. The model predicts the
-    digits of the queries, each from the tokens before it. The papers evaluate models trained on
-    text from the web, with two such queries as examples and the third as the test; here the model
-    is trained on the task.
+    digits of the queries, each from the tokens before it. The papers train models on text from the
+    web and evaluate them on this task, with two queries as examples and a third one as the test.
+    Here the model is trained on the task itself.
 
     The token 0 begins each line, tokens 1 to 10 are digits, and all other tokens are parts of
     names. A name is `name_length` tokens, drawn independently; the names of a book are distinct,

@@ -8,7 +8,7 @@ from keras_recurrent.checks.arguments import check_positive_integer
 def selective_copying(
     num_examples, *, num_data=16, sequence_length=1024, vocabulary_size=16, seed=0
 ):
-    """Examples of selective copying, ready for `fit`.
+    """Generates examples of selective copying, ready for `fit`.
 
     ```
     tokens    0 5 0 0 3 8 0 0 9 9 9

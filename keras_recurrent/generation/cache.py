@@ -14,12 +14,12 @@ class GenerationCache:
     """State of a language model after the tokens of several sequences.
 
     `prefill`, `generate(..., return_cache=True)` and `stream(...).cache` return a cache, and all
-    three continue from one that is passed as `cache=`, any number of times: a cache is immutable,
-    and continuing returns a new one. Its size does not depend on the length of the text, except in
-    models that attend to all tokens.
+    three continue from a cache that is passed as `cache=`. A cache is immutable and may be
+    continued any number of times; each continuation returns a new one. Its size does not depend on
+    the length of the text, except in models that attend to all tokens.
 
-    The state is that before the last token of each sequence. The last token is stored separately,
-    as the input of the next step: a sequence that ended at a stop token continues after that token.
+    The cache stores the state before the last token of each sequence, and this token, which is the
+    input of the next step. A sequence that ended at a stop token continues after that token.
 
     Attributes:
         batch_size: integer, number of sequences.

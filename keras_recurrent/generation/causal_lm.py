@@ -198,7 +198,7 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
         return GenerationCache(state, prompts.last_token, num_tokens, limit, key)
 
     def stream(self, inputs=None, max_length=None, stop_token_ids="auto", cache=None):
-        """Generates text, or tokens if the model has no preprocessor, incrementally.
+        """Streams generated text, or tokens if the model has no preprocessor.
 
         Args:
             inputs, max_length, stop_token_ids, cache: as in `generate`.

@@ -24,8 +24,8 @@ def convert_to_gqa(model, num_key_value_heads, pooling="mean", where=None, seed=
     Multi-Head Checkpoints", arXiv:2305.13245, §2.
 
     Args:
-        model: a functional or sequential Keras model, including models and layers of other classes
-            in it; or a backbone or a generating task of KerasHub, of a family whose number of key
+        model: a functional or sequential Keras model, which may contain models and layers of other
+            classes; or a backbone or a generating task of KerasHub, of a family whose number of key
             and value heads is an argument (Llama, Mistral, Mixtral, Gemma, PaliGemma, T5Gemma,
             Phi-3, Qwen, GPT-OSS, SmolLM3; only decoders change), or of GPT-2, OPT, GPT-NeoX, Bloom,
             BART or T5. Caches shrink by N / G. Grouped layers can be grouped further.

@@ -13,9 +13,10 @@ def gqa_report(before, after, context_length=4096):
     """Returns a Markdown table of parameters and cached keys and values, before and after.
 
     A layer with G key and value heads of sizes K and V caches G (K + V) numbers per token, in the
-    compute dtype. The table counts layers whose keys and values a decoder caches, not bidirectional
-    self-attention as in encoders, of which only the parameters shrink. Cross-attention caches those
-    of the encoder's tokens; encoder and decoder are both assumed to have `context_length` tokens.
+    compute dtype. The table counts layers whose keys and values a decoder caches. It does not count
+    the cache of bidirectional self-attention, as in encoders, where only the parameters shrink.
+    Cross-attention caches those of the encoder's tokens; encoder and decoder are both assumed to
+    have `context_length` tokens.
 
     Args:
         before: the model passed to `convert_to_gqa`.

@@ -37,8 +37,8 @@ def uptraining(original_steps, learning_rate, fraction=0.05, tail=False):
             original schedule is repeated.
 
     Returns:
-        An `Uptraining`. Its callbacks count from the start of one `fit`: make another one for
-        another `fit`.
+        An `Uptraining`. Its callbacks count steps from the start of one `fit`: make a new
+        `Uptraining` for each `fit`.
 
     Raises:
         ValueError: a number is out of range, or a schedule ends at a rate of 0 without `tail`.

@@ -1,4 +1,4 @@
-"""The complex-gated linear recurrent unit."""
+"""Complex-gated linear recurrent unit."""
 
 import math
 
@@ -15,7 +15,7 @@ from keras_recurrent.ops import complex_linear_scan, token_kind
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class CGLRU(GatedLRU):
-    """The complex-gated linear recurrent unit (CG-LRU), Griffin's complex variant of the RG-LRU.
+    """Complex-gated linear recurrent unit (CG-LRU), Griffin's complex variant of the RG-LRU.
 
     ```
     u_t = the first half of x_t + i (its second half)

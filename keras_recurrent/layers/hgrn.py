@@ -10,7 +10,7 @@ from keras_recurrent.ops import linear_scan
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class HGRN(BoundedLayer):
-    """Hierarchically gated linear recurrence of HGRN, the first version.
+    """Hierarchically gated linear recurrence (HGRN), the predecessor of HGRN2.
 
     ```
     f_t = β + (1 - β) σ(W_f x_t)                           forget gate, β the layer's lower bound

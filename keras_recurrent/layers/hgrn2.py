@@ -33,8 +33,8 @@ class HGRN2(BoundedLayer):
     ```
 
     Qin et al. 2024 (arXiv:2404.07904, section 3). The layer is linear attention whose keys are
-    1 - f: they have no separate weights. The paper prints a sigmoid for the output gate and silu
-    for the input; the published checkpoints have silu and no activation, which are the defaults.
+    1 - f: they have no separate weights. The defaults are those of the published checkpoints: silu
+    for the output gate and no activation for the input. The paper prints a sigmoid and silu.
 
     Args:
         expand_ratio: integer, K, the size of a head and the expansion of the state compared with

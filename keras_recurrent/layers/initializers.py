@@ -16,10 +16,10 @@ class DecayLogit(keras.initializers.RandomUniform):
     ```
 
     De et al. 2024 (arXiv:2402.19427, section 2.4) sample a^8 from [0.9, 0.999]; DeepMind's released
-    code of RecurrentGemma samples a^2 from [0.9^2, 0.999^2], that is, a itself is in
-    [0.9, 0.999], uniform by area in the unit disk (Orvieto et al. 2023, arXiv:2303.06349). The
-    first remembers about eight times as long. In layers, the two are
-    `a_initializer="griffin"` and `a_initializer="recurrentgemma"`.
+    code of RecurrentGemma samples a^2 from [0.9^2, 0.999^2], so that a is in [0.9, 0.999], uniform
+    by area in the unit disk (Orvieto et al. 2023, arXiv:2303.06349). The first has a memory about
+    eight times as long. Layers select them by `a_initializer="griffin"` and
+    `a_initializer="recurrentgemma"`.
 
     1 - a is computed as -expm1(log(u) / power), which is accurate near a = 1, in float32 (float64
     for a float64 weight).

@@ -23,8 +23,8 @@ class LightningAttention(StreamingLayer):
     ```
 
     Qin et al. 2024 (arXiv:2405.17381) and 2023 (arXiv:2307.14995). MiniMax-01 (MiniMax 2025,
-    arXiv:2501.08313) has a sigmoid around W_u x_t and silu around W_v x_t. Time grows linearly with
-    the sequence length. With `use_lrpe`, as in TransNormerLLM's first layer, queries and keys also
+    arXiv:2501.08313) applies a sigmoid to W_u x_t and silu to W_v x_t. Time grows linearly with the
+    sequence length. With `use_lrpe`, as in TransNormerLLM's first layer, queries and keys also
     encode their distance (see `keras_recurrent.layers.LRPE`), and their heads are twice as wide;
     positions count the real tokens of a document, from 0.
 
@@ -37,15 +37,15 @@ class LightningAttention(StreamingLayer):
     ```
 
     "paper" is the schedule printed in the papers, provided to reproduce them. It forgets quickly:
-    the memory of a head decays to 1 / e in 1 / ((8 h / H) (1 - l / L)) tokens, that is H / 8 in the
-    first head of the first layer, H / 4 in the middle layer, H L / 8 in the last layer, and less
-    than one token in half of all heads.
+    the memory of a head decays to 1 / e in 1 / ((8 h / H) (1 - l / L)) tokens. These are H / 8 in
+    the first head of the first layer, H / 4 in the middle layer, H L / 8 in the last layer, and
+    less than one token in half of all heads.
 
     "checkpoints" is the schedule of the published models, with the slopes s_h of ALiBi (Press et
     al. 2021, arXiv:2108.12409). Its last head has the longest memory, 256 tokens in the first layer
-    and more in each layer above. If H is a power of two, s_h = 2^(-8 h / H). Otherwise, with n the
-    largest power of two below H, the slopes of n heads are followed by every second slope of 2 n
-    heads, from the first on.
+    and more in each layer above. If H is a power of two, s_h = 2^(-8 h / H). Otherwise, let n be
+    the largest power of two below H: the first n slopes are those of n heads, and the others are
+    every second slope of 2 n heads, starting with the first.
 
     Args:
         num_heads: integer, H.

@@ -204,7 +204,7 @@ class LocalAttention(StreamingLayer):
         return self.sliding_window is not None or self.max_length is not None
 
     def own_state_spec(self, batch_size=None):
-        """The layer's part of a state, as `KerasTensor`s.
+        """Returns the layer's part of a state, as `KerasTensor`s.
 
         The capacity of the KV cache, C, is None even if `sliding_window` limits it: a state of
         `get_initial_state(max_length=...)` may have a smaller capacity, which calls preserve.
@@ -213,7 +213,7 @@ class LocalAttention(StreamingLayer):
         return {name: keras.KerasTensor(shape, self.compute_dtype) for name in ("key", "value")}
 
     def own_initial_state(self, batch_size, max_length=None):
-        """The layer's part of `get_initial_state`.
+        """Returns the layer's part of `get_initial_state`.
 
         Its capacity is `max_length` tokens of a document (None: the layer's `max_length`), or that
         of the window if it is smaller.

@@ -20,8 +20,8 @@ class LowerBounds(RecomputableLayer):
     Qin et al. 2023 (arXiv:2311.04823, section 3.2) and 2024 (arXiv:2404.07904). β of a layer is at
     least that of the layer below; β of the first layer is 0 and is omitted.
 
-    The outputs do not depend on the values of the inputs, which make the layer's weight part of a
-    Keras model. Call it on the embeddings.
+    The outputs do not depend on the values of the inputs. Call the layer on the embeddings, so that
+    its weight becomes part of a Keras model.
 
     Args:
         num_layers: integer, L, at least 2, because the first layer has no bound.

@@ -18,7 +18,7 @@ class RMSNorm(SimpleRMSNorm):
     ```
 
     Zhang and Sennrich 2019 (arXiv:1910.07467). RecurrentGemma's released code has the first form,
-    for which weight decay pulls towards the norm without a weight, not towards 0. HGRN2's code and
+    in which weight decay pulls the factor towards 1, not towards 0. HGRN2's code and
     `keras.layers.RMSNormalization` have the second. The mean is over the last axis; the layer
     computes in float32 (float64 for float64 inputs).
 

@@ -16,13 +16,16 @@ class StatefulLayer(RecomputableLayer):
         return {}
 
     def own_state_spec(self, batch_size=None):
-        """The layer's part of a state, without `segment` and `position`, as `KerasTensor`s."""
+        """Returns the layer's part of a state, as `KerasTensor`s.
+
+        It has neither `segment` nor `position`.
+        """
         self._check_built()
         inside = self.streaming_sublayers()
         return {name: layer.own_state_spec(batch_size) for name, layer in inside.items()}
 
     def own_initial_state(self, batch_size, max_length=None):
-        """The layer's part of `get_initial_state`."""
+        """Returns the layer's part of `get_initial_state`."""
         return self._zeros(self.own_state_spec(), batch_size, max_length)
 
     def _zeros(self, spec, batch_size, max_length):
@@ -52,7 +55,7 @@ class StatefulLayer(RecomputableLayer):
         return all(layer.keeps_state for layer in self.streaming_sublayers().values())
 
     def state_spec(self, batch_size=None):
-        """The structure of the state, as `KerasTensor`s.
+        """Returns the structure of the state, as `KerasTensor`s.
 
         Sizes of None may differ between states: the batch if `batch_size` is None, and the capacity
         of a KV cache, which `max_length` of `get_initial_state` limits.
@@ -61,7 +64,7 @@ class StatefulLayer(RecomputableLayer):
         return in_order({**spec, **place_specs(batch_size, self.uses_position)})
 
     def get_initial_state(self, batch_size, max_length=None):
-        """The state before the first token, for `batch_size` sequences.
+        """Returns the state before the first token, for `batch_size` sequences.
 
         `max_length` is the maximum number of tokens of a sequence, for layers that cache all of
         them; it has no effect on a state of fixed size.
@@ -74,7 +77,7 @@ class StatefulLayer(RecomputableLayer):
         return in_order({**state, **initial_places(batch_size, self.uses_position)})
 
     def array_spec(self, batch_size, *shape):
-        """An array of the state, as a `KerasTensor` `[batch_size, *shape]`."""
+        """Returns the spec of an array of the state, a `KerasTensor` `[batch_size, *shape]`."""
         return keras.KerasTensor((batch_size, *shape), dtype=self.state_dtype)
 
     def no_bound(self):

@@ -23,14 +23,16 @@ class StreamingLayer(StatefulLayer):
     """Base class of layers that carry a state along a sequence.
 
     A sequence may be split at any token, including between packed documents and inside padding.
-    Each chunk continues from the state of the chunk before, with the results of the whole sequence.
+    Each chunk continues from the state of the previous chunk, and the results equal those of the
+    whole sequence.
 
-    A state is a dict of arrays, batch first. Each layer has its part: float32 arrays (float64 under
-    a float64 policy, for any compute dtype; only the keys and values of attention have the compute
-    dtype). The part of a layer with streaming sublayers has a dict for each, by name. The state of
-    the outermost layer also has `segment`, int32 `[B]`, the segment of the last real token, or -1
-    before any token, and, if a layer uses positions, `position`, int32 `[B]`, the position of the
-    next token of the document. Omitting the state is equivalent to passing `get_initial_state`.
+    A state is a dict of arrays, batch first. Each layer has its part of it. The arrays are float32
+    for any compute dtype (float64 under a float64 policy), except the keys and values of attention,
+    which have the compute dtype. The part of a layer with streaming sublayers has a dict for each,
+    by name. The state of the outermost layer also has `segment`, int32 `[B]`, the segment of the
+    last real token, or -1 before any token, and, if a layer uses positions, `position`, int32
+    `[B]`, the position of the next token of the document. Omitting the state is equivalent to
+    passing `get_initial_state`.
 
     The layer can replace a `keras.layers.GRU`, also inside `keras.layers.Bidirectional`, with the
     arguments of a GRU listed below; its output is as wide as its input. These arguments are for the
@@ -53,8 +55,8 @@ class StreamingLayer(StatefulLayer):
             `CGLRU`, it is the output of `initial_state`.
         zero_output_for_mask: boolean or None, the outputs at padding with `return_sequences=True`.
             None: arbitrary.
-            False: the last real output, as in a GRU, and before the first real token the output
-            that `return_sequences=False` has for a sequence without one. True: 0.
+            False: the last real output, as in a GRU; before the first real token, the output of
+            `return_sequences=False` for a sequence without real tokens. True: 0.
         go_backwards: boolean, whether to process the sequence from the last token to the first, and
             return outputs in that order. Mask and segments are reversed with the inputs, so a
             document starts at its last token; the returned mask is also reversed. `initial_state`
@@ -72,14 +74,14 @@ class StreamingLayer(StatefulLayer):
         segment_ids: integers `[B, T]`, at least 0, one number per document. Documents do not affect
             each other. None: the document of the previous call continues, or document 0 starts if
             there are no earlier tokens. Values at padding are arbitrary. Values are not checked.
-            -1 stands for "no token yet": at the start of a sequence without earlier tokens, tokens
+            -1 means "no token yet": at the start of a sequence without earlier tokens, tokens
             of segment -1 continue from the initial state instead of starting a document. If the
             last segment of a state is negative, a call without segments starts a document.
         initial_state: the state to continue from, or a list of only this state. None: the initial
             state.
         return_state: boolean. None: as in the constructor.
         tokens: only for a layer inside another one: the `keras_recurrent.layers.Tokens` that the
-            outermost layer computes from mask, segments and state, and that replace them.
+            outermost layer computes from mask, segments and state. They replace these arguments.
             `initial_state` and the returned state are then the layer's part.
         inputs_mask: filled in by Keras with the mask of `inputs` if other tensors are passed, too.
             `mask` has precedence.
@@ -89,7 +91,7 @@ class StreamingLayer(StatefulLayer):
         `return_state` a pair of it and the state after the last token.
 
     Raises:
-        TypeError: an argument that must be named is positional, such as the `units` of a GRU.
+        TypeError: a keyword-only argument is passed by position, such as the `units` of a GRU.
         ValueError: the inputs are not `[B, T, D]` or have no token; the mask or the segments have
             another shape than `[B, T]` or another dtype; the state has another structure or shape;
             an argument is not a boolean; an argument of a GRU is not supported; or a layer inside

@@ -15,8 +15,8 @@ class LoraBackbone:
         """Freezes all weights and adds trainable low-rank weights to some layers.
 
         LoRA, Hu et al. 2021 (arXiv:2106.09685): a layer's kernel W becomes W + A B, where A is
-        random and B is initialized with 0, so the outputs do not change. Afterwards only A and B
-        are trained, of these layers and of layers that have LoRA already, such as a
+        random and B is initialized with 0, so the outputs do not change. Afterwards only A and B of
+        these layers are trained, and those of layers that have LoRA already, such as a
         `token_embedding` after its `enable_lora`. Compile the model again.
 
         Args:

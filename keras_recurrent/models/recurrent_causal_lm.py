@@ -38,8 +38,8 @@ class RecurrentCausalLM(
     A family defines `backbone_cls` and `preprocessor_cls`, and registers its class with Keras.
 
     To copy a model, assign its weights to `type(model).from_config(model.get_config())`.
-    `keras.models.clone_model` copies only the graph, to a plain functional model, which cannot
-    generate and in which tied weights of embedding and logits become separate. Neither copy has
+    `keras.models.clone_model` copies only the graph, to a plain functional model: it cannot
+    generate, and the tied weights of embedding and logits become separate weights. Neither copy has
     LoRA weights.
 
     Args:

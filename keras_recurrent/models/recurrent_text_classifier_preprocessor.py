@@ -10,8 +10,8 @@ class RecurrentTextClassifierPreprocessor(keras_hub.models.TextClassifierPreproc
     """Converts strings to the inputs of the text classifiers, one sequence of tokens for each.
 
     A sequence is the start token, the text, the end token and padding. A text that is too long is
-    truncated before the end token, whose hidden state the classifiers use. A pair of texts is one
-    sequence, `<start> first <end> second <end>`; both are truncated if they are too long.
+    truncated, and the end token is kept: the classifiers use its hidden state. A pair of texts is
+    one sequence, `<start> first <end> second <end>`; both are truncated if they are too long.
 
     Args:
         tokenizer: the tokenizer of the family, a `ByteTokenizer`, or any KerasHub tokenizer with

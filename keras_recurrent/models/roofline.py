@@ -32,10 +32,11 @@ def decoding_time(model, batch_size, length, *, bytes_per_second, flops_per_seco
     ```
 
     De et al. 2024 (arXiv:2402.19427, section 4.2 and appendix F): a step reads each weight and the
-    cache of each sequence once. Each weight takes one multiplication and one addition per sequence,
-    a cached key or value as many per query head that shares it, and a number of a recurrent state
-    as many once. Writes to memory, norms and activations are not counted, nor is an embedding table
-    not shared with the logits, of which a step reads one row per sequence.
+    cache of each sequence once. Each weight takes one multiplication and one addition per sequence;
+    each number of a recurrent state takes one of each, and each number of a cached key or value one
+    of each per query head that shares it. Writes to memory, norms and activations are not counted.
+    An embedding table that is not shared with the logits is not counted either: a step reads one
+    row of it per sequence.
 
     Args:
         model: a language model or a backbone, or the name of a preset, as in `memory_sizes`.

@@ -30,7 +30,8 @@ def complex_linear_scan(
     ```
 
     The recurrence of the complex-gated unit of De et al. 2024 (arXiv:2402.19427, appendix B). A
-    complex vector of D numbers is a real one of 2D: the real parts, then the imaginary ones.
+    complex vector of D numbers is stored as 2D real numbers: the real parts, then the imaginary
+    parts.
 
     A NaN or an infinity propagates as in `keras_recurrent.ops.linear_scan`.
 

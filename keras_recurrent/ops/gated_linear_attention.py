@@ -24,7 +24,7 @@ def gated_linear_attention(
     reverse=False,
     implementation=None,
 ):
-    """Computes linear attention with a matrix per head as memory, which decays per channel.
+    """Computes linear attention whose memory, a matrix per head, decays per key channel.
 
     ```
     S_t = diag(exp(log_f_t)) S_{t-1} + k_t v_t^T
@@ -34,7 +34,8 @@ def gated_linear_attention(
     The recurrence of HGRN2 (Qin et al. 2024, arXiv:2404.07904, section 3), whose keys are 1 - f,
     and of gated linear attention (Yang et al. 2023, arXiv:2312.06635). Queries are not scaled.
     Tokens are processed in chunks, by matrix products; the gradient recomputes everything except
-    the arguments. All decays from exactly 0 to exactly 1, and all their products, are safe.
+    the arguments. Decays may have any value from 0 to 1, inclusive; their products neither overflow
+    nor become NaN.
 
     A NaN or an infinity in a token's query reaches only the output of that token. In its key, value
     or decay it reaches, within its sequence and head, the outputs of all later tokens, including

@@ -24,7 +24,7 @@ def lightning_attention(
     reverse=False,
     implementation=None,
 ):
-    """Computes linear attention with a matrix per head as memory, which decays at a constant rate.
+    """Computes linear attention whose memory, a matrix per head, decays at a constant rate.
 
     ```
     S_t = exp(log_decay) S_{t-1} + k_t v_t^T

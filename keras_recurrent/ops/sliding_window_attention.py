@@ -78,8 +78,8 @@ def sliding_window_attention(
     between 1 and H is grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245). Queries are
     not scaled.
 
-    t and s count the real tokens of a document: tokens do not attend to padding and other
-    documents, which do not occupy the window. Time grows with T times the window, memory with T.
+    t and s count the real tokens of a document: tokens do not attend to padding or to other
+    documents, and neither occupies the window. Time grows with T times the window, memory with T.
 
     A NaN or an infinity in a query reaches only the output of its token, and in a key only those of
     the tokens that attend to it. In a value it may reach all outputs of its sequence and of the
@@ -100,8 +100,8 @@ def sliding_window_attention(
         max_length: integer, the capacity of the returned state, in tokens of a document. With a
             window, the capacity is at most `sliding_window - 1`, which is the default. If
             `sliding_window`, `max_length` and `initial_state` are all None, the returned state is
-            an empty dict, from which a call cannot continue. The state of a document that exceeds
-            the capacity has the last tokens.
+            an empty dict, from which a call cannot continue. If a document exceeds the capacity,
+            the state keeps its last tokens.
         initial_state: a state `{"key": [B, C, G, K], "value": [B, C, G, V], "position": [B]}`.
             `position` is that of the next token and determines the filled slots. (The state of a
             layer has it only once, at the top level, next to `segment`.) The returned state has the

@@ -120,13 +120,13 @@ class ByteTokenizer(keras_hub.tokenizers.ByteTokenizer):
         return tf.squeeze(texts, 0) if single else texts
 
     def save_assets(self, dir_path):
-        """Nothing to save: the vocabulary is fixed."""
+        """Does nothing: the vocabulary is fixed."""
 
     def load_assets(self, dir_path):
-        """Nothing to load: the vocabulary is fixed."""
+        """Does nothing: the vocabulary is fixed."""
 
     def load_preset_assets(self, preset):
-        """Nothing to load: the vocabulary is fixed."""
+        """Does nothing: the vocabulary is fixed."""
 
     def get_config(self):
         config = super().get_config()

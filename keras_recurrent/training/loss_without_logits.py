@@ -34,8 +34,8 @@ class LossReport(NamedTuple):
 def which_loss(model):
     """Reports whether `fit` and `evaluate` compute the loss without logits, or why they do not.
 
-    From hidden states, by `keras_recurrent.ops.linear_crossentropy`, a step needs two tensors of
-    the size of the logits less, with equal results.
+    Without logits, `keras_recurrent.ops.linear_crossentropy` computes the loss from hidden states.
+    The results are equal, and a step needs less memory, by two tensors of the size of the logits.
 
     Args:
         model: a language model of this package.

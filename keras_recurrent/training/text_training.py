@@ -64,9 +64,9 @@ class TextTraining:
 
         All ids and segments of tokens in NumPy arrays are checked before training. Tokens in other
         sources are not: inside a step, negative ids count from the end of the vocabulary. Ids
-        beyond it raise an error on torch, and on TensorFlow on a CPU without XLA; elsewhere the
-        result is NaN, zeros or another token. `keras_recurrent.layers.StreamingLayer` describes
-        negative segments. At padding, any id and segment is allowed.
+        beyond it raise an error on torch, and on TensorFlow on a CPU without XLA; otherwise the
+        result is NaN, zeros or that of another token. `keras_recurrent.layers.StreamingLayer`
+        describes negative segments. At padding, any id and segment is allowed.
 
         Raises:
             ValueError: `x` is not strings, tokens or a source of them, or is empty; strings without

@@ -18,8 +18,8 @@ class TokenCrossentropy(keras.losses.Loss):
 
     Equals `keras.losses.SparseCategoricalCrossentropy(from_logits=True)`, computed by the operation
     `keras_recurrent.ops.token_crossentropy`. Keras would first copy the logits to float32, and on
-    some backends twice more: gigabytes for long sequences and large vocabularies. It is the default
-    `loss` in `compile` of the language models.
+    some backends twice more, which takes gigabytes for long sequences and large vocabularies. It is
+    the default `loss` in `compile` of the language models.
 
     Args:
         reduction, name: as in `keras.losses.Loss`.

@@ -9,7 +9,7 @@ from keras_recurrent.dispatch import BACKEND
 
 
 def exclude_from_weight_decay(optimizer, model, *, norms_and_biases=False):
-    """Excludes weights that set decays, angles and lower bounds, in addition to earlier exclusions.
+    """Excludes decays, angles and lower bounds from weight decay, adding to earlier exclusions.
 
     Weight decay pulls these weights towards 0, which makes a layer forget sooner. They are Λ of
     `RGLRU` and `CGLRU`, θ of `CGLRU` and `LRPE`, the logits of `LowerBounds`, and weights that a

@@ -225,13 +225,13 @@ class GriffinBackbone(RecurrentBackbone):
     ):
         """Returns the layout of weights and states for `keras.distribution.ModelParallel`.
 
-        Along the model axis, `lru_width`, with the blocks of its gates, the MLP's
-        `intermediate_dim` and query heads are split, and key and value heads if the axis divides
-        their number; a single shared head is replicated. Channels inside a recurrent block are
+        The model axis splits `lru_width`, with the blocks of its gates, the MLP's
+        `intermediate_dim` and the query heads. It splits key and value heads if it divides their
+        number; a single shared head is replicated. Channels inside a recurrent block are
         independent, so a block communicates only at the residual stream. (The real and imaginary
-        parts of `recurrence="cg_lru"` are on different devices and are exchanged.) Along the data
-        axis, the other dimension of weights is split and gathered for use, and activations are
-        split by sequences (FSDP, or ZeRO-3): a mesh of (8, 1) is FSDP, a mesh of (1, 8) is tensor
+        parts of `recurrence="cg_lru"` are on different devices and are exchanged.) The data axis
+        splits the batch, and the other dimension of weights, which are gathered for use (FSDP, or
+        ZeRO-3). A mesh of (8, 1) is FSDP, a mesh of (1, 8) is tensor
         parallelism, and others combine both. States and caches are split by sequences and heads or
         channels. Small weights, such as norms, are replicated.
 

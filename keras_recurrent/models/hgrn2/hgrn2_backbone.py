@@ -16,8 +16,8 @@ class HGRN2Backbone(RecurrentBackbone):
     """Network of HGRN2, from tokens to hidden states.
 
     Residual blocks (see `HGRN2ResidualBlock`) between an embedding and a final RMSNorm, with one
-    table of lower bounds for the forget gates of all blocks. The bounds, and with them the shortest
-    memory, increase from block to block. Qin et al. 2024, arXiv:2404.07904.
+    table of lower bounds for the forget gates of all blocks. The bounds increase from block to
+    block, which lengthens the shortest memory. Qin et al. 2024, arXiv:2404.07904.
 
     Args:
         vocabulary_size: integer, the number of tokens.
@@ -149,12 +149,12 @@ class HGRN2Backbone(RecurrentBackbone):
     ):
         """Returns the layout of weights and states for `keras.distribution.ModelParallel`.
 
-        Along the model axis, heads, which are independent up to the norm before the output, and the
-        SwiGLU's `intermediate_dim` are split. Along the data axis, the other dimension of weights
-        is split and gathered for use, and activations are split by sequences (FSDP, or ZeRO-3): a
-        mesh of (8, 1) is FSDP, a mesh of (1, 8) is tensor parallelism, and others combine both.
-        States and caches are split by sequences and heads or channels. Small weights, such as norms
-        and lower bounds, are replicated.
+        The model axis splits heads, which are independent up to the norm before the output, and the
+        SwiGLU's `intermediate_dim`. The data axis splits the batch, and the other dimension of
+        weights, which are gathered for use (FSDP, or ZeRO-3). A mesh of (8, 1) is
+        FSDP, a mesh of (1, 8) is tensor parallelism, and others combine both. States and caches are
+        split by sequences and heads or channels. Small weights, such as norms and lower bounds, are
+        replicated.
 
         A third axis, named "sequence", is for sequences that do not fit on one device (sequence
         parallelism). It splits each sequence, whose length it must divide; see

@@ -12,7 +12,7 @@ from keras_recurrent.tokenizers.byte_tokenizer import ByteTokenizer
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class HGRN2Tokenizer(ByteTokenizer):
-    """`ByteTokenizer` under the class that KerasHub finds for an HGRN2 preset.
+    """Byte tokenizer of HGRN2 presets.
 
     KerasHub finds tokenizers by their backbone, so each family of models has a separate class. Code
     may also pass a `ByteTokenizer`. Checkpoints have another tokenizer, see

@@ -9,7 +9,7 @@ from keras_recurrent.tokenizers.byte_tokenizer import ByteTokenizer
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class TransNormerTokenizer(ByteTokenizer):
-    """`ByteTokenizer` under the class that KerasHub finds for a TransNormerLLM preset.
+    """Byte tokenizer of TransNormerLLM presets.
 
     KerasHub finds tokenizers by their backbone, so each family of models has a separate class. Code
     may also pass a `ByteTokenizer`. Checkpoints have another tokenizer, see

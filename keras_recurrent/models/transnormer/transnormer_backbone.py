@@ -142,11 +142,11 @@ class TransNormerBackbone(RecurrentBackbone):
     ):
         """Returns the layout of weights and states for `keras.distribution.ModelParallel`.
 
-        Along the model axis, heads, which are independent up to the norm before the output, and the
-        SGLU's `intermediate_dim` are split. Along the data axis, the other dimension of weights is
-        split and gathered for use, and activations are split by sequences (FSDP, or ZeRO-3): a mesh
-        of (8, 1) is FSDP, a mesh of (1, 8) is tensor parallelism, and others combine both. States
-        and caches are split by sequences and heads or channels.
+        The model axis splits heads, which are independent up to the norm before the output, and the
+        SGLU's `intermediate_dim`. The data axis splits the batch, and the other dimension of
+        weights, which are gathered for use (FSDP, or ZeRO-3). A mesh of (8, 1) is FSDP, a mesh of
+        (1, 8) is tensor parallelism, and others combine both. States and caches are split by
+        sequences and heads or channels.
 
         A third axis, named "sequence", is for sequences that do not fit on one device (sequence
         parallelism). It splits each sequence, whose length it must divide; see

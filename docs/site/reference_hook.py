@@ -1,0 +1,21 @@
+"""Site hook for docs/api/: uncomments the directives, so that they expand to the docstrings."""
+
+import re
+
+DIRECTIVES = re.compile(r"^<!--\n(:::.*?)\n-->\n(.*?<!-- end -->\n)", re.DOTALL | re.MULTILINE)
+SOURCE_LINK = re.compile(r'<a id="([\w.]+)"></a>(\[[^\]]*\])\([^)]*\)')
+METHOD = re.compile(r"^    - `\..*\n", re.MULTILINE)
+
+
+def on_page_markdown(markdown, page, config, files):
+    if not page.file.src_uri.startswith("api/"):
+        return markdown
+    return DIRECTIVES.sub(expand, markdown)
+
+
+def expand(match):
+    """The list, which links to the docstrings after it, and without methods: they list them."""
+    directives, names = match.groups()
+    names = names.replace("\\\n", "  \n")  # Python-Markdown's form of a line break
+    names = SOURCE_LINK.sub(r"\2(#\1)", METHOD.sub("", names))
+    return f"{names}\n{directives}\n"
