@@ -1,4 +1,4 @@
-"""Figures in the tables of README, the overview and the result pages are in the raw result files."""
+"""Figures in the tables of README, the overview and the results are in the raw result files."""
 
 import csv
 import functools
@@ -13,9 +13,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
 PAGES = sorted(RESULTS.glob("*.md"))
 SUMMARY = ["work", "hardware", "this package", "baseline", "factor", "date"]
-COLUMNS = (
-    "work,shape,dtype,implementation,metric,value,low,high,unit,hardware,date,run,versions"
-).split(",")
+COLUMNS = ["work", "shape", "dtype", "implementation", "metric", "value", "low", "high"]
+COLUMNS += ["unit", "hardware", "date", "run", "versions"]
 # A number that is no part of a name or shape, such as H200, 1.3B, float32 or 8×2048.
 NUMBER = re.compile(r"(?<![\w.,×-])\d[\d,]*(?:\.\d+)?(?:e-\d+)?(?![\w×]|[.,-]\w)")
 
@@ -87,10 +86,12 @@ def test_summary_figures_are_in_the_raw_file_of_the_page(page):
     """A result page starts with a conclusion and its summary; a mistyped figure is found."""
     text = page.read_text()
     title, conclusion, summary = text.split("\n\n")[:3]
-    assert title.startswith("# ") and "\n" not in title
+    assert title.startswith("# ")
+    assert "\n" not in title
     assert len(conclusion.splitlines()) <= 5
     (first, *lines), *_ = tables(summary)
-    assert first == SUMMARY and lines
+    assert first == SUMMARY
+    assert lines
     assert f"(raw/{page.stem}.csv)" in text
     assert list(missing(text, raw(page.stem), SUMMARY)) == []
 
