@@ -15,7 +15,7 @@ PAGES = sorted(RESULTS.glob("*.md"))
 SUMMARY = ["work", "hardware", "this package", "baseline", "factor", "date"]
 COLUMNS = ["work", "shape", "dtype", "implementation", "metric", "value", "low", "high"]
 COLUMNS += ["unit", "hardware", "date", "run", "versions"]
-# A number that is no part of a name or shape, such as H200, 1.3B, float32 or 8×2048.
+# A number outside of names and shapes such as H200, 1.3B, float32 and 8×2048.
 NUMBER = re.compile(r"(?<![\w.,×-])\d[\d,]*(?:\.\d+)?(?:e-\d+)?(?![\w×]|[.,-]\w)")
 
 
