@@ -1,7 +1,9 @@
-"""`python benchmarks/cached_generation.py > benchmarks/results/cached_generation.md`.
+"""Checks cached generation in KerasHub and in this package.
 
-The three checks of `keras_recurrent.testing` on tiny models of every family for text in KerasHub,
-and of ours; each backend in a process of its own. On torch about two minutes, on JAX twenty.
+    python benchmarks/cached_generation.py
+
+Runs the three checks of `keras_recurrent.testing` on tiny models of each text family, each backend
+in a separate process, and prints Markdown. It takes two minutes on torch and 20 on JAX.
 """
 
 import argparse
@@ -17,7 +19,7 @@ from benchmarks.cpu import ROOT, machine, table, version
 
 BACKENDS = ("torch", "jax")
 HEADER = ["model", "cached equals plain", "padding changes nothing", "cuts change nothing"]
-# Read in KerasHub 0.32.0, and tried: with what is named here changed, all checks pass.
+# Found in KerasHub 0.32.0 and verified: with the named code changed, all checks pass.
 CAUSES = {
     "GPT-NeoX": "a defect: `GPTNeoXAttention.call` rotates the query of a step as if it stood at "
     "position 0; `rotary_embedding_layer(query_rot)` lacks `start_index=cache_update_index` "
@@ -38,7 +40,7 @@ CAUSES = {
 
 
 def run(backend, names):
-    """The lines of `cached_generation_checks`, by the model's name."""
+    """Returns the lines of `cached_generation_checks` by model name."""
     print(f"{backend} ...", file=sys.stderr, flush=True)
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.cached_generation_checks", *names],
@@ -84,7 +86,7 @@ def causes_table(results):
 
 
 def agreement(results):
-    """Where backends differ in which checks fail, or in their plain logits."""
+    """Compares backends: failed checks and plain logits."""
     first, *others = results.values()
     words = []
     for backend, lines in zip(list(results)[1:], others, strict=True):

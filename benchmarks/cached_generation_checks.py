@@ -1,6 +1,8 @@
-"""`python -m benchmarks.cached_generation_checks`: one backend of `cached_generation.py`.
+"""Checks cached generation on one backend, for `cached_generation.py`.
 
-Prints a line of JSON for each family; names behind the command choose some of them.
+    python -m benchmarks.cached_generation_checks
+
+Prints a line of JSON for each family; names of families as arguments choose some of them.
 """
 
 import inspect
@@ -17,8 +19,8 @@ from keras import ops
 from keras_recurrent import evaluation, models, testing
 
 VOCABULARY = 61
-LENGTHS = (11, 7, 2)  # of the prompts
-NEW_TOKENS = 8  # behind the longest of them
+LENGTHS = (11, 7, 2)  # prompts
+NEW_TOKENS = 8  # after the longest prompt
 WINDOW = 4
 CHECKS = (
     testing.assert_cached_equals_plain,
@@ -31,7 +33,7 @@ class Family(NamedTuple):
     name: str
     cls: str  # the model is `<cls>CausalLM`
     sizes: dict[str, Any]
-    window: str | None = None  # the argument that has the width of a sliding window
+    window: str | None = None  # name of the argument for the sliding window
 
 
 SIZES = {
@@ -69,7 +71,7 @@ SU = {
     "rope_scaling_long_factor": [2.0, 4.0],
     "max_sequence_length": 64,
 }
-# Where a family has options that change how it caches, they are on.
+# Options that change caching are on.
 FAMILIES = [
     Family("GPT-2", "GPT2", {**HEADS, "max_sequence_length": 64}),
     Family("GPT-NeoX", "GPTNeoX", {**HEADS, "rotary_percentage": 0.5}),
@@ -100,7 +102,7 @@ FAMILIES = [
     Family(
         "Gemma 3",
         "Gemma3",
-        # Every sixth layer sees all tokens.
+        # Every sixth layer has global attention.
         {**GEMMA_2, "num_layers": 6, "image_size": 16, "global_rope_scaling_factor": 8.0},
         "sliding_window_size",
     ),
@@ -229,7 +231,7 @@ FAMILIES = [
     Family("HGRN2 (ours)", "HGRN2", {**SIZES, "expand_ratio": 4}),
     Family("TransNormer (ours)", "TransNormer", {**HEADS, "head_dim": 4}),
 ]
-# Language models that do not write from `token_ids` and `padding_mask`.
+# Language models whose inputs are not `token_ids` and `padding_mask` alone.
 LEFT_OUT = {
     "RWKV7CausalLM": "its `generate_step` takes a prompt padded at the left, without its last "
     "token, and `predict_token_ids`, which begin with that",
@@ -241,7 +243,7 @@ LEFT_OUT = {
 
 
 def hub_models():
-    """Every causal language model of KerasHub but those with an encoder, by its class."""
+    """Returns the classes of KerasHub's causal language models without an encoder."""
     hub = keras_hub.models
     found = {cls for _, cls in inspect.getmembers(hub, inspect.isclass)}
     return {
@@ -255,8 +257,8 @@ def classes(family):
 
 
 def build(family, window=WINDOW):
-    """A model with weights from NumPy: the same on every backend, and for every window."""
-    keras.utils.clear_session()  # the names of weights begin anew
+    """Builds a model with weights from NumPy, which depend on neither backend nor window."""
+    keras.utils.clear_session()  # resets the names of weights
     backbone_cls, causal_lm = classes(family)
     sizes = {**family.sizes, family.window: window} if family.window else family.sizes
     backbone = backbone_cls(**sizes)
@@ -264,12 +266,13 @@ def build(family, window=WINDOW):
     for weight in sorted(backbone.trainable_weights, key=lambda weight: weight.path):
         noise = rng.normal(size=weight.shape)
         if weight.path.endswith("embeddings"):
-            weight.assign(0.2 * noise)  # small beside what layers add, so that tokens vary
+            # Small compared with the layers' outputs, so that tokens vary.
+            weight.assign(0.2 * noise)
         elif len(weight.shape) > 1:
             weight.assign(noise / np.sqrt(weight.shape[-2]))
         else:
             start = ops.convert_to_numpy(weight)
-            # A random start, of decays or of attention's sinks, is another on each backend.
+            # Random initial values, of decays or attention sinks, depend on the backend.
             weight.assign(start + 0.3 * noise if np.ptp(start) == 0 else 2.0 + noise)
     return causal_lm(backbone=backbone, preprocessor=None)
 
@@ -280,7 +283,7 @@ def prompts():
 
 
 class Recorder(keras_hub.samplers.GreedySampler):
-    """The best token of each step, and the logits of all steps."""
+    """Greedy sampler that records the logits of all steps."""
 
     def __call__(self, next, prompt, cache=None, index=0, mask=None, **kwargs):
         self.logits = {}
@@ -295,7 +298,7 @@ class Recorder(keras_hub.samplers.GreedySampler):
 
 
 def cached_logits(model, rows):
-    """How far logits with a cache are from those without one, of their range, and wrong tokens."""
+    """Returns the largest difference of cached logits, relative to range, and wrong tokens."""
     checked = testing._Checker(model, rows, NEW_TOKENS, None)
     before, model.sampler = model.sampler, Recorder()
     inputs = checked._inputs(rows, max(LENGTHS) + NEW_TOKENS)
@@ -339,18 +342,18 @@ def forgetful(model):
 
 
 def outcome(check, model, rows):
-    """`None` where a model is right, and what is wrong otherwise."""
+    """Returns None if a model passes a check, else the failure."""
     try:
         check(model, rows, NEW_TOKENS)
     except AssertionError as error:
         return brief(str(error))
-    except Exception as error:  # whatever a model raises is a result
+    except Exception as error:  # an error is a result
         return f"{type(error).__name__} on {keras.backend.backend()}"
     return None
 
 
 def brief(words):
-    """What an `AssertionError` of a check says, in a few words."""
+    """Shortens the message of a failed check."""
     found = re.search(r"Token (\d+) of row (\d+)(.*) is .* (lower|prefers it) by ([^,]*),", words)
     if found is None:
         return words.partition(":")[0]
@@ -369,7 +372,7 @@ def measure(family):
     results["new"] = sum(max(LENGTHS) + NEW_TOKENS - length for length in LENGTHS)
     results["checks"] = [outcome(check, model, rows) for check in CHECKS]
     results["cached"], results["wrong"] = cached_logits(model, rows)
-    if keras.backend.backend() == "torch":  # where nothing is compiled
+    if keras.backend.backend() == "torch":  # eager
         results["blind"] = outcome(CHECKS[0], forgetful(build(family)), rows) is None
     if family.window:
         wide = testing._Checker(build(family, 64), rows, NEW_TOKENS, None).logits(rows[:1])[0]

@@ -1,10 +1,10 @@
-"""Counts the Python calls of this package's own functions in one call of a layer, eager on torch.
+"""Counts Python calls of this package's functions in one eager layer call on torch.
 
-    KERAS_BACKEND=torch python benchmarks/calls.py             # --functions lists what is called
+    KERAS_BACKEND=torch python benchmarks/calls.py             # --functions lists the functions
 
-Each layer is called three times and the third call is counted, by `sys.setprofile`. Python 3.12
+Each layer is called three times, and `sys.setprofile` counts the third call. Python 3.12
 and later make no calls for list comprehensions, so counts are lower there. The last line counts the
-package's own frames on the stack from `generate` to the first kernel of the prompt.
+package's frames on the stack from `generate` to the first kernel of the prompt.
 """
 
 import argparse
@@ -27,7 +27,7 @@ BATCH, LENGTH, WIDTH = 2, 10, 8
 
 
 def count_calls(function):
-    """`{(file, function): calls}` of the third call of `function`."""
+    """Returns `{(file, function): calls}` of the third call of `function`."""
     calls: collections.Counter = collections.Counter()
 
     def count(frame, event, _):
@@ -43,19 +43,19 @@ def count_calls(function):
         sys.setprofile(None)
     found: collections.Counter = collections.Counter()
     for code, number in calls.items():
-        if (file := own_file(code.co_filename)) is not None:
+        if (file := package_file(code.co_filename)) is not None:
             found[file, code.co_name] += number
     return found
 
 
-def own_file(name):
-    """The resolved path of a file of this package; None for another file."""
+def package_file(name):
+    """Resolves the path of a file of this package; returns None for other files."""
     file = str(pathlib.Path(name).resolve())
     return file if file.startswith(FOLDERS) else None
 
 
 def frames_to_first_kernel():
-    """`[(file, function)]` on the stack in the first RG-LRU kernel of `generate`, itself last."""
+    """Returns `[(file, function)]` on the stack in the first RG-LRU kernel of `generate`."""
     model = keras_recurrent.models.GriffinCausalLM.from_preset("hawk_tiny", num_layers=1)
     model.compile(sampler="greedy")
     kernels, found = dispatch.IMPLEMENTATIONS["rg_lru"][dispatch.BACKEND], []
@@ -63,7 +63,9 @@ def frames_to_first_kernel():
 
     def record(**arguments):
         if not found:
-            stack = [(own_file(frame.filename), frame.name) for frame in traceback.extract_stack()]
+            stack = [
+                (package_file(frame.filename), frame.name) for frame in traceback.extract_stack()
+            ]
             found.extend((file, name) for file, name in stack[:-1] if file is not None)
             found.append((kernels.__file__, "rg_lru"))
         return kernel(**arguments)
@@ -77,7 +79,7 @@ def frames_to_first_kernel():
 
 
 def cases():
-    """`{name: function without arguments}`."""
+    """Returns `{name: function without arguments}`."""
     x = np.random.default_rng(0).normal(size=(BATCH, LENGTH, WIDTH)).astype("float32")
     x, mask = keras.ops.convert_to_tensor(x), keras.ops.ones((BATCH, LENGTH), "bool")
     found = {}

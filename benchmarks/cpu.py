@@ -1,7 +1,10 @@
-"""One command, two tables: `python benchmarks/cpu.py > benchmarks/results/cpu.md`.
+"""Measures layers on a CPU.
 
-A training step of RecurrentBlock beside GRU and LSTM, and linear_scan as the sequence grows; every
-backend in a process of its own. Let the machine rest meanwhile. It takes about ten minutes.
+    python benchmarks/cpu.py
+
+Compares a training step of RecurrentBlock with GRU and LSTM, and times `linear_scan` by sequence
+length; runs each backend in a separate process and prints Markdown. It takes ten minutes on an
+otherwise idle machine.
 """
 
 import argparse
@@ -16,7 +19,8 @@ import sys
 
 ROOT = pathlib.Path(__file__).parents[1]
 BACKENDS = ("jax", "tensorflow", "torch")
-TARGETS = {"jax": (1.7, 3), "tensorflow": (2, 10), "torch": (5, 30)}  # times the GRU, by shape
+# Minimum speedup over GRU, by shape.
+TARGETS = {"jax": (1.7, 3), "tensorflow": (2, 10), "torch": (5, 30)}
 
 
 def run(module, backend):

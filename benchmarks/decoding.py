@@ -1,15 +1,17 @@
-"""Writing by Hawk, Griffin and MQA: `KERAS_BACKEND=torch python -m benchmarks.decoding`.
+"""Measures decoding of Hawk, Griffin and MQA in large batches.
+
+    KERAS_BACKEND=torch python -m benchmarks.decoding
 
 Figures 1b and 4 of De et al. 2024 (arXiv:2402.19427), with `generate`, random weights and greedy
-tokens. Throughput: rows of 512 to 4,096 tokens from an empty prompt, which is a start token here,
-the batch doubled until memory ends, or until a call would take longer than `--seconds`. Latency:
-the time of a token in 16 rows, from an empty prompt and after one of 4,096 tokens. Beside each
-stands the least that its bytes and operations can take (the paper's appendix F, here
-`keras_recurrent.models.decoding_time`), by what this device copies and multiplies.
+decoding. Throughput: sequences of 512 to 4,096 tokens from an empty prompt, here a start token; the
+batch is doubled until memory is exhausted or a call would take longer than `--seconds`. Latency:
+the time per token at batch size 16, from an empty prompt and after a prompt of 4,096 tokens. The
+roofline of each is the least time that its bytes and operations can take (the paper's appendix F,
+`keras_recurrent.models.decoding_time`) at the measured rates of this device.
 
-Attention to all tokens gets the room that `generate` makes: 64, 256, 1,024 tokens and then powers
-of two, so 1,024 for rows of 512. With `--memory`, the batch is the largest power of two whose
-weights and caches are no more than that, also on a CPU, where nothing else may end a program.
+The KV cache of global attention has the capacity that `generate` allocates: 64, 256, 1,024 tokens
+and then powers of two, so 1,024 for sequences of 512. With `--memory`, the batch is the largest
+power of two whose weights and caches fit; on a CPU, this argument is required.
 """
 
 import argparse
@@ -30,11 +32,11 @@ from keras_recurrent.generation.lengths import bucket
 from keras_recurrent.models import GriffinCausalLM, decoding_time, memory_sizes
 
 KINDS = {"hawk": "Hawk", "griffin": "Griffin", "mqa": "MQA"}
-PLACES = 4  # of a row, of which the roofline is the mean: caches grow linearly
+PLACES = 4  # positions in a sequence; the roofline is their mean, as caches grow linearly
 
 
 def build(kind, size, dtype=None, **sizes):
-    """A language model with random weights; `sizes` stand in place of the preset's."""
+    """Builds a language model with random weights; `sizes` override those of the preset."""
     model = GriffinCausalLM.from_preset(
         f"{kind}_{size}", load_weights=False, preprocessor=None, dtype=dtype, **sizes
     )
@@ -46,7 +48,7 @@ def build(kind, size, dtype=None, **sizes):
 
 
 def seconds_of_call(model, batch, given, length, clock=time.perf_counter):
-    """Of `generate`, for rows that begin with `given` tokens and end with `length`."""
+    """Times `generate` for sequences with `given` of `length` tokens."""
     vocabulary = model.backbone.vocabulary_size
     token_ids = np.random.default_rng(0).integers(1, vocabulary, (batch, length))
     mask = np.broadcast_to(np.arange(length) < given, token_ids.shape)
@@ -58,7 +60,7 @@ def seconds_of_call(model, batch, given, length, clock=time.perf_counter):
 
 
 def warm_up(model, batch, tokens, prompt=0):
-    """Compiles what `seconds_a_token` runs, with as few tokens as have the same room."""
+    """Compiles the programs of `seconds_a_token`, with the fewest tokens of the same capacity."""
     given, length = max(prompt, 1), prompt + tokens
     shortest = length
     while shortest > given + 1 and bucket(shortest - 1) == bucket(length):
@@ -69,9 +71,9 @@ def warm_up(model, batch, tokens, prompt=0):
 
 
 def seconds_a_token(model, batch, tokens, prompt=0, clock=time.perf_counter):
-    """The time of a step in which each row gets a token.
+    """Returns the time per decoding step of the batch.
 
-    Behind a prompt, what reading it and writing one token take is subtracted.
+    After a prompt, the time of prefill and one token is subtracted.
     """
     given = max(prompt, 1)
     seconds = seconds_of_call(model, batch, given, prompt + tokens, clock)
@@ -80,11 +82,11 @@ def seconds_a_token(model, batch, tokens, prompt=0, clock=time.perf_counter):
     return seconds / (tokens - 1)
 
 
-# --- How many rows ---
+# --- Batch size ---
 
 
 def largest_batch(model, tokens, memory):
-    """The largest power of two whose weights and caches are no more than `memory` bytes."""
+    """Returns the largest power of two whose weights and caches fit into `memory` bytes."""
     sizes = memory_sizes(model, 1, bucket(tokens))
     fit = int((memory - sizes.parameters) // sizes.cache)
     if fit < 1:
@@ -97,10 +99,10 @@ def largest_batch(model, tokens, memory):
 
 
 def doubled(model, tokens, first, longest):
-    """`([(batch, seconds a token), ...], what ended it)`: "memory", or "time".
+    """Returns `([(batch, seconds per token), ...], reason to stop)`: "memory" or "time".
 
-    The latter where a call of twice the batch may take longer than `longest` seconds; the former
-    where weights and caches of twice the batch are more than the device has, or as it says itself.
+    "time": a call with twice the batch may take longer than `longest` seconds. "memory": weights
+    and caches of twice the batch exceed the device's memory, or the framework raised an error.
     """
     memory = device_memory()
 
@@ -126,7 +128,7 @@ def doubled(model, tokens, first, longest):
 
 
 def device_memory():
-    """The bytes of the GPU's memory; None: there is none, or it does not say."""
+    """Returns the bytes of the GPU's memory, or None if unknown."""
     if "CPU" in machine():
         return None
     if keras.config.backend() == "torch":
@@ -141,7 +143,7 @@ def device_memory():
 
 
 def is_out_of_memory(error):
-    """Whether that is what a framework says: each has an exception of its own."""
+    """Returns True for the out-of-memory errors of all frameworks."""
     said = f"{type(error).__name__}: {error}"
     return any(word in said for word in ("OutOfMemory", "out of memory", "RESOURCE_EXHAUSTED"))
 
@@ -150,7 +152,7 @@ def is_out_of_memory(error):
 
 
 def device_rates(dtype="float32"):
-    """Bytes a second of a copy, and operations a second of a large product, on this device."""
+    """Measures the bytes per second of a copy and the FLOP/s of a large product."""
     on_gpu = "CPU" not in machine()
     n = 8192 if on_gpu else 1024
     x = ops.cast(keras.random.normal((n, n)), dtype)
@@ -171,7 +173,7 @@ def device_rates(dtype="float32"):
 
 
 def least_seconds_a_token(model, batch, tokens, prompt=0, **rates):
-    """The mean of `decoding_time` along the row."""
+    """Returns the mean of `decoding_time` along the sequence."""
     places = prompt + tokens * (np.arange(PLACES) + 0.5) / PLACES
     times = (decoding_time(model, batch, max(1, int(place)), **rates) for place in places)
     return statistics.mean(found.total for found in times)
@@ -181,7 +183,7 @@ def least_seconds_a_token(model, batch, tokens, prompt=0, **rates):
 
 
 def throughput(model, tokens, arguments, rates):
-    """A line: the batch that writes most tokens a second, the largest, and the roofline."""
+    """Returns a table line: the batch with the highest tokens/s, the largest one, the roofline."""
     if arguments.memory:
         batch = largest_batch(model, tokens, arguments.memory * 2**30)
         warm_up(model, batch, tokens)
@@ -201,7 +203,7 @@ def throughput(model, tokens, arguments, rates):
 
 
 def latency(model, prompt, tokens, arguments, rates):
-    """A line: milliseconds a token, the median, and the roofline."""
+    """Returns a table line: median milliseconds per token, and the roofline."""
     batch = arguments.latency_rows
     warm_up(model, batch, tokens, prompt)
     times = [seconds_a_token(model, batch, tokens, prompt) for _ in range(arguments.repeats)]
@@ -216,7 +218,7 @@ def latency(model, prompt, tokens, arguments, rates):
 
 
 def measured(model, arguments, rates):
-    """The lines of both tables for a model, each with the name of its table."""
+    """Yields the lines of both tables for a model, each with the name of its table."""
     for tokens in arguments.tokens:
         yield "throughput", throughput(model, tokens, arguments, rates)
     for prompt in arguments.prompts:
@@ -232,8 +234,8 @@ def main():
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 1024, 2048, 4096])
     parser.add_argument("--prompts", type=int, nargs="*", default=[0, 4096], help="of latency")
     parser.add_argument("--latency-rows", type=int, default=16)
-    parser.add_argument("--rows", type=int, default=64, help="to begin to double at")
-    parser.add_argument("--seconds", type=float, default=60, help="that a call may take")
+    parser.add_argument("--rows", type=int, default=64, help="batch size to start doubling at")
+    parser.add_argument("--seconds", type=float, default=60, help="limit of a call")
     parser.add_argument("--memory", type=float, help="GiB, instead of what the device has")
     parser.add_argument("--repeats", type=int, default=3, help="of latency")
     arguments = parser.parse_args()

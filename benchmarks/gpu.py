@@ -1,16 +1,18 @@
-"""Times each operation on a CUDA GPU: `python -m benchmarks.gpu > benchmarks/results/gpu.md`.
+"""Times each operation on a CUDA GPU.
 
-Arguments, such as `rg_lru`, choose operations; without any, all are measured. `--seconds 300`
-begins no new row after so many. Each operation of `backends/triton` is compared with
-`backends/torch` and, if installed, flash-linear-attention (`pip install flash-linear-attention`),
-and softmax attention with torch's own, in bfloat16. What is measured stands in `gpu_work.py`. The
-floor is the time that the same GPU takes, in the same run, to copy what must be read and written
-once, or, if that is longer, for a matrix product with as many operations as attention has. Where
-JAX is installed for CUDA, a process of its own times the operations on JAX as well.
+    python -m benchmarks.gpu                                # all operations, 18 minutes
+    python -m benchmarks.gpu rg_lru --seconds 300           # some; starts nothing after 300 s
 
-Every row was right first, in the same run (`gpu_checks.py`): its results are compared with the
-plain version in float64, in memory that was full of NaN. "Error" is the largest one, in units of
-what the tests allow, which peers need not keep to; what is wrong all in all is not timed.
+Compares each operation of `backends/triton` with `backends/torch` and, if installed,
+flash-linear-attention (`pip install flash-linear-attention`), and softmax attention with torch's,
+in bfloat16; `gpu_work.py` lists the operations. The floor is the time of the same GPU, in the same
+run, to copy what must be read and written once or, if longer, for a matrix product with the
+operations of attention. If JAX is installed for CUDA, a separate process times the operations on
+JAX too.
+
+Before it is timed, each implementation is compared with the plain version in float64, in memory
+full of NaN (`gpu_checks.py`). "Error" is the largest error relative to the tolerance of the tests,
+which baselines may exceed; baselines with a large overall error are not timed.
 """
 
 import argparse
@@ -43,7 +45,7 @@ from keras_recurrent import dispatch
 
 
 class Figures(NamedTuple):
-    """What is known of one implementation."""
+    """Measurements of one implementation."""
 
     error: float
     forward: Times
@@ -54,7 +56,7 @@ class Figures(NamedTuple):
 
 
 def measure(function, tensors, d_output, judge):
-    """The `Figures` of a function of the tensors that returns the output; a reason for none."""
+    """Returns the `Figures` of a function of the tensors, or the reason for having none."""
     first, error, far = judge.check(function)
     if far > FAR_OFF:
         return f"wrong by {far:.1%} of the results' size"
@@ -66,7 +68,7 @@ def measure(function, tensors, d_output, judge):
             return function(*tensors)
 
     def both():
-        # Some peers ignore the decays, which then have no gradient.
+        # Some baselines ignore the decays, which then have no gradient.
         return torch.autograd.grad(function(*tensors), leaves, d_output, allow_unused=True)
 
     return Figures(error, device_ms(forward), device_ms(both), wall_ms(both), peak_mib(both), first)
@@ -85,7 +87,7 @@ def output_of(work, implementation) -> Callable:
 
 
 def is_ours(name):
-    """Whether a row is of this package's kernels, which must be right."""
+    """Returns True for this package's kernels, whose results must be within tolerance."""
     return name.startswith("triton") or name == "cudnn"
 
 
@@ -95,7 +97,7 @@ def takes(implementation, work, tensors):
 
 
 def floors(work, shape, bytes_rate, flops_rate):
-    """The milliseconds of the forward, and of forward and backward, at those rates."""
+    """Returns the floor in milliseconds: forward, and forward and backward."""
     moved, multiplied = work.bytes(*shape), work.flops(*shape)
     forward, backward = (
         1000 * max(m / bytes_rate, f / flops_rate) for m, f in zip(moved, multiplied, strict=True)
@@ -103,8 +105,8 @@ def floors(work, shape, bytes_rate, flops_rate):
     return forward, forward + backward
 
 
-def found(work, shape, on_jax):
-    """{name: its `Figures`, or why there are none}, ours first."""
+def measure_all(work, shape, on_jax):
+    """Returns {name: its `Figures`, or the reason for having none}; the Triton kernel is first."""
     torch.manual_seed(0)
     tensors, plain = work.tensors(*shape), output_of(work, "torch")
     with torch.no_grad():
@@ -120,7 +122,7 @@ def found(work, shape, on_jax):
     for name, function in functions.items():
         try:
             figures[name] = measure(function, tensors, d_output, judge)
-        except Exception as reason:  # a peer may fail in its own ways
+        except Exception as reason:  # a baseline may raise anything
             if is_ours(name):
                 raise
             figures[name] = (
@@ -136,9 +138,9 @@ def found(work, shape, on_jax):
 
 
 def rows(label, work, shape, rates, on_jax):
-    """Lists of cells; in place of what is not timed, tuples of its name and why."""
+    """Yields lists of cells, or (name, reason) for an implementation that is not timed."""
     floor = floors(work, shape, *rates)
-    figures = found(work, shape, on_jax)
+    figures = measure_all(work, shape, on_jax)
     ours = figures["triton"]
     for name, of in figures.items():
         if isinstance(of, str):

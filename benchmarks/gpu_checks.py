@@ -1,9 +1,9 @@
-"""Whether results that are about to be timed are right, for the other scripts of this folder.
+"""Compares results with float64 before they are timed.
 
-The truth is the plain version of `backends/torch` on the same numbers in float64. A result may be
-twice as far from it as the plain version in the dtype of the tensors, plus two units in the last
-place: the rule of the tests. Before a call that is judged, free memory is filled with NaN, so that
-what a kernel reads without having written it shows.
+The reference is the plain version of `backends/torch` in float64. The tolerance is the rule of the
+tests: twice the error of the plain version in the dtype of the tensors, plus two units in the last
+place. Before each checked call, free memory is filled with NaN, which reveals reads of
+uninitialized memory.
 """
 
 import math
@@ -11,13 +11,13 @@ import time
 
 import torch
 
-MOST = 24 * 2**30  # bytes that are filled with NaN
-# Peers round in other places, and are judged by how far off they are all in all.
+MOST = 24 * 2**30  # bytes to fill with NaN
+# Baselines round at other places and are judged by their overall error.
 FAR_OFF = 0.05
 
 
 def poison():
-    """Fills the memory that the next tensors get with NaN."""
+    """Fills the memory of the next tensors with NaN."""
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
     held = [torch.full((min(MOST, free // 2) // 4,), math.nan, device="cuda")]
@@ -30,7 +30,7 @@ def double(tensor):
 
 
 def results(function, tensors, d_output):
-    """The output and the gradient of each floating-point tensor (None for one that has none)."""
+    """Returns the output and the gradient of each floating-point tensor (None if it has none)."""
     tensors = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
     leaves = [t for t in tensors if t.requires_grad]
     output = function(*tensors)
@@ -39,14 +39,14 @@ def results(function, tensors, d_output):
 
 
 class Judge:
-    """Judges implementations on the same tensors.
+    """Compares implementations with the reference on the same tensors.
 
     Args:
         plain: the plain version, a function of the tensors that returns the output.
         tensors: its arguments.
         d_output: the gradient of the output.
-        own_units: whether results may be off by units of their own dtypes; else by those of the
-            coarsest dtype of all.
+        own_units: If True, the tolerance of each result has the units of its dtype; else those
+            of the coarsest dtype of all.
     """
 
     def __init__(self, plain, tensors, d_output, own_units=False):
@@ -63,14 +63,14 @@ class Judge:
         ]
 
     def _errors(self, found):
-        """The largest error of each result; infinite where one is not finite."""
+        """Returns the largest error of each result; infinite if one is not finite."""
         return [
             None if f is None else _finite((_flat(f) - _flat(t)).abs().max().item())
             for f, t in zip(found, self.truth, strict=True)
         ]
 
     def check(self, function):
-        """Calls an implementation in memory full of NaN: (the seconds it takes, *`judgement`)."""
+        """Calls an implementation in memory full of NaN: (seconds of the call, *`judgement`)."""
         poison()
         torch.cuda.synchronize()
         start = time.perf_counter()
@@ -79,7 +79,7 @@ class Judge:
         return time.perf_counter() - start, *self.judgement(found)
 
     def judgement(self, found):
-        """(its largest error by what is allowed, its largest relative error all in all)."""
+        """Returns (largest error / tolerance, largest relative error of a whole result)."""
         by_rule = far = 0.0
         errors = self._errors(found)
         for error, allowed, f, t in zip(errors, self.allowed, found, self.truth, strict=True):
@@ -91,7 +91,7 @@ class Judge:
         return by_rule, far
 
     def judgement_of_samples(self, samples):
-        """`judgement`, of every n-th number of each result (`sampled`), as NumPy's float32."""
+        """Like `judgement`, for every n-th number of each result (`sampled`) in NumPy."""
         whole = self.truth
         self.truth = [sampled(t.flatten()) for t in whole]
         found = [None if s is None else torch.from_numpy(s).to("cuda").double() for s in samples]
@@ -102,7 +102,7 @@ class Judge:
 
 
 def sampled(flat):
-    """A million or so numbers of a flat array: every n-th, where n is odd."""
+    """Returns about a million numbers of a flat array: every n-th, where n is odd."""
     return flat[:: 1 | (len(flat) >> 20)]
 
 
@@ -119,6 +119,6 @@ def _ratio(error, size):
 
 
 def unit(dtype, truth):
-    """A unit in the last place of the largest number."""
+    """Returns a unit in the last place of the largest number."""
     largest = truth.abs().max().item()
     return torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(largest)) if largest else 0.0

@@ -1,4 +1,4 @@
-"""The process in which `benchmarks.gpu` has operations timed on JAX (`benchmarks.gpu_on_jax`)."""
+"""Starts the process that times operations on JAX (`gpu_on_jax`) for `benchmarks.gpu`."""
 
 import importlib.util
 import json
@@ -28,9 +28,9 @@ class OnJax:
             )
 
     def measure(self, work, tensors, d_output):
-        """{name: (samples of the results, figures)}, on the same tensors.
+        """Returns {name: (samples of the results, figures)} on the same tensors.
 
-        How fast a GPU is depends on their numbers.
+        The speed of a GPU depends on the values it multiplies.
         """
         if self.process is None:
             return {}

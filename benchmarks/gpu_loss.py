@@ -1,11 +1,13 @@
-"""The loss of hidden states on a CUDA GPU: `python -m benchmarks.gpu_loss`.
+"""Times `ops.linear_crossentropy` on a CUDA GPU.
 
-`ops.linear_crossentropy`, forward and backward, with the gradient of a sum, in bfloat16, beside the
-products of matrices and `token_crossentropy` apart, and what is installed of others. Each row is
-compared with the plain version in float64 in the same run, in memory full of NaN. The floor is the
-three products of matrices alone, at the rate of a large one. The peak is of memory beside the
-tensors that are given, the gradients of x and the embedding included. "Apart" makes a soft cap in
-torch, pass by pass; what it takes without one stands below "no cap".
+    python -m benchmarks.gpu_loss
+
+Forward and backward in bfloat16, with the gradient of a sum, compared with matrix products followed
+by `token_crossentropy` ("apart") and with installed baselines. Each implementation is compared with
+the plain version in float64 in the same run, in memory full of NaN. The floor is the three matrix
+products alone, at the rate of a large one. The peak excludes the given tensors and includes the
+gradients of x and of the embedding. "Apart" applies a soft cap in torch, pass by pass; "no cap" has
+its time without one.
 """
 
 import argparse
@@ -24,7 +26,7 @@ from keras_recurrent.backends.torch import linear_crossentropy as plain
 from keras_recurrent.backends.triton import token_crossentropy
 from keras_recurrent.backends.triton._crossentropy import torch_crossentropy as ours
 
-# Tokens, channels, words and the soft cap of RecurrentGemma 2B and HGRN2 1.3B.
+# Tokens, channels, vocabulary and soft cap of RecurrentGemma 2B and HGRN2 1.3B.
 SIZES = {
     "RecurrentGemma 2B": (16384, 2560, 256_000, 30.0),
     "the same, no cap": (16384, 2560, 256_000, None),
@@ -33,7 +35,7 @@ SIZES = {
 
 
 def total(function, cap, **options):
-    """The sum of the losses, as a function of x, the embedding and the tokens."""
+    """Returns the sum of the losses as a function of x, the embedding and the tokens."""
 
     def run(x, embedding, tokens):
         return function(x, embedding, tokens, soft_cap=cap, **options)[0].sum()
@@ -41,8 +43,8 @@ def total(function, cap, **options):
     return run
 
 
-def in_pieces(function, numbers):
-    """The same with the gradient of so many logits at a time."""
+def set_chunk(function, numbers):
+    """Sets how many logits have their gradient in memory at a time."""
 
     def run(*tensors):
         plain.GRADIENTS = numbers
@@ -52,7 +54,7 @@ def in_pieces(function, numbers):
 
 
 def apart(cap):
-    """The logits in bfloat16, of all tokens, and their loss."""
+    """Returns the loss from materialized bfloat16 logits of all tokens."""
 
     def run(x, embedding, tokens):
         logits = x @ embedding.T
@@ -85,12 +87,12 @@ def implementations(cap):
     summed = total(ours.linear_crossentropy, cap)
     each = total(ours.linear_crossentropy, cap, reduction=None)
     found = {
-        **{f"triton, pieces of 2^{n}": in_pieces(summed, 2**n) for n in (30, 29, 31)},
-        "triton, losses a token": in_pieces(each, 2**30),
+        **{f"triton, pieces of 2^{n}": set_chunk(summed, 2**n) for n in (30, 29, 31)},
+        "triton, losses a token": set_chunk(each, 2**30),
         "apart": apart(cap),
-        "torch": in_pieces(total(plain.linear_crossentropy, cap), 2**30),
+        "torch": set_chunk(total(plain.linear_crossentropy, cap), 2**30),
     }
-    if importlib.util.find_spec("fla") and cap is None:  # it knows no soft cap
+    if importlib.util.find_spec("fla") and cap is None:  # has no soft cap
         found["FLA"] = fla(cap)
     if importlib.util.find_spec("liger_kernel"):
         found["Liger"] = liger(cap)
@@ -98,7 +100,7 @@ def implementations(cap):
 
 
 def kernel_alone(size, width, vocabulary, cap):
-    """The times of the kernel between the products, and of these, for so many tokens."""
+    """Times the kernel between the products, and the products, for `size` tokens."""
     x, embedding = (torch.randn(n, width, device="cuda").bfloat16() for n in (size, vocabulary))
     tokens, weights = (
         torch.randint(vocabulary, (size,), device="cuda"),
@@ -154,18 +156,18 @@ def main(seconds):
         x = torch.randn(count, width, device="cuda").bfloat16()
         embedding = (torch.randn(vocabulary, width, device="cuda") * width**-0.5).bfloat16()
         tensors = x, embedding, torch.randint(vocabulary, (count,), device="cuda")
-        truth = in_pieces(total(plain.linear_crossentropy, cap), 2**29)
+        truth = set_chunk(total(plain.linear_crossentropy, cap), 2**29)
         judge = Judge(truth, tensors, torch.ones((), device="cuda"), own_units=True)
         floor = 1000 * 6 * count * width * vocabulary / rates[1]
         functions, rows = implementations(cap), {}
-        # First, as all others are compared with it.
+        # First, because all others are compared with it.
         for of in ("apart", *(n for n in functions if n != "apart")):
             if time.monotonic() > end:
                 print(f"not begun within {seconds:.0f} s: {name}, {of}", file=sys.stderr)
                 continue
             try:
                 rows[of] = measure(functions[of], judge, tensors)
-            except Exception as reason:  # a peer may fail in its own ways
+            except Exception as reason:  # a baseline may raise anything
                 if "triton" in of:
                     raise
                 rows[of] = (

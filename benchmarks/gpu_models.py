@@ -1,14 +1,15 @@
-"""Whole models on a CUDA GPU: `python -m benchmarks.gpu_models`, as in `results/gpu.md`.
+"""Times training of whole models on a CUDA GPU.
 
-Arguments choose models, `hgrn2` or `recurrentgemma`, as `--seconds 300` bounds a run. HGRN2 stands
-beside flash-linear-attention's and RecurrentGemma beside transformers' (`pip install
-flash-linear-attention transformers`): models of the same sizes in bfloat16, freshly initialised, on
-the same tokens, forward and backward, eager. RecurrentGemma is also updated, by Keras's AdamW with
-slots in bfloat16, with its loss made of hidden states and of logits. Where all activations do not
-fit into memory, blocks are recomputed in the backward, which a row then says.
+    python -m benchmarks.gpu_models                        # or hgrn2, recurrentgemma; --seconds 300
 
-First the loss and the gradients of our model are compared with those of plain torch. `--compiled`
-measures `train_on_batch` of models that were compiled with `jit_compile=True` alone.
+Compares HGRN2 1.3B with flash-linear-attention's and RecurrentGemma 2B with transformers' (`pip
+install flash-linear-attention transformers`): same sizes and tokens, random weights in bfloat16,
+forward and backward, eager. RecurrentGemma is also timed with an update by Keras's AdamW with
+bfloat16 slots, with the fused loss and with the loss of logits. If activations do not fit into
+memory, blocks are recomputed in the backward pass, which the line says.
+
+First, loss and gradients of this package's model are compared with plain torch. `--compiled`
+measures only `train_on_batch` with `jit_compile=True`.
 """
 
 import argparse
@@ -33,21 +34,21 @@ from benchmarks.gpu_timing import line, times
 from keras_recurrent.models import GriffinCausalLM, HGRN2CausalLM, TokenCrossentropy
 from keras_recurrent.presets import griffin, hgrn2
 
-REPEATS, LEAST = 5, 3  # of a measurement; the second of one that takes longer than `PATIENCE`
+REPEATS, LEAST = 5, 3  # of a measurement; the second if it takes longer than `PATIENCE`
 PATIENCE = 60  # seconds
 SIZES = [(8, 2048), (1, 2048), (1, 65536)]
 
 
 class Pair(NamedTuple):
-    """Our model, and a peer of the same sizes."""
+    """A model of this package and a baseline of the same sizes."""
 
     name: str
     family: type
     preset: str
-    row: Any  # of the table of presets
+    row: Any  # in the table of presets
     peer: str
-    make_peer: Callable  # takes the arguments of our backbone
-    peer_sizes: list  # those that take less than minutes a step
+    make_peer: Callable  # function of the arguments of this package's backbone
+    peer_sizes: list  # sizes whose steps take less than minutes
 
 
 MODELS = {
@@ -72,12 +73,12 @@ def ours(pair, recomputing=False):
 
 
 def loss_of_hidden_states(model):
-    """As `fit` makes it of the default loss."""
+    """Returns the loss function from hidden states, as `fit` computes it by default."""
 
     def loss(token_ids):
         mask = torch.ones_like(token_ids, dtype=torch.bool)
         hidden = model.backbone({"token_ids": token_ids, "padding_mask": mask}, training=True)
-        # No token follows the last one of a row; its label, the first token, changes no timing.
+        # The last token has no successor; its label, the first token, changes no timing.
         return model.loss_of_hidden_states(hidden, token_ids.roll(-1, 1))[0]
 
     return loss
@@ -105,7 +106,7 @@ def weights_of(model):
 
 
 def update_of(model):
-    """A function that updates the weights of our model by their gradients."""
+    """Returns a function that updates the weights of the model by their gradients."""
     optimizer = keras.optimizers.AdamW(1e-5)
     optimizer.build(model.trainable_variables)
     weights = weights_of(model)
@@ -118,7 +119,7 @@ def update_of(model):
 
 
 def step_of(model, loss, update=lambda: None):
-    """A step on tokens, which returns its loss."""
+    """Returns a training step: a function of tokens that returns its loss."""
     weights = weights_of(model)
 
     def step(token_ids):
@@ -133,7 +134,7 @@ def step_of(model, loss, update=lambda: None):
 
 
 def compare_with_plain(model, vocabulary):
-    """Prints how the loss and the gradients differ from those of plain torch."""
+    """Prints the differences of loss and gradients from plain torch."""
     token_ids = torch.randint(vocabulary, (2, 256), device="cuda")
     found = []
     for implementation in (None, "torch"):
@@ -185,7 +186,7 @@ HEADER += ["first step s", "loss"]
 
 
 class Clock:
-    """Says whether there is time to begin something more."""
+    """Tracks the time budget of the run."""
 
     def __init__(self, seconds):
         self.end = time.monotonic() + seconds
@@ -246,7 +247,7 @@ def measure_peer(pair, clock):
 
 
 def attempt(name, passes, model, step, vocabulary, batch, length):
-    """Measures, and returns whether there was memory enough."""
+    """Measures, and returns False if memory was exhausted."""
     try:
         measure(name, passes, model, step, vocabulary, batch, length)
     except torch.cuda.OutOfMemoryError:
@@ -260,7 +261,7 @@ def attempt(name, passes, model, step, vocabulary, batch, length):
 
 
 def measure_compiled(pair):
-    """`train_on_batch`, which `fit` calls, as one graph."""
+    """Times `train_on_batch`, the step of `fit`, compiled as one graph."""
     model = ours(pair)
     optimizer = keras.optimizers.AdamW(1e-5)
     keras_recurrent.exclude_from_weight_decay(optimizer, model)
@@ -279,7 +280,7 @@ def measure_compiled(pair):
 
 
 def release():
-    """Frees memory. A Keras model has reference cycles, which only the garbage collector frees."""
+    """Frees memory. Only the garbage collector frees a Keras model's reference cycles."""
     gc.collect()
     torch.cuda.empty_cache()
 

@@ -1,6 +1,9 @@
-"""Training steps of whole models on a CUDA GPU on JAX: a row of `benchmarks.gpu_models` for each.
+"""Times training steps of whole models on a CUDA GPU on JAX.
 
-A step is one program, whose weights and slots are donated, as in Keras's own trainer on JAX.
+    python -m benchmarks.gpu_models_on_jax hgrn2           # or recurrentgemma
+
+A step is one program with donated weights and slots, as in Keras's trainer on JAX. Prints a table
+line in the layout of `benchmarks.gpu_models`.
 """
 
 import os
@@ -27,7 +30,7 @@ MODELS = {
 
 
 def training_step(model, optimizer, loss):
-    """A program: new weights, and the loss, of weights, the optimizer's variables and tokens."""
+    """Returns a program from weights, optimizer variables and tokens to new ones and the loss."""
 
     def loss_of(weights, others, token_ids):
         mask = jnp.ones(token_ids.shape, bool)

@@ -1,8 +1,8 @@
-"""Times operations on a CUDA GPU on JAX, for `benchmarks.gpu`: a line of JSON in, one out.
+"""Times operations on a CUDA GPU on JAX for `benchmarks.gpu`: JSON lines in, JSON lines out.
 
-JAX cannot time its work on a GPU by events, so its profiler does: the time of a call is the sum of
-what the GPU ran for it. Results go to a file first, a sample of each, to be compared there; memory
-is full of NaN before.
+JAX has no timing events, so its profiler is used: the time of a call is the sum of the GPU's work
+for it. A sample of each result is written to a file first, for comparison; memory is full of NaN
+before.
 """
 
 import glob
@@ -27,13 +27,13 @@ CALLS = 5  # in one profile
 
 
 def load(file, dtype):
-    """An array whose bits a file of NumPy holds, which has no bfloat16."""
+    """Loads an array from the bits in a NumPy file, because NumPy has no bfloat16."""
     array = jnp.asarray(np.load(file))
     return array.view(dtype) if dtype == "bfloat16" else array
 
 
 def device_ms(program, arguments):
-    """The GPU's time for one of the calls of a program."""
+    """Returns the GPU's time for one call of a program."""
     jax.block_until_ready(program(*arguments))
 
     def milliseconds():
@@ -55,7 +55,7 @@ def device_ms(program, arguments):
 
 
 def quartiles(milliseconds):
-    """The median, and the first and the third quartile."""
+    """Returns the median and the first and third quartile."""
     lower, median, upper = statistics.quantiles(milliseconds, n=4, method="inclusive")
     return median, lower, upper
 
@@ -73,12 +73,12 @@ def wall_ms(program, *arguments):
 
 
 def poison():
-    """Fills the memory that the next arrays get with NaN."""
+    """Fills the memory of the next arrays with NaN."""
     jax.block_until_ready(jnp.full((2**32,), jnp.nan, jnp.float32))
 
 
 def save(file, results):
-    """A sample of each result, the same numbers as `benchmarks.gpu_checks.sampled` takes."""
+    """Saves a sample of each result, as `benchmarks.gpu_checks.sampled` does."""
     flat = (x.ravel()[:: 1 | (x.size >> 20)] for x in results)
     np.savez(file, *(np.asarray(x.astype("float32")) for x in flat))
     return f"{file}.npz"

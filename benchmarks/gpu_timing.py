@@ -1,4 +1,4 @@
-"""Times, memory and rates of a CUDA GPU, for the other scripts of this folder."""
+"""Measures times, memory and rates of a CUDA GPU, for the other scripts of this folder."""
 
 import statistics
 import time
@@ -10,7 +10,7 @@ REPEATS = 7
 
 
 class Times(NamedTuple):
-    """Milliseconds of repeats: their median and quartiles."""
+    """Milliseconds of repeats: median and quartiles."""
 
     median: float
     lower: float
@@ -26,14 +26,14 @@ def times(milliseconds):
 
 
 def device_ms(call, target_ms=30):
-    """The GPU's time for one call, without launches: calls queue up while the GPU is kept busy."""
+    """Returns the GPU's time for one call, without launches: calls are queued while it is busy."""
     call()
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     start.record()
     began = time.perf_counter()
     call()
-    milliseconds = 1000 * (time.perf_counter() - began)  # until the host has launched it
+    milliseconds = 1000 * (time.perf_counter() - began)  # launch time on the host
     stop.record()
     torch.cuda.synchronize()
     calls = max(1, min(20, int(target_ms / start.elapsed_time(stop))))
@@ -50,7 +50,7 @@ def device_ms(call, target_ms=30):
 
 
 def wall_ms(call, target_ms=50):
-    """The time of one call as a user sees it: Python, launches and the GPU."""
+    """Returns the wall time of one call: Python, launches and the GPU."""
 
     def seconds(calls):
         torch.cuda.synchronize()
@@ -65,7 +65,7 @@ def wall_ms(call, target_ms=50):
 
 
 def peak_mib(call):
-    """The peak of allocated memory in a call, less what was allocated before it."""
+    """Returns the peak of memory allocated in a call, minus that allocated before."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()
@@ -75,14 +75,14 @@ def peak_mib(call):
 
 
 def bytes_a_second():
-    """What a copy in device memory reads and writes."""
+    """Measures the bytes per second that a copy in device memory reads and writes."""
     source = torch.randn(2**29, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.nbytes / (device_ms(lambda: target.copy_(source)).median / 1000)
 
 
 def flops_a_second():
-    """The rate of a product of matrices of bfloat16."""
+    """Measures the rate of a bfloat16 matrix product."""
     a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
     return 2 * 8192**3 / (device_ms(lambda: a @ b).median / 1000)
 

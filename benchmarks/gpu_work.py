@@ -1,4 +1,4 @@
-"""What `benchmarks.gpu` measures: operations, shapes, tensors, peers, and what they must move."""
+"""Defines the work of `benchmarks.gpu`: operations, shapes, tensors, baselines and bytes moved."""
 
 import functools
 import math
@@ -11,19 +11,19 @@ from benchmarks import peers
 
 SCANS = [(8, 2048, 2560), (4, 8192, 2560), (1, 65536, 2560)]
 HEADS = [(8, 2048, 16, 128), (4, 8192, 16, 128), (1, 65536, 16, 128)]
-# The same number of tokens in ever longer rows.
+# A constant number of tokens in sequences of increasing length.
 LENGTHS = [(2**17 // t, t, 16, 128) for t in (2**n for n in range(10, 18))]
 # Lower bounds of forget gates; HGRN2's rise from 0 in the first layer to nearly 1 in the last.
 BOUNDS = (0.0, 0.5, 0.97)
-# As in recurrentgemma_2b, where all heads of queries share one head of keys.
+# As in recurrentgemma_2b, whose query heads share one key head.
 SOFTMAX_HEADS = [(8, 2048, 10, 256), (1, 16384, 10, 256)]
-# Tokens, and the channels of hgrn2_1.3b_100b.
+# Tokens × channels of hgrn2_1.3b_100b.
 CHANNELS, INNER_CHANNELS = [(16384, 2048)], [(16384, 5632)]
-# Tokens, and GPT-2's vocabulary, rounded up to a multiple of 64.
+# Tokens × GPT-2's vocabulary, rounded up to a multiple of 64.
 VOCABULARY = [(16384, 50304)]
 
 
-# Each of their results may be off by units of its own dtype, of all others by the coarsest one's.
+# The tolerance of their results has units of each result's dtype, else of the coarsest dtype.
 TOKEN_WISE = ("rms_norm", "gated_linear_unit", "log_forget_gate", "token_crossentropy")
 
 
@@ -32,19 +32,19 @@ def normal(*shape, dtype=torch.bfloat16):
 
 
 def decays(*shape):
-    """Logarithms of decays, from slow decay in the first channels to quick decay in the last."""
+    """Returns log decays, from slow in the first channels to fast in the last."""
     spread = torch.logspace(-4, 1, shape[-1], device="cuda")
     return (-normal(*shape, dtype=torch.float32).abs() * spread).to(torch.bfloat16)
 
 
 def gates(bound, *shape, dtype):
-    """Logarithms of forget gates above a lower bound, as a layer of HGRN2 has them."""
+    """Returns log forget gates above a lower bound, as in a layer of HGRN2."""
     gate = torch.sigmoid(torch.randn(shape, device="cuda"))
     return (bound + (1 - bound) * gate).log().to(dtype)
 
 
 def conv_tensors(b, t, d):
-    """Parameters are float32, as in the layer."""
+    """Returns the arguments of a convolution; its parameters are float32, as in the layer."""
     return [
         normal(b, t, d),
         normal(4, d, dtype=torch.float32),
@@ -58,7 +58,7 @@ def bounded_gates(tokens, d):
 
 
 def attention_flops(b, t, h, k):
-    """Two products forward and five backward, counting only visible pairs of queries and keys."""
+    """Counts two products forward and five backward, for visible query-key pairs only."""
     hidden = max(0, t - peers.WINDOW)
     pairs = b * h * (t * (t + 1) - hidden * (hidden + 1)) // 2
     return 4 * pairs * k, 10 * pairs * k
@@ -69,22 +69,22 @@ def between_heads(b, t, h, k):
 
 
 def two_bytes(forward, backward):
-    """A function of a shape: the bytes of so many bfloat16 tensors of it."""
+    """Returns a function of a shape: the bytes of `forward` and `backward` bfloat16 tensors."""
     return lambda *shape: tuple(2 * n * math.prod(shape) for n in (forward, backward))
 
 
 class Work(NamedTuple):
-    """One operation, and what it is measured on. Functions take one of the shapes."""
+    """An operation and its inputs. Functions take one of the shapes."""
 
     operation: str
     shapes: list
     tensors: Callable  # the arguments
     peers: Callable  # {name: function of the arguments that returns the output}
-    bytes: Callable  # what the forward and the backward must read and write
+    bytes: Callable  # bytes that forward and backward must read and write
     tied: bool = False  # whether the second argument is None
-    flops: Callable = lambda *shape: (0, 0)  # of the forward and of the backward
+    flops: Callable = lambda *shape: (0, 0)  # forward and backward
     options: dict = {}  # the operation's arguments that are not tensors
-    on_jax: bool = True  # whether it is also measured there
+    on_jax: bool = True  # whether JAX is measured too
 
 
 _SCANS = {
@@ -141,7 +141,7 @@ _SCANS = {
         CHANNELS,
         bounded_gates,
         lambda *shape: {},
-        two_bytes(3, 4),  # its result and the gradient of that are float32
+        two_bytes(3, 4),  # the result and its gradient are float32
     ),
     "token_crossentropy": Work(
         "token_crossentropy",
@@ -172,8 +172,8 @@ _TIED = Work(
 )
 
 
-def with_gates(work, bound, dtype=torch.bfloat16):
-    """The same with forget gates above a bound as decays, for many rows and for one."""
+def replace_decays(work, bound, dtype=torch.bfloat16):
+    """Replaces the decays by forget gates above a bound, for the first and the last shape."""
     return work._replace(
         shapes=[work.shapes[0], work.shapes[-1]],
         tensors=lambda *shape: [*work.tensors(*shape)[:-1], gates(bound, *shape, dtype=dtype)],
@@ -183,11 +183,11 @@ def with_gates(work, bound, dtype=torch.bfloat16):
 
 _ATTENTION = {
     "gated_linear_attention": _GATED,
-    **{f"gated_linear_attention, f from {b}": with_gates(_GATED, b) for b in BOUNDS},
+    **{f"gated_linear_attention, f from {b}": replace_decays(_GATED, b) for b in BOUNDS},
     "gated_linear_attention, k=None": _TIED,
-    "gated_linear_attention, k=None, f from 0.97": with_gates(_TIED, 0.97),
-    # As `log_forget_gate` gives it to the layers; the floor is that of bfloat16.
-    "gated_linear_attention, k=None, f from 0.97, log f in float32": with_gates(
+    "gated_linear_attention, k=None, f from 0.97": replace_decays(_TIED, 0.97),
+    # The dtype of `log_forget_gate` in the layers; the floor is for bfloat16.
+    "gated_linear_attention, k=None, f from 0.97, log f in float32": replace_decays(
         _TIED, 0.97, torch.float32
     ),
     **{
@@ -198,14 +198,14 @@ _ATTENTION = {
                 normal(b, t, h, k) / k**0.5,
                 *(normal(b, t, 1, k) for _ in range(2)),
             ],
-            peers.of_attention,
+            peers.attention_baselines,
             lambda b, t, h, k: (2 * b * t * k * (2 * h + 2), 2 * b * t * k * (4 * h + 4)),
             flops=attention_flops,
             options={"sliding_window": window},
         )
         for name, window, shapes in (
             (f"sliding_window_attention of {peers.WINDOW}", peers.WINDOW, SOFTMAX_HEADS),
-            # The same numbers where no row is longer, and no state behind it, as in peers.
+            # Without a window or a final state, as in baselines; the results are equal here.
             ("sliding_window_attention to all tokens", None, SOFTMAX_HEADS[:1]),
         )
     },
@@ -225,5 +225,5 @@ _ATTENTION = {
         on_jax=False,
     ),
 }
-# The most awaited first, as a run may end early.
+# The most important first, because a run may end early.
 WORK = _ATTENTION | _SCANS

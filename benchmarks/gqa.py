@@ -1,8 +1,10 @@
-"""Decoding with a long cache, by the number of key and value heads: `python -m benchmarks.gqa`.
+"""Times decoding with a long cache, by the number of key and value heads.
 
-Figure 6 of arXiv:2305.13245, for one causal language model of KerasHub with random weights: the
-time of a token for each sample of the batch, and the bytes of the cache that it reads, by the shape
-and dtype that it has. Let the machine rest meanwhile. It takes about two minutes.
+    python -m benchmarks.gqa
+
+Figure 6 of arXiv:2305.13245, for a causal language model of KerasHub with random weights: the time
+per token and sample, and the bytes of the cache by its shape and dtype. It takes two minutes on an
+otherwise idle machine.
 """
 
 import argparse
@@ -19,7 +21,7 @@ from keras_recurrent.conversion import convert_to_gqa
 
 
 def groups_of(heads):
-    """All heads, and half as many groups until one is left."""
+    """Returns the numbers of groups: all heads, then half as many until one is left."""
     return [heads >> i for i in range(heads.bit_length())]
 
 
@@ -36,9 +38,9 @@ def multi_head_model(arguments):
 
 
 def decoder(model):
-    """A step: tokens, a cache and a position in, logits and the cache out.
+    """Returns a decoding step from tokens, cache and position to logits and cache.
 
-    It is compiled on JAX and TensorFlow; on torch each operation runs by itself.
+    It is compiled on JAX and TensorFlow, and eager on torch.
     """
 
     def step(tokens, cache, index):
@@ -48,13 +50,13 @@ def decoder(model):
     if keras.backend.backend() == "jax":
         import jax
 
-        def of_weights(weights, *arguments):
+        def step_of_weights(weights, *arguments):
             with keras.StatelessScope(zip(model.variables, weights, strict=True)):
                 return step(*arguments)
 
-        # Arguments, since a compiler would copy constants of gigabytes.
+        # Weights are arguments, because a compiler would copy constants of gigabytes.
         weights = [variable.value for variable in model.variables]
-        return functools.partial(jax.jit(of_weights, donate_argnums=2), weights)
+        return functools.partial(jax.jit(step_of_weights, donate_argnums=2), weights)
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
 
@@ -65,13 +67,13 @@ def decoder(model):
 
 
 def measure(models, arguments, clock=time.perf_counter):
-    """Rows by number of groups. Models take turns, so that all see the machine alike."""
+    """Returns the measurements by number of groups; models take turns."""
     tokens = keras.ops.zeros((arguments.batch, 1), "int32")
     index = keras.ops.convert_to_tensor(arguments.length - 1)
     steps, caches, times = {}, {}, {groups: [] for groups in models}
     for groups, model in models.items():
         steps[groups] = decoder(model)
-        # The model's own cache, but of this length. Its values change no time: zeros are quick.
+        # A cache of the model's layout and this length; zeros, as values change no timing.
         shape = (arguments.batch, 2)
         _, cache = model._build_cache(keras.ops.zeros(shape, "int32"))
         full = (*cache.shape[:3], arguments.length, *cache.shape[4:])

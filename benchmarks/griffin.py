@@ -1,8 +1,10 @@
-"""Griffin on the CPU, two tables: `python benchmarks/griffin.py > benchmarks/results/griffin.md`.
+"""Measures Griffin on a CPU.
 
-A training step beside transformers' RecurrentGemma, with the same weights on torch (that table
-takes `pip install transformers`), and the speed of writing by the length of the text, for Hawk,
-Griffin and the Transformer of one size. Let the machine rest meanwhile. About ten minutes.
+    python benchmarks/griffin.py
+
+Compares a training step with transformers' RecurrentGemma with the same weights on torch (requires
+`pip install transformers`), and decoding speed by text length for Hawk, Griffin and the Transformer
+of the same size. Prints Markdown; ten minutes on an otherwise idle machine.
 """
 
 import argparse
@@ -25,13 +27,13 @@ from keras_recurrent.models import GriffinBackbone, GriffinCausalLM, memory_size
 from keras_recurrent.presets.griffin import embedding_scale
 
 BATCH, LENGTH, WIDTH, LAYERS, WINDOW, VOCABULARY = 8, 512, 256, 6, 256, 256
-TARGET = 2.5  # times the tokens a second of transformers
+TARGET = 2.5  # minimum speedup over transformers
 RATE = 1e-3
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 
 
 def griffin(width=WIDTH, layers=LAYERS, window=WINDOW):
-    """What both libraries compute: Griffin as RecurrentGemma has it."""
+    """Builds Griffin with RecurrentGemma's architecture, which both libraries compute."""
     backbone = GriffinBackbone(
         vocabulary_size=VOCABULARY,
         num_layers=layers,
@@ -57,7 +59,7 @@ def griffin(width=WIDTH, layers=LAYERS, window=WINDOW):
 
 
 def peer(model):
-    """The same model, weights included, in transformers."""
+    """Builds the transformers model with the same weights."""
     import transformers
 
     with tempfile.TemporaryDirectory() as folder:
@@ -67,7 +69,7 @@ def peer(model):
 
 
 def training(batch, length):
-    """Seconds a step by name, and the two losses of the first step, which must agree."""
+    """Returns seconds per step by name, and both losses of the first step, which must agree."""
     import torch
 
     model = griffin()
@@ -94,7 +96,7 @@ def training(batch, length):
 
 def training_table(batch, length):
     seconds, (ours, theirs) = training(batch, length)
-    # Where a row is longer than the window, transformers' mask may differ from the model's.
+    # For sequences longer than the window, transformers' mask may differ from the model's.
     assert abs(ours - theirs) < 0.01 * theirs, (ours, theirs)
     rows = [
         [name, f"{1000 * time:.0f}", f"{batch * length / time:,.0f}", f"{loss:.4f}"]
@@ -103,7 +105,7 @@ def training_table(batch, length):
     ratio = seconds["transformers"] / seconds["keras_recurrent"]
     return "\n".join(
         [
-            "## A training step beside transformers\n",
+            "## A training step, compared with transformers\n",
             f"Griffin with {LAYERS} layers, width {WIDTH}, window {WINDOW}, on {batch}×{length} "
             "tokens, float32, on torch:\nforward, backward and update. Both start from the same "
             "weights; they take turns, the median counts.\n"
@@ -114,7 +116,7 @@ def training_table(batch, length):
 
 
 def compiled_step(model):
-    """`(tokens, cache) -> (logits, cache)`, compiled as `generate` compiles on this backend."""
+    """Returns `(tokens, cache) -> (logits, cache)`, compiled as in `generate`."""
 
     def step(tokens, cache):
         logits, _, cache = model.call_with_cache(tokens, cache)
@@ -141,7 +143,7 @@ def compiled_step(model):
 
 
 def full_cache(model, batch, length):
-    """A cache as if it had read all but one of `length` tokens; which makes no difference."""
+    """Returns a cache that claims to hold `length` - 1 tokens, which changes no timing."""
     cache = model.backbone.get_initial_state(batch, max_length=length)
     rng = np.random.default_rng(0)
     values = {"position": length - 1, "segment": 0}

@@ -1,8 +1,10 @@
-"""One command: `python benchmarks/linear_attention.py > benchmarks/results/linear_attention.md`.
+"""Measures linear attention on a CPU.
 
-Gated linear attention and lightning attention beside a loop over tokens of the same backend, then
-as the sequence grows; every backend in a process of its own. Let the machine rest meanwhile. It
-takes about fifteen minutes.
+    python benchmarks/linear_attention.py
+
+Compares gated linear attention and lightning attention with a loop over tokens on the same backend,
+and times them by sequence length; runs each backend in a separate process and prints Markdown. It
+takes 15 minutes on an otherwise idle machine.
 """
 
 import argparse
@@ -13,7 +15,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 from benchmarks.cpu import BACKENDS, machine, run, table
 
-TARGETS = {  # times the loop, by shape: batch, tokens, heads, K = V
+TARGETS = {  # minimum speedup over the loop, by batch, tokens, heads, K = V
     "jax": {
         "gated": {(4, 2048, 4, 64): 5, (1, 2048, 4, 64): 8, (1, 2048, 4, 128): 15},
         "lightning": {(4, 2048, 4, 64): 5, (1, 2048, 4, 64): 5, (1, 2048, 4, 128): 10},
@@ -49,7 +51,7 @@ def against_loops(results):
     )
 
 
-def by_length(results):
+def lengths_table(results):
     rows = [
         [
             backend,
@@ -81,7 +83,7 @@ def main():
     backends = parser.parse_args().backends
     print(f"# Linear attention on a CPU\n\n{machine()}\n", flush=True)
     results = {backend: run("linear_attention_times", backend) for backend in backends}
-    print(against_loops(results), by_length(results), sep="\n\n")
+    print(against_loops(results), lengths_table(results), sep="\n\n")
 
 
 if __name__ == "__main__":

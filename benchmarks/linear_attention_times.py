@@ -1,8 +1,8 @@
-"""Gated linear attention and lightning attention beside a loop over tokens, on one backend.
+"""Compares gated linear attention and lightning attention with a loop, on one backend.
 
-Prints JSON; `python benchmarks/linear_attention.py` runs it for every backend and makes a table of
-it. Forward and backward in float32: `jax.jit` on JAX, `tf.function` on TensorFlow with and without
-XLA, nothing compiled on torch; the loop is compiled the same way.
+Prints JSON; `python benchmarks/linear_attention.py` runs it for every backend and makes a table.
+Forward and backward in float32: `jax.jit` on JAX, `tf.function` with and without XLA on TensorFlow,
+eager on torch; the loop is compiled in the same way.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ OPERATIONS = {"gated": ops.gated_linear_attention, "lightning": ops.lightning_at
 SHAPES = [(4, 2048, 4, 64), (1, 2048, 4, 64), (1, 2048, 4, 128)]  # batch, tokens, heads, K = V
 LENGTHS = [1024 * 2**i for i in range(6)]
 
-# `loop` is the definition, a token at a time: decay is [B, T, H, K], or [H].
+# `loop` is the definition, token by token; decay is [B, T, H, K] or [H].
 
 if BACKEND == "jax":
     import jax
@@ -139,16 +139,16 @@ def against_loop(name, shape, mode):
     )
 
 
-def by_length(name, length):
-    """(seconds, bytes above what the process holds before its tensors are made)."""
+def measure_length(name, length):
+    """Returns seconds, and bytes beyond those of the process before its tensors are made."""
     mode, shape = list(MODES)[-1], (1, length, 4, 64)
     compiled = MODES[mode](gradients(OPERATIONS[name]))
     wait(compiled(tensors(name, shape)))
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # hand what is free back to the system
+    ctypes.CDLL(None).malloc_trim(0)  # returns free memory to the system
     held = status("VmRSS")
     with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # forget the peak so far
+        file.write("5")  # resets the peak
     arguments, times = tensors(name, shape), []
     while len(times) < 5 or sum(times) < 1:
         times.append(seconds(lambda: wait(compiled(arguments))))
@@ -165,7 +165,7 @@ def main():
     lengths = []
     for name in OPERATIONS:
         for length in LENGTHS:
-            time, memory = by_length(name, length)
+            time, memory = measure_length(name, length)
             lengths.append({"operation": name, "length": length, "seconds": time, "bytes": memory})
     print(json.dumps({"ratios": ratios, "lengths": lengths}))
 

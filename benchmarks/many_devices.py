@@ -1,14 +1,16 @@
-"""One GPU beside all of a host: `KERAS_BACKEND=torch python -m benchmarks.many_devices rows`.
+"""Compares all GPUs of a host with one.
 
-A row of the table a call, by an argument and the backend, jax or torch:
+    KERAS_BACKEND=torch python -m benchmarks.many_devices rows
 
-    rows      HGRN2 1.3B, 8×2048 tokens a device, data parallel
-    weights   the same as FSDP, and the bytes of weights and slots on a device
-    heads     RecurrentGemma 2B writes one text, tensor parallel; on JAX alone
-    time      HGRN2 1.3B, one row, sequence parallel; `--tokens 1048576` for a longer one
+The argument selects a layout; the backend is JAX or torch:
 
-Each count of devices is measured in fresh processes, one for each device on torch. `--dtype` sets
-the dtype policy. `--toy` tries it at a tiny size, on a CPU that is taken for `--devices 2`.
+    rows      HGRN2 1.3B, 8×2048 tokens per device, data parallel
+    weights   the same with FSDP; also the bytes of weights and slots per device
+    heads     RecurrentGemma 2B generation at batch size 1, tensor parallel; JAX only
+    time      HGRN2 1.3B, one sequence, sequence parallel; `--tokens 1048576` for a longer one
+
+Each count of devices is measured in fresh processes, one per device on torch. `--dtype` sets
+the dtype policy. `--toy` tries a tiny size on a CPU that simulates `--devices 2`.
 """
 
 import argparse
@@ -20,7 +22,7 @@ import sys
 import time
 from typing import Any
 
-# JAX reads this when it is imported; it matters on a CPU alone.
+# JAX reads this on import; it affects CPUs only.
 os.environ["XLA_FLAGS"] = " ".join(
     ("--xla_force_host_platform_device_count=8", os.environ.get("XLA_FLAGS", ""))
 )
@@ -58,7 +60,7 @@ def make(arguments):
 
 
 def batch(arguments, devices):
-    """Rows of all devices, and the token after each; after a row's last one its first."""
+    """Returns sequences for all devices, and the next token of each token."""
     rows, length = (1, arguments.tokens) if arguments.split == "time" else (8 * devices, 2048)
     if arguments.toy:
         rows, length = (1, 64) if arguments.split == "time" else (2 * devices, 16)
@@ -69,8 +71,8 @@ def batch(arguments, devices):
 
 
 def repeated(run, tokens, repeats):
-    """Tokens a second of each of several runs; `run` returns when the device is done."""
-    for _ in range(2):  # compiles, on JAX once more for arrays that a step has laid out
+    """Returns tokens/s of each of several runs; `run` returns when the device has finished."""
+    for _ in range(2):  # compiles; JAX compiles again for arrays with the layout of a step
         run()
     found = []
     for _ in range(RUNS):
@@ -81,7 +83,7 @@ def repeated(run, tokens, repeats):
     return found
 
 
-def on_jax(arguments, count):
+def measure_jax(arguments, count):
     devices = keras.distribution.list_devices()[:count]
     scope = contextlib.nullcontext()
     if arguments.split == "rows":
@@ -98,15 +100,18 @@ def on_jax(arguments, count):
         exclude_from_weight_decay(optimizer, model)
         model.compile(optimizer, model.loss, weighted_metrics=[])
         if arguments.split == "heads":
-            return {"speeds": writing(model, arguments), "bytes": on_a_device(model.weights)}
+            return {"speeds": writing(model, arguments), "bytes": bytes_on_device(model.weights)}
         x, y = batch(arguments, count)
         repeats = 1 if arguments.toy else 10
         speeds = repeated(lambda: model.train_on_batch(x, y), y.size, repeats)
-    return {"speeds": speeds, "bytes": on_a_device((*model.weights, *model.optimizer.variables))}
+    return {
+        "speeds": speeds,
+        "bytes": bytes_on_device((*model.weights, *model.optimizer.variables)),
+    }
 
 
 def writing(model, arguments):
-    """The tokens a second of one row: an answer of many tokens less one of few."""
+    """Returns tokens/s at batch size 1: the difference between a long and a short answer."""
     few, many = (2, 8) if arguments.toy else (8, 264)
     tokens = np.full((1, 16 + many), 7, "int32")
 
@@ -122,11 +127,11 @@ def writing(model, arguments):
     return [(many - few) / (seconds(many) - seconds(few)) for _ in range(RUNS)]
 
 
-def on_a_device(variables):
+def bytes_on_device(variables):
     return sum(v.value.addressable_shards[0].data.nbytes for v in variables)
 
 
-def on_torch(arguments, count):
+def measure_torch(arguments, count):
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
@@ -149,10 +154,10 @@ def on_torch(arguments, count):
     axis = 1 if arguments.split == "time" else 0
     device = next(module.parameters()).device
 
-    def own(tokens):
+    def local_part(tokens):
         return torch.tensor(np.array_split(tokens, count, axis)[dist.get_rank()], device=device)
 
-    inputs, labels = {name: own(tokens) for name, tokens in x.items()}, own(y)
+    inputs, labels = {name: local_part(tokens) for name, tokens in x.items()}, local_part(y)
     parts_of_rows = arguments.split == "time" and count > 1
 
     def step():
@@ -174,7 +179,7 @@ def on_torch(arguments, count):
 
 
 def measure_in_processes(arguments, count):
-    """What fresh processes find on so many devices: the JSON that the first one prints."""
+    """Measures `count` devices in fresh processes; returns the JSON of the first."""
     script = ("benchmarks.many_devices", *sys.argv[1:], "--measure", str(count))
     launch = ["-m"]
     if BACKEND == "torch":
@@ -192,7 +197,7 @@ def cells(found):
 
 
 def ratios(one, all_):
-    """Bytes of weights and slots on a device, and speed, against those of one device."""
+    """Returns bytes per device and speed, relative to one device."""
     if one is None or all_ is None:
         return "", ""
     speeds = (np.median(found["speeds"]) for found in (all_, one))
@@ -205,14 +210,14 @@ def main():
     parser.add_argument("--devices", type=int, default=2)
     policies = ("float32", "mixed_bfloat16", "bfloat16")
     parser.add_argument("--dtype", choices=policies, default="bfloat16")
-    parser.add_argument("--tokens", type=int, default=131_072, help="of the row of `time`")
+    parser.add_argument("--tokens", type=int, default=131_072, help="sequence length of `time`")
     parser.add_argument("--toy", action="store_true")
     parser.add_argument("--measure", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if BACKEND not in ("jax", "torch") or (BACKEND, arguments.split) == ("torch", "heads"):
         parser.error(f"there is no row `{arguments.split}` on {BACKEND}")
     if arguments.measure:
-        found = (on_jax if BACKEND == "jax" else on_torch)(arguments, arguments.measure)
+        found = (measure_jax if BACKEND == "jax" else measure_torch)(arguments, arguments.measure)
         if found:
             print(json.dumps(found))
         return

@@ -1,13 +1,14 @@
-"""Models of others, of the same sizes as presets of ours, freshly initialised, in bfloat16.
+"""Builds baseline models with the sizes of this package's presets, in bfloat16.
 
-`pip install flash-linear-attention transformers`. `sizes` are the arguments of our backbone.
+Requires `pip install flash-linear-attention transformers`. `sizes` are the arguments of this
+package's backbone; weights are random.
 """
 
 import torch
 
 
 def fla_hgrn2(sizes, use_cache=False):
-    """flash-linear-attention's HGRN2."""
+    """Builds flash-linear-attention's HGRN2."""
     from fla.models import HGRN2Config, HGRN2ForCausalLM
 
     config = HGRN2Config(
@@ -19,11 +20,11 @@ def fla_hgrn2(sizes, use_cache=False):
         tie_word_embeddings=False,
         use_cache=use_cache,
     )
-    return _on_gpu(HGRN2ForCausalLM, config)
+    return build_on_gpu(HGRN2ForCausalLM, config)
 
 
 def transformers_gemma(sizes, use_cache=False):
-    """transformers' RecurrentGemma, of sizes that are not those of its defaults."""
+    """Builds transformers' RecurrentGemma, with sizes other than its defaults."""
     import transformers
 
     config = transformers.RecurrentGemmaConfig(
@@ -37,10 +38,10 @@ def transformers_gemma(sizes, use_cache=False):
         attention_window_size=sizes["sliding_window"],
         use_cache=use_cache,
     )
-    return _on_gpu(transformers.RecurrentGemmaForCausalLM, config)
+    return build_on_gpu(transformers.RecurrentGemmaForCausalLM, config)
 
 
-def _on_gpu(family, config):
-    with torch.device("cuda"):  # billions of random numbers, which a processor makes one by one
+def build_on_gpu(family, config):
+    with torch.device("cuda"):  # billions of random numbers, which are slow on a CPU
         model = family(config)
     return model.to("cuda", torch.bfloat16)

@@ -1,6 +1,6 @@
-"""Implementations of others that ours are compared with on a GPU, called as they document it.
+"""Calls the baselines of the GPU benchmarks, as their documentation does.
 
-Functions take the tensors that our implementations take, and return the output.
+Functions take the tensors of this package's implementations and return the output.
 """
 
 import concurrent.futures
@@ -19,7 +19,7 @@ EPSILON = 1e-6
 
 
 def compile_side_by_side():
-    """Makes Triton's autotuner compile all configurations of a kernel in parallel, then time them.
+    """Makes Triton's autotuner compile all configurations in parallel before timing them.
 
     flash-linear-attention tries hundreds, which takes minutes. The choice is the same.
     """
@@ -30,10 +30,10 @@ def compile_side_by_side():
         return tuner.to_compile
 
     def compile_and_bench(tuner, *arguments, config, **options):
-        """Not called where Triton's cache has the choice of an earlier run."""
+        """Skipped if Triton's cache has the choice of an earlier run."""
         with (
             concurrent.futures.ThreadPoolExecutor() as pool,
-            AsyncCompileMode(pool, ignore_errors=True),  # timing raises them again
+            AsyncCompileMode(pool, ignore_errors=True),  # raised again while timing
         ):
             for each in tuner.to_compile:
                 tuner.fn.run(*arguments, **{**options, **each.all_kwargs(), "warmup": True})
@@ -51,7 +51,7 @@ def fla_scan(x, log_a):
 
 
 def fla_rg_lru(x, gate_a, gate_x, a_logit):
-    """The peer's scan; gates and square root are written in plain torch."""
+    """Uses the baseline's scan; gates and square root are plain torch."""
     softplus = torch.nn.functional.softplus(-a_logit)
     log_a = -8 * softplus * torch.sigmoid(gate_a.float())
     multiplier = torch.sqrt(-torch.expm1(2 * log_a))
@@ -72,12 +72,12 @@ def fla_gated(q, k, v, log_f):
 
 
 def fla_tied(q, v, log_f):
-    """Keys are computed from decays and stored, as in the peer's HGRN2 layer."""
+    """Computes keys from decays and stores them, as in the baseline's HGRN2 layer."""
     return fla_gated(q, (1 - log_f.exp()).to(q.dtype), v, log_f)
 
 
 def fla_lightning(q, k, v, log_decay):
-    """The peer computes decays itself, here those of a model's first layer."""
+    """Uses decays that the baseline computes, here those of a model's first layer."""
     from fla.ops.lightning_attn import chunk_lightning_attn
 
     return chunk_lightning_attn(q, k, v, layer_idx=0, num_layers=16, scale=1.0)[0]
@@ -90,14 +90,14 @@ def fla_swiglu(gate, x):
 
 
 def fla_crossentropy(logits, tokens):
-    """The gradient gets memory of its own, as ours does; the peer could overwrite the logits."""
+    """Allocates the gradient, as ours does; the baseline could overwrite the logits."""
     from fla.modules.fused_cross_entropy import cross_entropy_loss
 
     return cross_entropy_loss(logits, tokens)[0]
 
 
 def torch_crossentropy(logits, tokens):
-    """Arithmetic and losses have the dtype of the logits."""
+    """Computes and returns losses in the dtype of the logits."""
     return torch.nn.functional.cross_entropy(logits, tokens, reduction="none")
 
 
@@ -106,14 +106,14 @@ def torch_rms_norm(x, scale):
 
 
 def fla(function):
-    """flash-linear-attention's function as a peer for every shape, if it is installed."""
+    """Returns a function of flash-linear-attention as a baseline for every shape, if installed."""
     return lambda *shape: {"FLA": function} if HAS_FLA else {}
 
 
-def of_attention(b, t, h, k):
-    """Compiled flex_attention, FlashAttention 3 and 4 where they are installed, and torch's own.
+def attention_baselines(b, t, h, k):
+    """Returns flex_attention, FlashAttention 3 and 4 if installed, and torch's SDPA.
 
-    The last knows no window, so it stands beside rows that the window holds whole.
+    SDPA has no window, so it is compared only on sequences that fit into the window.
     """
     peers = {"flex_attention": flex(t)}
     for version, module in (("3", "flash_attn_interface"), ("4", "flash_attn.cute")):
@@ -137,7 +137,7 @@ def flex(t):
 
     mask = flex.create_block_mask(seen, None, None, t, t, device="cuda")
     compiled = functools.partial(torch.compile(flex.flex_attention), block_mask=mask)
-    return by_heads(compiled, scale=1.0, enable_gqa=True)
+    return swap_heads(compiled, scale=1.0, enable_gqa=True)
 
 
 def _is_installed(module):
@@ -152,7 +152,7 @@ def flash_attention(module, q, k, v):
 
 
 def torch_attention(backend, repeated=False):
-    """repeated: whether each head of queries gets a copy of its keys and values beforehand."""
+    """Calls SDPA; `repeated` copies keys and values for each query head first."""
 
     def attend(q, k, v):
         if repeated:
@@ -162,11 +162,11 @@ def torch_attention(backend, repeated=False):
                 q, k, v, is_causal=True, scale=1.0, enable_gqa=not repeated
             )
 
-    return by_heads(attend)
+    return swap_heads(attend)
 
 
-def by_heads(function, **options):
-    """A function of tensors [B, T, H, ...] from one of [B, H, T, ...]."""
+def swap_heads(function, **options):
+    """Adapts a function of tensors [B, H, T, ...] to [B, T, H, ...]."""
     return lambda *tensors: function(*(x.transpose(1, 2) for x in tensors), **options).transpose(
         1, 2
     )

@@ -1,9 +1,10 @@
-"""Times reading a long prompt beside a forward pass: `python -m benchmarks.reading hgrn2`.
+"""Compares `prefill` of a long prompt with a forward pass.
 
-`prefill` of one row of 131,072 tokens or as many as are asked for (`hgrn2 8192 32768`), random
-weights in bfloat16: tokens a second, and the memory that it takes beside weights and state. Then
-the same backbone forward on 8 rows of 2,048 tokens, as in training. The backend is that of
-KERAS_BACKEND.
+    KERAS_BACKEND=torch python -m benchmarks.reading hgrn2           # hgrn2 8192 32768 for lengths
+
+Tokens/s of `prefill` of one sequence of 131,072 tokens, random weights in bfloat16, and its memory
+in addition to weights and state; then the forward pass of the same backbone on 8 sequences of 2,048
+tokens, as in training.
 """
 
 import json
@@ -16,7 +17,7 @@ import numpy as np
 
 from benchmarks.writing import MODELS
 
-TRAINING = 8, 2048  # rows and their tokens in training
+TRAINING = 8, 2048  # batch size and sequence length in training
 RUNS = 3
 
 
@@ -54,7 +55,7 @@ def measure(name, lengths=(131_072,), dtype="bfloat16"):
 
 
 def _forward_pass(backbone, inputs):
-    """A function that runs it and waits for its end."""
+    """Returns a function that runs the forward pass and waits for its end."""
     if keras.config.backend() == "torch":
         import torch
 
@@ -79,7 +80,7 @@ def _seconds(call):
 
 
 def _held():
-    """The bytes on the device now, from which a peak is counted; None on a CPU."""
+    """Returns the bytes in use on the device, before a peak is measured; None on a CPU."""
     if keras.config.backend() == "torch":
         import torch
 
@@ -87,25 +88,25 @@ def _held():
             torch.cuda.reset_peak_memory_stats()
             return torch.cuda.memory_allocated()
     if keras.config.backend() == "jax":
-        stats = _of_jax()
+        stats = _jax_memory_stats()
         return stats and stats["bytes_in_use"]
     return None
 
 
 def _peak():
-    """The most bytes on the device; on JAX since the process began."""
+    """Returns the peak bytes on the device; on JAX since the process started."""
     if keras.config.backend() == "torch":
         import torch
 
         if torch.cuda.is_available():
             return torch.cuda.max_memory_allocated()
     if keras.config.backend() == "jax":
-        stats = _of_jax()
+        stats = _jax_memory_stats()
         return stats and stats["peak_bytes_in_use"]
     return None
 
 
-def _of_jax():
+def _jax_memory_stats():
     import jax
 
     return jax.local_devices()[0].memory_stats()

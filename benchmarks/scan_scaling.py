@@ -1,7 +1,7 @@
-"""Time and memory of linear_scan, forward and backward, as the sequence grows, on one backend.
+"""Measures time and memory of `linear_scan` by sequence length, on one backend.
 
-Prints JSON; `python benchmarks/cpu.py` runs it for every backend and makes a table of it. The
-memory is the process's own peak, read from Linux: with everything that an allocator does.
+Prints JSON; `python benchmarks/cpu.py` runs it for every backend and makes a table. Forward and
+backward; memory is the peak of the process as Linux reports it, including the allocator's.
 """
 
 import ctypes
@@ -61,13 +61,13 @@ def tensors(length):
 
 
 def measure(length):
-    """(seconds, bytes above what the process holds before its tensors are made)."""
+    """Returns seconds, and bytes beyond those of the process before its tensors are made."""
     forward_and_backward(*tensors(length))  # traces and compiles
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # hand what is free back to the system
+    ctypes.CDLL(None).malloc_trim(0)  # returns free memory to the system
     held = status("VmRSS")
     with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # forget the peak so far
+        file.write("5")  # resets the peak
     arguments = tensors(length)
     times = []
     while len(times) < 3 or sum(times) < 1:

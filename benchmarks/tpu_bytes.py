@@ -1,11 +1,11 @@
-"""Bytes that the kernels for TPU move, over the least there could be. Compiled, not run.
+"""Counts the bytes that the TPU kernels move, relative to the floor. Compiled, not run.
 
-    python -m benchmarks.tpu_bytes > benchmarks/results/tpu_bytes.md
+    python -m benchmarks.tpu_bytes
 
-The floor is each tensor read once and each result written once. What a kernel moves is counted by
-walking its grid through its index maps: a block that stays is not fetched again. What XLA moves
-around the call is read from the compiled program. Beside that stands what XLA says that other
-programs for the same operation move.
+The floor is each tensor read once and each result written once. Bytes of a kernel are counted by
+walking its grid through its index maps: a block that stays is not fetched again. Bytes that XLA
+moves around the call are read from the compiled program. For comparison, XLA's count of other
+programs for the same operation is printed.
 """
 
 import math
@@ -27,7 +27,7 @@ BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "
 
 
 def kernels(jaxpr):
-    """Every call of a Pallas kernel in a program."""
+    """Returns every call of a Pallas kernel in a program."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "pallas_call":
             yield equation
@@ -37,7 +37,7 @@ def kernels(jaxpr):
 
 
 def walked(equation):
-    """Bytes between memory and VMEM."""
+    """Counts bytes between memory and VMEM along the grid."""
     mapping = equation.params["grid_mapping"]
     steps = [axis.ravel() for axis in jnp.meshgrid(*map(jnp.arange, mapping.grid), indexing="ij")]
     total = 0
@@ -55,7 +55,7 @@ def walked(equation):
 
 
 def around(text):
-    """Bytes that a compiled program reads and writes outside its kernels."""
+    """Counts bytes that a compiled program reads and writes outside its kernels."""
     sizes, total = {}, 0
     for line in text[text.index("\nENTRY") :].splitlines():
         found = re.match(r"\s+(?:ROOT )?%(\S+) = (.*?) ([\w-]+)\((.*?)\)", line)
@@ -85,12 +85,12 @@ def row(operation, direction, dtype, mesh):
 
 
 def accessed(compiled):
-    """Bytes that XLA says a program reads and writes."""
+    """Returns the bytes that a program reads and writes, by XLA's cost analysis."""
     return (compiled.cost_analysis() or {})["bytes accessed"]
 
 
 def others(mesh):
-    """What XLA says of JAX's own ways to write the recurrence, in float32."""
+    """Counts the bytes of JAX's own scans for the recurrence, in float32."""
 
     def associative(x, log_a):
         def join(left, right):
@@ -114,7 +114,7 @@ def others(mesh):
 
 
 def one_token(mesh):
-    """What XLA says of a step of generation, which the kernels of linear attention leave to it."""
+    """Counts the bytes of a decoding step of linear attention, which is left to XLA."""
     everywhere = jax.NamedSharding(mesh, jax.P())
     token, decay, state = (
         jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)

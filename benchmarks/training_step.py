@@ -1,6 +1,6 @@
-"""Time one training step of RecurrentBlock beside Keras's own recurrent layers, on one backend.
+"""Compares a training step of RecurrentBlock with Keras's GRU and LSTM, on one backend.
 
-Prints JSON; `python benchmarks/cpu.py` runs it for every backend and makes a table of it.
+Prints JSON; `python benchmarks/cpu.py` runs it for every backend and makes a table.
 """
 
 import json
@@ -14,7 +14,7 @@ from keras_recurrent.layers import RecurrentBlock
 
 WIDTH = 256
 SHAPES = [(8, 512, WIDTH), (1, 4096, WIDTH)]
-SECONDS, LEAST, MOST = 6, 5, 50  # measure a layer this long, but this often at least and at most
+SECONDS, LEAST, MOST = 6, 5, 50  # time per layer, and the least and most repeats
 
 
 def layers():
@@ -26,7 +26,7 @@ def layers():
 
 
 def training_step(layer, shape):
-    """A function without arguments: forward, backward and update, compiled as Keras would."""
+    """Returns a function without arguments: forward, backward and update, compiled by Keras."""
     model = keras.Sequential([keras.Input(shape[1:]), layer])
     model.compile(optimizer="sgd", loss="mse")
     x, y = np.random.default_rng(0).normal(size=(2, *shape)).astype("float32")
@@ -40,7 +40,7 @@ def seconds(call):
 
 
 def medians(calls):
-    """The median time of each call. They take turns, so that a busy moment hits all of them."""
+    """Returns the median time of each call. Calls take turns, so that noise affects all."""
     rounds = {}
     for name, call in calls.items():
         seconds(call)  # traces and compiles
@@ -54,16 +54,16 @@ def medians(calls):
 
 
 def matrix_product_rate(n=1024):
-    """Floating-point operations a second of a float32 matrix product in NumPy, at its best."""
+    """Measures the best FLOP/s of a float32 matrix product in NumPy."""
     a = np.random.default_rng(0).normal(size=(n, n)).astype("float32")
     return 2 * n**3 / min(seconds(lambda: a @ a) for _ in range(10))
 
 
 def matrix_product_operations(shape, num_blocks=16):
-    """Of one training step of RecurrentBlock(WIDTH) as the first layer of a model.
+    """Counts operations of a training step of RecurrentBlock(WIDTH) as a model's first layer.
 
     A product costs as much again for the gradient of its weights, and as much again for the
-    gradient of its input, which the two maps at the entry do not need.
+    gradient of its input, which the two input projections do not need.
     """
     tokens = shape[0] * shape[1]
     dense, gate = 2 * tokens * WIDTH * WIDTH, 2 * tokens * WIDTH * WIDTH // num_blocks

@@ -1,8 +1,10 @@
-"""One command: `python benchmarks/transnormer.py > benchmarks/results/transnormer.md`.
+"""Measures TransNormerLLM on a CPU.
 
-The speed of a training step of TransNormerLLM by the length of its rows, and of its attention
-beside `keras.layers.MultiHeadAttention`; every backend in a process of its own. Let the machine
-rest meanwhile. It takes about twenty minutes and 10 GiB of memory.
+    python benchmarks/transnormer.py
+
+The training speed of TransNormerLLM by sequence length, and its attention compared with
+`keras.layers.MultiHeadAttention`; runs each backend in a separate process and prints Markdown. It
+takes 20 minutes and 10 GiB of memory on an otherwise idle machine.
 """
 
 import argparse
@@ -16,7 +18,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 from benchmarks.cpu import BACKENDS, machine, run, table
 
 TOKENS = 16_384
-FLAT = 0.15  # how far below the fastest length the slowest may be
+FLAT = 0.15  # maximum difference between the fastest and the slowest length
 
 
 def step_table(results):
@@ -56,7 +58,7 @@ def layer_table(results):
         crossings.append(f"{backend}: {crossing(result['layers'])}.")
     return "\n".join(
         [
-            "## Lightning Attention beside softmax attention\n",
+            "## Lightning Attention compared with softmax attention\n",
             "A training step of one layer of width 256 with two heads, "
             f"{TOKENS:,} tokens, beside a causal\n`keras.layers.MultiHeadAttention` of the same "
             "width, float32; they take turns, median, milliseconds.\nThe length from which "
@@ -67,7 +69,7 @@ def layer_table(results):
 
 
 def crossing(rows):
-    """Where the ratio of the times passes 1; between two lengths, on a line of logarithms."""
+    """Returns the length at which the ratio of times passes 1, interpolated logarithmically."""
     points = [(row["length"], math.log(row["softmax"] / row["lightning"])) for row in rows]
     if points[0][1] > 0:
         return f"{points[0][0]:,} and below"

@@ -1,7 +1,7 @@
-"""Time training steps of TransNormerLLM, and its attention beside Keras's, on one backend.
+"""Times training steps of TransNormerLLM and of attention layers, on one backend.
 
-Prints JSON; `python benchmarks/transnormer.py` runs it for every backend and makes tables of it.
-Every step has the same number of tokens: few long rows or many short ones.
+Prints JSON; `python benchmarks/transnormer.py` runs it for every backend and makes tables. Every
+step has the same number of tokens: few long sequences or many short ones.
 """
 
 import functools
@@ -16,7 +16,7 @@ from keras_recurrent.models import TransNormerBackbone, TransNormerCausalLM
 
 TOKENS, WIDTH, HEADS, LAYERS, VOCABULARY = 16_384, 256, 2, 2, 256
 LENGTHS = [512 * 2**i for i in range(6)]
-SHORTER = [128, 256]  # where softmax attention may be the faster one
+SHORTER = [128, 256]  # softmax attention may be faster
 
 
 def language_model():
@@ -34,7 +34,7 @@ def language_model():
 
 
 def model_step(model, length):
-    """A function without arguments: forward, backward and update."""
+    """Returns a function without arguments: forward, backward and update of a model."""
     rng = np.random.default_rng(0)
     rows = rng.integers(0, VOCABULARY, (TOKENS // length, length + 1)).astype("int32")
     x = {"token_ids": rows[:, :-1], "padding_mask": np.ones_like(rows[:, 1:])}
@@ -51,7 +51,7 @@ def softmax_attention(x):
 
 
 def layer_step(make, length):
-    """The same for a model of one layer."""
+    """Returns a function without arguments: a training step of a model of one layer."""
     inputs = keras.Input((None, WIDTH))
     model = keras.Model(inputs, make(inputs))
     model.compile("sgd", "mse")

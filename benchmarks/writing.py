@@ -1,15 +1,16 @@
-"""Times `generate` and `stream` of a model: `python -m benchmarks.writing hgrn2 1`.
+"""Times `generate` and `stream` of a model.
 
-Arguments are a model, `hgrn2` or `recurrentgemma`, or on a CPU `griffin_100m` or `hawk_tiny`, a
-batch size, and perhaps quantizations, `int8`, `int8-weights`, `int4` (blocks of 128 channels) or
-`int4-columns`, which are timed beside bfloat16 in one process; a step's logits are compared with
-those of the layers one by one. Weights are random and in bfloat16, tokens greedy. The time of a new
-token is the difference of two calls that write different numbers of tokens, so it holds neither the
-prompt nor what a call begins with. A stream is timed between the same tokens. The backend is that
-of KERAS_BACKEND.
+    KERAS_BACKEND=torch python -m benchmarks.writing hgrn2 1
 
-With `--turn FOLDER` a process compiles, makes `FOLDER/ready`, and times once there is a file
-`FOLDER/go`: `benchmarks/writing_in_turns.sh` has many compile side by side and time one by one.
+Arguments: a model, `hgrn2` or `recurrentgemma`, or on a CPU `griffin_100m` or `hawk_tiny`; a batch
+size; and optionally quantizations, `int8`, `int8-weights`, `int4` (blocks of 128 channels) or
+`int4-columns`, which are compared with bfloat16 in one process; logits of a fused step are compared
+with those of the layers one by one. Weights are random in bfloat16, decoding is greedy. The time
+per token is the difference between two calls that generate different numbers of tokens, so that it
+contains neither prefill nor the start of a call. A stream is timed between the same tokens.
+
+With `--turn FOLDER` a process compiles, makes `FOLDER/ready`, and times once `FOLDER/go` exists:
+`benchmarks/writing_in_turns.sh` compiles several in parallel and times one after the other.
 """
 
 import argparse
@@ -57,7 +58,7 @@ def quantizations():
 
 
 def logits_apart(model):
-    """The largest difference of a step's logits, fused and layer by layer, over their largest."""
+    """Returns the largest difference of logits, fused and layer by layer, over the largest."""
     state = model.backbone.get_initial_state(1, max_length=PROMPT)
     token = np.ones((1, 1), "int32")
 
@@ -84,7 +85,7 @@ def measure(name, batch, quantization=None, turn=None):
     model = family.from_preset(preset, load_weights=False, preprocessor=None, dtype="bfloat16")
     apart = None
     if quantization is not None:
-        # Not the embedding: for its logits, Keras makes floats of all of it at each token.
+        # Not the embedding: Keras dequantizes all of it for the logits of each token.
         def filters(layer):
             return type(layer) is keras.layers.Dense
 

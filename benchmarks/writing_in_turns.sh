@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Times of writing from many processes that compile side by side, and time one after the other.
+# Times generation in several processes that compile in parallel and are timed one after the other.
 #
 #     benchmarks/writing_in_turns.sh SECONDS "torch hgrn2 1" "jax hgrn2 1" "torch hgrn2 1 int8" ...
 #
-# A lane is a backend and what benchmarks/writing.py takes. A line of JSON is printed for each; its log is
-# kept, and named where the lane fails. A first call waits for others that compile, and is longer than alone.
-# SECONDS is how long lanes may compile: what is not ready then is ended.
+# A lane is a backend and the arguments of benchmarks/writing.py. A line of JSON is printed for each; its log is
+# kept, and named if the lane fails. First calls take longer than alone, since other processes compile.
+# SECONDS bounds compilation: lanes that are not ready then are ended.
 set -u
 seconds=${1:?how many seconds lanes may compile}
 shift

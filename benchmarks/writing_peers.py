@@ -1,10 +1,12 @@
-"""Times `generate` of others: `python -m benchmarks.writing_peers hgrn2 1`.
+"""Times `generate` of flash-linear-attention and transformers.
 
-They stand beside those of `benchmarks.writing`. Arguments are a model, `hgrn2`
-(flash-linear-attention's) or `recurrentgemma` (transformers'), of the sizes of ours, and a batch
-size. As there, weights are random and in bfloat16, tokens greedy, and the time of a token is the
-difference of two calls that write different numbers of tokens; of fewer tokens, as they take up to
-a tenth of a second each.
+    python -m benchmarks.writing_peers hgrn2 1
+
+Baselines of `benchmarks.writing`. Arguments: a model, `hgrn2` (flash-linear-attention's) or
+`recurrentgemma` (transformers'), with the sizes of this package's presets; and a batch size.
+Weights are random in bfloat16, decoding is greedy, and the time per token is the difference between
+two calls that generate different numbers of tokens; fewer than there, because each takes up to a
+tenth of a second.
 """
 
 import json
@@ -14,7 +16,7 @@ import sys
 import time
 from typing import Any
 
-os.environ.setdefault("KERAS_BACKEND", "torch")  # what it imports of ours is on Keras
+os.environ.setdefault("KERAS_BACKEND", "torch")  # this package's modules import Keras
 
 import numpy as np
 import torch
@@ -23,7 +25,7 @@ from benchmarks import peer_models
 from benchmarks.writing import PROMPT
 from keras_recurrent.presets import griffin, hgrn2
 
-MODELS: dict[str, Any] = {  # whose, what makes it, and its row of the table of presets
+MODELS: dict[str, Any] = {  # library, builder, row in the table of presets
     "hgrn2": ("flash-linear-attention", peer_models.fla_hgrn2, hgrn2.SIZES["hgrn2_1.3b_100b"]),
     "recurrentgemma": (
         "transformers",
@@ -38,7 +40,7 @@ RUNS = 3
 def measure(name, batch):
     peer, make, row = MODELS[name]
     model = make(row.backbone_arguments, use_cache=True).eval()
-    model.generation_config.eos_token_id = None  # no row ends early
+    model.generation_config.eos_token_id = None  # no sequence ends early
     vocabulary = row.vocabulary_size
     prompt = np.random.default_rng(0).integers(1, vocabulary, (batch, PROMPT))
     token_ids = torch.tensor(prompt, device="cuda")
