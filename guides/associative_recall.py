@@ -13,7 +13,7 @@ import math
 import os
 import pathlib
 
-# Keras reads this once, when it is imported. "torch" and "tensorflow" do as well.
+# Keras reads this once, at import. "torch" and "tensorflow" also work.
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import keras
@@ -154,7 +154,7 @@ def draw(reports, pairs, path):
     figure.savefig(path, dpi=120)
 
 
-# --- 3. All of it, in order ---
+# --- 3. Main program ---
 
 
 def main():

@@ -268,7 +268,7 @@ def read_again(shards):
         print(f"One process reads the shards: its loss is {module.model.loss(y, module(x)):.4f}")
 
 
-# --- 4. What came out ---
+# --- 4. Results ---
 
 
 def compare(where, one, many):

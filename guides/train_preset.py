@@ -18,7 +18,7 @@ import os
 import pathlib
 import zlib
 
-# Keras reads this once, when it is imported. "torch" and "tensorflow" do as well.
+# Keras reads this once, at import. "torch" and "tensorflow" also work.
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
 # First: KerasHub imports TensorFlow, behind which Triton's kernels are left out on JAX.
@@ -211,7 +211,7 @@ def report(model, texts):
         line(f"{name}, alone", lambda _, held_out, c=compress: compressed_bits(c, [], held_out))
 
 
-# --- 4. All of it, in order ---
+# --- 4. Main program ---
 
 
 def save(model, path):
