@@ -17,7 +17,7 @@ It needs `pip install -e ".[jax]"`, or `torch` or `tensorflow` in place of `jax`
 # %% [markdown]
 # ## Settings
 #
-# Keras reads `KERAS_BACKEND` once, when it is imported: `"jax"`, `"torch"` or `"tensorflow"`.
+# Keras reads `KERAS_BACKEND` once, at import: `"jax"`, `"torch"` or `"tensorflow"`.
 
 # %%
 import argparse

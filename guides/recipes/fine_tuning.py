@@ -22,7 +22,7 @@ It needs `pip install -e ".[jax,huggingface]"`, or `torch` or `tensorflow` in pl
 # %% [markdown]
 # ## Settings
 #
-# Keras reads `KERAS_BACKEND` once, when it is imported: `"jax"`, `"torch"` or `"tensorflow"`.
+# Keras reads `KERAS_BACKEND` once, at import: `"jax"`, `"torch"` or `"tensorflow"`.
 
 # %%
 import argparse
@@ -35,7 +35,7 @@ import sys
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
-# First: KerasHub imports TensorFlow, behind which Triton's kernels are left out on JAX.
+# Before KerasHub, whose import of TensorFlow disables the Triton kernels on JAX.
 import keras_recurrent  # noqa: F401
 
 # isort: split
