@@ -1,11 +1,11 @@
-"""HGRN2 remembers what HGRN cannot: a state that is a matrix, at the same width.
+"""Recall by HGRN2 and HGRN: a matrix state compared with a vector state of the same width.
 
     KERAS_BACKEND=jax python guides/associative_recall.py
 
-A model reads pairs of a key and its value, then keys alone, and must say the value of each: it has
-to keep all pairs at once (multi-query associative recall, Arora et al. 2023, arXiv:2312.04927). An
-HGRN has one number a channel to do so. An HGRN2 expands the state of each head to a matrix, without
-a weight more for it, and looks values up in it by their keys (Qin et al. 2024, arXiv:2404.07904).
+In multi-query associative recall (Arora et al. 2023, arXiv:2312.04927) a model reads pairs of a key
+and a value, then keys alone, and predicts the value of each key. Its state must hold all pairs. An
+HGRN has one number per channel. An HGRN2 expands the state of each head to a matrix, without
+additional weights, and looks up values by their keys (Qin et al. 2024, arXiv:2404.07904).
 """
 
 import argparse
@@ -13,7 +13,7 @@ import math
 import os
 import pathlib
 
-# Keras reads this once, when it is imported. "torch" and "tensorflow" do as well.
+# Keras reads this once, at import. "torch" and "tensorflow" also work.
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import keras
@@ -26,19 +26,20 @@ from keras_recurrent.models import HGRN2ResidualBlock
 
 VOCABULARY = 64
 WIDTH = 64
-HEAD = 32  # channels a head of HGRN2: its state is so many times as large as that of HGRN
+HEAD = 32  # channels per head of HGRN2, and the ratio of its state's size to that of HGRN
 LAYERS = 2
 BATCH_SIZE = 64
 LEARNING_RATE = 5e-3
 
 
-# --- 1. Two models of the same maps and parameters, whose states differ ---
+# --- 1. Two models with equal projections and different states ---
 
 
 class ProjectedHGRN(StreamingLayer):
-    """HGRN with what HGRN2 has behind its recurrence as well: a norm and an output projection.
+    """HGRN with the norm and output projection that HGRN2 has after its recurrence.
 
-    Both layers then have four kernels of the width squared: HGRN's output gate is HGRN2's query.
+    Both layers then have four kernels of the squared width: HGRN's output gate corresponds to
+    HGRN2's query.
     """
 
     def build(self, input_shape):
@@ -70,16 +71,16 @@ MIXERS = {"HGRN": lambda head: ProjectedHGRN(), "HGRN2": lambda head: HGRN2(expa
 
 
 def build(name, vocabulary=VOCABULARY, width=WIDTH, head=HEAD):
-    """Embedding, a short convolution, residual blocks, logits."""
+    """Builds a model: embedding, short convolution, residual blocks, logits."""
     tokens = keras.Input((None,), dtype="int32")
     x = keras.layers.Embedding(vocabulary, width)(tokens)
-    x = keras.layers.add([x, CausalConv1D(3)(x)])  # a value learns which key stands before it
+    x = keras.layers.add([x, CausalConv1D(3)(x)])  # gives a value access to the key before it
     x = residual_blocks(x, [MIXERS[name](head) for _ in range(LAYERS)], intermediate_dim=2 * width)
     return keras.Model(tokens, keras.layers.Dense(vocabulary)(x), name=name)
 
 
 def residual_blocks(x, mixers, intermediate_dim):
-    """A block around each layer that mixes tokens, with one table of lower bounds, and a norm."""
+    """Wraps each token mixer in a residual block, with shared lower bounds, and adds a norm."""
     bounds = LowerBounds(len(mixers))(x)
     for i, mixer in enumerate(mixers):
         block = HGRN2ResidualBlock(mixer, intermediate_dim)
@@ -88,7 +89,7 @@ def residual_blocks(x, mixers, intermediate_dim):
 
 
 def state_size(model):
-    """The numbers that a row's state has in all blocks."""
+    """Returns the number of values in one sequence's state, over all blocks."""
     blocks = [layer for layer in model.layers if isinstance(layer, HGRN2ResidualBlock)]
     specs = keras.tree.flatten([block.state_spec(batch_size=1) for block in blocks])
     return sum(math.prod(spec.shape) for spec in specs if spec.dtype != "int32")
@@ -98,7 +99,7 @@ def state_size(model):
 
 
 class Report(keras.callbacks.Callback):
-    """Says after each epoch how many of the values a model knows, and keeps the numbers."""
+    """Prints and records the validation accuracy after each epoch."""
 
     def __init__(self):
         super().__init__()
@@ -110,7 +111,7 @@ class Report(keras.callbacks.Callback):
 
 
 def train(name, training, validation, epochs):
-    """A report of the model's accuracy on held-out rows, epoch by epoch."""
+    """Trains a model and returns a report of its held-out accuracy by epoch."""
     keras.utils.set_random_seed(0)
     model = build(name)
     parameters, state = model.count_params(), state_size(model)
@@ -131,7 +132,7 @@ def train(name, training, validation, epochs):
     model.fit(
         tokens,
         labels,
-        sample_weight=weights,  # only what follows a query counts
+        sample_weight=weights,  # only answers to queries count
         validation_data=validation,
         batch_size=BATCH_SIZE,
         epochs=epochs,
@@ -154,7 +155,7 @@ def draw(reports, pairs, path):
     figure.savefig(path, dpi=120)
 
 
-# --- 3. All of it, in order ---
+# --- 3. Main program ---
 
 
 def main():

@@ -1,11 +1,11 @@
-"""One speed at every length: training tokens a second and memory, beside softmax attention.
+"""Training speed and memory by sequence length: Lightning Attention and softmax attention.
 
     KERAS_BACKEND=jax python guides/constant_speed.py
 
-A batch always has the same number of tokens: few long rows or many short ones. Softmax attention
-compares each token with all before it, so that a token costs more the longer its row is. Lightning
-Attention (Qin et al. 2024, arXiv:2405.17381) carries a state of fixed size along the row instead.
-Their figure 1, at a size that suits your machine; a few minutes on two CPU cores.
+Every batch has the same number of tokens, in a few long sequences or many short ones. Softmax
+attention compares each token with all earlier ones, so its cost per token grows with the length.
+Lightning Attention (Qin et al. 2024, arXiv:2405.17381) carries a state of fixed size instead. This
+guide repeats their figure 1 at a size that suits your machine, in minutes on two CPU cores.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import pathlib
 import re
 import time
 
-# Keras reads this once, when it is imported. "torch" and "tensorflow" do as well.
+# Keras reads this once, at import. "torch" and "tensorflow" also work.
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import keras
@@ -28,12 +28,12 @@ from keras_recurrent.layers import SGLU, LightningAttention, SimpleRMSNorm
 
 BACKEND = keras.backend.backend()
 VOCABULARY, LAYERS, HEADS = 256, 2, 4
-SHORTEST = 512  # tokens a row, to begin with
-STEP = 5.0  # seconds that a training step may take without attention's share
-BYTES = 160  # that a training step takes for each token, block and channel, as measured here
+SHORTEST = 512  # tokens of the shortest sequences
+STEP = 5.0  # seconds per training step, without attention
+BYTES = 160  # measured memory of a training step per token, block and channel
 
 
-# --- 1. Two models: the same but for what mixes the tokens ---
+# --- 1. Two models that differ in their token mixer ---
 
 
 def lightning_attention(width, layer):
@@ -70,7 +70,7 @@ def language_model(mixer, width):
 
 
 def multiplications_a_second(n=1024):
-    """Of a float32 matrix product, at its best."""
+    """Returns the peak rate of multiplications in a float32 matrix product."""
     a = keras.random.normal((n, n))
     times = []
     for _ in range(4):
@@ -81,10 +81,10 @@ def multiplications_a_second(n=1024):
 
 
 def tokens_a_batch(width):
-    """A power of two: a batch is learned in about `STEP` seconds, in an eighth of the memory.
+    """Returns a power of two whose batch takes about `STEP` seconds and an eighth of the memory.
 
-    A weight is multiplied three times a token: forward, and for the two gradients. Half the speed
-    of a large product is what small ones reach. Long rows of attention take the other memory.
+    Each weight is multiplied three times per token: forward, and for two gradients. Small products
+    reach about half the speed of large ones. Attention at long lengths needs the remaining memory.
     """
     weights = LAYERS * (5 + 3 * 11 / 4) * width**2 + VOCABULARY * width
     in_time = STEP * 0.5 * multiplications_a_second() / (3 * weights)
@@ -97,7 +97,7 @@ def tokens_a_batch(width):
 
 
 def measure(model, length, tokens):
-    """Seconds, and the most bytes above what was there before: None if nobody tells."""
+    """Returns the seconds of a step and its peak memory, None if that is unavailable."""
     rows = np.random.default_rng(0).integers(0, VOCABULARY, (tokens // length, length + 1))
     x, y = rows[:, :-1].astype("int32"), rows[:, 1:].astype("int32")
     times, memory = times_and_memory(lambda: model.train_on_batch(x, y))
@@ -105,7 +105,7 @@ def measure(model, length, tokens):
 
 
 def times_and_memory(step, repeats=2, clock=time.perf_counter):
-    """The seconds of each repeat of a step, and the most bytes above what was there before."""
+    """Returns the seconds of each repeat of a step, and the peak memory above the baseline."""
     step()  # traces and compiles
     gc.collect()
     held = forget_peak()
@@ -118,7 +118,7 @@ def times_and_memory(step, repeats=2, clock=time.perf_counter):
 
 
 def find_gpu():
-    """The framework's GPU, or None."""
+    """Returns the framework's GPU, or None."""
     if BACKEND == "torch":
         import torch
 
@@ -137,11 +137,11 @@ GPU = find_gpu()
 
 
 def forget_peak():
-    """The bytes in use now; from here on, `peak` tells the most. None if this machine does not."""
+    """Resets the peak and returns the bytes in use; None if memory cannot be measured."""
     if GPU is None:
         if not os.access("/proc/self/clear_refs", os.W_OK):
             return None  # not Linux
-        ctypes.CDLL(None).malloc_trim(0)  # hand what is free back to the system
+        ctypes.CDLL(None).malloc_trim(0)  # return free memory to the system
         pathlib.Path("/proc/self/clear_refs").write_text("5")
         return proc("self/status", "VmRSS")
     if BACKEND == "torch":
@@ -154,7 +154,7 @@ def forget_peak():
 
         tf.config.experimental.reset_memory_stats(GPU)
         return tf.config.experimental.get_memory_info(GPU)["current"]
-    return GPU.memory_stats()["bytes_in_use"]  # JAX forgets no peak: what needs least comes first
+    return GPU.memory_stats()["bytes_in_use"]  # JAX cannot reset the peak: run small cases first
 
 
 def peak():
@@ -172,7 +172,7 @@ def peak():
 
 
 def room():
-    """The bytes that a step may take, as far as anybody tells."""
+    """Returns the available memory in bytes, infinity if it is unknown."""
     if GPU is None:
         return proc("meminfo", "MemAvailable") if os.path.exists("/proc/meminfo") else math.inf
     if BACKEND == "torch":
@@ -188,10 +188,10 @@ def proc(file, field):
 
 
 def run(lengths, tokens, width, limit):
-    """`{model: [(length, tokens a second, bytes or None), ...]}`.
+    """Returns `{model: [(length, tokens/s, bytes or None), ...]}`.
 
-    At twice the length, attention takes at most twice the time and memory; a model for which that
-    would be too much stops.
+    Doubling the length at most doubles attention's time and memory. A model stops when that would
+    exceed the limit.
     """
     results = {}
     for name, mixer in MODELS.items():
@@ -207,7 +207,7 @@ def run(lengths, tokens, width, limit):
     return results
 
 
-# --- 4. The picture ---
+# --- 4. Figure and main program ---
 
 
 def draw(results, tokens, path):
@@ -229,11 +229,11 @@ def draw(results, tokens, path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--tokens", type=int, help="a batch; by itself, what suits this machine")
+    parser.add_argument("--tokens", type=int, help="per batch; by default, fitted to this machine")
     width = 256 if GPU is None else 1024
     parser.add_argument("--width", type=int, default=width, help="of the models")
     parser.add_argument(
-        "--shortest", type=int, default=SHORTEST, help="tokens a row, to begin with"
+        "--shortest", type=int, default=SHORTEST, help="tokens of the shortest sequences"
     )
     parser.add_argument("--limit", type=float, default=40, help="seconds a step may take")
     parser.add_argument("--output", type=pathlib.Path, default="build/constant_speed")

@@ -1,15 +1,14 @@
-"""Conversations with a state that is kept: read once, branch, continue after a restart.
+"""Conversations with a saved state: prefill once, branch, continue after a restart.
 
     KERAS_BACKEND=jax python guides/conversation.py
 
-What a recurrent model knows of a text has one size. So a prompt is read once and gone on from many
-times, a turn of a conversation costs its own tokens and not those of all turns before, and what the
-model knows is saved in a small file. This guide shows all three, and that they change nothing: the
-texts are those that the model writes when it is given all of a conversation again.
+The state of a recurrent model has a fixed size. A prompt is therefore processed once and continued
+many times, a turn of a conversation costs only its own tokens, and the state is saved in a small
+file. This guide shows all three, and that the answers equal those from the whole conversation.
 
-The model is the preset whose weights come with the package. It has read plays and a manual, and
-learns two conversations by heart first, half a minute on two CPU cores. `--model` takes another
-one, as `save_to_preset` writes it.
+The model is the preset whose weights come with the package, trained on plays and a manual. It is
+first trained to repeat two conversations, half a minute on two CPU cores. `--model` takes another
+model, saved by `save_to_preset`.
 """
 
 import argparse
@@ -19,10 +18,10 @@ import subprocess
 import sys
 import time
 
-# Keras reads this once, when it is imported. "torch" and "tensorflow" do as well.
+# Keras reads this once, at import. "torch" and "tensorflow" also work.
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
-# First: KerasHub imports TensorFlow, behind which Triton's kernels are left out on JAX.
+# Before KerasHub, whose import of TensorFlow disables the Triton kernels on JAX.
 import keras_recurrent  # noqa: F401
 
 # isort: split
@@ -54,7 +53,7 @@ def turn(question):
 
 
 def learned_by_heart(steps):
-    """The preset, fine-tuned on nothing but the conversations above."""
+    """Returns the preset, fine-tuned on the conversations above only."""
     documents = [
         SYSTEM + "".join(f"{turn(question)} {answer}\n" for question, answer in chat.items())
         for chat in CHATS.values()
@@ -66,7 +65,7 @@ def learned_by_heart(steps):
     return model
 
 
-# --- 1. A prompt is read once ---
+# --- 1. Process the prompt once ---
 
 
 def read_system_prompt(model):
@@ -75,11 +74,11 @@ def read_system_prompt(model):
     return start
 
 
-# --- 2. Two conversations branch from it ---
+# --- 2. Branch into two conversations ---
 
 
 def talk(model, cache, questions):
-    """Asks one question after another; returns all that was said, and the cache after it."""
+    """Asks the questions in turn; returns the conversation and the cache after it."""
     said, line_end = "", (model.preprocessor.tokenizer.token_to_id("\n"),)
     for question in questions:
         begin, seen = time.perf_counter(), int(cache.num_tokens[0])
@@ -91,15 +90,15 @@ def talk(model, cache, questions):
             said += piece
         cache = stream.cache
         new, seconds = int(cache.num_tokens[0]) - seen, time.perf_counter() - begin
-        print(f"[{new} tokens in {seconds:.2f} s, behind {seen} that were not read again]")
+        print(f"[{new} tokens in {seconds:.2f} s, after {seen} that were not read again]")
     return said, cache
 
 
-# --- 3. They go on after a restart ---
+# --- 3. Continue after a restart ---
 
 
 def restart(model, output, caches):
-    """Saves model and caches, and lets another process ask the last question."""
+    """Saves model and caches, and asks the last question in another process."""
     folder = output / "model"
     model.save_to_preset(str(folder))
     for name, cache in caches.items():
@@ -111,18 +110,18 @@ def restart(model, output, caches):
 
 
 def resume(model, output):
-    """What the other process does."""
+    """Asks the last question of each conversation, in the second process."""
     for name, chat in CHATS.items():
         cache = GenerationCache.load(output / f"{name}.safetensors", model)
         said, _ = talk(model, cache, list(chat)[-1:])
         (output / f"{name}.txt").write_text(said, encoding="utf-8")
 
 
-# --- 4. It is what the whole text gives ---
+# --- 4. Compare with the whole text ---
 
 
 def compare(model, name, said):
-    """Gives the model all of a conversation but its last answer."""
+    """Compares the last answer with one generated from the whole conversation."""
     question = turn(list(CHATS[name])[-1])
     before, _, answer = (SYSTEM + said).rpartition(question)
     room = 1 + len(model.preprocessor.tokenizer(before)) + LONGEST
@@ -132,11 +131,11 @@ def compare(model, name, said):
     print(f"{name}: from the whole text the last answer is {same}.")
 
 
-# --- 5. How large a conversation is ---
+# --- 5. Size of a conversation ---
 
 
 def sizes():
-    print("\nBytes of one conversation, whatever its length:")
+    print("\nBytes of one conversation, at any length:")
     for preset in ("hgrn2_1.3b_100b", "recurrentgemma_2b"):
         short, long = (memory_sizes(preset, 1, length).cache for length in (4_096, 1_000_000))
         print(f"  {preset}: {short:,} after 4,096 tokens, {long:,} after a million")
@@ -147,7 +146,7 @@ def main():
     parser.add_argument("--model", help="a directory of save_to_preset")
     parser.add_argument("--steps", type=int, default=100, help="of learning, without --model")
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("build/conversation"))
-    parser.add_argument("--resume", action="store_true", help="what the second process does")
+    parser.add_argument("--resume", action="store_true", help="used by the second process")
     arguments = parser.parse_args()
     output = arguments.output
     output.mkdir(parents=True, exist_ok=True)

@@ -1,15 +1,15 @@
-"""A multi-head model becomes a grouped-query one, and learns what it lost in 5% of its training.
+"""Convert a multi-head model to grouped queries and recover its quality in 5% of its training.
 
     KERAS_BACKEND=jax python guides/gqa_uptraining.py
 
-Grouped-query attention keeps fewer key and value heads than there are query heads, so that decoding
-reads less memory a token. A model need not be trained anew for it: its heads are pooled, and it is
-trained on for a little (Ainslie et al. 2023, arXiv:2305.13245). Which pooling is best, and how many
-heads may go? The paper's figures 4 and 5 ask that of T5; this guide asks a small model of bytes,
-for about three quarters of an hour on two CPU cores.
+Grouped-query attention has fewer key and value heads than query heads, so that decoding reads less
+memory per token. An existing model is converted by pooling its heads and a short further training,
+called uptraining (Ainslie et al. 2023, arXiv:2305.13245). Figures 4 and 5 of the paper compare
+pooling methods and group counts on T5; this guide does so on a small byte-level model, in about 45
+minutes on two CPU cores.
 
-Pooling asks that heads can stand in for each other. Weight decay and dropout see to that, as they
-do in large models; a small model without them has as many heads as it needs, each its own.
+Pooling requires some redundancy among heads. Weight decay and dropout provide it, as in large
+models; in a small model without them, every head is needed.
 """
 
 import argparse
@@ -17,10 +17,10 @@ import math
 import os
 import pathlib
 
-# Keras reads this once, when it is imported. "torch" and "tensorflow" do as well.
+# Keras reads this once, at import. "torch" and "tensorflow" also work.
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
-# First: KerasHub imports TensorFlow, behind which Triton's kernels are left out on JAX.
+# Before KerasHub, whose import of TensorFlow disables the Triton kernels on JAX.
 import keras_recurrent  # noqa: F401
 
 # isort: split
@@ -35,24 +35,24 @@ from keras_recurrent.conversion import convert_to_gqa, gqa_report, uptraining
 POOLINGS = ("mean", "first", "random")
 HEADS, HEAD_DIM = 8, 32
 DROPOUT, WEIGHT_DECAY = 0.1, 0.3
-LENGTH = 128  # bytes of a row
+LENGTH = 128  # bytes of a sequence
 BATCH_SIZE = 16
 VALIDATION_ROWS, VALIDATION_BATCH_SIZE = 1024, 256
 LEARNING_RATE = 2e-3
 
 
-# --- 1. The text, in rows of bytes ---
+# --- 1. The text, as sequences of bytes ---
 
 
 def rows_of(documents, count, rng, length=LENGTH):
-    """`count` rows from random places, and for each byte the one that follows it."""
+    """Returns `count` random sequences and, as labels, the next byte at each position."""
     text = np.frombuffer("\n".join(documents).encode(), "uint8").astype("int32")
     starts = rng.integers(0, len(text) - length, size=count)
     rows = text[starts[:, None] + np.arange(length + 1)]
     return rows[:, :-1], rows[:, 1:]
 
 
-# --- 2. The multi-head model, of Keras's own layers ---
+# --- 2. The multi-head model, made of Keras layers ---
 
 
 def multi_head_model(width, layers, head_dim=HEAD_DIM, length=LENGTH, dropout=DROPOUT):
@@ -82,14 +82,14 @@ def bits_per_byte(model, validation):
     return model.evaluate(*validation, batch_size=VALIDATION_BATCH_SIZE, verbose=0) / math.log(2)
 
 
-# --- 3. Convert, look, train on, look again ---
+# --- 3. Convert, evaluate, uptrain, evaluate ---
 
 
 def train_on(model, rows, plan, validation, weight_decay=WEIGHT_DECAY):
-    """`fit` with what `uptraining` says: `[(steps, bits per byte), ...]` before and along it."""
+    """Uptrains with `plan` and returns `[(steps, bits per byte), ...]`, from step 0 on."""
     compile_for_training(model, plan.learning_rate, weight_decay)
     curve = [(0, bits_per_byte(model, validation))]
-    every = max(1, plan.steps // 4)  # an epoch here, for the sake of its validation
+    every = max(1, plan.steps // 4)  # steps of an epoch, after which `fit` validates
     history = model.fit(
         *rows,
         batch_size=BATCH_SIZE,
@@ -106,7 +106,7 @@ def train_on(model, rows, plan, validation, weight_decay=WEIGHT_DECAY):
 
 
 def one_seed(seed, arguments, training, validation):
-    """`{(groups, pooling): losses}`, and under (None, None) those of the multi-head model."""
+    """Returns `{(groups, pooling): losses}`; the key (None, None) is the multi-head model."""
     keras.utils.set_random_seed(seed)
     rng = np.random.default_rng(seed)
     model = multi_head_model(arguments.width, arguments.layers)
@@ -126,13 +126,13 @@ def one_seed(seed, arguments, training, validation):
             print(f"  {groups} groups, {pooling}: {curve[0][1]:.3f} → {curve[-1][1]:.3f}")
         if seed == 0 and groups == arguments.groups[0]:
             print(gqa_report(model, grouped, context_length=4096))
-    # The model itself, trained on as long: what all of this is measured by. `fit` changes it.
+    # The baseline: the multi-head model, trained for as many steps. Last, because it changes.
     plan = uptraining(arguments.steps, LEARNING_RATE)
     curves[None, None] = train_on(model, more, plan, validation)
     return curves
 
 
-# --- 4. A table and a picture ---
+# --- 4. Table, figure and main program ---
 
 
 def table(results, all_groups):
@@ -174,7 +174,7 @@ def main():
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--groups", type=int, nargs="+", default=(4, 2, 1))
-    parser.add_argument("--topics", type=int, help="read only so many topics of the documentation")
+    parser.add_argument("--topics", type=int, help="maximum number of topics to read")
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("build/gqa_uptraining"))
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,10 @@
-"""Layers of one size on two tasks: a chaotic series is forecast, and ListOps is classified.
+"""Compare layers of equal size on two tasks: forecasting a chaotic series, and ListOps.
 
     KERAS_BACKEND=jax python guides/layers.py
 
-RecurrentBlock and HGRN2 stand where a GRU, an LSTM or the attention of a Transformer would. What
-mixes the tokens differs, and all else is the same: width, depth, number of parameters, data, steps.
-It takes about a quarter of an hour on two CPU cores, and layers.md has what came out. `--length
-2048` is for a GPU.
+RecurrentBlock and HGRN2 are compared with a GRU, an LSTM and the attention of a Transformer. Only
+the token mixer differs; width, depth, number of parameters, data and steps are equal. The script
+takes about 15 minutes on two CPU cores; layers.md has the results. `--length 2048` is for a GPU.
 """
 
 import argparse
@@ -14,10 +13,10 @@ import pathlib
 import statistics
 import time
 
-# Keras reads this once, when it is imported. "torch" and "tensorflow" do as well.
+# Keras reads this once, at import. "torch" and "tensorflow" also work.
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
-# First: KerasHub imports TensorFlow, behind which Triton's kernels are left out on JAX.
+# Before KerasHub, whose import of TensorFlow disables the Triton kernels on JAX.
 import keras_recurrent
 
 # isort: split
@@ -30,17 +29,17 @@ from keras_recurrent.datasets import list_ops
 from keras_recurrent.layers import HGRN2, RecurrentBlock
 
 BLOCKS, HEADS = 2, 4
-PARAMETERS = 16  # of a block, times the width squared: what mixing tokens leaves mixes channels
+PARAMETERS = 16  # of a block, in units of the squared width; the MLP takes the rest
 LEARNING_RATE = 3e-3
 
 
-# --- 1. Five models: the same but for what mixes the tokens ---
+# --- 1. Five models that differ in their token mixer ---
 
 
 class Attention(keras.layers.Layer):
-    """Softmax attention of a Transformer, to tokens before or, where the future is known, to all.
+    """Softmax attention of a Transformer, causal or bidirectional.
 
-    Positions are added to its inputs, in each block.
+    Position encodings are added to the inputs of each block.
     """
 
     def __init__(self, width, causal):
@@ -48,7 +47,7 @@ class Attention(keras.layers.Layer):
         self.supports_masking = True
         self.causal = causal
         self.positions = keras_hub.layers.SinePositionEncoding()
-        self.positions.supports_masking = True  # what stands at padding does not matter
+        self.positions.supports_masking = True  # values at padding do not matter
         self.attention = keras.layers.MultiHeadAttention(HEADS, width // HEADS)
 
     def build(self, input_shape):
@@ -70,7 +69,7 @@ LAYERS = {
 
 
 def mixed(x, name, causal):
-    """Residual blocks: tokens are mixed, then channels."""
+    """Applies residual blocks: a token mixer, then an MLP."""
     width = x.shape[-1]
     for _ in range(BLOCKS):
         mixer = LAYERS[name](width, causal)
@@ -81,15 +80,15 @@ def mixed(x, name, causal):
     return keras.layers.LayerNormalization()(x)
 
 
-# --- 2. A chaotic series with noise, whose future is asked for ---
+# --- 2. Forecasting a noisy chaotic series ---
 
 
 class Forecast:
     """The Mackey-Glass equation, dx/dt = 0.2 x(t - 17) / (1 + x(t - 17)^10) - 0.1 x(t).
 
-    A model reads it with noise, sample by sample, two units of time apart, and says at each what
-    comes `AHEAD` samples later, without noise. The error is a part of the series' own deviation; 1
-    is that of its mean, and it is measured in the second half of each row.
+    A model reads noisy samples, two units of time apart, and predicts at each sample the noiseless
+    value `AHEAD` samples later. The error is relative to the series' standard deviation, so that
+    predicting the mean has an error of 1; it is measured in the second half of each sequence.
     """
 
     score_name = "error"
@@ -107,7 +106,7 @@ class Forecast:
         self.training, self.held_out = (x[:rows], y[:rows]), (x[rows:], y[rows:])
 
     def simulate(self, rows, seed, step=0.1, delay=170, warm_up=3000):
-        """Rows of samples, from other beginnings, by Heun's method."""
+        """Simulates series with random initial values by Heun's method."""
         samples = self.LENGTH + self.AHEAD
         values = np.empty((delay + 1 + warm_up + samples * self.SPACING, rows))
         values[: delay + 1] = np.random.default_rng(seed).uniform(0.2, 1.4, (delay + 1, rows))
@@ -134,15 +133,15 @@ class Forecast:
         return float(np.sqrt(np.square(outputs - self.held_out[1])[:, half:].mean()))
 
     def floor(self):
-        """The error of saying the last sample again."""
+        """Error of repeating the last sample."""
         return "the last sample again", self.score(self.held_out[0])
 
 
-# --- 3. Long rows of nested operations ---
+# --- 3. Long sequences of nested operations ---
 
 
 class ListOps:
-    """Rows of ListOps from a quarter of the greatest length on; see `datasets.list_ops`."""
+    """ListOps with lengths from a quarter of the maximum on; see `datasets.list_ops`."""
 
     score_name = "accuracy"
     batch_size = 16
@@ -166,7 +165,7 @@ class ListOps:
         return float((outputs.argmax(axis=-1) == self.held_out[1]).mean())
 
     def floor(self):
-        """The accuracy of always saying the most frequent class."""
+        """Accuracy of always predicting the most frequent class."""
         return "the most frequent class", float(
             np.bincount(self.held_out[1]).max() / len(self.held_out[1])
         )
@@ -176,7 +175,7 @@ class ListOps:
 
 
 class Seconds(keras.callbacks.Callback):
-    """The seconds of each epoch."""
+    """Records the seconds of each epoch."""
 
     def __init__(self):
         super().__init__()
@@ -190,7 +189,7 @@ class Seconds(keras.callbacks.Callback):
 
 
 def train(task, name, seeds):
-    """`(parameters, scores, seconds an epoch, bytes of a batch or None)`."""
+    """Returns `(parameters, scores, seconds per epoch, bytes of a batch or None)`."""
     scores, seconds = [], []
     for seed in range(seeds):
         keras.utils.set_random_seed(seed)
@@ -205,7 +204,7 @@ def train(task, name, seeds):
         model.compile(optimizer, task.loss())
         clock = Seconds()
         model.fit(x, y, task.batch_size, task.epochs, callbacks=[clock], verbose=0)
-        seconds += clock.seconds[1:]  # the first compiles
+        seconds += clock.seconds[1:]  # the first epoch includes compilation
         outputs = model.predict(task.held_out[0], batch_size=task.batch_size, verbose=0)
         scores.append(task.score(outputs))
     memory = memory_of(model, x[: task.batch_size], y[: task.batch_size])
@@ -213,7 +212,7 @@ def train(task, name, seeds):
 
 
 def memory_of(model, x, y):
-    """The bytes that a forward and a backward pass need beside weights and data; None: unknown."""
+    """Returns the bytes of a forward and backward pass without weights and data, or None."""
     backend = keras.backend.backend()
     if backend == "torch":
         import torch
@@ -237,11 +236,11 @@ def memory_of(model, x, y):
     return None if analysis is None else analysis.temp_size_in_bytes
 
 
-# --- 5. The table and the picture ---
+# --- 5. Table, figure and main program ---
 
 
 def report(task, results):
-    """Lines of a table in Markdown."""
+    """Yields the lines of a Markdown table."""
     yield f"| {task.title} | parameters | {task.score_name} | seconds an epoch | MiB a batch |"
     yield "| --- | ---: | ---: | ---: | ---: |"
     for name, (parameters, scores, seconds, memory) in results.items():
@@ -265,10 +264,10 @@ def draw(tasks, results, path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--length", type=int, default=512, help="most tokens of a row of ListOps")
+    parser.add_argument("--length", type=int, default=512, help="maximum tokens of ListOps")
     parser.add_argument("--width", type=int, default=32)
-    parser.add_argument("--rows", type=int, default=512, help="to train on, in each task")
-    parser.add_argument("--epochs", type=int, default=4, help="on ListOps; twice as many forecasts")
+    parser.add_argument("--rows", type=int, default=512, help="training sequences of each task")
+    parser.add_argument("--epochs", type=int, default=4, help="on ListOps; forecasting has twice")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS))
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("build/layers"))

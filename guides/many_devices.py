@@ -1,19 +1,19 @@
-"""One model on many devices: a flag says what is split, and the losses stay those of one device.
+"""Train one model on many devices, split in four ways, with the losses of one device.
 
     KERAS_BACKEND=jax python guides/many_devices.py --split weights
 
-JAX splits through `keras.distribution`, torch through its DistributedDataParallel, FSDP2, DTensor
-and process groups, and TensorFlow rows alone, through MirroredStrategy. `--split` is one of
+JAX uses `keras.distribution`; torch uses DistributedDataParallel, FSDP2, DTensor and process
+groups; TensorFlow uses MirroredStrategy and splits batches only. `--split` is one of
 
-    rows      each device has all weights, and its own rows of a batch (data parallelism)
-    weights   and a part of each weight, which is gathered where it is used (FSDP, or ZeRO-3)
-    heads     each device has all rows, and its own heads and channels (tensor parallelism)
-    time      each device has its own part of each row's tokens (sequence parallelism)
+    rows      data parallelism: each device has all weights and a part of the batch
+    weights   FSDP (ZeRO-3): additionally, a part of each weight, gathered when it is used
+    heads     tensor parallelism: each device has the whole batch and a part of the heads
+    time      sequence parallelism: each device has a part of each sequence's tokens
 
-A tiny HGRN2 learns on the devices that are there, or else on simulated ones, eight on JAX and two
-on torch and TensorFlow. On torch the script starts a process for each device, and under `torchrun
-guides/many_devices.py` it is such a process. Then it prints by which meshes models of 1.3B to 15B
-parameters fit 8 and 64 devices, and what 1,024 would be busy with. A minute on two CPU cores.
+A tiny HGRN2 is trained on the available devices, or on simulated ones: eight on JAX, two on torch
+and TensorFlow. On torch the script starts one process per device; `torchrun
+guides/many_devices.py` works as well. It then prints meshes with which models of 1.3B to 15B
+parameters fit 8 and 64 devices, and estimates for 1,024. It takes a minute on two CPU cores.
 """
 
 import argparse
@@ -27,7 +27,7 @@ import sys
 import tempfile
 from typing import Any, NamedTuple
 
-# Read once, when Keras and JAX are imported. Real devices are taken before simulated ones.
+# Read once, when Keras and JAX are imported. Real devices take precedence over simulated ones.
 os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ["XLA_FLAGS"] = " ".join(
     ("--xla_force_host_platform_device_count=8", os.environ.get("XLA_FLAGS", ""))
@@ -55,7 +55,7 @@ ROWS, LENGTH, STEPS, LEARNING_RATE = 8, 64, 4, 3e-3
 
 
 def make():
-    keras.utils.set_random_seed(0)  # the same weights wherever it is made
+    keras.utils.set_random_seed(0)  # equal weights in every process
     backbone = HGRN2Backbone(
         vocabulary_size=256, num_layers=2, hidden_dim=64, intermediate_dim=128, expand_ratio=8
     )
@@ -73,12 +73,12 @@ def batch():
 
 
 def fit(model):
-    """Losses of a few steps on the batch."""
-    on_jax = keras.config.backend() == "jax"
-    # On TensorFlow each replica would clip the gradient of its own rows, before these are summed.
-    optimizer = keras.optimizers.AdamW(LEARNING_RATE, global_clipnorm=1.0 if on_jax else None)
+    """Trains a few steps on the batch and returns the losses."""
+    is_jax = keras.config.backend() == "jax"
+    # On TensorFlow each replica would clip its gradient before the gradients are summed.
+    optimizer = keras.optimizers.AdamW(LEARNING_RATE, global_clipnorm=1.0 if is_jax else None)
     exclude_from_weight_decay(optimizer, model)
-    model.compile(optimizer, model.loss, weighted_metrics=[], jit_compile=on_jax)
+    model.compile(optimizer, model.loss, weighted_metrics=[], jit_compile=is_jax)
     x, y = batch()
     return model.fit(x, y, batch_size=ROWS, epochs=STEPS, shuffle=False, verbose=0).history["loss"]
 
@@ -91,24 +91,24 @@ def distribution_of(split, devices):
     return keras.distribution.ModelParallel(layout_map=HGRN2Backbone.get_layout_map(mesh))
 
 
-def on_jax(arguments):
+def run_jax(arguments):
     one = fit(make())
     devices = keras.distribution.list_devices()
     with distribution_of(arguments.split, devices).scope():
         model = make()
         many = fit(model)
-        # A weight at a time is gathered; of several processes the first one writes.
+        # Gathers one weight at a time; with several processes, the first one writes the file.
         model.save_weights(arguments.output / "model.weights.h5")
     compare(f"JAX on {len(devices)} devices", one, many)
     parts = [(w.path, w.shape, w.value.addressable_shards[0].data.shape) for w in model.weights]
     show_parts(parts)
 
 
-def on_tensorflow(arguments):
+def run_tensorflow(arguments):
     import tensorflow as tf
 
     if arguments.split != "rows":
-        raise SystemExit("TensorFlow splits rows alone here. Take --split rows, JAX or torch.")
+        raise SystemExit("TensorFlow supports only --split rows. Use JAX or torch for others.")
     devices = tf.config.list_physical_devices("GPU")
     if not devices:
         (cpu,) = tf.config.list_physical_devices("CPU")
@@ -127,10 +127,10 @@ def on_tensorflow(arguments):
     show_parts([(w.path, w.shape, w.shape) for w in model.weights])
 
 
-# --- 3. torch: processes that `torchrun` starts, and a loop of one's own ---
+# --- 3. torch: processes started by `torchrun`, and a custom training loop ---
 
 
-def on_torch(arguments):
+def run_torch(arguments):
     import torch
 
     if "RANK" in os.environ:
@@ -156,7 +156,7 @@ def torch_process(split, folder, mixed_precision):
     part = slice(None), slice(None)
     if split in ("rows", "weights"):
         part = share(ROWS, rank, processes), slice(None)
-    if split == "time":  # labels are made of whole rows: the next token may be another's
+    if split == "time":  # labels come from whole sequences, as the next device has the next token
         part = slice(None), share(LENGTH, rank, processes)
     x, y = batch()
     x, y = {name: torch.tensor(tokens[part]) for name, tokens in x.items()}, y[part]
@@ -185,7 +185,7 @@ def share(size, rank, processes):
 
 
 def distributed(model, split, mixed_precision):
-    """A module with the parameters, what is called in its place, and a context around each step."""
+    """Returns the module with the parameters, the callable, and a context for each step."""
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.nn.parallel import DistributedDataParallel
@@ -197,7 +197,7 @@ def distributed(model, split, mixed_precision):
     if split == "heads":
         return heads_split(module)
     if split == "weights":
-        # Gathered in 16 bits, summed in 32, kept in 32.
+        # Weights are gathered in 16 bits; gradients are summed and weights stored in 32.
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
         policy = policy if mixed_precision else MixedPrecisionPolicy()
         return module, module.fully_shard(mp_policy=policy), contextlib.nullcontext
@@ -253,7 +253,7 @@ def local(tensor):
 
 
 def read_again(shards):
-    """An ordinary model, in one process, reads the checkpoint of all."""
+    """Loads the checkpoint of all processes into a model in one process."""
     import torch
     import torch.distributed.checkpoint as dcp
 
@@ -268,7 +268,7 @@ def read_again(shards):
         print(f"One process reads the shards: its loss is {module.model.loss(y, module(x)):.4f}")
 
 
-# --- 4. What came out ---
+# --- 4. Results ---
 
 
 def compare(where, one, many):
@@ -278,7 +278,7 @@ def compare(where, one, many):
 
 
 def show_parts(parts):
-    """parts: for each weight its name, its shape and that of one device's part."""
+    """Prints shapes of weights. parts: name, shape and one device's shape of each weight."""
     shown = [part for part in parts if "block_1" in part[0] and "kernel" in part[0]]
     for name, shape, own in (*parts[:1], *shown):
         print(f"  {name}: {tuple(own)} of {tuple(shape)}")
@@ -286,29 +286,29 @@ def show_parts(parts):
     print("A device has {:,.0f} of {:,.0f} numbers of the weights".format(*numbers))
 
 
-# --- 5. Meshes for models that do not fit a device: arithmetic, nothing is measured ---
+# --- 5. Meshes for models that do not fit one device: computed, not measured ---
 
-MODELS: dict[str, tuple[str, Any, Any, int]] = {  # preset, its sizes, the family's layouts, heads
+MODELS: dict[str, tuple[str, Any, Any, int]] = {  # preset, sizes, class with layouts, heads
     "1.3B": ("hgrn2_1.3b_100b", hgrn2.SIZES["hgrn2_1.3b_100b"], HGRN2Backbone, 16),
     "7B": ("tnl_7b", transnormer.SIZES["tnl_7b"], TransNormerBackbone, 32),
     "15B": ("tnl_15b", transnormer.SIZES["tnl_15b"], TransNormerBackbone, 40),
 }
-ROOM = 80 * 2**30  # bytes of a device
-SPARE = 0.9  # the part of it that a plan may take
-HOST = 8  # devices that NVLink joins
-NVLINK, INFINIBAND = 450e9, 50e9  # bytes a second to and from a device, of each direction: assumed
-FLOPS = 400e12  # in products of matrices of 16 bits, about half of what is promised: assumed
+ROOM = 80 * 2**30  # memory of a device in bytes
+SPARE = 0.9  # fraction of the memory that a plan may use
+HOST = 8  # devices connected by NVLink
+NVLINK, INFINIBAND = 450e9, 50e9  # bytes/s per device and direction, assumed
+FLOPS = 400e12  # 16-bit matrix products, about half of the peak, assumed
 
 
 class Mesh(NamedTuple):
-    """How many devices along each axis; neighbours along the last are of one host."""
+    """Number of devices along each axis; neighbors along the last axis share a host."""
 
     data: int
     sequence: int
     model: int
 
     def link(self, axis):
-        """The rate of the slowest link around a ring along this axis."""
+        """Returns the bandwidth of the slowest link along this axis."""
         reach = {"model": 1, "sequence": self.model, "data": self.model * self.sequence}[axis]
         return NVLINK if reach * getattr(self, axis) <= HOST else INFINIBAND
 
@@ -319,11 +319,11 @@ class Mesh(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """A training step on one device: bytes that it keeps, and seconds if nothing overlapped."""
+    """Estimate of a training step on one device: memory, and seconds without overlap."""
 
     model: str
     mesh: Mesh
-    rows: int  # of all devices
+    rows: int  # global batch size
     length: int
 
     @property
@@ -331,13 +331,16 @@ class Plan(NamedTuple):
         return self.rows * self.length / (self.mesh.data * self.mesh.sequence)
 
     def kept(self):
-        """Weights, gradients and Adam's slots in 32 bits, as arrays are laid out."""
+        """Returns the bytes of weights, gradients and Adam's slots in 32 bits, as sharded."""
         preset, _, family, _ = MODELS[self.model]
         return training_sizes(preset, layout_map=self.mesh.layouts(family)).total
 
     def activations(self):
-        """Roughly, in 16 bits: the inputs of blocks (a `keras.RematScope`), all of one block, the
-        logits with their gradients, and the weights of two blocks, gathered."""
+        """Returns the approximate bytes of activations in 16 bits.
+
+        These are the inputs of all blocks (a `keras.RematScope`), everything inside one block, the
+        logits with their gradients, and the gathered weights of two blocks.
+        """
         size = MODELS[self.model][1]
         inside = (10 * size.hidden_dim + 4 * size.intermediate_dim) / self.mesh.model
         logits = 2 * size.vocabulary_size / self.mesh.model
@@ -345,29 +348,31 @@ class Plan(NamedTuple):
         return 2 * (numbers + 2 * size.parameters / size.num_layers / self.mesh.model)
 
     def bytes_moved(self):
-        """By what is moved, and the axis of the mesh along which that is."""
+        """Returns `{(kind, mesh axis): bytes}` of the communication."""
         preset, size, _, _ = MODELS[self.model]
         data, sequence, model = self.mesh
         weights = "data" if data > 1 else "sequence"
         spread = getattr(self.mesh, weights)
-        # Gathered twice in 16 bits, forwards and backwards; gradients are summed in 32.
+        # Weights are gathered in 16 bits, forward and backward; gradients are summed in 32.
         moved = {("weights", weights): 8 * size.parameters / model * (1 - 1 / spread)}
-        if data > 1:  # the devices of a row have the same part of the weights
+        if data > 1:  # devices that share a sequence hold the same part of the weights
             part = 4 * size.parameters / model / data
             moved["gradients", "sequence"] = 2 * part * (1 - 1 / sequence)
-        # Two sums over devices a block forwards, twice with remat, and backwards.
+        # Two all-reduces per block forward, twice with rematerialization, and backward.
         sums = 6 * size.num_layers * self.tokens * size.hidden_dim * 2
         moved["activations", "model"] = 2 * sums * (1 - 1 / model)
-        # States after each part of a row, forwards, once more, and their gradients. JAX sends them
-        # over 1, 2, 4, ... devices, then to the next one; on torch all are gathered.
+        # States after each part of a sequence, forward, recomputed, and their gradients. JAX sends
+        # them over 1, 2, 4, ... devices, then to the next one; torch gathers all.
         states = memory_sizes(preset, 1, self.length).cache * self.rows / data / model
         if sequence > 1:
             moved["states", "sequence"] = 3 * states * (1 + math.ceil(math.log2(sequence)))
         return moved
 
     def seconds(self):
-        """Of arithmetic and of each kind of bytes. A token is 8 operations for each weight: 2
-        forwards, again with remat, and 4 backwards."""
+        """Returns the seconds of arithmetic and of each kind of communication.
+
+        A token takes 8 operations per weight: 2 forward, 2 with rematerialization, 4 backward.
+        """
         parameters = MODELS[self.model][1].parameters
         found = {"arithmetic": 8 * parameters * self.tokens / self.mesh.model / FLOPS}
         for (what, axis), moved in self.bytes_moved().items():
@@ -376,14 +381,14 @@ class Plan(NamedTuple):
         return found
 
     def step(self):
-        """Seconds, where weights and gradients move behind arithmetic, and all else does not."""
+        """Returns the seconds of a step if only weights and gradients overlap with arithmetic."""
         found = self.seconds()
-        behind = found.pop("weights", 0) + found.pop("gradients", 0)
-        return max(found.pop("arithmetic"), behind) + sum(found.values())
+        overlapped = found.pop("weights", 0) + found.pop("gradients", 0)
+        return max(found.pop("arithmetic"), overlapped) + sum(found.values())
 
 
 def best_plan(model, devices, rows, length):
-    """The fastest of the meshes that fit."""
+    """Returns the plan with the fastest mesh that fits, or None."""
     heads = MODELS[model][3]
     divisors = [n for n in range(1, devices + 1) if devices % n == 0]
     meshes = [
@@ -409,7 +414,7 @@ def table(*header):
 
 
 def memory_table():
-    print("\nMeshes (data, sequence, model) that fit devices of 80 GiB, the fastest on paper:\n")
+    print("\nFastest meshes (data, sequence, model) by estimate that fit devices of 80 GiB:\n")
     header = ("model", "devices", "rows × tokens", "mesh", "weights, gradients, slots GiB")
     table(*header, "activations GiB", "a copy of all GiB")
     for model, devices in itertools.product(MODELS, (8, 64)):
@@ -424,12 +429,12 @@ def memory_table():
 
 
 def thousand_devices():
-    print("\n1,024 devices, simulated, of which nothing is measured. Assumed are NVLink with")
+    print("\n1,024 devices: estimates, not measurements. Assumed are NVLink with")
     print(f"{NVLINK / 1e9:.0f} GB/s a direction among {HOST} devices of a host, InfiniBand with")
     print(
         f"{INFINIBAND / 1e9:.0f} GB/s a device, and {FLOPS / 1e12:.0f} TFLOP/s in bfloat16. GB and"
     )
-    print("seconds of a device and step; 1,024 rows of 4,096 tokens, and 4 of 1,048,576:\n")
+    print("seconds per device and step; 1,024 sequences of 4,096 tokens, and 4 of 1,048,576:\n")
     kinds = ("weights", "gradients", "activations", "states")
     table("model", "mesh", *[f"{kind} GB" for kind in kinds], "step s", "arithmetic s", "limit")
     short = [Mesh(1024, 1, 1), Mesh(256, 1, 4), Mesh(128, 1, 8)]
@@ -458,18 +463,18 @@ def main():
     parser.add_argument("--split", choices=SPLITS, default="rows")
     parser.add_argument("--mixed-precision", action="store_true", help="computes in bfloat16")
     parser.add_argument("--output", type=pathlib.Path, default=OUTPUT, help="folder for weights")
-    parser.add_argument("--no-tables", action="store_true", help="leaves out the plans on paper")
+    parser.add_argument("--no-tables", action="store_true", help="omits the estimates")
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
     if arguments.mixed_precision:
         keras.config.set_dtype_policy("mixed_bfloat16")
-    ON[keras.config.backend()](arguments)
+    RUN[keras.config.backend()](arguments)
     if not arguments.no_tables and os.environ.get("RANK", "0") == "0":
         memory_table()
         thousand_devices()
 
 
-ON = {"jax": on_jax, "torch": on_torch, "tensorflow": on_tensorflow}
+RUN = {"jax": run_jax, "torch": run_torch, "tensorflow": run_tensorflow}
 
 if __name__ == "__main__":
     main()

@@ -1,10 +1,10 @@
-"""Hawk learns to write like Python's own documentation, in a few minutes on two CPU cores.
+"""Train Hawk on Python's documentation and generate text, in minutes on two CPU cores.
 
-    make quickstart                           # or, where the package is installed:
+    make quickstart                           # or, with the package installed:
     KERAS_BACKEND=jax python guides/quickstart.py
 
-Hawk is a language model without attention: what it knows of the text so far is a state of fixed
-size, carried from token to token by a gated linear recurrence (De et al. 2024, arXiv:2402.19427).
+Hawk is a language model without attention. Its memory of the text is a state of fixed size, which a
+gated linear recurrence updates at each token (De et al. 2024, arXiv:2402.19427).
 """
 
 import argparse
@@ -14,10 +14,10 @@ import os
 import pathlib
 import pydoc_data.topics
 
-# Keras reads this once, when it is imported. "torch" and "tensorflow" do as well.
+# Keras reads this once, at import. "torch" and "tensorflow" also work.
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
-# First: KerasHub imports TensorFlow, behind which Triton's kernels are left out on JAX.
+# Before KerasHub, whose import of TensorFlow disables the Triton kernels on JAX.
 import keras_recurrent
 
 # isort: split
@@ -33,13 +33,13 @@ BATCH_SIZE = 4
 LEARNING_RATE = 6e-3
 
 
-# --- 1. The text: what `help("while")` and its like show, on every machine with Python ---
+# --- 1. The text: Python's help topics, such as `help("while")` ---
 
 
 def load_documents(topics):
-    """Training and validation documents, as lists of strings.
+    """Returns training and validation documents, as lists of strings.
 
-    Topics share paragraphs: each is kept once, so that no validation text was seen in training.
+    Topics share paragraphs; each is kept once, so that no validation text occurs in training.
     """
     documents, seen = [], set()
     for topic in list(pydoc_data.topics.topics.values())[:topics]:
@@ -51,15 +51,15 @@ def load_documents(topics):
     return training, documents[::10]
 
 
-# --- 2. What counting bytes achieves: the model must do better ---
+# --- 2. Baselines: counts of bytes and of pairs ---
 
 
 def unigram_and_bigram(training, validation):
-    """Bits a byte on the validation text, of models that count the training text.
+    """Returns bits per byte of unigrams and bigrams, counted on the training text.
 
-    The unigram adds one to each count. The bigram trusts the followers it saw of a byte as far as
-    it saw many of the byte and few different followers, and the unigram for the rest
-    (Witten-Bell). A document begins after a byte None.
+    The unigram uses add-one smoothing. The bigram uses Witten-Bell smoothing: it relies on its
+    counts more when a byte is frequent and has few different followers, otherwise on the unigram.
+    The byte before a document is None.
     """
     bytes_seen, followers = collections.Counter(), collections.defaultdict(collections.Counter)
     for before, byte in pairs(training):
@@ -92,15 +92,15 @@ def pairs(documents):
 
 
 def bits_per_byte(labels, logits):
-    """The loss in other units: every label is a byte, and a bit is log 2 nats."""
+    """Returns the loss in bits; every label is a byte."""
     nats = keras.ops.sparse_categorical_crossentropy(labels, logits, from_logits=True)
     return nats / math.log(2)
 
 
 def compile_for_training(model, steps):
-    """AdamW, with a rate that rises quickly and falls to nothing.
+    """Compiles with AdamW, short warmup and cosine decay to 0.
 
-    Weight decay would shorten the memory that the network begins with: decays are excluded.
+    Decay parameters are excluded from weight decay, which would shorten the model's memory.
     """
     rate = keras.optimizers.schedules.CosineDecay(
         0.0, steps, warmup_target=LEARNING_RATE, warmup_steps=max(1, steps // 20)
@@ -115,7 +115,7 @@ def compile_for_training(model, steps):
 
 
 class Report(keras.callbacks.Callback):
-    """Says after each epoch where the model stands, and keeps the numbers for the picture."""
+    """Prints the validation loss after each epoch and records the losses for the figure."""
 
     def __init__(self, unigram, bigram):
         super().__init__()
@@ -126,7 +126,7 @@ class Report(keras.callbacks.Callback):
         self.total = 0.0
 
     def on_train_batch_end(self, batch, logs=None):
-        # Keras gives the mean of the epoch so far; the picture wants this step alone.
+        # Keras reports the mean of the epoch so far; recover the value of this step.
         total = (batch + 1) * logs["bits_per_byte"]
         self.training.append(total - self.total)
         self.total = total
@@ -150,13 +150,13 @@ def draw(report, unigram, bigram, path):
     figure.savefig(path, dpi=120)
 
 
-# --- 4. All of it, in order ---
+# --- 4. Main program ---
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--topics", type=int, help="read only so many topics of the documentation")
+    parser.add_argument("--topics", type=int, help="maximum number of topics to read")
     parser.add_argument("--sample", type=int, default=300, help="length of a sample, in bytes")
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("build/quickstart"))
     arguments = parser.parse_args()
@@ -169,8 +169,8 @@ def main():
         f"{sum(map(len, training)):,} characters to learn, {sum(map(len, validation)):,} held out"
     )
 
-    # Documents are packed into rows and kept apart there. Without end tokens, every label is a
-    # byte of the text.
+    # Several documents are packed into a sequence, and the model keeps them apart. Without end
+    # tokens, every label is a byte of the text.
     model = GriffinCausalLM.from_preset("hawk_tiny", packed=True, add_end_token=False)
     print(f"Hawk with {model.count_params():,} parameters on {keras.backend.backend()}\n")
 
@@ -184,7 +184,7 @@ def main():
         validation_data=(validation,),
         batch_size=BATCH_SIZE,
         epochs=arguments.epochs,
-        callbacks=[keras.callbacks.ProgbarLogger(), report],  # the bar, then our line below it
+        callbacks=[keras.callbacks.ProgbarLogger(), report],  # prints the report below the bar
     )
     print(f"\nAfter training it writes:\n{model.generate(PROMPT, max_length=arguments.sample)}\n")
 

@@ -1,12 +1,11 @@
-"""The training of `griffin_tiny_text`, the preset whose weights come with the package.
+"""Train `griffin_tiny_text`, the preset whose weights come with the package.
 
     KERAS_BACKEND=jax python guides/train_preset.py --text shakespeare.txt
 
-A small language model of bytes learns Python's own documentation, which every Python brings along,
-and the texts that `--text` names: for the preset, plays of Shakespeare. Nothing is downloaded. A
-run that is broken off at any moment and started again goes on where it was. The learning rate is
-constant until it falls to nothing in the last `--decay-steps`: so a run may also be started again
-with fewer or more `--steps`, as long as it has not come to where the rate falls.
+A small byte-level language model is trained on Python's documentation, which comes with Python, and
+on the files of `--text`; for the preset, plays of Shakespeare. Nothing is downloaded. A run that is
+interrupted and started again resumes. The learning rate is constant and falls to 0 in the last
+`--decay-steps`, so a run may resume with fewer or more `--steps` until this decay has begun.
 """
 
 import argparse
@@ -18,10 +17,10 @@ import os
 import pathlib
 import zlib
 
-# Keras reads this once, when it is imported. "torch" and "tensorflow" do as well.
+# Keras reads this once, at import. "torch" and "tensorflow" also work.
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
-# First: KerasHub imports TensorFlow, behind which Triton's kernels are left out on JAX.
+# Before KerasHub, whose import of TensorFlow disables the Triton kernels on JAX.
 import keras_recurrent
 
 # isort: split
@@ -39,7 +38,7 @@ PRESET = "griffin_tiny_text"
 SEED = 0
 SEQUENCE_LENGTH, BATCH_SIZE = 512, 4
 LEARNING_RATE, WARMUP_STEPS, WEIGHT_DECAY = 4e-3, 100, 0.1
-EPOCH = 100  # steps from one look at held-out text to the next
+EPOCH = 100  # steps between validations
 PROMPTS = ("ROMEO:\n", "The statement")
 
 
@@ -47,9 +46,9 @@ PROMPTS = ("ROMEO:\n", "The statement")
 
 
 def load_texts(paths, topics=None):
-    """`{name: (documents to learn, documents held out)}`, lists of strings.
+    """Returns `{name: (training documents, held-out documents)}`, lists of strings.
 
-    Of the documentation every tenth topic is held out, of each file its last tenth.
+    Every tenth topic of the documentation is held out, and the last tenth of each file.
     """
     texts = {"documentation": load_documents(topics)}
     for path in paths:
@@ -60,10 +59,10 @@ def load_texts(paths, topics=None):
 
 
 def documents_of(text):
-    """The paragraphs of a text, as many in a document as fit into a row.
+    """Joins paragraphs into documents that fit into a training sequence.
 
-    A document is read from its beginning. So the model learns to begin at any paragraph, and few
-    rows of training begin within one.
+    Training sequences then start at the beginning of a paragraph, where generation may start, too,
+    and few start within one.
     """
     documents, length = [], SEQUENCE_LENGTH
     for paragraph in text.strip("\n").split("\n\n"):
@@ -80,7 +79,7 @@ def documents_of(text):
 
 @keras.saving.register_keras_serializable("train_preset")
 class ConstantThenLinear(keras.optimizers.schedules.LearningRateSchedule):
-    """A rate that rises for `warmup_steps`, is constant, and falls to 0 in the last steps."""
+    """A learning rate with linear warmup, a constant phase and linear decay to 0."""
 
     def __init__(self, learning_rate, warmup_steps, steps, decay_steps):
         super().__init__()
@@ -98,12 +97,12 @@ class ConstantThenLinear(keras.optimizers.schedules.LearningRateSchedule):
 
 
 def train(model, texts, steps, decay_steps, output):
-    """Trains the model, beginning where an earlier run was broken off."""
+    """Trains the model and resumes an interrupted run."""
     rate = ConstantThenLinear(LEARNING_RATE, WARMUP_STEPS, steps, decay_steps)
     optimizer = keras.optimizers.AdamW(rate, weight_decay=WEIGHT_DECAY, clipnorm=1.0)
     keras_recurrent.exclude_from_weight_decay(optimizer, model)
     model.compile(optimizer, model.loss)
-    # An eighth of the held-out text, so that overfitting shows while it trains.
+    # An eighth of the held-out text, to notice overfitting during training.
     glimpse = [document for _, held_out in texts.values() for document in held_out[::8]]
     model.fit(
         [document for training, _ in texts.values() for document in training],
@@ -119,14 +118,14 @@ def train(model, texts, steps, decay_steps, output):
     )
 
 
-# --- 3. What it is worth, on text that it has not seen ---
+# --- 3. Evaluation on held-out text ---
 
 
 def model_bits(model, documents, piece=4096):
-    """Bits a byte of documents, each read from its beginning, in pieces if it is very long.
+    """Returns bits per byte of documents, in pieces of at most `piece` tokens.
 
-    Those of about a length are read side by side, padded to a power of two, so that programs for
-    few lengths are compiled.
+    Documents of similar length form a batch, padded to a power of two, so that few programs are
+    compiled.
     """
     tokenizer = model.preprocessor.tokenizer
     rows = [
@@ -147,18 +146,17 @@ def model_bits(model, documents, piece=4096):
 
 
 def n_gram_bits(training, held_out, order):
-    """Bits a byte of a model that counts which bytes followed the `order - 1` bytes before.
+    """Returns bits per byte of an n-gram model of bytes with Witten-Bell smoothing.
 
-    It trusts the followers of these as far as it saw many of them and few different ones, and those
-    of one byte fewer for the rest (Witten-Bell); at the end of that, all bytes alike. A document
-    begins after the byte 255, which UTF-8 never has.
+    It interpolates the counts of all orders up to `order`, down to a uniform distribution. A
+    document begins after the byte 255, which does not occur in UTF-8.
     """
     followers: dict = collections.defaultdict(collections.Counter)
-    for contexts, byte in in_context(training, order):
+    for contexts, byte in bytes_with_contexts(training, order):
         for context in contexts:
             followers[context][byte] += 1
     nats, count = 0.0, 0
-    for contexts, byte in in_context(held_out, order):
+    for contexts, byte in bytes_with_contexts(held_out, order):
         probability = 1 / 256
         for context in contexts:
             seen = followers.get(context)
@@ -170,8 +168,8 @@ def n_gram_bits(training, held_out, order):
     return nats / count / math.log(2)
 
 
-def in_context(documents, order):
-    """Each byte, and before it the last 0, 1, … `order - 1` bytes."""
+def bytes_with_contexts(documents, order):
+    """Yields, for each byte, the contexts of 0, 1, … `order - 1` bytes before it, and the byte."""
     for document in documents:
         text = b"\xff" + document.encode()
         for i in range(1, len(text)):
@@ -179,13 +177,13 @@ def in_context(documents, order):
 
 
 def compressed_bits(compress, training, held_out):
-    """Bits a byte that held-out text adds to a compressed file of the training text before it."""
+    """Returns bits per byte that held-out text adds to the compressed training text."""
     before, text = ("\n\n".join(documents).encode() for documents in (training, held_out))
     return 8 * (len(compress(before + text)) - len(compress(before))) / len(text)
 
 
 def report(model, texts):
-    """Prints bits a byte of each held-out text, of the model and of what else there is."""
+    """Prints bits per byte of each held-out text, for the model and the baselines."""
     print(f"{'held-out bits a byte of':24}" + "".join(f"{name:>16}" for name in texts))
     everything = [document for training, _ in texts.values() for document in training]
 
@@ -201,7 +199,7 @@ def report(model, texts):
         ("gzip", lambda text: zlib.compress(text, 9)),
         ("xz", lambda text: lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)),
     ):
-        # The text's own training part is nearest: gzip looks back 32 KiB alone.
+        # The text's training part comes last, because gzip looks back only 32 KiB.
         line(
             name,
             lambda training, held_out, c=compress: compressed_bits(
@@ -211,11 +209,11 @@ def report(model, texts):
         line(f"{name}, alone", lambda _, held_out, c=compress: compressed_bits(c, [], held_out))
 
 
-# --- 4. All of it, in order ---
+# --- 4. Main program ---
 
 
 def save(model, path):
-    """Writes the weights in bfloat16, and returns the model that these are."""
+    """Saves the weights in bfloat16 and returns the model with these rounded weights."""
     rounded = GriffinCausalLM.from_preset(PRESET, load_weights=False, dtype="bfloat16")
     rounded.set_weights(model.get_weights())
     rounded.backbone.save_weights(path)
@@ -226,7 +224,7 @@ def save(model, path):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--text", type=pathlib.Path, nargs="+", default=[], metavar="FILE")
-    parser.add_argument("--topics", type=int, help="read only so many topics of the documentation")
+    parser.add_argument("--topics", type=int, help="maximum number of topics to read")
     parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--decay-steps", type=int, default=1500)
     parser.add_argument("--sample", type=int, default=400, help="length of a sample, in bytes")
@@ -239,7 +237,7 @@ def main():
     for name, documents in texts.items():
         learned, held_out = ("\n\n".join(part).encode() for part in documents)
         print(f"{name}: {len(learned):,} bytes to learn, {len(held_out):,} held out")
-    # Without end tokens every label is a byte of the text, and the model writes as long as it may.
+    # Without end tokens every label is a byte of the text, and generation runs to the maximum.
     model = GriffinCausalLM.from_preset(
         PRESET,
         load_weights=False,

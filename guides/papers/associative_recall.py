@@ -1,24 +1,24 @@
 """HGRN2 recalls more than HGRN at the same width (HGRN2, section 4.1, figure 3).
 
-    make paper-associative_recall             # minutes; or, where the package is installed:
+    make paper-associative_recall             # minutes; or, with the package installed:
     KERAS_BACKEND=jax python guides/papers/associative_recall.py
     KERAS_BACKEND=jax python guides/papers/associative_recall.py --full     # on a GPU
 
-Qin et al. 2024 (arXiv:2404.07904) draw the accuracy of HGRN and HGRN2 in multi-query associative
-recall by the width of the model, for rows of several lengths: HGRN2 is above HGRN in all of them.
-Learning rates and expansion ratios are searched; here the best of a few counts. The models are
-those of guides/associative_recall.py: two layers, of HGRN with a norm and an output projection or
-of HGRN2, with the same maps and about the same parameters. They differ in their states: HGRN has a
-number a channel, HGRN2 `expansion` times as many.
+Qin et al. 2024 (arXiv:2404.07904) plot the accuracy of HGRN and HGRN2 in multi-query associative
+recall against the model's width, for several sequence lengths: HGRN2 is above HGRN in all of them.
+They search learning rates and expansion ratios; here the best of a few counts. The models are
+those of guides/associative_recall.py: two layers of HGRN2, or of HGRN with a norm and an output
+projection, with the same projections and about the same number of parameters. HGRN's state has one
+number per channel, HGRN2's `expansion`.
 
-Models of one seed share their rows.
+Models with the same seed train on the same sequences.
 """
 
 import dataclasses
 import os
 import time
 
-# Keras reads this once, when it is imported. "torch" and "tensorflow" do as well.
+# Keras reads this once, at import. "torch" and "tensorflow" also work.
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import keras
@@ -37,30 +37,30 @@ from runs import (
     table,
     yes,
 )
-from tasks import at_the_end, learn
+from tasks import final_shares, learn
 from training import adamw
 
 from keras_recurrent.datasets import associative_recall
 
 models_of = guide_above("associative_recall")
 MODELS = "HGRN", "HGRN2"
-BOTH = 0.99  # where both have so much right, neither is better
+BOTH = 0.99  # if both models reach this accuracy, neither is better
 
 
 @dataclasses.dataclass
 class Size:
-    """What a run is made of. There is a task for each of `lengths`, with as many `pairs`."""
+    """Sizes of a run. `lengths` and `pairs` have one value per task."""
 
-    lengths: tuple  # tokens of a row
-    pairs: tuple  # of a key and a value in it
+    lengths: tuple  # tokens of a sequence
+    pairs: tuple  # keys with a value in a sequence
     vocabulary: int
     widths: tuple
-    expansions: tuple  # numbers of HGRN2's state a channel, where they divide the width
-    rates: tuple[float, ...]  # of learning, of which the best counts
-    rows: int  # of a step
+    expansions: tuple  # expansion ratios of HGRN2, if they divide the width
+    rates: tuple[float, ...]  # learning rates; the best one counts
+    rows: int  # batch size
     test_rows: int
-    steps: int  # at most, if not all seeds have `enough` right before
-    every: int  # steps from one test to the next
+    steps: int  # maximum; training ends earlier when all seeds reach `enough`
+    every: int  # steps between tests
     enough: float
 
 
@@ -75,7 +75,7 @@ FULL = Size(
 
 
 def settings(size):
-    """What the lines of a model are found by, one after another, without the rate and seed."""
+    """Yields the keys of all results, without learning rate and seed."""
     for length, pairs in zip(size.lengths, size.pairs, strict=True):
         for width in size.widths:
             key = {"length": length, "pairs": pairs, "width": width, "most_steps": size.steps}
@@ -86,9 +86,9 @@ def settings(size):
 
 
 def run(key, size, members):
-    """Trains a model side by side for rates and seeds, and gives a line of results for each.
+    """Trains a model for all rates and seeds in parallel and yields a line of results for each.
 
-    members: pairs of a rate and a seed.
+    members: pairs of a learning rate and a seed.
     """
     models, (rates, seeds) = [], zip(*members, strict=True)
     for seed in seeds:
@@ -129,18 +129,18 @@ def run(key, size, members):
         }
 
 
-# --- 2. What came out ---
+# --- 2. Results ---
 
 
 def best(results, size, name, **task):
-    """The lines of the rate and expansion whose mean is highest at the end, one for each seed."""
+    """Returns the lines, one per seed, of the rate and expansion with the highest final mean."""
     found = [
-        results.of(**key, rate=rate)
+        results.select(**key, rate=rate)
         for key in settings(size)
         if key["model"] == name and all(key[k] == v for k, v in task.items())
         for rate in size.rates
     ]
-    return max(filter(None, found), key=lambda lines: np.mean(at_the_end(lines)))
+    return max(filter(None, found), key=lambda lines: np.mean(final_shares(lines)))
 
 
 def tasks(size):
@@ -155,7 +155,7 @@ def draw(results, size, path):
     (row,) = figure.subplots(1, len(size.lengths), sharey=True, squeeze=False)
     for axes, task in zip(row, tasks(size), strict=True):
         for name in MODELS:
-            found = [at_the_end(best(results, size, name, width=w, **task)) for w in size.widths]
+            found = [final_shares(best(results, size, name, width=w, **task)) for w in size.widths]
             draw_band(axes, size.widths, [100 * shares for shares in found], marker="o", label=name)
         axes.axhline(
             100 / task["pairs"], color="gray", linestyle="--", label="one of the values seen"
@@ -170,7 +170,7 @@ def draw(results, size, path):
 
 
 def judge(hgrn, hgrn2):
-    """A verdict in words from what each seed has right."""
+    """Formats the verdict from the accuracies of all seeds."""
     if np.mean(hgrn) >= BOTH and np.mean(hgrn2) >= BOTH:
         return "yes: both at least 99 %"
     gap = np.mean(hgrn2) - np.mean(hgrn)
@@ -179,7 +179,7 @@ def judge(hgrn, hgrn2):
 
 
 def tell(results, size):
-    """A table in Markdown: a row a task and width, of each model its best setting."""
+    """Formats a Markdown table with a row per task and width, at each model's best setting."""
     rows = []
     for task in tasks(size):
         for width in size.widths:
@@ -187,17 +187,17 @@ def tell(results, size):
             rows.append(
                 (
                     f"{task['pairs']} pairs in {task['length']:,} tokens, width {width}",
-                    *(percent(at_the_end(lines)) for lines in (hgrn, hgrn2)),
+                    *(percent(final_shares(lines)) for lines in (hgrn, hgrn2)),
                     *(f"{lines[0]['state_numbers']:,}" for lines in (hgrn, hgrn2)),
                     *(lines[0]["rate"] for lines in (hgrn, hgrn2)),
-                    judge(at_the_end(hgrn), at_the_end(hgrn2)),
+                    judge(final_shares(hgrn), final_shares(hgrn2)),
                 )
             )
     header = ("recalled, %", *MODELS, *(f"state of {name}" for name in MODELS))
     return table((*header, *(f"rate of {name}" for name in MODELS), ""), rows)
 
 
-# --- 3. All of it, in order ---
+# --- 3. Main program ---
 
 
 def main():

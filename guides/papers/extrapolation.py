@@ -1,16 +1,17 @@
-"""Recurrences read texts longer than they were trained on (Griffin, section 6, figures 5 and 10).
+"""Recurrences extrapolate beyond their training length (Griffin, section 6, figures 5 and 10).
 
-    make paper-extrapolation                  # minutes; or, where the package is installed:
+    make paper-extrapolation                  # minutes; or, with the package installed:
     KERAS_BACKEND=jax python guides/papers/extrapolation.py
     KERAS_BACKEND=jax python guides/papers/extrapolation.py --full --text FILE     # on a GPU
 
-De et al. 2024 (arXiv:2402.19427) train models of a billion weights on rows of 2,048 tokens and read
-on to 32,768: the loss of Hawk and Griffin goes on falling to at least four times the length they
-know, that of Transformers with multi-query attention (MQA) does not. Models trained on longer rows,
-of as many tokens in all, are better at the longer lengths.
+De et al. 2024 (arXiv:2402.19427) train models with a billion weights on 2,048 tokens and evaluate
+them to 32,768: the loss of Hawk and Griffin keeps falling to at least four times the training
+length; that of Transformers with multi-query attention (MQA) does not. Models trained on longer
+sequences, with the same number of tokens, are better at long distances.
 
-Here the models are small and read bytes. Those of one seed share their rows, and all are tested on
-the same windows of held-out text. A loss "at 512" is the mean of places 257 to 512.
+Here the models are small and byte-level. Models with the same seed train on the same sequences,
+and all are tested on the same windows of held-out text. A loss "at 512" is the mean over positions
+257 to 512.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ import os
 import pathlib
 import time
 
-# Keras reads this once, when it is imported. "torch" and "tensorflow" do as well.
+# Keras reads this once, at import. "torch" and "tensorflow" also work.
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import keras
@@ -46,7 +47,7 @@ from keras_recurrent.evaluation import LossByPosition
 from keras_recurrent.models import GriffinBackbone, GriffinCausalLM
 
 RECURRENT, LOCAL, GLOBAL = "recurrent", "local_attention", "global_attention"
-# The pattern of blocks, and the part of each head that rotary positions turn.
+# The pattern of blocks, and the fraction of each head with rotary positions.
 MODELS = {
     "Hawk": ((RECURRENT,), 1.0),
     "Griffin": ((RECURRENT, RECURRENT, LOCAL), 1.0),
@@ -57,21 +58,21 @@ MODELS = {
 
 @dataclasses.dataclass
 class Size:
-    """What a run is made of; lengths are bytes."""
+    """Sizes of a run; lengths are bytes."""
 
     width: int
     lru_width: int
     num_layers: int
-    lengths: tuple  # of the rows to train on
-    tokens: int  # a step
-    steps: int  # or as many as two passes over the text take
-    longest: int  # of the windows to test on
+    lengths: tuple  # training lengths
+    tokens: int  # per step
+    steps: int  # at most two passes over the text
+    longest: int  # length of the test windows
     windows: int
     learning_rate: float
 
     @property
     def places(self):
-        """Where the loss is told: half the shortest row, twice as much, and so on."""
+        """Positions of reported losses: doubling from half the shortest training length."""
         return octaves(min(self.lengths) // 2, self.longest)
 
 
@@ -101,14 +102,14 @@ def build(name, size, length, seed):
 
 
 def run(name, size, length, seeds, training, windows):
-    """Trains the seeds of one model side by side, and gives a line of results for each."""
+    """Trains the seeds of one model in parallel and yields a line of results for each."""
     steps = min(size.steps, PASSES * len(training) // size.tokens)
     models = [build(name, size, length, seed) for seed in seeds]
     optimizer = adamw(size.learning_rate, steps // 10, steps, end=0.1)
     start = time.perf_counter()
     trained = train(models, optimizer, text_batches(training, seeds, steps, length, size.tokens))
     seconds = time.perf_counter() - start
-    # As `keras_recurrent.evaluation.loss_by_position`, in one program.
+    # Equals `keras_recurrent.evaluation.loss_by_position`, in one program.
     test = token_losses(models[0], batch_size=max(1, 2**17 // size.longest))
     for seed, model, loss in zip(seeds, models, trained, strict=True):
         losses = test(model, windows).astype("float64").mean(axis=0)
@@ -133,7 +134,7 @@ def run(name, size, length, seeds, training, windows):
         }
 
 
-# --- 2. What came out ---
+# --- 2. Results ---
 
 
 def values(lines, kind, place):
@@ -141,13 +142,13 @@ def values(lines, kind, place):
 
 
 def draw(results, size, names, path):
-    """The running mean of the loss, the papers' curve, for each length of rows."""
+    """Plots the running mean of the loss, the paper's curve, for each training length."""
     figure = matplotlib.figure.Figure(figsize=(10, 4), layout="constrained")
     places = size.places
     (row,) = figure.subplots(1, len(size.lengths), sharey=True, squeeze=False)
     for length, axes in zip(size.lengths, row, strict=True):
         for name in names:
-            lines = results.of(model=name, length=length, width=size.width)
+            lines = results.select(model=name, length=length, width=size.width)
             points = [values(lines, "running_mean_at", place) for place in places]
             draw_band(axes, places, points, label=name)
         axes.axvline(length, color="gray", linestyle="--", linewidth=1)
@@ -160,11 +161,11 @@ def draw(results, size, names, path):
 
 
 def changes(lines, length):
-    """By how much the loss at four times the length is above that at the length, seed by seed."""
+    """Returns, per seed, the loss at four times the length minus that at the length."""
     return values(lines, "loss_at", 4 * length) - values(lines, "loss_at", length)
 
 
-# What is claimed of the loss at 4 L less that at L; of MQA without positions it is only told.
+# Claims about the loss at 4 L minus that at L. MQA without positions has none.
 CLAIMS = {
     "Hawk": ("at most 0", lambda mean: mean <= 0),
     "Griffin": ("at most .01", lambda mean: mean <= 0.01),
@@ -173,9 +174,9 @@ CLAIMS = {
 
 
 def judge(name, found, others):
-    """A verdict in words: the claim, and whether the distance to RoPE is beyond two deviations.
+    """Formats the verdict: the claim, and if the gap to RoPE exceeds two deviations.
 
-    others: what MQA with RoPE has; None where it was not run.
+    others: the values of MQA with RoPE; None if it was not run.
     """
     if name not in CLAIMS:
         return "told"
@@ -189,18 +190,18 @@ def judge(name, found, others):
 
 
 def tell(results, size, names):
-    """Tables in Markdown: of one length of rows each, and of both beside each other."""
+    """Formats Markdown tables: one per training length, and one with all training lengths."""
     parts = []
     for length in size.lengths:
         places = [n for n in octaves(length, size.longest) if n <= 16 * length]
         if 4 * length not in places:
             continue
-        rope = results.of(model="MQA RoPE", length=length, width=size.width)
+        rope = results.select(model="MQA RoPE", length=length, width=size.width)
         rope = changes(rope, length) if rope else None
         header = (f"rows of {length:,}: loss at", *(f"{n:,}" for n in places), "4 L less L", "")
         rows = []
         for name in names:
-            lines = results.of(model=name, length=length, width=size.width)
+            lines = results.select(model=name, length=length, width=size.width)
             found = changes(lines, length)
             cells = (with_error(values(lines, "loss_at", n)) for n in places)
             rows.append((name, *cells, with_error(found), judge(name, found, rope)))
@@ -208,13 +209,13 @@ def tell(results, size, names):
     rows, header = [], ("mean loss to", *(f"{n:,}" for n in size.places))
     for name in (name for name in ("Hawk", "Griffin") if name in names):
         for length in size.lengths:
-            lines = results.of(model=name, length=length, width=size.width)
+            lines = results.select(model=name, length=length, width=size.width)
             cells = (with_error(values(lines, "running_mean_at", n)) for n in size.places)
             rows.append((f"{name}, rows of {length:,}", *cells))
     return "\n\n".join([*parts, table(header, rows)])
 
 
-# --- 3. All of it, in order ---
+# --- 3. Main program ---
 
 
 def main():
@@ -223,7 +224,7 @@ def main():
     parser.add_argument("--text", type=pathlib.Path, help="a file; else Python's documentation")
     arguments, size = read_command_line(parser, MINIATURE, FULL)
     training, held_out = read_text(arguments.text)
-    # From the shortest row on, each octave of places sees the same text.
+    # From the shortest training length on, each octave of positions sees the same text.
     windows = spread(held_out, size.windows, min(size.lengths) // 2, size.longest)
     results = Results(arguments.output / "extrapolation.jsonl")
     print(f"{len(training):,} bytes to train on, {len(held_out):,} held out, on {machine()}")

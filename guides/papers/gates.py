@@ -1,18 +1,18 @@
-"""The gate of the RG-LRU keeps what others throw away (Griffin, appendix A and figure 7).
+"""The RG-LRU's gate retains the state where other gates discard it (Griffin, figure 7).
 
-    make paper-gates                          # seconds; or, where the package is installed:
+    make paper-gates                          # seconds; or, with the package installed:
     KERAS_BACKEND=jax python guides/papers/gates.py
 
-A gated recurrence h = α(r) h + β(r) x weighs its state against its input by a gate r from 0 to 1.
-De et al. 2024 (arXiv:2402.19427) plot the share of the input, β / (α + β), for four of them:
+A gated recurrence h = α(r) h + β(r) x weights its state and its input by a gate r between 0 and 1.
+De et al. 2024 (arXiv:2402.19427, appendix A) plot the input's share, β / (α + β), for four of them:
 
     RG-LRU   α = a^r               β = sqrt(1 - α²)     a is the decay at r = 1: σ(Λ)^8
     LRU      α = a                 β = sqrt(1 - a²)     no gate
     GRU      α = 1 - r             β = r
     Mamba    α = (1 - r)^a         β = (1 - α) / a      its A is -a; its step Δ is -log(1 - r)
 
-Here α and β are measured on the operations themselves: what is left of a state of 1 without an
-input, and what an input of 1 leaves in a state of 0. RG-LRU is this package's, GRU is Keras's, and
+Here α and β are measured on the operations: α is the new state for a state of 1 and no input, β
+that for a state of 0 and an input of 1. The RG-LRU is this package's, the GRU is Keras's, and
 Mamba's step is its discretization, exp(Δ A) with Δ = softplus.
 """
 
@@ -20,7 +20,7 @@ import argparse
 import os
 import pathlib
 
-# Keras reads this once, when it is imported. "torch" and "tensorflow" do as well.
+# Keras reads this once, at import. "torch" and "tensorflow" also work.
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import keras
@@ -32,8 +32,8 @@ from keras_recurrent.ops import rg_lru
 
 DECAYS = 0.5, 0.9, 0.99
 GATES = np.linspace(0.001, 0.999, 999)
-OPEN = 40.0  # what a gate is made of where it is 1 in float32
-EXPONENT = 8  # a^(8 r), of which 1/8 is taken off the decay
+OPEN = 40.0  # pre-activation whose sigmoid is 1 in float32
+EXPONENT = 8  # the operation computes a^(8 r), so its decay is a^(1/8)
 TOLERANCE = 1e-6
 
 
@@ -51,7 +51,7 @@ def closed_forms(a, r):
     }
 
 
-# --- 2. The same from what runs, in float32 ---
+# --- 2. Measurements on the operations, in float32 ---
 
 
 def logit(p):
@@ -59,7 +59,7 @@ def logit(p):
 
 
 def rg_lru_measured(a, r):
-    """A channel for each gate, one token behind a state."""
+    """Measures α and β with one channel per gate value, one token after an initial state."""
 
     def output(x, state):
         values = np.full_like(r, x), logit(r), np.full_like(r, OPEN)
@@ -73,10 +73,10 @@ def rg_lru_measured(a, r):
 
 
 def gru_measured(a, r):
-    """A sequence for each gate; Keras's update gate says how much stays of the state."""
+    """Measures α and β with one sequence per gate value; Keras's update gate is α."""
     cell = keras.layers.GRUCell(1, activation="linear", reset_after=False)
     cell.build((None, 2))
-    # Inputs: what the update gate is made of, and the candidate.
+    # Inputs: the update gate's pre-activation, and the candidate.
     kernel = np.array([[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]])
     cell.set_weights([kernel, np.zeros((1, 3)), np.zeros(3)])
 
@@ -90,7 +90,7 @@ def gru_measured(a, r):
 
 
 def mamba_measured(a, r):
-    """The zero-order hold of h' = A h + x with A = -a over a step Δ = softplus(p), r = σ(p)."""
+    """Discretizes h' = A h + x with A = -a by zero-order hold: Δ = softplus(p), r = σ(p)."""
     step = np.asarray(
         keras.ops.convert_to_numpy(keras.ops.softplus(logit(r).astype("float32"))), "float64"
     )
@@ -100,16 +100,16 @@ def mamba_measured(a, r):
 MEASURED = {"RG-LRU": rg_lru_measured, "GRU": gru_measured, "Mamba": mamba_measured}
 
 
-# --- 3. Figures, a picture, a table ---
+# --- 3. Shares, figure, table ---
 
 
 def share(alpha, beta):
-    """How much of the new state is the input."""
+    """Returns the input's share of the new state."""
     return beta / (alpha + beta)
 
 
 def measure(a):
-    """What is told of one decay."""
+    """Returns the line of results for one decay."""
     forms = closed_forms(a, GATES)
     errors = {
         name: float(np.max(np.abs(np.subtract(measured(a, GATES), forms[name]))))
@@ -141,7 +141,7 @@ def draw(path):
 
 
 def tell(lines):
-    """A table, and the verdicts."""
+    """Formats the table and the verdict."""
     header = ("a", "RG-LRU", "GRU", "Mamba", "RG-LRU, r → 1", "LRU", "Mamba and GRU differ by")
     rows = []
     for line in lines:
@@ -171,7 +171,7 @@ def main():
     arguments = parser.parse_args()
     results = Results(arguments.output / "gates.jsonl")
     for a in DECAYS:
-        if not results.of(decay=a):
+        if not results.select(decay=a):
             results.append(**measure(a), machine=machine())
     draw(arguments.output / "gates.png")
     print(tell(results.lines))

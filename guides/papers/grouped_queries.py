@@ -1,17 +1,17 @@
-"""Grouped queries: how heads are pooled, how long to train on, how long a token takes.
+"""Grouped queries: pooling of heads, length of uptraining, time per token.
 
-    make paper-grouped_queries                # minutes; or, where the package is installed:
+    make paper-grouped_queries                # minutes; or, with the package installed:
     KERAS_BACKEND=jax python guides/papers/grouped_queries.py
     KERAS_BACKEND=jax python guides/papers/grouped_queries.py --full                # on a GPU
 
-Ainslie et al. 2023 (arXiv:2305.13245), figures 4 to 6: heads of keys and values of a T5 are pooled,
-and it is trained on for a part of its first training. The mean of heads does better than the first
-of them, and that better than fresh ones; 5 % of the steps help, from 10 % on there is little more
-to gain. Of 64 heads, 1 to 8 groups cost nearly the same time a token.
+Ainslie et al. 2023 (arXiv:2305.13245), figures 4 to 6, pool the key and value heads of a T5 and
+continue training for a fraction of its original steps. Mean pooling is better than the first head,
+which is better than random heads; 5 % of the steps help, and beyond 10 % little is gained. With 64
+heads, 1 to 8 groups take nearly the same time per token.
 
-The model of bytes is that of guides/gqa_uptraining.py, the times those of benchmarks/gqa.py, for a
-GPT-2 with random weights and a full cache. On CPUs, where other programs may run, time is what the
-process used of them.
+The byte-level model is that of guides/gqa_uptraining.py. Times are measured with benchmarks/gqa.py
+on a GPT-2 with random weights and a full cache; on a CPU they are process time, because other
+programs may run.
 """
 
 import argparse
@@ -21,9 +21,9 @@ import pathlib
 import sys
 import time
 
-# Keras reads this once, when it is imported. "torch" and "tensorflow" do as well.
+# Keras reads this once, at import. "torch" and "tensorflow" also work.
 os.environ.setdefault("KERAS_BACKEND", "jax")
-# Where the other guides are, and benchmarks.
+# The folders of the other guides and of benchmarks.
 sys.path.extend(str(pathlib.Path(__file__).resolve().parents[i]) for i in (1, 2))
 
 import gqa_uptraining as guide
@@ -52,16 +52,16 @@ COLORS = {"mean": "tab:blue", "first": "tab:orange", "random": "tab:green", MULT
 
 @dataclasses.dataclass
 class Size:
-    """What is trained and timed; lengths are tokens, which are bytes where a model is trained."""
+    """Sizes of training and timing. Lengths are tokens; the trained model's tokens are bytes."""
 
     width: int
     head_dim: int
     length: int
-    steps: int  # of the first training
+    steps: int  # before conversion
     groups: tuple
     regularized: tuple  # 1: with dropout and weight decay; 0: without
-    rows: int  # of held-out text
-    heads: int  # from here on: of what is timed
+    rows: int  # held-out sequences
+    heads: int  # this and the following fields: the timed model
     timed_width: int
     timed_layers: int
     timed_length: int  # in the cache
@@ -91,12 +91,12 @@ def keys(size, regularized):
     for groups in size.groups:
         for pooling in guide.POOLINGS:
             yield key_of(size, groups, pooling, regularized)
-    # Last: training on changes the model that all others are converted from.
+    # Last, because uptraining changes the model that all others are converted from.
     yield key_of(size, guide.HEADS, MULTI_HEAD, regularized)
 
 
 def learn(size, seed, regularized, documents, validation, results):
-    """Trains the multi-head model of a seed, converts it, trains all of them on."""
+    """Trains the multi-head model of a seed, converts it, and uptrains all variants."""
     missing = [key for key in keys(size, regularized) if results.missing([seed], **key)]
     if not missing:
         return
@@ -111,7 +111,7 @@ def learn(size, seed, regularized, documents, validation, results):
     seconds = round(time.perf_counter() - start, 1)
     more = guide.rows_of(documents, size.steps * guide.BATCH_SIZE, rng, size.length)
     for key in missing:
-        # The rate stays what it was, so that one run passes all proportions.
+        # With a constant learning rate, one run passes through all proportions.
         plan = uptraining(size.steps, guide.LEARNING_RATE, LARGEST_SHARE)
         grouped = model
         if key["pooling"] != MULTI_HEAD:
@@ -134,8 +134,11 @@ def learn(size, seed, regularized, documents, validation, results):
 
 
 def bits(results, size, groups, pooling, regularized, share=None):
-    """Bits a byte `[seeds]` nearest behind a share of the steps; the curves [seeds, points]."""
-    lines = results.of(**key_of(size, groups, pooling, regularized))
+    """Returns bits per byte `[seeds]` nearest to a share of the steps.
+
+    Without `share`, returns all shares and the curves `[seeds, points]`.
+    """
+    lines = results.select(**key_of(size, groups, pooling, regularized))
     curves = np.array([[bits for _, bits in line["curve"]] for line in lines])
     steps = np.array([step for step, _ in lines[0]["curve"]])
     if share is None:
@@ -144,7 +147,7 @@ def bits(results, size, groups, pooling, regularized, share=None):
 
 
 def beyond(differences):
-    """Whether differences, seed by seed, are above 0 by two of their deviations."""
+    """Returns True if the differences exceed 0 by two of their standard deviations."""
     return np.mean(differences) > 2 * deviations(differences)
 
 
@@ -193,15 +196,15 @@ def measure_times(size, seeds, results):
 
 
 def times(results, size):
-    """`{groups: milliseconds [repeats]}`, of a token and sample."""
-    lines = results.of(**times_key(size))
+    """Returns `{groups: milliseconds [repeats]}` per token and sample."""
+    lines = results.select(**times_key(size))
     return {
         groups: np.array([line["ms_a_token"] for line in lines if line["groups"] == groups])
         for groups in sorted({line["groups"] for line in lines})
     }
 
 
-# --- 3. What came out ---
+# --- 3. Results ---
 
 
 def judge_learning(results, size, regularized):
@@ -262,7 +265,7 @@ def tell(results, size):
         said = (f"- {line}" for line in judge_learning(results, size, regularized))
         parts += [table(columns, rows), "\n".join(said)]
     found = times(results, size)
-    lines = {line["groups"]: line for line in results.of(**times_key(size))}
+    lines = {line["groups"]: line for line in results.select(**times_key(size))}
     rows = [
         (
             f"{groups} groups",
@@ -304,7 +307,7 @@ def draw(results, size, path):
     figure.savefig(path, dpi=120)
 
 
-# --- 4. All of it, in order ---
+# --- 4. Main program ---
 
 
 def main():

@@ -1,17 +1,17 @@
-"""What TransNormerLLM's parts are good for: gate, decay, positions, norms, activations.
+"""Ablations of TransNormerLLM: gate, decay, positions, norms, activations.
 
-    make paper-lightning_ablations            # minutes; or, where the package is installed:
+    make paper-lightning_ablations            # minutes; or, with the package installed:
     KERAS_BACKEND=jax python guides/papers/lightning_ablations.py
     KERAS_BACKEND=jax python guides/papers/lightning_ablations.py --full --text FILE  # on a GPU
 
-Qin et al. 2024 (arXiv:2405.17381, section 5.3) take one part at a time from their model or put
-another in its place. In words: the gate lowers the loss from 2.263 to 2.248; positions by LRPE
-beside the decay in every layer are best, and in the first layer alone, as released, hardly worse;
-a decay that differs from layer to layer lowers the perplexity; norms and activations matter little.
+Qin et al. 2024 (arXiv:2405.17381, section 5.3) remove or replace one part of their model at a time.
+The gate lowers the loss from 2.263 to 2.248. LRPE with decay in every layer is best; LRPE in the
+first layer only, as released, is hardly worse. A decay that differs by layer lowers the perplexity.
+Norms and activations matter little.
 
-The released model's layers are those of the package. Activations of queries, keys and gates are
-arguments of `LightningAttention`, LRPE in every layer is one, too. What no published model has, a
-layer without gate or decay, other norms, is made here, by subclasses.
+The released model uses the package's layers. LRPE and the activations of queries, keys and gates
+are arguments of `LightningAttention`. Variants without a published model (no gate, no decay, other
+norms) are subclasses in this script.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ import pathlib
 import time
 from typing import Any
 
-# Keras reads this once, when it is imported. "torch" and "tensorflow" do as well.
+# Keras reads this once, at import. "torch" and "tensorflow" also work.
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import keras
@@ -56,13 +56,13 @@ RELEASED = "as released"
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A model: by default the released one."""
+    """A variant of the model; the defaults are the released one."""
 
-    lrpe: str = "first"  # layers with positions: "first", "all" or "none"
+    lrpe: str = "first"  # layers with LRPE: "first", "all" or "none"
     decay: str = "by layer"  # "by layer", "alike" in all layers, or "none"
-    gate: str | None = "linear"  # the activation around it; None: there is no gate
-    feature: Any = "silu"  # an activation around queries and keys
-    unit: str = "linear"  # around the gate of the layer that mixes channels
+    gate: str | None = "linear"  # the gate's activation; None removes the gate
+    feature: Any = "silu"  # activation of queries and keys
+    unit: str = "linear"  # activation of the gated linear unit
     norm: type = SimpleRMSNorm
 
 
@@ -85,7 +85,7 @@ VARIANTS = {
     "1 + elu for queries, keys": Variant(feature=one_and_elu),
     "silu in the gated unit": Variant(unit="silu"),
 }
-# What the paper says of each, beside the released model.
+# The paper's result for each variant, compared with the released model.
 PAPER = {
     "no gate": "worse: 2.263, not 2.248",
     "LRPE in all layers": "a little better",
@@ -101,14 +101,14 @@ PAPER = {
 
 @dataclasses.dataclass
 class Size:
-    """What a run is made of; lengths are bytes."""
+    """Sizes of a run; lengths are bytes."""
 
     width: int
     num_heads: int
     num_layers: int
-    length: int  # of rows, to train and to test on
-    tokens: int  # a step
-    steps: int  # or as many as two passes over the text take
+    length: int  # of training and test sequences
+    tokens: int  # per step
+    steps: int  # at most two passes over the text
     windows: int
     learning_rate: float
 
@@ -121,7 +121,7 @@ FULL = Size(256, 4, 6, 1024, 8192, 1000, 256, 2e-3)
 
 
 class Attention(LightningAttention):
-    """Lightning Attention with the decay, the gate and the norm of a variant."""
+    """Lightning Attention with a variant's decay, gate and norm."""
 
     def __init__(self, variant, num_heads, head_dim, **kwargs):
         gate = variant.gate or "linear"
@@ -132,7 +132,7 @@ class Attention(LightningAttention):
             self.log_decay = tuple(-slope for slope in alibi_slopes(self.num_heads))
         self.norm = variant.norm(epsilon=1e-6, name="norm")
         if variant.gate is None:
-            self.u_proj = keras.layers.Identity(name="u_proj")  # which has no weights
+            self.u_proj = keras.layers.Identity(name="u_proj")  # no weights
         self.has_gate = variant.gate is not None
 
     def finish(self, output, inputs):
@@ -143,7 +143,7 @@ class Attention(LightningAttention):
 
 
 class GatedUnit(GatedLinearUnit):
-    """SGLU with an activation around its gate."""
+    """SGLU with an activation of its gate."""
 
     use_bias = False
 
@@ -174,7 +174,7 @@ class LanguageModel(RecurrentCausalLM):
 
 
 def build(variant, size, seed):
-    """As `TransNormerCausalLM` of a `TransNormerBackbone`, but for the variant's parts."""
+    """Builds a `TransNormerCausalLM` with a variant's parts."""
     keras.utils.set_random_seed(seed)
     blocks = [
         Block(
@@ -208,7 +208,7 @@ def build(variant, size, seed):
 
 
 def run(name, size, seeds, training, windows):
-    """Trains the seeds of one variant side by side, and gives a line of results for each."""
+    """Trains the seeds of one variant in parallel and yields a line of results for each."""
     steps = min(size.steps, PASSES * len(training) // size.tokens)
     models = [build(VARIANTS[name], size, seed) for seed in seeds]
     optimizer = keras.optimizers.AdamW(
@@ -238,23 +238,23 @@ def run(name, size, seeds, training, windows):
         }
 
 
-# --- 3. What came out ---
+# --- 3. Results ---
 
 
 def losses(results, size, name):
-    """By seed, in their order."""
-    lines = results.of(variant=name, width=size.width)
+    """Returns `{seed: loss}`, sorted by seed."""
+    lines = results.select(variant=name, width=size.width)
     return {line["seed"]: line["loss"] for line in sorted(lines, key=lambda line: line["seed"])}
 
 
 def differences(results, size, name):
-    """The loss less that of the released model with the same rows, seed by seed."""
+    """Returns, per seed, the loss minus that of the released model."""
     found, base = losses(results, size, name), losses(results, size, RELEASED)
     return np.array([found[seed] - base[seed] for seed in found if seed in base])
 
 
 def judge(found):
-    """Whether differences are beyond two of their deviations; one seed has none."""
+    """Formats the verdict: differences count if they exceed two of their deviations."""
     if len(found) < 2:
         return "one seed"
     if abs(np.mean(found)) <= 2 * deviations(found):
@@ -267,7 +267,9 @@ def tell(results, size):
     for name in VARIANTS:
         if not losses(results, size, name):
             continue
-        (parameters,) = {line["parameters"] for line in results.of(variant=name, width=size.width)}
+        (parameters,) = {
+            line["parameters"] for line in results.select(variant=name, width=size.width)
+        }
         found = differences(results, size, name)
         last = ("", "") if name == RELEASED else (with_error(found, 4), judge(found))
         loss = with_error(list(losses(results, size, name).values()), 4)
@@ -292,7 +294,7 @@ def draw(results, size, path):
     figure.savefig(path, dpi=120)
 
 
-# --- 4. All of it, in order ---
+# --- 4. Main program ---
 
 
 def main():

@@ -1,24 +1,24 @@
-"""Griffin looks up exactly what its window holds (Griffin, section 6.2, figure 6c).
+"""Griffin looks up what its attention window holds (Griffin, section 6.2, figure 6c).
 
-    make paper-phone_book                     # minutes; or, where the package is installed:
+    make paper-phone_book                     # minutes; or, with the package installed:
     KERAS_BACKEND=jax python guides/papers/phone_book.py
     KERAS_BACKEND=jax python guides/papers/phone_book.py --full     # on a GPU
 
-De et al. 2024 (arXiv:2402.19427) show models of six and seven billion weights, trained on text, a
+De et al. 2024 (arXiv:2402.19427) give models with six and seven billion weights, trained on text, a
 phone book and ask for a number in it. The Transformer with multi-query attention (MQA) finds it in
-books up to the length of its training, Griffin in books up to its window of local attention, 1,024
-tokens, and less and less often in longer ones; Hawk does well in very short ones alone.
+books up to its training length. Griffin finds it in books up to its attention window, 1,024 tokens,
+and less often in longer ones; Hawk only in very short ones.
 
-Here small models are trained on books of each length from scratch. A number counts where all of
-its digits are right. Griffin has one layer of local attention, in the middle. Models of one seed
-share their rows.
+Here small models are trained from scratch on books of each length. A number counts if all of its
+digits are right. Griffin has one layer of local attention, in the middle. Models with the same seed
+train on the same sequences.
 """
 
 import dataclasses
 import os
 import time
 
-# Keras reads this once, when it is imported. "torch" and "tensorflow" do as well.
+# Keras reads this once, at import. "torch" and "tensorflow" also work.
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import matplotlib.figure
@@ -34,7 +34,7 @@ from runs import (
     table,
     yes,
 )
-from tasks import at_the_end, griffin, learn
+from tasks import final_shares, griffin, learn
 from training import adamw
 
 from keras_recurrent.datasets import phone_book
@@ -44,31 +44,31 @@ MODELS = "Hawk", "Griffin", "MQA"
 
 @dataclasses.dataclass
 class Size:
-    """What a run is made of."""
+    """Sizes of a run."""
 
     width: int
     num_layers: int
-    window: int  # tokens that Griffin's layer of attention sees
-    names: tuple  # of a book, in growing order
+    window: int  # attention window of Griffin, in tokens
+    names: tuple  # in a book, in increasing order
     queries: int
     name_length: int
     number_length: int
     vocabulary: int
-    tokens: int  # of a step, about
+    tokens: int  # per step, approximately
     test_rows: int
-    steps: int  # at most, if not all seeds have `enough` right before
-    every: int  # steps from one test to the next
-    warmup: int  # steps in which the rate of learning rises
+    steps: int  # maximum; training ends earlier when all seeds reach `enough`
+    every: int  # steps between tests
+    warmup: int  # steps of learning rate warmup
     learning_rate: float
     enough: float
 
     @property
     def line(self):
-        """The tokens of a name and its number, with what begins them."""
+        """Number of tokens of a name and its number, with their start token."""
         return 1 + self.name_length + self.number_length
 
     def row(self, names):
-        """The tokens of a book with what is asked of it."""
+        """Returns the number of tokens of a book and its queries."""
         return (names + self.queries) * self.line
 
 
@@ -83,7 +83,7 @@ FULL = Size(
 
 
 def whole_numbers(number_length):
-    """A function that tells the share of numbers whose digits are all right."""
+    """Returns a function that computes the share of numbers whose digits are all right."""
 
     def count(predicted, labels, weights):
         digits = (predicted == labels)[weights > 0].reshape(-1, number_length)
@@ -93,7 +93,7 @@ def whole_numbers(number_length):
 
 
 def run(name, names, size, seeds):
-    """Trains the seeds of one model on books of so many names, and gives a line for each."""
+    """Trains the seeds of one model on books with `names` names and yields a line for each."""
     window = size.window if name == "Griffin" else None
     models = [
         griffin(name, size.num_layers, size.width, window, size.vocabulary, seed) for seed in seeds
@@ -142,14 +142,15 @@ def run(name, names, size, seeds):
         }
 
 
-# --- 2. What came out ---
+# --- 2. Results ---
 
 
 def draw(results, size, path):
     figure = matplotlib.figure.Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     for name in MODELS:
-        found = [100 * np.asarray(shares) for shares in found_of(results, size, name).values()]
+        found = shares_by_names(results, size, name).values()
+        found = [100 * np.asarray(shares) for shares in found]
         draw_band(axes, size.names, found, marker="o", label=name)
     inside = size.window // size.line - size.queries
     axes.axvline(inside, color="gray", linestyle="--", label="the window holds all of the row")
@@ -160,10 +161,10 @@ def draw(results, size, path):
     figure.savefig(path, dpi=120)
 
 
-def found_of(results, size, name):
-    """`{names: what each seed has right}`."""
+def shares_by_names(results, size, name):
+    """Returns `{names: accuracy of each seed}`."""
     return {
-        names: at_the_end(results.of(model=name, names=names, width=size.width))
+        names: final_shares(results.select(model=name, names=names, width=size.width))
         for names in size.names
     }
 
@@ -187,8 +188,8 @@ def judge(name, found, griffin_found, size):
 
 
 def tell(results, size):
-    """A table in Markdown: a row a model, a column a book."""
-    found = {name: found_of(results, size, name) for name in MODELS}
+    """Formats a Markdown table with a row per model and a column per book."""
+    found = {name: shares_by_names(results, size, name) for name in MODELS}
     rows = [
         (
             name,
@@ -201,7 +202,7 @@ def tell(results, size):
     return table(("numbers right, %", *books, ""), rows)
 
 
-# --- 3. All of it, in order ---
+# --- 3. Main program ---
 
 
 def main():

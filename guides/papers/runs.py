@@ -1,4 +1,4 @@
-"""What the guides of this folder share: command line, text, raw results, pictures, tables."""
+"""Shared code of this folder's scripts: command line, text, raw results, figures, tables."""
 
 import argparse
 import dataclasses
@@ -13,14 +13,17 @@ from typing import Any
 import keras
 import numpy as np
 
-PASSES = 2  # over the text, at most
+PASSES = 2  # maximum number of passes over the text
 
 
 # --- The command line ---
 
 
 def command_line(doc, miniature, full):
-    """A parser of what all guides take, and of the fields of its two sizes, dataclasses."""
+    """Builds the parser: common arguments, and one argument per field of the sizes.
+
+    `miniature` and `full` are dataclass instances; their values appear in the help text.
+    """
     parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
     parser.add_argument("--full", action="store_true", help="the size for one GPU")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="0 1 2")
@@ -28,27 +31,27 @@ def command_line(doc, miniature, full):
         "--output",
         type=pathlib.Path,
         default=pathlib.Path("build/papers"),
-        help="a folder, build/papers: runs that stand in its .jsonl are not made again",
+        help="a folder, build/papers: runs already in its .jsonl are skipped",
     )
-    of_tuples: dict[Any, Any] = {tuple: int, tuple[float, ...]: float}
+    element_types: dict[Any, Any] = {tuple: int, tuple[float, ...]: float}
     for field in dataclasses.fields(miniature):
         small, large = (_shown(getattr(size, field.name)) for size in (miniature, full))
         parser.add_argument(
             f"--{field.name.replace('_', '-')}",
-            type=of_tuples.get(field.type, field.type),
-            nargs="+" if field.type in of_tuples else None,
+            type=element_types.get(field.type, field.type),
+            nargs="+" if field.type in element_types else None,
             help=small if small == large else f"{small}; with --full {large}",
         )
     return parser
 
 
 def _shown(value):
-    """A default as one would write it on the command line."""
+    """Formats a default as a command-line argument."""
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def read_command_line(parser, miniature, full):
-    """The arguments, and the size that they ask for."""
+    """Returns the parsed arguments and the size they select."""
     arguments = parser.parse_args()
     given = {f.name: getattr(arguments, f.name) for f in dataclasses.fields(miniature)}
     given = {name: value for name, value in given.items() if value is not None}
@@ -56,7 +59,10 @@ def read_command_line(parser, miniature, full):
 
 
 def guide_above(name):
-    """The guide of the folder above, as a module; one of this folder may have the same name."""
+    """Loads a script of the parent folder as a module `guide_NAME`.
+
+    The prefix avoids a clash with scripts of this folder that have the same file name.
+    """
     path = pathlib.Path(__file__).parents[1] / f"{name}.py"
     loader = importlib.machinery.SourceFileLoader(f"guide_{name}", str(path))
     module = types.ModuleType(loader.name)
@@ -68,10 +74,10 @@ def guide_above(name):
 
 
 def read_text(file=None, held_out=0.15):
-    """Training and held-out text, as arrays of bytes.
+    """Returns training and held-out text as arrays of bytes.
 
-    It is the documentation that Python brings along, each paragraph once, or a file. The text
-    behind the first `1 - held_out` of it is held out.
+    The text is `file`, or the documentation that comes with Python, without repeated paragraphs.
+    The last `held_out` of it is held out.
     """
     if file is None:
         paragraphs = "\n\n".join(pydoc_data.topics.topics.values()).split("\n\n")
@@ -83,12 +89,12 @@ def read_text(file=None, held_out=0.15):
 
 
 def rows_of(text, starts, length):
-    """The bytes from each of `starts` [...] on in a text, which begins again at its end."""
+    """Returns `length` bytes from each of `starts` [...], wrapping around at the text's end."""
     return text[(np.asarray(starts)[..., None] + np.arange(length)) % len(text)]
 
 
 def text_batches(text, seeds, steps, length, tokens):
-    """For each step, rows of every seed from random places, and what follows each byte."""
+    """Yields, for each step, random sequences of every seed and their next bytes as labels."""
     if tokens < length:
         raise SystemExit(f"A step of {tokens:,} tokens has no row of {length:,}: more --tokens.")
     draws = [np.random.default_rng(seed) for seed in seeds]
@@ -99,26 +105,26 @@ def text_batches(text, seeds, steps, length, tokens):
 
 
 def spread(text, count, distance, length):
-    """`count` windows [count, length] that begin `distance` bytes behind each other.
+    """Returns windows [count, length] whose starts are `distance` bytes apart.
 
-    Those that reach the end of the text that they begin in go on at its beginning. So any
-    `distance` places beside each other see, in all windows together, all of it once: whatever
-    model reads them, no place has easier text than another.
+    Windows wrap around at the end of the first `count * distance` bytes. Any `distance` adjacent
+    positions, taken over all windows, therefore see this text exactly once, and no position has
+    easier text than another.
     """
     if max(length, count * distance) > len(text) or length > count * distance:
         raise SystemExit(
-            f"{count:,} windows of {length:,} bytes, {distance:,} behind each other, need a "
-            f"held-out text of {max(length, count * distance):,} bytes, and as many windows; it "
-            f"has {len(text):,}: take a longer --text, or other --windows."
+            f"{count:,} windows of {length:,} bytes, {distance:,} apart, need a held-out text of "
+            f"at least {max(length, count * distance):,} bytes and must cover {length:,}; it has "
+            f"{len(text):,}: take a longer --text, or other --windows."
         )
     return rows_of(text[: count * distance], np.arange(count) * distance, length)
 
 
-# --- Raw results, a line of JSON a run ---
+# --- Raw results: one line of JSON per run ---
 
 
 class Results:
-    """The lines of a file, to which a later sitting appends what is missing."""
+    """Lines of a JSONL file; a later run appends the missing ones."""
 
     def __init__(self, path):
         self.path = pathlib.Path(path)
@@ -131,17 +137,17 @@ class Results:
         with self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
-    def of(self, **key):
-        """The lines that have these values."""
+    def select(self, **key):
+        """Returns the lines with these values."""
         return [line for line in self.lines if all(line[k] == v for k, v in key.items())]
 
     def missing(self, seeds, **key):
-        """The seeds that have no line with these values."""
-        return [seed for seed in seeds if not self.of(seed=seed, **key)]
+        """Returns the seeds without a line with these values."""
+        return [seed for seed in seeds if not self.select(seed=seed, **key)]
 
 
 def machine():
-    """What a run ran on."""
+    """Returns the device and backend in use."""
     backend = keras.config.backend()
     name = f"{os.cpu_count()} CPU cores"
     if backend == "jax":
@@ -161,23 +167,23 @@ def machine():
     return f"{name}, {backend}"
 
 
-# --- Pictures and tables ---
+# --- Figures and tables ---
 
 
 def picture(arguments, name):
-    """Where a guide's picture is drawn: those of both sizes stand beside each other."""
+    """Returns the figure's path, with the suffix `_full` for the full size."""
     return arguments.output / f"{name}{'_full' if arguments.full else ''}.png"
 
 
 def octaves(shortest, longest):
-    """The lengths shortest, twice as much, and so on to the longest."""
+    """Returns lengths that double from `shortest` to `longest`."""
     return [shortest << i for i in range((longest // shortest).bit_length())]
 
 
 def draw_band(axes, x, points, **style):
-    """The mean over seeds at each of x, in a band of one standard deviation to each side.
+    """Plots the mean over seeds with a band of one standard deviation.
 
-    points: for each of x what the seeds have there, of which there may be different numbers.
+    points: the values of all seeds, for each x; the number of seeds may vary.
     """
     mean = np.array([np.mean(values) for values in points])
     deviation = np.array([deviations(values) for values in points])
@@ -188,27 +194,27 @@ def draw_band(axes, x, points, **style):
 
 
 def deviations(values):
-    """The standard deviation over seeds; NaN of a single one, which is beyond no other."""
+    """Returns the standard deviation over seeds; NaN for one seed, so no comparison holds."""
     return np.std(values, ddof=1) if len(values) > 1 else np.nan
 
 
 def with_error(values, digits=3):
-    """`mean ± standard deviation` over seeds; of a single one, itself."""
+    """Formats `mean ± standard deviation` over seeds, or the value of a single seed."""
     error = f" ± {deviations(values):.{digits}f}" if len(values) > 1 else ""
     return f"{np.mean(values):.{digits}f}{error}"
 
 
 def yes(holds):
-    """A verdict in words."""
+    """Formats a verdict."""
     return "yes" if holds else "NO"
 
 
 def percent(shares):
-    """Shares over seeds as `with_error`, in hundredths."""
+    """Formats shares over seeds as percentages, with `with_error`."""
     return with_error(100 * np.asarray(shares), 1)
 
 
 def table(header, rows):
-    """A table in Markdown: text in the first column, numbers in the others."""
+    """Formats a Markdown table: text in the first column, numbers in the others."""
     rule = ["---", *["---:"] * (len(header) - 1)]
     return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in (header, rule, *rows))

@@ -1,18 +1,17 @@
 #!/usr/bin/env bash
-# Guides of papers with --full, side by side on one GPU, which small models do not fill.
+# Runs scripts with --full in parallel on one GPU, which a single small model does not fill.
 #
 #     guides/papers/side_by_side.sh SECONDS TEXT [LANE ...]
 #
-# TEXT is a file of some 9 MB or more, for the guides that read text. Lanes run at the same time: copying_256
-# copying_1024 induction ablations extrapolation recall phone_book state_size; without any, all of them.
-# Results go on from build/papers/*.jsonl, or from those in $RESULTS, and are kept there every 20 s, a line for
-# each run that is done: what is still running when the time is over is lost, and a later sitting runs what
-# is missing alone.
+# TEXT is a file of 9 MB or more, for the scripts that read text. Lanes run in parallel: copying_256 copying_1024
+# induction ablations extrapolation recall phone_book state_size; the default is all of them.
+# Results continue those in build/papers/*.jsonl, or in $RESULTS, and are saved there every 20 s, one line per
+# finished run. Runs that have not finished when the time is over are lost; a later call repeats only those.
 #
-# Where the driver has its Multi-Process Service (MPS), lanes share the GPU at the same time through one of the
-# script's own; without it they take turns. On an H100 and three lanes with it, copying_1024 of Hawk took 221 s,
-# ratios 1 and 4 of state_size 200 and recall of 64 pairs at width 256 in 6,000 steps 207; none of them was done after
-# 550 s without it, beside five other processes.
+# The script starts the driver's Multi-Process Service (MPS), through which lanes share the GPU at the same time;
+# without it they take turns. With MPS and three lanes on an H100, copying_1024 of Hawk took 221 s, ratios 1 and 4
+# of state_size 200 s, and recall of 64 pairs at width 256 in 6,000 steps 207 s. Without it, next to five other
+# processes, none of them had finished after 550 s.
 set -u
 seconds=${1:?how many seconds it may take} text=$(realpath "${2:?a file of text}")
 shift 2
@@ -33,7 +32,7 @@ start_mps() {
 } > /dev/null
 stop_mps() { [ -z "${CUDA_MPS_PIPE_DIRECTORY-}" ] || echo quit | timeout 10 nvidia-cuda-mps-control; }
 
-guide() { # lane, guide, arguments: until the time is over
+guide() { # lane, script, arguments: runs until the time is over
   local lane=$1 name=$2
   shift 2
   [ $((seconds - SECONDS)) -gt 0 ] || return
@@ -55,7 +54,7 @@ recall() { guide recall associative_recall; }
 phone_book() { guide phone_book phone_book; }
 state_size() { guide state_size state_size --text "$text"; }
 
-keep() { # every line once, those of before first
+keep() { # saves every line once, earlier lines first
   mkdir -p "$results"
   local name
   for name in $(cd "$work" && find . -name '*.jsonl' -printf '%f\n' | sort -u); do

@@ -1,17 +1,17 @@
-"""A larger state helps, up to a point; a complex one does not (HGRN2, figure 2 and table 1).
+"""A larger state helps to a point; a complex state does not (HGRN2, figure 2 and table 1).
 
-    make paper-state_size                     # minutes; or, where the package is installed:
+    make paper-state_size                     # minutes; or, with the package installed:
     KERAS_BACKEND=jax python guides/papers/state_size.py
     KERAS_BACKEND=jax python guides/papers/state_size.py --full --text FILE     # on a GPU
 
 Qin et al. 2024 (arXiv:2404.07904) train language models on WikiText-103. In figure 2, the
-perplexity of HGRN2 falls as its expansion ratio grows, and little beyond 128: the state of each
-channel is so many numbers, without a weight more. In table 1, an HGRN has a state of d real numbers
+perplexity of HGRN2 falls as its expansion ratio, the state's numbers per channel, grows, and little
+beyond 128; the number of weights is constant. In table 1, an HGRN has a state of d real numbers
 (test perplexity 26.12), of d complex ones (24.82), or of 2 d real ones (24.64).
 
-Here the models are small and read bytes. All have about the same parameters: what the maps of a
-larger state of HGRN take is taken off the layers that mix channels. Those of one seed share their
-rows, and all are tested on the same windows of held-out text.
+Here the models are small and byte-level. All have about the same number of parameters: where a
+larger state needs larger projections, the MLPs are smaller. Models with the same seed train on the
+same sequences, and all are tested on the same windows of held-out text.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ import os
 import pathlib
 import time
 
-# Keras reads this once, when it is imported. "torch" and "tensorflow" do as well.
+# Keras reads this once, at import. "torch" and "tensorflow" also work.
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import keras
@@ -51,20 +51,20 @@ from keras_recurrent.ops import complex_linear_scan, linear_scan, log_forget_gat
 
 residual_blocks = guide_above("associative_recall").residual_blocks
 MODELS = "HGRN2", "HGRN"
-# The numbers of a state by the width, and whether pairs of them are complex ones.
+# Numbers of the state relative to the width, and True if pairs of them are complex numbers.
 FORMS = {"real, d": (1, False), "complex, 2 d": (2, True), "real, 2 d": (2, False)}
 
 
 @dataclasses.dataclass
 class Size:
-    """What a run is made of; lengths are bytes."""
+    """Sizes of a run; lengths are bytes."""
 
     width: int
     num_layers: int
-    ratios: tuple  # of expansion, in growing order
-    length: int  # of the rows to train and the windows to test on
-    tokens: int  # a step
-    steps: int  # or as many as two passes over the text take
+    ratios: tuple  # expansion ratios, in increasing order
+    length: int  # of training sequences and test windows
+    tokens: int  # per step
+    steps: int  # at most two passes over the text
     windows: int
     learning_rate: float
 
@@ -73,13 +73,13 @@ MINIATURE = Size(64, 3, (1, 4, 16, 64), 128, 1024, 400, 256, 5e-3)
 FULL = Size(256, 6, (1, 4, 16, 64, 128, 256), 512, 8192, 1500, 512, 2e-3)
 
 
-# --- 1. HGRN with states of several kinds ---
+# --- 1. HGRN with real and complex states ---
 
 
 class StateHGRN(StreamingLayer):
-    """HGRN with a norm and an output projection, whose state is of one of the `FORMS`.
+    """HGRN with a norm and an output projection, and a state of one of the `FORMS`.
 
-    Complex ones turn by an angle a step that is learned for each channel, as in the first HGRN (Qin
+    A complex state rotates at each step by an angle learned per channel, as in the first HGRN (Qin
     et al. 2023, arXiv:2311.04823): h_t = f_t e^(iθ) h_{t-1} + (1 - f_t) c_t.
     """
 
@@ -98,7 +98,7 @@ class StateHGRN(StreamingLayer):
         self.norm.build((None, None, self.numbers))
         self.projection = self._dense("projection", self.width, self.numbers)
         if self.complex:
-            # From a turn of 1 radian a step to slow ones, as rotary positions have them.
+            # Angles from 1 radian per step downwards, as in rotary positions.
             turns = 10_000 ** (-np.arange(self.width) / self.width)
             self.theta = self.add_weight(
                 name="theta", shape=(self.width,), initializer="zeros", autocast=False
@@ -135,16 +135,15 @@ class StateHGRN(StreamingLayer):
 
 
 class ScannedHGRN2(HGRN2):
-    """HGRN2 whose states are scanned number by number, without products of matrices.
+    """HGRN2 computed as an elementwise scan, without matrix products.
 
-    On a GPU those of heads of fewer than 16 channels are mostly padding, and the fewer the channels
-    of a head, the more heads there are.
+    For heads with fewer than 16 channels, matrix products on a GPU compute mostly padding.
     """
 
     def stream(self, inputs, tokens, state, lower_bound=None):
         q, f, i = (layer(inputs) for layer in (self.q_proj, self.f_proj, self.i_proj))
         q, v, log_f = self.gates(q, f, i, lower_bound)
-        # [B, T, H, K, V]: S_t = f_t S_{t-1} + (1 - f_t) v_t, row by row of the matrix
+        # [B, T, H, K, V]: S_t = f_t S_{t-1} + (1 - f_t) v_t, for each row of the matrix
         written = -ops.expm1(log_f)[..., None] * v[..., None, :]
         decays = ops.broadcast_to(log_f[..., None], ops.shape(written))
         flat = (*ops.shape(inputs)[:2], self.width * self.expand_ratio)
@@ -161,9 +160,9 @@ class ScannedHGRN2(HGRN2):
 
 
 def build(kind, setting, size, seed):
-    """A language model of bytes: HGRN2 of a ratio, or HGRN of a form."""
+    """Builds a byte-level language model: HGRN2 with a ratio, or HGRN with a form of state."""
     keras.utils.set_random_seed(seed)
-    # In squares of the width, HGRN2's maps are 4 and those that mix channels 9.
+    # In units of the squared width, HGRN2's projections have 4 weights and its MLP 9.
     maps, make = 4, lambda: (ScannedHGRN2 if setting < 16 else HGRN2)(expand_ratio=setting)
     if kind == "HGRN":
         multiple, is_complex = FORMS[setting]
@@ -179,7 +178,7 @@ def build(kind, setting, size, seed):
 
 
 def settings(size, models=MODELS):
-    """What the lines of models are found by, one after another, without the seed."""
+    """Yields the keys of all results, without the seed."""
     for ratio in size.ratios:
         if "HGRN2" in models and size.width % ratio == 0:
             yield {"model": "HGRN2", "setting": ratio, "width": size.width}
@@ -193,7 +192,7 @@ def apply(model, tokens):
 
 
 def run(key, size, seeds, training, windows):
-    """Trains the seeds of a setting side by side, and gives a line of results for each."""
+    """Trains the seeds of a setting in parallel and yields a line of results for each."""
     steps = min(size.steps, PASSES * len(training) // size.tokens)
     models = [build(key["model"], key["setting"], size, seed) for seed in seeds]
     rows = text_batches(training, seeds, steps, size.length, size.tokens)
@@ -218,15 +217,15 @@ def run(key, size, seeds, training, windows):
         }
 
 
-# --- 3. What came out ---
+# --- 3. Results ---
 
 
 def losses_of(results, size, model):
-    """`{setting: the loss of each seed}`, of what has been run."""
+    """Returns `{setting: loss of each seed}` for the settings with results."""
     return {
-        key["setting"]: np.array([line["loss"] for line in results.of(**key)])
+        key["setting"]: np.array([line["loss"] for line in results.select(**key)])
         for key in settings(size, (model,))
-        if results.of(**key)
+        if results.select(**key)
     }
 
 
@@ -248,13 +247,13 @@ def draw(results, size, path):
 
 
 def better(losses, than):
-    """Whether losses are below others by more than two deviations, in words."""
+    """Formats the verdict: losses are below others by more than two deviations."""
     gap = np.mean(than) - np.mean(losses)
     return yes(gap > 2 * np.hypot(deviations(losses), deviations(than)))
 
 
 def tell(results, size):
-    """A table in Markdown: loss and perplexity of all, and verdicts."""
+    """Formats a Markdown table of losses, perplexities and verdicts."""
     header = ("", "state", "parameters", "loss, nats a byte", "perplexity of a byte", "")
     rows = []
     ratios = losses_of(results, size, "HGRN2")
@@ -279,13 +278,13 @@ def tell(results, size):
 
 
 def row(results, size, model, setting, state, losses, verdict):
-    lines = results.of(model=model, setting=setting, width=size.width)
+    lines = results.select(model=model, setting=setting, width=size.width)
     perplexity = f"{math.exp(np.mean(losses)):.3f}"
     parameters = f"{lines[0]['parameters']:,}"
     return model, state, parameters, with_error(losses, 4), perplexity, verdict
 
 
-# --- 4. All of it, in order ---
+# --- 4. Main program ---
 
 
 def main():

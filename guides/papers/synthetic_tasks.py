@@ -1,24 +1,24 @@
-"""Hawk, Griffin and a Transformer copy and look up (Griffin, section 6, figures 6a and 6b).
+"""Copying and induction by Hawk, Griffin and a Transformer (Griffin, figures 6a and 6b).
 
-    make paper-synthetic_tasks                # minutes; or, where the package is installed:
+    make paper-synthetic_tasks                # minutes; or, with the package installed:
     KERAS_BACKEND=jax python guides/papers/synthetic_tasks.py
     KERAS_BACKEND=jax python guides/papers/synthetic_tasks.py --full     # on a GPU
 
-De et al. 2024 (arXiv:2402.19427) train networks of 5 blocks and width 64 on two tasks. In selective
-copying, a row has data among noise, to be repeated in its order: all models learn it, Hawk clearly
-more slowly, Griffin with its one layer of local attention about as fast as the Transformer with
-multi-query attention (MQA). In the task of induction heads, a row ends in a special token that
-stood somewhere before, and what came after it is to be said: all models learn that, and only MQA
-fails at rows longer than those that it was trained on.
+De et al. 2024 (arXiv:2402.19427, section 6) train networks of 5 blocks and width 64 on two tasks.
+In selective copying, data tokens among noise must be repeated in order: all models learn it, Hawk
+clearly more slowly, Griffin with one layer of local attention about as fast as the Transformer with
+multi-query attention (MQA). In the induction heads task, a sequence ends with a special token that
+occurred before, and the token that followed it is the answer: all models learn it, and only MQA
+fails beyond its training length.
 
-Models of one seed share their rows.
+Models with the same seed train on the same sequences.
 """
 
 import dataclasses
 import os
 import time
 
-# Keras reads this once, when it is imported. "torch" and "tensorflow" do as well.
+# Keras reads this once, at import. "torch" and "tensorflow" also work.
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import matplotlib.figure
@@ -37,7 +37,7 @@ from runs import (
     with_error,
     yes,
 )
-from tasks import at_the_end, griffin, learn, right
+from tasks import final_shares, griffin, learn, right
 from training import adamw, predictor
 
 from keras_recurrent.datasets import induction_heads, selective_copying
@@ -45,29 +45,29 @@ from keras_recurrent.datasets import induction_heads, selective_copying
 TASKS = "copying", "induction"
 MODELS = "Hawk", "Griffin", "MQA"
 VOCABULARY = 16
-LEARNED = 0.99  # of the answers are right at the end of training
-QUICK = 0.9  # and this share is what the steps are counted to
+LEARNED = 0.99  # final accuracy of a model that learned the task
+QUICK = 0.9  # accuracy to which steps are counted
 
 
 @dataclasses.dataclass
 class Size:
-    """What a run is made of; lengths are tokens."""
+    """Sizes of a run; lengths are tokens."""
 
     width: int
     num_layers: int
-    rows: int  # of a step
+    rows: int  # batch size
     test_rows: int
     copying_length: int
     copying_data: int
     copying_window: int
-    copying_steps: int  # at most: training ends where all seeds have `enough` right
+    copying_steps: int  # maximum: training ends when all seeds reach `enough`
     induction_length: int
     induction_window: int
-    induction_steps: int  # to the last: rows longer than those of training are learned late
-    longest: int  # to test induction on
-    every: int  # steps from one test to the next
-    warmup: int  # steps in which the rate of learning rises
-    learning_rate: float  # at its highest
+    induction_steps: int  # all are run, because longer sequences are learned late
+    longest: int  # longest sequence in the induction test
+    every: int  # steps between tests
+    warmup: int  # steps of learning rate warmup
+    learning_rate: float  # its maximum
     enough: float
 
 
@@ -89,7 +89,7 @@ FULL = Size(
 
 
 def rows_of_task(task, size):
-    """A function of how many rows, their seed and optionally their length."""
+    """Returns a function of a number of sequences, a seed and optionally a length."""
     if task == "copying":
         return lambda count, seed: selective_copying(
             count,
@@ -104,7 +104,7 @@ def rows_of_task(task, size):
 
 
 def run(task, name, size, seeds):
-    """Trains the seeds of a model on a task side by side, and gives a line of results for each."""
+    """Trains the seeds of a model on a task in parallel and yields a line of results for each."""
     length, window, steps = (
         getattr(size, f"{task}_{what}") for what in ("length", "window", "steps")
     )
@@ -147,26 +147,26 @@ def run(task, name, size, seeds):
         yield {**line, "right_at": found} if found else line
 
 
-# --- 2. What came out ---
+# --- 2. Results ---
 
 
 def lines_of(results, size, task, name):
     length = getattr(size, f"{task}_length")
-    return results.of(task=task, model=name, width=size.width, length=length)
+    return results.select(task=task, model=name, width=size.width, length=length)
 
 
 def models_of(results, size, task):
-    """The models that have lines; a later sitting may bring the missing ones."""
+    """Returns the models that have results so far."""
     return [name for name in MODELS if lines_of(results, size, task, name)]
 
 
 def steps_to(curve, share):
-    """The first steps after which a curve `{steps: share}` is as high; None if it never is."""
+    """Returns the first step at which a curve `{steps: share}` reaches a share, or None."""
     return next((int(step) for step, found in curve.items() if found >= share), None)
 
 
 def curves_of(lines, steps):
-    """`[seeds, steps]`; a curve that was ended goes on as it was."""
+    """Returns curves `[seeds, steps]`; a curve that ended early keeps its last value."""
     found = []
     for line in lines:
         last = 0.0
@@ -201,10 +201,10 @@ def draw(results, size, path):
 
 
 def compare_speed(name, quick, transformer, most):
-    """Steps to 90 % beside those of the Transformer, and whether it is as the paper has it.
+    """Compares the steps to 90 % with the Transformer's and formats the paper's claim.
 
-    A seed that does not get there, None, counts as the most steps there were, and is told. Without
-    steps of the Transformer, there are no others to stand beside.
+    A seed that does not reach 90 % has None; it counts as the maximum number of steps, and the
+    text says so. Without results of the Transformer there is no comparison.
     """
     late, counted = None in quick, np.array([n or most for n in quick])
     steps = with_error(counted, 0)
@@ -228,7 +228,7 @@ def compare_speed(name, quick, transformer, most):
     return steps, ratio, f"{yes(holds)}: within 2 deviations of MQA, or a quarter, or faster"
 
 
-# What is claimed at the longest rows.
+# Claims about the longest sequences.
 CLAIMS = {
     "Hawk": ("at least 95 %", lambda share: share >= 0.95),
     "Griffin": ("at least 90 %", lambda share: share >= 0.90),
@@ -241,13 +241,13 @@ def learned(shares):
 
 
 def judge_reading_on(name, trained, longest):
-    """A verdict in words: of rows of the training length, and of the longest."""
+    """Formats the verdicts for the training length and for the longest sequences."""
     claim, holds = CLAIMS[name]
     return f"{learned(trained)}; {yes(holds(np.mean(longest)))}: {claim} of the longest"
 
 
 def tell(results, size):
-    """A table in Markdown for each of the tasks."""
+    """Formats a Markdown table for each task."""
     tables = {"copying": tell_copying, "induction": tell_induction}
     found = ((task, models_of(results, size, task)) for task in TASKS)
     return "\n\n".join(tables[task](results, size, names) for task, names in found if names)
@@ -261,7 +261,7 @@ def tell_copying(results, size, names):
     }
     rows = []
     for name in names:
-        shares = at_the_end(lines_of(results, size, "copying", name))
+        shares = final_shares(lines_of(results, size, "copying", name))
         transformer = quick.get("MQA")
         steps, ratio, verdict = compare_speed(name, quick[name], transformer, size.copying_steps)
         judged = "; ".join(filter(None, (learned(shares), verdict)))
@@ -286,7 +286,7 @@ def tell_induction(results, size, names):
     return table(header, rows)
 
 
-# --- 3. All of it, in order ---
+# --- 3. Main program ---
 
 
 def main():

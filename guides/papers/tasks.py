@@ -1,4 +1,4 @@
-"""What the guides that train models on tasks share: Griffin's three models, batches, curves."""
+"""Shared code of the scripts that train on tasks: Griffin's models, batches, learning curves."""
 
 import keras
 import numpy as np
@@ -7,11 +7,11 @@ from training import predictor, train
 from keras_recurrent.models import GriffinBackbone, GriffinCausalLM
 
 RECURRENT, LOCAL, GLOBAL = "recurrent", "local_attention", "global_attention"
-TEST_SEED = 10**6  # of training rows it is twice that and more, a range for each model's seed
+TEST_SEED = 10**6  # training uses seeds from twice this value on, a range per model seed
 
 
 def griffin(name, num_layers, width, window, vocabulary_size, seed):
-    """Hawk, Griffin with one layer of local attention in the middle, or MQA, as in section 6."""
+    """Builds Hawk, Griffin with one local attention layer in the middle, or MQA (section 6)."""
     keras.utils.set_random_seed(seed)
     blocks = [{"MQA": GLOBAL}.get(name, RECURRENT)] * num_layers
     if name == "Griffin":
@@ -32,16 +32,16 @@ def griffin(name, num_layers, width, window, vocabulary_size, seed):
 
 
 def batches(task, seeds, steps):
-    """For each step, rows of every seed; the weights of their labels have a mean of 1."""
+    """Yields the batches of all seeds for each step; label weights have a mean of 1."""
     for step in range(steps):
-        of_seeds = {seed: task((2 + seed) * TEST_SEED + step) for seed in set(seeds)}
-        found = [of_seeds[seed] for seed in seeds]
+        by_seed = {seed: task((2 + seed) * TEST_SEED + step) for seed in set(seeds)}
+        found = [by_seed[seed] for seed in seeds]
         tokens, labels, weights = (np.stack(part) for part in zip(*found, strict=True))
         yield tokens, labels, weights / weights.mean()
 
 
 def right(predicted, labels, weights):
-    """The share of the labels that count which are predicted."""
+    """Returns the accuracy on labels with a positive weight."""
     return float(np.mean((predicted == labels)[weights > 0]))
 
 
@@ -58,21 +58,21 @@ def learn(
     count=right,
     factors=None,
 ):
-    """Trains the seeds of a model on a task, and looks now and then how much of a test is right.
+    """Trains the seeds of a model on a task and records their test accuracy.
 
     Args:
-        models: as `train` takes them, one for each of `seeds`, which may repeat.
-        task: the function of a seed that gives rows to train on: tokens, labels, weights.
-        test: such rows.
-        steps: the most there may be.
-        every: steps from one look at the test to the next.
-        optimizer: as `train` takes it.
-        enough: training ends where all models have this much right; None: after all steps.
-        logits, factors: as `train` takes them.
-        count: the function of predicted tokens, labels and weights that tells what is right.
+        models: one model for each of `seeds`, which may repeat; see `train`.
+        task: a function of a seed that returns a training batch: tokens, labels, weights.
+        test: a batch for testing, in the same format.
+        steps: maximum number of steps.
+        every: number of steps between tests.
+        optimizer: see `train`.
+        enough: training ends when all models reach this accuracy; None runs all steps.
+        logits, factors: see `train`.
+        count: a function of predicted tokens, labels and weights that returns the accuracy.
 
     Returns:
-        `(curves, losses)`: for each model `{steps: share right}`, and its loss at the end.
+        `(curves, losses)`: for each model `{steps: accuracy}`, and its final loss.
     """
     predict, curves = predictor(models[0], logits), [{} for _ in models]
     tokens, labels, weights = test
@@ -86,6 +86,6 @@ def learn(
     return curves, losses
 
 
-def at_the_end(lines):
-    """What each line of results has right at the end of its curve, `right_after`."""
+def final_shares(lines):
+    """Returns the last accuracy of each result's curve, `right_after`."""
     return np.array([list(line["right_after"].values())[-1] for line in lines])

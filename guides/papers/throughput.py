@@ -1,18 +1,18 @@
-"""Recurrences write more tokens a second (Griffin, section 5, figures 1b and 4, appendix F).
+"""Throughput and latency of generation (Griffin, section 5, figures 1b and 4, appendix F).
 
-    make paper-throughput                     # minutes; or, where the package is installed:
+    make paper-throughput                     # minutes; or, with the package installed:
     KERAS_BACKEND=jax python guides/papers/throughput.py
     KERAS_BACKEND=torch python guides/papers/throughput.py --full                   # on a GPU
 
-A step of generation reads all weights and the cache of every row. The cache of multi-query
-attention (MQA) grows with the text, so that fewer rows fit into a device's memory the longer they
-get; those of Hawk and Griffin stop growing. De et al. 2024 (arXiv:2402.19427) measure models of 1.3
+A decoding step reads all weights and the cache of every sequence. The cache of multi-query
+attention (MQA) grows with the text, so that longer texts leave memory for smaller batches; the
+caches of Hawk and Griffin stop growing. De et al. 2024 (arXiv:2402.19427) measure models with 1.3
 billion weights on a TPU-v3.
 
-The first part computes that for their sizes and their device, from the bytes of the arrays. The
-second one measures `generate`, of tiny models in miniature, whose memory is imagined: as many rows
-as fit into a few megabytes. On CPUs, where other programs may run, time is what the process used of
-them, not what passed.
+The first part computes a roofline for their sizes and device, from the bytes of the arrays. The
+second part measures `generate`. The miniature uses tiny models and assumes a memory of a few
+megabytes, which limits the batch size. On a CPU times are process times, because other programs may
+run.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ import pathlib
 import sys
 import time
 
-# Keras reads this once, when it is imported. "torch" and "tensorflow" do as well.
+# Keras reads this once, at import. "torch" and "tensorflow" also work.
 os.environ.setdefault("KERAS_BACKEND", "jax")
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[2]))  # where benchmarks are
 
@@ -58,28 +58,28 @@ from keras_recurrent.models import decoding_time, memory_sizes
 TPU_V3 = {"bytes_per_second": 900e9, "flops_per_second": 123e12}  # the paper's table 3
 BYTES_ALONE = {**TPU_V3, "flops_per_second": 1e30}
 TPU_V3_MEMORY = 32e9
-# Figure 1b: times the tokens a second of MQA, by tokens written.
+# Figure 1b: tokens/s relative to MQA, by the number of generated tokens.
 PAPER = {
     "hawk": {512: 2.5, 1024: 4.1, 2048: 7.3, 4096: 14.8},
     "griffin": {512: 1.1, 1024: 1.8, 2048: 3.3, 4096: 6.6},
 }
-LENGTHS = [2**i for i in range(8, 18)]  # for which caches are counted
+LENGTHS = [2**i for i in range(8, 18)]  # lengths whose caches are computed
 
 
 @dataclasses.dataclass
 class Size:
-    """What is measured; lengths are tokens."""
+    """Sizes of the measurement; lengths are tokens."""
 
-    preset: str  # behind the model's name
+    preset: str  # suffix of the preset, after the model's name
     dtype: str
     window: int  # of Griffin's local attention
-    tokens: tuple  # to write from an empty prompt, as many rows as fit
-    memory: int  # bytes of weights and caches; 0: as the device has
+    tokens: tuple  # to generate from an empty prompt, at the largest batch size
+    memory: int  # bytes for weights and caches; 0: the device's memory
     latency_rows: int
-    latency_tokens: tuple  # to write behind each of the prompts
+    latency_tokens: tuple  # to generate after each of the prompts
     prompts: tuple
-    first_rows: int  # that are doubled where the memory is the device's
-    longest_call: float  # seconds, which end their doubling before memory does
+    first_rows: int  # smallest batch size, which is doubled if the memory is the device's
+    longest_call: float  # seconds; doubling ends when a call would take longer
 
 
 MINIATURE = Size(
@@ -92,11 +92,11 @@ FULL = Size(
 )
 
 
-# --- 1. Computed, for the paper's sizes and device ---
+# --- 1. Roofline for the paper's sizes and device ---
 
 
 def compute():
-    """For each model: bytes of a row's cache by length, and tokens a second at most."""
+    """Returns, for each model, the cache's bytes by length and the maximum tokens/s."""
     policy = keras.config.dtype_policy()
     keras.config.set_dtype_policy("bfloat16")
     try:
@@ -141,11 +141,11 @@ def tell_computed(found):
     return table((*header, "paper"), rows)
 
 
-# --- 2. Measured ---
+# --- 2. Measurement ---
 
 
 def cases(size):
-    """What is measured of each model, as the key of a line."""
+    """Yields the keys of a model's measurements."""
     for tokens in size.tokens:
         yield {"measure": "throughput", "prompt": 0, "tokens": tokens}
     for prompt in size.prompts:
@@ -154,7 +154,7 @@ def cases(size):
 
 
 def rows_of_batch(model, case, size):
-    """`(rows, what ended their doubling)`."""
+    """Returns the batch size and the reason why it is not larger."""
     if case["measure"] == "latency":
         return size.latency_rows, "given"
     if size.memory:
@@ -164,7 +164,7 @@ def rows_of_batch(model, case, size):
 
 
 def run(kind, size, seeds, results):
-    """Measures what is missing of one model, and appends a line for each repeat."""
+    """Runs the missing measurements of one model and appends a line for each repeat."""
     on_cpu = "CPU" in machine()
     clock = time.process_time if on_cpu else time.perf_counter
     model, rates = None, None
@@ -178,7 +178,7 @@ def run(kind, size, seeds, results):
             window = {"sliding_window": size.window} if kind == "griffin" else {}
             model = build(kind, size.preset, size.dtype, **window)
             rates = None if on_cpu else device_rates(size.dtype)
-        before = results.of(**key)
+        before = results.select(**key)
         if before:
             rows, ended = before[0]["rows"], before[0]["ended_by"]
         else:
@@ -199,42 +199,42 @@ def run(kind, size, seeds, results):
             }
             results.append(**line)
             print(
-                f"{KINDS[kind]}, {case['measure']}, {case['tokens']:,} tokens behind "
-                f"{case['prompt']:,}, {rows:,} rows: {line['ms_a_step']} ms a step",
+                f"{KINDS[kind]}, {case['measure']}, {case['tokens']:,} tokens after "
+                f"{case['prompt']:,}, batch size {rows:,}: {line['ms_a_step']} ms per step",
                 flush=True,
             )
     del model
     gc.collect()
 
 
-# --- 3. What came out ---
+# --- 3. Results ---
 
 
 def speeds(results, size, kind, tokens):
-    """Tokens a second, of each repeat."""
+    """Returns the tokens/s of each repeat."""
     key = {"measure": "throughput", "tokens": tokens, "model": kind, "preset": size.preset}
-    return np.array([1000 * line["rows"] / line["ms_a_step"] for line in results.of(**key)])
+    return np.array([1000 * line["rows"] / line["ms_a_step"] for line in results.select(**key)])
 
 
 def ratios(results, size, kind, tokens):
-    """The tokens a second of each repeat, by the median of MQA's."""
+    """Returns the tokens/s of each repeat, relative to MQA's median."""
     return speeds(results, size, kind, tokens) / np.median(speeds(results, size, "mqa", tokens))
 
 
 def waits(results, size, kind, prompt, tokens):
-    """Milliseconds a token of a few rows, of each repeat."""
+    """Returns the milliseconds per token at a small batch size, for each repeat."""
     key = {"measure": "latency", "prompt": prompt, "tokens": tokens}
-    lines = results.of(**key, model=kind, preset=size.preset)
+    lines = results.select(**key, model=kind, preset=size.preset)
     return np.array([line["ms_a_step"] for line in lines])
 
 
 def above(one, other):
-    """Whether the mean of one is above that of the other by two deviations."""
+    """Returns True if the mean of one exceeds that of the other by two deviations."""
     return np.mean(one) - np.mean(other) > 2 * np.hypot(deviations(one), deviations(other))
 
 
 def judge(results, size):
-    """Verdicts in words."""
+    """Formats the verdicts."""
     said = []
     for tokens in (n for n in size.tokens if n >= size.window):
         hawk, griffin, mqa = (speeds(results, size, kind, tokens) for kind in KINDS)
@@ -246,13 +246,13 @@ def judge(results, size):
     for kind in ("hawk", "griffin"):
         medians = [np.median(ratios(results, size, kind, tokens)) for tokens in size.tokens]
         rising = all(a < b for a, b in itertools.pairwise(medians))
-        said.append(f"{KINDS[kind]} beside MQA rises with length: {'yes' if rising else 'NO'}")
+        said.append(f"{KINDS[kind]} relative to MQA rises with length: {'yes' if rising else 'NO'}")
     longest, prompt = max(size.latency_tokens), max(size.prompts)
     hawk, griffin, mqa = (waits(results, size, kind, prompt, longest) for kind in KINDS)
     for name, clear in (("Hawk", above(mqa, hawk)), ("Griffin", above(mqa, griffin))):
         said.append(
-            f"{longest:,} tokens behind {prompt:,}, {size.latency_rows} rows: {name} waits less "
-            f"than MQA by 2 deviations: {'yes' if clear else 'NO'}"
+            f"{longest:,} tokens after {prompt:,}, batch size {size.latency_rows}: {name} takes "
+            f"less time than MQA by 2 deviations: {'yes' if clear else 'NO'}"
         )
     return "\n".join(f"- {line}" for line in said)
 
@@ -262,7 +262,7 @@ def tell(results, size):
     rows: list[tuple] = []
     for kind, name in KINDS.items():
         for tokens in size.tokens:
-            lines = results.of(**key, model=kind, tokens=tokens)
+            lines = results.select(**key, model=kind, tokens=tokens)
             found = speeds(results, size, kind, tokens)
             least = lines[0]["roofline_ms"]
             rows.append(
@@ -281,8 +281,8 @@ def tell(results, size):
     for kind, name in KINDS.items():
         cells = (with_error(waits(results, size, kind, *place), 3) for place in places)
         rows.append((name, *cells))
-    behind = [f"{n:,} behind {prompt:,}" for prompt, n in places]
-    second = table((f"ms a token, {size.latency_rows} rows", *behind), rows)
+    columns = [f"{n:,} after {prompt:,}" for prompt, n in places]
+    second = table((f"ms per token, batch size {size.latency_rows}", *columns), rows)
     return "\n\n".join((first, second, judge(results, size)))
 
 
@@ -305,7 +305,7 @@ def draw(results, size, computed, path):
             speed.plot(at, list(PAPER[kind].values()), "--", color=color, label=f"{name}, paper")
         for prompt, style in zip(size.prompts, ("--", "-"), strict=False):
             points = [waits(results, size, kind, prompt, n) for n in size.latency_tokens]
-            label = f"{name}, behind {prompt:,}"
+            label = f"{name}, after {prompt:,}"
             draw_band(
                 wait,
                 size.latency_tokens,
@@ -315,9 +315,10 @@ def draw(results, size, computed, path):
                 marker="o" if style == "-" else "x",
                 label=label,
             )
-    memory.set(xlabel="tokens read", ylabel="megabytes", title="cache of a row, 1.3B, computed")
-    speed.set(xlabel="tokens written", ylabel="times MQA", title="tokens a second, most rows")
-    wait.set(xlabel="tokens written", title=f"ms a token, {size.latency_rows} rows", ylim=(0, None))
+    memory.set(xlabel="tokens", ylabel="megabytes", title="cache of a sequence, 1.3B, computed")
+    speed.set(xlabel="generated tokens", ylabel="times MQA", title="tokens/s, largest batch size")
+    title = f"ms per token, batch size {size.latency_rows}"
+    wait.set(xlabel="generated tokens", title=title, ylim=(0, None))
     for axes in (memory, speed):
         axes.set_yscale("log")
     for axes in (memory, speed, wait):
@@ -326,7 +327,7 @@ def draw(results, size, computed, path):
     figure.savefig(path, dpi=120)
 
 
-# --- 4. All of it, in order ---
+# --- 4. Main program ---
 
 
 def main():

@@ -1,4 +1,4 @@
-"""Training of several models of one shape side by side, such as the seeds of one model."""
+"""Trains several models of one shape in parallel, such as the seeds of one model."""
 
 import keras
 import numpy as np
@@ -10,23 +10,24 @@ from keras_recurrent.ops import token_crossentropy
 
 
 def train(models, optimizer, batches, logits=None, every=None, watch=None, factors=None):
-    """Trains models of one shape on tokens, each on rows of its own.
+    """Trains models of one shape on tokens, each on its own batches.
 
-    On JAX, all of them are one program on a GPU, where one alone would leave most of it idle, and
-    take turns on a CPU, where products of many small matrices are slow. On other backends they
-    take turns.
+    JAX on a GPU trains all models in one program, because a single small model leaves most of the
+    GPU idle. On a CPU, where batched products of small matrices are slow, and on other backends,
+    the models train one after another within each step.
 
     Args:
-        models: language models of this package, or others with `logits`, which differ in their
-            weights.
-        optimizer: a Keras optimizer, of which each model gets a copy.
-        batches: an iterable of tuples of arrays `[models, B, T]`: tokens, what is to be said at
-            each, and where given, how much the loss of each counts.
-        logits: the function of a model and tokens that gives logits; None: a language model's.
-        every, watch: after each so many steps, and after the last, `watch(step)` finds the weights
-            as they are by then in the models; training ends where it returns True.
-        factors: of the optimizer's rate of learning, one for each model; None: 1. The optimizer's
-            updates must be proportional to its rate, as those of AdamW are.
+        models: language models of this package that differ in their weights; other models need
+            `logits`.
+        optimizer: a Keras optimizer; each model gets a copy.
+        batches: an iterable of tuples of arrays `[models, B, T]`: tokens, labels and, optionally,
+            sample weights.
+        logits: a function of a model and tokens that returns logits; None uses those of a
+            language model.
+        every, watch: `watch(step)` is called after each `every` steps and after the last one, with
+            the current weights in the models. Training ends when it returns True.
+        factors: a multiplier of the learning rate for each model; None means 1. The optimizer's
+            updates must be proportional to its learning rate, as in AdamW.
 
     Returns:
         The mean loss of each model over the last tenth of the batches, a list of floats.
@@ -52,10 +53,7 @@ def train(models, optimizer, batches, logits=None, every=None, watch=None, facto
 
 
 def adamw(rate, warmup, decay=1, end=1.0):
-    """AdamW whose rate rises over `warmup` steps, then falls by a cosine over `decay` more.
-
-    At their end it is `end` times `rate`.
-    """
+    """Returns AdamW with linear warmup, then cosine decay to `end * rate` over `decay` steps."""
     return keras.optimizers.AdamW(
         keras.optimizers.schedules.CosineDecay(
             0.0, decay, alpha=end, warmup_target=rate, warmup_steps=warmup
@@ -66,9 +64,9 @@ def adamw(rate, warmup, decay=1, end=1.0):
 
 
 def predictor(first, logits=None, batch_size=64):
-    """A function of a model of the first one's shape and of tokens `[N, T]`.
+    """Returns a function of a model and tokens `[N, T]` that predicts the most likely next tokens.
 
-    It gives the likeliest token at each place.
+    The models must have the shape of `first`.
     """
     logits = logits or language_model_logits
     likeliest = _for_any_model(first, lambda model, x: ops.argmax(logits(model, x), axis=-1))
@@ -82,9 +80,9 @@ def predictor(first, logits=None, batch_size=64):
 
 
 def token_losses(first, logits=None, batch_size=64):
-    """A function of a model of the first one's shape and of tokens `[N, T]`.
+    """Returns a function of a model and tokens `[N, T]` that gives losses `[N, T - 1]`.
 
-    It gives the loss of each token but the first of a row, `[N, T - 1]`.
+    The first token of a sequence has no loss. The models must have the shape of `first`.
     """
     logits = logits or language_model_logits
     loss = _for_any_model(
@@ -101,7 +99,7 @@ def token_losses(first, logits=None, batch_size=64):
 
 
 def _for_any_model(first, function):
-    """The function of a model and arrays, on JAX as one program for models of the first's shape."""
+    """Compiles a function of a model and arrays on JAX, once for all models of this shape."""
     if keras.config.backend() != "jax":
         return function
     import jax
@@ -138,7 +136,7 @@ def _in_one_program(models, optimizers, factors, logits=None, side_by_side=None)
         weights = [w + factor * (new - w) for w, new in zip(weights, updated, strict=True)]
         return (weights, memory), value
 
-    # JAX may write over the memory of the state, which therefore is none of the variables'.
+    # The state is donated to the program, so it must not share memory with the variables.
     def copy(tree):
         return jax.tree.map(lambda v: jax.numpy.array(v, copy=True), tree)
 

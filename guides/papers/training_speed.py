@@ -1,16 +1,16 @@
-"""The time of a training step by the length of its rows, at as many tokens in all.
+"""Time of a training step by sequence length, at a constant number of tokens.
 
-    make paper-training_speed                 # minutes; or, where the package is installed:
+    make paper-training_speed                 # minutes; or, with the package installed:
     KERAS_BACKEND=jax python guides/papers/training_speed.py
     KERAS_BACKEND=torch python guides/papers/training_speed.py --full               # on a GPU
 
-De et al. 2024 (arXiv:2402.19427), figure 3: of models of a billion weights, a step of Griffin takes
-.97, .99 and 1.01 times that of a Transformer with multi-query attention (MQA) on rows of 2,048
-tokens, with rows of 2,048, 4,096 and 8,192; MQA itself 1, 1.12 and 1.33. Qin et al. 2024
-(arXiv:2405.17381), figures 1 and 4: TransNormerLLM (TNL) takes the same time at every length. Its
-twin here has softmax attention in the place of Lightning Attention, and all else alike.
+De et al. 2024 (arXiv:2402.19427), figure 3, models with a billion weights at 2,048, 4,096 and 8,192
+tokens: relative to a Transformer with multi-query attention (MQA) at 2,048 tokens, a step of
+Griffin takes .97, .99 and 1.01, and one of MQA 1, 1.12 and 1.33. Qin et al. 2024
+(arXiv:2405.17381), figures 1 and 4: TransNormerLLM (TNL) takes the same time at every length. The
+twin here replaces Lightning Attention with softmax attention and is otherwise equal.
 
-On CPUs, where other programs may run, time is what the process used of them, not what passed.
+On a CPU times are process times, because other programs may run.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ import pathlib
 import sys
 import time
 
-# Keras reads this once, when it is imported. "torch" and "tensorflow" do as well.
+# Keras reads this once, at import. "torch" and "tensorflow" also work.
 os.environ.setdefault("KERAS_BACKEND", "jax")
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))  # where the other guides are
 
@@ -50,23 +50,23 @@ from keras_recurrent.presets.transnormer import SIZES
 GRIFFINS = {"Hawk": "hawk", "Griffin": "griffin", "MQA": "mqa"}
 TNL, TWIN = "TNL", "TNL with softmax"
 MODELS = (*GRIFFINS, TNL, TWIN)
-# By how much a step may take longer than on the shortest rows: on rows four times as long, and on
-# the longest.
+# Allowed increase of the step time over the shortest length: to four times that length, and to the
+# longest.
 BOUNDS = {"Hawk": (0.05, 0.08), "Griffin": (0.05, 0.08), TNL: (0.1, 0.1)}
 
 
 @dataclasses.dataclass
 class Size:
-    """What is timed; lengths are tokens."""
+    """Sizes of the measurement; lengths are tokens."""
 
-    griffins: str  # the preset behind the name
+    griffins: str  # suffix of the preset, after the model's name
     tnl: str
     dtype: str
     window: int  # of Griffin
     lengths: tuple
-    tokens: int  # a step
-    remat: int  # 1: blocks are computed again for the gradient
-    longest_step: float  # seconds; a model whose next step may take longer stops
+    tokens: int  # per step
+    remat: int  # 1: rematerialize blocks in the backward pass
+    longest_step: float  # seconds; longer lengths are skipped if a step may take longer
 
 
 MINIATURE = Size("tiny", "tiny", "float32", 128, (256, 512, 1024, 4096), 4096, 0, 60.0)
@@ -99,7 +99,7 @@ def build(name, size):
 
 
 def twin(sizes, dtype):
-    """TransNormerLLM's blocks with softmax attention to all tokens, of as many heads."""
+    """Builds TransNormerLLM with causal softmax attention, with the same number of heads."""
     heads, head_dim = sizes["num_heads"], sizes["head_dim"]
     blocks = [
         TransNormerResidualBlock(
@@ -131,7 +131,7 @@ def twin(sizes, dtype):
 
 
 def run(name, size, seeds, results):
-    """Times what is missing of a model, and appends a line for each repeat."""
+    """Runs the missing timings of a model and appends a line for each repeat."""
     on_cpu = "CPU" in machine()
     clock = time.process_time if on_cpu else time.perf_counter
     model = None
@@ -169,7 +169,7 @@ def run(name, size, seeds, results):
     gc.collect()
 
 
-# --- 3. What came out ---
+# --- 3. Results ---
 
 
 def key_of(name, size, length):
@@ -178,18 +178,18 @@ def key_of(name, size, length):
 
 
 def times_of(results, name, size, length):
-    return np.array([line["seconds"] for line in results.of(**key_of(name, size, length))])
+    return np.array([line["seconds"] for line in results.select(**key_of(name, size, length))])
 
 
 def ratios(results, name, size):
-    """By length, the times of a step by the median on the shortest rows."""
+    """Returns step times by length, relative to the median at the shortest length."""
     base = np.median(times_of(results, name, size, size.lengths[0]))
     found = {length: times_of(results, name, size, length) for length in size.lengths}
     return {length: times / base for length, times in found.items() if len(times)}
 
 
 def judge(name, found, lengths):
-    """A verdict in words on the medians of a model's ratios."""
+    """Formats the verdict on the medians of a model's ratios."""
     middle = {length: np.median(times) for length, times in found.items()}
     if name not in BOUNDS:
         values = list(middle.values())
@@ -235,7 +235,7 @@ def draw(results, size, path):
     figure.savefig(path, dpi=120)
 
 
-# --- 4. All of it, in order ---
+# --- 4. Main program ---
 
 
 def main():

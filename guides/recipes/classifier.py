@@ -1,23 +1,22 @@
-"""# A classifier of texts
+"""# Classify texts
 
-Which of several classes does a text belong to? A recurrent network reads the text token by token,
-and a linear map of what it knows after the last one says the class. With `bidirectional=True` the
-same network reads the text from its end as well, and the map sees both.
+Train a classifier of texts: a recurrent network reads the tokens, and a linear layer predicts the
+class from its last hidden state. With `bidirectional=True` the network also reads the text
+backwards, and the linear layer uses both states.
 
     KERAS_BACKEND=jax python guides/recipes/classifier.py
 
-Here the classes are Python packages, the texts are paragraphs of their documentation, and the
-question is which package a paragraph comes from. `--data file.csv`, with the columns `text` and
-`label`, takes texts of your own. It trains two models, one that reads forwards and one that reads
-in both directions, on two CPU cores in minutes.
+In this example the texts are paragraphs of documentation and the classes are the Python packages
+they come from. Pass `--data file.csv`, with the columns `text` and `label`, to use your own texts.
+The recipe trains a forward and a bidirectional model, in minutes on two CPU cores.
 
-It needs `pip install -e ".[jax]"`, or `torch` or `tensorflow` in place of `jax`.
+Install with `pip install -e ".[jax]"`; replace `jax` by `torch` or `tensorflow` for other backends.
 """
 
 # %% [markdown]
 # ## Settings
 #
-# Keras reads `KERAS_BACKEND` once, when it is imported: `"jax"`, `"torch"` or `"tensorflow"`.
+# Keras reads `KERAS_BACKEND` once, at import: `"jax"`, `"torch"` or `"tensorflow"`.
 
 # %%
 import argparse
@@ -46,26 +45,26 @@ parser.add_argument("--data", type=pathlib.Path, help="CSV with the columns text
 parser.add_argument(
     "--packages", nargs="+", default=["asyncio", "email", "keras", "numpy"], help="without --data"
 )
-parser.add_argument("--most", type=int, default=600, help="texts of a class, without --data")
-parser.add_argument("--sequence-length", type=int, default=256, help="tokens of a text, at most")
+parser.add_argument("--most", type=int, default=600, help="maximum texts per class without --data")
+parser.add_argument("--sequence-length", type=int, default=256, help="maximum tokens of a text")
 parser.add_argument("--batch-size", type=int, default=16)
 parser.add_argument("--epochs", type=int, default=8)
 parser.add_argument("--learning-rate", type=float, default=3e-3)
 parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("build/classifier"))
-# A notebook has no command line: change the defaults above there.
+# In a notebook, which has no command line, change the defaults above.
 arguments = parser.parse_args([] if "ipykernel" in sys.modules else None)
 arguments.output.mkdir(parents=True, exist_ok=True)
 
 # %% [markdown]
-# ## Texts and labels
+# ## Prepare texts and labels
 #
-# All that training needs is a list of strings, and a list of as many integers: the number of the
-# class of each text, counted from 0. Of all texts a fifth, drawn at random, is held out.
+# Training needs a list of strings and a list of integers, the class of each text, starting at 0. A
+# random fifth of the texts is held out.
 
 
 # %%
 def paragraphs(package):
-    """Paragraphs of the docstrings of a package, each once, without importing it."""
+    """Returns the unique paragraphs of a package's docstrings, without importing it."""
     found = importlib.util.find_spec(package)
     if found is None or not found.submodule_search_locations:
         raise SystemExit(f"--packages: no package {package!r} is installed.")
@@ -77,11 +76,11 @@ def paragraphs(package):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
                 parts = (ast.get_docstring(node) or "").split("\n\n")
                 texts.update((" ".join(part.split()), package) for part in parts)
-    return [text for text in texts if len(text) > 60]  # a shorter one hardly says anything
+    return [text for text in texts if len(text) > 60]  # shorter texts carry little information
 
 
 def read(path):
-    """Pairs of text and label."""
+    """Returns pairs of text and label."""
     with path.open(encoding="utf-8", newline="") as file:
         rows = csv.DictReader(file)
         if not {"text", "label"} <= set(rows.fieldnames or ()):
@@ -110,11 +109,11 @@ print(
 )
 
 # %% [markdown]
-# ## What there is to beat
+# ## Compute baselines
 #
-# Always saying the class that is most frequent among the texts to learn; and counting words: a
-# naive Bayes classifier takes words for independent of each other, and multiplies how probable each
-# is in a class. Below a few thousand texts it is hard to beat, as it need not learn what a word is.
+# The first baseline always predicts the most frequent training class. The second is a naive Bayes
+# classifier: it treats words as independent and multiplies their probabilities in each class. With
+# fewer than a few thousand texts it is hard to beat, because it does not have to learn words.
 
 
 # %%
@@ -140,16 +139,15 @@ counted = naive_bayes(texts, labels, held_out_texts)
 print(f"Naive Bayes: {(held_out_labels == counted).mean():.1%} right")
 
 # %% [markdown]
-# ## Two models
+# ## Train two models
 #
-# `hawk_tiny` is Hawk, Griffin's network without attention, with 0.9 million weights, and reads
-# bytes: it has to learn words from the letters. It starts from random weights. A language model of
-# your own that was saved by `save_to_preset`, or a published one such as `recurrentgemma_2b` or
-# `hgrn2_1.3b_100b`, brings a network that knows the language: pass it as `--model`, with
-# `--learning-rate 5e-5` or so.
+# `hawk_tiny` is Hawk, Griffin without attention, with 0.9 million random weights. It reads bytes
+# and must learn words from letters. To start from a pretrained language model, pass a directory
+# written by `save_to_preset`, or a published model such as `recurrentgemma_2b` or
+# `hgrn2_1.3b_100b`, as `--model`, with `--learning-rate 5e-5` or so.
 #
-# `dropout` lets the linear map see only a part of the numbers in each step, so that it learns to
-# rely on all of them.
+# `dropout` hides a random part of the hidden state from the linear layer in each training step,
+# which reduces overfitting.
 
 
 # %%
@@ -168,7 +166,7 @@ def train(bidirectional):
         0.0, steps, warmup_target=arguments.learning_rate, warmup_steps=max(1, steps // 20)
     )
     optimizer = keras.optimizers.AdamW(rate, weight_decay=0.1, global_clipnorm=1.0)
-    exclude_from_weight_decay(optimizer, model)  # weight decay would shorten the memory
+    exclude_from_weight_decay(optimizer, model)  # keeps weight decay from shortening the memory
     model.compile(optimizer, metrics=["accuracy"])
     name = "In both directions" if bidirectional else "Forwards"
     print(f"\n{name}: {model.count_params():,} weights")
@@ -187,11 +185,10 @@ forwards = train(bidirectional=False)
 model = train(bidirectional=True)
 
 # %% [markdown]
-# ## Evaluation
+# ## Evaluate
 #
-# `evaluate` gives the loss and the accuracy on held-out texts. Which classes are taken for which
-# tells more than one number: a row of the table is a class, and its columns say for what its texts
-# were taken.
+# `evaluate` returns the loss and the accuracy on held-out texts. The confusion matrix shows which
+# classes are mistaken for which: each row is a true class, each column a predicted one.
 
 # %%
 for name, one in (("Forwards", forwards), ("In both directions", model)):
@@ -212,8 +209,8 @@ for i, name in enumerate(names):
     print(f"{name:12}" + "".join(f"{count:12}" for count in row))
 
 # %% [markdown]
-# The outputs are logits: `softmax` makes probabilities of them. What was the model surest of, and
-# wrong?
+# The outputs are logits; `softmax` converts them to probabilities. These are the wrong predictions
+# with the highest probability:
 
 # %%
 probabilities = keras.ops.convert_to_numpy(keras.ops.softmax(logits))
@@ -223,10 +220,10 @@ for i in wrong[np.argsort(-probabilities[wrong].max(axis=1))][:3]:
     print(f"    {held_out_texts[i][:200]}")
 
 # %% [markdown]
-# ## Saving
+# ## Save and load
 #
 # `save_to_preset` writes a directory with the weights, the tokenizer and the number of classes;
-# `from_preset` reads it. The names of the classes are yours to keep.
+# `from_preset` loads it. The names of the classes are not part of it, so save them as well.
 
 # %%
 folder = arguments.output / "classifier"

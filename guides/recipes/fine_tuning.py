@@ -1,28 +1,28 @@
 """# Fine-tune a published language model
 
-A language model that was trained on a great deal of text learns the style and the subject of a
-little text of yours. Not all of its weights have to change for that: *LoRA* (low-rank adaptation,
-[Hu et al. 2021](https://arxiv.org/abs/2106.09685)) freezes them, and trains small matrices beside
-them, a hundredth of their number or less.
+Adapt a pretrained language model to the style and subject of your texts. *LoRA* (low-rank
+adaptation, [Hu et al. 2021](https://arxiv.org/abs/2106.09685)) freezes the pretrained weights and
+trains small additional matrices, with at most a hundredth of the parameters.
 
     KERAS_BACKEND=jax python guides/recipes/fine_tuning.py
 
-This takes HGRN2 of 1.3 billion parameters from the Hugging Face Hub, 2.7 GB, and a GPU of 16 GB or
-more. `--model` takes another model: a name such as `recurrentgemma_2b` (which asks for a login at
-the Hub, `hf auth login`), `hf://owner/repository`, or a directory. On two CPU cores,
+The default model, HGRN2 with 1.3 billion parameters, is a download of 2.7 GB from the Hugging Face
+Hub and needs a GPU with at least 16 GB. `--model` selects another one: a name such as
+`recurrentgemma_2b` (which requires a login, `hf auth login`), `hf://owner/repository`, or a
+directory. To try the recipe on two CPU cores, in minutes, use a tiny model:
 
     KERAS_BACKEND=jax python guides/recipes/fine_tuning.py --model hawk_tiny --dtype float32
 
-goes through all steps in minutes, with a model that starts from random weights and therefore learns
-little: nearly all of it stays frozen.
+Its frozen weights are random, so it learns little.
 
-It needs `pip install -e ".[jax,huggingface]"`, or `torch` or `tensorflow` in place of `jax`.
+Install with `pip install -e ".[jax,huggingface]"`; replace `jax` by `torch` or `tensorflow` for
+other backends.
 """
 
 # %% [markdown]
 # ## Settings
 #
-# Keras reads `KERAS_BACKEND` once, when it is imported: `"jax"`, `"torch"` or `"tensorflow"`.
+# Keras reads `KERAS_BACKEND` once, at import: `"jax"`, `"torch"` or `"tensorflow"`.
 
 # %%
 import argparse
@@ -35,7 +35,7 @@ import sys
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
-# First: KerasHub imports TensorFlow, behind which Triton's kernels are left out on JAX.
+# Before KerasHub, whose import of TensorFlow disables the Triton kernels on JAX.
 import keras_recurrent  # noqa: F401
 
 # isort: split
@@ -47,32 +47,30 @@ from keras_recurrent.callbacks import TrainingBackup
 parser = argparse.ArgumentParser(description="Fine-tune a published language model.")
 parser.add_argument("--model", default="hgrn2_1.3b_100b", help="a name, hf://owner/repository, …")
 parser.add_argument("--dtype", default="mixed_bfloat16", help="float32 on a CPU")
-parser.add_argument("--text", nargs="+", help="files: a document a line, or .jsonl with 'text'")
-parser.add_argument("--most", type=int, help="read only so many documents")
-parser.add_argument("--sequence-length", type=int, default=512, help="tokens a row")
-parser.add_argument("--batch-size", type=int, default=4, help="rows a step")
-parser.add_argument("--epochs", type=int, default=5, help="at most")
+parser.add_argument("--text", nargs="+", help="files: a document per line, or .jsonl with 'text'")
+parser.add_argument("--most", type=int, help="maximum number of documents")
+parser.add_argument("--sequence-length", type=int, default=512, help="tokens of a sequence")
+parser.add_argument("--batch-size", type=int, default=4, help="sequences per step")
+parser.add_argument("--epochs", type=int, default=5, help="maximum number of epochs")
 parser.add_argument("--rank", type=int, default=8, help="of the low-rank matrices")
 parser.add_argument("--learning-rate", type=float, default=2e-4)
 parser.add_argument("--prompt", default="The statement")
 parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("build/fine_tuning"))
-# A notebook has no command line: change the defaults above there.
+# In a notebook, which has no command line, change the defaults above.
 arguments = parser.parse_args([] if "ipykernel" in sys.modules else None)
 arguments.output.mkdir(parents=True, exist_ok=True)
 
 # %% [markdown]
-# ## Texts
+# ## Prepare texts
 #
-# A list of strings is all that training needs. Without `--text` they are Python's own
-# documentation, which `help("while")` and its like show: it is there wherever Python is. Every
-# tenth document is held out. The model never learns from it, so that it can tell when the model
-# stops to learn what is true of other texts, too, and begins to learn these by heart. Topics share
-# paragraphs, and a paragraph of which there is a copy is kept once.
+# Training needs a list of strings. Without `--text` the recipe uses Python's help topics, such as
+# `help("while")`, which every installation has. Every tenth document is held out, to detect
+# overfitting. Topics share paragraphs; duplicates are removed.
 
 
 # %%
 def read(paths):
-    """The documents of files: lines of `.txt`, and the "text" of lines of `.jsonl`."""
+    """Yields documents: the lines of text files, and the "text" of `.jsonl` lines."""
     for path in map(pathlib.Path, paths):
         for line in path.read_text(encoding="utf-8").splitlines():
             if line.strip():
@@ -95,20 +93,20 @@ training, held_out = [d for i, d in enumerate(documents) if i % 10], documents[:
 print(f"{len(training)} documents to learn, {len(held_out)} held out")
 
 # %% [markdown]
-# ## The model
+# ## Load the model
 #
-# `from_preset` brings the weights and the tokenizer.
+# `from_preset` loads the weights and the tokenizer.
 #
-# - `dtype="mixed_bfloat16"` computes in 16 bits and keeps weights in 32: 5.5 GB of weights here.
-#   `"bfloat16"` keeps them in 16 as well, half of that; small updates are then rounded away, so it
-#   is for lack of memory alone. On a CPU `"float32"` is fastest.
-# - `packed=True` puts several documents into a row, which the model keeps apart, so that no
-#   computation is spent on padding.
+# - `dtype="mixed_bfloat16"` computes in 16 bits and stores weights in 32 bits, here 5.5 GB.
+#   `"bfloat16"` also stores them in 16 bits, half of that. It rounds away small updates, so use it
+#   only if memory is short. On a CPU `"float32"` is fastest.
+# - `packed=True` puts several documents into one sequence, so that no computation is spent on
+#   padding. The model keeps the documents apart.
 
 
 # %%
 def load():
-    keras.utils.set_random_seed(0)  # a model without published weights is the same each time, too
+    keras.utils.set_random_seed(0)  # makes models without published weights reproducible
     return keras_hub.models.CausalLM.from_preset(
         arguments.model,
         dtype=arguments.dtype,
@@ -121,12 +119,11 @@ model = load()
 print(f"{model.count_params():,} parameters on {keras.config.backend()}")
 
 # %% [markdown]
-# ## LoRA
+# ## Enable LoRA
 #
-# Low-rank matrices are added to the linear maps that mix tokens; `target_layer_names` names others.
-# The second of each pair starts at zero, so the model is what it was until training begins. After
-# `enable_lora`, and before training, a model is compiled: that says the optimizer, and here also
-# that text is continued by the most probable token (`"greedy"`), for the sake of comparison.
+# Low-rank matrices are added to the projections of the token mixers; `target_layer_names` selects
+# other layers. The second matrix of each pair starts at zero, so the model is unchanged before
+# training. Compile after `enable_lora`. Greedy decoding makes the texts below comparable.
 
 # %%
 model.backbone.enable_lora(arguments.rank)
@@ -138,11 +135,10 @@ trained = sum(math.prod(weight.shape) for weight in model.trainable_weights)
 print(f"{trained:,} of them are trained, {trained / model.count_params():.2%}")
 
 # %% [markdown]
-# ## Before
+# ## Evaluate before training
 #
-# `evaluate` gives the loss on the held-out documents, in nats, and how many of their tokens the
-# model would have said itself. The loss is a mean over all places of the rows; the few at their
-# ends that hold no token count as 0.
+# `evaluate` returns the loss on the held-out documents, in nats, and the accuracy of predicted
+# tokens. The loss is the mean over all positions of the packed sequences; padding counts as 0.
 
 
 # %%
@@ -156,19 +152,17 @@ def report(when):
 report("Before training")
 
 # %% [markdown]
-# ## Training, which can be broken off
+# ## Train, with early stopping and backups
 #
-# - `EarlyStopping` ends the training when an epoch makes the held-out loss no better.
-# - `BestAdapters` writes the low-rank matrices after each epoch that is the best so far, into a
-#   small file. Keras's `ModelCheckpoint` writes all weights instead, with the matrices added to
-#   them: that is what a model without LoRA loads, but one with LoRA then has matrices of zeros,
-#   which neither train on nor can be saved alone.
-# - `TrainingBackup` keeps all that is needed to go on: stop this script at any moment, by Ctrl-C
-#   or because the machine goes down, and start it again with the same arguments. It continues at
-#   the last backup, and ends in the same weights as if nothing had happened. What
-#   `EarlyStopping` remembers is kept, too.
+# - `EarlyStopping` ends training when the held-out loss stops improving.
+# - `BestAdapters` saves the low-rank matrices to a small file after each epoch that is the best so
+#   far. Keras's `ModelCheckpoint` is no substitute: it merges the matrices into the saved weights.
+#   Training cannot continue from these, and the matrices cannot be saved separately.
+# - `TrainingBackup` saves the state of training. After an interruption, start the script again with
+#   unchanged arguments: it resumes at the last backup, including the state of `EarlyStopping`, and
+#   ends with the same weights as an uninterrupted run.
 #
-# When training has ended, the backup is deleted, and another start begins from the beginning.
+# The backup is deleted when training has ended; the next run starts from the beginning.
 
 # %%
 adapters = arguments.output / "adapters.lora.h5"
@@ -192,26 +186,26 @@ model.fit(
 )
 
 # %% [markdown]
-# ## After
+# ## Evaluate after training
 #
-# The last epoch need not be the best.
+# Load the adapters of the best epoch, which may not be the last one.
 
 # %%
 model.backbone.load_lora_weights(str(adapters))
 report("After training")
 
 # %% [markdown]
-# ## What to keep
+# ## Save and load
 #
-# The low-rank matrices alone are a small file, for whoever has the published model.
-# `save_to_preset` writes a directory with everything, and `model.export_to_transformers(path)` one
-# that the transformers library reads, with the low-rank matrices added to the weights.
+# The adapter file is small and works together with the published model. To save the whole model,
+# call `save_to_preset`. `model.export_to_transformers(path)` writes a directory that the
+# transformers library loads, with the low-rank matrices merged into the weights.
 
 # %%
 print(f"{adapters}: {adapters.stat().st_size:,} bytes")
 
 # %% [markdown]
-# Whoever has the published model makes the fine-tuned one of it, and it writes the same.
+# Load the published model and the adapters again; the generated text is equal.
 
 # %%
 again = load()

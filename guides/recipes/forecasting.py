@@ -1,12 +1,11 @@
-"""Forecast a time series with a recurrent layer, one step after another.
+"""Forecast a time series with a recurrent layer, step by step.
 
     KERAS_BACKEND=jax python guides/recipes/forecasting.py
 
-A network reads a series sample by sample, each beside what is known of the hour that follows (the
-time of day, whether it is a weekend), and says what the next sample will be. To forecast further,
-its own answer is given to it as the next sample. What it knows of the past is a state of fixed
-size: the past is read once, at once, and each further hour costs one step, whatever came before. It
-takes minutes on two CPU cores.
+A network reads a series sample by sample, together with calendar features of the following hour
+(time of day, weekend), and predicts the next sample. For longer forecasts, its prediction becomes
+its next input. The past is processed once, in parallel; each further hour then costs one step with
+a state of fixed size. The script takes minutes on two CPU cores.
 
 [layers.py](../layers.py) compares these layers with GRU, LSTM and attention on a harder series.
 """
@@ -14,7 +13,7 @@ takes minutes on two CPU cores.
 import argparse
 import os
 
-# Keras reads this once, when it is imported. "torch" and "tensorflow" do as well.
+# Keras reads this once, at import. "torch" and "tensorflow" also work.
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import keras
@@ -25,14 +24,14 @@ from keras_recurrent.layers import RecurrentBlock, RMSNorm
 DAY, WEEK = 24, 7 * 24
 
 
-# --- 1. Data: hours of a demand with days, weeks and noise, as of electricity or a shop ---
+# --- 1. Data: hourly demand with daily and weekly patterns and noise ---
 
 
 def series(rows, length, seed):
-    """Samples and the calendar, float32 [rows, length, 1] and [rows, length, 3].
+    """Returns samples and calendar, float32 [rows, length, 1] and [rows, length, 3].
 
-    Each row has its own strength of the day and of the weekend, which only its past tells, and
-    begins at another hour of the week.
+    Each series has its own strength of the daily and weekend patterns, which must be inferred from
+    its past, and starts at a random hour of the week.
     """
     rng = np.random.default_rng(seed)
     hours = np.arange(length) + rng.integers(0, WEEK, (rows, 1))
@@ -45,15 +44,15 @@ def series(rows, length, seed):
 
 
 def inputs_of(samples, calendar):
-    """Each sample beside the calendar of the hour after it."""
+    """Concatenates each sample with the calendar of the following hour."""
     return np.concatenate([samples[:, : calendar.shape[1] - 1], calendar[:, 1:]], axis=-1)
 
 
-# --- 2. Model: two recurrent blocks, which take a state and give the one after ---
+# --- 2. Model: two recurrent blocks with explicit states ---
 
 
 class Forecaster(keras.Model):
-    """The next sample after each sample."""
+    """Predicts the next sample after each sample."""
 
     def __init__(self, width, num_layers=2):
         super().__init__()
@@ -66,10 +65,9 @@ class Forecaster(keras.Model):
         return self.advance(x)[0]
 
     def advance(self, x, states=None):
-        """Samples `[B, T, 1]` that follow on inputs `[B, T, 4]`, and the states after the last.
+        """Returns predictions `[B, T, 1]` for inputs `[B, T, 4]`, and the states after them.
 
-        Inputs may come in any pieces: with the states after one piece the next goes on as if both
-        had come at once.
+        A sequence may be processed in several calls, each with the states of the previous one.
         """
         y, after = self.embed(x), []
         for i, (norm, block) in enumerate(zip(self.norms, self.blocks, strict=True)):
@@ -90,11 +88,11 @@ def train(width, rows, epochs):
     return model
 
 
-# --- 3. Forecast: the past at once, then hour by hour with a kept state ---
+# --- 3. Forecast: the past in one call, then hour by hour ---
 
 
 def forecast(model, past, calendar, hours):
-    """float32 [rows, hours, 1], what comes after `past`; `calendar` is of both."""
+    """Returns forecasts float32 [rows, hours, 1] after `past`; `calendar` covers both."""
     end = past.shape[1]
     outputs, states = model.advance(inputs_of(past, calendar[:, : end + 1]))
     found = [keras.ops.convert_to_numpy(outputs[:, -1:])]
@@ -118,7 +116,7 @@ def main():
     keras.utils.set_random_seed(0)
     model = train(arguments.width, arguments.rows, arguments.epochs)
 
-    # Other rows than those that were learned.
+    # Series that were not used in training.
     samples, calendar = series(64, 3 * WEEK, seed=1)
     past, future = samples[:, : 2 * WEEK], samples[:, 2 * WEEK :][:, : arguments.hours]
     guesses = {

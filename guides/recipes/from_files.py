@@ -1,23 +1,24 @@
-"""# Train from scratch on files, with a tokenizer of your own
+"""# Train from scratch on files, with a custom tokenizer
 
-A language model does not read letters but *tokens*, pieces of text from a fixed vocabulary. Which
-pieces these are is learned from text, too: SentencePiece
-([Kudo and Richardson 2018](https://arxiv.org/abs/1808.06226)) joins what often stands together. A
-vocabulary from your own text makes it shorter in tokens, so that a step reads more of it.
+Train a SentencePiece vocabulary
+([Kudo and Richardson 2018](https://arxiv.org/abs/1808.06226)) on your text, and a language model
+with it. A vocabulary made from this text encodes it with fewer tokens, so that each training step
+covers more of it.
 
     KERAS_BACKEND=jax python guides/recipes/from_files.py
 
-trains the vocabulary and then a small Hawk on Python's own documentation, in minutes on two CPU
-cores. `--text corpus/*.txt` takes files of your own, of any size: a document a line, or
-`.jsonl`, where a line is an object with the document as its "text".
+This trains the vocabulary and a small Hawk on Python's documentation, in minutes on two CPU cores.
+`--text corpus/*.txt` selects files of any size, with one document per line; in `.jsonl` files, each
+line is an object whose "text" is the document.
 
-It needs `pip install -e ".[jax]" sentencepiece`, or `torch` or `tensorflow` in place of `jax`.
+Install with `pip install -e ".[jax]" sentencepiece`; replace `jax` by `torch` or `tensorflow` for
+other backends.
 """
 
 # %% [markdown]
 # ## Settings
 #
-# Keras reads `KERAS_BACKEND` once, when it is imported: `"jax"`, `"torch"` or `"tensorflow"`.
+# Keras reads `KERAS_BACKEND` once, at import: `"jax"`, `"torch"` or `"tensorflow"`.
 
 # %%
 import argparse
@@ -49,14 +50,14 @@ parser.add_argument("--held-out", nargs="+", type=pathlib.Path, help="files to t
 parser.add_argument("--vocabulary-size", type=int, default=2000)
 parser.add_argument("--width", type=int, default=128, help="of the network")
 parser.add_argument("--num-layers", type=int, default=4)
-parser.add_argument("--sequence-length", type=int, default=256, help="tokens a row")
-parser.add_argument("--batch-size", type=int, default=8, help="rows a step")
+parser.add_argument("--sequence-length", type=int, default=256, help="tokens of a sequence")
+parser.add_argument("--batch-size", type=int, default=8, help="sequences per step")
 parser.add_argument("--epochs", type=int, default=4)
 parser.add_argument("--steps-per-epoch", type=int, default=100)
 parser.add_argument("--learning-rate", type=float, default=6e-3)
 parser.add_argument("--prompt", default="The statement")
 parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("build/from_files"))
-# A notebook has no command line: change the defaults above there.
+# In a notebook, which has no command line, change the defaults above.
 arguments = parser.parse_args([] if "ipykernel" in sys.modules else None)
 arguments.output.mkdir(parents=True, exist_ok=True)
 if (arguments.text is None) != (arguments.held_out is None):
@@ -64,11 +65,11 @@ if (arguments.text is None) != (arguments.held_out is None):
 keras.utils.set_random_seed(0)
 
 # %% [markdown]
-# ## Files
+# ## Prepare files
 #
-# Without `--text`, Python's documentation is written to two files, every tenth topic into the one
-# that is held out. Their documents have several lines, so the files are `.jsonl`. Topics share
-# paragraphs; each is kept once, so that nothing that is held out was learned.
+# Without `--text`, Python's documentation is written to two files, with every tenth topic in the
+# held-out one. The documents have several lines, so the files are `.jsonl`. Topics share
+# paragraphs; each is kept once, so that no held-out paragraph occurs in training.
 
 
 # %%
@@ -95,7 +96,7 @@ if arguments.text is None:
 
 
 def documents(paths):
-    """What `PackedText` reads of the files, one after another."""
+    """Yields the documents that `PackedText` reads from the files."""
     for path in paths:
         with path.open(encoding="utf-8") as file:
             for line in filter(str.strip, file):
@@ -103,17 +104,17 @@ def documents(paths):
 
 
 # %% [markdown]
-# ## The vocabulary
+# ## Train the vocabulary
 #
-# SentencePiece reads the files once and writes a file. What is not left at its defaults:
+# SentencePiece reads the files once and writes a vocabulary file. These settings differ from its
+# defaults:
 #
-# - Text comes back from its tokens exactly as it was: nothing is normalized
-#   (`normalization_rule_name="identity"`), no blanks are merged or put before a text.
-# - A character that is not in the vocabulary is written as its bytes (`byte_fallback`), for which
-#   256 tokens are set aside, so that no text is unknown.
-# - Four tokens stand for no text: padding, start and end of a document, and unknown.
+# - Decoding restores the text exactly: no normalization (`normalization_rule_name="identity"`), and
+#   no blanks are merged or added.
+# - `byte_fallback` encodes characters outside the vocabulary as bytes, with 256 reserved tokens.
+# - Four tokens are special: padding, start and end of a document, and unknown.
 #
-# Of a large corpus it need not read all: `input_sentence_size=1_000_000` draws as many lines.
+# For a large corpus, `input_sentence_size=1_000_000` samples that many lines.
 
 # %%
 vocabulary = arguments.output / "tokenizer.model"
@@ -131,7 +132,7 @@ with vocabulary.open("wb") as file:
         bos_id=1,
         eos_id=2,
         unk_id=3,
-        max_sentence_length=2**24,  # bytes of a document; longer ones would be left out
+        max_sentence_length=2**24,  # bytes of a document; longer ones would be skipped
         minloglevel=1,
     )
 tokenizer = SentencePieceTokenizer(vocabulary.read_bytes())
@@ -144,16 +145,16 @@ num_bytes = sum(len(text.encode()) for text in held_out)
 print(f"{tokenizer.vocabulary_size():,} tokens, {num_bytes / num_tokens:.2f} bytes each")
 
 # %% [markdown]
-# ## The model
+# ## Build the model
 #
-# A backbone of a size of your own, around the vocabulary; `GriffinBackbone.from_preset("hawk_100m",
-# vocabulary_size=...)` takes a published size instead. `block_types` makes it Hawk, whose blocks
-# are all recurrent; Griffin has `("recurrent", "recurrent", "local_attention")`, and
+# The arguments of the backbone set its size. For a published size, use
+# `GriffinBackbone.from_preset("hawk_100m", vocabulary_size=...)`. `block_types=("recurrent",)`
+# makes the model a Hawk; Griffin has `("recurrent", "recurrent", "local_attention")`.
 # `HGRN2Backbone` is another family with the same interface.
 #
-# The preprocessor packs documents into rows of `sequence_length` tokens, and the model keeps them
-# apart there. A document that is longer than a row goes on in the next, without memory of the one
-# before.
+# The preprocessor packs documents into sequences of `sequence_length` tokens, and the model keeps
+# the documents apart. A longer document is split over several sequences, which do not share
+# their state.
 
 # %%
 backbone = GriffinBackbone(
@@ -172,18 +173,18 @@ model = GriffinCausalLM(backbone, preprocessor)
 print(f"{model.count_params():,} parameters on {keras.config.backend()}")
 
 # %% [markdown]
-# ## Training
+# ## Train
 #
-# `PackedText` reads the files while the model learns; they need not fit into memory. With a `seed`
-# it shuffles them, in each pass anew, and it never ends, so that `steps_per_epoch` says how long an
-# epoch is. Held-out text is read once and in order (`passes=1`).
+# `PackedText` reads the files during training, so they need not fit into memory. With a `seed` it
+# shuffles them in each pass and repeats without end; `steps_per_epoch` sets the length of an epoch.
+# Held-out text is read once and in order (`passes=1`).
 #
-# `TrainingBackup` keeps what is needed to go on, the place in the files included: stop this script
-# at any moment and start it again with the same arguments, and it continues inside the epoch.
+# `TrainingBackup` saves the state of training, including the position in the files. After an
+# interruption, start the script again with unchanged arguments: it resumes within the epoch.
 #
-# The loss is in nats a token. Models with different vocabularies are compared in bits a byte of
-# text: the nats of all tokens, over log 2 and the number of bytes. An end token is read and
-# predicted after each document, too.
+# The loss is in nats per token. To compare models with different vocabularies, convert it to bits
+# per byte: the nats of all tokens, including the end token of each document, divided by log 2 and
+# by the number of bytes.
 
 
 # %%
@@ -196,7 +197,7 @@ rate = keras.optimizers.schedules.CosineDecay(
     0.0, steps, warmup_target=arguments.learning_rate, warmup_steps=max(1, steps // 20)
 )
 optimizer = keras.optimizers.AdamW(rate, weight_decay=0.1, global_clipnorm=1.0)
-exclude_from_weight_decay(optimizer, model)  # weight decay would shorten the memory
+exclude_from_weight_decay(optimizer, model)  # keeps weight decay from shortening the memory
 model.compile(
     optimizer,
     weighted_metrics=[keras.metrics.SparseCategoricalCrossentropy(from_logits=True, name="nats")],
@@ -220,7 +221,7 @@ for epoch, nats in zip(history.epoch, history.history["val_nats"], strict=True):
     print(f"Epoch {epoch + 1}: {bits_per_byte(nats):.3f} bits a byte of held-out text")
 
 # %% [markdown]
-# ## Writing, and keeping the model
+# ## Generate, save and load
 #
 # `save_to_preset` writes a directory with weights, vocabulary and settings.
 

@@ -1,15 +1,15 @@
-"""Read a document of any length in pieces, keep what was read, and go on from it many times.
+"""Process a document of any length in chunks, save the state, and continue from it many times.
 
     KERAS_BACKEND=jax python guides/recipes/long_documents.py
 
-Griffin's attention sees a window of the last tokens alone; what came before is in the state of its
-recurrent blocks. Both have one size. So a document that is far longer than the window, or than any
-row of the training, is read piece by piece in memory that does not grow, the state is saved in a
-small file, and questions and continuations begin from it without another reading.
+Griffin's attention covers a window of the last tokens; earlier tokens are summarized in the state
+of its recurrent blocks. Both have a fixed size. A document much longer than the window or the
+training sequences is therefore processed in chunks with constant memory. Its state is saved in a
+small file, and questions and continuations start from it.
 
-The model is a small Griffin with a window of 64 bytes, which learns Python's documentation in rows
-of 256 bytes first, in minutes on two CPU cores. `--model` takes another one, by name or
-directory, and `--document` a text file.
+The model is a small Griffin with a window of 64 bytes. It is first trained on Python's
+documentation, in sequences of 256 bytes, which takes minutes on two CPU cores. `--model` selects
+another model by name or directory, and `--document` a text file.
 """
 
 import argparse
@@ -17,10 +17,10 @@ import os
 import pathlib
 import pydoc_data.topics
 
-# Keras reads this once, when it is imported. "torch" and "tensorflow" do as well.
+# Keras reads this once, at import. "torch" and "tensorflow" also work.
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
-# First: KerasHub imports TensorFlow, behind which Triton's kernels are left out on JAX.
+# Before KerasHub, whose import of TensorFlow disables the Triton kernels on JAX.
 import keras_recurrent
 
 # isort: split
@@ -35,7 +35,7 @@ BEGINNINGS = ("\n\nThe statement", "\n\nNote: ", "\n\n   >>> ")
 
 
 def documents():
-    """Topics of Python's documentation, and one that none of the others has a paragraph of."""
+    """Returns topics of Python's documentation, and one that shares no paragraph with them."""
     topics, seen = list(pydoc_data.topics.topics.values()), set()
     longest = max(topics, key=len)
     seen.update(longest.split("\n\n"))
@@ -54,18 +54,18 @@ def trained(texts, epochs, sequence_length):
     return model
 
 
-# --- 1. Piece by piece ---
+# --- 1. Process in chunks ---
 
 
 def pieces_of(path, size):
-    """Strings of at most so many characters, without ever holding the whole file."""
+    """Yields strings of at most `size` characters, without loading the whole file."""
     with path.open(encoding="utf-8") as file:
         while piece := file.read(size):
             yield piece
 
 
 def read(model, path, size):
-    """What the model knows of a file after its last piece."""
+    """Returns the model's cache after the whole file."""
     cache = None
     for piece in pieces_of(path, size):
         cache = model.prefill(piece, cache=cache)
@@ -75,24 +75,24 @@ def read(model, path, size):
     return cache
 
 
-# --- 2. Kept in a file, and gone on from ---
+# --- 2. Load the state and continue ---
 
 
 def continuations(model, path):
-    """What the model writes after each beginning, from one reading of the document."""
+    """Generates a continuation for each beginning, from the saved state."""
     cache = GenerationCache.load(path, model)
-    rows = cache.repeat(len(BEGINNINGS))  # a row for each, all behind the same document
+    rows = cache.repeat(len(BEGINNINGS))  # one batch row for each, after the same document
     return model.generate(list(BEGINNINGS), max_length=60, cache=rows)
 
 
-# --- 3. Does it make use of what it read far back? ---
+# --- 3. Loss by position: does distant context help? ---
 
 
-def by_octave(model, path, most):
-    """`(place, loss)` for the tokens from 1 to 2, 2 to 4 and so on of the document's beginning.
+def loss_by_octave(model, path, most):
+    """Returns `(position, loss)` for tokens 1 to 2, 2 to 4 and so on.
 
-    One document alone has easier and harder places, so this is the mean of windows that begin at
-    sixteen places of it, around a ring.
+    Parts of a document differ in difficulty, so the loss is the mean over windows from sixteen
+    starts, which wrap around at the document's end.
     """
     tokens = np.array(model.preprocessor.tokenizer(path.read_text(encoding="utf-8")))
     length = min(most, len(tokens))
@@ -112,10 +112,10 @@ def main():
     parser.add_argument("--model", help="a name or a directory of save_to_preset")
     parser.add_argument("--document", type=pathlib.Path, help="a text file")
     parser.add_argument("--epochs", type=int, default=3, help="of learning, without --model")
-    parser.add_argument("--topics", type=int, help="learn only so many topics of the documentation")
-    parser.add_argument("--sequence-length", type=int, default=256, help="of rows to learn")
-    parser.add_argument("--piece", type=int, default=4096, help="characters read at a time")
-    parser.add_argument("--most", type=int, default=4096, help="tokens whose losses are told")
+    parser.add_argument("--topics", type=int, help="maximum number of topics to train on")
+    parser.add_argument("--sequence-length", type=int, default=256, help="of training sequences")
+    parser.add_argument("--piece", type=int, default=4096, help="characters per chunk")
+    parser.add_argument("--most", type=int, default=4096, help="tokens whose losses are reported")
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("build/long_documents"))
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
@@ -138,8 +138,8 @@ def main():
     print(f"{path}: {path.stat().st_size:,} bytes for a document of {document.stat().st_size:,}")
     for beginning, text in zip(BEGINNINGS, continuations(model, path), strict=True):
         print(f"\nAfter {beginning!r}: {text!r}")
-    print("\nLoss of a token in nats, by its place:")
-    for place, loss in by_octave(model, document, arguments.most):
+    print("\nLoss per token in nats, by position:")
+    for place, loss in loss_by_octave(model, document, arguments.most):
         print(f"  to {place:6,}: {loss:.3f}")
 
 

@@ -1,10 +1,10 @@
-"""Notebooks of the recipes, made of their scripts, which stay the only source.
+"""Generates the notebooks of the recipes from their scripts.
 
     python guides/recipes/notebooks.py     # or: make notebooks
 
-A script of the percent format becomes a notebook: its docstring is the first cell, each `# %%`
-begins a cell of code, and each `# %% [markdown]` one of prose, written in comments. What is
-written depends on the script alone, without outputs.
+Scripts are in the percent format: the docstring is the first cell, `# %%` begins a code cell, and
+`# %% [markdown]` a cell of prose, written as comments. Notebooks have no outputs and depend only on
+the script.
 """
 
 import ast
@@ -17,14 +17,14 @@ CODE, PROSE = "# %%", "# %% [markdown]"
 
 
 def notebook(script):
-    """The text of a notebook.
+    """Converts a script to the JSON text of a notebook.
 
     Args:
         script: string, the text of a script that begins with a docstring.
 
     Raises:
-        ValueError: a script without docstring, code between the docstring and the first cell, or
-            a line of prose that is no comment.
+        ValueError: if the docstring is missing, if there is code between it and the first cell, or
+            if a line of prose is not a comment.
     """
     docstring = ast.get_docstring(ast.parse(script))
     if docstring is None:

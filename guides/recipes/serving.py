@@ -1,20 +1,20 @@
-"""Export a language model, and serve it: text over HTTP, as it is written.
+"""Export a language model and serve it: text over HTTP, streamed as it is generated.
 
     KERAS_BACKEND=torch python guides/recipes/serving.py --model build/from_files/model
     python guides/recipes/serving.py --serve --port 8000
 
-The first command exports a model, starts a server, asks it once, and compares the answer with what
-Keras writes. The second one serves what was exported until Ctrl-C, without Keras and without this
-package. Meanwhile, elsewhere:
+The first command exports a model, starts a server, sends one request, and compares the answer with
+Keras. The second command serves the exported model until Ctrl-C, without Keras and without this
+package. In another terminal:
 
     curl --no-buffer --data '{"prompt": "The statement"}' http://127.0.0.1:8000/generate
 
-What is exported is one step: the next token and a state in, logits and the next state out. A state
-has one size, so a server needs the same memory and time for a token however long a text is. On
-TensorFlow a step is a SavedModel, which TensorFlow runs; on torch it is an ONNX file, which
-onnxruntime runs (`pip install onnx onnxscript onnxruntime`). From JAX, save the model with
-`save_to_preset`, and export the directory with one of the two: it is the same for all backends.
-Without `--model` a tiny HGRN2 with random weights writes noise.
+The export contains one decoding step: a token and a state in, logits and the next state out. The
+state has a fixed size, so memory and time per token do not depend on the length of the text. On
+TensorFlow the step is a SavedModel; on torch it is an ONNX file for onnxruntime (`pip install onnx
+onnxscript onnxruntime`). On JAX, save the model with `save_to_preset` and export the directory with
+one of the other backends. The default model is a tiny HGRN2 with random weights, which generates
+noise.
 """
 
 import argparse
@@ -31,10 +31,10 @@ import urllib.request
 import numpy as np
 
 BYTES, SENTENCE_PIECE = "bytes", "tokenizer.model"
-MOST_TOKENS, MOST_BYTES = 4096, 2**16  # of an answer, and of a question
+MOST_TOKENS, MOST_BYTES = 4096, 2**16  # limits of an answer and of a request
 
 
-# --- 1. Export: a step, the state before the first token, and what makes tokens of text ---
+# --- 1. Export: a step, the initial state, and the tokenizer ---
 
 
 def export(model, folder):
@@ -75,7 +75,7 @@ def export(model, folder):
 
 
 def export_step(model, state, names, path):
-    """An ONNX file of one token and a state, in any number of rows."""
+    """Exports a step of one token and a state to ONNX, for any batch size."""
     import keras
 
     class Step(keras.Model):
@@ -85,7 +85,7 @@ def export_step(model, state, names, path):
             return [logits, *keras.tree.flatten(after)]
 
     step = Step()
-    step.language_model = model  # whose weights are thereby those of the step
+    step.language_model = model  # tracks the model's weights
     parts = dict(zip(names, keras.tree.flatten(state), strict=True))
     signature = {
         name: keras.InputSpec(
@@ -94,15 +94,18 @@ def export_step(model, state, names, path):
         for name, part in parts.items()
     }
     signature["token_ids"] = keras.InputSpec("int32", (None, 1), name="token_ids")
-    step({"token_ids": np.ones((1, 1), "int32"), **parts})  # Keras exports what was called
+    step({"token_ids": np.ones((1, 1), "int32"), **parts})  # builds the model before the export
     step.export(str(path), format="onnx", input_signature=[signature], verbose=False)
 
 
-# --- 2. What serves needs no Keras ---
+# --- 2. Inference without Keras ---
 
 
 def onnx_step(path):
-    """A function `(tokens [1, 1], {name: array})` to `(logits [1, 1, V], {name: array})`."""
+    """Returns a function of tokens [1, 1] and states that gives logits [1, 1, V] and states.
+
+    States are dicts of arrays by name.
+    """
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -119,7 +122,7 @@ def onnx_step(path):
 def saved_model_step(path):
     import tensorflow as tf
 
-    loaded = tf.saved_model.load(str(path))  # to be kept, with its weights, as long as the step
+    loaded = tf.saved_model.load(str(path))  # kept alive by `step`, with its weights
 
     def step(tokens, state):
         given = {name: tf.constant(array) for name, array in state.items()}
@@ -131,7 +134,7 @@ def saved_model_step(path):
 
 
 class Writer:
-    """Text from an exported model."""
+    """Generates text with an exported model."""
 
     def __init__(self, folder):
         self.about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
@@ -146,7 +149,7 @@ class Writer:
 
     def encode(self, text):
         if self.about["tokenizer"] == BYTES:
-            return [byte + 3 for byte in text.encode()]  # 0 to 2 stand for no text
+            return [byte + 3 for byte in text.encode()]  # 0 to 2 are special tokens
         return self.pieces.encode(text)
 
     def decode(self, tokens):
@@ -155,13 +158,13 @@ class Writer:
         return self.pieces.decode(tokens)
 
     def write(self, prompt, max_tokens, temperature, seed=None):
-        """Pieces of text, as soon as they are certain.
+        """Yields pieces of text, without incomplete characters.
 
         Args:
             prompt: string.
-            max_tokens: integer, the most tokens to write.
-            temperature: number; 0 takes the most probable token each time.
-            seed: integer, for the same text again; None: another one each time.
+            max_tokens: integer, the maximum number of tokens to generate.
+            temperature: number; 0 selects the most probable token.
+            seed: integer for reproducible text, or None.
         """
         rng = np.random.default_rng(seed)
         tokens, state = self.about["start"] + self.encode(prompt), self.first_state
@@ -175,7 +178,7 @@ class Writer:
                 break
             tokens.append(token)
             text = self.decode(tokens)
-            if not text.endswith("\ufffd"):  # else it may be half a character
+            if not text.endswith("\ufffd"):  # otherwise it may be an incomplete character
                 yield text[len(out) :]
                 out = text
             logits, state = self.step(np.array([[token]], "int32"), state)
@@ -189,19 +192,19 @@ def choose(logits, temperature, rng):
     return int(rng.choice(len(shares), p=shares / shares.sum()))
 
 
-# --- 3. A server, for this machine alone: others belong behind one with keys and limits ---
+# --- 3. A local server. For public access, add authentication and rate limits ---
 
 
 def server(writer, port=0):
-    """A server on the loopback address; port 0 takes one that is free."""
+    """Returns a server on the loopback address; port 0 selects a free port."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"  # which has answers in pieces
+        protocol_version = "HTTP/1.1"  # supports chunked responses
 
         def do_POST(self):
             size = int(self.headers.get("Content-Length") or 0)
             if self.path != "/generate" or size > MOST_BYTES:
-                self.close_connection = True  # what was sent is not read
+                self.close_connection = True  # the request body is not read
                 self.send_error(404 if self.path != "/generate" else 413)
                 return
             try:
@@ -217,28 +220,28 @@ def server(writer, port=0):
                 for piece in writer.write(**question):
                     self.chunk(piece.encode("utf-8", "replace"))
                 self.wfile.write(b"0\r\n\r\n")
-            except ConnectionError:  # nobody listens any more
+            except ConnectionError:  # the client has disconnected
                 self.close_connection = True
 
         def chunk(self, data):
-            if data:  # an empty one would end the answer
+            if data:  # an empty chunk would end the response
                 self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
 
         def log_message(self, *args):
-            """Says nothing of each request."""
+            """Disables the log of requests."""
 
     return http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
 
 
 def checked(question):
-    """The arguments of `write`.
+    """Validates a request and returns the arguments of `write`.
 
     Raises:
-        ValueError: a question that is not as it should be.
+        ValueError: if the request is invalid.
     """
     if not isinstance(question, dict) or not isinstance(question.get("prompt"), str):
         raise ValueError('The question must be a JSON object with a string "prompt".')
-    question["prompt"].encode()  # a ValueError for halves of characters, as JSON may hold them
+    question["prompt"].encode()  # raises a ValueError for lone surrogates, which JSON allows
     max_tokens, temperature = question.get("max_tokens", 100), question.get("temperature", 0.8)
     if type(max_tokens) is not int or not 1 <= max_tokens <= MOST_TOKENS:
         raise ValueError(f'"max_tokens" must be an integer from 1 to {MOST_TOKENS}.')
@@ -251,10 +254,10 @@ def checked(question):
 
 
 def ask(address, **question):
-    """Pieces of the answer, as they come."""
+    """Yields pieces of the response as they arrive."""
     request = urllib.request.Request(f"{address}/generate", json.dumps(question).encode())
     whole_characters = codecs.getincrementaldecoder("utf-8")()
-    # Not by a proxy of the environment, which does not know this machine's own servers.
+    # Bypasses proxies from the environment, which cannot reach a local server.
     directly = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with directly.open(request, timeout=60) as answer:
         while piece := answer.read1(4096):
@@ -266,7 +269,7 @@ def address_of(serving):
 
 
 def try_out(folder, prompt, max_tokens):
-    """What a server answers, and in how many pieces it came."""
+    """Serves one request, prints the answer and the number of its pieces, and returns it."""
     with server(Writer(folder)) as serving:
         threading.Thread(target=serving.serve_forever, daemon=True).start()
         pieces = []
@@ -284,7 +287,7 @@ def main():
     parser.add_argument("--prompt", default="The statement")
     parser.add_argument("--max-tokens", type=int, default=60)
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("build/serving"))
-    parser.add_argument("--serve", action="store_true", help="serve what --output has, and stay")
+    parser.add_argument("--serve", action="store_true", help="serve the export in --output")
     parser.add_argument("--port", type=int, default=8000, help="with --serve")
     arguments = parser.parse_args()
     if arguments.serve:
@@ -295,9 +298,9 @@ def main():
             with contextlib.suppress(KeyboardInterrupt):
                 serving.serve_forever()
         return
-    # Keras reads this once, when it is imported.
+    # Keras reads this once, at import.
     os.environ.setdefault("KERAS_BACKEND", "tensorflow")
-    import keras_recurrent  # noqa: F401  (whose presets KerasHub then knows)
+    import keras_recurrent  # noqa: F401  (registers its presets with KerasHub)
 
     # isort: split
     import keras_hub

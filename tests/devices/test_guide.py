@@ -69,7 +69,7 @@ def test_many_devices_learn_what_one_learns(tmp_path, arguments):
 def test_tensorflow_says_what_it_does_not_split(tmp_path):
     done = run(tmp_path, "heads")
     assert done.returncode == 1
-    assert "TensorFlow splits rows alone here." in done.stderr
+    assert "TensorFlow supports only --split rows." in done.stderr
 
 
 @pytest.fixture
