@@ -64,13 +64,13 @@ FAMILIES = {
     "hgrn2": (
         HGRN2CausalLM,
         hgrn2.SIZES,
-        ("width", "depth", "channels a head", "inside the SwiGLU", "vocabulary"),
+        ("width", "depth", "channels per head", "SwiGLU width", "vocabulary"),
         of_hgrn2,
     ),
     "transnormer": (
         TransNormerCausalLM,
         transnormer.SIZES,
-        ("width", "depth", "heads", "inside the SGLU", "vocabulary"),
+        ("width", "depth", "heads", "SGLU width", "vocabulary"),
         of_transnormer,
     ),
 }
@@ -79,7 +79,7 @@ FAMILIES = {
 def presets(name):
     """The table of a family: sizes, parameters, and memory in `DTYPE`."""
     cls, rows, columns, fill = FAMILIES[name]
-    header = ["preset", *columns, "parameters", "weights", "state of a sequence"]
+    header = ["preset", *columns, "parameters", "weights", "state"]
     lines = [header, ["---"] + ["---" if c == "blocks" else "---:" for c in header[1:]]]
     for preset, entry in cls.presets.items():
         sizes = memory_sizes(preset, batch_size=1, length=LENGTH, dtype=DTYPE)
@@ -91,7 +91,7 @@ def presets(name):
 
 def vision():
     """The table of classifiers of images."""
-    header = ["preset", "width", "depth", "channels a head", "patch", "image", "parameters"]
+    header = ["preset", "width", "depth", "channels per head", "patch", "image", "parameters"]
     lines = [header, ["---"] + ["---:"] * 6]
     for preset, entry in HGRN2ImageClassifier.presets.items():
         row = hgrn2.VISION_SIZES[preset]
