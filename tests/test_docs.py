@@ -38,7 +38,7 @@ def rows(page, first_header):
 
 @pytest.fixture(scope="module")
 def tables():
-    """What writes the tables of the manual, docs/site/tables.py."""
+    """Module docs/site/tables.py, which generates the tables of the manual."""
     spec = importlib.util.spec_from_file_location("tables", DOCS / "site/tables.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -70,7 +70,7 @@ def test_support_matrix():
     ],
 )
 def test_presets(tables, name, cls):
-    (table,) = tables.place_of(name).findall(PAGES["docs/presets.md"])
+    (table,) = tables.table_pattern(name).findall(PAGES["docs/presets.md"])
     header, _, *lines = (line.strip("| ").split(" | ") for line in table.splitlines())
     at = header.index("parameters")
     said = {line[0].strip("`"): int(line[at].replace(",", "")) for line in lines}
@@ -95,7 +95,7 @@ def test_tables_are_what_the_package_says(tables, name, monkeypatch):
     ((page, table),) = (
         (page, makes[name]) for page, makes in tables.TABLES.items() if name in makes
     )
-    (written,) = tables.place_of(name).findall(PAGES[f"docs/{page}"])
+    (written,) = tables.table_pattern(name).findall(PAGES[f"docs/{page}"])
     for line, expected in zip(written.splitlines(), table().splitlines(), strict=True):
         if expected.split("`")[1:2] and expected.split("`")[1] in presets.keys() - built:
             line, expected = (text.rpartition(" | ")[0] for text in (line, expected))
