@@ -118,6 +118,15 @@ def test_examples(example, tmp_path, monkeypatch):
     exec(re.sub(r"\bepochs=\d+", "epochs=1", example), {})
 
 
+@pytest.mark.once
+def test_alerts_are_known_to_github_and_the_site():
+    """docs/site/hooks.py converts these alerts, alone on a line, to admonitions."""
+    alert = re.compile(r"> \[!(NOTE|TIP|IMPORTANT|WARNING|CAUTION)\]")
+    for page, text in PAGES.items():
+        for line in re.findall(r"^[ \t]*>[ \t]*\[!.*$", text, re.MULTILINE):
+            assert alert.fullmatch(line), f"{page}: {line}"
+
+
 def headings(text):
     """The anchors that GitHub gives a page, and the site as well."""
     text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
@@ -154,7 +163,7 @@ def test_links():
 def test_a_dead_link_is_found():
     text = (
         "[a](docs/nowhere.md) [b](docs/data.md#nothing) [c](LICENSE#x) [d](#here)\n"
-        "[e](docs/api/layers.md#keras_recurrent.layers.Nothing) [f](docs/data.md#data)\n# Here\n"
+        "[e](docs/api/layers.md#keras_recurrent.layers.Nothing) [f](docs/data.md#resume-training)\n# Here\n"
     )
     assert len(list(dead_links("README.md", text))) == 5  # this text is not README's
 
