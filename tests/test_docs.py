@@ -163,7 +163,8 @@ def test_links():
 def test_a_dead_link_is_found():
     text = (
         "[a](docs/nowhere.md) [b](docs/data.md#nothing) [c](LICENSE#x) [d](#here)\n"
-        "[e](docs/api/layers.md#keras_recurrent.layers.Nothing) [f](docs/data.md#resume-training)\n# Here\n"
+        "[e](docs/api/layers.md#keras_recurrent.layers.Nothing) "
+        "[f](docs/data.md#resume-training)\n# Here\n"
     )
     assert len(list(dead_links("README.md", text))) == 5  # this text is not README's
 
