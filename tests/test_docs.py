@@ -80,7 +80,7 @@ def test_presets(tables, name, cls):
 @pytest.mark.once
 @pytest.mark.parametrize("name", ["griffin", "hgrn2", "transnormer", "vision", "implementations"])
 def test_tables_are_what_the_package_says(tables, name, monkeypatch):
-    """`make tables` writes them anew. Of each family, two models are built for the last column."""
+    """`make tables` updates them. Two models of each family are built for the last column."""
     families = (GriffinCausalLM, HGRN2CausalLM, TransNormerCausalLM)
     presets = {k: row["metadata"]["params"] for cls in families for k, row in cls.presets.items()}
     built = {k for cls in families for k in [*cls.presets][:: len(cls.presets) - 1]}
