@@ -38,7 +38,7 @@ def rows(page, first_header):
 
 @pytest.fixture(scope="module")
 def tables():
-    """What writes the tables of the manual, docs/site/tables.py."""
+    """Module docs/site/tables.py, which generates the tables of the manual."""
     spec = importlib.util.spec_from_file_location("tables", DOCS / "site/tables.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -70,7 +70,7 @@ def test_support_matrix():
     ],
 )
 def test_presets(tables, name, cls):
-    (table,) = tables.place_of(name).findall(PAGES["docs/presets.md"])
+    (table,) = tables.table_pattern(name).findall(PAGES["docs/presets.md"])
     header, _, *lines = (line.strip("| ").split(" | ") for line in table.splitlines())
     at = header.index("parameters")
     said = {line[0].strip("`"): int(line[at].replace(",", "")) for line in lines}
@@ -80,7 +80,7 @@ def test_presets(tables, name, cls):
 @pytest.mark.once
 @pytest.mark.parametrize("name", ["griffin", "hgrn2", "transnormer", "vision", "implementations"])
 def test_tables_are_what_the_package_says(tables, name, monkeypatch):
-    """`make tables` writes them anew. Of each family, two models are built for the last column."""
+    """`make tables` updates them. Two models of each family are built for the last column."""
     families = (GriffinCausalLM, HGRN2CausalLM, TransNormerCausalLM)
     presets = {k: row["metadata"]["params"] for cls in families for k, row in cls.presets.items()}
     built = {k for cls in families for k in [*cls.presets][:: len(cls.presets) - 1]}
@@ -95,7 +95,7 @@ def test_tables_are_what_the_package_says(tables, name, monkeypatch):
     ((page, table),) = (
         (page, makes[name]) for page, makes in tables.TABLES.items() if name in makes
     )
-    (written,) = tables.place_of(name).findall(PAGES[f"docs/{page}"])
+    (written,) = tables.table_pattern(name).findall(PAGES[f"docs/{page}"])
     for line, expected in zip(written.splitlines(), table().splitlines(), strict=True):
         if expected.split("`")[1:2] and expected.split("`")[1] in presets.keys() - built:
             line, expected = (text.rpartition(" | ")[0] for text in (line, expected))
@@ -116,6 +116,15 @@ def examples():
 def test_examples(example, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # some write files
     exec(re.sub(r"\bepochs=\d+", "epochs=1", example), {})
+
+
+@pytest.mark.once
+def test_alerts_are_known_to_github_and_the_site():
+    """docs/site/hooks.py converts these alerts, alone on a line, to admonitions."""
+    alert = re.compile(r"> \[!(NOTE|TIP|IMPORTANT|WARNING|CAUTION)\]")
+    for page, text in PAGES.items():
+        for line in re.findall(r"^[ \t]*>[ \t]*\[!.*$", text, re.MULTILINE):
+            assert alert.fullmatch(line), f"{page}: {line}"
 
 
 def headings(text):
@@ -154,7 +163,8 @@ def test_links():
 def test_a_dead_link_is_found():
     text = (
         "[a](docs/nowhere.md) [b](docs/data.md#nothing) [c](LICENSE#x) [d](#here)\n"
-        "[e](docs/api/layers.md#keras_recurrent.layers.Nothing) [f](docs/data.md#data)\n# Here\n"
+        "[e](docs/api/layers.md#keras_recurrent.layers.Nothing) "
+        "[f](docs/data.md#resume-training)\n# Here\n"
     )
     assert len(list(dead_links("README.md", text))) == 5  # this text is not README's
 

@@ -1,9 +1,8 @@
-"""Docstrings of this package as the site shows them.
+"""Griffe extension that adapts the docstrings of this package to mkdocstrings.
 
-- `Call arguments:` of layers is a list of its own beside that of the constructor.
-- `Returns:` is text, in which a colon is a colon: mkdocstrings would take what stands before it for
-  a type.
-- `>>>` examples are programs, not quotations in quotations.
+- `Call arguments:` of layers becomes a list next to that of the constructor.
+- `Returns:` becomes text. mkdocstrings would parse the words before a colon as a type.
+- `>>>` examples become code blocks.
 """
 
 import re
@@ -18,10 +17,10 @@ EXAMPLE = re.compile(r"^( *)>>> .*(?:\n(?!\s*$).+)*", re.MULTILINE)
 class Docstrings(griffe.Extension):
     def on_object(self, *, obj, **kwargs):
         if obj.docstring:
-            obj.docstring.value = as_shown(obj.docstring.value)
+            obj.docstring.value = convert_docstring(obj.docstring.value)
 
 
-def as_shown(docstring):
+def convert_docstring(docstring):
     text = docstring.replace("\nCall arguments:\n", "\nOther Parameters: Call arguments:\n") + "\n"
     text = SECTION.sub(lambda m: f"**{m[1]}:**\n\n{textwrap.dedent(m[2])}\n", text)
     return EXAMPLE.sub(lambda m: f"{m[1]}```pycon\n{m[0]}\n{m[1]}```", text).rstrip()

@@ -1,9 +1,9 @@
-"""The tables of presets and of implementations in the manual, from the package itself.
+"""Generates the tables of presets and implementations in the manual.
 
     KERAS_BACKEND=torch python docs/site/tables.py    # or: make tables
 
-writes them into docs/presets.md and docs/implementations.md; tests/test_docs.py compares them. A
-table stands behind a comment with its name, and ends at the next empty line.
+Updates docs/presets.md and docs/implementations.md; tests/test_docs.py checks that they are
+current. A table follows a comment with its name and ends at the next empty line.
 """
 
 import pathlib
@@ -23,75 +23,77 @@ DOCS = pathlib.Path(__file__).parents[1]
 BACKENDS = DOCS.parent / "backends"
 PORTABLE = BACKENDS.parent / "keras_recurrent" / "portable"
 FOLDERS = ("reference", "jax", "torch", "tensorflow", "portable", "triton", "pallas", "cudnn")
-LENGTH = 32_768  # tokens that the state of the tables has read
-DTYPE = "bfloat16"  # of the weights, as published
-VOCABULARY = {259: "259 (bytes)"}
+LENGTH = 32_768  # sequence length for the size of the state
+DTYPE = "bfloat16"  # dtype of published weights
+VOCABULARY_NAMES = {259: "259 (bytes)"}
 
 
-def of_griffin(row):
+def griffin_cells(row):
+    """Returns the cells of a preset between its name and its number of parameters."""
     blocks = {
         ("recurrent",): "recurrent",
         ("global_attention",): "global attention",
     }.get(row.kind.block_types, f"2 recurrent, 1 local ({row.kind.sliding_window or 0:,})")
     recurrent = "recurrent" in row.kind.block_types
     width = f"{row.lru_width:,}" if recurrent else ""
-    return blocks, f"{row.hidden_dim:,}", width, str(row.num_layers), _vocabulary(row)
+    return blocks, f"{row.hidden_dim:,}", width, str(row.num_layers), _format_vocabulary(row)
 
 
-def of_hgrn2(row):
+def hgrn2_cells(row):
     numbers = (row.hidden_dim, row.num_layers, row.expand_ratio, row.intermediate_dim)
-    return *(f"{n:,}" for n in numbers), _vocabulary(row)
+    return *(f"{n:,}" for n in numbers), _format_vocabulary(row)
 
 
-def of_transnormer(row):
+def transnormer_cells(row):
     numbers = (row.hidden_dim, row.num_layers, row.heads, row.intermediate_dim)
-    return *(f"{n:,}" for n in numbers), _vocabulary(row)
+    return *(f"{n:,}" for n in numbers), _format_vocabulary(row)
 
 
-def _vocabulary(row):
+def _format_vocabulary(row):
     tied = " (tied)" if getattr(row, "tied", False) else ""
-    return VOCABULARY.get(row.vocabulary_size, f"{row.vocabulary_size:,}") + tied
+    return VOCABULARY_NAMES.get(row.vocabulary_size, f"{row.vocabulary_size:,}") + tied
 
 
-# name: (class, rows of presets/, columns between the name and the parameters, what fills them)
+# {table: (class, sizes of its presets, columns between name and parameters, function of a preset's
+# sizes that returns these cells)}
 FAMILIES = {
     "griffin": (
         GriffinCausalLM,
         griffin.SIZES,
         ("blocks", "width", "recurrent width", "depth", "vocabulary"),
-        of_griffin,
+        griffin_cells,
     ),
     "hgrn2": (
         HGRN2CausalLM,
         hgrn2.SIZES,
-        ("width", "depth", "channels a head", "inside the SwiGLU", "vocabulary"),
-        of_hgrn2,
+        ("width", "depth", "channels per head", "SwiGLU width", "vocabulary"),
+        hgrn2_cells,
     ),
     "transnormer": (
         TransNormerCausalLM,
         transnormer.SIZES,
-        ("width", "depth", "heads", "inside the SGLU", "vocabulary"),
-        of_transnormer,
+        ("width", "depth", "heads", "SGLU width", "vocabulary"),
+        transnormer_cells,
     ),
 }
 
 
-def presets(name):
-    """The table of a family: sizes, parameters, and memory in `DTYPE`."""
-    cls, rows, columns, fill = FAMILIES[name]
-    header = ["preset", *columns, "parameters", "weights", "state of a sequence"]
+def make_presets_table(name):
+    """Returns the table of a family: sizes, parameters, and memory in `DTYPE`."""
+    cls, rows, columns, make_cells = FAMILIES[name]
+    header = ["preset", *columns, "parameters", "weights", "state"]
     lines = [header, ["---"] + ["---" if c == "blocks" else "---:" for c in header[1:]]]
     for preset, entry in cls.presets.items():
         sizes = memory_sizes(preset, batch_size=1, length=LENGTH, dtype=DTYPE)
         parameters = f"{entry['metadata']['params']:,}"
-        memory = (_bytes(sizes.parameters), _bytes(sizes.cache))
-        lines.append([f"`{preset}`", *fill(rows[preset]), parameters, *memory])
-    return _table(lines)
+        memory = (_format_bytes(sizes.parameters), _format_bytes(sizes.cache))
+        lines.append([f"`{preset}`", *make_cells(rows[preset]), parameters, *memory])
+    return _format_table(lines)
 
 
-def vision():
-    """The table of classifiers of images."""
-    header = ["preset", "width", "depth", "channels a head", "patch", "image", "parameters"]
+def make_vision_table():
+    """Returns the table of image classifiers."""
+    header = ["preset", "width", "depth", "channels per head", "patch", "image", "parameters"]
     lines = [header, ["---"] + ["---:"] * 6]
     for preset, entry in HGRN2ImageClassifier.presets.items():
         row = hgrn2.VISION_SIZES[preset]
@@ -99,20 +101,20 @@ def vision():
         parameters = f"{entry['metadata']['params']:,}"
         sizes = map(str, (*numbers, row.image_size))
         lines.append([f"`{preset}`", *sizes, parameters])
-    return _table(lines)
+    return _format_table(lines)
 
 
-def implementations():
-    """The table of implementations, from the signatures and the files below backends/."""
+def make_implementations_table():
+    """Returns the table of implementations, from the signatures and the files in backends/."""
     lines = [["operation", *FOLDERS], ["---"] + [":---:"] * len(FOLDERS)]
     for name in SIGNATURES:
         folders = (PORTABLE if f == PORTABLE.name else BACKENDS / f for f in FOLDERS)
         marks = ("✓" if (folder / f"{name}.py").exists() else "" for folder in folders)
         lines.append([f"`{name}`", *marks])
-    return _table(lines)
+    return _format_table(lines)
 
 
-def _bytes(number):
+def _format_bytes(number):
     for unit, size in (("GB", 1e9), ("MB", 1e6)):
         if number >= size:
             digits = 1 if number < 100 * size else 0
@@ -120,21 +122,21 @@ def _bytes(number):
     return f"{number / 1e3:,.0f} kB"
 
 
-def _table(lines):
+def _format_table(lines):
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 TABLES = {
     "presets.md": {
-        **{name: lambda name=name: presets(name) for name in FAMILIES},
-        "vision": vision,
+        **{name: lambda name=name: make_presets_table(name) for name in FAMILIES},
+        "vision": make_vision_table,
     },
-    "implementations.md": {"implementations": implementations},
+    "implementations.md": {"implementations": make_implementations_table},
 }
 
 
-def place_of(name):
-    """A pattern of a table of a page, by the comment in front of it."""
+def table_pattern(name):
+    """Returns a regular expression for a table of a page, which follows a comment with its name."""
     return re.compile(rf"(?<=<!-- table: {name} -->\n\n)(?:\|.*\n)*")
 
 
@@ -142,9 +144,9 @@ def main():
     for page, tables in TABLES.items():
         text = (DOCS / page).read_text()
         for name, table in tables.items():
-            text, found = place_of(name).subn(lambda _, table=table: table(), text)
-            if found != 1:
-                raise SystemExit(f"{page} must have one line <!-- table: {name} -->; has {found}")
+            text, count = table_pattern(name).subn(lambda _, table=table: table(), text)
+            if count != 1:
+                raise SystemExit(f"{page} must have one line <!-- table: {name} -->; has {count}")
         (DOCS / page).write_text(text)
 
 
