@@ -1,5 +1,6 @@
 """Statements, examples and links of README and of the manual hold."""
 
+import csv
 import importlib.util
 import os
 import pathlib
@@ -205,3 +206,19 @@ def test_versions_are_those_of_the_package():
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
     for page in ("install", "cite", "stability"):
         assert version in PAGES[f"docs/{page}.md"], page
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("page", ["scans", "linear_attention", "decoding"])
+def test_kernel_variants_are_in_the_raw_file(page):
+    """A figure mistyped in a table of variants is in no line of docs/kernels/variants.csv."""
+    with (DOCS / "kernels/variants.csv").open(newline="") as file:
+        measured = {float(line["value"]) for line in csv.DictReader(file)}
+    _, variants = PAGES[f"docs/kernels/{page}.md"].split("\n## Variants tried\n")
+    _, _, *lines = re.findall(r"^\|.*\|$", variants, re.MULTILINE)
+    # Neither dates, shapes, tiles nor names of types and devices.
+    others = r"2026-\d\d-\d\d|\d+×[\d×]+|\(.*?\)|\bb\d+\b|b?float\d+|int\d|H\d+"
+    cells = [re.sub(others, "", cell) for line in lines for cell in line.split("|")[3:]]
+    figures = [n.replace(",", "") for cell in cells for n in re.findall(r"\d[\d,.]*\d|\d", cell)]
+    assert len(figures) > 40
+    assert [figure for figure in figures if float(figure) not in measured] == []
