@@ -218,11 +218,11 @@ def draw(results, tokens, path):
         speed.plot(lengths, speeds, "o-", label=name)
         if None not in sizes:
             memory.plot(lengths, [size / 2**30 for size in sizes], "o-", label=name)
-    speed.set(ylabel="tokens a second", ylim=(0, None))
+    speed.set(ylabel="tokens/s", ylim=(0, None))
     memory.set(ylabel="peak memory of a step, GiB", ylim=(0, None))
     for axes in (speed, memory):
         axes.set_xscale("log", base=2)
-        axes.set(xlabel=f"tokens a row, {tokens:,} a batch")
+        axes.set(xlabel=f"sequence length ({tokens:,} tokens per batch)")
     speed.legend()
     figure.savefig(path, dpi=120)
 

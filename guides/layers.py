@@ -241,7 +241,7 @@ def memory_of(model, x, y):
 
 def report(task, results):
     """Yields the lines of a Markdown table."""
-    yield f"| {task.title} | parameters | {task.score_name} | seconds an epoch | MiB a batch |"
+    yield f"| {task.title} | parameters | {task.score_name} | seconds per epoch | MiB a batch |"
     yield "| --- | ---: | ---: | ---: | ---: |"
     for name, (parameters, scores, seconds, memory) in results.items():
         score = f"{statistics.mean(scores):.3f} ± {statistics.pstdev(scores):.3f}"
@@ -256,7 +256,7 @@ def draw(tasks, results, path):
     for axes, task, found in zip(figure.subplots(1, 2), tasks, results, strict=True):
         for name, (_, scores, seconds, _) in found.items():
             axes.plot([seconds] * len(scores), scores, "o", label=name)
-        axes.set(title=task.title, xlabel="seconds an epoch", ylabel=task.score_name)
+        axes.set(title=task.title, xlabel="seconds per epoch", ylabel=task.score_name)
         axes.set(xlim=(0, None), ylim=(0, None))
     axes.legend()
     figure.savefig(path, dpi=120)

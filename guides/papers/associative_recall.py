@@ -160,7 +160,7 @@ def draw(results, size, path):
         axes.axhline(
             100 / task["pairs"], color="gray", linestyle="--", label="one of the values seen"
         )
-        title = f"{task['pairs']} pairs in rows of {task['length']:,}"
+        title = f"{task['pairs']} pairs in sequences of {task['length']:,}"
         axes.set(xlabel="width", title=title, ylim=(0, 104))
         axes.set_xscale("log", base=2)
         axes.set_xticks(size.widths, [str(width) for width in size.widths])

@@ -152,10 +152,10 @@ def draw(results, size, names, path):
             points = [values(lines, "running_mean_at", place) for place in places]
             draw_band(axes, places, points, label=name)
         axes.axvline(length, color="gray", linestyle="--", linewidth=1)
-        axes.set(xlabel="bytes read", title=f"trained on rows of {length:,}")
+        axes.set(xlabel="bytes read", title=f"trained on sequences of {length:,} bytes")
         axes.set_xscale("log", base=2)
         axes.set_xticks(places, [f"{place:,}" for place in places])
-    figure.axes[0].set_ylabel("mean loss so far, nats a byte")
+    figure.axes[0].set_ylabel("mean loss so far, nats per byte")
     figure.axes[0].legend()
     figure.savefig(path, dpi=120)
 
@@ -198,7 +198,12 @@ def tell(results, size, names):
             continue
         rope = results.select(model="MQA RoPE", length=length, width=size.width)
         rope = changes(rope, length) if rope else None
-        header = (f"rows of {length:,}: loss at", *(f"{n:,}" for n in places), "4 L less L", "")
+        header = (
+            f"sequences of {length:,} bytes: loss at",
+            *(f"{n:,}" for n in places),
+            "4 L less L",
+            "",
+        )
         rows = []
         for name in names:
             lines = results.select(model=name, length=length, width=size.width)
@@ -211,7 +216,7 @@ def tell(results, size, names):
         for length in size.lengths:
             lines = results.select(model=name, length=length, width=size.width)
             cells = (with_error(values(lines, "running_mean_at", n)) for n in size.places)
-            rows.append((f"{name}, rows of {length:,}", *cells))
+            rows.append((f"{name}, sequences of {length:,} bytes", *cells))
     return "\n\n".join([*parts, table(header, rows)])
 
 
@@ -235,7 +240,7 @@ def main():
             for line in run(name, size, length, seeds, training, windows) if seeds else ():
                 results.append(**line)
                 print(
-                    f"{name}, rows of {length:,}, seed {line['seed']}: loss at {length:,} "
+                    f"{name}, {length:,} bytes, seed {line['seed']}: loss at {length:,} "
                     f"{line['loss_at'][str(length)]}, at {size.longest:,} "
                     f"{line['loss_at'][str(size.longest)]}; {line['seconds_of_all_seeds']} s",
                     flush=True,

@@ -275,7 +275,7 @@ def tell(results, size):
         )
         for groups, ms in found.items()
     ]
-    header = (f"of {size.heads} heads", "ms a token and sample", "times one group", "cache, MiB")
+    header = (f"of {size.heads} heads", "ms per token and sample", "times one group", "cache, MiB")
     said = (f"- {line}" for line in judge_times(found, size.heads))
     return "\n\n".join((*parts, table(header, rows), "\n".join(said)))
 
@@ -290,9 +290,9 @@ def draw(results, size, path):
             shares, curves = bits(results, size, of, pooling, regularized)
             draw_band(axes, shares, curves.T, color=COLORS[pooling], marker="o", label=pooling)
         axes.set(
-            xlabel="part of the first training",
-            ylabel="bits a byte, held out",
-            title=f"{groups} of {guide.HEADS} heads of keys and values",
+            xlabel="fraction of the original training steps",
+            ylabel="bits per byte, held out",
+            title=f"{groups} of {guide.HEADS} key and value heads",
         )
         axes.legend()
     found = times(results, size)
@@ -300,7 +300,7 @@ def draw(results, size, path):
     time_axes.set_xscale("log", base=2)
     time_axes.set(
         xlabel=f"groups of {size.heads} heads",
-        ylabel="ms a token and sample",
+        ylabel="ms per token and sample",
         title=f"{size.timed_length:,} tokens in the cache",
         ylim=(0, None),
     )

@@ -290,7 +290,9 @@ def draw(results, size, path):
     axes.axvline(0, color="black", linewidth=1)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    axes.set_xlabel("loss less that of the released model, nats a byte; two deviations")
+    axes.set_xlabel(
+        "increase of the loss over the released model, nats per byte; bars: two standard deviations"
+    )
     figure.savefig(path, dpi=120)
 
 

@@ -153,8 +153,8 @@ def draw(results, size, path):
         found = [100 * np.asarray(shares) for shares in found]
         draw_band(axes, size.names, found, marker="o", label=name)
     inside = size.window // size.line - size.queries
-    axes.axvline(inside, color="gray", linestyle="--", label="the window holds all of the row")
-    axes.set(xlabel="names of the book", ylabel="numbers, %", ylim=(-2, 104))
+    axes.axvline(inside, color="gray", linestyle="--", label="the window holds the whole sequence")
+    axes.set(xlabel="names in the book", ylabel="numbers recalled, %", ylim=(-2, 104))
     axes.set_xscale("log", base=2)
     axes.set_xticks(size.names, [str(names) for names in size.names])
     axes.legend()

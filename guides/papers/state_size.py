@@ -239,7 +239,7 @@ def draw(results, size, path):
         multiple, _ = FORMS[form]
         error = deviations(losses)
         axes.errorbar(multiple, np.mean(losses), error, marker="s", label=f"HGRN, {form}")
-    axes.set(xlabel="numbers of the state by the width", ylabel="loss, nats a byte")
+    axes.set(xlabel="size of the state / width", ylabel="loss, nats per byte")
     axes.set_xscale("log", base=2)
     axes.set_xticks(list(found), [str(ratio) for ratio in found])
     axes.legend()
@@ -254,7 +254,7 @@ def better(losses, than):
 
 def tell(results, size):
     """Formats a Markdown table of losses, perplexities and verdicts."""
-    header = ("", "state", "parameters", "loss, nats a byte", "perplexity of a byte", "")
+    header = ("", "state", "parameters", "loss, nats per byte", "perplexity of a byte", "")
     rows = []
     ratios = losses_of(results, size, "HGRN2")
     before = None

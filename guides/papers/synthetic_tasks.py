@@ -186,11 +186,11 @@ def draw(results, size, path):
         lines = lines_of(results, size, "induction", name)
         curves = [[100 * line["right_at"][str(n)] for n in lengths] for line in lines]
         draw_band(right_side, lengths, np.transpose(curves), label=name)
-    left.set(xlabel="steps", ylabel="right, %", title="selective copying")
+    left.set(xlabel="steps", ylabel="correct, %", title="selective copying")
     right_side.axvline(size.induction_length, color="gray", linestyle="--", linewidth=1)
     right_side.set(
-        xlabel="tokens of a row",
-        title=f"induction heads, trained on rows of {size.induction_length:,}",
+        xlabel="sequence length",
+        title=f"induction heads, trained on {size.induction_length:,} tokens",
     )
     right_side.set_xscale("log", base=2)
     right_side.set_xticks(lengths, [f"{n:,}" for n in lengths])

@@ -137,7 +137,7 @@ def tell_computed(found):
                     PAPER[kind][tokens] if kind in PAPER else "1.0",
                 )
             )
-    header = ("1.3B, TPU-v3, computed", "rows", "tokens a second", "times MQA", "by bytes alone")
+    header = ("1.3B, TPU-v3, computed", "rows", "tokens/s", "factor over MQA", "by bytes alone")
     return table((*header, "paper"), rows)
 
 
@@ -275,7 +275,7 @@ def tell(results, size):
                     f"{1000 * lines[0]['rows'] / least:,.0f}" if least else "",
                 )
             )
-    header = ("throughput", "rows", "ended by", "tokens a second", "times MQA", "roofline")
+    header = ("throughput", "rows", "ended by", "tokens/s", "factor over MQA", "roofline")
     first = table(header, rows)
     rows, places = [], [(prompt, n) for prompt in size.prompts for n in size.latency_tokens]
     for kind, name in KINDS.items():
@@ -316,7 +316,9 @@ def draw(results, size, computed, path):
                 label=label,
             )
     memory.set(xlabel="tokens", ylabel="megabytes", title="cache of a sequence, 1.3B, computed")
-    speed.set(xlabel="generated tokens", ylabel="times MQA", title="tokens/s, largest batch size")
+    speed.set(
+        xlabel="generated tokens", ylabel="factor over MQA", title="tokens/s, largest batch size"
+    )
     title = f"ms per token, batch size {size.latency_rows}"
     wait.set(xlabel="generated tokens", title=title, ylim=(0, None))
     for axes in (memory, speed):

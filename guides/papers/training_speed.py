@@ -161,7 +161,8 @@ def run(name, size, seeds, results):
                     machine=machine(),
                 )
             print(
-                f"{name}, rows of {length:,}: {' '.join(f'{s:.3f}' for s in times)} s", flush=True
+                f"{name}, sequences of {length:,} bytes: {' '.join(f'{s:.3f}' for s in times)} s",
+                flush=True,
             )
         if 2 * np.median(times_of(results, name, size, length)) > size.longest_step:
             break
@@ -228,10 +229,10 @@ def draw(results, size, path):
             found = ratios(results, name, size)
             draw_band(axes, list(found), found.values(), marker="o", label=name)
         axes.set_xscale("log", base=2)
-        axes.set(xlabel=f"tokens a row, {size.tokens:,} a step")
+        axes.set(xlabel=f"sequence length ({size.tokens:,} tokens per step)")
         axes.legend()
     panels[0].set_ylim(bottom=0)
-    panels[0].set_ylabel("time of a step, by that on the shortest rows")
+    panels[0].set_ylabel("step time / step time of the shortest sequences")
     figure.savefig(path, dpi=120)
 
 
