@@ -26,6 +26,9 @@ def gqa_report(before, after, context_length=4096):
     Returns:
         A string of several lines.
 
+    Raises:
+        ValueError: a model is not built.
+
     Example:
 
     >>> import keras
@@ -40,6 +43,9 @@ def gqa_report(before, after, context_length=4096):
     | key-value bytes a token | 256 | 64 | 0.250 |
     | key-value bytes at 1,024 tokens | 262,144 | 65,536 | 0.250 |
     """
+    for name, model in (("before", before), ("after", after)):
+        if not model.built:
+            raise ValueError(f"`{name}` has no weights yet. Call the model on data, or build it.")
     bytes_a_token = [key_value_bytes(model) for model in (before, after)]
     rows = {
         "parameters": [before.count_params(), after.count_params()],

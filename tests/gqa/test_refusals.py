@@ -200,5 +200,7 @@ def test_chosen_layers_are_converted():
         assert grouped(x).shape == (1, 3, WIDTH)
         assert grouped.count_params() < model.count_params()
     # An encoder has no cache.
+    with pytest.raises(ValueError, match="`before` has no weights yet"):
+        gqa_report(keras.Sequential([attention()]), encoder())  # an AttributeError of Keras
     report = gqa_report(encoder(), convert_to_gqa(encoder(), 2, where=lambda layer: True))
     assert "| key-value bytes a token | 0 | 0 | – |" in report
