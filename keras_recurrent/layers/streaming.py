@@ -24,7 +24,7 @@ class StreamingLayer(StatefulLayer):
 
     A sequence may be split at any token, including between packed documents and inside padding.
     Each chunk continues from the state of the previous chunk, and the results equal those of the
-    whole sequence.
+    whole sequence, except at padding: a chunk of padding alone has no last output to repeat.
 
     A state is a dict of arrays, batch first. Each layer has its part of it. The arrays are float32
     for any compute dtype (float64 under a float64 policy), except the keys and values of attention,

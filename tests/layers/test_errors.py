@@ -219,6 +219,8 @@ def test_names_of_other_libraries_are_answered_with_similar_ones():
         layers.RecurrentBlock()
     with pytest.raises(ValueError, match=r"`window`\. Did you mean `sliding_window`"):
         layers.LocalAttention(4, window=8)
+    with pytest.raises(ValueError, match="Did you mean `return_sequences`"):
+        layers.RecurrentBlock(4, return_sequence=True)
 
 
 @pytest.mark.once
