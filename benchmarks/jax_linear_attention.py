@@ -73,16 +73,15 @@ WORK: dict[str, tuple[Callable, Callable, Callable]] = {
 }
 
 
-def with_gradients(function):
-    def both(d_output, q, k, v, decay):
-        output, pull_back = jax.vjp(lambda *qkv: function(*qkv, decay), q, k, v)
+def add_gradients(function, num_inputs):
+    """Returns a function of d_output and the arguments that also returns gradients of inputs."""
+
+    def both(d_output, *arrays):
+        inputs, constants = arrays[:num_inputs], arrays[num_inputs:]
+        output, pull_back = jax.vjp(lambda *inputs: function(*inputs, *constants), *inputs)
         return output, *pull_back(d_output)
 
-    def both_gated(d_output, *arrays):
-        output, pull_back = jax.vjp(function, *arrays)
-        return output, *pull_back(d_output)
-
-    return both_gated if "gated" in function.__name__ else both
+    return both
 
 
 def difference(found, expected):
@@ -103,7 +102,7 @@ def main():
             programs = {"ours": ours, "jax-linear-attention": peer}
             results, line = {}, {"work": name, "shape": shape, "device": device}
             for package, function in programs.items():
-                both = jax.jit(with_gradients(function))
+                both = jax.jit(add_gradients(function, num_inputs=3 if name == "lightning" else 4))
                 results[package] = both(d_output, *arrays)
                 line[package] = {
                     "forward ms": device_ms(jax.jit(function), arrays),

@@ -1,7 +1,6 @@
 """Statements, examples and links of README and of the manual hold."""
 
 import csv
-import importlib.util
 import os
 import pathlib
 import pydoc
@@ -14,6 +13,7 @@ import pytest
 import keras_recurrent
 from keras_recurrent.backends.signatures import SIGNATURES
 from keras_recurrent.models import GriffinCausalLM, HGRN2CausalLM, TransNormerCausalLM
+from tests import scripts
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -40,10 +40,7 @@ def rows(page, first_header):
 @pytest.fixture(scope="module")
 def tables():
     """Module docs/site/tables.py, which generates the tables of the manual."""
-    spec = importlib.util.spec_from_file_location("tables", DOCS / "site/tables.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return scripts.load("docs/site/tables.py")
 
 
 @pytest.mark.once

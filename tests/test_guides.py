@@ -1,6 +1,5 @@
 """The guides run, at tiny sizes."""
 
-import importlib.util
 import math
 import pathlib
 import re
@@ -9,16 +8,15 @@ import sys
 import numpy as np
 import pytest
 
+from tests import scripts
+
 ROOT = pathlib.Path(__file__).parents[1]
 BITS = r"Validation, bits per byte: Hawk ([\d.]+), bigrams ([\d.]+), unigrams ([\d.]+)"
 
 
 def load(name):
     pytest.importorskip("matplotlib")
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"guides/{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return scripts.load(f"guides/{name}.py")
 
 
 @pytest.fixture(scope="module")

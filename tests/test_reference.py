@@ -1,24 +1,15 @@
 """The lists of names in docs/api/ are those that docs/site/reference.py writes."""
 
-import importlib.util
-import pathlib
 import re
 
 import pytest
 
-SITE = pathlib.Path(__file__).parents[1] / "docs/site"
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, SITE / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from tests.scripts import load
 
 
 @pytest.fixture(scope="module")
 def reference():
-    return load("reference")
+    return load("docs/site/reference.py")
 
 
 @pytest.mark.once
@@ -46,7 +37,7 @@ def test_entry_has_signature_first_sentence_and_methods(reference):
 
 @pytest.mark.once
 def test_site_shows_every_directive(reference):
-    hook = load("reference_hook")
+    hook = load("docs/site/reference_hook.py")
     for page in reference.PAGES:
         text = page.read_text()
         assert "\n::: " not in reference.SECTION.sub("", text)  # in comments on GitHub

@@ -1,6 +1,5 @@
 """The guide to many devices runs, at its tiny size, and what it plans on paper adds up."""
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -10,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 
+from tests import scripts
 from tests.processes import ROOT
 
 SCRIPT = "guides/many_devices.py"
@@ -75,10 +75,7 @@ def test_tensorflow_says_what_it_does_not_split(tmp_path):
 @pytest.fixture
 def guide(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # which it changes
-    spec = importlib.util.spec_from_file_location("many_devices", ROOT / SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return scripts.load(SCRIPT)
 
 
 @pytest.mark.once

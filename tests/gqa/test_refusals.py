@@ -134,7 +134,7 @@ class OwnTask(hub.GPT2CausalLM):
         (OwnModel, 2, "what that class adds to its graph would be lost"),
         (lambda: nested(OwnModel), 2, "what that class adds to its graph would be lost"),
         (lambda: nested(lambda: keras.layers.Dense(2)), 2, "no attention layers of Keras or Keras"),
-        (Code, 2, "`Code` is not a functional model.*convert `keras.Model.*`.* by `where`"),
+        (Code, 2, r"`Code` is not a .* convert `keras.Model\(x, model\(x\)\)`.* by `where`"),
         (holder, 2, "is unknown whether 'holder/held' attends causally"),
         (encoder, 2, "of 1 attention layers none is causal .*Bidirectional .*pass `where`"),
         (quantized, 2, "is quantized \\(int8\\)"),
