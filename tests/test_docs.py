@@ -68,7 +68,7 @@ def test_support_matrix():
     ],
 )
 def test_presets(tables, name, cls):
-    (table,) = tables.table_pattern(name).findall(PAGES["docs/presets.md"])
+    (table,) = tables.table_pattern(name).findall(PAGES["docs/api/presets.md"])
     header, _, *lines = (line.strip("| ").split(" | ") for line in table.splitlines())
     at = header.index("parameters")
     said = {line[0].strip("`"): int(line[at].replace(",", "")) for line in lines}

@@ -2,7 +2,7 @@
 
     KERAS_BACKEND=torch python docs/site/tables.py    # or: make tables
 
-Updates docs/presets.md and docs/implementations.md; tests/test_docs.py checks that they are
+Updates docs/api/presets.md and docs/implementations.md; tests/test_docs.py checks that they are
 current. A table follows a comment with its name and ends at the next empty line.
 """
 
@@ -127,7 +127,7 @@ def _format_table(lines):
 
 
 TABLES = {
-    "presets.md": {
+    "api/presets.md": {
         **{name: lambda name=name: make_presets_table(name) for name in FAMILIES},
         "vision": make_vision_table,
     },
