@@ -173,8 +173,8 @@ def _parse_tokens(model, inputs, max_length, cache):
     if inputs is None and cache is not None:
         if max_length is None:
             raise ValueError(
-                "`max_length` or `max_new_tokens` must be the number of tokens to generate if there "
-                "are no `inputs`; got None."
+                "`max_length` or `max_new_tokens` must be the number of tokens to generate if "
+                "there are no `inputs`; got None."
             )
         return [[] for _ in range(cache.batch_size)], max_length, False
     check_prompt_tokens(inputs, model.backbone.vocabulary_size, allow_empty=cache is not None)

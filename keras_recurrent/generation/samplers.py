@@ -26,11 +26,8 @@ def _top_k(sampler):
 
 
 def _top_p(sampler):
-    return SamplingParams(
-        temperature=sampler.temperature,
-        top_p=sampler.p,
-        top_k=0 if sampler.k is None else sampler.k,
-    )
+    top_k = 0 if sampler.k is None else sampler.k
+    return SamplingParams(temperature=sampler.temperature, top_p=sampler.p, top_k=top_k)
 
 
 _CONVERSIONS = {

@@ -272,9 +272,8 @@ def _draw(features, logits, uniform, arguments):
         lowest = ops.max(scaled, axis=-1, keepdims=True) + ops.log(arguments["min_p"][:, None])
         scaled = ops.where(ops.less(scaled, lowest), -np.inf, scaled)
     if features.num_candidates:
-        scaled = ops.where(
-            ops.less(scaled, _lowest_kept(features, scaled, arguments)), -np.inf, scaled
-        )
+        lowest = _lowest_kept(features, scaled, arguments)
+        scaled = ops.where(ops.less(scaled, lowest), -np.inf, scaled)
     # In the order of token ids, so that the same random number gives the same token whatever
     # options other sequences use.
     cumulative = ops.cumsum(ops.softmax(scaled, axis=-1), axis=-1)

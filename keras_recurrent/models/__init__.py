@@ -42,6 +42,7 @@ from keras_recurrent.training.token_crossentropy import TokenCrossentropy
 __all__ = [
     "DecodingTime",
     "GenerationCache",
+    "GenerationOutput",
     "GriffinBackbone",
     "GriffinCausalLM",
     "GriffinCausalLMPreprocessor",
@@ -59,7 +60,9 @@ __all__ = [
     "HGRN2Tokenizer",
     "HGRN2VisionBackbone",
     "MemorySizes",
+    "SamplingParams",
     "TokenCrossentropy",
+    "TokenLogprobs",
     "TrainingSizes",
     "TransNormerBackbone",
     "TransNormerCausalLM",

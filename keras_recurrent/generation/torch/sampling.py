@@ -152,9 +152,7 @@ def _traced(features, names, *specs):
         )
         return token, *(() if counts is None else (counts,)), *logprobs
 
-    examples = [
-        torch.zeros(shape, dtype=dtype, device=device)
-        for shape, dtype, device in filter(None, specs)
-    ]
+    used = filter(None, specs)
+    examples = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in used]
     with torch.no_grad():
         return make_fx(choose)(*examples)
