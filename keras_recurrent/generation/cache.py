@@ -23,6 +23,7 @@ class GenerationCache:
 
     Attributes:
         batch_size: integer, number of sequences.
+        token_ids: a list of int32 NumPy arrays, all tokens of each sequence.
         num_tokens: int64 `[B]`, a NumPy array: the number of tokens of each sequence.
         max_length: integer, maximum number of tokens of a sequence. None: no limit.
         last_token: int32 `[B]`, a NumPy array: the last token of each sequence.
@@ -43,16 +44,17 @@ class GenerationCache:
     (1, 19, 27)
     """
 
-    def __init__(self, state, last_token, num_tokens, max_length, fit):
+    def __init__(self, state, token_ids, max_length, fit):
         self.state, self.max_length, self.fit = state, max_length, fit
-        self.last_token = np.array(last_token, "int32")
-        self.num_tokens = np.array(num_tokens, "int64")
-        for array in (self.last_token, self.num_tokens):
+        self.token_ids = [np.array(ids, "int32") for ids in token_ids]
+        self.last_token = np.array([ids[-1] for ids in self.token_ids], "int32")
+        self.num_tokens = np.array([len(ids) for ids in self.token_ids], "int64")
+        for array in (*self.token_ids, self.last_token, self.num_tokens):
             array.flags.writeable = False
 
     @property
     def batch_size(self):
-        return len(self.last_token)
+        return len(self.token_ids)
 
     @property
     def nbytes(self):
@@ -86,7 +88,7 @@ class GenerationCache:
             )
         indices = ops.convert_to_tensor(rows.astype("int32"))
         state = keras.tree.map_structure(lambda a: ops.take(a, indices, axis=0), self.state)
-        return self._replace(state, self.last_token[rows], self.num_tokens[rows])
+        return self._replace(state, [self.token_ids[row] for row in rows])
 
     def repeat(self, times):
         """Returns a cache in which each sequence is repeated `times` times, copies adjacent.
@@ -121,11 +123,7 @@ class GenerationCache:
                 )
         states = [cache.state for cache in caches]
         state = keras.tree.map_structure(lambda *parts: ops.concatenate(parts, axis=0), *states)
-        last, count = (
-            np.concatenate([getattr(cache, name) for cache in caches])
-            for name in ("last_token", "num_tokens")
-        )
-        return first._replace(state, last, count)
+        return first._replace(state, [ids for cache in caches for ids in cache.token_ids])
 
     def save(self, path):
         """Saves the cache in one safetensors file.
@@ -164,15 +162,15 @@ class GenerationCache:
                 f"{type(model).__name__}."
             )
         check_same_model(key, model, "path")
-        state, last_token, num_tokens, max_length = read_tensors(model)
-        return cls(state, last_token, num_tokens, max_length, key)
+        state, token_ids, max_length = read_tensors(model)
+        return cls(state, token_ids, max_length, key)
 
     def check(self, model):
         """Raises a `ValueError` if the cache belongs to another model, as `load` does."""
         check_same_model(self.fit, model)
 
-    def _replace(self, state, last_token, num_tokens):
-        return type(self)(state, last_token, num_tokens, self.max_length, self.fit)
+    def _replace(self, state, token_ids):
+        return type(self)(state, token_ids, self.max_length, self.fit)
 
 
 def next_cache_key(model, cache):

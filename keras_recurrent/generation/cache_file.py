@@ -14,8 +14,8 @@ from keras_recurrent.checkpoints import files
 from keras_recurrent.devices.jax_processes import gather_to_numpy
 from keras_recurrent.generation.cache_key import CacheKey
 
-FORMAT, VERSION = "keras_recurrent.generation_cache", 2
-LAST_TOKEN, NUM_TOKENS, STATE = "last_token", "num_tokens", "state"
+FORMAT, VERSION = "keras_recurrent.generation_cache", 3
+TOKEN_IDS, NUM_TOKENS, STATE = "token_ids", "num_tokens", "state"
 
 
 def write_file(cache, path):
@@ -28,7 +28,7 @@ def write_file(cache, path):
         )
     state = _flatten_state(cache.state)
     tensors = {STATE + name: _as_numpy(array) for name, array in state.items()}
-    tensors |= {LAST_TOKEN: cache.last_token, NUM_TOKENS: cache.num_tokens}
+    tensors |= {TOKEN_IDS: np.concatenate(cache.token_ids), NUM_TOKENS: cache.num_tokens}
     content = {
         "version": VERSION,
         "max_length": cache.max_length,
@@ -54,7 +54,7 @@ def read_file(path):
 
     Returns:
         The `CacheKey` of the cache, and a function that takes the model of this key and returns
-        `(state, last_token, num_tokens, max_length)`.
+        `(state, token_ids, max_length)`.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -86,13 +86,14 @@ def read_file(path):
         raise ValueError(f"{path} does not name the model it belongs to ({error}).") from error
 
     def read_tensors(model):
-        last_token, num_tokens = (tensors.pop(name, None) for name in (LAST_TOKEN, NUM_TOKENS))
-        if last_token is None or last_token.ndim != 1 or not last_token.size:
-            raise ValueError(f"{path} must have {LAST_TOKEN!r} of at least one sequence.")
-        if num_tokens is None or num_tokens.shape != last_token.shape:
-            raise ValueError(f"{path} must have {NUM_TOKENS!r} of each sequence.")
-        state = _pack_state(model, tensors, len(last_token), path)
-        return state, last_token, num_tokens, max_length
+        token_ids, num_tokens = (tensors.pop(name, None) for name in (TOKEN_IDS, NUM_TOKENS))
+        if num_tokens is None or num_tokens.ndim != 1 or not num_tokens.size:
+            raise ValueError(f"{path} must have {NUM_TOKENS!r} of at least one sequence.")
+        is_right = token_ids is not None and num_tokens.min() > 0
+        if not is_right or token_ids.shape != (num_tokens.sum(),):
+            raise ValueError(f"{path} must have {TOKEN_IDS!r} of each sequence.")
+        state = _pack_state(model, tensors, len(num_tokens), path)
+        return state, np.split(token_ids, np.cumsum(num_tokens)[:-1]), max_length
 
     return key, read_tensors
 

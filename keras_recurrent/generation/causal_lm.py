@@ -2,19 +2,16 @@
 
 import keras_hub
 import numpy as np
-from keras import ops
 
 from keras_recurrent.checks.arguments import check_boolean
-from keras_recurrent.devices.jax_layouts import allow_uneven_batches
 from keras_recurrent.generation.cache import GenerationCache, next_cache_key
+from keras_recurrent.generation.hub_loop import generate_by_sampler
 from keras_recurrent.generation.lengths import bucket
 from keras_recurrent.generation.loops import GenerateFunction
-from keras_recurrent.generation.prompts import (
-    as_batch,
-    check_sampler,
-    check_stop_tokens,
-    parse_prompts,
-)
+from keras_recurrent.generation.prompts import check_sampler, check_stop_tokens, parse_prompts
+from keras_recurrent.generation.request import Request
+from keras_recurrent.generation.sampling import make_sampling
+from keras_recurrent.generation.stop_strings import StopStrings, check_stop_strings
 from keras_recurrent.generation.stream import Stream
 from keras_recurrent.training.samples import check_no_text
 
@@ -57,6 +54,10 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
         strip_prompt=False,
         cache=None,
         return_cache=False,
+        *,
+        max_new_tokens=None,
+        stop=None,
+        sampling=None,
     ):
         """Generates text after prompts, or tokens if the model has no preprocessor.
 
@@ -67,25 +68,34 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
                 one text per sequence of the cache, which is appended without a start token and may
                 be empty. None: continues the cache as it is.
             max_length: integer, maximum number of tokens of a sequence in this call, including the
-                prompt but not the tokens in the cache. None: the preprocessor's `sequence_length`,
-                or T without a preprocessor. Padding is added or removed to give `max_length`
-                columns.
+                prompt but not the tokens in the cache. None: no maximum if `max_new_tokens` is
+                given; otherwise the preprocessor's `sequence_length`, or T without a preprocessor.
+                Padding is added or removed to give `max_length` columns.
             stop_token_ids: a tuple of token ids, each of which ends a sequence. None: sequences end
                 at `max_length`. `"auto"`: the tokenizer's end token, which requires a preprocessor.
             strip_prompt: boolean, True returns only new tokens, without the prompt.
             cache: a `GenerationCache` to continue from, such as `prefill` returns. None: new
                 sequences.
             return_cache: boolean, True also returns the cache after the last token.
+            max_new_tokens: integer, maximum number of new tokens of each sequence. With
+                `max_length`, the smaller limit holds.
+            stop: a string or a list of strings, each of which ends a sequence. The text ends before
+                it; the cache contains all tokens of the stop string.
+            sampling: a `SamplingParams`, or a list of one for each prompt. None: the sampler of
+                `compile`.
 
         Returns:
             Text or tokens, in the form of `inputs`, without the tokens in `cache`. With
-            `return_cache`, a pair of these and the new `GenerationCache`.
+            `return_cache`, a pair of these and the new `GenerationCache`. With
+            `SamplingParams(logprobs=...)`, a `GenerationOutput`.
 
         Raises:
             ValueError: `inputs` is text and the model has no preprocessor; there is no prompt, or
                 one is empty (the preprocessor's start token counts) or longer than `max_length`;
                 a token id or stop token is outside the vocabulary; `k`, `p`, `temperature` or
-                `num_beams` of the sampler are out of range; `cache` belongs to another model, has
+                `num_beams` of the sampler are out of range; `stop` is empty; `sampling` is not one
+                `SamplingParams` for each prompt, or the model has another sampler than
+                'greedy', 'top_k', 'top_p' or 'random'; `cache` belongs to another model, has
                 another number of sequences, or would exceed its `max_length`; prompts of beam
                 search differ in length; or `cache` or `return_cache` is used and the model does not
                 use the decoding loop of this package (beam and contrastive search,
@@ -102,35 +112,30 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
         >>> text[:8]
         'And now?'
         """
-        if self.preprocessor is None and inputs is not None:
-            check_no_text(inputs, self.preprocessor_cls)
         check_boolean("strip_prompt", strip_prompt)
         check_boolean("return_cache", return_cache)
-        stops = self._stop_token_ids(stop_token_ids)
-        if cache is None and not return_cache:
-            if hasattr(inputs, "as_numpy_iterator"):  # a `tf.data.Dataset`
-                batches = inputs.as_numpy_iterator()
-                return _concatenate(
-                    [self.generate(b, max_length, stop_token_ids, strip_prompt) for b in batches]
-                )
-            if self.make_generate_function().loops is None:
-                if self.preprocessor is None:  # KerasHub ignores `max_length` for tokens
-                    prompts = parse_prompts(self, inputs, max_length)
-                    inputs = as_batch(prompts.token_ids, prompts.lengths)
-                with allow_uneven_batches():
-                    return super().generate(inputs, max_length, stops, strip_prompt)
-        loops = self._require_loops("return_cache" if cache is None else "cache")
-        prompts = parse_prompts(self, inputs, max_length, cache)
-        token_ids, lengths, state = loops.generate(
-            prompts.token_ids, prompts.lengths, stops, cache and cache.state, return_cache
-        )
-        generated = self._format_output(prompts, token_ids, lengths, strip_prompt)
-        if not return_cache:
-            return generated
-        last = token_ids[np.arange(len(lengths)), lengths - 1]
-        limit = self._cache_max_length(cache, token_ids.shape[1])
-        key = next_cache_key(self, cache)
-        return generated, GenerationCache(state, last, prompts.num_cached + lengths, limit, key)
+        options = {"max_new_tokens": max_new_tokens, "stop": stop, "sampling": sampling}
+        if hasattr(inputs, "as_numpy_iterator") and cache is None and not return_cache:
+            batches = inputs.as_numpy_iterator()  # of a `tf.data.Dataset`
+            arguments = max_length, stop_token_ids, strip_prompt
+            return _concatenate([self.generate(b, *arguments, **options) for b in batches])
+        function = self.make_generate_function()
+        needs_loops = {"cache": cache, "return_cache": return_cache or None, "sampling": sampling}
+        for feature in (name for name, value in needs_loops.items() if value is not None):
+            self._require_loops(feature)
+        prompts, request = self._request(inputs, max_length, stop_token_ids, cache, **options)
+        result = function.generate(request, cache and cache.state, return_cache)
+        new_cache = None
+        if return_cache:
+            tokens = prompts.with_tokens(result.token_ids, result.lengths)
+            limit = self._cache_max_length(cache, result.token_ids.shape[1])
+            key = next_cache_key(self, cache)
+            new_cache = GenerationCache(result.cache, tokens, limit, key)
+        generated = self._format_output(prompts, request, result, strip_prompt)
+        if result.logprobs is not None:
+            texts = None if self.preprocessor is None else generated
+            return request.output(result, texts, new_cache)
+        return (generated, new_cache) if return_cache else generated
 
     def prefill(self, inputs, max_length=None, cache=None):
         """Processes prompts without generating, and returns the cache after them.
@@ -182,7 +187,7 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
             )
         prompts = parse_prompts(self, inputs, None, cache, generates=False)
         limit = self._cache_max_length(cache, max_length, exact=True)
-        num_tokens = prompts.num_tokens
+        num_tokens = np.array(list(map(len, prompts.tokens)))
         if limit is not None and (num_tokens > limit).any():
             longest = int(np.argmax(num_tokens))
             raise ValueError(
@@ -195,13 +200,24 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
             state = cache.state
         state = loops.prefill(prompts.token_ids, prompts.lengths - 1, state)
         key = next_cache_key(self, cache)
-        return GenerationCache(state, prompts.last_token, num_tokens, limit, key)
+        return GenerationCache(state, prompts.tokens, limit, key)
 
-    def stream(self, inputs=None, max_length=None, stop_token_ids="auto", cache=None):
+    def stream(
+        self,
+        inputs=None,
+        max_length=None,
+        stop_token_ids="auto",
+        cache=None,
+        *,
+        max_new_tokens=None,
+        stop=None,
+        sampling=None,
+    ):
         """Streams generated text, or tokens if the model has no preprocessor.
 
         Args:
-            inputs, max_length, stop_token_ids, cache: as in `generate`.
+            inputs, max_length, stop_token_ids, cache, max_new_tokens, stop, sampling: as in
+                `generate`.
 
         Returns:
             An iterator. For one string it yields chunks of new text; the prompt and all chunks,
@@ -210,11 +226,12 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
             one token id for each sequence, None for a sequence that has ended.
 
             A character of several tokens is yielded when it is complete; an incomplete one at the
-            end is U+FFFD.
+            end is U+FFFD. Text that may be part of a stop string is withheld until it is known.
 
-            Its attribute `cache` is the `GenerationCache` after all tokens so far, including those
-            of an incomplete character. It may be read inside the loop, after leaving it early, and
-            at the end. `close()` releases the resources at once, including the cache. The weights
+            Its attribute `output` is the `GenerationOutput` of all tokens so far, with new text
+            only. Its attribute `cache` is the `GenerationCache` after them, including those of an
+            incomplete character. Both may be read inside the loop, after leaving it early, and at
+            the end. `close()` releases the resources at once, including the cache. The weights
             of the model must not change before the end.
 
         Raises:
@@ -229,15 +246,30 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
         ...     print(chunk, end="")  # doctest: +SKIP
         >>> more = model.generate(" But", max_length=10, cache=stream.cache)
         """
+        loops = self._require_loops("stream")
+        options = {"max_new_tokens": max_new_tokens, "stop": stop, "sampling": sampling}
+        prompts, request = self._request(inputs, max_length, stop_token_ids, cache, **options)
+        steps = loops.steps(request, cache and cache.state)
+        limit = self._cache_max_length(cache, request.token_ids.shape[1])
+        key = next_cache_key(self, cache)
+        return Stream(steps, prompts, request, self.preprocessor, limit, key)
+
+    def _request(
+        self, inputs, max_length, stop_token_ids, cache, *, max_new_tokens, stop, sampling
+    ):
+        """Returns the `Prompts` and the `Request` of a call of `generate` or `stream`."""
         if self.preprocessor is None and inputs is not None:
             check_no_text(inputs, self.preprocessor_cls)
-        loops = self._require_loops("stream")
         stops = self._stop_token_ids(stop_token_ids)
-        prompts = parse_prompts(self, inputs, max_length, cache)
-        steps = loops.steps(prompts.token_ids, prompts.lengths, stops, cache and cache.state)
-        limit = self._cache_max_length(cache, prompts.token_ids.shape[1])
-        key = next_cache_key(self, cache)
-        return Stream(steps, prompts, stops, self.preprocessor, limit, key)
+        strings = check_stop_strings(stop, self.preprocessor)
+        prompts = parse_prompts(self, inputs, max_length, cache, max_new_tokens=max_new_tokens)
+        if strings:
+            strings = StopStrings(strings, self.preprocessor, prompts.last_token)
+        return prompts, Request(
+            *(prompts.token_ids, prompts.lengths, prompts.limits, stops or ()),
+            make_sampling(self, sampling, prompts.tokens),
+            strings or None,
+        )
 
     def make_generate_function(self):
         """Returns the `loops.GenerateFunction`, which generates for one batch of tokens."""
@@ -296,8 +328,9 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
             return length
         return None if self.backbone.keeps_state else bucket(length)
 
-    def _format_output(self, prompts, token_ids, lengths, strip_prompt):
+    def _format_output(self, prompts, request, result, strip_prompt):
         """Returns sequences as text or tokens, in the form of the prompts."""
+        token_ids, lengths = result[:2]
         first = prompts.lengths if strip_prompt else prompts.num_context
         counts, width = lengths - first, token_ids.shape[1] - int(prompts.num_context[0])
         output = np.zeros((len(counts), width), "int32")
@@ -307,6 +340,8 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
         if self.preprocessor is None:
             return batch
         texts = self.preprocessor.generate_postprocess(batch)
+        if request.stop_strings is not None:
+            texts = request.stop_strings.trim(texts, lengths - prompts.lengths)
         return texts[0] if prompts.is_single else texts
 
     def generate_step(self, inputs, stop_token_ids=None):
@@ -327,49 +362,7 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
             logits, hidden_states, cache = self.call_with_cache(token_ids, cache)
             return logits[:, 0], hidden_states[:, 0], cache
 
-        return self._generate_by_sampler(inputs, stop_token_ids, step)
-
-    def _generate_by_sampler(self, inputs, stop_token_ids, step):
-        """Generates as `generate_step`, in the loop of the sampler.
-
-        Args:
-            inputs, stop_token_ids: as in `generate_step`.
-            step: a function `(token_ids [B, 1], cache) -> (logits [B, vocabulary_size],
-                hidden_states [B, hidden_dim], cache)`.
-        """
-        token_ids = inputs["token_ids"]
-        padding_mask = ops.cast(inputs["padding_mask"], "bool")
-        index = ops.min(ops.sum(ops.cast(padding_mask, "int32"), axis=-1))
-
-        def next_token(prompt, cache, index):
-            return step(ops.slice(prompt, [0, index - 1], [ops.shape(prompt)[0], 1]), cache)
-
-        # A sampler first passes the token at `index - 1`, then the rest of longer prompts token by
-        # token. A recurrent state must not process a token twice, so the prefilled cache ends
-        # before the token at `index - 1`.
-        batch_size, length = ops.shape(token_ids)
-        mask = ops.broadcast_to(ops.arange(length, dtype="int32") < index - 1, ops.shape(token_ids))
-        cache = self.backbone.get_initial_state(batch_size, max_length=length)
-        hidden_states, cache = self.backbone.hidden_states(token_ids, mask, cache=cache)
-        if isinstance(self.sampler, keras_hub.samplers.ContrastiveSampler):
-            # It uses all hidden states before `index`, of which the last is not computed yet.
-            _, last, _ = next_token(token_ids, cache, index)
-            hidden_states = ops.slice_update(hidden_states, [0, index - 1, 0], last[:, None])
-
-        token_ids = self.sampler(
-            next=next_token,
-            prompt=token_ids,
-            cache=cache,
-            index=index,
-            mask=padding_mask,
-            stop_token_ids=stop_token_ids,
-            hidden_states=hidden_states,
-            model=self,
-        )
-        return {
-            "token_ids": token_ids,
-            "padding_mask": _output_mask(token_ids, padding_mask, stop_token_ids),
-        }
+        return generate_by_sampler(self, inputs, stop_token_ids, step)
 
 
 def _concatenate(batches):
@@ -377,12 +370,3 @@ def _concatenate(batches):
     if isinstance(batches[0], dict):
         return {name: np.concatenate([b[name] for b in batches]) for name in batches[0]}
     return [text for batch in batches for text in batch]
-
-
-def _output_mask(token_ids, padding_mask, stop_token_ids):
-    """Returns a mask: True up to and including the first new stop token, or everywhere if none."""
-    if stop_token_ids is None:
-        return ops.ones_like(token_ids, dtype="bool")
-    stops = ops.any(ops.stack([ops.equal(token_ids, i) for i in stop_token_ids]), axis=0)
-    stops = ops.cast(ops.logical_and(stops, ops.logical_not(padding_mask)), "int32")
-    return ops.equal(ops.cumsum(stops, axis=-1) - stops, 0)

@@ -7,9 +7,11 @@ maximum length.
 
 from typing import Any, NamedTuple
 
+import keras
 from keras import ops
 
 from keras_recurrent.generation.lengths import chunk_length
+from keras_recurrent.generation.sampling import empty_logprobs
 
 
 class Network(NamedTuple):
@@ -19,13 +21,15 @@ class Network(NamedTuple):
         prefill: a function `(token_ids [B, T], padding_mask, cache) -> cache`.
         step: a function `(token_ids [B, 1], padding_mask or None, cache) -> (logits
             [B, vocabulary], cache)`.
-        sample: a function `(logits [B, vocabulary], seeds) -> (tokens [B], seeds)`, where seeds are
-            the states of random number generators.
+        sample: a function `(logits, count [B], uniform [B], memory) -> (tokens [B], memory,
+            logprobs)`, where `memory` is what it keeps between tokens.
+        num_logprobs: as in `sampling.Features`.
     """
 
     prefill: Any
     step: Any
     sample: Any
+    num_logprobs: int | None
 
 
 class DecodingState(NamedTuple):
@@ -36,82 +40,100 @@ class DecodingState(NamedTuple):
         count: int32 [B], number of generated tokens.
         token: integers [B, 1], the last token of each sequence, which is not in the cache yet.
         cache: the cache after all tokens before `token`.
-        seeds: the states of random number generators.
+        memory: what sampling keeps between tokens: the counts of generated tokens, or the states of
+            a custom sampler's random number generators.
     """
 
     done: Any
     count: Any
     token: Any
     cache: Any
-    seeds: Any
+    memory: Any
 
 
-def initial_state(cache, token, free_length, seeds):
+def initial_state(cache, token, free_length, memory):
     """Returns the `DecodingState` after the prompts.
 
     Args:
         cache: the cache after all tokens of the prompts but the last.
         token: integers [B, 1], the last token of each prompt.
         free_length: int32 [B], maximum number of new tokens.
-        seeds: the states of random number generators.
+        memory: what sampling keeps between tokens.
     """
-    return DecodingState(free_length <= 0, ops.zeros_like(free_length), token, cache, seeds)
+    return DecodingState(free_length <= 0, ops.zeros_like(free_length), token, cache, memory)
 
 
-def advance(network, state, free_length, stop_token_ids, keep):
+def advance(network, state, free_length, stops, uniform, keep):
     """Generates one more token for each sequence that has not ended.
 
-    keep: boolean, True leaves the cache of a sequence unchanged after its end.
+    Args:
+        network: a `Network`.
+        state: the `DecodingState`.
+        free_length: int32 [B], maximum number of new tokens.
+        stops: int32 [S], the stop tokens.
+        uniform: float32 [B], random numbers, or None.
+        keep: boolean, True leaves the cache of a sequence unchanged after its end.
+
+    Returns:
+        The next `DecodingState`, and the `Logprobs`, or () if there are none.
     """
     mask = ops.logical_not(state.done)[:, None] if keep else None
     logits, cache = network.step(state.token, mask, state.cache)
-    token, seeds = network.sample(logits, state.seeds)
+    token, memory, logprobs = network.sample(logits, state.count, uniform, state.memory)
     token = ops.cast(token, state.token.dtype)
     if keep:
         token = ops.where(state.done, state.token[:, 0], token)
     count = state.count + ops.cast(ops.logical_not(state.done), state.count.dtype)
     done = ops.logical_or(state.done, count >= free_length)
-    for stop in stop_token_ids or ():
-        done = ops.logical_or(done, ops.equal(token, stop))
-    return DecodingState(done, count, token[:, None], cache, seeds)
+    done = ops.logical_or(done, ops.any(ops.equal(token[:, None], stops), axis=-1))
+    return DecodingState(done, count, token[:, None], cache, memory), logprobs
 
 
-def generate(network, cache, token_ids, lengths, max_length, stop_token_ids, seeds, keep):
-    """Processes prompts and generates tokens after them.
+def decode(network, state, free_length, stops, uniform, keep, num_tokens):
+    """Generates up to `num_tokens` tokens of each sequence.
 
     Args:
-        network: a `Network`.
-        cache: the cache before these tokens.
-        token_ids: integers `[B, T]`, prompts followed by padding.
-        lengths: int32 `[B]`, lengths of the prompts, at least 1.
-        max_length: int32, maximum number of tokens of a sequence, at most T.
-        stop_token_ids: a tuple of integers, or None.
-        seeds: the states of random number generators.
-        keep: boolean, True if the final cache is returned.
+        network, state, free_length, stops, keep: as in `advance`.
+        uniform: float32 [B, num_tokens], random numbers, or None.
+        num_tokens: integer.
 
     Returns:
-        `(token_ids [B, T], lengths [B], seeds)` and, with `keep`, the cache after all tokens of
-        each sequence but the last.
+        The `DecodingState`, the tokens [B, num_tokens], and their `Logprobs` or ().
     """
-    cache = prefill(network, cache, token_ids, lengths - 1)
-    last = ops.take_along_axis(token_ids, lengths[:, None] - 1, axis=1)
-    free_length = max_length - lengths
 
-    def any_active(t, generated, state):
-        return ops.logical_not(ops.all(state.done))
+    def one(state, uniform):
+        return advance(network, state, free_length, stops, uniform, keep)
 
-    def step(t, generated, state):
-        state = advance(network, state, free_length, stop_token_ids, keep)
-        return t + 1, ops.slice_update(generated, (0, t), state.token), state
+    if num_tokens == 1:
+        state, logprobs = one(state, None if uniform is None else uniform[:, 0])
+        stacked = keras.tree.map_structure(lambda x: x[:, None], logprobs)
+        return state, state.token, stacked
 
-    state = initial_state(cache, last, free_length, seeds)
-    initial = ops.zeros((), "int32"), ops.zeros_like(token_ids), state
-    _, generated, state = ops.while_loop(any_active, step, initial)
-    index = ops.arange(token_ids.shape[1], dtype="int32") - lengths[:, None]
-    new = ops.logical_and(index >= 0, index < state.count[:, None])
-    generated = ops.take_along_axis(generated, ops.maximum(index, 0), axis=1)
-    results = ops.where(new, generated, token_ids), lengths + state.count, state.seeds
-    return (*results, state.cache) if keep else results
+    def stored(buffers, values, t):
+        def store(buffer, value):
+            return ops.slice_update(buffer, (0, t, 0)[: buffer.ndim], value[:, None])
+
+        return keras.tree.map_structure(store, buffers, values)
+
+    def column(t):
+        if uniform is None:
+            return None
+        return ops.slice(uniform, (0, t), (uniform.shape[0], 1))[:, 0]
+
+    def any_active(t, state, generated, logprobs):
+        return ops.logical_and(t < num_tokens, ops.logical_not(ops.all(state.done)))
+
+    def step(t, state, generated, logprobs):
+        state, new = one(state, column(t))
+        generated = ops.slice_update(generated, (0, t), state.token)
+        return t + 1, state, generated, stored(logprobs, new, t)
+
+    size = state.token.shape[0], num_tokens
+    generated = ops.zeros(size, state.token.dtype)
+    buffers = empty_logprobs(network.num_logprobs, size)
+    initial = ops.zeros((), "int32"), state, generated, buffers
+    _, state, generated, logprobs = ops.while_loop(any_active, step, initial)
+    return state, generated, logprobs
 
 
 def prefill(network, cache, token_ids, lengths):

@@ -4,7 +4,10 @@ from typing import Any
 
 import keras
 import keras_hub
+import numpy as np
 
+from keras_recurrent.devices.jax_layouts import allow_uneven_batches
+from keras_recurrent.generation.hub_loop import generate_by_sampler
 from keras_recurrent.generation.modes import record_mode
 from keras_recurrent.generation.prompts import (
     as_batch,
@@ -13,7 +16,9 @@ from keras_recurrent.generation.prompts import (
     check_stop_tokens,
     tokens_and_lengths,
 )
-from keras_recurrent.generation.samplers import has_base_loop, sampler_settings
+from keras_recurrent.generation.request import Request, Result
+from keras_recurrent.generation.samplers import as_sampling_params, has_base_loop
+from keras_recurrent.generation.sampling import make_sampling
 from keras_recurrent.generation.snapshot import Snapshot
 
 ON_TORCH = keras.config.backend() == "torch"
@@ -56,9 +61,7 @@ class GenerateFunction:
                 "Compile with 'greedy', 'top_k', 'top_p' or 'random'",
             )
         self.loops = None if self.hub_loop_reason else _loops(model, compiled)
-        self._run = self._run_package_loop
         if self.hub_loop_reason:
-            self._run = self._run_hub_loop
             runs_layers = model.run_eagerly or has_custom_step
             if ON_TORCH and not runs_layers:
                 self._hub_function = _sampler_loop(model, _loops(model, compiled))
@@ -66,7 +69,7 @@ class GenerateFunction:
                 self._hub_function = make_hub_function()
 
     def __call__(self, inputs, stop_token_ids=None):
-        """Generates tokens after prompts.
+        """Generates tokens after prompts, as KerasHub calls it.
 
         Args:
             inputs: a dictionary of `token_ids` and `padding_mask` `[B, T]`.
@@ -77,38 +80,53 @@ class GenerateFunction:
         """
         check_prompt_tokens(inputs, self._model.backbone.vocabulary_size)
         check_stop_tokens(stop_token_ids, self._model.backbone.vocabulary_size)
-        if isinstance(self._model.sampler, keras_hub.samplers.BeamSampler):
-            check_equal_lengths(inputs)
-        return self._run(inputs, None if stop_token_ids is None else tuple(stop_token_ids))
-
-    def _run_package_loop(self, inputs, stop_token_ids):
-        token_ids, lengths, _ = self.loops.generate(*tokens_and_lengths(inputs), stop_token_ids)
-        return _as_tensors(token_ids, lengths)
-
-    def _run_hub_loop(self, inputs, stop_token_ids):
         token_ids, lengths = tokens_and_lengths(inputs)
-        if not self._has_custom_step and (lengths == token_ids.shape[1]).all():
-            return _as_tensors(token_ids, lengths)
+        prompts = [row[:length] for row, length in zip(token_ids, lengths, strict=True)]
+        limits = np.full_like(lengths, token_ids.shape[1])
+        sampling = make_sampling(self._model, None, prompts)
+        request = Request(token_ids, lengths, limits, tuple(stop_token_ids or ()), sampling)
+        batch = as_batch(*self.generate(request)[:2])
+        return keras.tree.map_structure(keras.ops.convert_to_tensor, batch)
+
+    def generate(self, request, cache=None, keep=False):
+        """Returns the `Result` of a `Request`.
+
+        cache, keep: as in `torch.loop.Loop.generate`; only with the loops of this package.
+        """
+        if self.loops is not None:
+            return self.loops.generate(request, cache, keep)
+        if isinstance(self._model.sampler, keras_hub.samplers.BeamSampler):
+            check_equal_lengths(request.lengths)
+        if not self._has_custom_step and not request.free_length.any():
+            return Result(request.token_ids, request.lengths, None, None)
         if self._model.run_eagerly or (self._has_custom_step and ON_TORCH):
             faster = "traced" if ON_TORCH else "program"
             record_mode(self._model, "eager", {faster: self.hub_loop_reason[0]})
         elif not ON_TORCH:
             record_mode(self._model, "sampler", {"program": self.hub_loop_reason[0]})
-        return self._hub_function(inputs, stop_token_ids=stop_token_ids)
+        inputs = as_batch(request.token_ids, request.lengths)
+        inputs = keras.tree.map_structure(keras.ops.convert_to_tensor, inputs)
+        with allow_uneven_batches():
+            outputs = self._hub_function(inputs, stop_token_ids=request.stop_token_ids or None)
+        token_ids, lengths = tokens_and_lengths(outputs)
+        counts = np.minimum(lengths - request.lengths, request.free_length)
+        new = np.zeros((len(counts), max(counts.max(), 0)), "int32")
+        for row, tokens, start, count in zip(new, token_ids, request.lengths, counts, strict=True):
+            row[:count] = tokens[start : start + count]
+        if request.stop_strings is not None:
+            request.stop_strings.add(new)
+            counts = np.minimum(counts, request.stop_strings.counts)
+        return request.result(new, counts)
 
 
 def _loops(model, compiled):
     """Returns the loops of an earlier `compile` if their programs are still valid, or new ones."""
     snapshot, loops = Snapshot(model), getattr(model, "_decoding_loops", None)
-    is_known = ON_TORCH or sampler_settings(model.sampler) is not None
+    is_known = ON_TORCH or as_sampling_params(model.sampler) is not None
     if loops and is_known and loops.compiled == compiled and loops.snapshot.matches(snapshot):
         return loops
     model._decoding_loops = Loops(model, compiled, snapshot)
     return model._decoding_loops
-
-
-def _as_tensors(token_ids, lengths):
-    return keras.tree.map_structure(keras.ops.convert_to_tensor, as_batch(token_ids, lengths))
 
 
 def _sampler_loop(model, loops):
@@ -117,8 +135,7 @@ def _sampler_loop(model, loops):
 
     @torch.no_grad()
     def generate(inputs, stop_token_ids):
-        inputs = keras.tree.map_structure(keras.ops.convert_to_tensor, inputs)
         with loops.runner.step_function() as step:
-            return model._generate_by_sampler(inputs, stop_token_ids, step)
+            return generate_by_sampler(model, inputs, stop_token_ids, step)
 
     return generate

@@ -21,16 +21,18 @@ class Prompts(NamedTuple):
         token_ids: int32 `[B, T]`, a NumPy array, padded to the maximum length. With a cache, each
             sequence begins with the last token of the cache, which its state does not contain yet.
         lengths: int32 `[B]`, at least 1.
+        limits: int32 `[B]`, maximum length of each sequence, at most T.
         num_context: int32 `[B]`, number of tokens that belong to an earlier call: 1 with a cache,
             else 0.
-        num_cached: int64 `[B]`, number of tokens in the state of the cache.
+        cached: a list of int32 arrays, the tokens in the state of the cache.
         is_single: boolean, True if the input was one string and not a list.
     """
 
     token_ids: Any
     lengths: Any
+    limits: Any
     num_context: Any
-    num_cached: Any
+    cached: Any
     is_single: bool
 
     @property
@@ -38,16 +40,17 @@ class Prompts(NamedTuple):
         return self.token_ids[np.arange(len(self.lengths)), self.lengths - 1]
 
     @property
-    def num_tokens(self):
-        return self.num_cached + self.lengths
+    def tokens(self):
+        """All tokens of each sequence, with those of the cache, a list of arrays."""
+        return self.with_tokens(self.token_ids, self.lengths)
 
-    @property
-    def free_length(self):
-        """Maximum number of new tokens of each sequence, `[B]`."""
-        return self.token_ids.shape[1] - self.lengths
+    def with_tokens(self, token_ids, lengths):
+        """As `tokens`, with other tokens `[B, T]` of these lengths in place of the prompts."""
+        rows = zip(self.cached, token_ids, lengths, strict=True)
+        return [np.concatenate((cached, row[:length])) for cached, row, length in rows]
 
 
-def parse_prompts(model, inputs, max_length, cache=None, generates=True):
+def parse_prompts(model, inputs, max_length, cache=None, generates=True, max_new_tokens=None):
     """Validates the arguments of a call and returns its `Prompts`.
 
     Args:
@@ -56,10 +59,11 @@ def parse_prompts(model, inputs, max_length, cache=None, generates=True):
             appended to the cache; requires `cache`.
         max_length: integer, maximum number of tokens of a sequence in this call, including the
             prompt. None: the `sequence_length` of the preprocessor, or without a preprocessor the
-            padded length T of `inputs`.
+            padded length T of `inputs`. With `max_new_tokens`, None is no maximum.
         cache: the `GenerationCache` to continue from, or None.
         generates: boolean. False: no tokens are generated, and sequences are padded to the longest
             prompt.
+        max_new_tokens: integer, maximum number of new tokens of each sequence, or None.
 
     Raises:
         ValueError: `inputs` have another type, or their number differs from the sequences of
@@ -68,15 +72,15 @@ def parse_prompts(model, inputs, max_length, cache=None, generates=True):
     """
     if max_length is not None:
         check_positive_integer("max_length", max_length)
+    if max_new_tokens is not None:
+        check_positive_integer("max_new_tokens", max_new_tokens)
     check_cache(model, cache)
-    if model.preprocessor is None:
-        prompts, limit, is_single = _parse_tokens(model, inputs, max_length, cache)
-    else:
-        prompts, limit, is_single = _parse_texts(model, inputs, max_length, cache)
-    if not generates:
-        limit = max(map(len, prompts))
-    num_context = int(cache is not None)
-    num_cached = np.zeros(len(prompts), "int64")
+    length = max_length
+    if length is None and inputs is None and model.preprocessor is None:
+        length = max_new_tokens
+    parse = _parse_tokens if model.preprocessor is None else _parse_texts
+    prompts, limit, is_single = parse(model, inputs, length, cache)
+    num_context, cached = int(cache is not None), [np.zeros(0, "int32")] * len(prompts)
     if cache is not None:
         if cache.batch_size != len(prompts):
             raise ValueError(
@@ -85,8 +89,14 @@ def parse_prompts(model, inputs, max_length, cache=None, generates=True):
                 "`cache.repeat` or `GenerationCache.join`."
             )
         prompts = [[last, *tokens] for last, tokens in zip(cache.last_token, prompts, strict=True)]
-        num_cached, limit = cache.num_tokens - 1, limit + 1
+        cached = [ids[:-1] for ids in cache.token_ids]
     lengths = np.array([len(tokens) for tokens in prompts], "int32")
+    if not generates:
+        limit = lengths.max()
+    elif max_length is None and max_new_tokens is not None:
+        limit = lengths.max() + max_new_tokens
+    else:
+        limit += num_context
     for number, length in enumerate(lengths):
         if length > limit:
             raise ValueError(
@@ -94,13 +104,16 @@ def parse_prompts(model, inputs, max_length, cache=None, generates=True):
                 f"{number} alone has {length - num_context}. Pass a larger `max_length`, or "
                 "truncate the prompt."
             )
+    limits = np.full_like(lengths, limit)
+    if max_new_tokens is not None:
+        limits = np.minimum(limits, lengths + max_new_tokens)
     if generates:
-        _check_free_length(num_cached, limit, cache)
+        _check_free_length(limits, cache)
     token_ids = np.zeros((len(prompts), limit), "int32")
     for row, tokens in zip(token_ids, prompts, strict=True):
         row[: len(tokens)] = tokens
     context = np.full(len(prompts), num_context, "int32")
-    return Prompts(token_ids, lengths, context, num_cached, is_single)
+    return Prompts(token_ids, lengths, limits, context, cached, is_single)
 
 
 def check_cache(model, cache):
@@ -115,17 +128,17 @@ def check_cache(model, cache):
     cache.check(model)
 
 
-def _check_free_length(num_cached, limit, cache):
+def _check_free_length(limits, cache):
     if cache is None or cache.max_length is None:
         return
-    longest = int(np.argmax(num_cached))
-    used = int(num_cached[longest]) + 1
-    left = cache.max_length - used
-    if limit - 1 > left:
+    over = cache.num_tokens - 1 + limits - cache.max_length
+    longest = int(np.argmax(over))
+    if over[longest] > 0:
+        used = int(cache.num_tokens[longest])
         raise ValueError(
             f"`cache` has a `max_length` of {cache.max_length} tokens, of which sequence {longest} "
-            f"has used {used}: {left} are left, and this call may need {limit - 1}. Pass a smaller "
-            "`max_length`, or a larger one to `prefill`."
+            f"has used {used}: {cache.max_length - used} are left, and this call may need "
+            f"{limits[longest] - 1}. Pass a smaller `max_length`, or a larger one to `prefill`."
         )
 
 
@@ -160,8 +173,8 @@ def _parse_tokens(model, inputs, max_length, cache):
     if inputs is None and cache is not None:
         if max_length is None:
             raise ValueError(
-                "`max_length` must be the number of tokens to generate if there are no `inputs`; "
-                "got None."
+                "`max_length` or `max_new_tokens` must be the number of tokens to generate if "
+                "there are no `inputs`; got None."
             )
         return [[] for _ in range(cache.batch_size)], max_length, False
     check_prompt_tokens(inputs, model.backbone.vocabulary_size, allow_empty=cache is not None)
@@ -230,12 +243,11 @@ def as_batch(token_ids, lengths):
     }
 
 
-def check_equal_lengths(inputs):
+def check_equal_lengths(lengths):
     """Raises a `ValueError` for prompts of different lengths, for the sampler of beam search.
 
     The score of a longer prompt would include sampled tokens that the prompt then replaces.
     """
-    lengths = tokens_and_lengths(inputs)[1]
     if len(set(lengths.tolist())) > 1:
         raise ValueError(
             "`inputs` must be prompts of equal length for beam search; got prompts of "

@@ -1,6 +1,8 @@
-"""Properties of KerasHub's samplers: a custom loop, greedy sampling, and their arguments."""
+"""Properties of samplers: whether they have a custom loop, and KerasHub's as `SamplingParams`."""
 
 import keras_hub
+
+from keras_recurrent.generation.sampling_params import SamplingParams
 
 Sampler = keras_hub.samplers.Sampler
 
@@ -11,19 +13,36 @@ def has_base_loop(sampler):
     return all(getattr(type(sampler), name) is getattr(Sampler, name) for name in names)
 
 
-def is_greedy(sampler):
-    """Returns True for KerasHub's greedy sampler, whose token is the argmax of the logits."""
-    return type(sampler) is keras_hub.samplers.GreedySampler and sampler.temperature > 0
+def _greedy(sampler):
+    return SamplingParams(temperature=0)
 
 
-def sampler_settings(sampler):
-    """Returns a hashable value that is equal for samplers that differ only in their random numbers.
+def _random(sampler):
+    return SamplingParams(temperature=sampler.temperature)
 
-    None: a sampler of another package, or one with a replaced method.
+
+def _top_k(sampler):
+    return SamplingParams(temperature=sampler.temperature, top_k=sampler.k)
+
+
+def _top_p(sampler):
+    top_k = 0 if sampler.k is None else sampler.k
+    return SamplingParams(temperature=sampler.temperature, top_p=sampler.p, top_k=top_k)
+
+
+_CONVERSIONS = {
+    keras_hub.samplers.GreedySampler: _greedy,
+    keras_hub.samplers.RandomSampler: _random,
+    keras_hub.samplers.TopKSampler: _top_k,
+    keras_hub.samplers.TopPSampler: _top_p,
+}
+
+
+def as_sampling_params(sampler):
+    """Returns the `SamplingParams` of a sampler of KerasHub, without its seed.
+
+    None: a sampler of another class, or one with a replaced method.
     """
-    kind = type(sampler)
-    replaced = any(callable(getattr(kind, name, None)) for name in vars(sampler))
-    if not kind.__module__.startswith("keras_hub.") or replaced:
-        return None
-    config = {name: value for name, value in sampler.get_config().items() if name != "seed"}
-    return kind.__name__, str(config)
+    convert = _CONVERSIONS.get(type(sampler))
+    replaced = any(callable(getattr(type(sampler), name, None)) for name in vars(sampler))
+    return None if convert is None or replaced else convert(sampler)

@@ -2,9 +2,13 @@
 
 from sys import is_finalizing
 
+import keras
 import numpy as np
 
 from keras_recurrent.generation.cache import GenerationCache
+from keras_recurrent.generation.output import generation_output
+from keras_recurrent.generation.sampling import Logprobs
+from keras_recurrent.generation.stop_strings import StopFilter
 from keras_recurrent.generation.text import IncrementalDetokenizer
 
 
@@ -18,22 +22,21 @@ class Stream:
     Args:
         steps: the `Steps` of a loop: called, they return the next token of each sequence.
         prompts: the `Prompts`.
-        stop_token_ids: a tuple of integers, or None.
+        request: the `Request`.
         preprocessor: the preprocessor of the model, which detokenizes. None: yields tokens.
         max_length: the `max_length` of the cache.
         key: the key of the cache.
     """
 
-    def __init__(self, steps, prompts, stop_token_ids, preprocessor, max_length, key):
-        self._steps, self._is_single, self._key = steps, prompts.is_single, key
-        self._stops, self._max_length = stop_token_ids or (), max_length
-        self._last, self._num_tokens = prompts.last_token, prompts.num_tokens
-        self._free_length = prompts.free_length
-        self._detokenizers = None
+    def __init__(self, steps, prompts, request, preprocessor, max_length, key):
+        self._steps, self._prompts, self._request = steps, prompts, request
+        self._key, self._max_length = key, max_length
+        self._free_length = request.free_length
+        self._new: list[list[int]] = [[] for _ in self._free_length]
+        self._logprobs: list[Logprobs] = []
+        self._texts = None
         if preprocessor is not None:
-            self._detokenizers = [
-                IncrementalDetokenizer(preprocessor, token) for token in prompts.last_token
-            ]
+            self._texts = [_Text(preprocessor, t, request) for t in prompts.last_token]
         self._final_cache: GenerationCache | None = None
 
     def __iter__(self):
@@ -56,32 +59,52 @@ class Stream:
 
     def _step(self):
         active = self._free_length > 0
-        token = self._open_steps()()
-        self._last = np.where(active, token, self._last)
-        self._num_tokens = self._num_tokens + active
-        self._free_length = np.where(np.isin(token, self._stops), 0, self._free_length - active)
-        ended = active & (self._free_length <= 0)
-        output = self._format_output(token, active, ended)
+        steps = self._open_steps()
+        token = steps()[:, 0]
+        if steps.logprobs:
+            self._logprobs.append(steps.logprobs)
+        for row in np.flatnonzero(active):
+            self._new[row].append(int(token[row]))
+        is_stop = np.isin(token, self._request.stop_token_ids)
+        self._free_length = np.where(is_stop, 0, self._free_length - active)
+        output = self._format_output(token, active)
         if not (self._free_length > 0).any():
             self._final_cache = self.cache
             self.close()
         return output
 
-    def _format_output(self, token, active, ended):
+    def _format_output(self, token, active):
         """Returns the new tokens as text or tokens; None if no sequence has new text.
 
         Args:
             token: integers [B], the new tokens.
             active: boolean [B], False for sequences that ended before this token.
-            ended: boolean [B], True for sequences that end with this token.
         """
-        if self._detokenizers is None:
+        if self._texts is None:
             return [int(t) if a else None for t, a in zip(token, active, strict=True)]
-        arguments = zip(self._detokenizers, token, active, ended, strict=True)
-        texts = [_next_text(*each) for each in arguments]
+        ended = active & (self._free_length <= 0)
+        rows = zip(self._texts, token, active, ended, strict=True)
+        texts = [text.add(t, is_last) if a else "" for text, t, a, is_last in rows]
+        stopped = np.array([text.is_stopped for text in self._texts]) & (self._free_length > 0)
+        self._free_length = np.where(stopped, 0, self._free_length)
+        self._open_steps().stop(stopped)
         if not any(texts):
             return None
-        return texts[0] if self._is_single else texts
+        return texts[0] if self._prompts.is_single else texts
+
+    @property
+    def output(self):
+        """`GenerationOutput` of all tokens so far, with new text only and without the cache."""
+        texts = None
+        if self._texts is not None:
+            texts = [text.shown for text in self._texts]
+            texts = texts[0] if self._prompts.is_single else texts
+        stopped = [text.is_stopped for text in self._texts or ()] or [False] * len(self._new)
+        reasons = self._request.finish_reasons(self._new, stopped)
+        logprobs = None
+        if self._logprobs:
+            logprobs = keras.tree.map_structure(_concatenate, *self._logprobs)
+        return generation_output(self._request.sampling.params, self._new, logprobs, texts, reasons)
 
     @property
     def cache(self):
@@ -94,8 +117,10 @@ class Stream:
         """
         if self._final_cache is not None:
             return self._final_cache
-        arguments = self._last, self._num_tokens, self._max_length, self._key
-        return GenerationCache(self._open_steps().cache(), *arguments)
+        prompts = zip(self._prompts.tokens, self._new, strict=True)
+        tokens = [np.concatenate((prompt, np.array(new, "int32"))) for prompt, new in prompts]
+        state = self._open_steps().cache()
+        return GenerationCache(state, tokens, self._max_length, self._key)
 
     def close(self):
         """Ends the stream and releases its resources."""
@@ -118,7 +143,34 @@ class Stream:
         return self._steps
 
 
-def _next_text(detokenizer, token, active, ended):
-    if not active:
-        return ""
-    return detokenizer.add(token) + (detokenizer.end() if ended else "")
+def _concatenate(*arrays):
+    return np.concatenate(arrays, axis=1)
+
+
+class _Text:
+    """Text of one sequence of a stream.
+
+    Args:
+        preprocessor: the preprocessor of the model.
+        last_token: integer, the last token of the prompt.
+        request: the `Request`.
+
+    Attributes:
+        shown: string, all text so far.
+        is_stopped: boolean, True after a stop string.
+    """
+
+    def __init__(self, preprocessor, last_token, request):
+        self._detokenizer = IncrementalDetokenizer(preprocessor, last_token)
+        strings = request.stop_strings
+        self._filter = StopFilter(strings.strings if strings else ())
+        self.shown, self.is_stopped = "", False
+
+    def add(self, token, is_last):
+        """Returns the text that may be shown after one more token."""
+        text = self._detokenizer.add(token)
+        if is_last:
+            text += self._detokenizer.end()
+        text, self.is_stopped = self._filter.add(text, is_last)
+        self.shown += text
+        return text

@@ -6,6 +6,21 @@ REPLACEMENT = "\ufffd"  # text of bytes that are an invalid or incomplete charac
 LONGEST_CHARACTER = 4  # bytes, each one token at most
 
 
+def texts_of(preprocessor, rows):
+    """Returns the texts of tokens `[B, T]`, with U+FFFD for invalid bytes at their ends."""
+    rows = np.asarray(rows, "int32")
+    if not rows.size:
+        return [""] * len(rows)
+    batch = {"token_ids": rows, "padding_mask": np.ones_like(rows, dtype=bool)}
+    try:
+        texts = preprocessor.generate_postprocess(batch)
+    except UnicodeDecodeError:  # of a tokenizer that is strict
+        if len(rows) > 1:
+            return [texts_of(preprocessor, row[None])[0] for row in rows]
+        return [texts_of(preprocessor, rows[:, :-1])[0] + REPLACEMENT]
+    return [t if isinstance(t, str) else bytes(t).decode("utf-8", "replace") for t in texts]
+
+
 class IncrementalDetokenizer:
     """Converts the tokens of one sequence to text incrementally.
 

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import math
 import platform
 from typing import Any
 
@@ -16,9 +17,14 @@ from keras_recurrent.dispatch import chosen_name
 from keras_recurrent.generation import loop
 from keras_recurrent.generation.lengths import bucket, initial_cache
 from keras_recurrent.generation.modes import record_mode
-from keras_recurrent.generation.samplers import is_greedy, sampler_settings
+from keras_recurrent.generation.request import Result
+from keras_recurrent.generation.sampling import next_tokens
 from keras_recurrent.layers.decoding import decoding_scope, unfused_blocks
 from keras_recurrent.progress import announce
+
+STATIC = {"features", "keep", "num_tokens", "variant"}  # arguments that a program depends on
+STOPS_PER_PROGRAM = 4  # stop tokens are padded to a multiple, so that others take the same program
+TOKENS_PER_BLOCK = 16  # between two searches for stop strings
 
 
 class Programs:
@@ -33,7 +39,7 @@ class Programs:
 
     def __init__(self, model, compiled, snapshot):
         self._model, self.compiled, self.snapshot = model, compiled, snapshot
-        self._prefill, self._generate, self._begin = _programs(model, snapshot, compiled)
+        self._prefill, self._generate, self._decode = _programs(model, snapshot, compiled)
 
     def prefill(self, token_ids, lengths, cache):
         """Returns the cache after the first `lengths` tokens of each sequence.
@@ -43,93 +49,171 @@ class Programs:
             lengths: integers `[B]`, a NumPy array.
             cache: the cache before these tokens.
         """
-        token_ids, lengths, _ = _pad_to_bucket(token_ids, lengths)
-        return self._prefill(token_ids, lengths, cache)
+        return self._prefill(*_pad_to_bucket(token_ids, lengths), cache)
 
-    def generate(self, token_ids, lengths, stop_token_ids, cache=None, keep=False):
+    def generate(self, request, cache=None, keep=False):
         """Generates tokens after prompts, as `torch.loop.Loop.generate`."""
-        max_length = token_ids.shape[1]
-        is_full = (lengths == max_length).all()
-        if is_full and not keep:
-            return token_ids, lengths, None
+        free_length = request.free_length
+        if not free_length.any() and not keep:
+            return Result(request.token_ids, request.lengths, None, None)
         if keep and cache is None:
-            cache = initial_cache(self._model, len(lengths), max_length, keep)
-        if is_full:
-            return token_ids, lengths, self.prefill(token_ids, lengths - 1, cache)
+            cache = initial_cache(self._model, len(free_length), request.token_ids.shape[1], keep)
+        if not free_length.any():
+            cache = self.prefill(request.token_ids, request.lengths - 1, cache)
+            return Result(request.token_ids, request.lengths, cache, None)
+        if request.stop_strings is not None:
+            return self._generate_in_blocks(request, cache, keep)
         record_mode(self._model, "program")
-        padded = _pad_to_bucket(token_ids, lengths)
-        token_ids, lengths, *after = self._generate(*padded, stop_token_ids, cache, keep)
-        token_ids, lengths = map(gather_to_numpy, (token_ids, lengths))
-        return token_ids[:, :max_length], lengths, after[0] if keep else None
+        token_ids, lengths = _pad_to_bucket(request.token_ids, request.lengths)
+        call, max_tokens = Call(self._model, request), int(free_length.max())
+        cache, generated, counts, logprobs = self._generate(
+            token_ids, lengths, max_tokens, cache, call, keep
+        )
+        new, counts = map(gather_to_numpy, (generated, counts))
+        logprobs = keras.tree.map_structure(gather_to_numpy, logprobs) or None
+        return request.result(new, counts, cache if keep else None, logprobs)
 
-    def steps(self, token_ids, lengths, stop_token_ids, cache=None):
-        """Returns the `Steps` that generate token by token, as `torch.loop.Loop.steps`."""
+    def _generate_in_blocks(self, request, cache, keep):
+        """Generates blocks of tokens, between which the host searches for stop strings."""
+        # Before the tokens are known, the cache is ahead of a stop string by up to a block.
+        steps = self.steps(request, cache, num_tokens=1 if keep else TOKENS_PER_BLOCK)
+        blocks, logprobs = [], []
+        while steps.is_active:
+            blocks.append(steps())
+            logprobs.append(steps.logprobs)
+            steps.stop(request.stop_strings.add(blocks[-1]))
+        new = np.concatenate(blocks, axis=1)
+        counts = np.minimum(steps.counts, request.stop_strings.counts)
+        logprobs = keras.tree.map_structure(lambda *x: np.concatenate(x, axis=1), *logprobs)
+        return request.result(new, counts, steps.cache() if keep else None, logprobs or None)
+
+    def steps(self, request, cache=None, num_tokens=1):
+        """Returns the `Steps` that generate in blocks, as `torch.loop.Loop.steps`."""
         record_mode(self._model, "steps")
+        token_ids, lengths = request.token_ids, request.lengths
         if cache is None:
             cache = initial_cache(self._model, len(lengths), token_ids.shape[1], keep=True)
         cache = self.prefill(token_ids, lengths - 1, cache)
-        last = _distribute(token_ids[np.arange(len(lengths)), lengths - 1][:, None])
-        free_length = np.asarray(token_ids.shape[1] - lengths, "int32")
-        state, advance = self._begin(cache, last, _distribute(free_length), stop_token_ids)
-        return Steps(self._model.sampler, advance, state, int(free_length.max()))
+        last = _distribute(request.last_token)
+        return Steps(Call(self._model, request), self._decode, cache, last, num_tokens)
 
 
 class Steps:
-    """Function that returns the next token of each sequence, and computes one token ahead.
+    """Function that returns the next tokens of each sequence, and computes one block ahead.
 
     Args:
-        sampler: the sampler of the model.
-        advance: a function from a `loop.DecodingState` to the one after the next token.
-        state: the `loop.DecodingState` after the prompts.
-        max_tokens: integer, maximum number of new tokens of any sequence.
+        call: the `Call`.
+        decode: a function of a `Call`, a `loop.DecodingState`, a number of tokens N and their
+            random numbers, which returns the next state, the tokens [B, N], and their `Logprobs` or
+            ().
+        cache: the cache before the last token of each prompt.
+        token: integers [B, 1], this token.
+        num_tokens: integer, number of tokens in a block.
+
+    Attributes:
+        logprobs: the `Logprobs` of the latest tokens, or ().
     """
 
-    def __init__(self, sampler, advance, state, max_tokens):
-        self._sampler, self._advance = sampler, advance
-        self._state = self._next_state = state
-        self._tokens_left = max_tokens
+    def __init__(self, call, decode, cache, token, num_tokens):
+        self._call, self._decode, self._num_tokens = call, decode, num_tokens
+        self._tokens_left = int(gather_to_numpy(call.free_length).max())
+        self._state = loop.initial_state(cache, token, call.free_length, call.memory())
         self._launch()
 
     def _launch(self):
-        if self._tokens_left:
-            self._tokens_left -= 1
-            self._seeds_before = self._copy_seeds()
-            self._next_state = self._advance(self._state)
-            self._seeds_after = self._copy_seeds()
+        self._ahead = None
+        if self._tokens_left > 0:
+            self._uniform = self._call.uniform(self._num_tokens, self._num_tokens)
+            self._compute()
 
-    def _copy_seeds(self):
-        return [ops.copy(v.value) for v in self._sampler.variables]
+    def _compute(self):
+        self._ahead = self._decode(self._call, self._state, self._num_tokens, self._uniform)
 
     def __call__(self):
-        """Returns tokens [B], a NumPy array; for a sequence that has ended, its last one again."""
-        self._state = self._next_state
+        """Returns tokens [B, N], a NumPy array; for a sequence that has ended, its last one."""
+        self._state, tokens, logprobs = self._ahead
+        self._tokens_left -= self._num_tokens
+        self._call.store(self._state.memory)
         # Launched before the host waits for the device. If all sequences have just ended at stop
-        # tokens, this step changes nothing.
+        # tokens, this block changes nothing.
         self._launch()
-        return gather_to_numpy(self._state.token)[:, 0]
+        self.logprobs = keras.tree.map_structure(gather_to_numpy, logprobs)
+        return gather_to_numpy(tokens)
+
+    @property
+    def is_active(self):
+        return self._ahead is not None and not gather_to_numpy(self._state.done).all()
+
+    @property
+    def counts(self):
+        """Number of generated tokens of each sequence, `[B]`."""
+        return gather_to_numpy(self._state.count)
+
+    def stop(self, rows):
+        """Ends sequences after the latest tokens.
+
+        rows: boolean [B], a NumPy array, True for sequences that end.
+        """
+        if rows.any():
+            done = ops.logical_or(self._state.done, _distribute(rows))
+            self._state = self._state._replace(done=done)
+            if self._ahead is not None:
+                self._compute()
 
     def cache(self):
         """Returns the cache after all tokens of each sequence but the last."""
         return self._state.cache
 
     def close(self):
-        """Restores the seeds from before the token that was computed ahead."""
-        if self._next_state is self._state:
-            return
-        pairs = zip(self._copy_seeds(), self._seeds_after, strict=True)
-        # Unchanged, unless the sampler was used elsewhere.
-        if all(np.array_equal(*map(ops.convert_to_numpy, pair)) for pair in pairs):
-            for variable, value in zip(self._sampler.variables, self._seeds_before, strict=True):
+        """Drops the block that was computed ahead."""
+        self._ahead = None
+
+
+class Call:
+    """Arrays of one request on the devices, and what sampling keeps between tokens.
+
+    Args:
+        model: the language model.
+        request: the `Request`.
+    """
+
+    def __init__(self, model, request):
+        sampling, stops = request.sampling, request.stop_token_ids
+        self.features, self._sampling = sampling.features, sampling
+        self.free_length = _distribute(request.free_length)
+        padded = STOPS_PER_PROGRAM * max(1, math.ceil(len(stops) / STOPS_PER_PROGRAM))
+        self.stops = np.array((*stops, *(-1,) * (padded - len(stops))), "int32")
+        self.arguments = keras.tree.map_structure(_distribute, sampling.arguments)
+        # The state of a custom sampler on TensorFlow may be more than its random number generators.
+        is_custom = sampling.custom is not None and keras.config.backend() == "jax"
+        self._generators = sampling.custom.variables if is_custom else []
+        self._counts_shape = len(request.lengths), model.backbone.vocabulary_size
+
+    def uniform(self, num_tokens, num_columns):
+        """Returns random numbers of the next tokens, padded to `num_columns`; None if not used."""
+        if self.features is None or not self.features.is_random:
+            return None
+        numbers = self._sampling.uniform(num_tokens)
+        return _distribute(np.pad(numbers, ((0, 0), (0, num_columns - num_tokens))))
+
+    def memory(self):
+        """Returns what sampling keeps, before the first token."""
+        if self.features is not None and self.features.has_penalties:
+            return _distribute(np.zeros(self._counts_shape, "int32"))
+        return [v.value for v in self._generators]
+
+    def store(self, memory):
+        """Assigns the states of a custom sampler's random number generators."""
+        if self._generators:
+            for variable, value in zip(self._generators, memory, strict=True):
                 variable.assign(value)
-        self._next_state = self._state
 
 
 def _pad_to_bucket(token_ids, lengths):
-    """Returns tokens padded to their bucket, lengths, and the maximum length of a sequence."""
+    """Returns tokens padded to their bucket, and lengths."""
     batch_size, max_length = token_ids.shape
     padding = np.zeros((batch_size, bucket(max_length) - max_length), "int32")
-    token_ids = np.concatenate((token_ids, padding), axis=1)
-    return _distribute(token_ids), _distribute(lengths), np.int32(max_length)
+    return _distribute(np.concatenate((token_ids, padding), axis=1)), _distribute(lengths)
 
 
 def _distribute(array):
@@ -151,21 +235,20 @@ def _step(model, token_ids, mask, cache):
     return logits[:, 0], cache
 
 
-def _sample(sampler, logits):
-    if is_greedy(sampler):
-        return ops.argmax(logits, axis=-1)
-    return sampler.get_next_token(sampler.compute_probabilities(logits))
-
-
-def _network(model, snapshot, weights):
+def _network(model, snapshot, weights, call=None):
     """Returns the `loop.Network` of a program that is being traced.
 
-    weights: values for the variables of the model. None: TensorFlow's programs read the variables.
+    Args:
+        model: the language model.
+        snapshot: its `Snapshot`.
+        weights: values for the variables of the model. None: TensorFlow's programs read the
+            variables.
+        call: a tuple `(features, stops, arguments)` of a `Call`. None: no tokens are sampled.
     """
     snapshot.verify()
     announce("Compiling generation, once for a batch size and a range of lengths")
-    sampler = model.sampler
     values = list(zip(model.variables, weights, strict=True)) if weights else []
+    features, stops, arguments = call or (None, None, None)
 
     def stateless(function):
         def call(*arguments):
@@ -174,20 +257,32 @@ def _network(model, snapshot, weights):
 
         return call
 
-    def sample(logits, seeds):
-        if not seeds:
-            return _sample(sampler, logits), seeds
-        generators = list(zip(sampler.variables, seeds, strict=True))
-        with keras.StatelessScope(generators) as scope:
-            tokens = _sample(sampler, logits)
-        pairs = ((scope.get_current_value(v), value) for v, value in generators)
-        return tokens, [value if new is None else new for new, value in pairs]
+    def sample(logits, count, uniform, memory):
+        if features is None:
+            return *_sample_by(model.sampler, logits, memory), ()
+        return next_tokens(features, logits, stops, count, uniform, memory, arguments)
 
-    return loop.Network(stateless(_prefill), stateless(_step), sample)
+    number = features and features.num_logprobs
+    return loop.Network(stateless(_prefill), stateless(_step), sample, number)
+
+
+def _sample_by(sampler, logits, memory):
+    """Returns tokens chosen by a custom sampler, and the states of its generators."""
+
+    def sample():
+        return sampler.get_next_token(sampler.compute_probabilities(logits))
+
+    if not memory:
+        return sample(), memory
+    generators = list(zip(sampler.variables, memory, strict=True))
+    with keras.StatelessScope(generators) as scope:
+        tokens = sample()
+    pairs = ((scope.get_current_value(v), value) for v, value in generators)
+    return tokens, [value if new is None else new for new, value in pairs]
 
 
 def _programs(model, snapshot, compiled):
-    """Returns the functions `prefill`, `generate` and `begin` of `Programs`."""
+    """Returns the functions `prefill`, `generate` and `decode` of `Programs`."""
     on_jax = keras.config.backend() == "jax"
     function = _jit if on_jax else _tensorflow_function(model, compiled)
     network = functools.partial(_network, model, snapshot)
@@ -197,74 +292,65 @@ def _programs(model, snapshot, compiled):
         return loop.prefill(network(weights), cache, token_ids, lengths)
 
     @function
-    def generate_program(
-        token_ids, lengths, max_length, cache, weights, seeds, stop_token_ids, keep, variant
-    ):
+    def generate_program(token_ids, lengths, cache, weights, inputs, features, keep, variant):
+        free_length, stops, uniform, memory, arguments = inputs
         if cache is None:
             cache = model.backbone.get_initial_state(*token_ids.shape)
-        prompts = token_ids, lengths, max_length, stop_token_ids
-        return loop.generate(network(weights), cache, *prompts, list(seeds), keep)
+        functions = network(weights, (features, stops, arguments))
+        cache = loop.prefill(functions, cache, token_ids, lengths - 1)
+        last = ops.take_along_axis(token_ids, lengths[:, None] - 1, axis=1)
+        state = loop.initial_state(cache, last, free_length, memory)
+        options = free_length, stops, uniform, keep, token_ids.shape[1]
+        state, tokens, logprobs = loop.decode(functions, state, *options)
+        return state.cache if keep else (), tokens, state.count, logprobs, state.memory
 
     @function
-    def step_program(state, free_length, weights, stop_token_ids, variant):
-        return loop.advance(network(weights), state, free_length, stop_token_ids, keep=True)
+    def decode_program(state, weights, inputs, features, num_tokens, variant):
+        free_length, stops, uniform, arguments = inputs
+        functions = network(weights, (features, stops, arguments))
+        options = free_length, stops, uniform, True, num_tokens
+        return loop.decode(functions, state, *options)
 
-    # A program also depends on the sampler's arguments, the choice of `implementation` and, on JAX,
-    # the blocks that are not fused. TensorFlow's programs depend on the variables that they read,
-    # which change, such as in `enable_lora`.
+    # A program also depends on the choice of `implementation`, a custom sampler and, on JAX, the
+    # blocks that are not fused. TensorFlow's programs depend on the variables that they read, which
+    # change, such as in `enable_lora`.
     def variant():
         layers: Any = unfused_blocks(model)
         if not on_jax:
             layers = ((v.path, tuple(v.shape), v.dtype) for v in model.variables)
-        return sampler_settings(model.sampler), chosen_name(), tuple(layers)
+        return chosen_name(), tuple(layers)
 
     def weights():
         return [v.value for v in model.variables] if on_jax else None
 
-    # The state of a custom sampler on TensorFlow may be more than its random number generators.
-    def generators():
-        is_known = on_jax or sampler_settings(model.sampler) is not None
-        return model.sampler.variables if is_known else []
-
-    def seeds():
-        return [v.value for v in generators()]
-
-    def assign(values):
-        for variable, value in zip(generators(), values, strict=True):
-            variable.assign(value)
-
     def prefill(token_ids, lengths, cache):
         return prefill_program(token_ids, lengths, cache, weights(), variant=variant())
 
-    def generate(token_ids, lengths, max_length, stop_token_ids, cache, keep):
-        token_ids, lengths, new_seeds, *after = generate_program(
-            *(token_ids, lengths, max_length, cache, weights(), seeds()),
-            stop_token_ids=stop_token_ids,
+    def generate(token_ids, lengths, max_tokens, cache, call, keep):
+        memory, uniform = call.memory(), call.uniform(max_tokens, token_ids.shape[1])
+        inputs = call.free_length, call.stops, uniform, memory, call.arguments
+        *results, memory = generate_program(
+            *(token_ids, lengths, cache, weights(), inputs),
+            features=call.features,
             keep=keep,
             variant=variant(),
         )
-        assign(new_seeds)
-        return token_ids, lengths, *after
+        call.store(memory)
+        return results
 
-    def begin(cache, token, free_length, stop_token_ids):
-        token, free_length = map(ops.convert_to_tensor, (token, free_length))
-        values, options = weights(), {"stop_token_ids": stop_token_ids, "variant": variant()}
+    def decode(call, state, num_tokens, uniform):
+        inputs = call.free_length, call.stops, uniform, call.arguments
+        options = {"features": call.features, "num_tokens": num_tokens, "variant": variant()}
+        return decode_program(state, weights(), inputs, **options)
 
-        def advance(state):
-            state = step_program(state._replace(seeds=seeds()), free_length, values, **options)
-            assign(state.seeds)
-            return state
-
-        return loop.initial_state(cache, token, free_length, seeds()), advance
-
-    return prefill, generate, begin
+    return prefill, generate, decode
 
 
 def _jit(function):
     import jax
 
     names = inspect.signature(function).parameters.keys()
-    return jax.jit(function, static_argnames=names & {"stop_token_ids", "keep", "variant"})
+    return jax.jit(function, static_argnames=names & STATIC)
 
 
 def _tensorflow_function(model, compiled):

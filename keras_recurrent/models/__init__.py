@@ -1,6 +1,8 @@
 """Language models, and classifiers of texts and images, with KerasHub's API."""
 
 from keras_recurrent.generation.cache import GenerationCache
+from keras_recurrent.generation.output import GenerationOutput, TokenLogprobs
+from keras_recurrent.generation.sampling_params import SamplingParams
 from keras_recurrent.models.griffin.griffin_backbone import GriffinBackbone
 from keras_recurrent.models.griffin.griffin_causal_lm import GriffinCausalLM
 from keras_recurrent.models.griffin.griffin_residual_block import GriffinResidualBlock
@@ -40,6 +42,7 @@ from keras_recurrent.training.token_crossentropy import TokenCrossentropy
 __all__ = [
     "DecodingTime",
     "GenerationCache",
+    "GenerationOutput",
     "GriffinBackbone",
     "GriffinCausalLM",
     "GriffinCausalLMPreprocessor",
@@ -57,7 +60,9 @@ __all__ = [
     "HGRN2Tokenizer",
     "HGRN2VisionBackbone",
     "MemorySizes",
+    "SamplingParams",
     "TokenCrossentropy",
+    "TokenLogprobs",
     "TrainingSizes",
     "TransNormerBackbone",
     "TransNormerCausalLM",

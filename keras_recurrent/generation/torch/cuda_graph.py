@@ -12,11 +12,11 @@ import threading
 
 import torch
 
+from keras_recurrent.generation.torch.sampling import RECENT
+
 _capturing = threading.Lock()  # torch aborts if two threads capture at once
 
 ALIGNMENT = 16  # bytes, for vectorized loads
-# Number of latest tokens of each sequence that a graph stores, to be fetched at once; a power of 2.
-RECENT = 16
 # Caches and logits of unused graphs take at most 1 / POOL_DIVISOR of the device memory. The most
 # recent shapes are always kept, and temporary memory of a step is not counted.
 POOL_DIVISOR = 16
@@ -32,39 +32,39 @@ class CapturedStep:
         weights: the tensors of the model's weights.
         prepared: tensors that depend only on weights; some of them may be weights.
         token, cache: example inputs.
-        sampler: the `sampling.TokenSampler` that is captured, too. None: the caller samples.
+        sampler: the `sampling.TokenSampler`, a copy of which is captured. None: the caller samples.
         sequences: the `loop.ActiveSequences`. None: the state of all sequences is updated.
     """
 
     def __init__(self, run, weights, prepared, token, cache, sampler, sequences):
-        self.samples, self.generator = sampler is not None, sampler and sampler.generator
-        self.sequences = sequences and sequences.copy()
+        self.sampler, self.sequences = sampler and sampler.copy(), sequences and sequences.copy()
         self._run, self._prepared = run, list(prepared)
         self.token = token.clone()
         self.cache, self._stacks = clone_stacked(cache)
         # A copy between two replays takes three times as long as one more launch in the graph.
-        stores_tokens = self.samples and self.sequences is None
+        stores_tokens = sampler is not None and self.sequences is None
         self.recent = token.new_zeros(len(token), RECENT) if stores_tokens else None
         with _capturing, torch.cuda.device(token.device), torch.no_grad():
             # Run once before, to compile and load kernels, which cannot be captured.
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                self._step(sampler)
+                self._step()
             torch.cuda.current_stream().wait_stream(stream)
             self._graph = torch.cuda.CUDAGraph()
-            if self.generator is not None:
-                self._graph.register_generator_state(self.generator)
             # Other threads may use the device during the capture.
             capture = torch.cuda.graph(self._graph, capture_error_mode="thread_local")
             with _no_garbage_collection(), capture:
-                self.logits, self.hidden = self._step(sampler)
+                self.logits, self.hidden = self._step()
         addresses = {t.untyped_storage().data_ptr() for t in weights}
         owned = [t for t in self._prepared if t.untyped_storage().data_ptr() not in addresses]
-        self.bytes = sum(t.nbytes for t in (*owned, *self.cache, self.logits, self.hidden))
+        buffers = self.sampler.buffers.values() if self.sampler else ()
+        owned += [*self.cache, self.logits, self.hidden, *buffers]
+        self.bytes = sum(t.nbytes for t in owned)
 
-    def _step(self, sampler):
+    def _step(self):
         """Computes one token, and overwrites the buffers of the cache and the token."""
+        sampler = self.sampler
         mask = (self.sequences.active,) if self.sequences else ()
         logits, hidden, *after = self._run(*self._prepared, self.token, *mask, *self.cache)
         tensors, after = list(self.cache), list(after)
@@ -89,8 +89,10 @@ class CapturedStep:
         sampled = sampled.to(self.token.dtype)[:, None]
         return self.sequences.advance(self.token, sampled) if self.sequences else sampled
 
-    def begin(self, prepared, token, cache, sequences):
+    def begin(self, prepared, token, cache, sampler, sequences):
         """Copies the initial values of a call, and the current weights, to the buffers."""
+        if sampler is not None:
+            self.sampler.set(sampler)
         for buffer, value in zip(self._prepared, prepared, strict=True):
             if buffer.data_ptr() != value.data_ptr():
                 buffer.copy_(value)

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from keras_recurrent.generation.lengths import initial_cache, max_chunk_length
-from keras_recurrent.generation.torch.cuda_graph import RECENT
+from keras_recurrent.generation.request import Result
 from keras_recurrent.generation.torch.runner import Runner
-from keras_recurrent.generation.torch.sampling import TokenSampler
+from keras_recurrent.generation.torch.sampling import RECENT, TokenSampler
 
 
 class Loop:
@@ -55,69 +55,66 @@ class Loop:
             yield token_ids[:, start:stop], mask
 
     @torch.no_grad()
-    def generate(self, token_ids, lengths, stop_token_ids, cache=None, keep=False):
+    def generate(self, request, cache=None, keep=False):
         """Processes prompts and generates tokens after them.
 
         Args:
-            token_ids: integers `[B, T]`, a NumPy array, prompts followed by padding.
-            lengths: integers `[B]`, a NumPy array, lengths of the prompts, at least 1.
-            stop_token_ids: a tuple of integers, or None.
+            request: the `Request`.
             cache: the cache before these tokens. None: the initial cache.
             keep: boolean, True if the final cache is returned.
 
         Returns:
-            `(token_ids [B, T], lengths [B], cache)`, the first two NumPy arrays. With `keep`, the
-            cache is that after all tokens of each sequence but the last, else None.
+            A `Result`, whose cache is None without `keep`.
         """
-        free_length = token_ids.shape[1] - lengths
+        token_ids, lengths, free_length = request.token_ids, request.lengths, request.free_length
         max_tokens = int(free_length.max())
         if max_tokens == 0 and not keep:
-            return token_ids, lengths, None
+            return Result(token_ids, lengths, None, None)
         cache = self._new_cache(token_ids, cache, keep)
         for tokens, mask in self._chunks(token_ids, lengths - 1):
             _, cache = self._model.backbone.hidden_states(tokens, mask, cache=cache)
-        token = _last_token(token_ids, lengths)
         if max_tokens == 0:
-            return token_ids, lengths, cache
-        sampler = TokenSampler(self._model.sampler)
-        sampler.begin(max_tokens)
-        stops = torch.as_tensor(stop_token_ids or (), dtype=token.dtype, device=token.device)
-        full_at = torch.as_tensor(free_length, device=token.device)
-        stopped = torch.zeros_like(full_at, dtype=torch.bool)
+            return Result(token_ids, lengths, cache, None)
+        token, sampler = self._begin(request)
+        sequences = ActiveSequences(request, token) if keep else None
         generated = token.new_zeros(len(lengths), max_tokens)
-        sequences = ActiveSequences(full_at, stops) if keep else None
+        ended = _Ended(request, token)
+        # Until the host knows the tokens, a kept cache would be ahead of a stop string.
+        block = 1 if keep and request.stop_strings else RECENT
+        logprobs = []
         with self.runner.decode(token, cache, sampler, sequences) as decoder:
-            for start in range(0, max_tokens, RECENT):
-                stop = min(start + RECENT, max_tokens)
+            for start in range(0, max_tokens, block):
+                stop = min(start + block, max_tokens)
                 decoder.generate(generated, start, stop)
-                if stop_token_ids and stop < max_tokens:
-                    stopped |= torch.isin(generated[:, start:stop], stops).any(dim=1)
-                    if bool((stopped | (full_at <= stop)).all()):
-                        break
+                logprobs.append(decoder.sampler.logprobs(stop - start))
+                if stop < max_tokens and ended.after(generated[:, start:stop], stop):
+                    break
+                if request.stop_strings and sequences:
+                    decoder.sequences.stop(ended.rows)
             cache = decoder.cache() if keep else None
+        new = generated.cpu().numpy()
+        logprobs = keras.tree.map_structure(lambda *x: torch.cat(x, 1).cpu().numpy(), *logprobs)
+        return request.result(new, ended.counts(new), cache, logprobs or None)
 
-        token_ids, new = token_ids.copy(), generated.cpu().numpy()
-        is_stop = np.isin(new, stop_token_ids or ())
-        counts = np.where(is_stop.any(axis=1), is_stop.argmax(axis=1) + 1, max_tokens)
-        counts = np.minimum(counts, free_length).astype(lengths.dtype)
-        for row, (start, count) in enumerate(zip(lengths, counts, strict=True)):
-            token_ids[row, start : start + count] = new[row, :count]
-        sampler.end(int(counts.max()))
-        return token_ids, lengths + counts, cache
+    def _begin(self, request):
+        """Returns the last token of each prompt [B, 1], and the `TokenSampler`."""
+        token = keras.ops.convert_to_tensor(request.last_token)
+        stops = torch.as_tensor(request.stop_token_ids, dtype=token.dtype, device=token.device)
+        size = self._model.backbone.vocabulary_size
+        return token, TokenSampler(request.sampling, stops, size)
 
     @torch.no_grad()
-    def steps(self, token_ids, lengths, stop_token_ids, cache=None):
+    def steps(self, request, cache=None):
         """Returns the `Steps` that generate token by token.
 
         Args:
-            token_ids, lengths, stop_token_ids, cache: as in `generate`.
+            request, cache: as in `generate`.
         """
-        cache = self.prefill(token_ids, lengths - 1, self._new_cache(token_ids, cache, keep=True))
-        token = _last_token(token_ids, lengths)
-        free_length = torch.as_tensor(token_ids.shape[1] - lengths, device=token.device)
-        stops = torch.as_tensor(stop_token_ids or (), dtype=token.dtype, device=token.device)
-        sequences = ActiveSequences(free_length, stops)
-        return Steps(self._model.sampler, self.runner, token, cache, sequences)
+        token_ids = request.token_ids
+        cache = self._new_cache(token_ids, cache, keep=True)
+        cache = self.prefill(token_ids, request.lengths - 1, cache)
+        token, sampler = self._begin(request)
+        return Steps(self.runner, token, cache, sampler, ActiveSequences(request, token))
 
     def _new_cache(self, token_ids, cache, keep):
         """Returns a copy of `cache`, since a step may overwrite it, or the initial cache."""
@@ -126,35 +123,84 @@ class Loop:
         return keras.tree.map_structure(torch.clone, cache)
 
 
-def _last_token(token_ids, lengths):
-    last = token_ids[np.arange(len(lengths)), lengths - 1][:, None]
-    return keras.ops.convert_to_tensor(last)
+class _Ended:
+    """Which sequences have ended, and after how many tokens.
+
+    Args:
+        request: the `Request`.
+        token: integers [B, 1], a tensor on the device of the model.
+
+    Attributes:
+        rows: boolean [B], a tensor, True for sequences that have ended at a stop token or string.
+    """
+
+    def __init__(self, request, token):
+        self._request = request
+        self._stops = token.new_tensor(request.stop_token_ids)
+        self._free_length = torch.as_tensor(request.free_length, device=token.device)
+        self.rows = torch.zeros_like(self._free_length, dtype=torch.bool)
+
+    def after(self, new, count):
+        """Returns True if all sequences have ended.
+
+        Args:
+            new: integers [B, N], the latest tokens.
+            count: integer, number of tokens so far.
+        """
+        strings = self._request.stop_strings
+        if strings is not None:
+            found = strings.add(new.cpu().numpy())
+            self.rows |= torch.as_tensor(found, device=self.rows.device)
+        if not len(self._stops) and strings is None:
+            return False
+        self.rows |= torch.isin(new, self._stops).any(dim=1)
+        return bool((self.rows | (self._free_length <= count)).all())
+
+    def counts(self, new):
+        """Returns the number of new tokens of each sequence, `[B]`, given all of them [B, N]."""
+        request = self._request
+        is_stop = np.isin(new, request.stop_token_ids)
+        counts = np.where(is_stop.any(axis=1), is_stop.argmax(axis=1) + 1, new.shape[1])
+        if request.stop_strings is not None:
+            request.stop_strings.add(new[:, request.stop_strings.num_tokens :])
+            counts = np.minimum(counts, request.stop_strings.counts)
+        return np.minimum(counts, request.free_length)
 
 
 class Steps:
-    """Function that returns the next token of each sequence.
+    """Function that returns the next tokens [B, 1] of each sequence.
 
     Args:
-        sampler: the sampler of the model.
         runner: the `Runner` of the model.
         token: integers [B, 1], the last token of each prompt.
         cache: the cache before it, which may be overwritten.
+        sampler: the `TokenSampler`.
         sequences: the `ActiveSequences`.
+
+    Attributes:
+        logprobs: the `Logprobs` of the latest tokens, NumPy arrays, or ().
     """
 
-    def __init__(self, sampler, runner, token, cache, sequences):
-        self._sampler, self._stack = TokenSampler(sampler), contextlib.ExitStack()
-        decoder = runner.decode(token, cache, self._sampler, sequences)
+    def __init__(self, runner, token, cache, sampler, sequences):
+        self._stack = contextlib.ExitStack()
+        decoder = runner.decode(token, cache, sampler, sequences)
         self._decoder = self._stack.enter_context(decoder)
 
     @torch.no_grad()
     def __call__(self):
-        """Returns tokens [B], a NumPy array; for a sequence that has ended, its last one again."""
-        # For each token, since other calls may use the sampler's generator in between.
-        self._sampler.begin(1)
-        self._sampler.seed(0)
-        token = self._decoder.next_token()
-        return token[:, 0].cpu().numpy()
+        """Returns tokens, a NumPy array; for a sequence that has ended, its last one again."""
+        token = self._decoder.next_token().cpu().numpy()
+        logprobs = self._decoder.sampler.logprobs(1)
+        self.logprobs = keras.tree.map_structure(lambda x: x.cpu().numpy(), logprobs)
+        return token
+
+    def stop(self, rows):
+        """Ends sequences after the latest tokens.
+
+        rows: boolean [B], a NumPy array, True for sequences that end.
+        """
+        if rows.any():
+            self._decoder.sequences.stop(torch.as_tensor(rows))
 
     @torch.no_grad()
     def cache(self):
@@ -170,15 +216,18 @@ class ActiveSequences:
     """State of the sequences that have not ended.
 
     Args:
-        free_length: int64 [B], maximum number of new tokens.
-        stops: integers [S], the stop tokens.
+        request: the `Request`.
+        token: integers [B, 1], a tensor on the device of the model.
 
     Attributes:
+        free_length: int64 [B], maximum number of new tokens.
+        stops: integers [S], the stop tokens.
         active: boolean [B, 1], False for sequences that have ended.
     """
 
-    def __init__(self, free_length, stops):
-        self.free_length, self.stops = free_length.clone(), stops.clone()
+    def __init__(self, request, token):
+        self.free_length = torch.as_tensor(request.free_length.astype("int64"), device=token.device)
+        self.stops = token.new_tensor(request.stop_token_ids)
         self.active = self.free_length[:, None] > 0
 
     def advance(self, token, sampled):
@@ -192,9 +241,13 @@ class ActiveSequences:
         self.active.logical_and_(continues)
         return token
 
+    def stop(self, rows):
+        """Ends the sequences for which `rows`, boolean [B], is True."""
+        self.active.logical_and_(~rows.to(self.active.device)[:, None])
+
     def copy(self):
-        copy = ActiveSequences(self.free_length, self.stops)
-        copy.active = self.active.clone()
+        copy = ActiveSequences.__new__(ActiveSequences)
+        vars(copy).update({name: tensor.clone() for name, tensor in vars(self).items()})
         return copy
 
     def set(self, other):

@@ -99,8 +99,8 @@ class Runner:
         """Context manager that yields `(graph, None)` or `(None, function)`.
 
         The graph is a `CapturedStep` that starts from `token` and `flat`, reserved for one call;
-        the function takes a token and a flat cache. With KerasHub's samplers the graph also samples
-        the next token, with random numbers that `sampler` seeds.
+        the function takes a token and a flat cache. The graph also samples the next token, unless
+        the sampler is a custom one.
         """
         if sampler is not None and not sampler.is_capturable:
             sampler = None
@@ -120,15 +120,11 @@ class Runner:
             except RuntimeError as error:
                 reason = step.not_captured_reason = f"torch could not capture the step: {error}"
         if graph is None:
-            if sampler is not None:
-                sampler.renew_generator()
             mask = (sequences.active,) if sequences else ()
             yield None, self._function(step, prepared, token, [*mask, *flat], reason)
             return
         record_mode(self._model, "cuda_graph")
-        if sampler is not None:
-            sampler.generator = graph.generator
-        graph.begin(prepared, token, flat, sequences)
+        graph.begin(prepared, token, flat, sampler, sequences)
         yield graph, None
         self._graphs.release(key, graph)
 
@@ -167,19 +163,20 @@ class _GraphDecoder:
     """Decodes by replaying a CUDA graph."""
 
     def __init__(self, step, graph, sampler):
-        self._step, self._graph, self._sampler = step, graph, sampler
+        self._step, self._graph, self.sequences = step, graph, graph.sequences
+        self.sampler = graph.sampler or sampler
 
     def next_token(self):
         """Returns the next tokens [B, 1], which the next call may overwrite."""
+        self.sampler.prepare()
         self._graph.replay()
-        if not self._graph.samples:
-            self._graph.set_token(self._sampler(self._graph.logits))
+        if self._graph.sampler is None:
+            self._graph.set_token(self.sampler(self._graph.logits))
         return self._graph.token
 
     def generate(self, generated, start, stop):
         """Stores the next tokens in columns start to stop of `generated`, at most `RECENT`."""
         for t in range(start, stop):
-            self._sampler.seed(t)
             token = self.next_token()
             if self._graph.recent is None:
                 generated[:, t : t + 1] = token
@@ -195,23 +192,23 @@ class _FunctionDecoder:
     """Decodes by calling a function of a token and the tensors of a cache."""
 
     def __init__(self, step, run, token, flat, sampler, sequences):
-        self._step, self._run, self._sampler = step, run, sampler
-        self._token, self._flat, self._sequences = token, flat, sequences
+        self._step, self._run, self.sampler = step, run, sampler
+        self._token, self._flat, self.sequences = token, flat, sequences
 
     def next_token(self):
         """Returns the next tokens [B, 1]."""
-        mask = (self._sequences.active,) if self._sequences else ()
+        self.sampler.prepare()
+        mask = (self.sequences.active,) if self.sequences else ()
         logits, _, *self._flat = self._run(self._token, [*mask, *self._flat])
-        sampled = self._sampler(logits).to(self._token.dtype)[:, None]
-        if self._sequences:
-            sampled = self._sequences.advance(self._token, sampled)
+        sampled = self.sampler(logits).to(self._token.dtype)[:, None]
+        if self.sequences:
+            sampled = self.sequences.advance(self._token, sampled)
         self._token = sampled
         return self._token
 
     def generate(self, generated, start, stop):
         """Stores the next tokens in columns start to stop of `generated`."""
         for t in range(start, stop):
-            self._sampler.seed(t)
             generated[:, t : t + 1] = self.next_token()
 
     def cache(self):

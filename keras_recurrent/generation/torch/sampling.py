@@ -1,96 +1,108 @@
-"""KerasHub's samplers on torch, without waiting for the device.
+"""The choice of tokens on torch, in buffers that a CUDA graph may own."""
 
-They sample the same tokens as KerasHub from the same seed. Keras on torch copies the state of a
-sampler's generator from the device at every draw. Here it is copied once: each draw adds 1 to it,
-so all later states are known.
-"""
+import functools
 
-import threading
-
-import keras
-import keras_hub
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from keras_recurrent import dispatch
-from keras_recurrent.generation.samplers import is_greedy, sampler_settings
+from keras_recurrent.generation.sampling import Features, Logprobs, next_tokens
 
-# Held from reading the state of a sampler's generator to assigning the next one.
-_state_lock = threading.Lock()
+# Number of latest tokens of each sequence that are stored, to be fetched at once; a power of 2.
+RECENT = 16
 
 
 class TokenSampler:
-    """Samples the next token of each sequence from logits [B, vocabulary].
-
-    `begin` reserves random numbers of the sampler's generator for a maximum number of draws, so
-    that other threads draw different ones. `seed` precedes each draw, with its index from 0. `end`
-    releases the random numbers that were not used.
+    """Chooses the next token of each sequence from logits [B, vocabulary].
 
     Args:
-        sampler: a sampler of KerasHub, or of another class, which is called as it is: `begin`,
-            `seed` and `end` have no effect.
+        sampling: the `Sampling` of the call.
+        stops: integers [S], the stop tokens, on the device of the model.
+        vocabulary_size: integer.
 
     Attributes:
-        is_capturable: boolean, True if a call can be captured in a CUDA graph, as with KerasHub's
-            samplers that only sample from probabilities.
-        generator: the random number generator. None: calls are deterministic or not capturable.
-        settings: properties of the sampler that captured calls depend on.
+        is_capturable: boolean, True if a call can be captured in a CUDA graph, unlike those of a
+            custom sampler.
+        settings: properties that captured calls depend on, beyond the shape of the logits.
+        buffers: `{name: tensor}`, which calls read and overwrite.
     """
 
-    def __init__(self, sampler):
-        self._sampler, self.settings = sampler, sampler_settings(sampler)
-        self._candidates = _CANDIDATES.get(type(sampler)) if self.settings else None
-        is_argmax = self.settings is not None and is_greedy(sampler)
-        self.is_capturable = self._candidates is not None or is_argmax
-        self.generator = None
-        if self._candidates:
-            self._state = sampler.seed_generator.state
-            self.renew_generator()
+    def __init__(self, sampling, stops, vocabulary_size):
+        self._sampling, self._custom, self._features = sampling, sampling.custom, sampling.features
+        self.is_capturable = self._custom is None
+        self.settings = self._features, len(stops)
+        self.buffers: dict[str, torch.Tensor] = {}
+        self._num_tokens = 0  # number of tokens so far
+        if not self.is_capturable or self._features == Features():
+            return
+        device, features = stops.device, self._features
+        arguments = sampling.arguments
+        self._arguments = sorted(arguments)
+        tensors = {name: torch.as_tensor(arguments[name], device=device) for name in arguments}
+        tensors["stops"] = stops.clone()
+        tensors["index"] = torch.zeros(1, dtype=torch.int64, device=device)
+        batch_size = sampling.batch_size
+        zeros = functools.partial(torch.zeros, device=device)
+        if features.is_random:
+            tensors["uniform"] = zeros(batch_size, RECENT)
+        if features.has_penalties:
+            tensors["counts"] = zeros(batch_size, vocabulary_size, dtype=torch.int32)
+        if features.num_logprobs is not None:
+            top = batch_size, RECENT, features.num_logprobs
+            tensors["chosen"], tensors["top"] = zeros(top[:2]), zeros(top)
+            tensors["token_ids"] = zeros(top, dtype=torch.int32)
+        self.buffers = tensors
 
-    def renew_generator(self):
-        """Replaces the generator: after a failed capture, torch refuses to draw from it."""
-        if self._candidates:
-            self.generator = torch.Generator(self._state.value.device)
+    def copy(self):
+        """Returns a sampler with copies of the buffers."""
+        copy = TokenSampler.__new__(TokenSampler)
+        vars(copy).update(vars(self))
+        copy.buffers = {name: tensor.clone() for name, tensor in self.buffers.items()}
+        return copy
 
-    def begin(self, draws):
-        """Reserves random numbers for at most `draws` draws."""
-        if self.generator is not None:
-            with _state_lock:
-                self._base_seed, self._counter = self._read_state()
-                self._end = self._counter + draws
-                self._state.assign([self._base_seed, self._end])
+    def set(self, other):
+        """Starts as another sampler of the same settings, with its buffers copied in place."""
+        self._sampling, self._num_tokens = other._sampling, other._num_tokens
+        for name, buffer in self.buffers.items():
+            buffer.copy_(other.buffers[name])
 
-    def seed(self, draw):
-        """Seeds the generator for the draw of this index."""
-        if self.generator is not None:
-            self.generator.manual_seed((self._base_seed + self._counter + draw) & 0xFFFFFFFF)
+    def prepare(self):
+        """Runs on the host before each token: stores the random numbers of the next ones."""
+        if "uniform" in self.buffers and self._num_tokens % RECENT == 0:
+            self.buffers["uniform"].copy_(torch.as_tensor(self._sampling.uniform(RECENT)))
+        self._num_tokens += 1
 
-    def end(self, draws):
-        """Releases the unused random numbers, unless the generator was used since `begin`.
+    def logprobs(self, count):
+        """Returns a copy of the `Logprobs` of the latest tokens, or ().
 
-        draws: the number of draws that were made.
+        count: integer, number of tokens, since the last multiple of `RECENT` tokens at most.
         """
-        if self.generator is not None:
-            with _state_lock:
-                if self._read_state() == [self._base_seed, self._end]:
-                    self._state.assign([self._base_seed, self._counter + draws])
-
-    def _read_state(self):
-        return keras.ops.convert_to_numpy(self._state.value).tolist()
+        if "chosen" not in self.buffers:
+            return ()
+        stop = (self._num_tokens - 1) % RECENT + 1
+        names = Logprobs._fields
+        return Logprobs(*(self.buffers[name][:, stop - count : stop].clone() for name in names))
 
     def __call__(self, logits):
         """Returns tokens [B]."""
-        sampler = self._sampler
-        if not self.is_capturable:
-            return sampler.get_next_token(sampler.compute_probabilities(logits))
-        if self._candidates is None:
+        if self._custom is not None:
+            return self._custom.get_next_token(self._custom.compute_probabilities(logits))
+        if not self.buffers:
             return dispatch.run("argmax", {"x": logits})
-        probabilities = torch.softmax(logits.float() / sampler.temperature, dim=-1)
-        probabilities, tokens = self._candidates(sampler, probabilities)
-        # As Keras and `torch.multinomial`, which waits for the device to validate probabilities.
-        probabilities = torch.softmax(probabilities.log(), dim=-1)
-        noise = torch.empty_like(probabilities).exponential_(1, generator=self.generator)
-        sampled = (probabilities / noise).argmax(dim=-1, keepdim=True)
-        return (sampled if tokens is None else tokens.gather(1, sampled))[:, 0]
+        buffers, index = self.buffers, self.buffers["index"]
+        arguments = [buffers[name] for name in self._arguments]
+        uniform = buffers.get("uniform")
+        inputs = logits, buffers["stops"], index, uniform, buffers.get("counts"), *arguments
+        token, *new = _traced(self._features, tuple(self._arguments), *map(_spec, inputs))(
+            *(t for t in inputs if t is not None)
+        )
+        index.add_(1)
+        if "counts" in buffers:
+            buffers["counts"].copy_(new.pop(0))
+        slot = (index - 1) % RECENT
+        for name, value in zip(Logprobs._fields, new, strict=False):
+            buffers[name].index_copy_(1, slot, value[:, None])
+        return token
 
     def store_argmax(self, logits, token, recent):
         """Stores greedy tokens with one kernel, if there is one for this sampler and device.
@@ -104,32 +116,43 @@ class TokenSampler:
         Returns:
             True if the tokens were stored.
         """
-        is_argmax = self.is_capturable and self._candidates is None
+        is_argmax = self._features == Features()
         write = getattr(dispatch.chosen_module("argmax", {"x": logits}), "write_argmax", None)
         if is_argmax and write is not None:
             write(logits, token, recent)
         return is_argmax and write is not None
 
 
-def _all_tokens(sampler, probabilities):
-    return probabilities, None
+def _spec(tensor):
+    return None if tensor is None else (tuple(tensor.shape), tensor.dtype, tensor.device)
 
 
-def _top_k(sampler, probabilities):
-    return torch.topk(probabilities, sampler.k, sorted=False)
+@functools.lru_cache(maxsize=32)
+def _traced(features, names, *specs):
+    """Returns `next_tokens` as a graph of torch, which runs without Keras.
 
+    Args:
+        features: the `Features`.
+        names: names of the arguments.
+        *specs: shape, dtype and device of the logits, the stop tokens, the index [1] of the token,
+            `uniform` [B, RECENT], the counts and the arguments; None for one that is not used.
+    """
+    is_used = [spec is not None for spec in specs]
 
-def _top_p(sampler, probabilities):
-    k = probabilities.shape[1] if sampler.k is None else sampler.k
-    best, tokens = torch.topk(probabilities, k, sorted=True)
-    dropped = torch.cumsum(best, dim=-1)[:, :-1] > sampler.p  # p is reached before the token
-    return torch.cat((best[:, :1], best[:, 1:].masked_fill(dropped, 0)), dim=1), tokens
+    def choose(*tensors):
+        given = iter(tensors)
+        logits, stops, index, uniform, counts, *arguments = (
+            next(given) if used else None for used in is_used
+        )
+        if uniform is not None:
+            uniform = uniform.index_select(1, index % RECENT)[:, 0]
+        token, counts, logprobs = next_tokens(
+            *(features, logits, stops, index.to(torch.int32).expand(len(logits))),
+            *(uniform, counts, dict(zip(names, arguments, strict=True))),
+        )
+        return token, *(() if counts is None else (counts,)), *logprobs
 
-
-# {class of sampler: function of the sampler and probabilities [B, vocabulary] that returns the
-# probabilities of the candidates [B, K] and their tokens, None for all tokens in order}
-_CANDIDATES = {
-    keras_hub.samplers.TopKSampler: _top_k,
-    keras_hub.samplers.TopPSampler: _top_p,
-    keras_hub.samplers.RandomSampler: _all_tokens,
-}
+    used = filter(None, specs)
+    examples = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in used]
+    with torch.no_grad():
+        return make_fx(choose)(*examples)

@@ -1,0 +1,94 @@
+"""What a decoding loop generates, and what it returns."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from keras_recurrent.generation.output import generation_output
+
+
+class Request(NamedTuple):
+    """Prompts of one call, and how tokens are generated after them.
+
+    Attributes:
+        token_ids: int32 `[B, T]`, a NumPy array: prompts followed by padding.
+        lengths: int32 `[B]`, lengths of the prompts, at least 1.
+        limits: int32 `[B]`, maximum lengths of the sequences, from `lengths` to T.
+        stop_token_ids: a tuple of integers, which may be empty.
+        sampling: the `Sampling`.
+        stop_strings: the `StopStrings`, or None.
+    """
+
+    token_ids: Any
+    lengths: Any
+    limits: Any
+    stop_token_ids: tuple[int, ...]
+    sampling: Any
+    stop_strings: Any = None
+
+    @property
+    def free_length(self):
+        """Maximum number of new tokens of each sequence, int32 `[B]`."""
+        return (self.limits - self.lengths).astype("int32")
+
+    @property
+    def last_token(self):
+        """Last token of each prompt, `[B, 1]`."""
+        return self.token_ids[np.arange(len(self.lengths)), self.lengths - 1][:, None]
+
+    def finish_reasons(self, token_ids, has_stop_string):
+        """Returns `"stop"`, `"length"` or None for each sequence, as in `GenerationOutput`.
+
+        Args:
+            token_ids: a list of lists of integers, the new tokens of each sequence.
+            has_stop_string: a list of booleans, True for sequences that end in a stop string.
+        """
+        rows = zip(token_ids, has_stop_string, self.free_length, strict=True)
+        return [self._finish_reason(*row) for row in rows]
+
+    def _finish_reason(self, ids, has_stop_string, free_length):
+        if has_stop_string or (ids and ids[-1] in self.stop_token_ids):
+            return "stop"
+        return "length" if len(ids) >= free_length else None
+
+    def output(self, result, texts, cache):
+        """Returns the `GenerationOutput` of a `Result`, with these texts and cache."""
+        counts = result.lengths - self.lengths
+        rows = zip(result.token_ids, self.lengths, counts, strict=True)
+        token_ids = [row[start : start + count].tolist() for row, start, count in rows]
+        strings = self.stop_strings
+        stopped = strings.end(counts) if strings else [False] * len(counts)
+        reasons = self.finish_reasons(token_ids, stopped)
+        params = self.sampling.params
+        return generation_output(params, token_ids, result.logprobs, texts, reasons, cache)
+
+    def result(self, new, counts, cache=None, logprobs=None):
+        """Returns the `Result` of this request.
+
+        Args:
+            new: integers `[B, N]`, a NumPy array: the new tokens of each sequence.
+            counts: integers `[B]`, how many of them belong to the sequence.
+            cache, logprobs: those of the `Result`.
+        """
+        token_ids = self.token_ids.copy()
+        for row, tokens, start, count in zip(token_ids, new, self.lengths, counts, strict=True):
+            row[start : start + count] = tokens[:count]
+        lengths = (self.lengths + counts).astype("int32")
+        return Result(token_ids, lengths, cache, logprobs)
+
+
+class Result(NamedTuple):
+    """Generated tokens.
+
+    Attributes:
+        token_ids: int32 `[B, T]`, a NumPy array: prompts, new tokens, padding.
+        lengths: int32 `[B]`, lengths of prompts with new tokens.
+        cache: the cache after all tokens of each sequence but the last, or None.
+        logprobs: the `Logprobs` of NumPy arrays `[B, N]` and `[B, N, K]`, of the new tokens of each
+            sequence, or None.
+    """
+
+    token_ids: Any
+    lengths: Any
+    cache: Any
+    logprobs: Any

@@ -1,0 +1,309 @@
+"""The choice of the next token of each sequence, from logits and `SamplingParams`.
+
+`Sampling` prepares arguments and random numbers of one call on the host. `next_tokens` chooses
+tokens on the device, in the programs of all backends. A program depends only on the `Features`.
+"""
+
+import random
+import threading
+from typing import Any, NamedTuple
+
+import numpy as np
+from keras import ops
+
+from keras_recurrent.generation.samplers import as_sampling_params
+from keras_recurrent.generation.sampling_params import SamplingParams
+
+MIN_CANDIDATES = 8
+LARGEST_UNIFORM = np.float32(1 - 2**-23)  # times a sum, it is below this sum in float32
+
+# Held from reading the state of a sampler's generator to assigning the next one.
+_state_lock = threading.Lock()
+
+
+class Features(NamedTuple):
+    """Options in use, which a program depends on; the defaults choose the most probable token.
+
+    Attributes:
+        is_random: boolean, a sequence has a temperature above 0.
+        has_greedy: boolean, another sequence has a temperature of 0.
+        num_candidates: integer, number of most probable tokens that are sorted. 0: none.
+        has_top_p, has_min_p, has_penalties, has_bias, has_minimum: booleans.
+        num_logprobs: integer, number of most probable tokens whose log probabilities are returned.
+            None: no log probabilities.
+    """
+
+    is_random: bool = False
+    has_greedy: bool = False
+    num_candidates: int = 0
+    has_top_p: bool = False
+    has_min_p: bool = False
+    has_penalties: bool = False
+    has_bias: bool = False
+    has_minimum: bool = False
+    num_logprobs: int | None = None
+
+
+class Logprobs(NamedTuple):
+    """Log probabilities of the model, before all options.
+
+    Attributes:
+        chosen: float32 `[B]`, of the sampled tokens.
+        top: float32 `[B, N]`, of the N most probable tokens, in descending order.
+        token_ids: int32 `[B, N]`, these tokens.
+    """
+
+    chosen: Any
+    top: Any
+    token_ids: Any
+
+
+class Sampling:
+    """How the tokens of one call are chosen.
+
+    Args:
+        params: a list of `SamplingParams`, one for each sequence. None: `sampler` chooses.
+        sampler: the sampler of the model. A sampler of KerasHub's gives the random numbers of
+            sequences whose `params` are made from it.
+        seeds: a list of `numpy.random.SeedSequence`, one for each sequence.
+        vocabulary_size: integer.
+        tokens: a list of integer arrays, the tokens of each sequence so far.
+
+    Attributes:
+        batch_size: integer.
+        params: a list of the `SamplingParams` of each sequence, None with a custom sampler.
+        custom: the sampler, if its `get_next_token` chooses, or None.
+        features: the `Features`, None for a custom sampler.
+        arguments: `{name: array [B] or [B, vocabulary_size]}`, those that the features need.
+    """
+
+    def __init__(self, params, sampler, seeds, vocabulary_size, tokens):
+        self.batch_size, self.params = len(tokens), params or [None] * len(tokens)
+        self.custom = sampler if params is None else None
+        self.features, self.arguments, self._generators = None, {}, []
+        if params is None:
+            return
+        self.features = features = _features(params, vocabulary_size)
+        names = {"temperature": features.is_random, "min_p": features.has_min_p}
+        names |= {"top_k": features.num_candidates, "top_p": features.has_top_p}
+        penalties = "repetition_penalty", "presence_penalty", "frequency_penalty"
+        names |= dict.fromkeys(penalties, features.has_penalties)
+        names["min_new_tokens"] = features.has_minimum
+        for name in (name for name, is_used in names.items() if is_used):
+            values = [getattr(p, name) for p in params]
+            integers = name in ("top_k", "min_new_tokens")
+            self.arguments[name] = np.array(values, "int32" if integers else "float32")
+        if features.num_candidates:
+            top_k = self.arguments["top_k"]
+            self.arguments["top_k"] = np.where(top_k > 0, top_k, vocabulary_size)
+        if features.has_bias:
+            bias = np.zeros((len(params), vocabulary_size), "float32")
+            for row, p in zip(bias, params, strict=True):
+                for token, number in (p.logit_bias or {}).items():
+                    row[token] = number
+            self.arguments["logit_bias"] = bias
+        if features.has_penalties:
+            known = np.zeros((len(params), vocabulary_size), bool)
+            for row, ids in zip(known, tokens, strict=True):
+                row[ids] = True
+            self.arguments["in_prompt"] = known
+        if features.is_random:
+            self._generators = [np.random.Generator(np.random.Philox(seed)) for seed in seeds]
+
+    def uniform(self, count):
+        """Returns the next `count` random numbers of each sequence, float32 `[B, count]`."""
+        numbers = [generator.random(count, "float32") for generator in self._generators]
+        return np.minimum(numbers, LARGEST_UNIFORM)
+
+
+def make_sampling(model, params, tokens):
+    """Returns the `Sampling` of one call.
+
+    Args:
+        model: the language model.
+        params: one `SamplingParams`, or a list of one for each sequence. None: the sampler of the
+            model.
+        tokens: a list of integer arrays, the tokens of each sequence so far.
+
+    Raises:
+        ValueError: `params` are of another type or number, an id or number exceeds the vocabulary,
+            or the sampler of the model has its own choice of tokens.
+    """
+    size, batch_size = model.backbone.vocabulary_size, len(tokens)
+    default = as_sampling_params(model.sampler)
+    if params is None and default is None:
+        return Sampling(None, model.sampler, None, size, tokens)
+    if params is None:
+        return Sampling([default] * batch_size, None, _seeds(model.sampler, tokens), size, tokens)
+    params = _as_list(params, batch_size)
+    for p in params:
+        p.check_vocabulary(size)
+    if default is None:
+        raise ValueError(
+            f"`sampling` cannot be combined with the sampler {type(model.sampler).__name__}. "
+            "Compile with 'greedy', 'top_k', 'top_p' or 'random', which `sampling` replaces."
+        )
+    seeds = [random.getrandbits(64) if p.seed is None else p.seed for p in params]
+    seeds = list(map(np.random.SeedSequence, seeds))
+    return Sampling(params, None, seeds, size, tokens)
+
+
+def _as_list(params, batch_size):
+    if isinstance(params, SamplingParams):
+        return [params] * batch_size
+    params = list(params) if isinstance(params, (list, tuple)) else params
+    if not isinstance(params, list) or not all(isinstance(p, SamplingParams) for p in params):
+        raise ValueError(
+            "`sampling` must be a `SamplingParams`, or a list of one for each prompt; got "
+            f"{params!r}."
+        )
+    if len(params) != batch_size:
+        raise ValueError(
+            f"`sampling` must have one `SamplingParams` for each of the {batch_size} prompts; got "
+            f"{len(params)}."
+        )
+    return params
+
+
+def _seeds(sampler, tokens):
+    """Returns a seed for each sequence, and advances the generator of a sampler of KerasHub."""
+    generator = getattr(sampler, "seed_generator", None)
+    if generator is None:
+        return []
+    with _state_lock:
+        seed, count = (int(number) for number in ops.convert_to_numpy(generator.state.value))
+        generator.state.assign([seed, count + 1])
+    return [np.random.SeedSequence([seed, count, row]) for row in range(len(tokens))]
+
+
+def _features(params, vocabulary_size):
+    sampled = [p for p in params if not p.is_greedy]
+    has_top_p = any(p.top_p < 1 for p in sampled)
+    limits = [p.top_k if p.top_k > 0 else vocabulary_size for p in sampled]
+    num_candidates = 0
+    if has_top_p or any(limit < vocabulary_size for limit in limits):
+        num_candidates = min(_power_of_two(max(limits), MIN_CANDIDATES), vocabulary_size)
+    logprobs = [p.logprobs for p in params if p.logprobs is not None]
+    num_logprobs = None
+    if logprobs:
+        most = max(logprobs)
+        num_logprobs = min(_power_of_two(most, 1), vocabulary_size) if most else 0
+    return Features(
+        is_random=bool(sampled),
+        has_greedy=0 < len(sampled) < len(params),
+        num_candidates=num_candidates,
+        has_top_p=has_top_p,
+        has_min_p=any(p.min_p for p in sampled),
+        has_penalties=any(p.has_penalties for p in params),
+        has_bias=any(p.logit_bias for p in params),
+        has_minimum=any(p.min_new_tokens for p in params),
+        num_logprobs=num_logprobs,
+    )
+
+
+def _power_of_two(number, least):
+    return max(least, 1 << (number - 1).bit_length())
+
+
+def next_tokens(features, logits, stops, count, uniform, counts, arguments):
+    """Chooses the next token of each sequence.
+
+    Args:
+        features: the `Features`.
+        logits: `[B, vocabulary_size]`.
+        stops: int32 `[S]`, the stop tokens.
+        count: int32 `[B]`, number of tokens generated before.
+        uniform: float32 `[B]`, random numbers in [0, 1). None: no sequence is random.
+        counts: int32 `[B, vocabulary_size]`, how often each token was generated, with penalties;
+            else it is returned as it is.
+        arguments: those of `Sampling`.
+
+    Returns:
+        `(tokens, counts, logprobs)`: int32 `[B]`, the new counts, and the `Logprobs` or ().
+    """
+    if features == Features():
+        return ops.argmax(logits, axis=-1), counts, ()
+    model_logits = logits = ops.cast(logits, "float32")
+    ids = ops.arange(logits.shape[-1], dtype="int32")
+    if features.has_bias:
+        logits = logits + arguments["logit_bias"]
+    if features.has_minimum:
+        is_stop = ops.any(ops.equal(ids, stops[:, None]), axis=0)
+        is_early = (count < arguments["min_new_tokens"])[:, None]
+        logits = ops.where(ops.logical_and(is_stop, is_early), -np.inf, logits)
+    if features.has_penalties:
+        logits = _penalize(logits, counts, arguments)
+    if features.is_random:
+        token = _draw(features, logits, uniform, arguments)
+    else:
+        token = ops.cast(ops.argmax(logits, axis=-1), "int32")
+    if features.has_penalties:
+        counts = counts + ops.cast(ops.equal(ids, token[:, None]), "int32")
+    logprobs: Any = ()
+    if features.num_logprobs is not None:
+        logprobs = _log_probabilities(model_logits, token, features.num_logprobs)
+    return token, counts, logprobs
+
+
+def empty_logprobs(num_logprobs, size):
+    """Returns zeros for the `Logprobs` of `size` tokens, a tuple of integers, or ()."""
+    if num_logprobs is None:
+        return ()
+    top = *size, num_logprobs
+    return Logprobs(ops.zeros(size), ops.zeros(top), ops.zeros(top, "int32"))
+
+
+def _penalize(logits, counts, arguments):
+    repetition, presence, frequency = (
+        arguments[f"{name}_penalty"][:, None] for name in ("repetition", "presence", "frequency")
+    )
+    generated = ops.greater(counts, 0)
+    known = ops.logical_or(arguments["in_prompt"], generated)
+    repeated = ops.where(ops.greater(logits, 0), logits / repetition, logits * repetition)
+    logits = ops.where(known, repeated, logits)
+    counts, generated = ops.cast(counts, "float32"), ops.cast(generated, "float32")
+    return logits - frequency * counts - presence * generated
+
+
+def _draw(features, logits, uniform, arguments):
+    temperature = arguments["temperature"][:, None]
+    scaled = logits / ops.where(ops.greater(temperature, 0), temperature, 1.0)
+    if features.has_min_p:
+        lowest = ops.max(scaled, axis=-1, keepdims=True) + ops.log(arguments["min_p"][:, None])
+        scaled = ops.where(ops.less(scaled, lowest), -np.inf, scaled)
+    if features.num_candidates:
+        lowest = _lowest_kept(features, scaled, arguments)
+        scaled = ops.where(ops.less(scaled, lowest), -np.inf, scaled)
+    # In the order of token ids, so that the same random number gives the same token whatever
+    # options other sequences use.
+    cumulative = ops.cumsum(ops.softmax(scaled, axis=-1), axis=-1)
+    reached = ops.less_equal(cumulative, uniform[:, None] * cumulative[:, -1:])
+    token = ops.sum(ops.cast(reached, "int32"), axis=-1)
+    if not features.has_greedy:
+        return token
+    best = ops.cast(ops.argmax(logits, axis=-1), "int32")
+    return ops.where(ops.greater(temperature[:, 0], 0), token, best)
+
+
+def _lowest_kept(features, scaled, arguments):
+    """Returns the least scaled logit of each sequence that `top_k` and `top_p` keep, `[B, 1]`."""
+    candidates, _ = ops.top_k(scaled, features.num_candidates, sorted=True)
+    rank = ops.arange(features.num_candidates, dtype="int32")
+    kept = rank < arguments["top_k"][:, None]
+    if features.has_top_p:
+        top_p = arguments["top_p"][:, None]
+        probabilities = ops.softmax(ops.where(kept, candidates, -np.inf), axis=-1)
+        more_probable = ops.cumsum(probabilities, axis=-1) - probabilities
+        dropped = ops.logical_and(top_p < 1, more_probable >= top_p)
+        kept = ops.logical_and(kept, ops.logical_not(dropped))
+    return ops.min(ops.where(kept, candidates, np.inf), axis=-1, keepdims=True)
+
+
+def _log_probabilities(logits, token, number):
+    log_sum = ops.logsumexp(logits, axis=-1, keepdims=True)
+    chosen = ops.take_along_axis(logits, token[:, None], axis=1) - log_sum
+    if not number:
+        empty = chosen[:, :0]
+        return Logprobs(chosen[:, 0], empty, ops.cast(empty, "int32"))
+    top, ids = ops.top_k(logits, number, sorted=True)
+    return Logprobs(chosen[:, 0], top - log_sum, ops.cast(ids, "int32"))

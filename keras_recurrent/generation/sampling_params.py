@@ -1,0 +1,139 @@
+"""Options that choose the next token from logits, for one prompt."""
+
+import dataclasses
+import numbers
+from collections.abc import Mapping
+
+from keras_recurrent.checks.arguments import is_finite_number
+
+MAX_BIAS = 100
+MAX_SEED = 2**64 - 1
+
+
+def _is_integer(value):
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _number(description, is_valid):
+    return description, lambda value: is_finite_number(value) and is_valid(value)
+
+
+def _integer(description, is_valid):
+    return description, lambda value: _is_integer(value) and is_valid(value)
+
+
+# {name: (what it must be, whether a value is that)}
+RANGES = {
+    "temperature": _number("a number of at least 0", lambda v: v >= 0),
+    "top_k": _integer("an integer of at least 0, or -1 for all tokens", lambda v: v >= -1),
+    "top_p": _number("a number above 0, at most 1", lambda v: 0 < v <= 1),
+    "min_p": _number("a number from 0 to 1", lambda v: 0 <= v <= 1),
+    "repetition_penalty": _number("a number above 0", lambda v: v > 0),
+    "presence_penalty": _number("a number from -2 to 2", lambda v: -2 <= v <= 2),
+    "frequency_penalty": _number("a number from -2 to 2", lambda v: -2 <= v <= 2),
+    "min_new_tokens": _integer("an integer of at least 0", lambda v: v >= 0),
+    "seed": _integer("an integer from 0 to 2**64 - 1, or None", lambda v: 0 <= v <= MAX_SEED),
+    "logprobs": _integer("an integer of at least 0, or None", lambda v: v >= 0),
+}
+OPTIONAL = {"seed", "logprobs"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Options of sampling, with the names and defaults of vLLM.
+
+    The options apply in this order: `logit_bias`, `min_new_tokens`, the penalties, `temperature`,
+    `min_p`, `top_k`, `top_p`. Other values of the options reuse compiled programs and CUDA graphs.
+
+    With a `seed`, a prompt gets the same random numbers on all backends, whatever else is in its
+    batch. Without one, the seed comes from Python's `random`, which `keras.utils.set_random_seed`
+    makes reproducible.
+
+    Args:
+        temperature: number of at least 0, divides the logits. 0: the most probable token (greedy).
+        top_k: integer, samples from the k most probable tokens. 0 or -1: from all.
+        top_p: number in (0, 1], samples from the smallest set of most probable tokens, among the
+            `top_k`, whose probabilities sum to at least p.
+        min_p: number in [0, 1], excludes tokens less probable than this fraction of the most
+            probable one.
+        repetition_penalty: number above 0. Logits of tokens that are in the prompt or were
+            generated are divided by it if positive, else multiplied. 1: none.
+        presence_penalty: number from -2 to 2, is subtracted from the logits of generated tokens.
+        frequency_penalty: number from -2 to 2, is subtracted once for each time that a token was
+            generated.
+        logit_bias: a dictionary `{token id: number from -100 to 100}`, which is added to logits.
+        min_new_tokens: integer, number of tokens before which no stop token is sampled.
+        seed: integer from 0 to 2**64 - 1. None: a random seed.
+        logprobs: integer, number of most probable tokens whose log probabilities are returned, in
+            addition to that of the sampled token. They are those of the model, before all options.
+            None: no log probabilities.
+
+    Raises:
+        ValueError: a value is out of range.
+
+    Example:
+
+    >>> import keras_recurrent
+    >>> from keras_recurrent.models import SamplingParams
+    >>> model = keras_recurrent.models.GriffinCausalLM.from_preset("hawk_tiny", num_layers=1)
+    >>> sampling = SamplingParams(temperature=0.7, top_p=0.9, seed=1)
+    >>> text = model.generate("All happy", max_new_tokens=8, sampling=sampling)
+    >>> text == model.generate("All happy", max_new_tokens=8, sampling=sampling)
+    True
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    min_new_tokens: int = 0
+    seed: int | None = None
+    logprobs: int | None = None
+
+    def __post_init__(self):
+        for name, (description, is_valid) in RANGES.items():
+            value = getattr(self, name)
+            if not (is_valid(value) or (value is None and name in OPTIONAL)):
+                raise ValueError(f"`{name}` must be {description}; got {value!r}.")
+        if self.logit_bias is None:
+            return
+        if not isinstance(self.logit_bias, Mapping):
+            raise ValueError(
+                "`logit_bias` must be a dictionary of token ids and numbers; got a "
+                f"{type(self.logit_bias).__name__}."
+            )
+        for token, bias in self.logit_bias.items():
+            if not _is_integer(token) or token < 0:
+                raise ValueError(f"`logit_bias` must have token ids as keys; got {token!r}.")
+            if not is_finite_number(bias) or abs(bias) > MAX_BIAS:
+                raise ValueError(
+                    f"`logit_bias` must have numbers from -{MAX_BIAS} to {MAX_BIAS} as values; "
+                    f"got {bias!r} for token {token}."
+                )
+
+    @property
+    def is_greedy(self):
+        return self.temperature == 0
+
+    @property
+    def has_penalties(self):
+        penalties = self.presence_penalty, self.frequency_penalty
+        return self.repetition_penalty != 1 or any(penalties)
+
+    def check_vocabulary(self, vocabulary_size):
+        """Raises a `ValueError` if `logit_bias` or `logprobs` exceed the vocabulary of a model."""
+        for token in self.logit_bias or ():
+            if token >= vocabulary_size:
+                raise ValueError(
+                    f"`logit_bias` must have token ids from 0 to {vocabulary_size - 1}, the "
+                    f"vocabulary of the model; got {token}."
+                )
+        if (self.logprobs or 0) > vocabulary_size:
+            raise ValueError(
+                f"`logprobs` must be at most {vocabulary_size}, the size of the vocabulary; got "
+                f"{self.logprobs}."
+            )

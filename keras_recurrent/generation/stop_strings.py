@@ -1,0 +1,145 @@
+"""Stop strings: generation ends at the first of them, which is not part of the text."""
+
+import numpy as np
+
+from keras_recurrent.generation.text import LONGEST_CHARACTER, REPLACEMENT, texts_of
+
+NOT_FOUND = np.iinfo("int32").max
+
+
+def check_stop_strings(stop, preprocessor):
+    """Returns stop strings as a tuple, which is empty for None.
+
+    Raises:
+        ValueError: `stop` is not a string or a list of strings, one is empty, or the model has no
+            preprocessor.
+    """
+    if stop is None:
+        return ()
+    strings = (stop,) if isinstance(stop, str) else stop
+    is_list = isinstance(strings, (list, tuple)) and strings
+    if not is_list or not all(isinstance(s, str) and s for s in strings):
+        raise ValueError(
+            f"`stop` must be a string, or a list of strings, none of them empty; got {stop!r}."
+        )
+    if preprocessor is None:
+        raise ValueError(
+            "`stop` needs a preprocessor, which converts tokens to text. Without one, pass "
+            "`stop_token_ids`."
+        )
+    return tuple(strings)
+
+
+class StopStrings:
+    """Searches the generated tokens of several sequences for stop strings.
+
+    Args:
+        strings: a tuple of strings.
+        preprocessor: the preprocessor of the model, which detokenizes.
+        last_token: integers `[B]`, the last token of each prompt.
+
+    Attributes:
+        strings: the argument.
+        num_tokens: integer, number of tokens searched so far.
+        counts: int32 `[B]`, number of tokens up to the one that completes a stop string.
+            `NOT_FOUND` for sequences without one.
+        cut: int32 `[B]`, number of characters from the beginning of the stop string to the end of
+            the text of these tokens.
+    """
+
+    def __init__(self, strings, preprocessor, last_token):
+        self.strings, self._preprocessor = strings, preprocessor
+        self._tokens = np.reshape(last_token, (-1, 1))
+        self.counts = np.full(len(self._tokens), NOT_FOUND, "int32")
+        self.cut = np.zeros_like(self.counts)
+        longest = max(len(s.encode()) for s in strings)
+        self._overlap = longest + LONGEST_CHARACTER
+
+    @property
+    def num_tokens(self):
+        return self._tokens.shape[1] - 1
+
+    def add(self, new):
+        """Searches more tokens, integers `[B, N]`.
+
+        Returns:
+            Boolean `[B]`, True for sequences that have a stop string.
+        """
+        before = self.num_tokens
+        self._tokens = np.concatenate((self._tokens, new), axis=1)
+        # The first token is context: the text of a token may depend on the one before.
+        first = max(0, before - self._overlap)
+        windows = self._tokens[:, first:]
+        searched = np.flatnonzero(self.counts == NOT_FOUND)
+        texts = self._texts(windows[searched])
+        for row, text in zip(searched, texts, strict=True):
+            if self._find(text) >= 0:
+                self._locate(row, windows[row], before - first)
+        return self.counts < NOT_FOUND
+
+    def end(self, counts):
+        """Returns whether sequences of `counts` tokens end in a stop string, boolean `[B]`."""
+        return counts == self.counts
+
+    def trim(self, texts, counts):
+        """Returns texts without the stop strings at the ends of sequences of `counts` tokens."""
+        ends = np.where(self.end(counts), self.cut, 0)
+        return [text[: len(text) - end] for text, end in zip(texts, ends, strict=True)]
+
+    def _locate(self, row, window, num_known):
+        """Stores the first token that completes a stop string, after `num_known` known ones."""
+        for end in range(num_known + 2, len(window) + 1):
+            (text,) = self._texts(window[None, :end])
+            start = self._find(text)
+            if start >= 0:
+                self.counts[row] = self.num_tokens - (len(window) - end)
+                self.cut[row] = len(text) - start
+                return
+
+    def _find(self, text):
+        """Returns the position of the first stop string, -1 if there is none."""
+        positions = [text.find(s) for s in self.strings]
+        return min((p for p in positions if p >= 0), default=-1)
+
+    def _texts(self, windows):
+        """Returns the text of each window after its first token."""
+        contexts = texts_of(self._preprocessor, windows[:, :1])
+        texts = texts_of(self._preprocessor, windows)
+        whole = texts_of(self._preprocessor, windows[:, 1:])
+        return [
+            text[len(context) :] if context and not context.endswith(REPLACEMENT) else without
+            for text, context, without in zip(texts, contexts, whole, strict=True)
+        ]
+
+
+class StopFilter:
+    """Withholds streamed text that may be part of a stop string.
+
+    Args:
+        strings: a tuple of strings, which may be empty.
+    """
+
+    def __init__(self, strings):
+        self._strings, self._held = strings, ""
+
+    def add(self, text, is_last):
+        """Returns the text that may be shown, and True if a stop string was found.
+
+        Args:
+            text: string, the next text.
+            is_last: boolean, True if no more text follows.
+        """
+        text, self._held = self._held + text, ""
+        starts = [start for start in map(text.find, self._strings) if start >= 0]
+        if starts:
+            return text[: min(starts)], True
+        if not is_last:
+            held = max((_overlap(text, s) for s in self._strings), default=0)
+            text, self._held = text[: len(text) - held], text[len(text) - held :]
+        return text, False
+
+
+def _overlap(text, string):
+    """Returns the length of the longest end of `text` that `string` begins with."""
+    lengths = range(min(len(text), len(string) - 1), 0, -1)
+    return next((n for n in lengths if text.endswith(string[:n])), 0)
