@@ -242,7 +242,7 @@ class BPETokenizer(keras_hub.tokenizers.Tokenizer):
         dtype = self.compute_dtype
 
         def encode(texts):
-            rows = self._file.encode([text.decode("utf-8", "replace") for text in texts])
+            rows = self._get_file().encode([text.decode("utf-8", "replace") for text in texts])
             lengths = np.array([len(row) for row in rows], "int64")
             return np.array([id for row in rows for id in row], dtype), lengths
 
@@ -274,7 +274,7 @@ class BPETokenizer(keras_hub.tokenizers.Tokenizer):
 
         def decode(values, splits):
             rows = (values[begin:end] for begin, end in itertools.pairwise(splits))
-            texts = [self._file.decode(row.tolist()) for row in rows]
+            texts = [self._get_file().decode(row.tolist()) for row in rows]
             return np.array([text.encode() for text in texts], object)
 
         arguments = [rows.flat_values, rows.row_splits]
