@@ -158,7 +158,8 @@ def _parse_texts(model, inputs, max_length, cache):
         )
     tokenizer = preprocessor.tokenizer
     prompts = [np.asarray(tokens).tolist() for tokens in tokenizer(list(map(_as_text, texts)))]
-    if cache is None and preprocessor.add_start_token:
+    has_start_token = preprocessor.add_start_token and tokenizer.start_token_id is not None
+    if cache is None and has_start_token:
         prompts = [[tokenizer.start_token_id, *tokens] for tokens in prompts]
     if cache is None:
         _check_not_empty(map(len, prompts))

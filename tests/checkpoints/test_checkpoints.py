@@ -262,7 +262,10 @@ def test_overrides_of_a_checkpoint():
     for kwargs, match in [
         ({"num_layers": 1}, "'num_layers': the weights in .* fit only"),
         ({"num_layer": 1}, "'num_layer', which nothing takes"),
-        ({"sequence_length": 8}, "'sequence_length': .* has no tokenizer.model"),
+        (
+            {"sequence_length": 8},
+            "'sequence_length': .* neither tokenizer.model nor tokenizer",
+        ),
         ({"dtype": "int8_from_float32"}, "`dtype`: a checkpoint holds floating-point weights"),
     ]:
         with pytest.raises(ValueError, match=match):
@@ -321,7 +324,7 @@ def test_a_name_of_the_hub(hub):
 
 
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
-TOKENIZER = "tokenizer.model"
+TOKENIZER, BPE = "tokenizer.model", "tokenizer.json"
 NETWORK = (CONFIG, INDEX, WEIGHTS)  # the index is asked for, and is not there
 
 
@@ -347,6 +350,8 @@ def test_each_file_is_fetched_once(
     path = golden.copy(tmp_path / "once")
     if with_tokenizer:
         (path / TOKENIZER).write_bytes(sentence_piece)
+    elif TOKENIZER in wanted:
+        wanted = {*wanted, BPE}
     monkeypatch.setattr(golden, "PATH", path)
     opened = []
 
