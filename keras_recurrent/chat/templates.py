@@ -9,6 +9,8 @@ from keras_recurrent.chat.rendering import render
 
 # Names of special tokens in the source of a template.
 TOKEN_NAME = re.compile(r"<[^<>\s'\"{}]+>|\[[^\[\]\s'\"{}]+\]")
+# {variable of a template: attribute of a tokenizer}
+TOKEN_VARIABLES = {"bos_token": "start_token", "eos_token": "end_token", "pad_token": "pad_token"}
 QUESTION, ANSWER = "question", "answer"
 
 
@@ -16,9 +18,9 @@ class ChatPrompt(str):
     """Prompt that a chat template made from messages.
 
     A string with the text that transformers renders. The models tokenize it with its special
-    tokens, as the template has them: no start token is added. Special tokens in the content of
-    messages are plain text. Operations on it, such as `prompt + "…"`, return a `str`, which is
-    plain text throughout.
+    tokens, and add no start token if it begins with one. Special tokens in the content of messages
+    are plain text. Slices are such prompts, too; other operations, such as `prompt + "…"`, return a
+    `str`, which is plain text throughout.
 
     Attributes:
         parts: strings, which are the text together. A special token in the content of a message is
@@ -28,9 +30,20 @@ class ChatPrompt(str):
     parts: tuple[str, ...]
 
     def __new__(cls, parts):
+        parts = tuple(parts)
         prompt = super().__new__(cls, "".join(parts))
-        prompt.parts = tuple(parts)
+        prompt.parts = parts
         return prompt
+
+    def __getitem__(self, key):
+        if not isinstance(key, slice) or key.step not in (None, 1):
+            return super().__getitem__(key)
+        begin, end, _ = key.indices(len(self))
+        parts = []
+        for part in self.parts:
+            parts.append(part[max(begin, 0) : max(end, 0)])
+            begin, end = begin - len(part), end - len(part)
+        return ChatPrompt(filter(None, parts))
 
 
 def check_chat_template(template):
@@ -100,17 +113,18 @@ def apply_template(template, tokenizer, messages, add_generation_prompt):
         "add_generation_prompt": bool(add_generation_prompt),
         "tools": None,
         "documents": None,
-        "bos_token": tokenizer.start_token,
-        "eos_token": tokenizer.end_token,
-        "pad_token": tokenizer.pad_token,
     }
+    for name, attribute in TOKEN_VARIABLES.items():
+        # A variable that is missing renders as nothing, None as "None".
+        if getattr(tokenizer, attribute, None) is not None:
+            variables[name] = getattr(tokenizer, attribute)
     text = render(template, variables)
     return ChatPrompt(text.split(cut) if cut else [text])
 
 
 def special_tokens(template, tokenizer):
     """Returns the special tokens that the content of messages must not have, longest first."""
-    tokens = set(tokenizer.special_tokens)
+    tokens = set(filter(None, tokenizer.special_tokens))
     if getattr(tokenizer, "proto", None) is not None:
         # The file of a SentencePiece tokenizer has more, but does not tell which they are.
         for name in TOKEN_NAME.findall(template):
@@ -130,17 +144,20 @@ def tokenize_prompts(tokenizer, texts, add_start_token):
     Args:
         tokenizer: the tokenizer.
         texts: a list of strings, some of which may be a `ChatPrompt`.
-        add_start_token: boolean, begins texts with the start token, other than a `ChatPrompt`.
+        add_start_token: boolean, begins texts with the start token. A `ChatPrompt` that begins
+            with it gets no second one.
     """
     start = [tokenizer.start_token_id] if add_start_token else []
     plain = [text for text in texts if not isinstance(text, ChatPrompt)]
     tokens = iter(tokenizer(plain) if plain else ())
-    return [
-        tokenize_prompt(tokenizer, text)
-        if isinstance(text, ChatPrompt)
-        else [*start, *np.asarray(next(tokens)).tolist()]
-        for text in texts
-    ]
+    rows = []
+    for text in texts:
+        if isinstance(text, ChatPrompt):
+            ids = tokenize_prompt(tokenizer, text)
+            rows.append(ids if ids[:1] == start else [*start, *ids])
+        else:
+            rows.append([*start, *np.asarray(next(tokens)).tolist()])
+    return rows
 
 
 def _tokenize_with_special_tokens(tokenizer, text):

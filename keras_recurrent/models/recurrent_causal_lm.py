@@ -174,11 +174,12 @@ class RecurrentCausalLM(
         """Exports the model to a checkpoint for transformers and `from_preset`.
 
         Writes `config.json`, the tensors in `.safetensors` files, and `tokenizer.model` if the
-        preprocessor has a `SentencePieceTokenizer` (a `ByteTokenizer` has no file), and the
-        preprocessor's `chat_template` and `extra_stop_token_ids` in `chat_template.jinja` and
-        `generation_config.json`. LoRA weights are merged. Files are first written to a folder `.export-*` in the parent directory, which
-        is renamed at the end, so `path` is always complete. A process that is killed leaves that
-        folder. Delete it when no export into the same parent directory is running.
+        preprocessor has a `SentencePieceTokenizer` (a `ByteTokenizer` has no file). Its
+        `chat_template` and `extra_stop_token_ids` are written to `chat_template.jinja` and
+        `generation_config.json`. LoRA weights are merged. Files are first written to a folder
+        `.export-*` in the parent directory, which is renamed at the end, so `path` is always
+        complete. A process that is killed leaves that folder. Delete it when no export into the
+        same parent directory is running.
 
         Requirements on the backbone:
 

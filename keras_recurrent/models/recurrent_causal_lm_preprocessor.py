@@ -69,9 +69,9 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
 
     Raises:
         ValueError: `sequence_length` is not an integer of at least 1, `chat_template` is not a
-            string, or `extra_stop_token_ids` are not integers of at least 0; labels or weights are passed
-            with strings to pack; there are no prompts, or one is longer than `max_length`, which
-            defaults to `sequence_length`. (A `tf.data` pipeline truncates it instead.)
+            string, or `extra_stop_token_ids` are not integers of at least 0; labels or weights are
+            passed with strings to pack; there are no prompts, or one is longer than `max_length`,
+            which defaults to `sequence_length`. (A `tf.data` pipeline truncates it instead.)
 
     Example:
 
@@ -197,9 +197,9 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
             add_generation_prompt: boolean, ends the prompt with the beginning of an answer.
 
         Returns:
-            A string. `generate`, `stream` and `prefill` of the models tokenize it as it is, with
-            its special tokens and no further start token; special tokens in `content` are plain
-            text. This holds for the returned object, not for other strings made from it.
+            A string. `generate`, `stream` and `prefill` of the models tokenize it with its special
+            tokens, and add no second start token. Special tokens in `content` are plain text. This
+            holds for the returned object and its slices, not for other strings made from it.
 
         Raises:
             ValueError: the preprocessor has no chat template; `messages` have another form; the
