@@ -14,11 +14,12 @@ import pathlib
 import subprocess
 import sys
 import threading
+from typing import Any
 
 MAX_SECONDS = 2.0
 
 _lock = threading.Lock()
-_process: subprocess.Popen | None = None
+_process: Any = None  # a `subprocess.Popen`, or None
 
 
 def render(source, variables):

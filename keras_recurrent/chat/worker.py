@@ -80,7 +80,7 @@ def render(compile_template, source, variables):
         return {"error": "`chat_template` used more than 512 MB of memory."}
     except Exception as error:
         name = type(error).__name__
-        line = f" in line {error.lineno}" if name == "TemplateSyntaxError" else ""
+        line = f" in line {error.lineno}" if hasattr(error, "lineno") else ""
         return {"error": f"`chat_template` failed with {name}{line}: {str(error)[:MAX_MESSAGE]}"}
     return {"text": "".join(chunks)}
 

@@ -225,7 +225,7 @@ class RecurrentCausalLM(
         tokenizer = getattr(self.preprocessor, "tokenizer", None)
         template = getattr(self.preprocessor, "chat_template", None)
         extra = getattr(self.preprocessor, "extra_stop_token_ids", ())
-        stops = (tokenizer.end_token_id, *extra) if extra else ()
+        stops = (tokenizer.end_token_id, *extra) if tokenizer and extra else ()
         export(self.backbone, path, tokenizer, dtype, max_shard_size, template, stops)
 
     def rematerialized_call(self, layer_call, *args, **kwargs):

@@ -1,7 +1,5 @@
 """Preprocessor of the language models: strings to padded or packed sequences of tokens."""
 
-import numbers
-
 import keras
 import keras_hub
 import numpy as np
@@ -213,12 +211,12 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
         >>> from keras_recurrent.tokenizers import ByteTokenizer
         >>> template = (
         ...     "{{ bos_token }}{% for message in messages %}{{ message.role }}: "
-        ...     "{{ message.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:"
+        ...     "{{ message.content }} {% endfor %}{% if add_generation_prompt %}assistant:"
         ...     "{% endif %}"
         ... )
         >>> preprocessor = GriffinCausalLMPreprocessor(ByteTokenizer(), chat_template=template)
         >>> preprocessor.apply_chat_template([{"role": "user", "content": "Hello"}])
-        '<start>user: Hello\nassistant:'
+        '<start>user: Hello assistant:'
         """
         if self.chat_template is None:
             raise ValueError(
@@ -314,9 +312,10 @@ def _as_samples(token_ids, padding_mask, segment_ids, labels, sample_weight):
 
 
 def _check_token_ids(name, ids):
-    if not isinstance(ids, (list, tuple)) or not all(
-        isinstance(id, numbers.Integral) and not isinstance(id, bool) and id >= 0 for id in ids
-    ):
+    def is_token_id(id):
+        return isinstance(id, (int, np.integer)) and not isinstance(id, bool) and id >= 0
+
+    if not isinstance(ids, (list, tuple)) or not all(map(is_token_id, ids)):
         raise ValueError(f"`{name}` must be a tuple of integers of at least 0; got {ids!r}.")
 
 

@@ -317,7 +317,7 @@ def test_where_a_checkpoint_has_its_template(tmp_path, gemma):
 
 @pytest.mark.once
 def test_instruction_tuned_names_have_the_built_in_template(tmp_path, monkeypatch, gemma):
-    """Where their checkpoint has none; a template of the checkpoint comes first."""
+    """Only if their checkpoint has no template."""
     hub = pytest.importorskip("huggingface_hub")
     path = checkpoint(tmp_path / "hub", gemma)
 
