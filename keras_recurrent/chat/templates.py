@@ -144,10 +144,11 @@ def tokenize_prompts(tokenizer, texts, add_start_token):
     Args:
         tokenizer: the tokenizer.
         texts: a list of strings, some of which may be a `ChatPrompt`.
-        add_start_token: boolean, begins texts with the start token. A `ChatPrompt` that begins
+        add_start_token: boolean, begins texts with the start token, if there is one. A `ChatPrompt` that begins
             with it gets no second one.
     """
-    start = [tokenizer.start_token_id] if add_start_token else []
+    has_start = add_start_token and tokenizer.start_token_id is not None
+    start = [tokenizer.start_token_id] if has_start else []
     plain = [text for text in texts if not isinstance(text, ChatPrompt)]
     tokens = iter(tokenizer(plain) if plain else ())
     rows = []
