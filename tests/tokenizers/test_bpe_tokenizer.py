@@ -318,7 +318,16 @@ def model_of(**kwargs):
     return model
 
 
-def test_a_model_generates_and_streams(tmp_path):
+@once
+def test_a_saved_model_has_its_tokenizer(tmp_path):
+    model_of().save(tmp_path / "model.keras")
+    again = keras.saving.load_model(tmp_path / "model.keras").preprocessor.tokenizer
+    assert again.tokenizer_json == (bpe.PATH / "tokenizer.json").read_bytes()
+    assert (again.end_token_id, again.pad_token_id) == (bpe.END, bpe.PAD)
+
+
+@pytest.mark.nightly
+def test_a_model_generates_and_streams():
     model = model_of()
     model.compile(sampler="greedy")
     prompts = ["First <|im_end|>", "naïve 🌍"]
@@ -326,12 +335,9 @@ def test_a_model_generates_and_streams(tmp_path):
     whole = model.generate(prompts, **options)
     chunks = list(zip(*model.stream(prompts, **options), strict=True))
     assert [a + "".join(b) for a, b in zip(prompts, chunks, strict=True)] == whole
-    model.save(tmp_path / "model.keras")
-    again = keras.saving.load_model(tmp_path / "model.keras")
-    tokenizers_of = [m.preprocessor.tokenizer for m in (model, again)]
-    assert tokenizers_of[0](prompts) == tokenizers_of[1](prompts)
 
 
+@pytest.mark.nightly
 def test_a_model_is_trained_on_strings(tmp_path):
     texts = ["Before we proceed", "any further", "", "hear me speak"]
     (tmp_path / "text.txt").write_text("\n\n".join(texts))
