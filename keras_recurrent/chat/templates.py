@@ -144,8 +144,8 @@ def tokenize_prompts(tokenizer, texts, add_start_token):
     Args:
         tokenizer: the tokenizer.
         texts: a list of strings, some of which may be a `ChatPrompt`.
-        add_start_token: boolean, begins texts with the start token, if there is one. A `ChatPrompt` that begins
-            with it gets no second one.
+        add_start_token: boolean, begins texts with the start token, if there is one. A `ChatPrompt`
+            that begins with it gets no second one.
     """
     has_start = add_start_token and tokenizer.start_token_id is not None
     start = [tokenizer.start_token_id] if has_start else []

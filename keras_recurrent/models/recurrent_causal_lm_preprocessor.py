@@ -46,9 +46,10 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
 
     Args:
         tokenizer: the tokenizer of the family, a `ByteTokenizer`, or any KerasHub tokenizer with
-            start, end and padding tokens.
+            end and padding tokens.
         sequence_length: integer, tokens in a sequence. Defaults to 1024.
-        add_start_token: boolean, begins documents with the start token. Defaults to True.
+        add_start_token: boolean, begins documents with the start token, if the tokenizer has one.
+            Defaults to True.
         add_end_token: boolean, ends documents with the end token. Defaults to True.
         packed: boolean, packs documents into sequences. Defaults to False.
         chat_template: string, the jinja2 template of `apply_chat_template`, as checkpoints have
@@ -166,7 +167,7 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
         full = np.atleast_2d(keras.ops.convert_to_numpy(padding_mask)).all(axis=1)
         for row in np.flatnonzero(full):  # usually empty
             tokens = self.tokenizer(x) if single else self.tokenizer(x[row : row + 1])[0]
-            _check_length(row, int(self.add_start_token) + len(tokens), max_length)
+            _check_length(row, len(self._start_token_ids()) + len(tokens), max_length)
 
     def _preprocess_chat_prompts(self, x, max_length):
         rows = tokenize_prompts(
@@ -289,8 +290,12 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
             array.set_shape((None, sequence_length))
         return _as_samples(*arrays)
 
+    def _start_token_ids(self):
+        id = self.tokenizer.start_token_id
+        return [id] if self.add_start_token and id is not None else []
+
     def _rows(self, documents, sequence_length):
-        start = [self.tokenizer.start_token_id] if self.add_start_token else []
+        start = self._start_token_ids()
         end = [self.tokenizer.end_token_id] if self.add_end_token else []
         documents = [
             np.concatenate([start, np.asarray(d, "int32"), end]).astype("int32") for d in documents
