@@ -8,7 +8,7 @@ import keras
 import ml_dtypes
 import numpy as np
 
-from keras_recurrent.checkpoints import files, layout, tokenizer_files
+from keras_recurrent.checkpoints import chat_files, files, layout, tokenizer_files
 from keras_recurrent.checkpoints.checkpoint import DTYPES, INDEX_FILE, ONE_FILE
 from keras_recurrent.devices.jax_processes import gather_to_numpy, is_first, shared_output_path
 from keras_recurrent.progress import progress
@@ -16,7 +16,15 @@ from keras_recurrent.progress import progress
 GIGABYTE = 1024**3
 
 
-def export(backbone, path, tokenizer=None, dtype=None, max_shard_size=5):
+def export(
+    backbone,
+    path,
+    tokenizer=None,
+    dtype=None,
+    max_shard_size=5,
+    chat_template=None,
+    stop_token_ids=(),
+):
     """Writes `config.json`, the tensors and the tokenizer's file into a new directory.
 
     All files are first written to a folder `.export-*` in the parent directory, which is renamed to
@@ -32,6 +40,9 @@ def export(backbone, path, tokenizer=None, dtype=None, max_shard_size=5):
             the backbone.
         max_shard_size: number, the largest size of a file in GiB. A larger tensor gets a
             separate file.
+        chat_template: string, written to `chat_template.jinja`. None writes no file.
+        stop_token_ids: token ids that end a generated text, in `generation_config.json`. Empty:
+            no file is written.
 
     Raises:
         ValueError: the layout cannot hold the model, the model is quantized, the dtype is not one
@@ -40,10 +51,10 @@ def export(backbone, path, tokenizer=None, dtype=None, max_shard_size=5):
             it during the export.
     """
     with shared_output_path(os.fspath(path)) as path:
-        _export(backbone, path, tokenizer, dtype, max_shard_size)
+        _export(backbone, path, tokenizer, dtype, max_shard_size, chat_template, stop_token_ids)
 
 
-def _export(backbone, path, tokenizer, dtype, max_shard_size):
+def _export(backbone, path, tokenizer, dtype, max_shard_size, chat_template, stop_token_ids):
     path = os.path.abspath(path)
     if os.path.islink(path):
         raise FileExistsError(
@@ -93,6 +104,11 @@ def _export(backbone, path, tokenizer, dtype, max_shard_size):
         if len(shards) > 1:
             tokenizer_files.write_json(folder, INDEX_FILE, _index(shards, np.dtype(dtype)))
         config |= tokenizer_files.write(folder, tokenizer, family)
+        if chat_template is not None:
+            chat_files.write_chat_template(folder, chat_template)
+        if stop_token_ids:
+            content = {"eos_token_id": list(stop_token_ids)}
+            tokenizer_files.write_json(folder, chat_files.GENERATION_CONFIG_FILE, content)
         tokenizer_files.write_json(folder, files.CONFIG_FILE, config)
         _move(folder, path)
 

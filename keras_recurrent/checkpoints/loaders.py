@@ -13,11 +13,12 @@ import keras
 import keras_hub
 
 from keras_recurrent import compat, presets
-from keras_recurrent.checkpoints import checkpoint, files, tensor_table
+from keras_recurrent.checkpoints import chat_files, checkpoint, files, tensor_table
 from keras_recurrent.checkpoints.overrides import (
     check_overrides,
     check_weights_fit,
     split_overrides,
+    takes_argument,
 )
 from keras_recurrent.checkpoints.tokenizer_files import TokenizerFiles
 from keras_recurrent.tokenizers import BPETokenizer
@@ -74,7 +75,13 @@ class NamedPresetLoader(RecurrentPresetLoader):
     @functools.cached_property
     def published(self):
         """Loader of the published weights."""
-        return self._get_loader(self.row.weights)
+        loader = self._get_loader(self.row.weights)
+        loader.default_chat_template = self.chat_template
+        return loader
+
+    @property
+    def chat_template(self):
+        return getattr(self.row, "chat_template", None)
 
     def has_weights(self):
         return self.row.weights is not None
@@ -107,7 +114,12 @@ class NamedPresetLoader(RecurrentPresetLoader):
 
     def load_preprocessor(self, cls, config_file=None, **kwargs):
         check_overrides(self.preset, [cls], kwargs)
-        return super().load_preprocessor(cls, **{**self.row.preprocessor_arguments, **kwargs})
+        arguments = {**self.row.preprocessor_arguments, **kwargs}
+        if self.has_hub_weights() and "tokenizer" not in kwargs:
+            return self.published.load_preprocessor(cls, **arguments)
+        if self.chat_template is not None and takes_argument(cls, "chat_template"):
+            arguments.setdefault("chat_template", self.chat_template)
+        return super().load_preprocessor(cls, **arguments)
 
     def make_preprocessor(self, cls, load_weights, **kwargs):
         if self.has_hub_weights() and "tokenizer" not in kwargs:
@@ -135,7 +147,12 @@ class CheckpointLoader(RecurrentPresetLoader):
         config: the dictionary of its `config.json`.
         backbone_cls: the class of its backbone.
         layout: the family's `Layout`.
+
+    Attributes:
+        default_chat_template: string or None, the chat template if the files have none.
     """
+
+    default_chat_template = None
 
     def __init__(self, preset_files, config, backbone_cls, layout):
         super().__init__(preset_files.preset, config, backbone_cls)
@@ -188,7 +205,21 @@ class CheckpointLoader(RecurrentPresetLoader):
             # Models with BPE often have no start token, or one that does not begin texts.
             if isinstance(tokenizer, BPETokenizer):
                 kwargs.setdefault("add_start_token", tokenizer.adds_start_token)
+            if takes_argument(cls, "chat_template"):
+                kwargs = {**self._chat_arguments(tokenizer, kwargs), **kwargs}
         return super().load_preprocessor(cls, **kwargs)
+
+    def _chat_arguments(self, tokenizer, given):
+        """Returns the arguments of a preprocessor that the files have, but for those given."""
+        arguments = {}
+        if "chat_template" not in given:
+            template = chat_files.read_chat_template(self.files) or self.default_chat_template
+            arguments["chat_template"] = template
+        if "extra_stop_token_ids" not in given:
+            ids = chat_files.read_stop_token_ids(self.files, self.config)
+            others = tuple(id for id in ids if id != tokenizer.end_token_id)
+            arguments["extra_stop_token_ids"] = others
+        return arguments
 
     def make_preprocessor(self, cls, load_weights, **kwargs):
         if "tokenizer" in kwargs or self.has_tokenizer():

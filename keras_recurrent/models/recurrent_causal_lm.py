@@ -174,10 +174,12 @@ class RecurrentCausalLM(
         """Exports the model to a checkpoint for transformers and `from_preset`.
 
         Writes `config.json`, the tensors in `.safetensors` files, and `tokenizer.model` if the
-        preprocessor has a `SentencePieceTokenizer` (a `ByteTokenizer` has no file). LoRA weights
-        are merged. Files are first written to a folder `.export-*` in the parent directory, which
-        is renamed at the end, so `path` is always complete. A process that is killed leaves that
-        folder. Delete it when no export into the same parent directory is running.
+        preprocessor has a `SentencePieceTokenizer` (a `ByteTokenizer` has no file). Its
+        `chat_template` and `extra_stop_token_ids` are written to `chat_template.jinja` and
+        `generation_config.json`. LoRA weights are merged. Files are first written to a folder
+        `.export-*` in the parent directory, which is renamed at the end, so `path` is always
+        complete. A process that is killed leaves that folder. Delete it when no export into the
+        same parent directory is running.
 
         Requirements on the backbone:
 
@@ -221,7 +223,10 @@ class RecurrentCausalLM(
         True
         """
         tokenizer = getattr(self.preprocessor, "tokenizer", None)
-        export(self.backbone, path, tokenizer, dtype, max_shard_size)
+        template = getattr(self.preprocessor, "chat_template", None)
+        extra = getattr(self.preprocessor, "extra_stop_token_ids", ())
+        stops = (tokenizer.end_token_id, *extra) if tokenizer and extra else ()
+        export(self.backbone, path, tokenizer, dtype, max_shard_size, template, stops)
 
     def rematerialized_call(self, layer_call, *args, **kwargs):
         return layer_call  # only the backbone's blocks are rematerialized
