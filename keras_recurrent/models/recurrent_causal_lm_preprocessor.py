@@ -6,9 +6,11 @@ import numpy as np
 
 from keras_recurrent import compat
 from keras_recurrent.checks.arguments import check_boolean, check_positive_integer
-from keras_recurrent.models.packing import pack_documents
+from keras_recurrent.models import responses
+from keras_recurrent.models.packing import pack_documents, pad_documents
 from keras_recurrent.progress import progress
-from keras_recurrent.training.samples import check_prompts
+from keras_recurrent.training import dialogues
+from keras_recurrent.training.samples import as_texts, check_prompts
 
 TEXTS_PER_CALL = 4096
 
@@ -21,7 +23,7 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
 
     **Padded**, the default: each string is a sequence, as in KerasHub. `x` has `token_ids` and
     `padding_mask`, `[batch_size, sequence_length]`. Short strings are padded, and long strings are
-    truncated after `sequence_length + 1` tokens.
+    truncated to `sequence_length + 1` tokens, with the end token as the last.
 
     **Packed**, with `packed=True`: the strings of a call are packed into as few sequences as
     possible, without losing text. `x` also has `segment_ids`, the number of each token's document,
@@ -36,6 +38,17 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
     - In a dataset, each batch of strings is packed separately. For batches of equal shapes, batch
       again: `dataset.map(preprocessor).unbatch().batch(8)`; `fit` takes the result directly.
 
+    **Responses only**: from prompts with responses, and from conversations, `sample_weight` is True
+    only where `y` is a token of a response or its end token.
+
+    - A dictionary of `prompts` and `responses`, as in KerasHub: a document is the tokens of both,
+      tokenized separately, between start and end token. A document that is truncated keeps its
+      beginning; if no token of the response is left, nothing is learned, and a warning is shown.
+    - A list of conversations, each a list of messages `{"role": ..., "content": ...}`: the text is
+      that of `apply_chat_template`, which has all special tokens except, possibly, the start token.
+      Each turn of the assistant is learned, up to the end-of-turn token. Texts before and inside
+      the turns are tokenized separately.
+
     Args:
         tokenizer: the tokenizer of the family, a `ByteTokenizer`, or any KerasHub tokenizer with
             start, end and padding tokens.
@@ -46,7 +59,9 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
         **kwargs: `name`, as for any layer.
 
     Call arguments:
-        x: a string, or a list, array or tensor of strings.
+        x: a string, or a list, array or tensor of strings; a dictionary of `prompts` and
+            `responses`, which are such values; or a conversation or a list of them (not inside
+            `tf.data`).
         y, sample_weight: must be left out; both are made from `x`.
         sequence_length: integer, tokens in a sequence in this call.
 
@@ -55,8 +70,11 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
 
     Raises:
         ValueError: `sequence_length` is not an integer of at least 1; labels or weights are passed
-            with strings to pack; there are no prompts, or one is longer than `max_length`, which
-            defaults to `sequence_length`. (A `tf.data` pipeline truncates it instead.)
+            with strings to pack, or with responses; `prompts` and `responses` differ in length; a
+            conversation has no turn of the assistant, or its template is not incremental, that is,
+            a further message changes the text of those before; there are no prompts, or one is
+            longer than `max_length`, which defaults to `sequence_length`. (A `tf.data` pipeline
+            truncates it instead.)
 
     Example:
 
@@ -104,15 +122,16 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
     def call(self, x, y=None, sample_weight=None, sequence_length=None):
         if sequence_length is not None:
             check_positive_integer("sequence_length", sequence_length)
-        if not self.packed:
+        if not (self.packed or dialogues.is_conversation(x) or dialogues.has_responses(x)):
             return super().call(x, y, sample_weight, sequence_length=sequence_length)
         if y is not None or sample_weight is not None:
             raise ValueError(
-                "`y` and `sample_weight` are made from the strings in `x`, which do not correspond "
-                "to the packed sequences. Leave them out."
+                "`y` and `sample_weight` are made from the texts in `x`"
+                f"{', which do not correspond to the packed sequences' if self.packed else ''}. "
+                "Leave them out."
             )
-        pack = self._pack_in_graph if compat.in_tf_function() else self._pack
-        return pack(x, sequence_length or self.sequence_length)
+        make = self._make_in_graph if compat.in_tf_function() else self._make
+        return make(x, sequence_length or self.sequence_length)
 
     def _generate_preprocess_python(self, x, sequence_length=None):
         # KerasHub's method adds the start token for any `add_start_token`.
@@ -140,7 +159,7 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
 
     def _check_prompts_are_whole(self, x, padding_mask, max_length):
         """Raises an error for a prompt that was truncated."""
-        single = isinstance(x, (str, bytes)) or getattr(x, "ndim", 1) == 0
+        single = _is_single(x)
         full = np.atleast_2d(keras.ops.convert_to_numpy(padding_mask)).all(axis=1)
         for row in np.flatnonzero(full):  # usually empty
             tokens = self.tokenizer(x) if single else self.tokenizer(x[row : row + 1])[0]
@@ -152,23 +171,64 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
                 )
 
     def pack(self, texts, sequence_length=None):
-        """Packs a list of strings, like a call with `packed=True`, into NumPy arrays.
+        """Packs samples, like a call with `packed=True`, into NumPy arrays.
 
         Args:
-            texts: a list of strings.
+            texts: a list of strings, of conversations, or of dictionaries of one of `prompts` and
+                one of `responses`.
             sequence_length: integer, tokens in a sequence. None: the preprocessor's.
 
         Returns:
             `(x, y, sample_weight)`, all `[rows, sequence_length]`, with at least one row.
         """
-        tokens = self.tokenizer(texts) if texts else []
-        return _as_samples(*self._rows(tokens, sequence_length or self.sequence_length))
+        if texts and all(map(dialogues.is_prompts_with_responses, texts)):
+            texts = {part: [pair[part] for pair in texts] for part in dialogues.PARTS}
+        arrays = self._arrays(texts, sequence_length or self.sequence_length, packed=True)
+        return _as_samples(*arrays)
 
-    def _pack(self, x, sequence_length):
-        single = isinstance(x, (str, bytes)) or getattr(x, "ndim", 1) == 0
-        tokens = [self.tokenizer(x)] if single else self._tokens(x)
-        rows = self._rows(tokens, sequence_length)
-        return compat.convert_preprocessing_outputs_python(_as_samples(*rows))
+    def _make(self, x, sequence_length):
+        single = dialogues.is_conversation(x)
+        if single:
+            x = [x]
+        elif isinstance(x, dict):
+            single = all(map(_is_single, x.values()))
+            x = {name: [_as_string(text)] for name, text in x.items()} if single else x
+        elif _is_single(x):
+            x = [_as_string(x)]
+        samples = _as_samples(*self._arrays(x, sequence_length, self.packed))
+        if not self.packed:
+            samples = _without_segments(samples)
+            samples = keras.tree.map_structure(lambda a: a[0], samples) if single else samples
+        return compat.convert_preprocessing_outputs_python(samples)
+
+    def _arrays(self, x, sequence_length, packed):
+        """Returns the arrays of `pack_documents` for strings, dialogues, or nothing."""
+        x = as_texts(dialogues.as_dialogues(x))
+        start, end = self._start_and_end()
+        limit = None if packed else sequence_length + 1
+        if isinstance(x, dialogues.Conversations):
+            parse = getattr(self.tokenizer, "tokenize_with_special_tokens", self.tokenizer)
+            render = self.apply_chat_template
+            found = responses.conversation_documents(x, render, parse, start, limit)
+        elif isinstance(x, dialogues.PromptsWithResponses):
+            parts = x.as_inputs()
+            tokens = [self._tokens(parts[part]) for part in dialogues.PARTS]
+            found = responses.pair_documents(*tokens, start, end, limit)
+        else:
+            return self._pack_tokens(self._tokens(x), sequence_length)
+        return self._as_arrays(*found, sequence_length, packed)
+
+    def _pack_tokens(self, tokens, sequence_length):
+        start, end = self._start_and_end()
+        documents = [
+            np.concatenate([start, np.asarray(ids, "int32"), end]).astype("int32") for ids in tokens
+        ]
+        return pack_documents(documents, sequence_length, self.tokenizer.pad_token_id)
+
+    def _as_arrays(self, documents, learned, sequence_length, packed):
+        responses.warn_without_responses(learned, sequence_length)
+        arrange = pack_documents if packed else pad_documents
+        return arrange(documents, sequence_length, self.tokenizer.pad_token_id, learned)
 
     def _tokens(self, texts):
         """Tokenizes several strings."""
@@ -177,34 +237,47 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
         tokens = []
         with progress("Packing text", "text", sum(map(len, texts))) as done:
             for begin in range(0, len(texts), TEXTS_PER_CALL):
-                batch = texts[begin : begin + TEXTS_PER_CALL]
+                batch = list(texts[begin : begin + TEXTS_PER_CALL])
                 tokens += list(self.tokenizer(batch))
                 done(sum(map(len, batch)))
         return tokens
 
-    def _pack_in_graph(self, x, sequence_length):
+    def _make_in_graph(self, x, sequence_length):
         import tensorflow as tf
 
-        tokens = self.tokenizer(x[None] if x.shape.rank == 0 else x)
+        has_responses = isinstance(x, dict)
+        if has_responses:
+            dialogues.check_keys(x)
+        texts = [x[part] for part in dialogues.PARTS] if has_responses else [x]
+        single = texts[0].shape.rank == 0
+        tokens = [self.tokenizer(part[None] if single else part) for part in texts]
 
-        def rows(values, row_lengths):
-            documents = np.split(values, np.cumsum(row_lengths)[:-1])
-            return self._rows(documents, sequence_length)
+        def arrays(*parts):
+            parts = [
+                np.split(values, np.cumsum(row_lengths)[:-1])
+                for values, row_lengths in zip(parts[::2], parts[1::2], strict=True)
+            ]
+            if not has_responses:
+                return self._pack_tokens(*parts, sequence_length)
+            limit = None if self.packed else sequence_length + 1
+            found = responses.pair_documents(*parts, *self._start_and_end(), limit)
+            return self._as_arrays(*found, sequence_length, self.packed)
 
         dtypes = ("int32", "bool", "int32", "int32", "bool")
-        arguments = (tokens.flat_values, tokens.row_lengths())
-        arrays = tf.numpy_function(rows, arguments, dtypes, stateful=False)
-        for array in arrays:
+        given = [tensor for t in tokens for tensor in (t.flat_values, t.row_lengths())]
+        found = tf.numpy_function(arrays, given, dtypes, stateful=False)
+        for array in found:
             array.set_shape((None, sequence_length))
-        return _as_samples(*arrays)
+        samples = _as_samples(*found)
+        if not self.packed:
+            samples = _without_segments(samples)
+            samples = keras.tree.map_structure(lambda a: a[0], samples) if single else samples
+        return samples
 
-    def _rows(self, documents, sequence_length):
+    def _start_and_end(self):
+        """Returns lists of the special tokens before and after a document, or of none."""
         start = [self.tokenizer.start_token_id] if self.add_start_token else []
-        end = [self.tokenizer.end_token_id] if self.add_end_token else []
-        documents = [
-            np.concatenate([start, np.asarray(d, "int32"), end]).astype("int32") for d in documents
-        ]
-        return pack_documents(documents, sequence_length, self.tokenizer.pad_token_id)
+        return start, [self.tokenizer.end_token_id] if self.add_end_token else []
 
     def get_config(self):
         return {**super().get_config(), "packed": self.packed}
@@ -213,3 +286,17 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
 def _as_samples(token_ids, padding_mask, segment_ids, labels, sample_weight):
     x = {"token_ids": token_ids, "padding_mask": padding_mask, "segment_ids": segment_ids}
     return x, labels, sample_weight
+
+
+def _without_segments(samples):
+    x, *labels = samples
+    return {name: array for name, array in x.items() if name != "segment_ids"}, *labels
+
+
+def _is_single(x):
+    return isinstance(x, (str, bytes)) or getattr(x, "ndim", 1) == 0
+
+
+def _as_string(x):
+    """Converts an array or a tensor of one string."""
+    return np.asarray(x).item() if hasattr(x, "ndim") else x
