@@ -126,7 +126,7 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
             return super().call(x, y, sample_weight, sequence_length=sequence_length)
         if y is not None or sample_weight is not None:
             raise ValueError(
-                "`y` and `sample_weight` are made from the texts in `x`"
+                "`y` and `sample_weight` are made from the strings in `x`"
                 f"{', which do not correspond to the packed sequences' if self.packed else ''}. "
                 "Leave them out."
             )
@@ -182,6 +182,8 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
             `(x, y, sample_weight)`, all `[rows, sequence_length]`, with at least one row.
         """
         if texts and all(map(dialogues.is_prompts_with_responses, texts)):
+            for pair in texts:
+                dialogues.check_keys(pair)
             texts = {part: [pair[part] for pair in texts] for part in dialogues.PARTS}
         arrays = self._arrays(texts, sequence_length or self.sequence_length, packed=True)
         return _as_samples(*arrays)
@@ -195,28 +197,30 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
             x = {name: [_as_string(text)] for name, text in x.items()} if single else x
         elif _is_single(x):
             x = [_as_string(x)]
-        samples = _as_samples(*self._arrays(x, sequence_length, self.packed))
-        if not self.packed:
-            samples = _without_segments(samples)
-            samples = keras.tree.map_structure(lambda a: a[0], samples) if single else samples
+        samples = self._as_output(self._arrays(x, sequence_length, self.packed), single)
         return compat.convert_preprocessing_outputs_python(samples)
 
     def _arrays(self, x, sequence_length, packed):
         """Returns the arrays of `pack_documents` for strings, dialogues, or nothing."""
         x = as_texts(dialogues.as_dialogues(x))
+        if isinstance(x, dialogues.Conversations):
+            start, _ = self._start_and_end()
+            parse = getattr(self.tokenizer, "tokenize_with_special_tokens", self.tokenizer)
+            limit = None if packed else sequence_length + 1
+            documents, learned = responses.conversation_documents(
+                x, self.apply_chat_template, parse, start, limit
+            )
+            return self._as_arrays(documents, learned, sequence_length, packed)
+        if isinstance(x, dialogues.PromptsWithResponses):
+            prompts, answers = (self._tokens(texts) for texts in x.as_inputs().values())
+            return self._pair_arrays(prompts, answers, sequence_length, packed)
+        return self._pack_tokens(self._tokens(x), sequence_length)
+
+    def _pair_arrays(self, prompts, answers, sequence_length, packed):
         start, end = self._start_and_end()
         limit = None if packed else sequence_length + 1
-        if isinstance(x, dialogues.Conversations):
-            parse = getattr(self.tokenizer, "tokenize_with_special_tokens", self.tokenizer)
-            render = self.apply_chat_template
-            found = responses.conversation_documents(x, render, parse, start, limit)
-        elif isinstance(x, dialogues.PromptsWithResponses):
-            parts = x.as_inputs()
-            tokens = [self._tokens(parts[part]) for part in dialogues.PARTS]
-            found = responses.pair_documents(*tokens, start, end, limit)
-        else:
-            return self._pack_tokens(self._tokens(x), sequence_length)
-        return self._as_arrays(*found, sequence_length, packed)
+        documents, learned = responses.pair_documents(prompts, answers, start, end, limit)
+        return self._as_arrays(documents, learned, sequence_length, packed)
 
     def _pack_tokens(self, tokens, sequence_length):
         start, end = self._start_and_end()
@@ -252,27 +256,26 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
         single = texts[0].shape.rank == 0
         tokens = [self.tokenizer(part[None] if single else part) for part in texts]
 
-        def arrays(*parts):
-            parts = [
-                np.split(values, np.cumsum(row_lengths)[:-1])
-                for values, row_lengths in zip(parts[::2], parts[1::2], strict=True)
-            ]
+        def arrays(values, row_lengths, *response):
+            rows = np.split(values, np.cumsum(row_lengths)[:-1])
             if not has_responses:
-                return self._pack_tokens(*parts, sequence_length)
-            limit = None if self.packed else sequence_length + 1
-            found = responses.pair_documents(*parts, *self._start_and_end(), limit)
-            return self._as_arrays(*found, sequence_length, self.packed)
+                return self._pack_tokens(rows, sequence_length)
+            answers = np.split(response[0], np.cumsum(response[1])[:-1])
+            return self._pair_arrays(rows, answers, sequence_length, self.packed)
 
         dtypes = ("int32", "bool", "int32", "int32", "bool")
         given = [tensor for t in tokens for tensor in (t.flat_values, t.row_lengths())]
         found = tf.numpy_function(arrays, given, dtypes, stateful=False)
         for array in found:
             array.set_shape((None, sequence_length))
-        samples = _as_samples(*found)
-        if not self.packed:
-            samples = _without_segments(samples)
-            samples = keras.tree.map_structure(lambda a: a[0], samples) if single else samples
-        return samples
+        return self._as_output(found, single)
+
+    def _as_output(self, arrays, single):
+        """Returns `(x, y, sample_weight)`; padded, without segments and, for one, a batch axis."""
+        if self.packed:
+            return _as_samples(*arrays)
+        token_ids, padding_mask, _, labels, weights = [a[0] for a in arrays] if single else arrays
+        return {"token_ids": token_ids, "padding_mask": padding_mask}, labels, weights
 
     def _start_and_end(self):
         """Returns lists of the special tokens before and after a document, or of none."""
@@ -286,11 +289,6 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
 def _as_samples(token_ids, padding_mask, segment_ids, labels, sample_weight):
     x = {"token_ids": token_ids, "padding_mask": padding_mask, "segment_ids": segment_ids}
     return x, labels, sample_weight
-
-
-def _without_segments(samples):
-    x, *labels = samples
-    return {name: array for name, array in x.items() if name != "segment_ids"}, *labels
 
 
 def _is_single(x):

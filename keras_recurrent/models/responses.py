@@ -54,7 +54,7 @@ def conversation_documents(conversations, render, tokenize, start, limit=None):
             for ids, (_, is_response) in zip(tokens, pieces, strict=True)
         ]
         if start and tokens[0][:1].tolist() != start:
-            tokens, mask = [start, *tokens], [[False], *mask]
+            tokens, mask = [np.asarray(start), *tokens], [np.zeros(1, "bool"), *mask]
         documents.append(np.concatenate(tokens).astype("int32")[:limit])
         learned.append(np.concatenate(mask).astype("bool")[:limit])
     return documents, learned
