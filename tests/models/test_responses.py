@@ -113,7 +113,7 @@ def test_a_step_on_responses_is_that_of_the_batch_built_by_hand(packed):
 @pytest.mark.once
 def test_padded_tokens_are_those_of_the_whole_text():
     """Fails if truncation differs from plain text's, or a lost response's end token is learned."""
-    prompts, answers = ["ab", "abcdef"], ["cdefgh", "gh"]
+    prompts, answers = ["ab", "abcde"], ["cdefgh", "gh"]
     pairs = {"prompts": prompts, "responses": answers}
     with pytest.warns(UserWarning, match=r"no token of a response .*`sequence_length=6`") as shown:
         found = preprocessor(sequence_length=6)(pairs)
