@@ -69,7 +69,7 @@ def arrays(sample):
     return keras.tree.map_structure(as_array, sample)
 
 
-def by_hand(packed):
+def hand_built_batch(packed):
     """The samples as tokens, labels and weights, put together by loops.
 
     Packed, the first three documents fill a sequence, and the last one is in another.
@@ -95,9 +95,9 @@ def by_hand(packed):
 
 
 @pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.once), True])
-def test_a_step_on_responses_is_that_of_the_batch_built_by_hand(packed):
+def test_a_step_on_responses_is_that_of_the_batch_built_hand_built_batch(packed):
     """Fails if prompts are learned, end tokens are not, or packing loses or shifts the mask."""
-    x, y, weights = by_hand(packed)
+    x, y, weights = hand_built_batch(packed)
     model = causal_lm(packed=packed, sequence_length=y.shape[1])
     model.compile(keras.optimizers.SGD(0.05), run_eagerly=BACKEND == "tensorflow")
     before, found = model.get_weights(), []
@@ -127,7 +127,7 @@ def test_padded_tokens_are_those_of_the_whole_text():
     x, y, weights = arrays(preprocessor(sequence_length=6, add_end_token=False)(single))
     assert x["token_ids"].tolist() == [START, 100, 101, 102, PAD, PAD]
     assert y[weights].tolist() == [102]
-    # A long document goes on in a further sequence, and no response is lost.
+    # Packing splits a long document and keeps all of the response.
     _, y, weights = arrays(preprocessor(sequence_length=6, packed=True)(pairs))
     assert sorted(y[weights]) == sorted([*(3 + ord(c) for c in "cdefghgh"), END, END])
 
@@ -162,7 +162,7 @@ def test_sources_of_responses(source):
     arguments = {"verbose": 0, "steps": 2 if "generator" in source else None}
     arguments["batch_size"] = 2 if source == "arrays" else None
     found = model.evaluate(SOURCES[source](), **arguments)
-    x, y, weights = by_hand(packed=False)
+    x, y, weights = hand_built_batch(packed=False)
     wanted = model.evaluate(x, y, sample_weight=weights, batch_size=2, verbose=0)
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
@@ -183,7 +183,7 @@ def test_tensorflow_graphs_make_the_same_samples():
 def test_packed_text_keeps_the_mask_of_responses():
     layer = preprocessor(packed=True, sequence_length=28)
     for samples, wanted in (
-        (SINGLE, by_hand(packed=True)),
+        (SINGLE, hand_built_batch(packed=True)),
         (CONVERSATIONS, arrays(layer(CONVERSATIONS))),
     ):
         found = next(iter(PackedText(grain.MapDataset.source(samples), layer, 4, passes=1)))
