@@ -95,7 +95,7 @@ def hand_built_batch(packed):
 
 
 @pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.once), True])
-def test_a_step_on_responses_is_that_of_the_batch_built_hand_built_batch(packed):
+def test_a_step_on_responses_is_that_of_a_batch_built_manually(packed):
     """Fails if prompts are learned, end tokens are not, or packing loses or shifts the mask."""
     x, y, weights = hand_built_batch(packed)
     model = causal_lm(packed=packed, sequence_length=y.shape[1])
