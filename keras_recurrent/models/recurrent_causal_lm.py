@@ -17,8 +17,9 @@ from keras_recurrent.models.parts import check_parts
 from keras_recurrent.models.recurrent_backbone import token_input
 from keras_recurrent.models.segments import SegmentsOptional
 from keras_recurrent.ops.token_crossentropy import token_crossentropy
+from keras_recurrent.training.dialogues import as_dialogues, has_responses
 from keras_recurrent.training.loss_without_logits import LossWithoutLogits
-from keras_recurrent.training.samples import describe, is_text, is_tokens
+from keras_recurrent.training.samples import check_samples, describe, is_text, is_tokens
 from keras_recurrent.training.saved_training import SavedTraining
 from keras_recurrent.training.text_training import TextTraining
 from keras_recurrent.training.token_crossentropy import TokenCrossentropy
@@ -129,8 +130,9 @@ class RecurrentCausalLM(
     ):
         """Configures training and sampling; see `keras_hub.models.CausalLM.compile`.
 
-        The default loss is `keras_recurrent.models.TokenCrossentropy`. With it and the default
-        metric, accuracy, `fit` and `evaluate` do not compute the logits of all tokens;
+        The default loss is `keras_recurrent.models.TokenCrossentropy`. With it, in both of its
+        means, and the default metric, accuracy, `keras_recurrent.metrics.TokenLoss` or
+        `Perplexity`, `fit` and `evaluate` do not compute the logits of all tokens;
         `keras_recurrent.which_loss` returns the reason if they do.
 
         Raises:
@@ -240,6 +242,17 @@ class RecurrentCausalLM(
         if mode not in ("gptq", "awq"):
             return None
         return layer_structure(self.backbone, example=ops.zeros((1, 1), "int32"))
+
+    def as_samples(self, x, name="x"):
+        """Converts prompts with responses, or conversations, in memory."""
+        return as_dialogues(x, name)
+
+    def preprocess_samples(self, x, y=None, sample_weight=None):
+        if not has_responses(x):
+            return super().preprocess_samples(x, y, sample_weight)
+        for part in x.values() if isinstance(x, dict) else [as_dialogues(x)]:
+            check_samples("x", part, self.preprocessor_cls, self.preprocessor is not None)
+        return self.preprocessor(x, y=y, sample_weight=sample_weight)
 
     def check_labels(self, name, x, y, sample_weight):
         if is_text(x) and not (y is None and sample_weight is None):
