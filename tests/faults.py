@@ -726,8 +726,8 @@ FAULTS = [
     Fault(
         "loss_soft_cap_lost",
         "keras_recurrent/training/loss_without_logits.py",
-        old="sample_weight, soft_cap=embedding.logit_soft_cap",
-        new="sample_weight",
+        old="            soft_cap=embedding.logit_soft_cap,\n",
+        new="",
         tests=dict.fromkeys(BACKENDS, "models/test_loss_without_logits.py::test_soft_cap"),
     ),
     Fault(
